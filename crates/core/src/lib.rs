@@ -1,0 +1,71 @@
+//! The mathematics of ring attention, without a device, a thread or a socket.
+//!
+//! This crate says *what* is computed and *who sends what to whom*; it computes nothing fast. Read it in this order:
+//!
+//! | noun | file |
+//! |---|---|
+//! | shapes: [`Dims`], element types: [`DType`], [`Element`] | `dims.rs`, `dtype.rs` |
+//! | who sees whom: [`Mask`], [`Spans`], [`Batch`], [`Rows`], [`Visibility`] | `mask/`, `spans.rs`, `batch.rs`, `rows.rs`, `visibility.rs` |
+//! | what is computed: [`Spec`] | `spec.rs` |
+//! | the running softmax: [`Partial`] | `partial.rs` |
+//! | the ring: [`Layout`], [`Needs`], [`Schedule`], [`Record`] | `layout.rs`, `needs.rs`, `schedule/`, `record.rs` |
+//! | the two seams: [`Backend`], [`Transport`], over one memory [`Space`] | `backend.rs`, `transport.rs`, `space.rs` |
+//! | the truth: [`oracle`] | `oracle.rs` |
+#![forbid(unsafe_code)]
+
+#[cfg(not(target_pointer_width = "64"))]
+compile_error!("annulus indexes with 64-bit offsets and needs a 64-bit target");
+
+mod backend;
+mod batch;
+mod bias;
+mod coordinates;
+mod dims;
+mod dropout;
+mod dtype;
+mod error;
+mod fingerprint;
+mod layout;
+pub mod mask;
+mod needs;
+pub mod oracle;
+mod partial;
+mod record;
+mod row_set;
+mod rows;
+mod run;
+mod schedule;
+mod space;
+mod spans;
+mod spec;
+mod transport;
+mod visibility;
+
+pub use backend::{Backend, Block, Gradients, Inputs, Local, Outputs, Saved, Tick};
+pub use batch::{Batch, DenseMask};
+pub use bias::{Alibi, BiasFunction};
+pub use coordinates::{Coordinates, Shard};
+pub use dims::Dims;
+pub use dtype::{DType, Element};
+pub use error::{Error, Result};
+pub use fingerprint::Fingerprint;
+pub use layout::{CustomLayout, Layout, Side};
+pub use mask::Mask;
+pub use needs::Needs;
+pub use partial::Partial;
+pub use record::{Field, Record};
+pub use row_set::RowSet;
+pub use rows::Rows;
+pub use run::{Run, Runs};
+pub use schedule::{Group, Message, Route, Schedule, Step};
+pub use space::{Host, HostBuffer, HostElement, HostView, HostViewMut, Space};
+pub use spans::Spans;
+pub use spec::{Alignment, BackwardMode, BiasOrder, Dropout, Precision, SinkShape, Spec};
+pub use transport::{Arrived, Channel, Control, Hop, Incoming, Outgoing, Transport};
+pub use visibility::{QueryTile, TileBits, TileClass, Visibility};
+
+/// A global number as an index. Exact: the crate refuses to build where `usize` is narrower than 64 bits.
+#[expect(clippy::cast_possible_truncation, reason = "usize is 64 bits wide, see the compile_error above")]
+pub const fn index(number: u64) -> usize {
+    number as usize
+}

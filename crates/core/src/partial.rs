@@ -1,0 +1,4 @@
+//! placeholder
+/// Placeholder.
+#[derive(Debug)]
+pub struct Partial;

@@ -1,0 +1,159 @@
+//! A memory space: the one thing that a backend and a transport of one rank share.
+
+use std::sync::Arc;
+
+use ndarray::{ArrayView4, ArrayViewMut4};
+
+use crate::{DType, Element, Error, Result};
+
+/// Where a rank's blocks live. A backend computes in it and a transport sends from it; neither knows more of the other.
+pub trait Space: Sized + 'static {
+    /// Plan-owned bytes. A clone co-owns the same bytes, so that a transport may hold them while they are in flight.
+    type Buffer: Clone + Send + Sync + std::fmt::Debug + 'static;
+    /// A caller's tensor, borrowed for reading.
+    type View<'a>: Copy;
+    /// A caller's tensor, borrowed for writing.
+    type ViewMut<'a>;
+    /// "Everything enqueued so far": after it, a buffer may be read. `()` where work is done when a call returns.
+    type Event: Clone + Send + std::fmt::Debug + 'static;
+
+    /// The bytes that a buffer holds.
+    fn size(buffer: &Self::Buffer) -> u64;
+}
+
+/// Host memory.
+#[derive(Debug, Clone, Copy)]
+pub struct Host;
+
+impl Space for Host {
+    type Buffer = HostBuffer;
+    type View<'a> = HostView<'a>;
+    type ViewMut<'a> = HostViewMut<'a>;
+    type Event = ();
+
+    fn size(buffer: &HostBuffer) -> u64 {
+        buffer.bytes().len() as u64
+    }
+}
+
+/// Host bytes, aligned to 8, that a plan and a transport can co-own. They can be written only while one of them owns them.
+#[derive(Debug, Clone)]
+pub struct HostBuffer {
+    words: Arc<Vec<u64>>,
+    len: usize,
+}
+
+impl HostBuffer {
+    /// `len` zero bytes.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn zeroed(len: u64) -> Result<Self> {
+        let out_of_memory = || Error::OutOfMemory { asked: len, free: None };
+        let bytes = usize::try_from(len).map_err(|_| out_of_memory())?;
+        let mut words = Vec::new();
+        words.try_reserve_exact(bytes.div_ceil(8)).map_err(|_| out_of_memory())?;
+        words.resize(bytes.div_ceil(8), 0);
+        Ok(Self { words: Arc::new(words), len: bytes })
+    }
+
+    /// The bytes.
+    pub fn bytes(&self) -> &[u8] {
+        &bytemuck::cast_slice(&self.words)[..self.len]
+    }
+
+    /// The bytes for writing, or `None` while somebody else co-owns them.
+    pub fn bytes_mut(&mut self) -> Option<&mut [u8]> {
+        let words = Arc::get_mut(&mut self.words)?;
+        Some(&mut bytemuck::cast_slice_mut(words)[..self.len])
+    }
+
+    /// Whether somebody else co-owns the bytes (a transfer is in flight).
+    pub fn is_shared(&self) -> bool {
+        Arc::strong_count(&self.words) > 1
+    }
+}
+
+macro_rules! views {
+    ($(#[$doc:meta])* $name:ident, $array:ident, $($derive:ident),*) => {
+        $(#[$doc])*
+        #[derive(Debug, $($derive),*)]
+        pub enum $name<'a> {
+            /// f64 elements.
+            F64($array<'a, f64>),
+            /// f32 elements.
+            F32($array<'a, f32>),
+            /// bf16 elements.
+            Bf16($array<'a, half::bf16>),
+            /// f16 elements.
+            F16($array<'a, half::f16>),
+        }
+
+        impl $name<'_> {
+            /// The element type.
+            pub const fn dtype(&self) -> DType {
+                match self {
+                    Self::F64(_) => DType::F64,
+                    Self::F32(_) => DType::F32,
+                    Self::Bf16(_) => DType::Bf16,
+                    Self::F16(_) => DType::F16,
+                }
+            }
+
+            /// The four lengths.
+            pub fn shape(&self) -> [usize; 4] {
+                let shape = match self {
+                    Self::F64(view) => view.shape(),
+                    Self::F32(view) => view.shape(),
+                    Self::Bf16(view) => view.shape(),
+                    Self::F16(view) => view.shape(),
+                };
+                [shape[0], shape[1], shape[2], shape[3]]
+            }
+        }
+    };
+}
+
+views!(
+    /// A four-dimensional tensor in host memory, borrowed, of any element type and any strides.
+    ///
+    /// Tensors of fewer dimensions stand at the seam with axes of length 1: lse `[b, heads, q_len, 1]`, sinks `[1 or heads, sinks, 1, 1]`.
+    HostView, ArrayView4, Clone, Copy
+);
+views!(
+    /// A four-dimensional tensor in host memory, borrowed for writing.
+    HostViewMut, ArrayViewMut4,
+);
+
+/// Types whose 4-d array views can cross the seam.
+pub trait HostElement: Element {
+    /// Wraps a view.
+    fn view(view: ArrayView4<'_, Self>) -> HostView<'_>;
+    /// Wraps a writable view.
+    fn view_mut(view: ArrayViewMut4<'_, Self>) -> HostViewMut<'_>;
+    /// Unwraps a view; `None` if it holds another element type.
+    fn array(view: HostView<'_>) -> Option<ArrayView4<'_, Self>>;
+    /// Unwraps a writable view; `None` if it holds another element type.
+    fn array_mut(view: HostViewMut<'_>) -> Option<ArrayViewMut4<'_, Self>>;
+}
+
+macro_rules! host_elements {
+    ($($type:ty => $variant:ident),*) => { $(
+        impl HostElement for $type {
+            fn view(view: ArrayView4<'_, Self>) -> HostView<'_> {
+                HostView::$variant(view)
+            }
+            fn view_mut(view: ArrayViewMut4<'_, Self>) -> HostViewMut<'_> {
+                HostViewMut::$variant(view)
+            }
+            fn array(view: HostView<'_>) -> Option<ArrayView4<'_, Self>> {
+                if let HostView::$variant(view) = view { Some(view) } else { None }
+            }
+            fn array_mut(view: HostViewMut<'_>) -> Option<ArrayViewMut4<'_, Self>> {
+                if let HostViewMut::$variant(view) = view { Some(view) } else { None }
+            }
+        }
+    )* };
+}
+
+host_elements!(f64 => F64, f32 => F32, half::bf16 => Bf16, half::f16 => F16);
