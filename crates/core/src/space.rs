@@ -19,6 +19,12 @@ pub trait Space: Sized + 'static {
 
     /// The bytes that a buffer holds.
     fn size(buffer: &Self::Buffer) -> u64;
+
+    /// Element type and lengths of a tensor, so that whoever calls a backend can check them first.
+    fn describe(view: &Self::View<'_>) -> (DType, [usize; 4]);
+
+    /// As [`Space::describe`], of a writable tensor.
+    fn describe_mut(view: &Self::ViewMut<'_>) -> (DType, [usize; 4]);
 }
 
 /// Host memory.
@@ -33,6 +39,14 @@ impl Space for Host {
 
     fn size(buffer: &HostBuffer) -> u64 {
         buffer.bytes().len() as u64
+    }
+
+    fn describe(view: &HostView<'_>) -> (DType, [usize; 4]) {
+        (view.dtype(), view.shape())
+    }
+
+    fn describe_mut(view: &HostViewMut<'_>) -> (DType, [usize; 4]) {
+        (view.dtype(), view.shape())
     }
 }
 

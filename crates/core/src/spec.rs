@@ -97,8 +97,6 @@ pub struct Spec {
     pub precision: Precision,
     /// How the backward pass crosses the ring.
     pub backward: BackwardMode,
-    /// Whether backward recomputes out and lse instead of being given them.
-    pub recompute: bool,
 }
 
 impl Spec {
@@ -120,7 +118,6 @@ impl Spec {
             logits_dtype: dtype.accumulator(),
             precision: Precision::default(),
             backward: BackwardMode::default(),
-            recompute: false,
         }
     }
 
