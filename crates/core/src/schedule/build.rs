@@ -80,7 +80,7 @@ impl<'a> Way<'a> {
     fn new(needs: &'a Needs, route: Route, owner: usize) -> Self {
         let ranks = needs.held.len();
         let users: Vec<usize> = (0..ranks).map(|t| route.user(owner, t, ranks)).collect();
-        let needed: Vec<&RowSet> = users.iter().map(|&user| &needs.rows[user][owner]).collect();
+        let needed: Vec<&RowSet> = users.iter().map(|&user| needs.of(user, owner)).collect();
         let mut present: Vec<RowSet> = needed.iter().map(|&rows| rows.clone()).collect();
         if route.is_relay() {
             for t in (1..ranks.saturating_sub(1)).rev() {
