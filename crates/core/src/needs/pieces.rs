@@ -31,7 +31,7 @@ impl Views {
         let differs = |shard: &Shard| shard.positions.len() > 1 || shard.segments.len() > 1;
         let per_batch = mask.per_batch() || coordinates.q.iter().chain(&coordinates.kv).any(|shard| differs(shard));
         let (asked_heads, asked_batch) = (if mask.per_head() { heads } else { heads.min(1) }, if per_batch { batch } else { batch.min(1) });
-        let repeats = (heads * batch) as u64 / (asked_heads * asked_batch).max(1) as u64;
+        let repeats = heads.saturating_mul(batch) as u64 / asked_heads.saturating_mul(asked_batch).max(1) as u64;
         Self { heads: asked_heads, batch: asked_batch, repeats }
     }
 

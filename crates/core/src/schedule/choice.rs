@@ -35,11 +35,11 @@ impl Choice {
                 (layout, coordinates)
             })
             .collect();
-        let stride = |coordinates| {
+        let stride = |coordinates: &Coordinates| {
             let views = Views::new(mask, heads, batch, coordinates);
             spec.dims.q_len.saturating_mul(views.heads().len() * views.batches().len()).div_ceil(Self::SAMPLES).max(1)
         };
-        let imbalance = |coordinates| match layout {
+        let imbalance = |coordinates: &Coordinates| match layout {
             // a fixed layout has no rival
             Some(_) => 1.0,
             None => Work::of_sampled_queries(mask, heads, batch, coordinates, stride(coordinates)).max_over_mean(),

@@ -1,6 +1,7 @@
 //! Schedules are proven by the checker, the checker by mutations, and the bytes by counting.
 
 mod bytes;
+mod choice;
 mod mutations;
 mod proof;
 
