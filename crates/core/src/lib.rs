@@ -43,9 +43,10 @@ mod visibility;
 
 pub use backend::{Backend, Block, Gradients, Inputs, Local, Outputs, Saved, Tick};
 pub use batch::{Batch, DenseMask};
-pub use bias::{Alibi, BiasFunction};
+pub use bias::{Alibi, BiasFunction, PositionBias};
 pub use coordinates::{Coordinates, Shard};
 pub use dims::Dims;
+pub use dropout::{DropoutMask, philox4x32_10};
 pub use dtype::{DType, Element};
 /// The same trait under the name that says that its tensors lie in host memory.
 pub use dtype::Element as HostElement;
