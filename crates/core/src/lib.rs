@@ -47,6 +47,8 @@ pub use bias::{Alibi, BiasFunction};
 pub use coordinates::{Coordinates, Shard};
 pub use dims::Dims;
 pub use dtype::{DType, Element};
+/// The same trait under the name that says that its tensors lie in host memory.
+pub use dtype::Element as HostElement;
 pub use error::{Error, Result};
 pub use fingerprint::Fingerprint;
 pub use layout::{CustomLayout, Layout, Side};
@@ -58,7 +60,7 @@ pub use row_set::RowSet;
 pub use rows::Rows;
 pub use run::{Run, Runs};
 pub use schedule::{Group, Message, Route, Schedule, Step};
-pub use space::{Host, HostBuffer, HostElement, HostView, HostViewMut, Space};
+pub use space::{Host, HostBuffer, HostView, HostViewMut, Space};
 pub use spans::Spans;
 pub use spec::{Alignment, BackwardMode, BiasOrder, Dropout, Precision, SinkShape, Spec};
 pub use transport::{Arrived, Channel, Control, Hop, Incoming, Outgoing, Transport};

@@ -53,19 +53,48 @@ impl Spans {
     /// Positions in either; `None` if that takes more than [`Spans::MOST`] intervals.
     pub fn or(&self, other: &Self) -> Option<Self> {
         let mut either = Self::nothing();
-        let (mut a, mut b) = (self.ranges(), other.ranges());
-        loop {
-            let next = match (a.first(), b.first()) {
-                (Some(x), Some(y)) if x.start <= y.start => take_first(&mut a),
-                (Some(_), None) => take_first(&mut a),
-                (_, Some(_)) => take_first(&mut b),
-                (None, None) => return Some(either),
-            };
-            either.push(next)?;
-        }
+        merged(self.ranges(), other.ranges(), |range| either.push(range).is_some()).then_some(either)
     }
 
-    /// Appends an interval that starts no earlier than the last, merging where they touch.
+    /// Positions in either and, where that would take more than [`Spans::MOST`] intervals, those between the intervals nearest to each other.
+    pub fn cover(&self, other: &Self) -> Self {
+        // the common case: one interval each, and they touch
+        if let ([a], [b]) = (self.ranges(), other.ranges())
+            && a.start <= b.end
+            && b.start <= a.end
+        {
+            return Self::one(a.start.min(b.start), a.end.max(b.end));
+        }
+        if let Some(either) = self.or(other) {
+            return either;
+        }
+        // all intervals of both in order, overlapping ones as one; then the narrowest gaps close
+        let mut all = [const { 0..0 }; 2 * Self::MOST];
+        let mut count = 0;
+        merged(self.ranges(), other.ranges(), |range| {
+            if count > 0 && range.start <= all[count - 1].end {
+                all[count - 1].end = all[count - 1].end.max(range.end);
+            } else {
+                all[count] = range;
+                count += 1;
+            }
+            true
+        });
+        while count > Self::MOST {
+            let mut nearest = 1;
+            for i in 2..count {
+                let gap = |i: usize| all[i].start.abs_diff(all[i - 1].end);
+                nearest = if gap(i) < gap(nearest) { i } else { nearest };
+            }
+            all[nearest - 1].end = all[nearest].end;
+            all[nearest..count].rotate_left(1);
+            count -= 1;
+        }
+        let [first, second, third, fourth, ..] = all;
+        Self { ranges: [first, second, third, fourth], count: count as u8 }
+    }
+
+    /// Appends an interval that starts no earlier than the last, merging where they touch; `None` if there is no room.
     fn push(&mut self, range: Range<i64>) -> Option<()> {
         if range.start >= range.end {
             return Some(());
@@ -82,8 +111,91 @@ impl Spans {
     }
 }
 
-fn take_first(ranges: &mut &[Range<i64>]) -> Range<i64> {
-    let first = ranges[0].clone();
-    *ranges = &ranges[1..];
-    first
+/// Hands the intervals of both lists to `take` in order of their starts, as long as it answers true. Whether it did to the end.
+fn merged<'a>(mut a: &'a [Range<i64>], mut b: &'a [Range<i64>], mut take: impl FnMut(Range<i64>) -> bool) -> bool {
+    loop {
+        let from = match (a.first(), b.first()) {
+            (Some(x), Some(y)) if x.start <= y.start => &mut a,
+            (Some(_), None) => &mut a,
+            (_, Some(_)) => &mut b,
+            (None, None) => return true,
+        };
+        if let Some((first, rest)) = from.split_first() {
+            *from = rest;
+            if !take(first.clone()) {
+                return false;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Up to six intervals in -20..20, some at the unbounded ends, folded with `or` as long as they fit.
+    fn spans() -> impl Strategy<Value = Spans> {
+        let end = prop_oneof![8 => -20i64..20, 1 => Just(i64::MIN), 1 => Just(i64::MAX)];
+        prop::collection::vec((end.clone(), end), 0..6).prop_map(|pairs| {
+            pairs.into_iter().fold(Spans::nothing(), |all, (a, b)| all.or(&Spans::one(a.min(b), a.max(b))).unwrap_or(all))
+        })
+    }
+
+    fn probes() -> impl Iterator<Item = i64> {
+        (-25..25).chain([i64::MIN, i64::MIN / 4, i64::MAX / 4, i64::MAX - 1])
+    }
+
+    /// How many intervals the positions where `inside` holds take, counted on a line that shows every end.
+    fn intervals(inside: impl Fn(i64) -> bool) -> usize {
+        let line: Vec<bool> = probes().take(50).map(inside).collect();
+        usize::from(line[0]) + line.windows(2).filter(|pair| !pair[0] && pair[1]).count()
+    }
+
+    fn is_canonical(spans: &Spans) -> bool {
+        spans.ranges().iter().all(|range| range.start < range.end) && spans.ranges().windows(2).all(|pair| pair[0].end < pair[1].start)
+    }
+
+    proptest! {
+        #[test]
+        fn and_or_are_those_of_sets(a in spans(), b in spans()) {
+            let both = |p| a.contains(p) && b.contains(p);
+            let either = |p| a.contains(p) || b.contains(p);
+            for (got, want) in [(a.and(&b), &both as &dyn Fn(i64) -> bool), (a.or(&b), &either)] {
+                match got {
+                    Some(got) => {
+                        prop_assert!(is_canonical(&got));
+                        probes().for_each(|p| assert_eq!(got.contains(p), want(p)));
+                    }
+                    None => prop_assert!(intervals(want) > Spans::MOST),
+                }
+            }
+            prop_assert_eq!(a.and(&b), b.and(&a));
+            prop_assert_eq!(a.or(&b), b.or(&a));
+        }
+
+        #[test]
+        fn cover_holds_both_and_is_exact_where_it_can_be(a in spans(), b in spans()) {
+            let cover = a.cover(&b);
+            prop_assert!(is_canonical(&cover));
+            probes().for_each(|p| assert!(cover.contains(p) || !(a.contains(p) || b.contains(p))));
+            if let Some(exact) = a.or(&b) {
+                prop_assert_eq!(cover, exact);
+            }
+        }
+    }
+
+    #[test]
+    fn five_intervals_do_not_fit() {
+        let many = |from: i64| (0..4).fold(Spans::nothing(), |all, i| all.or(&Spans::one(from + 4 * i, from + 4 * i + 1)).unwrap_or(all));
+        assert_eq!(many(0).ranges().len(), 4);
+        assert_eq!(many(0).or(&many(2)), None);
+        // eight single positions 0, 2, 4, … 14: the gaps are equal, so the first ones close
+        assert_eq!(many(0).cover(&many(2)).ranges(), [0..9, 10..11, 12..13, 14..15]);
+        let holes = Spans::everything().and(&Spans::one(-5, 30)).and_then(|all| all.or(&Spans::one(40, 50)));
+        assert_eq!(holes.map(|spans| spans.ranges().len()), Some(2));
+        // the seven pieces that two lists of four can leave
+        let comb = |from: i64| (0..4).fold(Spans::nothing(), |all, i| all.or(&Spans::one(from + 10 * i, from + 10 * i + 9)).unwrap_or(all));
+        assert_eq!(comb(0).and(&comb(5)), None);
+    }
 }

@@ -4,9 +4,31 @@
 //! it sees, as at most a few half-open intervals, or `None` where it cannot be said so (dense masks, closures): then bits are made
 //! lazily, a tile at a time, from `visible`. Kernels only ever see intervals, segment ids and bits, so a new mask is never a new kernel.
 
-use std::sync::Arc;
+use std::{any::Any, sync::Arc};
 
 use crate::{Dims, Result, Spans};
+
+mod causal;
+mod chunked_causal;
+mod combine;
+mod dense;
+mod everything;
+mod per_head;
+mod predicate;
+mod prefix;
+#[cfg(test)]
+mod tests;
+mod window;
+
+pub use causal::Causal;
+pub use chunked_causal::ChunkedCausal;
+pub use combine::{And, Or, and, or};
+pub use dense::Dense;
+pub use everything::Everything;
+pub use per_head::PerHead;
+pub use predicate::Predicate;
+pub use prefix::Prefix;
+pub use window::Window;
 
 /// A query as a mask sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,12 +55,37 @@ pub struct Key {
 /// A pure predicate: does this query see this key?
 ///
 /// `Debug` must tell all that the answer depends on: ranks compare it to agree that they run the same mask.
-pub trait Mask: std::fmt::Debug + Send + Sync {
+///
+/// # Examples
+/// A mask of one's own is one function; a second makes it fast:
+/// ```
+/// use annulus_core::{Mask, Spans, mask::{Key, Query}};
+///
+/// /// Every query sees the keys at the two positions before its own.
+/// #[derive(Debug)]
+/// struct TwoBefore;
+///
+/// impl Mask for TwoBefore {
+///     fn visible(&self, query: &Query, key: &Key) -> bool {
+///         (1..=2).contains(&(query.position - key.position))
+///     }
+///
+///     fn spans(&self, query: &Query) -> Option<Spans> {
+///         Some(Spans::one(query.position - 2, query.position))
+///     }
+/// }
+/// ```
+pub trait Mask: Any + std::fmt::Debug + Send + Sync {
     /// Whether `query` sees `key`.
     fn visible(&self, query: &Query, key: &Key) -> bool;
 
     /// The key positions that `query` sees, exactly; `None` if they are no few intervals of positions.
     fn spans(&self, query: &Query) -> Option<Spans>;
+
+    /// Key positions among which are all that `query` sees: exact where [`Mask::spans`] is, else as tight as is cheap. Tiles outside cost nothing.
+    fn bound(&self, query: &Query) -> Spans {
+        self.spans(query).unwrap_or_else(Spans::everything)
+    }
 
     /// Whether the answer depends on the query's head.
     fn per_head(&self) -> bool {
@@ -55,24 +102,21 @@ pub trait Mask: std::fmt::Debug + Send + Sync {
     /// # Errors
     /// [`crate::Error::InvalidArgument`] naming the field.
     fn validate(&self, dims: &Dims) -> Result<()> {
-        let _unused_by_masks_without_numbers = dims;
+        let _a_mask_without_numbers_is_right_for_any_dims = dims;
         Ok(())
-    }
-}
-
-/// Every query sees every key.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Everything;
-
-impl Mask for Everything {
-    fn visible(&self, _: &Query, _: &Key) -> bool {
-        true
-    }
-
-    fn spans(&self, _: &Query) -> Option<Spans> {
-        Some(Spans::everything())
     }
 }
 
 /// A shared mask.
 pub type SharedMask = Arc<dyn Mask>;
+
+/// A number of any size as a position. Positions lie within ±`i64::MAX / 4`, so the clipped number compares with them as the true one does.
+fn clip(number: i128) -> i64 {
+    if number >= i128::from(i64::MAX) {
+        i64::MAX
+    } else if number <= i128::from(i64::MIN) {
+        i64::MIN
+    } else {
+        number as i64
+    }
+}

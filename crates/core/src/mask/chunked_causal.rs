@@ -1,0 +1,36 @@
+//! ⌊i'/size⌋ = ⌊j'/size⌋ and j' ≤ i'.
+
+use super::{Key, Mask, Query, clip};
+use crate::{Dims, Error, Result, Spans};
+
+/// Causal within chunks of `size` positions: ⌊i'/size⌋ = ⌊j'/size⌋ and j' ≤ i'. Negative positions divide with floor.
+///
+/// # Source
+/// Llama 4's chunked attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ChunkedCausal {
+    /// Positions a chunk, at least 1.
+    pub size: u64,
+}
+
+impl ChunkedCausal {
+    fn chunk(&self, position: i64) -> i128 {
+        // a size of 0 never passes `validate`; here it must only not divide by zero
+        i128::from(position).div_euclid(i128::from(self.size.max(1)))
+    }
+}
+
+impl Mask for ChunkedCausal {
+    fn visible(&self, query: &Query, key: &Key) -> bool {
+        key.position <= query.position && self.chunk(key.position) == self.chunk(query.position)
+    }
+
+    fn spans(&self, query: &Query) -> Option<Spans> {
+        let first = self.chunk(query.position) * i128::from(self.size.max(1));
+        Some(Spans::one(clip(first), query.position.saturating_add(1)))
+    }
+
+    fn validate(&self, _: &Dims) -> Result<()> {
+        if self.size == 0 { Err(Error::invalid("chunk_size", 0, "at least 1")) } else { Ok(()) }
+    }
+}

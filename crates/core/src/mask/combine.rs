@@ -1,0 +1,129 @@
+//! Masks joined by and, by or.
+
+use std::{any::Any, sync::Arc};
+
+use super::{Everything, Key, Mask, Query, SharedMask};
+use crate::{Dims, Result, Spans};
+
+/// Visible where all of the masks say so; everywhere if there is none.
+#[derive(Debug, Clone)]
+pub struct And(pub Vec<SharedMask>);
+
+/// Visible where any of the masks says so; nowhere if there is none.
+#[derive(Debug, Clone)]
+pub struct Or(pub Vec<SharedMask>);
+
+/// Both masks at once, flat: ands of ands are one [`And`], and [`Everything`] drops out.
+pub fn and(a: SharedMask, b: SharedMask) -> SharedMask {
+    let mut parts = Vec::new();
+    for mask in [a, b] {
+        match as_any(&mask).downcast_ref::<And>() {
+            Some(And(inner)) => parts.extend(inner.iter().cloned()),
+            None if as_any(&mask).is::<Everything>() => {}
+            None => parts.push(mask),
+        }
+    }
+    match parts.pop() {
+        None => Arc::new(Everything),
+        Some(only) if parts.is_empty() => only,
+        Some(last) => {
+            parts.push(last);
+            Arc::new(And(parts))
+        }
+    }
+}
+
+/// Either mask, flat: ors of ors are one [`Or`], and [`Everything`] swallows the rest.
+pub fn or(a: SharedMask, b: SharedMask) -> SharedMask {
+    let mut parts = Vec::new();
+    for mask in [a, b] {
+        match as_any(&mask).downcast_ref::<Or>() {
+            Some(Or(inner)) => parts.extend(inner.iter().cloned()),
+            None if as_any(&mask).is::<Everything>() => return mask,
+            None => parts.push(mask),
+        }
+    }
+    match parts.pop() {
+        Some(only) if parts.is_empty() => only,
+        last => {
+            parts.extend(last);
+            Arc::new(Or(parts))
+        }
+    }
+}
+
+fn as_any(mask: &SharedMask) -> &dyn Any {
+    &**mask
+}
+
+impl Mask for And {
+    fn visible(&self, query: &Query, key: &Key) -> bool {
+        self.0.iter().all(|mask| mask.visible(query, key))
+    }
+
+    fn spans(&self, query: &Query) -> Option<Spans> {
+        let mut all = Some(Spans::everything());
+        for mask in &self.0 {
+            let part = mask.spans(query);
+            // nothing stays nothing, even beside a mask that cannot be said in intervals
+            if part.as_ref().is_some_and(|part| part.ranges().is_empty()) {
+                return part;
+            }
+            all = all.and_then(|all| all.and(&part?));
+        }
+        all
+    }
+
+    fn bound(&self, query: &Query) -> Spans {
+        let parts = self.0.iter().map(|mask| mask.bound(query));
+        // where both take too many intervals, either alone is a bound too
+        parts.fold(Spans::everything(), |all, part| all.and(&part).unwrap_or(all))
+    }
+
+    fn per_head(&self) -> bool {
+        self.0.iter().any(|mask| mask.per_head())
+    }
+
+    fn per_batch(&self) -> bool {
+        self.0.iter().any(|mask| mask.per_batch())
+    }
+
+    fn validate(&self, dims: &Dims) -> Result<()> {
+        self.0.iter().try_for_each(|mask| mask.validate(dims))
+    }
+}
+
+impl Mask for Or {
+    fn visible(&self, query: &Query, key: &Key) -> bool {
+        self.0.iter().any(|mask| mask.visible(query, key))
+    }
+
+    fn spans(&self, query: &Query) -> Option<Spans> {
+        let mut any = Some(Spans::nothing());
+        for mask in &self.0 {
+            let part = mask.spans(query);
+            // everything stays everything, even beside a mask that cannot be said in intervals
+            if part.as_ref().is_some_and(|part| *part == Spans::everything()) {
+                return part;
+            }
+            any = any.and_then(|any| any.or(&part?));
+        }
+        any
+    }
+
+    fn bound(&self, query: &Query) -> Spans {
+        self.0.iter().fold(Spans::nothing(), |any, mask| any.cover(&mask.bound(query)))
+    }
+
+    fn per_head(&self) -> bool {
+        self.0.iter().any(|mask| mask.per_head())
+    }
+
+    fn per_batch(&self) -> bool {
+        self.0.iter().any(|mask| mask.per_batch())
+    }
+
+    fn validate(&self, dims: &Dims) -> Result<()> {
+        self.0.iter().try_for_each(|mask| mask.validate(dims))
+    }
+}

@@ -1,0 +1,37 @@
+//! Bits by row number.
+
+use std::sync::Arc;
+
+use super::{Key, Mask, Query};
+use crate::{DenseMask, Dims, Error, Result, Spans};
+
+/// A dense mask that belongs to the problem, not to a batch: every rank has all its query and key rows. Looked up by row number, whatever
+/// the positions; broadcast over batch rows and heads where it has one of them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Dense(pub Arc<DenseMask>);
+
+impl Mask for Dense {
+    fn visible(&self, query: &Query, key: &Key) -> bool {
+        self.0.visible(query.batch, query.head, crate::index(query.row), crate::index(key.row))
+    }
+
+    fn spans(&self, _: &Query) -> Option<Spans> {
+        None
+    }
+
+    fn per_head(&self) -> bool {
+        self.0.shape()[1] > 1
+    }
+
+    fn per_batch(&self) -> bool {
+        self.0.shape()[0] > 1
+    }
+
+    fn validate(&self, dims: &Dims) -> Result<()> {
+        let (got, want) = (self.0.shape(), [dims.batch, dims.q_heads, dims.q_len, dims.kv_len]);
+        if (got[0] != 1 && got[0] != want[0]) || (got[1] != 1 && got[1] != want[1]) || got[2..] != want[2..] {
+            return Err(Error::invalid("mask", format!("{got:?}"), format!("{want:?}, or 1 in place of batch or heads")));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,57 @@
+//! Any closure as a mask.
+
+use std::{fmt, sync::Arc};
+
+use super::{Key, Mask, Query};
+use crate::Spans;
+
+/// A closure with a name. Ranks agree on the **name**: give two closures that differ two names, and write what a closure captures into it.
+///
+/// # Examples
+/// ```
+/// use annulus_core::mask::Predicate;
+/// let dilated = Predicate::of_positions("every 4th key back", |i, j| j <= i && (i - j) % 4 == 0);
+/// ```
+#[derive(Clone)]
+pub struct Predicate {
+    name: String,
+    by_position_only: bool,
+    visible: Arc<dyn Fn(&Query, &Key) -> bool + Send + Sync>,
+}
+
+impl Predicate {
+    /// A mask that may depend on all that is known of a pair. It is asked anew for every batch row and head.
+    pub fn of_pairs(name: impl Into<String>, visible: impl Fn(&Query, &Key) -> bool + Send + Sync + 'static) -> Self {
+        Self { name: name.into(), by_position_only: false, visible: Arc::new(visible) }
+    }
+
+    /// A mask on the positions (i', j') alone. It is asked once for all heads.
+    pub fn of_positions(name: impl Into<String>, visible: impl Fn(i64, i64) -> bool + Send + Sync + 'static) -> Self {
+        let visible = Arc::new(move |query: &Query, key: &Key| visible(query.position, key.position));
+        Self { name: name.into(), by_position_only: true, visible }
+    }
+}
+
+impl fmt::Debug for Predicate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Predicate").field("name", &self.name).field("by_position_only", &self.by_position_only).finish()
+    }
+}
+
+impl Mask for Predicate {
+    fn visible(&self, query: &Query, key: &Key) -> bool {
+        (self.visible)(query, key)
+    }
+
+    fn spans(&self, _: &Query) -> Option<Spans> {
+        None
+    }
+
+    fn per_head(&self) -> bool {
+        !self.by_position_only
+    }
+
+    fn per_batch(&self) -> bool {
+        !self.by_position_only
+    }
+}
