@@ -1,6 +1,9 @@
 //! Element types of the tensors and what their sums are kept in.
 
 use half::{bf16, f16};
+use ndarray::{ArrayView4, ArrayViewMut4};
+
+use crate::{HostView, HostViewMut};
 
 /// The element type of q, k, v, out and their gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -78,11 +81,37 @@ pub trait Element: sealed::Sealed + bytemuck::Pod + Copy + Send + Sync + Partial
     fn to_f64(self) -> f64;
     /// Rounds to nearest, ties to even.
     fn from_f64(value: f64) -> Self;
+    /// Wraps a tensor for the seam.
+    fn view(view: ArrayView4<'_, Self>) -> HostView<'_>;
+    /// Wraps a writable tensor for the seam.
+    fn view_mut(view: ArrayViewMut4<'_, Self>) -> HostViewMut<'_>;
+    /// Unwraps a tensor; `None` if it holds another element type.
+    fn array(view: HostView<'_>) -> Option<ArrayView4<'_, Self>>;
+    /// Unwraps a writable tensor; `None` if it holds another element type.
+    fn array_mut(view: HostViewMut<'_>) -> Option<ArrayViewMut4<'_, Self>>;
+}
+
+macro_rules! host_views {
+    ($variant:ident) => {
+        fn view(view: ArrayView4<'_, Self>) -> HostView<'_> {
+            HostView::$variant(view)
+        }
+        fn view_mut(view: ArrayViewMut4<'_, Self>) -> HostViewMut<'_> {
+            HostViewMut::$variant(view)
+        }
+        fn array(view: HostView<'_>) -> Option<ArrayView4<'_, Self>> {
+            if let HostView::$variant(view) = view { Some(view) } else { None }
+        }
+        fn array_mut(view: HostViewMut<'_>) -> Option<ArrayViewMut4<'_, Self>> {
+            if let HostViewMut::$variant(view) = view { Some(view) } else { None }
+        }
+    };
 }
 
 impl Element for f64 {
     type Accumulator = f64;
     const DTYPE: DType = DType::F64;
+    host_views!(F64);
     fn to_f64(self) -> f64 {
         self
     }
@@ -94,6 +123,7 @@ impl Element for f64 {
 impl Element for f32 {
     type Accumulator = f32;
     const DTYPE: DType = DType::F32;
+    host_views!(F32);
     fn to_f64(self) -> f64 {
         f64::from(self)
     }
@@ -106,6 +136,7 @@ impl Element for f32 {
 impl Element for bf16 {
     type Accumulator = f32;
     const DTYPE: DType = DType::Bf16;
+    host_views!(Bf16);
     fn to_f64(self) -> f64 {
         bf16::to_f64(self)
     }
@@ -117,6 +148,7 @@ impl Element for bf16 {
 impl Element for f16 {
     type Accumulator = f32;
     const DTYPE: DType = DType::F16;
+    host_views!(F16);
     fn to_f64(self) -> f64 {
         f16::to_f64(self)
     }

@@ -51,6 +51,8 @@ pub use coordinates::{Coordinates, Shard};
 pub use dims::Dims;
 pub use dropout::{DropoutMask, philox4x32_10};
 pub use dtype::{DType, Element};
+/// The same trait under the name that says that its tensors lie in host memory.
+pub use dtype::Element as HostElement;
 pub use error::{Error, Result};
 pub use fingerprint::Fingerprint;
 pub use hulls::Hulls;
@@ -63,7 +65,7 @@ pub use row_set::RowSet;
 pub use rows::Rows;
 pub use run::{Run, Runs};
 pub use schedule::{Group, Message, Route, Schedule, Step};
-pub use space::{Host, HostBuffer, HostElement, HostView, HostViewMut, Space};
+pub use space::{Host, HostBuffer, HostView, HostViewMut, Space};
 pub use spans::Spans;
 pub use spec::{Alignment, BackwardMode, BiasOrder, Dropout, Precision, SinkShape, Spec};
 pub use tile::{QueryTile, TileBits, TileClass};

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use ndarray::{ArrayView4, ArrayViewMut4};
 
-use crate::{DType, Element, Error, Result};
+use crate::{DType, Error, Result};
 
 /// Where a rank's blocks live. A backend computes in it and a transport sends from it; neither knows more of the other.
 pub trait Space: Sized + 'static {
@@ -138,36 +138,3 @@ views!(
     /// A four-dimensional tensor in host memory, borrowed for writing.
     HostViewMut, ArrayViewMut4,
 );
-
-/// Types whose 4-d array views can cross the seam.
-pub trait HostElement: Element {
-    /// Wraps a view.
-    fn view(view: ArrayView4<'_, Self>) -> HostView<'_>;
-    /// Wraps a writable view.
-    fn view_mut(view: ArrayViewMut4<'_, Self>) -> HostViewMut<'_>;
-    /// Unwraps a view; `None` if it holds another element type.
-    fn array(view: HostView<'_>) -> Option<ArrayView4<'_, Self>>;
-    /// Unwraps a writable view; `None` if it holds another element type.
-    fn array_mut(view: HostViewMut<'_>) -> Option<ArrayViewMut4<'_, Self>>;
-}
-
-macro_rules! host_elements {
-    ($($type:ty => $variant:ident),*) => { $(
-        impl HostElement for $type {
-            fn view(view: ArrayView4<'_, Self>) -> HostView<'_> {
-                HostView::$variant(view)
-            }
-            fn view_mut(view: ArrayViewMut4<'_, Self>) -> HostViewMut<'_> {
-                HostViewMut::$variant(view)
-            }
-            fn array(view: HostView<'_>) -> Option<ArrayView4<'_, Self>> {
-                if let HostView::$variant(view) = view { Some(view) } else { None }
-            }
-            fn array_mut(view: HostViewMut<'_>) -> Option<ArrayViewMut4<'_, Self>> {
-                if let HostViewMut::$variant(view) = view { Some(view) } else { None }
-            }
-        }
-    )* };
-}
-
-host_elements!(f64 => F64, f32 => F32, half::bf16 => Bf16, half::f16 => F16);

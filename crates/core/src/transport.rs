@@ -67,9 +67,9 @@ pub struct Arrived<S: Space> {
     pub ready: S::Event,
 }
 
-/// Moves blocks between the ranks of one ring.
-pub trait Transport<S: Space>: Send {
-    /// Small host messages beside the blocks.
+/// Moves blocks between the ranks of one ring. It is its own [`Control`], so that a wrapper can watch (and delegate) both halves.
+pub trait Transport<S: Space>: Control {
+    /// Small host messages beside the blocks: `self`, as the trait object of its other half.
     fn control(&mut self) -> &mut dyn Control;
 
     /// Starts one group of transfers (`ncclGroup`, `MPI_Startall`). Every rank's schedule pairs each send with a receive of the same
@@ -133,4 +133,56 @@ pub trait Control: Send {
 
     /// When any rank was last known to do work. A ring in which nobody works is stuck, however alive its ranks are.
     fn last_work(&self) -> Instant;
+}
+
+impl<T: Control + ?Sized> Control for Box<T> {
+    fn rank(&self) -> usize {
+        (**self).rank()
+    }
+    fn ranks(&self) -> usize {
+        (**self).ranks()
+    }
+    fn offer(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+        (**self).offer(round, bytes)
+    }
+    fn collect(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
+        (**self).collect(round)
+    }
+    fn missing(&self, round: u64) -> Vec<usize> {
+        (**self).missing(round)
+    }
+    fn abort(&mut self, error: &Error) {
+        (**self).abort(error);
+    }
+    fn beat(&mut self, working: bool) {
+        (**self).beat(working);
+    }
+    fn last_heard(&self, peer: usize) -> Instant {
+        (**self).last_heard(peer)
+    }
+    fn last_work(&self) -> Instant {
+        (**self).last_work()
+    }
+}
+
+/// A transport chosen at run time takes the same wrappers as one that is known when the program is compiled.
+impl<S: Space, T: Transport<S> + ?Sized> Transport<S> for Box<T> {
+    fn control(&mut self) -> &mut dyn Control {
+        (**self).control()
+    }
+    fn post(&mut self, sends: &[Outgoing<'_, S>], receives: &mut Vec<Incoming<S>>) -> Result<()> {
+        (**self).post(sends, receives)
+    }
+    fn progress(&mut self, patience: Duration) -> Result<()> {
+        (**self).progress(patience)
+    }
+    fn take(&mut self, hop: &Hop) -> Result<Option<Arrived<S>>> {
+        (**self).take(hop)
+    }
+    fn pending(&self) -> bool {
+        (**self).pending()
+    }
+    fn bytes_sent(&self) -> u64 {
+        (**self).bytes_sent()
+    }
 }

@@ -1,0 +1,58 @@
+//! Messages as byte ranges of a buffer, one after another.
+
+use std::ops::Range;
+
+use annulus_core::{Error, Hop, Result, index};
+
+/// Copies the bytes of the ranges `from_ranges` of `from`, one after another, into the ranges `to_ranges` of `to`.
+///
+/// Stops where the shorter side ends; callers have compared the lengths and the bounds.
+pub(crate) fn copy(from: &[u8], from_ranges: &[Range<u64>], to: &mut [u8], to_ranges: &[Range<u64>]) {
+    let (mut sources, mut targets) = (from_ranges.iter().cloned(), to_ranges.iter().cloned());
+    let (mut source, mut target) = (0..0, 0..0);
+    loop {
+        while source.start == source.end {
+            let Some(next) = sources.next() else { return };
+            source = next;
+        }
+        while target.start == target.end {
+            let Some(next) = targets.next() else { return };
+            target = next;
+        }
+        let bytes = (source.end - source.start).min(target.end - target.start);
+        to[index(target.start)..index(target.start + bytes)].copy_from_slice(&from[index(source.start)..index(source.start + bytes)]);
+        source.start += bytes;
+        target.start += bytes;
+    }
+}
+
+/// Checks that a hop can be posted: a rank of this ring at the other end, and ranges that lie in a buffer of `size` bytes.
+pub(crate) fn check(hop: &Hop, ranks: usize, size: u64) -> Result<()> {
+    if hop.peer >= ranks {
+        return Err(Error::invalid("hop.peer", hop.peer, format!("a rank below {ranks}")));
+    }
+    match hop.ranges.iter().find(|range| range.start > range.end || range.end > size) {
+        Some(range) => Err(Error::invalid("hop.ranges", format!("{range:?}"), format!("ascending ranges within {size} bytes"))),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_are_cut_where_either_side_is_cut() {
+        let from: Vec<u8> = (0..20).collect();
+        let mut to = vec![0; 12];
+        copy(&from, &[1..4, 4..4, 10..16], &mut to, &[0..0, 2..7, 8..12]);
+        assert_eq!(to, [0, 0, 1, 2, 3, 10, 11, 0, 12, 13, 14, 15]);
+    }
+
+    #[test]
+    fn nothing_copies_nothing() {
+        let mut to = [7; 2];
+        copy(&[1, 2], std::slice::from_ref(&(1..1)), &mut to, &[]);
+        assert_eq!(to, [7, 7]);
+    }
+}

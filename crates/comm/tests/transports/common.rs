@@ -1,0 +1,93 @@
+//! A ring of threads under a watchdog, and messages in shorthand.
+
+use std::{
+    ops::Range,
+    sync::{Arc, mpsc},
+    thread,
+    time::{Duration, Instant},
+};
+
+use annulus_comm::{Threads, threads};
+use annulus_core::{Channel, Error, Hop, Host, HostBuffer, Incoming, Outgoing, Result, Transport};
+
+/// No test needs longer; a ring that does is stuck.
+pub(crate) const WATCHDOG: Duration = Duration::from_secs(30);
+
+/// Runs `body` on every rank, each in its own thread, and joins them all; what each returned (its endpoint, too, if it likes).
+///
+/// # Panics
+/// If some rank is not done when the watchdog barks, or panicked.
+pub(crate) fn on_ring<T, R: Send + 'static>(
+    ranks: usize,
+    wrap: impl Fn(Threads) -> T + Send + Sync + 'static,
+    body: impl Fn(T) -> R + Send + Sync + 'static,
+) -> Vec<R> {
+    let started = Instant::now();
+    let (wrap, body) = (Arc::new(wrap), Arc::new(body));
+    let (report, reports) = mpsc::channel();
+    let handles: Vec<_> = (threads::ring(ranks).into_iter().enumerate())
+        .map(|(rank, endpoint)| {
+            let (wrap, body, report) = (Arc::clone(&wrap), Arc::clone(&body), report.clone());
+            thread::spawn(move || drop(report.send((rank, body(wrap(endpoint))))))
+        })
+        .collect();
+    drop(report);
+    let mut results: Vec<Option<R>> = (0..ranks).map(|_| None).collect();
+    for _ in 0..ranks {
+        match reports.recv_timeout(WATCHDOG.saturating_sub(started.elapsed())) {
+            Ok((rank, result)) => results[rank] = Some(result),
+            Err(mpsc::RecvTimeoutError::Disconnected) => break,
+            Err(mpsc::RecvTimeoutError::Timeout) => {
+                let stuck: Vec<usize> = (0..ranks).filter(|&rank| results[rank].is_none()).collect();
+                panic!("ranks {stuck:?} of {ranks} are stuck");
+            }
+        }
+    }
+    handles.into_iter().for_each(|handle| handle.join().expect("a rank panicked"));
+    results.into_iter().map(|result| result.expect("a rank panicked")).collect()
+}
+
+pub(crate) fn hop(peer: usize, channel: Channel, tag: u64, ranges: &[Range<u64>]) -> Hop {
+    Hop { peer, channel, tag, step: usize::try_from(tag).unwrap(), ranges: ranges.into() }
+}
+
+pub(crate) fn buffer(bytes: &[u8]) -> HostBuffer {
+    let mut buffer = HostBuffer::zeroed(bytes.len() as u64).unwrap();
+    buffer.bytes_mut().unwrap().copy_from_slice(bytes);
+    buffer
+}
+
+pub(crate) fn send(transport: &mut dyn Transport<Host>, hop: Hop, buffer: &HostBuffer) -> Result<()> {
+    transport.post(&[Outgoing { hop, buffer, ready: &() }], &mut Vec::new())
+}
+
+pub(crate) fn receive(transport: &mut dyn Transport<Host>, hop: &Hop, bytes: u64) -> Result<()> {
+    transport.post(&[], &mut vec![Incoming { hop: hop.clone(), buffer: HostBuffer::zeroed(bytes)? }])
+}
+
+/// Progresses until the posted receive has arrived.
+pub(crate) fn wait_for(transport: &mut dyn Transport<Host>, hop: &Hop) -> Result<HostBuffer> {
+    loop {
+        if let Some(arrived) = transport.take(hop)? {
+            return Ok(arrived.buffer);
+        }
+        transport.progress(Duration::from_millis(20))?;
+    }
+}
+
+/// Progresses until every send is done.
+pub(crate) fn drain(transport: &mut dyn Transport<Host>) -> Result<()> {
+    while transport.pending() {
+        transport.progress(Duration::from_millis(20))?;
+    }
+    Ok(())
+}
+
+/// Progresses until something goes wrong.
+pub(crate) fn wait_for_error(transport: &mut dyn Transport<Host>) -> Error {
+    loop {
+        if let Err(error) = transport.progress(Duration::from_millis(20)) {
+            return error;
+        }
+    }
+}

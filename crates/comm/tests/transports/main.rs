@@ -1,0 +1,9 @@
+//! Transports and their wrappers, tested through the seam alone. No test can hang: every ring runs under a watchdog.
+
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![expect(clippy::single_range_in_vec_init, reason = "a hop of one range is meant")]
+
+mod agreement;
+mod common;
+mod patterns;
+mod threads;

@@ -1,0 +1,141 @@
+//! The monoid laws, for f32 and f64, on numbers that are awkward on purpose.
+
+use proptest::prelude::*;
+
+use super::*;
+
+const DIM: usize = 3;
+
+/// Elements of acc, max, sum: maxima from next to each other to far apart, −∞ among them with what then must be 0.
+fn partial<T: Element<Accumulator = T>>() -> impl Strategy<Value = Partial<T>> {
+    let max = prop_oneof![8 => -30.0..30.0f64, 2 => -1e4..1e4f64, 1 => Just(f64::NEG_INFINITY), 1 => Just(0.0)];
+    (prop::collection::vec(-9.0..9.0f64, DIM), max, 1.0..70.0f64).prop_map(|(acc, max, sum)| {
+        let nothing = max == f64::NEG_INFINITY;
+        let unless_nothing = |x: f64| T::from_f64(if nothing { 0.0 } else { x });
+        Partial::new(acc.iter().map(|&x| unless_nothing(x * sum)).collect(), T::from_f64(max), unless_nothing(sum))
+    })
+}
+
+fn numbers<T: Element<Accumulator = T>>(partial: &Partial<T>) -> Vec<f64> {
+    partial.acc().iter().chain([&partial.max(), &partial.sum()]).map(|x| x.to_f64()).collect()
+}
+
+fn bits<T: Element<Accumulator = T>>(partial: &Partial<T>) -> Vec<u64> {
+    numbers(partial).into_iter().map(f64::to_bits).collect()
+}
+
+fn epsilon<T: Element>() -> f64 {
+    if T::DTYPE == crate::DType::F64 { f64::EPSILON } else { f64::from(f32::EPSILON) }
+}
+
+fn laws<T: Element<Accumulator = T>>(a: &Partial<T>, b: &Partial<T>, c: &Partial<T>) -> Result<(), TestCaseError> {
+    // identity: exact, from both sides, whether its acc is spelled out or not
+    let spelled = Partial::new(vec![T::from_f64(0.0); DIM], T::from_f64(f64::NEG_INFINITY), T::from_f64(0.0));
+    for identity in [Partial::identity(), spelled] {
+        prop_assert_eq!(&a.merge(&identity), a);
+        prop_assert_eq!(&identity.merge(a), a);
+    }
+    // commutativity: to the bit
+    let ab = a.merge(b);
+    prop_assert_eq!(bits(&ab), bits(&b.merge(a)));
+    // no NaN of finite inputs and −∞
+    prop_assert!(numbers(&ab).iter().all(|x| !x.is_nan()), "{a:?} + {b:?} = {ab:?}");
+    let (out, lse) = ab.out();
+    prop_assert!(out.iter().chain([&lse]).all(|x| !x.to_f64().is_nan()), "{out:?} {lse:?}");
+    // associativity: 4 ulp of the sum of magnitudes
+    let (left, right) = (ab.merge(c), a.merge(&b.merge(c)));
+    prop_assert_eq!(left.max(), right.max());
+    let magnitudes = |partial: &Partial<T>| {
+        let acc = partial.acc().iter().map(|x| T::from_f64(x.to_f64().abs())).collect();
+        Partial::new(acc, partial.max(), partial.sum())
+    };
+    let most = magnitudes(a).merge(&magnitudes(b)).merge(&magnitudes(c));
+    for ((x, y), most) in numbers(&left).into_iter().zip(numbers(&right)).zip(numbers(&most)) {
+        prop_assert!(x == y || (x - y).abs() <= 4.0 * epsilon::<T>() * most, "{x} {y} of {most}");
+    }
+    Ok(())
+}
+
+proptest! {
+    #[test]
+    fn laws_of_f64((a, b, c) in (partial::<f64>(), partial::<f64>(), partial::<f64>())) {
+        laws(&a, &b, &c)?;
+    }
+
+    #[test]
+    fn laws_of_f32((a, b, c) in (partial::<f32>(), partial::<f32>(), partial::<f32>())) {
+        laws(&a, &b, &c)?;
+    }
+
+    #[test]
+    fn finished_rows_merge_to_the_softmax_of_all(logits in prop::collection::vec(-20.0..20.0f64, 1..12), cut in 0usize..12) {
+        let cut = cut.min(logits.len());
+        let finished = |logits: &[f64]| {
+            let sum: f64 = logits.iter().map(|x| x.exp()).sum();
+            let out = logits.iter().map(|x| x.exp() * x).sum::<f64>() / if logits.is_empty() { 1.0 } else { sum };
+            Partial::from_out(vec![out], sum.ln())
+        };
+        let (whole, lse) = finished(&logits).out();
+        let (merged, merged_lse) = finished(&logits[..cut]).merge(&finished(&logits[cut..])).out();
+        prop_assert!((whole[0] - merged[0]).abs() < 1e-13, "{whole:?} {merged:?}");
+        prop_assert!((lse - merged_lse).abs() < 1e-13, "{lse} {merged_lse}");
+    }
+
+    #[test]
+    fn any_fold_of_one_key_partials_is_the_softmax(keys in prop::collection::vec((-50.0..50.0f64, -3.0..3.0f64), 1..20), order in any::<u64>()) {
+        let one = |&(logit, value): &(f64, f64)| Partial::new(vec![value], logit, 1.0);
+        let mut parts: Vec<_> = keys.iter().map(one).collect();
+        // folds neighbours in an order drawn from the bits of `order`
+        let mut draw = order;
+        while parts.len() > 1 {
+            draw = draw.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let at = (draw >> 33) as usize % (parts.len() - 1);
+            let right = parts.remove(at + 1);
+            parts[at] = right.merge(&parts[at]);
+        }
+        let max = keys.iter().map(|key| key.0).fold(f64::NEG_INFINITY, f64::max);
+        let sum: f64 = keys.iter().map(|key| (key.0 - max).exp()).sum();
+        let acc: f64 = keys.iter().map(|key| (key.0 - max).exp() * key.1).sum();
+        let (out, lse) = parts[0].out();
+        prop_assert!((out[0] - acc / sum).abs() < 1e-13);
+        prop_assert!((lse - max - sum.ln()).abs() < 1e-13);
+    }
+}
+
+#[test]
+fn nothing_meets_nothing_without_a_nan() {
+    let nothing = Partial::<f32>::identity().merge(&Partial::from_out(vec![0.0; 2], f32::NEG_INFINITY));
+    assert_eq!(nothing, Partial::new(vec![0.0; 2], f32::NEG_INFINITY, 0.0));
+    assert_eq!(nothing.out(), (vec![0.0; 2], f32::NEG_INFINITY));
+    let nothing = Partial::<f64>::identity().merge(&Partial::identity());
+    assert_eq!(nothing.out(), (vec![], f64::NEG_INFINITY));
+}
+
+#[test]
+fn nan_is_kept() {
+    let good = Partial::new(vec![1.0, 2.0], 0.5, 1.0);
+    // in the logits: the whole row; in one value: that value
+    let logit = Partial::new(vec![f64::NAN, f64::NAN], f64::NAN, f64::NAN);
+    let value = Partial::new(vec![f64::NAN, 1.0], -3.0, 1.0);
+    let sum = Partial::new(vec![1.0, 1.0], -3.0, f64::NAN);
+    for (bad, want) in [(logit, [true, true, true]), (value, [true, false, false]), (sum, [true, true, true])] {
+        for merged in [bad.merge(&good), good.merge(&bad), bad.merge(&Partial::identity()), Partial::identity().merge(&bad)] {
+            let (out, lse) = merged.out();
+            assert_eq!([out[0].is_nan(), out[1].is_nan(), lse.is_nan()], want, "{merged:?}");
+        }
+    }
+    assert!(Partial::from_out(vec![f64::NAN], f64::NEG_INFINITY).merge(&good).acc()[0].is_nan());
+    assert!(Partial::from_out(vec![1.0], f64::NAN).merge(&good).max().is_nan());
+}
+
+#[test]
+fn finite_sums_stay_free_of_nan_at_infinite_and_extreme_maxima() {
+    let maxima = [f64::NEG_INFINITY, -1e308, -1.0, 0.0, 1e308, f64::INFINITY];
+    for a in maxima {
+        for b in maxima {
+            let merged = Partial::new(vec![1.0], a, 1.0).merge(&Partial::new(vec![-2.0], b, 2.0));
+            assert_eq!(merged.max(), a.max(b));
+            assert!(!merged.acc()[0].is_nan() && merged.sum() >= 1.0, "{a} {b} {merged:?}");
+        }
+    }
+}
