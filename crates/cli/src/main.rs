@@ -1,2 +1,6 @@
-//! The `annulus` command.
+//! annulus
+#![forbid(unsafe_code)]
+mod failure;
+mod file;
+mod interrupt;
 fn main() {}
