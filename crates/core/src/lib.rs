@@ -50,9 +50,9 @@ pub use bias::{Alibi, BiasFunction, PositionBias};
 pub use coordinates::{Coordinates, Shard};
 pub use dims::Dims;
 pub use dropout::{DropoutMask, philox4x32_10};
-pub use dtype::{DType, Element};
 /// The same trait under the name that says that its tensors lie in host memory.
 pub use dtype::Element as HostElement;
+pub use dtype::{DType, Element};
 pub use error::{Error, Result};
 pub use fingerprint::Fingerprint;
 pub use hulls::Hulls;
