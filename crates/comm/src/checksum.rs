@@ -4,7 +4,6 @@
 //! The checksum covers the payload, its length, and who sent it to whom as what, so that a message in the wrong place is found as well.
 //! Any single flipped bit changes it, for each word is mixed in by a bijection.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use annulus_core::{Arrived, Channel, Control, Error, Hop, Host, HostBuffer, Incoming, Outgoing, Result, Space, Transport, index};
@@ -43,7 +42,7 @@ impl<T: Transport<Host>> Checksum<T> {
         let bytes = send.hop.bytes();
         let mut staged = self.staging.take(bytes + CHECKSUM_BYTES)?;
         let whole = staged.bytes_mut().ok_or_else(|| in_use(&send.hop))?;
-        ranges::copy(send.buffer.bytes(), &send.hop.ranges, whole, std::slice::from_ref(&(0..bytes)));
+        ranges::copy(send.buffer.bytes(), &send.hop.ranges, whole, &ranges::front(bytes));
         let (payload, checksum) = whole.split_at_mut(index(bytes));
         let digest = digest(self.inner.rank(), send.hop.peer, &send.hop, payload);
         checksum[..index(CHECKSUM_BYTES)].copy_from_slice(&digest.to_le_bytes());
@@ -59,7 +58,7 @@ impl<T: Transport<Host>> Checksum<T> {
             return Err(Error::Comm { peer: hop.peer, step: hop.step, what });
         }
         let bytes = buffer.bytes_mut().ok_or_else(|| in_use(&hop))?;
-        ranges::copy(payload, std::slice::from_ref(&(0..hop.bytes())), bytes, &hop.ranges);
+        ranges::copy(payload, &ranges::front(hop.bytes()), bytes, &hop.ranges);
         self.staging.give(staged);
         Ok(buffer)
     }
@@ -71,7 +70,7 @@ fn in_use(hop: &Hop) -> Error {
 
 /// The hop of a staged message.
 fn with_checksum(hop: &Hop) -> Hop {
-    Hop { ranges: Arc::from([0..hop.bytes() + CHECKSUM_BYTES]), ..hop.clone() }
+    Hop { ranges: ranges::front(hop.bytes() + CHECKSUM_BYTES), ..hop.clone() }
 }
 
 /// h ← rotate((h ⊕ word) · odd), over who, what, how long, and the payload's words.
@@ -155,6 +154,8 @@ impl<T: Transport<Host>> Control for Checksum<T> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
 
     #[test]

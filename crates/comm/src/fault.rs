@@ -160,7 +160,7 @@ impl<T: Transport<Host>> Fault<T> {
     /// Puts a spoilt copy in the place of a message.
     fn corrupt(&mut self, sending: &mut Sending) -> Result<()> {
         let bytes = sending.hop.bytes();
-        let whole: Arc<[_]> = Arc::from([0..bytes]);
+        let whole = ranges::front(bytes);
         let mut spoilt = HostBuffer::zeroed(bytes)?;
         if let (Some(to), true) = (spoilt.bytes_mut(), bytes > 0) {
             ranges::copy(sending.buffer.bytes(), &sending.hop.ranges, to, &whole);

@@ -5,7 +5,7 @@
 //! ```
 //! Nothing here waits for the device: [`Transport::progress`] looks whether a copy has finished, and goes on with what comes next.
 
-use std::{ops::Range, sync::Arc, time::Duration};
+use std::{ops::Range, time::Duration};
 
 use annulus_core::{Arrived, Control, Error, Hop, Host, HostBuffer, Incoming, Outgoing, Result, Space, Transport};
 
@@ -182,7 +182,7 @@ impl<T: Transport<Host>, D: StagedSpace> Staged<T, D> {
 
 /// The hop of the same message in a staging buffer.
 fn in_front(hop: &Hop) -> Hop {
-    Hop { ranges: Arc::from([0..hop.bytes()]), ..hop.clone() }
+    Hop { ranges: ranges::front(hop.bytes()), ..hop.clone() }
 }
 
 impl<T: Transport<Host>, D: StagedSpace> Transport<D> for Staged<T, D> {

@@ -4,7 +4,7 @@
 //! posted (one copy, no staging), gives its reference up and counts the message as consumed; then the send is done. So a send completes
 //! only when it was received, as under `MPI_Ssend`: a schedule that finishes here does not lean on buffering.
 //!
-//! Nothing blocks but [`Transport::progress`](annulus_core::Transport::progress): what does not fit into a peer's inbox waits in an outbox.
+//! Nothing blocks but [`Transport::progress`]: what does not fit into a peer's inbox waits in an outbox.
 //!
 //! # Errors
 //! | what happened | error |
@@ -14,7 +14,7 @@
 //! | a receive is posted with a tag that is not above the last one's, or in a buffer that somebody else co-owns | [`Error::Comm`] |
 //! | a hop names no rank of this ring, or bytes outside its buffer; a round or hop is asked for that was never begun | [`Error::InvalidArgument`], nothing was done |
 //! | an endpoint was dropped that this one still waits for | [`Error::PeerLost`] |
-//! | a rank called [`Control::abort`](annulus_core::Control::abort) | [`Error::Aborted`] on every other rank, its own error on itself |
+//! | a rank called [`Control::abort`] | [`Error::Aborted`] on every other rank, its own error on itself |
 //!
 //! After any but [`Error::InvalidArgument`] the endpoint is dead and returns the same error again.
 
