@@ -89,7 +89,8 @@ impl Attention {
         self
     }
 
-    /// Keys at positions below `count` are exempt from the window (not from causality): `attention_sink_size`.
+    /// Keys at positions below `count` are exempt from the window (not from causality): `attention_sink_size`. Without a window there is
+    /// nothing to be exempt from.
     #[must_use]
     pub const fn first_visible(mut self, count: u64) -> Self {
         self.first_visible = count;
@@ -302,8 +303,6 @@ impl Attention {
         }
         if let Some((left, right)) = self.window {
             all.push(Arc::new(Window { left, right, first_visible: self.first_visible, offset: 0 }));
-        } else if self.first_visible > 0 {
-            return Err(Error::invalid("attention_sink_size", self.first_visible, "a sliding window to be exempt from, or 0"));
         }
         if let Some(size) = self.chunk {
             all.push(Arc::new(ChunkedCausal { size }));
