@@ -3,7 +3,6 @@
 use annulus::Tensors as Borrowed;
 use std::{cell::RefCell, path::Path};
 
-
 use annulus_core::{Batch, DType, DenseMask, Dims, Element, Error, Result, Runs, SinkShape};
 use ndarray::{Array, Array2, Array3, Array4, IntoDimension};
 
@@ -81,7 +80,8 @@ impl Input {
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let tensors = Tensors::open(path)?;
         let shape4 = |name| tensors.need(name, 4).map(|entry| [entry.shape[0], entry.shape[1], entry.shape[2], entry.shape[3]]);
-        let ([batch, q_len, q_heads, head_dim], [_, kv_len, kv_heads, _], [.., value_dim]) = (shape4("query")?, shape4("key")?, shape4("value")?);
+        let ([batch, q_len, q_heads, head_dim], [_, kv_len, kv_heads, _], [.., value_dim]) =
+            (shape4("query")?, shape4("key")?, shape4("value")?);
         let dims = Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim };
         let bias = tensors.get("bias").map(|_| shape4("bias")).transpose()?;
         let dtype = match tensors.need("query", 4)?.kind {

@@ -144,7 +144,8 @@ pub(crate) fn make(recipe: &Recipe, out: &std::path::Path) -> Outcome<u64> {
 /// `11qk` and the like: which of the axes b, h, q, k are kept.
 fn axes(text: &str) -> Result<[bool; 4], String> {
     let letters: Vec<char> = text.chars().collect();
-    let kept: Option<Vec<bool>> = letters.iter().zip("bhqk".chars()).map(|(&got, letter)| (got == letter || got == '1').then_some(got == letter)).collect();
+    let kept: Option<Vec<bool>> =
+        letters.iter().zip("bhqk".chars()).map(|(&got, letter)| (got == letter || got == '1').then_some(got == letter)).collect();
     let kept = kept.filter(|_| letters.len() == 4).and_then(|kept| <[bool; 4]>::try_from(kept).ok());
     kept.ok_or_else(|| "want four axes, each its letter of bhqk or a 1".into())
 }
