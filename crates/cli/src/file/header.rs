@@ -116,7 +116,8 @@ pub(super) fn read(file: &File, path: &Path) -> Result<BTreeMap<String, Entry>> 
 
 fn entry(name: &str, raw: RawEntry, data: u64) -> Result<Entry> {
     let [begin, end] = raw.data_offsets;
-    let kind = Kind::named(&raw.dtype).ok_or_else(|| Error::invalid(name, format!("dtype {}", raw.dtype), format!("one of {}", Kind::names())))?;
+    let kind =
+        Kind::named(&raw.dtype).ok_or_else(|| Error::invalid(name, format!("dtype {}", raw.dtype), format!("one of {}", Kind::names())))?;
     let shape: Vec<usize> = raw.shape.iter().map(|&len| annulus_core::index(len)).collect();
     let bytes = end.checked_sub(begin);
     if bytes.is_none() || bytes != Entry::bytes(kind, &shape) {

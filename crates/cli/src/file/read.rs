@@ -53,7 +53,8 @@ impl Tensors {
     /// [`Error::InvalidArgument`] naming it.
     pub(crate) fn need(&self, name: &str, dimensions: usize) -> Result<&Entry> {
         let path = self.path.display();
-        let entry = self.get(name).ok_or_else(|| Error::invalid(name, format!("no such tensor in {path}"), format!("a tensor named {name}")))?;
+        let entry =
+            self.get(name).ok_or_else(|| Error::invalid(name, format!("no such tensor in {path}"), format!("a tensor named {name}")))?;
         if entry.shape.len() != dimensions {
             return Err(Error::invalid(name, format!("shape {:?}", entry.shape), format!("{dimensions} dimensions")));
         }

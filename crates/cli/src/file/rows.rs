@@ -4,12 +4,7 @@ use annulus_core::Runs;
 
 /// Calls `piece(first element, elements)` for every contiguous piece of the rows `rows` along `axis` of a tensor of this shape, in the
 /// order of a local tensor whose axis has `rows.len()` rows.
-pub(super) fn pieces<E>(
-    shape: &[usize],
-    axis: usize,
-    rows: &Runs,
-    mut piece: impl FnMut(u64, usize) -> Result<(), E>,
-) -> Result<(), E> {
+pub(super) fn pieces<E>(shape: &[usize], axis: usize, rows: &Runs, mut piece: impl FnMut(u64, usize) -> Result<(), E>) -> Result<(), E> {
     let product = |lens: &[usize]| lens.iter().map(|&len| len as u64).product::<u64>();
     let (outer, len, inner) = (product(&shape[..axis]), shape[axis] as u64, product(&shape[axis + 1..]));
     // pieces that touch become one: a whole tensor is one read
