@@ -1,8 +1,9 @@
 //! An input file as an attention problem: which tensors it has, what lengths they make, and one rank's rows of them.
 
+use annulus::Tensors as Borrowed;
 use std::{cell::RefCell, path::Path};
 
-use annulus::{Batch, DType, DenseMask, Dims, Error, HostElement, Result, Runs, SinkShape, Tensors as Borrowed};
+use annulus_core::{Batch, DType, DenseMask, Dims, Element, Error, Result, Runs, SinkShape};
 use ndarray::{Array, Array2, Array3, Array4, IntoDimension};
 
 use crate::file::{Kind, Tensors};
@@ -50,7 +51,7 @@ pub(crate) enum SinksForm {
 
 /// One rank's rows of the input tensors.
 #[derive(Debug)]
-pub(crate) struct Share<T: HostElement> {
+pub(crate) struct Share<T: Element> {
     q: Array4<T>,
     k: Array4<T>,
     v: Array4<T>,
@@ -58,15 +59,15 @@ pub(crate) struct Share<T: HostElement> {
     sinks: Option<Array2<T::Accumulator>>,
 }
 
-impl<T: HostElement> Share<T> {
+impl<T: Element> Share<T> {
     /// The tensors as a plan takes them.
     pub(crate) fn tensors(&self) -> Borrowed<'_, T> {
         Borrowed {
             q: self.q.view(),
             k: self.k.view(),
             v: self.v.view(),
-            bias: self.bias.as_ref().map(Array::view),
-            sinks: self.sinks.as_ref().map(Array::view),
+            bias: self.bias.as_ref().map(|bias| bias.view()),
+            sinks: self.sinks.as_ref().map(|sinks| sinks.view()),
         }
     }
 }
@@ -79,7 +80,8 @@ impl Input {
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let tensors = Tensors::open(path)?;
         let shape4 = |name| tensors.need(name, 4).map(|entry| [entry.shape[0], entry.shape[1], entry.shape[2], entry.shape[3]]);
-        let ([batch, q_len, q_heads, head_dim], [_, kv_len, kv_heads, _], [.., value_dim]) = (shape4("query")?, shape4("key")?, shape4("value")?);
+        let ([batch, q_len, q_heads, head_dim], [_, kv_len, kv_heads, _], [.., value_dim]) =
+            (shape4("query")?, shape4("key")?, shape4("value")?);
         let dims = Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim };
         let bias = tensors.get("bias").map(|_| shape4("bias")).transpose()?;
         let dtype = match tensors.need("query", 4)?.kind {
@@ -138,7 +140,7 @@ impl Input {
     ///
     /// # Errors
     /// [`Error::Io`], [`Error::OutOfMemory`].
-    pub(crate) fn share<T: HostElement>(&self, sinks: Option<SinkShape>, q_rows: &Runs, kv_rows: &Runs) -> Result<Share<T>> {
+    pub(crate) fn share<T: Element>(&self, sinks: Option<SinkShape>, q_rows: &Runs, kv_rows: &Runs) -> Result<Share<T>> {
         let whole = |len: usize| Runs::counting(0, len as u64);
         let bias = self.bias.map(|shape| {
             let rows = if shape[2] == 1 { &whole(1) } else { q_rows };
@@ -165,6 +167,10 @@ impl Input {
     /// # Errors
     /// [`Error::InvalidArgument`] naming the tensor, [`Error::Io`], [`Error::OutOfMemory`].
     pub(crate) fn batch(&self, q_rows: &Runs, kv_rows: &Runs) -> Result<Batch> {
+        Ok(Batch { attention_mask: self.attention_mask(q_rows)?, ..self.coordinates_of(q_rows, kv_rows)? })
+    }
+
+    fn coordinates_of(&self, q_rows: &Runs, kv_rows: &Runs) -> Result<Batch> {
         let sequences = |name: &str| {
             let entry = self.tensors.get(name);
             entry.map(|entry| self.tensors.integers(name, 0, &Runs::counting(0, entry.shape[0] as u64))).transpose()
@@ -174,17 +180,28 @@ impl Input {
             kv_segment_ids: self.ids("kv_segment_ids", kv_rows)?,
             q_positions: self.positions("q_positions", q_rows)?,
             kv_positions: self.positions("kv_positions", kv_rows)?,
-            attention_mask: self.attention_mask(q_rows)?,
+            attention_mask: None,
             cum_seqlens_q: sequences("cum_seqlens_q")?,
             cum_seqlens_k: sequences("cum_seqlens_k")?,
         })
+    }
+
+    /// Ids, positions and packed lengths of all rows: small beside the tensors. Not the dense mask.
+    ///
+    /// # Errors
+    /// As [`Input::batch`]; [`Error::InvalidArgument`] if they have no meaning.
+    pub(crate) fn coordinates(&self) -> Result<Batch> {
+        let all = |len: usize| Runs::counting(0, len as u64);
+        let batch = self.coordinates_of(&all(self.dims.q_len), &all(self.dims.kv_len))?;
+        batch.validate(&self.dims, self.dims.q_len, self.dims.kv_len)?;
+        Ok(batch)
     }
 
     /// One rank's rows of ∂L/∂out and, if the file has it, ∂L/∂lse.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if there is no `dout`; [`Error::Io`]; [`Error::OutOfMemory`].
-    pub(crate) fn output_gradients<T: HostElement>(&self, q_rows: &Runs) -> Result<(Array4<T>, Option<Array3<T::Accumulator>>)> {
+    pub(crate) fn output_gradients<T: Element>(&self, q_rows: &Runs) -> Result<(Array4<T>, Option<Array3<T::Accumulator>>)> {
         self.tensors.need("dout", 4)?;
         let Dims { batch, q_heads, value_dim, .. } = self.dims;
         let q_len = annulus_core::index(q_rows.len());
@@ -193,7 +210,7 @@ impl Input {
         Ok((dout, dlse))
     }
 
-    fn array<T: HostElement, D: IntoDimension>(&self, name: &str, axis: usize, rows: &Runs, shape: D) -> Result<Array<T, D::Dim>> {
+    fn array<T: Element, D: IntoDimension>(&self, name: &str, axis: usize, rows: &Runs, shape: D) -> Result<Array<T, D::Dim>> {
         let values = self.tensors.floats::<T>(name, axis, rows)?;
         Array::from_shape_vec(shape, values).map_err(|error| Error::invalid(name, error, "a dense tensor"))
     }

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | one rank a thread: [`threads`] | `threads/` |
 //! | what all ranks must know of each other: [`agree`], [`close`], [`gather`] | `agreement.rs` |
+//! | one rank of a ring, the engine: [`ring`] | `ring/` |
 //! | no wait without an end: [`Deadline`] | `deadline.rs` |
 //! | corruption is noticed: [`Checksum`] | `checksum.rs` |
 //! | what happened when, and its picture: [`Trace`] | `trace.rs` |
@@ -20,6 +21,7 @@ pub mod deadline;
 pub mod fault;
 mod forward;
 mod ranges;
+pub mod ring;
 pub mod staged;
 mod staging;
 pub mod threads;

@@ -7,7 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use annulus_core::{Element, Error, Result, Runs};
+use annulus_core::{DType, Element, Error, Result, Runs};
 
 use super::{header::Entry, kind, kind::Kind, rows::pieces};
 use crate::{failure::io, interrupt::Unfinished};
@@ -21,6 +21,18 @@ pub(crate) struct Planned {
     pub(crate) kind: Kind,
     /// Its global lengths.
     pub(crate) shape: Vec<usize>,
+}
+
+impl Planned {
+    /// Bytes of the tensor; 0 past 2⁶³, which [`Output::create`] refuses.
+    pub(crate) fn bytes(&self) -> u64 {
+        Entry::bytes(self.kind, &self.shape).unwrap_or_default()
+    }
+
+    /// Elements of the tensor.
+    pub(crate) fn elements(&self) -> usize {
+        annulus_core::index(self.bytes()) / self.kind.bytes()
+    }
 }
 
 /// A file on its way. Ranks share it: every write is positioned. Dropped before [`Output::finish`], it leaves nothing behind.
@@ -54,8 +66,7 @@ impl Output {
     /// # Errors
     /// [`Error::Io`]; [`Error::InvalidArgument`] if the file was not planned with such a tensor.
     pub(crate) fn write_rows<T: Element>(&self, name: &str, axis: usize, rows: &Runs, values: &[T]) -> Result<()> {
-        let entry = self.entries.get(name).filter(|entry| entry.kind == Kind::Float(T::DTYPE));
-        let entry = entry.ok_or_else(|| Error::invalid(name, T::DTYPE.name(), "a tensor that the file was made with"))?;
+        let entry = self.entry(name, Some(T::DTYPE))?;
         let mut rest = values;
         pieces(&entry.shape, axis, rows, |first, count| {
             let (from, after) = rest.split_at(count);
@@ -65,13 +76,28 @@ impl Output {
         })
     }
 
-    /// Writes raw little-endian bytes of the tensor `name`, from its element `first` on.
+    /// Writes elements of the tensor `name` from its element `first` on, whatever its axes.
     ///
     /// # Errors
     /// As [`Output::write_rows`].
-    pub(crate) fn write_bytes(&self, name: &str, first: u64, bytes: &[u8]) -> Result<()> {
-        let entry = self.entries.get(name).ok_or_else(|| Error::invalid(name, "no such tensor", "one that the file was made with"))?;
-        self.file.write_all_at(bytes, entry.offset + first * entry.kind.bytes() as u64).map_err(|error| io(&self.target, error))
+    pub(crate) fn write_flat<T: Element>(&self, name: &str, first: usize, values: &[T]) -> Result<()> {
+        let offset = self.entry(name, Some(T::DTYPE))?.offset + (first * T::DTYPE.bytes()) as u64;
+        self.write(bytemuck::cast_slice(values), T::DTYPE.bytes(), offset)
+    }
+
+    /// Writes little-endian bytes of the tensor `name` from its element `first` on.
+    ///
+    /// # Errors
+    /// As [`Output::write_rows`].
+    pub(crate) fn write_bytes(&self, name: &str, first: usize, bytes: &[u8]) -> Result<()> {
+        let entry = self.entry(name, None)?;
+        let offset = entry.offset + (first * entry.kind.bytes()) as u64;
+        self.file.write_all_at(bytes, offset).map_err(|error| io(&self.target, error))
+    }
+
+    fn entry(&self, name: &str, dtype: Option<DType>) -> Result<&Entry> {
+        let entry = self.entries.get(name).filter(|entry| dtype.is_none_or(|dtype| entry.kind == Kind::Float(dtype)));
+        entry.ok_or_else(|| Error::invalid(name, dtype.map_or("bytes", DType::name), "a tensor that the file was made with"))
     }
 
     /// Gives the complete file its name.
@@ -125,4 +151,18 @@ fn header(tensors: &[Planned]) -> Option<(Vec<u8>, BTreeMap<&'static str, Entry>
     let mut bytes = (text.len() as u64).to_le_bytes().to_vec();
     bytes.extend(text);
     Some((bytes, entries, end.checked_add(data).filter(|&end| end <= i64::MAX as u64)?))
+}
+
+/// Writes a whole text file, or none.
+///
+/// # Errors
+/// [`Error::Io`].
+pub(crate) fn write_text(target: &Path, text: &str) -> Result<()> {
+    let target = resolve(target)?;
+    let write = || {
+        let (unfinished, file) = Unfinished::create_beside(&target)?;
+        file.write_all_at(text.as_bytes(), 0)?;
+        unfinished.rename_to(&target)
+    };
+    write().map_err(|error| io(&target, error))
 }
