@@ -39,9 +39,20 @@
 //! Liu et al. 2023 (ring attention); Brandon et al. 2023 (balanced layouts). The trimming and the direct homecoming are annulus' own.
 
 mod build;
+mod check;
+mod choice;
 mod route;
+#[cfg(test)]
+mod tests;
+mod traffic;
+mod violation;
+mod work;
 
+pub use choice::Choice;
 pub use route::Route;
+pub use traffic::Traffic;
+pub use violation::{Transfer, Violation};
+pub use work::Work;
 
 use crate::{Channel, RowSet};
 
