@@ -5,9 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use annulus_core::{
-    Alignment, Batch, BiasOrder, DType, DenseMask, Dims, Dropout, Error, Result, SinkShape, Spec,
-};
+use annulus_core::{Alignment, Batch, BiasOrder, DType, DenseMask, Dims, Dropout, Error, Result, SinkShape, Spec};
 use ndarray::{Array, Array2, Array4, ArrayD, Dimension, IxDyn};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde::Deserialize;

@@ -28,7 +28,8 @@ impl Judge {
     pub fn new(case: &Case) -> Result<Self> {
         let dtype = case.spec.dtype;
         let want = Answer::of(case.truth()?, case.spec.normalize);
-        let (stand_in, ratio) = if dtype == DType::F64 { (case.in_dtype(DType::F32), epsilon(DType::F64) / epsilon(DType::F32)) } else { (case.clone(), 1.0) };
+        let (stand_in, ratio) =
+            if dtype == DType::F64 { (case.in_dtype(DType::F32), epsilon(DType::F64) / epsilon(DType::F32)) } else { (case.clone(), 1.0) };
         let plain = plain(&stand_in)?;
         let truth = Answer::of(stand_in.truth()?, case.spec.normalize);
         let errors = plain.arrays().into_iter().zip(truth.arrays()).map(|((name, got), (_, want))| {
@@ -82,7 +83,8 @@ fn floors(case: &Case, want: &Answer) -> HashMap<&'static str, f64> {
     };
     // ds is made of dout·v, dout·out and dlse
     let kept = case.spec.dropout.map_or(1.0, |dropout| 1.0 / (1.0 - dropout.probability));
-    let ds = norm(case.dout.view()) * kept * (norm(case.v.view()) + norm(want.out.view())) + case.dlse.as_ref().map_or(0.0, |dlse| most(&mut dlse.iter()));
+    let ds = norm(case.dout.view()) * kept * (norm(case.v.view()) + norm(want.out.view()))
+        + case.dlse.as_ref().map_or(0.0, |dlse| most(&mut dlse.iter()));
     let scale = case.spec.scale.abs();
     let sink_rows = (case.spec.dims.q_len as f64).sqrt();
     HashMap::from([

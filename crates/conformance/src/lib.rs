@@ -26,6 +26,7 @@ mod plain;
 mod random;
 mod ring_subject;
 mod subject;
+pub mod suite;
 
 pub use answer::Answer;
 pub use case::{Case, Truth};

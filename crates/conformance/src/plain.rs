@@ -76,8 +76,9 @@ impl Row<'_> {
         let sinks: Vec<f64> = self.sinks();
         let logits = || pairs.iter().map(|(_, pair)| pair.s).chain(sinks.iter().copied());
         let max = logits().fold(f64::NEG_INFINITY, |max, s| if s > max || s.is_nan() { s } else { max });
-        let [lse_place, max_place, sum_place, ties_place] = [Some(&mut answer.lse), answer.max.as_mut(), answer.sum.as_mut(), answer.ties.as_mut()];
-        let mut put = |place: Option<&mut Array3<f64>>, number: f64| place.into_iter().for_each(|array| array[self.at] = number);
+        let [lse_place, max_place, sum_place, ties_place] =
+            [Some(&mut answer.lse), answer.max.as_mut(), answer.sum.as_mut(), answer.ties.as_mut()];
+        let put = |place: Option<&mut Array3<f64>>, number: f64| place.into_iter().for_each(|array| array[self.at] = number);
         put(max_place, max);
         if max == f64::NEG_INFINITY {
             put(lse_place, max);
@@ -152,9 +153,10 @@ impl Row<'_> {
             let tanh = dtype.round((dtype.round(x + before) / cap).tanh());
             (dtype.round(cap * tanh), dtype.round(1.0 - dtype.round(tanh * tanh)))
         });
-        let keep = spec.dropout.map(DropoutMask::new).map_or(1.0, |mask| {
-            if mask.keep(b, h, spec.dims.q_heads, i as u64, j as u64) { mask.keep_scale() } else { 0.0 }
-        });
+        let keep = spec
+            .dropout
+            .map(DropoutMask::new)
+            .map_or(1.0, |mask| if mask.keep(b, h, spec.dims.q_heads, i as u64, j as u64) { mask.keep_scale() } else { 0.0 });
         Some(Pair { s: dtype.round(capped + after), slope, keep })
     }
 

@@ -95,7 +95,8 @@ fn random_masks(dims: &Dims, every: usize, draw: &mut Draw) -> Masks {
 }
 
 fn random_object(dims: &Dims, draw: &mut Draw) -> Arc<dyn Mask> {
-    let window = |draw: &mut Draw| Window { offset: draw.pick(&[-1, 0, 2]), ..Window::new(Some(draw.below(6) as u64), draw.pick(&[None, Some(2)])) };
+    let window =
+        |draw: &mut Draw| Window { offset: draw.pick(&[-1, 0, 2]), ..Window::new(Some(draw.below(6) as u64), draw.pick(&[None, Some(2)])) };
     match draw.below(5) {
         0 => Arc::new(Causal { offset: draw.pick(&[-1, 1, 3]) }),
         1 => or(Arc::new(window(draw)), Arc::new(window(draw))),
@@ -114,7 +115,8 @@ fn random_batch(dims: &Dims, every: usize, draw: &mut Draw) -> Batch {
     let mut made = Batch::default();
     if draw.once_in(every) {
         let most = draw.pick(&[1, 3]);
-        let mut ids = |len: usize| Array2::from_shape_fn((batch, len), |(_, row)| if draw.once_in(7) { -1 } else { (row * most / len) as i32 });
+        let mut ids =
+            |len: usize| Array2::from_shape_fn((batch, len), |(_, row)| if draw.once_in(7) { -1 } else { (row * most / len) as i32 });
         made.q_segment_ids = Some(ids(q_len));
         made.kv_segment_ids = Some(ids(kv_len));
         if q_len == kv_len && draw.once_in(2) {

@@ -4,7 +4,7 @@ use std::{marker::PhantomData, thread};
 
 use annulus::{Ring, RingOptions};
 use annulus_core::{Backend, Batch, Dims, Error, Gradients, Inputs, Outputs, Result, Runs, Saved, Transport, index};
-use ndarray::{Array2, Array3, Array4, ArrayView4, Axis, Dimension, RemoveAxis};
+use ndarray::{Array3, Array4, ArrayView4, Axis, Dimension, RemoveAxis};
 
 use crate::{Answer, Case, Memory, Setting, Subject};
 
@@ -50,7 +50,8 @@ where
     fn run(&self, case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>> {
         let stations = (self.make)(setting.ranks)?;
         let parts: Vec<Result<Vec<Part>>> = thread::scope(|scope| {
-            let threads: Vec<_> = stations.into_iter().map(|station| scope.spawn(move || run_rank(case, setting, station, times))).collect();
+            let threads: Vec<_> =
+                stations.into_iter().map(|station| scope.spawn(move || run_rank(case, setting, station, times))).collect();
             let panicked = |_| Err(Error::Device { what: "a rank panicked".into() });
             threads.into_iter().map(|thread| thread.join().unwrap_or_else(panicked)).collect()
         });
@@ -77,7 +78,12 @@ struct Part {
     answer: Answer,
 }
 
-fn run_rank<M: Memory, B: Backend<Space = M::Space>>(case: &Case, setting: &Setting, station: Station<M, B>, times: usize) -> Result<Vec<Part>> {
+fn run_rank<M: Memory, B: Backend<Space = M::Space>>(
+    case: &Case,
+    setting: &Setting,
+    station: Station<M, B>,
+    times: usize,
+) -> Result<Vec<Part>> {
     let Station { memory, backend, transport } = station;
     let options = RingOptions { layout: setting.layout.clone(), route: setting.route, backward: true, local_gradients: false };
     let mut ring = Ring::new(backend, transport, case.attention().spec(case.spec.dims), options)?;
@@ -131,44 +137,94 @@ impl<M: Memory> Share<M> {
     }
 
     fn compute<B: Backend<Space = M::Space>>(&self, memory: &M, ring: &mut Ring<B>, case: &Case) -> Result<Answer> {
-        let (dtype, sums, dims) = (case.spec.dtype, case.spec.dtype.accumulator(), case.spec.dims);
-        let zeros = |shape: [usize; 4], dtype| memory.upload(Array4::zeros(shape).view(), dtype);
-        let Dims { batch, q_heads, kv_heads, head_dim, value_dim, .. } = dims;
-        let shape_of_rows = [batch, q_heads, self.q_rows, 1];
-        let statistics = |wanted: bool| wanted.then(|| zeros(shape_of_rows, sums)).transpose();
-        let inputs = Inputs {
+        let made = self.forward(memory, ring, case)?;
+        let [dq, dk, dv, dbias, dsinks] = self.backward(memory, ring, case, &made)?;
+        let download = |tensor: Option<M::Tensor>| tensor.map(|tensor| memory.download(&tensor)).transpose();
+        let whole = |tensor: Option<M::Tensor>| download(tensor).map(Option::unwrap_or_default);
+        let rows = |tensor: Option<M::Tensor>| -> Result<Option<Array3<f64>>> {
+            Ok(download(tensor)?.map(|tensor| tensor.index_axis_move(Axis(3), 0)))
+        };
+        let mut dbias = download(dbias)?;
+        if let Some(dbias) = dbias.as_mut().filter(|_| case.spec.bias.is_some_and(|shape| shape[2] == 1)) {
+            sum_over_ranks(ring, dbias)?;
+        }
+        let mut dsinks = rows(dsinks)?.map(|dsinks| dsinks.index_axis_move(Axis(2), 0));
+        if let Some(dsinks) = &mut dsinks {
+            sum_over_ranks(ring, dsinks)?;
+        }
+        let Made { out, lse, max, sum, ties } = made;
+        Ok(Answer {
+            out: memory.download(&out)?,
+            lse: rows(Some(lse))?.unwrap_or_default(),
+            max: rows(max)?,
+            sum: rows(sum)?,
+            ties: rows(ties)?,
+            dq: whole(dq)?,
+            dk: whole(dk)?,
+            dv: whole(dv)?,
+            dbias,
+            dsinks,
+        })
+    }
+
+    fn inputs(&self, memory: &M) -> Inputs<'_, M::Space> {
+        Inputs {
             q: memory.view(&self.q),
             k: memory.view(&self.k),
             v: memory.view(&self.v),
             bias: self.bias.as_ref().map(|bias| memory.view(bias)),
             sinks: self.sinks.as_ref().map(|sinks| memory.view(sinks)),
-        };
-        let mut out = zeros([batch, self.q_rows, q_heads, value_dim], dtype)?;
-        let mut lse = zeros(shape_of_rows, sums)?;
-        let unnormalized = !case.spec.normalize;
-        let (mut max, mut sum, mut ties) = (statistics(unnormalized)?, statistics(unnormalized)?, statistics(unnormalized)?);
-        let mut outputs = Outputs {
-            out: memory.view_mut(&mut out),
-            lse: memory.view_mut(&mut lse),
-            max: max.as_mut().map(|max| memory.view_mut(max)),
-            sum: sum.as_mut().map(|sum| memory.view_mut(sum)),
-            ties: ties.as_mut().map(|ties| memory.view_mut(ties)),
-        };
-        let report = ring.forward(&inputs, &mut outputs)?;
-        check_bytes("forward", report)?;
+        }
+    }
 
+    fn forward<B: Backend<Space = M::Space>>(&self, memory: &M, ring: &mut Ring<B>, case: &Case) -> Result<Made<M::Tensor>> {
+        let (dtype, sums, dims) = (case.spec.dtype, case.spec.dtype.accumulator(), case.spec.dims);
+        // what a call is given to write to must not matter
+        let junk = |shape: [usize; 4], dtype| memory.upload(Array4::from_elem(shape, 77.0).view(), dtype);
+        let statistics = || junk([dims.batch, dims.q_heads, self.q_rows, 1], sums);
+        let unnormalized = || (!case.spec.normalize).then(statistics).transpose();
+        let mut made = Made {
+            out: junk([dims.batch, self.q_rows, dims.q_heads, dims.value_dim], dtype)?,
+            lse: statistics()?,
+            max: unnormalized()?,
+            sum: unnormalized()?,
+            ties: unnormalized()?,
+        };
+        let mut outputs = Outputs {
+            out: memory.view_mut(&mut made.out),
+            lse: memory.view_mut(&mut made.lse),
+            max: made.max.as_mut().map(|max| memory.view_mut(max)),
+            sum: made.sum.as_mut().map(|sum| memory.view_mut(sum)),
+            ties: made.ties.as_mut().map(|ties| memory.view_mut(ties)),
+        };
+        check_bytes("forward", ring.forward(&self.inputs(memory), &mut outputs)?)?;
+        drop(outputs);
+        Ok(made)
+    }
+
+    /// dq, dk, dv, dbias, dsinks.
+    fn backward<B: Backend<Space = M::Space>>(
+        &self,
+        memory: &M,
+        ring: &mut Ring<B>,
+        case: &Case,
+        made: &Made<M::Tensor>,
+    ) -> Result<[Option<M::Tensor>; 5]> {
+        let (dtype, sums) = (case.spec.dtype, case.spec.dtype.accumulator());
+        let junk = |shape: [usize; 4], dtype| memory.upload(Array4::from_elem(shape, 77.0).view(), dtype);
+        let Dims { batch, q_heads, kv_heads, head_dim, value_dim, .. } = case.spec.dims;
         let kv_rows = index(ring.kv_rows().len());
-        let mut dq = zeros([batch, self.q_rows, q_heads, head_dim], dtype)?;
-        let mut dk = zeros([batch, kv_rows, kv_heads, head_dim], dtype)?;
-        let mut dv = zeros([batch, kv_rows, kv_heads, value_dim], dtype)?;
-        let mut dbias = self.bias_shape.map(|shape| zeros(shape, sums)).transpose()?;
+        let mut dq = junk([batch, self.q_rows, q_heads, head_dim], dtype)?;
+        let mut dk = junk([batch, kv_rows, kv_heads, head_dim], dtype)?;
+        let mut dv = junk([batch, kv_rows, kv_heads, value_dim], dtype)?;
+        let mut dbias = self.bias_shape.map(|shape| junk(shape, sums)).transpose()?;
         let sinks_shape = case.sinks.as_ref().map(|sinks| [sinks.nrows(), sinks.ncols(), 1, 1]);
-        let mut dsinks = sinks_shape.map(|shape| zeros(shape, sums)).transpose()?;
+        let mut dsinks = sinks_shape.map(|shape| junk(shape, sums)).transpose()?;
         let saved = Saved {
-            out: memory.view(&out),
-            lse: memory.view(&lse),
-            max: max.as_ref().map(|max| memory.view(max)),
-            ties: ties.as_ref().map(|ties| memory.view(ties)),
+            out: memory.view(&made.out),
+            lse: memory.view(&made.lse),
+            max: made.max.as_ref().map(|max| memory.view(max)),
+            ties: made.ties.as_ref().map(|ties| memory.view(ties)),
             dout: memory.view(&self.dout),
             dlse: self.dlse.as_ref().map(|dlse| memory.view(dlse)),
         };
@@ -179,31 +235,19 @@ impl<M: Memory> Share<M> {
             dbias: dbias.as_mut().map(|dbias| memory.view_mut(dbias)),
             dsinks: dsinks.as_mut().map(|dsinks| memory.view_mut(dsinks)),
         };
-        let report = ring.backward(&inputs, &saved, &mut gradients)?;
-        check_bytes("backward", report)?;
-
-        let rows = |tensor: &M::Tensor| -> Result<Array3<f64>> { Ok(memory.download(tensor)?.index_axis_move(Axis(3), 0)) };
-        let mut dbias = dbias.as_ref().map(|dbias| memory.download(dbias)).transpose()?;
-        if let Some(dbias) = dbias.as_mut().filter(|dbias| case.spec.bias.is_some_and(|shape| shape[2] == 1) && !dbias.is_empty()) {
-            sum_over_ranks(ring, dbias)?;
-        }
-        let mut dsinks: Option<Array2<f64>> = dsinks.as_ref().map(|dsinks| Ok(rows(dsinks)?.index_axis_move(Axis(2), 0))).transpose()?;
-        if let Some(dsinks) = &mut dsinks {
-            sum_over_ranks(ring, dsinks)?;
-        }
-        Ok(Answer {
-            out: memory.download(&out)?,
-            lse: rows(&lse)?,
-            max: max.as_ref().map(rows).transpose()?,
-            sum: sum.as_ref().map(rows).transpose()?,
-            ties: ties.as_ref().map(rows).transpose()?,
-            dq: memory.download(&dq)?,
-            dk: memory.download(&dk)?,
-            dv: memory.download(&dv)?,
-            dbias,
-            dsinks,
-        })
+        check_bytes("backward", ring.backward(&self.inputs(memory), &saved, &mut gradients)?)?;
+        drop(gradients);
+        Ok([Some(dq), Some(dk), Some(dv), dbias, dsinks])
     }
+}
+
+/// What forward wrote.
+struct Made<T> {
+    out: T,
+    lse: T,
+    max: Option<T>,
+    sum: Option<T>,
+    ties: Option<T>,
 }
 
 /// What went over the wire is what the schedule predicts.

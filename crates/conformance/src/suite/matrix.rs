@@ -169,7 +169,8 @@ fn batch(family: usize, dims: &Dims, draw: &mut Draw) -> Batch {
     let mut made = Batch::default();
     match family {
         10 => {
-            let ids = |len: usize| Array2::from_shape_fn((batch, len), |(b, row)| if row % 11 == 10 { -1 } else { ((row + b) * 3 / len) as i32 });
+            let ids =
+                |len: usize| Array2::from_shape_fn((batch, len), |(b, row)| if row % 11 == 10 { -1 } else { ((row + b) * 3 / len) as i32 });
             (made.q_segment_ids, made.kv_segment_ids) = (Some(ids(q_len)), Some(ids(kv_len)));
         }
         11 if draw.once_in(2) => {
@@ -177,7 +178,8 @@ fn batch(family: usize, dims: &Dims, draw: &mut Draw) -> Batch {
             (made.cum_seqlens_q, made.cum_seqlens_k) = (Some(thirds(q_len)), Some(thirds(kv_len)));
         }
         11 => {
-            let mut positions = |len: usize| Array2::from_shape_fn((batch, len), |(b, row)| (row as i64 * 5 + b as i64) % 23 - 3 + draw.below(2) as i64);
+            let mut positions =
+                |len: usize| Array2::from_shape_fn((batch, len), |(b, row)| (row as i64 * 5 + b as i64) % 23 - 3 + draw.below(2) as i64);
             (made.q_positions, made.kv_positions) = (Some(positions(q_len)), Some(positions(kv_len)));
         }
         12 => {
