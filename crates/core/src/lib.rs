@@ -5,7 +5,7 @@
 //! | noun | file |
 //! |---|---|
 //! | shapes: [`Dims`], element types: [`DType`], [`Element`] | `dims.rs`, `dtype.rs` |
-//! | who sees whom: [`Mask`], [`Spans`], [`Batch`], [`Rows`], [`Visibility`] | `mask/`, `spans.rs`, `batch.rs`, `rows.rs`, `visibility.rs` |
+//! | who sees whom: [`Mask`], [`Spans`], [`Batch`], [`Rows`], [`Visibility`] | `mask/`, `spans.rs`, `batch.rs`, `shard/`, `rows.rs`, `visibility.rs` |
 //! | what is computed: [`Spec`] | `spec.rs` |
 //! | the running softmax: [`Partial`] | `partial.rs` |
 //! | the ring: [`Layout`], [`Needs`], [`Schedule`], [`Record`] | `layout.rs`, `needs.rs`, `schedule/`, `record.rs` |

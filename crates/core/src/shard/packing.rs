@@ -2,6 +2,9 @@
 
 use crate::{Batch, Run, Runs, Side};
 
+/// Sequences that are looked at one by one before a binary search.
+const NEAR: usize = 4;
+
 /// The sequences of one side.
 pub(super) struct Packing<'a> {
     /// where each sequence starts, and where the last one ends
@@ -37,11 +40,11 @@ impl<'a> Packing<'a> {
             let (mut done, mut after) = (0, 0);
             while done < run.count {
                 let row = run.at(done);
-                // the last sequence that starts at or before this row; rows mostly ascend, so it is mostly not far
-                if run.step < 0 {
-                    after = 0;
-                }
-                after += self.starts[after..].partition_point(|&start| start <= row);
+                // the last sequence that starts at or before this row: where rows ascend it is not before the last one found, and mostly near
+                let found = if run.step < 0 { 0 } else { after };
+                let near = self.starts[found..].iter().take(NEAR).take_while(|&&start| start <= row).count();
+                let far = if near < NEAR { 0 } else { self.starts[found + near..].partition_point(|&start| start <= row) };
+                after = found + near + far;
                 let sequence = (after < self.starts.len()).then(|| after - 1);
                 let left = run.count - done;
                 let count = match (sequence, run.step) {
