@@ -28,3 +28,18 @@ fn random_cases_hold_on_the_mock_device() {
 fn a_sample_of_the_matrix_holds_on_the_mock_device() {
     suite::matrix(&mock(), suite::Scale::OneIn(5)).unwrap();
 }
+
+#[test]
+fn the_numeric_rules_hold_on_the_mock_device() {
+    suite::numeric_rules(&mock()).unwrap();
+}
+
+#[test]
+fn the_metamorphic_relations_hold_on_the_mock_device() {
+    suite::metamorphic(&mock()).unwrap();
+}
+
+#[test]
+fn bits_repeat_on_the_mock_device() {
+    suite::same_bits_over_repeats(&mock(), 5).unwrap();
+}
