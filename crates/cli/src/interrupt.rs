@@ -1,4 +1,4 @@
-//! Files that are not finished yet, and what becomes of them when the command is interrupted: they are removed.
+//! Files and folders that must not outlive the command, and what becomes of them when it is interrupted: they are removed.
 
 use std::{
     fs::{File, OpenOptions},
@@ -8,6 +8,10 @@ use std::{
         atomic::{AtomicU64, Ordering},
     },
 };
+
+use annulus_core::Result;
+
+use crate::failure::io;
 
 /// Exit code after an interrupt, as shells have it: 128 + SIGINT.
 const INTERRUPTED: i32 = 130;
@@ -54,6 +58,46 @@ impl Drop for Unfinished {
     }
 }
 
+/// A folder for files that somebody may or may not want to keep.
+#[derive(Debug)]
+pub(crate) struct Scratch {
+    path: PathBuf,
+    kept: bool,
+}
+
+impl Scratch {
+    /// A folder that stays, made if it is not there.
+    pub(crate) fn kept(path: &Path) -> Result<Self> {
+        std::fs::create_dir_all(path).map_err(|error| io(path, error))?;
+        Ok(Self { path: path.to_owned(), kept: true })
+    }
+
+    /// A new folder of this process that goes with the value, or with an interrupt.
+    pub(crate) fn temporary(name: &str) -> Result<Self> {
+        let path = std::env::temp_dir().join(format!("{name}-{}", std::process::id()));
+        let mut names = names();
+        // not if it exists: it would be somebody else's
+        std::fs::create_dir(&path).map_err(|error| io(&path, error))?;
+        names.push(path.clone());
+        Ok(Self { path, kept: false })
+    }
+
+    /// The folder.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        if !self.kept {
+            let mut names = names();
+            names.retain(|name| *name != self.path);
+            remove(&self.path);
+        }
+    }
+}
+
 /// From now on an interrupt (Ctrl-C, SIGTERM, SIGHUP) removes what is unfinished and ends the command.
 pub(crate) fn remove_unfinished_on_interrupt() {
     let handler = || {
@@ -74,7 +118,8 @@ fn names() -> MutexGuard<'static, Vec<PathBuf>> {
 
 /// Somebody may have removed it before; if it cannot be removed there is nobody left to tell but the user.
 fn remove(path: &Path) {
-    match std::fs::remove_file(path) {
+    let removed = if path.is_dir() { std::fs::remove_dir_all(path) } else { std::fs::remove_file(path) };
+    match removed {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => eprintln!("annulus: cannot remove {}: {error}", path.display()),
         _ => {}
     }

@@ -5,6 +5,10 @@
 #![forbid(unsafe_code)]
 
 mod arguments;
+mod attend;
+mod bench;
+mod check;
+mod demo;
 mod doctor;
 mod failure;
 mod file;
@@ -12,6 +16,9 @@ mod input;
 mod interrupt;
 mod make;
 mod pairs;
+mod plan;
+mod random;
+mod ranks;
 mod report;
 
 use std::process::ExitCode;
@@ -39,7 +46,12 @@ struct CommandLine {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    Attend(attend::AttendFlags),
+    Check(check::CheckFlags),
+    Plan(plan::PlanFlags),
+    Bench(bench::BenchFlags),
     Make(make::MakeFlags),
+    Demo(demo::DemoFlags),
     Doctor(doctor::DoctorFlags),
 }
 
@@ -57,6 +69,11 @@ fn main() -> ExitCode {
 
 fn run(command: &Command) -> Outcome {
     match command {
+        Command::Attend(flags) => attend::run(flags),
+        Command::Check(flags) => check::run(flags),
+        Command::Plan(flags) => plan::run(flags),
+        Command::Bench(flags) => bench::run(flags),
+        Command::Demo(flags) => demo::run(flags),
         Command::Make(flags) => make::run(flags),
         Command::Doctor(flags) => doctor::run(flags),
     }

@@ -20,7 +20,7 @@ use super::{
 use crate::{
     file::{self, Output},
     input::{Input, Share},
-    pairs::KeyIndex,
+    pairs,
     ranks::each_rank,
     report,
 };
@@ -69,10 +69,10 @@ impl Job<'_> {
     /// # Errors
     /// Whatever a rank or a file reports.
     pub(super) fn run_as<T: Element>(&self) -> Result<Summary> {
-        let start = Instant::now();
-        let spec = self.attention.spec(self.input.dims)?;
-        let tensors = planned(&spec, self.input, self.backward)?;
-        let whole = self.input.coordinates()?;
+        let (start, input) = (Instant::now(), self.input);
+        let spec = self.attention.spec(input.dims)?;
+        let tensors = planned(&spec, input, self.backward)?;
+        let whole = input.coordinates()?;
         let output = Output::create(self.output, &tensors)?;
         let progress = Progress::on_terminal();
 
@@ -80,8 +80,9 @@ impl Job<'_> {
         let ranks = each_rank(threads::ring(self.ranks), |_, transport| self.plan(Trace::new(transport, start), &progress))?;
         let blocks = ranks.first().map_or([0, 0], |rank| blocks(rank.plan.ring().schedule()));
         progress.phase("read", 0);
-        let keys = KeyIndex::new(&self.rows(&spec, &Layout::Contiguous, Side::Kv, (0, 1), &whole), spec.dims.batch);
-        let mut ranks = each_rank(ranks, |index, rank| self.read::<T>(&spec, index, rank, &keys))?;
+        let keys = input.has("attention_mask").then(|| pairs::rows(&pairs::whole(&spec, Side::Kv, &whole)));
+        let mut ranks = each_rank(ranks, |index, rank| self.read::<T>(&spec, index, rank, keys.as_ref()))?;
+        let pairs = if keys.is_some() { ranks.iter().map(|rank| rank.pairs).sum() } else { pairs::visible(&spec, &whole) };
         drop((whole, keys));
 
         progress.phase("forward", blocks[0]);
@@ -92,14 +93,14 @@ impl Job<'_> {
         if self.backward {
             progress.phase("backward", blocks[1]);
             let pairs = ranks.iter_mut().zip(forwards);
-            reports.push(each_rank(pairs, |index, (rank, forward)| rank.backward(index, &forward, self.input, &output))?.concat());
+            reports.push(each_rank(pairs, |index, (rank, forward)| rank.backward(index, &forward, input, &output))?.concat());
         }
         output.finish()?;
         progress.finish();
         if let Some(folder) = self.trace {
             write_traces(folder, ranks.iter().map(|rank| &rank.log))?;
         }
-        Ok(self.summary(&ranks, &reports, start, tensors.iter().map(file::Planned::bytes).sum()))
+        Ok(self.summary(&ranks, &reports, pairs, start, tensors.iter().map(file::Planned::bytes).sum()))
     }
 
     fn plan(&self, transport: Trace<Threads>, progress: &Progress) -> Result<Planned> {
@@ -109,28 +110,22 @@ impl Job<'_> {
         Ok(Planned { plan, log })
     }
 
-    /// One rank reads its rows, and counts the pairs that they see.
-    fn read<T: Element>(&self, spec: &Spec, index: usize, rank: Planned, keys: &KeyIndex) -> Result<Rank<T>> {
+    /// One rank reads its rows. Where there is a dense mask, given with all `keys`, it counts the pairs that they see.
+    fn read<T: Element>(&self, spec: &Spec, index: usize, rank: Planned, keys: Option<&Rows>) -> Result<Rank<T>> {
         let Planned { plan, log } = rank;
         let begin = Instant::now();
         let batch = self.input.batch(plan.q_rows(), plan.kv_rows())?;
         let share = self.input.share(self.sinks, plan.q_rows(), plan.kv_rows())?;
         log.span("read", 0, begin);
-        let queries = self.rows(spec, plan.ring().layout(), Side::Q, (index, self.ranks), &batch);
-        let pairs = keys.visible_pairs(spec, &queries, batch.attention_mask.as_ref());
+        let mut pairs = 0.0;
+        if let (Some(dense), Some(keys)) = (&batch.attention_mask, keys) {
+            let queries = Shard::local(&spec.dims, spec.alignment, plan.ring().layout(), Side::Q, index, self.ranks, &batch);
+            pairs = pairs::visible_under(dense, spec, &pairs::rows(&queries), keys);
+        }
         Ok(Rank { plan, log, batch, share, pairs })
     }
 
-    /// The rows that rank `rank` of `ranks` holds of one side, with their positions and segment ids.
-    fn rows(&self, spec: &Spec, layout: &Layout, side: Side, (rank, ranks): (usize, usize), batch: &Batch) -> Rows {
-        let shard = Shard::local(&spec.dims, spec.alignment, layout, side, rank, ranks, batch);
-        let mut rows = Rows::default();
-        shard.expand(&std::iter::once(0..shard.rows.len()).collect(), &mut rows);
-        rows
-    }
-
-    fn summary<T: Element>(&self, ranks: &[Rank<T>], reports: &[Vec<Report>], start: Instant, bytes: u64) -> Summary {
-        let pairs: f64 = ranks.iter().map(|rank| rank.pairs).sum();
+    fn summary<T: Element>(&self, ranks: &[Rank<T>], reports: &[Vec<Report>], pairs: f64, start: Instant, bytes: u64) -> Summary {
         // pairs are summed over heads and batch rows already
         let flops = 2.0 * pairs * (self.input.dims.head_dim + self.input.dims.value_dim) as f64;
         let (layout, route) = ranks.first().map_or(("no", "no"), |rank| (rank.plan.ring().layout().name(), rank.plan.ring().route().name()));

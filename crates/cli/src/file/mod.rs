@@ -12,4 +12,4 @@ mod write;
 pub(crate) use header::Entry;
 pub(crate) use kind::Kind;
 pub(crate) use read::Tensors;
-pub(crate) use write::{Output, Planned};
+pub(crate) use write::{Output, Planned, write_text};

@@ -152,3 +152,17 @@ fn header(tensors: &[Planned]) -> Option<(Vec<u8>, BTreeMap<&'static str, Entry>
     bytes.extend(text);
     Some((bytes, entries, end.checked_add(data).filter(|&end| end <= i64::MAX as u64)?))
 }
+
+/// Writes a whole text file, or none.
+///
+/// # Errors
+/// [`Error::Io`].
+pub(crate) fn write_text(target: &Path, text: &str) -> Result<()> {
+    let target = resolve(target)?;
+    let write = || {
+        let (unfinished, file) = Unfinished::create_beside(&target)?;
+        file.write_all_at(text.as_bytes(), 0)?;
+        unfinished.rename_to(&target)
+    };
+    write().map_err(|error| io(&target, error))
+}
