@@ -110,8 +110,13 @@ impl TraceLog {
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<Event>> {
-        self.events.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.events)
     }
+}
+
+/// The content of a lock, whether or not somebody panicked with it: a record is never half written.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Writes the records of some ranks as one trace-event file.
@@ -192,8 +197,8 @@ impl std::fmt::Display for Quoted<'_> {
 pub struct Trace<T> {
     inner: T,
     log: TraceLog,
-    /// Posted and not yet seen to be done.
-    sends: Vec<(Hop, Instant)>,
+    /// Posted and not yet seen to be done; behind a lock because a look at [`Transport::pending`] may be the last that is taken.
+    sends: Mutex<Vec<(Hop, Instant)>>,
     /// Posted and not yet taken.
     receives: Vec<(Hop, Instant)>,
     gathers: Vec<(u64, Instant)>,
@@ -204,7 +209,7 @@ impl<T: Control> Trace<T> {
     /// Records what `inner` does. Ranks of one machine that are given the same `zero` share a time axis.
     pub fn new(inner: T, zero: Instant) -> Self {
         let log = TraceLog { rank: inner.rank(), zero, events: Arc::default() };
-        Self { inner, log, sends: Vec::new(), receives: Vec::new(), gathers: Vec::new(), step: 0 }
+        Self { inner, log, sends: Mutex::default(), receives: Vec::new(), gathers: Vec::new(), step: 0 }
     }
 
     /// The record, to keep when the transport is gone.
@@ -224,7 +229,7 @@ impl<S: Space, T: Transport<S>> Transport<S> for Trace<T> {
         self.inner.post(sends, receives)?;
         self.step = hops.iter().chain(sends.iter().map(|send| &send.hop)).map(|hop| hop.step).max().unwrap_or(self.step);
         self.receives.extend(hops.into_iter().map(|hop| (hop, begin)));
-        self.sends.extend(sends.iter().map(|send| (send.hop.clone(), begin)));
+        lock(&self.sends).extend(sends.iter().map(|send| (send.hop.clone(), begin)));
         Ok(())
     }
 
@@ -234,11 +239,7 @@ impl<S: Space, T: Transport<S>> Transport<S> for Trace<T> {
         if !patience.is_zero() {
             self.log.push(What::Wait, self.step, 0, begin);
         }
-        if !self.sends.is_empty() && !self.inner.pending() {
-            for (hop, begin) in self.sends.drain(..) {
-                self.log.push(What::Send { peer: hop.peer, channel: hop.channel }, hop.step, hop.bytes(), begin);
-            }
-        }
+        self.pending();
         progressed
     }
 
@@ -253,7 +254,13 @@ impl<S: Space, T: Transport<S>> Transport<S> for Trace<T> {
     }
 
     fn pending(&self) -> bool {
-        self.inner.pending()
+        let pending = self.inner.pending();
+        if !pending {
+            for (hop, begin) in lock(&self.sends).drain(..) {
+                self.log.push(What::Send { peer: hop.peer, channel: hop.channel }, hop.step, hop.bytes(), begin);
+            }
+        }
+        pending
     }
 
     fn bytes_sent(&self) -> u64 {

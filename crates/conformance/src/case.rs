@@ -1,20 +1,25 @@
 //! One attention with everything that it needs, in f64, and the truth about it.
 
+use std::sync::Arc;
+
+use annulus::Attention;
 use annulus_core::{
-    Batch, DType, Dims, Result, Spec,
+    Batch, DType, Result, Spec,
     oracle::{self, Backward, Forward, Problem},
 };
 use ndarray::{Array, Array2, Array3, Array4, Dimension};
 
-use crate::Draw;
+use crate::{Draw, Masks};
 
 /// Spec, batch and global tensors.
 #[derive(Debug, Clone)]
 pub struct Case {
     /// Its name in failures.
     pub name: String,
-    /// What is computed.
+    /// What is computed, with [`Case::masks`] as its mask.
     pub spec: Spec,
+    /// Who sees whom, besides what the batch hides. Changing it means [`Case::masked`].
+    pub masks: Masks,
     /// Of the whole sequence.
     pub batch: Batch,
     /// `[b, q_len, q_heads, d]`.
@@ -43,21 +48,64 @@ pub struct Truth {
 }
 
 impl Case {
-    /// A case with q, k, v and dout drawn for the dims of `spec`, and its bias, sinks where it has some.
-    pub fn new(name: impl Into<String>, spec: Spec, draw: &mut Draw) -> Self {
-        let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = spec.dims;
-        Self {
+    /// A case of this spec under these masks, with its tensors drawn.
+    pub fn new(name: impl Into<String>, spec: Spec, masks: Masks, draw: &mut Draw) -> Self {
+        let empty = || Array4::zeros((0, 0, 0, 0));
+        let mut case = Self {
             name: name.into(),
+            spec: Spec { mask: Arc::new(masks.clone()), ..spec },
+            masks,
             batch: Batch::default(),
-            q: draw.tensor((batch, q_len, q_heads, head_dim)),
-            k: draw.tensor((batch, kv_len, kv_heads, head_dim)),
-            v: draw.tensor((batch, kv_len, kv_heads, value_dim)),
-            bias: spec.bias.map(|shape| draw.tensor(shape)),
-            sinks: spec.sinks.map(|sinks| draw.tensor((if sinks.per_head { q_heads } else { 1 }, sinks.count))),
-            dout: draw.tensor((batch, q_len, q_heads, value_dim)),
+            q: empty(),
+            k: empty(),
+            v: empty(),
+            bias: None,
+            sinks: None,
+            dout: empty(),
             dlse: None,
-            spec,
+        };
+        case.draw_tensors(draw);
+        case
+    }
+
+    /// The case as a user asks for it.
+    pub fn attention(&self) -> Attention {
+        let spec = &self.spec;
+        let mut attention = Attention::new()
+            .dtype(spec.dtype)
+            .align(spec.alignment)
+            .scale(spec.scale)
+            .bias_order(spec.bias_order)
+            .logits_dtype(spec.logits_dtype)
+            .precision(spec.precision)
+            .backward_mode(spec.backward);
+        attention = self.masks.ask(attention);
+        if let Some(cap) = spec.soft_cap {
+            attention = attention.soft_cap(cap);
         }
+        if let Some(shape) = spec.bias {
+            attention = attention.bias(shape);
+        }
+        if let Some(function) = &spec.bias_function {
+            attention = attention.bias_function(Arc::clone(function));
+        }
+        attention = match spec.sinks {
+            Some(sinks) if sinks.per_head => attention.sinks_per_head(sinks.count),
+            Some(sinks) => attention.shared_sinks(sinks.count),
+            None => attention,
+        };
+        if let Some(dropout) = spec.dropout {
+            attention = attention.dropout(dropout.probability, dropout.seed);
+        }
+        if spec.normalize { attention } else { attention.unnormalized() }
+    }
+
+    /// The same case under other masks.
+    #[must_use]
+    pub fn masked(mut self, masks: Masks) -> Self {
+        self.spec.mask = Arc::new(masks.clone());
+        self.masks = masks;
+        self
     }
 
     /// The same case with its inputs rounded to `dtype` (bias, sinks and dlse to the accumulator's), so that the truth about it is the truth
@@ -74,6 +122,7 @@ impl Case {
         Self {
             name: format!("{} {dtype}", self.name),
             spec: Spec { dtype, logits_dtype, ..self.spec.clone() },
+            masks: self.masks.clone(),
             batch: self.batch.clone(),
             q: rounded(&self.q, dtype),
             k: rounded(&self.k, dtype),

@@ -3,18 +3,14 @@
 use std::{
     collections::HashMap,
     path::{Path, PathBuf},
-    sync::Arc,
 };
 
-use annulus_core::{
-    Alignment, Batch, BiasOrder, DType, DenseMask, Dims, Dropout, Error, Mask, Result, SinkShape, Spans, Spec,
-    mask::{Key, Query},
-};
+use annulus_core::{Alignment, Batch, BiasOrder, DType, DenseMask, Dims, Dropout, Error, Result, SinkShape, Spec};
 use ndarray::{Array, Array2, Array4, ArrayD, Dimension, IxDyn};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde::Deserialize;
 
-use crate::Case;
+use crate::{Case, Masks};
 
 /// A case and what is expected of it.
 #[derive(Debug)]
@@ -89,13 +85,13 @@ struct Lengths {
     value_dim: usize,
 }
 
-#[derive(Deserialize, Debug, Clone)]
+#[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Params {
     causal: bool,
-    sliding_window: Option<[Option<i64>; 2]>,
-    attention_sink_size: i64,
-    chunk_size: Option<i64>,
+    sliding_window: Option<[Option<u64>; 2]>,
+    attention_sink_size: u64,
+    chunk_size: Option<u64>,
     logits_soft_cap: Option<f64>,
     softmax_scale: Option<f64>,
     normalize_output: bool,
@@ -104,26 +100,6 @@ struct Params {
     alignment: String,
     dropout_prob: f64,
     dropout_seed: Option<u64>,
-}
-
-/// The masks of a case's parameters as the table of their meaning has them, apart from the masks that the crates lower and run.
-#[derive(Debug)]
-struct ByTable(Params);
-
-impl Mask for ByTable {
-    fn visible(&self, query: &Query, key: &Key) -> bool {
-        let Params { causal, sliding_window, attention_sink_size, chunk_size, .. } = &self.0;
-        let (i, j) = (query.position, key.position);
-        let in_window =
-            sliding_window.is_none_or(|[left, right]| left.is_none_or(|left| i - left <= j) && right.is_none_or(|right| j <= i + right));
-        let exempt = j < *attention_sink_size;
-        let in_chunk = chunk_size.is_none_or(|size| i.div_euclid(size) == j.div_euclid(size) && j <= i);
-        (!causal || j <= i) && (in_window || exempt) && in_chunk
-    }
-
-    fn spans(&self, _: &Query) -> Option<Spans> {
-        None
-    }
 }
 
 impl Entry {
@@ -150,6 +126,7 @@ impl Entry {
         let mut case = Case {
             name: self.id.clone(),
             spec: self.spec(file, bias.as_ref(), sinks.as_ref())?,
+            masks: Masks::default(),
             batch: Batch::default(),
             q: file.shaped(file.need("query", number)?)?,
             k: file.shaped(file.need("key", number)?)?,
@@ -177,7 +154,8 @@ impl Entry {
             cum_seqlens_q: lens("cum_seqlens_q")?,
             cum_seqlens_k: lens("cum_seqlens_k")?,
         };
-        Ok(case)
+        let Params { causal, sliding_window: window, attention_sink_size: first_visible, chunk_size: chunk, .. } = self.params;
+        Ok(case.masked(Masks { causal, window, first_visible, chunk, ..Masks::default() }))
     }
 
     fn spec(&self, file: &File<'_>, bias: Option<&Array4<f64>>, sinks: Option<&Array2<f64>>) -> Result<Spec> {
@@ -197,7 +175,6 @@ impl Entry {
         let per_head = params.softmax_aux.as_deref() == Some("per_head");
         let dropout = Dropout { probability: params.dropout_prob, seed: params.dropout_seed.unwrap_or(0) };
         Ok(Spec {
-            mask: Arc::new(ByTable(params.clone())),
             alignment,
             scale: params.softmax_scale.unwrap_or(plain.scale),
             soft_cap: params.logits_soft_cap,

@@ -180,7 +180,7 @@ impl Visibility<'_> {
                 *word &= word_at(dense, first + 64 * place);
             }
         } else {
-            keep(line, |key| dense[crate::index(rows[key] / 64)] >> (rows[key] % 64) & 1 != 0);
+            keep(line, |key| word_at(dense, crate::index(rows[key])) & 1 != 0);
         }
     }
 

@@ -57,7 +57,7 @@ impl Shared {
 /// Writes the shards of both sides for the other ranks.
 pub(super) fn encode_shards(shards: [Shard; 2]) -> Vec<u8> {
     let mut message = Vec::new();
-    for encoded in shards.iter().map(encode) {
+    for encoded in shards.iter().map(Shard::encode) {
         message.extend((encoded.len() as u64).to_le_bytes());
         message.extend(encoded);
     }
@@ -74,7 +74,7 @@ pub(super) fn decode_shards(messages: &[Vec<u8>]) -> Result<Coordinates> {
             let (len, after) = rest.split_first_chunk::<8>().ok_or_else(broken)?;
             let len = usize::try_from(u64::from_le_bytes(*len)).map_err(|_| broken())?;
             let (encoded, after) = after.split_at_checked(len).ok_or_else(broken)?;
-            shards.push(Arc::new(decode(encoded)?));
+            shards.push(Arc::new(Shard::decode(encoded)?));
             rest = after;
         }
     }
@@ -88,40 +88,4 @@ const fn reverse(route: Route) -> Route {
         Route::RelayDown => Route::RelayUp,
         Route::Direct => Route::Direct,
     }
-}
-
-fn encode(shard: &Shard) -> Vec<u8> {
-    let mut out = Vec::new();
-    let mut put = |runs: &annulus_core::Runs| {
-        out.extend((runs.runs().len() as u64).to_le_bytes());
-        for run in runs.runs() {
-            out.extend(run.start.to_le_bytes());
-            out.extend(run.step.to_le_bytes());
-            out.extend(run.count.to_le_bytes());
-        }
-    };
-    put(&shard.rows);
-    put(&annulus_core::Runs::counting(shard.positions.len() as i64, 1));
-    put(&annulus_core::Runs::counting(shard.segments.len() as i64, 1));
-    shard.positions.iter().for_each(&mut put);
-    shard.segments.iter().for_each(&mut put);
-    out
-}
-fn decode(bytes: &[u8]) -> Result<Shard> {
-    let mut words = bytes.chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().unwrap_or_default()));
-    let mut get = || {
-        let mut runs = annulus_core::Runs::new();
-        let n = words.next().unwrap_or(0);
-        for _ in 0..n {
-            let start = words.next().unwrap_or(0);
-            let step = words.next().unwrap_or(0);
-            let count = words.next().unwrap_or(0) as u64;
-            runs.push_run(annulus_core::Run { start, step, count });
-        }
-        runs
-    };
-    let rows = get();
-    let p = get().iter().next().unwrap_or(0);
-    let s = get().iter().next().unwrap_or(0);
-    Ok(Shard { rows, positions: (0..p).map(|_| get()).collect(), segments: (0..s).map(|_| get()).collect() })
 }
