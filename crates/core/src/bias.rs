@@ -1,5 +1,7 @@
 //! A bias that is a function of positions, such as ALiBi, so that no `[q_len, kv_len]` tensor exists.
 
+use std::{fmt, sync::Arc};
+
 use crate::mask::{Key, Query};
 
 /// An additive bias computed from who looks at whom. It is part of what ranks agree on: `Debug` must tell all that it depends on.
@@ -33,5 +35,87 @@ impl BiasFunction for Alibi {
         // a head without a slope has none
         let slope = self.slopes.get(query.head).copied().unwrap_or(0.0);
         -slope * query.position.abs_diff(key.position) as f64
+    }
+}
+
+type Function = dyn Fn(usize, i64, i64) -> f64 + Send + Sync;
+
+/// A bias that is any closure of (head, i', j'), with a name. Ranks agree on the **name**: give two closures that differ two names, and
+/// write what a closure captures into it.
+///
+/// # Examples
+/// ```
+/// use annulus_core::{BiasFunction, PositionBias, mask::{Key, Query}};
+/// let decay = PositionBias::new("decay 0.1", |_head, i, j| -0.1 * i.abs_diff(j) as f64);
+/// let query = Query { batch: 0, head: 0, row: 9, position: 9 };
+/// assert_eq!(decay.bias(&query, &Key { row: 4, position: 4 }), -0.5);
+/// ```
+#[derive(Clone)]
+pub struct PositionBias {
+    name: String,
+    function: Arc<Function>,
+}
+
+impl PositionBias {
+    /// The bias `function(head, i', j')`.
+    pub fn new(name: impl Into<String>, function: impl Fn(usize, i64, i64) -> f64 + Send + Sync + 'static) -> Self {
+        Self { name: name.into(), function: Arc::new(function) }
+    }
+}
+
+impl fmt::Debug for PositionBias {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PositionBias").field("name", &self.name).finish()
+    }
+}
+
+impl BiasFunction for PositionBias {
+    fn bias(&self, query: &Query, key: &Key) -> f64 {
+        (self.function)(query.head, query.position, key.position)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bias(function: &dyn BiasFunction, head: usize, i: i64, j: i64) -> f64 {
+        function.bias(&Query { batch: 0, head, row: 0, position: i }, &Key { row: 0, position: j })
+    }
+
+    fn assert_slopes(got: &[f64], want: &[f64]) {
+        assert_eq!(got.len(), want.len());
+        for (got, want) in got.iter().zip(want) {
+            assert!((got - want).abs() < 1e-12, "{got} is not {want}");
+        }
+    }
+
+    #[test]
+    fn alibi_has_the_published_slopes() {
+        // 8 heads: 1/2, 1/4, … 1/256
+        let eight: Vec<f64> = (1..=8).map(|h| 0.5f64.powi(h)).collect();
+        assert_slopes(&Alibi::published(8).slopes, &eight);
+        // 12 heads: those of 8, then the 1st, 3rd, 5th and 7th of 16 heads: 2^-0.5, 2^-1.5, 2^-2.5, 2^-3.5
+        let twelve: Vec<f64> = eight.iter().copied().chain((0..4).map(|h| (-0.5 - f64::from(h)).exp2())).collect();
+        assert_slopes(&Alibi::published(12).slopes, &twelve);
+        assert_slopes(&Alibi::published(1).slopes, &[2f64.powi(-8)]);
+        assert_slopes(&Alibi::published(3).slopes, &[2f64.powi(-4), 2f64.powi(-8), 2f64.powi(-2)]);
+        assert_slopes(&Alibi::published(0).slopes, &[]);
+    }
+
+    #[test]
+    fn alibi_falls_off_on_both_sides_and_never_overflows() {
+        let alibi = Alibi { slopes: vec![0.5, 0.25] };
+        assert_eq!([bias(&alibi, 0, 3, 9), bias(&alibi, 1, 9, 3), bias(&alibi, 1, -2, -2)], [-3.0, -1.5, 0.0]);
+        assert_eq!(bias(&alibi, 0, i64::MAX / 4, -(i64::MAX / 4)), -(i64::MAX as f64) / 4.0);
+        // a head without a slope
+        assert_eq!(bias(&alibi, 2, 0, 100), 0.0);
+    }
+
+    #[test]
+    fn closures_are_told_apart_by_name() {
+        let (a, b) = (PositionBias::new("a", |head, i, j| (head as i64 + i - j) as f64), PositionBias::new("b", |_, _, _| 0.0));
+        assert_eq!(bias(&a, 2, 7, 4), 5.0);
+        assert_ne!(format!("{a:?}"), format!("{b:?}"));
     }
 }

@@ -1,1 +1,201 @@
-//! placeholder
+//! Which attention weights are dropped: a pure function of seed, batch row, head and row numbers, whatever the tile, layout or rank.
+//!
+//! ```text
+//! words = Philox4×32-10(key     = (seed low, seed high),
+//!                       counter = (i low, ⌊j/4⌋ low, (i high)·2¹⁶ + (⌊j/4⌋ high), batch·q_heads + head))
+//! dropped iff words[j mod 4] < ⌊p·2³²⌋
+//! ```
+//! i and j are **row numbers**, not positions; "low" and "high" are 32-bit halves.
+
+use crate::Dropout;
+
+/// Ten rounds of Philox 4×32: four random words that depend on nothing but their arguments.
+///
+/// # Source
+/// Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+pub const fn philox4x32_10(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
+    const MULTIPLIERS: [u32; 2] = [0xd251_1f53, 0xcd9e_8d57];
+    const WEYL: [u32; 2] = [0x9e37_79b9, 0xbb67_ae85];
+    let mut round = 0;
+    while round < 10 {
+        let (low0, high0) = halves(MULTIPLIERS[0] as u64 * counter[0] as u64);
+        let (low1, high1) = halves(MULTIPLIERS[1] as u64 * counter[2] as u64);
+        counter = [high1 ^ counter[1] ^ key[0], low1, high0 ^ counter[3] ^ key[1], low0];
+        key = [key[0].wrapping_add(WEYL[0]), key[1].wrapping_add(WEYL[1])];
+        round += 1;
+    }
+    counter
+}
+
+/// The low and the high 32 bits.
+const fn halves(number: u64) -> (u32, u32) {
+    (number as u32, (number >> 32) as u32)
+}
+
+/// A dropout mask, computed where it is asked for and stored nowhere.
+///
+/// # Examples
+/// ```
+/// use annulus_core::{Dropout, DropoutMask};
+/// let mask = DropoutMask::new(Dropout { probability: 0.25, seed: 7 });
+/// let (batch, head, q_heads, i) = (0, 2, 8, 5);
+/// // four keys a call, or one
+/// let words = mask.words(batch, head, q_heads, i, 3);
+/// assert_eq!(mask.keeps(words[1]), mask.keep(batch, head, q_heads, i, 13));
+/// assert_eq!(mask.keep_scale(), 1.0 / 0.75);
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DropoutMask {
+    key: [u32; 2],
+    threshold: u32,
+    keep_scale: f64,
+}
+
+impl DropoutMask {
+    /// The mask of a dropout whose probability [`crate::Spec::validate`] has checked: 0 ≤ p < 1.
+    pub fn new(dropout: Dropout) -> Self {
+        let (low, high) = halves(dropout.seed);
+        // exact: p·2³² only moves the exponent of p, and p < 1 keeps it below 2³²
+        let threshold = (dropout.probability * 2f64.powi(32)).floor() as u32;
+        Self { key: [low, high], threshold, keep_scale: 1.0 / (1.0 - dropout.probability) }
+    }
+
+    /// What a kept weight is multiplied by: 1/(1 − p).
+    pub const fn keep_scale(&self) -> f64 {
+        self.keep_scale
+    }
+
+    /// ⌊p·2³²⌋: a weight is dropped if its word is below.
+    pub const fn threshold(&self) -> u32 {
+        self.threshold
+    }
+
+    /// Philox's key, for kernels that run it themselves.
+    pub const fn key(&self) -> [u32; 2] {
+        self.key
+    }
+
+    /// The words of query row `row_i` and the four key rows 4·`block_j` … 4·`block_j` + 3.
+    pub const fn words(&self, batch: usize, head: usize, q_heads: usize, row_i: u64, block_j: u64) -> [u32; 4] {
+        let (i_low, i_high) = halves(row_i);
+        let (j_low, j_high) = halves(block_j);
+        let (plane, _) = halves(batch as u64 * q_heads as u64 + head as u64);
+        philox4x32_10([i_low, j_low, (i_high << 16).wrapping_add(j_high), plane], self.key)
+    }
+
+    /// Whether the weight of this word is kept.
+    pub const fn keeps(&self, word: u32) -> bool {
+        word >= self.threshold
+    }
+
+    /// Whether the weight of query row `row_i` and key row `row_j` is kept.
+    pub const fn keep(&self, batch: usize, head: usize, q_heads: usize, row_i: u64, row_j: u64) -> bool {
+        let words = self.words(batch, head, q_heads, row_i, row_j / 4);
+        self.keeps(words[(row_j % 4) as usize])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mask(probability: f64, seed: u64) -> DropoutMask {
+        DropoutMask::new(Dropout { probability, seed })
+    }
+
+    #[test]
+    fn philox_gives_its_published_test_vectors() {
+        let vectors = [
+            ([0; 4], [0; 2], [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]),
+            ([u32::MAX; 4], [u32::MAX; 2], [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]),
+            (
+                [0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344],
+                [0xa409_3822, 0x299f_31d0],
+                [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1],
+            ),
+        ];
+        for (counter, key, want) in vectors {
+            assert_eq!(philox4x32_10(counter, key), want);
+        }
+    }
+
+    #[test]
+    fn the_counter_is_laid_out_as_promised() {
+        let mask = mask(0.5, 0x0123_4567_89ab_cdef);
+        assert_eq!(mask.key(), [0x89ab_cdef, 0x0123_4567]);
+        let (i, j4) = (0x0003_0000_0005, 0x0002_0000_0007);
+        let want = philox4x32_10([5, 7, (3 << 16) + 2, 2 * 6 + 4], mask.key());
+        assert_eq!(mask.words(2, 4, 6, i, j4), want);
+        for (word, want) in want.into_iter().enumerate() {
+            assert_eq!(mask.keep(2, 4, 6, i, 4 * j4 + word as u64), want >= 1 << 31);
+        }
+    }
+
+    #[test]
+    fn thresholds_are_exact() {
+        for (probability, threshold) in
+            [(0.0, 0), (0.5, 1 << 31), (0.3, 1_288_490_188), (2f64.powi(-33), 0), (1.0 - f64::EPSILON / 2.0, u32::MAX)]
+        {
+            assert_eq!(mask(probability, 1).threshold(), threshold, "{probability}");
+        }
+        // nothing is dropped at p = 0, not even a word of 0
+        assert!(mask(0.0, 9).keeps(0) && mask(0.0, 9).keep_scale() == 1.0);
+    }
+
+    #[test]
+    fn the_share_of_kept_weights_is_right_in_every_row_column_head_and_batch_row() {
+        let (n, heads, batch) = (256u64, 3, 2);
+        for probability in [0.1, 0.5, 0.9] {
+            let mask = mask(probability, 42);
+            let mut rows = vec![0u32; batch * heads * n as usize];
+            let mut columns = rows.clone();
+            let mut agree_with_next_head = 0u32;
+            for b in 0..batch {
+                for h in 0..heads {
+                    for i in 0..n {
+                        for j in 0..n {
+                            let kept = mask.keep(b, h, heads, i, j);
+                            rows[((b * heads + h) as u64 * n + i) as usize] += u32::from(kept);
+                            columns[((b * heads + h) as u64 * n + j) as usize] += u32::from(kept);
+                            agree_with_next_head += u32::from(kept == mask.keep(b, h + 1, heads, i, j));
+                        }
+                    }
+                }
+            }
+            let (mean, deviation) = (n as f64 * (1.0 - probability), (n as f64 * probability * (1.0 - probability)).sqrt());
+            // 3072 lines: the largest of so many normal deviates stays below 5
+            for line in rows.iter().chain(&columns) {
+                assert!((f64::from(*line) - mean).abs() < 5.0 * deviation, "{line} of {n} kept at p = {probability}");
+            }
+            let total: f64 = rows.iter().map(|&row| f64::from(row)).sum();
+            let count = rows.len() as f64;
+            assert!((total - count * mean).abs() < 4.0 * deviation * count.sqrt());
+            // two independent coins agree with probability p² + (1 − p)²
+            let pairs = count * n as f64;
+            let agree = probability * probability + (1.0 - probability) * (1.0 - probability);
+            assert!((f64::from(agree_with_next_head) - pairs * agree).abs() < 5.0 * (pairs * agree * (1.0 - agree)).sqrt());
+        }
+    }
+
+    #[test]
+    fn the_mask_does_not_depend_on_the_order_of_tiles() {
+        let mask = mask(0.4, 3);
+        let n = 60;
+        let by_pairs: Vec<bool> = (0..n * n).map(|p| mask.keep(1, 1, 2, p / n, p % n)).collect();
+        for tile in [4, 12, 20] {
+            let mut by_tiles = vec![false; (n * n) as usize];
+            for i0 in (0..n as usize).step_by(tile).rev().map(|i0| i0 as u64) {
+                for j0 in (0..n).step_by(tile) {
+                    for i in i0..i0 + tile as u64 {
+                        for block in j0 / 4..(j0 + tile as u64) / 4 {
+                            for (word, random) in mask.words(1, 1, 2, i, block).into_iter().enumerate() {
+                                by_tiles[(i * n + 4 * block) as usize + word] = mask.keeps(random);
+                            }
+                        }
+                    }
+                }
+            }
+            assert_eq!(by_tiles, by_pairs);
+        }
+    }
+}

@@ -25,10 +25,12 @@ mod dropout;
 mod dtype;
 mod error;
 mod fingerprint;
+mod hulls;
 mod layout;
 pub mod mask;
 mod needs;
 pub mod oracle;
+mod outline;
 mod partial;
 mod record;
 mod row_set;
@@ -38,19 +40,22 @@ mod schedule;
 mod space;
 mod spans;
 mod spec;
+mod tile;
 mod transport;
 mod visibility;
 
 pub use backend::{Backend, Block, Gradients, Inputs, Local, Outputs, Saved, Tick};
 pub use batch::{Batch, DenseMask};
-pub use bias::{Alibi, BiasFunction};
+pub use bias::{Alibi, BiasFunction, PositionBias};
 pub use coordinates::{Coordinates, Shard};
 pub use dims::Dims;
+pub use dropout::{DropoutMask, philox4x32_10};
 pub use dtype::{DType, Element};
 /// The same trait under the name that says that its tensors lie in host memory.
 pub use dtype::Element as HostElement;
 pub use error::{Error, Result};
 pub use fingerprint::Fingerprint;
+pub use hulls::Hulls;
 pub use layout::{CustomLayout, Layout, Side};
 pub use mask::Mask;
 pub use needs::Needs;
@@ -63,8 +68,9 @@ pub use schedule::{Group, Message, Route, Schedule, Step};
 pub use space::{Host, HostBuffer, HostView, HostViewMut, Space};
 pub use spans::Spans;
 pub use spec::{Alignment, BackwardMode, BiasOrder, Dropout, Precision, SinkShape, Spec};
+pub use tile::{QueryTile, TileBits, TileClass};
 pub use transport::{Arrived, Channel, Control, Hop, Incoming, Outgoing, Transport};
-pub use visibility::{QueryTile, TileBits, TileClass, Visibility};
+pub use visibility::Visibility;
 
 /// A global number as an index. Exact: the crate refuses to build where `usize` is narrower than 64 bits.
 #[expect(clippy::cast_possible_truncation, reason = "usize is 64 bits wide, see the compile_error above")]

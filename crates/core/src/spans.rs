@@ -41,6 +41,9 @@ impl Spans {
 
     /// Positions in both; `None` if that takes more than [`Spans::MOST`] intervals.
     pub fn and(&self, other: &Self) -> Option<Self> {
+        if let ([a], [b]) = (self.ranges(), other.ranges()) {
+            return Some(Self::one(a.start.max(b.start), a.end.min(b.end)));
+        }
         let mut both = Self::nothing();
         for a in self.ranges() {
             for b in other.ranges() {

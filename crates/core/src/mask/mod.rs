@@ -17,7 +17,7 @@ mod per_head;
 mod predicate;
 mod prefix;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 mod window;
 
 pub use causal::Causal;

@@ -21,7 +21,7 @@ impl Mask for PerHead {
     }
 
     fn per_head(&self) -> bool {
-        self.0.len() > 1 || self.0.iter().any(|mask| mask.per_head())
+        true
     }
 
     fn per_batch(&self) -> bool {

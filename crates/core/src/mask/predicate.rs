@@ -5,6 +5,8 @@ use std::{fmt, sync::Arc};
 use super::{Key, Mask, Query};
 use crate::Spans;
 
+type Function = dyn Fn(&Query, &Key) -> bool + Send + Sync;
+
 /// A closure with a name. Ranks agree on the **name**: give two closures that differ two names, and write what a closure captures into it.
 ///
 /// # Examples
@@ -16,7 +18,7 @@ use crate::Spans;
 pub struct Predicate {
     name: String,
     by_position_only: bool,
-    visible: Arc<dyn Fn(&Query, &Key) -> bool + Send + Sync>,
+    visible: Arc<Function>,
 }
 
 impl Predicate {
