@@ -1,1 +1,46 @@
-//! backend-cpu
+//! Tiled attention for host memory: the [`annulus_core::Backend`] whose device is the processor.
+//!
+//! Read it in this order:
+//!
+//! | what | file |
+//! |---|---|
+//! | the seam, call by call | `backend.rs` |
+//! | forward: tiles, and the end of a row | `forward.rs`, `finish.rs` |
+//! | backward: beginning and end, dq and dbias, dk and dv | `backward.rs`, `backward_queries.rs`, `backward_keys.rs`, `bias_gradient.rs` |
+//! | one tile: who sees whom, logits, softmax, gradients, products | `sight.rs`, `logits.rs`, `softmax.rs`, `gradient.rs`, `products.rs` |
+//! | memory: workspace, scratch, packed tiles, records | `workspace.rs`, `statistics.rs`, `scratch.rs`, `pack.rs`, `records.rs`, `aligned.rs`, `input.rs` |
+//! | machine: instruction sets, vectors, threads, sizes | `isa.rs`, `real.rs`, `lanes.rs`, `exp.rs`, `team.rs`, `geometry.rs` |
+//!
+//! The design in three lines. One of queries and keys lies in the lanes of vectors and the other is broadcast, so no sum crosses lanes. A task owns
+//! what it writes and is worked by one thread in a fixed order, so results depend on nothing but inputs, mask and instruction set. A
+//! logit is one chain of multiply-adds, so backward meets the very logits of forward.
+
+mod aligned;
+mod backend;
+mod backward;
+mod backward_keys;
+mod backward_queries;
+mod bias_gradient;
+mod exp;
+mod finish;
+mod forward;
+mod geometry;
+mod gradient;
+mod input;
+mod isa;
+mod lanes;
+mod logits;
+mod pack;
+mod products;
+mod real;
+mod records;
+mod scratch;
+mod sight;
+mod softmax;
+mod statistics;
+mod team;
+mod workspace;
+
+pub use backend::Cpu;
+pub use isa::Isa;
+pub use workspace::Workspace;
