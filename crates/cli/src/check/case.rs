@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, path::Path, time::Duration};
 
 use annulus::{Attention, Backward, Forward, Plan};
-use annulus_core::{Batch, Element, Error, Layout, Result, Runs, index};
+use annulus_core::{Batch, Element, Error, Layout, Result, Runs};
 use ndarray::{Array3, Array4};
 
 use super::{compare::largest_error, index::Case};
@@ -80,9 +80,11 @@ impl<T: Element> Loaded<T> {
     /// Tolerance and wanted numbers of every array that the case judges.
     fn expected(input: &Input, case: &Case) -> Result<BTreeMap<String, (f64, Vec<f64>)>> {
         let tolerances = case.tolerance.get(T::DTYPE.name()).filter(|tolerances| !tolerances.is_empty());
-        let tolerances = tolerances.ok_or_else(|| Error::unsupported(format!("dtype {}", T::DTYPE.name()), "this case, which has no tolerance for it"))?;
+        let tolerances = tolerances
+            .ok_or_else(|| Error::unsupported(format!("dtype {}", T::DTYPE.name()), "this case, which has no tolerance for it"))?;
         let load = |(name, &tolerance): (&String, &f64)| {
-            let entry = input.tensors().get(name).ok_or_else(|| Error::invalid(name, "no such tensor", "the expected array of that name"))?;
+            let entry =
+                input.tensors().get(name).ok_or_else(|| Error::invalid(name, "no such tensor", "the expected array of that name"))?;
             let rows = entry.shape.first().map_or(0, |&len| len as u64);
             Ok((name.clone(), (tolerance, input.tensors().floats(name, 0, &Runs::counting(0, rows))?)))
         };
