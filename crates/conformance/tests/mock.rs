@@ -4,9 +4,12 @@
 use std::time::Duration;
 
 use annulus_conformance::{
+    Case, RingSubject, Setting, Station, Subject,
+    device::{Device, DeviceTransport, MockBackend, device_ring},
     subjects::{mock, mock_staged},
     suite::{self, Scale},
 };
+use annulus_core::{Layout, Result};
 
 #[test]
 fn random_cases_hold_on_the_mock_device() {
@@ -43,4 +46,24 @@ fn a_sample_holds_on_the_mock_device_through_host_memory() {
 #[test]
 fn messages_that_overtake_each_other_change_no_bit_on_the_mock_device() {
     suite::same_bits_under_delay(&mock(), &mock_staged(Duration::from_millis(1)), 5).unwrap();
+}
+
+#[test]
+fn a_plan_that_is_gone_leaves_no_memory_behind() {
+    let devices: Vec<Device> = (0..3).map(|_| Device::new()).collect();
+    let kept = devices.clone();
+    let ring = RingSubject::new("mock", move |_| -> Result<Vec<Station<Device, MockBackend>>> {
+        let endpoints = device_ring(&devices).into_iter().zip(devices.clone());
+        let station = |(transport, memory): (DeviceTransport, Device)| Station {
+            backend: MockBackend::new(memory.clone()),
+            memory,
+            transport: Box::new(transport),
+        };
+        Ok(endpoints.map(station).collect())
+    });
+    ring.run(&Case::random(4), &Setting::new(3, Layout::Zigzag), 2).unwrap();
+    for device in kept {
+        device.synchronize().unwrap();
+        assert_eq!(device.allocations(), 0);
+    }
 }
