@@ -6,7 +6,10 @@ use annulus::{Attention, Backward, Forward, Plan};
 use annulus_core::{Batch, Element, Error, Layout, Result, Runs};
 use ndarray::{Array3, Array4};
 
-use super::{compare::largest_error, index::Case};
+use super::{
+    compare::{Expected, largest_error},
+    index::Case,
+};
 use crate::input::{Input, Share};
 
 /// A case computes in moments: a ring that is silent for this long is stuck.
@@ -39,7 +42,7 @@ struct Loaded<T: Element> {
     batch: Batch,
     dout: Array4<T>,
     dlse: Option<Array3<T::Accumulator>>,
-    expected: BTreeMap<String, (f64, Vec<f64>)>,
+    expected: BTreeMap<String, (f64, Expected)>,
 }
 
 /// Computes `case` in `T` on every ring.
@@ -78,7 +81,7 @@ impl<T: Element> Loaded<T> {
     }
 
     /// Tolerance and wanted numbers of every array that the case judges.
-    fn expected(input: &Input, case: &Case) -> Result<BTreeMap<String, (f64, Vec<f64>)>> {
+    fn expected(input: &Input, case: &Case) -> Result<BTreeMap<String, (f64, Expected)>> {
         let tolerances = case.tolerance.get(T::DTYPE.name()).filter(|tolerances| !tolerances.is_empty());
         let tolerances = tolerances
             .ok_or_else(|| Error::unsupported(format!("dtype {}", T::DTYPE.name()), "this case, which has no tolerance for it"))?;
@@ -86,7 +89,8 @@ impl<T: Element> Loaded<T> {
             let entry =
                 input.tensors().get(name).ok_or_else(|| Error::invalid(name, "no such tensor", "the expected array of that name"))?;
             let rows = entry.shape.first().map_or(0, |&len| len as u64);
-            Ok((name.clone(), (tolerance, input.tensors().floats(name, 0, &Runs::counting(0, rows))?)))
+            let numbers = input.tensors().floats(name, 0, &Runs::counting(0, rows))?;
+            Ok((name.clone(), (tolerance, Expected { shape: entry.shape.clone(), numbers })))
         };
         tolerances.iter().map(load).collect()
     }
@@ -111,7 +115,7 @@ impl<T: Element> Loaded<T> {
     }
 }
 
-fn error_of<T: Element>(name: &str, want: &[f64], forward: &Forward<T>, backward: &Backward<T>) -> Result<f64> {
+fn error_of<T: Element>(name: &str, want: &Expected, forward: &Forward<T>, backward: &Backward<T>) -> Result<f64> {
     let missing = || Error::invalid(name, "nothing", "an array that this attention gives");
     Ok(match name {
         "out" => largest_error(&forward.out, want),

@@ -1,0 +1,10 @@
+//! The command as a user has it: its exit codes, its files, its words.
+
+mod arguments;
+mod attend;
+mod check;
+mod figures;
+mod files;
+mod interrupt;
+mod odd_files;
+mod support;
