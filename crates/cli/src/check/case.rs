@@ -4,13 +4,12 @@ use std::{collections::BTreeMap, path::Path, time::Duration};
 
 use annulus::{Attention, Backward, Forward, Plan};
 use annulus_core::{Batch, Element, Error, Layout, Result, Runs};
-use ndarray::{Array3, Array4};
 
 use super::{
     compare::{Expected, largest_error},
     index::Case,
 };
-use crate::input::{Input, Share};
+use crate::input::{Input, OutputGradients, Share};
 
 /// A case computes in moments: a ring that is silent for this long is stuck.
 const DEADLINE: Duration = Duration::from_secs(30);
@@ -40,8 +39,7 @@ struct Loaded<T: Element> {
     attention: Attention,
     share: Share<T>,
     batch: Batch,
-    dout: Array4<T>,
-    dlse: Option<Array3<T::Accumulator>>,
+    gradients: OutputGradients<T>,
     expected: BTreeMap<String, (f64, Expected)>,
 }
 
@@ -69,13 +67,11 @@ impl<T: Element> Loaded<T> {
         }
         let all = |len: usize| Runs::counting(0, len as u64);
         let (q_rows, kv_rows) = (all(input.dims.q_len), all(input.dims.kv_len));
-        let (dout, dlse) = input.output_gradients(&q_rows)?;
         Ok(Self {
             attention,
             share: input.share(sinks, &q_rows, &kv_rows)?,
             batch: input.batch(&q_rows, &kv_rows)?,
-            dout,
-            dlse,
+            gradients: input.output_gradients(&q_rows)?,
             expected: Self::expected(&input, case)?,
         })
     }
@@ -102,12 +98,13 @@ impl<T: Element> Loaded<T> {
         }
         let tensors = self.share.tensors();
         let forward = plan.forward(&tensors)?;
-        let backward = plan.backward(&tensors, &forward, self.dout.view(), self.dlse.as_ref().map(|dlse| dlse.view()))?;
+        let backward = plan.backward(&tensors, &forward, self.gradients.dout.view(), self.gradients.dlse_view())?;
         let mut wrong = Vec::new();
         for (name, (tolerance, want)) in &self.expected {
             let error = error_of(name, want, &forward, &backward)?;
-            // written so that NaN is wrong
-            if !(error <= *tolerance) {
+            // a NaN is within no tolerance
+            let within = error <= *tolerance;
+            if !within {
                 wrong.push((name.clone(), error, *tolerance));
             }
         }
