@@ -1,7 +1,7 @@
 //! Is an answer good enough? FlashAttention's rule, for every element type.
 //!
 //! ```text
-//! |got − want| ≤ 2·(largest error of the plain computation in the same type) + 16·ε·(magnitude of what is summed up)
+//! |got − want| ≤ 2·(largest error of the plain computation in the same type) + (16 + 4·largest |lse|)·ε·(magnitude of what is summed up)
 //! ```
 //! `want` is the oracle's. The second term is for arrays so small that the plain computation happens to be exact. For f64, whose plain
 //! computation would be the oracle itself, the plain error is that of f32, scaled by the ratio of the two ε.
@@ -73,10 +73,13 @@ pub const fn epsilon(dtype: DType) -> f64 {
     }
 }
 
-/// 16 ε of the size of the terms that make each array, by name.
+/// Some ε of the size of the terms that make each array, by name.
 fn floors(case: &Case, want: &Answer) -> HashMap<&'static str, f64> {
-    let (narrow, sums) = (16.0 * epsilon(case.spec.dtype), 16.0 * epsilon(case.spec.dtype.accumulator()));
+    let wide = epsilon(case.spec.dtype.accumulator());
     let most = |numbers: &mut dyn Iterator<Item = &f64>| numbers.filter(|x| x.is_finite()).fold(0.0, |most: f64, x| most.max(x.abs()));
+    // a logit of size s is known to s·ε, and so e^s is
+    let sums = wide * (16.0 + 4.0 * most(&mut want.lse.iter()));
+    let narrow = 16.0 * epsilon(case.spec.dtype) + sums;
     let norm = |tensor: ArrayView4<'_, f64>| {
         let length = |vector: ndarray::ArrayView1<'_, f64>| vector.iter().map(|x| x * x).sum::<f64>().sqrt();
         tensor.rows().into_iter().map(length).filter(|length| length.is_finite()).fold(0.0, f64::max)

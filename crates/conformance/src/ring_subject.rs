@@ -49,15 +49,23 @@ where
 
     fn run(&self, case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>> {
         let stations = (self.make)(setting.ranks)?;
-        let parts: Vec<Result<Vec<Part>>> = thread::scope(|scope| {
-            let threads: Vec<_> =
-                stations.into_iter().map(|station| scope.spawn(move || run_rank(case, setting, station, times))).collect();
-            let panicked = |_| Err(Error::Device { what: "a rank panicked".into() });
-            threads.into_iter().map(|thread| thread.join().unwrap_or_else(panicked)).collect()
-        });
-        let parts = first_cause(parts)?;
-        Ok((0..times).map(|time| assemble(case, parts.iter().map(|part| &part[time]))).collect())
+        let rank = |station| -> RankJob<'_> { Box::new(move || run_rank(case, setting, station, times)) };
+        run_ranks(case, times, stations.into_iter().map(rank).collect())
     }
+}
+
+/// One rank's whole life.
+pub(crate) type RankJob<'a> = Box<dyn FnOnce() -> Result<Vec<Part>> + Send + 'a>;
+
+/// Runs every rank on a thread of its own and puts their answers together.
+pub(crate) fn run_ranks(case: &Case, times: usize, ranks: Vec<RankJob<'_>>) -> Result<Vec<Answer>> {
+    let parts: Vec<Result<Vec<Part>>> = thread::scope(|scope| {
+        let threads: Vec<_> = ranks.into_iter().map(|rank| scope.spawn(rank)).collect();
+        let panicked = |_| Err(Error::Device { what: "a rank panicked".into() });
+        threads.into_iter().map(|thread| thread.join().unwrap_or_else(panicked)).collect()
+    });
+    let parts = first_cause(parts)?;
+    Ok((0..times).map(|time| assemble(case, parts.iter().map(|part| &part[time]))).collect())
 }
 
 /// All results, or the error that is no echo of another rank's.
@@ -72,13 +80,14 @@ fn first_cause<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
 }
 
 /// What one rank computed of its rows.
-struct Part {
+pub(crate) struct Part {
     q_rows: Vec<usize>,
     kv_rows: Vec<usize>,
     answer: Answer,
 }
 
-fn run_rank<M: Memory, B: Backend<Space = M::Space>>(
+/// Plans on this rank, then computes its rows `times` times.
+pub(crate) fn run_rank<M: Memory, B: Backend<Space = M::Space>>(
     case: &Case,
     setting: &Setting,
     station: Station<M, B>,
