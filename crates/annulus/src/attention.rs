@@ -2,18 +2,13 @@
 
 use std::{sync::Arc, time::Duration};
 
-use annulus_comm::ring::RingOptions;
+use annulus_comm::{deadline, ring::RingOptions};
 use annulus_core::{
     Alignment, BackwardMode, BiasFunction, BiasOrder, DType, Dims, Dropout, Error, Layout, Mask, Precision, Result, Route, SinkShape, Spec,
     mask::{Causal, ChunkedCausal, Prefix, Window, and},
 };
 
 use crate::Plan;
-
-/// The least deadline that is taken: shorter silences are ordinary.
-const LEAST_DEADLINE: Duration = Duration::from_secs(1);
-/// The deadline if none is said.
-const DEFAULT_DEADLINE: Duration = Duration::from_secs(120);
 
 /// What attention to compute. Starts as full attention; every method adds one thing; [`Attention::plan`] makes it runnable.
 ///
@@ -267,8 +262,8 @@ impl Attention {
         };
         let spec = Spec { scale: self.scale.unwrap_or(spec.scale), ..spec };
         spec.validate()?;
-        if let Some(deadline) = self.deadline.filter(|&deadline| deadline < LEAST_DEADLINE) {
-            return Err(Error::invalid("deadline", format!("{deadline:?}"), format!("at least {LEAST_DEADLINE:?}")));
+        if let Some(deadline) = self.deadline.filter(|&deadline| deadline < deadline::LEAST) {
+            return Err(Error::invalid("deadline", format!("{deadline:?}"), format!("at least {:?}", deadline::LEAST)));
         }
         Ok(spec)
     }
@@ -288,7 +283,7 @@ impl Attention {
 
     /// The deadline that applies: the one that was said if it is long enough (if not, [`Attention::spec`] says so), else 120 s.
     pub fn effective_deadline(&self) -> Duration {
-        self.deadline.filter(|&deadline| deadline >= LEAST_DEADLINE).unwrap_or(DEFAULT_DEADLINE)
+        self.deadline.filter(|&deadline| deadline >= deadline::LEAST).unwrap_or(deadline::DEFAULT)
     }
 
     /// The threads of each rank, if said.

@@ -1,130 +1,46 @@
-//! Tiles for host memory (interface only as yet: every computation is a typed error).
+//! Tiled attention for host memory: the [`annulus_core::Backend`] whose device is the processor.
+//!
+//! Read it in this order:
+//!
+//! | what | file |
+//! |---|---|
+//! | the seam, call by call | `backend.rs` |
+//! | forward: tiles, and the end of a row | `forward.rs`, `finish.rs` |
+//! | backward: beginning and end, dq and dbias, dk and dv | `backward.rs`, `backward_queries.rs`, `backward_keys.rs`, `bias_gradient.rs` |
+//! | one tile: who sees whom, logits, softmax, gradients, products | `sight.rs`, `logits.rs`, `softmax.rs`, `gradient.rs`, `products.rs` |
+//! | memory: workspace, scratch, packed tiles, records | `workspace.rs`, `statistics.rs`, `scratch.rs`, `pack.rs`, `records.rs`, `aligned.rs`, `input.rs` |
+//! | machine: instruction sets, vectors, threads, sizes | `isa.rs`, `real.rs`, `lanes.rs`, `exp.rs`, `team.rs`, `geometry.rs` |
+//!
+//! The design in three lines. One of queries and keys lies in the lanes of vectors and the other is broadcast, so no sum crosses lanes. A task owns
+//! what it writes and is worked by one thread in a fixed order, so results depend on nothing but inputs, mask and instruction set. A
+//! logit is one chain of multiply-adds, so backward meets the very logits of forward.
 
-use std::ops::Range;
+mod aligned;
+mod backend;
+mod backward;
+mod backward_keys;
+mod backward_queries;
+mod bias_gradient;
+mod exp;
+mod finish;
+mod forward;
+mod geometry;
+mod gradient;
+mod input;
+mod isa;
+mod lanes;
+mod logits;
+mod pack;
+mod products;
+mod real;
+mod records;
+mod scratch;
+mod sight;
+mod softmax;
+mod statistics;
+mod team;
+mod workspace;
 
-use annulus_core::{Backend, Block, Error, Gradients, Host, Inputs, Local, Outputs, Result, Saved, Space, Spec, Tick};
-
-/// The CPU backend.
-#[derive(Debug)]
-pub struct Cpu {
-    threads: usize,
-}
-
-impl Cpu {
-    /// A backend with this many threads.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] if there are none.
-    pub fn new(threads: usize) -> Result<Self> {
-        if threads == 0 { Err(Error::invalid("threads", 0, "at least 1")) } else { Ok(Self { threads }) }
-    }
-
-    /// Threads that compute.
-    pub const fn threads(&self) -> usize {
-        self.threads
-    }
-}
-
-fn none<T>() -> Result<T> {
-    Err(Error::unsupported("attention", "this state of the cpu backend"))
-}
-
-impl Backend for Cpu {
-    type Space = Host;
-    type Workspace = ();
-    fn name(&self) -> &'static str {
-        "cpu"
-    }
-    fn supports(&self, _: &Spec) -> Result<()> {
-        none()
-    }
-    fn allocate(&self, _: u64) -> Result<<Self::Space as Space>::Buffer> {
-        none()
-    }
-    fn workspace(&self, _: &Local, _: bool) -> Result<Self::Workspace> {
-        none()
-    }
-    fn update(&self, _: &mut Self::Workspace, _: &Local) -> Result<()> {
-        none()
-    }
-    fn pack(
-        &self,
-        _: &mut Self::Workspace,
-        _: &Inputs<'_, Self::Space>,
-        _: &mut <Self::Space as Space>::Buffer,
-    ) -> Result<<Self::Space as Space>::Event> {
-        none()
-    }
-    fn begin(&self, _: &mut Self::Workspace, _: &Inputs<'_, Self::Space>) -> Result<()> {
-        none()
-    }
-    fn attend(&self, _: &mut Self::Workspace, _: &Inputs<'_, Self::Space>, _: &Block<'_, Self::Space>, _: Tick<'_>) -> Result<()> {
-        none()
-    }
-    fn finish(&self, _: &mut Self::Workspace, _: &Inputs<'_, Self::Space>, _: &mut Outputs<'_, Self::Space>) -> Result<()> {
-        none()
-    }
-    fn begin_backward(&self, _: &mut Self::Workspace, _: &Inputs<'_, Self::Space>, _: &Saved<'_, Self::Space>) -> Result<()> {
-        none()
-    }
-    fn attend_queries(
-        &self,
-        _: &mut Self::Workspace,
-        _: &Inputs<'_, Self::Space>,
-        _: &Saved<'_, Self::Space>,
-        _: &Block<'_, Self::Space>,
-        _: Tick<'_>,
-    ) -> Result<()> {
-        none()
-    }
-    fn attend_keys(
-        &self,
-        _: &mut Self::Workspace,
-        _: &Inputs<'_, Self::Space>,
-        _: &Saved<'_, Self::Space>,
-        _: &Block<'_, Self::Space>,
-        _: &mut <Self::Space as Space>::Buffer,
-        _: Tick<'_>,
-    ) -> Result<<Self::Space as Space>::Event> {
-        none()
-    }
-    fn pack_queries(
-        &self,
-        _: &mut Self::Workspace,
-        _: &Inputs<'_, Self::Space>,
-        _: &Saved<'_, Self::Space>,
-        _: &mut <Self::Space as Space>::Buffer,
-    ) -> Result<<Self::Space as Space>::Event> {
-        none()
-    }
-    fn attend_keys_home(
-        &self,
-        _: &mut Self::Workspace,
-        _: &Inputs<'_, Self::Space>,
-        _: &Block<'_, Self::Space>,
-        _: &mut <Self::Space as Space>::Buffer,
-        _: Tick<'_>,
-    ) -> Result<()> {
-        none()
-    }
-    fn combine(
-        &self,
-        _: &mut Self::Workspace,
-        _: &mut <Self::Space as Space>::Buffer,
-        _: &<Self::Space as Space>::Buffer,
-        _: &<Self::Space as Space>::Event,
-        _: &[(Range<u64>, Range<u64>)],
-        _: bool,
-    ) -> Result<<Self::Space as Space>::Event> {
-        none()
-    }
-    fn finish_backward(
-        &self,
-        _: &mut Self::Workspace,
-        _: &Inputs<'_, Self::Space>,
-        _: &<Self::Space as Space>::Buffer,
-        _: &mut Gradients<'_, Self::Space>,
-    ) -> Result<()> {
-        none()
-    }
-}
+pub use backend::Cpu;
+pub use isa::Isa;
+pub use workspace::Workspace;

@@ -21,7 +21,7 @@ use crate::{
     input::Input,
     interrupt::Scratch,
     make::{Recipe, make},
-    report,
+    report::{self, say},
 };
 
 const EXAMPLES: &str = "Examples:
@@ -58,7 +58,7 @@ pub(crate) fn run(flags: &DemoFlags) -> Outcome {
     };
     let (input, output) = (scratch.path().join("input.safetensors"), scratch.path().join("output.safetensors"));
     let made = make(&Recipe::new(dims, DType::F32, 0), &input)?;
-    println!("made {} ({}): {} tokens, 8 query heads, 2 key heads, dim 64, f32", input.display(), report::bytes(made), flags.len);
+    say!("made {} ({}): {} tokens, 8 query heads, 2 key heads, dim 64, f32", input.display(), report::bytes(made), flags.len);
 
     let attention = Attention::new().causal().forward_only();
     let source = Input::open(&input)?;
@@ -76,7 +76,7 @@ pub(crate) fn run(flags: &DemoFlags) -> Outcome {
     let summary = job.run(DType::F32)?;
     summary.print();
     if !summary.bytes_as_predicted() {
-        println!("FAIL: bytes sent are not the bytes predicted");
+        say!("FAIL: bytes sent are not the bytes predicted");
         return Err(Failure::Reported);
     }
     verify(&source, &output, &attention)
@@ -90,7 +90,11 @@ fn verify(input: &Input, output: &Path, attention: &Attention) -> Outcome {
         let values = input.tensors().floats(name, 1, &all)?;
         Array::from_shape_vec((dims.batch, dims.q_len, heads, dim), values).map_err(|error| Error::invalid(name, error, "a dense tensor"))
     };
-    let (q, k, v) = (load("query", dims.q_heads, dims.head_dim)?, load("key", dims.kv_heads, dims.head_dim)?, load("value", dims.kv_heads, dims.value_dim)?);
+    let (q, k, v) = (
+        load("query", dims.q_heads, dims.head_dim)?,
+        load("key", dims.kv_heads, dims.head_dim)?,
+        load("value", dims.kv_heads, dims.value_dim)?,
+    );
     let spec = attention.spec(dims)?;
     let batch = Batch::default();
     let problem = Problem { spec: &spec, batch: &batch, q: q.view(), k: k.view(), v: v.view(), bias: None, sinks: None };
@@ -112,10 +116,10 @@ fn verify(input: &Input, output: &Path, attention: &Attention) -> Outcome {
             worst = if error.is_nan() { f64::INFINITY } else { worst.max(error) };
         }
     }
-    println!("verified {samples} rows against the f64 oracle: largest error {worst:.2e}, {TOLERANCE:.0e} allowed");
+    say!("verified {samples} rows against the f64 oracle: largest error {worst:.2e}, {TOLERANCE:.0e} allowed");
     if worst <= TOLERANCE {
         return Ok(());
     }
-    println!("FAIL: the output is wrong");
+    say!("FAIL: the output is wrong");
     Err(Failure::Reported)
 }

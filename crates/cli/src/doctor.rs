@@ -2,7 +2,7 @@
 
 use clap::Args;
 
-use crate::{arguments::ring::cores, failure::Outcome};
+use crate::{arguments::ring::cores, failure::Outcome, report::say};
 
 const EXAMPLES: &str = "Example:
   annulus doctor";
@@ -14,7 +14,7 @@ pub(crate) struct DoctorFlags {}
 
 /// Runs `annulus doctor`.
 pub(crate) fn run(_: &DoctorFlags) -> Outcome {
-    let line = |name: &str, what: &str| println!("{name:<12} {what}");
+    let line = |name: &str, what: &str| say!("{name:<12} {what}");
     line("annulus", env!("CARGO_PKG_VERSION"));
     line("target", &format!("{} {}", std::env::consts::ARCH, std::env::consts::OS));
     line("backends", "cpu (wgpu, cuda: not in this build)");

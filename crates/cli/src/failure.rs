@@ -4,6 +4,8 @@ use std::process::ExitCode;
 
 use annulus_core::Error;
 
+use crate::report::complain;
+
 /// What every subcommand returns.
 pub(crate) type Outcome<T = ()> = Result<T, Failure>;
 
@@ -36,13 +38,13 @@ impl Failure {
     pub(crate) fn report(&self) -> ExitCode {
         match self {
             Self::Usage(what) => {
-                eprintln!("annulus: {}", one_line(what));
+                complain!("{}", one_line(what));
                 ExitCode::from(2)
             }
             Self::Library(error) => {
                 let (what, advice) = (error.to_string(), advice(error));
                 let separator = if advice.is_empty() { "" } else { "; " };
-                eprintln!("annulus: {}{separator}{advice}", one_line(&what));
+                complain!("{}{separator}{advice}", one_line(&what));
                 ExitCode::from(1)
             }
             Self::Reported => ExitCode::from(1),

@@ -11,7 +11,7 @@ use std::{
 
 use annulus_core::Result;
 
-use crate::failure::io;
+use crate::{failure::io, report::complain};
 
 /// Exit code after an interrupt, as shells have it: 128 + SIGINT.
 const INTERRUPTED: i32 = 130;
@@ -98,17 +98,22 @@ impl Drop for Scratch {
     }
 }
 
+/// Removes what is unfinished and ends the process.
+pub(crate) fn leave(code: i32) -> ! {
+    // held to the end: a rename that waits for it never happens
+    let names = names();
+    names.iter().for_each(|name| remove(name));
+    std::process::exit(code)
+}
+
 /// From now on an interrupt (Ctrl-C, SIGTERM, SIGHUP) removes what is unfinished and ends the command.
 pub(crate) fn remove_unfinished_on_interrupt() {
     let handler = || {
-        // held to the end: a rename that waits for it never happens
-        let names = names();
-        names.iter().for_each(|name| remove(name));
-        eprintln!("annulus: interrupted; no output was written");
-        std::process::exit(INTERRUPTED);
+        complain!("interrupted; no output was written");
+        leave(INTERRUPTED);
     };
     if let Err(error) = ctrlc::set_handler(handler) {
-        eprintln!("annulus: cannot watch for interrupts ({error}); an interrupt may leave a .partial file");
+        complain!("cannot watch for interrupts ({error}); an interrupt may leave a .partial file");
     }
 }
 
@@ -120,7 +125,9 @@ fn names() -> MutexGuard<'static, Vec<PathBuf>> {
 fn remove(path: &Path) {
     let removed = if path.is_dir() { std::fs::remove_dir_all(path) } else { std::fs::remove_file(path) };
     match removed {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => eprintln!("annulus: cannot remove {}: {error}", path.display()),
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            complain!("cannot remove {}: {error}", path.display());
+        }
         _ => {}
     }
 }

@@ -19,7 +19,8 @@ pub(crate) fn visible_under(dense: &DenseMask, spec: &Spec, queries: &Rows, keys
     let heads = if visibility.per_head() { spec.dims.q_heads } else { 1 };
     let of_row = |batch, head, q| (0..keys.len()).filter(|&k| visibility.pair(batch, head, q, k)).count() as f64;
     let of_head = |batch, head| (0..queries.len()).map(|q| of_row(batch, head, q)).sum::<f64>();
-    let counted: f64 = (0..batches).flat_map(|batch| (0..heads).map(move |head| (batch, head))).map(|(batch, head)| of_head(batch, head)).sum();
+    let counted: f64 =
+        (0..batches).flat_map(|batch| (0..heads).map(move |head| (batch, head))).map(|(batch, head)| of_head(batch, head)).sum();
     counted * (spec.dims.batch / batches * (spec.dims.q_heads / heads)) as f64
 }
 

@@ -10,7 +10,10 @@ use annulus_core::{Error, Result};
 ///
 /// # Errors
 /// Whatever a rank returned; [`Error::Device`] if a thread did not start or panicked.
-pub(crate) fn each_rank<I: Send, T: Send>(items: impl IntoIterator<Item = I>, work: impl Fn(usize, I) -> Result<T> + Sync) -> Result<Vec<T>> {
+pub(crate) fn each_rank<I: Send, T: Send>(
+    items: impl IntoIterator<Item = I>,
+    work: impl Fn(usize, I) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
     let work = &work;
     let results: Vec<Result<T>> = thread::scope(|scope| {
         let start = |(rank, item)| {

@@ -63,24 +63,23 @@ pub struct Deadline<T, S: Space = Host> {
     failed: Option<Error>,
 }
 
+/// The deadline where none was asked for.
+pub const DEFAULT: Duration = Duration::from_secs(120);
+
+/// The least deadline: below it a busy machine looks like a dead one.
+pub const LEAST: Duration = Duration::from_secs(1);
+
 /// The longest single wait of the inner transport: how late a timeout may be noticed.
 const GLANCE: Duration = Duration::from_millis(250);
-
-impl<T, S: Space> Deadline<T, S> {
-    /// What to use where nothing was asked for.
-    pub const DEFAULT: Duration = Duration::from_secs(120);
-    /// The least deadline: below it a busy machine looks like a dead one.
-    pub const LEAST: Duration = Duration::from_secs(1);
-}
 
 impl<T: Transport<S>, S: Space> Deadline<T, S> {
     /// Bounds every wait of `inner`.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if the deadline is below [`Deadline::LEAST`].
+    /// [`Error::InvalidArgument`] if the deadline is below [`LEAST`].
     pub fn new(inner: T, deadline: Duration) -> Result<Self> {
-        if deadline < Self::LEAST {
-            return Err(Error::invalid("deadline", format!("{deadline:?}"), format!("at least {:?}", Self::LEAST)));
+        if deadline < LEAST {
+            return Err(Error::invalid("deadline", format!("{deadline:?}"), format!("at least {:?}", LEAST)));
         }
         let warned = vec![false; inner.ranks()];
         Ok(Self {

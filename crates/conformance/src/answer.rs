@@ -80,9 +80,9 @@ impl Answer {
             }
             let bound = within(name);
             let wrong = |(_, (got, want)): &(usize, (&f64, &f64))| {
-                let apart = got != want && !(got.is_nan() && want.is_nan());
-                // the negation catches NaN too
-                apart && !((**got - **want).abs() <= bound)
+                let same = got == want || (got.is_nan() && want.is_nan());
+                let apart = (**got - **want).abs();
+                !same && (apart.is_nan() || apart > bound)
             };
             if let Some((index, (got, want))) = got.iter().zip(want).enumerate().find(wrong) {
                 return Err(format!("{name}[{index}]: got {got:e}, want {want:e}, at most {bound:e} apart"));

@@ -10,7 +10,7 @@ use ndarray::{Array, Array2, Array4, ArrayD, Dimension, IxDyn};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde::Deserialize;
 
-use crate::{Case, Masks};
+use crate::{Answer, Case, Masks};
 
 /// A case and what is expected of it.
 #[derive(Debug)]
@@ -33,7 +33,8 @@ pub struct Golden {
 pub fn folder() -> Result<Option<PathBuf>> {
     match std::env::var("ANNULUS_GOLDEN") {
         Ok(skip) if skip == "skip" => return Ok(None),
-        Ok(folder) => return Ok(Some(folder.into())),
+        // a relative one is meant from the workspace
+        Ok(folder) => return Ok(Some(Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(folder))),
         Err(_) => {}
     }
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -54,6 +55,28 @@ pub fn read(folder: &Path) -> Result<Vec<Golden>> {
         return Err(io(&path, format!("format {}, want annulus-cases-1", index.format)));
     }
     index.cases.into_iter().map(|entry| entry.read(folder)).collect()
+}
+
+/// Compares an answer with what is expected.
+///
+/// # Errors
+/// The first array that is too far off, as text.
+pub fn check(answer: &Answer, expected: &HashMap<String, ArrayD<f64>>, tolerance: &HashMap<String, f64>) -> Result<(), String> {
+    let arrays: HashMap<&str, _> = answer.arrays().into_iter().collect();
+    for (name, want) in expected {
+        let name = if name == "dsoftmax_aux" { "dsinks" } else { name };
+        let got = arrays.get(name).ok_or_else(|| format!("no {name}"))?;
+        if got.len() != want.len() {
+            return Err(format!("{name} has the shape {:?}, want {:?}", got.shape(), want.shape()));
+        }
+        let apart = |(got, want): (&f64, &f64)| if got == want { 0.0 } else { (got - want).abs() };
+        let most = got.iter().zip(want).map(apart).fold(0.0, |most, apart| if apart.is_nan() { f64::INFINITY } else { most.max(apart) });
+        let bound = tolerance.get(if name == "dsinks" { "dsoftmax_aux" } else { name }).copied().unwrap_or(0.0);
+        if most > bound {
+            return Err(format!("{name} is off by {most:e}, at most {bound:e}"));
+        }
+    }
+    Ok(())
 }
 
 #[derive(Deserialize)]

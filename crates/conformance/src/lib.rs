@@ -11,14 +11,12 @@
 //! | [`Answer`], [`Judge`], and the plain computation that it measures by: [`plain()`] | `answer.rs`, `judge.rs`, `plain.rs` |
 //! | [`Subject`], [`Setting`], [`Facade`]; any backend × transport: [`RingSubject`] | `subject.rs`, `ring_subject.rs`, `memory.rs` |
 //! | a device that no host can look into | `device/` |
-//! | messages that take their time: [`Jitter`] | `jitter.rs` |
 
 mod answer;
 mod case;
 pub mod device;
 mod draw;
 pub mod golden;
-mod jitter;
 mod judge;
 mod masks;
 mod memory;
@@ -26,12 +24,12 @@ mod plain;
 mod random;
 mod ring_subject;
 mod subject;
+pub mod subjects;
 pub mod suite;
 
 pub use answer::Answer;
 pub use case::{Case, Truth};
 pub use draw::Draw;
-pub use jitter::Jitter;
 pub use judge::{Judge, epsilon};
 pub use masks::Masks;
 pub use memory::{HostMemory, HostTensor, Memory};

@@ -3,7 +3,7 @@
 use std::{marker::PhantomData, thread};
 
 use annulus::{Ring, RingOptions};
-use annulus_core::{Backend, Batch, Dims, Error, Gradients, Inputs, Outputs, Result, Runs, Saved, Transport, index};
+use annulus_core::{Backend, Batch, DType, Dims, Error, Gradients, Inputs, Outputs, Result, Runs, Saved, Transport, index};
 use ndarray::{Array3, Array4, ArrayView4, Axis, Dimension, RemoveAxis};
 
 use crate::{Answer, Case, Memory, Setting, Subject};
@@ -49,15 +49,23 @@ where
 
     fn run(&self, case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>> {
         let stations = (self.make)(setting.ranks)?;
-        let parts: Vec<Result<Vec<Part>>> = thread::scope(|scope| {
-            let threads: Vec<_> =
-                stations.into_iter().map(|station| scope.spawn(move || run_rank(case, setting, station, times))).collect();
-            let panicked = |_| Err(Error::Device { what: "a rank panicked".into() });
-            threads.into_iter().map(|thread| thread.join().unwrap_or_else(panicked)).collect()
-        });
-        let parts = first_cause(parts)?;
-        Ok((0..times).map(|time| assemble(case, parts.iter().map(|part| &part[time]))).collect())
+        let rank = |station| -> RankJob<'_> { Box::new(move || run_rank(case, setting, station, times)) };
+        run_ranks(case, times, stations.into_iter().map(rank).collect())
     }
+}
+
+/// One rank's whole life.
+pub(crate) type RankJob<'a> = Box<dyn FnOnce() -> Result<Vec<Part>> + Send + 'a>;
+
+/// Runs every rank on a thread of its own and puts their answers together.
+pub(crate) fn run_ranks(case: &Case, times: usize, ranks: Vec<RankJob<'_>>) -> Result<Vec<Answer>> {
+    let parts: Vec<Result<Vec<Part>>> = thread::scope(|scope| {
+        let threads: Vec<_> = ranks.into_iter().map(|rank| scope.spawn(rank)).collect();
+        let panicked = |_| Err(Error::Device { what: "a rank panicked".into() });
+        threads.into_iter().map(|thread| thread.join().unwrap_or_else(panicked)).collect()
+    });
+    let parts = first_cause(parts)?;
+    Ok((0..times).map(|time| assemble(case, parts.iter().map(|part| &part[time]))).collect())
 }
 
 /// All results, or the error that is no echo of another rank's.
@@ -72,13 +80,14 @@ fn first_cause<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
 }
 
 /// What one rank computed of its rows.
-struct Part {
+pub(crate) struct Part {
     q_rows: Vec<usize>,
     kv_rows: Vec<usize>,
     answer: Answer,
 }
 
-fn run_rank<M: Memory, B: Backend<Space = M::Space>>(
+/// Plans on this rank, then computes its rows `times` times.
+pub(crate) fn run_rank<M: Memory, B: Backend<Space = M::Space>>(
     case: &Case,
     setting: &Setting,
     station: Station<M, B>,
@@ -137,6 +146,7 @@ impl<M: Memory> Share<M> {
     }
 
     fn compute<B: Backend<Space = M::Space>>(&self, memory: &M, ring: &mut Ring<B>, case: &Case) -> Result<Answer> {
+        let sums = case.spec.dtype.accumulator();
         let made = self.forward(memory, ring, case)?;
         let [dq, dk, dv, dbias, dsinks] = self.backward(memory, ring, case, &made)?;
         let download = |tensor: Option<M::Tensor>| tensor.map(|tensor| memory.download(&tensor)).transpose();
@@ -146,11 +156,11 @@ impl<M: Memory> Share<M> {
         };
         let mut dbias = download(dbias)?;
         if let Some(dbias) = dbias.as_mut().filter(|_| case.spec.bias.is_some_and(|shape| shape[2] == 1)) {
-            sum_over_ranks(ring, dbias)?;
+            sum_over_ranks(ring, sums, dbias)?;
         }
         let mut dsinks = rows(dsinks)?.map(|dsinks| dsinks.index_axis_move(Axis(2), 0));
         if let Some(dsinks) = &mut dsinks {
-            sum_over_ranks(ring, dsinks)?;
+            sum_over_ranks(ring, sums, dsinks)?;
         }
         let Made { out, lse, max, sum, ties } = made;
         Ok(Answer {
@@ -258,10 +268,11 @@ fn check_bytes(pass: &str, report: annulus::Report) -> Result<()> {
     Err(Error::Device { what: format!("{pass} sent {} bytes, the schedule predicts {}", report.bytes_sent, report.bytes_predicted) })
 }
 
-fn sum_over_ranks<B: Backend, D: Dimension>(ring: &mut Ring<B>, part: &mut ndarray::Array<f64, D>) -> Result<()> {
+/// Adds up every rank's part, in the type that a caller is given.
+fn sum_over_ranks<B: Backend, D: Dimension>(ring: &mut Ring<B>, sums: DType, part: &mut ndarray::Array<f64, D>) -> Result<()> {
     let mut numbers: Vec<f64> = part.iter().copied().collect();
     ring.sum_over_ranks(&mut numbers)?;
-    part.iter_mut().zip(numbers).for_each(|(place, number)| *place = number);
+    part.iter_mut().zip(numbers).for_each(|(place, number)| *place = sums.round(number));
     Ok(())
 }
 

@@ -1,23 +1,15 @@
-//! The mock device over its own transport: nothing between the seams assumes host memory, or that work is done when a call returns.
+//! The mock device over its own transport and over a staged one: nothing between the seams assumes host memory, or that work is done when a
+//! call returns. A fifth of the matrix, 300 random cases, and every rule; over the staged transport a smaller sample.
+
+use std::time::Duration;
 
 use annulus_conformance::{
-    RingSubject, Station, Subject,
-    device::{Device, MockBackend, device_ring},
-    suite,
+    Case, RingSubject, Setting, Station, Subject,
+    device::{Device, DeviceTransport, MockBackend, device_ring},
+    subjects::{mock, mock_staged},
+    suite::{self, Scale},
 };
-use annulus_core::Result;
-
-fn mock() -> impl Subject {
-    RingSubject::new("mock over device copies", |ranks| -> Result<Vec<Station<Device, MockBackend>>> {
-        let devices: Vec<Device> = (0..ranks).map(|_| Device::new()).collect();
-        let station = |(transport, device): (_, &Device)| Station {
-            memory: device.clone(),
-            backend: MockBackend::new(device.clone()),
-            transport: Box::new(transport),
-        };
-        Ok(device_ring(&devices).into_iter().zip(&devices).map(station).collect())
-    })
-}
+use annulus_core::{Layout, Result};
 
 #[test]
 fn random_cases_hold_on_the_mock_device() {
@@ -26,5 +18,52 @@ fn random_cases_hold_on_the_mock_device() {
 
 #[test]
 fn a_sample_of_the_matrix_holds_on_the_mock_device() {
-    suite::matrix(&mock(), suite::Scale::OneIn(5)).unwrap();
+    suite::matrix(&mock(), Scale::OneIn(5)).unwrap();
+}
+
+#[test]
+fn the_numeric_rules_hold_on_the_mock_device() {
+    suite::numeric_rules(&mock()).unwrap();
+}
+
+#[test]
+fn the_metamorphic_relations_hold_on_the_mock_device() {
+    suite::metamorphic(&mock()).unwrap();
+}
+
+#[test]
+fn bits_repeat_on_the_mock_device() {
+    suite::same_bits_over_repeats(&mock(), 5).unwrap();
+}
+
+#[test]
+fn a_sample_holds_on_the_mock_device_through_host_memory() {
+    let staged = mock_staged(Duration::from_micros(300));
+    suite::random_cases(&staged, 1000..1060).unwrap();
+    suite::matrix(&staged, Scale::OneIn(29)).unwrap();
+}
+
+#[test]
+fn messages_that_overtake_each_other_change_no_bit_on_the_mock_device() {
+    suite::same_bits_under_delay(&mock(), &mock_staged(Duration::from_millis(1)), 5).unwrap();
+}
+
+#[test]
+fn a_plan_that_is_gone_leaves_no_memory_behind() {
+    let devices: Vec<Device> = (0..3).map(|_| Device::new()).collect();
+    let kept = devices.clone();
+    let ring = RingSubject::new("mock", move |_| -> Result<Vec<Station<Device, MockBackend>>> {
+        let endpoints = device_ring(&devices).into_iter().zip(devices.clone());
+        let station = |(transport, memory): (DeviceTransport, Device)| Station {
+            backend: MockBackend::new(memory.clone()),
+            memory,
+            transport: Box::new(transport),
+        };
+        Ok(endpoints.map(station).collect())
+    });
+    ring.run(&Case::random(4), &Setting::new(3, Layout::Zigzag), 2).unwrap();
+    for device in kept {
+        device.synchronize().unwrap();
+        assert_eq!(device.allocations(), 0);
+    }
 }

@@ -16,7 +16,7 @@ pub(crate) struct MaskFlags {
     #[arg(long, value_name = "L,R", allow_hyphen_values = true)]
     pub(crate) window: Option<Window>,
     /// Exempt the first N keys from the window (attention sinks of streaming models)
-    #[arg(long, value_name = "N", requires = "window")]
+    #[arg(long, value_name = "N")]
     pub(crate) first_visible: Option<u64>,
     /// Chunked causal: visible when i and j are in the same chunk of C rows and j <= i
     #[arg(long, value_name = "C", value_parser = count_u64)]

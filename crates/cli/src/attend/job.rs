@@ -89,7 +89,9 @@ impl Job<'_> {
         let forwards = each_rank(&mut ranks, |_, rank| rank.forward())?;
         let mut reports = vec![forwards.iter().flat_map(|forward| forward.reports.clone()).collect()];
         progress.phase("write", 0);
-        each_rank(ranks.iter().zip(&forwards), |_, (rank, forward)| rank.timed("write", || write_forward(&output, &rank.plan, forward)))?;
+        each_rank(ranks.iter_mut().zip(&forwards), |_, (rank, forward)| {
+            rank.timed("write", || write_forward(&output, &rank.plan, forward))
+        })?;
         if self.backward {
             progress.phase("backward", blocks[1]);
             let pairs = ranks.iter_mut().zip(forwards);
@@ -128,11 +130,16 @@ impl Job<'_> {
     fn summary<T: Element>(&self, ranks: &[Rank<T>], reports: &[Vec<Report>], pairs: f64, start: Instant, bytes: u64) -> Summary {
         // pairs are summed over heads and batch rows already
         let flops = 2.0 * pairs * (self.input.dims.head_dim + self.input.dims.value_dim) as f64;
-        let (layout, route) = ranks.first().map_or(("no", "no"), |rank| (rank.plan.ring().layout().name(), rank.plan.ring().route().name()));
+        let (layout, route) =
+            ranks.first().map_or(("no", "no"), |rank| (rank.plan.ring().layout().name(), rank.plan.ring().route().name()));
         let (count, threads, dtype, pairs) = (self.ranks, self.threads, T::DTYPE.name(), report::count(pairs));
         Summary {
             head: format!("{count} ranks x cpu x {threads} threads, {layout} layout, {route} route, {dtype}, {pairs} visible pairs"),
-            passes: reports.iter().zip([("forward", flops), ("backward", 2.5 * flops)]).map(|(reports, (name, flops))| Pass::new(name, reports, flops)).collect(),
+            passes: reports
+                .iter()
+                .zip([("forward", flops), ("backward", 2.5 * flops)])
+                .map(|(reports, (name, flops))| Pass::new(name, reports, flops))
+                .collect(),
             seconds: start.elapsed().as_secs_f64(),
             output: format!("{} ({})", self.output.display(), report::bytes(bytes)),
         }
@@ -162,9 +169,9 @@ impl<T: Element> Rank<T> {
     }
 
     fn backward(&mut self, index: usize, forward: &Forward<T>, input: &Input, output: &Output) -> Result<Vec<Report>> {
-        let (dout, dlse) = input.output_gradients(self.plan.q_rows())?;
+        let of_output = input.output_gradients(self.plan.q_rows())?;
         let begin = Instant::now();
-        let gradients = self.plan.backward(&self.share.tensors(), forward, dout.view(), dlse.as_ref().map(|dlse| dlse.view()))?;
+        let gradients = self.plan.backward(&self.share.tensors(), forward, of_output.dout.view(), of_output.dlse_view())?;
         self.log.span("backward", 0, begin);
         self.timed("write", || write_backward(output, &self.plan, index, &gradients))?;
         Ok(gradients.reports)

@@ -20,6 +20,7 @@ use crate::{
     },
     failure::Outcome,
     input::{Input, SinksForm},
+    report::complain,
 };
 pub(crate) use job::Job;
 pub(crate) use summary::Summary;
@@ -133,7 +134,7 @@ pub(crate) fn run(flags: &AttendFlags) -> Outcome {
     let input = Input::open(&flags.input)?;
     let unknown = input.unknown_names();
     if !unknown.is_empty() {
-        eprintln!("annulus: note: not an input, left alone: {}", unknown.join(", "));
+        complain!("note: not an input, left alone: {}", unknown.join(", "));
     }
     let dtype = flags.dtype.map_or(input.dtype, DType::from);
     let sinks = input.sinks(flags.logits.sinks)?;
@@ -168,10 +169,11 @@ impl Job<'_> {
 impl AttendFlags {
     fn attention(&self, input: &Input, dtype: DType, sinks: Option<SinkShape>) -> Attention {
         let logits = &self.logits;
-        let mut attention = self.mask.apply(Attention::new()).dtype(dtype).deadline(self.ring.deadline).bias_order(match logits.bias_order {
-            BiasOrderName::Before => BiasOrder::BeforeSoftCap,
-            BiasOrderName::After => BiasOrder::AfterSoftCap,
-        });
+        let mut attention =
+            self.mask.apply(Attention::new()).dtype(dtype).deadline(self.ring.deadline).bias_order(match logits.bias_order {
+                BiasOrderName::Before => BiasOrder::BeforeSoftCap,
+                BiasOrderName::After => BiasOrder::AfterSoftCap,
+            });
         if let Some(scale) = logits.scale {
             attention = attention.scale(scale);
         }

@@ -66,12 +66,7 @@ pub(super) fn write_forward<T: Element>(output: &Output, plan: &RankPlan<Cpu>, f
 ///
 /// # Errors
 /// [`Error::Io`].
-pub(super) fn write_backward<T: Element>(
-    output: &Output,
-    plan: &RankPlan<Cpu>,
-    rank: usize,
-    gradients: &Backward<T>,
-) -> Result<()> {
+pub(super) fn write_backward<T: Element>(output: &Output, plan: &RankPlan<Cpu>, rank: usize, gradients: &Backward<T>) -> Result<()> {
     write(output, "dq", 1, plan.q_rows(), &gradients.dq)?;
     write(output, "dk", 1, plan.kv_rows(), &gradients.dk)?;
     write(output, "dv", 1, plan.kv_rows(), &gradients.dv)?;

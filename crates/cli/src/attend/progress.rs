@@ -1,8 +1,8 @@
 //! A progress bar, on a terminal only, that moves when blocks arrive.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use annulus_core::{Arrived, Control, Hop, Incoming, Outgoing, Result, Space, Transport};
+use annulus_core::{Arrived, Control, Error, Hop, Incoming, Outgoing, Result, Space, Transport};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 /// The bar. Clones share it; it draws nothing where standard error is no terminal.
@@ -76,5 +76,43 @@ impl<S: Space, T: Transport<S>> Transport<S> for Watched<T> {
 
     fn bytes_sent(&self) -> u64 {
         self.inner.bytes_sent()
+    }
+}
+
+impl<T: Control> Control for Watched<T> {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn ranks(&self) -> usize {
+        self.inner.ranks()
+    }
+
+    fn offer(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+        self.inner.offer(round, bytes)
+    }
+
+    fn collect(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
+        self.inner.collect(round)
+    }
+
+    fn missing(&self, round: u64) -> Vec<usize> {
+        self.inner.missing(round)
+    }
+
+    fn abort(&mut self, error: &Error) {
+        self.inner.abort(error);
+    }
+
+    fn beat(&mut self, working: bool) {
+        self.inner.beat(working);
+    }
+
+    fn last_heard(&self, peer: usize) -> Instant {
+        self.inner.last_heard(peer)
+    }
+
+    fn last_work(&self) -> Instant {
+        self.inner.last_work()
     }
 }

@@ -2,7 +2,7 @@
 
 use annulus::Report;
 
-use crate::report;
+use crate::report::say;
 
 /// The figures of one pass over the ring.
 #[derive(Debug, Clone)]
@@ -48,26 +48,19 @@ impl Pass {
 impl Summary {
     /// Prints it.
     pub(crate) fn print(&self) {
-        println!("{}", self.head);
+        say!("{}", self.head);
         for Pass { name, seconds, flops, bytes_sent, bytes_predicted, waiting_share } in &self.passes {
             let rate = if *seconds > 0.0 { flops / seconds / 1e9 } else { 0.0 };
-            println!(
+            say!(
                 "{name:<9} {seconds:.3} s, {rate:.1} GFLOP/s, sent {bytes_sent} bytes of {bytes_predicted} predicted, waiting {:.1} % of the time",
                 100.0 * waiting_share
             );
         }
-        println!("wrote {} in {:.3} s in all", self.output, self.seconds);
+        say!("wrote {} in {:.3} s in all", self.output, self.seconds);
     }
 
     /// Whether every pass sent exactly the bytes that its schedule predicts.
     pub(crate) fn bytes_as_predicted(&self) -> bool {
         self.passes.iter().all(|pass| pass.bytes_sent == pass.bytes_predicted)
-    }
-}
-
-impl Pass {
-    /// Bytes in words, for `demo`.
-    pub(crate) fn sent(&self) -> String {
-        report::bytes(self.bytes_sent)
     }
 }

@@ -14,6 +14,7 @@ use crate::{
     pairs,
     random::Stream,
     ranks::each_rank,
+    report::say,
 };
 
 /// One case.
@@ -52,7 +53,13 @@ impl<'a> Case<'a> {
             Some(*end)
         }));
         let cum_seqlens = (!flags.documents.is_empty()).then(|| starts.collect::<Vec<_>>());
-        Self { flags, dims, dtype, causal, batch: Batch { cum_seqlens_q: cum_seqlens.clone(), cum_seqlens_k: cum_seqlens, ..Batch::default() } }
+        Self {
+            flags,
+            dims,
+            dtype,
+            causal,
+            batch: Batch { cum_seqlens_q: cum_seqlens.clone(), cum_seqlens_k: cum_seqlens, ..Batch::default() },
+        }
     }
 
     /// Times it and prints a line for each of `what`.
@@ -77,7 +84,7 @@ impl<'a> Case<'a> {
                 ranks => least(|| each_rank(ranks.iter_mut(), |_, rank| rank.pass(what)).map(|_| ())),
             }?;
             let layout = ranks.first().map_or("", |rank| rank.plan.ring().layout().name());
-            println!("{}", self.line(what, least, pairs, layout));
+            say!("{}", self.line(what, least, pairs, layout));
         }
         Ok(())
     }

@@ -16,7 +16,8 @@ use crate::{
 };
 use case::Case;
 
-const EXAMPLES: &str = "Fields of a line: what dtype threads batch heads head_dim n causal ms gflops gflops_cpu, as the peers' benches have them, then
+const EXAMPLES: &str =
+    "Fields of a line: what dtype threads batch heads head_dim n causal ms gflops gflops_cpu, as the peers' benches have them, then
 kv_heads q_len kv_len ranks layout window documents pairs. ms is the least wall-clock time of a few rounds. FLOPs are 4·pairs·head_dim for
 fwd and 3.5 times that for fwd+bwd, where pairs are the visible ones (for plain causal n²/2, as the peers count). gflops_cpu is from the
 least CPU time of the process, divided by the threads of all ranks: it holds on a busy machine.

@@ -31,7 +31,9 @@ mod tests {
 
     #[test]
     fn patterns() {
-        for (pattern, name) in [("*", ""), ("*", "causal"), ("ca*al", "causal"), ("c?usal", "causal"), ("*_gqa*", "mask_causal_gqa"), ("a*b*c", "abbbc")] {
+        for (pattern, name) in
+            [("*", ""), ("*", "causal"), ("ca*al", "causal"), ("c?usal", "causal"), ("*_gqa*", "mask_causal_gqa"), ("a*b*c", "abbbc")]
+        {
             assert!(fits(pattern, name), "{pattern} {name}");
         }
         for (pattern, name) in [("", "a"), ("causal", "causal2"), ("c?", "c"), ("*b", "abc"), ("a*b*c", "acb")] {

@@ -21,8 +21,9 @@ pub(super) struct Index {
 /// One case.
 #[derive(Debug, Deserialize)]
 pub(super) struct Case {
-    /// Its name.
-    pub(super) id: String,
+    /// Its name, which whoever reads the index has already.
+    #[serde(rename = "id")]
+    _id: String,
     /// The safetensors file beside the index.
     pub(super) file: String,
     dims: CaseDims,

@@ -12,6 +12,7 @@ use std::{
 
 use annulus_core::{Error, Result};
 use clap::{Args, ValueEnum};
+use serde::Deserialize;
 
 use crate::{
     arguments::{
@@ -20,6 +21,7 @@ use crate::{
     },
     failure::{Failure, Outcome, one_line},
     ranks::each_rank,
+    report::say,
 };
 use case::{Ring, Verdict};
 use index::{Case, Index};
@@ -96,11 +98,12 @@ pub(crate) fn run(flags: &CheckFlags) -> Outcome {
     flags.backend.check()?;
     flags.transport.check()?;
     let index = Index::read(&flags.folder)?;
-    let rings: Vec<(Ring, String)> = flags.ranks.iter().flat_map(|&ranks| flags.layout.iter().map(move |&layout| ring(ranks, layout))).collect();
+    let rings: Vec<(Ring, String)> =
+        flags.ranks.iter().flat_map(|&ranks| flags.layout.iter().map(move |&layout| ring(ranks, layout))).collect();
     let units = units(&index, flags);
     if units.is_empty() {
-        println!("no case matches {}", one_line(&flags.case));
-        println!("0 passed, 0 failed");
+        say!("no case matches {}", one_line(&flags.case));
+        say!("0 passed, 0 failed");
         return Err(Failure::Reported);
     }
     let verdicts = compute(&flags.folder, &units, &rings)?;
@@ -111,9 +114,9 @@ pub(crate) fn run(flags: &CheckFlags) -> Outcome {
         }
     }
     if flags.skip_unsupported {
-        println!("{} unsupported", count.skipped);
+        say!("{} unsupported", count.skipped);
     }
-    println!("{} passed, {} failed", count.passed, count.failed);
+    say!("{} passed, {} failed", count.passed, count.failed);
     if count.failed == 0 { Ok(()) } else { Err(Failure::Reported) }
 }
 
@@ -124,13 +127,19 @@ fn ring(ranks: usize, layout: LayoutName) -> (Ring, String) {
 
 /// Every case that matches, in every element type. A case that cannot be read fails in all of them.
 fn units(index: &Index, flags: &CheckFlags) -> Vec<Unit> {
-    let read = |value: &serde_json::Value| {
-        let id = value.get("id").and_then(serde_json::Value::as_str).map(one_line);
-        let parse = || serde_json::from_value::<Case>(value.clone()).map_err(|error| Error::invalid("index.json", error, "a case of its format"));
-        (id.unwrap_or_else(|| "(a case without an id)".into()), parse)
-    };
-    let matching = index.cases.iter().map(read).filter(|(id, _)| glob::fits(&flags.case, id));
-    matching.flat_map(|(id, parse)| flags.dtype.iter().map(move |&dtype| (id.clone(), parse(), dtype)).collect::<Vec<_>>()).collect()
+    let mut units = Vec::new();
+    for value in &index.cases {
+        // a case without an id is malformed, and fails as such
+        let id = value.get("id").and_then(serde_json::Value::as_str).map_or_else(|| "(no id)".into(), one_line);
+        if !glob::fits(&flags.case, &id) {
+            continue;
+        }
+        for &dtype in &flags.dtype {
+            let case = Case::deserialize(value).map_err(|error| Error::invalid("index.json", error, "a case of its format"));
+            units.push((id.clone(), case, dtype));
+        }
+    }
+    units
 }
 
 /// Every unit's verdicts, a ring each, computed on as many threads as the machine runs at once.
@@ -163,12 +172,12 @@ impl Count {
             Verdict::Failed(Error::Unsupported { .. }) if skip_unsupported => self.skipped += 1,
             Verdict::Failed(error) => {
                 self.failed += 1;
-                println!("FAIL {name}: {}", one_line(&error.to_string()));
+                say!("FAIL {name}: {}", one_line(&error.to_string()));
             }
             Verdict::Wrong(arrays) => {
                 self.failed += 1;
                 for (array, error, tolerance) in arrays {
-                    println!("FAIL {name}: {array} error {error:.3e} tolerance {tolerance:.3e}");
+                    say!("FAIL {name}: {array} error {error:.3e} tolerance {tolerance:.3e}");
                 }
             }
         }

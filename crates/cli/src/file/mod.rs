@@ -9,7 +9,6 @@ mod read;
 mod rows;
 mod write;
 
-pub(crate) use header::Entry;
 pub(crate) use kind::Kind;
 pub(crate) use read::Tensors;
 pub(crate) use write::{Output, Planned, write_text};

@@ -11,6 +11,7 @@ use crate::{
     arguments::values::{DTypeName, count, probability},
     failure::{Failure, Outcome},
     input::SinksForm,
+    report::say,
 };
 
 const EXAMPLES: &str = "Examples:
@@ -132,7 +133,7 @@ pub(crate) fn run(flags: &MakeFlags) -> Outcome {
         ..Recipe::new(dims, flags.dtype.into(), flags.seed)
     };
     let bytes = tensors::write(&recipe, &flags.out)?;
-    println!("wrote {} ({})", flags.out.display(), crate::report::bytes(bytes));
+    say!("wrote {} ({})", flags.out.display(), crate::report::bytes(bytes));
     Ok(())
 }
 

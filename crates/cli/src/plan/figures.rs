@@ -3,7 +3,7 @@
 use annulus_core::{Choice, Coordinates, Layout, Needs, Route, Schedule, Spec, Traffic, Work};
 use serde::Serialize;
 
-use crate::report::bytes;
+use crate::report::{bytes, grouped};
 
 /// A ring in numbers.
 #[derive(Debug, Serialize)]
@@ -157,6 +157,12 @@ impl Figures {
         }
     }
 
+    /// Steps up to the last in which anything is computed or passed on; at least 1.
+    pub(super) fn busy_steps(&self) -> usize {
+        let busy = |step: &StepFigures| step.ranks.iter().any(|at| at.pairs > 0 || (step.step > 0 && at.rows > 0));
+        self.steps.iter().rposition(busy).map_or(1, |last| last + 1).min(self.steps.len())
+    }
+
     /// As JSON text.
     pub(super) fn json(&self) -> String {
         // every number is finite and every key a string: nothing here can fail to be JSON
@@ -165,8 +171,9 @@ impl Figures {
 
     /// The ring in a line.
     pub(super) fn title(&self) -> String {
-        let Self { mask, q_len, kv_len, ranks, layout, .. } = self;
-        format!("{mask} · {q_len} queries × {kv_len} keys · {ranks} ranks · {layout} layout")
+        let Self { mask, ranks, layout, .. } = self;
+        let (q_len, kv_len, plural) = (grouped(self.q_len), grouped(self.kv_len), if *ranks == 1 { "" } else { "s" });
+        format!("{mask} · {q_len} queries × {kv_len} keys · {ranks} rank{plural} · {layout} layout")
     }
 
     /// How blocks go, in a line.
@@ -188,7 +195,11 @@ impl Bytes {
     /// Sent against the full ring, in words.
     pub(super) fn in_words(self) -> String {
         let Self { sent, full_ring } = self;
-        let share = if full_ring > 0 { format!(", {:.3} of the full ring's {}", sent as f64 / full_ring as f64, bytes(full_ring)) } else { String::new() };
+        let share = if full_ring > 0 {
+            format!(", {:.3} of the full ring's {}", sent as f64 / full_ring as f64, bytes(full_ring))
+        } else {
+            String::new()
+        };
         format!("{} sent{share}", bytes(sent))
     }
 }

@@ -16,7 +16,7 @@ use crate::{
     },
     failure::{Failure, Outcome},
     file,
-    report::{bytes, count},
+    report::{bytes, count, say},
 };
 use figures::Figures;
 
@@ -79,7 +79,7 @@ pub(crate) fn run(flags: &PlanFlags) -> Outcome {
         file::write_text(path, &picture::draw(&spec, &figures))?;
     }
     if to_standard_output {
-        print!("{json}");
+        say!("{}", json.trim_end());
     } else {
         print(&figures);
     }
@@ -102,15 +102,15 @@ impl PlanFlags {
 }
 
 fn print(figures: &Figures) {
-    println!("{}", figures.title());
-    println!("{}", figures.hops_in_words());
-    println!("forward   {}", figures.forward.in_words());
-    println!("backward  {}", figures.backward.in_words());
-    println!("work      the busiest rank has {:.3} times the mean", figures.work_max_over_mean);
-    println!();
-    println!("{:>5} {:>10} {:>10} {:>16} {:>7} {:>12} {:>12}", "rank", "queries", "keys", "pairs", "share", "sends fwd", "sends bwd");
+    say!("{}", figures.title());
+    say!("{}", figures.hops_in_words());
+    say!("forward   {}", figures.forward.in_words());
+    say!("backward  {}", figures.backward.in_words());
+    say!("work      the busiest rank has {:.3} times the mean", figures.work_max_over_mean);
+    say!("");
+    say!("{:>5} {:>10} {:>10} {:>16} {:>7} {:>12} {:>12}", "rank", "queries", "keys", "pairs", "share", "sends fwd", "sends bwd");
     for rank in &figures.per_rank {
-        println!(
+        say!(
             "{:>5} {:>10} {:>10} {:>16} {:>6.2}x {:>12} {:>12}",
             rank.rank,
             rank.q_rows,

@@ -10,7 +10,7 @@
 //! ```
 //!
 //! The accumulator stays unnormalised on the device from [`Backend::begin`] to [`Backend::finish`]. Nothing here knows what a tile
-//! computes or how bytes move; the schedule says who sends what, and [`flight`] is the only place that waits.
+//! computes or how bytes move; the schedule says who sends what, and `flight.rs` is the only place that waits.
 
 mod backward;
 mod blocks;

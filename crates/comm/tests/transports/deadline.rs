@@ -19,9 +19,11 @@ fn bounded(endpoint: Threads) -> Deadline<Threads> {
 
 #[test]
 fn a_deadline_below_a_second_is_refused() {
-    let endpoint = threads::ring(1).remove(0);
-    let error = Deadline::new(endpoint, Duration::from_millis(999)).unwrap_err();
-    assert_eq!(error, Error::invalid("deadline", "999ms", "at least 1s"));
+    watched(|| {
+        let endpoint = threads::ring(1).remove(0);
+        let error = Deadline::new(endpoint, Duration::from_millis(999)).unwrap_err();
+        assert_eq!(error, Error::invalid("deadline", "999ms", "at least 1s"));
+    });
 }
 
 /// Rank 1 is busy for `busy`, saying `say` every so often; rank 0 waits for its message, rank 2 in a gather.
@@ -81,23 +83,25 @@ fn idle_hours_before_a_call_do_not_count() {
 
 #[test]
 fn a_quarter_of_the_deadline_is_time_for_one_warning() {
-    let warnings = Arc::new(Mutex::new(Vec::new()));
-    let [mut a, b]: [Threads; 2] = threads::ring(2).try_into().unwrap();
-    let heard = Arc::clone(&warnings);
-    let sleeper = thread::spawn(move || {
-        let mut b = b;
-        thread::sleep(DEADLINE / 2);
-        b.offer(3, &[]).unwrap();
-        while b.collect(3).unwrap().is_none() {
-            b.progress(Duration::from_millis(20)).unwrap();
-        }
+    watched(|| {
+        let warnings = Arc::new(Mutex::new(Vec::new()));
+        let [mut a, b]: [Threads; 2] = threads::ring(2).try_into().unwrap();
+        let heard = Arc::clone(&warnings);
+        let sleeper = thread::spawn(move || {
+            let mut b = b;
+            thread::sleep(DEADLINE / 2);
+            b.offer(3, &[]).unwrap();
+            while b.collect(3).unwrap().is_none() {
+                b.progress(Duration::from_millis(20)).unwrap();
+            }
+        });
+        a.beat(true);
+        let mut a = bounded(a).with_warning(move |silence| heard.lock().unwrap().push(silence));
+        assert_eq!(a.deadline(), DEADLINE);
+        barrier(&mut a, 3).unwrap();
+        sleeper.join().unwrap();
+        let warnings = warnings.lock().unwrap();
+        assert_eq!(warnings.len(), 1, "{warnings:?}");
+        assert!(warnings[0].peer == 1 && warnings[0].waited >= DEADLINE / 4);
     });
-    a.beat(true);
-    let mut a = bounded(a).with_warning(move |silence| heard.lock().unwrap().push(silence));
-    assert_eq!(a.deadline(), DEADLINE);
-    barrier(&mut a, 3).unwrap();
-    sleeper.join().unwrap();
-    let warnings = warnings.lock().unwrap();
-    assert_eq!(warnings.len(), 1, "{warnings:?}");
-    assert!(warnings[0].peer == 1 && warnings[0].waited >= DEADLINE / 4);
 }

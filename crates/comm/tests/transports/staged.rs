@@ -156,26 +156,30 @@ fn blocks_travel_round_a_ring_of_far_memories() {
 
 #[test]
 fn a_copy_that_never_ends_blocks_nobody() {
-    let [a, _b]: [Threads; 2] = annulus_comm::threads::ring(2).try_into().unwrap();
-    let mut a = staged(a, u32::MAX);
-    let block = FarBuffer::new(vec![1; 8]);
-    a.post(&[Outgoing { hop: hop(1, Channel::Home, 1, &[0..8]), buffer: &block, ready: &77 }], &mut Vec::new()).unwrap();
-    for _ in 0..10 {
-        a.progress(Duration::from_secs(20)).unwrap();
-    }
-    assert!(a.pending());
+    watched(|| {
+        let [a, _b]: [Threads; 2] = annulus_comm::threads::ring(2).try_into().unwrap();
+        let mut a = staged(a, u32::MAX);
+        let block = FarBuffer::new(vec![1; 8]);
+        a.post(&[Outgoing { hop: hop(1, Channel::Home, 1, &[0..8]), buffer: &block, ready: &77 }], &mut Vec::new()).unwrap();
+        for _ in 0..10 {
+            a.progress(Duration::from_secs(20)).unwrap();
+        }
+        assert!(a.pending());
+    });
 }
 
 #[test]
 fn a_broken_device_is_an_error_that_stays() {
-    let [a, _b]: [Threads; 2] = annulus_comm::threads::ring(2).try_into().unwrap();
-    let mut a: Staged<Threads, Far> = Staged::new(a, Queue { polls: 3, enqueued: 0, broken: true });
-    let block = FarBuffer::new(vec![1; 8]);
-    let outgoing = |peer| Outgoing { hop: hop(peer, Channel::Home, 1, &[0..8]), buffer: &block, ready: &77 };
-    assert!(matches!(a.post(&[outgoing(9)], &mut Vec::new()), Err(Error::InvalidArgument { .. })));
-    a.post(&[outgoing(1)], &mut Vec::new()).unwrap();
-    let error = Transport::<Far>::progress(&mut a, Duration::ZERO).unwrap_err();
-    assert_eq!(error, Error::Device { what: "the queue broke".into() });
-    assert_eq!(a.post(&[], &mut Vec::new()).unwrap_err(), error);
-    assert_eq!(a.take(&hop(1, Channel::Home, 1, &[])).unwrap_err(), error);
+    watched(|| {
+        let [a, _b]: [Threads; 2] = annulus_comm::threads::ring(2).try_into().unwrap();
+        let mut a: Staged<Threads, Far> = Staged::new(a, Queue { polls: 3, enqueued: 0, broken: true });
+        let block = FarBuffer::new(vec![1; 8]);
+        let outgoing = |peer| Outgoing { hop: hop(peer, Channel::Home, 1, &[0..8]), buffer: &block, ready: &77 };
+        assert!(matches!(a.post(&[outgoing(9)], &mut Vec::new()), Err(Error::InvalidArgument { .. })));
+        a.post(&[outgoing(1)], &mut Vec::new()).unwrap();
+        let error = Transport::<Far>::progress(&mut a, Duration::ZERO).unwrap_err();
+        assert_eq!(error, Error::Device { what: "the queue broke".into() });
+        assert_eq!(a.post(&[], &mut Vec::new()).unwrap_err(), error);
+        assert_eq!(a.take(&hop(1, Channel::Home, 1, &[])).unwrap_err(), error);
+    });
 }

@@ -67,11 +67,6 @@ fn keys<'a>(state: &State, memory: &mut Memory, slot: u64, rows: &'a Rows) -> Re
     }
 }
 
-/// Writes records to the start of a buffer.
-fn write_records(memory: &mut Memory, slot: u64, bytes: &[u8]) -> Result<()> {
-    memory.scatter(slot, &[0..bytes.len() as u64], bytes)
-}
-
 impl Backend for MockBackend {
     type Space = DeviceSpace;
     type Workspace = MockWorkspace;
@@ -102,7 +97,7 @@ impl Backend for MockBackend {
         let (k, v, slot) = (inputs.k.tag, inputs.v.tag, Self::target(into)?);
         self.enqueue(workspace, &[k.slot, v.slot], &[slot], move |state, memory| {
             let (k, v) = (k.read(memory)?, v.read(memory)?);
-            write_records(memory, slot, &pack(&state.local.spec.kv_record(), state.local.keys.len(), &[&k, &v]))
+            memory.write(slot, 0, &pack(&state.local.spec.kv_record(), state.local.keys.len(), &[&k, &v]))
         })
     }
 
@@ -209,7 +204,7 @@ impl Backend for MockBackend {
         self.enqueue(workspace, &[slot], &[fresh], move |state, memory| {
             let keys = keys(state, memory, slot, &rows)?;
             let [dk, dv] = state.attend_keys(&state.own_queries(), &keys);
-            write_records(memory, fresh, &pack(&state.local.spec.gradient_record(), rows.len(), &[&dk, &dv]))
+            memory.write(fresh, 0, &pack(&state.local.spec.gradient_record(), rows.len(), &[&dk, &dv]))
         })
     }
 
@@ -223,7 +218,7 @@ impl Backend for MockBackend {
         let slot = Self::target(into)?;
         self.enqueue(workspace, &[], &[slot], move |state, memory| {
             let record = state.local.spec.query_record();
-            write_records(memory, slot, &pack(&record, state.local.queries.len(), &[&state.q, &state.dout, &state.statistics]))
+            memory.write(slot, 0, &pack(&record, state.local.queries.len(), &[&state.q, &state.dout, &state.statistics]))
         })
     }
 
@@ -249,7 +244,7 @@ impl Backend for MockBackend {
             let record = spec.gradient_record();
             let before = unpack(&record, spec.dims.batch, own.len(), memory.bytes(home)?)?;
             let [old_dk, old_dv] = &before[..] else { return Err(fault("a gradient record without its two fields")) };
-            write_records(memory, home, &pack(&record, own.len(), &[&(old_dk + &dk), &(old_dv + &dv)]))
+            memory.write(home, 0, &pack(&record, own.len(), &[&(old_dk + &dk), &(old_dv + &dv)]))
         })
         .map(|_| ())
     }
@@ -283,7 +278,7 @@ impl Backend for MockBackend {
                     .map(|(new, old)| if add { old + new } else { new })
                     .collect();
                 let packed = pack(&record, rows, &sum.iter().collect::<Vec<_>>());
-                memory.scatter(target, &[to.start * record.bytes()..to.end * record.bytes()], &packed)?;
+                memory.write(target, to.start * record.bytes(), &packed)?;
             }
             Ok(())
         })

@@ -191,13 +191,18 @@ impl Memory {
         Ok(&mut self.slot(slot)?.bytes)
     }
 
+    /// Writes bytes from this offset on.
+    pub(super) fn write(&mut self, slot: u64, offset: u64, bytes: &[u8]) -> Result<()> {
+        let place = self.bytes(slot)?.get_mut(index(offset)..).and_then(|place| place.get_mut(..bytes.len()));
+        place.ok_or_else(|| fault("written past the end"))?.copy_from_slice(bytes);
+        Ok(())
+    }
+
     /// Scatters `from` to these ranges, one after another.
     pub(super) fn scatter(&mut self, slot: u64, ranges: &[Range<u64>], mut from: &[u8]) -> Result<()> {
-        let bytes = self.bytes(slot)?;
         for range in ranges {
-            let place = bytes.get_mut(index(range.start)..index(range.end)).ok_or_else(|| fault("written past the end"))?;
-            let (head, tail) = from.split_at_checked(place.len()).ok_or_else(|| fault("too few bytes to write"))?;
-            place.copy_from_slice(head);
+            let (head, tail) = from.split_at_checked(index(range.end - range.start)).ok_or_else(|| fault("too few bytes to write"))?;
+            self.write(slot, range.start, head)?;
             from = tail;
         }
         if from.is_empty() { Ok(()) } else { Err(fault("too many bytes to write")) }
@@ -274,8 +279,8 @@ mod tests {
         let buffer = device.allocate(4);
         device.write(&buffer, &[1, 2, 3, 4]).unwrap();
         let slot = buffer.slot();
-        let event = device.enqueue(&[], &[slot], move |memory| memory.scatter(slot, &[1..3], &[9, 9])).unwrap();
-        assert!(matches!(device.read(&buffer, &[0..4]), Err(Error::Device { .. })));
+        let event = device.enqueue(&[], &[slot], move |memory| memory.write(slot, 1, &[9, 9])).unwrap();
+        assert!(matches!(device.read(&buffer, &[0..2, 2..4]), Err(Error::Device { .. })));
         assert!(matches!(device.write(&buffer, &[0]), Err(Error::Device { .. })));
         assert!(event.poll().unwrap());
         assert_eq!(device.read(&buffer, &[0..2, 3..4]).unwrap(), [1, 9, 4]);

@@ -7,15 +7,17 @@
 //!   Whoever reads or writes a buffer from outside before its last event has passed gets an error, never stale bytes;
 //! * **tensors** (`tensor.rs`): the views at the seam are tags: a handle, a type and a shape;
 //! * **backend** (`backend.rs`, `kernel.rs`): every feature, computed pair by pair in f64, slowly;
-//! * **transport** (`transport.rs`): copies from one device's memory to another's.
+//! * **transport** (`transport.rs`): copies from one device to another; `staged.rs` lets [`annulus_comm::Staged`] go through the host.
 
 mod backend;
 mod kernel;
 mod memory;
+mod staged;
 mod tensor;
 mod transport;
 
 pub use backend::{MockBackend, MockWorkspace};
 pub use memory::{Device, DeviceBuffer, DeviceEvent};
+pub use staged::{Download, Upload};
 pub use tensor::{DeviceSpace, DeviceTensor, DeviceView, DeviceViewMut};
 pub use transport::{DeviceTransport, device_ring};

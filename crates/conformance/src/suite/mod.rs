@@ -2,9 +2,13 @@
 
 mod determinism;
 mod matrix;
+mod metamorphic;
+mod numeric;
 
 pub use determinism::{same_bits_over_repeats, same_bits_under_delay};
 pub use matrix::{Scale, matrix, random_cases, sizes};
+pub use metamorphic::metamorphic;
+pub use numeric::numeric_rules;
 
 use annulus_core::Layout;
 

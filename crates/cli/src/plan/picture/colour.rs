@@ -3,11 +3,10 @@
 /// Lightness of the first and of the last step, in percent.
 const LIGHTNESS: (f64, f64) = (38.0, 84.0);
 
-/// The colour of what `rank` of `ranks` computes in step `step`.
-pub(super) fn of(rank: usize, ranks: usize, step: usize) -> String {
-    let steps = ranks.saturating_sub(1).max(1);
-    let lightness = LIGHTNESS.0 + (LIGHTNESS.1 - LIGHTNESS.0) * step as f64 / steps as f64;
-    shade(rank, ranks, lightness)
+/// The colour of what `rank` of `ranks` computes in step `step` of the `steps` in which anything is computed.
+pub(super) fn of(rank: usize, ranks: usize, step: usize, steps: usize) -> String {
+    let share = step as f64 / steps.saturating_sub(1).max(1) as f64;
+    shade(rank, ranks, LIGHTNESS.0 + (LIGHTNESS.1 - LIGHTNESS.0) * share.min(1.0))
 }
 
 /// The colour of a rank by itself.
@@ -16,8 +15,8 @@ pub(super) fn of_rank(rank: usize, ranks: usize) -> String {
 }
 
 /// Black or white: whichever is read better on the colour of that step.
-pub(super) fn ink(ranks: usize, step: usize) -> &'static str {
-    if step * 5 < ranks.saturating_sub(1) * 2 || ranks == 1 { "#fff" } else { "#111" }
+pub(super) fn ink(step: usize, steps: usize) -> &'static str {
+    if step * 5 < steps.saturating_sub(1).max(1) * 2 { "#fff" } else { "#111" }
 }
 
 fn shade(rank: usize, ranks: usize, lightness: f64) -> String {
@@ -48,7 +47,7 @@ mod tests {
         assert_eq!(rgb(0.0, 1.0, 0.5), (255, 0, 0));
         assert_eq!(rgb(120.0, 1.0, 0.5), (0, 255, 0));
         assert_eq!(rgb(240.0, 1.0, 0.5), (0, 0, 255));
-        assert_ne!(of(0, 4, 0), of(0, 4, 3));
-        assert_ne!(of(0, 4, 0), of(1, 4, 0));
+        assert_ne!(of(0, 4, 0, 4), of(0, 4, 3, 4));
+        assert_ne!(of(0, 4, 0, 4), of(1, 4, 0, 4));
     }
 }

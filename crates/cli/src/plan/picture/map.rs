@@ -32,6 +32,7 @@ pub(super) fn draw(svg: &mut Svg, area: Area, spec: &Spec, figures: &Figures) {
     }
     let height = plot.height / queries.cells.len() as f64;
     let width = plot.width / keys.cells.len() as f64;
+    let steps = figures.busy_steps();
     let offset = figures.coordinates.q.iter().find_map(|shard| Some(shard.positions.first()?.iter().next()? - shard.rows.iter().next()?));
     for (line, cell) in queries.cells.iter().enumerate() {
         let seen = |key: &Cell| visible_share(spec.mask.as_ref(), cell, key, offset.unwrap_or(0));
@@ -47,11 +48,12 @@ pub(super) fn draw(svg: &mut Svg, area: Area, spec: &Spec, figures: &Figures) {
                 let tile = Area {
                     x: plot.x + first as f64 * width,
                     y: plot.y + line as f64 * height,
-                    // a hair wider, so that no seam shows between tiles
-                    width: (end - first) as f64 * width + 0.15,
-                    height: height + 0.15,
+                    width: (end - first) as f64 * width,
+                    height,
                 };
-                svg.rect(tile, &colour::of(cell.rank, figures.ranks, step), f64::from(share) / f64::from(SHADES));
+                // what is hardly visible must still be seen
+                let opacity = 0.4 + 0.6 * f64::from(share) / f64::from(SHADES);
+                svg.rect(tile, &colour::of(cell.rank, figures.ranks, step, steps), opacity);
             }
         }
     }

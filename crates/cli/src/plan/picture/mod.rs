@@ -24,7 +24,9 @@ const MAP: f64 = 560.0;
 pub(super) fn draw(spec: &Spec, figures: &Figures) -> String {
     let mut svg = Svg::default();
     let title = figures.title();
-    svg.heading((MARGIN, 46.0), 20.0, &title);
+    // a bold letter is about 0.62 of its size wide
+    let size = ((WIDTH - 2.0 * MARGIN) / (0.62 * title.chars().count() as f64)).min(20.0);
+    svg.heading((MARGIN, 46.0), size, &title);
     svg.text((MARGIN, 70.0), 13.0, Anchor::Start, "#555", &figures.hops_in_words());
 
     let top = 92.0;
@@ -32,7 +34,7 @@ pub(super) fn draw(spec: &Spec, figures: &Figures) -> String {
     let right = MARGIN + MAP + 44.0;
     let width = WIDTH - MARGIN - right;
     facts(&mut svg, (right, top), spec, figures);
-    legend(&mut svg, Area { x: right, y: top + 112.0, width, height: 84.0 }, figures.ranks);
+    legend(&mut svg, Area { x: right, y: top + 112.0, width, height: 84.0 }, figures);
     work::draw(&mut svg, Area { x: right, y: top + 222.0, width, height: MAP - 222.0 }, figures);
 
     let below = top + MAP + 36.0;
@@ -50,7 +52,14 @@ fn facts(svg: &mut Svg, (x, y): (f64, f64), spec: &Spec, figures: &Figures) {
         ("work", format!("{} visible pairs, all heads and batch rows", count(figures.pairs_total as f64))),
         (
             "tensors",
-            format!("batch {}, {} query heads, {} key heads, dim {}, {}", dims.batch, dims.q_heads, dims.kv_heads, dims.head_dim, spec.dtype.name()),
+            format!(
+                "batch {}, {} query heads, {} key heads, dim {}, {}",
+                dims.batch,
+                dims.q_heads,
+                dims.kv_heads,
+                dims.head_dim,
+                spec.dtype.name()
+            ),
         ),
     ];
     for (line, (name, words)) in lines.iter().enumerate() {
@@ -61,26 +70,26 @@ fn facts(svg: &mut Svg, (x, y): (f64, f64), spec: &Spec, figures: &Figures) {
 }
 
 /// What colours mean.
-fn legend(svg: &mut Svg, area: Area, ranks: usize) {
+fn legend(svg: &mut Svg, area: Area, figures: &Figures) {
+    let (ranks, steps) = (figures.ranks, figures.busy_steps());
     svg.heading((area.x, area.y + 14.0), 15.0, "Colours");
-    let swatches = ranks.min(8);
     let (size, names) = (22.0, 150.0);
     let x = area.x + names;
+    let mut swatches = |y: f64, count: usize, colour: &dyn Fn(usize) -> (String, &'static str)| {
+        let shown = count.min(8);
+        for place in 0..shown {
+            // of many, evenly spaced ones
+            let number = place * count.saturating_sub(1) / (shown - 1).max(1);
+            let swatch = Area { x: x + place as f64 * (size + 18.0), y, width: size + 14.0, height: 18.0 };
+            let (fill, ink) = colour(number);
+            svg.rect(swatch, &fill, 1.0);
+            svg.text((swatch.x + swatch.width / 2.0, swatch.y + 13.0), 11.0, Anchor::Middle, ink, &number.to_string());
+        }
+    };
+    swatches(area.y + 25.0, ranks, &|rank| (colour::of_rank(rank, ranks), "#fff"));
+    swatches(area.y + 50.0, steps, &|step| (colour::of(0, ranks, step, steps), colour::ink(step, steps)));
     svg.text((area.x, area.y + 39.0), 12.0, Anchor::Start, "#333", "hue: who computes");
-    for place in 0..swatches {
-        // of many ranks, evenly spaced ones
-        let rank = place * (ranks - 1) / (swatches - 1).max(1);
-        let swatch = Area { x: x + place as f64 * (size + 18.0), y: area.y + 25.0, width: size + 14.0, height: 18.0 };
-        svg.rect(swatch, &colour::of_rank(rank, ranks), 1.0);
-        svg.text((swatch.x + swatch.width / 2.0, swatch.y + 13.0), 11.0, Anchor::Middle, "#fff", &rank.to_string());
-    }
     svg.text((area.x, area.y + 64.0), 12.0, Anchor::Start, "#333", "lightness: in which step");
-    for place in 0..swatches {
-        let step = place * (ranks - 1) / (swatches - 1).max(1);
-        let swatch = Area { x: x + place as f64 * (size + 18.0), y: area.y + 50.0, width: size + 14.0, height: 18.0 };
-        svg.rect(swatch, &colour::of(0, ranks, step), 1.0);
-        svg.text((swatch.x + swatch.width / 2.0, swatch.y + 13.0), 11.0, Anchor::Middle, colour::ink(ranks, step), &step.to_string());
-    }
     svg.text((area.x, area.y + 89.0), 12.0, Anchor::Start, "#333", "paler tile: partly visible");
     svg.rect(Area { x, y: area.y + 75.0, width: size + 14.0, height: 18.0 }, "#f1f1f1", 1.0);
     svg.text((x + size + 24.0, area.y + 89.0), 12.0, Anchor::Start, "#333", "nothing visible: neither computed nor sent for");

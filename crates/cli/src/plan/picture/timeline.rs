@@ -5,7 +5,7 @@ use super::{
     svg::{Anchor, Area, Svg},
 };
 use crate::{
-    plan::figures::{Figures, StepOfRank},
+    plan::figures::{Figures, Send, StepOfRank},
     report::bytes,
 };
 
@@ -26,11 +26,19 @@ pub(super) fn height(ranks: usize) -> f64 {
 /// Draws the timeline.
 pub(super) fn draw(svg: &mut Svg, area: Area, figures: &Figures) {
     svg.heading((area.x, area.y + 14.0), 15.0, "Step by step");
-    let says = "bar: pairs computed, against the busiest box; number: whose block; arrow: to whom a block goes meanwhile, and its bytes";
-    svg.text((area.x, area.y + 33.0), 12.0, Anchor::Start, "#555", says);
+    let steps = &figures.steps[..figures.busy_steps()];
+    let idle = figures.steps.len() - steps.len();
+    let idle = match idle {
+        0 => String::new(),
+        1 => "; in the last step nothing is left to do".to_owned(),
+        _ => format!("; in the last {idle} steps nothing is left to do"),
+    };
+    let says =
+        "bar: pairs computed, against the busiest box; number: whose block it is; arrow: to whom a block goes meanwhile, and its bytes";
+    svg.text((area.x, area.y + 33.0), 12.0, Anchor::Start, "#555", &format!("{says}{idle}"));
     let (names, top) = (56.0, area.y + 62.0);
     let line = line_height(figures.ranks);
-    let column = (area.width - names) / figures.steps.len().max(1) as f64;
+    let column = (area.width - names) / steps.len().max(1) as f64;
     let most = figures.steps.iter().flat_map(|step| &step.ranks).map(|at| at.pairs).max().unwrap_or(0);
     let every_line = (14.0 / line).ceil().max(1.0) as usize;
     let every_column = (46.0 / column).ceil().max(1.0) as usize;
@@ -38,7 +46,7 @@ pub(super) fn draw(svg: &mut Svg, area: Area, figures: &Figures) {
         let y = top + (rank as f64 + 0.5) * line + 4.0;
         svg.text((area.x + names - 6.0, y), 11.0, Anchor::End, "#333", &format!("rank {rank}"));
     }
-    for step in &figures.steps {
+    for step in steps {
         let x = area.x + names + step.step as f64 * column;
         if step.step.is_multiple_of(every_column) {
             svg.text((x + column / 2.0, top - 6.0), 11.0, Anchor::Middle, "#333", &format!("step {}", step.step));
@@ -53,30 +61,52 @@ pub(super) fn draw(svg: &mut Svg, area: Area, figures: &Figures) {
 
 fn draw_box(svg: &mut Svg, room: Area, figures: &Figures, step: usize, at: &StepOfRank, most: u64) {
     svg.rect(room, "#f1f1f1", 1.0);
-    let share = if most > 0 { at.pairs as f64 / most as f64 } else { 0.0 };
+    // text has a place of its own, above the bar or left of it, so that it never stands half on a colour
+    let place = match (room.width, room.height) {
+        (22.0.., 28.0..) => Place::Above,
+        (40.0.., 14.0..) => Place::Left,
+        _ => Place::Nowhere,
+    };
+    let bar = match place {
+        Place::Above => Area { y: room.y + 15.0, height: room.height - 15.0, ..room },
+        Place::Left => Area { x: room.x + 22.0, width: room.width - 22.0, ..room },
+        Place::Nowhere => room,
+    };
     if at.pairs > 0 {
         // what there is, is seen
-        let width = (room.width * share).max(1.5);
-        svg.rect(Area { width, ..room }, &colour::of(at.rank, figures.ranks, step), 1.0);
+        let width = (bar.width * at.pairs as f64 / most as f64).max(1.5);
+        svg.rect(Area { width, ..bar }, &colour::of(at.rank, figures.ranks, step, figures.busy_steps()), 1.0);
     }
-    if room.width < 22.0 || room.height < 14.0 {
-        return;
-    }
-    let two_lines = room.height >= 28.0;
-    // the owner is written on the bar if the bar reaches under it
-    let ink = if room.width * share > 26.0 { colour::ink(figures.ranks, step) } else { "#333" };
-    let baseline = room.y + if two_lines { 13.0 } else { room.height / 2.0 + 4.0 };
     let owner = if at.rows == 0 { "–".to_owned() } else { at.owner.to_string() };
-    svg.text((room.x + 5.0, baseline), 11.0, Anchor::Start, ink, &owner);
-    let sent: u64 = at.sends.iter().map(|send| send.bytes).sum();
-    if !two_lines || sent == 0 || room.width < 52.0 {
-        return;
+    match place {
+        Place::Above => {
+            let baseline = room.y + 11.5;
+            svg.text((room.x + 4.0, baseline), 11.0, Anchor::Start, "#111", &owner);
+            if let Some(words) = sends_in_words(&at.sends, room.width) {
+                svg.text((room.x + room.width - 4.0, baseline), 10.0, Anchor::End, "#444", &words);
+            }
+        }
+        Place::Left => svg.text((room.x + 4.0, room.y + room.height / 2.0 + 4.0), 11.0, Anchor::Start, "#111", &owner),
+        Place::Nowhere => {}
     }
-    let to = match &at.sends[..] {
-        [only] if room.width >= 84.0 => format!("→ {}: {}", only.to, bytes(sent)),
-        [_] => format!("→ {}", bytes(sent)),
-        several => format!("→ {} ranks: {}", several.len(), bytes(sent)),
+}
+
+/// Where the text of a box stands.
+enum Place {
+    Above,
+    Left,
+    Nowhere,
+}
+
+/// What is sent, as far as there is room for it beside the owner.
+fn sends_in_words(sends: &[Send], width: f64) -> Option<String> {
+    let sent = bytes(sends.iter().map(|send| send.bytes).sum());
+    let words = match sends {
+        [] => return None,
+        [only] if width >= 110.0 => format!("→ {}: {sent}", only.to),
+        [_] => format!("→ {sent}"),
+        several if width >= 130.0 => format!("→ {} ranks: {sent}", several.len()),
+        several => format!("→ {}×", several.len()),
     };
-    let ink = if room.width * share > 8.0 * to.chars().count() as f64 { colour::ink(figures.ranks, step) } else { "#333" };
-    svg.text((room.x + 5.0, room.y + room.height - 5.0), 10.0, Anchor::Start, ink, &to);
+    (width >= 76.0).then_some(words)
 }

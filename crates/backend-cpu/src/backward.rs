@@ -1,0 +1,180 @@
+//! The beginning and the end of the backward pass.
+//!
+//! ```text
+//! begin:   row statistics from out, lse, dout, dlse            (statistics.rs)
+//! end:     dq = scale·Σ dS·K, dk and dv from their records, dbias, each rounded once;
+//!          da_t = −Σ_i e^{a_t − lse_i}·delta_i − [a_t = max_i]·share_i
+//! ```
+
+use annulus_core::{Element, Gradients, Host, HostBuffer, Inputs, Result, Saved};
+use ndarray::{ArrayView4, ArrayViewMut4, Axis};
+
+use crate::{
+    finish::sink_line,
+    forward::Acc,
+    input::{Input, Source, array, array_mut},
+    real::Real,
+    sight::TILE,
+    statistics::Statistics,
+    team::Team,
+    workspace::{State, Summed},
+};
+
+/// Computes row statistics and clears all sums.
+pub(crate) fn begin<E: Input<Accumulator: Summed>>(team: &Team, state: &mut State<Acc<E>>, saved: &Saved<'_, Host>) -> Result<()> {
+    let State { local, blocks, scratch, statistics, bias_gradient, .. } = state;
+    blocks.iter_mut().for_each(|block| block.sums.fill(Acc::<E>::ZERO));
+    bias_gradient.iter_mut().for_each(|gradient| gradient.clear());
+    let rows = RowsOf::<E> {
+        out: array("out", saved.out)?,
+        dout: array("dout", saved.dout)?,
+        lse: array("lse", saved.lse)?,
+        dlse: saved.dlse.map(|dlse| array("dlse", dlse)).transpose()?,
+        max: saved.max.map(|max| array("max", max)).transpose()?,
+        ties: saved.ties.map(|ties| array("ties", ties)).transpose()?,
+        normalize: local.spec.normalize,
+    };
+    let (len, heads) = (statistics.rows.max(1), local.spec.dims.q_heads);
+    let Statistics { lse, max, delta, share, .. } = statistics;
+    let mut optional = (max.chunks_mut(len), share.chunks_mut(len));
+    let lines = lse.chunks_mut(len).zip(delta.chunks_mut(len)).enumerate();
+    let lines = lines.map(|(line, (lse, delta))| {
+        let (max, share) = (optional.0.next().unwrap_or_default(), optional.1.next().unwrap_or_default());
+        (line, Line { lse, delta, max, share })
+    });
+    team.run(scratch, lines, None, |_, (line, mut into), _| rows.fill(line / heads, line % heads, &mut into));
+    Ok(())
+}
+
+/// Statistics of one batch row and head; max and share are empty where out is normalised.
+struct Line<'a, A> {
+    lse: &'a mut [A],
+    delta: &'a mut [A],
+    max: &'a mut [A],
+    share: &'a mut [A],
+}
+
+/// What row statistics are made of.
+struct RowsOf<'a, E: Input> {
+    out: ArrayView4<'a, E>,
+    dout: ArrayView4<'a, E>,
+    lse: ArrayView4<'a, Acc<E>>,
+    dlse: Option<ArrayView4<'a, Acc<E>>>,
+    max: Option<ArrayView4<'a, Acc<E>>>,
+    ties: Option<ArrayView4<'a, Acc<E>>>,
+    normalize: bool,
+}
+
+impl<E: Input> RowsOf<'_, E> {
+    fn fill(&self, batch: usize, head: usize, into: &mut Line<'_, Acc<E>>) {
+        let (out, dout) = (Source::Tensor(self.out), Source::Tensor(self.dout));
+        for row in 0..into.lse.len() {
+            let at = [batch, head, row, 0];
+            let of = |view: Option<ArrayView4<'_, Acc<E>>>| view.map_or(0.0, |view| view[at].to_f64());
+            let lse = self.lse[at];
+            into.lse[row] = lse;
+            // an empty row has no gradient, whatever dout and dlse say
+            let empty = lse == -Acc::<E>::INFINITY;
+            let product = if empty { 0.0 } else { dot(&out, &dout, batch, row, head) };
+            let dlse = if empty { 0.0 } else { of(self.dlse) };
+            if self.normalize {
+                into.delta[row] = Acc::<E>::from_f64(product - dlse);
+            } else {
+                into.max[row] = Acc::<E>::from_f64(of(self.max));
+                into.delta[row] = Acc::<E>::from_f64(-dlse);
+                into.share[row] = Acc::<E>::from_f64(if empty { 0.0 } else { product / of(self.ties) });
+            }
+        }
+    }
+}
+
+/// ⟨a, b⟩ of one row.
+fn dot<E: Input>(a: &Source<'_, E>, b: &Source<'_, E>, batch: usize, row: usize, head: usize) -> f64 {
+    let (a, b) = (a.vector(batch, row, head), b.vector(batch, row, head));
+    a.iter().zip(b).map(|(a, b)| a.to_f64() * b.to_f64()).sum()
+}
+
+/// Writes the gradients.
+pub(crate) fn finish<E: Input<Accumulator: Summed>>(
+    team: &Team,
+    state: &mut State<Acc<E>>,
+    inputs: &Inputs<'_, Host>,
+    home: &HostBuffer,
+    gradients: &mut Gradients<'_, Host>,
+) -> Result<()> {
+    let mut dq = array_mut::<E>("dq", &mut gradients.dq)?;
+    let (mut dk, mut dv) = (array_mut::<E>("dk", &mut gradients.dk)?, array_mut::<E>("dv", &mut gradients.dv)?);
+    let mut scratch = std::mem::take(&mut state.scratch);
+    write_dq(team, state, &mut scratch, &mut dq);
+    let record = state.local.spec.gradient_record();
+    let rows = state.local.keys.len();
+    for (field, tensor) in [(0, &mut dk), (1, &mut dv)] {
+        let source = Source::<Acc<E>>::records(home.bytes(), rows, &record, field)?;
+        let chunks = tensor.axis_chunks_iter_mut(Axis(1), TILE).enumerate();
+        team.run(&mut scratch, chunks, None, |_, (index, mut chunk), _| {
+            for ((batch, row, head, place), into) in chunk.indexed_iter_mut() {
+                *into = E::narrow(source.vector(batch, index * TILE + row, head)[place]);
+            }
+        });
+    }
+    state.scratch = scratch;
+    if let (Some(gradient), Some(dbias)) = (&state.bias_gradient, gradients.dbias.as_mut()) {
+        gradient.write(array_mut("dbias", dbias)?);
+    }
+    if let (Some(sinks), Some(dsinks)) = (inputs.sinks, gradients.dsinks.as_mut()) {
+        write_dsinks(&state.statistics, state.local.spec.dims.q_heads, array("softmax_aux", sinks)?, array_mut("dsinks", dsinks)?);
+    }
+    Ok(())
+}
+
+fn write_dq<E: Input<Accumulator: Summed>>(
+    team: &Team,
+    state: &State<Acc<E>>,
+    scratch: &mut [crate::scratch::Scratch<Acc<E>>],
+    dq: &mut ArrayViewMut4<'_, E>,
+) {
+    let (geometry, depth) = (&state.geometry, state.geometry.head_rows());
+    let scale = Acc::<E>::from_f64(state.local.spec.scale);
+    let chunks = dq.axis_chunks_iter_mut(Axis(1), state.q_rows).enumerate();
+    team.run(scratch, chunks, None, |_, (index, mut dq), _| {
+        for block in state.blocks_of_rows(index) {
+            for (place, head) in geometry.heads(block.kv_head).enumerate() {
+                let mut dq = dq.index_axis_mut(Axis(0), block.batch);
+                let mut dq = dq.index_axis_mut(Axis(1), head);
+                for strip in geometry.strips(block.rows.len()) {
+                    let first = block.lane(place, strip.rows.start);
+                    let sums = &block.sums[first * depth..(first + strip.width) * depth];
+                    for (lane, row) in strip.rows.clone().enumerate() {
+                        let column = sums.iter().skip(lane).step_by(strip.width);
+                        let into = dq.index_axis_mut(Axis(0), row).into_iter();
+                        into.zip(column).for_each(|(into, &sum)| *into = E::narrow(scale * sum));
+                    }
+                }
+            }
+        }
+    });
+}
+
+/// What the local rows give to the gradients of the sinks, summed in f64.
+fn write_dsinks<A: Real>(statistics: &Statistics<A>, heads: usize, sinks: ArrayView4<'_, A>, mut into: ArrayViewMut4<'_, A>) {
+    let (lines, count) = (sinks.dim().0, sinks.dim().1);
+    let all = statistics.lse.len().checked_div(statistics.rows).unwrap_or(0);
+    for line in 0..lines {
+        for sink in 0..count {
+            let mut sum = 0.0;
+            for plane in (0..all).filter(|plane| lines == 1 || plane % heads == line) {
+                let logit = sink_line(Some(sinks), plane % heads).nth(sink).unwrap_or(f64::NEG_INFINITY);
+                // one of −∞ is none
+                if logit == f64::NEG_INFINITY {
+                    continue;
+                }
+                for row in 0..statistics.rows {
+                    let [lse, max, delta, share] = statistics.of(plane, row).map(Element::to_f64);
+                    let lost = if !statistics.max.is_empty() && logit == max { share } else { 0.0 };
+                    sum -= (logit - lse).exp() * delta + lost;
+                }
+            }
+            into[[line, sink, 0, 0]] = A::from_f64(sum);
+        }
+    }
+}

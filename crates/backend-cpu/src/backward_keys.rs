@@ -1,0 +1,308 @@
+//! dk and dv of one block of keys.
+//!
+//! ```text
+//! for each task (batch row, kv head, some keys):
+//!     for each tile of 64 queries that see some of them, and each query head of the kv head:
+//!         for each strip of keys:
+//!             S = Q·Kᵀ, made logits      dP = dO·Vᵀ      dS and weights from both      dVᵀ += dOᵀ·weights      dKᵀ += Qᵀ·dS
+//! ```
+//! The mirror of `backward_queries`: keys lie in lanes, queries are the rows. Each task owns the gradients of its keys, so nothing is
+//! summed across threads; the order of the sums is that of the queries.
+
+use std::{
+    ops::Range,
+    sync::{Mutex, PoisonError},
+};
+
+use annulus_core::{Block, Element, Error, Host, HostBuffer, Inputs, Local, QueryTile, Result, Saved, Spec, Tick, Visibility};
+
+use crate::{
+    backward_queries::{Operands, apply_slope, differentiate},
+    forward::Acc,
+    geometry::{Geometry, Strip},
+    input::{Input, Source, array, elements_mut},
+    logits::{Logits, Site},
+    pack::fill_lanes,
+    products::column_products,
+    real::Real,
+    records::{QueryRecord, bytes_mut},
+    scratch::{RowStatistics, Scratch},
+    sight::{Lanes, TILE},
+    statistics::Statistics,
+    team::{Pulse, Team},
+    workspace::{Seen, State, Summed},
+};
+
+/// What this rank's queries give to the gradients of a block's keys, written into `fresh`.
+pub(crate) fn attend_keys<E: Input<Accumulator: Summed>>(
+    team: &Team,
+    state: &mut State<Acc<E>>,
+    inputs: &Inputs<'_, Host>,
+    saved: &Saved<'_, Host>,
+    block: &Block<'_, Host>,
+    fresh: &mut HostBuffer,
+    tick: Tick<'_>,
+) -> Result<()> {
+    let State { local, geometry, k_rows, scratch, statistics, seen, .. } = state;
+    let spec = &*local.spec;
+    let record = spec.kv_record();
+    let source = |field| Source::<E>::records(block.buffer.bytes(), block.rows.len(), &record, field);
+    let attention_mask = local.attention_mask.as_deref();
+    let (queries, keys) = (&*local.queries, block.rows);
+    let visibility = Visibility { mask: &*spec.mask, attention_mask, queries, keys };
+    let bias = inputs.bias.map(|bias| array("bias", bias)).transpose()?;
+    let sums = elements_mut::<Acc<E>>(bytes_mut(fresh)?, keys.len(), &spec.gradient_record())?;
+    seen.refill(&visibility, spec);
+    let pass = KeyPass {
+        geometry,
+        k_rows: *k_rows,
+        visibility,
+        seen,
+        logits: Logits { spec, path: geometry.path, queries, keys, bias },
+        k: source(0)?,
+        v: source(1)?,
+        q: Source::Tensor(array("q", inputs.q)?),
+        dout: Source::Tensor(array("dout", saved.dout)?),
+        statistics: KnownOfQueries::Here(statistics),
+        add: false,
+    };
+    pass.run(team, scratch, sums, tick);
+    Ok(())
+}
+
+/// What travelling queries give to the gradients of this rank's own keys, added to `home`.
+pub(crate) fn attend_keys_home<E: Input<Accumulator: Summed>>(
+    team: &Team,
+    state: &mut State<Acc<E>>,
+    inputs: &Inputs<'_, Host>,
+    block: &Block<'_, Host>,
+    home: &mut HostBuffer,
+    tick: Tick<'_>,
+) -> Result<()> {
+    let State { local, geometry, k_rows, scratch, seen, .. } = state;
+    let spec = &*local.spec;
+    let at_home = block.rows.rows() == local.queries.rows();
+    refuse_what_did_not_travel(local, at_home)?;
+    let record = spec.query_record();
+    let bytes = block.buffer.bytes();
+    let source = |field| Source::<E>::records(bytes, block.rows.len(), &record, field);
+    let attention_mask = local.attention_mask.as_deref();
+    let (queries, keys) = (block.rows, &*local.keys);
+    let visibility = Visibility { mask: &*spec.mask, attention_mask, queries, keys };
+    let bias = inputs.bias.map(|bias| array("bias", bias)).transpose()?;
+    let sums = elements_mut::<Acc<E>>(bytes_mut(home)?, keys.len(), &spec.gradient_record())?;
+    seen.refill(&visibility, spec);
+    let pass = KeyPass {
+        geometry,
+        k_rows: *k_rows,
+        visibility,
+        seen,
+        logits: Logits { spec, path: geometry.path, queries, keys, bias },
+        k: Source::Tensor(array("k", inputs.k)?),
+        v: Source::Tensor(array("v", inputs.v)?),
+        q: source(0)?,
+        dout: source(1)?,
+        statistics: KnownOfQueries::Travelled { bytes, record: QueryRecord::of(spec) },
+        add: true,
+    };
+    pass.run(team, scratch, sums, tick);
+    Ok(())
+}
+
+/// A rank has the lines of a dense mask or a full bias for its own queries only.
+fn refuse_what_did_not_travel(local: &Local, at_home: bool) -> Result<()> {
+    let by = "the second pass of a two-pass backward on the cpu, for queries of other ranks";
+    if at_home {
+        return Ok(());
+    }
+    if local.attention_mask.is_some() {
+        return Err(Error::unsupported("attention_mask", by));
+    }
+    match local.spec.bias {
+        Some([_, _, queries, _]) if queries != 1 => Err(Error::unsupported("a bias that differs between queries", by)),
+        _ => Ok(()),
+    }
+}
+
+impl Seen {
+    /// Works out what each tile of queries sees, once for all tasks.
+    fn refill(&mut self, visibility: &Visibility<'_>, spec: &Spec) {
+        self.hulls.refill(visibility, spec.dims.batch, spec.dims.q_heads, TILE);
+        self.batches = if visibility.per_batch() { spec.dims.batch } else { 1 };
+        self.heads = if visibility.per_head() { spec.dims.q_heads } else { 1 };
+        let len = visibility.queries.len();
+        self.per_head = len.div_ceil(TILE);
+        let count = self.batches * self.heads * self.per_head;
+        if self.tiles.len() < count {
+            self.tiles.resize_with(count, QueryTile::default);
+        }
+        let places = (0..self.batches).flat_map(|b| (0..self.heads).map(move |h| (b, h)));
+        let rows = (0..len).step_by(TILE).map(|first| first..len.min(first + TILE));
+        let all = places.flat_map(|place| rows.clone().map(move |rows| (place, rows)));
+        for (((batch, head), rows), tile) in all.zip(&mut self.tiles) {
+            visibility.query_tile(batch, head, rows, tile);
+        }
+    }
+
+    /// What the queries `first ..` see.
+    fn tile(&self, batch: usize, head: usize, first: usize) -> &QueryTile {
+        let batch = if self.batches == 1 { 0 } else { batch };
+        let head = if self.heads == 1 { 0 } else { head };
+        &self.tiles[(batch * self.heads + head) * self.per_head + first / TILE]
+    }
+}
+
+/// Row statistics, here or in records.
+enum KnownOfQueries<'a, A> {
+    Here(&'a Statistics<A>),
+    Travelled { bytes: &'a [u8], record: QueryRecord },
+}
+
+impl<A: Real> KnownOfQueries<'_, A> {
+    fn load(&self, line: usize, rows: Range<usize>, into: &mut RowStatistics<A>) {
+        match self {
+            Self::Here(statistics) => statistics.load(line, rows, into),
+            Self::Travelled { bytes, record } => {
+                rows.enumerate().for_each(|(place, row)| into.set(place, record.statistics(bytes, row, line)));
+            }
+        }
+    }
+}
+
+/// What all tasks of a pass over keys read.
+struct KeyPass<'a, E: Input> {
+    geometry: &'a Geometry,
+    k_rows: usize,
+    visibility: Visibility<'a>,
+    seen: &'a Seen,
+    logits: Logits<'a, Acc<E>>,
+    k: Source<'a, E>,
+    v: Source<'a, E>,
+    q: Source<'a, E>,
+    dout: Source<'a, E>,
+    statistics: KnownOfQueries<'a, Acc<E>>,
+    /// Whether results are added or written.
+    add: bool,
+}
+
+/// A task.
+struct Task {
+    batch: usize,
+    kv_head: usize,
+    keys: Range<usize>,
+}
+
+impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
+    fn run(&self, team: &Team, scratch: &mut [Scratch<Acc<E>>], sums: &mut [Acc<E>], tick: Tick<'_>) {
+        let (batch, kv_heads) = (self.geometry.dims.batch, self.geometry.dims.kv_heads);
+        let len = self.visibility.keys.len();
+        // long causal tasks, those of early keys, first
+        let tasks = (0..len).step_by(self.k_rows).flat_map(move |first| {
+            let keys = first..len.min(first + self.k_rows);
+            (0..batch * kv_heads).map(move |plane| Task { batch: plane / kv_heads, kv_head: plane % kv_heads, keys: keys.clone() })
+        });
+        // tasks write different elements of the same records: they take turns, once each
+        let sums = Mutex::new(sums);
+        team.run(scratch, tasks, Some(tick), |scratch, task, pulse| {
+            self.sum(scratch, &task, pulse);
+            self.write(scratch, &task, &mut sums.lock().unwrap_or_else(PoisonError::into_inner));
+        });
+    }
+
+    /// Sums the gradients of a task's keys, in strips.
+    fn sum(&self, scratch: &mut Scratch<Acc<E>>, task: &Task, pulse: &mut Pulse<'_>) {
+        scratch.filled.fill(false);
+        scratch.sums_head.fill(Acc::<E>::ZERO);
+        scratch.sums_value.fill(Acc::<E>::ZERO);
+        for heads in self.alike(task.kv_head) {
+            for queries in self.seen.hulls.query_tiles(task.batch, heads.start, self.visibility.keys, task.keys.clone()) {
+                if pulse.stopped() {
+                    return;
+                }
+                for head in heads.clone() {
+                    self.sum_queries(scratch, task, head, &queries);
+                }
+            }
+        }
+    }
+
+    /// Heads of the group that see alike, together; or one by one.
+    fn alike(&self, kv_head: usize) -> impl Iterator<Item = Range<usize>> + use<E> {
+        let heads = self.geometry.heads(kv_head);
+        let step = if self.visibility.per_head() { 1 } else { heads.len() };
+        heads.clone().step_by(step).map(move |first| first..first + step)
+    }
+
+    /// One tile of queries of one head, for all strips of keys.
+    fn sum_queries(&self, scratch: &mut Scratch<Acc<E>>, task: &Task, head: usize, queries: &Range<usize>) {
+        let path = self.geometry.path;
+        let tile = self.seen.tile(task.batch, head, queries.start);
+        let mut filled = false;
+        for (index, strip) in self.geometry.strips(task.keys.len()).enumerate() {
+            let keys = task.keys.start + strip.rows.start..task.keys.start + strip.rows.end;
+            let Scratch { sight, bits, .. } = scratch;
+            if !sight.look(Lanes::Keys, &self.visibility, tile, keys.clone(), bits) {
+                continue;
+            }
+            if !std::mem::replace(&mut filled, true) {
+                scratch.rows_head.fill(path, &self.q, task.batch, head, queries.clone());
+                scratch.rows_value.fill(path, &self.dout, task.batch, head, queries.clone());
+                let line = task.batch * self.geometry.dims.q_heads + head;
+                self.statistics.load(line, queries.clone(), &mut scratch.statistics);
+            }
+            let Strip { vectors, width, .. } = strip;
+            let (batch, queries) = (task.batch, queries.clone());
+            let site = Site { batch, head, queries, keys, lanes: Lanes::Keys, strip: index, vectors, width };
+            self.sum_tile(scratch, task.kv_head, &site);
+        }
+    }
+
+    /// One tile.
+    fn sum_tile(&self, scratch: &mut Scratch<Acc<E>>, kv_head: usize, site: &Site) {
+        let geometry = self.geometry;
+        let (head_dim, value_dim) = (geometry.dims.head_dim, geometry.dims.value_dim);
+        let Scratch { rows_head, rows_value, lanes_head, lanes_value, sums_head, sums_value, tiles, statistics, sight, filled, .. } =
+            scratch;
+        let of_k = &mut lanes_head[geometry.lanes_of(site, head_dim)];
+        let of_v = &mut lanes_value[geometry.lanes_of(site, value_dim)];
+        if !std::mem::replace(&mut filled[site.strip], true) {
+            fill_lanes(&self.k, site.batch, kv_head, site.keys.clone(), site.width, of_k);
+            fill_lanes(&self.v, site.batch, kv_head, site.keys.clone(), site.width, of_v);
+        }
+        let operands = Operands { s: (rows_head, of_k), dp: (rows_value, of_v) };
+        differentiate(&self.logits, site, sight, operands, statistics, tiles);
+        let span = site.span(sight.rows());
+        apply_slope(&self.logits, site, &span, tiles);
+        let of_dv = &mut sums_value[geometry.lanes_of(site, geometry.value_rows())];
+        column_products(geometry.path, site.vectors, sight, rows_value, &tiles.dp[span.clone()], of_dv, None);
+        let of_dk = &mut sums_head[geometry.lanes_of(site, geometry.head_rows())];
+        column_products(geometry.path, site.vectors, sight, rows_head, &tiles.s[span], of_dk, None);
+    }
+
+    /// Writes a task's sums into its places of the gradient records.
+    fn write(&self, scratch: &Scratch<Acc<E>>, task: &Task, records: &mut [Acc<E>]) {
+        let spec = self.logits.spec;
+        let record = spec.gradient_record();
+        let size = size_of::<Acc<E>>() as u64;
+        let at = |bytes: u64| annulus_core::index(bytes / size);
+        let (len, scale) = (at(record.bytes()), Acc::<E>::from_f64(spec.scale));
+        let fields = [
+            (0, spec.dims.head_dim, self.geometry.head_rows(), &scratch.sums_head, scale),
+            (1, spec.dims.value_dim, self.geometry.value_rows(), &scratch.sums_value, Acc::<E>::ONE),
+        ];
+        for (field, dim, rows, sums, scale) in fields {
+            let first = at(record.offset(field, task.batch, task.kv_head));
+            for strip in self.geometry.strips(task.keys.len()) {
+                let sums = &sums[strip.rows.start * rows..][..strip.width * rows];
+                for (lane, key) in strip.rows.clone().enumerate() {
+                    let into = &mut records[(task.keys.start + key) * len + first..][..dim];
+                    let column = sums.iter().skip(lane).step_by(strip.width);
+                    for (into, &sum) in into.iter_mut().zip(column) {
+                        let sum = scale * sum;
+                        *into = if self.add { *into + sum } else { sum };
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! The end of the forward pass: sinks are folded in, once, and rows are divided and written.
+//!
+//! ```text
+//! m' = max(m, max_t a_t)      sum' = sum·e^{m − m'} + Σ_t e^{a_t − m'}
+//! out = acc·e^{m − m'} / sum'   (not divided where out is not normalised)      lse = m' + ln sum'
+//! ```
+
+use annulus_core::{Element, Host, Inputs, Outputs, Result, Spec};
+use ndarray::{ArrayView4, ArrayViewMut4, Axis};
+
+use crate::{
+    forward::Acc,
+    geometry::Geometry,
+    input::{Input, array, array_mut},
+    real::Real,
+    team::Team,
+    workspace::{QueryBlock, State, Summed},
+};
+
+/// Folds in the sinks and writes the outputs. The workspace stays as it is.
+pub(crate) fn finish<E: Input<Accumulator: Summed>>(
+    team: &Team,
+    state: &mut State<Acc<E>>,
+    inputs: &Inputs<'_, Host>,
+    outputs: &mut Outputs<'_, Host>,
+) -> Result<()> {
+    let sinks = inputs.sinks.map(|sinks| array::<Acc<E>>("softmax_aux", sinks)).transpose()?;
+    let mut out = array_mut::<E>("out", &mut outputs.out)?;
+    let mut lse = array_mut("lse", &mut outputs.lse)?;
+    let mut max = outputs.max.as_mut().map(|max| array_mut("max", max)).transpose()?;
+    let mut sum = outputs.sum.as_mut().map(|sum| array_mut("sum", sum)).transpose()?;
+    let mut ties = outputs.ties.as_mut().map(|ties| array_mut("ties", ties)).transpose()?;
+
+    // one item a block of rows, cut off the outputs as it is asked for
+    let rows = state.q_rows;
+    let mut lse = lse.axis_chunks_iter_mut(Axis(2), rows);
+    let mut max = max.as_mut().map(|max| max.axis_chunks_iter_mut(Axis(2), rows));
+    let mut sum = sum.as_mut().map(|sum| sum.axis_chunks_iter_mut(Axis(2), rows));
+    let mut ties = ties.as_mut().map(|ties| ties.axis_chunks_iter_mut(Axis(2), rows));
+    let items = out.axis_chunks_iter_mut(Axis(1), rows).enumerate().map(|(index, out)| {
+        let (max, sum, ties) = (max.as_mut(), sum.as_mut(), ties.as_mut());
+        Rows {
+            index,
+            out,
+            lse: lse.next(),
+            max: max.and_then(Iterator::next),
+            sum: sum.and_then(Iterator::next),
+            ties: ties.and_then(Iterator::next),
+        }
+    });
+    let mut scratch = std::mem::take(&mut state.scratch);
+    let state_read = &*state;
+    team.run(&mut scratch, items, None, |_, mut rows: Rows<'_, E>, _| {
+        for block in state_read.blocks_of_rows(rows.index) {
+            rows.write(&state_read.geometry, &state_read.local.spec, block, sinks);
+        }
+    });
+    state.scratch = scratch;
+    Ok(())
+}
+
+/// The outputs of one block of rows.
+struct Rows<'a, E: Input> {
+    index: usize,
+    out: ArrayViewMut4<'a, E>,
+    lse: Option<ArrayViewMut4<'a, Acc<E>>>,
+    max: Option<ArrayViewMut4<'a, Acc<E>>>,
+    sum: Option<ArrayViewMut4<'a, Acc<E>>>,
+    ties: Option<ArrayViewMut4<'a, Acc<E>>>,
+}
+
+impl<E: Input<Accumulator: Summed>> Rows<'_, E> {
+    /// Writes all rows of one task.
+    fn write(&mut self, geometry: &Geometry, spec: &Spec, block: &QueryBlock<Acc<E>>, sinks: Option<ArrayView4<'_, Acc<E>>>) {
+        let (batch, depth) = (block.batch, geometry.value_rows());
+        for (place, head) in geometry.heads(block.kv_head).enumerate() {
+            let mut out = self.out.index_axis_mut(Axis(0), batch);
+            let mut out = out.index_axis_mut(Axis(1), head);
+            for strip in geometry.strips(block.rows.len()) {
+                let first = block.lane(place, strip.rows.start);
+                let sums = &block.sums[first * depth..(first + strip.width) * depth];
+                for (lane, row) in strip.rows.clone().enumerate() {
+                    let ties = block.ties.get(first + lane).copied().unwrap_or_default();
+                    let end = End::of(block.max[first + lane], block.sum[first + lane], ties, sink_line(sinks, head));
+                    let factor = Acc::<E>::from_f64(if spec.normalize { end.rescale / end.sum } else { end.rescale });
+                    let elements = sums.iter().skip(lane).step_by(strip.width);
+                    for (out, &sum) in out.index_axis_mut(Axis(0), row).iter_mut().zip(elements) {
+                        *out = E::narrow(if end.empty { Acc::<E>::ZERO } else { factor * sum });
+                    }
+                    let at = [batch, head, row, 0];
+                    for (view, value) in
+                        [(&mut self.lse, end.lse), (&mut self.max, end.max), (&mut self.sum, end.sum), (&mut self.ties, end.ties)]
+                    {
+                        if let Some(view) = view {
+                            view[at] = Acc::<E>::from_f64(value);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The sink logits of one head.
+pub(crate) fn sink_line<A: Real>(sinks: Option<ArrayView4<'_, A>>, head: usize) -> impl Iterator<Item = f64> + Clone {
+    let count = sinks.map_or(0, |sinks| sinks.dim().1);
+    (0..count).filter_map(move |sink| sinks.map(|sinks| sinks[[if sinks.dim().0 == 1 { 0 } else { head }, sink, 0, 0]].to_f64()))
+}
+
+/// What one row's running softmax ends in, sinks included.
+struct End {
+    /// Nothing is seen, and there are no sinks.
+    empty: bool,
+    lse: f64,
+    max: f64,
+    sum: f64,
+    ties: f64,
+    /// What the running sums are multiplied by.
+    rescale: f64,
+}
+
+impl End {
+    fn of<A: Real>(max: A, sum: A, ties: A, sinks: impl Iterator<Item = f64> + Clone) -> Self {
+        let (seen_max, seen_sum) = (max.to_f64(), sum.to_f64());
+        let max = sinks.clone().fold(seen_max, |max, sink| if sink > max { sink } else { max });
+        if max == f64::NEG_INFINITY && seen_sum == 0.0 && sinks.clone().all(|sink| sink == f64::NEG_INFINITY) {
+            return Self { empty: true, lse: max, max, sum: 0.0, ties: 0.0, rescale: 0.0 };
+        }
+        // the weight of what was seen against the new maximum; 0 where nothing was
+        let rescale = if seen_max == max { 1.0 } else { (seen_max - max).exp() };
+        let reached = sinks.clone().filter(|&sink| sink == max).count() as f64;
+        let ties = if seen_max == max { ties.to_f64() + reached } else { reached };
+        let sum = seen_sum * rescale + sinks.map(|sink| (sink - max).exp()).sum::<f64>();
+        // a NaN that was seen is nobody's maximum, but it is in the sum
+        let max = if sum.is_nan() { f64::NAN } else { max };
+        Self { empty: false, lse: max + sum.ln(), max, sum, ties, rescale }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sinks_end_a_row() {
+        let nothing = End::of(f32::NEG_INFINITY, 0.0, 0.0, std::iter::empty());
+        assert!(nothing.empty && nothing.lse == f64::NEG_INFINITY);
+        let no_sink = End::of(f32::NEG_INFINITY, 0.0, 0.0, std::iter::once(f64::NEG_INFINITY));
+        assert!(no_sink.empty);
+        let only = End::of(f32::NEG_INFINITY, 0.0, 0.0, [1.0, 1.0].into_iter());
+        assert!(!only.empty && only.rescale == 0.0 && only.ties == 2.0 && (only.lse - (1.0 + 2f64.ln())).abs() < 1e-12);
+        let both = End::of(1.0f32, 2.0, 1.0, [1.0, 0.0].into_iter());
+        assert!(both.ties == 2.0 && both.max == 1.0 && (both.sum - (3.0 + (-1f64).exp())).abs() < 1e-12);
+        let nan = End::of(f32::NEG_INFINITY, f32::NAN, 0.0, std::iter::once(0.0));
+        assert!(!nan.empty && nan.lse.is_nan() && nan.sum.is_nan());
+    }
+}

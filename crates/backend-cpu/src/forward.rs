@@ -1,0 +1,195 @@
+//! The forward pass over one block of keys.
+//!
+//! ```text
+//! for each task (batch row, kv head, block of queries):
+//!     for each tile of 64 keys of which the queries see some:
+//!         for each strip of queries and each query head of the kv head:
+//!             S = K·Qᵀ, made logits;  (m, sum, S) ← fold;  Oᵀ ← Oᵀ·e^{m − m'} + Vᵀ·S
+//! ```
+//! Queries lie in lanes, so maximum, sum and correction are vectors and nothing is summed across lanes.
+//!
+//! # Source
+//! Dao et al. 2022, algorithm 1; the running softmax of Milakov and Gimelshein 2018.
+
+use std::ops::Range;
+
+use annulus_core::{Block, Host, Inputs, Result, Tick, Visibility};
+
+use crate::{
+    geometry::{Geometry, Strip},
+    input::{Input, Source, array},
+    logits::{Logits, Site},
+    pack::fill_lanes,
+    products::{column_products, row_products},
+    real::Real,
+    scratch::Scratch,
+    sight::{Lanes, TILE},
+    softmax::{Fold, Multiply},
+    team::{Pulse, Team},
+    workspace::{QueryBlock, State, Summed},
+};
+
+/// The sum type of an input type.
+pub(crate) type Acc<E> = <E as annulus_core::Element>::Accumulator;
+
+/// Every row has seen nothing.
+pub(crate) fn begin<A: Real>(state: &mut State<A>) {
+    for block in &mut state.blocks {
+        block.sums.fill(A::ZERO);
+        block.max.fill(-A::INFINITY);
+        block.sum.fill(A::ZERO);
+        block.ties.fill(A::ZERO);
+    }
+}
+
+/// Folds one block into the running softmax.
+pub(crate) fn attend<E: Input<Accumulator: Summed>>(
+    team: &Team,
+    state: &mut State<Acc<E>>,
+    inputs: &Inputs<'_, Host>,
+    block: &Block<'_, Host>,
+    tick: Tick<'_>,
+) -> Result<()> {
+    let State { local, geometry, q_rows, blocks, scratch, .. } = state;
+    let pass = QueryPass::<E>::new(geometry, *q_rows, local, inputs, block)?;
+    team.run(scratch, blocks.iter_mut(), Some(tick), |scratch, block, pulse| pass.fold(scratch, block, pulse));
+    Ok(())
+}
+
+/// What all tasks of a pass over queries read.
+pub(crate) struct QueryPass<'a, E: Input> {
+    pub(crate) geometry: &'a Geometry,
+    pub(crate) visibility: Visibility<'a>,
+    pub(crate) logits: Logits<'a, Acc<E>>,
+    pub(crate) q: Source<'a, E>,
+    pub(crate) k: Source<'a, E>,
+    pub(crate) v: Source<'a, E>,
+    /// Strips of one head of a whole task.
+    strips: usize,
+}
+
+impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
+    pub(crate) fn new<'i: 'a, 'b: 'a>(
+        geometry: &'a Geometry,
+        q_rows: usize,
+        local: &'a annulus_core::Local,
+        inputs: &Inputs<'i, Host>,
+        block: &Block<'b, Host>,
+    ) -> Result<Self> {
+        let spec = &*local.spec;
+        let record = spec.kv_record();
+        let source = |field| Source::records(block.buffer.bytes(), block.rows.len(), &record, field);
+        let attention_mask = local.attention_mask.as_deref();
+        let (queries, keys) = (&*local.queries, block.rows);
+        let bias = inputs.bias.map(|bias| array::<Acc<E>>("bias", bias)).transpose()?;
+        Ok(Self {
+            geometry,
+            visibility: Visibility { mask: &*spec.mask, attention_mask, queries, keys },
+            logits: Logits { spec, path: geometry.path, queries, keys, bias },
+            q: Source::Tensor(array("q", inputs.q)?),
+            k: source(0)?,
+            v: source(1)?,
+            strips: q_rows / geometry.strip_lanes(),
+        })
+    }
+
+    /// Heads of the group that see alike, together; or one by one.
+    pub(crate) fn alike(&self, kv_head: usize) -> impl Iterator<Item = Range<usize>> + use<E> {
+        let heads = self.geometry.heads(kv_head);
+        let step = if self.visibility.per_head() { 1 } else { heads.len() };
+        heads.clone().step_by(step).map(move |first| first..first + step)
+    }
+
+    /// Works out what the rows of a task see: all of them, and each strip.
+    pub(crate) fn look(&self, scratch: &mut Scratch<Acc<E>>, batch: usize, head: usize, rows: &Range<usize>) {
+        self.visibility.query_tile(batch, head, rows.clone(), &mut scratch.whole);
+        for (strip, part) in self.geometry.strips(rows.len()).zip(&mut scratch.parts) {
+            self.visibility.query_tile(batch, head, rows.start + strip.rows.start..rows.start + strip.rows.end, part);
+        }
+    }
+
+    /// Where a tile lies whose queries are strip number `index` of a task.
+    pub(crate) fn site(&self, batch: usize, head: usize, rows: &Range<usize>, index: usize, strip: &Strip, keys: &Range<usize>) -> Site {
+        Site {
+            batch,
+            head,
+            queries: rows.start + strip.rows.start..rows.start + strip.rows.end,
+            keys: keys.clone(),
+            lanes: Lanes::Queries,
+            strip: head % self.geometry.dims.group() * self.strips + index,
+            vectors: strip.vectors,
+            width: strip.width,
+        }
+    }
+
+    /// Takes in a tile of keys and values.
+    pub(crate) fn fill_keys(&self, scratch: &mut Scratch<Acc<E>>, batch: usize, kv_head: usize, keys: &Range<usize>) {
+        let path = self.geometry.path;
+        scratch.rows_head.fill(path, &self.k, batch, kv_head, keys.clone());
+        scratch.rows_value.fill(path, &self.v, batch, kv_head, keys.clone());
+    }
+
+    /// One task.
+    fn fold(&self, scratch: &mut Scratch<Acc<E>>, block: &mut QueryBlock<Acc<E>>, pulse: &mut Pulse<'_>) {
+        scratch.filled.fill(false);
+        for heads in self.alike(block.kv_head) {
+            self.look(scratch, block.batch, heads.start, &block.rows);
+            let whole = std::mem::take(&mut scratch.whole);
+            for keys in self.visibility.key_tiles(&whole, TILE) {
+                if pulse.stopped() {
+                    break;
+                }
+                self.fold_keys(scratch, block, &heads, &keys);
+            }
+            scratch.whole = whole;
+        }
+    }
+
+    /// One tile of keys, for all strips and the given heads of a task.
+    fn fold_keys(&self, scratch: &mut Scratch<Acc<E>>, block: &mut QueryBlock<Acc<E>>, heads: &Range<usize>, keys: &Range<usize>) {
+        let mut filled = false;
+        for (index, strip) in self.geometry.strips(block.rows.len()).enumerate() {
+            let Scratch { sight, bits, parts, .. } = scratch;
+            if !sight.look(Lanes::Queries, &self.visibility, &parts[index], keys.clone(), bits) {
+                continue;
+            }
+            if !std::mem::replace(&mut filled, true) {
+                self.fill_keys(scratch, block.batch, block.kv_head, keys);
+            }
+            for head in heads.clone() {
+                let site = self.site(block.batch, head, &block.rows, index, &strip, keys);
+                if !std::mem::replace(&mut scratch.filled[site.strip], true) {
+                    let lanes = &mut scratch.lanes_head[self.geometry.lanes_of(&site, self.geometry.dims.head_dim)];
+                    fill_lanes(&self.q, site.batch, head, site.queries.clone(), site.width, lanes);
+                }
+                self.fold_tile(scratch, block, strip.rows.start, &site);
+            }
+        }
+    }
+
+    /// One tile of one head; `first` is the strip's first row in the task.
+    fn fold_tile(&self, scratch: &mut Scratch<Acc<E>>, block: &mut QueryBlock<Acc<E>>, first: usize, site: &Site) {
+        let (path, vectors) = (self.geometry.path, site.vectors);
+        let Scratch { rows_head, rows_value, lanes_head, tiles, rescale, sight, sight_of_head, .. } = scratch;
+        sight_of_head.clone_from(sight);
+        let sight = sight_of_head;
+        let queries = &lanes_head[self.geometry.lanes_of(site, self.geometry.dims.head_dim)];
+        row_products(path, vectors, sight.rows(), rows_head, queries, &mut tiles.s, self.logits.product_scale());
+        self.logits.finish(site, sight, &mut tiles.s, None, &mut tiles.extra);
+
+        let first = block.lane(site.head % self.geometry.dims.group(), first);
+        let lanes = first..first + site.width;
+        let span = site.span(sight.rows());
+        let ties = (!self.logits.spec.normalize).then(|| &mut block.ties[lanes.clone()]);
+        let rescale = &mut rescale[..site.width];
+        let weights = &mut tiles.s[span.clone()];
+        let (max, sum) = (&mut block.max[lanes.clone()], &mut block.sum[lanes.clone()]);
+        Acc::<E>::run(path, vectors, Fold { tile: weights, max, sum, ties, rescale });
+        if self.logits.fill_keep(site, sight.rows(), &mut tiles.extra) {
+            Acc::<E>::run(path, vectors, Multiply { tile: weights, by: &tiles.extra[span] });
+        }
+        let depth = self.geometry.value_rows();
+        let sums = &mut block.sums[lanes.start * depth..lanes.end * depth];
+        column_products(path, vectors, sight, rows_value, weights, sums, Some(rescale));
+    }
+}

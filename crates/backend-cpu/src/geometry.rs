@@ -1,0 +1,92 @@
+//! How rows are cut into blocks (one task each) and blocks into strips (one register tile wide).
+
+use std::ops::Range;
+
+use annulus_core::{Dims, Spec};
+
+use crate::{isa::Path, logits::Site, pack::padded, real::Real};
+
+/// Lanes of a task, where it is one: enough that a widened tile of keys serves many queries.
+const LANES: usize = 192;
+
+/// Lanes of all heads of a task: what is packed for them should stay in the second-level cache.
+const GROUP_LANES: usize = 768;
+
+/// A part of a block that lies in the lanes of one register tile.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Strip {
+    /// Rows of the block.
+    pub(crate) rows: Range<usize>,
+    /// 64-byte vectors.
+    pub(crate) vectors: usize,
+    /// Lanes, of which the first `rows.len()` are used.
+    pub(crate) width: usize,
+}
+
+/// Lengths of one rank's share that all kernels need.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Geometry {
+    pub(crate) dims: Dims,
+    pub(crate) path: Path,
+    /// Elements of a vector.
+    vector: usize,
+}
+
+impl Geometry {
+    pub(crate) const fn new<A: Real>(spec: &Spec, path: Path) -> Self {
+        Self { dims: spec.dims, path, vector: A::WIDTH }
+    }
+
+    /// Lanes of a whole strip.
+    pub(crate) const fn strip_lanes(&self) -> usize {
+        self.path.most_vectors() * self.vector
+    }
+
+    /// Lanes of `rows` rows: whole vectors.
+    pub(crate) const fn lanes(&self, rows: usize) -> usize {
+        rows.next_multiple_of(self.vector)
+    }
+
+    /// The strips of a block of `rows` rows. Where they lie does not depend on the size of the block, as long as it is whole strips.
+    pub(crate) fn strips(&self, rows: usize) -> impl ExactSizeIterator<Item = Strip> + use<> {
+        let (vector, lanes) = (self.vector, self.strip_lanes());
+        (0..rows.div_ceil(lanes)).map(move |index| {
+            let rows = index * lanes..rows.min((index + 1) * lanes);
+            let vectors = rows.len().div_ceil(vector);
+            Strip { rows, vectors, width: vectors * vector }
+        })
+    }
+
+    /// Rows of a task, so that `rows` rows of every (batch row, key head) make a few tasks for every thread where they can.
+    pub(crate) fn block_rows(&self, rows: usize, heads: usize, threads: usize) -> usize {
+        let strip = self.strip_lanes();
+        let planes = self.dims.batch * self.dims.kv_heads;
+        let mut strips = (LANES / strip).max(1);
+        while strips > 1 && (strips * strip * heads > GROUP_LANES || rows.div_ceil(strips * strip) * planes < 4 * threads) {
+            strips /= 2;
+        }
+        strips * strip
+    }
+
+    /// The elements of a strip in a task's packed lanes of vectors of length `dim`.
+    pub(crate) const fn lanes_of(&self, site: &Site, dim: usize) -> Range<usize> {
+        let first = site.strip * self.strip_lanes() * dim;
+        first..first + site.width * dim
+    }
+
+    /// Query heads that read key head `kv_head`.
+    pub(crate) const fn heads(&self, kv_head: usize) -> Range<usize> {
+        let group = self.dims.group();
+        kv_head * group..(kv_head + 1) * group
+    }
+
+    /// Rows of a strip of q, k or their gradients.
+    pub(crate) const fn head_rows(&self) -> usize {
+        padded(self.dims.head_dim)
+    }
+
+    /// Rows of a strip of v, out or their gradients.
+    pub(crate) const fn value_rows(&self) -> usize {
+        padded(self.dims.value_dim)
+    }
+}

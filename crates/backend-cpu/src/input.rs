@@ -1,0 +1,161 @@
+//! The four element types of inputs, and rows of them wherever they lie.
+
+use annulus_core::{Element, Error, HostView, HostViewMut, Record, Result};
+use half::{bf16, f16};
+use ndarray::{ArrayView1, ArrayView4, ArrayViewMut4, s};
+
+use crate::real::Real;
+
+/// What q, k, v and out are made of.
+pub(crate) trait Input: Element<Accumulator: Real> {
+    /// Widens exactly.
+    fn widen(self) -> Self::Accumulator;
+    /// Rounds to nearest, ties to even.
+    fn narrow(value: Self::Accumulator) -> Self;
+}
+
+impl Input for f64 {
+    #[inline(always)]
+    fn widen(self) -> f64 {
+        self
+    }
+
+    #[inline(always)]
+    fn narrow(value: f64) -> Self {
+        value
+    }
+}
+
+impl Input for f32 {
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        self
+    }
+
+    #[inline(always)]
+    fn narrow(value: f32) -> Self {
+        value
+    }
+}
+
+impl Input for bf16 {
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+
+    #[inline(always)]
+    fn narrow(value: f32) -> Self {
+        Self::from_f32(value)
+    }
+}
+
+impl Input for f16 {
+    /// In arithmetic that becomes vectors: the exponent is rebased by a product, which also makes subnormals right.
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        const REBASE: f32 = f32::from_bits((127 + 112) << 23);
+        let bits = u32::from(self.to_bits());
+        let size = f32::from_bits((bits & 0x7fff) << 13) * REBASE;
+        let special = if size >= 65_536.0 { 0x7f80_0000 } else { 0 };
+        f32::from_bits(size.to_bits() | special | (bits & 0x8000) << 16)
+    }
+
+    #[inline(always)]
+    fn narrow(value: f32) -> Self {
+        Self::from_f32(value)
+    }
+}
+
+/// Rows of one tensor: the caller's, or those in the records of a block.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Source<'a, E> {
+    /// `[b, rows, heads, dim]`, any strides.
+    Tensor(ArrayView4<'a, E>),
+    /// A field of records: `elements[row·stride + first + (batch·heads + head)·dim ..]`.
+    Records { elements: &'a [E], stride: usize, first: usize, heads: usize, dim: usize },
+}
+
+impl<'a, E: Element> Source<'a, E> {
+    /// Field `field` of `rows` records that lie at the start of `bytes`.
+    pub(crate) fn records(bytes: &'a [u8], rows: usize, record: &Record, field: usize) -> Result<Self> {
+        let elements = elements(bytes, rows, record)?;
+        let size = size_of::<E>() as u64;
+        let at = |bytes: u64| annulus_core::index(bytes / size);
+        let shape = record.fields()[field];
+        Ok(Self::Records {
+            elements,
+            stride: at(record.bytes()),
+            first: at(record.offset(field, 0, 0)),
+            heads: shape.heads,
+            dim: shape.dim,
+        })
+    }
+
+    /// One vector.
+    #[inline]
+    pub(crate) fn vector(&self, batch: usize, row: usize, head: usize) -> ArrayView1<'a, E> {
+        match *self {
+            Self::Tensor(tensor) => tensor.slice_move(s![batch, row, head, ..]),
+            Self::Records { elements, stride, first, heads, dim } => {
+                ArrayView1::from(&elements[row * stride + first + (batch * heads + head) * dim..][..dim])
+            }
+        }
+    }
+}
+
+/// The first `rows` records as elements of one type; what is not of that type is never looked at.
+pub(crate) fn elements<'a, E: Element>(bytes: &'a [u8], rows: usize, record: &Record) -> Result<&'a [E]> {
+    let len = annulus_core::index(record.bytes()) * rows;
+    let records = bytes.get(..len).ok_or_else(|| short(bytes.len(), len))?;
+    bytemuck::try_cast_slice(records).map_err(device)
+}
+
+/// As [`elements`], for writing.
+pub(crate) fn elements_mut<'a, E: Element>(bytes: &'a mut [u8], rows: usize, record: &Record) -> Result<&'a mut [E]> {
+    let (len, got) = (annulus_core::index(record.bytes()) * rows, bytes.len());
+    let records = bytes.get_mut(..len).ok_or_else(|| short(got, len))?;
+    bytemuck::try_cast_slice_mut(records).map_err(device)
+}
+
+/// A block that is not what the schedule says: a fault of the engine, not of the caller.
+pub(crate) fn device(what: impl ToString) -> Error {
+    Error::Device { what: what.to_string() }
+}
+
+fn short(got: usize, want: usize) -> Error {
+    device(format!("a block buffer of {got} bytes where its records take {want}"))
+}
+
+/// A tensor of the type that the spec says.
+pub(crate) fn array<'a, E: Element>(name: &str, view: HostView<'a>) -> Result<ArrayView4<'a, E>> {
+    let got = view.dtype();
+    E::array(view).ok_or_else(|| Error::invalid(name, got, E::DTYPE))
+}
+
+/// A writable tensor of the type that the spec says.
+pub(crate) fn array_mut<'a, E: Element>(name: &str, view: &'a mut HostViewMut<'_>) -> Result<ArrayViewMut4<'a, E>> {
+    let got = view.dtype();
+    let reborrowed = match view {
+        HostViewMut::F64(view) => HostViewMut::F64(view.view_mut()),
+        HostViewMut::F32(view) => HostViewMut::F32(view.view_mut()),
+        HostViewMut::Bf16(view) => HostViewMut::Bf16(view.view_mut()),
+        HostViewMut::F16(view) => HostViewMut::F16(view.view_mut()),
+    };
+    E::array_mut(reborrowed).ok_or_else(|| Error::invalid(name, got, E::DTYPE))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_half_is_widened_exactly() {
+        for bits in 0..=u16::MAX {
+            let (half, brain) = (f16::from_bits(bits), bf16::from_bits(bits));
+            for (got, want) in [(half.widen(), half.to_f32()), (brain.widen(), brain.to_f32())] {
+                assert!(got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan(), "{bits:04x}");
+            }
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! Which instructions the tiles are compiled for, and the one place where that choice becomes a call.
+//!
+//! Every hot loop is a [`Job`]: a generic body over fixed-size arrays that is compiled once per instruction set by the thin
+//! `#[target_feature]` functions below. [`Path`] is the proof that the machine has the instructions: it can only be made by asking.
+
+use annulus_core::{Error, Result};
+
+/// An instruction set that tiles are compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Isa {
+    /// Whatever the target guarantees; products and sums are rounded separately.
+    Portable,
+    /// AVX2 with fused multiply-add: 256-bit vectors.
+    Avx2,
+    /// AVX-512 F, VL, BW, DQ: 512-bit vectors and 32 registers.
+    Avx512,
+}
+
+impl Isa {
+    /// All of them, narrowest first.
+    pub const ALL: [Self; 3] = [Self::Portable, Self::Avx2, Self::Avx512];
+
+    /// The environment variable that forces one: `avx512`, `avx2` or `portable`.
+    pub const VARIABLE: &'static str = "ANNULUS_CPU_ISA";
+
+    /// The name in [`Isa::VARIABLE`] and in reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Portable => "portable",
+            Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
+        }
+    }
+
+    /// Whether this machine can run it.
+    pub fn is_available(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        let has = match self {
+            Self::Portable => true,
+            Self::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
+            Self::Avx512 => {
+                is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512vl")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("fma")
+            }
+        };
+        #[cfg(not(target_arch = "x86_64"))]
+        let has = self == Self::Portable;
+        has
+    }
+
+    /// The one that [`Isa::VARIABLE`] forces, else the widest that this machine has.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] naming the variable if it holds no name of an instruction set, [`Error::Unsupported`] if the machine
+    /// lacks the one that it names.
+    pub fn chosen() -> Result<Self> {
+        Self::choose(std::env::var_os(Self::VARIABLE).map(|name| name.to_string_lossy().into_owned()).as_deref())
+    }
+
+    fn choose(forced: Option<&str>) -> Result<Self> {
+        let Some(name) = forced.filter(|name| !name.is_empty()) else {
+            return Ok(Self::ALL.into_iter().rev().find(|isa| isa.is_available()).unwrap_or(Self::Portable));
+        };
+        let isa = Self::ALL.into_iter().find(|isa| isa.name() == name);
+        let isa = isa.ok_or_else(|| Error::invalid(Self::VARIABLE, name, "avx512, avx2 or portable"))?;
+        Path::new(isa).map(|_| isa)
+    }
+}
+
+impl std::fmt::Display for Isa {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// An instruction set that this machine was seen to have.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Path {
+    // invariant: available, because `Path::new` is the only way to make a `Path`
+    isa: Isa,
+}
+
+/// A hot loop.
+///
+/// Its body must be `#[inline(always)]`, so that it is compiled for the instruction set of whoever calls it: `FUSED` multiply-adds or not, register
+/// tiles of `ROWS` × `VECTORS` vectors of `WIDTH` elements (64 bytes, whatever the machine's vectors).
+pub(crate) trait Job {
+    type Output;
+    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) -> Self::Output;
+}
+
+/// Whatever [`Path`] runs on, a register tile has at most this many rows and divides this.
+pub(crate) const MOST_ROWS: usize = 8;
+
+impl Path {
+    pub(crate) fn new(isa: Isa) -> Result<Self> {
+        if isa.is_available() { Ok(Self { isa }) } else { Err(Error::unsupported(isa.name(), "this processor")) }
+    }
+
+    /// The most vectors that a register tile is wide.
+    pub(crate) const fn most_vectors(self) -> usize {
+        match self.isa {
+            Isa::Avx512 => 3,
+            _ => 1,
+        }
+    }
+
+    /// Runs `job` on a strip of `vectors` vectors of `WIDTH` elements.
+    pub(crate) fn run<J: Job, const WIDTH: usize>(self, vectors: usize, job: J) -> J::Output {
+        debug_assert!((1..=self.most_vectors()).contains(&vectors));
+        match self.isa {
+            Isa::Portable => job.run::<false, 2, 1, WIDTH>(),
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: `self.isa` is `Avx2`, and a `Path` exists only of what `Isa::is_available` has found on this machine: here AVX2
+            // and FMA, which are all the features that `avx2` enables.
+            Isa::Avx2 => unsafe { avx2::<J, WIDTH>(job) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: `self.isa` is `Avx512`, and a `Path` exists only of what `Isa::is_available` has found on this machine: here AVX-512
+            // F, VL, BW, DQ and FMA, which are all the features that `avx512` enables.
+            Isa::Avx512 => unsafe {
+                match vectors {
+                    1 => avx512::<J, 1, WIDTH>(job),
+                    2 => avx512::<J, 2, WIDTH>(job),
+                    _ => avx512::<J, 3, WIDTH>(job),
+                }
+            },
+            #[cfg(not(target_arch = "x86_64"))]
+            Isa::Avx2 | Isa::Avx512 => job.run::<false, 2, 1, WIDTH>(),
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+fn avx2<J: Job, const WIDTH: usize>(job: J) -> J::Output {
+    job.run::<true, 4, 1, WIDTH>()
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512vl,avx512bw,avx512dq,avx2,fma")]
+fn avx512<J: Job, const VECTORS: usize, const WIDTH: usize>(job: J) -> J::Output {
+    job.run::<true, 8, VECTORS, WIDTH>()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_forced_name_is_taken_or_refused() {
+        assert_eq!(Isa::choose(Some("portable")), Ok(Isa::Portable));
+        assert_eq!(Isa::choose(Some("")), Isa::choose(None));
+        assert!(Isa::choose(None).unwrap().is_available());
+        assert_eq!(Isa::choose(Some("sse9")).unwrap_err().code(), 1);
+        for isa in Isa::ALL {
+            match Isa::choose(Some(isa.name())) {
+                Ok(chosen) => assert!(chosen == isa && isa.is_available()),
+                Err(error) => assert!(error.code() == 2 && !isa.is_available()),
+            }
+        }
+    }
+}

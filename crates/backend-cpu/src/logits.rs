@@ -1,0 +1,249 @@
+//! From products to logits: everything between q·k and the softmax, for one tile.
+//!
+//! ```text
+//! x = scale · round(q·k)       s = cap·tanh(x / cap) + bias    or    cap·tanh((x + bias) / cap)       s = −∞ where hidden
+//! ```
+//! A tile without soft cap, bias, rounding and hidden pairs runs none of this: its products are scaled as they are stored.
+
+use std::ops::Range;
+
+use annulus_core::{
+    BiasOrder, DType, DropoutMask, Rows, Spec,
+    mask::{Key, Query},
+};
+use ndarray::{ArrayView1, ArrayView4, s};
+
+use crate::{
+    isa::{Job, Path},
+    lanes::{map, select, strip, strip_mut, zip},
+    real::Real,
+    sight::{Lanes, Sight},
+};
+
+/// Where a tile lies.
+#[derive(Debug, Clone)]
+pub(crate) struct Site {
+    pub(crate) batch: usize,
+    /// Query head.
+    pub(crate) head: usize,
+    /// Local numbers.
+    pub(crate) queries: Range<usize>,
+    /// Local numbers in the block.
+    pub(crate) keys: Range<usize>,
+    pub(crate) lanes: Lanes,
+    /// Number of the strip among all that the task has.
+    pub(crate) strip: usize,
+    /// Vectors of the strip.
+    pub(crate) vectors: usize,
+    /// Elements of a row of the tile.
+    pub(crate) width: usize,
+}
+
+impl Site {
+    /// Queries and keys of the tile's rows `rows`, counted from the tile's first.
+    pub(crate) fn offsets(&self, rows: &Range<usize>) -> (Range<usize>, Range<usize>) {
+        match self.lanes {
+            Lanes::Queries => (0..self.queries.len(), rows.clone()),
+            Lanes::Keys => (rows.clone(), 0..self.keys.len()),
+        }
+    }
+
+    /// Row and lane of a pair.
+    const fn place(&self, query: usize, key: usize) -> (usize, usize) {
+        match self.lanes {
+            Lanes::Queries => (key, query),
+            Lanes::Keys => (query, key),
+        }
+    }
+
+    /// The elements of the tile's rows `rows`.
+    pub(crate) const fn span(&self, rows: &Range<usize>) -> Range<usize> {
+        rows.start * self.width..rows.end * self.width
+    }
+
+    /// The element of a pair.
+    pub(crate) const fn element(&self, query: usize, key: usize) -> usize {
+        let (row, lane) = self.place(query, key);
+        row * self.width + lane
+    }
+}
+
+/// How the logits between some queries and some keys are made.
+pub(crate) struct Logits<'a, A> {
+    pub(crate) spec: &'a Spec,
+    pub(crate) path: Path,
+    pub(crate) queries: &'a Rows,
+    pub(crate) keys: &'a Rows,
+    /// `[b|1, heads|1, q rows|1, kv rows of the whole sequence|1]`.
+    pub(crate) bias: Option<ArrayView4<'a, A>>,
+}
+
+impl<A: Real> Logits<'_, A> {
+    /// What products are multiplied by as they are stored: the scale, unless they are rounded first.
+    pub(crate) fn product_scale(&self) -> A {
+        if self.rounding().is_some() { A::ONE } else { A::from_f64(self.spec.scale) }
+    }
+
+    /// Whether ∂s/∂x is not 1.
+    pub(crate) const fn has_slope(&self) -> bool {
+        self.spec.soft_cap.is_some()
+    }
+
+    /// Makes logits of the products in the visible rows of `tile`. `slope`, if wanted, becomes ∂s/∂x where [`Logits::has_slope`]
+    /// (0 where hidden); `extra` is scratch.
+    pub(crate) fn finish(&self, site: &Site, sight: &mut Sight, tile: &mut [A], mut slope: Option<&mut [A]>, extra: &mut [A]) {
+        let has_bias = self.bias.is_some() || self.spec.bias_function.is_some();
+        if has_bias {
+            self.fill_bias(site, sight, extra);
+        }
+        let span = site.span(sight.rows());
+        if has_bias || self.spec.soft_cap.is_some() || self.rounding().is_some() {
+            let bend = Bend {
+                tile: &mut tile[span.clone()],
+                bias: has_bias.then(|| &extra[span.clone()]),
+                slope: slope.as_deref_mut().map(|slope| &mut slope[span.clone()]),
+                round: self.rounding().map(|dtype| (dtype, A::from_f64(self.spec.scale))),
+                cap: self.spec.soft_cap.map(|cap| (A::from_f64(cap), A::from_f64(1.0 / cap))),
+                bias_first: self.spec.bias_order == BiasOrder::BeforeSoftCap,
+            };
+            A::run(self.path, site.vectors, bend);
+        }
+        if let Some(words) = sight.words() {
+            A::run(self.path, site.vectors, Hide { tile: &mut tile[span.clone()], words, value: -A::INFINITY });
+            if let Some(slope) = slope.filter(|_| self.has_slope()) {
+                A::run(self.path, site.vectors, Hide { tile: &mut slope[span], words, value: A::ZERO });
+            }
+        }
+    }
+
+    /// Writes what dropout multiplies each weight by, 1/(1 − p) or 0, for the visible rows; false if there is no dropout.
+    pub(crate) fn fill_keep(&self, site: &Site, rows: &Range<usize>, keep: &mut [A]) -> bool {
+        let Some(mask) = self.spec.dropout.map(DropoutMask::new) else { return false };
+        let kept = A::from_f64(mask.keep_scale());
+        let (queries, keys) = site.offsets(rows);
+        for query in queries {
+            let row_i = self.queries.rows()[site.queries.start + query];
+            // four keys share a call
+            let mut drawn = None;
+            for key in keys.clone() {
+                let row_j = self.keys.rows()[site.keys.start + key];
+                let words = match drawn {
+                    Some((block, words)) if block == row_j / 4 => words,
+                    _ => mask.words(site.batch, site.head, self.spec.dims.q_heads, row_i, row_j / 4),
+                };
+                drawn = Some((row_j / 4, words));
+                keep[site.element(query, key)] = if mask.keeps(words[(row_j % 4) as usize]) { kept } else { A::ZERO };
+            }
+        }
+        true
+    }
+
+    /// The type that products are rounded to, if it is narrower than they are.
+    fn rounding(&self) -> Option<DType> {
+        let (wanted, have) = (self.spec.logits_dtype, A::DTYPE);
+        (wanted.bytes() < have.bytes()).then_some(wanted)
+    }
+
+    /// Writes the bias of the visible rows, and hides what a bias of −∞ hides.
+    fn fill_bias(&self, site: &Site, sight: &mut Sight, into: &mut [A]) {
+        let rows = sight.rows().clone();
+        let (queries, keys) = site.offsets(&rows);
+        let positions = (self.queries.positions(site.batch), self.keys.positions(site.batch));
+        for query in queries {
+            let q = site.queries.start + query;
+            let line = self.bias.map(|bias| bias_line(bias, site.batch, site.head, q));
+            let at = Query { batch: site.batch, head: site.head, row: self.queries.rows()[q], position: positions.0[q] };
+            for key in keys.clone() {
+                let k = site.keys.start + key;
+                let (row, lane) = site.place(query, key);
+                let of = Key { row: self.keys.rows()[k], position: positions.1[k] };
+                let mut bias = line.map_or(A::ZERO, |line| line[bias_column(line.len(), of.row)]);
+                let mut hidden = bias == -A::INFINITY;
+                if let Some(function) = self.spec.bias_function.as_ref().filter(|_| sight.visible(row, lane)) {
+                    let computed = A::from_f64(function.bias(&at, &of));
+                    hidden |= computed == -A::INFINITY;
+                    bias += computed;
+                }
+                if hidden {
+                    sight.hide(row, lane);
+                }
+                into[row * site.width + lane] = bias;
+            }
+        }
+    }
+}
+
+/// The biases of one query, by key row (or one for all keys). Axes of length 1 stand for every index.
+pub(crate) fn bias_line<A>(bias: ArrayView4<'_, A>, batch: usize, head: usize, query: usize) -> ArrayView1<'_, A> {
+    let (batches, heads, queries, _) = bias.dim();
+    let at = |len: usize, index: usize| if len == 1 { 0 } else { index };
+    bias.slice_move(s![at(batches, batch), at(heads, head), at(queries, query), ..])
+}
+
+/// Where the bias of key row `row` stands in a line of `len`.
+pub(crate) const fn bias_column(len: usize, row: u64) -> usize {
+    if len == 1 { 0 } else { annulus_core::index(row) }
+}
+
+/// Rounding, soft cap and bias, in the order of the spec.
+struct Bend<'a, A> {
+    tile: &'a mut [A],
+    bias: Option<&'a [A]>,
+    slope: Option<&'a mut [A]>,
+    /// Rounds to this type, then scales.
+    round: Option<(DType, A)>,
+    /// cap and 1/cap.
+    cap: Option<(A, A)>,
+    bias_first: bool,
+}
+
+impl<A: Real> Job for Bend<'_, A> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(mut self) {
+        // one vector after another, whatever the strip's width
+        let tile = strip_mut::<A, 1, WIDTH>(self.tile);
+        let bias = self.bias.map(strip::<A, 1, WIDTH>);
+        let mut slope = self.slope.as_deref_mut().map(strip_mut::<A, 1, WIDTH>);
+        for (index, [x]) in tile.iter_mut().enumerate() {
+            if let Some((dtype, scale)) = self.round {
+                *x = map(*x, |x| scale * x.rounded(dtype));
+            }
+            let bias = bias.and_then(|bias| bias.get(index));
+            if let Some([bias]) = bias.filter(|_| self.bias_first) {
+                *x = zip(*x, *bias, |x, bias| x + bias);
+            }
+            if let Some((cap, inverse)) = self.cap {
+                let tanh = map(*x, |x| (x * inverse).tanh::<FUSED>());
+                *x = map(tanh, |tanh| cap * tanh);
+                if let Some([slope]) = slope.as_mut().and_then(|slope| slope.get_mut(index)) {
+                    *slope = map(tanh, |tanh| A::ONE - tanh * tanh);
+                }
+            }
+            if let Some([bias]) = bias.filter(|_| !self.bias_first) {
+                *x = zip(*x, *bias, |x, bias| x + bias);
+            }
+        }
+    }
+}
+
+/// Another value where a pair is hidden.
+struct Hide<'a, A> {
+    tile: &'a mut [A],
+    value: A,
+    words: &'a [u64],
+}
+
+impl<A: Real> Job for Hide<'_, A> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) {
+        for (row, &word) in strip_mut::<A, VECTORS, WIDTH>(self.tile).iter_mut().zip(self.words) {
+            for v in 0..VECTORS {
+                row[v] = select(word, v * WIDTH, row[v], [self.value; WIDTH]);
+            }
+        }
+    }
+}

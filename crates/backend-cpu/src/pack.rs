@@ -1,0 +1,111 @@
+//! Copies of the vectors of one tile, widened to the accumulator's type and laid out for [`crate::products`].
+
+use std::ops::Range;
+
+use annulus_core::Result;
+
+use crate::{
+    aligned::Aligned,
+    input::{Input, Source},
+    isa::{Job, MOST_ROWS, Path},
+    real::Real,
+    sight::TILE,
+};
+
+/// Rounds a count up to whole register tiles.
+pub(crate) const fn padded(count: usize) -> usize {
+    count.next_multiple_of(MOST_ROWS)
+}
+
+/// Up to [`TILE`] vectors, one a row: the broadcast operand. Elements beyond the dim, and rows that were never filled, are 0.
+#[derive(Debug)]
+pub(crate) struct Panel<A> {
+    elements: Aligned<A>,
+    stride: usize,
+    finite: bool,
+}
+
+impl<A: Real> Panel<A> {
+    pub(crate) fn new(dim: usize) -> Result<Self> {
+        let stride = padded(dim);
+        Ok(Self { elements: Aligned::zeroed(TILE * stride)?, stride, finite: true })
+    }
+
+    pub(crate) const fn stride(&self) -> usize {
+        self.stride
+    }
+
+    /// The rows `rows`, `stride` apart.
+    pub(crate) fn rows(&self, rows: Range<usize>) -> &[A] {
+        &self.elements[rows.start * self.stride..rows.end * self.stride]
+    }
+
+    /// Whether no element of the vectors is NaN or infinite.
+    pub(crate) const fn finite(&self) -> bool {
+        self.finite
+    }
+
+    /// Takes the vectors `rows`, at most [`TILE`], of one head.
+    pub(crate) fn fill<E: Input<Accumulator = A>>(
+        &mut self,
+        path: Path,
+        source: &Source<'_, E>,
+        batch: usize,
+        head: usize,
+        rows: Range<usize>,
+    ) {
+        self.finite = A::run(path, 1, FillPanel { panel: self, source, batch, head, rows });
+    }
+}
+
+struct FillPanel<'a, 's, E: Input> {
+    panel: &'a mut Panel<E::Accumulator>,
+    source: &'a Source<'s, E>,
+    batch: usize,
+    head: usize,
+    rows: Range<usize>,
+}
+
+impl<E: Input> Job for FillPanel<'_, '_, E> {
+    type Output = bool;
+
+    #[inline(always)]
+    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) -> bool {
+        let mut finite = true;
+        for (row, into) in self.rows.zip(self.panel.elements.chunks_exact_mut(self.panel.stride)) {
+            let vector = self.source.vector(self.batch, row, self.head);
+            if let Some(vector) = vector.to_slice() {
+                for (into, &element) in into.iter_mut().zip(vector) {
+                    *into = element.widen();
+                    finite &= into.is_finite();
+                }
+            } else {
+                for (into, &element) in into.iter_mut().zip(vector) {
+                    *into = element.widen();
+                    finite &= into.is_finite();
+                }
+            }
+        }
+        finite
+    }
+}
+
+/// Transposes the vectors `rows` of one head into a strip of `width` lanes, one vector a lane; lanes without a vector are 0.
+pub(crate) fn fill_lanes<E: Input>(
+    source: &Source<'_, E>,
+    batch: usize,
+    head: usize,
+    rows: Range<usize>,
+    width: usize,
+    strip: &mut [E::Accumulator],
+) {
+    for lane in 0..width {
+        let column = strip.iter_mut().skip(lane).step_by(width);
+        if lane < rows.len() {
+            let vector = source.vector(batch, rows.start + lane, head);
+            column.zip(vector).for_each(|(into, &element)| *into = element.widen());
+        } else {
+            column.for_each(|into| *into = E::Accumulator::ZERO);
+        }
+    }
+}

@@ -1,0 +1,134 @@
+//! Which pairs of a tile are visible: one word of lane bits a row, whichever of queries and keys the lanes are.
+
+use std::ops::Range;
+
+use annulus_core::{QueryTile, TileBits, TileClass, Visibility};
+
+/// Rows of a tile, and the most lanes that it can have.
+pub(crate) const TILE: usize = 64;
+
+/// Whether queries or keys lie in the lanes; the others are the rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Lanes {
+    Queries,
+    Keys,
+}
+
+/// The visible pairs of one tile.
+#[derive(Debug, Clone)]
+pub(crate) struct Sight {
+    words: [u64; TILE],
+    /// Rows outside see, or are seen by, no lane at all.
+    rows: Range<usize>,
+    /// Whether no pair within `rows` is hidden; then `words` mean nothing.
+    full: bool,
+}
+
+impl Default for Sight {
+    fn default() -> Self {
+        Self { words: [0; TILE], rows: 0..0, full: true }
+    }
+}
+
+impl Sight {
+    /// Looks at the tile of `queries` × `keys`; false if it is empty.
+    pub(crate) fn look(
+        &mut self,
+        lanes: Lanes,
+        visibility: &Visibility<'_>,
+        queries: &QueryTile,
+        keys: Range<usize>,
+        bits: &mut TileBits,
+    ) -> bool {
+        let rows = match lanes {
+            Lanes::Queries => keys.len(),
+            Lanes::Keys => queries.rows().len(),
+        };
+        match visibility.classify(queries, keys, bits) {
+            TileClass::Empty => return false,
+            TileClass::Full => {
+                self.rows = 0..rows;
+                self.full = true;
+            }
+            TileClass::Edge => {
+                self.words.fill(0);
+                self.words.iter_mut().zip(bits.lines()).for_each(|(word, &line)| *word = line);
+                if lanes == Lanes::Queries {
+                    transpose(&mut self.words);
+                }
+                let seen = |&row: &usize| self.words[row] != 0;
+                let first = (0..rows).find(seen).unwrap_or(0);
+                self.rows = first..(first..rows).rfind(seen).map_or(first, |last| last + 1);
+                self.full = false;
+            }
+        }
+        true
+    }
+
+    /// Rows with a visible pair lie within.
+    pub(crate) const fn rows(&self) -> &Range<usize> {
+        &self.rows
+    }
+
+    /// The lane bits of the rows, if any pair within them is hidden.
+    pub(crate) fn words(&self) -> Option<&[u64]> {
+        (!self.full).then(|| &self.words[self.rows.clone()])
+    }
+
+    /// Whether a pair of one of the rows is visible.
+    pub(crate) const fn visible(&self, row: usize, lane: usize) -> bool {
+        self.full || self.words[row] >> lane & 1 != 0
+    }
+
+    /// Hides one more pair of one of the rows.
+    pub(crate) fn hide(&mut self, row: usize, lane: usize) {
+        if self.full {
+            self.full = false;
+            self.words.fill(!0);
+        }
+        self.words[row] &= !(1 << lane);
+    }
+}
+
+/// Transposes 64 × 64 bits by halves: blocks of 32 × 32 change places, then within them blocks of 16 × 16, and so on.
+fn transpose(words: &mut [u64; TILE]) {
+    let mut size = TILE / 2;
+    let mut mask = !0u64 >> size;
+    while size != 0 {
+        for block in (0..TILE).step_by(2 * size) {
+            for row in block..block + size {
+                let moved = (words[row] >> size ^ words[row + size]) & mask;
+                words[row + size] ^= moved;
+                words[row] ^= moved << size;
+            }
+        }
+        size /= 2;
+        mask ^= mask << size;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn transposing_exchanges_rows_and_lanes() {
+        let mut words: [u64; TILE] = std::array::from_fn(|row| (row as u64 + 3).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let before = words;
+        transpose(&mut words);
+        for row in 0..TILE {
+            for lane in 0..TILE {
+                assert_eq!(words[lane] >> row & 1, before[row] >> lane & 1);
+            }
+        }
+    }
+
+    #[test]
+    fn hiding_one_pair_hides_no_other() {
+        let mut sight = Sight { rows: 0..5, ..Sight::default() };
+        assert!(sight.words().is_none());
+        sight.hide(3, 63);
+        assert!(!sight.visible(3, 63) && sight.visible(3, 62) && sight.visible(2, 63));
+        assert_eq!(sight.words().map(<[u64]>::len), Some(5));
+    }
+}

@@ -1,0 +1,179 @@
+//! What stays between calls: the running softmax (or dq) of every query, row statistics, and a scratch for each thread.
+//!
+//! Memory beyond O(tile) a thread: for every local query and head value_dim + 2 numbers (head_dim where that is more and there is a backward pass,
+//! which uses the same memory), 4 more for the backward pass, and as many as the bias has if there is one. q, k and v are never copied whole.
+
+use std::ops::Range;
+
+use annulus_core::{DType, Error, Hulls, Local, QueryTile, Result};
+
+use crate::{
+    aligned::Aligned,
+    bias_gradient::{BiasGradient, owner},
+    geometry::Geometry,
+    isa::Path,
+    pack::padded,
+    real::Real,
+    scratch::Scratch,
+    statistics::Statistics,
+};
+
+/// Everything of one plan on one rank, for the element type of its sums.
+#[derive(Debug)]
+pub struct Workspace {
+    pub(crate) spec_dtype: DType,
+    pub(crate) sums: Sums,
+}
+
+/// By the type of sums.
+#[derive(Debug)]
+pub(crate) enum Sums {
+    F32(Box<State<f32>>),
+    F64(Box<State<f64>>),
+}
+
+/// Types of sums that a workspace can have.
+pub(crate) trait Summed: Real {
+    fn wrap(state: State<Self>) -> Sums;
+    fn state(workspace: &mut Workspace) -> Result<&mut State<Self>>;
+}
+
+macro_rules! summed {
+    ($($type:ty => $variant:ident, not $other:ident);*) => { $(
+        impl Summed for $type {
+            fn wrap(state: State<Self>) -> Sums {
+                Sums::$variant(Box::new(state))
+            }
+
+            fn state(workspace: &mut Workspace) -> Result<&mut State<Self>> {
+                match &mut workspace.sums {
+                    Sums::$variant(state) => Ok(state),
+                    Sums::$other(_) => Err(Error::Device { what: "a workspace whose sums are of another type".to_owned() }),
+                }
+            }
+        }
+    )* };
+}
+
+summed!(f32 => F32, not F64; f64 => F64, not F32);
+
+/// A task of the passes over queries: the query heads of one key head, some rows of one batch row.
+#[derive(Debug)]
+pub(crate) struct QueryBlock<A> {
+    pub(crate) batch: usize,
+    pub(crate) kv_head: usize,
+    /// Local query rows.
+    pub(crate) rows: Range<usize>,
+    /// Lanes of one head.
+    lanes: usize,
+    /// Blocks of one owner write the same biases' gradients; they lie together and are worked one after another.
+    pub(crate) owner: usize,
+    /// Oᵀ before division, or dqᵀ before scaling: `[heads of the group][strips][dims][lanes]`.
+    pub(crate) sums: Aligned<A>,
+    /// Running maximum `[heads of the group][lanes]`.
+    pub(crate) max: Aligned<A>,
+    /// Running sum.
+    pub(crate) sum: Aligned<A>,
+    /// How many logits share the maximum; empty where out is normalised.
+    pub(crate) ties: Aligned<A>,
+}
+
+impl<A> QueryBlock<A> {
+    /// Lanes of strip `strip` of head `head` of the group, in `max`, `sum` and `ties`.
+    pub(crate) const fn lane(&self, head: usize, first_row: usize) -> usize {
+        head * self.lanes + first_row
+    }
+}
+
+/// A workspace whose sums are of type `A`.
+#[derive(Debug)]
+pub(crate) struct State<A> {
+    pub(crate) local: Local,
+    pub(crate) geometry: Geometry,
+    pub(crate) backward: bool,
+    /// Rows of a [`QueryBlock`].
+    pub(crate) q_rows: usize,
+    /// Keys of a task of the passes over keys.
+    pub(crate) k_rows: usize,
+    /// Sorted by owner.
+    pub(crate) blocks: Vec<QueryBlock<A>>,
+    /// `places[(block of rows · batch + batch row) · kv_heads + kv head]`: where that block is in `blocks`.
+    places: Vec<usize>,
+    pub(crate) scratch: Vec<Scratch<A>>,
+    pub(crate) statistics: Statistics<A>,
+    pub(crate) bias_gradient: Option<BiasGradient<A>>,
+    /// What each tile of queries sees, for the passes over keys.
+    pub(crate) seen: Seen,
+}
+
+/// What each tile of queries sees.
+#[derive(Debug, Default)]
+pub(crate) struct Seen {
+    pub(crate) hulls: Hulls,
+    /// `[batches][heads][per_head]`
+    pub(crate) tiles: Vec<QueryTile>,
+    /// Batch rows, or 1 if they see alike.
+    pub(crate) batches: usize,
+    /// Query heads, or 1 if they see alike.
+    pub(crate) heads: usize,
+    /// Tiles of one head.
+    pub(crate) per_head: usize,
+}
+
+impl<A: Real> State<A> {
+    pub(crate) fn new(local: &Local, path: Path, threads: usize, backward: bool) -> Result<Self> {
+        let spec = &local.spec;
+        let geometry = Geometry::new::<A>(spec, path);
+        let dims = spec.dims;
+        // where queries share a bias, tasks wait for each other anyway
+        let helpers = if backward && spec.bias.is_some() { 1 } else { threads };
+        let q_rows = geometry.block_rows(local.queries.len(), dims.group(), helpers);
+        let most_keys = annulus_core::index(local.most_block_rows).max(local.keys.len());
+        let k_rows = geometry.block_rows(most_keys, 1, threads);
+        let depth = padded(if backward { dims.head_dim.max(dims.value_dim) } else { dims.value_dim });
+        let mut blocks = Vec::new();
+        // long causal tasks, those of late queries, first
+        for first in (0..local.queries.len()).step_by(q_rows).rev() {
+            for batch in 0..dims.batch {
+                for kv_head in 0..dims.kv_heads {
+                    let rows = first..local.queries.len().min(first + q_rows);
+                    let owner = owner(spec, backward, batch, kv_head, first / q_rows, blocks.len());
+                    let lanes = geometry.lanes(rows.len());
+                    let all = lanes * dims.group();
+                    let ties = Aligned::zeroed(if spec.normalize { 0 } else { all })?;
+                    let sums = Aligned::zeroed(all * depth)?;
+                    let (max, sum) = (Aligned::zeroed(all)?, Aligned::zeroed(all)?);
+                    blocks.push(QueryBlock { batch, kv_head, rows, lanes, owner, sums, max, sum, ties });
+                }
+            }
+        }
+        blocks.sort_by_key(|block| (block.owner, block.rows.start, block.batch, block.kv_head));
+        let mut places = vec![0; blocks.len()];
+        for (place, block) in blocks.iter().enumerate() {
+            places[(block.rows.start / q_rows * dims.batch + block.batch) * dims.kv_heads + block.kv_head] = place;
+        }
+        let bias_gradient = if backward { BiasGradient::new(spec, &blocks)? } else { None };
+        let statistics = if backward { Statistics::new(spec, local.queries.len())? } else { Statistics::default() };
+        let scratch = (0..threads).map(|_| Scratch::new(&geometry, q_rows, k_rows, backward)).collect::<Result<_>>()?;
+        let local = local.clone();
+        let seen = Seen::default();
+        Ok(Self { local, geometry, backward, q_rows, k_rows, blocks, places, scratch, statistics, bias_gradient, seen })
+    }
+
+    /// Takes in another batch if this memory serves it; else false, and nothing is changed.
+    pub(crate) fn update(&mut self, local: &Local) -> bool {
+        let fits = self.local.queries.len() == local.queries.len()
+            && self.local.keys.len() == local.keys.len()
+            && self.local.most_block_rows == local.most_block_rows;
+        if fits {
+            self.local = local.clone();
+        }
+        fits
+    }
+
+    /// The blocks of rows `index · q_rows ..`, in order of batch row and kv head.
+    pub(crate) fn blocks_of_rows(&self, index: usize) -> impl Iterator<Item = &QueryBlock<A>> {
+        let planes = self.geometry.dims.batch * self.geometry.dims.kv_heads;
+        self.places[index * planes..(index + 1) * planes].iter().map(|&place| &self.blocks[place])
+    }
+}

@@ -1,0 +1,524 @@
+//! A problem, its sharding over a ring of ranks that are worked one after another, and the oracle's answer.
+
+use std::{ops::ControlFlow, sync::Arc};
+
+use annulus_core::{
+    Backend, BackwardMode, Batch, BiasOrder, Block, Dims, Dropout, Element, Gradients, Host, HostBuffer, HostView, HostViewMut, Inputs,
+    Layout, Local, Outputs, Result, RowSet, Rows, Saved, Shard, Side, SinkShape, Spec, mask, oracle,
+};
+use annulus_cpu::Cpu;
+use ndarray::{Array2, Array3, Array4, Axis};
+
+/// A small generator of numbers (SplitMix64), so that a case is its seed.
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    pub(crate) fn word(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let x = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        x ^ x >> 31
+    }
+
+    /// In `0..n`.
+    pub(crate) fn below(&mut self, n: usize) -> usize {
+        (self.word() % n as u64) as usize
+    }
+
+    pub(crate) fn one_in(&mut self, n: usize) -> bool {
+        self.below(n) == 0
+    }
+
+    /// In `-1.0..1.0`.
+    pub(crate) fn unit(&mut self) -> f64 {
+        (self.word() >> 11) as f64 / (1u64 << 52) as f64 - 1.0
+    }
+
+    pub(crate) fn pick<T: Copy>(&mut self, list: &[T]) -> T {
+        list[self.below(list.len())]
+    }
+
+    pub(crate) fn array(&mut self, shape: [usize; 4], size: f64) -> Array4<f64> {
+        Array4::from_shape_simple_fn(shape, || size * self.unit())
+    }
+}
+
+/// An attention with all its tensors, in f64 but exactly representable in the spec's type.
+#[derive(Clone)]
+pub(crate) struct Case {
+    pub(crate) spec: Spec,
+    pub(crate) batch: Batch,
+    pub(crate) q: Array4<f64>,
+    pub(crate) k: Array4<f64>,
+    pub(crate) v: Array4<f64>,
+    pub(crate) bias: Option<Array4<f64>>,
+    pub(crate) sinks: Option<Array2<f64>>,
+    pub(crate) dout: Array4<f64>,
+    pub(crate) dlse: Option<Array3<f64>>,
+}
+
+/// Everything that comes out, widened.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Outcome {
+    pub(crate) out: Array4<f64>,
+    pub(crate) lse: Array3<f64>,
+    pub(crate) max: Option<Array3<f64>>,
+    pub(crate) sum: Option<Array3<f64>>,
+    pub(crate) dq: Array4<f64>,
+    pub(crate) dk: Array4<f64>,
+    pub(crate) dv: Array4<f64>,
+    pub(crate) dbias: Option<Array4<f64>>,
+    pub(crate) dsinks: Option<Array2<f64>>,
+}
+
+impl Case {
+    pub(crate) fn new(spec: Spec, random: &mut Random) -> Self {
+        let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = spec.dims;
+        let rounded = |array: Array4<f64>, dtype: annulus_core::DType| array.mapv(|x| dtype.round(x));
+        let (input, sums) = (spec.dtype, spec.dtype.accumulator());
+        let q = rounded(random.array([batch, q_len, q_heads, head_dim], 2.0), input);
+        let k = rounded(random.array([batch, kv_len, kv_heads, head_dim], 2.0), input);
+        let v = rounded(random.array([batch, kv_len, kv_heads, value_dim], 1.0), input);
+        let dout = rounded(random.array([batch, q_len, q_heads, value_dim], 1.0), input);
+        let bias = spec.bias.map(|shape| {
+            let mut bias = rounded(random.array(shape, 1.0), sums);
+            bias.mapv_inplace(|x| if random.one_in(9) { f64::NEG_INFINITY } else { x });
+            bias
+        });
+        let sinks = spec.sinks.map(|SinkShape { per_head, count }| {
+            let sinks = Array2::from_shape_simple_fn((if per_head { q_heads } else { 1 }, count), || sums.round(2.0 * random.unit()));
+            sinks.mapv(|x| if x < -1.8 { f64::NEG_INFINITY } else { x })
+        });
+        let dlse = random.one_in(2).then(|| Array3::from_shape_simple_fn((batch, q_heads, q_len), || sums.round(random.unit())));
+        Self { spec, batch: Batch::default(), q, k, v, bias, sinks, dout, dlse }
+    }
+
+    /// Any combination of features.
+    pub(crate) fn any(seed: u64, dtype: annulus_core::DType) -> Self {
+        let r = &mut Random(seed);
+        let kv_heads = 1 + r.below(2);
+        let lens = [0, 1, 5, 17, 33, 63, 64, 65, 100, 131];
+        let (q_len, kv_len) = if r.one_in(3) { (r.pick(&lens), r.pick(&lens)) } else { [r.pick(&lens); 2].into() };
+        let dims = Dims {
+            batch: 1 + r.below(2),
+            q_len,
+            kv_len,
+            q_heads: kv_heads * (1 + r.below(3)),
+            kv_heads,
+            head_dim: r.pick(&[1, 3, 7, 8, 16, 17, 32]),
+            value_dim: r.pick(&[1, 2, 8, 9, 24]),
+        };
+        let mut spec = Spec::new(dims, dtype);
+        let causal = || -> mask::SharedMask { Arc::new(mask::Causal::default()) };
+        spec.mask = match r.below(9) {
+            0 | 1 => Arc::new(mask::Everything),
+            2 | 3 => causal(),
+            4 => mask::and(
+                causal(),
+                Arc::new(mask::Window { first_visible: r.below(4) as u64, ..mask::Window::new(Some(r.below(30) as u64), None) }),
+            ),
+            5 => Arc::new(mask::ChunkedCausal { size: 1 + r.below(40) as u64 }),
+            6 => Arc::new(mask::Window::new(Some(r.below(40) as u64), Some(r.below(40) as u64))),
+            7 => {
+                let odd = r.word();
+                Arc::new(mask::Predicate::of_positions(format!("scattered {odd}"), move |i, j| (i * 31 + j * 17 + odd as i64) % 3 != 0))
+            }
+            _ => {
+                let heads = (0..dims.q_heads).map(|h| -> mask::SharedMask {
+                    if h % 2 == 0 { Arc::new(mask::Causal { offset: h as i64 }) } else { Arc::new(mask::Window::new(Some(9), Some(3))) }
+                });
+                Arc::new(mask::PerHead(heads.collect()))
+            }
+        };
+        spec.alignment = if r.one_in(3) { annulus_core::Alignment::BottomRight } else { annulus_core::Alignment::TopLeft };
+        spec.scale = if r.one_in(6) { r.pick(&[0.0, -0.3, 1.5]) } else { spec.scale };
+        spec.soft_cap = r.one_in(3).then(|| r.pick(&[0.8, 2.5, 30.0]));
+        let or_one = |r: &mut Random, len| if r.one_in(2) { 1 } else { len };
+        spec.bias = r.one_in(3).then(|| {
+            let Dims { batch, q_heads, q_len, kv_len, .. } = dims;
+            [or_one(r, batch), or_one(r, q_heads), or_one(r, q_len), or_one(r, kv_len)]
+        });
+        spec.bias_function =
+            r.one_in(5).then(|| -> Arc<dyn annulus_core::BiasFunction> { Arc::new(annulus_core::Alibi::published(dims.q_heads)) });
+        spec.bias_order = if r.one_in(2) { BiasOrder::BeforeSoftCap } else { BiasOrder::AfterSoftCap };
+        spec.sinks = r.one_in(3).then(|| SinkShape { per_head: r.one_in(2), count: 1 + r.below(3) });
+        spec.normalize = !r.one_in(4);
+        spec.dropout = r.one_in(5).then(|| Dropout { probability: 0.3, seed: r.word() });
+        spec.backward = if r.one_in(3) { BackwardMode::TwoPass } else { BackwardMode::OnePass };
+        let mut case = Self::new(spec, r);
+        if r.one_in(4) {
+            let ids = |r: &mut Random, len: usize| {
+                let cut = 1 + r.below(40);
+                Array2::from_shape_fn((dims.batch, len), |(b, i)| ((i / cut + b) % 4) as i32 - i32::from(i % 11 == 10) * 9)
+            };
+            case.batch.q_segment_ids = Some(ids(r, q_len));
+            case.batch.kv_segment_ids = Some(ids(r, kv_len));
+        }
+        if r.one_in(6) {
+            case.batch.q_positions = Some(Array2::from_shape_simple_fn((dims.batch, q_len), || r.below(120) as i64 - 20));
+        }
+        if r.one_in(6) {
+            case.batch.kv_positions = Some(Array2::from_shape_simple_fn((dims.batch, kv_len), || r.below(120) as i64 - 20));
+        }
+        if r.one_in(5) {
+            let shape = [or_one(r, dims.batch), or_one(r, dims.q_heads), q_len, kv_len];
+            let odd = r.word();
+            case.batch.attention_mask =
+                Some(annulus_core::DenseMask::from_fn(shape, |[b, h, i, j]| (odd ^ (b * 7 + h * 5 + i * 3 + j * 11) as u64) % 5 != 0));
+        }
+        case
+    }
+
+    pub(crate) fn oracle(&self) -> Outcome {
+        let problem = oracle::Problem {
+            spec: &self.spec,
+            batch: &self.batch,
+            q: self.q.view(),
+            k: self.k.view(),
+            v: self.v.view(),
+            bias: self.bias.as_ref().map(|bias| bias.view()),
+            sinks: self.sinks.as_ref().map(|sinks| sinks.view()),
+        };
+        let forward = oracle::forward(&problem).unwrap();
+        let backward = oracle::backward(&problem, self.dout.view(), self.dlse.as_ref().map(|dlse| dlse.view())).unwrap();
+        let unnormalised = |array| (!self.spec.normalize).then_some(array);
+        Outcome {
+            out: forward.out,
+            lse: forward.lse,
+            max: unnormalised(forward.max),
+            sum: unnormalised(forward.sum),
+            dq: backward.dq,
+            dk: backward.dk,
+            dv: backward.dv,
+            dbias: backward.dbias,
+            dsinks: backward.dsinks,
+        }
+    }
+
+    /// The same on a ring of `ranks` ranks.
+    pub(crate) fn run(&self, cpu: &Cpu, layout: &Layout, ranks: usize) -> Result<Outcome> {
+        match self.spec.dtype {
+            annulus_core::DType::F64 => Ring::<f64>::new(self, cpu, layout, ranks)?.run(),
+            annulus_core::DType::F32 => Ring::<f32>::new(self, cpu, layout, ranks)?.run(),
+            annulus_core::DType::Bf16 => Ring::<half::bf16>::new(self, cpu, layout, ranks)?.run(),
+            annulus_core::DType::F16 => Ring::<half::f16>::new(self, cpu, layout, ranks)?.run(),
+        }
+    }
+}
+
+pub(crate) fn go_on() -> ControlFlow<()> {
+    ControlFlow::Continue(())
+}
+
+/// One rank's share.
+pub(crate) struct Rank<E: Element> {
+    pub(crate) local: Local,
+    pub(crate) q: Array4<E>,
+    pub(crate) k: Array4<E>,
+    pub(crate) v: Array4<E>,
+    pub(crate) bias: Option<Array4<E::Accumulator>>,
+    pub(crate) sinks: Option<Array4<E::Accumulator>>,
+    pub(crate) dout: Array4<E>,
+    pub(crate) dlse: Option<Array4<E::Accumulator>>,
+    pub(crate) out: Array4<E>,
+    pub(crate) lse: Array4<E::Accumulator>,
+    pub(crate) max: Option<Array4<E::Accumulator>>,
+    pub(crate) sum: Option<Array4<E::Accumulator>>,
+    pub(crate) ties: Option<Array4<E::Accumulator>>,
+    /// Its keys and values in wire order.
+    pub(crate) block: HostBuffer,
+    pub(crate) home: HostBuffer,
+}
+
+pub(crate) fn typed<E: Element>(array: &Array4<f64>) -> Array4<E> {
+    array.mapv(E::from_f64)
+}
+
+fn rows_of(array: &Array4<f64>, axis: usize, rows: &[u64]) -> Array4<f64> {
+    let rows: Vec<usize> = rows.iter().map(|&row| row as usize).collect();
+    array.select(Axis(axis), &rows)
+}
+
+impl<E: Element> Rank<E> {
+    pub(crate) fn new(case: &Case, layout: &Layout, rank: usize, ranks: usize) -> Result<Self> {
+        let spec = &case.spec;
+        let dims = spec.dims;
+        let numbers = |side, len| -> Vec<u64> { layout.shard(side, len, rank, ranks).iter().map(i64::cast_unsigned).collect() };
+        let (q_rows, kv_rows) = (numbers(Side::Q, dims.q_len), numbers(Side::Kv, dims.kv_len));
+        let batch = case.batch.select(&q_rows, &kv_rows);
+        let shard = |side| {
+            let shard = Shard::local(&dims, spec.alignment, layout, side, rank, ranks, &batch);
+            let mut rows = Rows::default();
+            shard.expand(&RowSet::all(shard.rows.len()), &mut rows);
+            Arc::new(rows)
+        };
+        let most = |side, len| (0..ranks).map(|rank| layout.shard(side, len, rank, ranks).len()).max().unwrap_or(0);
+        let local = Local {
+            spec: Arc::new(spec.clone()),
+            queries: shard(Side::Q),
+            keys: shard(Side::Kv),
+            attention_mask: batch.attention_mask.clone().map(Arc::new),
+            most_block_rows: most(Side::Kv, dims.kv_len),
+            most_query_rows: most(Side::Q, dims.q_len),
+        };
+        let lines =
+            |wanted: bool| wanted.then(|| Array4::from_elem((dims.batch, dims.q_heads, q_rows.len(), 1), E::Accumulator::from_f64(7.0)));
+        let bytes = |record: annulus_core::Record| HostBuffer::zeroed(record.bytes() * kv_rows.len() as u64);
+        let bias_rows = |bias: &Array4<f64>| {
+            if spec.bias.is_some_and(|shape| shape[2] == 1 && dims.q_len != 1) { bias.clone() } else { rows_of(bias, 2, &q_rows) }
+        };
+        Ok(Self {
+            q: typed(&rows_of(&case.q, 1, &q_rows)),
+            k: typed(&rows_of(&case.k, 1, &kv_rows)),
+            v: typed(&rows_of(&case.v, 1, &kv_rows)),
+            bias: case.bias.as_ref().map(|bias| typed(&bias_rows(bias))),
+            sinks: case.sinks.as_ref().map(|sinks| typed(&sinks.clone().insert_axis(Axis(2)).insert_axis(Axis(3)))),
+            dout: typed(&rows_of(&case.dout, 1, &q_rows)),
+            dlse: case.dlse.as_ref().map(|dlse| typed(&rows_of(&dlse.clone().insert_axis(Axis(3)), 2, &q_rows))),
+            out: Array4::from_elem((dims.batch, q_rows.len(), dims.q_heads, dims.value_dim), E::from_f64(7.0)),
+            lse: lines(true).unwrap(),
+            max: lines(!spec.normalize),
+            sum: lines(!spec.normalize),
+            ties: lines(!spec.normalize),
+            block: bytes(spec.kv_record())?,
+            home: bytes(spec.gradient_record())?,
+            local,
+        })
+    }
+
+    pub(crate) fn inputs(&self) -> Inputs<'_, Host> {
+        Inputs {
+            q: E::view(self.q.view()),
+            k: E::view(self.k.view()),
+            v: E::view(self.v.view()),
+            bias: self.bias.as_ref().map(|bias| Element::view(bias.view())),
+            sinks: self.sinks.as_ref().map(|sinks| Element::view(sinks.view())),
+        }
+    }
+
+    pub(crate) fn saved(&self) -> Saved<'_, Host> {
+        Saved {
+            out: E::view(self.out.view()),
+            lse: Element::view(self.lse.view()),
+            max: self.max.as_ref().map(|max| Element::view(max.view())),
+            ties: self.ties.as_ref().map(|ties| Element::view(ties.view())),
+            dout: E::view(self.dout.view()),
+            dlse: self.dlse.as_ref().map(|dlse| Element::view(dlse.view())),
+        }
+    }
+}
+
+struct Ring<'a, E: Element> {
+    case: &'a Case,
+    cpu: &'a Cpu,
+    ranks: Vec<Rank<E>>,
+    workspaces: Vec<annulus_cpu::Workspace>,
+}
+
+impl<'a, E: Element> Ring<'a, E> {
+    fn new(case: &'a Case, cpu: &'a Cpu, layout: &Layout, ranks: usize) -> Result<Self> {
+        cpu.supports(&case.spec)?;
+        let ranks = (0..ranks).map(|rank| Rank::new(case, layout, rank, ranks)).collect::<Result<Vec<_>>>()?;
+        let workspaces = ranks.iter().map(|rank| cpu.workspace(&rank.local, true)).collect::<Result<_>>()?;
+        Ok(Self { case, cpu, ranks, workspaces })
+    }
+
+    fn run(mut self) -> Result<Outcome> {
+        let cpu = self.cpu;
+        for (rank, workspace) in self.ranks.iter_mut().zip(&mut self.workspaces) {
+            let mut block = std::mem::replace(&mut rank.block, HostBuffer::zeroed(0)?);
+            cpu.pack(workspace, &rank.inputs(), &mut block)?;
+            rank.block = block;
+        }
+        let count = self.ranks.len();
+        for r in 0..count {
+            let workspace = &mut self.workspaces[r];
+            cpu.begin(workspace, &self.ranks[r].inputs())?;
+            for t in 0..count {
+                let owner = &self.ranks[(r + t) % count];
+                let block = Block { buffer: &owner.block, ready: &(), rows: &owner.local.keys };
+                cpu.attend(workspace, &self.ranks[r].inputs(), &block, &mut go_on)?;
+            }
+            self.finish(r)?;
+        }
+        match self.case.spec.backward {
+            BackwardMode::OnePass => self.one_pass()?,
+            BackwardMode::TwoPass => self.two_pass()?,
+        }
+        self.gather()
+    }
+
+    fn finish(&mut self, r: usize) -> Result<()> {
+        let rank = &mut self.ranks[r];
+        let (mut out, mut lse) = (rank.out.clone(), rank.lse.clone());
+        let (mut max, mut sum, mut ties) = (rank.max.clone(), rank.sum.clone(), rank.ties.clone());
+        let mut outputs = Outputs::<Host> {
+            out: E::view_mut(out.view_mut()),
+            lse: Element::view_mut(lse.view_mut()),
+            max: max.as_mut().map(|max| Element::view_mut(max.view_mut())),
+            sum: sum.as_mut().map(|sum| Element::view_mut(sum.view_mut())),
+            ties: ties.as_mut().map(|ties| Element::view_mut(ties.view_mut())),
+        };
+        self.cpu.finish(&mut self.workspaces[r], &rank.inputs(), &mut outputs)?;
+        (rank.out, rank.lse, rank.max, rank.sum, rank.ties) = (out, lse, max, sum, ties);
+        Ok(())
+    }
+
+    fn one_pass(&mut self) -> Result<()> {
+        let (cpu, count) = (self.cpu, self.ranks.len());
+        for r in 0..count {
+            cpu.begin_backward(&mut self.workspaces[r], &self.ranks[r].inputs(), &self.ranks[r].saved())?;
+            for t in 0..count {
+                let owner = (r + t) % count;
+                let (rank, workspace) = (&self.ranks[r], &mut self.workspaces[r]);
+                let of = &self.ranks[owner];
+                let block = Block { buffer: &of.block, ready: &(), rows: &of.local.keys };
+                cpu.attend_queries(workspace, &rank.inputs(), &rank.saved(), &block, &mut go_on)?;
+                // whatever is in it is overwritten
+                let mut fresh = HostBuffer::zeroed(of.home.bytes().len() as u64)?;
+                fresh.bytes_mut().unwrap().fill(0x55);
+                cpu.attend_keys(workspace, &rank.inputs(), &rank.saved(), &block, &mut fresh, &mut go_on)?;
+                let rows = of.local.keys.len() as u64;
+                // in two parts, as pieces go home
+                let half = rows / 2;
+                let mut home = std::mem::replace(&mut self.ranks[owner].home, HostBuffer::zeroed(0)?);
+                cpu.combine(&mut self.workspaces[r], &mut home, &fresh, &(), &[(0..half, 0..half), (half..rows, half..rows)], true)?;
+                self.ranks[owner].home = home;
+            }
+        }
+        Ok(())
+    }
+
+    fn two_pass(&mut self) -> Result<()> {
+        let (cpu, count) = (self.cpu, self.ranks.len());
+        let mut travelling = Vec::new();
+        for r in 0..count {
+            let (rank, workspace) = (&self.ranks[r], &mut self.workspaces[r]);
+            cpu.begin_backward(workspace, &rank.inputs(), &rank.saved())?;
+            for t in 0..count {
+                let of = &self.ranks[(r + t) % count];
+                let block = Block { buffer: &of.block, ready: &(), rows: &of.local.keys };
+                cpu.attend_queries(workspace, &rank.inputs(), &rank.saved(), &block, &mut go_on)?;
+            }
+            let mut queries = HostBuffer::zeroed(self.case.spec.query_record().bytes() * rank.local.queries.len() as u64)?;
+            cpu.pack_queries(workspace, &rank.inputs(), &rank.saved(), &mut queries)?;
+            travelling.push(queries);
+        }
+        for r in 0..count {
+            let mut home = std::mem::replace(&mut self.ranks[r].home, HostBuffer::zeroed(0)?);
+            for t in 0..count {
+                let of = (r + t) % count;
+                let block = Block { buffer: &travelling[of], ready: &(), rows: &self.ranks[of].local.queries };
+                cpu.attend_keys_home(&mut self.workspaces[r], &self.ranks[r].inputs(), &block, &mut home, &mut go_on)?;
+            }
+            self.ranks[r].home = home;
+        }
+        Ok(())
+    }
+
+    fn gather(mut self) -> Result<Outcome> {
+        let case = self.case;
+        let Dims { batch, q_len, q_heads, .. } = case.spec.dims;
+        let line = || Array3::zeros((batch, q_heads, q_len));
+        let mut all = Outcome {
+            out: Array4::zeros(case.dout.raw_dim()),
+            lse: line(),
+            max: (!case.spec.normalize).then(line),
+            sum: (!case.spec.normalize).then(line),
+            dq: Array4::zeros(case.q.raw_dim()),
+            dk: Array4::zeros(case.k.raw_dim()),
+            dv: Array4::zeros(case.v.raw_dim()),
+            dbias: case.bias.as_ref().map(|bias| Array4::zeros(bias.raw_dim())),
+            dsinks: case.sinks.as_ref().map(|sinks| Array2::zeros(sinks.raw_dim())),
+        };
+        for (rank, workspace) in self.ranks.iter().zip(&mut self.workspaces) {
+            let full = |array: &Array4<E>| Array4::from_elem(array.raw_dim(), E::from_f64(7.0));
+            let (mut dq, mut dk, mut dv) = (full(&rank.q), full(&rank.k), full(&rank.v));
+            let mut dbias = rank.bias.clone();
+            let mut dsinks = rank.sinks.clone();
+            let mut gradients = Gradients::<Host> {
+                dq: E::view_mut(dq.view_mut()),
+                dk: E::view_mut(dk.view_mut()),
+                dv: E::view_mut(dv.view_mut()),
+                dbias: dbias.as_mut().map(|dbias| -> HostViewMut<'_> { Element::view_mut(dbias.view_mut()) }),
+                dsinks: dsinks.as_mut().map(|dsinks| -> HostViewMut<'_> { Element::view_mut(dsinks.view_mut()) }),
+            };
+            self.cpu.finish_backward(workspace, &rank.inputs(), &rank.home, &mut gradients)?;
+            let (q_rows, kv_rows) = (rank.local.queries.rows(), rank.local.keys.rows());
+            scatter(&rank.out, &mut all.out, 1, q_rows);
+            scatter(&dq, &mut all.dq, 1, q_rows);
+            scatter(&dk, &mut all.dk, 1, kv_rows);
+            scatter(&dv, &mut all.dv, 1, kv_rows);
+            let statistics =
+                [(Some(&rank.lse), Some(&mut all.lse)), (rank.max.as_ref(), all.max.as_mut()), (rank.sum.as_ref(), all.sum.as_mut())];
+            for (from, into) in statistics {
+                let (Some(from), Some(into)) = (from, into) else { continue };
+                for (local, &row) in q_rows.iter().enumerate() {
+                    let line = from.index_axis(Axis(2), local);
+                    into.index_axis_mut(Axis(2), row as usize).assign(&line.index_axis(Axis(2), 0).mapv(Element::to_f64));
+                }
+            }
+            if let (Some(from), Some(into)) = (&dbias, &mut all.dbias) {
+                let from = from.mapv(Element::to_f64);
+                if into.shape()[2] == 1 && q_len != 1 {
+                    *into += &from;
+                } else {
+                    for (local, &row) in q_rows.iter().enumerate() {
+                        let mut line = into.index_axis_mut(Axis(2), row as usize);
+                        line += &from.index_axis(Axis(2), local);
+                    }
+                }
+            }
+            if let (Some(from), Some(into)) = (&dsinks, &mut all.dsinks) {
+                *into += &from.index_axis(Axis(3), 0).index_axis(Axis(2), 0).mapv(Element::to_f64);
+            }
+        }
+        Ok(all)
+    }
+}
+
+fn scatter<E: Element>(from: &Array4<E>, into: &mut Array4<f64>, axis: usize, rows: &[u64]) {
+    for (local, &row) in rows.iter().enumerate() {
+        into.index_axis_mut(Axis(axis), row as usize).assign(&from.index_axis(Axis(axis), local).mapv(E::to_f64));
+    }
+}
+
+impl Outcome {
+    /// Fails where an array is further than `tolerance` × (1 + its largest number) from what is wanted, or is NaN or infinite elsewhere.
+    pub(crate) fn assert_close(&self, want: &Self, tolerance: f64, what: &str) {
+        let list = |outcome: &Self| -> Vec<(&'static str, Vec<f64>)> {
+            let flat3 = |array: &Array3<f64>| array.iter().copied().collect::<Vec<_>>();
+            let flat4 = |array: &Array4<f64>| array.iter().copied().collect::<Vec<_>>();
+            vec![
+                ("out", flat4(&outcome.out)),
+                ("lse", flat3(&outcome.lse)),
+                ("max", outcome.max.as_ref().map(flat3).unwrap_or_default()),
+                ("sum", outcome.sum.as_ref().map(flat3).unwrap_or_default()),
+                ("dq", flat4(&outcome.dq)),
+                ("dk", flat4(&outcome.dk)),
+                ("dv", flat4(&outcome.dv)),
+                ("dbias", outcome.dbias.as_ref().map(flat4).unwrap_or_default()),
+                ("dsinks", outcome.dsinks.as_ref().map(|array| array.iter().copied().collect()).unwrap_or_default()),
+            ]
+        };
+        for ((name, got), (_, want)) in list(self).into_iter().zip(list(want)) {
+            assert_eq!(got.len(), want.len(), "{what}: {name}");
+            let largest = want.iter().filter(|x| x.is_finite()).fold(1.0, |largest: f64, x| largest.max(x.abs()));
+            for (place, (got, want)) in got.iter().zip(&want).enumerate() {
+                let close = (got - want).abs() <= tolerance * largest || got == want || got.is_nan() && want.is_nan();
+                assert!(close, "{what}: {name}[{place}]: got {got}, want {want}");
+            }
+        }
+    }
+
+    /// The bits of every number.
+    pub(crate) fn bits(&self) -> Vec<u64> {
+        let mut bits: Vec<u64> = Vec::new();
+        let mut add =
+            |numbers: &mut dyn Iterator<Item = &f64>| bits.extend(numbers.map(|x| if x.is_nan() { u64::MAX } else { x.to_bits() }));
+        [&self.out, &self.dq, &self.dk, &self.dv].into_iter().chain(&self.dbias).for_each(|array| add(&mut array.iter()));
+        [Some(&self.lse), self.max.as_ref(), self.sum.as_ref()].into_iter().flatten().for_each(|array| add(&mut array.iter()));
+        self.dsinks.iter().for_each(|array| add(&mut array.iter()));
+        bits
+    }
+}
