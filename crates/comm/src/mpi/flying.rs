@@ -10,6 +10,8 @@
 //!   i.e. until all requests of that owner are complete. A [`HostBuffer`]'s bytes do not move when the handle moves.
 //! * **B.** The buffer of a receive was nobody else's when it was posted, and no reference to its bytes is made until it is given back.
 //! * **C.** The bytes of a send are only read: a [`HostBuffer`] that is co-owned (by `messages`) gives no mutable reference to anybody.
+//! * **D.** No message is longer than the receive that it meets, piece by piece: either MPI has told its length ([`Flying::receive_any`]), or the
+//!   sender, which runs this code too, has announced it and cuts it alike ([`Flying::receive`]). Some MPIs write past the end otherwise.
 #![expect(unsafe_code, reason = "calls of the C interface of MPI")]
 
 use std::{collections::HashMap, ffi::c_int, mem, ops::Range};
@@ -126,7 +128,8 @@ impl<L> Flying<L> {
         Ok(())
     }
 
-    /// Starts receiving into bytes of `buffer`, which nobody else owns. The caller has entered `communicator`.
+    /// Starts receiving into bytes of `buffer`, which nobody else owns, a message that was announced to be as long. The caller has entered
+    /// `communicator`.
     pub(super) fn receive(
         &mut self,
         communicator: &Communicator,
@@ -146,7 +149,7 @@ impl<L> Flying<L> {
         for piece in pieces {
             let (length, [peer, tag]) = (length(&piece), envelope(from)?);
             // SAFETY: rules 1 and 2 (the caller has entered); the piece lies within the bytes behind `start`, which are of the buffer that is
-            // in `messages` by now (A) and that nobody reads or writes until it is given back (B)
+            // in `messages` by now (A) and that nobody reads or writes until it is given back (B); what comes is no longer (D)
             self.begin_request(number, Some(length), (from.peer, from.step), |request| unsafe {
                 let start = start.add(index(piece.start)).cast();
                 ffi::MPI_Irecv(start, length, ffi::RSMPI_UINT8_T, peer, tag, communicator.raw(), request)
@@ -164,13 +167,11 @@ impl<L> Flying<L> {
         let mut status: ffi::MPI_Status = unsafe { mem::zeroed() };
         let mut message = mem::MaybeUninit::uninit();
         // SAFETY: rules 1 and 2 (the caller has entered); everything that MPI writes to lives through the call
-        check(
-            unsafe {
-                let (any, every) = (ffi::RSMPI_ANY_SOURCE, ffi::RSMPI_ANY_TAG);
-                ffi::MPI_Improbe(any, every, communicator.raw(), &raw mut found, message.as_mut_ptr(), &raw mut status)
-            },
-            about,
-        )?;
+        let code = unsafe {
+            let (any, every) = (ffi::RSMPI_ANY_SOURCE, ffi::RSMPI_ANY_TAG);
+            ffi::MPI_Improbe(any, every, communicator.raw(), &raw mut found, message.as_mut_ptr(), &raw mut status)
+        };
+        check(code, about)?;
         if found == 0 {
             return Ok(None);
         }

@@ -7,8 +7,10 @@
 //! * A hop whose bytes lie in one piece of memory is sent from there and received there. Any other is packed into (or unpacked from) a staging
 //!   buffer of the transport's: the two ends need not be cut alike, so messages per range could not be matched, and a derived type would
 //!   leave the packing to MPI at a moment that it chooses. On a warm plan staging allocates nothing.
-//! * Every hop is announced on `control` (channel, tag, length), so that a message of another length or a second one with the same tag is
-//!   a typed error, whatever MPI makes of it.
+//! * Every hop is announced on `control` (channel, tag, length), and its receive begins when the announcement has come and fits. So a message of
+//!   another length or a second one with the same tag is a typed error; MPI is never given a message that is longer than its receive, which
+//!   OpenMPI 4.1 writes past the end of the buffer where it copies from process to process. The announcement travels before the message does, so
+//!   this costs no time on the way: a long message waits for its receiver's next look in any case.
 //! * A gather is a message from each rank to each other one, never an MPI collective: a collective that a dead rank has not joined cannot be left.
 //! * Nothing waits but [`Transport::progress`], by looking: first often, then less and less often, up to once a millisecond. Where ranks
 //!   outnumber cores, those that wait leave the cores to those that work.
@@ -60,7 +62,7 @@ use self::{
     ffi::{Communicator, Foreign},
     flying::{Address, Flying, LONGEST_PIECE, Mode},
     frame::{CHANNELS, Frame},
-    pump::{Early, Label, Peer, Receive},
+    pump::{Early, Label, Peer, Receive, Stage},
 };
 use crate::{ranges, staging::Staging};
 
@@ -237,18 +239,18 @@ impl Mpi {
         Ok(())
     }
 
-    fn start_receive(&mut self, Incoming { hop, buffer }: Incoming<Host>) -> Result<()> {
-        let (data, _) = self.enter()?;
-        let address = self.address(data, &hop);
-        let (into, aside, range) = match contiguous(&hop.ranges) {
-            Some(range) => (buffer, None, range),
-            None => (self.staging.take(hop.bytes())?, Some(buffer), 0..hop.bytes()),
+    /// Lets MPI receive what was announced and fits.
+    fn begin_receive(&mut self, place: usize) -> Result<()> {
+        let hop = self.receives[place].hop.clone();
+        let address = self.address(self.enter()?.0, &hop);
+        let bytes = hop.bytes();
+        let (into, stage, range) = match contiguous(&hop.ranges) {
+            Some(range) => (self.receives[place].buffer.take(), Stage::Direct, range),
+            None => (Some(self.staging.take(bytes)?), Stage::Staged, 0..bytes),
         };
-        self.step = hop.step;
-        self.last_tags.insert((hop.peer, hop.channel), hop.tag);
+        self.receives[place].stage = stage;
         let label = Label::Receive { peer: hop.peer, channel: hop.channel, tag: hop.tag };
-        self.receives.push(Receive::new(hop, aside));
-        if let Some(data) = &self.data {
+        if let (Some(data), Some(into)) = (&self.data, into) {
             self.flying.receive(data, address, into, range, label)?;
         }
         Ok(())
@@ -285,8 +287,10 @@ impl Mpi {
     }
 
     fn start(&mut self, sends: &[Outgoing<'_, Host>], receives: &mut Vec<Incoming<Host>>) -> Result<()> {
-        for incoming in receives.drain(..) {
-            self.start_receive(incoming)?;
+        for Incoming { hop, buffer } in receives.drain(..) {
+            self.step = hop.step;
+            self.last_tags.insert((hop.peer, hop.channel), hop.tag);
+            self.receives.push(Receive { hop, buffer: Some(buffer), stage: Stage::Posted });
         }
         self.match_early()?;
         sends.iter().try_for_each(|send| self.start_send(send))
@@ -340,7 +344,7 @@ impl Transport<Host> for Mpi {
             let got = format!("{:?} {} from rank {}", hop.channel, hop.tag, hop.peer);
             return Err(Error::invalid("hop", got, "a receive that was posted and not yet taken"));
         };
-        if !self.receives[place].has_arrived() {
+        if self.receives[place].stage != Stage::Arrived {
             return Ok(None);
         }
         let buffer = self.receives.swap_remove(place).buffer;

@@ -10,7 +10,6 @@ use annulus_core::{Channel, Error, Hop, HostBuffer, Result};
 
 use super::{
     Mpi,
-    ffi::Fault,
     flying::{Landed, Trouble},
     frame::Frame,
 };
@@ -46,30 +45,30 @@ impl Label {
     }
 }
 
-/// A posted receive. It has arrived when its bytes are here and its announcement fits.
+/// A posted receive.
 pub(super) struct Receive {
     pub(super) hop: Hop,
-    /// The buffer that was posted: kept here while the bytes come through a staging buffer, and once they are here.
+    /// The buffer that was posted, unless MPI has it.
     pub(super) buffer: Option<HostBuffer>,
-    staged: bool,
-    landed: bool,
-    announced: bool,
-    /// The bytes that came were not as many as were wanted; the announcement will say how many.
-    odd: bool,
+    pub(super) stage: Stage,
+}
+
+/// How far a receive is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// Its announcement has not come.
+    Posted,
+    /// MPI receives into its buffer.
+    Direct,
+    /// MPI receives into a staging buffer.
+    Staged,
+    /// The bytes are where they belong.
+    Arrived,
 }
 
 impl Receive {
-    /// A receive into `aside` by way of a staging buffer, or else into a buffer that is in flight.
-    pub(super) const fn new(hop: Hop, aside: Option<HostBuffer>) -> Self {
-        Self { hop, staged: aside.is_some(), buffer: aside, landed: false, announced: false, odd: false }
-    }
-
     pub(super) fn is_for(&self, peer: usize, channel: Channel, tag: u64) -> bool {
         (self.hop.peer, self.hop.channel, self.hop.tag) == (peer, channel, tag)
-    }
-
-    pub(super) const fn has_arrived(&self) -> bool {
-        self.landed && self.announced && !self.odd
     }
 }
 
@@ -191,15 +190,17 @@ impl Mpi {
 
     fn accept(&mut self, Landed { label, buffer, outcome }: Landed<Label>) -> Result<()> {
         let peer = label.peer();
-        let odd = match outcome {
-            Ok(()) => false,
-            Err(Trouble::Length) => true,
+        match outcome {
+            Ok(()) => {}
+            Err(Trouble::Length) => {
+                return Err(Error::Comm { peer, step: self.step, what: "a message has not the length that was announced".to_owned() });
+            }
             // a rank that has left needs no more frames
             Err(Trouble::Fault(_)) if self.peers[peer].left.is_some() && !matches!(label, Label::Sent { .. } | Label::Receive { .. }) => {
                 return Ok(());
             }
             Err(Trouble::Fault(fault)) => return Err(fault.into_error((peer, self.step))),
-        };
+        }
         match label {
             Label::Sent { step, .. } => {
                 let sends = &mut self.peers[peer].sends;
@@ -207,8 +208,7 @@ impl Mpi {
                     sends.remove(place);
                 }
             }
-            Label::Receive { channel, tag, .. } => return self.receive(peer, channel, tag, buffer, odd),
-            Label::Heard { .. } if odd => return Err(Fault::Long.into_error((peer, self.step))),
+            Label::Receive { channel, tag, .. } => return self.receive(peer, channel, tag, buffer),
             Label::Heard { number, .. } => {
                 self.peers[peer].ahead.insert(number, buffer);
                 return self.obey_all(peer);
@@ -225,12 +225,11 @@ impl Mpi {
     }
 
     /// The bytes of a posted receive are here.
-    fn receive(&mut self, peer: usize, channel: Channel, tag: u64, landed: HostBuffer, odd: bool) -> Result<()> {
+    fn receive(&mut self, peer: usize, channel: Channel, tag: u64, landed: HostBuffer) -> Result<()> {
         let Some(receive) = self.receives.iter_mut().find(|receive| receive.is_for(peer, channel, tag)) else {
             return Err(Error::Comm { peer, step: self.step, what: format!("message {channel:?} {tag} without a receive") });
         };
-        (receive.landed, receive.odd) = (true, odd);
-        if receive.staged {
+        if receive.stage == Stage::Staged {
             if let Some(into) = receive.buffer.as_mut().and_then(HostBuffer::bytes_mut) {
                 ranges::copy(landed.bytes(), std::slice::from_ref(&(0..receive.hop.bytes())), into, &receive.hop.ranges);
             }
@@ -238,10 +237,7 @@ impl Mpi {
         } else {
             receive.buffer = Some(landed);
         }
-        if receive.announced && odd {
-            let what = format!("message {channel:?} {tag} has not the length that was announced");
-            return Err(Error::Comm { peer, step: receive.hop.step, what });
-        }
+        receive.stage = Stage::Arrived;
         self.peers[peer].heard = Instant::now();
         self.count_work();
         Ok(())
@@ -290,19 +286,15 @@ impl Mpi {
     /// A message is on its way: the one that is waited for, an early one, or one too many.
     fn hear_of(&mut self, message: Early) -> Result<()> {
         let Early { peer, channel, tag, step, bytes } = message;
-        let waiting = |receive: &&mut Receive| receive.is_for(peer, channel, tag) && !receive.announced;
-        if let Some(receive) = self.receives.iter_mut().find(waiting) {
-            let want = receive.hop.bytes();
+        let waiting = |receive: &Receive| receive.is_for(peer, channel, tag) && receive.stage == Stage::Posted;
+        if let Some(place) = self.receives.iter().position(waiting) {
+            let Hop { step, .. } = self.receives[place].hop;
+            let want = self.receives[place].hop.bytes();
             if bytes != want {
                 let what = format!("message {channel:?} {tag} truncated: got {bytes} bytes, want {want}");
-                return Err(Error::Comm { peer, step: receive.hop.step, what });
+                return Err(Error::Comm { peer, step, what });
             }
-            if receive.odd {
-                let what = format!("message {channel:?} {tag} has not the length that was announced");
-                return Err(Error::Comm { peer, step: receive.hop.step, what });
-            }
-            receive.announced = true;
-            return Ok(());
+            return self.begin_receive(place);
         }
         let late = self.last_tags.get(&(peer, channel)).is_some_and(|&last| tag <= last);
         let twice = self.early.iter().any(|early| (early.peer, early.channel, early.tag) == (peer, channel, tag));
@@ -326,7 +318,11 @@ impl Mpi {
         let gone = self.peers[peer].left?;
         // everything that it said is known by now, but what it sent may take a little longer
         let overdue = gone.elapsed() >= GRACE;
-        let wanted = |receive: &&super::Receive| receive.hop.peer == peer && !receive.has_arrived() && (overdue || !receive.announced);
+        let wanted = |receive: &&Receive| match receive.stage {
+            Stage::Posted => receive.hop.peer == peer,
+            Stage::Direct | Stage::Staged => receive.hop.peer == peer && overdue,
+            Stage::Arrived => false,
+        };
         let receive = self.receives.iter().find(wanted).map(|receive| receive.hop.step);
         let send = || self.peers[peer].sends.front().copied().filter(|_| overdue);
         let gather = || self.gathers.values().any(|gather| gather.parts[self.rank].is_some() && gather.parts[peer].is_none());
