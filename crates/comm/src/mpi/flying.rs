@@ -11,7 +11,7 @@
 //! * **B.** The buffer of a receive was nobody else's when it was posted, and no reference to its bytes is made until it is given back.
 //! * **C.** The bytes of a send are only read: a [`HostBuffer`] that is co-owned (by `messages`) gives no mutable reference to anybody.
 //! * **D.** No message is longer than the receive that it meets, piece by piece: either MPI has told its length ([`Flying::receive_any`]), or the
-//!   sender, which runs this code too, has announced it and cuts it alike ([`Flying::receive`]). Some MPIs write past the end otherwise.
+//!   sender, which runs this code too, has announced it and how it cuts it ([`Flying::receive`]). Some MPIs write past the end otherwise.
 #![expect(unsafe_code, reason = "calls of the C interface of MPI")]
 
 use std::{collections::HashMap, ffi::c_int, mem, ops::Range};

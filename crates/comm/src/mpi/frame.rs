@@ -7,8 +7,8 @@ use annulus_core::{Channel, Error, HostBuffer, Result};
 pub(super) enum Frame {
     /// "I live, and I have worked this many times."
     Beat { worked: u64 },
-    /// "A message of this many bytes is on its way to you."
-    Announce { channel: Channel, tag: u64, step: u64, bytes: u64 },
+    /// "A message of this many bytes, in pieces of that many, is on its way to you."
+    Announce { channel: Channel, tag: u64, step: u64, bytes: u64, piece: u64 },
     /// A part of a gather.
     Offer { round: u64, part: Vec<u8> },
     /// "This rank failed first."
@@ -25,7 +25,7 @@ impl Frame {
     pub(super) fn encode(&self) -> Result<HostBuffer> {
         let (kind, numbers, rest): (u8, &[u64], &[u8]) = match self {
             Self::Beat { worked } => (0, &[*worked], &[]),
-            Self::Announce { channel, tag, step, bytes } => (1, &[number(*channel), *tag, *step, *bytes], &[]),
+            Self::Announce { channel, tag, step, bytes, piece } => (1, &[number(*channel), *tag, *step, *bytes, *piece], &[]),
             Self::Offer { round, part } => (2, &[*round], part),
             Self::Abort { rank, what } => {
                 let end = (0..=what.len().min(LONGEST_TEXT)).rev().find(|&end| what.is_char_boundary(end)).unwrap_or(0);
@@ -59,7 +59,7 @@ fn read(bytes: &[u8]) -> Option<Frame> {
     };
     let frame = match kind {
         0 => Frame::Beat { worked: next()? },
-        1 => Frame::Announce { channel: channel(next()?)?, tag: next()?, step: next()?, bytes: next()? },
+        1 => Frame::Announce { channel: channel(next()?)?, tag: next()?, step: next()?, bytes: next()?, piece: next()? },
         2 => Frame::Offer { round: next()?, part: std::mem::take(&mut rest).to_vec() },
         3 => Frame::Abort { rank: next()?, what: String::from_utf8_lossy(std::mem::take(&mut rest)).into_owned() },
         4 => Frame::Goodbye,
@@ -95,7 +95,7 @@ mod tests {
 
     #[test]
     fn frames_come_back_as_they_were_and_cut_ones_are_errors() {
-        let announce = |channel| Frame::Announce { channel, tag: u64::MAX, step: 3, bytes: 1 << 40 };
+        let announce = |channel| Frame::Announce { channel, tag: u64::MAX, step: 3, bytes: 1 << 40, piece: 7 };
         let frames = [
             Frame::Beat { worked: 7 },
             announce(Channel::Block),

@@ -7,7 +7,7 @@
 //! * A hop whose bytes lie in one piece of memory is sent from there and received there. Any other is packed into (or unpacked from) a staging
 //!   buffer of the transport's: the two ends need not be cut alike, so messages per range could not be matched, and a derived type would
 //!   leave the packing to MPI at a moment that it chooses. On a warm plan staging allocates nothing.
-//! * Every hop is announced on `control` (channel, tag, length), and its receive begins when the announcement has come and fits. So a message of
+//! * Every hop is announced on `control` (channel, tag, length, pieces), and its receive begins when the announcement has come and fits. So a message of
 //!   another length or a second one with the same tag is a typed error; MPI is never given a message that is longer than its receive, which
 //!   OpenMPI 4.1 writes past the end of the buffer where it copies from process to process. The announcement travels before the message does, so
 //!   this costs no time on the way: a long message waits for its receiver's next look in any case.
@@ -72,7 +72,7 @@ pub type Communication = ::mpi::ffi::MPI_Comm;
 /// A handle of a communicator, as Fortran (and every binding that can name it) has it.
 pub type FortranHandle = ::mpi::ffi::RSMPI_Fint;
 
-/// How an endpoint behaves. The same on all ranks.
+/// How an endpoint behaves.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Settings {
     /// How long to wait for the other ranks when the endpoint is made.
@@ -222,9 +222,9 @@ impl Mpi {
         if self.settings.synchronous { Mode::Synchronous } else { Mode::Standard }
     }
 
-    fn address(&self, data: &Communicator, hop: &Hop) -> Address {
+    const fn address(data: &Communicator, hop: &Hop, piece: u64) -> Address {
         let tag = hop.tag % window(data) * CHANNELS + frame::number(hop.channel);
-        Address { peer: hop.peer, tag, step: hop.step, piece: self.settings.piece_bytes }
+        Address { peer: hop.peer, tag, step: hop.step, piece }
     }
 
     fn check_receive(&self, incoming: &Incoming<Host>, last: Option<u64>) -> Result<()> {
@@ -240,9 +240,9 @@ impl Mpi {
     }
 
     /// Lets MPI receive what was announced and fits.
-    fn begin_receive(&mut self, place: usize) -> Result<()> {
+    fn begin_receive(&mut self, place: usize, piece: u64) -> Result<()> {
         let hop = self.receives[place].hop.clone();
-        let address = self.address(self.enter()?.0, &hop);
+        let address = Self::address(self.enter()?.0, &hop, piece);
         let bytes = hop.bytes();
         let (into, stage, range) = match contiguous(&hop.ranges) {
             Some(range) => (self.receives[place].buffer.take(), Stage::Direct, range),
@@ -257,7 +257,8 @@ impl Mpi {
     }
 
     fn start_send(&mut self, Outgoing { hop, buffer, .. }: &Outgoing<'_, Host>) -> Result<()> {
-        let announcement = Frame::Announce { channel: hop.channel, tag: hop.tag, step: hop.step as u64, bytes: hop.bytes() };
+        let (Hop { channel, tag, .. }, step, piece) = (hop, hop.step as u64, self.settings.piece_bytes);
+        let announcement = Frame::Announce { channel: *channel, tag: *tag, step, bytes: hop.bytes(), piece };
         self.say(hop.peer, &announcement.encode()?, Label::Said { peer: hop.peer })?;
         let (from, range) = match contiguous(&hop.ranges) {
             Some(range) => ((*buffer).clone(), range),
@@ -265,7 +266,7 @@ impl Mpi {
         };
         let mode = self.mode();
         let (data, _) = self.enter()?;
-        let address = self.address(data, hop);
+        let address = Self::address(data, hop, self.settings.piece_bytes);
         self.step = hop.step;
         self.bytes_sent += hop.bytes();
         self.peers[hop.peer].sends.push_back(hop.step);

@@ -80,6 +80,7 @@ pub(super) struct Early {
     tag: u64,
     step: usize,
     bytes: u64,
+    piece: u64,
 }
 
 /// What is known of one rank.
@@ -270,9 +271,9 @@ impl Mpi {
                     self.last_work = Instant::now();
                 }
             }
-            Frame::Announce { channel, tag, step, bytes } => {
+            Frame::Announce { channel, tag, step, bytes, piece } => {
                 let step = usize::try_from(step).unwrap_or(usize::MAX);
-                return self.hear_of(Early { peer, channel, tag, step, bytes });
+                return self.hear_of(Early { peer, channel, tag, step, bytes, piece });
             }
             Frame::Offer { round, part } => self.gather(round).parts[peer] = Some(part),
             Frame::Abort { rank, what } => {
@@ -285,7 +286,7 @@ impl Mpi {
 
     /// A message is on its way: the one that is waited for, an early one, or one too many.
     fn hear_of(&mut self, message: Early) -> Result<()> {
-        let Early { peer, channel, tag, step, bytes } = message;
+        let Early { peer, channel, tag, step, bytes, piece } = message;
         let waiting = |receive: &Receive| receive.is_for(peer, channel, tag) && receive.stage == Stage::Posted;
         if let Some(place) = self.receives.iter().position(waiting) {
             let Hop { step, .. } = self.receives[place].hop;
@@ -294,7 +295,7 @@ impl Mpi {
                 let what = format!("message {channel:?} {tag} truncated: got {bytes} bytes, want {want}");
                 return Err(Error::Comm { peer, step, what });
             }
-            return self.begin_receive(place);
+            return self.begin_receive(place, piece);
         }
         let late = self.last_tags.get(&(peer, channel)).is_some_and(|&last| tag <= last);
         let twice = self.early.iter().any(|early| (early.peer, early.channel, early.tag) == (peer, channel, tag));
