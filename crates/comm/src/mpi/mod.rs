@@ -32,6 +32,7 @@
 //! | a message has another length than the receive that was posted for it | [`Error::Comm`] "… truncated: got x bytes, want y" |
 //! | a message has a tag that was received before | [`Error::Comm`] "duplicate message …" |
 //! | a receive is posted with a tag that is not above the last one's, or in a buffer that somebody else co-owns | [`Error::Comm`] |
+//! | a rank offers to a gather twice, before it was collected here | [`Error::Comm`] |
 //! | MPI fails | [`Error::PeerLost`] if it says that a process did, else [`Error::Comm`] with MPI's words |
 //! | a hop names no rank of this ring, or bytes outside its buffer; a round or hop is asked for that was never begun | [`Error::InvalidArgument`], nothing was done |
 //! | MPI is not initialised yet, or finalised | [`Error::InvalidArgument`], nothing was done |

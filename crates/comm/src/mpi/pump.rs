@@ -275,7 +275,12 @@ impl Mpi {
                 let step = usize::try_from(step).unwrap_or(usize::MAX);
                 return self.hear_of(Early { peer, channel, tag, step, bytes, piece });
             }
-            Frame::Offer { round, part } => self.gather(round).parts[peer] = Some(part),
+            Frame::Offer { round, part } => {
+                let step = self.step;
+                if self.gather(round).parts[peer].replace(part).is_some() {
+                    return Err(Error::Comm { peer, step, what: format!("a second part of gather {round}: rounds only grow") });
+                }
+            }
             Frame::Abort { rank, what } => {
                 return Err(Error::Aborted { rank: usize::try_from(rank).unwrap_or(usize::MAX), what });
             }

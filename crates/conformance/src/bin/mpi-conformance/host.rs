@@ -68,7 +68,8 @@ fn rings(settings: &Settings, world: &impl Communicator, level: Threading) -> Ve
     ensure(elsewhere.is_ok() == allowed, || format!("on another thread, {level:?}: {elsewhere:?}"))?;
     // the host's communicator is the host's: it may go, and ours stay
     drop(part);
-    barrier::<Host>(&mut parted, 0).map_err(text)?;
+    // a round that no plan will use
+    barrier::<Host>(&mut parted, u64::MAX).map_err(text)?;
     let mut plans = [plan(parted).map_err(text)?, plan(whole).map_err(text)?];
     for turn in 0..3 {
         for plan in &mut plans {
