@@ -2,5 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 
+mod calls;
 mod features;
+mod numbers;
 mod support;
+mod threads;
