@@ -91,7 +91,7 @@ impl Sight {
 }
 
 /// Transposes 64 × 64 bits by halves: blocks of 32 × 32 change places, then within them blocks of 16 × 16, and so on.
-fn transpose(words: &mut [u64; TILE]) {
+pub(crate) fn transpose(words: &mut [u64; TILE]) {
     let mut size = TILE / 2;
     let mut mask = !0u64 >> size;
     while size != 0 {
