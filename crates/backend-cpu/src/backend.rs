@@ -135,8 +135,8 @@ impl Backend for Cpu {
 
     fn begin(&self, workspace: &mut Workspace, _: &Inputs<'_, Host>) -> Result<()> {
         match &mut workspace.sums {
-            Sums::F32(state) => forward::begin(state),
-            Sums::F64(state) => forward::begin(state),
+            Sums::F32(state) => forward::begin(&self.team, state),
+            Sums::F64(state) => forward::begin(&self.team, state),
         }
         Ok(())
     }
@@ -206,9 +206,9 @@ impl Backend for Cpu {
         places: &[(Range<u64>, Range<u64>)],
         add: bool,
     ) -> Result<()> {
-        match &workspace.sums {
-            Sums::F32(state) => records::combine::<f32>(&state.local, into, from, places, add),
-            Sums::F64(state) => records::combine::<f64>(&state.local, into, from, places, add),
+        match &mut workspace.sums {
+            Sums::F32(state) => records::combine(&self.team, state, into, from, places, add),
+            Sums::F64(state) => records::combine(&self.team, state, into, from, places, add),
         }
     }
 

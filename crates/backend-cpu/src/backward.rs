@@ -23,7 +23,7 @@ use crate::{
 /// Computes row statistics and clears all sums.
 pub(crate) fn begin<E: Input<Accumulator: Summed>>(team: &Team, state: &mut State<Acc<E>>, saved: &Saved<'_, Host>) -> Result<()> {
     let State { local, blocks, scratch, statistics, bias_gradient, .. } = state;
-    blocks.iter_mut().for_each(|block| block.sums.fill(Acc::<E>::ZERO));
+    team.run(scratch, blocks.iter_mut(), None, |_, block, _| block.sums.fill(Acc::<E>::ZERO));
     bias_gradient.iter_mut().for_each(|gradient| gradient.clear());
     let rows = RowsOf::<E> {
         out: array("out", saved.out)?,

@@ -53,7 +53,7 @@ pub(crate) fn attend_keys<E: Input<Accumulator: Summed>>(
     let bias = inputs.bias.map(|bias| array("bias", bias)).transpose()?;
     let gradient_record = spec.gradient_record();
     let sums = elements_mut::<Acc<E>>(bytes_mut(fresh)?, keys.len(), &gradient_record)?;
-    seen.refill(&visibility, spec);
+    seen.refill(team, scratch, &visibility, spec);
     let pass = KeyPass {
         geometry,
         k_rows: *k_rows,
@@ -94,7 +94,7 @@ pub(crate) fn attend_keys_home<E: Input<Accumulator: Summed>>(
     let bias = inputs.bias.map(|bias| array("bias", bias)).transpose()?;
     let gradient_record = spec.gradient_record();
     let sums = elements_mut::<Acc<E>>(bytes_mut(home)?, keys.len(), &gradient_record)?;
-    seen.refill(&visibility, spec);
+    seen.refill(team, scratch, &visibility, spec);
     let pass = KeyPass {
         geometry,
         k_rows: *k_rows,
@@ -130,7 +130,7 @@ fn refuse_what_did_not_travel(local: &Local, at_home: bool) -> Result<()> {
 
 impl Seen {
     /// Works out what each tile of queries sees, once for all tasks.
-    fn refill(&mut self, visibility: &Visibility<'_>, spec: &Spec) {
+    fn refill<A: Real>(&mut self, team: &Team, scratch: &mut [Scratch<A>], visibility: &Visibility<'_>, spec: &Spec) {
         self.hulls.refill(visibility, spec.dims.batch, spec.dims.q_heads, TILE);
         self.batches = if visibility.per_batch() { spec.dims.batch } else { 1 };
         self.heads = if visibility.per_head() { spec.dims.q_heads } else { 1 };
@@ -143,9 +143,9 @@ impl Seen {
         let places = (0..self.batches).flat_map(|b| (0..self.heads).map(move |h| (b, h)));
         let rows = (0..len).step_by(TILE).map(|first| first..len.min(first + TILE));
         let all = places.flat_map(|place| rows.clone().map(move |rows| (place, rows)));
-        for (((batch, head), rows), tile) in all.zip(&mut self.tiles) {
+        team.run(scratch, all.zip(&mut self.tiles), None, |_, (((batch, head), rows), tile), _| {
             visibility.query_tile(batch, head, rows, tile);
-        }
+        });
     }
 
     /// What the queries `first ..` see.
