@@ -164,7 +164,7 @@ impl<B: Backend> Ring<B> {
         let shared = Shared::derive(&self.spec, self.route, self.rank, coordinates, self.with_backward);
         let local = shared.local(&self.spec, self.rank, batch.attention_mask.clone().map(Arc::new));
         let made = self.backend.update(&mut self.workspace, &local).and_then(|()| {
-            if shared.most_block_rows > self.shared.most_block_rows || shared.most_query_rows > self.shared.most_query_rows {
+            if !self.buffers.fit(&self.spec, &shared, &local, self.route, self.with_backward) {
                 self.buffers = Buffers::allocate(&self.backend, &self.spec, &shared, &local, self.route, self.with_backward)?;
             }
             Ok(())
