@@ -4,7 +4,7 @@ use annulus::Tensors as Borrowed;
 use std::{cell::RefCell, path::Path};
 
 use annulus_core::{Batch, DType, DenseMask, Dims, Element, Error, Result, Runs, SinkShape};
-use ndarray::{Array, Array2, Array3, Array4, IntoDimension};
+use ndarray::{Array, Array2, Array3, Array4, ArrayView3, IntoDimension};
 
 use crate::file::{Kind, Tensors};
 
@@ -69,6 +69,21 @@ impl<T: Element> Share<T> {
             bias: self.bias.as_ref().map(|bias| bias.view()),
             sinks: self.sinks.as_ref().map(|sinks| sinks.view()),
         }
+    }
+}
+
+/// One rank's rows of what the loss says of the output.
+#[derive(Debug)]
+pub(crate) struct OutputGradients<T: Element> {
+    /// ∂L/∂out.
+    pub(crate) dout: Array4<T>,
+    dlse: Option<Array3<T::Accumulator>>,
+}
+
+impl<T: Element> OutputGradients<T> {
+    /// ∂L/∂lse, if the file has it.
+    pub(crate) fn dlse_view(&self) -> Option<ArrayView3<'_, T::Accumulator>> {
+        self.dlse.as_ref().map(|dlse| dlse.view())
     }
 }
 
@@ -201,13 +216,13 @@ impl Input {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if there is no `dout`; [`Error::Io`]; [`Error::OutOfMemory`].
-    pub(crate) fn output_gradients<T: Element>(&self, q_rows: &Runs) -> Result<(Array4<T>, Option<Array3<T::Accumulator>>)> {
+    pub(crate) fn output_gradients<T: Element>(&self, q_rows: &Runs) -> Result<OutputGradients<T>> {
         self.tensors.need("dout", 4)?;
         let Dims { batch, q_heads, value_dim, .. } = self.dims;
         let q_len = annulus_core::index(q_rows.len());
         let dout = self.array("dout", 1, q_rows, [batch, q_len, q_heads, value_dim])?;
         let dlse = self.has("dlse").then(|| self.array("dlse", 2, q_rows, [batch, q_heads, q_len])).transpose()?;
-        Ok((dout, dlse))
+        Ok(OutputGradients { dout, dlse })
     }
 
     fn array<T: Element, D: IntoDimension>(&self, name: &str, axis: usize, rows: &Runs, shape: D) -> Result<Array<T, D::Dim>> {

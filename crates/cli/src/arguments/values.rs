@@ -2,6 +2,7 @@
 
 use std::{str::FromStr, time::Duration};
 
+use annulus::comm::deadline;
 use annulus_core::{DType, Layout};
 use clap::ValueEnum;
 
@@ -101,10 +102,11 @@ pub(crate) fn probability(text: &str) -> Result<f64, String> {
     number(text).filter(|number| (0.0..1.0).contains(number)).ok_or_else(|| "want a probability from 0 to below 1".into())
 }
 
-/// Seconds of silence, at least 1.
+/// Seconds of silence: at least what the ring takes for a failure, at most some days.
 pub(crate) fn silence(text: &str) -> Result<Duration, String> {
-    let seconds = number(text).filter(|&seconds| seconds >= 1.0);
-    seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()).ok_or_else(|| "want seconds, at least 1".into())
+    let (least, most) = (deadline::LEAST.as_secs_f64(), 1e6);
+    let seconds = number(text).filter(|seconds| (least..=most).contains(seconds));
+    seconds.map(Duration::from_secs_f64).ok_or_else(|| format!("want seconds, from {least} to {most}"))
 }
 
 /// A count from 1.

@@ -169,9 +169,9 @@ impl<T: Element> Rank<T> {
     }
 
     fn backward(&mut self, index: usize, forward: &Forward<T>, input: &Input, output: &Output) -> Result<Vec<Report>> {
-        let (dout, dlse) = input.output_gradients(self.plan.q_rows())?;
+        let of_output = input.output_gradients(self.plan.q_rows())?;
         let begin = Instant::now();
-        let gradients = self.plan.backward(&self.share.tensors(), forward, dout.view(), dlse.as_ref().map(|dlse| dlse.view()))?;
+        let gradients = self.plan.backward(&self.share.tensors(), forward, of_output.dout.view(), of_output.dlse_view())?;
         self.log.span("backward", 0, begin);
         self.timed("write", || write_backward(output, &self.plan, index, &gradients))?;
         Ok(gradients.reports)

@@ -4,10 +4,12 @@ use std::{collections::BTreeMap, path::Path, time::Duration};
 
 use annulus::{Attention, Backward, Forward, Plan};
 use annulus_core::{Batch, Element, Error, Layout, Result, Runs};
-use ndarray::{Array3, Array4};
 
-use super::{compare::largest_error, index::Case};
-use crate::input::{Input, Share};
+use super::{
+    compare::{Expected, largest_error},
+    index::Case,
+};
+use crate::input::{Input, OutputGradients, Share};
 
 /// A case computes in moments: a ring that is silent for this long is stuck.
 const DEADLINE: Duration = Duration::from_secs(30);
@@ -37,9 +39,8 @@ struct Loaded<T: Element> {
     attention: Attention,
     share: Share<T>,
     batch: Batch,
-    dout: Array4<T>,
-    dlse: Option<Array3<T::Accumulator>>,
-    expected: BTreeMap<String, (f64, Vec<f64>)>,
+    gradients: OutputGradients<T>,
+    expected: BTreeMap<String, (f64, Expected)>,
 }
 
 /// Computes `case` in `T` on every ring.
@@ -66,19 +67,17 @@ impl<T: Element> Loaded<T> {
         }
         let all = |len: usize| Runs::counting(0, len as u64);
         let (q_rows, kv_rows) = (all(input.dims.q_len), all(input.dims.kv_len));
-        let (dout, dlse) = input.output_gradients(&q_rows)?;
         Ok(Self {
             attention,
             share: input.share(sinks, &q_rows, &kv_rows)?,
             batch: input.batch(&q_rows, &kv_rows)?,
-            dout,
-            dlse,
+            gradients: input.output_gradients(&q_rows)?,
             expected: Self::expected(&input, case)?,
         })
     }
 
     /// Tolerance and wanted numbers of every array that the case judges.
-    fn expected(input: &Input, case: &Case) -> Result<BTreeMap<String, (f64, Vec<f64>)>> {
+    fn expected(input: &Input, case: &Case) -> Result<BTreeMap<String, (f64, Expected)>> {
         let tolerances = case.tolerance.get(T::DTYPE.name()).filter(|tolerances| !tolerances.is_empty());
         let tolerances = tolerances
             .ok_or_else(|| Error::unsupported(format!("dtype {}", T::DTYPE.name()), "this case, which has no tolerance for it"))?;
@@ -86,7 +85,8 @@ impl<T: Element> Loaded<T> {
             let entry =
                 input.tensors().get(name).ok_or_else(|| Error::invalid(name, "no such tensor", "the expected array of that name"))?;
             let rows = entry.shape.first().map_or(0, |&len| len as u64);
-            Ok((name.clone(), (tolerance, input.tensors().floats(name, 0, &Runs::counting(0, rows))?)))
+            let numbers = input.tensors().floats(name, 0, &Runs::counting(0, rows))?;
+            Ok((name.clone(), (tolerance, Expected { shape: entry.shape.clone(), numbers })))
         };
         tolerances.iter().map(load).collect()
     }
@@ -98,12 +98,13 @@ impl<T: Element> Loaded<T> {
         }
         let tensors = self.share.tensors();
         let forward = plan.forward(&tensors)?;
-        let backward = plan.backward(&tensors, &forward, self.dout.view(), self.dlse.as_ref().map(|dlse| dlse.view()))?;
+        let backward = plan.backward(&tensors, &forward, self.gradients.dout.view(), self.gradients.dlse_view())?;
         let mut wrong = Vec::new();
         for (name, (tolerance, want)) in &self.expected {
             let error = error_of(name, want, &forward, &backward)?;
-            // written so that NaN is wrong
-            if !(error <= *tolerance) {
+            // a NaN is within no tolerance
+            let within = error <= *tolerance;
+            if !within {
                 wrong.push((name.clone(), error, *tolerance));
             }
         }
@@ -111,7 +112,7 @@ impl<T: Element> Loaded<T> {
     }
 }
 
-fn error_of<T: Element>(name: &str, want: &[f64], forward: &Forward<T>, backward: &Backward<T>) -> Result<f64> {
+fn error_of<T: Element>(name: &str, want: &Expected, forward: &Forward<T>, backward: &Backward<T>) -> Result<f64> {
     let missing = || Error::invalid(name, "nothing", "an array that this attention gives");
     Ok(match name {
         "out" => largest_error(&forward.out, want),
