@@ -99,7 +99,11 @@ impl<B: Backend> Ring<B> {
             options.layout.as_ref().map_or(Ok(()), |layout| layout.validate(spec.dims.q_len, spec.dims.kv_len, ranks))?;
             Ok(spec)
         });
-        agreement::agree(transport.as_mut(), 0, checked.as_ref().map_err(Error::clone).map(|spec| describe::plan(spec, &options)))?;
+        agreement::agree(
+            transport.as_mut(),
+            0,
+            checked.as_ref().map_err(Error::clone).map(|spec| describe::plan(spec, &options, &backend.arithmetic())),
+        )?;
         let spec = checked?;
 
         let Choice { layout, route } = Choice::auto(&spec, ranks, options.layout.as_ref());
