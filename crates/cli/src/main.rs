@@ -1,2 +1,95 @@
-//! The `annulus` command.
-fn main() {}
+//! The `annulus` command: exact attention over files, and what goes with it.
+//!
+//! Every subcommand is one file or folder of this crate. Errors are one line on standard error; the exit code is 2 if the command line
+//! has no meaning, 1 if something failed, 130 after an interrupt.
+#![forbid(unsafe_code)]
+
+mod arguments;
+mod attend;
+mod bench;
+mod check;
+mod demo;
+mod doctor;
+mod failure;
+mod file;
+mod input;
+mod interrupt;
+mod make;
+mod pairs;
+mod plan;
+mod random;
+mod ranks;
+mod report;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand, error::ErrorKind};
+
+use failure::{Failure, Outcome, one_line};
+
+const EXAMPLES: &str = "Examples:
+  annulus demo                                        see it work
+  annulus make --out in.safetensors --q-len 4096
+  annulus attend --input in.safetensors --output out.safetensors --causal --ranks 4
+  annulus plan --causal --q-len 65536 --ranks 8 --svg ring.svg
+  annulus check cases/
+
+Each subcommand's --help has more.";
+
+/// Exact attention over sequences that do not fit one device: keys and values travel around a ring of ranks
+#[derive(Debug, Parser)]
+#[command(name = "annulus", version, after_help = EXAMPLES, subcommand_required = true, arg_required_else_help = false)]
+struct CommandLine {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Attend(attend::AttendFlags),
+    Check(check::CheckFlags),
+    Plan(plan::PlanFlags),
+    Bench(bench::BenchFlags),
+    Make(make::MakeFlags),
+    Demo(demo::DemoFlags),
+    Doctor(doctor::DoctorFlags),
+}
+
+fn main() -> ExitCode {
+    let command = match CommandLine::try_parse() {
+        Ok(line) => line.command,
+        Err(error) => return refuse(&error),
+    };
+    interrupt::remove_unfinished_on_interrupt();
+    match run(&command) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => failure.report(),
+    }
+}
+
+fn run(command: &Command) -> Outcome {
+    match command {
+        Command::Attend(flags) => attend::run(flags),
+        Command::Check(flags) => check::run(flags),
+        Command::Plan(flags) => plan::run(flags),
+        Command::Bench(flags) => bench::run(flags),
+        Command::Demo(flags) => demo::run(flags),
+        Command::Make(flags) => make::run(flags),
+        Command::Doctor(flags) => doctor::run(flags),
+    }
+}
+
+/// Help and version as they are; anything else as one line that says where help is.
+fn refuse(error: &clap::Error) -> ExitCode {
+    if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
+        // nothing is left to do if standard output is closed
+        return if error.print().is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+    }
+    let text = error.to_string();
+    let what = text.split("\n\nUsage:").next().and_then(|text| text.split("\n\nFor more information").next()).unwrap_or(&text);
+    let what = one_line(what.strip_prefix("error: ").unwrap_or(what));
+    let subcommand =
+        std::env::args().nth(1).filter(|name| ["attend", "check", "plan", "bench", "make", "demo", "doctor"].contains(&name.as_str()));
+    let subcommand = subcommand.map(|name| format!("{name} ")).unwrap_or_default();
+    Failure::Usage(format!("{what}; try `annulus {subcommand}--help`")).report()
+}

@@ -4,11 +4,33 @@
 //! |---|---|
 //! | one rank a thread: [`threads`] | `threads/` |
 //! | what all ranks must know of each other: [`agree`], [`close`], [`gather`] | `agreement.rs` |
+//! | one rank of a ring, the engine: [`ring`] | `ring/` |
+//! | no wait without an end: [`Deadline`] | `deadline.rs` |
+//! | corruption is noticed: [`Checksum`] | `checksum.rs` |
+//! | what happened when, and its picture: [`Trace`] | `trace.rs` |
+//! | a host transport for a device's memory: [`Staged`] | `staged.rs` |
+//! | faults on purpose, and the error that each must cause: [`Fault`] | `fault.rs` |
+//!
+//! A wrapper is a transport around a transport. Put [`Deadline`] outermost, and [`Fault`], in tests, next to the wire:
+//! `Deadline<Trace<Checksum<Fault<Threads>>>>`.
 #![forbid(unsafe_code)]
 
 pub mod agreement;
+pub mod checksum;
+pub mod deadline;
+pub mod fault;
+mod forward;
 mod ranges;
+pub mod ring;
+pub mod staged;
+mod staging;
 pub mod threads;
+pub mod trace;
 
 pub use agreement::{Descriptor, agree, barrier, close, gather};
+pub use checksum::Checksum;
+pub use deadline::{Deadline, Silence};
+pub use fault::{Fault, Injection};
+pub use staged::{Staged, StagedSpace};
 pub use threads::Threads;
+pub use trace::{Trace, TraceLog};

@@ -1,6 +1,6 @@
 //! Messages as byte ranges of a buffer, one after another.
 
-use std::ops::Range;
+use std::{ops::Range, sync::Arc};
 
 use annulus_core::{Error, Hop, Result, index};
 
@@ -24,6 +24,11 @@ pub(crate) fn copy(from: &[u8], from_ranges: &[Range<u64>], to: &mut [u8], to_ra
         source.start += bytes;
         target.start += bytes;
     }
+}
+
+/// The one range of a message of `bytes` bytes in the front of its buffer.
+pub(crate) fn front(bytes: u64) -> Arc<[Range<u64>]> {
+    std::iter::once(0..bytes).collect()
 }
 
 /// Checks that a hop can be posted: a rank of this ring at the other end, and ranges that lie in a buffer of `size` bytes.

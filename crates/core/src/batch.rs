@@ -1,79 +1,8 @@
-//! What comes with a batch rather than with the problem: segment ids, positions, dense masks, packed lengths.
+//! What comes with a batch rather than with the problem: segment ids, positions, a dense mask, packed lengths.
 
-use ndarray::{Array2, Array4, ArrayView4};
+use ndarray::{Array2, Array4};
 
-use crate::{Dims, Error, Result};
-
-/// A dense mask `[b|1, heads|1, q rows, kv rows]`, one bit a pair, looked up by row number.
-#[derive(Clone, PartialEq, Eq)]
-pub struct DenseMask {
-    shape: [usize; 4],
-    /// 64-bit words a query row
-    words: usize,
-    bits: Vec<u64>,
-}
-
-impl DenseMask {
-    /// From numbers: any non-zero value, negative included, is visible.
-    pub fn from_integers<T: Copy + Default + PartialEq>(mask: ArrayView4<'_, T>) -> Self {
-        Self::from_fn(mask.dim().into(), |index| mask[index] != T::default())
-    }
-
-    /// From a predicate of `[batch, head, query row, key row]`.
-    pub fn from_fn(shape: [usize; 4], visible: impl Fn([usize; 4]) -> bool) -> Self {
-        let words = shape[3].div_ceil(64);
-        let mut bits = vec![0u64; shape[0] * shape[1] * shape[2] * words];
-        for b in 0..shape[0] {
-            for h in 0..shape[1] {
-                for q in 0..shape[2] {
-                    let line = ((b * shape[1] + h) * shape[2] + q) * words;
-                    for k in 0..shape[3] {
-                        bits[line + k / 64] |= u64::from(visible([b, h, q, k])) << (k % 64);
-                    }
-                }
-            }
-        }
-        Self { shape, words, bits }
-    }
-
-    /// `[b|1, heads|1, q rows, kv rows]`.
-    pub const fn shape(&self) -> [usize; 4] {
-        self.shape
-    }
-
-    /// The bits of one query row, 64 keys a word, lowest bit first. `batch` and `head` are broadcast.
-    pub fn line(&self, batch: usize, head: usize, q: usize) -> &[u64] {
-        let b = if self.shape[0] == 1 { 0 } else { batch };
-        let h = if self.shape[1] == 1 { 0 } else { head };
-        let first = ((b * self.shape[1] + h) * self.shape[2] + q) * self.words;
-        &self.bits[first..first + self.words]
-    }
-
-    /// Whether query row `q` sees key row `k`. `batch` and `head` are broadcast.
-    pub fn visible(&self, batch: usize, head: usize, q: usize, k: usize) -> bool {
-        self.line(batch, head, q)[k / 64] >> (k % 64) & 1 != 0
-    }
-
-    /// The same mask with only the query rows `rows`, in that order.
-    pub fn select_queries(&self, rows: &[u64]) -> Self {
-        let shape = [self.shape[0], self.shape[1], rows.len(), self.shape[3]];
-        let mut bits = Vec::with_capacity(shape[0] * shape[1] * shape[2] * self.words);
-        for b in 0..shape[0] {
-            for h in 0..shape[1] {
-                rows.iter().for_each(|&q| bits.extend_from_slice(self.line(b, h, crate::index(q))));
-            }
-        }
-        Self { shape, words: self.words, bits }
-    }
-}
-
-impl std::fmt::Debug for DenseMask {
-    /// Shape and a digest of the bits: enough for ranks to agree, short enough to print.
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let digest = self.bits.iter().fold(crate::Fingerprint::new(), |digest, &word| digest.number(word)).finish();
-        write!(f, "DenseMask({:?}, {digest:016x})", self.shape)
-    }
-}
+use crate::{DenseMask, Dims, Error, Layout, Result, Side};
 
 /// What a batch brings. On a ring every rank gives its own rows (`cum_seqlens` whole); in one process the whole batch is given.
 ///
@@ -126,10 +55,7 @@ impl Batch {
             return Err(Error::invalid(given, "alone, with unequal lengths", format!("{missing} as well")));
         }
         if let Some(mask) = &self.attention_mask {
-            let (got, want) = (mask.shape(), [dims.batch, dims.q_heads, q_rows, dims.kv_len]);
-            if (got[0] != 1 && got[0] != want[0]) || (got[1] != 1 && got[1] != want[1]) || got[2..] != want[2..] {
-                return Err(Error::invalid("attention_mask", format!("{got:?}"), format!("{want:?}, or 1 in place of batch or heads")));
-            }
+            mask.validate("attention_mask", dims, q_rows)?;
         }
         self.validate_cum_seqlens(dims)
     }
@@ -137,11 +63,15 @@ impl Batch {
     fn validate_cum_seqlens(&self, dims: &Dims) -> Result<()> {
         for (name, lens, len) in [("cum_seqlens_q", &self.cum_seqlens_q, dims.q_len), ("cum_seqlens_k", &self.cum_seqlens_k, dims.kv_len)] {
             let Some(lens) = lens else { continue };
-            if lens.first() != Some(&0) || lens.windows(2).any(|pair| pair[0] > pair[1]) {
-                return Err(Error::invalid(name, format!("{lens:?}"), "ascending numbers from 0"));
+            if lens.first() != Some(&0) {
+                let got = lens.first().map_or("nothing".into(), |first| format!("{first} as the first number"));
+                return Err(Error::invalid(name, got, "numbers from 0 on"));
             }
-            if lens.last().is_none_or(|&last| last.cast_unsigned() > len as u64) {
-                return Err(Error::invalid(name, format!("{lens:?}"), format!("a last number of at most {len}")));
+            if let Some(at) = lens.windows(2).position(|pair| pair[0] > pair[1]) {
+                return Err(Error::invalid(name, format!("{} after {}", lens[at + 1], lens[at]), "ascending numbers"));
+            }
+            if let Some(last) = lens.last().filter(|last| last.cast_unsigned() > len as u64) {
+                return Err(Error::invalid(name, format!("{last} as the last number"), format!("at most {len}")));
             }
         }
         match (&self.cum_seqlens_q, &self.cum_seqlens_k) {
@@ -150,14 +80,34 @@ impl Batch {
                 format!("{} sequences", k.len() - 1),
                 format!("{} sequences, as cum_seqlens_q", q.len() - 1),
             )),
-            (Some(_), None) | (None, Some(_)) if dims.q_len != dims.kv_len => {
-                Err(Error::invalid("cum_seqlens_q", "only one of q and k, with unequal lengths", "both"))
+            (Some(_), None) if dims.q_len != dims.kv_len => {
+                Err(Error::invalid("cum_seqlens_q", "alone, with unequal lengths", "cum_seqlens_k as well"))
+            }
+            (None, Some(_)) if dims.q_len != dims.kv_len => {
+                Err(Error::invalid("cum_seqlens_k", "alone, with unequal lengths", "cum_seqlens_q as well"))
             }
             _ => Ok(()),
         }
     }
 
-    /// This batch's share of one rank: the given global query and key rows, in that order.
+    /// Checks that segment ids given on one side only can serve for the other: this rank must hold the same rows of both.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] naming the ids that were given.
+    pub fn validate_layout(&self, dims: &Dims, layout: &Layout, rank: usize, ranks: usize) -> Result<()> {
+        let (given, missing) = match (&self.q_segment_ids, &self.kv_segment_ids) {
+            (Some(_), None) => ("q_segment_ids", "kv_segment_ids"),
+            (None, Some(_)) => ("kv_segment_ids", "q_segment_ids"),
+            _ => return Ok(()),
+        };
+        let rows = |side, len| layout.shard(side, len, rank, ranks);
+        if rows(Side::Q, dims.q_len).iter().eq(rows(Side::Kv, dims.kv_len).iter()) {
+            return Ok(());
+        }
+        Err(Error::invalid(given, "alone, with a layout that deals queries and keys differently", format!("{missing} as well")))
+    }
+
+    /// One rank's share of a whole batch that [`Batch::validate`] has accepted: the given global query and key rows, in that order.
     pub fn select(&self, q_rows: &[u64], kv_rows: &[u64]) -> Self {
         fn pick<T: Copy>(array: &Option<Array2<T>>, rows: &[u64]) -> Option<Array2<T>> {
             array.as_ref().map(|array| Array2::from_shape_fn((array.nrows(), rows.len()), |(b, i)| array[[b, crate::index(rows[i])]]))
@@ -177,5 +127,141 @@ impl Batch {
     pub fn with_attention_mask(mut self, mask: &Array4<bool>) -> Self {
         self.attention_mask = Some(DenseMask::from_integers(mask.view()));
         self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Local shapes of one rank: 3 of 8 queries, 4 of 8 keys.
+    const DIMS: Dims = Dims { batch: 2, q_len: 8, kv_len: 8, q_heads: 4, kv_heads: 2, head_dim: 16, value_dim: 16 };
+
+    fn refused(dims: &Dims, batch: &Batch, rows: (usize, usize)) -> (String, String, String) {
+        match batch.validate(dims, rows.0, rows.1) {
+            Err(Error::InvalidArgument { argument, got, want }) => (argument, got, want),
+            other => panic!("{batch:?} gave {other:?}"),
+        }
+    }
+
+    fn zeros<T: Clone + Default>(b: usize, rows: usize) -> Option<Array2<T>> {
+        Some(Array2::from_elem((b, rows), T::default()))
+    }
+
+    #[test]
+    fn a_batch_that_fits_is_accepted() {
+        let none = Batch::default();
+        assert_eq!(none.validate(&DIMS, 3, 4), Ok(()));
+        let all = Batch {
+            q_segment_ids: Some(Array2::from_elem((2, 3), -7)),
+            kv_segment_ids: zeros(2, 4),
+            q_positions: Some(Array2::from_elem((2, 3), i64::MAX / 4)),
+            kv_positions: Some(Array2::from_elem((2, 4), -(i64::MAX / 4))),
+            attention_mask: Some(DenseMask::from_fn([1, 4, 3, 8], |_| true)),
+            cum_seqlens_q: Some(vec![0, 0, 3, 3, 8]),
+            cum_seqlens_k: Some(vec![0, 1, 1, 5, 7]),
+        };
+        assert_eq!(all.validate(&DIMS, 3, 4), Ok(()));
+        // no sequence at all: every row is padding
+        assert_eq!(Batch { cum_seqlens_q: Some(vec![0]), ..Batch::default() }.validate(&DIMS, 3, 4), Ok(()));
+    }
+
+    #[test]
+    fn arrays_of_the_wrong_shape_are_refused_by_name() {
+        for (b, q, k) in [(1, 3, 4), (2, 8, 8), (2, 0, 0), (3, 3, 4)] {
+            let cases = [
+                ("q_segment_ids", Batch { q_segment_ids: zeros(b, q), kv_segment_ids: zeros(2, 4), ..Batch::default() }),
+                ("kv_segment_ids", Batch { q_segment_ids: zeros(2, 3), kv_segment_ids: zeros(b, k), ..Batch::default() }),
+                ("q_positions", Batch { q_positions: zeros(b, q), ..Batch::default() }),
+                ("kv_positions", Batch { kv_positions: zeros(b, k), ..Batch::default() }),
+            ];
+            for (name, batch) in cases {
+                let (argument, got, want) = refused(&DIMS, &batch, (3, 4));
+                let rows = if name.starts_with("q_") { ((b, q), (2, 3)) } else { ((b, k), (2, 4)) };
+                assert_eq!((argument.as_str(), got, want), (name, format!("{:?}", rows.0), format!("{:?}", rows.1)));
+            }
+        }
+        for shape in [[3, 1, 3, 8], [1, 2, 3, 8], [1, 1, 8, 8], [1, 1, 3, 4], [0, 1, 3, 8], [1, 0, 3, 8], [1, 1, 1, 1]] {
+            let batch = Batch { attention_mask: Some(DenseMask::from_fn(shape, |_| true)), ..Batch::default() };
+            assert_eq!(refused(&DIMS, &batch, (3, 4)).0, "attention_mask", "{shape:?}");
+        }
+    }
+
+    #[test]
+    fn positions_that_leave_no_room_for_arithmetic_are_refused() {
+        for position in [i64::MAX, i64::MIN, i64::MAX / 4 + 1, -(i64::MAX / 4) - 1] {
+            let positions = Some(Array2::from_elem((2, 3), position));
+            let (argument, got, _) = refused(&DIMS, &Batch { q_positions: positions.clone(), ..Batch::default() }, (3, 4));
+            assert_eq!((argument.as_str(), got), ("q_positions", position.to_string()));
+            assert_eq!(refused(&DIMS, &Batch { kv_positions: positions, ..Batch::default() }, (3, 3)).0, "kv_positions");
+        }
+    }
+
+    #[test]
+    fn what_is_given_on_one_side_only_needs_equal_lengths() {
+        let q_only = Batch { q_segment_ids: zeros(2, 3), ..Batch::default() };
+        let kv_only = Batch { kv_segment_ids: zeros(2, 3), ..Batch::default() };
+        assert_eq!(q_only.validate(&DIMS, 3, 3), Ok(()));
+        assert_eq!(kv_only.validate(&DIMS, 3, 3), Ok(()));
+        // local lengths differ, global lengths differ
+        let longer = Dims { kv_len: 9, ..DIMS };
+        assert_eq!(refused(&DIMS, &q_only, (3, 4)).0, "q_segment_ids");
+        assert_eq!(refused(&longer, &q_only, (3, 3)).0, "q_segment_ids");
+        assert_eq!(refused(&longer, &kv_only, (3, 3)).0, "kv_segment_ids");
+        let (q_lens, k_lens) =
+            (Batch { cum_seqlens_q: Some(vec![0, 4]), ..Batch::default() }, Batch { cum_seqlens_k: Some(vec![0, 4]), ..Batch::default() });
+        assert_eq!(q_lens.validate(&DIMS, 3, 4).and(k_lens.validate(&DIMS, 3, 4)), Ok(()));
+        assert_eq!(refused(&longer, &q_lens, (3, 4)).0, "cum_seqlens_q");
+        assert_eq!(refused(&longer, &k_lens, (3, 4)).0, "cum_seqlens_k");
+    }
+
+    #[test]
+    fn packed_lengths_without_meaning_are_refused() {
+        let bad: [(Vec<i64>, &str); 6] = [
+            (vec![], "nothing"),
+            (vec![1, 4], "1 as the first number"),
+            (vec![-1, 4], "-1 as the first number"),
+            (vec![0, 5, 4], "4 after 5"),
+            (vec![0, 4, 9], "9 as the last number"),
+            (vec![0, -1], "-1 after 0"),
+        ];
+        for (lens, says) in bad {
+            let (argument, got, _) = refused(&DIMS, &Batch { cum_seqlens_q: Some(lens.clone()), ..Batch::default() }, (3, 4));
+            assert_eq!((argument.as_str(), got.as_str()), ("cum_seqlens_q", says));
+            assert_eq!(refused(&DIMS, &Batch { cum_seqlens_k: Some(lens), ..Batch::default() }, (3, 4)).0, "cum_seqlens_k");
+        }
+        let unlike = Batch { cum_seqlens_q: Some(vec![0, 4, 8]), cum_seqlens_k: Some(vec![0, 8]), ..Batch::default() };
+        assert_eq!(refused(&DIMS, &unlike, (3, 4)), ("cum_seqlens_k".into(), "1 sequences".into(), "2 sequences, as cum_seqlens_q".into()));
+    }
+
+    #[test]
+    fn ids_of_one_side_do_not_serve_where_a_layout_deals_the_sides_differently() {
+        use crate::{CustomLayout, Runs};
+        let custom =
+            CustomLayout { q: vec![Runs::counting(0, 4), Runs::counting(4, 4)], kv: vec![Runs::counting(4, 4), Runs::counting(0, 4)] };
+        let custom = Layout::Custom(std::sync::Arc::new(custom));
+        let batch = Batch { kv_segment_ids: zeros(2, 4), ..Batch::default() };
+        assert_eq!(batch.validate_layout(&DIMS, &Layout::Zigzag, 1, 2), Ok(()));
+        assert!(
+            matches!(batch.validate_layout(&DIMS, &custom, 1, 2), Err(Error::InvalidArgument { argument, .. }) if argument == "kv_segment_ids")
+        );
+        let both = Batch { q_segment_ids: zeros(2, 4), ..batch };
+        assert_eq!(both.validate_layout(&DIMS, &custom, 1, 2), Ok(()));
+    }
+
+    #[test]
+    fn a_share_has_the_rows_it_was_asked_for() {
+        let numbers = |first: i64| Some(Array2::from_shape_fn((2, 8), |(b, i)| first + 10 * b as i64 + i as i64));
+        let batch = Batch {
+            q_positions: numbers(0),
+            kv_segment_ids: numbers(100).map(|ids| ids.mapv(|id| id as i32)),
+            attention_mask: Some(DenseMask::from_fn([1, 2, 8, 8], |[_, h, q, k]| h + q == k)),
+            ..Batch::default()
+        };
+        let share = batch.select(&[6, 1], &[3]);
+        assert_eq!(share.q_positions, Some(ndarray::array![[6, 1], [16, 11]]));
+        assert_eq!(share.kv_segment_ids, Some(ndarray::array![[103], [113]]));
+        let seen = |head| share.attention_mask.as_ref().map(|mask| [mask.line(0, head, 0)[0], mask.line(1, head, 1)[0]]);
+        assert_eq!((seen(0), seen(1)), (Some([1 << 6, 1 << 1]), Some([1 << 7, 1 << 2])));
     }
 }

@@ -5,7 +5,7 @@
 //! | noun | file |
 //! |---|---|
 //! | shapes: [`Dims`], element types: [`DType`], [`Element`] | `dims.rs`, `dtype.rs` |
-//! | who sees whom: [`Mask`], [`Spans`], [`Batch`], [`Rows`], [`Visibility`] | `mask/`, `spans.rs`, `batch.rs`, `rows.rs`, `visibility.rs` |
+//! | who sees whom: [`Mask`], [`Spans`], [`Batch`], [`Rows`], [`Visibility`] | `mask/`, `spans.rs`, `batch.rs`, `shard/`, `rows.rs`, `visibility.rs` |
 //! | what is computed: [`Spec`] | `spec.rs` |
 //! | the running softmax: [`Partial`] | `partial.rs` |
 //! | the ring: [`Layout`], [`Needs`], [`Schedule`], [`Record`] | `layout.rs`, `needs.rs`, `schedule/`, `record.rs` |
@@ -20,6 +20,7 @@ mod backend;
 mod batch;
 mod bias;
 mod coordinates;
+mod dense_mask;
 mod dims;
 mod dropout;
 mod dtype;
@@ -37,6 +38,7 @@ mod row_set;
 mod rows;
 mod run;
 mod schedule;
+mod shard;
 mod space;
 mod spans;
 mod spec;
@@ -45,14 +47,13 @@ mod transport;
 mod visibility;
 
 pub use backend::{Backend, Block, Gradients, Inputs, Local, Outputs, Saved, Tick};
-pub use batch::{Batch, DenseMask};
+pub use batch::Batch;
 pub use bias::{Alibi, BiasFunction, PositionBias};
-pub use coordinates::{Coordinates, Shard};
+pub use coordinates::Coordinates;
+pub use dense_mask::{DenseMask, MaskElement};
 pub use dims::Dims;
 pub use dropout::{DropoutMask, philox4x32_10};
 pub use dtype::{DType, Element};
-/// The same trait under the name that says that its tensors lie in host memory.
-pub use dtype::Element as HostElement;
 pub use error::{Error, Result};
 pub use fingerprint::Fingerprint;
 pub use hulls::Hulls;
@@ -64,7 +65,8 @@ pub use record::{Field, Record};
 pub use row_set::RowSet;
 pub use rows::Rows;
 pub use run::{Run, Runs};
-pub use schedule::{Group, Message, Route, Schedule, Step};
+pub use schedule::{Choice, Group, Message, Route, Schedule, Step, Traffic, Transfer, Violation, Work};
+pub use shard::Shard;
 pub use space::{Host, HostBuffer, HostView, HostViewMut, Space};
 pub use spans::Spans;
 pub use spec::{Alignment, BackwardMode, BiasOrder, Dropout, Precision, SinkShape, Spec};

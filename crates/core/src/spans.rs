@@ -44,6 +44,14 @@ impl Spans {
         if let ([a], [b]) = (self.ranges(), other.ranges()) {
             return Some(Self::one(a.start.max(b.start), a.end.min(b.end)));
         }
+        // the common case, neighbouring rows: each interval overlaps its counterpart alone
+        if self.count == other.count && self.pairwise(other, |a, b, next_a, next_b| a.end <= next_b.start && b.end <= next_a.start) {
+            let mut both = Self::nothing();
+            for (a, b) in self.ranges().iter().zip(other.ranges()) {
+                both.push(a.start.max(b.start)..a.end.min(b.end))?;
+            }
+            return Some(both);
+        }
         let mut both = Self::nothing();
         for a in self.ranges() {
             for b in other.ranges() {
@@ -55,18 +63,30 @@ impl Spans {
 
     /// Positions in either; `None` if that takes more than [`Spans::MOST`] intervals.
     pub fn or(&self, other: &Self) -> Option<Self> {
+        if let ([a], [b]) = (self.ranges(), other.ranges()) {
+            return Some(match (a.end < b.start, b.end < a.start) {
+                (true, _) => Self { ranges: [a.clone(), b.clone(), 0..0, 0..0], count: 2 },
+                (_, true) => Self { ranges: [b.clone(), a.clone(), 0..0, 0..0], count: 2 },
+                _ => Self::one(a.start.min(b.start), a.end.max(b.end)),
+            });
+        }
         let mut either = Self::nothing();
         merged(self.ranges(), other.ranges(), |range| either.push(range).is_some()).then_some(either)
     }
 
     /// Positions in either and, where that would take more than [`Spans::MOST`] intervals, those between the intervals nearest to each other.
     pub fn cover(&self, other: &Self) -> Self {
-        // the common case: one interval each, and they touch
-        if let ([a], [b]) = (self.ranges(), other.ranges())
-            && a.start <= b.end
-            && b.start <= a.end
+        // the common case, neighbouring rows: each interval touches its counterpart alone
+        let touch = |a: &Range<i64>, b: &Range<i64>| a.start <= b.end && b.start <= a.end;
+        if self.count == other.count
+            && self.ranges().iter().zip(other.ranges()).all(|(a, b)| touch(a, b))
+            && self.pairwise(other, |a, b, next_a, next_b| a.end.max(b.end) < next_a.start.min(next_b.start))
         {
-            return Self::one(a.start.min(b.start), a.end.max(b.end));
+            let mut cover = self.clone();
+            for (a, b) in cover.ranges.iter_mut().zip(other.ranges()) {
+                *a = a.start.min(b.start)..a.end.max(b.end);
+            }
+            return cover;
         }
         if let Some(either) = self.or(other) {
             return either;
@@ -95,6 +115,11 @@ impl Spans {
         }
         let [first, second, third, fourth, ..] = all;
         Self { ranges: [first, second, third, fourth], count: count as u8 }
+    }
+
+    /// Whether `holds` of every two counterparts and the two after them.
+    fn pairwise(&self, other: &Self, holds: impl Fn(&Range<i64>, &Range<i64>, &Range<i64>, &Range<i64>) -> bool) -> bool {
+        self.ranges().windows(2).zip(other.ranges().windows(2)).all(|(a, b)| holds(&a[0], &b[0], &a[1], &b[1]))
     }
 
     /// Appends an interval that starts no earlier than the last, merging where they touch; `None` if there is no room.

@@ -156,6 +156,11 @@ impl Visibility<'_> {
                 if segmented && (seen.segment != stretch.segment || seen.segment < 0) {
                     continue;
                 }
+                if part.len() == 1 {
+                    // keys in disorder
+                    bits.line_mut(row)[place / 64] |= u64::from(seen.spans.contains(stretch.position)) << (place % 64);
+                    continue;
+                }
                 for range in seen.spans.ranges() {
                     let within = indices_within(&stretch, part.len(), range);
                     if !within.is_empty() {
@@ -175,7 +180,7 @@ impl Visibility<'_> {
                 *word &= word_at(dense, first + 64 * place);
             }
         } else {
-            keep(line, |key| dense[crate::index(rows[key] / 64)] >> (rows[key] % 64) & 1 != 0);
+            keep(line, |key| word_at(dense, crate::index(rows[key])) & 1 != 0);
         }
     }
 

@@ -47,6 +47,23 @@ pub(crate) fn on_ring<T, R: Send + 'static>(
     results.into_iter().map(|result| result.expect("a rank panicked")).collect()
 }
 
+/// Runs a test that plays several ranks by itself, or that starts its own threads, under the same watchdog.
+///
+/// # Panics
+/// If it is not done when the watchdog barks, or panicked.
+pub(crate) fn watched(body: impl FnOnce() + Send + 'static) {
+    let (report, done) = mpsc::channel();
+    let handle = thread::spawn(move || {
+        body();
+        // whoever barked has stopped listening
+        report.send(()).ok();
+    });
+    if let Err(mpsc::RecvTimeoutError::Timeout) = done.recv_timeout(WATCHDOG) {
+        panic!("the test is stuck");
+    }
+    handle.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+}
+
 pub(crate) fn hop(peer: usize, channel: Channel, tag: u64, ranges: &[Range<u64>]) -> Hop {
     Hop { peer, channel, tag, step: usize::try_from(tag).unwrap(), ranges: ranges.into() }
 }

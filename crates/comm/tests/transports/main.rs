@@ -5,5 +5,9 @@
 
 mod agreement;
 mod common;
+mod deadline;
+mod faults;
 mod patterns;
+mod staged;
 mod threads;
+mod wrappers;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{Key, Mask, Query};
-use crate::{DenseMask, Dims, Error, Result, Spans};
+use crate::{DenseMask, Dims, Result, Spans};
 
 /// A dense mask that belongs to the problem, not to a batch: every rank has all its query and key rows. Looked up by row number, whatever
 /// the positions; broadcast over batch rows and heads where it has one of them.
@@ -28,10 +28,6 @@ impl Mask for Dense {
     }
 
     fn validate(&self, dims: &Dims) -> Result<()> {
-        let (got, want) = (self.0.shape(), [dims.batch, dims.q_heads, dims.q_len, dims.kv_len]);
-        if (got[0] != 1 && got[0] != want[0]) || (got[1] != 1 && got[1] != want[1]) || got[2..] != want[2..] {
-            return Err(Error::invalid("mask", format!("{got:?}"), format!("{want:?}, or 1 in place of batch or heads")));
-        }
-        Ok(())
+        self.0.validate("mask", dims, dims.q_len)
     }
 }

@@ -47,6 +47,7 @@ impl Mask for Window {
 
     fn spans(&self, query: &Query) -> Option<Spans> {
         let (first, last) = self.ends(query);
-        Spans::one(i64::MIN, self.exempt_before()).or(&Spans::one(clip(first), clip(last + 1)))
+        let window = Spans::one(clip(first), clip(last + 1));
+        if self.first_visible == 0 { Some(window) } else { window.or(&Spans::one(i64::MIN, self.exempt_before())) }
     }
 }

@@ -1,5 +1,7 @@
 //! Every rank's keys, sorted by position within a class: how many of them lie in an interval?
 
+use std::ops::Range;
+
 use super::{Classes, below, seen::ascending};
 use crate::{Coordinates, Run, Runs, Spans};
 
@@ -13,8 +15,7 @@ pub(crate) struct KeyIndex {
 
 struct Entry {
     rank: usize,
-    runs: std::ops::Range<usize>,
-    count: u64,
+    runs: Range<usize>,
 }
 
 struct SortedRun {
@@ -55,16 +56,14 @@ impl KeyIndex {
             numbers.sort_unstable();
             numbers.into_iter().collect::<Runs>().runs().iter().for_each(|&run| push(run));
         }
-        self.entries.push(Entry { rank, runs: begin..self.runs.len(), count });
+        self.entries.push(Entry { rank, runs: begin..self.runs.len() });
     }
 
-    /// Tells for every rank that has keys of `class` how many of them lie in `spans` (all of them if `None`).
-    pub(crate) fn count_by_rank(&self, class: usize, spans: Option<&Spans>, mut tell: impl FnMut(usize, u64)) {
+    /// Tells for every rank that has keys of `class` how many of them lie in `spans`.
+    pub(crate) fn count_by_rank(&self, class: usize, spans: &Spans, mut tell: impl FnMut(usize, u64)) {
         for entry in &self.entries[self.first[class]..self.first[class + 1]] {
-            let count = spans.map_or(entry.count, |spans| {
-                spans.ranges().iter().map(|range| self.below(entry, range.end) - self.below(entry, range.start)).sum()
-            });
-            tell(entry.rank, count);
+            let within = |range: &Range<i64>| self.below(entry, range.end) - self.below(entry, range.start);
+            tell(entry.rank, spans.ranges().iter().map(within).sum());
         }
     }
 

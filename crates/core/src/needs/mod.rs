@@ -5,7 +5,7 @@
 //! of keys      user u needs query row i of owner o  ⇔  i, in some batch row and head, may see some key of u
 //! ```
 //!
-//! "May see" is: equal segment ids, none negative, and the key's position within the query's [`Spans`](crate::Spans), or no spans. Work is near linear
+//! "May see" is: equal segment ids, none negative, and the key's position within the [`Mask::bound`] of the query: its spans where it has some. Work is near linear
 //! in the rows, times the ranks only where ids or positions are in no order: every rank plans for all ranks, with every batch.
 
 mod index;
@@ -40,7 +40,8 @@ impl Needs {
         Self { held, rows }
     }
 
-    /// Which **key** rows each rank's queries see, over all batch rows and heads. Exact for masks that lower to spans; a superset otherwise.
+    /// Which **key** rows each rank's queries see, over all batch rows and heads. Exact for masks that lower to spans; as tight as [`Mask::bound`]
+    /// otherwise.
     ///
     /// Either all ranks' shards of a side have segment ids or none.
     pub fn of_queries(mask: &dyn Mask, heads: usize, batch: usize, coordinates: &Coordinates) -> Self {
@@ -61,7 +62,7 @@ impl Needs {
                 for head in views.heads() {
                     for piece in &queries {
                         let sampled = (0..piece.count).step_by(stride).chain((stride > 1).then(|| piece.count - 1));
-                        sampled.for_each(|index| seen.add(piece.class, mask.spans(&piece.query(batch, head, index))));
+                        sampled.for_each(|index| seen.add(piece.class, &mask.bound(&piece.query(batch, head, index))));
                     }
                 }
                 seen.close(classes.len());
@@ -73,7 +74,8 @@ impl Needs {
         found.into_needs(coordinates.kv.iter().map(|shard| shard.rows.len()).collect())
     }
 
-    /// Which **query** rows see some of each rank's keys (two-pass backward). Exact for masks that lower to spans; a superset otherwise.
+    /// Which **query** rows see some of each rank's keys (two-pass backward). Exact for masks that lower to spans; as tight as [`Mask::bound`]
+    /// otherwise.
     ///
     /// Either all ranks' shards of a side have segment ids or none.
     pub fn of_keys(mask: &dyn Mask, heads: usize, batch: usize, coordinates: &Coordinates) -> Self {
@@ -86,9 +88,8 @@ impl Needs {
                 for piece in classes.query_pieces(shard, batch) {
                     for head in views.heads() {
                         for row in 0..piece.count {
-                            let spans = mask.spans(&piece.query(batch, head, row));
                             let local = piece.first + row;
-                            index.count_by_rank(piece.class, spans.as_ref(), |user, keys| {
+                            index.count_by_rank(piece.class, &mask.bound(&piece.query(batch, head, row)), |user, keys| {
                                 if keys > 0 {
                                     found.add(user, owner, local..local + 1);
                                 }

@@ -23,13 +23,21 @@ pub(crate) struct Piece {
 pub(crate) struct Views {
     heads: usize,
     batch: usize,
+    repeats: u64,
 }
 
 impl Views {
     pub(crate) fn new(mask: &dyn Mask, heads: usize, batch: usize, coordinates: &Coordinates) -> Self {
         let differs = |shard: &Shard| shard.positions.len() > 1 || shard.segments.len() > 1;
         let per_batch = mask.per_batch() || coordinates.q.iter().chain(&coordinates.kv).any(|shard| differs(shard));
-        Self { heads: if mask.per_head() { heads } else { heads.min(1) }, batch: if per_batch { batch } else { batch.min(1) } }
+        let (asked_heads, asked_batch) = (if mask.per_head() { heads } else { heads.min(1) }, if per_batch { batch } else { batch.min(1) });
+        let repeats = heads.saturating_mul(batch) as u64 / asked_heads.saturating_mul(asked_batch).max(1) as u64;
+        Self { heads: asked_heads, batch: asked_batch, repeats }
+    }
+
+    /// For how many pairs of a head and a batch row each that is asked stands.
+    pub(crate) const fn repeats(&self) -> u64 {
+        self.repeats
     }
 
     pub(crate) const fn heads(&self) -> Range<usize> {

@@ -23,7 +23,7 @@ pub(crate) enum Sample {
     PerHead,
     /// every batch row its own
     PerBatch,
-    /// no spans: keys of the same parity of row numbers
+    /// no spans: near keys of the same parity of row numbers
     Parity,
     /// spans for even queries only
     Half,
@@ -40,7 +40,7 @@ impl Mask for Sample {
             Self::Chunked(size) => i.div_euclid(size) == j.div_euclid(size) && j <= i,
             Self::PerHead => j <= i && j >= i - 3 * query.head as i64,
             Self::PerBatch => j >= i && j <= i + query.batch as i64,
-            Self::Parity => query.row % 2 == key.row % 2,
+            Self::Parity => query.row % 2 == key.row % 2 && (i - 6..=i + 6).contains(&j),
             Self::Half => !query.row.is_multiple_of(2) || j <= i,
         }
     }
@@ -59,6 +59,11 @@ impl Mask for Sample {
             Self::Parity => None,
             Self::Half => query.row.is_multiple_of(2).then(|| to(i64::MIN)),
         }
+    }
+
+    fn bound(&self, query: &Query) -> Spans {
+        let near = || Spans::one(query.position - 6, query.position + 7);
+        self.spans(query).unwrap_or_else(|| if matches!(self, Self::Parity) { near() } else { Spans::everything() })
     }
 
     fn per_head(&self) -> bool {
@@ -85,9 +90,9 @@ impl Sample {
         Self::Half,
     ];
 
-    /// What the lowering says, as a predicate: the mask itself where it lowers to spans, everything where it does not.
+    /// What the lowering says, as a predicate: the mask itself where it lowers to spans, its bound where it does not.
     pub(crate) fn lowered(self, query: &Query, key: &Key) -> bool {
-        self.spans(query).is_none_or(|spans| spans.contains(key.position))
+        self.bound(query).contains(key.position)
     }
 }
 

@@ -23,13 +23,12 @@ impl Seen {
         self.intervals.clear();
     }
 
-    /// Adds what one query sees; everything of its class if that cannot be said in spans.
-    pub(super) fn add(&mut self, class: usize, spans: Option<Spans>) {
+    /// Adds what one query sees of its class.
+    pub(super) fn add(&mut self, class: usize, spans: &Spans) {
         if class != self.class {
             self.flush();
             self.class = class;
         }
-        let spans = spans.unwrap_or_else(Spans::everything);
         for (place, range) in spans.ranges().iter().enumerate() {
             let open = &mut self.open[place];
             if range.start <= open.end && open.start <= range.end && !open.is_empty() {

@@ -28,6 +28,7 @@ use crate::{Batch, Dims, Error, Result, Spec};
 
 pub use backward::{Backward, backward};
 pub use row::Row;
+pub use sight::Sight;
 
 /// One attention with all its tensors, whole (unsharded) and widened to f64.
 #[derive(Debug, Clone)]
@@ -102,17 +103,7 @@ pub fn forward(problem: &Problem<'_>) -> Result<Forward> {
 /// As [`forward`]; also [`Error::InvalidArgument`] naming `rows` if one does not exist.
 pub fn forward_rows(problem: &Problem<'_>, rows: &[(usize, usize, usize)]) -> Result<Vec<Row>> {
     let all = row::Rows::new(problem)?;
-    rows.iter().map(|&(b, h, i)| problem.check_pair(b, h, i, None).map(|()| all.row(b, h, i).finish(problem))).collect()
-}
-
-/// Whether query row `i` sees key row `j`, by the mask and the batch (a bias of −∞ hides more).
-///
-/// # Errors
-/// As [`forward_rows`].
-pub fn visible(problem: &Problem<'_>, batch: usize, head: usize, i: usize, j: usize) -> Result<bool> {
-    problem.validate()?;
-    problem.check_pair(batch, head, i, Some(j))?;
-    Ok(sight::Sight::new(problem.spec, problem.batch).visible(batch, head, i, j))
+    rows.iter().map(|&(b, h, i)| problem.check_row(b, h, i).map(|()| all.row(b, h, i).finish(problem))).collect()
 }
 
 impl Problem<'_> {
@@ -141,12 +132,22 @@ impl Problem<'_> {
         }
     }
 
-    fn check_pair(&self, b: usize, h: usize, i: usize, j: Option<usize>) -> Result<()> {
-        let Dims { batch, q_len, kv_len, q_heads, .. } = self.spec.dims;
-        let exists = b < batch && h < q_heads && i < q_len && j.is_none_or(|j| j < kv_len);
-        let got = || format!("batch row {b}, head {h}, query row {i}, key row {j:?}");
-        let want = || format!("batch rows 0..{batch}, heads 0..{q_heads}, query rows 0..{q_len}, key rows 0..{kv_len}");
-        if exists { Ok(()) } else { Err(Error::invalid("rows", got(), want())) }
+    /// Who sees whom.
+    ///
+    /// # Errors
+    /// As [`Problem::validate`].
+    pub fn sight(&self) -> Result<Sight<'_>> {
+        self.validate()?;
+        Ok(Sight::new(self.spec, self.batch))
+    }
+
+    fn check_row(&self, b: usize, h: usize, i: usize) -> Result<()> {
+        let Dims { batch, q_len, q_heads, .. } = self.spec.dims;
+        if b < batch && h < q_heads && i < q_len {
+            return Ok(());
+        }
+        let want = format!("batch rows 0..{batch}, heads 0..{q_heads}, query rows 0..{q_len}");
+        Err(Error::invalid("rows", format!("batch row {b}, head {h}, query row {i}"), want))
     }
 }
 

@@ -54,8 +54,7 @@ pub(super) struct Rows<'p, 'a> {
 
 impl<'p, 'a> Rows<'p, 'a> {
     pub(super) fn new(problem: &'p Problem<'a>) -> Result<Self> {
-        problem.validate()?;
-        Ok(Self { problem, sight: Sight::new(problem.spec, problem.batch) })
+        Ok(Self { problem, sight: problem.sight()? })
     }
 
     pub(super) fn row(&self, b: usize, h: usize, i: usize) -> Softmax {
@@ -105,7 +104,8 @@ impl<'p, 'a> Rows<'p, 'a> {
     fn bias(&self, b: usize, h: usize, i: usize, j: usize) -> Option<f64> {
         let tensor = self.problem.bias.as_ref().map_or(0.0, |bias| bias[broadcast(bias.dim().into(), [b, h, i, j])]);
         let function = self.problem.spec.bias_function.as_ref();
-        let computed = function.map_or(0.0, |function| function.bias(&self.sight.query(b, h, i), &self.sight.key(b, j)));
+        let (query, key) = (self.sight.query(b, h, i)?, self.sight.key(b, j)?);
+        let computed = function.map_or(0.0, |function| function.bias(&query, &key));
         (tensor != f64::NEG_INFINITY && computed != f64::NEG_INFINITY).then_some(tensor + computed)
     }
 }

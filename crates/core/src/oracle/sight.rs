@@ -15,10 +15,12 @@ struct Place {
     sequence: Option<Option<usize>>,
 }
 
-/// All places: `[batch][row]`.
-pub(super) struct Sight<'a> {
+/// Who sees whom in one problem, row by row.
+#[derive(Debug)]
+pub struct Sight<'a> {
     spec: &'a Spec,
     batch: &'a Batch,
+    /// `[batch][row]`, as the one below
     queries: Vec<Vec<Place>>,
     keys: Vec<Vec<Place>>,
 }
@@ -61,22 +63,26 @@ impl<'a> Sight<'a> {
         }
     }
 
-    /// The query as masks and bias functions see it.
-    pub(super) fn query(&self, batch: usize, head: usize, row: usize) -> Query {
-        Query { batch, head, row: row as u64, position: self.queries[batch][row].position }
+    /// The query as masks and bias functions see it; `None` if there is no such row.
+    pub fn query(&self, batch: usize, head: usize, row: usize) -> Option<Query> {
+        let place = self.queries.get(batch)?.get(row)?;
+        (head < self.spec.dims.q_heads).then_some(Query { batch, head, row: row as u64, position: place.position })
     }
 
-    /// The key as masks and bias functions see it.
-    pub(super) fn key(&self, batch: usize, row: usize) -> Key {
-        Key { row: row as u64, position: self.keys[batch][row].position }
+    /// The key as masks and bias functions see it; `None` if there is no such row.
+    pub fn key(&self, batch: usize, row: usize) -> Option<Key> {
+        let place = self.keys.get(batch)?.get(row)?;
+        Some(Key { row: row as u64, position: place.position })
     }
 
-    /// Every condition of the table in the documentation of [`Batch`] and [`Spec::mask`], and-ed.
-    pub(super) fn visible(&self, batch: usize, head: usize, i: usize, j: usize) -> bool {
-        let (query, key) = (&self.queries[batch][i], &self.keys[batch][j]);
-        let by_mask = self.spec.mask.visible(&self.query(batch, head, i), &self.key(batch, j));
-        let by_segment = query.segment == key.segment && query.segment.is_none_or(|id| id >= 0);
-        let by_sequence = query.sequence == key.sequence && query.sequence != Some(None);
+    /// Whether query row `i` sees key row `j`: the mask, segment ids, packed sequences and the dense mask, and-ed. Rows that do not exist see
+    /// nothing. (A bias of −∞ hides more.)
+    pub fn visible(&self, batch: usize, head: usize, i: usize, j: usize) -> bool {
+        let (Some(query), Some(key)) = (self.query(batch, head, i), self.key(batch, j)) else { return false };
+        let (of_query, of_key) = (&self.queries[batch][i], &self.keys[batch][j]);
+        let by_mask = self.spec.mask.visible(&query, &key);
+        let by_segment = of_query.segment == of_key.segment && of_query.segment.is_none_or(|id| id >= 0);
+        let by_sequence = of_query.sequence == of_key.sequence && of_query.sequence != Some(None);
         let by_dense = self.batch.attention_mask.as_ref().is_none_or(|mask| mask.visible(batch, head, i, j));
         by_mask && by_segment && by_sequence && by_dense
     }

@@ -69,7 +69,7 @@ impl Step {
 }
 
 /// The way of one owner's rows past all ranks: entry t is about the rank that attends them in step t.
-struct Way<'a> {
+pub(super) struct Way<'a> {
     owner: usize,
     users: Vec<usize>,
     needed: Vec<&'a RowSet>,
@@ -77,7 +77,7 @@ struct Way<'a> {
 }
 
 impl<'a> Way<'a> {
-    fn new(needs: &'a Needs, route: Route, owner: usize) -> Self {
+    pub(super) fn new(needs: &'a Needs, route: Route, owner: usize) -> Self {
         let ranks = needs.held.len();
         let users: Vec<usize> = (0..ranks).map(|t| route.user(owner, t, ranks)).collect();
         let needed: Vec<&RowSet> = users.iter().map(|&user| needs.of(user, owner)).collect();
@@ -92,5 +92,10 @@ impl<'a> Way<'a> {
 
     fn ranks(&self) -> usize {
         self.users.len()
+    }
+
+    /// Rows of blocks sent on the way.
+    pub(super) fn block_rows(&self) -> u64 {
+        self.present.iter().skip(1).map(RowSet::count).sum()
     }
 }

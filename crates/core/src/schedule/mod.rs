@@ -39,9 +39,20 @@
 //! Liu et al. 2023 (ring attention); Brandon et al. 2023 (balanced layouts). The trimming and the direct homecoming are annulus' own.
 
 mod build;
+mod check;
+mod choice;
 mod route;
+#[cfg(test)]
+mod tests;
+mod traffic;
+mod violation;
+mod work;
 
+pub use choice::Choice;
 pub use route::Route;
+pub use traffic::Traffic;
+pub use violation::{Transfer, Violation};
+pub use work::Work;
 
 use crate::{Channel, RowSet};
 
@@ -82,6 +93,20 @@ pub struct Step {
 }
 
 /// Every rank's steps: `ranks` of them each, step t of rank r attending the block of rank r − t (r + t for [`Route::RelayDown`]).
+///
+/// # Examples
+/// A causal mask over four ranks that hold one run of rows each sends half of what the full ring sends:
+/// ```
+/// use annulus_core::{Alignment, Coordinates, Dims, Layout, Needs, Route, Schedule, Traffic, mask};
+///
+/// let coordinates = Coordinates::plain(&Dims::new(1, 64, 8, 128), Alignment::TopLeft, &Layout::Contiguous, 4);
+/// let needs = Needs::of_queries(&mask::Causal::default(), 8, 1, &coordinates);
+/// let schedule = Schedule::build(&needs, Route::RelayUp, true);
+///
+/// schedule.check(&needs, true)?;
+/// assert_eq!(schedule.block_rows_sent() * 2, Traffic::full_ring(&needs.held, true).block_rows);
+/// # Ok::<(), annulus_core::Violation>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Schedule {
     /// How blocks find their users.

@@ -159,7 +159,7 @@ fn packed_sequences_restart_positions_and_align_each_on_its_own() {
     case.batch.cum_seqlens_q = Some(vec![0, 1, 1, 3]);
     case.batch.cum_seqlens_k = Some(vec![0, 3, 4, 5]);
     let seen = |case: &Case| -> Vec<String> {
-        let row = |i| (0..6).map(|j| if visible(&case.problem(), 0, 0, i, j).unwrap() { 'x' } else { '.' }).collect();
+        let row = |i| (0..6).map(|j| if case.problem().sight().unwrap().visible(0, 0, i, j) { 'x' } else { '.' }).collect();
         (0..4).map(row).collect()
     };
     assert_eq!(seen(&case), ["x.....", "....x.", "....x.", "......"]);
@@ -176,7 +176,7 @@ fn ids_given_for_one_side_serve_for_both() {
     let ids = array![[0, 0, 1], [-1, 5, 5]];
     let seen = |batch: Batch| -> Vec<bool> {
         let case = Case { batch, ..case.clone() };
-        (0..18).map(|n| visible(&case.problem(), n / 9, 0, n / 3 % 3, n % 3).unwrap()).collect()
+        (0..18).map(|n| case.problem().sight().unwrap().visible(n / 9, 0, n / 3 % 3, n % 3)).collect()
     };
     let both = seen(Batch { q_segment_ids: Some(ids.clone()), kv_segment_ids: Some(ids.clone()), ..Batch::default() });
     assert_eq!(both.iter().map(|&seen| u8::from(seen)).collect::<Vec<_>>(), [1, 1, 0, 1, 1, 0, 0, 0, 1, 0, 0, 0, 0, 1, 1, 0, 1, 1]);
@@ -184,7 +184,7 @@ fn ids_given_for_one_side_serve_for_both() {
     assert_eq!(seen(Batch { kv_segment_ids: Some(ids), ..Batch::default() }), both);
     case.spec.dims.kv_len = 4;
     case.batch.q_segment_ids = Some(array![[0, 0, 1], [-1, 5, 5]]);
-    assert!(visible(&case.problem(), 0, 0, 0, 0).is_err());
+    assert!(case.problem().sight().is_err());
 }
 
 #[test]

@@ -1,0 +1,162 @@
+//! The values that flags take, judged before any file is opened.
+
+use std::{str::FromStr, time::Duration};
+
+use annulus::comm::deadline;
+use annulus_core::{DType, Layout};
+use clap::ValueEnum;
+
+/// The most ranks that one command plans or runs: a plan holds a set of rows for every pair of ranks.
+pub(crate) const MOST_RANKS: usize = 1024;
+
+/// A sliding window: `L,R`, where a side may be `none`; one number stands for both sides.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Window {
+    /// Keys before the query; `None`: all.
+    pub(crate) left: Option<u64>,
+    /// Keys after the query; `None`: all.
+    pub(crate) right: Option<u64>,
+}
+
+impl FromStr for Window {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let side = |side: &str| match side.trim() {
+            "none" => Ok(None),
+            number => number.parse().map(Some).map_err(|_| format!("want L,R, each `none` or a whole number from 0, got `{number}`")),
+        };
+        let (left, right) = text.split_once(',').unwrap_or((text, text));
+        Ok(Self { left: side(left)?, right: side(right)? })
+    }
+}
+
+impl std::fmt::Display for Window {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let side = |side: Option<u64>| side.map_or("none".to_owned(), |len| len.to_string());
+        write!(f, "{},{}", side(self.left), side(self.right))
+    }
+}
+
+/// Element types by name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum DTypeName {
+    /// 64-bit IEEE, summed in f64.
+    F64,
+    /// 32-bit IEEE, summed in f32.
+    F32,
+    /// bfloat16, summed in f32.
+    Bf16,
+    /// 16-bit IEEE, summed in f32.
+    F16,
+}
+
+impl From<DTypeName> for DType {
+    fn from(name: DTypeName) -> Self {
+        match name {
+            DTypeName::F64 => Self::F64,
+            DTypeName::F32 => Self::F32,
+            DTypeName::Bf16 => Self::Bf16,
+            DTypeName::F16 => Self::F16,
+        }
+    }
+}
+
+/// Layouts by name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum LayoutName {
+    /// Chosen from the mask.
+    Auto,
+    /// Rank r holds one run of rows.
+    Contiguous,
+    /// Rank r holds chunks r and 2·ranks − 1 − r of 2·ranks.
+    Zigzag,
+    /// Rank r holds rows r, r + ranks, …
+    Striped,
+}
+
+impl LayoutName {
+    /// The layout, or `None` to choose it from the mask.
+    pub(crate) const fn layout(self) -> Option<Layout> {
+        match self {
+            Self::Auto => None,
+            Self::Contiguous => Some(Layout::Contiguous),
+            Self::Zigzag => Some(Layout::Zigzag),
+            Self::Striped => Some(Layout::Striped),
+        }
+    }
+}
+
+/// A finite number.
+pub(crate) fn finite(text: &str) -> Result<f64, String> {
+    number(text).filter(|number| number.is_finite()).ok_or_else(|| "want a finite number".into())
+}
+
+/// A finite number above 0.
+pub(crate) fn positive(text: &str) -> Result<f64, String> {
+    number(text).filter(|number| number.is_finite() && *number > 0.0).ok_or_else(|| "want a finite number above 0".into())
+}
+
+/// A probability below 1.
+pub(crate) fn probability(text: &str) -> Result<f64, String> {
+    number(text).filter(|number| (0.0..1.0).contains(number)).ok_or_else(|| "want a probability from 0 to below 1".into())
+}
+
+/// Seconds of silence: at least what the ring takes for a failure, at most some days.
+pub(crate) fn silence(text: &str) -> Result<Duration, String> {
+    let (least, most) = (deadline::LEAST.as_secs_f64(), 1e6);
+    let seconds = number(text).filter(|seconds| (least..=most).contains(seconds));
+    seconds.map(Duration::from_secs_f64).ok_or_else(|| format!("want seconds, from {least} to {most}"))
+}
+
+/// A count from 1.
+pub(crate) fn count(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|&count| count > 0).ok_or_else(|| "want a whole number from 1".into())
+}
+
+/// As [`count`], in 64 bits.
+pub(crate) fn count_u64(text: &str) -> Result<u64, String> {
+    count(text).map(|count| count as u64)
+}
+
+/// A number of ranks.
+pub(crate) fn ranks(text: &str) -> Result<usize, String> {
+    count(text).ok().filter(|&ranks| ranks <= MOST_RANKS).ok_or_else(|| format!("want a whole number from 1 to {MOST_RANKS}"))
+}
+
+fn number(text: &str) -> Option<f64> {
+    text.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn windows() {
+        let window = |left, right| Ok(Window { left, right });
+        assert_eq!("7,2".parse(), window(Some(7), Some(2)));
+        assert_eq!("none,0".parse(), window(None, Some(0)));
+        assert_eq!("3, none".parse(), window(Some(3), None));
+        assert_eq!("4".parse(), window(Some(4), Some(4)));
+        for bad in ["", "-1,3", "1,2,3", "x", "1.5,2", ",", "1,"] {
+            assert!(bad.parse::<Window>().is_err(), "{bad}");
+        }
+        assert_eq!(Window { left: None, right: Some(2) }.to_string(), "none,2");
+    }
+
+    #[test]
+    fn numbers_without_meaning_are_refused() {
+        assert_eq!(finite("-0.5"), Ok(-0.5));
+        for bad in ["nan", "inf", "x", ""] {
+            assert!(finite(bad).is_err() && positive(bad).is_err() && probability(bad).is_err() && silence(bad).is_err(), "{bad}");
+        }
+        assert!(positive("0").is_err() && positive("-1").is_err());
+        assert!(probability("1").is_err() && probability("-0.1").is_err());
+        assert_eq!(probability("0"), Ok(0.0));
+        assert!(silence("0.5").is_err() && silence("1e300").is_err());
+        assert_eq!(silence("1"), Ok(Duration::from_secs(1)));
+        assert!(count("0").is_err() && count("-1").is_err() && ranks("1025").is_err());
+        assert_eq!(ranks("7"), Ok(7));
+    }
+}

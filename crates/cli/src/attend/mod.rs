@@ -1,0 +1,199 @@
+//! `annulus attend`: attention over a file, on a ring of ranks, into a file.
+
+pub(crate) mod job;
+mod output;
+mod progress;
+mod summary;
+
+use std::{path::PathBuf, time::Duration};
+
+use annulus::{Attention, BiasOrder};
+use annulus_core::{DType, SinkShape};
+use clap::{Args, ValueEnum};
+use half::{bf16, f16};
+
+use crate::{
+    arguments::{
+        mask::MaskFlags,
+        ring::{BackendName, TransportName, threads_per_rank},
+        values::{DTypeName, LayoutName, count, finite, positive, probability, ranks, silence},
+    },
+    failure::Outcome,
+    input::{Input, SinksForm},
+    report::complain,
+};
+pub(crate) use job::Job;
+pub(crate) use summary::Summary;
+
+const EXAMPLES: &str = "Input tensors, by name:
+  query [b, q, h, d]  key [b, k, hk, d]  value [b, k, hk, dv]                 f64, f32, bf16 or f16; h a multiple of hk
+  bias [b|1, h|1, q|1, k|1]  softmax_aux [sinks] or [h, sinks]                floats
+  attention_mask [b|1, h|1, q, k]  q_segment_ids [b, q]  kv_segment_ids [b, k]  cum_seqlens_q, cum_seqlens_k [sequences + 1]
+  q_positions [b, q]  kv_positions [b, k]                                     integers or bools
+  dout [b, q, h, dv]  dlse [b, h, q]                                          for --backward
+Output tensors: out, lse; max, sum with --unnormalized; dq, dk, dv, dbias, dsoftmax_aux with --backward.
+
+Examples:
+  annulus attend --input in.safetensors --output out.safetensors --causal --ranks 4
+  annulus attend --input in.safetensors --output out.safetensors --causal --window 4095,0 --first-visible 4 --ranks 8
+  annulus attend --input in.safetensors --output grads.safetensors --sinks per-head --backward --dtype f64
+  annulus attend --input in.safetensors --output out.safetensors --scale -0.5 --soft-cap 30 --trace traces/";
+
+/// Computes attention, and its gradients, of a safetensors file on a ring of ranks
+#[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct AttendFlags {
+    /// The file with query, key, value and what else there is (see below)
+    #[arg(long, value_name = "FILE")]
+    input: PathBuf,
+    /// The file to write: whole, or not at all
+    #[arg(long, value_name = "FILE")]
+    output: PathBuf,
+    /// Compute the gradients too; the input must have dout
+    #[arg(long)]
+    backward: bool,
+    /// Element type to compute in; that of query if not said
+    #[arg(long, value_enum)]
+    dtype: Option<DTypeName>,
+    #[command(flatten)]
+    mask: MaskFlags,
+    #[command(flatten)]
+    logits: LogitFlags,
+    #[command(flatten)]
+    ring: RingFlags,
+}
+
+/// What becomes of a logit.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Logits and weights")]
+struct LogitFlags {
+    /// Multiplies q·k; 1/sqrt(d) if not said
+    #[arg(long, value_name = "X", value_parser = finite, allow_hyphen_values = true)]
+    scale: Option<f64>,
+    /// Logits become X·tanh(logit/X)
+    #[arg(long, value_name = "X", value_parser = positive, allow_hyphen_values = true)]
+    soft_cap: Option<f64>,
+    /// Whether the bias is added before or after the soft cap
+    #[arg(long, value_enum, default_value = "after")]
+    bias_order: BiasOrderName,
+    /// What softmax_aux means: sink logits shared by all heads, or of each head
+    #[arg(long, value_enum)]
+    sinks: Option<SinksForm>,
+    /// Drop each weight with this probability
+    #[arg(long, value_name = "P", value_parser = probability, requires = "seed", allow_hyphen_values = true)]
+    dropout: Option<f64>,
+    /// Seed of the dropout
+    #[arg(long, value_name = "N", requires = "dropout")]
+    seed: Option<u64>,
+    /// Leave the output undivided, and write max and sum
+    #[arg(long)]
+    unnormalized: bool,
+}
+
+/// Who does the work.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Ring")]
+struct RingFlags {
+    /// What computes
+    #[arg(long, value_enum, default_value = "cpu")]
+    backend: BackendName,
+    /// How ranks reach each other
+    #[arg(long, value_enum, default_value = "threads")]
+    transport: TransportName,
+    /// Ranks of the ring
+    #[arg(long, value_name = "N", default_value = "1", value_parser = ranks)]
+    ranks: usize,
+    /// Threads of each rank; the machine's are shared if not said
+    #[arg(long, value_name = "N", value_parser = count)]
+    threads: Option<usize>,
+    /// How rows are dealt to ranks; auto chooses from the mask
+    #[arg(long, value_enum, default_value = "auto")]
+    layout: LayoutName,
+    /// Fail after this many seconds of silence on the ring
+    #[arg(long, value_name = "S", default_value = "120", value_parser = silence, allow_hyphen_values = true)]
+    deadline: Duration,
+    /// Write a trace a rank into this folder, for Perfetto or chrome://tracing
+    #[arg(long, value_name = "DIR")]
+    trace: Option<PathBuf>,
+}
+
+/// Bias orders by name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum BiasOrderName {
+    /// cap·tanh((x + bias)/cap).
+    Before,
+    /// cap·tanh(x/cap) + bias.
+    After,
+}
+
+/// Runs `annulus attend`.
+pub(crate) fn run(flags: &AttendFlags) -> Outcome {
+    let RingFlags { backend, transport, ranks, threads, layout, trace, .. } = &flags.ring;
+    backend.check()?;
+    transport.check()?;
+    let input = Input::open(&flags.input)?;
+    let unknown = input.unknown_names();
+    if !unknown.is_empty() {
+        complain!("note: not an input, left alone: {}", unknown.join(", "));
+    }
+    let dtype = flags.dtype.map_or(input.dtype, DType::from);
+    let sinks = input.sinks(flags.logits.sinks)?;
+    let job = Job {
+        attention: flags.attention(&input, dtype, sinks),
+        sinks,
+        ranks: *ranks,
+        threads: threads_per_rank(*threads, *ranks),
+        layout: layout.layout(),
+        backward: flags.backward,
+        output: &flags.output,
+        trace: trace.as_deref(),
+        input: &input,
+    };
+    let summary = job.run(dtype)?;
+    summary.print();
+    Ok(())
+}
+
+impl Job<'_> {
+    /// Runs the job in `dtype`, which its attention has too.
+    pub(crate) fn run(&self, dtype: DType) -> Outcome<Summary> {
+        Ok(match dtype {
+            DType::F64 => self.run_as::<f64>(),
+            DType::F32 => self.run_as::<f32>(),
+            DType::Bf16 => self.run_as::<bf16>(),
+            DType::F16 => self.run_as::<f16>(),
+        }?)
+    }
+}
+
+impl AttendFlags {
+    fn attention(&self, input: &Input, dtype: DType, sinks: Option<SinkShape>) -> Attention {
+        let logits = &self.logits;
+        let mut attention =
+            self.mask.apply(Attention::new()).dtype(dtype).deadline(self.ring.deadline).bias_order(match logits.bias_order {
+                BiasOrderName::Before => BiasOrder::BeforeSoftCap,
+                BiasOrderName::After => BiasOrder::AfterSoftCap,
+            });
+        if let Some(scale) = logits.scale {
+            attention = attention.scale(scale);
+        }
+        if let Some(cap) = logits.soft_cap {
+            attention = attention.soft_cap(cap);
+        }
+        if let Some(shape) = input.bias {
+            attention = attention.bias(shape);
+        }
+        attention = match sinks {
+            Some(SinkShape { per_head: true, count }) => attention.sinks_per_head(count),
+            Some(SinkShape { per_head: false, count }) => attention.shared_sinks(count),
+            None => attention,
+        };
+        if let (Some(probability), Some(seed)) = (logits.dropout, logits.seed) {
+            attention = attention.dropout(probability, seed);
+        }
+        if logits.unnormalized {
+            attention = attention.unnormalized();
+        }
+        if self.backward { attention } else { attention.forward_only() }
+    }
+}

@@ -1,0 +1,172 @@
+//! One case of a bench: its tensors, its ring, its line.
+
+use annulus::{Attention, Cpu, Forward, RankPlan, Tensors, comm::threads};
+use annulus_core::{Batch, DType, Dims, Element, Result, Runs};
+use ndarray::Array4;
+use serde_json::{Map, Value, json};
+
+use super::{
+    BenchFlags, What,
+    clock::{Least, least},
+};
+use crate::{
+    arguments::mask::{AlignmentName, MaskFlags},
+    pairs,
+    random::Stream,
+    ranks::each_rank,
+    report::say,
+};
+
+/// One case.
+#[derive(Debug)]
+pub(super) struct Case<'a> {
+    flags: &'a BenchFlags,
+    dims: Dims,
+    dtype: DType,
+    causal: bool,
+    batch: Batch,
+}
+
+/// One rank with its rows.
+struct Rank<T: Element> {
+    plan: RankPlan<Cpu>,
+    q: Array4<T>,
+    k: Array4<T>,
+    v: Array4<T>,
+    dout: Array4<T>,
+}
+
+impl<'a> Case<'a> {
+    /// A case of these lengths.
+    pub(super) fn new(flags: &'a BenchFlags, dtype: DType, head_dim: usize, (q_len, kv_len): (usize, usize), causal: bool) -> Self {
+        let dims = Dims {
+            batch: flags.batch,
+            q_len,
+            kv_len,
+            q_heads: flags.heads,
+            kv_heads: flags.kv_heads.unwrap_or(flags.heads),
+            head_dim,
+            value_dim: head_dim,
+        };
+        let starts = std::iter::once(0).chain(flags.documents.iter().scan(0i64, |end, &len| {
+            *end += len as i64;
+            Some(*end)
+        }));
+        let cum_seqlens = (!flags.documents.is_empty()).then(|| starts.collect::<Vec<_>>());
+        Self {
+            flags,
+            dims,
+            dtype,
+            causal,
+            batch: Batch { cum_seqlens_q: cum_seqlens.clone(), cum_seqlens_k: cum_seqlens, ..Batch::default() },
+        }
+    }
+
+    /// Times it and prints a line for each of `what`.
+    ///
+    /// # Errors
+    /// Whatever a rank reports.
+    pub(super) fn run<T: Element>(&self, what: &[What]) -> Result<()> {
+        let pairs = self.pairs()?;
+        for &what in what {
+            let attention = if what == What::Forward { self.attention().forward_only() } else { self.attention() };
+            let layout = self.flags.layout.layout();
+            let mut ranks = each_rank(threads::ring(self.flags.ranks), |_, transport| {
+                let mut plan = RankPlan::new(&attention, self.dims, layout.clone(), Cpu::new(self.flags.threads)?, transport)?;
+                if self.batch != Batch::default() {
+                    plan.update(&self.batch)?;
+                }
+                Ok(Rank::<T>::new(plan, &self.dims))
+            })?;
+            let least = match &mut ranks[..] {
+                // nobody else to run beside
+                [only] => least(|| only.pass(what)),
+                ranks => least(|| each_rank(ranks.iter_mut(), |_, rank| rank.pass(what)).map(|_| ())),
+            }?;
+            let layout = ranks.first().map_or("", |rank| rank.plan.ring().layout().name());
+            say!("{}", self.line(what, least, pairs, layout));
+        }
+        Ok(())
+    }
+
+    fn attention(&self) -> Attention {
+        let flags = MaskFlags { causal: self.causal, window: self.flags.window, align: self.flags.align, ..MaskFlags::default() };
+        flags.apply(Attention::new()).dtype(self.dtype)
+    }
+
+    /// Visible pairs, all heads and batch rows; n²/2 for plain causal, as the peers count.
+    fn pairs(&self) -> Result<f64> {
+        let Dims { batch, q_len, kv_len, q_heads, .. } = self.dims;
+        let plain = self.flags.window.is_none() && self.flags.documents.is_empty();
+        if plain && (!self.causal || q_len == kv_len) {
+            let share = if self.causal { 0.5 } else { 1.0 };
+            return Ok(share * q_len as f64 * kv_len as f64 * q_heads as f64 * batch as f64);
+        }
+        Ok(pairs::visible(&self.attention().spec(self.dims)?, &self.batch))
+    }
+
+    fn line(&self, what: What, least: Least, pairs: f64, layout: &str) -> String {
+        let BenchFlags { threads, ranks, window, documents, .. } = self.flags;
+        let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = self.dims;
+        let (name, passes) = match what {
+            What::Forward => ("fwd", 1.0),
+            What::Both => ("fwd+bwd", 3.5),
+        };
+        let flops = passes * 2.0 * pairs * (head_dim + value_dim) as f64;
+        let rounded = |number: f64, scale: f64| if number.is_finite() { json!((number * scale).round() / scale) } else { Value::Null };
+        let mut line = Map::new();
+        let mut put = |name: &str, value: Value| line.insert(name.to_owned(), value);
+        put("peer", json!(concat!("annulus-", env!("CARGO_PKG_VERSION"))));
+        put("what", json!(name));
+        put("dtype", json!(self.dtype.name()));
+        put("threads", json!(threads));
+        put("batch", json!(batch));
+        put("heads", json!(q_heads));
+        put("head_dim", json!(head_dim));
+        put("n", json!(q_len));
+        put("causal", json!(self.causal));
+        put("ms", rounded(least.wall * 1e3, 1e3));
+        put("gflops", rounded(flops / least.wall / 1e9, 10.0));
+        put("gflops_cpu", rounded(flops / (least.cpu / (threads * ranks) as f64) / 1e9, 10.0));
+        put("kv_heads", json!(kv_heads));
+        put("q_len", json!(q_len));
+        put("kv_len", json!(kv_len));
+        put("ranks", json!(ranks));
+        put("layout", json!(layout));
+        put("window", window.map_or(Value::Null, |window| json!([window.left, window.right])));
+        put("documents", if documents.is_empty() { Value::Null } else { json!(documents) });
+        put("align", json!(if self.flags.align == AlignmentName::TopLeft { "top-left" } else { "bottom-right" }));
+        put("pairs", json!(pairs));
+        Value::Object(line).to_string()
+    }
+}
+
+impl<T: Element> Rank<T> {
+    /// A rank with random tensors.
+    fn new(plan: RankPlan<Cpu>, dims: &Dims) -> Self {
+        let normal = |name: &str, rows: &Runs, heads, dim| {
+            let stream = Stream::new(0, name);
+            let rows: Vec<i64> = rows.iter().collect();
+            let width = (heads * dim) as u64;
+            Array4::from_shape_fn((dims.batch, rows.len(), heads, dim), |(b, i, h, c)| {
+                let line = b as u64 * rows.len() as u64 + rows[i].cast_unsigned();
+                T::from_f64(stream.normal(line * width + (h * dim + c) as u64))
+            })
+        };
+        let (q_rows, kv_rows) = (plan.q_rows(), plan.kv_rows());
+        let q = normal("query", q_rows, dims.q_heads, dims.head_dim);
+        let k = normal("key", kv_rows, dims.kv_heads, dims.head_dim);
+        let v = normal("value", kv_rows, dims.kv_heads, dims.value_dim);
+        let dout = normal("dout", q_rows, dims.q_heads, dims.value_dim);
+        Self { q, k, v, dout, plan }
+    }
+
+    fn pass(&mut self, what: What) -> Result<()> {
+        let tensors = Tensors::new(self.q.view(), self.k.view(), self.v.view());
+        let forward: Forward<T> = self.plan.forward(&tensors)?;
+        if what == What::Both {
+            self.plan.backward(&tensors, &forward, self.dout.view(), None)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,134 @@
+//! `annulus bench`: time and arithmetic rate, one JSON line a case, in the fields that peers' benches print.
+
+mod case;
+mod clock;
+
+use annulus_core::DType;
+use clap::{Args, ValueEnum};
+use half::{bf16, f16};
+
+use crate::{
+    arguments::{
+        mask::AlignmentName,
+        values::{DTypeName, LayoutName, Window, count, ranks},
+    },
+    failure::{Failure, Outcome},
+};
+use case::Case;
+
+const EXAMPLES: &str =
+    "Fields of a line: what dtype threads batch heads head_dim n causal ms gflops gflops_cpu, as the peers' benches have them, then
+kv_heads q_len kv_len ranks layout window documents pairs. ms is the least wall-clock time of a few rounds. FLOPs are 4·pairs·head_dim for
+fwd and 3.5 times that for fwd+bwd, where pairs are the visible ones (for plain causal n²/2, as the peers count). gflops_cpu is from the
+least CPU time of the process, divided by the threads of all ranks: it holds on a busy machine.
+
+Examples:
+  annulus bench
+  annulus bench --what fwd,fwd+bwd --dtype f32,bf16 --ns 1024,2048,4096 --ds 64,128 --causal false,true
+  annulus bench --documents 512,512,512,512 --causal true
+  annulus bench --q-len 1 --kv-len 65536 --align bottom-right --threads 1
+  annulus bench --ns 8192 --causal true --window 1023,0 --ranks 4";
+
+/// Times forward and backward passes; prints one JSON line a case
+#[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct BenchFlags {
+    /// What to time
+    #[arg(long, value_enum, default_value = "fwd,fwd+bwd", value_delimiter = ',')]
+    what: Vec<What>,
+    /// Element types
+    #[arg(long, value_enum, default_value = "f32", value_delimiter = ',')]
+    dtype: Vec<DTypeName>,
+    /// Lengths of queries and keys
+    #[arg(long, value_name = "N,N,...", default_value = "1024,2048", value_delimiter = ',', value_parser = count)]
+    ns: Vec<usize>,
+    /// Head dims
+    #[arg(long, value_name = "D,D,...", default_value = "64", value_delimiter = ',', value_parser = count)]
+    ds: Vec<usize>,
+    /// Batch rows
+    #[arg(long, default_value = "1", value_parser = count)]
+    batch: usize,
+    /// Query heads
+    #[arg(long, default_value = "8", value_parser = count)]
+    heads: usize,
+    /// Key heads; as many as query heads if not said
+    #[arg(long, value_parser = count)]
+    kv_heads: Option<usize>,
+    /// Without and with a causal mask
+    #[arg(long, value_name = "BOOL,BOOL", default_value = "false,true", value_delimiter = ',', action = clap::ArgAction::Set)]
+    causal: Vec<bool>,
+    /// Sliding window: L,R, each a number or `none`
+    #[arg(long, value_name = "L,R", allow_hyphen_values = true)]
+    window: Option<Window>,
+    /// Packed documents of these lengths, instead of --ns
+    #[arg(long, value_name = "LEN,LEN,...", value_delimiter = ',', value_parser = count, conflicts_with_all = ["ns", "q_len", "kv_len"])]
+    documents: Vec<usize>,
+    /// Queries, instead of --ns
+    #[arg(long, value_name = "N", value_parser = count, conflicts_with = "ns")]
+    q_len: Option<usize>,
+    /// Keys, instead of --ns
+    #[arg(long, value_name = "N", value_parser = count, conflicts_with = "ns")]
+    kv_len: Option<usize>,
+    /// Where queries stand among the keys when lengths differ
+    #[arg(long, value_enum, default_value = "top-left")]
+    align: AlignmentName,
+    /// Threads of each rank
+    #[arg(long, default_value = "1", value_parser = count)]
+    threads: usize,
+    /// Ranks of the ring
+    #[arg(long, default_value = "1", value_parser = ranks)]
+    ranks: usize,
+    /// How rows are dealt to ranks
+    #[arg(long, value_enum, default_value = "auto")]
+    layout: LayoutName,
+}
+
+/// What is timed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum What {
+    /// A forward pass.
+    #[value(name = "fwd")]
+    Forward,
+    /// A forward and a backward pass.
+    #[value(name = "fwd+bwd")]
+    Both,
+}
+
+/// Runs `annulus bench`.
+pub(crate) fn run(flags: &BenchFlags) -> Outcome {
+    for &dtype in &flags.dtype {
+        for &head_dim in &flags.ds {
+            for (q_len, kv_len) in flags.lengths()? {
+                for &causal in &flags.causal {
+                    let case = Case::new(flags, dtype.into(), head_dim, (q_len, kv_len), causal);
+                    match DType::from(dtype) {
+                        DType::F64 => case.run::<f64>(&flags.what),
+                        DType::F32 => case.run::<f32>(&flags.what),
+                        DType::Bf16 => case.run::<bf16>(&flags.what),
+                        DType::F16 => case.run::<f16>(&flags.what),
+                    }
+                    .map_err(Failure::of_flags)?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+impl BenchFlags {
+    /// The (q_len, kv_len) to time.
+    fn lengths(&self) -> Outcome<Vec<(usize, usize)>> {
+        if !self.documents.is_empty() {
+            let total = self.documents.iter().try_fold(0usize, |sum, &len| sum.checked_add(len));
+            let total = total.ok_or_else(|| Failure::usage("--documents", "lengths past 2^64 in all", "shorter documents"))?;
+            return Ok(vec![(total, total)]);
+        }
+        Ok(match (self.q_len, self.kv_len) {
+            (None, None) => self.ns.iter().map(|&n| (n, n)).collect(),
+            (q_len, kv_len) => {
+                let one = q_len.or(kv_len).unwrap_or(1);
+                vec![(q_len.unwrap_or(one), kv_len.unwrap_or(one))]
+            }
+        })
+    }
+}

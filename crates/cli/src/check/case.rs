@@ -1,0 +1,129 @@
+//! One case in one element type: loaded once, computed on every ring that was asked for, forward and backward.
+
+use std::{collections::BTreeMap, path::Path, time::Duration};
+
+use annulus::{Attention, Backward, Forward, Plan};
+use annulus_core::{Batch, Element, Error, Layout, Result, Runs};
+
+use super::{
+    compare::{Expected, largest_error},
+    index::Case,
+};
+use crate::input::{Input, OutputGradients, Share};
+
+/// A case computes in moments: a ring that is silent for this long is stuck.
+const DEADLINE: Duration = Duration::from_secs(30);
+
+/// A ring to compute on.
+#[derive(Debug, Clone)]
+pub(super) struct Ring {
+    /// Ranks.
+    pub(super) ranks: usize,
+    /// The layout, or `None` to choose one from the mask.
+    pub(super) layout: Option<Layout>,
+}
+
+/// How one case went on one ring.
+#[derive(Debug)]
+pub(super) enum Verdict {
+    /// Every array is within its tolerance.
+    Passed,
+    /// These arrays are not: array, error, tolerance.
+    Wrong(Vec<(String, f64, f64)>),
+    /// It could not be computed.
+    Failed(Error),
+}
+
+/// Everything that a case needs, in memory.
+struct Loaded<T: Element> {
+    attention: Attention,
+    share: Share<T>,
+    batch: Batch,
+    gradients: OutputGradients<T>,
+    expected: BTreeMap<String, (f64, Expected)>,
+}
+
+/// Computes `case` in `T` on every ring.
+pub(super) fn run<T: Element>(folder: &Path, case: &Case, rings: &[Ring]) -> Vec<Verdict> {
+    match Loaded::<T>::new(folder, case) {
+        Ok(loaded) => rings.iter().map(|ring| loaded.judge(case, ring).unwrap_or_else(Verdict::Failed)).collect(),
+        Err(error) => rings.iter().map(|_| Verdict::Failed(error.clone())).collect(),
+    }
+}
+
+impl<T: Element> Loaded<T> {
+    fn new(folder: &Path, case: &Case) -> Result<Self> {
+        let input = Input::open(&folder.join(&case.file))?;
+        if input.dims != case.dims() {
+            return Err(Error::invalid("dims", format!("{:?} in the index", case.dims()), format!("{:?}, as in its file", input.dims)));
+        }
+        let sinks = input.sinks(case.sinks_form())?;
+        let mut attention = case.attention(T::DTYPE)?.threads(1).deadline(DEADLINE);
+        if let Some(shape) = input.bias {
+            attention = attention.bias(shape);
+        }
+        if let Some(shape) = sinks {
+            attention = if shape.per_head { attention.sinks_per_head(shape.count) } else { attention.shared_sinks(shape.count) };
+        }
+        let all = |len: usize| Runs::counting(0, len as u64);
+        let (q_rows, kv_rows) = (all(input.dims.q_len), all(input.dims.kv_len));
+        Ok(Self {
+            attention,
+            share: input.share(sinks, &q_rows, &kv_rows)?,
+            batch: input.batch(&q_rows, &kv_rows)?,
+            gradients: input.output_gradients(&q_rows)?,
+            expected: Self::expected(&input, case)?,
+        })
+    }
+
+    /// Tolerance and wanted numbers of every array that the case judges.
+    fn expected(input: &Input, case: &Case) -> Result<BTreeMap<String, (f64, Expected)>> {
+        let tolerances = case.tolerance.get(T::DTYPE.name()).filter(|tolerances| !tolerances.is_empty());
+        let tolerances = tolerances
+            .ok_or_else(|| Error::unsupported(format!("dtype {}", T::DTYPE.name()), "this case, which has no tolerance for it"))?;
+        let load = |(name, &tolerance): (&String, &f64)| {
+            let entry =
+                input.tensors().get(name).ok_or_else(|| Error::invalid(name, "no such tensor", "the expected array of that name"))?;
+            let rows = entry.shape.first().map_or(0, |&len| len as u64);
+            let numbers = input.tensors().floats(name, 0, &Runs::counting(0, rows))?;
+            Ok((name.clone(), (tolerance, Expected { shape: entry.shape.clone(), numbers })))
+        };
+        tolerances.iter().map(load).collect()
+    }
+
+    fn judge(&self, case: &Case, ring: &Ring) -> Result<Verdict> {
+        let mut plan: Plan = self.attention.plan(case.dims(), ring.ranks, ring.layout.clone())?;
+        if self.batch != Batch::default() {
+            plan.update(&self.batch)?;
+        }
+        let tensors = self.share.tensors();
+        let forward = plan.forward(&tensors)?;
+        let backward = plan.backward(&tensors, &forward, self.gradients.dout.view(), self.gradients.dlse_view())?;
+        let mut wrong = Vec::new();
+        for (name, (tolerance, want)) in &self.expected {
+            let error = error_of(name, want, &forward, &backward)?;
+            // a NaN is within no tolerance
+            let within = error <= *tolerance;
+            if !within {
+                wrong.push((name.clone(), error, *tolerance));
+            }
+        }
+        Ok(if wrong.is_empty() { Verdict::Passed } else { Verdict::Wrong(wrong) })
+    }
+}
+
+fn error_of<T: Element>(name: &str, want: &Expected, forward: &Forward<T>, backward: &Backward<T>) -> Result<f64> {
+    let missing = || Error::invalid(name, "nothing", "an array that this attention gives");
+    Ok(match name {
+        "out" => largest_error(&forward.out, want),
+        "lse" => largest_error(&forward.lse, want),
+        "max" => largest_error(forward.max.as_ref().ok_or_else(missing)?, want),
+        "sum" => largest_error(forward.sum.as_ref().ok_or_else(missing)?, want),
+        "dq" => largest_error(&backward.dq, want),
+        "dk" => largest_error(&backward.dk, want),
+        "dv" => largest_error(&backward.dv, want),
+        "dbias" => largest_error(backward.dbias.as_ref().ok_or_else(missing)?, want),
+        "dsoftmax_aux" => largest_error(backward.dsinks.as_ref().ok_or_else(missing)?, want),
+        _ => return Err(Error::unsupported(format!("expected array {name}"), "this version")),
+    })
+}

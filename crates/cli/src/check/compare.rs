@@ -1,0 +1,63 @@
+//! Whether an array is what was expected.
+
+use annulus_core::Element;
+use ndarray::{Array, Dimension};
+
+/// An expected array.
+#[derive(Debug)]
+pub(super) struct Expected {
+    /// Its lengths.
+    pub(super) shape: Vec<usize>,
+    /// Its numbers, the last axis fastest.
+    pub(super) numbers: Vec<f64>,
+}
+
+/// Largest error of `got`, with the rules of the cases: −∞ must meet −∞, and NaN never passes. Infinite or NaN where that fails.
+pub(super) fn largest_error<T: Element, D: Dimension>(got: &Array<T, D>, want: &Expected) -> f64 {
+    // per-head sinks of one a head may be a list or a column: the same numbers in the same order
+    let without_ones = |shape: &[usize]| shape.iter().copied().filter(|&len| len != 1).collect::<Vec<_>>();
+    if without_ones(got.shape()) != without_ones(&want.shape) {
+        return f64::INFINITY;
+    }
+    let mut worst = 0.0;
+    for (got, &want) in got.iter().zip(&want.numbers) {
+        let got = got.to_f64();
+        // equal infinities differ by nothing; any other difference with an infinity is infinite, with a NaN it is NaN
+        let error = if got == want { 0.0 } else { (got - want).abs() };
+        if error.is_nan() {
+            return f64::NAN;
+        }
+        worst = f64::max(worst, error);
+    }
+    worst
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ndarray::{Array1, arr1};
+
+    fn error<T: Element>(got: &[T], want: &[f64]) -> f64 {
+        let got: Array1<T> = got.iter().copied().collect();
+        largest_error(&got, &Expected { shape: vec![want.len()], numbers: want.to_vec() })
+    }
+
+    #[test]
+    fn infinities_meet_and_nan_never_passes() {
+        let none = f64::NEG_INFINITY;
+        assert_eq!(error(&[1.0f32, f32::NEG_INFINITY], &[1.5, none]), 0.5);
+        assert_eq!(error(&[0.0f64], &[none]), f64::INFINITY);
+        assert_eq!(error(&[none], &[0.0]), f64::INFINITY);
+        assert_eq!(error(&[f64::INFINITY], &[none]), f64::INFINITY);
+        assert!(error(&[f64::NAN, 0.0], &[0.0, 1.0]).is_nan());
+        assert!(error(&[f64::NAN], &[f64::NAN]).is_nan());
+    }
+
+    #[test]
+    fn shapes_must_agree() {
+        assert_eq!(error(&[0.0f64, 0.0], &[0.0, 0.0, 0.0]), f64::INFINITY);
+        assert_eq!(error(&[0.0f64, 0.0], &[0.0, 0.0]), 0.0);
+        let column = Expected { shape: vec![2, 1], numbers: vec![1.0, 2.0] };
+        assert_eq!(largest_error(&arr1(&[1.0f64, 2.0]), &column), 0.0);
+    }
+}

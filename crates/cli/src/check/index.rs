@@ -1,0 +1,161 @@
+//! The index of a folder of cases, format `annulus-cases-1`.
+
+use std::{collections::BTreeMap, path::Path};
+
+use annulus::{Alignment, Attention, BiasOrder};
+use annulus_core::{DType, Dims, Error, Result};
+use serde::Deserialize;
+
+use crate::{failure::io, input::SinksForm};
+
+/// The format that this file understands.
+const FORMAT: &str = "annulus-cases-1";
+
+/// The file `index.json`. Cases are parsed one by one, so that a malformed one fails alone.
+#[derive(Debug, Deserialize)]
+pub(super) struct Index {
+    format: String,
+    pub(super) cases: Vec<serde_json::Value>,
+}
+
+/// One case.
+#[derive(Debug, Deserialize)]
+pub(super) struct Case {
+    /// Its name, which whoever reads the index has already.
+    #[serde(rename = "id")]
+    _id: String,
+    /// The safetensors file beside the index.
+    pub(super) file: String,
+    dims: CaseDims,
+    params: Params,
+    /// Largest error allowed for each expected array, by element type.
+    pub(super) tolerance: BTreeMap<String, BTreeMap<String, f64>>,
+}
+
+#[derive(Debug, Deserialize)]
+struct CaseDims {
+    batch: usize,
+    q_len: usize,
+    kv_len: usize,
+    q_heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    value_dim: usize,
+}
+
+#[derive(Debug, Deserialize)]
+struct Params {
+    causal: bool,
+    sliding_window: Option<[Option<u64>; 2]>,
+    attention_sink_size: u64,
+    chunk_size: Option<u64>,
+    logits_soft_cap: Option<f64>,
+    softmax_scale: Option<f64>,
+    normalize_output: bool,
+    softmax_aux: Option<Sinks>,
+    bias_order: Order,
+    alignment: Align,
+    dropout_prob: f64,
+    dropout_seed: Option<u64>,
+    /// parameters that a later version of the format may add: never ignored
+    #[serde(flatten)]
+    unknown: BTreeMap<String, serde_json::Value>,
+}
+
+#[derive(Debug, Clone, Copy, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Sinks {
+    Shared,
+    PerHead,
+}
+
+#[derive(Debug, Clone, Copy, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Order {
+    BeforeSoftCap,
+    AfterSoftCap,
+}
+
+#[derive(Debug, Clone, Copy, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Align {
+    TopLeft,
+    BottomRight,
+}
+
+impl Index {
+    /// Reads the index of a folder.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if it is not there or malformed; [`Error::Unsupported`] if it is of another format.
+    pub(super) fn read(folder: &Path) -> Result<Self> {
+        let path = folder.join("index.json");
+        let text = std::fs::read(&path).map_err(|error| io(&path, error))?;
+        let index: Self = serde_json::from_slice(&text).map_err(|error| io(&path, format!("is no index of cases: {error}")))?;
+        if index.format == FORMAT {
+            Ok(index)
+        } else {
+            Err(Error::unsupported(format!("case format {}", index.format), format!("this version, which reads {FORMAT}")))
+        }
+    }
+}
+
+impl Case {
+    /// The lengths.
+    pub(super) const fn dims(&self) -> Dims {
+        let CaseDims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = self.dims;
+        Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim }
+    }
+
+    /// How its sink logits are to be understood.
+    pub(super) fn sinks_form(&self) -> Option<SinksForm> {
+        self.params.softmax_aux.map(|sinks| match sinks {
+            Sinks::Shared => SinksForm::Shared,
+            Sinks::PerHead => SinksForm::PerHead,
+        })
+    }
+
+    /// The definition, but for the shapes of bias and sinks.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for parameters that this version does not know; [`Error::InvalidArgument`].
+    pub(super) fn attention(&self, dtype: DType) -> Result<Attention> {
+        let params = &self.params;
+        if !params.unknown.is_empty() {
+            let names: Vec<&str> = params.unknown.keys().map(String::as_str).collect();
+            return Err(Error::unsupported(format!("parameter {}", names.join(", ")), "this version"));
+        }
+        let mut attention = Attention::new().dtype(dtype).bias_order(match params.bias_order {
+            Order::BeforeSoftCap => BiasOrder::BeforeSoftCap,
+            Order::AfterSoftCap => BiasOrder::AfterSoftCap,
+        });
+        attention = attention.align(match params.alignment {
+            Align::TopLeft => Alignment::TopLeft,
+            Align::BottomRight => Alignment::BottomRight,
+        });
+        if params.causal {
+            attention = attention.causal();
+        }
+        if let Some([left, right]) = params.sliding_window {
+            // without a window there is nothing to be exempt from
+            attention = attention.window(left, right).first_visible(params.attention_sink_size);
+        }
+        if let Some(size) = params.chunk_size {
+            attention = attention.chunk(size);
+        }
+        if let Some(cap) = params.logits_soft_cap {
+            attention = attention.soft_cap(cap);
+        }
+        if let Some(scale) = params.softmax_scale {
+            attention = attention.scale(scale);
+        }
+        if !params.normalize_output {
+            attention = attention.unnormalized();
+        }
+        match (params.dropout_prob, params.dropout_seed) {
+            (0.0, _) => Ok(attention),
+            (probability, Some(seed)) => Ok(attention.dropout(probability, seed)),
+            (probability, None) => Err(Error::invalid("dropout_seed", format!("none, with dropout_prob {probability}"), "a seed")),
+        }
+    }
+}

@@ -1,0 +1,164 @@
+//! `annulus make`: writes an input file of random numbers.
+
+mod tensors;
+
+use std::path::PathBuf;
+
+use annulus_core::{DType, Dims};
+use clap::Args;
+
+use crate::{
+    arguments::values::{DTypeName, count, probability},
+    failure::{Failure, Outcome},
+    input::SinksForm,
+    report::say,
+};
+
+const EXAMPLES: &str = "Examples:
+  annulus make --out in.safetensors --q-len 4096 --heads 8 --kv-heads 2 --head-dim 64
+  annulus make --out train.safetensors --q-len 1000 --backward --bias 1hqk --sinks shared --sinks-count 2
+  annulus make --out packed.safetensors --q-len 2048 --documents 512,1000,536";
+
+/// Makes an input file of standard normal numbers: the same file for the same arguments
+#[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct MakeFlags {
+    /// The file to write
+    #[arg(long, value_name = "FILE")]
+    out: PathBuf,
+    /// Batch rows
+    #[arg(long, default_value_t = 1)]
+    batch: usize,
+    /// Queries
+    #[arg(long, default_value_t = 1024)]
+    q_len: usize,
+    /// Keys; as many as queries if not said
+    #[arg(long)]
+    kv_len: Option<usize>,
+    /// Query heads
+    #[arg(long, default_value_t = 8)]
+    heads: usize,
+    /// Key heads; as many as query heads if not said
+    #[arg(long)]
+    kv_heads: Option<usize>,
+    /// Dim of queries and keys
+    #[arg(long, default_value_t = 64)]
+    head_dim: usize,
+    /// Dim of values; that of queries if not said
+    #[arg(long)]
+    value_dim: Option<usize>,
+    /// Element type of query, key, value and dout
+    #[arg(long, value_enum, default_value = "f32")]
+    dtype: DTypeName,
+    /// Seed of the numbers
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Add dout and dlse, for `attend --backward`
+    #[arg(long)]
+    backward: bool,
+    /// Add an additive bias; a letter keeps an axis, a 1 broadcasts it: 11qk, bhqk, 1h1k, ...
+    #[arg(long, value_name = "AXES", value_parser = axes)]
+    bias: Option<[bool; 4]>,
+    /// Add sink logits (softmax_aux) of this form
+    #[arg(long, value_enum)]
+    sinks: Option<SinksForm>,
+    /// Sinks a head
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "sinks", value_parser = count)]
+    sinks_count: usize,
+    /// Add a dense mask [1, 1, q, k] in which a pair is visible with this probability
+    #[arg(long, value_name = "P", value_parser = probability)]
+    mask: Option<f64>,
+    /// Add segment ids: about N segments a batch row, of random lengths
+    #[arg(long, value_name = "N", value_parser = count)]
+    segments: Option<usize>,
+    /// Add cum_seqlens_q and cum_seqlens_k: packed documents of these lengths
+    #[arg(long, value_name = "LEN,LEN,...", value_delimiter = ',', value_parser = count)]
+    documents: Vec<usize>,
+}
+
+/// What a made file has in it.
+#[derive(Debug, Clone)]
+pub(crate) struct Recipe {
+    /// Lengths.
+    pub(crate) dims: Dims,
+    /// Element type of query, key, value and dout.
+    pub(crate) dtype: DType,
+    /// Seed.
+    pub(crate) seed: u64,
+    /// With dout and dlse.
+    pub(crate) backward: bool,
+    /// Axes that the bias keeps, if there is one.
+    pub(crate) bias: Option<[bool; 4]>,
+    /// Sinks, if there are any.
+    pub(crate) sinks: Option<(SinksForm, usize)>,
+    /// Probability of a pair in the dense mask, if there is one.
+    pub(crate) mask: Option<f64>,
+    /// Segments a batch row, if there are segment ids.
+    pub(crate) segments: Option<usize>,
+    /// Lengths of packed documents; none: not packed.
+    pub(crate) documents: Vec<usize>,
+}
+
+impl Recipe {
+    /// Queries, keys and values, and nothing else.
+    pub(crate) const fn new(dims: Dims, dtype: DType, seed: u64) -> Self {
+        Self { dims, dtype, seed, backward: false, bias: None, sinks: None, mask: None, segments: None, documents: Vec::new() }
+    }
+}
+
+/// Runs `annulus make`.
+pub(crate) fn run(flags: &MakeFlags) -> Outcome {
+    let MakeFlags { batch, q_len, heads, head_dim, .. } = *flags;
+    let dims = Dims {
+        batch,
+        q_len,
+        kv_len: flags.kv_len.unwrap_or(q_len),
+        q_heads: heads,
+        kv_heads: flags.kv_heads.unwrap_or(heads),
+        head_dim,
+        value_dim: flags.value_dim.unwrap_or(head_dim),
+    };
+    dims.validate().map_err(Failure::of_flags)?;
+    let packed = flags.documents.iter().try_fold(0usize, |sum, &len| sum.checked_add(len));
+    if packed.is_none_or(|packed| packed > dims.q_len.min(dims.kv_len)) {
+        return Err(Failure::usage("--documents", "more rows than there are", format!("at most {} in all", dims.q_len.min(dims.kv_len))));
+    }
+    let recipe = Recipe {
+        backward: flags.backward,
+        bias: flags.bias,
+        sinks: flags.sinks.map(|form| (form, flags.sinks_count)),
+        mask: flags.mask,
+        segments: flags.segments,
+        documents: flags.documents.clone(),
+        ..Recipe::new(dims, flags.dtype.into(), flags.seed)
+    };
+    let bytes = tensors::write(&recipe, &flags.out)?;
+    say!("wrote {} ({})", flags.out.display(), crate::report::bytes(bytes));
+    Ok(())
+}
+
+/// Makes the file of a recipe and returns its size in bytes.
+pub(crate) fn make(recipe: &Recipe, out: &std::path::Path) -> Outcome<u64> {
+    Ok(tensors::write(recipe, out)?)
+}
+
+/// `11qk` and the like: which of the axes b, h, q, k are kept.
+fn axes(text: &str) -> Result<[bool; 4], String> {
+    let letters: Vec<char> = text.chars().collect();
+    let kept: Option<Vec<bool>> =
+        letters.iter().zip("bhqk".chars()).map(|(&got, letter)| (got == letter || got == '1').then_some(got == letter)).collect();
+    let kept = kept.filter(|_| letters.len() == 4).and_then(|kept| <[bool; 4]>::try_from(kept).ok());
+    kept.ok_or_else(|| "want four axes, each its letter of bhqk or a 1".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn axes_of_a_bias() {
+        assert_eq!(axes("11qk"), Ok([false, false, true, true]));
+        assert_eq!(axes("bhqk"), Ok([true; 4]));
+        assert!(axes("qk").is_err() && axes("hbqk").is_err() && axes("11qk1").is_err());
+    }
+}

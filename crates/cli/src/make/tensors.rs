@@ -1,0 +1,118 @@
+//! The tensors of a made file, written a chunk at a time.
+
+use std::path::Path;
+
+use annulus_core::{DType, Dims, Element, Result};
+use half::{bf16, f16};
+
+use super::Recipe;
+use crate::{
+    file::{Kind, Output, Planned},
+    input::SinksForm,
+    random::Stream,
+};
+
+/// Elements that are made at a time.
+const CHUNK: usize = 1 << 16;
+
+/// Writes the file and returns its bytes of data.
+pub(super) fn write(recipe: &Recipe, out: &Path) -> Result<u64> {
+    let planned = planned(recipe);
+    let output = Output::create(out, &planned)?;
+    for tensor in &planned {
+        fill(&output, tensor, recipe)?;
+    }
+    output.finish()?;
+    Ok(planned.iter().map(Planned::bytes).sum())
+}
+
+fn planned(recipe: &Recipe) -> Vec<Planned> {
+    let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = recipe.dims;
+    let (data, sums) = (Kind::Float(recipe.dtype), Kind::Float(recipe.dtype.accumulator()));
+    let planned = |name, kind, shape: &[usize]| Planned { name, kind, shape: shape.to_vec() };
+    let mut all = vec![
+        planned("query", data, &[batch, q_len, q_heads, head_dim]),
+        planned("key", data, &[batch, kv_len, kv_heads, head_dim]),
+        planned("value", data, &[batch, kv_len, kv_heads, value_dim]),
+    ];
+    if recipe.backward {
+        all.push(planned("dout", data, &[batch, q_len, q_heads, value_dim]));
+        all.push(planned("dlse", sums, &[batch, q_heads, q_len]));
+    }
+    if let Some(kept) = recipe.bias {
+        let full = [batch, q_heads, q_len, kv_len];
+        let shape: Vec<usize> = full.iter().zip(kept).map(|(&len, kept)| if kept { len } else { 1 }).collect();
+        all.push(planned("bias", sums, &shape));
+    }
+    match recipe.sinks {
+        Some((SinksForm::Shared, count)) => all.push(planned("softmax_aux", sums, &[count])),
+        Some((SinksForm::PerHead, count)) => all.push(planned("softmax_aux", sums, &[q_heads, count])),
+        None => {}
+    }
+    if recipe.mask.is_some() {
+        all.push(planned("attention_mask", Kind::U8, &[1, 1, q_len, kv_len]));
+    }
+    if recipe.segments.is_some() {
+        all.push(planned("q_segment_ids", Kind::I32, &[batch, q_len]));
+        all.push(planned("kv_segment_ids", Kind::I32, &[batch, kv_len]));
+    }
+    if !recipe.documents.is_empty() {
+        all.push(planned("cum_seqlens_q", Kind::I64, &[recipe.documents.len() + 1]));
+        all.push(planned("cum_seqlens_k", Kind::I64, &[recipe.documents.len() + 1]));
+    }
+    all
+}
+
+fn fill(output: &Output, tensor: &Planned, recipe: &Recipe) -> Result<()> {
+    let stream = Stream::new(recipe.seed, tensor.name);
+    match (tensor.name, tensor.kind) {
+        (_, Kind::Float(DType::F64)) => floats::<f64>(output, tensor, stream),
+        (_, Kind::Float(DType::F32)) => floats::<f32>(output, tensor, stream),
+        (_, Kind::Float(DType::Bf16)) => floats::<bf16>(output, tensor, stream),
+        (_, Kind::Float(DType::F16)) => floats::<f16>(output, tensor, stream),
+        ("attention_mask", _) => {
+            let probability = recipe.mask.unwrap_or_default();
+            numbers(output, tensor, |index| i64::from(stream.uniform(index) < probability))
+        }
+        ("q_segment_ids" | "kv_segment_ids", _) => {
+            let (len, wanted) = (tensor.shape[1] as u64, recipe.segments.unwrap_or(1) as f64);
+            let mut id = 0;
+            // a new segment starts at each row with the same probability, so that all rows are covered
+            numbers(output, tensor, |index| {
+                id = if index.is_multiple_of(len) { 0 } else { id + i64::from(stream.uniform(index) < (wanted - 1.0) / len as f64) };
+                id
+            })
+        }
+        _ => {
+            let mut ends = recipe.documents.iter().scan(0i64, |end, &len| {
+                *end += len as i64;
+                Some(*end)
+            });
+            numbers(output, tensor, |index| if index == 0 { 0 } else { ends.next().unwrap_or_default() })
+        }
+    }
+}
+
+fn floats<T: Element>(output: &Output, tensor: &Planned, stream: Stream) -> Result<()> {
+    let elements = tensor.elements();
+    let mut chunk = Vec::with_capacity(CHUNK.min(elements));
+    for first in (0..elements).step_by(CHUNK) {
+        let count = CHUNK.min(elements - first);
+        chunk.clear();
+        chunk.extend((first..first + count).map(|index| T::from_f64(stream.normal(index as u64))));
+        output.write_flat(tensor.name, first, &chunk)?;
+    }
+    Ok(())
+}
+
+/// Writes integers, made in order, in the tensor's own width.
+fn numbers(output: &Output, tensor: &Planned, mut number: impl FnMut(u64) -> i64) -> Result<()> {
+    let (elements, width) = (tensor.elements(), tensor.kind.bytes());
+    let mut chunk = Vec::with_capacity(CHUNK.min(elements) * width);
+    for first in (0..elements).step_by(CHUNK) {
+        chunk.clear();
+        (first..(first + CHUNK).min(elements)).for_each(|index| chunk.extend_from_slice(&number(index as u64).to_le_bytes()[..width]));
+        output.write_bytes(tensor.name, first, &chunk)?;
+    }
+    Ok(())
+}

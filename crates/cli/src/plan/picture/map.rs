@@ -1,0 +1,107 @@
+//! The tile map: queries down, keys across; the colour of a tile says which rank computes it and in which step.
+
+use std::{ops::Range, sync::Arc};
+
+use annulus_core::{Mask, Shard, Spec, mask::Key, mask::Query};
+
+use super::{
+    axis::{Axis, Cell},
+    colour,
+    svg::{Anchor, Area, Svg},
+};
+use crate::plan::figures::Figures;
+
+/// Width of the strips that say who holds which rows.
+const STRIP: f64 = 16.0;
+
+/// Draws the map into `area`, which includes the strips and the names of the axes.
+pub(super) fn draw(svg: &mut Svg, area: Area, spec: &Spec, figures: &Figures) {
+    let queries = Axis::new(&shards(&figures.coordinates.q), spec.dims.q_len);
+    let keys = Axis::new(&shards(&figures.coordinates.kv), spec.dims.kv_len);
+    let margin = 20.0 + STRIP;
+    let plot = Area { x: area.x + margin, y: area.y + margin, width: area.width - margin, height: area.height - margin };
+    let order = |axis: &Axis| if axis.in_sequence { "in sequence" } else { "grouped by rank" };
+    svg.text((plot.x + plot.width / 2.0, area.y + 11.0), 13.0, Anchor::Middle, "#333", &format!("keys, {} →", order(&keys)));
+    svg.upward((area.x + 11.0, plot.y + plot.height / 2.0), 13.0, "#333", &format!("← queries, {}", order(&queries)));
+    svg.rect(plot, "#f1f1f1", 1.0);
+    strip(svg, &keys, figures.ranks, Area { y: plot.y - STRIP - 2.0, height: STRIP, ..plot }, true);
+    strip(svg, &queries, figures.ranks, Area { x: plot.x - STRIP - 2.0, width: STRIP, ..plot }, false);
+    if queries.cells.is_empty() || keys.cells.is_empty() {
+        svg.text((plot.x + plot.width / 2.0, plot.y + plot.height / 2.0), 13.0, Anchor::Middle, "#333", "no rows");
+        return;
+    }
+    let height = plot.height / queries.cells.len() as f64;
+    let width = plot.width / keys.cells.len() as f64;
+    let steps = figures.busy_steps();
+    let offset = figures.coordinates.q.iter().find_map(|shard| Some(shard.positions.first()?.iter().next()? - shard.rows.iter().next()?));
+    for (line, cell) in queries.cells.iter().enumerate() {
+        let seen = |key: &Cell| visible_share(spec.mask.as_ref(), cell, key, offset.unwrap_or(0));
+        let mut tiles = keys.cells.iter().enumerate().map(|(column, key)| (column, key.rank, quantised(seen(key)))).peekable();
+        while let Some((first, owner, share)) = tiles.next() {
+            // equal neighbours are one rectangle
+            let mut end = first + 1;
+            while tiles.next_if(|&(_, next, other)| next == owner && other == share).is_some() {
+                end += 1;
+            }
+            if share > 0 {
+                let step = figures.route.step(cell.rank, owner, figures.ranks);
+                let tile = Area {
+                    x: plot.x + first as f64 * width,
+                    y: plot.y + line as f64 * height,
+                    width: (end - first) as f64 * width,
+                    height,
+                };
+                // what is hardly visible must still be seen
+                let opacity = 0.4 + 0.6 * f64::from(share) / f64::from(SHADES);
+                svg.rect(tile, &colour::of(cell.rank, figures.ranks, step, steps), opacity);
+            }
+        }
+    }
+    svg.frame(plot, "#999");
+}
+
+/// Shades of a partly visible tile.
+const SHADES: u8 = 4;
+
+/// A share as one of few shades; nothing visible is 0, anything visible at least 1.
+fn quantised(share: f64) -> u8 {
+    if share > 0.0 { ((share * f64::from(SHADES)).round() as u8).clamp(1, SHADES) } else { 0 }
+}
+
+/// Which part of a tile is visible, judged by a few of its query rows. `offset` is where query row 0 stands.
+fn visible_share(mask: &dyn Mask, queries: &Cell, keys: &Cell, offset: i64) -> f64 {
+    let of_query = |&row: &i64| {
+        let query = Query { batch: 0, head: 0, row: row.cast_unsigned(), position: row + offset };
+        if let Some(spans) = mask.spans(&query) {
+            let seen = |range: &Range<i64>| (range.end.min(keys.rows.end) - range.start.max(keys.rows.start)).max(0);
+            return spans.ranges().iter().map(seen).sum::<i64>() as f64 / (keys.rows.end - keys.rows.start) as f64;
+        }
+        let visible = |&&row: &&i64| mask.visible(&query, &Key { row: row.cast_unsigned(), position: row });
+        keys.samples.iter().filter(visible).count() as f64 / keys.samples.len() as f64
+    };
+    queries.samples.iter().map(of_query).sum::<f64>() / queries.samples.len() as f64
+}
+
+/// Who holds which rows, along one side of the map.
+fn strip(svg: &mut Svg, axis: &Axis, ranks: usize, area: Area, across: bool) {
+    let cells = axis.cells.len() as f64;
+    let mut first = 0;
+    for group in axis.cells.chunk_by(|a, b| a.rank == b.rank) {
+        let (start, share, rank) = (first as f64 / cells, group.len() as f64 / cells, group[0].rank);
+        first += group.len();
+        let part = if across {
+            Area { x: area.x + start * area.width, width: share * area.width, ..area }
+        } else {
+            Area { y: area.y + start * area.height, height: share * area.height, ..area }
+        };
+        svg.rect(part, &colour::of_rank(rank, ranks), 1.0);
+        let room = if across { part.width } else { part.height };
+        if room >= 16.0 {
+            svg.text((part.x + part.width / 2.0, part.y + part.height / 2.0 + 4.0), 11.0, Anchor::Middle, "#fff", &rank.to_string());
+        }
+    }
+}
+
+fn shards(shards: &[Arc<Shard>]) -> Vec<&Shard> {
+    shards.iter().map(AsRef::as_ref).collect()
+}

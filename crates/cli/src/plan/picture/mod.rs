@@ -1,0 +1,96 @@
+//! The picture of a ring: tile map, work of each rank, predicted bytes, step timeline and legend, as one SVG.
+
+mod axis;
+mod colour;
+mod map;
+mod svg;
+mod timeline;
+mod work;
+
+use annulus_core::Spec;
+
+use super::figures::Figures;
+use crate::report::count;
+use svg::{Anchor, Area, Svg};
+
+/// Margin around everything.
+const MARGIN: f64 = 32.0;
+/// Width of the whole picture.
+const WIDTH: f64 = 1240.0;
+/// Side of the tile map.
+const MAP: f64 = 560.0;
+
+/// Draws the picture.
+pub(super) fn draw(spec: &Spec, figures: &Figures) -> String {
+    let mut svg = Svg::default();
+    let title = figures.title();
+    // a bold letter is about 0.62 of its size wide
+    let size = ((WIDTH - 2.0 * MARGIN) / (0.62 * title.chars().count() as f64)).min(20.0);
+    svg.heading((MARGIN, 46.0), size, &title);
+    svg.text((MARGIN, 70.0), 13.0, Anchor::Start, "#555", &figures.hops_in_words());
+
+    let top = 92.0;
+    map::draw(&mut svg, Area { x: MARGIN, y: top, width: MAP, height: MAP }, spec, figures);
+    let right = MARGIN + MAP + 44.0;
+    let width = WIDTH - MARGIN - right;
+    facts(&mut svg, (right, top), spec, figures);
+    legend(&mut svg, Area { x: right, y: top + 112.0, width, height: 84.0 }, figures);
+    work::draw(&mut svg, Area { x: right, y: top + 222.0, width, height: MAP - 222.0 }, figures);
+
+    let below = top + MAP + 36.0;
+    timeline::draw(&mut svg, Area { x: MARGIN, y: below, width: WIDTH - 2.0 * MARGIN, height: timeline::height(figures.ranks) }, figures);
+    svg.finish(WIDTH, below + timeline::height(figures.ranks) + MARGIN, &title)
+}
+
+/// Predicted bytes and work, in words.
+fn facts(svg: &mut Svg, (x, y): (f64, f64), spec: &Spec, figures: &Figures) {
+    svg.heading((x, y + 14.0), 15.0, "Predicted");
+    let dims = spec.dims;
+    let lines = [
+        ("forward", figures.forward.in_words()),
+        ("backward", figures.backward.in_words()),
+        ("work", format!("{} visible pairs, all heads and batch rows", count(figures.pairs_total as f64))),
+        (
+            "tensors",
+            format!(
+                "batch {}, {} query heads, {} key heads, dim {}, {}",
+                dims.batch,
+                dims.q_heads,
+                dims.kv_heads,
+                dims.head_dim,
+                spec.dtype.name()
+            ),
+        ),
+    ];
+    for (line, (name, words)) in lines.iter().enumerate() {
+        let y = y + 36.0 + 19.0 * line as f64;
+        svg.text((x, y), 12.0, Anchor::Start, "#555", name);
+        svg.text((x + 72.0, y), 12.0, Anchor::Start, "#111", words);
+    }
+}
+
+/// What colours mean.
+fn legend(svg: &mut Svg, area: Area, figures: &Figures) {
+    let (ranks, steps) = (figures.ranks, figures.busy_steps());
+    svg.heading((area.x, area.y + 14.0), 15.0, "Colours");
+    let (size, names) = (22.0, 150.0);
+    let x = area.x + names;
+    let mut swatches = |y: f64, count: usize, colour: &dyn Fn(usize) -> (String, &'static str)| {
+        let shown = count.min(8);
+        for place in 0..shown {
+            // of many, evenly spaced ones
+            let number = place * count.saturating_sub(1) / (shown - 1).max(1);
+            let swatch = Area { x: x + place as f64 * (size + 18.0), y, width: size + 14.0, height: 18.0 };
+            let (fill, ink) = colour(number);
+            svg.rect(swatch, &fill, 1.0);
+            svg.text((swatch.x + swatch.width / 2.0, swatch.y + 13.0), 11.0, Anchor::Middle, ink, &number.to_string());
+        }
+    };
+    swatches(area.y + 25.0, ranks, &|rank| (colour::of_rank(rank, ranks), "#fff"));
+    swatches(area.y + 50.0, steps, &|step| (colour::of(0, ranks, step, steps), colour::ink(step, steps)));
+    svg.text((area.x, area.y + 39.0), 12.0, Anchor::Start, "#333", "hue: who computes");
+    svg.text((area.x, area.y + 64.0), 12.0, Anchor::Start, "#333", "lightness: in which step");
+    svg.text((area.x, area.y + 89.0), 12.0, Anchor::Start, "#333", "paler tile: partly visible");
+    svg.rect(Area { x, y: area.y + 75.0, width: size + 14.0, height: 18.0 }, "#f1f1f1", 1.0);
+    svg.text((x + size + 24.0, area.y + 89.0), 12.0, Anchor::Start, "#333", "nothing visible: neither computed nor sent for");
+}

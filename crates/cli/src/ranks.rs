@@ -1,0 +1,66 @@
+//! One thread a rank, for one phase of a job.
+
+use std::thread;
+
+use annulus_core::{Error, Result};
+
+/// Runs `work(rank, item)` on a thread of its own for every item. All ranks' results, or the error that says most.
+///
+/// An error that a rank found itself comes before one that only repeats what another rank said.
+///
+/// # Errors
+/// Whatever a rank returned; [`Error::Device`] if a thread did not start or panicked.
+pub(crate) fn each_rank<I: Send, T: Send>(
+    items: impl IntoIterator<Item = I>,
+    work: impl Fn(usize, I) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    let work = &work;
+    let results: Vec<Result<T>> = thread::scope(|scope| {
+        let start = |(rank, item)| {
+            let thread = thread::Builder::new().name(format!("rank {rank}")).spawn_scoped(scope, move || work(rank, item));
+            thread.map_err(|error| Error::Device { what: format!("the thread of rank {rank} did not start: {error}") })
+        };
+        // all are started before any is waited for
+        let threads: Vec<_> = items.into_iter().enumerate().map(start).collect();
+        let wait = |thread: Result<thread::ScopedJoinHandle<'_, Result<T>>>| {
+            thread?.join().unwrap_or_else(|_| Err(Error::Device { what: "the thread of a rank panicked".into() }))
+        };
+        threads.into_iter().map(wait).collect()
+    });
+    let mut values = Vec::with_capacity(results.len());
+    let mut failed: Option<Error> = None;
+    for result in results {
+        match result {
+            Ok(value) => values.push(value),
+            Err(error) if failed.as_ref().is_none_or(|first| is_echo(first) && !is_echo(&error)) => failed = Some(error),
+            Err(_) => {}
+        }
+    }
+    failed.map_or(Ok(values), Err)
+}
+
+const fn is_echo(error: &Error) -> bool {
+    matches!(error, Error::Refused { .. } | Error::Aborted { .. } | Error::PeerLost { .. })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_rank_that_failed_is_heard_before_those_that_only_noticed() {
+        let work = |rank, ()| match rank {
+            1 => Err(Error::PeerLost { peer: 2, step: 0 }),
+            2 => Err(Error::invalid("bias", 1, 2)),
+            _ => Ok(rank),
+        };
+        assert_eq!(each_rank([(); 4], work), Err(Error::invalid("bias", 1, 2)));
+        assert_eq!(each_rank([3, 4], |rank, item| Ok(rank + item)), Ok(vec![3, 5]));
+    }
+
+    #[test]
+    fn a_panic_is_an_error() {
+        let result = each_rank([0, 1], |_, item| if item == 1 { std::panic::resume_unwind(Box::new("a panic")) } else { Ok(()) });
+        assert!(matches!(result, Err(Error::Device { .. })));
+    }
+}

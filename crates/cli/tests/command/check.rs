@@ -1,0 +1,140 @@
+//! `check` on a folder of cases in the golden format that the test makes itself.
+
+use annulus::Attention;
+use annulus_core::{Batch, DType, Dims, oracle};
+use ndarray::Array4;
+use serde_json::{Value, json};
+
+use crate::{
+    files::Tensors,
+    support::{Folder, Said},
+};
+
+const DIMS: Dims = Dims { batch: 1, q_len: 7, kv_len: 5, q_heads: 2, kv_heads: 1, head_dim: 4, value_dim: 3 };
+
+/// A causal case, in which the bottom-right alignment leaves two rows that see nothing.
+fn case(id: &str) -> Value {
+    let arrays = json!({ "out": 1e-4, "lse": 1e-4, "dq": 1e-4, "dk": 1e-4, "dv": 1e-4 });
+    json!({
+        "id": id,
+        "file": format!("{id}.safetensors"),
+        "dims": { "batch": 1, "q_len": 7, "kv_len": 5, "q_heads": 2, "kv_heads": 1, "head_dim": 4, "value_dim": 3 },
+        "params": {
+            "causal": true, "sliding_window": null, "attention_sink_size": 0, "chunk_size": null, "logits_soft_cap": null,
+            "softmax_scale": 0.7, "normalize_output": true, "softmax_aux": null, "bias_order": "after_soft_cap",
+            "alignment": "bottom_right", "dropout_prob": 0.0, "dropout_seed": null
+        },
+        "tolerance": { "f32": arrays, "f64": arrays }
+    })
+}
+
+fn tensors() -> Tensors {
+    let file = Tensors::qkv([7, 2, 4], [5, 1, 4], 3).f32("dout", &[1, 7, 2, 3], |index| (index as f32).cos());
+    let array = |name: &str, shape: [usize; 4]| Array4::from_shape_vec(shape, file.numbers(name)).unwrap();
+    let spec = Attention::new().dtype(DType::F64).causal().scale(0.7).align(annulus::Alignment::BottomRight).spec(DIMS).unwrap();
+    let (q, k, v) = (array("query", [1, 7, 2, 4]), array("key", [1, 5, 1, 4]), array("value", [1, 5, 1, 3]));
+    let (dout, batch) = (array("dout", [1, 7, 2, 3]), Batch::default());
+    let problem = oracle::Problem { spec: &spec, batch: &batch, q: q.view(), k: k.view(), v: v.view(), bias: None, sinks: None };
+    let forward = oracle::forward(&problem).unwrap();
+    let backward = oracle::backward(&problem, dout.view(), None).unwrap();
+    assert_eq!(forward.lse[[0, 0, 1]], f64::NEG_INFINITY);
+    file.f64("out", &[1, 7, 2, 3], forward.out)
+        .f64("lse", &[1, 2, 7], forward.lse)
+        .f64("dq", &[1, 7, 2, 4], backward.dq)
+        .f64("dk", &[1, 5, 1, 4], backward.dk)
+        .f64("dv", &[1, 5, 1, 3], backward.dv)
+}
+
+fn write(folder: &Folder, cases: &[Value]) {
+    let index = json!({ "format": "annulus-cases-1", "cases": cases });
+    std::fs::write(folder.path("index.json"), index.to_string()).unwrap();
+}
+
+#[track_caller]
+fn ends(said: &Said, code: i32, last: &str) {
+    assert_eq!((said.code, said.out.lines().last()), (code, Some(last)), "{said:?}");
+}
+
+#[test]
+fn right_cases_pass_on_every_ring() {
+    let folder = Folder::new("check_right");
+    write(&folder, &[case("one"), case("two")]);
+    tensors().write(&folder.path("one.safetensors"));
+    tensors().write(&folder.path("two.safetensors"));
+    // 5 rank counts, 3 layouts, 2 types
+    ends(&folder.succeed("check ."), 0, "60 passed, 0 failed");
+    ends(&folder.succeed("check . --case o?e --ranks 1,33 --layout auto --dtype f64"), 0, "2 passed, 0 failed");
+    ends(&folder.run("check . --case three"), 1, "0 passed, 0 failed");
+}
+
+#[test]
+fn wrong_arrays_are_told_with_error_and_tolerance() {
+    let folder = Folder::new("check_wrong");
+    write(&folder, &[case("one")]);
+    let flags = "check . --ranks 2 --layout zigzag --dtype f64";
+    let mut off = tensors().numbers("dk");
+    off[3] += 0.5;
+    tensors().f64("dk", &[1, 5, 1, 4], off).write(&folder.path("one.safetensors"));
+    let said = folder.run(flags);
+    ends(&said, 1, "0 passed, 1 failed");
+    assert!(said.out.starts_with("FAIL one ranks=2 layout=zigzag dtype=f64: dk error 5.000e-1 tolerance 1.000e-4\n"), "{said:?}");
+    assert_eq!(said.out.lines().count(), 2);
+    // −∞ where a number is right, and a number where −∞ is
+    let mut lse = tensors().numbers("lse");
+    lse[0] = 0.0;
+    tensors().f64("lse", &[1, 2, 7], lse.clone()).write(&folder.path("one.safetensors"));
+    assert!(folder.run(flags).out.contains("lse error inf"));
+    // what is expected as NaN never passes
+    lse[0] = f64::NAN;
+    tensors().f64("lse", &[1, 2, 7], lse).write(&folder.path("one.safetensors"));
+    assert!(folder.run(flags).out.contains("lse error NaN"));
+    // another shape
+    tensors().f64("dv", &[1, 5, 1, 1], [0.0; 5]).write(&folder.path("one.safetensors"));
+    ends(&folder.run(flags), 1, "0 passed, 1 failed");
+}
+
+#[test]
+fn malformed_and_unsupported_cases_fail_alone() {
+    let folder = Folder::new("check_malformed");
+    tensors().write(&folder.path("one.safetensors"));
+    let changed = |id: &str, change: &dyn Fn(&mut Value)| {
+        let mut case = case("one");
+        case["id"] = Value::from(id);
+        change(&mut case);
+        case
+    };
+    let cases = [
+        case("one"),
+        changed("file", &|case| case["file"] = "nowhere.safetensors".into()),
+        changed("dims", &|case| case["dims"]["q_len"] = 8.into()),
+        changed("window", &|case| case["params"]["sliding_window"] = json!([-1, 2])),
+        changed("missing", &|case| case["params"] = json!({ "causal": true })),
+        changed("array", &|case| case["tolerance"]["f64"]["dbias"] = json!(0.1)),
+        changed("seed", &|case| case["params"]["dropout_prob"] = json!(0.5)),
+        changed("tolerance", &|case| case["tolerance"] = json!({})),
+        changed("parameter", &|case| case["params"]["rotary"] = json!(10000)),
+    ];
+    write(&folder, &cases);
+    let flags = "check . --ranks 2 --layout contiguous --dtype f64";
+    let said = folder.run(flags);
+    ends(&said, 1, "1 passed, 8 failed");
+    assert_eq!(said.out.lines().filter(|line| line.starts_with("FAIL ")).count(), 8, "{said:?}");
+    assert!(said.out.contains("rotary is not supported"));
+    let said = folder.run(&format!("{flags} --case *e* --skip-unsupported"));
+    ends(&said, 1, "1 passed, 2 failed");
+    assert!(said.out.contains("2 unsupported"), "{said:?}");
+    let said = folder.succeed(&format!("{flags} --case parameter --skip-unsupported"));
+    assert_eq!(said.out, "1 unsupported\n0 passed, 0 failed\n");
+}
+
+#[test]
+fn folders_without_an_index_are_refused() {
+    let folder = Folder::new("check_no_index");
+    folder.run("check .").failed(1, &["index.json", "No such file"]);
+    std::fs::write(folder.path("index.json"), "{").unwrap();
+    folder.run("check .").failed(1, &["index.json", "no index of cases"]);
+    std::fs::write(folder.path("index.json"), r#"{"format":"annulus-cases-9","cases":[]}"#).unwrap();
+    folder.run("check .").failed(1, &["annulus-cases-9", "annulus-cases-1"]);
+    write(&folder, &[]);
+    ends(&folder.run("check ."), 1, "0 passed, 0 failed");
+}

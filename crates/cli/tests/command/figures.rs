@@ -1,0 +1,130 @@
+//! `plan`, `bench` and `make`: the figures that they promise.
+
+use serde_json::Value;
+
+use crate::{files::Tensors, support::Folder};
+
+fn plan(folder: &Folder, flags: &str) -> Value {
+    serde_json::from_str(&folder.succeed(&format!("plan {flags} --json -")).out).unwrap()
+}
+
+fn share(plan: &Value) -> f64 {
+    plan["bytes_sent_total"].as_f64().unwrap() / plan["bytes_full_ring_total"].as_f64().unwrap()
+}
+
+#[test]
+fn predicted_bytes_are_those_of_the_theory() {
+    let folder = Folder::new("plan_bytes");
+    let contiguous = plan(&folder, "--causal --q-len 4096 --ranks 8 --layout contiguous");
+    assert_eq!(share(&contiguous), 0.5);
+    assert_eq!((&contiguous["direction"], contiguous["hops"].as_u64()), (&Value::from("relay-up"), Some(7)));
+    let zigzag = plan(&folder, "--causal --q-len 4096 --ranks 8 --layout zigzag");
+    assert_eq!(share(&zigzag), 0.75);
+    assert_eq!(zigzag["direction"], "relay-down");
+    assert!(zigzag["work_max_over_mean"].as_f64().unwrap() < 1.001);
+    let window = plan(&folder, "--causal --window 511,0 --q-len 4096 --ranks 8");
+    assert_eq!((&window["layout"], window["hops"].as_u64()), (&Value::from("contiguous"), Some(1)));
+    // 511 rows over each of 7 borders, of 7 hops of all 4096 rows
+    assert_eq!(share(&window), 511.0 / 4096.0);
+    let full = plan(&folder, "--q-len 4096 --ranks 8");
+    assert_eq!(share(&full), 1.0);
+}
+
+#[test]
+fn the_figures_add_up() {
+    let folder = Folder::new("plan_sums");
+    let plan = plan(&folder, "--causal --q-len 1000 --kv-len 1200 --ranks 5 --heads 4 --kv-heads 2 --head-dim 8 --dtype bf16");
+    assert_eq!(plan["ranks"], 5);
+    let sum = |of: &str| plan["per_rank"].as_array().unwrap().iter().map(|rank| rank[of].as_u64().unwrap()).sum::<u64>();
+    assert_eq!(sum("q_rows"), 1000);
+    assert_eq!(sum("kv_rows"), 1200);
+    assert_eq!(sum("pairs"), 4 * 1000 * 1001 / 2);
+    assert_eq!(Some(sum("bytes_sent")), plan["bytes_sent_total"].as_u64());
+    assert_eq!(Some(sum("backward_bytes_sent")), plan["backward"]["sent"].as_u64());
+    // every hop of the full ring carries all keys and values once
+    assert_eq!(plan["bytes_full_ring_total"], 4 * 1200 * 2 * (8 + 8) * 2);
+    let steps = plan["steps"].as_array().unwrap();
+    assert_eq!(steps.len(), 5);
+    let boxes = || steps.iter().flat_map(|step| step["ranks"].as_array().unwrap());
+    assert_eq!(boxes().map(|at| at["pairs"].as_u64().unwrap()).sum::<u64>(), sum("pairs"));
+    let sends = boxes().flat_map(|at| at["sends"].as_array().unwrap()).map(|send| send["bytes"].as_u64().unwrap()).sum::<u64>();
+    assert_eq!(sends, sum("bytes_sent"));
+}
+
+#[test]
+fn pictures_are_drawn_for_any_ring() {
+    let folder = Folder::new("plan_svg");
+    for (number, flags) in [
+        "--q-len 0 --ranks 1",
+        "--q-len 1 --ranks 3",
+        "--causal --q-len 7 --ranks 64",
+        "--causal --q-len 100000 --ranks 64 --layout striped",
+        "--causal --window 10,none --first-visible 2 --chunk 99 --align bottom-right --q-len 300 --kv-len 500 --ranks 7",
+        "--prefix 100 --q-len 1000 --ranks 4",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let said = folder.succeed(&format!("plan {flags} --svg {number}.svg --json {number}.json"));
+        assert!(said.out.contains("work"));
+        let svg = std::fs::read_to_string(folder.path(&format!("{number}.svg"))).unwrap();
+        assert!(svg.starts_with("<svg ") && svg.ends_with("</svg>\n") && !svg.contains("NaN") && !svg.contains("inf"), "{flags}");
+        let json = std::fs::read_to_string(folder.path(&format!("{number}.json"))).unwrap();
+        assert!(serde_json::from_str::<Value>(&json).is_ok());
+    }
+    assert_eq!(folder.names().len(), 12);
+}
+
+#[test]
+fn a_reader_that_stops_reading_is_no_panic() {
+    let folder = Folder::new("broken_pipe");
+    let mut command = folder.command("plan --causal --q-len 100 --ranks 64 --json -");
+    let mut child = command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped()).spawn().unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(String::from_utf8(output.stderr).unwrap(), "");
+}
+
+#[test]
+fn bench_lines_have_the_fields_of_the_peers() {
+    let folder = Folder::new("bench");
+    let said = folder.succeed("bench --ns 64 --ds 16 --heads 2 --causal false,true --dtype f32,bf16");
+    let lines: Vec<Value> = said.out.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(lines.len(), 8);
+    for line in &lines {
+        for field in ["what", "dtype", "threads", "batch", "heads", "head_dim", "n", "causal", "ms", "gflops", "gflops_cpu"] {
+            assert!(!line[field].is_null(), "{field} in {line}");
+        }
+    }
+    assert_eq!((&lines[0]["what"], &lines[1]["what"]), (&Value::from("fwd"), &Value::from("fwd+bwd")));
+    assert_eq!((lines[0]["pairs"].as_f64(), lines[2]["pairs"].as_f64()), (Some(2.0 * 4096.0), Some(4096.0)));
+    let said = folder.succeed("bench --documents 10,20 --causal true --heads 2 --ds 8 --what fwd --ranks 2");
+    assert_eq!(serde_json::from_str::<Value>(&said.out).unwrap()["pairs"], 2.0 * (55.0 + 210.0));
+    let said = folder.succeed("bench --q-len 1 --kv-len 50 --align bottom-right --causal true --heads 2 --ds 8 --what fwd");
+    assert_eq!(serde_json::from_str::<Value>(&said.out).unwrap()["pairs"], 100.0);
+}
+
+#[test]
+fn made_files_are_the_same_for_the_same_arguments() {
+    let folder = Folder::new("make");
+    let flags = "--q-len 50 --kv-len 60 --heads 4 --kv-heads 2 --head-dim 6 --value-dim 5 --dtype bf16 --backward --bias 1hqk --sinks per-head \
+                 --sinks-count 3 --mask 0.5 --segments 4 --documents 20,30";
+    folder.succeed(&format!("make --out a.safetensors {flags}"));
+    folder.succeed(&format!("make --out b.safetensors {flags}"));
+    folder.succeed(&format!("make --out c.safetensors {flags} --seed 1"));
+    let bytes = |name| std::fs::read(folder.path(name)).unwrap();
+    assert_eq!(bytes("a.safetensors"), bytes("b.safetensors"));
+    assert_ne!(bytes("a.safetensors"), bytes("c.safetensors"));
+    let made = Tensors::read(&folder.path("a.safetensors"));
+    let shape = |name: &str| made.all[name].1.clone();
+    assert_eq!(shape("query"), [1, 50, 4, 6]);
+    assert_eq!(shape("value"), [1, 60, 2, 5]);
+    assert_eq!(shape("dout"), [1, 50, 4, 5]);
+    assert_eq!(shape("dlse"), [1, 4, 50]);
+    assert_eq!(shape("bias"), [1, 4, 50, 60]);
+    assert_eq!(shape("softmax_aux"), [4, 3]);
+    assert_eq!(shape("attention_mask"), [1, 1, 50, 60]);
+    assert_eq!(shape("q_segment_ids"), [1, 50]);
+    let ends: Vec<i64> = made.all["cum_seqlens_k"].2.as_chunks::<8>().0.iter().map(|bytes| i64::from_le_bytes(*bytes)).collect();
+    assert_eq!(ends, [0, 20, 50]);
+}

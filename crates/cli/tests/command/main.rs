@@ -1,0 +1,12 @@
+//! The command as a user has it: its exit codes, its files, its words.
+
+#![allow(clippy::unwrap_used, reason = "what a test cannot do fails the test")]
+
+mod arguments;
+mod attend;
+mod check;
+mod figures;
+mod files;
+mod interrupt;
+mod odd_files;
+mod support;

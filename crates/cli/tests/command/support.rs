@@ -1,0 +1,79 @@
+//! Running the command in a folder of its own.
+
+use std::{
+    path::{Path, PathBuf},
+    process::{Command, Output},
+};
+
+/// A folder of one test, empty at its start.
+pub(crate) struct Folder {
+    path: PathBuf,
+}
+
+/// What the command said.
+#[derive(Debug)]
+pub(crate) struct Said {
+    pub(crate) code: i32,
+    pub(crate) out: String,
+    pub(crate) err: String,
+}
+
+impl Folder {
+    pub(crate) fn new(name: &str) -> Self {
+        let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+        if path.exists() {
+            std::fs::remove_dir_all(&path).unwrap();
+        }
+        std::fs::create_dir_all(&path).unwrap();
+        Self { path }
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.path.join(name)
+    }
+
+    /// Runs the command in this folder; arguments are separated by spaces.
+    pub(crate) fn run(&self, arguments: &str) -> Said {
+        Said::from(self.command(arguments).output().unwrap())
+    }
+
+    /// As [`Folder::run`], and it must succeed.
+    pub(crate) fn succeed(&self, arguments: &str) -> Said {
+        let said = self.run(arguments);
+        assert_eq!((said.code, said.err.as_str()), (0, ""), "annulus {arguments}");
+        said
+    }
+
+    pub(crate) fn command(&self, arguments: &str) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_annulus"));
+        command.args(arguments.split_whitespace()).current_dir(&self.path);
+        command
+    }
+
+    /// The names of all files here.
+    pub(crate) fn names(&self) -> Vec<String> {
+        let entries = std::fs::read_dir(&self.path).unwrap();
+        let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+}
+
+impl From<Output> for Said {
+    fn from(output: Output) -> Self {
+        let text = |bytes| String::from_utf8(bytes).unwrap();
+        Self { code: output.status.code().unwrap_or(-1), out: text(output.stdout), err: text(output.stderr) }
+    }
+}
+
+impl Said {
+    /// It must have failed with this code, on one line that has all of `words`.
+    #[track_caller]
+    pub(crate) fn failed(&self, code: i32, words: &[&str]) {
+        assert_eq!(self.code, code, "{self:?}");
+        assert!(self.err.starts_with("annulus: ") && self.err.ends_with('\n') && self.err.lines().count() == 1, "{self:?}");
+        for word in words {
+            assert!(self.err.contains(word), "no {word:?} in {self:?}");
+        }
+    }
+}

@@ -1,0 +1,177 @@
+//! Corruption that the network did not notice: a wrapper that sends a checksum behind every payload.
+//!
+//! Each message becomes `payload ‖ checksum` in a staging buffer (two more copies: this is a tool for finding faults, not a default).
+//! The checksum covers the payload, its length, and who sent it to whom as what, so that a message in the wrong place is found as well.
+//! Any single flipped bit changes it, for each word is mixed in by a bijection.
+
+use std::time::Duration;
+
+use annulus_core::{Arrived, Channel, Control, Error, Hop, Host, HostBuffer, Incoming, Outgoing, Result, Space, Transport, index};
+
+use crate::{forward::forward_control, ranges, staging::Staging};
+
+/// Bytes of a checksum.
+const CHECKSUM_BYTES: u64 = 8;
+
+/// A transport that verifies what arrives: a payload that differs from what was sent is [`Error::Comm`] "checksum mismatch …".
+#[derive(Debug)]
+pub struct Checksum<T> {
+    inner: T,
+    staging: Staging,
+    receives: Vec<Receive>,
+    bytes_sent: u64,
+    failed: Option<Error>,
+}
+
+#[derive(Debug)]
+struct Receive {
+    hop: Hop,
+    buffer: HostBuffer,
+    staged: Hop,
+}
+
+impl<T: Transport<Host>> Checksum<T> {
+    /// Sends and verifies a checksum with every message of `inner`. All ranks of a ring must do so.
+    pub fn new(inner: T) -> Self {
+        Self { inner, staging: Staging::default(), receives: Vec::new(), bytes_sent: 0, failed: None }
+    }
+
+    /// Payload and checksum in a staging buffer.
+    fn stage(&mut self, send: &Outgoing<'_, Host>) -> Result<(Hop, HostBuffer)> {
+        ranges::check(&send.hop, self.inner.ranks(), Host::size(send.buffer))?;
+        let bytes = send.hop.bytes();
+        let mut staged = self.staging.take(bytes + CHECKSUM_BYTES)?;
+        let whole = staged.bytes_mut().ok_or_else(|| in_use(&send.hop))?;
+        ranges::copy(send.buffer.bytes(), &send.hop.ranges, whole, &ranges::front(bytes));
+        let (payload, checksum) = whole.split_at_mut(index(bytes));
+        let digest = digest(self.inner.rank(), send.hop.peer, &send.hop, payload);
+        checksum[..index(CHECKSUM_BYTES)].copy_from_slice(&digest.to_le_bytes());
+        Ok((with_checksum(&send.hop), staged))
+    }
+
+    /// Verifies a message and copies it to where it was wanted.
+    fn verify(&mut self, Receive { hop, mut buffer, .. }: Receive, staged: HostBuffer) -> Result<HostBuffer> {
+        let (payload, checksum) = staged.bytes().split_at(index(hop.bytes()));
+        let digest = digest(hop.peer, self.inner.rank(), &hop, payload);
+        if !checksum.starts_with(&digest.to_le_bytes()) {
+            let what = format!("checksum mismatch in message {:?} {} of {} bytes", hop.channel, hop.tag, payload.len());
+            return Err(Error::Comm { peer: hop.peer, step: hop.step, what });
+        }
+        let bytes = buffer.bytes_mut().ok_or_else(|| in_use(&hop))?;
+        ranges::copy(payload, &ranges::front(hop.bytes()), bytes, &hop.ranges);
+        self.staging.give(staged);
+        Ok(buffer)
+    }
+}
+
+fn in_use(hop: &Hop) -> Error {
+    Error::Comm { peer: hop.peer, step: hop.step, what: format!("a buffer of message {:?} {} is in use", hop.channel, hop.tag) }
+}
+
+/// The hop of a staged message.
+fn with_checksum(hop: &Hop) -> Hop {
+    Hop { ranges: ranges::front(hop.bytes() + CHECKSUM_BYTES), ..hop.clone() }
+}
+
+/// h ← rotate((h ⊕ word) · odd), over who, what, how long, and the payload's words.
+fn digest(from: usize, to: usize, hop: &Hop, payload: &[u8]) -> u64 {
+    let mix = |digest: u64, word: u64| (digest ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
+    let channel = match hop.channel {
+        Channel::Block => 1,
+        Channel::Travel => 2,
+        Channel::Home => 3,
+    };
+    let header = [from as u64, to as u64, channel, hop.tag, payload.len() as u64].into_iter().fold(0x0123_4567_89ab_cdef, mix);
+    let (words, rest) = payload.as_chunks::<8>();
+    let body = words.iter().fold(header, |digest, word| mix(digest, u64::from_le_bytes(*word)));
+    let mut last = [0; 8];
+    last[..rest.len()].copy_from_slice(rest);
+    mix(body, u64::from_le_bytes(last))
+}
+
+impl<T: Transport<Host>> Transport<Host> for Checksum<T> {
+    fn control(&mut self) -> &mut dyn Control {
+        self
+    }
+
+    fn post(&mut self, sends: &[Outgoing<'_, Host>], receives: &mut Vec<Incoming<Host>>) -> Result<()> {
+        let mut staged_sends = Vec::with_capacity(sends.len());
+        for send in sends {
+            staged_sends.push(self.stage(send)?);
+        }
+        let mut staged_receives = Vec::with_capacity(receives.len());
+        for incoming in receives.iter() {
+            ranges::check(&incoming.hop, self.inner.ranks(), Host::size(&incoming.buffer))?;
+            let hop = with_checksum(&incoming.hop);
+            staged_receives.push(Incoming { buffer: self.staging.take(incoming.hop.bytes() + CHECKSUM_BYTES)?, hop });
+        }
+        let staged_hops: Vec<Hop> = staged_receives.iter().map(|incoming| incoming.hop.clone()).collect();
+        let outgoing: Vec<_> = staged_sends.iter().map(|(hop, buffer)| Outgoing { hop: hop.clone(), buffer, ready: &() }).collect();
+        self.inner.post(&outgoing, &mut staged_receives)?;
+        for (hop, buffer) in staged_sends {
+            self.bytes_sent += hop.bytes() - CHECKSUM_BYTES;
+            self.staging.lend(buffer);
+        }
+        let posted = receives.drain(..).zip(staged_hops);
+        self.receives.extend(posted.map(|(Incoming { hop, buffer }, staged)| Receive { hop, buffer, staged }));
+        Ok(())
+    }
+
+    fn progress(&mut self, patience: Duration) -> Result<()> {
+        match &self.failed {
+            Some(error) => Err(error.clone()),
+            None => self.inner.progress(patience),
+        }
+    }
+
+    fn take(&mut self, hop: &Hop) -> Result<Option<Arrived<Host>>> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
+        let is_it = |receive: &Receive| (receive.hop.peer, receive.hop.channel, receive.hop.tag) == (hop.peer, hop.channel, hop.tag);
+        let Some(place) = self.receives.iter().position(is_it) else {
+            return self.inner.take(hop);
+        };
+        let Some(arrived) = self.inner.take(&self.receives[place].staged)? else { return Ok(None) };
+        let receive = self.receives.swap_remove(place);
+        let verified = self.verify(receive, arrived.buffer);
+        self.failed = verified.as_ref().err().cloned();
+        verified.map(|buffer| Some(Arrived { buffer, ready: () }))
+    }
+
+    fn pending(&self) -> bool {
+        self.inner.pending()
+    }
+
+    fn bytes_sent(&self) -> u64 {
+        self.bytes_sent
+    }
+}
+
+impl<T: Transport<Host>> Control for Checksum<T> {
+    forward_control! { rank ranks offer collect missing abort beat last_heard last_work }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    #[test]
+    fn any_flipped_bit_and_any_other_address_is_noticed() {
+        let hop = Hop { peer: 1, channel: Channel::Block, tag: 9, step: 0, ranges: Arc::from([]) };
+        let mut payload: Vec<u8> = (0..37).collect();
+        let sound = digest(0, 1, &hop, &payload);
+        for bit in 0..8 * payload.len() {
+            payload[bit / 8] ^= 1 << (bit % 8);
+            assert_ne!(digest(0, 1, &hop, &payload), sound);
+            payload[bit / 8] ^= 1 << (bit % 8);
+        }
+        assert_ne!(digest(1, 0, &hop, &payload), sound);
+        assert_ne!(digest(0, 1, &Hop { tag: 10, ..hop.clone() }, &payload), sound);
+        assert_ne!(digest(0, 1, &Hop { channel: Channel::Home, ..hop.clone() }, &payload), sound);
+        payload.push(0);
+        assert_ne!(digest(0, 1, &hop, &payload), sound, "a longer payload of zeros");
+    }
+}

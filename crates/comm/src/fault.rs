@@ -1,0 +1,270 @@
+//! Faults on purpose: a wrapper that loses, delays, cuts, repeats or spoils messages, or dies. For tests of everything above it.
+//!
+//! What the other ranks then return, each by its deadline + 1 s, where they wrap their transport in [`Deadline`](crate::Deadline) and abort on errors:
+//!
+//! | fault | error |
+//! |---|---|
+//! | a message is dropped | [`Error::Timeout`] with its sender on its receiver, if no other rank that waits in consequence comes first |
+//! | a message is delayed by less than the deadline | none |
+//! | a message is delayed beyond the deadline | as if it was dropped |
+//! | a message is truncated | [`Error::Comm`] "… truncated …" on its receiver |
+//! | a message is duplicated | [`Error::Comm`] "duplicate message …" on its receiver, unless it has left before the copy comes |
+//! | a message is corrupted | [`Error::Comm`] "checksum mismatch …" on its receiver under [`Checksum`](crate::Checksum); without it, nobody can know |
+//! | a rank dies and falls silent | [`Error::Timeout`] with that rank on some rank that needs it |
+//! | a rank dies and its endpoint is dropped | [`Error::PeerLost`] with that rank on every rank that needs it |
+//!
+//! and [`Error::Aborted`], with the first of these in its text, on all ranks that do not see it themselves.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use annulus_core::{Arrived, Control, Error, Hop, Host, HostBuffer, Incoming, Outgoing, Result, Space, Transport, index};
+
+use crate::{forward::forward_control, ranges};
+
+/// What goes wrong. Sends are counted from 0 over the endpoint's life.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Injection {
+    /// Send number `send` never leaves.
+    Drop {
+        /// Which.
+        send: u64,
+    },
+    /// Send number `send` leaves later.
+    Delay {
+        /// Which.
+        send: u64,
+        /// How much later.
+        by: Duration,
+    },
+    /// Of send number `send` only the first half of its bytes leave. One without bytes stays as it is.
+    Truncate {
+        /// Which.
+        send: u64,
+    },
+    /// Send number `send` leaves twice.
+    Duplicate {
+        /// Which.
+        send: u64,
+    },
+    /// One bit of send number `send` is flipped on its way. One without bytes stays as it is.
+    Corrupt {
+        /// Which.
+        send: u64,
+    },
+    /// Every send leaves later, by a random time.
+    DelayAll {
+        /// The longest such time.
+        most: Duration,
+    },
+    /// On posting something of this step or a later one, the endpoint dies: nothing leaves it any more, neither data nor beats nor its abort, and
+    /// its own calls return [`Error::Device`].
+    Die {
+        /// The ring step.
+        step: usize,
+    },
+    /// The same, on offering to this gather or a later one.
+    DieInGather {
+        /// The gather.
+        round: u64,
+    },
+}
+
+/// A transport that fails as it was told to. See the [module](self).
+#[derive(Debug)]
+pub struct Fault<T> {
+    inner: T,
+    injections: Vec<Injection>,
+    random: Random,
+    sends: u64,
+    bytes_sent: u64,
+    delayed: Vec<(Instant, Sending)>,
+    dead: Option<Error>,
+}
+
+#[derive(Debug)]
+struct Sending {
+    hop: Hop,
+    buffer: HostBuffer,
+}
+
+/// SplitMix64: small, seeded, and good enough to choose bits and delays.
+#[derive(Debug, Clone, Copy)]
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    /// A number below `end`; 0 if there is none.
+    fn below(&mut self, end: u64) -> u64 {
+        self.next() % end.max(1)
+    }
+}
+
+impl<T: Transport<Host>> Fault<T> {
+    /// Makes `inner` fail in these ways; the same seed makes the same choices.
+    pub fn new(inner: T, seed: u64, injections: impl Into<Vec<Injection>>) -> Self {
+        Self { inner, injections: injections.into(), random: Random(seed), sends: 0, bytes_sent: 0, delayed: Vec::new(), dead: None }
+    }
+
+    /// Delays every send by a random time of at most `most`, so that messages overtake each other.
+    pub fn random_delays(inner: T, seed: u64, most: Duration) -> Self {
+        Self::new(inner, seed, [Injection::DelayAll { most }])
+    }
+
+    fn check_alive(&self) -> Result<()> {
+        self.dead.clone().map_or(Ok(()), Err)
+    }
+
+    fn die(&mut self, of: String) -> Result<()> {
+        self.delayed.clear();
+        let error = Error::Device { what: format!("injected fault: rank {} died in {of}", self.inner.rank()) };
+        self.dead = Some(error.clone());
+        Err(error)
+    }
+
+    /// What becomes of one send: what leaves now; what leaves later is put aside.
+    fn inject(&mut self, send: &Outgoing<'_, Host>, now: &mut Vec<Sending>) -> Result<()> {
+        let number = self.sends;
+        self.sends += 1;
+        self.bytes_sent += send.hop.bytes();
+        let mut sending = Sending { hop: send.hop.clone(), buffer: send.buffer.clone() };
+        let (mut copies, mut delay) = (1, Duration::ZERO);
+        for injection in self.injections.clone() {
+            match injection {
+                Injection::Drop { send } if send == number => copies = 0,
+                Injection::Duplicate { send } if send == number => copies = 2,
+                Injection::Delay { send, by } if send == number => delay += by,
+                Injection::DelayAll { most } => {
+                    delay += Duration::from_nanos(self.random.below(u64::try_from(most.as_nanos()).unwrap_or(u64::MAX)));
+                }
+                Injection::Truncate { send } if send == number => sending.hop.ranges = first_half(&sending.hop),
+                Injection::Corrupt { send } if send == number => self.corrupt(&mut sending)?,
+                _ => {}
+            }
+        }
+        for _ in 0..copies {
+            let copy = Sending { hop: sending.hop.clone(), buffer: sending.buffer.clone() };
+            if delay.is_zero() { now.push(copy) } else { self.delayed.push((Instant::now() + delay, copy)) }
+        }
+        Ok(())
+    }
+
+    /// Puts a spoilt copy in the place of a message.
+    fn corrupt(&mut self, sending: &mut Sending) -> Result<()> {
+        let bytes = sending.hop.bytes();
+        let whole = ranges::front(bytes);
+        let mut spoilt = HostBuffer::zeroed(bytes)?;
+        if let (Some(to), true) = (spoilt.bytes_mut(), bytes > 0) {
+            ranges::copy(sending.buffer.bytes(), &sending.hop.ranges, to, &whole);
+            let bit = self.random.below(8 * bytes);
+            to[index(bit / 8)] ^= 1 << (bit % 8);
+        }
+        sending.hop.ranges = whole;
+        sending.buffer = spoilt;
+        Ok(())
+    }
+
+    fn post_now(&mut self, sendings: &[Sending], receives: &mut Vec<Incoming<Host>>) -> Result<()> {
+        let outgoing: Vec<_> = sendings.iter().map(|Sending { hop, buffer }| Outgoing { hop: hop.clone(), buffer, ready: &() }).collect();
+        self.inner.post(&outgoing, receives)
+    }
+}
+
+/// The ranges of the first half of a message's bytes.
+fn first_half(hop: &Hop) -> Arc<[std::ops::Range<u64>]> {
+    let mut left = hop.bytes() / 2;
+    let cut = |range: &std::ops::Range<u64>| {
+        let bytes = left.min(range.end - range.start);
+        left -= bytes;
+        range.start..range.start + bytes
+    };
+    hop.ranges.iter().map(cut).collect()
+}
+
+impl<T: Transport<Host>> Transport<Host> for Fault<T> {
+    fn control(&mut self) -> &mut dyn Control {
+        self
+    }
+
+    fn post(&mut self, sends: &[Outgoing<'_, Host>], receives: &mut Vec<Incoming<Host>>) -> Result<()> {
+        self.check_alive()?;
+        let hops = || sends.iter().map(|send| &send.hop).chain(receives.iter().map(|incoming| &incoming.hop));
+        let latest = hops().map(|hop| hop.step).max();
+        for injection in &self.injections {
+            if let (Injection::Die { step }, Some(latest)) = (injection, latest)
+                && latest >= *step
+            {
+                return self.die(format!("step {latest}"));
+            }
+        }
+        for send in sends {
+            ranges::check(&send.hop, self.inner.ranks(), Host::size(send.buffer))?;
+        }
+        let mut now = Vec::with_capacity(sends.len());
+        for send in sends {
+            self.inject(send, &mut now)?;
+        }
+        self.post_now(&now, receives)
+    }
+
+    fn progress(&mut self, patience: Duration) -> Result<()> {
+        self.check_alive()?;
+        let now = Instant::now();
+        let due: Vec<Sending> = self.delayed.extract_if(.., |(due, _)| *due <= now).map(|(_, sending)| sending).collect();
+        if !due.is_empty() {
+            self.post_now(&due, &mut Vec::new())?;
+        }
+        let next = self.delayed.iter().map(|(due, _)| due.saturating_duration_since(now)).min();
+        self.inner.progress(next.map_or(patience, |next| next.min(patience)))
+    }
+
+    fn take(&mut self, hop: &Hop) -> Result<Option<Arrived<Host>>> {
+        self.check_alive()?;
+        self.inner.take(hop)
+    }
+
+    fn pending(&self) -> bool {
+        self.dead.is_none() && (!self.delayed.is_empty() || self.inner.pending())
+    }
+
+    fn bytes_sent(&self) -> u64 {
+        self.bytes_sent
+    }
+}
+
+impl<T: Transport<Host>> Control for Fault<T> {
+    forward_control! { rank ranks missing last_heard last_work }
+
+    fn offer(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+        self.check_alive()?;
+        if self.injections.iter().any(|injection| matches!(injection, Injection::DieInGather { round: first } if round >= *first)) {
+            return self.die(format!("gather {round}"));
+        }
+        self.inner.offer(round, bytes)
+    }
+
+    fn collect(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
+        self.check_alive()?;
+        self.inner.collect(round)
+    }
+
+    fn abort(&mut self, error: &Error) {
+        if self.dead.is_none() {
+            self.inner.abort(error);
+        }
+    }
+
+    fn beat(&mut self, working: bool) {
+        if self.dead.is_none() {
+            self.inner.beat(working);
+        }
+    }
+}

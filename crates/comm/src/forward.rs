@@ -1,0 +1,53 @@
+//! Wrappers hand on to `self.inner` what they do not watch.
+
+/// Inside `impl Control for Wrapper<T>`: the named methods of [`Control`](annulus_core::Control), done by `self.inner`.
+macro_rules! forward_control {
+    ($($method:ident)*) => { $( $crate::forward::forward_control!(@ $method); )* };
+    (@ rank) => {
+        fn rank(&self) -> usize {
+            self.inner.rank()
+        }
+    };
+    (@ ranks) => {
+        fn ranks(&self) -> usize {
+            self.inner.ranks()
+        }
+    };
+    (@ offer) => {
+        fn offer(&mut self, round: u64, bytes: &[u8]) -> annulus_core::Result<()> {
+            self.inner.offer(round, bytes)
+        }
+    };
+    (@ collect) => {
+        fn collect(&mut self, round: u64) -> annulus_core::Result<Option<Vec<Vec<u8>>>> {
+            self.inner.collect(round)
+        }
+    };
+    (@ missing) => {
+        fn missing(&self, round: u64) -> Vec<usize> {
+            self.inner.missing(round)
+        }
+    };
+    (@ abort) => {
+        fn abort(&mut self, error: &annulus_core::Error) {
+            self.inner.abort(error);
+        }
+    };
+    (@ beat) => {
+        fn beat(&mut self, working: bool) {
+            self.inner.beat(working);
+        }
+    };
+    (@ last_heard) => {
+        fn last_heard(&self, peer: usize) -> std::time::Instant {
+            self.inner.last_heard(peer)
+        }
+    };
+    (@ last_work) => {
+        fn last_work(&self) -> std::time::Instant {
+            self.inner.last_work()
+        }
+    };
+}
+
+pub(crate) use forward_control;

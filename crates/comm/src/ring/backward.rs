@@ -1,0 +1,144 @@
+//! Backward: keys and values travel again, and either their gradients one step behind (one pass) or then the queries (two passes).
+
+use annulus_core::{Backend, BackwardMode, Block, Channel, Error, Gradients, Hop, Inputs, Result, Saved, Space};
+
+use super::{Report, Ring, blocks::Blocks, buffers::spare, flight::Flight, legs::Leg, legs::Places};
+
+impl<B: Backend> Ring<B> {
+    pub(super) fn backward_pass(
+        &mut self,
+        inputs: &Inputs<'_, B::Space>,
+        saved: &Saved<'_, B::Space>,
+        gradients: &mut Gradients<'_, B::Space>,
+        first_tag: u64,
+    ) -> Result<Report> {
+        self.backend.begin_backward(&mut self.workspace, inputs, saved)?;
+        let mut home = self.buffers.home.take().ok_or_else(|| Error::Device { what: "the plan has no gradient buffer".into() })?;
+        let mut report = self.travelling_keys(inputs, saved, &mut home, first_tag)?;
+        if self.spec.backward == BackwardMode::TwoPass && self.ranks > 1 {
+            let second = self.travelling_queries(inputs, saved, &mut home, first_tag + self.ranks as u64)?;
+            report.waiting_seconds += second.waiting_seconds;
+            report.bytes_predicted += second.bytes_predicted;
+        }
+        self.backend.finish_backward(&mut self.workspace, inputs, &home, gradients)?;
+        self.buffers.home = Some(home);
+        Ok(report)
+    }
+
+    /// dq of this rank, and dk, dv of its own block; in one pass also dk, dv of every block that comes by.
+    fn travelling_keys(
+        &mut self,
+        inputs: &Inputs<'_, B::Space>,
+        saved: &Saved<'_, B::Space>,
+        home: &mut <B::Space as Space>::Buffer,
+        first_tag: u64,
+    ) -> Result<Report> {
+        let Self { backend, workspace, transport, shared, buffers, route, spec, local, .. } = self;
+        let one_pass = spec.backward == BackwardMode::OnePass;
+        let mut own = spare::<B::Space>(&mut buffers.blocks, local.keys.len() as u64 * spec.kv_record().bytes())?;
+        let packed = backend.pack(workspace, inputs, &mut own)?;
+        let mut blocks = Blocks::new(own, packed, *route, &mut buffers.blocks);
+        let mut sums = Sums::<B::Space> { stock: &mut buffers.gradients, homecomings: &mut buffers.homecomings, sent: None };
+        let mut flight = Flight::new(transport.as_mut(), first_tag);
+        // homecomings posted after the step before, in the order of their messages
+        let mut coming_home: &[Places] = &[];
+        for (step, leg) in shared.legs.iter().enumerate() {
+            blocks.post_next(leg, &mut flight)?;
+            let mut fresh = None;
+            if let Some((buffer, ready)) = blocks.here() {
+                shared.coordinates.kv[leg.owner].expand(&leg.rows, &mut buffers.rows);
+                let block = Block { buffer, ready, rows: &buffers.rows };
+                backend.attend_queries(workspace, inputs, saved, &block, &mut || flight.tick())?;
+                flight.check()?;
+                if step == 0 {
+                    backend.attend_keys(workspace, inputs, saved, &block, home, &mut || flight.tick())?;
+                } else if one_pass {
+                    let mut sum = spare::<B::Space>(sums.stock, leg.rows.count() * spec.gradient_record().bytes())?;
+                    let ready = backend.attend_keys(workspace, inputs, saved, &block, &mut sum, &mut || flight.tick())?;
+                    fresh = Some((sum, ready));
+                }
+            }
+            let landed = flight.land()?;
+            sums.recycle();
+            let mut homecomings = coming_home.iter();
+            for (hop, arrived) in landed {
+                match (hop.channel, homecomings.as_slice().first(), &mut fresh) {
+                    (Channel::Block, ..) => blocks.arrive(arrived),
+                    (Channel::Travel, _, Some((sum, ready))) => {
+                        *ready = backend.combine(workspace, sum, &arrived.buffer, &arrived.ready, &leg.travelled, true)?;
+                        sums.stock.push(arrived.buffer);
+                    }
+                    (Channel::Home, Some(places), _) => {
+                        homecomings.next();
+                        backend.combine(workspace, home, &arrived.buffer, &arrived.ready, places, true)?;
+                        sums.homecomings.push(arrived.buffer);
+                    }
+                    _ => return Err(Error::Comm { peer: hop.peer, step: hop.step, what: format!("{:?} without a place", hop.channel) }),
+                }
+            }
+            flight.post(&leg.after, fresh.as_ref(), |hop| sums.spare(hop))?;
+            sums.sent = fresh.map(|(sum, _)| sum);
+            coming_home = &leg.homecomings;
+            blocks.advance();
+        }
+        for ((_, arrived), places) in flight.land()?.into_iter().zip(coming_home) {
+            backend.combine(workspace, home, &arrived.buffer, &arrived.ready, places, true)?;
+            sums.homecomings.push(arrived.buffer);
+        }
+        sums.recycle();
+        blocks.put_back();
+        let bytes = |leg: &Leg| leg.before.bytes_sent() + leg.after.bytes_sent();
+        let bytes_predicted = shared.legs.iter().map(bytes).sum();
+        Ok(Report { waiting_seconds: flight.waited.as_secs_f64(), bytes_predicted, ..Report::default() })
+    }
+
+    /// dk, dv of this rank from the queries of all others.
+    fn travelling_queries(
+        &mut self,
+        inputs: &Inputs<'_, B::Space>,
+        saved: &Saved<'_, B::Space>,
+        home: &mut <B::Space as Space>::Buffer,
+        first_tag: u64,
+    ) -> Result<Report> {
+        let Self { backend, workspace, transport, shared, buffers, route, spec, local, .. } = self;
+        let mut own = spare::<B::Space>(&mut buffers.queries, local.queries.len() as u64 * spec.query_record().bytes())?;
+        let packed = backend.pack_queries(workspace, inputs, saved, &mut own)?;
+        let mut blocks = Blocks::new(own, packed, *route, &mut buffers.queries);
+        let mut flight = Flight::new(transport.as_mut(), first_tag);
+        for (step, leg) in shared.query_legs.iter().enumerate() {
+            blocks.post_next(leg, &mut flight)?;
+            // this rank's own queries have given their part in the first pass
+            if let Some((buffer, ready)) = blocks.here().filter(|_| step > 0) {
+                shared.coordinates.q[leg.owner].expand(&leg.rows, &mut buffers.rows);
+                let block = Block { buffer, ready, rows: &buffers.rows };
+                backend.attend_keys_home(workspace, inputs, &block, home, &mut || flight.tick())?;
+            }
+            for (_, arrived) in flight.land()? {
+                blocks.arrive(arrived);
+            }
+            blocks.advance();
+        }
+        blocks.put_back();
+        let bytes_predicted = shared.query_legs.iter().map(|leg| leg.before.bytes_sent()).sum();
+        Ok(Report { waiting_seconds: flight.waited.as_secs_f64(), bytes_predicted, ..Report::default() })
+    }
+}
+
+/// The gradient buffers of one pass.
+struct Sums<'a, S: Space> {
+    stock: &'a mut Vec<S::Buffer>,
+    homecomings: &'a mut Vec<S::Buffer>,
+    /// Posted after the step before; free once everything has landed.
+    sent: Option<S::Buffer>,
+}
+
+impl<S: Space> Sums<'_, S> {
+    /// A buffer for a gradient that arrives.
+    fn spare(&mut self, hop: &Hop) -> Result<S::Buffer> {
+        spare::<S>(if hop.channel == Channel::Home { self.homecomings } else { self.stock }, hop.bytes())
+    }
+
+    fn recycle(&mut self) {
+        self.stock.extend(self.sent.take());
+    }
+}

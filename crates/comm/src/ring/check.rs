@@ -1,0 +1,117 @@
+//! Checks of a call's tensors against the plan, before anything moves.
+
+use annulus_core::{BackwardMode, Batch, Coordinates, DType, Error, Gradients, Inputs, Local, Outputs, Result, Saved, Space, Spec};
+
+type Described = (DType, [usize; 4]);
+
+/// The shapes that this rank's tensors must have.
+pub(super) struct Shapes {
+    q: Described,
+    k: Described,
+    v: Described,
+    out: Described,
+    lse: Described,
+    bias: Option<Described>,
+    sinks: Option<Described>,
+    normalize: bool,
+}
+
+impl Shapes {
+    pub(super) fn of(local: &Local) -> Self {
+        let (spec, dims) = (&local.spec, &local.spec.dims);
+        let (q_rows, kv_rows) = (local.queries.len(), local.keys.len());
+        let (dtype, sums) = (spec.dtype, spec.dtype.accumulator());
+        Self {
+            q: (dtype, [dims.batch, q_rows, dims.q_heads, dims.head_dim]),
+            k: (dtype, [dims.batch, kv_rows, dims.kv_heads, dims.head_dim]),
+            v: (dtype, [dims.batch, kv_rows, dims.kv_heads, dims.value_dim]),
+            out: (dtype, [dims.batch, q_rows, dims.q_heads, dims.value_dim]),
+            lse: (sums, [dims.batch, dims.q_heads, q_rows, 1]),
+            bias: spec.bias.map(|[b, h, q, k]| (sums, [b, h, if q == 1 { 1 } else { q_rows }, k])),
+            sinks: spec.sinks.map(|sinks| (sums, [if sinks.per_head { dims.q_heads } else { 1 }, sinks.count, 1, 1])),
+            normalize: spec.normalize,
+        }
+    }
+
+    pub(super) fn inputs<S: Space>(&self, inputs: &Inputs<'_, S>) -> Result<()> {
+        same("q", S::describe(&inputs.q), self.q)?;
+        same("k", S::describe(&inputs.k), self.k)?;
+        same("v", S::describe(&inputs.v), self.v)?;
+        maybe("bias", inputs.bias.as_ref().map(S::describe), self.bias)?;
+        maybe("softmax_aux", inputs.sinks.as_ref().map(S::describe), self.sinks)
+    }
+
+    pub(super) fn outputs<S: Space>(&self, outputs: &Outputs<'_, S>) -> Result<()> {
+        let statistics = (!self.normalize).then_some(self.lse);
+        same("out", S::describe_mut(&outputs.out), self.out)?;
+        same("lse", S::describe_mut(&outputs.lse), self.lse)?;
+        maybe("max", outputs.max.as_ref().map(S::describe_mut), statistics)?;
+        maybe("sum", outputs.sum.as_ref().map(S::describe_mut), statistics)?;
+        maybe("ties", outputs.ties.as_ref().map(S::describe_mut), statistics)
+    }
+
+    pub(super) fn saved<S: Space>(&self, saved: &Saved<'_, S>) -> Result<()> {
+        let statistics = (!self.normalize).then_some(self.lse);
+        same("out", S::describe(&saved.out), self.out)?;
+        same("lse", S::describe(&saved.lse), self.lse)?;
+        maybe("max", saved.max.as_ref().map(S::describe), statistics)?;
+        maybe("ties", saved.ties.as_ref().map(S::describe), statistics)?;
+        same("dout", S::describe(&saved.dout), self.out)?;
+        saved.dlse.as_ref().map_or(Ok(()), |dlse| same("dlse", S::describe(dlse), self.lse))
+    }
+
+    pub(super) fn gradients<S: Space>(&self, gradients: &Gradients<'_, S>) -> Result<()> {
+        same("dq", S::describe_mut(&gradients.dq), self.q)?;
+        same("dk", S::describe_mut(&gradients.dk), self.k)?;
+        same("dv", S::describe_mut(&gradients.dv), self.v)?;
+        maybe("dbias", gradients.dbias.as_ref().map(S::describe_mut), self.bias)?;
+        maybe("dsoftmax_aux", gradients.dsinks.as_ref().map(S::describe_mut), self.sinks)
+    }
+}
+
+fn same(name: &str, got: Described, want: Described) -> Result<()> {
+    if got == want { Ok(()) } else { Err(Error::invalid(name, show(got), show(want))) }
+}
+
+/// A tensor that must be there exactly when the plan has one.
+fn maybe(name: &str, got: Option<Described>, want: Option<Described>) -> Result<()> {
+    match (got, want) {
+        (Some(got), Some(want)) => same(name, got, want),
+        (None, None) => Ok(()),
+        (Some(got), None) => Err(Error::invalid(name, show(got), "nothing: the plan has none")),
+        (None, Some(want)) => Err(Error::invalid(name, "nothing", show(want))),
+    }
+}
+
+fn show((dtype, shape): Described) -> String {
+    format!("{dtype} {shape:?}")
+}
+
+/// What a two-pass backward cannot do over several ranks: a query that travels leaves its bias and mask rows at home.
+pub(super) fn two_pass(spec: &Spec, ranks: usize) -> Result<()> {
+    if spec.backward == BackwardMode::TwoPass && ranks > 1 && spec.bias.is_some_and(|shape| shape[2] != 1) {
+        return Err(Error::unsupported("a bias tensor with a query axis in a two-pass backward over several ranks", "the ring"));
+    }
+    Ok(())
+}
+
+/// As [`two_pass`], of a batch.
+pub(super) fn two_pass_mask(spec: &Spec, batch: &Batch, ranks: usize) -> Result<()> {
+    if spec.backward == BackwardMode::TwoPass && ranks > 1 && batch.attention_mask.is_some() {
+        return Err(Error::unsupported("attention_mask in a two-pass backward over several ranks", "the ring"));
+    }
+    Ok(())
+}
+
+/// Segment ids of one side serve for both only where a rank holds the same rows of both.
+pub(super) fn lone_ids(batch: &Batch, coordinates: &Coordinates, rank: usize) -> Result<()> {
+    let lone = batch.q_segment_ids.is_some() != batch.kv_segment_ids.is_some();
+    if lone && coordinates.q[rank].rows != coordinates.kv[rank].rows {
+        return Err(Error::invalid(
+            "kv_segment_ids",
+            "ids of one side only, with other rows of the other side on this rank",
+            "ids of both sides",
+        ));
+    }
+    Ok(())
+}

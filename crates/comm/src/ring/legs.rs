@@ -1,0 +1,95 @@
+//! One rank's steps with everything worked out that does not depend on data: which bytes of which buffer go where.
+
+use std::{ops::Range, sync::Arc};
+
+use annulus_core::{Channel, Group, Hop, Message, Route, RowSet, Schedule};
+
+/// Pairs of ranges of record numbers, `(into, from)`, of equal lengths.
+pub(crate) type Places = Vec<(Range<u64>, Range<u64>)>;
+
+/// One step of this rank, ready to run.
+#[derive(Debug)]
+pub(crate) struct Leg {
+    /// Whose block.
+    pub(crate) owner: usize,
+    /// Which of the owner's local rows are here.
+    pub(crate) rows: RowSet,
+    /// Blocks of the next step: sent from the block of this step (or from the home block on a direct route).
+    pub(crate) before: Transfers,
+    /// Gradients, sent from what this step made.
+    pub(crate) after: Transfers,
+    /// Where the gradient that arrives for **this** step's block is added: into this step's fresh gradient.
+    pub(crate) travelled: Places,
+    /// Where homecomings that were posted after this step are added: into the home gradient. One list a message, in order.
+    pub(crate) homecomings: Vec<Places>,
+}
+
+/// One group of transfers. Tags count from 0 within a pass; the engine adds the pass's first tag.
+#[derive(Debug, Default)]
+pub(crate) struct Transfers {
+    pub(crate) sends: Vec<Hop>,
+    pub(crate) receives: Vec<Hop>,
+}
+
+impl Transfers {
+    /// Payload bytes that this rank sends.
+    pub(crate) fn bytes_sent(&self) -> u64 {
+        self.sends.iter().map(Hop::bytes).sum()
+    }
+}
+
+/// Works out the legs of `rank`. `block_bytes` and `gradient_bytes` are those of one record.
+pub(crate) fn legs(schedule: &Schedule, rank: usize, block_bytes: u64, gradient_bytes: u64) -> Vec<Leg> {
+    let steps = &schedule.steps[rank];
+    let mut legs = Vec::with_capacity(steps.len());
+    let own = &steps[0].rows;
+    for (step, here) in steps.iter().enumerate() {
+        let source = if schedule.route == Route::Direct { own } else { &here.rows };
+        let travelled = step
+            .checked_sub(1)
+            .and_then(|previous| steps[previous].after.receives.iter().find(|message| message.channel == Channel::Travel))
+            .map(|message| pair(&here.rows, &message.rows))
+            .unwrap_or_default();
+        legs.push(Leg {
+            owner: here.owner,
+            rows: here.rows.clone(),
+            before: transfers(&here.before, step, source, block_bytes),
+            after: transfers(&here.after, step, &here.rows, gradient_bytes),
+            travelled,
+            homecomings: homecomings(&here.after).map(|message| pair(own, &message.rows)).collect(),
+        });
+    }
+    legs
+}
+
+fn homecomings(group: &Group) -> impl Iterator<Item = &Message> {
+    group.receives.iter().filter(|message| message.channel == Channel::Home)
+}
+
+fn transfers(group: &Group, step: usize, source: &RowSet, record_bytes: u64) -> Transfers {
+    let hop = |message: &Message, places: Vec<Range<u64>>| Hop {
+        peer: message.peer,
+        channel: message.channel,
+        tag: step as u64,
+        step,
+        ranges: places.into_iter().map(|place| place.start * record_bytes..place.end * record_bytes).collect::<Arc<[_]>>(),
+    };
+    Transfers {
+        sends: group.sends.iter().map(|message| hop(message, source.places_of(&message.rows))).collect(),
+        receives: group.receives.iter().map(|message| hop(message, std::iter::once(0..message.rows.count()).collect())).collect(),
+    }
+}
+
+/// Places of `rows` in a buffer of exactly `whole`, beside their places in a buffer of exactly `rows`.
+fn pair(whole: &RowSet, rows: &RowSet) -> Places {
+    let mut from = 0;
+    whole
+        .places_of(rows)
+        .into_iter()
+        .map(|into| {
+            let count = into.end - into.start;
+            from += count;
+            (into, from - count..from)
+        })
+        .collect()
+}

@@ -1,0 +1,203 @@
+//! The fault matrix: whatever goes wrong on one rank, every other returns the documented error within the deadline and a second.
+
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
+use annulus_comm::{Checksum, Deadline, Fault, Injection, Threads, close, gather};
+use annulus_core::{Channel, Control, Error, Host, HostBuffer, Incoming, Outgoing, Result, Transport};
+
+use crate::common::*;
+
+const DEADLINE: Duration = Duration::from_secs(1);
+/// The machine may be busy with the rest of the matrix when the deadline has passed.
+const SLACK: Duration = Duration::from_secs(1);
+
+type Stack = Deadline<Checksum<Fault<Threads>>>;
+
+fn stack(endpoint: Threads, injections: &[Injection]) -> Stack {
+    Deadline::new(Checksum::new(Fault::new(endpoint, 7, injections)), DEADLINE).unwrap()
+}
+
+/// A ring in small: agrees, relays every rank's block once around, and closes; on failure tells the others.
+fn relay(transport: &mut dyn Transport<Host>) -> Result<()> {
+    let outcome = try_relay(transport);
+    if let Err(error) = &outcome {
+        transport.abort(error);
+    }
+    outcome
+}
+
+fn try_relay(transport: &mut dyn Transport<Host>) -> Result<()> {
+    let (rank, ranks) = (transport.rank(), transport.ranks());
+    assert_eq!(gather(transport, 0, &[u8::try_from(rank).unwrap()])?.len(), ranks);
+    let (next, previous) = ((rank + 1) % ranks, (rank + ranks - 1) % ranks);
+    let mut block = buffer(&[u8::try_from(rank).unwrap(); 100]);
+    for step in 0..ranks - 1 {
+        let hop = |peer| annulus_core::Hop { step, ..hop(peer, Channel::Block, step as u64, &[0..40, 60..100]) };
+        let incoming = Incoming { hop: hop(previous), buffer: HostBuffer::zeroed(100)? };
+        transport.post(&[Outgoing { hop: hop(next), buffer: &block, ready: &() }], &mut vec![incoming])?;
+        transport.beat(true);
+        transport.progress(Duration::ZERO)?;
+        block = wait_for(transport, &hop(previous))?;
+        assert_eq!(usize::from(block.bytes()[99]), (rank + ranks - step - 1) % ranks);
+        drain(transport)?;
+    }
+    close(transport, 1, Ok(()))
+}
+
+struct Case {
+    ranks: usize,
+    faulty: usize,
+    injection: Injection,
+    /// A dead endpoint is dropped (a crash), or stays as a silent one.
+    crashes: bool,
+}
+
+/// What every rank returned, and when the last of them did.
+fn run(case: &Case) -> (Vec<Result<()>>, Duration) {
+    let &Case { ranks, faulty, injection, crashes } = case;
+    let started = Instant::now();
+    let results = on_ring(
+        ranks,
+        move |endpoint| if endpoint.rank() == faulty { stack(endpoint, &[injection]) } else { stack(endpoint, &[]) },
+        move |mut stack| {
+            let result = relay(&mut stack);
+            // whoever is told that all is well may leave; the dead stay in the way, unless they crashed
+            let stays = (result.is_err() && stack.rank() == faulty && !crashes).then_some(stack);
+            (result, started.elapsed(), stays)
+        },
+    );
+    let last = results.iter().map(|(_, elapsed, _)| *elapsed).max().unwrap();
+    (results.into_iter().map(|(result, ..)| result).collect(), last)
+}
+
+/// The case in words, for failures.
+fn name(case: &Case) -> String {
+    format!("{:?} on rank {} of {}, crashes: {}", case.injection, case.faulty, case.ranks, case.crashes)
+}
+
+/// Runs all cases at once and holds every result against `documented`, which judges the errors of the survivors: those seen by
+/// a rank itself, with the text of what the others were told.
+fn matrix(cases: Vec<Case>, documented: fn(&Case, rank: usize, seen: &Error) -> bool) {
+    let judge = move |case: Case| {
+        let (results, last) = run(&case);
+        let name = name(&case);
+        assert!(last < DEADLINE + SLACK, "{name}: {last:?}");
+        let dies = matches!(case.injection, Injection::Die { .. } | Injection::DieInGather { .. });
+        let mut seen = Vec::new();
+        for (rank, result) in results.iter().enumerate() {
+            let error = result.as_ref().expect_err(&name);
+            match error {
+                Error::Device { what } if dies && rank == case.faulty => assert!(what.contains("injected"), "{name}: {error}"),
+                Error::Aborted { .. } => {}
+                error if documented(&case, rank, error) => seen.push((rank, error.to_string())),
+                other => panic!("{name}: rank {rank} returned {other}"),
+            }
+        }
+        assert!(!seen.is_empty(), "{name}: nobody saw it: {results:?}");
+        for error in results.iter().filter_map(|result| result.as_ref().err()) {
+            if let Error::Aborted { rank, what } = error {
+                assert!(seen.contains(&(*rank, what.clone())), "{name}: {error} but {seen:?}");
+            }
+        }
+    };
+    let cases: Vec<_> = cases.into_iter().map(|case| thread::spawn(move || judge(case))).collect();
+    cases.into_iter().for_each(|case| case.join().unwrap());
+}
+
+/// Each of these faults on a rank in the first, a middle and the last place of several rings.
+fn cases(injections: impl Fn(usize) -> Vec<Injection>, crashes: bool) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (ranks, faulty) in [(2, 0), (2, 1), (3, 1), (5, 4), (8, 3)] {
+        for injection in injections(ranks) {
+            cases.push(Case { ranks, faulty, injection, crashes });
+        }
+    }
+    cases
+}
+
+/// The first and the last send of a rank: one each step.
+fn first_and_last(ranks: usize) -> [u64; 2] {
+    [0, ranks as u64 - 2]
+}
+
+#[test]
+fn a_lost_message_is_a_timeout() {
+    let lost = |ranks| {
+        let late = first_and_last(ranks).map(|send| Injection::Delay { send, by: 20 * DEADLINE });
+        first_and_last(ranks).map(|send| Injection::Drop { send }).into_iter().chain(late).collect()
+    };
+    // everybody is alive, so whoever looks first names the peer that it waits for
+    matrix(cases(lost, false), |_, rank, seen| matches!(seen, Error::Timeout { peer, waited, .. } if *peer != rank && *waited >= DEADLINE));
+}
+
+#[test]
+fn a_spoilt_message_is_noticed_by_its_receiver() {
+    let spoilt = |ranks| first_and_last(ranks).into_iter().flat_map(spoil).collect();
+    fn spoil(send: u64) -> [Injection; 3] {
+        [Injection::Truncate { send }, Injection::Duplicate { send }, Injection::Corrupt { send }]
+    }
+    matrix(cases(spoilt, false), |case, rank, seen| {
+        let (send, words) = match case.injection {
+            Injection::Truncate { send } => (send, "truncated: got 44 bytes, want 88"),
+            Injection::Duplicate { send } => (send, "duplicate message"),
+            Injection::Corrupt { send } => (send, "checksum mismatch"),
+            _ => return false,
+        };
+        let Error::Comm { peer, step, what } = seen else { return false };
+        rank == (case.faulty + 1) % case.ranks && *peer == case.faulty && *step as u64 == send && what.contains(words)
+    });
+}
+
+#[test]
+fn a_silent_death_is_a_timeout_that_names_the_dead() {
+    let deaths = |ranks: usize| {
+        [Injection::DieInGather { round: 0 }, Injection::DieInGather { round: 1 }]
+            .into_iter()
+            .chain([0, (ranks - 2) / 2].map(|step| Injection::Die { step }))
+            .collect()
+    };
+    matrix(cases(deaths, false), |case, _, seen| matches!(seen, Error::Timeout { peer, .. } if *peer == case.faulty));
+}
+
+#[test]
+fn a_crash_is_a_lost_peer() {
+    let deaths =
+        |ranks: usize| vec![Injection::DieInGather { round: 0 }, Injection::DieInGather { round: 1 }, Injection::Die { step: ranks - 2 }];
+    matrix(cases(deaths, true), |case, _, seen| matches!(seen, Error::PeerLost { peer, .. } if *peer == case.faulty));
+}
+
+#[test]
+fn delays_within_the_deadline_are_no_failure() {
+    let delays = |ranks| {
+        let most = DEADLINE / 50;
+        let late = first_and_last(ranks).map(|send| Injection::Delay { send, by: DEADLINE / 3 });
+        late.into_iter().chain([Injection::DelayAll { most }]).collect()
+    };
+    let cases = cases(delays, false).into_iter().map(|case| thread::spawn(move || (run(&case).0, name(&case))));
+    for case in cases.collect::<Vec<_>>() {
+        let (results, name) = case.join().unwrap();
+        assert!(results.iter().all(Result::is_ok), "{name}: {results:?}");
+    }
+}
+
+#[test]
+fn without_a_checksum_corruption_passes_unseen() {
+    let ends = on_ring(
+        2,
+        |endpoint| Fault::new(endpoint, 1, [Injection::Corrupt { send: 0 }]),
+        |mut endpoint| {
+            let peer = 1 - endpoint.rank();
+            let whole = hop(peer, Channel::Home, 1, &[0..64]);
+            let block = buffer(&[0; 64]);
+            endpoint.post(&[Outgoing { hop: whole.clone(), buffer: &block, ready: &() }], &mut Vec::new()).unwrap();
+            receive(&mut endpoint, &whole, 64).unwrap();
+            let got = wait_for(&mut endpoint, &whole).unwrap();
+            drain(&mut endpoint).unwrap();
+            got.bytes().iter().map(|byte| byte.count_ones()).sum::<u32>()
+        },
+    );
+    assert_eq!(ends, [1, 1], "one bit each: this is why Checksum exists");
+}

@@ -1,0 +1,185 @@
+//! A device that the host cannot touch, whose copies take a while: staged transfers deliver and never wait for it.
+
+use std::{
+    ops::Range,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+use annulus_comm::{Staged, StagedSpace, Threads};
+use annulus_core::{Arrived, Channel, Control, DType, Error, Hop, HostBuffer, Incoming, Outgoing, Result, Space, Transport, index};
+
+use crate::common::*;
+
+/// Memory behind a lock; only copies reach it.
+#[derive(Debug, Clone, Copy)]
+struct Far;
+
+#[derive(Debug, Clone)]
+struct FarBuffer(Arc<Mutex<Vec<u8>>>);
+
+impl FarBuffer {
+    fn new(bytes: Vec<u8>) -> Self {
+        Self(Arc::new(Mutex::new(bytes)))
+    }
+    fn bytes(&self) -> Vec<u8> {
+        self.0.lock().unwrap().clone()
+    }
+}
+
+impl Space for Far {
+    type Buffer = FarBuffer;
+    type View<'a> = ();
+    type ViewMut<'a> = ();
+    /// The number of the last operation that was enqueued.
+    type Event = u64;
+
+    fn size(buffer: &FarBuffer) -> u64 {
+        buffer.0.lock().unwrap().len() as u64
+    }
+    fn describe((): &()) -> (DType, [usize; 4]) {
+        (DType::F32, [0; 4])
+    }
+    fn describe_mut((): &()) -> (DType, [usize; 4]) {
+        (DType::F32, [0; 4])
+    }
+}
+
+/// A queue in which every copy needs a few polls; it fails on demand.
+#[derive(Debug, Default)]
+struct Queue {
+    polls: u32,
+    enqueued: u64,
+    broken: bool,
+}
+
+/// A copy that is done when it was polled often enough.
+struct Copy<T> {
+    result: Option<T>,
+    polls: u32,
+}
+
+impl<T> Copy<T> {
+    fn poll(&mut self, queue: &Queue) -> Result<Option<T>> {
+        if queue.broken {
+            return Err(Error::Device { what: "the queue broke".into() });
+        }
+        self.polls = self.polls.saturating_sub(1);
+        Ok(if self.polls == 0 { self.result.take() } else { None })
+    }
+}
+
+impl StagedSpace for Far {
+    type Copier = Queue;
+    type Download = Copy<HostBuffer>;
+    type Upload = Copy<(HostBuffer, Arrived<Self>)>;
+
+    fn download(queue: &mut Queue, from: &FarBuffer, ready: &u64, ranges: &[Range<u64>], mut into: HostBuffer) -> Result<Self::Download> {
+        assert_eq!(*ready, 77, "the sender's event is what the copy waits for");
+        let (from, mut at) = (from.bytes(), 0);
+        for range in ranges {
+            let piece = &from[index(range.start)..index(range.end)];
+            into.bytes_mut().unwrap()[at..at + piece.len()].copy_from_slice(piece);
+            at += piece.len();
+        }
+        Ok(Copy { result: Some(into), polls: queue.polls })
+    }
+
+    fn downloaded(queue: &mut Queue, copy: &mut Self::Download) -> Result<Option<HostBuffer>> {
+        copy.poll(queue)
+    }
+
+    fn upload(queue: &mut Queue, from: HostBuffer, into: FarBuffer, ranges: &[Range<u64>]) -> Result<Self::Upload> {
+        let mut at = 0;
+        for range in ranges {
+            let length = index(range.end - range.start);
+            into.0.lock().unwrap()[index(range.start)..index(range.end)].copy_from_slice(&from.bytes()[at..at + length]);
+            at += length;
+        }
+        queue.enqueued += 1;
+        let arrived = Arrived { buffer: into, ready: queue.enqueued };
+        Ok(Copy { result: Some((from, arrived)), polls: queue.polls })
+    }
+
+    fn uploaded(queue: &mut Queue, copy: &mut Self::Upload) -> Result<Option<(HostBuffer, Arrived<Self>)>> {
+        copy.poll(queue)
+    }
+}
+
+fn staged(endpoint: Threads, polls: u32) -> Staged<Threads, Far> {
+    Staged::new(endpoint, Queue { polls, ..Queue::default() })
+}
+
+fn wait(transport: &mut dyn Transport<Far>, hop: &Hop) -> Result<Arrived<Far>> {
+    loop {
+        match transport.take(hop)? {
+            Some(arrived) => return Ok(arrived),
+            None => transport.progress(Duration::from_millis(20))?,
+        }
+    }
+}
+
+#[test]
+fn blocks_travel_round_a_ring_of_far_memories() {
+    let ranks = 4;
+    on_ring(
+        ranks,
+        |endpoint| {
+            let polls = u32::try_from(endpoint.rank()).unwrap() * 3 + 1;
+            staged(endpoint, polls)
+        },
+        move |mut endpoint| {
+            let rank = endpoint.rank();
+            let (next, previous) = ((rank + 1) % ranks, (rank + ranks - 1) % ranks);
+            let mut block = FarBuffer::new(vec![u8::try_from(rank).unwrap(); 30]);
+            for step in 0..ranks - 1 {
+                let tag = step as u64;
+                let to = hop(next, Channel::Block, tag, &[0..10, 20..30]);
+                let from = hop(previous, Channel::Block, tag, &[5..25]);
+                let mut receives = vec![Incoming { hop: from.clone(), buffer: FarBuffer::new(vec![0; 30]) }];
+                endpoint.post(&[Outgoing { hop: to, buffer: &block, ready: &77 }], &mut receives).unwrap();
+                assert!(endpoint.pending());
+                let arrived = wait(&mut endpoint, &from).unwrap();
+                assert_eq!(arrived.ready, tag + 1, "the reader waits for the upload");
+                let owner = u8::try_from((rank + ranks - step - 1) % ranks).unwrap();
+                assert_eq!(arrived.buffer.bytes(), [vec![0; 5], vec![owner; 20], vec![0; 5]].concat());
+                while endpoint.pending() {
+                    endpoint.progress(Duration::from_millis(20)).unwrap();
+                }
+                block = FarBuffer::new(vec![owner; 30]);
+                assert!(endpoint.take(&from).is_err(), "each is given back once");
+            }
+            assert_eq!(endpoint.bytes_sent(), 3 * 20);
+        },
+    );
+}
+
+#[test]
+fn a_copy_that_never_ends_blocks_nobody() {
+    watched(|| {
+        let [a, _b]: [Threads; 2] = annulus_comm::threads::ring(2).try_into().unwrap();
+        let mut a = staged(a, u32::MAX);
+        let block = FarBuffer::new(vec![1; 8]);
+        a.post(&[Outgoing { hop: hop(1, Channel::Home, 1, &[0..8]), buffer: &block, ready: &77 }], &mut Vec::new()).unwrap();
+        for _ in 0..10 {
+            a.progress(Duration::from_secs(20)).unwrap();
+        }
+        assert!(a.pending());
+    });
+}
+
+#[test]
+fn a_broken_device_is_an_error_that_stays() {
+    watched(|| {
+        let [a, _b]: [Threads; 2] = annulus_comm::threads::ring(2).try_into().unwrap();
+        let mut a: Staged<Threads, Far> = Staged::new(a, Queue { polls: 3, enqueued: 0, broken: true });
+        let block = FarBuffer::new(vec![1; 8]);
+        let outgoing = |peer| Outgoing { hop: hop(peer, Channel::Home, 1, &[0..8]), buffer: &block, ready: &77 };
+        assert!(matches!(a.post(&[outgoing(9)], &mut Vec::new()), Err(Error::InvalidArgument { .. })));
+        a.post(&[outgoing(1)], &mut Vec::new()).unwrap();
+        let error = Transport::<Far>::progress(&mut a, Duration::ZERO).unwrap_err();
+        assert_eq!(error, Error::Device { what: "the queue broke".into() });
+        assert_eq!(a.post(&[], &mut Vec::new()).unwrap_err(), error);
+        assert_eq!(a.take(&hop(1, Channel::Home, 1, &[])).unwrap_err(), error);
+    });
+}

@@ -1,0 +1,107 @@
+//! What somebody computed for a case, widened to f64, and how two such answers compare.
+
+use ndarray::{Array2, Array3, Array4, ArrayViewD};
+
+use crate::Truth;
+
+/// Outputs and gradients of one case.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Answer {
+    /// `[b, q_len, q_heads, dv]`.
+    pub out: Array4<f64>,
+    /// `[b, q_heads, q_len]`, as the three below, which are there where the output is not normalised.
+    pub lse: Array3<f64>,
+    /// Largest logit.
+    pub max: Option<Array3<f64>>,
+    /// Σ e^{s − max}.
+    pub sum: Option<Array3<f64>>,
+    /// How many share the largest logit.
+    pub ties: Option<Array3<f64>>,
+    /// `[b, q_len, q_heads, d]`.
+    pub dq: Array4<f64>,
+    /// `[b, kv_len, kv_heads, d]`.
+    pub dk: Array4<f64>,
+    /// `[b, kv_len, kv_heads, dv]`.
+    pub dv: Array4<f64>,
+    /// As the bias.
+    pub dbias: Option<Array4<f64>>,
+    /// As the sinks.
+    pub dsinks: Option<Array2<f64>>,
+}
+
+impl Answer {
+    /// The oracle's answer, for a case that is normalised or not.
+    pub fn of(truth: Truth, normalize: bool) -> Self {
+        let Truth { forward, backward } = truth;
+        let unnormalized = |statistics: Array3<f64>| (!normalize).then_some(statistics);
+        Self {
+            out: forward.out,
+            lse: forward.lse,
+            max: unnormalized(forward.max),
+            sum: unnormalized(forward.sum),
+            ties: unnormalized(forward.ties),
+            dq: backward.dq,
+            dk: backward.dk,
+            dv: backward.dv,
+            dbias: backward.dbias,
+            dsinks: backward.dsinks,
+        }
+    }
+
+    /// Every array that is there, by name.
+    pub fn arrays(&self) -> Vec<(&'static str, ArrayViewD<'_, f64>)> {
+        let mut all = vec![
+            ("out", self.out.view().into_dyn()),
+            ("lse", self.lse.view().into_dyn()),
+            ("dq", self.dq.view().into_dyn()),
+            ("dk", self.dk.view().into_dyn()),
+            ("dv", self.dv.view().into_dyn()),
+        ];
+        let statistics = [("max", &self.max), ("sum", &self.sum), ("ties", &self.ties)];
+        all.extend(statistics.into_iter().filter_map(|(name, array)| Some((name, array.as_ref()?.view().into_dyn()))));
+        all.extend(self.dbias.iter().map(|dbias| ("dbias", dbias.view().into_dyn())));
+        all.extend(self.dsinks.iter().map(|dsinks| ("dsinks", dsinks.view().into_dyn())));
+        all
+    }
+
+    /// Compares array by array; `within` says how far apart numbers of an array may be. Infinities must meet themselves, NaN must meet NaN.
+    ///
+    /// # Errors
+    /// What differs, as text.
+    pub fn compare(&self, want: &Self, within: impl Fn(&str) -> f64) -> Result<(), String> {
+        let (got, want) = (self.arrays(), want.arrays());
+        let names = |arrays: &[(&'static str, ArrayViewD<'_, f64>)]| arrays.iter().map(|(name, _)| *name).collect::<Vec<_>>();
+        if names(&got) != names(&want) {
+            return Err(format!("arrays {:?}, want {:?}", names(&got), names(&want)));
+        }
+        for ((name, got), (_, want)) in got.iter().zip(&want) {
+            if got.shape() != want.shape() {
+                return Err(format!("{name} has the shape {:?}, want {:?}", got.shape(), want.shape()));
+            }
+            let bound = within(name);
+            let wrong = |(_, (got, want)): &(usize, (&f64, &f64))| {
+                let same = got == want || (got.is_nan() && want.is_nan());
+                let apart = (**got - **want).abs();
+                !same && (apart.is_nan() || apart > bound)
+            };
+            if let Some((index, (got, want))) = got.iter().zip(want).enumerate().find(wrong) {
+                return Err(format!("{name}[{index}]: got {got:e}, want {want:e}, at most {bound:e} apart"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Compares to the bit (every NaN is the same NaN).
+    ///
+    /// # Errors
+    /// What differs, as text.
+    pub fn same_bits(&self, other: &Self) -> Result<(), String> {
+        let bits = |x: &f64| if x.is_nan() { u64::MAX } else { x.to_bits() };
+        for ((name, a), (other_name, b)) in self.arrays().iter().zip(&other.arrays()) {
+            if name != other_name || a.shape() != b.shape() || a.iter().map(bits).ne(b.iter().map(bits)) {
+                return Err(format!("{name} differs in its bits"));
+            }
+        }
+        Ok(())
+    }
+}

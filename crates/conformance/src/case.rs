@@ -1,0 +1,181 @@
+//! One attention with everything that it needs, in f64, and the truth about it.
+
+use std::sync::Arc;
+
+use annulus::Attention;
+use annulus_core::{
+    Batch, DType, Result, Spec,
+    oracle::{self, Backward, Forward, Problem},
+};
+use ndarray::{Array, Array2, Array3, Array4, Dimension};
+
+use crate::{Draw, Masks};
+
+/// Spec, batch and global tensors.
+#[derive(Debug, Clone)]
+pub struct Case {
+    /// Its name in failures.
+    pub name: String,
+    /// What is computed, with [`Case::masks`] as its mask.
+    pub spec: Spec,
+    /// Who sees whom, besides what the batch hides. Changing it means [`Case::masked`].
+    pub masks: Masks,
+    /// Of the whole sequence.
+    pub batch: Batch,
+    /// `[b, q_len, q_heads, d]`.
+    pub q: Array4<f64>,
+    /// `[b, kv_len, kv_heads, d]`.
+    pub k: Array4<f64>,
+    /// `[b, kv_len, kv_heads, dv]`.
+    pub v: Array4<f64>,
+    /// `[b|1, q_heads|1, q_len|1, kv_len|1]`.
+    pub bias: Option<Array4<f64>>,
+    /// `[q_heads|1, sinks]`.
+    pub sinks: Option<Array2<f64>>,
+    /// `[b, q_len, q_heads, dv]`.
+    pub dout: Array4<f64>,
+    /// `[b, q_heads, q_len]`; absent = 0.
+    pub dlse: Option<Array3<f64>>,
+}
+
+/// What the oracle says of a case.
+#[derive(Debug, Clone)]
+pub struct Truth {
+    /// Outputs.
+    pub forward: Forward,
+    /// Gradients.
+    pub backward: Backward,
+}
+
+impl Case {
+    /// A case of this spec under these masks, with its tensors drawn.
+    pub fn new(name: impl Into<String>, spec: Spec, masks: Masks, draw: &mut Draw) -> Self {
+        let empty = || Array4::zeros((0, 0, 0, 0));
+        let mut case = Self {
+            name: name.into(),
+            spec: Spec { mask: Arc::new(masks.clone()), ..spec },
+            masks,
+            batch: Batch::default(),
+            q: empty(),
+            k: empty(),
+            v: empty(),
+            bias: None,
+            sinks: None,
+            dout: empty(),
+            dlse: None,
+        };
+        case.draw_tensors(draw);
+        case
+    }
+
+    /// The case as a user asks for it.
+    pub fn attention(&self) -> Attention {
+        let spec = &self.spec;
+        let mut attention = Attention::new()
+            .dtype(spec.dtype)
+            .align(spec.alignment)
+            .scale(spec.scale)
+            .bias_order(spec.bias_order)
+            .logits_dtype(spec.logits_dtype)
+            .precision(spec.precision)
+            .backward_mode(spec.backward);
+        attention = self.masks.ask(attention);
+        if let Some(cap) = spec.soft_cap {
+            attention = attention.soft_cap(cap);
+        }
+        if let Some(shape) = spec.bias {
+            attention = attention.bias(shape);
+        }
+        if let Some(function) = &spec.bias_function {
+            attention = attention.bias_function(Arc::clone(function));
+        }
+        attention = match spec.sinks {
+            Some(sinks) if sinks.per_head => attention.sinks_per_head(sinks.count),
+            Some(sinks) => attention.shared_sinks(sinks.count),
+            None => attention,
+        };
+        if let Some(dropout) = spec.dropout {
+            attention = attention.dropout(dropout.probability, dropout.seed);
+        }
+        if spec.normalize { attention } else { attention.unnormalized() }
+    }
+
+    /// The same case under other masks.
+    #[must_use]
+    pub fn masked(mut self, masks: Masks) -> Self {
+        self.spec.mask = Arc::new(masks.clone());
+        self.masks = masks;
+        self
+    }
+
+    /// The same case with its inputs rounded to `dtype` (bias, sinks and dlse to the accumulator's), so that the truth about it is the truth
+    /// about what a computation in `dtype` is given.
+    #[must_use]
+    pub fn in_dtype(&self, dtype: DType) -> Self {
+        fn rounded<D: Dimension>(tensor: &Array<f64, D>, dtype: DType) -> Array<f64, D> {
+            tensor.mapv(|x| dtype.round(x))
+        }
+        let sums = dtype.accumulator();
+        // a rounding that was asked for stays; one that came with the old type goes with it
+        let narrowed = self.spec.logits_dtype != self.spec.dtype.accumulator();
+        let logits_dtype = if narrowed { self.spec.logits_dtype } else { sums };
+        Self {
+            name: format!("{} {dtype}", self.name),
+            spec: Spec { dtype, logits_dtype, ..self.spec.clone() },
+            masks: self.masks.clone(),
+            batch: self.batch.clone(),
+            q: rounded(&self.q, dtype),
+            k: rounded(&self.k, dtype),
+            v: rounded(&self.v, dtype),
+            bias: self.bias.as_ref().map(|bias| rounded(bias, sums)),
+            sinks: self.sinks.as_ref().map(|sinks| rounded(sinks, sums)),
+            dout: rounded(&self.dout, dtype),
+            dlse: self.dlse.as_ref().map(|dlse| rounded(dlse, sums)),
+        }
+    }
+
+    /// The same case with every number of its tensors moved by some per cent, so that other roundings happen.
+    #[must_use]
+    pub fn nearby(&self, draw: &mut Draw) -> Self {
+        fn moved<D: Dimension>(tensor: &Array<f64, D>, draw: &mut Draw) -> Array<f64, D> {
+            tensor.mapv(|x| x * (1.0 + 0.05 * draw.normal()))
+        }
+        let near = Self {
+            name: self.name.clone(),
+            spec: self.spec.clone(),
+            masks: self.masks.clone(),
+            batch: self.batch.clone(),
+            q: moved(&self.q, draw),
+            k: moved(&self.k, draw),
+            v: moved(&self.v, draw),
+            bias: self.bias.as_ref().map(|bias| moved(bias, draw)),
+            sinks: self.sinks.as_ref().map(|sinks| moved(sinks, draw)),
+            dout: moved(&self.dout, draw),
+            dlse: self.dlse.as_ref().map(|dlse| moved(dlse, draw)),
+        };
+        Self { name: self.name.clone(), ..near.in_dtype(self.spec.dtype) }
+    }
+
+    /// The case as the oracle wants it.
+    pub fn problem(&self) -> Problem<'_> {
+        Problem {
+            spec: &self.spec,
+            batch: &self.batch,
+            q: self.q.view(),
+            k: self.k.view(),
+            v: self.v.view(),
+            bias: self.bias.as_ref().map(|bias| bias.view()),
+            sinks: self.sinks.as_ref().map(|sinks| sinks.view()),
+        }
+    }
+
+    /// Asks the oracle.
+    ///
+    /// # Errors
+    /// [`annulus_core::Error::InvalidArgument`] if the parts do not fit each other.
+    pub fn truth(&self) -> Result<Truth> {
+        let problem = self.problem();
+        let backward = oracle::backward(&problem, self.dout.view(), self.dlse.as_ref().map(|dlse| dlse.view()))?;
+        Ok(Truth { forward: oracle::forward(&problem)?, backward })
+    }
+}

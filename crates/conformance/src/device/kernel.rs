@@ -1,0 +1,320 @@
+//! The arithmetic of the mock backend: attention pair by pair, in f64, on numbers that have been read from device memory.
+//!
+//! Logits are rounded to the accumulator's type, so that backward finds again which of them was the largest.
+
+use annulus_core::{BiasOrder, DType, Dims, DropoutMask, Local, Record, Result, Rows, Spec, Visibility, mask::Key, mask::Query};
+use ndarray::{Array1, Array2, Array3, Array4, ArrayView1, s};
+
+use super::{
+    memory::fault,
+    tensor::{decode, encode},
+};
+
+/// What stays on the device across a ring.
+pub(super) struct State {
+    pub(super) local: Local,
+    pub(super) q: Array4<f64>,
+    pub(super) bias: Option<Array4<f64>>,
+    pub(super) sinks: Option<Array2<f64>>,
+    /// `[b, local q_len, q_heads, dv]`.
+    pub(super) acc: Array4<f64>,
+    /// `[b, q_heads, local q_len]`, as the two below.
+    pub(super) max: Array3<f64>,
+    pub(super) sum: Array3<f64>,
+    pub(super) ties: Array3<f64>,
+    pub(super) dout: Array4<f64>,
+    /// `[b, local q_len, q_heads, lse max delta share]`.
+    pub(super) statistics: Array4<f64>,
+    pub(super) dq: Array4<f64>,
+    pub(super) dbias: Option<Array4<f64>>,
+}
+
+/// Keys and values, unpacked: `[b, rows, kv_heads, d]` and `[b, rows, kv_heads, dv]`.
+pub(super) struct Keys<'a> {
+    pub(super) rows: &'a Rows,
+    pub(super) k: Array4<f64>,
+    pub(super) v: Array4<f64>,
+}
+
+/// Queries of the backward pass: this rank's, or ones that travelled here.
+pub(super) struct Queries<'a> {
+    pub(super) rows: &'a Rows,
+    pub(super) q: &'a Array4<f64>,
+    pub(super) dout: &'a Array4<f64>,
+    pub(super) statistics: &'a Array4<f64>,
+}
+
+/// A visible pair.
+struct Pair {
+    j: usize,
+    logit: f64,
+    slope: f64,
+    keep: f64,
+}
+
+/// One pair's share of the gradients.
+struct Slope {
+    at: [usize; 4],
+    ds: f64,
+    dx: f64,
+    /// Weight of dout_i in dv_j.
+    weight: f64,
+}
+
+impl State {
+    pub(super) fn new(local: Local) -> Self {
+        let empty = || Array4::zeros((0, 0, 0, 0));
+        let none = || Array3::zeros((0, 0, 0));
+        Self {
+            local,
+            q: empty(),
+            bias: None,
+            sinks: None,
+            acc: empty(),
+            max: none(),
+            sum: none(),
+            ties: none(),
+            dout: empty(),
+            statistics: empty(),
+            dq: empty(),
+            dbias: None,
+        }
+    }
+
+    /// Every row has seen nothing.
+    pub(super) fn begin(&mut self) {
+        let Dims { batch, q_heads, value_dim, .. } = self.local.spec.dims;
+        let rows = self.local.queries.len();
+        self.acc = Array4::zeros((batch, rows, q_heads, value_dim));
+        self.max = Array3::from_elem((batch, q_heads, rows), f64::NEG_INFINITY);
+        self.sum = Array3::zeros((batch, q_heads, rows));
+        self.ties = Array3::zeros((batch, q_heads, rows));
+    }
+
+    /// Folds in one block.
+    pub(super) fn attend(&mut self, keys: &Keys<'_>) {
+        let dims = self.local.spec.dims;
+        for [b, h, i] in self.every_row() {
+            let pairs = self.pairs(&self.local.queries, &self.q, keys, [b, h, i]);
+            let logits: Vec<f64> = pairs.iter().map(|pair| pair.logit).collect();
+            let max = self.fold([b, h, i], &logits);
+            for pair in pairs.iter().filter(|_| max != f64::NEG_INFINITY) {
+                let weight = pair.keep * (pair.logit - max).exp();
+                self.acc.slice_mut(s![b, i, h, ..]).scaled_add(weight, &keys.v.slice(s![b, pair.j, dims.kv_head(h), ..]));
+            }
+        }
+    }
+
+    /// Folds in the sinks and divides where that is asked for; lse.
+    pub(super) fn finish(&mut self) -> Array3<f64> {
+        for [b, h, i] in self.every_row() {
+            let sinks = self.sinks_of(h);
+            self.fold([b, h, i], &sinks);
+            if self.local.spec.normalize && self.sum[[b, h, i]] != 0.0 {
+                let sum = self.sum[[b, h, i]];
+                self.acc.slice_mut(s![b, i, h, ..]).mapv_inplace(|x| x / sum);
+            }
+        }
+        &self.max + &self.sum.ln()
+    }
+
+    /// Rescales a row to a new largest logit and adds these to its sum; the largest logit.
+    fn fold(&mut self, [b, h, i]: [usize; 3], logits: &[f64]) -> f64 {
+        let old = self.max[[b, h, i]];
+        let larger = |max: f64, &logit: &f64| if logit > max || logit.is_nan() { logit } else { max };
+        let max = logits.iter().fold(old, larger);
+        if max == f64::NEG_INFINITY {
+            return max;
+        }
+        let factor = if max == old { 1.0 } else { (old - max).exp() };
+        let kept_ties = if max == old { self.ties[[b, h, i]] } else { 0.0 };
+        self.max[[b, h, i]] = max;
+        self.ties[[b, h, i]] = kept_ties + logits.iter().filter(|&&logit| logit == max).count() as f64;
+        self.sum[[b, h, i]] = self.sum[[b, h, i]] * factor + logits.iter().map(|logit| (logit - max).exp()).sum::<f64>();
+        self.acc.slice_mut(s![b, i, h, ..]).mapv_inplace(|x| x * factor);
+        max
+    }
+
+    /// Row statistics from what forward left; dq, dbias ← 0.
+    pub(super) fn begin_backward(
+        &mut self,
+        out: &Array4<f64>,
+        lse: &Array4<f64>,
+        max_ties: Option<(Array4<f64>, Array4<f64>)>,
+        dlse: Option<&Array4<f64>>,
+    ) {
+        let Dims { batch, q_heads, .. } = self.local.spec.dims;
+        self.statistics = Array4::zeros((batch, self.local.queries.len(), q_heads, Spec::ROW_STATISTICS));
+        self.dq = Array4::zeros(self.q.raw_dim());
+        self.dbias = self.bias.as_ref().map(|bias| Array4::zeros(bias.raw_dim()));
+        for [b, h, i] in self.every_row() {
+            let lse = lse[[b, h, i, 0]];
+            let dlse = dlse.filter(|_| lse != f64::NEG_INFINITY).map_or(0.0, |dlse| dlse[[b, h, i, 0]]);
+            let dout_out = self.dout.slice(s![b, i, h, ..]).dot(&out.slice(s![b, i, h, ..]));
+            let row = match &max_ties {
+                None => [lse, 0.0, dout_out - dlse, 0.0],
+                Some((max, ties)) => [lse, max[[b, h, i, 0]], -dlse, dout_out / ties[[b, h, i, 0]]],
+            };
+            self.statistics.slice_mut(s![b, i, h, ..]).assign(&Array1::from_iter(row));
+        }
+    }
+
+    /// dq (and dbias) of this rank's queries from one block.
+    pub(super) fn attend_queries(&mut self, keys: &Keys<'_>) {
+        let spec = &self.local.spec;
+        let (mut dq, mut dbias) = (std::mem::take(&mut self.dq), self.dbias.take());
+        self.slopes(&self.own_queries(), keys, |Slope { at: [b, h, i, j], ds, dx, .. }| {
+            let k = keys.k.slice(s![b, j, spec.dims.kv_head(h), ..]);
+            dq.slice_mut(s![b, i, h, ..]).scaled_add(spec.scale * dx, &k);
+            if let Some(dbias) = &mut dbias {
+                let place = broadcast(dbias.dim().into(), [b, h, i, annulus_core::index(keys.rows.rows()[j])]);
+                dbias[place] += if spec.bias_order == BiasOrder::BeforeSoftCap { dx } else { ds };
+            }
+        });
+        (self.dq, self.dbias) = (dq, dbias);
+    }
+
+    /// dk, dv of a block from these queries.
+    pub(super) fn attend_keys(&self, queries: &Queries<'_>, keys: &Keys<'_>) -> [Array4<f64>; 2] {
+        let spec = &self.local.spec;
+        let (mut dk, mut dv) = (Array4::zeros(keys.k.raw_dim()), Array4::zeros(keys.v.raw_dim()));
+        self.slopes(queries, keys, |Slope { at: [b, h, i, j], dx, weight, .. }| {
+            let kv_head = spec.dims.kv_head(h);
+            dk.slice_mut(s![b, j, kv_head, ..]).scaled_add(spec.scale * dx, &queries.q.slice(s![b, i, h, ..]));
+            dv.slice_mut(s![b, j, kv_head, ..]).scaled_add(weight, &queries.dout.slice(s![b, i, h, ..]));
+        });
+        [dk, dv]
+    }
+
+    /// This rank's part of ∂L/∂sinks.
+    pub(super) fn dsinks(&self) -> Option<Array2<f64>> {
+        let sinks = self.sinks.as_ref()?;
+        let mut dsinks = Array2::zeros(sinks.raw_dim());
+        for [b, h, i] in self.every_row() {
+            let row = self.statistics.slice(s![b, i, h, ..]);
+            let line = if sinks.nrows() == 1 { 0 } else { h };
+            for (t, &sink) in sinks.row(line).iter().enumerate().filter(|(_, sink)| **sink != f64::NEG_INFINITY) {
+                let through_max = if !self.local.spec.normalize && sink == row[1] { row[3] } else { 0.0 };
+                dsinks[[line, t]] -= through_max + (sink - row[0]).exp() * row[2];
+            }
+        }
+        Some(dsinks)
+    }
+
+    /// This rank's queries.
+    pub(super) fn own_queries(&self) -> Queries<'_> {
+        Queries { rows: &self.local.queries, q: &self.q, dout: &self.dout, statistics: &self.statistics }
+    }
+
+    fn slopes(&self, queries: &Queries<'_>, keys: &Keys<'_>, mut visit: impl FnMut(Slope)) {
+        let spec = &self.local.spec;
+        for b in 0..spec.dims.batch {
+            for h in 0..spec.dims.q_heads {
+                for i in 0..queries.rows.len() {
+                    let row = queries.statistics.slice(s![b, i, h, ..]);
+                    let [lse, max, delta, share] = [row[0], row[1], row[2], row[3]];
+                    let pairs = if lse == f64::NEG_INFINITY { Vec::new() } else { self.pairs(queries.rows, queries.q, keys, [b, h, i]) };
+                    for pair in pairs {
+                        let dout = queries.dout.slice(s![b, i, h, ..]);
+                        let dp = pair.keep * dout.dot(&keys.v.slice(s![b, pair.j, spec.dims.kv_head(h), ..]));
+                        let p = (pair.logit - lse).exp();
+                        let (ds, weight) = if spec.normalize {
+                            (p * (dp - delta), p)
+                        } else {
+                            let e = (pair.logit - max).exp();
+                            (e * dp - if pair.logit == max { share } else { 0.0 } - p * delta, e)
+                        };
+                        visit(Slope { at: [b, h, i, pair.j], ds, dx: ds * pair.slope, weight: pair.keep * weight });
+                    }
+                }
+            }
+        }
+    }
+
+    /// The visible pairs of one query with a block.
+    fn pairs(&self, rows: &Rows, q: &Array4<f64>, keys: &Keys<'_>, [b, h, i]: [usize; 3]) -> Vec<Pair> {
+        let spec = &self.local.spec;
+        let attention_mask = self.local.attention_mask.as_deref();
+        let visibility = Visibility { mask: spec.mask.as_ref(), attention_mask, queries: rows, keys: keys.rows };
+        let query = Query { batch: b, head: h, row: rows.rows()[i], position: rows.positions(b)[i] };
+        let one = |j: usize| {
+            if !visibility.pair(b, h, i, j) {
+                return None;
+            }
+            let key = Key { row: keys.rows.rows()[j], position: keys.rows.positions(b)[j] };
+            let bias = self.bias(&query, &key, i)?;
+            let dot = q.slice(s![b, i, h, ..]).dot(&keys.k.slice(s![b, j, spec.dims.kv_head(h), ..]));
+            let (logit, slope) = logit(spec, dot, bias);
+            let keep = spec
+                .dropout
+                .map(DropoutMask::new)
+                .map_or(1.0, |mask| if mask.keep(b, h, spec.dims.q_heads, query.row, key.row) { mask.keep_scale() } else { 0.0 });
+            Some(Pair { j, logit, slope, keep })
+        };
+        (0..keys.rows.len()).filter_map(one).collect()
+    }
+
+    fn bias(&self, query: &Query, key: &Key, i: usize) -> Option<f64> {
+        let index = [query.batch, query.head, i, annulus_core::index(key.row)];
+        let tensor = self.bias.as_ref().map_or(0.0, |bias| bias[broadcast(bias.dim().into(), index)]);
+        let computed = self.local.spec.bias_function.as_ref().map_or(0.0, |function| function.bias(query, key));
+        (tensor != f64::NEG_INFINITY && computed != f64::NEG_INFINITY).then_some(tensor + computed)
+    }
+
+    fn sinks_of(&self, h: usize) -> Vec<f64> {
+        let Some(sinks) = &self.sinks else { return Vec::new() };
+        let line: ArrayView1<'_, f64> = sinks.row(if sinks.nrows() == 1 { 0 } else { h });
+        line.iter().copied().filter(|&sink| sink != f64::NEG_INFINITY).collect()
+    }
+
+    fn every_row(&self) -> impl Iterator<Item = [usize; 3]> + use<> {
+        let Dims { batch, q_heads, .. } = self.local.spec.dims;
+        let rows = self.local.queries.len();
+        (0..batch * q_heads * rows).map(move |n| [n / (q_heads * rows), n / rows % q_heads, n % rows])
+    }
+}
+
+/// s and ∂s/∂x of one pair.
+fn logit(spec: &Spec, dot: f64, bias: f64) -> (f64, f64) {
+    let sums = spec.dtype.accumulator();
+    let x = spec.scale * if spec.logits_dtype == sums { dot } else { spec.logits_dtype.round(dot) };
+    let (before, after) = if spec.bias_order == BiasOrder::BeforeSoftCap { (bias, 0.0) } else { (0.0, bias) };
+    let (capped, slope) = spec.soft_cap.map_or((x + before, 1.0), |cap| {
+        let tanh = ((x + before) / cap).tanh();
+        (cap * tanh, 1.0 - tanh * tanh)
+    });
+    (sums.round(capped + after), slope)
+}
+
+fn broadcast(shape: [usize; 4], index: [usize; 4]) -> [usize; 4] {
+    std::array::from_fn(|axis| if shape[axis] == 1 { 0 } else { index[axis] })
+}
+
+/// The fields of `rows` records, each `[b, rows, heads, dim]`.
+pub(super) fn unpack(record: &Record, batch: usize, rows: usize, bytes: &[u8]) -> Result<Vec<Array4<f64>>> {
+    let number = |field: usize, dtype: DType, [b, row, head, x]: [usize; 4]| {
+        let at = annulus_core::index(row as u64 * record.bytes() + record.offset(field, b, head)) + x * dtype.bytes();
+        bytes.get(at..at + dtype.bytes()).map(|bytes| decode(dtype, bytes)).ok_or_else(|| fault("a block with too few records"))
+    };
+    let fields = record.fields().iter().enumerate();
+    fields
+        .map(|(index, field)| {
+            let mut array = Array4::zeros((batch, rows, field.heads, field.dim));
+            for (at, place) in array.indexed_iter_mut() {
+                *place = number(index, field.dtype, at.into())?;
+            }
+            Ok(array)
+        })
+        .collect()
+}
+
+/// Records of these fields, in local order.
+pub(super) fn pack(record: &Record, rows: usize, fields: &[&Array4<f64>]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for row in 0..rows {
+        for (field, array) in record.fields().iter().zip(fields) {
+            array.slice(s![.., row, .., ..]).iter().for_each(|&number| encode(number, field.dtype, &mut bytes));
+        }
+    }
+    bytes
+}

@@ -1,0 +1,311 @@
+//! Memory behind handles, and a queue of work on it.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    ops::Range,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use annulus_core::{Error, Result, index};
+
+/// One device: its memory and its queue. A clone is the same device.
+#[derive(Debug, Clone, Default)]
+pub struct Device(Arc<Parts>);
+
+#[derive(Default)]
+struct Parts {
+    /// Locked while work runs, so that work runs in order whoever polls.
+    queue: Mutex<Queue>,
+    memory: Mutex<Memory>,
+    /// Slots whose last owner is gone. Apart from `memory`, because an owner may go while work runs.
+    freed: Mutex<Vec<u64>>,
+    next_slot: AtomicU64,
+}
+
+#[derive(Default)]
+struct Queue {
+    waiting: VecDeque<Work>,
+    issued: u64,
+    done: u64,
+    failure: Option<Error>,
+}
+
+type Work = Box<dyn FnOnce(&mut Memory) -> Result<()> + Send>;
+
+/// All bytes of a device, as its work sees them.
+#[derive(Default)]
+pub(super) struct Memory {
+    slots: HashMap<u64, Slot>,
+}
+
+#[derive(Default)]
+struct Slot {
+    bytes: Vec<u8>,
+    /// Number of the last queued work that writes it.
+    written_by: u64,
+    /// Number of the last queued work that touches it.
+    touched_by: u64,
+}
+
+/// Plan-owned device memory: a handle. A clone co-owns the same bytes.
+#[derive(Debug, Clone)]
+pub struct DeviceBuffer(Arc<Allocation>);
+
+#[derive(Debug)]
+struct Allocation {
+    device: Device,
+    slot: u64,
+    len: u64,
+}
+
+/// "All work that was queued before": a number in the order of one device's work.
+#[derive(Debug, Clone)]
+pub struct DeviceEvent {
+    device: Device,
+    number: u64,
+}
+
+impl Device {
+    /// A device with nothing on it.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Zero bytes.
+    pub fn allocate(&self, len: u64) -> DeviceBuffer {
+        self.apply_frees();
+        let slot = self.0.next_slot.fetch_add(1, Ordering::Relaxed);
+        lock(&self.0.memory).slots.insert(slot, Slot { bytes: vec![0; index(len)], ..Slot::default() });
+        DeviceBuffer(Arc::new(Allocation { device: self.clone(), slot, len }))
+    }
+
+    /// Slots that are still owned: a plan that is gone must have left none.
+    pub fn allocations(&self) -> usize {
+        self.apply_frees();
+        lock(&self.0.memory).slots.len()
+    }
+
+    /// Queues work that reads and writes these slots.
+    pub(super) fn enqueue(
+        &self,
+        reads: &[u64],
+        writes: &[u64],
+        work: impl FnOnce(&mut Memory) -> Result<()> + Send + 'static,
+    ) -> Result<DeviceEvent> {
+        let mut queue = lock(&self.0.queue);
+        if let Some(failure) = &queue.failure {
+            return Err(failure.clone());
+        }
+        let number = queue.issued + 1;
+        let mut memory = lock(&self.0.memory);
+        for slot in reads.iter().chain(writes) {
+            memory.slot(*slot)?.touched_by = number;
+        }
+        for slot in writes {
+            memory.slot(*slot)?.written_by = number;
+        }
+        queue.issued = number;
+        queue.waiting.push_back(Box::new(work));
+        Ok(DeviceEvent { device: self.clone(), number })
+    }
+
+    /// An event after all work so far.
+    pub fn now(&self) -> DeviceEvent {
+        DeviceEvent { device: self.clone(), number: lock(&self.0.queue).issued }
+    }
+
+    /// Does all queued work.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if some of it failed.
+    pub fn synchronize(&self) -> Result<()> {
+        while self.poll()? {}
+        Ok(())
+    }
+
+    /// Does one piece of queued work; whether there was one.
+    fn poll(&self) -> Result<bool> {
+        let mut queue = lock(&self.0.queue);
+        if let Some(failure) = &queue.failure {
+            return Err(failure.clone());
+        }
+        let Some(work) = queue.waiting.pop_front() else { return Ok(false) };
+        let result = work(&mut lock(&self.0.memory));
+        queue.done += 1;
+        result.inspect_err(|error| queue.failure = Some(error.clone()))?;
+        Ok(true)
+    }
+
+    /// Copies bytes to the host.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if work that writes the buffer is still queued, or the bytes are not there.
+    pub fn read(&self, buffer: &DeviceBuffer, ranges: &[Range<u64>]) -> Result<Vec<u8>> {
+        let done = lock(&self.0.queue).done;
+        let mut memory = lock(&self.0.memory);
+        let slot = memory.slot(buffer.0.slot)?;
+        if slot.written_by > done {
+            return Err(fault(format!("slot {} was read before event {} had passed (at {done})", buffer.0.slot, slot.written_by)));
+        }
+        let mut read = Vec::new();
+        for range in ranges {
+            read.extend_from_slice(slot.bytes.get(index(range.start)..index(range.end)).ok_or_else(|| fault("read past the end"))?);
+        }
+        Ok(read)
+    }
+
+    /// Copies bytes from the host to the start of a buffer.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if work that touches the buffer is still queued, or there is no room.
+    pub fn write(&self, buffer: &DeviceBuffer, bytes: &[u8]) -> Result<()> {
+        let done = lock(&self.0.queue).done;
+        let mut memory = lock(&self.0.memory);
+        let slot = memory.slot(buffer.0.slot)?;
+        if slot.touched_by > done {
+            return Err(fault(format!("slot {} was written before event {} had passed (at {done})", buffer.0.slot, slot.touched_by)));
+        }
+        slot.bytes.get_mut(..bytes.len()).ok_or_else(|| fault("written past the end"))?.copy_from_slice(bytes);
+        Ok(())
+    }
+
+    fn apply_frees(&self) {
+        let freed = std::mem::take(&mut *lock(&self.0.freed));
+        let mut memory = lock(&self.0.memory);
+        freed.iter().for_each(|slot| drop(memory.slots.remove(slot)));
+    }
+}
+
+impl std::fmt::Debug for Parts {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Device").finish_non_exhaustive()
+    }
+}
+
+impl Memory {
+    /// A slot's bytes.
+    pub(super) fn bytes(&mut self, slot: u64) -> Result<&mut [u8]> {
+        Ok(&mut self.slot(slot)?.bytes)
+    }
+
+    /// Writes bytes from this offset on.
+    pub(super) fn write(&mut self, slot: u64, offset: u64, bytes: &[u8]) -> Result<()> {
+        let place = self.bytes(slot)?.get_mut(index(offset)..).and_then(|place| place.get_mut(..bytes.len()));
+        place.ok_or_else(|| fault("written past the end"))?.copy_from_slice(bytes);
+        Ok(())
+    }
+
+    /// Scatters `from` to these ranges, one after another.
+    pub(super) fn scatter(&mut self, slot: u64, ranges: &[Range<u64>], mut from: &[u8]) -> Result<()> {
+        for range in ranges {
+            let (head, tail) = from.split_at_checked(index(range.end - range.start)).ok_or_else(|| fault("too few bytes to write"))?;
+            self.write(slot, range.start, head)?;
+            from = tail;
+        }
+        if from.is_empty() { Ok(()) } else { Err(fault("too many bytes to write")) }
+    }
+
+    fn slot(&mut self, slot: u64) -> Result<&mut Slot> {
+        self.slots.get_mut(&slot).ok_or_else(|| fault(format!("slot {slot} was freed while in use")))
+    }
+}
+
+impl DeviceBuffer {
+    /// The number that the device's work knows it by.
+    pub(super) fn slot(&self) -> u64 {
+        self.0.slot
+    }
+
+    /// Bytes.
+    pub(super) fn len(&self) -> u64 {
+        self.0.len
+    }
+
+    /// Where it is.
+    pub fn device(&self) -> &Device {
+        &self.0.device
+    }
+
+    /// Whether somebody else co-owns it.
+    pub fn is_shared(&self) -> bool {
+        Arc::strong_count(&self.0) > 1
+    }
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        lock(&self.device.0.freed).push(self.slot);
+    }
+}
+
+impl DeviceEvent {
+    /// Whether it is one of this device's.
+    pub(super) fn is_of(&self, device: &Device) -> bool {
+        Arc::ptr_eq(&self.device.0, &device.0)
+    }
+
+    /// Whether it has passed. Each question lets the device do one piece of work, so waiting is asking again.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if work failed.
+    pub fn poll(&self) -> Result<bool> {
+        if lock(&self.device.0.queue).done < self.number {
+            self.device.poll()?;
+        }
+        Ok(lock(&self.device.0.queue).done >= self.number)
+    }
+}
+
+/// What the device says when it is misused.
+pub(super) fn fault(what: impl Into<String>) -> Error {
+    Error::Device { what: what.into() }
+}
+
+/// A thread that panicked under the lock has failed its test already; what it left is no worse than that.
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_cannot_be_read_before_their_event() {
+        let device = Device::new();
+        let buffer = device.allocate(4);
+        device.write(&buffer, &[1, 2, 3, 4]).unwrap();
+        let slot = buffer.slot();
+        let event = device.enqueue(&[], &[slot], move |memory| memory.write(slot, 1, &[9, 9])).unwrap();
+        assert!(matches!(device.read(&buffer, &[0..2, 2..4]), Err(Error::Device { .. })));
+        assert!(matches!(device.write(&buffer, &[0]), Err(Error::Device { .. })));
+        assert!(event.poll().unwrap());
+        assert_eq!(device.read(&buffer, &[0..2, 3..4]).unwrap(), [1, 9, 4]);
+    }
+
+    #[test]
+    fn an_event_passes_only_after_all_work_before_it() {
+        let device = Device::new();
+        let events: Vec<_> = (0..3).map(|_| device.enqueue(&[], &[], |_| Ok(())).unwrap()).collect();
+        assert!(!events[2].poll().unwrap());
+        assert!(events[0].poll().unwrap());
+        assert!(!events[2].poll().unwrap());
+        assert!(events[2].poll().unwrap());
+    }
+
+    #[test]
+    fn work_that_fails_kills_the_device_and_freed_memory_is_gone() {
+        let device = Device::new();
+        let buffer = device.allocate(1);
+        assert_eq!(device.allocations(), 1);
+        let slot = buffer.slot();
+        device.enqueue(&[slot], &[], move |memory| memory.bytes(slot).map(|_| ())).unwrap();
+        drop(buffer);
+        assert_eq!(device.allocations(), 0);
+        assert!(matches!(device.synchronize(), Err(Error::Device { what }) if what.contains("freed")));
+        assert!(device.enqueue(&[], &[], |_| Ok(())).is_err());
+    }
+}

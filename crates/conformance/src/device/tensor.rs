@@ -1,0 +1,145 @@
+//! The memory space: tensors on the device, and the tags by which they cross the seam.
+
+use std::marker::PhantomData;
+
+use annulus_core::{DType, Element, Error, Result, Space};
+use half::{bf16, f16};
+use ndarray::{Array4, ArrayView4};
+
+use super::memory::{Device, DeviceBuffer, DeviceEvent, Memory, fault};
+
+/// The mock device's memory space.
+#[derive(Debug, Clone, Copy)]
+pub struct DeviceSpace;
+
+impl Space for DeviceSpace {
+    type Buffer = DeviceBuffer;
+    type View<'a> = DeviceView<'a>;
+    type ViewMut<'a> = DeviceViewMut<'a>;
+    type Event = DeviceEvent;
+
+    fn size(buffer: &DeviceBuffer) -> u64 {
+        buffer.len()
+    }
+
+    fn describe(view: &DeviceView<'_>) -> (DType, [usize; 4]) {
+        (view.tag.dtype, view.tag.shape)
+    }
+
+    fn describe_mut(view: &DeviceViewMut<'_>) -> (DType, [usize; 4]) {
+        (view.tag.dtype, view.tag.shape)
+    }
+}
+
+/// A caller's dense tensor in device memory.
+#[derive(Debug)]
+pub struct DeviceTensor {
+    buffer: DeviceBuffer,
+    tag: Tag,
+}
+
+/// A tensor as the device's work knows it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Tag {
+    pub(super) slot: u64,
+    pub(super) dtype: DType,
+    pub(super) shape: [usize; 4],
+}
+
+/// A borrowed tensor: a tag, nothing that a host could look into.
+#[derive(Debug, Clone, Copy)]
+pub struct DeviceView<'a> {
+    pub(super) tag: Tag,
+    borrow: PhantomData<&'a DeviceTensor>,
+}
+
+/// A tensor borrowed for writing.
+#[derive(Debug)]
+pub struct DeviceViewMut<'a> {
+    pub(super) tag: Tag,
+    borrow: PhantomData<&'a mut DeviceTensor>,
+}
+
+impl DeviceTensor {
+    /// Rounds numbers to `dtype` and copies them to the device.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn upload(device: &Device, numbers: ArrayView4<'_, f64>, dtype: DType) -> Result<Self> {
+        let buffer = device.allocate((numbers.len() * dtype.bytes()) as u64);
+        let mut bytes = Vec::with_capacity(numbers.len() * dtype.bytes());
+        numbers.iter().for_each(|&number| encode(number, dtype, &mut bytes));
+        device.write(&buffer, &bytes)?;
+        Ok(Self { tag: Tag { slot: buffer.slot(), dtype, shape: numbers.dim().into() }, buffer })
+    }
+
+    /// Zeros.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn zeros(device: &Device, shape: [usize; 4], dtype: DType) -> Result<Self> {
+        Self::upload(device, Array4::zeros(shape).view(), dtype)
+    }
+
+    /// Copies the numbers to the host, once all work that writes them is done.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if such work is still queued.
+    pub fn download(&self) -> Result<Array4<f64>> {
+        let whole = 0..self.buffer.len();
+        numbers(self.tag, &self.buffer.device().read(&self.buffer, std::slice::from_ref(&whole))?)
+    }
+
+    /// Borrows it for reading.
+    pub const fn view(&self) -> DeviceView<'_> {
+        DeviceView { tag: self.tag, borrow: PhantomData }
+    }
+
+    /// Borrows it for writing.
+    pub const fn view_mut(&mut self) -> DeviceViewMut<'_> {
+        DeviceViewMut { tag: self.tag, borrow: PhantomData }
+    }
+}
+
+impl Tag {
+    /// Reads the tensor, within the device's work.
+    pub(super) fn read(self, memory: &mut Memory) -> Result<Array4<f64>> {
+        numbers(self, memory.bytes(self.slot)?)
+    }
+
+    /// Writes the tensor, within the device's work.
+    pub(super) fn write(self, memory: &mut Memory, numbers: ArrayView4<'_, f64>) -> Result<()> {
+        if numbers.dim() != self.shape.into() {
+            return Err(fault(format!("{:?} numbers for a tensor of {:?}", numbers.shape(), self.shape)));
+        }
+        let mut bytes = Vec::new();
+        numbers.iter().for_each(|&number| encode(number, self.dtype, &mut bytes));
+        memory.bytes(self.slot)?.copy_from_slice(&bytes);
+        Ok(())
+    }
+}
+
+fn numbers(tag: Tag, bytes: &[u8]) -> Result<Array4<f64>> {
+    let numbers = bytes.chunks_exact(tag.dtype.bytes()).map(|bytes| decode(tag.dtype, bytes)).collect();
+    Array4::from_shape_vec(tag.shape, numbers).map_err(|error| Error::Device { what: error.to_string() })
+}
+
+/// Rounds a number and appends its bytes.
+pub(super) fn encode(number: f64, dtype: DType, into: &mut Vec<u8>) {
+    match dtype {
+        DType::F64 => into.extend(number.to_le_bytes()),
+        DType::F32 => into.extend(<f32 as Element>::from_f64(number).to_le_bytes()),
+        DType::Bf16 => into.extend(<bf16 as Element>::from_f64(number).to_le_bytes()),
+        DType::F16 => into.extend(<f16 as Element>::from_f64(number).to_le_bytes()),
+    }
+}
+
+/// Widens the number of these bytes; NaN if there are too few.
+pub(super) fn decode(dtype: DType, bytes: &[u8]) -> f64 {
+    match dtype {
+        DType::F64 => bytes.try_into().map_or(f64::NAN, f64::from_le_bytes),
+        DType::F32 => bytes.try_into().map_or(f64::NAN, |bytes| f64::from(f32::from_le_bytes(bytes))),
+        DType::Bf16 => bytes.try_into().map_or(f64::NAN, |bytes| bf16::from_le_bytes(bytes).to_f64()),
+        DType::F16 => bytes.try_into().map_or(f64::NAN, |bytes| f16::from_le_bytes(bytes).to_f64()),
+    }
+}

@@ -1,0 +1,184 @@
+//! A transport of the mock device's memory: from one device to another, without a host buffer of anybody's.
+//!
+//! A send leaves a parcel: a handle, the ranges and the event after which they may be read. The receiver polls that event, then has its
+//! own device write the bytes where the receive was posted; the arrival's event is that work's. Control messages go over a ring of threads.
+
+use std::{
+    collections::HashMap,
+    ops::Range,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use annulus_comm::{Threads, threads};
+use annulus_core::{Arrived, Channel, Control, Error, Hop, Host, Incoming, Outgoing, Result, Transport};
+
+use super::{
+    memory::{Device, DeviceBuffer, DeviceEvent, lock},
+    tensor::DeviceSpace,
+};
+
+/// Sender, receiver, channel, tag.
+type Address = (usize, usize, Channel, u64);
+
+/// What a send leaves for its receiver.
+struct Parcel {
+    buffer: DeviceBuffer,
+    ranges: Arc<[Range<u64>]>,
+    ready: DeviceEvent,
+    taken: Arc<AtomicBool>,
+}
+
+type Parcels = Arc<Mutex<HashMap<Address, Parcel>>>;
+
+/// One rank's endpoint, made by [`device_ring`].
+pub struct DeviceTransport {
+    device: Device,
+    control: Threads,
+    parcels: Parcels,
+    receives: Vec<Receive>,
+    sends: Vec<Arc<AtomicBool>>,
+    bytes_sent: u64,
+}
+
+struct Receive {
+    hop: Hop,
+    buffer: DeviceBuffer,
+    arrived: Option<DeviceEvent>,
+}
+
+/// Makes a ring with one endpoint for each device.
+pub fn device_ring(devices: &[Device]) -> Vec<DeviceTransport> {
+    let parcels = Parcels::default();
+    let endpoint = |(control, device): (Threads, &Device)| DeviceTransport {
+        device: device.clone(),
+        control,
+        parcels: Arc::clone(&parcels),
+        receives: Vec::new(),
+        sends: Vec::new(),
+        bytes_sent: 0,
+    };
+    threads::ring(devices.len()).into_iter().zip(devices).map(endpoint).collect()
+}
+
+impl DeviceTransport {
+    /// Moves every parcel that is here and ready; whether there was one.
+    fn pump(&mut self) -> Result<bool> {
+        let rank = self.rank();
+        let mut moved = false;
+        for receive in self.receives.iter_mut().filter(|receive| receive.arrived.is_none()) {
+            let address = (receive.hop.peer, rank, receive.hop.channel, receive.hop.tag);
+            let Some(parcel) = lock(&self.parcels).remove(&address) else { continue };
+            if !parcel.ready.poll()? {
+                lock(&self.parcels).insert(address, parcel);
+                continue;
+            }
+            let bytes = parcel.buffer.device().read(&parcel.buffer, &parcel.ranges)?;
+            let Hop { peer, step, ranges, .. } = &receive.hop;
+            if bytes.len() as u64 != receive.hop.bytes() {
+                let what = format!("message of {} bytes, want {}", bytes.len(), receive.hop.bytes());
+                return Err(Error::Comm { peer: *peer, step: *step, what });
+            }
+            let (slot, ranges) = (receive.buffer.slot(), Arc::clone(ranges));
+            receive.arrived = Some(self.device.enqueue(&[], &[slot], move |memory| memory.scatter(slot, &ranges, &bytes))?);
+            parcel.taken.store(true, Ordering::Release);
+            moved = true;
+        }
+        self.sends.retain(|taken| !taken.load(Ordering::Acquire));
+        Ok(moved)
+    }
+}
+
+impl Transport<DeviceSpace> for DeviceTransport {
+    fn control(&mut self) -> &mut dyn Control {
+        self
+    }
+
+    fn post(&mut self, sends: &[Outgoing<'_, DeviceSpace>], receives: &mut Vec<Incoming<DeviceSpace>>) -> Result<()> {
+        for Incoming { hop, buffer } in receives.drain(..) {
+            if buffer.is_shared() {
+                return Err(Error::Comm { peer: hop.peer, step: hop.step, what: "the buffer of a receive is in use".into() });
+            }
+            self.receives.push(Receive { hop, buffer, arrived: None });
+        }
+        for Outgoing { hop, buffer, ready } in sends {
+            let taken = Arc::new(AtomicBool::new(false));
+            let parcel =
+                Parcel { buffer: (*buffer).clone(), ranges: Arc::clone(&hop.ranges), ready: (*ready).clone(), taken: Arc::clone(&taken) };
+            let address = (self.rank(), hop.peer, hop.channel, hop.tag);
+            if lock(&self.parcels).insert(address, parcel).is_some() {
+                return Err(Error::Comm { peer: hop.peer, step: hop.step, what: format!("tag {} was used twice", hop.tag) });
+            }
+            self.sends.push(taken);
+            self.bytes_sent += hop.bytes();
+        }
+        Ok(())
+    }
+
+    fn progress(&mut self, patience: Duration) -> Result<()> {
+        // parcels wake nobody, so the control's wait must be short
+        let patience = if self.pump()? { Duration::ZERO } else { patience.min(Duration::from_micros(200)) };
+        Transport::<Host>::progress(&mut self.control, patience)?;
+        self.pump().map(drop)
+    }
+
+    fn take(&mut self, hop: &Hop) -> Result<Option<Arrived<DeviceSpace>>> {
+        let posted = self.receives.iter().position(|receive| receive.hop == *hop);
+        let missing = || Error::invalid("hop", format!("{hop:?}"), "a receive that was posted and not yet taken");
+        let place = posted.ok_or_else(missing)?;
+        if self.receives[place].arrived.is_none() {
+            return Ok(None);
+        }
+        let Receive { buffer, arrived, .. } = self.receives.swap_remove(place);
+        Ok(arrived.map(|ready| Arrived { buffer, ready }))
+    }
+
+    fn pending(&self) -> bool {
+        self.sends.iter().any(|taken| !taken.load(Ordering::Acquire))
+    }
+
+    fn bytes_sent(&self) -> u64 {
+        self.bytes_sent
+    }
+}
+
+impl Control for DeviceTransport {
+    fn rank(&self) -> usize {
+        self.control.rank()
+    }
+
+    fn ranks(&self) -> usize {
+        self.control.ranks()
+    }
+
+    fn offer(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+        self.control.offer(round, bytes)
+    }
+
+    fn collect(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
+        self.control.collect(round)
+    }
+
+    fn missing(&self, round: u64) -> Vec<usize> {
+        self.control.missing(round)
+    }
+
+    fn abort(&mut self, error: &Error) {
+        self.control.abort(error);
+    }
+
+    fn beat(&mut self, working: bool) {
+        self.control.beat(working);
+    }
+
+    fn last_heard(&self, peer: usize) -> Instant {
+        self.control.last_heard(peer)
+    }
+
+    fn last_work(&self) -> Instant {
+        self.control.last_work()
+    }
+}

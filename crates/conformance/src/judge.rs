@@ -1,0 +1,152 @@
+//! Is an answer good enough? FlashAttention's rule, for every element type.
+//!
+//! ```text
+//! |got − want| ≤ 2·(largest error of the plain computation in the same type)
+//!              + 4·(its mean square error)^½ · min(1, 64/n)
+//!              + (16 + 4·largest |lse|)·ε·(magnitude of what is summed up)
+//! ```
+//! `want` is the oracle's, n the numbers in the array. The largest error of very few numbers (a dbias of one, a dsinks of two) is itself a matter of
+//! chance: so it is taken over up to 16 computations of nearby inputs, with some standard deviations to spare. The last term is for arrays that the
+//! plain computation happens to get exactly right. For f64, whose plain computation would be the oracle itself, the plain error is that of
+//! f32, scaled by the ratio of the two ε.
+
+use std::collections::HashMap;
+
+use annulus_core::{DType, Result};
+use ndarray::{ArrayView4, ArrayViewD};
+
+use crate::{Answer, Case, Draw, plain};
+
+/// What a case's answers must be, and how nearly.
+#[derive(Debug, Clone)]
+pub struct Judge {
+    want: Answer,
+    bounds: HashMap<&'static str, f64>,
+}
+
+impl Judge {
+    /// Asks the oracle and computes the plain way.
+    ///
+    /// # Errors
+    /// [`annulus_core::Error::InvalidArgument`] if the parts of the case do not fit each other.
+    pub fn new(case: &Case) -> Result<Self> {
+        let dtype = case.spec.dtype;
+        let want = Answer::of(case.truth()?, case.spec.normalize);
+        let (mut stand_in, ratio) =
+            if dtype == DType::F64 { (case.in_dtype(DType::F32), epsilon(DType::F64) / epsilon(DType::F32)) } else { (case.clone(), 1.0) };
+        let mut errors: HashMap<&'static str, Errors> = HashMap::new();
+        let draw = &mut Draw::new(1);
+        loop {
+            let plain = plain(&stand_in)?;
+            let truth = Answer::of(stand_in.truth()?, case.spec.normalize);
+            for ((name, got), (_, want)) in plain.arrays().into_iter().zip(truth.arrays()) {
+                errors.entry(name).or_default().add(&got, &want);
+            }
+            if errors.values().all(Errors::are_enough) {
+                break;
+            }
+            stand_in = stand_in.nearby(draw);
+        }
+        let floors = floors(case, &want);
+        let bound = |(name, errors): (&'static str, Errors)| (name, ratio * errors.bound() + floors.get(name).copied().unwrap_or(0.0));
+        let bounds = errors.into_iter().map(bound).collect();
+        Ok(Self { want, bounds })
+    }
+
+    /// What the oracle says.
+    pub const fn want(&self) -> &Answer {
+        &self.want
+    }
+
+    /// Compares an answer with the oracle's.
+    ///
+    /// # Errors
+    /// The first number that is too far off, as text.
+    pub fn check(&self, got: &Answer) -> Result<(), String> {
+        got.compare(&self.want, |name| self.bounds.get(name).copied().unwrap_or(0.0))
+    }
+
+    /// Compares two answers to the same question, each of which may be off by as much as the rule allows.
+    ///
+    /// # Errors
+    /// As [`Judge::check`].
+    pub fn check_equal(&self, got: &Answer, want: &Answer) -> Result<(), String> {
+        got.compare(want, |name| 2.0 * self.bounds.get(name).copied().unwrap_or(0.0))
+    }
+}
+
+/// Plain computations of nearby inputs are added until every array has this many numbers to judge by, but at most so many computations.
+const NUMBERS: usize = 128;
+const COMPUTATIONS: usize = 16;
+
+/// How far plain computations were off in one array.
+#[derive(Debug, Clone, Copy, Default)]
+struct Errors {
+    computations: usize,
+    /// In one computation.
+    numbers: usize,
+    largest: f64,
+    squares: f64,
+}
+
+impl Errors {
+    fn add(&mut self, got: &ArrayViewD<'_, f64>, want: &ArrayViewD<'_, f64>) {
+        self.computations += 1;
+        self.numbers = got.len();
+        let apart = got.iter().zip(want).map(|(got, want)| if got == want { 0.0 } else { (got - want).abs() });
+        for apart in apart.filter(|apart| apart.is_finite()) {
+            self.largest = self.largest.max(apart);
+            self.squares += apart * apart;
+        }
+    }
+
+    const fn are_enough(&self) -> bool {
+        self.numbers == 0 || self.computations * self.numbers >= NUMBERS || self.computations == COMPUTATIONS
+    }
+
+    fn bound(self) -> f64 {
+        let numbers = self.numbers.max(1) as f64;
+        let deviation = (self.squares / (numbers * self.computations as f64)).sqrt();
+        2.0 * self.largest + 4.0 * deviation * (64.0 / numbers).min(1.0)
+    }
+}
+
+/// The distance from 1 to the next number.
+pub const fn epsilon(dtype: DType) -> f64 {
+    match dtype {
+        DType::F64 => f64::EPSILON,
+        DType::F32 => f32::EPSILON as f64,
+        DType::Bf16 => 0.007_812_5,
+        DType::F16 => 0.000_976_562_5,
+    }
+}
+
+/// Some ε of the size of the terms that make each array, by name.
+fn floors(case: &Case, want: &Answer) -> HashMap<&'static str, f64> {
+    let wide = epsilon(case.spec.dtype.accumulator());
+    let most = |numbers: &mut dyn Iterator<Item = &f64>| numbers.filter(|x| x.is_finite()).fold(0.0, |most: f64, x| most.max(x.abs()));
+    // a logit of size s is known to s·ε, and so e^s is
+    let sums = wide * (16.0 + 4.0 * most(&mut want.lse.iter()));
+    let narrow = 16.0 * epsilon(case.spec.dtype) + sums;
+    let norm = |tensor: ArrayView4<'_, f64>| {
+        let length = |vector: ndarray::ArrayView1<'_, f64>| vector.iter().map(|x| x * x).sum::<f64>().sqrt();
+        tensor.rows().into_iter().map(length).filter(|length| length.is_finite()).fold(0.0, f64::max)
+    };
+    // ds is made of dout·v, dout·out and dlse
+    let kept = case.spec.dropout.map_or(1.0, |dropout| 1.0 / (1.0 - dropout.probability));
+    let ds = norm(case.dout.view()) * kept * (norm(case.v.view()) + norm(want.out.view()))
+        + case.dlse.as_ref().map_or(0.0, |dlse| most(&mut dlse.iter()));
+    let scale = case.spec.scale.abs();
+    let sink_rows = (case.spec.dims.q_len as f64).sqrt();
+    HashMap::from([
+        ("out", narrow * most(&mut case.v.iter().chain(&want.out)) * kept),
+        ("lse", sums * (1.0 + most(&mut want.lse.iter()))),
+        ("max", sums * (1.0 + most(&mut want.max.iter().flatten()))),
+        ("sum", sums * (1.0 + most(&mut want.sum.iter().flatten()))),
+        ("dq", narrow * (scale * ds * most(&mut case.k.iter()) + most(&mut want.dq.iter()))),
+        ("dk", narrow * (scale * ds * most(&mut case.q.iter()) + most(&mut want.dk.iter()))),
+        ("dv", narrow * (kept * most(&mut case.dout.iter()) + most(&mut want.dv.iter()))),
+        ("dbias", sums * (ds * sink_rows + most(&mut want.dbias.iter().flatten()))),
+        ("dsinks", sums * (ds * sink_rows + most(&mut want.dsinks.iter().flatten()))),
+    ])
+}

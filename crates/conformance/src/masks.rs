@@ -1,0 +1,74 @@
+//! The masks of a case, twice: as the oracle sees them (straight from the table of their meaning) and as a user asks for them.
+
+use std::sync::Arc;
+
+use annulus::Attention;
+use annulus_core::{
+    Mask, Spans,
+    mask::{Key, Query},
+};
+
+/// Everything in a case that hides pairs, besides what its batch hides. All are and-ed.
+#[derive(Debug, Clone, Default)]
+pub struct Masks {
+    /// j' ≤ i'.
+    pub causal: bool,
+    /// i' − l ≤ j' ≤ i' + r; `None` is unbounded.
+    pub window: Option<[Option<u64>; 2]>,
+    /// j' below it is exempt from the window.
+    pub first_visible: u64,
+    /// ⌊i'/C⌋ = ⌊j'/C⌋ and j' ≤ i'.
+    pub chunk: Option<u64>,
+    /// j' < n or j' ≤ i'.
+    pub prefix: Option<u64>,
+    /// Mask objects.
+    pub objects: Vec<Arc<dyn Mask>>,
+}
+
+impl Masks {
+    /// Asks for them as a user does.
+    pub fn ask(&self, mut attention: Attention) -> Attention {
+        if self.causal {
+            attention = attention.causal();
+        }
+        if let Some([left, right]) = self.window {
+            attention = attention.window(left, right).first_visible(self.first_visible);
+        }
+        if let Some(chunk) = self.chunk {
+            attention = attention.chunk(chunk);
+        }
+        if let Some(prefix) = self.prefix {
+            attention = attention.prefix(prefix);
+        }
+        self.objects.iter().fold(attention, |attention, mask| attention.mask(Arc::clone(mask)))
+    }
+}
+
+/// The predicate, without any lowering.
+impl Mask for Masks {
+    fn visible(&self, query: &Query, key: &Key) -> bool {
+        let (i, j) = (i128::from(query.position), i128::from(key.position));
+        let near = |[left, right]: [Option<u64>; 2]| {
+            left.is_none_or(|left| i - i128::from(left) <= j) && right.is_none_or(|right| j <= i + i128::from(right))
+        };
+        let exempt = self.first_visible > 0 && j < i128::from(self.first_visible);
+        let same_chunk = |size: u64| i.div_euclid(size.into()) == j.div_euclid(size.into()) && j <= i;
+        (!self.causal || j <= i)
+            && (self.window.is_none_or(near) || exempt)
+            && self.chunk.is_none_or(same_chunk)
+            && self.prefix.is_none_or(|prefix| j < i128::from(prefix) || j <= i)
+            && self.objects.iter().all(|mask| mask.visible(query, key))
+    }
+
+    fn spans(&self, _: &Query) -> Option<Spans> {
+        None
+    }
+
+    fn per_head(&self) -> bool {
+        self.objects.iter().any(|mask| mask.per_head())
+    }
+
+    fn per_batch(&self) -> bool {
+        self.objects.iter().any(|mask| mask.per_batch())
+    }
+}

@@ -1,0 +1,188 @@
+//! Attention as one would write it down, every step rounded to one element type: what an implementation's error is measured by.
+//!
+//! ```text
+//! X = ‹scale·‹Q Kᵀ››    S = ‹X + bias›, capped    P = ‹softmax(S)›    O = ‹P V›
+//! dP = ‹dO Vᵀ›    dS = ‹P ∘ ‹dP − ‹⟨dO, O⟩ − dlse›››    dQ = ‹scale·dX K›    dK = ‹scale·dXᵀ Q›    dV = ‹Pᵀ dO›
+//! ```
+//! ‹·› rounds to the element type; the sums of a product and of the softmax are kept in the accumulator's type and rounded at each term.
+//!
+//! # Source
+//! The rule is FlashAttention's: an implementation may err at most twice as much as this.
+
+use annulus_core::{BiasOrder, DType, Dims, DropoutMask, Result, Spec, oracle::Sight};
+use ndarray::{Array2, Array3, Array4, ArrayView1, s};
+
+use crate::{Answer, Case};
+
+/// A matrix of one head at a time: what is known of each visible pair.
+#[derive(Clone, Copy)]
+struct Pair {
+    s: f64,
+    slope: f64,
+    keep: f64,
+}
+
+/// Computes a case in the element type of its spec, the plain way.
+///
+/// # Errors
+/// [`annulus_core::Error::InvalidArgument`] if the parts of the case do not fit each other.
+pub fn plain(case: &Case) -> Result<Answer> {
+    let spec = &case.spec;
+    let problem = case.problem();
+    let sight = problem.sight()?;
+    let Dims { batch, q_len, q_heads, value_dim, .. } = spec.dims;
+    let statistics = || Array3::zeros((batch, q_heads, q_len));
+    let mut answer = Answer {
+        out: Array4::zeros((batch, q_len, q_heads, value_dim)),
+        lse: statistics(),
+        max: Some(statistics()),
+        sum: Some(statistics()),
+        ties: Some(statistics()),
+        dq: Array4::zeros(case.q.raw_dim()),
+        dk: Array4::zeros(case.k.raw_dim()),
+        dv: Array4::zeros(case.v.raw_dim()),
+        dbias: case.bias.as_ref().map(|bias| Array4::zeros(bias.raw_dim())),
+        dsinks: case.sinks.as_ref().map(|sinks| Array2::zeros(sinks.raw_dim())),
+    };
+    for b in 0..batch {
+        for h in 0..q_heads {
+            for i in 0..q_len {
+                let seen: Vec<usize> = (0..spec.dims.kv_len).filter(|&j| sight.visible(b, h, i, j)).collect();
+                Row { case, spec, sight: &sight, at: [b, h, i] }.compute(&seen, &mut answer);
+            }
+        }
+    }
+    // sums over rows end in the element type like everything else
+    answer.dk.mapv_inplace(|x| spec.dtype.round(x));
+    answer.dv.mapv_inplace(|x| spec.dtype.round(x));
+    if spec.normalize {
+        (answer.max, answer.sum, answer.ties) = (None, None, None);
+    }
+    Ok(answer)
+}
+
+struct Row<'a> {
+    case: &'a Case,
+    spec: &'a Spec,
+    sight: &'a Sight<'a>,
+    at: [usize; 3],
+}
+
+impl Row<'_> {
+    fn compute(&self, seen: &[usize], answer: &mut Answer) {
+        let [b, h, i] = self.at;
+        let (dtype, sums) = (self.spec.dtype, self.spec.dtype.accumulator());
+        let pairs: Vec<(usize, Pair)> = seen.iter().filter_map(|&j| Some((j, self.pair(j)?))).collect();
+        let sinks: Vec<f64> = self.sinks();
+        let logits = || pairs.iter().map(|(_, pair)| pair.s).chain(sinks.iter().copied());
+        let max = logits().fold(f64::NEG_INFINITY, |max, s| if s > max || s.is_nan() { s } else { max });
+        let [lse_place, max_place, sum_place, ties_place] =
+            [Some(&mut answer.lse), answer.max.as_mut(), answer.sum.as_mut(), answer.ties.as_mut()];
+        let put = |place: Option<&mut Array3<f64>>, number: f64| place.into_iter().for_each(|array| array[self.at] = number);
+        put(max_place, max);
+        if max == f64::NEG_INFINITY {
+            put(lse_place, max);
+            return;
+        }
+        let weight = |s: f64| sums.round((s - max).exp());
+        let sum = logits().fold(0.0, |sum, s| sums.round(sum + weight(s)));
+        let ties = logits().filter(|&s| s == max).count() as f64;
+        put(lse_place, sums.round(max + sums.round(sum.ln())));
+        put(sum_place, sum);
+        put(ties_place, ties);
+
+        // P: what multiplies the values
+        let p = |s: f64| dtype.round(if self.spec.normalize { sums.round(weight(s) / sum) } else { weight(s) });
+        let kv_head = self.spec.dims.kv_head(h);
+        let weights: Vec<f64> = pairs.iter().map(|(_, pair)| dtype.round(pair.keep * p(pair.s))).collect();
+        for x in 0..self.spec.dims.value_dim {
+            let products = pairs.iter().zip(&weights).map(|(&(j, _), &weight)| (weight, self.case.v[[b, j, kv_head, x]]));
+            answer.out[[b, i, h, x]] = dtype.round(dot(sums, products));
+        }
+
+        let dout = self.case.dout.slice(s![b, i, h, ..]);
+        let out = answer.out.slice(s![b, i, h, ..]).to_owned();
+        let dout_out = dtype.round(dot_of(sums, dout, out.view()));
+        let dlse = self.case.dlse.as_ref().map_or(0.0, |dlse| dlse[self.at]);
+        let slope = |s: f64, dp: f64| {
+            let share = dtype.round(sums.round(weight(s) / sum));
+            if self.spec.normalize {
+                return dtype.round(share * dtype.round(dp - dtype.round(dout_out - dlse)));
+            }
+            let through_max = if s == max { dtype.round(dout_out / ties) } else { 0.0 };
+            dtype.round(dtype.round(dtype.round(weight(s)) * dp) - through_max + dtype.round(share * dlse))
+        };
+        let mut dq = vec![0.0; self.spec.dims.head_dim];
+        for (&(j, pair), &weight) in pairs.iter().zip(&weights) {
+            let dp = dtype.round(pair.keep * dtype.round(dot_of(sums, dout, self.case.v.slice(s![b, j, kv_head, ..]))));
+            let ds = slope(pair.s, dp);
+            let dx = dtype.round(ds * pair.slope);
+            let scaled = dtype.round(self.spec.scale * dx);
+            for (x, dq) in dq.iter_mut().enumerate() {
+                *dq = sums.round(*dq + sums.round(scaled * self.case.k[[b, j, kv_head, x]]));
+                let dk = &mut answer.dk[[b, j, kv_head, x]];
+                *dk = sums.round(*dk + sums.round(scaled * self.case.q[[b, i, h, x]]));
+            }
+            for (x, &dout) in dout.iter().enumerate() {
+                let dv = &mut answer.dv[[b, j, kv_head, x]];
+                *dv = sums.round(*dv + sums.round(weight * dout));
+            }
+            if let Some(dbias) = &mut answer.dbias {
+                let place = broadcast(dbias.dim().into(), [b, h, i, j]);
+                dbias[place] = sums.round(dbias[place] + if self.spec.bias_order == BiasOrder::BeforeSoftCap { dx } else { ds });
+            }
+        }
+        dq.iter().enumerate().for_each(|(x, &number)| answer.dq[[b, i, h, x]] = dtype.round(number));
+        if let (Some(dsinks), Some(sinks)) = (&mut answer.dsinks, &self.case.sinks) {
+            let line = if sinks.nrows() == 1 { 0 } else { h };
+            for (t, &sink) in sinks.row(line).iter().enumerate().filter(|(_, sink)| **sink != f64::NEG_INFINITY) {
+                dsinks[[line, t]] = sums.round(dsinks[[line, t]] + slope(sink, 0.0));
+            }
+        }
+    }
+
+    fn pair(&self, j: usize) -> Option<Pair> {
+        let [b, h, i] = self.at;
+        let (spec, dtype) = (self.spec, self.spec.dtype);
+        let bias = self.bias(j)?;
+        let (q, k) = (self.case.q.slice(s![b, i, h, ..]), self.case.k.slice(s![b, j, spec.dims.kv_head(h), ..]));
+        let product = dtype.round(spec.logits_dtype.round(dot_of(dtype.accumulator(), q, k)));
+        let x = dtype.round(spec.scale * product);
+        let (before, after) = if spec.bias_order == BiasOrder::BeforeSoftCap { (bias, 0.0) } else { (0.0, bias) };
+        let (capped, slope) = spec.soft_cap.map_or((dtype.round(x + before), 1.0), |cap| {
+            let tanh = dtype.round((dtype.round(x + before) / cap).tanh());
+            (dtype.round(cap * tanh), dtype.round(1.0 - dtype.round(tanh * tanh)))
+        });
+        let keep = spec
+            .dropout
+            .map(DropoutMask::new)
+            .map_or(1.0, |mask| if mask.keep(b, h, spec.dims.q_heads, i as u64, j as u64) { mask.keep_scale() } else { 0.0 });
+        Some(Pair { s: dtype.round(capped + after), slope, keep })
+    }
+
+    fn bias(&self, j: usize) -> Option<f64> {
+        let [b, h, i] = self.at;
+        let tensor = self.case.bias.as_ref().map_or(0.0, |bias| bias[broadcast(bias.dim().into(), [b, h, i, j])]);
+        let (query, key) = (self.sight.query(b, h, i)?, self.sight.key(b, j)?);
+        let computed = self.spec.bias_function.as_ref().map_or(0.0, |function| function.bias(&query, &key));
+        (tensor != f64::NEG_INFINITY && computed != f64::NEG_INFINITY).then_some(tensor + computed)
+    }
+
+    fn sinks(&self) -> Vec<f64> {
+        let Some(sinks) = &self.case.sinks else { return Vec::new() };
+        let line = sinks.row(if sinks.nrows() == 1 { 0 } else { self.at[1] });
+        line.iter().copied().filter(|&sink| sink != f64::NEG_INFINITY).collect()
+    }
+}
+
+fn dot_of(sums: DType, a: ArrayView1<'_, f64>, b: ArrayView1<'_, f64>) -> f64 {
+    dot(sums, a.iter().copied().zip(b.iter().copied()))
+}
+
+fn dot(sums: DType, pairs: impl Iterator<Item = (f64, f64)>) -> f64 {
+    pairs.fold(0.0, |sum, (a, b)| sums.round(sum + sums.round(a * b)))
+}
+
+fn broadcast(shape: [usize; 4], index: [usize; 4]) -> [usize; 4] {
+    std::array::from_fn(|axis| if shape[axis] == 1 { 0 } else { index[axis] })
+}

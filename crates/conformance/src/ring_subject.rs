@@ -1,0 +1,319 @@
+//! Any backend over any transport, driven through the engine with raw views: one thread a rank, this rank's rows only.
+
+use std::{marker::PhantomData, thread};
+
+use annulus::{Ring, RingOptions};
+use annulus_core::{Backend, Batch, DType, Dims, Error, Gradients, Inputs, Outputs, Result, Runs, Saved, Transport, index};
+use ndarray::{Array3, Array4, ArrayView4, Axis, Dimension, RemoveAxis};
+
+use crate::{Answer, Case, Memory, Setting, Subject};
+
+/// What one rank is made of.
+pub struct Station<M: Memory, B: Backend<Space = M::Space>> {
+    /// Where its tensors live.
+    pub memory: M,
+    /// What computes.
+    pub backend: B,
+    /// What sends.
+    pub transport: Box<dyn Transport<M::Space>>,
+}
+
+/// A ring of stations, made anew for each run by `make(ranks)`.
+pub struct RingSubject<M, B, F> {
+    name: String,
+    make: F,
+    kinds: PhantomData<fn() -> (M, B)>,
+}
+
+impl<M, B, F> RingSubject<M, B, F>
+where
+    M: Memory,
+    B: Backend<Space = M::Space>,
+    F: Fn(usize) -> Result<Vec<Station<M, B>>>,
+{
+    /// A subject of this name.
+    pub fn new(name: impl Into<String>, make: F) -> Self {
+        Self { name: name.into(), make, kinds: PhantomData }
+    }
+}
+
+impl<M, B, F> Subject for RingSubject<M, B, F>
+where
+    M: Memory,
+    B: Backend<Space = M::Space>,
+    F: Fn(usize) -> Result<Vec<Station<M, B>>>,
+{
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+
+    fn run(&self, case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>> {
+        let stations = (self.make)(setting.ranks)?;
+        let rank = |station| -> RankJob<'_> { Box::new(move || run_rank(case, setting, station, times)) };
+        run_ranks(case, times, stations.into_iter().map(rank).collect())
+    }
+}
+
+/// One rank's whole life.
+pub(crate) type RankJob<'a> = Box<dyn FnOnce() -> Result<Vec<Part>> + Send + 'a>;
+
+/// Runs every rank on a thread of its own and puts their answers together.
+pub(crate) fn run_ranks(case: &Case, times: usize, ranks: Vec<RankJob<'_>>) -> Result<Vec<Answer>> {
+    let parts: Vec<Result<Vec<Part>>> = thread::scope(|scope| {
+        let threads: Vec<_> = ranks.into_iter().map(|rank| scope.spawn(rank)).collect();
+        let panicked = |_| Err(Error::Device { what: "a rank panicked".into() });
+        threads.into_iter().map(|thread| thread.join().unwrap_or_else(panicked)).collect()
+    });
+    let parts = first_cause(parts)?;
+    Ok((0..times).map(|time| assemble(case, parts.iter().map(|part| &part[time]))).collect())
+}
+
+/// All results, or the error that is no echo of another rank's.
+fn first_cause<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
+    let is_echo = |error: &Error| matches!(error, Error::Refused { .. } | Error::Aborted { .. } | Error::PeerLost { .. });
+    let mut errors: Vec<&Error> = results.iter().filter_map(|result| result.as_ref().err()).collect();
+    errors.sort_by_key(|error| is_echo(error));
+    match errors.first() {
+        Some(error) => Err((*error).clone()),
+        None => results.into_iter().collect(),
+    }
+}
+
+/// What one rank computed of its rows.
+pub(crate) struct Part {
+    q_rows: Vec<usize>,
+    kv_rows: Vec<usize>,
+    answer: Answer,
+}
+
+/// Plans on this rank, then computes its rows `times` times.
+pub(crate) fn run_rank<M: Memory, B: Backend<Space = M::Space>>(
+    case: &Case,
+    setting: &Setting,
+    station: Station<M, B>,
+    times: usize,
+) -> Result<Vec<Part>> {
+    let Station { memory, backend, transport } = station;
+    let options = RingOptions { layout: setting.layout.clone(), route: setting.route, backward: true, local_gradients: false };
+    let mut ring = Ring::new(backend, transport, case.attention().spec(case.spec.dims), options)?;
+    let rows = |runs: &Runs| runs.iter().map(i64::cast_unsigned).collect::<Vec<u64>>();
+    let (q_rows, kv_rows) = (rows(ring.q_rows()), rows(ring.kv_rows()));
+    if case.batch != Batch::default() {
+        ring.update(&case.batch.select(&q_rows, &kv_rows))?;
+    }
+    let [q_rows, kv_rows] = [q_rows, kv_rows].map(|rows| rows.into_iter().map(index).collect::<Vec<usize>>());
+    let share = Share::upload(&memory, case, &q_rows, &kv_rows)?;
+    let mut parts = Vec::new();
+    for _ in 0..times {
+        let answer = share.compute(&memory, &mut ring, case)?;
+        parts.push(Part { q_rows: q_rows.clone(), kv_rows: kv_rows.clone(), answer });
+    }
+    Ok(parts)
+}
+
+/// One rank's tensors.
+struct Share<M: Memory> {
+    q: M::Tensor,
+    k: M::Tensor,
+    v: M::Tensor,
+    bias: Option<M::Tensor>,
+    sinks: Option<M::Tensor>,
+    dout: M::Tensor,
+    dlse: Option<M::Tensor>,
+    q_rows: usize,
+    bias_shape: Option<[usize; 4]>,
+}
+
+impl<M: Memory> Share<M> {
+    fn upload(memory: &M, case: &Case, q_rows: &[usize], kv_rows: &[usize]) -> Result<Self> {
+        let (dtype, sums) = (case.spec.dtype, case.spec.dtype.accumulator());
+        let upload = |tensor: &Array4<f64>, rows: &[usize]| memory.upload(tensor.select(Axis(1), rows).view(), dtype);
+        let bias = case.bias.as_ref().map(|bias| if bias.len_of(Axis(2)) == 1 { bias.clone() } else { bias.select(Axis(2), q_rows) });
+        let sinks = case.sinks.as_ref().map(|sinks| sinks.view().insert_axis(Axis(2)).insert_axis(Axis(3)));
+        let dlse = case.dlse.as_ref().map(|dlse| dlse.select(Axis(2), q_rows).insert_axis(Axis(3)));
+        let maybe = |tensor: Option<ArrayView4<'_, f64>>| tensor.map(|tensor| memory.upload(tensor, sums)).transpose();
+        Ok(Self {
+            q: upload(&case.q, q_rows)?,
+            k: upload(&case.k, kv_rows)?,
+            v: upload(&case.v, kv_rows)?,
+            bias: maybe(bias.as_ref().map(|bias| bias.view()))?,
+            sinks: maybe(sinks)?,
+            dout: upload(&case.dout, q_rows)?,
+            dlse: maybe(dlse.as_ref().map(|dlse| dlse.view()))?,
+            q_rows: q_rows.len(),
+            bias_shape: bias.as_ref().map(|bias| bias.dim().into()),
+        })
+    }
+
+    fn compute<B: Backend<Space = M::Space>>(&self, memory: &M, ring: &mut Ring<B>, case: &Case) -> Result<Answer> {
+        let sums = case.spec.dtype.accumulator();
+        let made = self.forward(memory, ring, case)?;
+        let [dq, dk, dv, dbias, dsinks] = self.backward(memory, ring, case, &made)?;
+        let download = |tensor: Option<M::Tensor>| tensor.map(|tensor| memory.download(&tensor)).transpose();
+        let whole = |tensor: Option<M::Tensor>| download(tensor).map(Option::unwrap_or_default);
+        let rows = |tensor: Option<M::Tensor>| -> Result<Option<Array3<f64>>> {
+            Ok(download(tensor)?.map(|tensor| tensor.index_axis_move(Axis(3), 0)))
+        };
+        let mut dbias = download(dbias)?;
+        if let Some(dbias) = dbias.as_mut().filter(|_| case.spec.bias.is_some_and(|shape| shape[2] == 1)) {
+            sum_over_ranks(ring, sums, dbias)?;
+        }
+        let mut dsinks = rows(dsinks)?.map(|dsinks| dsinks.index_axis_move(Axis(2), 0));
+        if let Some(dsinks) = &mut dsinks {
+            sum_over_ranks(ring, sums, dsinks)?;
+        }
+        let Made { out, lse, max, sum, ties } = made;
+        Ok(Answer {
+            out: memory.download(&out)?,
+            lse: rows(Some(lse))?.unwrap_or_default(),
+            max: rows(max)?,
+            sum: rows(sum)?,
+            ties: rows(ties)?,
+            dq: whole(dq)?,
+            dk: whole(dk)?,
+            dv: whole(dv)?,
+            dbias,
+            dsinks,
+        })
+    }
+
+    fn inputs(&self, memory: &M) -> Inputs<'_, M::Space> {
+        Inputs {
+            q: memory.view(&self.q),
+            k: memory.view(&self.k),
+            v: memory.view(&self.v),
+            bias: self.bias.as_ref().map(|bias| memory.view(bias)),
+            sinks: self.sinks.as_ref().map(|sinks| memory.view(sinks)),
+        }
+    }
+
+    fn forward<B: Backend<Space = M::Space>>(&self, memory: &M, ring: &mut Ring<B>, case: &Case) -> Result<Made<M::Tensor>> {
+        let (dtype, sums, dims) = (case.spec.dtype, case.spec.dtype.accumulator(), case.spec.dims);
+        // what a call is given to write to must not matter
+        let junk = |shape: [usize; 4], dtype| memory.upload(Array4::from_elem(shape, 77.0).view(), dtype);
+        let statistics = || junk([dims.batch, dims.q_heads, self.q_rows, 1], sums);
+        let unnormalized = || (!case.spec.normalize).then(statistics).transpose();
+        let mut made = Made {
+            out: junk([dims.batch, self.q_rows, dims.q_heads, dims.value_dim], dtype)?,
+            lse: statistics()?,
+            max: unnormalized()?,
+            sum: unnormalized()?,
+            ties: unnormalized()?,
+        };
+        let mut outputs = Outputs {
+            out: memory.view_mut(&mut made.out),
+            lse: memory.view_mut(&mut made.lse),
+            max: made.max.as_mut().map(|max| memory.view_mut(max)),
+            sum: made.sum.as_mut().map(|sum| memory.view_mut(sum)),
+            ties: made.ties.as_mut().map(|ties| memory.view_mut(ties)),
+        };
+        check_bytes("forward", ring.forward(&self.inputs(memory), &mut outputs)?)?;
+        drop(outputs);
+        Ok(made)
+    }
+
+    /// dq, dk, dv, dbias, dsinks.
+    fn backward<B: Backend<Space = M::Space>>(
+        &self,
+        memory: &M,
+        ring: &mut Ring<B>,
+        case: &Case,
+        made: &Made<M::Tensor>,
+    ) -> Result<[Option<M::Tensor>; 5]> {
+        let (dtype, sums) = (case.spec.dtype, case.spec.dtype.accumulator());
+        let junk = |shape: [usize; 4], dtype| memory.upload(Array4::from_elem(shape, 77.0).view(), dtype);
+        let Dims { batch, q_heads, kv_heads, head_dim, value_dim, .. } = case.spec.dims;
+        let kv_rows = index(ring.kv_rows().len());
+        let mut dq = junk([batch, self.q_rows, q_heads, head_dim], dtype)?;
+        let mut dk = junk([batch, kv_rows, kv_heads, head_dim], dtype)?;
+        let mut dv = junk([batch, kv_rows, kv_heads, value_dim], dtype)?;
+        let mut dbias = self.bias_shape.map(|shape| junk(shape, sums)).transpose()?;
+        let sinks_shape = case.sinks.as_ref().map(|sinks| [sinks.nrows(), sinks.ncols(), 1, 1]);
+        let mut dsinks = sinks_shape.map(|shape| junk(shape, sums)).transpose()?;
+        let saved = Saved {
+            out: memory.view(&made.out),
+            lse: memory.view(&made.lse),
+            max: made.max.as_ref().map(|max| memory.view(max)),
+            ties: made.ties.as_ref().map(|ties| memory.view(ties)),
+            dout: memory.view(&self.dout),
+            dlse: self.dlse.as_ref().map(|dlse| memory.view(dlse)),
+        };
+        let mut gradients = Gradients {
+            dq: memory.view_mut(&mut dq),
+            dk: memory.view_mut(&mut dk),
+            dv: memory.view_mut(&mut dv),
+            dbias: dbias.as_mut().map(|dbias| memory.view_mut(dbias)),
+            dsinks: dsinks.as_mut().map(|dsinks| memory.view_mut(dsinks)),
+        };
+        check_bytes("backward", ring.backward(&self.inputs(memory), &saved, &mut gradients)?)?;
+        drop(gradients);
+        Ok([Some(dq), Some(dk), Some(dv), dbias, dsinks])
+    }
+}
+
+/// What forward wrote.
+struct Made<T> {
+    out: T,
+    lse: T,
+    max: Option<T>,
+    sum: Option<T>,
+    ties: Option<T>,
+}
+
+/// What went over the wire is what the schedule predicts.
+fn check_bytes(pass: &str, report: annulus::Report) -> Result<()> {
+    if report.bytes_sent == report.bytes_predicted {
+        return Ok(());
+    }
+    Err(Error::Device { what: format!("{pass} sent {} bytes, the schedule predicts {}", report.bytes_sent, report.bytes_predicted) })
+}
+
+/// Adds up every rank's part, in the type that a caller is given.
+fn sum_over_ranks<B: Backend, D: Dimension>(ring: &mut Ring<B>, sums: DType, part: &mut ndarray::Array<f64, D>) -> Result<()> {
+    let mut numbers: Vec<f64> = part.iter().copied().collect();
+    ring.sum_over_ranks(&mut numbers)?;
+    part.iter_mut().zip(numbers).for_each(|(place, number)| *place = sums.round(number));
+    Ok(())
+}
+
+/// Puts every rank's rows where they belong.
+fn assemble<'a>(case: &Case, parts: impl Iterator<Item = &'a Part>) -> Answer {
+    fn put<D: RemoveAxis>(whole: &mut ndarray::Array<f64, D>, axis: usize, rows: &[usize], part: &ndarray::Array<f64, D>) {
+        for (place, &row) in rows.iter().enumerate() {
+            whole.index_axis_mut(Axis(axis), row).assign(&part.index_axis(Axis(axis), place));
+        }
+    }
+    let Dims { batch, q_len, q_heads, value_dim, .. } = case.spec.dims;
+    let unnormalized = || (!case.spec.normalize).then(|| Array3::zeros((batch, q_heads, q_len)));
+    let mut whole = Answer {
+        out: Array4::zeros((batch, q_len, q_heads, value_dim)),
+        lse: Array3::zeros((batch, q_heads, q_len)),
+        max: unnormalized(),
+        sum: unnormalized(),
+        ties: unnormalized(),
+        dq: Array4::zeros(case.q.raw_dim()),
+        dk: Array4::zeros(case.k.raw_dim()),
+        dv: Array4::zeros(case.v.raw_dim()),
+        dbias: case.bias.as_ref().map(|bias| Array4::zeros(bias.raw_dim())),
+        dsinks: None,
+    };
+    for Part { q_rows, kv_rows, answer } in parts {
+        put(&mut whole.out, 1, q_rows, &answer.out);
+        put(&mut whole.lse, 2, q_rows, &answer.lse);
+        for (whole, part) in [(&mut whole.max, &answer.max), (&mut whole.sum, &answer.sum), (&mut whole.ties, &answer.ties)] {
+            if let (Some(whole), Some(part)) = (whole, part) {
+                put(whole, 2, q_rows, part);
+            }
+        }
+        put(&mut whole.dq, 1, q_rows, &answer.dq);
+        put(&mut whole.dk, 1, kv_rows, &answer.dk);
+        put(&mut whole.dv, 1, kv_rows, &answer.dv);
+        if let (Some(whole), Some(part)) = (&mut whole.dbias, &answer.dbias) {
+            let over_queries = case.spec.bias.is_some_and(|shape| shape[2] == 1);
+            if over_queries { whole.assign(part) } else { put(whole, 2, q_rows, part) }
+        }
+        // already summed over ranks, the same on each
+        whole.dsinks.clone_from(&answer.dsinks);
+    }
+    whole
+}

@@ -1,0 +1,121 @@
+//! Who is examined: anything that can compute a case over a ring.
+
+use annulus::{Attention, Backward, Forward, Plan, Tensors};
+use annulus_core::{Batch, DType, Element, Layout, Result, Route};
+use half::{bf16, f16};
+use ndarray::{Array, Dimension};
+
+use crate::{Answer, Case};
+
+/// How a case is spread over ranks.
+#[derive(Debug, Clone)]
+pub struct Setting {
+    /// Ranks, at least 1.
+    pub ranks: usize,
+    /// `None`: chosen from the mask.
+    pub layout: Option<Layout>,
+    /// `None`: chosen from the mask.
+    pub route: Option<Route>,
+}
+
+impl Setting {
+    /// One rank.
+    pub const ALONE: Self = Self { ranks: 1, layout: None, route: None };
+
+    /// This layout over `ranks` ranks.
+    pub const fn new(ranks: usize, layout: Layout) -> Self {
+        Self { ranks, layout: Some(layout), route: None }
+    }
+}
+
+impl std::fmt::Display for Setting {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let layout = self.layout.as_ref().map_or("auto", Layout::name);
+        write!(f, "{} ranks, {layout}, {:?}", self.ranks, self.route)
+    }
+}
+
+/// Something that computes cases.
+pub trait Subject {
+    /// Its name in failures.
+    fn name(&self) -> String;
+
+    /// Plans once, then computes forward and backward `times` times.
+    ///
+    /// # Errors
+    /// Whatever the subject says.
+    fn run(&self, case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>>;
+}
+
+/// The facade: [`Attention`] → [`Plan`], whole tensors, CPU ranks in threads.
+#[derive(Debug, Clone, Copy)]
+pub struct Facade;
+
+impl Subject for Facade {
+    fn name(&self) -> String {
+        "annulus::Plan".into()
+    }
+
+    fn run(&self, case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>> {
+        match case.spec.dtype {
+            DType::F64 => run_plan::<f64>(case, setting, times),
+            DType::F32 => run_plan::<f32>(case, setting, times),
+            DType::Bf16 => run_plan::<bf16>(case, setting, times),
+            DType::F16 => run_plan::<f16>(case, setting, times),
+        }
+    }
+}
+
+/// The question as a user asks it.
+pub(crate) fn ask(case: &Case, setting: &Setting) -> Attention {
+    let attention = case.attention().threads(1);
+    setting.route.map_or(attention.clone(), |route| attention.route(route))
+}
+
+fn run_plan<T: Element>(case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>> {
+    let mut plan = ask(case, setting).plan(case.spec.dims, setting.ranks, setting.layout.clone())?;
+    if case.batch != Batch::default() {
+        plan.update(&case.batch)?;
+    }
+    let (q, k, v, dout) = (narrow::<T, _>(&case.q), narrow::<T, _>(&case.k), narrow::<T, _>(&case.v), narrow::<T, _>(&case.dout));
+    let bias = case.bias.as_ref().map(narrow::<T::Accumulator, _>);
+    let sinks = case.sinks.as_ref().map(narrow::<T::Accumulator, _>);
+    let dlse = case.dlse.as_ref().map(narrow::<T::Accumulator, _>);
+    let tensors = Tensors {
+        bias: bias.as_ref().map(|bias| bias.view()),
+        sinks: sinks.as_ref().map(|sinks| sinks.view()),
+        ..Tensors::new(q.view(), k.view(), v.view())
+    };
+    let once = |plan: &mut Plan| {
+        let forward = plan.forward(&tensors)?;
+        let backward = plan.backward(&tensors, &forward, dout.view(), dlse.as_ref().map(|dlse| dlse.view()))?;
+        Ok(answer(&forward, &backward))
+    };
+    (0..times).map(|_| once(&mut plan)).collect()
+}
+
+/// Widens what the facade returns.
+pub fn answer<T: Element>(forward: &Forward<T>, backward: &Backward<T>) -> Answer {
+    Answer {
+        out: widen(&forward.out),
+        lse: widen(&forward.lse),
+        max: forward.max.as_ref().map(widen),
+        sum: forward.sum.as_ref().map(widen),
+        ties: forward.ties.as_ref().map(widen),
+        dq: widen(&backward.dq),
+        dk: widen(&backward.dk),
+        dv: widen(&backward.dv),
+        dbias: backward.dbias.as_ref().map(widen),
+        dsinks: backward.dsinks.as_ref().map(widen),
+    }
+}
+
+/// Rounds to an element type.
+pub fn narrow<T: Element, D: Dimension>(array: &Array<f64, D>) -> Array<T, D> {
+    array.mapv(T::from_f64)
+}
+
+/// Widens to f64.
+pub fn widen<T: Element, D: Dimension>(array: &Array<T, D>) -> Array<f64, D> {
+    array.mapv(T::to_f64)
+}

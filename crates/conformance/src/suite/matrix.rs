@@ -1,0 +1,205 @@
+//! Mask family × ranks × layout, with dims, GQA, element type, features and batches dealt out over that product.
+//!
+//! The product of masks, ranks and layouts is run in full at tiny sizes. Dims (raggedness, GQA, odd head dims), element types and the
+//! other features are dealt to its members by a random number each, so that any two values of any two of them meet with near certainty
+//! but not all combinations do. [`sizes`] are fewer and larger; [`random_cases`] combine everything at random.
+
+use std::sync::Arc;
+
+use annulus_core::{
+    Alignment, BackwardMode, Batch, BiasOrder, CustomLayout, DType, DenseMask, Dims, Layout, Mask, Route, Runs, SinkShape, Spec,
+    mask::{Causal, Dense, PerHead, Predicate, Window, or},
+};
+use ndarray::Array2;
+
+use super::{LAYOUTS, Verdict, examine, judge};
+use crate::{Case, Draw, Masks, Setting, Subject};
+
+/// How much of a product is run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Scale {
+    /// All of it.
+    Full,
+    /// One member in this many.
+    OneIn(usize),
+}
+
+impl Scale {
+    const fn takes(self, number: usize) -> bool {
+        match self {
+            Self::Full => true,
+            Self::OneIn(every) => number.is_multiple_of(every),
+        }
+    }
+}
+
+const RANKS: [usize; 9] = [1, 2, 3, 4, 5, 7, 8, 16, 33];
+const DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::Bf16, DType::F16];
+
+/// Every mask family × every number of ranks × every layout (a random one among them).
+///
+/// # Errors
+/// The first member that is wrong.
+pub fn matrix(subject: &dyn Subject, scale: Scale) -> Verdict {
+    let mut number = 0;
+    for family in 0..FAMILIES {
+        for ranks in RANKS {
+            for layout in 0..=LAYOUTS.len() {
+                number += 1;
+                if !scale.takes(number) {
+                    continue;
+                }
+                let draw = &mut Draw::new(number as u64);
+                let dims = dims(draw);
+                let layout = LAYOUTS.get(layout).cloned().unwrap_or_else(|| random_layout(&dims, ranks, draw));
+                let case = featured(family, dims, draw).in_dtype(draw.pick(&DTYPES));
+                examine(subject, &judge(&case)?, &case, &Setting::new(ranks, layout))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Awkward sizes up to 113 × 203, each under one mask, a few ranks and every layout.
+///
+/// # Errors
+/// The first that is wrong.
+pub fn sizes(subject: &dyn Subject, scale: Scale) -> Verdict {
+    let lengths = [(1, 1), (1, 65), (63, 63), (65, 65), (33, 17), (63, 7), (113, 203)];
+    for (number, (q_len, kv_len)) in lengths.into_iter().enumerate().filter(|(number, _)| scale.takes(*number)) {
+        let draw = &mut Draw::new(number as u64);
+        let dims = Dims { batch: 1, q_len, kv_len, q_heads: 2, kv_heads: 1, head_dim: 33, value_dim: 20 };
+        let mut case = featured(draw.pick(&[1, 2, 3]), dims, draw);
+        case.spec.alignment = Alignment::BottomRight;
+        for (turn, layout) in LAYOUTS.into_iter().enumerate() {
+            let case = case.in_dtype(DTYPES[(number + turn) % DTYPES.len()]);
+            examine(subject, &judge(&case)?, &case, &Setting::new(draw.pick(&[2, 3, 5]), layout))?;
+        }
+    }
+    Ok(())
+}
+
+/// Random cases on random settings, by seed.
+///
+/// # Errors
+/// The first that is wrong.
+pub fn random_cases(subject: &dyn Subject, seeds: impl Iterator<Item = u64>) -> Verdict {
+    for seed in seeds {
+        let draw = &mut Draw::new(!seed);
+        let case = Case::random(seed).in_dtype(draw.pick(&DTYPES));
+        let ranks = draw.pick(&[1, 2, 3, 4, 6]);
+        let layout = match draw.below(5) {
+            0 => None,
+            1 => Some(random_layout(&case.spec.dims, ranks, draw)),
+            named => Some(LAYOUTS[named - 2].clone()),
+        };
+        // one side's ids serve for both only where a rank holds the same rows of both
+        let lone_ids = case.batch.q_segment_ids.is_some() != case.batch.kv_segment_ids.is_some();
+        let layout = layout.filter(|layout| !(lone_ids && matches!(layout, Layout::Custom(_))));
+        let route = draw.pick(&[None, Some(Route::RelayUp), Some(Route::RelayDown), Some(Route::Direct)]);
+        examine(subject, &judge(&case)?, &case, &Setting { ranks, layout, route })?;
+    }
+    Ok(())
+}
+
+fn dims(draw: &mut Draw) -> Dims {
+    let (q_len, kv_len) = draw.pick(&[(17, 17), (17, 17), (7, 7), (24, 24), (33, 12), (9, 33), (1, 5), (40, 40)]);
+    let (q_heads, kv_heads) = draw.pick(&[(1, 1), (2, 1), (4, 2), (3, 3)]);
+    let (head_dim, value_dim) = draw.pick(&[(4, 4), (7, 5), (8, 8), (1, 2)]);
+    Dims { batch: draw.pick(&[1, 2]), q_len, kv_len, q_heads, kv_heads, head_dim, value_dim }
+}
+
+const FAMILIES: usize = 13;
+
+/// A case whose mask is of this family, with some other features.
+fn featured(family: usize, dims: Dims, draw: &mut Draw) -> Case {
+    let mut spec = Spec::new(dims, DType::F64);
+    spec.alignment = draw.pick(&[Alignment::TopLeft, Alignment::BottomRight]);
+    spec.normalize = !draw.once_in(4);
+    spec.soft_cap = draw.pick(&[None, None, Some(2.0)]);
+    spec.bias_order = draw.pick(&[BiasOrder::AfterSoftCap, BiasOrder::BeforeSoftCap]);
+    if draw.once_in(3) {
+        spec.sinks = Some(SinkShape { per_head: draw.once_in(2), count: 2 });
+    }
+    if draw.once_in(4) {
+        spec.bias = Some([dims.batch, dims.q_heads, dims.q_len, dims.kv_len].map(|len| draw.pick(&[1, len])));
+    }
+    if spec.bias.is_none_or(|shape| shape[2] == 1) && family != 12 {
+        spec.backward = draw.pick(&[BackwardMode::OnePass, BackwardMode::TwoPass]);
+    }
+    let mut case = Case::new(format!("mask family {family}"), spec, masks(family, &dims, draw), draw);
+    if draw.once_in(2) {
+        case.dlse = Some(draw.tensor((dims.batch, dims.q_heads, dims.q_len)));
+    }
+    case.batch = batch(family, &dims, draw);
+    case
+}
+
+fn masks(family: usize, dims: &Dims, draw: &mut Draw) -> Masks {
+    let plain = Masks::default();
+    let causal = Masks { causal: true, ..Masks::default() };
+    let window = |left, right| Window::new(left, right);
+    let object = |mask: Arc<dyn Mask>| Masks { objects: vec![mask], ..Masks::default() };
+    match family {
+        0 => plain,
+        1 => causal,
+        2 => Masks { window: Some([Some(4), None]), ..causal },
+        3 => Masks { window: Some([Some(3), Some(2)]), first_visible: draw.pick(&[0, 2]), ..plain },
+        4 => Masks { chunk: Some(6), ..plain },
+        5 => Masks { prefix: Some(5), ..plain },
+        6 => object(or(Arc::new(window(Some(1), Some(0))), Arc::new(Window { offset: -9, ..window(Some(2), Some(2)) }))),
+        7 => object(Arc::new(PerHead(
+            (0..dims.q_heads)
+                .map(|h| if h % 2 == 0 { Arc::new(Causal { offset: 0 }) as Arc<dyn Mask> } else { Arc::new(window(Some(2), Some(2))) })
+                .collect(),
+        ))),
+        8 => object(Arc::new(Predicate::of_positions("a multiple of 3 apart", |i, j| (i - j) % 3 == 0))),
+        9 => {
+            let bits = draw.bits();
+            let shape = [1, dims.q_heads, dims.q_len, dims.kv_len];
+            object(Arc::new(Dense(Arc::new(DenseMask::from_fn(shape, |[_, h, i, j]| bits >> ((h * 17 + i * 5 + j * 3) % 61) & 1 != 0)))))
+        }
+        // what the batch hides, under a causal mask: 10 segment ids, 11 packed lengths or positions, 12 a dense mask
+        _ => causal,
+    }
+}
+
+fn batch(family: usize, dims: &Dims, draw: &mut Draw) -> Batch {
+    let Dims { batch, q_len, kv_len, .. } = *dims;
+    let mut made = Batch::default();
+    match family {
+        10 => {
+            let ids =
+                |len: usize| Array2::from_shape_fn((batch, len), |(b, row)| if row % 11 == 10 { -1 } else { ((row + b) * 3 / len) as i32 });
+            (made.q_segment_ids, made.kv_segment_ids) = (Some(ids(q_len)), Some(ids(kv_len)));
+        }
+        11 if draw.once_in(2) => {
+            let thirds = |len: usize| vec![0, len as i64 / 3, len as i64 / 3, len as i64 - len as i64 / 9];
+            (made.cum_seqlens_q, made.cum_seqlens_k) = (Some(thirds(q_len)), Some(thirds(kv_len)));
+        }
+        11 => {
+            let mut positions =
+                |len: usize| Array2::from_shape_fn((batch, len), |(b, row)| (row as i64 * 5 + b as i64) % 23 - 3 + draw.below(2) as i64);
+            (made.q_positions, made.kv_positions) = (Some(positions(q_len)), Some(positions(kv_len)));
+        }
+        12 => {
+            let bits = draw.bits();
+            let shape = [draw.pick(&[1, batch]), 1, q_len, kv_len];
+            made.attention_mask = Some(DenseMask::from_fn(shape, |[b, _, i, j]| bits >> ((b * 29 + i * 7 + j) % 64) & 1 != 0));
+        }
+        _ => {}
+    }
+    made
+}
+
+/// Rows dealt to ranks at random, in random order: uneven and empty shards among them.
+fn random_layout(dims: &Dims, ranks: usize, draw: &mut Draw) -> Layout {
+    let mut deal = |len: usize| {
+        let mut shards = vec![Vec::new(); ranks];
+        for row in draw.permutation(len) {
+            shards[draw.below(ranks)].push(row as i64);
+        }
+        shards.into_iter().map(|shard| shard.into_iter().collect::<Runs>()).collect()
+    };
+    Layout::Custom(Arc::new(CustomLayout { q: deal(dims.q_len), kv: deal(dims.kv_len) }))
+}

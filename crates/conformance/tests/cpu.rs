@@ -1,0 +1,61 @@
+//! The CPU backend over threads. In full: mask family × ranks × layout at tiny sizes (dims, element types and other features dealt out at
+//! random, see `suite/matrix.rs`), the awkward sizes, every numeric rule, every relation. Sampled: random configurations.
+
+use std::time::Duration;
+
+use annulus_conformance::{
+    subjects::{Mixed, cpu, cpu_delayed},
+    suite::{self, Scale},
+};
+use proptest::prelude::*;
+
+#[test]
+fn the_whole_matrix_holds_on_the_cpu() {
+    suite::matrix(&cpu(), Scale::Full).unwrap();
+}
+
+#[test]
+fn awkward_sizes_hold_on_the_cpu() {
+    suite::sizes(&cpu(), Scale::Full).unwrap();
+}
+
+#[test]
+fn the_numeric_rules_hold_on_the_cpu() {
+    suite::numeric_rules(&cpu()).unwrap();
+}
+
+#[test]
+fn the_metamorphic_relations_hold_on_the_cpu() {
+    suite::metamorphic(&cpu()).unwrap();
+}
+
+#[test]
+fn bits_repeat_on_the_cpu() {
+    suite::same_bits_over_repeats(&cpu(), 100).unwrap();
+}
+
+#[test]
+fn messages_that_overtake_each_other_change_no_bit_on_the_cpu() {
+    suite::same_bits_under_delay(&cpu(), &cpu_delayed(Duration::from_micros(500)), 100).unwrap();
+}
+
+#[test]
+fn known_random_cases_hold_on_the_cpu() {
+    suite::random_cases(&cpu(), 0..400).unwrap();
+}
+
+#[test]
+fn different_backends_share_a_ring() {
+    suite::random_cases(&Mixed, 2000..2100).unwrap();
+    suite::matrix(&Mixed, Scale::OneIn(17)).unwrap();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// A seed that fails belongs into the range of known ones.
+    #[test]
+    fn any_random_case_holds_on_the_cpu(seed in any::<u64>()) {
+        prop_assert_eq!(suite::random_cases(&cpu(), std::iter::once(seed)), Ok(()));
+    }
+}

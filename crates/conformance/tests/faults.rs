@@ -1,0 +1,138 @@
+//! The engine under faults: whatever goes wrong on the wire, every rank returns a documented error by deadline + 1 s, names what broke, and its plan
+//! is dead afterwards. Faults that must do no harm do none. (The transports' own faults are held in `annulus-comm`.)
+
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
+use annulus::{
+    Attention, Cpu, Dims, Error, Layout, RankPlan, Result, Tensors,
+    comm::{Checksum, Fault, Injection, threads},
+};
+use ndarray::Array4;
+
+const RANKS: usize = 4;
+const DEADLINE: Duration = Duration::from_secs(1);
+const DIMS: Dims = Dims { batch: 1, q_len: 16, kv_len: 16, q_heads: 2, kv_heads: 1, head_dim: 4, value_dim: 4 };
+
+/// What one rank went through: its first error, when, and what its plan says afterwards.
+#[derive(Debug)]
+struct Fate {
+    error: Option<Error>,
+    after: Duration,
+    next: Option<Error>,
+}
+
+/// Forward and backward of full attention, three hops each way; rank 1 suffers the fault.
+fn run(injection: Injection) -> Vec<Fate> {
+    let rank = |(rank, endpoint)| {
+        let injections = if rank == 1 { vec![injection] } else { Vec::new() };
+        let transport = Checksum::new(Fault::new(endpoint, 5, injections));
+        let attention = Attention::new().deadline(DEADLINE);
+        let plan = RankPlan::new(&attention, DIMS, Some(Layout::Contiguous), Cpu::new(1)?, transport);
+        let start = Instant::now();
+        Ok::<_, Error>(match plan {
+            Err(error) => Fate { error: Some(error), after: start.elapsed(), next: None },
+            Ok(mut plan) => {
+                let error = passes(&mut plan).err();
+                let after = start.elapsed();
+                let next = error.is_some().then(|| passes(&mut plan).err()).flatten();
+                Fate { error, after, next }
+            }
+        })
+    };
+    thread::scope(|scope| {
+        let ranks: Vec<_> = threads::ring(RANKS).into_iter().enumerate().map(|part| scope.spawn(move || rank(part))).collect();
+        ranks.into_iter().map(|rank| rank.join().expect("no rank panics").expect("a backend")).collect()
+    })
+}
+
+fn passes(plan: &mut RankPlan<Cpu>) -> Result<()> {
+    let rows = annulus_core::index(plan.q_rows().len());
+    let tensor = |heads| Array4::<f32>::from_elem((1, rows, heads, 4), 0.5);
+    let (q, kv) = (tensor(2), tensor(1));
+    let tensors = Tensors::new(q.view(), kv.view(), kv.view());
+    let forward = plan.forward(&tensors)?;
+    plan.backward(&tensors, &forward, q.view(), None).map(drop)
+}
+
+/// Every rank failed in time with an error of the family "the plan is dead", and stays dead; `root` is what at least one rank saw itself.
+fn assert_all_fail(injection: Injection, root: fn(usize, &Error) -> bool) {
+    let fates = run(injection);
+    let mut seen = false;
+    for (rank, fate) in fates.iter().enumerate() {
+        let error = fate.error.as_ref().unwrap_or_else(|| panic!("{injection:?}: rank {rank} noticed nothing: {fates:?}"));
+        assert!(error.is_fatal(), "{injection:?}: rank {rank}: {error}");
+        assert!(fate.after <= DEADLINE + Duration::from_secs(1), "{injection:?}: rank {rank} took {:?}", fate.after);
+        assert!(matches!(&fate.next, Some(Error::Poisoned { .. })), "{injection:?}: rank {rank} goes on: {:?}", fate.next);
+        seen |= root(rank, error);
+    }
+    assert!(seen, "{injection:?}: nobody names the cause: {fates:?}");
+}
+
+fn assert_none_fails(injection: Injection) {
+    for (rank, fate) in run(injection).into_iter().enumerate() {
+        assert!(fate.error.is_none(), "{injection:?}: rank {rank}: {:?}", fate.error);
+    }
+}
+
+/// The first and the last send of a forward pass, and two of the backward pass.
+const SENDS: [u64; 4] = [0, 2, 4, 6];
+
+/// Waits cost no work: all at once.
+fn at_once<T: Send>(cases: impl IntoIterator<Item = T>, check: impl Fn(T) + Sync) {
+    let check = &check;
+    thread::scope(|scope| {
+        let cases: Vec<_> = cases.into_iter().map(|case| scope.spawn(move || check(case))).collect();
+        cases.into_iter().for_each(|case| case.join().expect("the case holds"));
+    });
+}
+
+#[test]
+fn a_message_that_never_comes_is_a_timeout() {
+    at_once(SENDS, |send| assert_all_fail(Injection::Drop { send }, |_, error| matches!(error, Error::Timeout { .. })));
+}
+
+#[test]
+fn a_message_that_comes_spoilt_is_named_by_its_receiver() {
+    for send in SENDS {
+        assert_all_fail(
+            Injection::Truncate { send },
+            |_, error| matches!(error, Error::Comm { peer: 1, what, .. } if what.contains("truncated")),
+        );
+        assert_all_fail(
+            Injection::Corrupt { send },
+            |_, error| matches!(error, Error::Comm { peer: 1, what, .. } if what.contains("checksum")),
+        );
+    }
+}
+
+#[test]
+fn a_message_that_comes_twice_is_an_error_or_nothing() {
+    for send in SENDS {
+        for fate in run(Injection::Duplicate { send }) {
+            let documented = match &fate.error {
+                None | Some(Error::Aborted { .. } | Error::PeerLost { .. }) => true,
+                Some(Error::Comm { what, .. }) => what.contains("duplicate"),
+                Some(_) => false,
+            };
+            assert!(documented, "send {send}: {fate:?}");
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_dies_is_missed() {
+    at_once(0..3, |step| {
+        assert_all_fail(Injection::Die { step }, |rank, error| {
+            rank != 1 && matches!(error, Error::Timeout { .. } | Error::PeerLost { .. })
+        });
+    });
+}
+
+#[test]
+fn messages_that_come_late_do_no_harm() {
+    at_once(SENDS, |send| assert_none_fails(Injection::Delay { send, by: Duration::from_millis(300) }));
+    assert_none_fails(Injection::DelayAll { most: Duration::from_millis(20) });
+}

@@ -1,0 +1,69 @@
+//! The mock device over its own transport and over a staged one: nothing between the seams assumes host memory, or that work is done when a
+//! call returns. A fifth of the matrix, 300 random cases, and every rule; over the staged transport a smaller sample.
+
+use std::time::Duration;
+
+use annulus_conformance::{
+    Case, RingSubject, Setting, Station, Subject,
+    device::{Device, DeviceTransport, MockBackend, device_ring},
+    subjects::{mock, mock_staged},
+    suite::{self, Scale},
+};
+use annulus_core::{Layout, Result};
+
+#[test]
+fn random_cases_hold_on_the_mock_device() {
+    suite::random_cases(&mock(), 0..300).unwrap();
+}
+
+#[test]
+fn a_sample_of_the_matrix_holds_on_the_mock_device() {
+    suite::matrix(&mock(), Scale::OneIn(5)).unwrap();
+}
+
+#[test]
+fn the_numeric_rules_hold_on_the_mock_device() {
+    suite::numeric_rules(&mock()).unwrap();
+}
+
+#[test]
+fn the_metamorphic_relations_hold_on_the_mock_device() {
+    suite::metamorphic(&mock()).unwrap();
+}
+
+#[test]
+fn bits_repeat_on_the_mock_device() {
+    suite::same_bits_over_repeats(&mock(), 5).unwrap();
+}
+
+#[test]
+fn a_sample_holds_on_the_mock_device_through_host_memory() {
+    let staged = mock_staged(Duration::from_micros(300));
+    suite::random_cases(&staged, 1000..1060).unwrap();
+    suite::matrix(&staged, Scale::OneIn(29)).unwrap();
+}
+
+#[test]
+fn messages_that_overtake_each_other_change_no_bit_on_the_mock_device() {
+    suite::same_bits_under_delay(&mock(), &mock_staged(Duration::from_millis(1)), 5).unwrap();
+}
+
+#[test]
+fn a_plan_that_is_gone_leaves_no_memory_behind() {
+    let devices: Vec<Device> = (0..3).map(|_| Device::new()).collect();
+    let kept = devices.clone();
+    let ring = RingSubject::new("mock", move |_| -> Result<Vec<Station<Device, MockBackend>>> {
+        let endpoints = device_ring(&devices).into_iter().zip(devices.clone());
+        let station = |(transport, memory): (DeviceTransport, Device)| Station {
+            backend: MockBackend::new(memory.clone()),
+            memory,
+            transport: Box::new(transport),
+        };
+        Ok(endpoints.map(station).collect())
+    });
+    ring.run(&Case::random(4), &Setting::new(3, Layout::Zigzag), 2).unwrap();
+    for device in kept {
+        device.synchronize().unwrap();
+        assert_eq!(device.allocations(), 0);
+    }
+}

@@ -1,0 +1,146 @@
+//! Masks given as a bit a pair.
+
+use ndarray::ArrayView4;
+
+use crate::{Dims, Error, Result};
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+/// What a dense mask may be given as: booleans and integers. Not floats: an additive mask would be read upside down.
+pub trait MaskElement: Copy + Default + PartialEq + sealed::Sealed {}
+
+macro_rules! mask_elements {
+    ($($type:ty)*) => {
+        $(impl sealed::Sealed for $type {} impl MaskElement for $type {})*
+    };
+}
+mask_elements!(bool i8 i16 i32 i64 u8 u16 u32 u64);
+
+/// A dense mask `[b|1, heads|1, q rows, kv rows]`, one bit a pair, looked up by row number.
+#[derive(Clone, PartialEq, Eq)]
+pub struct DenseMask {
+    shape: [usize; 4],
+    /// 64-bit words a query row
+    words: usize,
+    bits: Vec<u64>,
+}
+
+impl DenseMask {
+    /// From booleans or integers: any non-zero value, negative included, is visible.
+    pub fn from_integers<T: MaskElement>(mask: ArrayView4<'_, T>) -> Self {
+        Self::from_fn(mask.dim().into(), |index| mask[index] != T::default())
+    }
+
+    /// From a predicate of `[batch, head, query row, key row]`.
+    pub fn from_fn(shape: [usize; 4], visible: impl Fn([usize; 4]) -> bool) -> Self {
+        let words = shape[3].div_ceil(64);
+        let mut bits = vec![0u64; shape[0] * shape[1] * shape[2] * words];
+        for b in 0..shape[0] {
+            for h in 0..shape[1] {
+                for q in 0..shape[2] {
+                    let line = ((b * shape[1] + h) * shape[2] + q) * words;
+                    for k in 0..shape[3] {
+                        bits[line + k / 64] |= u64::from(visible([b, h, q, k])) << (k % 64);
+                    }
+                }
+            }
+        }
+        Self { shape, words, bits }
+    }
+
+    /// `[b|1, heads|1, q rows, kv rows]`.
+    pub const fn shape(&self) -> [usize; 4] {
+        self.shape
+    }
+
+    /// The bits of one query row, 64 keys a word, lowest bit first. `batch` and `head` are broadcast; a row that is not there has no bits.
+    pub fn line(&self, batch: usize, head: usize, q: usize) -> &[u64] {
+        let b = if self.shape[0] == 1 { 0 } else { batch };
+        let h = if self.shape[1] == 1 { 0 } else { head };
+        if b >= self.shape[0] || h >= self.shape[1] || q >= self.shape[2] {
+            return &[];
+        }
+        let first = ((b * self.shape[1] + h) * self.shape[2] + q) * self.words;
+        &self.bits[first..first + self.words]
+    }
+
+    /// Whether query row `q` sees key row `k`. `batch` and `head` are broadcast; a row that is not there sees nothing and is not seen.
+    pub fn visible(&self, batch: usize, head: usize, q: usize, k: usize) -> bool {
+        self.line(batch, head, q).get(k / 64).is_some_and(|word| word >> (k % 64) & 1 != 0)
+    }
+
+    /// Checks that this is a mask for `q_rows` query rows and all keys, broadcast or not. Errors name `argument`.
+    pub(crate) fn validate(&self, argument: &str, dims: &Dims, q_rows: usize) -> Result<()> {
+        let (got, want) = (self.shape, [dims.batch, dims.q_heads, q_rows, dims.kv_len]);
+        if (got[0] != 1 && got[0] != want[0]) || (got[1] != 1 && got[1] != want[1]) || got[2..] != want[2..] {
+            return Err(Error::invalid(argument, format!("{got:?}"), format!("{want:?}, or 1 in place of batch or heads")));
+        }
+        Ok(())
+    }
+
+    /// The same mask with only the query rows `rows`, in that order.
+    pub fn select_queries(&self, rows: &[u64]) -> Self {
+        let shape = [self.shape[0], self.shape[1], rows.len(), self.shape[3]];
+        let mut bits = Vec::with_capacity(shape[0] * shape[1] * shape[2] * self.words);
+        for b in 0..shape[0] {
+            for h in 0..shape[1] {
+                for &q in rows {
+                    // a row that is not there sees nothing
+                    bits.extend(self.line(b, h, crate::index(q)).iter().copied().chain(std::iter::repeat(0)).take(self.words));
+                }
+            }
+        }
+        Self { shape, words: self.words, bits }
+    }
+}
+
+impl std::fmt::Debug for DenseMask {
+    /// Shape and a digest of the bits: enough for ranks to agree, short enough to print.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let digest = self.bits.iter().fold(crate::Fingerprint::new(), |digest, &word| digest.number(word)).finish();
+        write!(f, "DenseMask({:?}, {digest:016x})", self.shape)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ndarray::Array4;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn bits_are_the_numbers_broadcast(shape in (1usize..3, 1usize..3, 0usize..5, 0usize..140), seed in any::<u64>(), pick in prop::collection::vec(0u64..7, 0..6)) {
+            let number = |b, h, q, k| ((b * 7 + h * 5 + q * 3 + k) as u64).wrapping_mul(seed | 1) as i32 >> 30;
+            let numbers = Array4::from_shape_fn(shape, |(b, h, q, k)| number(b, h, q, k));
+            let mask = DenseMask::from_integers(numbers.view());
+            prop_assert_eq!(&mask, &DenseMask::from_integers(numbers.mapv(|number| number != 0).view()));
+            let part = mask.select_queries(&pick);
+            for b in 0..2 {
+                for h in 0..2 {
+                    // one batch row or head serves for all
+                    let (own_b, own_h) = (b % shape.0, h % shape.1);
+                    for k in 0..150 {
+                        let want = |q| q < shape.2 && k < shape.3 && number(own_b, own_h, q, k) != 0;
+                        for q in 0..6 {
+                            prop_assert_eq!(mask.visible(b, h, q, k), want(q));
+                        }
+                        for (place, &q) in pick.iter().enumerate() {
+                            prop_assert_eq!(part.visible(b, h, place, k), want(q as usize));
+                        }
+                    }
+                }
+            }
+            prop_assert!(!mask.visible(2, 0, 0, 0) || shape.0 == 1);
+        }
+    }
+
+    #[test]
+    fn ranks_tell_masks_apart_by_their_text() {
+        let text = |hole| format!("{:?}", DenseMask::from_fn([1, 1, 9, 9], |[_, _, q, k]| (q, k) != hole));
+        assert_eq!(text((3, 3)), text((3, 3)));
+        assert_ne!(text((3, 3)), text((3, 4)));
+    }
+}

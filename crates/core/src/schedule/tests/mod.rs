@@ -1,0 +1,45 @@
+//! Schedules are proven by the checker, the checker by mutations, and the bytes by counting.
+
+mod bytes;
+mod choice;
+mod mutations;
+mod proof;
+
+use std::sync::Arc;
+
+use crate::{Coordinates, Layout, Mask, Needs, RowSet, mask, needs::samples};
+
+const LAYOUTS: [Layout; 3] = [Layout::Contiguous, Layout::Zigzag, Layout::Striped];
+
+/// Masks as users name them, for shards of `shard` rows.
+fn masks(shard: u64) -> [(&'static str, Arc<dyn Mask>); 5] {
+    [
+        ("full", Arc::new(mask::Everything)),
+        ("causal", Arc::new(mask::Causal::default())),
+        ("causal window", mask::and(Arc::new(mask::Causal::default()), Arc::new(mask::Window::new(Some(shard), None)))),
+        ("symmetric window", Arc::new(mask::Window::new(Some(shard), Some(shard)))),
+        ("chunked causal", Arc::new(mask::ChunkedCausal { size: shard * 3 / 2 + 1 })),
+    ]
+}
+
+fn needs(mask: &dyn Mask, coordinates: &Coordinates) -> Needs {
+    Needs::of_queries(mask, 1, 1, coordinates)
+}
+
+/// Any subset for every (user, owner), the same in every run.
+fn random_needs(ranks: usize, seed: u64) -> Needs {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut random = |below: u64| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state % below
+    };
+    let held: Vec<u64> = (0..ranks).map(|_| random(5)).collect();
+    let mut subset = |count: u64| {
+        let share = random(3);
+        (0..count).filter(|_| random(3) <= share).map(|row| row..row + 1).collect::<RowSet>()
+    };
+    let rows = (0..ranks).map(|_| held.iter().map(|&count| subset(count)).collect()).collect();
+    Needs { held, rows }
+}

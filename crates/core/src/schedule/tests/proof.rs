@@ -1,0 +1,123 @@
+//! Every schedule that is built passes the checker: up to 64 ranks, every mask, layout and route, with and without gradients.
+
+use proptest::prelude::*;
+
+use super::{LAYOUTS, masks, needs, random_needs, samples};
+use crate::{Group, Layout, Needs, Route, RowSet, Schedule, mask};
+
+fn prove_one(what: &str, needs: &Needs, route: Route, gradients: bool) -> Schedule {
+    let schedule = Schedule::build(needs, route, gradients);
+    if let Err(violation) = schedule.check(needs, gradients) {
+        panic!("{what}, {route:?}, {} ranks, gradients {gradients}: {violation}", needs.held.len());
+    }
+    assert_eq!(schedule.route, route);
+    assert_eq!(schedule.gradient_rows_sent() > 0, gradients && schedule.block_rows_sent() > 0);
+    schedule
+}
+
+fn prove(what: &str, needs: &Needs) {
+    for route in Route::ALL {
+        let schedule = prove_one(what, needs, route, true);
+        // for many ranks the pass without gradients is proven by being the same without them
+        let forward = if needs.held.len() <= 16 { prove_one(what, needs, route, false) } else { Schedule::build(needs, route, false) };
+        let mut without = schedule;
+        without.steps.iter_mut().flatten().for_each(|step| step.after = Group::default());
+        assert_eq!(without, forward);
+    }
+}
+
+fn prove_up_to_64_ranks(layout: &Layout) {
+    for ranks in 1..=64 {
+        let len = 2 * ranks + 3;
+        for (name, mask) in masks(2) {
+            prove(name, &needs(&*mask, &samples::plain(len, layout, ranks)));
+        }
+        prove("packed", &needs(&mask::Everything, &samples::packed(len, 5, 2, layout, ranks)));
+        // fewer rows than ranks
+        prove("causal", &needs(&mask::Causal::default(), &samples::plain(ranks / 2, layout, ranks)));
+    }
+}
+
+#[test]
+fn all_contiguous_schedules_of_up_to_64_ranks_are_right() {
+    prove_up_to_64_ranks(&Layout::Contiguous);
+}
+
+#[test]
+fn all_zigzag_schedules_of_up_to_64_ranks_are_right() {
+    prove_up_to_64_ranks(&Layout::Zigzag);
+}
+
+#[test]
+fn all_striped_schedules_of_up_to_64_ranks_are_right() {
+    prove_up_to_64_ranks(&Layout::Striped);
+}
+
+#[test]
+fn all_schedules_of_up_to_64_ranks_for_any_needs_are_right() {
+    for ranks in 1..=64 {
+        prove("random", &random_needs(ranks, ranks as u64));
+        prove("untrimmed", &Needs::everything(vec![3; ranks]));
+    }
+}
+
+#[test]
+fn queries_travel_as_well_as_keys() {
+    for ranks in [1, 2, 3, 8, 13] {
+        for layout in &LAYOUTS {
+            for (name, mask) in masks(4) {
+                let needs = Needs::of_keys(&*mask, 1, 1, &samples::plain(4 * ranks + 1, layout, ranks));
+                prove(name, &needs);
+            }
+        }
+    }
+}
+
+#[test]
+fn more_than_64_ranks_are_checked_too() {
+    let coordinates = samples::plain(140, &Layout::Zigzag, 70);
+    prove("causal", &needs(&mask::Causal::default(), &coordinates));
+}
+
+#[test]
+fn one_rank_sends_nothing() {
+    let schedule = Schedule::build(&Needs::everything(vec![5]), Route::RelayUp, true);
+    assert_eq!(schedule.steps.len(), 1);
+    assert_eq!(schedule.steps[0].len(), 1);
+    assert_eq!(schedule.steps[0][0].rows, RowSet::all(5));
+    assert_eq!(schedule.sent(), crate::Traffic::default());
+    assert_eq!(schedule.hops(), 0);
+}
+
+#[test]
+fn a_row_that_is_passed_on_gets_no_gradient_on_the_way() {
+    // the picture in `schedule/mod.rs`: rows a, b, c of rank 0; rank 1 needs a and b, rank 2 none, rank 3 b and c
+    let mut rows = vec![vec![RowSet::new(); 4]; 4];
+    rows[1][0] = std::iter::once(0..2).collect();
+    rows[3][0] = std::iter::once(1..3).collect();
+    let needs = Needs { held: vec![3, 0, 0, 0], rows };
+    let schedule = Schedule::build(&needs, Route::RelayUp, true);
+    schedule.check(&needs, true).unwrap();
+    let sent = |rank: usize, step: usize| {
+        let step: &crate::Step = &schedule.steps[rank][step];
+        let all = step.before.sends.iter().chain(&step.after.sends);
+        all.map(|message| format!("{:?} to {}: {:?}", message.channel, message.peer, message.rows.ranges())).collect::<Vec<_>>()
+    };
+    assert_eq!(sent(0, 0), ["Block to 1: [0..3]"]);
+    assert_eq!(sent(1, 1), ["Block to 2: [1..3]", "Travel to 2: [1..2]", "Home to 0: [0..1]"]);
+    assert_eq!(sent(2, 2), ["Block to 3: [1..3]", "Travel to 3: [1..2]"]);
+    assert_eq!(sent(3, 3), ["Home to 0: [1..3]"]);
+}
+
+proptest! {
+    #[test]
+    fn any_needs_make_a_right_schedule(ranks in 1usize..12, seed: u64) {
+        prove("random", &random_needs(ranks, seed));
+    }
+
+    #[test]
+    fn any_problem_makes_a_right_schedule(problem in samples::problems()) {
+        prove("problem", &Needs::of_queries(&problem.mask, problem.heads, problem.batch, &problem.coordinates));
+        prove("problem, keys", &Needs::of_keys(&problem.mask, problem.heads, problem.batch, &problem.coordinates));
+    }
+}
