@@ -77,9 +77,10 @@ impl Job for Draw<'_> {
                 [[low(i); DRAWS], blocks.map(low), blocks.map(|block| (high(i) << 16).wrapping_add(high(block))), [self.plane; DRAWS]];
             let random = philox(counter, self.key);
             *word = 0;
-            for draw in 0..DRAWS {
-                let keeps = |word: usize| u64::from(random[word][draw] >= self.threshold);
-                *word |= (keeps(0) | keeps(1) << 1 | keeps(2) << 2 | keeps(3) << 3) << (4 * draw);
+            let draws = random[0].iter().zip(&random[1]).zip(&random[2]).zip(&random[3]);
+            for (draw, (((&r0, &r1), &r2), &r3)) in draws.enumerate() {
+                let keeps = |random: u32| u64::from(random >= self.threshold);
+                *word |= (keeps(r0) | keeps(r1) << 1 | keeps(r2) << 2 | keeps(r3) << 3) << (4 * draw);
             }
         }
     }
