@@ -134,7 +134,11 @@ impl Job<'_> {
             ranks.first().map_or(("no", "no"), |rank| (rank.plan.ring().layout().name(), rank.plan.ring().route().name()));
         let (count, threads, dtype, pairs) = (self.ranks, self.threads, T::DTYPE.name(), report::count(pairs));
         Summary {
-            head: format!("{count} ranks x cpu x {threads} threads, {layout} layout, {route} route, {dtype}, {pairs} visible pairs"),
+            head: format!(
+                "{count} rank{} of {threads} thread{}, cpu, {layout} layout, {route} route, {dtype}, {pairs} visible pairs",
+                plural(count),
+                plural(threads)
+            ),
             passes: reports
                 .iter()
                 .zip([("forward", flops), ("backward", 2.5 * flops)])
@@ -183,4 +187,8 @@ fn blocks(schedule: &annulus_core::Schedule) -> [usize; 2] {
     let steps = || schedule.steps.iter().flatten();
     let before: usize = steps().map(|step| step.before.receives.len()).sum();
     [before, before + steps().map(|step| step.after.receives.len()).sum::<usize>()]
+}
+
+const fn plural(count: usize) -> &'static str {
+    if count == 1 { "" } else { "s" }
 }
