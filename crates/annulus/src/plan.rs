@@ -253,9 +253,11 @@ fn slices(rows: &Runs) -> impl Iterator<Item = (usize, usize, Slice)> + '_ {
     rows.runs().iter().map(move |run| {
         let count = index(run.count);
         before += count;
-        let start = run.start as isize;
-        let end = run.at(run.count.saturating_sub(1)) as isize + 1;
-        (before - count, count, Slice::new(start, Some(end), run.step.max(1) as isize))
+        // a slice of negative step goes from its end to its start
+        let last = run.at(run.count.saturating_sub(1));
+        let (low, high) = (run.start.min(last) as isize, run.start.max(last) as isize);
+        let step = if run.step == 0 { 1 } else { run.step as isize };
+        (before - count, count, Slice::new(low, Some(high + 1), step))
     })
 }
 

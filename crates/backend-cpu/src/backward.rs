@@ -112,8 +112,13 @@ pub(crate) fn finish<E: Input<Accumulator: Summed>>(
         let source = Source::<Acc<E>>::records(home.bytes(), rows, &record, field)?;
         let chunks = tensor.axis_chunks_iter_mut(Axis(1), TILE).enumerate();
         team.run(&mut scratch, chunks, None, |_, (index, mut chunk), _| {
-            for ((batch, row, head, place), into) in chunk.indexed_iter_mut() {
-                *into = E::narrow(source.vector(batch, index * TILE + row, head)[place]);
+            for (batch, mut chunk) in chunk.outer_iter_mut().enumerate() {
+                for (row, mut chunk) in chunk.outer_iter_mut().enumerate() {
+                    for (head, into) in chunk.outer_iter_mut().enumerate() {
+                        let sums = source.vector(batch, index * TILE + row, head);
+                        into.into_iter().zip(sums).for_each(|(into, &sum)| *into = E::narrow(sum));
+                    }
+                }
             }
         });
     }

@@ -15,7 +15,7 @@ use ndarray::{ArrayView1, ArrayView4, s};
 
 use crate::{
     isa::{Job, Path},
-    lanes::{map, select, strip, strip_mut, zip},
+    lanes::{each_row_mut, map, select, strip, strip_mut, unrolled, zip},
     real::Real,
     sight::{Lanes, Sight},
 };
@@ -206,7 +206,7 @@ impl<A: Real> Job for Bend<'_, A> {
         let tile = strip_mut::<A, 1, WIDTH>(self.tile);
         let bias = self.bias.map(strip::<A, 1, WIDTH>);
         let mut slope = self.slope.as_deref_mut().map(strip_mut::<A, 1, WIDTH>);
-        for (index, [x]) in tile.iter_mut().enumerate() {
+        for (index, [x]) in each_row_mut(tile).enumerate() {
             if let Some((dtype, scale)) = self.round {
                 *x = map(*x, |x| scale * x.rounded(dtype));
             }
@@ -240,10 +240,8 @@ impl<A: Real> Job for Hide<'_, A> {
 
     #[inline(always)]
     fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) {
-        for (row, &word) in strip_mut::<A, VECTORS, WIDTH>(self.tile).iter_mut().zip(self.words) {
-            for v in 0..VECTORS {
-                row[v] = select(word, v * WIDTH, row[v], [self.value; WIDTH]);
-            }
+        for (row, &word) in each_row_mut(strip_mut::<A, VECTORS, WIDTH>(self.tile)).zip(self.words) {
+            unrolled!(v < VECTORS, row[v] = select(word, v * WIDTH, row[v], [self.value; WIDTH]));
         }
     }
 }

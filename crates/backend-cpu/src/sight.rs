@@ -116,9 +116,9 @@ mod tests {
         let mut words: [u64; TILE] = std::array::from_fn(|row| (row as u64 + 3).wrapping_mul(0x9e37_79b9_7f4a_7c15));
         let before = words;
         transpose(&mut words);
-        for row in 0..TILE {
-            for lane in 0..TILE {
-                assert_eq!(words[lane] >> row & 1, before[row] >> lane & 1);
+        for (row, before) in before.iter().enumerate() {
+            for (lane, word) in words.iter().enumerate() {
+                assert_eq!(word >> row & 1, before >> lane & 1);
             }
         }
     }

@@ -134,6 +134,28 @@ impl Case {
         }
     }
 
+    /// The same case with every number of its tensors moved by some per cent, so that other roundings happen.
+    #[must_use]
+    pub fn nearby(&self, draw: &mut Draw) -> Self {
+        fn moved<D: Dimension>(tensor: &Array<f64, D>, draw: &mut Draw) -> Array<f64, D> {
+            tensor.mapv(|x| x * (1.0 + 0.05 * draw.normal()))
+        }
+        let near = Self {
+            name: self.name.clone(),
+            spec: self.spec.clone(),
+            masks: self.masks.clone(),
+            batch: self.batch.clone(),
+            q: moved(&self.q, draw),
+            k: moved(&self.k, draw),
+            v: moved(&self.v, draw),
+            bias: self.bias.as_ref().map(|bias| moved(bias, draw)),
+            sinks: self.sinks.as_ref().map(|sinks| moved(sinks, draw)),
+            dout: moved(&self.dout, draw),
+            dlse: self.dlse.as_ref().map(|dlse| moved(dlse, draw)),
+        };
+        Self { name: self.name.clone(), ..near.in_dtype(self.spec.dtype) }
+    }
+
     /// The case as the oracle wants it.
     pub fn problem(&self) -> Problem<'_> {
         Problem {

@@ -3,7 +3,7 @@
 use std::{marker::PhantomData, thread};
 
 use annulus::{Ring, RingOptions};
-use annulus_core::{Backend, Batch, Dims, Error, Gradients, Inputs, Outputs, Result, Runs, Saved, Transport, index};
+use annulus_core::{Backend, Batch, DType, Dims, Error, Gradients, Inputs, Outputs, Result, Runs, Saved, Transport, index};
 use ndarray::{Array3, Array4, ArrayView4, Axis, Dimension, RemoveAxis};
 
 use crate::{Answer, Case, Memory, Setting, Subject};
@@ -146,6 +146,7 @@ impl<M: Memory> Share<M> {
     }
 
     fn compute<B: Backend<Space = M::Space>>(&self, memory: &M, ring: &mut Ring<B>, case: &Case) -> Result<Answer> {
+        let sums = case.spec.dtype.accumulator();
         let made = self.forward(memory, ring, case)?;
         let [dq, dk, dv, dbias, dsinks] = self.backward(memory, ring, case, &made)?;
         let download = |tensor: Option<M::Tensor>| tensor.map(|tensor| memory.download(&tensor)).transpose();
@@ -155,11 +156,11 @@ impl<M: Memory> Share<M> {
         };
         let mut dbias = download(dbias)?;
         if let Some(dbias) = dbias.as_mut().filter(|_| case.spec.bias.is_some_and(|shape| shape[2] == 1)) {
-            sum_over_ranks(ring, dbias)?;
+            sum_over_ranks(ring, sums, dbias)?;
         }
         let mut dsinks = rows(dsinks)?.map(|dsinks| dsinks.index_axis_move(Axis(2), 0));
         if let Some(dsinks) = &mut dsinks {
-            sum_over_ranks(ring, dsinks)?;
+            sum_over_ranks(ring, sums, dsinks)?;
         }
         let Made { out, lse, max, sum, ties } = made;
         Ok(Answer {
@@ -267,10 +268,11 @@ fn check_bytes(pass: &str, report: annulus::Report) -> Result<()> {
     Err(Error::Device { what: format!("{pass} sent {} bytes, the schedule predicts {}", report.bytes_sent, report.bytes_predicted) })
 }
 
-fn sum_over_ranks<B: Backend, D: Dimension>(ring: &mut Ring<B>, part: &mut ndarray::Array<f64, D>) -> Result<()> {
+/// Adds up every rank's part, in the type that a caller is given.
+fn sum_over_ranks<B: Backend, D: Dimension>(ring: &mut Ring<B>, sums: DType, part: &mut ndarray::Array<f64, D>) -> Result<()> {
     let mut numbers: Vec<f64> = part.iter().copied().collect();
     ring.sum_over_ranks(&mut numbers)?;
-    part.iter_mut().zip(numbers).for_each(|(place, number)| *place = number);
+    part.iter_mut().zip(numbers).for_each(|(place, number)| *place = sums.round(number));
     Ok(())
 }
 

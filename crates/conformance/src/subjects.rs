@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use annulus_comm::{Checksum, Deadline, Fault, Staged, Threads, threads};
-use annulus_core::Result;
+use annulus_core::{BackwardMode, Result};
 use annulus_cpu::Cpu;
 
 use crate::{
@@ -55,6 +55,8 @@ pub fn cpu_delayed(delay: Duration) -> impl Subject {
 }
 
 /// Even ranks compute on the CPU, odd ones on a mock device: the wire format is the schedule's, not a backend's.
+///
+/// An unnormalised two-pass backward is done in one pass here: a row's largest logit would have to be found again by another backend, to the bit.
 #[derive(Debug, Clone, Copy)]
 pub struct Mixed;
 
@@ -64,6 +66,11 @@ impl Subject for Mixed {
     }
 
     fn run(&self, case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>> {
+        let mut case = case.clone();
+        if !case.spec.normalize {
+            case.spec.backward = BackwardMode::OnePass;
+        }
+        let case = &case;
         let job = |(rank, transport): (usize, Threads)| -> Result<RankJob<'_>> {
             if rank.is_multiple_of(2) {
                 let station = cpu_station(rank, transport, Duration::ZERO)?;

@@ -99,7 +99,11 @@ impl<B: Backend> Ring<B> {
             options.layout.as_ref().map_or(Ok(()), |layout| layout.validate(spec.dims.q_len, spec.dims.kv_len, ranks))?;
             Ok(spec)
         });
-        agreement::agree(transport.as_mut(), 0, checked.as_ref().map_err(Error::clone).map(|spec| describe::plan(spec, &options)))?;
+        agreement::agree(
+            transport.as_mut(),
+            0,
+            checked.as_ref().map_err(Error::clone).map(|spec| describe::plan(spec, &options, &backend.arithmetic())),
+        )?;
         let spec = checked?;
 
         let Choice { layout, route } = Choice::auto(&spec, ranks, options.layout.as_ref());
@@ -164,7 +168,7 @@ impl<B: Backend> Ring<B> {
         let shared = Shared::derive(&self.spec, self.route, self.rank, coordinates, self.with_backward);
         let local = shared.local(&self.spec, self.rank, batch.attention_mask.clone().map(Arc::new));
         let made = self.backend.update(&mut self.workspace, &local).and_then(|()| {
-            if shared.most_block_rows > self.shared.most_block_rows || shared.most_query_rows > self.shared.most_query_rows {
+            if !self.buffers.fit(&self.spec, &shared, &local, self.route, self.with_backward) {
                 self.buffers = Buffers::allocate(&self.backend, &self.spec, &shared, &local, self.route, self.with_backward)?;
             }
             Ok(())

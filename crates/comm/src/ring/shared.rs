@@ -15,8 +15,10 @@ pub(super) struct Shared {
     pub(super) legs: Vec<Leg>,
     /// This rank's part of the second pass of a two-pass backward: queries travel.
     pub(super) query_legs: Vec<Leg>,
-    pub(super) most_block_rows: u64,
-    pub(super) most_query_rows: u64,
+    /// The most rows of any block of keys that comes to this rank.
+    pub(super) most_received: u64,
+    /// The most rows of any block of queries that comes to this rank.
+    pub(super) most_queries_received: u64,
 }
 
 impl Shared {
@@ -32,9 +34,9 @@ impl Shared {
         } else {
             Vec::new()
         };
-        let most = |legs: &[Leg]| legs.iter().map(|leg| leg.rows.count()).max().unwrap_or(0);
-        let (most_block_rows, most_query_rows) = (most(&legs), most(&query_legs));
-        Self { coordinates, blocks, legs, query_legs, most_block_rows, most_query_rows }
+        let most = |legs: &[Leg]| legs.iter().skip(1).map(|leg| leg.rows.count()).max().unwrap_or(0);
+        let (most_received, most_queries_received) = (most(&legs), most(&query_legs));
+        Self { coordinates, blocks, legs, query_legs, most_received, most_queries_received }
     }
 
     pub(super) fn local(&self, spec: &Arc<Spec>, rank: usize, attention_mask: Option<Arc<DenseMask>>) -> Local {
@@ -43,13 +45,14 @@ impl Shared {
             shard.expand(&RowSet::all(shard.rows.len()), &mut rows);
             Arc::new(rows)
         };
+        let own = |shards: &[Arc<Shard>]| shards[rank].rows.len();
         Local {
             spec: Arc::clone(spec),
             queries: rows(&self.coordinates.q[rank]),
             keys: rows(&self.coordinates.kv[rank]),
             attention_mask,
-            most_block_rows: self.most_block_rows,
-            most_query_rows: self.most_query_rows,
+            most_block_rows: self.most_received.max(own(&self.coordinates.kv)),
+            most_query_rows: self.most_queries_received.max(own(&self.coordinates.q)),
         }
     }
 }
