@@ -305,6 +305,8 @@ impl<B: Backend> Ring<B> {
         let round = self.round();
         let agreed = agreement::agree(self.transport.as_mut(), round, checked.map(|()| describe::call(name)));
         self.remember(agreed)?;
+        // a gather is nothing but waiting for the others
+        let mut gathering = start.elapsed();
         let (first_tag, sent_before) = (self.next_tag, self.transport.bytes_sent());
         // two passes of `ranks` steps at most
         self.next_tag += 2 * self.ranks as u64;
@@ -314,9 +316,11 @@ impl<B: Backend> Ring<B> {
             self.poisoned = Some(error.to_string());
             self.transport.control().abort(error);
         }
-        let round = self.round();
+        let (round, closing) = (self.round(), Instant::now());
         let result = result.and_then(|report| agreement::close(self.transport.as_mut(), round, Ok(())).map(|()| report));
         let mut report = self.remember(result)?;
+        gathering += closing.elapsed();
+        report.waiting_seconds += gathering.as_secs_f64();
         report.seconds = start.elapsed().as_secs_f64();
         report.bytes_sent = self.transport.bytes_sent() - sent_before;
         Ok(report)
