@@ -84,7 +84,7 @@ impl Job<'_> {
 
         progress.phase("plan", 0);
         let ranks = each_rank(threads::ring(self.ranks), |_, transport| self.plan(Trace::new(transport, start), progress))?;
-        let blocks = ranks.first().map_or([0, 0], |rank| blocks(rank.plan.ring().schedule()));
+        let blocks = ranks.first().map_or([0, 0], |rank| blocks(&rank.plan.ring().schedule()));
         progress.phase("read", 0);
         let keys = input.has("attention_mask").then(|| pairs::rows(&pairs::whole(&spec, Side::Kv, &whole)));
         let mut ranks = each_rank(ranks, |index, rank| self.read::<T>(&spec, index, rank, keys.as_ref()))?;

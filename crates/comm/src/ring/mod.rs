@@ -283,9 +283,9 @@ impl<B: Backend> Ring<B> {
         &self.shared.coordinates.kv[self.rank].rows
     }
 
-    /// The schedule of keys and values, of all ranks.
-    pub const fn schedule(&self) -> &Schedule {
-        &self.shared.blocks
+    /// The schedule of keys and values, of all ranks, made anew: a plan keeps only its own rank's.
+    pub fn schedule(&self) -> Schedule {
+        shared::schedule(&self.spec, self.route, &self.shared.coordinates, self.with_backward)
     }
 
     /// Visible (query, key) pairs of every rank, by the spec's mask and the batch's segment ids and positions.
