@@ -30,11 +30,18 @@ pub struct Cpu {
 }
 
 impl Cpu {
+    /// The most threads of one rank: more than any machine has; beyond, a slip of the pen would only spend minutes in starting threads.
+    pub const MOST_THREADS: usize = 1024;
+
     /// A backend that works on `threads` threads: the one that calls it, and the others in a pool of its own.
     ///
     /// # Errors
-    /// [`annulus_core::Error::InvalidArgument`] naming `threads` if there are none, [`annulus_core::Error::Device`] if they cannot be started.
+    /// [`annulus_core::Error::InvalidArgument`] naming `threads` if there are none or more than [`Cpu::MOST_THREADS`],
+    /// [`annulus_core::Error::Device`] if they cannot be started.
     pub fn new(threads: usize) -> Result<Self> {
+        if threads > Self::MOST_THREADS {
+            return Err(annulus_core::Error::invalid("threads", threads, format!("at most {}", Self::MOST_THREADS)));
+        }
         Ok(Self { team: Team::new(threads)?, forced: None })
     }
 
@@ -91,6 +98,11 @@ impl Backend for Cpu {
         "cpu"
     }
 
+    fn arithmetic(&self) -> String {
+        // an instruction set that is not there is refused by `supports`
+        self.isa().map_or_else(|_| self.name().to_owned(), |isa| format!("cpu {isa:?}"))
+    }
+
     /// Everything is supported. Products of f32 inputs are true f32 whatever [`Spec::precision`] allows: never less than was asked for.
     ///
     /// # Errors
@@ -135,8 +147,8 @@ impl Backend for Cpu {
 
     fn begin(&self, workspace: &mut Workspace, _: &Inputs<'_, Host>) -> Result<()> {
         match &mut workspace.sums {
-            Sums::F32(state) => forward::begin(state),
-            Sums::F64(state) => forward::begin(state),
+            Sums::F32(state) => forward::begin(&self.team, state),
+            Sums::F64(state) => forward::begin(&self.team, state),
         }
         Ok(())
     }
@@ -206,9 +218,9 @@ impl Backend for Cpu {
         places: &[(Range<u64>, Range<u64>)],
         add: bool,
     ) -> Result<()> {
-        match &workspace.sums {
-            Sums::F32(state) => records::combine::<f32>(&state.local, into, from, places, add),
-            Sums::F64(state) => records::combine::<f64>(&state.local, into, from, places, add),
+        match &mut workspace.sums {
+            Sums::F32(state) => records::combine(&self.team, state, into, from, places, add),
+            Sums::F64(state) => records::combine(&self.team, state, into, from, places, add),
         }
     }
 

@@ -23,7 +23,7 @@ use crate::{
 /// Computes row statistics and clears all sums.
 pub(crate) fn begin<E: Input<Accumulator: Summed>>(team: &Team, state: &mut State<Acc<E>>, saved: &Saved<'_, Host>) -> Result<()> {
     let State { local, blocks, scratch, statistics, bias_gradient, .. } = state;
-    blocks.iter_mut().for_each(|block| block.sums.fill(Acc::<E>::ZERO));
+    team.run(scratch, blocks.iter_mut(), None, |_, block, _| block.sums.fill(Acc::<E>::ZERO));
     bias_gradient.iter_mut().for_each(|gradient| gradient.clear());
     let rows = RowsOf::<E> {
         out: array("out", saved.out)?,
@@ -112,8 +112,13 @@ pub(crate) fn finish<E: Input<Accumulator: Summed>>(
         let source = Source::<Acc<E>>::records(home.bytes(), rows, &record, field)?;
         let chunks = tensor.axis_chunks_iter_mut(Axis(1), TILE).enumerate();
         team.run(&mut scratch, chunks, None, |_, (index, mut chunk), _| {
-            for ((batch, row, head, place), into) in chunk.indexed_iter_mut() {
-                *into = E::narrow(source.vector(batch, index * TILE + row, head)[place]);
+            for (batch, mut chunk) in chunk.outer_iter_mut().enumerate() {
+                for (row, mut chunk) in chunk.outer_iter_mut().enumerate() {
+                    for (head, into) in chunk.outer_iter_mut().enumerate() {
+                        let sums = source.vector(batch, index * TILE + row, head);
+                        into.into_iter().zip(sums).for_each(|(into, &sum)| *into = E::narrow(sum));
+                    }
+                }
             }
         });
     }

@@ -14,7 +14,7 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-use annulus_core::{Block, Element, Error, Host, HostBuffer, Inputs, Local, QueryTile, Result, Saved, Spec, Tick, Visibility};
+use annulus_core::{Block, Element, Error, Host, HostBuffer, Inputs, Local, QueryTile, Record, Result, Saved, Spec, Tick, Visibility};
 
 use crate::{
     backward_queries::{Operands, apply_slope, differentiate},
@@ -51,8 +51,9 @@ pub(crate) fn attend_keys<E: Input<Accumulator: Summed>>(
     let (queries, keys) = (&*local.queries, block.rows);
     let visibility = Visibility { mask: &*spec.mask, attention_mask, queries, keys };
     let bias = inputs.bias.map(|bias| array("bias", bias)).transpose()?;
-    let sums = elements_mut::<Acc<E>>(bytes_mut(fresh)?, keys.len(), &spec.gradient_record())?;
-    seen.refill(&visibility, spec);
+    let gradient_record = spec.gradient_record();
+    let sums = elements_mut::<Acc<E>>(bytes_mut(fresh)?, keys.len(), &gradient_record)?;
+    seen.refill(team, scratch, &visibility, spec);
     let pass = KeyPass {
         geometry,
         k_rows: *k_rows,
@@ -64,6 +65,7 @@ pub(crate) fn attend_keys<E: Input<Accumulator: Summed>>(
         q: Source::Tensor(array("q", inputs.q)?),
         dout: Source::Tensor(array("dout", saved.dout)?),
         statistics: KnownOfQueries::Here(statistics),
+        gradient_record,
         add: false,
     };
     pass.run(team, scratch, sums, tick);
@@ -90,8 +92,9 @@ pub(crate) fn attend_keys_home<E: Input<Accumulator: Summed>>(
     let (queries, keys) = (block.rows, &*local.keys);
     let visibility = Visibility { mask: &*spec.mask, attention_mask, queries, keys };
     let bias = inputs.bias.map(|bias| array("bias", bias)).transpose()?;
-    let sums = elements_mut::<Acc<E>>(bytes_mut(home)?, keys.len(), &spec.gradient_record())?;
-    seen.refill(&visibility, spec);
+    let gradient_record = spec.gradient_record();
+    let sums = elements_mut::<Acc<E>>(bytes_mut(home)?, keys.len(), &gradient_record)?;
+    seen.refill(team, scratch, &visibility, spec);
     let pass = KeyPass {
         geometry,
         k_rows: *k_rows,
@@ -103,6 +106,7 @@ pub(crate) fn attend_keys_home<E: Input<Accumulator: Summed>>(
         q: source(0)?,
         dout: source(1)?,
         statistics: KnownOfQueries::Travelled { bytes, record: QueryRecord::of(spec) },
+        gradient_record,
         add: true,
     };
     pass.run(team, scratch, sums, tick);
@@ -126,7 +130,7 @@ fn refuse_what_did_not_travel(local: &Local, at_home: bool) -> Result<()> {
 
 impl Seen {
     /// Works out what each tile of queries sees, once for all tasks.
-    fn refill(&mut self, visibility: &Visibility<'_>, spec: &Spec) {
+    fn refill<A: Real>(&mut self, team: &Team, scratch: &mut [Scratch<A>], visibility: &Visibility<'_>, spec: &Spec) {
         self.hulls.refill(visibility, spec.dims.batch, spec.dims.q_heads, TILE);
         self.batches = if visibility.per_batch() { spec.dims.batch } else { 1 };
         self.heads = if visibility.per_head() { spec.dims.q_heads } else { 1 };
@@ -139,9 +143,9 @@ impl Seen {
         let places = (0..self.batches).flat_map(|b| (0..self.heads).map(move |h| (b, h)));
         let rows = (0..len).step_by(TILE).map(|first| first..len.min(first + TILE));
         let all = places.flat_map(|place| rows.clone().map(move |rows| (place, rows)));
-        for (((batch, head), rows), tile) in all.zip(&mut self.tiles) {
+        team.run(scratch, all.zip(&mut self.tiles), None, |_, (((batch, head), rows), tile), _| {
             visibility.query_tile(batch, head, rows, tile);
-        }
+        });
     }
 
     /// What the queries `first ..` see.
@@ -181,6 +185,7 @@ struct KeyPass<'a, E: Input> {
     q: Source<'a, E>,
     dout: Source<'a, E>,
     statistics: KnownOfQueries<'a, Acc<E>>,
+    gradient_record: Record,
     /// Whether results are added or written.
     add: bool,
 }
@@ -282,7 +287,7 @@ impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
     /// Writes a task's sums into its places of the gradient records.
     fn write(&self, scratch: &Scratch<Acc<E>>, task: &Task, records: &mut [Acc<E>]) {
         let spec = self.logits.spec;
-        let record = spec.gradient_record();
+        let record = &self.gradient_record;
         let size = size_of::<Acc<E>>() as u64;
         let at = |bytes: u64| annulus_core::index(bytes / size);
         let (len, scale) = (at(record.bytes()), Acc::<E>::from_f64(spec.scale));

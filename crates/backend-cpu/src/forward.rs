@@ -33,13 +33,13 @@ use crate::{
 pub(crate) type Acc<E> = <E as annulus_core::Element>::Accumulator;
 
 /// Every row has seen nothing.
-pub(crate) fn begin<A: Real>(state: &mut State<A>) {
-    for block in &mut state.blocks {
+pub(crate) fn begin<A: Real>(team: &Team, state: &mut State<A>) {
+    team.run(&mut state.scratch, state.blocks.iter_mut(), None, |_, block, _| {
         block.sums.fill(A::ZERO);
         block.max.fill(-A::INFINITY);
         block.sum.fill(A::ZERO);
         block.ties.fill(A::ZERO);
-    }
+    });
 }
 
 /// Folds one block into the running softmax.

@@ -7,7 +7,7 @@ use annulus_core::{Dims, Spec};
 use crate::{isa::Path, logits::Site, pack::padded, real::Real};
 
 /// Lanes of a task, where it is one: enough that a widened tile of keys serves many queries.
-const LANES: usize = 192;
+const LANES: usize = 384;
 
 /// Lanes of all heads of a task: what is packed for them should stay in the second-level cache.
 const GROUP_LANES: usize = 768;

@@ -8,7 +8,7 @@
 
 use crate::{
     isa::Job,
-    lanes::{map, select, strip, strip_mut, zip},
+    lanes::{each_row_mut, map, select, strip, strip_mut, unrolled, zip},
     real::Real,
 };
 
@@ -57,8 +57,8 @@ impl<A: Real> Differentiate<'_, A> {
         let s = strip_mut::<A, VECTORS, WIDTH>(self.s);
         let dp = strip_mut::<A, VECTORS, WIDTH>(self.dp);
         let keep = self.keep.map(strip::<A, VECTORS, WIDTH>);
-        for (row, (s, dp)) in s.iter_mut().zip(dp).enumerate() {
-            for v in 0..VECTORS {
+        for (row, (s, dp)) in each_row_mut(s).zip(dp).enumerate() {
+            unrolled!(v < VECTORS, {
                 let at = |list: &[A]| of_queries::<A, BY_ROW, WIDTH>(list, row, v);
                 let p = zip(s[v], at(self.queries.lse), |s, lse| (s - lse).exp::<FUSED>());
                 let mut kept = dp[v];
@@ -87,7 +87,7 @@ impl<A: Real> Differentiate<'_, A> {
                 }
                 s[v] = ds;
                 dp[v] = weight;
-            }
+            });
         }
     }
 }

@@ -2,6 +2,15 @@
 
 use crate::real::Real;
 
+/// `body` for each of the first few numbers. A loop would do, were it not for the compiler's wish to vectorise it, with gathers, once the loop over
+/// lanes within it is unrolled.
+macro_rules! unrolled {
+    ($i:ident < $count:ident, $j:ident < $more:ident, $body:expr) => { unrolled!($i < $count, unrolled!($j < $more, $body)) };
+    ($i:ident < $count:ident, $body:expr) => { unrolled!(@ $i, $count, $body, 0 1 2 3 4 5 6 7) };
+    (@ $i:ident, $count:ident, $body:expr, $($n:literal)*) => {{ $( if $n < $count { let $i = $n; $body; } )* }};
+}
+pub(crate) use unrolled;
+
 /// A strip: rows of `N` vectors.
 #[inline(always)]
 pub(crate) fn strip<A, const N: usize, const W: usize>(elements: &[A]) -> &[[[A; W]; N]] {
@@ -12,6 +21,18 @@ pub(crate) fn strip<A, const N: usize, const W: usize>(elements: &[A]) -> &[[[A;
 #[inline(always)]
 pub(crate) fn strip_mut<A, const N: usize, const W: usize>(elements: &mut [A]) -> &mut [[[A; W]; N]] {
     elements.as_chunks_mut::<W>().0.as_chunks_mut::<N>().0
+}
+
+/// The rows of a strip, one at a time. Each is opaque to the compiler, for the same reason.
+#[inline(always)]
+pub(crate) fn each_row<T>(rows: &[T]) -> impl ExactSizeIterator<Item = &T> {
+    rows.iter().map(std::hint::black_box)
+}
+
+/// The same for writing.
+#[inline(always)]
+pub(crate) fn each_row_mut<T>(rows: &mut [T]) -> impl ExactSizeIterator<Item = &mut T> {
+    rows.iter_mut().map(std::hint::black_box)
 }
 
 /// a·b + c with one a for all lanes.

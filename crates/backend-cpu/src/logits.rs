@@ -8,16 +8,17 @@
 use std::ops::Range;
 
 use annulus_core::{
-    BiasOrder, DType, DropoutMask, Rows, Spec,
+    BiasFunction, BiasOrder, DType, DropoutMask, Rows, Spec,
     mask::{Key, Query},
 };
 use ndarray::{ArrayView1, ArrayView4, s};
 
 use crate::{
+    dropout::{Spread, kept},
     isa::{Job, Path},
-    lanes::{map, select, strip, strip_mut, zip},
+    lanes::{each_row_mut, map, select, strip, strip_mut, unrolled, zip},
     real::Real,
-    sight::{Lanes, Sight},
+    sight::{Lanes, Sight, TILE, transpose},
 };
 
 /// Where a tile lies.
@@ -59,6 +60,14 @@ impl Site {
     /// The elements of the tile's rows `rows`.
     pub(crate) const fn span(&self, rows: &Range<usize>) -> Range<usize> {
         rows.start * self.width..rows.end * self.width
+    }
+
+    /// How far apart neighbouring keys of one query lie.
+    const fn key_step(&self) -> usize {
+        match self.lanes {
+            Lanes::Queries => self.width,
+            Lanes::Keys => 1,
+        }
     }
 
     /// The element of a pair.
@@ -119,22 +128,15 @@ impl<A: Real> Logits<'_, A> {
     /// Writes what dropout multiplies each weight by, 1/(1 − p) or 0, for the visible rows; false if there is no dropout.
     pub(crate) fn fill_keep(&self, site: &Site, rows: &Range<usize>, keep: &mut [A]) -> bool {
         let Some(mask) = self.spec.dropout.map(DropoutMask::new) else { return false };
-        let kept = A::from_f64(mask.keep_scale());
-        let (queries, keys) = site.offsets(rows);
-        for query in queries {
-            let row_i = self.queries.rows()[site.queries.start + query];
-            // four keys share a call
-            let mut drawn = None;
-            for key in keys.clone() {
-                let row_j = self.keys.rows()[site.keys.start + key];
-                let words = match drawn {
-                    Some((block, words)) if block == row_j / 4 => words,
-                    _ => mask.words(site.batch, site.head, self.spec.dims.q_heads, row_i, row_j / 4),
-                };
-                drawn = Some((row_j / 4, words));
-                keep[site.element(query, key)] = if mask.keeps(words[(row_j % 4) as usize]) { kept } else { A::ZERO };
-            }
+        let mut words = [0; TILE];
+        let plane = (site.batch, site.head, self.spec.dims.q_heads);
+        let (queries, keys) = (&self.queries.rows()[site.queries.clone()], &self.keys.rows()[site.keys.clone()]);
+        kept(self.path, &mask, plane, queries, keys, &mut words);
+        if site.lanes == Lanes::Queries {
+            transpose(&mut words);
         }
+        let spread = Spread { tile: &mut keep[site.span(rows)], words: &words[rows.clone()], kept: A::from_f64(mask.keep_scale()) };
+        A::run(self.path, site.vectors, spread);
         true
     }
 
@@ -148,26 +150,74 @@ impl<A: Real> Logits<'_, A> {
     fn fill_bias(&self, site: &Site, sight: &mut Sight, into: &mut [A]) {
         let rows = sight.rows().clone();
         let (queries, keys) = site.offsets(&rows);
+        match self.bias {
+            Some(bias) => self.fill_tensor(bias, site, sight, (queries.clone(), keys.clone()), into),
+            None => into[site.span(&rows)].fill(A::ZERO),
+        }
+        if let Some(function) = &self.spec.bias_function {
+            self.add_function(&**function, site, sight, (queries, keys), into);
+        }
+    }
+
+    /// Writes the bias tensor's part.
+    fn fill_tensor(
+        &self,
+        bias: ArrayView4<'_, A>,
+        site: &Site,
+        sight: &mut Sight,
+        (queries, keys): (Range<usize>, Range<usize>),
+        into: &mut [A],
+    ) {
+        let rows = &self.keys.rows()[site.keys.clone()][keys.clone()];
+        let counts_up = rows.first().is_some_and(|&first| rows.iter().zip(first..).all(|(&row, want)| row == want));
+        for query in queries {
+            let line = bias_line(bias, site.batch, site.head, site.queries.start + query);
+            let places = into[site.element(query, keys.start)..].iter_mut().step_by(site.key_step()).zip(rows);
+            let mut least = A::ZERO;
+            let mut put = |place: &mut A, bias: A| {
+                *place = bias;
+                least = if bias < least { bias } else { least };
+            };
+            match line.to_slice() {
+                Some(line) if counts_up && line.len() > 1 => {
+                    let run = &line[annulus_core::index(rows[0])..];
+                    places.zip(run).for_each(|((place, _), &bias)| put(place, bias));
+                }
+                _ => places.for_each(|(place, &row)| put(place, line[bias_column(line.len(), row)])),
+            }
+            if least == -A::INFINITY {
+                for key in keys.clone().filter(|&key| into[site.element(query, key)] == -A::INFINITY) {
+                    let (row, lane) = site.place(query, key);
+                    sight.hide(row, lane);
+                }
+            }
+        }
+    }
+
+    /// Adds the bias function's part to the visible pairs.
+    fn add_function(
+        &self,
+        function: &dyn BiasFunction,
+        site: &Site,
+        sight: &mut Sight,
+        (queries, keys): (Range<usize>, Range<usize>),
+        into: &mut [A],
+    ) {
         let positions = (self.queries.positions(site.batch), self.keys.positions(site.batch));
         for query in queries {
             let q = site.queries.start + query;
-            let line = self.bias.map(|bias| bias_line(bias, site.batch, site.head, q));
             let at = Query { batch: site.batch, head: site.head, row: self.queries.rows()[q], position: positions.0[q] };
             for key in keys.clone() {
-                let k = site.keys.start + key;
                 let (row, lane) = site.place(query, key);
-                let of = Key { row: self.keys.rows()[k], position: positions.1[k] };
-                let mut bias = line.map_or(A::ZERO, |line| line[bias_column(line.len(), of.row)]);
-                let mut hidden = bias == -A::INFINITY;
-                if let Some(function) = self.spec.bias_function.as_ref().filter(|_| sight.visible(row, lane)) {
-                    let computed = A::from_f64(function.bias(&at, &of));
-                    hidden |= computed == -A::INFINITY;
-                    bias += computed;
+                if !sight.visible(row, lane) {
+                    continue;
                 }
-                if hidden {
+                let k = site.keys.start + key;
+                let bias = A::from_f64(function.bias(&at, &Key { row: self.keys.rows()[k], position: positions.1[k] }));
+                if bias == -A::INFINITY {
                     sight.hide(row, lane);
                 }
-                into[row * site.width + lane] = bias;
+                into[site.element(query, key)] += bias;
             }
         }
     }
@@ -206,7 +256,7 @@ impl<A: Real> Job for Bend<'_, A> {
         let tile = strip_mut::<A, 1, WIDTH>(self.tile);
         let bias = self.bias.map(strip::<A, 1, WIDTH>);
         let mut slope = self.slope.as_deref_mut().map(strip_mut::<A, 1, WIDTH>);
-        for (index, [x]) in tile.iter_mut().enumerate() {
+        for (index, [x]) in each_row_mut(tile).enumerate() {
             if let Some((dtype, scale)) = self.round {
                 *x = map(*x, |x| scale * x.rounded(dtype));
             }
@@ -240,10 +290,8 @@ impl<A: Real> Job for Hide<'_, A> {
 
     #[inline(always)]
     fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) {
-        for (row, &word) in strip_mut::<A, VECTORS, WIDTH>(self.tile).iter_mut().zip(self.words) {
-            for v in 0..VECTORS {
-                row[v] = select(word, v * WIDTH, row[v], [self.value; WIDTH]);
-            }
+        for (row, &word) in each_row_mut(strip_mut::<A, VECTORS, WIDTH>(self.tile)).zip(self.words) {
+            unrolled!(v < VECTORS, row[v] = select(word, v * WIDTH, row[v], [self.value; WIDTH]));
         }
     }
 }

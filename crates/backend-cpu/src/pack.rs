@@ -8,6 +8,7 @@ use crate::{
     aligned::Aligned,
     input::{Input, Source},
     isa::{Job, MOST_ROWS, Path},
+    lanes::zip,
     real::Real,
     sight::TILE,
 };
@@ -71,22 +72,32 @@ impl<E: Input> Job for FillPanel<'_, '_, E> {
 
     #[inline(always)]
     fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) -> bool {
-        let mut finite = true;
+        // 0·x summed: NaN if and only if some x is not finite
+        let mut probe = [E::Accumulator::ZERO; WIDTH];
         for (row, into) in self.rows.zip(self.panel.elements.chunks_exact_mut(self.panel.stride)) {
             let vector = self.source.vector(self.batch, row, self.head);
             if let Some(vector) = vector.to_slice() {
-                for (into, &element) in into.iter_mut().zip(vector) {
+                let (chunks, rest) = vector.as_chunks::<WIDTH>();
+                let (into_chunks, into_rest) = into.as_chunks_mut::<WIDTH>();
+                for (into, chunk) in into_chunks.iter_mut().zip(chunks) {
+                    for i in 0..WIDTH {
+                        into[i] = chunk[i].widen();
+                    }
+                    probe = zip(*into, probe, |x, probe| x * E::Accumulator::ZERO + probe);
+                }
+                let into = into_chunks[chunks.len()..].as_flattened_mut().iter_mut().chain(into_rest);
+                for (into, &element) in into.zip(rest) {
                     *into = element.widen();
-                    finite &= into.is_finite();
+                    probe[0] += *into * E::Accumulator::ZERO;
                 }
             } else {
                 for (into, &element) in into.iter_mut().zip(vector) {
                     *into = element.widen();
-                    finite &= into.is_finite();
+                    probe[0] += *into * E::Accumulator::ZERO;
                 }
             }
         }
-        finite
+        probe.iter().all(|&sum| sum == E::Accumulator::ZERO)
     }
 }
 

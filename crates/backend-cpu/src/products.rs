@@ -12,7 +12,7 @@ use std::ops::Range;
 
 use crate::{
     isa::{Job, MOST_ROWS, Path},
-    lanes::{map, multiply_add, scaled_add, select, strip, strip_mut, zip},
+    lanes::{map, multiply_add, scaled_add, select, strip, strip_mut, unrolled, zip},
     pack::Panel,
     real::Real,
     sight::Sight,
@@ -52,12 +52,6 @@ pub(crate) fn column_products<A: Real>(
     }
 }
 
-/// Unrolls `body` for the rows of a register tile: a loop would do, were it not for the compiler's wish to vectorise it across rows.
-macro_rules! rows {
-    ($rows:expr, $r:ident, $body:expr) => { rows!(@ $rows, $r, $body, 0 1 2 3 4 5 6 7) };
-    (@ $rows:expr, $r:ident, $body:expr, $($n:literal)*) => { $( if $n < $rows { let $r = $n; $body } )* };
-}
-
 /// C = scale · A·B.
 struct RowProducts<'a, A> {
     /// As many rows as C, `stride` apart.
@@ -80,21 +74,9 @@ impl<A: Real> Job for RowProducts<'_, A> {
             let a: [&[A]; ROWS] = std::array::from_fn(|r| &a[r * self.stride..][..b.len()]);
             let mut sums = [[[A::ZERO; WIDTH]; VECTORS]; ROWS];
             for (k, b) in b.iter().enumerate() {
-                rows!(
-                    ROWS,
-                    r,
-                    for v in 0..VECTORS {
-                        sums[r][v] = scaled_add::<A, FUSED, WIDTH>(a[r][k], b[v], sums[r][v]);
-                    }
-                );
+                unrolled!(r < ROWS, v < VECTORS, sums[r][v] = scaled_add::<A, FUSED, WIDTH>(a[r][k], b[v], sums[r][v]));
             }
-            rows!(
-                ROWS,
-                r,
-                for v in 0..VECTORS {
-                    c[r][v] = map(sums[r][v], |sum| self.scale * sum);
-                }
-            );
+            unrolled!(r < ROWS, v < VECTORS, c[r][v] = map(sums[r][v], |sum| self.scale * sum));
         }
     }
 }
@@ -123,30 +105,12 @@ impl<A: Real> Job for ColumnProducts<'_, A> {
             let mut sums = [[[A::ZERO; WIDTH]; VECTORS]; ROWS];
             for (k, b) in b.iter().enumerate() {
                 let Some(a) = a[k * self.stride..].first_chunk::<ROWS>() else { break };
-                rows!(
-                    ROWS,
-                    r,
-                    for v in 0..VECTORS {
-                        sums[r][v] = scaled_add::<A, FUSED, WIDTH>(a[r], b[v], sums[r][v]);
-                    }
-                );
+                unrolled!(r < ROWS, v < VECTORS, sums[r][v] = scaled_add::<A, FUSED, WIDTH>(a[r], b[v], sums[r][v]));
             }
             if let Some(rescale) = rescale {
-                rows!(
-                    ROWS,
-                    r,
-                    for v in 0..VECTORS {
-                        c[r][v] = multiply_add::<A, FUSED, WIDTH>(rescale[v], c[r][v], sums[r][v]);
-                    }
-                );
+                unrolled!(r < ROWS, v < VECTORS, c[r][v] = multiply_add::<A, FUSED, WIDTH>(rescale[v], c[r][v], sums[r][v]));
             } else {
-                rows!(
-                    ROWS,
-                    r,
-                    for v in 0..VECTORS {
-                        c[r][v] = zip(c[r][v], sums[r][v], |c, sum| c + sum);
-                    }
-                );
+                unrolled!(r < ROWS, v < VECTORS, c[r][v] = zip(c[r][v], sums[r][v], |c, sum| c + sum));
             }
         }
     }
@@ -169,7 +133,7 @@ impl<A: Real> Job for VisibleColumnProducts<'_, A> {
         let b = strip::<A, VECTORS, WIDTH>(b);
         let rescale = rescale.and_then(|row| strip::<A, VECTORS, WIDTH>(row).first());
         for (i, c) in strip_mut::<A, VECTORS, WIDTH>(c).iter_mut().enumerate() {
-            for v in 0..VECTORS {
+            unrolled!(v < VECTORS, {
                 let mut sums = [A::ZERO; WIDTH];
                 for (k, (b, &word)) in b.iter().zip(self.words).enumerate() {
                     let more = scaled_add::<A, FUSED, WIDTH>(a[k * stride + i], b[v], sums);
@@ -179,7 +143,7 @@ impl<A: Real> Job for VisibleColumnProducts<'_, A> {
                     Some(rescale) => multiply_add::<A, FUSED, WIDTH>(rescale[v], c[v], sums),
                     None => zip(c[v], sums, |c, sum| c + sum),
                 };
-            }
+            });
         }
     }
 }

@@ -38,7 +38,6 @@ pub(crate) trait Real:
     fn tanh<const FUSED: bool>(self) -> Self;
     /// Rounds to a type that is no wider (a wider one changes nothing) and widens again.
     fn rounded(self, dtype: DType) -> Self;
-    fn is_finite(self) -> bool;
     /// Runs a job on a strip of `vectors` vectors of [`Real::WIDTH`] elements.
     fn run<J: Job>(path: Path, vectors: usize, job: J) -> J::Output;
 }
@@ -73,11 +72,6 @@ impl Real for f32 {
         }
     }
 
-    #[inline(always)]
-    fn is_finite(self) -> bool {
-        self.abs() < Self::INFINITY
-    }
-
     fn run<J: Job>(path: Path, vectors: usize, job: J) -> J::Output {
         path.run::<J, 16>(vectors, job)
     }
@@ -107,11 +101,6 @@ impl Real for f64 {
     #[inline(always)]
     fn rounded(self, dtype: DType) -> Self {
         dtype.round(self)
-    }
-
-    #[inline(always)]
-    fn is_finite(self) -> bool {
-        self.abs() < Self::INFINITY
     }
 
     fn run<J: Job>(path: Path, vectors: usize, job: J) -> J::Output {

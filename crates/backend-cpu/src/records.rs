@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use annulus_core::{Host, HostBuffer, Inputs, Local, Result, Saved, Spec};
+use annulus_core::{Host, HostBuffer, Inputs, Result, Saved, Spec};
 use ndarray::{ArrayView4, s};
 
 use crate::{
@@ -114,28 +114,36 @@ impl QueryRecord {
     }
 }
 
+/// Elements below which a second thread is not worth waking.
+const WORTH_SHARING: usize = 1 << 18;
+
 /// `into[place] ← from[place]`, or `+=`, for pairs of ranges of gradient records.
 pub(crate) fn combine<A: Real>(
-    local: &Local,
+    team: &Team,
+    state: &mut State<A>,
     into: &mut HostBuffer,
     from: &HostBuffer,
     places: &[(Range<u64>, Range<u64>)],
     add: bool,
 ) -> Result<()> {
-    let record = local.spec.gradient_record();
+    let record = state.local.spec.gradient_record();
     let len = annulus_core::index(record.bytes()) / size_of::<A>();
-    let most = |ends: &mut dyn Iterator<Item = u64>| annulus_core::index(ends.max().unwrap_or(0));
-    let into_rows = most(&mut places.iter().map(|(into, _)| into.end));
-    let from_rows = most(&mut places.iter().map(|(_, from)| from.end));
-    let from = elements::<A>(from.bytes(), from_rows, &record)?;
-    let into = elements_mut::<A>(bytes_mut(into)?, into_rows, &record)?;
+    let into_rows = places.iter().map(|(into, _)| into.end).max().unwrap_or(0);
+    let from_rows = places.iter().map(|(_, from)| from.end).max().unwrap_or(0);
+    let from = elements::<A>(from.bytes(), annulus_core::index(from_rows), &record)?;
+    let into = elements_mut::<A>(bytes_mut(into)?, annulus_core::index(into_rows), &record)?;
     let span = |rows: &Range<u64>| annulus_core::index(rows.start) * len..annulus_core::index(rows.end) * len;
+    let combine = |into: &mut [A], from: &[A]| {
+        let pairs = into.iter_mut().zip(from);
+        if add { pairs.for_each(|(into, &from)| *into += from) } else { pairs.for_each(|(into, &from)| *into = from) }
+    };
     for (to, of) in places {
         let (into, from) = (&mut into[span(to)], &from[span(of)]);
-        if add {
-            into.iter_mut().zip(from).for_each(|(into, &from)| *into += from);
+        if into.len() < WORTH_SHARING {
+            combine(into, from);
         } else {
-            into.iter_mut().zip(from).for_each(|(into, &from)| *into = from);
+            let chunks = into.chunks_mut(WORTH_SHARING / 4).zip(from.chunks(WORTH_SHARING / 4));
+            team.run(&mut state.scratch, chunks, None, |_, (into, from), _| combine(into, from));
         }
     }
     Ok(())

@@ -91,7 +91,7 @@ impl Sight {
 }
 
 /// Transposes 64 × 64 bits by halves: blocks of 32 × 32 change places, then within them blocks of 16 × 16, and so on.
-fn transpose(words: &mut [u64; TILE]) {
+pub(crate) fn transpose(words: &mut [u64; TILE]) {
     let mut size = TILE / 2;
     let mut mask = !0u64 >> size;
     while size != 0 {
@@ -116,9 +116,9 @@ mod tests {
         let mut words: [u64; TILE] = std::array::from_fn(|row| (row as u64 + 3).wrapping_mul(0x9e37_79b9_7f4a_7c15));
         let before = words;
         transpose(&mut words);
-        for row in 0..TILE {
-            for lane in 0..TILE {
-                assert_eq!(words[lane] >> row & 1, before[row] >> lane & 1);
+        for (row, before) in before.iter().enumerate() {
+            for (lane, word) in words.iter().enumerate() {
+                assert_eq!(word >> row & 1, before >> lane & 1);
             }
         }
     }

@@ -8,7 +8,7 @@
 
 use crate::{
     isa::Job,
-    lanes::{map, multiply_add, strip, strip_mut, zip},
+    lanes::{each_row, each_row_mut, map, multiply_add, strip, strip_mut, unrolled, zip},
     real::Real,
 };
 
@@ -34,30 +34,28 @@ impl<A: Real> Job for Fold<'_, A> {
             .zip(strip_mut::<A, VECTORS, WIDTH>(self.rescale).first_mut());
         let Some(((max, sum), rescale)) = lanes else { return };
         let old = *max;
-        for row in tile.iter() {
-            for v in 0..VECTORS {
+        for row in each_row(tile) {
+            unrolled!(v < VECTORS, {
                 max[v] = zip(row[v], max[v], |s, max| if s > max { s } else { max });
-            }
+            });
         }
         if let Some(ties) = self.ties.and_then(|ties| strip_mut::<A, VECTORS, WIDTH>(ties).first_mut()) {
             count_ties::<A, VECTORS, WIDTH>(tile, &old, max, ties);
         }
         // nothing is subtracted where nothing was seen: −∞ − −∞ would be NaN
         let mut base = *max;
-        for v in 0..VECTORS {
+        unrolled!(v < VECTORS, {
             base[v] = map(max[v], |max| if max == -A::INFINITY { A::ZERO } else { max });
             rescale[v] = zip(old[v], base[v], |old, base| (old - base).exp::<FUSED>());
-        }
+        });
         let mut more = [[A::ZERO; WIDTH]; VECTORS];
-        for row in tile.iter_mut() {
-            for v in 0..VECTORS {
+        for row in each_row_mut(tile) {
+            unrolled!(v < VECTORS, {
                 row[v] = zip(row[v], base[v], |s, base| (s - base).exp::<FUSED>());
                 more[v] = zip(more[v], row[v], |sum, weight| sum + weight);
-            }
+            });
         }
-        for v in 0..VECTORS {
-            sum[v] = multiply_add::<A, FUSED, WIDTH>(sum[v], rescale[v], more[v]);
-        }
+        unrolled!(v < VECTORS, sum[v] = multiply_add::<A, FUSED, WIDTH>(sum[v], rescale[v], more[v]));
     }
 }
 
@@ -69,13 +67,19 @@ fn count_ties<A: Real, const VECTORS: usize, const WIDTH: usize>(
     max: &[[A; WIDTH]; VECTORS],
     ties: &mut [[A; WIDTH]; VECTORS],
 ) {
-    for v in 0..VECTORS {
-        for lane in 0..WIDTH {
-            let reached: A = tile.iter().map(|row| if row[v][lane] == max[v][lane] { A::ONE } else { A::ZERO }).sum();
-            let before = if max[v][lane] > old[v][lane] { A::ZERO } else { ties[v][lane] };
-            ties[v][lane] = before + reached;
-        }
+    let mut reached = [[A::ZERO; WIDTH]; VECTORS];
+    for row in each_row(tile) {
+        unrolled!(v < VECTORS, {
+            let at_max = zip(row[v], max[v], |s, max| if s == max { A::ONE } else { A::ZERO });
+            reached[v] = zip(reached[v], at_max, |count, one| count + one);
+        });
     }
+    unrolled!(v < VECTORS, {
+        for lane in 0..WIDTH {
+            let before = if max[v][lane] > old[v][lane] { A::ZERO } else { ties[v][lane] };
+            ties[v][lane] = before + reached[v][lane];
+        }
+    });
 }
 
 /// Multiplies one tile by another, element by element.
@@ -90,10 +94,8 @@ impl<A: Real> Job for Multiply<'_, A> {
     #[inline(always)]
     fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) {
         let tile = strip_mut::<A, VECTORS, WIDTH>(self.tile);
-        for (row, by) in tile.iter_mut().zip(strip::<A, VECTORS, WIDTH>(self.by)) {
-            for v in 0..VECTORS {
-                row[v] = zip(row[v], by[v], |a, b| a * b);
-            }
+        for (row, by) in each_row_mut(tile).zip(strip::<A, VECTORS, WIDTH>(self.by)) {
+            unrolled!(v < VECTORS, row[v] = zip(row[v], by[v], |a, b| a * b));
         }
     }
 }

@@ -43,6 +43,7 @@ impl Pulse<'_> {
         {
             if tick() == ControlFlow::Break(()) {
                 self.stop.store(true, Ordering::Relaxed);
+                self.tick = None;
             }
             self.last = Instant::now();
         }
@@ -170,20 +171,20 @@ mod tests {
     #[test]
     fn the_caller_ticks_while_it_waits() {
         let team = Team::new(2).unwrap();
-        let mut ticks = 0;
+        let ticks = std::sync::atomic::AtomicU32::new(0);
         let mut tick = || {
-            ticks += 1;
+            ticks.fetch_add(1, Ordering::Relaxed);
             ControlFlow::Continue(())
         };
         let caller = std::thread::current().id();
-        // two items that wait for each other: one on either thread, the caller's is done long before
+        // one item for either thread; the caller's is done long before the other, which waits for ticks
         let barrier = std::sync::Barrier::new(2);
         team.run(&mut [(), ()], 0..2, Some(&mut tick), |(), _, _| {
             barrier.wait();
-            if std::thread::current().id() != caller {
-                std::thread::sleep(Duration::from_millis(20));
+            while std::thread::current().id() != caller && ticks.load(Ordering::Relaxed) < 3 {
+                std::thread::yield_now();
             }
         });
-        assert!(ticks > 10, "{ticks}");
+        assert!(ticks.into_inner() >= 3);
     }
 }

@@ -1,7 +1,8 @@
 //! What stays between calls: the running softmax (or dq) of every query, row statistics, and a scratch for each thread.
 //!
-//! Memory beyond O(tile) a thread: for every local query and head value_dim + 2 numbers (head_dim where that is more and there is a backward pass,
-//! which uses the same memory), 4 more for the backward pass, and as many as the bias has if there is one. q, k and v are never copied whole.
+//! Memory beyond O(tile) a thread: for every local query and head value_dim + 2 numbers (head_dim + 2 where that is more and there is a backward
+//! pass, which sums dq in the same memory). A backward pass adds 2 numbers (4 where out is not normalised) for every query and head, about 100 bytes
+//! for what every query sees, and as many numbers as the bias has, if there is one. q, k and v are never copied whole.
 
 use std::ops::Range;
 

@@ -66,7 +66,7 @@ pub(crate) fn run(flags: &DemoFlags) -> Outcome {
         attention: attention.clone(),
         sinks: None,
         ranks: flags.ranks,
-        threads: threads_per_rank(None, flags.ranks),
+        threads: threads_per_rank(None, flags.ranks)?,
         layout: None,
         backward: false,
         output: &output,

@@ -1,5 +1,6 @@
 //! `annulus doctor`: what this build and this machine have.
 
+use annulus_cpu::Isa;
 use clap::Args;
 
 use crate::{arguments::ring::cores, failure::Outcome, report::say};
@@ -21,6 +22,8 @@ pub(crate) fn run(_: &DoctorFlags) -> Outcome {
     line("transports", "threads (mpi, nccl: not in this build)");
     line("dtypes", "f64 f32 bf16 f16");
     line("cpu", &cpu_features());
+    let available: Vec<&str> = Isa::ALL.into_iter().filter(|isa| isa.is_available()).map(Isa::name).collect();
+    line("tiles for", &format!("{} (this machine can: {}; {} forces one)", Isa::chosen()?.name(), available.join(" "), Isa::VARIABLE));
     line("threads", &format!("{} at once on this machine", cores()));
     Ok(())
 }

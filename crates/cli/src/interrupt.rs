@@ -25,18 +25,24 @@ pub(crate) struct Unfinished {
 }
 
 impl Unfinished {
-    /// Makes an empty file beside `target`, of a name that no other unfinished file of this process has. A file of that name (left by
-    /// a killed process of the same number) is refused, not overwritten.
+    /// Makes an empty file beside `target`, of a name that no other file has (one may be left by a killed process of the same number).
     pub(crate) fn create_beside(target: &Path) -> std::io::Result<(Self, File)> {
         static COUNT: AtomicU64 = AtomicU64::new(0);
         let name = target.file_name().unwrap_or_default().to_string_lossy();
-        let name = format!(".{name}.{}-{}.partial", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
-        let path = target.with_file_name(name);
         // made and remembered under one lock: an interrupt comes before both or after both
         let mut names = names();
-        let file = OpenOptions::new().write(true).create_new(true).open(&path)?;
-        names.push(path.clone());
-        Ok((Self { path }, file))
+        loop {
+            let count = COUNT.fetch_add(1, Ordering::Relaxed);
+            let path = target.with_file_name(format!(".{name}.{}-{count}.partial", std::process::id()));
+            match OpenOptions::new().write(true).create_new(true).open(&path) {
+                Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
+                made => {
+                    let file = made?;
+                    names.push(path.clone());
+                    return Ok((Self { path }, file));
+                }
+            }
+        }
     }
 
     /// Gives the file its final name. An interrupt comes before it or after it, never in between.

@@ -15,6 +15,7 @@ mod file;
 mod input;
 mod interrupt;
 mod make;
+mod memory;
 mod pairs;
 mod plan;
 mod random;

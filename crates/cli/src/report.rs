@@ -32,8 +32,11 @@ pub(crate) fn bytes(bytes: u64) -> String {
     scaled(bytes as f64, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"])
 }
 
-/// A count in thousands, three digits.
+/// A count: in full while it is short, else three digits and a word.
 pub(crate) fn count(count: f64) -> String {
+    if count < 1e6 {
+        return grouped(count as usize);
+    }
     scaled(count, 1000.0, &["", "thousand", "million", "billion", "trillion"]).trim_end().to_owned()
 }
 
@@ -71,7 +74,7 @@ mod tests {
         assert_eq!(bytes(1536), "1.50 KiB");
         assert_eq!(bytes(128 << 20), "128 MiB");
         assert_eq!(bytes(u64::MAX), "16.0 EiB");
-        assert_eq!(count(136.0), "136");
+        assert_eq!([count(136.0), count(12_345.0)], ["136", "12 345"]);
         assert_eq!(count(134_225_920.0), "134 million");
     }
 }

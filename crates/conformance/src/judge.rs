@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! |got − want| ≤ 2·(largest error of the plain computation in the same type)
-//!              + 4·(its mean square error)^½ · min(1, 16/n)
+//!              + 4·(its mean square error)^½ · min(1, 64/n)
 //!              + (16 + 4·largest |lse|)·ε·(magnitude of what is summed up)
 //! ```
 //! `want` is the oracle's, n the numbers in the array. The largest error of very few numbers (a dbias of one, a dsinks of two) is itself a matter of
@@ -76,7 +76,7 @@ impl Judge {
 }
 
 /// Plain computations of nearby inputs are added until every array has this many numbers to judge by, but at most so many computations.
-const NUMBERS: usize = 64;
+const NUMBERS: usize = 128;
 const COMPUTATIONS: usize = 16;
 
 /// How far plain computations were off in one array.
@@ -107,7 +107,7 @@ impl Errors {
     fn bound(self) -> f64 {
         let numbers = self.numbers.max(1) as f64;
         let deviation = (self.squares / (numbers * self.computations as f64)).sqrt();
-        2.0 * self.largest + 4.0 * deviation * (16.0 / numbers).min(1.0)
+        2.0 * self.largest + 4.0 * deviation * (64.0 / numbers).min(1.0)
     }
 }
 

@@ -51,7 +51,7 @@ fn different_backends_share_a_ring() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
     /// A seed that fails belongs into the range of known ones.
     #[test]

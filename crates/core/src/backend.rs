@@ -110,6 +110,12 @@ pub trait Backend: Send {
     /// Its name in errors and on the command line.
     fn name(&self) -> &'static str;
 
+    /// What the bits of its logits depend on. Ranks must have it alike only where one rank must find another's largest logit to the bit: in the
+    /// two-pass backward of an output that is not normalised.
+    fn arithmetic(&self) -> String {
+        self.name().to_owned()
+    }
+
     /// Whether it can do `spec` at all, for any share of it.
     ///
     /// # Errors

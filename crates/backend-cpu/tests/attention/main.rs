@@ -1,4 +1,9 @@
 //! The backend against the oracle: every feature, every type, any split into blocks; and what must not depend on threads.
 
+#![allow(clippy::unwrap_used, reason = "a test")]
+
+mod calls;
 mod features;
+mod numbers;
 mod support;
+mod threads;

@@ -3,8 +3,8 @@
 use std::{ops::ControlFlow, sync::Arc};
 
 use annulus_core::{
-    Backend, BackwardMode, Batch, BiasOrder, Block, Dims, Dropout, Element, Gradients, Host, HostBuffer, HostView, HostViewMut, Inputs,
-    Layout, Local, Outputs, Result, RowSet, Rows, Saved, Shard, Side, SinkShape, Spec, mask, oracle,
+    Backend, BackwardMode, Batch, BiasOrder, Block, Dims, Dropout, Element, Gradients, Host, HostBuffer, HostViewMut, Inputs, Layout,
+    Local, Outputs, Result, RowSet, Rows, Saved, Shard, Side, SinkShape, Spec, mask, oracle,
 };
 use annulus_cpu::Cpu;
 use ndarray::{Array2, Array3, Array4, Axis};
@@ -163,8 +163,9 @@ impl Case {
         if r.one_in(5) {
             let shape = [or_one(r, dims.batch), or_one(r, dims.q_heads), q_len, kv_len];
             let odd = r.word();
-            case.batch.attention_mask =
-                Some(annulus_core::DenseMask::from_fn(shape, |[b, h, i, j]| (odd ^ (b * 7 + h * 5 + i * 3 + j * 11) as u64) % 5 != 0));
+            case.batch.attention_mask = Some(annulus_core::DenseMask::from_fn(shape, |[b, h, i, j]| {
+                !(odd ^ (b * 7 + h * 5 + i * 3 + j * 11) as u64).is_multiple_of(5)
+            }));
         }
         case
     }

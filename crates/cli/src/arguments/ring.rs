@@ -3,7 +3,7 @@
 use annulus_core::Error;
 use clap::ValueEnum;
 
-use crate::failure::Outcome;
+use crate::failure::{Failure, Outcome};
 
 /// Backends by name, whether or not this build has them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -53,14 +53,24 @@ impl TransportName {
     }
 }
 
-fn missing(what: &str, name: &impl ValueEnum, has: &str) -> crate::failure::Failure {
+fn missing(what: &str, name: &impl ValueEnum, has: &str) -> Failure {
     let name = name.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
     Error::unsupported(format!("{what} {name}"), format!("this build, which has: {has}")).into()
 }
 
+/// The most threads of all ranks together.
+const MOST_THREADS: usize = 4096;
+
 /// Threads of each rank: as asked, or the machine's shared among the ranks.
-pub(crate) fn threads_per_rank(asked: Option<usize>, ranks: usize) -> usize {
-    asked.unwrap_or_else(|| (cores() / ranks.max(1)).max(1))
+///
+/// # Errors
+/// [`Failure::Usage`] if all ranks together would start more than is sane.
+pub(crate) fn threads_per_rank(asked: Option<usize>, ranks: usize) -> Outcome<usize> {
+    let threads = asked.unwrap_or_else(|| (cores() / ranks.max(1)).max(1));
+    match threads.saturating_mul(ranks) {
+        0..=MOST_THREADS => Ok(threads),
+        all => Err(Failure::usage("--threads", format!("{all} threads in all ranks"), format!("at most {MOST_THREADS}"))),
+    }
 }
 
 /// Threads that this machine runs at once.

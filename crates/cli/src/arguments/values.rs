@@ -6,8 +6,12 @@ use annulus::comm::deadline;
 use annulus_core::{DType, Layout};
 use clap::ValueEnum;
 
-/// The most ranks that one command plans or runs: a plan holds a set of rows for every pair of ranks.
-pub(crate) const MOST_RANKS: usize = 1024;
+/// The most ranks that `plan` draws: a schedule has a step for every pair of ranks.
+const MOST_PLANNED_RANKS: usize = 1024;
+/// The most ranks in one process: each has a schedule of its own, so that memory grows with the third power of this.
+const MOST_RANKS: usize = 128;
+/// The most threads of one rank.
+const MOST_THREADS: usize = 1024;
 
 /// A sliding window: `L,R`, where a side may be `none`; one number stands for both sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -119,9 +123,23 @@ pub(crate) fn count_u64(text: &str) -> Result<u64, String> {
     count(text).map(|count| count as u64)
 }
 
-/// A number of ranks.
+/// A number of ranks in this process.
 pub(crate) fn ranks(text: &str) -> Result<usize, String> {
-    count(text).ok().filter(|&ranks| ranks <= MOST_RANKS).ok_or_else(|| format!("want a whole number from 1 to {MOST_RANKS}"))
+    count_to(MOST_RANKS, text)
+}
+
+/// A number of ranks that are only planned.
+pub(crate) fn planned_ranks(text: &str) -> Result<usize, String> {
+    count_to(MOST_PLANNED_RANKS, text)
+}
+
+/// A number of threads of one rank.
+pub(crate) fn threads(text: &str) -> Result<usize, String> {
+    count_to(MOST_THREADS, text)
+}
+
+fn count_to(most: usize, text: &str) -> Result<usize, String> {
+    count(text).ok().filter(|&count| count <= most).ok_or_else(|| format!("want a whole number from 1 to {most}"))
 }
 
 fn number(text: &str) -> Option<f64> {
@@ -156,7 +174,7 @@ mod tests {
         assert_eq!(probability("0"), Ok(0.0));
         assert!(silence("0.5").is_err() && silence("1e300").is_err());
         assert_eq!(silence("1"), Ok(Duration::from_secs(1)));
-        assert!(count("0").is_err() && count("-1").is_err() && ranks("1025").is_err());
+        assert!(count("0").is_err() && count("-1").is_err() && ranks("129").is_err() && planned_ranks("1025").is_err());
         assert_eq!(ranks("7"), Ok(7));
     }
 }

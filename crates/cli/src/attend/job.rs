@@ -69,16 +69,22 @@ impl Job<'_> {
     /// # Errors
     /// Whatever a rank or a file reports.
     pub(super) fn run_as<T: Element>(&self) -> Result<Summary> {
+        let progress = Progress::on_terminal();
+        let summary = self.phases::<T>(&progress);
+        progress.finish();
+        summary
+    }
+
+    fn phases<T: Element>(&self, progress: &Progress) -> Result<Summary> {
         let (start, input) = (Instant::now(), self.input);
         let spec = self.attention.spec(input.dims)?;
         let tensors = planned(&spec, input, self.backward)?;
         let whole = input.coordinates()?;
         let output = Output::create(self.output, &tensors)?;
-        let progress = Progress::on_terminal();
 
         progress.phase("plan", 0);
-        let ranks = each_rank(threads::ring(self.ranks), |_, transport| self.plan(Trace::new(transport, start), &progress))?;
-        let blocks = ranks.first().map_or([0, 0], |rank| blocks(rank.plan.ring().schedule()));
+        let ranks = each_rank(threads::ring(self.ranks), |_, transport| self.plan(Trace::new(transport, start), progress))?;
+        let blocks = ranks.first().map_or([0, 0], |rank| blocks(&rank.plan.ring().schedule()));
         progress.phase("read", 0);
         let keys = input.has("attention_mask").then(|| pairs::rows(&pairs::whole(&spec, Side::Kv, &whole)));
         let mut ranks = each_rank(ranks, |index, rank| self.read::<T>(&spec, index, rank, keys.as_ref()))?;
@@ -97,11 +103,11 @@ impl Job<'_> {
             let pairs = ranks.iter_mut().zip(forwards);
             reports.push(each_rank(pairs, |index, (rank, forward)| rank.backward(index, &forward, input, &output))?.concat());
         }
-        output.finish()?;
-        progress.finish();
         if let Some(folder) = self.trace {
             write_traces(folder, ranks.iter().map(|rank| &rank.log))?;
         }
+        // last: whatever fails before leaves no output
+        output.finish()?;
         Ok(self.summary(&ranks, &reports, pairs, start, tensors.iter().map(file::Planned::bytes).sum()))
     }
 
@@ -134,7 +140,11 @@ impl Job<'_> {
             ranks.first().map_or(("no", "no"), |rank| (rank.plan.ring().layout().name(), rank.plan.ring().route().name()));
         let (count, threads, dtype, pairs) = (self.ranks, self.threads, T::DTYPE.name(), report::count(pairs));
         Summary {
-            head: format!("{count} ranks x cpu x {threads} threads, {layout} layout, {route} route, {dtype}, {pairs} visible pairs"),
+            head: format!(
+                "{count} rank{} of {threads} thread{}, cpu, {layout} layout, {route} route, {dtype}, {pairs} visible pairs",
+                plural(count),
+                plural(threads)
+            ),
             passes: reports
                 .iter()
                 .zip([("forward", flops), ("backward", 2.5 * flops)])
@@ -183,4 +193,8 @@ fn blocks(schedule: &annulus_core::Schedule) -> [usize; 2] {
     let steps = || schedule.steps.iter().flatten();
     let before: usize = steps().map(|step| step.before.receives.len()).sum();
     [before, before + steps().map(|step| step.after.receives.len()).sum::<usize>()]
+}
+
+const fn plural(count: usize) -> &'static str {
+    if count == 1 { "" } else { "s" }
 }

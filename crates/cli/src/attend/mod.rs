@@ -16,7 +16,7 @@ use crate::{
     arguments::{
         mask::MaskFlags,
         ring::{BackendName, TransportName, threads_per_rank},
-        values::{DTypeName, LayoutName, count, finite, positive, probability, ranks, silence},
+        values::{DTypeName, LayoutName, finite, positive, probability, ranks, silence, threads},
     },
     failure::Outcome,
     input::{Input, SinksForm},
@@ -104,7 +104,7 @@ struct RingFlags {
     #[arg(long, value_name = "N", default_value = "1", value_parser = ranks)]
     ranks: usize,
     /// Threads of each rank; the machine's are shared if not said
-    #[arg(long, value_name = "N", value_parser = count)]
+    #[arg(long, value_name = "N", value_parser = threads)]
     threads: Option<usize>,
     /// How rows are dealt to ranks; auto chooses from the mask
     #[arg(long, value_enum, default_value = "auto")]
@@ -131,6 +131,7 @@ pub(crate) fn run(flags: &AttendFlags) -> Outcome {
     let RingFlags { backend, transport, ranks, threads, layout, trace, .. } = &flags.ring;
     backend.check()?;
     transport.check()?;
+    let threads = threads_per_rank(*threads, *ranks)?;
     let input = Input::open(&flags.input)?;
     let unknown = input.unknown_names();
     if !unknown.is_empty() {
@@ -142,7 +143,7 @@ pub(crate) fn run(flags: &AttendFlags) -> Outcome {
         attention: flags.attention(&input, dtype, sinks),
         sinks,
         ranks: *ranks,
-        threads: threads_per_rank(*threads, *ranks),
+        threads,
         layout: layout.layout(),
         backward: flags.backward,
         output: &flags.output,

@@ -15,15 +15,16 @@ impl Progress {
     /// A bar that is drawn on a terminal.
     pub(crate) fn on_terminal() -> Self {
         let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr());
-        if let Ok(style) = ProgressStyle::with_template("{msg:9} {wide_bar} {pos}/{len} blocks {elapsed}") {
-            bar.set_style(style);
-        }
         bar.enable_steady_tick(Duration::from_millis(200));
         Self { bar }
     }
 
-    /// Starts a phase in which `blocks` blocks will arrive, all ranks together.
+    /// Starts a phase in which `blocks` blocks will arrive, all ranks together. If none will, only the time is shown.
     pub(crate) fn phase(&self, name: &'static str, blocks: usize) {
+        let template = if blocks > 0 { "{msg:9} {wide_bar} {pos}/{len} blocks {elapsed}" } else { "{msg:9} {spinner} {elapsed}" };
+        if let Ok(style) = ProgressStyle::with_template(template) {
+            self.bar.set_style(style);
+        }
         self.bar.set_message(name);
         self.bar.set_length(blocks as u64);
         self.bar.set_position(0);

@@ -2,7 +2,7 @@
 
 use annulus::Report;
 
-use crate::report::say;
+use crate::{memory::peak_bytes, report::say};
 
 /// The figures of one pass over the ring.
 #[derive(Debug, Clone)]
@@ -56,7 +56,8 @@ impl Summary {
                 100.0 * waiting_share
             );
         }
-        say!("wrote {} in {:.3} s in all", self.output, self.seconds);
+        let memory = peak_bytes().map(|bytes| format!(", peak memory {} MiB", bytes >> 20)).unwrap_or_default();
+        say!("wrote {} in {:.3} s in all{memory}", self.output, self.seconds);
     }
 
     /// Whether every pass sent exactly the bytes that its schedule predicts.

@@ -10,7 +10,8 @@ use half::{bf16, f16};
 use crate::{
     arguments::{
         mask::AlignmentName,
-        values::{DTypeName, LayoutName, Window, count, ranks},
+        ring::threads_per_rank,
+        values::{DTypeName, LayoutName, Window, count, ranks, threads},
     },
     failure::{Failure, Outcome},
 };
@@ -73,7 +74,7 @@ pub(crate) struct BenchFlags {
     #[arg(long, value_enum, default_value = "top-left")]
     align: AlignmentName,
     /// Threads of each rank
-    #[arg(long, default_value = "1", value_parser = count)]
+    #[arg(long, default_value = "1", value_parser = threads)]
     threads: usize,
     /// Ranks of the ring
     #[arg(long, default_value = "1", value_parser = ranks)]
@@ -96,6 +97,7 @@ enum What {
 
 /// Runs `annulus bench`.
 pub(crate) fn run(flags: &BenchFlags) -> Outcome {
+    threads_per_rank(Some(flags.threads), flags.ranks)?;
     for &dtype in &flags.dtype {
         for &head_dim in &flags.ds {
             for (q_len, kv_len) in flags.lengths()? {

@@ -29,10 +29,12 @@ impl Tensors {
     /// # Errors
     /// [`Error::Io`] if it cannot be read or is malformed; [`Error::InvalidArgument`] naming a tensor that is.
     pub(crate) fn open(path: &Path) -> Result<Self> {
-        let file = File::open(path).map_err(|error| io(path, error))?;
-        if file.metadata().is_ok_and(|metadata| metadata.is_dir()) {
-            return Err(io(path, "is a directory"));
+        // asked before it is opened: opening a pipe would wait for a writer
+        let kind = std::fs::metadata(path).map_err(|error| io(path, error))?.file_type();
+        if !kind.is_file() {
+            return Err(io(path, if kind.is_dir() { "is a directory" } else { "is no ordinary file" }));
         }
+        let file = File::open(path).map_err(|error| io(path, error))?;
         let entries = header::read(&file, path)?;
         Ok(Self { path: path.to_owned(), file, entries })
     }

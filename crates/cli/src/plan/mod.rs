@@ -12,7 +12,7 @@ use clap::Args;
 use crate::{
     arguments::{
         mask::MaskFlags,
-        values::{DTypeName, LayoutName, ranks},
+        values::{DTypeName, LayoutName, planned_ranks},
     },
     failure::{Failure, Outcome},
     file,
@@ -36,7 +36,7 @@ pub(crate) struct PlanFlags {
     #[arg(long, value_name = "N")]
     kv_len: Option<usize>,
     /// Ranks of the ring
-    #[arg(long, value_name = "P", value_parser = ranks)]
+    #[arg(long, value_name = "P", value_parser = planned_ranks)]
     ranks: usize,
     /// How rows are dealt to ranks; auto chooses from the mask
     #[arg(long, value_enum, default_value = "auto")]

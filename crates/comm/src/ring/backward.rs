@@ -1,6 +1,6 @@
 //! Backward: keys and values travel again, and either their gradients one step behind (one pass) or then the queries (two passes).
 
-use annulus_core::{Backend, BackwardMode, Block, Channel, Error, Gradients, Inputs, Result, Saved, Space};
+use annulus_core::{Backend, BackwardMode, Block, Channel, Error, Gradients, Hop, Inputs, Result, Saved, Space};
 
 use super::{Report, Ring, blocks::Blocks, buffers::spare, flight::Flight, legs::Leg, legs::Places};
 
@@ -33,12 +33,12 @@ impl<B: Backend> Ring<B> {
         home: &mut <B::Space as Space>::Buffer,
         first_tag: u64,
     ) -> Result<Report> {
-        let Self { backend, workspace, transport, shared, buffers, route, spec, .. } = self;
+        let Self { backend, workspace, transport, shared, buffers, route, spec, local, .. } = self;
         let one_pass = spec.backward == BackwardMode::OnePass;
-        let mut own = spare(&mut buffers.blocks)?;
+        let mut own = spare::<B::Space>(&mut buffers.blocks, local.keys.len() as u64 * spec.kv_record().bytes())?;
         let packed = backend.pack(workspace, inputs, &mut own)?;
         let mut blocks = Blocks::new(own, packed, *route, &mut buffers.blocks);
-        let mut sums = Sums { stock: &mut buffers.gradients, sent: None };
+        let mut sums = Sums::<B::Space> { stock: &mut buffers.gradients, homecomings: &mut buffers.homecomings, sent: None };
         let mut flight = Flight::new(transport.as_mut(), first_tag);
         // homecomings posted after the step before, in the order of their messages
         let mut coming_home: &[Places] = &[];
@@ -53,7 +53,7 @@ impl<B: Backend> Ring<B> {
                 if step == 0 {
                     backend.attend_keys(workspace, inputs, saved, &block, home, &mut || flight.tick())?;
                 } else if one_pass {
-                    let mut sum = spare(sums.stock)?;
+                    let mut sum = spare::<B::Space>(sums.stock, leg.rows.count() * spec.gradient_record().bytes())?;
                     let ready = backend.attend_keys(workspace, inputs, saved, &block, &mut sum, &mut || flight.tick())?;
                     fresh = Some((sum, ready));
                 }
@@ -71,19 +71,19 @@ impl<B: Backend> Ring<B> {
                     (Channel::Home, Some(places), _) => {
                         homecomings.next();
                         backend.combine(workspace, home, &arrived.buffer, &arrived.ready, places, true)?;
-                        sums.stock.push(arrived.buffer);
+                        sums.homecomings.push(arrived.buffer);
                     }
                     _ => return Err(Error::Comm { peer: hop.peer, step: hop.step, what: format!("{:?} without a place", hop.channel) }),
                 }
             }
-            flight.post(&leg.after, fresh.as_ref(), |_| spare(sums.stock))?;
+            flight.post(&leg.after, fresh.as_ref(), |hop| sums.spare(hop))?;
             sums.sent = fresh.map(|(sum, _)| sum);
             coming_home = &leg.homecomings;
             blocks.advance();
         }
         for ((_, arrived), places) in flight.land()?.into_iter().zip(coming_home) {
             backend.combine(workspace, home, &arrived.buffer, &arrived.ready, places, true)?;
-            sums.stock.push(arrived.buffer);
+            sums.homecomings.push(arrived.buffer);
         }
         sums.recycle();
         blocks.put_back();
@@ -100,8 +100,8 @@ impl<B: Backend> Ring<B> {
         home: &mut <B::Space as Space>::Buffer,
         first_tag: u64,
     ) -> Result<Report> {
-        let Self { backend, workspace, transport, shared, buffers, route, .. } = self;
-        let mut own = spare(&mut buffers.queries)?;
+        let Self { backend, workspace, transport, shared, buffers, route, spec, local, .. } = self;
+        let mut own = spare::<B::Space>(&mut buffers.queries, local.queries.len() as u64 * spec.query_record().bytes())?;
         let packed = backend.pack_queries(workspace, inputs, saved, &mut own)?;
         let mut blocks = Blocks::new(own, packed, *route, &mut buffers.queries);
         let mut flight = Flight::new(transport.as_mut(), first_tag);
@@ -125,13 +125,19 @@ impl<B: Backend> Ring<B> {
 }
 
 /// The gradient buffers of one pass.
-struct Sums<'a, B> {
-    stock: &'a mut Vec<B>,
+struct Sums<'a, S: Space> {
+    stock: &'a mut Vec<S::Buffer>,
+    homecomings: &'a mut Vec<S::Buffer>,
     /// Posted after the step before; free once everything has landed.
-    sent: Option<B>,
+    sent: Option<S::Buffer>,
 }
 
-impl<B> Sums<'_, B> {
+impl<S: Space> Sums<'_, S> {
+    /// A buffer for a gradient that arrives.
+    fn spare(&mut self, hop: &Hop) -> Result<S::Buffer> {
+        spare::<S>(if hop.channel == Channel::Home { self.homecomings } else { self.stock }, hop.bytes())
+    }
+
     fn recycle(&mut self) {
         self.stock.extend(self.sent.take());
     }

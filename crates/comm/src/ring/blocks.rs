@@ -24,7 +24,7 @@ impl<'a, S: Space> Blocks<'a, S> {
     /// Posts the transfers that bring the next step's block.
     pub(super) fn post_next(&mut self, leg: &Leg, flight: &mut Flight<'_, S>) -> Result<()> {
         let source = self.home.as_ref().or(self.here.as_ref());
-        flight.post(&leg.before, source, |_| spare(self.stock))
+        flight.post(&leg.before, source, |hop| spare::<S>(self.stock, hop.bytes()))
     }
 
     /// The block at hand; `None` if this step has none.

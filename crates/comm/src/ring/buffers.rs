@@ -12,13 +12,53 @@ pub(super) struct Buffers<S: Space> {
     pub(super) queries: Vec<S::Buffer>,
     /// Fresh and travelling gradients.
     pub(super) gradients: Vec<S::Buffer>,
+    /// The gradient that comes home from its last user.
+    pub(super) homecomings: Vec<S::Buffer>,
     /// This rank's own dk, dv.
     pub(super) home: Option<S::Buffer>,
     /// Row descriptions of the block at hand, refilled every step.
     pub(super) rows: Rows,
 }
 
+/// How much each stock must hold, in bytes, by buffer.
+struct Sizes {
+    blocks: Vec<u64>,
+    queries: Vec<u64>,
+    gradients: Vec<u64>,
+    homecomings: Vec<u64>,
+    home: Option<u64>,
+}
+
+impl Sizes {
+    fn of(spec: &Spec, shared: &Shared, local: &Local, route: Route, backward: bool) -> Self {
+        let communicates = shared.coordinates.kv.len() > 1;
+        let two_pass = backward && spec.backward == BackwardMode::TwoPass;
+        // a relay recycles the home block as soon as it is sent; a direct route keeps it for later users
+        let stock = |home: usize, received: u64, bytes: u64| match (communicates, route) {
+            (false, _) => vec![home as u64 * bytes],
+            (true, Route::Direct) => vec![home as u64 * bytes, received * bytes, received * bytes],
+            (true, _) => vec![received.max(home as u64) * bytes, received * bytes],
+        };
+        let (keys, queries) = (local.keys.len(), local.queries.len());
+        let gradient = spec.gradient_record().bytes();
+        let travels = backward && communicates && !two_pass;
+        Self {
+            blocks: stock(keys, shared.most_received, spec.kv_record().bytes()),
+            queries: if two_pass && communicates {
+                stock(queries, shared.most_queries_received, spec.query_record().bytes())
+            } else {
+                Vec::new()
+            },
+            // one fresh gradient is made while the last one is still on its way and one arrives from the rank before
+            gradients: if travels { vec![shared.most_received * gradient; 3] } else { Vec::new() },
+            homecomings: if travels { vec![keys as u64 * gradient] } else { Vec::new() },
+            home: backward.then_some(keys as u64 * gradient),
+        }
+    }
+}
+
 impl<S: Space> Buffers<S> {
+    /// Memory for these transfers.
     pub(super) fn allocate<B: Backend<Space = S>>(
         backend: &B,
         spec: &Spec,
@@ -27,30 +67,38 @@ impl<S: Space> Buffers<S> {
         route: Route,
         backward: bool,
     ) -> Result<Self> {
-        let many = |count: usize, rows: u64, bytes: u64| (0..count).map(|_| backend.allocate(rows * bytes)).collect::<Result<Vec<_>>>();
-        let communicates = shared.coordinates.kv.len() > 1;
-        // a relay recycles the home block as soon as it is sent; a direct route keeps it for later users
-        let blocks = if !communicates {
-            1
-        } else if route == Route::Direct {
-            3
-        } else {
-            2
-        };
-        let two_pass = backward && spec.backward == BackwardMode::TwoPass;
-        // one fresh gradient is made while the last one is still on its way; one arrives from the rank before, one comes home
-        let gradients = if backward && communicates && !two_pass { 4 } else { 0 };
+        let sizes = Sizes::of(spec, shared, local, route, backward);
+        let many = |sizes: Vec<u64>| sizes.into_iter().map(|bytes| backend.allocate(bytes)).collect::<Result<Vec<_>>>();
         Ok(Self {
-            blocks: many(blocks, shared.most_block_rows, spec.kv_record().bytes())?,
-            queries: if two_pass && communicates { many(blocks, shared.most_query_rows, spec.query_record().bytes())? } else { Vec::new() },
-            gradients: many(gradients, shared.most_block_rows, spec.gradient_record().bytes())?,
-            home: if backward { Some(backend.allocate(local.keys.len() as u64 * spec.gradient_record().bytes())?) } else { None },
+            blocks: many(sizes.blocks)?,
+            queries: many(sizes.queries)?,
+            gradients: many(sizes.gradients)?,
+            homecomings: many(sizes.homecomings)?,
+            home: sizes.home.map(|bytes| backend.allocate(bytes)).transpose()?,
             rows: Rows::default(),
         })
     }
+
+    /// Whether these transfers fit into this memory.
+    pub(super) fn fit(&self, spec: &Spec, shared: &Shared, local: &Local, route: Route, backward: bool) -> bool {
+        let sizes = Sizes::of(spec, shared, local, route, backward);
+        let fits = |have: &[S::Buffer], want: Vec<u64>| {
+            let mut have: Vec<u64> = have.iter().map(S::size).collect();
+            let mut want = want;
+            have.sort_unstable();
+            want.sort_unstable();
+            have.len() == want.len() && have.iter().zip(&want).all(|(have, want)| have >= want)
+        };
+        fits(&self.blocks, sizes.blocks) && fits(&self.queries, sizes.queries) && fits(&self.gradients, sizes.gradients)
+        // the shard, and with it homecomings and home, never changes
+    }
 }
 
-/// A buffer from the plan's stock. The counts in [`Buffers::allocate`] make sure that there is one.
-pub(super) fn spare<T>(stock: &mut Vec<T>) -> Result<T> {
-    stock.pop().ok_or_else(|| Error::Device { what: "the plan's buffers are all in flight (a defect of the schedule)".into() })
+/// The smallest buffer of the stock that holds `bytes`. The sizes in [`Sizes::of`] make sure that there is one.
+pub(super) fn spare<S: Space>(stock: &mut Vec<S::Buffer>, bytes: u64) -> Result<S::Buffer> {
+    let fitting = stock.iter().enumerate().filter(|(_, buffer)| S::size(buffer) >= bytes).min_by_key(|(_, buffer)| S::size(buffer));
+    match fitting.map(|(place, _)| place) {
+        Some(place) => Ok(stock.swap_remove(place)),
+        None => Err(Error::Device { what: "the plan's buffers are all in flight (a defect of the schedule)".into() }),
+    }
 }

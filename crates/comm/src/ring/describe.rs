@@ -2,7 +2,7 @@
 
 use std::fmt::{Debug, Display, Write};
 
-use annulus_core::{Batch, DenseMask, Fingerprint, Spec};
+use annulus_core::{BackwardMode, Batch, DenseMask, Fingerprint, Spec};
 
 use super::RingOptions;
 use crate::agreement::Descriptor;
@@ -10,8 +10,8 @@ use crate::agreement::Descriptor;
 /// How much of a field's text travels for the error message; the digest is of all of it.
 const SHOWN: usize = 60;
 
-/// The fields of a plan.
-pub(super) fn plan(spec: &Spec, options: &RingOptions) -> Descriptor {
+/// The fields of a plan. `arithmetic` is the backend's.
+pub(super) fn plan(spec: &Spec, options: &RingOptions, arithmetic: &str) -> Descriptor {
     let dims = &spec.dims;
     let (probability, seed) = spec.dropout.map_or((0.0, 0), |dropout| (dropout.probability, dropout.seed));
     let lengths = [
@@ -40,6 +40,9 @@ pub(super) fn plan(spec: &Spec, options: &RingOptions) -> Descriptor {
     let d = debug(d, "backward_mode", &spec.backward);
     let d = debug(d, "layout", &options.layout);
     let d = debug(d, "route", &options.route);
+    // only there must one rank find another's largest logit to the bit
+    let exact = options.backward && spec.backward == BackwardMode::TwoPass && !spec.normalize;
+    let d = text(d, "backend", if exact { arithmetic } else { "any" });
     d.field("backward", u64::from(options.backward)).field("local_gradients", u64::from(options.local_gradients))
 }
 

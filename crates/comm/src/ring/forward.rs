@@ -11,9 +11,9 @@ impl<B: Backend> Ring<B> {
         outputs: &mut Outputs<'_, B::Space>,
         first_tag: u64,
     ) -> Result<Report> {
-        let Self { backend, workspace, transport, shared, buffers, route, .. } = self;
+        let Self { backend, workspace, transport, shared, buffers, route, spec, local, .. } = self;
         backend.begin(workspace, inputs)?;
-        let mut home = spare(&mut buffers.blocks)?;
+        let mut home = spare::<B::Space>(&mut buffers.blocks, local.keys.len() as u64 * spec.kv_record().bytes())?;
         let packed = backend.pack(workspace, inputs, &mut home)?;
         let mut blocks = Blocks::new(home, packed, *route, &mut buffers.blocks);
         let mut flight = Flight::new(transport.as_mut(), first_tag);

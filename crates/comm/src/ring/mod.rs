@@ -99,7 +99,11 @@ impl<B: Backend> Ring<B> {
             options.layout.as_ref().map_or(Ok(()), |layout| layout.validate(spec.dims.q_len, spec.dims.kv_len, ranks))?;
             Ok(spec)
         });
-        agreement::agree(transport.as_mut(), 0, checked.as_ref().map_err(Error::clone).map(|spec| describe::plan(spec, &options)))?;
+        agreement::agree(
+            transport.as_mut(),
+            0,
+            checked.as_ref().map_err(Error::clone).map(|spec| describe::plan(spec, &options, &backend.arithmetic())),
+        )?;
         let spec = checked?;
 
         let Choice { layout, route } = Choice::auto(&spec, ranks, options.layout.as_ref());
@@ -164,7 +168,7 @@ impl<B: Backend> Ring<B> {
         let shared = Shared::derive(&self.spec, self.route, self.rank, coordinates, self.with_backward);
         let local = shared.local(&self.spec, self.rank, batch.attention_mask.clone().map(Arc::new));
         let made = self.backend.update(&mut self.workspace, &local).and_then(|()| {
-            if shared.most_block_rows > self.shared.most_block_rows || shared.most_query_rows > self.shared.most_query_rows {
+            if !self.buffers.fit(&self.spec, &shared, &local, self.route, self.with_backward) {
                 self.buffers = Buffers::allocate(&self.backend, &self.spec, &shared, &local, self.route, self.with_backward)?;
             }
             Ok(())
@@ -279,9 +283,9 @@ impl<B: Backend> Ring<B> {
         &self.shared.coordinates.kv[self.rank].rows
     }
 
-    /// The schedule of keys and values, of all ranks.
-    pub const fn schedule(&self) -> &Schedule {
-        &self.shared.blocks
+    /// The schedule of keys and values, of all ranks, made anew: a plan keeps only its own rank's.
+    pub fn schedule(&self) -> Schedule {
+        shared::schedule(&self.spec, self.route, &self.shared.coordinates, self.with_backward)
     }
 
     /// Visible (query, key) pairs of every rank, by the spec's mask and the batch's segment ids and positions.
@@ -301,6 +305,8 @@ impl<B: Backend> Ring<B> {
         let round = self.round();
         let agreed = agreement::agree(self.transport.as_mut(), round, checked.map(|()| describe::call(name)));
         self.remember(agreed)?;
+        // a gather is nothing but waiting for the others
+        let mut gathering = start.elapsed();
         let (first_tag, sent_before) = (self.next_tag, self.transport.bytes_sent());
         // two passes of `ranks` steps at most
         self.next_tag += 2 * self.ranks as u64;
@@ -310,9 +316,11 @@ impl<B: Backend> Ring<B> {
             self.poisoned = Some(error.to_string());
             self.transport.control().abort(error);
         }
-        let round = self.round();
+        let (round, closing) = (self.round(), Instant::now());
         let result = result.and_then(|report| agreement::close(self.transport.as_mut(), round, Ok(())).map(|()| report));
         let mut report = self.remember(result)?;
+        gathering += closing.elapsed();
+        report.waiting_seconds += gathering.as_secs_f64();
         report.seconds = start.elapsed().as_secs_f64();
         report.bytes_sent = self.transport.bytes_sent() - sent_before;
         Ok(report)

@@ -9,32 +9,31 @@ use super::legs::{self, Leg};
 /// What all ranks derive alike from a batch.
 pub(super) struct Shared {
     pub(super) coordinates: Coordinates,
-    /// Keys and values travel: forward, one-pass backward, first pass of a two-pass backward.
-    pub(super) blocks: Schedule,
-    /// This rank's part of `blocks`, with gradients.
+    /// This rank's part of the schedule of keys and values, with gradients.
     pub(super) legs: Vec<Leg>,
     /// This rank's part of the second pass of a two-pass backward: queries travel.
     pub(super) query_legs: Vec<Leg>,
-    pub(super) most_block_rows: u64,
-    pub(super) most_query_rows: u64,
+    /// The most rows of any block of keys that comes to this rank.
+    pub(super) most_received: u64,
+    /// The most rows of any block of queries that comes to this rank.
+    pub(super) most_queries_received: u64,
 }
 
 impl Shared {
     pub(super) fn derive(spec: &Spec, route: Route, rank: usize, coordinates: Coordinates, backward: bool) -> Self {
         let (mask, heads, batch) = (spec.mask.as_ref(), spec.dims.q_heads, spec.dims.batch);
-        let travelling_gradients = backward && spec.backward == BackwardMode::OnePass;
-        let needs = Needs::of_queries(mask, heads, batch, &coordinates);
-        let blocks = Schedule::build(&needs, route, travelling_gradients);
-        let legs = legs::legs(&blocks, rank, spec.kv_record().bytes(), spec.gradient_record().bytes());
+        // all ranks' steps are made and all but this rank's dropped: kept, they would be ranks³ for the ranks of one process
+        let legs =
+            legs::legs(&schedule(spec, route, &coordinates, backward), rank, spec.kv_record().bytes(), spec.gradient_record().bytes());
         let query_legs = if backward && spec.backward == BackwardMode::TwoPass {
             let needs = Needs::of_keys(mask, heads, batch, &coordinates);
             legs::legs(&Schedule::build(&needs, reverse(route), false), rank, spec.query_record().bytes(), 0)
         } else {
             Vec::new()
         };
-        let most = |legs: &[Leg]| legs.iter().map(|leg| leg.rows.count()).max().unwrap_or(0);
-        let (most_block_rows, most_query_rows) = (most(&legs), most(&query_legs));
-        Self { coordinates, blocks, legs, query_legs, most_block_rows, most_query_rows }
+        let most = |legs: &[Leg]| legs.iter().skip(1).map(|leg| leg.rows.count()).max().unwrap_or(0);
+        let (most_received, most_queries_received) = (most(&legs), most(&query_legs));
+        Self { coordinates, legs, query_legs, most_received, most_queries_received }
     }
 
     pub(super) fn local(&self, spec: &Arc<Spec>, rank: usize, attention_mask: Option<Arc<DenseMask>>) -> Local {
@@ -43,15 +42,22 @@ impl Shared {
             shard.expand(&RowSet::all(shard.rows.len()), &mut rows);
             Arc::new(rows)
         };
+        let own = |shards: &[Arc<Shard>]| shards[rank].rows.len();
         Local {
             spec: Arc::clone(spec),
             queries: rows(&self.coordinates.q[rank]),
             keys: rows(&self.coordinates.kv[rank]),
             attention_mask,
-            most_block_rows: self.most_block_rows,
-            most_query_rows: self.most_query_rows,
+            most_block_rows: self.most_received.max(own(&self.coordinates.kv)),
+            most_query_rows: self.most_queries_received.max(own(&self.coordinates.q)),
         }
     }
+}
+
+/// Keys and values travel: forward, one-pass backward with gradients, first pass of a two-pass backward.
+pub(super) fn schedule(spec: &Spec, route: Route, coordinates: &Coordinates, backward: bool) -> Schedule {
+    let needs = Needs::of_queries(spec.mask.as_ref(), spec.dims.q_heads, spec.dims.batch, coordinates);
+    Schedule::build(&needs, route, backward && spec.backward == BackwardMode::OnePass)
 }
 
 /// Writes the shards of both sides for the other ranks.

@@ -1,0 +1,38 @@
+#!/usr/bin/env python3
+"""Joins bench lines of annulus and its peers, case by case, into a table of ratios (standard input or files of JSON lines).
+
+The best gflops_cpu of each (peer, case) counts; a ratio above 1 means that annulus is faster.
+"""
+import json
+import sys
+
+CASE = ("what", "dtype", "threads", "batch", "heads", "head_dim", "n", "causal")
+
+
+def lines(paths):
+    for stream in [open(path) for path in paths] or [sys.stdin]:
+        for line in stream:
+            if line.startswith("{"):
+                yield json.loads(line)
+
+
+best = {}
+for line in lines(sys.argv[1:]):
+    key = (line["peer"], tuple(line[field] for field in CASE))
+    best[key] = max(best.get(key, 0.0), line["gflops_cpu"])
+
+ours = next((peer for peer, _ in best if peer.startswith("annulus-")), None)
+peers = sorted({peer for peer, _ in best if peer != ours})
+cases = sorted({case for peer, case in best if peer == ours}, key=str)
+if ours is None or not peers:
+    sys.exit("ratios.py: needs lines of annulus and of at least one peer")
+print("| what | dtype | heads | head dim | n | causal | " + ours + " GFLOP/s | " + " | ".join(f"{peer} GFLOP/s | ratio" for peer in peers) + " |")
+print("|---" * (7 + 2 * len(peers)) + "|")
+for case in cases:
+    what, dtype, _, _, heads, head_dim, n, causal = case
+    mine = best[(ours, case)]
+    row = [what, dtype, heads, head_dim, n, "yes" if causal else "no", f"{mine:.1f}"]
+    for peer in peers:
+        theirs = best.get((peer, case))
+        row += [f"{theirs:.1f}", f"{mine / theirs:.2f}"] if theirs else ["–", "–"]
+    print("| " + " | ".join(map(str, row)) + " |")

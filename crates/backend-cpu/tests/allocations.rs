@@ -1,0 +1,142 @@
+//! A warm workspace allocates nothing that grows: neither with the sequence, nor a tile.
+
+#![expect(clippy::unwrap_used, reason = "a test")]
+
+use std::{
+    alloc::{GlobalAlloc, Layout, System},
+    ops::ControlFlow,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use annulus_core::{
+    Alibi, Backend, Block, DType, Dims, Dropout, Gradients, Host, HostBuffer, HostView, HostViewMut, Inputs, Local, Outputs, Rows, Saved,
+    SinkShape, Spec, mask,
+};
+use annulus_cpu::{Cpu, Workspace};
+use ndarray::Array4;
+
+/// Counts what is asked of the system's allocator.
+struct Counting;
+
+static BYTES: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: every call is passed on, as it is, to the system's allocator, which keeps the contract; counting changes nothing.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        BYTES.fetch_add(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller keeps the contract of `alloc`, which is the same.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: `pointer` came from `System.alloc` with this layout, see `alloc`; the caller keeps the rest of the contract.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// All tensors of one rank.
+struct Tensors {
+    local: Local,
+    q: Array4<f32>,
+    k: Array4<f32>,
+    v: Array4<f32>,
+    bias: Array4<f32>,
+    sinks: Array4<f32>,
+    lines: Array4<f32>,
+    block: HostBuffer,
+    sums: HostBuffer,
+}
+
+impl Tensors {
+    fn new(len: usize) -> Self {
+        let mut spec = Spec::new(Dims { q_heads: 4, ..Dims::new(1, len, 2, 16) }, DType::F32);
+        spec.mask = Arc::new(mask::Causal::default());
+        spec.bias = Some([1, 1, 1, len]);
+        spec.bias_function = Some(Arc::new(Alibi::published(4)));
+        spec.soft_cap = Some(5.0);
+        spec.sinks = Some(SinkShape { per_head: true, count: 1 });
+        spec.dropout = Some(Dropout { probability: 0.2, seed: 1 });
+        let tensor = |heads| Array4::from_shape_fn((1, len, heads, 16), |(_, i, h, c)| ((i * 7 + h * 3 + c) % 11) as f32 / 11.0 - 0.5);
+        let rows = Arc::new(Rows::counting(len as u64, 0));
+        Self {
+            q: tensor(4),
+            k: tensor(2),
+            v: tensor(2),
+            bias: Array4::zeros((1, 1, 1, len)),
+            sinks: Array4::zeros((4, 1, 1, 1)),
+            lines: Array4::zeros((1, 4, len, 1)),
+            block: HostBuffer::zeroed(spec.kv_record().bytes() * len as u64).unwrap(),
+            sums: HostBuffer::zeroed(spec.gradient_record().bytes() * len as u64).unwrap(),
+            local: Local {
+                spec: Arc::new(spec),
+                queries: rows.clone(),
+                keys: rows,
+                attention_mask: None,
+                most_block_rows: len as u64,
+                most_query_rows: len as u64,
+            },
+        }
+    }
+}
+
+/// Forward and backward; how many bytes they allocated.
+fn pass(cpu: &Cpu, workspace: &mut Workspace, t: &mut Tensors) -> usize {
+    let (mut out, mut lse) = (t.q.clone(), t.lines.clone());
+    let (mut dq, mut dk, mut dv, mut dbias, mut dsinks) = (t.q.clone(), t.k.clone(), t.v.clone(), t.bias.clone(), t.sinks.clone());
+    let mut tick = || ControlFlow::Continue(());
+    let before = BYTES.load(Ordering::Relaxed);
+    let inputs = Inputs::<Host> {
+        q: HostView::F32(t.q.view()),
+        k: HostView::F32(t.k.view()),
+        v: HostView::F32(t.v.view()),
+        bias: Some(HostView::F32(t.bias.view())),
+        sinks: Some(HostView::F32(t.sinks.view())),
+    };
+    cpu.pack(workspace, &inputs, &mut t.block).unwrap();
+    cpu.begin(workspace, &inputs).unwrap();
+    let block = Block { buffer: &t.block, ready: &(), rows: &t.local.keys };
+    cpu.attend(workspace, &inputs, &block, &mut tick).unwrap();
+    let (of_out, of_lse) = (HostViewMut::F32(out.view_mut()), HostViewMut::F32(lse.view_mut()));
+    cpu.finish(workspace, &inputs, &mut Outputs { out: of_out, lse: of_lse, max: None, sum: None, ties: None }).unwrap();
+    let (of_out, of_lse) = (HostView::F32(out.view()), HostView::F32(lse.view()));
+    let saved = Saved { out: of_out, lse: of_lse, max: None, ties: None, dout: HostView::F32(t.q.view()), dlse: None };
+    cpu.begin_backward(workspace, &inputs, &saved).unwrap();
+    cpu.attend_queries(workspace, &inputs, &saved, &block, &mut tick).unwrap();
+    cpu.attend_keys(workspace, &inputs, &saved, &block, &mut t.sums, &mut tick).unwrap();
+    let mut gradients = Gradients {
+        dq: HostViewMut::F32(dq.view_mut()),
+        dk: HostViewMut::F32(dk.view_mut()),
+        dv: HostViewMut::F32(dv.view_mut()),
+        dbias: Some(HostViewMut::F32(dbias.view_mut())),
+        dsinks: Some(HostViewMut::F32(dsinks.view_mut())),
+    };
+    cpu.finish_backward(workspace, &inputs, &t.sums, &mut gradients).unwrap();
+    BYTES.load(Ordering::Relaxed) - before
+}
+
+/// One test in this program, so that nobody else allocates meanwhile.
+#[test]
+fn a_warm_pass_allocates_nothing_that_grows() {
+    for threads in [1, 3] {
+        let cpu = Cpu::new(threads).unwrap();
+        let warm = [150, 900].map(|len| {
+            let mut tensors = Tensors::new(len);
+            let mut workspace = cpu.workspace(&tensors.local, true).unwrap();
+            let cold = pass(&cpu, &mut workspace, &mut tensors);
+            let warm = (0..3).map(|_| pass(&cpu, &mut workspace, &mut tensors)).min().unwrap();
+            assert!(warm <= cold);
+            warm
+        });
+        // records' field lists, and a job for each thread and call
+        assert!(warm.iter().all(|&bytes| bytes < 8192), "{threads} threads: {warm:?} bytes");
+        if threads == 1 {
+            assert_eq!(warm[0], warm[1], "bytes at 150 and 900 rows");
+        }
+    }
+}

@@ -1,0 +1,34 @@
+//! What must not show: the number of threads, what was computed before, how tensors lie in memory.
+
+use annulus_core::{DType, Layout};
+use annulus_cpu::Cpu;
+
+use crate::support::{Case, Outcome};
+
+#[test]
+fn the_number_of_threads_changes_no_bit() {
+    for (seed, dtype) in (400..412).zip([DType::F32, DType::Bf16, DType::F64].into_iter().cycle()) {
+        let case = Case::any(seed, dtype);
+        let run = |threads| case.run(&Cpu::new(threads).unwrap(), &Layout::Contiguous, 1).unwrap();
+        let alone: Outcome = run(1);
+        for threads in [2, 3, 7] {
+            assert!(run(threads).bits() == alone.bits(), "seed {seed}, {threads} threads");
+        }
+    }
+}
+
+#[test]
+fn many_tasks_of_a_long_sequence_change_no_bit() {
+    // long enough for several tasks a thread, of several strips each
+    let dims = annulus_core::Dims { q_len: 900, kv_len: 700, ..annulus_core::Dims::new(1, 0, 2, 16) };
+    let mut spec = annulus_core::Spec::new(dims, DType::F32);
+    spec.mask = std::sync::Arc::new(annulus_core::mask::Causal { offset: 40 });
+    spec.bias = Some([1, 1, 1, 700]);
+    let case = Case::new(spec, &mut crate::support::Random(77));
+    let run = |threads| case.run(&Cpu::new(threads).unwrap(), &Layout::Zigzag, 2).unwrap();
+    let alone = run(1);
+    alone.assert_close(&case.oracle(), 2e-5, "900 × 700");
+    for threads in [2, 3, 7] {
+        assert!(run(threads).bits() == alone.bits(), "{threads} threads");
+    }
+}
