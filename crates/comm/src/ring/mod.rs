@@ -163,7 +163,7 @@ impl<B: Backend> Ring<B> {
         let dims = self.spec.dims;
         let (q_rows, kv_rows) = (self.local.queries.len(), self.local.keys.len());
         let checked = self.spec.validate_batch(batch, q_rows, kv_rows).and_then(|()| {
-            check::lone_ids(batch, &self.shared.coordinates, self.rank)?;
+            batch.validate_layout(&dims, &self.layout, self.rank, self.ranks)?;
             check::two_pass_mask(&self.spec, batch, self.ranks)
         });
         let described = checked.as_ref().map_err(Clone::clone).map(|()| describe::batch(batch));
