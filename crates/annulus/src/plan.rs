@@ -269,8 +269,8 @@ fn slices(rows: &Runs) -> impl Iterator<Item = (usize, usize, Slice)> + '_ {
 }
 
 /// The rows `rows` of `array`, in that order.
-pub(crate) fn get_rows<T: Clone, D: Dimension + RemoveAxis>(array: ArrayView<'_, T, D>, axis: Axis, rows: &Runs) -> Array<T, D> {
-    let parts: Vec<_> = slices(rows).map(|(_, _, slice)| array.slice_axis(axis, slice).reversed_axes().reversed_axes()).collect();
+fn get_rows<T: Clone, D: Dimension + RemoveAxis>(array: ArrayView<'_, T, D>, axis: Axis, rows: &Runs) -> Array<T, D> {
+    let parts: Vec<_> = slices(rows).map(|(_, _, slice)| array.slice_axis(axis, slice)).collect();
     if parts.is_empty() {
         return array.slice_axis(axis, Slice::new(0, Some(0), 1)).to_owned();
     }
@@ -278,7 +278,7 @@ pub(crate) fn get_rows<T: Clone, D: Dimension + RemoveAxis>(array: ArrayView<'_,
 }
 
 /// Writes `part` to the rows `rows` of `whole`.
-pub(crate) fn put_rows<T: Clone, D: Dimension + RemoveAxis>(whole: &mut Array<T, D>, axis: Axis, rows: &Runs, part: &Array<T, D>) {
+fn put_rows<T: Clone, D: Dimension + RemoveAxis>(whole: &mut Array<T, D>, axis: Axis, rows: &Runs, part: &Array<T, D>) {
     for (first, count, slice) in slices(rows) {
         let source = part.slice_axis(axis, Slice::new(first as isize, Some((first + count) as isize), 1));
         whole.slice_axis_mut(axis, slice).assign(&source);

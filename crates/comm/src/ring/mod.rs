@@ -11,6 +11,9 @@
 //!
 //! The accumulator stays unnormalised on the device from [`Backend::begin`] to [`Backend::finish`]. Nothing here knows what a tile
 //! computes or how bytes move; the schedule says who sends what, and `flight.rs` is the only place that waits.
+//!
+//! # Source
+//! Liu et al. 2023, Ring Attention with Blockwise Transformers, §3, without the last hop and with gradients that go straight home.
 
 mod backward;
 mod blocks;

@@ -68,9 +68,10 @@ pub struct Forward {
 ///
 /// # Shapes
 /// As the fields of [`Problem`] and [`Forward`] say.
-///
 /// # Errors
 /// [`Error::InvalidArgument`] naming the tensor whose shape does not fit the spec.
+/// # Source
+/// Vaswani et al. 2017, §3.2.1, row by row.
 pub fn forward(problem: &Problem<'_>) -> Result<Forward> {
     let rows = row::Rows::new(problem)?;
     let Dims { batch, q_len, q_heads, value_dim, .. } = problem.spec.dims;
