@@ -6,7 +6,7 @@ use annulus_core::{Backend, Block, DType, Gradients, Host, HostBuffer, Inputs, L
 use half::{bf16, f16};
 
 use crate::{
-    Isa, backward, backward_keys, backward_queries, finish, forward,
+    Isa, backward, backward_keys, backward_queries, backward_together, finish, forward,
     isa::Path,
     records,
     team::Team,
@@ -186,6 +186,18 @@ impl Backend for Cpu {
         tick: Tick<'_>,
     ) -> Result<()> {
         by_dtype!(workspace, state, E => backward_keys::attend_keys::<E>(&self.team, state, inputs, saved, block, fresh, tick))
+    }
+
+    fn attend_backward(
+        &self,
+        workspace: &mut Workspace,
+        inputs: &Inputs<'_, Host>,
+        saved: &Saved<'_, Host>,
+        block: &Block<'_, Host>,
+        fresh: &mut HostBuffer,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        by_dtype!(workspace, state, E => backward_together::attend_backward::<E>(&self.team, state, inputs, saved, block, fresh, tick))
     }
 
     fn pack_queries(

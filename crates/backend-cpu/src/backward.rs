@@ -17,11 +17,12 @@ use crate::{
     sight::TILE,
     statistics::Statistics,
     team::Team,
-    workspace::{State, Summed},
+    workspace::{Order, State, Summed},
 };
 
 /// Computes row statistics and clears all sums.
 pub(crate) fn begin<E: Input<Accumulator: Summed>>(team: &Team, state: &mut State<Acc<E>>, saved: &Saved<'_, Host>) -> Result<()> {
+    state.order = None;
     let State { local, blocks, scratch, statistics, bias_gradient, .. } = state;
     team.run(scratch, blocks.iter_mut(), None, |_, block, _| block.sums.fill(Acc::<E>::ZERO));
     bias_gradient.iter_mut().for_each(|gradient| gradient.clear());
@@ -146,6 +147,14 @@ fn write_dq<E: Input<Accumulator: Summed>>(
             for (place, head) in geometry.heads(block.kv_head).enumerate() {
                 let mut dq = dq.index_axis_mut(Axis(0), block.batch);
                 let mut dq = dq.index_axis_mut(Axis(1), head);
+                if state.order == Some(Order::Rows) {
+                    let width = geometry.query_width();
+                    let lines = block.sums[block.lane(place, 0) * width..].chunks_exact(width);
+                    for (into, line) in dq.outer_iter_mut().zip(lines) {
+                        into.into_iter().zip(line).for_each(|(into, &sum)| *into = E::narrow(scale * sum));
+                    }
+                    continue;
+                }
                 for strip in geometry.strips(block.rows.len()) {
                     let first = block.lane(place, strip.rows.start);
                     let sums = &block.sums[first * depth..(first + strip.width) * depth];

@@ -18,6 +18,7 @@ use annulus_core::{Block, Element, Error, Host, HostBuffer, Inputs, Local, Query
 
 use crate::{
     backward_queries::{Operands, apply_slope, differentiate},
+    backward_together::{QueryGradients, add_together},
     forward::Acc,
     geometry::{Geometry, Strip},
     input::{Input, Source, array, elements_mut},
@@ -43,7 +44,24 @@ pub(crate) fn attend_keys<E: Input<Accumulator: Summed>>(
     fresh: &mut HostBuffer,
     tick: Tick<'_>,
 ) -> Result<()> {
-    let State { local, geometry, k_rows, scratch, statistics, seen, .. } = state;
+    attend_block::<E>(team, state, inputs, saved, block, fresh, false, tick)
+}
+
+/// The same; and dq as well, if `together`.
+#[expect(clippy::too_many_arguments, reason = "a call of the seam and a choice")]
+pub(crate) fn attend_block<E: Input<Accumulator: Summed>>(
+    team: &Team,
+    state: &mut State<Acc<E>>,
+    inputs: &Inputs<'_, Host>,
+    saved: &Saved<'_, Host>,
+    block: &Block<'_, Host>,
+    fresh: &mut HostBuffer,
+    together: bool,
+    tick: Tick<'_>,
+) -> Result<()> {
+    let State { local, geometry, q_rows, k_rows, blocks, scratch, statistics, seen, .. } = state;
+    let whole_tiles = geometry.of_whole_tiles();
+    let (geometry, k_rows) = if together { (&whole_tiles, TILE) } else { (&*geometry, *k_rows) };
     let spec = &*local.spec;
     let record = spec.kv_record();
     let source = |field| Source::<E>::records(block.buffer.bytes(), block.rows.len(), &record, field);
@@ -56,7 +74,7 @@ pub(crate) fn attend_keys<E: Input<Accumulator: Summed>>(
     seen.refill(team, scratch, &visibility, spec);
     let pass = KeyPass {
         geometry,
-        k_rows: *k_rows,
+        k_rows,
         visibility,
         seen,
         logits: Logits { spec, path: geometry.path, queries, keys, bias },
@@ -68,7 +86,11 @@ pub(crate) fn attend_keys<E: Input<Accumulator: Summed>>(
         gradient_record,
         add: false,
     };
-    pass.run(team, scratch, sums, tick);
+    if together {
+        add_together(&pass, team, scratch, sums, (blocks, *q_rows), tick);
+    } else {
+        pass.run(team, scratch, sums, tick);
+    }
     Ok(())
 }
 
@@ -174,13 +196,13 @@ impl<A: Real> KnownOfQueries<'_, A> {
 }
 
 /// What all tasks of a pass over keys read.
-struct KeyPass<'a, E: Input> {
-    geometry: &'a Geometry,
-    k_rows: usize,
-    visibility: Visibility<'a>,
+pub(crate) struct KeyPass<'a, E: Input> {
+    pub(crate) geometry: &'a Geometry,
+    pub(crate) k_rows: usize,
+    pub(crate) visibility: Visibility<'a>,
     seen: &'a Seen,
     logits: Logits<'a, Acc<E>>,
-    k: Source<'a, E>,
+    pub(crate) k: Source<'a, E>,
     v: Source<'a, E>,
     q: Source<'a, E>,
     dout: Source<'a, E>,
@@ -191,10 +213,10 @@ struct KeyPass<'a, E: Input> {
 }
 
 /// A task.
-struct Task {
-    batch: usize,
-    kv_head: usize,
-    keys: Range<usize>,
+pub(crate) struct Task {
+    pub(crate) batch: usize,
+    pub(crate) kv_head: usize,
+    pub(crate) keys: Range<usize>,
 }
 
 impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
@@ -209,13 +231,19 @@ impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
         // tasks write different elements of the same records: they take turns, once each
         let sums = Mutex::new(sums);
         team.run(scratch, tasks, Some(tick), |scratch, task, pulse| {
-            self.sum(scratch, &task, pulse);
+            self.sum(scratch, &task, None, pulse);
             self.write(scratch, &task, &mut sums.lock().unwrap_or_else(PoisonError::into_inner));
         });
     }
 
-    /// Sums the gradients of a task's keys, in strips.
-    fn sum(&self, scratch: &mut Scratch<Acc<E>>, task: &Task, pulse: &mut Pulse<'_>) {
+    /// Sums the gradients of a task's keys, in strips; and what they give to those of the queries, if wanted.
+    pub(crate) fn sum(
+        &self,
+        scratch: &mut Scratch<Acc<E>>,
+        task: &Task,
+        mut dq: Option<&mut QueryGradients<'_, Acc<E>>>,
+        pulse: &mut Pulse<'_>,
+    ) {
         scratch.filled.fill(false);
         scratch.sums_head.fill(Acc::<E>::ZERO);
         scratch.sums_value.fill(Acc::<E>::ZERO);
@@ -225,7 +253,7 @@ impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
                     return;
                 }
                 for head in heads.clone() {
-                    self.sum_queries(scratch, task, head, &queries);
+                    self.sum_queries(scratch, task, head, &queries, dq.as_deref_mut());
                 }
             }
         }
@@ -239,7 +267,14 @@ impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
     }
 
     /// One tile of queries of one head, for all strips of keys.
-    fn sum_queries(&self, scratch: &mut Scratch<Acc<E>>, task: &Task, head: usize, queries: &Range<usize>) {
+    fn sum_queries(
+        &self,
+        scratch: &mut Scratch<Acc<E>>,
+        task: &Task,
+        head: usize,
+        queries: &Range<usize>,
+        dq: Option<&mut QueryGradients<'_, Acc<E>>>,
+    ) {
         let path = self.geometry.path;
         let tile = self.seen.tile(task.batch, head, queries.start);
         let mut filled = false;
@@ -254,11 +289,21 @@ impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
                 scratch.rows_value.fill(path, &self.dout, task.batch, head, queries.clone());
                 let line = task.batch * self.geometry.dims.q_heads + head;
                 self.statistics.load(line, queries.clone(), &mut scratch.statistics);
+                if dq.is_some() {
+                    scratch.whole_tile.clear();
+                }
             }
             let Strip { vectors, width, .. } = strip;
             let (batch, queries) = (task.batch, queries.clone());
             let site = Site { batch, head, queries, keys, lanes: Lanes::Keys, strip: index, vectors, width };
             self.sum_tile(scratch, task.kv_head, &site);
+            if dq.is_some() {
+                let Scratch { whole_tile, tiles, sight, .. } = scratch;
+                whole_tile.take(path, &site, sight, strip.rows.start, &tiles.s);
+            }
+        }
+        if let Some(dq) = dq.filter(|_| filled) {
+            dq.add(scratch, head % self.geometry.dims.group(), task, queries);
         }
     }
 
@@ -285,7 +330,7 @@ impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
     }
 
     /// Writes a task's sums into its places of the gradient records.
-    fn write(&self, scratch: &Scratch<Acc<E>>, task: &Task, records: &mut [Acc<E>]) {
+    pub(crate) fn write(&self, scratch: &Scratch<Acc<E>>, task: &Task, records: &mut [Acc<E>]) {
         let spec = self.logits.spec;
         let record = &self.gradient_record;
         let size = size_of::<Acc<E>>() as u64;

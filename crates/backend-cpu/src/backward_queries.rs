@@ -26,7 +26,7 @@ use crate::{
     softmax::Multiply,
     statistics::Statistics,
     team::{Pulse, Team},
-    workspace::{QueryBlock, State, Summed},
+    workspace::{Order, QueryBlock, State, Summed},
 };
 
 /// Adds what one block of keys gives to dq and to the gradient of the bias.
@@ -38,6 +38,7 @@ pub(crate) fn attend_queries<E: Input<Accumulator: Summed>>(
     block: &Block<'_, Host>,
     tick: Tick<'_>,
 ) -> Result<()> {
+    state.sum_in(Order::Strips)?;
     let State { local, geometry, q_rows, blocks, scratch, statistics, bias_gradient, .. } = state;
     let pass = QueryPass::<E>::new(geometry, *q_rows, local, inputs, block)?;
     let pass = Gradients { pass, dout: Source::Tensor(array("dout", saved.dout)?), statistics };

@@ -30,16 +30,29 @@ pub(crate) struct Geometry {
     pub(crate) path: Path,
     /// Elements of a vector.
     vector: usize,
+    /// Vectors of a whole strip.
+    strip_vectors: usize,
 }
 
 impl Geometry {
     pub(crate) const fn new<A: Real>(spec: &Spec, path: Path) -> Self {
-        Self { dims: spec.dims, path, vector: A::WIDTH }
+        Self { dims: spec.dims, path, vector: A::WIDTH, strip_vectors: path.most_vectors() }
+    }
+
+    /// The same with strips of which several make up a tile of [`crate::sight::TILE`] lanes.
+    pub(crate) const fn of_whole_tiles(self) -> Self {
+        let strip_vectors = if self.path.most_vectors() < 2 { 1 } else { 2 };
+        Self { strip_vectors, ..self }
     }
 
     /// Lanes of a whole strip.
     pub(crate) const fn strip_lanes(&self) -> usize {
-        self.path.most_vectors() * self.vector
+        self.strip_vectors * self.vector
+    }
+
+    /// Elements of a vector of length head_dim that is whole vectors.
+    pub(crate) const fn query_width(&self) -> usize {
+        self.dims.head_dim.next_multiple_of(self.vector)
     }
 
     /// Lanes of `rows` rows: whole vectors.

@@ -6,7 +6,7 @@
 //! |---|---|
 //! | the seam, call by call | `backend.rs` |
 //! | forward: tiles, and the end of a row | `forward.rs`, `finish.rs` |
-//! | backward: beginning and end, dq and dbias, dk and dv | `backward.rs`, `backward_queries.rs`, `backward_keys.rs`, `bias_gradient.rs` |
+//! | backward: beginning and end, dq and dbias, dk and dv, all at once | `backward.rs`, `backward_queries.rs`, `backward_keys.rs`, `backward_together.rs`, `bias_gradient.rs` |
 //! | one tile: who sees whom, logits, softmax, gradients, products | `sight.rs`, `logits.rs`, `dropout.rs`, `softmax.rs`, `gradient.rs`, `products.rs` |
 //! | memory: workspace, scratch, packed tiles, records | `workspace.rs`, `statistics.rs`, `scratch.rs`, `pack.rs`, `records.rs`, `aligned.rs`, `input.rs` |
 //! | machine: instruction sets, vectors, threads, sizes | `isa.rs`, `real.rs`, `lanes.rs`, `exp.rs`, `team.rs`, `geometry.rs` |
@@ -20,6 +20,7 @@ mod backend;
 mod backward;
 mod backward_keys;
 mod backward_queries;
+mod backward_together;
 mod bias_gradient;
 mod dropout;
 mod exp;

@@ -28,8 +28,12 @@ pub(crate) struct Panel<A> {
 
 impl<A: Real> Panel<A> {
     pub(crate) fn new(dim: usize) -> Result<Self> {
-        let stride = padded(dim);
-        Ok(Self { elements: Aligned::zeroed(TILE * stride)?, stride, finite: true })
+        Self::with_stride(TILE, padded(dim))
+    }
+
+    /// Room for `rows` vectors, `stride` apart.
+    pub(crate) fn with_stride(rows: usize, stride: usize) -> Result<Self> {
+        Ok(Self { elements: Aligned::zeroed(rows * stride)?, stride, finite: true })
     }
 
     pub(crate) const fn stride(&self) -> usize {

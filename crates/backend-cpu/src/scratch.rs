@@ -4,6 +4,7 @@ use annulus_core::{QueryTile, Result, TileBits};
 
 use crate::{
     aligned::Aligned,
+    backward_together::WholeTile,
     geometry::Geometry,
     pack::Panel,
     real::Real,
@@ -46,6 +47,10 @@ pub(crate) struct Scratch<A> {
     pub(crate) rows_head: Panel<A>,
     /// Vectors of length value_dim: values, or dout.
     pub(crate) rows_value: Panel<A>,
+    /// Keys, one a row of whole vectors.
+    pub(crate) rows_key: Panel<A>,
+    /// Gradients of the logits of a whole tile.
+    pub(crate) whole_tile: WholeTile<A>,
     /// Strips of vectors of length head_dim, one a lane.
     pub(crate) lanes_head: Aligned<A>,
     /// Strips of vectors of length value_dim.
@@ -74,13 +79,15 @@ impl<A: Real> Scratch<A> {
         let (head, value) = (geometry.dims.head_dim, geometry.dims.value_dim);
         let strip = geometry.strip_lanes();
         let q_lanes = q_rows * geometry.dims.group();
-        let k_lanes = if backward { k_rows } else { 0 };
+        let k_lanes = if backward { k_rows.max(TILE) } else { 0 };
         let lanes = q_lanes.max(k_lanes);
         let gradient = |elements: usize| if backward { elements } else { 0 };
         let tile = |wanted: bool| Aligned::zeroed(if wanted { TILE * strip } else { 0 });
         Ok(Self {
             rows_head: Panel::new(head)?,
             rows_value: Panel::new(value)?,
+            rows_key: Panel::with_stride(gradient(TILE), geometry.query_width())?,
+            whole_tile: WholeTile::new(backward)?,
             lanes_head: Aligned::zeroed(lanes * head)?,
             lanes_value: Aligned::zeroed(gradient(lanes * value))?,
             sums_head: Aligned::zeroed(k_lanes * geometry.head_rows())?,
@@ -88,7 +95,7 @@ impl<A: Real> Scratch<A> {
             tiles: Tiles { s: tile(true)?, dp: tile(backward)?, slope: tile(backward)?, extra: tile(true)? },
             rescale: Aligned::zeroed(strip)?,
             statistics: RowStatistics::new(gradient(TILE.max(strip)))?,
-            filled: vec![false; (lanes / strip).max(1)],
+            filled: vec![false; (lanes / strip).max(TILE / A::WIDTH)],
             whole: QueryTile::default(),
             parts: (0..q_rows / strip).map(|_| QueryTile::default()).collect(),
             bits: TileBits::default(),

@@ -69,7 +69,7 @@ pub(crate) struct QueryBlock<A> {
     lanes: usize,
     /// Blocks of one owner write the same biases' gradients; they lie together and are worked one after another.
     pub(crate) owner: usize,
-    /// Oᵀ before division, or dqᵀ before scaling: `[heads of the group][strips][dims][lanes]`.
+    /// Oᵀ before division: `[heads of the group][strips][dims][lanes]`; or dq before scaling, in some [`Order`].
     pub(crate) sums: Aligned<A>,
     /// Running maximum `[heads of the group][lanes]`.
     pub(crate) max: Aligned<A>,
@@ -86,6 +86,15 @@ impl<A> QueryBlock<A> {
     }
 }
 
+/// How dq lies in [`QueryBlock::sums`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Order {
+    /// `[heads of the group][strips][dims][lanes]`
+    Strips,
+    /// `[heads of the group][rows][dims, whole vectors]`
+    Rows,
+}
+
 /// A workspace whose sums are of type `A`.
 #[derive(Debug)]
 pub(crate) struct State<A> {
@@ -96,13 +105,15 @@ pub(crate) struct State<A> {
     pub(crate) q_rows: usize,
     /// Keys of a task of the passes over keys.
     pub(crate) k_rows: usize,
-    /// Sorted by owner.
+    /// Sorted by owner; without a bias by batch row, kv head, and from late rows to early ones.
     pub(crate) blocks: Vec<QueryBlock<A>>,
     /// `places[(block of rows · batch + batch row) · kv_heads + kv head]`: where that block is in `blocks`.
     places: Vec<usize>,
     pub(crate) scratch: Vec<Scratch<A>>,
     pub(crate) statistics: Statistics<A>,
     pub(crate) bias_gradient: Option<BiasGradient<A>>,
+    /// Unknown before the first block of a backward pass.
+    pub(crate) order: Option<Order>,
     /// What each tile of queries sees, for the passes over keys.
     pub(crate) seen: Seen,
 }
@@ -131,12 +142,12 @@ impl<A: Real> State<A> {
         let q_rows = geometry.block_rows(local.queries.len(), dims.group(), helpers);
         let most_keys = annulus_core::index(local.most_block_rows).max(local.keys.len());
         let k_rows = geometry.block_rows(most_keys, 1, threads);
-        let depth = padded(if backward { dims.head_dim.max(dims.value_dim) } else { dims.value_dim });
+        let depth = if backward { padded(dims.head_dim.max(dims.value_dim)).max(geometry.query_width()) } else { padded(dims.value_dim) };
         let mut blocks = Vec::new();
-        // long causal tasks, those of late queries, first
-        for first in (0..local.queries.len()).step_by(q_rows).rev() {
-            for batch in 0..dims.batch {
-                for kv_head in 0..dims.kv_heads {
+        // head by head, so that keys stay in the cache; of each head the long causal tasks, those of late queries, first
+        for batch in 0..dims.batch {
+            for kv_head in 0..dims.kv_heads {
+                for first in (0..local.queries.len()).step_by(q_rows).rev() {
                     let rows = first..local.queries.len().min(first + q_rows);
                     let owner = owner(spec, backward, batch, kv_head, first / q_rows, blocks.len());
                     let lanes = geometry.lanes(rows.len());
@@ -158,7 +169,7 @@ impl<A: Real> State<A> {
         let scratch = (0..threads).map(|_| Scratch::new(&geometry, q_rows, k_rows, backward)).collect::<Result<_>>()?;
         let local = local.clone();
         let seen = Seen::default();
-        Ok(Self { local, geometry, backward, q_rows, k_rows, blocks, places, scratch, statistics, bias_gradient, seen })
+        Ok(Self { local, geometry, backward, q_rows, k_rows, blocks, places, scratch, statistics, bias_gradient, order: None, seen })
     }
 
     /// Takes in another batch if this memory serves it; else false, and nothing is changed.

@@ -107,8 +107,7 @@ fn pass(cpu: &Cpu, workspace: &mut Workspace, t: &mut Tensors) -> usize {
     let (of_out, of_lse) = (HostView::F32(out.view()), HostView::F32(lse.view()));
     let saved = Saved { out: of_out, lse: of_lse, max: None, ties: None, dout: HostView::F32(t.q.view()), dlse: None };
     cpu.begin_backward(workspace, &inputs, &saved).unwrap();
-    cpu.attend_queries(workspace, &inputs, &saved, &block, &mut tick).unwrap();
-    cpu.attend_keys(workspace, &inputs, &saved, &block, &mut t.sums, &mut tick).unwrap();
+    cpu.attend_backward(workspace, &inputs, &saved, &block, &mut t.sums, &mut tick).unwrap();
     let mut gradients = Gradients {
         dq: HostViewMut::F32(dq.view_mut()),
         dk: HostViewMut::F32(dk.view_mut()),

@@ -221,6 +221,24 @@ pub trait Backend: Send {
         tick: Tick<'_>,
     ) -> Result<<Self::Space as Space>::Event>;
 
+    /// [`Backend::attend_queries`] and [`Backend::attend_keys`] of one block, for backends that make the logits of both at once. A backward pass
+    /// calls either this for all its blocks, or the other two.
+    ///
+    /// # Errors
+    /// [`crate::Error::Device`].
+    fn attend_backward(
+        &self,
+        workspace: &mut Self::Workspace,
+        inputs: &Inputs<'_, Self::Space>,
+        saved: &Saved<'_, Self::Space>,
+        block: &Block<'_, Self::Space>,
+        fresh: &mut <Self::Space as Space>::Buffer,
+        tick: Tick<'_>,
+    ) -> Result<<Self::Space as Space>::Event> {
+        self.attend_queries(workspace, inputs, saved, block, &mut *tick)?;
+        self.attend_keys(workspace, inputs, saved, block, fresh, tick)
+    }
+
     /// Writes this rank's queries as records of [`Spec::query_record`], in local order.
     ///
     /// # Errors

@@ -198,11 +198,16 @@ impl Case {
 
     /// The same on a ring of `ranks` ranks.
     pub(crate) fn run(&self, cpu: &Cpu, layout: &Layout, ranks: usize) -> Result<Outcome> {
+        self.run_backward(cpu, layout, ranks, true)
+    }
+
+    /// The same; in one pass dq and dk, dv are asked for together or separately.
+    pub(crate) fn run_backward(&self, cpu: &Cpu, layout: &Layout, ranks: usize, together: bool) -> Result<Outcome> {
         match self.spec.dtype {
-            annulus_core::DType::F64 => Ring::<f64>::new(self, cpu, layout, ranks)?.run(),
-            annulus_core::DType::F32 => Ring::<f32>::new(self, cpu, layout, ranks)?.run(),
-            annulus_core::DType::Bf16 => Ring::<half::bf16>::new(self, cpu, layout, ranks)?.run(),
-            annulus_core::DType::F16 => Ring::<half::f16>::new(self, cpu, layout, ranks)?.run(),
+            annulus_core::DType::F64 => Ring::<f64>::new(self, cpu, layout, ranks)?.run(together),
+            annulus_core::DType::F32 => Ring::<f32>::new(self, cpu, layout, ranks)?.run(together),
+            annulus_core::DType::Bf16 => Ring::<half::bf16>::new(self, cpu, layout, ranks)?.run(together),
+            annulus_core::DType::F16 => Ring::<half::f16>::new(self, cpu, layout, ranks)?.run(together),
         }
     }
 }
@@ -324,7 +329,7 @@ impl<'a, E: Element> Ring<'a, E> {
         Ok(Self { case, cpu, ranks, workspaces })
     }
 
-    fn run(mut self) -> Result<Outcome> {
+    fn run(mut self, together: bool) -> Result<Outcome> {
         let cpu = self.cpu;
         for (rank, workspace) in self.ranks.iter_mut().zip(&mut self.workspaces) {
             let mut block = std::mem::replace(&mut rank.block, HostBuffer::zeroed(0)?);
@@ -343,7 +348,7 @@ impl<'a, E: Element> Ring<'a, E> {
             self.finish(r)?;
         }
         match self.case.spec.backward {
-            BackwardMode::OnePass => self.one_pass()?,
+            BackwardMode::OnePass => self.one_pass(together)?,
             BackwardMode::TwoPass => self.two_pass()?,
         }
         self.gather()
@@ -365,7 +370,7 @@ impl<'a, E: Element> Ring<'a, E> {
         Ok(())
     }
 
-    fn one_pass(&mut self) -> Result<()> {
+    fn one_pass(&mut self, together: bool) -> Result<()> {
         let (cpu, count) = (self.cpu, self.ranks.len());
         for r in 0..count {
             cpu.begin_backward(&mut self.workspaces[r], &self.ranks[r].inputs(), &self.ranks[r].saved())?;
@@ -374,11 +379,16 @@ impl<'a, E: Element> Ring<'a, E> {
                 let (rank, workspace) = (&self.ranks[r], &mut self.workspaces[r]);
                 let of = &self.ranks[owner];
                 let block = Block { buffer: &of.block, ready: &(), rows: &of.local.keys };
-                cpu.attend_queries(workspace, &rank.inputs(), &rank.saved(), &block, &mut go_on)?;
                 // whatever is in it is overwritten
                 let mut fresh = HostBuffer::zeroed(of.home.bytes().len() as u64)?;
                 fresh.bytes_mut().unwrap().fill(0x55);
-                cpu.attend_keys(workspace, &rank.inputs(), &rank.saved(), &block, &mut fresh, &mut go_on)?;
+                let (inputs, saved) = (rank.inputs(), rank.saved());
+                if together {
+                    cpu.attend_backward(workspace, &inputs, &saved, &block, &mut fresh, &mut go_on)?;
+                } else {
+                    cpu.attend_queries(workspace, &inputs, &saved, &block, &mut go_on)?;
+                    cpu.attend_keys(workspace, &inputs, &saved, &block, &mut fresh, &mut go_on)?;
+                }
                 let rows = of.local.keys.len() as u64;
                 // in two parts, as pieces go home
                 let half = rows / 2;

@@ -1,7 +1,7 @@
 //! What must not show: the number of threads, what was computed before, how tensors lie in memory.
 
 use annulus_core::{DType, Layout};
-use annulus_cpu::Cpu;
+use annulus_cpu::{Cpu, Isa};
 
 use crate::support::{Case, Outcome};
 
@@ -30,5 +30,18 @@ fn many_tasks_of_a_long_sequence_change_no_bit() {
     alone.assert_close(&case.oracle(), 2e-5, "900 × 700");
     for threads in [2, 3, 7] {
         assert!(run(threads).bits() == alone.bits(), "{threads} threads");
+    }
+}
+
+#[test]
+fn both_gradients_together_or_apart_are_the_same_bits() {
+    for (seed, dtype) in (430..460).zip([DType::F32, DType::Bf16, DType::F64].into_iter().cycle()) {
+        let mut case = Case::any(seed, dtype);
+        case.spec.backward = annulus_core::BackwardMode::OnePass;
+        for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
+            let cpu = Cpu::new(1).unwrap().with_isa(isa).unwrap();
+            let run = |together| case.run_backward(&cpu, &Layout::Contiguous, 2, together).unwrap();
+            assert!(run(true).bits() == run(false).bits(), "seed {seed}, {isa}");
+        }
     }
 }

@@ -33,8 +33,8 @@ impl<B: Backend> Ring<B> {
         home: &mut <B::Space as Space>::Buffer,
         first_tag: u64,
     ) -> Result<Report> {
-        let Self { backend, workspace, transport, shared, buffers, route, spec, local, .. } = self;
-        let one_pass = spec.backward == BackwardMode::OnePass;
+        let Self { backend, workspace, transport, shared, buffers, route, spec, local, ranks, .. } = self;
+        let one_pass = spec.backward == BackwardMode::OnePass || *ranks == 1;
         let mut own = spare::<B::Space>(&mut buffers.blocks, local.keys.len() as u64 * spec.kv_record().bytes())?;
         let packed = backend.pack(workspace, inputs, &mut own)?;
         let mut blocks = Blocks::new(own, packed, *route, &mut buffers.blocks);
@@ -48,14 +48,18 @@ impl<B: Backend> Ring<B> {
             if let Some((buffer, ready)) = blocks.here() {
                 shared.coordinates.kv[leg.owner].expand(&leg.rows, &mut buffers.rows);
                 let block = Block { buffer, ready, rows: &buffers.rows };
-                backend.attend_queries(workspace, inputs, saved, &block, &mut || flight.tick())?;
-                flight.check()?;
-                if step == 0 {
-                    backend.attend_keys(workspace, inputs, saved, &block, home, &mut || flight.tick())?;
+                if one_pass && step == 0 {
+                    backend.attend_backward(workspace, inputs, saved, &block, home, &mut || flight.tick())?;
                 } else if one_pass {
                     let mut sum = spare::<B::Space>(sums.stock, leg.rows.count() * spec.gradient_record().bytes())?;
-                    let ready = backend.attend_keys(workspace, inputs, saved, &block, &mut sum, &mut || flight.tick())?;
+                    let ready = backend.attend_backward(workspace, inputs, saved, &block, &mut sum, &mut || flight.tick())?;
                     fresh = Some((sum, ready));
+                } else {
+                    backend.attend_queries(workspace, inputs, saved, &block, &mut || flight.tick())?;
+                    flight.check()?;
+                    if step == 0 {
+                        backend.attend_keys(workspace, inputs, saved, &block, home, &mut || flight.tick())?;
+                    }
                 }
             }
             let landed = flight.land()?;
