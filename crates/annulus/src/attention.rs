@@ -12,7 +12,8 @@ use crate::Plan;
 
 /// What attention to compute. Starts as full attention; every method adds one thing; [`Attention::plan`] makes it runnable.
 ///
-/// All masks are and-ed. See `SEMANTICS` in the repository's docs for what each parameter means, to the inequality.
+/// All masks are and-ed. `docs/semantics.md` in the repository says what each parameter means, to the inequality; i' and j' below are the
+/// positions of query i and key j.
 ///
 /// # Examples
 /// ```
@@ -78,6 +79,13 @@ impl Attention {
     }
 
     /// Sliding window: i' − left ≤ j' ≤ i' + right, both ends included; `None` leaves a side unbounded.
+    ///
+    /// # Examples
+    /// ```
+    /// use annulus::Attention;
+    /// let itself_and_1023_before = Attention::new().window(1023, 0);
+    /// let all_before_and_one_after = Attention::new().window(None, 1);
+    /// ```
     #[must_use]
     pub fn window(mut self, left: impl Into<Option<u64>>, right: impl Into<Option<u64>>) -> Self {
         self.window = Some((left.into(), right.into()));
@@ -127,14 +135,14 @@ impl Attention {
         self
     }
 
-    /// Logits become cap·tanh(x/cap).
+    /// Logits become cap·tanh(x/cap); cap is finite and above 0.
     #[must_use]
     pub const fn soft_cap(mut self, cap: f64) -> Self {
         self.soft_cap = Some(cap);
         self
     }
 
-    /// There will be an additive bias of this global shape, `[batch|1, q_heads|1, q_len|1, kv_len|1]`.
+    /// There will be an additive bias ([`crate::Tensors::with_bias`]) of this global shape, `[batch|1, q_heads|1, q_len|1, kv_len|1]`.
     #[must_use]
     pub const fn bias(mut self, shape: [usize; 4]) -> Self {
         self.bias = Some(shape);
@@ -155,14 +163,14 @@ impl Attention {
         self
     }
 
-    /// There will be `count` sink logits shared by all heads.
+    /// There will be `count` sink logits shared by all heads ([`crate::Tensors::with_sinks`], `[1, count]`).
     #[must_use]
     pub const fn shared_sinks(mut self, count: usize) -> Self {
         self.sinks = Some(SinkShape { per_head: false, count });
         self
     }
 
-    /// There will be `count` sink logits for every query head.
+    /// There will be `count` sink logits for every query head ([`crate::Tensors::with_sinks`], `[q_heads, count]`).
     #[must_use]
     pub const fn sinks_per_head(mut self, count: usize) -> Self {
         self.sinks = Some(SinkShape { per_head: true, count });
@@ -176,7 +184,8 @@ impl Attention {
         self
     }
 
-    /// Drops each weight with this probability; the mask depends on the seed and global row numbers only.
+    /// Drops each weight with this probability, 0 ≤ probability < 1; what is dropped depends on the seed, batch row, head and global row
+    /// numbers only.
     #[must_use]
     pub const fn dropout(mut self, probability: f64, seed: u64) -> Self {
         self.dropout = Some(Dropout { probability, seed });
@@ -270,6 +279,8 @@ impl Attention {
 
     /// An in-process ring of `ranks` CPU ranks over whole tensors. `layout` is chosen from the mask if `None`.
     ///
+    /// # Ordering
+    /// Local: all ranks are threads of this process.
     /// # Errors
     /// [`annulus_core::Error::InvalidArgument`], [`annulus_core::Error::Unsupported`], [`annulus_core::Error::OutOfMemory`].
     pub fn plan(&self, dims: Dims, ranks: usize, layout: impl Into<Option<Layout>>) -> Result<Plan> {

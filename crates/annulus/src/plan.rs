@@ -2,52 +2,24 @@
 
 use std::{num::NonZero, thread};
 
-use annulus_comm::{ring::Ring, threads};
+use annulus_comm::{
+    ring::Ring,
+    threads::{self, each_rank},
+};
 use annulus_core::{Batch, Dims, Element, Error, Layout, Result, Runs, index};
 use annulus_cpu::Cpu;
 use ndarray::{Array, Array2, Array3, Array4, ArrayView, ArrayView3, ArrayView4, Axis, Dimension, RemoveAxis, Slice};
 
 use crate::{Attention, Backward, Forward, RankPlan, Tensors};
 
-/// An in-process ring of CPU ranks. Made once, used for many passes.
+/// An in-process ring of CPU ranks, made by [`Attention::plan`]. Made once, used for many passes.
+///
+/// Every call starts a thread a rank and returns when all have ended. An error that ends one rank's plan ends the whole: later calls
+/// return [`Error::Poisoned`].
 #[derive(Debug)]
 pub struct Plan {
     dims: Dims,
     ranks: Vec<RankPlan<Cpu>>,
-}
-
-/// What rank threads have in common when they end: a result each, where a panic is a device error.
-fn all_ranks<I: Send, T: Send>(items: impl IntoIterator<Item = I>, work: impl Fn(usize, I) -> Result<T> + Sync) -> Result<Vec<T>> {
-    let work = &work;
-    let results: Vec<Result<T>> = thread::scope(|scope| {
-        let threads: Vec<_> = items
-            .into_iter()
-            .enumerate()
-            .map(|(rank, item)| thread::Builder::new().name(format!("annulus rank {rank}")).spawn_scoped(scope, move || work(rank, item)))
-            .collect();
-        let joined = |thread: std::io::Result<thread::ScopedJoinHandle<'_, Result<T>>>| match thread.map(thread::ScopedJoinHandle::join) {
-            Ok(Ok(result)) => result,
-            Ok(Err(_)) => Err(Error::Device { what: "a rank's thread panicked".into() }),
-            Err(error) => Err(Error::Device { what: format!("a rank's thread did not start: {error}") }),
-        };
-        threads.into_iter().map(joined).collect()
-    });
-    // the error that says most: this caller made all ranks' arguments, so the rank that refused is the one to hear
-    let mut kept = Vec::with_capacity(results.len());
-    let mut first: Option<Error> = None;
-    for result in results {
-        match result {
-            Ok(value) => kept.push(value),
-            Err(error) if first.as_ref().is_none_or(is_echo) => first = Some(error),
-            Err(_) => {}
-        }
-    }
-    first.map_or(Ok(kept), Err)
-}
-
-/// Whether an error only repeats what another rank found.
-const fn is_echo(error: &Error) -> bool {
-    matches!(error, Error::Refused { .. } | Error::Aborted { .. } | Error::PeerLost { .. })
 }
 
 impl Plan {
@@ -61,17 +33,35 @@ impl Plan {
         let machine = thread::available_parallelism().map_or(1, NonZero::get);
         let threads = attention.chosen_threads().unwrap_or((machine / ranks).max(1));
         let plans =
-            all_ranks(threads::ring(ranks), |_, transport| RankPlan::new(attention, dims, layout.clone(), Cpu::new(threads)?, transport))?;
+            each_rank(threads::ring(ranks), |_, transport| RankPlan::new(attention, dims, layout.clone(), Cpu::new(threads)?, transport))?;
         Ok(Self { dims, ranks: plans })
     }
 
-    /// Fits the plan to a new batch (whole tensors).
+    /// Fits the plan to a new batch (whole tensors). Far cheaper than a pass; `Batch::default()` takes everything back.
     ///
+    /// # Shapes
+    /// As [`Batch`] says, with all rows.
     /// # Errors
-    /// [`Error::InvalidArgument`] naming the tensor; the old batch stays in force.
+    /// [`Error::InvalidArgument`] naming the tensor, [`Error::Unsupported`] if the plan cannot take it; the old batch stays in force.
+    /// # Examples
+    /// Two documents of 5 and 3 tokens in one row: neither sees the other.
+    /// ```
+    /// use annulus::{Attention, Batch, Dims, Tensors};
+    /// use ndarray::{Array4, array};
+    ///
+    /// let x = Array4::<f32>::ones((1, 8, 2, 4));
+    /// let mut plan = Attention::new().plan(Dims::new(1, 8, 2, 4), 2, None)?;
+    /// // the ids of the queries serve for the keys too; a negative id would be padding
+    /// plan.update(&Batch { q_segment_ids: Some(array![[0, 0, 0, 0, 0, 1, 1, 1]]), ..Batch::default() })?;
+    /// let forward = plan.forward(&Tensors::new(x.view(), x.view(), x.view()))?;
+    /// // every logit is q·k/√d = 2, so lse = 2 + ln(keys seen)
+    /// assert!((forward.lse[[0, 0, 0]] - (2.0 + 5f32.ln())).abs() < 1e-5);
+    /// assert!((forward.lse[[0, 1, 7]] - (2.0 + 3f32.ln())).abs() < 1e-5);
+    /// # Ok::<(), annulus::Error>(())
+    /// ```
     pub fn update(&mut self, batch: &Batch) -> Result<()> {
         batch.validate(&self.dims, self.dims.q_len, self.dims.kv_len)?;
-        all_ranks(&mut self.ranks, |_, plan| {
+        each_rank(&mut self.ranks, |_, plan| {
             let rows = |runs: &Runs| runs.iter().map(i64::cast_unsigned).collect::<Vec<_>>();
             let share = batch.select(&rows(plan.q_rows()), &rows(plan.kv_rows()));
             plan.update(&share)
@@ -87,7 +77,7 @@ impl Plan {
     /// [`Error::InvalidArgument`] if a tensor does not fit the plan: nothing was done.
     pub fn forward<T: Element>(&mut self, tensors: &Tensors<'_, T>) -> Result<Forward<T>> {
         self.check(tensors)?;
-        let parts = all_ranks(&mut self.ranks, |_, plan| {
+        let parts = each_rank(&mut self.ranks, |_, plan| {
             let share = Share::of(tensors, plan.q_rows(), plan.kv_rows());
             plan.forward(&share.tensors())
         })?;
@@ -122,6 +112,23 @@ impl Plan {
     /// `dout` as out, `dlse` as lse; see [`Backward`], whole.
     /// # Errors
     /// As [`Plan::forward`].
+    /// # Examples
+    /// One learnable sink a head, and its gradient.
+    /// ```
+    /// use annulus::{Attention, Dims, Tensors};
+    /// use ndarray::{Array2, Array4};
+    ///
+    /// let x = Array4::<f32>::ones((1, 8, 2, 4));
+    /// let sinks = Array2::<f32>::from_elem((2, 1), 2.0); // [q_heads, sinks]
+    /// let mut plan = Attention::new().causal().sinks_per_head(1).plan(Dims::new(1, 8, 2, 4), 3, None)?;
+    /// let tensors = Tensors::new(x.view(), x.view(), x.view()).with_sinks(sinks.view());
+    /// let forward = plan.forward(&tensors)?;
+    /// assert!((forward.out[[0, 0, 0, 0]] - 0.5).abs() < 1e-6); // one key and a sink of equal logits share the weight
+    /// let gradients = plan.backward(&tensors, &forward, x.view(), None)?;
+    /// // a larger sink takes weight from every value
+    /// assert!(gradients.dsinks.is_some_and(|dsinks| dsinks.dim() == (2, 1) && dsinks.iter().all(|&a| a < 0.0)));
+    /// # Ok::<(), annulus::Error>(())
+    /// ```
     pub fn backward<T: Element>(
         &mut self,
         tensors: &Tensors<'_, T>,
@@ -139,7 +146,7 @@ impl Plan {
         for (name, array) in [("max", &forward.max), ("sum", &forward.sum), ("ties", &forward.ties)] {
             array.as_ref().map_or(Ok(()), |array| same_shape(name, array.shape(), &statistics))?;
         }
-        let parts = all_ranks(&mut self.ranks, |_, plan| {
+        let parts = each_rank(&mut self.ranks, |_, plan| {
             let rows = plan.q_rows();
             let share = Share::of(tensors, rows, plan.kv_rows());
             let statistics = |array: &Array3<T::Accumulator>| get_rows(array.view(), Axis(2), rows);

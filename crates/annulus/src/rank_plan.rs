@@ -7,6 +7,37 @@ use ndarray::{Array2, Array3, Array4, ArrayView2, ArrayView3, ArrayView4, ArrayV
 use crate::{Attention, Backward, Forward, Tensors};
 
 /// One rank's plan. Made once, used for many passes; every `&mut self` method is collective over the ring.
+///
+/// # Examples
+/// A ring of two ranks, each of which holds its own rows and nothing else. Here a rank is a thread; the body of `rank` is what a process
+/// of a distributed program runs, with that process's transport.
+/// ```
+/// use annulus::{
+///     Attention, Cpu, Dims, RankPlan, Result, Tensors,
+///     comm::threads::{Threads, each_rank, ring},
+/// };
+/// use ndarray::Array4;
+///
+/// fn rank(transport: Threads) -> Result<f32> {
+///     let dims = Dims::new(1, 64, 4, 16); // of the whole sequence, the same on every rank
+///     let attention = Attention::new().causal();
+///     let mut plan = RankPlan::new(&attention, dims, None, Cpu::new(1)?, transport)?;
+///
+///     // this rank makes (reads, receives, computes) the rows that the layout gives it, in that order
+///     let rows: Vec<i64> = plan.q_rows().iter().collect();
+///     let x = Array4::from_shape_fn((1, rows.len(), 4, 16), |(_, i, h, c)| ((rows[i] as usize * 7 + h * 3 + c) % 11) as f32 * 0.1);
+///     let tensors = Tensors::new(x.view(), x.view(), x.view());
+///
+///     let forward = plan.forward(&tensors)?; // out and lse of these rows, over the keys of all ranks
+///     let gradients = plan.backward(&tensors, &forward, x.view(), None)?;
+///     assert_eq!(gradients.dk.dim(), x.dim());
+///     Ok(forward.lse.sum())
+/// }
+///
+/// let sums = each_rank(ring(2), |_, transport| rank(transport))?;
+/// assert!(sums.iter().all(|sum| sum.is_finite()));
+/// # Ok::<(), annulus::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct RankPlan<B: Backend<Space = Host>> {
     ring: Ring<B>,
@@ -36,7 +67,8 @@ impl<B: Backend<Space = Host>> RankPlan<B> {
     /// # Ordering
     /// Collective; far cheaper than a pass.
     /// # Errors
-    /// [`Error::InvalidArgument`] naming the tensor; the old batch stays in force.
+    /// [`Error::InvalidArgument`] naming the tensor here and [`Error::Refused`] elsewhere; [`Error::RankMismatch`], [`Error::Unsupported`]:
+    /// the old batch stays in force. As [`RankPlan::forward`] if communication fails.
     pub fn update(&mut self, batch: &Batch) -> Result<()> {
         self.ring.update(batch)
     }
@@ -48,7 +80,9 @@ impl<B: Backend<Space = Host>> RankPlan<B> {
     /// # Ordering
     /// Collective.
     /// # Errors
-    /// [`Error::InvalidArgument`] if a tensor does not fit the plan: nothing was done on any rank. Communication and device errors end the plan.
+    /// [`Error::InvalidArgument`] here and [`Error::Refused`] elsewhere if a tensor does not fit the plan, [`Error::RankMismatch`]: nothing
+    /// was done on any rank. [`Error::Comm`], [`Error::Timeout`], [`Error::PeerLost`], [`Error::Aborted`], [`Error::Device`] end the plan;
+    /// from then on [`Error::Poisoned`].
     pub fn forward<T: Element>(&mut self, tensors: &Tensors<'_, T>) -> Result<Forward<T>> {
         let (spec, q_rows) = (self.ring.spec(), self.q_rows().len() as usize);
         let Dims { batch, q_heads, value_dim, .. } = spec.dims;
@@ -125,6 +159,8 @@ impl<B: Backend<Space = Host>> RankPlan<B> {
 
     /// As [`RankPlan::backward`], computing out and lse again instead of keeping them between the passes.
     ///
+    /// # Ordering
+    /// Collective: a forward and a backward pass.
     /// # Errors
     /// As [`RankPlan::forward`].
     pub fn backward_recomputed<T: Element>(

@@ -12,7 +12,7 @@ use ndarray::{Array, Array4};
 
 use crate::{
     arguments::{
-        ring::threads_per_rank,
+        ring::{BackendName, threads_per_rank},
         values::{count, ranks},
     },
     attend::Job,
@@ -50,6 +50,7 @@ pub(crate) struct DemoFlags {
 
 /// Runs `annulus demo`.
 pub(crate) fn run(flags: &DemoFlags) -> Outcome {
+    BackendName::Cpu.check()?;
     let dims = Dims { kv_heads: 2, ..Dims::new(1, flags.len, 8, 64) };
     dims.validate().map_err(Failure::of_flags)?;
     let scratch = match &flags.dir {
@@ -79,7 +80,11 @@ pub(crate) fn run(flags: &DemoFlags) -> Outcome {
         say!("FAIL: bytes sent are not the bytes predicted");
         return Err(Failure::Reported);
     }
-    verify(&source, &output, &attention)
+    verify(&source, &output, &attention)?;
+    if flags.dir.is_none() {
+        say!("the two files are removed again; --dir keeps them");
+    }
+    Ok(())
 }
 
 /// Computes a sample of rows with the oracle and compares.

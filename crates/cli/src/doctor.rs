@@ -3,7 +3,11 @@
 use annulus_cpu::Isa;
 use clap::Args;
 
-use crate::{arguments::ring::cores, failure::Outcome, report::say};
+use crate::{
+    arguments::ring::cores,
+    failure::{Failure, Outcome},
+    report::say,
+};
 
 const EXAMPLES: &str = "Example:
   annulus doctor";
@@ -23,7 +27,15 @@ pub(crate) fn run(_: &DoctorFlags) -> Outcome {
     line("dtypes", "f64 f32 bf16 f16");
     line("cpu", &cpu_features());
     let available: Vec<&str> = Isa::ALL.into_iter().filter(|isa| isa.is_available()).map(Isa::name).collect();
-    line("tiles for", &format!("{} (this machine can: {}; {} forces one)", Isa::chosen()?.name(), available.join(" "), Isa::VARIABLE));
+    line(
+        "tiles for",
+        &format!(
+            "{} (this machine can: {}; {} forces one)",
+            Isa::chosen().map_err(Failure::of_flags)?.name(),
+            available.join(" "),
+            Isa::VARIABLE
+        ),
+    );
     line("threads", &format!("{} at once on this machine", cores()));
     Ok(())
 }

@@ -19,7 +19,6 @@ mod memory;
 mod pairs;
 mod plan;
 mod random;
-mod ranks;
 mod report;
 
 use std::process::ExitCode;

@@ -2,10 +2,14 @@
 
 use std::io::Write;
 
-/// Prints a line. Whoever stops reading ends the command, without a word, and nothing unfinished is left.
+/// Prints a line. If that fails the command ends and nothing unfinished is left: without a word if the reader stopped reading, else
+/// (a full disk) with a complaint.
 pub(crate) fn line(text: std::fmt::Arguments<'_>) {
     let mut out = std::io::stdout().lock();
-    if writeln!(out, "{text}").and_then(|()| out.flush()).is_err() {
+    if let Err(error) = writeln!(out, "{text}").and_then(|()| out.flush()) {
+        if error.kind() != std::io::ErrorKind::BrokenPipe {
+            complain!("cannot write to standard output: {error}");
+        }
         crate::interrupt::leave(1);
     }
 }

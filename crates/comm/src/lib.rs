@@ -3,6 +3,7 @@
 //! | what | file |
 //! |---|---|
 //! | one rank a thread: [`threads`] | `threads/` |
+//! | one rank a process, with the feature `mpi`: `mpi` | `mpi/` |
 //! | what all ranks must know of each other: [`agree`], [`close`], [`gather`] | `agreement.rs` |
 //! | one rank of a ring, the engine: [`ring`] | `ring/` |
 //! | no wait without an end: [`Deadline`] | `deadline.rs` |
@@ -13,13 +14,16 @@
 //!
 //! A wrapper is a transport around a transport. Put [`Deadline`] outermost, and [`Fault`], in tests, next to the wire:
 //! `Deadline<Trace<Checksum<Fault<Threads>>>>`.
-#![forbid(unsafe_code)]
+#![cfg_attr(not(feature = "mpi"), forbid(unsafe_code))]
+#![cfg_attr(feature = "mpi", deny(unsafe_code))]
 
 pub mod agreement;
 pub mod checksum;
 pub mod deadline;
 pub mod fault;
 mod forward;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 mod ranges;
 pub mod ring;
 pub mod staged;

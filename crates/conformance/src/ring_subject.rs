@@ -1,8 +1,8 @@
 //! Any backend over any transport, driven through the engine with raw views: one thread a rank, this rank's rows only.
 
-use std::{marker::PhantomData, thread};
+use std::marker::PhantomData;
 
-use annulus::{Ring, RingOptions};
+use annulus::{Ring, RingOptions, comm::threads::each_rank};
 use annulus_core::{Backend, Batch, DType, Dims, Error, Gradients, Inputs, Outputs, Result, Runs, Saved, Transport, index};
 use ndarray::{Array3, Array4, ArrayView4, Axis, Dimension, RemoveAxis};
 
@@ -59,24 +59,8 @@ pub(crate) type RankJob<'a> = Box<dyn FnOnce() -> Result<Vec<Part>> + Send + 'a>
 
 /// Runs every rank on a thread of its own and puts their answers together.
 pub(crate) fn run_ranks(case: &Case, times: usize, ranks: Vec<RankJob<'_>>) -> Result<Vec<Answer>> {
-    let parts: Vec<Result<Vec<Part>>> = thread::scope(|scope| {
-        let threads: Vec<_> = ranks.into_iter().map(|rank| scope.spawn(rank)).collect();
-        let panicked = |_| Err(Error::Device { what: "a rank panicked".into() });
-        threads.into_iter().map(|thread| thread.join().unwrap_or_else(panicked)).collect()
-    });
-    let parts = first_cause(parts)?;
+    let parts = each_rank(ranks, |_, rank| rank())?;
     Ok((0..times).map(|time| assemble(case, parts.iter().map(|part| &part[time]))).collect())
-}
-
-/// All results, or the error that is no echo of another rank's.
-fn first_cause<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
-    let is_echo = |error: &Error| matches!(error, Error::Refused { .. } | Error::Aborted { .. } | Error::PeerLost { .. });
-    let mut errors: Vec<&Error> = results.iter().filter_map(|result| result.as_ref().err()).collect();
-    errors.sort_by_key(|error| is_echo(error));
-    match errors.first() {
-        Some(error) => Err((*error).clone()),
-        None => results.into_iter().collect(),
-    }
 }
 
 /// What one rank computed of its rows.

@@ -1,6 +1,6 @@
 //! What comes with a batch rather than with the problem: segment ids, positions, a dense mask, packed lengths.
 
-use ndarray::{Array2, Array4};
+use ndarray::Array2;
 
 use crate::{DenseMask, Dims, Error, Layout, Result, Side};
 
@@ -101,7 +101,9 @@ impl Batch {
             _ => return Ok(()),
         };
         let rows = |side, len| layout.shard(side, len, rank, ranks);
-        if rows(Side::Q, dims.q_len).iter().eq(rows(Side::Kv, dims.kv_len).iter()) {
+        let (q_rows, kv_rows) = (rows(Side::Q, dims.q_len), rows(Side::Kv, dims.kv_len));
+        // the same runs are the same rows; other runs may be
+        if q_rows == kv_rows || q_rows.iter().eq(kv_rows.iter()) {
             return Ok(());
         }
         Err(Error::invalid(given, "alone, with a layout that deals queries and keys differently", format!("{missing} as well")))
@@ -121,12 +123,6 @@ impl Batch {
             cum_seqlens_q: self.cum_seqlens_q.clone(),
             cum_seqlens_k: self.cum_seqlens_k.clone(),
         }
-    }
-
-    /// A boolean array as a dense mask.
-    pub fn with_attention_mask(mut self, mask: &Array4<bool>) -> Self {
-        self.attention_mask = Some(DenseMask::from_integers(mask.view()));
-        self
     }
 }
 

@@ -92,12 +92,6 @@ impl Dims {
     pub const fn k_offset(&self, batch: usize, row: usize, head: usize) -> u64 {
         ((batch as u64 * self.kv_len as u64 + row as u64) * self.kv_heads as u64 + head as u64) * self.head_dim as u64
     }
-
-    /// Floating-point operations of the forward pass over `pairs` visible (query, key) pairs of one head and batch row:
-    /// 2·pairs·(head_dim + value_dim), times heads and batch.
-    pub fn forward_flops(&self, pairs: f64) -> f64 {
-        2.0 * pairs * (self.head_dim + self.value_dim) as f64 * self.q_heads as f64 * self.batch as f64
-    }
 }
 
 #[cfg(test)]

@@ -101,19 +101,6 @@ impl Runs {
     pub fn iter(&self) -> impl Iterator<Item = i64> + '_ {
         self.runs.iter().flat_map(|run| (0..run.count).map(move |index| run.at(index)))
     }
-
-    /// Appends the numbers at the indices `range` to `into`.
-    pub fn slice_into(&self, range: std::ops::Range<u64>, into: &mut Vec<i64>) {
-        let mut first = 0;
-        for run in &self.runs {
-            let (lo, hi) = (range.start.max(first), range.end.min(first + run.count));
-            into.extend((lo..hi.max(lo)).map(|index| run.at(index - first)));
-            first += run.count;
-            if first >= range.end {
-                break;
-            }
-        }
-    }
 }
 
 impl FromIterator<i64> for Runs {
@@ -135,13 +122,6 @@ mod tests {
             let runs: Runs = numbers.iter().copied().collect();
             prop_assert_eq!(runs.len(), numbers.len() as u64);
             prop_assert_eq!(runs.iter().collect::<Vec<_>>(), numbers.clone());
-            for lo in 0..=numbers.len() {
-                for hi in lo..=numbers.len() {
-                    let mut got = Vec::new();
-                    runs.slice_into(lo as u64..hi as u64, &mut got);
-                    prop_assert_eq!(&got[..], &numbers[lo..hi]);
-                }
-            }
         }
 
         #[test]

@@ -15,7 +15,7 @@ pub(crate) struct MaskFlags {
     /// Sliding window: visible when i-L <= j <= i+R; a side may be `none`; one number stands for both
     #[arg(long, value_name = "L,R", allow_hyphen_values = true)]
     pub(crate) window: Option<Window>,
-    /// Exempt the first N keys from the window (attention sinks of streaming models)
+    /// Exempt the first N keys from the window (attention sinks of streaming models); nothing without --window
     #[arg(long, value_name = "N")]
     pub(crate) first_visible: Option<u64>,
     /// Chunked causal: visible when i and j are in the same chunk of C rows and j <= i

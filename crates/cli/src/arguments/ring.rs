@@ -1,6 +1,7 @@
 //! Flags that say on what, and by whom, the work is done.
 
 use annulus_core::Error;
+use annulus_cpu::Isa;
 use clap::ValueEnum;
 
 use crate::failure::{Failure, Outcome};
@@ -28,13 +29,13 @@ pub(crate) enum TransportName {
 }
 
 impl BackendName {
-    /// Refuses what this build does not have.
+    /// Refuses what this build does not have, and what this backend cannot be told to be, before anything is read.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] naming what it has.
+    /// [`Error::Unsupported`] naming what it has; [`Failure::Usage`] if the environment names no instruction set.
     pub(crate) fn check(self) -> Outcome {
         match self {
-            Self::Cpu => Ok(()),
+            Self::Cpu => Isa::chosen().map(|_| ()).map_err(Failure::of_flags),
             Self::Wgpu | Self::Cuda => Err(missing("backend", &self, "cpu")),
         }
     }

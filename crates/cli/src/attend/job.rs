@@ -6,7 +6,8 @@ use std::{path::Path, time::Instant};
 use annulus::{
     Attention, Cpu, Forward, RankPlan, Report,
     comm::{
-        Threads, threads,
+        Threads,
+        threads::{self, each_rank},
         trace::{Trace, TraceLog},
     },
 };
@@ -20,9 +21,7 @@ use super::{
 use crate::{
     file::{self, Output},
     input::{Input, Share},
-    pairs,
-    ranks::each_rank,
-    report,
+    pairs, report,
 };
 
 /// What to do, in full.

@@ -26,18 +26,21 @@ pub(crate) use job::Job;
 pub(crate) use summary::Summary;
 
 const EXAMPLES: &str = "Input tensors, by name:
-  query [b, q, h, d]  key [b, k, hk, d]  value [b, k, hk, dv]                 f64, f32, bf16 or f16; h a multiple of hk
-  bias [b|1, h|1, q|1, k|1]  softmax_aux [sinks] or [h, sinks]                floats
-  attention_mask [b|1, h|1, q, k]  q_segment_ids [b, q]  kv_segment_ids [b, k]  cum_seqlens_q, cum_seqlens_k [sequences + 1]
-  q_positions [b, q]  kv_positions [b, k]                                     integers or bools
-  dout [b, q, h, dv]  dlse [b, h, q]                                          for --backward
-Output tensors: out, lse; max, sum with --unnormalized; dq, dk, dv, dbias, dsoftmax_aux with --backward.
+  query [b, q, h, d]  key [b, k, hk, d]  value [b, k, hk, dv]     f64, f32, bf16 or f16; h = n·hk
+  bias [b|1, h|1, q|1, k|1]  softmax_aux [sinks] or [h, sinks]    floats
+  attention_mask [b|1, h|1, q, k]                                 integers or bools
+  q_segment_ids [b, q]  kv_segment_ids [b, k]                     integers; negative is padding
+  cum_seqlens_q [sequences + 1]  cum_seqlens_k [sequences + 1]    integers from 0
+  q_positions [b, q]  kv_positions [b, k]                         integers
+  dout [b, q, h, dv]  dlse [b, h, q]                              floats, for --backward
+Output tensors: out, lse; max, sum with --unnormalized;
+  dq, dk, dv, dbias, dsoftmax_aux with --backward.
 
 Examples:
   annulus attend --input in.safetensors --output out.safetensors --causal --ranks 4
-  annulus attend --input in.safetensors --output out.safetensors --causal --window 4095,0 --first-visible 4 --ranks 8
-  annulus attend --input in.safetensors --output grads.safetensors --sinks per-head --backward --dtype f64
-  annulus attend --input in.safetensors --output out.safetensors --scale -0.5 --soft-cap 30 --trace traces/";
+  annulus attend --input in.safetensors --output out.safetensors --causal --window 4095,0 --ranks 8
+  annulus attend --input in.safetensors --output grads.safetensors --sinks per-head --backward
+  annulus attend --input in.safetensors --output out.safetensors --scale -0.5 --trace traces/";
 
 /// Computes attention, and its gradients, of a safetensors file on a ring of ranks
 #[derive(Debug, Args)]
@@ -46,7 +49,7 @@ pub(crate) struct AttendFlags {
     /// The file with query, key, value and what else there is (see below)
     #[arg(long, value_name = "FILE")]
     input: PathBuf,
-    /// The file to write: whole, or not at all
+    /// The file to write: whole, or not at all; it may be the input, which it then replaces
     #[arg(long, value_name = "FILE")]
     output: PathBuf,
     /// Compute the gradients too; the input must have dout

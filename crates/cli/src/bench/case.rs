@@ -1,6 +1,9 @@
 //! One case of a bench: its tensors, its ring, its line.
 
-use annulus::{Attention, Cpu, Forward, RankPlan, Tensors, comm::threads};
+use annulus::{
+    Attention, Cpu, Forward, RankPlan, Tensors,
+    comm::threads::{self, each_rank},
+};
 use annulus_core::{Batch, DType, Dims, Element, Result, Runs};
 use ndarray::Array4;
 use serde_json::{Map, Value, json};
@@ -13,7 +16,6 @@ use crate::{
     arguments::mask::{AlignmentName, MaskFlags},
     pairs,
     random::Stream,
-    ranks::each_rank,
     report::say,
 };
 

@@ -1,4 +1,4 @@
-//! `annulus bench`: time and arithmetic rate, one JSON line a case, in the fields that peers' benches print.
+//! `annulus bench`: time and arithmetic rate, one JSON line a case, in the fields that scripts compare.
 
 mod case;
 mod clock;
@@ -10,22 +10,22 @@ use half::{bf16, f16};
 use crate::{
     arguments::{
         mask::AlignmentName,
-        ring::threads_per_rank,
+        ring::{BackendName, threads_per_rank},
         values::{DTypeName, LayoutName, Window, count, ranks, threads},
     },
     failure::{Failure, Outcome},
 };
 use case::Case;
 
-const EXAMPLES: &str =
-    "Fields of a line: what dtype threads batch heads head_dim n causal ms gflops gflops_cpu, as the peers' benches have them, then
-kv_heads q_len kv_len ranks layout window documents pairs. ms is the least wall-clock time of a few rounds. FLOPs are 4·pairs·head_dim for
-fwd and 3.5 times that for fwd+bwd, where pairs are the visible ones (for plain causal n²/2, as the peers count). gflops_cpu is from the
-least CPU time of the process, divided by the threads of all ranks: it holds on a busy machine.
+const EXAMPLES: &str = "Fields of a line: peer what dtype threads batch heads head_dim n causal ms gflops gflops_cpu kv_heads
+q_len kv_len ranks layout window documents align pairs. ms is the least wall-clock time of a few rounds.
+FLOPs are 4·pairs·head_dim for fwd and 3.5 times that for fwd+bwd, where pairs are the visible ones (for
+plain causal n²/2, as is usual). gflops_cpu is from the least CPU time of the process, divided by the
+threads of all ranks: it holds on a busy machine.
 
 Examples:
   annulus bench
-  annulus bench --what fwd,fwd+bwd --dtype f32,bf16 --ns 1024,2048,4096 --ds 64,128 --causal false,true
+  annulus bench --what fwd --dtype f32,bf16 --ns 1024,2048,4096 --ds 64,128 --causal true
   annulus bench --documents 512,512,512,512 --causal true
   annulus bench --q-len 1 --kv-len 65536 --align bottom-right --threads 1
   annulus bench --ns 8192 --causal true --window 1023,0 --ranks 4";
@@ -74,10 +74,10 @@ pub(crate) struct BenchFlags {
     #[arg(long, value_enum, default_value = "top-left")]
     align: AlignmentName,
     /// Threads of each rank
-    #[arg(long, default_value = "1", value_parser = threads)]
+    #[arg(long, value_name = "N", default_value = "1", value_parser = threads)]
     threads: usize,
     /// Ranks of the ring
-    #[arg(long, default_value = "1", value_parser = ranks)]
+    #[arg(long, value_name = "N", default_value = "1", value_parser = ranks)]
     ranks: usize,
     /// How rows are dealt to ranks
     #[arg(long, value_enum, default_value = "auto")]
@@ -97,6 +97,7 @@ enum What {
 
 /// Runs `annulus bench`.
 pub(crate) fn run(flags: &BenchFlags) -> Outcome {
+    BackendName::Cpu.check()?;
     threads_per_rank(Some(flags.threads), flags.ranks)?;
     for &dtype in &flags.dtype {
         for &head_dim in &flags.ds {

@@ -10,6 +10,7 @@ use std::{
     sync::atomic::{AtomicUsize, Ordering},
 };
 
+use annulus_comm::threads::each_rank;
 use annulus_core::{Error, Result};
 use clap::{Args, ValueEnum};
 use serde::Deserialize;
@@ -20,7 +21,6 @@ use crate::{
         values::{LayoutName, ranks},
     },
     failure::{Failure, Outcome, one_line},
-    ranks::each_rank,
     report::say,
 };
 use case::{Ring, Verdict};

@@ -16,7 +16,7 @@ use crate::{
 
 const EXAMPLES: &str = "Examples:
   annulus make --out in.safetensors --q-len 4096 --heads 8 --kv-heads 2 --head-dim 64
-  annulus make --out train.safetensors --q-len 1000 --backward --bias 1hqk --sinks shared --sinks-count 2
+  annulus make --out train.safetensors --q-len 1000 --backward --bias 1hqk --sinks shared
   annulus make --out packed.safetensors --q-len 2048 --documents 512,1000,536";
 
 /// Makes an input file of standard normal numbers: the same file for the same arguments
@@ -27,31 +27,31 @@ pub(crate) struct MakeFlags {
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
     /// Batch rows
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1)]
     batch: usize,
     /// Queries
-    #[arg(long, default_value_t = 1024)]
+    #[arg(long, value_name = "N", default_value_t = 1024)]
     q_len: usize,
     /// Keys; as many as queries if not said
-    #[arg(long)]
+    #[arg(long, value_name = "N")]
     kv_len: Option<usize>,
     /// Query heads
-    #[arg(long, default_value_t = 8)]
+    #[arg(long, value_name = "N", default_value_t = 8)]
     heads: usize,
     /// Key heads; as many as query heads if not said
-    #[arg(long)]
+    #[arg(long, value_name = "N")]
     kv_heads: Option<usize>,
     /// Dim of queries and keys
-    #[arg(long, default_value_t = 64)]
+    #[arg(long, value_name = "N", default_value_t = 64)]
     head_dim: usize,
     /// Dim of values; that of queries if not said
-    #[arg(long)]
+    #[arg(long, value_name = "N")]
     value_dim: Option<usize>,
     /// Element type of query, key, value and dout
     #[arg(long, value_enum, default_value = "f32")]
     dtype: DTypeName,
     /// Seed of the numbers
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
     /// Add dout and dlse, for `attend --backward`
     #[arg(long)]

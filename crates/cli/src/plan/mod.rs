@@ -23,7 +23,7 @@ use figures::Figures;
 const EXAMPLES: &str = "Examples:
   annulus plan --causal --q-len 65536 --ranks 8
   annulus plan --causal --window 4095,0 --q-len 1000000 --ranks 16 --svg ring.svg --json ring.json
-  annulus plan --causal --q-len 131072 --ranks 64 --layout zigzag --heads 32 --kv-heads 8 --head-dim 128 --dtype bf16 --json -";
+  annulus plan --causal --q-len 131072 --ranks 64 --heads 32 --kv-heads 8 --dtype bf16 --json -";
 
 /// Shows who would attend what when, and predicts the bytes sent, without running anything
 #[derive(Debug, Args)]
@@ -42,16 +42,16 @@ pub(crate) struct PlanFlags {
     #[arg(long, value_enum, default_value = "auto")]
     layout: LayoutName,
     /// Batch rows
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1)]
     batch: usize,
     /// Query heads
-    #[arg(long, default_value_t = 8)]
+    #[arg(long, value_name = "N", default_value_t = 8)]
     heads: usize,
     /// Key heads; as many as query heads if not said
-    #[arg(long)]
+    #[arg(long, value_name = "N")]
     kv_heads: Option<usize>,
     /// Dim of queries, keys and values
-    #[arg(long, default_value_t = 64)]
+    #[arg(long, value_name = "N", default_value_t = 64)]
     head_dim: usize,
     /// Element type of queries, keys and values
     #[arg(long, value_enum, default_value = "f32")]

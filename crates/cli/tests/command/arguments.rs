@@ -1,6 +1,9 @@
 //! Command lines without meaning: exit code 2, one line, nothing touched.
 
-use crate::{files::Tensors, support::Folder};
+use crate::{
+    files::Tensors,
+    support::{Folder, Said},
+};
 
 #[test]
 fn bad_arguments_are_code_2_and_one_line() {
@@ -78,6 +81,16 @@ fn what_this_build_has_not_is_named() {
     folder.run(&format!("{attend} --transport mpi")).failed(1, &["mpi", "threads"]);
     folder.run("check . --transport nccl").failed(1, &["nccl", "threads"]);
     assert_eq!(folder.names(), ["in.safetensors"]);
+}
+
+#[test]
+fn an_instruction_set_that_does_not_exist_is_refused_once_and_first() {
+    let folder = Folder::new("instruction_set");
+    for arguments in ["attend --input none --output none", "check none", "bench", "demo", "doctor"] {
+        let said = Said::from(folder.command(arguments).env("ANNULUS_CPU_ISA", "abacus").output().unwrap());
+        said.failed(2, &["ANNULUS_CPU_ISA", "abacus", "portable"]);
+    }
+    assert!(folder.names().is_empty());
 }
 
 #[test]

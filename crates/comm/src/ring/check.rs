@@ -1,6 +1,6 @@
 //! Checks of a call's tensors against the plan, before anything moves.
 
-use annulus_core::{BackwardMode, Batch, Coordinates, DType, Error, Gradients, Inputs, Local, Outputs, Result, Saved, Space, Spec};
+use annulus_core::{BackwardMode, Batch, DType, Error, Gradients, Inputs, Local, Outputs, Result, Saved, Space, Spec};
 
 type Described = (DType, [usize; 4]);
 
@@ -99,19 +99,6 @@ pub(super) fn two_pass(spec: &Spec, ranks: usize) -> Result<()> {
 pub(super) fn two_pass_mask(spec: &Spec, batch: &Batch, ranks: usize) -> Result<()> {
     if spec.backward == BackwardMode::TwoPass && ranks > 1 && batch.attention_mask.is_some() {
         return Err(Error::unsupported("attention_mask in a two-pass backward over several ranks", "the ring"));
-    }
-    Ok(())
-}
-
-/// Segment ids of one side serve for both only where a rank holds the same rows of both.
-pub(super) fn lone_ids(batch: &Batch, coordinates: &Coordinates, rank: usize) -> Result<()> {
-    let lone = batch.q_segment_ids.is_some() != batch.kv_segment_ids.is_some();
-    if lone && coordinates.q[rank].rows != coordinates.kv[rank].rows {
-        return Err(Error::invalid(
-            "kv_segment_ids",
-            "ids of one side only, with other rows of the other side on this rank",
-            "ids of both sides",
-        ));
     }
     Ok(())
 }

@@ -22,7 +22,11 @@ mod forward;
 mod legs;
 mod shared;
 
-use std::{sync::Arc, time::Instant};
+use std::{
+    panic::{self, AssertUnwindSafe},
+    sync::Arc,
+    time::Instant,
+};
 
 use annulus_core::{
     Backend, Batch, Choice, Coordinates, Error, Gradients, Inputs, Layout, Local, Outputs, Result, Route, Runs, Saved, Schedule, Shard,
@@ -146,7 +150,12 @@ impl<B: Backend> Ring<B> {
     /// [`Error::InvalidArgument`] here and [`Error::Refused`] elsewhere, [`Error::RankMismatch`]: the old batch stays in force.
     pub fn update(&mut self, batch: &Batch) -> Result<()> {
         self.alive()?;
-        let result = self.try_update(batch);
+        let result = caught(|| self.try_update(batch));
+        if let Err(error) = &result
+            && error.is_fatal()
+        {
+            self.transport.control().abort(error);
+        }
         self.remember(result)
     }
 
@@ -154,7 +163,7 @@ impl<B: Backend> Ring<B> {
         let dims = self.spec.dims;
         let (q_rows, kv_rows) = (self.local.queries.len(), self.local.keys.len());
         let checked = self.spec.validate_batch(batch, q_rows, kv_rows).and_then(|()| {
-            check::lone_ids(batch, &self.shared.coordinates, self.rank)?;
+            batch.validate_layout(&dims, &self.layout, self.rank, self.ranks)?;
             check::two_pass_mask(&self.spec, batch, self.ranks)
         });
         let described = checked.as_ref().map_err(Clone::clone).map(|()| describe::batch(batch));
@@ -310,7 +319,7 @@ impl<B: Backend> Ring<B> {
         let (first_tag, sent_before) = (self.next_tag, self.transport.bytes_sent());
         // two passes of `ranks` steps at most
         self.next_tag += 2 * self.ranks as u64;
-        let result = pass(self, first_tag);
+        let result = caught(|| pass(self, first_tag));
         if let Err(error) = &result {
             // its buffers are wherever the pass left them, so whatever broke it ends the plan
             self.poisoned = Some(error.to_string());
@@ -355,4 +364,12 @@ impl<B: Backend> std::fmt::Debug for Ring<B> {
             .field("backend", &self.backend.name())
             .finish_non_exhaustive()
     }
+}
+
+/// Runs `work`; a panic in it (a caller's mask or bias function may do so) becomes an error, so that the other ranks hear of it.
+fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+    panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
+        let said = panic.downcast_ref::<&str>().map(|text| (*text).to_owned()).or_else(|| panic.downcast_ref::<String>().cloned());
+        Err(Error::Device { what: format!("panicked: {}", said.unwrap_or_else(|| "without a word".to_owned())) })
+    })
 }

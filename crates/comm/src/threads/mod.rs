@@ -18,6 +18,7 @@
 //!
 //! After any but [`Error::InvalidArgument`] the endpoint is dead and returns the same error again.
 
+mod each_rank;
 mod pump;
 mod shared;
 
@@ -32,6 +33,7 @@ use std::{
 
 use annulus_core::{Arrived, Channel, Control, Error, Hop, Host, HostBuffer, Incoming, Outgoing, Result, Space, Transport};
 
+pub use self::each_rank::each_rank;
 use self::shared::{Data, Envelope, Shared};
 use crate::ranges;
 

@@ -1,4 +1,4 @@
-//! One thread a rank, for one phase of a job.
+//! One thread a rank: how a whole ring runs in one process.
 
 use std::thread;
 
@@ -6,14 +6,23 @@ use annulus_core::{Error, Result};
 
 /// Runs `work(rank, item)` on a thread of its own for every item. All ranks' results, or the error that says most.
 ///
-/// An error that a rank found itself comes before one that only repeats what another rank said.
+/// An error that a rank found itself comes before one that only repeats what another rank said ([`Error::Refused`], [`Error::Aborted`],
+/// [`Error::PeerLost`]).
 ///
+/// # Ordering
+/// Local. Returns when every thread has ended, so `work` may borrow.
 /// # Errors
 /// Whatever a rank returned; [`Error::Device`] if a thread did not start or panicked.
-pub(crate) fn each_rank<I: Send, T: Send>(
-    items: impl IntoIterator<Item = I>,
-    work: impl Fn(usize, I) -> Result<T> + Sync,
-) -> Result<Vec<T>> {
+/// # Examples
+/// ```
+/// use annulus_comm::threads::{each_rank, ring};
+/// use annulus_core::Control;
+///
+/// let ranks = each_rank(ring(3), |_, endpoint| Ok(endpoint.rank()))?;
+/// assert_eq!(ranks, [0, 1, 2]);
+/// # Ok::<(), annulus_core::Error>(())
+/// ```
+pub fn each_rank<I: Send, T: Send>(items: impl IntoIterator<Item = I>, work: impl Fn(usize, I) -> Result<T> + Sync) -> Result<Vec<T>> {
     let work = &work;
     let results: Vec<Result<T>> = thread::scope(|scope| {
         let start = |(rank, item)| {
@@ -39,6 +48,7 @@ pub(crate) fn each_rank<I: Send, T: Send>(
     failed.map_or(Ok(values), Err)
 }
 
+/// Whether an error only repeats what another rank found.
 const fn is_echo(error: &Error) -> bool {
     matches!(error, Error::Refused { .. } | Error::Aborted { .. } | Error::PeerLost { .. })
 }

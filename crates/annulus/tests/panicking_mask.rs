@@ -1,0 +1,26 @@
+//! A caller's mask that panics on one rank: an error on every rank, at once, and a plan that says why it is dead.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use annulus::{Attention, Dims, Error, Tensors, mask::Predicate};
+use ndarray::Array4;
+
+#[test]
+fn a_mask_that_panics_is_an_error_and_not_a_hang() {
+    let mask = Predicate::of_positions("panics at query 13", |query, key| {
+        assert!(query != 13, "thirteen");
+        key <= query
+    });
+    let mut plan = Attention::new().mask(Arc::new(mask)).plan(Dims::new(1, 16, 2, 8), 4, None).unwrap();
+    let x = Array4::<f32>::ones((1, 16, 2, 8));
+    let tensors = Tensors::new(x.view(), x.view(), x.view());
+    let start = Instant::now();
+    let error = plan.forward(&tensors).unwrap_err();
+    assert!(matches!(&error, Error::Device { what } if what.contains("thirteen")), "{error}");
+    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+    let again = plan.forward(&tensors).unwrap_err();
+    assert!(matches!(again, Error::Poisoned { .. }), "{again}");
+}

@@ -1,0 +1,147 @@
+//! Small host messages: gathers, signs of life, the abort.
+
+use std::time::{Duration, Instant};
+
+use annulus_core::{Control, Error, HostBuffer, Result};
+
+use super::{
+    Gather, Mpi,
+    flying::{Address, LONGEST_PIECE, Mode},
+    frame::Frame,
+    pump::Label,
+};
+
+/// Signs of life go out no more often than this, whoever calls.
+const BEAT_EVERY: Duration = Duration::from_millis(25);
+
+impl Mpi {
+    /// Sends a frame to `peer`.
+    pub(super) fn say(&mut self, peer: usize, frame: &HostBuffer, label: Label) -> Result<()> {
+        // nobody need be there any more to receive what nobody waits for
+        let best_effort = matches!(label, Label::Beat { .. });
+        let mode = if best_effort { Mode::Standard } else { self.mode() };
+        self.say_as(mode, peer, frame, label)
+    }
+
+    /// Sends a frame that may be the last, or be never received.
+    pub(super) fn say_as(&mut self, mode: Mode, peer: usize, frame: &HostBuffer, label: Label) -> Result<()> {
+        self.enter()?;
+        let to = Address { peer, tag: 0, step: self.step, piece: LONGEST_PIECE };
+        let Some(control) = &self.control else { return Ok(()) };
+        self.flying.send(control, mode, to, frame.clone(), 0..frame.bytes().len() as u64, label)
+    }
+
+    pub(super) fn gather(&mut self, round: u64) -> &mut Gather {
+        let ranks = self.ranks;
+        self.gathers.entry(round).or_insert_with(|| Gather { parts: vec![None; ranks], unsent: 0 })
+    }
+
+    /// All other ranks that have not said goodbye.
+    pub(super) fn others(&self) -> Vec<usize> {
+        (0..self.ranks).filter(|&peer| peer != self.rank && self.peers[peer].left.is_none()).collect()
+    }
+
+    fn start_offer(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+        let rank = self.rank;
+        let frame = Frame::Offer { round, part: bytes.to_vec() }.encode()?;
+        if frame.bytes().len() as u64 > LONGEST_PIECE {
+            return Err(Error::unsupported(format!("a gather of {} bytes a rank", bytes.len()), "the transport over MPI"));
+        }
+        self.gather(round).parts[rank] = Some(bytes.to_vec());
+        for peer in self.others() {
+            self.gather(round).unsent += 1;
+            self.say(peer, &frame, Label::Offered { peer, round })?;
+        }
+        Ok(())
+    }
+}
+
+impl Control for Mpi {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn ranks(&self) -> usize {
+        self.ranks
+    }
+
+    fn offer(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+        self.check_alive()?;
+        self.enter()?;
+        let rank = self.rank;
+        if self.gather(round).parts[rank].is_some() {
+            return Err(Error::invalid("round", round, "a gather that this rank has not offered to"));
+        }
+        self.idle_since = Instant::now();
+        self.start_offer(round, bytes).inspect_err(|error| self.fail(error))
+    }
+
+    fn collect(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
+        self.pump()?;
+        let rank = self.rank;
+        let Some(gather) = self.gathers.get(&round).filter(|gather| gather.parts[rank].is_some()) else {
+            return Err(Error::invalid("round", round, "a gather that this rank has offered to and not collected"));
+        };
+        // whoever has collected may leave, so its own part must have left before
+        if gather.unsent > 0 || gather.parts.iter().any(Option::is_none) {
+            return Ok(None);
+        }
+        let parts = self.gathers.remove(&round).map(|gather| gather.parts).unwrap_or_default();
+        Ok(Some(parts.into_iter().flatten().collect()))
+    }
+
+    fn missing(&self, round: u64) -> Vec<usize> {
+        let missing = |rank: &usize| self.gathers.get(&round).is_none_or(|gather| gather.parts[*rank].is_none());
+        (0..self.ranks).filter(missing).collect()
+    }
+
+    fn abort(&mut self, error: &Error) {
+        self.failed.get_or_insert_with(|| error.clone());
+        if std::mem::replace(&mut self.told_abort, true) || self.enter().is_err() {
+            return;
+        }
+        // what another rank began is passed on as its, so that all ranks name one origin even if some of its own messages were lost
+        let (rank, what) = match error {
+            Error::Aborted { rank, what } => (*rank as u64, what.clone()),
+            error => (self.rank as u64, error.to_string()),
+        };
+        let Ok(frame) = (Frame::Abort { rank, what }).encode() else { return };
+        for peer in self.others() {
+            // a rank that cannot be told finds out by the silence
+            drop(self.say_as(Mode::Standard, peer, &frame, Label::Said { peer }));
+        }
+    }
+
+    fn beat(&mut self, working: bool) {
+        if working {
+            self.count_work();
+        }
+        let now = Instant::now();
+        let early = self.last_beat.is_some_and(|last| now.saturating_duration_since(last) < BEAT_EVERY);
+        if early || self.failed.is_some() || self.enter().is_err() {
+            return;
+        }
+        self.last_beat = Some(now);
+        let frame = Frame::Beat { worked: self.worked }.encode();
+        let told = frame.and_then(|frame| {
+            for peer in self.others() {
+                // one at a time, so that a rank that does not listen costs no memory
+                if !std::mem::replace(&mut self.peers[peer].beating, true) {
+                    self.say(peer, &frame, Label::Beat { peer })?;
+                }
+            }
+            Ok(())
+        });
+        if let Err(error) = told {
+            self.fail(&error);
+        }
+    }
+
+    fn last_heard(&self, peer: usize) -> Instant {
+        if peer == self.rank { Instant::now() } else { self.peers.get(peer).map_or_else(Instant::now, |peer| peer.heard) }
+    }
+
+    fn last_work(&self) -> Instant {
+        self.last_work
+    }
+}

@@ -1,0 +1,319 @@
+//! The leaf that calls MPI about communicators: which may be called, what a return code means, whose a communicator is.
+//!
+//! Rules, on which every `SAFETY` text here and in [`super::flying`] leans:
+//!
+//! 1. **Alive.** MPI is called only between `MPI_Init` and `MPI_Finalize` ([`check_alive`]); the exceptions are the three inquiries that MPI
+//!    allows at any time. A host program that finalises on another thread during a call of ours breaks its own contract with MPI.
+//! 2. **Thread.** Below `MPI_THREAD_MULTIPLE` a [`Communicator`] is made on MPI's main thread only, and used and freed on that thread only
+//!    ([`Communicator::enter`]): then no two of our calls are ever concurrent, and `MPI_THREAD_FUNNELED` is enough.
+//! 3. **Handles.** A [`Communicator`] holds a handle that `MPI_Comm_idup` gave to it alone. It is freed once at most, by [`Communicator::free`],
+//!    which consumes it; dropping one frees nothing.
+#![expect(unsafe_code, reason = "calls of the C interface of MPI")]
+
+use std::{
+    ffi::{c_char, c_int, c_void},
+    ptr,
+    thread::{self, ThreadId},
+    time::{Duration, Instant},
+};
+
+use annulus_core::{Error, Result};
+use mpi::ffi;
+
+/// How a failing call is reported: the peer that it was about.
+pub(super) type About = (usize, usize);
+
+/// The code of success, and two classes of failure, as C compares them.
+const SUCCESS: c_int = ffi::MPI_SUCCESS as c_int;
+const TRUNCATE: c_int = ffi::MPI_ERR_TRUNCATE as c_int;
+
+/// What a return code says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Fault {
+    /// The message was longer than the receive.
+    Long,
+    /// The other end is gone, as an MPI with fault tolerance says.
+    Lost,
+    /// Anything else, in MPI's words.
+    Other(String),
+}
+
+impl Fault {
+    /// The fault that a return code stands for.
+    pub(super) fn of(code: c_int) -> Result<(), Self> {
+        if code == SUCCESS {
+            return Ok(());
+        }
+        let mut length = 0;
+        let mut text = [0 as c_char; ffi::MPI_MAX_ERROR_STRING as usize + 1];
+        // SAFETY: rule 1 (a code comes from a call that was allowed); MPI writes at most MPI_MAX_ERROR_STRING characters, which `text` has
+        // room for, and the number, which lives through the call
+        let told = unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr(), &raw mut length) };
+        if class(code) == TRUNCATE {
+            return Err(Self::Long);
+        }
+        let length = if told == SUCCESS { usize::try_from(length).unwrap_or(0).min(text.len()) } else { 0 };
+        let text: Vec<u8> = text[..length].iter().map(|&letter| letter.to_ne_bytes()[0]).collect();
+        let text = String::from_utf8_lossy(&text).into_owned();
+        Err(if text.contains("PROC_FAILED") { Self::Lost } else { Self::Other(format!("MPI error {code}: {text}")) })
+    }
+
+    /// The error for the caller.
+    pub(super) fn into_error(self, (peer, step): About) -> Error {
+        match self {
+            Self::Long => Error::Comm { peer, step, what: "message truncated: longer than the receive".to_owned() },
+            Self::Lost => Error::PeerLost { peer, step },
+            Self::Other(what) => Error::Comm { peer, step, what },
+        }
+    }
+}
+
+/// The class of a return code.
+fn class(code: c_int) -> c_int {
+    let mut class = SUCCESS;
+    // SAFETY: rule 1 (a code comes from a call that was allowed); the number lives through the call
+    unsafe { ffi::MPI_Error_class(code, &raw mut class) };
+    class
+}
+
+/// Whether a return code says that each status tells how its own request fared.
+pub(super) fn is_in_statuses(code: c_int) -> bool {
+    code != SUCCESS && class(code) == ffi::MPI_ERR_IN_STATUS as c_int
+}
+
+/// `Ok` for the code of success.
+pub(super) fn check(code: c_int, about: About) -> Result<()> {
+    Fault::of(code).map_err(|fault| fault.into_error(about))
+}
+
+/// Whether MPI was initialised, and whether it was finalised.
+pub(super) fn state() -> (bool, bool) {
+    let (mut initialized, mut finalized) = (0, 0);
+    // SAFETY: both may be called at any time, from any thread; the numbers live through the calls
+    unsafe {
+        ffi::MPI_Initialized(&raw mut initialized);
+        ffi::MPI_Finalized(&raw mut finalized);
+    }
+    (initialized != 0, finalized != 0)
+}
+
+/// Rule 1.
+fn check_alive() -> Result<()> {
+    match state() {
+        (true, false) => Ok(()),
+        (initialized, _) => {
+            let got = if initialized { "MPI after MPI_Finalize" } else { "MPI before MPI_Init" };
+            Err(Error::invalid("MPI", got, "MPI between MPI_Init and MPI_Finalize"))
+        }
+    }
+}
+
+/// Initialises MPI with the highest thread level that it grants.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] if it was finalised, [`Error::Comm`] if it fails.
+pub(super) fn initialize() -> Result<()> {
+    if state().1 {
+        return Err(Error::invalid("MPI", "MPI after MPI_Finalize", "an MPI that can be initialised"));
+    }
+    let mut granted = 0;
+    // SAFETY: MPI was not finalised, and the caller saw that it was not initialised; null argument pointers are allowed since MPI-2
+    check(unsafe { ffi::MPI_Init_thread(ptr::null_mut(), ptr::null_mut(), ffi::RSMPI_THREAD_MULTIPLE, &raw mut granted) }, (0, 0))
+}
+
+/// Finalises MPI. Only for whoever initialised it.
+pub(super) fn finalize() {
+    if check_alive().is_ok() {
+        // SAFETY: rule 1; every communicator of ours checks for itself whether MPI still lives
+        unsafe { ffi::MPI_Finalize() };
+    }
+}
+
+/// Ends the job on all ranks.
+pub(super) fn abort_job(code: i32) -> ! {
+    if check_alive().is_ok() {
+        // SAFETY: rule 1; the world lives as long as MPI
+        unsafe { ffi::MPI_Abort(ffi::RSMPI_COMM_WORLD, code) };
+    }
+    std::process::exit(code)
+}
+
+/// A communicator of somebody else, to be duplicated.
+#[derive(Clone, Copy)]
+pub(super) struct Foreign(ffi::MPI_Comm);
+
+impl Foreign {
+    /// All ranks of the job.
+    pub(super) fn world() -> Self {
+        // SAFETY: a constant of the linked MPI
+        Self(unsafe { ffi::RSMPI_COMM_WORLD })
+    }
+
+    /// # Safety
+    /// The handle is null or that of a communicator which lives until it has been duplicated.
+    pub(super) const unsafe fn of(raw: ffi::MPI_Comm) -> Self {
+        Self(raw)
+    }
+
+    /// # Safety
+    /// As [`Foreign::of`]. MPI must be alive.
+    pub(super) unsafe fn of_fortran(handle: ffi::RSMPI_Fint) -> Self {
+        // SAFETY: the caller says that the handle is good and that MPI lives
+        Self(unsafe { ffi::RSMPI_Comm_f2c(handle) })
+    }
+}
+
+/// A communicator of our own, with errors returned.
+pub(super) struct Communicator {
+    raw: ffi::MPI_Comm,
+    rank: usize,
+    ranks: usize,
+    last_tag: u64,
+    /// The only thread that may use it, where MPI does not grant `MPI_THREAD_MULTIPLE`.
+    home: Option<ThreadId>,
+}
+
+// SAFETY: a handle is a number or a pointer to memory of MPI's, which belongs to no thread. Which thread may call MPI with it is checked at
+// every call by `enter` (rule 2), not by the type.
+unsafe impl Send for Communicator {}
+
+impl Communicator {
+    /// Duplicates `foreign`, within `patience` at most.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a null or an inter-communicator or an MPI that is not alive, [`Error::Unsupported`] on a thread that may
+    /// not call MPI, [`Error::Comm`] if it fails or not all of its ranks come in time.
+    pub(super) fn duplicate(Foreign(foreign): Foreign, patience: Duration) -> Result<Self> {
+        check_alive()?;
+        let home = home()?;
+        let (mut inter, mut rank, mut ranks) = (0, 0, 0);
+        // SAFETY: a constant of the linked MPI
+        if foreign == unsafe { ffi::RSMPI_COMM_NULL } {
+            return Err(Error::invalid("communicator", "MPI_COMM_NULL", "a communicator"));
+        }
+        // SAFETY: rules 1 and 2 were just checked; whoever made `foreign` vouches for the handle; the numbers live through the calls
+        unsafe {
+            check(ffi::MPI_Comm_test_inter(foreign, &raw mut inter), (0, 0))?;
+            check(ffi::MPI_Comm_rank(foreign, &raw mut rank), (0, 0))?;
+            check(ffi::MPI_Comm_size(foreign, &raw mut ranks), (0, 0))?;
+        }
+        if inter != 0 {
+            return Err(Error::invalid("communicator", "an inter-communicator", "an intra-communicator"));
+        }
+        let (rank, ranks) = (count(rank), count(ranks));
+        let raw = idup(foreign, rank, patience)?;
+        // SAFETY: rules 1 and 2; `raw` is ours alone since a moment
+        check(unsafe { ffi::MPI_Comm_set_errhandler(raw, ffi::RSMPI_ERRORS_RETURN) }, (rank, 0))?;
+        Ok(Self { raw, rank, ranks, last_tag: last_tag(raw), home })
+    }
+
+    pub(super) const fn rank(&self) -> usize {
+        self.rank
+    }
+
+    pub(super) const fn ranks(&self) -> usize {
+        self.ranks
+    }
+
+    /// The highest tag that this MPI can send.
+    pub(super) const fn last_tag(&self) -> u64 {
+        self.last_tag
+    }
+
+    /// The handle. Who calls MPI with it has called [`Communicator::enter`] before.
+    pub(super) const fn raw(&self) -> ffi::MPI_Comm {
+        self.raw
+    }
+
+    /// Makes sure that this thread may call MPI now (rules 1 and 2).
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] before `MPI_Init` or after `MPI_Finalize`, [`Error::Unsupported`] on another thread than the communicator's.
+    pub(super) fn enter(&self) -> Result<()> {
+        check_alive()?;
+        if self.home.is_some_and(|home| home != thread::current().id()) {
+            return Err(Error::unsupported("MPI on a thread other than its main thread", "an MPI without MPI_THREAD_MULTIPLE"));
+        }
+        Ok(())
+    }
+
+    /// Frees it. Nothing may be in flight on it, here or at any other rank.
+    pub(super) fn free(mut self) {
+        if self.enter().is_ok() {
+            // SAFETY: rules 1, 2 and 3; `self` is gone afterwards, so the handle is never used again
+            unsafe { ffi::MPI_Comm_free(&raw mut self.raw) };
+        }
+    }
+}
+
+/// Rule 2: the thread to stay on, if there is such a rule in this MPI.
+fn home() -> Result<Option<ThreadId>> {
+    let (mut level, mut main) = (0, 0);
+    // SAFETY: called by `duplicate` after `check_alive`; any thread may inquire; the numbers live through the calls
+    unsafe {
+        check(ffi::MPI_Query_thread(&raw mut level), (0, 0))?;
+        check(ffi::MPI_Is_thread_main(&raw mut main), (0, 0))?;
+    }
+    // SAFETY: a constant of the linked MPI
+    match (level >= unsafe { ffi::RSMPI_THREAD_MULTIPLE }, main != 0) {
+        (true, _) => Ok(None),
+        (false, true) => Ok(Some(thread::current().id())),
+        (false, false) => Err(Error::unsupported("MPI on a thread other than its main thread", "an MPI without MPI_THREAD_MULTIPLE")),
+    }
+}
+
+/// `MPI_Comm_idup`, so that a rank that never comes costs no more than `patience`.
+fn idup(foreign: ffi::MPI_Comm, rank: usize, patience: Duration) -> Result<ffi::MPI_Comm> {
+    let started = Instant::now();
+    // SAFETY: constants of the linked MPI
+    let (null, mut request) = unsafe { (ffi::RSMPI_COMM_NULL, ffi::RSMPI_REQUEST_NULL) };
+    // on the heap and leaked if it fails: MPI may write there whenever the last rank comes
+    let made = Box::leak(Box::new(null));
+    // SAFETY: `duplicate` checked rules 1 and 2 and `foreign`; `made` lives until the request is complete, or for ever
+    check(unsafe { ffi::MPI_Comm_idup(foreign, &raw mut *made, &raw mut request) }, (rank, 0))?;
+    loop {
+        let mut done = 0;
+        // SAFETY: rules 1 and 2 as above; the request is ours and active, or null once done
+        check(unsafe { ffi::MPI_Test(&raw mut request, &raw mut done, ffi::RSMPI_STATUS_IGNORE) }, (rank, 0))?;
+        if done != 0 {
+            let raw = *made;
+            // SAFETY: `made` came out of `Box::leak`, and the operation that wrote to it is complete
+            drop(unsafe { Box::from_raw(made) });
+            return Ok(raw);
+        }
+        if started.elapsed() >= patience {
+            let what = format!("the communicator could not be duplicated within {patience:?}: not all of its ranks came");
+            return Err(Error::Comm { peer: rank, step: 0, what });
+        }
+        thread::sleep(Duration::from_micros(100));
+    }
+}
+
+/// The value of `MPI_TAG_UB`, or the least that MPI promises.
+fn last_tag(raw: ffi::MPI_Comm) -> u64 {
+    let (mut value, mut found) = (ptr::null_mut::<c_int>(), 0);
+    // SAFETY: called by `duplicate` under rules 1 and 2 with a handle of ours; MPI stores a pointer to a C int of its own in `value`, which is
+    // read at once
+    let last = unsafe {
+        ffi::MPI_Comm_get_attr(raw, ffi::MPI_TAG_UB as c_int, (&raw mut value).cast::<c_void>(), &raw mut found);
+        if found == 0 || value.is_null() { 32_767 } else { *value }
+    };
+    u64::try_from(last).unwrap_or(32_767)
+}
+
+/// A count of MPI's, which is never negative.
+pub(super) fn count(number: c_int) -> usize {
+    usize::try_from(number).unwrap_or(0)
+}
+
+/// MPI's name and version, as it says itself.
+pub(super) fn library() -> Result<String> {
+    check_alive()?;
+    // SAFETY: a constant of the linked MPI
+    let room = count(unsafe { ffi::RSMPI_MAX_LIBRARY_VERSION_STRING });
+    let (mut text, mut length) = (vec![0u8; room + 1], 0);
+    // SAFETY: may be called at any time; MPI writes at most `room` characters and the number
+    check(unsafe { ffi::MPI_Get_library_version(text.as_mut_ptr().cast::<c_char>(), &raw mut length) }, (0, 0))?;
+    text.truncate(count(length).min(room));
+    Ok(String::from_utf8_lossy(&text).trim_end_matches(['\0', '\n']).to_owned())
+}

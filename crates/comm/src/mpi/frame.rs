@@ -1,0 +1,126 @@
+//! Control messages, as bytes: a kind, then little-endian numbers, then whatever is left.
+
+use annulus_core::{Channel, Error, HostBuffer, Result};
+
+/// What ranks tell each other beside the blocks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Frame {
+    /// "I live, and I have worked this many times."
+    Beat { worked: u64 },
+    /// "A message of this many bytes, in pieces of that many, is on its way to you."
+    Announce { channel: Channel, tag: u64, step: u64, bytes: u64, piece: u64 },
+    /// A part of a gather.
+    Offer { round: u64, part: Vec<u8> },
+    /// "This rank failed first."
+    Abort { rank: u64, what: String },
+    /// "This is my last message."
+    Goodbye,
+}
+
+/// What is sent of an error's text at most.
+const LONGEST_TEXT: usize = 2000;
+
+impl Frame {
+    /// The frame in a buffer of its own.
+    pub(super) fn encode(&self) -> Result<HostBuffer> {
+        let (kind, numbers, rest): (u8, &[u64], &[u8]) = match self {
+            Self::Beat { worked } => (0, &[*worked], &[]),
+            Self::Announce { channel, tag, step, bytes, piece } => (1, &[number(*channel), *tag, *step, *bytes, *piece], &[]),
+            Self::Offer { round, part } => (2, &[*round], part),
+            Self::Abort { rank, what } => {
+                let end = (0..=what.len().min(LONGEST_TEXT)).rev().find(|&end| what.is_char_boundary(end)).unwrap_or(0);
+                (3, &[*rank], &what.as_bytes()[..end])
+            }
+            Self::Goodbye => (4, &[], &[]),
+        };
+        let parts = std::iter::once(kind).chain(numbers.iter().flat_map(|number| number.to_le_bytes()));
+        let head: Vec<u8> = parts.collect();
+        let mut buffer = HostBuffer::zeroed((head.len() + rest.len()) as u64)?;
+        if let Some(bytes) = buffer.bytes_mut() {
+            bytes[..head.len()].copy_from_slice(&head);
+            bytes[head.len()..].copy_from_slice(rest);
+        }
+        Ok(buffer)
+    }
+
+    /// What `peer` sent.
+    pub(super) fn decode(bytes: &[u8], peer: usize) -> Result<Self> {
+        let nonsense = || Error::Comm { peer, step: 0, what: format!("a control message of {} bytes that makes no sense", bytes.len()) };
+        read(bytes).ok_or_else(nonsense)
+    }
+}
+
+fn read(bytes: &[u8]) -> Option<Frame> {
+    let (&kind, mut rest) = bytes.split_first()?;
+    let mut next = || {
+        let (number, behind) = rest.split_first_chunk::<8>()?;
+        rest = behind;
+        Some(u64::from_le_bytes(*number))
+    };
+    let frame = match kind {
+        0 => Frame::Beat { worked: next()? },
+        1 => Frame::Announce { channel: channel(next()?)?, tag: next()?, step: next()?, bytes: next()?, piece: next()? },
+        2 => Frame::Offer { round: next()?, part: std::mem::take(&mut rest).to_vec() },
+        3 => Frame::Abort { rank: next()?, what: String::from_utf8_lossy(std::mem::take(&mut rest)).into_owned() },
+        4 => Frame::Goodbye,
+        _ => return None,
+    };
+    rest.is_empty().then_some(frame)
+}
+
+/// How many channels there are.
+pub(super) const CHANNELS: u64 = 3;
+
+/// The number of a channel on the wire.
+pub(super) const fn number(channel: Channel) -> u64 {
+    match channel {
+        Channel::Block => 0,
+        Channel::Travel => 1,
+        Channel::Home => 2,
+    }
+}
+
+const fn channel(number: u64) -> Option<Channel> {
+    match number {
+        0 => Some(Channel::Block),
+        1 => Some(Channel::Travel),
+        2 => Some(Channel::Home),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frames_come_back_as_they_were_and_cut_ones_are_errors() {
+        let announce = |channel| Frame::Announce { channel, tag: u64::MAX, step: 3, bytes: 1 << 40, piece: 7 };
+        let frames = [
+            Frame::Beat { worked: 7 },
+            announce(Channel::Block),
+            announce(Channel::Travel),
+            announce(Channel::Home),
+            Frame::Offer { round: 9, part: vec![1, 2, 3] },
+            Frame::Abort { rank: 2, what: "é".into() },
+            Frame::Goodbye,
+        ];
+        for frame in frames {
+            let buffer = frame.encode().unwrap();
+            assert_eq!(Frame::decode(buffer.bytes(), 1), Ok(frame));
+            for end in 0..buffer.bytes().len().min(9) {
+                assert!(matches!(Frame::decode(&buffer.bytes()[..end], 1), Err(Error::Comm { peer: 1, .. })));
+            }
+        }
+        assert!(Frame::decode(&[0, 0, 0, 0, 0, 0, 0, 0, 0, 1], 1).is_err());
+        assert!(Frame::decode(&[5], 1).is_err());
+    }
+
+    #[test]
+    fn a_long_text_is_cut_between_characters() {
+        let what = format!("x{}", "é".repeat(LONGEST_TEXT));
+        let buffer = Frame::Abort { rank: 0, what }.encode().unwrap();
+        let Ok(Frame::Abort { what, .. }) = Frame::decode(buffer.bytes(), 0) else { panic!("an abort") };
+        assert_eq!(what.len(), LONGEST_TEXT - 1);
+    }
+}

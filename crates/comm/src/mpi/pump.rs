@@ -1,0 +1,338 @@
+//! What an endpoint does whenever it is called: MPI moves, what is through is put where it belongs, frames are obeyed in their senders' order.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    thread,
+    time::{Duration, Instant},
+};
+
+use annulus_core::{Channel, Error, Hop, HostBuffer, Result};
+
+use super::{
+    Mpi,
+    flying::{Landed, Trouble},
+    frame::Frame,
+};
+use crate::ranges;
+
+/// What a message in flight is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Label {
+    /// The bytes of a hop to `peer`.
+    Sent { peer: usize, step: usize },
+    /// The bytes of a hop from `peer`.
+    Receive { peer: usize, channel: Channel, tag: u64 },
+    /// Frame number `number` from `peer`.
+    Heard { peer: usize, number: u64 },
+    /// A frame to `peer` that nobody waits for.
+    Said { peer: usize },
+    /// A sign of life to `peer`.
+    Beat { peer: usize },
+    /// This rank's part of a gather to `peer`.
+    Offered { peer: usize, round: u64 },
+}
+
+impl Label {
+    const fn peer(&self) -> usize {
+        match self {
+            Self::Sent { peer, .. }
+            | Self::Receive { peer, .. }
+            | Self::Heard { peer, .. }
+            | Self::Said { peer }
+            | Self::Beat { peer }
+            | Self::Offered { peer, .. } => *peer,
+        }
+    }
+}
+
+/// A posted receive.
+pub(super) struct Receive {
+    pub(super) hop: Hop,
+    /// The buffer that was posted, unless MPI has it.
+    pub(super) buffer: Option<HostBuffer>,
+    pub(super) stage: Stage,
+}
+
+/// How far a receive is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// Its announcement has not come.
+    Posted,
+    /// MPI receives into its buffer.
+    Direct,
+    /// MPI receives into a staging buffer.
+    Staged,
+    /// The bytes are where they belong.
+    Arrived,
+}
+
+impl Receive {
+    pub(super) fn is_for(&self, peer: usize, channel: Channel, tag: u64) -> bool {
+        (self.hop.peer, self.hop.channel, self.hop.tag) == (peer, channel, tag)
+    }
+}
+
+/// An announcement whose receive is not posted yet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Early {
+    peer: usize,
+    channel: Channel,
+    tag: u64,
+    step: usize,
+    bytes: u64,
+    piece: u64,
+}
+
+/// What is known of one rank.
+pub(super) struct Peer {
+    pub(super) heard: Instant,
+    /// How many times it has worked, as it says.
+    worked: u64,
+    /// Frames of its that MPI has matched, and those that were obeyed.
+    matched: u64,
+    obeyed: u64,
+    /// Frames that overtook a longer one before them.
+    ahead: BTreeMap<u64, HostBuffer>,
+    /// Whether a sign of life is still on its way to it.
+    pub(super) beating: bool,
+    /// The steps of sends to it that are in flight.
+    pub(super) sends: VecDeque<usize>,
+    /// When it said goodbye.
+    pub(super) left: Option<Instant>,
+}
+
+impl Peer {
+    pub(super) fn new(now: Instant) -> Self {
+        let (ahead, sends) = (BTreeMap::new(), VecDeque::new());
+        Self { heard: now, worked: 0, matched: 0, obeyed: 0, ahead, beating: false, sends, left: None }
+    }
+}
+
+/// While something has moved within this time, a wait only yields the core between two looks.
+const AWAKE: Duration = Duration::from_micros(200);
+/// Then it sleeps, an eighth as long as nothing has moved, within these bounds.
+const NAP: [Duration; 2] = [Duration::from_micros(50), Duration::from_millis(1)];
+/// How long what is in flight from or to a rank that has said goodbye may take to be through.
+const GRACE: Duration = Duration::from_millis(250);
+/// Frames taken in at one look.
+const MOST_FRAMES: usize = 256;
+
+impl Mpi {
+    /// Does everything that can be done; waits at most `patience` for something to do.
+    pub(super) fn wait(&mut self, patience: Duration) -> Result<()> {
+        let started = Instant::now();
+        while !self.pump()? {
+            let left = patience.saturating_sub(started.elapsed());
+            if left.is_zero() {
+                break;
+            }
+            let idle = self.idle_since.elapsed();
+            if idle < AWAKE {
+                thread::yield_now();
+            } else {
+                thread::sleep((idle / 8).clamp(NAP[0], NAP[1]).min(left));
+            }
+        }
+        Ok(())
+    }
+
+    /// Does everything that can be done without waiting; whether anything was. An error is for good, unless it is the caller's.
+    pub(super) fn pump(&mut self) -> Result<bool> {
+        self.check_alive()?;
+        self.enter()?;
+        let moved = self.try_pump().inspect_err(|error| self.fail(error))?;
+        if moved {
+            self.idle_since = Instant::now();
+        }
+        Ok(moved)
+    }
+
+    /// Remembers what killed this endpoint. A bad argument does not.
+    pub(super) fn fail(&mut self, error: &Error) {
+        if error.is_fatal() {
+            self.failed.get_or_insert_with(|| error.clone());
+        }
+    }
+
+    fn try_pump(&mut self) -> Result<bool> {
+        let mut moved = self.land()?;
+        let mut heard = 0;
+        while heard < MOST_FRAMES && self.listen()? {
+            heard += 1;
+        }
+        if heard > 0 {
+            self.land()?;
+            moved = true;
+        }
+        match (0..self.ranks).find_map(|peer| self.missed(peer)) {
+            Some((peer, step)) => Err(Error::PeerLost { peer, step }),
+            None => Ok(moved),
+        }
+    }
+
+    /// Starts receiving the next frame, if there is one.
+    fn listen(&mut self) -> Result<bool> {
+        let Some(control) = &self.control else { return Ok(false) };
+        let label = |peer: usize| Label::Heard { peer, number: self.peers[peer].matched };
+        let Some(peer) = self.flying.receive_any(control, label)? else { return Ok(false) };
+        self.peers[peer].matched += 1;
+        Ok(true)
+    }
+
+    /// Puts what is through where it belongs; whether anything was.
+    fn land(&mut self) -> Result<bool> {
+        let landed = self.flying.test((self.rank, self.step))?;
+        let moved = !landed.is_empty();
+        for message in landed {
+            self.accept(message)?;
+        }
+        Ok(moved)
+    }
+
+    fn accept(&mut self, Landed { label, buffer, outcome }: Landed<Label>) -> Result<()> {
+        let peer = label.peer();
+        match outcome {
+            Ok(()) => {}
+            Err(Trouble::Length) => {
+                return Err(Error::Comm { peer, step: self.step, what: "a message has not the length that was announced".to_owned() });
+            }
+            // a rank that has left needs no more frames
+            Err(Trouble::Fault(_)) if self.peers[peer].left.is_some() && !matches!(label, Label::Sent { .. } | Label::Receive { .. }) => {
+                return Ok(());
+            }
+            Err(Trouble::Fault(fault)) => return Err(fault.into_error((peer, self.step))),
+        }
+        match label {
+            Label::Sent { step, .. } => {
+                let sends = &mut self.peers[peer].sends;
+                if let Some(place) = sends.iter().position(|&of| of == step) {
+                    sends.remove(place);
+                }
+            }
+            Label::Receive { channel, tag, .. } => return self.receive(peer, channel, tag, buffer),
+            Label::Heard { number, .. } => {
+                self.peers[peer].ahead.insert(number, buffer);
+                return self.obey_all(peer);
+            }
+            Label::Said { .. } => {}
+            Label::Beat { .. } => self.peers[peer].beating = false,
+            Label::Offered { round, .. } => {
+                if let Some(gather) = self.gathers.get_mut(&round) {
+                    gather.unsent -= 1;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The bytes of a posted receive are here.
+    fn receive(&mut self, peer: usize, channel: Channel, tag: u64, landed: HostBuffer) -> Result<()> {
+        let Some(receive) = self.receives.iter_mut().find(|receive| receive.is_for(peer, channel, tag)) else {
+            return Err(Error::Comm { peer, step: self.step, what: format!("message {channel:?} {tag} without a receive") });
+        };
+        if receive.stage == Stage::Staged {
+            if let Some(into) = receive.buffer.as_mut().and_then(HostBuffer::bytes_mut) {
+                ranges::copy(landed.bytes(), std::slice::from_ref(&(0..receive.hop.bytes())), into, &receive.hop.ranges);
+            }
+            self.staging.give(landed);
+        } else {
+            receive.buffer = Some(landed);
+        }
+        receive.stage = Stage::Arrived;
+        self.peers[peer].heard = Instant::now();
+        self.count_work();
+        Ok(())
+    }
+
+    /// Counts something done by this rank.
+    pub(super) fn count_work(&mut self) {
+        self.worked += 1;
+        self.last_work = Instant::now();
+    }
+
+    /// Obeys the frames of `peer` in the order in which it sent them.
+    fn obey_all(&mut self, peer: usize) -> Result<()> {
+        while let Some(buffer) = {
+            let next = self.peers[peer].obeyed;
+            self.peers[peer].ahead.remove(&next)
+        } {
+            self.peers[peer].obeyed += 1;
+            self.peers[peer].heard = Instant::now();
+            self.obey(peer, Frame::decode(buffer.bytes(), peer)?)?;
+        }
+        Ok(())
+    }
+
+    fn obey(&mut self, peer: usize, frame: Frame) -> Result<()> {
+        match frame {
+            Frame::Beat { worked } => {
+                if worked > self.peers[peer].worked {
+                    self.peers[peer].worked = worked;
+                    self.last_work = Instant::now();
+                }
+            }
+            Frame::Announce { channel, tag, step, bytes, piece } => {
+                let step = usize::try_from(step).unwrap_or(usize::MAX);
+                return self.hear_of(Early { peer, channel, tag, step, bytes, piece });
+            }
+            Frame::Offer { round, part } => {
+                let step = self.step;
+                if self.gather(round).parts[peer].replace(part).is_some() {
+                    return Err(Error::Comm { peer, step, what: format!("a second part of gather {round}: rounds only grow") });
+                }
+            }
+            Frame::Abort { rank, what } => {
+                return Err(Error::Aborted { rank: usize::try_from(rank).unwrap_or(usize::MAX), what });
+            }
+            Frame::Goodbye => self.peers[peer].left = Some(Instant::now()),
+        }
+        Ok(())
+    }
+
+    /// A message is on its way: the one that is waited for, an early one, or one too many.
+    fn hear_of(&mut self, message: Early) -> Result<()> {
+        let Early { peer, channel, tag, step, bytes, piece } = message;
+        let waiting = |receive: &Receive| receive.is_for(peer, channel, tag) && receive.stage == Stage::Posted;
+        if let Some(place) = self.receives.iter().position(waiting) {
+            let Hop { step, .. } = self.receives[place].hop;
+            let want = self.receives[place].hop.bytes();
+            if bytes != want {
+                let what = format!("message {channel:?} {tag} truncated: got {bytes} bytes, want {want}");
+                return Err(Error::Comm { peer, step, what });
+            }
+            return self.begin_receive(place, piece);
+        }
+        let late = self.last_tags.get(&(peer, channel)).is_some_and(|&last| tag <= last);
+        let twice = self.early.iter().any(|early| (early.peer, early.channel, early.tag) == (peer, channel, tag));
+        if late || twice {
+            return Err(Error::Comm { peer, step, what: format!("duplicate message {channel:?} {tag}") });
+        }
+        self.early.push(message);
+        Ok(())
+    }
+
+    /// Matches early messages with the receives that were posted since.
+    pub(super) fn match_early(&mut self) -> Result<()> {
+        let receives = &self.receives;
+        let posted = |early: &mut Early| receives.iter().any(|receive| receive.is_for(early.peer, early.channel, early.tag));
+        let matched: Vec<Early> = self.early.extract_if(.., posted).collect();
+        matched.into_iter().try_for_each(|early| self.hear_of(early))
+    }
+
+    /// The peer and the step in which it is missed, if this peer left although something is still wanted of it.
+    fn missed(&self, peer: usize) -> Option<(usize, usize)> {
+        let gone = self.peers[peer].left?;
+        // everything that it said is known by now, but what it sent may take a little longer
+        let overdue = gone.elapsed() >= GRACE;
+        let wanted = |receive: &&Receive| match receive.stage {
+            Stage::Posted => receive.hop.peer == peer,
+            Stage::Direct | Stage::Staged => receive.hop.peer == peer && overdue,
+            Stage::Arrived => false,
+        };
+        let receive = self.receives.iter().find(wanted).map(|receive| receive.hop.step);
+        let send = || self.peers[peer].sends.front().copied().filter(|_| overdue);
+        let gather = || self.gathers.values().any(|gather| gather.parts[self.rank].is_some() && gather.parts[peer].is_none());
+        let step = receive.or_else(send).or_else(|| gather().then_some(self.step))?;
+        Some((peer, step))
+    }
+}

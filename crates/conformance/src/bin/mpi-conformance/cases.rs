@@ -1,0 +1,110 @@
+//! Cases over a ring of processes: the numbers of the oracle, the bits of the ring of threads. (That bytes are as predicted, every run checks.)
+
+use std::sync::Arc;
+
+use annulus_comm::{
+    Deadline,
+    mpi::{Mpi, Settings},
+};
+use annulus_conformance::{Answer, Case, Draw, HostMemory, Judge, RingSubject, Setting, Station, Subject, golden, subjects, suite};
+use annulus_core::{CustomLayout, DType, Layout, Result, Route, Runs};
+use annulus_cpu::Cpu;
+use ndarray::ArrayViewMutD;
+
+use crate::harness::{Harness, Verdict};
+
+const DEADLINE: std::time::Duration = std::time::Duration::from_secs(60);
+
+/// The CPU over MPI: this process's rank only, so that the rows of an answer that are other ranks' are zero.
+fn subject(settings: &Settings) -> impl Subject {
+    let settings = settings.clone();
+    RingSubject::new("cpu over mpi", move |_| -> Result<Vec<Station<HostMemory, Cpu>>> {
+        let transport = Box::new(Deadline::new(Mpi::world(settings.clone())?, DEADLINE)?);
+        Ok(vec![Station { memory: HostMemory, backend: Cpu::new(1)?, transport }])
+    })
+}
+
+pub(crate) fn all(harness: &mut Harness, settings: &Settings, seeds: u64) -> Verdict {
+    let subject = subject(settings);
+    let ranks = harness.ranks();
+    for seed in 0..seeds {
+        let draw = &mut Draw::new(!seed);
+        let case = Case::random(seed).in_dtype(draw.pick(&[DType::F32, DType::F64, DType::Bf16, DType::F16]));
+        // one side's ids serve for both only where a rank holds the same rows of both
+        let lone_ids = case.batch.q_segment_ids.is_some() != case.batch.kv_segment_ids.is_some();
+        let layout = match draw.below(5) {
+            0 => None,
+            1 if !lone_ids => Some(random_layout(&case, ranks, draw)),
+            number => Some(suite::LAYOUTS[number % 3].clone()),
+        };
+        let route = draw.pick(&[None, Some(Route::RelayUp), Some(Route::RelayDown), Some(Route::Direct)]);
+        let setting = Setting { ranks, layout, route };
+        let verdict =
+            examine(harness, &subject, &case, &setting, |answer| Judge::new(&case).map_err(|error| error.to_string())?.check(answer));
+        harness.share(verdict.map_err(|wrong| format!("seed {seed}: {} on {setting}: {wrong}", case.name)))?;
+    }
+    golden_cases(harness, &subject)
+}
+
+fn golden_cases(harness: &mut Harness, subject: &dyn Subject) -> Verdict {
+    let Some(folder) = golden::folder().map_err(|error| error.to_string())? else { return Ok(()) };
+    for (number, golden) in golden::read(&folder).map_err(|error| error.to_string())?.into_iter().enumerate() {
+        let (dtype, tolerance) =
+            if number.is_multiple_of(2) { (DType::F32, &golden.tolerance_f32) } else { (DType::F64, &golden.tolerance_f64) };
+        let case = golden.case.in_dtype(dtype);
+        let setting = Setting::new(harness.ranks(), suite::LAYOUTS[number % 3].clone());
+        let verdict = examine(harness, subject, &case, &setting, |answer| golden::check(answer, &golden.expected, tolerance));
+        harness.share(verdict.map_err(|wrong| format!("golden {} on {setting}: {wrong}", case.name)))?;
+    }
+    Ok(())
+}
+
+/// Runs a case on all ranks; rank 0 looks at the answer.
+fn examine(
+    harness: &mut Harness,
+    subject: &dyn Subject,
+    case: &Case,
+    setting: &Setting,
+    check: impl FnOnce(&Answer) -> Verdict,
+) -> Verdict {
+    let mine = subject.run(case, setting, 1).map_err(|error| error.to_string());
+    harness.share(mine.as_ref().map(drop).map_err(Clone::clone))?;
+    let mut answer = mine?.pop().ok_or("no answer")?;
+    let bits: Vec<u8> = arrays_mut(&mut answer).iter().flatten().flat_map(|number| number.to_bits().to_le_bytes()).collect();
+    let all = harness.gather(&bits)?;
+    if harness.rank() != 0 {
+        return Ok(());
+    }
+    // what is not a rank's own is zero there, and what is all ranks' is the same on all
+    let merged = |place: usize| {
+        let bits = all.iter().filter_map(|bytes| bytes.get(8 * place..)?.first_chunk::<8>());
+        bits.fold(0, |merged, bits| merged | u64::from_le_bytes(*bits))
+    };
+    for (place, number) in arrays_mut(&mut answer).into_iter().flatten().enumerate() {
+        *number = f64::from_bits(merged(place));
+    }
+    check(&answer)?;
+    let threads = subjects::cpu().run(case, setting, 1).map_err(|error| format!("over threads: {error}"))?;
+    answer.same_bits(threads.first().ok_or("no answer over threads")?).map_err(|wrong| format!("not as over threads: {wrong}"))
+}
+
+fn arrays_mut(answer: &mut Answer) -> Vec<ArrayViewMutD<'_, f64>> {
+    let Answer { out, lse, max, sum, ties, dq, dk, dv, dbias, dsinks } = answer;
+    let mut all: Vec<_> = [out, dq, dk, dv].into_iter().chain(dbias).map(|array| array.view_mut().into_dyn()).collect();
+    all.extend(std::iter::once(lse).chain(max).chain(sum).chain(ties).map(|array| array.view_mut().into_dyn()));
+    all.extend(dsinks.iter_mut().map(|array| array.view_mut().into_dyn()));
+    all
+}
+
+/// Rows dealt to ranks at random: uneven and empty shards among them.
+fn random_layout(case: &Case, ranks: usize, draw: &mut Draw) -> Layout {
+    let mut deal = |len: usize| {
+        let mut shards = vec![Vec::new(); ranks];
+        for row in draw.permutation(len) {
+            shards[draw.below(ranks)].push(row as i64);
+        }
+        shards.into_iter().map(|shard| shard.into_iter().collect::<Runs>()).collect()
+    };
+    let dims = &case.spec.dims;
+    Layout::Custom(Arc::new(CustomLayout { q: deal(dims.q_len), kv: deal(dims.kv_len) }))
+}

@@ -1,0 +1,370 @@
+//! The transport's contract, message by message.
+
+use std::{
+    ops::Range,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use annulus_comm::{
+    barrier, gather,
+    mpi::{Mpi, Settings},
+};
+use annulus_conformance::Draw;
+use annulus_core::{Channel, Control, Error, Hop, Host, HostBuffer, Incoming, Outgoing, Result, Transport, index};
+
+use crate::harness::{Harness, Verdict, ensure};
+
+const CHANNELS: [Channel; 3] = [Channel::Block, Channel::Travel, Channel::Home];
+const GLANCE: Duration = Duration::from_millis(20);
+/// No check takes longer.
+const LIMIT: Duration = Duration::from_secs(30);
+
+type Check = fn(Mpi, usize) -> Result<Verdict>;
+
+pub(crate) fn all(harness: &mut Harness, settings: &Settings) -> Verdict {
+    let checks: [(&str, usize, Check); 9] = [
+        ("patterns", 1, |mut mpi, _| patterns(&mut mpi, 0..30).map(Ok)),
+        ("gathers", 1, gathers),
+        ("a short message", 2, |mpi, rank| odd_length(mpi, rank, 8, 16)),
+        ("a long message", 2, |mpi, rank| odd_length(mpi, rank, 70_000, 16)),
+        ("a duplicate", 2, duplicate),
+        ("an early duplicate", 2, early_duplicate),
+        ("an abort", 2, abort),
+        ("an endpoint that is dropped", 2, dropped),
+        ("bad arguments", 1, bad_arguments),
+    ];
+    for (name, least, check) in checks {
+        if harness.ranks() >= least {
+            let verdict = Mpi::world(settings.clone()).and_then(|mpi| check(mpi, harness.rank()));
+            let verdict = verdict.unwrap_or_else(|error| Err(error.to_string()));
+            harness.share(verdict.map_err(|wrong| format!("{name}: {wrong}")))?;
+        }
+    }
+    let verdict = two_at_once(settings).map_err(|error| format!("two rings: {error}"));
+    harness.share(verdict)?;
+    harness.share(many_in_turn(settings))
+}
+
+struct Message {
+    from: usize,
+    to: usize,
+    channel: Channel,
+    tag: u64,
+    cuts: [Vec<u64>; 2],
+}
+
+/// Random messages among all ranks, to themselves too; the same on every rank. Tags of a channel only grow.
+fn group(ranks: usize, draw: &mut Draw, tag: &mut u64) -> Vec<Message> {
+    let count = draw.below(12);
+    (0..count)
+        .map(|_| {
+            *tag += 1 + draw.below(3) as u64;
+            let most = draw.pick(&[40, 40, 5000, 300_000]);
+            let mut cuts = [(); 2].map(|()| (0..draw.below(4)).map(|_| draw.below(most) as u64).collect::<Vec<_>>());
+            let [here, there] = [0, 1].map(|side| cuts[side].iter().sum::<u64>());
+            let lacking = usize::from(here > there);
+            cuts[lacking].push(here.abs_diff(there));
+            Message { from: draw.below(ranks), to: draw.below(ranks), channel: draw.pick(&CHANNELS), tag: *tag, cuts }
+        })
+        .collect()
+}
+
+/// Ranges of these lengths with a hole of three bytes before each, but for every third.
+fn ranges(cuts: &[u64]) -> Arc<[Range<u64>]> {
+    let mut end = 0;
+    let range = |(place, &length): (usize, &u64)| {
+        let start = end + if place % 3 == 2 { 0 } else { 3 };
+        end = start + length;
+        start..end
+    };
+    cuts.iter().enumerate().map(range).collect()
+}
+
+/// The n-th byte of a message, different for every message.
+fn byte(message: &Message, place: usize) -> u8 {
+    let mix = (message.from as u64) << 56 ^ (message.to as u64) << 48 ^ message.tag << 32 ^ place as u64;
+    (mix.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8
+}
+
+fn bytes(message: &Message, side: usize) -> Result<HostBuffer> {
+    let ranges = ranges(&message.cuts[side]);
+    let mut buffer = HostBuffer::zeroed(ranges.last().map_or(0, |range| range.end))?;
+    if let Some(bytes) = buffer.bytes_mut() {
+        ranges.iter().cloned().flatten().enumerate().for_each(|(place, at)| bytes[index(at)] = byte(message, place));
+    }
+    Ok(buffer)
+}
+
+fn hop(message: &Message, peer: usize, side: usize) -> Hop {
+    Hop { peer, channel: message.channel, tag: message.tag, step: 0, ranges: ranges(&message.cuts[side]) }
+}
+
+/// Plays this rank's part of random patterns: sends and receives of a group in any order, receives before or after sends.
+fn patterns(transport: &mut Mpi, seeds: Range<u64>) -> Result<()> {
+    let (rank, ranks) = (transport.rank(), transport.ranks());
+    let (mut tag, mut payload) = (0, transport.bytes_sent());
+    for seed in seeds {
+        let messages = group(ranks, &mut Draw::new(seed), &mut tag);
+        let own = &mut Draw::new(seed << 8 | rank as u64);
+        let outgoing: Vec<&Message> = messages.iter().filter(|message| message.from == rank).collect();
+        let incoming: Vec<&Message> = messages.iter().filter(|message| message.to == rank).collect();
+        let buffers = outgoing.iter().map(|message| bytes(message, 0)).collect::<Result<Vec<_>>>()?;
+        let mut sends: Vec<_> = outgoing
+            .iter()
+            .zip(&buffers)
+            .map(|(message, buffer)| Outgoing { hop: hop(message, message.to, 0), buffer, ready: &() })
+            .collect();
+        let receive = |message: &&Message| {
+            let hop = hop(message, message.from, 1);
+            let buffer = HostBuffer::zeroed(hop.ranges.last().map_or(0, |range| range.end))?;
+            Ok(Incoming { hop, buffer })
+        };
+        let mut receives = incoming.iter().map(receive).collect::<Result<Vec<_>>>()?;
+        if own.once_in(2) {
+            sends.reverse();
+        }
+        if own.once_in(2) {
+            transport.post(&sends, &mut receives)?;
+        } else {
+            transport.post(&sends, &mut Vec::new())?;
+            if own.once_in(2) {
+                transport.progress(Duration::from_millis(2))?;
+            }
+            transport.post(&[], &mut receives)?;
+        }
+        payload += sends.iter().map(|send| send.hop.bytes()).sum::<u64>();
+        for message in incoming {
+            let buffer = wait_for(transport, &hop(message, message.from, 1))?;
+            if buffer.bytes() != bytes(message, 1)?.bytes() {
+                return Err(failure(format!("seed {seed}: a message from {} to {rank} came spoilt", message.from)));
+            }
+        }
+        drain(transport)?;
+        drop(sends);
+        if buffers.iter().any(HostBuffer::is_shared) {
+            // a staged or a landed send lets go of the caller's buffer
+            return Err(failure(format!("seed {seed}: a buffer is held after its send is done")));
+        }
+    }
+    if transport.bytes_sent() != payload {
+        return Err(failure(format!("{} bytes counted, {payload} sent", transport.bytes_sent())));
+    }
+    Ok(())
+}
+
+/// Something wrong that is no error of the transport's.
+fn failure(what: String) -> Error {
+    Error::Device { what }
+}
+
+fn wait_for(transport: &mut Mpi, hop: &Hop) -> Result<HostBuffer> {
+    let started = Instant::now();
+    loop {
+        if let Some(arrived) = transport.take(hop)? {
+            return Ok(arrived.buffer);
+        }
+        if started.elapsed() > LIMIT {
+            return Err(failure(format!("{hop:?} did not come")));
+        }
+        transport.progress(GLANCE)?;
+    }
+}
+
+fn drain(transport: &mut Mpi) -> Result<()> {
+    let started = Instant::now();
+    while transport.pending() {
+        if started.elapsed() > LIMIT {
+            return Err(failure("sends did not end".to_owned()));
+        }
+        transport.progress(GLANCE)?;
+    }
+    Ok(())
+}
+
+fn wait_for_error(transport: &mut Mpi) -> Result<Error> {
+    let started = Instant::now();
+    while started.elapsed() < LIMIT {
+        if let Err(error) = transport.progress(GLANCE) {
+            return Ok(error);
+        }
+    }
+    Err(failure("nothing went wrong".to_owned()))
+}
+
+/// Gathers of very different lengths, two of them begun before either is collected.
+fn gathers(mut transport: Mpi, rank: usize) -> Result<Verdict> {
+    let part = |rank: usize, round: u64| vec![rank as u8 ^ round as u8; (rank * 77_777 * round as usize) % 400_000];
+    for round in [1, 2, 3] {
+        let (first, second) = (2 * round, 2 * round + 1);
+        transport.offer(second, &part(rank, second))?;
+        let missing = transport.missing(first);
+        if !missing.contains(&rank) {
+            return Ok(Err(format!("gather {first} misses {missing:?}, rank {rank} has not offered")));
+        }
+        for (number, all) in
+            [(first, gather::<Host>(&mut transport, first, &part(rank, first))?), (second, collect(&mut transport, second)?)]
+        {
+            if all != (0..transport.ranks()).map(|rank| part(rank, number)).collect::<Vec<_>>() {
+                return Ok(Err(format!("gather {number} came spoilt")));
+            }
+        }
+    }
+    Ok(Ok(()))
+}
+
+fn collect(transport: &mut Mpi, round: u64) -> Result<Vec<Vec<u8>>> {
+    loop {
+        if let Some(all) = transport.collect(round)? {
+            return Ok(all);
+        }
+        transport.progress(GLANCE)?;
+    }
+}
+
+fn block(peer: usize, tag: u64, bytes: u64) -> Hop {
+    Hop { peer, channel: Channel::Block, tag, step: 5, ranges: std::iter::once(0..bytes).collect() }
+}
+
+fn send(transport: &mut Mpi, hop: Hop) -> Result<()> {
+    let buffer = HostBuffer::zeroed(hop.bytes())?;
+    transport.post(&[Outgoing { hop, buffer: &buffer, ready: &() }], &mut Vec::new())
+}
+
+fn receive(transport: &mut Mpi, hop: &Hop) -> Result<()> {
+    transport.post(&[], &mut vec![Incoming { hop: hop.clone(), buffer: HostBuffer::zeroed(hop.bytes())? }])
+}
+
+/// Stays until some rank aborts: what it sent before must not be lost with it.
+fn stay(transport: &mut Mpi) -> Result<Verdict> {
+    let error = wait_for_error(transport)?;
+    Ok(ensure(matches!(error, Error::Aborted { .. } | Error::PeerLost { .. }), || format!("{error}")))
+}
+
+/// Expects this error on rank 1, which then aborts; all others see that.
+fn expect(transport: &mut Mpi, rank: usize, what: &str) -> Result<Verdict> {
+    if rank != 1 {
+        return stay(transport);
+    }
+    let error = wait_for_error(transport)?;
+    transport.abort(&error);
+    let again = transport.progress(Duration::ZERO);
+    if again != Err(error.clone()) {
+        return Ok(Err(format!("first {error}, then {again:?}")));
+    }
+    Ok(ensure(matches!(&error, Error::Comm { peer: 0, step: 5, what: text } if text == what), || format!("got {error:?}, want {what}")))
+}
+
+fn odd_length(mut transport: Mpi, rank: usize, sent: u64, wanted: u64) -> Result<Verdict> {
+    match rank {
+        0 => send(&mut transport, block(1, 3, sent))?,
+        1 => receive(&mut transport, &block(0, 3, wanted))?,
+        _ => {}
+    }
+    expect(&mut transport, rank, &format!("message Block 3 truncated: got {sent} bytes, want {wanted}"))
+}
+
+fn duplicate(mut transport: Mpi, rank: usize) -> Result<Verdict> {
+    match rank {
+        0 => {
+            send(&mut transport, block(1, 3, 100))?;
+            send(&mut transport, block(1, 3, 100))?;
+        }
+        1 => {
+            receive(&mut transport, &block(0, 3, 100))?;
+            // it may be refused before it can be taken
+            drop(wait_for(&mut transport, &block(0, 3, 100)));
+        }
+        _ => {}
+    }
+    expect(&mut transport, rank, "duplicate message Block 3")
+}
+
+fn early_duplicate(mut transport: Mpi, rank: usize) -> Result<Verdict> {
+    if rank == 0 {
+        send(&mut transport, block(1, 3, 100))?;
+        send(&mut transport, block(1, 3, 100))?;
+    }
+    expect(&mut transport, rank, "duplicate message Block 3")
+}
+
+fn abort(mut transport: Mpi, rank: usize) -> Result<Verdict> {
+    let last = transport.ranks() - 1;
+    let cause = Error::Device { what: "broke".to_owned() };
+    if rank == last {
+        transport.abort(&cause);
+        return Ok(ensure(transport.progress(GLANCE) == Err(cause), || "its own abort is not its own error".to_owned()));
+    }
+    let error = wait_for_error(&mut transport)?;
+    let want = Error::Aborted { rank: last, what: cause.to_string() };
+    // passed on, as the engine does: the origin stays
+    transport.abort(&error);
+    Ok(ensure(error == want, || format!("got {error:?}, want {want:?}")))
+}
+
+fn dropped(mut transport: Mpi, rank: usize) -> Result<Verdict> {
+    barrier::<Host>(&mut transport, 1)?;
+    let last = transport.ranks() - 1;
+    if rank == last {
+        // so that the others are waiting by now
+        std::thread::sleep(Duration::from_millis(20));
+        return Ok(Ok(()));
+    }
+    let started = Instant::now();
+    receive(&mut transport, &block(last, 1, 100))?;
+    let error = wait_for_error(&mut transport)?;
+    let named = error == Error::PeerLost { peer: last, step: 5 };
+    Ok(ensure(named && started.elapsed() < Duration::from_secs(5), || format!("got {error:?} after {:?}", started.elapsed())))
+}
+
+fn bad_arguments(mut transport: Mpi, rank: usize) -> Result<Verdict> {
+    let ranks = transport.ranks();
+    let outside = Hop { ranges: std::iter::once(0..101).collect(), ..block(rank, 1, 0) };
+    let buffer = HostBuffer::zeroed(100)?;
+    let mut refused = vec![
+        transport.post(&[Outgoing { hop: outside, buffer: &buffer, ready: &() }], &mut Vec::new()),
+        transport.post(&[Outgoing { hop: block(ranks, 1, 1), buffer: &buffer, ready: &() }], &mut Vec::new()),
+        transport.take(&block(rank, 1, 1)).map(drop),
+        transport.collect(77).map(drop),
+    ];
+    transport.offer(1, &[])?;
+    refused.push(transport.offer(1, &[]));
+    collect(&mut transport, 1)?;
+    if let Some(result) = refused.iter().find(|result| !matches!(result, Err(Error::InvalidArgument { .. }))) {
+        return Ok(Err(format!("{result:?} for a bad argument")));
+    }
+    // none of that has hurt it
+    barrier::<Host>(&mut transport, 2)?;
+    receive(&mut transport, &block(rank, 4, 8))?;
+    let error = receive(&mut transport, &block(rank, 4, 8));
+    Ok(ensure(matches!(&error, Err(Error::Comm { what, .. }) if what.contains("tags only grow")), || format!("{error:?}")))
+}
+
+/// Two rings over the same ranks keep their messages apart.
+fn two_at_once(settings: &Settings) -> Result<()> {
+    let mut rings = [Mpi::world(settings.clone())?, Mpi::world(settings.clone())?];
+    let rank = rings[0].rank();
+    let (next, previous) = ((rank + 1) % rings[0].ranks(), (rank + rings[0].ranks() - 1) % rings[0].ranks());
+    for (number, ring) in rings.iter_mut().enumerate() {
+        receive(ring, &block(previous, 1, 1000 + number as u64))?;
+    }
+    for (number, ring) in rings.iter_mut().enumerate().rev() {
+        send(ring, block(next, 1, 1000 + number as u64))?;
+    }
+    for (number, ring) in rings.iter_mut().enumerate() {
+        wait_for(ring, &block(previous, 1, 1000 + number as u64))?;
+        drain(ring)?;
+    }
+    Ok(())
+}
+
+/// Endpoints made and dropped many times over: their communicators are freed, and quickly.
+fn many_in_turn(settings: &Settings) -> Verdict {
+    let started = Instant::now();
+    for _ in 0..50 {
+        let mut ring = Mpi::world(settings.clone()).map_err(|error| error.to_string())?;
+        ring.beat(true);
+        barrier::<Host>(&mut ring, 1).map_err(|error| error.to_string())?;
+    }
+    ensure(started.elapsed() < LIMIT, || format!("50 endpoints took {:?}", started.elapsed()))
+}
