@@ -61,7 +61,7 @@ pub(crate) fn attend_block<E: Input<Accumulator: Summed>>(
 ) -> Result<()> {
     let State { local, geometry, q_rows, k_rows, blocks, scratch, statistics, seen, .. } = state;
     let whole_tiles = geometry.of_whole_tiles();
-    let (geometry, k_rows) = if together { (&whole_tiles, TILE) } else { (&*geometry, *k_rows) };
+    let (geometry, k_rows) = if together { (&whole_tiles, whole_tiles.keys_together()) } else { (&*geometry, *k_rows) };
     let spec = &*local.spec;
     let record = spec.kv_record();
     let source = |field| Source::<E>::records(block.buffer.bytes(), block.rows.len(), &record, field);
@@ -273,12 +273,18 @@ impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
         task: &Task,
         head: usize,
         queries: &Range<usize>,
-        dq: Option<&mut QueryGradients<'_, Acc<E>>>,
+        mut dq: Option<&mut QueryGradients<'_, Acc<E>>>,
     ) {
         let path = self.geometry.path;
         let tile = self.seen.tile(task.batch, head, queries.start);
         let mut filled = false;
+        // of the whole tile that the strip belongs to
+        let mut begun = None;
         for (index, strip) in self.geometry.strips(task.keys.len()).enumerate() {
+            let whole = strip.rows.start / TILE * TILE;
+            if let (Some(dq), Some(before)) = (dq.as_deref_mut(), begun.take_if(|before| *before != whole)) {
+                dq.add(scratch, head, task, before, queries);
+            }
             let keys = task.keys.start + strip.rows.start..task.keys.start + strip.rows.end;
             let Scratch { sight, bits, .. } = scratch;
             if !sight.look(Lanes::Keys, &self.visibility, tile, keys.clone(), bits) {
@@ -289,9 +295,6 @@ impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
                 scratch.rows_value.fill(path, &self.dout, task.batch, head, queries.clone());
                 let line = task.batch * self.geometry.dims.q_heads + head;
                 self.statistics.load(line, queries.clone(), &mut scratch.statistics);
-                if dq.is_some() {
-                    scratch.whole_tile.clear();
-                }
             }
             let Strip { vectors, width, .. } = strip;
             let (batch, queries) = (task.batch, queries.clone());
@@ -299,11 +302,14 @@ impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
             self.sum_tile(scratch, task.kv_head, &site);
             if dq.is_some() {
                 let Scratch { whole_tile, tiles, sight, .. } = scratch;
-                whole_tile.take(path, &site, sight, strip.rows.start, &tiles.s);
+                if begun.replace(whole).is_none() {
+                    whole_tile.clear();
+                }
+                whole_tile.take(path, &site, sight, strip.rows.start - whole, &tiles.s);
             }
         }
-        if let Some(dq) = dq.filter(|_| filled) {
-            dq.add(scratch, head % self.geometry.dims.group(), task, queries);
+        if let (Some(dq), Some(before)) = (dq, begun) {
+            dq.add(scratch, head, task, before, queries);
         }
     }
 

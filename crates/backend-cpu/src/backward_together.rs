@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! for each task (batch row, kv head):
-//!     for each tile of 64 keys, for each tile of 64 queries that see some of them, and each query head of the kv head:
+//!     for some tiles of 64 keys, for each tile of 64 queries that see some of them, and each query head of the kv head, and each of the tiles of keys:
 //!         S, dP, dS and weights as in `backward_keys`      dVᵀ += dOᵀ·weights      dKᵀ += Qᵀ·dS      dQ += dS·K
 //! ```
 //! Five products where the two passes, each for itself, take seven. Every sum has the terms of those passes in their order (dq: keys ascend, 64 to a
@@ -61,13 +61,13 @@ pub(crate) fn add_together<E: Input<Accumulator: Summed>>(
     tick: Tick<'_>,
 ) {
     let len = pass.visibility.keys.len();
-    let (path, width) = (pass.geometry.path, pass.geometry.query_width());
+    let (path, width, group) = (pass.geometry.path, pass.geometry.query_width(), pass.geometry.dims.group());
     let planes = blocks.chunk_by_mut(|a, b| (a.batch, a.kv_head) == (b.batch, b.kv_head));
     // tasks write different elements of the same records: they take turns
     let sums = Mutex::new(sums);
     team.run(scratch, planes, Some(tick), |scratch, blocks, pulse| {
         let (batch, kv_head) = blocks.first().map_or((0, 0), |block| (block.batch, block.kv_head));
-        let mut dq = QueryGradients { path, width, blocks, q_rows };
+        let mut dq = QueryGradients { path, width, group, blocks, q_rows };
         for first in (0..len).step_by(pass.k_rows) {
             let task = Task { batch, kv_head, keys: first..len.min(first + pass.k_rows) };
             scratch.rows_key.fill(path, &pass.k, batch, kv_head, task.keys.clone());
@@ -102,6 +102,8 @@ pub(crate) struct QueryGradients<'a, A> {
     path: Path,
     /// Elements of a row.
     width: usize,
+    /// Query heads of a key head.
+    group: usize,
     /// From late queries to early ones.
     blocks: &'a mut [QueryBlock<A>],
     /// Rows of every block but that of the last queries.
@@ -109,9 +111,10 @@ pub(crate) struct QueryGradients<'a, A> {
 }
 
 impl<A: Real> QueryGradients<'_, A> {
-    /// dQ += dS·K for a tile of queries and one of keys.
-    pub(crate) fn add(&mut self, scratch: &Scratch<A>, head: usize, task: &Task, queries: &Range<usize>) {
+    /// dQ += dS·K for a tile of queries of one head and the tile of keys that begins at key `first_key` of the task.
+    pub(crate) fn add(&mut self, scratch: &Scratch<A>, head: usize, task: &Task, first_key: usize, queries: &Range<usize>) {
         let Scratch { rows_key, whole_tile, .. } = scratch;
+        let keys = first_key..task.keys.len().min(first_key + TILE);
         let last = self.blocks.len() - 1;
         let mut first = queries.start;
         // a tile may lie across blocks: all of them begin at whole register tiles
@@ -119,7 +122,7 @@ impl<A: Real> QueryGradients<'_, A> {
             let block = &mut self.blocks[last - first / self.q_rows];
             let end = block.rows.end.min(queries.end);
             let rows = first - queries.start..first - queries.start + padded(end - first);
-            let at = block.lane(head, first - block.rows.start);
+            let at = block.lane(head % self.group, first - block.rows.start);
             let into = &mut block.sums[at * self.width..(at + rows.len()) * self.width];
             let vectors = self.width / A::WIDTH;
             let strips = vectors.div_ceil(self.path.most_vectors());
@@ -129,8 +132,8 @@ impl<A: Real> QueryGradients<'_, A> {
                 let job = RowSums {
                     tile: whole_tile,
                     first_row: rows.start,
-                    keys: rows_key,
-                    len: task.keys.len(),
+                    panel: rows_key,
+                    keys: keys.clone(),
                     into,
                     width: self.width,
                     column,
@@ -201,9 +204,9 @@ struct RowSums<'a, A> {
     tile: &'a WholeTile<A>,
     /// The row of the tile that belongs to the first row of C.
     first_row: usize,
-    keys: &'a Panel<A>,
-    /// How many keys there are.
-    len: usize,
+    panel: &'a Panel<A>,
+    /// Rows of the panel.
+    keys: Range<usize>,
     /// C: a multiple of [`crate::isa::MOST_ROWS`] rows of `width` elements.
     into: &'a mut [A],
     width: usize,
@@ -215,16 +218,16 @@ impl<A: Real> Job for RowSums<'_, A> {
 
     #[inline(always)]
     fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) {
-        if !self.keys.finite() {
+        if !self.panel.finite() {
             return self.visible_only::<FUSED, VECTORS, WIDTH>();
         }
-        let Self { tile, first_row, keys, len, into, width, column } = self;
-        let b = &keys.rows(0..len);
+        let Self { tile, first_row, panel, keys, into, width, column } = self;
+        let b = panel.rows(keys);
         for (block, c) in into.chunks_exact_mut(ROWS * width).enumerate() {
             let a = &tile.elements[(first_row + block * ROWS) * TILE..];
             let a: [&[A]; ROWS] = std::array::from_fn(|r| &a[r * TILE..][..TILE]);
             let mut sums = [[[A::ZERO; WIDTH]; VECTORS]; ROWS];
-            for (k, b) in b.chunks_exact(keys.stride()).enumerate().take(TILE) {
+            for (k, b) in b.chunks_exact(panel.stride()).enumerate().take(TILE) {
                 let Some(b) = strip::<A, VECTORS, WIDTH>(&b[column..]).first() else { break };
                 unrolled!(r < ROWS, v < VECTORS, sums[r][v] = scaled_add::<A, FUSED, WIDTH>(a[r][k], b[v], sums[r][v]));
             }
@@ -241,11 +244,11 @@ impl<A: Real> RowSums<'_, A> {
     /// Skips what is not visible instead of multiplying it by 0.
     #[inline(always)]
     fn visible_only<const FUSED: bool, const VECTORS: usize, const WIDTH: usize>(self) {
-        let Self { tile, first_row, keys, len, into, width, column } = self;
+        let Self { tile, first_row, panel, keys, into, width, column } = self;
         for (row, c) in (first_row..).zip(into.chunks_exact_mut(width)) {
             let mut sums = [[A::ZERO; WIDTH]; VECTORS];
-            for k in (0..len).filter(|k| tile.words[row] >> k & 1 != 0) {
-                let Some(b) = strip::<A, VECTORS, WIDTH>(&keys.rows(k..k + 1)[column..]).first() else { break };
+            for k in (0..keys.len()).filter(|k| tile.words[row] >> k & 1 != 0) {
+                let Some(b) = strip::<A, VECTORS, WIDTH>(&panel.rows(keys.start + k..keys.start + k + 1)[column..]).first() else { break };
                 let a = tile.elements[row * TILE + k];
                 unrolled!(v < VECTORS, sums[v] = scaled_add::<A, FUSED, WIDTH>(a, b[v], sums[v]));
             }

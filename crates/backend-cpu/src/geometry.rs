@@ -4,13 +4,16 @@ use std::ops::Range;
 
 use annulus_core::{Dims, Spec};
 
-use crate::{isa::Path, logits::Site, pack::padded, real::Real};
+use crate::{isa::Path, logits::Site, pack::padded, real::Real, sight::TILE};
 
 /// Lanes of a task, where it is one: enough that a widened tile of keys serves many queries.
-const LANES: usize = 384;
+const LANES: usize = 768;
 
 /// Lanes of all heads of a task: what is packed for them should stay in the second-level cache.
 const GROUP_LANES: usize = 768;
+
+/// Elements of the keys and values of [`Geometry::keys_together`].
+const TOGETHER: usize = 1 << 15;
 
 /// A part of a block that lies in the lanes of one register tile.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -48,6 +51,19 @@ impl Geometry {
     /// Lanes of a whole strip.
     pub(crate) const fn strip_lanes(&self) -> usize {
         self.strip_vectors * self.vector
+    }
+
+    /// Keys, whole tiles of them, for which a tile of queries is taken in once where dq, dk and dv are made together: so many that what is packed and
+    /// summed for them stays in the second-level cache.
+    pub(crate) const fn keys_together(&self) -> usize {
+        let tiles = TOGETHER / (self.head_rows() + self.value_rows()) / TILE;
+        TILE * if tiles > 4 {
+            4
+        } else if tiles < 1 {
+            1
+        } else {
+            tiles
+        }
     }
 
     /// Elements of a vector of length head_dim that is whole vectors.

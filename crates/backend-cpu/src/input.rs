@@ -2,7 +2,7 @@
 
 use annulus_core::{Element, Error, HostView, HostViewMut, Record, Result};
 use half::{bf16, f16};
-use ndarray::{ArrayView1, ArrayView4, ArrayViewMut4, s};
+use ndarray::{ArrayView1, ArrayView2, ArrayView4, ArrayViewMut4, Axis, s};
 
 use crate::real::Real;
 
@@ -92,6 +92,17 @@ impl<'a, E: Element> Source<'a, E> {
         })
     }
 
+    /// The vectors of one batch row and head.
+    pub(crate) fn plane(&self, batch: usize, head: usize) -> Plane<'a, E> {
+        match *self {
+            Self::Tensor(tensor) => Plane::Tensor(tensor.slice_move(s![batch, .., head, ..])),
+            Self::Records { elements, stride, first, heads, dim } => {
+                let first = first + (batch * heads + head) * dim;
+                Plane::Records { elements: elements.get(first..).unwrap_or_default(), stride, dim }
+            }
+        }
+    }
+
     /// One vector.
     #[inline]
     pub(crate) fn vector(&self, batch: usize, row: usize, head: usize) -> ArrayView1<'a, E> {
@@ -100,6 +111,26 @@ impl<'a, E: Element> Source<'a, E> {
             Self::Records { elements, stride, first, heads, dim } => {
                 ArrayView1::from(&elements[row * stride + first + (batch * heads + head) * dim..][..dim])
             }
+        }
+    }
+}
+
+/// The rows of one batch row and head.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Plane<'a, E> {
+    /// `[rows, dim]`, any strides.
+    Tensor(ArrayView2<'a, E>),
+    /// `elements[row·stride ..]`.
+    Records { elements: &'a [E], stride: usize, dim: usize },
+}
+
+impl<'a, E: Element> Plane<'a, E> {
+    /// One vector.
+    #[inline]
+    pub(crate) fn vector(&self, row: usize) -> ArrayView1<'a, E> {
+        match *self {
+            Self::Tensor(plane) => plane.index_axis_move(Axis(0), row),
+            Self::Records { elements, stride, dim } => ArrayView1::from(&elements[row * stride..][..dim]),
         }
     }
 }

@@ -8,7 +8,7 @@ use crate::{
     aligned::Aligned,
     input::{Input, Source},
     isa::{Job, MOST_ROWS, Path},
-    lanes::zip,
+    lanes::{unrolled, zip},
     real::Real,
     sight::TILE,
 };
@@ -76,34 +76,44 @@ impl<E: Input> Job for FillPanel<'_, '_, E> {
 
     #[inline(always)]
     fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) -> bool {
-        // 0·x summed: NaN if and only if some x is not finite
-        let mut probe = [E::Accumulator::ZERO; WIDTH];
-        for (row, into) in self.rows.zip(self.panel.elements.chunks_exact_mut(self.panel.stride)) {
-            let vector = self.source.vector(self.batch, row, self.head);
+        let stride = self.panel.stride;
+        let plane = self.source.plane(self.batch, self.head);
+        let filled = &mut self.panel.elements[..self.rows.len() * stride];
+        for (row, into) in self.rows.zip(filled.chunks_exact_mut(stride)) {
+            let vector = plane.vector(row);
             if let Some(vector) = vector.to_slice() {
                 let (chunks, rest) = vector.as_chunks::<WIDTH>();
-                let (into_chunks, into_rest) = into.as_chunks_mut::<WIDTH>();
-                for (into, chunk) in into_chunks.iter_mut().zip(chunks) {
-                    for i in 0..WIDTH {
-                        into[i] = chunk[i].widen();
-                    }
-                    probe = zip(*into, probe, |x, probe| x * E::Accumulator::ZERO + probe);
+                let (into_chunks, into_rest) = into.split_at_mut(chunks.len() * WIDTH);
+                for (into, chunk) in into_chunks.as_chunks_mut::<WIDTH>().0.iter_mut().zip(chunks) {
+                    *into = chunk.map(Input::widen);
                 }
-                let into = into_chunks[chunks.len()..].as_flattened_mut().iter_mut().chain(into_rest);
-                for (into, &element) in into.zip(rest) {
-                    *into = element.widen();
-                    probe[0] += *into * E::Accumulator::ZERO;
-                }
+                into_rest.iter_mut().zip(rest).for_each(|(into, &element)| *into = element.widen());
             } else {
-                for (into, &element) in into.iter_mut().zip(vector) {
-                    *into = element.widen();
-                    probe[0] += *into * E::Accumulator::ZERO;
-                }
+                into.iter_mut().zip(vector).for_each(|(into, &element)| *into = element.widen());
             }
         }
-        probe.iter().all(|&sum| sum == E::Accumulator::ZERO)
+        all_finite::<E::Accumulator, WIDTH>(filled)
     }
 }
+
+/// Whether none is NaN or infinite: 0·x summed is NaN if and only if some x is not finite. In four sums, so that none waits for another.
+#[inline(always)]
+fn all_finite<A: Real, const WIDTH: usize>(elements: &[A]) -> bool {
+    let mut probe = [[A::ZERO; WIDTH]; FOUR];
+    let (chunks, rest) = elements.as_chunks::<WIDTH>();
+    let (fours, more) = chunks.as_chunks::<FOUR>();
+    for four in fours {
+        unrolled!(v < FOUR, probe[v] = zip(four[v], probe[v], |x, probe| x * A::ZERO + probe));
+    }
+    for chunk in more {
+        probe[0] = zip(*chunk, probe[0], |x, probe| x * A::ZERO + probe);
+    }
+    let rest: A = rest.iter().map(|&x| x * A::ZERO).sum();
+    probe.as_flattened().iter().fold(rest, |sum, &probe| sum + probe) == A::ZERO
+}
+
+/// How many sums [`all_finite`] keeps.
+const FOUR: usize = 4;
 
 /// Transposes the vectors `rows` of one head into a strip of `width` lanes, one vector a lane; lanes without a vector are 0.
 pub(crate) fn fill_lanes<E: Input>(
@@ -114,10 +124,11 @@ pub(crate) fn fill_lanes<E: Input>(
     width: usize,
     strip: &mut [E::Accumulator],
 ) {
+    let plane = source.plane(batch, head);
     for lane in 0..width {
         let column = strip.iter_mut().skip(lane).step_by(width);
         if lane < rows.len() {
-            let vector = source.vector(batch, rows.start + lane, head);
+            let vector = plane.vector(rows.start + lane);
             column.zip(vector).for_each(|(into, &element)| *into = element.widen());
         } else {
             column.for_each(|into| *into = E::Accumulator::ZERO);

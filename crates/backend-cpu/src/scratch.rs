@@ -79,14 +79,14 @@ impl<A: Real> Scratch<A> {
         let (head, value) = (geometry.dims.head_dim, geometry.dims.value_dim);
         let strip = geometry.strip_lanes();
         let q_lanes = q_rows * geometry.dims.group();
-        let k_lanes = if backward { k_rows.max(TILE) } else { 0 };
+        let k_lanes = if backward { k_rows.max(geometry.keys_together()) } else { 0 };
         let lanes = q_lanes.max(k_lanes);
         let gradient = |elements: usize| if backward { elements } else { 0 };
         let tile = |wanted: bool| Aligned::zeroed(if wanted { TILE * strip } else { 0 });
         Ok(Self {
             rows_head: Panel::new(head)?,
             rows_value: Panel::new(value)?,
-            rows_key: Panel::with_stride(gradient(TILE), geometry.query_width())?,
+            rows_key: Panel::with_stride(gradient(geometry.keys_together()), geometry.query_width())?,
             whole_tile: WholeTile::new(backward)?,
             lanes_head: Aligned::zeroed(lanes * head)?,
             lanes_value: Aligned::zeroed(gradient(lanes * value))?,
@@ -95,7 +95,7 @@ impl<A: Real> Scratch<A> {
             tiles: Tiles { s: tile(true)?, dp: tile(backward)?, slope: tile(backward)?, extra: tile(true)? },
             rescale: Aligned::zeroed(strip)?,
             statistics: RowStatistics::new(gradient(TILE.max(strip)))?,
-            filled: vec![false; (lanes / strip).max(TILE / A::WIDTH)],
+            filled: vec![false; (lanes / strip).max(geometry.keys_together() / A::WIDTH)],
             whole: QueryTile::default(),
             parts: (0..q_rows / strip).map(|_| QueryTile::default()).collect(),
             bits: TileBits::default(),
