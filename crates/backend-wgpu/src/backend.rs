@@ -96,12 +96,7 @@ impl Backend for Wgpu {
         forward::attend(&self.gpu, workspace, inputs, block, tick)
     }
 
-    fn finish(
-        &self,
-        workspace: &mut Workspace,
-        inputs: &Inputs<'_, WgpuSpace>,
-        outputs: &mut Outputs<'_, WgpuSpace>,
-    ) -> Result<()> {
+    fn finish(&self, workspace: &mut Workspace, inputs: &Inputs<'_, WgpuSpace>, outputs: &mut Outputs<'_, WgpuSpace>) -> Result<()> {
         finish::finish(&self.gpu, workspace, inputs, outputs)
     }
 

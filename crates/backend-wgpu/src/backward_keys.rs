@@ -37,12 +37,8 @@ pub(crate) fn attend_keys(
         bias: spec.bias.zip(inputs.bias).map(|(shape, tensor)| bias(Some(&tensor.buffer), shape, rows)),
         gradient: None,
     };
-    let visibility = Visibility {
-        mask: spec.mask.as_ref(),
-        attention_mask: local.attention_mask.as_deref(),
-        queries: &local.queries,
-        keys: block.rows,
-    };
+    let visibility =
+        Visibility { mask: spec.mask.as_ref(), attention_mask: local.attention_mask.as_deref(), queries: &local.queries, keys: block.rows };
     Call { gpu, spec, tile: *tile, kind: Kind::Keys { travelling: false, add: false }, visibility, operands }.run(arena, sight, tick)
 }
 

@@ -35,12 +35,8 @@ pub(crate) fn attend_queries(
         gradient: spec.bias.zip(dbias.as_ref()).map(|(shape, sums)| bias_sums(Some(&sums.buffer), shape, rows)),
         more: None,
     };
-    let visibility = Visibility {
-        mask: spec.mask.as_ref(),
-        attention_mask: local.attention_mask.as_deref(),
-        queries: &local.queries,
-        keys: block.rows,
-    };
+    let visibility =
+        Visibility { mask: spec.mask.as_ref(), attention_mask: local.attention_mask.as_deref(), queries: &local.queries, keys: block.rows };
     let call = Call { gpu, spec, tile: *tile, kind: Kind::Queries, visibility, operands };
     call.run(arena, sight, &mut *tick)?;
     match spec.bias {

@@ -67,7 +67,9 @@ impl Window {
             step = step.div_ceil(2);
         }
         let starts = (0..rows).step_by(index(step));
-        (0..batches).flat_map(|batch| starts.clone().map(move |row| Self { batches: (batch, 1), rows: (row, step.min(rows - row)) })).collect()
+        (0..batches)
+            .flat_map(|batch| starts.clone().map(move |row| Self { batches: (batch, 1), rows: (row, step.min(rows - row)) }))
+            .collect()
     }
 }
 

@@ -122,7 +122,11 @@ impl Gpu {
         let found = adapters();
         let count = found.len();
         let Some(adapter) = found.into_iter().nth(options.number) else {
-            let have = if count == 0 { "no Vulkan, Metal or DX12 driver was found".to_owned() } else { format!("there are {count}, counted from 0") };
+            let have = if count == 0 {
+                "no Vulkan, Metal or DX12 driver was found".to_owned()
+            } else {
+                format!("there are {count}, counted from 0")
+            };
             return Err(Error::unsupported(format!("wgpu device {}", options.number), format!("this machine: {have}")));
         };
         let wanted = Features::SUBGROUP | Features::TIMESTAMP_QUERY;
@@ -327,8 +331,11 @@ impl Gpu {
                 bind_group_layouts: &[Some(&layout)],
                 immediate_size: 0,
             });
-            let module = device
-                .create_shader_module(wgpu::ShaderModuleDescriptor { label: Some(name), source: wgpu::ShaderSource::Wgsl(wgsl.into()) });
+            let text = wgpu::ShaderModuleDescriptor { label: Some(name), source: wgpu::ShaderSource::Wgsl(wgsl.into()) };
+            let checks = wgpu::ShaderRuntimeChecks { force_loop_bounding: false, ..wgpu::ShaderRuntimeChecks::checked() };
+            // SAFETY: of the checks only the one against endless loops is left out. The texts are this crate's own, and every loop in them counts an
+            // unsigned number up to a bound that the loop does not change; where that number is read from a list, it is read once, before.
+            let module = unsafe { device.create_shader_module_trusted(text, checks) };
             let pipeline = device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
                 label: Some(name),
                 layout: Some(&whole),

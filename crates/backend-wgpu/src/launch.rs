@@ -171,9 +171,8 @@ impl<'a> Job<'a> {
 }
 
 fn bind_group(gpu: &Gpu, device: &wgpu::Device, arena: &wgpu::Buffer, launch: &Launch) -> wgpu::BindGroup {
-    let part = |buffer, offset, size| {
-        wgpu::BindingResource::Buffer(wgpu::BufferBinding { buffer, offset, size: std::num::NonZero::new(size) })
-    };
+    let part =
+        |buffer, offset, size| wgpu::BindingResource::Buffer(wgpu::BufferBinding { buffer, offset, size: std::num::NonZero::new(size) });
     let numbers = part(arena, launch.numbers, launch.pipeline.numbers as u64);
     let bound = |bound: &'_ Bound| match bound {
         Bound::Arena { offset, size } => (None, *offset, *size),

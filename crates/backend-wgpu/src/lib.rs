@@ -9,6 +9,7 @@
 //! | backward: beginning and end, dq and dbias, dk and dv | `backward.rs`, `backward_queries.rs`, `backward_keys.rs` |
 //! | tiles of any pass: cut into parts, told who sees whom, queued | `tiles.rs`, `sight.rs` |
 //! | memory: workspace, records, copies between layouts, tensors | `workspace.rs`, `records.rs`, `copy.rs`, `memory.rs` |
+//! | the same for tensors and blocks in host memory | `hosted.rs` |
 //! | to and from the host, for [`annulus_comm::Staged`] | `staged.rs`, `staging.rs` |
 //! | machine: device, queue, levels | `device.rs`, `launch.rs`, `level.rs` |
 //! | the kernels themselves, in WGSL | `kernels/` |
@@ -30,6 +31,7 @@ mod copy;
 mod device;
 mod finish;
 mod forward;
+mod hosted;
 mod kernels;
 mod launch;
 mod level;
@@ -43,6 +45,7 @@ mod workspace;
 
 pub use backend::Wgpu;
 pub use device::{Adapter, Gpu, Options, PATIENCE};
+pub use hosted::{Hosted, HostedWorkspace};
 pub use level::Level;
 pub use memory::{GpuBuffer, Queued, Tensor, WgpuSpace};
 pub use staged::{Copier, Download, Upload};

@@ -87,9 +87,7 @@ impl Gpu {
         let free = take(&mut lock(&self.staging().downloads), size);
         let buffer = match free {
             Some(buffer) => buffer,
-            None => {
-                self.create_buffer("download", size.next_power_of_two().max(4096), BufferUsages::MAP_READ | BufferUsages::COPY_DST)?
-            }
+            None => self.create_buffer("download", size.next_power_of_two().max(4096), BufferUsages::MAP_READ | BufferUsages::COPY_DST)?,
         };
         let mapped = Arc::new(Mutex::new(None));
         let place = Arc::clone(&mapped);
@@ -145,4 +143,3 @@ impl Gpu {
         filled.recall(self)
     }
 }
-

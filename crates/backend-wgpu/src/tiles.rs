@@ -3,9 +3,10 @@
 use annulus_core::{BiasOrder, DType, DropoutMask, Error, Result, Spec, Tick, Visibility};
 
 use crate::{
+    Level,
     copy::Layout,
     device::Gpu,
-    kernels::{TILE, TileVariant, Variant, numbers::TileNumbers},
+    kernels::{BiasAxes, Storage, TILE, TileVariant, Variant, numbers::TileNumbers},
     launch::{Arena, Bound, Job, Stretch},
     sight::{Owner, Part, Sight, most_words_a_tile},
 };
@@ -66,12 +67,12 @@ pub(crate) struct Operands<'a> {
 pub(crate) enum Kind {
     Forward,
     Queries,
-    /// `add`: to what is there. `own_tensors`: keys and values are tensors, not one block.
+    /// `travelling`: the queries are records. `add`: to what is there.
     Keys {
         travelling: bool,
         add: bool,
     },
-    Bias(crate::kernels::BiasAxes),
+    Bias(BiasAxes),
 }
 
 impl Kind {
@@ -80,18 +81,21 @@ impl Kind {
             Self::Forward | Self::Queries => Owner::Queries,
             Self::Keys { .. } => Owner::Keys,
             Self::Bias(axes) => match axes {
-                crate::kernels::BiasAxes::Keys => Owner::Keys,
+                BiasAxes::Keys => Owner::Keys,
                 _ => Owner::Queries,
             },
         }
     }
 
-    const fn variant(self, tile: TileVariant) -> Variant {
+    /// The kernel; those that do the same are one.
+    fn variant(self, tile: TileVariant) -> Variant {
+        // only forward compares and sums up rows
+        let alike = TileVariant { level: Level::Plain, ..tile };
         match self {
             Self::Forward => Variant::Forward(tile),
-            Self::Queries => Variant::BackwardQueries(tile),
-            Self::Keys { travelling, .. } => Variant::BackwardKeys(tile, travelling),
-            Self::Bias(axes) => Variant::BackwardBias(tile, axes),
+            Self::Queries => Variant::BackwardQueries(alike),
+            Self::Keys { travelling, .. } => Variant::BackwardKeys(alike, travelling && tile.storage != Storage::F32),
+            Self::Bias(axes) => Variant::BackwardBias(alike, axes),
         }
     }
 }

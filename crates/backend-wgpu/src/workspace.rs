@@ -128,7 +128,13 @@ pub(crate) const fn floats(buffer: &wgpu::Buffer, rows: usize, heads: usize, dim
 }
 
 /// Field `field` of records.
-pub(crate) fn records<'a>(buffer: Option<&'a wgpu::Buffer>, record: &annulus_core::Record, field: usize, bytes: u64, rows: RowsOf) -> Operand<'a> {
+pub(crate) fn records<'a>(
+    buffer: Option<&'a wgpu::Buffer>,
+    record: &annulus_core::Record,
+    field: usize,
+    bytes: u64,
+    rows: RowsOf,
+) -> Operand<'a> {
     let annulus_core::Field { dim, dtype, .. } = record.fields()[field];
     let scale = annulus_core::index(dtype.bytes() as u64 / bytes);
     Operand { buffer, layout: Layout::records(record, field, bytes), dim: dim * scale, bytes, rows }

@@ -45,19 +45,26 @@ impl Memory for Gpu {
 pub struct WgpuRing {
     gpu: Gpu,
     mixed: bool,
+    dtypes: Vec<DType>,
 }
 
 impl WgpuRing {
     /// All ranks on this device.
-    pub const fn new(gpu: Gpu) -> Self {
-        Self { gpu, mixed: false }
+    pub fn new(gpu: Gpu) -> Self {
+        Self { gpu, mixed: false, dtypes: DTYPES.to_vec() }
+    }
+
+    /// The same, asked for these element types only: every one has kernels of its own, which take a driver seconds to compile.
+    #[must_use]
+    pub fn only(self, dtypes: &[DType]) -> Self {
+        Self { dtypes: dtypes.to_vec(), ..self }
     }
 
     /// Odd ranks on this device, even ones on the CPU.
     ///
     /// An unnormalised two-pass backward is done in one pass here: a row's largest logit would have to be found again by another backend, to the bit.
-    pub const fn mixed(gpu: Gpu) -> Self {
-        Self { gpu, mixed: true }
+    pub fn mixed(gpu: Gpu) -> Self {
+        Self { mixed: true, ..Self::new(gpu) }
     }
 
     fn job<'a>(&self, rank: usize, transport: Threads, case: &'a Case, setting: &'a Setting, times: usize) -> Result<RankJob<'a>> {
@@ -83,7 +90,7 @@ impl Subject for WgpuRing {
     }
 
     fn dtypes(&self) -> &[DType] {
-        &DTYPES
+        &self.dtypes
     }
 
     fn run(&self, case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>> {

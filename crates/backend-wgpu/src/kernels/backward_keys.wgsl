@@ -45,7 +45,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
 {{COLUMN_STATISTICS}}
 {{SLOPES}}
             workgroupBarrier();
-            let is_edge = {{IS_EDGE}};
+            let is_edge = edge != NO_EDGE;
 {{ACCUMULATE_VALUES}}
             workgroupBarrier();
 {{STORE_TILE}}

@@ -47,7 +47,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         for (var r = 0u; r < 4u; r++) {
             words[r] = atomicLoad(&seen[4u * ty + r]);
         }
-        let is_edge = {{IS_EDGE}};
+        let is_edge = edge != NO_EDGE;
 {{ACCUMULATE}}
     }
 {{STORE_SUMS}}

@@ -137,7 +137,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         sum = sum * rescale;
 {{WEIGHTS}}
 {{RESCALE_SUMS}}
-        let is_edge = {{IS_EDGE}};
+        let is_edge = edge != NO_EDGE;
 {{ACCUMULATE}}
     }
 

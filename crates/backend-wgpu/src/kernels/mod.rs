@@ -182,9 +182,8 @@ impl Variant {
             bindings: bindings.to_vec(),
             numbers: size,
         };
-        let of_rows = |text: &Template, wgsl: &str, bindings: &[Access]| {
-            line(text, wgsl, RowNumbers::WGSL, size_of::<RowNumbers>(), bindings)
-        };
+        let of_rows =
+            |text: &Template, wgsl: &str, bindings: &[Access]| line(text, wgsl, RowNumbers::WGSL, size_of::<RowNumbers>(), bindings);
         match self {
             Self::Forward(variant) => products::forward(variant),
             Self::BackwardQueries(variant) => products::backward_queries(variant),

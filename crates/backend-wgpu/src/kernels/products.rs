@@ -2,11 +2,7 @@
 
 use std::fmt::Write;
 
-use super::{
-    ARITHMETIC, Access, BiasAxes, GRADIENT, Source, Storage, TILE_TEXT, TileVariant,
-    numbers::TileNumbers,
-    template::Template,
-};
+use super::{ARITHMETIC, Access, BiasAxes, GRADIENT, Source, Storage, TILE_TEXT, TileVariant, numbers::TileNumbers, template::Template};
 use crate::Level;
 
 /// A tensor of vectors: its name in the text, which rows it has and how long its vectors are.
@@ -32,9 +28,9 @@ impl Vectors {
         let Self { name, rows, dim } = self;
         let load = storage.load(words);
         let mut text = format!("fn {name}_at(at: u32) -> f32 {{\n    return {load};\n}}\n");
-        let start = format!("numbers.{name}_base + batch * numbers.{name}_batch + head * numbers.{name}_head + row * numbers.{name}_row + c");
-        for (kind, counted, most, step) in
-            [("rows", "row", *rows, format!("numbers.{name}_row")), ("columns", "c", *dim, "1u".to_owned())]
+        let start =
+            format!("numbers.{name}_base + batch * numbers.{name}_batch + head * numbers.{name}_head + row * numbers.{name}_row + c");
+        for (kind, counted, most, step) in [("rows", "row", *rows, format!("numbers.{name}_row")), ("columns", "c", *dim, "1u".to_owned())]
         {
             let (other, other_most) = if kind == "rows" { ("c", *dim) } else { ("row", *rows) };
             let _infallible = write!(
@@ -43,8 +39,10 @@ impl Vectors {
                  if ({other} < numbers.{other_most}) {{\n        let start = {start};\n"
             );
             for n in 0..4 {
-                let _infallible =
-                    write!(text, "        if ({counted} + {n}u < numbers.{most}) {{\n            four[{n}] = {name}_at(start + {n}u * {step});\n        }}\n");
+                let _infallible = write!(
+                    text,
+                    "        if ({counted} + {n}u < numbers.{most}) {{\n            four[{n}] = {name}_at(start + {n}u * {step});\n        }}\n"
+                );
             }
             text.push_str("    }\n    return four;\n}\n");
         }
@@ -96,7 +94,7 @@ enum Words {
 }
 
 /// Adds `tile`ᵀ times the vectors `of` to the sums `PREFIX{group}_{row}`. Vectors that a row does not see are taken for 0, whatever they hold.
-fn accumulate(prefix: &str, groups: usize, of: &Vectors, words: Words) -> String {
+fn accumulate(prefix: &str, groups: usize, general: bool, of: &Vectors, words: Words) -> String {
     let (name, head, dim) = (of.name, of.head(), of.dim);
     let mut text = String::new();
     for group in 0..groups {
@@ -109,12 +107,14 @@ fn accumulate(prefix: &str, groups: usize, of: &Vectors, words: Words) -> String
         right[8u * j + tx] = {name}_columns(batch, {head}, column + j, {first}u + 4u * tx);
     }}
     workgroupBarrier();
-    if (is_edge) {{
+    {edge}
         for (var j = 0u; j < 32u; j++) {{
             let a = tile[8u * j + ty];
             let b = right[8u * j + tx];
 ",
-            first = 32 * group
+            first = 32 * group,
+            // with the rarer companions of a mask there is one way for all tiles: less to compile
+            edge = if general { "{" } else { "if (is_edge) {" }
         );
         if words == Words::OfColumns {
             text.push_str("            let word = atomicLoad(&seen[j]) >> (4u * ty);\n");
@@ -129,6 +129,10 @@ fn accumulate(prefix: &str, groups: usize, of: &Vectors, words: Words) -> String
                 Words::OfColumns => format!("(word >> {r}u) & 1u"),
             };
             let _infallible = write!(text, "            {}", line(r, &format!("select(vec4<f32>(0.0), b, ({bit}) != 0u)")));
+        }
+        if general {
+            text.push_str("        }\n    }\n}\n");
+            continue;
         }
         text.push_str("        }\n    } else {\n        for (var j = 0u; j < 32u; j++) {\n            let a = tile[8u * j + ty];\n");
         text.push_str("            let b = right[8u * j + tx];\n");
@@ -152,14 +156,36 @@ fn each(groups: usize, line: &str) -> String {
     text
 }
 
-/// A line for each of the 16 pairs of an invocation.
-fn each_pair(line: &str) -> String {
+/// What is done with each of the 16 pairs of an invocation, written for row `{r}` and column `{c}`, `{r}u` and `{c}u` as numbers. `lists` are the
+/// prefixes of four vectors that it reads and writes, none of which ends in one that comes before it.
+///
+/// Unrolled where it is short. With the rarer companions of a mask it is long, and 16 copies of it take drivers seconds to compile: there it is a loop.
+fn each_pair(general: bool, lists: &[&str], line: &str) -> String {
     let mut text = String::new();
-    for r in 0..4 {
-        for c in 0..4 {
-            let _infallible = writeln!(text, "{}", line.replace("{r}", &r.to_string()).replace("{c}", &c.to_string()));
+    if !general {
+        for r in 0..4 {
+            for c in 0..4 {
+                let _infallible = writeln!(text, "{}", line.replace("{r}", &r.to_string()).replace("{c}", &c.to_string()));
+            }
+        }
+        return text;
+    }
+    let mut body = line.to_owned();
+    text.push_str("{\n");
+    for list in lists {
+        let _infallible = writeln!(text, "var all_{list} = array<vec4<f32>, 4>({list}0, {list}1, {list}2, {list}3);");
+        body = body.replace(&format!("{list}{{r}}"), &format!("all_{list}[r]")).replace(&format!("{list}{{c}}"), &format!("all_{list}[c]"));
+    }
+    for index in ["r", "c"] {
+        body = body.replace(&format!("{{{index}}}u"), index).replace(&format!("{{{index}}}"), index);
+    }
+    let _infallible = write!(text, "for (var r = 0u; r < 4u; r++) {{\nfor (var c = 0u; c < 4u; c++) {{\n{body}\n}}\n}}\n");
+    for list in lists.iter().filter(|list| ["s", "d"].contains(list)) {
+        for r in 0..4 {
+            let _infallible = writeln!(text, "{list}{r} = all_{list}[{r}];");
         }
     }
+    text.push_str("}\n");
     text
 }
 
@@ -212,14 +238,14 @@ const fn write(name: &'static str) -> Binding {
 /// Puts a kernel together. Binding 1 is `sight`; `bindings` follow.
 fn assemble(variant: TileVariant, template: &mut Template, text: &str, functions: &str, gradient: bool, bindings: &[Binding]) -> Source {
     template.flag("GENERAL", variant.general).flag("SUBGROUP", variant.level == Level::Subgroup);
-    template.name("IS_EDGE", if variant.general { "edge != NO_EDGE || numbers.has_bias != 0u || numbers.function_at != 0u" } else { "edge != NO_EDGE" });
     let mut declared = String::new();
     for (number, Binding { name, kind, access }) in bindings.iter().enumerate() {
         let access = if *access == Access::Read { "read" } else { "read_write" };
         let _infallible = writeln!(declared, "@group(0) @binding({}) var<storage, {access}> {name}: array<{kind}>;", number + 2);
     }
     let gradient = if gradient { template.expand(GRADIENT) } else { String::new() };
-    let wgsl = [TileNumbers::WGSL, ARITHMETIC, &declared, &template.expand(TILE_TEXT), &gradient, functions, &template.expand(text)].concat();
+    let wgsl =
+        [TileNumbers::WGSL, ARITHMETIC, &declared, &template.expand(TILE_TEXT), &gradient, functions, &template.expand(text)].concat();
     let bindings = std::iter::once(Access::Read).chain(bindings.iter().map(|binding| binding.access)).collect();
     Source { wgsl, bindings, numbers: size_of::<TileNumbers>() }
 }
@@ -230,16 +256,30 @@ fn functions(storage: Storage, vectors: &[(&Vectors, &str)]) -> String {
 
 /// The forward kernel.
 pub(super) fn forward(variant: TileVariant) -> Source {
-    let groups = variant.value_groups;
+    let (groups, general) = (variant.value_groups, variant.general);
     let mut text = Template::default();
-    text.name("LOAD_SUMS", each(groups, "var o{g}_{r} = vec4<f32>(0.0);
-if (any_seen[{r}]) { o{g}_{r} = load_sums(sums + (row + {r}u) * numbers.sums_row, {c}, numbers.value_dim); }"));
-    text.name("STORE_SUMS", each(groups, "if (row + {r}u < numbers.queries) { store_sums(sums + (row + {r}u) * numbers.sums_row, {c}, numbers.value_dim, o{g}_{r}); }"));
+    text.name(
+        "LOAD_SUMS",
+        each(
+            groups,
+            "var o{g}_{r} = vec4<f32>(0.0);
+if (any_seen[{r}]) { o{g}_{r} = load_sums(sums + (row + {r}u) * numbers.sums_row, {c}, numbers.value_dim); }",
+        ),
+    );
+    text.name(
+        "STORE_SUMS",
+        each(
+            groups,
+            "if (row + {r}u < numbers.queries) { store_sums(sums + (row + {r}u) * numbers.sums_row, {c}, numbers.value_dim, o{g}_{r}); }",
+        ),
+    );
     text.name("RESCALE_SUMS", each(groups, "o{g}_{r} = o{g}_{r} * rescale[{r}];"));
     text.name("LOGITS", product("s", &Q, "first", &K, "column"));
     text.name(
         "PAIRS",
         each_pair(
+            general,
+            &["s"],
             "{
     let bit = ((words[{r}] >> {c}u) & 1u) != 0u;
     let e = pair(batch, head, row + {r}u, key + {c}u, edge, bit, s{r}[{c}]);
@@ -256,6 +296,8 @@ if (any_seen[{r}]) { o{g}_{r} = load_sums(sums + (row + {r}u) * numbers.sums_row
         ),
     );
     let weight = each_pair(
+        general,
+        &["s"],
         "{
     let visible = ((words[{r}] >> (4u * tx + {c}u)) & 1u) != 0u;
     let weight = select(0.0, exponential(s{r}[{c}] - greatest[{r}]), visible);
@@ -266,9 +308,15 @@ if (any_seen[{r}]) { o{g}_{r} = load_sums(sums + (row + {r}u) * numbers.sums_row
     s{r}[{c}] = weight;
 }",
     );
-    let keep = each_row("#if GENERAL\ns{r} = s{r} * kept(batch, head, row + {r}u, key);\n#end");
+    let keep = if general {
+        "for (var r = 0u; r < 4u; r++) {\n    let keep = kept(batch, head, row + r, key);\n".to_owned()
+            + &each_row("    s{r} = s{r} * select(vec4<f32>(1.0), keep, r == {r}u);")
+            + "}\n"
+    } else {
+        String::new()
+    };
     text.name("WEIGHTS", weight + &keep + &store_tile("s"));
-    text.name("ACCUMULATE", accumulate("o", groups, &V, Words::OfRows));
+    text.name("ACCUMULATE", accumulate("o", groups, general, &V, Words::OfRows));
     let functions = functions(variant.storage, &[(&Q, "q_words"), (&K, "block"), (&V, "block")]) + &sums_functions("sums_of");
     let bindings = [read("q_words"), read("block"), read("bias_words"), write("sums_of"), write("statistics")];
     assemble(variant, &mut text, include_str!("forward.wgsl"), &functions, false, &bindings)
@@ -276,7 +324,9 @@ if (any_seen[{r}]) { o{g}_{r} = load_sums(sums + (row + {r}u) * numbers.sums_row
 
 /// `tile` ← four columns of four rows.
 fn store_tile(prefix: &str) -> String {
-    (0..4).map(|c| format!("tile[8u * (4u * tx + {c}u) + ty] = vec4<f32>({prefix}0[{c}], {prefix}1[{c}], {prefix}2[{c}], {prefix}3[{c}]);\n")).collect()
+    (0..4)
+        .map(|c| format!("tile[8u * (4u * tx + {c}u) + ty] = vec4<f32>({prefix}0[{c}], {prefix}1[{c}], {prefix}2[{c}], {prefix}3[{c}]);\n"))
+        .collect()
 }
 
 /// Statistics of the invocation's four rows or columns, `stats0` … `stats3`.
@@ -289,20 +339,28 @@ if ({first} + {{r}}u < numbers.queries) {{ stats{{r}} = statistics_of(state + ({
 
 /// Turns logits `s` and products `d` into dx and weights, 0 where a pair is hidden, and clears the bits of pairs that only a bias or an empty row
 /// hides. `rows_are_keys` says which way the tile lies; `then` is done with each pair, where `slope` is at hand.
-fn slopes(rows_are_keys: bool, then: &str) -> String {
+fn slopes(general: bool, rows_are_keys: bool, then: &str) -> String {
     let (query, key, word, bit, stats, keep) = if rows_are_keys {
         ("query + {c}u", "row + {r}u", "4u * tx + {c}u", "4u * ty + {r}u", "stats{c}", "keep{c}[{r}]")
     } else {
         ("row + {r}u", "key + {c}u", "4u * ty + {r}u", "4u * tx + {c}u", "stats{r}", "keep{r}[{c}]")
     };
-    let keeps = each_row(if rows_are_keys {
-        "let keep{r} = kept(batch, head, query + {r}u, row);"
+    let (keep_query, keep_key) = if rows_are_keys { ("query + r", "row") } else { ("row + r", "key") };
+    let keeps = if general {
+        // a loop, for the same reason
+        let loops = format!(
+            "var keeps = array<vec4<f32>, 4>();\nfor (var r = 0u; r < 4u; r++) {{\n    keeps[r] = kept(batch, head, {keep_query}, {keep_key});\n}}\n"
+        );
+        loops + &each_row("let keep{r} = keeps[{r}];")
     } else {
-        "let keep{r} = kept(batch, head, row + {r}u, key);"
-    });
+        each_row("let keep{r} = vec4<f32>(1.0);")
+    };
     keeps
-        + &each_pair(&format!(
-            "{{
+        + &each_pair(
+            general,
+            &["stats", "keep", "s", "d"],
+            &format!(
+                "{{
     let bit = ((atomicLoad(&seen[{word}]) >> ({bit})) & 1u) != 0u;
     let e = pair(batch, head, {query}, {key}, edge, bit, s{{r}}[{{c}}]);
     let slope = slope_of(e.logit, d{{r}}[{{c}}], {keep}, {stats});
@@ -316,7 +374,8 @@ fn slopes(rows_are_keys: bool, then: &str) -> String {
 #end
 {then}
 }}"
-        ))
+            ),
+        )
 }
 
 /// The kernel of dq.
@@ -324,14 +383,27 @@ pub(super) fn backward_queries(variant: TileVariant) -> Source {
     let groups = variant.head_groups;
     let mut text = Template::default();
     text.name("ROW_STATISTICS", statistics("row"));
-    text.name("LOAD_SUMS", each(groups, "var o{g}_{r} = vec4<f32>(0.0);
-if (row + {r}u < numbers.queries) { o{g}_{r} = load_sums(sums + (row + {r}u) * numbers.sums_row, {c}, numbers.head_dim); }"));
-    text.name("STORE_SUMS", each(groups, "if (row + {r}u < numbers.queries) { store_sums(sums + (row + {r}u) * numbers.sums_row, {c}, numbers.head_dim, o{g}_{r}); }"));
+    text.name(
+        "LOAD_SUMS",
+        each(
+            groups,
+            "var o{g}_{r} = vec4<f32>(0.0);
+if (row + {r}u < numbers.queries) { o{g}_{r} = load_sums(sums + (row + {r}u) * numbers.sums_row, {c}, numbers.head_dim); }",
+        ),
+    );
+    text.name(
+        "STORE_SUMS",
+        each(
+            groups,
+            "if (row + {r}u < numbers.queries) { store_sums(sums + (row + {r}u) * numbers.sums_row, {c}, numbers.head_dim, o{g}_{r}); }",
+        ),
+    );
     text.name("LOGITS", product("s", &Q, "first", &K, "column"));
     text.name("PRODUCTS", product("d", &DOUT, "first", &V, "column"));
-    text.name("SLOPES", slopes(false, "s{r}[{c}] = select(0.0, slope.ds * e.slope, visible);") + &store_tile("s"));
-    text.name("ACCUMULATE", accumulate("o", groups, &K, Words::OfRows));
-    let functions = functions(variant.storage, &[(&Q, "q_words"), (&K, "block"), (&V, "block"), (&DOUT, "dout_words")]) + &sums_functions("sums_of");
+    text.name("SLOPES", slopes(variant.general, false, "s{r}[{c}] = select(0.0, slope.ds * e.slope, visible);") + &store_tile("s"));
+    text.name("ACCUMULATE", accumulate("o", groups, variant.general, &K, Words::OfRows));
+    let functions =
+        functions(variant.storage, &[(&Q, "q_words"), (&K, "block"), (&V, "block"), (&DOUT, "dout_words")]) + &sums_functions("sums_of");
     let bindings = [read("q_words"), read("block"), read("bias_words"), write("sums_of"), read("statistics"), read("dout_words")];
     assemble(variant, &mut text, include_str!("backward_queries.wgsl"), &functions, true, &bindings)
 }
@@ -359,17 +431,19 @@ pub(super) fn backward_keys(variant: TileVariant, travelling: bool) -> Source {
     };
     text.name(
         "STORE_SUMS",
-        store("dk", variant.head_groups, "sums", "head_dim", "numbers.scale * ") + &store("dv", variant.value_groups, "more", "value_dim", ""),
+        store("dk", variant.head_groups, "sums", "head_dim", "numbers.scale * ")
+            + &store("dv", variant.value_groups, "more", "value_dim", ""),
     );
     text.name("LOGITS", product("s", &K, "first", &Q, "column"));
     text.name("PRODUCTS", product("d", &V, "first", &DOUT, "column"));
     text.name("COLUMN_STATISTICS", statistics("query"));
     let then = "s{r}[{c}] = select(0.0, slope.ds * e.slope, visible);\nd{r}[{c}] = select(0.0, slope.weight, visible);";
-    text.name("SLOPES", slopes(true, then) + &store_tile("d"));
-    text.name("ACCUMULATE_VALUES", accumulate("dv", variant.value_groups, &DOUT, Words::OfColumns));
+    text.name("SLOPES", slopes(variant.general, true, then) + &store_tile("d"));
+    text.name("ACCUMULATE_VALUES", accumulate("dv", variant.value_groups, variant.general, &DOUT, Words::OfColumns));
     text.name("STORE_TILE", store_tile("s"));
-    text.name("ACCUMULATE_KEYS", accumulate("dk", variant.head_groups, &Q, Words::OfColumns));
-    let functions = functions(variant.storage, &[(&Q, "q_words"), (&K, "k_words"), (&V, "v_words"), (&DOUT, "dout_words")]) + &sums_functions("sums_of");
+    text.name("ACCUMULATE_KEYS", accumulate("dk", variant.head_groups, variant.general, &Q, Words::OfColumns));
+    let functions = functions(variant.storage, &[(&Q, "q_words"), (&K, "k_words"), (&V, "v_words"), (&DOUT, "dout_words")])
+        + &sums_functions("sums_of");
     let bindings =
         [read("q_words"), read("k_words"), read("v_words"), read("bias_words"), write("sums_of"), read("statistics"), read("dout_words")];
     assemble(variant, &mut text, include_str!("backward_keys.wgsl"), &functions, true, &bindings)
@@ -400,7 +474,7 @@ pub(super) fn backward_bias(variant: TileVariant, axes: BiasAxes) -> Source {
         }
         BiasAxes::Queries | BiasAxes::Keys => "all[{r}] = all[{r}] + select(0.0, part, visible);",
     };
-    text.name("SLOPES", slopes(rows_are_keys, &format!("{ds}{then}")));
+    text.name("SLOPES", slopes(variant.general, rows_are_keys, &format!("{ds}{then}")));
     let functions = functions(variant.storage, &[(&Q, "q_words"), (&K, "block"), (&V, "block"), (&DOUT, "dout_words")]);
     let bindings = [read("q_words"), read("block"), read("bias_words"), write("gradient"), read("statistics"), read("dout_words")];
     assemble(variant, &mut text, include_str!("backward_bias.wgsl"), &functions, true, &bindings)
