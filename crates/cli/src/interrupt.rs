@@ -11,7 +11,7 @@ use std::{
 
 use annulus_core::Result;
 
-use crate::{failure::io, report::complain};
+use crate::{failure::io, launcher::speaks, report::complain};
 
 /// Exit code after an interrupt, as shells have it: 128 + SIGINT.
 const INTERRUPTED: i32 = 130;
@@ -43,6 +43,25 @@ impl Unfinished {
                 }
             }
         }
+    }
+
+    /// Takes the file `path`, which another process has made, for one of this process's own: dropping it removes the file here too, so
+    /// that it goes even if the one that made it cannot remove it any more.
+    pub(crate) fn join(path: PathBuf) -> std::io::Result<(Self, File)> {
+        let mut names = names();
+        let file = OpenOptions::new().write(true).open(&path)?;
+        names.push(path.clone());
+        Ok((Self { path }, file))
+    }
+
+    /// The temporary name.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Lets go of a file that another process has given its final name.
+    pub(crate) fn forget(self) {
+        names().retain(|name| *name != self.path);
     }
 
     /// Gives the file its final name. An interrupt comes before it or after it, never in between.
@@ -115,7 +134,9 @@ pub(crate) fn leave(code: i32) -> ! {
 /// From now on an interrupt (Ctrl-C, SIGTERM, SIGHUP) removes what is unfinished and ends the command.
 pub(crate) fn remove_unfinished_on_interrupt() {
     let handler = || {
-        complain!("interrupted; no output was written");
+        if speaks() {
+            complain!("interrupted; no output was written");
+        }
         leave(INTERRUPTED);
     };
     if let Err(error) = ctrlc::set_handler(handler) {

@@ -19,7 +19,12 @@ impl Progress {
         Self { bar }
     }
 
-    /// Starts a phase in which `blocks` blocks will arrive, all ranks together. If none will, only the time is shown.
+    /// A bar that is never drawn.
+    pub(crate) fn nowhere() -> Self {
+        Self { bar: ProgressBar::hidden() }
+    }
+
+    /// Starts a phase in which `blocks` blocks will arrive at the ranks of this process. If none will, only the time is shown.
     pub(crate) fn phase(&self, name: &'static str, blocks: usize) {
         let template = if blocks > 0 { "{msg:9} {wide_bar} {pos}/{len} blocks {elapsed}" } else { "{msg:9} {spinner} {elapsed}" };
         if let Ok(style) = ProgressStyle::with_template(template) {

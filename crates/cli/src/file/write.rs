@@ -2,6 +2,7 @@
 
 use std::{
     collections::BTreeMap,
+    ffi::OsStr,
     fs::File,
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
@@ -61,6 +62,27 @@ impl Output {
         Ok(Self { target, file, unfinished, entries })
     }
 
+    /// Opens the temporary file that another process has made for the same target and tensors; `name` is its name, of the target's folder.
+    ///
+    /// # Errors
+    /// [`Error::Io`]: this process does not see it, or it is another file.
+    pub(crate) fn join(target: &Path, tensors: &[Planned], name: &OsStr) -> Result<Self> {
+        let target = resolve(target)?;
+        let (_, entries, end) = header(tensors).ok_or_else(|| io(&target, "would pass 2^63 bytes"))?;
+        let path = target.with_file_name(name);
+        let unseen = |error| io(&path, format!("{error}: made by rank 0, and not seen here; the output must be on a file system of all ranks"));
+        let (unfinished, file) = Unfinished::join(path.clone()).map_err(unseen)?;
+        match file.metadata().map_err(|error| io(&path, error))?.len() {
+            bytes if bytes == end => Ok(Self { target, file, unfinished, entries }),
+            bytes => Err(io(&path, format!("has {bytes} bytes, rank 0 made it with {end}"))),
+        }
+    }
+
+    /// The name of the temporary file.
+    pub(crate) fn temporary_name(&self) -> &OsStr {
+        self.unfinished.path().file_name().unwrap_or_default()
+    }
+
     /// Writes the rows `rows` along `axis` of the tensor `name`; `values` is the local tensor, dense.
     ///
     /// # Errors
@@ -100,13 +122,26 @@ impl Output {
         entry.ok_or_else(|| Error::invalid(name, dtype.map_or("bytes", DType::name), "a tensor that the file was made with"))
     }
 
+    /// Waits until what this process has written is on the disk.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub(crate) fn sync(&self) -> Result<()> {
+        self.file.sync_all().map_err(|error| io(&self.target, error))
+    }
+
     /// Gives the complete file its name.
     ///
     /// # Errors
     /// [`Error::Io`]; then nothing is left.
     pub(crate) fn finish(self) -> Result<()> {
-        self.file.sync_all().map_err(|error| io(&self.target, error))?;
+        self.sync()?;
         self.unfinished.rename_to(&self.target).map_err(|error| io(&self.target, error))
+    }
+
+    /// Lets go of a file that another process has finished.
+    pub(crate) fn forget(self) {
+        self.unfinished.forget();
     }
 
     fn write(&self, bytes: &[u8], element: usize, offset: u64) -> Result<()> {

@@ -237,6 +237,32 @@ impl Communicator {
         Ok(())
     }
 
+    /// The first `count` of its ranks as a communicator of their own; `None` where this rank is not among them.
+    ///
+    /// Collective, and MPI has no form of it that can be left: call it right after all ranks were seen.
+    ///
+    /// # Errors
+    /// As [`Communicator::enter`]; [`Error::Comm`] if it fails.
+    pub(super) fn first_ranks(&self, count: usize) -> Result<Option<Self>> {
+        self.enter()?;
+        // SAFETY: constants of the linked MPI
+        let (mut raw, undefined) = unsafe { (ffi::RSMPI_COMM_NULL, ffi::RSMPI_UNDEFINED) };
+        let (color, key) = (if self.rank < count { 0 } else { undefined }, c_int::try_from(self.rank).unwrap_or(c_int::MAX));
+        // SAFETY: rules 1 and 2 were just checked; the handle is ours and alive (rule 3); the new one lives through the call
+        check(unsafe { ffi::MPI_Comm_split(self.raw, color, key, &raw mut raw) }, (self.rank, 0))?;
+        if self.rank >= count {
+            return Ok(None);
+        }
+        // SAFETY: rules 1 and 2; `raw` is ours alone since a moment
+        check(unsafe { ffi::MPI_Comm_set_errhandler(raw, ffi::RSMPI_ERRORS_RETURN) }, (self.rank, 0))?;
+        Ok(Some(Self { raw, rank: self.rank, ranks: count.min(self.ranks), last_tag: self.last_tag, home: self.home }))
+    }
+
+    /// This communicator, to be duplicated in its turn.
+    pub(super) const fn as_foreign(&self) -> Foreign {
+        Foreign(self.raw)
+    }
+
     /// Frees it. Nothing may be in flight on it, here or at any other rank.
     pub(super) fn free(mut self) {
         if self.enter().is_ok() {

@@ -45,6 +45,7 @@
 mod control;
 mod farewell;
 mod ffi;
+mod first_ranks;
 mod flying;
 mod frame;
 mod launch;
@@ -58,7 +59,7 @@ use std::{
 
 use annulus_core::{Arrived, Channel, Control, Error, Hop, Host, HostBuffer, Incoming, Outgoing, Result, Space, Transport};
 
-pub use self::launch::Launch;
+pub use self::{first_ranks::FirstRanks, launch::Launch};
 use self::{
     ffi::{Communicator, Foreign},
     flying::{Address, Flying, LONGEST_PIECE, Mode},
