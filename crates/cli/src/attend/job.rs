@@ -103,9 +103,9 @@ impl Job<'_> {
         let blocks = blocks(&ranks);
         progress.phase("read", 0);
         let all = crew.ranks();
-        let mut ranks = crew.each_apart(ranks, |index, rank| self.read::<T, B>(&spec, index, all, rank))?;
+        let mut ranks = crew.each_apart(ranks, |_, rank| self.read::<T, B>(&spec, all, rank))?;
         crew.each(&mut ranks, |_, rank| rank.fit())?;
-        self.count(crew.first_rank(), &mut ranks);
+        self.count(&mut ranks);
 
         progress.phase("forward", blocks[0]);
         let forwards = crew.each(&mut ranks, |_, rank| rank.forward())?;
@@ -160,7 +160,7 @@ impl Job<'_> {
     }
 
     /// One rank reads its rows. Where there is a dense mask, it counts the pairs that they see.
-    fn read<T: Element, B: Backend<Space = Host>>(&self, spec: &Spec, index: usize, ranks: usize, rank: Planned<B>) -> Result<Rank<T, B>> {
+    fn read<T: Element, B: Backend<Space = Host>>(&self, spec: &Spec, ranks: usize, rank: Planned<B>) -> Result<Rank<T, B>> {
         let Planned { plan, log } = rank;
         let begin = Instant::now();
         let batch = self.input.batch(plan.q_rows(), plan.kv_rows())?;
@@ -169,21 +169,21 @@ impl Job<'_> {
         let mut pairs = 0.0;
         if let Some(dense) = &batch.attention_mask {
             let keys: Rows = pairs::rows(&pairs::whole(spec, Side::Kv, &self.input.coordinates()?));
-            let queries = Shard::local(&spec.dims, spec.alignment, plan.ring().layout(), Side::Q, index, ranks, &batch);
+            let queries = Shard::local(&spec.dims, spec.alignment, plan.ring().layout(), Side::Q, place(&plan), ranks, &batch);
             pairs = pairs::visible_under(dense, spec, &pairs::rows(&queries), &keys);
         }
         Ok(Rank { plan, log, batch, share, pairs, reports: Vec::new() })
     }
 
     /// Counts the pairs that each rank's queries see, where no dense mask has done it.
-    fn count<T: Element, B: Backend<Space = Host>>(&self, first: usize, ranks: &mut [Rank<T, B>]) {
+    fn count<T: Element, B: Backend<Space = Host>>(&self, ranks: &mut [Rank<T, B>]) {
         if self.input.has("attention_mask") {
             return;
         }
         // of all ranks at once: each knows all rows' positions and ids
         let work = ranks.first().map(|rank| rank.plan.ring().work());
-        for (index, rank) in ranks.iter_mut().enumerate() {
-            rank.pairs = work.as_ref().map_or(0.0, |work| work.of_rank(first + index) as f64);
+        for rank in ranks {
+            rank.pairs = work.as_ref().map_or(0.0, |work| work.of_rank(place(&rank.plan)) as f64);
         }
     }
 
@@ -279,9 +279,15 @@ impl<T: Element, B: Backend<Space = Host>> Rank<T, B> {
 /// Messages that these ranks receive in a forward and in a backward pass.
 fn blocks<B: Backend<Space = Host>>(ranks: &[Planned<B>]) -> [usize; 2] {
     let Some(schedule) = ranks.first().map(|rank| rank.plan.ring().schedule()) else { return [0, 0] };
-    let steps = || ranks.iter().filter_map(|rank| schedule.steps.get(rank.plan.ring().rank())).flatten();
+    let steps = || ranks.iter().filter_map(|rank| schedule.steps.get(place(&rank.plan))).flatten();
     let before: usize = steps().map(|step| step.before.receives.len()).sum();
     [before, before + steps().map(|step| step.after.receives.len()).sum::<usize>()]
+}
+
+/// Where a rank stands on its ring: schedule and work go by places.
+fn place<B: Backend<Space = Host>>(plan: &RankPlan<B>) -> usize {
+    let ring = plan.ring();
+    ring.order().place(ring.rank())
 }
 
 const fn plural(count: usize) -> &'static str {

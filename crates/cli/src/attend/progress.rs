@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use annulus_core::{Arrived, Control, Error, Hop, Incoming, Outgoing, Result, Space, Transport};
+use annulus_core::{Arrived, Control, Error, Hop, Incoming, Outgoing, Placement, Result, Space, Transport};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 /// The bar. Clones share it; it draws nothing where standard error is no terminal.
@@ -112,6 +112,10 @@ impl<T: Control> Control for Watched<T> {
 
     fn beat(&mut self, working: bool) {
         self.inner.beat(working);
+    }
+
+    fn placement(&self) -> Option<&Placement> {
+        self.inner.placement()
     }
 
     fn last_heard(&self, peer: usize) -> Instant {

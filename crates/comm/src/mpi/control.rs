@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use annulus_core::{Control, Error, HostBuffer, Result};
+use annulus_core::{Control, Error, HostBuffer, Placement, Result};
 
 use super::{
     Gather, Mpi,
@@ -135,6 +135,10 @@ impl Control for Mpi {
         if let Err(error) = told {
             self.fail(&error);
         }
+    }
+
+    fn placement(&self) -> Option<&Placement> {
+        Some(self.nodes.placement())
     }
 
     fn last_heard(&self, peer: usize) -> Instant {

@@ -20,6 +20,8 @@ use std::{
 use annulus_core::{Error, Result};
 use mpi::ffi;
 
+use super::launch::{GpuAwareness, ThreadLevel};
+
 /// How a failing call is reported: the peer that it was about.
 pub(super) type About = (usize, usize);
 
@@ -274,14 +276,11 @@ impl Communicator {
 
 /// Rule 2: the thread to stay on, if there is such a rule in this MPI.
 fn home() -> Result<Option<ThreadId>> {
-    let (mut level, mut main) = (0, 0);
-    // SAFETY: called by `duplicate` after `check_alive`; any thread may inquire; the numbers live through the calls
-    unsafe {
-        check(ffi::MPI_Query_thread(&raw mut level), (0, 0))?;
-        check(ffi::MPI_Is_thread_main(&raw mut main), (0, 0))?;
-    }
-    // SAFETY: a constant of the linked MPI
-    match (level >= unsafe { ffi::RSMPI_THREAD_MULTIPLE }, main != 0) {
+    let level = thread_level()?;
+    let mut main = 0;
+    // SAFETY: MPI is alive (`thread_level` has checked); any thread may inquire; the number lives through the call
+    check(unsafe { ffi::MPI_Is_thread_main(&raw mut main) }, (0, 0))?;
+    match (level == ThreadLevel::Multiple, main != 0) {
         (true, _) => Ok(None),
         (false, true) => Ok(Some(thread::current().id())),
         (false, false) => Err(Error::unsupported("MPI on a thread other than its main thread", "an MPI without MPI_THREAD_MULTIPLE")),
@@ -342,4 +341,80 @@ pub(super) fn library() -> Result<String> {
     check(unsafe { ffi::MPI_Get_library_version(text.as_mut_ptr().cast::<c_char>(), &raw mut length) }, (0, 0))?;
     text.truncate(count(length).min(room));
     Ok(String::from_utf8_lossy(&text).trim_end_matches(['\0', '\n']).to_owned())
+}
+
+/// The thread level that MPI has granted.
+pub(super) fn thread_level() -> Result<ThreadLevel> {
+    check_alive()?;
+    let mut level = 0;
+    // SAFETY: MPI is alive; any thread may inquire; the number lives through the call
+    check(unsafe { ffi::MPI_Query_thread(&raw mut level) }, (0, 0))?;
+    // SAFETY: constants of the linked MPI, which ascend
+    let [funneled, serialized, multiple] =
+        unsafe { [ffi::RSMPI_THREAD_FUNNELED, ffi::RSMPI_THREAD_SERIALIZED, ffi::RSMPI_THREAD_MULTIPLE] };
+    Ok(match level {
+        level if level >= multiple => ThreadLevel::Multiple,
+        level if level >= serialized => ThreadLevel::Serialized,
+        level if level >= funneled => ThreadLevel::Funneled,
+        _ => ThreadLevel::Single,
+    })
+}
+
+/// What MPI calls the processor of this process.
+pub(super) fn processor() -> Result<String> {
+    check_alive()?;
+    // SAFETY: a constant of the linked MPI
+    let room = count(unsafe { ffi::RSMPI_MAX_PROCESSOR_NAME });
+    let (mut text, mut length) = (vec![0u8; room + 1], 0);
+    // SAFETY: MPI is alive; it writes at most `room` characters and the number
+    check(unsafe { ffi::MPI_Get_processor_name(text.as_mut_ptr().cast::<c_char>(), &raw mut length) }, (0, 0))?;
+    text.truncate(count(length).min(room));
+    Ok(String::from_utf8_lossy(&text).trim_end_matches('\0').to_owned())
+}
+
+/// The lowest rank of `communicator` that shares memory with this one. Collective over its ranks; the caller has entered it.
+pub(super) fn first_on_node(communicator: &Communicator) -> Result<usize> {
+    let about = (communicator.rank, 0);
+    let key = c_int::try_from(communicator.rank).unwrap_or(c_int::MAX);
+    // SAFETY: constants of the linked MPI
+    let (mut node, [mut here, mut there]) = unsafe { (ffi::RSMPI_COMM_NULL, [ffi::RSMPI_GROUP_NULL; 2]) };
+    // SAFETY: rules 1 and 2 (the caller has entered); the communicator lives, and so does what MPI writes to; a null info is allowed
+    let split =
+        unsafe { ffi::MPI_Comm_split_type(communicator.raw, ffi::RSMPI_COMM_TYPE_SHARED, key, ffi::RSMPI_INFO_NULL, &raw mut node) };
+    check(split, about)?;
+    let (lowest, mut first) = (0, 0);
+    // SAFETY: rules 1 and 2; `node` was made a moment ago, and the groups before they are used; all are freed here, once, and used by nobody
+    // else; the numbers live through the calls
+    let codes = unsafe {
+        [
+            ffi::MPI_Comm_group(node, &raw mut here),
+            ffi::MPI_Comm_group(communicator.raw, &raw mut there),
+            ffi::MPI_Group_translate_ranks(here, 1, &raw const lowest, there, &raw mut first),
+            ffi::MPI_Group_free(&raw mut here),
+            ffi::MPI_Group_free(&raw mut there),
+            ffi::MPI_Comm_free(&raw mut node),
+        ]
+    };
+    codes.into_iter().try_for_each(|code| check(code, about))?;
+    Ok(count(first))
+}
+
+/// What the MPI that is loaded says, if it has either of the two calls by which some can say it.
+pub(super) fn gpu_awareness() -> GpuAwareness {
+    unsafe extern "C" {
+        fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
+    }
+    let ask = |name: &std::ffi::CStr| {
+        // SAFETY: a null library means everything that is loaded; the name ends with a zero
+        let found = unsafe { dlsym(ptr::null_mut(), name.as_ptr()) };
+        // SAFETY: every MPI that has a function of these names has it take nothing and give an int
+        let call = unsafe { std::mem::transmute::<*mut c_void, Option<unsafe extern "C" fn() -> c_int>>(found) };
+        // SAFETY: it asks for a fact about the library, and may be called at any time
+        call.map(|call| unsafe { call() } != 0)
+    };
+    match [ask(c"MPIX_Query_cuda_support"), ask(c"MPIX_Query_rocm_support")] {
+        [None, None] => GpuAwareness::Unknown,
+        answers if answers.contains(&Some(true)) => GpuAwareness::Yes,
+        _ => GpuAwareness::No,
+    }
 }

@@ -22,6 +22,11 @@
 //! [`Settings::farewell`] at most, and frees what it duplicated; otherwise, and wherever something has failed, it leaks the two communicators and
 //! every buffer that MPI might still touch. Dropping one after `MPI_Finalize` only leaks.
 //!
+//! # Nodes
+//! When an endpoint is made, its ranks find out which of them share a node ([`Mpi::nodes`]) by `MPI_Comm_split_type`, the only collective that is not
+//! begun and then looked at: every rank has come by then, and only one that dies in that very moment could be waited for. A ring that is free
+//! to choose who holds what lets each node's ranks stand next to each other ([`Placement`](annulus_core::Placement)).
+//!
 //! # Threads
 //! Where MPI grants `MPI_THREAD_MULTIPLE`, an endpoint may be used by any thread. Below, only MPI's main thread can make and use one (another
 //! one gets [`Error::Unsupported`]); so a host program needs to ask for no more than `MPI_THREAD_FUNNELED`.
@@ -49,6 +54,7 @@ mod first_ranks;
 mod flying;
 mod frame;
 mod launch;
+mod nodes;
 mod pump;
 
 use std::{
@@ -59,12 +65,16 @@ use std::{
 
 use annulus_core::{Arrived, Channel, Control, Error, Hop, Host, HostBuffer, Incoming, Outgoing, Result, Space, Transport};
 
-pub use self::{first_ranks::FirstRanks, launch::Launch};
 use self::{
     ffi::{Communicator, Foreign},
     flying::{Address, Flying, LONGEST_PIECE, Mode},
     frame::{CHANNELS, Frame},
     pump::{Early, Label, Peer, Receive, Stage},
+};
+pub use self::{
+    first_ranks::FirstRanks,
+    launch::{GpuAwareness, Launch, ThreadLevel},
+    nodes::{NodeMap, Place},
 };
 use crate::{ranges, staging::Staging};
 
@@ -110,6 +120,8 @@ pub struct Mpi {
     /// The last tag that was posted for a receive.
     last_tags: HashMap<(usize, Channel), u64>,
     peers: Vec<Peer>,
+    /// Empty until it is made, which is the first thing that an endpoint does.
+    nodes: NodeMap,
     gathers: BTreeMap<u64, Gather>,
     /// The step that was posted last.
     step: usize,
@@ -184,7 +196,7 @@ impl Mpi {
         if window(&data) < 8 * ranks as u64 {
             return Err(Error::unsupported(format!("a ring of {ranks} ranks"), format!("an MPI whose tags end at {}", data.last_tag())));
         }
-        Ok(Self {
+        let mut made = Self {
             data: Some(data),
             control: Some(control),
             rank,
@@ -196,6 +208,7 @@ impl Mpi {
             early: Vec::new(),
             last_tags: HashMap::new(),
             peers: (0..ranks).map(|_| Peer::new(now)).collect(),
+            nodes: NodeMap::new(Vec::new()),
             gathers: BTreeMap::new(),
             step: 0,
             bytes_sent: 0,
@@ -205,7 +218,14 @@ impl Mpi {
             idle_since: now,
             told_abort: false,
             failed: None,
-        })
+        };
+        made.nodes = made.map_nodes()?;
+        Ok(made)
+    }
+
+    /// Where every rank of this ring runs.
+    pub const fn nodes(&self) -> &NodeMap {
+        &self.nodes
     }
 
     /// The two communicators, if this thread may call MPI now.

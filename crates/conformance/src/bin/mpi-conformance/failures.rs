@@ -11,7 +11,7 @@ use annulus_comm::{
     Descriptor, agree,
     mpi::{Launch, Mpi, Settings},
 };
-use annulus_core::{Arrived, Control, Error, Hop, Host, Incoming, Outgoing, Result, Transport, index};
+use annulus_core::{Arrived, Control, Error, Hop, Host, Incoming, Outgoing, Placement, Result, Transport, index};
 use ndarray::Array4;
 
 use crate::harness::{Harness, Verdict, ensure};
@@ -217,6 +217,10 @@ impl Control for Mortal {
 
     fn beat(&mut self, working: bool) {
         self.inner.beat(working);
+    }
+
+    fn placement(&self) -> Option<&Placement> {
+        self.inner.placement()
     }
 
     fn last_heard(&self, peer: usize) -> Instant {
