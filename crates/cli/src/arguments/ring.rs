@@ -43,7 +43,7 @@ pub(crate) enum Means {
 }
 
 /// What makes a command that has MPI.
-const WITH_MPI: &str = "`cargo build --release -p annulus-cli --features mpi` makes one that has mpi";
+pub(crate) const WITH_MPI: &str = "`cargo build --release -p annulus-cli --features mpi` makes one that has mpi";
 
 impl BackendName {
     /// Refuses what this build does not have, and what this backend cannot be told to be, before anything is read.

@@ -126,7 +126,7 @@ impl Job<'_> {
         }
         if let Some(folder) = self.trace {
             let run = Run::agreed(crew)?;
-            crew.each_apart(&ranks, |_, rank| write_trace(folder, &rank.log, &run))?;
+            crew.each_apart(ranks.iter().map(|rank| rank.log.clone()).collect::<Vec<_>>(), |_, log| write_trace(folder, &log, &run))?;
         }
         let figures = self.figures(crew, &ranks)?;
         // last: whatever fails before leaves no output

@@ -24,6 +24,8 @@ use crate::{
     failure::{Failure, Outcome},
 };
 #[cfg(feature = "mpi")]
+use annulus_comm::mpi::{FirstRanks, Settings};
+#[cfg(feature = "mpi")]
 pub(crate) use processes::World;
 
 /// One rank's endpoint of a ring, whatever the transport.
@@ -107,6 +109,10 @@ impl Crew {
 
     /// How many ranks share the cores of this process.
     fn sharers(&self) -> usize {
+        #[cfg(feature = "mpi")]
+        if let Some(world) = &self.world {
+            return world.sharers();
+        }
         self.ranks
     }
 
@@ -150,6 +156,39 @@ impl Crew {
             return self.agree(endpoint.map(|endpoint| vec![endpoint]).map_err(Failure::from));
         }
         Ok(threads::ring(self.ranks).into_iter().map(|endpoint| Box::new(endpoint) as Endpoint).collect())
+    }
+
+    /// The first `count` processes, of which rings can be made; `None` if this one is not among them, or none is.
+    ///
+    /// # Ordering
+    /// Collective over the processes.
+    /// # Errors
+    /// As [`FirstRanks::of_world`].
+    #[cfg(feature = "mpi")]
+    pub(crate) fn first_ranks(&mut self, count: usize) -> Outcome<Option<FirstRanks>> {
+        let part = self.world.as_ref().map_or(Ok(None), |world| world.first_ranks(count));
+        self.agree(part.map_err(Failure::from))
+    }
+
+    /// The processes, if the ranks are processes.
+    #[cfg(feature = "mpi")]
+    pub(crate) const fn world(&self) -> Option<&World> {
+        self.world.as_ref()
+    }
+
+    /// Says that this process works, to those that wait for it.
+    ///
+    /// # Errors
+    /// The loss of a process.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn alive(&mut self) -> Outcome {
+        Ok(self.world.as_mut().map_or(Ok(()), |world| world.alive(Duration::ZERO))?)
+    }
+
+    /// How the processes' endpoints behave.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn settings(&self) -> Settings {
+        self.world.as_ref().map_or_else(Settings::default, World::settings)
     }
 
     /// A moment that is the same for all ranks, as nearly as messages can tell.

@@ -11,13 +11,14 @@
 //! | a rank was lost | rank 0; if it is the one that was lost, whoever found that out | is left as it is: finalising would wait for the lost one |
 
 use std::{
+    ops::RangeInclusive,
     thread,
     time::{Duration, Instant},
 };
 
 use annulus_comm::{
     Deadline, Descriptor, agreement,
-    mpi::{FirstRanks, Launch, Mpi, Settings},
+    mpi::{FirstRanks, Launch, Mpi, NodeMap, Place, Settings},
 };
 use annulus_core::{Control, Error, Host, Result, Transport};
 
@@ -42,6 +43,7 @@ const BEAT: Duration = Duration::from_millis(2);
 /// All processes of the job.
 pub(crate) struct World {
     endpoint: Deadline<Mpi, Host>,
+    nodes: NodeMap,
     patience: Duration,
     round: u64,
     // last: MPI must outlive the endpoint
@@ -55,7 +57,9 @@ impl World {
     /// Whatever MPI reports; [`Error::InvalidArgument`] if the launcher has started another number of processes than MPI sees.
     pub(super) fn begin(patience: Duration) -> Result<Self> {
         let launch = Launch::begin()?;
-        let endpoint = Deadline::new(Mpi::world(Settings { patience, ..Settings::default() })?, patience)?;
+        let endpoint = Mpi::world(Settings { patience, ..Settings::default() })?;
+        let nodes = endpoint.nodes().clone();
+        let endpoint = Deadline::new(endpoint, patience)?;
         let ranks = endpoint.ranks();
         let expected = launcher::place().and_then(|place| Some((place.by, place.size?)));
         if let Some((by, size)) = expected.filter(|&(_, size)| size != ranks) {
@@ -64,7 +68,7 @@ impl World {
             let got = format!("{ranks} in MPI's world, {size} started by a launcher ({by})");
             return Err(Error::invalid("processes", got, format!("the launcher of the MPI that this command was built with: {library}")));
         }
-        Ok(Self { endpoint, patience, round: 0, launch })
+        Ok(Self { endpoint, nodes, patience, round: 0, launch })
     }
 
     pub(crate) fn rank(&self) -> usize {
@@ -73,6 +77,28 @@ impl World {
 
     pub(crate) fn ranks(&self) -> usize {
         self.endpoint.ranks()
+    }
+
+    /// Where every process runs.
+    pub(crate) const fn nodes(&self) -> &NodeMap {
+        &self.nodes
+    }
+
+    /// MPI, from its beginning to its end.
+    pub(crate) const fn launch(&self) -> &Launch {
+        &self.launch
+    }
+
+    /// How many ranks of this node may run on cores of this one's, itself among them.
+    pub(super) fn sharers(&self) -> usize {
+        let places = self.nodes.places();
+        let Some(mine) = places.get(self.rank()) else { return 1 };
+        let meets = |other: &Place| {
+            let unknown = mine.cores.is_empty() || other.cores.is_empty();
+            let common = |run: &RangeInclusive<usize>| mine.cores.iter().any(|own| own.start() <= run.end() && run.start() <= own.end());
+            other.node == mine.node && (unknown || other.cores.iter().any(common))
+        };
+        places.iter().filter(|other| meets(other)).count()
     }
 
     /// This process's endpoint of a new ring of all.
