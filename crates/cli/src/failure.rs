@@ -1,10 +1,13 @@
 //! How the command fails: one line on standard error, and an exit code.
 
-use std::process::ExitCode;
+use std::{process::ExitCode, time::Duration};
 
 use annulus_core::Error;
 
 use crate::{launcher::speaks, report::complain};
+
+/// How long a process that has nothing to say stays for the one that has.
+pub(crate) const LINGER: Duration = Duration::from_millis(500);
 
 /// What every subcommand returns.
 pub(crate) type Outcome<T = ()> = Result<T, Failure>;
@@ -50,8 +53,14 @@ impl Failure {
     /// Prints the one line, if there is one and no other process prints it, and gives the exit code.
     pub(crate) fn report(&self) -> ExitCode {
         let what = self.text();
-        if !what.is_empty() && speaks() {
+        if what.is_empty() {
+            return ExitCode::from(self.code());
+        }
+        if speaks() {
             complain!("{what}");
+        } else {
+            // a launcher may end a job as soon as one process fails: the one that speaks comes first
+            std::thread::sleep(LINGER);
         }
         ExitCode::from(self.code())
     }

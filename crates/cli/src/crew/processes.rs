@@ -24,7 +24,7 @@ use annulus_core::{Control, Error, Host, Result, Transport};
 
 use super::Endpoint;
 use crate::{
-    failure::{Failure, Outcome},
+    failure::{Failure, LINGER, Outcome},
     launcher,
     report::complain,
 };
@@ -33,8 +33,6 @@ use crate::{
 pub(super) const REFUSAL: Duration = Duration::from_secs(10);
 /// How long ranks whose ring died wait for each other, to find out whether all of them are still there.
 const ROLL_CALL: Duration = Duration::from_secs(2);
-/// How long whoever has nothing to say stays, so that its end does not make a launcher kill the one who has.
-const LINGER: Duration = Duration::from_millis(500);
 /// How long MPI may take to finalise a job that has failed.
 const LEAVING: Duration = Duration::from_secs(5);
 /// How often a process that is busy with itself gives a sign of life.

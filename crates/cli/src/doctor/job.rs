@@ -62,7 +62,7 @@ fn warnings(places: &[Place], openmpi_yields: Option<bool>) -> Vec<String> {
             let remedy = match openmpi_yields {
                 Some(true) => continue,
                 Some(false) => "; --mca mpi_yield_when_idle 1 lets ranks that wait leave the cores to those that work",
-                None => "; this MPI has no setting by which ranks that wait leave the cores to those that work",
+                None => "; ranks that wait within MPI keep the cores from those that work",
             };
             warnings.push(format!("{ranks} ranks share {cores} cores of {host}{remedy}"));
         } else if let Some(bound) = here.iter().find(|place| place.core_count() == Some(1)).filter(|_| cores > ranks) {
@@ -97,7 +97,7 @@ mod tests {
         assert!(told(&[(1, &[4..=4]), (1, &[4..=4]), (0, &[0..=9])], Some(true)).starts_with("all 2 ranks of host1 are bound to one core (4)"));
         let crowded = &[(0, &[0..=1][..]), (0, &[0..=1]), (0, &[0..=1])];
         assert!(told(crowded, Some(false)).contains("3 ranks share 2 cores of host0; --mca mpi_yield_when_idle 1"));
-        assert!(told(crowded, None).contains("has no setting"));
+        assert!(told(crowded, None).contains("keep the cores"));
         assert_eq!(told(crowded, Some(true)), "");
         assert!(told(&[(0, &[0..=7]), (0, &[3..=3])], None).contains("one thread"));
         assert_eq!(told(&[(0, &[]), (0, &[])], None), "");
