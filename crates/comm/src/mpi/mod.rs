@@ -11,7 +11,8 @@
 //!   another length or a second one with the same tag is a typed error; MPI is never given a message that is longer than its receive, which
 //!   OpenMPI 4.1 writes past the end of the buffer where it copies from process to process. The announcement travels before the message does, so
 //!   this costs no time on the way: a long message waits for its receiver's next look in any case.
-//! * A gather is a message from each rank to each other one, never an MPI collective: a collective that a dead rank has not joined cannot be left.
+//! * A gather is made of messages, a logarithmic number of them a rank (`gather.rs`), never an MPI collective: a collective that a dead rank has
+//!   not joined cannot be left.
 //! * Nothing waits but [`Transport::progress`], by looking: first often, then less and less often, up to once a millisecond. Where ranks
 //!   outnumber cores, those that wait leave the cores to those that work.
 //! * Sends complete as `MPI_Isend` does, or, with [`Settings::synchronous`], as `MPI_Issend`: a schedule that finishes so needs no buffering.
@@ -53,6 +54,7 @@ mod ffi;
 mod first_ranks;
 mod flying;
 mod frame;
+mod gather;
 mod launch;
 mod nodes;
 mod pump;
@@ -69,6 +71,7 @@ use self::{
     ffi::{Communicator, Foreign},
     flying::{Address, Flying, LONGEST_PIECE, Mode},
     frame::{CHANNELS, Frame},
+    gather::Gather,
     pump::{Early, Label, Peer, Receive, Stage},
 };
 pub use self::{
@@ -123,6 +126,8 @@ pub struct Mpi {
     /// Empty until it is made, which is the first thing that an endpoint does.
     nodes: NodeMap,
     gathers: BTreeMap<u64, Gather>,
+    /// How many gathers this rank has begun.
+    begun: u64,
     /// The step that was posted last.
     step: usize,
     bytes_sent: u64,
@@ -134,12 +139,6 @@ pub struct Mpi {
     idle_since: Instant,
     told_abort: bool,
     failed: Option<Error>,
-}
-
-/// A gather: what has come, and to how many ranks this rank's own part has not left.
-struct Gather {
-    parts: Vec<Option<Vec<u8>>>,
-    unsent: usize,
 }
 
 impl Mpi {
@@ -210,6 +209,7 @@ impl Mpi {
             peers: (0..ranks).map(|_| Peer::new(now)).collect(),
             nodes: NodeMap::new(Vec::new()),
             gathers: BTreeMap::new(),
+            begun: 0,
             step: 0,
             bytes_sent: 0,
             worked: 0,

@@ -29,10 +29,12 @@ pub(super) fn plan(spec: &Spec, options: &RingOptions, arithmetic: &str, placeme
     let d = debug(d, "alignment", &spec.alignment);
     let d = float(d, "softmax_scale", spec.scale);
     let d = debug(d, "logits_soft_cap", &spec.soft_cap);
-    let d = debug(d, "bias", &spec.bias);
+    let extents = ["bias batch", "bias q_heads", "bias q_len", "bias kv_len"];
+    let d = extents.into_iter().enumerate().fold(d, |d, (axis, name)| debug(d, name, &spec.bias.map(|shape| shape[axis])));
     let d = debug(d, "bias_function", &spec.bias_function);
     let d = debug(d, "bias_order", &spec.bias_order);
-    let d = debug(d, "softmax_aux", &spec.sinks);
+    let d = debug(d, "softmax_aux count", &spec.sinks.map(|sinks| sinks.count));
+    let d = debug(d, "softmax_aux per_head", &spec.sinks.map(|sinks| sinks.per_head));
     let d = d.field("normalize_output", u64::from(spec.normalize));
     let d = float(d, "dropout_prob", probability).field("dropout_seed", seed);
     let d = text(d, "logits_dtype", spec.logits_dtype);
