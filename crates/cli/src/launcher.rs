@@ -3,16 +3,16 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The variables of each launcher: what it is called, a rank, a number of ranks. The first whose rank is set speaks.
-const VARIABLES: [(&str, &str, &str); 7] = [
-    ("OpenMPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
-    ("PMI", "PMI_RANK", "PMI_SIZE"),
-    ("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
-    ("JSM", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+const VARIABLES: [(&str, &str, Option<&str>); 7] = [
+    ("OpenMPI", "OMPI_COMM_WORLD_RANK", Some("OMPI_COMM_WORLD_SIZE")),
+    ("MVAPICH", "MV2_COMM_WORLD_RANK", Some("MV2_COMM_WORLD_SIZE")),
+    ("PMI", "PMI_RANK", Some("PMI_SIZE")),
+    ("Flux", "FLUX_TASK_RANK", Some("FLUX_JOB_SIZE")),
+    ("JSM", "JSM_NAMESPACE_RANK", Some("JSM_NAMESPACE_SIZE")),
     // of a step: a batch script has a SLURM_PROCID as well, and is no rank of anything
-    ("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("Slurm", "SLURM_PROCID", Some("SLURM_STEP_NUM_TASKS")),
     // names no size of its own
-    ("PMIx", "PMIX_RANK", ""),
+    ("PMIx", "PMIX_RANK", None),
 ];
 
 /// This process's place, as its launcher has it.
@@ -38,7 +38,7 @@ pub(crate) fn among_others() -> Option<Place> {
 
 fn place_in(variable: impl Fn(&str) -> Option<String>) -> Option<Place> {
     let number = |name: &str| variable(name)?.trim().parse::<usize>().ok();
-    let places = VARIABLES.iter().filter_map(|&(by, rank, size)| Some(Place { by, rank: number(rank)?, size: number(size) }));
+    let places = VARIABLES.iter().filter_map(|&(by, rank, size)| Some(Place { by, rank: number(rank)?, size: size.and_then(number) }));
     // one that knows the size says more
     let (sized, unsized_ones): (Vec<_>, Vec<_>) = places.partition(|place| place.size.is_some());
     sized.into_iter().next().or_else(|| unsized_ones.into_iter().find(|place| place.by == "PMIx"))
@@ -69,9 +69,8 @@ mod tests {
     fn every_launcher_is_known_by_its_variables() {
         assert_eq!(of(&[]), None);
         for (by, rank, size) in VARIABLES {
-            let sized = !size.is_empty();
-            let place = of(&[(rank, "3"), (size, "8")]);
-            assert_eq!(place, Some(Place { by, rank: 3, size: sized.then_some(8) }), "{by}");
+            let place = of(&[(rank, "3"), (size.unwrap_or("ANOTHER"), "8")]);
+            assert_eq!(place, Some(Place { by, rank: 3, size: size.map(|_| 8) }), "{by}");
         }
         // OpenMPI and Slurm leave the variables of PMIx as well, and those have no size
         let both = of(&[("PMIX_RANK", "1"), ("SLURM_PROCID", "1"), ("SLURM_STEP_NUM_TASKS", "2")]);

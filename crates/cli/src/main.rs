@@ -103,8 +103,9 @@ fn refuse(error: &clap::Error) -> ExitCode {
     let text = error.to_string();
     let what = text.split("\n\nUsage:").next().and_then(|text| text.split("\n\nFor more information").next()).unwrap_or(&text);
     let what = one_line(what.strip_prefix("error: ").unwrap_or(what));
-    let subcommand =
-        std::env::args().nth(1).filter(|name| ["attend", "check", "plan", "bench", "make", "demo", "doctor", "trace"].contains(&name.as_str()));
+    let subcommand = std::env::args()
+        .nth(1)
+        .filter(|name| ["attend", "check", "plan", "bench", "make", "demo", "doctor", "trace"].contains(&name.as_str()));
     let subcommand = subcommand.map(|name| format!("{name} ")).unwrap_or_default();
     crew::refuse(Failure::Usage(format!("{what}; try `annulus {subcommand}--help`"))).report()
 }

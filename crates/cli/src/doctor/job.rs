@@ -94,7 +94,9 @@ mod tests {
         let told = |of: &[(usize, &[RangeInclusive<usize>])], yields| warnings(&places(of), yields).join("\n");
         assert_eq!(told(&[(0, &[0..=3]), (0, &[0..=3])], Some(false)), "");
         assert_eq!(told(&[(0, &[0..=0]), (0, &[1..=1])], Some(false)), "");
-        assert!(told(&[(1, &[4..=4]), (1, &[4..=4]), (0, &[0..=9])], Some(true)).starts_with("all 2 ranks of host1 are bound to one core (4)"));
+        assert!(
+            told(&[(1, &[4..=4]), (1, &[4..=4]), (0, &[0..=9])], Some(true)).starts_with("all 2 ranks of host1 are bound to one core (4)")
+        );
         let crowded = &[(0, &[0..=1][..]), (0, &[0..=1]), (0, &[0..=1])];
         assert!(told(crowded, Some(false)).contains("3 ranks share 2 cores of host0; --mca mpi_yield_when_idle 1"));
         assert!(told(crowded, None).contains("keep the cores"));

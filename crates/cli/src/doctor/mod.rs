@@ -66,7 +66,10 @@ fn of_build(isa: Isa) {
     line("annulus", env!("CARGO_PKG_VERSION"));
     line("target", &format!("{} {}", std::env::consts::ARCH, std::env::consts::OS));
     line("backends", "cpu (wgpu, cuda: not in this build)");
-    line("transports", if cfg!(feature = "mpi") { "threads, mpi (nccl: not in this build)" } else { "threads (mpi, nccl: not in this build)" });
+    line(
+        "transports",
+        if cfg!(feature = "mpi") { "threads, mpi (nccl: not in this build)" } else { "threads (mpi, nccl: not in this build)" },
+    );
     line("dtypes", "f64 f32 bf16 f16");
     line("cpu", &cpu_features());
     let available: Vec<&str> = Isa::ALL.into_iter().filter(|isa| isa.is_available()).map(Isa::name).collect();

@@ -70,7 +70,8 @@ impl Output {
         let target = resolve(target)?;
         let (_, entries, end) = header(tensors).ok_or_else(|| io(&target, "would pass 2^63 bytes"))?;
         let path = target.with_file_name(name);
-        let unseen = |error| io(&path, format!("{error}: made by rank 0, and not seen here; the output must be on a file system of all ranks"));
+        let unseen =
+            |error| io(&path, format!("{error}: made by rank 0, and not seen here; the output must be on a file system of all ranks"));
         let (unfinished, file) = Unfinished::join(path.clone()).map_err(unseen)?;
         match file.metadata().map_err(|error| io(&path, error))?.len() {
             bytes if bytes == end => Ok(Self { target, file, unfinished, entries }),

@@ -5,7 +5,7 @@ use std::time::Duration;
 use annulus_core::{Error, Result};
 
 use super::{
-    Mpi, Settings,
+    Mpi, NodeMap, Settings,
     ffi::{Communicator, Foreign},
 };
 
@@ -14,6 +14,8 @@ use super::{
 /// It lives until `MPI_Finalize`: freeing it would be one more collective call that a lost rank never joins.
 pub struct FirstRanks {
     communicator: Communicator,
+    /// Found out once, for all rings.
+    nodes: NodeMap,
 }
 
 impl FirstRanks {
@@ -32,7 +34,10 @@ impl FirstRanks {
         }
         let first = world.first_ranks(count)?;
         world.free();
-        Ok(first.map(|communicator| Self { communicator }))
+        let Some(communicator) = first else { return Ok(None) };
+        let ring = Mpi::over(communicator.as_foreign(), Settings { patience, ..Settings::default() })?;
+        let nodes = ring.nodes().clone();
+        Ok(Some(Self { communicator, nodes }))
     }
 
     /// How many they are.
@@ -47,7 +52,9 @@ impl FirstRanks {
     /// # Errors
     /// As [`Mpi::world`].
     pub fn ring(&self, settings: Settings) -> Result<Mpi> {
-        Mpi::over(self.communicator.as_foreign(), settings)
+        let mut ring = Mpi::over_unmapped(self.communicator.as_foreign(), settings)?;
+        ring.nodes = self.nodes.clone();
+        Ok(ring)
     }
 }
 

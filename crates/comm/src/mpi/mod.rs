@@ -185,6 +185,13 @@ impl Mpi {
     }
 
     fn over(foreign: Foreign, settings: Settings) -> Result<Self> {
+        let mut made = Self::over_unmapped(foreign, settings)?;
+        made.nodes = made.map_nodes()?;
+        Ok(made)
+    }
+
+    /// As [`Mpi::over`], without the map of nodes.
+    fn over_unmapped(foreign: Foreign, settings: Settings) -> Result<Self> {
         if !(1..=LONGEST_PIECE).contains(&settings.piece_bytes) {
             return Err(Error::invalid("piece_bytes", settings.piece_bytes, format!("1 to {LONGEST_PIECE}")));
         }
@@ -195,7 +202,7 @@ impl Mpi {
         if window(&data) < 8 * ranks as u64 {
             return Err(Error::unsupported(format!("a ring of {ranks} ranks"), format!("an MPI whose tags end at {}", data.last_tag())));
         }
-        let mut made = Self {
+        Ok(Self {
             data: Some(data),
             control: Some(control),
             rank,
@@ -218,9 +225,7 @@ impl Mpi {
             idle_since: now,
             told_abort: false,
             failed: None,
-        };
-        made.nodes = made.map_nodes()?;
-        Ok(made)
+        })
     }
 
     /// Where every rank of this ring runs.
