@@ -27,6 +27,14 @@ pub(crate) struct Unfinished {
 impl Unfinished {
     /// Makes an empty file beside `target`, of a name that no other file has (one may be left by a killed process of the same number).
     pub(crate) fn create_beside(target: &Path) -> std::io::Result<(Self, File)> {
+        Self::name_beside(target, |path| OpenOptions::new().write(true).create_new(true).open(path))
+    }
+
+    /// Finds such a name, under which `make` puts something.
+    ///
+    /// # Errors
+    /// Those of `make`, which is asked again if it finds the name taken.
+    pub(crate) fn name_beside<T>(target: &Path, make: impl Fn(&Path) -> std::io::Result<T>) -> std::io::Result<(Self, T)> {
         static COUNT: AtomicU64 = AtomicU64::new(0);
         let name = target.file_name().unwrap_or_default().to_string_lossy();
         // made and remembered under one lock: an interrupt comes before both or after both
@@ -34,12 +42,12 @@ impl Unfinished {
         loop {
             let count = COUNT.fetch_add(1, Ordering::Relaxed);
             let path = target.with_file_name(format!(".{name}.{}-{count}.partial", std::process::id()));
-            match OpenOptions::new().write(true).create_new(true).open(&path) {
+            match make(&path) {
                 Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
                 made => {
-                    let file = made?;
+                    let made = made?;
                     names.push(path.clone());
-                    return Ok((Self { path }, file));
+                    return Ok((Self { path }, made));
                 }
             }
         }

@@ -143,12 +143,30 @@ impl Job<'_> {
 
     /// One file for all ranks: made by the first, opened by the others.
     fn open(&self, crew: &mut Crew, tensors: &[file::Planned]) -> Outcome<Output> {
-        let made = if crew.leads() { Output::create(self.output, tensors).map(Some) } else { Ok(None) };
+        if crew.shares_a_node() {
+            // paths may differ from node to node, but not here
+            let identity = file::identity(self.output).unwrap_or_default();
+            crew.same(Descriptor::new().field_as("output", identity, self.output.display()))?;
+            // not on every file system
+            if let Ok(output) = self.open_as(crew, tensors, Output::create_nameless) {
+                return Ok(output);
+            }
+        }
+        self.open_as(crew, tensors, Output::create)
+    }
+
+    fn open_as(
+        &self,
+        crew: &mut Crew,
+        tensors: &[file::Planned],
+        create: impl FnOnce(&Path, &[file::Planned]) -> Result<Output>,
+    ) -> Outcome<Output> {
+        let made = if crew.leads() { create(self.output, tensors).map(Some) } else { Ok(None) };
         let made = crew.agree(made.map_err(Failure::from))?;
-        let mine = made.as_ref().map(|output| output.temporary_name().as_bytes().to_vec()).unwrap_or_default();
-        let names = crew.share(&mine)?;
-        let name = OsStr::from_bytes(names.first().map_or(&[], Vec::as_slice));
-        let opened = made.map_or_else(|| Output::join(self.output, tensors, name), Ok);
+        let mine = made.as_ref().map(Output::handle).unwrap_or_default();
+        let handles = crew.share(mine.as_bytes())?;
+        let handle = OsStr::from_bytes(handles.first().map_or(&[], Vec::as_slice));
+        let opened = made.map_or_else(|| Output::join(self.output, tensors, handle), Ok);
         crew.agree(opened.map_err(Failure::from))
     }
 

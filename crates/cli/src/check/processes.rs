@@ -3,7 +3,10 @@
 //! All processes go through the cases together. After each case they share their verdicts, so that whoever has no part in a ring waits for no longer
 //! than a case takes, and a failure that several ranks see is one failure.
 
-use std::{collections::BTreeMap, path::Path};
+use std::{
+    collections::{BTreeMap, btree_map::Entry},
+    path::Path,
+};
 
 use annulus::{
     Cpu, RankPlan,
@@ -40,8 +43,8 @@ enum Said {
 pub(super) fn compute(folder: &Path, units: &[Unit], rings: &[Ring], crew: &mut Crew) -> Outcome<Vec<Vec<Verdict>>> {
     let mut parts: BTreeMap<usize, Option<FirstRanks>> = BTreeMap::new();
     for ring in rings {
-        if !parts.contains_key(&ring.ranks) {
-            parts.insert(ring.ranks, crew.first_ranks(ring.ranks)?);
+        if let Entry::Vacant(entry) = parts.entry(ring.ranks) {
+            entry.insert(crew.first_ranks(ring.ranks)?);
         }
     }
     let settings = crew.settings();
@@ -72,14 +75,10 @@ fn judge<T: Element>(folder: &Path, case: &Case, ring: &Ring, part: &FirstRanks,
 }
 
 fn try_judge<T: Element>(folder: &Path, case: &Case, ring: &Ring, part: &FirstRanks, settings: &Settings) -> Result<Verdict> {
-    // all that may fail on one rank alone comes before the ring is made: then nobody waits for it there
     let opened = Opened::new::<T>(folder, case);
+    // made even by a rank that has nothing to do on it: dropping it says goodbye to the others, who then wait no longer
     let transport = part.ring(settings.clone())?;
-    let Opened { input, sinks, attention } = match opened {
-        Ok(opened) => opened,
-        // dropping its endpoint says goodbye to the others
-        Err(error) => return Err(error),
-    };
+    let Opened { input, sinks, attention } = opened?;
     let mut plan = RankPlan::new(&attention, input.dims, ring.layout.clone(), Cpu::new(1)?, transport)?;
     let (q_rows, kv_rows) = (plan.q_rows().clone(), plan.kv_rows().clone());
     let share = input.share::<T>(sinks, &q_rows, &kv_rows)?;

@@ -129,6 +129,15 @@ impl Crew {
         return false;
     }
 
+    /// Whether the ranks are several processes of one machine.
+    pub(crate) fn shares_a_node(&self) -> bool {
+        #[cfg(feature = "mpi")]
+        if let Some(world) = &self.world {
+            return world.nodes().nodes() == 1;
+        }
+        false
+    }
+
     /// Whether this process says what is said once, and makes what is made once.
     pub(crate) fn leads(&self) -> bool {
         self.first_rank() == 0
