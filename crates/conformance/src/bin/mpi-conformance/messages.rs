@@ -258,7 +258,8 @@ fn expect(transport: &mut Mpi, rank: usize, what: &str) -> Result<Verdict> {
 fn odd_length(mut transport: Mpi, rank: usize, sent: u64, wanted: u64) -> Result<Verdict> {
     match rank {
         0 => send(&mut transport, block(1, 3, sent))?,
-        1 => receive(&mut transport, &block(0, 3, wanted))?,
+        // refused at once if the announcement is here already; the endpoint says it again
+        1 => drop(receive(&mut transport, &block(0, 3, wanted))),
         _ => {}
     }
     expect(&mut transport, rank, &format!("message Block 3 truncated: got {sent} bytes, want {wanted}"))
