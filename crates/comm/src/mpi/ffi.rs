@@ -289,26 +289,31 @@ fn home() -> Result<Option<ThreadId>> {
 
 /// `MPI_Comm_idup`, so that a rank that never comes costs no more than `patience`.
 fn idup(foreign: ffi::MPI_Comm, rank: usize, patience: Duration) -> Result<ffi::MPI_Comm> {
-    let started = Instant::now();
     // SAFETY: constants of the linked MPI
     let (null, mut request) = unsafe { (ffi::RSMPI_COMM_NULL, ffi::RSMPI_REQUEST_NULL) };
     // on the heap and leaked if it fails: MPI may write there whenever the last rank comes
     let made = Box::leak(Box::new(null));
     // SAFETY: `duplicate` checked rules 1 and 2 and `foreign`; `made` lives until the request is complete, or for ever
     check(unsafe { ffi::MPI_Comm_idup(foreign, &raw mut *made, &raw mut request) }, (rank, 0))?;
+    complete(&mut request, rank, patience, "the communicator could not be duplicated")?;
+    let raw = *made;
+    // SAFETY: `made` came out of `Box::leak`, and the operation that wrote to it is complete
+    drop(unsafe { Box::from_raw(made) });
+    Ok(raw)
+}
+
+/// Waits for a collective operation of this rank's, for `patience` at most. The caller has entered its communicator.
+pub(super) fn complete(request: &mut ffi::MPI_Request, rank: usize, patience: Duration, what: &str) -> Result<()> {
+    let started = Instant::now();
     loop {
         let mut done = 0;
-        // SAFETY: rules 1 and 2 as above; the request is ours and active, or null once done
-        check(unsafe { ffi::MPI_Test(&raw mut request, &raw mut done, ffi::RSMPI_STATUS_IGNORE) }, (rank, 0))?;
+        // SAFETY: rules 1 and 2 (the caller has entered); the request is the caller's and active, or null once done
+        check(unsafe { ffi::MPI_Test(&raw mut *request, &raw mut done, ffi::RSMPI_STATUS_IGNORE) }, (rank, 0))?;
         if done != 0 {
-            let raw = *made;
-            // SAFETY: `made` came out of `Box::leak`, and the operation that wrote to it is complete
-            drop(unsafe { Box::from_raw(made) });
-            return Ok(raw);
+            return Ok(());
         }
         if started.elapsed() >= patience {
-            let what = format!("the communicator could not be duplicated within {patience:?}: not all of its ranks came");
-            return Err(Error::Comm { peer: rank, step: 0, what });
+            return Err(Error::Comm { peer: rank, step: 0, what: format!("{what} within {patience:?}: not all of its ranks came") });
         }
         thread::sleep(Duration::from_micros(100));
     }
@@ -358,45 +363,6 @@ pub(super) fn thread_level() -> Result<ThreadLevel> {
         level if level >= funneled => ThreadLevel::Funneled,
         _ => ThreadLevel::Single,
     })
-}
-
-/// What MPI calls the processor of this process.
-pub(super) fn processor() -> Result<String> {
-    check_alive()?;
-    // SAFETY: a constant of the linked MPI
-    let room = count(unsafe { ffi::RSMPI_MAX_PROCESSOR_NAME });
-    let (mut text, mut length) = (vec![0u8; room + 1], 0);
-    // SAFETY: MPI is alive; it writes at most `room` characters and the number
-    check(unsafe { ffi::MPI_Get_processor_name(text.as_mut_ptr().cast::<c_char>(), &raw mut length) }, (0, 0))?;
-    text.truncate(count(length).min(room));
-    Ok(String::from_utf8_lossy(&text).trim_end_matches('\0').to_owned())
-}
-
-/// The lowest rank of `communicator` that shares memory with this one. Collective over its ranks; the caller has entered it.
-pub(super) fn first_on_node(communicator: &Communicator) -> Result<usize> {
-    let about = (communicator.rank, 0);
-    let key = c_int::try_from(communicator.rank).unwrap_or(c_int::MAX);
-    // SAFETY: constants of the linked MPI
-    let (mut node, [mut here, mut there]) = unsafe { (ffi::RSMPI_COMM_NULL, [ffi::RSMPI_GROUP_NULL; 2]) };
-    // SAFETY: rules 1 and 2 (the caller has entered); the communicator lives, and so does what MPI writes to; a null info is allowed
-    let split =
-        unsafe { ffi::MPI_Comm_split_type(communicator.raw, ffi::RSMPI_COMM_TYPE_SHARED, key, ffi::RSMPI_INFO_NULL, &raw mut node) };
-    check(split, about)?;
-    let (lowest, mut first) = (0, 0);
-    // SAFETY: rules 1 and 2; `node` was made a moment ago, and the groups before they are used; all are freed here, once, and used by nobody
-    // else; the numbers live through the calls
-    let codes = unsafe {
-        [
-            ffi::MPI_Comm_group(node, &raw mut here),
-            ffi::MPI_Comm_group(communicator.raw, &raw mut there),
-            ffi::MPI_Group_translate_ranks(here, 1, &raw const lowest, there, &raw mut first),
-            ffi::MPI_Group_free(&raw mut here),
-            ffi::MPI_Group_free(&raw mut there),
-            ffi::MPI_Comm_free(&raw mut node),
-        ]
-    };
-    codes.into_iter().try_for_each(|code| check(code, about))?;
-    Ok(count(first))
 }
 
 /// What the MPI that is loaded says, if it has either of the two calls by which some can say it.

@@ -36,6 +36,11 @@ impl Gather {
         self.number.is_some() && self.parts.iter().all(Option::is_some)
     }
 
+    /// Whether this rank has begun it and lacks a part.
+    pub(super) fn is_waited_for(&self) -> bool {
+        self.number.is_some() && !self.is_whole()
+    }
+
     /// Whether others still need this rank for it.
     pub(super) fn owes(&self) -> bool {
         self.number.is_some() && self.reach < self.parts.len()
@@ -98,10 +103,10 @@ mod tests {
         fn every_part_comes_to_every_rank_once(ranks in 1usize..70, order in prop::collection::vec(any::<prop::sample::Index>(), 1..50)) {
             let mut gathers: Vec<Gather> = (0..ranks).map(|_| Gather::new(ranks)).collect();
             let (mut sent, mut late, mut turn) = (0, Vec::new(), 0);
-            for rank in 0..ranks {
-                gathers[rank].parts[rank] = Some(vec![rank as u8]);
-                gathers[rank].number = Some(0);
-                while let Some(message) = gathers[rank].next(rank) {
+            for (rank, gather) in gathers.iter_mut().enumerate() {
+                gather.parts[rank] = Some(vec![rank as u8]);
+                gather.number = Some(0);
+                while let Some(message) = gather.next(rank) {
                     late.push(message);
                 }
             }
@@ -126,10 +131,10 @@ mod tests {
         let mut gather = Gather::new(4);
         gather.parts[2] = Some(Vec::new());
         assert_eq!(gather.next(1), None);
-        assert!(!gather.owes() && !gather.is_whole());
+        assert!(!gather.owes() && !gather.is_whole() && !gather.is_waited_for());
         (gather.parts[1], gather.number) = (Some(Vec::new()), Some(3));
         assert!(gather.owes());
         assert_eq!([gather.next(1), gather.next(1), gather.next(1)], [Some((0, vec![1])), Some((3, vec![1, 2])), None]);
-        assert!(!gather.owes() && !gather.is_whole());
+        assert!(!gather.owes() && !gather.is_whole() && gather.is_waited_for());
     }
 }

@@ -25,7 +25,7 @@
 //!
 //! # Nodes
 //! When an endpoint is made, its ranks find out which of them share a node ([`Mpi::nodes`]) by `MPI_Comm_split_type`, the only collective that is not
-//! begun and then looked at: every rank has come by then, and only one that dies in that very moment could be waited for. A ring that is free
+//! begun and then looked at: every rank has come by then, and only one that dies in that very moment would be waited for in vain. A ring that is free
 //! to choose who holds what lets each node's ranks stand next to each other ([`Placement`](annulus_core::Placement)).
 //!
 //! # Threads
@@ -55,6 +55,7 @@ mod first_ranks;
 mod flying;
 mod frame;
 mod gather;
+mod inquiry;
 mod launch;
 mod nodes;
 mod pump;

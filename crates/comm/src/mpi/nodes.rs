@@ -1,17 +1,14 @@
 //! Which rank runs on which node, and on which of its cores: what MPI and the system say, gathered once when an endpoint is made.
 
-use std::{
-    ops::RangeInclusive,
-    time::{Duration, Instant},
-};
+use std::ops::RangeInclusive;
 
-use annulus_core::{Control, Error, Placement, Result, Transport};
+use annulus_core::{Error, Placement, Result};
 
-use super::{Mpi, ffi};
+use super::{Mpi, inquiry};
 
-/// The round of the gather that makes the map; plans count theirs from 0.
-const ROUND: u64 = u64::MAX - 1;
-const GLANCE: Duration = Duration::from_millis(20);
+/// Bytes of what a rank says of itself; the rest of a longer list of cores, or of a longer name, is left out.
+const RECORD: usize = 1024;
+const LONGEST_LIST: usize = 512;
 
 /// Where one rank runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -78,27 +75,28 @@ impl NodeMap {
 
 impl Mpi {
     /// Makes the map. Every rank is there: they have just duplicated a communicator together.
-    pub(super) fn map_nodes(&mut self) -> Result<NodeMap> {
-        let (started, patience) = (Instant::now(), self.settings.patience);
-        let first = ffi::first_on_node(self.enter()?.1)?;
+    pub(super) fn map_nodes(&self) -> Result<NodeMap> {
+        let (_, communicator) = self.enter()?;
+        let first = inquiry::first_on_node(communicator)?;
         let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-        let said = format!("{first}\n{}\n{}", allowed(&status), ffi::processor()?);
-        self.offer(ROUND, said.as_bytes())?;
-        loop {
-            if let Some(all) = self.collect(ROUND)? {
-                let read = |(peer, said): (usize, &Vec<u8>)| {
-                    let broken = || Error::Comm { peer, step: 0, what: "where it runs came broken".to_owned() };
-                    read(&String::from_utf8_lossy(said)).ok_or_else(broken)
-                };
-                return all.iter().enumerate().map(read).collect::<Result<_>>().map(NodeMap::new);
-            }
-            if started.elapsed() >= patience {
-                let missing = self.missing(ROUND).into_iter().find(|&peer| peer != self.rank).unwrap_or(self.rank);
-                return Err(Error::Timeout { peer: missing, step: 0, waited: started.elapsed() });
-            }
-            self.progress(GLANCE)?;
-        }
+        let said = record(first, allowed(&status), &inquiry::processor()?);
+        let all = inquiry::gather(communicator, said, self.settings.patience)?;
+        let read = |(peer, said): (usize, &[u8; RECORD])| {
+            let broken = || Error::Comm { peer, step: 0, what: "where it runs came broken".to_owned() };
+            read(&String::from_utf8_lossy(said)).ok_or_else(broken)
+        };
+        all.iter().enumerate().map(read).collect::<Result<_>>().map(NodeMap::new)
     }
+}
+
+/// What a rank says of itself, filled up with zeros.
+fn record(first: usize, cores: &str, host: &str) -> [u8; RECORD] {
+    // a list is cut between two runs
+    let end = if cores.len() <= LONGEST_LIST { cores.len() } else { cores[..LONGEST_LIST].rfind(',').unwrap_or(0) };
+    let mut record = [0; RECORD];
+    let text = format!("{first}\n{}\n{host}", &cores[..end]);
+    record.iter_mut().zip(text.bytes()).for_each(|(place, byte)| *place = byte);
+    record
 }
 
 /// The cores on which Linux lets this process run, as it lists them: `0-3,8`.
@@ -108,7 +106,7 @@ fn allowed(status: &str) -> &str {
 
 /// What a rank said of itself.
 fn read(said: &str) -> Option<(usize, String, Vec<RangeInclusive<usize>>)> {
-    let mut lines = said.splitn(3, '\n');
+    let mut lines = said.trim_end_matches('\0').splitn(3, '\n');
     let first = lines.next()?.parse().ok()?;
     let cores = lines.next()?;
     Some((first, lines.next()?.to_owned(), runs(cores)))
@@ -148,5 +146,9 @@ mod tests {
         assert_eq!(allowed("Name:\tx\nCpus_allowed_list:\t0-1\nMems:\t0"), "0-1");
         assert_eq!(read("x\n0\nhost"), None);
         assert_eq!(read("1\n0"), None);
+        let told = |cores: &str| read(&String::from_utf8_lossy(&record(7, cores, "host")));
+        assert_eq!(told("0-3"), Some((7, "host".to_owned(), vec![0..=3])));
+        let (_, _, cores) = told(&(0..400).map(|core| (2 * core).to_string()).collect::<Vec<_>>().join(",")).unwrap();
+        assert!(cores.len() > 100 && cores.iter().enumerate().all(|(place, run)| *run == (2 * place..=2 * place)));
     }
 }

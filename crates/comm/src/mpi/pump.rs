@@ -167,7 +167,8 @@ impl Mpi {
             self.land()?;
             moved = true;
         }
-        match (0..self.ranks).find_map(|peer| self.missed(peer)) {
+        // one that left in the middle of a gather may have done so because of another that never came to it
+        match (0..self.ranks).find_map(|peer| self.missed(peer)).or_else(|| (0..self.ranks).find_map(|peer| self.owes(peer))) {
             Some((peer, step)) => Err(Error::PeerLost { peer, step }),
             None => Ok(moved),
         }
@@ -343,10 +344,17 @@ impl Mpi {
         let receive = self.receives.iter().find(wanted).map(|receive| receive.hop.step);
         let send = || self.peers[peer].sends.front().copied().filter(|_| overdue);
         // a rank that has done its part may leave while the part is still on its way through others
-        let (begun, owed) = &self.peers[peer].gathers;
-        let missed = |gather: &Gather, round| gather.number.is_some_and(|number| number >= *begun || owed.contains(round));
-        let gather = || self.gathers.iter().any(|(round, gather)| !gather.is_whole() && missed(gather, round));
+        let (begun, _) = self.peers[peer].gathers;
+        let gather = || self.gathers.values().any(|gather| gather.is_waited_for() && gather.number >= Some(begun));
         let step = receive.or_else(send).or_else(|| gather().then_some(self.step))?;
         Some((peer, step))
+    }
+
+    /// Alike, if this peer left without sending on all that it should have of a gather that is still waited for.
+    fn owes(&self, peer: usize) -> Option<(usize, usize)> {
+        self.peers[peer].left?;
+        let (_, owed) = &self.peers[peer].gathers;
+        let waits = |round: &u64| self.gathers.get(round).is_some_and(Gather::is_waited_for);
+        owed.iter().any(waits).then_some((peer, self.step))
     }
 }

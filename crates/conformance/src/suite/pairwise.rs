@@ -249,13 +249,13 @@ mod tests {
         assert!(all.len() <= 400, "{} configurations", all.len());
         let two_pass = [1, 3];
         let per_pair = FEATURES.iter().position(|&feature| feature == Feature::BiasPerPair).unwrap();
-        for b in 0..FACTORS.len() {
-            for a in 0..b {
-                for (x, y) in (0..FACTORS[a].1).flat_map(|x| (0..FACTORS[b].1).map(move |y| (x, y))) {
+        for (b, (name_b, count_b)) in FACTORS.into_iter().enumerate() {
+            for (a, (name_a, count_a)) in FACTORS.into_iter().enumerate().take(b) {
+                for (x, y) in (0..count_a).flat_map(|x| (0..count_b).map(move |y| (x, y))) {
                     let refused =
                         b == BACKWARD && two_pass.contains(&y) && [(MASK, matrix::DENSE_BATCH), (FEATURE, per_pair)].contains(&(a, x));
                     let meets = all.iter().any(|configuration| configuration.values[a] == x && configuration.values[b] == y);
-                    assert_eq!(meets, !refused, "{} {x} and {} {y}", FACTORS[a].0, FACTORS[b].0);
+                    assert_eq!(meets, !refused, "{name_a} {x} and {name_b} {y}");
                 }
             }
         }
