@@ -7,12 +7,17 @@
 use std::{
     ops::Range,
     sync::{Arc, Mutex},
+    thread,
+    time::{Duration, Instant},
 };
 
 use annulus_core::{Error, Result, index};
 use wgpu::{BufferUsages, MapMode};
 
-use crate::device::{Gpu, fault, lock};
+use crate::device::{Gpu, PATIENCE, fault, lock};
+
+/// How often a copy that is waited for is looked after.
+const POLL: Duration = Duration::from_micros(50);
 
 /// The pools of one device.
 #[derive(Debug, Default)]
@@ -126,8 +131,18 @@ impl Gpu {
     pub(crate) fn read(&self, from: &wgpu::Buffer, bytes: u64) -> Result<Vec<u8>> {
         let copy = self.fetch(from, std::slice::from_ref(&(0..bytes.next_multiple_of(4))))?;
         self.synchronize()?;
-        let read = |view: &[u8]| Ok(view.get(..index(bytes)).map(<[u8]>::to_vec));
-        self.came(&copy, read)?.flatten().ok_or_else(|| fault("a copy to the host did not come"))
+        // done it is, but it may be another thread's poll that tells of it
+        let start = Instant::now();
+        loop {
+            let read = |view: &[u8]| view.get(..index(bytes)).map(<[u8]>::to_vec).ok_or_else(|| fault("a copy to the host is too short"));
+            if let Some(read) = self.came(&copy, read)? {
+                return Ok(read);
+            }
+            if start.elapsed() > PATIENCE {
+                return Err(fault("a copy to the host did not come"));
+            }
+            thread::sleep(POLL);
+        }
     }
 
     /// Starts copying bytes from the host to aligned places of `into`: pairs of (bytes, offset in `into`), all multiples of 4.

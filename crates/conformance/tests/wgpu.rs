@@ -122,7 +122,8 @@ fn tensors_larger_than_a_binding_are_worked_in_parts() {
     }
 }
 
-const DEADLINE: Duration = Duration::from_secs(5);
+/// A driver may take seconds to compile a kernel, and a rank is silent meanwhile.
+const DEADLINE: Duration = Duration::from_secs(30);
 
 /// One rank's ring over a device of its own or a shared one.
 fn ring(gpu: &Gpu, transport: Threads, attention: &Attention, dims: Dims) -> Result<Ring<Wgpu>> {
@@ -149,13 +150,13 @@ fn a_device_that_is_destroyed_ends_every_plan_before_the_deadline() {
     let dims = Dims::new(1, 96, 2, 8);
     let Some(healthy) = gpu() else { return };
     let Some(doomed) = open(&Options::default()) else { return };
-    let start = Instant::now();
     let fates = each_rank(threads::ring(3), |rank, transport| {
         let gpu = if rank == 1 { &doomed } else { &healthy };
         let attention = Attention::new();
         let mut ring = ring(gpu, transport, &attention, dims)?;
         forward(gpu, &mut ring, dims)?;
         let (inputs, mut outputs) = (tensors(gpu, &ring, dims)?, outputs(gpu, &ring, dims)?);
+        let start = Instant::now();
         if rank == 1 {
             gpu.device().destroy();
         }
@@ -166,15 +167,16 @@ fn a_device_that_is_destroyed_ends_every_plan_before_the_deadline() {
             let inputs = Inputs { q, k, v, bias: None, sinks: None };
             ring.forward(&inputs, &mut Outputs { out, lse, max: None, sum: None, ties: None })
         };
-        Ok((pass().err(), pass().err()))
+        let errors = (pass().err(), pass().err());
+        Ok((errors, start.elapsed()))
     })
     .expect("every rank comes to its end");
-    for (rank, (first, second)) in fates.iter().enumerate() {
+    for (rank, ((first, second), after)) in fates.iter().enumerate() {
+        assert!(*after < DEADLINE, "rank {rank} took {after:?}");
         assert!(first.as_ref().is_some_and(Error::is_fatal), "rank {rank}: {first:?}");
         assert!(matches!(second, Some(Error::Poisoned { .. })), "rank {rank}: {second:?}");
     }
-    assert!(matches!(&fates[1].0, Some(Error::Device { what }) if what.contains("lost")), "{:?}", fates[1].0);
-    assert!(start.elapsed() < 10 * DEADLINE, "{:?}", start.elapsed());
+    assert!(matches!(&fates[1].0.0, Some(Error::Device { what }) if what.contains("lost")), "{:?}", fates[1].0);
 }
 
 fn tensors(gpu: &Gpu, ring: &Ring<Wgpu>, dims: Dims) -> Result<[Tensor; 3]> {

@@ -6,6 +6,11 @@ fn is_negative_infinity(x: f32) -> bool {
     return bitcast<u32>(x) == NEGATIVE_INFINITY;
 }
 
+// By its bits: a compiler may take it for granted that x = x.
+fn is_nan(x: f32) -> bool {
+    return (bitcast<u32>(x) & 0x7fffffffu) > 0x7f800000u;
+}
+
 // e^x = 2^n · e^r, |r| ≤ ln 2 / 2; 0 below the least normal number. x is at most about 0 wherever the result is used; NaN stays NaN.
 fn exponential(x: f32) -> f32 {
     let n = round(x * 1.4426950408889634);
@@ -54,7 +59,7 @@ fn hyperbolic_tangent(x: f32) -> f32 {
     let small = fma(x * z, p, x);
     let large = 1.0 - 2.0 / (exponential(2.0 * min(a, 10.0)) + 1.0);
     let signed = select(large, -large, x < 0.0);
-    return select(select(signed, small, a < 0.6), x, x != x);
+    return select(select(signed, small, a < 0.6), x, is_nan(x));
 }
 
 // The bits of a bf16, rounded to nearest, ties to even.

@@ -63,8 +63,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         }
     }
     // a NaN that was seen is nobody's maximum, but it is in the sum
-    greatest = select(greatest, sum, sum != sum);
-    lse[to] = bitcast<u32>(select(greatest + logarithm(sum), sum, sum != sum));
+    greatest = select(greatest, sum, is_nan(sum));
+    lse[to] = bitcast<u32>(select(greatest + logarithm(sum), sum, is_nan(sum)));
 #if UNNORMALIZED
     most[to] = bitcast<u32>(greatest);
     sums[to] = bitcast<u32>(sum);
