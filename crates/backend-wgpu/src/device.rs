@@ -284,7 +284,12 @@ impl Gpu {
         if memory.is_some() {
             return Err(Error::OutOfMemory { asked: 0, free: None });
         }
-        validation.or(internal).map_or(Ok(result), |error| Err(fault(error)))
+        validation.or(internal).map_or(Ok(result), |error| Err(self.explain(error)))
+    }
+
+    /// An error of a call. Where the device is lost that is the reason, whatever the call says; wgpu tells of it in the next poll.
+    pub(crate) fn explain(&self, what: impl ToString) -> Error {
+        self.look().err().unwrap_or_else(|| fault(what))
     }
 
     /// A buffer of at least `bytes` bytes, a multiple of 4 and not empty.

@@ -79,7 +79,7 @@ impl Gpu {
             }
         };
         {
-            let mut view = buffer.slice(..size).get_mapped_range_mut().map_err(fault)?;
+            let mut view = buffer.slice(..size).get_mapped_range_mut().map_err(|error| self.explain(error))?;
             view.slice(..bytes.len()).copy_from_slice(bytes);
         }
         self.guard(|_, _| buffer.unmap())?;
@@ -115,11 +115,11 @@ impl Gpu {
         self.look()?;
         match lock(&copy.mapped).take() {
             None => return Ok(None),
-            Some(Err(what)) => return Err(fault(what)),
+            Some(Err(what)) => return Err(self.explain(what)),
             Some(Ok(())) => {}
         }
         let result = {
-            let view = copy.buffer.slice(..).get_mapped_range().map_err(fault)?;
+            let view = copy.buffer.slice(..).get_mapped_range().map_err(|error| self.explain(error))?;
             read(&view)
         };
         self.guard(|_, _| copy.buffer.unmap())?;
