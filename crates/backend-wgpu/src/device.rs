@@ -46,7 +46,7 @@ pub struct Adapter {
 pub struct Options {
     /// Which adapter of [`Gpu::list`].
     pub number: usize,
-    /// The level, or `None` for the highest that the adapter can run.
+    /// The level, or `None` for the one that [`Level::VARIABLE`] names, or else the highest that the adapter can run.
     pub level: Option<Level>,
     /// The most bytes of one binding, or `None` for the adapter's own: a way to try what a small device does.
     pub most_binding_bytes: Option<u64>,
@@ -117,8 +117,10 @@ impl Gpu {
     /// Opens an adapter with all of its limits.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if there is no such adapter, or it cannot run the level; [`Error::Device`] if it does not open.
+    /// [`Error::Unsupported`] if there is no such adapter, or it cannot run the level; [`Error::InvalidArgument`] as [`Level::forced`];
+    /// [`Error::Device`] if it does not open.
     pub fn open(options: &Options) -> Result<Self> {
+        let level = options.level.map_or_else(Level::forced, |level| Ok(Some(level)))?;
         let found = adapters();
         let count = found.len();
         let Some(adapter) = found.into_iter().nth(options.number) else {
@@ -145,7 +147,7 @@ impl Gpu {
         };
         let (device, queue) = pollster::block_on(adapter.request_device(&descriptor))
             .map_err(|error| Error::Device { what: format!("{}: {error}", adapter.get_info().name) })?;
-        Self::adopt(device, queue, options.level)
+        Self::adopt(device, queue, level)
     }
 
     /// Computes on a device and queue that somebody else made. Its device-lost callback is replaced; its error handler is not touched.
