@@ -48,6 +48,7 @@ mod ffi;
 mod flying;
 mod frame;
 mod launch;
+mod progress;
 mod pump;
 
 use std::{
@@ -58,13 +59,13 @@ use std::{
 
 use annulus_core::{Arrived, Channel, Control, Error, Hop, Host, HostBuffer, Incoming, Outgoing, Result, Space, Transport};
 
-pub use self::launch::Launch;
 use self::{
     ffi::{Communicator, Foreign},
     flying::{Address, Flying, LONGEST_PIECE, Mode},
     frame::{CHANNELS, Frame},
     pump::{Early, Label, Peer, Receive, Stage},
 };
+pub use self::{launch::Launch, progress::Progress};
 use crate::{ranges, staging::Staging};
 
 /// A handle of a communicator, as C has it.
@@ -205,6 +206,11 @@ impl Mpi {
             told_abort: false,
             failed: None,
         })
+    }
+
+    /// Whether any thread may use this endpoint: whether MPI grants `MPI_THREAD_MULTIPLE`.
+    pub fn any_thread(&self) -> bool {
+        self.data.as_ref().is_some_and(Communicator::any_thread)
     }
 
     /// The two communicators, if this thread may call MPI now.
