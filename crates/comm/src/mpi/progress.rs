@@ -15,7 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_core::{Arrived, Control, Error, Hop, Host, Incoming, Outgoing, Result, Transport};
+use annulus_core::{Arrived, Control, Error, Hop, Host, Incoming, Outgoing, Placement, Result, Transport};
 
 use super::Mpi;
 
@@ -37,6 +37,8 @@ use super::Mpi;
 /// ```
 pub struct Progress {
     shared: Arc<Shared>,
+    /// The endpoint's, which never changes.
+    placement: Option<Placement>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -81,11 +83,12 @@ impl Progress {
         if every.is_zero() {
             return Err(Error::invalid("every", format!("{every:?}"), "more than nothing"));
         }
+        let placement = endpoint.placement().cloned();
         let shared = Arc::new(Shared { endpoint: Mutex::new(endpoint), stop: AtomicBool::new(false) });
         let looker = Arc::clone(&shared);
         let thread = thread::Builder::new().name("annulus-mpi-progress".to_owned()).spawn(move || looker.look_after(every));
         let thread = thread.map_err(|error| Error::Device { what: format!("the progress thread could not be started: {error}") })?;
-        Ok(Self { shared, thread: Some(thread) })
+        Ok(Self { shared, placement, thread: Some(thread) })
     }
 }
 
@@ -154,6 +157,10 @@ impl Control for Progress {
 
     fn beat(&mut self, working: bool) {
         self.shared.lock().beat(working);
+    }
+
+    fn placement(&self) -> Option<&Placement> {
+        self.placement.as_ref()
     }
 
     fn last_heard(&self, peer: usize) -> Instant {

@@ -33,7 +33,7 @@ impl<B: Backend> Ring<B> {
         home: &mut <B::Space as Space>::Buffer,
         first_tag: u64,
     ) -> Result<Report> {
-        let Self { backend, workspace, transport, shared, buffers, route, spec, local, rank, ranks, .. } = self;
+        let Self { backend, workspace, transport, shared, buffers, route, spec, local, place, ranks, .. } = self;
         let one_pass = spec.backward == BackwardMode::OnePass || *ranks == 1;
         let mut own = spare::<B::Space>(&mut buffers.blocks, local.keys.len() as u64 * spec.kv_record().bytes())?;
         let packed = backend.pack(workspace, inputs, &mut own)?;
@@ -92,7 +92,7 @@ impl<B: Backend> Ring<B> {
             let mut own = spare::<B::Space>(&mut buffers.blocks, local.keys.len() as u64 * spec.kv_record().bytes())?;
             let packed = backend.pack(workspace, inputs, &mut own)?;
             let part = shared.late_part::<B::Space>(spec, &own)?;
-            shared.coordinates.kv[*rank].expand(&shared.late_set(), &mut buffers.rows);
+            shared.coordinates.kv[*place].expand(&shared.late_set(), &mut buffers.rows);
             let block = Block { buffer: &part, ready: &packed, rows: &buffers.rows };
             let mut sum = spare::<B::Space>(sums.stock, shared.late_rows() * spec.gradient_record().bytes())?;
             let ready = backend.attend_backward(workspace, inputs, saved, &block, &mut sum, &mut || flight.tick())?;

@@ -2,7 +2,7 @@
 
 use std::{ops::Range, sync::Arc};
 
-use annulus_core::{Channel, Group, Hop, Message, Route, RowSet, Schedule};
+use annulus_core::{Channel, Group, Hop, Message, Order, Route, RowSet, Schedule};
 
 use super::split::{self, Homecoming};
 
@@ -51,10 +51,11 @@ impl Transfers {
     }
 }
 
-/// Works out the way of `rank`, with `early` rows of the home block in step 0. `block_bytes` and `gradient_bytes` are those of one record.
-pub(crate) fn way(schedule: &Schedule, rank: usize, early: u64, block_bytes: u64, gradient_bytes: u64) -> Way {
-    let steps = &schedule.steps[rank];
-    let steps = &steps[..split::last_step(schedule, rank).map_or(1, |last| last + 1)];
+/// Works out the way of the rank at `place`, with `early` rows of the home block in step 0. What is sent is addressed to ranks; all else is about
+/// places. `block_bytes` and `gradient_bytes` are those of one record.
+pub(crate) fn way(schedule: &Schedule, order: &Order, place: usize, early: u64, block_bytes: u64, gradient_bytes: u64) -> Way {
+    let steps = &schedule.steps[place];
+    let steps = &steps[..split::last_step(schedule, place).map_or(1, |last| last + 1)];
     let mut legs = Vec::with_capacity(steps.len());
     let own = &steps[0].rows;
     let mut unwritten: RowSet = std::iter::once(early..own.count()).collect();
@@ -68,8 +69,8 @@ pub(crate) fn way(schedule: &Schedule, rank: usize, early: u64, block_bytes: u64
         legs.push(Leg {
             owner: here.owner,
             rows: here.rows.clone(),
-            before: transfers(&here.before, step, source, block_bytes),
-            after: transfers(&here.after, step, &here.rows, gradient_bytes),
+            before: transfers(&here.before, order, step, source, block_bytes),
+            after: transfers(&here.after, order, step, &here.rows, gradient_bytes),
             travelled,
             homecomings: homecomings(&here.after).map(|message| Homecoming::divide(pair(own, &message.rows), &mut unwritten)).collect(),
         });
@@ -82,9 +83,9 @@ fn homecomings(group: &Group) -> impl Iterator<Item = &Message> {
     group.receives.iter().filter(|message| message.channel == Channel::Home)
 }
 
-fn transfers(group: &Group, step: usize, source: &RowSet, record_bytes: u64) -> Transfers {
+fn transfers(group: &Group, order: &Order, step: usize, source: &RowSet, record_bytes: u64) -> Transfers {
     let hop = |message: &Message, places: Vec<Range<u64>>| Hop {
-        peer: message.peer,
+        peer: order.rank(message.peer),
         channel: message.channel,
         tag: step as u64,
         step,

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use annulus_core::{BackwardMode, Coordinates, DenseMask, Error, Local, Needs, Result, Route, RowSet, Rows, Schedule, Shard, Space, Spec};
+use annulus_core::{
+    BackwardMode, Coordinates, DenseMask, Error, Local, Needs, Order, Result, Route, RowSet, Rows, Schedule, Shard, Space, Spec,
+};
 
 use super::{
     legs::{self, Leg, Way},
@@ -26,21 +28,30 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    pub(super) fn derive<S: Space>(spec: &Spec, route: Route, rank: usize, coordinates: Coordinates, backward: bool) -> Self {
+    /// `coordinates`, and what is derived from them, go by the places of ranks on the ring.
+    pub(super) fn derive<S: Space>(
+        spec: &Spec,
+        route: Route,
+        order: &Order,
+        place: usize,
+        coordinates: Coordinates,
+        backward: bool,
+    ) -> Self {
         let (mask, heads, batch) = (spec.mask.as_ref(), spec.dims.q_heads, spec.dims.batch);
         let rows = |shard: &Shard| {
             let mut rows = Rows::default();
             shard.expand(&RowSet::all(shard.rows.len()), &mut rows);
             Arc::new(rows)
         };
-        let (queries, keys) = (rows(&coordinates.q[rank]), rows(&coordinates.kv[rank]));
+        let (queries, keys) = (rows(&coordinates.q[place]), rows(&coordinates.kv[place]));
         // all ranks' steps are made and all but this rank's dropped: kept, they would be ranks³ for the ranks of one process
         let schedule = schedule(spec, route, &coordinates, backward);
-        let early = if S::HAS_PARTS { split::early_rows(spec, &schedule, rank, &queries, &keys) } else { keys.len() as u64 };
-        let way = legs::way(&schedule, rank, early, spec.kv_record().bytes(), spec.gradient_record().bytes());
+        let early = if S::HAS_PARTS { split::early_rows(spec, &schedule, place, &queries, &keys) } else { keys.len() as u64 };
+        let way = legs::way(&schedule, order, place, early, spec.kv_record().bytes(), spec.gradient_record().bytes());
         let query_legs = if backward && spec.backward == BackwardMode::TwoPass {
             let needs = Needs::of_keys(mask, heads, batch, &coordinates);
-            legs::way(&Schedule::build(&needs, reverse(route), false), rank, queries.len() as u64, spec.query_record().bytes(), 0).legs
+            legs::way(&Schedule::build(&needs, reverse(route), false), order, place, queries.len() as u64, spec.query_record().bytes(), 0)
+                .legs
         } else {
             Vec::new()
         };
@@ -77,8 +88,8 @@ pub(super) fn encode_shards(shards: [Shard; 2]) -> Vec<u8> {
     message
 }
 
-/// Reads what every rank wrote with [`encode_shards`].
-pub(super) fn decode_shards(messages: &[Vec<u8>]) -> Result<Coordinates> {
+/// Reads what every rank wrote with [`encode_shards`], and puts it in the order of places.
+pub(super) fn decode_shards(messages: &[Vec<u8>], order: &Order) -> Result<Coordinates> {
     let mut coordinates = Coordinates { q: Vec::new(), kv: Vec::new() };
     for (peer, message) in messages.iter().enumerate() {
         let broken = || Error::Comm { peer, step: 0, what: "the ids of its rows came broken".into() };
@@ -91,7 +102,7 @@ pub(super) fn decode_shards(messages: &[Vec<u8>]) -> Result<Coordinates> {
             rest = after;
         }
     }
-    Ok(coordinates)
+    Ok(Coordinates { q: order.by_place(coordinates.q), kv: order.by_place(coordinates.kv) })
 }
 
 /// Queries find the keys that they see against the direction in which keys find their queries.

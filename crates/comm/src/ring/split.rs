@@ -24,10 +24,10 @@ const SAMPLES: usize = 64;
 /// How many rows of the home block are attended in step 0; the others come after the last step. All of them if there is nothing to hide after it.
 ///
 /// Both parts get the share of work that the transfers which they hide have of the bytes.
-pub(super) fn early_rows(spec: &Spec, schedule: &Schedule, rank: usize, queries: &Rows, keys: &Rows) -> u64 {
+pub(super) fn early_rows(spec: &Spec, schedule: &Schedule, place: usize, queries: &Rows, keys: &Rows) -> u64 {
     let all = keys.len() as u64;
-    let steps = &schedule.steps[rank];
-    let Some(last) = last_step(schedule, rank) else { return all };
+    let steps = &schedule.steps[place];
+    let Some(last) = last_step(schedule, place) else { return all };
     let rows = |messages: &[Message]| messages.iter().map(|message| message.rows.count()).sum::<u64>();
     let hides = |group: &Group, record: u64| rows(&group.sends).max(rows(&group.receives)) * record;
     let first = hides(&steps[0].before, spec.kv_record().bytes());
@@ -43,9 +43,9 @@ pub(super) fn early_rows(spec: &Spec, schedule: &Schedule, rank: usize, queries:
 }
 
 /// The last step in which this rank does anything at all.
-pub(super) fn last_step(schedule: &Schedule, rank: usize) -> Option<usize> {
+pub(super) fn last_step(schedule: &Schedule, place: usize) -> Option<usize> {
     let idle = |group: &Group| group.sends.is_empty() && group.receives.is_empty();
-    schedule.steps[rank].iter().rposition(|step| !(step.rows.is_empty() && idle(&step.before) && idle(&step.after)))
+    schedule.steps[place].iter().rposition(|step| !(step.rows.is_empty() && idle(&step.before) && idle(&step.after)))
 }
 
 /// The share of the keys that is the first `share` of the work, as a few queries see a few keys.
@@ -140,7 +140,7 @@ impl Shared {
 
 #[cfg(test)]
 mod tests {
-    use annulus_core::{Alignment, Coordinates, DType, Dims, Host, Layout, Route, mask::Causal};
+    use annulus_core::{Alignment, Coordinates, DType, Dims, Host, Layout, Order, Route, mask::Causal};
 
     use super::*;
 
@@ -168,7 +168,7 @@ mod tests {
             let spec = Spec::new(Dims::new(1, n, 2, 16), DType::F32);
             let spec = if causal { Spec { mask: std::sync::Arc::new(Causal::default()), ..spec } } else { spec };
             let coordinates = Coordinates::plain(&spec.dims, Alignment::TopLeft, layout, 2);
-            let shared = Shared::derive::<Host>(&spec, route, rank, coordinates, true);
+            let shared = Shared::derive::<Host>(&spec, route, &Order::ascending(2), rank, coordinates, true);
             (shared.way.early, shared.keys.len() as u64)
         };
         // as many bytes of gradients as of keys and values; every key is seen by all

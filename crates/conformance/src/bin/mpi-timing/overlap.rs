@@ -33,12 +33,12 @@ pub(crate) fn measure(problem: &Problem) -> Result<()> {
         let [mut of_forward, mut of_backward] = [Round::default(); 2];
         let mut real: Option<Forward<f32>> = None;
         for (way, ring) in rings.iter_mut().enumerate() {
-            let (seconds, result) = everybody.time(|| ring.forward())?;
-            of_forward.note(way, seconds, &mut everybody, &result.reports)?;
+            let (taken, result) = everybody.time(|| ring.forward())?;
+            of_forward.note(way, taken.seconds, &mut everybody, &result.reports)?;
             // backward wants what a whole forward pass gave
             let saved = real.get_or_insert(result);
-            let (seconds, result) = everybody.time(|| ring.backward(saved))?;
-            of_backward.note(way, seconds, &mut everybody, &result.reports)?;
+            let (taken, result) = everybody.time(|| ring.backward(saved))?;
+            of_backward.note(way, taken.seconds, &mut everybody, &result.reports)?;
         }
         // the first round warms up
         if round > 0 {

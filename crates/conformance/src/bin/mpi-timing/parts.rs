@@ -7,8 +7,8 @@ use std::{
 };
 
 use annulus_core::{
-    Arrived, Backend, Block, Control, Error, Gradients, Hop, Host, HostBuffer, Incoming, Inputs, Local, Outgoing, Outputs, Result, Saved,
-    Spec, Tick, Transport,
+    Arrived, Backend, Block, Control, Error, Gradients, Hop, Host, HostBuffer, Incoming, Inputs, Local, Outgoing, Outputs, Placement,
+    Result, Saved, Spec, Tick, Transport,
 };
 use annulus_cpu::Cpu;
 
@@ -258,6 +258,10 @@ impl<T: Control> Control for Void<T> {
 
     fn beat(&mut self, working: bool) {
         self.inner.beat(working);
+    }
+
+    fn placement(&self) -> Option<&Placement> {
+        self.inner.placement()
     }
 
     fn last_heard(&self, peer: usize) -> Instant {

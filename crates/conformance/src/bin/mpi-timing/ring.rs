@@ -91,27 +91,47 @@ impl Everybody {
         self.endpoint.ranks()
     }
 
-    /// The greatest of all ranks' numbers, place by place.
-    pub(crate) fn most<const N: usize>(&mut self, numbers: [f64; N]) -> Result<[f64; N]> {
+    /// Every rank's numbers, in the order of ranks.
+    fn numbers<const N: usize>(&mut self, numbers: [f64; N]) -> Result<Vec<[f64; N]>> {
         self.round += 1;
         let bytes: Vec<u8> = numbers.into_iter().flat_map(f64::to_le_bytes).collect();
-        let mut most = numbers;
-        for other in gather::<Host>(&mut self.endpoint, self.round, &bytes)? {
-            for (most, bytes) in most.iter_mut().zip(other.chunks_exact(8)) {
-                *most = most.max(bytes.try_into().map_or(f64::NAN, f64::from_le_bytes));
-            }
-        }
-        Ok(most)
+        let decode = |bytes: Vec<u8>| {
+            let mut numbers = bytes.chunks_exact(8).map(|bytes| bytes.try_into().map_or(f64::NAN, f64::from_le_bytes));
+            std::array::from_fn(|_| numbers.next().unwrap_or(f64::NAN))
+        };
+        Ok(gather::<Host>(&mut self.endpoint, self.round, &bytes)?.into_iter().map(decode).collect())
     }
 
-    /// Starts `work` on all ranks together; how long the slowest took, in seconds.
-    pub(crate) fn time<T>(&mut self, work: impl FnOnce() -> Result<T>) -> Result<(f64, T)> {
-        self.most([0.0])?;
-        let start = Instant::now();
-        let done = work()?;
-        let [seconds] = self.most([start.elapsed().as_secs_f64()])?;
-        Ok((seconds, done))
+    /// The greatest of all ranks' numbers, place by place.
+    pub(crate) fn most<const N: usize>(&mut self, numbers: [f64; N]) -> Result<[f64; N]> {
+        let all = self.numbers(numbers)?;
+        Ok(std::array::from_fn(|place| all.iter().map(|numbers| numbers[place]).fold(f64::NEG_INFINITY, f64::max)))
     }
+
+    /// Starts `work` on all ranks together.
+    pub(crate) fn time<T>(&mut self, work: impl FnOnce() -> Result<T>) -> Result<(Taken, T)> {
+        self.most([0.0])?;
+        let (start, core_start) = (Instant::now(), core_seconds());
+        let done = work()?;
+        let all = self.numbers([start.elapsed().as_secs_f64(), core_seconds() - core_start])?;
+        let seconds = all.iter().map(|numbers| numbers[0]).fold(0.0, f64::max);
+        Ok((Taken { seconds, core_seconds: all.iter().map(|numbers| numbers[1]).sum() }, done))
+    }
+}
+
+/// What some work took.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Taken {
+    /// Of the slowest rank.
+    pub(crate) seconds: f64,
+    /// Of cores, by all ranks together: what others do on this machine hardly changes it.
+    pub(crate) core_seconds: f64,
+}
+
+/// Time that this process's threads have had a core.
+fn core_seconds() -> f64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
 /// The median, and half the distance between the quartiles.

@@ -24,7 +24,7 @@ pub(crate) fn measure(problem: &Problem) -> Result<()> {
     } else {
         None
     };
-    let mut times: [Vec<f64>; 3] = Default::default();
+    let mut times: [Vec<f64>; 6] = Default::default();
     // the first round warms up
     for round in 0..=problem.rounds {
         let (of_ring, _) = everybody.time(|| {
@@ -38,12 +38,20 @@ pub(crate) fn measure(problem: &Problem) -> Result<()> {
             })
         })?;
         if round > 0 {
-            for (times, time) in times.iter_mut().zip([of_ring, of_alone, of_alone / of_ring]) {
+            for (times, time) in times.iter_mut().zip([
+                of_ring.seconds,
+                of_alone.seconds,
+                of_alone.seconds / of_ring.seconds,
+                of_ring.core_seconds,
+                of_alone.core_seconds,
+                of_alone.core_seconds / of_ring.core_seconds,
+            ]) {
                 times.push(time);
             }
         }
     }
-    let [(of_ring, ring_spread), (of_alone, alone_spread), (ratio, ratio_spread)] = times.each_ref().map(|times| middle(times));
+    let [(of_ring, ring_spread), (of_alone, alone_spread), (ratio, ratio_spread), (ring_cores, _), (alone_cores, _), (of_cores, _)] =
+        times.each_ref().map(|times| middle(times));
     // backward takes 2.5 times the products of forward
     let gflops = 3.5 * problem.forward_flops() / 1e9;
     if rank == 0 {
@@ -56,6 +64,7 @@ pub(crate) fn measure(problem: &Problem) -> Result<()> {
                 "ring_seconds": of_ring, "ring_spread": ring_spread, "ring_gflops": gflops / of_ring,
                 "alone_seconds": of_alone, "alone_spread": alone_spread, "alone_gflops": gflops / of_alone,
                 "ring_of_alone": ratio, "ring_of_alone_spread": ratio_spread, "ring_of_alone_rounds": times[2],
+                "ring_core_seconds": ring_cores, "alone_core_seconds": alone_cores, "ring_of_alone_by_core_seconds": of_cores,
             })
         );
     }
