@@ -23,7 +23,7 @@ use crate::{
     geometry::{Geometry, Strip},
     input::{Input, Source, array, elements_mut},
     logits::{Logits, Site},
-    pack::fill_lanes,
+    pack::{each_lane, fill_lanes},
     products::column_products,
     real::Real,
     records::{QueryRecord, bytes_mut},
@@ -322,8 +322,8 @@ impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
         let of_k = &mut lanes_head[geometry.lanes_of(site, head_dim)];
         let of_v = &mut lanes_value[geometry.lanes_of(site, value_dim)];
         if !std::mem::replace(&mut filled[site.strip], true) {
-            fill_lanes(&self.k, site.batch, kv_head, site.keys.clone(), site.width, of_k);
-            fill_lanes(&self.v, site.batch, kv_head, site.keys.clone(), site.width, of_v);
+            fill_lanes(geometry.path, &self.k, (site.batch, kv_head), site.keys.clone(), site.width, of_k);
+            fill_lanes(geometry.path, &self.v, (site.batch, kv_head), site.keys.clone(), site.width, of_v);
         }
         let operands = Operands { s: (rows_head, of_k), dp: (rows_value, of_v) };
         differentiate(&self.logits, site, sight, operands, statistics, tiles);
@@ -350,14 +350,14 @@ impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
             let first = at(record.offset(field, task.batch, task.kv_head));
             for strip in self.geometry.strips(task.keys.len()) {
                 let sums = &sums[strip.rows.start * rows..][..strip.width * rows];
-                for (lane, key) in strip.rows.clone().enumerate() {
-                    let into = &mut records[(task.keys.start + key) * len + first..][..dim];
-                    let column = sums.iter().skip(lane).step_by(strip.width);
-                    for (into, &sum) in into.iter_mut().zip(column) {
+                each_lane(self.geometry.path, sums, strip.width, strip.rows.len(), dim, |lane, place, sums| {
+                    let key = task.keys.start + strip.rows.start + lane;
+                    let into = &mut records[key * len + first + place..][..sums.len()];
+                    for (into, &sum) in into.iter_mut().zip(sums) {
                         let sum = scale * sum;
                         *into = if self.add { *into + sum } else { sum };
                     }
-                }
+                });
             }
         }
     }

@@ -160,7 +160,7 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
                 let site = self.site(block.batch, head, &block.rows, index, &strip, keys);
                 if !std::mem::replace(&mut scratch.filled[site.strip], true) {
                     let lanes = &mut scratch.lanes_head[self.geometry.lanes_of(&site, self.geometry.dims.head_dim)];
-                    fill_lanes(&self.q, site.batch, head, site.queries.clone(), site.width, lanes);
+                    fill_lanes(self.geometry.path, &self.q, (site.batch, head), site.queries.clone(), site.width, lanes);
                 }
                 self.fold_tile(scratch, block, strip.rows.start, &site);
             }
@@ -170,11 +170,13 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
     /// One tile of one head; `first` is the strip's first row in the task.
     fn fold_tile(&self, scratch: &mut Scratch<Acc<E>>, block: &mut QueryBlock<Acc<E>>, first: usize, site: &Site) {
         let (path, vectors) = (self.geometry.path, site.vectors);
-        let Scratch { rows_head, rows_value, lanes_head, tiles, rescale, sight, sight_of_head, .. } = scratch;
+        let Scratch { rows_head, rows_value, lanes_head, tiles, largest, rescale, sight, sight_of_head, .. } = scratch;
         sight_of_head.clone_from(sight);
         let sight = sight_of_head;
         let queries = &lanes_head[self.geometry.lanes_of(site, self.geometry.dims.head_dim)];
-        row_products(path, vectors, sight.rows(), rows_head, queries, &mut tiles.s, self.logits.product_scale());
+        let largest = &mut largest[..site.width];
+        let wanted = self.logits.plain(sight).then_some(&mut *largest);
+        let known = row_products(path, vectors, sight.rows(), rows_head, queries, &mut tiles.s, wanted);
         self.logits.finish(site, sight, &mut tiles.s, None, &mut tiles.extra);
 
         let first = block.lane(site.head % self.geometry.dims.group(), first);
@@ -184,12 +186,14 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         let rescale = &mut rescale[..site.width];
         let weights = &mut tiles.s[span.clone()];
         let (max, sum) = (&mut block.max[lanes.clone()], &mut block.sum[lanes.clone()]);
-        Acc::<E>::run(path, vectors, Fold { tile: weights, max, sum, ties, rescale });
+        let (unit, largest) = (self.logits.unit(), known.then_some(&*largest));
+        let moved = Acc::<E>::run_kernel(path, vectors, Fold { tile: weights, unit, largest, max, sum, ties, rescale });
         if self.logits.fill_keep(site, sight.rows(), &mut tiles.extra) {
             Acc::<E>::run(path, vectors, Multiply { tile: weights, by: &tiles.extra[span] });
         }
         let depth = self.geometry.value_rows();
         let sums = &mut block.sums[lanes.start * depth..lanes.end * depth];
-        column_products(path, vectors, sight, rows_value, weights, sums, Some(rescale));
+        // where no maximum has moved, all factors are 1
+        column_products(path, vectors, sight, rows_value, weights, sums, moved.then_some(&*rescale));
     }
 }

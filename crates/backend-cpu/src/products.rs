@@ -1,7 +1,7 @@
 //! The two matrix products of a tile. All of attention's products are one of them:
 //!
 //! ```text
-//! rows:     C[i][l] = scale · Σ_k A[i][k] · B[k][l]              S = K·Qᵀ, dP = V·dOᵀ, or with the roles of queries and keys exchanged
+//! rows:     C[i][l] = Σ_k A[i][k] · B[k][l]                      S = K·Qᵀ, dP = V·dOᵀ, or with the roles of queries and keys exchanged
 //! columns:  C[i][l] = C[i][l] · rescale[l] + Σ_k A[k][i] · B[k][l]    Oᵀ += Vᵀ·P, dQᵀ += Kᵀ·dS, dVᵀ += dOᵀ·P, dKᵀ += Qᵀ·dS
 //! ```
 //! B and C are strips: rows of a few vectors. A is never transposed: its elements are the broadcast operand. A register tile of C is summed over the
@@ -11,15 +11,18 @@
 use std::ops::Range;
 
 use crate::{
-    isa::{Job, MOST_ROWS, Path},
-    lanes::{map, multiply_add, scaled_add, select, strip, strip_mut, unrolled, zip},
+    isa::{Job, Kernel, MOST_ROWS, Path},
+    lanes::{multiply_add, scaled_add, select, strip, strip_mut, unrolled, zip},
     pack::Panel,
     real::Real,
     sight::Sight,
+    vector::Vector,
 };
 
-/// The products of the visible rows of a tile: tile\[r\] ← scale · panel\[r\]·lanes. Rows around them, up to whole register tiles, come out as they
-/// may.
+/// The products of the visible rows of a tile: tile\[r\] ← panel\[r\]·lanes. Rows around them, up to whole register tiles, come out as they may.
+///
+/// `largest`, if given, becomes the largest product of each lane, and NaN is never that; true if it did: it does not where rows around the visible
+/// ones would count.
 pub(crate) fn row_products<A: Real>(
     path: Path,
     vectors: usize,
@@ -27,12 +30,15 @@ pub(crate) fn row_products<A: Real>(
     panel: &Panel<A>,
     lanes: &[A],
     tile: &mut [A],
-    scale: A,
-) {
+    largest: Option<&mut [A]>,
+) -> bool {
     let width = vectors * A::WIDTH;
-    let rows = rows.start / MOST_ROWS * MOST_ROWS..rows.end.next_multiple_of(MOST_ROWS);
-    let c = &mut tile[rows.start * width..rows.end * width];
-    A::run(path, vectors, RowProducts { a: panel.rows(rows), stride: panel.stride(), b: lanes, c, scale });
+    let whole = rows.start / MOST_ROWS * MOST_ROWS..rows.end.next_multiple_of(MOST_ROWS);
+    let largest = largest.filter(|_| whole == *rows);
+    let wanted = largest.is_some();
+    let c = &mut tile[whole.start * width..whole.end * width];
+    A::run_kernel(path, vectors, RowProducts { a: panel.rows(whole), stride: panel.stride(), b: lanes, c, largest });
+    wanted
 }
 
 /// Adds the visible rows of a panel, weighted: sums ← sums·rescale + Σ_r panel\[r\]ᵀ·weights\[r\]. Only visible pairs count, whatever is in the panel.
@@ -48,11 +54,11 @@ pub(crate) fn column_products<A: Real>(
     let products = ColumnProducts { a: panel.rows(sight.rows().clone()), stride: panel.stride(), b: weights, c: sums, rescale };
     match sight.words().filter(|_| !panel.finite()) {
         Some(words) => A::run(path, vectors, VisibleColumnProducts { products, words }),
-        None => A::run(path, vectors, products),
+        None => A::run_kernel(path, vectors, products),
     }
 }
 
-/// C = scale · A·B.
+/// C = A·B.
 struct RowProducts<'a, A> {
     /// As many rows as C, `stride` apart.
     a: &'a [A],
@@ -60,23 +66,31 @@ struct RowProducts<'a, A> {
     b: &'a [A],
     /// A multiple of [`MOST_ROWS`] rows.
     c: &'a mut [A],
-    scale: A,
+    /// One row: the largest element of each column of C, if wanted.
+    largest: Option<&'a mut [A]>,
 }
 
-impl<A: Real> Job for RowProducts<'_, A> {
+impl<A: Real> Kernel<A> for RowProducts<'_, A> {
     type Output = ();
 
     #[inline(always)]
-    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) {
-        let b = strip::<A, VECTORS, WIDTH>(self.b);
-        for (block, c) in strip_mut::<A, VECTORS, WIDTH>(self.c).chunks_exact_mut(ROWS).enumerate() {
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
+        let b = V::strip::<VECTORS>(self.b);
+        let mut top = [V::splat(-A::INFINITY); VECTORS];
+        for (block, c) in V::strip_mut::<VECTORS>(self.c).chunks_exact_mut(ROWS).enumerate() {
             let a = &self.a[block * ROWS * self.stride..];
             let a: [&[A]; ROWS] = std::array::from_fn(|r| &a[r * self.stride..][..b.len()]);
-            let mut sums = [[[A::ZERO; WIDTH]; VECTORS]; ROWS];
+            let mut sums = [[V::splat(A::ZERO); VECTORS]; ROWS];
             for (k, b) in b.iter().enumerate() {
-                unrolled!(r < ROWS, v < VECTORS, sums[r][v] = scaled_add::<A, FUSED, WIDTH>(a[r][k], b[v], sums[r][v]));
+                unrolled!(r < ROWS, v < VECTORS, sums[r][v] = V::splat(a[r][k]).multiply_add(V::load(&b[v]), sums[r][v]));
             }
-            unrolled!(r < ROWS, v < VECTORS, c[r][v] = map(sums[r][v], |sum| self.scale * sum));
+            unrolled!(r < ROWS, v < VECTORS, {
+                top[v] = sums[r][v].if_larger(top[v]);
+                sums[r][v].store(&mut c[r][v]);
+            });
+        }
+        if let Some(largest) = self.largest.and_then(V::row_mut::<VECTORS>) {
+            unrolled!(v < VECTORS, top[v].store(&mut largest[v]));
         }
     }
 }
@@ -93,24 +107,24 @@ struct ColumnProducts<'a, A> {
     rescale: Option<&'a [A]>,
 }
 
-impl<A: Real> Job for ColumnProducts<'_, A> {
+impl<A: Real> Kernel<A> for ColumnProducts<'_, A> {
     type Output = ();
 
     #[inline(always)]
-    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) {
-        let b = strip::<A, VECTORS, WIDTH>(self.b);
-        let rescale = self.rescale.and_then(|row| strip::<A, VECTORS, WIDTH>(row).first());
-        for (block, c) in strip_mut::<A, VECTORS, WIDTH>(self.c).chunks_exact_mut(ROWS).enumerate() {
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
+        let b = V::strip::<VECTORS>(self.b);
+        let rescale = self.rescale.and_then(V::row::<VECTORS>);
+        for (block, c) in V::strip_mut::<VECTORS>(self.c).chunks_exact_mut(ROWS).enumerate() {
             let a = &self.a[block * ROWS..];
-            let mut sums = [[[A::ZERO; WIDTH]; VECTORS]; ROWS];
+            let mut sums = [[V::splat(A::ZERO); VECTORS]; ROWS];
             for (k, b) in b.iter().enumerate() {
                 let Some(a) = a[k * self.stride..].first_chunk::<ROWS>() else { break };
-                unrolled!(r < ROWS, v < VECTORS, sums[r][v] = scaled_add::<A, FUSED, WIDTH>(a[r], b[v], sums[r][v]));
+                unrolled!(r < ROWS, v < VECTORS, sums[r][v] = V::splat(a[r]).multiply_add(V::load(&b[v]), sums[r][v]));
             }
             if let Some(rescale) = rescale {
-                unrolled!(r < ROWS, v < VECTORS, c[r][v] = multiply_add::<A, FUSED, WIDTH>(rescale[v], c[r][v], sums[r][v]));
+                unrolled!(r < ROWS, v < VECTORS, V::load(&rescale[v]).multiply_add(V::load(&c[r][v]), sums[r][v]).store(&mut c[r][v]));
             } else {
-                unrolled!(r < ROWS, v < VECTORS, c[r][v] = zip(c[r][v], sums[r][v], |c, sum| c + sum));
+                unrolled!(r < ROWS, v < VECTORS, V::load(&c[r][v]).plus(sums[r][v]).store(&mut c[r][v]));
             }
         }
     }

@@ -60,6 +60,8 @@ pub(crate) struct Scratch<A> {
     /// Strips of dv.
     pub(crate) sums_value: Aligned<A>,
     pub(crate) tiles: Tiles<A>,
+    /// The largest logit of each lane of a tile.
+    pub(crate) largest: Aligned<A>,
     pub(crate) rescale: Aligned<A>,
     pub(crate) statistics: RowStatistics<A>,
     /// Which strips of lanes have been filled.
@@ -93,6 +95,7 @@ impl<A: Real> Scratch<A> {
             sums_head: Aligned::zeroed(k_lanes * geometry.head_rows())?,
             sums_value: Aligned::zeroed(k_lanes * geometry.value_rows())?,
             tiles: Tiles { s: tile(true)?, dp: tile(backward)?, slope: tile(backward)?, extra: tile(true)? },
+            largest: Aligned::zeroed(strip)?,
             rescale: Aligned::zeroed(strip)?,
             statistics: RowStatistics::new(gradient(TILE.max(strip)))?,
             filled: vec![false; (lanes / strip).max(geometry.keys_together() / A::WIDTH)],
