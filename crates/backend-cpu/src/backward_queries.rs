@@ -178,10 +178,10 @@ pub(crate) fn differentiate<A: Real>(
 ) {
     let (path, vectors) = (logits.path, site.vectors);
     let (panel, lanes) = operands.s;
-    row_products(path, vectors, sight.rows(), panel, lanes, &mut tiles.s, None);
+    row_products(path, vectors, sight, panel, lanes, &mut tiles.s, None);
     logits.finish(site, sight, &mut tiles.s, Some(&mut tiles.slope), &mut tiles.extra);
     let (panel, lanes) = operands.dp;
-    row_products(path, vectors, sight.rows(), panel, lanes, &mut tiles.dp, None);
+    row_products(path, vectors, sight, panel, lanes, &mut tiles.dp, None);
     let span = site.span(sight.rows());
     let keep = logits.fill_keep(site, sight.rows(), &mut tiles.extra).then(|| &tiles.extra[span.clone()]);
     let by_row = site.lanes == Lanes::Keys;

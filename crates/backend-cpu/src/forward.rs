@@ -176,7 +176,7 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         let queries = &lanes_head[self.geometry.lanes_of(site, self.geometry.dims.head_dim)];
         let largest = &mut largest[..site.width];
         let wanted = self.logits.plain(sight).then_some(&mut *largest);
-        let known = row_products(path, vectors, sight.rows(), rows_head, queries, &mut tiles.s, wanted);
+        let known = row_products(path, vectors, sight, rows_head, queries, &mut tiles.s, wanted);
         self.logits.finish(site, sight, &mut tiles.s, None, &mut tiles.extra);
 
         let first = block.lane(site.head % self.geometry.dims.group(), first);

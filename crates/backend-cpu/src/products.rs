@@ -15,30 +15,44 @@ use crate::{
     lanes::{multiply_add, scaled_add, select, strip, strip_mut, unrolled, zip},
     pack::Panel,
     real::Real,
-    sight::Sight,
+    sight::{MOST_PARTS, Sight},
     vector::Vector,
 };
 
 /// The products of the visible rows of a tile: tile\[r\] ← panel\[r\]·lanes. Rows around them, up to whole register tiles, come out as they may.
+///
+/// Nor are the products of pairs that [`Sight::parts`] leaves out made: they stay what they were.
 ///
 /// `largest`, if given, becomes the largest product of each lane, and NaN is never that; true if it did: it does not where rows around the visible
 /// ones would count.
 pub(crate) fn row_products<A: Real>(
     path: Path,
     vectors: usize,
-    rows: &Range<usize>,
+    sight: &Sight,
     panel: &Panel<A>,
     lanes: &[A],
     tile: &mut [A],
     largest: Option<&mut [A]>,
 ) -> bool {
     let width = vectors * A::WIDTH;
+    let rows = sight.rows();
     let whole = rows.start / MOST_ROWS * MOST_ROWS..rows.end.next_multiple_of(MOST_ROWS);
     let largest = largest.filter(|_| whole == *rows);
     let wanted = largest.is_some();
     let c = &mut tile[whole.start * width..whole.end * width];
-    A::run_kernel(path, vectors, RowProducts { a: panel.rows(whole), stride: panel.stride(), b: lanes, c, largest });
-    wanted
+    let (a, stride) = (panel.rows(whole.clone()), panel.stride());
+    match sight.parts(vectors, A::WIDTH) {
+        Some(parts) => {
+            let parts = parts
+                .map(|rows| rows.start.saturating_sub(whole.start) / MOST_ROWS..rows.end.saturating_sub(whole.start).div_ceil(MOST_ROWS));
+            A::run_kernel(path, vectors, PartialRowProducts { a, stride, b: lanes, c, parts });
+            false
+        }
+        None => {
+            A::run_kernel(path, vectors, RowProducts { a, stride, b: lanes, c, largest });
+            wanted
+        }
+    }
 }
 
 /// Adds the visible rows of a panel, weighted: sums ← sums·rescale + Σ_r panel\[r\]ᵀ·weights\[r\]. Only visible pairs count, whatever is in the panel.
@@ -54,7 +68,14 @@ pub(crate) fn column_products<A: Real>(
     let products = ColumnProducts { a: panel.rows(sight.rows().clone()), stride: panel.stride(), b: weights, c: sums, rescale };
     match sight.words().filter(|_| !panel.finite()) {
         Some(words) => A::run(path, vectors, VisibleColumnProducts { products, words }),
-        None => A::run_kernel(path, vectors, products),
+        None => match sight.parts(vectors, A::WIDTH) {
+            Some(parts) => {
+                let first = sight.rows().start;
+                let parts = parts.map(|rows| rows.start.saturating_sub(first)..rows.end.saturating_sub(first));
+                A::run_kernel(path, vectors, PartialColumnProducts { products, parts });
+            }
+            None => A::run_kernel(path, vectors, products),
+        },
     }
 }
 
@@ -95,6 +116,37 @@ impl<A: Real> Kernel<A> for RowProducts<'_, A> {
     }
 }
 
+/// C = A·B for some rows of each vector: one vector after another, at an edge of what is visible.
+struct PartialRowProducts<'a, A> {
+    a: &'a [A],
+    stride: usize,
+    b: &'a [A],
+    c: &'a mut [A],
+    /// Of each vector, register tiles of [`MOST_ROWS`] rows.
+    parts: [Range<usize>; MOST_PARTS],
+}
+
+impl<A: Real> Kernel<A> for PartialRowProducts<'_, A> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
+        let b = V::strip::<VECTORS>(self.b);
+        let (c, _) = V::strip_mut::<VECTORS>(self.c).as_chunks_mut::<MOST_ROWS>();
+        for (v, blocks) in self.parts.into_iter().enumerate().take(VECTORS) {
+            for block in blocks {
+                let a = &self.a[block * MOST_ROWS * self.stride..];
+                let a: [&[A]; MOST_ROWS] = std::array::from_fn(|r| &a[r * self.stride..][..b.len()]);
+                let mut sums = [V::splat(A::ZERO); MOST_ROWS];
+                for (k, b) in b.iter().enumerate() {
+                    unrolled!(r < MOST_ROWS, sums[r] = V::splat(a[r][k]).multiply_add(V::load(&b[v]), sums[r]));
+                }
+                unrolled!(r < MOST_ROWS, sums[r].store(&mut c[block][r][v]));
+            }
+        }
+    }
+}
+
 /// C = C·rescale + Aᵀ·B.
 struct ColumnProducts<'a, A> {
     /// As many rows as B, `stride` apart, each at least as long as C has rows.
@@ -125,6 +177,39 @@ impl<A: Real> Kernel<A> for ColumnProducts<'_, A> {
                 unrolled!(r < ROWS, v < VECTORS, V::load(&rescale[v]).multiply_add(V::load(&c[r][v]), sums[r][v]).store(&mut c[r][v]));
             } else {
                 unrolled!(r < ROWS, v < VECTORS, V::load(&c[r][v]).plus(sums[r][v]).store(&mut c[r][v]));
+            }
+        }
+    }
+}
+
+/// As [`ColumnProducts`] with some rows of B for each vector; the other rows are 0 there. The same bits.
+struct PartialColumnProducts<'a, A> {
+    products: ColumnProducts<'a, A>,
+    parts: [Range<usize>; MOST_PARTS],
+}
+
+impl<A: Real> Kernel<A> for PartialColumnProducts<'_, A> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
+        let ColumnProducts { a, stride, b, c, rescale } = self.products;
+        let b = V::strip::<VECTORS>(b);
+        let rescale = rescale.and_then(V::row::<VECTORS>);
+        let (c, _) = V::strip_mut::<VECTORS>(c).as_chunks_mut::<MOST_ROWS>();
+        for (v, rows) in self.parts.into_iter().enumerate().take(VECTORS) {
+            let factor = rescale.map(|rescale| V::load(&rescale[v]));
+            for (block, c) in c.iter_mut().enumerate() {
+                let mut sums = [V::splat(A::ZERO); MOST_ROWS];
+                for (k, b) in rows.clone().zip(&b[rows.clone()]) {
+                    let Some(a) = a[k * stride + block * MOST_ROWS..].first_chunk::<MOST_ROWS>() else { break };
+                    unrolled!(r < MOST_ROWS, sums[r] = V::splat(a[r]).multiply_add(V::load(&b[v]), sums[r]));
+                }
+                if let Some(factor) = factor {
+                    unrolled!(r < MOST_ROWS, factor.multiply_add(V::load(&c[r][v]), sums[r]).store(&mut c[r][v]));
+                } else {
+                    unrolled!(r < MOST_ROWS, V::load(&c[r][v]).plus(sums[r]).store(&mut c[r][v]));
+                }
             }
         }
     }
