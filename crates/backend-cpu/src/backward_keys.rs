@@ -19,7 +19,7 @@ use annulus_core::{Block, Element, Error, Host, HostBuffer, Inputs, Local, Query
 use crate::{
     backward_queries::{Operands, apply_slope, differentiate},
     backward_together::{QueryGradients, add_together},
-    forward::Acc,
+    forward::{Acc, keys_and_values},
     geometry::{Geometry, Strip},
     input::{Input, Source, array, elements_mut},
     logits::{Logits, Site},
@@ -59,12 +59,11 @@ pub(crate) fn attend_block<E: Input<Accumulator: Summed>>(
     together: bool,
     tick: Tick<'_>,
 ) -> Result<()> {
-    let State { local, geometry, q_rows, k_rows, blocks, scratch, statistics, seen, .. } = state;
+    let State { local, geometry, q_rows, k_rows, blocks, scratch, statistics, seen, in_place, .. } = state;
     let whole_tiles = geometry.of_whole_tiles();
     let (geometry, k_rows) = if together { (&whole_tiles, whole_tiles.keys_together()) } else { (&*geometry, *k_rows) };
     let spec = &*local.spec;
-    let record = spec.kv_record();
-    let source = |field| Source::<E>::records(block.buffer.bytes(), block.rows.len(), &record, field);
+    let (k, v): (Source<'_, E>, Source<'_, E>) = keys_and_values(local, inputs, block, *in_place)?;
     let attention_mask = local.attention_mask.as_deref();
     let (queries, keys) = (&*local.queries, block.rows);
     let visibility = Visibility { mask: &*spec.mask, attention_mask, queries, keys };
@@ -78,8 +77,8 @@ pub(crate) fn attend_block<E: Input<Accumulator: Summed>>(
         visibility,
         seen,
         logits: Logits { spec, path: geometry.path, queries, keys, bias },
-        k: source(0)?,
-        v: source(1)?,
+        k,
+        v,
         q: Source::Tensor(array("q", inputs.q)?),
         dout: Source::Tensor(array("dout", saved.dout)?),
         statistics: KnownOfQueries::Here(statistics),

@@ -39,9 +39,10 @@ pub(crate) fn attend_queries<E: Input<Accumulator: Summed>>(
     tick: Tick<'_>,
 ) -> Result<()> {
     state.sum_in(Order::Strips)?;
-    let State { local, geometry, q_rows, blocks, scratch, statistics, bias_gradient, .. } = state;
-    let pass = QueryPass::<E>::new(geometry, *q_rows, local, inputs, block)?;
+    let State { local, geometry, q_rows, blocks, scratch, statistics, bias_gradient, in_place, .. } = state;
+    let pass = QueryPass::<E>::new(geometry, *q_rows, local, inputs, block, *in_place)?;
     let pass = Gradients { pass, dout: Source::Tensor(array("dout", saved.dout)?), statistics };
+    QueryPass::<E>::look_anew(scratch);
     // tasks of one owner stay together: they add to the same part of the bias's gradient
     let mut parts = bias_gradient.as_mut().map(|gradient| gradient.parts.iter_mut());
     let tasks = blocks.chunk_by_mut(|a, b| a.owner == b.owner).map(|tasks| (tasks, parts.as_mut().and_then(Iterator::next)));

@@ -116,6 +116,11 @@ impl Path {
         if isa.is_available() { Ok(Self { isa }) } else { Err(Error::unsupported(isa.name(), "this processor")) }
     }
 
+    /// What it runs.
+    pub(crate) const fn isa(self) -> Isa {
+        self.isa
+    }
+
     /// The most vectors that a register tile is wide.
     pub(crate) const fn most_vectors(self) -> usize {
         match self.isa {
@@ -176,6 +181,18 @@ impl Path {
     fn run_arrays<K: Kernel<A>, A: Real, const WIDTH: usize>(self, vectors: usize, kernel: K) -> K::Output {
         self.run::<_, WIDTH>(vectors, OverArrays(kernel, std::marker::PhantomData))
     }
+}
+
+/// Asks for memory that will soon be read, without waiting for it. Nothing happens where stable Rust reaches no such instruction.
+#[inline(always)]
+pub(crate) fn prefetch<T>(soon: &[T]) {
+    #[cfg(target_arch = "x86_64")]
+    for line in soon.chunks(64 / size_of::<T>()) {
+        // SAFETY: the hint may be given for any address and changes nothing but what the caches hold; SSE is part of every x86-64.
+        unsafe { std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(line.as_ptr().cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    std::hint::black_box(soon);
 }
 
 /// A kernel as a job.

@@ -99,7 +99,8 @@ impl<A: Real> Logits<'_, A> {
         if self.bends() { A::ONE } else { A::from_f64(self.spec.scale) }
     }
 
-    const fn has_bias(&self) -> bool {
+    /// Whether something is added to logits.
+    pub(crate) const fn has_bias(&self) -> bool {
         self.bias.is_some() || self.spec.bias_function.is_some()
     }
 

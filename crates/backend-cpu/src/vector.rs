@@ -3,7 +3,7 @@
 //! A [`crate::isa::Kernel`] is written once over [`Vector`] and compiled for each instruction set. [`Array`] is any machine's vector, left to the
 //! compiler; where the compiler does not find the registers by itself, an instruction set brings a leaf of its own (`isa/avx512.rs`).
 
-use crate::real::Real;
+use crate::{input::Input, real::Real};
 
 /// Elements of type `A`, one a lane.
 pub(crate) trait Vector<A: Real>: Copy {
@@ -21,6 +21,8 @@ pub(crate) trait Vector<A: Real>: Copy {
     fn load(from: &Self::Memory) -> Self;
     fn store(self, into: &mut Self::Memory);
     fn splat(element: A) -> Self;
+    /// The first elements of a list, widened; 0 beyond its end.
+    fn widen<E: Input<Accumulator = A>>(from: &[E]) -> Self;
 
     fn plus(self, b: Self) -> Self;
     fn minus(self, b: Self) -> Self;
@@ -37,6 +39,8 @@ pub(crate) trait Vector<A: Real>: Copy {
     fn if_equal(self, b: Self, then: Self, other: Self) -> Self;
     /// Whether all lanes equal those of `b`.
     fn all_equal(self, b: Self) -> bool;
+    /// The sum of all lanes, by halves.
+    fn total(self) -> A;
 
     /// A strip of one row.
     #[inline(always)]
@@ -62,6 +66,20 @@ pub(crate) fn each_row<A: Real, V: Vector<A>, T>(rows: &[T]) -> impl ExactSizeIt
 #[inline(always)]
 pub(crate) fn each_row_mut<A: Real, V: Vector<A>, T>(rows: &mut [T]) -> impl ExactSizeIterator<Item = &mut T> {
     rows.iter_mut().map(|row| if V::BY_COMPILER { std::hint::black_box(row) } else { row })
+}
+
+/// The first elements of a list, widened; 0 beyond its end.
+#[inline(always)]
+pub(crate) fn widened<E: Input, const W: usize>(from: &[E]) -> [E::Accumulator; W] {
+    let mut widened = [E::Accumulator::ZERO; W];
+    if let Some(from) = from.first_chunk::<W>() {
+        for i in 0..W {
+            widened[i] = from[i].widen();
+        }
+    } else {
+        widened.iter_mut().zip(from).for_each(|(into, &element)| *into = element.widen());
+    }
+    widened
 }
 
 /// `W` elements, for the compiler to keep in registers.
@@ -106,6 +124,23 @@ impl<A: Real, const FUSED: bool, const W: usize> Vector<A> for Array<A, FUSED, W
     #[inline(always)]
     fn splat(element: A) -> Self {
         Self([element; W])
+    }
+
+    #[inline(always)]
+    fn widen<E: Input<Accumulator = A>>(from: &[E]) -> Self {
+        Self(widened(from))
+    }
+
+    #[inline(always)]
+    fn total(mut self) -> A {
+        let mut half = W;
+        while half > 1 {
+            half /= 2;
+            for i in 0..half {
+                self.0[i] += self.0[i + half];
+            }
+        }
+        self.0[0]
     }
 
     #[inline(always)]

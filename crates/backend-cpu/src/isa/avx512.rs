@@ -4,8 +4,9 @@ use std::arch::x86_64::*;
 
 use crate::{
     exp::POWER_OF_TWO,
+    input::Input,
     lanes::{strip, strip_mut},
-    vector::Vector,
+    vector::{Vector, widened},
 };
 
 /// Sixteen f32.
@@ -52,6 +53,17 @@ impl Vector<f32> for Zmm {
     fn splat(element: f32) -> Self {
         // SAFETY: the machine has the instruction: invariant of `Zmm`.
         Self(unsafe { _mm512_set1_ps(element) })
+    }
+
+    #[inline(always)]
+    fn widen<E: Input<Accumulator = f32>>(from: &[E]) -> Self {
+        Self::load(&widened(from))
+    }
+
+    #[inline(always)]
+    fn total(self) -> f32 {
+        // SAFETY: the machine has the instructions: invariant of `Zmm`.
+        unsafe { _mm512_reduce_add_ps(self.0) }
     }
 
     #[inline(always)]
