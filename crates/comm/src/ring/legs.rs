@@ -2,7 +2,7 @@
 
 use std::{ops::Range, sync::Arc};
 
-use annulus_core::{Channel, Group, Hop, Message, Route, RowSet, Schedule};
+use annulus_core::{Channel, Group, Hop, Message, Order, Route, RowSet, Schedule};
 
 /// Pairs of ranges of record numbers, `(into, from)`, of equal lengths.
 pub(crate) type Places = Vec<(Range<u64>, Range<u64>)>;
@@ -38,9 +38,9 @@ impl Transfers {
     }
 }
 
-/// Works out the legs of `rank`. `block_bytes` and `gradient_bytes` are those of one record.
-pub(crate) fn legs(schedule: &Schedule, rank: usize, block_bytes: u64, gradient_bytes: u64) -> Vec<Leg> {
-    let steps = &schedule.steps[rank];
+/// Works out the legs of the rank at `place`. What is sent is addressed to ranks; all else is about places. `block_bytes` and `gradient_bytes` are those of one record.
+pub(crate) fn legs(schedule: &Schedule, order: &Order, place: usize, block_bytes: u64, gradient_bytes: u64) -> Vec<Leg> {
+    let steps = &schedule.steps[place];
     let mut legs = Vec::with_capacity(steps.len());
     let own = &steps[0].rows;
     for (step, here) in steps.iter().enumerate() {
@@ -53,8 +53,8 @@ pub(crate) fn legs(schedule: &Schedule, rank: usize, block_bytes: u64, gradient_
         legs.push(Leg {
             owner: here.owner,
             rows: here.rows.clone(),
-            before: transfers(&here.before, step, source, block_bytes),
-            after: transfers(&here.after, step, &here.rows, gradient_bytes),
+            before: transfers(&here.before, order, step, source, block_bytes),
+            after: transfers(&here.after, order, step, &here.rows, gradient_bytes),
             travelled,
             homecomings: homecomings(&here.after).map(|message| pair(own, &message.rows)).collect(),
         });
@@ -66,9 +66,9 @@ fn homecomings(group: &Group) -> impl Iterator<Item = &Message> {
     group.receives.iter().filter(|message| message.channel == Channel::Home)
 }
 
-fn transfers(group: &Group, step: usize, source: &RowSet, record_bytes: u64) -> Transfers {
+fn transfers(group: &Group, order: &Order, step: usize, source: &RowSet, record_bytes: u64) -> Transfers {
     let hop = |message: &Message, places: Vec<Range<u64>>| Hop {
-        peer: message.peer,
+        peer: order.rank(message.peer),
         channel: message.channel,
         tag: step as u64,
         step,

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use annulus_core::{BackwardMode, Coordinates, DenseMask, Error, Local, Needs, Result, Route, RowSet, Rows, Schedule, Shard, Spec};
+use annulus_core::{BackwardMode, Coordinates, DenseMask, Error, Local, Needs, Order, Result, Route, RowSet, Rows, Schedule, Shard, Spec};
 
 use super::legs::{self, Leg};
 
@@ -20,14 +20,15 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    pub(super) fn derive(spec: &Spec, route: Route, rank: usize, coordinates: Coordinates, backward: bool) -> Self {
+    /// `coordinates`, and what is derived from them, go by the places of ranks on the ring.
+    pub(super) fn derive(spec: &Spec, route: Route, order: &Order, place: usize, coordinates: Coordinates, backward: bool) -> Self {
         let (mask, heads, batch) = (spec.mask.as_ref(), spec.dims.q_heads, spec.dims.batch);
         // all ranks' steps are made and all but this rank's dropped: kept, they would be ranks³ for the ranks of one process
-        let legs =
-            legs::legs(&schedule(spec, route, &coordinates, backward), rank, spec.kv_record().bytes(), spec.gradient_record().bytes());
+        let [kv_bytes, gradient_bytes] = [spec.kv_record(), spec.gradient_record()].map(|record| record.bytes());
+        let legs = legs::legs(&schedule(spec, route, &coordinates, backward), order, place, kv_bytes, gradient_bytes);
         let query_legs = if backward && spec.backward == BackwardMode::TwoPass {
             let needs = Needs::of_keys(mask, heads, batch, &coordinates);
-            legs::legs(&Schedule::build(&needs, reverse(route), false), rank, spec.query_record().bytes(), 0)
+            legs::legs(&Schedule::build(&needs, reverse(route), false), order, place, spec.query_record().bytes(), 0)
         } else {
             Vec::new()
         };
@@ -36,17 +37,17 @@ impl Shared {
         Self { coordinates, legs, query_legs, most_received, most_queries_received }
     }
 
-    pub(super) fn local(&self, spec: &Arc<Spec>, rank: usize, attention_mask: Option<Arc<DenseMask>>) -> Local {
+    pub(super) fn local(&self, spec: &Arc<Spec>, place: usize, attention_mask: Option<Arc<DenseMask>>) -> Local {
         let rows = |shard: &Shard| {
             let mut rows = Rows::default();
             shard.expand(&RowSet::all(shard.rows.len()), &mut rows);
             Arc::new(rows)
         };
-        let own = |shards: &[Arc<Shard>]| shards[rank].rows.len();
+        let own = |shards: &[Arc<Shard>]| shards[place].rows.len();
         Local {
             spec: Arc::clone(spec),
-            queries: rows(&self.coordinates.q[rank]),
-            keys: rows(&self.coordinates.kv[rank]),
+            queries: rows(&self.coordinates.q[place]),
+            keys: rows(&self.coordinates.kv[place]),
             attention_mask,
             most_block_rows: self.most_received.max(own(&self.coordinates.kv)),
             most_query_rows: self.most_queries_received.max(own(&self.coordinates.q)),
@@ -70,8 +71,8 @@ pub(super) fn encode_shards(shards: [Shard; 2]) -> Vec<u8> {
     message
 }
 
-/// Reads what every rank wrote with [`encode_shards`].
-pub(super) fn decode_shards(messages: &[Vec<u8>]) -> Result<Coordinates> {
+/// Reads what every rank wrote with [`encode_shards`], and puts it in the order of places.
+pub(super) fn decode_shards(messages: &[Vec<u8>], order: &Order) -> Result<Coordinates> {
     let mut coordinates = Coordinates { q: Vec::new(), kv: Vec::new() };
     for (peer, message) in messages.iter().enumerate() {
         let broken = || Error::Comm { peer, step: 0, what: "the ids of its rows came broken".into() };
@@ -84,7 +85,7 @@ pub(super) fn decode_shards(messages: &[Vec<u8>]) -> Result<Coordinates> {
             rest = after;
         }
     }
-    Ok(coordinates)
+    Ok(Coordinates { q: order.by_place(coordinates.q), kv: order.by_place(coordinates.kv) })
 }
 
 /// Queries find the keys that they see against the direction in which keys find their queries.

@@ -84,7 +84,10 @@ impl DeviceTransport {
             }
             let (slot, ranges) = (receive.buffer.slot(), Arc::clone(ranges));
             receive.arrived = Some(self.device.enqueue(&[], &[slot], move |memory| memory.scatter(slot, &ranges, &bytes))?);
-            parcel.taken.store(true, Ordering::Release);
+            // the handle goes before the word: whoever reads `taken` may post this buffer as a receive at once
+            let Parcel { buffer, taken, .. } = parcel;
+            drop(buffer);
+            taken.store(true, Ordering::Release);
             moved = true;
         }
         self.sends.retain(|taken| !taken.load(Ordering::Acquire));
