@@ -1,4 +1,4 @@
-//! The forward pass of a few queries over many keys: no more queries than lanes, so that reading keys and values is what takes time.
+//! The forward pass of a few queries over many keys: fewer queries than half the lanes of a vector, so that reading keys and values is what takes time.
 //!
 //! ```text
 //! for each task (batch row, range of keys), with a running softmax of its own:
@@ -68,7 +68,8 @@ pub(crate) struct FewScratch<A> {
 
 /// Whether few queries are served this way.
 pub(crate) fn wanted<A: Real>(spec: &Spec, queries: usize, backward: bool) -> bool {
-    !backward && spec.normalize && (1..=A::WIDTH).contains(&queries)
+    // from half a vector on, queries in lanes are faster
+    !backward && spec.normalize && (1..A::WIDTH / 2).contains(&queries)
 }
 
 /// Elements of a vector of `dim` elements that is whole registers.
@@ -164,8 +165,8 @@ impl<A: Real> Part<A> {
                 let base = if new == -A::INFINITY { A::ZERO } else { new };
                 let (old_factor, factor) = ((old_max - base).weight::<false>(), (max - base).weight::<false>());
                 block.max[lane] = new;
-                // a NaN was nobody's maximum; its sum stays
-                block.sum[lane] = old_sum * old_factor + sum * if sum == sum { factor } else { A::ONE };
+                // a NaN that was seen is nobody's maximum, but stays in the sum: 0·NaN is NaN
+                block.sum[lane] = old_sum * old_factor + sum * factor;
                 let first = block.lane(place, 0) * depth + query;
                 let out = &self.out[(head * queries + query) * pitch..][..geometry.dims.value_dim];
                 for (into, &out) in block.sums[first..].iter_mut().step_by(A::WIDTH).zip(out) {

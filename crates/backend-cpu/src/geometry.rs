@@ -45,7 +45,7 @@ impl Geometry {
     /// The same with strips of which several make up a tile of [`crate::sight::TILE`] lanes.
     pub(crate) const fn of_whole_tiles(self) -> Self {
         let mut strip_vectors = self.path.most_vectors();
-        while TILE % (strip_vectors * self.vector) != 0 {
+        while !TILE.is_multiple_of(strip_vectors * self.vector) {
             strip_vectors -= 1;
         }
         Self { strip_vectors, ..self }

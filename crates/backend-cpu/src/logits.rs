@@ -91,7 +91,7 @@ impl<A: Real> Logits<'_, A> {
     /// Whether products are made into logits by [`Logits::finish`]; else they stay as they are, and whoever reads them multiplies by the unit.
     fn bends(&self) -> bool {
         // a negative scale turns the largest product into the smallest logit; and a maximum that is compared with must be that of logits
-        self.has_bias() || self.spec.soft_cap.is_some() || !(self.spec.scale > 0.0) || !self.spec.normalize || self.rounding().is_some()
+        self.has_bias() || self.spec.soft_cap.is_some() || self.spec.scale <= 0.0 || !self.spec.normalize || self.rounding().is_some()
     }
 
     /// What the elements of a finished tile are multiplied by to be logits: positive.

@@ -2,6 +2,8 @@
 
 use std::arch::x86_64::*;
 
+use annulus_core::DType;
+
 use crate::{
     exp::POWER_OF_TWO,
     input::Input,
@@ -20,6 +22,13 @@ pub(super) struct Zmm(__m512);
 #[inline(always)]
 const fn sixteen(word: u64) -> __mmask16 {
     (word & 0xffff) as __mmask16
+}
+
+/// Sixteen numbers of 16 bits.
+#[inline(always)]
+fn halves(from: &[u16; 16]) -> __m256i {
+    // SAFETY: 32 bytes can be read, and whoever has AVX-512 (this is for `Zmm` alone) has AVX.
+    unsafe { _mm256_loadu_si256(from.as_ptr().cast()) }
 }
 
 impl Vector<f32> for Zmm {
@@ -55,9 +64,23 @@ impl Vector<f32> for Zmm {
         Self(unsafe { _mm512_set1_ps(element) })
     }
 
+    /// By instructions: left to the compiler, a vector goes through memory, element by element.
     #[inline(always)]
     fn widen<E: Input<Accumulator = f32>>(from: &[E]) -> Self {
-        Self::load(&widened(from))
+        match (E::DTYPE, from.first_chunk::<16>()) {
+            (DType::F32, Some(whole)) => Self::load(bytemuck::cast_ref(whole)),
+            (DType::Bf16, Some(whole)) => {
+                let halves = halves(bytemuck::cast_ref(whole));
+                // SAFETY: the machine has the instructions: invariant of `Zmm`.
+                Self(unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(halves))) })
+            }
+            (DType::F16, Some(whole)) => {
+                let halves = halves(bytemuck::cast_ref(whole));
+                // SAFETY: the machine has the instruction: invariant of `Zmm`.
+                Self(unsafe { _mm512_cvtph_ps(halves) })
+            }
+            _ => Self::load(&widened(from)),
+        }
     }
 
     #[inline(always)]
