@@ -222,6 +222,11 @@ impl Communicator {
         self.last_tag
     }
 
+    /// Whether any thread may use it.
+    pub(super) const fn any_thread(&self) -> bool {
+        self.home.is_none()
+    }
+
     /// The handle. Who calls MPI with it has called [`Communicator::enter`] before.
     pub(super) const fn raw(&self) -> ffi::MPI_Comm {
         self.raw

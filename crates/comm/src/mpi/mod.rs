@@ -58,6 +58,7 @@ mod gather;
 mod inquiry;
 mod launch;
 mod nodes;
+mod progress;
 mod pump;
 
 use std::{
@@ -79,6 +80,7 @@ pub use self::{
     first_ranks::FirstRanks,
     launch::{GpuAwareness, Launch, ThreadLevel},
     nodes::{NodeMap, Place},
+    progress::Progress,
 };
 use crate::{ranges, staging::Staging};
 
@@ -227,6 +229,11 @@ impl Mpi {
             told_abort: false,
             failed: None,
         })
+    }
+
+    /// Whether any thread may use this endpoint: whether MPI grants `MPI_THREAD_MULTIPLE`.
+    pub fn any_thread(&self) -> bool {
+        self.data.as_ref().is_some_and(Communicator::any_thread)
     }
 
     /// Where every rank of this ring runs.

@@ -7,6 +7,8 @@
 //!  tiles of block t         ← overlaps the transfers →   dq += …, fresh ← this rank's dk, dv of block t
 //!  land                     wait for everything posted   travelling sum of block t has arrived: fresh += it
 //!  post after(t)                                         fresh goes on to the next rank, or home from its last user
+//!  after the last step
+//!  late tiles of block 0    ← overlap the last gradients      (backward; see `split.rs`)
 //! ```
 //!
 //! The accumulator stays unnormalised on the device from [`Backend::begin`] to [`Backend::finish`]. Nothing here knows what a tile
@@ -24,6 +26,7 @@ mod flight;
 mod forward;
 mod legs;
 mod shared;
+mod split;
 
 use std::{
     panic::{self, AssertUnwindSafe},
@@ -121,8 +124,8 @@ impl<B: Backend> Ring<B> {
         let route = options.route.unwrap_or(route);
         let (spec, place) = (Arc::new(spec), order.place(rank));
         let coordinates = Coordinates::plain(&spec.dims, spec.alignment, &layout, ranks);
-        let shared = Shared::derive(&spec, route, &order, place, coordinates, options.backward);
-        let local = shared.local(&spec, place, None);
+        let shared = Shared::derive::<B::Space>(&spec, route, &order, place, coordinates, options.backward);
+        let local = shared.local(&spec, None);
         let made = backend.workspace(&local, options.backward).and_then(|workspace| {
             let buffers = Buffers::allocate(&backend, &spec, &shared, &local, route, options.backward)?;
             Ok((workspace, buffers))
@@ -183,8 +186,8 @@ impl<B: Backend> Ring<B> {
         let message = shared::encode_shards([Side::Q, Side::Kv].map(shard));
         let round = self.round();
         let coordinates = shared::decode_shards(&gather(self.transport.as_mut(), round, &message)?, &self.order)?;
-        let shared = Shared::derive(&self.spec, self.route, &self.order, self.place, coordinates, self.with_backward);
-        let local = shared.local(&self.spec, self.place, batch.attention_mask.clone().map(Arc::new));
+        let shared = Shared::derive::<B::Space>(&self.spec, self.route, &self.order, self.place, coordinates, self.with_backward);
+        let local = shared.local(&self.spec, batch.attention_mask.clone().map(Arc::new));
         let made = self.backend.update(&mut self.workspace, &local).and_then(|()| {
             if !self.buffers.fit(&self.spec, &shared, &local, self.route, self.with_backward) {
                 self.buffers = Buffers::allocate(&self.backend, &self.spec, &shared, &local, self.route, self.with_backward)?;
