@@ -4,11 +4,13 @@
 #   usage: benches/compare.sh OUT_FOLDER ROUNDS PEER_COMMAND... [-- BENCH_FLAGS...]
 #   e.g.   benches/compare.sh /tmp/out 3 "python3 ../shared/peers/bench_torch.py --ns 1024,2048 --dtypes f32,bf16" -- --ns 1024,2048 --dtype f32,bf16
 #
-# A peer command prints one JSON line a case: peer what dtype threads batch heads head_dim n causal gflops_cpu. Everything that was printed is
-# kept in OUT_FOLDER/lines.jsonl; the table of ratios goes to standard output and OUT_FOLDER/ratios.md. Needs taskset and python3.
+# A peer command prints one JSON line a case: peer what dtype threads batch heads head_dim n causal gflops_cpu. What the core can do at most
+# (multiply-adds, reading) is measured in every round, so that rates can be set against it. Everything that was printed is kept in
+# OUT_FOLDER/lines.jsonl; the table of ratios goes to standard output and OUT_FOLDER/ratios.md, the picture to OUT_FOLDER/rates.svg. Needs taskset
+# and python3.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ $# -ge 3 ] || { sed -n '2,8p' "$0"; exit 2; }
+[ $# -ge 3 ] || { sed -n '2,11p' "$0"; exit 2; }
 out=$1 rounds=$2
 shift 2
 peers=()
@@ -22,7 +24,9 @@ mkdir -p "$out"
 : > "$out/lines.jsonl"
 
 cargo build --release -q -p annulus-cli
+cargo build --release -q -p annulus-cpu --example limits
 for ((round = 1; round <= rounds; round++)); do
+  taskset -c "$core" target/release/examples/limits | tee -a "$out/lines.jsonl" > "$out/last"
   for peer in "${peers[@]}"; do
     taskset -c "$core" bash -c "$peer" | tee -a "$out/lines.jsonl" > "$out/last"
   done
@@ -30,3 +34,4 @@ for ((round = 1; round <= rounds; round++)); do
 done
 rm -f "$out/last"
 python3 benches/ratios.py "$out/lines.jsonl" | tee "$out/ratios.md"
+python3 benches/plot.py "$out/lines.jsonl" > "$out/rates.svg"

@@ -145,6 +145,15 @@ impl Backend for Cpu {
         by_dtype!(workspace, state, E => records::pack::<E>(&self.team, state, inputs, into))
     }
 
+    /// Nothing is copied: the calls that attend to the block read keys and values where the caller has them.
+    fn pack_alone(&self, workspace: &mut Workspace, _: &Inputs<'_, Host>, _: &mut HostBuffer) -> Result<()> {
+        match &mut workspace.sums {
+            Sums::F32(state) => state.in_place = true,
+            Sums::F64(state) => state.in_place = true,
+        }
+        Ok(())
+    }
+
     fn begin(&self, workspace: &mut Workspace, _: &Inputs<'_, Host>) -> Result<()> {
         match &mut workspace.sums {
             Sums::F32(state) => forward::begin(&self.team, state),

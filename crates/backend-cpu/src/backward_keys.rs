@@ -19,11 +19,11 @@ use annulus_core::{Block, Element, Error, Host, HostBuffer, Inputs, Local, Query
 use crate::{
     backward_queries::{Operands, apply_slope, differentiate},
     backward_together::{QueryGradients, add_together},
-    forward::Acc,
+    forward::{Acc, keys_and_values},
     geometry::{Geometry, Strip},
     input::{Input, Source, array, elements_mut},
     logits::{Logits, Site},
-    pack::fill_lanes,
+    pack::{each_lane, fill_lanes},
     products::column_products,
     real::Real,
     records::{QueryRecord, bytes_mut},
@@ -59,12 +59,11 @@ pub(crate) fn attend_block<E: Input<Accumulator: Summed>>(
     together: bool,
     tick: Tick<'_>,
 ) -> Result<()> {
-    let State { local, geometry, q_rows, k_rows, blocks, scratch, statistics, seen, .. } = state;
+    let State { local, geometry, q_rows, k_rows, blocks, scratch, statistics, seen, in_place, .. } = state;
     let whole_tiles = geometry.of_whole_tiles();
     let (geometry, k_rows) = if together { (&whole_tiles, whole_tiles.keys_together()) } else { (&*geometry, *k_rows) };
     let spec = &*local.spec;
-    let record = spec.kv_record();
-    let source = |field| Source::<E>::records(block.buffer.bytes(), block.rows.len(), &record, field);
+    let (k, v): (Source<'_, E>, Source<'_, E>) = keys_and_values(local, inputs, block, *in_place)?;
     let attention_mask = local.attention_mask.as_deref();
     let (queries, keys) = (&*local.queries, block.rows);
     let visibility = Visibility { mask: &*spec.mask, attention_mask, queries, keys };
@@ -78,8 +77,8 @@ pub(crate) fn attend_block<E: Input<Accumulator: Summed>>(
         visibility,
         seen,
         logits: Logits { spec, path: geometry.path, queries, keys, bias },
-        k: source(0)?,
-        v: source(1)?,
+        k,
+        v,
         q: Source::Tensor(array("q", inputs.q)?),
         dout: Source::Tensor(array("dout", saved.dout)?),
         statistics: KnownOfQueries::Here(statistics),
@@ -322,8 +321,8 @@ impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
         let of_k = &mut lanes_head[geometry.lanes_of(site, head_dim)];
         let of_v = &mut lanes_value[geometry.lanes_of(site, value_dim)];
         if !std::mem::replace(&mut filled[site.strip], true) {
-            fill_lanes(&self.k, site.batch, kv_head, site.keys.clone(), site.width, of_k);
-            fill_lanes(&self.v, site.batch, kv_head, site.keys.clone(), site.width, of_v);
+            fill_lanes(geometry.path, &self.k, (site.batch, kv_head), site.keys.clone(), site.width, of_k);
+            fill_lanes(geometry.path, &self.v, (site.batch, kv_head), site.keys.clone(), site.width, of_v);
         }
         let operands = Operands { s: (rows_head, of_k), dp: (rows_value, of_v) };
         differentiate(&self.logits, site, sight, operands, statistics, tiles);
@@ -350,14 +349,14 @@ impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
             let first = at(record.offset(field, task.batch, task.kv_head));
             for strip in self.geometry.strips(task.keys.len()) {
                 let sums = &sums[strip.rows.start * rows..][..strip.width * rows];
-                for (lane, key) in strip.rows.clone().enumerate() {
-                    let into = &mut records[(task.keys.start + key) * len + first..][..dim];
-                    let column = sums.iter().skip(lane).step_by(strip.width);
-                    for (into, &sum) in into.iter_mut().zip(column) {
+                each_lane(self.geometry.path, sums, strip.width, strip.rows.len(), dim, |lane, place, sums| {
+                    let key = task.keys.start + strip.rows.start + lane;
+                    let into = &mut records[key * len + first + place..][..sums.len()];
+                    for (into, &sum) in into.iter_mut().zip(sums) {
                         let sum = scale * sum;
                         *into = if self.add { *into + sum } else { sum };
                     }
-                }
+                });
             }
         }
     }

@@ -39,9 +39,10 @@ pub(crate) fn attend_queries<E: Input<Accumulator: Summed>>(
     tick: Tick<'_>,
 ) -> Result<()> {
     state.sum_in(Order::Strips)?;
-    let State { local, geometry, q_rows, blocks, scratch, statistics, bias_gradient, .. } = state;
-    let pass = QueryPass::<E>::new(geometry, *q_rows, local, inputs, block)?;
+    let State { local, geometry, q_rows, blocks, scratch, statistics, bias_gradient, in_place, .. } = state;
+    let pass = QueryPass::<E>::new(geometry, *q_rows, local, inputs, block, *in_place)?;
     let pass = Gradients { pass, dout: Source::Tensor(array("dout", saved.dout)?), statistics };
+    QueryPass::<E>::look_anew(scratch);
     // tasks of one owner stay together: they add to the same part of the bias's gradient
     let mut parts = bias_gradient.as_mut().map(|gradient| gradient.parts.iter_mut());
     let tasks = blocks.chunk_by_mut(|a, b| a.owner == b.owner).map(|tasks| (tasks, parts.as_mut().and_then(Iterator::next)));
@@ -113,9 +114,9 @@ impl<E: Input<Accumulator: Summed>> Gradients<'_, E> {
         let geometry = self.pass.geometry;
         if !std::mem::replace(&mut scratch.filled[site.strip], true) {
             let of_q = &mut scratch.lanes_head[geometry.lanes_of(site, geometry.dims.head_dim)];
-            fill_lanes(&self.pass.q, site.batch, site.head, site.queries.clone(), site.width, of_q);
+            fill_lanes(geometry.path, &self.pass.q, (site.batch, site.head), site.queries.clone(), site.width, of_q);
             let of_dout = &mut scratch.lanes_value[geometry.lanes_of(site, geometry.dims.value_dim)];
-            fill_lanes(&self.dout, site.batch, site.head, site.queries.clone(), site.width, of_dout);
+            fill_lanes(geometry.path, &self.dout, (site.batch, site.head), site.queries.clone(), site.width, of_dout);
         }
         let line = site.batch * geometry.dims.q_heads + site.head;
         self.statistics.load(line, site.queries.clone(), &mut scratch.statistics);
@@ -178,10 +179,10 @@ pub(crate) fn differentiate<A: Real>(
 ) {
     let (path, vectors) = (logits.path, site.vectors);
     let (panel, lanes) = operands.s;
-    row_products(path, vectors, sight.rows(), panel, lanes, &mut tiles.s, logits.product_scale());
+    row_products(path, vectors, sight, panel, lanes, &mut tiles.s, None);
     logits.finish(site, sight, &mut tiles.s, Some(&mut tiles.slope), &mut tiles.extra);
     let (panel, lanes) = operands.dp;
-    row_products(path, vectors, sight.rows(), panel, lanes, &mut tiles.dp, A::ONE);
+    row_products(path, vectors, sight, panel, lanes, &mut tiles.dp, None);
     let span = site.span(sight.rows());
     let keep = logits.fill_keep(site, sight.rows(), &mut tiles.extra).then(|| &tiles.extra[span.clone()]);
     let by_row = site.lanes == Lanes::Keys;
@@ -196,7 +197,8 @@ pub(crate) fn differentiate<A: Real>(
     };
     let (s, dp) = (&mut tiles.s[span.clone()], &mut tiles.dp[span]);
     let normalize = logits.spec.normalize;
-    A::run(path, vectors, Differentiate { s, dp, keep, queries, normalize, words: sight.words() });
+    let unit = logits.unit();
+    A::run_kernel(path, vectors, Differentiate { s, unit, dp, keep, queries, normalize, words: sight.words() });
 }
 
 /// ds ← ds·∂s/∂x where there is a soft cap.

@@ -22,14 +22,15 @@ use crate::{
     backward_queries::attend_queries,
     forward::Acc,
     input::{Input, device},
-    isa::{Job, Path},
-    lanes::{scaled_add, strip, strip_mut, unrolled, zip},
+    isa::{Job, Kernel, Path},
+    lanes::{strip, strip_mut, unrolled},
     logits::Site,
     pack::{Panel, padded},
     real::Real,
     scratch::Scratch,
     sight::{Sight, TILE},
     team::Team,
+    vector::Vector,
     workspace::{Order, QueryBlock, State, Summed},
 };
 
@@ -138,7 +139,7 @@ impl<A: Real> QueryGradients<'_, A> {
                     width: self.width,
                     column,
                 };
-                A::run(self.path, vectors, job);
+                A::run_kernel(self.path, vectors, job);
                 column += vectors * A::WIDTH;
             }
             first = end;
@@ -213,27 +214,27 @@ struct RowSums<'a, A> {
     column: usize,
 }
 
-impl<A: Real> Job for RowSums<'_, A> {
+impl<A: Real> Kernel<A> for RowSums<'_, A> {
     type Output = ();
 
     #[inline(always)]
-    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) {
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
         if !self.panel.finite() {
-            return self.visible_only::<FUSED, VECTORS, WIDTH>();
+            return self.visible_only::<V, VECTORS>();
         }
         let Self { tile, first_row, panel, keys, into, width, column } = self;
         let b = panel.rows(keys);
         for (block, c) in into.chunks_exact_mut(ROWS * width).enumerate() {
             let a = &tile.elements[(first_row + block * ROWS) * TILE..];
             let a: [&[A]; ROWS] = std::array::from_fn(|r| &a[r * TILE..][..TILE]);
-            let mut sums = [[[A::ZERO; WIDTH]; VECTORS]; ROWS];
+            let mut sums = [[V::splat(A::ZERO); VECTORS]; ROWS];
             for (k, b) in b.chunks_exact(panel.stride()).enumerate().take(TILE) {
-                let Some(b) = strip::<A, VECTORS, WIDTH>(&b[column..]).first() else { break };
-                unrolled!(r < ROWS, v < VECTORS, sums[r][v] = scaled_add::<A, FUSED, WIDTH>(a[r][k], b[v], sums[r][v]));
+                let Some(b) = V::row::<VECTORS>(&b[column..]) else { break };
+                unrolled!(r < ROWS, v < VECTORS, sums[r][v] = V::splat(a[r][k]).multiply_add(V::load(&b[v]), sums[r][v]));
             }
             unrolled!(r < ROWS, {
-                if let Some(c) = strip_mut::<A, VECTORS, WIDTH>(&mut c[r * width + column..]).first_mut() {
-                    unrolled!(v < VECTORS, c[v] = zip(c[v], sums[r][v], |c, sum| c + sum));
+                if let Some(c) = V::row_mut::<VECTORS>(&mut c[r * width + column..]) {
+                    unrolled!(v < VECTORS, V::load(&c[v]).plus(sums[r][v]).store(&mut c[v]));
                 }
             });
         }
@@ -243,17 +244,17 @@ impl<A: Real> Job for RowSums<'_, A> {
 impl<A: Real> RowSums<'_, A> {
     /// Skips what is not visible instead of multiplying it by 0.
     #[inline(always)]
-    fn visible_only<const FUSED: bool, const VECTORS: usize, const WIDTH: usize>(self) {
+    fn visible_only<V: Vector<A>, const VECTORS: usize>(self) {
         let Self { tile, first_row, panel, keys, into, width, column } = self;
         for (row, c) in (first_row..).zip(into.chunks_exact_mut(width)) {
-            let mut sums = [[A::ZERO; WIDTH]; VECTORS];
+            let mut sums = [V::splat(A::ZERO); VECTORS];
             for k in (0..keys.len()).filter(|k| tile.words[row] >> k & 1 != 0) {
-                let Some(b) = strip::<A, VECTORS, WIDTH>(&panel.rows(keys.start + k..keys.start + k + 1)[column..]).first() else { break };
+                let Some(b) = V::row::<VECTORS>(&panel.rows(keys.start + k..keys.start + k + 1)[column..]) else { break };
                 let a = tile.elements[row * TILE + k];
-                unrolled!(v < VECTORS, sums[v] = scaled_add::<A, FUSED, WIDTH>(a, b[v], sums[v]));
+                unrolled!(v < VECTORS, sums[v] = V::splat(a).multiply_add(V::load(&b[v]), sums[v]));
             }
-            if let Some(c) = strip_mut::<A, VECTORS, WIDTH>(&mut c[column..]).first_mut() {
-                unrolled!(v < VECTORS, c[v] = zip(c[v], sums[v], |c, sum| c + sum));
+            if let Some(c) = V::row_mut::<VECTORS>(&mut c[column..]) {
+                unrolled!(v < VECTORS, V::load(&c[v]).plus(sums[v]).store(&mut c[v]));
             }
         }
     }

@@ -2,10 +2,11 @@
 //!
 //! ```text
 //! n = round(x / ln 2)     r = x − n·ln 2, |r| ≤ ln 2 / 2     e^x = 2^n · (1 + r + r²·q(r))
+//! weights:   z = x·log₂e     n = round(z)     r = z − n, |r| ≤ 1/2     e^x = 2^n · p(r)
 //! tanh x = x + x³·t(x²)   for |x| < 0.625,   else   sign(x) · (1 − 2 / (e^{2|x|} + 1))
 //! ```
-//! n is found by adding 1.5·2^(mantissa bits), which leaves it in the low bits of the sum; 2^n is added to the exponent field. The polynomials q and
-//! t are minimax fits, in relative error, made for this file.
+//! n is found by adding 1.5·2^(mantissa bits), which leaves it in the low bits of the sum; 2^n is added to the exponent field. The polynomials q, p
+//! and t are minimax fits, in relative error, made for this file; p(0) = 1.
 
 /// a·b + c, rounded once where that is one instruction.
 #[inline(always)]
@@ -40,6 +41,32 @@ pub(crate) fn exp32<const FUSED: bool>(x: f32) -> f32 {
     // x + ∞: ∞ for what is too large, NaN for NaN
     let high = if x <= 88.722_83 { scaled } else { x + f32::INFINITY };
     if x < -87.33 { 0.0 } else { high }
+}
+
+/// Coefficients of 2^r for |r| ≤ 1/2, within 9.4e-8 of it; r⁰ first.
+#[expect(clippy::approx_constant, reason = "a coefficient of the fit: near to ln 2, but not equal")]
+pub(crate) const POWER_OF_TWO: [f32; 6] = [1.0, 0.693_147, 0.240_222_47, 0.055_507_11, 0.009_671_291, 0.001_326_951_9];
+
+/// e^x for a softmax: 0 where e^x would be subnormal, ∞ above 88.72, NaN for NaN.
+///
+/// The relative error is that of the polynomial and half a unit of x·log₂e, which grows with |x|; but for x ≤ 0 it is multiplied by e^x, so that the
+/// error never passes 2e-7: what matters in a sum whose largest term is 1.
+#[inline(always)]
+pub(crate) fn weight32<const FUSED: bool>(x: f32) -> f32 {
+    const ROUND: f32 = 12_582_912.0;
+    let z = x * std::f32::consts::LOG2_E;
+    let shifted = z + ROUND;
+    let r = z - (shifted - ROUND);
+    let mut y = POWER_OF_TWO[5];
+    y = fused32::<FUSED>(y, r, POWER_OF_TWO[4]);
+    y = fused32::<FUSED>(y, r, POWER_OF_TWO[3]);
+    y = fused32::<FUSED>(y, r, POWER_OF_TWO[2]);
+    y = fused32::<FUSED>(y, r, POWER_OF_TWO[1]);
+    y = fused32::<FUSED>(y, r, POWER_OF_TWO[0]);
+    let scaled = f32::from_bits(y.to_bits().wrapping_add(shifted.to_bits() << 23));
+    // z + ∞: ∞ for what is too large, NaN for NaN
+    let high = if z < 127.5 { scaled } else { z + f32::INFINITY };
+    if z < -126.0 { 0.0 } else { high }
 }
 
 /// e^x within 2 units in the last place; 0 below −708.3 (no subnormals), ∞ above 709.78, NaN for NaN.
@@ -122,6 +149,28 @@ mod tests {
             for got in [exp64::<true>(x), exp64::<false>(x)] {
                 assert!((got - want).abs() <= 2.0 * f64::EPSILON * want, "e^{x}: {got} {want}");
             }
+        }
+    }
+
+    #[test]
+    fn weights_are_close() {
+        for i in -87_300..1 {
+            let x = i as f32 / 1000.0;
+            let want = f64::from(x).exp();
+            for got in [weight32::<true>(x), weight32::<false>(x)] {
+                // the rounding of x·log₂e, and the polynomial's
+                let error = (f64::from(x).abs() * 0.9e-7 + 2e-7) * want;
+                assert!((f64::from(got) - want).abs() <= error, "e^{x}: {got} {want}");
+            }
+        }
+        assert_eq!(weight32::<false>(0.0), 1.0);
+        for x in [-89.0, -1e4, f32::MIN, f32::NEG_INFINITY] {
+            assert_eq!(weight32::<true>(x), 0.0);
+            assert_eq!(weight32::<true>(-x), f32::INFINITY);
+        }
+        for payload in [0, 1, 0x1ff, 0x3f_ffff] {
+            assert!(weight32::<true>(f32::from_bits(0x7fc0_0000 | payload)).is_nan());
+            assert!(weight32::<true>(f32::from_bits(0xffc0_0000 | payload)).is_nan());
         }
     }
 

@@ -12,7 +12,9 @@ use crate::{
     forward::Acc,
     geometry::Geometry,
     input::{Input, array, array_mut},
+    pack::each_lane,
     real::Real,
+    sight::TILE,
     team::Team,
     workspace::{QueryBlock, State, Summed},
 };
@@ -79,14 +81,11 @@ impl<E: Input<Accumulator: Summed>> Rows<'_, E> {
             for strip in geometry.strips(block.rows.len()) {
                 let first = block.lane(place, strip.rows.start);
                 let sums = &block.sums[first * depth..(first + strip.width) * depth];
-                for (lane, row) in strip.rows.clone().enumerate() {
+                let mut factors = [None; TILE];
+                for ((lane, row), factor) in strip.rows.clone().enumerate().zip(&mut factors) {
                     let ties = block.ties.get(first + lane).copied().unwrap_or_default();
                     let end = End::of(block.max[first + lane], block.sum[first + lane], ties, sink_line(sinks, head));
-                    let factor = Acc::<E>::from_f64(if spec.normalize { end.rescale / end.sum } else { end.rescale });
-                    let elements = sums.iter().skip(lane).step_by(strip.width);
-                    for (out, &sum) in out.index_axis_mut(Axis(0), row).iter_mut().zip(elements) {
-                        *out = E::narrow(if end.empty { Acc::<E>::ZERO } else { factor * sum });
-                    }
+                    *factor = (!end.empty).then(|| Acc::<E>::from_f64(if spec.normalize { end.rescale / end.sum } else { end.rescale }));
                     let at = [batch, head, row, 0];
                     for (view, value) in
                         [(&mut self.lse, end.lse), (&mut self.max, end.max), (&mut self.sum, end.sum), (&mut self.ties, end.ties)]
@@ -96,6 +95,15 @@ impl<E: Input<Accumulator: Summed>> Rows<'_, E> {
                         }
                     }
                 }
+                let dim = geometry.dims.value_dim;
+                each_lane(geometry.path, sums, strip.width, strip.rows.len(), dim, |lane, place, sums| {
+                    let mut out = out.index_axis_mut(Axis(0), strip.rows.start + lane);
+                    let rounded = |sum: Acc<E>| E::narrow(factors[lane].map_or(Acc::<E>::ZERO, |factor| factor * sum));
+                    match out.as_slice_mut() {
+                        Some(out) => out[place..].iter_mut().zip(sums).for_each(|(out, &sum)| *out = rounded(sum)),
+                        None => out.iter_mut().skip(place).zip(sums).for_each(|(out, &sum)| *out = rounded(sum)),
+                    }
+                });
             }
         }
     }

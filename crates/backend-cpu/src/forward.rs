@@ -17,7 +17,7 @@ use annulus_core::{Block, Host, Inputs, Result, Tick, Visibility};
 
 use crate::{
     geometry::{Geometry, Strip},
-    input::{Input, Source, array},
+    input::{Input, Source, array, device},
     logits::{Logits, Site},
     pack::fill_lanes,
     products::{column_products, row_products},
@@ -28,6 +28,9 @@ use crate::{
     team::{Pulse, Team},
     workspace::{QueryBlock, State, Summed},
 };
+
+/// Bytes that are asked for at once: sixteen cache lines.
+const AT_ONCE: usize = 1024;
 
 /// The sum type of an input type.
 pub(crate) type Acc<E> = <E as annulus_core::Element>::Accumulator;
@@ -50,10 +53,34 @@ pub(crate) fn attend<E: Input<Accumulator: Summed>>(
     block: &Block<'_, Host>,
     tick: Tick<'_>,
 ) -> Result<()> {
-    let State { local, geometry, q_rows, blocks, scratch, .. } = state;
-    let pass = QueryPass::<E>::new(geometry, *q_rows, local, inputs, block)?;
+    let State { local, geometry, q_rows, blocks, scratch, decode, in_place, .. } = state;
+    let pass = QueryPass::<E>::new(geometry, *q_rows, local, inputs, block, *in_place)?;
+    QueryPass::<E>::look_anew(scratch);
+    if let Some(decode) = decode
+        && decode.attend(&pass, team, scratch, blocks, &mut *tick)
+    {
+        return Ok(());
+    }
     team.run(scratch, blocks.iter_mut(), Some(tick), |scratch, block, pulse| pass.fold(scratch, block, pulse));
     Ok(())
+}
+
+/// Keys and values of a block: those in its records or, `in_place`, the caller's own.
+pub(crate) fn keys_and_values<'a, 'i: 'a, 'b: 'a, E: Input>(
+    local: &annulus_core::Local,
+    inputs: &Inputs<'i, Host>,
+    block: &Block<'b, Host>,
+    in_place: bool,
+) -> Result<(Source<'a, E>, Source<'a, E>)> {
+    if in_place {
+        if block.rows.rows() != local.keys.rows() {
+            return Err(device("a block of other rows than this rank's, where no other rank has any"));
+        }
+        return Ok((Source::Tensor(array("k", inputs.k)?), Source::Tensor(array("v", inputs.v)?)));
+    }
+    let record = local.spec.kv_record();
+    let source = |field| Source::records(block.buffer.bytes(), block.rows.len(), &record, field);
+    Ok((source(0)?, source(1)?))
 }
 
 /// What all tasks of a pass over queries read.
@@ -75,20 +102,20 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         local: &'a annulus_core::Local,
         inputs: &Inputs<'i, Host>,
         block: &Block<'b, Host>,
+        in_place: bool,
     ) -> Result<Self> {
         let spec = &*local.spec;
-        let record = spec.kv_record();
-        let source = |field| Source::records(block.buffer.bytes(), block.rows.len(), &record, field);
         let attention_mask = local.attention_mask.as_deref();
         let (queries, keys) = (&*local.queries, block.rows);
         let bias = inputs.bias.map(|bias| array::<Acc<E>>("bias", bias)).transpose()?;
+        let (k, v) = keys_and_values(local, inputs, block, in_place)?;
         Ok(Self {
             geometry,
             visibility: Visibility { mask: &*spec.mask, attention_mask, queries, keys },
             logits: Logits { spec, path: geometry.path, queries, keys, bias },
             q: Source::Tensor(array("q", inputs.q)?),
-            k: source(0)?,
-            v: source(1)?,
+            k,
+            v,
             strips: q_rows / geometry.strip_lanes(),
         })
     }
@@ -100,12 +127,24 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         heads.clone().step_by(step).map(move |first| first..first + step)
     }
 
-    /// Works out what the rows of a task see: all of them, and each strip.
+    /// Works out what the rows of a task see: all of them, and each strip; unless that is known from a task whose rows see alike.
     pub(crate) fn look(&self, scratch: &mut Scratch<Acc<E>>, batch: usize, head: usize, rows: &Range<usize>) {
-        self.visibility.query_tile(batch, head, rows.clone(), &mut scratch.whole);
-        for (strip, part) in self.geometry.strips(rows.len()).zip(&mut scratch.parts) {
-            self.visibility.query_tile(batch, head, rows.start + strip.rows.start..rows.start + strip.rows.end, part);
+        let of_batch = if self.visibility.per_batch() { batch } else { 0 };
+        let of_head = if self.visibility.per_head() { head } else { 0 };
+        let looked = (of_batch, of_head, rows.clone());
+        if scratch.looked.as_ref() == Some(&looked) {
+            return;
         }
+        self.visibility.query_tile(of_batch, of_head, rows.clone(), &mut scratch.whole);
+        for (strip, part) in self.geometry.strips(rows.len()).zip(&mut scratch.parts) {
+            self.visibility.query_tile(of_batch, of_head, rows.start + strip.rows.start..rows.start + strip.rows.end, part);
+        }
+        scratch.looked = Some(looked);
+    }
+
+    /// Forgets what an earlier pass has seen: masks and positions may have changed.
+    pub(crate) fn look_anew(scratch: &mut [Scratch<Acc<E>>]) {
+        scratch.iter_mut().for_each(|scratch| scratch.looked = None);
     }
 
     /// Where a tile lies whose queries are strip number `index` of a task.
@@ -127,6 +166,22 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         let path = self.geometry.path;
         scratch.rows_head.fill(path, &self.k, batch, kv_head, keys.clone());
         scratch.rows_value.fill(path, &self.v, batch, kv_head, keys.clone());
+        // mostly the next
+        scratch.ahead = keys.end..(keys.end + TILE).min(self.visibility.keys.len());
+    }
+
+    /// Asks for a few rows of the tile of keys that is mostly the next: rows of one head lie far apart in memory, and whoever waited for each would
+    /// wait long; but no more at once than can be on their way.
+    fn ask_ahead(&self, ahead: &mut Range<usize>, batch: usize, kv_head: usize) {
+        if Range::is_empty(ahead) {
+            return;
+        }
+        let (k, v) = (self.k.plane(batch, kv_head), self.v.plane(batch, kv_head));
+        let bytes = (self.geometry.dims.head_dim + self.geometry.dims.value_dim) * size_of::<E>();
+        for row in ahead.by_ref().take((AT_ONCE / bytes).max(1)) {
+            k.prefetch(row);
+            v.prefetch(row);
+        }
     }
 
     /// One task.
@@ -160,7 +215,7 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
                 let site = self.site(block.batch, head, &block.rows, index, &strip, keys);
                 if !std::mem::replace(&mut scratch.filled[site.strip], true) {
                     let lanes = &mut scratch.lanes_head[self.geometry.lanes_of(&site, self.geometry.dims.head_dim)];
-                    fill_lanes(&self.q, site.batch, head, site.queries.clone(), site.width, lanes);
+                    fill_lanes(self.geometry.path, &self.q, (site.batch, head), site.queries.clone(), site.width, lanes);
                 }
                 self.fold_tile(scratch, block, strip.rows.start, &site);
             }
@@ -170,11 +225,14 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
     /// One tile of one head; `first` is the strip's first row in the task.
     fn fold_tile(&self, scratch: &mut Scratch<Acc<E>>, block: &mut QueryBlock<Acc<E>>, first: usize, site: &Site) {
         let (path, vectors) = (self.geometry.path, site.vectors);
-        let Scratch { rows_head, rows_value, lanes_head, tiles, rescale, sight, sight_of_head, .. } = scratch;
+        let Scratch { rows_head, rows_value, lanes_head, tiles, largest, rescale, sight, sight_of_head, ahead, .. } = scratch;
         sight_of_head.clone_from(sight);
         let sight = sight_of_head;
         let queries = &lanes_head[self.geometry.lanes_of(site, self.geometry.dims.head_dim)];
-        row_products(path, vectors, sight.rows(), rows_head, queries, &mut tiles.s, self.logits.product_scale());
+        let largest = &mut largest[..site.width];
+        let wanted = self.logits.plain(sight).then_some(&mut *largest);
+        let known = row_products(path, vectors, sight, rows_head, queries, &mut tiles.s, wanted);
+        self.ask_ahead(ahead, block.batch, block.kv_head);
         self.logits.finish(site, sight, &mut tiles.s, None, &mut tiles.extra);
 
         let first = block.lane(site.head % self.geometry.dims.group(), first);
@@ -184,12 +242,16 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         let rescale = &mut rescale[..site.width];
         let weights = &mut tiles.s[span.clone()];
         let (max, sum) = (&mut block.max[lanes.clone()], &mut block.sum[lanes.clone()]);
-        Acc::<E>::run(path, vectors, Fold { tile: weights, max, sum, ties, rescale });
+        let (unit, largest) = (self.logits.unit(), known.then_some(&*largest));
+        let moved = Acc::<E>::run_kernel(path, vectors, Fold { tile: weights, unit, largest, max, sum, ties, rescale });
+        self.ask_ahead(ahead, block.batch, block.kv_head);
         if self.logits.fill_keep(site, sight.rows(), &mut tiles.extra) {
             Acc::<E>::run(path, vectors, Multiply { tile: weights, by: &tiles.extra[span] });
         }
         let depth = self.geometry.value_rows();
         let sums = &mut block.sums[lanes.start * depth..lanes.end * depth];
-        column_products(path, vectors, sight, rows_value, weights, sums, Some(rescale));
+        // where no maximum has moved, all factors are 1
+        column_products(path, vectors, sight, rows_value, weights, sums, moved.then_some(&*rescale));
+        self.ask_ahead(ahead, block.batch, block.kv_head);
     }
 }

@@ -7,10 +7,10 @@ use annulus_core::{Dims, Spec};
 use crate::{isa::Path, logits::Site, pack::padded, real::Real, sight::TILE};
 
 /// Lanes of a task, where it is one: enough that a widened tile of keys serves many queries.
-const LANES: usize = 768;
+const LANES: usize = 2048;
 
 /// Lanes of all heads of a task: what is packed for them should stay in the second-level cache.
-const GROUP_LANES: usize = 768;
+const GROUP_LANES: usize = 2048;
 
 /// Elements of the keys and values of [`Geometry::keys_together`].
 const TOGETHER: usize = 1 << 15;
@@ -44,7 +44,10 @@ impl Geometry {
 
     /// The same with strips of which several make up a tile of [`crate::sight::TILE`] lanes.
     pub(crate) const fn of_whole_tiles(self) -> Self {
-        let strip_vectors = if self.path.most_vectors() < 2 { 1 } else { 2 };
+        let mut strip_vectors = self.path.most_vectors();
+        while !TILE.is_multiple_of(strip_vectors * self.vector) {
+            strip_vectors -= 1;
+        }
         Self { strip_vectors, ..self }
     }
 

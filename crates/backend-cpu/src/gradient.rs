@@ -7,9 +7,10 @@
 //! and 0 where a pair is hidden, whatever stands in its vectors.
 
 use crate::{
-    isa::Job,
-    lanes::{each_row_mut, map, select, strip, strip_mut, unrolled, zip},
+    isa::Kernel,
+    lanes::unrolled,
     real::Real,
+    vector::{Vector, each_row_mut},
 };
 
 /// Numbers of the tile's queries: one a lane where queries lie in lanes, else one a row.
@@ -25,8 +26,10 @@ pub(crate) struct OfQueries<'a, A> {
 
 /// Turns logits into their gradients, and gradients of weights into weights.
 pub(crate) struct Differentiate<'a, A> {
-    /// In: s. Out: ds.
+    /// In: s / unit. Out: ds.
     pub(crate) s: &'a mut [A],
+    /// What elements of `s` are multiplied by to be logits.
+    pub(crate) unit: A,
     /// In: ⟨dout, v⟩. Out: what dout is multiplied by in dv.
     pub(crate) dp: &'a mut [A],
     /// What dropout multiplies weights by.
@@ -37,56 +40,57 @@ pub(crate) struct Differentiate<'a, A> {
     pub(crate) words: Option<&'a [u64]>,
 }
 
-impl<A: Real> Job for Differentiate<'_, A> {
+impl<A: Real> Kernel<A> for Differentiate<'_, A> {
     type Output = ();
 
     #[inline(always)]
-    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) {
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
         match (self.queries.by_row, self.normalize) {
-            (false, true) => self.all::<false, true, FUSED, VECTORS, WIDTH>(),
-            (true, true) => self.all::<true, true, FUSED, VECTORS, WIDTH>(),
-            (false, false) => self.all::<false, false, FUSED, VECTORS, WIDTH>(),
-            (true, false) => self.all::<true, false, FUSED, VECTORS, WIDTH>(),
+            (false, true) => self.all::<V, false, true, VECTORS>(),
+            (true, true) => self.all::<V, true, true, VECTORS>(),
+            (false, false) => self.all::<V, false, false, VECTORS>(),
+            (true, false) => self.all::<V, true, false, VECTORS>(),
         }
     }
 }
 
 impl<A: Real> Differentiate<'_, A> {
     #[inline(always)]
-    fn all<const BY_ROW: bool, const NORMALIZE: bool, const FUSED: bool, const VECTORS: usize, const WIDTH: usize>(self) {
-        let s = strip_mut::<A, VECTORS, WIDTH>(self.s);
-        let dp = strip_mut::<A, VECTORS, WIDTH>(self.dp);
-        let keep = self.keep.map(strip::<A, VECTORS, WIDTH>);
-        for (row, (s, dp)) in each_row_mut(s).zip(dp).enumerate() {
+    fn all<V: Vector<A>, const BY_ROW: bool, const NORMALIZE: bool, const VECTORS: usize>(self) {
+        let s = V::strip_mut::<VECTORS>(self.s);
+        let dp = V::strip_mut::<VECTORS>(self.dp);
+        let keep = self.keep.map(V::strip::<VECTORS>);
+        let (unit, zero) = (V::splat(self.unit), V::splat(A::ZERO));
+        let OfQueries { lse, max, delta, share, .. } = self.queries;
+        for (row, (s, dp)) in each_row_mut::<A, V, _>(s).zip(dp).enumerate() {
             unrolled!(v < VECTORS, {
-                let at = |list: &[A]| of_queries::<A, BY_ROW, WIDTH>(list, row, v);
-                let p = zip(s[v], at(self.queries.lse), |s, lse| (s - lse).exp::<FUSED>());
-                let mut kept = dp[v];
+                let logit = V::load(&s[v]).times(unit);
+                let p = logit.minus(of_queries::<A, V, BY_ROW, VECTORS>(lse, row, v)).weight();
+                let delta = of_queries::<A, V, BY_ROW, VECTORS>(delta, row, v);
+                let mut kept = V::load(&dp[v]);
                 if let Some(keep) = keep {
-                    kept = zip(kept, keep[row][v], |dp, keep| dp * keep);
+                    kept = kept.times(V::load(&keep[row][v]));
                 }
                 let (mut ds, mut weight);
                 if NORMALIZE {
-                    ds = zip(p, zip(kept, at(self.queries.delta), |dp, delta| dp - delta), |p, rest| p * rest);
+                    ds = p.times(kept.minus(delta));
                     weight = p;
                 } else {
-                    let max = at(self.queries.max);
-                    weight = zip(s[v], max, |s, max| (s - max).exp::<FUSED>());
-                    ds = zip(weight, kept, |weight, dp| weight * dp);
-                    ds = zip(ds, zip(p, at(self.queries.delta), |p, delta| p * delta), |ds, more| ds - more);
-                    let reached = zip(s[v], max, |s, max| if s == max { A::ONE } else { A::ZERO });
-                    let lost = zip(reached, at(self.queries.share), |reached, share| if reached == A::ZERO { A::ZERO } else { share });
-                    ds = zip(ds, lost, |ds, lost| ds - lost);
+                    let max = of_queries::<A, V, BY_ROW, VECTORS>(max, row, v);
+                    let share = of_queries::<A, V, BY_ROW, VECTORS>(share, row, v);
+                    weight = logit.minus(max).weight();
+                    ds = weight.times(kept).minus(p.times(delta)).minus(logit.if_equal(max, share, zero));
                 }
                 if let Some(keep) = keep {
-                    weight = zip(weight, keep[row][v], |weight, keep| weight * keep);
+                    weight = weight.times(V::load(&keep[row][v]));
                 }
                 if let Some(words) = self.words {
-                    ds = select(words[row], v * WIDTH, ds, [A::ZERO; WIDTH]);
-                    weight = select(words[row], v * WIDTH, weight, [A::ZERO; WIDTH]);
+                    let word = words[row] >> (v * V::WIDTH);
+                    ds = ds.select(word, zero);
+                    weight = weight.select(word, zero);
                 }
-                s[v] = ds;
-                dp[v] = weight;
+                ds.store(&mut s[v]);
+                weight.store(&mut dp[v]);
             });
         }
     }
@@ -94,12 +98,6 @@ impl<A: Real> Differentiate<'_, A> {
 
 /// The numbers that belong to vector `v` of row `row`.
 #[inline(always)]
-fn of_queries<A: Real, const BY_ROW: bool, const WIDTH: usize>(list: &[A], row: usize, v: usize) -> [A; WIDTH] {
-    if BY_ROW {
-        [list[row]; WIDTH]
-    } else {
-        let mut lanes = [A::ZERO; WIDTH];
-        lanes.copy_from_slice(&list[v * WIDTH..][..WIDTH]);
-        map(lanes, |lane| lane)
-    }
+fn of_queries<A: Real, V: Vector<A>, const BY_ROW: bool, const VECTORS: usize>(list: &[A], row: usize, v: usize) -> V {
+    if BY_ROW { V::splat(list[row]) } else { V::row::<VECTORS>(list).map_or(V::splat(A::ZERO), |list| V::load(&list[v])) }
 }

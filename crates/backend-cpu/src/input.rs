@@ -4,7 +4,7 @@ use annulus_core::{Element, Error, HostView, HostViewMut, Record, Result};
 use half::{bf16, f16};
 use ndarray::{ArrayView1, ArrayView2, ArrayView4, ArrayViewMut4, Axis, s};
 
-use crate::real::Real;
+use crate::{isa::prefetch, real::Real};
 
 /// What q, k, v and out are made of.
 pub(crate) trait Input: Element<Accumulator: Real> {
@@ -103,6 +103,17 @@ impl<'a, E: Element> Source<'a, E> {
         }
     }
 
+    /// The vectors of all heads, where they lie side by side.
+    #[inline]
+    pub(crate) fn row(&self, batch: usize, row: usize) -> Option<&'a [E]> {
+        match *self {
+            Self::Tensor(tensor) => tensor.index_axis_move(Axis(0), batch).index_axis_move(Axis(0), row).to_slice(),
+            Self::Records { elements, stride, first, heads, dim } => {
+                elements.get(row * stride + first + batch * heads * dim..)?.get(..heads * dim)
+            }
+        }
+    }
+
     /// One vector.
     #[inline]
     pub(crate) fn vector(&self, batch: usize, row: usize, head: usize) -> ArrayView1<'a, E> {
@@ -132,6 +143,19 @@ impl<'a, E: Element> Plane<'a, E> {
             Self::Tensor(plane) => plane.index_axis_move(Axis(0), row),
             Self::Records { elements, stride, dim } => ArrayView1::from(&elements[row * stride..][..dim]),
         }
+    }
+}
+
+impl<E: Element> Plane<'_, E> {
+    /// Asks for one vector, if there is one, before it is needed.
+    #[inline]
+    pub(crate) fn prefetch(&self, row: usize) {
+        let vector = match *self {
+            Self::Tensor(plane) if row < plane.nrows() => plane.index_axis_move(Axis(0), row).to_slice(),
+            Self::Tensor(_) => None,
+            Self::Records { elements, stride, dim } => elements.get(row * stride..row * stride + dim),
+        };
+        prefetch(vector.unwrap_or_default());
     }
 }
 

@@ -1,9 +1,17 @@
 //! Which instructions the tiles are compiled for, and the one place where that choice becomes a call.
 //!
 //! Every hot loop is a [`Job`]: a generic body over fixed-size arrays that is compiled once per instruction set by the thin
-//! `#[target_feature]` functions below. [`Path`] is the proof that the machine has the instructions: it can only be made by asking.
+//! `#[target_feature]` functions below; the hottest are [`Kernel`]s, over vectors that stay in registers. [`Path`] is the proof that the machine has the instructions: it can only be made by asking.
 
 use annulus_core::{Error, Result};
+
+use crate::{
+    real::Real,
+    vector::{Array, Vector},
+};
+
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 
 /// An instruction set that tiles are compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -92,6 +100,14 @@ pub(crate) trait Job {
     fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) -> Self::Output;
 }
 
+/// A hot loop over sums of type `A`, written over vectors in registers.
+///
+/// Its body must be `#[inline(always)]`, as that of a [`Job`]: register tiles of `ROWS` × `VECTORS` vectors.
+pub(crate) trait Kernel<A: Real> {
+    type Output;
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) -> Self::Output;
+}
+
 /// Whatever [`Path`] runs on, a register tile has at most this many rows and divides this.
 pub(crate) const MOST_ROWS: usize = 8;
 
@@ -100,10 +116,15 @@ impl Path {
         if isa.is_available() { Ok(Self { isa }) } else { Err(Error::unsupported(isa.name(), "this processor")) }
     }
 
+    /// What it runs.
+    pub(crate) const fn isa(self) -> Isa {
+        self.isa
+    }
+
     /// The most vectors that a register tile is wide.
     pub(crate) const fn most_vectors(self) -> usize {
         match self.isa {
-            Isa::Avx512 => 3,
+            Isa::Avx512 => 4,
             _ => 1,
         }
     }
@@ -124,13 +145,72 @@ impl Path {
                 match vectors {
                     1 => avx512::<J, 1, WIDTH>(job),
                     2 => avx512::<J, 2, WIDTH>(job),
-                    _ => avx512::<J, 3, WIDTH>(job),
+                    3 => avx512::<J, 3, WIDTH>(job),
+                    _ => avx512::<J, 4, WIDTH>(job),
                 }
             },
             #[cfg(not(target_arch = "x86_64"))]
             Isa::Avx2 | Isa::Avx512 => job.run::<false, 2, 1, WIDTH>(),
         }
     }
+
+    /// Runs `kernel` on a strip of `vectors` vectors of f32.
+    pub(crate) fn run_f32<K: Kernel<f32>>(self, vectors: usize, kernel: K) -> K::Output {
+        debug_assert!((1..=self.most_vectors()).contains(&vectors));
+        match self.isa {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as in `run`.
+            Isa::Avx512 => unsafe {
+                match vectors {
+                    1 => avx512_f32::<K, 8, 1>(kernel),
+                    2 => avx512_f32::<K, 8, 2>(kernel),
+                    3 => avx512_f32::<K, 4, 3>(kernel),
+                    _ => avx512_f32::<K, 4, 4>(kernel),
+                }
+            },
+            _ => self.run_arrays::<_, _, 16>(vectors, kernel),
+        }
+    }
+
+    /// Runs `kernel` on a strip of `vectors` vectors of f64.
+    pub(crate) fn run_f64<K: Kernel<f64>>(self, vectors: usize, kernel: K) -> K::Output {
+        self.run_arrays::<_, _, 8>(vectors, kernel)
+    }
+
+    /// Runs `kernel` over vectors that the compiler finds registers for.
+    fn run_arrays<K: Kernel<A>, A: Real, const WIDTH: usize>(self, vectors: usize, kernel: K) -> K::Output {
+        self.run::<_, WIDTH>(vectors, OverArrays(kernel, std::marker::PhantomData))
+    }
+}
+
+/// Asks for memory that will soon be read, without waiting for it. Nothing happens where stable Rust reaches no such instruction.
+#[inline(always)]
+pub(crate) fn prefetch<T>(soon: &[T]) {
+    #[cfg(target_arch = "x86_64")]
+    for line in soon.chunks(64 / size_of::<T>()) {
+        // SAFETY: the hint may be given for any address and changes nothing but what the caches hold; SSE is part of every x86-64.
+        unsafe { std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(line.as_ptr().cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    std::hint::black_box(soon);
+}
+
+/// A kernel as a job.
+struct OverArrays<K, A>(K, std::marker::PhantomData<A>);
+
+impl<K: Kernel<A>, A: Real> Job for OverArrays<K, A> {
+    type Output = K::Output;
+
+    #[inline(always)]
+    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) -> K::Output {
+        self.0.run::<Array<A, FUSED, WIDTH>, ROWS, VECTORS>()
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512vl,avx512bw,avx512dq,avx2,fma")]
+fn avx512_f32<K: Kernel<f32>, const ROWS: usize, const VECTORS: usize>(kernel: K) -> K::Output {
+    kernel.run::<avx512::Zmm, ROWS, VECTORS>()
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -142,7 +222,7 @@ fn avx2<J: Job, const WIDTH: usize>(job: J) -> J::Output {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512vl,avx512bw,avx512dq,avx2,fma")]
 fn avx512<J: Job, const VECTORS: usize, const WIDTH: usize>(job: J) -> J::Output {
-    job.run::<true, 8, VECTORS, WIDTH>()
+    job.run::<true, 4, VECTORS, WIDTH>()
 }
 
 #[cfg(test)]

@@ -23,13 +23,7 @@ pub(crate) fn strip_mut<A, const N: usize, const W: usize>(elements: &mut [A]) -
     elements.as_chunks_mut::<W>().0.as_chunks_mut::<N>().0
 }
 
-/// The rows of a strip, one at a time. Each is opaque to the compiler, for the same reason.
-#[inline(always)]
-pub(crate) fn each_row<T>(rows: &[T]) -> impl ExactSizeIterator<Item = &T> {
-    rows.iter().map(std::hint::black_box)
-}
-
-/// The same for writing.
+/// The rows of a strip, one at a time, for writing. Each is opaque to the compiler, for the same reason.
 #[inline(always)]
 pub(crate) fn each_row_mut<T>(rows: &mut [T]) -> impl ExactSizeIterator<Item = &mut T> {
     rows.iter_mut().map(std::hint::black_box)

@@ -5,11 +5,11 @@
 //! | what | file |
 //! |---|---|
 //! | the seam, call by call | `backend.rs` |
-//! | forward: tiles, and the end of a row | `forward.rs`, `finish.rs` |
+//! | forward: tiles, few queries over many keys, and the end of a row | `forward.rs`, `decode.rs`, `finish.rs` |
 //! | backward: beginning and end, dq and dbias, dk and dv, all at once | `backward.rs`, `backward_queries.rs`, `backward_keys.rs`, `backward_together.rs`, `bias_gradient.rs` |
 //! | one tile: who sees whom, logits, softmax, gradients, products | `sight.rs`, `logits.rs`, `dropout.rs`, `softmax.rs`, `gradient.rs`, `products.rs` |
 //! | memory: workspace, scratch, packed tiles, records | `workspace.rs`, `statistics.rs`, `scratch.rs`, `pack.rs`, `records.rs`, `aligned.rs`, `input.rs` |
-//! | machine: instruction sets, vectors, threads, sizes | `isa.rs`, `real.rs`, `lanes.rs`, `exp.rs`, `team.rs`, `geometry.rs` |
+//! | machine: instruction sets, vectors, threads, sizes | `isa.rs`, `vector.rs`, `real.rs`, `lanes.rs`, `exp.rs`, `team.rs`, `geometry.rs` |
 //!
 //! The design in three lines. One of queries and keys lies in the lanes of vectors and the other is broadcast, so no sum crosses lanes. A task owns
 //! what it writes and is worked by one thread in a fixed order, so results depend on nothing but inputs, mask and instruction set. A
@@ -22,6 +22,7 @@ mod backward_keys;
 mod backward_queries;
 mod backward_together;
 mod bias_gradient;
+mod decode;
 mod dropout;
 mod exp;
 mod finish;
@@ -41,6 +42,7 @@ mod sight;
 mod softmax;
 mod statistics;
 mod team;
+mod vector;
 mod workspace;
 
 pub use backend::Cpu;

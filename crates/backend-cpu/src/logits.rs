@@ -3,7 +3,7 @@
 //! ```text
 //! x = scale · round(q·k)       s = cap·tanh(x / cap) + bias    or    cap·tanh((x + bias) / cap)       s = −∞ where hidden
 //! ```
-//! A tile without soft cap, bias, rounding and hidden pairs runs none of this: its products are scaled as they are stored.
+//! A tile without soft cap, bias, rounding and hidden pairs runs none of this: softmax and gradients take its products and scale them on the way.
 
 use std::ops::Range;
 
@@ -88,9 +88,25 @@ pub(crate) struct Logits<'a, A> {
 }
 
 impl<A: Real> Logits<'_, A> {
-    /// What products are multiplied by as they are stored: the scale, unless they are rounded first.
-    pub(crate) fn product_scale(&self) -> A {
-        if self.rounding().is_some() { A::ONE } else { A::from_f64(self.spec.scale) }
+    /// Whether products are made into logits by [`Logits::finish`]; else they stay as they are, and whoever reads them multiplies by the unit.
+    fn bends(&self) -> bool {
+        // a negative scale turns the largest product into the smallest logit; and a maximum that is compared with must be that of logits
+        self.has_bias() || self.spec.soft_cap.is_some() || self.spec.scale <= 0.0 || !self.spec.normalize || self.rounding().is_some()
+    }
+
+    /// What the elements of a finished tile are multiplied by to be logits: positive.
+    pub(crate) fn unit(&self) -> A {
+        if self.bends() { A::ONE } else { A::from_f64(self.spec.scale) }
+    }
+
+    /// Whether something is added to logits.
+    pub(crate) const fn has_bias(&self) -> bool {
+        self.bias.is_some() || self.spec.bias_function.is_some()
+    }
+
+    /// Whether [`Logits::finish`] leaves the products of this tile as they are.
+    pub(crate) fn plain(&self, sight: &Sight) -> bool {
+        !self.bends() && sight.words().is_none()
     }
 
     /// Whether ∂s/∂x is not 1.
@@ -98,20 +114,21 @@ impl<A: Real> Logits<'_, A> {
         self.spec.soft_cap.is_some()
     }
 
-    /// Makes logits of the products in the visible rows of `tile`. `slope`, if wanted, becomes ∂s/∂x where [`Logits::has_slope`]
+    /// Makes logits, divided by the unit, of the products in the visible rows of `tile`. `slope`, if wanted, becomes ∂s/∂x where [`Logits::has_slope`]
     /// (0 where hidden); `extra` is scratch.
     pub(crate) fn finish(&self, site: &Site, sight: &mut Sight, tile: &mut [A], mut slope: Option<&mut [A]>, extra: &mut [A]) {
-        let has_bias = self.bias.is_some() || self.spec.bias_function.is_some();
+        let has_bias = self.has_bias();
         if has_bias {
             self.fill_bias(site, sight, extra);
         }
         let span = site.span(sight.rows());
-        if has_bias || self.spec.soft_cap.is_some() || self.rounding().is_some() {
+        if self.bends() {
             let bend = Bend {
                 tile: &mut tile[span.clone()],
                 bias: has_bias.then(|| &extra[span.clone()]),
                 slope: slope.as_deref_mut().map(|slope| &mut slope[span.clone()]),
-                round: self.rounding().map(|dtype| (dtype, A::from_f64(self.spec.scale))),
+                round: self.rounding(),
+                scale: A::from_f64(self.spec.scale),
                 cap: self.spec.soft_cap.map(|cap| (A::from_f64(cap), A::from_f64(1.0 / cap))),
                 bias_first: self.spec.bias_order == BiasOrder::BeforeSoftCap,
             };
@@ -240,8 +257,9 @@ struct Bend<'a, A> {
     tile: &'a mut [A],
     bias: Option<&'a [A]>,
     slope: Option<&'a mut [A]>,
-    /// Rounds to this type, then scales.
-    round: Option<(DType, A)>,
+    /// Rounds to this type, before it is scaled.
+    round: Option<DType>,
+    scale: A,
     /// cap and 1/cap.
     cap: Option<(A, A)>,
     bias_first: bool,
@@ -257,9 +275,10 @@ impl<A: Real> Job for Bend<'_, A> {
         let bias = self.bias.map(strip::<A, 1, WIDTH>);
         let mut slope = self.slope.as_deref_mut().map(strip_mut::<A, 1, WIDTH>);
         for (index, [x]) in each_row_mut(tile).enumerate() {
-            if let Some((dtype, scale)) = self.round {
-                *x = map(*x, |x| scale * x.rounded(dtype));
+            if let Some(dtype) = self.round {
+                *x = map(*x, |x| x.rounded(dtype));
             }
+            *x = map(*x, |x| self.scale * x);
             let bias = bias.and_then(|bias| bias.get(index));
             if let Some([bias]) = bias.filter(|_| self.bias_first) {
                 *x = zip(*x, *bias, |x, bias| x + bias);

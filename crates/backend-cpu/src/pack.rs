@@ -6,7 +6,7 @@ use annulus_core::Result;
 
 use crate::{
     aligned::Aligned,
-    input::{Input, Source},
+    input::{Input, Plane, Source},
     isa::{Job, MOST_ROWS, Path},
     lanes::{unrolled, zip},
     real::Real,
@@ -117,21 +117,93 @@ const FOUR: usize = 4;
 
 /// Transposes the vectors `rows` of one head into a strip of `width` lanes, one vector a lane; lanes without a vector are 0.
 pub(crate) fn fill_lanes<E: Input>(
+    path: Path,
     source: &Source<'_, E>,
-    batch: usize,
-    head: usize,
+    (batch, head): (usize, usize),
     rows: Range<usize>,
     width: usize,
     strip: &mut [E::Accumulator],
 ) {
-    let plane = source.plane(batch, head);
-    for lane in 0..width {
-        let column = strip.iter_mut().skip(lane).step_by(width);
-        if lane < rows.len() {
-            let vector = plane.vector(rows.start + lane);
-            column.zip(vector).for_each(|(into, &element)| *into = element.widen());
-        } else {
-            column.for_each(|into| *into = E::Accumulator::ZERO);
+    <E::Accumulator as Real>::run(path, 1, FillLanes { plane: source.plane(batch, head), rows, width, strip });
+}
+
+struct FillLanes<'a, 's, E: Input> {
+    plane: Plane<'s, E>,
+    rows: Range<usize>,
+    width: usize,
+    strip: &'a mut [E::Accumulator],
+}
+
+impl<E: Input> Job for FillLanes<'_, '_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) {
+        let Self { plane, rows, width, strip } = self;
+        for first in (0..width).step_by(WIDTH) {
+            let used = rows.len().saturating_sub(first).min(WIDTH);
+            for (chunk, lines) in strip.chunks_mut(WIDTH * width).enumerate() {
+                let mut block = [[E::Accumulator::ZERO; WIDTH]; WIDTH];
+                for (row, into) in (rows.start + first..).zip(&mut block[..used]) {
+                    let vector = plane.vector(row);
+                    if let Some(whole) = vector.to_slice().and_then(|vector| vector[chunk * WIDTH..].first_chunk::<WIDTH>()) {
+                        *into = whole.map(Input::widen);
+                    } else {
+                        into.iter_mut().zip(vector.iter().skip(chunk * WIDTH)).for_each(|(into, &element)| *into = element.widen());
+                    }
+                }
+                for (dim, line) in lines.chunks_exact_mut(width).enumerate() {
+                    if let Some(into) = line[first..].first_chunk_mut::<WIDTH>() {
+                        *into = column(&block, dim);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Column `dim` of a block.
+#[inline(always)]
+fn column<A: Real, const WIDTH: usize>(block: &[[A; WIDTH]; WIDTH], dim: usize) -> [A; WIDTH] {
+    let mut column = [A::ZERO; WIDTH];
+    for lane in 0..WIDTH {
+        column[lane] = block[lane][dim];
+    }
+    column
+}
+
+/// Calls `take(lane, first, elements)` with the elements `first ..` of the vector in a lane, a few at a time, for the first `lanes` lanes and the
+/// first `dim` elements of a strip.
+pub(crate) fn each_lane<A: Real>(path: Path, strip: &[A], width: usize, lanes: usize, dim: usize, take: impl FnMut(usize, usize, &[A])) {
+    A::run(path, 1, EachLane { strip: &strip[..dim * width], width, lanes, take });
+}
+
+struct EachLane<'a, A, F> {
+    strip: &'a [A],
+    width: usize,
+    lanes: usize,
+    take: F,
+}
+
+impl<A: Real, F: FnMut(usize, usize, &[A])> Job for EachLane<'_, A, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(mut self) {
+        for first in (0..self.lanes).step_by(WIDTH) {
+            for (chunk, lines) in self.strip.chunks(WIDTH * self.width).enumerate() {
+                let mut block = [[A::ZERO; WIDTH]; WIDTH];
+                for (line, into) in lines.chunks_exact(self.width).zip(&mut block) {
+                    if let Some(line) = line[first..].first_chunk::<WIDTH>() {
+                        *into = *line;
+                    }
+                }
+                let dims = lines.len() / self.width;
+                for lane in 0..WIDTH.min(self.lanes - first) {
+                    let elements = column(&block, lane);
+                    (self.take)(first + lane, chunk * WIDTH, &elements[..dims]);
+                }
+            }
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The two matrix products of a tile. All of attention's products are one of them:
 //!
 //! ```text
-//! rows:     C[i][l] = scale · Σ_k A[i][k] · B[k][l]              S = K·Qᵀ, dP = V·dOᵀ, or with the roles of queries and keys exchanged
+//! rows:     C[i][l] = Σ_k A[i][k] · B[k][l]                      S = K·Qᵀ, dP = V·dOᵀ, or with the roles of queries and keys exchanged
 //! columns:  C[i][l] = C[i][l] · rescale[l] + Σ_k A[k][i] · B[k][l]    Oᵀ += Vᵀ·P, dQᵀ += Kᵀ·dS, dVᵀ += dOᵀ·P, dKᵀ += Qᵀ·dS
 //! ```
 //! B and C are strips: rows of a few vectors. A is never transposed: its elements are the broadcast operand. A register tile of C is summed over the
@@ -11,28 +11,48 @@
 use std::ops::Range;
 
 use crate::{
-    isa::{Job, MOST_ROWS, Path},
-    lanes::{map, multiply_add, scaled_add, select, strip, strip_mut, unrolled, zip},
+    isa::{Job, Kernel, MOST_ROWS, Path},
+    lanes::{multiply_add, scaled_add, select, strip, strip_mut, unrolled, zip},
     pack::Panel,
     real::Real,
-    sight::Sight,
+    sight::{MOST_PARTS, Sight},
+    vector::Vector,
 };
 
-/// The products of the visible rows of a tile: tile\[r\] ← scale · panel\[r\]·lanes. Rows around them, up to whole register tiles, come out as they
-/// may.
+/// The products of the visible rows of a tile: tile\[r\] ← panel\[r\]·lanes. Rows around them, up to whole register tiles, come out as they may.
+///
+/// Nor are the products of pairs that [`Sight::parts`] leaves out made: they stay what they were.
+///
+/// `largest`, if given, becomes the largest product of each lane, and NaN is never that; true if it did: it does not where rows around the visible
+/// ones would count.
 pub(crate) fn row_products<A: Real>(
     path: Path,
     vectors: usize,
-    rows: &Range<usize>,
+    sight: &Sight,
     panel: &Panel<A>,
     lanes: &[A],
     tile: &mut [A],
-    scale: A,
-) {
+    largest: Option<&mut [A]>,
+) -> bool {
     let width = vectors * A::WIDTH;
-    let rows = rows.start / MOST_ROWS * MOST_ROWS..rows.end.next_multiple_of(MOST_ROWS);
-    let c = &mut tile[rows.start * width..rows.end * width];
-    A::run(path, vectors, RowProducts { a: panel.rows(rows), stride: panel.stride(), b: lanes, c, scale });
+    let rows = sight.rows();
+    let whole = rows.start / MOST_ROWS * MOST_ROWS..rows.end.next_multiple_of(MOST_ROWS);
+    let largest = largest.filter(|_| whole == *rows);
+    let wanted = largest.is_some();
+    let c = &mut tile[whole.start * width..whole.end * width];
+    let (a, stride) = (panel.rows(whole.clone()), panel.stride());
+    match sight.parts(vectors, A::WIDTH) {
+        Some(parts) => {
+            let parts = parts
+                .map(|rows| rows.start.saturating_sub(whole.start) / MOST_ROWS..rows.end.saturating_sub(whole.start).div_ceil(MOST_ROWS));
+            A::run_kernel(path, vectors, PartialRowProducts { a, stride, b: lanes, c, parts });
+            false
+        }
+        None => {
+            A::run_kernel(path, vectors, RowProducts { a, stride, b: lanes, c, largest });
+            wanted
+        }
+    }
 }
 
 /// Adds the visible rows of a panel, weighted: sums ← sums·rescale + Σ_r panel\[r\]ᵀ·weights\[r\]. Only visible pairs count, whatever is in the panel.
@@ -48,11 +68,18 @@ pub(crate) fn column_products<A: Real>(
     let products = ColumnProducts { a: panel.rows(sight.rows().clone()), stride: panel.stride(), b: weights, c: sums, rescale };
     match sight.words().filter(|_| !panel.finite()) {
         Some(words) => A::run(path, vectors, VisibleColumnProducts { products, words }),
-        None => A::run(path, vectors, products),
+        None => match sight.parts(vectors, A::WIDTH) {
+            Some(parts) => {
+                let first = sight.rows().start;
+                let parts = parts.map(|rows| rows.start.saturating_sub(first)..rows.end.saturating_sub(first));
+                A::run_kernel(path, vectors, PartialColumnProducts { products, parts });
+            }
+            None => A::run_kernel(path, vectors, products),
+        },
     }
 }
 
-/// C = scale · A·B.
+/// C = A·B.
 struct RowProducts<'a, A> {
     /// As many rows as C, `stride` apart.
     a: &'a [A],
@@ -60,23 +87,62 @@ struct RowProducts<'a, A> {
     b: &'a [A],
     /// A multiple of [`MOST_ROWS`] rows.
     c: &'a mut [A],
-    scale: A,
+    /// One row: the largest element of each column of C, if wanted.
+    largest: Option<&'a mut [A]>,
 }
 
-impl<A: Real> Job for RowProducts<'_, A> {
+impl<A: Real> Kernel<A> for RowProducts<'_, A> {
     type Output = ();
 
     #[inline(always)]
-    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) {
-        let b = strip::<A, VECTORS, WIDTH>(self.b);
-        for (block, c) in strip_mut::<A, VECTORS, WIDTH>(self.c).chunks_exact_mut(ROWS).enumerate() {
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
+        let b = V::strip::<VECTORS>(self.b);
+        let mut top = [V::splat(-A::INFINITY); VECTORS];
+        for (block, c) in V::strip_mut::<VECTORS>(self.c).chunks_exact_mut(ROWS).enumerate() {
             let a = &self.a[block * ROWS * self.stride..];
             let a: [&[A]; ROWS] = std::array::from_fn(|r| &a[r * self.stride..][..b.len()]);
-            let mut sums = [[[A::ZERO; WIDTH]; VECTORS]; ROWS];
+            let mut sums = [[V::splat(A::ZERO); VECTORS]; ROWS];
             for (k, b) in b.iter().enumerate() {
-                unrolled!(r < ROWS, v < VECTORS, sums[r][v] = scaled_add::<A, FUSED, WIDTH>(a[r][k], b[v], sums[r][v]));
+                unrolled!(r < ROWS, v < VECTORS, sums[r][v] = V::splat(a[r][k]).multiply_add(V::load(&b[v]), sums[r][v]));
             }
-            unrolled!(r < ROWS, v < VECTORS, c[r][v] = map(sums[r][v], |sum| self.scale * sum));
+            unrolled!(r < ROWS, v < VECTORS, {
+                top[v] = sums[r][v].if_larger(top[v]);
+                sums[r][v].store(&mut c[r][v]);
+            });
+        }
+        if let Some(largest) = self.largest.and_then(V::row_mut::<VECTORS>) {
+            unrolled!(v < VECTORS, top[v].store(&mut largest[v]));
+        }
+    }
+}
+
+/// C = A·B for some rows of each vector: one vector after another, at an edge of what is visible.
+struct PartialRowProducts<'a, A> {
+    a: &'a [A],
+    stride: usize,
+    b: &'a [A],
+    c: &'a mut [A],
+    /// Of each vector, register tiles of [`MOST_ROWS`] rows.
+    parts: [Range<usize>; MOST_PARTS],
+}
+
+impl<A: Real> Kernel<A> for PartialRowProducts<'_, A> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
+        let b = V::strip::<VECTORS>(self.b);
+        let (c, _) = V::strip_mut::<VECTORS>(self.c).as_chunks_mut::<MOST_ROWS>();
+        for (v, blocks) in self.parts.into_iter().enumerate().take(VECTORS) {
+            for block in blocks {
+                let a = &self.a[block * MOST_ROWS * self.stride..];
+                let a: [&[A]; MOST_ROWS] = std::array::from_fn(|r| &a[r * self.stride..][..b.len()]);
+                let mut sums = [V::splat(A::ZERO); MOST_ROWS];
+                for (k, b) in b.iter().enumerate() {
+                    unrolled!(r < MOST_ROWS, sums[r] = V::splat(a[r][k]).multiply_add(V::load(&b[v]), sums[r]));
+                }
+                unrolled!(r < MOST_ROWS, sums[r].store(&mut c[block][r][v]));
+            }
         }
     }
 }
@@ -93,24 +159,57 @@ struct ColumnProducts<'a, A> {
     rescale: Option<&'a [A]>,
 }
 
-impl<A: Real> Job for ColumnProducts<'_, A> {
+impl<A: Real> Kernel<A> for ColumnProducts<'_, A> {
     type Output = ();
 
     #[inline(always)]
-    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) {
-        let b = strip::<A, VECTORS, WIDTH>(self.b);
-        let rescale = self.rescale.and_then(|row| strip::<A, VECTORS, WIDTH>(row).first());
-        for (block, c) in strip_mut::<A, VECTORS, WIDTH>(self.c).chunks_exact_mut(ROWS).enumerate() {
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
+        let b = V::strip::<VECTORS>(self.b);
+        let rescale = self.rescale.and_then(V::row::<VECTORS>);
+        for (block, c) in V::strip_mut::<VECTORS>(self.c).chunks_exact_mut(ROWS).enumerate() {
             let a = &self.a[block * ROWS..];
-            let mut sums = [[[A::ZERO; WIDTH]; VECTORS]; ROWS];
+            let mut sums = [[V::splat(A::ZERO); VECTORS]; ROWS];
             for (k, b) in b.iter().enumerate() {
                 let Some(a) = a[k * self.stride..].first_chunk::<ROWS>() else { break };
-                unrolled!(r < ROWS, v < VECTORS, sums[r][v] = scaled_add::<A, FUSED, WIDTH>(a[r], b[v], sums[r][v]));
+                unrolled!(r < ROWS, v < VECTORS, sums[r][v] = V::splat(a[r]).multiply_add(V::load(&b[v]), sums[r][v]));
             }
             if let Some(rescale) = rescale {
-                unrolled!(r < ROWS, v < VECTORS, c[r][v] = multiply_add::<A, FUSED, WIDTH>(rescale[v], c[r][v], sums[r][v]));
+                unrolled!(r < ROWS, v < VECTORS, V::load(&rescale[v]).multiply_add(V::load(&c[r][v]), sums[r][v]).store(&mut c[r][v]));
             } else {
-                unrolled!(r < ROWS, v < VECTORS, c[r][v] = zip(c[r][v], sums[r][v], |c, sum| c + sum));
+                unrolled!(r < ROWS, v < VECTORS, V::load(&c[r][v]).plus(sums[r][v]).store(&mut c[r][v]));
+            }
+        }
+    }
+}
+
+/// As [`ColumnProducts`] with some rows of B for each vector; the other rows are 0 there. The same bits.
+struct PartialColumnProducts<'a, A> {
+    products: ColumnProducts<'a, A>,
+    parts: [Range<usize>; MOST_PARTS],
+}
+
+impl<A: Real> Kernel<A> for PartialColumnProducts<'_, A> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
+        let ColumnProducts { a, stride, b, c, rescale } = self.products;
+        let b = V::strip::<VECTORS>(b);
+        let rescale = rescale.and_then(V::row::<VECTORS>);
+        let (c, _) = V::strip_mut::<VECTORS>(c).as_chunks_mut::<MOST_ROWS>();
+        for (v, rows) in self.parts.into_iter().enumerate().take(VECTORS) {
+            let factor = rescale.map(|rescale| V::load(&rescale[v]));
+            for (block, c) in c.iter_mut().enumerate() {
+                let mut sums = [V::splat(A::ZERO); MOST_ROWS];
+                for (k, b) in rows.clone().zip(&b[rows.clone()]) {
+                    let Some(a) = a[k * stride + block * MOST_ROWS..].first_chunk::<MOST_ROWS>() else { break };
+                    unrolled!(r < MOST_ROWS, sums[r] = V::splat(a[r]).multiply_add(V::load(&b[v]), sums[r]));
+                }
+                if let Some(factor) = factor {
+                    unrolled!(r < MOST_ROWS, factor.multiply_add(V::load(&c[r][v]), sums[r]).store(&mut c[r][v]));
+                } else {
+                    unrolled!(r < MOST_ROWS, V::load(&c[r][v]).plus(sums[r]).store(&mut c[r][v]));
+                }
             }
         }
     }

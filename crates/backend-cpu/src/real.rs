@@ -9,8 +9,8 @@ use annulus_core::{DType, Element};
 use half::{bf16, f16};
 
 use crate::{
-    exp::{exp32, exp64, tanh32},
-    isa::{Job, Path},
+    exp::{exp64, tanh32, weight32},
+    isa::{Job, Kernel, Path},
 };
 
 /// f32 or f64: what logits, weights and sums are made of.
@@ -34,12 +34,15 @@ pub(crate) trait Real:
 
     /// self·b + c.
     fn fused<const FUSED: bool>(self, b: Self, c: Self) -> Self;
-    fn exp<const FUSED: bool>(self) -> Self;
+    /// e^self for what is hardly above 0; see [`crate::exp::weight32`].
+    fn weight<const FUSED: bool>(self) -> Self;
     fn tanh<const FUSED: bool>(self) -> Self;
     /// Rounds to a type that is no wider (a wider one changes nothing) and widens again.
     fn rounded(self, dtype: DType) -> Self;
     /// Runs a job on a strip of `vectors` vectors of [`Real::WIDTH`] elements.
     fn run<J: Job>(path: Path, vectors: usize, job: J) -> J::Output;
+    /// Runs a kernel on a strip of `vectors` vectors of [`Real::WIDTH`] elements.
+    fn run_kernel<K: Kernel<Self>>(path: Path, vectors: usize, kernel: K) -> K::Output;
 }
 
 impl Real for f32 {
@@ -54,8 +57,8 @@ impl Real for f32 {
     }
 
     #[inline(always)]
-    fn exp<const FUSED: bool>(self) -> Self {
-        exp32::<FUSED>(self)
+    fn weight<const FUSED: bool>(self) -> Self {
+        weight32::<FUSED>(self)
     }
 
     #[inline(always)]
@@ -75,6 +78,10 @@ impl Real for f32 {
     fn run<J: Job>(path: Path, vectors: usize, job: J) -> J::Output {
         path.run::<J, 16>(vectors, job)
     }
+
+    fn run_kernel<K: Kernel<Self>>(path: Path, vectors: usize, kernel: K) -> K::Output {
+        path.run_f32(vectors, kernel)
+    }
 }
 
 impl Real for f64 {
@@ -89,7 +96,7 @@ impl Real for f64 {
     }
 
     #[inline(always)]
-    fn exp<const FUSED: bool>(self) -> Self {
+    fn weight<const FUSED: bool>(self) -> Self {
         exp64::<FUSED>(self)
     }
 
@@ -105,5 +112,9 @@ impl Real for f64 {
 
     fn run<J: Job>(path: Path, vectors: usize, job: J) -> J::Output {
         path.run::<J, 8>(vectors, job)
+    }
+
+    fn run_kernel<K: Kernel<Self>>(path: Path, vectors: usize, kernel: K) -> K::Output {
+        path.run_f64(vectors, kernel)
     }
 }

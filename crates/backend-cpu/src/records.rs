@@ -26,6 +26,7 @@ pub(crate) fn pack<E: Input<Accumulator: Summed>>(
     inputs: &Inputs<'_, Host>,
     into: &mut HostBuffer,
 ) -> Result<()> {
+    state.in_place = false;
     let record = state.local.spec.kv_record();
     let (k, v) = (array::<E>("k", inputs.k)?, array::<E>("v", inputs.v)?);
     let (len, v_at) = (annulus_core::index(record.bytes()), annulus_core::index(record.offset(1, 0, 0)));

@@ -1,10 +1,13 @@
 //! What one thread works in: O(tile), made with the workspace and used by every task.
 
+use std::ops::Range;
+
 use annulus_core::{QueryTile, Result, TileBits};
 
 use crate::{
     aligned::Aligned,
     backward_together::WholeTile,
+    decode::FewScratch,
     geometry::Geometry,
     pack::Panel,
     real::Real,
@@ -60,8 +63,16 @@ pub(crate) struct Scratch<A> {
     /// Strips of dv.
     pub(crate) sums_value: Aligned<A>,
     pub(crate) tiles: Tiles<A>,
+    /// The largest logit of each lane of a tile.
+    pub(crate) largest: Aligned<A>,
     pub(crate) rescale: Aligned<A>,
     pub(crate) statistics: RowStatistics<A>,
+    /// For few queries.
+    pub(crate) few: FewScratch<A>,
+    /// Rows of keys that will soon be taken in, and have not been asked for.
+    pub(crate) ahead: Range<usize>,
+    /// Which rows, of which batch row and head, `whole` and `parts` are of.
+    pub(crate) looked: Option<(usize, usize, Range<usize>)>,
     /// Which strips of lanes have been filled.
     pub(crate) filled: Vec<bool>,
     /// All queries of the task.
@@ -74,8 +85,8 @@ pub(crate) struct Scratch<A> {
 }
 
 impl<A: Real> Scratch<A> {
-    /// For tasks of `q_rows` queries and `k_rows` keys; with `backward`, for gradients too.
-    pub(crate) fn new(geometry: &Geometry, q_rows: usize, k_rows: usize, backward: bool) -> Result<Self> {
+    /// For tasks of `q_rows` queries and `k_rows` keys; with `backward`, for gradients too; for a pass of `few` queries, or 0.
+    pub(crate) fn new(geometry: &Geometry, q_rows: usize, k_rows: usize, backward: bool, few: usize) -> Result<Self> {
         let (head, value) = (geometry.dims.head_dim, geometry.dims.value_dim);
         let strip = geometry.strip_lanes();
         let q_lanes = q_rows * geometry.dims.group();
@@ -93,8 +104,12 @@ impl<A: Real> Scratch<A> {
             sums_head: Aligned::zeroed(k_lanes * geometry.head_rows())?,
             sums_value: Aligned::zeroed(k_lanes * geometry.value_rows())?,
             tiles: Tiles { s: tile(true)?, dp: tile(backward)?, slope: tile(backward)?, extra: tile(true)? },
+            largest: Aligned::zeroed(strip)?,
             rescale: Aligned::zeroed(strip)?,
             statistics: RowStatistics::new(gradient(TILE.max(strip)))?,
+            few: FewScratch::new(geometry, few)?,
+            ahead: 0..0,
+            looked: None,
             filled: vec![false; (lanes / strip).max(geometry.keys_together() / A::WIDTH)],
             whole: QueryTile::default(),
             parts: (0..q_rows / strip).map(|_| QueryTile::default()).collect(),

@@ -7,6 +7,9 @@ use annulus_core::{QueryTile, TileBits, TileClass, Visibility};
 /// Rows of a tile, and the most lanes that it can have.
 pub(crate) const TILE: usize = 64;
 
+/// The most vectors that [`Sight::parts`] tells apart.
+pub(crate) const MOST_PARTS: usize = 4;
+
 /// Whether queries or keys lie in the lanes; the others are the rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Lanes {
@@ -80,6 +83,21 @@ impl Sight {
         self.full || self.words[row] >> lane & 1 != 0
     }
 
+    /// For each vector of `width` lanes, the rows that hold all its visible pairs; `None` where it is all rows for all of them.
+    pub(crate) fn parts(&self, vectors: usize, width: usize) -> Option<[Range<usize>; MOST_PARTS]> {
+        let words = self.words().filter(|_| (2..=MOST_PARTS).contains(&vectors) && vectors * width <= TILE)?;
+        let mut parts = [const { 0..0 }; MOST_PARTS];
+        for (v, part) in parts.iter_mut().enumerate().take(vectors) {
+            let lanes = !0u64 >> (TILE - width) << (v * width);
+            let seen = |word: &u64| word & lanes != 0;
+            if let (Some(first), Some(last)) = (words.iter().position(seen), words.iter().rposition(seen)) {
+                *part = self.rows.start + first..self.rows.start + last + 1;
+            }
+        }
+        let trimmed = parts.iter().take(vectors).any(|part| *part != self.rows);
+        trimmed.then_some(parts)
+    }
+
     /// Hides one more pair of one of the rows.
     pub(crate) fn hide(&mut self, row: usize, lane: usize) {
         if self.full {
@@ -121,6 +139,20 @@ mod tests {
                 assert_eq!(word >> row & 1, before >> lane & 1);
             }
         }
+    }
+
+    #[test]
+    fn parts_hold_what_each_vector_sees() {
+        let causal = std::array::from_fn(|key| !0u64 << key);
+        let mut sight = Sight { words: causal, rows: 0..TILE, full: false };
+        let parts = sight.parts(4, 16).unwrap();
+        assert_eq!(parts, [0..16, 0..32, 0..48, 0..64]);
+        assert_eq!(sight.parts(2, 8).unwrap()[..2], [0..8, 0..16]);
+        assert!(sight.parts(1, 16).is_none());
+        sight = Sight { words: std::array::from_fn(|key| causal[key] & 0xff << 16), rows: 3..24, full: false };
+        assert_eq!(sight.parts(4, 16).unwrap(), [0..0, 3..24, 0..0, 0..0]);
+        sight = Sight { words: [0x8000_8000_8000_8000; TILE], rows: 5..9, full: false };
+        assert!(sight.parts(4, 16).is_none());
     }
 
     #[test]

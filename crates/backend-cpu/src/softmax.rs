@@ -7,79 +7,94 @@
 //! the sum.
 
 use crate::{
-    isa::Job,
-    lanes::{each_row, each_row_mut, map, multiply_add, strip, strip_mut, unrolled, zip},
+    isa::{Job, Kernel},
+    lanes::{each_row_mut, strip, strip_mut, unrolled, zip},
     real::Real,
+    vector::{self, Vector},
 };
 
 /// Folds the logits of some rows of a tile into the running maximum and sum of each lane, and turns them into weights.
 pub(crate) struct Fold<'a, A> {
+    /// In: logits / unit. Out: weights.
     pub(crate) tile: &'a mut [A],
+    /// What the tile's elements are multiplied by to be logits; positive.
+    pub(crate) unit: A,
+    /// The largest element of each lane of the tile, if it is known.
+    pub(crate) largest: Option<&'a [A]>,
     pub(crate) max: &'a mut [A],
     pub(crate) sum: &'a mut [A],
-    /// How many logits share the maximum, where that is wanted.
+    /// How many logits share the maximum, where that is wanted; only for a unit of 1.
     pub(crate) ties: Option<&'a mut [A]>,
     /// Out: e^{m − m'}, by which what was summed before is multiplied.
     pub(crate) rescale: &'a mut [A],
 }
 
-impl<A: Real> Job for Fold<'_, A> {
-    type Output = ();
+impl<A: Real> Kernel<A> for Fold<'_, A> {
+    /// Whether a maximum has moved, so that something is to be rescaled.
+    type Output = bool;
 
     #[inline(always)]
-    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) {
-        let tile = strip_mut::<A, VECTORS, WIDTH>(self.tile);
-        let lanes = (strip_mut::<A, VECTORS, WIDTH>(self.max).first_mut())
-            .zip(strip_mut::<A, VECTORS, WIDTH>(self.sum).first_mut())
-            .zip(strip_mut::<A, VECTORS, WIDTH>(self.rescale).first_mut());
-        let Some(((max, sum), rescale)) = lanes else { return };
-        let old = *max;
-        for row in each_row(tile) {
-            unrolled!(v < VECTORS, {
-                max[v] = zip(row[v], max[v], |s, max| if s > max { s } else { max });
-            });
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) -> bool {
+        let tile = V::strip_mut::<VECTORS>(self.tile);
+        let lanes = (V::row_mut::<VECTORS>(self.max)).zip(V::row_mut::<VECTORS>(self.sum)).zip(V::row_mut::<VECTORS>(self.rescale));
+        let Some(((max, sum), rescale)) = lanes else { return false };
+        let infinity = V::splat(-A::INFINITY);
+        let mut top = [infinity; VECTORS];
+        if let Some(largest) = self.largest.and_then(V::row::<VECTORS>) {
+            unrolled!(v < VECTORS, top[v] = V::load(&largest[v]));
+        } else {
+            for row in vector::each_row::<A, V, _>(tile) {
+                unrolled!(v < VECTORS, top[v] = V::load(&row[v]).if_larger(top[v]));
+            }
         }
-        if let Some(ties) = self.ties.and_then(|ties| strip_mut::<A, VECTORS, WIDTH>(ties).first_mut()) {
-            count_ties::<A, VECTORS, WIDTH>(tile, &old, max, ties);
-        }
-        // nothing is subtracted where nothing was seen: −∞ − −∞ would be NaN
-        let mut base = *max;
+        let unit = V::splat(self.unit);
+        let mut old = [infinity; VECTORS];
+        // of logits
+        let mut new = [infinity; VECTORS];
+        let mut base = [infinity; VECTORS];
+        let mut moved = false;
         unrolled!(v < VECTORS, {
-            base[v] = map(max[v], |max| if max == -A::INFINITY { A::ZERO } else { max });
-            rescale[v] = zip(old[v], base[v], |old, base| (old - base).exp::<FUSED>());
+            old[v] = V::load(&max[v]);
+            new[v] = top[v].times(unit).if_larger(old[v]);
+            new[v].store(&mut max[v]);
+            moved |= !new[v].all_equal(old[v]);
+            // nothing is subtracted where nothing was seen: −∞ − −∞ would be NaN
+            base[v] = new[v].if_equal(infinity, V::splat(A::ZERO), new[v]);
         });
-        let mut more = [[A::ZERO; WIDTH]; VECTORS];
-        for row in each_row_mut(tile) {
+        if let Some(ties) = self.ties.and_then(V::row_mut::<VECTORS>) {
+            count_ties::<A, V, VECTORS>(tile, &old, &new, ties);
+        }
+        let mut more = [V::splat(A::ZERO); VECTORS];
+        for row in vector::each_row_mut::<A, V, _>(tile) {
             unrolled!(v < VECTORS, {
-                row[v] = zip(row[v], base[v], |s, base| (s - base).exp::<FUSED>());
-                more[v] = zip(more[v], row[v], |sum, weight| sum + weight);
+                let weight = V::load(&row[v]).times(unit).minus(base[v]).weight();
+                more[v] = more[v].plus(weight);
+                weight.store(&mut row[v]);
             });
         }
-        unrolled!(v < VECTORS, sum[v] = multiply_add::<A, FUSED, WIDTH>(sum[v], rescale[v], more[v]));
+        unrolled!(v < VECTORS, {
+            let factor = old[v].minus(base[v]).weight();
+            factor.store(&mut rescale[v]);
+            V::load(&sum[v]).multiply_add(factor, more[v]).store(&mut sum[v]);
+        });
+        moved
     }
 }
 
 /// ties' = (ties, if the maximum has not moved) + how many rows reach it.
 #[inline(always)]
-fn count_ties<A: Real, const VECTORS: usize, const WIDTH: usize>(
-    tile: &[[[A; WIDTH]; VECTORS]],
-    old: &[[A; WIDTH]; VECTORS],
-    max: &[[A; WIDTH]; VECTORS],
-    ties: &mut [[A; WIDTH]; VECTORS],
+fn count_ties<A: Real, V: Vector<A>, const VECTORS: usize>(
+    tile: &[[V::Memory; VECTORS]],
+    old: &[V; VECTORS],
+    max: &[V; VECTORS],
+    ties: &mut [V::Memory; VECTORS],
 ) {
-    let mut reached = [[A::ZERO; WIDTH]; VECTORS];
-    for row in each_row(tile) {
-        unrolled!(v < VECTORS, {
-            let at_max = zip(row[v], max[v], |s, max| if s == max { A::ONE } else { A::ZERO });
-            reached[v] = zip(reached[v], at_max, |count, one| count + one);
-        });
+    let (none, one) = (V::splat(A::ZERO), V::splat(A::ONE));
+    let mut reached = [none; VECTORS];
+    for row in vector::each_row::<A, V, _>(tile) {
+        unrolled!(v < VECTORS, reached[v] = reached[v].plus(V::load(&row[v]).if_equal(max[v], one, none)));
     }
-    unrolled!(v < VECTORS, {
-        for lane in 0..WIDTH {
-            let before = if max[v][lane] > old[v][lane] { A::ZERO } else { ties[v][lane] };
-            ties[v][lane] = before + reached[v][lane];
-        }
-    });
+    unrolled!(v < VECTORS, max[v].if_equal(old[v], V::load(&ties[v]), none).plus(reached[v]).store(&mut ties[v]));
 }
 
 /// Multiplies one tile by another, element by element.

@@ -11,8 +11,9 @@ use annulus_core::{DType, Error, Hulls, Local, QueryTile, Result};
 use crate::{
     aligned::Aligned,
     bias_gradient::{BiasGradient, owner},
+    decode::{self, Decode},
     geometry::Geometry,
-    isa::Path,
+    isa::{Isa, Path},
     pack::padded,
     real::Real,
     scratch::Scratch,
@@ -24,6 +25,16 @@ use crate::{
 pub struct Workspace {
     pub(crate) spec_dtype: DType,
     pub(crate) sums: Sums,
+}
+
+impl Workspace {
+    /// The instruction set whose tiles work in it.
+    pub const fn isa(&self) -> Isa {
+        match &self.sums {
+            Sums::F32(state) => state.geometry.path.isa(),
+            Sums::F64(state) => state.geometry.path.isa(),
+        }
+    }
 }
 
 /// By the type of sums.
@@ -116,6 +127,10 @@ pub(crate) struct State<A> {
     pub(crate) order: Option<Order>,
     /// What each tile of queries sees, for the passes over keys.
     pub(crate) seen: Seen,
+    /// For few queries that are not differentiated.
+    pub(crate) decode: Option<Decode<A>>,
+    /// Whether this rank's own keys and values are read where the caller has them.
+    pub(crate) in_place: bool,
 }
 
 /// What each tile of queries sees.
@@ -166,10 +181,28 @@ impl<A: Real> State<A> {
         }
         let bias_gradient = if backward { BiasGradient::new(spec, &blocks)? } else { None };
         let statistics = if backward { Statistics::new(spec, local.queries.len())? } else { Statistics::default() };
-        let scratch = (0..threads).map(|_| Scratch::new(&geometry, q_rows, k_rows, backward)).collect::<Result<_>>()?;
+        let few = if decode::wanted::<A>(spec, local.queries.len(), backward) { local.queries.len() } else { 0 };
+        let decode = if few > 0 { Some(Decode::new(&geometry, few, most_keys)?) } else { None };
+        let scratch = (0..threads).map(|_| Scratch::new(&geometry, q_rows, k_rows, backward, few)).collect::<Result<_>>()?;
         let local = local.clone();
         let seen = Seen::default();
-        Ok(Self { local, geometry, backward, q_rows, k_rows, blocks, places, scratch, statistics, bias_gradient, order: None, seen })
+        let (order, in_place) = (None, false);
+        Ok(Self {
+            local,
+            geometry,
+            backward,
+            q_rows,
+            k_rows,
+            blocks,
+            places,
+            scratch,
+            statistics,
+            bias_gradient,
+            order,
+            seen,
+            decode,
+            in_place,
+        })
     }
 
     /// Takes in another batch if this memory serves it; else false, and nothing is changed.

@@ -151,6 +151,20 @@ pub trait Backend: Send {
         into: &mut <Self::Space as Space>::Buffer,
     ) -> Result<<Self::Space as Space>::Event>;
 
+    /// As [`Backend::pack`], where no other rank will ever read the records: a backend that can read `inputs` where they are may leave `into` as it
+    /// is, if its calls that attend to this block, until it is packed again, read them there.
+    ///
+    /// # Errors
+    /// [`crate::Error::Device`].
+    fn pack_alone(
+        &self,
+        workspace: &mut Self::Workspace,
+        inputs: &Inputs<'_, Self::Space>,
+        into: &mut <Self::Space as Space>::Buffer,
+    ) -> Result<<Self::Space as Space>::Event> {
+        self.pack(workspace, inputs, into)
+    }
+
     /// Starts a forward pass: every row has seen nothing.
     ///
     /// # Errors

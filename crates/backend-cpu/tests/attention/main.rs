@@ -4,6 +4,8 @@
 
 mod calls;
 mod features;
+mod few;
+mod forced;
 mod numbers;
 mod support;
 mod threads;

@@ -204,10 +204,20 @@ impl Case {
     /// The same; in one pass dq and dk, dv are asked for together or separately.
     pub(crate) fn run_backward(&self, cpu: &Cpu, layout: &Layout, ranks: usize, together: bool) -> Result<Outcome> {
         match self.spec.dtype {
-            annulus_core::DType::F64 => Ring::<f64>::new(self, cpu, layout, ranks)?.run(together),
-            annulus_core::DType::F32 => Ring::<f32>::new(self, cpu, layout, ranks)?.run(together),
-            annulus_core::DType::Bf16 => Ring::<half::bf16>::new(self, cpu, layout, ranks)?.run(together),
-            annulus_core::DType::F16 => Ring::<half::f16>::new(self, cpu, layout, ranks)?.run(together),
+            annulus_core::DType::F64 => Ring::<f64>::new(self, cpu, layout, ranks, true)?.run(together),
+            annulus_core::DType::F32 => Ring::<f32>::new(self, cpu, layout, ranks, true)?.run(together),
+            annulus_core::DType::Bf16 => Ring::<half::bf16>::new(self, cpu, layout, ranks, true)?.run(together),
+            annulus_core::DType::F16 => Ring::<half::f16>::new(self, cpu, layout, ranks, true)?.run(together),
+        }
+    }
+
+    /// out and lse of workspaces that only go forward; with `alone`, a rank whose keys nobody else reads.
+    pub(crate) fn run_forward(&self, cpu: &Cpu, layout: &Layout, ranks: usize, alone: bool) -> Result<(Array4<f64>, Array3<f64>)> {
+        match self.spec.dtype {
+            annulus_core::DType::F64 => Ring::<f64>::new(self, cpu, layout, ranks, false)?.run_forward(alone),
+            annulus_core::DType::F32 => Ring::<f32>::new(self, cpu, layout, ranks, false)?.run_forward(alone),
+            annulus_core::DType::Bf16 => Ring::<half::bf16>::new(self, cpu, layout, ranks, false)?.run_forward(alone),
+            annulus_core::DType::F16 => Ring::<half::f16>::new(self, cpu, layout, ranks, false)?.run_forward(alone),
         }
     }
 }
@@ -322,18 +332,42 @@ struct Ring<'a, E: Element> {
 }
 
 impl<'a, E: Element> Ring<'a, E> {
-    fn new(case: &'a Case, cpu: &'a Cpu, layout: &Layout, ranks: usize) -> Result<Self> {
+    fn new(case: &'a Case, cpu: &'a Cpu, layout: &Layout, ranks: usize, backward: bool) -> Result<Self> {
         cpu.supports(&case.spec)?;
         let ranks = (0..ranks).map(|rank| Rank::new(case, layout, rank, ranks)).collect::<Result<Vec<_>>>()?;
-        let workspaces = ranks.iter().map(|rank| cpu.workspace(&rank.local, true)).collect::<Result<_>>()?;
+        let workspaces = ranks.iter().map(|rank| cpu.workspace(&rank.local, backward)).collect::<Result<_>>()?;
         Ok(Self { case, cpu, ranks, workspaces })
     }
 
     fn run(mut self, together: bool) -> Result<Outcome> {
+        self.forward(false)?;
+        match self.case.spec.backward {
+            BackwardMode::OnePass => self.one_pass(together)?,
+            BackwardMode::TwoPass => self.two_pass()?,
+        }
+        self.gather()
+    }
+
+    fn run_forward(mut self, alone: bool) -> Result<(Array4<f64>, Array3<f64>)> {
+        self.forward(alone)?;
+        let Dims { batch, q_len, q_heads, .. } = self.case.spec.dims;
+        let (mut out, mut lse) = (Array4::zeros(self.case.dout.raw_dim()), Array4::zeros((batch, q_heads, q_len, 1)));
+        for rank in &self.ranks {
+            scatter(&rank.out, &mut out, 1, rank.local.queries.rows());
+            scatter(&rank.lse, &mut lse, 2, rank.local.queries.rows());
+        }
+        Ok((out, lse.index_axis_move(Axis(3), 0)))
+    }
+
+    fn forward(&mut self, alone: bool) -> Result<()> {
         let cpu = self.cpu;
         for (rank, workspace) in self.ranks.iter_mut().zip(&mut self.workspaces) {
             let mut block = std::mem::replace(&mut rank.block, HostBuffer::zeroed(0)?);
-            cpu.pack(workspace, &rank.inputs(), &mut block)?;
+            if alone {
+                cpu.pack_alone(workspace, &rank.inputs(), &mut block)?;
+            } else {
+                cpu.pack(workspace, &rank.inputs(), &mut block)?;
+            }
             rank.block = block;
         }
         let count = self.ranks.len();
@@ -347,11 +381,7 @@ impl<'a, E: Element> Ring<'a, E> {
             }
             self.finish(r)?;
         }
-        match self.case.spec.backward {
-            BackwardMode::OnePass => self.one_pass(together)?,
-            BackwardMode::TwoPass => self.two_pass()?,
-        }
-        self.gather()
+        Ok(())
     }
 
     fn finish(&mut self, r: usize) -> Result<()> {

@@ -36,7 +36,10 @@ impl<B: Backend> Ring<B> {
         let Self { backend, workspace, transport, shared, buffers, route, spec, local, place, ranks, .. } = self;
         let one_pass = spec.backward == BackwardMode::OnePass || *ranks == 1;
         let mut own = spare::<B::Space>(&mut buffers.blocks, local.keys.len() as u64 * spec.kv_record().bytes())?;
-        let packed = backend.pack(workspace, inputs, &mut own)?;
+        let packed = match ranks {
+            1 => backend.pack_alone(workspace, inputs, &mut own)?,
+            _ => backend.pack(workspace, inputs, &mut own)?,
+        };
         let mut blocks = Blocks::new(own, packed, *route, &mut buffers.blocks);
         let mut sums = Sums::<B::Space> { stock: &mut buffers.gradients, homecomings: &mut buffers.homecomings, sent: None };
         let mut flight = Flight::new(transport.as_mut(), first_tag);

@@ -11,10 +11,13 @@ impl<B: Backend> Ring<B> {
         outputs: &mut Outputs<'_, B::Space>,
         first_tag: u64,
     ) -> Result<Report> {
-        let Self { backend, workspace, transport, shared, buffers, route, spec, local, .. } = self;
+        let Self { backend, workspace, transport, shared, buffers, route, spec, local, ranks, .. } = self;
         backend.begin(workspace, inputs)?;
         let mut home = spare::<B::Space>(&mut buffers.blocks, local.keys.len() as u64 * spec.kv_record().bytes())?;
-        let packed = backend.pack(workspace, inputs, &mut home)?;
+        let packed = match ranks {
+            1 => backend.pack_alone(workspace, inputs, &mut home)?,
+            _ => backend.pack(workspace, inputs, &mut home)?,
+        };
         let mut blocks = Blocks::new(home, packed, *route, &mut buffers.blocks);
         let mut flight = Flight::new(transport.as_mut(), first_tag);
         for leg in &shared.way.legs {

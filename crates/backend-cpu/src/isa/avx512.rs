@@ -1,0 +1,163 @@
+//! The leaf for AVX-512: a vector of sixteen f32 in one register.
+
+use std::arch::x86_64::*;
+
+use annulus_core::DType;
+
+use crate::{
+    exp::POWER_OF_TWO,
+    input::Input,
+    lanes::{strip, strip_mut},
+    vector::{Vector, widened},
+};
+
+/// Sixteen f32.
+///
+/// Invariant: it is named nowhere but in the function of the parent module that is compiled for AVX-512 F, VL, BW and DQ and runs only on a machine
+/// that has them. So every method below may use them.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Zmm(__m512);
+
+/// The bits of the first sixteen lanes.
+#[inline(always)]
+const fn sixteen(word: u64) -> __mmask16 {
+    (word & 0xffff) as __mmask16
+}
+
+/// Sixteen numbers of 16 bits.
+#[inline(always)]
+fn halves(from: &[u16; 16]) -> __m256i {
+    // SAFETY: 32 bytes can be read, and whoever has AVX-512 (this is for `Zmm` alone) has AVX.
+    unsafe { _mm256_loadu_si256(from.as_ptr().cast()) }
+}
+
+impl Vector<f32> for Zmm {
+    type Memory = [f32; 16];
+    const WIDTH: usize = 16;
+    const BY_COMPILER: bool = false;
+
+    #[inline(always)]
+    fn strip<const N: usize>(elements: &[f32]) -> &[[[f32; 16]; N]] {
+        strip(elements)
+    }
+
+    #[inline(always)]
+    fn strip_mut<const N: usize>(elements: &mut [f32]) -> &mut [[[f32; 16]; N]] {
+        strip_mut(elements)
+    }
+
+    #[inline(always)]
+    fn load(from: &[f32; 16]) -> Self {
+        // SAFETY: the machine has the instruction (invariant of `Zmm`), and 64 bytes can be read.
+        Self(unsafe { _mm512_loadu_ps(from.as_ptr()) })
+    }
+
+    #[inline(always)]
+    fn store(self, into: &mut [f32; 16]) {
+        // SAFETY: the machine has the instruction (invariant of `Zmm`), and 64 bytes can be written.
+        unsafe { _mm512_storeu_ps(into.as_mut_ptr(), self.0) }
+    }
+
+    #[inline(always)]
+    fn splat(element: f32) -> Self {
+        // SAFETY: the machine has the instruction: invariant of `Zmm`.
+        Self(unsafe { _mm512_set1_ps(element) })
+    }
+
+    /// By instructions: left to the compiler, a vector goes through memory, element by element.
+    #[inline(always)]
+    fn widen<E: Input<Accumulator = f32>>(from: &[E]) -> Self {
+        match (E::DTYPE, from.first_chunk::<16>()) {
+            (DType::F32, Some(whole)) => Self::load(bytemuck::cast_ref(whole)),
+            (DType::Bf16, Some(whole)) => {
+                let halves = halves(bytemuck::cast_ref(whole));
+                // SAFETY: the machine has the instructions: invariant of `Zmm`.
+                Self(unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(halves))) })
+            }
+            (DType::F16, Some(whole)) => {
+                let halves = halves(bytemuck::cast_ref(whole));
+                // SAFETY: the machine has the instruction: invariant of `Zmm`.
+                Self(unsafe { _mm512_cvtph_ps(halves) })
+            }
+            _ => Self::load(&widened(from)),
+        }
+    }
+
+    #[inline(always)]
+    fn total(self) -> f32 {
+        // SAFETY: the machine has the instructions: invariant of `Zmm`.
+        unsafe { _mm512_reduce_add_ps(self.0) }
+    }
+
+    #[inline(always)]
+    fn plus(self, b: Self) -> Self {
+        // SAFETY: the machine has the instruction: invariant of `Zmm`.
+        Self(unsafe { _mm512_add_ps(self.0, b.0) })
+    }
+
+    #[inline(always)]
+    fn minus(self, b: Self) -> Self {
+        // SAFETY: the machine has the instruction: invariant of `Zmm`.
+        Self(unsafe { _mm512_sub_ps(self.0, b.0) })
+    }
+
+    #[inline(always)]
+    fn times(self, b: Self) -> Self {
+        // SAFETY: the machine has the instruction: invariant of `Zmm`.
+        Self(unsafe { _mm512_mul_ps(self.0, b.0) })
+    }
+
+    #[inline(always)]
+    fn multiply_add(self, b: Self, c: Self) -> Self {
+        // SAFETY: the machine has the instruction: invariant of `Zmm`.
+        Self(unsafe { _mm512_fmadd_ps(self.0, b.0, c.0) })
+    }
+
+    /// The instruction gives its second operand where one is NaN; `than` is never NaN.
+    #[inline(always)]
+    fn if_larger(self, than: Self) -> Self {
+        // SAFETY: the machine has the instruction: invariant of `Zmm`.
+        Self(unsafe { _mm512_max_ps(self.0, than.0) })
+    }
+
+    /// e^x = 2^n · 2^r where n = round(x·log₂e) and r is the rest.
+    ///
+    /// The rounding error of x·log₂e, half a unit in its last place, is multiplied by e^x: for x ≤ 0 it never matters more than that of r ≈ 1.
+    #[inline(always)]
+    fn weight(self) -> Self {
+        // SAFETY: the machine has the instructions: invariant of `Zmm`.
+        unsafe {
+            let x = _mm512_mul_ps(self.0, _mm512_set1_ps(std::f32::consts::LOG2_E));
+            // the nearest integer, no exception
+            let n = _mm512_roundscale_ps::<8>(x);
+            let r = _mm512_sub_ps(x, n);
+            let mut y = _mm512_set1_ps(POWER_OF_TWO[5]);
+            y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(POWER_OF_TWO[4]));
+            y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(POWER_OF_TWO[3]));
+            y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(POWER_OF_TWO[2]));
+            y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(POWER_OF_TWO[1]));
+            y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(POWER_OF_TWO[0]));
+            // "not less than": true for NaN, which stays; −∞ − −∞ is NaN but is masked
+            let normal = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(-126.0));
+            Self(_mm512_maskz_scalef_ps(normal, y, n))
+        }
+    }
+
+    #[inline(always)]
+    fn select(self, word: u64, other: Self) -> Self {
+        // SAFETY: the machine has the instruction: invariant of `Zmm`.
+        Self(unsafe { _mm512_mask_mov_ps(other.0, sixteen(word), self.0) })
+    }
+
+    #[inline(always)]
+    fn if_equal(self, b: Self, then: Self, other: Self) -> Self {
+        // SAFETY: the machine has the instructions: invariant of `Zmm`.
+        Self(unsafe { _mm512_mask_mov_ps(other.0, _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(self.0, b.0), then.0) })
+    }
+
+    #[inline(always)]
+    fn all_equal(self, b: Self) -> bool {
+        // SAFETY: the machine has the instruction: invariant of `Zmm`.
+        unsafe { _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(self.0, b.0) == !0 }
+    }
+}

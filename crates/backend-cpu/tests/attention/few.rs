@@ -1,0 +1,112 @@
+//! Workspaces that only go forward: few queries over many keys, keys read where the caller has them.
+
+use std::sync::Arc;
+
+use annulus_core::{DType, Dims, Dropout, Layout, SinkShape, Spec, mask};
+use annulus_cpu::{Cpu, Isa};
+use ndarray::{Array2, s};
+
+use crate::support::{Case, Random};
+
+fn isas() -> impl Iterator<Item = Isa> {
+    Isa::ALL.into_iter().filter(|isa| isa.is_available())
+}
+
+fn assert_close<D: ndarray::Dimension>(got: &ndarray::Array<f64, D>, want: &ndarray::Array<f64, D>, tolerance: f64, what: &str) {
+    let largest = want.iter().filter(|x| x.is_finite()).fold(1.0, |largest: f64, x| largest.max(x.abs()));
+    for (got, want) in got.iter().zip(want) {
+        let close = (got - want).abs() <= tolerance * largest || got == want || got.is_nan() && want.is_nan();
+        assert!(close, "{what}: got {got}, want {want}");
+    }
+}
+
+/// Few queries, so many keys that there are several ranges of them.
+fn long(seed: u64, dtype: DType) -> Case {
+    let q_len = [1, 3, 7][seed as usize % 3];
+    let dims = Dims {
+        q_len,
+        kv_len: 1500,
+        q_heads: 4,
+        value_dim: [16, 9][seed as usize % 2],
+        ..Dims::new(2, 0, 2, [20, 64][seed as usize / 2 % 2])
+    };
+    let mut spec = Spec::new(dims, dtype);
+    spec.alignment = annulus_core::Alignment::BottomRight;
+    spec.soft_cap = (seed % 4 == 1).then_some(3.0);
+    spec.dropout = (seed % 4 == 2).then_some(Dropout { probability: 0.3, seed });
+    spec.sinks = (seed % 3 == 1).then_some(SinkShape { per_head: true, count: 2 });
+    spec.mask = match seed % 3 {
+        0 => Arc::new(mask::Everything),
+        1 => Arc::new(mask::Causal::default()),
+        _ => mask::and(Arc::new(mask::Causal::default()), Arc::new(mask::Window::new(Some(700), None))),
+    };
+    Case::new(spec, &mut Random(seed))
+}
+
+#[test]
+fn any_features_forward_only() {
+    for seed in 0..60 {
+        let case = Case::any(seed, if seed % 2 == 0 { DType::F32 } else { DType::F64 });
+        let want = case.oracle();
+        for isa in isas() {
+            let cpu = Cpu::new(2).unwrap().with_isa(isa).unwrap();
+            let ranks = 1 + seed as usize % 3;
+            let (out, lse) = case.run_forward(&cpu, &Layout::Striped, ranks, ranks == 1).unwrap();
+            assert_close(&out, &want.out, 2e-5, &format!("seed {seed} {isa} out"));
+            assert_close(&lse, &want.lse, 2e-5, &format!("seed {seed} {isa} lse"));
+        }
+    }
+}
+
+#[test]
+fn few_queries_over_many_keys() {
+    for (seed, dtype) in (0..12).zip([DType::F32, DType::Bf16, DType::F64, DType::F16].into_iter().cycle()) {
+        let case = long(seed, dtype);
+        let want = case.oracle();
+        let tolerance = [(DType::F64, 1e-11), (DType::F32, 1e-5), (DType::F16, 2e-3), (DType::Bf16, 1e-2)];
+        let tolerance = tolerance.into_iter().find(|(of, _)| *of == dtype).unwrap().1;
+        for isa in isas() {
+            let run = |threads, ranks, alone| {
+                let cpu = Cpu::new(threads).unwrap().with_isa(isa).unwrap();
+                case.run_forward(&cpu, &Layout::Contiguous, ranks, alone).unwrap()
+            };
+            let alone = run(1, 1, true);
+            assert_close(&alone.0, &want.out, tolerance, &format!("seed {seed} {isa} out"));
+            assert_close(&alone.1, &want.lse, 2e-5, &format!("seed {seed} {isa} lse"));
+            // in place or packed, on however many threads
+            assert!(run(1, 1, false) == alone && run(2, 1, true) == alone && run(5, 1, false) == alone, "seed {seed} {isa}");
+            let two = run(2, 2, false);
+            assert_close(&two.0, &want.out, tolerance, &format!("seed {seed} {isa}, two ranks"));
+        }
+    }
+}
+
+#[test]
+fn few_queries_feel_no_hidden_nan_and_every_visible_one() {
+    for dtype in [DType::F32, DType::F64] {
+        let mut clean = long(3, dtype);
+        let ids = |len: usize| Array2::from_shape_fn((2, len), |(_, i)| if i % 7 == 3 { -1 } else { 0 });
+        let q_len = clean.spec.dims.q_len;
+        clean.batch.q_segment_ids = Some(Array2::zeros((2, q_len)));
+        clean.batch.kv_segment_ids = Some(ids(1500));
+        let mut poisoned = clean.clone();
+        for j in (3..1500).step_by(7) {
+            poisoned.k.slice_mut(s![.., j, .., ..]).fill(f64::NAN);
+            poisoned.v.slice_mut(s![.., j, .., ..]).fill(f64::INFINITY);
+        }
+        let mut seen = clean.clone();
+        seen.v[[1, 900, 1, 2]] = f64::NAN;
+        for isa in isas() {
+            let run = |case: &Case| case.run_forward(&Cpu::new(2).unwrap().with_isa(isa).unwrap(), &Layout::Contiguous, 1, true).unwrap();
+            let want = run(&clean);
+            assert!(run(&poisoned) == want);
+            let (out, lse) = run(&seen);
+            assert!(lse == want.1);
+            for ((place, got), want) in out.indexed_iter().zip(&want.0) {
+                // heads 2 and 3 read key head 1
+                let (b, _, head, element) = place;
+                assert!(if b == 1 && head >= 2 && element == 2 { got.is_nan() } else { got == want }, "{place:?}");
+            }
+        }
+    }
+}
