@@ -1,0 +1,247 @@
+// The host's side of primitives.cuh: a block is run by one fiber per thread, cooperatively, on one thread of the host.
+//
+// A fiber runs until it must wait for others: at a barrier for the block, at a shuffle for its warp. Which of those that can run comes next is
+// drawn from a seed, so that a value which is read without a barrier is sooner or later read too early. Shared memory is full of NaN when a block
+// starts. A block whose fibers wait for each other for ever is an error, not a hang.
+#pragma once
+
+#include <csetjmp>
+#include <cmath>
+#include <cstddef>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ucontext.h>
+#include <vector>
+
+#define DEVICE static inline __attribute__((always_inline))
+#define DEVICE_CALL static
+#define UNROLL
+
+namespace emulated {
+
+const u32 WARP = 32;
+const size_t STACK_BYTES = 64 * 1024;
+const size_t SHARED_BYTES = 48 * 1024;
+
+enum class Wait { nothing, block, warp };
+
+struct Fiber {
+    ucontext_t start;
+    jmp_buf at;
+    bool started, done;
+    Wait wait;
+    size_t shared_used;
+    u32 shuffles;
+};
+
+struct Warp {
+    u32 arrived;
+    double slots[2][WARP];
+};
+
+struct Block {
+    std::vector<Fiber> fibers = std::vector<Fiber>(THREADS);
+    std::vector<Warp> warps = std::vector<Warp>(THREADS / WARP);
+    std::vector<char> stacks = std::vector<char>(THREADS * STACK_BYTES);
+    alignas(16) char shared[SHARED_BYTES];
+    jmp_buf scheduler;
+    u32 index[3];
+    u32 grid[3];
+    u32 thread;
+    u32 arrived;
+    bool any, any_latched;
+    bool overflow;
+    void (*kernel)(const void*);
+    const void* arguments;
+};
+
+inline Block*& current() {
+    static thread_local Block* block = nullptr;
+    return block;
+}
+
+inline void pause(Wait wait) {
+    Block& block = *current();
+    Fiber& fiber = block.fibers[block.thread];
+    fiber.wait = wait;
+    if (!_setjmp(fiber.at)) _longjmp(block.scheduler, 1);
+}
+
+inline void barrier() {
+    Block& block = *current();
+    if (++block.arrived < THREADS) {
+        pause(Wait::block);
+        return;
+    }
+    block.arrived = 0;
+    block.any_latched = block.any;
+    block.any = false;
+    for (Fiber& fiber : block.fibers)
+        if (fiber.wait == Wait::block) fiber.wait = Wait::nothing;
+    // who came last does not go on first
+    pause(Wait::nothing);
+}
+
+inline double shuffle(double mine, u32 lanes) {
+    Block& block = *current();
+    u32 lane = block.thread % WARP, first = block.thread - lane;
+    Warp& warp = block.warps[block.thread / WARP];
+    // a lane can be at most one shuffle ahead of another, so two sets of slots are enough
+    double* slots = warp.slots[block.fibers[block.thread].shuffles++ % 2];
+    slots[lane] = mine;
+    if (++warp.arrived < WARP) {
+        pause(Wait::warp);
+    } else {
+        warp.arrived = 0;
+        for (u32 other = first; other < first + WARP; ++other)
+            if (block.fibers[other].wait == Wait::warp) block.fibers[other].wait = Wait::nothing;
+    }
+    return slots[lane ^ lanes];
+}
+
+inline void* shared(size_t bytes) {
+    Block& block = *current();
+    size_t& used = block.fibers[block.thread].shared_used;
+    char* place = block.shared + used;
+    used += (bytes + 15) / 16 * 16;
+    if (used > SHARED_BYTES) {
+        block.overflow = true;
+        pause(Wait::block);
+    }
+    return place;
+}
+
+inline void enter() {
+    Block& block = *current();
+    block.kernel(block.arguments);
+    block.fibers[block.thread].done = true;
+    _longjmp(block.scheduler, 1);
+}
+
+inline u64 draw(u64& seed) {
+    u64 z = seed += 0x9e3779b97f4a7c15ull;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return z ^ (z >> 31);
+}
+
+// Runs fiber `thread` until it waits or ends.
+inline __attribute__((noinline)) void resume(Block& block, u32 thread) {
+    Fiber& fiber = block.fibers[thread];
+    block.thread = thread;
+    if (_setjmp(block.scheduler)) return;
+    if (fiber.started) _longjmp(fiber.at, 1);
+    fiber.started = true;
+    setcontext(&fiber.start);
+}
+
+// Whether the block came to its end.
+inline bool run_block(Block& block, u64& seed) {
+    std::memset(block.shared, 0xff, SHARED_BYTES);
+    block.arrived = 0;
+    block.any = block.overflow = false;
+    for (Warp& warp : block.warps) warp.arrived = 0;
+    std::vector<u32> order(THREADS);
+    for (u32 thread = 0; thread < THREADS; ++thread) {
+        Fiber& fiber = block.fibers[thread];
+        fiber.started = fiber.done = false;
+        fiber.wait = Wait::nothing;
+        fiber.shared_used = 0;
+        fiber.shuffles = 0;
+        getcontext(&fiber.start);
+        fiber.start.uc_stack.ss_sp = block.stacks.data() + thread * STACK_BYTES;
+        fiber.start.uc_stack.ss_size = STACK_BYTES;
+        fiber.start.uc_link = nullptr;
+        makecontext(&fiber.start, enter, 0);
+        order[thread] = thread;
+    }
+    for (u32 thread = THREADS - 1; thread > 0; --thread) {
+        u32 other = draw(seed) % (thread + 1);
+        u32 swapped = order[thread];
+        order[thread] = order[other];
+        order[other] = swapped;
+    }
+    u32 alive = THREADS;
+    while (alive > 0) {
+        bool moved = false;
+        for (u32 thread : order) {
+            Fiber& fiber = block.fibers[thread];
+            if (fiber.done || fiber.wait != Wait::nothing) continue;
+            resume(block, thread);
+            moved = true;
+            alive -= fiber.done;
+        }
+        if (!moved || block.overflow) return false;
+    }
+    return true;
+}
+
+}  // namespace emulated
+
+// Runs a grid. 0, or 1 if a block did not come to its end.
+extern "C" int annulus_emulate(void (*kernel)(const void*), const void* arguments, const u32* grid, u64 seed) {
+    static thread_local emulated::Block* block = new emulated::Block;
+    emulated::current() = block;
+    block->kernel = kernel;
+    block->arguments = arguments;
+    for (int axis = 0; axis < 3; ++axis) block->grid[axis] = grid[axis];
+    for (u32 z = 0; z < grid[2]; ++z)
+        for (u32 y = 0; y < grid[1]; ++y)
+            for (u32 x = 0; x < grid[0]; ++x) {
+                block->index[0] = x;
+                block->index[1] = y;
+                block->index[2] = z;
+                if (!emulated::run_block(*block, seed)) return 1;
+            }
+    return 0;
+}
+
+#define KERNEL(name, Arguments)                                                                                    \
+    static void name##_of_thread(const Arguments& a);                                                              \
+    extern "C" void name(const void* arguments) { name##_of_thread(*static_cast<const Arguments*>(arguments)); }   \
+    extern "C" u32 name##_argument_bytes() { return sizeof(Arguments); }                                           \
+    static void name##_of_thread(const Arguments& a)
+
+#define SHARED(type, name, count) type* name = static_cast<type*>(emulated::shared(sizeof(type) * (count)))
+
+DEVICE u32 thread_index() { return emulated::current()->thread; }
+DEVICE u32 block_x() { return emulated::current()->index[0]; }
+DEVICE u32 block_y() { return emulated::current()->index[1]; }
+DEVICE u32 block_z() { return emulated::current()->index[2]; }
+DEVICE u32 blocks_x() { return emulated::current()->grid[0]; }
+
+DEVICE void barrier() { emulated::barrier(); }
+DEVICE bool barrier_any(bool mine) {
+    emulated::current()->any |= mine;
+    emulated::barrier();
+    return emulated::current()->any_latched;
+}
+
+DEVICE float shuffle_xor(float mine, u32 lanes) { return static_cast<float>(emulated::shuffle(mine, lanes)); }
+DEVICE double shuffle_xor(double mine, u32 lanes) { return emulated::shuffle(mine, lanes); }
+
+DEVICE float fused(float x, float y, float z) { return std::fma(x, y, z); }
+DEVICE double fused(double x, double y, double z) { return std::fma(x, y, z); }
+DEVICE float exponential(float x) { return std::exp(x); }
+DEVICE double exponential(double x) { return std::exp(x); }
+DEVICE float logarithm(float x) { return std::log(x); }
+DEVICE double logarithm(double x) { return std::log(x); }
+DEVICE float hyperbolic_tangent(float x) { return std::tanh(x); }
+DEVICE double hyperbolic_tangent(double x) { return std::tanh(x); }
+
+DEVICE u32 bits_of(float x) {
+    u32 bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+DEVICE float float_of(u32 bits) {
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+DEVICE float truncated(double x) {
+    float nearest = static_cast<float>(x);
+    bool away = std::isfinite(x) && std::fabs(static_cast<double>(nearest)) > std::fabs(x);
+    return away ? std::nextafter(nearest, 0.0f) : nearest;
+}

@@ -1,0 +1,4 @@
+//! The CUDA backend on a device of fibers: the same host code and the same kernels as on a GPU.
+
+mod conformance;
+mod support;
