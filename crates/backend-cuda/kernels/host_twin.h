@@ -11,6 +11,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <mutex>
 #include <ucontext.h>
 #include <vector>
 
@@ -18,7 +20,9 @@
 #define DEVICE_CALL static
 #define UNROLL
 
+// Nameless inside: what a library has is its own, or libraries loaded side by side would share blocks whose fibers run the other's code.
 namespace emulated {
+namespace {
 
 const u32 WARP = 32;
 const size_t STACK_BYTES = 64 * 1024;
@@ -27,9 +31,8 @@ const size_t SHARED_BYTES = 48 * 1024;
 enum class Wait { nothing, block, warp };
 
 struct Fiber {
-    ucontext_t start;
     jmp_buf at;
-    bool started, done;
+    bool started = false, done;
     Wait wait;
     size_t shared_used;
     u32 shuffles;
@@ -43,7 +46,8 @@ struct Warp {
 struct Block {
     std::vector<Fiber> fibers = std::vector<Fiber>(THREADS);
     std::vector<Warp> warps = std::vector<Warp>(THREADS / WARP);
-    std::vector<char> stacks = std::vector<char>(THREADS * STACK_BYTES);
+    // not initialised: only what is used becomes memory
+    std::unique_ptr<char[]> stacks{new char[THREADS * STACK_BYTES]};
     alignas(16) char shared[SHARED_BYTES];
     jmp_buf scheduler;
     u32 index[3];
@@ -112,11 +116,16 @@ inline void* shared(size_t bytes) {
     return place;
 }
 
-inline void enter() {
-    Block& block = *current();
-    block.kernel(block.arguments);
-    block.fibers[block.thread].done = true;
-    _longjmp(block.scheduler, 1);
+// The life of a fiber: one kernel's thread after another. Its block is told by address, in halves: from one kernel to the next it may come to
+// another thread of the host, so nothing here may be remembered of the thread.
+inline void live(u32 low, u32 high, u32 thread) {
+    Block& block = *reinterpret_cast<Block*>(u64(low) | u64(high) << 32);
+    Fiber& fiber = block.fibers[thread];
+    for (;;) {
+        block.kernel(block.arguments);
+        fiber.done = true;
+        if (!_setjmp(fiber.at)) _longjmp(block.scheduler, 1);
+    }
 }
 
 inline u64 draw(u64& seed) {
@@ -133,7 +142,38 @@ inline __attribute__((noinline)) void resume(Block& block, u32 thread) {
     if (_setjmp(block.scheduler)) return;
     if (fiber.started) _longjmp(fiber.at, 1);
     fiber.started = true;
-    setcontext(&fiber.start);
+    ucontext_t start;
+    getcontext(&start);
+    start.uc_stack.ss_sp = block.stacks.get() + thread * STACK_BYTES;
+    start.uc_stack.ss_size = STACK_BYTES;
+    start.uc_link = nullptr;
+    u64 address = reinterpret_cast<u64>(&block);
+    makecontext(&start, reinterpret_cast<void (*)()>(live), 3, u32(address), u32(address >> 32), thread);
+    setcontext(&start);
+}
+
+// Blocks that nobody uses at the moment, with their fibers.
+struct Pool {
+    std::mutex mutex;
+    std::vector<std::unique_ptr<Block>> blocks;
+
+    std::unique_ptr<Block> take() {
+        std::lock_guard<std::mutex> held(mutex);
+        if (blocks.empty()) return std::make_unique<Block>();
+        std::unique_ptr<Block> block = std::move(blocks.back());
+        blocks.pop_back();
+        return block;
+    }
+
+    void give(std::unique_ptr<Block> block) {
+        std::lock_guard<std::mutex> held(mutex);
+        blocks.push_back(std::move(block));
+    }
+};
+
+inline Pool& pool() {
+    static Pool all;
+    return all;
 }
 
 // Whether the block came to its end.
@@ -145,15 +185,10 @@ inline bool run_block(Block& block, u64& seed) {
     std::vector<u32> order(THREADS);
     for (u32 thread = 0; thread < THREADS; ++thread) {
         Fiber& fiber = block.fibers[thread];
-        fiber.started = fiber.done = false;
+        fiber.done = false;
         fiber.wait = Wait::nothing;
         fiber.shared_used = 0;
         fiber.shuffles = 0;
-        getcontext(&fiber.start);
-        fiber.start.uc_stack.ss_sp = block.stacks.data() + thread * STACK_BYTES;
-        fiber.start.uc_stack.ss_size = STACK_BYTES;
-        fiber.start.uc_link = nullptr;
-        makecontext(&fiber.start, enter, 0);
         order[thread] = thread;
     }
     for (u32 thread = THREADS - 1; thread > 0; --thread) {
@@ -177,12 +212,13 @@ inline bool run_block(Block& block, u64& seed) {
     return true;
 }
 
+}  // namespace
 }  // namespace emulated
 
 // Runs a grid. 0, or 1 if a block did not come to its end.
 extern "C" int annulus_emulate(void (*kernel)(const void*), const void* arguments, const u32* grid, u64 seed) {
-    static thread_local emulated::Block* block = new emulated::Block;
-    emulated::current() = block;
+    std::unique_ptr<emulated::Block> block = emulated::pool().take();
+    emulated::current() = block.get();
     block->kernel = kernel;
     block->arguments = arguments;
     for (int axis = 0; axis < 3; ++axis) block->grid[axis] = grid[axis];
@@ -192,8 +228,10 @@ extern "C" int annulus_emulate(void (*kernel)(const void*), const void* argument
                 block->index[0] = x;
                 block->index[1] = y;
                 block->index[2] = z;
+                // fibers that are stuck are given up, with their block
                 if (!emulated::run_block(*block, seed)) return 1;
             }
+    emulated::pool().give(std::move(block));
     return 0;
 }
 
