@@ -11,6 +11,7 @@
 #include "numbers.cuh"
 #include "dropout.cuh"
 
+// Macros that begin with PLANTED put a mistake in; tests show that each is caught.
 #define TILE ANNULUS_TILE
 #define M (TILE / 16)
 #define SLICE 32
@@ -174,9 +175,8 @@ DEVICE void add_products(Rows& sums, const Sum* weights, const u8* shown, Sum* r
         // the slice before has been read, and the weights are written
         barrier();
         bool odd = load_slice(right_slice, right, b, head, first, rows, slice * SLICE, dim);
-#ifdef PLANTED_LATE_BARRIER
-        // read first, wait afterwards: one stage too late
-        bool careful = !plain && odd;
+#ifdef PLANTED_LATE_WAIT
+        bool careful = odd && !plain;
 #else
         bool careful = barrier_any(odd && !plain);
 #endif
@@ -192,6 +192,9 @@ DEVICE void add_products(Rows& sums, const Sum* weights, const u8* shown, Sum* r
             }
         }
     }
+#ifdef PLANTED_SPLIT_BARRIER
+    if (thread_index() == 77) return;
+#endif
     barrier();
 }
 

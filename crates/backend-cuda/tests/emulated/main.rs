@@ -1,4 +1,6 @@
 //! The CUDA backend on a device of fibers: the same host code and the same kernels as on a GPU.
 
 mod conformance;
+mod failures;
+mod planted;
 mod support;
