@@ -21,6 +21,8 @@ pub use annulus_core::{
     Mask, Precision, Result, Route, Run, Runs, SinkShape, Spec, mask,
 };
 pub use annulus_cpu::Cpu;
+#[cfg(feature = "cuda")]
+pub use annulus_cuda as cuda;
 pub use attention::Attention;
 pub use one_call::{Options, flash_attention, ring_attention};
 pub use plan::Plan;

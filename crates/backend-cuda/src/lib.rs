@@ -6,7 +6,7 @@
 //!
 //! | what | file |
 //! |---|---|
-//! | the seam, call by call | `backend.rs` |
+//! | the seam, call by call; for tensors in host memory | `backend.rs`, `hosted.rs` |
 //! | forward: tiles, and the end of a row | `forward.rs`, `finish.rs` |
 //! | backward: beginning and end, dq, dk and dv, dbias | `backward.rs`, `backward_queries.rs`, `backward_keys.rs`, `bias_gradient.rs` |
 //! | who sees whom, by tiles | `sight.rs` |
@@ -24,6 +24,7 @@ mod backward_queries;
 mod bias_gradient;
 mod finish;
 mod forward;
+mod hosted;
 mod kernels;
 mod records;
 mod sight;
@@ -31,5 +32,6 @@ mod workspace;
 
 pub use annulus_device_cuda as device;
 pub use backend::Cuda;
+pub use hosted::{Hosted, HostedWorkspace};
 pub use kernels::{KERNELS, Variant, compile};
 pub use workspace::Workspace;

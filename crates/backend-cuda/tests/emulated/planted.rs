@@ -19,7 +19,7 @@ fn case() -> Case {
 fn verdict(options: &'static [&'static str]) -> Result<(), String> {
     let case = case();
     let answers = subject(options, Duration::ZERO).run(&case, &Setting::ALONE, 1).map_err(|error| error.to_string())?;
-    Judge::new(&case).unwrap().check(&answers[0])
+    Judge::new(&case).map_err(|error| error.to_string())?.check(&answers[0])
 }
 
 #[test]
