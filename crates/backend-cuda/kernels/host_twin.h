@@ -1,7 +1,7 @@
 // The host's side of primitives.cuh: a block is run by one fiber per thread, cooperatively, on one thread of the host.
 //
-// A fiber runs until it must wait for others: at a barrier for the block, at a shuffle for its warp. Which of those that can run comes next is
-// drawn from a seed, so that a value which is read without a barrier is sooner or later read too early. Shared memory is full of NaN when a block
+// A fiber runs until it must wait for others: at a barrier for the block, at an exchange for its warp. A warp goes as far ahead of the others as
+// barriers let it, in an order drawn from a seed, so that what is read without a barrier is read too early. Shared memory is full of NaN when a block
 // starts. A block whose fibers wait for each other for ever is an error, not a hang.
 #pragma once
 
@@ -35,12 +35,17 @@ struct Fiber {
     bool started = false, done;
     Wait wait;
     size_t shared_used;
-    u32 shuffles;
+    u32 exchanges;
+};
+
+// What a lane shows the others.
+struct Shown {
+    u64 words[3];
 };
 
 struct Warp {
     u32 arrived;
-    double slots[2][WARP];
+    Shown slots[2][WARP];
 };
 
 struct Block {
@@ -87,12 +92,13 @@ inline void barrier() {
     pause(Wait::nothing);
 }
 
-inline double shuffle(double mine, u32 lanes) {
+// What every lane of the warp shows. It stays until the lane's next exchange but one.
+inline const Shown* exchange(const Shown& mine) {
     Block& block = *current();
     u32 lane = block.thread % WARP, first = block.thread - lane;
     Warp& warp = block.warps[block.thread / WARP];
-    // a lane can be at most one shuffle ahead of another, so two sets of slots are enough
-    double* slots = warp.slots[block.fibers[block.thread].shuffles++ % 2];
+    // a lane can be at most one exchange ahead of another, so two sets of slots are enough
+    Shown* slots = warp.slots[block.fibers[block.thread].exchanges++ % 2];
     slots[lane] = mine;
     if (++warp.arrived < WARP) {
         pause(Wait::warp);
@@ -101,7 +107,56 @@ inline double shuffle(double mine, u32 lanes) {
         for (u32 other = first; other < first + WARP; ++other)
             if (block.fibers[other].wait == Wait::warp) block.fibers[other].wait = Wait::nothing;
     }
-    return slots[lane ^ lanes];
+    return slots;
+}
+
+inline u32 lane() { return current()->thread % WARP; }
+
+template <typename T>
+inline T shuffle(T mine, u32 lanes) {
+    Shown shown = {};
+    std::memcpy(shown.words, &mine, sizeof mine);
+    u32 self = lane();
+    T other;
+    std::memcpy(&other, exchange(shown)[self ^ lanes].words, sizeof other);
+    return other;
+}
+
+// ldmatrix: each 8 × 8 matrix by the rows that eight lanes name.
+template <u32 count, bool transposed>
+inline void load_matrices(u32 (&to)[count], const u16* row) {
+    Shown shown = {};
+    shown.words[0] = reinterpret_cast<u64>(row);
+    u32 self = lane();
+    const Shown* rows = exchange(shown);
+    for (u32 matrix = 0; matrix < count; ++matrix) {
+        u32 pair = 0;
+        for (u32 half = 0; half < 2; ++half) {
+            u32 y = self / 4, x = 2 * (self % 4) + half;
+            const u16* line = reinterpret_cast<const u16*>(rows[8 * matrix + (transposed ? x : y)].words[0]);
+            pair |= u32(line[transposed ? y : x]) << (16 * half);
+        }
+        to[matrix] = pair;
+    }
+}
+
+// mma.m16n8k16: every lane shows its fragments and makes its four sums.
+template <float widened(u16)>
+inline void multiply(float (&sums)[4], const u32 (&left)[4], const u32 (&right)[2]) {
+    Shown shown = {{left[0] | u64(left[1]) << 32, left[2] | u64(left[3]) << 32, right[0] | u64(right[1]) << 32}};
+    u32 self = lane();
+    const Shown* all = exchange(shown);
+    for (u32 place = 0; place < 4; ++place) {
+        u32 row = self / 4 + (place >= 2 ? 8 : 0), column = 2 * (self % 4) + place % 2;
+        float sum = sums[place];
+        for (u32 k = 0; k < 16; ++k) {
+            // which lane, which register, which half
+            u64 of_left = all[row % 8 * 4 + k % 8 / 2].words[k / 8] >> (row >= 8 ? 32 : 0);
+            u64 of_right = all[column * 4 + k % 8 / 2].words[2] >> (k >= 8 ? 32 : 0);
+            sum += widened(u16(of_left >> (16 * (k % 2)))) * widened(u16(of_right >> (16 * (k % 2))));
+        }
+        sums[place] = sum;
+    }
 }
 
 inline void* shared(size_t bytes) {
@@ -133,6 +188,16 @@ inline u64 draw(u64& seed) {
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
     return z ^ (z >> 31);
+}
+
+inline std::vector<u32> shuffled(u32 count, u64& seed) {
+    std::vector<u32> order(count);
+    for (u32 place = 0; place < count; ++place) {
+        u32 other = draw(seed) % (place + 1);
+        order[place] = order[other];
+        order[other] = place;
+    }
+    return order;
 }
 
 // Runs fiber `thread` until it waits or ends.
@@ -182,31 +247,28 @@ inline bool run_block(Block& block, u64& seed) {
     block.arrived = 0;
     block.any = block.overflow = false;
     for (Warp& warp : block.warps) warp.arrived = 0;
-    std::vector<u32> order(THREADS);
-    for (u32 thread = 0; thread < THREADS; ++thread) {
-        Fiber& fiber = block.fibers[thread];
+    for (Fiber& fiber : block.fibers) {
         fiber.done = false;
         fiber.wait = Wait::nothing;
         fiber.shared_used = 0;
-        fiber.shuffles = 0;
-        order[thread] = thread;
+        fiber.exchanges = 0;
     }
-    for (u32 thread = THREADS - 1; thread > 0; --thread) {
-        u32 other = draw(seed) % (thread + 1);
-        u32 swapped = order[thread];
-        order[thread] = order[other];
-        order[other] = swapped;
-    }
+    std::vector<u32> warps = shuffled(THREADS / WARP, seed), lanes = shuffled(WARP, seed);
     u32 alive = THREADS;
     while (alive > 0) {
         bool moved = false;
-        for (u32 thread : order) {
-            Fiber& fiber = block.fibers[thread];
-            if (fiber.done || fiber.wait != Wait::nothing) continue;
-            resume(block, thread);
-            moved = true;
-            alive -= fiber.done;
-        }
+        // each warp goes as far ahead of the others as barriers let it
+        for (u32 warp : warps)
+            for (bool ahead = true; ahead;) {
+                ahead = false;
+                for (u32 lane : lanes) {
+                    Fiber& fiber = block.fibers[warp * WARP + lane];
+                    if (fiber.done || fiber.wait != Wait::nothing) continue;
+                    resume(block, warp * WARP + lane);
+                    moved = ahead = true;
+                    alive -= fiber.done;
+                }
+            }
         if (!moved || block.overflow) return false;
     }
     return true;
@@ -256,8 +318,20 @@ DEVICE bool barrier_any(bool mine) {
     return emulated::current()->any_latched;
 }
 
-DEVICE float shuffle_xor(float mine, u32 lanes) { return static_cast<float>(emulated::shuffle(mine, lanes)); }
+DEVICE float shuffle_xor(float mine, u32 lanes) { return emulated::shuffle(mine, lanes); }
 DEVICE double shuffle_xor(double mine, u32 lanes) { return emulated::shuffle(mine, lanes); }
+
+DEVICE void load_matrices_4(u32 (&to)[4], const u16* row) { emulated::load_matrices<4, false>(to, row); }
+DEVICE void load_matrices_2(u32 (&to)[2], const u16* row) { emulated::load_matrices<2, false>(to, row); }
+DEVICE void load_transposed_2(u32 (&to)[2], const u16* row) { emulated::load_matrices<2, true>(to, row); }
+DEVICE float from_bf16(u16 x);
+DEVICE float from_f16(u16 x);
+DEVICE void multiply_bf16(float (&sums)[4], const u32 (&left)[4], const u32 (&right)[2]) {
+    emulated::multiply<from_bf16>(sums, left, right);
+}
+DEVICE void multiply_f16(float (&sums)[4], const u32 (&left)[4], const u32 (&right)[2]) {
+    emulated::multiply<from_f16>(sums, left, right);
+}
 
 DEVICE float fused(float x, float y, float z) { return std::fma(x, y, z); }
 DEVICE double fused(double x, double y, double z) { return std::fma(x, y, z); }

@@ -105,36 +105,45 @@ DEVICE_CALL Sum bias_of(const Attention& a, u32 b, u32 h, u32 i, u32 j) {
     return bias;
 }
 
+// What the mask alone says of the keys of a tile, as seen by query `row` of it.
+DEVICE u64 line_of(const Attention& a, const Site& site, u32 row) {
+    if (site.entry.bits == EVERYTHING) return ~0ull;
+    return reinterpret_cast<const u64*>(a.sight.bits)[u64(site.entry.bits) * TILE + row];
+}
+
+// The pair of query `row` and key `key` of a tile: its product becomes its logit, `derivative` ∂s/∂x. Whether it is seen.
+DEVICE bool logit(Sum& product, Sum& derivative, u64 line, u32 row, u32 key, const Site& site, const Attention& a) {
+    u32 i = site.first_query + row, j = site.first_key + key;
+#ifdef PLANTED_MASK_OFF_BY_ONE
+    line = line << 1 | 1;
+#endif
+    bool visible = i < a.queries && j < a.keys && (line >> key & 1);
+    Sum before = 0, after = 0;
+    if (visible && (a.flags & (HAS_BIAS | HAS_SLOPES))) {
+        Sum bias = bias_of(a, site.b, site.h, i, j);
+        // −∞ hides
+        visible = bias != -Sum(infinity());
+        (a.flags & BIAS_BEFORE_CAP ? before : after) = bias;
+    }
+    Sum x = Sum(a.scale) * rounded_to(product, a.rounding) + before;
+    derivative = 1;
+    if (a.flags & HAS_CAP) {
+        Sum bent = hyperbolic_tangent(x / Sum(a.cap));
+        x = Sum(a.cap) * bent;
+        derivative = 1 - bent * bent;
+    }
+    product = x + after;
+    return visible;
+}
+
 // Makes logits of products: s, and ∂s/∂x into `slope` unless it is null. Bit r·M + c of the answer: the pair is seen.
 DEVICE u32 logits(Pairs& pairs, Pairs* slope, const Site& site, const Attention& a) {
     u32 seen = 0;
     UNROLL for (u32 r = 0; r < M; ++r) {
-        u32 i = site.first_query + query_of(r);
-        u64 line = ~0ull;
-        if (site.entry.bits != EVERYTHING)
-            line = reinterpret_cast<const u64*>(a.sight.bits)[u64(site.entry.bits) * TILE + query_of(r)];
+        u64 line = line_of(a, site, query_of(r));
         UNROLL for (u32 c = 0; c < M; ++c) {
-            u32 j = site.first_key + key_of(c);
-#ifdef PLANTED_MASK_OFF_BY_ONE
-            bool visible = i < a.queries && j < a.keys && ((line << 1 | 1) >> key_of(c) & 1);
-#else
-            bool visible = i < a.queries && j < a.keys && (line >> key_of(c) & 1);
-#endif
-            Sum before = 0, after = 0;
-            if (visible && (a.flags & (HAS_BIAS | HAS_SLOPES))) {
-                Sum bias = bias_of(a, site.b, site.h, i, j);
-                // −∞ hides
-                visible = bias != -Sum(infinity());
-                (a.flags & BIAS_BEFORE_CAP ? before : after) = bias;
-            }
-            Sum x = Sum(a.scale) * rounded_to(pairs[r][c], a.rounding) + before;
-            Sum derivative = 1;
-            if (a.flags & HAS_CAP) {
-                Sum bent = hyperbolic_tangent(x / Sum(a.cap));
-                x = Sum(a.cap) * bent;
-                derivative = 1 - bent * bent;
-            }
-            pairs[r][c] = x + after;
+            Sum derivative;
+            bool visible = logit(pairs[r][c], derivative, line, query_of(r), key_of(c), site, a);
             if (slope) (*slope)[r][c] = derivative;
             seen |= u32(visible) << (r * M + c);
         }

@@ -89,7 +89,7 @@ impl Backend for Cuda {
 
     fn arithmetic(&self) -> String {
         // the functions e^x and tanh are the compiler's
-        format!("cuda level 0, {:?}", self.compiler.version())
+        format!("cuda, NVRTC {:?}", self.compiler.version())
     }
 
     /// Everything but head and value dims above [`Variant::MOST_DIM`] and bias functions other than ALiBi. Products of f32 inputs are true f32
@@ -142,12 +142,7 @@ impl Backend for Cuda {
         finish::finish(self, workspace, inputs, outputs)
     }
 
-    fn begin_backward(
-        &self,
-        workspace: &mut Workspace,
-        _: &Inputs<'_, CudaSpace>,
-        saved: &Saved<'_, CudaSpace>,
-    ) -> Result<()> {
+    fn begin_backward(&self, workspace: &mut Workspace, _: &Inputs<'_, CudaSpace>, saved: &Saved<'_, CudaSpace>) -> Result<()> {
         backward::begin(self, workspace, saved)
     }
 

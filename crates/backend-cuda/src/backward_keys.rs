@@ -38,7 +38,8 @@ pub(crate) fn attend_keys_home(
     home: &CudaBuffer,
 ) -> Result<()> {
     let spec = workspace.local.spec.clone();
-    let sight = workspace.sights.of(&workspace.local, block.rows, &workspace.local.keys, workspace.kernels.variant.tile(), cuda.stream())?;
+    let sight =
+        workspace.sights.of(&workspace.local, block.rows, &workspace.local.keys, workspace.kernels.variant.tile(), cuda.stream())?;
     if sight.is_empty() {
         return Ok(());
     }

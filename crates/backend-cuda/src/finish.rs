@@ -57,7 +57,8 @@ pub(crate) fn finish(
     inputs: &Inputs<'_, CudaSpace>,
     outputs: &mut Outputs<'_, CudaSpace>,
 ) -> Result<()> {
-    let rows = |view: &Option<annulus_device_cuda::CudaViewMut<'_>>| view.as_ref().map(|view| by_head(tensor_mut(view))).unwrap_or_default();
+    let rows =
+        |view: &Option<annulus_device_cuda::CudaViewMut<'_>>| view.as_ref().map(|view| by_head(tensor_mut(view))).unwrap_or_default();
     let arguments = Ends {
         out: tensor_mut(&outputs.out),
         lse: by_head(tensor_mut(&outputs.lse)),

@@ -3,11 +3,11 @@
 use annulus_core::{DType, Error, Result, Spec};
 use annulus_device_cuda::{Compiler, Device, Image, ImageKind, Kernel, Module, Program};
 
-/// The program of level 0.
-const SOURCE: &str = include_str!("../kernels/level0.cu");
+/// The program.
+const SOURCE: &str = include_str!("../kernels/kernels.cu");
 
 /// What it includes.
-const HEADERS: [(&str, &str); 12] = [
+const HEADERS: [(&str, &str); 14] = [
     ("primitives.cuh", include_str!("../kernels/primitives.cuh")),
     ("host_twin.h", include_str!("../kernels/host_twin.h")),
     ("numbers.cuh", include_str!("../kernels/numbers.cuh")),
@@ -16,18 +16,22 @@ const HEADERS: [(&str, &str); 12] = [
     ("tile.cuh", include_str!("../kernels/tile.cuh")),
     ("gradient.cuh", include_str!("../kernels/gradient.cuh")),
     ("forward.cuh", include_str!("../kernels/forward.cuh")),
+    ("forward_matrix.cuh", include_str!("../kernels/forward_matrix.cuh")),
     ("backward_queries.cuh", include_str!("../kernels/backward_queries.cuh")),
     ("backward_keys.cuh", include_str!("../kernels/backward_keys.cuh")),
     ("bias_gradient.cuh", include_str!("../kernels/bias_gradient.cuh")),
     ("ends.cuh", include_str!("../kernels/ends.cuh")),
+    ("records.cuh", include_str!("../kernels/records.cuh")),
 ];
-const RECORDS: (&str, &str) = ("records.cuh", include_str!("../kernels/records.cuh"));
 
 /// Threads of every block.
 pub(crate) const THREADS: u32 = 256;
 
-/// The names of all kernels.
-pub const KERNELS: [&str; 13] = [
+/// The forward kernel on matrix units.
+const FORWARD_MATRIX: &str = "forward_matrix";
+
+/// The names of the kernels that every variant has.
+const KERNELS: [&str; 13] = [
     "forward",
     "finish_forward",
     "begin_backward",
@@ -58,7 +62,8 @@ impl Variant {
 
     /// Every variant.
     pub fn all() -> impl Iterator<Item = Self> {
-        [DType::F64, DType::F32, DType::Bf16, DType::F16].into_iter().flat_map(|dtype| [32, 64, 128, 256].map(|dim| Self { dtype, dim }))
+        let dims = |dtype| [32, 64, 128, 256].into_iter().filter(move |&dim| dim >= Self::least_dim(dtype));
+        [DType::F64, DType::F32, DType::Bf16, DType::F16].into_iter().flat_map(move |dtype| dims(dtype).map(move |dim| Self { dtype, dim }))
     }
 
     /// The one that serves this spec.
@@ -70,12 +75,27 @@ impl Variant {
         if dim > Self::MOST_DIM {
             return Err(Error::unsupported(format!("a head or value dim of {dim}"), format!("cuda (at most {})", Self::MOST_DIM)));
         }
-        Ok(Self { dtype: spec.dtype, dim: dim.next_power_of_two().max(32) })
+        Ok(Self { dtype: spec.dtype, dim: dim.next_power_of_two().max(Self::least_dim(spec.dtype)) })
     }
 
     /// Queries and keys a tile. Small dims have small tiles: there are more of them, and a tile's sums are few.
     pub const fn tile(self) -> usize {
         if matches!(self.dtype, DType::F64) || self.dim == 32 { 32 } else { 64 }
+    }
+
+    /// Matrix units want tiles of 64.
+    const fn least_dim(dtype: DType) -> usize {
+        if matches!(dtype, DType::Bf16 | DType::F16) { 64 } else { 32 }
+    }
+
+    /// Whether its forward runs on matrix units: 16-bit elements do. Products of f32 and f64 are never rounded to fewer bits.
+    pub const fn has_matrix(self) -> bool {
+        matches!(self.dtype, DType::Bf16 | DType::F16)
+    }
+
+    /// The names of its kernels.
+    pub fn kernels(self) -> Vec<&'static str> {
+        KERNELS.into_iter().chain(self.has_matrix().then_some(FORWARD_MATRIX)).collect()
     }
 
     /// The compiler's options.
@@ -97,8 +117,7 @@ impl Variant {
 /// # Errors
 /// [`Error::Device`] with the compiler's words.
 pub fn compile(compiler: &Compiler, variant: Variant, more: &[String], kind: ImageKind, target: &str) -> Result<Image> {
-    let headers: Vec<_> = HEADERS.into_iter().chain([RECORDS]).collect();
-    let program = Program { name: "level0.cu", source: SOURCE, headers: &headers };
+    let program = Program { name: "kernels.cu", source: SOURCE, headers: &HEADERS };
     let options = [variant.options(), more.to_vec()].concat();
     compiler.compile(&program, &options, kind, target)
 }
@@ -108,6 +127,8 @@ pub fn compile(compiler: &Compiler, variant: Variant, more: &[String], kind: Ima
 pub(crate) struct Kernels {
     pub(crate) variant: Variant,
     pub(crate) forward: Kernel,
+    /// Where [`Variant::has_matrix`].
+    pub(crate) forward_matrix: Option<Kernel>,
     pub(crate) finish_forward: Kernel,
     pub(crate) begin_backward: Kernel,
     pub(crate) backward_queries: Kernel,
@@ -130,6 +151,7 @@ impl Kernels {
         Ok(Self {
             variant,
             forward: module.kernel("forward")?,
+            forward_matrix: variant.has_matrix().then(|| module.kernel(FORWARD_MATRIX)).transpose()?,
             finish_forward: module.kernel("finish_forward")?,
             begin_backward: module.kernel("begin_backward")?,
             backward_queries: module.kernel("backward_queries")?,

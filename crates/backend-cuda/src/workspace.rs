@@ -184,13 +184,7 @@ impl Sizes {
         let Dims { batch, q_heads, head_dim, value_dim, .. } = local.spec.dims;
         let rows = batch * q_heads * local.queries.len();
         let dbias = local_bias(local).map(|shape| shape.iter().product());
-        Self {
-            sum_bytes: local.spec.dtype.accumulator().bytes() as u64,
-            rows,
-            acc: rows * value_dim,
-            dq: rows * head_dim,
-            dbias,
-        }
+        Self { sum_bytes: local.spec.dtype.accumulator().bytes() as u64, rows, acc: rows * value_dim, dq: rows * head_dim, dbias }
     }
 }
 

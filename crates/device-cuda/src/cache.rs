@@ -72,7 +72,8 @@ impl Cache {
         let sum = digest(Fingerprint::new(), &body).finish().to_le_bytes();
         let whole = [MAGIC.as_slice(), &sum, &body].concat();
         let own = self.folder.join(format!("{key}.{}.{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)));
-        let written = fs::create_dir_all(&self.folder).and_then(|()| fs::write(&own, whole)).and_then(|()| fs::rename(&own, self.file(key)));
+        let written =
+            fs::create_dir_all(&self.folder).and_then(|()| fs::write(&own, whole)).and_then(|()| fs::rename(&own, self.file(key)));
         if written.is_err() {
             // nothing may be left of it; that it could not be written is no failure of the caller's
             fs::remove_file(&own).unwrap_or_default();

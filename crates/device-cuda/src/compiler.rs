@@ -127,9 +127,8 @@ impl Compiler {
         let count = |list: &[*const c_char]| c_int::try_from(list.len()).unwrap_or(0);
         let mut handle: nvrtcProgram = std::ptr::null_mut();
         // SAFETY: every text ends at a 0 and lives to the end of this function; the lists are as long as said.
-        let made = unsafe {
-            (symbols.create)(&raw mut handle, source.as_ptr(), name.as_ptr(), count(&texts), texts.as_ptr(), names.as_ptr())
-        };
+        let made =
+            unsafe { (symbols.create)(&raw mut handle, source.as_ptr(), name.as_ptr(), count(&texts), texts.as_ptr(), names.as_ptr()) };
         check("nvrtcCreateProgram", made)?;
         let mut held = Held { symbols, handle };
         // SAFETY: as above.

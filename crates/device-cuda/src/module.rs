@@ -90,28 +90,17 @@ impl Kernel {
         }
         // 2³¹ − 1 blocks along x, 65 535 along y and z
         let along = |axis: usize, most: u64| {
-            u32::try_from(grid[axis]).ok().filter(|&blocks| u64::from(blocks) <= most).ok_or_else(|| {
-                Error::unsupported(format!("a grid of {grid:?} blocks"), format!("CUDA (kernel {})", self.name))
-            })
+            u32::try_from(grid[axis])
+                .ok()
+                .filter(|&blocks| u64::from(blocks) <= most)
+                .ok_or_else(|| Error::unsupported(format!("a grid of {grid:?} blocks"), format!("CUDA (kernel {})", self.name)))
         };
         let [x, y, z] = [along(0, (1 << 31) - 1)?, along(1, 65535)?, along(2, 65535)?];
         let mut parameters = [std::ptr::from_ref(arguments).cast_mut().cast::<c_void>()];
         self.module.0.device.call(self.name, |symbols| {
             // SAFETY: one parameter, which the driver copies before it returns; the rest as promised.
             unsafe {
-                (symbols.launch)(
-                    self.handle,
-                    x,
-                    y,
-                    z,
-                    threads,
-                    1,
-                    1,
-                    0,
-                    stream.handle(),
-                    parameters.as_mut_ptr(),
-                    std::ptr::null_mut(),
-                )
+                (symbols.launch)(self.handle, x, y, z, threads, 1, 1, 0, stream.handle(), parameters.as_mut_ptr(), std::ptr::null_mut())
             }
         })
     }

@@ -4,7 +4,9 @@ use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
 
 use annulus_core::{Error, Result};
 use cudarc::{
-    driver::sys::{self as driver, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUmodule, CUresult, CUstream},
+    driver::sys::{
+        self as driver, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUmodule, CUresult, CUstream,
+    },
     nvrtc::sys::{self as nvrtc, nvrtcProgram, nvrtcResult},
 };
 

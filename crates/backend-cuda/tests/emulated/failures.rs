@@ -32,10 +32,7 @@ fn device(change: impl FnOnce(&mut Symbols)) -> Result<Device, Error> {
 #[test]
 fn a_machine_that_lacks_something_is_told_in_one_line() {
     let text = |device: Result<Device, Error>| device.unwrap_err().to_string();
-    assert_eq!(
-        text(device(|symbols| symbols.init = |_| CUresult::CUDA_ERROR_NO_DEVICE)),
-        "CUDA is not supported by this machine: no GPU"
-    );
+    assert_eq!(text(device(|symbols| symbols.init = |_| CUresult::CUDA_ERROR_NO_DEVICE)), "CUDA is not supported by this machine: no GPU");
     assert_eq!(
         text(device(|symbols| symbols.init = |_| CUresult::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH)),
         "CUDA is not supported by this machine: the driver does not start (CUDA_ERROR_SYSTEM_DRIVER_MISMATCH)"
