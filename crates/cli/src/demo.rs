@@ -16,6 +16,7 @@ use crate::{
         values::{count, ranks},
     },
     attend::Job,
+    crew::Crew,
     failure::{Failure, Outcome},
     file::Tensors,
     input::Input,
@@ -66,7 +67,7 @@ pub(crate) fn run(flags: &DemoFlags) -> Outcome {
     let job = Job {
         attention: attention.clone(),
         sinks: None,
-        ranks: flags.ranks,
+        backend: BackendName::Cpu,
         threads: threads_per_rank(None, flags.ranks)?,
         layout: None,
         backward: false,
@@ -74,7 +75,7 @@ pub(crate) fn run(flags: &DemoFlags) -> Outcome {
         trace: None,
         input: &source,
     };
-    let summary = job.run(DType::F32)?;
+    let summary = job.run(&mut Crew::of_threads(flags.ranks), DType::F32)?;
     summary.print();
     if !summary.bytes_as_predicted() {
         say!("FAIL: bytes sent are not the bytes predicted");

@@ -1,10 +1,13 @@
 //! How the command fails: one line on standard error, and an exit code.
 
-use std::process::ExitCode;
+use std::{process::ExitCode, time::Duration};
 
 use annulus_core::Error;
 
-use crate::report::complain;
+use crate::{launcher::speaks, report::complain};
+
+/// How long a process that has nothing to say stays for the one that has.
+pub(crate) const LINGER: Duration = Duration::from_millis(500);
 
 /// What every subcommand returns.
 pub(crate) type Outcome<T = ()> = Result<T, Failure>;
@@ -18,6 +21,19 @@ pub(crate) enum Failure {
     Library(Error),
     /// What was to be verified did not hold, and the lines already printed say so: exit code 1.
     Reported,
+    /// The same on all processes of a job: what the rank `rank` failed with, or, where none is named, all of them.
+    #[cfg(feature = "mpi")]
+    Agreed {
+        /// Who, if not all.
+        rank: Option<usize>,
+        /// The exit code.
+        code: u8,
+        /// Why; empty if the lines already printed say it.
+        what: String,
+    },
+    /// It has been said, or is another process's to say; the exit code.
+    #[cfg(feature = "mpi")]
+    Told(u8),
 }
 
 impl Failure {
@@ -34,20 +50,45 @@ impl Failure {
         }
     }
 
-    /// Prints the one line, if there is one, and gives the exit code.
+    /// Prints the one line, if there is one and no other process prints it, and gives the exit code.
     pub(crate) fn report(&self) -> ExitCode {
+        let what = self.text();
+        if what.is_empty() {
+            return ExitCode::from(self.code());
+        }
+        if speaks() {
+            complain!("{what}");
+        } else {
+            // a launcher may end a job as soon as one process fails: the one that speaks comes first
+            std::thread::sleep(LINGER);
+        }
+        ExitCode::from(self.code())
+    }
+
+    /// The exit code.
+    pub(crate) const fn code(&self) -> u8 {
         match self {
-            Self::Usage(what) => {
-                complain!("{}", one_line(what));
-                ExitCode::from(2)
-            }
+            Self::Usage(_) => 2,
+            Self::Library(_) | Self::Reported => 1,
+            #[cfg(feature = "mpi")]
+            Self::Agreed { code, .. } | Self::Told(code) => *code,
+        }
+    }
+
+    /// The one line, and what to do about it; empty if nothing is left to say.
+    pub(crate) fn text(&self) -> String {
+        match self {
+            Self::Usage(what) => one_line(what),
             Self::Library(error) => {
                 let (what, advice) = (error.to_string(), advice(error));
                 let separator = if advice.is_empty() { "" } else { "; " };
-                complain!("{}{separator}{advice}", one_line(&what));
-                ExitCode::from(1)
+                format!("{}{separator}{advice}", one_line(&what))
             }
-            Self::Reported => ExitCode::from(1),
+            Self::Reported => String::new(),
+            #[cfg(feature = "mpi")]
+            Self::Agreed { what, .. } => what.clone(),
+            #[cfg(feature = "mpi")]
+            Self::Told(_) => String::new(),
         }
     }
 }

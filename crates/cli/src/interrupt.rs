@@ -11,7 +11,7 @@ use std::{
 
 use annulus_core::Result;
 
-use crate::{failure::io, report::complain};
+use crate::{failure::io, launcher::speaks, report::complain};
 
 /// Exit code after an interrupt, as shells have it: 128 + SIGINT.
 const INTERRUPTED: i32 = 130;
@@ -27,6 +27,14 @@ pub(crate) struct Unfinished {
 impl Unfinished {
     /// Makes an empty file beside `target`, of a name that no other file has (one may be left by a killed process of the same number).
     pub(crate) fn create_beside(target: &Path) -> std::io::Result<(Self, File)> {
+        Self::name_beside(target, |path| OpenOptions::new().write(true).create_new(true).open(path))
+    }
+
+    /// Finds such a name, under which `make` puts something.
+    ///
+    /// # Errors
+    /// Those of `make`, which is asked again if it finds the name taken.
+    pub(crate) fn name_beside<T>(target: &Path, make: impl Fn(&Path) -> std::io::Result<T>) -> std::io::Result<(Self, T)> {
         static COUNT: AtomicU64 = AtomicU64::new(0);
         let name = target.file_name().unwrap_or_default().to_string_lossy();
         // made and remembered under one lock: an interrupt comes before both or after both
@@ -34,15 +42,34 @@ impl Unfinished {
         loop {
             let count = COUNT.fetch_add(1, Ordering::Relaxed);
             let path = target.with_file_name(format!(".{name}.{}-{count}.partial", std::process::id()));
-            match OpenOptions::new().write(true).create_new(true).open(&path) {
+            match make(&path) {
                 Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
                 made => {
-                    let file = made?;
+                    let made = made?;
                     names.push(path.clone());
-                    return Ok((Self { path }, file));
+                    return Ok((Self { path }, made));
                 }
             }
         }
+    }
+
+    /// Takes the file `path`, which another process has made, for one of this process's own: dropping it removes the file here too, so
+    /// that it goes even if the one that made it cannot remove it any more.
+    pub(crate) fn join(path: PathBuf) -> std::io::Result<(Self, File)> {
+        let mut names = names();
+        let file = OpenOptions::new().write(true).open(&path)?;
+        names.push(path.clone());
+        Ok((Self { path }, file))
+    }
+
+    /// The temporary name.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Lets go of a file that another process has given its final name.
+    pub(crate) fn forget(self) {
+        names().retain(|name| *name != self.path);
     }
 
     /// Gives the file its final name. An interrupt comes before it or after it, never in between.
@@ -115,7 +142,9 @@ pub(crate) fn leave(code: i32) -> ! {
 /// From now on an interrupt (Ctrl-C, SIGTERM, SIGHUP) removes what is unfinished and ends the command.
 pub(crate) fn remove_unfinished_on_interrupt() {
     let handler = || {
-        complain!("interrupted; no output was written");
+        if speaks() {
+            complain!("interrupted; no output was written");
+        }
         leave(INTERRUPTED);
     };
     if let Err(error) = ctrlc::set_handler(handler) {

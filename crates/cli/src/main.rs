@@ -8,18 +8,21 @@ mod arguments;
 mod attend;
 mod bench;
 mod check;
+mod crew;
 mod demo;
 mod doctor;
 mod failure;
 mod file;
 mod input;
 mod interrupt;
+mod launcher;
 mod make;
 mod memory;
 mod pairs;
 mod plan;
 mod random;
 mod report;
+mod trace;
 
 use std::process::ExitCode;
 
@@ -33,6 +36,7 @@ const EXAMPLES: &str = "Examples:
   annulus attend --input in.safetensors --output out.safetensors --causal --ranks 4
   annulus plan --causal --q-len 65536 --ranks 8 --svg ring.svg
   annulus check cases/
+  mpirun -n 4 annulus attend --input in.safetensors --output out.safetensors --causal
 
 Each subcommand's --help has more.";
 
@@ -53,6 +57,8 @@ enum Command {
     Make(make::MakeFlags),
     Demo(demo::DemoFlags),
     Doctor(doctor::DoctorFlags),
+    #[command(subcommand)]
+    Trace(trace::TraceCommand),
 }
 
 fn main() -> ExitCode {
@@ -71,25 +77,35 @@ fn run(command: &Command) -> Outcome {
     match command {
         Command::Attend(flags) => attend::run(flags),
         Command::Check(flags) => check::run(flags),
-        Command::Plan(flags) => plan::run(flags),
         Command::Bench(flags) => bench::run(flags),
-        Command::Demo(flags) => demo::run(flags),
-        Command::Make(flags) => make::run(flags),
         Command::Doctor(flags) => doctor::run(flags),
+        Command::Plan(flags) => alone("plan").and_then(|()| plan::run(flags)),
+        Command::Demo(flags) => alone("demo").and_then(|()| demo::run(flags)),
+        Command::Make(flags) => alone("make").and_then(|()| make::run(flags)),
+        Command::Trace(command) => alone("trace").and_then(|()| trace::run(command)),
     }
+}
+
+/// Refuses a subcommand that is for one process, where a launcher has started several that would all do the same.
+fn alone(subcommand: &str) -> Outcome {
+    launcher::among_others().map_or(Ok(()), |place| {
+        let size = place.size.map_or_else(|| "several".to_owned(), |size| size.to_string());
+        Err(Failure::usage(subcommand, format!("{size} processes (started through {})", place.by), "one, started without the launcher"))
+    })
 }
 
 /// Help and version as they are; anything else as one line that says where help is.
 fn refuse(error: &clap::Error) -> ExitCode {
     if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
         // nothing is left to do if standard output is closed
-        return if error.print().is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+        return if !launcher::speaks() || error.print().is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     }
     let text = error.to_string();
     let what = text.split("\n\nUsage:").next().and_then(|text| text.split("\n\nFor more information").next()).unwrap_or(&text);
     let what = one_line(what.strip_prefix("error: ").unwrap_or(what));
-    let subcommand =
-        std::env::args().nth(1).filter(|name| ["attend", "check", "plan", "bench", "make", "demo", "doctor"].contains(&name.as_str()));
+    let subcommand = std::env::args()
+        .nth(1)
+        .filter(|name| ["attend", "check", "plan", "bench", "make", "demo", "doctor", "trace"].contains(&name.as_str()));
     let subcommand = subcommand.map(|name| format!("{name} ")).unwrap_or_default();
-    Failure::Usage(format!("{what}; try `annulus {subcommand}--help`")).report()
+    crew::refuse(Failure::Usage(format!("{what}; try `annulus {subcommand}--help`"))).report()
 }

@@ -149,7 +149,7 @@ impl<T: Transport<Host>> Transport<Host> for Checksum<T> {
 }
 
 impl<T: Transport<Host>> Control for Checksum<T> {
-    forward_control! { rank ranks offer collect missing abort beat last_heard last_work }
+    forward_control! { rank ranks placement offer collect missing abort beat last_heard last_work }
 }
 
 #[cfg(test)]

@@ -255,7 +255,7 @@ impl<T: Transport<S>, S: Space> Transport<S> for Deadline<T, S> {
 }
 
 impl<T: Transport<S>, S: Space> Control for Deadline<T, S> {
-    forward_control! { rank ranks missing abort last_heard last_work }
+    forward_control! { rank ranks placement missing abort last_heard last_work }
 
     fn offer(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
         self.inner.offer(round, bytes)?;

@@ -241,7 +241,7 @@ impl<T: Transport<Host>> Transport<Host> for Fault<T> {
 }
 
 impl<T: Transport<Host>> Control for Fault<T> {
-    forward_control! { rank ranks missing last_heard last_work }
+    forward_control! { rank ranks placement missing last_heard last_work }
 
     fn offer(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
         self.check_alive()?;

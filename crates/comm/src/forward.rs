@@ -38,6 +38,11 @@ macro_rules! forward_control {
             self.inner.beat(working);
         }
     };
+    (@ placement) => {
+        fn placement(&self) -> Option<&annulus_core::Placement> {
+            self.inner.placement()
+        }
+    };
     (@ last_heard) => {
         fn last_heard(&self, peer: usize) -> std::time::Instant {
             self.inner.last_heard(peer)

@@ -34,7 +34,7 @@ mod staging;
 pub mod threads;
 pub mod trace;
 
-pub use agreement::{Descriptor, agree, barrier, close, gather};
+pub use agreement::{Descriptor, WIRE_VERSION, agree, barrier, close, gather};
 pub use checksum::Checksum;
 pub use deadline::{Deadline, Silence};
 pub use fault::{Fault, Injection};

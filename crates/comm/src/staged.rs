@@ -234,7 +234,7 @@ impl<T: Transport<Host>, D: StagedSpace> Transport<D> for Staged<T, D> {
 }
 
 impl<T: Transport<Host>, D: StagedSpace> Control for Staged<T, D> {
-    forward_control! { rank ranks offer collect missing abort beat last_heard last_work }
+    forward_control! { rank ranks placement offer collect missing abort beat last_heard last_work }
 }
 
 impl<T: std::fmt::Debug, D: StagedSpace> std::fmt::Debug for Staged<T, D> {

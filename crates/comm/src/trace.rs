@@ -269,7 +269,7 @@ impl<S: Space, T: Transport<S>> Transport<S> for Trace<T> {
 }
 
 impl<T: Control> Control for Trace<T> {
-    forward_control! { rank ranks missing abort beat last_heard last_work }
+    forward_control! { rank ranks placement missing abort beat last_heard last_work }
 
     fn offer(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
         self.gathers.push((round, Instant::now()));

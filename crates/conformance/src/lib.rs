@@ -10,6 +10,7 @@
 //! | where cases come from: chance ([`Case::random`]), elsewhere ([`golden`]) | `random.rs`, `golden.rs`, `draw.rs` |
 //! | [`Answer`], [`Judge`], and the plain computation that it measures by: [`plain()`] | `answer.rs`, `judge.rs`, `plain.rs` |
 //! | [`Subject`], [`Setting`], [`Facade`]; any backend × transport: [`RingSubject`] | `subject.rs`, `ring_subject.rs`, `memory.rs` |
+//! | ranks on nodes that are made up: [`Placed`] | `placed.rs` |
 //! | a device that no host can look into | `device/` |
 
 mod answer;
@@ -20,6 +21,7 @@ pub mod golden;
 mod judge;
 mod masks;
 mod memory;
+mod placed;
 mod plain;
 mod random;
 mod ring_subject;
@@ -33,6 +35,7 @@ pub use draw::Draw;
 pub use judge::{Judge, epsilon};
 pub use masks::Masks;
 pub use memory::{HostMemory, HostTensor, Memory};
+pub use placed::{Crossings, Placed};
 pub use plain::plain;
 pub use ring_subject::{RingSubject, Station};
 pub use subject::{Facade, Setting, Subject, answer, narrow, widen};

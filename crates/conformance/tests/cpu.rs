@@ -15,6 +15,11 @@ fn the_whole_matrix_holds_on_the_cpu() {
 }
 
 #[test]
+fn every_pair_of_choices_holds_on_the_cpu() {
+    suite::pairwise_cases(&cpu(), &[1, 2, 3, 4, 7]).unwrap();
+}
+
+#[test]
 fn awkward_sizes_hold_on_the_cpu() {
     suite::sizes(&cpu(), Scale::Full).unwrap();
 }

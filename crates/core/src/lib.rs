@@ -65,7 +65,7 @@ pub use record::{Field, Record};
 pub use row_set::RowSet;
 pub use rows::Rows;
 pub use run::{Run, Runs};
-pub use schedule::{Choice, Group, Message, Route, Schedule, Step, Traffic, Transfer, Violation, Work};
+pub use schedule::{Choice, Group, Message, Order, Placement, Route, Schedule, Step, Traffic, Transfer, Violation, Work};
 pub use shard::Shard;
 pub use space::{Host, HostBuffer, HostView, HostViewMut, Space};
 pub use spans::Spans;

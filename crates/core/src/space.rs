@@ -1,6 +1,6 @@
 //! A memory space: the one thing that a backend and a transport of one rank share.
 
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 use ndarray::{ArrayView4, ArrayViewMut4};
 
@@ -17,8 +17,16 @@ pub trait Space: Sized + 'static {
     /// "Everything enqueued so far": after it, a buffer may be read. `()` where work is done when a call returns.
     type Event: Clone + Send + std::fmt::Debug + 'static;
 
+    /// Whether [`Space::part`] gives the part that begins at any multiple of 8 bytes; else it gives none.
+    const HAS_PARTS: bool = false;
+
     /// The bytes that a buffer holds.
     fn size(buffer: &Self::Buffer) -> u64;
+
+    /// A buffer that is these bytes of another one and co-owns them all, for reading; `None` if that has not all of them.
+    fn part(_buffer: &Self::Buffer, _bytes: Range<u64>) -> Option<Self::Buffer> {
+        None
+    }
 
     /// Element type and lengths of a tensor, so that whoever calls a backend can check them first.
     fn describe(view: &Self::View<'_>) -> (DType, [usize; 4]);
@@ -37,8 +45,14 @@ impl Space for Host {
     type ViewMut<'a> = HostViewMut<'a>;
     type Event = ();
 
+    const HAS_PARTS: bool = true;
+
     fn size(buffer: &HostBuffer) -> u64 {
         buffer.bytes().len() as u64
+    }
+
+    fn part(buffer: &HostBuffer, bytes: Range<u64>) -> Option<HostBuffer> {
+        buffer.part(bytes)
     }
 
     fn describe(view: &HostView<'_>) -> (DType, [usize; 4]) {
@@ -54,6 +68,8 @@ impl Space for Host {
 #[derive(Debug, Clone)]
 pub struct HostBuffer {
     words: Arc<Vec<u64>>,
+    /// The first byte, a multiple of 8.
+    start: usize,
     len: usize,
 }
 
@@ -68,21 +84,28 @@ impl HostBuffer {
         let mut words = Vec::new();
         words.try_reserve_exact(bytes.div_ceil(8)).map_err(|_| out_of_memory())?;
         words.resize(bytes.div_ceil(8), 0);
-        Ok(Self { words: Arc::new(words), len: bytes })
+        Ok(Self { words: Arc::new(words), start: 0, len: bytes })
     }
 
     /// The bytes.
     pub fn bytes(&self) -> &[u8] {
-        &bytemuck::cast_slice(&self.words)[..self.len]
+        &bytemuck::cast_slice(&self.words)[self.start..self.start + self.len]
     }
 
     /// The bytes for writing, or `None` while somebody else co-owns them.
     pub fn bytes_mut(&mut self) -> Option<&mut [u8]> {
         let words = Arc::get_mut(&mut self.words)?;
-        Some(&mut bytemuck::cast_slice_mut(words)[..self.len])
+        Some(&mut bytemuck::cast_slice_mut(words)[self.start..self.start + self.len])
     }
 
-    /// Whether somebody else co-owns the bytes (a transfer is in flight).
+    /// These bytes of it, co-owned; `None` if it has not all of them, or they would not be aligned to 8.
+    pub fn part(&self, bytes: Range<u64>) -> Option<Self> {
+        let (start, end) = (usize::try_from(bytes.start).ok()?, usize::try_from(bytes.end).ok()?);
+        let fits = start <= end && end <= self.len && start.is_multiple_of(8);
+        fits.then(|| Self { words: Arc::clone(&self.words), start: self.start + start, len: end - start })
+    }
+
+    /// Whether somebody else co-owns the bytes (a transfer is in flight, or a part is used).
     pub fn is_shared(&self) -> bool {
         Arc::strong_count(&self.words) > 1
     }
@@ -138,3 +161,23 @@ views!(
     /// A four-dimensional tensor in host memory, borrowed for writing.
     HostViewMut, ArrayViewMut4,
 );
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_part_is_those_bytes_and_keeps_the_whole_from_being_written() {
+        let mut whole = HostBuffer::zeroed(40).unwrap();
+        whole.bytes_mut().unwrap().iter_mut().zip(0..).for_each(|(byte, number)| *byte = number);
+        let part = whole.part(8..37).unwrap();
+        assert_eq!(part.bytes(), (8..37).collect::<Vec<u8>>());
+        assert_eq!(part.part(16..20).unwrap().bytes(), [24, 25, 26, 27]);
+        assert!(whole.is_shared() && whole.bytes_mut().is_none());
+        drop(part);
+        assert!(whole.bytes_mut().is_some());
+        for outside in [4..12, 8..41, 40..48] {
+            assert!(whole.part(outside).is_none());
+        }
+    }
+}

@@ -5,7 +5,7 @@
 
 use std::{ops::Range, sync::Arc, time::Duration, time::Instant};
 
-use crate::{Error, Result, Space};
+use crate::{Error, Placement, Result, Space};
 
 /// What a message carries. Messages of different channels never overtake each other's meaning: they are matched by channel and tag.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -128,6 +128,11 @@ pub trait Control: Send {
     /// Says that this rank lives; with `working`, also that it has done some work (a tile, a transfer) since the last beat.
     fn beat(&mut self, working: bool);
 
+    /// Which node each rank is on, where that is known; the same on all ranks. A transport within one process has nothing to say.
+    fn placement(&self) -> Option<&Placement> {
+        None
+    }
+
     /// When something was last heard of `peer`, be it a beat or data.
     fn last_heard(&self, peer: usize) -> Instant;
 
@@ -156,6 +161,9 @@ impl<T: Control + ?Sized> Control for Box<T> {
     }
     fn beat(&mut self, working: bool) {
         (**self).beat(working);
+    }
+    fn placement(&self) -> Option<&Placement> {
+        (**self).placement()
     }
     fn last_heard(&self, peer: usize) -> Instant {
         (**self).last_heard(peer)

@@ -4,7 +4,10 @@ use annulus_core::Error;
 use annulus_cpu::Isa;
 use clap::ValueEnum;
 
-use crate::failure::{Failure, Outcome};
+use crate::{
+    failure::{Failure, Outcome},
+    launcher,
+};
 
 /// Backends by name, whether or not this build has them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -20,6 +23,8 @@ pub(crate) enum BackendName {
 /// Transports by name, whether or not this build has them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum TransportName {
+    /// MPI if a launcher has started several processes, else threads.
+    Auto,
     /// One rank a thread of this process.
     Threads,
     /// One rank a process of an MPI program.
@@ -27,6 +32,18 @@ pub(crate) enum TransportName {
     /// NVIDIA GPUs among themselves.
     Nccl,
 }
+
+/// What the ranks of a ring are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Means {
+    /// Threads of this process.
+    Threads,
+    /// Processes of an MPI program.
+    Processes,
+}
+
+/// What makes a command that has MPI.
+pub(crate) const WITH_MPI: &str = "`cargo build --release -p annulus-cli --features mpi` makes one that has mpi";
 
 impl BackendName {
     /// Refuses what this build does not have, and what this backend cannot be told to be, before anything is read.
@@ -36,26 +53,65 @@ impl BackendName {
     pub(crate) fn check(self) -> Outcome {
         match self {
             Self::Cpu => Isa::chosen().map(|_| ()).map_err(Failure::of_flags),
-            Self::Wgpu | Self::Cuda => Err(missing("backend", &self, "cpu")),
+            Self::Wgpu | Self::Cuda => Err(self.missing()),
+        }
+    }
+
+    /// That this build does not have it.
+    pub(crate) fn missing(self) -> Failure {
+        missing("backend", self.name(), "cpu")
+    }
+
+    /// Its name.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Cpu => "cpu",
+            Self::Wgpu => "wgpu",
+            Self::Cuda => "cuda",
         }
     }
 }
 
 impl TransportName {
-    /// Refuses what this build does not have.
+    /// What the ranks are by this name, where this process is.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] naming what it has.
-    pub(crate) fn check(self) -> Outcome {
-        match self {
-            Self::Threads => Ok(()),
-            Self::Mpi | Self::Nccl => Err(missing("transport", &self, "threads")),
+    /// [`Error::Unsupported`] naming what this build has, also where `auto` finds a launcher for which it has nothing: several processes that
+    /// know nothing of each other would all do the same.
+    pub(crate) fn means(self) -> Outcome<Means> {
+        match (self, launcher::among_others()) {
+            (Self::Mpi, _) | (Self::Auto, Some(_)) if cfg!(feature = "mpi") => Ok(Means::Processes),
+            (Self::Auto, None) => Ok(Means::Threads),
+            (Self::Threads, _) => {
+                launcher::stand_alone();
+                Ok(Means::Threads)
+            }
+            (Self::Auto, Some(place)) => {
+                let size = place.size.map_or_else(|| "several".to_owned(), |size| size.to_string());
+                let what = format!("a job of {size} processes (started through {})", place.by);
+                let by = format!("this build, which has: threads; {WITH_MPI}, and --transport threads lets each process work for itself");
+                Err(Error::unsupported(what, by).into())
+            }
+            (Self::Mpi | Self::Nccl, _) => Err(self.missing()),
         }
+    }
+
+    /// That this build does not have it.
+    pub(crate) fn missing(self) -> Failure {
+        if self == Self::Mpi {
+            let by = format!("this build, which has: threads; {WITH_MPI}");
+            return Error::unsupported("transport mpi", by).into();
+        }
+        missing("transport", "nccl", transports())
     }
 }
 
-fn missing(what: &str, name: &impl ValueEnum, has: &str) -> Failure {
-    let name = name.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
+/// The transports of this build.
+pub(crate) const fn transports() -> &'static str {
+    if cfg!(feature = "mpi") { "threads, mpi" } else { "threads" }
+}
+
+fn missing(what: &str, name: &str, has: &str) -> Failure {
     Error::unsupported(format!("{what} {name}"), format!("this build, which has: {has}")).into()
 }
 

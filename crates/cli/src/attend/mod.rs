@@ -15,10 +15,11 @@ use half::{bf16, f16};
 use crate::{
     arguments::{
         mask::MaskFlags,
-        ring::{BackendName, TransportName, threads_per_rank},
+        ring::{BackendName, TransportName},
         values::{DTypeName, LayoutName, finite, positive, probability, ranks, silence, threads},
     },
-    failure::Outcome,
+    crew::Crew,
+    failure::{Failure, Outcome},
     input::{Input, SinksForm},
     report::complain,
 };
@@ -40,7 +41,11 @@ Examples:
   annulus attend --input in.safetensors --output out.safetensors --causal --ranks 4
   annulus attend --input in.safetensors --output out.safetensors --causal --window 4095,0 --ranks 8
   annulus attend --input in.safetensors --output grads.safetensors --sinks per-head --backward
-  annulus attend --input in.safetensors --output out.safetensors --scale -0.5 --trace traces/";
+  annulus attend --input in.safetensors --output out.safetensors --scale -0.5 --trace traces/
+  mpirun -n 4 annulus attend --input in.safetensors --output out.safetensors --causal
+
+Under a launcher (mpirun, mpiexec, srun) every process is a rank: it reads its rows of the input and writes its rows of the output, which must be
+on a file system that all of them see.";
 
 /// Computes attention, and its gradients, of a safetensors file on a ring of ranks
 #[derive(Debug, Args)]
@@ -101,12 +106,12 @@ struct RingFlags {
     #[arg(long, value_enum, default_value = "cpu")]
     backend: BackendName,
     /// How ranks reach each other
-    #[arg(long, value_enum, default_value = "threads")]
+    #[arg(long, value_enum, default_value = "auto")]
     transport: TransportName,
-    /// Ranks of the ring
-    #[arg(long, value_name = "N", default_value = "1", value_parser = ranks)]
-    ranks: usize,
-    /// Threads of each rank; the machine's are shared if not said
+    /// Ranks of the ring: 1 if not said; under MPI the processes of the job, no more and no fewer
+    #[arg(long, value_name = "N", value_parser = ranks)]
+    ranks: Option<usize>,
+    /// Threads of each rank; those that the ranks can have are shared among them if not said
     #[arg(long, value_name = "N", value_parser = threads)]
     threads: Option<usize>,
     /// How rows are dealt to ranks; auto chooses from the mask
@@ -115,7 +120,7 @@ struct RingFlags {
     /// Fail after this many seconds of silence on the ring
     #[arg(long, value_name = "S", default_value = "120", value_parser = silence, allow_hyphen_values = true)]
     deadline: Duration,
-    /// Write a trace a rank into this folder, for Perfetto or chrome://tracing
+    /// Write a trace of each rank into this folder, for Perfetto or chrome://tracing; `annulus trace merge` joins them
     #[arg(long, value_name = "DIR")]
     trace: Option<PathBuf>,
 }
@@ -131,42 +136,52 @@ enum BiasOrderName {
 
 /// Runs `annulus attend`.
 pub(crate) fn run(flags: &AttendFlags) -> Outcome {
-    let RingFlags { backend, transport, ranks, threads, layout, trace, .. } = &flags.ring;
-    backend.check()?;
-    transport.check()?;
-    let threads = threads_per_rank(*threads, *ranks)?;
-    let input = Input::open(&flags.input)?;
-    let unknown = input.unknown_names();
-    if !unknown.is_empty() {
-        complain!("note: not an input, left alone: {}", unknown.join(", "));
+    flags.ring.backend.check()?;
+    let mut crew = Crew::form("attend", flags.ring.transport, flags.ring.deadline)?;
+    let done = flags.attend(&mut crew);
+    crew.end(done)
+}
+
+impl AttendFlags {
+    fn attend(&self, crew: &mut Crew) -> Outcome {
+        let RingFlags { backend, ranks, threads, layout, trace, .. } = &self.ring;
+        crew.enlist(*ranks, 1)?;
+        let threads = crew.threads(*threads)?;
+        let input = crew.agree(Input::open(&self.input).map_err(Failure::from))?;
+        let unknown = input.unknown_names();
+        if crew.leads() && !unknown.is_empty() {
+            complain!("note: not an input, left alone: {}", unknown.join(", "));
+        }
+        let dtype = self.dtype.map_or(input.dtype, DType::from);
+        let sinks = crew.agree(input.sinks(self.logits.sinks).map_err(Failure::from))?;
+        let job = Job {
+            attention: self.attention(&input, dtype, sinks),
+            sinks,
+            backend: *backend,
+            threads,
+            layout: layout.layout(),
+            backward: self.backward,
+            output: &self.output,
+            trace: trace.as_deref(),
+            input: &input,
+        };
+        let summary = job.run(crew, dtype)?;
+        if crew.leads() {
+            summary.print();
+        }
+        Ok(())
     }
-    let dtype = flags.dtype.map_or(input.dtype, DType::from);
-    let sinks = input.sinks(flags.logits.sinks)?;
-    let job = Job {
-        attention: flags.attention(&input, dtype, sinks),
-        sinks,
-        ranks: *ranks,
-        threads,
-        layout: layout.layout(),
-        backward: flags.backward,
-        output: &flags.output,
-        trace: trace.as_deref(),
-        input: &input,
-    };
-    let summary = job.run(dtype)?;
-    summary.print();
-    Ok(())
 }
 
 impl Job<'_> {
     /// Runs the job in `dtype`, which its attention has too.
-    pub(crate) fn run(&self, dtype: DType) -> Outcome<Summary> {
-        Ok(match dtype {
-            DType::F64 => self.run_as::<f64>(),
-            DType::F32 => self.run_as::<f32>(),
-            DType::Bf16 => self.run_as::<bf16>(),
-            DType::F16 => self.run_as::<f16>(),
-        }?)
+    pub(crate) fn run(&self, crew: &mut Crew, dtype: DType) -> Outcome<Summary> {
+        match dtype {
+            DType::F64 => self.run_as::<f64>(crew),
+            DType::F32 => self.run_as::<f32>(crew),
+            DType::Bf16 => self.run_as::<bf16>(crew),
+            DType::F16 => self.run_as::<f16>(crew),
+        }
     }
 }
 

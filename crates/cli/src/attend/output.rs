@@ -2,21 +2,22 @@
 
 use std::{
     fs::{File, create_dir_all},
-    io::{BufWriter, Write},
+    io::Write,
     path::Path,
 };
 
 use annulus::{
-    Backward, Cpu, Forward, RankPlan,
+    Backward, Forward, RankPlan,
     comm::trace::{TraceLog, write_chrome},
 };
-use annulus_core::{Dims, Element, Error, Result, Runs, Spec};
+use annulus_core::{Backend, Dims, Element, Error, Host, Result, Runs, Spec};
 use ndarray::{Array, Dimension};
 
 use crate::{
     failure::io,
     file::{Kind, Output, Planned},
     input::Input,
+    trace::{Run, rank_file},
 };
 
 /// The tensors of the output file.
@@ -50,7 +51,7 @@ pub(super) fn planned(spec: &Spec, input: &Input, backward: bool) -> Result<Vec<
 ///
 /// # Errors
 /// [`Error::Io`].
-pub(super) fn write_forward<T: Element>(output: &Output, plan: &RankPlan<Cpu>, forward: &Forward<T>) -> Result<()> {
+pub(super) fn write_forward<T: Element, B: Backend<Space = Host>>(output: &Output, plan: &RankPlan<B>, forward: &Forward<T>) -> Result<()> {
     let rows = plan.q_rows();
     write(output, "out", 1, rows, &forward.out)?;
     write(output, "lse", 2, rows, &forward.lse)?;
@@ -66,7 +67,12 @@ pub(super) fn write_forward<T: Element>(output: &Output, plan: &RankPlan<Cpu>, f
 ///
 /// # Errors
 /// [`Error::Io`].
-pub(super) fn write_backward<T: Element>(output: &Output, plan: &RankPlan<Cpu>, rank: usize, gradients: &Backward<T>) -> Result<()> {
+pub(super) fn write_backward<T: Element, B: Backend<Space = Host>>(
+    output: &Output,
+    plan: &RankPlan<B>,
+    rank: usize,
+    gradients: &Backward<T>,
+) -> Result<()> {
     write(output, "dq", 1, plan.q_rows(), &gradients.dq)?;
     write(output, "dk", 1, plan.kv_rows(), &gradients.dk)?;
     write(output, "dv", 1, plan.kv_rows(), &gradients.dv)?;
@@ -84,22 +90,16 @@ pub(super) fn write_backward<T: Element>(output: &Output, plan: &RankPlan<Cpu>, 
     Ok(())
 }
 
-/// Writes the record of every rank: `rank-0.json`, …
+/// Writes the record of a rank: `rank-0.json`, …
 ///
 /// # Errors
 /// [`Error::Io`].
-pub(super) fn write_traces<'a>(folder: &Path, logs: impl Iterator<Item = &'a TraceLog>) -> Result<()> {
+pub(super) fn write_trace(folder: &Path, log: &TraceLog, run: &Run) -> Result<()> {
     create_dir_all(folder).map_err(|error| io(folder, error))?;
-    for log in logs {
-        let path = folder.join(format!("rank-{}.json", log.rank()));
-        let write = || {
-            let mut writer = BufWriter::new(File::create(&path)?);
-            write_chrome(&mut writer, std::slice::from_ref(log))?;
-            writer.flush()
-        };
-        write().map_err(|error| io(&path, error))?;
-    }
-    Ok(())
+    let path = folder.join(rank_file(log.rank()));
+    let mut events = Vec::new();
+    let written = write_chrome(&mut events, std::slice::from_ref(log)).and_then(|()| File::create(&path)?.write_all(&run.mark(events)));
+    written.map_err(|error| io(&path, error))
 }
 
 fn write<T: Element, D: Dimension>(output: &Output, name: &str, axis: usize, rows: &Runs, array: &Array<T, D>) -> Result<()> {

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use annulus_core::{Arrived, Control, Error, Hop, Incoming, Outgoing, Result, Space, Transport};
+use annulus_core::{Arrived, Control, Error, Hop, Incoming, Outgoing, Placement, Result, Space, Transport};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 /// The bar. Clones share it; it draws nothing where standard error is no terminal.
@@ -19,7 +19,12 @@ impl Progress {
         Self { bar }
     }
 
-    /// Starts a phase in which `blocks` blocks will arrive, all ranks together. If none will, only the time is shown.
+    /// A bar that is never drawn.
+    pub(crate) fn nowhere() -> Self {
+        Self { bar: ProgressBar::hidden() }
+    }
+
+    /// Starts a phase in which `blocks` blocks will arrive at the ranks of this process. If none will, only the time is shown.
     pub(crate) fn phase(&self, name: &'static str, blocks: usize) {
         let template = if blocks > 0 { "{msg:9} {wide_bar} {pos}/{len} blocks {elapsed}" } else { "{msg:9} {spinner} {elapsed}" };
         if let Ok(style) = ProgressStyle::with_template(template) {
@@ -107,6 +112,10 @@ impl<T: Control> Control for Watched<T> {
 
     fn beat(&mut self, working: bool) {
         self.inner.beat(working);
+    }
+
+    fn placement(&self) -> Option<&Placement> {
+        self.inner.placement()
     }
 
     fn last_heard(&self, peer: usize) -> Instant {

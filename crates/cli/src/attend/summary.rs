@@ -2,17 +2,27 @@
 
 use annulus::Report;
 
-use crate::{memory::peak_bytes, report::say};
+use crate::report::say;
+
+/// What one rank has to tell.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct RankFigures {
+    /// Visible pairs of its queries, all heads and batch rows.
+    pub(super) pairs: f64,
+    /// The most bytes that its process has held.
+    pub(super) peak: Option<u64>,
+    /// Of the forward pass, and of the backward pass if there was one.
+    pub(super) reports: Vec<Report>,
+}
 
 /// The figures of one pass over the ring.
 #[derive(Debug, Clone)]
 pub(crate) struct Pass {
     name: &'static str,
-    seconds: f64,
     flops: f64,
-    bytes_sent: u64,
-    bytes_predicted: u64,
-    waiting_share: f64,
+    reports: Vec<Report>,
+    /// GFLOP/s of each rank.
+    rates: Vec<f64>,
 }
 
 /// The figures of a job.
@@ -24,23 +34,76 @@ pub(crate) struct Summary {
     pub(super) passes: Vec<Pass>,
     /// From the first byte read to the last written.
     pub(super) seconds: f64,
+    /// The most bytes that a process has held.
+    pub(super) peak: Option<u64>,
     /// The file and its size.
     pub(super) output: String,
 }
 
-impl Pass {
-    /// Sums up what the ranks report: the slowest one's time, all bytes, and the share of all ranks' time that was spent waiting.
-    pub(super) fn new(name: &'static str, reports: &[Report], flops: f64) -> Self {
-        let sum = |of: fn(&Report) -> f64| reports.iter().map(of).sum::<f64>();
-        let seconds = reports.iter().map(|report| report.seconds).fold(0.0, f64::max);
-        let total = sum(|report| report.seconds);
-        Self {
-            name,
+impl RankFigures {
+    /// As numbers that can be shared.
+    pub(super) fn numbers(&self) -> Vec<f64> {
+        let of_report = |report: &Report| [report.seconds, report.waiting_seconds, report.bytes_sent as f64, report.bytes_predicted as f64];
+        let mut numbers = vec![self.pairs, self.peak.map_or(f64::NAN, |peak| peak as f64)];
+        numbers.extend(self.reports.iter().flat_map(of_report));
+        numbers
+    }
+
+    /// What [`RankFigures::numbers`] made numbers of. Counts are exact up to 2⁵³.
+    pub(super) fn of_numbers(numbers: &[f64]) -> Self {
+        let of_numbers = |&[seconds, waiting_seconds, sent, predicted]: &[f64; 4]| Report {
             seconds,
-            flops,
-            bytes_sent: reports.iter().map(|report| report.bytes_sent).sum(),
-            bytes_predicted: reports.iter().map(|report| report.bytes_predicted).sum(),
-            waiting_share: if total > 0.0 { sum(|report| report.waiting_seconds) / total } else { 0.0 },
+            waiting_seconds,
+            bytes_sent: sent as u64,
+            bytes_predicted: predicted as u64,
+        };
+        let (head, reports) = numbers.split_at(numbers.len().min(2));
+        let peak = head.get(1).filter(|peak| !peak.is_nan()).map(|&peak| peak as u64);
+        let reports = reports.as_chunks::<4>().0.iter().map(of_numbers).collect();
+        Self { pairs: head.first().copied().unwrap_or_default(), peak, reports }
+    }
+}
+
+impl Pass {
+    /// Pass number `place` of what the ranks report, of so many floating point operations a pair.
+    pub(super) fn new(name: &'static str, place: usize, flops_per_pair: f64, ranks: &[RankFigures]) -> Self {
+        let of_rank = |rank: &RankFigures| Some((*rank.reports.get(place)?, flops_per_pair * rank.pairs));
+        let (reports, flops): (Vec<Report>, Vec<f64>) = ranks.iter().filter_map(of_rank).unzip();
+        let rates = reports.iter().zip(&flops).map(|(report, flops)| rate(*flops, report.seconds)).collect();
+        Self { name, flops: flops.iter().sum(), reports, rates }
+    }
+
+    fn each(&self, of: impl Fn(&Report) -> f64) -> Vec<f64> {
+        self.reports.iter().map(of).collect()
+    }
+
+    /// The slowest rank's time, the rate and the bytes of all, the share of all ranks' time that was spent waiting; then, of several ranks,
+    /// the least, the mean and the most of each.
+    fn print(&self) {
+        let (seconds, waiting) = (self.each(|report| report.seconds), self.each(|report| report.waiting_seconds));
+        let (sent, predicted) = (self.each(|report| report.bytes_sent as f64), self.each(|report| report.bytes_predicted as f64));
+        let sum = |all: &[f64]| all.iter().sum::<f64>();
+        let slowest = seconds.iter().copied().fold(0.0, f64::max);
+        let share = |waiting: f64, seconds: f64| if seconds > 0.0 { 100.0 * waiting / seconds } else { 0.0 };
+        say!(
+            "{:<9} {slowest:.3} s, {:.1} GFLOP/s, sent {} bytes of {} predicted, waiting {:.1} % of the time",
+            self.name,
+            rate(self.flops, slowest),
+            sum(&sent),
+            sum(&predicted),
+            share(sum(&waiting), sum(&seconds))
+        );
+        if self.reports.len() > 1 {
+            let shares: Vec<f64> = waiting.iter().zip(&seconds).map(|(&waiting, &seconds)| share(waiting, seconds)).collect();
+            say!(
+                "{:<9} a rank (least, mean, most): {} s, {} GFLOP/s, waiting {} %, bytes {} of {}",
+                "",
+                spread(&seconds, 3),
+                spread(&self.rates, 1),
+                spread(&shares, 1),
+                spread(&sent, 0),
+                spread(&predicted, 0)
+            );
         }
     }
 }
@@ -49,19 +112,44 @@ impl Summary {
     /// Prints it.
     pub(crate) fn print(&self) {
         say!("{}", self.head);
-        for Pass { name, seconds, flops, bytes_sent, bytes_predicted, waiting_share } in &self.passes {
-            let rate = if *seconds > 0.0 { flops / seconds / 1e9 } else { 0.0 };
-            say!(
-                "{name:<9} {seconds:.3} s, {rate:.1} GFLOP/s, sent {bytes_sent} bytes of {bytes_predicted} predicted, waiting {:.1} % of the time",
-                100.0 * waiting_share
-            );
-        }
-        let memory = peak_bytes().map(|bytes| format!(", peak memory {} MiB", bytes >> 20)).unwrap_or_default();
+        self.passes.iter().for_each(Pass::print);
+        let memory = self.peak.map(|bytes| format!(", peak memory {} MiB", bytes >> 20)).unwrap_or_default();
         say!("wrote {} in {:.3} s in all{memory}", self.output, self.seconds);
     }
 
-    /// Whether every pass sent exactly the bytes that its schedule predicts.
+    /// Whether in every pass every rank sent exactly the bytes that its schedule predicts.
     pub(crate) fn bytes_as_predicted(&self) -> bool {
-        self.passes.iter().all(|pass| pass.bytes_sent == pass.bytes_predicted)
+        self.passes.iter().flat_map(|pass| &pass.reports).all(|report| report.bytes_sent == report.bytes_predicted)
+    }
+}
+
+fn rate(flops: f64, seconds: f64) -> f64 {
+    if seconds > 0.0 { flops / seconds / 1e9 } else { 0.0 }
+}
+
+/// Least, mean and most of some numbers, with so many digits behind the point.
+fn spread(numbers: &[f64], digits: usize) -> String {
+    let (least, most) = numbers.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(a, b), &number| (a.min(number), b.max(number)));
+    let mean = numbers.iter().sum::<f64>() / numbers.len().max(1) as f64;
+    format!("{least:.digits$}, {mean:.digits$}, {most:.digits$}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_survive_the_way_between_processes() {
+        let report = Report { seconds: 0.25, waiting_seconds: 0.125, bytes_sent: 1 << 40, bytes_predicted: 7 };
+        for (peak, reports) in [(None, vec![report]), (Some(3 << 33), vec![report, Report::default()])] {
+            let figures = RankFigures { pairs: 1e15, peak, reports };
+            assert_eq!(RankFigures::of_numbers(&figures.numbers()), figures);
+        }
+    }
+
+    #[test]
+    fn a_spread_is_least_mean_most() {
+        assert_eq!(spread(&[2.0, 1.0, 6.0], 1), "1.0, 3.0, 6.0");
+        assert_eq!(spread(&[4.0], 0), "4, 4, 4");
     }
 }

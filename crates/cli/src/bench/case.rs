@@ -1,9 +1,8 @@
 //! One case of a bench: its tensors, its ring, its line.
 
-use annulus::{
-    Attention, Cpu, Forward, RankPlan, Tensors,
-    comm::threads::{self, each_rank},
-};
+use std::time::{Duration, Instant};
+
+use annulus::{Attention, Cpu, Forward, RankPlan, Tensors};
 use annulus_core::{Batch, DType, Dims, Element, Result, Runs};
 use ndarray::Array4;
 use serde_json::{Map, Value, json};
@@ -14,6 +13,8 @@ use super::{
 };
 use crate::{
     arguments::mask::{AlignmentName, MaskFlags},
+    crew::Crew,
+    failure::{Failure, Outcome},
     pairs,
     random::Stream,
     report::say,
@@ -64,29 +65,34 @@ impl<'a> Case<'a> {
         }
     }
 
-    /// Times it and prints a line for each of `what`.
+    /// Times it on the ring of the crew and prints a line for each of `what`.
     ///
+    /// # Ordering
+    /// Collective over the processes.
     /// # Errors
     /// Whatever a rank reports.
-    pub(super) fn run<T: Element>(&self, what: &[What]) -> Result<()> {
-        let pairs = self.pairs()?;
+    pub(super) fn run<T: Element>(&self, crew: &mut Crew, what: &[What]) -> Outcome {
+        let pairs = crew.agree(self.attention().spec(self.dims).and_then(|_| self.pairs()).map_err(Failure::of_flags))?;
         for &what in what {
             let attention = if what == What::Forward { self.attention().forward_only() } else { self.attention() };
             let layout = self.flags.layout.layout();
-            let mut ranks = each_rank(threads::ring(self.flags.ranks), |_, transport| {
+            let endpoints = crew.endpoints()?;
+            let mut ranks = crew.each(endpoints, |_, transport| {
                 let mut plan = RankPlan::new(&attention, self.dims, layout.clone(), Cpu::new(self.flags.threads)?, transport)?;
                 if self.batch != Batch::default() {
                     plan.update(&self.batch)?;
                 }
                 Ok(Rank::<T>::new(plan, &self.dims))
             })?;
-            let least = match &mut ranks[..] {
+            let least = least(crew, |crew| match &mut ranks[..] {
                 // nobody else to run beside
-                [only] => least(|| only.pass(what)),
-                ranks => least(|| each_rank(ranks.iter_mut(), |_, rank| rank.pass(what)).map(|_| ())),
-            }?;
+                [only] if crew.ranks() == 1 => Ok(vec![only.pass(what)?]),
+                ranks => crew.each(ranks, |_, rank| rank.pass(what)),
+            })?;
             let layout = ranks.first().map_or("", |rank| rank.plan.ring().layout().name());
-            say!("{}", self.line(what, least, pairs, layout));
+            if crew.leads() {
+                say!("{}", self.line(what, least, pairs, crew, layout));
+            }
         }
         Ok(())
     }
@@ -107,8 +113,8 @@ impl<'a> Case<'a> {
         Ok(pairs::visible(&self.attention().spec(self.dims)?, &self.batch))
     }
 
-    fn line(&self, what: What, least: Least, pairs: f64, layout: &str) -> String {
-        let BenchFlags { threads, ranks, window, documents, .. } = self.flags;
+    fn line(&self, what: What, least: Least, pairs: f64, crew: &Crew, layout: &str) -> String {
+        let (BenchFlags { threads, window, documents, .. }, ranks) = (self.flags, crew.ranks());
         let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = self.dims;
         let (name, passes) = match what {
             What::Forward => ("fwd", 1.0),
@@ -163,12 +169,14 @@ impl<T: Element> Rank<T> {
         Self { q, k, v, dout, plan }
     }
 
-    fn pass(&mut self, what: What) -> Result<()> {
+    /// One round: how long it took.
+    fn pass(&mut self, what: What) -> Result<Duration> {
+        let begin = Instant::now();
         let tensors = Tensors::new(self.q.view(), self.k.view(), self.v.view());
         let forward: Forward<T> = self.plan.forward(&tensors)?;
         if what == What::Both {
             self.plan.backward(&tensors, &forward, self.dout.view(), None)?;
         }
-        Ok(())
+        Ok(begin.elapsed())
     }
 }

@@ -3,16 +3,18 @@
 mod case;
 mod clock;
 
-use annulus_core::DType;
+use annulus_comm::Descriptor;
+use annulus_core::{DType, Fingerprint};
 use clap::{Args, ValueEnum};
 use half::{bf16, f16};
 
 use crate::{
     arguments::{
         mask::AlignmentName,
-        ring::{BackendName, threads_per_rank},
+        ring::{BackendName, TransportName},
         values::{DTypeName, LayoutName, Window, count, ranks, threads},
     },
+    crew::{Crew, PATIENCE},
     failure::{Failure, Outcome},
 };
 use case::Case;
@@ -27,7 +29,10 @@ Examples:
   annulus bench --what fwd --dtype f32,bf16 --ns 1024,2048,4096 --ds 64,128 --causal true
   annulus bench --documents 512,512,512,512 --causal true
   annulus bench --q-len 1 --kv-len 65536 --align bottom-right --threads 1
-  annulus bench --ns 8192 --causal true --window 1023,0 --ranks 4";
+  annulus bench --ns 8192 --causal true --window 1023,0 --ranks 4
+  mpirun -n 4 annulus bench --ns 8192 --causal true --threads 2
+
+Under a launcher (mpirun, mpiexec, srun) every process is a rank; ms is the slowest rank's time, and the CPU time that of all processes.";
 
 /// Times forward and backward passes; prints one JSON line a case
 #[derive(Debug, Args)]
@@ -75,9 +80,12 @@ pub(crate) struct BenchFlags {
     /// Threads of each rank
     #[arg(long, value_name = "N", default_value = "1", value_parser = threads)]
     threads: usize,
-    /// Ranks of the ring
-    #[arg(long, value_name = "N", default_value = "1", value_parser = ranks)]
-    ranks: usize,
+    /// How ranks reach each other
+    #[arg(long, value_enum, default_value = "auto")]
+    transport: TransportName,
+    /// Ranks of the ring: 1 if not said; under MPI the processes of the job, no more and no fewer
+    #[arg(long, value_name = "N", value_parser = ranks)]
+    ranks: Option<usize>,
     /// How rows are dealt to ranks
     #[arg(long, value_enum, default_value = "auto")]
     layout: LayoutName,
@@ -97,19 +105,28 @@ enum What {
 /// Runs `annulus bench`.
 pub(crate) fn run(flags: &BenchFlags) -> Outcome {
     BackendName::Cpu.check()?;
-    threads_per_rank(Some(flags.threads), flags.ranks)?;
+    let mut crew = Crew::form("bench", flags.transport, PATIENCE)?;
+    let done = bench(flags, &mut crew);
+    crew.end(done)
+}
+
+fn bench(flags: &BenchFlags, crew: &mut Crew) -> Outcome {
+    crew.enlist(flags.ranks, 1)?;
+    crew.threads(Some(flags.threads))?;
+    // whatever differs would not be timed together
+    let all = format!("{flags:?}");
+    crew.same(Descriptor::new().field_as("command line", Fingerprint::new().bytes(all.as_bytes()).finish(), "another one"))?;
     for &dtype in &flags.dtype {
         for &head_dim in &flags.ds {
-            for (q_len, kv_len) in flags.lengths()? {
+            for (q_len, kv_len) in crew.agree(flags.lengths())? {
                 for &causal in &flags.causal {
                     let case = Case::new(flags, dtype.into(), head_dim, (q_len, kv_len), causal);
                     match DType::from(dtype) {
-                        DType::F64 => case.run::<f64>(&flags.what),
-                        DType::F32 => case.run::<f32>(&flags.what),
-                        DType::Bf16 => case.run::<bf16>(&flags.what),
-                        DType::F16 => case.run::<f16>(&flags.what),
-                    }
-                    .map_err(Failure::of_flags)?;
+                        DType::F64 => case.run::<f64>(crew, &flags.what),
+                        DType::F32 => case.run::<f32>(crew, &flags.what),
+                        DType::Bf16 => case.run::<bf16>(crew, &flags.what),
+                        DType::F16 => case.run::<f16>(crew, &flags.what),
+                    }?;
                 }
             }
         }

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, path::Path, time::Duration};
 
 use annulus::{Attention, Backward, Forward, Plan};
-use annulus_core::{Batch, Element, Error, Layout, Result, Runs};
+use annulus_core::{Batch, Element, Error, Layout, Result, Runs, SinkShape};
 
 use super::{
     compare::{Expected, largest_error},
@@ -12,7 +12,7 @@ use super::{
 use crate::input::{Input, OutputGradients, Share};
 
 /// A case computes in moments: a ring that is silent for this long is stuck.
-const DEADLINE: Duration = Duration::from_secs(30);
+pub(super) const DEADLINE: Duration = Duration::from_secs(30);
 
 /// A ring to compute on.
 #[derive(Debug, Clone)]
@@ -51,8 +51,16 @@ pub(super) fn run<T: Element>(folder: &Path, case: &Case, rings: &[Ring]) -> Vec
     }
 }
 
-impl<T: Element> Loaded<T> {
-    fn new(folder: &Path, case: &Case) -> Result<Self> {
+/// A case's file, and what it makes of the case.
+pub(super) struct Opened {
+    pub(super) input: Input,
+    pub(super) sinks: Option<SinkShape>,
+    pub(super) attention: Attention,
+}
+
+impl Opened {
+    /// Opens the file of a case that is to be computed in `T`.
+    pub(super) fn new<T: Element>(folder: &Path, case: &Case) -> Result<Self> {
         let input = Input::open(&folder.join(&case.file))?;
         if input.dims != case.dims() {
             return Err(Error::invalid("dims", format!("{:?} in the index", case.dims()), format!("{:?}, as in its file", input.dims)));
@@ -65,6 +73,19 @@ impl<T: Element> Loaded<T> {
         if let Some(shape) = sinks {
             attention = if shape.per_head { attention.sinks_per_head(shape.count) } else { attention.shared_sinks(shape.count) };
         }
+        Ok(Self { input, sinks, attention })
+    }
+}
+
+/// The arrays that a case judges in `T`, with their tolerances.
+pub(super) fn tolerances<T: Element>(case: &Case) -> Result<&BTreeMap<String, f64>> {
+    let tolerances = case.tolerance.get(T::DTYPE.name()).filter(|tolerances| !tolerances.is_empty());
+    tolerances.ok_or_else(|| Error::unsupported(format!("dtype {}", T::DTYPE.name()), "this case, which has no tolerance for it"))
+}
+
+impl<T: Element> Loaded<T> {
+    fn new(folder: &Path, case: &Case) -> Result<Self> {
+        let Opened { input, sinks, attention } = Opened::new::<T>(folder, case)?;
         let all = |len: usize| Runs::counting(0, len as u64);
         let (q_rows, kv_rows) = (all(input.dims.q_len), all(input.dims.kv_len));
         Ok(Self {
@@ -78,17 +99,8 @@ impl<T: Element> Loaded<T> {
 
     /// Tolerance and wanted numbers of every array that the case judges.
     fn expected(input: &Input, case: &Case) -> Result<BTreeMap<String, (f64, Expected)>> {
-        let tolerances = case.tolerance.get(T::DTYPE.name()).filter(|tolerances| !tolerances.is_empty());
-        let tolerances = tolerances
-            .ok_or_else(|| Error::unsupported(format!("dtype {}", T::DTYPE.name()), "this case, which has no tolerance for it"))?;
-        let load = |(name, &tolerance): (&String, &f64)| {
-            let entry =
-                input.tensors().get(name).ok_or_else(|| Error::invalid(name, "no such tensor", "the expected array of that name"))?;
-            let rows = entry.shape.first().map_or(0, |&len| len as u64);
-            let numbers = input.tensors().floats(name, 0, &Runs::counting(0, rows))?;
-            Ok((name.clone(), (tolerance, Expected { shape: entry.shape.clone(), numbers })))
-        };
-        tolerances.iter().map(load).collect()
+        let load = |(name, &tolerance): (&String, &f64)| Ok((name.clone(), (tolerance, Expected::whole(input, name)?)));
+        tolerances::<T>(case)?.iter().map(load).collect()
     }
 
     fn judge(&self, case: &Case, ring: &Ring) -> Result<Verdict> {
@@ -112,7 +124,8 @@ impl<T: Element> Loaded<T> {
     }
 }
 
-fn error_of<T: Element>(name: &str, want: &Expected, forward: &Forward<T>, backward: &Backward<T>) -> Result<f64> {
+/// The largest error of one of the arrays that a forward and a backward pass give.
+pub(super) fn error_of<T: Element>(name: &str, want: &Expected, forward: &Forward<T>, backward: &Backward<T>) -> Result<f64> {
     let missing = || Error::invalid(name, "nothing", "an array that this attention gives");
     Ok(match name {
         "out" => largest_error(&forward.out, want),

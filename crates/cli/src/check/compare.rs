@@ -1,7 +1,9 @@
 //! Whether an array is what was expected.
 
-use annulus_core::Element;
+use annulus_core::{Element, Error, Result, Runs};
 use ndarray::{Array, Dimension};
+
+use crate::input::Input;
 
 /// An expected array.
 #[derive(Debug)]
@@ -10,6 +12,36 @@ pub(super) struct Expected {
     pub(super) shape: Vec<usize>,
     /// Its numbers, the last axis fastest.
     pub(super) numbers: Vec<f64>,
+}
+
+impl Expected {
+    /// The array `name` of a case's file.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if there is none; as [`crate::file::Tensors::floats`].
+    pub(super) fn whole(input: &Input, name: &str) -> Result<Self> {
+        let rows = Self::entry_shape(input, name)?.first().map_or(0, |&len| len as u64);
+        Self::rows(input, name, 0, &Runs::counting(0, rows))
+    }
+
+    /// The rows `rows` along `axis` of the array `name` of a case's file.
+    ///
+    /// # Errors
+    /// As [`Expected::whole`].
+    pub(super) fn rows(input: &Input, name: &str, axis: usize, rows: &Runs) -> Result<Self> {
+        let mut shape = Self::entry_shape(input, name)?;
+        let numbers = input.tensors().floats(name, axis, rows)?;
+        if let Some(len) = shape.get_mut(axis) {
+            *len = annulus_core::index(rows.len());
+        }
+        Ok(Self { shape, numbers })
+    }
+
+    fn entry_shape(input: &Input, name: &str) -> Result<Vec<usize>> {
+        let entry = input.tensors().get(name);
+        let entry = entry.ok_or_else(|| Error::invalid(name, "no such tensor", "the expected array of that name"))?;
+        Ok(entry.shape.clone())
+    }
 }
 
 /// Largest error of `got`, with the rules of the cases: −∞ must meet −∞, and NaN never passes. Infinite or NaN where that fails.

@@ -4,6 +4,8 @@ mod case;
 mod compare;
 mod glob;
 mod index;
+#[cfg(feature = "mpi")]
+mod processes;
 
 use std::{
     path::{Path, PathBuf},
@@ -20,6 +22,7 @@ use crate::{
         ring::{BackendName, TransportName, cores},
         values::{LayoutName, ranks},
     },
+    crew::{Crew, PATIENCE},
     failure::{Failure, Outcome, one_line},
     report::say,
 };
@@ -29,7 +32,10 @@ use index::{Case, Index};
 const EXAMPLES: &str = "Examples:
   annulus check cases/
   annulus check cases/ --case 'sinks*' --ranks 4 --layout zigzag --dtype f64
-  annulus check cases/ --ranks 1,2,3,4,7,33 --layout auto,contiguous,zigzag,striped";
+  annulus check cases/ --ranks 1,2,3,4,7,33 --layout auto,contiguous,zigzag,striped
+  mpirun -n 4 annulus check cases/ --ranks 1,2,3,4
+
+Under a launcher (mpirun, mpiexec, srun) a ring of N ranks is made of the first N processes; the others wait.";
 
 /// Computes every case of a folder on every ring asked for, forward and backward, against its expected arrays
 ///
@@ -45,10 +51,10 @@ pub(crate) struct CheckFlags {
     #[arg(long, value_enum, default_value = "cpu")]
     backend: BackendName,
     /// How ranks reach each other
-    #[arg(long, value_enum, default_value = "threads")]
+    #[arg(long, value_enum, default_value = "auto")]
     transport: TransportName,
-    /// Ring sizes; they may exceed the number of rows
-    #[arg(long, value_name = "N,N,...", default_value = "1,2,3,4,7", value_delimiter = ',', value_parser = ranks)]
+    /// Ring sizes; they may exceed the number of rows; 1,2,3,4,7 if not said, under MPI the number of processes
+    #[arg(long, value_name = "N,N,...", value_delimiter = ',', value_parser = ranks)]
     ranks: Vec<usize>,
     /// Layouts
     #[arg(long, value_enum, default_value = "contiguous,zigzag,striped", value_delimiter = ',')]
@@ -93,31 +99,60 @@ struct Count {
 /// A case to compute in one element type.
 type Unit = (String, Result<Case>, CheckedDType);
 
+/// Ring sizes of threads, where no flag says them.
+const SIZES: [usize; 5] = [1, 2, 3, 4, 7];
+
 /// Runs `annulus check`.
 pub(crate) fn run(flags: &CheckFlags) -> Outcome {
     flags.backend.check()?;
-    flags.transport.check()?;
-    let index = Index::read(&flags.folder)?;
-    let rings: Vec<(Ring, String)> =
-        flags.ranks.iter().flat_map(|&ranks| flags.layout.iter().map(move |&layout| ring(ranks, layout))).collect();
+    let mut crew = Crew::form("check", flags.transport, PATIENCE)?;
+    let done = check(flags, &mut crew);
+    crew.end(done)
+}
+
+fn check(flags: &CheckFlags, crew: &mut Crew) -> Outcome {
+    let sizes = crew.agree(flags.sizes(crew))?;
+    let index = crew.agree(Index::read(&flags.folder).map_err(Failure::from))?;
+    let rings: Vec<(Ring, String)> = sizes.iter().flat_map(|&ranks| flags.layout.iter().map(move |&layout| ring(ranks, layout))).collect();
     let units = units(&index, flags);
     if units.is_empty() {
-        say!("no case matches {}", one_line(&flags.case));
-        say!("0 passed, 0 failed");
+        if crew.leads() {
+            say!("no case matches {}", one_line(&flags.case));
+            say!("0 passed, 0 failed");
+        }
         return Err(Failure::Reported);
     }
-    let verdicts = compute(&flags.folder, &units, &rings)?;
+    let verdicts = compute(&flags.folder, &units, &rings, crew)?;
     let mut count = Count::default();
     for ((id, _, dtype), verdicts) in units.iter().zip(verdicts) {
         for ((_, ring), verdict) in rings.iter().zip(verdicts) {
             count.add(&format!("{id} {ring} dtype={}", dtype.name()), &verdict, flags.skip_unsupported);
         }
     }
-    if flags.skip_unsupported {
-        say!("{} unsupported", count.skipped);
+    // where ranks are processes the first has every verdict, and the others follow it
+    let failed = count.failed > 0;
+    if crew.leads() {
+        if flags.skip_unsupported {
+            say!("{} unsupported", count.skipped);
+        }
+        say!("{} passed, {} failed", count.passed, count.failed);
     }
-    say!("{} passed, {} failed", count.passed, count.failed);
-    if count.failed == 0 { Ok(()) } else { Err(Failure::Reported) }
+    crew.agree(if failed { Err(Failure::Reported) } else { Ok(()) })
+}
+
+impl CheckFlags {
+    /// The ring sizes: as asked, or those that fit the crew.
+    fn sizes(&self, crew: &Crew) -> Outcome<Vec<usize>> {
+        if !crew.is_of_processes() {
+            return Ok(if self.ranks.is_empty() { SIZES.to_vec() } else { self.ranks.clone() });
+        }
+        let all = crew.ranks();
+        match self.ranks.iter().find(|&&ranks| ranks > all) {
+            Some(ranks) => Err(Failure::usage("--ranks", ranks, format!("at most {all}, the processes of this job"))),
+            None if self.ranks.is_empty() => Ok(vec![all]),
+            None => Ok(self.ranks.clone()),
+        }
+    }
 }
 
 fn ring(ranks: usize, layout: LayoutName) -> (Ring, String) {
@@ -142,13 +177,24 @@ fn units(index: &Index, flags: &CheckFlags) -> Vec<Unit> {
     units
 }
 
-/// Every unit's verdicts, a ring each, computed on as many threads as the machine runs at once.
-fn compute(folder: &Path, units: &[Unit], rings: &[(Ring, String)]) -> Result<Vec<Vec<Verdict>>> {
+/// Every unit's verdicts, a ring each; where ranks are processes, on the first of them, and none on the others.
+fn compute(folder: &Path, units: &[Unit], rings: &[(Ring, String)], crew: &mut Crew) -> Outcome<Vec<Vec<Verdict>>> {
     let rings: Vec<Ring> = rings.iter().map(|(ring, _)| ring.clone()).collect();
+    #[cfg(feature = "mpi")]
+    if crew.is_of_processes() {
+        return processes::compute(folder, units, &rings, crew);
+    }
+    #[cfg(not(feature = "mpi"))]
+    let _: &Crew = crew;
+    Ok(compute_on_threads(folder, units, &rings)?)
+}
+
+/// Every unit's verdicts, computed on as many threads as the machine runs at once.
+fn compute_on_threads(folder: &Path, units: &[Unit], rings: &[Ring]) -> Result<Vec<Vec<Verdict>>> {
     let next = AtomicUsize::new(0);
     let judge = |(_, case, dtype): &Unit| match (case, dtype) {
-        (Ok(case), CheckedDType::F32) => case::run::<f32>(folder, case, &rings),
-        (Ok(case), CheckedDType::F64) => case::run::<f64>(folder, case, &rings),
+        (Ok(case), CheckedDType::F32) => case::run::<f32>(folder, case, rings),
+        (Ok(case), CheckedDType::F64) => case::run::<f64>(folder, case, rings),
         (Err(error), _) => rings.iter().map(|_| Verdict::Failed(error.clone())).collect(),
     };
     let worker = |_, ()| {

@@ -11,4 +11,4 @@ mod write;
 
 pub(crate) use kind::Kind;
 pub(crate) use read::Tensors;
-pub(crate) use write::{Output, Planned, write_text};
+pub(crate) use write::{Output, Planned, identity, write_text};

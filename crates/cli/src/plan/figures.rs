@@ -114,7 +114,7 @@ pub(super) struct Send {
 impl Figures {
     /// Plans the ring of `spec`; `layout` is chosen from the mask if `None`.
     pub(super) fn new(spec: &Spec, ranks: usize, layout: Option<&Layout>, mask: String) -> Self {
-        let Choice { layout, route } = Choice::auto(spec, ranks, layout);
+        let Choice { layout, route, .. } = Choice::auto(spec, ranks, layout, None);
         let coordinates = Coordinates::plain(&spec.dims, spec.alignment, &layout, ranks);
         let (heads, batch) = (spec.dims.q_heads, spec.dims.batch);
         let needs = Needs::of_queries(spec.mask.as_ref(), heads, batch, &coordinates);

@@ -63,6 +63,10 @@ fn bad_arguments_are_code_2_and_one_line() {
         ("make --out x.safetensors --q-len 8 --documents 5,4", "--documents"),
         ("make --out x.safetensors --sinks-count 2", "--sinks"),
         ("demo --len 0", "--len"),
+        ("bench --transport pigeon", "--transport"),
+        ("bench --ranks 0", "--ranks"),
+        ("doctor --transport pigeon", "--transport"),
+        ("trace split", "split"),
         ("doctor now", "now"),
     ];
     for (arguments, word) in cases {
@@ -78,7 +82,8 @@ fn what_this_build_has_not_is_named() {
     let attend = "attend --input in.safetensors --output out.safetensors";
     folder.run(&format!("{attend} --backend wgpu")).failed(1, &["wgpu", "not supported", "cpu"]);
     folder.run(&format!("{attend} --backend cuda")).failed(1, &["cuda", "cpu"]);
-    folder.run(&format!("{attend} --transport mpi")).failed(1, &["mpi", "threads"]);
+    #[cfg(not(feature = "mpi"))]
+    folder.run(&format!("{attend} --transport mpi")).failed(1, &["mpi", "threads", "--features mpi"]);
     folder.run("check . --transport nccl").failed(1, &["nccl", "threads"]);
     assert_eq!(folder.names(), ["in.safetensors"]);
 }
@@ -96,7 +101,7 @@ fn an_instruction_set_that_does_not_exist_is_refused_once_and_first() {
 #[test]
 fn every_help_has_examples() {
     let folder = Folder::new("help");
-    for subcommand in ["", "attend", "check", "plan", "bench", "make", "demo", "doctor"] {
+    for subcommand in ["", "attend", "check", "plan", "bench", "make", "demo", "doctor", "trace merge"] {
         let said = folder.succeed(&format!("{subcommand} --help"));
         assert!(said.out.contains("Example") && said.out.contains(&format!("annulus {subcommand}")), "{subcommand}");
     }

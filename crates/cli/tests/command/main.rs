@@ -8,5 +8,7 @@ mod check;
 mod figures;
 mod files;
 mod interrupt;
+mod launcher;
 mod odd_files;
 mod support;
+mod trace;

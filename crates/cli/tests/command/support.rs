@@ -5,6 +5,10 @@ use std::{
     process::{Command, Output},
 };
 
+/// The variables by which a command knows its place among the processes of a launcher.
+const LAUNCHERS: [&str; 7] =
+    ["OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "SLURM_PROCID", "PMIX_RANK"];
+
 /// A folder of one test, empty at its start.
 pub(crate) struct Folder {
     path: PathBuf,
@@ -47,6 +51,10 @@ impl Folder {
     pub(crate) fn command(&self, arguments: &str) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_annulus"));
         command.args(arguments.split_whitespace()).current_dir(&self.path);
+        // whoever tests under a launcher tests single processes all the same
+        for name in LAUNCHERS {
+            command.env_remove(name);
+        }
         command
     }
 

@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use annulus_core::{Control, Error, HostBuffer, Result};
+use annulus_core::{Control, Error, HostBuffer, Placement, Result};
 
 use super::{
-    Gather, Mpi,
+    Mpi,
     flying::{Address, LONGEST_PIECE, Mode},
     frame::Frame,
     pump::Label,
@@ -31,28 +31,21 @@ impl Mpi {
         self.flying.send(control, mode, to, frame.clone(), 0..frame.bytes().len() as u64, label)
     }
 
-    pub(super) fn gather(&mut self, round: u64) -> &mut Gather {
-        let ranks = self.ranks;
-        self.gathers.entry(round).or_insert_with(|| Gather { parts: vec![None; ranks], unsent: 0 })
-    }
-
     /// All other ranks that have not said goodbye.
     pub(super) fn others(&self) -> Vec<usize> {
         (0..self.ranks).filter(|&peer| peer != self.rank && self.peers[peer].left.is_none()).collect()
     }
 
     fn start_offer(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
-        let rank = self.rank;
-        let frame = Frame::Offer { round, part: bytes.to_vec() }.encode()?;
-        if frame.bytes().len() as u64 > LONGEST_PIECE {
+        // a frame of parts is cut behind the one that makes it long
+        if bytes.len() as u64 > LONGEST_PIECE / 2 {
             return Err(Error::unsupported(format!("a gather of {} bytes a rank", bytes.len()), "the transport over MPI"));
         }
-        self.gather(round).parts[rank] = Some(bytes.to_vec());
-        for peer in self.others() {
-            self.gather(round).unsent += 1;
-            self.say(peer, &frame, Label::Offered { peer, round })?;
-        }
-        Ok(())
+        let (rank, number) = (self.rank, self.begun);
+        let gather = self.gather(round);
+        (gather.parts[rank], gather.number) = (Some(bytes.to_vec()), Some(number));
+        self.begun += 1;
+        self.spread(round)
     }
 }
 
@@ -78,12 +71,11 @@ impl Control for Mpi {
 
     fn collect(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
         self.pump()?;
-        let rank = self.rank;
-        let Some(gather) = self.gathers.get(&round).filter(|gather| gather.parts[rank].is_some()) else {
+        let Some(gather) = self.gathers.get(&round).filter(|gather| gather.number.is_some()) else {
             return Err(Error::invalid("round", round, "a gather that this rank has offered to and not collected"));
         };
-        // whoever has collected may leave, so its own part must have left before
-        if gather.unsent > 0 || gather.parts.iter().any(Option::is_none) {
+        // whoever has collected may leave, so what others need of it must have left before
+        if gather.unsent > 0 || !gather.is_whole() {
             return Ok(None);
         }
         let parts = self.gathers.remove(&round).map(|gather| gather.parts).unwrap_or_default();
@@ -135,6 +127,10 @@ impl Control for Mpi {
         if let Err(error) = told {
             self.fail(&error);
         }
+    }
+
+    fn placement(&self) -> Option<&Placement> {
+        Some(self.nodes.placement())
     }
 
     fn last_heard(&self, peer: usize) -> Instant {

@@ -16,7 +16,8 @@ impl Drop for Mpi {
             return;
         }
         let healthy = self.failed.is_none() && self.receives.is_empty() && !thread::panicking();
-        let Ok(goodbye) = Frame::Goodbye.encode() else { return };
+        let owed = self.gathers.iter().filter(|(_, gather)| gather.owes()).map(|(&round, _)| round).collect();
+        let Ok(goodbye) = (Frame::Goodbye { begun: self.begun, owed }).encode() else { return };
         // those that have left as well: they may be waiting for it
         let rank = self.rank;
         for peer in (0..self.ranks).filter(|&peer| peer != rank) {

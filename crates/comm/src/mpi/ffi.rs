@@ -20,6 +20,8 @@ use std::{
 use annulus_core::{Error, Result};
 use mpi::ffi;
 
+use super::launch::{GpuAwareness, ThreadLevel};
+
 /// How a failing call is reported: the peer that it was about.
 pub(super) type About = (usize, usize);
 
@@ -220,6 +222,11 @@ impl Communicator {
         self.last_tag
     }
 
+    /// Whether any thread may use it.
+    pub(super) const fn any_thread(&self) -> bool {
+        self.home.is_none()
+    }
+
     /// The handle. Who calls MPI with it has called [`Communicator::enter`] before.
     pub(super) const fn raw(&self) -> ffi::MPI_Comm {
         self.raw
@@ -237,6 +244,32 @@ impl Communicator {
         Ok(())
     }
 
+    /// The first `count` of its ranks as a communicator of their own; `None` where this rank is not among them.
+    ///
+    /// Collective, and MPI has no form of it that can be left: call it right after all ranks were seen.
+    ///
+    /// # Errors
+    /// As [`Communicator::enter`]; [`Error::Comm`] if it fails.
+    pub(super) fn first_ranks(&self, count: usize) -> Result<Option<Self>> {
+        self.enter()?;
+        // SAFETY: constants of the linked MPI
+        let (mut raw, undefined) = unsafe { (ffi::RSMPI_COMM_NULL, ffi::RSMPI_UNDEFINED) };
+        let (color, key) = (if self.rank < count { 0 } else { undefined }, c_int::try_from(self.rank).unwrap_or(c_int::MAX));
+        // SAFETY: rules 1 and 2 were just checked; the handle is ours and alive (rule 3); the new one lives through the call
+        check(unsafe { ffi::MPI_Comm_split(self.raw, color, key, &raw mut raw) }, (self.rank, 0))?;
+        if self.rank >= count {
+            return Ok(None);
+        }
+        // SAFETY: rules 1 and 2; `raw` is ours alone since a moment
+        check(unsafe { ffi::MPI_Comm_set_errhandler(raw, ffi::RSMPI_ERRORS_RETURN) }, (self.rank, 0))?;
+        Ok(Some(Self { raw, rank: self.rank, ranks: count.min(self.ranks), last_tag: self.last_tag, home: self.home }))
+    }
+
+    /// This communicator, to be duplicated in its turn.
+    pub(super) const fn as_foreign(&self) -> Foreign {
+        Foreign(self.raw)
+    }
+
     /// Frees it. Nothing may be in flight on it, here or at any other rank.
     pub(super) fn free(mut self) {
         if self.enter().is_ok() {
@@ -248,14 +281,11 @@ impl Communicator {
 
 /// Rule 2: the thread to stay on, if there is such a rule in this MPI.
 fn home() -> Result<Option<ThreadId>> {
-    let (mut level, mut main) = (0, 0);
-    // SAFETY: called by `duplicate` after `check_alive`; any thread may inquire; the numbers live through the calls
-    unsafe {
-        check(ffi::MPI_Query_thread(&raw mut level), (0, 0))?;
-        check(ffi::MPI_Is_thread_main(&raw mut main), (0, 0))?;
-    }
-    // SAFETY: a constant of the linked MPI
-    match (level >= unsafe { ffi::RSMPI_THREAD_MULTIPLE }, main != 0) {
+    let level = thread_level()?;
+    let mut main = 0;
+    // SAFETY: MPI is alive (`thread_level` has checked); any thread may inquire; the number lives through the call
+    check(unsafe { ffi::MPI_Is_thread_main(&raw mut main) }, (0, 0))?;
+    match (level == ThreadLevel::Multiple, main != 0) {
         (true, _) => Ok(None),
         (false, true) => Ok(Some(thread::current().id())),
         (false, false) => Err(Error::unsupported("MPI on a thread other than its main thread", "an MPI without MPI_THREAD_MULTIPLE")),
@@ -264,26 +294,31 @@ fn home() -> Result<Option<ThreadId>> {
 
 /// `MPI_Comm_idup`, so that a rank that never comes costs no more than `patience`.
 fn idup(foreign: ffi::MPI_Comm, rank: usize, patience: Duration) -> Result<ffi::MPI_Comm> {
-    let started = Instant::now();
     // SAFETY: constants of the linked MPI
     let (null, mut request) = unsafe { (ffi::RSMPI_COMM_NULL, ffi::RSMPI_REQUEST_NULL) };
     // on the heap and leaked if it fails: MPI may write there whenever the last rank comes
     let made = Box::leak(Box::new(null));
     // SAFETY: `duplicate` checked rules 1 and 2 and `foreign`; `made` lives until the request is complete, or for ever
     check(unsafe { ffi::MPI_Comm_idup(foreign, &raw mut *made, &raw mut request) }, (rank, 0))?;
+    complete(&mut request, rank, patience, "the communicator could not be duplicated")?;
+    let raw = *made;
+    // SAFETY: `made` came out of `Box::leak`, and the operation that wrote to it is complete
+    drop(unsafe { Box::from_raw(made) });
+    Ok(raw)
+}
+
+/// Waits for a collective operation of this rank's, for `patience` at most. The caller has entered its communicator.
+pub(super) fn complete(request: &mut ffi::MPI_Request, rank: usize, patience: Duration, what: &str) -> Result<()> {
+    let started = Instant::now();
     loop {
         let mut done = 0;
-        // SAFETY: rules 1 and 2 as above; the request is ours and active, or null once done
-        check(unsafe { ffi::MPI_Test(&raw mut request, &raw mut done, ffi::RSMPI_STATUS_IGNORE) }, (rank, 0))?;
+        // SAFETY: rules 1 and 2 (the caller has entered); the request is the caller's and active, or null once done
+        check(unsafe { ffi::MPI_Test(&raw mut *request, &raw mut done, ffi::RSMPI_STATUS_IGNORE) }, (rank, 0))?;
         if done != 0 {
-            let raw = *made;
-            // SAFETY: `made` came out of `Box::leak`, and the operation that wrote to it is complete
-            drop(unsafe { Box::from_raw(made) });
-            return Ok(raw);
+            return Ok(());
         }
         if started.elapsed() >= patience {
-            let what = format!("the communicator could not be duplicated within {patience:?}: not all of its ranks came");
-            return Err(Error::Comm { peer: rank, step: 0, what });
+            return Err(Error::Comm { peer: rank, step: 0, what: format!("{what} within {patience:?}: not all of its ranks came") });
         }
         thread::sleep(Duration::from_micros(100));
     }
@@ -316,4 +351,41 @@ pub(super) fn library() -> Result<String> {
     check(unsafe { ffi::MPI_Get_library_version(text.as_mut_ptr().cast::<c_char>(), &raw mut length) }, (0, 0))?;
     text.truncate(count(length).min(room));
     Ok(String::from_utf8_lossy(&text).trim_end_matches(['\0', '\n']).to_owned())
+}
+
+/// The thread level that MPI has granted.
+pub(super) fn thread_level() -> Result<ThreadLevel> {
+    check_alive()?;
+    let mut level = 0;
+    // SAFETY: MPI is alive; any thread may inquire; the number lives through the call
+    check(unsafe { ffi::MPI_Query_thread(&raw mut level) }, (0, 0))?;
+    // SAFETY: constants of the linked MPI, which ascend
+    let [funneled, serialized, multiple] =
+        unsafe { [ffi::RSMPI_THREAD_FUNNELED, ffi::RSMPI_THREAD_SERIALIZED, ffi::RSMPI_THREAD_MULTIPLE] };
+    Ok(match level {
+        level if level >= multiple => ThreadLevel::Multiple,
+        level if level >= serialized => ThreadLevel::Serialized,
+        level if level >= funneled => ThreadLevel::Funneled,
+        _ => ThreadLevel::Single,
+    })
+}
+
+/// What the MPI that is loaded says, if it has either of the two calls by which some can say it.
+pub(super) fn gpu_awareness() -> GpuAwareness {
+    unsafe extern "C" {
+        fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
+    }
+    let ask = |name: &std::ffi::CStr| {
+        // SAFETY: a null library means everything that is loaded; the name ends with a zero
+        let found = unsafe { dlsym(ptr::null_mut(), name.as_ptr()) };
+        // SAFETY: every MPI that has a function of these names has it take nothing and give an int
+        let call = unsafe { std::mem::transmute::<*mut c_void, Option<unsafe extern "C" fn() -> c_int>>(found) };
+        // SAFETY: it asks for a fact about the library, and may be called at any time
+        call.map(|call| unsafe { call() } != 0)
+    };
+    match [ask(c"MPIX_Query_cuda_support"), ask(c"MPIX_Query_rocm_support")] {
+        [None, None] => GpuAwareness::Unknown,
+        answers if answers.contains(&Some(true)) => GpuAwareness::Yes,
+        _ => GpuAwareness::No,
+    }
 }

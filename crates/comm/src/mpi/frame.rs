@@ -9,12 +9,12 @@ pub(super) enum Frame {
     Beat { worked: u64 },
     /// "A message of this many bytes, in pieces of that many, is on its way to you."
     Announce { channel: Channel, tag: u64, step: u64, bytes: u64, piece: u64 },
-    /// A part of a gather.
-    Offer { round: u64, part: Vec<u8> },
+    /// Parts of a gather, each with its rank.
+    Offer { round: u64, parts: Vec<(u64, Vec<u8>)> },
     /// "This rank failed first."
     Abort { rank: u64, what: String },
-    /// "This is my last message."
-    Goodbye,
+    /// "This is my last message. I have begun so many gathers, and not done my part of these."
+    Goodbye { begun: u64, owed: Vec<u64> },
 }
 
 /// What is sent of an error's text at most.
@@ -23,15 +23,23 @@ const LONGEST_TEXT: usize = 2000;
 impl Frame {
     /// The frame in a buffer of its own.
     pub(super) fn encode(&self) -> Result<HostBuffer> {
+        let listed: Vec<u8>;
         let (kind, numbers, rest): (u8, &[u64], &[u8]) = match self {
             Self::Beat { worked } => (0, &[*worked], &[]),
             Self::Announce { channel, tag, step, bytes, piece } => (1, &[number(*channel), *tag, *step, *bytes, *piece], &[]),
-            Self::Offer { round, part } => (2, &[*round], part),
+            Self::Offer { round, parts } => {
+                let numbers = |(rank, part): &(u64, Vec<u8>)| [rank.to_le_bytes(), (part.len() as u64).to_le_bytes()].concat();
+                listed = parts.iter().flat_map(|part| [numbers(part), part.1.clone()]).flatten().collect();
+                (2, &[*round], &listed)
+            }
             Self::Abort { rank, what } => {
                 let end = (0..=what.len().min(LONGEST_TEXT)).rev().find(|&end| what.is_char_boundary(end)).unwrap_or(0);
                 (3, &[*rank], &what.as_bytes()[..end])
             }
-            Self::Goodbye => (4, &[], &[]),
+            Self::Goodbye { begun, owed } => {
+                listed = owed.iter().flat_map(|round| round.to_le_bytes()).collect();
+                (4, &[*begun], &listed)
+            }
         };
         let parts = std::iter::once(kind).chain(numbers.iter().flat_map(|number| number.to_le_bytes()));
         let head: Vec<u8> = parts.collect();
@@ -60,12 +68,29 @@ fn read(bytes: &[u8]) -> Option<Frame> {
     let frame = match kind {
         0 => Frame::Beat { worked: next()? },
         1 => Frame::Announce { channel: channel(next()?)?, tag: next()?, step: next()?, bytes: next()?, piece: next()? },
-        2 => Frame::Offer { round: next()?, part: std::mem::take(&mut rest).to_vec() },
+        2 => Frame::Offer { round: next()?, parts: parts(std::mem::take(&mut rest))? },
         3 => Frame::Abort { rank: next()?, what: String::from_utf8_lossy(std::mem::take(&mut rest)).into_owned() },
-        4 => Frame::Goodbye,
+        4 => Frame::Goodbye { begun: next()?, owed: numbers(std::mem::take(&mut rest))? },
         _ => return None,
     };
     rest.is_empty().then_some(frame)
+}
+
+/// Parts, each behind its rank and its length.
+fn parts(mut bytes: &[u8]) -> Option<Vec<(u64, Vec<u8>)>> {
+    let mut parts = Vec::new();
+    while let Some((numbers, rest)) = bytes.split_first_chunk::<16>() {
+        let (rank, length) = (u64::from_le_bytes(*numbers[..8].first_chunk()?), u64::from_le_bytes(*numbers[8..].first_chunk()?));
+        let (part, rest) = rest.split_at_checked(usize::try_from(length).ok()?)?;
+        parts.push((rank, part.to_vec()));
+        bytes = rest;
+    }
+    bytes.is_empty().then_some(parts)
+}
+
+fn numbers(bytes: &[u8]) -> Option<Vec<u64>> {
+    let (numbers, rest) = bytes.as_chunks::<8>();
+    rest.is_empty().then(|| numbers.iter().map(|number| u64::from_le_bytes(*number)).collect())
 }
 
 /// How many channels there are.
@@ -101,9 +126,9 @@ mod tests {
             announce(Channel::Block),
             announce(Channel::Travel),
             announce(Channel::Home),
-            Frame::Offer { round: 9, part: vec![1, 2, 3] },
+            Frame::Offer { round: 9, parts: vec![(4, vec![1, 2, 3]), (5, vec![]), (0, vec![7; 20])] },
             Frame::Abort { rank: 2, what: "é".into() },
-            Frame::Goodbye,
+            Frame::Goodbye { begun: 3, owed: vec![1, u64::MAX] },
         ];
         for frame in frames {
             let buffer = frame.encode().unwrap();
@@ -114,6 +139,10 @@ mod tests {
         }
         assert!(Frame::decode(&[0, 0, 0, 0, 0, 0, 0, 0, 0, 1], 1).is_err());
         assert!(Frame::decode(&[5], 1).is_err());
+        // a part that is shorter than it says, a list that ends within a number
+        let whole = Frame::Offer { round: 9, parts: vec![(4, vec![1, 2, 3])] }.encode().unwrap();
+        assert!(Frame::decode(&whole.bytes()[..whole.bytes().len() - 1], 1).is_err());
+        assert!(Frame::decode(&[[4].as_slice(), &[0; 12]].concat(), 1).is_err());
     }
 
     #[test]

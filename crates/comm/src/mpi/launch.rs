@@ -1,5 +1,7 @@
 //! Beginning and ending MPI, for a program that nobody has begun it for.
 
+use std::fmt;
+
 use annulus_core::Result;
 
 use super::ffi;
@@ -41,6 +43,19 @@ impl Launch {
         ffi::library()
     }
 
+    /// Which threads of a process may call MPI, as MPI has granted.
+    ///
+    /// # Errors
+    /// [`annulus_core::Error::InvalidArgument`] if somebody has finalised MPI.
+    pub fn thread_level(&self) -> Result<ThreadLevel> {
+        ffi::thread_level()
+    }
+
+    /// Whether MPI says that it takes pointers to device memory. Annulus does not need it: it stages.
+    pub fn gpu_awareness(&self) -> GpuAwareness {
+        ffi::gpu_awareness()
+    }
+
     /// Ends the job on all ranks with this status.
     pub fn abort(&self, status: i32) -> ! {
         ffi::abort_job(status)
@@ -49,6 +64,51 @@ impl Launch {
     /// Leaves MPI as it is. For a rank that has lost another one: finalising would wait for it.
     pub fn abandon(mut self) {
         self.began = false;
+    }
+}
+
+/// Which threads of a process may call MPI.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum ThreadLevel {
+    /// There may be no other thread.
+    Single,
+    /// The main thread.
+    Funneled,
+    /// One at a time.
+    Serialized,
+    /// All, at any time.
+    Multiple,
+}
+
+impl fmt::Display for ThreadLevel {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(match self {
+            Self::Single => "MPI_THREAD_SINGLE",
+            Self::Funneled => "MPI_THREAD_FUNNELED",
+            Self::Serialized => "MPI_THREAD_SERIALIZED",
+            Self::Multiple => "MPI_THREAD_MULTIPLE",
+        })
+    }
+}
+
+/// Whether an MPI takes pointers to device memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GpuAwareness {
+    /// It says that it does.
+    Yes,
+    /// It says that it does not.
+    No,
+    /// It has no way to say.
+    Unknown,
+}
+
+impl fmt::Display for GpuAwareness {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(match self {
+            Self::Yes => "yes",
+            Self::No => "no",
+            Self::Unknown => "unknown",
+        })
     }
 }
 

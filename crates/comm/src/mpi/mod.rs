@@ -11,7 +11,8 @@
 //!   another length or a second one with the same tag is a typed error; MPI is never given a message that is longer than its receive, which
 //!   OpenMPI 4.1 writes past the end of the buffer where it copies from process to process. The announcement travels before the message does, so
 //!   this costs no time on the way: a long message waits for its receiver's next look in any case.
-//! * A gather is a message from each rank to each other one, never an MPI collective: a collective that a dead rank has not joined cannot be left.
+//! * A gather is made of messages, a logarithmic number of them a rank (`gather.rs`), never an MPI collective: a collective that a dead rank has
+//!   not joined cannot be left.
 //! * Nothing waits but [`Transport::progress`], by looking: first often, then less and less often, up to once a millisecond. Where ranks
 //!   outnumber cores, those that wait leave the cores to those that work.
 //! * Sends complete as `MPI_Isend` does, or, with [`Settings::synchronous`], as `MPI_Issend`: a schedule that finishes so needs no buffering.
@@ -21,6 +22,11 @@
 //! its own does that with [`Launch`]. Dropping an endpoint says goodbye to all ranks. If nothing is in flight it waits for theirs, for
 //! [`Settings::farewell`] at most, and frees what it duplicated; otherwise, and wherever something has failed, it leaks the two communicators and
 //! every buffer that MPI might still touch. Dropping one after `MPI_Finalize` only leaks.
+//!
+//! # Nodes
+//! When an endpoint is made, its ranks find out which of them share a node ([`Mpi::nodes`]) by `MPI_Comm_split_type`, the only collective that is not
+//! begun and then looked at: every rank has come by then, and only one that dies in that very moment would be waited for in vain. A ring that is free
+//! to choose who holds what lets each node's ranks stand next to each other ([`Placement`](annulus_core::Placement)).
 //!
 //! # Threads
 //! Where MPI grants `MPI_THREAD_MULTIPLE`, an endpoint may be used by any thread. Below, only MPI's main thread can make and use one (another
@@ -45,9 +51,14 @@
 mod control;
 mod farewell;
 mod ffi;
+mod first_ranks;
 mod flying;
 mod frame;
+mod gather;
+mod inquiry;
 mod launch;
+mod nodes;
+mod progress;
 mod pump;
 
 use std::{
@@ -58,12 +69,18 @@ use std::{
 
 use annulus_core::{Arrived, Channel, Control, Error, Hop, Host, HostBuffer, Incoming, Outgoing, Result, Space, Transport};
 
-pub use self::launch::Launch;
 use self::{
     ffi::{Communicator, Foreign},
     flying::{Address, Flying, LONGEST_PIECE, Mode},
     frame::{CHANNELS, Frame},
+    gather::Gather,
     pump::{Early, Label, Peer, Receive, Stage},
+};
+pub use self::{
+    first_ranks::FirstRanks,
+    launch::{GpuAwareness, Launch, ThreadLevel},
+    nodes::{NodeMap, Place},
+    progress::Progress,
 };
 use crate::{ranges, staging::Staging};
 
@@ -109,7 +126,11 @@ pub struct Mpi {
     /// The last tag that was posted for a receive.
     last_tags: HashMap<(usize, Channel), u64>,
     peers: Vec<Peer>,
+    /// Empty until it is made, which is the first thing that an endpoint does.
+    nodes: NodeMap,
     gathers: BTreeMap<u64, Gather>,
+    /// How many gathers this rank has begun.
+    begun: u64,
     /// The step that was posted last.
     step: usize,
     bytes_sent: u64,
@@ -121,12 +142,6 @@ pub struct Mpi {
     idle_since: Instant,
     told_abort: bool,
     failed: Option<Error>,
-}
-
-/// A gather: what has come, and to how many ranks this rank's own part has not left.
-struct Gather {
-    parts: Vec<Option<Vec<u8>>>,
-    unsent: usize,
 }
 
 impl Mpi {
@@ -173,6 +188,13 @@ impl Mpi {
     }
 
     fn over(foreign: Foreign, settings: Settings) -> Result<Self> {
+        let mut made = Self::over_unmapped(foreign, settings)?;
+        made.nodes = made.map_nodes()?;
+        Ok(made)
+    }
+
+    /// As [`Mpi::over`], without the map of nodes.
+    fn over_unmapped(foreign: Foreign, settings: Settings) -> Result<Self> {
         if !(1..=LONGEST_PIECE).contains(&settings.piece_bytes) {
             return Err(Error::invalid("piece_bytes", settings.piece_bytes, format!("1 to {LONGEST_PIECE}")));
         }
@@ -195,7 +217,9 @@ impl Mpi {
             early: Vec::new(),
             last_tags: HashMap::new(),
             peers: (0..ranks).map(|_| Peer::new(now)).collect(),
+            nodes: NodeMap::new(Vec::new()),
             gathers: BTreeMap::new(),
+            begun: 0,
             step: 0,
             bytes_sent: 0,
             worked: 0,
@@ -205,6 +229,16 @@ impl Mpi {
             told_abort: false,
             failed: None,
         })
+    }
+
+    /// Whether any thread may use this endpoint: whether MPI grants `MPI_THREAD_MULTIPLE`.
+    pub fn any_thread(&self) -> bool {
+        self.data.as_ref().is_some_and(Communicator::any_thread)
+    }
+
+    /// Where every rank of this ring runs.
+    pub const fn nodes(&self) -> &NodeMap {
+        &self.nodes
     }
 
     /// The two communicators, if this thread may call MPI now.

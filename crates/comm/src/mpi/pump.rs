@@ -12,6 +12,7 @@ use super::{
     Mpi,
     flying::{Landed, Trouble},
     frame::Frame,
+    gather::Gather,
 };
 use crate::ranges;
 
@@ -28,7 +29,7 @@ pub(super) enum Label {
     Said { peer: usize },
     /// A sign of life to `peer`.
     Beat { peer: usize },
-    /// This rank's part of a gather to `peer`.
+    /// Parts of a gather to `peer`.
     Offered { peer: usize, round: u64 },
 }
 
@@ -99,12 +100,14 @@ pub(super) struct Peer {
     pub(super) sends: VecDeque<usize>,
     /// When it said goodbye.
     pub(super) left: Option<Instant>,
+    /// How many gathers it had begun by then, and those of which it had not done its part.
+    gathers: (u64, Vec<u64>),
 }
 
 impl Peer {
     pub(super) fn new(now: Instant) -> Self {
         let (ahead, sends) = (BTreeMap::new(), VecDeque::new());
-        Self { heard: now, worked: 0, matched: 0, obeyed: 0, ahead, beating: false, sends, left: None }
+        Self { heard: now, worked: 0, matched: 0, obeyed: 0, ahead, beating: false, sends, left: None, gathers: (0, Vec::new()) }
     }
 }
 
@@ -164,7 +167,8 @@ impl Mpi {
             self.land()?;
             moved = true;
         }
-        match (0..self.ranks).find_map(|peer| self.missed(peer)) {
+        // one that left in the middle of a gather may have done so because of another that never came to it
+        match (0..self.ranks).find_map(|peer| self.missed(peer)).or_else(|| (0..self.ranks).find_map(|peer| self.owes(peer))) {
             Some((peer, step)) => Err(Error::PeerLost { peer, step }),
             None => Ok(moved),
         }
@@ -275,16 +279,24 @@ impl Mpi {
                 let step = usize::try_from(step).unwrap_or(usize::MAX);
                 return self.hear_of(Early { peer, channel, tag, step, bytes, piece });
             }
-            Frame::Offer { round, part } => {
+            Frame::Offer { round, parts } => {
                 let step = self.step;
-                if self.gather(round).parts[peer].replace(part).is_some() {
-                    return Err(Error::Comm { peer, step, what: format!("a second part of gather {round}: rounds only grow") });
+                for (of, part) in parts {
+                    let place = usize::try_from(of).ok().and_then(|of| self.gather(round).parts.get_mut(of));
+                    if place.is_none_or(|place| place.replace(part).is_some()) {
+                        let what = format!("a part of gather {round} of rank {of}, which is no rank or had one: rounds only grow");
+                        return Err(Error::Comm { peer, step, what });
+                    }
                 }
+                self.spread(round)?;
             }
             Frame::Abort { rank, what } => {
                 return Err(Error::Aborted { rank: usize::try_from(rank).unwrap_or(usize::MAX), what });
             }
-            Frame::Goodbye => self.peers[peer].left = Some(Instant::now()),
+            Frame::Goodbye { begun, owed } => {
+                self.peers[peer].gathers = (begun, owed);
+                self.peers[peer].left = Some(Instant::now());
+            }
         }
         Ok(())
     }
@@ -331,8 +343,18 @@ impl Mpi {
         };
         let receive = self.receives.iter().find(wanted).map(|receive| receive.hop.step);
         let send = || self.peers[peer].sends.front().copied().filter(|_| overdue);
-        let gather = || self.gathers.values().any(|gather| gather.parts[self.rank].is_some() && gather.parts[peer].is_none());
+        // a rank that has done its part may leave while the part is still on its way through others
+        let (begun, _) = self.peers[peer].gathers;
+        let gather = || self.gathers.values().any(|gather| gather.is_waited_for() && gather.number >= Some(begun));
         let step = receive.or_else(send).or_else(|| gather().then_some(self.step))?;
         Some((peer, step))
+    }
+
+    /// Alike, if this peer left without sending on all that it should have of a gather that is still waited for.
+    fn owes(&self, peer: usize) -> Option<(usize, usize)> {
+        self.peers[peer].left?;
+        let (_, owed) = &self.peers[peer].gathers;
+        let waits = |round: &u64| self.gathers.get(round).is_some_and(Gather::is_waited_for);
+        owed.iter().any(waits).then_some((peer, self.step))
     }
 }

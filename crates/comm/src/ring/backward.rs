@@ -1,8 +1,8 @@
 //! Backward: keys and values travel again, and either their gradients one step behind (one pass) or then the queries (two passes).
 
-use annulus_core::{Backend, BackwardMode, Block, Channel, Error, Gradients, Hop, Inputs, Result, Saved, Space};
+use annulus_core::{Backend, BackwardMode, Block, Channel, Error, Gradients, Hop, Inputs, Result, RowSet, Saved, Space};
 
-use super::{Report, Ring, blocks::Blocks, buffers::spare, flight::Flight, legs::Leg, legs::Places};
+use super::{Report, Ring, blocks::Blocks, buffers::spare, flight::Flight, legs::Leg, split::Homecoming};
 
 impl<B: Backend> Ring<B> {
     pub(super) fn backward_pass(
@@ -25,7 +25,7 @@ impl<B: Backend> Ring<B> {
         Ok(report)
     }
 
-    /// dq of this rank, and dk, dv of its own block; in one pass also dk, dv of every block that comes by.
+    /// dq of this rank, and dk, dv of its own block; in one pass also dk, dv of every block that comes by, and some of the own block last.
     fn travelling_keys(
         &mut self,
         inputs: &Inputs<'_, B::Space>,
@@ -33,7 +33,7 @@ impl<B: Backend> Ring<B> {
         home: &mut <B::Space as Space>::Buffer,
         first_tag: u64,
     ) -> Result<Report> {
-        let Self { backend, workspace, transport, shared, buffers, route, spec, local, ranks, .. } = self;
+        let Self { backend, workspace, transport, shared, buffers, route, spec, local, place, ranks, .. } = self;
         let one_pass = spec.backward == BackwardMode::OnePass || *ranks == 1;
         let mut own = spare::<B::Space>(&mut buffers.blocks, local.keys.len() as u64 * spec.kv_record().bytes())?;
         let packed = backend.pack(workspace, inputs, &mut own)?;
@@ -41,12 +41,13 @@ impl<B: Backend> Ring<B> {
         let mut sums = Sums::<B::Space> { stock: &mut buffers.gradients, homecomings: &mut buffers.homecomings, sent: None };
         let mut flight = Flight::new(transport.as_mut(), first_tag);
         // homecomings posted after the step before, in the order of their messages
-        let mut coming_home: &[Places] = &[];
-        for (step, leg) in shared.legs.iter().enumerate() {
+        let mut coming_home: &[Homecoming] = &[];
+        for (step, leg) in shared.way.legs.iter().enumerate() {
             blocks.post_next(leg, &mut flight)?;
             let mut fresh = None;
             if let Some((buffer, ready)) = blocks.here() {
-                shared.coordinates.kv[leg.owner].expand(&leg.rows, &mut buffers.rows);
+                let early = RowSet::all(shared.way.early);
+                shared.coordinates.kv[leg.owner].expand(if step == 0 { &early } else { &leg.rows }, &mut buffers.rows);
                 let block = Block { buffer, ready, rows: &buffers.rows };
                 if one_pass && step == 0 {
                     backend.attend_backward(workspace, inputs, saved, &block, home, &mut || flight.tick())?;
@@ -72,9 +73,9 @@ impl<B: Backend> Ring<B> {
                         *ready = backend.combine(workspace, sum, &arrived.buffer, &arrived.ready, &leg.travelled, true)?;
                         sums.stock.push(arrived.buffer);
                     }
-                    (Channel::Home, Some(places), _) => {
+                    (Channel::Home, Some(homecoming), _) => {
                         homecomings.next();
-                        backend.combine(workspace, home, &arrived.buffer, &arrived.ready, places, true)?;
+                        homecoming.take_in::<B>(backend, workspace, home, (&arrived.buffer, &arrived.ready))?;
                         sums.homecomings.push(arrived.buffer);
                     }
                     _ => return Err(Error::Comm { peer: hop.peer, step: hop.step, what: format!("{:?} without a place", hop.channel) }),
@@ -85,14 +86,30 @@ impl<B: Backend> Ring<B> {
             coming_home = &leg.homecomings;
             blocks.advance();
         }
-        for ((_, arrived), places) in flight.land()?.into_iter().zip(coming_home) {
-            backend.combine(workspace, home, &arrived.buffer, &arrived.ready, places, true)?;
+        blocks.put_back();
+        let mut late = None;
+        if shared.late_rows() > 0 {
+            let mut own = spare::<B::Space>(&mut buffers.blocks, local.keys.len() as u64 * spec.kv_record().bytes())?;
+            let packed = backend.pack(workspace, inputs, &mut own)?;
+            let part = shared.late_part::<B::Space>(spec, &own)?;
+            shared.coordinates.kv[*place].expand(&shared.late_set(), &mut buffers.rows);
+            let block = Block { buffer: &part, ready: &packed, rows: &buffers.rows };
+            let mut sum = spare::<B::Space>(sums.stock, shared.late_rows() * spec.gradient_record().bytes())?;
+            let ready = backend.attend_backward(workspace, inputs, saved, &block, &mut sum, &mut || flight.tick())?;
+            buffers.blocks.push(own);
+            late = Some((sum, ready));
+        }
+        for ((_, arrived), homecoming) in flight.land()?.into_iter().zip(coming_home) {
+            homecoming.take_in::<B>(backend, workspace, home, (&arrived.buffer, &arrived.ready))?;
             sums.homecomings.push(arrived.buffer);
         }
+        if let Some((sum, ready)) = late {
+            shared.way.late.take_in::<B>(backend, workspace, home, (&sum, &ready))?;
+            sums.stock.push(sum);
+        }
         sums.recycle();
-        blocks.put_back();
         let bytes = |leg: &Leg| leg.before.bytes_sent() + leg.after.bytes_sent();
-        let bytes_predicted = shared.legs.iter().map(bytes).sum();
+        let bytes_predicted = shared.way.legs.iter().map(bytes).sum();
         Ok(Report { waiting_seconds: flight.waited.as_secs_f64(), bytes_predicted, ..Report::default() })
     }
 

@@ -49,12 +49,19 @@ impl Sizes {
             } else {
                 Vec::new()
             },
-            // one fresh gradient is made while the last one is still on its way and one arrives from the rank before
-            gradients: if travels { vec![shared.most_received * gradient; 3] } else { Vec::new() },
+            gradients: if travels { gradients(shared.most_received, shared.late_rows(), gradient) } else { Vec::new() },
             homecomings: if travels { vec![keys as u64 * gradient] } else { Vec::new() },
             home: backward.then_some(keys as u64 * gradient),
         }
     }
+}
+
+/// One fresh gradient is made while the last one is still on its way and one arrives from the rank before. The home block's late rows come when
+/// nothing arrives any more, so they need a buffer of their own only if they are more.
+fn gradients(most_received: u64, late: u64, bytes: u64) -> Vec<u64> {
+    let mut sizes = vec![most_received * bytes; 3];
+    sizes.extend((late > most_received).then_some(late * bytes));
+    sizes
 }
 
 impl<S: Space> Buffers<S> {

@@ -2,7 +2,7 @@
 
 use std::fmt::{Debug, Display, Write};
 
-use annulus_core::{BackwardMode, Batch, DenseMask, Fingerprint, Spec};
+use annulus_core::{BackwardMode, Batch, DenseMask, Fingerprint, Placement, Spec};
 
 use super::RingOptions;
 use crate::agreement::Descriptor;
@@ -10,8 +10,8 @@ use crate::agreement::Descriptor;
 /// How much of a field's text travels for the error message; the digest is of all of it.
 const SHOWN: usize = 60;
 
-/// The fields of a plan. `arithmetic` is the backend's.
-pub(super) fn plan(spec: &Spec, options: &RingOptions, arithmetic: &str) -> Descriptor {
+/// The fields of a plan. `arithmetic` is the backend's, `placement` the transport's.
+pub(super) fn plan(spec: &Spec, options: &RingOptions, arithmetic: &str, placement: Option<&Placement>) -> Descriptor {
     let dims = &spec.dims;
     let (probability, seed) = spec.dropout.map_or((0.0, 0), |dropout| (dropout.probability, dropout.seed));
     let lengths = [
@@ -29,10 +29,12 @@ pub(super) fn plan(spec: &Spec, options: &RingOptions, arithmetic: &str) -> Desc
     let d = debug(d, "alignment", &spec.alignment);
     let d = float(d, "softmax_scale", spec.scale);
     let d = debug(d, "logits_soft_cap", &spec.soft_cap);
-    let d = debug(d, "bias", &spec.bias);
+    let extents = ["bias batch", "bias q_heads", "bias q_len", "bias kv_len"];
+    let d = extents.into_iter().enumerate().fold(d, |d, (axis, name)| debug(d, name, &spec.bias.map(|shape| shape[axis])));
     let d = debug(d, "bias_function", &spec.bias_function);
     let d = debug(d, "bias_order", &spec.bias_order);
-    let d = debug(d, "softmax_aux", &spec.sinks);
+    let d = debug(d, "softmax_aux count", &spec.sinks.map(|sinks| sinks.count));
+    let d = debug(d, "softmax_aux per_head", &spec.sinks.map(|sinks| sinks.per_head));
     let d = d.field("normalize_output", u64::from(spec.normalize));
     let d = float(d, "dropout_prob", probability).field("dropout_seed", seed);
     let d = text(d, "logits_dtype", spec.logits_dtype);
@@ -43,6 +45,7 @@ pub(super) fn plan(spec: &Spec, options: &RingOptions, arithmetic: &str) -> Desc
     // only there must one rank find another's largest logit to the bit
     let exact = options.backward && spec.backward == BackwardMode::TwoPass && !spec.normalize;
     let d = text(d, "backend", if exact { arithmetic } else { "any" });
+    let d = debug(d, "placement", &placement.map(Placement::nodes));
     d.field("backward", u64::from(options.backward)).field("local_gradients", u64::from(options.local_gradients))
 }
 

@@ -17,7 +17,7 @@ impl<B: Backend> Ring<B> {
         let packed = backend.pack(workspace, inputs, &mut home)?;
         let mut blocks = Blocks::new(home, packed, *route, &mut buffers.blocks);
         let mut flight = Flight::new(transport.as_mut(), first_tag);
-        for leg in &shared.legs {
+        for leg in &shared.way.legs {
             blocks.post_next(leg, &mut flight)?;
             if let Some((buffer, ready)) = blocks.here() {
                 shared.coordinates.kv[leg.owner].expand(&leg.rows, &mut buffers.rows);
@@ -31,7 +31,7 @@ impl<B: Backend> Ring<B> {
         }
         blocks.put_back();
         backend.finish(workspace, inputs, outputs)?;
-        let bytes_predicted = shared.legs.iter().map(|leg| leg.before.bytes_sent()).sum();
+        let bytes_predicted = shared.way.legs.iter().map(|leg| leg.before.bytes_sent()).sum();
         Ok(Report { waiting_seconds: flight.waited.as_secs_f64(), bytes_predicted, ..Report::default() })
     }
 }

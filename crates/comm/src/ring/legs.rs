@@ -2,7 +2,9 @@
 
 use std::{ops::Range, sync::Arc};
 
-use annulus_core::{Channel, Group, Hop, Message, Route, RowSet, Schedule};
+use annulus_core::{Channel, Group, Hop, Message, Order, Route, RowSet, Schedule};
+
+use super::split::{self, Homecoming};
 
 /// Pairs of ranges of record numbers, `(into, from)`, of equal lengths.
 pub(crate) type Places = Vec<(Range<u64>, Range<u64>)>;
@@ -20,8 +22,19 @@ pub(crate) struct Leg {
     pub(crate) after: Transfers,
     /// Where the gradient that arrives for **this** step's block is added: into this step's fresh gradient.
     pub(crate) travelled: Places,
-    /// Where homecomings that were posted after this step are added: into the home gradient. One list a message, in order.
-    pub(crate) homecomings: Vec<Places>,
+    /// Where homecomings that were posted after this step go: into the home gradient. One a message, in order.
+    pub(crate) homecomings: Vec<Homecoming>,
+}
+
+/// The steps of a rank, and what becomes of its home block.
+#[derive(Debug, Default)]
+pub(crate) struct Way {
+    /// Up to the last step in which there is anything to do.
+    pub(crate) legs: Vec<Leg>,
+    /// Rows of the home block whose gradients are made in step 0. The others' are made after the last step.
+    pub(crate) early: u64,
+    /// Where those go: into the home gradient.
+    pub(crate) late: Homecoming,
 }
 
 /// One group of transfers. Tags count from 0 within a pass; the engine adds the pass's first tag.
@@ -38,11 +51,14 @@ impl Transfers {
     }
 }
 
-/// Works out the legs of `rank`. `block_bytes` and `gradient_bytes` are those of one record.
-pub(crate) fn legs(schedule: &Schedule, rank: usize, block_bytes: u64, gradient_bytes: u64) -> Vec<Leg> {
-    let steps = &schedule.steps[rank];
+/// Works out the way of the rank at `place`, with `early` rows of the home block in step 0. What is sent is addressed to ranks; all else is about
+/// places. `block_bytes` and `gradient_bytes` are those of one record.
+pub(crate) fn way(schedule: &Schedule, order: &Order, place: usize, early: u64, block_bytes: u64, gradient_bytes: u64) -> Way {
+    let steps = &schedule.steps[place];
+    let steps = &steps[..split::last_step(schedule, place).map_or(1, |last| last + 1)];
     let mut legs = Vec::with_capacity(steps.len());
     let own = &steps[0].rows;
+    let mut unwritten: RowSet = std::iter::once(early..own.count()).collect();
     for (step, here) in steps.iter().enumerate() {
         let source = if schedule.route == Route::Direct { own } else { &here.rows };
         let travelled = step
@@ -53,22 +69,23 @@ pub(crate) fn legs(schedule: &Schedule, rank: usize, block_bytes: u64, gradient_
         legs.push(Leg {
             owner: here.owner,
             rows: here.rows.clone(),
-            before: transfers(&here.before, step, source, block_bytes),
-            after: transfers(&here.after, step, &here.rows, gradient_bytes),
+            before: transfers(&here.before, order, step, source, block_bytes),
+            after: transfers(&here.after, order, step, &here.rows, gradient_bytes),
             travelled,
-            homecomings: homecomings(&here.after).map(|message| pair(own, &message.rows)).collect(),
+            homecomings: homecomings(&here.after).map(|message| Homecoming::divide(pair(own, &message.rows), &mut unwritten)).collect(),
         });
     }
-    legs
+    let late = vec![(early..own.count(), 0..own.count() - early)];
+    Way { legs, early, late: Homecoming::divide(late, &mut unwritten) }
 }
 
 fn homecomings(group: &Group) -> impl Iterator<Item = &Message> {
     group.receives.iter().filter(|message| message.channel == Channel::Home)
 }
 
-fn transfers(group: &Group, step: usize, source: &RowSet, record_bytes: u64) -> Transfers {
+fn transfers(group: &Group, order: &Order, step: usize, source: &RowSet, record_bytes: u64) -> Transfers {
     let hop = |message: &Message, places: Vec<Range<u64>>| Hop {
-        peer: message.peer,
+        peer: order.rank(message.peer),
         channel: message.channel,
         tag: step as u64,
         step,

@@ -7,6 +7,8 @@
 //!  tiles of block t         ← overlaps the transfers →   dq += …, fresh ← this rank's dk, dv of block t
 //!  land                     wait for everything posted   travelling sum of block t has arrived: fresh += it
 //!  post after(t)                                         fresh goes on to the next rank, or home from its last user
+//!  after the last step
+//!  late tiles of block 0    ← overlap the last gradients      (backward; see `split.rs`)
 //! ```
 //!
 //! The accumulator stays unnormalised on the device from [`Backend::begin`] to [`Backend::finish`]. Nothing here knows what a tile
@@ -24,6 +26,7 @@ mod flight;
 mod forward;
 mod legs;
 mod shared;
+mod split;
 
 use std::{
     panic::{self, AssertUnwindSafe},
@@ -32,8 +35,8 @@ use std::{
 };
 
 use annulus_core::{
-    Backend, Batch, Choice, Coordinates, Error, Gradients, Inputs, Layout, Local, Outputs, Result, Route, Runs, Saved, Schedule, Shard,
-    Side, Spec, Transport, Work,
+    Backend, Batch, Choice, Coordinates, Error, Gradients, Inputs, Layout, Local, Order, Outputs, Result, Route, Runs, Saved, Schedule,
+    Shard, Side, Spec, Transport, Work,
 };
 
 use crate::agreement::{self, gather};
@@ -62,7 +65,10 @@ pub struct Ring<B: Backend> {
     spec: Arc<Spec>,
     layout: Layout,
     route: Route,
+    order: Order,
     rank: usize,
+    /// Where this rank stands on the ring.
+    place: usize,
     ranks: usize,
     with_backward: bool,
     shared: Shared,
@@ -106,19 +112,20 @@ impl<B: Backend> Ring<B> {
             options.layout.as_ref().map_or(Ok(()), |layout| layout.validate(spec.dims.q_len, spec.dims.kv_len, ranks))?;
             Ok(spec)
         });
+        let placement = transport.control().placement().cloned();
         agreement::agree(
             transport.as_mut(),
             0,
-            checked.as_ref().map_err(Error::clone).map(|spec| describe::plan(spec, &options, &backend.arithmetic())),
+            checked.as_ref().map_err(Error::clone).map(|spec| describe::plan(spec, &options, &backend.arithmetic(), placement.as_ref())),
         )?;
         let spec = checked?;
 
-        let Choice { layout, route } = Choice::auto(&spec, ranks, options.layout.as_ref());
+        let Choice { layout, route, order } = Choice::auto(&spec, ranks, options.layout.as_ref(), placement.as_ref());
         let route = options.route.unwrap_or(route);
-        let spec = Arc::new(spec);
+        let (spec, place) = (Arc::new(spec), order.place(rank));
         let coordinates = Coordinates::plain(&spec.dims, spec.alignment, &layout, ranks);
-        let shared = Shared::derive(&spec, route, rank, coordinates, options.backward);
-        let local = shared.local(&spec, rank, None);
+        let shared = Shared::derive::<B::Space>(&spec, route, &order, place, coordinates, options.backward);
+        let local = shared.local(&spec, None);
         let made = backend.workspace(&local, options.backward).and_then(|workspace| {
             let buffers = Buffers::allocate(&backend, &spec, &shared, &local, route, options.backward)?;
             Ok((workspace, buffers))
@@ -131,7 +138,9 @@ impl<B: Backend> Ring<B> {
             spec,
             layout,
             route,
+            order,
             rank,
+            place,
             ranks,
             with_backward: options.backward,
             shared,
@@ -166,19 +175,19 @@ impl<B: Backend> Ring<B> {
         let dims = self.spec.dims;
         let (q_rows, kv_rows) = (self.local.queries.len(), self.local.keys.len());
         let checked = self.spec.validate_batch(batch, q_rows, kv_rows).and_then(|()| {
-            batch.validate_layout(&dims, &self.layout, self.rank, self.ranks)?;
+            batch.validate_layout(&dims, &self.layout, self.place, self.ranks)?;
             check::two_pass_mask(&self.spec, batch, self.ranks)
         });
         let described = checked.as_ref().map_err(Clone::clone).map(|()| describe::batch(batch));
         let round = self.round();
         agreement::agree(self.transport.as_mut(), round, described)?;
 
-        let shard = |side| Shard::local(&dims, self.spec.alignment, &self.layout, side, self.rank, self.ranks, batch);
+        let shard = |side| Shard::local(&dims, self.spec.alignment, &self.layout, side, self.place, self.ranks, batch);
         let message = shared::encode_shards([Side::Q, Side::Kv].map(shard));
         let round = self.round();
-        let coordinates = shared::decode_shards(&gather(self.transport.as_mut(), round, &message)?)?;
-        let shared = Shared::derive(&self.spec, self.route, self.rank, coordinates, self.with_backward);
-        let local = shared.local(&self.spec, self.rank, batch.attention_mask.clone().map(Arc::new));
+        let coordinates = shared::decode_shards(&gather(self.transport.as_mut(), round, &message)?, &self.order)?;
+        let shared = Shared::derive::<B::Space>(&self.spec, self.route, &self.order, self.place, coordinates, self.with_backward);
+        let local = shared.local(&self.spec, batch.attention_mask.clone().map(Arc::new));
         let made = self.backend.update(&mut self.workspace, &local).and_then(|()| {
             if !self.buffers.fit(&self.spec, &shared, &local, self.route, self.with_backward) {
                 self.buffers = Buffers::allocate(&self.backend, &self.spec, &shared, &local, self.route, self.with_backward)?;
@@ -232,7 +241,7 @@ impl<B: Backend> Ring<B> {
         self.call("backward", checked, |ring, first_tag| ring.backward_pass(inputs, saved, gradients, first_tag))
     }
 
-    /// Adds up `part` over all ranks, in rank order, so that every rank has the same bits.
+    /// Adds up `part` over all ranks, in the order of their places, so that every rank has the same bits.
     ///
     /// # Ordering
     /// Collective.
@@ -247,7 +256,7 @@ impl<B: Backend> Ring<B> {
         let bytes: Vec<u8> = part.iter().flat_map(|number| number.to_le_bytes()).collect();
         let result = gather(self.transport.as_mut(), round, &bytes).and_then(|all| {
             part.fill(0.0);
-            for (peer, bytes) in all.iter().enumerate() {
+            for (&peer, bytes) in self.order.ranks().iter().zip(self.order.by_place(all)) {
                 if bytes.len() != part.len() * 8 {
                     return Err(Error::Comm { peer, step: 0, what: format!("{} numbers to add up, want {}", bytes.len() / 8, part.len()) });
                 }
@@ -285,22 +294,28 @@ impl<B: Backend> Ring<B> {
         self.route
     }
 
+    /// Which rank stands where on the ring. Shards of the layout, the schedule and the work go by places, messages by ranks; only where ranks
+    /// of several nodes take turns are the two different numbers.
+    pub const fn order(&self) -> &Order {
+        &self.order
+    }
+
     /// The global query rows of this rank, in the order in which it gives and gets them.
     pub fn q_rows(&self) -> &Runs {
-        &self.shared.coordinates.q[self.rank].rows
+        &self.shared.coordinates.q[self.place].rows
     }
 
     /// The global key rows of this rank, in the order in which it gives and gets them.
     pub fn kv_rows(&self) -> &Runs {
-        &self.shared.coordinates.kv[self.rank].rows
+        &self.shared.coordinates.kv[self.place].rows
     }
 
-    /// The schedule of keys and values, of all ranks, made anew: a plan keeps only its own rank's.
+    /// The schedule of keys and values, by places, made anew: a plan keeps only its own rank's.
     pub fn schedule(&self) -> Schedule {
         shared::schedule(&self.spec, self.route, &self.shared.coordinates, self.with_backward)
     }
 
-    /// Visible (query, key) pairs of every rank, by the spec's mask and the batch's segment ids and positions.
+    /// Visible (query, key) pairs of every place, by the spec's mask and the batch's segment ids and positions.
     pub fn work(&self) -> Work {
         Work::of(self.spec.mask.as_ref(), self.spec.dims.q_heads, self.spec.dims.batch, &self.shared.coordinates)
     }

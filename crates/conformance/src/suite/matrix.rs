@@ -34,7 +34,7 @@ impl Scale {
 }
 
 const RANKS: [usize; 9] = [1, 2, 3, 4, 5, 7, 8, 16, 33];
-const DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::Bf16, DType::F16];
+pub(super) const DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::Bf16, DType::F16];
 
 /// Every mask family × every number of ranks × every layout (a random one among them).
 ///
@@ -109,7 +109,10 @@ fn dims(draw: &mut Draw) -> Dims {
     Dims { batch: draw.pick(&[1, 2]), q_len, kv_len, q_heads, kv_heads, head_dim, value_dim }
 }
 
-const FAMILIES: usize = 13;
+/// Mask families.
+pub(super) const FAMILIES: usize = 13;
+/// The one whose batch has a dense mask.
+pub(super) const DENSE_BATCH: usize = 12;
 
 /// A case whose mask is of this family, with some other features.
 fn featured(family: usize, dims: Dims, draw: &mut Draw) -> Case {
@@ -124,7 +127,7 @@ fn featured(family: usize, dims: Dims, draw: &mut Draw) -> Case {
     if draw.once_in(4) {
         spec.bias = Some([dims.batch, dims.q_heads, dims.q_len, dims.kv_len].map(|len| draw.pick(&[1, len])));
     }
-    if spec.bias.is_none_or(|shape| shape[2] == 1) && family != 12 {
+    if spec.bias.is_none_or(|shape| shape[2] == 1) && family != DENSE_BATCH {
         spec.backward = draw.pick(&[BackwardMode::OnePass, BackwardMode::TwoPass]);
     }
     let mut case = Case::new(format!("mask family {family}"), spec, masks(family, &dims, draw), draw);
@@ -135,7 +138,8 @@ fn featured(family: usize, dims: Dims, draw: &mut Draw) -> Case {
     case
 }
 
-fn masks(family: usize, dims: &Dims, draw: &mut Draw) -> Masks {
+/// The mask objects of a family, which a batch of the same family may add to.
+pub(super) fn masks(family: usize, dims: &Dims, draw: &mut Draw) -> Masks {
     let plain = Masks::default();
     let causal = Masks { causal: true, ..Masks::default() };
     let window = |left, right| Window::new(left, right);
@@ -164,7 +168,8 @@ fn masks(family: usize, dims: &Dims, draw: &mut Draw) -> Masks {
     }
 }
 
-fn batch(family: usize, dims: &Dims, draw: &mut Draw) -> Batch {
+/// What the batch of a family hides.
+pub(super) fn batch(family: usize, dims: &Dims, draw: &mut Draw) -> Batch {
     let Dims { batch, q_len, kv_len, .. } = *dims;
     let mut made = Batch::default();
     match family {
@@ -193,7 +198,7 @@ fn batch(family: usize, dims: &Dims, draw: &mut Draw) -> Batch {
 }
 
 /// Rows dealt to ranks at random, in random order: uneven and empty shards among them.
-fn random_layout(dims: &Dims, ranks: usize, draw: &mut Draw) -> Layout {
+pub(super) fn random_layout(dims: &Dims, ranks: usize, draw: &mut Draw) -> Layout {
     let mut deal = |len: usize| {
         let mut shards = vec![Vec::new(); ranks];
         for row in draw.permutation(len) {

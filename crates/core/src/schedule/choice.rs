@@ -1,6 +1,7 @@
-//! Which layout and which route, if nobody says: balanced work first, then the fewest bytes.
+//! Which layout, which route and which order of ranks, if nobody says: balanced work first, then the fewest bytes, then the fewest of them from
+//! node to node.
 
-use super::{Route, Work};
+use super::{Order, Placement, Route, Work};
 use crate::{Coordinates, Layout, Needs, Spec};
 
 /// How rows are dealt to ranks and how blocks find their users.
@@ -10,6 +11,8 @@ pub struct Choice {
     pub layout: Layout,
     /// How blocks find their users in the forward pass.
     pub route: Route,
+    /// Which rank stands where on the ring: the rank at place p holds shard p of the layout.
+    pub order: Order,
 }
 
 impl Choice {
@@ -27,7 +30,12 @@ impl Choice {
     /// all routes, the fewest block bytes. Ties: relay up, relay down, direct; then contiguous, zigzag, striped.
     ///
     /// Only the spec decides, not a batch: segment ids never change the layout. The same spec gives the same choice on every rank.
-    pub fn auto(spec: &Spec, ranks: usize, layout: Option<&Layout>) -> Self {
+    ///
+    /// Where `placement` says which node each rank is on, and no layout is fixed, ranks of one node stand next to each other
+    /// ([`Placement::order`]). A fixed layout says which rank holds what, so it keeps ascending ranks.
+    pub fn auto(spec: &Spec, ranks: usize, layout: Option<&Layout>, placement: Option<&Placement>) -> Self {
+        let placed = placement.filter(|placement| layout.is_none() && placement.nodes().len() == ranks);
+        let order = placed.map_or_else(|| Order::ascending(ranks), Placement::order);
         let (mask, heads, batch) = (&*spec.mask, spec.dims.q_heads, spec.dims.batch);
         let asked = if mask.per_head() { heads } else { 1 } * if mask.per_batch() { batch } else { 1 };
         let stride = |samples| spec.dims.q_len.saturating_mul(asked).div_ceil(samples).max(1);
@@ -46,10 +54,10 @@ impl Choice {
         let routed = candidates.into_iter().map(|(coordinates, layout)| {
             let needs = Needs::of_sampled_queries(mask, heads, batch, &coordinates, stride(Self::SAMPLES_OF_NEEDS));
             let (route, rows) = Route::cheapest(&needs);
-            (rows, Self { layout, route })
+            (rows, Self { layout, route, order: order.clone() })
         });
         // the first of equals: layouts come in the order of their ties
         let best = routed.min_by_key(|(rows, choice)| (*rows, choice.route));
-        best.map_or(Self { layout: Layout::Contiguous, route: Route::RelayUp }, |(_, choice)| choice)
+        best.map_or(Self { layout: Layout::Contiguous, route: Route::RelayUp, order }, |(_, choice)| choice)
     }
 }

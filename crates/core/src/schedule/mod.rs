@@ -35,12 +35,15 @@
 //!
 //! A rank's own contribution to its rows never travels, a row that nobody else needs is never sent, and an empty message does not exist.
 //!
+//! A "rank" of a schedule is a place on the ring; which process stands there is its [`Order`]'s affair.
+//!
 //! # Source
 //! Liu et al. 2023 (ring attention); Brandon et al. 2023 (balanced layouts). The trimming and the direct homecoming are annulus' own.
 
 mod build;
 mod check;
 mod choice;
+mod placement;
 mod route;
 #[cfg(test)]
 mod tests;
@@ -49,6 +52,7 @@ mod violation;
 mod work;
 
 pub use choice::Choice;
+pub use placement::{Order, Placement};
 pub use route::Route;
 pub use traffic::Traffic;
 pub use violation::{Transfer, Violation};

@@ -6,8 +6,10 @@ use annulus_comm::{
     Deadline,
     mpi::{Mpi, Settings},
 };
-use annulus_conformance::{Answer, Case, Draw, HostMemory, Judge, RingSubject, Setting, Station, Subject, golden, subjects, suite};
-use annulus_core::{CustomLayout, DType, Layout, Result, Route, Runs};
+use annulus_conformance::{
+    Answer, Case, Crossings, Draw, HostMemory, Judge, Placed, RingSubject, Setting, Station, Subject, golden, subjects, suite,
+};
+use annulus_core::{CustomLayout, DType, Host, Layout, Placement, Result, Route, Runs, Transport};
 use annulus_cpu::Cpu;
 use ndarray::ArrayViewMutD;
 
@@ -15,17 +17,40 @@ use crate::harness::{Harness, Verdict};
 
 const DEADLINE: std::time::Duration = std::time::Duration::from_secs(60);
 
-/// The CPU over MPI: this process's rank only, so that the rows of an answer that are other ranks' are zero.
-fn subject(settings: &Settings) -> impl Subject {
+/// The CPU over MPI: this process's rank only, so that the rows of an answer that are other ranks' are zero. With `nodes`, rank r says that it is on
+/// node r mod `nodes`.
+fn subject(settings: &Settings, nodes: Option<usize>) -> impl Subject + use<> {
     let settings = settings.clone();
-    RingSubject::new("cpu over mpi", move |_| -> Result<Vec<Station<HostMemory, Cpu>>> {
-        let transport = Box::new(Deadline::new(Mpi::world(settings.clone())?, DEADLINE)?);
+    RingSubject::new("cpu over mpi", move |ranks| -> Result<Vec<Station<HostMemory, Cpu>>> {
+        let mpi = Mpi::world(settings.clone())?;
+        let transport: Box<dyn Transport<Host>> = match nodes {
+            None => Box::new(Deadline::new(mpi, DEADLINE)?),
+            Some(nodes) => {
+                let placement = Placement::new((0..ranks).map(|rank| rank % nodes).collect());
+                Box::new(Deadline::new(Placed::new(mpi, placement, Crossings::default()), DEADLINE)?)
+            }
+        };
         Ok(vec![Station { memory: HostMemory, backend: Cpu::new(1)?, transport }])
     })
 }
 
+/// Every configuration of the covering array.
+pub(crate) fn pairs(harness: &mut Harness, settings: &Settings) -> Verdict {
+    let (here, dealt) = (subject(settings, None), subject(settings, Some(2)));
+    for (number, configuration) in suite::pairwise().into_iter().enumerate() {
+        let (case, setting) = (configuration.case(), configuration.setting(harness.ranks()));
+        let subject: &dyn Subject = if number % 2 == 0 { &here } else { &dealt };
+        // once an MPI: synchronous sends must give the bits of the ring of threads as well, and those are the ones that were judged
+        let judged = |answer: &Answer| Judge::new(&case).map_err(|error| error.to_string())?.check(answer);
+        let check = |answer: &Answer| if settings.synchronous { Ok(()) } else { judged(answer) };
+        let verdict = examine(harness, subject, &case, &setting, check);
+        harness.share(verdict.map_err(|wrong| format!("{configuration} on {setting}: {wrong}")))?;
+    }
+    Ok(())
+}
+
 pub(crate) fn all(harness: &mut Harness, settings: &Settings, seeds: u64) -> Verdict {
-    let subject = subject(settings);
+    let subject = subject(settings, None);
     let ranks = harness.ranks();
     for seed in 0..seeds {
         let draw = &mut Draw::new(!seed);

@@ -4,18 +4,24 @@
 //! |---|---|
 //! | `messages` | the transport's contract: any pattern arrives intact, every misuse is its typed error, gathers, aborts, goodbyes |
 //! | `cases SEEDS` | random and golden cases over the ring: the oracle's numbers, the bits of the ring of threads, the predicted bytes |
+//! | `pairs` | a covering array of all choices: as `cases`, on nodes that are made up every other time |
+//! | `bytes` | what the transport counts = what the schedule predicts = a count of every visible pair, and the published shares |
 //! | `mismatch` | a field that differs on one rank is the same error on all, in under a second, before any data moves |
 //! | `host` | a host program's own `MPI_Init_thread(FUNNELED)` and sub-communicators, two rings at once, one dropped after `MPI_Finalize` |
 //! | `lost PASS MOMENT` | rank 1 is killed: every other rank names it by deadline + 1 s (the launcher must let them run on) |
+//! | `slow` | the last rank is silent for half of the deadline: it is warned of, once, and nothing fails |
 //! | `panic` | the last rank panics: the job ends with a status that is not 0 |
 //!
 //! `--synchronous` lets every send be an `MPI_Issend`; `--piece-bytes N` cuts messages into pieces.
 
+mod bytes;
 mod cases;
 mod failures;
 mod harness;
 mod host;
 mod messages;
+mod mismatch;
+mod mortal;
 
 use std::process::ExitCode;
 
@@ -59,10 +65,13 @@ fn run(words: &[String], settings: &Settings) -> Verdict {
     let verdict = match words[..] {
         ["messages"] => messages::all(&mut harness, settings),
         ["cases", seeds] => cases::all(&mut harness, settings, seeds.parse().map_err(|error| format!("{seeds}: {error}"))?),
-        ["mismatch"] => failures::mismatch(&mut harness, settings),
+        ["pairs"] => cases::pairs(&mut harness, settings),
+        ["bytes"] => bytes::all(&mut harness, settings),
+        ["slow"] => failures::slow(&mut harness, settings),
+        ["mismatch"] => mismatch::all(&mut harness, settings),
         ["lost", pass, moment] => return failures::lost(launch, harness, settings, pass, moment),
         ["panic"] => failures::panic(&mut harness, settings),
-        _ => Err("want messages, cases SEEDS, mismatch, host, lost PASS MOMENT or panic".to_owned()),
+        _ => Err("want messages, cases SEEDS, pairs, bytes, mismatch, host, lost PASS MOMENT, slow or panic".to_owned()),
     };
     // every rank ends as the worst one did
     let verdict = harness.share(verdict);

@@ -5,7 +5,10 @@ use std::sync::Arc;
 use proptest::prelude::*;
 
 use super::{LAYOUTS, masks, samples};
-use crate::{Alignment, Choice, Coordinates, CustomLayout, DType, Dims, Layout, Mask, Needs, Route, Schedule, Side, Spec, Work, mask};
+use crate::{
+    Alignment, Choice, Coordinates, CustomLayout, DType, Dims, Layout, Mask, Needs, Order, Placement, Route, Schedule, Side, Spec, Work,
+    mask,
+};
 
 proptest! {
     #[test]
@@ -59,7 +62,7 @@ fn spec(mask: Arc<dyn Mask>, len: usize) -> Spec {
 }
 
 fn auto(mask: Arc<dyn Mask>, len: usize, ranks: usize) -> (&'static str, Route) {
-    let Choice { layout, route } = Choice::auto(&spec(mask, len), ranks, None);
+    let Choice { layout, route, .. } = Choice::auto(&spec(mask, len), ranks, None, None);
     (layout.name(), route)
 }
 
@@ -92,7 +95,7 @@ fn a_mask_without_spans_counts_as_far_as_it_is_bounded() {
 fn a_fixed_layout_chooses_only_the_route() {
     let causal: Arc<dyn Mask> = Arc::new(mask::Causal::default());
     let route = |layout: &Layout| {
-        let choice = Choice::auto(&spec(causal.clone(), 256), 8, Some(layout));
+        let choice = Choice::auto(&spec(causal.clone(), 256), 8, Some(layout), None);
         assert_eq!(&choice.layout, layout);
         choice.route
     };
@@ -125,7 +128,7 @@ fn the_choice_keeps_its_rule() {
             let even = || candidates.iter().filter(|candidate| candidate.3 <= 1.25 * least_imbalance);
             let fewest = even().map(|candidate| candidate.2).min().unwrap();
             let best = Route::ALL.iter().find_map(|&route| even().find(|candidate| candidate.1 == route && candidate.2 == fewest)).unwrap();
-            let choice = Choice::auto(&spec, ranks, None);
+            let choice = Choice::auto(&spec, ranks, None, None);
             assert_eq!((choice.layout, choice.route), (best.0.clone(), best.1), "{name}, {ranks} ranks");
         }
     }
@@ -140,4 +143,16 @@ fn a_long_sequence_is_sampled_to_the_same_choice() {
     assert_eq!(auto(window, len, ranks), ("contiguous", Route::RelayUp));
     assert_eq!(auto(symmetric, len, ranks), ("contiguous", Route::Direct));
     assert_eq!(auto(chunked, len, ranks), ("contiguous", Route::RelayUp));
+}
+
+#[test]
+fn a_placement_changes_the_order_of_ranks_and_nothing_else() {
+    let spec = spec(Arc::new(mask::Causal::default()), 256);
+    let dealt = Placement::new(vec![0, 1, 2, 0, 1, 2]);
+    let (plain, placed) = (Choice::auto(&spec, 6, None, None), Choice::auto(&spec, 6, None, Some(&dealt)));
+    assert_eq!(placed, Choice { order: dealt.order(), ..plain.clone() });
+    assert_eq!((dealt.crossings(&plain.order), dealt.crossings(&placed.order)), (6, 3));
+    // a fixed layout says who holds what; a placement of other ranks says nothing
+    assert_eq!(Choice::auto(&spec, 6, Some(&plain.layout), Some(&dealt)).order, Order::ascending(6));
+    assert_eq!(Choice::auto(&spec, 4, None, Some(&dealt)).order, Order::ascending(4));
 }

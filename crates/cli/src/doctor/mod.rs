@@ -1,0 +1,107 @@
+//! `annulus doctor`: what this build and this machine have.
+
+#[cfg(feature = "mpi")]
+mod job;
+
+use annulus_cpu::Isa;
+use clap::Args;
+
+use crate::{
+    arguments::ring::{TransportName, WITH_MPI, cores},
+    crew::{Crew, PATIENCE},
+    failure::{Failure, Outcome},
+    launcher,
+    report::say,
+};
+
+const EXAMPLES: &str = "Examples:
+  annulus doctor
+  mpirun -n 4 annulus doctor";
+
+/// Lists backends, transports, CPU features, threads and versions; under a launcher (mpirun, srun) also which rank runs where
+#[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct DoctorFlags {
+    /// Whether to look at the processes that a launcher has started
+    #[arg(long, value_enum, default_value = "auto")]
+    transport: TransportName,
+}
+
+/// Runs `annulus doctor`.
+pub(crate) fn run(flags: &DoctorFlags) -> Outcome {
+    let isa = Isa::chosen().map_err(Failure::of_flags)?;
+    let lost = launcher::among_others().filter(|_| flags.transport == TransportName::Auto && !cfg!(feature = "mpi"));
+    if let Some(place) = lost {
+        // of several processes that know nothing of each other, one speaks
+        if place.rank == 0 {
+            of_build(isa);
+            let size = place.size.map_or_else(|| "several".to_owned(), |size| size.to_string());
+            line("warning", &format!("a launcher ({}) started {size} processes, and this build has no mpi: {WITH_MPI}", place.by));
+        }
+        return Ok(());
+    }
+    let crew = Crew::form("doctor", flags.transport, PATIENCE)?;
+    let told = if crew.leads() { tell(&crew, isa) } else { Ok(()) };
+    crew.end(told)
+}
+
+fn tell(crew: &Crew, isa: Isa) -> Outcome {
+    of_build(isa);
+    #[cfg(feature = "mpi")]
+    if let Some(world) = crew.world() {
+        job::of_job(world)?;
+    }
+    #[cfg(not(feature = "mpi"))]
+    let _: &Crew = crew;
+    Ok(())
+}
+
+/// One line of the report.
+fn line(name: &str, what: &str) {
+    say!("{name:<12} {what}");
+}
+
+/// What one process knows by itself.
+fn of_build(isa: Isa) {
+    line("annulus", env!("CARGO_PKG_VERSION"));
+    line("target", &format!("{} {}", std::env::consts::ARCH, std::env::consts::OS));
+    line("backends", "cpu (wgpu, cuda: not in this build)");
+    line(
+        "transports",
+        if cfg!(feature = "mpi") { "threads, mpi (nccl: not in this build)" } else { "threads (mpi, nccl: not in this build)" },
+    );
+    line("dtypes", "f64 f32 bf16 f16");
+    line("cpu", &cpu_features());
+    let available: Vec<&str> = Isa::ALL.into_iter().filter(|isa| isa.is_available()).map(Isa::name).collect();
+    line("tiles for", &format!("{} (this machine can: {}; {} forces one)", isa.name(), available.join(" "), Isa::VARIABLE));
+    line("threads", &format!("{} at once on this machine", cores()));
+}
+
+/// What the CPU offers of what tiles could use.
+#[cfg(target_arch = "x86_64")]
+fn cpu_features() -> String {
+    macro_rules! found {
+        ($($name:tt),*) => { [$(($name, std::arch::is_x86_feature_detected!($name))),*] };
+    }
+    listed(&found!("sse4.2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512bf16", "avx512fp16"))
+}
+
+/// What the CPU offers of what tiles could use.
+#[cfg(target_arch = "aarch64")]
+fn cpu_features() -> String {
+    macro_rules! found {
+        ($($name:tt),*) => { [$(($name, std::arch::is_aarch64_feature_detected!($name))),*] };
+    }
+    listed(&found!("neon", "fp16", "bf16", "sve", "sve2"))
+}
+
+/// What the CPU offers of what tiles could use.
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+fn cpu_features() -> String {
+    listed(&[])
+}
+
+fn listed(features: &[(&str, bool)]) -> String {
+    let found: Vec<&str> = features.iter().filter(|(_, found)| *found).map(|&(name, _)| name).collect();
+    if found.is_empty() { "no feature that is looked for".into() } else { found.join(" ") }
+}

@@ -1,0 +1,107 @@
+//! An endpoint that counts the groups of transfers which it posts, and whose process can be killed at one of them.
+
+use std::{
+    process::Command,
+    sync::atomic::{AtomicU64, Ordering},
+    time::{Duration, Instant},
+};
+
+use annulus_core::{Arrived, Control, Error, Hop, Host, Incoming, Outgoing, Placement, Result, Transport};
+
+/// Groups that were posted since the last endpoint was made.
+static POSTS: AtomicU64 = AtomicU64::new(0);
+
+/// Groups that were posted since the last endpoint was made, or since [`forget_posts`].
+pub(crate) fn posts() -> u64 {
+    POSTS.load(Ordering::Relaxed)
+}
+
+/// Counts from 0 again.
+pub(crate) fn forget_posts() {
+    POSTS.store(0, Ordering::Relaxed);
+}
+
+/// The endpoint. Its process dies, as if killed by the system, when it posts for the n-th time.
+pub(crate) struct Mortal<T> {
+    inner: T,
+    kill_at: Option<u64>,
+}
+
+impl<T> Mortal<T> {
+    pub(crate) fn new(inner: T, kill_at: Option<u64>) -> Self {
+        forget_posts();
+        Self { inner, kill_at }
+    }
+}
+
+impl<T: Transport<Host>> Transport<Host> for Mortal<T> {
+    fn control(&mut self) -> &mut dyn Control {
+        self
+    }
+
+    fn post(&mut self, sends: &[Outgoing<'_, Host>], receives: &mut Vec<Incoming<Host>>) -> Result<()> {
+        if Some(POSTS.fetch_add(1, Ordering::Relaxed)) == self.kill_at {
+            let killed = Command::new("kill").args(["-9", &std::process::id().to_string()]).status();
+            return Err(Error::Device { what: format!("this process could not be killed: {killed:?}") });
+        }
+        self.inner.post(sends, receives)
+    }
+
+    fn progress(&mut self, patience: Duration) -> Result<()> {
+        self.inner.progress(patience)
+    }
+
+    fn take(&mut self, hop: &Hop) -> Result<Option<Arrived<Host>>> {
+        self.inner.take(hop)
+    }
+
+    fn pending(&self) -> bool {
+        self.inner.pending()
+    }
+
+    fn bytes_sent(&self) -> u64 {
+        self.inner.bytes_sent()
+    }
+}
+
+impl<T: Control> Control for Mortal<T> {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn ranks(&self) -> usize {
+        self.inner.ranks()
+    }
+
+    fn offer(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+        self.inner.offer(round, bytes)
+    }
+
+    fn collect(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
+        self.inner.collect(round)
+    }
+
+    fn missing(&self, round: u64) -> Vec<usize> {
+        self.inner.missing(round)
+    }
+
+    fn abort(&mut self, error: &Error) {
+        self.inner.abort(error);
+    }
+
+    fn beat(&mut self, working: bool) {
+        self.inner.beat(working);
+    }
+
+    fn placement(&self) -> Option<&Placement> {
+        self.inner.placement()
+    }
+
+    fn last_heard(&self, peer: usize) -> Instant {
+        self.inner.last_heard(peer)
+    }
+
+    fn last_work(&self) -> Instant {
+        self.inner.last_work()
+    }
+}

@@ -1,0 +1,148 @@
+//! One rank of a timed ring, and how the ranks of a measurement start together and share what they measured.
+
+use std::time::{Duration, Instant};
+
+use annulus::{Attention, Backward, Dims, Forward, RankPlan, Tensors};
+use annulus_comm::{
+    Deadline, gather,
+    mpi::{Mpi, Settings},
+};
+use annulus_core::{Backend, Control, Host, Result, Transport};
+use ndarray::Array4;
+
+use crate::Problem;
+
+/// No wait of a measurement is longer.
+const DEADLINE: Duration = Duration::from_secs(60);
+
+impl Problem {
+    fn dims(&self) -> Dims {
+        Dims::new(1, self.q_len, self.heads, self.dim)
+    }
+
+    fn attention(&self) -> Attention {
+        let attention = Attention::new().deadline(DEADLINE);
+        if self.causal { attention.causal() } else { attention }
+    }
+
+    /// Matrix-product operations of the visible pairs of a forward pass: 4·heads·dim a pair.
+    pub(crate) fn forward_flops(&self) -> f64 {
+        let n = self.q_len as f64;
+        let pairs = if self.causal { n * (n + 1.0) / 2.0 } else { n * n };
+        4.0 * pairs * (self.heads * self.dim) as f64
+    }
+}
+
+/// One rank's plan and its tensors.
+pub(crate) struct Timed<B: Backend<Space = Host>> {
+    plan: RankPlan<B>,
+    /// q, k, v, dout.
+    tensors: [Array4<f32>; 4],
+}
+
+impl<B: Backend<Space = Host>> Timed<B> {
+    pub(crate) fn new<T: Transport<Host> + 'static>(problem: &Problem, backend: B, transport: T) -> Result<Self> {
+        let plan = RankPlan::new(&problem.attention(), problem.dims(), Some(problem.layout.clone()), backend, transport)?;
+        let rows: Vec<i64> = plan.q_rows().iter().collect();
+        let tensors = std::array::from_fn(|which| {
+            Array4::from_shape_fn((1, rows.len(), problem.heads, problem.dim), |(_, row, head, at)| {
+                number([which as i64, rows[row], head as i64, at as i64])
+            })
+        });
+        Ok(Self { plan, tensors })
+    }
+
+    pub(crate) fn forward(&mut self) -> Result<Forward<f32>> {
+        let [q, k, v, _] = &self.tensors;
+        self.plan.forward(&Tensors::new(q.view(), k.view(), v.view()))
+    }
+
+    pub(crate) fn backward(&mut self, forward: &Forward<f32>) -> Result<Backward<f32>> {
+        let [q, k, v, dout] = &self.tensors;
+        self.plan.backward(&Tensors::new(q.view(), k.view(), v.view()), forward, dout.view(), None)
+    }
+}
+
+/// A number in −1…1 that depends on nothing but these: every rank makes its rows alike, wherever they are.
+fn number(of: [i64; 4]) -> f32 {
+    let mixed = of.into_iter().fold(0x9e37_79b9_7f4a_7c15u64, |mixed, part| {
+        let mixed = (mixed ^ part.cast_unsigned()).wrapping_mul(0xff51_afd7_ed55_8ccd);
+        mixed ^ mixed >> 32
+    });
+    (mixed >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+}
+
+/// All ranks of a measurement.
+pub(crate) struct Everybody {
+    endpoint: Deadline<Mpi, Host>,
+    round: u64,
+}
+
+impl Everybody {
+    pub(crate) fn new() -> Result<Self> {
+        Ok(Self { endpoint: Deadline::new(Mpi::world(Settings::default())?, DEADLINE)?, round: 0 })
+    }
+
+    pub(crate) fn rank(&self) -> usize {
+        self.endpoint.rank()
+    }
+
+    pub(crate) fn ranks(&self) -> usize {
+        self.endpoint.ranks()
+    }
+
+    /// Every rank's numbers, in the order of ranks.
+    fn numbers<const N: usize>(&mut self, numbers: [f64; N]) -> Result<Vec<[f64; N]>> {
+        self.round += 1;
+        let bytes: Vec<u8> = numbers.into_iter().flat_map(f64::to_le_bytes).collect();
+        let decode = |bytes: Vec<u8>| {
+            let mut numbers = bytes.chunks_exact(8).map(|bytes| bytes.try_into().map_or(f64::NAN, f64::from_le_bytes));
+            std::array::from_fn(|_| numbers.next().unwrap_or(f64::NAN))
+        };
+        Ok(gather::<Host>(&mut self.endpoint, self.round, &bytes)?.into_iter().map(decode).collect())
+    }
+
+    /// The greatest of all ranks' numbers, place by place.
+    pub(crate) fn most<const N: usize>(&mut self, numbers: [f64; N]) -> Result<[f64; N]> {
+        let all = self.numbers(numbers)?;
+        Ok(std::array::from_fn(|place| all.iter().map(|numbers| numbers[place]).fold(f64::NEG_INFINITY, f64::max)))
+    }
+
+    /// Starts `work` on all ranks together.
+    pub(crate) fn time<T>(&mut self, work: impl FnOnce() -> Result<T>) -> Result<(Taken, T)> {
+        self.most([0.0])?;
+        let (start, core_start) = (Instant::now(), core_seconds());
+        let done = work()?;
+        let all = self.numbers([start.elapsed().as_secs_f64(), core_seconds() - core_start])?;
+        let seconds = all.iter().map(|numbers| numbers[0]).fold(0.0, f64::max);
+        Ok((Taken { seconds, core_seconds: all.iter().map(|numbers| numbers[1]).sum() }, done))
+    }
+}
+
+/// What some work took.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Taken {
+    /// Of the slowest rank.
+    pub(crate) seconds: f64,
+    /// Of cores, by all ranks together: what others do on this machine hardly changes it.
+    pub(crate) core_seconds: f64,
+}
+
+/// Time that this process's threads have had a core.
+fn core_seconds() -> f64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+}
+
+/// The median, and half the distance between the quartiles.
+pub(crate) fn middle(numbers: &[f64]) -> (f64, f64) {
+    let mut sorted = numbers.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let at = |share: f64| {
+        let place = share * (sorted.len().max(1) - 1) as f64;
+        let (below, above) = (place.floor() as usize, place.ceil() as usize);
+        let (a, b) = (sorted.get(below).copied().unwrap_or(f64::NAN), sorted.get(above).copied().unwrap_or(f64::NAN));
+        a + (b - a) * place.fract()
+    };
+    (at(0.5), (at(0.75) - at(0.25)) / 2.0)
+}

@@ -1,0 +1,107 @@
+//! Ranks on nodes that are made up, and what goes from one to another.
+
+use std::{
+    collections::BTreeSet,
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, Instant},
+};
+
+use annulus_core::{Arrived, Channel, Control, Error, Hop, Incoming, Outgoing, Placement, Result, Space, Transport};
+
+/// The (sender, receiver) pairs on different nodes between which blocks went. Clones share it.
+#[derive(Debug, Clone, Default)]
+pub struct Crossings(Arc<Mutex<BTreeSet<(usize, usize)>>>);
+
+impl Crossings {
+    /// The pairs so far.
+    pub fn pairs(&self) -> BTreeSet<(usize, usize)> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// A transport that says it has its ranks on these nodes.
+#[derive(Debug)]
+pub struct Placed<T> {
+    inner: T,
+    placement: Placement,
+    crossings: Crossings,
+}
+
+impl<T> Placed<T> {
+    /// `crossings` is told of what this rank sends.
+    pub const fn new(inner: T, placement: Placement, crossings: Crossings) -> Self {
+        Self { inner, placement, crossings }
+    }
+}
+
+impl<S: Space, T: Transport<S>> Transport<S> for Placed<T> {
+    fn control(&mut self) -> &mut dyn Control {
+        self
+    }
+
+    fn post(&mut self, sends: &[Outgoing<'_, S>], receives: &mut Vec<Incoming<S>>) -> Result<()> {
+        let (rank, nodes) = (self.inner.rank(), self.placement.nodes());
+        let crosses = |hop: &&Hop| hop.channel == Channel::Block && nodes.get(hop.peer) != nodes.get(rank);
+        let pairs = sends.iter().map(|send| &send.hop).filter(crosses).map(|hop| (rank, hop.peer));
+        self.crossings.0.lock().unwrap_or_else(PoisonError::into_inner).extend(pairs);
+        self.inner.post(sends, receives)
+    }
+
+    fn progress(&mut self, patience: Duration) -> Result<()> {
+        self.inner.progress(patience)
+    }
+
+    fn take(&mut self, hop: &Hop) -> Result<Option<Arrived<S>>> {
+        self.inner.take(hop)
+    }
+
+    fn pending(&self) -> bool {
+        self.inner.pending()
+    }
+
+    fn bytes_sent(&self) -> u64 {
+        self.inner.bytes_sent()
+    }
+}
+
+impl<T: Control> Control for Placed<T> {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn ranks(&self) -> usize {
+        self.inner.ranks()
+    }
+
+    fn offer(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+        self.inner.offer(round, bytes)
+    }
+
+    fn collect(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
+        self.inner.collect(round)
+    }
+
+    fn missing(&self, round: u64) -> Vec<usize> {
+        self.inner.missing(round)
+    }
+
+    fn abort(&mut self, error: &Error) {
+        self.inner.abort(error);
+    }
+
+    fn beat(&mut self, working: bool) {
+        self.inner.beat(working);
+    }
+
+    fn placement(&self) -> Option<&Placement> {
+        Some(&self.placement)
+    }
+
+    fn last_heard(&self, peer: usize) -> Instant {
+        self.inner.last_heard(peer)
+    }
+
+    fn last_work(&self) -> Instant {
+        self.inner.last_work()
+    }
+}
