@@ -23,6 +23,8 @@ pub use annulus_core::{
 pub use annulus_cpu::Cpu;
 #[cfg(feature = "cuda")]
 pub use annulus_cuda as cuda;
+#[cfg(feature = "wgpu")]
+pub use annulus_wgpu as wgpu;
 pub use attention::Attention;
 pub use one_call::{Options, flash_attention, ring_attention};
 pub use plan::Plan;

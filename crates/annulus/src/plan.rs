@@ -6,20 +6,20 @@ use annulus_comm::{
     ring::Ring,
     threads::{self, each_rank},
 };
-use annulus_core::{Batch, Dims, Element, Error, Layout, Result, Runs, index};
+use annulus_core::{Backend, Batch, Dims, Element, Error, Host, Layout, Result, Runs, index};
 use annulus_cpu::Cpu;
 use ndarray::{Array, Array2, Array3, Array4, ArrayView, ArrayView3, ArrayView4, Axis, Dimension, RemoveAxis, Slice};
 
 use crate::{Attention, Backward, Forward, RankPlan, Tensors};
 
-/// An in-process ring of CPU ranks, made by [`Attention::plan`]. Made once, used for many passes.
+/// An in-process ring, of CPU ranks if made by [`Attention::plan`]. Made once, used for many passes.
 ///
 /// Every call starts a thread a rank and returns when all have ended. An error that ends one rank's plan ends the whole: later calls
 /// return [`Error::Poisoned`].
 #[derive(Debug)]
-pub struct Plan {
+pub struct Plan<B: Backend<Space = Host> = Cpu> {
     dims: Dims,
-    ranks: Vec<RankPlan<Cpu>>,
+    ranks: Vec<RankPlan<B>>,
 }
 
 impl Plan {
@@ -32,9 +32,29 @@ impl Plan {
         }
         let machine = thread::available_parallelism().map_or(1, NonZero::get);
         let threads = attention.chosen_threads().unwrap_or((machine / ranks).max(1));
-        let plans =
-            each_rank(threads::ring(ranks), |_, transport| RankPlan::new(attention, dims, layout.clone(), Cpu::new(threads)?, transport))?;
-        Ok(Self { dims, ranks: plans })
+        Self::on(attention, dims, ranks, layout, |_| Cpu::new(threads))
+    }
+}
+
+impl<B: Backend<Space = Host>> Plan<B> {
+    /// An in-process ring of `ranks` ranks, each on the backend that `make` gives for its number.
+    ///
+    /// # Ordering
+    /// Local: all ranks are threads of this process.
+    /// # Errors
+    /// As [`Attention::plan`], and whatever `make` says.
+    pub fn on(
+        attention: &Attention,
+        dims: Dims,
+        ranks: usize,
+        layout: Option<Layout>,
+        make: impl Fn(usize) -> Result<B> + Sync,
+    ) -> Result<Self> {
+        if ranks == 0 {
+            return Err(Error::invalid("ranks", 0, "at least 1"));
+        }
+        let plan = |rank, transport| RankPlan::new(attention, dims, layout.clone(), make(rank)?, transport);
+        Ok(Self { dims, ranks: each_rank(threads::ring(ranks), plan)? })
     }
 
     /// Fits the plan to a new batch (whole tensors). Far cheaper than a pass; `Batch::default()` takes everything back.
@@ -199,7 +219,7 @@ impl Plan {
     }
 
     /// Rank 0's engine: schedule, layout, route, spec.
-    pub fn ring(&self) -> &Ring<Cpu> {
+    pub fn ring(&self) -> &Ring<B> {
         self.ranks[0].ring()
     }
 

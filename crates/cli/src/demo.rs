@@ -17,6 +17,7 @@ use crate::{
     },
     attend::Job,
     crew::Crew,
+    engine::Engine,
     failure::{Failure, Outcome},
     file::Tensors,
     input::Input,
@@ -51,7 +52,7 @@ pub(crate) struct DemoFlags {
 
 /// Runs `annulus demo`.
 pub(crate) fn run(flags: &DemoFlags) -> Outcome {
-    BackendName::Cpu.check()?;
+    let engine = Engine::open(BackendName::Cpu, None)?;
     let dims = Dims { kv_heads: 2, ..Dims::new(1, flags.len, 8, 64) };
     dims.validate().map_err(Failure::of_flags)?;
     let scratch = match &flags.dir {
@@ -67,7 +68,7 @@ pub(crate) fn run(flags: &DemoFlags) -> Outcome {
     let job = Job {
         attention: attention.clone(),
         sinks: None,
-        backend: BackendName::Cpu,
+        engine,
         threads: threads_per_rank(None, flags.ranks)?,
         layout: None,
         backward: false,

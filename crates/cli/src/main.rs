@@ -11,6 +11,7 @@ mod check;
 mod crew;
 mod demo;
 mod doctor;
+mod engine;
 mod failure;
 mod file;
 mod input;

@@ -28,6 +28,8 @@ mod ring_subject;
 mod subject;
 pub mod subjects;
 pub mod suite;
+#[cfg(feature = "wgpu")]
+pub mod wgpu;
 
 pub use answer::Answer;
 pub use case::{Case, Truth};

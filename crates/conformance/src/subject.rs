@@ -40,6 +40,11 @@ pub trait Subject {
     /// Its name in failures.
     fn name(&self) -> String;
 
+    /// The element types that it can compute.
+    fn dtypes(&self) -> &[DType] {
+        &[DType::F32, DType::F64, DType::Bf16, DType::F16]
+    }
+
     /// Plans once, then computes forward and backward `times` times.
     ///
     /// # Errors

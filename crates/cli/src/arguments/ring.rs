@@ -1,7 +1,6 @@
 //! Flags that say on what, and by whom, the work is done.
 
 use annulus_core::Error;
-use annulus_cpu::Isa;
 use clap::ValueEnum;
 
 use crate::{
@@ -45,33 +44,6 @@ pub(crate) enum Means {
 /// What makes a command that has MPI.
 pub(crate) const WITH_MPI: &str = "`cargo build --release -p annulus-cli --features mpi` makes one that has mpi";
 
-impl BackendName {
-    /// Refuses what this build does not have, and what this backend cannot be told to be, before anything is read.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] naming what it has; [`Failure::Usage`] if the environment names no instruction set.
-    pub(crate) fn check(self) -> Outcome {
-        match self {
-            Self::Cpu => Isa::chosen().map(|_| ()).map_err(Failure::of_flags),
-            Self::Wgpu | Self::Cuda => Err(self.missing()),
-        }
-    }
-
-    /// That this build does not have it.
-    pub(crate) fn missing(self) -> Failure {
-        missing("backend", self.name(), "cpu")
-    }
-
-    /// Its name.
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::Cpu => "cpu",
-            Self::Wgpu => "wgpu",
-            Self::Cuda => "cuda",
-        }
-    }
-}
-
 impl TransportName {
     /// What the ranks are by this name, where this process is.
     ///
@@ -102,17 +74,13 @@ impl TransportName {
             let by = format!("this build, which has: threads; {WITH_MPI}");
             return Error::unsupported("transport mpi", by).into();
         }
-        missing("transport", "nccl", transports())
+        Error::unsupported("transport nccl", format!("this build, which has: {}", transports())).into()
     }
 }
 
 /// The transports of this build.
 pub(crate) const fn transports() -> &'static str {
     if cfg!(feature = "mpi") { "threads, mpi" } else { "threads" }
-}
-
-fn missing(what: &str, name: &str, has: &str) -> Failure {
-    Error::unsupported(format!("{what} {name}"), format!("this build, which has: {has}")).into()
 }
 
 /// The most threads of all ranks together.

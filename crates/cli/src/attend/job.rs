@@ -4,7 +4,7 @@
 use std::{ffi::OsStr, os::unix::ffi::OsStrExt, path::Path, time::Instant};
 
 use annulus::{
-    Attention, Backward, Cpu, Forward, RankPlan, Report,
+    Attention, Backward, Forward, RankPlan, Report,
     comm::{
         Descriptor,
         trace::{Trace, TraceLog},
@@ -18,8 +18,8 @@ use super::{
     summary::{Pass, RankFigures, Summary},
 };
 use crate::{
-    arguments::ring::BackendName,
     crew::{Crew, Endpoint},
+    engine::{Engine, with_backend},
     failure::{Failure, Outcome},
     file::{self, Output},
     input::{Input, OutputGradients, Share},
@@ -36,7 +36,7 @@ pub(crate) struct Job<'a> {
     /// Shape of the sinks that it has.
     pub(crate) sinks: Option<SinkShape>,
     /// What computes.
-    pub(crate) backend: BackendName,
+    pub(crate) engine: Engine,
     /// Threads of each rank.
     pub(crate) threads: usize,
     /// The layout, or `None` to choose one from the mask.
@@ -76,10 +76,7 @@ impl Job<'_> {
     /// Whatever a rank or a file reports.
     pub(super) fn run_as<T: Element>(&self, crew: &mut Crew) -> Outcome<Summary> {
         let progress = if crew.leads() { Progress::on_terminal() } else { Progress::nowhere() };
-        let summary = match self.backend {
-            BackendName::Cpu => self.phases::<T, _>(crew, &progress, || Cpu::new(self.threads)),
-            other => Err(other.missing()),
-        };
+        let summary = with_backend!(&self.engine, self.threads, make => self.phases::<T, _>(crew, &progress, make));
         progress.finish();
         summary
     }
@@ -234,7 +231,7 @@ impl Job<'_> {
                 "{count} rank{} of {threads} thread{}, {}, {layout} layout, {route} route, {dtype}, {pairs} visible pairs",
                 plural(count),
                 plural(threads),
-                self.backend.name(),
+                self.engine.name(),
             ),
             passes: [("forward", per_pair), ("backward", 2.5 * per_pair)]
                 .into_iter()

@@ -19,6 +19,7 @@ use crate::{
         values::{DTypeName, LayoutName, finite, positive, probability, ranks, silence, threads},
     },
     crew::Crew,
+    engine::Engine,
     failure::{Failure, Outcome},
     input::{Input, SinksForm},
     report::complain,
@@ -105,6 +106,9 @@ struct RingFlags {
     /// What computes
     #[arg(long, value_enum, default_value = "cpu")]
     backend: BackendName,
+    /// Which device, counted from 0 as `annulus doctor` lists them; the first if not said
+    #[arg(long, value_name = "N")]
+    device: Option<usize>,
     /// How ranks reach each other
     #[arg(long, value_enum, default_value = "auto")]
     transport: TransportName,
@@ -136,15 +140,15 @@ enum BiasOrderName {
 
 /// Runs `annulus attend`.
 pub(crate) fn run(flags: &AttendFlags) -> Outcome {
-    flags.ring.backend.check()?;
+    let engine = Engine::open(flags.ring.backend, flags.ring.device)?;
     let mut crew = Crew::form("attend", flags.ring.transport, flags.ring.deadline)?;
-    let done = flags.attend(&mut crew);
+    let done = flags.attend(&mut crew, engine);
     crew.end(done)
 }
 
 impl AttendFlags {
-    fn attend(&self, crew: &mut Crew) -> Outcome {
-        let RingFlags { backend, ranks, threads, layout, trace, .. } = &self.ring;
+    fn attend(&self, crew: &mut Crew, engine: Engine) -> Outcome {
+        let RingFlags { ranks, threads, layout, trace, .. } = &self.ring;
         crew.enlist(*ranks, 1)?;
         let threads = crew.threads(*threads)?;
         let input = crew.agree(Input::open(&self.input).map_err(Failure::from))?;
@@ -157,7 +161,7 @@ impl AttendFlags {
         let job = Job {
             attention: self.attention(&input, dtype, sinks),
             sinks,
-            backend: *backend,
+            engine,
             threads,
             layout: layout.layout(),
             backward: self.backward,

@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use annulus::{Attention, Cpu, Forward, RankPlan, Tensors};
-use annulus_core::{Batch, DType, Dims, Element, Result, Runs};
+use annulus::{Attention, Forward, RankPlan, Tensors};
+use annulus_core::{Backend, Batch, DType, Dims, Element, Host, Result, Runs};
 use ndarray::Array4;
 use serde_json::{Map, Value, json};
 
@@ -14,6 +14,7 @@ use super::{
 use crate::{
     arguments::mask::{AlignmentName, MaskFlags},
     crew::Crew,
+    engine::{Engine, with_backend},
     failure::{Failure, Outcome},
     pairs,
     random::Stream,
@@ -31,8 +32,8 @@ pub(super) struct Case<'a> {
 }
 
 /// One rank with its rows.
-struct Rank<T: Element> {
-    plan: RankPlan<Cpu>,
+struct Rank<T: Element, B: Backend<Space = Host>> {
+    plan: RankPlan<B>,
     q: Array4<T>,
     k: Array4<T>,
     v: Array4<T>,
@@ -71,18 +72,27 @@ impl<'a> Case<'a> {
     /// Collective over the processes.
     /// # Errors
     /// Whatever a rank reports.
-    pub(super) fn run<T: Element>(&self, crew: &mut Crew, what: &[What]) -> Outcome {
+    pub(super) fn run<T: Element>(&self, crew: &mut Crew, what: &[What], engine: &Engine) -> Outcome {
+        with_backend!(engine, self.flags.threads, make => self.run_on::<T, _>(crew, what, make))
+    }
+
+    fn run_on<T: Element, B: Backend<Space = Host>>(
+        &self,
+        crew: &mut Crew,
+        what: &[What],
+        backend: impl Fn() -> Result<B> + Sync,
+    ) -> Outcome {
         let pairs = crew.agree(self.attention().spec(self.dims).and_then(|_| self.pairs()).map_err(Failure::of_flags))?;
         for &what in what {
             let attention = if what == What::Forward { self.attention().forward_only() } else { self.attention() };
             let layout = self.flags.layout.layout();
             let endpoints = crew.endpoints()?;
             let mut ranks = crew.each(endpoints, |_, transport| {
-                let mut plan = RankPlan::new(&attention, self.dims, layout.clone(), Cpu::new(self.flags.threads)?, transport)?;
+                let mut plan = RankPlan::new(&attention, self.dims, layout.clone(), backend()?, transport)?;
                 if self.batch != Batch::default() {
                     plan.update(&self.batch)?;
                 }
-                Ok(Rank::<T>::new(plan, &self.dims))
+                Ok(Rank::<T, B>::new(plan, &self.dims))
             })?;
             let least = least(crew, |crew| match &mut ranks[..] {
                 // nobody else to run beside
@@ -149,9 +159,9 @@ impl<'a> Case<'a> {
     }
 }
 
-impl<T: Element> Rank<T> {
+impl<T: Element, B: Backend<Space = Host>> Rank<T, B> {
     /// A rank with random tensors.
-    fn new(plan: RankPlan<Cpu>, dims: &Dims) -> Self {
+    fn new(plan: RankPlan<B>, dims: &Dims) -> Self {
         let normal = |name: &str, rows: &Runs, heads, dim| {
             let stream = Stream::new(0, name);
             let rows: Vec<i64> = rows.iter().collect();

@@ -15,6 +15,7 @@ use crate::{
         values::{DTypeName, LayoutName, Window, count, ranks, threads},
     },
     crew::{Crew, PATIENCE},
+    engine::Engine,
     failure::{Failure, Outcome},
 };
 use case::Case;
@@ -80,6 +81,12 @@ pub(crate) struct BenchFlags {
     /// Threads of each rank
     #[arg(long, value_name = "N", default_value = "1", value_parser = threads)]
     threads: usize,
+    /// What computes
+    #[arg(long, value_enum, default_value = "cpu")]
+    backend: BackendName,
+    /// Which device, counted from 0 as `annulus doctor` lists them; the first if not said
+    #[arg(long, value_name = "N")]
+    device: Option<usize>,
     /// How ranks reach each other
     #[arg(long, value_enum, default_value = "auto")]
     transport: TransportName,
@@ -104,13 +111,13 @@ enum What {
 
 /// Runs `annulus bench`.
 pub(crate) fn run(flags: &BenchFlags) -> Outcome {
-    BackendName::Cpu.check()?;
+    let engine = Engine::open(flags.backend, flags.device)?;
     let mut crew = Crew::form("bench", flags.transport, PATIENCE)?;
-    let done = bench(flags, &mut crew);
+    let done = bench(flags, &mut crew, &engine);
     crew.end(done)
 }
 
-fn bench(flags: &BenchFlags, crew: &mut Crew) -> Outcome {
+fn bench(flags: &BenchFlags, crew: &mut Crew, engine: &Engine) -> Outcome {
     crew.enlist(flags.ranks, 1)?;
     crew.threads(Some(flags.threads))?;
     // whatever differs would not be timed together
@@ -122,10 +129,10 @@ fn bench(flags: &BenchFlags, crew: &mut Crew) -> Outcome {
                 for &causal in &flags.causal {
                     let case = Case::new(flags, dtype.into(), head_dim, (q_len, kv_len), causal);
                     match DType::from(dtype) {
-                        DType::F64 => case.run::<f64>(crew, &flags.what),
-                        DType::F32 => case.run::<f32>(crew, &flags.what),
-                        DType::Bf16 => case.run::<bf16>(crew, &flags.what),
-                        DType::F16 => case.run::<f16>(crew, &flags.what),
+                        DType::F64 => case.run::<f64>(crew, &flags.what, engine),
+                        DType::F32 => case.run::<f32>(crew, &flags.what, engine),
+                        DType::Bf16 => case.run::<bf16>(crew, &flags.what, engine),
+                        DType::F16 => case.run::<f16>(crew, &flags.what, engine),
                     }?;
                 }
             }

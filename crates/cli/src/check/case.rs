@@ -3,13 +3,16 @@
 use std::{collections::BTreeMap, path::Path, time::Duration};
 
 use annulus::{Attention, Backward, Forward, Plan};
-use annulus_core::{Batch, Element, Error, Layout, Result, Runs, SinkShape};
+use annulus_core::{Backend, Batch, Element, Error, Host, Layout, Result, Runs, SinkShape};
 
 use super::{
     compare::{Expected, largest_error},
     index::Case,
 };
-use crate::input::{Input, OutputGradients, Share};
+use crate::{
+    engine::{Engine, with_backend},
+    input::{Input, OutputGradients, Share},
+};
 
 /// A case computes in moments: a ring that is silent for this long is stuck.
 pub(super) const DEADLINE: Duration = Duration::from_secs(30);
@@ -44,9 +47,9 @@ struct Loaded<T: Element> {
 }
 
 /// Computes `case` in `T` on every ring.
-pub(super) fn run<T: Element>(folder: &Path, case: &Case, rings: &[Ring]) -> Vec<Verdict> {
+pub(super) fn run<T: Element>(folder: &Path, case: &Case, rings: &[Ring], engine: &Engine) -> Vec<Verdict> {
     match Loaded::<T>::new(folder, case) {
-        Ok(loaded) => rings.iter().map(|ring| loaded.judge(case, ring).unwrap_or_else(Verdict::Failed)).collect(),
+        Ok(loaded) => rings.iter().map(|ring| loaded.judge(case, ring, engine).unwrap_or_else(Verdict::Failed)).collect(),
         Err(error) => rings.iter().map(|_| Verdict::Failed(error.clone())).collect(),
     }
 }
@@ -103,8 +106,13 @@ impl<T: Element> Loaded<T> {
         tolerances::<T>(case)?.iter().map(load).collect()
     }
 
-    fn judge(&self, case: &Case, ring: &Ring) -> Result<Verdict> {
-        let mut plan: Plan = self.attention.plan(case.dims(), ring.ranks, ring.layout.clone())?;
+    fn judge(&self, case: &Case, ring: &Ring, engine: &Engine) -> Result<Verdict> {
+        with_backend!(engine, 1, make => {
+            self.judge_plan(Plan::on(&self.attention, case.dims(), ring.ranks, ring.layout.clone(), |_| make())?)
+        })
+    }
+
+    fn judge_plan<B: Backend<Space = Host>>(&self, mut plan: Plan<B>) -> Result<Verdict> {
         if self.batch != Batch::default() {
             plan.update(&self.batch)?;
         }

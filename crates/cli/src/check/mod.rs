@@ -23,6 +23,7 @@ use crate::{
         values::{LayoutName, ranks},
     },
     crew::{Crew, PATIENCE},
+    engine::Engine,
     failure::{Failure, Outcome, one_line},
     report::say,
 };
@@ -50,6 +51,9 @@ pub(crate) struct CheckFlags {
     /// What computes
     #[arg(long, value_enum, default_value = "cpu")]
     backend: BackendName,
+    /// Which device, counted from 0 as `annulus doctor` lists them; the first if not said
+    #[arg(long, value_name = "N")]
+    device: Option<usize>,
     /// How ranks reach each other
     #[arg(long, value_enum, default_value = "auto")]
     transport: TransportName,
@@ -104,13 +108,13 @@ const SIZES: [usize; 5] = [1, 2, 3, 4, 7];
 
 /// Runs `annulus check`.
 pub(crate) fn run(flags: &CheckFlags) -> Outcome {
-    flags.backend.check()?;
+    let engine = Engine::open(flags.backend, flags.device)?;
     let mut crew = Crew::form("check", flags.transport, PATIENCE)?;
-    let done = check(flags, &mut crew);
+    let done = check(flags, &mut crew, &engine);
     crew.end(done)
 }
 
-fn check(flags: &CheckFlags, crew: &mut Crew) -> Outcome {
+fn check(flags: &CheckFlags, crew: &mut Crew, engine: &Engine) -> Outcome {
     let sizes = crew.agree(flags.sizes(crew))?;
     let index = crew.agree(Index::read(&flags.folder).map_err(Failure::from))?;
     let rings: Vec<(Ring, String)> = sizes.iter().flat_map(|&ranks| flags.layout.iter().map(move |&layout| ring(ranks, layout))).collect();
@@ -122,7 +126,7 @@ fn check(flags: &CheckFlags, crew: &mut Crew) -> Outcome {
         }
         return Err(Failure::Reported);
     }
-    let verdicts = compute(&flags.folder, &units, &rings, crew)?;
+    let verdicts = compute(&flags.folder, &units, &rings, crew, engine)?;
     let mut count = Count::default();
     for ((id, _, dtype), verdicts) in units.iter().zip(verdicts) {
         for ((_, ring), verdict) in rings.iter().zip(verdicts) {
@@ -178,23 +182,23 @@ fn units(index: &Index, flags: &CheckFlags) -> Vec<Unit> {
 }
 
 /// Every unit's verdicts, a ring each; where ranks are processes, on the first of them, and none on the others.
-fn compute(folder: &Path, units: &[Unit], rings: &[(Ring, String)], crew: &mut Crew) -> Outcome<Vec<Vec<Verdict>>> {
+fn compute(folder: &Path, units: &[Unit], rings: &[(Ring, String)], crew: &mut Crew, engine: &Engine) -> Outcome<Vec<Vec<Verdict>>> {
     let rings: Vec<Ring> = rings.iter().map(|(ring, _)| ring.clone()).collect();
     #[cfg(feature = "mpi")]
     if crew.is_of_processes() {
-        return processes::compute(folder, units, &rings, crew);
+        return processes::compute(folder, units, &rings, crew, engine);
     }
     #[cfg(not(feature = "mpi"))]
     let _: &Crew = crew;
-    Ok(compute_on_threads(folder, units, &rings)?)
+    Ok(compute_on_threads(folder, units, &rings, engine)?)
 }
 
 /// Every unit's verdicts, computed on as many threads as the machine runs at once.
-fn compute_on_threads(folder: &Path, units: &[Unit], rings: &[Ring]) -> Result<Vec<Vec<Verdict>>> {
+fn compute_on_threads(folder: &Path, units: &[Unit], rings: &[Ring], engine: &Engine) -> Result<Vec<Vec<Verdict>>> {
     let next = AtomicUsize::new(0);
     let judge = |(_, case, dtype): &Unit| match (case, dtype) {
-        (Ok(case), CheckedDType::F32) => case::run::<f32>(folder, case, rings),
-        (Ok(case), CheckedDType::F64) => case::run::<f64>(folder, case, rings),
+        (Ok(case), CheckedDType::F32) => case::run::<f32>(folder, case, rings, engine),
+        (Ok(case), CheckedDType::F64) => case::run::<f64>(folder, case, rings, engine),
         (Err(error), _) => rings.iter().map(|_| Verdict::Failed(error.clone())).collect(),
     };
     let worker = |_, ()| {

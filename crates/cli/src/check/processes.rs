@@ -9,10 +9,10 @@ use std::{
 };
 
 use annulus::{
-    Cpu, RankPlan,
+    RankPlan,
     comm::mpi::{FirstRanks, Settings},
 };
-use annulus_core::{Batch, Element, Error, Result};
+use annulus_core::{Backend, Batch, Element, Error, Host, Result};
 use serde::{Deserialize, Serialize};
 
 use super::{
@@ -23,6 +23,7 @@ use super::{
 };
 use crate::{
     crew::Crew,
+    engine::{Engine, with_backend},
     failure::{Failure, Outcome},
 };
 
@@ -40,7 +41,7 @@ enum Said {
 }
 
 /// Every unit's verdicts, a ring each, on the first process; none on the others.
-pub(super) fn compute(folder: &Path, units: &[Unit], rings: &[Ring], crew: &mut Crew) -> Outcome<Vec<Vec<Verdict>>> {
+pub(super) fn compute(folder: &Path, units: &[Unit], rings: &[Ring], crew: &mut Crew, engine: &Engine) -> Outcome<Vec<Vec<Verdict>>> {
     let mut parts: BTreeMap<usize, Option<FirstRanks>> = BTreeMap::new();
     for ring in rings {
         if let Entry::Vacant(entry) = parts.entry(ring.ranks) {
@@ -56,8 +57,8 @@ pub(super) fn compute(folder: &Path, units: &[Unit], rings: &[Ring], crew: &mut 
             said.push(match (part, case, dtype) {
                 (None, ..) => Said::Fine,
                 (_, Err(error), _) => Said::of(&Verdict::Failed(error.clone())),
-                (Some(part), Ok(case), CheckedDType::F32) => judge::<f32>(folder, case, ring, part, &settings),
-                (Some(part), Ok(case), CheckedDType::F64) => judge::<f64>(folder, case, ring, part, &settings),
+                (Some(part), Ok(case), CheckedDType::F32) => judge::<f32>(folder, case, ring, part, &settings, engine),
+                (Some(part), Ok(case), CheckedDType::F64) => judge::<f64>(folder, case, ring, part, &settings, engine),
             });
             crew.alive()?;
         }
@@ -70,16 +71,24 @@ pub(super) fn compute(folder: &Path, units: &[Unit], rings: &[Ring], crew: &mut 
     Ok(verdicts)
 }
 
-fn judge<T: Element>(folder: &Path, case: &Case, ring: &Ring, part: &FirstRanks, settings: &Settings) -> Said {
-    Said::of(&try_judge::<T>(folder, case, ring, part, settings).unwrap_or_else(Verdict::Failed))
+fn judge<T: Element>(folder: &Path, case: &Case, ring: &Ring, part: &FirstRanks, settings: &Settings, engine: &Engine) -> Said {
+    let verdict = with_backend!(engine, 1, make => try_judge::<T, _>(folder, case, ring, part, settings, make));
+    Said::of(&verdict.unwrap_or_else(Verdict::Failed))
 }
 
-fn try_judge<T: Element>(folder: &Path, case: &Case, ring: &Ring, part: &FirstRanks, settings: &Settings) -> Result<Verdict> {
+fn try_judge<T: Element, B: Backend<Space = Host>>(
+    folder: &Path,
+    case: &Case,
+    ring: &Ring,
+    part: &FirstRanks,
+    settings: &Settings,
+    backend: impl Fn() -> Result<B>,
+) -> Result<Verdict> {
     let opened = Opened::new::<T>(folder, case);
     // made even by a rank that has nothing to do on it: dropping it says goodbye to the others, who then wait no longer
     let transport = part.ring(settings.clone())?;
     let Opened { input, sinks, attention } = opened?;
-    let mut plan = RankPlan::new(&attention, input.dims, ring.layout.clone(), Cpu::new(1)?, transport)?;
+    let mut plan = RankPlan::new(&attention, input.dims, ring.layout.clone(), backend()?, transport)?;
     let (q_rows, kv_rows) = (plan.q_rows().clone(), plan.kv_rows().clone());
     let share = input.share::<T>(sinks, &q_rows, &kv_rows)?;
     let batch = input.batch(&q_rows, &kv_rows)?;

@@ -65,7 +65,9 @@ fn line(name: &str, what: &str) {
 fn of_build(isa: Isa) {
     line("annulus", env!("CARGO_PKG_VERSION"));
     line("target", &format!("{} {}", std::env::consts::ARCH, std::env::consts::OS));
-    line("backends", "cpu (wgpu, cuda: not in this build)");
+    line("backends", if cfg!(feature = "wgpu") { "cpu, wgpu (cuda: not in this build)" } else { "cpu (wgpu, cuda: not in this build)" });
+    #[cfg(feature = "wgpu")]
+    of_adapters();
     line(
         "transports",
         if cfg!(feature = "mpi") { "threads, mpi (nccl: not in this build)" } else { "threads (mpi, nccl: not in this build)" },
@@ -75,6 +77,31 @@ fn of_build(isa: Isa) {
     let available: Vec<&str> = Isa::ALL.into_iter().filter(|isa| isa.is_available()).map(Isa::name).collect();
     line("tiles for", &format!("{} (this machine can: {}; {} forces one)", isa.name(), available.join(" "), Isa::VARIABLE));
     line("threads", &format!("{} at once on this machine", cores()));
+}
+
+/// What GPUs there are.
+#[cfg(feature = "wgpu")]
+fn of_adapters() {
+    let adapters = annulus_wgpu::Gpu::list();
+    if adapters.is_empty() {
+        line("wgpu", "no adapter: no Vulkan, Metal or DX12 driver was found");
+    }
+    for adapter in adapters {
+        let levels: Vec<&str> = adapter.levels.iter().map(|level| level.name()).collect();
+        let kind = if adapter.software { ", on the processor" } else { "" };
+        let (least, most) = adapter.subgroups;
+        line(
+            "wgpu",
+            &format!(
+                "device {}: {} ({}, {}{kind}), subgroups {least} to {most}, levels: {}",
+                adapter.number,
+                adapter.name,
+                adapter.api,
+                adapter.driver,
+                levels.join(" ")
+            ),
+        );
+    }
 }
 
 /// What the CPU offers of what tiles could use.

@@ -80,7 +80,11 @@ fn what_this_build_has_not_is_named() {
     let folder = Folder::new("unsupported");
     Tensors::qkv([4, 2, 4], [4, 2, 4], 4).write(&folder.path("in.safetensors"));
     let attend = "attend --input in.safetensors --output out.safetensors";
-    folder.run(&format!("{attend} --backend wgpu")).failed(1, &["wgpu", "not supported", "cpu"]);
+    #[cfg(not(feature = "wgpu"))]
+    folder.run(&format!("{attend} --backend wgpu")).failed(1, &["wgpu", "not supported", "cpu", "--features wgpu"]);
+    #[cfg(feature = "wgpu")]
+    folder.run(&format!("{attend} --backend wgpu --device 1000")).failed(1, &["wgpu device 1000", "this machine"]);
+    folder.run(&format!("{attend} --device 0")).failed(2, &["--device", "no devices"]);
     folder.run(&format!("{attend} --backend cuda")).failed(1, &["cuda", "cpu"]);
     #[cfg(not(feature = "mpi"))]
     folder.run(&format!("{attend} --transport mpi")).failed(1, &["mpi", "threads", "--features mpi"]);

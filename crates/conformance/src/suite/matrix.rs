@@ -52,7 +52,7 @@ pub fn matrix(subject: &dyn Subject, scale: Scale) -> Verdict {
                 let draw = &mut Draw::new(number as u64);
                 let dims = dims(draw);
                 let layout = LAYOUTS.get(layout).cloned().unwrap_or_else(|| random_layout(&dims, ranks, draw));
-                let case = featured(family, dims, draw).in_dtype(draw.pick(&DTYPES));
+                let case = featured(family, dims, draw).in_dtype(draw.pick(subject.dtypes()));
                 examine(subject, &judge(&case)?, &case, &Setting::new(ranks, layout))?;
             }
         }
@@ -72,7 +72,7 @@ pub fn sizes(subject: &dyn Subject, scale: Scale) -> Verdict {
         let mut case = featured(draw.pick(&[1, 2, 3]), dims, draw);
         case.spec.alignment = Alignment::BottomRight;
         for (turn, layout) in LAYOUTS.into_iter().enumerate() {
-            let case = case.in_dtype(DTYPES[(number + turn) % DTYPES.len()]);
+            let case = case.in_dtype(subject.dtypes()[(number + turn) % subject.dtypes().len()]);
             examine(subject, &judge(&case)?, &case, &Setting::new(draw.pick(&[2, 3, 5]), layout))?;
         }
     }
@@ -86,7 +86,7 @@ pub fn sizes(subject: &dyn Subject, scale: Scale) -> Verdict {
 pub fn random_cases(subject: &dyn Subject, seeds: impl Iterator<Item = u64>) -> Verdict {
     for seed in seeds {
         let draw = &mut Draw::new(!seed);
-        let case = Case::random(seed).in_dtype(draw.pick(&DTYPES));
+        let case = Case::random(seed).in_dtype(draw.pick(subject.dtypes()));
         let ranks = draw.pick(&[1, 2, 3, 4, 6]);
         let layout = match draw.below(5) {
             0 => None,

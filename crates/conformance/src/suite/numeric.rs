@@ -13,7 +13,7 @@ use crate::{Answer, Case, Draw, Masks, Setting, Subject, epsilon};
 /// # Errors
 /// The first rule that is broken, and how.
 pub fn numeric_rules(subject: &dyn Subject) -> Verdict {
-    for dtype in [DType::F64, DType::F32, DType::Bf16, DType::F16] {
+    for &dtype in subject.dtypes() {
         for setting in settings() {
             numeric_rules_on(subject, dtype, &setting)?;
         }

@@ -1,0 +1,172 @@
+//! The seam: which pass serves which call.
+
+use std::ops::Range;
+
+use annulus_core::{Backend, Block, DType, Error, Gradients, Inputs, Local, Outputs, Result, Saved, Spec, Tick};
+
+use crate::{
+    backward, backward_keys, backward_queries,
+    device::Gpu,
+    finish, forward,
+    memory::{GpuBuffer, Queued, WgpuSpace},
+    records,
+    workspace::Workspace,
+};
+
+/// Attention on a [`Gpu`].
+#[derive(Debug, Clone)]
+pub struct Wgpu {
+    gpu: Gpu,
+}
+
+impl Wgpu {
+    /// The longest vectors of queries, keys and values.
+    pub const MOST_DIM: usize = 256;
+
+    /// A backend on this device. Several ranks may share one.
+    pub const fn new(gpu: Gpu) -> Self {
+        Self { gpu }
+    }
+
+    /// The device.
+    pub const fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+}
+
+impl Backend for Wgpu {
+    type Space = WgpuSpace;
+    type Workspace = Workspace;
+
+    fn name(&self) -> &'static str {
+        "wgpu"
+    }
+
+    fn arithmetic(&self) -> String {
+        format!("wgpu {} {}", self.gpu.name(), self.gpu.level().name())
+    }
+
+    /// Everything but f64 and vectors longer than [`Wgpu::MOST_DIM`]. Products of f32 inputs are true f32 whatever [`Spec::precision`] allows.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`], and as [`Spec::validate`].
+    fn supports(&self, spec: &Spec) -> Result<()> {
+        spec.validate()?;
+        if spec.dtype == DType::F64 {
+            return Err(Error::unsupported("f64", "wgpu"));
+        }
+        for (name, dim) in [("head_dim", spec.dims.head_dim), ("value_dim", spec.dims.value_dim)] {
+            if dim > Self::MOST_DIM {
+                return Err(Error::unsupported(format!("{name} {dim} (at most {})", Self::MOST_DIM), "wgpu"));
+            }
+        }
+        Ok(())
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<GpuBuffer> {
+        GpuBuffer::new(&self.gpu, "block", bytes)
+    }
+
+    fn workspace(&self, local: &Local, backward: bool) -> Result<Workspace> {
+        Workspace::new(&self.gpu, local, backward)
+    }
+
+    fn update(&self, workspace: &mut Workspace, local: &Local) -> Result<()> {
+        if !workspace.update(local) {
+            *workspace = Workspace::new(&self.gpu, local, workspace.backward)?;
+        }
+        Ok(())
+    }
+
+    fn pack(&self, workspace: &mut Workspace, inputs: &Inputs<'_, WgpuSpace>, into: &mut GpuBuffer) -> Result<Queued> {
+        records::pack(&self.gpu, workspace, inputs, into).map(|()| Queued)
+    }
+
+    fn begin(&self, workspace: &mut Workspace, _: &Inputs<'_, WgpuSpace>) -> Result<()> {
+        forward::begin(&self.gpu, workspace)
+    }
+
+    fn attend(
+        &self,
+        workspace: &mut Workspace,
+        inputs: &Inputs<'_, WgpuSpace>,
+        block: &Block<'_, WgpuSpace>,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        forward::attend(&self.gpu, workspace, inputs, block, tick)
+    }
+
+    fn finish(&self, workspace: &mut Workspace, inputs: &Inputs<'_, WgpuSpace>, outputs: &mut Outputs<'_, WgpuSpace>) -> Result<()> {
+        finish::finish(&self.gpu, workspace, inputs, outputs)
+    }
+
+    fn begin_backward(&self, workspace: &mut Workspace, _: &Inputs<'_, WgpuSpace>, saved: &Saved<'_, WgpuSpace>) -> Result<()> {
+        backward::begin(&self.gpu, workspace, saved)
+    }
+
+    fn attend_queries(
+        &self,
+        workspace: &mut Workspace,
+        inputs: &Inputs<'_, WgpuSpace>,
+        saved: &Saved<'_, WgpuSpace>,
+        block: &Block<'_, WgpuSpace>,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        backward_queries::attend_queries(&self.gpu, workspace, inputs, saved, block, tick)
+    }
+
+    fn attend_keys(
+        &self,
+        workspace: &mut Workspace,
+        inputs: &Inputs<'_, WgpuSpace>,
+        saved: &Saved<'_, WgpuSpace>,
+        block: &Block<'_, WgpuSpace>,
+        fresh: &mut GpuBuffer,
+        tick: Tick<'_>,
+    ) -> Result<Queued> {
+        backward_keys::attend_keys(&self.gpu, workspace, inputs, saved, block, fresh, tick).map(|()| Queued)
+    }
+
+    fn pack_queries(
+        &self,
+        workspace: &mut Workspace,
+        inputs: &Inputs<'_, WgpuSpace>,
+        saved: &Saved<'_, WgpuSpace>,
+        into: &mut GpuBuffer,
+    ) -> Result<Queued> {
+        records::pack_queries(&self.gpu, workspace, inputs, saved, into).map(|()| Queued)
+    }
+
+    fn attend_keys_home(
+        &self,
+        workspace: &mut Workspace,
+        inputs: &Inputs<'_, WgpuSpace>,
+        queries: &Block<'_, WgpuSpace>,
+        home: &mut GpuBuffer,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        backward_keys::attend_keys_home(&self.gpu, workspace, inputs, queries, home, tick)
+    }
+
+    fn combine(
+        &self,
+        workspace: &mut Workspace,
+        into: &mut GpuBuffer,
+        from: &GpuBuffer,
+        _: &Queued,
+        places: &[(Range<u64>, Range<u64>)],
+        add: bool,
+    ) -> Result<Queued> {
+        records::combine(&self.gpu, workspace, into, from, places, add).map(|()| Queued)
+    }
+
+    fn finish_backward(
+        &self,
+        workspace: &mut Workspace,
+        inputs: &Inputs<'_, WgpuSpace>,
+        home: &GpuBuffer,
+        gradients: &mut Gradients<'_, WgpuSpace>,
+    ) -> Result<()> {
+        backward::finish(&self.gpu, workspace, inputs, home, gradients)
+    }
+}

@@ -1,0 +1,377 @@
+//! A device and its queue: found, opened or handed in; asked for pipelines, memory and work; its failures made into errors.
+//!
+//! Every call to wgpu that can fail runs inside [`Gpu::guard`]: error scopes catch what validation, memory and the driver say, and the
+//! device-lost callback what no scope can. Nothing waits longer than [`PATIENCE`] for a device that does not answer.
+
+use std::{
+    collections::HashMap,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use annulus_core::{Error, Result};
+use wgpu::{BufferUsages, ErrorFilter, Features, PollType};
+
+use crate::{
+    Level,
+    kernels::{Access, Source, Variant},
+    staging::Staging,
+};
+
+/// How long a device may take to answer when somebody waits for it.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// An adapter of this machine, as [`Gpu::list`] finds them.
+#[derive(Debug, Clone)]
+pub struct Adapter {
+    /// What [`Options::number`] chooses it by.
+    pub number: usize,
+    /// Its name, as the driver says.
+    pub name: String,
+    /// Driver and its version.
+    pub driver: String,
+    /// Vulkan, Metal or DX12.
+    pub api: String,
+    /// Whether it computes on the processor.
+    pub software: bool,
+    /// Smallest and largest subgroup.
+    pub subgroups: (u32, u32),
+    /// The levels that it can run.
+    pub levels: Vec<Level>,
+}
+
+/// How a device is opened.
+#[derive(Debug, Clone, Default)]
+pub struct Options {
+    /// Which adapter of [`Gpu::list`].
+    pub number: usize,
+    /// The level, or `None` for the one that [`Level::VARIABLE`] names, or else the highest that the adapter can run.
+    pub level: Option<Level>,
+    /// The most bytes of one binding, or `None` for the adapter's own: a way to try what a small device does.
+    pub most_binding_bytes: Option<u64>,
+    /// The most bytes of one buffer, or `None` for the adapter's own.
+    pub most_buffer_bytes: Option<u64>,
+}
+
+/// A device that computes. A clone is the same device.
+#[derive(Debug, Clone)]
+pub struct Gpu(Arc<Parts>);
+
+struct Parts {
+    device: wgpu::Device,
+    queue: wgpu::Queue,
+    name: String,
+    level: Level,
+    most_binding: u64,
+    alignment: u64,
+    pipelines: Mutex<HashMap<Variant, Arc<Pipeline>>>,
+    staging: Staging,
+    lost: Arc<Mutex<Option<String>>>,
+    /// Bound where a kernel has a binding that this plan has nothing for.
+    nothing: wgpu::Buffer,
+}
+
+/// A kernel, compiled.
+pub(crate) struct Pipeline {
+    pub(crate) pipeline: wgpu::ComputePipeline,
+    pub(crate) layout: wgpu::BindGroupLayout,
+    /// Bytes of the kernel's numbers.
+    pub(crate) numbers: usize,
+}
+
+fn instance() -> wgpu::Instance {
+    let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();
+    descriptor.backends = wgpu::Backends::VULKAN | wgpu::Backends::METAL | wgpu::Backends::DX12;
+    wgpu::Instance::new(descriptor)
+}
+
+fn adapters() -> Vec<wgpu::Adapter> {
+    pollster::block_on(instance().enumerate_adapters(wgpu::Backends::all()))
+}
+
+/// Levels for an adapter or device with these features and smallest subgroup.
+fn levels(features: Features, smallest_subgroup: u32) -> Vec<Level> {
+    let shuffles = features.contains(Features::SUBGROUP) && smallest_subgroup >= 8;
+    Level::ALL.into_iter().filter(|&level| level == Level::Plain || shuffles).collect()
+}
+
+impl Gpu {
+    /// The adapters of this machine; none without a driver.
+    pub fn list() -> Vec<Adapter> {
+        let describe = |(number, adapter): (usize, wgpu::Adapter)| {
+            let info = adapter.get_info();
+            Adapter {
+                number,
+                name: info.name,
+                driver: format!("{} {}", info.driver, info.driver_info),
+                api: info.backend.to_string(),
+                software: info.device_type == wgpu::DeviceType::Cpu,
+                subgroups: (info.subgroup_min_size, info.subgroup_max_size),
+                levels: levels(adapter.features(), info.subgroup_min_size),
+            }
+        };
+        adapters().into_iter().enumerate().map(describe).collect()
+    }
+
+    /// Opens an adapter with all of its limits.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if there is no such adapter, or it cannot run the level; [`Error::InvalidArgument`] as [`Level::forced`];
+    /// [`Error::Device`] if it does not open.
+    pub fn open(options: &Options) -> Result<Self> {
+        let level = options.level.map_or_else(Level::forced, |level| Ok(Some(level)))?;
+        let found = adapters();
+        let count = found.len();
+        let Some(adapter) = found.into_iter().nth(options.number) else {
+            let have = if count == 0 {
+                "no Vulkan, Metal or DX12 driver was found".to_owned()
+            } else {
+                format!("there are {count}, counted from 0")
+            };
+            return Err(Error::unsupported(format!("wgpu device {}", options.number), format!("this machine: {have}")));
+        };
+        let wanted = Features::SUBGROUP | Features::TIMESTAMP_QUERY;
+        let mut limits = adapter.limits();
+        if let Some(most) = options.most_binding_bytes {
+            limits.max_storage_buffer_binding_size = limits.max_storage_buffer_binding_size.min(most);
+        }
+        if let Some(most) = options.most_buffer_bytes {
+            limits.max_buffer_size = limits.max_buffer_size.min(most);
+        }
+        let descriptor = wgpu::DeviceDescriptor {
+            label: Some("annulus"),
+            required_features: adapter.features() & wanted,
+            required_limits: limits,
+            ..Default::default()
+        };
+        let (device, queue) = pollster::block_on(adapter.request_device(&descriptor))
+            .map_err(|error| Error::Device { what: format!("{}: {error}", adapter.get_info().name) })?;
+        Self::adopt(device, queue, level)
+    }
+
+    /// Computes on a device and queue that somebody else made. Its device-lost callback is replaced; its error handler is not touched.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if it lacks what the level, or any level, needs; [`Error::Device`].
+    pub fn adopt(device: wgpu::Device, queue: wgpu::Queue, level: Option<Level>) -> Result<Self> {
+        let (info, limits) = (device.adapter_info(), device.limits());
+        let available = levels(device.features(), info.subgroup_min_size);
+        let highest = available.last().copied().unwrap_or(Level::Plain);
+        let level = level.unwrap_or(highest);
+        if !available.contains(&level) {
+            return Err(Error::unsupported(format!("wgpu level {}", level.name()), info.name));
+        }
+        for (what, has, needs) in [
+            ("invocations a workgroup", limits.max_compute_invocations_per_workgroup, 64),
+            ("bytes of workgroup memory", limits.max_compute_workgroup_storage_size, 16 << 10),
+            ("storage buffers a kernel", limits.max_storage_buffers_per_shader_stage, 8),
+        ] {
+            if has < needs {
+                return Err(Error::unsupported(format!("wgpu with {has} {what} (it takes {needs})"), info.name));
+            }
+        }
+        let lost = Arc::new(Mutex::new(None));
+        let place = Arc::clone(&lost);
+        device.set_device_lost_callback(move |reason, what| {
+            lock(&place).get_or_insert_with(|| format!("the device is lost ({reason:?}): {what}"));
+        });
+        let nothing = device.create_buffer(&wgpu::BufferDescriptor {
+            label: Some("nothing"),
+            size: 256,
+            usage: BufferUsages::STORAGE,
+            mapped_at_creation: false,
+        });
+        Ok(Self(Arc::new(Parts {
+            name: format!("{} ({} {})", info.name, info.driver, info.driver_info),
+            level,
+            // places in a binding are counted in 2-byte elements, by 32 bits
+            most_binding: limits.max_storage_buffer_binding_size.min(limits.max_buffer_size).min(1 << 32),
+            alignment: u64::from(limits.min_storage_buffer_offset_alignment.max(limits.min_uniform_buffer_offset_alignment)).max(4),
+            pipelines: Mutex::default(),
+            staging: Staging::default(),
+            lost,
+            nothing,
+            device,
+            queue,
+        })))
+    }
+
+    /// Name of adapter and driver.
+    pub fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    /// The level at which it computes.
+    pub fn level(&self) -> Level {
+        self.0.level
+    }
+
+    /// The device, for those who share it.
+    pub fn device(&self) -> &wgpu::Device {
+        &self.0.device
+    }
+
+    /// The queue, for those who share it.
+    pub fn queue(&self) -> &wgpu::Queue {
+        &self.0.queue
+    }
+
+    /// Waits until everything that was queued is done.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the device fails or does not answer within [`PATIENCE`].
+    pub fn synchronize(&self) -> Result<()> {
+        self.poll(PollType::Wait { submission_index: None, timeout: Some(PATIENCE) })
+    }
+
+    pub(crate) fn staging(&self) -> &Staging {
+        &self.0.staging
+    }
+
+    pub(crate) fn nothing(&self) -> &wgpu::Buffer {
+        &self.0.nothing
+    }
+
+    /// The most bytes of one binding.
+    pub(crate) fn most_binding(&self) -> u64 {
+        self.0.most_binding
+    }
+
+    /// What offsets of bindings are multiples of.
+    pub(crate) fn alignment(&self) -> u64 {
+        self.0.alignment
+    }
+
+    /// Workgroups as a grid of at most as many a line as the device takes.
+    pub(crate) fn grid(&self, groups: u32) -> (u32, u32) {
+        let most = self.0.device.limits().max_compute_workgroups_per_dimension.max(1);
+        let width = groups.clamp(1, most);
+        (width, groups.div_ceil(width))
+    }
+
+    /// Looks what has happened, without waiting.
+    pub(crate) fn look(&self) -> Result<()> {
+        self.poll(PollType::Poll)
+    }
+
+    fn poll(&self, how: PollType) -> Result<()> {
+        self.check_alive()?;
+        // wgpu has no error for a device that is lost in mid-poll: it panics
+        let polled = catch_unwind(AssertUnwindSafe(|| self.0.device.poll(how)));
+        self.check_alive()?;
+        match polled {
+            Ok(Ok(_)) => Ok(()),
+            Ok(Err(wgpu::PollError::Timeout)) => Err(fault(format!("{} did not answer for {} s", self.name(), PATIENCE.as_secs()))),
+            Ok(Err(error)) => Err(fault(error)),
+            Err(_) => Err(fault(format!("{} failed while it was polled", self.name()))),
+        }
+    }
+
+    fn check_alive(&self) -> Result<()> {
+        lock(&self.0.lost).as_ref().map_or(Ok(()), |what| Err(fault(what)))
+    }
+
+    /// Runs calls to wgpu; the first error that they cause, if any.
+    pub(crate) fn guard<T>(&self, calls: impl FnOnce(&wgpu::Device, &wgpu::Queue) -> T) -> Result<T> {
+        self.check_alive()?;
+        let device = &self.0.device;
+        let internal = device.push_error_scope(ErrorFilter::Internal);
+        let memory = device.push_error_scope(ErrorFilter::OutOfMemory);
+        let validation = device.push_error_scope(ErrorFilter::Validation);
+        let result = calls(device, &self.0.queue);
+        // innermost first
+        let [validation, memory, internal] = [validation, memory, internal].map(|scope| pollster::block_on(scope.pop()));
+        self.check_alive()?;
+        if memory.is_some() {
+            return Err(Error::OutOfMemory { asked: 0, free: None });
+        }
+        validation.or(internal).map_or(Ok(result), |error| Err(self.explain(error)))
+    }
+
+    /// An error of a call. Where the device is lost that is the reason, whatever the call says; wgpu tells of it in the next poll.
+    pub(crate) fn explain(&self, what: impl ToString) -> Error {
+        self.look().err().unwrap_or_else(|| fault(what))
+    }
+
+    /// A buffer of at least `bytes` bytes, a multiple of 4 and not empty.
+    pub(crate) fn create_buffer(&self, label: &str, bytes: u64, usage: BufferUsages) -> Result<wgpu::Buffer> {
+        let size = bytes.max(4).next_multiple_of(4);
+        let most = self.0.device.limits().max_buffer_size;
+        if size > most {
+            return Err(Error::OutOfMemory { asked: size, free: Some(most) });
+        }
+        let descriptor = wgpu::BufferDescriptor { label: Some(label), size, usage, mapped_at_creation: false };
+        self.guard(|device, _| device.create_buffer(&descriptor)).map_err(|error| match error {
+            Error::OutOfMemory { .. } => Error::OutOfMemory { asked: size, free: None },
+            other => other,
+        })
+    }
+
+    /// A kernel, compiled once for all plans on this device.
+    pub(crate) fn pipeline(&self, variant: Variant) -> Result<Arc<Pipeline>> {
+        if let Some(pipeline) = lock(&self.0.pipelines).get(&variant) {
+            return Ok(Arc::clone(pipeline));
+        }
+        let Source { wgsl, bindings, numbers } = variant.source();
+        let name = variant.name();
+        let made = self.guard(|device, _| {
+            let uniform = wgpu::BindGroupLayoutEntry {
+                binding: 0,
+                visibility: wgpu::ShaderStages::COMPUTE,
+                ty: wgpu::BindingType::Buffer { ty: wgpu::BufferBindingType::Uniform, has_dynamic_offset: false, min_binding_size: None },
+                count: None,
+            };
+            let storage = |(number, access): (u32, &Access)| wgpu::BindGroupLayoutEntry {
+                binding: number,
+                ty: wgpu::BindingType::Buffer {
+                    ty: wgpu::BufferBindingType::Storage { read_only: *access == Access::Read },
+                    has_dynamic_offset: false,
+                    min_binding_size: None,
+                },
+                ..uniform
+            };
+            let entries: Vec<_> = std::iter::once(uniform).chain((1..).zip(&bindings).map(storage)).collect();
+            let layout = device.create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label: Some(name), entries: &entries });
+            let whole = device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
+                label: Some(name),
+                bind_group_layouts: &[Some(&layout)],
+                immediate_size: 0,
+            });
+            let text = wgpu::ShaderModuleDescriptor { label: Some(name), source: wgpu::ShaderSource::Wgsl(wgsl.into()) };
+            let checks = wgpu::ShaderRuntimeChecks { force_loop_bounding: false, ..wgpu::ShaderRuntimeChecks::checked() };
+            // SAFETY: of the checks only the one against endless loops is left out. The texts are this crate's own, and every loop in them counts an
+            // unsigned number up to a bound that the loop does not change; where that number is read from a list, it is read once, before.
+            let module = unsafe { device.create_shader_module_trusted(text, checks) };
+            let pipeline = device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
+                label: Some(name),
+                layout: Some(&whole),
+                module: &module,
+                entry_point: Some("main"),
+                // kernels write what they read
+                compilation_options: wgpu::PipelineCompilationOptions { zero_initialize_workgroup_memory: false, ..Default::default() },
+                cache: None,
+            });
+            Pipeline { pipeline, layout, numbers }
+        })?;
+        let made = Arc::new(made);
+        lock(&self.0.pipelines).insert(variant, Arc::clone(&made));
+        Ok(made)
+    }
+}
+
+impl std::fmt::Debug for Parts {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Gpu").field("name", &self.name).field("level", &self.level).finish_non_exhaustive()
+    }
+}
+
+/// What the device says, as an error that ends the plan.
+pub(crate) fn fault(what: impl ToString) -> Error {
+    Error::Device { what: what.to_string() }
+}
+
+/// What a thread that panicked under the lock left is no worse than what it found: entries are whole or absent.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,129 @@
+// Functions whose bits must not depend on the adapter's taste: e^x, ln, tanh, roundings, and the random words of dropout.
+
+const NEGATIVE_INFINITY: u32 = 0xff800000u;
+
+fn is_negative_infinity(x: f32) -> bool {
+    return bitcast<u32>(x) == NEGATIVE_INFINITY;
+}
+
+// By its bits: a compiler may take it for granted that x = x.
+fn is_nan(x: f32) -> bool {
+    return (bitcast<u32>(x) & 0x7fffffffu) > 0x7f800000u;
+}
+
+// e^x = 2^n · e^r, |r| ≤ ln 2 / 2; 0 below the least normal number. x is at most about 0 wherever the result is used; NaN stays NaN.
+fn exponential(x: f32) -> f32 {
+    let n = round(x * 1.4426950408889634);
+    var r = fma(n, -0.693145751953125, x);
+    r = fma(n, -1.428606765330187e-6, r);
+    var p = 0.001394111037259098;
+    p = fma(p, r, 0.008375127947359048);
+    p = fma(p, r, 0.041666352873458885);
+    p = fma(p, r, 0.16666415496046252);
+    p = fma(p, r, 0.5000000047123031);
+    p = fma(p, r, 1.0000000377204041);
+    p = fma(p, r, 1.0);
+    let power = bitcast<f32>(u32(i32(clamp(n, -126.0, 127.0)) + 127) << 23u);
+    return select(p * power, 0.0, x < -87.3);
+}
+
+// ln x for normal x > 0: x = 2^n · f with f around 1, ln f = 2·artanh((f − 1)/(f + 1)).
+fn logarithm(x: f32) -> f32 {
+    let bits = bitcast<u32>(x);
+    var n = i32(bits >> 23u) - 127;
+    var f = bitcast<f32>((bits & 0x007fffffu) | 0x3f800000u);
+    if (f > 1.4142135) {
+        f = f * 0.5;
+        n = n + 1;
+    }
+    let t = (f - 1.0) / (f + 1.0);
+    let z = t * t;
+    var p = 0.09090909;
+    p = fma(p, z, 0.11111111);
+    p = fma(p, z, 0.14285714);
+    p = fma(p, z, 0.2);
+    p = fma(p, z, 0.33333333);
+    let tail = fma(p * z, 2.0 * t, f32(n) * -2.12194440e-4);
+    return f32(n) * 0.693359375 + (tail + 2.0 * t);
+}
+
+fn hyperbolic_tangent(x: f32) -> f32 {
+    let a = abs(x);
+    let z = x * x;
+    var p = 0.0022121340;
+    p = fma(p, z, -0.008245525);
+    p = fma(p, z, 0.021725056);
+    p = fma(p, z, -0.053950536);
+    p = fma(p, z, 0.13333229);
+    p = fma(p, z, -0.33333331);
+    let small = fma(x * z, p, x);
+    let large = 1.0 - 2.0 / (exponential(2.0 * min(a, 10.0)) + 1.0);
+    let signed = select(large, -large, x < 0.0);
+    return select(select(signed, small, a < 0.6), x, is_nan(x));
+}
+
+// The bits of a bf16, rounded to nearest, ties to even.
+fn to_bf16(x: f32) -> u32 {
+    let bits = bitcast<u32>(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) {
+        return (bits >> 16u) | 0x40u;
+    }
+    return (bits + 0x7fffu + ((bits >> 16u) & 1u)) >> 16u;
+}
+
+fn from_bf16(bits: u32) -> f32 {
+    return bitcast<f32>(bits << 16u);
+}
+
+// The bits of an f16, rounded to nearest, ties to even.
+fn to_f16(x: f32) -> u32 {
+    let bits = bitcast<u32>(x);
+    let sign = (bits >> 16u) & 0x8000u;
+    let size = bits & 0x7fffffffu;
+    if (size > 0x7f800000u) {
+        return sign | 0x7e00u;
+    }
+    if (size >= 0x477ff000u) {
+        return sign | 0x7c00u;
+    }
+    if (size < 0x38800000u) {
+        // a multiple of 2^-24
+        return sign | u32(round(bitcast<f32>(size) * 16777216.0));
+    }
+    return sign | ((size - 0x38000000u + 0xfffu + ((size >> 13u) & 1u)) >> 13u);
+}
+
+fn from_f16(bits: u32) -> f32 {
+    let sign = (bits & 0x8000u) << 16u;
+    let exponent = (bits >> 10u) & 31u;
+    let fraction = bits & 0x3ffu;
+    if (exponent == 0u) {
+        return bitcast<f32>(bitcast<u32>(f32(fraction) * 5.9604644775390625e-8) | sign);
+    }
+    let wide = select(exponent + 112u, 255u, exponent == 31u);
+    return bitcast<f32>(sign | (wide << 23u) | (fraction << 13u));
+}
+
+fn high_product(a: u32, b: u32) -> u32 {
+    let a_low = a & 0xffffu;
+    let a_high = a >> 16u;
+    let b_low = b & 0xffffu;
+    let b_high = b >> 16u;
+    let low = a_low * b_low;
+    let middle = a_high * b_low + (low >> 16u);
+    let other = a_low * b_high + (middle & 0xffffu);
+    return a_high * b_high + (middle >> 16u) + (other >> 16u);
+}
+
+// Ten rounds of Philox 4×32 (Salmon et al. 2011).
+fn philox(place: vec4<u32>, start: vec2<u32>) -> vec4<u32> {
+    var counter = place;
+    var key = start;
+    for (var turn = 0u; turn < 10u; turn++) {
+        let high_0 = high_product(0xd2511f53u, counter.x);
+        let high_1 = high_product(0xcd9e8d57u, counter.z);
+        counter = vec4<u32>(high_1 ^ counter.y ^ key.x, 0xcd9e8d57u * counter.z, high_0 ^ counter.w ^ key.y, 0xd2511f53u * counter.x);
+        key = key + vec2<u32>(0x9e3779b9u, 0xbb67ae85u);
+    }
+    return counter;
+}

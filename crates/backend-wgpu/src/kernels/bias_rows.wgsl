@@ -1,0 +1,28 @@
+// The gradient of a bias that has neither a query nor a key axis: the sum of what its rows have gathered, one workgroup a line.
+
+@group(0) @binding(0) var<uniform> numbers: Numbers;
+@group(0) @binding(1) var<storage, read> gathered: array<f32>;
+@group(0) @binding(2) var<storage, read_write> gradient: array<f32>;
+
+var<workgroup> parts: array<f32, 64>;
+
+@compute @workgroup_size(64)
+fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
+    let own = workgroup.x + workgroup.y * numbers.grid_width;
+    if (own >= numbers.count) {
+        return;
+    }
+    var sum = 0.0;
+    for (var row = lane; row < numbers.all_rows; row = row + 64u) {
+        sum = sum + gathered[own * numbers.all_rows + row];
+    }
+    parts[lane] = sum;
+    workgroupBarrier();
+    if (lane == 0u) {
+        var all = 0.0;
+        for (var n = 0u; n < 64u; n++) {
+            all = all + parts[n];
+        }
+        gradient[own] = all;
+    }
+}

@@ -1,0 +1,53 @@
+//! Tiled attention for any GPU that Vulkan, Metal or DX12 reaches: the [`annulus_core::Backend`] whose device is a [`wgpu::Device`].
+//!
+//! Read it in this order:
+//!
+//! | what | file |
+//! |---|---|
+//! | the seam, call by call | `backend.rs` |
+//! | forward: tiles, and the end of a row | `forward.rs`, `finish.rs` |
+//! | backward: beginning and end, dq and dbias, dk and dv | `backward.rs`, `backward_queries.rs`, `backward_keys.rs` |
+//! | tiles of any pass: cut into parts, told who sees whom, queued | `tiles.rs`, `sight.rs` |
+//! | memory: workspace, records, copies between layouts, tensors | `workspace.rs`, `records.rs`, `copy.rs`, `memory.rs` |
+//! | the same for tensors and blocks in host memory | `hosted.rs` |
+//! | to and from the host, for [`annulus_comm::Staged`] | `staged.rs`, `staging.rs` |
+//! | machine: device, queue, levels | `device.rs`, `launch.rs`, `level.rs` |
+//! | the kernels themselves, in WGSL | `kernels/` |
+//!
+//! The design in five lines. Everything but what travels stays in device memory from the first block to the last. The host looks at the mask, a
+//! tile of 32 × 32 pairs at a time, and tells the kernels which tiles there are and, where not all pairs of one are visible, which; so a kernel knows no
+//! mask. A workgroup owns what it writes, so no number is added up by atomics and the bits repeat. Backward is two kernels, one owning
+//! queries and one owning keys; logits are one chain of multiply-adds in all of them. Whether a row has seen anything is a number beside its
+//! running maximum, never a special maximum: shaders may assume that no number is infinite. For the same reason a NaN that is *seen* shows in its
+//! row on the devices that were tried, but no device promises it; one that is *hidden* is never multiplied.
+//!
+//! All work goes to one queue in order, so an event is nothing but the promise of having been queued ([`Queued`]).
+
+mod backend;
+mod backward;
+mod backward_keys;
+mod backward_queries;
+mod copy;
+mod device;
+mod finish;
+mod forward;
+mod hosted;
+mod kernels;
+mod launch;
+mod level;
+mod memory;
+mod records;
+mod sight;
+mod staged;
+mod staging;
+mod tiles;
+mod workspace;
+
+pub use backend::Wgpu;
+pub use device::{Adapter, Gpu, Options, PATIENCE};
+pub use hosted::{Hosted, HostedWorkspace};
+pub use level::Level;
+pub use memory::{GpuBuffer, Queued, Tensor, WgpuSpace};
+pub use staged::{Copier, Download, Upload};
+pub use wgpu;
+pub use workspace::Workspace;
