@@ -1,8 +1,17 @@
 //! Every variant compiles for every architecture, without a GPU: nothing spills, and registers and shared memory are those of the committed
 //! table. Needs NVRTC; `scripts/cuda-test` brings it. With `ANNULUS_UPDATE=1` the table is written instead.
 
-use std::{fmt::Write, path::PathBuf};
+use std::{
+    fmt::Write,
+    num::NonZero,
+    path::PathBuf,
+    sync::{
+        Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
 
+use annulus_core::Result;
 use annulus_cuda::{
     Variant, compile,
     device::{Architecture, Cache, Compiler, ImageKind},
@@ -31,6 +40,24 @@ fn kernels(log: &str) -> Vec<(String, u64, u64, u64)> {
     found
 }
 
+/// One variant's line of the table.
+fn line(compiler: &Compiler, architecture: Architecture, variant: Variant) -> Result<String> {
+    let (kind, target) = compiler.target(architecture)?;
+    assert_eq!(kind, ImageKind::Cubin, "{target}");
+    let image = compile(compiler, variant, &[], kind, &target)?;
+    assert!(image.bytes.starts_with(b"\x7fELF"), "{target} {variant:?}");
+    let found = kernels(&image.log);
+    let mut names = variant.kernels();
+    names.sort_unstable();
+    assert_eq!(found.iter().map(|kernel| kernel.0.as_str()).collect::<Vec<_>>(), names, "{target} {variant:?}: {}", image.log);
+    let mut line = format!("{target} {} {} |", variant.dtype, variant.dim);
+    for (name, registers, shared, spilled) in found {
+        assert_eq!(spilled, 0, "{target} {variant:?}: {name} spills");
+        line += &format!(" {name}: {registers}, {shared}, {spilled};");
+    }
+    Ok(line + "\n")
+}
+
 #[test]
 fn every_variant_compiles_for_every_architecture_as_recorded() {
     let cache = Cache::new(PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("compiled-kernels"));
@@ -43,24 +70,20 @@ fn every_variant_compiles_for_every_architecture_as_recorded() {
         compiler.version().1
     )
     .unwrap();
-    for (major, minor) in ARCHITECTURES {
-        let (kind, target) = compiler.target(Architecture { major, minor }).unwrap();
-        assert_eq!(kind, ImageKind::Cubin, "{target}");
-        for variant in Variant::all() {
-            let image = compile(&compiler, variant, &[], kind, &target).unwrap();
-            assert!(image.bytes.starts_with(b"\x7fELF"), "{target} {variant:?}");
-            let found = kernels(&image.log);
-            let mut names = variant.kernels();
-            names.sort_unstable();
-            assert_eq!(found.iter().map(|kernel| kernel.0.as_str()).collect::<Vec<_>>(), names, "{target} {variant:?}: {}", image.log);
-            write!(table, "{target} {} {} |", variant.dtype, variant.dim).unwrap();
-            for (name, registers, shared, spilled) in found {
-                assert_eq!(spilled, 0, "{target} {variant:?}: {name} spills");
-                write!(table, " {name}: {registers}, {shared}, {spilled};").unwrap();
-            }
-            table.push('\n');
+    let jobs: Vec<_> = ARCHITECTURES.iter().flat_map(|architecture| Variant::all().map(move |variant| (*architecture, variant))).collect();
+    let (next, lines) = (AtomicUsize::new(0), Mutex::new(vec![String::new(); jobs.len()]));
+    let work = || {
+        loop {
+            let place = next.fetch_add(1, Ordering::Relaxed);
+            let Some(((major, minor), variant)) = jobs.get(place).copied() else { break };
+            let line = line(&compiler, Architecture { major, minor }, variant).unwrap();
+            lines.lock().unwrap()[place] = line;
         }
-    }
+    };
+    std::thread::scope(|scope| {
+        (0..std::thread::available_parallelism().map_or(1, NonZero::get)).for_each(|_| drop(scope.spawn(work)));
+    });
+    table.extend(lines.into_inner().unwrap());
     let file = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("kernels/registers.txt");
     if std::env::var_os("ANNULUS_UPDATE").is_some() {
         std::fs::write(file, table).unwrap();
