@@ -79,6 +79,14 @@ impl Cuda {
     }
 }
 
+impl std::fmt::Display for Cuda {
+    /// GPU, compute capability and compiler.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (device, (major, minor)) = (self.stream.device(), self.compiler.version());
+        write!(f, "{}, compute capability {}, NVRTC {major}.{minor}", device.name(), device.architecture())
+    }
+}
+
 impl Backend for Cuda {
     type Space = CudaSpace;
     type Workspace = Workspace;

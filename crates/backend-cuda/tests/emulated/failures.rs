@@ -126,6 +126,7 @@ fn a_gpu_newer_than_the_compiler_gets_ptx_and_an_unknown_one_an_error() {
 #[test]
 fn what_the_backend_cannot_do_is_refused_at_plan_time() {
     let cuda = emulated(&[]).unwrap();
+    assert_eq!(cuda.to_string(), "emulated GPU, compute capability 8.0, NVRTC 0.0");
     let spec = Spec::new(Dims::new(1, 8, 2, 64), DType::F32);
     cuda.supports(&spec).unwrap();
     let wide = Spec { dims: Dims { value_dim: Variant::MOST_DIM + 1, ..spec.dims }, ..spec.clone() };
