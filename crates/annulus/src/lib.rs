@@ -21,6 +21,8 @@ pub use annulus_core::{
     Mask, Precision, Result, Route, Run, Runs, SinkShape, Spec, mask,
 };
 pub use annulus_cpu::Cpu;
+#[cfg(feature = "cuda")]
+pub use annulus_cuda as cuda;
 #[cfg(feature = "wgpu")]
 pub use annulus_wgpu as wgpu;
 pub use attention::Attention;

@@ -16,6 +16,9 @@ pub(crate) enum Engine {
     /// A GPU; all ranks of this process share it.
     #[cfg(feature = "wgpu")]
     Wgpu(annulus_wgpu::Gpu),
+    /// An NVIDIA GPU; all ranks of this process share it and its stream.
+    #[cfg(feature = "cuda")]
+    Cuda(annulus::cuda::Cuda),
 }
 
 impl Engine {
@@ -25,6 +28,8 @@ impl Engine {
             Self::Cpu => "cpu",
             #[cfg(feature = "wgpu")]
             Self::Wgpu(_) => "wgpu",
+            #[cfg(feature = "cuda")]
+            Self::Cuda(_) => "cuda",
         }
     }
 
@@ -49,14 +54,25 @@ impl Engine {
                 let with = "`cargo build --release -p annulus-cli --features wgpu` makes one that has wgpu";
                 Err(Error::unsupported("backend wgpu", format!("this build, which has: {}; {with}", backends())).into())
             }
-            (BackendName::Cuda, _) => Err(Error::unsupported("backend cuda", format!("this build, which has: {}", backends())).into()),
+            #[cfg(feature = "cuda")]
+            (BackendName::Cuda, device) => Ok(Self::Cuda(annulus::cuda::Cuda::open(device.unwrap_or(0)).map_err(Failure::from)?)),
+            #[cfg(not(feature = "cuda"))]
+            (BackendName::Cuda, _) => {
+                let with = "`cargo build --release -p annulus-cli --features cuda` makes one that has cuda";
+                Err(Error::unsupported("backend cuda", format!("this build, which has: {}; {with}", backends())).into())
+            }
         }
     }
 }
 
 /// The backends of this build.
 pub(crate) const fn backends() -> &'static str {
-    if cfg!(feature = "wgpu") { "cpu, wgpu" } else { "cpu" }
+    match (cfg!(feature = "wgpu"), cfg!(feature = "cuda")) {
+        (false, false) => "cpu",
+        (true, false) => "cpu, wgpu",
+        (false, true) => "cpu, cuda",
+        (true, true) => "cpu, wgpu, cuda",
+    }
 }
 
 /// Evaluates `$body` with `$make`, a function that makes a rank's backend (of `$threads` threads, where it has threads).
@@ -70,6 +86,11 @@ macro_rules! with_backend {
             #[cfg(feature = "wgpu")]
             $crate::engine::Engine::Wgpu(gpu) => {
                 let $make = || Ok::<_, annulus_core::Error>(annulus_wgpu::Hosted::new(gpu.clone()));
+                $body
+            }
+            #[cfg(feature = "cuda")]
+            $crate::engine::Engine::Cuda(cuda) => {
+                let $make = || Ok::<_, annulus_core::Error>(annulus::cuda::Hosted::new(cuda.clone()));
                 $body
             }
         }

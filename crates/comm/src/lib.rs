@@ -9,16 +9,19 @@
 //! | no wait without an end: [`Deadline`] | `deadline.rs` |
 //! | corruption is noticed: [`Checksum`] | `checksum.rs` |
 //! | what happened when, and its picture: [`Trace`] | `trace.rs` |
-//! | a host transport for a device's memory: [`Staged`] | `staged.rs` |
+//! | a host transport for a device's memory: [`Staged`]; for CUDA's, with the feature `cuda` | `staged.rs`, `cuda.rs` |
 //! | faults on purpose, and the error that each must cause: [`Fault`] | `fault.rs` |
 //!
 //! A wrapper is a transport around a transport. Put [`Deadline`] outermost, and [`Fault`], in tests, next to the wire:
 //! `Deadline<Trace<Checksum<Fault<Threads>>>>`.
-#![cfg_attr(not(feature = "mpi"), forbid(unsafe_code))]
-#![cfg_attr(feature = "mpi", deny(unsafe_code))]
+#![cfg_attr(not(any(feature = "mpi", feature = "cuda")), forbid(unsafe_code))]
+#![cfg_attr(any(feature = "mpi", feature = "cuda"), deny(unsafe_code))]
 
 pub mod agreement;
 pub mod checksum;
+#[cfg(feature = "cuda")]
+#[allow(unsafe_code, reason = "copies of device memory are promises that the compiler cannot check")]
+pub mod cuda;
 pub mod deadline;
 pub mod fault;
 mod forward;

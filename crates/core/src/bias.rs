@@ -8,6 +8,11 @@ use crate::mask::{Key, Query};
 pub trait BiasFunction: std::fmt::Debug + Send + Sync {
     /// The bias of one pair; −∞ hides it.
     fn bias(&self, query: &Query, key: &Key) -> f64;
+
+    /// Slopes by query head (0 beyond the last), if the bias is −slope·|i' − j'| and nothing else: what devices can compute without asking the host.
+    fn distance_slopes(&self) -> Option<&[f64]> {
+        None
+    }
 }
 
 /// Attention with linear biases: −slope\[head\]·|i' − j'|.
@@ -35,6 +40,10 @@ impl BiasFunction for Alibi {
         // a head without a slope has none
         let slope = self.slopes.get(query.head).copied().unwrap_or(0.0);
         -slope * query.position.abs_diff(key.position) as f64
+    }
+
+    fn distance_slopes(&self) -> Option<&[f64]> {
+        Some(&self.slopes)
     }
 }
 

@@ -9,6 +9,7 @@ use clap::Args;
 use crate::{
     arguments::ring::{TransportName, WITH_MPI, cores},
     crew::{Crew, PATIENCE},
+    engine::backends,
     failure::{Failure, Outcome},
     launcher,
     report::say,
@@ -65,9 +66,14 @@ fn line(name: &str, what: &str) {
 fn of_build(isa: Isa) {
     line("annulus", env!("CARGO_PKG_VERSION"));
     line("target", &format!("{} {}", std::env::consts::ARCH, std::env::consts::OS));
-    line("backends", if cfg!(feature = "wgpu") { "cpu, wgpu (cuda: not in this build)" } else { "cpu (wgpu, cuda: not in this build)" });
+    let (has_wgpu, has_cuda) = (cfg!(feature = "wgpu"), cfg!(feature = "cuda"));
+    let missing: Vec<&str> = [("wgpu", has_wgpu), ("cuda", has_cuda)].into_iter().filter(|(_, has)| !has).map(|(name, _)| name).collect();
+    let missing = if missing.is_empty() { String::new() } else { format!(" ({}: not in this build)", missing.join(", ")) };
+    line("backends", &format!("{}{missing}", backends()));
     #[cfg(feature = "wgpu")]
     of_adapters();
+    #[cfg(feature = "cuda")]
+    line("cuda", &of_gpu());
     line(
         "transports",
         if cfg!(feature = "mpi") { "threads, mpi (nccl: not in this build)" } else { "threads (mpi, nccl: not in this build)" },
@@ -77,6 +83,12 @@ fn of_build(isa: Isa) {
     let available: Vec<&str> = Isa::ALL.into_iter().filter(|isa| isa.is_available()).map(Isa::name).collect();
     line("tiles for", &format!("{} (this machine can: {}; {} forces one)", isa.name(), available.join(" "), Isa::VARIABLE));
     line("threads", &format!("{} at once on this machine", cores()));
+}
+
+/// The first NVIDIA GPU and its compiler, or what is missing.
+#[cfg(feature = "cuda")]
+fn of_gpu() -> String {
+    annulus::cuda::Cuda::open(0).map_or_else(|missing| missing.to_string(), |cuda| cuda.to_string())
 }
 
 /// What GPUs there are.

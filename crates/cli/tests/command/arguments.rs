@@ -80,6 +80,11 @@ fn what_this_build_has_not_is_named() {
     let folder = Folder::new("unsupported");
     Tensors::qkv([4, 2, 4], [4, 2, 4], 4).write(&folder.path("in.safetensors"));
     let attend = "attend --input in.safetensors --output out.safetensors";
+    #[cfg(not(feature = "cuda"))]
+    folder.run(&format!("{attend} --backend cuda")).failed(1, &["cuda", "not supported", "cpu", "--features cuda"]);
+    // with or without a driver
+    #[cfg(feature = "cuda")]
+    folder.run(&format!("{attend} --backend cuda --device 1000")).failed(1, &["this machine"]);
     #[cfg(not(feature = "wgpu"))]
     folder.run(&format!("{attend} --backend wgpu")).failed(1, &["wgpu", "not supported", "cpu", "--features wgpu"]);
     #[cfg(feature = "wgpu")]

@@ -9,7 +9,7 @@ mod pairwise;
 pub use determinism::{same_bits_over_repeats, same_bits_under_delay};
 pub use matrix::{Scale, matrix, random_cases, sizes};
 pub use metamorphic::metamorphic;
-pub use numeric::numeric_rules;
+pub use numeric::{numeric_rules, numeric_rules_on};
 pub use pairwise::{Configuration, pairwise, pairwise_cases};
 
 use annulus_core::Layout;

@@ -1,0 +1,59 @@
+// What one block of keys gives to dbias, summed over the axes along which the bias is broadcast.
+//
+// A block of threads owns a tile of the bias: its query rows or, if they share one, all; its keys likewise; its head and batch row likewise. It goes
+// through everything that uses those numbers in a fixed order. The more axes share, the fewer blocks: a bias of one number is one block's work.
+#pragma once
+
+#include "gradient.cuh"
+
+// Grid: query tiles (1 if the bias has one row) × key tiles (1 if it has one key) × its batch rows · heads.
+KERNEL(bias_gradient, Attention) {
+    bool of_rows = a.bias_rows > 1 || a.queries == 1, of_keys = a.bias_keys > 1;
+    u32 bias_head = block_z() % a.bias_heads, bias_batch = block_z() / a.bias_heads;
+
+    SHARED(Sum, left_slice, TILE * SLICE_LINE);
+    SHARED(Sum, right_slice, TILE * SLICE_LINE);
+    SHARED(Sum, weights, TILE * TILE_LINE);
+
+    Pairs sums;
+    UNROLL for (u32 r = 0; r < M; ++r)
+        UNROLL for (u32 c = 0; c < M; ++c) sums[r][c] = 0;
+
+    u32 first_tile = of_rows ? block_x() : 0, last_tile = of_rows ? block_x() + 1 : a.sight.tiles;
+    u32 first_b = a.bias_batch > 1 ? bias_batch : 0, last_b = a.bias_batch > 1 ? bias_batch + 1 : a.batches;
+    u32 first_h = a.bias_heads > 1 ? bias_head : 0, last_h = a.bias_heads > 1 ? bias_head + 1 : a.q_heads;
+    for (u32 b = first_b; b < last_b; ++b)
+        for (u32 h = first_h; h < last_h; ++h)
+            for (u32 tile = first_tile; tile < last_tile; ++tile) {
+                const u32* starts = starts_of(a, b, h);
+                for (u32 place = starts[tile]; place < starts[tile + 1]; ++place) {
+                    Entry entry = entry_of(a, place);
+                    if (of_keys && entry.tile != block_y()) continue;
+                    Site site = site_of(a, b, h, tile, entry.tile, entry);
+                    Pairs pairs, products, slope;
+                    dot_products(pairs, left_slice, right_slice, a.q, a.k, site, a, a.head_dim);
+                    u32 seen = logits(pairs, &slope, site, a);
+                    dot_products(products, left_slice, right_slice, a.dout, a.v, site, a, a.value_dim);
+                    gradients(pairs, products, slope, seen, site, a);
+                    UNROLL for (u32 r = 0; r < M; ++r)
+                        UNROLL for (u32 c = 0; c < M; ++c) sums[r][c] += a.flags & BIAS_BEFORE_CAP ? slope[r][c] : products[r][c];
+                }
+            }
+
+    UNROLL for (u32 r = 0; r < M; ++r)
+        UNROLL for (u32 c = 0; c < M; ++c) weights[query_of(r) * TILE_LINE + key_of(c)] = sums[r][c];
+    barrier();
+    // thread t sums up what belongs to one number of the bias, in order
+    u32 lines = of_rows ? TILE : 1, columns = of_keys ? TILE : 1;
+    Sum* dbias = reinterpret_cast<Sum*>(a.dbias) + u64(block_z()) * a.bias_rows * a.bias_keys;
+    for (u32 number = thread_index(); number < lines * columns; number += THREADS) {
+        u32 line = number / columns, column = number % columns;
+        u32 i = of_rows ? block_x() * TILE + line : 0, j = of_keys ? block_y() * TILE + column : 0;
+        if ((of_rows && i >= a.queries) || (of_keys && j >= a.keys)) continue;
+        Sum sum = 0;
+        for (u32 x = of_rows ? line : 0; x < (of_rows ? line + 1 : TILE); ++x)
+            for (u32 y = of_keys ? column : 0; y < (of_keys ? column + 1 : TILE); ++y) sum += weights[x * TILE_LINE + y];
+        u64 key = of_keys ? reinterpret_cast<const u64*>(a.key_rows)[j] : 0;
+        dbias[u64(a.bias_rows > 1 ? i : 0) * a.bias_keys + key] += sum;
+    }
+}

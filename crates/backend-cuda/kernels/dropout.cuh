@@ -1,0 +1,29 @@
+// Which weights are dropped: Philox 4×32 with ten rounds, keyed by the seed, counted by row numbers, batch row and head.
+//
+// Source: Salmon et al. 2011; the layout of the counter is that of annulus_core::DropoutMask.
+#pragma once
+
+#include "arguments.cuh"
+
+DEVICE u32 philox_word(u32 c0, u32 c1, u32 c2, u32 c3, u32 k0, u32 k1, u32 word) {
+    for (int round = 0; round < 10; ++round) {
+        u64 first = u64(0xd2511f53u) * c0, second = u64(0xcd9e8d57u) * c2;
+        u32 next0 = u32(second >> 32) ^ c1 ^ k0, next2 = u32(first >> 32) ^ c3 ^ k1;
+        c1 = u32(second);
+        c3 = u32(first);
+        c0 = next0;
+        c2 = next2;
+        k0 += 0x9e3779b9u;
+        k1 += 0xbb67ae85u;
+    }
+    return word == 0 ? c0 : word == 1 ? c1 : word == 2 ? c2 : c3;
+}
+
+// What the weight of this pair is multiplied by in the value product.
+DEVICE_CALL Sum kept(const Attention& a, u32 b, u32 h, u32 i, u32 j) {
+    u64 row_i = reinterpret_cast<const u64*>(a.query_rows)[i], row_j = reinterpret_cast<const u64*>(a.key_rows)[j];
+    u64 block = row_j / 4;
+    u32 upper = u32((row_i >> 32) << 16) + u32(block >> 32);
+    u32 word = philox_word(u32(row_i), u32(block), upper, b * a.q_heads + h, a.dropout_low, a.dropout_high, u32(row_j % 4));
+    return word < a.dropout_threshold ? Sum(0) : Sum(a.keep_scale);
+}

@@ -1,0 +1,359 @@
+// The host's side of primitives.cuh: a block is run by one fiber per thread, cooperatively, on one thread of the host.
+//
+// A fiber runs until it must wait for others: at a barrier for the block, at an exchange for its warp. A warp goes as far ahead of the others as
+// barriers let it, in an order drawn from a seed, so that what is read without a barrier is read too early. Shared memory is full of NaN when a block
+// starts. A block whose fibers wait for each other for ever is an error, not a hang.
+#pragma once
+
+#include <csetjmp>
+#include <cmath>
+#include <cstddef>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <ucontext.h>
+#include <vector>
+
+#define DEVICE static inline __attribute__((always_inline))
+#define DEVICE_CALL static
+#define UNROLL
+
+// Nameless inside: what a library has is its own, or libraries loaded side by side would share blocks whose fibers run the other's code.
+namespace emulated {
+namespace {
+
+const u32 WARP = 32;
+const size_t STACK_BYTES = 64 * 1024;
+const size_t SHARED_BYTES = 48 * 1024;
+
+enum class Wait { nothing, block, warp };
+
+struct Fiber {
+    jmp_buf at;
+    bool started = false, done;
+    Wait wait;
+    size_t shared_used;
+    u32 exchanges;
+};
+
+// What a lane shows the others.
+struct Shown {
+    u64 words[3];
+};
+
+struct Warp {
+    u32 arrived;
+    Shown slots[2][WARP];
+};
+
+struct Block {
+    std::vector<Fiber> fibers = std::vector<Fiber>(THREADS);
+    std::vector<Warp> warps = std::vector<Warp>(THREADS / WARP);
+    // not initialised: only what is used becomes memory
+    std::unique_ptr<char[]> stacks{new char[THREADS * STACK_BYTES]};
+    alignas(16) char shared[SHARED_BYTES];
+    jmp_buf scheduler;
+    u32 index[3];
+    u32 grid[3];
+    u32 thread;
+    u32 arrived;
+    bool any, any_latched;
+    bool overflow;
+    void (*kernel)(const void*);
+    const void* arguments;
+};
+
+inline Block*& current() {
+    static thread_local Block* block = nullptr;
+    return block;
+}
+
+inline void pause(Wait wait) {
+    Block& block = *current();
+    Fiber& fiber = block.fibers[block.thread];
+    fiber.wait = wait;
+    if (!_setjmp(fiber.at)) _longjmp(block.scheduler, 1);
+}
+
+inline void barrier() {
+    Block& block = *current();
+    if (++block.arrived < THREADS) {
+        pause(Wait::block);
+        return;
+    }
+    block.arrived = 0;
+    block.any_latched = block.any;
+    block.any = false;
+    for (Fiber& fiber : block.fibers)
+        if (fiber.wait == Wait::block) fiber.wait = Wait::nothing;
+    // who came last does not go on first
+    pause(Wait::nothing);
+}
+
+// What every lane of the warp shows. It stays until the lane's next exchange but one.
+inline const Shown* exchange(const Shown& mine) {
+    Block& block = *current();
+    u32 lane = block.thread % WARP, first = block.thread - lane;
+    Warp& warp = block.warps[block.thread / WARP];
+    // a lane can be at most one exchange ahead of another, so two sets of slots are enough
+    Shown* slots = warp.slots[block.fibers[block.thread].exchanges++ % 2];
+    slots[lane] = mine;
+    if (++warp.arrived < WARP) {
+        pause(Wait::warp);
+    } else {
+        warp.arrived = 0;
+        for (u32 other = first; other < first + WARP; ++other)
+            if (block.fibers[other].wait == Wait::warp) block.fibers[other].wait = Wait::nothing;
+    }
+    return slots;
+}
+
+inline u32 lane() { return current()->thread % WARP; }
+
+template <typename T>
+inline T shuffle(T mine, u32 lanes) {
+    Shown shown = {};
+    std::memcpy(shown.words, &mine, sizeof mine);
+    u32 self = lane();
+    T other;
+    std::memcpy(&other, exchange(shown)[self ^ lanes].words, sizeof other);
+    return other;
+}
+
+// ldmatrix: each 8 × 8 matrix by the rows that eight lanes name.
+template <u32 count, bool transposed>
+inline void load_matrices(u32 (&to)[count], const u16* row) {
+    Shown shown = {};
+    shown.words[0] = reinterpret_cast<u64>(row);
+    u32 self = lane();
+    const Shown* rows = exchange(shown);
+    for (u32 matrix = 0; matrix < count; ++matrix) {
+        u32 pair = 0;
+        for (u32 half = 0; half < 2; ++half) {
+            u32 y = self / 4, x = 2 * (self % 4) + half;
+            const u16* line = reinterpret_cast<const u16*>(rows[8 * matrix + (transposed ? x : y)].words[0]);
+            pair |= u32(line[transposed ? y : x]) << (16 * half);
+        }
+        to[matrix] = pair;
+    }
+}
+
+// mma.m16n8k16: every lane shows its fragments and makes its four sums.
+template <float widened(u16)>
+inline void multiply(float (&sums)[4], const u32 (&left)[4], const u32 (&right)[2]) {
+    Shown shown = {{left[0] | u64(left[1]) << 32, left[2] | u64(left[3]) << 32, right[0] | u64(right[1]) << 32}};
+    u32 self = lane();
+    const Shown* all = exchange(shown);
+    for (u32 place = 0; place < 4; ++place) {
+        u32 row = self / 4 + (place >= 2 ? 8 : 0), column = 2 * (self % 4) + place % 2;
+        float sum = sums[place];
+        for (u32 k = 0; k < 16; ++k) {
+            // which lane, which register, which half
+            u64 of_left = all[row % 8 * 4 + k % 8 / 2].words[k / 8] >> (row >= 8 ? 32 : 0);
+            u64 of_right = all[column * 4 + k % 8 / 2].words[2] >> (k >= 8 ? 32 : 0);
+            sum += widened(u16(of_left >> (16 * (k % 2)))) * widened(u16(of_right >> (16 * (k % 2))));
+        }
+        sums[place] = sum;
+    }
+}
+
+inline void* shared(size_t bytes) {
+    Block& block = *current();
+    size_t& used = block.fibers[block.thread].shared_used;
+    char* place = block.shared + used;
+    used += (bytes + 15) / 16 * 16;
+    if (used > SHARED_BYTES) {
+        block.overflow = true;
+        pause(Wait::block);
+    }
+    return place;
+}
+
+// The life of a fiber: one kernel's thread after another. Its block is told by address, in halves: from one kernel to the next it may come to
+// another thread of the host, so nothing here may be remembered of the thread.
+inline void live(u32 low, u32 high, u32 thread) {
+    Block& block = *reinterpret_cast<Block*>(u64(low) | u64(high) << 32);
+    Fiber& fiber = block.fibers[thread];
+    for (;;) {
+        block.kernel(block.arguments);
+        fiber.done = true;
+        if (!_setjmp(fiber.at)) _longjmp(block.scheduler, 1);
+    }
+}
+
+inline u64 draw(u64& seed) {
+    u64 z = seed += 0x9e3779b97f4a7c15ull;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return z ^ (z >> 31);
+}
+
+inline std::vector<u32> shuffled(u32 count, u64& seed) {
+    std::vector<u32> order(count);
+    for (u32 place = 0; place < count; ++place) {
+        u32 other = draw(seed) % (place + 1);
+        order[place] = order[other];
+        order[other] = place;
+    }
+    return order;
+}
+
+// Runs fiber `thread` until it waits or ends.
+inline __attribute__((noinline)) void resume(Block& block, u32 thread) {
+    Fiber& fiber = block.fibers[thread];
+    block.thread = thread;
+    if (_setjmp(block.scheduler)) return;
+    if (fiber.started) _longjmp(fiber.at, 1);
+    fiber.started = true;
+    ucontext_t start;
+    getcontext(&start);
+    start.uc_stack.ss_sp = block.stacks.get() + thread * STACK_BYTES;
+    start.uc_stack.ss_size = STACK_BYTES;
+    start.uc_link = nullptr;
+    u64 address = reinterpret_cast<u64>(&block);
+    makecontext(&start, reinterpret_cast<void (*)()>(live), 3, u32(address), u32(address >> 32), thread);
+    setcontext(&start);
+}
+
+// Blocks that nobody uses at the moment, with their fibers.
+struct Pool {
+    std::mutex mutex;
+    std::vector<std::unique_ptr<Block>> blocks;
+
+    std::unique_ptr<Block> take() {
+        std::lock_guard<std::mutex> held(mutex);
+        if (blocks.empty()) return std::make_unique<Block>();
+        std::unique_ptr<Block> block = std::move(blocks.back());
+        blocks.pop_back();
+        return block;
+    }
+
+    void give(std::unique_ptr<Block> block) {
+        std::lock_guard<std::mutex> held(mutex);
+        blocks.push_back(std::move(block));
+    }
+};
+
+inline Pool& pool() {
+    static Pool all;
+    return all;
+}
+
+// Whether the block came to its end.
+inline bool run_block(Block& block, u64& seed) {
+    std::memset(block.shared, 0xff, SHARED_BYTES);
+    block.arrived = 0;
+    block.any = block.overflow = false;
+    for (Warp& warp : block.warps) warp.arrived = 0;
+    for (Fiber& fiber : block.fibers) {
+        fiber.done = false;
+        fiber.wait = Wait::nothing;
+        fiber.shared_used = 0;
+        fiber.exchanges = 0;
+    }
+    std::vector<u32> warps = shuffled(THREADS / WARP, seed), lanes = shuffled(WARP, seed);
+    u32 alive = THREADS;
+    while (alive > 0) {
+        bool moved = false;
+        // each warp goes as far ahead of the others as barriers let it
+        for (u32 warp : warps)
+            for (bool ahead = true; ahead;) {
+                ahead = false;
+                for (u32 lane : lanes) {
+                    Fiber& fiber = block.fibers[warp * WARP + lane];
+                    if (fiber.done || fiber.wait != Wait::nothing) continue;
+                    resume(block, warp * WARP + lane);
+                    moved = ahead = true;
+                    alive -= fiber.done;
+                }
+            }
+        if (!moved || block.overflow) return false;
+    }
+    return true;
+}
+
+}  // namespace
+}  // namespace emulated
+
+// Runs a grid. 0, or 1 if a block did not come to its end.
+extern "C" int annulus_emulate(void (*kernel)(const void*), const void* arguments, const u32* grid, u64 seed) {
+    std::unique_ptr<emulated::Block> block = emulated::pool().take();
+    emulated::current() = block.get();
+    block->kernel = kernel;
+    block->arguments = arguments;
+    for (int axis = 0; axis < 3; ++axis) block->grid[axis] = grid[axis];
+    for (u32 z = 0; z < grid[2]; ++z)
+        for (u32 y = 0; y < grid[1]; ++y)
+            for (u32 x = 0; x < grid[0]; ++x) {
+                block->index[0] = x;
+                block->index[1] = y;
+                block->index[2] = z;
+                // fibers that are stuck are given up, with their block
+                if (!emulated::run_block(*block, seed)) return 1;
+            }
+    emulated::pool().give(std::move(block));
+    return 0;
+}
+
+#define KERNEL(name, Arguments)                                                                                    \
+    static void name##_of_thread(const Arguments& a);                                                              \
+    extern "C" void name(const void* arguments) { name##_of_thread(*static_cast<const Arguments*>(arguments)); }   \
+    extern "C" u32 name##_argument_bytes() { return sizeof(Arguments); }                                           \
+    static void name##_of_thread(const Arguments& a)
+
+#define SHARED(type, name, count) type* name = static_cast<type*>(emulated::shared(sizeof(type) * (count)))
+
+DEVICE u32 thread_index() { return emulated::current()->thread; }
+DEVICE u32 block_x() { return emulated::current()->index[0]; }
+DEVICE u32 block_y() { return emulated::current()->index[1]; }
+DEVICE u32 block_z() { return emulated::current()->index[2]; }
+DEVICE u32 blocks_x() { return emulated::current()->grid[0]; }
+
+DEVICE void barrier() { emulated::barrier(); }
+DEVICE bool barrier_any(bool mine) {
+    emulated::current()->any |= mine;
+    emulated::barrier();
+    return emulated::current()->any_latched;
+}
+
+DEVICE float shuffle_xor(float mine, u32 lanes) { return emulated::shuffle(mine, lanes); }
+DEVICE double shuffle_xor(double mine, u32 lanes) { return emulated::shuffle(mine, lanes); }
+
+DEVICE void load_matrices_4(u32 (&to)[4], const u16* row) { emulated::load_matrices<4, false>(to, row); }
+DEVICE void load_matrices_2(u32 (&to)[2], const u16* row) { emulated::load_matrices<2, false>(to, row); }
+DEVICE void load_transposed_2(u32 (&to)[2], const u16* row) { emulated::load_matrices<2, true>(to, row); }
+DEVICE float from_bf16(u16 x);
+DEVICE float from_f16(u16 x);
+DEVICE void multiply_bf16(float (&sums)[4], const u32 (&left)[4], const u32 (&right)[2]) {
+    emulated::multiply<from_bf16>(sums, left, right);
+}
+DEVICE void multiply_f16(float (&sums)[4], const u32 (&left)[4], const u32 (&right)[2]) {
+    emulated::multiply<from_f16>(sums, left, right);
+}
+
+DEVICE float fused(float x, float y, float z) { return std::fma(x, y, z); }
+DEVICE double fused(double x, double y, double z) { return std::fma(x, y, z); }
+DEVICE float exponential(float x) { return std::exp(x); }
+DEVICE double exponential(double x) { return std::exp(x); }
+DEVICE float logarithm(float x) { return std::log(x); }
+DEVICE double logarithm(double x) { return std::log(x); }
+DEVICE float hyperbolic_tangent(float x) { return std::tanh(x); }
+DEVICE double hyperbolic_tangent(double x) { return std::tanh(x); }
+
+DEVICE u32 bits_of(float x) {
+    u32 bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+DEVICE float float_of(u32 bits) {
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+DEVICE float truncated(double x) {
+    float nearest = static_cast<float>(x);
+    bool away = std::isfinite(x) && std::fabs(static_cast<double>(nearest)) > std::fabs(x);
+    return away ? std::nextafter(nearest, 0.0f) : nearest;
+}

@@ -1,0 +1,178 @@
+//! What kernels are given: `kernels/arguments.cuh`, field by field.
+
+use annulus_core::{DType, Dims, Record};
+use annulus_device_cuda::{CudaView, CudaViewMut};
+
+/// A tensor `[batch, row, head, dim]`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Tensor {
+    pub(crate) at: u64,
+    /// Batch, row, head, dim; in elements.
+    pub(crate) strides: [i64; 4],
+}
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct SightAddresses {
+    pub(crate) starts: u64,
+    pub(crate) entries: u64,
+    pub(crate) bits: u64,
+    pub(crate) tiles: u32,
+    pub(crate) per_batch: u32,
+    pub(crate) per_head: u32,
+    pub(crate) reserved: u32,
+}
+
+pub(crate) const HAS_BIAS: u32 = 1;
+pub(crate) const HAS_CAP: u32 = 2;
+pub(crate) const BIAS_BEFORE_CAP: u32 = 4;
+pub(crate) const HAS_DROPOUT: u32 = 8;
+pub(crate) const UNNORMALIZED: u32 = 16;
+pub(crate) const HAS_SLOPES: u32 = 32;
+pub(crate) const ADD: u32 = 64;
+pub(crate) const QUERY_POSITIONS_PER_BATCH: u32 = 128;
+pub(crate) const KEY_POSITIONS_PER_BATCH: u32 = 256;
+
+/// Everything about queries and one block of keys.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Attention {
+    pub(crate) q: Tensor,
+    pub(crate) k: Tensor,
+    pub(crate) v: Tensor,
+    pub(crate) bias: Tensor,
+    pub(crate) dout: Tensor,
+    pub(crate) dk: Tensor,
+    pub(crate) dv: Tensor,
+    pub(crate) statistics: Tensor,
+    pub(crate) acc: u64,
+    pub(crate) dq: u64,
+    pub(crate) max: u64,
+    pub(crate) sum: u64,
+    pub(crate) ties: u64,
+    pub(crate) dbias: u64,
+    pub(crate) sight: SightAddresses,
+    pub(crate) query_rows: u64,
+    pub(crate) key_rows: u64,
+    pub(crate) query_positions: u64,
+    pub(crate) key_positions: u64,
+    pub(crate) slopes: u64,
+    pub(crate) scale: f64,
+    pub(crate) cap: f64,
+    pub(crate) keep_scale: f64,
+    pub(crate) queries: u32,
+    pub(crate) keys: u32,
+    pub(crate) batches: u32,
+    pub(crate) q_heads: u32,
+    pub(crate) kv_heads: u32,
+    pub(crate) head_dim: u32,
+    pub(crate) value_dim: u32,
+    pub(crate) flags: u32,
+    pub(crate) rounding: u32,
+    pub(crate) dropout_key: [u32; 2],
+    pub(crate) dropout_threshold: u32,
+    /// Batch, heads, rows, keys.
+    pub(crate) bias_shape: [u32; 4],
+}
+
+/// Rows without their keys.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Ends {
+    pub(crate) out: Tensor,
+    pub(crate) dout: Tensor,
+    pub(crate) lse: Tensor,
+    pub(crate) max: Tensor,
+    pub(crate) sum: Tensor,
+    pub(crate) ties: Tensor,
+    pub(crate) dlse: Tensor,
+    pub(crate) sinks: Tensor,
+    pub(crate) dsinks: Tensor,
+    pub(crate) statistics: Tensor,
+    pub(crate) acc: u64,
+    pub(crate) row_max: u64,
+    pub(crate) row_sum: u64,
+    pub(crate) row_ties: u64,
+    pub(crate) queries: u32,
+    pub(crate) batches: u32,
+    pub(crate) q_heads: u32,
+    pub(crate) value_dim: u32,
+    pub(crate) sinks_count: u32,
+    pub(crate) sinks_lines: u32,
+    pub(crate) flags: u32,
+    pub(crate) reserved: u32,
+}
+
+/// A tensor to a tensor.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Copy {
+    pub(crate) from: Tensor,
+    pub(crate) to: Tensor,
+    /// Batch, rows, heads, dim.
+    pub(crate) shape: [u32; 4],
+}
+
+/// One value everywhere.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Fill {
+    pub(crate) at: u64,
+    pub(crate) count: u64,
+    pub(crate) value: f64,
+}
+
+/// Ranges of gradient records.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Combine {
+    pub(crate) to: u64,
+    pub(crate) from: u64,
+    pub(crate) places: u64,
+    pub(crate) record: u64,
+    pub(crate) add: u32,
+    pub(crate) reserved: u32,
+}
+
+/// A caller's tensor `[batch, row, head, dim]`; an axis of length 1 is broadcast.
+pub(crate) fn tensor(view: &CudaView<'_>) -> Tensor {
+    let (shape, strides) = (view.shape(), view.strides());
+    let strides = std::array::from_fn(|axis| if shape[axis] == 1 { 0 } else { strides[axis] });
+    Tensor { at: view.address(), strides }
+}
+
+/// As [`tensor`], for writing.
+pub(crate) fn tensor_mut(view: &CudaViewMut<'_>) -> Tensor {
+    let (shape, strides) = (view.shape(), view.strides());
+    let strides = std::array::from_fn(|axis| if shape[axis] == 1 { 0 } else { strides[axis] });
+    Tensor { at: view.address(), strides }
+}
+
+/// A caller's tensor `[batch, head, row, dim]`, such as lse and bias.
+pub(crate) fn by_head(view: Tensor) -> Tensor {
+    let [batch, head, row, dim] = view.strides;
+    Tensor { strides: [batch, row, head, dim], ..view }
+}
+
+/// A dense tensor `[batch, row, head, dim]`.
+pub(crate) const fn dense(at: u64, rows: usize, heads: usize, dim: usize) -> Tensor {
+    let (rows, heads, dim) = (rows as i64, heads as i64, dim as i64);
+    Tensor { at, strides: [rows * heads * dim, heads * dim, dim, 1] }
+}
+
+/// Field `field` of records that start at `at`; strides in units of `unit` bytes.
+pub(crate) fn field(at: u64, record: &Record, field: usize, unit: usize) -> Tensor {
+    let shape = record.fields()[field];
+    let bytes = |elements: usize| (elements * shape.dtype.bytes() / unit) as i64;
+    let row = (record.bytes() / unit as u64).cast_signed();
+    let strides = [bytes(shape.heads * shape.dim), row, bytes(shape.dim), bytes(1)];
+    Tensor { at: at + record.offset(field, 0, 0), strides }
+}
+
+/// Statistics of the rows of a workspace, in 2-byte units.
+pub(crate) fn own_statistics(at: u64, rows: usize, dims: &Dims, sums: DType) -> Tensor {
+    let unit = (sums.bytes() / 2) as i64;
+    let Tensor { at, strides } = dense(at, rows, dims.q_heads, annulus_core::Spec::ROW_STATISTICS);
+    Tensor { at, strides: strides.map(|stride| stride * unit) }
+}

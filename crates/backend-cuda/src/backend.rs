@@ -1,0 +1,232 @@
+//! The seam: which kernels serve which call.
+
+use std::{
+    collections::HashMap,
+    ops::Range,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use annulus_core::{Backend, Block, Gradients, Inputs, Local, Outputs, Result, Saved, Spec, Tick};
+use annulus_device_cuda::{Cache, Compiler, CudaBuffer, CudaSpace, Device, Event, Stream};
+
+use crate::{
+    backward, backward_keys, backward_queries, bias_gradient, finish, forward,
+    kernels::{Kernels, Variant},
+    records,
+    workspace::{Workspace, slopes},
+};
+
+/// Attention on one NVIDIA GPU.
+///
+/// # Examples
+/// ```
+/// match annulus_cuda::Cuda::open(0) {
+///     Ok(cuda) => println!("{}", cuda.stream().device().name()),
+///     // one line that says what this machine lacks
+///     Err(error) => println!("{error}"),
+/// }
+/// ```
+#[derive(Debug, Clone)]
+pub struct Cuda {
+    stream: Stream,
+    compiler: Compiler,
+    /// Options after those of the variant.
+    options: Vec<String>,
+    kernels: Arc<Mutex<HashMap<Variant, Kernels>>>,
+}
+
+impl Cuda {
+    /// GPU number `ordinal` of this machine, with a stream of its own.
+    ///
+    /// # Errors
+    /// [`annulus_core::Error::Unsupported`] naming what is missing: driver, GPU, a compute capability of 8.0, compiler.
+    pub fn open(ordinal: usize) -> Result<Self> {
+        let device = Device::open(ordinal)?;
+        Ok(Self::on(Stream::new(&device)?, Compiler::new(Cache::of_user())?, Vec::new()))
+    }
+
+    /// On this stream, with this compiler; `options` are given to it after all others.
+    pub fn on(stream: Stream, compiler: Compiler, options: Vec<String>) -> Self {
+        Self { stream, compiler, options, kernels: Arc::default() }
+    }
+
+    /// Where its work goes. A caller's own work on the tensors belongs there, or must be ordered with it by events.
+    pub const fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    /// Compiles and loads a variant, or finds it.
+    fn kernels(&self, variant: Variant) -> Result<Kernels> {
+        let mut known = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(kernels) = known.get(&variant) {
+            return Ok(kernels.clone());
+        }
+        let kernels = Kernels::new(self.stream.device(), &self.compiler, variant, &self.options)?;
+        known.insert(variant, kernels.clone());
+        Ok(kernels)
+    }
+
+    /// After what has been queued, which touches these buffers.
+    pub(crate) fn after(&self, touched: &[&CudaBuffer]) -> Result<Event> {
+        let event = self.stream.record()?;
+        touched.iter().for_each(|buffer| buffer.touched_before(&event));
+        Ok(event)
+    }
+
+    /// Lets work from here on wait for a block, be it ready or still used by another stream.
+    pub(crate) fn wait_for(&self, block: &Block<'_, CudaSpace>) -> Result<()> {
+        self.stream.wait_for(block.ready)
+    }
+}
+
+impl std::fmt::Display for Cuda {
+    /// GPU, compute capability and compiler.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (device, (major, minor)) = (self.stream.device(), self.compiler.version());
+        write!(f, "{}, compute capability {}, NVRTC {major}.{minor}", device.name(), device.architecture())
+    }
+}
+
+impl Backend for Cuda {
+    type Space = CudaSpace;
+    type Workspace = Workspace;
+
+    fn name(&self) -> &'static str {
+        "cuda"
+    }
+
+    fn arithmetic(&self) -> String {
+        // the functions e^x and tanh are the compiler's
+        format!("cuda, NVRTC {:?}", self.compiler.version())
+    }
+
+    /// Everything but head and value dims above [`Variant::MOST_DIM`] and bias functions other than ALiBi. Products of f32 inputs are true f32
+    /// whatever [`Spec::precision`] allows.
+    ///
+    /// # Errors
+    /// As [`Spec::validate`]; [`annulus_core::Error::Unsupported`].
+    fn supports(&self, spec: &Spec) -> Result<()> {
+        spec.validate()?;
+        slopes(spec)?;
+        Variant::of(spec)?;
+        self.compiler.target(self.stream.device().architecture()).map(|_| ())
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<CudaBuffer> {
+        CudaBuffer::new(self.stream.device(), bytes)
+    }
+
+    fn workspace(&self, local: &Local, backward: bool) -> Result<Workspace> {
+        let kernels = self.kernels(Variant::of(&local.spec)?)?;
+        Workspace::new(local, kernels, backward, &self.stream)
+    }
+
+    fn update(&self, workspace: &mut Workspace, local: &Local) -> Result<()> {
+        workspace.update(local, self.stream.device())
+    }
+
+    fn pack(&self, workspace: &mut Workspace, inputs: &Inputs<'_, CudaSpace>, into: &mut CudaBuffer) -> Result<Event> {
+        records::pack(self, workspace, inputs, into)
+    }
+
+    fn begin(&self, workspace: &mut Workspace, _: &Inputs<'_, CudaSpace>) -> Result<()> {
+        forward::begin(self, workspace)
+    }
+
+    fn attend(
+        &self,
+        workspace: &mut Workspace,
+        inputs: &Inputs<'_, CudaSpace>,
+        block: &Block<'_, CudaSpace>,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        if tick().is_break() {
+            return Ok(());
+        }
+        forward::attend(self, workspace, inputs, block)
+    }
+
+    fn finish(&self, workspace: &mut Workspace, inputs: &Inputs<'_, CudaSpace>, outputs: &mut Outputs<'_, CudaSpace>) -> Result<()> {
+        finish::finish(self, workspace, inputs, outputs)
+    }
+
+    fn begin_backward(&self, workspace: &mut Workspace, _: &Inputs<'_, CudaSpace>, saved: &Saved<'_, CudaSpace>) -> Result<()> {
+        backward::begin(self, workspace, saved)
+    }
+
+    fn attend_queries(
+        &self,
+        workspace: &mut Workspace,
+        inputs: &Inputs<'_, CudaSpace>,
+        saved: &Saved<'_, CudaSpace>,
+        block: &Block<'_, CudaSpace>,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        if tick().is_break() {
+            return Ok(());
+        }
+        backward_queries::attend_queries(self, workspace, inputs, saved, block)?;
+        bias_gradient::add(self, workspace, inputs, saved, block)
+    }
+
+    fn attend_keys(
+        &self,
+        workspace: &mut Workspace,
+        inputs: &Inputs<'_, CudaSpace>,
+        saved: &Saved<'_, CudaSpace>,
+        block: &Block<'_, CudaSpace>,
+        fresh: &mut CudaBuffer,
+        tick: Tick<'_>,
+    ) -> Result<Event> {
+        if tick().is_break() {
+            return self.stream.record();
+        }
+        backward_keys::attend_keys(self, workspace, inputs, saved, block, fresh)
+    }
+
+    fn pack_queries(
+        &self,
+        workspace: &mut Workspace,
+        inputs: &Inputs<'_, CudaSpace>,
+        saved: &Saved<'_, CudaSpace>,
+        into: &mut CudaBuffer,
+    ) -> Result<Event> {
+        records::pack_queries(self, workspace, inputs, saved, into)
+    }
+
+    fn attend_keys_home(
+        &self,
+        workspace: &mut Workspace,
+        inputs: &Inputs<'_, CudaSpace>,
+        queries: &Block<'_, CudaSpace>,
+        home: &mut CudaBuffer,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        if tick().is_break() {
+            return Ok(());
+        }
+        backward_keys::attend_keys_home(self, workspace, inputs, queries, home)
+    }
+
+    fn combine(
+        &self,
+        workspace: &mut Workspace,
+        into: &mut CudaBuffer,
+        from: &CudaBuffer,
+        ready: &Event,
+        places: &[(Range<u64>, Range<u64>)],
+        add: bool,
+    ) -> Result<Event> {
+        records::combine(self, workspace, into, from, ready, places, add)
+    }
+
+    fn finish_backward(
+        &self,
+        workspace: &mut Workspace,
+        inputs: &Inputs<'_, CudaSpace>,
+        home: &CudaBuffer,
+        gradients: &mut Gradients<'_, CudaSpace>,
+    ) -> Result<()> {
+        backward::finish(self, workspace, inputs, home, gradients)
+    }
+}

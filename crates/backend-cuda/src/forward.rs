@@ -1,0 +1,49 @@
+//! The forward pass over one block of keys: `kernels/forward.cuh`, or on matrix units `kernels/forward_matrix.cuh`.
+
+use annulus_core::{Block, Inputs, Result};
+use annulus_device_cuda::CudaSpace;
+
+use crate::{
+    Cuda,
+    arguments::{Fill, field, tensor},
+    kernels::THREADS,
+    records::grid_of,
+    workspace::{Workspace, bias_of},
+};
+
+/// Every row has seen nothing.
+pub(crate) fn begin(cuda: &Cuda, workspace: &Workspace) -> Result<()> {
+    let bytes = workspace.sums().bytes() as u64;
+    for (buffer, value) in [(&workspace.acc, 0.0), (&workspace.sum, 0.0), (&workspace.ties, 0.0), (&workspace.max, f64::NEG_INFINITY)] {
+        let count = buffer.len() / bytes;
+        let arguments = Fill { at: buffer.address(), count, value };
+        // SAFETY: the buffer holds so many sums, and lives as long as the workspace; it is freed only after queued work.
+        unsafe { workspace.kernels.fill_sums.launch(cuda.stream(), grid_of(count), THREADS, &arguments)? };
+    }
+    Ok(())
+}
+
+/// Folds in one block.
+pub(crate) fn attend(cuda: &Cuda, workspace: &mut Workspace, inputs: &Inputs<'_, CudaSpace>, block: &Block<'_, CudaSpace>) -> Result<()> {
+    let spec = workspace.local.spec.clone();
+    let sight =
+        workspace.sights.of(&workspace.local, &workspace.local.queries, block.rows, workspace.kernels.variant.tile(), cuda.stream())?;
+    if sight.is_empty() {
+        return Ok(());
+    }
+    cuda.wait_for(block)?;
+    let (record, bytes) = (spec.kv_record(), spec.dtype.bytes());
+    let mut arguments = workspace.attention(bias_of(inputs))?;
+    sight.describe(&mut arguments, false);
+    arguments.q = tensor(&inputs.q);
+    arguments.k = field(block.buffer.address(), &record, 0, bytes);
+    arguments.v = field(block.buffer.address(), &record, 1, bytes);
+    let grid = [u64::from(sight.tiles()[0]), spec.dims.q_heads as u64, spec.dims.batch as u64];
+    // an output that is not normalised has a gradient through its largest logit, which backward finds again only where products are formed alike
+    let matrix = workspace.kernels.forward_matrix.as_ref().filter(|_| spec.normalize);
+    let kernel = matrix.unwrap_or(&workspace.kernels.forward);
+    // SAFETY: every address is that of memory which the engine has checked to be large enough for these shapes, and which is freed only after
+    // queued work.
+    unsafe { kernel.launch(cuda.stream(), grid, THREADS, &arguments)? };
+    cuda.after(&[block.buffer]).map(|_| ())
+}

@@ -1,0 +1,222 @@
+//! Who sees whom between the queries of one rank and one block of keys, by tiles, as kernels read it.
+//!
+//! [`annulus_core::Visibility`] classifies every tile on the host: tiles without a visible pair are not listed, tiles of visible pairs only need no
+//! bits, the others have 64 bits a query row. So a kernel knows nothing of masks, and a new mask is never a new kernel. What a block's rows
+//! say is remembered: the same block comes by in every pass.
+
+use std::sync::Arc;
+
+use annulus_core::{Error, Local, QueryTile, Result, Rows, TileBits, TileClass, Visibility};
+use annulus_device_cuda::{CudaBuffer, Stream};
+
+use crate::arguments::{Attention, KEY_POSITIONS_PER_BATCH, QUERY_POSITIONS_PER_BATCH, SightAddresses};
+
+/// All pairs of a tile are seen.
+const EVERYTHING: u32 = u32::MAX;
+
+/// One listed tile.
+struct Entry {
+    plane: usize,
+    query_tile: u32,
+    key_tile: u32,
+    bits: u32,
+}
+
+/// Tiles by queries and by keys, and what kernels must know of the rows, on the device.
+#[derive(Debug)]
+pub(crate) struct Sight {
+    buffer: CudaBuffer,
+    /// Byte offsets.
+    by_queries: [u64; 2],
+    by_keys: [u64; 2],
+    bits: u64,
+    query_rows: u64,
+    key_rows: u64,
+    query_positions: u64,
+    key_positions: u64,
+    query_tiles: u32,
+    key_tiles: u32,
+    per_batch: bool,
+    per_head: bool,
+    queries: u32,
+    keys: u32,
+    flags: u32,
+}
+
+/// Blocks that came by, with what is known of them.
+#[derive(Debug, Default)]
+pub(crate) struct Sights {
+    known: Vec<(Rows, Rows, Arc<Sight>)>,
+}
+
+/// Blocks remembered: those of a ring of this many ranks and both passes.
+const MOST: usize = 256;
+
+impl Sights {
+    /// Forgets everything: positions, ids or masks have changed.
+    pub(crate) fn clear(&mut self) {
+        self.known.clear();
+    }
+
+    /// What these queries see of these keys.
+    pub(crate) fn of(&mut self, local: &Local, queries: &Rows, keys: &Rows, tile: usize, stream: &Stream) -> Result<Arc<Sight>> {
+        if let Some((.., sight)) = self.known.iter().find(|(q, k, _)| q == queries && k == keys) {
+            return Ok(Arc::clone(sight));
+        }
+        let sight = Arc::new(Sight::new(local, queries, keys, tile, stream)?);
+        if self.known.len() >= MOST {
+            self.known.remove(0);
+        }
+        self.known.push((queries.clone(), keys.clone(), Arc::clone(&sight)));
+        Ok(sight)
+    }
+}
+
+impl Sight {
+    fn new(local: &Local, queries: &Rows, keys: &Rows, tile: usize, stream: &Stream) -> Result<Self> {
+        let dims = &local.spec.dims;
+        let visibility = Visibility { mask: local.spec.mask.as_ref(), attention_mask: local.attention_mask.as_deref(), queries, keys };
+        let (per_batch, per_head) = (visibility.per_batch(), visibility.per_head());
+        let planes_of = |per: bool, all: usize| if per { all } else { 1 };
+        let (batches, heads) = (planes_of(per_batch, dims.batch), planes_of(per_head, dims.q_heads));
+        let [query_tiles, key_tiles] = [queries, keys].map(|rows| rows.len().div_ceil(tile));
+        let (mut entries, mut bits) = (Vec::new(), Vec::new());
+        let (mut seen, mut edge) = (QueryTile::default(), TileBits::default());
+        for plane in 0..batches * heads {
+            for query_tile in 0..query_tiles {
+                let rows = query_tile * tile..queries.len().min((query_tile + 1) * tile);
+                visibility.query_tile(plane / heads, plane % heads, rows.clone(), &mut seen);
+                for columns in visibility.key_tiles(&seen, tile) {
+                    let key_tile = narrow(columns.start / tile)?;
+                    let set = match visibility.classify(&seen, columns, &mut edge) {
+                        TileClass::Empty => continue,
+                        TileClass::Full => EVERYTHING,
+                        TileClass::Edge => {
+                            let set = narrow(bits.len() / tile)?;
+                            bits.extend((0..rows.len()).map(|row| edge.line(row)[0]));
+                            bits.resize((set as usize + 1) * tile, 0);
+                            set
+                        }
+                    };
+                    entries.push(Entry { plane, query_tile: narrow(query_tile)?, key_tile, bits: set });
+                }
+            }
+        }
+        let mut image = Image::default();
+        let planes = batches * heads;
+        let by_queries = image.list(&entries, planes, query_tiles, |entry| (entry.query_tile, entry.key_tile));
+        let by_keys = image.list(&entries, planes, key_tiles, |entry| (entry.key_tile, entry.query_tile));
+        let bits = image.words(bits.into_iter());
+        let [query_rows, key_rows] = [queries, keys].map(|rows| image.words(rows.rows().iter().copied()));
+        let mut flags = 0;
+        let mut positions = |rows: &Rows, flag: u32| {
+            let per_batch = rows.per_batch();
+            flags |= if per_batch { flag } else { 0 };
+            let lists = (0..planes_of(per_batch, dims.batch)).flat_map(|batch| rows.positions(batch).iter().map(|at| at.cast_unsigned()));
+            image.words(lists)
+        };
+        let query_positions = positions(queries, QUERY_POSITIONS_PER_BATCH);
+        let key_positions = positions(keys, KEY_POSITIONS_PER_BATCH);
+        let buffer = CudaBuffer::new(stream.device(), image.0.len() as u64)?;
+        // SAFETY: the buffer is new and as long as the image.
+        unsafe { stream.copy_to_device(buffer.address(), &image.0)? };
+        let [query_tiles, key_tiles, queries, keys] =
+            [narrow(query_tiles)?, narrow(key_tiles)?, narrow(queries.len())?, narrow(keys.len())?];
+        Ok(Self {
+            buffer,
+            by_queries,
+            by_keys,
+            bits,
+            query_rows,
+            key_rows,
+            query_positions,
+            key_positions,
+            query_tiles,
+            key_tiles,
+            per_batch,
+            per_head,
+            queries,
+            keys,
+            flags,
+        })
+    }
+
+    /// How many tiles of queries and of keys there are.
+    pub(crate) const fn tiles(&self) -> [u32; 2] {
+        [self.query_tiles, self.key_tiles]
+    }
+
+    /// Whether nobody sees anybody cannot be known from here; whether there are rows on both sides can.
+    pub(crate) const fn is_empty(&self) -> bool {
+        self.queries == 0 || self.keys == 0
+    }
+
+    /// Fills in what a kernel that goes through tiles of queries (or of keys) reads.
+    pub(crate) fn describe(&self, arguments: &mut Attention, by_keys: bool) {
+        let at = |offset: u64| self.buffer.address() + offset;
+        let ([starts, entries], tiles) = if by_keys { (self.by_keys, self.key_tiles) } else { (self.by_queries, self.query_tiles) };
+        arguments.sight = SightAddresses {
+            starts: at(starts),
+            entries: at(entries),
+            bits: at(self.bits),
+            tiles,
+            per_batch: self.per_batch.into(),
+            per_head: self.per_head.into(),
+            reserved: 0,
+        };
+        arguments.query_rows = at(self.query_rows);
+        arguments.key_rows = at(self.key_rows);
+        arguments.query_positions = at(self.query_positions);
+        arguments.key_positions = at(self.key_positions);
+        arguments.queries = self.queries;
+        arguments.keys = self.keys;
+        arguments.flags |= self.flags;
+    }
+}
+
+/// Bytes for the device; every part starts at a multiple of 8.
+#[derive(Default)]
+struct Image(Vec<u8>);
+
+impl Image {
+    fn words(&mut self, words: impl Iterator<Item = u64>) -> u64 {
+        self.0.resize(self.0.len().next_multiple_of(8), 0);
+        let start = self.0.len() as u64;
+        words.for_each(|word| self.0.extend_from_slice(&word.to_ne_bytes()));
+        start
+    }
+
+    /// Where each tile's entries start, and the entries, in the order of the other side's tiles.
+    fn list(&mut self, entries: &[Entry], planes: usize, tiles: usize, sides: impl Fn(&Entry) -> (u32, u32)) -> [u64; 2] {
+        let place = |entry: &Entry| entry.plane * (tiles + 1) + sides(entry).0 as usize;
+        let mut starts = vec![0u32; planes * (tiles + 1)];
+        entries.iter().for_each(|entry| starts[place(entry)] += 1);
+        let mut before = 0;
+        for start in &mut starts {
+            before += std::mem::replace(start, before);
+        }
+        let mut next = starts.clone();
+        let mut sorted = vec![[0u32; 2]; entries.len()];
+        for entry in entries {
+            let slot = &mut next[place(entry)];
+            sorted[*slot as usize] = [sides(entry).1, entry.bits];
+            *slot += 1;
+        }
+        let starts = self.halves(starts.into_iter());
+        [starts, self.halves(sorted.into_iter().flatten())]
+    }
+
+    fn halves(&mut self, numbers: impl Iterator<Item = u32>) -> u64 {
+        self.0.resize(self.0.len().next_multiple_of(8), 0);
+        let start = self.0.len() as u64;
+        numbers.for_each(|number| self.0.extend_from_slice(&number.to_ne_bytes()));
+        start
+    }
+}
+
+/// A count as kernels have it.
+pub(crate) fn narrow(count: usize) -> Result<u32> {
+    // the last number means "everything"
+    let narrowed = u32::try_from(count).ok().filter(|&count| count < u32::MAX);
+    narrowed.ok_or_else(|| Error::unsupported(format!("a list of {count} rows or tiles on one rank"), "cuda"))
+}

@@ -1,0 +1,83 @@
+//! CUDA memory as the suite sees it, and rings of backends over it.
+
+use std::time::Duration;
+
+use annulus_comm::{Checksum, Deadline, Fault, Staged, cuda::CudaCopier, threads};
+use annulus_conformance::{Case, Judge, Memory, RingSubject, Setting, Station, Subject};
+use annulus_core::{DType, Dims, Element, Error, Result, Spec};
+use annulus_cuda::{
+    Cuda,
+    device::{CudaSpace, CudaTensor, CudaView, CudaViewMut, Stream},
+};
+use ndarray::{Array4, ArrayView4};
+
+/// No test waits longer than this for a peer that is silent.
+pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
+
+/// Its memory.
+pub(crate) struct CudaMemory(pub(crate) Stream);
+
+impl Memory for CudaMemory {
+    type Space = CudaSpace;
+    type Tensor = CudaTensor;
+
+    fn upload(&self, numbers: ArrayView4<'_, f64>, dtype: DType) -> Result<CudaTensor> {
+        let mut bytes = Vec::with_capacity(numbers.len() * dtype.bytes());
+        for &number in &numbers {
+            match dtype {
+                DType::F64 => bytes.extend(number.to_le_bytes()),
+                DType::F32 => bytes.extend(<f32 as Element>::from_f64(number).to_le_bytes()),
+                DType::Bf16 => bytes.extend(<half::bf16 as Element>::from_f64(number).to_le_bytes()),
+                DType::F16 => bytes.extend(<half::f16 as Element>::from_f64(number).to_le_bytes()),
+            }
+        }
+        CudaTensor::upload(&self.0, &bytes, dtype, numbers.dim().into())
+    }
+
+    fn download(&self, tensor: &CudaTensor) -> Result<Array4<f64>> {
+        let bytes = tensor.download()?;
+        let dtype = tensor.view().dtype();
+        let number = |bytes: &[u8]| match (dtype, bytes) {
+            (DType::F64, &[a, b, c, d, e, f, g, h]) => f64::from_le_bytes([a, b, c, d, e, f, g, h]),
+            (DType::F32, &[a, b, c, d]) => f64::from(f32::from_le_bytes([a, b, c, d])),
+            (DType::Bf16, &[a, b]) => half::bf16::from_le_bytes([a, b]).to_f64(),
+            (DType::F16, &[a, b]) => half::f16::from_le_bytes([a, b]).to_f64(),
+            _ => f64::NAN,
+        };
+        let numbers = bytes.chunks_exact(dtype.bytes()).map(number).collect();
+        Array4::from_shape_vec(tensor.view().shape(), numbers).map_err(|error| Error::Device { what: error.to_string() })
+    }
+
+    fn view<'a>(&self, tensor: &'a CudaTensor) -> CudaView<'a> {
+        tensor.view()
+    }
+
+    fn view_mut<'a>(&self, tensor: &'a mut CudaTensor) -> CudaViewMut<'a> {
+        tensor.view_mut()
+    }
+}
+
+/// A rank on each backend that `make` gives, their blocks staged through pinned host memory; each message up to `delay` late.
+pub(crate) fn staged(name: &str, delay: Duration, make: impl Fn() -> Result<Cuda>) -> impl Subject {
+    RingSubject::new(name, move |ranks| -> Result<Vec<Station<CudaMemory, Cuda>>> {
+        let station = |(rank, transport)| {
+            let backend = make()?;
+            let late = Checksum::new(Fault::random_delays(transport, rank as u64, delay));
+            let staged = Staged::<_, CudaSpace>::new(late, CudaCopier::new(backend.stream().device())?);
+            let memory = CudaMemory(backend.stream().clone());
+            Ok(Station { memory, backend, transport: Box::new(Deadline::new(staged, DEADLINE)?) })
+        };
+        threads::ring(ranks).into_iter().enumerate().map(station).collect()
+    })
+}
+
+/// Head and value dims that fill a variant of dim `dim` but for a few, over more than one tile, causal or not.
+pub(crate) fn wide(subject: &dyn Subject, dtype: DType, dim: usize, causal: bool) -> Result<(), String> {
+    let dims = Dims { batch: 1, q_len: 70, kv_len: 97, q_heads: 2, kv_heads: 1, head_dim: dim - 1, value_dim: dim / 2 + 3 };
+    let masks = annulus_conformance::Masks { causal, ..Default::default() };
+    let case = Case::new(format!("dim {dim}"), Spec::new(dims, DType::F64), masks, &mut annulus_conformance::Draw::new(dim as u64));
+    let case = case.in_dtype(dtype);
+    let answers = subject.run(&case, &Setting::ALONE, 1).map_err(|error| error.to_string())?;
+    let judge = Judge::new(&case).map_err(|error| error.to_string())?;
+    judge.check(&answers[0]).map_err(|wrong| format!("{}: {wrong}", case.name))
+}

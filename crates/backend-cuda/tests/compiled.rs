@@ -1,0 +1,97 @@
+//! Every variant compiles for every architecture, without a GPU: nothing spills, and registers and shared memory are those of the committed
+//! table. Needs NVRTC; `scripts/cuda-test` brings it. With `ANNULUS_UPDATE=1` the table is written instead.
+
+use std::{
+    fmt::Write,
+    num::NonZero,
+    path::PathBuf,
+    sync::{
+        Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use annulus_core::Result;
+use annulus_cuda::{
+    Variant, compile,
+    device::{Architecture, Cache, Compiler, ImageKind},
+};
+
+const ARCHITECTURES: [(i32, i32); 4] = [(8, 0), (8, 6), (8, 9), (9, 0)];
+
+/// One kernel of one image: name, registers, bytes of shared memory, bytes spilled.
+fn kernels(log: &str) -> Vec<(String, u64, u64, u64)> {
+    let mut found = Vec::new();
+    let before = |line: &str, word: &str| -> u64 {
+        let text = line.find(word).map_or("", |end| line[..end].trim_end());
+        text.rsplit(|c: char| !c.is_ascii_digit()).next().and_then(|number| number.parse().ok()).unwrap_or(0)
+    };
+    let (mut name, mut spilled) = (String::new(), 0);
+    for line in log.lines() {
+        if let Some((_, rest)) = line.split_once("Compiling entry function '") {
+            name = rest.split('\'').next().unwrap_or_default().to_owned();
+        } else if line.contains("bytes spill stores") {
+            spilled = before(line, " bytes spill stores") + before(line, " bytes spill loads");
+        } else if line.contains(" registers") && !name.is_empty() {
+            found.push((std::mem::take(&mut name), before(line, " registers"), before(line, " bytes smem"), spilled));
+        }
+    }
+    found.sort();
+    found
+}
+
+/// One variant's line of the table.
+fn line(compiler: &Compiler, architecture: Architecture, variant: Variant) -> Result<String> {
+    let (kind, target) = compiler.target(architecture)?;
+    assert_eq!(kind, ImageKind::Cubin, "{target}");
+    let image = compile(compiler, variant, &[], kind, &target)?;
+    assert!(image.bytes.starts_with(b"\x7fELF"), "{target} {variant:?}");
+    let found = kernels(&image.log);
+    let mut names = variant.kernels();
+    names.sort_unstable();
+    assert_eq!(found.iter().map(|kernel| kernel.0.as_str()).collect::<Vec<_>>(), names, "{target} {variant:?}: {}", image.log);
+    let mut line = format!("{target} {} {} |", variant.dtype, variant.dim);
+    for (name, registers, shared, spilled) in found {
+        assert_eq!(spilled, 0, "{target} {variant:?}: {name} spills");
+        line += &format!(" {name}: {registers}, {shared}, {spilled};");
+    }
+    Ok(line + "\n")
+}
+
+#[test]
+fn every_variant_compiles_for_every_architecture_as_recorded() {
+    let cache = Cache::new(PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("compiled-kernels"));
+    let compiler = Compiler::new(Some(cache)).unwrap();
+    let mut table = String::new();
+    writeln!(
+        table,
+        "NVRTC {}.{}: target, element type, dim | kernel: registers, bytes of shared memory, bytes spilled",
+        compiler.version().0,
+        compiler.version().1
+    )
+    .unwrap();
+    let jobs: Vec<_> = ARCHITECTURES.iter().flat_map(|architecture| Variant::all().map(move |variant| (*architecture, variant))).collect();
+    let (next, lines) = (AtomicUsize::new(0), Mutex::new(vec![String::new(); jobs.len()]));
+    let work = || {
+        loop {
+            let place = next.fetch_add(1, Ordering::Relaxed);
+            let Some(((major, minor), variant)) = jobs.get(place).copied() else { break };
+            let line = line(&compiler, Architecture { major, minor }, variant).unwrap();
+            lines.lock().unwrap()[place] = line;
+        }
+    };
+    std::thread::scope(|scope| {
+        (0..std::thread::available_parallelism().map_or(1, NonZero::get)).for_each(|_| drop(scope.spawn(work)));
+    });
+    table.extend(lines.into_inner().unwrap());
+    let file = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("kernels/registers.txt");
+    if std::env::var_os("ANNULUS_UPDATE").is_some() {
+        std::fs::write(file, table).unwrap();
+        return;
+    }
+    let recorded = std::fs::read_to_string(file).unwrap();
+    for (line, (got, want)) in table.lines().zip(recorded.lines()).enumerate() {
+        assert_eq!(got, want, "line {} of kernels/registers.txt; ANNULUS_UPDATE=1 writes it anew", line + 1);
+    }
+    assert_eq!(table.lines().count(), recorded.lines().count());
+}

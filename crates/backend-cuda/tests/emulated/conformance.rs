@@ -1,0 +1,67 @@
+//! The suite on the emulated device, over transports that stage through host memory. Random cases and a sample of the matrix; every numeric rule.
+
+use std::time::Duration;
+
+use annulus_conformance::{
+    Setting,
+    suite::{self, Scale},
+};
+use annulus_core::{DType, Layout};
+
+use crate::{
+    common::wide,
+    support::{hosted, plain, subject},
+};
+
+#[test]
+fn random_cases_hold_on_the_emulated_device() {
+    suite::random_cases(&plain(), 0..40).unwrap();
+}
+
+#[test]
+fn a_sample_of_the_matrix_holds_on_the_emulated_device() {
+    suite::matrix(&plain(), Scale::OneIn(13)).unwrap();
+}
+
+#[test]
+fn the_numeric_rules_hold_on_the_emulated_device() {
+    // every element type, every kind of ring; not every pair of both, which fibers would take minutes for
+    for (dtype, (ranks, layout)) in [
+        (DType::F64, (1, Layout::Contiguous)),
+        (DType::F32, (4, Layout::Zigzag)),
+        (DType::Bf16, (3, Layout::Contiguous)),
+        (DType::F16, (2, Layout::Striped)),
+    ] {
+        suite::numeric_rules_on(&plain(), dtype, &Setting::new(ranks, layout)).unwrap();
+    }
+}
+
+#[test]
+fn random_cases_hold_where_tensors_are_in_host_memory() {
+    suite::random_cases(&hosted(), 100..120).unwrap();
+}
+
+#[test]
+fn awkward_sizes_hold_on_the_emulated_device() {
+    suite::sizes(&plain(), Scale::Full).unwrap();
+}
+
+#[test]
+fn messages_that_overtake_each_other_change_no_bit() {
+    suite::same_bits_under_delay(&plain(), &subject(&[], Duration::from_millis(1)), 3).unwrap();
+}
+
+#[test]
+fn wide_heads_hold_on_the_emulated_device() {
+    // dims of 32 and 64 are everywhere else
+    for (dtype, dim, causal) in [
+        (DType::F32, 128, true),
+        (DType::F32, 256, false),
+        (DType::F64, 128, false),
+        (DType::F64, 256, true),
+        (DType::Bf16, 256, true),
+        (DType::F16, 128, false),
+    ] {
+        wide(&plain(), dtype, dim, causal).unwrap();
+    }
+}

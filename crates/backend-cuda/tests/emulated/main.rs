@@ -1,0 +1,8 @@
+//! The CUDA backend on a device of fibers: the same host code and the same kernels as on a GPU.
+
+#[path = "../common/mod.rs"]
+mod common;
+mod conformance;
+mod failures;
+mod planted;
+mod support;

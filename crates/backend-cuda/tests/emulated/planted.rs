@@ -1,0 +1,61 @@
+//! What the emulated device is for: mistakes that a GPU might let pass for years are caught at once. Each is compiled into the kernels by a macro
+//! of its own, and must make a case wrong that is right without it.
+
+use std::time::Duration;
+
+use annulus_conformance::{Case, Draw, Judge, Masks, Setting, Subject};
+use annulus_core::{DType, Dims, Spec};
+
+use crate::support::subject;
+
+/// A causal case of a few tiles, with head dims of more than one slice.
+fn case(dtype: DType) -> Case {
+    let dims = Dims { batch: 1, q_len: 70, kv_len: 70, q_heads: 2, kv_heads: 1, head_dim: 40, value_dim: 36 };
+    let masks = Masks { causal: true, ..Masks::default() };
+    Case::new("planted", Spec::new(dims, DType::F64), masks, &mut Draw::new(5)).in_dtype(dtype)
+}
+
+/// What the judge says of the case with kernels compiled like this.
+fn verdict(dtype: DType, options: &'static [&'static str]) -> Result<(), String> {
+    let case = case(dtype);
+    let answers = subject(options, Duration::ZERO).run(&case, &Setting::ALONE, 1).map_err(|error| error.to_string())?;
+    Judge::new(&case).map_err(|error| error.to_string())?.check(&answers[0])
+}
+
+/// f64 runs on level 0 alone, f16 on matrix units.
+const DTYPES: [DType; 2] = [DType::F64, DType::F16];
+
+#[test]
+fn without_a_mistake_all_is_right() {
+    for dtype in DTYPES {
+        verdict(dtype, &[]).unwrap();
+    }
+}
+
+#[test]
+fn a_barrier_that_was_removed_is_caught() {
+    for dtype in DTYPES {
+        // it shows in the forward pass already, which is another kernel for f16
+        assert!(verdict(dtype, &["-DPLANTED_NO_BARRIER"]).is_err_and(|wrong| wrong.contains("out[")), "{dtype}");
+    }
+}
+
+#[test]
+fn a_wait_that_comes_one_stage_late_is_caught() {
+    for dtype in DTYPES {
+        assert!(verdict(dtype, &["-DPLANTED_LATE_WAIT"]).is_err_and(|wrong| wrong.contains("out[")), "{dtype}");
+    }
+}
+
+#[test]
+fn a_mask_that_is_off_by_one_is_caught() {
+    for dtype in DTYPES {
+        assert!(verdict(dtype, &["-DPLANTED_MASK_OFF_BY_ONE"]).is_err_and(|wrong| wrong.contains("out[")), "{dtype}");
+    }
+}
+
+#[test]
+fn a_barrier_that_only_some_reach_is_an_error_and_no_hang() {
+    let wrong = verdict(DType::F64, &["-DPLANTED_SPLIT_BARRIER"]);
+    assert!(wrong.as_ref().is_err_and(|wrong| wrong.contains("CUDA_ERROR_LAUNCH_FAILED")), "{wrong:?}");
+}

@@ -1,0 +1,61 @@
+//! The emulated device as a subject of the suite.
+
+use std::{
+    path::PathBuf,
+    sync::atomic::{AtomicUsize, Ordering},
+    time::Duration,
+};
+
+use annulus_comm::{Deadline, threads};
+use annulus_conformance::{HostMemory, RingSubject, Station, Subject};
+use annulus_core::Result;
+use annulus_cuda::{
+    Cuda, Hosted,
+    device::{Cache, Compiler, Device, Stream, emulator},
+};
+
+use crate::common::{DEADLINE, staged};
+
+/// A device of its own for every rank of every run, so that one that has failed disturbs nobody.
+pub(crate) fn next_device() -> usize {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    NEXT.fetch_add(1, Ordering::Relaxed) % emulator::DEVICES
+}
+
+/// The emulated compiler, remembering in the folder that tests may write.
+pub(crate) fn compiler() -> Result<Compiler> {
+    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("emulated-kernels");
+    Compiler::with_symbols(emulator::compiler_symbols(), Some(Cache::new(folder)))
+}
+
+/// A backend on an emulated device of its own.
+pub(crate) fn emulated(options: &[&str]) -> Result<Cuda> {
+    emulated_on(next_device(), options)
+}
+
+/// A backend on emulated device `ordinal`.
+pub(crate) fn emulated_on(ordinal: usize, options: &[&str]) -> Result<Cuda> {
+    let device = Device::with_symbols(emulator::symbols(), ordinal)?;
+    Ok(Cuda::on(Stream::new(&device)?, compiler()?, options.iter().map(|&option| option.to_owned()).collect()))
+}
+
+/// Emulated devices, one a rank, each message up to `delay` late. Kernels are compiled with `options` besides their own.
+pub(crate) fn subject(options: &'static [&'static str], delay: Duration) -> impl Subject {
+    staged("emulated cuda over staged threads", delay, move || emulated(options))
+}
+
+/// As [`subject`] of the kernels as they are, on time.
+pub(crate) fn plain() -> impl Subject {
+    subject(&[], Duration::ZERO)
+}
+
+/// Emulated devices for tensors and blocks in host memory.
+pub(crate) fn hosted() -> impl Subject {
+    RingSubject::new("hosted emulated cuda over threads", |ranks| -> Result<Vec<Station<HostMemory, Hosted>>> {
+        let station = |transport| {
+            let transport = Box::new(Deadline::new(transport, DEADLINE)?);
+            Ok(Station { memory: HostMemory, backend: Hosted::new(emulated(&[])?), transport })
+        };
+        threads::ring(ranks).into_iter().map(station).collect()
+    })
+}

@@ -1,0 +1,485 @@
+//! The driver's functions. Every handle is the address of something that is kept, or freed by its own function.
+
+use std::{
+    cell::Cell,
+    ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_void},
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+};
+
+use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUmodule, CUresult, CUstream};
+use libloading::Library;
+
+use super::{
+    compiler::unwrap_image,
+    memory::Memory,
+    work::{Mark, Queue, Step, Work},
+};
+use crate::Symbols;
+
+/// How many devices there are. Each has its own memory and its own failure, so that tests do not disturb each other.
+pub const DEVICES: usize = 4096;
+
+/// One device.
+#[derive(Default)]
+struct Context {
+    memory: Mutex<Memory>,
+    queues: Mutex<Vec<Weak<Queue>>>,
+    failed: AtomicBool,
+}
+
+struct EmulatedStream {
+    context: &'static Context,
+    queue: Arc<Queue>,
+}
+
+#[derive(Default)]
+struct EmulatedEvent {
+    mark: Mutex<Option<Arc<Mark>>>,
+}
+
+struct EmulatedModule {
+    library: Arc<Library>,
+    /// Each at an address of its own, which is its handle.
+    functions: Mutex<Vec<Arc<EmulatedFunction>>>,
+}
+
+type Entry = unsafe extern "C" fn(*const c_void);
+type Emulate = unsafe extern "C" fn(Entry, *const c_void, *const c_uint, u64) -> c_int;
+
+struct EmulatedFunction {
+    library: Arc<Library>,
+    entry: Entry,
+    emulate: Emulate,
+    argument_bytes: usize,
+}
+
+thread_local! {
+    static CURRENT: Cell<Option<&'static Context>> = const { Cell::new(None) };
+}
+
+static SEED: AtomicU64 = AtomicU64::new(1);
+
+fn contexts() -> &'static [OnceLock<&'static Context>] {
+    static CONTEXTS: OnceLock<Vec<OnceLock<&'static Context>>> = OnceLock::new();
+    CONTEXTS.get_or_init(|| (0..DEVICES).map(|_| OnceLock::new()).collect())
+}
+
+fn context_of(ordinal: usize) -> Option<&'static Context> {
+    // a device is there until the process ends, as a GPU is
+    Some(*contexts().get(ordinal)?.get_or_init(|| Box::leak(Box::default())))
+}
+
+/// The emulated driver.
+pub fn symbols() -> Symbols {
+    Symbols {
+        init,
+        device_count,
+        device_get,
+        device_name,
+        device_attribute,
+        context_retain,
+        context_release,
+        context_set,
+        memory_info,
+        allocate,
+        free,
+        allocate_host,
+        free_host,
+        copy_to_device,
+        copy_to_host,
+        copy_on_device,
+        fill,
+        stream_create,
+        stream_destroy,
+        stream_wait,
+        event_create,
+        event_destroy,
+        event_record,
+        event_query,
+        module_load,
+        module_unload,
+        module_function,
+        launch,
+    }
+}
+
+/// The order in which threads run is drawn from this.
+pub fn set_seed(seed: u64) {
+    SEED.store(seed, Ordering::Relaxed);
+}
+
+/// How many allocations device `ordinal` holds.
+pub fn allocations(ordinal: usize) -> usize {
+    context_of(ordinal).map_or(0, |context| lock(&context.memory).len())
+}
+
+unsafe fn init(_: c_uint) -> CUresult {
+    CUresult::CUDA_SUCCESS
+}
+
+unsafe fn device_count(count: *mut c_int) -> CUresult {
+    // SAFETY: the caller gives a valid pointer.
+    unsafe { *count = DEVICES as c_int };
+    CUresult::CUDA_SUCCESS
+}
+
+unsafe fn device_get(device: *mut CUdevice, ordinal: c_int) -> CUresult {
+    // SAFETY: the caller gives a valid pointer.
+    unsafe { *device = ordinal };
+    CUresult::CUDA_SUCCESS
+}
+
+unsafe fn device_name(name: *mut c_char, len: c_int, _: CUdevice) -> CUresult {
+    let text = c"emulated GPU";
+    let bytes = text.to_bytes_with_nul();
+    if bytes.len() > len.unsigned_abs() as usize {
+        return CUresult::CUDA_ERROR_INVALID_VALUE;
+    }
+    // SAFETY: the caller gives room for `len` characters.
+    unsafe { std::ptr::copy_nonoverlapping(text.as_ptr(), name, bytes.len()) };
+    CUresult::CUDA_SUCCESS
+}
+
+unsafe fn device_attribute(value: *mut c_int, attribute: CUdevice_attribute, _: CUdevice) -> CUresult {
+    let answer = match attribute {
+        CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR => 8,
+        CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR => 0,
+        _ => return CUresult::CUDA_ERROR_INVALID_VALUE,
+    };
+    // SAFETY: the caller gives a valid pointer.
+    unsafe { *value = answer };
+    CUresult::CUDA_SUCCESS
+}
+
+unsafe fn context_retain(context: *mut CUcontext, device: CUdevice) -> CUresult {
+    let Some(found) = usize::try_from(device).ok().and_then(context_of) else { return CUresult::CUDA_ERROR_INVALID_DEVICE };
+    // SAFETY: the caller gives a valid pointer.
+    unsafe { *context = std::ptr::from_ref(found).cast_mut().cast() };
+    CUresult::CUDA_SUCCESS
+}
+
+unsafe fn context_release(_: CUdevice) -> CUresult {
+    CUresult::CUDA_SUCCESS
+}
+
+unsafe fn context_set(context: CUcontext) -> CUresult {
+    // SAFETY: contexts come from `context_retain` and are never freed.
+    CURRENT.set(Some(unsafe { &*context.cast::<Context>() }));
+    CUresult::CUDA_SUCCESS
+}
+
+unsafe fn memory_info(free: *mut usize, total: *mut usize) -> CUresult {
+    // SAFETY: the caller gives valid pointers.
+    unsafe { (*free, *total) = (1 << 30, 1 << 30) };
+    CUresult::CUDA_SUCCESS
+}
+
+unsafe fn allocate(address: *mut CUdeviceptr, bytes: usize) -> CUresult {
+    with_context(|context| {
+        if bytes == 0 {
+            return CUresult::CUDA_ERROR_INVALID_VALUE;
+        }
+        match lock(&context.memory).allocate(bytes) {
+            // SAFETY: the caller gives a valid pointer.
+            Some(place) => unsafe { *address = place },
+            None => return CUresult::CUDA_ERROR_OUT_OF_MEMORY,
+        }
+        CUresult::CUDA_SUCCESS
+    })
+}
+
+unsafe fn free(address: CUdeviceptr) -> CUresult {
+    let Some(context) = CURRENT.get() else { return CUresult::CUDA_ERROR_INVALID_CONTEXT };
+    // as the driver does, queued work first; what has failed is freed all the same
+    let queues: Vec<Arc<Queue>> = lock(&context.queues).iter().filter_map(Weak::upgrade).collect();
+    if queues.iter().any(|queue| queue.drain() == Step::Failed) {
+        context.failed.store(true, Ordering::Relaxed);
+    }
+    if lock(&context.memory).free(address) {
+        return CUresult::CUDA_SUCCESS;
+    }
+    // memory was written past its end
+    context.failed.store(true, Ordering::Relaxed);
+    CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
+}
+
+unsafe fn allocate_host(place: *mut *mut c_void, bytes: usize) -> CUresult {
+    with_context(|context| {
+        // pinned memory is memory that the device knows, too
+        match lock(&context.memory).allocate(bytes) {
+            // SAFETY: the caller gives a valid pointer.
+            Some(address) => unsafe { *place = address as *mut c_void },
+            None => return CUresult::CUDA_ERROR_OUT_OF_MEMORY,
+        }
+        CUresult::CUDA_SUCCESS
+    })
+}
+
+unsafe fn free_host(place: *mut c_void) -> CUresult {
+    // SAFETY: as the caller promises of both.
+    unsafe { free(place as u64) }
+}
+
+unsafe fn copy_to_device(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream) -> CUresult {
+    with_context(|context| {
+        if !lock(&context.memory).holds(to, bytes) {
+            return CUresult::CUDA_ERROR_INVALID_VALUE;
+        }
+        // pinned memory is read when the copy's turn comes, pageable memory at once
+        let pinned = lock(&context.memory).holds(from as u64, bytes);
+        // SAFETY: the caller gives as many bytes.
+        let now = if pinned { Vec::new() } else { unsafe { std::slice::from_raw_parts(from.cast::<u8>(), bytes) }.to_vec() };
+        let from = from as u64;
+        push(stream, move || {
+            let source = if pinned { from as *const u8 } else { now.as_ptr() };
+            // SAFETY: `to` was checked, and is freed only after queued work; a pinned source is kept by the caller until the copy is done.
+            unsafe { std::ptr::copy_nonoverlapping(source, to as *mut u8, bytes) };
+            true
+        })
+    })
+}
+
+unsafe fn copy_to_host(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream) -> CUresult {
+    with_context(|context| {
+        if !lock(&context.memory).holds(from, bytes) {
+            return CUresult::CUDA_ERROR_INVALID_VALUE;
+        }
+        let pinned = lock(&context.memory).holds(to as u64, bytes);
+        let to = to as u64;
+        let queued = push(stream, move || {
+            // SAFETY: `from` was checked, and is freed only after queued work; `to` is kept by the caller until the copy is done.
+            unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, bytes) };
+            true
+        });
+        // a copy to pageable memory is over when the call returns
+        if queued == CUresult::CUDA_SUCCESS && !pinned { drain(context, stream) } else { queued }
+    })
+}
+
+unsafe fn copy_on_device(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream) -> CUresult {
+    with_context(|context| {
+        if !lock(&context.memory).holds(from, bytes) || !lock(&context.memory).holds(to, bytes) {
+            return CUresult::CUDA_ERROR_INVALID_VALUE;
+        }
+        push(stream, move || {
+            // SAFETY: both were checked, and are freed only after queued work.
+            unsafe { std::ptr::copy(from as *const u8, to as *mut u8, bytes) };
+            true
+        })
+    })
+}
+
+unsafe fn fill(to: CUdeviceptr, byte: c_uchar, bytes: usize, stream: CUstream) -> CUresult {
+    with_context(|context| {
+        if !lock(&context.memory).holds(to, bytes) {
+            return CUresult::CUDA_ERROR_INVALID_VALUE;
+        }
+        push(stream, move || {
+            // SAFETY: checked, and freed only after queued work.
+            unsafe { std::ptr::write_bytes(to as *mut u8, byte, bytes) };
+            true
+        })
+    })
+}
+
+unsafe fn stream_create(stream: *mut CUstream, _: c_uint) -> CUresult {
+    with_context(|context| {
+        let queue = Arc::new(Queue::default());
+        let mut queues = lock(&context.queues);
+        queues.retain(|queue| queue.strong_count() > 0);
+        queues.push(Arc::downgrade(&queue));
+        // SAFETY: the caller gives a valid pointer.
+        unsafe { *stream = Box::into_raw(Box::new(EmulatedStream { context, queue })).cast() };
+        CUresult::CUDA_SUCCESS
+    })
+}
+
+unsafe fn stream_destroy(stream: CUstream) -> CUresult {
+    // SAFETY: made by `stream_create`, destroyed once.
+    let stream = unsafe { Box::from_raw(stream.cast::<EmulatedStream>()) };
+    if stream.queue.drain() == Step::Failed {
+        stream.context.failed.store(true, Ordering::Relaxed);
+    }
+    CUresult::CUDA_SUCCESS
+}
+
+unsafe fn stream_wait(stream: CUstream, event: CUevent, _: c_uint) -> CUresult {
+    with_context(|_| {
+        // SAFETY: both are handles that are alive.
+        let (stream, event) = unsafe { (&*stream.cast::<EmulatedStream>(), &*event.cast::<EmulatedEvent>()) };
+        if let Some(mark) = &*lock(&event.mark) {
+            stream.queue.push(Work::Wait(Arc::clone(mark)));
+        }
+        CUresult::CUDA_SUCCESS
+    })
+}
+
+unsafe fn event_create(event: *mut CUevent, _: c_uint) -> CUresult {
+    with_context(|_| {
+        // SAFETY: the caller gives a valid pointer.
+        unsafe { *event = Box::into_raw(Box::<EmulatedEvent>::default()).cast() };
+        CUresult::CUDA_SUCCESS
+    })
+}
+
+unsafe fn event_destroy(event: CUevent) -> CUresult {
+    // SAFETY: made by `event_create`, destroyed once.
+    drop(unsafe { Box::from_raw(event.cast::<EmulatedEvent>()) });
+    CUresult::CUDA_SUCCESS
+}
+
+unsafe fn event_record(event: CUevent, stream: CUstream) -> CUresult {
+    with_context(|_| {
+        // SAFETY: both are handles that are alive.
+        let (stream, event) = unsafe { (&*stream.cast::<EmulatedStream>(), &*event.cast::<EmulatedEvent>()) };
+        let mark = Mark::of(&stream.queue);
+        stream.queue.push(Work::Pass(Arc::clone(&mark)));
+        *lock(&event.mark) = Some(mark);
+        CUresult::CUDA_SUCCESS
+    })
+}
+
+/// Each question lets the device do one piece of work, so that waiting is asking again.
+unsafe fn event_query(event: CUevent) -> CUresult {
+    with_context(|context| {
+        // SAFETY: a handle that is alive.
+        let event = unsafe { &*event.cast::<EmulatedEvent>() };
+        let mark = lock(&event.mark).clone();
+        let Some(mark) = mark else { return CUresult::CUDA_SUCCESS };
+        if mark.step() == Step::Failed {
+            context.failed.store(true, Ordering::Relaxed);
+            return CUresult::CUDA_ERROR_LAUNCH_FAILED;
+        }
+        if mark.passed() { CUresult::CUDA_SUCCESS } else { CUresult::CUDA_ERROR_NOT_READY }
+    })
+}
+
+unsafe fn module_load(module: *mut CUmodule, image: *const c_void) -> CUresult {
+    with_context(|_| {
+        // SAFETY: the caller gives a whole image.
+        let Some(bytes) = (unsafe { unwrap_image(image.cast()) }) else { return CUresult::CUDA_ERROR_INVALID_IMAGE };
+        let Some(library) = load(bytes) else { return CUresult::CUDA_ERROR_INVALID_IMAGE };
+        let loaded = EmulatedModule { library: Arc::new(library), functions: Mutex::default() };
+        // SAFETY: the caller gives a valid pointer.
+        unsafe { *module = Box::into_raw(Box::new(loaded)).cast() };
+        CUresult::CUDA_SUCCESS
+    })
+}
+
+unsafe fn module_unload(module: CUmodule) -> CUresult {
+    // SAFETY: made by `module_load`, unloaded once; queued kernels co-own the library.
+    drop(unsafe { Box::from_raw(module.cast::<EmulatedModule>()) });
+    CUresult::CUDA_SUCCESS
+}
+
+unsafe fn module_function(function: *mut CUfunction, module: CUmodule, name: *const c_char) -> CUresult {
+    with_context(|_| {
+        // SAFETY: a handle that is alive, and a name that ends at a 0.
+        let (module, name) = unsafe { (&*module.cast::<EmulatedModule>(), CStr::from_ptr(name).to_bytes()) };
+        let size_of = [name, b"_argument_bytes"].concat();
+        // SAFETY: the library was compiled with host_twin.h, which gives these names these types.
+        let found = unsafe {
+            let entry = module.library.get::<Entry>(name);
+            let bytes = module.library.get::<unsafe extern "C" fn() -> c_uint>(size_of.as_slice());
+            let emulate = module.library.get::<Emulate>(b"annulus_emulate");
+            match (entry, bytes, emulate) {
+                (Ok(entry), Ok(bytes), Ok(emulate)) => (*entry, bytes() as usize, *emulate),
+                _ => return CUresult::CUDA_ERROR_NOT_FOUND,
+            }
+        };
+        let (entry, argument_bytes, emulate) = found;
+        let made = Arc::new(EmulatedFunction { library: Arc::clone(&module.library), entry, emulate, argument_bytes });
+        let mut functions = lock(&module.functions);
+        functions.push(made);
+        // SAFETY: the caller gives a valid pointer; it lives as long as the module.
+        unsafe { *function = functions.last().map_or(std::ptr::null_mut(), |made| Arc::as_ptr(made).cast_mut().cast()) };
+        CUresult::CUDA_SUCCESS
+    })
+}
+
+#[expect(clippy::too_many_arguments, reason = "the driver's signature")]
+unsafe fn launch(
+    function: CUfunction,
+    x: c_uint,
+    y: c_uint,
+    z: c_uint,
+    _threads_x: c_uint,
+    _threads_y: c_uint,
+    _threads_z: c_uint,
+    _shared_bytes: c_uint,
+    stream: CUstream,
+    parameters: *mut *mut c_void,
+    _extra: *mut *mut c_void,
+) -> CUresult {
+    with_context(|_| {
+        if [x, y, z].contains(&0) || y > 65535 || z > 65535 {
+            return CUresult::CUDA_ERROR_INVALID_VALUE;
+        }
+        // SAFETY: a handle that is alive.
+        let function = unsafe { &*function.cast::<EmulatedFunction>() };
+        // SAFETY: the one parameter is a structure of as many bytes.
+        let arguments = unsafe { std::slice::from_raw_parts((*parameters).cast::<u8>(), function.argument_bytes) };
+        // aligned to 8
+        let words: Vec<u64> = arguments
+            .chunks(8)
+            .map(|chunk| {
+                let mut word = [0; 8];
+                word[..chunk.len()].copy_from_slice(chunk);
+                u64::from_ne_bytes(word)
+            })
+            .collect();
+        let (library, entry, emulate) = (Arc::clone(&function.library), function.entry, function.emulate);
+        let seed = SEED.load(Ordering::Relaxed);
+        push(stream, move || {
+            // SAFETY: the kernel is given its own structure; the memory that it points to is freed only after queued work.
+            let ended = unsafe { emulate(entry, words.as_ptr().cast(), [x, y, z].as_ptr(), seed) } == 0;
+            drop(library);
+            ended
+        })
+    })
+}
+
+/// Calls with the current context, unless it has failed.
+fn with_context(call: impl FnOnce(&'static Context) -> CUresult) -> CUresult {
+    match CURRENT.get() {
+        None => CUresult::CUDA_ERROR_INVALID_CONTEXT,
+        Some(context) if context.failed.load(Ordering::Relaxed) => CUresult::CUDA_ERROR_LAUNCH_FAILED,
+        Some(context) => call(context),
+    }
+}
+
+fn push(stream: CUstream, work: impl FnOnce() -> bool + Send + 'static) -> CUresult {
+    // SAFETY: a handle that is alive.
+    let stream = unsafe { &*stream.cast::<EmulatedStream>() };
+    stream.queue.push(Work::Do(Box::new(work)));
+    CUresult::CUDA_SUCCESS
+}
+
+fn drain(context: &Context, stream: CUstream) -> CUresult {
+    // SAFETY: a handle that is alive.
+    let stream = unsafe { &*stream.cast::<EmulatedStream>() };
+    if stream.queue.drain() == Step::Failed {
+        context.failed.store(true, Ordering::Relaxed);
+        return CUresult::CUDA_ERROR_LAUNCH_FAILED;
+    }
+    CUresult::CUDA_SUCCESS
+}
+
+/// Loads a shared library from memory, by way of a file that is gone when this returns.
+fn load(bytes: &[u8]) -> Option<Library> {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    let name = format!("annulus-emulated-{}-{}.so", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+    let path = std::env::temp_dir().join(name);
+    std::fs::write(&path, bytes).ok()?;
+    // SAFETY: compiled from our kernels; it has no initialisers that do anything.
+    let library = unsafe { Library::new(&path) }.ok();
+    std::fs::remove_file(&path).unwrap_or_default();
+    library
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,68 @@
+//! Device memory on the host: poisoned when it is new, guarded at both ends.
+
+use std::{
+    alloc::{Layout, alloc, dealloc},
+    collections::BTreeMap,
+};
+
+/// Bytes of a guard; also the alignment of every address.
+const GUARD: usize = 256;
+const GUARD_BYTE: u8 = 0xa5;
+/// Floats of every width that are made of this byte are NaN.
+const POISON: u8 = 0xff;
+
+/// All memory of one device.
+#[derive(Default)]
+pub(super) struct Memory {
+    /// By address: bytes.
+    allocations: BTreeMap<u64, usize>,
+}
+
+impl Memory {
+    /// New memory.
+    pub(super) fn allocate(&mut self, bytes: usize) -> Option<u64> {
+        let layout = layout(bytes)?;
+        // SAFETY: the layout is not empty.
+        let start = unsafe { alloc(layout) };
+        if start.is_null() {
+            return None;
+        }
+        // SAFETY: all within the allocation.
+        unsafe {
+            std::ptr::write_bytes(start, GUARD_BYTE, layout.size());
+            std::ptr::write_bytes(start.add(GUARD), POISON, bytes);
+        }
+        let address = start as u64 + GUARD as u64;
+        self.allocations.insert(address, bytes);
+        Some(address)
+    }
+
+    /// Frees memory; whether it was there and its guards are whole.
+    pub(super) fn free(&mut self, address: u64) -> bool {
+        let Some(bytes) = self.allocations.remove(&address) else { return false };
+        let Some(layout) = layout(bytes) else { return false };
+        let start = (address as usize - GUARD) as *mut u8;
+        // SAFETY: allocated with this layout, and not freed since: it was in the list.
+        unsafe {
+            let guards = [std::slice::from_raw_parts(start, GUARD), std::slice::from_raw_parts(start.add(GUARD + bytes), GUARD)];
+            let whole = guards.concat().iter().all(|&byte| byte == GUARD_BYTE);
+            dealloc(start, layout);
+            whole
+        }
+    }
+
+    /// Whether these bytes lie within one allocation.
+    pub(super) fn holds(&self, address: u64, bytes: usize) -> bool {
+        let before = self.allocations.range(..=address).next_back();
+        before.is_some_and(|(start, len)| address + bytes as u64 <= start + *len as u64)
+    }
+
+    /// How many allocations there are.
+    pub(super) fn len(&self) -> usize {
+        self.allocations.len()
+    }
+}
+
+fn layout(bytes: usize) -> Option<Layout> {
+    Layout::from_size_align(bytes.checked_add(2 * GUARD)?, GUARD).ok()
+}

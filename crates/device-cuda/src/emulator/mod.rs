@@ -1,0 +1,20 @@
+//! A CUDA device that is none: the driver's and the compiler's functions, done by the host.
+//!
+//! It exists so that the very code that drives a GPU runs on a machine without one:
+//!
+//! * **compiling** (`compiler.rs`): kernels are compiled by g++ with `ANNULUS_EMULATED` into a shared library, which stands for a cubin;
+//! * **time** (`work.rs`): work is queued in streams and done later, a piece at each question after an event. Streams know nothing of each
+//!   other but what events say, so what is not ordered by an event sooner or later runs in the wrong order;
+//! * **memory** (`memory.rs`): new memory is full of NaN, and lies between guards that are looked at when it is freed;
+//! * **kernels**: one fiber for each thread, see `host_twin.h` of the kernels; a block whose threads wait for each other for ever fails;
+//! * **failure** (`functions.rs`): a device that has failed says so at every later call, as CUDA does.
+//!
+//! It cannot show bank conflicts, races within a warp, or how long anything takes.
+
+mod compiler;
+mod functions;
+mod memory;
+mod work;
+
+pub use compiler::compiler_symbols;
+pub use functions::{DEVICES, allocations, set_seed, symbols};

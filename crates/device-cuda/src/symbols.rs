@@ -1,0 +1,116 @@
+//! The functions that are called, as tables: the system's, or any other with the same meaning.
+
+use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
+
+use annulus_core::{Error, Result};
+use cudarc::{
+    driver::sys::{
+        self as driver, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUmodule, CUresult, CUstream,
+    },
+    nvrtc::sys::{self as nvrtc, nvrtcProgram, nvrtcResult},
+};
+
+macro_rules! table {
+    ($(#[$doc:meta])* $name:ident from $library:ident {
+        $($field:ident = $symbol:ident($($argument:ty),*) -> $result:ty;)*
+    }) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, Copy)]
+        pub struct $name {
+            $(
+                #[doc = concat!("`", stringify!($symbol), "`.")]
+                pub $field: unsafe fn($($argument),*) -> $result,
+            )*
+        }
+
+        impl $name {
+            const SYSTEM: Self = Self { $($field: $library::$symbol,)* };
+        }
+    };
+}
+
+table! {
+    /// Functions of the CUDA driver.
+    Symbols from driver {
+        init = cuInit(c_uint) -> CUresult;
+        device_count = cuDeviceGetCount(*mut c_int) -> CUresult;
+        device_get = cuDeviceGet(*mut CUdevice, c_int) -> CUresult;
+        device_name = cuDeviceGetName(*mut c_char, c_int, CUdevice) -> CUresult;
+        device_attribute = cuDeviceGetAttribute(*mut c_int, CUdevice_attribute, CUdevice) -> CUresult;
+        context_retain = cuDevicePrimaryCtxRetain(*mut CUcontext, CUdevice) -> CUresult;
+        context_release = cuDevicePrimaryCtxRelease_v2(CUdevice) -> CUresult;
+        context_set = cuCtxSetCurrent(CUcontext) -> CUresult;
+        memory_info = cuMemGetInfo_v2(*mut usize, *mut usize) -> CUresult;
+        allocate = cuMemAlloc_v2(*mut CUdeviceptr, usize) -> CUresult;
+        free = cuMemFree_v2(CUdeviceptr) -> CUresult;
+        allocate_host = cuMemAllocHost_v2(*mut *mut c_void, usize) -> CUresult;
+        free_host = cuMemFreeHost(*mut c_void) -> CUresult;
+        copy_to_device = cuMemcpyHtoDAsync_v2(CUdeviceptr, *const c_void, usize, CUstream) -> CUresult;
+        copy_to_host = cuMemcpyDtoHAsync_v2(*mut c_void, CUdeviceptr, usize, CUstream) -> CUresult;
+        copy_on_device = cuMemcpyDtoDAsync_v2(CUdeviceptr, CUdeviceptr, usize, CUstream) -> CUresult;
+        fill = cuMemsetD8Async(CUdeviceptr, c_uchar, usize, CUstream) -> CUresult;
+        stream_create = cuStreamCreate(*mut CUstream, c_uint) -> CUresult;
+        stream_destroy = cuStreamDestroy_v2(CUstream) -> CUresult;
+        stream_wait = cuStreamWaitEvent(CUstream, CUevent, c_uint) -> CUresult;
+        event_create = cuEventCreate(*mut CUevent, c_uint) -> CUresult;
+        event_destroy = cuEventDestroy_v2(CUevent) -> CUresult;
+        event_record = cuEventRecord(CUevent, CUstream) -> CUresult;
+        event_query = cuEventQuery(CUevent) -> CUresult;
+        module_load = cuModuleLoadData(*mut CUmodule, *const c_void) -> CUresult;
+        module_unload = cuModuleUnload(CUmodule) -> CUresult;
+        module_function = cuModuleGetFunction(*mut CUfunction, CUmodule, *const c_char) -> CUresult;
+        launch = cuLaunchKernel(
+            CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream, *mut *mut c_void, *mut *mut c_void
+        ) -> CUresult;
+    }
+}
+
+table! {
+    /// Functions of NVRTC, the compiler.
+    CompilerSymbols from nvrtc {
+        version = nvrtcVersion(*mut c_int, *mut c_int) -> nvrtcResult;
+        architecture_count = nvrtcGetNumSupportedArchs(*mut c_int) -> nvrtcResult;
+        architectures = nvrtcGetSupportedArchs(*mut c_int) -> nvrtcResult;
+        create = nvrtcCreateProgram(
+            *mut nvrtcProgram, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char
+        ) -> nvrtcResult;
+        destroy = nvrtcDestroyProgram(*mut nvrtcProgram) -> nvrtcResult;
+        compile = nvrtcCompileProgram(nvrtcProgram, c_int, *const *const c_char) -> nvrtcResult;
+        log_size = nvrtcGetProgramLogSize(nvrtcProgram, *mut usize) -> nvrtcResult;
+        log = nvrtcGetProgramLog(nvrtcProgram, *mut c_char) -> nvrtcResult;
+        cubin_size = nvrtcGetCUBINSize(nvrtcProgram, *mut usize) -> nvrtcResult;
+        cubin = nvrtcGetCUBIN(nvrtcProgram, *mut c_char) -> nvrtcResult;
+        ptx_size = nvrtcGetPTXSize(nvrtcProgram, *mut usize) -> nvrtcResult;
+        ptx = nvrtcGetPTX(nvrtcProgram, *mut c_char) -> nvrtcResult;
+    }
+}
+
+impl Symbols {
+    /// The driver of this machine.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if there is none.
+    pub fn system() -> Result<Self> {
+        // SAFETY: loading a library runs its initialisers; the CUDA driver's may run at any time, on any thread.
+        if unsafe { driver::is_culib_present() } {
+            Ok(Self::SYSTEM)
+        } else {
+            Err(Error::unsupported("CUDA", "this machine: no driver (libcuda.so.1 was not found)"))
+        }
+    }
+}
+
+impl CompilerSymbols {
+    /// The compiler of this machine.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if there is none.
+    pub fn system() -> Result<Self> {
+        // SAFETY: loading a library runs its initialisers; NVRTC's may run at any time, on any thread.
+        if unsafe { nvrtc::is_culib_present() } {
+            Ok(Self::SYSTEM)
+        } else {
+            Err(Error::unsupported("CUDA", "this machine: no run-time compiler (libnvrtc.so was not found)"))
+        }
+    }
+}
