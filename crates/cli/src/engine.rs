@@ -1,6 +1,5 @@
 //! What computes, once it has been found and opened.
 
-use annulus_core::Error;
 use annulus_cpu::Isa;
 
 use crate::{
@@ -36,7 +35,7 @@ impl Engine {
     /// Finds what the flags name, before anything is read.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] naming what this build, or this machine, has; [`Failure::Usage`] if the environment names no instruction set, or
+    /// [`annulus_core::Error::Unsupported`] naming what this build, or this machine, has; [`Failure::Usage`] if the environment names no instruction set, or
     /// a device is chosen where there is nothing to choose.
     pub(crate) fn open(name: BackendName, device: Option<usize>) -> Outcome<Self> {
         match (name, device) {
@@ -52,14 +51,14 @@ impl Engine {
             #[cfg(not(feature = "wgpu"))]
             (BackendName::Wgpu, _) => {
                 let with = "`cargo build --release -p annulus-cli --features wgpu` makes one that has wgpu";
-                Err(Error::unsupported("backend wgpu", format!("this build, which has: {}; {with}", backends())).into())
+                Err(annulus_core::Error::unsupported("backend wgpu", format!("this build, which has: {}; {with}", backends())).into())
             }
             #[cfg(feature = "cuda")]
             (BackendName::Cuda, device) => Ok(Self::Cuda(annulus::cuda::Cuda::open(device.unwrap_or(0)).map_err(Failure::from)?)),
             #[cfg(not(feature = "cuda"))]
             (BackendName::Cuda, _) => {
                 let with = "`cargo build --release -p annulus-cli --features cuda` makes one that has cuda";
-                Err(Error::unsupported("backend cuda", format!("this build, which has: {}; {with}", backends())).into())
+                Err(annulus_core::Error::unsupported("backend cuda", format!("this build, which has: {}; {with}", backends())).into())
             }
         }
     }
