@@ -2,9 +2,10 @@
 
 use std::{sync::Arc, time::Duration};
 
-use annulus_comm::{deadline, ring::RingOptions};
+use annulus_comm::{Deadline, Silence, deadline, ring::RingOptions};
 use annulus_core::{
-    Alignment, BackwardMode, BiasFunction, BiasOrder, DType, Dims, Dropout, Error, Layout, Mask, Precision, Result, Route, SinkShape, Spec,
+    Alignment, BackwardMode, BiasFunction, BiasOrder, DType, Dims, Dropout, Error, Host, Layout, Mask, Precision, Result, Route, SinkShape,
+    Spec, Transport,
     mask::{Causal, ChunkedCausal, Prefix, Window, and},
 };
 
@@ -55,7 +56,18 @@ pub struct Attention {
     local_gradients: bool,
     route: Option<Route>,
     deadline: Option<Duration>,
+    silence_hook: Option<SilenceHook>,
     threads: Option<usize>,
+}
+
+/// What is called when a rank has been silent for a quarter of the deadline.
+#[derive(Clone)]
+struct SilenceHook(Arc<dyn Fn(Silence) + Send + Sync>);
+
+impl std::fmt::Debug for SilenceHook {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("SilenceHook")
+    }
 }
 
 impl Attention {
@@ -241,6 +253,14 @@ impl Attention {
         self
     }
 
+    /// Has `hook` called, on a rank that waits, when a peer has been silent for a quarter of the deadline: once, until it is heard again. Nobody is
+    /// told if not said.
+    #[must_use]
+    pub fn on_silence(mut self, hook: impl Fn(Silence) + Send + Sync + 'static) -> Self {
+        self.silence_hook = Some(SilenceHook(Arc::new(hook)));
+        self
+    }
+
     /// Threads of each rank; if not said, the machine's are shared among the ranks of this process.
     #[must_use]
     pub const fn threads(mut self, threads: usize) -> Self {
@@ -295,6 +315,15 @@ impl Attention {
     /// The deadline that applies: the one that was said if it is long enough (if not, [`Attention::spec`] says so), else 120 s.
     pub fn effective_deadline(&self) -> Duration {
         self.deadline.filter(|&deadline| deadline >= deadline::LEAST).unwrap_or(deadline::DEFAULT)
+    }
+
+    /// Bounds every wait of `transport` by the deadline that applies, with the hook for silent peers.
+    pub(crate) fn bounded<T: Transport<Host>>(&self, transport: T) -> Result<Deadline<T>> {
+        let bounded = Deadline::new(transport, self.effective_deadline())?;
+        Ok(match self.silence_hook.clone() {
+            Some(SilenceHook(hook)) => bounded.with_warning(move |silence| hook(silence)),
+            None => bounded,
+        })
     }
 
     /// The threads of each rank, if said.

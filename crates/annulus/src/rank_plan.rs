@@ -1,6 +1,6 @@
 //! One rank of a ring over host memory, with typed tensors: what an MPI program holds.
 
-use annulus_comm::{Deadline, ring::Ring};
+use annulus_comm::ring::Ring;
 use annulus_core::{Backend, Batch, Dims, Element, Error, Gradients, Host, Inputs, Layout, Outputs, Result, Runs, Saved, Transport};
 use ndarray::{Array2, Array3, Array4, ArrayView2, ArrayView3, ArrayView4, ArrayViewMut4, Axis};
 
@@ -57,7 +57,7 @@ impl<B: Backend<Space = Host>> RankPlan<B> {
         backend: B,
         transport: T,
     ) -> Result<Self> {
-        let transport = Deadline::new(transport, attention.effective_deadline())?;
+        let transport = attention.bounded(transport)?;
         let ring = Ring::new(backend, Box::new(transport), attention.spec(dims), attention.ring_options(layout))?;
         Ok(Self { ring })
     }

@@ -2,6 +2,8 @@
 
 use std::io::Write;
 
+use annulus_comm::Silence;
+
 /// Prints a line. If that fails the command ends and nothing unfinished is left: without a word if the reader stopped reading, else
 /// (a full disk) with a complaint.
 pub(crate) fn line(text: std::fmt::Arguments<'_>) {
@@ -30,6 +32,16 @@ macro_rules! complain {
     ($($text:tt)*) => { $crate::report::complaint(format_args!($($text)*)) };
 }
 pub(crate) use complain;
+
+/// What a rank says of one that it waits for and does not hear. Where all wait for the same one, as in a gather, two of them say so: the first rank,
+/// and the next one after it.
+pub(crate) fn of_silence(rank: usize, ranks: usize) -> impl Fn(Silence) + Send + Sync + 'static {
+    move |Silence { peer, step, waited }| {
+        if rank == 0 || rank == (peer + 1) % ranks {
+            complain!("warning: rank {rank} has heard nothing of rank {peer} for {:.1} s (step {step})", waited.as_secs_f64());
+        }
+    }
+}
 
 /// Bytes in binary units, three digits.
 pub(crate) fn bytes(bytes: u64) -> String {

@@ -10,7 +10,7 @@ use annulus::{
         trace::{Trace, TraceLog},
     },
 };
-use annulus_core::{Backend, Batch, Element, Host, Layout, Result, Rows, Shard, Side, SinkShape, Spec};
+use annulus_core::{Backend, Batch, Control, Element, Host, Layout, Result, Rows, Shard, Side, SinkShape, Spec};
 
 use super::{
     output::{planned, write_backward, write_forward, write_trace},
@@ -169,8 +169,9 @@ impl Job<'_> {
 
     fn plan<B: Backend<Space = Host>>(&self, backend: B, transport: Trace<Endpoint>, progress: &Progress) -> Result<Planned<B>> {
         let log = transport.log();
+        let attention = self.attention.clone().on_silence(report::of_silence(transport.rank(), transport.ranks()));
         let transport = Watched::new(transport, progress.clone());
-        let plan = RankPlan::new(&self.attention, self.input.dims, self.layout.clone(), backend, transport)?;
+        let plan = RankPlan::new(&attention, self.input.dims, self.layout.clone(), backend, transport)?;
         Ok(Planned { plan, log })
     }
 

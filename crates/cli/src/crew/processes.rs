@@ -26,7 +26,7 @@ use super::Endpoint;
 use crate::{
     failure::{Failure, LINGER, Outcome},
     launcher,
-    report::complain,
+    report::{complain, of_silence},
 };
 
 /// How long a process whose command line makes no sense waits for the others to hear of it.
@@ -57,8 +57,8 @@ impl World {
         let launch = Launch::begin()?;
         let endpoint = Mpi::world(Settings { patience, ..Settings::default() })?;
         let nodes = endpoint.nodes().clone();
-        let endpoint = Deadline::new(endpoint, patience)?;
-        let ranks = endpoint.ranks();
+        let (rank, ranks) = (endpoint.rank(), endpoint.ranks());
+        let endpoint = Deadline::new(endpoint, patience)?.with_warning(of_silence(rank, ranks));
         let expected = launcher::place().and_then(|place| Some((place.by, place.size?)));
         if let Some((by, size)) = expected.filter(|&(_, size)| size != ranks) {
             let library = launch.library()?;
