@@ -3,6 +3,7 @@
 //! ```text
 //! mpi-timing overlap [name=value …]    rounds in which the same pass runs whole, without messages, without tiles, and without either
 //! mpi-timing tax [name=value …]        rounds in which the ring and rank 0 alone, with as many threads as there are ranks, take turns
+//! mpi-timing ticks [rounds=…]          what looks at the transport cost a kernel while there are no messages
 //! ```
 //! Names: `q_len` (of the whole sequence), `heads`, `dim`, `rounds`, `layout` (contiguous, zigzag, striped), `mask` (causal, full),
 //! `threads` (of a rank), and for `overlap` `paced_ms`: then tiles compute nothing, but take as long as a device that computes a rank's whole forward
@@ -12,6 +13,7 @@ mod overlap;
 mod parts;
 mod ring;
 mod tax;
+mod ticks;
 
 use std::process::ExitCode;
 
@@ -71,13 +73,14 @@ fn main() -> ExitCode {
 }
 
 fn run(words: &[String]) -> Result<(), String> {
-    let (what, rest) = words.split_first().ok_or("want overlap or tax")?;
+    let (what, rest) = words.split_first().ok_or("want overlap, tax or ticks")?;
     let problem = Problem::parse(rest)?;
     let _launch = Launch::begin().map_err(|error| error.to_string())?;
     match what.as_str() {
         "overlap" => overlap::measure(&problem),
         "tax" => tax::measure(&problem),
-        _ => return Err("want overlap or tax".to_owned()),
+        "ticks" => ticks::measure(&problem),
+        _ => return Err("want overlap, tax or ticks".to_owned()),
     }
     .map_err(|error| error.to_string())
 }
