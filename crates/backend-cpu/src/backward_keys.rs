@@ -24,6 +24,7 @@ use crate::{
     input::{Input, Source, array, elements_mut},
     logits::{Logits, Site},
     pack::{each_lane, fill_lanes},
+    pairs::pair_rows,
     products::column_products,
     real::Real,
     records::{QueryRecord, bytes_mut},
@@ -298,36 +299,39 @@ impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
             let Strip { vectors, width, .. } = strip;
             let (batch, queries) = (task.batch, queries.clone());
             let site = Site { batch, head, queries, keys, lanes: Lanes::Keys, strip: index, vectors, width };
-            self.sum_tile(scratch, task.kv_head, &site);
-            if dq.is_some() {
-                let Scratch { whole_tile, tiles, sight, .. } = scratch;
-                if begun.replace(whole).is_none() {
-                    whole_tile.clear();
-                }
-                whole_tile.take(path, &site, sight, strip.rows.start - whole, &tiles.s);
+            if dq.is_some() && begun.replace(whole).is_none() {
+                scratch.whole_tile.clear();
             }
+            self.sum_tile(scratch, task.kv_head, &site, dq.is_some().then(|| strip.rows.start - whole));
         }
         if let (Some(dq), Some(before)) = (dq, begun) {
             dq.add(scratch, head, task, before, queries);
         }
     }
 
-    /// One tile.
-    fn sum_tile(&self, scratch: &mut Scratch<Acc<E>>, kv_head: usize, site: &Site) {
+    /// One tile; with `whole`, dS is put into the whole tile, from that key of it on.
+    fn sum_tile(&self, scratch: &mut Scratch<Acc<E>>, kv_head: usize, site: &Site, whole: Option<usize>) {
         let geometry = self.geometry;
-        let (head_dim, value_dim) = (geometry.dims.head_dim, geometry.dims.value_dim);
-        let Scratch { rows_head, rows_value, lanes_head, lanes_value, sums_head, sums_value, tiles, statistics, sight, filled, .. } =
-            scratch;
+        let (head_dim, value_dim) = (geometry.depth(geometry.dims.head_dim), geometry.depth(geometry.dims.value_dim));
+        let Scratch { rows_head, rows_value, lanes_head, lanes_value, sums_head, sums_value, tiles, statistics, .. } = scratch;
+        let Scratch { sight, filled, whole_tile, .. } = scratch;
         let of_k = &mut lanes_head[geometry.lanes_of(site, head_dim)];
         let of_v = &mut lanes_value[geometry.lanes_of(site, value_dim)];
         if !std::mem::replace(&mut filled[site.strip], true) {
-            fill_lanes(geometry.path, &self.k, (site.batch, kv_head), site.keys.clone(), site.width, of_k);
-            fill_lanes(geometry.path, &self.v, (site.batch, kv_head), site.keys.clone(), site.width, of_v);
+            fill_lanes(geometry.path, &self.k, (site.batch, kv_head), site.keys.clone(), site.width, of_k, geometry.pairs);
+            fill_lanes(geometry.path, &self.v, (site.batch, kv_head), site.keys.clone(), site.width, of_v, geometry.pairs);
         }
         let operands = Operands { s: (rows_head, of_k), dp: (rows_value, of_v) };
         differentiate(&self.logits, site, sight, operands, statistics, tiles);
         let span = site.span(sight.rows());
         apply_slope(&self.logits, site, &span, tiles);
+        if let Some(key) = whole {
+            whole_tile.take(geometry.path, site, sight, key, &tiles.s);
+        }
+        if geometry.pairs {
+            pair_rows(geometry.path, site.vectors, sight.rows(), &mut tiles.dp);
+            pair_rows(geometry.path, site.vectors, sight.rows(), &mut tiles.s);
+        }
         let of_dv = &mut sums_value[geometry.lanes_of(site, geometry.value_rows())];
         column_products(geometry.path, site.vectors, sight, rows_value, &tiles.dp[span.clone()], of_dv, None);
         let of_dk = &mut sums_head[geometry.lanes_of(site, geometry.head_rows())];

@@ -20,6 +20,7 @@ use crate::{
     input::{Input, Source, array, device},
     logits::{Logits, Site},
     pack::fill_lanes,
+    pairs::pair_rows,
     products::{column_products, row_products},
     real::Real,
     scratch::Scratch,
@@ -214,12 +215,18 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
             for head in heads.clone() {
                 let site = self.site(block.batch, head, &block.rows, index, &strip, keys);
                 if !std::mem::replace(&mut scratch.filled[site.strip], true) {
-                    let lanes = &mut scratch.lanes_head[self.geometry.lanes_of(&site, self.geometry.dims.head_dim)];
-                    fill_lanes(self.geometry.path, &self.q, (site.batch, head), site.queries.clone(), site.width, lanes);
+                    let lanes = &mut scratch.lanes_head[self.geometry.lanes_of(&site, self.depth())];
+                    let Geometry { path, pairs, .. } = *self.geometry;
+                    fill_lanes(path, &self.q, (site.batch, head), site.queries.clone(), site.width, lanes, pairs);
                 }
                 self.fold_tile(scratch, block, strip.rows.start, &site);
             }
         }
+    }
+
+    /// Lines of a strip of queries.
+    const fn depth(&self) -> usize {
+        self.geometry.depth(self.geometry.dims.head_dim)
     }
 
     /// One tile of one head; `first` is the strip's first row in the task.
@@ -228,7 +235,7 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         let Scratch { rows_head, rows_value, lanes_head, tiles, largest, rescale, sight, sight_of_head, ahead, .. } = scratch;
         sight_of_head.clone_from(sight);
         let sight = sight_of_head;
-        let queries = &lanes_head[self.geometry.lanes_of(site, self.geometry.dims.head_dim)];
+        let queries = &lanes_head[self.geometry.lanes_of(site, self.depth())];
         let largest = &mut largest[..site.width];
         let wanted = self.logits.plain(sight).then_some(&mut *largest);
         let known = row_products(path, vectors, sight, rows_head, queries, &mut tiles.s, wanted);
@@ -246,8 +253,12 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         let moved = Acc::<E>::run_kernel(path, vectors, Fold { tile: weights, unit, largest, max, sum, ties, rescale });
         self.ask_ahead(ahead, block.batch, block.kv_head);
         if self.logits.fill_keep(site, sight.rows(), &mut tiles.extra) {
-            Acc::<E>::run(path, vectors, Multiply { tile: weights, by: &tiles.extra[span] });
+            Acc::<E>::run(path, vectors, Multiply { tile: weights, by: &tiles.extra[span.clone()] });
         }
+        if self.geometry.pairs {
+            pair_rows(path, vectors, sight.rows(), &mut tiles.s);
+        }
+        let weights = &tiles.s[span];
         let depth = self.geometry.value_rows();
         let sums = &mut block.sums[lanes.start * depth..lanes.end * depth];
         // where no maximum has moved, all factors are 1

@@ -95,12 +95,12 @@ impl<A: Real> Scratch<A> {
         let gradient = |elements: usize| if backward { elements } else { 0 };
         let tile = |wanted: bool| Aligned::zeroed(if wanted { TILE * strip } else { 0 });
         Ok(Self {
-            rows_head: Panel::new(head)?,
-            rows_value: Panel::new(value)?,
-            rows_key: Panel::with_stride(gradient(geometry.keys_together()), geometry.query_width())?,
-            whole_tile: WholeTile::new(backward)?,
-            lanes_head: Aligned::zeroed(lanes * head)?,
-            lanes_value: Aligned::zeroed(gradient(lanes * value))?,
+            rows_head: Panel::new(head, geometry.form(backward))?,
+            rows_value: Panel::new(value, geometry.form(true))?,
+            rows_key: Panel::with_stride(gradient(geometry.keys_together()), head, geometry.query_width(), geometry.form(true))?,
+            whole_tile: WholeTile::new(geometry, backward)?,
+            lanes_head: Aligned::zeroed(lanes * geometry.depth(head))?,
+            lanes_value: Aligned::zeroed(gradient(lanes * geometry.depth(value)))?,
             sums_head: Aligned::zeroed(k_lanes * geometry.head_rows())?,
             sums_value: Aligned::zeroed(k_lanes * geometry.value_rows())?,
             tiles: Tiles { s: tile(true)?, dp: tile(backward)?, slope: tile(backward)?, extra: tile(true)? },
