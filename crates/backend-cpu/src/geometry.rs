@@ -19,7 +19,10 @@ const LANES: usize = 2048;
 const GROUP_LANES: usize = 2048;
 
 /// Elements of the keys and values of [`Geometry::keys_together`].
-const TOGETHER: usize = 1 << 15;
+const TOGETHER: usize = 1 << 17;
+
+/// The most tiles of keys of [`Geometry::keys_together`].
+const MOST_TOGETHER: usize = 8;
 
 /// A part of a block that lies in the lanes of one register tile.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -79,17 +82,11 @@ impl Geometry {
         self.strip_vectors * self.vector
     }
 
-    /// Keys, whole tiles of them, for which a tile of queries is taken in once where dq, dk and dv are made together: so many that what is packed and
-    /// summed for them stays in the second-level cache.
-    pub(crate) const fn keys_together(&self) -> usize {
+    /// Keys, whole tiles of them, for which a tile of queries is taken in once where dq, dk and dv are made together: so many that taking it in, and
+    /// adding to its dq, weigh little, and that what is packed and summed for them still streams from a near cache.
+    pub(crate) fn keys_together(&self) -> usize {
         let tiles = TOGETHER / (self.head_rows() + self.value_rows()) / TILE;
-        TILE * if tiles > 4 {
-            4
-        } else if tiles < 1 {
-            1
-        } else {
-            tiles
-        }
+        TILE * tiles.clamp(1, MOST_TOGETHER)
     }
 
     /// Elements of a vector of length head_dim that is whole vectors.
