@@ -28,7 +28,7 @@ use crate::{
     products::column_products,
     real::Real,
     records::{QueryRecord, bytes_mut},
-    scratch::{RowStatistics, Scratch},
+    scratch::{Ahead, RowStatistics, Scratch},
     sight::{Lanes, TILE},
     statistics::Statistics,
     team::{Pulse, Team},
@@ -258,7 +258,7 @@ impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
                 for head in heads.clone() {
                     // mostly the next
                     let next = queries.end..(queries.end + TILE).min(self.visibility.queries.len());
-                    scratch.ahead = if head + 1 < heads.end { queries.clone() } else { next };
+                    scratch.ahead.rows = if head + 1 < heads.end { queries.clone() } else { next };
                     let of_head = if head + 1 < heads.end { head + 1 } else { heads.start };
                     self.sum_queries(scratch, task, (head, of_head), &queries, dq.as_deref_mut());
                 }
@@ -274,13 +274,13 @@ impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
     }
 
     /// Asks for a part of the queries that mostly come next, of head `head`: as many as make all of them while one tile is worked on.
-    fn ask_ahead(&self, ahead: &mut Range<usize>, task: &Task, head: usize) {
-        if Range::is_empty(ahead) {
+    fn ask_ahead(&self, ahead: &mut Ahead, task: &Task, head: usize) {
+        if Range::is_empty(&ahead.rows) {
             return;
         }
         let (q, dout) = (self.q.plane(task.batch, head), self.dout.plane(task.batch, head));
         let tiles = self.geometry.strips(task.keys.len()).len();
-        for row in ahead.by_ref().take(TILE.div_ceil(CALLS * tiles)) {
+        for row in ahead.rows.by_ref().take(TILE.div_ceil(CALLS * tiles)) {
             q.prefetch(row);
             dout.prefetch(row);
         }

@@ -12,12 +12,16 @@ use crate::{
 
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 
 /// An instruction set that tiles are compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Isa {
     /// Whatever the target guarantees; products and sums are rounded separately.
     Portable,
+    /// NEON of 64-bit ARM: 128-bit vectors, 32 registers.
+    Neon,
     /// AVX2 with fused multiply-add: 256-bit vectors.
     Avx2,
     /// AVX-512 F, VL, BW, DQ: 512-bit vectors and 32 registers.
@@ -29,15 +33,16 @@ pub enum Isa {
 
 impl Isa {
     /// All of them, narrowest first.
-    pub const ALL: [Self; 4] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Bf16];
+    pub const ALL: [Self; 5] = [Self::Portable, Self::Neon, Self::Avx2, Self::Avx512, Self::Avx512Bf16];
 
-    /// The environment variable that forces one: `avx512bf16`, `avx512`, `avx2` or `portable`.
+    /// The environment variable that forces one: `avx512bf16`, `avx512`, `avx2`, `neon` or `portable`.
     pub const VARIABLE: &'static str = "ANNULUS_CPU_ISA";
 
     /// The name in [`Isa::VARIABLE`] and in reports.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Portable => "portable",
+            Self::Neon => "neon",
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
             Self::Avx512Bf16 => "avx512bf16",
@@ -49,6 +54,7 @@ impl Isa {
         #[cfg(target_arch = "x86_64")]
         let has = match self {
             Self::Portable => true,
+            Self::Neon => false,
             Self::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
             Self::Avx512 => {
                 is_x86_feature_detected!("avx512f")
@@ -59,7 +65,9 @@ impl Isa {
             }
             Self::Avx512Bf16 => Self::Avx512.is_available() && is_x86_feature_detected!("avx512bf16"),
         };
-        #[cfg(not(target_arch = "x86_64"))]
+        #[cfg(target_arch = "aarch64")]
+        let has = self == Self::Portable || self == Self::Neon && std::arch::is_aarch64_feature_detected!("neon");
+        #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
         let has = self == Self::Portable;
         has
     }
@@ -103,7 +111,7 @@ impl Isa {
     fn named(name: Option<&str>) -> Result<Option<Self>> {
         let Some(name) = name.filter(|name| !name.is_empty()) else { return Ok(None) };
         let isa = Self::ALL.into_iter().find(|isa| isa.name() == name);
-        let isa = isa.ok_or_else(|| Error::invalid(Self::VARIABLE, name, "avx512bf16, avx512, avx2 or portable"))?;
+        let isa = isa.ok_or_else(|| Error::invalid(Self::VARIABLE, name, "avx512bf16, avx512, avx2, neon or portable"))?;
         Path::new(isa).map(|_| Some(isa))
     }
 }
@@ -160,7 +168,7 @@ impl Path {
     pub(crate) const fn most_vectors(self) -> usize {
         match self.isa {
             Isa::Avx512 | Isa::Avx512Bf16 => 4,
-            Isa::Avx2 | Isa::Portable => 1,
+            Isa::Avx2 | Isa::Neon | Isa::Portable => 1,
         }
     }
 
@@ -184,8 +192,17 @@ impl Path {
                     _ => avx512::<J, 4, WIDTH>(job),
                 }
             },
-            #[cfg(not(target_arch = "x86_64"))]
+            #[cfg(target_arch = "aarch64")]
+            // SAFETY: `self.isa` is `Neon`, and a `Path` exists only of what `Isa::is_available` has found on this machine: NEON, which is all
+            // that `neon` enables.
+            Isa::Neon => unsafe { neon::<J, WIDTH>(job) },
+            // no `Path` of another architecture exists
+            #[cfg(target_arch = "x86_64")]
+            Isa::Neon => job.run::<false, 2, 1, WIDTH>(),
+            #[cfg(target_arch = "aarch64")]
             Isa::Avx2 | Isa::Avx512 | Isa::Avx512Bf16 => job.run::<false, 2, 1, WIDTH>(),
+            #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+            Isa::Neon | Isa::Avx2 | Isa::Avx512 | Isa::Avx512Bf16 => job.run::<false, 2, 1, WIDTH>(),
         }
     }
 
@@ -203,6 +220,9 @@ impl Path {
                     _ => avx512_f32::<K, 4, 4>(kernel),
                 }
             },
+            #[cfg(target_arch = "aarch64")]
+            // SAFETY: as in `run`.
+            Isa::Neon => unsafe { neon_f32(kernel) },
             _ => self.run_arrays::<_, _, 16>(vectors, kernel),
         }
     }
@@ -295,6 +315,18 @@ fn avx512_pairs<K: Kernel<f32>, const ROWS: usize, const VECTORS: usize>(kernel:
 #[target_feature(enable = "avx512bf16,avx512f,avx512vl,avx512bw,avx512dq,avx2,fma")]
 fn avx512_pairing<K: PairKernel, const VECTORS: usize>(kernel: K) {
     kernel.run::<avx512::Zmm<true>, VECTORS>();
+}
+
+#[cfg(target_arch = "aarch64")]
+#[target_feature(enable = "neon")]
+fn neon<J: Job, const WIDTH: usize>(job: J) -> J::Output {
+    job.run::<true, 4, 1, WIDTH>()
+}
+
+#[cfg(target_arch = "aarch64")]
+#[target_feature(enable = "neon")]
+fn neon_f32<K: Kernel<f32>>(kernel: K) -> K::Output {
+    kernel.run::<neon::Quad, 4, 1>()
 }
 
 #[cfg(target_arch = "x86_64")]

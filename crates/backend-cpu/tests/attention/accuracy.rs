@@ -110,7 +110,7 @@ fn every_instruction_set_is_about_as_exact_as_the_portable_one() {
             distances(&four(case.run(&cpu, &Layout::Contiguous, 1).unwrap()), &want)
         };
         let portable = of(Isa::Portable);
-        for isa in [Isa::Avx2, Isa::Avx512].into_iter().filter(|isa| isa.is_available()) {
+        for isa in [Isa::Neon, Isa::Avx2, Isa::Avx512].into_iter().filter(|isa| isa.is_available()) {
             for (ours, portable) in of(isa).into_iter().zip(portable) {
                 assert!(ours <= 1.5 * portable, "{dtype}, {isa}: {ours:e}, portable {portable:e}");
             }
