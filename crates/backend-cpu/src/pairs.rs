@@ -271,3 +271,57 @@ impl<E: Input> Job for FillPairLanes<'_, '_, E> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Isa, vector::Array};
+
+    /// Ties, signs, large and small.
+    fn number(i: usize) -> f32 {
+        [1.003_906_25, -3e30, 2e-30, 0.7][i % 4] * (1.0 + i as f32 / 256.0)
+    }
+
+    /// The words of what is made by instructions and by the types that stand in for them.
+    fn both(vectors: usize, make: impl Fn(Option<Path>, &mut Vec<f32>)) -> Option<[Vec<u32>; 2]> {
+        let path = Path::new(Isa::Avx512Bf16).ok()?;
+        Some([Some(path), None].map(|path| {
+            let mut tile = (0..9 * vectors * WIDTH).map(number).collect();
+            make(path, &mut tile);
+            tile.into_iter().map(f32::to_bits).collect()
+        }))
+    }
+
+    #[test]
+    fn instructions_make_the_words_that_the_types_promise() {
+        for rows in [0..8, 0..5, 1..2, 3..8, 1..9] {
+            let made = both(4, |path, tile| match path {
+                Some(path) => pair_rows(path, 4, &rows, tile),
+                None => {
+                    let tile = &mut tile[rows.start * 64..rows.end * 64];
+                    PairRows { tile, odd: rows.start % 2 == 1 }.run::<Array<f32, false, 16>, 4>();
+                }
+            });
+            let Some([leaf, types]) = made else { return eprintln!("NOT RUN: this processor multiplies no pairs of bf16") };
+            assert_eq!(leaf, types, "{rows:?}");
+            let rounded = |row: usize, lane: usize| u32::from(half::bf16::from_f32(number(row * 64 + lane)).to_bits());
+            assert!(rows != (0..8) || leaf[64 + 7] == rounded(2, 7) | rounded(3, 7) << 16);
+        }
+        for vectors in [1, 2, 3, 4] {
+            let made = both(vectors, |path, tile| {
+                let rows = tile.clone();
+                let (rows, into) = (&rows[..2 * vectors * WIDTH], &mut tile[..2 * 40]);
+                into.fill(0.0);
+                match (path, vectors) {
+                    (Some(path), _) => narrow_rows(path, vectors, rows, into, 40, 8),
+                    (None, 1) => NarrowRows { rows, into, stride: 40, word: 8 }.run::<Array<f32, false, 16>, 1>(),
+                    (None, 2) => NarrowRows { rows, into, stride: 40, word: 8 }.run::<Array<f32, false, 16>, 2>(),
+                    (None, 3) => NarrowRows { rows, into, stride: 40, word: 8 }.run::<Array<f32, false, 16>, 3>(),
+                    (None, _) => NarrowRows { rows, into, stride: 40, word: 8 }.run::<Array<f32, false, 16>, 4>(),
+                }
+            });
+            let Some([leaf, types]) = made else { return };
+            assert_eq!(leaf, types, "{vectors}");
+        }
+    }
+}
