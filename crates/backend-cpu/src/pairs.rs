@@ -279,7 +279,7 @@ mod tests {
 
     /// Ties, signs, large and small.
     fn number(i: usize) -> f32 {
-        [1.003_906_25, -3e30, 2e-30, 0.7][i % 4] * (1.0 + i as f32 / 256.0)
+        [1.0 + 1.0 / 256.0, -3e30, 2e-30, 0.7][i % 4] * (1.0 + i as f32 / 256.0)
     }
 
     /// The words of what is made by instructions and by the types that stand in for them.
