@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # Ratios of annulus to peers on this machine: peers and annulus take turns on one pinned core, the best CPU time of all rounds counts.
 #
-#   usage: benches/compare.sh OUT_FOLDER ROUNDS PEER_COMMAND... [-- BENCH_FLAGS...]
+#   usage: benches/compare.sh OUT_FOLDER ROUNDS PEER_COMMAND... [-- BENCH_FLAGS...]...
 #   e.g.   benches/compare.sh /tmp/out 3 "python3 ../shared/peers/bench_torch.py --ns 1024,2048 --dtypes f32,bf16" -- --ns 1024,2048 --dtype f32,bf16
 #
-# A peer command prints one JSON line a case: peer what dtype threads batch heads head_dim n causal gflops_cpu. What the core can do at most
+# Each -- begins the flags of one more `annulus bench` (`-- --dtype f32 -- --dtype bf16 --precision default`). A peer command prints one JSON line a case: peer what dtype threads batch heads head_dim n causal gflops_cpu. What the core can do at most
 # (multiply-adds, reading) is measured in every round, so that rates can be set against it. Everything that was printed is kept in
 # OUT_FOLDER/lines.jsonl; the table of ratios goes to standard output and OUT_FOLDER/ratios.md, the picture to OUT_FOLDER/rates.svg. Needs taskset
 # and python3.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ $# -ge 3 ] || { sed -n '2,11p' "$0"; exit 2; }
+[ $# -ge 3 ] || { sed -n '2,12p' "$0"; exit 2; }
 out=$1 rounds=$2
 shift 2
 peers=()
@@ -18,7 +18,18 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
   peers+=("$1")
   shift
 done
-[ "${1:-}" = -- ] && shift
+# flags of a bench are kept as one word each, quoted
+benches=()
+while [ "${1:-}" = -- ]; do
+  shift
+  flags=
+  while [ $# -gt 0 ] && [ "$1" != -- ]; do
+    flags+=" $(printf %q "$1")"
+    shift
+  done
+  benches+=("$flags")
+done
+[ ${#benches[@]} -gt 0 ] || benches=("")
 core=${ANNULUS_BENCH_CORE:-1}
 mkdir -p "$out"
 : > "$out/lines.jsonl"
@@ -30,7 +41,9 @@ for ((round = 1; round <= rounds; round++)); do
   for peer in "${peers[@]}"; do
     taskset -c "$core" bash -c "$peer" | tee -a "$out/lines.jsonl" > "$out/last"
   done
-  taskset -c "$core" target/release/annulus bench --what fwd,fwd+bwd --threads 1 "$@" | tee -a "$out/lines.jsonl" > "$out/last"
+  for flags in "${benches[@]}"; do
+    taskset -c "$core" bash -c "target/release/annulus bench --what fwd,fwd+bwd --threads 1 $flags" | tee -a "$out/lines.jsonl" > "$out/last"
+  done
 done
 rm -f "$out/last"
 python3 benches/ratios.py "$out/lines.jsonl" | tee "$out/ratios.md"

@@ -25,7 +25,8 @@ for line in lines(sys.argv[1:]):
     if "limit" in line:
         limit = max(limit, line.get("gflops", 0.0))
     else:
-        key = (tuple(line[field] for field in CASE), line["peer"])
+        allows = line.get("precision", "highest") == "default" and line["dtype"] == "bf16"
+        key = (tuple(line[field] for field in CASE), line["peer"] + ("+rounded" if allows else ""))
         best[key] = max(best.get(key, 0.0), line["gflops_cpu"])
 if not best:
     sys.exit("plot.py: no bench lines")

@@ -211,7 +211,9 @@ impl Attention {
         self
     }
 
-    /// How exactly products of f32 inputs are formed on matrix units; the CPU always forms them in full.
+    /// How exactly products of f32 inputs are formed on matrix units; the CPU always forms those in full. With [`Precision::Default`] it may round
+    /// weights and gradients of logits of bf16 inputs to bf16 before it multiplies them, on processors that are twice as fast at that; all ranks do
+    /// or none.
     #[must_use]
     pub const fn precision(mut self, precision: Precision) -> Self {
         self.precision = precision;

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use annulus_core::{Backend, Block, DType, Gradients, Host, HostBuffer, Inputs, Local, Outputs, Result, Saved, Spec, Tick};
+use annulus_core::{Backend, Block, DType, Gradients, Host, HostBuffer, Inputs, Local, Outputs, Precision, Result, Saved, Spec, Tick};
 use half::{bf16, f16};
 
 use crate::{
@@ -58,12 +58,25 @@ impl Cpu {
         self.team.threads()
     }
 
-    /// The instruction set of its tiles.
+    /// The instruction set of its tiles, but for specs that allow another ([`Cpu::isa_for`]).
     ///
     /// # Errors
     /// As [`Isa::chosen`].
     pub fn isa(&self) -> Result<Isa> {
         self.forced.map_or_else(Isa::chosen, Ok)
+    }
+
+    /// The instruction set of the tiles of `spec`: the one that was forced; else [`Isa::Avx512Bf16`] for bf16 inputs and [`Precision::Default`], where
+    /// the processor is known to be faster with it; else [`Cpu::isa`].
+    ///
+    /// # Errors
+    /// As [`Isa::chosen`].
+    pub fn isa_for(&self, spec: &Spec) -> Result<Isa> {
+        if let Some(forced) = self.forced.map_or_else(Isa::forced, |isa| Ok(Some(isa)))? {
+            return Ok(forced);
+        }
+        let may_round = spec.dtype == DType::Bf16 && spec.precision == Precision::Default;
+        Ok(if may_round && Isa::pairs_pay() { Isa::Avx512Bf16 } else { Isa::widest() })
     }
 }
 
@@ -103,6 +116,12 @@ impl Backend for Cpu {
         self.isa().map_or_else(|_| self.name().to_owned(), |isa| format!("cpu {isa:?}"))
     }
 
+    /// bf16 for bf16 inputs on [`Isa::Avx512Bf16`].
+    fn narrowing(&self, spec: &Spec) -> Option<DType> {
+        let pairs = spec.dtype == DType::Bf16 && self.isa_for(spec) == Ok(Isa::Avx512Bf16);
+        pairs.then_some(DType::Bf16)
+    }
+
     /// Everything is supported. Products of f32 inputs are true f32 whatever [`Spec::precision`] allows: never less than was asked for.
     ///
     /// # Errors
@@ -117,7 +136,7 @@ impl Backend for Cpu {
     }
 
     fn workspace(&self, local: &Local, backward: bool) -> Result<Workspace> {
-        let path = Path::new(self.isa()?)?;
+        let path = Path::new(self.isa_for(&local.spec)?)?;
         let threads = self.team.threads();
         let sums = match local.spec.dtype.accumulator() {
             DType::F64 => Summed::wrap(State::<f64>::new(local, path, threads, backward)?),

@@ -24,15 +24,19 @@ use crate::{
     input::{Input, Source, array, elements_mut},
     logits::{Logits, Site},
     pack::{each_lane, fill_lanes},
+    pairs::pair_rows,
     products::column_products,
     real::Real,
     records::{QueryRecord, bytes_mut},
-    scratch::{RowStatistics, Scratch},
+    scratch::{Ahead, RowStatistics, Scratch},
     sight::{Lanes, TILE},
     statistics::Statistics,
     team::{Pulse, Team},
     workspace::{Seen, State, Summed},
 };
+
+/// How often queries are asked for while a tile is worked on.
+const CALLS: usize = 3;
 
 /// What this rank's queries give to the gradients of a block's keys, written into `fresh`.
 pub(crate) fn attend_keys<E: Input<Accumulator: Summed>>(
@@ -252,7 +256,11 @@ impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
                     return;
                 }
                 for head in heads.clone() {
-                    self.sum_queries(scratch, task, head, &queries, dq.as_deref_mut());
+                    // mostly the next
+                    let next = queries.end..(queries.end + TILE).min(self.visibility.queries.len());
+                    scratch.ahead.rows = if head + 1 < heads.end { queries.clone() } else { next };
+                    let of_head = if head + 1 < heads.end { head + 1 } else { heads.start };
+                    self.sum_queries(scratch, task, (head, of_head), &queries, dq.as_deref_mut());
                 }
             }
         }
@@ -265,12 +273,25 @@ impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
         heads.clone().step_by(step).map(move |first| first..first + step)
     }
 
-    /// One tile of queries of one head, for all strips of keys.
+    /// Asks for a part of the queries that mostly come next, of head `head`: as many as make all of them while one tile is worked on.
+    fn ask_ahead(&self, ahead: &mut Ahead, task: &Task, head: usize) {
+        if Range::is_empty(&ahead.rows) {
+            return;
+        }
+        let (q, dout) = (self.q.plane(task.batch, head), self.dout.plane(task.batch, head));
+        let tiles = self.geometry.strips(task.keys.len()).len();
+        for row in ahead.rows.by_ref().take(TILE.div_ceil(CALLS * tiles)) {
+            q.prefetch(row);
+            dout.prefetch(row);
+        }
+    }
+
+    /// One tile of queries of one head, for all strips of keys; with the head whose queries are asked for meanwhile.
     fn sum_queries(
         &self,
         scratch: &mut Scratch<Acc<E>>,
         task: &Task,
-        head: usize,
+        (head, head_ahead): (usize, usize),
         queries: &Range<usize>,
         mut dq: Option<&mut QueryGradients<'_, Acc<E>>>,
     ) {
@@ -298,40 +319,46 @@ impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
             let Strip { vectors, width, .. } = strip;
             let (batch, queries) = (task.batch, queries.clone());
             let site = Site { batch, head, queries, keys, lanes: Lanes::Keys, strip: index, vectors, width };
-            self.sum_tile(scratch, task.kv_head, &site);
-            if dq.is_some() {
-                let Scratch { whole_tile, tiles, sight, .. } = scratch;
-                if begun.replace(whole).is_none() {
-                    whole_tile.clear();
-                }
-                whole_tile.take(path, &site, sight, strip.rows.start - whole, &tiles.s);
+            if dq.is_some() && begun.replace(whole).is_none() {
+                scratch.whole_tile.clear();
             }
+            self.sum_tile(scratch, task, (&site, head_ahead), dq.is_some().then(|| strip.rows.start - whole));
         }
         if let (Some(dq), Some(before)) = (dq, begun) {
             dq.add(scratch, head, task, before, queries);
         }
     }
 
-    /// One tile.
-    fn sum_tile(&self, scratch: &mut Scratch<Acc<E>>, kv_head: usize, site: &Site) {
+    /// One tile; with `whole`, dS is put into the whole tile, from that key of it on.
+    fn sum_tile(&self, scratch: &mut Scratch<Acc<E>>, task: &Task, (site, head_ahead): (&Site, usize), whole: Option<usize>) {
         let geometry = self.geometry;
-        let (head_dim, value_dim) = (geometry.dims.head_dim, geometry.dims.value_dim);
-        let Scratch { rows_head, rows_value, lanes_head, lanes_value, sums_head, sums_value, tiles, statistics, sight, filled, .. } =
-            scratch;
+        let (head_dim, value_dim) = (geometry.depth(geometry.dims.head_dim), geometry.depth(geometry.dims.value_dim));
+        let Scratch { rows_head, rows_value, lanes_head, lanes_value, sums_head, sums_value, tiles, statistics, .. } = scratch;
+        let Scratch { sight, filled, whole_tile, ahead, .. } = scratch;
         let of_k = &mut lanes_head[geometry.lanes_of(site, head_dim)];
         let of_v = &mut lanes_value[geometry.lanes_of(site, value_dim)];
         if !std::mem::replace(&mut filled[site.strip], true) {
-            fill_lanes(geometry.path, &self.k, (site.batch, kv_head), site.keys.clone(), site.width, of_k);
-            fill_lanes(geometry.path, &self.v, (site.batch, kv_head), site.keys.clone(), site.width, of_v);
+            fill_lanes(geometry.path, &self.k, (site.batch, task.kv_head), site.keys.clone(), site.width, of_k, geometry.pairs);
+            fill_lanes(geometry.path, &self.v, (site.batch, task.kv_head), site.keys.clone(), site.width, of_v, geometry.pairs);
         }
         let operands = Operands { s: (rows_head, of_k), dp: (rows_value, of_v) };
         differentiate(&self.logits, site, sight, operands, statistics, tiles);
+        self.ask_ahead(ahead, task, head_ahead);
         let span = site.span(sight.rows());
         apply_slope(&self.logits, site, &span, tiles);
+        if let Some(key) = whole {
+            whole_tile.take(geometry.path, site, sight, key, &tiles.s);
+        }
+        if geometry.pairs {
+            pair_rows(geometry.path, site.vectors, sight.rows(), &mut tiles.dp);
+            pair_rows(geometry.path, site.vectors, sight.rows(), &mut tiles.s);
+        }
         let of_dv = &mut sums_value[geometry.lanes_of(site, geometry.value_rows())];
         column_products(geometry.path, site.vectors, sight, rows_value, &tiles.dp[span.clone()], of_dv, None);
+        self.ask_ahead(ahead, task, head_ahead);
         let of_dk = &mut sums_head[geometry.lanes_of(site, geometry.head_rows())];
         column_products(geometry.path, site.vectors, sight, rows_head, &tiles.s[span], of_dk, None);
+        self.ask_ahead(ahead, task, head_ahead);
     }
 
     /// Writes a task's sums into its places of the gradient records.

@@ -19,6 +19,7 @@ use crate::{
     input::{Input, Source, array},
     logits::{Logits, Site},
     pack::{Panel, fill_lanes},
+    pairs::pair_rows,
     products::{column_products, row_products},
     real::Real,
     scratch::{RowStatistics, Scratch, Tiles},
@@ -113,10 +114,10 @@ impl<E: Input<Accumulator: Summed>> Gradients<'_, E> {
     fn fill_queries(&self, scratch: &mut Scratch<Acc<E>>, site: &Site) {
         let geometry = self.pass.geometry;
         if !std::mem::replace(&mut scratch.filled[site.strip], true) {
-            let of_q = &mut scratch.lanes_head[geometry.lanes_of(site, geometry.dims.head_dim)];
-            fill_lanes(geometry.path, &self.pass.q, (site.batch, site.head), site.queries.clone(), site.width, of_q);
-            let of_dout = &mut scratch.lanes_value[geometry.lanes_of(site, geometry.dims.value_dim)];
-            fill_lanes(geometry.path, &self.dout, (site.batch, site.head), site.queries.clone(), site.width, of_dout);
+            let of_q = &mut scratch.lanes_head[geometry.lanes_of(site, geometry.depth(geometry.dims.head_dim))];
+            fill_lanes(geometry.path, &self.pass.q, (site.batch, site.head), site.queries.clone(), site.width, of_q, geometry.pairs);
+            let of_dout = &mut scratch.lanes_value[geometry.lanes_of(site, geometry.depth(geometry.dims.value_dim))];
+            fill_lanes(geometry.path, &self.dout, (site.batch, site.head), site.queries.clone(), site.width, of_dout, geometry.pairs);
         }
         let line = site.batch * geometry.dims.q_heads + site.head;
         self.statistics.load(line, site.queries.clone(), &mut scratch.statistics);
@@ -139,8 +140,8 @@ impl<E: Input<Accumulator: Summed>> Gradients<'_, E> {
         let Scratch { rows_head, rows_value, lanes_head, lanes_value, tiles, statistics, sight, sight_of_head, .. } = scratch;
         sight_of_head.clone_from(sight);
         let sight = sight_of_head;
-        let of_q = &lanes_head[geometry.lanes_of(site, geometry.dims.head_dim)];
-        let of_dout = &lanes_value[geometry.lanes_of(site, geometry.dims.value_dim)];
+        let of_q = &lanes_head[geometry.lanes_of(site, geometry.depth(geometry.dims.head_dim))];
+        let of_dout = &lanes_value[geometry.lanes_of(site, geometry.depth(geometry.dims.value_dim))];
         differentiate(logits, site, sight, Operands { s: (rows_head, of_q), dp: (rows_value, of_dout) }, statistics, tiles);
 
         let span = site.span(sight.rows());
@@ -154,6 +155,9 @@ impl<E: Input<Accumulator: Summed>> Gradients<'_, E> {
         }
         if !before {
             apply_slope(logits, site, &span, tiles);
+        }
+        if geometry.pairs {
+            pair_rows(geometry.path, site.vectors, sight.rows(), &mut tiles.s);
         }
         let depth = geometry.head_rows();
         let lane = block.lane(site.head % geometry.dims.group(), first);

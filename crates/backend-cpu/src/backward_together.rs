@@ -21,11 +21,13 @@ use crate::{
     backward_keys::{KeyPass, Task, attend_block, attend_keys},
     backward_queries::attend_queries,
     forward::Acc,
+    geometry::Geometry,
     input::{Input, device},
     isa::{Job, Kernel, Path},
     lanes::{strip, strip_mut, unrolled},
     logits::Site,
     pack::{Panel, padded},
+    pairs::{VisibleLine, narrow_rows, words, words_mut},
     real::Real,
     scratch::Scratch,
     sight::{Sight, TILE},
@@ -139,7 +141,11 @@ impl<A: Real> QueryGradients<'_, A> {
                     width: self.width,
                     column,
                 };
-                A::run_kernel(self.path, vectors, job);
+                if rows_key.pairs() && !rows_key.finite() {
+                    job.visible_pairs(self.path, vectors);
+                } else {
+                    A::run_products(self.path, rows_key.pairs(), vectors, job);
+                }
                 column += vectors * A::WIDTH;
             }
             first = end;
@@ -151,13 +157,16 @@ impl<A: Real> QueryGradients<'_, A> {
 #[derive(Debug)]
 pub(crate) struct WholeTile<A> {
     elements: Aligned<A>,
+    /// Elements of a row: 64, or half as many words.
+    stride: usize,
     /// The visible keys of each query.
     words: [u64; TILE],
 }
 
 impl<A: Real> WholeTile<A> {
-    pub(crate) fn new(wanted: bool) -> Result<Self> {
-        Ok(Self { elements: Aligned::zeroed(if wanted { TILE * TILE } else { 0 })?, words: [0; TILE] })
+    pub(crate) fn new(geometry: &Geometry, wanted: bool) -> Result<Self> {
+        let stride = geometry.depth(TILE);
+        Ok(Self { elements: Aligned::zeroed(if wanted { TILE * stride } else { 0 })?, stride, words: [0; TILE] })
     }
 
     /// Nobody sees anything.
@@ -172,11 +181,13 @@ impl<A: Real> WholeTile<A> {
         for (place, into) in self.words[rows.clone()].iter_mut().enumerate() {
             *into |= sight.words().map_or(!0 >> (TILE - site.width), |words| words[place]) << lane;
         }
-        A::run(
-            path,
-            site.vectors,
-            Place { from: &tile[site.span(&rows)], into: &mut self.elements[rows.start * TILE..rows.end * TILE], lane },
-        );
+        let from = &tile[site.span(&rows)];
+        let into = &mut self.elements[rows.start * self.stride..rows.end * self.stride];
+        if self.stride == TILE {
+            A::run(path, site.vectors, Place { from, into, lane });
+        } else {
+            narrow_rows(path, site.vectors, from, into, self.stride, lane / 2);
+        }
     }
 }
 
@@ -223,14 +234,14 @@ impl<A: Real> Kernel<A> for RowSums<'_, A> {
             return self.visible_only::<V, VECTORS>();
         }
         let Self { tile, first_row, panel, keys, into, width, column } = self;
-        let b = panel.rows(keys);
+        let b = panel.lines(&keys);
         for (block, c) in into.chunks_exact_mut(ROWS * width).enumerate() {
-            let a = &tile.elements[(first_row + block * ROWS) * TILE..];
-            let a: [&[A]; ROWS] = std::array::from_fn(|r| &a[r * TILE..][..TILE]);
+            let a = &tile.elements[(first_row + block * ROWS) * tile.stride..];
+            let a: [&[A]; ROWS] = std::array::from_fn(|r| &a[r * tile.stride..][..tile.stride]);
             let mut sums = [[V::splat(A::ZERO); VECTORS]; ROWS];
-            for (k, b) in b.chunks_exact(panel.stride()).enumerate().take(TILE) {
+            for (k, b) in b.chunks_exact(panel.line_stride()).enumerate().take(tile.stride) {
                 let Some(b) = V::row::<VECTORS>(&b[column..]) else { break };
-                unrolled!(r < ROWS, v < VECTORS, sums[r][v] = V::splat(a[r][k]).multiply_add(V::load(&b[v]), sums[r][v]));
+                unrolled!(r < ROWS, v < VECTORS, sums[r][v] = V::splat(a[r][k]).product(V::load(&b[v]), sums[r][v]));
             }
             unrolled!(r < ROWS, {
                 if let Some(c) = V::row_mut::<VECTORS>(&mut c[r * width + column..]) {
@@ -242,6 +253,16 @@ impl<A: Real> Kernel<A> for RowSums<'_, A> {
 }
 
 impl<A: Real> RowSums<'_, A> {
+    /// The same over words.
+    fn visible_pairs(self, path: Path, vectors: usize) {
+        let Self { tile, first_row, panel, keys, into, width, column } = self;
+        let (b, stride) = (&words(panel.lines(&keys))[column..], panel.line_stride());
+        for (row, c) in (first_row..).zip(into.chunks_exact_mut(width)) {
+            let (a, c) = (words(&tile.elements[row * tile.stride..][..tile.stride]), &mut words_mut(c)[column..]);
+            path.run_pairing(vectors, VisibleLine { a, b, stride, seen: tile.words[row], c });
+        }
+    }
+
     /// Skips what is not visible instead of multiplying it by 0.
     #[inline(always)]
     fn visible_only<V: Vector<A>, const VECTORS: usize>(self) {

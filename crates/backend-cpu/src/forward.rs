@@ -20,17 +20,18 @@ use crate::{
     input::{Input, Source, array, device},
     logits::{Logits, Site},
     pack::fill_lanes,
+    pairs::pair_rows,
     products::{column_products, row_products},
     real::Real,
-    scratch::Scratch,
+    scratch::{Ahead, Scratch},
     sight::{Lanes, TILE},
     softmax::{Fold, Multiply},
     team::{Pulse, Team},
     workspace::{QueryBlock, State, Summed},
 };
 
-/// Bytes that are asked for at once: sixteen cache lines.
-const AT_ONCE: usize = 1024;
+/// How often rows are asked for while a tile is worked on.
+const CALLS: usize = 3;
 
 /// The sum type of an input type.
 pub(crate) type Acc<E> = <E as annulus_core::Element>::Accumulator;
@@ -167,20 +168,24 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         scratch.rows_head.fill(path, &self.k, batch, kv_head, keys.clone());
         scratch.rows_value.fill(path, &self.v, batch, kv_head, keys.clone());
         // mostly the next
-        scratch.ahead = keys.end..(keys.end + TILE).min(self.visibility.keys.len());
+        scratch.ahead.rows = keys.end..(keys.end + TILE).min(self.visibility.keys.len());
     }
 
-    /// Asks for a few rows of the tile of keys that is mostly the next: rows of one head lie far apart in memory, and whoever waited for each would
-    /// wait long; but no more at once than can be on their way.
-    fn ask_ahead(&self, ahead: &mut Range<usize>, batch: usize, kv_head: usize) {
-        if Range::is_empty(ahead) {
-            return;
+    /// Asks for a few rows of the tile of keys, and of the strip of queries, that are mostly the next: rows of one head lie far apart in memory, and
+    /// whoever waited for each would wait long; but for no more at once than are needed, as few can be on their way.
+    fn ask_ahead(&self, ahead: &mut Ahead, batch: usize, kv_head: usize) {
+        if !Range::is_empty(&ahead.rows) {
+            let (k, v) = (self.k.plane(batch, kv_head), self.v.plane(batch, kv_head));
+            for row in ahead.rows.by_ref().take(ahead.step) {
+                k.prefetch(row);
+                v.prefetch(row);
+            }
         }
-        let (k, v) = (self.k.plane(batch, kv_head), self.v.plane(batch, kv_head));
-        let bytes = (self.geometry.dims.head_dim + self.geometry.dims.value_dim) * size_of::<E>();
-        for row in ahead.by_ref().take((AT_ONCE / bytes).max(1)) {
-            k.prefetch(row);
-            v.prefetch(row);
+        if !Range::is_empty(&ahead.queries) {
+            let q = self.q.plane(batch, ahead.head);
+            for row in ahead.queries.by_ref().take(TILE.div_ceil(CALLS)) {
+                q.prefetch(row);
+            }
         }
     }
 
@@ -202,24 +207,40 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
 
     /// One tile of keys, for all strips and the given heads of a task.
     fn fold_keys(&self, scratch: &mut Scratch<Acc<E>>, block: &mut QueryBlock<Acc<E>>, heads: &Range<usize>, keys: &Range<usize>) {
-        let mut filled = false;
+        let mut tiles = 0;
         for (index, strip) in self.geometry.strips(block.rows.len()).enumerate() {
             let Scratch { sight, bits, parts, .. } = scratch;
             if !sight.look(Lanes::Queries, &self.visibility, &parts[index], keys.clone(), bits) {
                 continue;
             }
-            if !std::mem::replace(&mut filled, true) {
+            if tiles == 0 {
                 self.fill_keys(scratch, block.batch, block.kv_head, keys);
             }
+            tiles += heads.len();
             for head in heads.clone() {
                 let site = self.site(block.batch, head, &block.rows, index, &strip, keys);
                 if !std::mem::replace(&mut scratch.filled[site.strip], true) {
-                    let lanes = &mut scratch.lanes_head[self.geometry.lanes_of(&site, self.geometry.dims.head_dim)];
-                    fill_lanes(self.geometry.path, &self.q, (site.batch, head), site.queries.clone(), site.width, lanes);
+                    let lanes = &mut scratch.lanes_head[self.geometry.lanes_of(&site, self.depth())];
+                    let Geometry { path, pairs, .. } = *self.geometry;
+                    fill_lanes(path, &self.q, (site.batch, head), site.queries.clone(), site.width, lanes, pairs);
+                    self.expect_queries(&mut scratch.ahead, block, heads, &site);
                 }
                 self.fold_tile(scratch, block, strip.rows.start, &site);
             }
         }
+        // as many tiles as now will mostly be worked on while the next keys are waited for
+        scratch.ahead.step = TILE.div_ceil(CALLS * tiles.max(1));
+    }
+
+    /// Notes which queries are mostly filled next: those of the next head, then of the next strip.
+    fn expect_queries(&self, ahead: &mut Ahead, block: &QueryBlock<Acc<E>>, heads: &Range<usize>, site: &Site) {
+        let next = site.queries.end..block.rows.end.min(site.queries.end + self.geometry.strip_lanes());
+        (ahead.head, ahead.queries) = if site.head + 1 < heads.end { (site.head + 1, site.queries.clone()) } else { (heads.start, next) };
+    }
+
+    /// Lines of a strip of queries.
+    const fn depth(&self) -> usize {
+        self.geometry.depth(self.geometry.dims.head_dim)
     }
 
     /// One tile of one head; `first` is the strip's first row in the task.
@@ -228,7 +249,7 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         let Scratch { rows_head, rows_value, lanes_head, tiles, largest, rescale, sight, sight_of_head, ahead, .. } = scratch;
         sight_of_head.clone_from(sight);
         let sight = sight_of_head;
-        let queries = &lanes_head[self.geometry.lanes_of(site, self.geometry.dims.head_dim)];
+        let queries = &lanes_head[self.geometry.lanes_of(site, self.depth())];
         let largest = &mut largest[..site.width];
         let wanted = self.logits.plain(sight).then_some(&mut *largest);
         let known = row_products(path, vectors, sight, rows_head, queries, &mut tiles.s, wanted);
@@ -246,8 +267,12 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         let moved = Acc::<E>::run_kernel(path, vectors, Fold { tile: weights, unit, largest, max, sum, ties, rescale });
         self.ask_ahead(ahead, block.batch, block.kv_head);
         if self.logits.fill_keep(site, sight.rows(), &mut tiles.extra) {
-            Acc::<E>::run(path, vectors, Multiply { tile: weights, by: &tiles.extra[span] });
+            Acc::<E>::run(path, vectors, Multiply { tile: weights, by: &tiles.extra[span.clone()] });
         }
+        if self.geometry.pairs {
+            pair_rows(path, vectors, sight.rows(), &mut tiles.s);
+        }
+        let weights = &tiles.s[span];
         let depth = self.geometry.value_rows();
         let sums = &mut block.sums[lanes.start * depth..lanes.end * depth];
         // where no maximum has moved, all factors are 1

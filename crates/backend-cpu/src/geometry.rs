@@ -2,9 +2,15 @@
 
 use std::ops::Range;
 
-use annulus_core::{Dims, Spec};
+use annulus_core::{DType, Dims, Spec};
 
-use crate::{isa::Path, logits::Site, pack::padded, real::Real, sight::TILE};
+use crate::{
+    isa::{Isa, Path},
+    logits::Site,
+    pack::{Form, padded},
+    real::Real,
+    sight::TILE,
+};
 
 /// Lanes of a task, where it is one: enough that a widened tile of keys serves many queries.
 const LANES: usize = 2048;
@@ -13,7 +19,10 @@ const LANES: usize = 2048;
 const GROUP_LANES: usize = 2048;
 
 /// Elements of the keys and values of [`Geometry::keys_together`].
-const TOGETHER: usize = 1 << 15;
+const TOGETHER: usize = 1 << 17;
+
+/// The most tiles of keys of [`Geometry::keys_together`].
+const MOST_TOGETHER: usize = 8;
 
 /// A part of a block that lies in the lanes of one register tile.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -35,11 +44,28 @@ pub(crate) struct Geometry {
     vector: usize,
     /// Vectors of a whole strip.
     strip_vectors: usize,
+    /// Whether operands of products are pairs of bf16.
+    pub(crate) pairs: bool,
 }
 
 impl Geometry {
     pub(crate) const fn new<A: Real>(spec: &Spec, path: Path) -> Self {
-        Self { dims: spec.dims, path, vector: A::WIDTH, strip_vectors: path.most_vectors() }
+        let pairs = matches!(path.isa(), Isa::Avx512Bf16) && matches!(spec.dtype, DType::Bf16);
+        Self { dims: spec.dims, path, vector: A::WIDTH, strip_vectors: path.most_vectors(), pairs }
+    }
+
+    /// Lines of a strip of packed lanes of vectors of length `dim`.
+    pub(crate) const fn depth(&self, dim: usize) -> usize {
+        if self.pairs { dim.div_ceil(2) } else { dim }
+    }
+
+    /// What panels hold that are summed along their rows too, where `crossed`.
+    pub(crate) const fn form(&self, crossed: bool) -> Form {
+        match (self.pairs, crossed) {
+            (false, _) => Form::Exact,
+            (true, false) => Form::Pairs,
+            (true, true) => Form::CrossedPairs,
+        }
     }
 
     /// The same with strips of which several make up a tile of [`crate::sight::TILE`] lanes.
@@ -56,17 +82,11 @@ impl Geometry {
         self.strip_vectors * self.vector
     }
 
-    /// Keys, whole tiles of them, for which a tile of queries is taken in once where dq, dk and dv are made together: so many that what is packed and
-    /// summed for them stays in the second-level cache.
-    pub(crate) const fn keys_together(&self) -> usize {
+    /// Keys, whole tiles of them, for which a tile of queries is taken in once where dq, dk and dv are made together: so many that taking it in, and
+    /// adding to its dq, weigh little, and that what is packed and summed for them still streams from a near cache.
+    pub(crate) fn keys_together(&self) -> usize {
         let tiles = TOGETHER / (self.head_rows() + self.value_rows()) / TILE;
-        TILE * if tiles > 4 {
-            4
-        } else if tiles < 1 {
-            1
-        } else {
-            tiles
-        }
+        TILE * tiles.clamp(1, MOST_TOGETHER)
     }
 
     /// Elements of a vector of length head_dim that is whole vectors.
@@ -100,7 +120,7 @@ impl Geometry {
         strips * strip
     }
 
-    /// The elements of a strip in a task's packed lanes of vectors of length `dim`.
+    /// The elements of a strip in a task's strips of `dim` lines.
     pub(crate) const fn lanes_of(&self, site: &Site, dim: usize) -> Range<usize> {
         let first = site.strip * self.strip_lanes() * dim;
         first..first + site.width * dim

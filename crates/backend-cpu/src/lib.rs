@@ -7,7 +7,7 @@
 //! | the seam, call by call | `backend.rs` |
 //! | forward: tiles, few queries over many keys, and the end of a row | `forward.rs`, `decode.rs`, `finish.rs` |
 //! | backward: beginning and end, dq and dbias, dk and dv, all at once | `backward.rs`, `backward_queries.rs`, `backward_keys.rs`, `backward_together.rs`, `bias_gradient.rs` |
-//! | one tile: who sees whom, logits, softmax, gradients, products | `sight.rs`, `logits.rs`, `dropout.rs`, `softmax.rs`, `gradient.rs`, `products.rs` |
+//! | one tile: who sees whom, logits, softmax, gradients, products | `sight.rs`, `logits.rs`, `dropout.rs`, `softmax.rs`, `gradient.rs`, `products.rs`, `pairs.rs` |
 //! | memory: workspace, scratch, packed tiles, records | `workspace.rs`, `statistics.rs`, `scratch.rs`, `pack.rs`, `records.rs`, `aligned.rs`, `input.rs` |
 //! | machine: instruction sets, vectors, threads, sizes | `isa.rs`, `vector.rs`, `real.rs`, `lanes.rs`, `exp.rs`, `team.rs`, `geometry.rs` |
 //!
@@ -34,6 +34,7 @@ mod isa;
 mod lanes;
 mod logits;
 mod pack;
+mod pairs;
 mod products;
 mod real;
 mod records;

@@ -9,6 +9,7 @@ use crate::{
     input::{Input, Plane, Source},
     isa::{Job, MOST_ROWS, Path},
     lanes::{unrolled, zip},
+    pairs::{FillPairLanes, FillPairs, pairs_of},
     real::Real,
     sight::TILE,
 };
@@ -24,20 +25,60 @@ pub(crate) struct Panel<A> {
     elements: Aligned<A>,
     stride: usize,
     finite: bool,
+    /// Whether elements are words; see [`crate::pairs`].
+    pairs: bool,
+    /// Two rows a line of words, where that is wanted.
+    crossed: Aligned<A>,
+    crossed_stride: usize,
+}
+
+/// What a panel holds of its vectors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Form {
+    /// Widened.
+    Exact,
+    /// Words along the dims.
+    Pairs,
+    /// Words along the dims, and words along the rows.
+    CrossedPairs,
 }
 
 impl<A: Real> Panel<A> {
-    pub(crate) fn new(dim: usize) -> Result<Self> {
-        Self::with_stride(TILE, padded(dim))
+    pub(crate) fn new(dim: usize, form: Form) -> Result<Self> {
+        Self::with_stride(TILE, dim, padded(dim), form)
     }
 
-    /// Room for `rows` vectors, `stride` apart.
-    pub(crate) fn with_stride(rows: usize, stride: usize) -> Result<Self> {
-        Ok(Self { elements: Aligned::zeroed(rows * stride)?, stride, finite: true })
+    /// Room for `rows` vectors of length `dim`: `stride` apart those that are widened and lines of words along the rows.
+    pub(crate) fn with_stride(rows: usize, dim: usize, stride: usize, form: Form) -> Result<Self> {
+        let pairs = form != Form::Exact;
+        let crossed = if form == Form::CrossedPairs { rows.div_ceil(2) * stride } else { 0 };
+        let (crossed, crossed_stride) = (Aligned::zeroed(crossed)?, stride);
+        let stride = if pairs { padded(dim.div_ceil(2)) } else { stride };
+        Ok(Self { elements: Aligned::zeroed(rows * stride)?, stride, finite: true, pairs, crossed, crossed_stride })
     }
 
     pub(crate) const fn stride(&self) -> usize {
         self.stride
+    }
+
+    /// Whether its elements are words.
+    pub(crate) const fn pairs(&self) -> bool {
+        self.pairs
+    }
+
+    /// How far apart lines of a panel that is summed along its rows lie.
+    pub(crate) const fn line_stride(&self) -> usize {
+        self.crossed_stride
+    }
+
+    /// What is summed along the rows `rows`, [`Panel::line_stride`] apart: the rows or, of words, lines of two of them.
+    pub(crate) fn lines(&self, rows: &Range<usize>) -> &[A] {
+        if self.pairs {
+            let lines = pairs_of(rows);
+            &self.crossed[lines.start * self.crossed_stride..lines.end * self.crossed_stride]
+        } else {
+            self.rows(rows.clone())
+        }
     }
 
     /// The rows `rows`, `stride` apart.
@@ -50,7 +91,7 @@ impl<A: Real> Panel<A> {
         self.finite
     }
 
-    /// Takes the vectors `rows`, at most [`TILE`], of one head.
+    /// Takes the vectors `rows`, no more than there is room for, of one head.
     pub(crate) fn fill<E: Input<Accumulator = A>>(
         &mut self,
         path: Path,
@@ -59,7 +100,14 @@ impl<A: Real> Panel<A> {
         head: usize,
         rows: Range<usize>,
     ) {
-        self.finite = A::run(path, 1, FillPanel { panel: self, source, batch, head, rows });
+        if self.pairs {
+            let (natural, stride, crossed, crossed_stride) =
+                (&mut self.elements[..], self.stride, &mut self.crossed[..], self.crossed_stride);
+            let job = FillPairs { source, batch, head, rows, natural, stride, crossed, crossed_stride };
+            self.finite = A::run(path, 1, job);
+        } else {
+            self.finite = A::run(path, 1, FillPanel { panel: self, source, batch, head, rows });
+        }
     }
 }
 
@@ -115,7 +163,8 @@ fn all_finite<A: Real, const WIDTH: usize>(elements: &[A]) -> bool {
 /// How many sums [`all_finite`] keeps.
 const FOUR: usize = 4;
 
-/// Transposes the vectors `rows` of one head into a strip of `width` lanes, one vector a lane; lanes without a vector are 0.
+/// Transposes the vectors `rows` of one head into a strip of `width` lanes, one vector a lane, with `pairs` two dims a word; lanes without a
+/// vector are 0.
 pub(crate) fn fill_lanes<E: Input>(
     path: Path,
     source: &Source<'_, E>,
@@ -123,8 +172,14 @@ pub(crate) fn fill_lanes<E: Input>(
     rows: Range<usize>,
     width: usize,
     strip: &mut [E::Accumulator],
+    pairs: bool,
 ) {
-    <E::Accumulator as Real>::run(path, 1, FillLanes { plane: source.plane(batch, head), rows, width, strip });
+    let plane = source.plane(batch, head);
+    if pairs {
+        <E::Accumulator as Real>::run(path, 1, FillPairLanes { plane, rows, width, strip });
+    } else {
+        <E::Accumulator as Real>::run(path, 1, FillLanes { plane, rows, width, strip });
+    }
 }
 
 struct FillLanes<'a, 's, E: Input> {

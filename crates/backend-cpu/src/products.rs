@@ -14,6 +14,7 @@ use crate::{
     isa::{Job, Kernel, MOST_ROWS, Path},
     lanes::{multiply_add, scaled_add, select, strip, strip_mut, unrolled, zip},
     pack::Panel,
+    pairs::{self, VisiblePairs},
     real::Real,
     sight::{MOST_PARTS, Sight},
     vector::Vector,
@@ -45,17 +46,18 @@ pub(crate) fn row_products<A: Real>(
         Some(parts) => {
             let parts = parts
                 .map(|rows| rows.start.saturating_sub(whole.start) / MOST_ROWS..rows.end.saturating_sub(whole.start).div_ceil(MOST_ROWS));
-            A::run_kernel(path, vectors, PartialRowProducts { a, stride, b: lanes, c, parts });
+            A::run_products(path, panel.pairs(), vectors, PartialRowProducts { a, stride, b: lanes, c, parts });
             false
         }
         None => {
-            A::run_kernel(path, vectors, RowProducts { a, stride, b: lanes, c, largest });
+            A::run_products(path, panel.pairs(), vectors, RowProducts { a, stride, b: lanes, c, largest });
             wanted
         }
     }
 }
 
-/// Adds the visible rows of a panel, weighted: sums ← sums·rescale + Σ_r panel\[r\]ᵀ·weights\[r\]. Only visible pairs count, whatever is in the panel.
+/// Adds the visible rows of a panel, weighted: sums ← sums·rescale + Σ_r panel\[r\]ᵀ·weights\[r\]. Only visible pairs count, whatever is in the panel. `weights` begin with the
+/// first visible row, or the line of words that holds it.
 pub(crate) fn column_products<A: Real>(
     path: Path,
     vectors: usize,
@@ -65,16 +67,27 @@ pub(crate) fn column_products<A: Real>(
     sums: &mut [A],
     rescale: Option<&[A]>,
 ) {
-    let products = ColumnProducts { a: panel.rows(sight.rows().clone()), stride: panel.stride(), b: weights, c: sums, rescale };
+    let rows = sight.rows();
+    let (a, stride) = (panel.lines(rows), panel.line_stride());
+    // rows of the weights, or lines of two
+    let step = if panel.pairs() { 2 } else { 1 };
+    let first = rows.start / step;
+    let lines = |rows: &Range<usize>| (rows.start / step).saturating_sub(first)..rows.end.div_ceil(step).saturating_sub(first);
+    let b = &weights[..lines(rows).len() * vectors * A::WIDTH];
+    let products = ColumnProducts { a, stride, b, c: sums, rescale };
     match sight.words().filter(|_| !panel.finite()) {
+        Some(words) if panel.pairs() => {
+            let ColumnProducts { a, stride, b, c, rescale } = products;
+            let (a, b, c, rescale) = (pairs::words(a), pairs::words(b), pairs::words_mut(c), rescale.map(pairs::words));
+            path.run_pairing(vectors, VisiblePairs { a, stride, b, c, rescale, words, odd: !rows.start.is_multiple_of(2) });
+        }
         Some(words) => A::run(path, vectors, VisibleColumnProducts { products, words }),
         None => match sight.parts(vectors, A::WIDTH) {
             Some(parts) => {
-                let first = sight.rows().start;
-                let parts = parts.map(|rows| rows.start.saturating_sub(first)..rows.end.saturating_sub(first));
-                A::run_kernel(path, vectors, PartialColumnProducts { products, parts });
+                let parts = parts.map(|rows| lines(&rows));
+                A::run_products(path, panel.pairs(), vectors, PartialColumnProducts { products, parts });
             }
-            None => A::run_kernel(path, vectors, products),
+            None => A::run_products(path, panel.pairs(), vectors, products),
         },
     }
 }
@@ -103,7 +116,7 @@ impl<A: Real> Kernel<A> for RowProducts<'_, A> {
             let a: [&[A]; ROWS] = std::array::from_fn(|r| &a[r * self.stride..][..b.len()]);
             let mut sums = [[V::splat(A::ZERO); VECTORS]; ROWS];
             for (k, b) in b.iter().enumerate() {
-                unrolled!(r < ROWS, v < VECTORS, sums[r][v] = V::splat(a[r][k]).multiply_add(V::load(&b[v]), sums[r][v]));
+                unrolled!(r < ROWS, v < VECTORS, sums[r][v] = V::splat(a[r][k]).product(V::load(&b[v]), sums[r][v]));
             }
             unrolled!(r < ROWS, v < VECTORS, {
                 top[v] = sums[r][v].if_larger(top[v]);
@@ -139,7 +152,7 @@ impl<A: Real> Kernel<A> for PartialRowProducts<'_, A> {
                 let a: [&[A]; MOST_ROWS] = std::array::from_fn(|r| &a[r * self.stride..][..b.len()]);
                 let mut sums = [V::splat(A::ZERO); MOST_ROWS];
                 for (k, b) in b.iter().enumerate() {
-                    unrolled!(r < MOST_ROWS, sums[r] = V::splat(a[r][k]).multiply_add(V::load(&b[v]), sums[r]));
+                    unrolled!(r < MOST_ROWS, sums[r] = V::splat(a[r][k]).product(V::load(&b[v]), sums[r]));
                 }
                 unrolled!(r < MOST_ROWS, sums[r].store(&mut c[block][r][v]));
             }
@@ -171,7 +184,7 @@ impl<A: Real> Kernel<A> for ColumnProducts<'_, A> {
             let mut sums = [[V::splat(A::ZERO); VECTORS]; ROWS];
             for (k, b) in b.iter().enumerate() {
                 let Some(a) = a[k * self.stride..].first_chunk::<ROWS>() else { break };
-                unrolled!(r < ROWS, v < VECTORS, sums[r][v] = V::splat(a[r]).multiply_add(V::load(&b[v]), sums[r][v]));
+                unrolled!(r < ROWS, v < VECTORS, sums[r][v] = V::splat(a[r]).product(V::load(&b[v]), sums[r][v]));
             }
             if let Some(rescale) = rescale {
                 unrolled!(r < ROWS, v < VECTORS, V::load(&rescale[v]).multiply_add(V::load(&c[r][v]), sums[r][v]).store(&mut c[r][v]));
@@ -203,7 +216,7 @@ impl<A: Real> Kernel<A> for PartialColumnProducts<'_, A> {
                 let mut sums = [V::splat(A::ZERO); MOST_ROWS];
                 for (k, b) in rows.clone().zip(&b[rows.clone()]) {
                     let Some(a) = a[k * stride + block * MOST_ROWS..].first_chunk::<MOST_ROWS>() else { break };
-                    unrolled!(r < MOST_ROWS, sums[r] = V::splat(a[r]).multiply_add(V::load(&b[v]), sums[r]));
+                    unrolled!(r < MOST_ROWS, sums[r] = V::splat(a[r]).product(V::load(&b[v]), sums[r]));
                 }
                 if let Some(factor) = factor {
                     unrolled!(r < MOST_ROWS, factor.multiply_add(V::load(&c[r][v]), sums[r]).store(&mut c[r][v]));

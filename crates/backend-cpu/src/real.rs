@@ -43,6 +43,8 @@ pub(crate) trait Real:
     fn run<J: Job>(path: Path, vectors: usize, job: J) -> J::Output;
     /// Runs a kernel on a strip of `vectors` vectors of [`Real::WIDTH`] elements.
     fn run_kernel<K: Kernel<Self>>(path: Path, vectors: usize, kernel: K) -> K::Output;
+    /// The same over words, pairs of bf16, where `pairs`: only on [`crate::Isa::Avx512Bf16`].
+    fn run_products<K: Kernel<Self>>(path: Path, pairs: bool, vectors: usize, kernel: K) -> K::Output;
 }
 
 impl Real for f32 {
@@ -82,6 +84,10 @@ impl Real for f32 {
     fn run_kernel<K: Kernel<Self>>(path: Path, vectors: usize, kernel: K) -> K::Output {
         path.run_f32(vectors, kernel)
     }
+
+    fn run_products<K: Kernel<Self>>(path: Path, pairs: bool, vectors: usize, kernel: K) -> K::Output {
+        if pairs { path.run_pairs(vectors, kernel) } else { path.run_f32(vectors, kernel) }
+    }
 }
 
 impl Real for f64 {
@@ -115,6 +121,11 @@ impl Real for f64 {
     }
 
     fn run_kernel<K: Kernel<Self>>(path: Path, vectors: usize, kernel: K) -> K::Output {
+        path.run_f64(vectors, kernel)
+    }
+
+    /// Sums in f64 have no bf16 inputs.
+    fn run_products<K: Kernel<Self>>(path: Path, _: bool, vectors: usize, kernel: K) -> K::Output {
         path.run_f64(vectors, kernel)
     }
 }

@@ -43,6 +43,19 @@ pub(crate) struct Tiles<A> {
     pub(crate) extra: Aligned<A>,
 }
 
+/// What will soon be taken in, and has not been asked for.
+#[derive(Debug, Default)]
+pub(crate) struct Ahead {
+    /// Rows of a tile.
+    pub(crate) rows: Range<usize>,
+    /// How many of them are asked for at once.
+    pub(crate) step: usize,
+    /// Queries of a strip.
+    pub(crate) queries: Range<usize>,
+    /// Their head.
+    pub(crate) head: usize,
+}
+
 /// What one thread works in.
 #[derive(Debug)]
 pub(crate) struct Scratch<A> {
@@ -69,8 +82,7 @@ pub(crate) struct Scratch<A> {
     pub(crate) statistics: RowStatistics<A>,
     /// For few queries.
     pub(crate) few: FewScratch<A>,
-    /// Rows of keys that will soon be taken in, and have not been asked for.
-    pub(crate) ahead: Range<usize>,
+    pub(crate) ahead: Ahead,
     /// Which rows, of which batch row and head, `whole` and `parts` are of.
     pub(crate) looked: Option<(usize, usize, Range<usize>)>,
     /// Which strips of lanes have been filled.
@@ -95,12 +107,12 @@ impl<A: Real> Scratch<A> {
         let gradient = |elements: usize| if backward { elements } else { 0 };
         let tile = |wanted: bool| Aligned::zeroed(if wanted { TILE * strip } else { 0 });
         Ok(Self {
-            rows_head: Panel::new(head)?,
-            rows_value: Panel::new(value)?,
-            rows_key: Panel::with_stride(gradient(geometry.keys_together()), geometry.query_width())?,
-            whole_tile: WholeTile::new(backward)?,
-            lanes_head: Aligned::zeroed(lanes * head)?,
-            lanes_value: Aligned::zeroed(gradient(lanes * value))?,
+            rows_head: Panel::new(head, geometry.form(backward))?,
+            rows_value: Panel::new(value, geometry.form(true))?,
+            rows_key: Panel::with_stride(gradient(geometry.keys_together()), head, geometry.query_width(), geometry.form(true))?,
+            whole_tile: WholeTile::new(geometry, backward)?,
+            lanes_head: Aligned::zeroed(lanes * geometry.depth(head))?,
+            lanes_value: Aligned::zeroed(gradient(lanes * geometry.depth(value)))?,
             sums_head: Aligned::zeroed(k_lanes * geometry.head_rows())?,
             sums_value: Aligned::zeroed(k_lanes * geometry.value_rows())?,
             tiles: Tiles { s: tile(true)?, dp: tile(backward)?, slope: tile(backward)?, extra: tile(true)? },
@@ -108,7 +120,7 @@ impl<A: Real> Scratch<A> {
             rescale: Aligned::zeroed(strip)?,
             statistics: RowStatistics::new(gradient(TILE.max(strip)))?,
             few: FewScratch::new(geometry, few)?,
-            ahead: 0..0,
+            ahead: Ahead::default(),
             looked: None,
             filled: vec![false; (lanes / strip).max(geometry.keys_together() / A::WIDTH)],
             whole: QueryTile::default(),

@@ -3,6 +3,8 @@
 //! A [`crate::isa::Kernel`] is written once over [`Vector`] and compiled for each instruction set. [`Array`] is any machine's vector, left to the
 //! compiler; where the compiler does not find the registers by itself, an instruction set brings a leaf of its own (`isa/avx512.rs`).
 
+use half::bf16;
+
 use crate::{input::Input, real::Real};
 
 /// Elements of type `A`, one a lane.
@@ -29,6 +31,11 @@ pub(crate) trait Vector<A: Real>: Copy {
     fn times(self, b: Self) -> Self;
     /// self·b + c, rounded once where that is one instruction.
     fn multiply_add(self, b: Self, c: Self) -> Self;
+    /// A step of a chain of products: self·b + c; over pairs of bf16, the sum of both products and c.
+    #[inline(always)]
+    fn product(self, b: Self, c: Self) -> Self {
+        self.multiply_add(b, c)
+    }
     /// self where it is larger than `than`, else `than`: NaN is never larger.
     fn if_larger(self, than: Self) -> Self;
     /// e^self for what is hardly above 0: 0 where e^self is subnormal, NaN for NaN.
@@ -53,6 +60,16 @@ pub(crate) trait Vector<A: Real>: Copy {
     fn row_mut<const N: usize>(elements: &mut [A]) -> Option<&mut [Self::Memory; N]> {
         Self::strip_mut::<N>(elements).first_mut()
     }
+}
+
+/// Vectors of f32 or, bit for bit, of words: pairs of bf16, the first in the low half.
+pub(crate) trait Pairs: Vector<f32> {
+    /// Both rounded to nearest, ties to even: pairs of a lane of `low` and the same lane of `high`.
+    fn interleaved(low: Self, high: Self) -> Self;
+    /// Both rounded in the same way: pairs of neighbouring lanes, those of `first` before those of `second`.
+    fn in_order(first: Self, second: Self) -> Self;
+    /// The bits of all words that are set in `word`.
+    fn masked(self, word: u32) -> Self;
 }
 
 /// The rows of a strip, one at a time. Each is opaque to a compiler that would vectorise across rows, with gathers, once the loop over lanes is
@@ -199,4 +216,31 @@ impl<A: Real, const FUSED: bool, const W: usize> Vector<A> for Array<A, FUSED, W
     fn all_equal(self, b: Self) -> bool {
         self.0.iter().zip(&b.0).all(|(a, b)| a == b)
     }
+}
+
+/// What the types promise where no instruction does it; nothing runs it but tests.
+impl<const FUSED: bool> Pairs for Array<f32, FUSED, 16> {
+    #[inline(always)]
+    fn interleaved(low: Self, high: Self) -> Self {
+        Self(std::array::from_fn(|i| word(low.0[i], high.0[i])))
+    }
+
+    #[inline(always)]
+    fn in_order(first: Self, second: Self) -> Self {
+        Self(std::array::from_fn(|i| {
+            let from = if i < 8 { &first.0 } else { &second.0 };
+            word(from[2 * i % 16], from[2 * i % 16 + 1])
+        }))
+    }
+
+    #[inline(always)]
+    fn masked(self, word: u32) -> Self {
+        Self(self.0.map(|element| f32::from_bits(element.to_bits() & word)))
+    }
+}
+
+/// A pair of bf16.
+fn word(low: f32, high: f32) -> f32 {
+    let bits = |element| u32::from(bf16::from_f32(element).to_bits());
+    f32::from_bits(bits(low) | bits(high) << 16)
 }

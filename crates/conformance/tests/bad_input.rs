@@ -8,6 +8,7 @@ use annulus::{
     comm::threads,
     mask::{Causal, Dense, PerHead},
 };
+use annulus_cpu::Isa;
 use ndarray::{Array2, Array3, Array4};
 
 const DIMS: Dims = Dims { batch: 2, q_len: 6, kv_len: 6, q_heads: 4, kv_heads: 2, head_dim: 3, value_dim: 5 };
@@ -269,6 +270,33 @@ fn ring(attentions: &[Attention], dims: &[Dims], layout: &[Option<Layout>]) -> V
             .collect();
         ranks.into_iter().map(|rank| rank.join().expect("no rank panics")).collect()
     })
+}
+
+#[test]
+fn ranks_that_would_round_weights_differently() {
+    if !Isa::Avx512Bf16.is_available() {
+        eprintln!("NOT RUN: this processor multiplies no pairs of bf16");
+        return;
+    }
+    let attention = Attention::new().dtype(DType::Bf16);
+    let plan = |isa, transport| {
+        let cpu = annulus::Cpu::new(1).and_then(|cpu| cpu.with_isa(isa));
+        cpu.and_then(|cpu| RankPlan::new(&attention, DIMS, Some(Layout::Contiguous), cpu, transport)).map(drop)
+    };
+    for (second, alike) in [(Isa::Avx512Bf16, true), (Isa::Avx512, false)] {
+        let results: Vec<_> = thread::scope(|scope| {
+            let ranks = threads::ring(2).into_iter().zip([Isa::Avx512Bf16, second]);
+            let ranks: Vec<_> = ranks.map(|(transport, isa)| scope.spawn(move || plan(isa, transport))).collect();
+            ranks.into_iter().map(|rank| rank.join().expect("no rank panics")).collect()
+        });
+        for result in results {
+            match result {
+                Ok(()) => assert!(alike),
+                Err(Error::RankMismatch { field, .. }) => assert!(!alike && field == "weights rounded to", "{field}"),
+                Err(error) => panic!("{error}"),
+            }
+        }
+    }
 }
 
 #[test]

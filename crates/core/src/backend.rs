@@ -5,7 +5,7 @@
 
 use std::{ops::ControlFlow, ops::Range, sync::Arc};
 
-use crate::{DenseMask, Result, Rows, Space, Spec};
+use crate::{DenseMask, Result, Rows, Space, Spec, dtype::DType};
 
 /// Called between tiles, on the thread that called the backend. It lets a transport without a progress thread move data; the answer
 /// [`ControlFlow::Break`] asks the kernel to stop as soon as it can (a peer has failed), after which its results are never read.
@@ -114,6 +114,13 @@ pub trait Backend: Send {
     /// two-pass backward of an output that is not normalised.
     fn arithmetic(&self) -> String {
         self.name().to_owned()
+    }
+
+    /// The type that weights and gradients of logits are rounded to before they are multiplied, where that is a choice of this machine and not of
+    /// the backend: ranks must have it alike.
+    fn narrowing(&self, spec: &Spec) -> Option<DType> {
+        let _ = spec;
+        None
     }
 
     /// Whether it can do `spec` at all, for any share of it.

@@ -8,15 +8,15 @@ use crate::{
     exp::POWER_OF_TWO,
     input::Input,
     lanes::{strip, strip_mut},
-    vector::{Vector, widened},
+    vector::{Pairs, Vector, widened},
 };
 
-/// Sixteen f32.
+/// Sixteen f32; with `PAIRS`, operands of products are sixteen pairs of bf16.
 ///
-/// Invariant: it is named nowhere but in the function of the parent module that is compiled for AVX-512 F, VL, BW and DQ and runs only on a machine
-/// that has them. So every method below may use them.
+/// Invariant: it is named nowhere but in the functions of the parent module that are compiled for AVX-512 F, VL, BW and DQ, and BF16 with `PAIRS`, and
+/// run only on a machine that has them. So every method below may use them.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Zmm(__m512);
+pub(super) struct Zmm<const PAIRS: bool>(__m512);
 
 /// The bits of the first sixteen lanes.
 #[inline(always)]
@@ -31,7 +31,7 @@ fn halves(from: &[u16; 16]) -> __m256i {
     unsafe { _mm256_loadu_si256(from.as_ptr().cast()) }
 }
 
-impl Vector<f32> for Zmm {
+impl<const PAIRS: bool> Vector<f32> for Zmm<PAIRS> {
     type Memory = [f32; 16];
     const WIDTH: usize = 16;
     const BY_COMPILER: bool = false;
@@ -113,6 +113,16 @@ impl Vector<f32> for Zmm {
         Self(unsafe { _mm512_fmadd_ps(self.0, b.0, c.0) })
     }
 
+    #[inline(always)]
+    fn product(self, b: Self, c: Self) -> Self {
+        if PAIRS {
+            // SAFETY: the machine has the instruction (invariant of `Zmm`), and any bits are pairs of bf16.
+            Self(unsafe { _mm512_dpbf16_ps(c.0, pairs(self.0), pairs(b.0)) })
+        } else {
+            self.multiply_add(b, c)
+        }
+    }
+
     /// The instruction gives its second operand where one is NaN; `than` is never NaN.
     #[inline(always)]
     fn if_larger(self, than: Self) -> Self {
@@ -159,5 +169,47 @@ impl Vector<f32> for Zmm {
     fn all_equal(self, b: Self) -> bool {
         // SAFETY: the machine has the instruction: invariant of `Zmm`.
         unsafe { _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(self.0, b.0) == !0 }
+    }
+}
+
+/// The same bits as pairs of bf16.
+#[inline(always)]
+fn pairs(bits: __m512) -> __m512bh {
+    // SAFETY: both are 64 bytes of which any will do.
+    unsafe { std::mem::transmute(bits) }
+}
+
+impl Pairs for Zmm<true> {
+    #[inline(always)]
+    fn interleaved(low: Self, high: Self) -> Self {
+        // low 0, high 0, low 1, high 1, …: where the instruction leaves them
+        const PLACES: [u16; 32] = {
+            let mut places = [0; 32];
+            let mut lane = 0;
+            while lane < 16 {
+                places[2 * lane] = lane as u16;
+                places[2 * lane + 1] = 16 + lane as u16;
+                lane += 1;
+            }
+            places
+        };
+        // SAFETY: the machine has the instructions (invariant of `Zmm`), 64 bytes can be read, and any bits are pairs and integers.
+        unsafe {
+            let places = _mm512_loadu_si512(PLACES.as_ptr().cast());
+            let both: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(high.0, low.0));
+            Self(_mm512_castsi512_ps(_mm512_permutexvar_epi16(places, both)))
+        }
+    }
+
+    #[inline(always)]
+    fn in_order(first: Self, second: Self) -> Self {
+        // SAFETY: the machine has the instruction (invariant of `Zmm`), and any bits are f32.
+        Self(unsafe { std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(second.0, first.0)) })
+    }
+
+    #[inline(always)]
+    fn masked(self, word: u32) -> Self {
+        // SAFETY: the machine has the instructions: invariant of `Zmm`.
+        Self(unsafe { _mm512_and_ps(self.0, _mm512_castsi512_ps(_mm512_set1_epi32(word.cast_signed()))) })
     }
 }

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 
+mod accuracy;
 mod calls;
 mod features;
 mod few;

@@ -3,7 +3,7 @@
 use std::{str::FromStr, time::Duration};
 
 use annulus::comm::deadline;
-use annulus_core::{DType, Layout};
+use annulus_core::{DType, Layout, Precision};
 use clap::ValueEnum;
 
 /// The most ranks that `plan` draws: a schedule has a step for every pair of ranks.
@@ -39,6 +39,27 @@ impl std::fmt::Display for Window {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let side = |side: Option<u64>| side.map_or("none".to_owned(), |len| len.to_string());
         write!(f, "{},{}", side(self.left), side(self.right))
+    }
+}
+
+/// Precisions by name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum PrecisionName {
+    /// True f32 products, whatever the inputs.
+    Highest,
+    /// f32 in three terms on matrix units.
+    High,
+    /// One product on matrix units; weights of bf16 inputs rounded where that is faster.
+    Default,
+}
+
+impl From<PrecisionName> for Precision {
+    fn from(name: PrecisionName) -> Self {
+        match name {
+            PrecisionName::Highest => Self::Highest,
+            PrecisionName::High => Self::High,
+            PrecisionName::Default => Self::Default,
+        }
     }
 }
 

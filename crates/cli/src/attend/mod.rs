@@ -16,7 +16,7 @@ use crate::{
     arguments::{
         mask::MaskFlags,
         ring::{BackendName, TransportName},
-        values::{DTypeName, LayoutName, finite, positive, probability, ranks, silence, threads},
+        values::{DTypeName, LayoutName, PrecisionName, finite, positive, probability, ranks, silence, threads},
     },
     crew::Crew,
     engine::Engine,
@@ -94,6 +94,9 @@ struct LogitFlags {
     /// Seed of the dropout
     #[arg(long, value_name = "N", requires = "dropout")]
     seed: Option<u64>,
+    /// What products may leave out; `default` lets weights of bf16 inputs be rounded to bf16
+    #[arg(long, value_enum, default_value = "highest")]
+    precision: PrecisionName,
     /// Leave the output undivided, and write max and sum
     #[arg(long)]
     unnormalized: bool,
@@ -197,6 +200,7 @@ impl AttendFlags {
                 BiasOrderName::Before => BiasOrder::BeforeSoftCap,
                 BiasOrderName::After => BiasOrder::AfterSoftCap,
             });
+        attention = attention.precision(logits.precision.into());
         if let Some(scale) = logits.scale {
             attention = attention.scale(scale);
         }

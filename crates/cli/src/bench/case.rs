@@ -109,7 +109,7 @@ impl<'a> Case<'a> {
 
     fn attention(&self) -> Attention {
         let flags = MaskFlags { causal: self.causal, window: self.flags.window, align: self.flags.align, ..MaskFlags::default() };
-        flags.apply(Attention::new()).dtype(self.dtype)
+        flags.apply(Attention::new()).dtype(self.dtype).precision(self.flags.precision.into())
     }
 
     /// Visible pairs, all heads and batch rows; n²/2 for plain causal, as the peers count.
@@ -154,6 +154,7 @@ impl<'a> Case<'a> {
         put("window", window.map_or(Value::Null, |window| json!([window.left, window.right])));
         put("documents", if documents.is_empty() { Value::Null } else { json!(documents) });
         put("align", json!(if self.flags.align == AlignmentName::TopLeft { "top-left" } else { "bottom-right" }));
+        put("precision", json!(format!("{:?}", self.flags.precision).to_lowercase()));
         put("pairs", json!(pairs));
         Value::Object(line).to_string()
     }

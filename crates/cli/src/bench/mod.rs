@@ -12,7 +12,7 @@ use crate::{
     arguments::{
         mask::AlignmentName,
         ring::{BackendName, TransportName},
-        values::{DTypeName, LayoutName, Window, count, ranks, threads},
+        values::{DTypeName, LayoutName, PrecisionName, Window, count, ranks, threads},
     },
     crew::{Crew, PATIENCE},
     engine::Engine,
@@ -21,7 +21,7 @@ use crate::{
 use case::Case;
 
 const EXAMPLES: &str = "Fields of a line: peer what dtype threads batch heads head_dim n causal ms gflops gflops_cpu kv_heads q_len \
-kv_len ranks layout window documents align pairs. ms is the least wall-clock time of a few rounds. FLOPs are 4·pairs·head_dim for fwd \
+kv_len ranks layout window documents align precision pairs. ms is the least wall-clock time of a few rounds. FLOPs are 4·pairs·head_dim for fwd \
 and 3.5 times that for fwd+bwd, where pairs are the visible ones (for plain causal n²/2, as is usual). gflops_cpu is from the least CPU \
 time of the process, divided by the threads of all ranks: it holds on a busy machine.
 
@@ -45,6 +45,9 @@ pub(crate) struct BenchFlags {
     /// Element types
     #[arg(long, value_enum, default_value = "f32", value_delimiter = ',')]
     dtype: Vec<DTypeName>,
+    /// What products may leave out; `default` lets weights of bf16 inputs be rounded to bf16
+    #[arg(long, value_enum, default_value = "highest")]
+    precision: PrecisionName,
     /// Lengths of queries and keys
     #[arg(long, value_name = "N,N,...", default_value = "1024,2048", value_delimiter = ',', value_parser = count)]
     ns: Vec<usize>,

@@ -2,7 +2,7 @@
 
 use std::fmt::{Debug, Display, Write};
 
-use annulus_core::{BackwardMode, Batch, DenseMask, Fingerprint, Placement, Spec};
+use annulus_core::{BackwardMode, Batch, DType, DenseMask, Fingerprint, Placement, Spec};
 
 use super::RingOptions;
 use crate::agreement::Descriptor;
@@ -10,8 +10,13 @@ use crate::agreement::Descriptor;
 /// How much of a field's text travels for the error message; the digest is of all of it.
 const SHOWN: usize = 60;
 
-/// The fields of a plan. `arithmetic` is the backend's, `placement` the transport's.
-pub(super) fn plan(spec: &Spec, options: &RingOptions, arithmetic: &str, placement: Option<&Placement>) -> Descriptor {
+/// The fields of a plan. `arithmetic` and `narrowing` are the backend's, `placement` the transport's.
+pub(super) fn plan(
+    spec: &Spec,
+    options: &RingOptions,
+    (arithmetic, narrowing): (&str, Option<DType>),
+    placement: Option<&Placement>,
+) -> Descriptor {
     let dims = &spec.dims;
     let (probability, seed) = spec.dropout.map_or((0.0, 0), |dropout| (dropout.probability, dropout.seed));
     let lengths = [
@@ -45,6 +50,7 @@ pub(super) fn plan(spec: &Spec, options: &RingOptions, arithmetic: &str, placeme
     // only there must one rank find another's largest logit to the bit
     let exact = options.backward && spec.backward == BackwardMode::TwoPass && !spec.normalize;
     let d = text(d, "backend", if exact { arithmetic } else { "any" });
+    let d = debug(d, "weights rounded to", &narrowing);
     let d = debug(d, "placement", &placement.map(Placement::nodes));
     d.field("backward", u64::from(options.backward)).field("local_gradients", u64::from(options.local_gradients))
 }

@@ -118,7 +118,10 @@ impl<B: Backend> Ring<B> {
         agreement::agree(
             transport.as_mut(),
             0,
-            checked.as_ref().map_err(Error::clone).map(|spec| describe::plan(spec, &options, &backend.arithmetic(), placement.as_ref())),
+            checked
+                .as_ref()
+                .map_err(Error::clone)
+                .map(|spec| describe::plan(spec, &options, (&backend.arithmetic(), backend.narrowing(spec)), placement.as_ref())),
         )?;
         let spec = checked?;
 

@@ -91,6 +91,11 @@ fn plans() -> Vec<(&'static str, Ask, Ask)> {
     if let Some(isa) = Isa::ALL.into_iter().find(|&isa| isa != Isa::Portable && isa.is_available()) {
         all.push(("backend", exact(), Ask { isa, ..exact() }));
     }
+    // where a machine multiplies pairs of bf16, weights may be rounded
+    if Isa::Avx512Bf16.is_available() {
+        let halves = || Ask::of(Attention::new().dtype(DType::Bf16));
+        all.push(("weights rounded to", halves(), Ask { isa: Isa::Avx512Bf16, ..halves() }));
+    }
     all
 }
 

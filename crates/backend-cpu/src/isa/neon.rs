@@ -1,0 +1,186 @@
+//! The leaf for NEON: a vector of sixteen f32 in four registers.
+
+use std::arch::aarch64::*;
+
+use annulus_core::DType;
+
+use crate::{
+    exp::POWER_OF_TWO,
+    input::Input,
+    lanes::{strip, strip_mut},
+    vector::{Vector, widened},
+};
+
+/// Registers of a vector.
+const PARTS: usize = 4;
+
+/// Sixteen f32.
+///
+/// Invariant: it is named nowhere but in the function of the parent module that is compiled for NEON and runs only on a machine that has it. So every
+/// method below may use it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Quad([float32x4_t; PARTS]);
+
+impl Quad {
+    #[inline(always)]
+    fn map(mut self, f: impl Fn(float32x4_t) -> float32x4_t) -> Self {
+        for part in &mut self.0 {
+            *part = f(*part);
+        }
+        self
+    }
+
+    #[inline(always)]
+    fn zip(mut self, b: Self, f: impl Fn(float32x4_t, float32x4_t) -> float32x4_t) -> Self {
+        for (part, b) in self.0.iter_mut().zip(b.0) {
+            *part = f(*part, b);
+        }
+        self
+    }
+}
+
+/// e^x as [`crate::exp::weight32`] does it, but n is rounded by an instruction.
+#[inline(always)]
+fn weight(x: float32x4_t) -> float32x4_t {
+    // SAFETY: the machine has the instructions: invariant of `Quad`.
+    unsafe {
+        let z = vmulq_n_f32(x, std::f32::consts::LOG2_E);
+        let n = vrndnq_f32(z);
+        let r = vsubq_f32(z, n);
+        let mut y = vdupq_n_f32(POWER_OF_TWO[5]);
+        for power in [4, 3, 2, 1, 0] {
+            y = vfmaq_f32(vdupq_n_f32(POWER_OF_TWO[power]), y, r);
+        }
+        // the exponent field
+        let scaled = vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(y), vshlq_n_s32::<23>(vcvtq_s32_f32(n))));
+        // z + ∞: ∞ for what is too large, NaN for NaN
+        let high = vbslq_f32(vcltq_f32(z, vdupq_n_f32(127.5)), scaled, vaddq_f32(z, vdupq_n_f32(f32::INFINITY)));
+        vbslq_f32(vcltq_f32(z, vdupq_n_f32(-126.0)), vdupq_n_f32(0.0), high)
+    }
+}
+
+impl Vector<f32> for Quad {
+    type Memory = [f32; 16];
+    const WIDTH: usize = 16;
+    const BY_COMPILER: bool = false;
+
+    #[inline(always)]
+    fn strip<const N: usize>(elements: &[f32]) -> &[[[f32; 16]; N]] {
+        strip(elements)
+    }
+
+    #[inline(always)]
+    fn strip_mut<const N: usize>(elements: &mut [f32]) -> &mut [[[f32; 16]; N]] {
+        strip_mut(elements)
+    }
+
+    #[inline(always)]
+    fn load(from: &[f32; 16]) -> Self {
+        let (parts, _) = from.as_chunks::<4>();
+        // SAFETY: the machine has the instruction (invariant of `Quad`), and 16 bytes can be read of each part.
+        Self(std::array::from_fn(|i| unsafe { vld1q_f32(parts[i].as_ptr()) }))
+    }
+
+    #[inline(always)]
+    fn store(self, into: &mut [f32; 16]) {
+        for (part, into) in self.0.into_iter().zip(into.as_chunks_mut::<4>().0) {
+            // SAFETY: the machine has the instruction (invariant of `Quad`), and 16 bytes can be written.
+            unsafe { vst1q_f32(into.as_mut_ptr(), part) };
+        }
+    }
+
+    #[inline(always)]
+    fn splat(element: f32) -> Self {
+        // SAFETY: the machine has the instruction: invariant of `Quad`.
+        Self([unsafe { vdupq_n_f32(element) }; PARTS])
+    }
+
+    #[inline(always)]
+    fn widen<E: Input<Accumulator = f32>>(from: &[E]) -> Self {
+        match (E::DTYPE, from.first_chunk::<16>()) {
+            (DType::F32, Some(whole)) => Self::load(bytemuck::cast_ref(whole)),
+            (DType::Bf16, Some(whole)) => {
+                let halves: &[u16; 16] = bytemuck::cast_ref(whole);
+                let (parts, _) = halves.as_chunks::<4>();
+                // SAFETY: the machine has the instructions (invariant of `Quad`), and 8 bytes can be read of each part.
+                Self(std::array::from_fn(|i| unsafe { vreinterpretq_f32_u32(vshll_n_u16::<16>(vld1_u16(parts[i].as_ptr()))) }))
+            }
+            _ => Self::load(&widened(from)),
+        }
+    }
+
+    #[inline(always)]
+    fn total(self) -> f32 {
+        let [a, b, c, d] = self.0;
+        // SAFETY: the machine has the instructions: invariant of `Quad`.
+        unsafe {
+            let four = vaddq_f32(vaddq_f32(a, c), vaddq_f32(b, d));
+            let two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
+            vget_lane_f32::<0>(two) + vget_lane_f32::<1>(two)
+        }
+    }
+
+    #[inline(always)]
+    fn plus(self, b: Self) -> Self {
+        // SAFETY: the machine has the instruction: invariant of `Quad`.
+        self.zip(b, |a, b| unsafe { vaddq_f32(a, b) })
+    }
+
+    #[inline(always)]
+    fn minus(self, b: Self) -> Self {
+        // SAFETY: the machine has the instruction: invariant of `Quad`.
+        self.zip(b, |a, b| unsafe { vsubq_f32(a, b) })
+    }
+
+    #[inline(always)]
+    fn times(self, b: Self) -> Self {
+        // SAFETY: the machine has the instruction: invariant of `Quad`.
+        self.zip(b, |a, b| unsafe { vmulq_f32(a, b) })
+    }
+
+    #[inline(always)]
+    fn multiply_add(self, b: Self, mut c: Self) -> Self {
+        for ((c, a), b) in c.0.iter_mut().zip(self.0).zip(b.0) {
+            // SAFETY: the machine has the instruction: invariant of `Quad`.
+            *c = unsafe { vfmaq_f32(*c, a, b) };
+        }
+        c
+    }
+
+    #[inline(always)]
+    fn if_larger(self, than: Self) -> Self {
+        // SAFETY: the machine has the instructions: invariant of `Quad`. A comparison with NaN is false.
+        self.zip(than, |a, b| unsafe { vbslq_f32(vcgtq_f32(a, b), a, b) })
+    }
+
+    #[inline(always)]
+    fn weight(self) -> Self {
+        self.map(weight)
+    }
+
+    #[inline(always)]
+    fn select(self, word: u64, mut other: Self) -> Self {
+        const LANES: [u32; 4] = [1, 2, 4, 8];
+        for (i, (other, own)) in other.0.iter_mut().zip(self.0).enumerate() {
+            let bits = (word >> (4 * i) & 15) as u32;
+            // SAFETY: the machine has the instructions (invariant of `Quad`), and 16 bytes can be read.
+            *other = unsafe { vbslq_f32(vtstq_u32(vdupq_n_u32(bits), vld1q_u32(LANES.as_ptr())), own, *other) };
+        }
+        other
+    }
+
+    #[inline(always)]
+    fn if_equal(self, b: Self, then: Self, mut other: Self) -> Self {
+        for (i, other) in other.0.iter_mut().enumerate() {
+            // SAFETY: the machine has the instructions: invariant of `Quad`.
+            *other = unsafe { vbslq_f32(vceqq_f32(self.0[i], b.0[i]), then.0[i], *other) };
+        }
+        other
+    }
+
+    #[inline(always)]
+    fn all_equal(self, b: Self) -> bool {
+        // SAFETY: the machine has the instructions: invariant of `Quad`.
+        self.0.into_iter().zip(b.0).all(|(a, b)| unsafe { vminvq_u32(vceqq_f32(a, b)) } != 0)
+    }
+}
