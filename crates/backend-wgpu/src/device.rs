@@ -15,12 +15,18 @@ use wgpu::{BufferUsages, ErrorFilter, Features, PollType};
 
 use crate::{
     Level,
-    kernels::{Access, Source, Variant},
+    kernels::{Access, Source, Variant, matrices::probe_result, numbers::ProbeNumbers},
+    launch::{Arena, Bound, Job},
+    level::Matrices,
+    memory::USAGE,
     staging::Staging,
 };
 
 /// How long a device may take to answer when somebody waits for it.
 pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// How long an error waits for queued work, to learn whether it is the device that is lost.
+const EXPLANATION: Duration = Duration::from_secs(2);
 
 /// An adapter of this machine, as [`Gpu::list`] finds them.
 #[derive(Debug, Clone)]
@@ -46,12 +52,15 @@ pub struct Adapter {
 pub struct Options {
     /// Which adapter of [`Gpu::list`].
     pub number: usize,
-    /// The level, or `None` for the one that [`Level::VARIABLE`] names, or else the highest that the adapter can run.
+    /// The level, or `None` for the one that [`Level::VARIABLE`] names, or else the highest below
+    /// [`Level::Matrix`] that the adapter can run.
     pub level: Option<Level>,
     /// The most bytes of one binding, or `None` for the adapter's own: a way to try what a small device does.
     pub most_binding_bytes: Option<u64>,
     /// The most bytes of one buffer, or `None` for the adapter's own.
     pub most_buffer_bytes: Option<u64>,
+    /// The most workgroups of one line of a grid, or `None` for the adapter's own.
+    pub most_groups_a_line: Option<u32>,
 }
 
 /// A device that computes. A clone is the same device.
@@ -63,6 +72,7 @@ struct Parts {
     queue: wgpu::Queue,
     name: String,
     level: Level,
+    matrices: Option<Matrices>,
     most_binding: u64,
     alignment: u64,
     pipelines: Mutex<HashMap<Variant, Arc<Pipeline>>>,
@@ -90,10 +100,10 @@ fn adapters() -> Vec<wgpu::Adapter> {
     pollster::block_on(instance().enumerate_adapters(wgpu::Backends::all()))
 }
 
-/// Levels for an adapter or device with these features and smallest subgroup.
-fn levels(features: Features, smallest_subgroup: u32) -> Vec<Level> {
-    let shuffles = features.contains(Features::SUBGROUP) && smallest_subgroup >= 8;
-    Level::ALL.into_iter().filter(|&level| level == Level::Plain || shuffles).collect()
+/// The matrices that kernels can multiply on an adapter.
+fn matrices(adapter: &wgpu::Adapter) -> Option<Matrices> {
+    let info = adapter.get_info();
+    Matrices::of_device(&adapter.cooperative_matrix_properties(), info.subgroup_min_size, info.subgroup_max_size)
 }
 
 impl Gpu {
@@ -108,7 +118,7 @@ impl Gpu {
                 api: info.backend.to_string(),
                 software: info.device_type == wgpu::DeviceType::Cpu,
                 subgroups: (info.subgroup_min_size, info.subgroup_max_size),
-                levels: levels(adapter.features(), info.subgroup_min_size),
+                levels: Level::of_device(adapter.features(), info.subgroup_min_size, matrices(&adapter)),
             }
         };
         adapters().into_iter().enumerate().map(describe).collect()
@@ -117,7 +127,7 @@ impl Gpu {
     /// Opens an adapter with all of its limits.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if there is no such adapter, or it cannot run the level; [`Error::InvalidArgument`] as [`Level::forced`];
+    /// [`Error::Unsupported`] if there is no such adapter, it cannot run the level, or it multiplies matrices wrongly; [`Error::InvalidArgument`] as [`Level::forced`];
     /// [`Error::Device`] if it does not open.
     pub fn open(options: &Options) -> Result<Self> {
         let level = options.level.map_or_else(Level::forced, |level| Ok(Some(level)))?;
@@ -131,7 +141,14 @@ impl Gpu {
             };
             return Err(Error::unsupported(format!("wgpu device {}", options.number), format!("this machine: {have}")));
         };
-        let wanted = Features::SUBGROUP | Features::TIMESTAMP_QUERY;
+        let mut wanted = Features::SUBGROUP | Features::TIMESTAMP_QUERY;
+        let mut experimental_features = wgpu::ExperimentalFeatures::disabled();
+        if level == Some(Level::Matrix) {
+            wanted |= Matrices::FEATURES;
+            // SAFETY: the caller has asked for what is experimental. Of that, the kernels use one thing: matrices of a size and of types that the adapter
+            // names, at places within arrays of workgroup memory, by whole subgroups. Any defect of wgpu that this meets is to be reported to it.
+            experimental_features = unsafe { wgpu::ExperimentalFeatures::enabled() };
+        }
         let mut limits = adapter.limits();
         if let Some(most) = options.most_binding_bytes {
             limits.max_storage_buffer_binding_size = limits.max_storage_buffer_binding_size.min(most);
@@ -139,25 +156,53 @@ impl Gpu {
         if let Some(most) = options.most_buffer_bytes {
             limits.max_buffer_size = limits.max_buffer_size.min(most);
         }
+        if let Some(most) = options.most_groups_a_line {
+            limits.max_compute_workgroups_per_dimension = limits.max_compute_workgroups_per_dimension.min(most);
+        }
         let descriptor = wgpu::DeviceDescriptor {
             label: Some("annulus"),
             required_features: adapter.features() & wanted,
             required_limits: limits,
+            experimental_features,
             ..Default::default()
         };
         let (device, queue) = pollster::block_on(adapter.request_device(&descriptor))
             .map_err(|error| Error::Device { what: format!("{}: {error}", adapter.get_info().name) })?;
-        Self::adopt(device, queue, level)
+        let gpu = Self::assemble(device, queue, level, matrices(&adapter))?;
+        gpu.matrices().map_or(Ok(()), |matrices| gpu.probe(matrices))?;
+        Ok(gpu)
     }
 
-    /// Computes on a device and queue that somebody else made. Its device-lost callback is replaced; its error handler is not touched.
+    /// Multiplies two known matrices. Neither wgpu's translation nor drivers have proved themselves here on all hardware, and 16 × 16 could not be tried
+    /// when this was written.
+    fn probe(&self, matrices: Matrices) -> Result<()> {
+        let mut arena = Arena::default();
+        let result = self.create_buffer("probe", 4096, USAGE)?;
+        let numbers = ProbeNumbers { left_step: 7, right_step: 5 };
+        let mut job = Job::new(self, &mut arena);
+        job.launch(Variant::MatrixProbe(matrices), 1, vec![Bound::whole(&result)], |_| numbers)?;
+        job.submit()?;
+        let bytes = self.read(&result, 4096)?;
+        if bytemuck::pod_collect_to_vec::<u8, f32>(&bytes) == probe_result(&numbers) {
+            return Ok(());
+        }
+        let size = matrices.size();
+        Err(Error::unsupported(format!("wgpu level matrix, for its products of {size} × {size} matrices are wrong,"), self.name()))
+    }
+
+    /// Computes on a device and queue that somebody else made. Its device-lost callback is replaced; its error handler is not touched. It does not tell
+    /// which matrices its adapter multiplies: [`Level::Matrix`] takes [`Gpu::open`].
     ///
     /// # Errors
     /// [`Error::Unsupported`] if it lacks what the level, or any level, needs; [`Error::Device`].
     pub fn adopt(device: wgpu::Device, queue: wgpu::Queue, level: Option<Level>) -> Result<Self> {
+        Self::assemble(device, queue, level, None)
+    }
+
+    fn assemble(device: wgpu::Device, queue: wgpu::Queue, level: Option<Level>, matrices: Option<Matrices>) -> Result<Self> {
         let (info, limits) = (device.adapter_info(), device.limits());
-        let available = levels(device.features(), info.subgroup_min_size);
-        let highest = available.last().copied().unwrap_or(Level::Plain);
+        let available = Level::of_device(device.features(), info.subgroup_min_size, matrices);
+        let highest = available.iter().copied().rfind(|level| level.is_proven()).unwrap_or(Level::Plain);
         let level = level.unwrap_or(highest);
         if !available.contains(&level) {
             return Err(Error::unsupported(format!("wgpu level {}", level.name()), info.name));
@@ -185,6 +230,7 @@ impl Gpu {
         Ok(Self(Arc::new(Parts {
             name: format!("{} ({} {})", info.name, info.driver, info.driver_info),
             level,
+            matrices: matrices.filter(|_| level == Level::Matrix),
             // places in a binding are counted in 2-byte elements, by 32 bits
             most_binding: limits.max_storage_buffer_binding_size.min(limits.max_buffer_size).min(1 << 32),
             alignment: u64::from(limits.min_storage_buffer_offset_alignment.max(limits.min_uniform_buffer_offset_alignment)).max(4),
@@ -225,6 +271,11 @@ impl Gpu {
         self.poll(PollType::Wait { submission_index: None, timeout: Some(PATIENCE) })
     }
 
+    /// What products of f16 elements are made of, where not of multiply-adds.
+    pub(crate) fn matrices(&self) -> Option<Matrices> {
+        self.0.matrices
+    }
+
     pub(crate) fn staging(&self) -> &Staging {
         &self.0.staging
     }
@@ -243,11 +294,12 @@ impl Gpu {
         self.0.alignment
     }
 
-    /// Workgroups as a grid of at most as many a line as the device takes.
-    pub(crate) fn grid(&self, groups: u32) -> (u32, u32) {
+    /// Workgroups as a grid of at most as many lines, and as many a line, as the device takes; `None` if there are too many for that.
+    pub(crate) fn grid(&self, groups: u32) -> Option<(u32, u32)> {
         let most = self.0.device.limits().max_compute_workgroups_per_dimension.max(1);
         let width = groups.clamp(1, most);
-        (width, groups.div_ceil(width))
+        let height = groups.div_ceil(width);
+        (height <= most).then_some((width, height))
     }
 
     /// Looks what has happened, without waiting.
@@ -289,9 +341,13 @@ impl Gpu {
         validation.or(internal).map_or(Ok(result), |error| Err(self.explain(error)))
     }
 
-    /// An error of a call. Where the device is lost that is the reason, whatever the call says; wgpu tells of it in the next poll.
+    /// An error of a call. Where the device is lost that is the reason, whatever the call says; wgpu tells of it in a poll, once what was queued is done.
     pub(crate) fn explain(&self, what: impl ToString) -> Error {
-        self.look().err().unwrap_or_else(|| fault(what))
+        let done = self.poll(PollType::Wait { submission_index: None, timeout: Some(EXPLANATION) });
+        match done {
+            Err(lost) if lock(&self.0.lost).is_some() => lost,
+            _ => fault(what),
+        }
     }
 
     /// A buffer of at least `bytes` bytes, a multiple of 4 and not empty.

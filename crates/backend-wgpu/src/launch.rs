@@ -108,8 +108,8 @@ impl<'a> Job<'a> {
         if groups == 0 {
             return Ok(());
         }
-        let too_many = |_| Error::unsupported(format!("{groups} workgroups of {}", variant.name()), "wgpu");
-        let grid = self.gpu.grid(u32::try_from(groups).map_err(too_many)?);
+        let too_many = || Error::unsupported(format!("{groups} workgroups of {}", variant.name()), self.gpu.name());
+        let grid = u32::try_from(groups).ok().and_then(|groups| self.gpu.grid(groups)).ok_or_else(too_many)?;
         let pipeline = self.gpu.pipeline(variant)?;
         let numbers = numbers(grid.0);
         let bytes = bytemuck::bytes_of(&numbers);

@@ -11,7 +11,7 @@
 //! | memory: workspace, records, copies between layouts, tensors | `workspace.rs`, `records.rs`, `copy.rs`, `memory.rs` |
 //! | the same for tensors and blocks in host memory | `hosted.rs` |
 //! | to and from the host, for [`annulus_comm::Staged`] | `staged.rs`, `staging.rs` |
-//! | machine: device, queue, levels | `device.rs`, `launch.rs`, `level.rs` |
+//! | machine: device, queue, levels, time | `device.rs`, `launch.rs`, `level.rs`, `stopwatch.rs` |
 //! | the kernels themselves, in WGSL | `kernels/` |
 //!
 //! The design in five lines. Everything but what travels stays in device memory from the first block to the last. The host looks at the mask, a
@@ -19,7 +19,7 @@
 //! mask. A workgroup owns what it writes, so no number is added up by atomics and the bits repeat. Backward is two kernels, one owning
 //! queries and one owning keys; logits are one chain of multiply-adds in all of them. Whether a row has seen anything is a number beside its
 //! running maximum, never a special maximum: shaders may assume that no number is infinite. For the same reason a NaN that is *seen* shows in its
-//! row on the devices that were tried, but no device promises it; one that is *hidden* is never multiplied.
+//! row on the devices that were tried, but no device promises it; one that is *hidden* is never multiplied, on cooperative matrices no more than elsewhere.
 //!
 //! All work goes to one queue in order, so an event is nothing but the promise of having been queued ([`Queued`]).
 
@@ -40,6 +40,7 @@ mod records;
 mod sight;
 mod staged;
 mod staging;
+mod stopwatch;
 mod tiles;
 mod workspace;
 
@@ -49,5 +50,6 @@ pub use hosted::{Hosted, HostedWorkspace};
 pub use level::Level;
 pub use memory::{GpuBuffer, Queued, Tensor, WgpuSpace};
 pub use staged::{Copier, Download, Upload};
+pub use stopwatch::Stopwatch;
 pub use wgpu;
 pub use workspace::Workspace;

@@ -95,7 +95,7 @@ impl Kind {
             Self::Forward => Variant::Forward(tile),
             Self::Queries => Variant::BackwardQueries(alike),
             Self::Keys { travelling, .. } => Variant::BackwardKeys(alike, travelling && tile.storage != Storage::F32),
-            Self::Bias(axes) => Variant::BackwardBias(alike, axes),
+            Self::Bias(axes) => Variant::BackwardBias(TileVariant { matrices: None, ..alike }, axes),
         }
     }
 }

@@ -3,6 +3,7 @@
 use annulus_core::{Error, Local, Result, Spec};
 
 use crate::{
+    Level,
     copy::Layout,
     device::Gpu,
     kernels::{BiasAxes, Storage, TileVariant},
@@ -56,7 +57,9 @@ impl Workspace {
             head_groups: TileVariant::groups(dims.head_dim),
             value_groups: TileVariant::groups(dims.value_dim),
             general,
-            level: gpu.level(),
+            level: gpu.level().min(Level::Subgroup),
+            // a row's largest logit, to be found again bit by bit, is found by one way of computing it
+            matrices: gpu.matrices().filter(|_| storage == Storage::F16 && spec.normalize),
         };
         let vectors = (dims.batch * local.queries.len() * dims.q_heads) as u64;
         // kernels over rows bind these whole

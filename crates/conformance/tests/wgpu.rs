@@ -1,34 +1,43 @@
 //! The wgpu backend over staged threads, at sizes for a device that is none: samples of random cases, of the matrix and of the sizes, every rule;
 //! every level, bindings too small for a tensor, devices that are lost.
 //!
-//! Without a Vulkan, Metal or DX12 driver nothing can be examined: then these tests say NOT RUN, and with `ANNULUS_REQUIRE=wgpu` they fail.
+//! Without a Vulkan, Metal or DX12 driver nothing can be examined: then these tests say NOT RUN, and with `ANNULUS_REQUIRE=wgpu` they fail. So they do,
+//! with `matrix` in place of `wgpu`, where the adapter has no cooperative matrices.
 #![cfg(feature = "wgpu")]
 
-use std::{
-    sync::OnceLock,
-    time::{Duration, Instant},
-};
+#[path = "wgpu/absence.rs"]
+mod absence;
+#[path = "wgpu/limits.rs"]
+mod limits;
+#[path = "wgpu/losses.rs"]
+mod losses;
+
+use std::{sync::OnceLock, time::Duration};
 
 use annulus::{
-    Attention, Dims, Error, Layout, Ring, RingOptions, SinkShape, Spec,
+    Attention, Dims, Error, Ring, RingOptions,
     comm::{
         Deadline, Staged,
-        threads::{self, Threads, each_rank},
+        threads::{self, Threads},
     },
 };
 use annulus_conformance::{
-    Case, Draw, Masks, Setting, Subject,
+    Setting,
     suite::{self, Scale},
     wgpu::WgpuRing,
 };
 use annulus_core::{DType, Inputs, Outputs, Result};
-use annulus_wgpu::{Copier, Gpu, Level, Options, Tensor, Wgpu, WgpuSpace};
+use annulus_wgpu::{Copier, Gpu, Level, Options, Stopwatch, Tensor, Wgpu, WgpuSpace, wgpu::Features};
+
+/// Whether the caller takes it for a failure that there is no such thing here.
+fn is_required(what: &str) -> bool {
+    std::env::var("ANNULUS_REQUIRE").unwrap_or_default().split(',').any(|name| name == what)
+}
 
 /// A device, or nothing where there is none.
 fn open(options: &Options) -> Option<Gpu> {
     if Gpu::list().is_empty() {
-        let required = std::env::var("ANNULUS_REQUIRE").unwrap_or_default();
-        assert!(!required.split(',').any(|name| name == "wgpu"), "ANNULUS_REQUIRE has wgpu, and there is no adapter");
+        assert!(!is_required("wgpu"), "ANNULUS_REQUIRE has wgpu, and there is no adapter");
         eprintln!("NOT RUN: no Vulkan, Metal or DX12 adapter");
         return None;
     }
@@ -42,6 +51,7 @@ fn gpu() -> Option<Gpu> {
 }
 
 const F32: &[DType] = &[DType::F32];
+const F16: &[DType] = &[DType::F16];
 
 #[test]
 fn random_cases_hold_on_wgpu() {
@@ -92,33 +102,35 @@ fn the_cpu_and_wgpu_share_a_ring() {
 #[test]
 fn every_level_holds() {
     let Some(all) = Gpu::list().into_iter().next() else { return };
-    for level in all.levels {
+    for level in all.levels.into_iter().filter(|&level| level != Level::Matrix) {
         let Some(gpu) = open(&Options { level: Some(level), ..Options::default() }) else { return };
         assert_eq!(gpu.level(), level);
         suite::random_cases(&WgpuRing::new(gpu).only(F32), 0..6).unwrap();
     }
 }
 
-/// A case of two groups of heads, two batch rows and a bias of all axes, long enough to be cut.
-fn long_case() -> Case {
-    let dims = Dims { batch: 2, q_len: 150, kv_len: 150, q_heads: 4, kv_heads: 2, head_dim: 5, value_dim: 7 };
-    let mut spec = Spec::new(dims, DType::F64);
-    spec.sinks = Some(SinkShape { per_head: true, count: 1 });
-    spec.bias = Some([2, 4, 150, 150]);
-    Case::new("long", spec, Masks { causal: true, ..Masks::default() }, &mut Draw::new(5))
-}
-
 #[test]
-fn tensors_larger_than_a_binding_are_worked_in_parts() {
-    let Some(whole) = gpu() else { return };
-    // the bias alone has 720 000 bytes
-    let Some(small) = open(&Options { most_binding_bytes: Some(80 << 10), ..Options::default() }) else { return };
-    let case = long_case().in_dtype(DType::F32);
-    for setting in [Setting::ALONE, Setting::new(2, Layout::Zigzag)] {
-        let [want, got] = [whole.clone(), small.clone()].map(|gpu| WgpuRing::new(gpu).run(&case, &setting, 1).unwrap().remove(0));
-        let judge = annulus_conformance::Judge::new(&case).unwrap();
-        judge.check(&want).unwrap();
-        judge.check(&got).unwrap();
+fn matrices_hold_where_there_are_any() {
+    let Some(adapter) = Gpu::list().into_iter().next() else { return };
+    let options = Options { level: Some(Level::Matrix), ..Options::default() };
+    if !adapter.levels.contains(&Level::Matrix) {
+        assert!(!is_required("matrix"), "ANNULUS_REQUIRE has matrix, and {} has none", adapter.name);
+        assert!(matches!(Gpu::open(&options), Err(Error::Unsupported { what, by }) if what.contains("matrix") && by == adapter.name));
+        return;
+    }
+    let Some(gpu) = open(&options) else { return };
+    assert_eq!(gpu.level(), Level::Matrix);
+    let ring = WgpuRing::new(gpu.clone()).only(F16);
+    suite::random_cases(&ring, 300..324).unwrap();
+    suite::matrix(&ring, Scale::OneIn(61)).unwrap();
+    suite::sizes(&ring, Scale::OneIn(7)).unwrap();
+    suite::numeric_rules_on(&ring, DType::F16, &Setting::new(3, annulus::Layout::Contiguous)).unwrap();
+    suite::same_bits_over_repeats(&ring, 3).unwrap();
+    // what matrices are not for
+    suite::random_cases(&WgpuRing::new(gpu).only(&[DType::F32, DType::Bf16]), 0..4).unwrap();
+    // unasked, nobody is given them
+    if std::env::var_os(Level::VARIABLE).is_none() {
+        assert_eq!(open(&Options::default()).map(|gpu| gpu.level()), Some(Level::Subgroup));
     }
 }
 
@@ -143,70 +155,6 @@ fn forward(gpu: &Gpu, ring: &mut Ring<Wgpu>, dims: Dims) -> Result<()> {
     let lse = lse.download::<f32>()?;
     assert!(lse.iter().all(|lse| (lse - (dims.kv_len as f32).ln()).abs() < 1e-5));
     Ok(())
-}
-
-#[test]
-fn a_device_that_is_destroyed_ends_every_plan_before_the_deadline() {
-    let dims = Dims::new(1, 96, 2, 8);
-    let Some(healthy) = gpu() else { return };
-    let Some(doomed) = open(&Options::default()) else { return };
-    let fates = each_rank(threads::ring(3), |rank, transport| {
-        let gpu = if rank == 1 { &doomed } else { &healthy };
-        let attention = Attention::new();
-        let mut ring = ring(gpu, transport, &attention, dims)?;
-        forward(gpu, &mut ring, dims)?;
-        let (inputs, mut outputs) = (tensors(gpu, &ring, dims)?, outputs(gpu, &ring, dims)?);
-        let start = Instant::now();
-        if rank == 1 {
-            gpu.device().destroy();
-        }
-        // the tensors are there already, so that it is the ring that meets the loss
-        let mut pass = || {
-            let [q, k, v] = &inputs;
-            let [out, lse] = &mut outputs;
-            let inputs = Inputs { q, k, v, bias: None, sinks: None };
-            ring.forward(&inputs, &mut Outputs { out, lse, max: None, sum: None, ties: None })
-        };
-        let errors = (pass().err(), pass().err());
-        Ok((errors, start.elapsed()))
-    })
-    .expect("every rank comes to its end");
-    for (rank, ((first, second), after)) in fates.iter().enumerate() {
-        assert!(*after < DEADLINE, "rank {rank} took {after:?}");
-        assert!(first.as_ref().is_some_and(Error::is_fatal), "rank {rank}: {first:?}");
-        assert!(matches!(second, Some(Error::Poisoned { .. })), "rank {rank}: {second:?}");
-    }
-    assert!(matches!(&fates[1].0.0, Some(Error::Device { what }) if what.contains("lost")), "{:?}", fates[1].0);
-}
-
-fn tensors(gpu: &Gpu, ring: &Ring<Wgpu>, dims: Dims) -> Result<[Tensor; 3]> {
-    let rows = annulus_core::index(ring.q_rows().len());
-    let tensor = |heads, dim| Tensor::zeros(gpu, [dims.batch, rows, heads, dim], DType::F32);
-    Ok([tensor(dims.q_heads, dims.head_dim)?, tensor(dims.kv_heads, dims.head_dim)?, tensor(dims.kv_heads, dims.value_dim)?])
-}
-
-fn outputs(gpu: &Gpu, ring: &Ring<Wgpu>, dims: Dims) -> Result<[Tensor; 2]> {
-    let rows = annulus_core::index(ring.q_rows().len());
-    let out = Tensor::zeros(gpu, [dims.batch, rows, dims.q_heads, dims.value_dim], DType::F32)?;
-    Ok([out, Tensor::zeros(gpu, [dims.batch, dims.q_heads, rows, 1], DType::F32)?])
-}
-
-#[test]
-fn limits_that_are_too_small_are_an_error_at_plan_time_on_every_rank() {
-    let Some(plenty) = gpu() else { return };
-    // one tile of these keys takes 32 rows of 32 KiB in one binding
-    let dims = Dims { batch: 1, q_len: 64, kv_len: 64, q_heads: 32, kv_heads: 32, head_dim: 128, value_dim: 128 };
-    let Some(small) = open(&Options { most_binding_bytes: Some(64 << 10), ..Options::default() }) else { return };
-    let Some(little) = open(&Options { most_buffer_bytes: Some(256 << 10), ..Options::default() }) else { return };
-    for poor in [small, little] {
-        let errors = each_rank(threads::ring(2), |rank, transport| {
-            let gpu = if rank == 1 { &poor } else { &plenty };
-            Ok(ring(gpu, transport, &Attention::new(), dims).err())
-        })
-        .expect("every rank answers");
-        assert!(matches!(&errors[1], Some(Error::Unsupported { .. } | Error::OutOfMemory { .. })), "{:?}", errors[1]);
-        assert!(errors[0].is_some(), "{errors:?}");
-    }
 }
 
 #[test]
@@ -237,4 +185,17 @@ fn a_device_of_somebody_else_serves_too() {
     let [transport] = <[Threads; 1]>::try_from(threads::ring(1)).expect("one rank");
     let mut ring = ring(&gpu, transport, &Attention::new(), dims).expect("a plan");
     forward(&gpu, &mut ring, dims).expect("a pass");
+}
+
+#[test]
+fn a_stopwatch_tells_time_where_the_device_has_timestamps() {
+    let Some(gpu) = gpu() else { return };
+    let watch = Stopwatch::start(&gpu).expect("a stopwatch");
+    assert_eq!(watch.is_some(), gpu.device().features().contains(Features::TIMESTAMP_QUERY));
+    let Some(watch) = watch else { return };
+    let before = std::time::Instant::now();
+    suite::random_cases(&WgpuRing::new(gpu).only(F32), 0..1).unwrap();
+    let passed = watch.stop().expect("its time");
+    // some, and no more than the host saw, with all the waiting before and after
+    assert!(passed > Duration::ZERO && passed < before.elapsed() + Duration::from_secs(60), "{passed:?}");
 }

@@ -5,7 +5,14 @@
 // with a key axis each pair has an element; without, a row is summed over its keys.
 
 @compute @workgroup_size(64)
-fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
+fn main(
+    @builtin(workgroup_id) workgroup: vec3<u32>,
+    @builtin(local_invocation_index) lane: u32,
+#if MATRIX
+    @builtin(subgroup_id) subgroup: u32,
+    @builtin(num_subgroups) subgroups: u32,
+#end
+) {
     let group = workgroup.x + workgroup.y * numbers.grid_width;
     if (group >= numbers.groups) {
         return;
@@ -17,6 +24,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     let tx = lane & 7u;
     let first = 32u * own;
     let row = first + 4u * ty;
+{{COUNT_MATRICES}}
     // one for all, or this one
     let batch_begin = select(bias_batch, 0u, numbers.bias_batch == 0u);
     let batch_end = select(bias_batch + 1u, numbers.batches, numbers.bias_batch == 0u);
@@ -29,7 +37,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         for (var head = head_begin; head < head_end; head++) {
             let kv_head = (numbers.head_first + head) / numbers.heads_a_key;
             let state = numbers.statistics_base + batch * numbers.statistics_batch + head * numbers.statistics_head;
-            let list = list_of(batch, head, own);
+            let list = batch * numbers.plane_batch + head * numbers.plane_head + own;
             let begin = sight[numbers.lists + list];
             let end = sight[numbers.lists + list + 1u];
             for (var entry = begin; entry < end; entry++) {

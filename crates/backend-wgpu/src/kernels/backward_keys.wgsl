@@ -3,7 +3,14 @@
 // Rows of a tile are keys here, and columns queries. The queries of all heads of the group are summed up in order.
 
 @compute @workgroup_size(64)
-fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
+fn main(
+    @builtin(workgroup_id) workgroup: vec3<u32>,
+    @builtin(local_invocation_index) lane: u32,
+#if MATRIX
+    @builtin(subgroup_id) subgroup: u32,
+    @builtin(num_subgroups) subgroups: u32,
+#end
+) {
     let group = workgroup.x + workgroup.y * numbers.grid_width;
     if (group >= numbers.groups) {
         return;
@@ -15,6 +22,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     let tx = lane & 7u;
     let first = 32u * own;
     let row = first + 4u * ty;
+{{COUNT_MATRICES}}
 
     let sums = numbers.sums_base + batch * numbers.sums_batch + kv_head * numbers.sums_head;
     let more = numbers.more_base + batch * numbers.more_batch + kv_head * numbers.more_head;
@@ -25,7 +33,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     for (var query_head = head_begin; query_head < head_end; query_head++) {
         let head = query_head - numbers.head_first;
         let state = numbers.statistics_base + batch * numbers.statistics_batch + head * numbers.statistics_head;
-        let list = list_of(batch, head, own);
+        let list = batch * numbers.plane_batch + head * numbers.plane_head + own;
         let begin = sight[numbers.lists + list];
         let end = sight[numbers.lists + list + 1u];
         for (var entry = begin; entry < end; entry++) {

@@ -1,7 +1,14 @@
 // What a block of keys and values gives to dq / scale of one tile of queries of one head: Σ_j dx_ij·k_j.
 
 @compute @workgroup_size(64)
-fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
+fn main(
+    @builtin(workgroup_id) workgroup: vec3<u32>,
+    @builtin(local_invocation_index) lane: u32,
+#if MATRIX
+    @builtin(subgroup_id) subgroup: u32,
+    @builtin(num_subgroups) subgroups: u32,
+#end
+) {
     let group = workgroup.x + workgroup.y * numbers.grid_width;
     if (group >= numbers.groups) {
         return;
@@ -14,8 +21,9 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     let tx = lane & 7u;
     let first = 32u * own;
     let row = first + 4u * ty;
+{{COUNT_MATRICES}}
 
-    let list = list_of(batch, head, own);
+    let list = batch * numbers.plane_batch + head * numbers.plane_head + own;
     let begin = sight[numbers.lists + list];
     let end = sight[numbers.lists + list + 1u];
     if (begin == end) {

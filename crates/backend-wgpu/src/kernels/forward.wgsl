@@ -55,7 +55,14 @@ fn total(row: u32, tx: u32, own: vec4<f32>) -> vec4<f32> {
 }
 
 @compute @workgroup_size(64)
-fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
+fn main(
+    @builtin(workgroup_id) workgroup: vec3<u32>,
+    @builtin(local_invocation_index) lane: u32,
+#if MATRIX
+    @builtin(subgroup_id) subgroup: u32,
+    @builtin(num_subgroups) subgroups: u32,
+#end
+) {
     let group = workgroup.x + workgroup.y * numbers.grid_width;
     if (group >= numbers.groups) {
         return;
@@ -68,8 +75,9 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     let tx = lane & 7u;
     let first = 32u * own;
     let row = first + 4u * ty;
+{{COUNT_MATRICES}}
 
-    let list = list_of(batch, head, own);
+    let list = batch * numbers.plane_batch + head * numbers.plane_head + own;
     let begin = sight[numbers.lists + list];
     let end = sight[numbers.lists + list + 1u];
     if (begin == end) {

@@ -7,11 +7,13 @@
 //! | dk, dv | 32 keys of a key head | `backward_keys.wgsl` |
 //! | dbias | 32 queries or keys of a line of the bias | `backward_bias.wgsl` |
 //! | all the others | 64 elements or rows | `copy.wgsl`, `finish_rows.wgsl`, `row_statistics.wgsl`, `sinks.wgsl`, `bias_rows.wgsl` |
+//! | a probe | one product of matrices | `matrix_probe.wgsl` |
 //!
 //! A template has lines `#if FLAG`, `#if !FLAG`, `#else`, `#end`, and names in double braces that stand for generated text. Everything that costs
 //! registers is decided here (widths, element type, whether a mask's rarer companions are there at all); the rest are numbers at run time, so
 //! that few pipelines are made.
 
+pub(crate) mod matrices;
 pub(crate) mod numbers;
 mod products;
 mod template;
@@ -21,7 +23,7 @@ use annulus_core::DType;
 use numbers::{CopyNumbers, RowNumbers};
 use template::Template;
 
-use crate::Level;
+use crate::{Level, level::Matrices};
 
 /// Rows and columns of a tile.
 pub(crate) const TILE: usize = 32;
@@ -112,7 +114,10 @@ pub(crate) struct TileVariant {
     pub(crate) value_groups: usize,
     /// Whether there may be a bias, a soft cap, dropout, rounded logits, an output that is not normalised.
     pub(crate) general: bool,
+    /// Plain or subgroup.
     pub(crate) level: Level,
+    /// What products of f16 elements are made of, where not of multiply-adds.
+    pub(crate) matrices: Option<Matrices>,
 }
 
 impl TileVariant {
@@ -137,6 +142,7 @@ pub(crate) enum Variant {
     RowStatistics(Storage),
     Sinks,
     BiasRows,
+    MatrixProbe(Matrices),
 }
 
 /// What a binding is.
@@ -171,6 +177,7 @@ impl Variant {
             Self::RowStatistics(_) => "row_statistics",
             Self::Sinks => "sinks",
             Self::BiasRows => "bias_rows",
+            Self::MatrixProbe(_) => "matrix_probe",
         }
     }
 
@@ -216,6 +223,7 @@ impl Variant {
                 of_rows(&text, include_str!("row_statistics.wgsl"), &[Read, Read, Read, Read, Read, Read, Write])
             }
             Self::Sinks => of_rows(&Template::default(), include_str!("sinks.wgsl"), &[Read, Read, Write]),
+            Self::MatrixProbe(matrices) => matrices::probe(matrices),
             Self::BiasRows => of_rows(&Template::default(), include_str!("bias_rows.wgsl"), &[Read, Write]),
         }
     }

@@ -157,3 +157,12 @@ numbers! {
         has_dlse: u32,
     }
 }
+
+numbers! {
+    /// Of the kernel that shows whether a device multiplies matrices.
+    ProbeNumbers {
+        /// From one element to the next of either factor.
+        left_step: u32,
+        right_step: u32,
+    }
+}

@@ -2,14 +2,16 @@
 
 use std::fmt::Write;
 
-use super::{ARITHMETIC, Access, BiasAxes, GRADIENT, Source, Storage, TILE_TEXT, TileVariant, numbers::TileNumbers, template::Template};
-use crate::Level;
+use super::{
+    ARITHMETIC, Access, BiasAxes, GRADIENT, Source, Storage, TILE_TEXT, TileVariant, matrices, numbers::TileNumbers, template::Template,
+};
+use crate::{Level, level::Matrices};
 
 /// A tensor of vectors: its name in the text, which rows it has and how long its vectors are.
-struct Vectors {
-    name: &'static str,
+pub(super) struct Vectors {
+    pub(super) name: &'static str,
     rows: &'static str,
-    dim: &'static str,
+    pub(super) dim: &'static str,
 }
 
 const Q: Vectors = Vectors { name: "q", rows: "queries", dim: "head_dim" };
@@ -19,7 +21,7 @@ const DOUT: Vectors = Vectors { name: "dout", rows: "queries", dim: "value_dim" 
 
 impl Vectors {
     /// How the text names the head of these vectors.
-    fn head(&self) -> &'static str {
+    pub(super) fn head(&self) -> &'static str {
         if self.rows == "keys" { "kv_head" } else { "head" }
     }
 
@@ -51,8 +53,11 @@ impl Vectors {
 }
 
 /// `s0` … `s3` (for prefix s): the products of four rows of `left` with four rows of `right`, one chain of multiply-adds each, in the order of
-/// the elements.
-fn product(prefix: &str, left: &Vectors, left_first: &str, right: &Vectors, right_first: &str) -> String {
+/// the elements; or what matrices make of them.
+fn product(on: Option<Matrices>, prefix: &str, left: &Vectors, left_first: &str, right: &Vectors, right_first: &str) -> String {
+    if let Some(on) = on {
+        return matrices::product(on, prefix, left, left_first, right, right_first);
+    }
     let rows = |side: &str, of: &Vectors, first: &str| {
         format!("{side}[8u * at + rows] = {}_rows(batch, {}, {first} + 4u * rows, c + at);", of.name, of.head())
     };
@@ -88,14 +93,37 @@ fn product(prefix: &str, left: &Vectors, left_first: &str, right: &Vectors, righ
 
 /// Who sees whom among the rows and columns of `tile`: words of the rows, or words of the columns in `seen`.
 #[derive(Clone, Copy, PartialEq)]
-enum Words {
+pub(super) enum Words {
     OfRows,
     OfColumns,
 }
 
+impl Words {
+    /// An expression that is odd where row `r` of an invocation sees `j`.
+    pub(super) fn bit(self, r: usize) -> String {
+        match self {
+            Self::OfRows => format!("(words[{r}] >> j) & 1u"),
+            Self::OfColumns => format!("(word >> {r}u) & 1u"),
+        }
+    }
+}
+
+/// Four elements of vector `j` of those in workgroup memory.
+fn right(variant: TileVariant) -> &'static str {
+    if matrices::of(variant).is_some() { "right_of(j, 4u * tx)" } else { "right[8u * j + tx]" }
+}
+
+/// Adds the weights in `tile`, or on matrices, times the vectors `of` to the sums `PREFIX{group}_{row}`.
+fn accumulate_weights(variant: TileVariant, prefix: &str, groups: usize, of: &Vectors, words: Words) -> String {
+    match matrices::of(variant) {
+        Some(on) => matrices::accumulate(on, prefix, groups, of, words),
+        None => accumulate(variant, prefix, groups, of, words),
+    }
+}
+
 /// Adds `tile`ᵀ times the vectors `of` to the sums `PREFIX{group}_{row}`. Vectors that a row does not see are taken for 0, whatever they hold.
-fn accumulate(prefix: &str, groups: usize, general: bool, of: &Vectors, words: Words) -> String {
-    let (name, head, dim) = (of.name, of.head(), of.dim);
+fn accumulate(variant: TileVariant, prefix: &str, groups: usize, of: &Vectors, words: Words) -> String {
+    let (name, head, dim, general) = (of.name, of.head(), of.dim, variant.general);
     let mut text = String::new();
     for group in 0..groups {
         let _infallible = write!(
@@ -104,15 +132,22 @@ fn accumulate(prefix: &str, groups: usize, general: bool, of: &Vectors, words: W
     workgroupBarrier();
     for (var n = 0u; n < 4u; n++) {{
         let j = (lane >> 3u) + 8u * n;
-        right[8u * j + tx] = {name}_columns(batch, {head}, column + j, {first}u + 4u * tx);
+        let four = {name}_columns(batch, {head}, column + j, {first}u + 4u * tx);
+        {store}
     }}
     workgroupBarrier();
     {edge}
         for (var j = 0u; j < 32u; j++) {{
             let a = tile[8u * j + ty];
-            let b = right[8u * j + tx];
+            let b = {right};
 ",
             first = 32 * group,
+            right = right(variant),
+            store = if matrices::of(variant).is_some() {
+                "for (var c = 0u; c < 4u; c++) { right_half[32u * j + 4u * tx + c] = f16(four[c]); }"
+            } else {
+                "right[8u * j + tx] = four;"
+            },
             // with the rarer companions of a mask there is one way for all tiles: less to compile
             edge = if general { "{" } else { "if (is_edge) {" }
         );
@@ -124,10 +159,7 @@ fn accumulate(prefix: &str, groups: usize, general: bool, of: &Vectors, words: W
             format!("{prefix}{group}_{r} = fma(vec4<f32>(a.{element}), {b}, {prefix}{group}_{r});\n")
         };
         for r in 0..4 {
-            let bit = match words {
-                Words::OfRows => format!("(words[{r}] >> j) & 1u"),
-                Words::OfColumns => format!("(word >> {r}u) & 1u"),
-            };
+            let bit = words.bit(r);
             let _infallible = write!(text, "            {}", line(r, &format!("select(vec4<f32>(0.0), b, ({bit}) != 0u)")));
         }
         if general {
@@ -135,7 +167,7 @@ fn accumulate(prefix: &str, groups: usize, general: bool, of: &Vectors, words: W
             continue;
         }
         text.push_str("        }\n    } else {\n        for (var j = 0u; j < 32u; j++) {\n            let a = tile[8u * j + ty];\n");
-        text.push_str("            let b = right[8u * j + tx];\n");
+        let _infallible = writeln!(text, "            let b = {};", right(variant));
         for r in 0..4 {
             let _infallible = write!(text, "            {}", line(r, "b"));
         }
@@ -237,15 +269,19 @@ const fn write(name: &'static str) -> Binding {
 
 /// Puts a kernel together. Binding 1 is `sight`; `bindings` follow.
 fn assemble(variant: TileVariant, template: &mut Template, text: &str, functions: &str, gradient: bool, bindings: &[Binding]) -> Source {
-    template.flag("GENERAL", variant.general).flag("SUBGROUP", variant.level == Level::Subgroup);
-    let mut declared = String::new();
+    let on = matrices::of(variant);
+    template.flag("GENERAL", variant.general).flag("SUBGROUP", variant.level != Level::Plain).flag("MATRIX", on.is_some());
+    template.name("COUNT_MATRICES", on.map_or_else(String::new, matrices::count));
+    let mut declared = on.map_or_else(String::new, |_| matrices::declarations());
     for (number, Binding { name, kind, access }) in bindings.iter().enumerate() {
         let access = if *access == Access::Read { "read" } else { "read_write" };
         let _infallible = writeln!(declared, "@group(0) @binding({}) var<storage, {access}> {name}: array<{kind}>;", number + 2);
     }
     let gradient = if gradient { template.expand(GRADIENT) } else { String::new() };
+    let enabled = if on.is_some() { matrices::ENABLED } else { "" };
     let wgsl =
-        [TileNumbers::WGSL, ARITHMETIC, &declared, &template.expand(TILE_TEXT), &gradient, functions, &template.expand(text)].concat();
+        [enabled, TileNumbers::WGSL, ARITHMETIC, &declared, &template.expand(TILE_TEXT), &gradient, functions, &template.expand(text)]
+            .concat();
     let bindings = std::iter::once(Access::Read).chain(bindings.iter().map(|binding| binding.access)).collect();
     Source { wgsl, bindings, numbers: size_of::<TileNumbers>() }
 }
@@ -256,7 +292,7 @@ fn functions(storage: Storage, vectors: &[(&Vectors, &str)]) -> String {
 
 /// The forward kernel.
 pub(super) fn forward(variant: TileVariant) -> Source {
-    let (groups, general) = (variant.value_groups, variant.general);
+    let (groups, general, on) = (variant.value_groups, variant.general, matrices::of(variant));
     let mut text = Template::default();
     text.name(
         "LOAD_SUMS",
@@ -274,7 +310,7 @@ if (any_seen[{r}]) { o{g}_{r} = load_sums(sums + (row + {r}u) * numbers.sums_row
         ),
     );
     text.name("RESCALE_SUMS", each(groups, "o{g}_{r} = o{g}_{r} * rescale[{r}];"));
-    text.name("LOGITS", product("s", &Q, "first", &K, "column"));
+    text.name("LOGITS", product(on, "s", &Q, "first", &K, "column"));
     text.name(
         "PAIRS",
         each_pair(
@@ -315,8 +351,8 @@ if (any_seen[{r}]) { o{g}_{r} = load_sums(sums + (row + {r}u) * numbers.sums_row
     } else {
         String::new()
     };
-    text.name("WEIGHTS", weight + &keep + &store_tile("s"));
-    text.name("ACCUMULATE", accumulate("o", groups, general, &V, Words::OfRows));
+    text.name("WEIGHTS", weight + &keep + &store_weights(on, "s"));
+    text.name("ACCUMULATE", accumulate_weights(variant, "o", groups, &V, Words::OfRows));
     let functions = functions(variant.storage, &[(&Q, "q_words"), (&K, "block"), (&V, "block")]) + &sums_functions("sums_of");
     let bindings = [read("q_words"), read("block"), read("bias_words"), write("sums_of"), write("statistics")];
     assemble(variant, &mut text, include_str!("forward.wgsl"), &functions, false, &bindings)
@@ -327,6 +363,11 @@ fn store_tile(prefix: &str) -> String {
     (0..4)
         .map(|c| format!("tile[8u * (4u * tx + {c}u) + ty] = vec4<f32>({prefix}0[{c}], {prefix}1[{c}], {prefix}2[{c}], {prefix}3[{c}]);\n"))
         .collect()
+}
+
+/// Weights, on their way into a product.
+fn store_weights(on: Option<Matrices>, prefix: &str) -> String {
+    if on.is_some() { matrices::store_tile(prefix) } else { store_tile(prefix) }
 }
 
 /// Statistics of the invocation's four rows or columns, `stats0` … `stats3`.
@@ -380,7 +421,7 @@ fn slopes(general: bool, rows_are_keys: bool, then: &str) -> String {
 
 /// The kernel of dq.
 pub(super) fn backward_queries(variant: TileVariant) -> Source {
-    let groups = variant.head_groups;
+    let (groups, on) = (variant.head_groups, matrices::of(variant));
     let mut text = Template::default();
     text.name("ROW_STATISTICS", statistics("row"));
     text.name(
@@ -398,10 +439,10 @@ if (row + {r}u < numbers.queries) { o{g}_{r} = load_sums(sums + (row + {r}u) * n
             "if (row + {r}u < numbers.queries) { store_sums(sums + (row + {r}u) * numbers.sums_row, {c}, numbers.head_dim, o{g}_{r}); }",
         ),
     );
-    text.name("LOGITS", product("s", &Q, "first", &K, "column"));
-    text.name("PRODUCTS", product("d", &DOUT, "first", &V, "column"));
+    text.name("LOGITS", product(on, "s", &Q, "first", &K, "column"));
+    text.name("PRODUCTS", product(on, "d", &DOUT, "first", &V, "column"));
     text.name("SLOPES", slopes(variant.general, false, "s{r}[{c}] = select(0.0, slope.ds * e.slope, visible);") + &store_tile("s"));
-    text.name("ACCUMULATE", accumulate("o", groups, variant.general, &K, Words::OfRows));
+    text.name("ACCUMULATE", accumulate(variant, "o", groups, &K, Words::OfRows));
     let functions =
         functions(variant.storage, &[(&Q, "q_words"), (&K, "block"), (&V, "block"), (&DOUT, "dout_words")]) + &sums_functions("sums_of");
     let bindings = [read("q_words"), read("block"), read("bias_words"), write("sums_of"), read("statistics"), read("dout_words")];
@@ -410,6 +451,7 @@ if (row + {r}u < numbers.queries) { o{g}_{r} = load_sums(sums + (row + {r}u) * n
 
 /// The kernel of dk and dv.
 pub(super) fn backward_keys(variant: TileVariant, travelling: bool) -> Source {
+    let on = matrices::of(variant);
     let mut text = Template::default();
     text.flag("HALF_STATISTICS", travelling && variant.storage != Storage::F32);
     text.name(
@@ -434,14 +476,14 @@ pub(super) fn backward_keys(variant: TileVariant, travelling: bool) -> Source {
         store("dk", variant.head_groups, "sums", "head_dim", "numbers.scale * ")
             + &store("dv", variant.value_groups, "more", "value_dim", ""),
     );
-    text.name("LOGITS", product("s", &K, "first", &Q, "column"));
-    text.name("PRODUCTS", product("d", &V, "first", &DOUT, "column"));
+    text.name("LOGITS", product(on, "s", &K, "first", &Q, "column"));
+    text.name("PRODUCTS", product(on, "d", &V, "first", &DOUT, "column"));
     text.name("COLUMN_STATISTICS", statistics("query"));
     let then = "s{r}[{c}] = select(0.0, slope.ds * e.slope, visible);\nd{r}[{c}] = select(0.0, slope.weight, visible);";
-    text.name("SLOPES", slopes(variant.general, true, then) + &store_tile("d"));
-    text.name("ACCUMULATE_VALUES", accumulate("dv", variant.value_groups, variant.general, &DOUT, Words::OfColumns));
+    text.name("SLOPES", slopes(variant.general, true, then) + &store_weights(on, "d"));
+    text.name("ACCUMULATE_VALUES", accumulate_weights(variant, "dv", variant.value_groups, &DOUT, Words::OfColumns));
     text.name("STORE_TILE", store_tile("s"));
-    text.name("ACCUMULATE_KEYS", accumulate("dk", variant.head_groups, variant.general, &Q, Words::OfColumns));
+    text.name("ACCUMULATE_KEYS", accumulate(variant, "dk", variant.head_groups, &Q, Words::OfColumns));
     let functions = functions(variant.storage, &[(&Q, "q_words"), (&K, "k_words"), (&V, "v_words"), (&DOUT, "dout_words")])
         + &sums_functions("sums_of");
     let bindings =
@@ -451,16 +493,16 @@ pub(super) fn backward_keys(variant: TileVariant, travelling: bool) -> Source {
 
 /// The kernel of dbias.
 pub(super) fn backward_bias(variant: TileVariant, axes: BiasAxes) -> Source {
-    let rows_are_keys = axes == BiasAxes::Keys;
+    let (rows_are_keys, on) = (axes == BiasAxes::Keys, matrices::of(variant));
     let mut text = Template::default();
     text.flag("SUM_ROWS", axes != BiasAxes::Pairs);
     text.name("ROWS", if rows_are_keys { "numbers.keys" } else { "numbers.queries" });
     text.name("ROW_PLACE", if rows_are_keys { "sight[numbers.key_rows + 2u * (row + r)]" } else { "(row + r) * numbers.gradient_row" });
     if rows_are_keys {
-        text.name("LOGITS", product("s", &K, "first", &Q, "column")).name("PRODUCTS", product("d", &V, "first", &DOUT, "column"));
+        text.name("LOGITS", product(on, "s", &K, "first", &Q, "column")).name("PRODUCTS", product(on, "d", &V, "first", &DOUT, "column"));
         text.name("STATISTICS", "let query = column + 4u * tx;\n".to_owned() + &statistics("query"));
     } else {
-        text.name("LOGITS", product("s", &Q, "first", &K, "column")).name("PRODUCTS", product("d", &DOUT, "first", &V, "column"));
+        text.name("LOGITS", product(on, "s", &Q, "first", &K, "column")).name("PRODUCTS", product(on, "d", &DOUT, "first", &V, "column"));
         text.name("STATISTICS", "let key = column + 4u * tx;\n".to_owned() + &statistics("row"));
     }
     // the bias comes before or after the soft cap

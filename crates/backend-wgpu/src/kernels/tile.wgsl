@@ -1,22 +1,19 @@
 // What the kernels over tiles share: 32 × 32 pairs, 64 invocations, each with 4 rows × 4 columns of a product in registers.
 //
 // `left` and `right` hold 32 elements of 32 vectors each, on their way into a product; `tile` holds weights, `[column][row]`, for the second
-// product. `seen` has one word a query of the tile, one bit a key.
+// product. A plane and a tile of it have a list, which begins where `sight` says and ends where the next one begins. `seen` has one word a query of the tile, one bit a key.
 
 @group(0) @binding(0) var<uniform> numbers: Numbers;
 @group(0) @binding(1) var<storage, read> sight: array<u32>;
 
+#if !MATRIX
 var<workgroup> left: array<vec4<f32>, 256>;
 var<workgroup> right: array<vec4<f32>, 256>;
+#end
 var<workgroup> tile: array<vec4<f32>, 256>;
 var<workgroup> seen: array<atomic<u32>, 32>;
 
 const NO_EDGE: u32 = 0xffffffffu;
-
-// Where the list of this plane and this tile begins; it ends where the next one begins.
-fn list_of(batch: u32, head: u32, own: u32) -> u32 {
-    return batch * numbers.plane_batch + head * numbers.plane_head + own;
-}
 
 struct Pair {
     logit: f32,

@@ -1,0 +1,26 @@
+// One product of two 32 × 32 matrices, as the kernels over tiles make it: products = tile_half · right_half.
+
+@group(0) @binding(0) var<uniform> numbers: Numbers;
+@group(0) @binding(1) var<storage, read_write> result: array<f32>;
+
+{{DECLARATIONS}}
+
+@compute @workgroup_size(64)
+fn main(
+    @builtin(local_invocation_index) lane: u32,
+    @builtin(subgroup_id) subgroup: u32,
+    @builtin(num_subgroups) subgroups: u32,
+) {
+{{COUNT_MATRICES}}
+    for (var n = lane; n < 1024u; n = n + 64u) {
+        tile_half[n] = f16((n * numbers.left_step) % 17u);
+        right_half[n] = f16((n * numbers.right_step) % 13u);
+        products[n] = 1.0;
+    }
+    workgroupBarrier();
+{{MULTIPLY}}
+    workgroupBarrier();
+    for (var n = lane; n < 1024u; n = n + 64u) {
+        result[n] = products[n];
+    }
+}

@@ -1,0 +1,48 @@
+//! A machine without a driver, made of one that has some by hiding them from the loader.
+#![cfg(target_os = "linux")]
+
+use std::process::{Command, Output};
+
+use annulus::Error;
+use annulus_wgpu::{Gpu, Options};
+
+/// Runs one test of this program again, where no driver can be found.
+fn without_drivers(test: &str, required: &str) -> Output {
+    let program = std::env::current_exe().expect("this program");
+    let mut command = Command::new(program);
+    command.args(["--exact", test, "--nocapture"]).env("ANNULUS_REQUIRE", required).env_remove("RUST_BACKTRACE");
+    // the second is what older loaders listen to
+    command.env("VK_DRIVER_FILES", "/nowhere/none.json").env("VK_ICD_FILENAMES", "/nowhere/none.json");
+    command.output().expect("it starts")
+}
+
+#[test]
+fn without_a_driver_tests_say_so_or_fail_where_one_is_required() {
+    let test = "random_cases_hold_on_wgpu";
+    let said = without_drivers(test, "");
+    let errors = String::from_utf8_lossy(&said.stderr);
+    assert!(said.status.success() && errors.contains("NOT RUN"), "{errors}");
+    let said = without_drivers(test, "golden,wgpu");
+    let all = [said.stdout, said.stderr].concat();
+    let all = String::from_utf8_lossy(&all);
+    assert!(!said.status.success() && all.contains("ANNULUS_REQUIRE has wgpu"), "{all}");
+}
+
+/// Asks for a device, wherever it runs: one error where there is none.
+#[test]
+fn a_device_opens_or_the_error_says_what_is_missing() {
+    if Gpu::list().is_empty() {
+        let error = Gpu::open(&Options::default()).expect_err("there is none");
+        assert!(matches!(&error, Error::Unsupported { what, by } if what == "wgpu device 0" && by.contains("driver")), "{error}");
+        println!("NO DRIVER: {error}");
+    } else {
+        Gpu::open(&Options::default()).expect("the first adapter opens");
+    }
+}
+
+#[test]
+fn without_a_driver_opening_is_one_error() {
+    let said = without_drivers("absence::a_device_opens_or_the_error_says_what_is_missing", "");
+    let told = String::from_utf8_lossy(&said.stdout);
+    assert!(said.status.success() && told.contains("NO DRIVER"), "{told}");
+}

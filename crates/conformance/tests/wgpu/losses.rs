@@ -1,0 +1,96 @@
+//! Devices that are lost, before a pass and in the middle of one.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Instant,
+};
+
+use annulus::{
+    Attention, Dims, Error, Ring,
+    comm::threads::{self, each_rank},
+};
+use annulus_core::{DType, Inputs, Outputs, Result, mask::Predicate};
+use annulus_wgpu::{Gpu, Options, Tensor, Wgpu};
+
+use super::{DEADLINE, forward, gpu, open, ring};
+
+/// What rank 1's device does: it is destroyed before a pass, or by a mask that is asked about keys that have come from another rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Doom {
+    BeforeThePass,
+    InMidRing,
+}
+
+/// Rank 1's device is destroyed; every rank's errors of the pass that meets it and of the next one.
+fn lose(doom: Doom) {
+    let dims = Dims::new(1, 96, 2, 8);
+    let Some(healthy) = gpu() else { return };
+    let Some(doomed) = open(&Options::default()) else { return };
+    let armed = Arc::new(AtomicBool::new(false));
+    let attention = || {
+        let (gpu, armed) = (doomed.clone(), Arc::clone(&armed));
+        // everything is visible; rank 1 has rows 32 … 63
+        let visible = move |i: i64, j: i64| {
+            if (32..64).contains(&i) && !(32..64).contains(&j) && armed.swap(false, Ordering::SeqCst) {
+                gpu.device().destroy();
+            }
+            true
+        };
+        Attention::new().mask(Arc::new(Predicate::of_positions("all", visible)))
+    };
+    let fates = each_rank(threads::ring(3), |rank, transport| {
+        let gpu = if rank == 1 { &doomed } else { &healthy };
+        let mut ring = ring(gpu, transport, &attention(), dims)?;
+        forward(gpu, &mut ring, dims)?;
+        let (inputs, mut outputs) = (tensors(gpu, &ring, dims)?, outputs(gpu, &ring, dims)?);
+        let start = Instant::now();
+        if rank == 1 {
+            match doom {
+                Doom::BeforeThePass => gpu.device().destroy(),
+                Doom::InMidRing => armed.store(true, Ordering::SeqCst),
+            }
+        }
+        // the tensors are there already, so that it is the ring that meets the loss
+        let mut pass = || {
+            let [q, k, v] = &inputs;
+            let [out, lse] = &mut outputs;
+            let inputs = Inputs { q, k, v, bias: None, sinks: None };
+            ring.forward(&inputs, &mut Outputs { out, lse, max: None, sum: None, ties: None })
+        };
+        let errors = (pass().err(), pass().err());
+        Ok((errors, start.elapsed()))
+    })
+    .expect("every rank comes to its end");
+    assert!(!armed.load(Ordering::SeqCst), "{doom:?} never came");
+    for (rank, ((first, second), after)) in fates.iter().enumerate() {
+        assert!(*after < DEADLINE, "rank {rank} took {after:?}");
+        assert!(first.as_ref().is_some_and(Error::is_fatal), "rank {rank}: {first:?}");
+        assert!(matches!(second, Some(Error::Poisoned { .. })), "rank {rank}: {second:?}");
+    }
+    assert!(matches!(&fates[1].0.0, Some(Error::Device { what }) if what.contains("lost")), "{:?}", fates[1].0);
+}
+
+#[test]
+fn a_device_that_is_destroyed_ends_every_plan_before_the_deadline() {
+    lose(Doom::BeforeThePass);
+}
+
+#[test]
+fn a_device_that_is_destroyed_in_mid_ring_ends_every_plan_before_the_deadline() {
+    lose(Doom::InMidRing);
+}
+
+fn tensors(gpu: &Gpu, ring: &Ring<Wgpu>, dims: Dims) -> Result<[Tensor; 3]> {
+    let rows = annulus_core::index(ring.q_rows().len());
+    let tensor = |heads, dim| Tensor::zeros(gpu, [dims.batch, rows, heads, dim], DType::F32);
+    Ok([tensor(dims.q_heads, dims.head_dim)?, tensor(dims.kv_heads, dims.head_dim)?, tensor(dims.kv_heads, dims.value_dim)?])
+}
+
+fn outputs(gpu: &Gpu, ring: &Ring<Wgpu>, dims: Dims) -> Result<[Tensor; 2]> {
+    let rows = annulus_core::index(ring.q_rows().len());
+    let out = Tensor::zeros(gpu, [dims.batch, rows, dims.q_heads, dims.value_dim], DType::F32)?;
+    Ok([out, Tensor::zeros(gpu, [dims.batch, dims.q_heads, rows, 1], DType::F32)?])
+}
