@@ -115,6 +115,14 @@ impl NcclSymbols {
     /// # Errors
     /// [`Error::Unsupported`].
     pub fn checked(self) -> Result<Self> {
+        self.number().map(|_| self)
+    }
+
+    /// Its version: 22809 is 2.28.9.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if it does not say or is too old.
+    pub fn number(&self) -> Result<c_int> {
         let mut version = 0;
         // SAFETY: a pointer to a local.
         let status = unsafe { (self.version)(&raw mut version) };
@@ -122,7 +130,7 @@ impl NcclSymbols {
             let oldest = Self::OLDEST;
             return Err(Error::unsupported("NCCL", format!("this machine: its version is {version}, {oldest} or newer is needed")));
         }
-        Ok(self)
+        Ok(version)
     }
 
     /// What a status means, in NCCL's words.
