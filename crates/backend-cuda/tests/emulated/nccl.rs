@@ -143,10 +143,10 @@ fn swap(table: NcclSymbols, deadline: Duration) -> (Vec<Result<Vec<u8>>>, Durati
         unsafe { stream.copy_to_device(from.address(), &bytes)? };
         let ready = stream.record()?;
         // the two sides are cut differently
-        let pieces: &[_] = if rank == 0 { &[0..2, 10..16] } else { &[4..12] };
+        let pieces = if rank == 0 { vec![0..2, 10..16] } else { std::iter::once(4..12).collect() };
         let hop = |ranges: &[std::ops::Range<u64>]| Hop { peer: 1 - rank, channel: Channel::Block, tag: 7, step: 3, ranges: ranges.into() };
         let receive = hop(std::slice::from_ref(&(0..8)));
-        let send = Outgoing { hop: hop(pieces), buffer: &from, ready: &ready };
+        let send = Outgoing { hop: hop(&pieces), buffer: &from, ready: &ready };
         transport.post(&[send], &mut vec![Incoming { hop: receive.clone(), buffer: to }])?;
         let arrived = loop {
             if let Some(arrived) = transport.take(&receive)? {
