@@ -82,7 +82,7 @@ pub use self::{
     nodes::{NodeMap, Place},
     progress::Progress,
 };
-use crate::{ranges, staging::Staging};
+use crate::{ranges, ring::parts, staging::Staging};
 
 /// A handle of a communicator, as C has it.
 pub type Communication = ::mpi::ffi::MPI_Comm;
@@ -201,8 +201,8 @@ impl Mpi {
         let data = Communicator::duplicate(foreign, settings.patience)?;
         let control = Communicator::duplicate(foreign, settings.patience)?;
         let (rank, ranks, now) = (data.rank(), data.ranks(), Instant::now());
-        // tags in flight span two passes of at most two tags a rank each
-        if window(&data) < 8 * ranks as u64 {
+        // tags in flight span two passes of at most two journeys each; as many again to spare
+        if window(&data) < 8 * parts::tags(ranks) {
             return Err(Error::unsupported(format!("a ring of {ranks} ranks"), format!("an MPI whose tags end at {}", data.last_tag())));
         }
         Ok(Self {

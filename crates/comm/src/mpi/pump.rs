@@ -73,7 +73,7 @@ impl Receive {
     }
 }
 
-/// An announcement whose receive is not posted yet.
+/// An announcement whose receive is not posted yet, or waits its turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Early {
     peer: usize,
@@ -82,6 +82,12 @@ pub(super) struct Early {
     step: usize,
     bytes: u64,
     piece: u64,
+}
+
+impl Early {
+    fn is_for(&self, receive: &Receive) -> bool {
+        receive.is_for(self.peer, self.channel, self.tag)
+    }
 }
 
 /// What is known of one rank.
@@ -245,7 +251,7 @@ impl Mpi {
         receive.stage = Stage::Arrived;
         self.peers[peer].heard = Instant::now();
         self.count_work();
-        Ok(())
+        self.match_early()
     }
 
     /// Counts something done by this rank.
@@ -306,6 +312,10 @@ impl Mpi {
         let Early { peer, channel, tag, step, bytes, piece } = message;
         let waiting = |receive: &Receive| receive.is_for(peer, channel, tag) && receive.stage == Stage::Posted;
         if let Some(place) = self.receives.iter().position(waiting) {
+            if self.waits_its_turn(peer, channel, tag) {
+                self.early.push(message);
+                return Ok(());
+            }
             let Hop { step, .. } = self.receives[place].hop;
             let want = self.receives[place].hop.bytes();
             if bytes != want {
@@ -323,11 +333,20 @@ impl Mpi {
         Ok(())
     }
 
-    /// Matches early messages with the receives that were posted since.
+    /// Whether a message of the same peer and channel that was sent before this one is still to arrive. Each has the connection to itself: else
+    /// all parts of a block would arrive at the end.
+    fn waits_its_turn(&self, peer: usize, channel: Channel, tag: u64) -> bool {
+        let before = |hop: &Hop| (hop.peer, hop.channel) == (peer, channel) && hop.tag < tag;
+        self.receives.iter().any(|receive| before(&receive.hop) && receive.stage != Stage::Arrived)
+    }
+
+    /// Matches early messages with the receives that were posted since, or whose turn has come.
     pub(super) fn match_early(&mut self) -> Result<()> {
-        let receives = &self.receives;
-        let posted = |early: &mut Early| receives.iter().any(|receive| receive.is_for(early.peer, early.channel, early.tag));
-        let matched: Vec<Early> = self.early.extract_if(.., posted).collect();
+        let mut early = std::mem::take(&mut self.early);
+        early.sort_by_key(|early| early.tag);
+        let posted = |early: &Early| self.receives.iter().any(|receive| early.is_for(receive));
+        let (matched, rest): (Vec<Early>, Vec<Early>) = early.into_iter().partition(posted);
+        self.early = rest;
         matched.into_iter().try_for_each(|early| self.hear_of(early))
     }
 
@@ -337,7 +356,7 @@ impl Mpi {
         // everything that it said is known by now, but what it sent may take a little longer
         let overdue = gone.elapsed() >= GRACE;
         let wanted = |receive: &&Receive| match receive.stage {
-            Stage::Posted => receive.hop.peer == peer,
+            Stage::Posted => receive.hop.peer == peer && (overdue || !self.early.iter().any(|early| early.is_for(receive))),
             Stage::Direct | Stage::Staged => receive.hop.peer == peer && overdue,
             Stage::Arrived => false,
         };

@@ -1,4 +1,4 @@
-//! Backward: keys and values travel again, and either their gradients one step behind (one pass) or then the queries (two passes).
+//! Backward: keys and values travel again, and their gradients one step behind (one pass), or the queries after them (`two_pass.rs`).
 
 use annulus_core::{Backend, BackwardMode, Block, Channel, Error, Gradients, Hop, Inputs, Result, RowSet, Saved, Space};
 
@@ -14,19 +14,18 @@ impl<B: Backend> Ring<B> {
     ) -> Result<Report> {
         self.backend.begin_backward(&mut self.workspace, inputs, saved)?;
         let mut home = self.buffers.home.take().ok_or_else(|| Error::Device { what: "the plan has no gradient buffer".into() })?;
-        let mut report = self.travelling_keys(inputs, saved, &mut home, first_tag)?;
-        if self.spec.backward == BackwardMode::TwoPass && self.ranks > 1 {
-            let second = self.travelling_queries(inputs, saved, &mut home, first_tag + self.ranks as u64)?;
-            report.waiting_seconds += second.waiting_seconds;
-            report.bytes_predicted += second.bytes_predicted;
-        }
+        let report = if self.spec.backward == BackwardMode::TwoPass && self.ranks > 1 {
+            self.two_passes(inputs, saved, &mut home, first_tag)?
+        } else {
+            self.one_pass(inputs, saved, &mut home, first_tag)?
+        };
         self.backend.finish_backward(&mut self.workspace, inputs, &home, gradients)?;
         self.buffers.home = Some(home);
         Ok(report)
     }
 
-    /// dq of this rank, and dk, dv of its own block; in one pass also dk, dv of every block that comes by, and some of the own block last.
-    fn travelling_keys(
+    /// dq of this rank, and dk, dv of its own block and of every block that comes by; some of the own block last.
+    fn one_pass(
         &mut self,
         inputs: &Inputs<'_, B::Space>,
         saved: &Saved<'_, B::Space>,
@@ -34,7 +33,6 @@ impl<B: Backend> Ring<B> {
         first_tag: u64,
     ) -> Result<Report> {
         let Self { backend, workspace, transport, shared, buffers, route, spec, local, place, ranks, .. } = self;
-        let one_pass = spec.backward == BackwardMode::OnePass || *ranks == 1;
         let mut own = spare::<B::Space>(&mut buffers.blocks, local.keys.len() as u64 * spec.kv_record().bytes())?;
         let packed = match ranks {
             1 => backend.pack_alone(workspace, inputs, &mut own)?,
@@ -46,24 +44,18 @@ impl<B: Backend> Ring<B> {
         // homecomings posted after the step before, in the order of their messages
         let mut coming_home: &[Homecoming] = &[];
         for (step, leg) in shared.way.legs.iter().enumerate() {
-            blocks.post_next(leg, &mut flight)?;
+            blocks.post_next(&leg.before, &mut flight)?;
             let mut fresh = None;
             if let Some((buffer, ready)) = blocks.here() {
                 let early = RowSet::all(shared.way.early);
                 shared.coordinates.kv[leg.owner].expand(if step == 0 { &early } else { &leg.rows }, &mut buffers.rows);
                 let block = Block { buffer, ready, rows: &buffers.rows };
-                if one_pass && step == 0 {
+                if step == 0 {
                     backend.attend_backward(workspace, inputs, saved, &block, home, &mut || flight.tick())?;
-                } else if one_pass {
+                } else {
                     let mut sum = spare::<B::Space>(sums.stock, leg.rows.count() * spec.gradient_record().bytes())?;
                     let ready = backend.attend_backward(workspace, inputs, saved, &block, &mut sum, &mut || flight.tick())?;
                     fresh = Some((sum, ready));
-                } else {
-                    backend.attend_queries(workspace, inputs, saved, &block, &mut || flight.tick())?;
-                    flight.check()?;
-                    if step == 0 {
-                        backend.attend_keys(workspace, inputs, saved, &block, home, &mut || flight.tick())?;
-                    }
                 }
             }
             let landed = flight.land()?;
@@ -113,37 +105,6 @@ impl<B: Backend> Ring<B> {
         sums.recycle();
         let bytes = |leg: &Leg| leg.before.bytes_sent() + leg.after.bytes_sent();
         let bytes_predicted = shared.way.legs.iter().map(bytes).sum();
-        Ok(Report { waiting_seconds: flight.waited.as_secs_f64(), bytes_predicted, ..Report::default() })
-    }
-
-    /// dk, dv of this rank from the queries of all others.
-    fn travelling_queries(
-        &mut self,
-        inputs: &Inputs<'_, B::Space>,
-        saved: &Saved<'_, B::Space>,
-        home: &mut <B::Space as Space>::Buffer,
-        first_tag: u64,
-    ) -> Result<Report> {
-        let Self { backend, workspace, transport, shared, buffers, route, spec, local, .. } = self;
-        let mut own = spare::<B::Space>(&mut buffers.queries, local.queries.len() as u64 * spec.query_record().bytes())?;
-        let packed = backend.pack_queries(workspace, inputs, saved, &mut own)?;
-        let mut blocks = Blocks::new(own, packed, *route, &mut buffers.queries);
-        let mut flight = Flight::new(transport.as_mut(), first_tag);
-        for (step, leg) in shared.query_legs.iter().enumerate() {
-            blocks.post_next(leg, &mut flight)?;
-            // this rank's own queries have given their part in the first pass
-            if let Some((buffer, ready)) = blocks.here().filter(|_| step > 0) {
-                shared.coordinates.q[leg.owner].expand(&leg.rows, &mut buffers.rows);
-                let block = Block { buffer, ready, rows: &buffers.rows };
-                backend.attend_keys_home(workspace, inputs, &block, home, &mut || flight.tick())?;
-            }
-            for (_, arrived) in flight.land()? {
-                blocks.arrive(arrived);
-            }
-            blocks.advance();
-        }
-        blocks.put_back();
-        let bytes_predicted = shared.query_legs.iter().map(|leg| leg.before.bytes_sent()).sum();
         Ok(Report { waiting_seconds: flight.waited.as_secs_f64(), bytes_predicted, ..Report::default() })
     }
 }

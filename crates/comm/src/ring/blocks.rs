@@ -2,7 +2,7 @@
 
 use annulus_core::{Arrived, Result, Route, Space};
 
-use super::{buffers::spare, flight::Flight, legs::Leg};
+use super::{buffers::spare, flight::Flight, legs::Transfers};
 
 /// A relay needs two buffers (at hand, arriving) and recycles the home block as soon as it is sent; a direct route keeps the home
 /// block, from which alone it sends, and needs three.
@@ -22,9 +22,9 @@ impl<'a, S: Space> Blocks<'a, S> {
     }
 
     /// Posts the transfers that bring the next step's block.
-    pub(super) fn post_next(&mut self, leg: &Leg, flight: &mut Flight<'_, S>) -> Result<()> {
+    pub(super) fn post_next(&mut self, transfers: &Transfers, flight: &mut Flight<'_, S>) -> Result<()> {
         let source = self.home.as_ref().or(self.here.as_ref());
-        flight.post(&leg.before, source, |hop| spare::<S>(self.stock, hop.bytes()))
+        flight.post(transfers, source, |hop| spare::<S>(self.stock, hop.bytes()))
     }
 
     /// The block at hand; `None` if this step has none.
@@ -35,6 +35,11 @@ impl<'a, S: Space> Blocks<'a, S> {
     /// Takes the next step's block.
     pub(super) fn arrive(&mut self, arrived: Arrived<S>) {
         self.next = Some((arrived.buffer, arrived.ready));
+    }
+
+    /// Takes back the buffer of a part that has been attended.
+    pub(super) fn give(&mut self, buffer: S::Buffer) {
+        self.stock.push(buffer);
     }
 
     /// Ends a step: everything posted has landed, so the block at hand is free, unless it is the kept home block.

@@ -2,7 +2,7 @@
 
 use annulus_core::{Backend, BackwardMode, Error, Local, Result, Route, Rows, Space, Spec};
 
-use super::shared::Shared;
+use super::{legs::Leg, parts::MOST, shared::Shared};
 
 /// Memory that stays with the plan: made at plan time, used in turn by every call.
 pub(super) struct Buffers<S: Space> {
@@ -34,18 +34,21 @@ impl Sizes {
         let communicates = shared.coordinates.kv.len() > 1;
         let two_pass = backward && spec.backward == BackwardMode::TwoPass;
         // a relay recycles the home block as soon as it is sent; a direct route keeps it for later users
-        let stock = |home: usize, received: u64, bytes: u64| match (communicates, route) {
-            (false, _) => vec![home as u64 * bytes],
-            (true, Route::Direct) => vec![home as u64 * bytes, received * bytes, received * bytes],
-            (true, _) => vec![received.max(home as u64) * bytes, received * bytes],
+        let stock = |home: usize, received: u64, later: [u64; MOST - 1], bytes: u64| {
+            let whole = match (communicates, route) {
+                (false, _) => return vec![home as u64 * bytes],
+                (true, Route::Direct) => vec![home as u64, received, received],
+                (true, _) => vec![received.max(home as u64), received],
+            };
+            whole.into_iter().chain(later).map(|rows| rows * bytes).collect()
         };
         let (keys, queries) = (local.keys.len(), local.queries.len());
         let gradient = spec.gradient_record().bytes();
         let travels = backward && communicates && !two_pass;
         Self {
-            blocks: stock(keys, shared.most_received, spec.kv_record().bytes()),
+            blocks: stock(keys, shared.most_received, later_parts(&shared.way.legs), spec.kv_record().bytes()),
             queries: if two_pass && communicates {
-                stock(queries, shared.most_queries_received, spec.query_record().bytes())
+                stock(queries, shared.most_queries_received, later_parts(&shared.query_legs), spec.query_record().bytes())
             } else {
                 Vec::new()
             },
@@ -54,6 +57,14 @@ impl Sizes {
             home: backward.then_some(keys as u64 * gradient),
         }
     }
+}
+
+/// Rows of the parts in which the last block comes, but for the first, which has a whole block's buffer.
+fn later_parts(legs: &[Leg]) -> [u64; MOST - 1] {
+    let mut rows = [0; MOST - 1];
+    let parts = legs.iter().flat_map(|leg| leg.parts.iter().skip(1));
+    rows.iter_mut().zip(parts).for_each(|(rows, part)| *rows = part.count());
+    rows
 }
 
 /// One fresh gradient is made while the last one is still on its way and one arrives from the rank before. The home block's late rows come when

@@ -91,6 +91,27 @@ impl<'a, S: Space> Flight<'a, S> {
         self.failure.take().map_or(Ok(()), Err)
     }
 
+    /// Waits until the first receive that was posted has arrived.
+    pub(crate) fn land_next(&mut self) -> Result<Arrived<S>> {
+        self.check()?;
+        self.transport.control().beat(true);
+        let Some(hop) = self.expected.first() else {
+            return Err(Error::Device { what: "nothing is on its way (a defect of the schedule)".into() });
+        };
+        let start = Instant::now();
+        let mut patience = Duration::ZERO;
+        let arrived = loop {
+            self.transport.progress(patience)?;
+            if let Some(arrived) = self.transport.take(hop)? {
+                break arrived;
+            }
+            patience = PATIENCE;
+        };
+        self.waited += start.elapsed();
+        self.expected.remove(0);
+        Ok(arrived)
+    }
+
     /// Waits until every posted receive has arrived and every send is gone. Arrivals come in the order in which they were posted.
     pub(crate) fn land(&mut self) -> Result<Vec<(Hop, Arrived<S>)>> {
         self.check()?;

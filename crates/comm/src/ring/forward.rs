@@ -1,8 +1,8 @@
 //! Forward: keys and values travel, the accumulator stays.
 
-use annulus_core::{Backend, Block, Inputs, Outputs, Result};
+use annulus_core::{Backend, Inputs, Outputs, Result};
 
-use super::{Report, Ring, blocks::Blocks, buffers::spare, flight::Flight};
+use super::{Report, Ring, blocks::Blocks, buffers::spare, flight::Flight, parts};
 
 impl<B: Backend> Ring<B> {
     pub(super) fn forward_pass(
@@ -18,21 +18,11 @@ impl<B: Backend> Ring<B> {
             1 => backend.pack_alone(workspace, inputs, &mut home)?,
             _ => backend.pack(workspace, inputs, &mut home)?,
         };
-        let mut blocks = Blocks::new(home, packed, *route, &mut buffers.blocks);
+        let blocks = Blocks::new(home, packed, *route, &mut buffers.blocks);
         let mut flight = Flight::new(transport.as_mut(), first_tag);
-        for leg in &shared.way.legs {
-            blocks.post_next(leg, &mut flight)?;
-            if let Some((buffer, ready)) = blocks.here() {
-                shared.coordinates.kv[leg.owner].expand(&leg.rows, &mut buffers.rows);
-                let block = Block { buffer, ready, rows: &buffers.rows };
-                backend.attend(workspace, inputs, &block, &mut || flight.tick())?;
-            }
-            for (_, arrived) in flight.land()? {
-                blocks.arrive(arrived);
-            }
-            blocks.advance();
-        }
-        blocks.put_back();
+        parts::visit(&shared.way.legs, &shared.coordinates.kv, blocks, &mut flight, &mut buffers.rows, |_, block, tick| {
+            backend.attend(workspace, inputs, block, tick)
+        })?;
         backend.finish(workspace, inputs, outputs)?;
         let bytes_predicted = shared.way.legs.iter().map(|leg| leg.before.bytes_sent()).sum();
         Ok(Report { waiting_seconds: flight.waited.as_secs_f64(), bytes_predicted, ..Report::default() })

@@ -25,8 +25,10 @@ mod describe;
 mod flight;
 mod forward;
 mod legs;
+pub(crate) mod parts;
 mod shared;
 mod split;
+mod two_pass;
 
 use std::{
     panic::{self, AssertUnwindSafe},
@@ -335,8 +337,8 @@ impl<B: Backend> Ring<B> {
         // a gather is nothing but waiting for the others
         let mut gathering = start.elapsed();
         let (first_tag, sent_before) = (self.next_tag, self.transport.bytes_sent());
-        // two passes of `ranks` steps at most
-        self.next_tag += 2 * self.ranks as u64;
+        // two journeys at most
+        self.next_tag += 2 * parts::tags(self.ranks);
         let result = caught(|| pass(self, first_tag));
         if let Err(error) = &result {
             // its buffers are wherever the pass left them, so whatever broke it ends the plan

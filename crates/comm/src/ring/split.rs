@@ -12,12 +12,12 @@ use std::ops::Range;
 
 use annulus_core::{Backend, Error, Group, Message, Result, RowSet, Rows, Schedule, Space, Spec, mask::Query};
 
-use super::{legs::Places, shared::Shared};
+use super::{
+    legs::Places,
+    parts::{SHORT_TILE, TILE},
+    shared::Shared,
+};
 
-/// Rows at which a block may be divided: whole tiles of every backend's.
-const TILE: u64 = 64;
-/// The same of blocks too short for that; their records still begin at multiples of 8 bytes.
-const SHORT_TILE: u64 = 8;
 /// How many queries and how many keys stand for all when work is estimated.
 const SAMPLES: usize = 64;
 
