@@ -17,6 +17,7 @@
 #include <vector>
 
 #define DEVICE static inline __attribute__((always_inline))
+#define METHOD inline __attribute__((always_inline))
 #define DEVICE_CALL static
 #define UNROLL
 
@@ -30,17 +31,26 @@ const size_t SHARED_BYTES = 48 * 1024;
 
 enum class Wait { nothing, block, warp };
 
+// A copy to shared memory that was begun: done when its thread waits for its group, no sooner.
+struct Copy {
+    u16* to;
+    const u16* from;  // null for zeros
+    u32 group;
+};
+
 struct Fiber {
     jmp_buf at;
     bool started = false, done;
     Wait wait;
     size_t shared_used;
     u32 exchanges;
+    std::vector<Copy> copies;
+    u32 groups;
 };
 
 // What a lane shows the others.
 struct Shown {
-    u64 words[3];
+    u64 words[4];
 };
 
 struct Warp {
@@ -60,7 +70,8 @@ struct Block {
     u32 thread;
     u32 arrived;
     bool any, any_latched;
-    bool overflow;
+    // shared memory ran out, or an address is not aligned
+    bool fault;
     void (*kernel)(const void*);
     const void* arguments;
 };
@@ -92,8 +103,8 @@ inline void barrier() {
     pause(Wait::nothing);
 }
 
-// What every lane of the warp shows. It stays until the lane's next exchange but one.
-inline const Shown* exchange(const Shown& mine) {
+// What every lane of the warp shows. It stays until the lane's next exchange but one. Who comes last does something with it before the others go on.
+inline const Shown* exchange(const Shown& mine, void last(const Shown*) = nullptr) {
     Block& block = *current();
     u32 lane = block.thread % WARP, first = block.thread - lane;
     Warp& warp = block.warps[block.thread / WARP];
@@ -104,6 +115,7 @@ inline const Shown* exchange(const Shown& mine) {
         pause(Wait::warp);
     } else {
         warp.arrived = 0;
+        if (last) last(slots);
         for (u32 other = first; other < first + WARP; ++other)
             if (block.fibers[other].wait == Wait::warp) block.fibers[other].wait = Wait::nothing;
     }
@@ -140,23 +152,39 @@ inline void load_matrices(u32 (&to)[count], const u16* row) {
     }
 }
 
-// mma.m16n8k16: every lane shows its fragments and makes its four sums.
+// The product of a warp: sums of all lanes, in their own memory, from what they have shown.
 template <float widened(u16)>
-inline void multiply(float (&sums)[4], const u32 (&left)[4], const u32 (&right)[2]) {
-    Shown shown = {{left[0] | u64(left[1]) << 32, left[2] | u64(left[3]) << 32, right[0] | u64(right[1]) << 32}};
-    u32 self = lane();
-    const Shown* all = exchange(shown);
-    for (u32 place = 0; place < 4; ++place) {
-        u32 row = self / 4 + (place >= 2 ? 8 : 0), column = 2 * (self % 4) + place % 2;
-        float sum = sums[place];
-        for (u32 k = 0; k < 16; ++k) {
-            // which lane, which register, which half
-            u64 of_left = all[row % 8 * 4 + k % 8 / 2].words[k / 8] >> (row >= 8 ? 32 : 0);
-            u64 of_right = all[column * 4 + k % 8 / 2].words[2] >> (k >= 8 ? 32 : 0);
-            sum += widened(u16(of_left >> (16 * (k % 2)))) * widened(u16(of_right >> (16 * (k % 2))));
+inline void multiply_all(const Shown* all) {
+    bool nothing = true;
+    for (u32 of = 0; of < WARP; ++of) nothing = nothing && !(all[of].words[0] | all[of].words[1] | all[of].words[2]);
+    // padding
+    if (nothing) return;
+    float left[16][16], right[16][8], sums[16][8];
+    for (u32 of = 0; of < WARP; ++of) {
+        const u64* words = all[of].words;
+        const float* mine = reinterpret_cast<const float*>(words[3]);
+        for (u32 place = 0; place < 4; ++place) {
+            u32 row = of / 4 + (place >= 2 ? 8 : 0), column = 2 * (of % 4) + place % 2;
+            sums[row][column] = mine[place];
+            // register `place / 2` of this half of the dims, then the two halves of a register
+            for (u32 half = 0; half < 2; ++half)
+                left[row][8 * half + column] = widened(u16(words[half] >> (place >= 2 ? 32 : 0) >> (16 * (place % 2))));
+            right[column + (place >= 2 ? 8 : 0)][of / 4] = widened(u16(words[2] >> (place >= 2 ? 32 : 0) >> (16 * (place % 2))));
         }
-        sums[place] = sum;
     }
+    for (u32 k = 0; k < 16; ++k)
+        for (u32 row = 0; row < 16; ++row)
+            for (u32 column = 0; column < 8; ++column) sums[row][column] += left[row][k] * right[k][column];
+    for (u32 of = 0; of < WARP; ++of)
+        for (u32 place = 0; place < 4; ++place)
+            reinterpret_cast<float*>(all[of].words[3])[place] = sums[of / 4 + (place >= 2 ? 8 : 0)][2 * (of % 4) + place % 2];
+}
+
+// mma.m16n8k16: every lane shows its fragments and where its sums are; who comes last does the work for all.
+template <float widened(u16)>
+inline void multiply(float (&sums)[4], const u32 (&left)[4], u32 first, u32 second) {
+    exchange({{left[0] | u64(left[1]) << 32, left[2] | u64(left[3]) << 32, first | u64(second) << 32, reinterpret_cast<u64>(sums)}},
+             multiply_all<widened>);
 }
 
 inline void* shared(size_t bytes) {
@@ -165,10 +193,27 @@ inline void* shared(size_t bytes) {
     char* place = block.shared + used;
     used += (bytes + 15) / 16 * 16;
     if (used > SHARED_BYTES) {
-        block.overflow = true;
+        block.fault = true;
         pause(Wait::block);
     }
     return place;
+}
+
+// Does the copies of all groups of this thread but the last `open`.
+inline void wait_for_groups(u32 open) {
+    Block& block = *current();
+    Fiber& fiber = block.fibers[block.thread];
+    size_t left = 0;
+    for (const Copy& copy : fiber.copies) {
+        if (copy.group + open >= fiber.groups) {
+            fiber.copies[left++] = copy;
+        } else if (copy.from) {
+            std::memcpy(copy.to, copy.from, 16);
+        } else {
+            std::memset(copy.to, 0, 16);
+        }
+    }
+    fiber.copies.resize(left);
 }
 
 // The life of a fiber: one kernel's thread after another. Its block is told by address, in halves: from one kernel to the next it may come to
@@ -245,13 +290,15 @@ inline Pool& pool() {
 inline bool run_block(Block& block, u64& seed) {
     std::memset(block.shared, 0xff, SHARED_BYTES);
     block.arrived = 0;
-    block.any = block.overflow = false;
+    block.any = block.fault = false;
     for (Warp& warp : block.warps) warp.arrived = 0;
     for (Fiber& fiber : block.fibers) {
         fiber.done = false;
         fiber.wait = Wait::nothing;
         fiber.shared_used = 0;
         fiber.exchanges = 0;
+        fiber.copies.clear();
+        fiber.groups = 0;
     }
     std::vector<u32> warps = shuffled(THREADS / WARP, seed), lanes = shuffled(WARP, seed);
     u32 alive = THREADS;
@@ -269,7 +316,7 @@ inline bool run_block(Block& block, u64& seed) {
                     alive -= fiber.done;
                 }
             }
-        if (!moved || block.overflow) return false;
+        if (!moved || block.fault) return false;
     }
     return true;
 }
@@ -322,15 +369,42 @@ DEVICE float shuffle_xor(float mine, u32 lanes) { return emulated::shuffle(mine,
 DEVICE double shuffle_xor(double mine, u32 lanes) { return emulated::shuffle(mine, lanes); }
 
 DEVICE void load_matrices_4(u32 (&to)[4], const u16* row) { emulated::load_matrices<4, false>(to, row); }
-DEVICE void load_matrices_2(u32 (&to)[2], const u16* row) { emulated::load_matrices<2, false>(to, row); }
-DEVICE void load_transposed_2(u32 (&to)[2], const u16* row) { emulated::load_matrices<2, true>(to, row); }
+DEVICE void load_transposed_4(u32 (&to)[4], const u16* row) { emulated::load_matrices<4, true>(to, row); }
+
+DEVICE void copy_16(u16* to, const u16* from, bool there) {
+    emulated::Block& block = *emulated::current();
+    emulated::Fiber& fiber = block.fibers[block.thread];
+    // an address that is no multiple of 16 is a fault on the device
+    if ((reinterpret_cast<u64>(to) | (there ? reinterpret_cast<u64>(from) : 0)) % 16 != 0) {
+        block.fault = true;
+        emulated::pause(emulated::Wait::block);
+    }
+    fiber.copies.push_back({to, there ? from : nullptr, fiber.groups});
+}
+DEVICE void end_group() {
+    emulated::Block& block = *emulated::current();
+    ++block.fibers[block.thread].groups;
+}
+template <u32 open>
+DEVICE void wait_for_groups() {
+    emulated::wait_for_groups(open);
+}
 DEVICE float from_bf16(u16 x);
 DEVICE float from_f16(u16 x);
-DEVICE void multiply_bf16(float (&sums)[4], const u32 (&left)[4], const u32 (&right)[2]) {
-    emulated::multiply<from_bf16>(sums, left, right);
+DEVICE void multiply_bf16(float (&sums)[4], const u32 (&left)[4], u32 first, u32 second) {
+    emulated::multiply<from_bf16>(sums, left, first, second);
 }
-DEVICE void multiply_f16(float (&sums)[4], const u32 (&left)[4], const u32 (&right)[2]) {
-    emulated::multiply<from_f16>(sums, left, right);
+DEVICE void multiply_f16(float (&sums)[4], const u32 (&left)[4], u32 first, u32 second) {
+    emulated::multiply<from_f16>(sums, left, first, second);
+}
+
+DEVICE u16 to_bf16(float x);
+DEVICE u16 to_f16(float x);
+DEVICE u32 pair_bf16(float first, float second) { return to_bf16(first) | u32(to_bf16(second)) << 16; }
+DEVICE u32 pair_f16(float first, float second) { return to_f16(first) | u32(to_f16(second)) << 16; }
+DEVICE float power_of_two(float x) {
+    float power = std::exp2(x);
+    return power < 1.17549435e-38f ? 0.0f : power;
 }
 
 DEVICE float fused(float x, float y, float z) { return std::fma(x, y, z); }

@@ -16,6 +16,8 @@ typedef long long i64;
 #else
 
 #define DEVICE __device__ __forceinline__
+// As DEVICE, for functions of a structure.
+#define METHOD __device__ __forceinline__
 // What is rare and long: one copy, called.
 #define DEVICE_CALL __device__ __noinline__
 // Arrays of a thread stay in registers only where every index is known: loops over them are unrolled.
@@ -51,26 +53,59 @@ DEVICE void load_matrices_4(u32 (&to)[4], const u16* row) {
                  : "r"(at)
                  : "memory");
 }
-DEVICE void load_matrices_2(u32 (&to)[2], const u16* row) {
-    u32 at = static_cast<u32>(__cvta_generic_to_shared(row));
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(at) : "memory");
-}
 // As above, of the transposed matrices.
-DEVICE void load_transposed_2(u32 (&to)[2], const u16* row) {
+DEVICE void load_transposed_4(u32 (&to)[4], const u16* row) {
     u32 at = static_cast<u32>(__cvta_generic_to_shared(row));
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(at) : "memory");
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(at)
+                 : "memory");
 }
 
-// sums (16 × 8) += left (16 × 16) · right (16 × 8). Lane l holds of sums rows l / 4 and l / 4 + 8, columns 2·(l mod 4) and the next.
-DEVICE void multiply_bf16(float (&sums)[4], const u32 (&left)[4], const u32 (&right)[2]) {
+// Copies 16 bytes to shared memory, or writes zeros there, while the thread goes on. Both addresses are multiples of 16. The bytes are there for this
+// thread once it has waited for their group, and for others after a barrier that follows.
+DEVICE void copy_16(u16* to, const u16* from, bool there) {
+    u32 at = static_cast<u32>(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : "r"(at), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+// The copies of this thread since the last group are a group, be there some or none.
+DEVICE void end_group() { asm volatile("cp.async.commit_group;" : : : "memory"); }
+// Waits for all groups of this thread but the last `open`.
+template <u32 open>
+DEVICE void wait_for_groups() {
+    asm volatile("cp.async.wait_group %0;" : : "n"(open) : "memory");
+}
+
+// sums (16 × 8) += left (16 × 16) · right (16 × 8). Lane l holds of sums rows l / 4 and l / 4 + 8, columns 2·(l mod 4) and the next; of right two
+// registers, the first and the second 8 rows.
+DEVICE void multiply_bf16(float (&sums)[4], const u32 (&left)[4], u32 first, u32 second) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]));
+                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(first), "r"(second));
 }
-DEVICE void multiply_f16(float (&sums)[4], const u32 (&left)[4], const u32 (&right)[2]) {
+DEVICE void multiply_f16(float (&sums)[4], const u32 (&left)[4], u32 first, u32 second) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]));
+                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(first), "r"(second));
+}
+
+// Two floats as 16-bit elements, the first in the lower half; to the nearest, ties to even.
+DEVICE u32 pair_bf16(float first, float second) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    return pair;
+}
+DEVICE u32 pair_f16(float first, float second) {
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    return pair;
+}
+
+// 2ˣ, to two units in the last place of a float; 0 below 2⁻¹²⁶.
+DEVICE float power_of_two(float x) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+    return power;
 }
 
 DEVICE float fused(float x, float y, float z) { return fmaf(x, y, z); }

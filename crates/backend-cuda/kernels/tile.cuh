@@ -105,6 +105,10 @@ DEVICE_CALL Sum bias_of(const Attention& a, u32 b, u32 h, u32 i, u32 j) {
     return bias;
 }
 
+// What is rare in a logit, out of line: kernels have a logit a pair a thread.
+DEVICE_CALL Sum rounded_product(Sum product, u32 rounding) { return rounded_to(product, rounding); }
+DEVICE_CALL Sum bent_by_cap(Sum x, Sum cap) { return hyperbolic_tangent(x / cap); }
+
 // What the mask alone says of the keys of a tile, as seen by query `row` of it.
 DEVICE u64 line_of(const Attention& a, const Site& site, u32 row) {
     if (site.entry.bits == EVERYTHING) return ~0ull;
@@ -125,10 +129,11 @@ DEVICE bool logit(Sum& product, Sum& derivative, u64 line, u32 row, u32 key, con
         visible = bias != -Sum(infinity());
         (a.flags & BIAS_BEFORE_CAP ? before : after) = bias;
     }
-    Sum x = Sum(a.scale) * rounded_to(product, a.rounding) + before;
+    if (a.rounding != ROUND_NOT) product = rounded_product(product, a.rounding);
+    Sum x = Sum(a.scale) * product + before;
     derivative = 1;
     if (a.flags & HAS_CAP) {
-        Sum bent = hyperbolic_tangent(x / Sum(a.cap));
+        Sum bent = bent_by_cap(x, Sum(a.cap));
         x = Sum(a.cap) * bent;
         derivative = 1 - bent * bent;
     }
@@ -189,7 +194,7 @@ DEVICE void add_products(Rows& sums, const Sum* weights, const u8* shown, Sum* r
 #else
         bool careful = barrier_any(odd && !plain);
 #endif
-        for (u32 j = 0; j < TILE; ++j) {
+_Pragma("unroll 4") for (u32 j = 0; j < TILE; ++j) {
             Sum rights[2];
             UNROLL for (u32 c = 0; c < 2; ++c) rights[c] = right_slice[j * SLICE_LINE + thread_x() + 16 * c];
             UNROLL for (u32 r = 0; r < M; ++r) {

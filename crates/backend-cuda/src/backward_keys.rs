@@ -1,4 +1,4 @@
-//! What queries give to dk and dv: `kernels/backward_keys.cuh`.
+//! What queries give to dk and dv: `kernels/backward_keys.cuh`, or on matrix units `kernels/backward_matrix.cuh`.
 
 use annulus_core::{Block, Dims, Inputs, Result, Saved};
 use annulus_device_cuda::{CudaBuffer, CudaSpace, Event};
@@ -67,7 +67,9 @@ fn write_to(arguments: &mut Attention, workspace: &Workspace, records: &CudaBuff
 fn launch(cuda: &Cuda, workspace: &Workspace, arguments: &Attention, sight: &Sight) -> Result<()> {
     let Dims { batch, kv_heads, .. } = workspace.local.spec.dims;
     let grid = [u64::from(sight.tiles()[1]), kv_heads as u64, batch as u64];
+    let kernels = &workspace.kernels;
+    let kernel = kernels.matrix_for(&workspace.local.spec).map_or(&kernels.backward_keys, |matrix| &matrix.backward_keys);
     // SAFETY: every address is that of memory which the engine has checked to be large enough for these shapes, and which is freed only after
     // queued work.
-    unsafe { workspace.kernels.backward_keys.launch(cuda.stream(), grid, THREADS, arguments) }
+    unsafe { kernel.launch(cuda.stream(), grid, THREADS, arguments) }
 }

@@ -1,4 +1,4 @@
-//! What one block of keys gives to dq: `kernels/backward_queries.cuh`.
+//! What one block of keys gives to dq: `kernels/backward_queries.cuh`, or on matrix units `kernels/backward_matrix.cuh`.
 
 use annulus_core::{Block, Inputs, Result, Saved};
 use annulus_device_cuda::CudaSpace;
@@ -22,9 +22,11 @@ pub(crate) fn attend_queries(
     let Some((arguments, sight)) = own_queries(cuda, workspace, inputs, saved, block, false)? else { return Ok(()) };
     let dims = &workspace.local.spec.dims;
     let grid = [u64::from(sight.tiles()[0]), dims.q_heads as u64, dims.batch as u64];
+    let kernels = &workspace.kernels;
+    let kernel = kernels.matrix_for(&workspace.local.spec).map_or(&kernels.backward_queries, |matrix| &matrix.backward_queries);
     // SAFETY: every address is that of memory which the engine has checked to be large enough for these shapes, and which is freed only after
     // queued work.
-    unsafe { workspace.kernels.backward_queries.launch(cuda.stream(), grid, THREADS, &arguments)? };
+    unsafe { kernel.launch(cuda.stream(), grid, THREADS, &arguments)? };
     cuda.after(&[block.buffer]).map(|_| ())
 }
 

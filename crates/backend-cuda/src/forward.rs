@@ -39,9 +39,8 @@ pub(crate) fn attend(cuda: &Cuda, workspace: &mut Workspace, inputs: &Inputs<'_,
     arguments.k = field(block.buffer.address(), &record, 0, bytes);
     arguments.v = field(block.buffer.address(), &record, 1, bytes);
     let grid = [u64::from(sight.tiles()[0]), spec.dims.q_heads as u64, spec.dims.batch as u64];
-    // an output that is not normalised has a gradient through its largest logit, which backward finds again only where products are formed alike
-    let matrix = workspace.kernels.forward_matrix.as_ref().filter(|_| spec.normalize);
-    let kernel = matrix.unwrap_or(&workspace.kernels.forward);
+    let kernels = &workspace.kernels;
+    let kernel = kernels.matrix_for(&spec).map_or(&kernels.forward, |matrix| &matrix.forward);
     // SAFETY: every address is that of memory which the engine has checked to be large enough for these shapes, and which is freed only after
     // queued work.
     unsafe { kernel.launch(cuda.stream(), grid, THREADS, &arguments)? };

@@ -7,7 +7,7 @@ use annulus_device_cuda::{Compiler, Device, Image, ImageKind, Kernel, Module, Pr
 const SOURCE: &str = include_str!("../kernels/kernels.cu");
 
 /// What it includes.
-const HEADERS: [(&str, &str); 14] = [
+const HEADERS: [(&str, &str); 16] = [
     ("primitives.cuh", include_str!("../kernels/primitives.cuh")),
     ("host_twin.h", include_str!("../kernels/host_twin.h")),
     ("numbers.cuh", include_str!("../kernels/numbers.cuh")),
@@ -16,7 +16,9 @@ const HEADERS: [(&str, &str); 14] = [
     ("tile.cuh", include_str!("../kernels/tile.cuh")),
     ("gradient.cuh", include_str!("../kernels/gradient.cuh")),
     ("forward.cuh", include_str!("../kernels/forward.cuh")),
+    ("matrix.cuh", include_str!("../kernels/matrix.cuh")),
     ("forward_matrix.cuh", include_str!("../kernels/forward_matrix.cuh")),
+    ("backward_matrix.cuh", include_str!("../kernels/backward_matrix.cuh")),
     ("backward_queries.cuh", include_str!("../kernels/backward_queries.cuh")),
     ("backward_keys.cuh", include_str!("../kernels/backward_keys.cuh")),
     ("bias_gradient.cuh", include_str!("../kernels/bias_gradient.cuh")),
@@ -27,8 +29,8 @@ const HEADERS: [(&str, &str); 14] = [
 /// Threads of every block.
 pub(crate) const THREADS: u32 = 256;
 
-/// The forward kernel on matrix units.
-const FORWARD_MATRIX: &str = "forward_matrix";
+/// The kernels on matrix units: forward, dq, dk and dv.
+const MATRIX_KERNELS: [&str; 3] = ["forward_matrix", "backward_queries_matrix", "backward_keys_matrix"];
 
 /// The names of the kernels that every variant has.
 const KERNELS: [&str; 13] = [
@@ -88,14 +90,14 @@ impl Variant {
         if matches!(dtype, DType::Bf16 | DType::F16) { 64 } else { 32 }
     }
 
-    /// Whether its forward runs on matrix units: 16-bit elements do. Products of f32 and f64 are never rounded to fewer bits.
+    /// Whether it runs on matrix units: 16-bit elements do. Products of f32 and f64 are never rounded to fewer bits.
     pub const fn has_matrix(self) -> bool {
         matches!(self.dtype, DType::Bf16 | DType::F16)
     }
 
     /// The names of its kernels.
     pub fn kernels(self) -> Vec<&'static str> {
-        KERNELS.into_iter().chain(self.has_matrix().then_some(FORWARD_MATRIX)).collect()
+        KERNELS.into_iter().chain(MATRIX_KERNELS.into_iter().filter(|_| self.has_matrix())).collect()
     }
 
     /// The compiler's options.
@@ -128,7 +130,7 @@ pub(crate) struct Kernels {
     pub(crate) variant: Variant,
     pub(crate) forward: Kernel,
     /// Where [`Variant::has_matrix`].
-    pub(crate) forward_matrix: Option<Kernel>,
+    pub(crate) matrix: Option<MatrixKernels>,
     pub(crate) finish_forward: Kernel,
     pub(crate) begin_backward: Kernel,
     pub(crate) backward_queries: Kernel,
@@ -143,7 +145,28 @@ pub(crate) struct Kernels {
     pub(crate) combine_records: Kernel,
 }
 
+/// Those on matrix units. They serve outputs that are normalised: one that is not has a gradient through its largest logit, which backward finds
+/// again only where products are formed alike.
+#[derive(Debug, Clone)]
+pub(crate) struct MatrixKernels {
+    pub(crate) forward: Kernel,
+    pub(crate) backward_queries: Kernel,
+    pub(crate) backward_keys: Kernel,
+}
+
+impl MatrixKernels {
+    fn new(module: &Module) -> Result<Self> {
+        let [forward, backward_queries, backward_keys] = MATRIX_KERNELS.map(|name| module.kernel(name));
+        Ok(Self { forward: forward?, backward_queries: backward_queries?, backward_keys: backward_keys? })
+    }
+}
+
 impl Kernels {
+    /// Those on matrix units, where they serve this spec.
+    pub(crate) fn matrix_for(&self, spec: &Spec) -> Option<&MatrixKernels> {
+        self.matrix.as_ref().filter(|_| spec.normalize)
+    }
+
     /// Compiles and loads.
     pub(crate) fn new(device: &Device, compiler: &Compiler, variant: Variant, more: &[String]) -> Result<Self> {
         let (kind, target) = compiler.target(device.architecture())?;
@@ -151,7 +174,7 @@ impl Kernels {
         Ok(Self {
             variant,
             forward: module.kernel("forward")?,
-            forward_matrix: variant.has_matrix().then(|| module.kernel(FORWARD_MATRIX)).transpose()?,
+            matrix: variant.has_matrix().then(|| MatrixKernels::new(&module)).transpose()?,
             finish_forward: module.kernel("finish_forward")?,
             begin_backward: module.kernel("begin_backward")?,
             backward_queries: module.kernel("backward_queries")?,

@@ -13,8 +13,9 @@
 //! | memory: workspace, records, what kernels are given | `workspace.rs`, `records.rs`, `arguments.rs` |
 //! | which kernels there are, and how they are compiled | `kernels.rs` |
 //!
-//! Two levels so far. Level 0, products in the sums' own type on any architecture, serves f64, f32, every backward pass, and outputs that are not
-//! normalised. The forward pass of 16-bit elements runs on matrix units (`mma.sync`), with sums in f32. No claim of speed is made: none was measured.
+//! Level 0, products in the sums' own type on any architecture, serves f64, f32, the gradient of a bias, and outputs that are not normalised. Forward
+//! and backward of 16-bit elements run on matrix units (`mma.sync`), with sums in f32: operands are streamed through shared memory by `cp.async`, the
+//! backward pass is two kernels without atomics, and neither logits nor their gradients reach memory. No claim of speed is made: none was measured.
 //!
 //! Blocks and accumulators stay on the device across the ring; what crosses from the host in a warm pass is nothing but launches, as who sees
 //! whom is remembered block by block. All work of one backend is in one stream.

@@ -1,5 +1,7 @@
 //! Every variant compiles for every architecture, without a GPU: nothing spills, and registers and shared memory are those of the committed
 //! table. Needs NVRTC; `scripts/cuda-test` brings it. With `ANNULUS_UPDATE=1` the table is written instead.
+//!
+//! That takes minutes. Without `ANNULUS_VARIANTS=all`, the two architectures between the oldest and the newest are compiled for the dims of 128 only.
 
 use std::{
     fmt::Write,
@@ -70,7 +72,11 @@ fn every_variant_compiles_for_every_architecture_as_recorded() {
         compiler.version().1
     )
     .unwrap();
-    let jobs: Vec<_> = ARCHITECTURES.iter().flat_map(|architecture| Variant::all().map(move |variant| (*architecture, variant))).collect();
+    let update = std::env::var_os("ANNULUS_UPDATE").is_some();
+    let all = update || std::env::var("ANNULUS_VARIANTS").is_ok_and(|which| which == "all");
+    let chosen = |&(architecture, variant): &((i32, i32), Variant)| all || matches!(architecture, (8, 0) | (9, 0)) || variant.dim == 128;
+    let pairs = ARCHITECTURES.iter().flat_map(|architecture| Variant::all().map(move |variant| (*architecture, variant)));
+    let jobs: Vec<_> = pairs.filter(chosen).collect();
     let (next, lines) = (AtomicUsize::new(0), Mutex::new(vec![String::new(); jobs.len()]));
     let work = || {
         loop {
@@ -85,13 +91,15 @@ fn every_variant_compiles_for_every_architecture_as_recorded() {
     });
     table.extend(lines.into_inner().unwrap());
     let file = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("kernels/registers.txt");
-    if std::env::var_os("ANNULUS_UPDATE").is_some() {
+    if update {
         std::fs::write(file, table).unwrap();
         return;
     }
     let recorded = std::fs::read_to_string(file).unwrap();
-    for (line, (got, want)) in table.lines().zip(recorded.lines()).enumerate() {
-        assert_eq!(got, want, "line {} of kernels/registers.txt; ANNULUS_UPDATE=1 writes it anew", line + 1);
+    assert_eq!(recorded.lines().count(), 1 + ARCHITECTURES.len() * Variant::all().count());
+    for got in table.lines() {
+        let what = got.split('|').next().unwrap_or_default();
+        let want = recorded.lines().find(|line| line.split('|').next() == Some(what)).unwrap_or_default();
+        assert_eq!(got, want, "a line of kernels/registers.txt; ANNULUS_UPDATE=1 writes it anew");
     }
-    assert_eq!(table.lines().count(), recorded.lines().count());
 }

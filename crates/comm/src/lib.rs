@@ -4,6 +4,7 @@
 //! |---|---|
 //! | one rank a thread: [`threads`] | `threads/` |
 //! | one rank a process, with the feature `mpi`: `mpi` | `mpi/` |
+//! | CUDA memory from device to device, with the feature `nccl`: `nccl` | `nccl/` |
 //! | what all ranks must know of each other: [`agree`], [`close`], [`gather`] | `agreement.rs` |
 //! | one rank of a ring, the engine: [`ring`] | `ring/` |
 //! | no wait without an end: [`Deadline`] | `deadline.rs` |
@@ -27,6 +28,9 @@ pub mod fault;
 mod forward;
 #[cfg(feature = "mpi")]
 pub mod mpi;
+#[cfg(feature = "nccl")]
+#[allow(unsafe_code, reason = "NCCL's functions are promises that the compiler cannot check")]
+pub mod nccl;
 mod ranges;
 pub mod ring;
 pub mod staged;

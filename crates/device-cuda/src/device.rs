@@ -153,6 +153,14 @@ impl Device {
         self.lock_failure().clone()
     }
 
+    /// Makes its context the one of this thread, for libraries that ask for it.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn make_current(&self) -> Result<()> {
+        self.call("cuCtxSetCurrent", |_| CUresult::CUDA_SUCCESS)
+    }
+
     /// Calls the driver with the context current. What fails is kept, and is the answer from then on.
     pub(crate) fn call(&self, name: &str, call: impl FnOnce(&Symbols) -> CUresult) -> Result<()> {
         if self.ask(name, call)? {

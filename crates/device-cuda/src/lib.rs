@@ -6,7 +6,7 @@
 //!
 //! | noun | file |
 //! |---|---|
-//! | tables of functions | `symbols.rs` |
+//! | tables of functions; with the feature `nccl` those of NCCL | `symbols.rs`, `nccl.rs` |
 //! | [`Device`]: a context, its first failure | `device.rs` |
 //! | [`Stream`], [`Event`] | `stream.rs` |
 //! | [`CudaBuffer`], pinned host memory | `buffer.rs`, `pinned.rs` |
@@ -20,6 +20,8 @@ mod device;
 #[cfg(feature = "emulator")]
 pub mod emulator;
 mod module;
+#[cfg(feature = "nccl")]
+pub mod nccl;
 mod pinned;
 mod space;
 mod stream;

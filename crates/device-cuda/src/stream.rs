@@ -185,6 +185,21 @@ impl Stream {
         self.0.device.call("cuMemcpyDtoHAsync", copy)
     }
 
+    /// Copies bytes within the device.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    ///
+    /// # Safety
+    /// Both are addresses of as many bytes of this device's memory, which nothing else writes until the work is done.
+    pub unsafe fn copy_on_device(&self, to: CUdeviceptr, from: CUdeviceptr, bytes: usize) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: as promised.
+        self.0.device.call("cuMemcpyDtoDAsync", |symbols| unsafe { (symbols.copy_on_device)(to, from, bytes, self.0.handle) })
+    }
+
     /// Sets bytes.
     ///
     /// # Errors

@@ -71,9 +71,11 @@ pub(crate) fn staged(name: &str, delay: Duration, make: impl Fn() -> Result<Cuda
     })
 }
 
-/// Head and value dims that fill a variant of dim `dim` but for a few, over more than one tile, causal or not.
-pub(crate) fn wide(subject: &dyn Subject, dtype: DType, dim: usize, causal: bool) -> Result<(), String> {
-    let dims = Dims { batch: 1, q_len: 70, kv_len: 97, q_heads: 2, kv_heads: 1, head_dim: dim - 1, value_dim: dim / 2 + 3 };
+/// Head and value dims that fill a variant of dim `dim`, over more than one tile, causal or not. A `ragged` case leaves a few dims free, so that rows
+/// begin at any even address.
+pub(crate) fn wide(subject: &dyn Subject, dtype: DType, dim: usize, causal: bool, ragged: bool) -> Result<(), String> {
+    let (head_dim, value_dim) = if ragged { (dim - 1, dim / 2 + 3) } else { (dim, dim / 2 + 8) };
+    let dims = Dims { batch: 1, q_len: 70, kv_len: 97, q_heads: 2, kv_heads: 1, head_dim, value_dim };
     let masks = annulus_conformance::Masks { causal, ..Default::default() };
     let case = Case::new(format!("dim {dim}"), Spec::new(dims, DType::F64), masks, &mut annulus_conformance::Draw::new(dim as u64));
     let case = case.in_dtype(dtype);

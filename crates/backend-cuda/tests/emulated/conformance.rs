@@ -54,14 +54,16 @@ fn messages_that_overtake_each_other_change_no_bit() {
 #[test]
 fn wide_heads_hold_on_the_emulated_device() {
     // dims of 32 and 64 are everywhere else
-    for (dtype, dim, causal) in [
-        (DType::F32, 128, true),
-        (DType::F32, 256, false),
-        (DType::F64, 128, false),
-        (DType::F64, 256, true),
-        (DType::Bf16, 256, true),
-        (DType::F16, 128, false),
+    for (dtype, dim, causal, ragged) in [
+        (DType::F32, 128, true, true),
+        (DType::F32, 256, false, true),
+        (DType::F64, 128, false, true),
+        (DType::F64, 256, true, true),
+        (DType::Bf16, 128, true, false),
+        (DType::Bf16, 256, true, true),
+        (DType::F16, 128, false, true),
+        (DType::F16, 256, true, false),
     ] {
-        wide(&plain(), dtype, dim, causal).unwrap();
+        wide(&plain(), dtype, dim, causal, ragged).unwrap_or_else(|wrong| panic!("{dtype} {dim}: {wrong}"));
     }
 }

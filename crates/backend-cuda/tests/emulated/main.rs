@@ -4,5 +4,6 @@
 mod common;
 mod conformance;
 mod failures;
+mod nccl;
 mod planted;
 mod support;

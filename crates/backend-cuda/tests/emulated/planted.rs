@@ -8,9 +8,9 @@ use annulus_core::{DType, Dims, Spec};
 
 use crate::support::subject;
 
-/// A causal case of a few tiles, with head dims of more than one slice.
+/// A causal case of a few tiles, with head dims of more than one slice, and rows that can be copied 16 bytes at a time.
 fn case(dtype: DType) -> Case {
-    let dims = Dims { batch: 1, q_len: 70, kv_len: 70, q_heads: 2, kv_heads: 1, head_dim: 40, value_dim: 36 };
+    let dims = Dims { batch: 1, q_len: 70, kv_len: 70, q_heads: 2, kv_heads: 1, head_dim: 40, value_dim: 48 };
     let masks = Masks { causal: true, ..Masks::default() };
     Case::new("planted", Spec::new(dims, DType::F64), masks, &mut Draw::new(5)).in_dtype(dtype)
 }
@@ -52,6 +52,31 @@ fn a_mask_that_is_off_by_one_is_caught() {
     for dtype in DTYPES {
         assert!(verdict(dtype, &["-DPLANTED_MASK_OFF_BY_ONE"]).is_err_and(|wrong| wrong.contains("out[")), "{dtype}");
     }
+}
+
+// Passes are numbered in `kernels/matrix.cuh`: 2 makes dq, 3 makes dk and dv.
+
+/// Whether a mistake in one pass is seen in its gradient, and the output is right.
+fn caught_in_backward(options: &'static [&'static str], gradient: &str) -> bool {
+    verdict(DType::Bf16, options).is_err_and(|wrong| wrong.contains(gradient))
+}
+
+#[test]
+fn a_barrier_that_was_removed_from_a_backward_pass_is_caught() {
+    assert!(caught_in_backward(&["-DPLANTED_NO_BARRIER=2"], "dq["));
+    assert!(caught_in_backward(&["-DPLANTED_NO_BARRIER=3"], "dk["));
+}
+
+#[test]
+fn a_wait_that_comes_one_stage_late_in_a_backward_pass_is_caught() {
+    assert!(caught_in_backward(&["-DPLANTED_LATE_WAIT=2"], "dq["));
+    assert!(caught_in_backward(&["-DPLANTED_LATE_WAIT=3"], "dk["));
+}
+
+#[test]
+fn a_mask_that_is_off_by_one_in_a_backward_pass_is_caught() {
+    assert!(caught_in_backward(&["-DPLANTED_BACKWARD_MASK_OFF_BY_ONE=2"], "dq["));
+    assert!(caught_in_backward(&["-DPLANTED_BACKWARD_MASK_OFF_BY_ONE=3"], "dk["));
 }
 
 #[test]

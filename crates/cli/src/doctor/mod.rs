@@ -74,9 +74,16 @@ fn of_build(isa: Isa) {
     of_adapters();
     #[cfg(feature = "cuda")]
     line("cuda", &of_gpu());
+    #[cfg(feature = "nccl")]
+    line("nccl", &of_nccl());
     line(
         "transports",
-        if cfg!(feature = "mpi") { "threads, mpi (nccl: not in this build)" } else { "threads (mpi, nccl: not in this build)" },
+        match (cfg!(feature = "mpi"), cfg!(feature = "nccl")) {
+            (true, true) => "threads, mpi; nccl in the library only",
+            (true, false) => "threads, mpi (nccl: not in this build)",
+            (false, true) => "threads; nccl in the library only (mpi: not in this build)",
+            (false, false) => "threads (mpi, nccl: not in this build)",
+        },
     );
     line("dtypes", "f64 f32 bf16 f16");
     line("cpu", &cpu_features());
@@ -89,6 +96,15 @@ fn of_build(isa: Isa) {
 #[cfg(feature = "cuda")]
 fn of_gpu() -> String {
     annulus::cuda::Cuda::open(0).map_or_else(|missing| missing.to_string(), |cuda| cuda.to_string())
+}
+
+/// NCCL's version, or what is missing.
+#[cfg(feature = "nccl")]
+fn of_nccl() -> String {
+    use annulus::cuda::device::nccl::NcclSymbols;
+    NcclSymbols::system()
+        .and_then(|symbols| symbols.number())
+        .map_or_else(|missing| missing.to_string(), |number| format!("version {number}"))
 }
 
 /// What GPUs there are.

@@ -130,7 +130,7 @@ impl EmulatedProgram {
         }
         let library = folder.0.join("library.so");
         let mut gcc = Command::new("g++");
-        gcc.args(["-O2", "-std=c++17", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-ffp-contract=off"]);
+        gcc.args(["-O1", "-std=c++17", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-ffp-contract=off"]);
         if cfg!(target_arch = "x86_64") && std::arch::is_x86_feature_detected!("fma") {
             gcc.arg("-mfma");
         }

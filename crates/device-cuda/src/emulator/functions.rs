@@ -468,6 +468,23 @@ fn drain(context: &Context, stream: CUstream) -> CUresult {
     CUresult::CUDA_SUCCESS
 }
 
+/// Queues what is tried until it is done, in a stream.
+///
+/// # Safety
+/// `stream` is a handle that is alive.
+#[cfg(feature = "nccl")]
+pub(super) unsafe fn push_until(stream: CUstream, attempt: impl FnMut() -> Option<bool> + Send + 'static) {
+    // SAFETY: as promised.
+    let stream = unsafe { &*stream.cast::<EmulatedStream>() };
+    stream.queue.push(Work::Until(Box::new(attempt)));
+}
+
+/// Whether these bytes are memory of this thread's current device.
+#[cfg(feature = "nccl")]
+pub(super) fn is_device_memory(address: u64, bytes: usize) -> bool {
+    CURRENT.get().is_some_and(|context| lock(&context.memory).holds(address, bytes))
+}
+
 /// Loads a shared library from memory, by way of a file that is gone when this returns.
 fn load(bytes: &[u8]) -> Option<Library> {
     static COUNT: AtomicU64 = AtomicU64::new(0);
@@ -480,6 +497,6 @@ fn load(bytes: &[u8]) -> Option<Library> {
     library
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

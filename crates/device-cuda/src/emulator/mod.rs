@@ -7,6 +7,7 @@
 //!   other but what events say, so what is not ordered by an event sooner or later runs in the wrong order;
 //! * **memory** (`memory.rs`): new memory is full of NaN, and lies between guards that are looked at when it is freed;
 //! * **kernels**: one fiber for each thread, see `host_twin.h` of the kernels; a block whose threads wait for each other for ever fails;
+//! * **NCCL** (`nccl.rs`, with the feature `nccl`): sends and receives of threads of one process, done when both sides' streams have come there;
 //! * **failure** (`functions.rs`): a device that has failed says so at every later call, as CUDA does.
 //!
 //! It cannot show bank conflicts, races within a warp, or how long anything takes.
@@ -14,7 +15,11 @@
 mod compiler;
 mod functions;
 mod memory;
+#[cfg(feature = "nccl")]
+mod nccl;
 mod work;
 
 pub use compiler::compiler_symbols;
 pub use functions::{DEVICES, allocations, set_seed, symbols};
+#[cfg(feature = "nccl")]
+pub use nccl::nccl_symbols;

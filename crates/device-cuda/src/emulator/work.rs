@@ -12,6 +12,8 @@ use std::{
 pub(super) enum Work {
     /// Copies, fills, kernels.
     Do(Box<dyn FnOnce() -> bool + Send>),
+    /// What is tried until it is done (`Some`: whether it went well) and holds up what comes after it.
+    Until(Box<dyn FnMut() -> Option<bool> + Send>),
     /// Nothing after this before the mark has passed.
     Wait(Arc<Mark>),
     /// The mark has passed.
@@ -77,6 +79,14 @@ impl Queue {
                     Step::Failed
                 }
             }
+            Some(Work::Until(mut attempt)) => match attempt() {
+                Some(true) => Step::Done,
+                Some(false) => Step::Failed,
+                None => {
+                    queue.push_front(Work::Until(attempt));
+                    Step::Nothing
+                }
+            },
             Some(Work::Pass(mark)) => {
                 mark.passed.store(true, Ordering::Release);
                 Step::Done

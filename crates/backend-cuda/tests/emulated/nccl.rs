@@ -1,0 +1,296 @@
+//! Rings over NCCL: blocks go from emulated device to emulated device. Then what goes wrong: each is a typed error on every rank, in time.
+
+use std::{
+    ffi::c_int,
+    time::{Duration, Instant},
+};
+
+use annulus_comm::{
+    Deadline, Threads,
+    nccl::Nccl,
+    threads::{self, each_rank},
+};
+use annulus_conformance::{Case, Judge, RingSubject, Setting, Station, Subject, suite};
+use annulus_core::{Channel, DType, Error, Hop, Incoming, Layout, Outgoing, Result, Transport};
+use annulus_cuda::{
+    Cuda,
+    device::{
+        CudaBuffer, CudaSpace, Device, Stream,
+        emulator::{self, nccl_symbols},
+        nccl::{NcclSymbols, RawCommunicator, Status, UniqueId},
+    },
+};
+
+use crate::{
+    common::{CudaMemory, DEADLINE},
+    support::{emulated, next_device},
+};
+
+/// One rank: its backend and its transport.
+fn station(inner: Threads) -> Result<Station<CudaMemory, Cuda>> {
+    let backend = emulated(&[])?;
+    let nccl = Nccl::with_symbols(inner, backend.stream().device(), Ok(nccl_symbols()), DEADLINE)?;
+    let memory = CudaMemory(backend.stream().clone());
+    Ok(Station { memory, backend, transport: Box::new(Deadline::new(nccl, DEADLINE)?) })
+}
+
+fn subject() -> impl Subject {
+    RingSubject::new("emulated cuda over nccl", |ranks| {
+        // they wait for each other
+        each_rank(threads::ring(ranks), |_, inner| station(inner))
+    })
+}
+
+#[test]
+fn rings_of_one_two_and_three_ranks_hold_over_nccl() {
+    for ranks in 1..=3 {
+        for (number, layout) in [Layout::Contiguous, Layout::Zigzag, Layout::Striped].into_iter().enumerate() {
+            let dtype = if number == 0 { DType::F32 } else { DType::Bf16 };
+            let case = Case::random(40 + number as u64).in_dtype(dtype);
+            let answers = subject().run(&case, &Setting::new(ranks, layout), 2).unwrap();
+            let judge = Judge::new(&case).unwrap();
+            for answer in &answers {
+                judge.check(answer).unwrap_or_else(|wrong| panic!("{ranks} ranks, {dtype}: {wrong}"));
+            }
+            answers[1].same_bits(&answers[0]).unwrap();
+        }
+    }
+}
+
+#[test]
+fn random_cases_hold_over_nccl() {
+    suite::random_cases(&subject(), 200..212).unwrap();
+}
+
+/// What two ranks say when each makes its endpoint through its own table, and how long they took.
+fn meet(tables: [Result<NcclSymbols>; 2], deadline: Duration) -> ([Option<Error>; 2], Duration) {
+    let began = Instant::now();
+    let make = |rank: usize, inner| -> Result<Option<Error>> {
+        let device = Device::with_symbols(emulator::symbols(), next_device())?;
+        Ok(Nccl::with_symbols(inner, &device, tables[rank].clone(), deadline).err())
+    };
+    let errors = each_rank(threads::ring(2), make).and_then(|errors| {
+        let both: [_; 2] = errors.try_into().map_err(|_| Error::invalid("ranks", "not two", "two"))?;
+        Ok(both)
+    });
+    (errors.unwrap_or_else(|error| [Some(error.clone()), Some(error)]), began.elapsed())
+}
+
+fn with(change: impl FnOnce(&mut NcclSymbols)) -> NcclSymbols {
+    let mut symbols = nccl_symbols();
+    change(&mut symbols);
+    symbols
+}
+
+#[test]
+fn a_machine_without_nccl_is_refused_on_all_ranks() {
+    let missing = Error::unsupported("NCCL", "this machine: its library has no ncclSend");
+    let (errors, _) = meet([Ok(nccl_symbols()), Err(missing.clone())], DEADLINE);
+    assert_eq!(errors, [Some(Error::Refused { rank: 1, what: missing.to_string() }), Some(missing)]);
+    // what this machine really has is a table, or one line
+    if let Err(error) = NcclSymbols::system() {
+        assert!(matches!(&error, Error::Unsupported { what, .. } if what == "NCCL"), "{error}");
+        assert_eq!(error.to_string().lines().count(), 1);
+    }
+    unsafe extern "C" fn old(version: *mut c_int) -> Status {
+        // SAFETY: a valid pointer, as NCCL's function is given.
+        unsafe { *version = 21200 };
+        0
+    }
+    let error = with(|symbols| symbols.version = old).checked().unwrap_err();
+    assert_eq!(error.to_string(), "NCCL is not supported by this machine: its version is 21200, 21400 or newer is needed");
+}
+
+#[test]
+fn a_communicator_that_cannot_be_made_is_an_error_on_all_ranks() {
+    unsafe extern "C" fn refuse(
+        _: *mut RawCommunicator,
+        _: c_int,
+        _: UniqueId,
+        _: c_int,
+        _: *mut annulus_cuda::device::nccl::Config,
+    ) -> Status {
+        2
+    }
+    // rank 0 waits in vain for the other, but no longer than the deadline
+    let (errors, took) = meet([Ok(nccl_symbols()), Ok(with(|symbols| symbols.init_rank = refuse))], Duration::from_millis(500));
+    let [first, second] = errors.map(|error| error.unwrap().to_string());
+    assert!(first.contains("did not end before the deadline"), "{first}");
+    assert!(second.contains("ncclCommInitRankConfig: unhandled system error (status 2)"), "{second}");
+    assert!(took < Duration::from_secs(10), "{took:?}");
+}
+
+#[test]
+fn a_peer_that_does_not_come_is_named_at_the_deadline() {
+    let mut ring = threads::ring(2);
+    let device = Device::with_symbols(emulator::symbols(), next_device()).unwrap();
+    let error = Nccl::with_symbols(ring.remove(0), &device, Ok(nccl_symbols()), Duration::from_millis(200)).unwrap_err();
+    assert!(matches!(error, Error::Timeout { peer: 1, .. }), "{error}");
+}
+
+/// Two ranks of which each sends 8 bytes to the other, in two pieces; rank 1 through `table`. What each says.
+fn swap(table: NcclSymbols, deadline: Duration) -> (Vec<Result<Vec<u8>>>, Duration) {
+    let began = Instant::now();
+    let run = |rank: usize, inner: Threads| -> Result<Vec<u8>> {
+        let device = Device::with_symbols(emulator::symbols(), next_device())?;
+        let stream = Stream::new(&device)?;
+        let symbols = if rank == 1 { table } else { nccl_symbols() };
+        let nccl = Nccl::with_symbols(inner, &device, Ok(symbols), DEADLINE)?;
+        let mut transport = Deadline::<_, CudaSpace>::new(nccl, deadline)?;
+        let [from, to] = [CudaBuffer::new(&device, 16)?, CudaBuffer::new(&device, 8)?];
+        let bytes: Vec<u8> = (0..16).map(|byte| byte + 100 * rank as u8).collect();
+        // SAFETY: the buffer is as long as the bytes.
+        unsafe { stream.copy_to_device(from.address(), &bytes)? };
+        let ready = stream.record()?;
+        // the two sides are cut differently
+        let pieces = if rank == 0 { vec![0..2, 10..16] } else { std::iter::once(4..12).collect() };
+        let hop = |ranges: &[std::ops::Range<u64>]| Hop { peer: 1 - rank, channel: Channel::Block, tag: 7, step: 3, ranges: ranges.into() };
+        let receive = hop(std::slice::from_ref(&(0..8)));
+        let send = Outgoing { hop: hop(&pieces), buffer: &from, ready: &ready };
+        transport.post(&[send], &mut vec![Incoming { hop: receive.clone(), buffer: to }])?;
+        let arrived = loop {
+            if let Some(arrived) = transport.take(&receive)? {
+                break arrived;
+            }
+            transport.progress(Duration::from_millis(1))?;
+        };
+        while transport.pending() {
+            transport.progress(Duration::from_millis(1))?;
+        }
+        stream.wait_for(&arrived.ready)?;
+        let mut got = vec![0; 8];
+        // SAFETY: the buffer is as long as the bytes.
+        unsafe { stream.copy_to_host(&mut got, arrived.buffer.address(), DEADLINE)? };
+        Ok(got)
+    };
+    let said = each_rank(threads::ring(2), |rank, inner| Ok(run(rank, inner)));
+    (said.unwrap_or_else(|error| vec![Err(error)]), began.elapsed())
+}
+
+#[test]
+fn messages_in_pieces_arrive_in_one() {
+    let (said, _) = swap(nccl_symbols(), DEADLINE);
+    assert_eq!(said, [Ok((104..112).collect()), Ok(vec![0, 1, 10, 11, 12, 13, 14, 15])]);
+}
+
+/// A table through which a transfer fails after it was posted.
+fn failing() -> NcclSymbols {
+    thread_local! {
+        static GROUPS: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
+    }
+    unsafe extern "C" fn end() -> Status {
+        GROUPS.set(GROUPS.get() + 1);
+        // SAFETY: no arguments.
+        unsafe { (nccl_symbols().group_end)() }
+    }
+    unsafe extern "C" fn state(communicator: RawCommunicator, status: *mut Status) -> Status {
+        if GROUPS.get() > 0 {
+            // SAFETY: a valid pointer, as NCCL's function is given.
+            unsafe { *status = 6 };
+            return 0;
+        }
+        // SAFETY: as NCCL's function is given.
+        unsafe { (nccl_symbols().async_error)(communicator, status) }
+    }
+    with(|symbols| (symbols.group_end, symbols.async_error) = (end, state))
+}
+
+#[test]
+fn a_failure_that_is_told_later_kills_the_ring_on_both_sides() {
+    let (said, took) = swap(failing(), DEADLINE);
+    let [first, second] = [0, 1].map(|rank: usize| said[rank].clone().unwrap_err());
+    assert!(matches!(&second, Error::Comm { peer: 0, step: 3, what } if what.contains("remote process exited")), "{second}");
+    assert!(matches!(&first, Error::Aborted { rank: 1, .. }), "{first}");
+    assert!(took < Duration::from_secs(10), "{took:?}");
+}
+
+#[test]
+fn an_abort_that_hangs_is_told_in_time() {
+    unsafe extern "C" fn hang(_: RawCommunicator) -> Status {
+        std::thread::sleep(Duration::from_secs(20));
+        0
+    }
+    let mut table = failing();
+    table.abort = hang;
+    let (said, took) = swap(table, DEADLINE);
+    let second = said[1].clone().unwrap_err().to_string();
+    assert!(second.contains("remote process exited") && second.contains("ncclCommAbort did not return within 1.0 s"), "{second}");
+    assert!(took < Duration::from_secs(10), "{took:?}");
+}
+
+#[test]
+fn a_group_that_is_refused_names_the_call() {
+    unsafe extern "C" fn refuse(
+        _: *const std::ffi::c_void,
+        _: usize,
+        _: c_int,
+        _: c_int,
+        _: RawCommunicator,
+        _: annulus_cuda::device::cudarc::driver::sys::CUstream,
+    ) -> Status {
+        4
+    }
+    let (said, _) = swap(with(|symbols| symbols.send = refuse), DEADLINE);
+    let second = said[1].clone().unwrap_err();
+    assert!(matches!(&second, Error::Comm { peer: 0, step: 3, what } if what.starts_with("ncclSend: invalid argument")), "{second}");
+}
+
+#[test]
+fn a_transfer_that_is_never_accepted_ends_at_the_deadline() {
+    unsafe extern "C" fn end() -> Status {
+        // what was grouped is lost
+        // SAFETY: no arguments.
+        unsafe { (nccl_symbols().group_end)() };
+        0
+    }
+    thread_local! {
+        static BUSY: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+    }
+    unsafe extern "C" fn start() -> Status {
+        BUSY.set(true);
+        // SAFETY: no arguments.
+        unsafe { (nccl_symbols().group_start)() }
+    }
+    unsafe extern "C" fn state(communicator: RawCommunicator, status: *mut Status) -> Status {
+        if BUSY.get() {
+            // SAFETY: a valid pointer, as NCCL's function is given.
+            unsafe { *status = 7 };
+            return 0;
+        }
+        // SAFETY: as NCCL's function is given.
+        unsafe { (nccl_symbols().async_error)(communicator, status) }
+    }
+    let (said, took) =
+        swap(with(|symbols| (symbols.group_start, symbols.group_end, symbols.async_error) = (start, end, state)), Duration::from_secs(1));
+    for error in said {
+        let error = error.unwrap_err();
+        assert!(matches!(error, Error::Timeout { .. } | Error::Aborted { .. }), "{error}");
+    }
+    assert!(took < Duration::from_secs(10), "{took:?}");
+}
+
+#[test]
+fn a_borrowed_communicator_must_fit_and_outlives_the_ring() {
+    let device = Device::with_symbols(emulator::symbols(), next_device()).unwrap();
+    let symbols = nccl_symbols();
+    let make = |ranks, rank| {
+        let (mut id, mut communicator) = (UniqueId([0; UniqueId::BYTES]), std::ptr::null_mut());
+        // SAFETY: pointers to locals; the emulator does not read the last.
+        unsafe {
+            (symbols.unique_id)(&raw mut id);
+            (symbols.init_rank)(&raw mut communicator, ranks, id, rank, std::ptr::null_mut());
+        }
+        communicator
+    };
+    for (ranks, rank) in [(2, 1), (1, 0)] {
+        let communicator = make(ranks, rank);
+        // SAFETY: it was just made, and is destroyed after the ring has gone.
+        let made = unsafe { Nccl::borrowed(threads::ring(1).remove(0), &device, symbols, communicator, DEADLINE) };
+        match made {
+            Ok(ring) => drop(ring),
+            Err(error) => assert_eq!((ranks, error.to_string().as_str()), (2, "communicator: got (1, 2), want (0, 1)")),
+        }
+        // SAFETY: it is still there.
+        assert_eq!(unsafe { (symbols.destroy)(communicator) }, 0);
+    }
+}

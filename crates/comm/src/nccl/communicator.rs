@@ -1,0 +1,211 @@
+//! A communicator that does not block, and calls that end at a deadline whatever the library does.
+
+use std::{
+    ffi::c_int,
+    sync::mpsc::channel,
+    time::{Duration, Instant},
+};
+
+use annulus_core::{Error, Result};
+use annulus_device_cuda::{
+    Device, Stream,
+    nccl::{BYTES, Config, IN_PROGRESS, NcclSymbols, RawCommunicator, SUCCESS, Status, UniqueId},
+};
+
+use super::comm;
+
+/// No abort is waited for longer than this.
+const GIVE_UP: Duration = Duration::from_secs(1);
+/// How often a new communicator is asked.
+const POLL: Duration = Duration::from_millis(1);
+
+/// What a communicator says of itself.
+pub(super) enum State {
+    /// The last group was accepted.
+    Good,
+    /// Something goes on.
+    Busy,
+}
+
+pub(super) struct Communicator {
+    symbols: NcclSymbols,
+    device: Device,
+    handle: Handle,
+    owned: bool,
+    /// Aborted or destroyed: it must not be touched again.
+    gone: bool,
+}
+
+#[derive(Clone, Copy)]
+struct Handle(RawCommunicator);
+
+// SAFETY: a communicator is a handle that any thread may use, one at a time.
+unsafe impl Send for Handle {}
+
+impl Handle {
+    /// The handle as a whole: a closure that used its field would capture a pointer.
+    const fn raw(self) -> RawCommunicator {
+        self.0
+    }
+}
+
+/// Calls on a thread of its own with the device current; `None` if it has not returned in time. Then the thread is left behind.
+fn within<R: Send + 'static>(deadline: Duration, device: &Device, call: impl FnOnce() -> R + Send + 'static) -> Option<R> {
+    let (sender, receiver) = channel();
+    let device = device.clone();
+    std::thread::spawn(move || {
+        // on a device that has failed the call says so itself; an abort is due all the same
+        device.make_current().unwrap_or_default();
+        // who waited may have gone
+        sender.send(call()).unwrap_or_default();
+    });
+    receiver.recv_timeout(deadline).ok()
+}
+
+fn check(symbols: &NcclSymbols, name: &str, status: Status) -> Result<(), String> {
+    if status == SUCCESS || status == IN_PROGRESS { Ok(()) } else { Err(format!("{name}: {}", symbols.words(status))) }
+}
+
+/// A new id.
+pub(super) fn unique_id(symbols: &NcclSymbols, device: &Device) -> Result<UniqueId> {
+    device.make_current()?;
+    let mut id = UniqueId([0; UniqueId::BYTES]);
+    // SAFETY: a pointer to a local.
+    let status = unsafe { (symbols.unique_id)(&raw mut id) };
+    check(symbols, "ncclGetUniqueId", status).map_err(|what| comm(0, 0, what))?;
+    Ok(id)
+}
+
+impl Communicator {
+    /// Makes one with all ranks that have this id.
+    pub(super) fn join(symbols: NcclSymbols, device: &Device, id: UniqueId, rank: usize, ranks: usize, until: Instant) -> Result<Self> {
+        let left = || until.saturating_duration_since(Instant::now());
+        let number = |value: usize| c_int::try_from(value).map_err(|_| Error::unsupported(format!("a ring of {ranks} ranks"), "NCCL"));
+        let (own, all) = (number(rank)?, number(ranks)?);
+        let late = || comm(rank, 0, "ncclCommInitRankConfig did not end before the deadline".into());
+        let call = move || {
+            let mut handle: RawCommunicator = std::ptr::null_mut();
+            let mut config = Config::NON_BLOCKING;
+            // SAFETY: pointers to locals, of which NCCL keeps none.
+            let status = unsafe { (symbols.init_rank)(&raw mut handle, all, id, own, &raw mut config) };
+            (Handle(handle), status)
+        };
+        let (handle, status) = within(left(), device, call).ok_or_else(late)?;
+        let mut made = Self { symbols, device: device.clone(), handle, owned: true, gone: handle.0.is_null() };
+        let mut said = check(&symbols, "ncclCommInitRankConfig", status).map_err(|what| comm(rank, 0, what));
+        while said.is_ok() {
+            match made.state() {
+                Ok(State::Good) => return Ok(made),
+                Ok(State::Busy) if left().is_zero() => said = Err(late()),
+                Ok(State::Busy) => std::thread::sleep(POLL),
+                Err(what) => said = Err(comm(rank, 0, what)),
+            }
+        }
+        match (said, made.abort()) {
+            (Err(Error::Comm { peer, step, what }), Err(hung)) => Err(comm(peer, step, format!("{what}; {hung}"))),
+            (Err(error), _) => Err(error),
+            (Ok(()), _) => Ok(made),
+        }
+    }
+
+    /// A caller's.
+    ///
+    /// # Safety
+    /// It is a communicator of this library on this device, and outlives this.
+    pub(super) unsafe fn borrowed(symbols: NcclSymbols, device: &Device, handle: RawCommunicator) -> Self {
+        Self { symbols, device: device.clone(), handle: Handle(handle), owned: false, gone: false }
+    }
+
+    /// This rank and all ranks, as it counts them.
+    pub(super) fn place(&self) -> Result<(usize, usize)> {
+        let (mut rank, mut ranks) = (0, 0);
+        // SAFETY: the communicator is alive, and both point to locals.
+        let (one, other) =
+            unsafe { ((self.symbols.user_rank)(self.handle.0, &raw mut rank), (self.symbols.count)(self.handle.0, &raw mut ranks)) };
+        check(&self.symbols, "ncclCommUserRank", one).map_err(|what| comm(0, 0, what))?;
+        check(&self.symbols, "ncclCommCount", other).map_err(|what| comm(0, 0, what))?;
+        Ok((rank.unsigned_abs() as usize, ranks.unsigned_abs() as usize))
+    }
+
+    /// What it says of itself, or what went wrong.
+    pub(super) fn state(&self) -> Result<State, String> {
+        if self.gone {
+            return Err("the communicator is gone".into());
+        }
+        self.device.make_current().map_err(|error| error.to_string())?;
+        let mut status = SUCCESS;
+        // SAFETY: the communicator is alive, and the pointer is to a local.
+        let asked = unsafe { (self.symbols.async_error)(self.handle.0, &raw mut status) };
+        check(&self.symbols, "ncclCommGetAsyncError", asked)?;
+        check(&self.symbols, "NCCL", status)?;
+        Ok(if status == IN_PROGRESS { State::Busy } else { State::Good })
+    }
+
+    /// Queues a group: address, bytes and peer of each message, in an order that both sides of a pair share.
+    ///
+    /// # Errors
+    /// What failed, and the peer of the message where it is one's.
+    ///
+    /// # Safety
+    /// Every address is that of as many bytes of the device's memory, which are kept until the stream's work is done.
+    pub(super) unsafe fn group(
+        &self,
+        sends: &[(u64, u64, usize)],
+        receives: &[(u64, u64, usize)],
+        stream: &Stream,
+    ) -> Result<(), (Option<usize>, String)> {
+        let symbols = &self.symbols;
+        let nobody = |what: String| (None, what);
+        self.device.make_current().map_err(|error| nobody(error.to_string()))?;
+        // SAFETY: no arguments.
+        check(symbols, "ncclGroupStart", unsafe { (symbols.group_start)() }).map_err(nobody)?;
+        let mut queued = Ok(());
+        for (send, &(at, bytes, peer)) in sends.iter().map(|side| (true, side)).chain(receives.iter().map(|side| (false, side))) {
+            let (Ok(bytes), Ok(number)) = (usize::try_from(bytes), c_int::try_from(peer)) else {
+                queued = Err((Some(peer), format!("a message of {bytes} bytes")));
+                break;
+            };
+            // SAFETY: as promised; the communicator is alive.
+            let (name, status) = unsafe {
+                if send {
+                    ("ncclSend", (symbols.send)(at as *const _, bytes, BYTES, number, self.handle.0, stream.handle()))
+                } else {
+                    ("ncclRecv", (symbols.receive)(at as *mut _, bytes, BYTES, number, self.handle.0, stream.handle()))
+                }
+            };
+            if let Err(what) = check(symbols, name, status) {
+                queued = Err((Some(peer), what));
+                break;
+            }
+        }
+        // SAFETY: no arguments. A group that was begun is ended, whatever was said in between.
+        let ended = check(symbols, "ncclGroupEnd", unsafe { (symbols.group_end)() }).map_err(nobody);
+        queued.and(ended)
+    }
+
+    /// Gives up what is under way.
+    ///
+    /// # Errors
+    /// What hangs, if it does not return in time.
+    pub(super) fn abort(&mut self) -> Result<(), String> {
+        if !self.owned || std::mem::replace(&mut self.gone, true) {
+            return Ok(());
+        }
+        let (symbols, handle) = (self.symbols, self.handle);
+        // SAFETY: alive, and not touched after this.
+        let returned = within(GIVE_UP, &self.device, move || unsafe { (symbols.abort)(handle.raw()) });
+        returned.map(drop).ok_or_else(|| format!("ncclCommAbort did not return within {:.1} s", GIVE_UP.as_secs_f64()))
+    }
+
+    /// The end of its life; with work under way, an abort.
+    pub(super) fn leave(&mut self, under_way: bool) {
+        if under_way {
+            // a hang has no one left to be told
+            self.abort().unwrap_or_default();
+        } else if self.owned && !std::mem::replace(&mut self.gone, true) {
+            let (symbols, handle) = (self.symbols, self.handle);
+            // SAFETY: alive, and not touched after this.
+            within(GIVE_UP, &self.device, move || unsafe { (symbols.destroy)(handle.raw()) });
+        }
+    }
+}

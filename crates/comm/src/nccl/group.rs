@@ -1,0 +1,174 @@
+//! The messages of one post: from buffers to NCCL's calls and back.
+
+use annulus_core::{Arrived, Hop, Incoming, Outgoing, Result, index};
+use annulus_device_cuda::{CudaBuffer, CudaSpace, Event, Stream};
+
+use super::{Side, comm, communicator::Communicator};
+
+/// Posted, and not handed over yet.
+pub(super) struct Group {
+    sends: Vec<(Side, Event)>,
+    receives: Vec<Side>,
+}
+
+/// Handed over. Everything that NCCL touches is co-owned here until its work is done.
+pub(super) struct Flying {
+    sends: Vec<Side>,
+    receives: Vec<Side>,
+    /// Of each receive that lies in pieces: where it comes in one.
+    landing: Vec<Option<CudaBuffer>>,
+    /// After all of it, once NCCL has accepted it.
+    done: Option<Event>,
+}
+
+/// Receives that are done.
+type Arrivals = Vec<(Hop, Arrived<CudaSpace>)>;
+
+/// Buffers on the device for messages that lie in pieces. All work on them is in one stream, so that they serve again at once.
+#[derive(Default)]
+pub(super) struct Scratch(Vec<CudaBuffer>);
+
+impl Scratch {
+    /// A buffer of at least `bytes`; the smallest there is.
+    fn take(&mut self, bytes: u64, stream: &Stream) -> Result<CudaBuffer> {
+        let fitting = self.0.iter().enumerate().filter(|(_, buffer)| buffer.len() >= bytes);
+        match fitting.min_by_key(|(_, buffer)| buffer.len()) {
+            Some((place, _)) => Ok(self.0.swap_remove(place)),
+            None => CudaBuffer::new(stream.device(), bytes),
+        }
+    }
+}
+
+/// The order of messages that both ends of a pair share.
+fn order(hop: &Hop) -> (usize, annulus_core::Channel, u64) {
+    (hop.peer, hop.channel, hop.tag)
+}
+
+/// Where a message in one piece lies.
+fn whole(hop: &Hop) -> Option<u64> {
+    match &*hop.ranges {
+        [only] => Some(only.start),
+        _ => None,
+    }
+}
+
+/// Copies between a message in pieces and one in one piece.
+fn copy(stream: &Stream, hop: &Hop, pieces: &CudaBuffer, one: &CudaBuffer, to_pieces: bool) -> Result<()> {
+    let mut at = one.address();
+    for range in hop.ranges.iter() {
+        let bytes = range.end - range.start;
+        let (to, from) = if to_pieces { (pieces.address() + range.start, at) } else { (at, pieces.address() + range.start) };
+        // SAFETY: the ranges lie within `pieces`, as was checked when they were posted, and together within `one`; both are kept until the work is done.
+        unsafe { stream.copy_on_device(to, from, index(bytes))? };
+        at += bytes;
+    }
+    Ok(())
+}
+
+impl Group {
+    pub(super) fn new(sends: &[Outgoing<'_, CudaSpace>], receives: &mut Vec<Incoming<CudaSpace>>) -> Self {
+        let own = |send: &Outgoing<'_, CudaSpace>| ((send.hop.clone(), send.buffer.clone()), send.ready.clone());
+        let mut sends: Vec<_> = sends.iter().map(own).collect();
+        let mut receives: Vec<Side> = receives.drain(..).map(|Incoming { hop, buffer }| (hop, buffer)).collect();
+        sends.sort_by_key(|((hop, _), _)| order(hop));
+        receives.sort_by_key(|(hop, _)| order(hop));
+        Self { sends, receives }
+    }
+
+    /// The other end and the step of the first message.
+    pub(super) fn first(&self) -> Option<(usize, usize)> {
+        let hops = self.receives.iter().chain(self.sends.iter().map(|(side, _)| side));
+        hops.map(|(hop, _)| (hop.peer, hop.step)).next()
+    }
+
+    pub(super) fn receives(&self) -> impl Iterator<Item = &Hop> {
+        self.receives.iter().map(|(hop, _)| hop)
+    }
+
+    pub(super) fn sends(&self) -> bool {
+        !self.sends.is_empty()
+    }
+
+    /// Queues it, after whatever its buffers wait for.
+    pub(super) fn hand_over(self, communicator: &Communicator, stream: &Stream, scratch: &mut Scratch) -> Result<Flying> {
+        let (peer, step) = self.first().unwrap_or_default();
+        let mut used = Vec::new();
+        let mut outgoing = Vec::with_capacity(self.sends.len());
+        for ((hop, buffer), ready) in &self.sends {
+            stream.wait_for(ready)?;
+            let at = match whole(hop) {
+                Some(start) => buffer.address() + start,
+                None => {
+                    let one = scratch.take(hop.bytes(), stream)?;
+                    copy(stream, hop, buffer, &one, false)?;
+                    used.push(one);
+                    used.last().map_or(0, CudaBuffer::address)
+                }
+            };
+            outgoing.push((at, hop.bytes(), hop.peer));
+        }
+        let (mut incoming, mut landing) = (Vec::with_capacity(self.receives.len()), Vec::with_capacity(self.receives.len()));
+        for (hop, buffer) in &self.receives {
+            // work that was queued on it earlier comes first
+            buffer.wait_on(stream)?;
+            let one = if whole(hop).is_some() { None } else { Some(scratch.take(hop.bytes(), stream)?) };
+            let at = one.as_ref().map_or_else(|| buffer.address() + whole(hop).unwrap_or(0), CudaBuffer::address);
+            incoming.push((at, hop.bytes(), hop.peer));
+            landing.push(one);
+        }
+        // no bytes are no message, on both sides
+        for side in [&mut outgoing, &mut incoming] {
+            side.retain(|&(_, bytes, _)| bytes > 0);
+        }
+        if !outgoing.is_empty() || !incoming.is_empty() {
+            // SAFETY: the ranges were checked against their buffers, which `Flying` keeps.
+            let queued = unsafe { communicator.group(&outgoing, &incoming, stream) };
+            queued.map_err(|(named, what)| comm(named.unwrap_or(peer), step, what))?;
+        }
+        scratch.0.extend(used);
+        let sends = self.sends.into_iter().map(|(side, _)| side).collect();
+        Ok(Flying { sends, receives: self.receives, landing, done: None })
+    }
+}
+
+impl Flying {
+    pub(super) fn first(&self) -> Option<(usize, usize)> {
+        self.receives.iter().chain(&self.sends).map(|(hop, _)| (hop.peer, hop.step)).next()
+    }
+
+    pub(super) fn receives(&self) -> impl Iterator<Item = &Hop> {
+        self.receives.iter().map(|(hop, _)| hop)
+    }
+
+    pub(super) fn sends(&self) -> bool {
+        !self.sends.is_empty()
+    }
+
+    /// NCCL has accepted it: what comes now into the stream comes after it.
+    pub(super) fn mark(&mut self, stream: &Stream, scratch: &mut Scratch) -> Result<()> {
+        for ((hop, buffer), landing) in self.receives.iter().zip(&mut self.landing) {
+            if let Some(one) = landing.take() {
+                copy(stream, hop, buffer, &one, true)?;
+                scratch.0.push(one);
+            }
+        }
+        let done = stream.record()?;
+        // a buffer that is sent keeps its last use, which may be a kernel's: nobody writes to it while it is co-owned here
+        for (_, buffer) in &self.receives {
+            buffer.touched_before(&done);
+        }
+        self.done = Some(done);
+        Ok(())
+    }
+
+    /// What has come, once all is done. Given back once.
+    pub(super) fn landed(&mut self) -> Result<Option<Arrivals>> {
+        let Some(done) = self.done.as_ref() else { return Ok(None) };
+        if !done.passed()? {
+            return Ok(None);
+        }
+        let ready = done.clone();
+        let arrive = |(hop, buffer)| (hop, Arrived { buffer, ready: ready.clone() });
+        Ok(Some(self.receives.drain(..).map(arrive).collect()))
+    }
+}

@@ -1,0 +1,147 @@
+//! The functions of NCCL that are called, as a table: the system's, or any other with the same meaning.
+//!
+//! Types are as in `nccl.h` since NCCL 2.14, the first with communicators that do not block.
+
+use std::ffi::{c_char, c_int, c_uint, c_void};
+
+use annulus_core::{Error, Result};
+use cudarc::driver::sys::CUstream;
+use libloading::Library;
+
+/// What a function says: [`SUCCESS`], [`IN_PROGRESS`], or a failure.
+pub type Status = c_int;
+/// It went well.
+pub const SUCCESS: Status = 0;
+/// It goes on; ask [`NcclSymbols::async_error`].
+pub const IN_PROGRESS: Status = 7;
+/// Bytes, as an element type.
+pub const BYTES: c_int = 1;
+
+/// A communicator's handle.
+pub type RawCommunicator = *mut c_void;
+
+/// What ranks that belong together have in common.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct UniqueId(pub [u8; Self::BYTES]);
+
+impl UniqueId {
+    /// Its length.
+    pub const BYTES: usize = 128;
+}
+
+/// How a communicator is made: `ncclConfig_t` as of 2.14, which newer libraries take for what it is by its size.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Config {
+    size: usize,
+    magic: c_uint,
+    version: c_uint,
+    blocking: c_int,
+}
+
+impl Config {
+    /// Calls do not wait for peers.
+    pub const NON_BLOCKING: Self = Self { size: size_of::<Self>(), magic: 0xcafe_beef, version: 21400, blocking: 0 };
+}
+
+macro_rules! table {
+    ($($field:ident = $symbol:ident($($argument:ty),*) -> $result:ty;)*) => {
+        /// Functions of NCCL.
+        #[derive(Debug, Clone, Copy)]
+        pub struct NcclSymbols {
+            $(
+                #[doc = concat!("`", stringify!($symbol), "`.")]
+                pub $field: unsafe extern "C" fn($($argument),*) -> $result,
+            )*
+        }
+
+        impl NcclSymbols {
+            /// Finds every function in a library.
+            ///
+            /// # Safety
+            /// The library is NCCL, and stays loaded.
+            unsafe fn of(library: &Library) -> Result<Self> {
+                // SAFETY: as promised, so that every symbol has the type that NCCL's header gives it.
+                unsafe {
+                    Ok(Self {
+                        $($field: *library.get::<unsafe extern "C" fn($($argument),*) -> $result>(stringify!($symbol).as_bytes()).map_err(
+                            |_| Error::unsupported("NCCL", format!("this machine: its library has no {}", stringify!($symbol))),
+                        )?,)*
+                    })
+                }
+            }
+        }
+    };
+}
+
+table! {
+    version = ncclGetVersion(*mut c_int) -> Status;
+    unique_id = ncclGetUniqueId(*mut UniqueId) -> Status;
+    init_rank = ncclCommInitRankConfig(*mut RawCommunicator, c_int, UniqueId, c_int, *mut Config) -> Status;
+    count = ncclCommCount(RawCommunicator, *mut c_int) -> Status;
+    user_rank = ncclCommUserRank(RawCommunicator, *mut c_int) -> Status;
+    async_error = ncclCommGetAsyncError(RawCommunicator, *mut Status) -> Status;
+    abort = ncclCommAbort(RawCommunicator) -> Status;
+    destroy = ncclCommDestroy(RawCommunicator) -> Status;
+    group_start = ncclGroupStart() -> Status;
+    group_end = ncclGroupEnd() -> Status;
+    send = ncclSend(*const c_void, usize, c_int, c_int, RawCommunicator, CUstream) -> Status;
+    receive = ncclRecv(*mut c_void, usize, c_int, c_int, RawCommunicator, CUstream) -> Status;
+    error_string = ncclGetErrorString(Status) -> *const c_char;
+}
+
+impl NcclSymbols {
+    /// The oldest version that will do.
+    pub const OLDEST: c_int = 21400;
+
+    /// The NCCL of this machine.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if there is none, or it is too old.
+    pub fn system() -> Result<Self> {
+        // SAFETY: loading a library runs its initialisers; NCCL's may run at any time, on any thread.
+        let found = ["libnccl.so.2", "libnccl.so"].into_iter().find_map(|name| unsafe { Library::new(name) }.ok());
+        let library = found.ok_or_else(|| Error::unsupported("NCCL", "this machine: no library (libnccl.so.2 was not found)"))?;
+        // never unloaded: the table has no lifetime
+        let library: &'static Library = Box::leak(Box::new(library));
+        // SAFETY: it is NCCL by its name, and stays loaded.
+        let symbols = unsafe { Self::of(library)? };
+        symbols.checked()
+    }
+
+    /// Itself, if it is new enough.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    pub fn checked(self) -> Result<Self> {
+        self.number().map(|_| self)
+    }
+
+    /// Its version: 22809 is 2.28.9.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if it does not say or is too old.
+    pub fn number(&self) -> Result<c_int> {
+        let mut version = 0;
+        // SAFETY: a pointer to a local.
+        let status = unsafe { (self.version)(&raw mut version) };
+        if status != SUCCESS || version < Self::OLDEST {
+            let oldest = Self::OLDEST;
+            return Err(Error::unsupported("NCCL", format!("this machine: its version is {version}, {oldest} or newer is needed")));
+        }
+        Ok(version)
+    }
+
+    /// What a status means, in NCCL's words.
+    pub fn words(&self, status: Status) -> String {
+        // SAFETY: NCCL answers with a text that ends at a 0 and is never freed.
+        let text = unsafe { (self.error_string)(status) };
+        if text.is_null() {
+            return format!("status {status}");
+        }
+        // SAFETY: as above.
+        let words = unsafe { std::ffi::CStr::from_ptr(text) };
+        format!("{} (status {status})", words.to_string_lossy())
+    }
+}
