@@ -75,12 +75,15 @@ struct Parts {
     matrices: Option<Matrices>,
     most_binding: u64,
     alignment: u64,
-    pipelines: Mutex<HashMap<Variant, Arc<Pipeline>>>,
+    pipelines: Mutex<HashMap<Variant, Place>>,
     staging: Staging,
     lost: Arc<Mutex<Option<String>>>,
     /// Bound where a kernel has a binding that this plan has nothing for.
     nothing: wgpu::Buffer,
 }
+
+/// Where a kernel goes once it is compiled; locked by the one who compiles it.
+type Place = Arc<Mutex<Option<Arc<Pipeline>>>>;
 
 /// A kernel, compiled.
 pub(crate) struct Pipeline {
@@ -364,9 +367,11 @@ impl Gpu {
         })
     }
 
-    /// A kernel, compiled once for all plans on this device.
+    /// A kernel, compiled once for all plans on this device: ranks that want the same one at the same time wait for the first of them.
     pub(crate) fn pipeline(&self, variant: Variant) -> Result<Arc<Pipeline>> {
-        if let Some(pipeline) = lock(&self.0.pipelines).get(&variant) {
+        let place = Arc::clone(lock(&self.0.pipelines).entry(variant).or_default());
+        let mut place = lock(&place);
+        if let Some(pipeline) = &*place {
             return Ok(Arc::clone(pipeline));
         }
         let Source { wgsl, bindings, numbers } = variant.source();
@@ -411,7 +416,7 @@ impl Gpu {
             Pipeline { pipeline, layout, numbers }
         })?;
         let made = Arc::new(made);
-        lock(&self.0.pipelines).insert(variant, Arc::clone(&made));
+        *place = Some(Arc::clone(&made));
         Ok(made)
     }
 }
