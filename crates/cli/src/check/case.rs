@@ -15,7 +15,7 @@ use crate::{
 };
 
 /// A case computes in moments: a ring that is silent for this long is stuck.
-pub(super) const DEADLINE: Duration = Duration::from_secs(30);
+pub(super) const DEADLINE: Duration = Duration::from_secs(120);
 
 /// A ring to compute on.
 #[derive(Debug, Clone)]
