@@ -14,7 +14,7 @@ use crate::{
     input::{Input, OutputGradients, Share},
 };
 
-/// A case computes in moments: a ring that is silent for this long is stuck.
+/// A case computes in moments, and kernels are compiled in less than a minute: a ring that is silent for this long is stuck.
 pub(super) const DEADLINE: Duration = Duration::from_secs(120);
 
 /// A ring to compute on.
