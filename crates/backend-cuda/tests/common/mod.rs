@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use annulus_comm::{Checksum, Deadline, Fault, Staged, cuda::CudaCopier, threads};
-use annulus_conformance::{Case, Judge, Memory, RingSubject, Setting, Station, Subject};
-use annulus_core::{DType, Dims, Element, Error, Result, Spec};
+use annulus_conformance::{Case, HostMemory, HostTensor, Judge, Memory, RingSubject, Setting, Station, Subject};
+use annulus_core::{DType, Dims, Element, Error, HostView, HostViewMut, Result, Spec};
 use annulus_cuda::{
     Cuda,
-    device::{CudaSpace, CudaTensor, CudaView, CudaViewMut, Stream},
+    device::{CudaBlocks, CudaSpace, CudaTensor, CudaView, CudaViewMut, Stream},
 };
 use ndarray::{Array4, ArrayView4};
 
@@ -54,6 +54,30 @@ impl Memory for CudaMemory {
 
     fn view_mut<'a>(&self, tensor: &'a mut CudaTensor) -> CudaViewMut<'a> {
         tensor.view_mut()
+    }
+}
+
+/// Host memory, of those whose blocks are on a device.
+pub(crate) struct TensorsOnHost;
+
+impl Memory for TensorsOnHost {
+    type Space = CudaBlocks;
+    type Tensor = HostTensor;
+
+    fn upload(&self, numbers: ArrayView4<'_, f64>, dtype: DType) -> Result<HostTensor> {
+        HostMemory.upload(numbers, dtype)
+    }
+
+    fn download(&self, tensor: &HostTensor) -> Result<Array4<f64>> {
+        HostMemory.download(tensor)
+    }
+
+    fn view<'a>(&self, tensor: &'a HostTensor) -> HostView<'a> {
+        HostMemory.view(tensor)
+    }
+
+    fn view_mut<'a>(&self, tensor: &'a mut HostTensor) -> HostViewMut<'a> {
+        HostMemory.view_mut(tensor)
     }
 }
 

@@ -6,15 +6,15 @@ use std::{
     time::Duration,
 };
 
-use annulus_comm::{Deadline, threads};
-use annulus_conformance::{HostMemory, RingSubject, Station, Subject};
+use annulus_comm::{Deadline, Staged, cuda::CudaCopier, threads};
+use annulus_conformance::{RingSubject, Station, Subject};
 use annulus_core::Result;
 use annulus_cuda::{
     Cuda, Hosted,
-    device::{Cache, Compiler, Device, Stream, emulator},
+    device::{Cache, Compiler, CudaBlocks, Device, Stream, emulator},
 };
 
-use crate::common::{DEADLINE, staged};
+use crate::common::{DEADLINE, TensorsOnHost, staged};
 
 /// A device of its own for every rank of every run, so that one that has failed disturbs nobody.
 pub(crate) fn next_device() -> usize {
@@ -49,12 +49,14 @@ pub(crate) fn plain() -> impl Subject {
     subject(&[], Duration::ZERO)
 }
 
-/// Emulated devices for tensors and blocks in host memory.
+/// Emulated devices for tensors in host memory.
 pub(crate) fn hosted() -> impl Subject {
-    RingSubject::new("hosted emulated cuda over threads", |ranks| -> Result<Vec<Station<HostMemory, Hosted>>> {
+    RingSubject::new("hosted emulated cuda over staged threads", |ranks| -> Result<Vec<Station<TensorsOnHost, Hosted>>> {
         let station = |transport| {
-            let transport = Box::new(Deadline::new(transport, DEADLINE)?);
-            Ok(Station { memory: HostMemory, backend: Hosted::new(emulated(&[])?), transport })
+            let cuda = emulated(&[])?;
+            let staged = Staged::<_, CudaBlocks>::new(transport, CudaCopier::new(cuda.stream().device())?);
+            let transport = Box::new(Deadline::new(staged, DEADLINE)?);
+            Ok(Station { memory: TensorsOnHost, backend: Hosted::new(cuda), transport })
         };
         threads::ring(ranks).into_iter().map(station).collect()
     })
