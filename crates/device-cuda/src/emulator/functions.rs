@@ -116,6 +116,11 @@ pub fn allocations(ordinal: usize) -> usize {
     context_of(ordinal).map_or(0, |context| lock(&context.memory).len())
 }
 
+/// The most bytes that device `ordinal` has held at once, pinned ones among them.
+pub fn most_bytes(ordinal: usize) -> usize {
+    context_of(ordinal).map_or(0, |context| lock(&context.memory).most_bytes())
+}
+
 unsafe extern "C" fn init(_: c_uint) -> CUresult {
     CUresult::CUDA_SUCCESS
 }
