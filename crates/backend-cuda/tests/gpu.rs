@@ -50,6 +50,11 @@ fn random_cases_hold() {
 }
 
 #[test]
+fn random_cases_hold_where_tensors_are_in_host_memory() {
+    suite::random_cases(&common::hosted("hosted cuda over staged threads", open), 400..500).unwrap();
+}
+
+#[test]
 fn a_sample_of_the_matrix_holds() {
     suite::matrix(&gpu(), Scale::OneIn(3)).unwrap();
 }

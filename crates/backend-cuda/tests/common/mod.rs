@@ -6,7 +6,7 @@ use annulus_comm::{Checksum, Deadline, Fault, Staged, cuda::CudaCopier, threads}
 use annulus_conformance::{Case, HostMemory, HostTensor, Judge, Memory, RingSubject, Setting, Station, Subject};
 use annulus_core::{DType, Dims, Element, Error, HostView, HostViewMut, Result, Spec};
 use annulus_cuda::{
-    Cuda,
+    Cuda, Hosted,
     device::{CudaBlocks, CudaSpace, CudaTensor, CudaView, CudaViewMut, Stream},
 };
 use ndarray::{Array4, ArrayView4};
@@ -92,6 +92,19 @@ pub(crate) fn staged(name: &str, delay: Duration, make: impl Fn() -> Result<Cuda
             Ok(Station { memory, backend, transport: Box::new(Deadline::new(staged, DEADLINE)?) })
         };
         threads::ring(ranks).into_iter().enumerate().map(station).collect()
+    })
+}
+
+/// As [`staged`], on time, for tensors in host memory.
+pub(crate) fn hosted(name: &str, make: impl Fn() -> Result<Cuda>) -> impl Subject {
+    RingSubject::new(name, move |ranks| -> Result<Vec<Station<TensorsOnHost, Hosted>>> {
+        let station = |transport| {
+            let cuda = make()?;
+            let staged = Staged::<_, CudaBlocks>::new(transport, CudaCopier::new(cuda.stream().device())?);
+            let transport = Box::new(Deadline::new(staged, DEADLINE)?);
+            Ok(Station { memory: TensorsOnHost, backend: Hosted::new(cuda), transport })
+        };
+        threads::ring(ranks).into_iter().map(station).collect()
     })
 }
 

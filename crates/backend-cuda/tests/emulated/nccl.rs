@@ -121,7 +121,7 @@ fn a_part_that_has_come_is_there_while_the_next_has_not() {
         let stream = Stream::new(&device)?;
         let table = if rank == 1 { losing_the_third() } else { nccl_symbols() };
         let mut nccl: Box<dyn Transport<CudaSpace>> = Box::new(Nccl::with_symbols(inner, &device, Ok(table), DEADLINE)?);
-        let hop = |tag| Hop { peer: 1 - rank, channel: Channel::Block, tag, step: 4, ranges: [0..8].into() };
+        let hop = |tag| Hop { peer: 1 - rank, channel: Channel::Block, tag, step: 4, ranges: std::iter::once(0..8).collect() };
         let tags = [4, 5, 6];
         if rank == 1 {
             let (buffer, ready) = (CudaBuffer::new(&device, 8)?, stream.record()?);

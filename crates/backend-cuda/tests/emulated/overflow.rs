@@ -1,6 +1,6 @@
 //! Gradients of logits beyond what f16 holds: on matrix units they are rounded to the element type before they meet k and q.
 
-use annulus::{Attention, Backward, Dims, Element, Plan, Tensors};
+use annulus::{Attention, Backward, Dims, Element, Plan, Result, Tensors};
 use annulus_comm::{Staged, cuda::CudaCopier};
 use annulus_cuda::{Hosted, device::CudaBlocks};
 use half::{bf16, f16};
@@ -13,7 +13,7 @@ const DIM: usize = 32;
 
 /// Gradients on the emulated device and on the CPU, where gradients of logits stay f32. Those of the first half of the queries are small, those of the
 /// second half about 10⁵; keys are small, so that dq of all rows is well within what f16 holds.
-fn gradients<T: Element>() -> [Backward<T>; 2] {
+fn gradients<T: Element>() -> Result<[Backward<T>; 2]> {
     let dims = Dims::new(1, ROWS, 1, DIM);
     let tensor = |scale: &dyn Fn(usize) -> f64, shift: usize| {
         Array4::from_shape_fn((1, ROWS, 1, DIM), |(_, i, _, x)| T::from_f64(scale(i) * (((i * 7 + x * 3 + shift) % 11) as f64 / 5.0 - 1.0)))
@@ -29,11 +29,10 @@ fn gradients<T: Element>() -> [Backward<T>; 2] {
         let cuda = emulated(&[])?;
         let copier = CudaCopier::new(cuda.stream().device())?;
         Ok((Hosted::new(cuda), Staged::<_, CudaBlocks>::new(endpoint, copier)))
-    })
-    .unwrap();
-    let mut on_cpu = attention.plan(dims, 1, None).unwrap();
-    let (forward, want) = (on_device.forward(&tensors).unwrap(), on_cpu.forward(&tensors).unwrap());
-    [on_device.backward(&tensors, &forward, dout.view(), None).unwrap(), on_cpu.backward(&tensors, &want, dout.view(), None).unwrap()]
+    })?;
+    let mut on_cpu = attention.plan(dims, 1, None)?;
+    let (forward, want) = (on_device.forward(&tensors)?, on_cpu.forward(&tensors)?);
+    Ok([on_device.backward(&tensors, &forward, dout.view(), None)?, on_cpu.backward(&tensors, &want, dout.view(), None)?])
 }
 
 /// Whether a number is the wanted one, up to a few roundings of `largest`.
@@ -54,7 +53,7 @@ fn rows<T: Element>([got, want]: &[Backward<T>; 2], epsilon: f64) -> Vec<(bool, 
 
 #[test]
 fn what_is_beyond_f16_is_not_finite_and_never_wrong() {
-    let both = gradients::<f16>();
+    let both = gradients::<f16>().unwrap();
     let rows = rows(&both, f64::powi(2.0, -11));
     assert!(rows[..ROWS / 2].iter().all(|&(close, _)| close), "{rows:?}");
     assert!(rows.iter().all(|&(close, lost)| close || lost), "{rows:?}");
@@ -64,7 +63,7 @@ fn what_is_beyond_f16_is_not_finite_and_never_wrong() {
 
 #[test]
 fn bf16_holds_them_all() {
-    let both = gradients::<bf16>();
+    let both = gradients::<bf16>().unwrap();
     let rows = rows(&both, f64::powi(2.0, -8));
     assert!(rows.iter().all(|&(close, _)| close), "{rows:?}");
 }

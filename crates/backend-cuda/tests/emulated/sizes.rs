@@ -2,7 +2,7 @@
 
 use annulus::{Attention, Dims, Ring};
 use annulus_comm::{Deadline, Staged, cuda::CudaCopier, threads};
-use annulus_core::{DType, Gradients, Inputs, Outputs, Result, Saved};
+use annulus_core::{DType, Error, Gradients, Inputs, Outputs, Result, Saved};
 use annulus_cuda::{
     Cuda,
     device::{CudaSpace, CudaTensor, CudaView, CudaViewMut, emulator},
@@ -34,20 +34,18 @@ struct Sparse {
 }
 
 impl Sparse {
-    fn new(bytes: usize) -> Self {
+    fn new(bytes: usize) -> Result<Self> {
+        let (both, lazy) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE);
         // SAFETY: new memory at an address of the system's choice.
-        let start = unsafe {
-            mmap_anonymous(std::ptr::null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE)
-                .unwrap()
-        };
-        Self { start, bytes }
+        let start = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, both, lazy) };
+        Ok(Self { start: start.map_err(|error| Error::Device { what: format!("{bytes} bytes of addresses: {error}") })?, bytes })
     }
 }
 
 impl Drop for Sparse {
     fn drop(&mut self) {
         // SAFETY: mapped by this, and nothing uses it any more.
-        unsafe { munmap(self.start, self.bytes).unwrap() };
+        unsafe { munmap(self.start, self.bytes) }.unwrap_or_default();
     }
 }
 
@@ -106,20 +104,20 @@ impl Tensors {
     }
 
     /// out, dq, dk, dv of a forward and a backward pass over these tensors.
-    fn attend(&self) -> Vec<Vec<u8>> {
-        let cuda = emulated(&[]).unwrap();
+    fn attend(&self) -> Result<Vec<Vec<u8>>> {
+        let cuda = emulated(&[])?;
         let attention = Attention::new().causal().dtype(self.dtype);
-        let mut ring = ring(&cuda, &attention, Dims { kv_heads: 1, ..Dims::new(BATCH, ROWS, HEADS, DIM) }).unwrap();
+        let mut ring = ring(&cuda, &attention, Dims { kv_heads: 1, ..Dims::new(BATCH, ROWS, HEADS, DIM) })?;
         [(0, HEADS), (1, 1), (2, 1), (3, HEADS)].into_iter().for_each(|(number, heads)| self.fill(number, heads));
-        let mut lse = CudaTensor::uninitialized(cuda.stream(), DType::F32, [BATCH, HEADS, ROWS, 1]).unwrap();
+        let mut lse = CudaTensor::uninitialized(cuda.stream(), DType::F32, [BATCH, HEADS, ROWS, 1])?;
         let inputs = Inputs { q: self.view(0, HEADS), k: self.view(1, 1), v: self.view(2, 1), bias: None, sinks: None };
         let mut outputs = Outputs { out: self.view_mut(4, HEADS), lse: lse.view_mut(), max: None, sum: None, ties: None };
-        ring.forward(&inputs, &mut outputs).unwrap();
+        ring.forward(&inputs, &mut outputs)?;
         let saved = Saved { out: self.view(4, HEADS), lse: lse.view(), max: None, ties: None, dout: self.view(3, HEADS), dlse: None };
         let (dq, dk, dv) = (self.view_mut(5, HEADS), self.view_mut(6, 1), self.view_mut(7, 1));
-        ring.backward(&inputs, &saved, &mut Gradients { dq, dk, dv, dbias: None, dsinks: None }).unwrap();
-        cuda.stream().synchronize(DEADLINE).unwrap();
-        [(4, HEADS), (5, HEADS), (6, 1), (7, 1)].map(|(number, heads)| self.bytes(number, heads)).into()
+        ring.backward(&inputs, &saved, &mut Gradients { dq, dk, dv, dbias: None, dsinks: None })?;
+        cuda.stream().synchronize(DEADLINE)?;
+        Ok([(4, HEADS), (5, HEADS), (6, 1), (7, 1)].map(|(number, heads)| self.bytes(number, heads)).into())
     }
 }
 
@@ -129,8 +127,8 @@ fn offsets_past_two_to_the_31_and_32_elements_reach_what_they_name() {
         // row 64 is at 2³¹ elements, row 128 at 2³²; batch rows lie between rows, heads and tensors close together
         let strides = [1 << 24, 1 << 25, 64, 1];
         let last = strides[0] + (ROWS as i64 - 1) * strides[1] + 8 * 4096;
-        let memory = Sparse::new(last as usize * dtype.bytes());
-        let far = Tensors { start: memory.start as u64, apart: 4096, strides, dtype }.attend();
+        let memory = Sparse::new(last as usize * dtype.bytes()).unwrap();
+        let far = Tensors { start: memory.start as u64, apart: 4096, strides, dtype }.attend().unwrap();
         let line = (HEADS * DIM) as i64;
         let mut memory = vec![0u64; 8 * BATCH * ROWS * HEADS * DIM];
         let near = Tensors {
@@ -139,7 +137,7 @@ fn offsets_past_two_to_the_31_and_32_elements_reach_what_they_name() {
             strides: [ROWS as i64 * line, line, DIM as i64, 1],
             dtype,
         };
-        let near = near.attend();
+        let near = near.attend().unwrap();
         for (name, (far, near)) in ["out", "dq", "dk", "dv"].into_iter().zip(far.iter().zip(&near)) {
             assert!(far == near && far.iter().any(|&byte| byte != 0), "{name} of {dtype}");
         }

@@ -6,15 +6,14 @@ use std::{
     time::Duration,
 };
 
-use annulus_comm::{Deadline, Staged, cuda::CudaCopier, threads};
-use annulus_conformance::{RingSubject, Station, Subject};
+use annulus_conformance::Subject;
 use annulus_core::Result;
 use annulus_cuda::{
-    Cuda, Hosted,
-    device::{Cache, Compiler, CudaBlocks, Device, Stream, emulator},
+    Cuda,
+    device::{Cache, Compiler, Device, Stream, emulator},
 };
 
-use crate::common::{DEADLINE, TensorsOnHost, staged};
+use crate::common::{hosted, staged};
 
 /// A device of its own for every rank of every run, so that one that has failed disturbs nobody.
 pub(crate) fn next_device() -> usize {
@@ -50,14 +49,6 @@ pub(crate) fn plain() -> impl Subject {
 }
 
 /// Emulated devices for tensors in host memory.
-pub(crate) fn hosted() -> impl Subject {
-    RingSubject::new("hosted emulated cuda over staged threads", |ranks| -> Result<Vec<Station<TensorsOnHost, Hosted>>> {
-        let station = |transport| {
-            let cuda = emulated(&[])?;
-            let staged = Staged::<_, CudaBlocks>::new(transport, CudaCopier::new(cuda.stream().device())?);
-            let transport = Box::new(Deadline::new(staged, DEADLINE)?);
-            Ok(Station { memory: TensorsOnHost, backend: Hosted::new(cuda), transport })
-        };
-        threads::ring(ranks).into_iter().map(station).collect()
-    })
+pub(crate) fn plain_hosted() -> impl Subject {
+    hosted("hosted emulated cuda over staged threads", || emulated(&[]))
 }

@@ -405,7 +405,6 @@ unsafe extern "C" fn module_function(function: *mut CUfunction, module: CUmodule
     })
 }
 
-#[expect(clippy::too_many_arguments, reason = "the driver's signature")]
 unsafe extern "C" fn launch(
     function: CUfunction,
     x: c_uint,
