@@ -4,8 +4,8 @@ use std::{sync::Arc, time::Duration};
 
 use annulus_comm::{Deadline, Silence, deadline, ring::RingOptions};
 use annulus_core::{
-    Alignment, BackwardMode, BiasFunction, BiasOrder, DType, Dims, Dropout, Error, Host, Layout, Mask, Precision, Result, Route, SinkShape,
-    Spec, Transport,
+    Alignment, BackwardMode, BiasFunction, BiasOrder, DType, Dims, Dropout, Error, Layout, Mask, Precision, Result, Route, SinkShape,
+    Space, Spec, Transport,
     mask::{Causal, ChunkedCausal, Prefix, Window, and},
 };
 
@@ -320,7 +320,7 @@ impl Attention {
     }
 
     /// Bounds every wait of `transport` by the deadline that applies, with the hook for silent peers.
-    pub(crate) fn bounded<T: Transport<Host>>(&self, transport: T) -> Result<Deadline<T>> {
+    pub(crate) fn bounded<T: Transport<S>, S: Space>(&self, transport: T) -> Result<Deadline<T, S>> {
         let bounded = Deadline::new(transport, self.effective_deadline())?;
         Ok(match self.silence_hook.clone() {
             Some(SilenceHook(hook)) => bounded.with_warning(move |silence| hook(silence)),

@@ -4,9 +4,9 @@ use std::{num::NonZero, thread};
 
 use annulus_comm::{
     ring::Ring,
-    threads::{self, each_rank},
+    threads::{self, Threads, each_rank},
 };
-use annulus_core::{Backend, Batch, Dims, Element, Error, Host, Layout, Result, Runs, index};
+use annulus_core::{Backend, Batch, Dims, Element, Error, Host, HostTensors, Layout, Result, Runs, Transport, index};
 use annulus_cpu::Cpu;
 use ndarray::{Array, Array2, Array3, Array4, ArrayView, ArrayView3, ArrayView4, Axis, Dimension, RemoveAxis, Slice};
 
@@ -17,7 +17,7 @@ use crate::{Attention, Backward, Forward, RankPlan, Tensors};
 /// Every call starts a thread a rank and returns when all have ended. An error that ends one rank's plan ends the whole: later calls
 /// return [`Error::Poisoned`].
 #[derive(Debug)]
-pub struct Plan<B: Backend<Space = Host> = Cpu> {
+pub struct Plan<B: Backend<Space: HostTensors> = Cpu> {
     dims: Dims,
     ranks: Vec<RankPlan<B>>,
 }
@@ -36,7 +36,7 @@ impl Plan {
     }
 }
 
-impl<B: Backend<Space = Host>> Plan<B> {
+impl<B: Backend<Space: HostTensors>> Plan<B> {
     /// An in-process ring of `ranks` ranks, each on the backend that `make` gives for its number.
     ///
     /// # Ordering
@@ -49,11 +49,34 @@ impl<B: Backend<Space = Host>> Plan<B> {
         ranks: usize,
         layout: Option<Layout>,
         make: impl Fn(usize) -> Result<B> + Sync,
+    ) -> Result<Self>
+    where
+        B: Backend<Space = Host>,
+    {
+        Self::over(attention, dims, ranks, layout, |rank, endpoint| Ok((make(rank)?, endpoint)))
+    }
+
+    /// As [`Plan::on`], on backends whose blocks are not in host memory: `make` gives each rank a backend, and a transport of its blocks made of the
+    /// rank's endpoint of a ring of threads.
+    ///
+    /// # Ordering
+    /// As [`Plan::on`]; `make` runs on the rank's thread, beside those of all other ranks, so it may meet them.
+    /// # Errors
+    /// As [`Plan::on`].
+    pub fn over<T: Transport<B::Space> + 'static>(
+        attention: &Attention,
+        dims: Dims,
+        ranks: usize,
+        layout: Option<Layout>,
+        make: impl Fn(usize, Threads) -> Result<(B, T)> + Sync,
     ) -> Result<Self> {
         if ranks == 0 {
             return Err(Error::invalid("ranks", 0, "at least 1"));
         }
-        let plan = |rank, transport| RankPlan::new(attention, dims, layout.clone(), make(rank)?, transport);
+        let plan = |rank, endpoint| {
+            let (backend, transport) = make(rank, endpoint)?;
+            RankPlan::new(attention, dims, layout.clone(), backend, transport)
+        };
         Ok(Self { dims, ranks: each_rank(threads::ring(ranks), plan)? })
     }
 

@@ -1,7 +1,7 @@
-//! One rank of a ring over host memory, with typed tensors: what an MPI program holds.
+//! One rank of a ring, with typed tensors in host memory: what an MPI program holds.
 
 use annulus_comm::ring::Ring;
-use annulus_core::{Backend, Batch, Dims, Element, Error, Gradients, Host, Inputs, Layout, Outputs, Result, Runs, Saved, Transport};
+use annulus_core::{Backend, Batch, Dims, Element, Error, Gradients, HostTensors, Inputs, Layout, Outputs, Result, Runs, Saved, Transport};
 use ndarray::{Array2, Array3, Array4, ArrayView2, ArrayView3, ArrayView4, ArrayViewMut4, Axis};
 
 use crate::{Attention, Backward, Forward, Tensors};
@@ -39,18 +39,18 @@ use crate::{Attention, Backward, Forward, Tensors};
 /// # Ok::<(), annulus::Error>(())
 /// ```
 #[derive(Debug)]
-pub struct RankPlan<B: Backend<Space = Host>> {
+pub struct RankPlan<B: Backend<Space: HostTensors>> {
     ring: Ring<B>,
 }
 
-impl<B: Backend<Space = Host>> RankPlan<B> {
+impl<B: Backend<Space: HostTensors>> RankPlan<B> {
     /// Plans `attention` over tensors of global lengths `dims` on this rank of `transport`.
     ///
     /// # Ordering
     /// Collective.
     /// # Errors
     /// [`Error::InvalidArgument`], [`Error::Unsupported`], [`Error::RankMismatch`], [`Error::Refused`], [`Error::OutOfMemory`].
-    pub fn new<T: Transport<Host> + 'static>(
+    pub fn new<T: Transport<B::Space> + 'static>(
         attention: &Attention,
         dims: Dims,
         layout: Option<Layout>,
@@ -133,7 +133,7 @@ impl<B: Backend<Space = Host>> RankPlan<B> {
             dsinks: tensors.sinks.as_ref().map(|sinks| Array2::from_elem(sinks.dim(), zero::<T::Accumulator>())),
             reports: Vec::new(),
         };
-        let saved = Saved::<Host> {
+        let saved = Saved::<B::Space> {
             out: T::view(forward.out.view()),
             lse: view3::<T>(forward.lse.view()),
             max: forward.max.as_ref().map(|max| view3::<T>(max.view())),
@@ -141,7 +141,7 @@ impl<B: Backend<Space = Host>> RankPlan<B> {
             dout: T::view(dout),
             dlse: dlse.map(view3::<T>),
         };
-        let mut places = Gradients::<Host> {
+        let mut places = Gradients::<B::Space> {
             dq: T::view_mut(gradients.dq.view_mut()),
             dk: T::view_mut(gradients.dk.view_mut()),
             dv: T::view_mut(gradients.dv.view_mut()),
@@ -209,7 +209,7 @@ impl<B: Backend<Space = Host>> RankPlan<B> {
     }
 }
 
-fn sum_parts<B: Backend<Space = Host>, T: Element>(ring: &mut Ring<B>, part: Option<&mut [T]>) -> Result<()> {
+fn sum_parts<B: Backend<Space: HostTensors>, T: Element>(ring: &mut Ring<B>, part: Option<&mut [T]>) -> Result<()> {
     let part = part.ok_or_else(|| Error::Device { what: "a gradient that is not contiguous".into() })?;
     let mut sum: Vec<f64> = part.iter().map(|number| number.to_f64()).collect();
     ring.sum_over_ranks(&mut sum)?;
@@ -217,7 +217,7 @@ fn sum_parts<B: Backend<Space = Host>, T: Element>(ring: &mut Ring<B>, part: Opt
     Ok(())
 }
 
-fn inputs<'a, T: Element>(tensors: &'a Tensors<'_, T>) -> Inputs<'a, Host> {
+fn inputs<'a, T: Element, S: HostTensors>(tensors: &'a Tensors<'_, T>) -> Inputs<'a, S> {
     let sinks = |sinks: &'a ArrayView2<'_, T::Accumulator>| T::Accumulator::view(sinks.view().insert_axis(Axis(2)).insert_axis(Axis(3)));
     Inputs {
         q: T::view(tensors.q.view()),

@@ -7,7 +7,7 @@ use std::{
 };
 
 use annulus_core::{Backend, Block, Gradients, Inputs, Local, Outputs, Result, Saved, Spec, Tick};
-use annulus_device_cuda::{Cache, Compiler, CudaBuffer, CudaSpace, Device, Event, Stream};
+use annulus_device_cuda::{Cache, Compiler, CompilerSymbols, CudaBuffer, CudaSpace, Device, Event, Stream, Symbols};
 
 use crate::{
     backward, backward_keys, backward_queries, bias_gradient, finish, forward,
@@ -39,10 +39,20 @@ impl Cuda {
     /// GPU number `ordinal` of this machine, with a stream of its own.
     ///
     /// # Errors
-    /// [`annulus_core::Error::Unsupported`] naming what is missing: driver, GPU, a compute capability of 8.0, compiler.
+    /// [`annulus_core::Error::Unsupported`] naming what is missing: driver, GPU, a compute capability of 8.0, compiler, or one that knows the GPU.
     pub fn open(ordinal: usize) -> Result<Self> {
-        let device = Device::open(ordinal)?;
-        Ok(Self::on(Stream::new(&device)?, Compiler::new(Cache::of_user())?, Vec::new()))
+        Self::with_symbols(Symbols::system(), CompilerSymbols::system, ordinal)
+    }
+
+    /// As [`Cuda::open`], through these functions; those of the compiler are looked for where there is a GPU to compile for.
+    ///
+    /// # Errors
+    /// As [`Cuda::open`].
+    pub fn with_symbols(driver: Result<Symbols>, compiler: impl FnOnce() -> Result<CompilerSymbols>, ordinal: usize) -> Result<Self> {
+        let device = Device::with_symbols(driver?, ordinal)?;
+        let compiler = Compiler::with_symbols(compiler()?, Cache::of_user())?;
+        compiler.target(device.architecture())?;
+        Ok(Self::on(Stream::new(&device)?, compiler, Vec::new()))
     }
 
     /// On this stream, with this compiler; `options` are given to it after all others.

@@ -1,23 +1,19 @@
-//! The same backend for those whose tensors and blocks are in host memory: files, the typed plans, host transports without staging.
+//! The same backend for those whose tensors are in host memory: files, the typed plans.
 //!
-//! Queries, accumulators and gradients of queries stay on the device across the ring; blocks go to it as they arrive, and gradients of keys come back
-//! from it, for which the host waits. Who has tensors on the device uses [`Cuda`] over `annulus_comm::Staged` instead.
+//! Tensors go to the device when a pass begins, and results come back when it ends; in between, queries, accumulators, gradients and the blocks of the
+//! ring stay there, whatever moves those: `annulus_comm::nccl`, `annulus_comm::Staged`, or an MPI that takes device memory.
 
-use std::{ops::Range, time::Duration};
+use std::ops::Range;
 
 use annulus_core::{
-    Backend, Block, DType, Element, Error, Gradients, Host, HostBuffer, HostView, HostViewMut, Inputs, Local, Outputs, Result, Saved, Spec,
-    Tick, index,
+    Backend, Block, DType, Element, Error, Gradients, HostView, HostViewMut, Inputs, Local, Outputs, Result, Saved, Spec, Tick,
 };
-use annulus_device_cuda::{CudaBuffer, CudaSpace, CudaTensor, Stream};
+use annulus_device_cuda::{CudaBlocks, CudaBuffer, CudaSpace, CudaTensor, Event, Stream};
 use ndarray::{ArrayView4, ArrayViewMut4};
 
 use crate::{Cuda, Workspace};
 
-/// No copy waits longer than this for the work before it.
-const DEADLINE: Duration = Duration::from_secs(120);
-
-/// A [`Cuda`] whose space is host memory.
+/// A [`Cuda`] for tensors in host memory.
 #[derive(Debug, Clone)]
 pub struct Hosted {
     inner: Cuda,
@@ -34,16 +30,12 @@ impl Hosted {
     }
 }
 
-/// What stays on the device, and room for what comes and goes.
+/// What stays on the device, a pass's tensors among it.
 #[derive(Debug)]
 pub struct HostedWorkspace {
     inner: Workspace,
     inputs: Option<Uploaded>,
     saved: Option<UploadedSaved>,
-    /// A block of keys and values, or of queries.
-    block: CudaBuffer,
-    /// Gradients of a block, or of this rank's keys.
-    fresh: CudaBuffer,
 }
 
 #[derive(Debug)]
@@ -66,7 +58,7 @@ struct UploadedSaved {
 }
 
 impl Uploaded {
-    fn new(stream: &Stream, inputs: &Inputs<'_, Host>) -> Result<Self> {
+    fn new(stream: &Stream, inputs: &Inputs<'_, CudaBlocks>) -> Result<Self> {
         Ok(Self {
             q: upload(stream, inputs.q)?,
             k: upload(stream, inputs.k)?,
@@ -88,7 +80,7 @@ impl Uploaded {
 }
 
 impl UploadedSaved {
-    fn new(stream: &Stream, saved: &Saved<'_, Host>) -> Result<Self> {
+    fn new(stream: &Stream, saved: &Saved<'_, CudaBlocks>) -> Result<Self> {
         let maybe = |view: Option<HostView<'_>>| view.map(|view| upload(stream, view)).transpose();
         Ok(Self {
             out: upload(stream, saved.out)?,
@@ -159,18 +151,6 @@ impl<'v, 'a> Returning<'v, 'a> {
     }
 }
 
-impl HostedWorkspace {
-    fn new(inner: &Cuda, local: &Local, backward: bool) -> Result<Self> {
-        let spec = &local.spec;
-        let keys = local.most_block_rows.max(local.keys.len() as u64);
-        let queries = local.most_query_rows.max(local.queries.len() as u64);
-        let block = (keys * spec.kv_record().bytes()).max(if backward { queries * spec.query_record().bytes() } else { 0 });
-        let fresh = if backward { keys * spec.gradient_record().bytes() } else { 0 };
-        let (block, fresh) = (inner.allocate(block)?, inner.allocate(fresh)?);
-        Ok(Self { inner: inner.workspace(local, backward)?, inputs: None, saved: None, block, fresh })
-    }
-}
-
 fn begun(inputs: &Option<Uploaded>) -> Result<Inputs<'_, CudaSpace>> {
     inputs.as_ref().map(Uploaded::view).ok_or_else(|| fault("a pass that was not begun"))
 }
@@ -179,29 +159,12 @@ fn begun_backward(saved: &Option<UploadedSaved>) -> Result<Saved<'_, CudaSpace>>
     saved.as_ref().map(UploadedSaved::view).ok_or_else(|| fault("a backward pass that was not begun"))
 }
 
-/// Copies the first `bytes` bytes of a host buffer to the device.
-fn send(stream: &Stream, from: &HostBuffer, into: &CudaBuffer, bytes: u64) -> Result<()> {
-    let whole = from.bytes().get(..index(bytes)).filter(|_| bytes <= into.len());
-    let whole = whole.ok_or_else(|| fault("a block of another size than its rows"))?;
-    // SAFETY: both sides hold so many bytes, and all work on `into` is in this stream.
-    unsafe { stream.copy_to_device(into.address(), whole) }
-}
-
-/// Copies the first `bytes` bytes of a device buffer to the host, and waits for them.
-fn receive(stream: &Stream, from: &CudaBuffer, into: &mut HostBuffer, bytes: u64) -> Result<()> {
-    let place = into.bytes_mut().ok_or_else(|| fault("a block buffer is still in flight"))?;
-    let place = place.get_mut(..index(bytes)).filter(|_| bytes <= from.len());
-    let place = place.ok_or_else(|| fault("a block buffer that is too small"))?;
-    // SAFETY: both sides hold so many bytes, and all work on `from` is in this stream.
-    unsafe { stream.copy_to_host(place, from.address(), DEADLINE) }
-}
-
 fn fault(what: &str) -> Error {
     Error::Device { what: what.into() }
 }
 
 impl Backend for Hosted {
-    type Space = Host;
+    type Space = CudaBlocks;
     type Workspace = HostedWorkspace;
 
     fn name(&self) -> &'static str {
@@ -220,41 +183,40 @@ impl Backend for Hosted {
         self.inner.supports(spec)
     }
 
-    fn allocate(&self, bytes: u64) -> Result<HostBuffer> {
-        HostBuffer::zeroed(bytes)
+    fn allocate(&self, bytes: u64) -> Result<CudaBuffer> {
+        self.inner.allocate(bytes)
     }
 
     fn workspace(&self, local: &Local, backward: bool) -> Result<HostedWorkspace> {
-        HostedWorkspace::new(&self.inner, local, backward)
+        Ok(HostedWorkspace { inner: self.inner.workspace(local, backward)?, inputs: None, saved: None })
     }
 
     fn update(&self, workspace: &mut HostedWorkspace, local: &Local) -> Result<()> {
-        let backward = workspace.inner.backward.is_some();
-        *workspace = HostedWorkspace::new(&self.inner, local, backward)?;
-        Ok(())
+        self.inner.update(&mut workspace.inner, local)
     }
 
-    fn pack(&self, workspace: &mut HostedWorkspace, _: &Inputs<'_, Host>, into: &mut HostBuffer) -> Result<()> {
-        let HostedWorkspace { inner, inputs, block, .. } = workspace;
-        let bytes = inner.local.keys.len() as u64 * inner.local.spec.kv_record().bytes();
-        self.inner.pack(inner, &begun(inputs)?, block)?;
-        receive(self.stream(), block, into, bytes)
+    fn pack(&self, workspace: &mut HostedWorkspace, _: &Inputs<'_, CudaBlocks>, into: &mut CudaBuffer) -> Result<Event> {
+        let HostedWorkspace { inner, inputs, .. } = workspace;
+        self.inner.pack(inner, &begun(inputs)?, into)
     }
 
-    fn begin(&self, workspace: &mut HostedWorkspace, inputs: &Inputs<'_, Host>) -> Result<()> {
+    fn begin(&self, workspace: &mut HostedWorkspace, inputs: &Inputs<'_, CudaBlocks>) -> Result<()> {
         let uploaded = workspace.inputs.insert(Uploaded::new(self.stream(), inputs)?);
         self.inner.begin(&mut workspace.inner, &uploaded.view())
     }
 
-    fn attend(&self, workspace: &mut HostedWorkspace, _: &Inputs<'_, Host>, block: &Block<'_, Host>, tick: Tick<'_>) -> Result<()> {
-        let HostedWorkspace { inner, inputs, block: room, .. } = workspace;
-        send(self.stream(), block.buffer, room, block.rows.len() as u64 * inner.local.spec.kv_record().bytes())?;
-        let ready = self.stream().record()?;
-        let block = Block { buffer: &*room, ready: &ready, rows: block.rows };
-        self.inner.attend(inner, &begun(inputs)?, &block, tick)
+    fn attend(
+        &self,
+        workspace: &mut HostedWorkspace,
+        _: &Inputs<'_, CudaBlocks>,
+        block: &Block<'_, CudaBlocks>,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        let HostedWorkspace { inner, inputs, .. } = workspace;
+        self.inner.attend(inner, &begun(inputs)?, &on_device(block), tick)
     }
 
-    fn finish(&self, workspace: &mut HostedWorkspace, _: &Inputs<'_, Host>, outputs: &mut Outputs<'_, Host>) -> Result<()> {
+    fn finish(&self, workspace: &mut HostedWorkspace, _: &Inputs<'_, CudaBlocks>, outputs: &mut Outputs<'_, CudaBlocks>) -> Result<()> {
         let (HostedWorkspace { inner, inputs, .. }, stream) = (workspace, self.stream());
         let mut out = Returning::new(stream, &mut outputs.out)?;
         let mut lse = Returning::new(stream, &mut outputs.lse)?;
@@ -272,7 +234,12 @@ impl Backend for Hosted {
         [Some(out), Some(lse), max, sum, ties].into_iter().flatten().try_for_each(Returning::land)
     }
 
-    fn begin_backward(&self, workspace: &mut HostedWorkspace, inputs: &Inputs<'_, Host>, saved: &Saved<'_, Host>) -> Result<()> {
+    fn begin_backward(
+        &self,
+        workspace: &mut HostedWorkspace,
+        inputs: &Inputs<'_, CudaBlocks>,
+        saved: &Saved<'_, CudaBlocks>,
+    ) -> Result<()> {
         let uploaded = workspace.inputs.insert(Uploaded::new(self.stream(), inputs)?);
         let saved = workspace.saved.insert(UploadedSaved::new(self.stream(), saved)?);
         self.inner.begin_backward(&mut workspace.inner, &uploaded.view(), &saved.view())
@@ -281,106 +248,71 @@ impl Backend for Hosted {
     fn attend_queries(
         &self,
         workspace: &mut HostedWorkspace,
-        _: &Inputs<'_, Host>,
-        _: &Saved<'_, Host>,
-        block: &Block<'_, Host>,
+        _: &Inputs<'_, CudaBlocks>,
+        _: &Saved<'_, CudaBlocks>,
+        block: &Block<'_, CudaBlocks>,
         tick: Tick<'_>,
     ) -> Result<()> {
-        let HostedWorkspace { inner, inputs, saved, block: room, .. } = workspace;
-        send(self.stream(), block.buffer, room, block.rows.len() as u64 * inner.local.spec.kv_record().bytes())?;
-        let ready = self.stream().record()?;
-        let block = Block { buffer: &*room, ready: &ready, rows: block.rows };
-        self.inner.attend_queries(inner, &begun(inputs)?, &begun_backward(saved)?, &block, tick)
+        let HostedWorkspace { inner, inputs, saved } = workspace;
+        self.inner.attend_queries(inner, &begun(inputs)?, &begun_backward(saved)?, &on_device(block), tick)
     }
 
     fn attend_keys(
         &self,
         workspace: &mut HostedWorkspace,
-        _: &Inputs<'_, Host>,
-        _: &Saved<'_, Host>,
-        block: &Block<'_, Host>,
-        fresh: &mut HostBuffer,
+        _: &Inputs<'_, CudaBlocks>,
+        _: &Saved<'_, CudaBlocks>,
+        block: &Block<'_, CudaBlocks>,
+        fresh: &mut CudaBuffer,
         tick: Tick<'_>,
-    ) -> Result<()> {
-        let HostedWorkspace { inner, inputs, saved, block: room, fresh: made } = workspace;
-        let rows = block.rows.len() as u64;
-        send(self.stream(), block.buffer, room, rows * inner.local.spec.kv_record().bytes())?;
-        let ready = self.stream().record()?;
-        let block = Block { buffer: &*room, ready: &ready, rows: block.rows };
-        self.inner.attend_keys(inner, &begun(inputs)?, &begun_backward(saved)?, &block, made, tick)?;
-        receive(self.stream(), made, fresh, rows * inner.local.spec.gradient_record().bytes())
+    ) -> Result<Event> {
+        let HostedWorkspace { inner, inputs, saved } = workspace;
+        self.inner.attend_keys(inner, &begun(inputs)?, &begun_backward(saved)?, &on_device(block), fresh, tick)
     }
 
     fn pack_queries(
         &self,
         workspace: &mut HostedWorkspace,
-        _: &Inputs<'_, Host>,
-        _: &Saved<'_, Host>,
-        into: &mut HostBuffer,
-    ) -> Result<()> {
-        let HostedWorkspace { inner, inputs, saved, block, .. } = workspace;
-        let bytes = inner.local.queries.len() as u64 * inner.local.spec.query_record().bytes();
-        self.inner.pack_queries(inner, &begun(inputs)?, &begun_backward(saved)?, block)?;
-        receive(self.stream(), block, into, bytes)
+        _: &Inputs<'_, CudaBlocks>,
+        _: &Saved<'_, CudaBlocks>,
+        into: &mut CudaBuffer,
+    ) -> Result<Event> {
+        let HostedWorkspace { inner, inputs, saved } = workspace;
+        self.inner.pack_queries(inner, &begun(inputs)?, &begun_backward(saved)?, into)
     }
 
     fn attend_keys_home(
         &self,
         workspace: &mut HostedWorkspace,
-        _: &Inputs<'_, Host>,
-        queries: &Block<'_, Host>,
-        home: &mut HostBuffer,
+        _: &Inputs<'_, CudaBlocks>,
+        queries: &Block<'_, CudaBlocks>,
+        home: &mut CudaBuffer,
         tick: Tick<'_>,
     ) -> Result<()> {
-        let HostedWorkspace { inner, inputs, block: room, fresh, .. } = workspace;
-        let spec = inner.local.spec.clone();
-        let bytes = inner.local.keys.len() as u64 * spec.gradient_record().bytes();
-        send(self.stream(), queries.buffer, room, queries.rows.len() as u64 * spec.query_record().bytes())?;
-        send(self.stream(), home, fresh, bytes)?;
-        let ready = self.stream().record()?;
-        let block = Block { buffer: &*room, ready: &ready, rows: queries.rows };
-        self.inner.attend_keys_home(inner, &begun(inputs)?, &block, fresh, tick)?;
-        receive(self.stream(), fresh, home, bytes)
+        let HostedWorkspace { inner, inputs, .. } = workspace;
+        self.inner.attend_keys_home(inner, &begun(inputs)?, &on_device(queries), home, tick)
     }
 
     fn combine(
         &self,
         workspace: &mut HostedWorkspace,
-        into: &mut HostBuffer,
-        from: &HostBuffer,
-        (): &(),
+        into: &mut CudaBuffer,
+        from: &CudaBuffer,
+        ready: &Event,
         places: &[(Range<u64>, Range<u64>)],
         add: bool,
-    ) -> Result<()> {
-        let (record, sums) = (workspace.inner.local.spec.gradient_record().bytes(), workspace.inner.sums());
-        let target = into.bytes_mut().ok_or_else(|| fault("a block buffer is still in flight"))?;
-        for (to, source) in places {
-            let [to, source] = [to, source].map(|rows| index(rows.start * record)..index(rows.end * record));
-            let (Some(to), Some(source)) = (target.get_mut(to), from.bytes().get(source)) else {
-                return Err(fault("gradient records past the end"));
-            };
-            if to.len() != source.len() {
-                return Err(fault("gradient records of two lengths"));
-            }
-            match (add, sums) {
-                (false, _) => to.copy_from_slice(source),
-                (true, DType::F64) => add_numbers::<f64>(to, source),
-                (true, _) => add_numbers::<f32>(to, source),
-            }
-        }
-        Ok(())
+    ) -> Result<Event> {
+        self.inner.combine(&mut workspace.inner, into, from, ready, places, add)
     }
 
     fn finish_backward(
         &self,
         workspace: &mut HostedWorkspace,
-        _: &Inputs<'_, Host>,
-        home: &HostBuffer,
-        gradients: &mut Gradients<'_, Host>,
+        _: &Inputs<'_, CudaBlocks>,
+        home: &CudaBuffer,
+        gradients: &mut Gradients<'_, CudaBlocks>,
     ) -> Result<()> {
-        let stream = self.stream();
-        let HostedWorkspace { inner, inputs, fresh, .. } = workspace;
-        send(stream, home, fresh, inner.local.keys.len() as u64 * inner.local.spec.gradient_record().bytes())?;
+        let (HostedWorkspace { inner, inputs, .. }, stream) = (workspace, self.stream());
         let mut dq = Returning::new(stream, &mut gradients.dq)?;
         let mut dk = Returning::new(stream, &mut gradients.dk)?;
         let mut dv = Returning::new(stream, &mut gradients.dv)?;
@@ -393,15 +325,12 @@ impl Backend for Hosted {
             dbias: dbias.as_mut().map(|dbias| dbias.tensor.view_mut()),
             dsinks: dsinks.as_mut().map(|dsinks| dsinks.tensor.view_mut()),
         };
-        self.inner.finish_backward(inner, &begun(inputs)?, fresh, &mut on_device)?;
+        self.inner.finish_backward(inner, &begun(inputs)?, home, &mut on_device)?;
         [Some(dq), Some(dk), Some(dv), dbias, dsinks].into_iter().flatten().try_for_each(Returning::land)
     }
 }
 
-/// to += from, number by number.
-fn add_numbers<T: bytemuck::Pod + std::ops::Add<Output = T>>(to: &mut [u8], from: &[u8]) {
-    for (to, from) in to.chunks_exact_mut(size_of::<T>()).zip(from.chunks_exact(size_of::<T>())) {
-        let sum = bytemuck::pod_read_unaligned::<T>(to) + bytemuck::pod_read_unaligned::<T>(from);
-        to.copy_from_slice(bytemuck::bytes_of(&sum));
-    }
+/// The same block for the backend whose tensors are on the device, too.
+const fn on_device<'a>(block: &Block<'a, CudaBlocks>) -> Block<'a, CudaSpace> {
+    Block { buffer: block.buffer, ready: block.ready, rows: block.rows }
 }

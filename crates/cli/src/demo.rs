@@ -12,11 +12,11 @@ use ndarray::{Array, Array4};
 
 use crate::{
     arguments::{
-        ring::{BackendName, threads_per_rank},
+        ring::{BackendName, TransportName, threads_per_rank},
         values::{count, ranks},
     },
     attend::Job,
-    crew::Crew,
+    crew::{Crew, PATIENCE},
     engine::Engine,
     failure::{Failure, Outcome},
     file::Tensors,
@@ -52,7 +52,7 @@ pub(crate) struct DemoFlags {
 
 /// Runs `annulus demo`.
 pub(crate) fn run(flags: &DemoFlags) -> Outcome {
-    let engine = Engine::open(BackendName::Cpu, None)?;
+    let engine = Engine::open(BackendName::Cpu, None, TransportName::Threads, PATIENCE)?;
     let dims = Dims { kv_heads: 2, ..Dims::new(1, flags.len, 8, 64) };
     dims.validate().map_err(Failure::of_flags)?;
     let scratch = match &flags.dir {

@@ -1,23 +1,31 @@
-//! What computes, once it has been found and opened.
+//! What computes, once it has been found and opened, and how its blocks travel.
 
+use std::time::Duration;
+
+use annulus_core::{Backend, Error, Transport};
 use annulus_cpu::Isa;
 
+#[cfg(feature = "cuda")]
+use crate::gpus::Gpus;
 use crate::{
-    arguments::ring::BackendName,
+    arguments::ring::{BackendName, TransportName},
     failure::{Failure, Outcome},
 };
 
+/// A rank's backend, and the transport of its blocks.
+pub(crate) type Wired<B> = (B, Box<dyn Transport<<B as Backend>::Space>>);
+
 /// A backend that can make ranks.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(crate) enum Engine {
     /// Host memory and SIMD.
     Cpu,
     /// A GPU; all ranks of this process share it.
     #[cfg(feature = "wgpu")]
     Wgpu(annulus_wgpu::Gpu),
-    /// An NVIDIA GPU; all ranks of this process share it and its stream.
+    /// NVIDIA GPUs; the ranks of this process share them.
     #[cfg(feature = "cuda")]
-    Cuda(annulus::cuda::Cuda),
+    Cuda(Gpus),
 }
 
 impl Engine {
@@ -32,12 +40,32 @@ impl Engine {
         }
     }
 
-    /// Finds what the flags name, before anything is read.
+    /// Its name and, where there is a choice, how blocks travel between ranks that have been made.
+    pub(crate) fn description(&self) -> String {
+        match self {
+            #[cfg(feature = "cuda")]
+            Self::Cuda(gpus) => format!("{}, blocks {}", self.name(), gpus.link()),
+            _ => self.name().to_owned(),
+        }
+    }
+
+    /// Finds what the flags name, before anything is read. Ranks that have to find each other wait no longer than `patience`.
     ///
     /// # Errors
-    /// [`annulus_core::Error::Unsupported`] naming what this build, or this machine, has; [`Failure::Usage`] if the environment names no instruction set, or
+    /// [`Error::Unsupported`] naming what this build, or this machine, has; [`Failure::Usage`] if the environment names no instruction set, or
     /// a device is chosen where there is nothing to choose.
-    pub(crate) fn open(name: BackendName, device: Option<usize>) -> Outcome<Self> {
+    pub(crate) fn open(name: BackendName, device: Option<usize>, transport: TransportName, patience: Duration) -> Outcome<Self> {
+        #[cfg(not(feature = "cuda"))]
+        let _: Duration = patience;
+        if transport == TransportName::Nccl {
+            if !cfg!(feature = "nccl") {
+                return Err(transport.missing());
+            }
+            if name != BackendName::Cuda {
+                let by = format!("backend {}, whose blocks are in host memory; --backend cuda has it", of_flag(name));
+                return Err(Error::unsupported("transport nccl", by).into());
+            }
+        }
         match (name, device) {
             (BackendName::Cpu, Some(device)) => {
                 Err(Failure::usage("--device", device, "nothing: the backend cpu has no devices to choose from"))
@@ -51,16 +79,25 @@ impl Engine {
             #[cfg(not(feature = "wgpu"))]
             (BackendName::Wgpu, _) => {
                 let with = "`cargo build --release -p annulus-cli --features wgpu` makes one that has wgpu";
-                Err(annulus_core::Error::unsupported("backend wgpu", format!("this build, which has: {}; {with}", backends())).into())
+                Err(Error::unsupported("backend wgpu", format!("this build, which has: {}; {with}", backends())).into())
             }
             #[cfg(feature = "cuda")]
-            (BackendName::Cuda, device) => Ok(Self::Cuda(annulus::cuda::Cuda::open(device.unwrap_or(0)).map_err(Failure::from)?)),
+            (BackendName::Cuda, device) => Ok(Self::Cuda(Gpus::open(device, transport, patience)?)),
             #[cfg(not(feature = "cuda"))]
             (BackendName::Cuda, _) => {
                 let with = "`cargo build --release -p annulus-cli --features cuda` makes one that has cuda";
-                Err(annulus_core::Error::unsupported("backend cuda", format!("this build, which has: {}; {with}", backends())).into())
+                Err(Error::unsupported("backend cuda", format!("this build, which has: {}; {with}", backends())).into())
             }
         }
+    }
+}
+
+/// A backend as the command line names it.
+const fn of_flag(name: BackendName) -> &'static str {
+    match name {
+        BackendName::Cpu => "cpu",
+        BackendName::Wgpu => "wgpu",
+        BackendName::Cuda => "cuda",
     }
 }
 
@@ -74,22 +111,26 @@ pub(crate) const fn backends() -> &'static str {
     }
 }
 
-/// Evaluates `$body` with `$make`, a function that makes a rank's backend (of `$threads` threads, where it has threads).
+/// Evaluates `$body` with `$make`, a function that makes of a rank's endpoint its backend (of `$threads` threads, where it has threads) and the
+/// transport of its blocks.
 macro_rules! with_backend {
     ($engine:expr, $threads:expr, $make:ident => $body:expr) => {
         match $engine {
             $crate::engine::Engine::Cpu => {
-                let $make = || annulus::Cpu::new($threads);
+                let $make =
+                    |endpoint: $crate::crew::Endpoint| Ok::<_, annulus_core::Error>((annulus::Cpu::new($threads)?, endpoint.of_host()));
                 $body
             }
             #[cfg(feature = "wgpu")]
             $crate::engine::Engine::Wgpu(gpu) => {
-                let $make = || Ok::<_, annulus_core::Error>(annulus_wgpu::Hosted::new(gpu.clone()));
+                let $make = |endpoint: $crate::crew::Endpoint| {
+                    Ok::<_, annulus_core::Error>((annulus_wgpu::Hosted::new(gpu.clone()), endpoint.of_host()))
+                };
                 $body
             }
             #[cfg(feature = "cuda")]
-            $crate::engine::Engine::Cuda(cuda) => {
-                let $make = || Ok::<_, annulus_core::Error>(annulus::cuda::Hosted::new(cuda.clone()));
+            $crate::engine::Engine::Cuda(gpus) => {
+                let $make = |endpoint: $crate::crew::Endpoint| gpus.rank(endpoint);
                 $body
             }
         }

@@ -14,6 +14,8 @@ mod doctor;
 mod engine;
 mod failure;
 mod file;
+#[cfg(feature = "cuda")]
+mod gpus;
 mod input;
 mod interrupt;
 mod launcher;

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use annulus_core::{Arrived, Error, HostBuffer, Result, index};
-use annulus_device_cuda::{CudaBuffer, CudaSpace, Device, Event, PinnedBuffer, Stream};
+use annulus_core::{Arrived, Error, HostBuffer, Result, Space, index};
+use annulus_device_cuda::{CudaBuffer, Device, Event, PinnedBuffer, Stream};
 
 use crate::StagedSpace;
 
@@ -51,7 +51,8 @@ pub struct CudaUpload {
     sides: Option<(PinnedBuffer, HostBuffer, CudaBuffer)>,
 }
 
-impl StagedSpace for CudaSpace {
+/// Any space whose blocks are in CUDA memory, wherever a caller's tensors are.
+impl<S: Space<Buffer = CudaBuffer, Event = Event>> StagedSpace for S {
     type Copier = CudaCopier;
     type Download = CudaDownload;
     type Upload = CudaUpload;

@@ -67,7 +67,7 @@ pub use rows::Rows;
 pub use run::{Run, Runs};
 pub use schedule::{Choice, Group, Message, Order, Placement, Route, Schedule, Step, Traffic, Transfer, Violation, Work};
 pub use shard::Shard;
-pub use space::{Host, HostBuffer, HostView, HostViewMut, Space};
+pub use space::{Host, HostBuffer, HostTensors, HostView, HostViewMut, Space};
 pub use spans::Spans;
 pub use spec::{Alignment, BackwardMode, BiasOrder, Dropout, Precision, SinkShape, Spec};
 pub use tile::{QueryTile, TileBits, TileClass};

@@ -64,6 +64,11 @@ impl Space for Host {
     }
 }
 
+/// A space whose tensors are in host memory, wherever its blocks live.
+pub trait HostTensors: for<'a> Space<View<'a> = HostView<'a>, ViewMut<'a> = HostViewMut<'a>> {}
+
+impl<S: for<'a> Space<View<'a> = HostView<'a>, ViewMut<'a> = HostViewMut<'a>>> HostTensors for S {}
+
 /// Host bytes, aligned to 8, that a plan and a transport can co-own. They can be written only while one of them owns them.
 #[derive(Debug, Clone)]
 pub struct HostBuffer {

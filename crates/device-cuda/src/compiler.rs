@@ -157,8 +157,8 @@ impl Held<'_> {
     fn read(
         &mut self,
         name: &str,
-        size: unsafe fn(nvrtcProgram, *mut usize) -> nvrtcResult,
-        read: unsafe fn(nvrtcProgram, *mut c_char) -> nvrtcResult,
+        size: unsafe extern "C" fn(nvrtcProgram, *mut usize) -> nvrtcResult,
+        read: unsafe extern "C" fn(nvrtcProgram, *mut c_char) -> nvrtcResult,
     ) -> Result<Vec<u8>> {
         let mut bytes = 0;
         // SAFETY: the program is alive and `bytes` is a local.

@@ -9,7 +9,7 @@ use std::{
 use annulus_core::{Error, Result};
 use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute, CUresult};
 
-use crate::Symbols;
+use crate::{Symbols, library::absent};
 
 /// Compute capability: 8.0, 8.6, 9.0, …
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -66,26 +66,24 @@ impl Device {
         Self::with_symbols(Symbols::system()?, ordinal)
     }
 
+    /// How many GPUs this process sees.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if there is no driver, or no GPU.
+    pub fn count() -> Result<usize> {
+        start(&Symbols::system()?)
+    }
+
     /// As [`Device::open`], through these functions.
     ///
     /// # Errors
     /// As [`Device::open`].
     pub fn with_symbols(symbols: Symbols, ordinal: usize) -> Result<Self> {
-        let absent = |what: String| Error::unsupported("CUDA", format!("this machine: {what}"));
+        let count = start(&symbols)?;
+        let number = c_int::try_from(ordinal).ok().filter(|_| ordinal < count);
+        let number = number.ok_or_else(|| Error::invalid("device", ordinal, format!("a GPU's number, below {count}")))?;
         // SAFETY: the table's functions have the signatures and meanings of the driver's; every pointer is to a local of the right type.
         unsafe {
-            match (symbols.init)(0) {
-                CUresult::CUDA_SUCCESS => {}
-                CUresult::CUDA_ERROR_NO_DEVICE => return Err(absent("no GPU".into())),
-                error => return Err(absent(format!("the driver does not start ({error:?})"))),
-            }
-            let mut count: c_int = 0;
-            check("cuDeviceGetCount", (symbols.device_count)(&raw mut count))?;
-            if count == 0 {
-                return Err(absent("no GPU".into()));
-            }
-            let number = c_int::try_from(ordinal).ok().filter(|number| *number < count);
-            let number = number.ok_or_else(|| Error::invalid("device", ordinal, format!("a GPU's number, below {count}")))?;
             let mut device: CUdevice = 0;
             check("cuDeviceGet", (symbols.device_get)(&raw mut device, number))?;
             let mut name = [0; 256];
@@ -102,7 +100,7 @@ impl Device {
             };
             if architecture < Architecture::OLDEST {
                 let oldest = Architecture::OLDEST;
-                return Err(absent(format!("{name} has compute capability {architecture}, {oldest} or newer is needed")));
+                return Err(absent("CUDA", format!("{name} has compute capability {architecture}, {oldest} or newer is needed")));
             }
             let mut context: CUcontext = std::ptr::null_mut();
             check("cuDevicePrimaryCtxRetain", (symbols.context_retain)(&raw mut context, device))?;
@@ -220,6 +218,20 @@ impl Drop for Parts {
             unsafe { (self.symbols.context_release)(device) };
         }
     }
+}
+
+/// Starts the driver, and counts its GPUs, of which there is at least one.
+fn start(symbols: &Symbols) -> Result<usize> {
+    // SAFETY: the table's functions have the signatures and meanings of the driver's.
+    match unsafe { (symbols.init)(0) } {
+        CUresult::CUDA_SUCCESS => {}
+        CUresult::CUDA_ERROR_NO_DEVICE => return Err(absent("CUDA", "no GPU")),
+        error => return Err(absent("CUDA", format!("the driver does not start ({error:?})"))),
+    }
+    let mut count: c_int = 0;
+    // SAFETY: as above; the pointer is to a local of the right type.
+    check("cuDeviceGetCount", unsafe { (symbols.device_count)(&raw mut count) })?;
+    usize::try_from(count).ok().filter(|&count| count > 0).ok_or_else(|| absent("CUDA", "no GPU"))
 }
 
 /// What a call said, as an error.

@@ -6,11 +6,11 @@
 //!
 //! | noun | file |
 //! |---|---|
-//! | tables of functions; with the feature `nccl` those of NCCL | `symbols.rs`, `nccl.rs` |
+//! | tables of functions; with the feature `nccl` those of NCCL; how they are found | `symbols.rs`, `nccl.rs`, `library.rs` |
 //! | [`Device`]: a context, its first failure | `device.rs` |
 //! | [`Stream`], [`Event`] | `stream.rs` |
 //! | [`CudaBuffer`], pinned host memory | `buffer.rs`, `pinned.rs` |
-//! | [`CudaSpace`], [`CudaTensor`] and its views | `space.rs`, `tensor.rs` |
+//! | [`CudaSpace`], [`CudaBlocks`], [`CudaTensor`] and its views | `space.rs`, `tensor.rs` |
 //! | [`Compiler`], its cache on disk, [`Module`], [`Kernel`] | `compiler.rs`, `cache.rs`, `module.rs` |
 
 mod buffer;
@@ -19,6 +19,7 @@ mod compiler;
 mod device;
 #[cfg(feature = "emulator")]
 pub mod emulator;
+mod library;
 mod module;
 #[cfg(feature = "nccl")]
 pub mod nccl;
@@ -35,7 +36,7 @@ pub use cudarc;
 pub use device::{Architecture, Device};
 pub use module::{Kernel, Module};
 pub use pinned::PinnedBuffer;
-pub use space::CudaSpace;
+pub use space::{CudaBlocks, CudaSpace};
 pub use stream::{Event, Stream};
 pub use symbols::{CompilerSymbols, Symbols};
 pub use tensor::{CudaTensor, CudaView, CudaViewMut};

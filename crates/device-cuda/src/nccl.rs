@@ -4,9 +4,10 @@
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
-use annulus_core::{Error, Result};
+use annulus_core::Result;
 use cudarc::driver::sys::CUstream;
-use libloading::Library;
+
+use crate::library::{absent, open, table};
 
 /// What a function says: [`SUCCESS`], [`IN_PROGRESS`], or a failure.
 pub type Status = c_int;
@@ -45,50 +46,23 @@ impl Config {
     pub const NON_BLOCKING: Self = Self { size: size_of::<Self>(), magic: 0xcafe_beef, version: 21400, blocking: 0 };
 }
 
-macro_rules! table {
-    ($($field:ident = $symbol:ident($($argument:ty),*) -> $result:ty;)*) => {
-        /// Functions of NCCL.
-        #[derive(Debug, Clone, Copy)]
-        pub struct NcclSymbols {
-            $(
-                #[doc = concat!("`", stringify!($symbol), "`.")]
-                pub $field: unsafe extern "C" fn($($argument),*) -> $result,
-            )*
-        }
-
-        impl NcclSymbols {
-            /// Finds every function in a library.
-            ///
-            /// # Safety
-            /// The library is NCCL, and stays loaded.
-            unsafe fn of(library: &Library) -> Result<Self> {
-                // SAFETY: as promised, so that every symbol has the type that NCCL's header gives it.
-                unsafe {
-                    Ok(Self {
-                        $($field: *library.get::<unsafe extern "C" fn($($argument),*) -> $result>(stringify!($symbol).as_bytes()).map_err(
-                            |_| Error::unsupported("NCCL", format!("this machine: its library has no {}", stringify!($symbol))),
-                        )?,)*
-                    })
-                }
-            }
-        }
-    };
-}
-
 table! {
-    version = ncclGetVersion(*mut c_int) -> Status;
-    unique_id = ncclGetUniqueId(*mut UniqueId) -> Status;
-    init_rank = ncclCommInitRankConfig(*mut RawCommunicator, c_int, UniqueId, c_int, *mut Config) -> Status;
-    count = ncclCommCount(RawCommunicator, *mut c_int) -> Status;
-    user_rank = ncclCommUserRank(RawCommunicator, *mut c_int) -> Status;
-    async_error = ncclCommGetAsyncError(RawCommunicator, *mut Status) -> Status;
-    abort = ncclCommAbort(RawCommunicator) -> Status;
-    destroy = ncclCommDestroy(RawCommunicator) -> Status;
-    group_start = ncclGroupStart() -> Status;
-    group_end = ncclGroupEnd() -> Status;
-    send = ncclSend(*const c_void, usize, c_int, c_int, RawCommunicator, CUstream) -> Status;
-    receive = ncclRecv(*mut c_void, usize, c_int, c_int, RawCommunicator, CUstream) -> Status;
-    error_string = ncclGetErrorString(Status) -> *const c_char;
+    /// Functions of NCCL.
+    NcclSymbols of "NCCL" {
+        version = ncclGetVersion(*mut c_int) -> Status;
+        unique_id = ncclGetUniqueId(*mut UniqueId) -> Status;
+        init_rank = ncclCommInitRankConfig(*mut RawCommunicator, c_int, UniqueId, c_int, *mut Config) -> Status;
+        count = ncclCommCount(RawCommunicator, *mut c_int) -> Status;
+        user_rank = ncclCommUserRank(RawCommunicator, *mut c_int) -> Status;
+        async_error = ncclCommGetAsyncError(RawCommunicator, *mut Status) -> Status;
+        abort = ncclCommAbort(RawCommunicator) -> Status;
+        destroy = ncclCommDestroy(RawCommunicator) -> Status;
+        group_start = ncclGroupStart() -> Status;
+        group_end = ncclGroupEnd() -> Status;
+        send = ncclSend(*const c_void, usize, c_int, c_int, RawCommunicator, CUstream) -> Status;
+        receive = ncclRecv(*mut c_void, usize, c_int, c_int, RawCommunicator, CUstream) -> Status;
+        error_string = ncclGetErrorString(Status) -> *const c_char;
+    }
 }
 
 impl NcclSymbols {
@@ -98,22 +72,17 @@ impl NcclSymbols {
     /// The NCCL of this machine.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if there is none, or it is too old.
+    /// [`annulus_core::Error::Unsupported`] if there is none, or it is too old.
     pub fn system() -> Result<Self> {
-        // SAFETY: loading a library runs its initialisers; NCCL's may run at any time, on any thread.
-        let found = ["libnccl.so.2", "libnccl.so"].into_iter().find_map(|name| unsafe { Library::new(name) }.ok());
-        let library = found.ok_or_else(|| Error::unsupported("NCCL", "this machine: no library (libnccl.so.2 was not found)"))?;
-        // never unloaded: the table has no lifetime
-        let library: &'static Library = Box::leak(Box::new(library));
-        // SAFETY: it is NCCL by its name, and stays loaded.
-        let symbols = unsafe { Self::of(library)? };
-        symbols.checked()
+        let library = open(&["libnccl.so.2", "libnccl.so"]).ok_or_else(|| absent("NCCL", "no library (libnccl.so.2 was not found)"))?;
+        // SAFETY: it is NCCL by its name.
+        unsafe { Self::of(library)? }.checked()
     }
 
     /// Itself, if it is new enough.
     ///
     /// # Errors
-    /// [`Error::Unsupported`].
+    /// [`annulus_core::Error::Unsupported`].
     pub fn checked(self) -> Result<Self> {
         self.number().map(|_| self)
     }
@@ -121,14 +90,14 @@ impl NcclSymbols {
     /// Its version: 22809 is 2.28.9.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if it does not say or is too old.
+    /// [`annulus_core::Error::Unsupported`] if it does not say or is too old.
     pub fn number(&self) -> Result<c_int> {
         let mut version = 0;
         // SAFETY: a pointer to a local.
         let status = unsafe { (self.version)(&raw mut version) };
         if status != SUCCESS || version < Self::OLDEST {
             let oldest = Self::OLDEST;
-            return Err(Error::unsupported("NCCL", format!("this machine: its version is {version}, {oldest} or newer is needed")));
+            return Err(absent("NCCL", format!("its version is {version}, {oldest} or newer is needed")));
         }
         Ok(version)
     }

@@ -1,6 +1,6 @@
-//! CUDA memory as a memory space.
+//! CUDA memory as a memory space: all of it, or the blocks of a ring alone.
 
-use annulus_core::{DType, Space};
+use annulus_core::{DType, HostView, HostViewMut, Space};
 
 use crate::{CudaBuffer, CudaView, CudaViewMut, Event};
 
@@ -23,6 +23,29 @@ impl Space for CudaSpace {
     }
 
     fn describe_mut(view: &CudaViewMut<'_>) -> (DType, [usize; 4]) {
+        (view.dtype(), view.shape())
+    }
+}
+
+/// Blocks in the memory of a CUDA device, a caller's tensors in host memory.
+#[derive(Debug, Clone, Copy)]
+pub struct CudaBlocks;
+
+impl Space for CudaBlocks {
+    type Buffer = CudaBuffer;
+    type View<'a> = HostView<'a>;
+    type ViewMut<'a> = HostViewMut<'a>;
+    type Event = Event;
+
+    fn size(buffer: &CudaBuffer) -> u64 {
+        buffer.len()
+    }
+
+    fn describe(view: &HostView<'_>) -> (DType, [usize; 4]) {
+        (view.dtype(), view.shape())
+    }
+
+    fn describe_mut(view: &HostViewMut<'_>) -> (DType, [usize; 4]) {
         (view.dtype(), view.shape())
     }
 }

@@ -2,36 +2,17 @@
 
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
 
-use annulus_core::{Error, Result};
+use annulus_core::Result;
 use cudarc::{
-    driver::sys::{
-        self as driver, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUmodule, CUresult, CUstream,
-    },
-    nvrtc::sys::{self as nvrtc, nvrtcProgram, nvrtcResult},
+    driver::sys::{CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUmodule, CUresult, CUstream},
+    nvrtc::sys::{nvrtcProgram, nvrtcResult},
 };
 
-macro_rules! table {
-    ($(#[$doc:meta])* $name:ident from $library:ident {
-        $($field:ident = $symbol:ident($($argument:ty),*) -> $result:ty;)*
-    }) => {
-        $(#[$doc])*
-        #[derive(Debug, Clone, Copy)]
-        pub struct $name {
-            $(
-                #[doc = concat!("`", stringify!($symbol), "`.")]
-                pub $field: unsafe fn($($argument),*) -> $result,
-            )*
-        }
-
-        impl $name {
-            const SYSTEM: Self = Self { $($field: $library::$symbol,)* };
-        }
-    };
-}
+use crate::library::{absent, open, table};
 
 table! {
     /// Functions of the CUDA driver.
-    Symbols from driver {
+    Symbols of "CUDA" {
         init = cuInit(c_uint) -> CUresult;
         device_count = cuDeviceGetCount(*mut c_int) -> CUresult;
         device_get = cuDeviceGet(*mut CUdevice, c_int) -> CUresult;
@@ -67,7 +48,7 @@ table! {
 
 table! {
     /// Functions of NVRTC, the compiler.
-    CompilerSymbols from nvrtc {
+    CompilerSymbols of "CUDA" {
         version = nvrtcVersion(*mut c_int, *mut c_int) -> nvrtcResult;
         architecture_count = nvrtcGetNumSupportedArchs(*mut c_int) -> nvrtcResult;
         architectures = nvrtcGetSupportedArchs(*mut c_int) -> nvrtcResult;
@@ -89,14 +70,11 @@ impl Symbols {
     /// The driver of this machine.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if there is none.
+    /// [`annulus_core::Error::Unsupported`] if there is none, or it lacks a function.
     pub fn system() -> Result<Self> {
-        // SAFETY: loading a library runs its initialisers; the CUDA driver's may run at any time, on any thread.
-        if unsafe { driver::is_culib_present() } {
-            Ok(Self::SYSTEM)
-        } else {
-            Err(Error::unsupported("CUDA", "this machine: no driver (libcuda.so.1 was not found)"))
-        }
+        let library = open(&["libcuda.so.1", "libcuda.so"]).ok_or_else(|| absent("CUDA", "no driver (libcuda.so.1 was not found)"))?;
+        // SAFETY: it is the driver by its name.
+        unsafe { Self::of(library) }
     }
 }
 
@@ -104,13 +82,11 @@ impl CompilerSymbols {
     /// The compiler of this machine.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if there is none.
+    /// [`annulus_core::Error::Unsupported`] if there is none, or it lacks a function.
     pub fn system() -> Result<Self> {
-        // SAFETY: loading a library runs its initialisers; NVRTC's may run at any time, on any thread.
-        if unsafe { nvrtc::is_culib_present() } {
-            Ok(Self::SYSTEM)
-        } else {
-            Err(Error::unsupported("CUDA", "this machine: no run-time compiler (libnvrtc.so was not found)"))
-        }
+        let names = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
+        let library = open(&names).ok_or_else(|| absent("CUDA", "no run-time compiler (libnvrtc.so was not found)"))?;
+        // SAFETY: it is NVRTC by its name.
+        unsafe { Self::of(library) }
     }
 }

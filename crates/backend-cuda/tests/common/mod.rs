@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use annulus_comm::{Checksum, Deadline, Fault, Staged, cuda::CudaCopier, threads};
-use annulus_conformance::{Case, Judge, Memory, RingSubject, Setting, Station, Subject};
-use annulus_core::{DType, Dims, Element, Error, Result, Spec};
+use annulus_conformance::{Case, HostMemory, HostTensor, Judge, Memory, RingSubject, Setting, Station, Subject};
+use annulus_core::{DType, Dims, Element, Error, HostView, HostViewMut, Result, Spec};
 use annulus_cuda::{
-    Cuda,
-    device::{CudaSpace, CudaTensor, CudaView, CudaViewMut, Stream},
+    Cuda, Hosted,
+    device::{CudaBlocks, CudaSpace, CudaTensor, CudaView, CudaViewMut, Stream},
 };
 use ndarray::{Array4, ArrayView4};
 
@@ -57,6 +57,30 @@ impl Memory for CudaMemory {
     }
 }
 
+/// Host memory, of those whose blocks are on a device.
+pub(crate) struct TensorsOnHost;
+
+impl Memory for TensorsOnHost {
+    type Space = CudaBlocks;
+    type Tensor = HostTensor;
+
+    fn upload(&self, numbers: ArrayView4<'_, f64>, dtype: DType) -> Result<HostTensor> {
+        HostMemory.upload(numbers, dtype)
+    }
+
+    fn download(&self, tensor: &HostTensor) -> Result<Array4<f64>> {
+        HostMemory.download(tensor)
+    }
+
+    fn view<'a>(&self, tensor: &'a HostTensor) -> HostView<'a> {
+        HostMemory.view(tensor)
+    }
+
+    fn view_mut<'a>(&self, tensor: &'a mut HostTensor) -> HostViewMut<'a> {
+        HostMemory.view_mut(tensor)
+    }
+}
+
 /// A rank on each backend that `make` gives, their blocks staged through pinned host memory; each message up to `delay` late.
 pub(crate) fn staged(name: &str, delay: Duration, make: impl Fn() -> Result<Cuda>) -> impl Subject {
     RingSubject::new(name, move |ranks| -> Result<Vec<Station<CudaMemory, Cuda>>> {
@@ -68,6 +92,19 @@ pub(crate) fn staged(name: &str, delay: Duration, make: impl Fn() -> Result<Cuda
             Ok(Station { memory, backend, transport: Box::new(Deadline::new(staged, DEADLINE)?) })
         };
         threads::ring(ranks).into_iter().enumerate().map(station).collect()
+    })
+}
+
+/// As [`staged`], on time, for tensors in host memory.
+pub(crate) fn hosted(name: &str, make: impl Fn() -> Result<Cuda>) -> impl Subject {
+    RingSubject::new(name, move |ranks| -> Result<Vec<Station<TensorsOnHost, Hosted>>> {
+        let station = |transport| {
+            let cuda = make()?;
+            let staged = Staged::<_, CudaBlocks>::new(transport, CudaCopier::new(cuda.stream().device())?);
+            let transport = Box::new(Deadline::new(staged, DEADLINE)?);
+            Ok(Station { memory: TensorsOnHost, backend: Hosted::new(cuda), transport })
+        };
+        threads::ring(ranks).into_iter().map(station).collect()
     })
 }
 

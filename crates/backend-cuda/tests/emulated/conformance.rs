@@ -10,7 +10,7 @@ use annulus_core::{DType, Layout};
 
 use crate::{
     common::wide,
-    support::{hosted, plain, subject},
+    support::{plain, plain_hosted, subject},
 };
 
 #[test]
@@ -38,7 +38,7 @@ fn the_numeric_rules_hold_on_the_emulated_device() {
 
 #[test]
 fn random_cases_hold_where_tensors_are_in_host_memory() {
-    suite::random_cases(&hosted(), 100..120).unwrap();
+    suite::random_cases(&plain_hosted(), 100..120).unwrap();
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! What goes wrong beside kernels: each is one line that names it, and nothing panics.
 
 use std::{
-    ffi::c_int,
+    ffi::{c_int, c_uint},
     sync::atomic::{AtomicUsize, Ordering},
     time::Duration,
 };
@@ -9,11 +9,11 @@ use std::{
 use annulus_conformance::{Case, Setting, Subject};
 use annulus_core::{Backend, DType, Dims, Error, PositionBias, Spec};
 use annulus_cuda::{
-    Variant,
+    Cuda, Variant,
     device::{
         Architecture, Compiler, CompilerSymbols, CudaBuffer, CudaTensor, Device, ImageKind, Program, Stream, Symbols,
         cudarc::{
-            driver::sys::{CUdevice, CUdevice_attribute, CUdeviceptr, CUresult},
+            driver::sys::{CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUresult},
             nvrtc::sys::nvrtcResult,
         },
         emulator,
@@ -24,35 +24,99 @@ use crate::support::{compiler, emulated, emulated_on, next_device, plain};
 
 /// A device behind the emulated driver with some functions exchanged.
 fn device(change: impl FnOnce(&mut Symbols)) -> Result<Device, Error> {
+    Device::with_symbols(driver(change), next_device())
+}
+
+/// The emulated driver with some functions exchanged.
+fn driver(change: impl FnOnce(&mut Symbols)) -> Symbols {
     let mut symbols = emulator::symbols();
     change(&mut symbols);
-    Device::with_symbols(symbols, next_device())
+    symbols
+}
+
+// What a driver may say, as its functions.
+
+unsafe extern "C" fn no_device(_: c_uint) -> CUresult {
+    CUresult::CUDA_ERROR_NO_DEVICE
+}
+
+unsafe extern "C" fn mismatch(_: c_uint) -> CUresult {
+    CUresult::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH
+}
+
+unsafe extern "C" fn none(count: *mut c_int) -> CUresult {
+    // SAFETY: a valid pointer, as the driver's function is given.
+    unsafe { *count = 0 };
+    CUresult::CUDA_SUCCESS
+}
+
+unsafe extern "C" fn old(value: *mut c_int, attribute: CUdevice_attribute, _: CUdevice) -> CUresult {
+    let major = attribute == CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
+    // SAFETY: a valid pointer, as the driver's function is given.
+    unsafe { *value = if major { 7 } else { 5 } };
+    CUresult::CUDA_SUCCESS
+}
+
+unsafe extern "C" fn full(_: *mut CUdeviceptr, _: usize) -> CUresult {
+    CUresult::CUDA_ERROR_OUT_OF_MEMORY
+}
+
+unsafe extern "C" fn never_ready(_: CUevent) -> CUresult {
+    CUresult::CUDA_ERROR_NOT_READY
+}
+
+static QUERIES: AtomicUsize = AtomicUsize::new(0);
+
+unsafe extern "C" fn worse_and_worse(_: CUevent) -> CUresult {
+    match QUERIES.fetch_add(1, Ordering::Relaxed) {
+        0 => CUresult::CUDA_ERROR_ILLEGAL_ADDRESS,
+        _ => CUresult::CUDA_ERROR_ASSERT,
+    }
+}
+
+// What a compiler may say.
+
+unsafe extern "C" fn broken(_: *mut c_int, _: *mut c_int) -> nvrtcResult {
+    nvrtcResult::NVRTC_ERROR_INTERNAL_ERROR
+}
+
+unsafe extern "C" fn newer_only(list: *mut c_int) -> nvrtcResult {
+    // SAFETY: room for one, as NVRTC's function is given by who was told of one.
+    unsafe { *list = 100 };
+    nvrtcResult::NVRTC_SUCCESS
+}
+
+/// What opening a backend says where driver and compiler are these.
+fn refusal(driver: Result<Symbols, Error>, compiler: Result<CompilerSymbols, Error>) -> String {
+    let Err(error) = Cuda::with_symbols(driver, || compiler, next_device()) else { return "nothing".into() };
+    assert!(matches!(error, Error::Unsupported { .. }) && !error.is_fatal(), "{error}");
+    error.to_string()
 }
 
 #[test]
-fn a_machine_that_lacks_something_is_told_in_one_line() {
-    let text = |device: Result<Device, Error>| device.unwrap_err().to_string();
-    assert_eq!(text(device(|symbols| symbols.init = |_| CUresult::CUDA_ERROR_NO_DEVICE)), "CUDA is not supported by this machine: no GPU");
+fn a_machine_that_lacks_something_is_told_in_one_line_of_its_own() {
+    let good = || Ok(emulator::compiler_symbols());
+    let missing = |what: &str| Error::unsupported("CUDA", format!("this machine: {what}"));
+    let said = [
+        refusal(Err(missing("no driver (libcuda.so.1 was not found)")), good()),
+        refusal(Ok(driver(|symbols| symbols.init = no_device)), good()),
+        refusal(Ok(driver(|symbols| symbols.init = mismatch)), good()),
+        refusal(Ok(driver(|symbols| symbols.device_attribute = old)), good()),
+        refusal(Ok(emulator::symbols()), Err(missing("no run-time compiler (libnvrtc.so was not found)"))),
+        refusal(Ok(emulator::symbols()), Ok(CompilerSymbols { architectures: newer_only, ..emulator::compiler_symbols() })),
+    ];
     assert_eq!(
-        text(device(|symbols| symbols.init = |_| CUresult::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH)),
-        "CUDA is not supported by this machine: the driver does not start (CUDA_ERROR_SYSTEM_DRIVER_MISMATCH)"
+        said,
+        [
+            "CUDA is not supported by this machine: no driver (libcuda.so.1 was not found)",
+            "CUDA is not supported by this machine: no GPU",
+            "CUDA is not supported by this machine: the driver does not start (CUDA_ERROR_SYSTEM_DRIVER_MISMATCH)",
+            "CUDA is not supported by this machine: emulated GPU has compute capability 7.5, 8.0 or newer is needed",
+            "CUDA is not supported by this machine: no run-time compiler (libnvrtc.so was not found)",
+            "compute capability 8.0 is not supported by NVRTC 0.0",
+        ]
     );
-    let none: unsafe fn(*mut c_int) -> CUresult = |count| {
-        // SAFETY: a valid pointer, as the driver's function is given.
-        unsafe { *count = 0 };
-        CUresult::CUDA_SUCCESS
-    };
-    assert_eq!(text(device(|symbols| symbols.device_count = none)), "CUDA is not supported by this machine: no GPU");
-    let old: unsafe fn(*mut c_int, CUdevice_attribute, CUdevice) -> CUresult = |value, attribute, _| {
-        let major = attribute == CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
-        // SAFETY: a valid pointer, as the driver's function is given.
-        unsafe { *value = if major { 7 } else { 5 } };
-        CUresult::CUDA_SUCCESS
-    };
-    assert_eq!(
-        text(device(|symbols| symbols.device_attribute = old)),
-        "CUDA is not supported by this machine: emulated GPU has compute capability 7.5, 8.0 or newer is needed"
-    );
+    assert_eq!(refusal(Ok(driver(|symbols| symbols.device_count = none)), good()), said[1]);
     let error = Device::with_symbols(emulator::symbols(), emulator::DEVICES).unwrap_err();
     assert!(matches!(&error, Error::InvalidArgument { argument, .. } if argument == "device"), "{error}");
 }
@@ -68,7 +132,6 @@ fn the_real_libraries_are_there_or_missing_in_one_line() {
 
 #[test]
 fn memory_that_cannot_be_had_is_told_with_what_is_free_and_kills_nothing() {
-    let full: unsafe fn(*mut CUdeviceptr, usize) -> CUresult = |_, _| CUresult::CUDA_ERROR_OUT_OF_MEMORY;
     let device = device(|symbols| symbols.allocate = full).unwrap();
     assert_eq!(CudaBuffer::new(&device, 12).unwrap_err(), Error::OutOfMemory { asked: 12, free: Some(1 << 30) });
     assert_eq!(device.failure(), None);
@@ -76,26 +139,19 @@ fn memory_that_cannot_be_had_is_told_with_what_is_free_and_kills_nothing() {
 
 #[test]
 fn the_first_failure_is_the_answer_from_then_on() {
-    static CALLS: AtomicUsize = AtomicUsize::new(0);
-    let device = device(|symbols| {
-        symbols.event_query = |_| match CALLS.fetch_add(1, Ordering::Relaxed) {
-            0 => CUresult::CUDA_ERROR_ILLEGAL_ADDRESS,
-            _ => CUresult::CUDA_ERROR_ASSERT,
-        }
-    })
-    .unwrap();
+    let device = device(|symbols| symbols.event_query = worse_and_worse).unwrap();
     let stream = Stream::new(&device).unwrap();
     let first = stream.synchronize(Duration::from_secs(1)).unwrap_err();
     assert_eq!(first.to_string(), "device failed: cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS");
     assert!(first.is_fatal());
     assert_eq!(stream.record().unwrap_err(), first);
     assert_eq!(CudaBuffer::new(&device, 1).unwrap_err(), first);
-    assert_eq!(CALLS.load(Ordering::Relaxed), 1);
+    assert_eq!(QUERIES.load(Ordering::Relaxed), 1);
 }
 
 #[test]
 fn work_that_never_ends_is_given_up_at_the_deadline() {
-    let device = device(|symbols| symbols.event_query = |_| CUresult::CUDA_ERROR_NOT_READY).unwrap();
+    let device = device(|symbols| symbols.event_query = never_ready).unwrap();
     let stream = Stream::new(&device).unwrap();
     let error = stream.synchronize(Duration::from_millis(20)).unwrap_err();
     assert!(error.to_string().contains("did not end within"), "{error}");
@@ -107,7 +163,7 @@ fn a_compiler_that_fails_says_what_it_read() {
     let error = compiler().unwrap().compile(&program, &[], ImageKind::Cubin, "sm_80").unwrap_err();
     assert!(error.to_string().contains("broken.cu"), "{error}");
     let mut symbols = emulator::compiler_symbols();
-    symbols.version = |_, _| nvrtcResult::NVRTC_ERROR_INTERNAL_ERROR;
+    symbols.version = broken;
     let error = Compiler::with_symbols(symbols, None).unwrap_err();
     assert_eq!(error.to_string(), "device failed: nvrtcVersion: NVRTC_ERROR_INTERNAL_ERROR");
 }

@@ -5,5 +5,7 @@ mod common;
 mod conformance;
 mod failures;
 mod nccl;
+mod overflow;
 mod planted;
+mod sizes;
 mod support;

@@ -2,24 +2,28 @@
 
 use std::{
     ffi::c_int,
+    sync::atomic::{AtomicBool, Ordering},
     time::{Duration, Instant},
 };
 
+use annulus::{Attention, Plan, Tensors};
 use annulus_comm::{
     Deadline, Threads,
     nccl::Nccl,
     threads::{self, each_rank},
 };
 use annulus_conformance::{Case, Judge, RingSubject, Setting, Station, Subject, suite};
-use annulus_core::{Channel, DType, Error, Hop, Incoming, Layout, Outgoing, Result, Transport};
+use annulus_core::{Channel, DType, Dims, Error, Hop, Incoming, Layout, Outgoing, Result, Transport};
 use annulus_cuda::{
-    Cuda,
+    Cuda, Hosted,
     device::{
         CudaBuffer, CudaSpace, Device, Stream,
         emulator::{self, nccl_symbols},
         nccl::{NcclSymbols, RawCommunicator, Status, UniqueId},
     },
 };
+
+use ndarray::Array4;
 
 use crate::{
     common::{CudaMemory, DEADLINE},
@@ -60,6 +64,89 @@ fn rings_of_one_two_and_three_ranks_hold_over_nccl() {
 #[test]
 fn random_cases_hold_over_nccl() {
     suite::random_cases(&subject(), 200..212).unwrap();
+}
+
+#[test]
+fn typed_tensors_in_host_memory_are_attended_over_nccl() {
+    let dims = Dims { kv_heads: 1, ..Dims::new(1, 100, 2, 16) };
+    let x =
+        |heads, shift: usize| Array4::from_shape_fn((1, 100, heads, 16), |(_, i, h, c)| ((i * 7 + h * 3 + c + shift) % 11) as f32 * 0.1);
+    let (q, k, v, dout) = (x(2, 0), x(1, 1), x(1, 2), x(2, 3));
+    let tensors = Tensors::new(q.view(), k.view(), v.view());
+    let attention = Attention::new().causal();
+    let mut ring = Plan::over(&attention, dims, 3, None, |_, inner| {
+        let cuda = emulated(&[])?;
+        let nccl = Nccl::with_symbols(inner, cuda.stream().device(), Ok(nccl_symbols()), DEADLINE)?;
+        Ok((Hosted::new(cuda), nccl))
+    })
+    .unwrap();
+    let mut alone = attention.plan(dims, 1, None).unwrap();
+    let (out, want) = (ring.forward(&tensors).unwrap(), alone.forward(&tensors).unwrap());
+    let gradients = ring.backward(&tensors, &out, dout.view(), None).unwrap();
+    let wanted = alone.backward(&tensors, &want, dout.view(), None).unwrap();
+    let close = |got: &Array4<f32>, want: &Array4<f32>| got.iter().zip(want).all(|(got, want)| (got - want).abs() < 1e-4);
+    assert!(close(&out.out, &want.out));
+    assert!(close(&gradients.dq, &wanted.dq) && close(&gradients.dk, &wanted.dk) && close(&gradients.dv, &wanted.dv));
+}
+
+/// A table that accepts the first two groups and loses the third.
+fn losing_the_third() -> NcclSymbols {
+    thread_local! {
+        static GROUPS: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
+    }
+    unsafe extern "C" fn start() -> Status {
+        GROUPS.set(GROUPS.get() + 1);
+        // SAFETY: no arguments.
+        unsafe { (nccl_symbols().group_start)() }
+    }
+    unsafe extern "C" fn send(
+        from: *const std::ffi::c_void,
+        bytes: usize,
+        kind: c_int,
+        peer: c_int,
+        communicator: RawCommunicator,
+        stream: annulus_cuda::device::cudarc::driver::sys::CUstream,
+    ) -> Status {
+        // SAFETY: as NCCL's function is given.
+        if GROUPS.get() < 3 { unsafe { (nccl_symbols().send)(from, bytes, kind, peer, communicator, stream) } } else { 0 }
+    }
+    with(|symbols| (symbols.group_start, symbols.send) = (start, send))
+}
+
+#[test]
+fn a_part_that_has_come_is_there_while_the_next_has_not() {
+    let finished = AtomicBool::new(false);
+    let run = |rank: usize, inner: Threads| -> Result<Vec<bool>> {
+        let device = Device::with_symbols(emulator::symbols(), next_device())?;
+        let stream = Stream::new(&device)?;
+        let table = if rank == 1 { losing_the_third() } else { nccl_symbols() };
+        let mut nccl: Box<dyn Transport<CudaSpace>> = Box::new(Nccl::with_symbols(inner, &device, Ok(table), DEADLINE)?);
+        let hop = |tag| Hop { peer: 1 - rank, channel: Channel::Block, tag, step: 4, ranges: std::iter::once(0..8).collect() };
+        let tags = [4, 5, 6];
+        if rank == 1 {
+            let (buffer, ready) = (CudaBuffer::new(&device, 8)?, stream.record()?);
+            let parts = tags.map(|tag| Outgoing { hop: hop(tag), buffer: &buffer, ready: &ready });
+            nccl.post(&parts, &mut Vec::new())?;
+            while !finished.load(Ordering::Acquire) {
+                nccl.progress(Duration::from_millis(1))?;
+            }
+            return Ok(Vec::new());
+        }
+        let incoming = |tag| Ok(Incoming { hop: hop(tag), buffer: CudaBuffer::new(&device, 8)? });
+        nccl.post(&[], &mut tags.map(incoming).into_iter().collect::<Result<_>>()?)?;
+        let mut came = vec![false; 3];
+        let began = Instant::now();
+        while !(came[0] && came[1]) && began.elapsed() < Duration::from_secs(20) {
+            nccl.progress(Duration::from_millis(1))?;
+            for (came, tag) in came.iter_mut().zip(tags).filter(|(came, _)| !**came) {
+                *came = nccl.take(&hop(tag))?.is_some();
+            }
+        }
+        finished.store(true, Ordering::Release);
+        Ok(came)
+    };
+    let came = each_rank(threads::ring(2), run).unwrap().remove(0);
+    assert_eq!(came, [true, true, false]);
 }
 
 /// What two ranks say when each makes its endpoint through its own table, and how long they took.

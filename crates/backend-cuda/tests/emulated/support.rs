@@ -6,15 +6,14 @@ use std::{
     time::Duration,
 };
 
-use annulus_comm::{Deadline, threads};
-use annulus_conformance::{HostMemory, RingSubject, Station, Subject};
+use annulus_conformance::Subject;
 use annulus_core::Result;
 use annulus_cuda::{
-    Cuda, Hosted,
+    Cuda,
     device::{Cache, Compiler, Device, Stream, emulator},
 };
 
-use crate::common::{DEADLINE, staged};
+use crate::common::{hosted, staged};
 
 /// A device of its own for every rank of every run, so that one that has failed disturbs nobody.
 pub(crate) fn next_device() -> usize {
@@ -49,13 +48,7 @@ pub(crate) fn plain() -> impl Subject {
     subject(&[], Duration::ZERO)
 }
 
-/// Emulated devices for tensors and blocks in host memory.
-pub(crate) fn hosted() -> impl Subject {
-    RingSubject::new("hosted emulated cuda over threads", |ranks| -> Result<Vec<Station<HostMemory, Hosted>>> {
-        let station = |transport| {
-            let transport = Box::new(Deadline::new(transport, DEADLINE)?);
-            Ok(Station { memory: HostMemory, backend: Hosted::new(emulated(&[])?), transport })
-        };
-        threads::ring(ranks).into_iter().map(station).collect()
-    })
+/// Emulated devices for tensors in host memory.
+pub(crate) fn plain_hosted() -> impl Subject {
+    hosted("hosted emulated cuda over staged threads", || emulated(&[]))
 }

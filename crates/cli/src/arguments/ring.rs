@@ -28,7 +28,7 @@ pub(crate) enum TransportName {
     Threads,
     /// One rank a process of an MPI program.
     Mpi,
-    /// NVIDIA GPUs among themselves.
+    /// NVIDIA GPUs among themselves, a GPU a rank; ranks are as with auto.
     Nccl,
 }
 
@@ -52,35 +52,42 @@ impl TransportName {
     /// know nothing of each other would all do the same.
     pub(crate) fn means(self) -> Outcome<Means> {
         match (self, launcher::among_others()) {
-            (Self::Mpi, _) | (Self::Auto, Some(_)) if cfg!(feature = "mpi") => Ok(Means::Processes),
-            (Self::Auto, None) => Ok(Means::Threads),
+            (Self::Nccl, _) if !cfg!(feature = "nccl") => Err(self.missing()),
+            (Self::Mpi, _) | (Self::Auto | Self::Nccl, Some(_)) if cfg!(feature = "mpi") => Ok(Means::Processes),
+            (Self::Auto | Self::Nccl, None) => Ok(Means::Threads),
             (Self::Threads, _) => {
                 launcher::stand_alone();
                 Ok(Means::Threads)
             }
-            (Self::Auto, Some(place)) => {
+            (Self::Auto | Self::Nccl, Some(place)) => {
                 let size = place.size.map_or_else(|| "several".to_owned(), |size| size.to_string());
                 let what = format!("a job of {size} processes (started through {})", place.by);
                 let by = format!("this build, which has: threads; {WITH_MPI}, and --transport threads lets each process work for itself");
                 Err(Error::unsupported(what, by).into())
             }
-            (Self::Mpi | Self::Nccl, _) => Err(self.missing()),
+            (Self::Mpi, _) => Err(self.missing()),
         }
     }
 
     /// That this build does not have it.
     pub(crate) fn missing(self) -> Failure {
         if self == Self::Mpi {
-            let by = format!("this build, which has: threads; {WITH_MPI}");
+            let by = format!("this build, which has: {}; {WITH_MPI}", transports());
             return Error::unsupported("transport mpi", by).into();
         }
-        Error::unsupported("transport nccl", format!("this build, which has: {}", transports())).into()
+        let with = "`cargo build --release -p annulus-cli --features nccl` makes one that has nccl";
+        Error::unsupported("transport nccl", format!("this build, which has: {}; {with}", transports())).into()
     }
 }
 
 /// The transports of this build.
 pub(crate) const fn transports() -> &'static str {
-    if cfg!(feature = "mpi") { "threads, mpi" } else { "threads" }
+    match (cfg!(feature = "mpi"), cfg!(feature = "nccl")) {
+        (false, false) => "threads",
+        (true, false) => "threads, mpi",
+        (false, true) => "threads, nccl",
+        (true, true) => "threads, mpi, nccl",
+    }
 }
 
 /// The most threads of all ranks together.

@@ -10,7 +10,7 @@ use annulus::{
         trace::{Trace, TraceLog},
     },
 };
-use annulus_core::{Backend, Batch, Control, Element, Host, Layout, Result, Rows, Shard, Side, SinkShape, Spec};
+use annulus_core::{Backend, Batch, Control, Element, HostTensors, Layout, Result, Rows, Shard, Side, SinkShape, Spec};
 
 use super::{
     output::{planned, write_backward, write_forward, write_trace},
@@ -19,7 +19,7 @@ use super::{
 };
 use crate::{
     crew::{Crew, Endpoint},
-    engine::{Engine, with_backend},
+    engine::{Engine, Wired, with_backend},
     failure::{Failure, Outcome},
     file::{self, Output},
     input::{Input, OutputGradients, Share},
@@ -52,13 +52,13 @@ pub(crate) struct Job<'a> {
 }
 
 /// A rank that has a plan.
-struct Planned<B: Backend<Space = Host>> {
+struct Planned<B: Backend<Space: HostTensors>> {
     plan: RankPlan<B>,
     log: TraceLog,
 }
 
 /// A rank that has read its rows.
-struct Rank<T: Element, B: Backend<Space = Host>> {
+struct Rank<T: Element, B: Backend<Space: HostTensors>> {
     plan: RankPlan<B>,
     log: TraceLog,
     batch: Batch,
@@ -81,11 +81,11 @@ impl Job<'_> {
         summary
     }
 
-    fn phases<T: Element, B: Backend<Space = Host>>(
+    fn phases<T: Element, B: Backend<Space: HostTensors>>(
         &self,
         crew: &mut Crew,
         progress: &Progress,
-        backend: impl Fn() -> Result<B> + Sync,
+        make: impl Fn(Endpoint) -> Result<Wired<B>> + Sync,
     ) -> Outcome<Summary> {
         let input = self.input;
         let fields = Descriptor::new().field("backward", self.backward.into()).field("trace", self.trace.is_some().into());
@@ -96,7 +96,7 @@ impl Job<'_> {
 
         progress.phase("plan", 0);
         let endpoints = crew.endpoints()?;
-        let ranks = crew.each(endpoints, |_, transport| self.plan(backend()?, Trace::new(transport, start), progress))?;
+        let ranks = crew.each(endpoints, |_, endpoint| self.plan(make(endpoint)?, start, progress))?;
         let blocks = blocks(&ranks);
         progress.phase("read", 0);
         let all = crew.ranks();
@@ -167,7 +167,13 @@ impl Job<'_> {
         crew.agree(opened.map_err(Failure::from))
     }
 
-    fn plan<B: Backend<Space = Host>>(&self, backend: B, transport: Trace<Endpoint>, progress: &Progress) -> Result<Planned<B>> {
+    fn plan<B: Backend<Space: HostTensors>>(
+        &self,
+        (backend, transport): Wired<B>,
+        start: Instant,
+        progress: &Progress,
+    ) -> Result<Planned<B>> {
+        let transport = Trace::new(transport, start);
         let log = transport.log();
         let attention = self.attention.clone().on_silence(report::of_silence(transport.rank(), transport.ranks()));
         let transport = Watched::new(transport, progress.clone());
@@ -176,7 +182,7 @@ impl Job<'_> {
     }
 
     /// One rank reads its rows. Where there is a dense mask, it counts the pairs that they see.
-    fn read<T: Element, B: Backend<Space = Host>>(&self, spec: &Spec, ranks: usize, rank: Planned<B>) -> Result<Rank<T, B>> {
+    fn read<T: Element, B: Backend<Space: HostTensors>>(&self, spec: &Spec, ranks: usize, rank: Planned<B>) -> Result<Rank<T, B>> {
         let Planned { plan, log } = rank;
         let begin = Instant::now();
         let batch = self.input.batch(plan.q_rows(), plan.kv_rows())?;
@@ -192,7 +198,7 @@ impl Job<'_> {
     }
 
     /// Counts the pairs that each rank's queries see, where no dense mask has done it.
-    fn count<T: Element, B: Backend<Space = Host>>(&self, ranks: &mut [Rank<T, B>]) {
+    fn count<T: Element, B: Backend<Space: HostTensors>>(&self, ranks: &mut [Rank<T, B>]) {
         if self.input.has("attention_mask") {
             return;
         }
@@ -204,7 +210,7 @@ impl Job<'_> {
     }
 
     /// What every rank of the job has to tell, in the order of ranks.
-    fn figures<T: Element, B: Backend<Space = Host>>(&self, crew: &mut Crew, ranks: &[Rank<T, B>]) -> Outcome<Vec<RankFigures>> {
+    fn figures<T: Element, B: Backend<Space: HostTensors>>(&self, crew: &mut Crew, ranks: &[Rank<T, B>]) -> Outcome<Vec<RankFigures>> {
         // peak memory is the process's, so its ranks' together
         let peak = peak_bytes();
         let mine: Vec<RankFigures> =
@@ -214,7 +220,7 @@ impl Job<'_> {
         Ok(all.chunks(numbers.len() / mine.len().max(1)).map(RankFigures::of_numbers).collect())
     }
 
-    fn summary<B: Backend<Space = Host>>(
+    fn summary<B: Backend<Space: HostTensors>>(
         &self,
         count: usize,
         plan: Option<&RankPlan<B>>,
@@ -232,7 +238,7 @@ impl Job<'_> {
                 "{count} rank{} of {threads} thread{}, {}, {layout} layout, {route} route, {dtype}, {pairs} visible pairs",
                 plural(count),
                 plural(threads),
-                self.engine.name(),
+                self.engine.description(),
             ),
             passes: [("forward", per_pair), ("backward", 2.5 * per_pair)]
                 .into_iter()
@@ -259,7 +265,7 @@ fn finish(crew: &mut Crew, output: Output) -> Outcome {
     Ok(())
 }
 
-impl<T: Element, B: Backend<Space = Host>> Rank<T, B> {
+impl<T: Element, B: Backend<Space: HostTensors>> Rank<T, B> {
     /// Does `work` and notes in the trace how long it took.
     fn timed<R>(&self, name: &'static str, work: impl FnOnce() -> Result<R>) -> Result<R> {
         let begin = Instant::now();
@@ -293,7 +299,7 @@ impl<T: Element, B: Backend<Space = Host>> Rank<T, B> {
 }
 
 /// Messages that these ranks receive in a forward and in a backward pass.
-fn blocks<B: Backend<Space = Host>>(ranks: &[Planned<B>]) -> [usize; 2] {
+fn blocks<B: Backend<Space: HostTensors>>(ranks: &[Planned<B>]) -> [usize; 2] {
     let Some(schedule) = ranks.first().map(|rank| rank.plan.ring().schedule()) else { return [0, 0] };
     let steps = || ranks.iter().filter_map(|rank| schedule.steps.get(place(&rank.plan))).flatten();
     let before: usize = steps().map(|step| step.before.receives.len()).sum();
@@ -301,7 +307,7 @@ fn blocks<B: Backend<Space = Host>>(ranks: &[Planned<B>]) -> [usize; 2] {
 }
 
 /// Where a rank stands on its ring: schedule and work go by places.
-fn place<B: Backend<Space = Host>>(plan: &RankPlan<B>) -> usize {
+fn place<B: Backend<Space: HostTensors>>(plan: &RankPlan<B>) -> usize {
     let ring = plan.ring();
     ring.order().place(ring.rank())
 }

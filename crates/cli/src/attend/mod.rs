@@ -132,6 +132,12 @@ struct RingFlags {
     trace: Option<PathBuf>,
 }
 
+impl RingFlags {
+    fn engine(&self) -> Outcome<Engine> {
+        Engine::open(self.backend, self.device, self.transport, self.deadline)
+    }
+}
+
 /// Bias orders by name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum BiasOrderName {
@@ -143,7 +149,7 @@ enum BiasOrderName {
 
 /// Runs `annulus attend`.
 pub(crate) fn run(flags: &AttendFlags) -> Outcome {
-    let engine = Engine::open(flags.ring.backend, flags.ring.device)?;
+    let engine = flags.ring.engine()?;
     let mut crew = Crew::form("attend", flags.ring.transport, flags.ring.deadline)?;
     let done = flags.attend(&mut crew, engine);
     crew.end(done)

@@ -10,7 +10,7 @@ use annulus::{
     Backward, Forward, RankPlan,
     comm::trace::{TraceLog, write_chrome},
 };
-use annulus_core::{Backend, Dims, Element, Error, Host, Result, Runs, Spec};
+use annulus_core::{Backend, Dims, Element, Error, HostTensors, Result, Runs, Spec};
 use ndarray::{Array, Dimension};
 
 use crate::{
@@ -51,7 +51,11 @@ pub(super) fn planned(spec: &Spec, input: &Input, backward: bool) -> Result<Vec<
 ///
 /// # Errors
 /// [`Error::Io`].
-pub(super) fn write_forward<T: Element, B: Backend<Space = Host>>(output: &Output, plan: &RankPlan<B>, forward: &Forward<T>) -> Result<()> {
+pub(super) fn write_forward<T: Element, B: Backend<Space: HostTensors>>(
+    output: &Output,
+    plan: &RankPlan<B>,
+    forward: &Forward<T>,
+) -> Result<()> {
     let rows = plan.q_rows();
     write(output, "out", 1, rows, &forward.out)?;
     write(output, "lse", 2, rows, &forward.lse)?;
@@ -67,7 +71,7 @@ pub(super) fn write_forward<T: Element, B: Backend<Space = Host>>(output: &Outpu
 ///
 /// # Errors
 /// [`Error::Io`].
-pub(super) fn write_backward<T: Element, B: Backend<Space = Host>>(
+pub(super) fn write_backward<T: Element, B: Backend<Space: HostTensors>>(
     output: &Output,
     plan: &RankPlan<B>,
     rank: usize,

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use annulus::{Attention, Forward, RankPlan, Tensors};
-use annulus_core::{Backend, Batch, DType, Dims, Element, Host, Result, Runs};
+use annulus_core::{Backend, Batch, DType, Dims, Element, HostTensors, Result, Runs};
 use ndarray::Array4;
 use serde_json::{Map, Value, json};
 
@@ -13,8 +13,8 @@ use super::{
 };
 use crate::{
     arguments::mask::{AlignmentName, MaskFlags},
-    crew::Crew,
-    engine::{Engine, with_backend},
+    crew::{Crew, Endpoint},
+    engine::{Engine, Wired, with_backend},
     failure::{Failure, Outcome},
     pairs,
     random::Stream,
@@ -32,7 +32,7 @@ pub(super) struct Case<'a> {
 }
 
 /// One rank with its rows.
-struct Rank<T: Element, B: Backend<Space = Host>> {
+struct Rank<T: Element, B: Backend<Space: HostTensors>> {
     plan: RankPlan<B>,
     q: Array4<T>,
     k: Array4<T>,
@@ -76,19 +76,20 @@ impl<'a> Case<'a> {
         with_backend!(engine, self.flags.threads, make => self.run_on::<T, _>(crew, what, make))
     }
 
-    fn run_on<T: Element, B: Backend<Space = Host>>(
+    fn run_on<T: Element, B: Backend<Space: HostTensors>>(
         &self,
         crew: &mut Crew,
         what: &[What],
-        backend: impl Fn() -> Result<B> + Sync,
+        make: impl Fn(Endpoint) -> Result<Wired<B>> + Sync,
     ) -> Outcome {
         let pairs = crew.agree(self.attention().spec(self.dims).and_then(|_| self.pairs()).map_err(Failure::of_flags))?;
         for &what in what {
             let attention = if what == What::Forward { self.attention().forward_only() } else { self.attention() };
             let layout = self.flags.layout.layout();
             let endpoints = crew.endpoints()?;
-            let mut ranks = crew.each(endpoints, |_, transport| {
-                let mut plan = RankPlan::new(&attention, self.dims, layout.clone(), backend()?, transport)?;
+            let mut ranks = crew.each(endpoints, |_, endpoint| {
+                let (backend, transport) = make(endpoint)?;
+                let mut plan = RankPlan::new(&attention, self.dims, layout.clone(), backend, transport)?;
                 if self.batch != Batch::default() {
                     plan.update(&self.batch)?;
                 }
@@ -160,7 +161,7 @@ impl<'a> Case<'a> {
     }
 }
 
-impl<T: Element, B: Backend<Space = Host>> Rank<T, B> {
+impl<T: Element, B: Backend<Space: HostTensors>> Rank<T, B> {
     /// A rank with random tensors.
     fn new(plan: RankPlan<B>, dims: &Dims) -> Self {
         let normal = |name: &str, rows: &Runs, heads, dim| {

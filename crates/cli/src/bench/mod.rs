@@ -114,7 +114,7 @@ enum What {
 
 /// Runs `annulus bench`.
 pub(crate) fn run(flags: &BenchFlags) -> Outcome {
-    let engine = Engine::open(flags.backend, flags.device)?;
+    let engine = Engine::open(flags.backend, flags.device, flags.transport, PATIENCE)?;
     let mut crew = Crew::form("bench", flags.transport, PATIENCE)?;
     let done = bench(flags, &mut crew, &engine);
     crew.end(done)

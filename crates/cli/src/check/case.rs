@@ -3,13 +3,14 @@
 use std::{collections::BTreeMap, path::Path, time::Duration};
 
 use annulus::{Attention, Backward, Forward, Plan};
-use annulus_core::{Backend, Batch, Element, Error, Host, Layout, Result, Runs, SinkShape};
+use annulus_core::{Backend, Batch, Element, Error, HostTensors, Layout, Result, Runs, SinkShape};
 
 use super::{
     compare::{Expected, largest_error},
     index::Case,
 };
 use crate::{
+    crew::Endpoint,
     engine::{Engine, with_backend},
     input::{Input, OutputGradients, Share},
 };
@@ -108,11 +109,12 @@ impl<T: Element> Loaded<T> {
 
     fn judge(&self, case: &Case, ring: &Ring, engine: &Engine) -> Result<Verdict> {
         with_backend!(engine, 1, make => {
-            self.judge_plan(Plan::on(&self.attention, case.dims(), ring.ranks, ring.layout.clone(), |_| make())?)
+            let make = |_, endpoint| make(Endpoint::Thread(endpoint));
+            self.judge_plan(Plan::over(&self.attention, case.dims(), ring.ranks, ring.layout.clone(), make)?)
         })
     }
 
-    fn judge_plan<B: Backend<Space = Host>>(&self, mut plan: Plan<B>) -> Result<Verdict> {
+    fn judge_plan<B: Backend<Space: HostTensors>>(&self, mut plan: Plan<B>) -> Result<Verdict> {
         if self.batch != Batch::default() {
             plan.update(&self.batch)?;
         }

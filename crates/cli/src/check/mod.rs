@@ -108,7 +108,7 @@ const SIZES: [usize; 5] = [1, 2, 3, 4, 7];
 
 /// Runs `annulus check`.
 pub(crate) fn run(flags: &CheckFlags) -> Outcome {
-    let engine = Engine::open(flags.backend, flags.device)?;
+    let engine = Engine::open(flags.backend, flags.device, flags.transport, PATIENCE)?;
     let mut crew = Crew::form("check", flags.transport, PATIENCE)?;
     let done = check(flags, &mut crew, &engine);
     crew.end(done)

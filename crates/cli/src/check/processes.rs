@@ -12,7 +12,7 @@ use annulus::{
     RankPlan,
     comm::mpi::{FirstRanks, Settings},
 };
-use annulus_core::{Backend, Batch, Element, Error, Host, Result};
+use annulus_core::{Backend, Batch, Element, Error, HostTensors, Result};
 use serde::{Deserialize, Serialize};
 
 use super::{
@@ -22,8 +22,8 @@ use super::{
     index::Case,
 };
 use crate::{
-    crew::Crew,
-    engine::{Engine, with_backend},
+    crew::{Crew, Endpoint},
+    engine::{Engine, Wired, with_backend},
     failure::{Failure, Outcome},
 };
 
@@ -76,19 +76,20 @@ fn judge<T: Element>(folder: &Path, case: &Case, ring: &Ring, part: &FirstRanks,
     Said::of(&verdict.unwrap_or_else(Verdict::Failed))
 }
 
-fn try_judge<T: Element, B: Backend<Space = Host>>(
+fn try_judge<T: Element, B: Backend<Space: HostTensors>>(
     folder: &Path,
     case: &Case,
     ring: &Ring,
     part: &FirstRanks,
     settings: &Settings,
-    backend: impl Fn() -> Result<B>,
+    make: impl Fn(Endpoint) -> Result<Wired<B>>,
 ) -> Result<Verdict> {
     let opened = Opened::new::<T>(folder, case);
     // made even by a rank that has nothing to do on it: dropping it says goodbye to the others, who then wait no longer
-    let transport = part.ring(settings.clone())?;
+    let endpoint = Endpoint::Process(Box::new(part.ring(settings.clone())?));
     let Opened { input, sinks, attention } = opened?;
-    let mut plan = RankPlan::new(&attention, input.dims, ring.layout.clone(), backend()?, transport)?;
+    let (backend, transport) = make(endpoint)?;
+    let mut plan = RankPlan::new(&attention, input.dims, ring.layout.clone(), backend, transport)?;
     let (q_rows, kv_rows) = (plan.q_rows().clone(), plan.kv_rows().clone());
     let share = input.share::<T>(sinks, &q_rows, &kv_rows)?;
     let batch = input.batch(&q_rows, &kv_rows)?;

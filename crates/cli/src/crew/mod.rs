@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use annulus_comm::{
     Descriptor,
-    threads::{self, each_rank},
+    threads::{self, Threads, each_rank},
 };
 use annulus_core::{Error, Host, Result, Transport};
 
@@ -24,12 +24,29 @@ use crate::{
     failure::{Failure, Outcome},
 };
 #[cfg(feature = "mpi")]
-use annulus_comm::mpi::{FirstRanks, Settings};
+use annulus_comm::mpi::{FirstRanks, Mpi, Settings};
 #[cfg(feature = "mpi")]
 pub(crate) use processes::World;
 
-/// One rank's endpoint of a ring, whatever the transport.
-pub(crate) type Endpoint = Box<dyn Transport<Host>>;
+/// One rank's endpoint of a ring.
+pub(crate) enum Endpoint {
+    /// Of a thread of this process.
+    Thread(Threads),
+    /// Of this process.
+    #[cfg(feature = "mpi")]
+    Process(Box<Mpi>),
+}
+
+impl Endpoint {
+    /// A transport of blocks in host memory.
+    pub(crate) fn of_host(self) -> Box<dyn Transport<Host>> {
+        match self {
+            Self::Thread(endpoint) => Box::new(endpoint),
+            #[cfg(feature = "mpi")]
+            Self::Process(endpoint) => endpoint,
+        }
+    }
+}
 
 /// How long the processes of a job wait for a silent one of them, where no flag says it.
 pub(crate) const PATIENCE: Duration = annulus::comm::deadline::DEFAULT;
@@ -164,7 +181,7 @@ impl Crew {
             let endpoint = world.endpoint();
             return self.agree(endpoint.map(|endpoint| vec![endpoint]).map_err(Failure::from));
         }
-        Ok(threads::ring(self.ranks).into_iter().map(|endpoint| Box::new(endpoint) as Endpoint).collect())
+        Ok(threads::ring(self.ranks).into_iter().map(Endpoint::Thread).collect())
     }
 
     /// The first `count` processes, of which rings can be made; `None` if this one is not among them, or none is.

@@ -101,7 +101,7 @@ impl World {
 
     /// This process's endpoint of a new ring of all.
     pub(super) fn endpoint(&self) -> Result<Endpoint> {
-        Ok(Box::new(Mpi::world(self.settings())?))
+        Ok(Endpoint::Process(Box::new(Mpi::world(self.settings())?)))
     }
 
     /// The first `count` processes, of which rings can be made; `None` if this one is not among them.

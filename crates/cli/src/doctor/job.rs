@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, ops::RangeInclusive};
 
-use annulus_comm::mpi::Place;
+use annulus_comm::mpi::{GpuAwareness, Place};
 
 use super::line;
 use crate::{crew::World, failure::Outcome};
@@ -20,7 +20,12 @@ pub(super) fn of_job(world: &World) -> Outcome {
     let library = library.lines().next().unwrap_or_default().trim().to_owned();
     line("mpi", &library);
     line("mpi threads", &launch.thread_level()?.to_string());
-    line("gpu-aware", &format!("{} (device memory is staged through the host in any case)", launch.gpu_awareness()));
+    let aware = launch.gpu_awareness();
+    let blocks = aware.decides().map_or_else(
+        |error| error.to_string(),
+        |takes| format!("CUDA memory {}", if takes { "is handed to mpi" } else { "is staged through the host" }),
+    );
+    line("gpu-aware", &format!("{aware}: {blocks} ({} decides, 1 or 0)", GpuAwareness::VARIABLE));
     line("ranks", &format!("{} on {} node{}", nodes.places().len(), nodes.nodes(), if nodes.nodes() == 1 { "" } else { "s" }));
     for (rank, place) in nodes.places().iter().enumerate() {
         let cores = if place.cores.is_empty() { "cores unknown".to_owned() } else { format!("cores {}", listed(&place.cores)) };

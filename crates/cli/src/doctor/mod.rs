@@ -79,9 +79,9 @@ fn of_build(isa: Isa) {
     line(
         "transports",
         match (cfg!(feature = "mpi"), cfg!(feature = "nccl")) {
-            (true, true) => "threads, mpi; nccl in the library only",
+            (true, true) => "threads, mpi, nccl",
             (true, false) => "threads, mpi (nccl: not in this build)",
-            (false, true) => "threads; nccl in the library only (mpi: not in this build)",
+            (false, true) => "threads, nccl (mpi: not in this build)",
             (false, false) => "threads (mpi, nccl: not in this build)",
         },
     );

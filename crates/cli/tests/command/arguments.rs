@@ -82,18 +82,19 @@ fn what_this_build_has_not_is_named() {
     let attend = "attend --input in.safetensors --output out.safetensors";
     #[cfg(not(feature = "cuda"))]
     folder.run(&format!("{attend} --backend cuda")).failed(1, &["cuda", "not supported", "cpu", "--features cuda"]);
-    // with or without a driver
-    #[cfg(feature = "cuda")]
-    folder.run(&format!("{attend} --backend cuda --device 1000")).failed(1, &["this machine"]);
     #[cfg(not(feature = "wgpu"))]
     folder.run(&format!("{attend} --backend wgpu")).failed(1, &["wgpu", "not supported", "cpu", "--features wgpu"]);
     #[cfg(feature = "wgpu")]
     folder.run(&format!("{attend} --backend wgpu --device 1000")).failed(1, &["wgpu device 1000", "this machine"]);
     folder.run(&format!("{attend} --device 0")).failed(2, &["--device", "no devices"]);
-    folder.run(&format!("{attend} --backend cuda")).failed(1, &["cuda", "cpu"]);
     #[cfg(not(feature = "mpi"))]
     folder.run(&format!("{attend} --transport mpi")).failed(1, &["mpi", "threads", "--features mpi"]);
-    folder.run("check . --transport nccl").failed(1, &["nccl", "threads"]);
+    #[cfg(not(feature = "nccl"))]
+    folder.run("check . --transport nccl").failed(1, &["nccl", "threads", "--features nccl"]);
+    #[cfg(feature = "nccl")]
+    for subcommand in ["check .", attend, "bench"] {
+        folder.run(&format!("{subcommand} --transport nccl")).failed(1, &["transport nccl", "backend cpu", "--backend cuda"]);
+    }
     assert_eq!(folder.names(), ["in.safetensors"]);
 }
 

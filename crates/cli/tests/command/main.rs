@@ -5,6 +5,8 @@
 mod arguments;
 mod attend;
 mod check;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod figures;
 mod files;
 mod interrupt;

@@ -8,6 +8,7 @@ use super::{
     Mpi,
     flying::{Address, LONGEST_PIECE, Mode},
     frame::Frame,
+    memory::Memory,
     pump::Label,
 };
 
@@ -28,7 +29,7 @@ impl Mpi {
         self.enter()?;
         let to = Address { peer, tag: 0, step: self.step, piece: LONGEST_PIECE };
         let Some(control) = &self.control else { return Ok(()) };
-        self.flying.send(control, mode, to, frame.clone(), 0..frame.bytes().len() as u64, label)
+        self.flying.send(control, mode, to, Memory::Host(frame.clone()), 0..frame.bytes().len() as u64, label)
     }
 
     /// All other ranks that have not said goodbye.

@@ -370,7 +370,7 @@ pub(super) fn thread_level() -> Result<ThreadLevel> {
     })
 }
 
-/// What the MPI that is loaded says, if it has either of the two calls by which some can say it.
+/// What the MPI that is loaded says, if it has the call by which some can say it.
 pub(super) fn gpu_awareness() -> GpuAwareness {
     unsafe extern "C" {
         fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
@@ -383,9 +383,9 @@ pub(super) fn gpu_awareness() -> GpuAwareness {
         // SAFETY: it asks for a fact about the library, and may be called at any time
         call.map(|call| unsafe { call() } != 0)
     };
-    match [ask(c"MPIX_Query_cuda_support"), ask(c"MPIX_Query_rocm_support")] {
-        [None, None] => GpuAwareness::Unknown,
-        answers if answers.contains(&Some(true)) => GpuAwareness::Yes,
-        _ => GpuAwareness::No,
+    match ask(c"MPIX_Query_cuda_support") {
+        None => GpuAwareness::Unknown,
+        Some(true) => GpuAwareness::Yes,
+        Some(false) => GpuAwareness::No,
     }
 }

@@ -7,9 +7,10 @@
 //! Invariants, besides the rules of [`super::ffi`]:
 //!
 //! * **A.** Each request in `requests` reads or writes bytes within the buffer of `messages[owners[i]]`, which stays there until `left` is 0,
-//!   i.e. until all requests of that owner are complete. A [`HostBuffer`]'s bytes do not move when the handle moves.
+//!   i.e. until all requests of that owner are complete. A [`Memory`]'s bytes do not move when the handle moves.
 //! * **B.** The buffer of a receive was nobody else's when it was posted, and no reference to its bytes is made until it is given back.
-//! * **C.** The bytes of a send are only read: a [`HostBuffer`] that is co-owned (by `messages`) gives no mutable reference to anybody.
+//! * **C.** The bytes of a send are only read: a [`HostBuffer`] that is co-owned (by `messages`) gives no mutable reference to anybody; who writes to
+//!   device memory by a kernel has seen the transfer end.
 //! * **D.** No message is longer than the receive that it meets, piece by piece: either MPI has told its length ([`Flying::receive_any`]), or the
 //!   sender, which runs this code too, has announced it and how it cuts it ([`Flying::receive`]). Some MPIs write past the end otherwise.
 #![expect(unsafe_code, reason = "calls of the C interface of MPI")]
@@ -19,7 +20,10 @@ use std::{collections::HashMap, ffi::c_int, mem, ops::Range};
 use annulus_core::{Error, HostBuffer, Result, index};
 use mpi::ffi;
 
-use super::ffi::{About, Communicator, Fault, check, count, is_in_statuses};
+use super::{
+    ffi::{About, Communicator, Fault, check, count, is_in_statuses},
+    memory::Memory,
+};
 
 /// MPI-3 counts in C ints: longer messages go in pieces of this many bytes.
 pub(super) const LONGEST_PIECE: u64 = 1 << 30;
@@ -46,7 +50,7 @@ pub(super) struct Address {
 
 struct Message<L> {
     label: L,
-    buffer: HostBuffer,
+    buffer: Memory,
     /// Requests that are not complete.
     left: usize,
     /// The first thing that went wrong with one of them.
@@ -65,7 +69,7 @@ pub(super) enum Trouble {
 /// A message that is through.
 pub(super) struct Landed<L> {
     pub(super) label: L,
-    pub(super) buffer: HostBuffer,
+    pub(super) buffer: Memory,
     pub(super) outcome: Result<(), Trouble>,
 }
 
@@ -105,13 +109,15 @@ impl<L> Flying<L> {
         communicator: &Communicator,
         mode: Mode,
         to: Address,
-        buffer: HostBuffer,
+        buffer: Memory,
         range: Range<u64>,
         label: L,
     ) -> Result<()> {
-        let bytes = &buffer.bytes()[index(range.start)..index(range.end)];
+        let Some(start) = buffer.start(&range) else {
+            return Err(Error::Comm { peer: to.peer, step: to.step, what: format!("bytes {range:?} of a buffer of {}", buffer.size()) });
+        };
         let pieces: Vec<(*const u8, c_int)> =
-            pieces(range.end - range.start, to.piece).map(|piece| (bytes[index(piece.start)..].as_ptr(), length(&piece))).collect();
+            pieces(range.end - range.start, to.piece).map(|piece| (start.wrapping_add(index(piece.start)), length(&piece))).collect();
         let number = self.begin(label, buffer, pieces.len());
         for (start, length) in pieces {
             let start_send = match mode {
@@ -134,16 +140,14 @@ impl<L> Flying<L> {
         &mut self,
         communicator: &Communicator,
         from: Address,
-        mut buffer: HostBuffer,
+        mut buffer: Memory,
         range: Range<u64>,
         label: L,
     ) -> Result<()> {
-        let room = buffer.bytes_mut().and_then(|bytes| bytes.get_mut(index(range.start)..index(range.end)));
-        let Some(bytes) = room else {
+        // one pointer for all pieces, so that none of them makes another one stale
+        let Some(start) = buffer.start_mut(&range) else {
             return Err(Error::Comm { peer: from.peer, step: from.step, what: "the buffer of a receive is in use".to_owned() });
         };
-        // one pointer for all pieces, so that none of them makes another one stale
-        let start = bytes.as_mut_ptr();
         let pieces: Vec<Range<u64>> = pieces(range.end - range.start, from.piece).collect();
         let number = self.begin(label, buffer, pieces.len());
         for piece in pieces {
@@ -180,7 +184,7 @@ impl<L> Flying<L> {
         let (peer, length) = (count(status.MPI_SOURCE), received(&status)?);
         let mut buffer = HostBuffer::zeroed(count(length) as u64)?;
         let start = buffer.bytes_mut().map_or(std::ptr::null_mut(), <[u8]>::as_mut_ptr);
-        let number = self.begin(label(peer), buffer, 1);
+        let number = self.begin(label(peer), Memory::Host(buffer), 1);
         // SAFETY: rules 1 and 2; `start` has room for `length` bytes of a buffer that was made a moment ago, is in `messages` by now (A) and is
         // untouched until it is given back (B); the message was matched above and is received once
         self.begin_request(number, Some(length), (peer, 0), |request| unsafe {
@@ -244,7 +248,7 @@ impl<L> Flying<L> {
     }
 
     /// Takes a message in, before its requests begin (invariant A).
-    fn begin(&mut self, label: L, buffer: HostBuffer, left: usize) -> u64 {
+    fn begin(&mut self, label: L, buffer: Memory, left: usize) -> u64 {
         self.next += 1;
         self.messages.insert(self.next, Message { label, buffer, left, outcome: Ok(()) });
         self.next

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use annulus_core::Result;
+use annulus_core::{Error, Result};
 
 use super::ffi;
 
@@ -51,7 +51,7 @@ impl Launch {
         ffi::thread_level()
     }
 
-    /// Whether MPI says that it takes pointers to device memory. Annulus does not need it: it stages.
+    /// Whether MPI says that it takes pointers to CUDA memory. Where it does not, blocks are staged.
     pub fn gpu_awareness(&self) -> GpuAwareness {
         ffi::gpu_awareness()
     }
@@ -91,7 +91,7 @@ impl fmt::Display for ThreadLevel {
     }
 }
 
-/// Whether an MPI takes pointers to device memory.
+/// Whether an MPI takes pointers to CUDA memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GpuAwareness {
     /// It says that it does.
@@ -100,6 +100,33 @@ pub enum GpuAwareness {
     No,
     /// It has no way to say.
     Unknown,
+}
+
+impl GpuAwareness {
+    /// The variable that decides, whatever MPI says: 1 or 0.
+    pub const VARIABLE: &'static str = "ANNULUS_GPU_AWARE";
+
+    /// What the MPI of this process says.
+    pub fn of_library() -> Self {
+        ffi::gpu_awareness()
+    }
+
+    /// Whether CUDA memory is handed to MPI: as the variable has it, else if MPI says that it takes it.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if the variable has another value.
+    pub fn decides(self) -> Result<bool> {
+        self.decides_with(std::env::var(Self::VARIABLE).ok().as_deref())
+    }
+
+    fn decides_with(self, variable: Option<&str>) -> Result<bool> {
+        match variable {
+            Some("1") => Ok(true),
+            Some("0") => Ok(false),
+            Some(other) => Err(Error::invalid(Self::VARIABLE, other, "1 or 0")),
+            None => Ok(self == Self::Yes),
+        }
+    }
 }
 
 impl fmt::Display for GpuAwareness {
@@ -120,5 +147,20 @@ impl Drop for Launch {
         if self.began {
             ffi::finalize();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_variable_decides_and_mpi_where_there_is_none() {
+        use GpuAwareness::{No, Unknown, Yes};
+        assert_eq!([Yes, No, Unknown].map(|says| says.decides_with(None)), [Ok(true), Ok(false), Ok(false)]);
+        assert_eq!([Yes, No, Unknown].map(|says| says.decides_with(Some("1"))), [Ok(true), Ok(true), Ok(true)]);
+        assert_eq!([Yes, No, Unknown].map(|says| says.decides_with(Some("0"))), [Ok(false), Ok(false), Ok(false)]);
+        let error = Yes.decides_with(Some("maybe")).unwrap_err().to_string();
+        assert_eq!(error, "ANNULUS_GPU_AWARE: got maybe, want 1 or 0");
     }
 }

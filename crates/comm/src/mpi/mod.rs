@@ -23,6 +23,10 @@
 //! [`Settings::farewell`] at most, and frees what it duplicated; otherwise, and wherever something has failed, it leaks the two communicators and
 //! every buffer that MPI might still touch. Dropping one after `MPI_Finalize` only leaks.
 //!
+//! # Device memory
+//! `DeviceMpi` (feature `cuda`) sends CUDA memory from where it is, over an MPI that takes it: one that says so, or is said to
+//! ([`GpuAwareness::VARIABLE`]). Over any other, [`Staged`](crate::Staged) goes through host memory; the two understand each other.
+//!
 //! # Nodes
 //! When an endpoint is made, its ranks find out which of them share a node ([`Mpi::nodes`]) by `MPI_Comm_split_type`, the only collective that is not
 //! begun and then looked at: every rank has come by then, and only one that dies in that very moment would be waited for in vain. A ring that is free
@@ -49,6 +53,8 @@
 //! killed says no goodbye, and most MPIs do not tell: wrap the endpoint in a [`Deadline`](crate::Deadline).
 
 mod control;
+#[cfg(feature = "cuda")]
+mod device;
 mod farewell;
 mod ffi;
 mod first_ranks;
@@ -57,6 +63,7 @@ mod frame;
 mod gather;
 mod inquiry;
 mod launch;
+mod memory;
 mod nodes;
 mod progress;
 mod pump;
@@ -69,11 +76,14 @@ use std::{
 
 use annulus_core::{Arrived, Channel, Control, Error, Hop, Host, HostBuffer, Incoming, Outgoing, Result, Space, Transport};
 
+#[cfg(feature = "cuda")]
+pub use self::device::DeviceMpi;
 use self::{
     ffi::{Communicator, Foreign},
     flying::{Address, Flying, LONGEST_PIECE, Mode},
     frame::{CHANNELS, Frame},
     gather::Gather,
+    memory::Memory,
     pump::{Early, Label, Peer, Receive, Stage},
 };
 pub use self::{
@@ -262,14 +272,27 @@ impl Mpi {
         Address { peer: hop.peer, tag, step: hop.step, piece }
     }
 
-    fn check_receive(&self, incoming: &Incoming<Host>, last: Option<u64>) -> Result<()> {
-        let Hop { peer, step, channel, tag, .. } = incoming.hop;
-        ranges::check(&incoming.hop, self.ranks, Host::size(&incoming.buffer))?;
+    fn check_receive(&self, hop: &Hop, size: u64, shared: bool, last: Option<u64>) -> Result<()> {
+        let Hop { peer, step, channel, tag, .. } = *hop;
+        ranges::check(hop, self.ranks, size)?;
         if last.is_some_and(|last| tag <= last) {
             return Err(Error::Comm { peer, step, what: format!("receive {channel:?} {tag} posted after a tag as high: tags only grow") });
         }
-        if incoming.buffer.is_shared() {
+        if shared {
             return Err(Error::Comm { peer, step, what: format!("the buffer of receive {channel:?} {tag} is in use") });
+        }
+        Ok(())
+    }
+
+    /// Whether the receives of a group can be posted: hop, bytes of the buffer, and whether somebody else co-owns it, of each in the order of tags.
+    fn check_receives<'a>(&mut self, receives: impl Iterator<Item = (&'a Hop, u64, bool)>) -> Result<()> {
+        let mut previous = None;
+        for (hop, size, shared) in receives {
+            let key = (hop.peer, hop.channel);
+            let last = previous.filter(|&(of, _)| of == key).map(|(_, tag)| tag).or_else(|| self.last_tags.get(&key).copied());
+            let checked = self.check_receive(hop, size, shared, last);
+            checked.inspect_err(|error| self.fail(error))?;
+            previous = Some((key, hop.tag));
         }
         Ok(())
     }
@@ -281,7 +304,7 @@ impl Mpi {
         let bytes = hop.bytes();
         let (into, stage, range) = match contiguous(&hop.ranges) {
             Some(range) => (self.receives[place].buffer.take(), Stage::Direct, range),
-            None => (Some(self.staging.take(bytes)?), Stage::Staged, 0..bytes),
+            None => (Some(Memory::Host(self.staging.take(bytes)?)), Stage::Staged, 0..bytes),
         };
         self.receives[place].stage = stage;
         let label = Label::Receive { peer: hop.peer, channel: hop.channel, tag: hop.tag };
@@ -292,13 +315,18 @@ impl Mpi {
     }
 
     fn start_send(&mut self, Outgoing { hop, buffer, .. }: &Outgoing<'_, Host>) -> Result<()> {
-        let (Hop { channel, tag, .. }, step, piece) = (hop, hop.step as u64, self.settings.piece_bytes);
-        let announcement = Frame::Announce { channel: *channel, tag: *tag, step, bytes: hop.bytes(), piece };
-        self.say(hop.peer, &announcement.encode()?, Label::Said { peer: hop.peer })?;
         let (from, range) = match contiguous(&hop.ranges) {
             Some(range) => ((*buffer).clone(), range),
             None => (self.pack(buffer, &hop.ranges, hop.bytes())?, 0..hop.bytes()),
         };
+        self.start_send_of(hop, Memory::Host(from), range)
+    }
+
+    /// Sends a hop whose bytes lie in one piece.
+    fn start_send_of(&mut self, hop: &Hop, from: Memory, range: Range<u64>) -> Result<()> {
+        let (Hop { channel, tag, .. }, step, piece) = (hop, hop.step as u64, self.settings.piece_bytes);
+        let announcement = Frame::Announce { channel: *channel, tag: *tag, step, bytes: hop.bytes(), piece };
+        self.say(hop.peer, &announcement.encode()?, Label::Said { peer: hop.peer })?;
         let mode = self.mode();
         let (data, _) = self.enter()?;
         let address = Self::address(data, hop, self.settings.piece_bytes);
@@ -322,8 +350,22 @@ impl Mpi {
         Ok(staged)
     }
 
-    fn start(&mut self, sends: &[Outgoing<'_, Host>], receives: &mut Vec<Incoming<Host>>) -> Result<()> {
-        for Incoming { hop, buffer } in receives.drain(..) {
+    /// The buffer of a posted receive, if it has arrived.
+    fn take_memory(&mut self, hop: &Hop) -> Result<Option<Memory>> {
+        self.check_alive()?;
+        let Some(place) = self.receives.iter().position(|receive| receive.is_for(hop.peer, hop.channel, hop.tag)) else {
+            let got = format!("{:?} {} from rank {}", hop.channel, hop.tag, hop.peer);
+            return Err(Error::invalid("hop", got, "a receive that was posted and not yet taken"));
+        };
+        if self.receives[place].stage != Stage::Arrived {
+            return Ok(None);
+        }
+        let buffer = self.receives.swap_remove(place).buffer;
+        Ok(buffer)
+    }
+
+    fn start(&mut self, sends: &[Outgoing<'_, Host>], receives: Vec<(Hop, Memory)>) -> Result<()> {
+        for (hop, buffer) in receives {
             self.step = hop.step;
             self.last_tags.insert((hop.peer, hop.channel), hop.tag);
             self.receives.push(Receive { hop, buffer: Some(buffer), stage: Stage::Posted });
@@ -358,14 +400,8 @@ impl Transport<Host> for Mpi {
         }
         // within a group the order means nothing
         receives.sort_by_key(|incoming| (incoming.hop.peer, incoming.hop.channel, incoming.hop.tag));
-        let mut previous = None;
-        for incoming in receives.iter() {
-            let key = (incoming.hop.peer, incoming.hop.channel);
-            let last = previous.filter(|&(of, _)| of == key).map(|(_, tag)| tag).or_else(|| self.last_tags.get(&key).copied());
-            let checked = self.check_receive(incoming, last);
-            checked.inspect_err(|error| self.fail(error))?;
-            previous = Some((key, incoming.hop.tag));
-        }
+        self.check_receives(receives.iter().map(|Incoming { hop, buffer }| (hop, Host::size(buffer), buffer.is_shared())))?;
+        let receives = receives.drain(..).map(|Incoming { hop, buffer }| (hop, Memory::Host(buffer))).collect();
         self.idle_since = Instant::now();
         self.start(sends, receives).inspect_err(|error| self.fail(error))
     }
@@ -375,16 +411,8 @@ impl Transport<Host> for Mpi {
     }
 
     fn take(&mut self, hop: &Hop) -> Result<Option<Arrived<Host>>> {
-        self.check_alive()?;
-        let Some(place) = self.receives.iter().position(|receive| receive.is_for(hop.peer, hop.channel, hop.tag)) else {
-            let got = format!("{:?} {} from rank {}", hop.channel, hop.tag, hop.peer);
-            return Err(Error::invalid("hop", got, "a receive that was posted and not yet taken"));
-        };
-        if self.receives[place].stage != Stage::Arrived {
-            return Ok(None);
-        }
-        let buffer = self.receives.swap_remove(place).buffer;
-        Ok(buffer.map(|buffer| Arrived { buffer, ready: () }))
+        let taken = self.take_memory(hop)?;
+        Ok(taken.and_then(Memory::into_host).map(|buffer| Arrived { buffer, ready: () }))
     }
 
     fn pending(&self) -> bool {

@@ -13,6 +13,7 @@ use super::{
     flying::{Landed, Trouble},
     frame::Frame,
     gather::Gather,
+    memory::Memory,
 };
 use crate::ranges;
 
@@ -50,7 +51,7 @@ impl Label {
 pub(super) struct Receive {
     pub(super) hop: Hop,
     /// The buffer that was posted, unless MPI has it.
-    pub(super) buffer: Option<HostBuffer>,
+    pub(super) buffer: Option<Memory>,
     pub(super) stage: Stage,
 }
 
@@ -221,7 +222,7 @@ impl Mpi {
             }
             Label::Receive { channel, tag, .. } => return self.receive(peer, channel, tag, buffer),
             Label::Heard { number, .. } => {
-                self.peers[peer].ahead.insert(number, buffer);
+                self.peers[peer].ahead.extend(buffer.into_host().map(|frame| (number, frame)));
                 return self.obey_all(peer);
             }
             Label::Said { .. } => {}
@@ -236,15 +237,17 @@ impl Mpi {
     }
 
     /// The bytes of a posted receive are here.
-    fn receive(&mut self, peer: usize, channel: Channel, tag: u64, landed: HostBuffer) -> Result<()> {
+    fn receive(&mut self, peer: usize, channel: Channel, tag: u64, landed: Memory) -> Result<()> {
         let Some(receive) = self.receives.iter_mut().find(|receive| receive.is_for(peer, channel, tag)) else {
             return Err(Error::Comm { peer, step: self.step, what: format!("message {channel:?} {tag} without a receive") });
         };
         if receive.stage == Stage::Staged {
-            if let Some(into) = receive.buffer.as_mut().and_then(HostBuffer::bytes_mut) {
-                ranges::copy(landed.bytes(), std::slice::from_ref(&(0..receive.hop.bytes())), into, &receive.hop.ranges);
+            if let (Some(Memory::Host(into)), Memory::Host(landed)) = (&mut receive.buffer, landed) {
+                if let Some(into) = into.bytes_mut() {
+                    ranges::copy(landed.bytes(), std::slice::from_ref(&(0..receive.hop.bytes())), into, &receive.hop.ranges);
+                }
+                self.staging.give(landed);
             }
-            self.staging.give(landed);
         } else {
             receive.buffer = Some(landed);
         }

@@ -1,11 +1,14 @@
 //! The messages of one post: from buffers to NCCL's calls and back.
 
-use annulus_core::{Arrived, Hop, Incoming, Outgoing, Result, index};
+use std::collections::BTreeMap;
+
+use annulus_core::{Arrived, Hop, Incoming, Outgoing, Result, Space, index};
 use annulus_device_cuda::{CudaBuffer, CudaSpace, Event, Stream};
 
 use super::{Side, comm, communicator::Communicator};
 
 /// Posted, and not handed over yet.
+#[derive(Default)]
 pub(super) struct Group {
     sends: Vec<(Side, Event)>,
     receives: Vec<Side>,
@@ -65,16 +68,30 @@ fn copy(stream: &Stream, hop: &Hop, pieces: &CudaBuffer, one: &CudaBuffer, to_pi
     Ok(())
 }
 
-impl Group {
-    pub(super) fn new(sends: &[Outgoing<'_, CudaSpace>], receives: &mut Vec<Incoming<CudaSpace>>) -> Self {
-        let own = |send: &Outgoing<'_, CudaSpace>| ((send.hop.clone(), send.buffer.clone()), send.ready.clone());
-        let mut sends: Vec<_> = sends.iter().map(own).collect();
-        let mut receives: Vec<Side> = receives.drain(..).map(|Incoming { hop, buffer }| (hop, buffer)).collect();
-        sends.sort_by_key(|((hop, _), _)| order(hop));
-        receives.sort_by_key(|(hop, _)| order(hop));
-        Self { sends, receives }
+/// The groups of one post, in the order in which they are handed over: a group for each part of a block that travels in parts.
+///
+/// Parts of one message have tags that count up from the step's own, which every message of a post has that travels whole. So both ends of a message
+/// find it in the same group of the same post, and no rank waits in one group for what another rank sends in a later one.
+pub(super) fn groups<S: Space<Buffer = CudaBuffer, Event = Event>>(
+    sends: &[Outgoing<'_, S>],
+    receives: &mut Vec<Incoming<S>>,
+) -> impl Iterator<Item = Group> {
+    let mut groups: BTreeMap<u64, Group> = BTreeMap::new();
+    for Outgoing { hop, buffer, ready } in sends {
+        let group = groups.entry(hop.tag).or_default();
+        group.sends.push(((hop.clone(), (*buffer).clone()), (*ready).clone()));
     }
+    for Incoming { hop, buffer } in receives.drain(..) {
+        groups.entry(hop.tag).or_default().receives.push((hop, buffer));
+    }
+    groups.into_values().map(|mut group| {
+        group.sends.sort_by_key(|((hop, _), _)| order(hop));
+        group.receives.sort_by_key(|(hop, _)| order(hop));
+        group
+    })
+}
 
+impl Group {
     /// The other end and the step of the first message.
     pub(super) fn first(&self) -> Option<(usize, usize)> {
         let hops = self.receives.iter().chain(self.sends.iter().map(|(side, _)| side));

@@ -9,6 +9,9 @@
 //! next group when the one before was accepted, and looks whether groups are done. A message of several byte ranges goes by way of a buffer on the
 //! device, for the two sides may be cut differently.
 //!
+//! A group's messages arrive together, so the parts of a block that comes in parts (`ring/parts.rs`) are groups of their own: the tiles of a part hide
+//! the arrival of the next.
+//!
 //! # Errors
 //! | what happened | error |
 //! |---|---|
@@ -28,9 +31,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_core::{Arrived, Control, Error, Hop, Host, Incoming, Outgoing, Result, Transport};
+use annulus_core::{Arrived, Control, Error, Hop, Host, Incoming, Outgoing, Result, Space, Transport};
 use annulus_device_cuda::{
-    CudaBuffer, CudaSpace, Device, Stream,
+    CudaBuffer, CudaSpace, Device, Event, Stream,
     nccl::{NcclSymbols, RawCommunicator, UniqueId},
 };
 
@@ -240,12 +243,13 @@ pub(crate) fn comm(peer: usize, step: usize, what: String) -> Error {
     Error::Comm { peer, step, what }
 }
 
-impl<T: Transport<Host>> Transport<CudaSpace> for Nccl<T> {
+/// Of any space whose blocks are in CUDA memory, wherever a caller's tensors are.
+impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport<S> for Nccl<T> {
     fn control(&mut self) -> &mut dyn Control {
         self
     }
 
-    fn post(&mut self, sends: &[Outgoing<'_, CudaSpace>], receives: &mut Vec<Incoming<CudaSpace>>) -> Result<()> {
+    fn post(&mut self, sends: &[Outgoing<'_, S>], receives: &mut Vec<Incoming<S>>) -> Result<()> {
         self.check_alive()?;
         let hops = sends.iter().map(|send| (&send.hop, send.buffer)).chain(receives.iter().map(|receive| (&receive.hop, &receive.buffer)));
         for (hop, buffer) in hops {
@@ -255,7 +259,7 @@ impl<T: Transport<Host>> Transport<CudaSpace> for Nccl<T> {
             }
         }
         self.bytes_sent += sends.iter().map(|send| send.hop.bytes()).sum::<u64>();
-        self.posted.push_back(Group::new(sends, receives));
+        self.posted.extend(group::groups(sends, receives));
         let pumped = self.pump();
         self.remember(pumped)
     }
@@ -271,11 +275,12 @@ impl<T: Transport<Host>> Transport<CudaSpace> for Nccl<T> {
         self.remember(pumped)
     }
 
-    fn take(&mut self, hop: &Hop) -> Result<Option<Arrived<CudaSpace>>> {
+    fn take(&mut self, hop: &Hop) -> Result<Option<Arrived<S>>> {
         self.check_alive()?;
         let same = |other: &Hop| (other.peer, other.channel, other.tag) == (hop.peer, hop.channel, hop.tag);
         if let Some(place) = self.arrived.iter().position(|(other, _)| same(other)) {
-            return Ok(Some(self.arrived.swap_remove(place).1));
+            let (_, Arrived { buffer, ready }) = self.arrived.swap_remove(place);
+            return Ok(Some(Arrived { buffer, ready }));
         }
         let posted = self.posted.iter().flat_map(Group::receives);
         if posted.chain(self.flying.iter().chain(&self.entering).flat_map(Flying::receives)).any(same) {

@@ -56,25 +56,25 @@ pub(super) unsafe fn unwrap_image<'a>(image: *const u8) -> Option<&'a [u8]> {
     Some(unsafe { std::slice::from_raw_parts(image.add(16), len) })
 }
 
-unsafe fn version(major: *mut c_int, minor: *mut c_int) -> nvrtcResult {
+unsafe extern "C" fn version(major: *mut c_int, minor: *mut c_int) -> nvrtcResult {
     // SAFETY: the caller gives valid pointers.
     unsafe { (*major, *minor) = (0, 0) };
     nvrtcResult::NVRTC_SUCCESS
 }
 
-unsafe fn architecture_count(count: *mut c_int) -> nvrtcResult {
+unsafe extern "C" fn architecture_count(count: *mut c_int) -> nvrtcResult {
     // SAFETY: the caller gives a valid pointer.
     unsafe { *count = 1 };
     nvrtcResult::NVRTC_SUCCESS
 }
 
-unsafe fn architectures(list: *mut c_int) -> nvrtcResult {
+unsafe extern "C" fn architectures(list: *mut c_int) -> nvrtcResult {
     // SAFETY: the caller gives room for one.
     unsafe { *list = 80 };
     nvrtcResult::NVRTC_SUCCESS
 }
 
-unsafe fn create(
+unsafe extern "C" fn create(
     program: *mut nvrtcProgram,
     source: *const c_char,
     name: *const c_char,
@@ -93,13 +93,13 @@ unsafe fn create(
     nvrtcResult::NVRTC_SUCCESS
 }
 
-unsafe fn destroy(program: *mut nvrtcProgram) -> nvrtcResult {
+unsafe extern "C" fn destroy(program: *mut nvrtcProgram) -> nvrtcResult {
     // SAFETY: made by `create`, destroyed once.
     drop(unsafe { Box::from_raw((*program).cast::<EmulatedProgram>()) });
     nvrtcResult::NVRTC_SUCCESS
 }
 
-unsafe fn compile(program: nvrtcProgram, count: c_int, options: *const *const c_char) -> nvrtcResult {
+unsafe extern "C" fn compile(program: nvrtcProgram, count: c_int, options: *const *const c_char) -> nvrtcResult {
     // SAFETY: made by `create` and not shared; the caller gives texts that end at a 0, as many as it says.
     let (program, options) = unsafe {
         let option = |place| CStr::from_ptr(*options.add(place)).to_string_lossy().into_owned();
@@ -152,13 +152,13 @@ impl Drop for Folder {
     }
 }
 
-unsafe fn log_size(program: nvrtcProgram, bytes: *mut usize) -> nvrtcResult {
+unsafe extern "C" fn log_size(program: nvrtcProgram, bytes: *mut usize) -> nvrtcResult {
     // SAFETY: a handle that is alive, and a valid pointer.
     unsafe { *bytes = (*program.cast::<EmulatedProgram>()).log.len() };
     nvrtcResult::NVRTC_SUCCESS
 }
 
-unsafe fn log(program: nvrtcProgram, to: *mut c_char) -> nvrtcResult {
+unsafe extern "C" fn log(program: nvrtcProgram, to: *mut c_char) -> nvrtcResult {
     // SAFETY: a handle that is alive.
     let text = unsafe { &(*program.cast::<EmulatedProgram>()).log };
     // SAFETY: the caller gives as much room as `log_size` said.
@@ -166,13 +166,13 @@ unsafe fn log(program: nvrtcProgram, to: *mut c_char) -> nvrtcResult {
     nvrtcResult::NVRTC_SUCCESS
 }
 
-unsafe fn image_size(program: nvrtcProgram, bytes: *mut usize) -> nvrtcResult {
+unsafe extern "C" fn image_size(program: nvrtcProgram, bytes: *mut usize) -> nvrtcResult {
     // SAFETY: a handle that is alive, and a valid pointer.
     unsafe { *bytes = (*program.cast::<EmulatedProgram>()).image.len() };
     nvrtcResult::NVRTC_SUCCESS
 }
 
-unsafe fn image(program: nvrtcProgram, to: *mut c_char) -> nvrtcResult {
+unsafe extern "C" fn image(program: nvrtcProgram, to: *mut c_char) -> nvrtcResult {
     // SAFETY: a handle that is alive.
     let bytes = unsafe { &(*program.cast::<EmulatedProgram>()).image };
     // SAFETY: the caller gives as much room as `image_size` said.

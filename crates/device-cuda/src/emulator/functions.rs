@@ -116,23 +116,28 @@ pub fn allocations(ordinal: usize) -> usize {
     context_of(ordinal).map_or(0, |context| lock(&context.memory).len())
 }
 
-unsafe fn init(_: c_uint) -> CUresult {
+/// The most bytes that device `ordinal` has held at once, pinned ones among them.
+pub fn most_bytes(ordinal: usize) -> usize {
+    context_of(ordinal).map_or(0, |context| lock(&context.memory).most_bytes())
+}
+
+unsafe extern "C" fn init(_: c_uint) -> CUresult {
     CUresult::CUDA_SUCCESS
 }
 
-unsafe fn device_count(count: *mut c_int) -> CUresult {
+unsafe extern "C" fn device_count(count: *mut c_int) -> CUresult {
     // SAFETY: the caller gives a valid pointer.
     unsafe { *count = DEVICES as c_int };
     CUresult::CUDA_SUCCESS
 }
 
-unsafe fn device_get(device: *mut CUdevice, ordinal: c_int) -> CUresult {
+unsafe extern "C" fn device_get(device: *mut CUdevice, ordinal: c_int) -> CUresult {
     // SAFETY: the caller gives a valid pointer.
     unsafe { *device = ordinal };
     CUresult::CUDA_SUCCESS
 }
 
-unsafe fn device_name(name: *mut c_char, len: c_int, _: CUdevice) -> CUresult {
+unsafe extern "C" fn device_name(name: *mut c_char, len: c_int, _: CUdevice) -> CUresult {
     let text = c"emulated GPU";
     let bytes = text.to_bytes_with_nul();
     if bytes.len() > len.unsigned_abs() as usize {
@@ -143,7 +148,7 @@ unsafe fn device_name(name: *mut c_char, len: c_int, _: CUdevice) -> CUresult {
     CUresult::CUDA_SUCCESS
 }
 
-unsafe fn device_attribute(value: *mut c_int, attribute: CUdevice_attribute, _: CUdevice) -> CUresult {
+unsafe extern "C" fn device_attribute(value: *mut c_int, attribute: CUdevice_attribute, _: CUdevice) -> CUresult {
     let answer = match attribute {
         CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR => 8,
         CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR => 0,
@@ -154,30 +159,30 @@ unsafe fn device_attribute(value: *mut c_int, attribute: CUdevice_attribute, _: 
     CUresult::CUDA_SUCCESS
 }
 
-unsafe fn context_retain(context: *mut CUcontext, device: CUdevice) -> CUresult {
+unsafe extern "C" fn context_retain(context: *mut CUcontext, device: CUdevice) -> CUresult {
     let Some(found) = usize::try_from(device).ok().and_then(context_of) else { return CUresult::CUDA_ERROR_INVALID_DEVICE };
     // SAFETY: the caller gives a valid pointer.
     unsafe { *context = std::ptr::from_ref(found).cast_mut().cast() };
     CUresult::CUDA_SUCCESS
 }
 
-unsafe fn context_release(_: CUdevice) -> CUresult {
+unsafe extern "C" fn context_release(_: CUdevice) -> CUresult {
     CUresult::CUDA_SUCCESS
 }
 
-unsafe fn context_set(context: CUcontext) -> CUresult {
+unsafe extern "C" fn context_set(context: CUcontext) -> CUresult {
     // SAFETY: contexts come from `context_retain` and are never freed.
     CURRENT.set(Some(unsafe { &*context.cast::<Context>() }));
     CUresult::CUDA_SUCCESS
 }
 
-unsafe fn memory_info(free: *mut usize, total: *mut usize) -> CUresult {
+unsafe extern "C" fn memory_info(free: *mut usize, total: *mut usize) -> CUresult {
     // SAFETY: the caller gives valid pointers.
     unsafe { (*free, *total) = (1 << 30, 1 << 30) };
     CUresult::CUDA_SUCCESS
 }
 
-unsafe fn allocate(address: *mut CUdeviceptr, bytes: usize) -> CUresult {
+unsafe extern "C" fn allocate(address: *mut CUdeviceptr, bytes: usize) -> CUresult {
     with_context(|context| {
         if bytes == 0 {
             return CUresult::CUDA_ERROR_INVALID_VALUE;
@@ -191,7 +196,7 @@ unsafe fn allocate(address: *mut CUdeviceptr, bytes: usize) -> CUresult {
     })
 }
 
-unsafe fn free(address: CUdeviceptr) -> CUresult {
+unsafe extern "C" fn free(address: CUdeviceptr) -> CUresult {
     let Some(context) = CURRENT.get() else { return CUresult::CUDA_ERROR_INVALID_CONTEXT };
     // as the driver does, queued work first; what has failed is freed all the same
     let queues: Vec<Arc<Queue>> = lock(&context.queues).iter().filter_map(Weak::upgrade).collect();
@@ -206,7 +211,7 @@ unsafe fn free(address: CUdeviceptr) -> CUresult {
     CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
 }
 
-unsafe fn allocate_host(place: *mut *mut c_void, bytes: usize) -> CUresult {
+unsafe extern "C" fn allocate_host(place: *mut *mut c_void, bytes: usize) -> CUresult {
     with_context(|context| {
         // pinned memory is memory that the device knows, too
         match lock(&context.memory).allocate(bytes) {
@@ -218,12 +223,12 @@ unsafe fn allocate_host(place: *mut *mut c_void, bytes: usize) -> CUresult {
     })
 }
 
-unsafe fn free_host(place: *mut c_void) -> CUresult {
+unsafe extern "C" fn free_host(place: *mut c_void) -> CUresult {
     // SAFETY: as the caller promises of both.
     unsafe { free(place as u64) }
 }
 
-unsafe fn copy_to_device(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream) -> CUresult {
+unsafe extern "C" fn copy_to_device(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream) -> CUresult {
     with_context(|context| {
         if !lock(&context.memory).holds(to, bytes) {
             return CUresult::CUDA_ERROR_INVALID_VALUE;
@@ -242,7 +247,7 @@ unsafe fn copy_to_device(to: CUdeviceptr, from: *const c_void, bytes: usize, str
     })
 }
 
-unsafe fn copy_to_host(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream) -> CUresult {
+unsafe extern "C" fn copy_to_host(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream) -> CUresult {
     with_context(|context| {
         if !lock(&context.memory).holds(from, bytes) {
             return CUresult::CUDA_ERROR_INVALID_VALUE;
@@ -259,7 +264,7 @@ unsafe fn copy_to_host(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream:
     })
 }
 
-unsafe fn copy_on_device(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream) -> CUresult {
+unsafe extern "C" fn copy_on_device(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream) -> CUresult {
     with_context(|context| {
         if !lock(&context.memory).holds(from, bytes) || !lock(&context.memory).holds(to, bytes) {
             return CUresult::CUDA_ERROR_INVALID_VALUE;
@@ -272,7 +277,7 @@ unsafe fn copy_on_device(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, strea
     })
 }
 
-unsafe fn fill(to: CUdeviceptr, byte: c_uchar, bytes: usize, stream: CUstream) -> CUresult {
+unsafe extern "C" fn fill(to: CUdeviceptr, byte: c_uchar, bytes: usize, stream: CUstream) -> CUresult {
     with_context(|context| {
         if !lock(&context.memory).holds(to, bytes) {
             return CUresult::CUDA_ERROR_INVALID_VALUE;
@@ -285,7 +290,7 @@ unsafe fn fill(to: CUdeviceptr, byte: c_uchar, bytes: usize, stream: CUstream) -
     })
 }
 
-unsafe fn stream_create(stream: *mut CUstream, _: c_uint) -> CUresult {
+unsafe extern "C" fn stream_create(stream: *mut CUstream, _: c_uint) -> CUresult {
     with_context(|context| {
         let queue = Arc::new(Queue::default());
         let mut queues = lock(&context.queues);
@@ -297,7 +302,7 @@ unsafe fn stream_create(stream: *mut CUstream, _: c_uint) -> CUresult {
     })
 }
 
-unsafe fn stream_destroy(stream: CUstream) -> CUresult {
+unsafe extern "C" fn stream_destroy(stream: CUstream) -> CUresult {
     // SAFETY: made by `stream_create`, destroyed once.
     let stream = unsafe { Box::from_raw(stream.cast::<EmulatedStream>()) };
     if stream.queue.drain() == Step::Failed {
@@ -306,7 +311,7 @@ unsafe fn stream_destroy(stream: CUstream) -> CUresult {
     CUresult::CUDA_SUCCESS
 }
 
-unsafe fn stream_wait(stream: CUstream, event: CUevent, _: c_uint) -> CUresult {
+unsafe extern "C" fn stream_wait(stream: CUstream, event: CUevent, _: c_uint) -> CUresult {
     with_context(|_| {
         // SAFETY: both are handles that are alive.
         let (stream, event) = unsafe { (&*stream.cast::<EmulatedStream>(), &*event.cast::<EmulatedEvent>()) };
@@ -317,7 +322,7 @@ unsafe fn stream_wait(stream: CUstream, event: CUevent, _: c_uint) -> CUresult {
     })
 }
 
-unsafe fn event_create(event: *mut CUevent, _: c_uint) -> CUresult {
+unsafe extern "C" fn event_create(event: *mut CUevent, _: c_uint) -> CUresult {
     with_context(|_| {
         // SAFETY: the caller gives a valid pointer.
         unsafe { *event = Box::into_raw(Box::<EmulatedEvent>::default()).cast() };
@@ -325,13 +330,13 @@ unsafe fn event_create(event: *mut CUevent, _: c_uint) -> CUresult {
     })
 }
 
-unsafe fn event_destroy(event: CUevent) -> CUresult {
+unsafe extern "C" fn event_destroy(event: CUevent) -> CUresult {
     // SAFETY: made by `event_create`, destroyed once.
     drop(unsafe { Box::from_raw(event.cast::<EmulatedEvent>()) });
     CUresult::CUDA_SUCCESS
 }
 
-unsafe fn event_record(event: CUevent, stream: CUstream) -> CUresult {
+unsafe extern "C" fn event_record(event: CUevent, stream: CUstream) -> CUresult {
     with_context(|_| {
         // SAFETY: both are handles that are alive.
         let (stream, event) = unsafe { (&*stream.cast::<EmulatedStream>(), &*event.cast::<EmulatedEvent>()) };
@@ -343,7 +348,7 @@ unsafe fn event_record(event: CUevent, stream: CUstream) -> CUresult {
 }
 
 /// Each question lets the device do one piece of work, so that waiting is asking again.
-unsafe fn event_query(event: CUevent) -> CUresult {
+unsafe extern "C" fn event_query(event: CUevent) -> CUresult {
     with_context(|context| {
         // SAFETY: a handle that is alive.
         let event = unsafe { &*event.cast::<EmulatedEvent>() };
@@ -357,7 +362,7 @@ unsafe fn event_query(event: CUevent) -> CUresult {
     })
 }
 
-unsafe fn module_load(module: *mut CUmodule, image: *const c_void) -> CUresult {
+unsafe extern "C" fn module_load(module: *mut CUmodule, image: *const c_void) -> CUresult {
     with_context(|_| {
         // SAFETY: the caller gives a whole image.
         let Some(bytes) = (unsafe { unwrap_image(image.cast()) }) else { return CUresult::CUDA_ERROR_INVALID_IMAGE };
@@ -369,13 +374,13 @@ unsafe fn module_load(module: *mut CUmodule, image: *const c_void) -> CUresult {
     })
 }
 
-unsafe fn module_unload(module: CUmodule) -> CUresult {
+unsafe extern "C" fn module_unload(module: CUmodule) -> CUresult {
     // SAFETY: made by `module_load`, unloaded once; queued kernels co-own the library.
     drop(unsafe { Box::from_raw(module.cast::<EmulatedModule>()) });
     CUresult::CUDA_SUCCESS
 }
 
-unsafe fn module_function(function: *mut CUfunction, module: CUmodule, name: *const c_char) -> CUresult {
+unsafe extern "C" fn module_function(function: *mut CUfunction, module: CUmodule, name: *const c_char) -> CUresult {
     with_context(|_| {
         // SAFETY: a handle that is alive, and a name that ends at a 0.
         let (module, name) = unsafe { (&*module.cast::<EmulatedModule>(), CStr::from_ptr(name).to_bytes()) };
@@ -400,8 +405,7 @@ unsafe fn module_function(function: *mut CUfunction, module: CUmodule, name: *co
     })
 }
 
-#[expect(clippy::too_many_arguments, reason = "the driver's signature")]
-unsafe fn launch(
+unsafe extern "C" fn launch(
     function: CUfunction,
     x: c_uint,
     y: c_uint,

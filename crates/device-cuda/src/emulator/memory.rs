@@ -16,6 +16,8 @@ const POISON: u8 = 0xff;
 pub(super) struct Memory {
     /// By address: bytes.
     allocations: BTreeMap<u64, usize>,
+    bytes: usize,
+    most_bytes: usize,
 }
 
 impl Memory {
@@ -34,12 +36,15 @@ impl Memory {
         }
         let address = start as u64 + GUARD as u64;
         self.allocations.insert(address, bytes);
+        self.bytes += bytes;
+        self.most_bytes = self.most_bytes.max(self.bytes);
         Some(address)
     }
 
     /// Frees memory; whether it was there and its guards are whole.
     pub(super) fn free(&mut self, address: u64) -> bool {
         let Some(bytes) = self.allocations.remove(&address) else { return false };
+        self.bytes -= bytes;
         let Some(layout) = layout(bytes) else { return false };
         let start = (address as usize - GUARD) as *mut u8;
         // SAFETY: allocated with this layout, and not freed since: it was in the list.
@@ -55,6 +60,11 @@ impl Memory {
     pub(super) fn holds(&self, address: u64, bytes: usize) -> bool {
         let before = self.allocations.range(..=address).next_back();
         before.is_some_and(|(start, len)| address + bytes as u64 <= start + *len as u64)
+    }
+
+    /// The most bytes that there were at once.
+    pub(super) const fn most_bytes(&self) -> usize {
+        self.most_bytes
     }
 
     /// How many allocations there are.

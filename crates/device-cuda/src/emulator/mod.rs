@@ -20,6 +20,6 @@ mod nccl;
 mod work;
 
 pub use compiler::compiler_symbols;
-pub use functions::{DEVICES, allocations, set_seed, symbols};
+pub use functions::{DEVICES, allocations, most_bytes, set_seed, symbols};
 #[cfg(feature = "nccl")]
 pub use nccl::nccl_symbols;
