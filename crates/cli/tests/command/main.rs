@@ -12,3 +12,5 @@ mod launcher;
 mod odd_files;
 mod support;
 mod trace;
+#[cfg(feature = "wgpu")]
+mod wgpu;
