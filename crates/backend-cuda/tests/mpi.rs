@@ -1,6 +1,6 @@
 //! Emulated devices in processes of their own: blocks go over MPI from device memory, or staged through the host, and by whichever way, each rank's rows
 //! are those of one rank alone, to the same bits. The memory of an emulated device is the host's, so any MPI takes it. Run under a launcher; see
-//! `scripts/cuda-test`.
+//! `scripts/mpi-test`.
 
 use std::{path::PathBuf, process::ExitCode, time::Duration};
 

@@ -10,7 +10,7 @@ use crate::{
     finish, forward,
     memory::{GpuBuffer, Queued, WgpuSpace},
     records,
-    workspace::Workspace,
+    workspace::{Workspace, matrices},
 };
 
 /// Attention on a [`Gpu`].
@@ -44,6 +44,11 @@ impl Backend for Wgpu {
 
     fn arithmetic(&self) -> String {
         format!("wgpu {} {}", self.gpu.name(), self.gpu.level().name())
+    }
+
+    /// f16 where weights are multiplied on cooperative matrices: a rank at [`crate::Level::Matrix`] and one below it are told so, instead of rounding differently.
+    fn narrowing(&self, spec: &Spec) -> Option<DType> {
+        matrices(&self.gpu, spec).map(|_| DType::F16)
     }
 
     /// Everything but f64 and vectors longer than [`Wgpu::MOST_DIM`]. Products of f32 inputs are true f32 whatever [`Spec::precision`] allows.

@@ -11,14 +11,15 @@ use std::{
 };
 
 use annulus_core::{Error, Result};
-use wgpu::{BufferUsages, ErrorFilter, Features, PollType};
+use wgpu::{BufferUsages, Features, PollType};
 
 use crate::{
     Level,
-    kernels::{Access, Source, Variant, matrices::probe_result, numbers::ProbeNumbers},
-    launch::{Arena, Bound, Job},
+    adapter::{adapters, matrices},
+    choice::{Kind, PROOFS, choose},
+    fault::{caught, fault},
+    kernels::{Access, Source, Variant},
     level::Matrices,
-    memory::USAGE,
     staging::Staging,
 };
 
@@ -28,32 +29,12 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 /// How long an error waits for queued work, to learn whether it is the device that is lost.
 const EXPLANATION: Duration = Duration::from_secs(2);
 
-/// An adapter of this machine, as [`Gpu::list`] finds them.
-#[derive(Debug, Clone)]
-pub struct Adapter {
-    /// What [`Options::number`] chooses it by.
-    pub number: usize,
-    /// Its name, as the driver says.
-    pub name: String,
-    /// Driver and its version.
-    pub driver: String,
-    /// Vulkan, Metal or DX12.
-    pub api: String,
-    /// Whether it computes on the processor.
-    pub software: bool,
-    /// Smallest and largest subgroup.
-    pub subgroups: (u32, u32),
-    /// The levels that it can run.
-    pub levels: Vec<Level>,
-}
-
 /// How a device is opened.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
     /// Which adapter of [`Gpu::list`].
     pub number: usize,
-    /// The level, or `None` for the one that [`Level::VARIABLE`] names, or else the highest below
-    /// [`Level::Matrix`] that the adapter can run.
+    /// The level, or `None` for the one that [`Level::VARIABLE`] names, or else the one that is chosen for the adapter ([`crate::Adapter::chosen`]).
     pub level: Option<Level>,
     /// The most bytes of one binding, or `None` for the adapter's own: a way to try what a small device does.
     pub most_binding_bytes: Option<u64>,
@@ -77,9 +58,24 @@ struct Parts {
     alignment: u64,
     pipelines: Mutex<HashMap<Variant, Place>>,
     staging: Staging,
-    lost: Arc<Mutex<Option<String>>>,
+    lost: Loss,
     /// Bound where a kernel has a binding that this plan has nothing for.
     nothing: wgpu::Buffer,
+}
+
+/// Why a device cannot be used any more, as soon as somebody has told.
+#[derive(Debug, Clone, Default)]
+struct Loss(Arc<Mutex<Option<String>>>);
+
+impl Loss {
+    /// The first reason is kept.
+    fn tell(&self, why: impl FnOnce() -> String) {
+        lock(&self.0).get_or_insert_with(why);
+    }
+
+    fn check(&self) -> Result<()> {
+        lock(&self.0).as_ref().map_or(Ok(()), |what| Err(fault(what)))
+    }
 }
 
 /// Where a kernel goes once it is compiled; locked by the one who compiles it.
@@ -93,40 +89,7 @@ pub(crate) struct Pipeline {
     pub(crate) numbers: usize,
 }
 
-fn instance() -> wgpu::Instance {
-    let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();
-    descriptor.backends = wgpu::Backends::VULKAN | wgpu::Backends::METAL | wgpu::Backends::DX12;
-    wgpu::Instance::new(descriptor)
-}
-
-fn adapters() -> Vec<wgpu::Adapter> {
-    pollster::block_on(instance().enumerate_adapters(wgpu::Backends::all()))
-}
-
-/// The matrices that kernels can multiply on an adapter.
-fn matrices(adapter: &wgpu::Adapter) -> Option<Matrices> {
-    let info = adapter.get_info();
-    Matrices::of_device(&adapter.cooperative_matrix_properties(), info.subgroup_min_size, info.subgroup_max_size)
-}
-
 impl Gpu {
-    /// The adapters of this machine; none without a driver.
-    pub fn list() -> Vec<Adapter> {
-        let describe = |(number, adapter): (usize, wgpu::Adapter)| {
-            let info = adapter.get_info();
-            Adapter {
-                number,
-                name: info.name,
-                driver: format!("{} {}", info.driver, info.driver_info),
-                api: info.backend.to_string(),
-                software: info.device_type == wgpu::DeviceType::Cpu,
-                subgroups: (info.subgroup_min_size, info.subgroup_max_size),
-                levels: Level::of_device(adapter.features(), info.subgroup_min_size, matrices(&adapter)),
-            }
-        };
-        adapters().into_iter().enumerate().map(describe).collect()
-    }
-
     /// Opens an adapter with all of its limits.
     ///
     /// # Errors
@@ -171,26 +134,15 @@ impl Gpu {
         };
         let (device, queue) = pollster::block_on(adapter.request_device(&descriptor))
             .map_err(|error| Error::Device { what: format!("{}: {error}", adapter.get_info().name) })?;
-        let gpu = Self::assemble(device, queue, level, matrices(&adapter))?;
+        let lost = Loss::default();
+        let place = lost.clone();
+        // without this wgpu would panic
+        device.on_uncaptured_error(Arc::new(move |error: wgpu::Error| {
+            place.tell(|| format!("an error that no call was asked for: {error}"))
+        }));
+        let gpu = Self::assemble(device, queue, lost, level, matrices(&adapter))?;
         gpu.matrices().map_or(Ok(()), |matrices| gpu.probe(matrices))?;
         Ok(gpu)
-    }
-
-    /// Multiplies two known matrices. Neither wgpu's translation nor drivers have proved themselves here on all hardware, and 16 × 16 could not be tried
-    /// when this was written.
-    fn probe(&self, matrices: Matrices) -> Result<()> {
-        let mut arena = Arena::default();
-        let result = self.create_buffer("probe", 4096, USAGE)?;
-        let numbers = ProbeNumbers { left_step: 7, right_step: 5 };
-        let mut job = Job::new(self, &mut arena);
-        job.launch(Variant::MatrixProbe(matrices), 1, vec![Bound::whole(&result)], |_| numbers)?;
-        job.submit()?;
-        let bytes = self.read(&result, 4096)?;
-        if bytemuck::pod_collect_to_vec::<u8, f32>(&bytes) == probe_result(&numbers) {
-            return Ok(());
-        }
-        let size = matrices.size();
-        Err(Error::unsupported(format!("wgpu level matrix, for its products of {size} × {size} matrices are wrong,"), self.name()))
     }
 
     /// Computes on a device and queue that somebody else made. Its device-lost callback is replaced; its error handler is not touched. It does not tell
@@ -199,14 +151,14 @@ impl Gpu {
     /// # Errors
     /// [`Error::Unsupported`] if it lacks what the level, or any level, needs; [`Error::Device`].
     pub fn adopt(device: wgpu::Device, queue: wgpu::Queue, level: Option<Level>) -> Result<Self> {
-        Self::assemble(device, queue, level, None)
+        Self::assemble(device, queue, Loss::default(), level, None)
     }
 
-    fn assemble(device: wgpu::Device, queue: wgpu::Queue, level: Option<Level>, matrices: Option<Matrices>) -> Result<Self> {
+    fn assemble(device: wgpu::Device, queue: wgpu::Queue, lost: Loss, level: Option<Level>, matrices: Option<Matrices>) -> Result<Self> {
         let (info, limits) = (device.adapter_info(), device.limits());
         let available = Level::of_device(device.features(), info.subgroup_min_size, matrices);
-        let highest = available.iter().copied().rfind(|level| level.is_proven()).unwrap_or(Level::Plain);
-        let level = level.unwrap_or(highest);
+        let proven = || choose(PROOFS, Kind::of(&info), &available).map_or(Level::Plain, |proof| proof.level);
+        let level = level.unwrap_or_else(proven);
         if !available.contains(&level) {
             return Err(Error::unsupported(format!("wgpu level {}", level.name()), info.name));
         }
@@ -219,17 +171,13 @@ impl Gpu {
                 return Err(Error::unsupported(format!("wgpu with {has} {what} (it takes {needs})"), info.name));
             }
         }
-        let lost = Arc::new(Mutex::new(None));
-        let place = Arc::clone(&lost);
-        device.set_device_lost_callback(move |reason, what| {
-            lock(&place).get_or_insert_with(|| format!("the device is lost ({reason:?}): {what}"));
-        });
-        let nothing = device.create_buffer(&wgpu::BufferDescriptor {
-            label: Some("nothing"),
-            size: 256,
-            usage: BufferUsages::STORAGE,
-            mapped_at_creation: false,
-        });
+        let place = lost.clone();
+        device.set_device_lost_callback(move |reason, what| place.tell(|| format!("the device is lost ({reason:?}): {what}")));
+        let descriptor =
+            wgpu::BufferDescriptor { label: Some("nothing"), size: 256, usage: BufferUsages::STORAGE, mapped_at_creation: false };
+        let (nothing, errors) = caught(&device, || device.create_buffer(&descriptor));
+        lost.check()?;
+        errors.into_error().map_or(Ok(()), Err)?;
         Ok(Self(Arc::new(Parts {
             name: format!("{} ({} {})", info.name, info.driver, info.driver_info),
             level,
@@ -311,10 +259,10 @@ impl Gpu {
     }
 
     fn poll(&self, how: PollType) -> Result<()> {
-        self.check_alive()?;
+        self.0.lost.check()?;
         // wgpu has no error for a device that is lost in mid-poll: it panics
         let polled = catch_unwind(AssertUnwindSafe(|| self.0.device.poll(how)));
-        self.check_alive()?;
+        self.0.lost.check()?;
         match polled {
             Ok(Ok(_)) => Ok(()),
             Ok(Err(wgpu::PollError::Timeout)) => Err(fault(format!("{} did not answer for {} s", self.name(), PATIENCE.as_secs()))),
@@ -323,32 +271,23 @@ impl Gpu {
         }
     }
 
-    fn check_alive(&self) -> Result<()> {
-        lock(&self.0.lost).as_ref().map_or(Ok(()), |what| Err(fault(what)))
-    }
-
     /// Runs calls to wgpu; the first error that they cause, if any.
     pub(crate) fn guard<T>(&self, calls: impl FnOnce(&wgpu::Device, &wgpu::Queue) -> T) -> Result<T> {
-        self.check_alive()?;
-        let device = &self.0.device;
-        let internal = device.push_error_scope(ErrorFilter::Internal);
-        let memory = device.push_error_scope(ErrorFilter::OutOfMemory);
-        let validation = device.push_error_scope(ErrorFilter::Validation);
-        let result = calls(device, &self.0.queue);
-        // innermost first
-        let [validation, memory, internal] = [validation, memory, internal].map(|scope| pollster::block_on(scope.pop()));
-        self.check_alive()?;
-        if memory.is_some() {
-            return Err(Error::OutOfMemory { asked: 0, free: None });
+        self.0.lost.check()?;
+        let (result, errors) = caught(&self.0.device, || calls(&self.0.device, &self.0.queue));
+        self.0.lost.check()?;
+        match errors.into_error() {
+            None => Ok(result),
+            Some(Error::Device { what }) => Err(self.explain(what)),
+            Some(other) => Err(other),
         }
-        validation.or(internal).map_or(Ok(result), |error| Err(self.explain(error)))
     }
 
     /// An error of a call. Where the device is lost that is the reason, whatever the call says; wgpu tells of it in a poll, once what was queued is done.
     pub(crate) fn explain(&self, what: impl ToString) -> Error {
         let done = self.poll(PollType::Wait { submission_index: None, timeout: Some(EXPLANATION) });
         match done {
-            Err(lost) if lock(&self.0.lost).is_some() => lost,
+            Err(lost) if self.0.lost.check().is_err() => lost,
             _ => fault(what),
         }
     }
@@ -425,11 +364,6 @@ impl std::fmt::Debug for Parts {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Gpu").field("name", &self.name).field("level", &self.level).finish_non_exhaustive()
     }
-}
-
-/// What the device says, as an error that ends the plan.
-pub(crate) fn fault(what: impl ToString) -> Error {
-    Error::Device { what: what.to_string() }
 }
 
 /// What a thread that panicked under the lock left is no worse than what it found: entries are whole or absent.

@@ -5,15 +5,13 @@
 
 use std::ops::Range;
 
-use annulus_core::{
-    Backend, Block, Element, Error, Gradients, Host, HostBuffer, HostView, HostViewMut, Inputs, Local, Outputs, Result, Saved, Spec, Tick,
-    index,
-};
+use annulus_core::{Backend, Block, DType, Error, Gradients, Host, HostBuffer, Inputs, Local, Outputs, Result, Saved, Spec, Tick, index};
 
 use crate::{
-    Gpu, Tensor, Wgpu, WgpuSpace, Workspace,
-    device::fault,
+    Gpu, Wgpu, WgpuSpace, Workspace,
+    fault::fault,
     memory::{GpuBuffer, Queued},
+    rooms::{Returning, Rooms, Uploaded, UploadedSaved},
 };
 
 /// A [`Wgpu`] whose space is host memory.
@@ -38,119 +36,13 @@ impl Hosted {
 #[derive(Debug)]
 pub struct HostedWorkspace {
     inner: Workspace,
+    rooms: Rooms,
     inputs: Option<Uploaded>,
     saved: Option<UploadedSaved>,
     /// A block of keys and values, or of queries.
     block: GpuBuffer,
     /// Gradients of a block, or of this rank's keys.
     fresh: Option<GpuBuffer>,
-}
-
-#[derive(Debug)]
-struct Uploaded {
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Option<Tensor>,
-    sinks: Option<Tensor>,
-}
-
-#[derive(Debug)]
-struct UploadedSaved {
-    out: Tensor,
-    lse: Tensor,
-    max: Option<Tensor>,
-    ties: Option<Tensor>,
-    dout: Tensor,
-    dlse: Option<Tensor>,
-}
-
-impl Uploaded {
-    fn new(gpu: &Gpu, inputs: &Inputs<'_, Host>) -> Result<Self> {
-        Ok(Self {
-            q: upload(gpu, inputs.q)?,
-            k: upload(gpu, inputs.k)?,
-            v: upload(gpu, inputs.v)?,
-            bias: inputs.bias.map(|bias| upload(gpu, bias)).transpose()?,
-            sinks: inputs.sinks.map(|sinks| upload(gpu, sinks)).transpose()?,
-        })
-    }
-
-    const fn view(&self) -> Inputs<'_, WgpuSpace> {
-        Inputs { q: &self.q, k: &self.k, v: &self.v, bias: self.bias.as_ref(), sinks: self.sinks.as_ref() }
-    }
-}
-
-impl UploadedSaved {
-    fn new(gpu: &Gpu, saved: &Saved<'_, Host>) -> Result<Self> {
-        let maybe = |view: Option<HostView<'_>>| view.map(|view| upload(gpu, view)).transpose();
-        Ok(Self {
-            out: upload(gpu, saved.out)?,
-            lse: upload(gpu, saved.lse)?,
-            max: maybe(saved.max)?,
-            ties: maybe(saved.ties)?,
-            dout: upload(gpu, saved.dout)?,
-            dlse: maybe(saved.dlse)?,
-        })
-    }
-
-    const fn view(&self) -> Saved<'_, WgpuSpace> {
-        Saved {
-            out: &self.out,
-            lse: &self.lse,
-            max: self.max.as_ref(),
-            ties: self.ties.as_ref(),
-            dout: &self.dout,
-            dlse: self.dlse.as_ref(),
-        }
-    }
-}
-
-fn upload(gpu: &Gpu, view: HostView<'_>) -> Result<Tensor> {
-    match view {
-        HostView::F64(_) => Err(Error::unsupported("f64", "wgpu")),
-        HostView::F32(view) => Tensor::upload(gpu, view),
-        HostView::Bf16(view) => Tensor::upload(gpu, view),
-        HostView::F16(view) => Tensor::upload(gpu, view),
-    }
-}
-
-/// A tensor on the device for what goes to `view` in the end.
-fn room(gpu: &Gpu, view: &HostViewMut<'_>) -> Result<Tensor> {
-    Tensor::zeros(gpu, view.shape(), view.dtype())
-}
-
-fn download(tensor: &Tensor, into: &mut HostViewMut<'_>) -> Result<()> {
-    fn copy<T: Element>(tensor: &Tensor, into: &mut ndarray::ArrayViewMut4<'_, T>) -> Result<()> {
-        into.assign(&tensor.download::<T>()?);
-        Ok(())
-    }
-    match into {
-        HostViewMut::F64(_) => Err(Error::unsupported("f64", "wgpu")),
-        HostViewMut::F32(view) => copy(tensor, view),
-        HostViewMut::Bf16(view) => copy(tensor, view),
-        HostViewMut::F16(view) => copy(tensor, view),
-    }
-}
-
-/// What is on its way back, and whereto.
-struct Returning<'v, 'a> {
-    tensor: Tensor,
-    view: &'v mut HostViewMut<'a>,
-}
-
-impl<'v, 'a> Returning<'v, 'a> {
-    fn new(gpu: &Gpu, view: &'v mut HostViewMut<'a>) -> Result<Self> {
-        Ok(Self { tensor: room(gpu, view)?, view })
-    }
-
-    fn maybe(gpu: &Gpu, view: Option<&'v mut HostViewMut<'a>>) -> Result<Option<Self>> {
-        view.map(|view| Self::new(gpu, view)).transpose()
-    }
-
-    fn land(self) -> Result<()> {
-        download(&self.tensor, self.view)
-    }
 }
 
 impl HostedWorkspace {
@@ -160,7 +52,28 @@ impl HostedWorkspace {
         let queries = local.most_query_rows.max(local.queries.len() as u64);
         let block = (keys * spec.kv_record().bytes()).max(if backward { queries * spec.query_record().bytes() } else { 0 });
         let fresh = backward.then(|| inner.allocate(keys * spec.gradient_record().bytes())).transpose()?;
-        Ok(Self { inner: inner.workspace(local, backward)?, inputs: None, saved: None, block: inner.allocate(block)?, fresh })
+        Ok(Self {
+            inner: inner.workspace(local, backward)?,
+            rooms: Rooms::default(),
+            inputs: None,
+            saved: None,
+            block: inner.allocate(block)?,
+            fresh,
+        })
+    }
+
+    /// Copies what a pass is given.
+    fn put(&mut self, gpu: &Gpu, inputs: &Inputs<'_, Host>) -> Result<()> {
+        self.inputs.take().into_iter().for_each(|old| old.into_rooms(&mut self.rooms));
+        self.inputs = Some(Uploaded::new(gpu, &mut self.rooms, inputs)?);
+        Ok(())
+    }
+
+    /// Copies what a backward pass is given besides.
+    fn put_saved(&mut self, gpu: &Gpu, saved: &Saved<'_, Host>) -> Result<()> {
+        self.saved.take().into_iter().for_each(|old| old.into_rooms(&mut self.rooms));
+        self.saved = Some(UploadedSaved::new(gpu, &mut self.rooms, saved)?);
+        Ok(())
     }
 
     fn inputs(inputs: &Option<Uploaded>) -> Result<Inputs<'_, WgpuSpace>> {
@@ -208,6 +121,10 @@ impl Backend for Hosted {
         self.inner.arithmetic()
     }
 
+    fn narrowing(&self, spec: &Spec) -> Option<DType> {
+        self.inner.narrowing(spec)
+    }
+
     /// As [`Wgpu`].
     ///
     /// # Errors
@@ -238,8 +155,8 @@ impl Backend for Hosted {
     }
 
     fn begin(&self, workspace: &mut HostedWorkspace, inputs: &Inputs<'_, Host>) -> Result<()> {
-        let uploaded = workspace.inputs.insert(Uploaded::new(self.gpu(), inputs)?);
-        self.inner.begin(&mut workspace.inner, &uploaded.view())
+        workspace.put(self.gpu(), inputs)?;
+        self.inner.begin(&mut workspace.inner, &HostedWorkspace::inputs(&workspace.inputs)?)
     }
 
     fn attend(&self, workspace: &mut HostedWorkspace, _: &Inputs<'_, Host>, block: &Block<'_, Host>, tick: Tick<'_>) -> Result<()> {
@@ -251,12 +168,12 @@ impl Backend for Hosted {
 
     fn finish(&self, workspace: &mut HostedWorkspace, _: &Inputs<'_, Host>, outputs: &mut Outputs<'_, Host>) -> Result<()> {
         let gpu = self.gpu();
-        let HostedWorkspace { inner, inputs, .. } = workspace;
-        let mut out = Returning::new(gpu, &mut outputs.out)?;
-        let mut lse = Returning::new(gpu, &mut outputs.lse)?;
-        let mut max = Returning::maybe(gpu, outputs.max.as_mut())?;
-        let mut sum = Returning::maybe(gpu, outputs.sum.as_mut())?;
-        let mut ties = Returning::maybe(gpu, outputs.ties.as_mut())?;
+        let HostedWorkspace { inner, rooms, inputs, .. } = workspace;
+        let mut out = Returning::new(gpu, rooms, &mut outputs.out)?;
+        let mut lse = Returning::new(gpu, rooms, &mut outputs.lse)?;
+        let mut max = Returning::maybe(gpu, rooms, outputs.max.as_mut())?;
+        let mut sum = Returning::maybe(gpu, rooms, outputs.sum.as_mut())?;
+        let mut ties = Returning::maybe(gpu, rooms, outputs.ties.as_mut())?;
         let mut on_device = Outputs {
             out: &mut out.tensor,
             lse: &mut lse.tensor,
@@ -265,13 +182,14 @@ impl Backend for Hosted {
             ties: ties.as_mut().map(|ties| &mut ties.tensor),
         };
         self.inner.finish(inner, &HostedWorkspace::inputs(inputs)?, &mut on_device)?;
-        [Some(out), Some(lse), max, sum, ties].into_iter().flatten().try_for_each(Returning::land)
+        [Some(out), Some(lse), max, sum, ties].into_iter().flatten().try_for_each(|each| each.land(rooms))
     }
 
     fn begin_backward(&self, workspace: &mut HostedWorkspace, inputs: &Inputs<'_, Host>, saved: &Saved<'_, Host>) -> Result<()> {
-        let inputs = workspace.inputs.insert(Uploaded::new(self.gpu(), inputs)?);
-        let saved = workspace.saved.insert(UploadedSaved::new(self.gpu(), saved)?);
-        self.inner.begin_backward(&mut workspace.inner, &inputs.view(), &saved.view())
+        workspace.put(self.gpu(), inputs)?;
+        workspace.put_saved(self.gpu(), saved)?;
+        let (inputs, saved) = (HostedWorkspace::inputs(&workspace.inputs)?, HostedWorkspace::saved(&workspace.saved)?);
+        self.inner.begin_backward(&mut workspace.inner, &inputs, &saved)
     }
 
     fn attend_queries(
@@ -297,7 +215,7 @@ impl Backend for Hosted {
         fresh: &mut HostBuffer,
         tick: Tick<'_>,
     ) -> Result<()> {
-        let HostedWorkspace { inner, inputs, saved, block: room, fresh: made } = workspace;
+        let HostedWorkspace { inner, inputs, saved, block: room, fresh: made, .. } = workspace;
         let (rows, made) = (block.rows.len() as u64, HostedWorkspace::fresh(made)?);
         send(self.gpu(), block.buffer, room, rows * inner.local.spec.kv_record().bytes())?;
         let block = Block { buffer: &*room, ready: &Queued, rows: block.rows };
@@ -369,14 +287,14 @@ impl Backend for Hosted {
         gradients: &mut Gradients<'_, Host>,
     ) -> Result<()> {
         let gpu = self.gpu();
-        let HostedWorkspace { inner, inputs, fresh, .. } = workspace;
+        let HostedWorkspace { inner, rooms, inputs, fresh, .. } = workspace;
         let fresh = HostedWorkspace::fresh(fresh)?;
         send(gpu, home, fresh, inner.local.keys.len() as u64 * inner.local.spec.gradient_record().bytes())?;
-        let mut dq = Returning::new(gpu, &mut gradients.dq)?;
-        let mut dk = Returning::new(gpu, &mut gradients.dk)?;
-        let mut dv = Returning::new(gpu, &mut gradients.dv)?;
-        let mut dbias = Returning::maybe(gpu, gradients.dbias.as_mut())?;
-        let mut dsinks = Returning::maybe(gpu, gradients.dsinks.as_mut())?;
+        let mut dq = Returning::new(gpu, rooms, &mut gradients.dq)?;
+        let mut dk = Returning::new(gpu, rooms, &mut gradients.dk)?;
+        let mut dv = Returning::new(gpu, rooms, &mut gradients.dv)?;
+        let mut dbias = Returning::maybe(gpu, rooms, gradients.dbias.as_mut())?;
+        let mut dsinks = Returning::maybe(gpu, rooms, gradients.dsinks.as_mut())?;
         let mut on_device = Gradients {
             dq: &mut dq.tensor,
             dk: &mut dk.tensor,
@@ -385,6 +303,6 @@ impl Backend for Hosted {
             dsinks: dsinks.as_mut().map(|dsinks| &mut dsinks.tensor),
         };
         self.inner.finish_backward(inner, &HostedWorkspace::inputs(inputs)?, fresh, &mut on_device)?;
-        [Some(dq), Some(dk), Some(dv), dbias, dsinks].into_iter().flatten().try_for_each(Returning::land)
+        [Some(dq), Some(dk), Some(dv), dbias, dsinks].into_iter().flatten().try_for_each(|each| each.land(rooms))
     }
 }

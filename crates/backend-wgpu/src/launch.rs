@@ -6,7 +6,8 @@ use annulus_core::{Error, Result};
 use wgpu::BufferUsages;
 
 use crate::{
-    device::{Gpu, Pipeline, fault},
+    device::{Gpu, Pipeline},
+    fault::fault,
     kernels::Variant,
 };
 

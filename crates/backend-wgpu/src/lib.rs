@@ -9,9 +9,10 @@
 //! | backward: beginning and end, dq and dbias, dk and dv | `backward.rs`, `backward_queries.rs`, `backward_keys.rs` |
 //! | tiles of any pass: cut into parts, told who sees whom, queued | `tiles.rs`, `sight.rs` |
 //! | memory: workspace, records, copies between layouts, tensors | `workspace.rs`, `records.rs`, `copy.rs`, `memory.rs` |
-//! | the same for tensors and blocks in host memory | `hosted.rs` |
+//! | the same for tensors and blocks in host memory | `hosted.rs`, `rooms.rs` |
 //! | to and from the host, for [`annulus_comm::Staged`] | `staged.rs`, `staging.rs` |
-//! | machine: device, queue, levels, time | `device.rs`, `launch.rs`, `level.rs`, `stopwatch.rs` |
+//! | machine: adapters, device, queue, errors, time | `adapter.rs`, `device.rs`, `launch.rs`, `fault.rs`, `stopwatch.rs` |
+//! | how much of it is used: levels, which is chosen, whether matrices are multiplied rightly | `level.rs`, `choice.rs`, `probe.rs` |
 //! | the kernels themselves, in WGSL | `kernels/` |
 //!
 //! The design in five lines. Everything but what travels stays in device memory from the first block to the last. The host looks at the mask, a
@@ -23,12 +24,15 @@
 //!
 //! All work goes to one queue in order, so an event is nothing but the promise of having been queued ([`Queued`]).
 
+mod adapter;
 mod backend;
 mod backward;
 mod backward_keys;
 mod backward_queries;
+mod choice;
 mod copy;
 mod device;
+mod fault;
 mod finish;
 mod forward;
 mod hosted;
@@ -36,7 +40,9 @@ mod kernels;
 mod launch;
 mod level;
 mod memory;
+mod probe;
 mod records;
+mod rooms;
 mod sight;
 mod staged;
 mod staging;
@@ -44,8 +50,9 @@ mod stopwatch;
 mod tiles;
 mod workspace;
 
+pub use adapter::Adapter;
 pub use backend::Wgpu;
-pub use device::{Adapter, Gpu, Options, PATIENCE};
+pub use device::{Gpu, Options, PATIENCE};
 pub use hosted::{Hosted, HostedWorkspace};
 pub use level::Level;
 pub use memory::{GpuBuffer, Queued, Tensor, WgpuSpace};

@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use ndarray::{Array4, ArrayView4};
 use wgpu::BufferUsages;
 
-use crate::device::{Gpu, fault};
+use crate::{device::Gpu, fault::fault};
 
 /// Memory of a [`Gpu`].
 #[derive(Debug, Clone, Copy)]
@@ -99,10 +99,15 @@ impl Tensor {
     /// As [`Tensor::zeros`].
     pub fn upload<T: Element>(gpu: &Gpu, tensor: ArrayView4<'_, T>) -> Result<Self> {
         let new = Self::zeros(gpu, tensor.dim().into(), T::DTYPE)?;
+        new.fill(tensor)?;
+        Ok(new)
+    }
+
+    /// Copies a host tensor of the same shape and type over this one, after all work that was queued before.
+    pub(crate) fn fill<T: Element>(&self, tensor: ArrayView4<'_, T>) -> Result<()> {
         let dense = tensor.as_standard_layout();
         let elements = dense.as_slice().ok_or_else(|| fault("a tensor that is not dense"))?;
-        new.write(bytemuck::cast_slice(elements))?;
-        Ok(new)
+        self.write(bytemuck::cast_slice(elements))
     }
 
     /// Rounds numbers to `dtype` and copies them to the device.

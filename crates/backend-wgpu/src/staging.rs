@@ -14,7 +14,10 @@ use std::{
 use annulus_core::{Error, Result, index};
 use wgpu::{BufferUsages, MapMode};
 
-use crate::device::{Gpu, PATIENCE, fault, lock};
+use crate::{
+    device::{Gpu, PATIENCE, lock},
+    fault::fault,
+};
 
 /// How often a copy that is waited for is looked after.
 const POLL: Duration = Duration::from_micros(50);
@@ -157,4 +160,10 @@ impl Gpu {
         })?;
         filled.recall(self)
     }
+}
+
+/// Buffers for uploads and for downloads that wait in the pools.
+#[cfg(test)]
+pub(crate) fn pooled(gpu: &Gpu) -> (usize, usize) {
+    (lock(&gpu.staging().uploads).len(), lock(&gpu.staging().downloads).len())
 }

@@ -15,12 +15,17 @@ pub struct Stopwatch {
 }
 
 impl Stopwatch {
+    /// Whether the device has timestamps.
+    pub fn is_there(gpu: &Gpu) -> bool {
+        gpu.device().features().contains(Features::TIMESTAMP_QUERY)
+    }
+
     /// Begins after everything that was queued so far; `None` if the device has no timestamps.
     ///
     /// # Errors
     /// [`annulus_core::Error::Device`].
     pub fn start(gpu: &Gpu) -> Result<Option<Self>> {
-        if !gpu.device().features().contains(Features::TIMESTAMP_QUERY) {
+        if !Self::is_there(gpu) {
             return Ok(None);
         }
         let descriptor = wgpu::QuerySetDescriptor { label: Some("stopwatch"), ty: wgpu::QueryType::Timestamp, count: 2 };

@@ -1,6 +1,6 @@
 //! What stays on the device across a ring.
 
-use annulus_core::{Error, Local, Result, Spec};
+use annulus_core::{DType, Error, Local, Result, Spec};
 
 use crate::{
     Level,
@@ -8,6 +8,7 @@ use crate::{
     device::Gpu,
     kernels::{BiasAxes, Storage, TileVariant},
     launch::Arena,
+    level::Matrices,
     memory::{GpuBuffer, Tensor},
     sight::Sight,
     tiles::{Kind, Operand, Operands, RowsOf, Sides},
@@ -58,8 +59,7 @@ impl Workspace {
             value_groups: TileVariant::groups(dims.value_dim),
             general,
             level: gpu.level().min(Level::Subgroup),
-            // a row's largest logit, to be found again bit by bit, is found by one way of computing it
-            matrices: gpu.matrices().filter(|_| storage == Storage::F16 && spec.normalize),
+            matrices: matrices(gpu, spec),
         };
         let vectors = (dims.batch * local.queries.len() * dims.q_heads) as u64;
         // kernels over rows bind these whole
@@ -107,6 +107,12 @@ impl Workspace {
     pub(crate) fn sums(&self) -> Result<&Sums> {
         self.gradients.as_ref().ok_or_else(|| Error::invalid("backward", "a workspace made for forward only", "one made with backward"))
     }
+}
+
+/// What products of this spec are made of, where not of multiply-adds.
+pub(crate) fn matrices(gpu: &Gpu, spec: &Spec) -> Option<Matrices> {
+    // a row's largest logit, to be found again bit by bit, is found by one way of computing it
+    gpu.matrices().filter(|_| spec.dtype == DType::F16 && spec.normalize)
 }
 
 /// How the gradient of a bias of this shape is gathered.

@@ -52,7 +52,7 @@ impl Engine {
     /// Finds what the flags name, before anything is read. Ranks that have to find each other wait no longer than `patience`.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] naming what this build, or this machine, has; [`Failure::Usage`] if the environment names no instruction set, or
+    /// [`Error::Unsupported`] naming what this build, or this machine, has; [`Failure::Usage`] if the environment names no instruction set or no level, or
     /// a device is chosen where there is nothing to choose.
     pub(crate) fn open(name: BackendName, device: Option<usize>, transport: TransportName, patience: Duration) -> Outcome<Self> {
         #[cfg(not(feature = "cuda"))]
@@ -74,7 +74,7 @@ impl Engine {
             #[cfg(feature = "wgpu")]
             (BackendName::Wgpu, device) => {
                 let options = annulus_wgpu::Options { number: device.unwrap_or(0), ..annulus_wgpu::Options::default() };
-                Ok(Self::Wgpu(annulus_wgpu::Gpu::open(&options).map_err(Failure::from)?))
+                Ok(Self::Wgpu(annulus_wgpu::Gpu::open(&options).map_err(Failure::of_flags)?))
             }
             #[cfg(not(feature = "wgpu"))]
             (BackendName::Wgpu, _) => {

@@ -7,6 +7,10 @@
 
 #[path = "wgpu/absence.rs"]
 mod absence;
+#[path = "wgpu/features.rs"]
+mod features;
+#[path = "wgpu/handed_in.rs"]
+mod handed_in;
 #[path = "wgpu/limits.rs"]
 mod limits;
 #[path = "wgpu/losses.rs"]
@@ -86,6 +90,12 @@ fn the_numeric_rules_hold_on_wgpu() {
 }
 
 #[test]
+fn related_questions_have_related_answers_on_wgpu() {
+    let Some(gpu) = gpu() else { return };
+    suite::metamorphic(&WgpuRing::new(gpu).only(F32)).unwrap();
+}
+
+#[test]
 fn bits_repeat_on_wgpu() {
     let Some(gpu) = gpu() else { return };
     suite::same_bits_over_repeats(&WgpuRing::new(gpu), 3).unwrap();
@@ -101,12 +111,31 @@ fn the_cpu_and_wgpu_share_a_ring() {
 
 #[test]
 fn every_level_holds() {
-    let Some(all) = Gpu::list().into_iter().next() else { return };
-    for level in all.levels.into_iter().filter(|&level| level != Level::Matrix) {
+    let Some(adapter) = gpu().and_then(|_| Gpu::list().into_iter().next()) else { return };
+    // the chosen one is what all other tests are about
+    for &level in adapter.levels.iter().filter(|&&level| level != Level::Matrix && level != adapter.chosen) {
         let Some(gpu) = open(&Options { level: Some(level), ..Options::default() }) else { return };
         assert_eq!(gpu.level(), level);
-        suite::random_cases(&WgpuRing::new(gpu).only(F32), 0..6).unwrap();
+        let ring = WgpuRing::new(gpu.clone()).only(F32);
+        suite::random_cases(&ring, 0..24).unwrap();
+        suite::matrix(&ring, Scale::OneIn(37)).unwrap();
+        suite::sizes(&ring, Scale::OneIn(3)).unwrap();
+        suite::numeric_rules_on(&ring, DType::F32, &Setting::new(3, annulus::Layout::Contiguous)).unwrap();
+        suite::same_bits_over_repeats(&ring, 2).unwrap();
+        suite::random_cases(&WgpuRing::new(gpu).only(F16), 100..104).unwrap();
     }
+}
+
+#[test]
+fn the_level_is_the_chosen_one_unless_another_is_forced() {
+    let Some(adapter) = gpu().and_then(|_| Gpu::list().into_iter().next()) else { return };
+    assert!(adapter.levels.contains(&adapter.chosen) && adapter.levels[0] == Level::Plain);
+    let unasked = Level::forced().unwrap().unwrap_or(adapter.chosen);
+    assert_eq!(open(&Options::default()).map(|gpu| gpu.level()), Some(unasked));
+    let Some(plain) = open(&Options { level: Some(Level::Plain), ..Options::default() }) else { return };
+    assert_eq!(plain.level(), Level::Plain);
+    // nobody is given a level above the lowest without a record
+    assert_eq!(adapter.record.is_some(), adapter.chosen != Level::Plain);
 }
 
 #[test]
@@ -126,12 +155,16 @@ fn matrices_hold_where_there_are_any() {
     suite::sizes(&ring, Scale::OneIn(7)).unwrap();
     suite::numeric_rules_on(&ring, DType::F16, &Setting::new(3, annulus::Layout::Contiguous)).unwrap();
     suite::same_bits_over_repeats(&ring, 3).unwrap();
+    // ranks that would round weights differently are told so
+    let Some(plain) = open(&Options { level: Some(Level::Plain), ..Options::default() }) else { return };
+    let told = threads::each_rank(threads::ring(2), |rank, transport| {
+        let gpu = if rank == 0 { &plain } else { &gpu };
+        Ok(self::ring(gpu, transport, &Attention::new().dtype(DType::F16), Dims::new(1, 8, 1, 8)).err())
+    });
+    let told = told.expect("every rank answers");
+    assert!(told.iter().all(|error| matches!(error, Some(Error::RankMismatch { field, .. }) if field.contains("rounded"))), "{told:?}");
     // what matrices are not for
     suite::random_cases(&WgpuRing::new(gpu).only(&[DType::F32, DType::Bf16]), 0..4).unwrap();
-    // unasked, nobody is given them
-    if std::env::var_os(Level::VARIABLE).is_none() {
-        assert_eq!(open(&Options::default()).map(|gpu| gpu.level()), Some(Level::Subgroup));
-    }
 }
 
 /// A driver may take seconds to compile a kernel, and a rank is silent meanwhile.
@@ -178,20 +211,11 @@ fn what_it_cannot_do_is_an_error_at_plan_time() {
 }
 
 #[test]
-fn a_device_of_somebody_else_serves_too() {
-    let Some(first) = gpu() else { return };
-    let gpu = Gpu::adopt(first.device().clone(), first.queue().clone(), Some(Level::Plain)).expect("it is a good device");
-    let dims = Dims::new(1, 40, 2, 8);
-    let [transport] = <[Threads; 1]>::try_from(threads::ring(1)).expect("one rank");
-    let mut ring = ring(&gpu, transport, &Attention::new(), dims).expect("a plan");
-    forward(&gpu, &mut ring, dims).expect("a pass");
-}
-
-#[test]
 fn a_stopwatch_tells_time_where_the_device_has_timestamps() {
     let Some(gpu) = gpu() else { return };
     let watch = Stopwatch::start(&gpu).expect("a stopwatch");
     assert_eq!(watch.is_some(), gpu.device().features().contains(Features::TIMESTAMP_QUERY));
+    assert_eq!(watch.is_some(), Stopwatch::is_there(&gpu));
     let Some(watch) = watch else { return };
     let before = std::time::Instant::now();
     suite::random_cases(&WgpuRing::new(gpu).only(F32), 0..1).unwrap();

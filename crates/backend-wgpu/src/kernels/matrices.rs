@@ -20,6 +20,13 @@ pub(super) const ENABLED: &str = "enable f16;\nenable wgpu_cooperative_matrix;\n
 /// A power of 2: weights are at most 1, but for a rounding, and f16 goes up to 65504.
 const WEIGHT_SCALE: f32 = 1024.0;
 
+/// How a kernel has the left factor in `tile_half`.
+const OF_TILE: &str = "&tile_half[32u * matrix_row + k]";
+/// How it has the right one in `right_half` where its rows are vectors.
+const BY_ROWS: &str = "coopLoadT<{B}>(&right_half[32u * k + matrix_column], 32u)";
+/// The same where its columns are.
+const BY_COLUMNS: &str = "coopLoad<{B}>(&right_half[32u * matrix_column + k], 32u)";
+
 /// Workgroup memory, and what reads it without matrices. `left_half`, `tile_half`: `[row][element]`; `right_half`: `[column or key][element]`.
 pub(super) fn declarations() -> String {
     format!(
@@ -121,13 +128,7 @@ pub(super) fn product(matrices: Matrices, prefix: &str, left: &Vectors, left_fir
         rows("left_half", left, left_first),
         rows("right_half", right, right_first)
     );
-    text += &multiply(
-        matrices,
-        "most",
-        "&left_half[32u * matrix_row + k]",
-        // columns of B are vectors
-        "coopLoad<{B}>(&right_half[32u * matrix_column + k], 32u)",
-    );
+    text += &multiply(matrices, "most", "&left_half[32u * matrix_row + k]", BY_COLUMNS);
     text.push_str("}\nworkgroupBarrier();\n");
     for r in 0..4 {
         let _infallible = writeln!(text, "var {prefix}{r} = products_of(4u * ty + {r}u, 4u * tx);");
@@ -170,13 +171,7 @@ pub(super) fn accumulate(matrices: Matrices, prefix: &str, groups: usize, of: &V
             first = 32 * group,
         );
         text.push_str("    let has_odd = atomicLoad(&odd) != 0u;\n");
-        text += &multiply(
-            matrices,
-            "32u",
-            "&tile_half[32u * matrix_row + k]",
-            // rows of B are vectors
-            "coopLoadT<{B}>(&right_half[32u * k + matrix_column], 32u)",
-        );
+        text += &multiply(matrices, "32u", OF_TILE, BY_ROWS);
         // all have read it
         text.push_str("    workgroupBarrier();\n    if (lane == 0u) { atomicStore(&odd, 0u); }\n");
         for r in 0..4 {
@@ -208,23 +203,25 @@ pub(super) fn accumulate(matrices: Matrices, prefix: &str, groups: usize, of: &V
     text
 }
 
-/// A kernel that multiplies two known matrices.
+/// A kernel that multiplies two known matrices, with the right one by rows and by columns.
 pub(super) fn probe(matrices: Matrices) -> Source {
     let mut text = Template::default();
     text.name("DECLARATIONS", declarations()).name("COUNT_MATRICES", count(matrices));
-    let (a, b) = ("&tile_half[32u * matrix_row + k]", "coopLoadT<{B}>(&right_half[32u * k + matrix_column], 32u)");
-    text.name("MULTIPLY", multiply(matrices, "32u", a, b));
+    text.name("BY_ROWS", multiply(matrices, "32u", OF_TILE, BY_ROWS)).name("BY_COLUMNS", multiply(matrices, "32u", OF_TILE, BY_COLUMNS));
     let wgsl = [ENABLED, ProbeNumbers::WGSL, &text.expand(include_str!("matrix_probe.wgsl"))].concat();
     Source { wgsl, bindings: vec![Access::Write], numbers: size_of::<ProbeNumbers>() }
 }
 
+/// Numbers that the probe computes.
+pub(crate) const PROBE_NUMBERS: usize = 2048;
+
 /// What the probe computes, row by row: integers that f16 and f32 hold exactly, so that any order of sums gives these bits.
 pub(crate) fn probe_result(numbers: &ProbeNumbers) -> Vec<f32> {
-    let element = |at: u32, step: u32, most: u32| (at * step % most) as f32;
-    let sum = |row: u32, column: u32| -> f32 {
-        (0..32).map(|k| element(32 * row + k, numbers.left_step, 17) * element(32 * k + column, numbers.right_step, 13)).sum()
-    };
-    (0..1024).map(|at| 1.0 + sum(at / 32, at % 32)).collect()
+    let left = |row: u32, k: u32| ((32 * row + k) * numbers.left_step % 17) as f32;
+    let right = |row: u32, k: u32| ((32 * row + k) * numbers.right_step % 13) as f32;
+    let by_rows = |at: u32| (0..32).map(|k| left(at / 32, k) * right(k, at % 32)).sum::<f32>();
+    let by_columns = |at: u32| (0..32).map(|k| left(at / 32, k) * right(at % 32, k)).sum::<f32>();
+    (0..1024).map(by_rows).chain((0..1024).map(by_columns)).map(|sum| 1.0 + sum).collect()
 }
 
 /// The matrices that a kernel of this variant multiplies with.

@@ -1,4 +1,4 @@
-// One product of two 32 × 32 matrices, as the kernels over tiles make it: products = tile_half · right_half.
+// Products of two 32 × 32 matrices as the kernels over tiles make them: 1 + tile_half·right_half, then 1 + tile_half·right_halfᵀ.
 
 @group(0) @binding(0) var<uniform> numbers: Numbers;
 @group(0) @binding(1) var<storage, read_write> result: array<f32>;
@@ -18,9 +18,16 @@ fn main(
         products[n] = 1.0;
     }
     workgroupBarrier();
-{{MULTIPLY}}
+{{BY_ROWS}}
     workgroupBarrier();
     for (var n = lane; n < 1024u; n = n + 64u) {
         result[n] = products[n];
+        products[n] = 1.0;
+    }
+    workgroupBarrier();
+{{BY_COLUMNS}}
+    workgroupBarrier();
+    for (var n = lane; n < 1024u; n = n + 64u) {
+        result[1024u + n] = products[n];
     }
 }

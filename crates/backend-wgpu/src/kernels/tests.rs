@@ -1,4 +1,5 @@
 use naga::{
+    back::{hlsl, spv},
     front::wgsl,
     valid::{Capabilities, ValidationFlags, Validator},
 };
@@ -32,8 +33,24 @@ fn all_variants() -> Vec<Variant> {
     all
 }
 
+/// Translated as wgpu does it for Vulkan and, where there are no matrices, for DX12.
+fn translate(module: &naga::Module, info: &naga::valid::ModuleInfo, matrices: bool) -> Result<(), String> {
+    let vulkan = spv::Options { lang_version: (1, 4), ..spv::Options::default() };
+    let words = spv::write_vec(module, info, &vulkan, None).map_err(|error| format!("SPIR-V: {error}"))?;
+    assert!(words.len() > 100);
+    if matrices {
+        return Ok(());
+    }
+    let dx12 = hlsl::Options { shader_model: hlsl::ShaderModel::V6_0, ..hlsl::Options::default() };
+    let (mut text, of_pipeline) = (String::new(), hlsl::PipelineOptions::default());
+    let told = hlsl::Writer::new(&mut text, &dx12, &of_pipeline).write(module, info, None).map_err(|error| format!("HLSL: {error}"))?;
+    let names = told.entry_point_names.into_iter().collect::<Result<Vec<_>, _>>().map_err(|error| format!("HLSL: {error}"))?;
+    assert!(names == ["main"] && text.contains("numthreads(64, 1, 1)"), "{names:?}");
+    Ok(())
+}
+
 #[test]
-fn every_variant_is_valid() {
+fn every_variant_is_valid_and_can_be_translated() {
     // texts that are the same are examined once
     let mut texts = std::collections::HashSet::new();
     for variant in all_variants() {
@@ -44,11 +61,13 @@ fn every_variant_is_valid() {
         }
         let module = wgsl::parse_str(&wgsl).unwrap_or_else(|error| panic!("{variant:?}: {}", error.emit_to_string(&wgsl)));
         let mut capabilities = Capabilities::SUBGROUP | Capabilities::SUBGROUP_BARRIER;
-        if wgsl.starts_with("enable") {
+        let matrices = wgsl.starts_with("enable");
+        if matrices {
             capabilities |= Capabilities::SHADER_FLOAT16 | Capabilities::COOPERATIVE_MATRIX;
         }
         let mut validator = Validator::new(ValidationFlags::all(), capabilities);
-        validator.validate(&module).unwrap_or_else(|error| panic!("{variant:?}: {}", error.emit_to_string(&wgsl)));
+        let info = validator.validate(&module).unwrap_or_else(|error| panic!("{variant:?}: {}", error.emit_to_string(&wgsl)));
+        translate(&module, &info, matrices).unwrap_or_else(|error| panic!("{variant:?}: {error}"));
         let shared: u32 = module
             .global_variables
             .iter()

@@ -1,6 +1,6 @@
 //! One case of a bench: its tensors, its ring, its line.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use annulus::{Attention, Forward, RankPlan, Tensors};
 use annulus_core::{Backend, Batch, DType, Dims, Element, HostTensors, Result, Runs};
@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 
 use super::{
     BenchFlags, What,
-    clock::{Least, least},
+    clock::{Clock, Least, least},
 };
 use crate::{
     arguments::mask::{AlignmentName, MaskFlags},
@@ -73,13 +73,15 @@ impl<'a> Case<'a> {
     /// # Errors
     /// Whatever a rank reports.
     pub(super) fn run<T: Element>(&self, crew: &mut Crew, what: &[What], engine: &Engine) -> Outcome {
-        with_backend!(engine, self.flags.threads, make => self.run_on::<T, _>(crew, what, make))
+        let clock = Clock::of(engine, crew)?;
+        with_backend!(engine, self.flags.threads, make => self.run_on::<T, _>(crew, what, (engine.name(), &clock), make))
     }
 
     fn run_on<T: Element, B: Backend<Space: HostTensors>>(
         &self,
         crew: &mut Crew,
         what: &[What],
+        (name, clock): (&str, &Clock),
         make: impl Fn(Endpoint) -> Result<Wired<B>> + Sync,
     ) -> Outcome {
         let pairs = crew.agree(self.attention().spec(self.dims).and_then(|_| self.pairs()).map_err(Failure::of_flags))?;
@@ -97,12 +99,12 @@ impl<'a> Case<'a> {
             })?;
             let least = least(crew, |crew| match &mut ranks[..] {
                 // nobody else to run beside
-                [only] if crew.ranks() == 1 => Ok(vec![only.pass(what)?]),
-                ranks => crew.each(ranks, |_, rank| rank.pass(what)),
+                [only] if crew.ranks() == 1 => Ok(vec![only.pass(what, clock)?]),
+                ranks => crew.each(ranks, |_, rank| rank.pass(what, clock)),
             })?;
             let layout = ranks.first().map_or("", |rank| rank.plan.ring().layout().name());
             if crew.leads() {
-                say!("{}", self.line(what, least, pairs, crew, layout));
+                say!("{}", self.line(what, (least, name, clock), pairs, crew, layout));
             }
         }
         Ok(())
@@ -124,7 +126,7 @@ impl<'a> Case<'a> {
         Ok(pairs::visible(&self.attention().spec(self.dims)?, &self.batch))
     }
 
-    fn line(&self, what: What, least: Least, pairs: f64, crew: &Crew, layout: &str) -> String {
+    fn line(&self, what: What, (least, backend, clock): (Least, &str, &Clock), pairs: f64, crew: &Crew, layout: &str) -> String {
         let (BenchFlags { threads, window, documents, .. }, ranks) = (self.flags, crew.ranks());
         let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = self.dims;
         let (name, passes) = match what {
@@ -157,6 +159,8 @@ impl<'a> Case<'a> {
         put("align", json!(if self.flags.align == AlignmentName::TopLeft { "top-left" } else { "bottom-right" }));
         put("precision", json!(format!("{:?}", self.flags.precision).to_lowercase()));
         put("pairs", json!(pairs));
+        put("backend", json!(backend));
+        put("clock", json!(clock.name()));
         Value::Object(line).to_string()
     }
 }
@@ -182,13 +186,14 @@ impl<T: Element, B: Backend<Space: HostTensors>> Rank<T, B> {
     }
 
     /// One round: how long it took.
-    fn pass(&mut self, what: What) -> Result<Duration> {
-        let begin = Instant::now();
+    fn pass(&mut self, what: What, clock: &Clock) -> Result<Duration> {
         let tensors = Tensors::new(self.q.view(), self.k.view(), self.v.view());
-        let forward: Forward<T> = self.plan.forward(&tensors)?;
-        if what == What::Both {
-            self.plan.backward(&tensors, &forward, self.dout.view(), None)?;
-        }
-        Ok(begin.elapsed())
+        clock.time(|| {
+            let forward: Forward<T> = self.plan.forward(&tensors)?;
+            if what == What::Both {
+                self.plan.backward(&tensors, &forward, self.dout.view(), None)?;
+            }
+            Ok(())
+        })
     }
 }

@@ -1,10 +1,11 @@
-//! The least wall-clock and CPU time of a few rounds.
+//! The least time of a few rounds, by the device's clock or the host's, and their least CPU time.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use annulus_core::Result;
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::{crew::Crew, failure::Outcome};
+use crate::{crew::Crew, engine::Engine, failure::Outcome};
 
 /// Rounds go on for this long …
 const BUDGET: Duration = Duration::from_millis(1500);
@@ -13,10 +14,61 @@ const MOST_ROUNDS: usize = 8;
 /// … and no fewer than this many.
 const LEAST_ROUNDS: usize = 2;
 
+/// Whose clock tells how long a pass takes.
+#[derive(Debug, Clone)]
+pub(super) enum Clock {
+    /// That of the host: what a caller waits.
+    Host,
+    /// That of the device: from a timestamp in its queue before all work of the pass to one after it. Of what the host does, what the device waits for is in it.
+    #[cfg(feature = "wgpu")]
+    Device(annulus_wgpu::Gpu),
+}
+
+impl Clock {
+    /// That of what computes, if all processes have one.
+    ///
+    /// # Ordering
+    /// Collective over the processes.
+    /// # Errors
+    /// The loss of a process.
+    pub(super) fn of(engine: &Engine, crew: &mut Crew) -> Outcome<Self> {
+        let own = match engine {
+            #[cfg(feature = "wgpu")]
+            Engine::Wgpu(gpu) if annulus_wgpu::Stopwatch::is_there(gpu) => Self::Device(gpu.clone()),
+            _ => Self::Host,
+        };
+        let all = crew.share_numbers(&[f64::from(u8::from(!matches!(own, Self::Host)))])?;
+        Ok(if all.iter().flatten().all(|&has| has != 0.0) { own } else { Self::Host })
+    }
+
+    /// Its name in a line.
+    pub(super) const fn name(&self) -> &'static str {
+        match self {
+            Self::Host => "host",
+            #[cfg(feature = "wgpu")]
+            Self::Device(_) => "device",
+        }
+    }
+
+    /// How long `work` takes.
+    pub(super) fn time(&self, work: impl FnOnce() -> Result<()>) -> Result<Duration> {
+        #[cfg(feature = "wgpu")]
+        if let Self::Device(gpu) = self
+            && let Some(watch) = annulus_wgpu::Stopwatch::start(gpu)?
+        {
+            work()?;
+            return watch.stop();
+        }
+        let begin = Instant::now();
+        work()?;
+        Ok(begin.elapsed())
+    }
+}
+
 /// What a case took.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Least {
-    /// Seconds on the wall, of the slowest rank.
+    /// Seconds by the [`Clock`], of the slowest rank.
     pub(super) wall: f64,
     /// Seconds of all threads of all processes.
     pub(super) cpu: f64,

@@ -21,7 +21,8 @@ use crate::{
 use case::Case;
 
 const EXAMPLES: &str = "Fields of a line: peer what dtype threads batch heads head_dim n causal ms gflops gflops_cpu kv_heads q_len \
-kv_len ranks layout window documents align precision pairs. ms is the least wall-clock time of a few rounds. FLOPs are 4·pairs·head_dim for fwd \
+kv_len ranks layout window documents align precision pairs backend clock. ms is the least time of a few rounds, by the clock that `clock` names: \
+`device` is by timestamps in the queue of a GPU that has them, `host` the wall clock. FLOPs are 4·pairs·head_dim for fwd \
 and 3.5 times that for fwd+bwd, where pairs are the visible ones (for plain causal n²/2, as is usual). gflops_cpu is from the least CPU \
 time of the process, divided by the threads of all ranks: it holds on a busy machine.
 

@@ -114,22 +114,38 @@ fn of_adapters() {
     if adapters.is_empty() {
         line("wgpu", "no adapter: no Vulkan, Metal or DX12 driver was found");
     }
+    let forced = annulus_wgpu::Level::forced();
     for adapter in adapters {
-        let levels: Vec<&str> = adapter.levels.iter().map(|level| level.name()).collect();
         let kind = if adapter.software { ", on the processor" } else { "" };
         let (least, most) = adapter.subgroups;
         line(
             "wgpu",
             &format!(
-                "device {}: {} ({}, {}{kind}), subgroups {least} to {most}, levels: {}",
+                "device {}: {} ({}, {}{kind}), subgroups {least} to {most}, {}",
                 adapter.number,
                 adapter.name,
                 adapter.api,
                 adapter.driver,
-                levels.join(" ")
+                levels(&adapter, &forced)
             ),
         );
     }
+}
+
+/// The level at which an adapter computes, why, and those that it could be made to compute at.
+#[cfg(feature = "wgpu")]
+fn levels(adapter: &annulus_wgpu::Adapter, forced: &annulus_core::Result<Option<annulus_wgpu::Level>>) -> String {
+    let (variable, chosen) = (annulus_wgpu::Level::VARIABLE, adapter.chosen.name());
+    let at = match forced {
+        Ok(None) => {
+            adapter.record.map_or_else(|| format!("level {chosen}"), |record| format!("level {chosen} (shown to be faster in {record})"))
+        }
+        Ok(Some(level)) if adapter.levels.contains(level) => format!("level {} (forced; else {chosen})", level.name()),
+        Ok(Some(level)) => format!("no level, for {} is forced, which it cannot run", level.name()),
+        Err(wrong) => format!("no level: {wrong}"),
+    };
+    let all: Vec<&str> = adapter.levels.iter().map(|level| level.name()).collect();
+    format!("{at}; {variable} forces one of: {}", all.join(" "))
 }
 
 /// What the CPU offers of what tiles could use.

@@ -95,6 +95,7 @@ fn bench_lines_have_the_fields_of_the_peers() {
         for field in ["what", "dtype", "threads", "batch", "heads", "head_dim", "n", "causal", "ms", "gflops", "gflops_cpu"] {
             assert!(!line[field].is_null(), "{field} in {line}");
         }
+        assert_eq!((&line["backend"], &line["clock"]), (&Value::from("cpu"), &Value::from("host")));
     }
     assert_eq!((&lines[0]["what"], &lines[1]["what"]), (&Value::from("fwd"), &Value::from("fwd+bwd")));
     assert_eq!((lines[0]["pairs"].as_f64(), lines[2]["pairs"].as_f64()), (Some(2.0 * 4096.0), Some(4096.0)));

@@ -14,3 +14,5 @@ mod launcher;
 mod odd_files;
 mod support;
 mod trace;
+#[cfg(feature = "wgpu")]
+mod wgpu;

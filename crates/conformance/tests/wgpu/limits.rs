@@ -46,6 +46,16 @@ fn more_workgroups_than_a_line_of_the_grid_has_are_folded() {
 }
 
 #[test]
+fn more_than_65_535_workgroups_are_folded() {
+    let Some(gpu) = gpu() else { return };
+    // a workgroup copies 64 elements: 66 000 for the keys alone
+    let dims = Dims { batch: 1, q_len: 1, kv_len: 66_000, q_heads: 1, kv_heads: 1, head_dim: 64, value_dim: 2 };
+    let case = Case::new("long keys", Spec::new(dims, DType::F64), Masks::default(), &mut Draw::new(7)).in_dtype(DType::F32);
+    let answer = WgpuRing::new(gpu).run(&case, &Setting::ALONE, 1).unwrap().remove(0);
+    Judge::new(&case).unwrap().check(&answer).unwrap();
+}
+
+#[test]
 fn limits_that_are_too_small_are_an_error_at_plan_time_on_every_rank() {
     let Some(plenty) = gpu() else { return };
     // one tile of these keys takes 32 rows of 32 KiB in one binding

@@ -12,16 +12,17 @@ use annulus::{
     Attention, Dims, Error, Ring,
     comm::threads::{self, each_rank},
 };
-use annulus_core::{DType, Inputs, Outputs, Result, mask::Predicate};
+use annulus_core::{DType, Gradients, Inputs, Outputs, Result, Saved, mask::Predicate};
 use annulus_wgpu::{Gpu, Options, Tensor, Wgpu};
 
-use super::{DEADLINE, forward, gpu, open, ring};
+use super::{DEADLINE, gpu, open, ring};
 
 /// What rank 1's device does: it is destroyed before a pass, or by a mask that is asked about keys that have come from another rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Doom {
     BeforeThePass,
     InMidRing,
+    InBackward,
 }
 
 /// Rank 1's device is destroyed; every rank's errors of the pass that meets it and of the next one.
@@ -44,23 +45,31 @@ fn lose(doom: Doom) {
     let fates = each_rank(threads::ring(3), |rank, transport| {
         let gpu = if rank == 1 { &doomed } else { &healthy };
         let mut ring = ring(gpu, transport, &attention(), dims)?;
-        forward(gpu, &mut ring, dims)?;
-        let (inputs, mut outputs) = (tensors(gpu, &ring, dims)?, outputs(gpu, &ring, dims)?);
+        let (inputs, mut outputs, mut gradients) = (tensors(gpu, &ring, dims)?, outputs(gpu, &ring, dims)?, tensors(gpu, &ring, dims)?);
+        let [q, k, v] = &inputs;
+        let inputs = Inputs { q, k, v, bias: None, sinks: None };
+        let [out, lse] = &mut outputs;
+        ring.forward(&inputs, &mut Outputs { out, lse, max: None, sum: None, ties: None })?;
         let start = Instant::now();
         if rank == 1 {
             match doom {
                 Doom::BeforeThePass => gpu.device().destroy(),
-                Doom::InMidRing => armed.store(true, Ordering::SeqCst),
+                Doom::InMidRing | Doom::InBackward => armed.store(true, Ordering::SeqCst),
             }
         }
         // the tensors are there already, so that it is the ring that meets the loss
-        let mut pass = || {
-            let [q, k, v] = &inputs;
-            let [out, lse] = &mut outputs;
-            let inputs = Inputs { q, k, v, bias: None, sinks: None };
-            ring.forward(&inputs, &mut Outputs { out, lse, max: None, sum: None, ties: None })
+        let mut pass = || match doom {
+            Doom::InBackward => {
+                let saved = Saved { out: &outputs[0], lse: &outputs[1], max: None, ties: None, dout: q, dlse: None };
+                let [dq, dk, dv] = &mut gradients;
+                ring.backward(&inputs, &saved, &mut Gradients { dq, dk, dv, dbias: None, dsinks: None }).err()
+            }
+            _ => {
+                let [out, lse] = &mut outputs;
+                ring.forward(&inputs, &mut Outputs { out, lse, max: None, sum: None, ties: None }).err()
+            }
         };
-        let errors = (pass().err(), pass().err());
+        let errors = (pass(), pass());
         Ok((errors, start.elapsed()))
     })
     .expect("every rank comes to its end");
@@ -81,6 +90,11 @@ fn a_device_that_is_destroyed_ends_every_plan_before_the_deadline() {
 #[test]
 fn a_device_that_is_destroyed_in_mid_ring_ends_every_plan_before_the_deadline() {
     lose(Doom::InMidRing);
+}
+
+#[test]
+fn a_device_that_is_destroyed_in_backward_ends_every_plan_before_the_deadline() {
+    lose(Doom::InBackward);
 }
 
 fn tensors(gpu: &Gpu, ring: &Ring<Wgpu>, dims: Dims) -> Result<[Tensor; 3]> {

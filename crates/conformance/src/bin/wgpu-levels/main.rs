@@ -1,22 +1,26 @@
 //! The speed of every level of a wgpu adapter, forward and backward, beside that of a plain matrix product in the same run. Prints JSON lines.
 //!
 //! ```text
-//! wgpu-levels [device=0] [dims=64,128] [lens=4096,8192,16384,32768] [heads=16] [seconds=1] [roof=4096]
+//! wgpu-levels [device=0] [dims=64,128] [lens=4096,8192,16384,32768] [heads=16] [seconds=2] [rounds=7] [roof=4096]
 //! ```
-//! Tensors stay on the device, and the device's own timestamps tell the time (`clock` says so; where it has none, the host's clock). FLOPs are useful
-//! ones: forward 4·heads·len²·dim, half of it where the mask is causal; backward 2.5 times as many. `benches/wgpu-levels.sh` runs it.
+//! Tensors stay on the device, and the device's own timestamps tell the time (`clock` says so; where it has none, the host's clock). The levels take
+//! turns, round by round; `seconds` is the median of the rounds, `speedup` the median of each round's ratio to the level below: a level is faster where it
+//! is above 1. Of a software adapter there is the same of the CPU time of the process. FLOPs are useful ones: forward 4·heads·len²·dim, half of it
+//! where the mask is causal; backward 2.5 times as many. `benches/wgpu-levels.sh` runs it.
 
+mod clock;
 mod pass;
 mod roof;
 
-use std::{
-    process::ExitCode,
-    time::{Duration, Instant},
-};
+use std::process::ExitCode;
 
 use annulus::DType;
 use annulus_core::{Error, Result};
-use annulus_wgpu::{Gpu, Level, Options, Stopwatch};
+use annulus_wgpu::{Gpu, Level, Options};
+use serde_json::{Value, json};
+
+use clock::{Took, median, repetitions, time};
+use pass::{Passes, Problem, What};
 
 /// What is measured.
 struct Settings {
@@ -24,15 +28,18 @@ struct Settings {
     dims: Vec<usize>,
     lens: Vec<usize>,
     heads: usize,
+    /// For each level and pass, in all its rounds.
     seconds: f64,
+    rounds: usize,
     roof: usize,
 }
 
 impl Settings {
     fn parse(words: impl Iterator<Item = String>) -> Result<Self> {
-        let mut all = Self { device: 0, dims: vec![64, 128], lens: vec![4096, 8192, 16384, 32768], heads: 16, seconds: 1.0, roof: 4096 };
+        let lens = vec![4096, 8192, 16384, 32768];
+        let mut all = Self { device: 0, dims: vec![64, 128], lens, heads: 16, seconds: 2.0, rounds: 7, roof: 4096 };
         for word in words {
-            let wrong = || Error::invalid("argument", &word, "device=, dims=, lens=, heads=, seconds= or roof=, and numbers");
+            let wrong = || Error::invalid("argument", &word, "device=, dims=, lens=, heads=, seconds=, rounds= or roof=, and numbers");
             let (name, value) = word.split_once('=').ok_or_else(wrong)?;
             let numbers = || value.split(',').map(|number| number.parse().map_err(|_| wrong())).collect::<Result<Vec<usize>>>();
             let number = || value.parse::<usize>().map_err(|_| wrong());
@@ -42,30 +49,13 @@ impl Settings {
                 "lens" => all.lens = numbers()?,
                 "heads" => all.heads = number()?,
                 "seconds" => all.seconds = value.parse().map_err(|_| wrong())?,
+                "rounds" => all.rounds = number()?.max(1),
                 "roof" => all.roof = number()?,
                 _ => return Err(wrong()),
             }
         }
         Ok(all)
     }
-}
-
-/// The mean time of `work`, done again and again for about so many seconds, after one time that nobody looks at; and whose clock told it.
-fn time(gpu: &Gpu, seconds: f64, mut work: impl FnMut() -> Result<()>) -> Result<(f64, &'static str)> {
-    work()?;
-    gpu.synchronize()?;
-    let start = Instant::now();
-    work()?;
-    gpu.synchronize()?;
-    let once = start.elapsed().max(Duration::from_micros(1)).as_secs_f64();
-    let times = (seconds / once).ceil().clamp(1.0, 1000.0) as u32;
-    let watch = Stopwatch::start(gpu)?;
-    let start = Instant::now();
-    (0..times).try_for_each(|_| work())?;
-    gpu.synchronize()?;
-    let host = start.elapsed();
-    let (all, clock) = watch.map_or(Ok((host, "host")), |watch| watch.stop().map(|told| (told, "device")))?;
-    Ok((all.as_secs_f64() / f64::from(times), clock))
 }
 
 /// The largest product up to n that one binding of the device holds.
@@ -81,9 +71,68 @@ fn roof_size(gpu: &Gpu, most: usize) -> usize {
 fn print_roof(gpu: &Gpu, settings: &Settings) -> Result<()> {
     let size = roof_size(gpu, settings.roof);
     let product = roof::Product::new(gpu, size)?;
-    let (seconds, clock) = time(gpu, settings.seconds, || product.run())?;
-    let rate = 2.0 * (size as f64).powi(3) / seconds / 1e12;
-    println!(r#"{{"what":"matmul","dtype":"f32","len":{size},"seconds":{seconds:.6},"tflops":{rate:.5},"clock":"{clock}"}}"#);
+    let times = repetitions(gpu, settings.seconds, || product.run())?;
+    let Took { seconds, clock, .. } = time(gpu, times, || product.run())?;
+    let tflops = 2.0 * (size as f64).powi(3) / seconds / 1e12;
+    println!(
+        "{}",
+        json!({"what": "matmul", "dtype": "f32", "len": size, "seconds": rounded(seconds), "tflops": rounded(tflops), "clock": clock})
+    );
+    Ok(())
+}
+
+/// As many digits as anybody reads.
+fn rounded(number: f64) -> Value {
+    if number.is_finite() { json!((number * 1e6).round() / 1e6) } else { Value::Null }
+}
+
+/// Times one pass of a problem at all levels, round by round, and prints a line a level.
+fn compare(
+    levels: &[(Level, &Gpu)],
+    passes: &mut Passes,
+    problem: &Problem,
+    what: What,
+    settings: &Settings,
+    software: bool,
+) -> Result<()> {
+    let each = settings.seconds / settings.rounds as f64;
+    let times = levels.iter().enumerate().map(|(plan, (_, gpu))| repetitions(gpu, each, || passes.run(plan, what)));
+    let times = times.collect::<Result<Vec<_>>>()?;
+    let mut took: Vec<Vec<Took>> = vec![Vec::new(); levels.len()];
+    for round in 0..settings.rounds {
+        // up and down, so that what changes meanwhile meets all of them alike
+        let order = (0..levels.len()).map(|place| if round % 2 == 0 { place } else { levels.len() - 1 - place });
+        for plan in order {
+            took[plan].push(time(levels[plan].1, times[plan], || passes.run(plan, what))?);
+        }
+    }
+    let (name, factor) = if what == What::Forward { ("forward", 1.0) } else { ("backward", 2.5) };
+    for (plan, (level, _)) in levels.iter().enumerate() {
+        let of = |which: fn(&Took) -> f64| median(took[plan].iter().map(which).collect());
+        // round by round
+        let speedup = |which: fn(&Took) -> f64| {
+            let below = plan.checked_sub(1)?;
+            Some(median(took[below].iter().zip(&took[plan]).map(|(below, own)| which(below) / which(own)).collect()))
+        };
+        let (seconds, flops) = (of(|took| took.seconds), factor * problem.forward_flops());
+        let mut line = json!({
+            "what": name,
+            "level": level.name(),
+            "dtype": problem.dtype.name(),
+            "dim": problem.dim,
+            "len": problem.len,
+            "causal": problem.causal,
+            "seconds": rounded(seconds),
+            "tflops": rounded(flops / seconds / 1e12),
+            "speedup": speedup(|took| took.seconds).map(rounded),
+            "clock": took[plan].first().map(|took| took.clock),
+        });
+        if let Some(line) = line.as_object_mut().filter(|_| software) {
+            line.insert("cpu_seconds".into(), rounded(of(|took| took.cpu)));
+            line.insert("cpu_speedup".into(), json!(speedup(|took| took.cpu).map(rounded)));
+        }
+        println!("{line}");
+    }
     Ok(())
 }
 
@@ -91,31 +140,32 @@ fn measure(settings: &Settings) -> Result<()> {
     let Some(adapter) = Gpu::list().into_iter().nth(settings.device) else {
         return Gpu::open(&Options { number: settings.device, ..Options::default() }).map(drop);
     };
-    println!(r#"{{"device":{},"driver":{}}}"#, serde_json::json!(adapter.name), serde_json::json!(adapter.driver));
-    let open = |level| Gpu::open(&Options { number: settings.device, level: Some(level), ..Options::default() });
-    let plain = open(Level::Plain)?;
-    print_roof(&plain, settings)?;
+    println!(
+        "{}",
+        json!({"device": adapter.name, "driver": adapter.driver, "subgroups": adapter.subgroups, "chosen": adapter.chosen.name(), "rounds": settings.rounds})
+    );
+    // one device for all, opened for the highest
+    let highest = adapter.levels.last().copied();
+    let device = Gpu::open(&Options { number: settings.device, level: highest, ..Options::default() })?;
+    let at = |level| {
+        if Some(level) == highest { Ok(device.clone()) } else { Gpu::adopt(device.device().clone(), device.queue().clone(), Some(level)) }
+    };
+    let gpus = adapter.levels.iter().map(|&level| Ok((level, at(level)?))).collect::<Result<Vec<_>>>()?;
+    print_roof(&device, settings)?;
     for (&dim, &len) in settings.dims.iter().flat_map(|dim| settings.lens.iter().map(move |len| (dim, len))) {
         for (dtype, causal) in [DType::F32, DType::F16].into_iter().flat_map(|dtype| [false, true].map(|causal| (dtype, causal))) {
-            // the levels take turns, so that what changes meanwhile meets them all
-            for &level in adapter.levels.iter().filter(|&&level| level != Level::Matrix || dtype == DType::F16) {
-                let gpu = open(level)?;
-                let mut pass = pass::Pass::new(&gpu, settings.heads, len, dim, dtype, causal)?;
-                let forward = 4.0 * settings.heads as f64 * (len as f64).powi(2) * dim as f64 / if causal { 2.0 } else { 1.0 };
-                for (what, flops) in [("forward", forward), ("backward", 2.5 * forward)] {
-                    let (seconds, clock) =
-                        time(&gpu, settings.seconds, || if what == "forward" { pass.forward() } else { pass.backward() })?;
-                    println!(
-                        r#"{{"what":"{what}","level":"{}","dtype":"{dtype}","dim":{dim},"len":{len},"causal":{causal},"seconds":{seconds:.6},"tflops":{:.5},"clock":"{clock}"}}"#,
-                        level.name(),
-                        flops / seconds / 1e12
-                    );
-                }
+            let problem = Problem { heads: settings.heads, len, dim, dtype, causal };
+            let levels = gpus.iter().filter(|(level, _)| *level != Level::Matrix || dtype == DType::F16);
+            let levels: Vec<(Level, &Gpu)> = levels.map(|(level, gpu)| (*level, gpu)).collect();
+            let of_levels: Vec<&Gpu> = levels.iter().map(|(_, gpu)| *gpu).collect();
+            let mut passes = Passes::new(&of_levels, &problem)?;
+            for what in [What::Forward, What::Backward] {
+                compare(&levels, &mut passes, &problem, what, settings, adapter.software)?;
             }
         }
     }
     // whether the machine was the same at the end
-    print_roof(&plain, settings)
+    print_roof(&device, settings)
 }
 
 fn main() -> ExitCode {

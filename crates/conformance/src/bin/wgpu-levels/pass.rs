@@ -1,4 +1,4 @@
-//! One rank's plan, with all tensors on the device.
+//! One problem with all tensors on the device, and a rank's plan for it at every level.
 
 use annulus::{
     Attention, DType, Dims, Ring, RingOptions,
@@ -8,9 +8,34 @@ use annulus_core::{Error, Gradients, Inputs, Outputs, Result, Saved};
 use annulus_wgpu::{Copier, Gpu, Tensor, Wgpu, WgpuSpace};
 use ndarray::Array4;
 
-/// A plan, its inputs and what it writes.
-pub(crate) struct Pass {
-    ring: Ring<Wgpu>,
+/// What is computed.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Problem {
+    pub(crate) heads: usize,
+    pub(crate) len: usize,
+    pub(crate) dim: usize,
+    pub(crate) dtype: DType,
+    pub(crate) causal: bool,
+}
+
+impl Problem {
+    /// Useful FLOPs of a forward pass; a backward pass has 2.5 times as many.
+    pub(crate) fn forward_flops(&self) -> f64 {
+        4.0 * self.heads as f64 * (self.len as f64).powi(2) * self.dim as f64 / if self.causal { 2.0 } else { 1.0 }
+    }
+}
+
+/// A pass, and what it is of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum What {
+    Forward,
+    /// Of what the last forward pass wrote.
+    Backward,
+}
+
+/// Plans that share a device, their inputs and what they write.
+pub(crate) struct Passes {
+    rings: Vec<Ring<Wgpu>>,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -22,15 +47,20 @@ pub(crate) struct Pass {
     dv: Tensor,
 }
 
-impl Pass {
-    /// As many key heads as query heads, of random numbers of unit variance.
-    pub(crate) fn new(gpu: &Gpu, heads: usize, len: usize, dim: usize, dtype: DType, causal: bool) -> Result<Self> {
-        let transport = threads::ring(1).into_iter().next().ok_or_else(|| Error::invalid("ranks", 0, 1))?;
+impl Passes {
+    /// As many key heads as query heads, of random numbers of unit variance. `gpus` are one device at different levels.
+    pub(crate) fn new(gpus: &[&Gpu], problem: &Problem) -> Result<Self> {
+        let Problem { heads, len, dim, dtype, causal } = *problem;
         let attention = Attention::new().dtype(dtype);
         let attention = if causal { attention.causal() } else { attention };
-        let transport = Box::new(Staged::<_, WgpuSpace>::new(transport, Copier::new(gpu.clone())));
-        let options = RingOptions { backward: true, ..RingOptions::default() };
-        let ring = Ring::new(Wgpu::new(gpu.clone()), transport, attention.spec(Dims::new(1, len, heads, dim)), options)?;
+        let ring = |gpu: &Gpu| {
+            let transport = threads::ring(1).into_iter().next().ok_or_else(|| Error::invalid("ranks", 0, 1))?;
+            let transport = Box::new(Staged::<_, WgpuSpace>::new(transport, Copier::new(gpu.clone())));
+            let options = RingOptions { backward: true, ..RingOptions::default() };
+            Ring::new(Wgpu::new(gpu.clone()), transport, attention.spec(Dims::new(1, len, heads, dim)), options)
+        };
+        let rings = gpus.iter().map(|gpu| ring(gpu)).collect::<Result<Vec<_>>>()?;
+        let gpu = *gpus.first().ok_or_else(|| Error::invalid("levels", 0, "at least one"))?;
         let shape = [1, len, heads, dim];
         // numbers that look like any: the logits of a row differ
         let mut state = 1_u64;
@@ -44,20 +74,23 @@ impl Pass {
         let (q, k, v, dout) = (random()?, random()?, random()?, random()?);
         let zeros = || Tensor::zeros(gpu, shape, dtype);
         let lse = Tensor::zeros(gpu, [1, heads, len, 1], DType::F32)?;
-        Ok(Self { ring, q, k, v, dout, out: zeros()?, lse, dq: zeros()?, dk: zeros()?, dv: zeros()? })
+        Ok(Self { rings, q, k, v, dout, out: zeros()?, lse, dq: zeros()?, dk: zeros()?, dv: zeros()? })
     }
 
-    pub(crate) fn forward(&mut self) -> Result<()> {
+    /// Queues a pass of the plan with this number.
+    pub(crate) fn run(&mut self, plan: usize, what: What) -> Result<()> {
+        let ring = self.rings.get_mut(plan).ok_or_else(|| Error::invalid("plan", plan, "a smaller number"))?;
         let inputs = Inputs { q: &self.q, k: &self.k, v: &self.v, bias: None, sinks: None };
-        let mut outputs = Outputs { out: &mut self.out, lse: &mut self.lse, max: None, sum: None, ties: None };
-        self.ring.forward(&inputs, &mut outputs).map(drop)
-    }
-
-    /// Of what the last forward pass wrote.
-    pub(crate) fn backward(&mut self) -> Result<()> {
-        let inputs = Inputs { q: &self.q, k: &self.k, v: &self.v, bias: None, sinks: None };
-        let saved = Saved { out: &self.out, lse: &self.lse, max: None, ties: None, dout: &self.dout, dlse: None };
-        let mut gradients = Gradients { dq: &mut self.dq, dk: &mut self.dk, dv: &mut self.dv, dbias: None, dsinks: None };
-        self.ring.backward(&inputs, &saved, &mut gradients).map(drop)
+        match what {
+            What::Forward => {
+                let mut outputs = Outputs { out: &mut self.out, lse: &mut self.lse, max: None, sum: None, ties: None };
+                ring.forward(&inputs, &mut outputs).map(drop)
+            }
+            What::Backward => {
+                let saved = Saved { out: &self.out, lse: &self.lse, max: None, ties: None, dout: &self.dout, dlse: None };
+                let mut gradients = Gradients { dq: &mut self.dq, dk: &mut self.dk, dv: &mut self.dv, dbias: None, dsinks: None };
+                ring.backward(&inputs, &saved, &mut gradients).map(drop)
+            }
+        }
     }
 }

@@ -1,0 +1,105 @@
+//! Devices, buffers and errors that come from elsewhere.
+
+use annulus::{
+    Attention, Dims, Error,
+    comm::threads::{self, Threads},
+};
+use annulus_conformance::{suite, wgpu::WgpuRing};
+use annulus_core::{DType, Inputs, Outputs};
+use annulus_wgpu::{
+    Gpu, Level, Options, Tensor,
+    wgpu::{Backends, BufferDescriptor, BufferUsages, Device, DeviceDescriptor, Instance, InstanceDescriptor, Limits, Queue},
+};
+
+use super::{F32, forward, gpu, open, ring};
+
+/// What a program that knows nothing of this one opens: WebGPU's own limits, no features; or less.
+fn foreign(limits: Limits) -> Option<(Device, Queue)> {
+    gpu()?;
+    let instance = Instance::new(InstanceDescriptor::new_without_display_handle());
+    let adapter = pollster::block_on(instance.enumerate_adapters(Backends::VULKAN | Backends::METAL | Backends::DX12)).into_iter().next();
+    let descriptor = DeviceDescriptor { required_limits: limits, ..DeviceDescriptor::default() };
+    Some(pollster::block_on(adapter.expect("the adapter").request_device(&descriptor)).expect("a device"))
+}
+
+fn alone() -> Threads {
+    let [transport] = <[Threads; 1]>::try_from(threads::ring(1)).expect("one rank");
+    transport
+}
+
+const DIMS: Dims = Dims::new(1, 40, 2, 8);
+
+#[test]
+fn a_device_of_somebody_else_serves_too() {
+    let Some((device, queue)) = foreign(Limits::default()) else { return };
+    let gpu = Gpu::adopt(device, queue, None).expect("it is a good device");
+    // it was opened without subgroups
+    assert_eq!(gpu.level(), Level::Plain);
+    suite::random_cases(&WgpuRing::new(gpu).only(F32), 400..408).unwrap();
+}
+
+#[test]
+fn a_device_that_lacks_something_is_refused() {
+    let Some((device, queue)) = foreign(Limits::downlevel_defaults()) else { return };
+    let told = Gpu::adopt(device, queue, None);
+    assert!(matches!(&told, Err(Error::Unsupported { what, .. }) if what.contains("storage buffers")), "{told:?}");
+    for level in [Level::Subgroup, Level::Matrix] {
+        let Some((device, queue)) = foreign(Limits::default()) else { return };
+        let told = Gpu::adopt(device, queue, Some(level));
+        assert!(matches!(&told, Err(Error::Unsupported { what, .. }) if what.contains(level.name())), "{told:?}");
+    }
+}
+
+#[test]
+fn a_buffer_of_somebody_else_serves_if_it_is_large_enough_and_may_be_used() {
+    let Some(gpu) = gpu() else { return };
+    let buffer = |size, usage| gpu.device().create_buffer(&BufferDescriptor { label: None, size, usage, mapped_at_creation: false });
+    let all = BufferUsages::STORAGE | BufferUsages::COPY_SRC | BufferUsages::COPY_DST;
+    let adopt = |buffer, dtype| Tensor::adopt(&gpu, buffer, [1, 3, 2, 5], dtype);
+    let zeros = adopt(buffer(120, all), DType::F32).unwrap().download::<f32>().unwrap();
+    assert!(zeros.shape() == [1, 3, 2, 5] && zeros.iter().all(|&x| x == 0.0));
+    assert!(matches!(adopt(buffer(116, all), DType::F32), Err(Error::InvalidArgument { got, .. }) if got.contains("116")));
+    assert!(matches!(adopt(buffer(120, BufferUsages::STORAGE), DType::F32), Err(Error::InvalidArgument { .. })));
+    assert!(matches!(adopt(buffer(240, all), DType::F64), Err(Error::Unsupported { .. })));
+    let other = adopt(buffer(60, all), DType::Bf16).unwrap().download::<f32>();
+    assert!(matches!(other, Err(Error::InvalidArgument { argument, .. }) if argument == "dtype"));
+}
+
+#[test]
+fn a_tensor_of_another_device_is_an_error_that_ends_the_plan() {
+    let (Some(gpu), Some(other)) = (gpu(), open(&Options::default())) else { return };
+    let mut ring = ring(&gpu, alone(), &Attention::new(), DIMS).expect("a plan");
+    let tensor = |gpu: &Gpu| Tensor::zeros(gpu, [1, 40, 2, 8], DType::F32).unwrap();
+    let (q, k, v, mut out) = (tensor(&other), tensor(&gpu), tensor(&gpu), tensor(&gpu));
+    let mut lse = Tensor::zeros(&gpu, [1, 2, 40, 1], DType::F32).unwrap();
+    let mut pass = |ring: &mut annulus::Ring<_>| {
+        let inputs = Inputs { q: &q, k: &k, v: &v, bias: None, sinks: None };
+        ring.forward(&inputs, &mut Outputs { out: &mut out, lse: &mut lse, max: None, sum: None, ties: None }).err()
+    };
+    let told = pass(&mut ring);
+    assert!(matches!(&told, Some(Error::Device { .. })), "{told:?}");
+    assert!(matches!(pass(&mut ring), Some(Error::Poisoned { .. })));
+    // the devices have taken no harm
+    for gpu in [gpu, other] {
+        let mut ring = super::ring(&gpu, alone(), &Attention::new(), DIMS).expect("a plan");
+        forward(&gpu, &mut ring, DIMS).expect("a pass");
+    }
+}
+
+#[test]
+fn memory_that_cannot_be_had_is_told_with_how_much_it_was() {
+    let Some(gpu) = gpu() else { return };
+    let told = Tensor::zeros(&gpu, [1, 1 << 30, 1 << 7, 1 << 8], DType::F32).err();
+    assert!(matches!(told, Some(Error::OutOfMemory { asked, free: Some(_) }) if asked == 1 << 47), "{told:?}");
+}
+
+#[test]
+fn an_error_that_nobody_waits_for_is_no_panic_and_ends_what_comes_after() {
+    let Some(gpu) = open(&Options::default()) else { return };
+    let size = gpu.device().limits().max_buffer_size + 4;
+    // somebody who shares the device asks for too much, in no error scope
+    drop(gpu.device().create_buffer(&BufferDescriptor { label: None, size, usage: BufferUsages::STORAGE, mapped_at_creation: false }));
+    let told = Tensor::zeros(&gpu, [1, 1, 1, 1], DType::F32).err();
+    assert!(matches!(&told, Some(Error::Device { what }) if what.contains("no call")), "{told:?}");
+    assert!(gpu.synchronize().is_err());
+}
