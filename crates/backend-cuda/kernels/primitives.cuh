@@ -8,8 +8,10 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-// Threads of every block.
+// Threads of every block of a program.
+#ifndef THREADS
 #define THREADS 256
+#endif
 
 #ifdef ANNULUS_EMULATED
 #include "host_twin.h"
@@ -18,8 +20,12 @@ typedef long long i64;
 #define DEVICE __device__ __forceinline__
 // As DEVICE, for functions of a structure.
 #define METHOD __device__ __forceinline__
-// What is rare and long: one copy, called.
+// What is rare and long: one copy, called. Not where products run meanwhile: a call would have to wait for them.
+#ifdef ANNULUS_WARPGROUP
+#define DEVICE_CALL DEVICE
+#else
 #define DEVICE_CALL __device__ __noinline__
+#endif
 // Arrays of a thread stay in registers only where every index is known: loops over them are unrolled.
 #define UNROLL _Pragma("unroll")
 
@@ -122,4 +128,8 @@ DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
 // Towards zero.
 DEVICE float truncated(double x) { return __double2float_rz(x); }
 
+#endif
+
+#ifdef ANNULUS_WARPGROUP
+#include "warpgroup_primitives.cuh"
 #endif

@@ -7,3 +7,4 @@ mod failures;
 mod nccl;
 mod planted;
 mod support;
+mod warpgroup;

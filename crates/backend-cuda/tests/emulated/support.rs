@@ -10,7 +10,7 @@ use annulus_comm::{Deadline, threads};
 use annulus_conformance::{HostMemory, RingSubject, Station, Subject};
 use annulus_core::Result;
 use annulus_cuda::{
-    Cuda, Hosted,
+    Cuda, Hosted, Level,
     device::{Cache, Compiler, Device, Stream, emulator},
 };
 
@@ -24,8 +24,11 @@ pub(crate) fn next_device() -> usize {
 
 /// The emulated compiler, remembering in the folder that tests may write.
 pub(crate) fn compiler() -> Result<Compiler> {
-    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("emulated-kernels");
-    Compiler::with_symbols(emulator::compiler_symbols(), Some(Cache::new(folder)))
+    Compiler::with_symbols(emulator::compiler_symbols(), Some(cache()))
+}
+
+fn cache() -> Cache {
+    Cache::new(PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("emulated-kernels"))
 }
 
 /// A backend on an emulated device of its own.
@@ -47,6 +50,19 @@ pub(crate) fn subject(options: &'static [&'static str], delay: Duration) -> impl
 /// As [`subject`] of the kernels as they are, on time.
 pub(crate) fn plain() -> impl Subject {
     subject(&[], Duration::ZERO)
+}
+
+/// A backend on an emulated device of compute capability 9.0, at the level of warpgroups.
+pub(crate) fn hopper(options: &[&str]) -> Result<Cuda> {
+    let device = Device::with_symbols(emulator::hopper_symbols(), next_device())?;
+    let compiler = Compiler::with_symbols(emulator::hopper_compiler_symbols(), Some(cache()))?;
+    let options = options.iter().map(|&option| option.to_owned()).collect();
+    Cuda::on(Stream::new(&device)?, compiler, options).at_level(Level::Warpgroup)
+}
+
+/// As [`subject`], on warpgroups.
+pub(crate) fn on_warpgroups(options: &'static [&'static str]) -> impl Subject {
+    staged("emulated cuda on warpgroups over staged threads", Duration::ZERO, move || hopper(options))
 }
 
 /// Emulated devices for tensors and blocks in host memory.
