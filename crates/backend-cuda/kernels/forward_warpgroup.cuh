@@ -76,9 +76,7 @@ DEVICE u64 group_line(const Attention& a, const GroupSite& site, u32 group, u32 
     u64 line = ~0ull;
     if (site.set != EVERYTHING)
         line = reinterpret_cast<const u64*>(a.sight.bits)[(u64(site.set) * (GROUPS * OWN) + group * OWN + row) * (OTHERS / 64) + word];
-#ifdef PLANTED_MASK_OFF_BY_ONE
-    line = line << 1 | 1;
-#endif
+    if (planted(MASK_OFF_BY_ONE)) line = line << 1 | 1;
     u32 first = site.first_key + 64 * word;
     u32 left = a.keys > first ? a.keys - first : 0;
     return left < 64 ? line & ((1ull << left) - 1) : line;
@@ -169,6 +167,12 @@ DEVICE void fold(float (&pairs)[PAIRS], Seen& seen, RowState& rows, float* scrat
     if (a.flags & HAS_DROPOUT) drop(pairs, scratch, site, at, a);
 }
 
+// Sums become those for the maxima that have just changed.
+DEVICE void scale_sums(float (&sums)[PRODUCTS][COLUMNS / 2], const RowState& rows) {
+    UNROLL for (u32 part = 0; part < PRODUCTS; ++part)
+        UNROLL for (u32 e = 0; e < COLUMNS / 2; ++e) sums[part][e] *= rows.factor[e / 2 % 2];
+}
+
 // Weights as left operands.
 DEVICE void narrow_weights(u32 (&weights)[OTHERS / 16][4], const float (&pairs)[PAIRS]) {
     UNROLL for (u32 y = 0; y < OTHERS / 16; ++y)
@@ -221,11 +225,7 @@ DEVICE Right add_carefully(float (&sums)[PRODUCTS][COLUMNS / 2], u32 (&weights)[
 
 // The values of one stage as right operand.
 DEVICE Right values_of(const BlockMemory& memory, const Turn& turn) {
-#ifdef PLANTED_WRONG_DESCRIPTOR
-    u32 panel = PANEL_LINE * 8;
-#else
-    u32 panel = OTHER_PANEL;
-#endif
+    u32 panel = planted(WRONG_PANEL) ? OTHER_PANEL / 2 : OTHER_PANEL;
     return {summed_rows(memory.second[turn.stage], panel), OTHER_PANEL, 16 * PANEL_LINE};
 }
 
@@ -273,8 +273,7 @@ DEVICE void attend_rows(BlockMemory& memory, const Attention& a, u32 b, u32 h, u
     if (at.lane == 0) arrive(memory.first_empty + keys.stage);
     keys.next();
     fold(pairs, seen, rows, scratch, site, at, a);
-    UNROLL for (u32 part = 0; part < PRODUCTS; ++part)
-        UNROLL for (u32 e = 0; e < COLUMNS / 2; ++e) sums[part][e] *= rows.factor[e / 2 % 2];
+    scale_sums(sums, rows);
     narrow_weights(weights, pairs);
 
     for (++place; place < last; ++place) {
@@ -287,24 +286,26 @@ DEVICE void attend_rows(BlockMemory& memory, const Attention& a, u32 b, u32 h, u
         site = group_site(a, b, h, tile, at.group, entry_of(a, place));
         wait_for_phase(memory.first_full + keys.stage, keys.parity);
         named_barrier(TURN_OF(at.group), GROUPS * WARPGROUP);
-        begin_products();
+        if (planted(EARLY_RELEASE) && at.lane == 0) arrive(memory.second_empty + values.stage);
+        if (!planted(NO_PRODUCT_BEGIN)) begin_products();
         begin_pairs(pairs, queries, rows_of_dims(memory.first[keys.stage]));
-        wait_for_phase(memory.second_full + values.stage, values.parity);
-        begin_products();
+        if (!planted(NO_FULL_WAIT)) wait_for_phase(memory.second_full + values.stage, values.parity);
+        if (!planted(NO_PRODUCT_BEGIN)) begin_products();
         begin_sums(sums, weights, right);
         // nobody is left to wait for the second warpgroup's last turn
-        if (at.group == 0 || place + 1 < last) named_arrive(TURN_OF(at.group ^ 1), GROUPS * WARPGROUP);
-        wait_for_products<1>();
+        bool last_turn = at.group == 1 && place + 1 == last;
+        if (!last_turn && !planted(NO_TURN)) named_arrive(TURN_OF(at.group ^ 1), GROUPS * WARPGROUP);
+        if (!planted(NO_PRODUCT_WAIT)) wait_for_products<1>();
         pin(pairs);
-        if (at.lane == 0) arrive(memory.first_empty + keys.stage);
+        if (!planted(STAGE_NOT_RELEASED) && at.lane == 0) arrive(memory.first_empty + keys.stage);
         keys.next();
         fold(pairs, seen, rows, scratch, site, at, a);
+        if (planted(SCALED_IN_FLIGHT)) scale_sums(sums, rows);
         wait_for_products<0>();
         UNROLL for (u32 part = 0; part < PRODUCTS; ++part) pin(sums[part]);
-        if (at.lane == 0) arrive(memory.second_empty + values.stage);
+        if (!planted(EARLY_RELEASE) && at.lane == 0) arrive(memory.second_empty + values.stage);
         values.next();
-        UNROLL for (u32 part = 0; part < PRODUCTS; ++part)
-            UNROLL for (u32 e = 0; e < COLUMNS / 2; ++e) sums[part][e] *= rows.factor[e / 2 % 2];
+        if (!planted(SCALED_IN_FLIGHT)) scale_sums(sums, rows);
         narrow_weights(weights, pairs);
     }
 

@@ -29,8 +29,8 @@ const u32 WARP = 32;
 const size_t STACK_BYTES = 64 * 1024;
 const size_t SHARED_BYTES = 48 * 1024;
 
-// A fiber that waits for a change looks again whenever there was one.
-enum class Wait { nothing, block, warp, change };
+// A fiber that waits for a change looks again whenever there was one; one that lets others go first goes on when every warp has had its turn.
+enum class Wait { nothing, block, warp, change, others };
 
 // A copy to shared memory that was begun: done when its thread waits for its group, no sooner.
 struct Copy {
@@ -81,6 +81,7 @@ struct Block {
     const void* arguments;
     // shared memory that the launch asked for
     u32 launch_bytes;
+    u32 mistake;
     u64* seed;
     u64 changes;
     std::shared_ptr<Units> units;
@@ -341,6 +342,8 @@ inline bool run_block(Block& block, u64& seed) {
     u32 alive = THREADS;
     while (alive > 0) {
         bool moved = false;
+        for (Fiber& fiber : block.fibers)
+            if (fiber.wait == Wait::others) fiber.wait = Wait::nothing;
         // each warp goes as far ahead of the others as barriers let it
         for (u32 warp : warps)
             for (bool ahead = true; ahead;) {
@@ -370,9 +373,11 @@ inline bool run_block(Block& block, u64& seed) {
 extern "C" u32 annulus_threads() { return THREADS; }
 
 // Runs a grid. 0, or 1 if a block did not come to its end.
-extern "C" int annulus_emulate(void (*kernel)(const void*), const void* arguments, const u32* grid, u32 launch_bytes, u64 seed) {
+extern "C" int annulus_emulate(void (*kernel)(const void*), const void* arguments, const u32* grid, u32 launch_bytes, u32 mistake,
+                               u64 seed) {
     std::unique_ptr<emulated::Block> block = emulated::pool().take();
     block->launch_bytes = launch_bytes;
+    block->mistake = mistake;
     emulated::current() = block.get();
     block->kernel = kernel;
     block->arguments = arguments;
@@ -397,6 +402,8 @@ extern "C" int annulus_emulate(void (*kernel)(const void*), const void* argument
     static void name##_of_thread(const Arguments& a)
 
 #define SHARED(type, name, count) type* name = static_cast<type*>(emulated::shared(sizeof(type) * (count)))
+
+DEVICE bool planted(u32 mistake) { return emulated::current()->mistake == mistake; }
 
 DEVICE u32 thread_index() { return emulated::current()->thread; }
 DEVICE u32 block_x() { return emulated::current()->index[0]; }

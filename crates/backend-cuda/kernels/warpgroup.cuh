@@ -35,6 +35,25 @@
 #define TURN_OF(group) (1 + (group))
 #define OF_GROUP(group) (3 + (group))
 
+// Mistakes for tests, as tests/emulated/warpgroup.rs numbers them. Each is caught: by wrong numbers, or because the launch fails.
+enum Mistake {
+    WRONG_PHASE = 1,     // who brings a tile takes a full stage for an empty one
+    EARLY_RELEASE,       // a stage of values is given back before it was read
+    STAGE_NOT_RELEASED,  // it is not given back
+    NO_FULL_WAIT,        // values are used, and their stage given back, before they have come
+    FEW_BYTES,           // a phase is told of fewer bytes than come
+    NO_COMMIT,           // products belong to no group
+    NO_PRODUCT_WAIT,     // products are used while they are made
+    NO_PRODUCT_BEGIN,    // registers may not be written yet
+    SCALED_IN_FLIGHT,    // sums are scaled while products add to them
+    NOT_SHOWN,           // the units are not shown what was stored
+    WRONG_SWIZZLE,       // chunks of own rows lie in the wrong places
+    WRONG_STEP,          // the next sixteen dims are looked for too near
+    WRONG_PANEL,         // the next 64 columns are looked for too near
+    MASK_OFF_BY_ONE,
+    NO_TURN,             // a warpgroup does not say that it is the other's turn
+};
+
 // What kernels of this program are given: mirrored in src/arguments.rs. The first and the second operand of the other side, then the rest.
 struct WarpgroupAttention {
     TensorMap first, second;
@@ -73,11 +92,7 @@ DEVICE u64 summed_rows(const u16* at, u32 panel) { return described(at, panel * 
 DEVICE u64 moved(u64 description, u32 elements) { return description + (elements * 2 >> 4); }
 
 // Where element x of a row lies, in a tile whose panels have `rows` rows.
-#ifdef PLANTED_WRONG_SWIZZLE
-DEVICE u32 place_of(u32 rows, u32 row, u32 x) { return x / 64 * rows * PANEL_LINE + row * PANEL_LINE + ((x / 8 ^ row) % 4 * 8 | (x & 0x27)); }
-#else
 DEVICE u32 place_of(u32 rows, u32 row, u32 x) { return x / 64 * rows * PANEL_LINE + row * PANEL_LINE + ((x / 8 ^ row) % 8 * 8 | x % 8); }
-#endif
 
 DEVICE void begin_ring(BlockMemory& memory, u32 users) {
     for (u32 stage = 0; stage < STAGES; ++stage) {
@@ -91,12 +106,8 @@ DEVICE void begin_ring(BlockMemory& memory, u32 users) {
 
 // Has one tile brought, when its stage is empty.
 DEVICE void bring(u16* to, const TensorMap& map, Phases* full, Phases* empty, const Turn& turn, u32 row, u32 head, u32 batch) {
-#ifdef PLANTED_WRONG_PHASE
-    wait_for_phase(empty + turn.stage, turn.parity);
-#else
-    wait_for_phase(empty + turn.stage, turn.parity ^ 1);
-#endif
-    arrive_expecting(full + turn.stage, OTHER_TILE * 2);
+    wait_for_phase(empty + turn.stage, planted(WRONG_PHASE) ? turn.parity : turn.parity ^ 1);
+    arrive_expecting(full + turn.stage, planted(FEW_BYTES) ? OTHER_TILE : OTHER_TILE * 2);
     for (u32 panel = 0; panel < PANELS; ++panel)
         copy_box(to + turn.stage * OTHER_TILE + panel * OTHER_PANEL, map, full + turn.stage, panel * 64, row, head, batch);
 }
@@ -119,9 +130,9 @@ DEVICE void read_own(u16* to, const Tensor& tensor, u32 b, u32 head, u32 first, 
                 }
             }
         }
-        store_for_units(to + place_of(OWN, row, x), words);
+        store_for_units(to + place_of(OWN, planted(WRONG_SWIZZLE) ? row & ~1u : row, x) + (planted(WRONG_SWIZZLE) ? row % 2 * PANEL_LINE : 0), words);
     }
-    show_units();
+    if (!planted(NOT_SHOWN)) show_units();
 }
 
 DEVICE void multiply_shared(float (&sums)[OTHERS / 2], u64 left, u64 right, bool add) {
@@ -143,10 +154,9 @@ DEVICE void multiply_registers(float (&sums)[COLUMNS / 2], const u32 (&left)[4],
 // Begins products ← own·otherᵀ, as a group.
 DEVICE void begin_pairs(float (&products)[OTHERS / 2], u64 own, u64 other) {
     UNROLL for (u32 x = 0; x < ANNULUS_DIM; x += 16)
-        multiply_shared(products, moved(own, x / 64 * OWN_PANEL + x % 64), moved(other, x / 64 * OTHER_PANEL + x % 64), x > 0);
-#ifndef PLANTED_NO_COMMIT
-    end_products();
-#endif
+        multiply_shared(products, moved(own, x / 64 * OWN_PANEL + x % 64),
+                        moved(other, x / 64 * OTHER_PANEL + (planted(WRONG_STEP) ? x % 64 / 2 : x % 64)), x > 0);
+    if (!planted(NO_COMMIT)) end_products();
 }
 
 // What weights are multiplied by: `step` elements lie between sixteen rows and the next.

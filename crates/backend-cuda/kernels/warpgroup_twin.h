@@ -168,8 +168,11 @@ inline void arrive(Phases* phases, u32 bytes) {
     state.bytes += bytes;
     if (state.pending == 0) fault("an arrival too many");
     --state.pending;
+    u32 before = state.parity;
     settle(state);
     changed();
+    // whoever waited for this may be the faster one
+    if (state.parity != before) pause(Wait::others);
 }
 
 // ---- copies

@@ -52,17 +52,18 @@ pub(crate) fn plain() -> impl Subject {
     subject(&[], Duration::ZERO)
 }
 
-/// A backend on an emulated device of compute capability 9.0, at the level of warpgroups.
-pub(crate) fn hopper(options: &[&str]) -> Result<Cuda> {
-    let device = Device::with_symbols(emulator::hopper_symbols(), next_device())?;
+/// A backend on an emulated device of compute capability 9.0, at the level of warpgroups, whose kernels make this mistake.
+pub(crate) fn hopper(mistake: u32) -> Result<Cuda> {
+    let ordinal = next_device();
+    emulator::plant(ordinal, mistake);
+    let device = Device::with_symbols(emulator::hopper_symbols(), ordinal)?;
     let compiler = Compiler::with_symbols(emulator::hopper_compiler_symbols(), Some(cache()))?;
-    let options = options.iter().map(|&option| option.to_owned()).collect();
-    Cuda::on(Stream::new(&device)?, compiler, options).at_level(Level::Warpgroup)
+    Cuda::on(Stream::new(&device)?, compiler, Vec::new()).at_level(Level::Warpgroup)
 }
 
-/// As [`subject`], on warpgroups.
-pub(crate) fn on_warpgroups(options: &'static [&'static str]) -> impl Subject {
-    staged("emulated cuda on warpgroups over staged threads", Duration::ZERO, move || hopper(options))
+/// As [`plain`], on warpgroups, with a mistake or 0.
+pub(crate) fn on_warpgroups(mistake: u32) -> impl Subject {
+    staged("emulated cuda on warpgroups over staged threads", Duration::ZERO, move || hopper(mistake))
 }
 
 /// Emulated devices for tensors and blocks in host memory.

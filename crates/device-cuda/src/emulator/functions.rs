@@ -31,6 +31,7 @@ struct Context {
     memory: Mutex<Memory>,
     queues: Mutex<Vec<Weak<Queue>>>,
     failed: AtomicBool,
+    mistake: AtomicU32,
 }
 
 struct EmulatedStream {
@@ -50,7 +51,7 @@ struct EmulatedModule {
 }
 
 type Entry = unsafe extern "C" fn(*const c_void);
-type Emulate = unsafe extern "C" fn(Entry, *const c_void, *const c_uint, c_uint, u64) -> c_int;
+type Emulate = unsafe extern "C" fn(Entry, *const c_void, *const c_uint, c_uint, c_uint, u64) -> c_int;
 
 /// Bytes of shared memory that a launch may ask for unasked, and at most.
 const SHARED_UNASKED: u32 = 48 * 1024;
@@ -130,6 +131,13 @@ pub fn hopper_symbols() -> Symbols {
 /// The order in which threads run is drawn from this.
 pub fn set_seed(seed: u64) {
     SEED.store(seed, Ordering::Relaxed);
+}
+
+/// Has the kernels of device `ordinal` make a mistake, which has a number among theirs; 0 is none.
+pub fn plant(ordinal: usize, mistake: u32) {
+    if let Some(context) = context_of(ordinal) {
+        context.mistake.store(mistake, Ordering::Relaxed);
+    }
 }
 
 /// How many allocations device `ordinal` holds.
@@ -462,7 +470,7 @@ unsafe fn launch(
     parameters: *mut *mut c_void,
     _extra: *mut *mut c_void,
 ) -> CUresult {
-    with_context(|_| {
+    with_context(|context| {
         if [x, y, z].contains(&0) || y > 65535 || z > 65535 {
             return CUresult::CUDA_ERROR_INVALID_VALUE;
         }
@@ -482,10 +490,10 @@ unsafe fn launch(
             })
             .collect();
         let (library, entry, emulate) = (Arc::clone(&function.library), function.entry, function.emulate);
-        let seed = SEED.load(Ordering::Relaxed);
+        let (seed, mistake) = (SEED.load(Ordering::Relaxed), context.mistake.load(Ordering::Relaxed));
         push(stream, move || {
             // SAFETY: the kernel is given its own structure; the memory that it points to is freed only after queued work.
-            let ended = unsafe { emulate(entry, lines.as_ptr().cast(), [x, y, z].as_ptr(), shared_bytes, seed) } == 0;
+            let ended = unsafe { emulate(entry, lines.as_ptr().cast(), [x, y, z].as_ptr(), shared_bytes, mistake, seed) } == 0;
             drop(library);
             ended
         })

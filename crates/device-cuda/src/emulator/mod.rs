@@ -23,6 +23,6 @@ mod nccl;
 mod work;
 
 pub use compiler::{compiler_symbols, hopper_compiler_symbols};
-pub use functions::{DEVICES, allocations, hopper_symbols, set_seed, symbols};
+pub use functions::{DEVICES, allocations, hopper_symbols, plant, set_seed, symbols};
 #[cfg(feature = "nccl")]
 pub use nccl::nccl_symbols;
