@@ -5,15 +5,18 @@ use std::{
     ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_void},
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
 };
 
-use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUmodule, CUresult, CUstream};
+use cudarc::driver::sys::{
+    CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUmodule, CUresult, CUstream,
+};
 use libloading::Library;
 
 use super::{
     compiler::unwrap_image,
+    maps::tensor_map,
     memory::Memory,
     work::{Mark, Queue, Step, Work},
 };
@@ -28,6 +31,7 @@ struct Context {
     memory: Mutex<Memory>,
     queues: Mutex<Vec<Weak<Queue>>>,
     failed: AtomicBool,
+    mistake: AtomicU32,
 }
 
 struct EmulatedStream {
@@ -47,14 +51,25 @@ struct EmulatedModule {
 }
 
 type Entry = unsafe extern "C" fn(*const c_void);
-type Emulate = unsafe extern "C" fn(Entry, *const c_void, *const c_uint, u64) -> c_int;
+type Emulate = unsafe extern "C" fn(Entry, *const c_void, *const c_uint, c_uint, c_uint, u64) -> c_int;
+
+/// Bytes of shared memory that a launch may ask for unasked, and at most.
+const SHARED_UNASKED: u32 = 48 * 1024;
+const SHARED_MOST: u32 = 227 * 1024;
 
 struct EmulatedFunction {
     library: Arc<Library>,
     entry: Entry,
     emulate: Emulate,
     argument_bytes: usize,
+    threads: c_uint,
+    /// Bytes of shared memory that a launch may ask for.
+    most_shared: AtomicU32,
 }
+
+/// A piece of a kernel's arguments: they begin at a multiple of 64, as those do that hold tensor maps.
+#[repr(align(64))]
+struct Line([u8; 64]);
 
 thread_local! {
     static CURRENT: Cell<Option<&'static Context>> = const { Cell::new(None) };
@@ -103,12 +118,26 @@ pub fn symbols() -> Symbols {
         module_unload,
         module_function,
         launch,
+        function_attribute,
+        tensor_map,
     }
+}
+
+/// The emulated driver of GPUs of compute capability 9.0, which run what only they have.
+pub fn hopper_symbols() -> Symbols {
+    Symbols { device_attribute: hopper_attribute, ..symbols() }
 }
 
 /// The order in which threads run is drawn from this.
 pub fn set_seed(seed: u64) {
     SEED.store(seed, Ordering::Relaxed);
+}
+
+/// Has the kernels of device `ordinal` make a mistake, which has a number among theirs; 0 is none.
+pub fn plant(ordinal: usize, mistake: u32) {
+    if let Some(context) = context_of(ordinal) {
+        context.mistake.store(mistake, Ordering::Relaxed);
+    }
 }
 
 /// How many allocations device `ordinal` holds.
@@ -149,8 +178,19 @@ unsafe extern "C" fn device_name(name: *mut c_char, len: c_int, _: CUdevice) -> 
 }
 
 unsafe extern "C" fn device_attribute(value: *mut c_int, attribute: CUdevice_attribute, _: CUdevice) -> CUresult {
+    // SAFETY: as the caller promises.
+    unsafe { answer(value, attribute, 8) }
+}
+
+unsafe extern "C" fn hopper_attribute(value: *mut c_int, attribute: CUdevice_attribute, _: CUdevice) -> CUresult {
+    // SAFETY: as the caller promises.
+    unsafe { answer(value, attribute, 9) }
+}
+
+/// What is known of a device of compute capability `major`.0.
+unsafe fn answer(value: *mut c_int, attribute: CUdevice_attribute, major: c_int) -> CUresult {
     let answer = match attribute {
-        CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR => 8,
+        CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR => major,
         CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR => 0,
         _ => return CUresult::CUDA_ERROR_INVALID_VALUE,
     };
@@ -390,17 +430,33 @@ unsafe extern "C" fn module_function(function: *mut CUfunction, module: CUmodule
             let entry = module.library.get::<Entry>(name);
             let bytes = module.library.get::<unsafe extern "C" fn() -> c_uint>(size_of.as_slice());
             let emulate = module.library.get::<Emulate>(b"annulus_emulate");
-            match (entry, bytes, emulate) {
-                (Ok(entry), Ok(bytes), Ok(emulate)) => (*entry, bytes() as usize, *emulate),
+            let threads = module.library.get::<unsafe extern "C" fn() -> c_uint>(b"annulus_threads");
+            match (entry, bytes, emulate, threads) {
+                (Ok(entry), Ok(bytes), Ok(emulate), Ok(threads)) => (*entry, bytes() as usize, *emulate, threads()),
                 _ => return CUresult::CUDA_ERROR_NOT_FOUND,
             }
         };
-        let (entry, argument_bytes, emulate) = found;
-        let made = Arc::new(EmulatedFunction { library: Arc::clone(&module.library), entry, emulate, argument_bytes });
+        let (entry, argument_bytes, emulate, threads) = found;
+        let most_shared = AtomicU32::new(SHARED_UNASKED);
+        let made =
+            Arc::new(EmulatedFunction { library: Arc::clone(&module.library), entry, emulate, argument_bytes, threads, most_shared });
         let mut functions = lock(&module.functions);
         functions.push(made);
         // SAFETY: the caller gives a valid pointer; it lives as long as the module.
         unsafe { *function = functions.last().map_or(std::ptr::null_mut(), |made| Arc::as_ptr(made).cast_mut().cast()) };
+        CUresult::CUDA_SUCCESS
+    })
+}
+
+unsafe extern "C" fn function_attribute(function: CUfunction, attribute: CUfunction_attribute, value: c_int) -> CUresult {
+    with_context(|_| {
+        let bytes = c_uint::try_from(value).ok().filter(|&bytes| bytes <= SHARED_MOST);
+        let Some(bytes) = bytes.filter(|_| attribute == CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) else {
+            return CUresult::CUDA_ERROR_INVALID_VALUE;
+        };
+        // SAFETY: a handle that is alive.
+        let function = unsafe { &*function.cast::<EmulatedFunction>() };
+        function.most_shared.store(bytes, Ordering::Relaxed);
         CUresult::CUDA_SUCCESS
     })
 }
@@ -410,36 +466,38 @@ unsafe extern "C" fn launch(
     x: c_uint,
     y: c_uint,
     z: c_uint,
-    _threads_x: c_uint,
-    _threads_y: c_uint,
-    _threads_z: c_uint,
-    _shared_bytes: c_uint,
+    threads_x: c_uint,
+    threads_y: c_uint,
+    threads_z: c_uint,
+    shared_bytes: c_uint,
     stream: CUstream,
     parameters: *mut *mut c_void,
     _extra: *mut *mut c_void,
 ) -> CUresult {
-    with_context(|_| {
+    with_context(|context| {
         if [x, y, z].contains(&0) || y > 65535 || z > 65535 {
             return CUresult::CUDA_ERROR_INVALID_VALUE;
         }
         // SAFETY: a handle that is alive.
         let function = unsafe { &*function.cast::<EmulatedFunction>() };
+        if [threads_x, threads_y, threads_z] != [function.threads, 1, 1] || shared_bytes > function.most_shared.load(Ordering::Relaxed) {
+            return CUresult::CUDA_ERROR_INVALID_VALUE;
+        }
         // SAFETY: the one parameter is a structure of as many bytes.
         let arguments = unsafe { std::slice::from_raw_parts((*parameters).cast::<u8>(), function.argument_bytes) };
-        // aligned to 8
-        let words: Vec<u64> = arguments
-            .chunks(8)
+        let lines: Vec<Line> = arguments
+            .chunks(64)
             .map(|chunk| {
-                let mut word = [0; 8];
-                word[..chunk.len()].copy_from_slice(chunk);
-                u64::from_ne_bytes(word)
+                let mut line = Line([0; 64]);
+                line.0[..chunk.len()].copy_from_slice(chunk);
+                line
             })
             .collect();
         let (library, entry, emulate) = (Arc::clone(&function.library), function.entry, function.emulate);
-        let seed = SEED.load(Ordering::Relaxed);
+        let (seed, mistake) = (SEED.load(Ordering::Relaxed), context.mistake.load(Ordering::Relaxed));
         push(stream, move || {
             // SAFETY: the kernel is given its own structure; the memory that it points to is freed only after queued work.
-            let ended = unsafe { emulate(entry, words.as_ptr().cast(), [x, y, z].as_ptr(), seed) } == 0;
+            let ended = unsafe { emulate(entry, lines.as_ptr().cast(), [x, y, z].as_ptr(), shared_bytes, mistake, seed) } == 0;
             drop(library);
             ended
         })
