@@ -10,8 +10,7 @@ use annulus_core::{Backend, Block, Error, Gradients, Inputs, Local, Outputs, Res
 use annulus_device_cuda::{Cache, Compiler, CudaBuffer, CudaSpace, Device, Event, Stream};
 
 use crate::{
-    backward, backward_keys, backward_queries, bias_gradient, finish, forward,
-    Level,
+    Level, backward, backward_keys, backward_queries, bias_gradient, finish, forward,
     kernels::{Kernels, Variant, WarpgroupKernels},
     records,
     workspace::{Workspace, slopes},

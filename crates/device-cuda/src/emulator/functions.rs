@@ -34,6 +34,18 @@ struct Context {
     mistake: AtomicU32,
 }
 
+impl Context {
+    /// From now on it does no more work: what is queued is dropped, for what it would touch may be freed.
+    fn fail(&self) {
+        self.failed.store(true, Ordering::Relaxed);
+        self.queues().iter().for_each(|queue| queue.discard());
+    }
+
+    fn queues(&self) -> Vec<Arc<Queue>> {
+        lock(&self.queues).iter().filter_map(Weak::upgrade).collect()
+    }
+}
+
 struct EmulatedStream {
     context: &'static Context,
     queue: Arc<Queue>,
@@ -234,15 +246,14 @@ unsafe fn allocate(address: *mut CUdeviceptr, bytes: usize) -> CUresult {
 unsafe fn free(address: CUdeviceptr) -> CUresult {
     let Some(context) = CURRENT.get() else { return CUresult::CUDA_ERROR_INVALID_CONTEXT };
     // as the driver does, queued work first; what has failed is freed all the same
-    let queues: Vec<Arc<Queue>> = lock(&context.queues).iter().filter_map(Weak::upgrade).collect();
-    if queues.iter().any(|queue| queue.drain() == Step::Failed) {
-        context.failed.store(true, Ordering::Relaxed);
+    if context.queues().iter().any(|queue| queue.drain() == Step::Failed) {
+        context.fail();
     }
     if lock(&context.memory).free(address) {
         return CUresult::CUDA_SUCCESS;
     }
     // memory was written past its end
-    context.failed.store(true, Ordering::Relaxed);
+    context.fail();
     CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
 }
 
@@ -341,7 +352,7 @@ unsafe fn stream_destroy(stream: CUstream) -> CUresult {
     // SAFETY: made by `stream_create`, destroyed once.
     let stream = unsafe { Box::from_raw(stream.cast::<EmulatedStream>()) };
     if stream.queue.drain() == Step::Failed {
-        stream.context.failed.store(true, Ordering::Relaxed);
+        stream.context.fail();
     }
     CUresult::CUDA_SUCCESS
 }
@@ -390,7 +401,7 @@ unsafe fn event_query(event: CUevent) -> CUresult {
         let mark = lock(&event.mark).clone();
         let Some(mark) = mark else { return CUresult::CUDA_SUCCESS };
         if mark.step() == Step::Failed {
-            context.failed.store(true, Ordering::Relaxed);
+            context.fail();
             return CUresult::CUDA_ERROR_LAUNCH_FAILED;
         }
         if mark.passed() { CUresult::CUDA_SUCCESS } else { CUresult::CUDA_ERROR_NOT_READY }
@@ -520,7 +531,7 @@ fn drain(context: &Context, stream: CUstream) -> CUresult {
     // SAFETY: a handle that is alive.
     let stream = unsafe { &*stream.cast::<EmulatedStream>() };
     if stream.queue.drain() == Step::Failed {
-        context.failed.store(true, Ordering::Relaxed);
+        context.fail();
         return CUresult::CUDA_ERROR_LAUNCH_FAILED;
     }
     CUresult::CUDA_SUCCESS
