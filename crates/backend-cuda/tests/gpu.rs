@@ -9,19 +9,22 @@ use annulus_conformance::{
     Subject,
     suite::{self, Scale},
 };
-use annulus_core::Error;
-use annulus_cuda::{Cuda, Variant};
+use annulus_core::{Error, Result};
+use annulus_cuda::{Cuda, Level, Variant, device::Architecture};
+
+use common::multiples::OnMultiplesOfEight;
+
+fn open() -> Result<Cuda> {
+    let number = std::env::var("ANNULUS_DEVICE").unwrap_or_else(|_| "0".into());
+    Cuda::open(number.parse().map_err(|_| Error::invalid("ANNULUS_DEVICE", &number, "the number of a GPU"))?)
+}
 
 fn gpu() -> impl Subject {
     delayed(Duration::ZERO)
 }
 
 fn delayed(delay: Duration) -> impl Subject {
-    common::staged("cuda over staged threads", delay, || {
-        let number = std::env::var("ANNULUS_DEVICE").unwrap_or_else(|_| "0".into());
-        let ordinal = number.parse().map_err(|_| Error::invalid("ANNULUS_DEVICE", &number, "the number of a GPU"))?;
-        Cuda::open(ordinal)
-    })
+    common::staged("cuda over staged threads", delay, open)
 }
 
 #[test]
@@ -67,4 +70,51 @@ fn every_variant_holds() {
 fn bits_repeat_whatever_comes_first() {
     suite::same_bits_over_repeats(&gpu(), 20).unwrap();
     suite::same_bits_under_delay(&gpu(), &delayed(Duration::from_micros(500)), 20).unwrap();
+}
+
+/// The level that is never taken unasked: on compute capability 9.0 it holds, elsewhere it is refused.
+fn on_warpgroups(holds: impl Fn(&dyn Subject)) {
+    let cuda = open().unwrap();
+    if cuda.stream().device().architecture() == Architecture::HOPPER {
+        let make = || open()?.at_level(Level::Warpgroup);
+        holds(&OnMultiplesOfEight(common::staged("cuda on warpgroups over staged threads", Duration::ZERO, make)));
+    } else {
+        assert!(matches!(cuda.at_level(Level::Warpgroup), Err(Error::Unsupported { .. })));
+    }
+}
+
+#[test]
+fn tiny_random_cases_hold_on_warpgroups() {
+    on_warpgroups(|subject| suite::random_cases(subject, 200..206).unwrap());
+}
+
+#[test]
+fn random_cases_hold_on_warpgroups() {
+    on_warpgroups(|subject| suite::random_cases(subject, 200..600).unwrap());
+}
+
+#[test]
+fn awkward_sizes_hold_on_warpgroups() {
+    on_warpgroups(|subject| suite::sizes(subject, Scale::Full).unwrap());
+}
+
+#[test]
+fn the_numeric_rules_hold_on_warpgroups() {
+    on_warpgroups(|subject| suite::numeric_rules(subject).unwrap());
+}
+
+#[test]
+fn every_variant_holds_on_warpgroups() {
+    on_warpgroups(|subject| {
+        for Variant { dtype, dim, .. } in Variant::all().filter(|variant| variant.has_matrix()) {
+            for causal in [false, true] {
+                common::wide(subject, dtype, dim, causal, false).unwrap();
+            }
+        }
+    });
+}
+
+#[test]
+fn bits_repeat_on_warpgroups() {
+    on_warpgroups(|subject| suite::same_bits_over_repeats(subject, 20).unwrap());
 }

@@ -569,3 +569,43 @@ fn load(bytes: &[u8]) -> Option<Library> {
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicUsize;
+
+    use super::*;
+
+    #[test]
+    fn what_is_queued_behind_a_failure_is_never_done() {
+        let (symbols, done) = (symbols(), Arc::new(AtomicUsize::new(0)));
+        let (mut context, mut stream) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: every pointer is to a local of the right type, every handle alive.
+        unsafe {
+            assert_eq!((symbols.context_retain)(&raw mut context, DEVICES as c_int - 1), CUresult::CUDA_SUCCESS);
+            assert_eq!((symbols.context_set)(context), CUresult::CUDA_SUCCESS);
+            assert_eq!((symbols.stream_create)(&raw mut stream, 0), CUresult::CUDA_SUCCESS);
+        }
+        let mut address = 0;
+        // SAFETY: as above.
+        assert_eq!(unsafe { (symbols.allocate)(&raw mut address, 8) }, CUresult::CUDA_SUCCESS);
+        let counter = Arc::clone(&done);
+        let queue = |ends: bool| {
+            let counter = Arc::clone(&counter);
+            // SAFETY: the stream's handle is alive.
+            let stream = unsafe { &*stream.cast::<EmulatedStream>() };
+            stream.queue.push(Work::Do(Box::new(move || {
+                counter.fetch_add(1, Ordering::Relaxed);
+                ends
+            })));
+        };
+        // the second fails; the third would touch memory that is freed by then
+        [true, false, true].into_iter().for_each(queue);
+        // SAFETY: allocated above, freed once; the stream is destroyed once.
+        unsafe {
+            (symbols.free)(address);
+            (symbols.stream_destroy)(stream);
+        }
+        assert_eq!(done.load(Ordering::Relaxed), 2);
+    }
+}
