@@ -125,7 +125,7 @@ impl Variant {
     /// As [`Variant::of`].
     pub fn on_warpgroups(spec: &Spec) -> Result<Option<Self>> {
         let any = Self::of(spec)?;
-        let fits = any.has_matrix() && spec.normalize && spec.dims.head_dim % 8 == 0 && spec.dims.value_dim % 8 == 0;
+        let fits = any.has_matrix() && spec.normalize && spec.dims.head_dim.is_multiple_of(8) && spec.dims.value_dim.is_multiple_of(8);
         Ok(fits.then_some(Self { family: Family::Warpgroup, ..any }))
     }
 
