@@ -130,7 +130,7 @@ DEVICE void read_own(u16* to, const Tensor& tensor, u32 b, u32 head, u32 first, 
                 }
             }
         }
-        store_for_units(to + place_of(OWN, planted(WRONG_SWIZZLE) ? row & ~1u : row, x) + (planted(WRONG_SWIZZLE) ? row % 2 * PANEL_LINE : 0), words);
+        store_for_units(to + (place_of(OWN, row, x) ^ (planted(WRONG_SWIZZLE) ? row % 2 * 8 : 0)), words);
     }
     if (!planted(NOT_SHOWN)) show_units();
 }

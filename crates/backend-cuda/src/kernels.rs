@@ -5,29 +5,40 @@ use annulus_device_cuda::{Architecture, Compiler, Device, Image, ImageKind, Kern
 
 use crate::Level;
 
-/// What programs include.
-const HEADERS: [(&str, &str); 21] = [
+/// Name and text.
+type File = (&'static str, &'static str);
+
+/// What both programs include.
+const HEADERS: [File; 7] = [
     ("primitives.cuh", include_str!("../kernels/primitives.cuh")),
     ("host_twin.h", include_str!("../kernels/host_twin.h")),
-    ("warpgroup_primitives.cuh", include_str!("../kernels/warpgroup_primitives.cuh")),
-    ("warpgroup_twin.h", include_str!("../kernels/warpgroup_twin.h")),
     ("numbers.cuh", include_str!("../kernels/numbers.cuh")),
     ("arguments.cuh", include_str!("../kernels/arguments.cuh")),
     ("dropout.cuh", include_str!("../kernels/dropout.cuh")),
     ("tile.cuh", include_str!("../kernels/tile.cuh")),
     ("weights.cuh", include_str!("../kernels/weights.cuh")),
+];
+
+/// What [`Family::Any`] includes besides.
+const HEADERS_OF_ANY: [File; 10] = [
     ("gradient.cuh", include_str!("../kernels/gradient.cuh")),
     ("forward.cuh", include_str!("../kernels/forward.cuh")),
     ("matrix.cuh", include_str!("../kernels/matrix.cuh")),
     ("forward_matrix.cuh", include_str!("../kernels/forward_matrix.cuh")),
-    ("warpgroup.cuh", include_str!("../kernels/warpgroup.cuh")),
-    ("forward_warpgroup.cuh", include_str!("../kernels/forward_warpgroup.cuh")),
     ("backward_matrix.cuh", include_str!("../kernels/backward_matrix.cuh")),
     ("backward_queries.cuh", include_str!("../kernels/backward_queries.cuh")),
     ("backward_keys.cuh", include_str!("../kernels/backward_keys.cuh")),
     ("bias_gradient.cuh", include_str!("../kernels/bias_gradient.cuh")),
     ("ends.cuh", include_str!("../kernels/ends.cuh")),
     ("records.cuh", include_str!("../kernels/records.cuh")),
+];
+
+/// What [`Family::Warpgroup`] includes besides.
+const HEADERS_OF_WARPGROUP: [File; 4] = [
+    ("warpgroup_primitives.cuh", include_str!("../kernels/warpgroup_primitives.cuh")),
+    ("warpgroup_twin.h", include_str!("../kernels/warpgroup_twin.h")),
+    ("warpgroup.cuh", include_str!("../kernels/warpgroup.cuh")),
+    ("forward_warpgroup.cuh", include_str!("../kernels/forward_warpgroup.cuh")),
 ];
 
 /// Threads of every block of the first family.
@@ -114,7 +125,7 @@ impl Variant {
     /// As [`Variant::of`].
     pub fn on_warpgroups(spec: &Spec) -> Result<Option<Self>> {
         let any = Self::of(spec)?;
-        let fits = any.has_matrix() && spec.normalize && spec.dims.head_dim % 8 == 0 && spec.dims.value_dim % 8 == 0;
+        let fits = any.has_matrix() && spec.normalize && spec.dims.head_dim.is_multiple_of(8) && spec.dims.value_dim.is_multiple_of(8);
         Ok(fits.then_some(Self { family: Family::Warpgroup, ..any }))
     }
 
@@ -125,6 +136,16 @@ impl Variant {
             Family::Warpgroup => [128, 128],
             Family::Any if matches!(self.dtype, DType::F64) || self.dim == 32 => [32, 32],
             Family::Any => [64, 64],
+        }
+    }
+
+    /// Bytes of shared memory that a launch asks for, besides a kernel's own arrays. On warpgroups those of `BlockMemory` of `kernels/warpgroup.cuh`: own
+    /// rows; two operands of the other side, two stages each; scratch of a float a product; 8 barriers.
+    pub const fn launch_bytes(self) -> u32 {
+        let ([own, others], dim) = (self.tile(), self.dim);
+        match self.family {
+            Family::Any => 0,
+            Family::Warpgroup => (own * dim * 2 + 4 * others * dim * 2 + own * others * 4 + 8 * 8) as u32,
         }
     }
 
@@ -176,11 +197,12 @@ impl std::fmt::Display for Variant {
 /// # Errors
 /// [`Error::Device`] with the compiler's words.
 pub fn compile(compiler: &Compiler, variant: Variant, more: &[String], kind: ImageKind, target: &str) -> Result<Image> {
-    let (name, source) = match variant.family {
-        Family::Any => ("kernels.cu", include_str!("../kernels/kernels.cu")),
-        Family::Warpgroup => ("warpgroup.cu", include_str!("../kernels/warpgroup.cu")),
+    let ((name, source), besides): (File, &[File]) = match variant.family {
+        Family::Any => (("kernels.cu", include_str!("../kernels/kernels.cu")), &HEADERS_OF_ANY),
+        Family::Warpgroup => (("warpgroup.cu", include_str!("../kernels/warpgroup.cu")), &HEADERS_OF_WARPGROUP),
     };
-    let program = Program { name, source, headers: &HEADERS };
+    // the cache knows a program by what it includes: what it does not include is not given
+    let program = Program { name, source, headers: &[&HEADERS, besides].concat() };
     let options = [variant.options(), more.to_vec()].concat();
     compiler.compile(&program, &options, kind, target)
 }
@@ -232,14 +254,7 @@ impl WarpgroupKernels {
     pub(crate) fn new(device: &Device, compiler: &Compiler, variant: Variant, more: &[String]) -> Result<Self> {
         let module = load(device, compiler, variant, more)?;
         let [forward] = WARPGROUP_KERNELS.map(|name| module.kernel(name));
-        Ok(Self { variant, forward: forward?.with_shared(Self::shared_bytes(variant))? })
-    }
-
-    /// Bytes of `BlockMemory` of `kernels/warpgroup.cuh`: own rows; two operands of the other side, two stages each; scratch of a float a product; 8
-    /// barriers.
-    const fn shared_bytes(variant: Variant) -> u32 {
-        let ([own, others], dim) = (variant.tile(), variant.dim);
-        (own * dim * 2 + 4 * others * dim * 2 + own * others * 4 + 8 * 8) as u32
+        Ok(Self { variant, forward: forward?.with_shared(variant.launch_bytes())? })
     }
 }
 

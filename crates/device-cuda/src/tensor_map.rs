@@ -26,7 +26,7 @@ impl TensorMap {
     /// # Errors
     /// [`Error::InvalidArgument`] where the copy engine cannot do it: an address or a stride that is not a multiple of 16, more than 256 rows.
     pub fn new(device: &Device, address: CUdeviceptr, lengths: [u64; 4], strides: [u64; 3], rows: u32) -> Result<Self> {
-        if address % 16 != 0 || strides.iter().any(|stride| stride % 16 != 0 || *stride >= 1 << 40) {
+        if !address.is_multiple_of(16) || strides.iter().any(|stride| !stride.is_multiple_of(16) || *stride >= 1 << 40) {
             let got = format!("address {address:#x}, strides {strides:?}");
             return Err(Error::invalid("tensor map", got, "multiples of 16 bytes, strides below 2⁴⁰"));
         }

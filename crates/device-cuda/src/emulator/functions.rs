@@ -34,6 +34,18 @@ struct Context {
     mistake: AtomicU32,
 }
 
+impl Context {
+    /// From now on it does no more work: what is queued is dropped, for what it would touch may be freed.
+    fn fail(&self) {
+        self.failed.store(true, Ordering::Relaxed);
+        self.queues().iter().for_each(|queue| queue.discard());
+    }
+
+    fn queues(&self) -> Vec<Arc<Queue>> {
+        lock(&self.queues).iter().filter_map(Weak::upgrade).collect()
+    }
+}
+
 struct EmulatedStream {
     context: &'static Context,
     queue: Arc<Queue>,
@@ -239,15 +251,14 @@ unsafe extern "C" fn allocate(address: *mut CUdeviceptr, bytes: usize) -> CUresu
 unsafe extern "C" fn free(address: CUdeviceptr) -> CUresult {
     let Some(context) = CURRENT.get() else { return CUresult::CUDA_ERROR_INVALID_CONTEXT };
     // as the driver does, queued work first; what has failed is freed all the same
-    let queues: Vec<Arc<Queue>> = lock(&context.queues).iter().filter_map(Weak::upgrade).collect();
-    if queues.iter().any(|queue| queue.drain() == Step::Failed) {
-        context.failed.store(true, Ordering::Relaxed);
+    if context.queues().iter().any(|queue| queue.drain() == Step::Failed) {
+        context.fail();
     }
     if lock(&context.memory).free(address) {
         return CUresult::CUDA_SUCCESS;
     }
     // memory was written past its end
-    context.failed.store(true, Ordering::Relaxed);
+    context.fail();
     CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
 }
 
@@ -346,7 +357,7 @@ unsafe extern "C" fn stream_destroy(stream: CUstream) -> CUresult {
     // SAFETY: made by `stream_create`, destroyed once.
     let stream = unsafe { Box::from_raw(stream.cast::<EmulatedStream>()) };
     if stream.queue.drain() == Step::Failed {
-        stream.context.failed.store(true, Ordering::Relaxed);
+        stream.context.fail();
     }
     CUresult::CUDA_SUCCESS
 }
@@ -395,7 +406,7 @@ unsafe extern "C" fn event_query(event: CUevent) -> CUresult {
         let mark = lock(&event.mark).clone();
         let Some(mark) = mark else { return CUresult::CUDA_SUCCESS };
         if mark.step() == Step::Failed {
-            context.failed.store(true, Ordering::Relaxed);
+            context.fail();
             return CUresult::CUDA_ERROR_LAUNCH_FAILED;
         }
         if mark.passed() { CUresult::CUDA_SUCCESS } else { CUresult::CUDA_ERROR_NOT_READY }
@@ -524,7 +535,7 @@ fn drain(context: &Context, stream: CUstream) -> CUresult {
     // SAFETY: a handle that is alive.
     let stream = unsafe { &*stream.cast::<EmulatedStream>() };
     if stream.queue.drain() == Step::Failed {
-        context.failed.store(true, Ordering::Relaxed);
+        context.fail();
         return CUresult::CUDA_ERROR_LAUNCH_FAILED;
     }
     CUresult::CUDA_SUCCESS
@@ -561,4 +572,44 @@ fn load(bytes: &[u8]) -> Option<Library> {
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicUsize;
+
+    use super::*;
+
+    #[test]
+    fn what_is_queued_behind_a_failure_is_never_done() {
+        let (symbols, done) = (symbols(), Arc::new(AtomicUsize::new(0)));
+        let (mut context, mut stream) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: every pointer is to a local of the right type, every handle alive.
+        unsafe {
+            assert_eq!((symbols.context_retain)(&raw mut context, DEVICES as c_int - 1), CUresult::CUDA_SUCCESS);
+            assert_eq!((symbols.context_set)(context), CUresult::CUDA_SUCCESS);
+            assert_eq!((symbols.stream_create)(&raw mut stream, 0), CUresult::CUDA_SUCCESS);
+        }
+        let mut address = 0;
+        // SAFETY: as above.
+        assert_eq!(unsafe { (symbols.allocate)(&raw mut address, 8) }, CUresult::CUDA_SUCCESS);
+        let counter = Arc::clone(&done);
+        let queue = |ends: bool| {
+            let counter = Arc::clone(&counter);
+            // SAFETY: the stream's handle is alive.
+            let stream = unsafe { &*stream.cast::<EmulatedStream>() };
+            stream.queue.push(Work::Do(Box::new(move || {
+                counter.fetch_add(1, Ordering::Relaxed);
+                ends
+            })));
+        };
+        // the second fails; the third would touch memory that is freed by then
+        [true, false, true].into_iter().for_each(queue);
+        // SAFETY: allocated above, freed once; the stream is destroyed once.
+        unsafe {
+            (symbols.free)(address);
+            (symbols.stream_destroy)(stream);
+        }
+        assert_eq!(done.load(Ordering::Relaxed), 2);
+    }
 }

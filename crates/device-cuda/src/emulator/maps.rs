@@ -40,10 +40,10 @@ pub(super) unsafe extern "C" fn tensor_map(
         (std::slice::from_raw_parts(lengths, 4), std::slice::from_raw_parts(strides, 3), of_four(sides), of_four(apart))
     };
     let address = address as u64;
-    let allowed = address % 16 == 0
-        && map as u64 % 64 == 0
+    let allowed = address.is_multiple_of(16)
+        && (map as u64).is_multiple_of(64)
         && lengths.iter().all(|&length| length > 0 && length <= 1 << 32)
-        && strides.iter().all(|&stride| stride % 16 == 0 && stride < 1 << 40)
+        && strides.iter().all(|&stride| stride.is_multiple_of(16) && stride < 1 << 40)
         && sides.iter().all(|&side| side > 0 && side <= 256)
         && apart.iter().all(|&one| one == 1)
         // a row of the box is no longer than the swizzle
