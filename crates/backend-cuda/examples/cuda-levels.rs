@@ -137,8 +137,7 @@ fn measure(cuda: &Cuda, settings: &Settings, dtype: DType, len: usize, dim: usiz
         let mut gradients = Gradients { dq: dq.view_mut(), dk: dk.view_mut(), dv: dv.view_mut(), dbias: None, dsinks: None };
         ring.backward(&inputs, &saved, &mut gradients).map(drop)
     })?;
-    // what the environment asks for; the backend refuses what it does not know
-    let level = std::env::var("ANNULUS_CUDA_LEVEL").unwrap_or_else(|_| "unasked".into());
+    let level = cuda.level().name();
     let pairs = (batch * heads) as f64 * (len as f64).powi(2) * if causal { 0.5 } else { 1.0 };
     for (what, seconds, products) in [("fwd", forward, 2.0), ("bwd", backward, 5.0)] {
         let flops = products * 2.0 * pairs * dim as f64;

@@ -29,7 +29,8 @@ const u32 WARP = 32;
 const size_t STACK_BYTES = 64 * 1024;
 const size_t SHARED_BYTES = 48 * 1024;
 
-enum class Wait { nothing, block, warp };
+// A fiber that waits for a change looks again whenever there was one; one that lets others go first goes on when every warp has had its turn.
+enum class Wait { nothing, block, warp, change, others };
 
 // A copy to shared memory that was begun: done when its thread waits for its group, no sooner.
 struct Copy {
@@ -46,6 +47,7 @@ struct Fiber {
     u32 exchanges;
     std::vector<Copy> copies;
     u32 groups;
+    u64 changes_seen;
 };
 
 // What a lane shows the others.
@@ -57,6 +59,9 @@ struct Warp {
     u32 arrived;
     Shown slots[2][WARP];
 };
+
+// What only warpgroup_twin.h knows.
+struct Units;
 
 struct Block {
     std::vector<Fiber> fibers = std::vector<Fiber>(THREADS);
@@ -74,7 +79,24 @@ struct Block {
     bool fault;
     void (*kernel)(const void*);
     const void* arguments;
+    // shared memory that the launch asked for
+    u32 launch_bytes;
+    u32 mistake;
+    u64* seed;
+    u64 changes;
+    std::shared_ptr<Units> units;
 };
+
+#ifdef ANNULUS_WARPGROUP
+// A block begins; nobody can go on, and whether the units have done something about it; whether a block may end like this.
+void begin_units(Block& block);
+bool step_units(Block& block);
+bool end_units(Block& block);
+#else
+inline void begin_units(Block&) {}
+inline bool step_units(Block&) { return false; }
+inline bool end_units(Block&) { return true; }
+#endif
 
 inline Block*& current() {
     static thread_local Block* block = nullptr;
@@ -86,6 +108,22 @@ inline void pause(Wait wait) {
     Fiber& fiber = block.fibers[block.thread];
     fiber.wait = wait;
     if (!_setjmp(fiber.at)) _longjmp(block.scheduler, 1);
+}
+
+// Why a launch fails, for whoever compiles kernels with ANNULUS_TRACE.
+inline void tell(const char* why) {
+#ifdef ANNULUS_TRACE
+    std::fprintf(stderr, "emulated kernel: %s\n", why);
+#else
+    (void)why;
+#endif
+}
+
+// What no kernel may do: the launch fails.
+inline void fault(const char* why) {
+    tell(why);
+    current()->fault = true;
+    pause(Wait::block);
 }
 
 inline void barrier() {
@@ -192,10 +230,7 @@ inline void* shared(size_t bytes) {
     size_t& used = block.fibers[block.thread].shared_used;
     char* place = block.shared + used;
     used += (bytes + 15) / 16 * 16;
-    if (used > SHARED_BYTES) {
-        block.fault = true;
-        pause(Wait::block);
-    }
+    if (used > SHARED_BYTES) fault("more shared memory than there is");
     return place;
 }
 
@@ -300,33 +335,49 @@ inline bool run_block(Block& block, u64& seed) {
         fiber.copies.clear();
         fiber.groups = 0;
     }
+    block.changes = 0;
+    block.seed = &seed;
+    begin_units(block);
     std::vector<u32> warps = shuffled(THREADS / WARP, seed), lanes = shuffled(WARP, seed);
     u32 alive = THREADS;
     while (alive > 0) {
         bool moved = false;
+        for (Fiber& fiber : block.fibers)
+            if (fiber.wait == Wait::others) fiber.wait = Wait::nothing;
         // each warp goes as far ahead of the others as barriers let it
         for (u32 warp : warps)
             for (bool ahead = true; ahead;) {
                 ahead = false;
                 for (u32 lane : lanes) {
                     Fiber& fiber = block.fibers[warp * WARP + lane];
-                    if (fiber.done || fiber.wait != Wait::nothing) continue;
+                    bool changed = fiber.wait == Wait::change && fiber.changes_seen != block.changes;
+                    if (fiber.done || (fiber.wait != Wait::nothing && !changed)) continue;
                     resume(block, warp * WARP + lane);
                     moved = ahead = true;
                     alive -= fiber.done;
                 }
             }
-        if (!moved || block.fault) return false;
+        if (block.fault) return false;
+        if (!moved && !step_units(block)) {
+            tell("everybody waits for somebody");
+            return false;
+        }
     }
-    return true;
+    return end_units(block);
 }
 
 }  // namespace
 }  // namespace emulated
 
+// Threads of every block of this library's kernels.
+extern "C" u32 annulus_threads() { return THREADS; }
+
 // Runs a grid. 0, or 1 if a block did not come to its end.
-extern "C" int annulus_emulate(void (*kernel)(const void*), const void* arguments, const u32* grid, u64 seed) {
+extern "C" int annulus_emulate(void (*kernel)(const void*), const void* arguments, const u32* grid, u32 launch_bytes, u32 mistake,
+                               u64 seed) {
     std::unique_ptr<emulated::Block> block = emulated::pool().take();
+    block->launch_bytes = launch_bytes;
+    block->mistake = mistake;
     emulated::current() = block.get();
     block->kernel = kernel;
     block->arguments = arguments;
@@ -352,6 +403,8 @@ extern "C" int annulus_emulate(void (*kernel)(const void*), const void* argument
 
 #define SHARED(type, name, count) type* name = static_cast<type*>(emulated::shared(sizeof(type) * (count)))
 
+DEVICE bool planted(u32 mistake) { return emulated::current()->mistake == mistake; }
+
 DEVICE u32 thread_index() { return emulated::current()->thread; }
 DEVICE u32 block_x() { return emulated::current()->index[0]; }
 DEVICE u32 block_y() { return emulated::current()->index[1]; }
@@ -375,10 +428,7 @@ DEVICE void copy_16(u16* to, const u16* from, bool there) {
     emulated::Block& block = *emulated::current();
     emulated::Fiber& fiber = block.fibers[block.thread];
     // an address that is no multiple of 16 is a fault on the device
-    if ((reinterpret_cast<u64>(to) | (there ? reinterpret_cast<u64>(from) : 0)) % 16 != 0) {
-        block.fault = true;
-        emulated::pause(emulated::Wait::block);
-    }
+    if ((reinterpret_cast<u64>(to) | (there ? reinterpret_cast<u64>(from) : 0)) % 16 != 0) emulated::fault("a copy of 16 bytes that is not aligned");
     fiber.copies.push_back({to, there ? from : nullptr, fiber.groups});
 }
 DEVICE void end_group() {

@@ -13,6 +13,7 @@
 #pragma once
 
 #include "tile.cuh"
+#include "weights.cuh"
 
 #if ANNULUS_DTYPE >= 2 && TILE == 64
 
@@ -25,8 +26,6 @@
 #define PIECES 4
 // Own rows stay in registers where there is room; else they are read from memory again and again.
 #define RESIDENT (ANNULUS_DIM <= 128)
-// The weight of a hidden pair: minus zero, which adds nothing to anything finite and is not the weight of a visible pair.
-#define HIDDEN 0x8000u
 
 // Which pass streams, and so which operands in which order: per tile k v; k v k; q dout dout q.
 enum Pass { FORWARD = 1, QUERIES = 2, KEYS = 3 };
@@ -58,25 +57,6 @@ DEVICE void multiply(float (&sums)[4], const Fragment& left, u32 first, u32 seco
     multiply_f16(sums, left, first, second);
 #endif
 }
-
-DEVICE u32 narrow_pair(float first, float second) {
-#if ANNULUS_DTYPE == 2
-    return pair_bf16(first, second);
-#else
-    return pair_f16(first, second);
-#endif
-}
-
-// A pair of weights with those of hidden pairs marked.
-DEVICE u32 marked(u32 pair, bool first_seen, bool second_seen) {
-    u32 first = pair & 0xffffu, second = pair >> 16;
-    first = !first_seen ? HIDDEN : first == HIDDEN ? 0 : first;
-    second = !second_seen ? HIDDEN : second == HIDDEN ? 0 : second;
-    return first | second << 16;
-}
-
-// eˣ where sixteen bits are enough.
-DEVICE float quick_exponential(float x) { return power_of_two(x * 1.44269504088896341f); }
 
 // Of a row of 64 elements in shared memory: where element x lies.
 DEVICE u32 swizzled(u32 row, u32 x) { return row * STAGE + ((x / 8 ^ row % 8) * 8 | x % 8); }

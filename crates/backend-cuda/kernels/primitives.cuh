@@ -8,8 +8,10 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-// Threads of every block.
+// Threads of every block of a program.
+#ifndef THREADS
 #define THREADS 256
+#endif
 
 #ifdef ANNULUS_EMULATED
 #include "host_twin.h"
@@ -18,8 +20,12 @@ typedef long long i64;
 #define DEVICE __device__ __forceinline__
 // As DEVICE, for functions of a structure.
 #define METHOD __device__ __forceinline__
-// What is rare and long: one copy, called.
+// What is rare and long: one copy, called. Not where products run meanwhile: a call would have to wait for them.
+#ifdef ANNULUS_WARPGROUP
+#define DEVICE_CALL DEVICE
+#else
 #define DEVICE_CALL __device__ __noinline__
+#endif
 // Arrays of a thread stay in registers only where every index is known: loops over them are unrolled.
 #define UNROLL _Pragma("unroll")
 
@@ -28,6 +34,9 @@ typedef long long i64;
 
 // An array of this block, uninitialised.
 #define SHARED(type, name, count) __shared__ __align__(16) type name[count]
+
+// Whether this mistake is to be made: never, but in tests on the twin, which show that it is caught.
+DEVICE constexpr bool planted(u32) { return false; }
 
 DEVICE u32 thread_index() { return threadIdx.x; }
 DEVICE u32 block_x() { return blockIdx.x; }
@@ -122,4 +131,8 @@ DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
 // Towards zero.
 DEVICE float truncated(double x) { return __double2float_rz(x); }
 
+#endif
+
+#ifdef ANNULUS_WARPGROUP
+#include "warpgroup_primitives.cuh"
 #endif

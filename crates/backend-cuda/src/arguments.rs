@@ -1,7 +1,7 @@
 //! What kernels are given: `kernels/arguments.cuh`, field by field.
 
 use annulus_core::{DType, Dims, Record};
-use annulus_device_cuda::{CudaView, CudaViewMut};
+use annulus_device_cuda::{CudaView, CudaViewMut, TensorMap};
 
 /// A tensor `[batch, row, head, dim]`.
 #[repr(C)]
@@ -74,6 +74,15 @@ pub(crate) struct Attention {
     pub(crate) dropout_threshold: u32,
     /// Batch, heads, rows, keys.
     pub(crate) bias_shape: [u32; 4],
+}
+
+/// What kernels on warpgroups are given: `kernels/warpgroup.cuh`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct WarpgroupAttention {
+    pub(crate) first: TensorMap,
+    pub(crate) second: TensorMap,
+    pub(crate) attention: Attention,
 }
 
 /// Rows without their keys.

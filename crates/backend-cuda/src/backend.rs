@@ -6,12 +6,12 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use annulus_core::{Backend, Block, Gradients, Inputs, Local, Outputs, Result, Saved, Spec, Tick};
+use annulus_core::{Backend, Block, Error, Gradients, Inputs, Local, Outputs, Result, Saved, Spec, Tick};
 use annulus_device_cuda::{Cache, Compiler, CompilerSymbols, CudaBuffer, CudaSpace, Device, Event, Stream, Symbols};
 
 use crate::{
-    backward, backward_keys, backward_queries, bias_gradient, finish, forward,
-    kernels::{Kernels, Variant},
+    Level, backward, backward_keys, backward_queries, bias_gradient, finish, forward,
+    kernels::{Kernels, Variant, WarpgroupKernels},
     records,
     workspace::{Workspace, slopes},
 };
@@ -32,19 +32,29 @@ pub struct Cuda {
     compiler: Compiler,
     /// Options after those of the variant.
     options: Vec<String>,
-    kernels: Arc<Mutex<HashMap<Variant, Kernels>>>,
+    level: Level,
+    known: Arc<Mutex<Known>>,
+}
+
+/// What has been compiled.
+#[derive(Debug, Default)]
+struct Known {
+    kernels: HashMap<Variant, Kernels>,
+    on_warpgroups: HashMap<Variant, WarpgroupKernels>,
 }
 
 impl Cuda {
-    /// GPU number `ordinal` of this machine, with a stream of its own.
+    /// GPU number `ordinal` of this machine, with a stream of its own, at the level that [`Level::VARIABLE`] names.
     ///
     /// # Errors
-    /// [`annulus_core::Error::Unsupported`] naming what is missing: driver, GPU, a compute capability of 8.0, compiler, or one that knows the GPU.
+    /// [`Error::Unsupported`] naming what is missing: driver, GPU, a compute capability of 8.0, compiler, or one that knows the GPU, or what the level
+    /// needs; [`Error::InvalidArgument`] as [`Level::forced`].
     pub fn open(ordinal: usize) -> Result<Self> {
-        Self::with_symbols(Symbols::system(), CompilerSymbols::system, ordinal)
+        let made = Self::with_symbols(Symbols::system(), CompilerSymbols::system, ordinal)?;
+        Level::forced()?.map_or(Ok(made.clone()), |level| made.at_level(level))
     }
 
-    /// As [`Cuda::open`], through these functions; those of the compiler are looked for where there is a GPU to compile for.
+    /// As [`Cuda::open`] at [`Level::UNASKED`], through these functions; those of the compiler are looked for where there is a GPU to compile for.
     ///
     /// # Errors
     /// As [`Cuda::open`].
@@ -55,9 +65,37 @@ impl Cuda {
         Ok(Self::on(Stream::new(&device)?, compiler, Vec::new()))
     }
 
-    /// On this stream, with this compiler; `options` are given to it after all others.
+    /// On this stream, with this compiler, at [`Level::UNASKED`]; `options` are given to the compiler after all others.
     pub fn on(stream: Stream, compiler: Compiler, options: Vec<String>) -> Self {
-        Self { stream, compiler, options, kernels: Arc::default() }
+        Self { stream, compiler, options, level: Level::UNASKED, known: Arc::default() }
+    }
+
+    /// The same at another level.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if the GPU, or the compiler for it, has not what the level needs.
+    pub fn at_level(self, level: Level) -> Result<Self> {
+        let device = self.stream.device();
+        let architecture = device.architecture();
+        if !level.runs_on(architecture, &self.compiler)? {
+            let what = format!("cuda level {}", level.name());
+            return Err(Error::unsupported(what, format!("{} (compute capability {architecture})", device.name())));
+        }
+        Ok(Self { level, known: Arc::default(), ..self })
+    }
+
+    /// The level at which it computes.
+    pub const fn level(&self) -> Level {
+        self.level
+    }
+
+    /// The variant whose forward kernel serves this spec.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if none does.
+    pub fn forward_variant(&self, spec: &Spec) -> Result<Variant> {
+        let on_warpgroups = if self.level == Level::Warpgroup { Variant::on_warpgroups(spec)? } else { None };
+        on_warpgroups.map_or_else(|| Variant::of(spec), Ok)
     }
 
     /// Where its work goes. A caller's own work on the tensors belongs there, or must be ordered with it by events.
@@ -65,15 +103,16 @@ impl Cuda {
         &self.stream
     }
 
-    /// Compiles and loads a variant, or finds it.
-    fn kernels(&self, variant: Variant) -> Result<Kernels> {
-        let mut known = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(kernels) = known.get(&variant) {
-            return Ok(kernels.clone());
-        }
-        let kernels = Kernels::new(self.stream.device(), &self.compiler, variant, &self.options)?;
-        known.insert(variant, kernels.clone());
-        Ok(kernels)
+    /// Compiles and loads what serves a spec, or finds it.
+    fn kernels(&self, spec: &Spec) -> Result<Kernels> {
+        let (variant, forward) = (Variant::of(spec)?, self.forward_variant(spec)?);
+        let (device, compiler, options) = (self.stream.device(), &self.compiler, &self.options);
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let kernels = found(&mut known.kernels, variant, || Kernels::new(device, compiler, variant, self.level, options))?;
+        let on_warpgroups = (forward != variant)
+            .then(|| found(&mut known.on_warpgroups, forward, || WarpgroupKernels::new(device, compiler, forward, options)))
+            .transpose()?;
+        Ok(Kernels { warpgroup: on_warpgroups, ..kernels })
     }
 
     /// After what has been queued, which touches these buffers.
@@ -89,11 +128,22 @@ impl Cuda {
     }
 }
 
+/// What is known of a variant, or is made now.
+fn found<T: Clone>(known: &mut HashMap<Variant, T>, variant: Variant, make: impl FnOnce() -> Result<T>) -> Result<T> {
+    if let Some(kernels) = known.get(&variant) {
+        return Ok(kernels.clone());
+    }
+    let kernels = make()?;
+    known.insert(variant, kernels.clone());
+    Ok(kernels)
+}
+
 impl std::fmt::Display for Cuda {
-    /// GPU, compute capability and compiler.
+    /// GPU, compute capability, compiler and, if it is not the one that is taken unasked, the level.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (device, (major, minor)) = (self.stream.device(), self.compiler.version());
-        write!(f, "{}, compute capability {}, NVRTC {major}.{minor}", device.name(), device.architecture())
+        write!(f, "{}, compute capability {}, NVRTC {major}.{minor}", device.name(), device.architecture())?;
+        if self.level == Level::UNASKED { Ok(()) } else { write!(f, ", level {}", self.level.name()) }
     }
 }
 
@@ -107,14 +157,14 @@ impl Backend for Cuda {
 
     fn arithmetic(&self) -> String {
         // the functions e^x and tanh are the compiler's
-        format!("cuda, NVRTC {:?}", self.compiler.version())
+        format!("cuda, NVRTC {:?}, level {}", self.compiler.version(), self.level.name())
     }
 
     /// Everything but head and value dims above [`Variant::MOST_DIM`] and bias functions other than ALiBi. Products of f32 inputs are true f32
     /// whatever [`Spec::precision`] allows.
     ///
     /// # Errors
-    /// As [`Spec::validate`]; [`annulus_core::Error::Unsupported`].
+    /// As [`Spec::validate`]; [`Error::Unsupported`].
     fn supports(&self, spec: &Spec) -> Result<()> {
         spec.validate()?;
         slopes(spec)?;
@@ -127,7 +177,7 @@ impl Backend for Cuda {
     }
 
     fn workspace(&self, local: &Local, backward: bool) -> Result<Workspace> {
-        let kernels = self.kernels(Variant::of(&local.spec)?)?;
+        let kernels = self.kernels(&local.spec)?;
         Workspace::new(local, kernels, backward, &self.stream)
     }
 

@@ -1,4 +1,5 @@
-//! The forward pass over one block of keys: `kernels/forward.cuh`, or on matrix units `kernels/forward_matrix.cuh`.
+//! The forward pass over one block of keys: `kernels/forward.cuh`, on matrix units `kernels/forward_matrix.cuh`, or on warpgroups
+//! `kernels/forward_warpgroup.cuh`.
 
 use annulus_core::{Block, Inputs, Result};
 use annulus_device_cuda::CudaSpace;
@@ -6,6 +7,7 @@ use annulus_device_cuda::CudaSpace;
 use crate::{
     Cuda,
     arguments::{Fill, field, tensor},
+    forward_warpgroup,
     kernels::THREADS,
     records::grid_of,
     workspace::{Workspace, bias_of},
@@ -26,8 +28,9 @@ pub(crate) fn begin(cuda: &Cuda, workspace: &Workspace) -> Result<()> {
 /// Folds in one block.
 pub(crate) fn attend(cuda: &Cuda, workspace: &mut Workspace, inputs: &Inputs<'_, CudaSpace>, block: &Block<'_, CudaSpace>) -> Result<()> {
     let spec = workspace.local.spec.clone();
-    let sight =
-        workspace.sights.of(&workspace.local, &workspace.local.queries, block.rows, workspace.kernels.variant.tile(), cuda.stream())?;
+    let on_warpgroups = workspace.kernels.warpgroup.clone();
+    let tile = on_warpgroups.as_ref().map_or(workspace.kernels.variant, |kernels| kernels.variant).tile();
+    let sight = workspace.sights.of(&workspace.local, &workspace.local.queries, block.rows, tile, cuda.stream())?;
     if sight.is_empty() {
         return Ok(());
     }
@@ -39,6 +42,10 @@ pub(crate) fn attend(cuda: &Cuda, workspace: &mut Workspace, inputs: &Inputs<'_,
     arguments.k = field(block.buffer.address(), &record, 0, bytes);
     arguments.v = field(block.buffer.address(), &record, 1, bytes);
     let grid = [u64::from(sight.tiles()[0]), spec.dims.q_heads as u64, spec.dims.batch as u64];
+    if let Some(kernels) = on_warpgroups {
+        forward_warpgroup::attend(cuda, &kernels, &arguments, &spec, grid)?;
+        return cuda.after(&[block.buffer]).map(|_| ());
+    }
     let kernels = &workspace.kernels;
     let kernel = kernels.matrix_for(&spec).map_or(&kernels.forward, |matrix| &matrix.forward);
     // SAFETY: every address is that of memory which the engine has checked to be large enough for these shapes, and which is freed only after

@@ -1,7 +1,7 @@
 //! Who sees whom between the queries of one rank and one block of keys, by tiles, as kernels read it.
 //!
 //! [`annulus_core::Visibility`] classifies every tile on the host: tiles without a visible pair are not listed, tiles of visible pairs only need no
-//! bits, the others have 64 bits a query row. So a kernel knows nothing of masks, and a new mask is never a new kernel. What a block's rows
+//! bits, the others have a bit a key in every query row. So a kernel knows nothing of masks, and a new mask is never a new kernel. What a block's rows
 //! say is remembered: the same block comes by in every pass.
 
 use std::sync::Arc;
@@ -46,7 +46,7 @@ pub(crate) struct Sight {
 /// Blocks that came by, with what is known of them.
 #[derive(Debug, Default)]
 pub(crate) struct Sights {
-    known: Vec<(Rows, Rows, Arc<Sight>)>,
+    known: Vec<(Rows, Rows, [usize; 2], Arc<Sight>)>,
 }
 
 /// Blocks remembered: those of a ring of this many ranks and both passes.
@@ -58,44 +58,50 @@ impl Sights {
         self.known.clear();
     }
 
-    /// What these queries see of these keys.
-    pub(crate) fn of(&mut self, local: &Local, queries: &Rows, keys: &Rows, tile: usize, stream: &Stream) -> Result<Arc<Sight>> {
-        if let Some((.., sight)) = self.known.iter().find(|(q, k, _)| q == queries && k == keys) {
+    /// What these queries see of these keys, by tiles of so many of both.
+    pub(crate) fn of(&mut self, local: &Local, queries: &Rows, keys: &Rows, tile: [usize; 2], stream: &Stream) -> Result<Arc<Sight>> {
+        if let Some((.., sight)) = self.known.iter().find(|(q, k, size, _)| q == queries && k == keys && *size == tile) {
             return Ok(Arc::clone(sight));
         }
         let sight = Arc::new(Sight::new(local, queries, keys, tile, stream)?);
         if self.known.len() >= MOST {
             self.known.remove(0);
         }
-        self.known.push((queries.clone(), keys.clone(), Arc::clone(&sight)));
+        self.known.push((queries.clone(), keys.clone(), tile, Arc::clone(&sight)));
         Ok(sight)
     }
 }
 
 impl Sight {
-    fn new(local: &Local, queries: &Rows, keys: &Rows, tile: usize, stream: &Stream) -> Result<Self> {
+    fn new(local: &Local, queries: &Rows, keys: &Rows, [tall, wide]: [usize; 2], stream: &Stream) -> Result<Self> {
         let dims = &local.spec.dims;
         let visibility = Visibility { mask: local.spec.mask.as_ref(), attention_mask: local.attention_mask.as_deref(), queries, keys };
         let (per_batch, per_head) = (visibility.per_batch(), visibility.per_head());
         let planes_of = |per: bool, all: usize| if per { all } else { 1 };
         let (batches, heads) = (planes_of(per_batch, dims.batch), planes_of(per_head, dims.q_heads));
-        let [query_tiles, key_tiles] = [queries, keys].map(|rows| rows.len().div_ceil(tile));
+        let [query_tiles, key_tiles] = [queries.len().div_ceil(tall), keys.len().div_ceil(wide)];
+        // bits of a query row of a tile
+        let words = wide.div_ceil(64);
         let (mut entries, mut bits) = (Vec::new(), Vec::new());
         let (mut seen, mut edge) = (QueryTile::default(), TileBits::default());
         for plane in 0..batches * heads {
             for query_tile in 0..query_tiles {
-                let rows = query_tile * tile..queries.len().min((query_tile + 1) * tile);
+                let rows = query_tile * tall..queries.len().min((query_tile + 1) * tall);
                 visibility.query_tile(plane / heads, plane % heads, rows.clone(), &mut seen);
-                for columns in visibility.key_tiles(&seen, tile) {
-                    let key_tile = narrow(columns.start / tile)?;
+                for columns in visibility.key_tiles(&seen, wide) {
+                    let key_tile = narrow(columns.start / wide)?;
                     let set = match visibility.classify(&seen, columns, &mut edge) {
                         TileClass::Empty => continue,
                         TileClass::Full => EVERYTHING,
                         TileClass::Edge => {
-                            let set = narrow(bits.len() / tile)?;
-                            bits.extend((0..rows.len()).map(|row| edge.line(row)[0]));
-                            bits.resize((set as usize + 1) * tile, 0);
-                            set
+                            let set = bits.len() / (tall * words);
+                            for row in 0..rows.len() {
+                                bits.extend_from_slice(edge.line(row));
+                                // the last tile may be narrower
+                                bits.resize((set * tall + row + 1) * words, 0);
+                            }
+                            bits.resize((set + 1) * tall * words, 0);
+                            narrow(set)?
                         }
                     };
                     entries.push(Entry { plane, query_tile: narrow(query_tile)?, key_tile, bits: set });

@@ -14,16 +14,16 @@ use annulus_comm::{
 };
 use annulus_conformance::{
     Case, Judge, RingSubject, Setting, Station, Subject,
-    suite::{self, Scale},
+    suite::{self, Scale, Verdict},
 };
 use annulus_core::{DType, Error, Inputs, Layout, Outputs, Result};
 use annulus_cuda::{
-    Cuda, Variant,
-    device::{CudaSpace, CudaTensor},
+    Cuda, Level, Variant,
+    device::{Architecture, CudaSpace, CudaTensor},
 };
 use half::bf16;
 
-use common::{CudaMemory, DEADLINE};
+use common::{CudaMemory, DEADLINE, multiples::OnMultiplesOfEight};
 
 fn gpu() -> impl Subject {
     delayed(Duration::ZERO)
@@ -76,7 +76,7 @@ fn the_metamorphic_relations_hold() {
 
 #[test]
 fn every_variant_holds() {
-    for Variant { dtype, dim } in Variant::all() {
+    for Variant { dtype, dim, .. } in Variant::all() {
         for (causal, ragged) in [(false, false), (true, false), (false, true), (true, true)] {
             common::wide(&gpu(), dtype, dim, causal, ragged).unwrap();
         }
@@ -149,4 +149,52 @@ fn keys_past_two_to_the_31_elements_are_seen() {
     let bytes = out.download().unwrap();
     let last: Vec<f32> = bytes[63 * 128 * 2..].chunks_exact(2).map(|pair| bf16::from_le_bytes([pair[0], pair[1]]).to_f32()).collect();
     assert!(last.iter().enumerate().all(|(x, &value)| (value - x as f32).abs() < 0.5), "{last:?}");
+}
+
+/// The level that is never taken unasked: on compute capability 9.0 it holds, elsewhere it is refused.
+fn on_warpgroups(holds: impl Fn(&dyn Subject) -> Verdict) -> Verdict {
+    let cuda = open().map_err(|error| error.to_string())?;
+    if cuda.stream().device().architecture() == Architecture::HOPPER {
+        let make = || open()?.at_level(Level::Warpgroup);
+        return holds(&OnMultiplesOfEight(common::staged("cuda on warpgroups over staged threads", Duration::ZERO, make)));
+    }
+    match cuda.at_level(Level::Warpgroup) {
+        Err(Error::Unsupported { .. }) => Ok(()),
+        other => Err(format!("warpgroups elsewhere than on 9.0: {:?}", other.map(|cuda| cuda.level()))),
+    }
+}
+
+#[test]
+fn tiny_random_cases_hold_on_warpgroups() {
+    on_warpgroups(|subject| suite::random_cases(subject, 200..206)).unwrap();
+}
+
+#[test]
+fn random_cases_hold_on_warpgroups() {
+    on_warpgroups(|subject| suite::random_cases(subject, 200..600)).unwrap();
+}
+
+#[test]
+fn awkward_sizes_hold_on_warpgroups() {
+    on_warpgroups(|subject| suite::sizes(subject, Scale::Full)).unwrap();
+}
+
+#[test]
+fn the_numeric_rules_hold_on_warpgroups() {
+    on_warpgroups(suite::numeric_rules).unwrap();
+}
+
+#[test]
+fn every_variant_holds_on_warpgroups() {
+    let hold = |subject: &dyn Subject, causal| {
+        Variant::all()
+            .filter(|variant| variant.has_matrix())
+            .try_for_each(|Variant { dtype, dim, .. }| common::wide(subject, dtype, dim, causal, false))
+    };
+    on_warpgroups(|subject| hold(subject, false).and_then(|()| hold(subject, true))).unwrap();
+}
+
+#[test]
+fn bits_repeat_on_warpgroups() {
+    on_warpgroups(|subject| suite::same_bits_over_repeats(subject, 20)).unwrap();
 }

@@ -17,7 +17,9 @@ use annulus::{
         device::{CudaBlocks, Device},
     },
 };
-use annulus_core::{Control, Error, Result, Transport};
+#[cfg(feature = "nccl")]
+use annulus_core::Error;
+use annulus_core::{Control, Result, Transport};
 
 use crate::{arguments::ring::TransportName, crew::Endpoint, engine::Wired, failure::Outcome};
 

@@ -23,6 +23,8 @@ pub struct Architecture {
 impl Architecture {
     /// The oldest that the kernels are made for.
     pub const OLDEST: Self = Self { major: 8, minor: 0 };
+    /// The one whose warpgroups multiply.
+    pub const HOPPER: Self = Self { major: 9, minor: 0 };
 
     /// Its number among those that compilers know: 80, 86, 90, …
     pub const fn number(self) -> i32 {

@@ -12,6 +12,7 @@
 //! | [`CudaBuffer`], pinned host memory | `buffer.rs`, `pinned.rs` |
 //! | [`CudaSpace`], [`CudaBlocks`], [`CudaTensor`] and its views | `space.rs`, `tensor.rs` |
 //! | [`Compiler`], its cache on disk, [`Module`], [`Kernel`] | `compiler.rs`, `cache.rs`, `module.rs` |
+//! | [`TensorMap`], what the copy engine reads | `tensor_map.rs` |
 
 mod buffer;
 mod cache;
@@ -28,6 +29,7 @@ mod space;
 mod stream;
 mod symbols;
 mod tensor;
+mod tensor_map;
 
 pub use buffer::CudaBuffer;
 pub use cache::Cache;
@@ -40,3 +42,4 @@ pub use space::{CudaBlocks, CudaSpace};
 pub use stream::{Event, Stream};
 pub use symbols::{CompilerSymbols, Symbols};
 pub use tensor::{CudaTensor, CudaView, CudaViewMut};
+pub use tensor_map::TensorMap;

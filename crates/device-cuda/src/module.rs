@@ -1,13 +1,13 @@
 //! Kernels on a device.
 
 use std::{
-    ffi::{CString, c_void},
+    ffi::{CString, c_int, c_void},
     fmt,
     sync::Arc,
 };
 
 use annulus_core::{Error, Result};
-use cudarc::driver::sys::{CUfunction, CUmodule, CUresult};
+use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule, CUresult};
 
 use crate::{Device, Image, ImageKind, Stream, device::fault};
 
@@ -31,6 +31,8 @@ pub struct Kernel {
     module: Module,
     handle: CUfunction,
     name: &'static str,
+    /// Bytes of shared memory that a launch asks for, besides the kernel's own arrays.
+    shared_bytes: u32,
 }
 
 // SAFETY: a function is a handle that any thread may use while its module is loaded.
@@ -69,13 +71,27 @@ impl Module {
         let text = CString::new(name).map_err(|_| Error::invalid("kernel", name, "a name without a 0"))?;
         // SAFETY: `handle` is a local of the right type; the module is loaded and the name ends at a 0.
         match self.0.device.plain(|symbols| unsafe { (symbols.module_function)(&raw mut handle, self.0.handle, text.as_ptr()) }) {
-            CUresult::CUDA_SUCCESS => Ok(Kernel { module: self.clone(), handle, name }),
+            CUresult::CUDA_SUCCESS => Ok(Kernel { module: self.clone(), handle, name, shared_bytes: 0 }),
             error => Err(fault(&format!("cuModuleGetFunction({name})"), error)),
         }
     }
 }
 
 impl Kernel {
+    /// Has every launch ask for so many bytes of shared memory.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the GPU has not so many for a block.
+    pub fn with_shared(self, bytes: u32) -> Result<Self> {
+        let most = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        let value = c_int::try_from(bytes).map_err(|_| Error::invalid("shared bytes", bytes, "fewer than 2³¹"))?;
+        // SAFETY: the function is alive as long as its module.
+        match self.module.0.device.plain(|symbols| unsafe { (symbols.function_attribute)(self.handle, most, value) }) {
+            CUresult::CUDA_SUCCESS => Ok(Self { shared_bytes: bytes, ..self }),
+            error => Err(fault(&format!("cuFuncSetAttribute({})", self.name), error)),
+        }
+    }
+
     /// Queues the kernel with one structure as its only argument. A grid without blocks is no work.
     ///
     /// # Errors
@@ -100,7 +116,8 @@ impl Kernel {
         self.module.0.device.call(self.name, |symbols| {
             // SAFETY: one parameter, which the driver copies before it returns; the rest as promised.
             unsafe {
-                (symbols.launch)(self.handle, x, y, z, threads, 1, 1, 0, stream.handle(), parameters.as_mut_ptr(), std::ptr::null_mut())
+                let (more, none) = (self.shared_bytes, std::ptr::null_mut());
+                (symbols.launch)(self.handle, x, y, z, threads, 1, 1, more, stream.handle(), parameters.as_mut_ptr(), none)
             }
         })
     }

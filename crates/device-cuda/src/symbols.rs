@@ -4,7 +4,10 @@ use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
 
 use annulus_core::Result;
 use cudarc::{
-    driver::sys::{CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUmodule, CUresult, CUstream},
+    driver::sys::{
+        CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUmodule, CUresult, CUstream,
+        CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapSwizzle,
+    },
     nvrtc::sys::{nvrtcProgram, nvrtcResult},
 };
 
@@ -42,6 +45,11 @@ table! {
         module_function = cuModuleGetFunction(*mut CUfunction, CUmodule, *const c_char) -> CUresult;
         launch = cuLaunchKernel(
             CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream, *mut *mut c_void, *mut *mut c_void
+        ) -> CUresult;
+        function_attribute = cuFuncSetAttribute(CUfunction, CUfunction_attribute, c_int) -> CUresult;
+        tensor_map = cuTensorMapEncodeTiled(
+            *mut CUtensorMap, CUtensorMapDataType, c_uint, *mut c_void, *const u64, *const u64, *const c_uint, *const c_uint,
+            CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill
         ) -> CUresult;
     }
 }

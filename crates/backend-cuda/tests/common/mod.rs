@@ -1,5 +1,7 @@
 //! CUDA memory as the suite sees it, and rings of backends over it.
 
+pub(crate) mod multiples;
+
 use std::time::Duration;
 
 use annulus_comm::{Checksum, Deadline, Fault, Staged, cuda::CudaCopier, threads};

@@ -3,14 +3,14 @@
 use std::time::Duration;
 
 use annulus_conformance::{
-    Setting,
+    Case, Judge, Setting, Subject,
     suite::{self, Scale},
 };
 use annulus_core::{DType, Layout};
 
 use crate::{
-    common::wide,
-    support::{plain, plain_hosted, subject},
+    common::{hosted, wide},
+    support::{emulated, plain, plain_hosted, subject},
 };
 
 #[test]
@@ -39,6 +39,17 @@ fn the_numeric_rules_hold_on_the_emulated_device() {
 #[test]
 fn random_cases_hold_where_tensors_are_in_host_memory() {
     suite::random_cases(&plain_hosted(), 100..120).unwrap();
+}
+
+#[test]
+fn ranks_may_share_a_gpu_and_its_stream() {
+    let cuda = emulated(&[]).unwrap();
+    let subject = hosted("one emulated gpu for all ranks", move || Ok(cuda.clone()));
+    for ranks in [2, 3] {
+        let case = Case::random(130 + ranks as u64);
+        let answers = subject.run(&case, &Setting::new(ranks, Layout::Zigzag), 1).unwrap();
+        Judge::new(&case).unwrap().check(&answers[0]).unwrap();
+    }
 }
 
 #[test]

@@ -9,3 +9,4 @@ mod overflow;
 mod planted;
 mod sizes;
 mod support;
+mod warpgroup;

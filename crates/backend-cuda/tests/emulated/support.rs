@@ -9,7 +9,7 @@ use std::{
 use annulus_conformance::Subject;
 use annulus_core::Result;
 use annulus_cuda::{
-    Cuda,
+    Cuda, Level,
     device::{Cache, Compiler, Device, Stream, emulator},
 };
 
@@ -23,8 +23,11 @@ pub(crate) fn next_device() -> usize {
 
 /// The emulated compiler, remembering in the folder that tests may write.
 pub(crate) fn compiler() -> Result<Compiler> {
-    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("emulated-kernels");
-    Compiler::with_symbols(emulator::compiler_symbols(), Some(Cache::new(folder)))
+    Compiler::with_symbols(emulator::compiler_symbols(), Some(cache()))
+}
+
+fn cache() -> Cache {
+    Cache::new(PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("emulated-kernels"))
 }
 
 /// A backend on an emulated device of its own.
@@ -46,6 +49,20 @@ pub(crate) fn subject(options: &'static [&'static str], delay: Duration) -> impl
 /// As [`subject`] of the kernels as they are, on time.
 pub(crate) fn plain() -> impl Subject {
     subject(&[], Duration::ZERO)
+}
+
+/// A backend on an emulated device of compute capability 9.0, at the level of warpgroups, whose kernels make this mistake.
+pub(crate) fn hopper(mistake: u32) -> Result<Cuda> {
+    let ordinal = next_device();
+    emulator::plant(ordinal, mistake);
+    let device = Device::with_symbols(emulator::hopper_symbols(), ordinal)?;
+    let compiler = Compiler::with_symbols(emulator::hopper_compiler_symbols(), Some(cache()))?;
+    Cuda::on(Stream::new(&device)?, compiler, Vec::new()).at_level(Level::Warpgroup)
+}
+
+/// As [`plain`], on warpgroups, with a mistake or 0.
+pub(crate) fn on_warpgroups(mistake: u32) -> impl Subject {
+    staged("emulated cuda on warpgroups over staged threads", Duration::ZERO, move || hopper(mistake))
 }
 
 /// Emulated devices for tensors in host memory.

@@ -109,7 +109,7 @@ impl<T: Element> Loaded<T> {
 
     fn judge(&self, case: &Case, ring: &Ring, engine: &Engine) -> Result<Verdict> {
         with_backend!(engine, 1, make => {
-            let make = |_, endpoint| make(Endpoint::Thread(endpoint));
+            let make = |_, endpoint| make(Endpoint::Thread(Box::new(endpoint)));
             self.judge_plan(Plan::over(&self.attention, case.dims(), ring.ranks, ring.layout.clone(), make)?)
         })
     }

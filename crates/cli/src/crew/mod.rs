@@ -31,7 +31,7 @@ pub(crate) use processes::World;
 /// One rank's endpoint of a ring.
 pub(crate) enum Endpoint {
     /// Of a thread of this process.
-    Thread(Threads),
+    Thread(Box<Threads>),
     /// Of this process.
     #[cfg(feature = "mpi")]
     Process(Box<Mpi>),
@@ -41,7 +41,7 @@ impl Endpoint {
     /// A transport of blocks in host memory.
     pub(crate) fn of_host(self) -> Box<dyn Transport<Host>> {
         match self {
-            Self::Thread(endpoint) => Box::new(endpoint),
+            Self::Thread(endpoint) => endpoint,
             #[cfg(feature = "mpi")]
             Self::Process(endpoint) => endpoint,
         }
@@ -181,7 +181,7 @@ impl Crew {
             let endpoint = world.endpoint();
             return self.agree(endpoint.map(|endpoint| vec![endpoint]).map_err(Failure::from));
         }
-        Ok(threads::ring(self.ranks).into_iter().map(Endpoint::Thread).collect())
+        Ok(threads::ring(self.ranks).into_iter().map(|endpoint| Endpoint::Thread(Box::new(endpoint))).collect())
     }
 
     /// The first `count` processes, of which rings can be made; `None` if this one is not among them, or none is.

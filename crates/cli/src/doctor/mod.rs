@@ -73,7 +73,7 @@ fn of_build(isa: Isa) {
     #[cfg(feature = "wgpu")]
     of_adapters();
     #[cfg(feature = "cuda")]
-    line("cuda", &of_gpu());
+    of_gpus().iter().for_each(|gpu| line("cuda", gpu));
     #[cfg(feature = "nccl")]
     line("nccl", &of_nccl());
     line(
@@ -92,10 +92,13 @@ fn of_build(isa: Isa) {
     line("threads", &format!("{} at once on this machine", cores()));
 }
 
-/// The first NVIDIA GPU and its compiler, or what is missing.
+/// Each NVIDIA GPU and its compiler, or what is missing.
 #[cfg(feature = "cuda")]
-fn of_gpu() -> String {
-    annulus::cuda::Cuda::open(0).map_or_else(|missing| missing.to_string(), |cuda| cuda.to_string())
+fn of_gpus() -> Vec<String> {
+    use annulus::cuda::{Cuda, device::Device};
+    let said =
+        |number| format!("device {number}: {}", Cuda::open(number).map_or_else(|missing| missing.to_string(), |cuda| cuda.to_string()));
+    Device::count().map_or_else(|missing| vec![missing.to_string()], |count| (0..count).map(said).collect())
 }
 
 /// NCCL's version, or what is missing.

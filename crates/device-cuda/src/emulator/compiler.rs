@@ -40,6 +40,11 @@ pub const fn compiler_symbols() -> CompilerSymbols {
     }
 }
 
+/// The emulated compiler that knows compute capability 9.0, and it alone.
+pub const fn hopper_compiler_symbols() -> CompilerSymbols {
+    CompilerSymbols { architectures: hopper_architectures, ..compiler_symbols() }
+}
+
 /// The library in an image, if it is one.
 ///
 /// # Safety
@@ -71,6 +76,12 @@ unsafe extern "C" fn architecture_count(count: *mut c_int) -> nvrtcResult {
 unsafe extern "C" fn architectures(list: *mut c_int) -> nvrtcResult {
     // SAFETY: the caller gives room for one.
     unsafe { *list = 80 };
+    nvrtcResult::NVRTC_SUCCESS
+}
+
+unsafe extern "C" fn hopper_architectures(list: *mut c_int) -> nvrtcResult {
+    // SAFETY: the caller gives room for one.
+    unsafe { *list = 90 };
     nvrtcResult::NVRTC_SUCCESS
 }
 

@@ -5,15 +5,18 @@ use std::{
     ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_void},
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
 };
 
-use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUmodule, CUresult, CUstream};
+use cudarc::driver::sys::{
+    CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUmodule, CUresult, CUstream,
+};
 use libloading::Library;
 
 use super::{
     compiler::unwrap_image,
+    maps::tensor_map,
     memory::Memory,
     work::{Mark, Queue, Step, Work},
 };
@@ -28,6 +31,19 @@ struct Context {
     memory: Mutex<Memory>,
     queues: Mutex<Vec<Weak<Queue>>>,
     failed: AtomicBool,
+    mistake: AtomicU32,
+}
+
+impl Context {
+    /// From now on it does no more work: what is queued is dropped, for what it would touch may be freed.
+    fn fail(&self) {
+        self.failed.store(true, Ordering::Relaxed);
+        self.queues().iter().for_each(|queue| queue.discard());
+    }
+
+    fn queues(&self) -> Vec<Arc<Queue>> {
+        lock(&self.queues).iter().filter_map(Weak::upgrade).collect()
+    }
 }
 
 struct EmulatedStream {
@@ -47,14 +63,25 @@ struct EmulatedModule {
 }
 
 type Entry = unsafe extern "C" fn(*const c_void);
-type Emulate = unsafe extern "C" fn(Entry, *const c_void, *const c_uint, u64) -> c_int;
+type Emulate = unsafe extern "C" fn(Entry, *const c_void, *const c_uint, c_uint, c_uint, u64) -> c_int;
+
+/// Bytes of shared memory that a launch may ask for unasked, and at most.
+const SHARED_UNASKED: u32 = 48 * 1024;
+const SHARED_MOST: u32 = 227 * 1024;
 
 struct EmulatedFunction {
     library: Arc<Library>,
     entry: Entry,
     emulate: Emulate,
     argument_bytes: usize,
+    threads: c_uint,
+    /// Bytes of shared memory that a launch may ask for.
+    most_shared: AtomicU32,
 }
+
+/// A piece of a kernel's arguments: they begin at a multiple of 64, as those do that hold tensor maps.
+#[repr(align(64))]
+struct Line([u8; 64]);
 
 thread_local! {
     static CURRENT: Cell<Option<&'static Context>> = const { Cell::new(None) };
@@ -103,12 +130,26 @@ pub fn symbols() -> Symbols {
         module_unload,
         module_function,
         launch,
+        function_attribute,
+        tensor_map,
     }
+}
+
+/// The emulated driver of GPUs of compute capability 9.0, which run what only they have.
+pub fn hopper_symbols() -> Symbols {
+    Symbols { device_attribute: hopper_attribute, ..symbols() }
 }
 
 /// The order in which threads run is drawn from this.
 pub fn set_seed(seed: u64) {
     SEED.store(seed, Ordering::Relaxed);
+}
+
+/// Has the kernels of device `ordinal` make a mistake, which has a number among theirs; 0 is none.
+pub fn plant(ordinal: usize, mistake: u32) {
+    if let Some(context) = context_of(ordinal) {
+        context.mistake.store(mistake, Ordering::Relaxed);
+    }
 }
 
 /// How many allocations device `ordinal` holds.
@@ -149,8 +190,19 @@ unsafe extern "C" fn device_name(name: *mut c_char, len: c_int, _: CUdevice) -> 
 }
 
 unsafe extern "C" fn device_attribute(value: *mut c_int, attribute: CUdevice_attribute, _: CUdevice) -> CUresult {
+    // SAFETY: as the caller promises.
+    unsafe { answer(value, attribute, 8) }
+}
+
+unsafe extern "C" fn hopper_attribute(value: *mut c_int, attribute: CUdevice_attribute, _: CUdevice) -> CUresult {
+    // SAFETY: as the caller promises.
+    unsafe { answer(value, attribute, 9) }
+}
+
+/// What is known of a device of compute capability `major`.0.
+unsafe fn answer(value: *mut c_int, attribute: CUdevice_attribute, major: c_int) -> CUresult {
     let answer = match attribute {
-        CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR => 8,
+        CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR => major,
         CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR => 0,
         _ => return CUresult::CUDA_ERROR_INVALID_VALUE,
     };
@@ -199,15 +251,14 @@ unsafe extern "C" fn allocate(address: *mut CUdeviceptr, bytes: usize) -> CUresu
 unsafe extern "C" fn free(address: CUdeviceptr) -> CUresult {
     let Some(context) = CURRENT.get() else { return CUresult::CUDA_ERROR_INVALID_CONTEXT };
     // as the driver does, queued work first; what has failed is freed all the same
-    let queues: Vec<Arc<Queue>> = lock(&context.queues).iter().filter_map(Weak::upgrade).collect();
-    if queues.iter().any(|queue| queue.drain() == Step::Failed) {
-        context.failed.store(true, Ordering::Relaxed);
+    if context.queues().iter().any(|queue| queue.drain() == Step::Failed) {
+        context.fail();
     }
     if lock(&context.memory).free(address) {
         return CUresult::CUDA_SUCCESS;
     }
     // memory was written past its end
-    context.failed.store(true, Ordering::Relaxed);
+    context.fail();
     CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
 }
 
@@ -306,7 +357,7 @@ unsafe extern "C" fn stream_destroy(stream: CUstream) -> CUresult {
     // SAFETY: made by `stream_create`, destroyed once.
     let stream = unsafe { Box::from_raw(stream.cast::<EmulatedStream>()) };
     if stream.queue.drain() == Step::Failed {
-        stream.context.failed.store(true, Ordering::Relaxed);
+        stream.context.fail();
     }
     CUresult::CUDA_SUCCESS
 }
@@ -355,7 +406,7 @@ unsafe extern "C" fn event_query(event: CUevent) -> CUresult {
         let mark = lock(&event.mark).clone();
         let Some(mark) = mark else { return CUresult::CUDA_SUCCESS };
         if mark.step() == Step::Failed {
-            context.failed.store(true, Ordering::Relaxed);
+            context.fail();
             return CUresult::CUDA_ERROR_LAUNCH_FAILED;
         }
         if mark.passed() { CUresult::CUDA_SUCCESS } else { CUresult::CUDA_ERROR_NOT_READY }
@@ -390,17 +441,33 @@ unsafe extern "C" fn module_function(function: *mut CUfunction, module: CUmodule
             let entry = module.library.get::<Entry>(name);
             let bytes = module.library.get::<unsafe extern "C" fn() -> c_uint>(size_of.as_slice());
             let emulate = module.library.get::<Emulate>(b"annulus_emulate");
-            match (entry, bytes, emulate) {
-                (Ok(entry), Ok(bytes), Ok(emulate)) => (*entry, bytes() as usize, *emulate),
+            let threads = module.library.get::<unsafe extern "C" fn() -> c_uint>(b"annulus_threads");
+            match (entry, bytes, emulate, threads) {
+                (Ok(entry), Ok(bytes), Ok(emulate), Ok(threads)) => (*entry, bytes() as usize, *emulate, threads()),
                 _ => return CUresult::CUDA_ERROR_NOT_FOUND,
             }
         };
-        let (entry, argument_bytes, emulate) = found;
-        let made = Arc::new(EmulatedFunction { library: Arc::clone(&module.library), entry, emulate, argument_bytes });
+        let (entry, argument_bytes, emulate, threads) = found;
+        let most_shared = AtomicU32::new(SHARED_UNASKED);
+        let made =
+            Arc::new(EmulatedFunction { library: Arc::clone(&module.library), entry, emulate, argument_bytes, threads, most_shared });
         let mut functions = lock(&module.functions);
         functions.push(made);
         // SAFETY: the caller gives a valid pointer; it lives as long as the module.
         unsafe { *function = functions.last().map_or(std::ptr::null_mut(), |made| Arc::as_ptr(made).cast_mut().cast()) };
+        CUresult::CUDA_SUCCESS
+    })
+}
+
+unsafe extern "C" fn function_attribute(function: CUfunction, attribute: CUfunction_attribute, value: c_int) -> CUresult {
+    with_context(|_| {
+        let bytes = c_uint::try_from(value).ok().filter(|&bytes| bytes <= SHARED_MOST);
+        let Some(bytes) = bytes.filter(|_| attribute == CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) else {
+            return CUresult::CUDA_ERROR_INVALID_VALUE;
+        };
+        // SAFETY: a handle that is alive.
+        let function = unsafe { &*function.cast::<EmulatedFunction>() };
+        function.most_shared.store(bytes, Ordering::Relaxed);
         CUresult::CUDA_SUCCESS
     })
 }
@@ -410,36 +477,38 @@ unsafe extern "C" fn launch(
     x: c_uint,
     y: c_uint,
     z: c_uint,
-    _threads_x: c_uint,
-    _threads_y: c_uint,
-    _threads_z: c_uint,
-    _shared_bytes: c_uint,
+    threads_x: c_uint,
+    threads_y: c_uint,
+    threads_z: c_uint,
+    shared_bytes: c_uint,
     stream: CUstream,
     parameters: *mut *mut c_void,
     _extra: *mut *mut c_void,
 ) -> CUresult {
-    with_context(|_| {
+    with_context(|context| {
         if [x, y, z].contains(&0) || y > 65535 || z > 65535 {
             return CUresult::CUDA_ERROR_INVALID_VALUE;
         }
         // SAFETY: a handle that is alive.
         let function = unsafe { &*function.cast::<EmulatedFunction>() };
+        if [threads_x, threads_y, threads_z] != [function.threads, 1, 1] || shared_bytes > function.most_shared.load(Ordering::Relaxed) {
+            return CUresult::CUDA_ERROR_INVALID_VALUE;
+        }
         // SAFETY: the one parameter is a structure of as many bytes.
         let arguments = unsafe { std::slice::from_raw_parts((*parameters).cast::<u8>(), function.argument_bytes) };
-        // aligned to 8
-        let words: Vec<u64> = arguments
-            .chunks(8)
+        let lines: Vec<Line> = arguments
+            .chunks(64)
             .map(|chunk| {
-                let mut word = [0; 8];
-                word[..chunk.len()].copy_from_slice(chunk);
-                u64::from_ne_bytes(word)
+                let mut line = Line([0; 64]);
+                line.0[..chunk.len()].copy_from_slice(chunk);
+                line
             })
             .collect();
         let (library, entry, emulate) = (Arc::clone(&function.library), function.entry, function.emulate);
-        let seed = SEED.load(Ordering::Relaxed);
+        let (seed, mistake) = (SEED.load(Ordering::Relaxed), context.mistake.load(Ordering::Relaxed));
         push(stream, move || {
             // SAFETY: the kernel is given its own structure; the memory that it points to is freed only after queued work.
-            let ended = unsafe { emulate(entry, words.as_ptr().cast(), [x, y, z].as_ptr(), seed) } == 0;
+            let ended = unsafe { emulate(entry, lines.as_ptr().cast(), [x, y, z].as_ptr(), shared_bytes, mistake, seed) } == 0;
             drop(library);
             ended
         })
@@ -466,7 +535,7 @@ fn drain(context: &Context, stream: CUstream) -> CUresult {
     // SAFETY: a handle that is alive.
     let stream = unsafe { &*stream.cast::<EmulatedStream>() };
     if stream.queue.drain() == Step::Failed {
-        context.failed.store(true, Ordering::Relaxed);
+        context.fail();
         return CUresult::CUDA_ERROR_LAUNCH_FAILED;
     }
     CUresult::CUDA_SUCCESS
@@ -503,4 +572,44 @@ fn load(bytes: &[u8]) -> Option<Library> {
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicUsize;
+
+    use super::*;
+
+    #[test]
+    fn what_is_queued_behind_a_failure_is_never_done() {
+        let (symbols, done) = (symbols(), Arc::new(AtomicUsize::new(0)));
+        let (mut context, mut stream) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: every pointer is to a local of the right type, every handle alive.
+        unsafe {
+            assert_eq!((symbols.context_retain)(&raw mut context, DEVICES as c_int - 1), CUresult::CUDA_SUCCESS);
+            assert_eq!((symbols.context_set)(context), CUresult::CUDA_SUCCESS);
+            assert_eq!((symbols.stream_create)(&raw mut stream, 0), CUresult::CUDA_SUCCESS);
+        }
+        let mut address = 0;
+        // SAFETY: as above.
+        assert_eq!(unsafe { (symbols.allocate)(&raw mut address, 8) }, CUresult::CUDA_SUCCESS);
+        let counter = Arc::clone(&done);
+        let queue = |ends: bool| {
+            let counter = Arc::clone(&counter);
+            // SAFETY: the stream's handle is alive.
+            let stream = unsafe { &*stream.cast::<EmulatedStream>() };
+            stream.queue.push(Work::Do(Box::new(move || {
+                counter.fetch_add(1, Ordering::Relaxed);
+                ends
+            })));
+        };
+        // the second fails; the third would touch memory that is freed by then
+        [true, false, true].into_iter().for_each(queue);
+        // SAFETY: allocated above, freed once; the stream is destroyed once.
+        unsafe {
+            (symbols.free)(address);
+            (symbols.stream_destroy)(stream);
+        }
+        assert_eq!(done.load(Ordering::Relaxed), 2);
+    }
 }

@@ -110,6 +110,12 @@ impl Queue {
         }
     }
 
+    /// Drops all work.
+    pub(super) fn discard(&self) {
+        let dropped = std::mem::take(&mut *self.lock());
+        drop(dropped);
+    }
+
     fn lock(&self) -> MutexGuard<'_, VecDeque<Work>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -1,0 +1,131 @@
+//! The forward pass on warpgroups, on an emulated GPU of compute capability 9.0: the suite, and mistakes that must be caught.
+
+use annulus_conformance::{
+    Case, Draw, Judge, Masks, Setting, Subject,
+    suite::{self, Scale},
+};
+use annulus_core::{DType, Dims, Layout, Spec};
+use annulus_cuda::{Cuda, Level, device::Stream};
+
+use crate::{
+    common::{multiples::OnMultiplesOfEight, wide},
+    support::{compiler, emulated, hopper, on_warpgroups},
+};
+
+#[test]
+fn a_level_runs_where_it_can_and_its_variant_says_what_serves() {
+    let spec = |dtype, head_dim| Spec::new(Dims { value_dim: 80, ..Dims::new(1, 8, 2, head_dim) }, dtype);
+    let name = |cuda: &Cuda, spec: &Spec| cuda.forward_variant(spec).unwrap().to_string();
+    let cuda = hopper(0).unwrap();
+    assert_eq!(cuda.to_string(), "emulated GPU, compute capability 9.0, NVRTC 0.0, level warpgroup");
+    assert_eq!(name(&cuda, &spec(DType::Bf16, 72)), "bf16 128 warpgroup");
+    // rows that are no multiples of 16 bytes, products that are not of 16 bits, outputs that are not normalised
+    assert_eq!(name(&cuda, &spec(DType::Bf16, 71)), "bf16 128");
+    assert_eq!(name(&cuda, &spec(DType::F32, 72)), "f32 128");
+    assert_eq!(name(&cuda, &Spec { normalize: false, ..spec(DType::F16, 72) }), "f16 128");
+    // it is never taken unasked, and not where it cannot run
+    let unasked = Cuda::on(cuda.stream().clone(), compiler().unwrap(), Vec::new());
+    assert_eq!((unasked.level(), name(&unasked, &spec(DType::Bf16, 72)).as_str()), (Level::Matrix, "bf16 128"));
+    let older = emulated(&[]).unwrap();
+    assert_eq!(older.clone().at_level(Level::Plain).unwrap().level(), Level::Plain);
+    let text = "cuda level warpgroup is not supported by emulated GPU (compute capability 8.0)";
+    assert_eq!(older.at_level(Level::Warpgroup).unwrap_err().to_string(), text);
+    // a compiler that knows 8.0 only makes portable assembly for 9.0
+    let portable = Cuda::on(Stream::new(cuda.stream().device()).unwrap(), compiler().unwrap(), Vec::new());
+    assert!(portable.at_level(Level::Warpgroup).is_err());
+}
+
+#[test]
+fn every_dim_holds_on_warpgroups() {
+    for (dtype, dim, causal) in
+        [(DType::Bf16, 64, true), (DType::F16, 64, false), (DType::Bf16, 128, true), (DType::F16, 128, false), (DType::Bf16, 256, true)]
+    {
+        wide(&on_warpgroups(0), dtype, dim, causal, false).unwrap_or_else(|wrong| panic!("{dtype} {dim}: {wrong}"));
+    }
+}
+
+fn warpgroups() -> impl Subject {
+    OnMultiplesOfEight(on_warpgroups(0))
+}
+
+#[test]
+fn random_cases_hold_on_warpgroups() {
+    suite::random_cases(&warpgroups(), 200..260).unwrap();
+}
+
+#[test]
+fn a_sample_of_the_matrix_holds_on_warpgroups() {
+    suite::matrix(&warpgroups(), Scale::OneIn(17)).unwrap();
+}
+
+#[test]
+fn awkward_sizes_hold_on_warpgroups() {
+    suite::sizes(&warpgroups(), Scale::OneIn(2)).unwrap();
+}
+
+#[test]
+fn the_numeric_rules_hold_on_warpgroups() {
+    for (dtype, (ranks, layout)) in [(DType::Bf16, (1, Layout::Contiguous)), (DType::F16, (2, Layout::Zigzag))] {
+        suite::numeric_rules_on(&warpgroups(), dtype, &Setting::new(ranks, layout)).unwrap();
+    }
+}
+
+/// A value that is not finite in a late tile with hidden pairs, on a stage that was used before: who does not see it does not feel it.
+#[test]
+fn hidden_values_that_are_not_finite_are_not_felt_in_a_later_tile() {
+    let dims = Dims { batch: 1, q_len: 90, kv_len: 390, q_heads: 1, kv_heads: 1, head_dim: 16, value_dim: 16 };
+    let masks = Masks { window: Some([None, Some(300)]), ..Masks::default() };
+    let mut case = Case::new("late", Spec::new(dims, DType::F64), masks, &mut Draw::new(9)).in_dtype(DType::Bf16);
+    // row 60 and those after it see key 360, in the third tile; the fourth has key 385
+    case.v[[0, 360, 0, 3]] = f64::NAN;
+    case.v[[0, 385, 0, 7]] = f64::INFINITY;
+    let answers = on_warpgroups(0).run(&case, &Setting::ALONE, 1).unwrap();
+    let (out, want) = (&answers[0].out, case.truth().unwrap().forward.out);
+    for (place, (got, want)) in out.iter().zip(&want).enumerate() {
+        assert!(got == want || (got - want).abs() < 0.05 || (got.is_nan() && want.is_nan()), "out[{place}]: got {got}, want {want}");
+    }
+    assert!(out[[0, 59, 0, 3]].is_finite() && out[[0, 60, 0, 3]].is_nan() && out[[0, 84, 0, 7]].is_finite());
+    assert_eq!(out[[0, 85, 0, 7]], f64::INFINITY);
+}
+
+/// The mistakes that `kernels/warpgroup.cuh` numbers from 1 on, and what is seen of each: a launch that fails, or wrong numbers.
+const MISTAKES: [(&str, bool); 15] = [
+    ("a full stage is taken for an empty one", true),
+    ("a stage is given back before it was read", false),
+    ("a stage is not given back", true),
+    ("values are used before they have come", true),
+    ("a phase is told of too few bytes", true),
+    ("products belong to no group", false),
+    ("products are used while they are made", false),
+    ("products begin while their registers may not be written yet", true),
+    ("sums are scaled while products add to them", false),
+    ("what was stored is not shown to the units", true),
+    ("a wrong swizzle", false),
+    ("the next sixteen dims are looked for too near", false),
+    ("the next columns are looked for too near", false),
+    ("a mask that is off by one", false),
+    ("a turn that is never given", true),
+];
+
+/// What the judge says of a case with two panels of dims. Of many keys, so that stages are used again; or of few, so that one more is felt.
+fn verdict(mistake: u32, few: bool) -> Result<(), String> {
+    let (q_len, kv_len) = if few { (70, 70) } else { (120, 390) };
+    let dims = Dims { batch: 1, q_len, kv_len, q_heads: 1, kv_heads: 1, head_dim: 72, value_dim: 80 };
+    // some tiles are seen whole, the last in part
+    let masks = Masks { causal: few, window: (!few).then_some([None, Some(300)]), ..Masks::default() };
+    let case = Case::new("planted", Spec::new(dims, DType::F64), masks, &mut Draw::new(5)).in_dtype(DType::F16);
+    let answers = on_warpgroups(mistake).run(&case, &Setting::ALONE, 1).map_err(|error| error.to_string())?;
+    Judge::new(&case).map_err(|error| error.to_string())?.check(&answers[0])
+}
+
+#[test]
+fn every_mistake_on_warpgroups_is_caught() {
+    for few in [false, true] {
+        verdict(0, few).unwrap();
+    }
+    for (number, (what, fails)) in (1..).zip(MISTAKES) {
+        let verdict = verdict(number, what.contains("mask"));
+        let sign = if fails { "CUDA_ERROR_LAUNCH_FAILED" } else { "out[" };
+        assert!(verdict.as_ref().is_err_and(|wrong| wrong.contains(sign)), "{what}: {verdict:?}");
+    }
+}
