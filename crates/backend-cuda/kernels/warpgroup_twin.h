@@ -1,6 +1,7 @@
 // The host's side of warpgroup_primitives.cuh. Everything happens as late as the rules allow, and what is on its way is NaN until then:
 //
-//   copies of boxes   done when no fiber can go on, in an order drawn from the seed; where they go is NaN from the moment they are begun
+//   copies of boxes   done when no fiber can go on, first those that somebody waits for, in an order drawn from the seed; where they go is NaN from
+//                     the moment they are begun
 //   products          done when their group is waited for; until then their sums are NaN, and what a thread writes there is lost. Left registers and
 //                     shared memory are read then, not before
 //   stores for units  there once their thread has called show_units
@@ -70,6 +71,7 @@ struct Lane {
     std::vector<Store> stores;
     u32 issued, groups, registers;
     bool begun;
+    const Phases* awaited;
 };
 
 struct NamedBarrier {
@@ -120,6 +122,7 @@ void begin_units(Block& block) {
         lane.issued = lane.groups = 0;
         lane.registers = REGISTERS;
         lane.begun = false;
+        lane.awaited = nullptr;
     }
     for (auto& products : all.products) products.clear();
     all.done.fill(0);
@@ -206,9 +209,14 @@ inline void do_copy(Block& block, const BoxCopy& copy) {
 bool step_units(Block& block) {
     Units& all = *block.units;
     if (all.copies.empty()) return false;
-    u64 which = draw(*block.seed) % all.copies.size();
-    do_copy(block, all.copies[which]);
-    all.copies.erase(all.copies.begin() + i64(which));
+    auto is_awaited = [&](const BoxCopy& copy) {
+        return std::any_of(all.lanes.begin(), all.lanes.end(), [&](const Lane& lane) { return lane.awaited == copy.phases; });
+    };
+    auto rest = std::partition(all.copies.begin(), all.copies.end(), is_awaited);
+    u64 count = rest == all.copies.begin() ? all.copies.size() : u64(rest - all.copies.begin());
+    auto which = all.copies.begin() + i64(draw(*block.seed) % count);
+    do_copy(block, *which);
+    all.copies.erase(which);
     ++block.changes;
     return true;
 }
@@ -269,7 +277,9 @@ DEVICE void arrive(Phases* phases) { emulated::arrive(phases, 0); }
 DEVICE void arrive_expecting(Phases* phases, u32 bytes) { emulated::arrive(phases, bytes); }
 DEVICE void wait_for_phase(Phases* phases, u32 parity) {
     emulated::state_of(phases);
+    emulated::own_lane().awaited = phases;
     emulated::wait_until([&] { return emulated::state_of(phases).parity != parity; });
+    emulated::own_lane().awaited = nullptr;
 }
 
 DEVICE void copy_box(u16* to, const TensorMap& map, Phases* phases, u32 x, u32 row, u32 head, u32 batch) {

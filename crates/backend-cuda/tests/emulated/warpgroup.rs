@@ -7,7 +7,7 @@ use annulus_conformance::{
 use annulus_core::{DType, Dims, Error, Layout, Spec};
 use annulus_cuda::{
     Cuda, Level,
-    device::{Stream, TensorMap},
+    device::{Stream, TensorMap, emulator},
 };
 
 use crate::{
@@ -121,15 +121,33 @@ const MISTAKES: [(&str, bool); 15] = [
     ("a turn that is never given", true),
 ];
 
-/// What the judge says of a case with two panels of dims. Of many keys, so that stages are used again; or of few, so that one more is felt.
-fn verdict(mistake: u32, few: bool) -> Result<(), String> {
+/// A case with two panels of dims. Of many keys, so that stages are used again; or of few, so that one more is felt.
+fn case(few: bool) -> Case {
     let (q_len, kv_len) = if few { (70, 70) } else { (120, 390) };
     let dims = Dims { batch: 1, q_len, kv_len, q_heads: 1, kv_heads: 1, head_dim: 72, value_dim: 80 };
     // some tiles are seen whole, the last in part
     let masks = Masks { causal: few, window: (!few).then_some([None, Some(300)]), ..Masks::default() };
-    let case = Case::new("planted", Spec::new(dims, DType::F64), masks, &mut Draw::new(5)).in_dtype(DType::F16);
+    Case::new("stages", Spec::new(dims, DType::F64), masks, &mut Draw::new(5)).in_dtype(DType::F16)
+}
+
+/// What the judge says of the case, computed with a mistake.
+fn verdict(mistake: u32, few: bool) -> Result<(), String> {
+    let case = case(few);
     let answers = on_warpgroups(mistake).run(&case, &Setting::ALONE, 1).map_err(|error| error.to_string())?;
     Judge::new(&case).map_err(|error| error.to_string())?.check(&answers[0])
+}
+
+#[test]
+fn the_order_of_threads_and_copies_changes_no_bit_on_warpgroups() {
+    let case = case(false);
+    let run = |seed| {
+        emulator::set_seed(seed);
+        on_warpgroups(0).run(&case, &Setting::ALONE, 1).unwrap().remove(0)
+    };
+    let want = run(11);
+    for seed in 12..16 {
+        run(seed).same_bits(&want).unwrap();
+    }
 }
 
 #[test]
