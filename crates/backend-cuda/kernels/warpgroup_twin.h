@@ -1,6 +1,7 @@
 // The host's side of warpgroup_primitives.cuh. Everything happens as late as the rules allow, and what is on its way is NaN until then:
 //
-//   copies of boxes   done when no fiber can go on, in an order drawn from the seed; where they go is NaN from the moment they are begun
+//   copies of boxes   done when no fiber can go on, first those that somebody waits for, in an order drawn from the seed; where they go is NaN from
+//                     the moment they are begun
 //   products          done when their group is waited for; until then their sums are NaN, and what a thread writes there is lost. Left registers and
 //                     shared memory are read then, not before
 //   stores for units  there once their thread has called show_units
@@ -70,6 +71,7 @@ struct Lane {
     std::vector<Store> stores;
     u32 issued, groups, registers;
     bool begun;
+    const Phases* awaited;
 };
 
 struct NamedBarrier {
@@ -120,6 +122,7 @@ void begin_units(Block& block) {
         lane.issued = lane.groups = 0;
         lane.registers = REGISTERS;
         lane.begun = false;
+        lane.awaited = nullptr;
     }
     for (auto& products : all.products) products.clear();
     all.done.fill(0);
@@ -206,139 +209,25 @@ inline void do_copy(Block& block, const BoxCopy& copy) {
 bool step_units(Block& block) {
     Units& all = *block.units;
     if (all.copies.empty()) return false;
-    u64 which = draw(*block.seed) % all.copies.size();
-    do_copy(block, all.copies[which]);
-    all.copies.erase(all.copies.begin() + i64(which));
+    auto is_awaited = [&](const BoxCopy& copy) {
+        return std::any_of(all.lanes.begin(), all.lanes.end(), [&](const Lane& lane) { return lane.awaited == copy.phases; });
+    };
+    auto rest = std::partition(all.copies.begin(), all.copies.end(), is_awaited);
+    u64 count = rest == all.copies.begin() ? all.copies.size() : u64(rest - all.copies.begin());
+    auto which = all.copies.begin() + i64(draw(*block.seed) % count);
+    do_copy(block, *which);
+    all.copies.erase(which);
     ++block.changes;
     return true;
-}
-
-// ---- products
-
-inline u32 field(u64 description, u32 from) { return u32(description >> from & 0x3fff) << 4; }
-
-// Element of an operand in shared memory. `y` counts rows of 128 bytes, `x` elements along them; the next 64 of these are `leading` further.
-inline u16 element_of(Block& block, u64 description, u32 y, u32 x) {
-    u32 at = field(description, 0) + y / 8 * field(description, 32) + y % 8 * 128 + x / 64 * field(description, 16) + x % 64 * 2;
-    bool known = (description >> 49 & 7) == 0 && description >> 62 == SWIZZLE_128;
-    if (!known || at + 2 > block.launch_bytes) {
-        tell("a descriptor that is not known, or leaves shared memory");
-        block.fault = true;
-        return 0;
-    }
-    u16 element;
-    std::memcpy(&element, block.units->base + swizzled_128(at), 2);
-    return element;
 }
 
 }  // namespace
 }  // namespace emulated
 
-DEVICE float from_bf16(u16 x);
-DEVICE float from_f16(u16 x);
+#include "products_twin.h"
 
 namespace emulated {
 namespace {
-
-inline Flying& flying_of(Lane& lane, const float* sums) {
-    return *std::find_if(lane.flying.begin(), lane.flying.end(), [&](const Flying& one) { return one.at == sums; });
-}
-
-__attribute__((optimize("O3"))) inline void add_products(float (&sums)[16][128], const float (&left)[16][16], const float (&right)[16][128],
-                                                         u32 columns) {
-    for (u32 row = 0; row < 16; ++row)
-        for (u32 k = 0; k < 16; ++k)
-            for (u32 column = 0; column < columns; ++column) sums[row][column] += left[row][k] * right[k][column];
-}
-
-inline void do_product(Block& block, u32 warp, const Product& product) {
-    auto widened = [&](u16 x) { return product.is_f16 ? from_f16(x) : from_bf16(x); };
-    static thread_local float left[16][16], right[16][128], sums[16][128];
-    bool from_registers = product.left[0] != nullptr;
-    for (u32 k = 0; k < 16; ++k) {
-        for (u32 column = 0; column < product.columns; ++column) {
-            // in the product of two operands in shared memory, both are rows of the summed index
-            u16 element = from_registers ? element_of(block, product.right, k, column) : element_of(block, product.right, column, k);
-            right[k][column] = widened(element);
-        }
-        for (u32 row = 0; row < 16; ++row) {
-            // register of a lane: row / 8, column / 8; its half: column mod 2
-            u16 element = from_registers ? u16(product.left[row % 8 * 4 + k % 8 / 2][row / 8 + 2 * (k / 8)] >> (16 * (k % 2)))
-                                         : element_of(block, product.left_description, warp % 4 * 16 + row, k);
-            left[row][k] = widened(element);
-        }
-    }
-    auto each = [&](auto what) {
-        for (u32 of = 0; of < WARP; ++of) {
-            std::vector<float>& numbers = flying_of(block.units->lanes[warp * WARP + of], product.sums[of]).numbers;
-            for (u32 e = 0; e < product.columns / 2; ++e) what(numbers[e], sums[of / 4 + 8 * (e / 2 % 2)][8 * (e / 4) + 2 * (of % 4) + e % 2]);
-        }
-    };
-    each([&](float& number, float& sum) { sum = product.add ? number : 0.0f; });
-    add_products(sums, left, right, product.columns);
-    each([](float& number, float& sum) { number = sum; });
-    for (u32 of = 0; of < WARP; ++of) {
-        Lane& lane = block.units->lanes[warp * WARP + of];
-        Flying& one = flying_of(lane, product.sums[of]);
-        if (--one.products > 0) continue;
-        std::copy(one.numbers.begin(), one.numbers.end(), one.at);
-        lane.flying.erase(lane.flying.begin() + (&one - lane.flying.data()));
-    }
-}
-
-// Everybody in the warp waits for all groups but the last so many: the products of the others are done.
-inline void do_products(const Shown* shown) {
-    Block& block = *current();
-    u32 warp = block.thread / WARP;
-    std::vector<Product>& products = block.units->products[warp];
-    u32 open = u32(shown[0].words[0]), groups = block.units->lanes[warp * WARP].groups, count = 0;
-    for (const Product& product : products) {
-        if (product.group + open >= groups) break;
-        if (product.lanes != WARP) {
-            tell("a product that not all lanes have begun");
-            block.fault = true;
-        }
-        if (block.fault) return;
-        do_product(block, warp, product);
-        ++count;
-    }
-    products.erase(products.begin(), products.begin() + count);
-    block.units->done[warp] += count;
-}
-
-inline void multiply_later(float* sums, u32 count, const u32* left, u64 left_description, u64 right, bool add, bool is_f16) {
-    Block& block = *current();
-    Lane& lane = own_lane();
-    u32 warp = block.thread / WARP;
-    if (!lane.begun) fault("products without begin_products");
-    auto known = std::find_if(lane.flying.begin(), lane.flying.end(), [&](const Flying& one) { return one.at == sums; });
-    if (known == lane.flying.end()) {
-        lane.flying.push_back({sums, std::vector<float>(sums, sums + count), 1});
-        std::memset(sums, 0xff, count * sizeof *sums);
-    } else {
-        ++known->products;
-    }
-    std::vector<Product>& products = block.units->products[warp];
-    u32 place = lane.issued++ - block.units->done[warp];
-    if (place == products.size()) {
-        Product product = {};
-        product.left_description = left_description;
-        product.right = right;
-        product.columns = 2 * count;
-        product.group = lane.groups;
-        product.add = add;
-        product.is_f16 = is_f16;
-        products.push_back(product);
-    }
-    Product& product = products[place];
-    // descriptors, shapes and groups are the warp's
-    if (product.left_description != left_description || product.right != right || product.columns != 2 * count || product.add != add ||
-        product.group != lane.groups)
-        fault("a product whose lanes differ");
-    product.sums[block.thread % WARP] = sums;
-    product.left[block.thread % WARP] = left;
-    ++product.lanes;
-}
 
 // ---- named barriers
 
@@ -388,7 +277,9 @@ DEVICE void arrive(Phases* phases) { emulated::arrive(phases, 0); }
 DEVICE void arrive_expecting(Phases* phases, u32 bytes) { emulated::arrive(phases, bytes); }
 DEVICE void wait_for_phase(Phases* phases, u32 parity) {
     emulated::state_of(phases);
+    emulated::own_lane().awaited = phases;
     emulated::wait_until([&] { return emulated::state_of(phases).parity != parity; });
+    emulated::own_lane().awaited = nullptr;
 }
 
 DEVICE void copy_box(u16* to, const TensorMap& map, Phases* phases, u32 x, u32 row, u32 head, u32 batch) {

@@ -34,9 +34,10 @@ const HEADERS_OF_ANY: [File; 10] = [
 ];
 
 /// What [`Family::Warpgroup`] includes besides.
-const HEADERS_OF_WARPGROUP: [File; 4] = [
+const HEADERS_OF_WARPGROUP: [File; 5] = [
     ("warpgroup_primitives.cuh", include_str!("../kernels/warpgroup_primitives.cuh")),
     ("warpgroup_twin.h", include_str!("../kernels/warpgroup_twin.h")),
+    ("products_twin.h", include_str!("../kernels/products_twin.h")),
     ("warpgroup.cuh", include_str!("../kernels/warpgroup.cuh")),
     ("forward_warpgroup.cuh", include_str!("../kernels/forward_warpgroup.cuh")),
 ];

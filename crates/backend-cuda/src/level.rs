@@ -1,5 +1,7 @@
 //! How much of a GPU the kernels use.
 
+use std::ffi::OsStr;
+
 use annulus_core::{Error, Result};
 use annulus_device_cuda::{Architecture, Compiler, ImageKind};
 
@@ -30,10 +32,13 @@ impl Level {
     /// # Errors
     /// [`Error::InvalidArgument`] if it names none.
     pub fn forced() -> Result<Option<Self>> {
-        let Some(value) = std::env::var_os(Self::VARIABLE) else { return Ok(None) };
-        let named = Self::ALL.into_iter().find(|level| value == level.name());
+        std::env::var_os(Self::VARIABLE).map(|value| Self::named(&value)).transpose()
+    }
+
+    fn named(value: &OsStr) -> Result<Self> {
         let names = Self::ALL.map(Self::name).join(", ");
-        named.map(Some).ok_or_else(|| Error::invalid(Self::VARIABLE, value.display(), format!("one of {names}")))
+        let found = Self::ALL.into_iter().find(|level| value == level.name());
+        found.ok_or_else(|| Error::invalid(Self::VARIABLE, value.display(), format!("one of {names}")))
     }
 
     /// Its name.
@@ -53,5 +58,19 @@ impl Level {
         let (kind, _) = compiler.target(architecture)?;
         // portable assembly has nothing that is one architecture's alone
         Ok(self < Self::Warpgroup || (architecture == Architecture::HOPPER && kind == ImageKind::Cubin))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_level_is_known_by_its_name_and_nothing_else() {
+        for level in Level::ALL {
+            assert_eq!(Level::named(level.name().as_ref()), Ok(level));
+        }
+        let error = Level::named("4".as_ref()).unwrap_err();
+        assert!(matches!(&error, Error::InvalidArgument { argument, .. } if argument == Level::VARIABLE), "{error}");
     }
 }
