@@ -36,15 +36,9 @@ pub(crate) struct Proof {
     pub(crate) record: &'static str,
 }
 
-/// All that is known. Nothing of hardware: no GPU has been measured yet.
-pub(crate) const PROOFS: &[Proof] = &[
-    // Mesa's lavapipe: 3 to 7 per cent of the CPU time of forward
-    Proof {
-        adapters: Kind { api: Backend::Vulkan, vendor: 0x10005, device_type: DeviceType::Cpu },
-        level: Level::Subgroup,
-        record: "benches/record/2026-11-21-wgpu-lavapipe.md",
-    },
-];
+/// All that is known: nothing. No GPU has been measured yet. On Mesa's lavapipe `subgroup` saves some per cent of forward in one version and nothing in
+/// another, and `matrix` costs a third more (benches/record/2026-11-21-wgpu-lavapipe.md), so that software adapters compute at `plain` too.
+pub(crate) const PROOFS: &[Proof] = &[];
 
 /// The proof of the highest level, of those that a device can run, that is proven for its kind; where there is none, [`Level::Plain`] it is.
 pub(crate) fn choose<'a>(proofs: &'a [Proof], kind: Kind, available: &[Level]) -> Option<&'a Proof> {
@@ -90,13 +84,18 @@ mod tests {
         assert_eq!(chosen(&proofs[..1], &[Level::Plain, Level::Subgroup]), None);
     }
 
+    /// Whether the record of a proof is there and has the level and what it gains.
+    fn is_shown(proof: &Proof) -> bool {
+        let record = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(proof.record);
+        let shows = |text: String| text.contains(proof.level.name()) && text.contains("speedup");
+        proof.level != Level::Plain && std::fs::read_to_string(record).is_ok_and(shows)
+    }
+
     #[test]
     fn every_proof_has_its_record() {
-        for proof in PROOFS {
-            let record = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(proof.record);
-            let text = std::fs::read_to_string(&record).unwrap_or_else(|error| panic!("{}: {error}", record.display()));
-            assert!(text.contains(proof.level.name()) && text.contains("speedup"), "{}", proof.record);
-            assert_ne!(proof.level, Level::Plain, "which needs no proof");
-        }
+        let record = |record| Proof { record, ..proof(HERE, Level::Matrix) };
+        assert!(!is_shown(&record("benches/record/nothing.md")) && !is_shown(&record("README.md")));
+        assert!(is_shown(&record("benches/record/2026-11-21-wgpu-lavapipe.md")));
+        assert!(PROOFS.iter().all(is_shown));
     }
 }
