@@ -9,8 +9,8 @@ use super::gpu;
 
 /// Holds an answer of the device to the oracle.
 fn holds(ring: &WgpuRing, case: &Case, setting: &Setting) {
-    let answer = ring.run(case, setting, 1).unwrap().remove(0);
-    Judge::new(case).unwrap().check(&answer).unwrap_or_else(|wrong| panic!("{}: {wrong}", case.name));
+    let answer = ring.run(case, setting, 1).expect("an answer").remove(0);
+    Judge::new(case).expect("a truth").check(&answer).unwrap_or_else(|wrong| panic!("{}: {wrong}", case.name));
 }
 
 #[test]

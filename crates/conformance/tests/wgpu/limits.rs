@@ -65,8 +65,8 @@ fn no_tile_of_a_long_row_is_left_out() {
 /// A whole pass, held to the oracle.
 fn holds(gpu: Gpu, dims: Dims) {
     let case = Case::new("long", Spec::new(dims, DType::F64), Masks::default(), &mut Draw::new(7)).in_dtype(DType::F32);
-    let answer = WgpuRing::new(gpu).run(&case, &Setting::ALONE, 1).unwrap().remove(0);
-    Judge::new(&case).unwrap().check(&answer).unwrap();
+    let answer = WgpuRing::new(gpu).run(&case, &Setting::ALONE, 1).expect("an answer").remove(0);
+    Judge::new(&case).expect("a truth").check(&answer).expect("the truth");
 }
 
 #[test]
