@@ -8,7 +8,7 @@ use crate::{
     backward, backward_keys, backward_queries,
     device::Gpu,
     finish, forward,
-    memory::{GpuBuffer, Queued, WgpuSpace},
+    memory::{GpuBuffer, Queued, Tensor, WgpuSpace},
     records,
     workspace::{Workspace, matrices},
 };
@@ -31,6 +31,21 @@ impl Wgpu {
     /// The device.
     pub const fn gpu(&self) -> &Gpu {
         &self.gpu
+    }
+
+    /// Whether all tensors are on the device.
+    fn check<'a>(&self, tensors: impl IntoIterator<Item = (&'a str, Option<&'a Tensor>)>) -> Result<()> {
+        tensors.into_iter().try_for_each(|(name, tensor)| tensor.map_or(Ok(()), |tensor| tensor.check_on(&self.gpu, name)))
+    }
+
+    fn check_inputs(&self, inputs: &Inputs<'_, WgpuSpace>) -> Result<()> {
+        let Inputs { q, k, v, bias, sinks } = *inputs;
+        self.check([("query", Some(q)), ("key", Some(k)), ("value", Some(v)), ("bias", bias), ("softmax_aux", sinks)])
+    }
+
+    fn check_saved(&self, saved: &Saved<'_, WgpuSpace>) -> Result<()> {
+        let Saved { out, lse, max, ties, dout, dlse } = *saved;
+        self.check([("out", Some(out)), ("lse", Some(lse)), ("max", max), ("ties", ties), ("dout", Some(dout)), ("dlse", dlse)])
     }
 }
 
@@ -84,10 +99,12 @@ impl Backend for Wgpu {
     }
 
     fn pack(&self, workspace: &mut Workspace, inputs: &Inputs<'_, WgpuSpace>, into: &mut GpuBuffer) -> Result<Queued> {
+        self.check_inputs(inputs)?;
         records::pack(&self.gpu, workspace, inputs, into).map(|()| Queued)
     }
 
-    fn begin(&self, workspace: &mut Workspace, _: &Inputs<'_, WgpuSpace>) -> Result<()> {
+    fn begin(&self, workspace: &mut Workspace, inputs: &Inputs<'_, WgpuSpace>) -> Result<()> {
+        self.check_inputs(inputs)?;
         forward::begin(&self.gpu, workspace)
     }
 
@@ -102,10 +119,15 @@ impl Backend for Wgpu {
     }
 
     fn finish(&self, workspace: &mut Workspace, inputs: &Inputs<'_, WgpuSpace>, outputs: &mut Outputs<'_, WgpuSpace>) -> Result<()> {
+        let Outputs { out, lse, max, sum, ties } = &*outputs;
+        let more = [("max", max), ("sum", sum), ("ties", ties)].map(|(name, tensor)| (name, tensor.as_deref()));
+        self.check([("out", Some(&**out)), ("lse", Some(&**lse))].into_iter().chain(more))?;
         finish::finish(&self.gpu, workspace, inputs, outputs)
     }
 
-    fn begin_backward(&self, workspace: &mut Workspace, _: &Inputs<'_, WgpuSpace>, saved: &Saved<'_, WgpuSpace>) -> Result<()> {
+    fn begin_backward(&self, workspace: &mut Workspace, inputs: &Inputs<'_, WgpuSpace>, saved: &Saved<'_, WgpuSpace>) -> Result<()> {
+        self.check_inputs(inputs)?;
+        self.check_saved(saved)?;
         backward::begin(&self.gpu, workspace, saved)
     }
 
@@ -172,6 +194,9 @@ impl Backend for Wgpu {
         home: &GpuBuffer,
         gradients: &mut Gradients<'_, WgpuSpace>,
     ) -> Result<()> {
+        let Gradients { dq, dk, dv, dbias, dsinks } = &*gradients;
+        let more = [("dbias", dbias), ("dsoftmax_aux", dsinks)].map(|(name, tensor)| (name, tensor.as_deref()));
+        self.check([("dq", Some(&**dq)), ("dk", Some(&**dk)), ("dv", Some(&**dv))].into_iter().chain(more))?;
         backward::finish(&self.gpu, workspace, inputs, home, gradients)
     }
 }

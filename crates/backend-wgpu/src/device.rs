@@ -29,6 +29,9 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 /// How long an error waits for queued work, to learn whether it is the device that is lost.
 const EXPLANATION: Duration = Duration::from_secs(2);
 
+/// Rounds of loops that a kernel may have on a software adapter: Mesa's before 23 leaves every loop after 65535 of them, and says nothing.
+const MOST_SOFTWARE_STEPS: u64 = 60_000;
+
 /// How a device is opened.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
@@ -53,8 +56,10 @@ struct Parts {
     queue: wgpu::Queue,
     name: String,
     level: Level,
+    /// What cooperative matrices could be made of, whether or not the level uses them.
     matrices: Option<Matrices>,
     most_binding: u64,
+    most_steps: Option<u64>,
     alignment: u64,
     pipelines: Mutex<HashMap<Variant, Place>>,
     staging: Staging,
@@ -145,6 +150,17 @@ impl Gpu {
         Ok(gpu)
     }
 
+    /// The same device at another level. Tensors of either serve both.
+    ///
+    /// # Errors
+    /// As [`Gpu::open`].
+    pub fn at(&self, level: Level) -> Result<Self> {
+        let Parts { device, queue, lost, matrices, .. } = &*self.0;
+        let gpu = Self::assemble(device.clone(), queue.clone(), lost.clone(), Some(level), *matrices)?;
+        gpu.matrices().map_or(Ok(()), |matrices| gpu.probe(matrices))?;
+        Ok(gpu)
+    }
+
     /// Computes on a device and queue that somebody else made. Its device-lost callback is replaced; its error handler is not touched. It does not tell
     /// which matrices its adapter multiplies: [`Level::Matrix`] takes [`Gpu::open`].
     ///
@@ -181,7 +197,8 @@ impl Gpu {
         Ok(Self(Arc::new(Parts {
             name: format!("{} ({} {})", info.name, info.driver, info.driver_info),
             level,
-            matrices: matrices.filter(|_| level == Level::Matrix),
+            matrices,
+            most_steps: (info.device_type == wgpu::DeviceType::Cpu).then_some(MOST_SOFTWARE_STEPS),
             // places in a binding are counted in 2-byte elements, by 32 bits
             most_binding: limits.max_storage_buffer_binding_size.min(limits.max_buffer_size).min(1 << 32),
             alignment: u64::from(limits.min_storage_buffer_offset_alignment.max(limits.min_uniform_buffer_offset_alignment)).max(4),
@@ -224,7 +241,18 @@ impl Gpu {
 
     /// What products of f16 elements are made of, where not of multiply-adds.
     pub(crate) fn matrices(&self) -> Option<Matrices> {
-        self.0.matrices
+        self.0.matrices.filter(|_| self.0.level == Level::Matrix)
+    }
+
+    /// The most rounds of all loops of a kernel, where there is such a limit.
+    pub(crate) fn most_steps(&self) -> Option<u64> {
+        self.0.most_steps
+    }
+
+    /// Whether memory of one is memory of the other: the same device, at whatever levels. wgpu cannot tell, for it finds what it is given by a number that
+    /// means something else in another instance of it.
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0.lost.0, &other.0.lost.0)
     }
 
     pub(crate) fn staging(&self) -> &Staging {

@@ -7,7 +7,7 @@
 //! | the seam, call by call | `backend.rs` |
 //! | forward: tiles, and the end of a row | `forward.rs`, `finish.rs` |
 //! | backward: beginning and end, dq and dbias, dk and dv | `backward.rs`, `backward_queries.rs`, `backward_keys.rs` |
-//! | tiles of any pass: cut into parts, told who sees whom, queued | `tiles.rs`, `sight.rs` |
+//! | tiles of any pass: cut into parts, told who sees whom, queued | `tiles.rs`, `parts.rs`, `sight.rs` |
 //! | memory: workspace, records, copies between layouts, tensors | `workspace.rs`, `records.rs`, `copy.rs`, `memory.rs` |
 //! | the same for tensors and blocks in host memory | `hosted.rs`, `rooms.rs` |
 //! | to and from the host, for [`annulus_comm::Staged`] | `staged.rs`, `staging.rs` |
@@ -40,6 +40,7 @@ mod kernels;
 mod launch;
 mod level;
 mod memory;
+mod parts;
 mod probe;
 mod records;
 mod rooms;

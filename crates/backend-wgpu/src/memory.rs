@@ -37,6 +37,7 @@ pub struct Queued;
 /// Plan-owned bytes of a device. A clone co-owns them.
 #[derive(Debug, Clone)]
 pub struct GpuBuffer {
+    gpu: Gpu,
     pub(crate) buffer: wgpu::Buffer,
     bytes: u64,
 }
@@ -46,8 +47,23 @@ pub(crate) const USAGE: BufferUsages = BufferUsages::STORAGE.union(BufferUsages:
 
 impl GpuBuffer {
     pub(crate) fn new(gpu: &Gpu, label: &str, bytes: u64) -> Result<Self> {
-        Ok(Self { buffer: gpu.create_buffer(label, bytes, USAGE)?, bytes })
+        Ok(Self { gpu: gpu.clone(), buffer: gpu.create_buffer(label, bytes, USAGE)?, bytes })
     }
+
+    /// Whether it is memory of this device.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`].
+    pub(crate) fn check_on(&self, gpu: &Gpu) -> Result<()> {
+        if self.gpu.is(gpu) { Ok(()) } else { Err(elsewhere("block", &self.gpu, gpu)) }
+    }
+}
+
+/// Memory of one device for another, which may be the same one opened a second time.
+fn elsewhere(argument: &str, has: &Gpu, wants: &Gpu) -> Error {
+    let what = |gpu: &Gpu| format!("memory of {}", gpu.name());
+    let want = if has.name() == wants.name() { "memory of the plan's own opening of that device".to_owned() } else { what(wants) };
+    Error::invalid(argument, what(has), want)
 }
 
 /// A dense tensor in a device's memory, the last axis fastest.
@@ -75,7 +91,7 @@ impl Tensor {
     }
 
     /// Uses memory that the caller has on the device: a dense tensor from the start of `buffer`, which has the usages storage, copy source
-    /// and copy target.
+    /// and copy target. It must be memory of `gpu`'s own device: that alone cannot be asked of a buffer.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if the buffer is too small or lacks a usage, [`Error::Unsupported`] for f64.
@@ -147,6 +163,14 @@ impl Tensor {
             DType::Bf16 => Ok(self.download::<bf16>()?.mapv(Element::to_f64)),
             DType::F16 => Ok(self.download::<f16>()?.mapv(Element::to_f64)),
         }
+    }
+
+    /// Whether it is in the memory of this device.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] naming `argument`.
+    pub(crate) fn check_on(&self, gpu: &Gpu, argument: &str) -> Result<()> {
+        if self.gpu.is(gpu) { Ok(()) } else { Err(elsewhere(argument, &self.gpu, gpu)) }
     }
 
     fn bytes(&self) -> u64 {

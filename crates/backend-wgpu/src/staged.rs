@@ -60,6 +60,7 @@ impl StagedSpace for WgpuSpace {
     type Upload = Upload;
 
     fn download(copier: &mut Copier, from: &GpuBuffer, _: &Queued, ranges: &[Range<u64>], into: HostBuffer) -> Result<Download> {
+        from.check_on(&copier.gpu)?;
         let (mut words, mut wanted, mut at) = (Vec::with_capacity(ranges.len()), Vec::with_capacity(ranges.len()), 0);
         for range in ranges.iter().filter(|range| !range.is_empty()) {
             let whole = range.start / 4 * 4..range.end.next_multiple_of(4);
@@ -87,6 +88,7 @@ impl StagedSpace for WgpuSpace {
     }
 
     fn upload(copier: &mut Copier, from: HostBuffer, into: GpuBuffer, ranges: &[Range<u64>]) -> Result<Upload> {
+        into.check_on(&copier.gpu)?;
         let total: u64 = ranges.iter().map(|range| range.end - range.start).sum();
         let bytes = from.bytes().get(..index(total)).ok_or_else(|| fault("a staging buffer that is too small"))?;
         let aligned = ranges.iter().all(|range| range.start % 4 == 0 && range.end % 4 == 0);

@@ -1,6 +1,6 @@
-//! Kernels over tiles: cut into parts that fit the device's bindings, told who sees whom, and queued.
+//! Kernels over tiles: told who sees whom, part by part, and queued. `parts.rs` cuts the parts.
 
-use annulus_core::{BiasOrder, DType, DropoutMask, Error, Result, Spec, Tick, Visibility};
+use annulus_core::{BiasOrder, DType, DropoutMask, Result, Spec, Tick, Visibility};
 
 use crate::{
     Level,
@@ -8,11 +8,9 @@ use crate::{
     device::Gpu,
     kernels::{BiasAxes, Storage, TILE, TileVariant, Variant, numbers::TileNumbers},
     launch::{Arena, Bound, Job, Stretch},
-    sight::{Owner, Part, Sight, most_words_a_tile},
+    parts::{Sides, first_element, union},
+    sight::{Owner, Part, Sight},
 };
-
-/// Words of lists that are made at once: what a mask in bits takes must not grow with the square of a sequence.
-const MOST_WORDS: u64 = 4 << 20;
 
 /// A tensor of vectors that a kernel reads or writes.
 #[derive(Debug, Clone, Copy)]
@@ -34,15 +32,6 @@ pub(crate) enum RowsOf {
     Queries,
     /// Keys; all key heads.
     Keys,
-}
-
-/// How much there is of both sides, and whether batch rows and heads see differently.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Sides {
-    pub(crate) queries: usize,
-    pub(crate) keys: usize,
-    pub(crate) per_batch: bool,
-    pub(crate) per_head: bool,
 }
 
 /// What a kernel works on. Operands in one list share a binding.
@@ -76,7 +65,7 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    const fn owner(self) -> Owner {
+    pub(crate) const fn owner(self) -> Owner {
         match self {
             Self::Forward | Self::Queries => Owner::Queries,
             Self::Keys { .. } => Owner::Keys,
@@ -102,7 +91,7 @@ impl Kind {
 
 /// Places within bindings.
 #[derive(Debug, Clone, Copy, Default)]
-struct Bases {
+pub(crate) struct Bases {
     q: u32,
     k: u32,
     v: u32,
@@ -115,11 +104,11 @@ struct Bases {
 }
 
 /// One binding: operands in the same buffer, and where their places go.
-type Group<'a> = (Vec<Operand<'a>>, Vec<fn(&mut Bases) -> &mut u32>);
+pub(crate) type Group<'a> = (Vec<Operand<'a>>, Vec<fn(&mut Bases) -> &mut u32>);
 
 impl<'a> Operands<'a> {
     /// The bindings of a kernel after its lists, in order; an empty one is bound to nothing.
-    fn groups(&self, kind: Kind) -> Vec<Group<'a>> {
+    pub(crate) fn groups(&self, kind: Kind) -> Vec<Group<'a>> {
         fn one<'a>(operand: &Option<Operand<'a>>, base: fn(&mut Bases) -> &mut u32) -> Group<'a> {
             operand.map_or_else(|| (Vec::new(), Vec::new()), |operand| (vec![operand], vec![base]))
         }
@@ -141,97 +130,6 @@ impl<'a> Operands<'a> {
             Kind::Bias(_) => vec![q, pair(k, v), bias, one(&self.gradient, |bases| &mut bases.gradient), statistics, dout],
         }
     }
-
-    /// Cuts the work into parts whose bindings and lists the device can take.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] if not even one tile fits.
-    pub(crate) fn cut(&self, gpu: &Gpu, spec: &Spec, kind: Kind, sides: Sides) -> Result<Vec<Part>> {
-        let Sides { queries, keys, per_batch, per_head } = sides;
-        let (batch, heads) = (spec.dims.batch, spec.dims.q_heads);
-        let groups = self.groups(kind);
-        let whole = |counts: [usize; 4]| {
-            let [batches, heads, queries, keys] = counts.map(|count| (0, count));
-            Part { batches, heads, queries, keys }
-        };
-        let bindings_fit = |counts: [usize; 4]| {
-            groups.iter().all(|(operands, _)| {
-                let bytes = operands.first().map_or(0, |operand| operand.bytes);
-                let (first, end) = union(operands, &whole(counts), spec);
-                Stretch::bound_bytes(end - first, bytes, gpu.alignment()) <= gpu.most_binding()
-            })
-        };
-        let words = |[batches, heads, queries, keys]: [usize; 4]| {
-            let planes = if per_batch { batches } else { 1 } * if per_head { heads } else { 1 };
-            let tiles = planes * queries.div_ceil(TILE) * keys.div_ceil(TILE);
-            tiles as u64 * most_words_a_tile(spec) as u64 + 2 * (queries + keys) as u64
-        };
-        let most_words = MOST_WORDS.min((gpu.most_binding().saturating_sub(1024)) / 4);
-        let lists_fit = |counts: [usize; 4]| words(counts) <= most_words;
-        let mut step = [batch, heads, queries, keys].map(|count| count.max(1));
-        while !(bindings_fit(step) && lists_fit(step)) {
-            // what is cheapest to go without comes first
-            let halve = |rows: usize| rows.div_ceil(2).next_multiple_of(TILE);
-            let before = step;
-            if !lists_fit(step) && step[2] > 8 * TILE {
-                step[2] = halve(step[2]);
-            } else if step[0] > 1 {
-                step[0] = 1;
-            } else if step[2] > 8 * TILE {
-                step[2] = halve(step[2]);
-            } else if step[3] > 8 * TILE {
-                step[3] = halve(step[3]);
-            } else if step[1] > 1 {
-                step[1] = 1;
-            } else if step[2] > TILE {
-                step[2] = halve(step[2]);
-            } else if step[3] > TILE {
-                step[3] = halve(step[3]);
-            }
-            if step == before {
-                return Err(Error::unsupported(
-                    format!("a tile of {TILE} rows of these tensors in a binding of {} bytes", gpu.most_binding()),
-                    gpu.name(),
-                ));
-            }
-        }
-        let ranges = |count: usize, step: usize| (0..count).step_by(step).map(move |first| (first, step.min(count - first)));
-        let mut parts = Vec::new();
-        for batches in ranges(batch, step[0]) {
-            for heads in ranges(heads, step[1]) {
-                for keys in ranges(keys, step[3]) {
-                    parts.extend(ranges(queries, step[2]).map(|queries| Part { batches, heads, queries, keys }));
-                }
-            }
-        }
-        Ok(parts)
-    }
-}
-
-/// The elements, from the first to the last and one further, that a part of these operands lies between.
-fn union(operands: &[Operand<'_>], part: &Part, spec: &Spec) -> (u64, u64) {
-    let of = |operand: &Operand<'_>| {
-        let first = first_element(operand, part);
-        let (rows, heads) = match operand.rows {
-            RowsOf::Queries => (part.queries.1, part.heads.1),
-            RowsOf::Keys => (part.keys.1, spec.dims.kv_heads),
-        };
-        let last = |count: usize, distance: u64| (count as u64).saturating_sub(1) * distance;
-        let layout = operand.layout;
-        let end = first + last(part.batches.1, layout.batch) + last(rows, layout.row) + last(heads, layout.head) + operand.dim as u64;
-        (first, end)
-    };
-    operands.iter().map(of).reduce(|a, b| (a.0.min(b.0), a.1.max(b.1))).unwrap_or((0, 0))
-}
-
-/// The element of an operand with which a part begins.
-const fn first_element(operand: &Operand<'_>, part: &Part) -> u64 {
-    let (rows, heads) = match operand.rows {
-        RowsOf::Queries => (part.queries.0, part.heads.0),
-        RowsOf::Keys => (part.keys.0, 0),
-    };
-    let layout = operand.layout;
-    layout.base + part.batches.0 as u64 * layout.batch + rows as u64 * layout.row + heads as u64 * layout.head
 }
 
 /// What all parts of a call share.

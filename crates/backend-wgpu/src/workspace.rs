@@ -10,8 +10,9 @@ use crate::{
     launch::Arena,
     level::Matrices,
     memory::{GpuBuffer, Tensor},
+    parts::Sides,
     sight::Sight,
-    tiles::{Kind, Operand, Operands, RowsOf, Sides},
+    tiles::{Kind, Operand, Operands, RowsOf},
 };
 
 /// Running softmax, gradients in f32, row statistics, and scratch for lists.
@@ -62,8 +63,8 @@ impl Workspace {
             matrices: matrices(gpu, spec),
         };
         let vectors = (dims.batch * local.queries.len() * dims.q_heads) as u64;
-        // kernels over rows bind these whole
-        if vectors * 16 > gpu.most_binding() {
+        // kernels over rows bind these whole, and 64 invocations go through all of them
+        if vectors * 16 > gpu.most_binding() || gpu.most_steps().is_some_and(|most| vectors / 64 > most) {
             return Err(Error::unsupported(format!("{vectors} rows of queries and heads on one rank"), gpu.name()));
         }
         check_fits(gpu, spec, storage, backward)?;

@@ -2,16 +2,19 @@
 
 use annulus::{
     Attention, Dims, Error,
-    comm::threads::{self, Threads},
+    comm::{
+        Deadline, Staged,
+        threads::{self, Threads, each_rank},
+    },
 };
 use annulus_conformance::{suite, wgpu::WgpuRing};
 use annulus_core::{DType, Inputs, Outputs};
 use annulus_wgpu::{
-    Gpu, Level, Options, Tensor,
+    Copier, Gpu, Level, Options, Tensor, Wgpu, WgpuSpace,
     wgpu::{Backends, BufferDescriptor, BufferUsages, Device, DeviceDescriptor, Instance, InstanceDescriptor, Limits, Queue},
 };
 
-use super::{F32, forward, gpu, open, ring};
+use super::{DEADLINE, F32, forward, gpu, open, ring};
 
 /// What a program that knows nothing of this one opens: WebGPU's own limits, no features; or less.
 fn foreign(limits: Limits) -> Option<(Device, Queue)> {
@@ -42,7 +45,7 @@ fn a_device_of_somebody_else_serves_too() {
 fn a_device_that_lacks_something_is_refused() {
     let Some((device, queue)) = foreign(Limits::downlevel_defaults()) else { return };
     let told = Gpu::adopt(device, queue, None);
-    assert!(matches!(&told, Err(Error::Unsupported { what, .. }) if what.contains("storage buffers")), "{told:?}");
+    assert!(matches!(&told, Err(Error::Unsupported { what, .. }) if what.contains("it takes")), "{told:?}");
     for level in [Level::Subgroup, Level::Matrix] {
         let Some((device, queue)) = foreign(Limits::default()) else { return };
         let told = Gpu::adopt(device, queue, Some(level));
@@ -77,13 +80,44 @@ fn a_tensor_of_another_device_is_an_error_that_ends_the_plan() {
         ring.forward(&inputs, &mut Outputs { out: &mut out, lse: &mut lse, max: None, sum: None, ties: None }).err()
     };
     let told = pass(&mut ring);
-    assert!(matches!(&told, Some(Error::Device { .. })), "{told:?}");
+    assert!(matches!(&told, Some(Error::InvalidArgument { argument, .. }) if argument == "query"), "{told:?}");
     assert!(matches!(pass(&mut ring), Some(Error::Poisoned { .. })));
     // the devices have taken no harm
     for gpu in [gpu, other] {
         let mut ring = super::ring(&gpu, alone(), &Attention::new(), DIMS).expect("a plan");
         forward(&gpu, &mut ring, DIMS).expect("a pass");
     }
+}
+
+#[test]
+fn blocks_that_another_device_would_copy_are_an_error_on_every_rank() {
+    let (Some(gpu), Some(other)) = (gpu(), open(&Options::default())) else { return };
+    let told = each_rank(threads::ring(2), |rank, transport| {
+        let copier = Copier::new(if rank == 0 { gpu.clone() } else { other.clone() });
+        let transport = Box::new(Deadline::new(Staged::<_, WgpuSpace>::new(transport, copier), DEADLINE)?);
+        let mut ring = annulus::Ring::new(Wgpu::new(gpu.clone()), transport, Attention::new().spec(DIMS), annulus::RingOptions::default())?;
+        Ok(forward(&gpu, &mut ring, DIMS).err())
+    })
+    .expect("every rank answers");
+    assert!(matches!(&told[1], Some(Error::InvalidArgument { argument, .. }) if argument == "block"), "{told:?}");
+    assert!(told[0].as_ref().is_some_and(Error::is_fatal), "{told:?}");
+}
+
+#[test]
+fn a_device_serves_at_several_levels_at_once() {
+    let Some(gpu) = open(&Options::default()) else { return };
+    let adapter = Gpu::list().remove(0);
+    for level in adapter.levels.into_iter().filter(|&level| level != Level::Matrix) {
+        let at = gpu.at(level).expect("the level");
+        assert_eq!(at.level(), level);
+        let mut ring = ring(&at, alone(), &Attention::new(), DIMS).expect("a plan");
+        // tensors of one are tensors of the other
+        forward(&gpu, &mut ring, DIMS).expect("a pass");
+    }
+    gpu.device().destroy();
+    // and what one has lost the other has
+    let told = gpu.at(Level::Plain).and_then(|at| at.synchronize()).err();
+    assert!(matches!(told, Some(Error::Device { .. })), "{told:?}");
 }
 
 #[test]

@@ -147,10 +147,7 @@ fn measure(settings: &Settings) -> Result<()> {
     // one device for all, opened for the highest
     let highest = adapter.levels.last().copied();
     let device = Gpu::open(&Options { number: settings.device, level: highest, ..Options::default() })?;
-    let at = |level| {
-        if Some(level) == highest { Ok(device.clone()) } else { Gpu::adopt(device.device().clone(), device.queue().clone(), Some(level)) }
-    };
-    let gpus = adapter.levels.iter().map(|&level| Ok((level, at(level)?))).collect::<Result<Vec<_>>>()?;
+    let gpus = adapter.levels.iter().map(|&level| Ok((level, device.at(level)?))).collect::<Result<Vec<_>>>()?;
     print_roof(&device, settings)?;
     for (&dim, &len) in settings.dims.iter().flat_map(|dim| settings.lens.iter().map(move |len| (dim, len))) {
         for (dtype, causal) in [DType::F32, DType::F16].into_iter().flat_map(|dtype| [false, true].map(|causal| (dtype, causal))) {
