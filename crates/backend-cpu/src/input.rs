@@ -4,7 +4,7 @@ use annulus_core::{Element, Error, HostView, HostViewMut, Record, Result};
 use half::{bf16, f16};
 use ndarray::{ArrayView1, ArrayView2, ArrayView4, ArrayViewMut4, Axis, s};
 
-use crate::{isa::prefetch, real::Real};
+use crate::real::Real;
 
 /// What q, k, v and out are made of.
 pub(crate) trait Input: Element<Accumulator: Real> {
@@ -72,33 +72,46 @@ impl Input for f16 {
 pub(crate) enum Source<'a, E> {
     /// `[b, rows, heads, dim]`, any strides.
     Tensor(ArrayView4<'a, E>),
-    /// A field of records: `elements[row·stride + first + (batch·heads + head)·dim ..]`.
-    Records { elements: &'a [E], stride: usize, first: usize, heads: usize, dim: usize },
+    /// The same where each vector's elements lie side by side, or a field of records:
+    /// `elements[first + batch·batch_stride + row·stride + head·head_stride ..][.. dim]`.
+    Vectors { elements: &'a [E], first: usize, batch_stride: usize, stride: usize, head_stride: usize, heads: usize, dim: usize },
 }
 
 impl<'a, E: Element> Source<'a, E> {
+    /// A caller's tensor.
+    pub(crate) fn tensor(tensor: ArrayView4<'a, E>) -> Self {
+        let (_, _, heads, dim) = tensor.dim();
+        let strides = tensor.strides();
+        // strides of axes of one element mean nothing
+        let positive = tensor.shape().iter().zip(strides).all(|(&len, &stride)| len == 1 || stride > 0);
+        let side_by_side = dim == 1 || strides[3] == 1;
+        match tensor.to_slice_memory_order() {
+            Some(elements) if positive && side_by_side => {
+                let [batch_stride, stride, head_stride] = [0, 1, 2].map(|axis| strides[axis].unsigned_abs());
+                Self::Vectors { elements, first: 0, batch_stride, stride, head_stride, heads, dim }
+            }
+            _ => Self::Tensor(tensor),
+        }
+    }
+
     /// Field `field` of `rows` records that lie at the start of `bytes`.
     pub(crate) fn records(bytes: &'a [u8], rows: usize, record: &Record, field: usize) -> Result<Self> {
         let elements = elements(bytes, rows, record)?;
         let size = size_of::<E>() as u64;
         let at = |bytes: u64| annulus_core::index(bytes / size);
         let shape = record.fields()[field];
-        Ok(Self::Records {
-            elements,
-            stride: at(record.bytes()),
-            first: at(record.offset(field, 0, 0)),
-            heads: shape.heads,
-            dim: shape.dim,
-        })
+        let (heads, dim) = (shape.heads, shape.dim);
+        let (first, stride) = (at(record.offset(field, 0, 0)), at(record.bytes()));
+        Ok(Self::Vectors { elements, first, batch_stride: heads * dim, stride, head_stride: dim, heads, dim })
     }
 
     /// The vectors of one batch row and head.
     pub(crate) fn plane(&self, batch: usize, head: usize) -> Plane<'a, E> {
         match *self {
             Self::Tensor(tensor) => Plane::Tensor(tensor.slice_move(s![batch, .., head, ..])),
-            Self::Records { elements, stride, first, heads, dim } => {
-                let first = first + (batch * heads + head) * dim;
-                Plane::Records { elements: elements.get(first..).unwrap_or_default(), stride, dim }
+            Self::Vectors { elements, first, batch_stride, stride, head_stride, dim, .. } => {
+                let first = first + batch * batch_stride + head * head_stride;
+                Plane::Vectors { elements: elements.get(first..).unwrap_or_default(), stride, dim }
             }
         }
     }
@@ -108,9 +121,10 @@ impl<'a, E: Element> Source<'a, E> {
     pub(crate) fn row(&self, batch: usize, row: usize) -> Option<&'a [E]> {
         match *self {
             Self::Tensor(tensor) => tensor.index_axis_move(Axis(0), batch).index_axis_move(Axis(0), row).to_slice(),
-            Self::Records { elements, stride, first, heads, dim } => {
-                elements.get(row * stride + first + batch * heads * dim..)?.get(..heads * dim)
+            Self::Vectors { elements, first, batch_stride, stride, head_stride, heads, dim } if heads == 1 || head_stride == dim => {
+                elements.get(first + batch * batch_stride + row * stride..)?.get(..heads * dim)
             }
+            Self::Vectors { .. } => None,
         }
     }
 
@@ -119,8 +133,8 @@ impl<'a, E: Element> Source<'a, E> {
     pub(crate) fn vector(&self, batch: usize, row: usize, head: usize) -> ArrayView1<'a, E> {
         match *self {
             Self::Tensor(tensor) => tensor.slice_move(s![batch, row, head, ..]),
-            Self::Records { elements, stride, first, heads, dim } => {
-                ArrayView1::from(&elements[row * stride + first + (batch * heads + head) * dim..][..dim])
+            Self::Vectors { elements, first, batch_stride, stride, head_stride, dim, .. } => {
+                ArrayView1::from(&elements[first + batch * batch_stride + row * stride + head * head_stride..][..dim])
             }
         }
     }
@@ -131,8 +145,8 @@ impl<'a, E: Element> Source<'a, E> {
 pub(crate) enum Plane<'a, E> {
     /// `[rows, dim]`, any strides.
     Tensor(ArrayView2<'a, E>),
-    /// `elements[row·stride ..]`.
-    Records { elements: &'a [E], stride: usize, dim: usize },
+    /// `elements[row·stride ..][.. dim]`.
+    Vectors { elements: &'a [E], stride: usize, dim: usize },
 }
 
 impl<'a, E: Element> Plane<'a, E> {
@@ -141,21 +155,18 @@ impl<'a, E: Element> Plane<'a, E> {
     pub(crate) fn vector(&self, row: usize) -> ArrayView1<'a, E> {
         match *self {
             Self::Tensor(plane) => plane.index_axis_move(Axis(0), row),
-            Self::Records { elements, stride, dim } => ArrayView1::from(&elements[row * stride..][..dim]),
+            Self::Vectors { elements, stride, dim } => ArrayView1::from(&elements[row * stride..][..dim]),
         }
     }
-}
 
-impl<E: Element> Plane<'_, E> {
-    /// Asks for one vector, if there is one, before it is needed.
-    #[inline]
-    pub(crate) fn prefetch(&self, row: usize) {
-        let vector = match *self {
+    /// One vector, if there is one and its elements lie side by side.
+    #[inline(always)]
+    pub(crate) fn slice(&self, row: usize) -> Option<&'a [E]> {
+        match *self {
             Self::Tensor(plane) if row < plane.nrows() => plane.index_axis_move(Axis(0), row).to_slice(),
             Self::Tensor(_) => None,
-            Self::Records { elements, stride, dim } => elements.get(row * stride..row * stride + dim),
-        };
-        prefetch(vector.unwrap_or_default());
+            Self::Vectors { elements, stride, dim } => elements.get(row * stride..row * stride + dim),
+        }
     }
 }
 
