@@ -213,6 +213,8 @@ pub(crate) fn array_mut<'a, E: Element>(name: &str, view: &'a mut HostViewMut<'_
 
 #[cfg(test)]
 mod tests {
+    use ndarray::Array4;
+
     use super::*;
 
     #[test]
@@ -221,6 +223,31 @@ mod tests {
             let (half, brain) = (f16::from_bits(bits), bf16::from_bits(bits));
             for (got, want) in [(half.widen(), half.to_f32()), (brain.widen(), brain.to_f32())] {
                 assert!(got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan(), "{bits:04x}");
+            }
+        }
+    }
+
+    #[test]
+    fn vectors_are_found_whatever_the_strides() {
+        let dense = Array4::from_shape_fn((2, 3, 4, 5), |(b, i, h, c)| (b * 1000 + i * 100 + h * 10 + c) as f32);
+        let mut upside_down = dense.view();
+        upside_down.invert_axis(Axis(1));
+        let heads_first = dense.view().permuted_axes([0, 2, 1, 3]);
+        let dims_first = dense.view().permuted_axes([0, 1, 3, 2]);
+        let part = dense.slice(s![.., 1.., ..2, ..]);
+        let line = dense.slice(s![..1, ..1, 1..2, ..]);
+        let views = [(dense.view(), true), (heads_first, true), (line, true), (upside_down, false), (dims_first, false), (part, false)];
+        for (view, side_by_side) in views {
+            let source = Source::tensor(view);
+            assert_eq!(matches!(source, Source::Vectors { .. }), side_by_side, "{:?}", view.strides());
+            let (batch, rows, heads, dim) = view.dim();
+            for (b, i, h) in (0..batch).flat_map(|b| (0..rows).flat_map(move |i| (0..heads).map(move |h| (b, i, h)))) {
+                let want = view.slice(s![b, i, h, ..]);
+                let plane = source.plane(b, h);
+                assert!(source.vector(b, i, h) == want && plane.vector(i) == want);
+                assert!(plane.slice(i).is_none_or(|slice| want.iter().eq(slice)));
+                assert!(source.row(b, i).is_none_or(|line| want.iter().eq(&line[h * dim..(h + 1) * dim])));
+                assert!(!side_by_side || plane.slice(i).is_some());
             }
         }
     }
