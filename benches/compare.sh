@@ -4,18 +4,19 @@
 #   usage: benches/compare.sh OUT_FOLDER ROUNDS PEER_COMMAND... [-- BENCH_FLAGS...]...
 #   e.g.   benches/compare.sh /tmp/out 3 "python3 ../shared/peers/bench_torch.py --ns 1024,2048 --dtypes f32,bf16" -- --ns 1024,2048 --dtype f32,bf16
 #
-# Each -- begins the flags of one more `annulus bench` (`-- --dtype f32 -- --dtype bf16 --precision default`). A peer command prints one JSON line a case: peer what dtype threads batch heads head_dim n causal gflops_cpu. What the core can do at most
+# Each -- begins the flags of one more `annulus bench` (`-- --dtype f32 -- --dtype bf16 --precision default`); without --what and --threads they mean
+# fwd,fwd+bwd and 1. A bench of N threads is pinned to cores 0 to N - 1, all else to $ANNULUS_BENCH_CORE (1). A peer command prints one JSON line a
+# case: peer what dtype threads batch heads head_dim n causal gflops_cpu; a word "none" in its place is no peer. What the core can do at most
 # (multiply-adds, reading) is measured in every round, so that rates can be set against it. Everything that was printed is kept in
-# OUT_FOLDER/lines.jsonl; the table of ratios goes to standard output and OUT_FOLDER/ratios.md, the picture to OUT_FOLDER/rates.svg. Needs taskset
-# and python3.
+# OUT_FOLDER/lines.jsonl; the tables go to standard output and OUT_FOLDER/ratios.md, the picture to OUT_FOLDER/rates.svg. Needs taskset and python3.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ $# -ge 3 ] || { sed -n '2,12p' "$0"; exit 2; }
+[ $# -ge 3 ] || { sed -n '2,13p' "$0"; exit 2; }
 out=$1 rounds=$2
 shift 2
 peers=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
-  peers+=("$1")
+  [ "$1" = none ] || peers+=("$1")
   shift
 done
 # flags of a bench are kept as one word each, quoted
@@ -38,11 +39,18 @@ cargo build --release -q -p annulus-cli
 cargo build --release -q -p annulus-cpu --example limits
 for ((round = 1; round <= rounds; round++)); do
   taskset -c "$core" target/release/examples/limits | tee -a "$out/lines.jsonl" > "$out/last"
-  for peer in "${peers[@]}"; do
+  for peer in ${peers[@]+"${peers[@]}"}; do
     taskset -c "$core" bash -c "$peer" | tee -a "$out/lines.jsonl" > "$out/last"
   done
   for flags in "${benches[@]}"; do
-    taskset -c "$core" bash -c "target/release/annulus bench --what fwd,fwd+bwd --threads 1 $flags" | tee -a "$out/lines.jsonl" > "$out/last"
+    cores=$core
+    [[ $flags == *--what* ]] || flags+=" --what fwd,fwd+bwd"
+    if [[ $flags =~ --threads\ ([0-9]+) ]]; then
+      [ "${BASH_REMATCH[1]}" = 1 ] || cores=0-$((BASH_REMATCH[1] - 1))
+    else
+      flags+=" --threads 1"
+    fi
+    taskset -c "$cores" bash -c "target/release/annulus bench $flags" | tee -a "$out/lines.jsonl" > "$out/last"
   done
 done
 rm -f "$out/last"

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Draws bench lines (files of JSON lines, or standard input) as an SVG: GFLOP/s of annulus and its peers, case by case, under the rate of
-multiply-adds in registers that was measured in the same run. Needs nothing but Python.
+multiply-adds in registers that was measured in the same run: cases of one thread, without windows, documents and grouped heads. Needs nothing but
+Python.
 
 usage: plot.py lines.jsonl > rates.svg
 """
@@ -22,9 +23,10 @@ def lines(paths):
 
 best, limit = {}, 0.0
 for line in lines(sys.argv[1:]):
+    plain = line.get("kv_heads") in (None, line.get("heads")) and line.get("kv_len") in (None, line.get("n"))
     if "limit" in line:
         limit = max(limit, line.get("gflops", 0.0))
-    else:
+    elif plain and line["threads"] == 1 and not line.get("window") and not line.get("documents"):
         allows = line.get("precision", "highest") == "default" and line["dtype"] == "bf16"
         key = (tuple(line[field] for field in CASE), line["peer"] + ("+rounded" if allows else ""))
         best[key] = max(best.get(key, 0.0), line["gflops_cpu"])

@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Joins bench lines of annulus and its peers, case by case, into a table of ratios (standard input or files of JSON lines).
+"""Joins bench lines of annulus and its peers, case by case, into tables (standard input or files of JSON lines).
 
-Lines of annulus that allow weights to be rounded (`--precision default`) are cases of their own, set against the same lines of peers. The best
-gflops_cpu of each (peer, case) counts; a ratio above 1 means that annulus is faster. Where the lines hold the rate of multiply-adds in
-registers, a column says what share of the best of them annulus reaches.
+The best gflops_cpu of each (peer, case) counts; a ratio above 1 means that annulus is faster. Lines of annulus that allow weights to be rounded
+(`--precision default`) are cases of their own, set against the same lines of peers; windows, packed documents, grouped heads and other numbers of
+queries than of keys have no peer. "of full" is the share of annulus' own rate without a mask, as many key heads as query heads, in the same run;
+"read" is how fast few queries read keys and values, and its share of the best plain reading. With several threads the clock on the wall counts, and
+a second table sets them against one thread. Rates of multiply-adds and of reading are those that the lines hold.
 """
 import json
 import sys
 
-CASE = ("what", "dtype", "threads", "batch", "heads", "head_dim", "n", "causal")
+SIZES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2}
 
 
 def lines(paths):
@@ -18,32 +20,69 @@ def lines(paths):
                 yield json.loads(line)
 
 
-best = {}
-limit = 0.0
+def case(line):
+    """What is timed, but for who does it: (what, dtype, rounded, threads, heads, kv_heads, head_dim, n, kv_len, mask)."""
+    mask = "causal" if line["causal"] else "full"
+    if line.get("window"):
+        mask = "window " + ",".join("none" if side is None else str(side) for side in line["window"])
+    if line.get("documents"):
+        lengths = line["documents"]
+        alike = len(set(lengths)) == 1
+        mask = ("%d×%d " % (len(lengths), lengths[0]) if alike else "documents ") + mask
+    rounded = line.get("precision", "highest") == "default" and line["dtype"] == "bf16"
+    kv_heads, kv_len = line.get("kv_heads", line["heads"]), line.get("kv_len", line["n"])
+    return (line["what"], line["dtype"], rounded, line["threads"], line["heads"], kv_heads, line["head_dim"], line["n"], kv_len, mask)
+
+
+def few(case):
+    return case[7] < case[8]
+
+
+best, multiply_add, read = {}, 0.0, 0.0
 for line in lines(sys.argv[1:]):
     if "limit" in line:
-        limit = max(limit, line.get("gflops", 0.0))
+        multiply_add = max(multiply_add, line.get("gflops", 0.0))
+        read = max(read, line.get("gigabytes_per_second", 0.0))
         continue
-    allows = line.get("precision", "highest") == "default" and line["dtype"] == "bf16"
-    key = (line["peer"] + ("+rounded" if allows else ""), tuple(line[field] for field in CASE))
-    best[key] = max(best.get(key, 0.0), line["gflops_cpu"])
+    rate = line["gflops_cpu" if line["threads"] == 1 else "gflops"]
+    best[line["peer"], case(line)] = max(best.get((line["peer"], case(line)), 0.0), rate)
+    # what several threads are set against
+    best["wall " + line["peer"], case(line)] = max(best.get(("wall " + line["peer"], case(line)), 0.0), line["gflops"])
 
 names = sorted({peer for peer, _ in best if peer.startswith("annulus-")})
-ours = names[0] if names else None
-peers = sorted({peer for peer, _ in best if peer not in names})
-cases = sorted({(case, name) for name, case in best if name in names}, key=str)
-if ours is None or not peers:
-    sys.exit("ratios.py: needs lines of annulus and of at least one peer")
-share = " of %.1f |" % limit if limit else ""
-print("| what | dtype | heads | head dim | n | causal | " + ours + " GFLOP/s |" + share + " " + " | ".join(f"{peer} GFLOP/s | ratio" for peer in peers) + " |")
-print("|---" * (7 + bool(limit) + 2 * len(peers)) + "|")
-for case, name in cases:
-    what, dtype, _, _, heads, head_dim, n, causal = case
-    mine = best[(name, case)]
-    row = [what, dtype if name == ours else dtype + ", rounded weights", heads, head_dim, n, "yes" if causal else "no", f"{mine:.1f}"]
-    if limit:
-        row += [f"{100 * mine / limit:.0f} %"]
+if not names:
+    sys.exit("ratios.py: needs lines of annulus")
+ours = names[0]
+peers = sorted({peer for peer, _ in best if not peer.startswith(("annulus-", "wall "))})
+cases = sorted({of for name, of in best if name == ours}, key=str)
+
+titles = ["what", "dtype", "heads", "head dim", "n", "mask", ours + " GFLOP/s"]
+titles += ["of %.1f" % multiply_add] * bool(multiply_add) + ["of full"]
+titles += [title for peer in peers for title in (peer + " GFLOP/s", "ratio")] + ["read GB/s (of %.1f)" % read] * bool(read)
+print("| " + " | ".join(titles) + " |")
+print("|---" * len(titles) + "|")
+for of in cases:
+    what, dtype, rounded, threads, heads, kv_heads, head_dim, n, kv_len, mask = of
+    mine = best[ours, of]
+    row = [what, dtype + ", rounded weights" * rounded, str(heads) if heads == kv_heads else "%d:%d" % (heads, kv_heads), head_dim]
+    row += ["%d × %d" % (n, kv_len) if n != kv_len else n, mask + (", %d threads" % threads) * (threads > 1), "%.1f" % mine]
+    if multiply_add:
+        row.append("%.0f %%" % (100 * mine / multiply_add / threads))
+    full = best.get((ours, (what, dtype, rounded, threads, heads, heads, head_dim, n, kv_len, "full")))
+    row.append("–" if full is None else "%.0f %%" % (100 * mine / full))
     for peer in peers:
-        theirs = best.get((peer, case))
-        row += [f"{theirs:.1f}", f"{mine / theirs:.2f}"] if theirs else ["–", "–"]
+        theirs = best.get((peer, (what, dtype, False) + of[3:]))
+        row += ["–", "–"] if theirs is None else ["%.1f" % theirs, "%.2f" % (mine / theirs)]
+    if read:
+        # 4 operations a pair and element, of each of which keys and values hold two elements a key head
+        bandwidth = mine * 2 * SIZES[dtype] * kv_heads / (4 * n * heads)
+        row.append("%.1f (%.0f %%)" % (bandwidth, 100 * bandwidth / read) if few(of) and what == "fwd" and mask == "full" else "–")
     print("| " + " | ".join(map(str, row)) + " |")
+
+several = [of for of in cases if of[3] > 1 and ("wall " + ours, of[:3] + (1,) + of[4:]) in best]
+if several:
+    print("\n| what | dtype | head dim | n | mask | threads | GFLOP/s on the wall | one thread | ratio |")
+    print("|---" * 9 + "|")
+    for of in several:
+        many, one = best[ours, of], best["wall " + ours, of[:3] + (1,) + of[4:]]
+        print("| %s | %s | %d | %d | %s | %d | %.1f | %.1f | %.2f |" % (of[0], of[1] + ", rounded weights" * of[2], of[6], of[7], of[9], of[3], many, one, many / one))

@@ -68,7 +68,7 @@ struct RowsOf<'a, E: Input> {
 
 impl<E: Input> RowsOf<'_, E> {
     fn fill(&self, batch: usize, head: usize, into: &mut Line<'_, Acc<E>>) {
-        let (out, dout) = (Source::Tensor(self.out), Source::Tensor(self.dout));
+        let (out, dout) = (Source::tensor(self.out), Source::tensor(self.dout));
         for row in 0..into.lse.len() {
             let at = [batch, head, row, 0];
             let of = |view: Option<ArrayView4<'_, Acc<E>>>| view.map_or(0.0, |view| view[at].to_f64());

@@ -17,6 +17,7 @@ use std::{
 use annulus_core::{Block, Element, Error, Host, HostBuffer, Inputs, Local, QueryTile, Record, Result, Saved, Spec, Tick, Visibility};
 
 use crate::{
+    ahead::Lines,
     backward_queries::{Operands, apply_slope, differentiate},
     backward_together::{QueryGradients, add_together},
     forward::{Acc, keys_and_values},
@@ -28,15 +29,12 @@ use crate::{
     products::column_products,
     real::Real,
     records::{QueryRecord, bytes_mut},
-    scratch::{Ahead, RowStatistics, Scratch},
+    scratch::{RowStatistics, Scratch},
     sight::{Lanes, TILE},
     statistics::Statistics,
     team::{Pulse, Team},
     workspace::{Seen, State, Summed},
 };
-
-/// How often queries are asked for while a tile is worked on.
-const CALLS: usize = 3;
 
 /// What this rank's queries give to the gradients of a block's keys, written into `fresh`.
 pub(crate) fn attend_keys<E: Input<Accumulator: Summed>>(
@@ -83,8 +81,8 @@ pub(crate) fn attend_block<E: Input<Accumulator: Summed>>(
         logits: Logits { spec, path: geometry.path, queries, keys, bias },
         k,
         v,
-        q: Source::Tensor(array("q", inputs.q)?),
-        dout: Source::Tensor(array("dout", saved.dout)?),
+        q: Source::tensor(array("q", inputs.q)?),
+        dout: Source::tensor(array("dout", saved.dout)?),
         statistics: KnownOfQueries::Here(statistics),
         gradient_record,
         add: false,
@@ -126,8 +124,8 @@ pub(crate) fn attend_keys_home<E: Input<Accumulator: Summed>>(
         visibility,
         seen,
         logits: Logits { spec, path: geometry.path, queries, keys, bias },
-        k: Source::Tensor(array("k", inputs.k)?),
-        v: Source::Tensor(array("v", inputs.v)?),
+        k: Source::tensor(array("k", inputs.k)?),
+        v: Source::tensor(array("v", inputs.v)?),
         q: source(0)?,
         dout: source(1)?,
         statistics: KnownOfQueries::Travelled { bytes, record: QueryRecord::of(spec) },
@@ -255,6 +253,8 @@ impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
                 if pulse.stopped() {
                     return;
                 }
+                let lines = 2 * TILE + self.geometry.head_rows() + self.geometry.value_rows();
+                scratch.ahead.spread(self.geometry.strips(task.keys.len()).len(), lines);
                 for head in heads.clone() {
                     // mostly the next
                     let next = queries.end..(queries.end + TILE).min(self.visibility.queries.len());
@@ -271,19 +271,6 @@ impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
         let heads = self.geometry.heads(kv_head);
         let step = if self.visibility.per_head() { 1 } else { heads.len() };
         heads.clone().step_by(step).map(move |first| first..first + step)
-    }
-
-    /// Asks for a part of the queries that mostly come next, of head `head`: as many as make all of them while one tile is worked on.
-    fn ask_ahead(&self, ahead: &mut Ahead, task: &Task, head: usize) {
-        if Range::is_empty(&ahead.rows) {
-            return;
-        }
-        let (q, dout) = (self.q.plane(task.batch, head), self.dout.plane(task.batch, head));
-        let tiles = self.geometry.strips(task.keys.len()).len();
-        for row in ahead.rows.by_ref().take(TILE.div_ceil(CALLS * tiles)) {
-            q.prefetch(row);
-            dout.prefetch(row);
-        }
     }
 
     /// One tile of queries of one head, for all strips of keys; with the head whose queries are asked for meanwhile.
@@ -342,8 +329,9 @@ impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
             fill_lanes(geometry.path, &self.v, (site.batch, task.kv_head), site.keys.clone(), site.width, of_v, geometry.pairs);
         }
         let operands = Operands { s: (rows_head, of_k), dp: (rows_value, of_v) };
-        differentiate(&self.logits, site, sight, operands, statistics, tiles);
-        self.ask_ahead(ahead, task, head_ahead);
+        let [q, dout] = [&self.q, &self.dout].map(|source| Lines::of(source.plane(task.batch, head_ahead)));
+        let mut asking = ahead.asking([q, dout], Lines::default());
+        differentiate(&self.logits, site, sight, operands, statistics, tiles, &mut asking);
         let span = site.span(sight.rows());
         apply_slope(&self.logits, site, &span, tiles);
         if let Some(key) = whole {
@@ -354,11 +342,9 @@ impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
             pair_rows(geometry.path, site.vectors, sight.rows(), &mut tiles.s);
         }
         let of_dv = &mut sums_value[geometry.lanes_of(site, geometry.value_rows())];
-        column_products(geometry.path, site.vectors, sight, rows_value, &tiles.dp[span.clone()], of_dv, None);
-        self.ask_ahead(ahead, task, head_ahead);
+        column_products((geometry.path, site.vectors), sight, rows_value, &tiles.dp[span.clone()], of_dv, None, &mut asking);
         let of_dk = &mut sums_head[geometry.lanes_of(site, geometry.head_rows())];
-        column_products(geometry.path, site.vectors, sight, rows_head, &tiles.s[span], of_dk, None);
-        self.ask_ahead(ahead, task, head_ahead);
+        column_products((geometry.path, site.vectors), sight, rows_head, &tiles.s[span], of_dk, None, &mut asking);
     }
 
     /// Writes a task's sums into its places of the gradient records.

@@ -13,6 +13,7 @@ use std::ops::Range;
 use annulus_core::{BiasOrder, Block, Host, Inputs, Result, Saved, Tick};
 
 use crate::{
+    ahead::{Asking, Lines},
     bias_gradient::Part,
     forward::{Acc, QueryPass},
     gradient::{Differentiate, OfQueries},
@@ -42,7 +43,7 @@ pub(crate) fn attend_queries<E: Input<Accumulator: Summed>>(
     state.sum_in(Order::Strips)?;
     let State { local, geometry, q_rows, blocks, scratch, statistics, bias_gradient, in_place, .. } = state;
     let pass = QueryPass::<E>::new(geometry, *q_rows, local, inputs, block, *in_place)?;
-    let pass = Gradients { pass, dout: Source::Tensor(array("dout", saved.dout)?), statistics };
+    let pass = Gradients { pass, dout: Source::tensor(array("dout", saved.dout)?), statistics };
     QueryPass::<E>::look_anew(scratch);
     // tasks of one owner stay together: they add to the same part of the bias's gradient
     let mut parts = bias_gradient.as_mut().map(|gradient| gradient.parts.iter_mut());
@@ -137,12 +138,15 @@ impl<E: Input<Accumulator: Summed>> Gradients<'_, E> {
     ) {
         let geometry = self.pass.geometry;
         let logits = &self.pass.logits;
-        let Scratch { rows_head, rows_value, lanes_head, lanes_value, tiles, statistics, sight, sight_of_head, .. } = scratch;
+        let Scratch { rows_head, rows_value, lanes_head, lanes_value, tiles, statistics, sight, sight_of_head, ahead, .. } = scratch;
         sight_of_head.clone_from(sight);
         let sight = sight_of_head;
         let of_q = &lanes_head[geometry.lanes_of(site, geometry.depth(geometry.dims.head_dim))];
         let of_dout = &lanes_value[geometry.lanes_of(site, geometry.depth(geometry.dims.value_dim))];
-        differentiate(logits, site, sight, Operands { s: (rows_head, of_q), dp: (rows_value, of_dout) }, statistics, tiles);
+        let [k, v] = [&self.pass.k, &self.pass.v].map(|source| Lines::of(source.plane(block.batch, block.kv_head)));
+        let mut asking = ahead.asking([k, v], Lines::default());
+        let operands = Operands { s: (rows_head, of_q), dp: (rows_value, of_dout) };
+        differentiate(logits, site, sight, operands, statistics, tiles, &mut asking);
 
         let span = site.span(sight.rows());
         // a bias before the soft cap goes through it
@@ -162,7 +166,7 @@ impl<E: Input<Accumulator: Summed>> Gradients<'_, E> {
         let depth = geometry.head_rows();
         let lane = block.lane(site.head % geometry.dims.group(), first);
         let sums = &mut block.sums[lane * depth..(lane + site.width) * depth];
-        column_products(geometry.path, site.vectors, sight, rows_head, &tiles.s[span], sums, None);
+        column_products((geometry.path, site.vectors), sight, rows_head, &tiles.s[span], sums, None, &mut asking);
     }
 }
 
@@ -180,13 +184,14 @@ pub(crate) fn differentiate<A: Real>(
     operands: Operands<'_, A>,
     statistics: &RowStatistics<A>,
     tiles: &mut Tiles<A>,
+    asking: &mut Asking<'_>,
 ) {
     let (path, vectors) = (logits.path, site.vectors);
     let (panel, lanes) = operands.s;
-    row_products(path, vectors, sight, panel, lanes, &mut tiles.s, None);
+    row_products((path, vectors), sight, panel, lanes, &mut tiles.s, None, asking);
     logits.finish(site, sight, &mut tiles.s, Some(&mut tiles.slope), &mut tiles.extra);
     let (panel, lanes) = operands.dp;
-    row_products(path, vectors, sight, panel, lanes, &mut tiles.dp, None);
+    row_products((path, vectors), sight, panel, lanes, &mut tiles.dp, None, asking);
     let span = site.span(sight.rows());
     let keep = logits.fill_keep(site, sight.rows(), &mut tiles.extra).then(|| &tiles.extra[span.clone()]);
     let by_row = site.lanes == Lanes::Keys;

@@ -23,15 +23,14 @@ use crate::{
     forward::{Acc, QueryPass},
     geometry::Geometry,
     input::{Input, Source},
-    isa::Kernel,
-    lanes::unrolled,
+    isa::{Kernel, prefetch_far},
     logits::Site,
     real::Real,
     scratch::Scratch,
     sight::{Lanes, Sight, TILE},
     softmax::{Fold, Multiply},
     team::{Pulse, Team},
-    vector::Vector,
+    vector::{MOST_WIDTH, Vector},
     workspace::{QueryBlock, Summed},
 };
 
@@ -64,6 +63,8 @@ pub(crate) struct FewScratch<A> {
     q: Aligned<A>,
     /// `[query heads][TILE][lanes]`
     tiles: Aligned<A>,
+    /// `[query heads · queries][lanes][lanes]`
+    products: Aligned<A>,
 }
 
 /// Whether few queries are served this way.
@@ -84,6 +85,7 @@ impl<A: Real> FewScratch<A> {
         Ok(Self {
             q: Aligned::zeroed(heads * queries * pitch::<A>(geometry.dims.head_dim))?,
             tiles: Aligned::zeroed(heads * TILE * A::WIDTH)?,
+            products: Aligned::zeroed(heads * queries * A::WIDTH * A::WIDTH)?,
         })
     }
 }
@@ -219,7 +221,16 @@ impl<E: Input<Accumulator: Summed>> Task<'_, '_, E> {
         let queries = self.queries.len();
         let rows = sight.rows().clone();
         let tile = Tile { batch: self.batch, queries, group: dims.group(), first_key: keys.start, rows: rows.clone() };
-        let dots = Dots { tile: &tile, source: &pass.k, dim: dims.head_dim, q: &few.q, into: &mut few.tiles };
+        let (keys_dim, values_dim) = (dims.head_dim, dims.value_dim);
+        let dots = Dots {
+            tile: &tile,
+            source: &pass.k,
+            dim: keys_dim,
+            later: (&pass.v, values_dim, 0),
+            q: &few.q,
+            products: &mut few.products,
+            into: &mut few.tiles,
+        };
         Acc::<E>::run_kernel(path, 1, dots);
         let out_len = queries * pitch::<Acc<E>>(dims.value_dim);
         for (head, logits) in few.tiles.chunks_exact_mut(TILE * width).enumerate() {
@@ -241,7 +252,8 @@ impl<E: Input<Accumulator: Summed>> Task<'_, '_, E> {
                 Acc::<E>::run(path, 1, Multiply { tile: weights, by: &tiles.extra[site.span(&rows)] });
             }
         }
-        let sums = WeightedSums { tile: &tile, source: &pass.v, dim: dims.value_dim, weights: &few.tiles, out: &mut part.out, sight };
+        let (weights, out, later) = (&few.tiles[..], &mut part.out[..], (&pass.k, keys_dim, TILE));
+        let sums = WeightedSums { tile: &tile, source: &pass.v, dim: values_dim, later, weights, out, sight };
         Acc::<E>::run_kernel(path, 1, sums);
     }
 }
@@ -262,7 +274,11 @@ struct Dots<'a, 's, E: Input> {
     tile: &'a Tile,
     source: &'a Source<'s, E>,
     dim: usize,
+    /// What is read next, the length of its vectors, and how many rows further it begins.
+    later: (&'a Source<'s, E>, usize, usize),
     q: &'a [E::Accumulator],
+    /// `[heads · queries][lanes][lanes]`: products of as many keys as a vector has lanes, summed along the dims, but not across lanes.
+    products: &'a mut [E::Accumulator],
     into: &'a mut [E::Accumulator],
 }
 
@@ -273,44 +289,78 @@ impl<E: Input> Kernel<E::Accumulator> for Dots<'_, '_, E> {
     fn run<V: Vector<E::Accumulator>, const ROWS: usize, const VECTORS: usize>(self) {
         let Tile { batch, queries, group, first_key, ref rows } = *self.tile;
         let pitch = self.dim.next_multiple_of(V::WIDTH);
-        for row in rows.clone() {
-            let Some(keys) = self.source.row(batch, first_key + row) else { return };
-            for (kv_head, key) in keys.chunks_exact(self.dim).enumerate() {
-                for head in kv_head * group..(kv_head + 1) * group {
-                    let into = &mut self.into[(head * TILE + row) * V::WIDTH..][..queries];
-                    let of_head = &self.q[head * queries * pitch..(head + 1) * queries * pitch];
-                    for (into, q) in into.iter_mut().zip(of_head.chunks_exact(pitch)) {
-                        *into = dot::<E, V>(q, key);
+        let square = V::WIDTH * V::WIDTH;
+        for first in rows.clone().step_by(V::WIDTH) {
+            let used = V::WIDTH.min(rows.end - first);
+            for (place, row) in (first_key + first..first_key + first + used).enumerate() {
+                let Some(keys) = self.source.row(batch, row) else { return };
+                let mut later = Later::of(&self.later, batch, row);
+                for (kv_head, key) in keys.chunks_exact(self.dim).enumerate() {
+                    later.ask();
+                    let vectors = kv_head * group * queries..(kv_head + 1) * group * queries;
+                    let of_head = &mut self.products[vectors.start * square..vectors.end * square];
+                    let q = &self.q[vectors.start * pitch..vectors.end * pitch];
+                    for (q, into) in q.chunks_exact(pitch).zip(of_head.chunks_exact_mut(square)) {
+                        if let Some([into]) = V::row_mut::<1>(&mut into[place * V::WIDTH..]) {
+                            products::<E, V>(q, key).store(into);
+                        }
                     }
                 }
+            }
+            // sums across lanes of all these keys: one transposition, then sums of vectors
+            for (line, of_line) in self.products.chunks_exact(square).enumerate() {
+                let mut logits = [E::Accumulator::ZERO; MOST_WIDTH];
+                if let Some([logits]) = V::row_mut::<1>(&mut logits) {
+                    totals::<E::Accumulator, V>(of_line).store(logits);
+                }
+                let (head, query) = (line / queries, line % queries);
+                let into = self.into[(head * TILE + first) * V::WIDTH + query..].iter_mut().step_by(V::WIDTH);
+                into.zip(&logits).take(used).for_each(|(into, &logit)| *into = logit);
             }
         }
     }
 }
 
-/// q·k, where q goes on with zeros to whole vectors.
+/// q·k but for the sum across lanes, where q goes on with zeros to whole vectors.
 #[inline(always)]
-fn dot<E: Input, V: Vector<E::Accumulator>>(q: &[E::Accumulator], key: &[E]) -> E::Accumulator {
-    // two sums, so that none waits for another
-    let mut sums = [V::splat(E::Accumulator::ZERO); TWO];
-    let mut key = key.chunks(V::WIDTH);
-    for lines in V::strip::<1>(q).chunks(TWO) {
-        unrolled!(i < TWO, {
-            if let (Some([line]), Some(key)) = (lines.get(i), key.next()) {
-                sums[i] = V::load(line).multiply_add(V::widen(key), sums[i]);
-            }
-        });
+fn products<E: Input, V: Vector<E::Accumulator>>(q: &[E::Accumulator], key: &[E]) -> V {
+    let mut sum = V::splat(E::Accumulator::ZERO);
+    let mut lines = V::strip::<1>(q).iter();
+    let mut keys = key.chunks_exact(V::WIDTH);
+    for (key, [line]) in keys.by_ref().zip(lines.by_ref()) {
+        sum = V::load(line).multiply_add(V::widen(key), sum);
     }
-    sums[0].plus(sums[1]).total()
+    match (keys.remainder(), lines.next()) {
+        ([], _) | (_, None) => sum,
+        (rest, Some([line])) => V::load(line).multiply_add(V::widen(rest), sum),
+    }
 }
 
-const TWO: usize = 2;
+/// The sums of as many vectors as one has lanes, one a lane.
+#[inline(always)]
+fn totals<A: Real, V: Vector<A>>(vectors: &[A]) -> V {
+    let mut sums = [V::splat(A::ZERO); MOST_WIDTH];
+    for (sum, [vector]) in sums.iter_mut().zip(V::strip::<1>(vectors)) {
+        *sum = V::load(vector);
+    }
+    V::transpose(&mut sums);
+    let mut half = V::WIDTH / 2;
+    while half > 0 {
+        for i in 0..half {
+            sums[i] = sums[i].plus(sums[i + half]);
+        }
+        half /= 2;
+    }
+    sums[0]
+}
 
 /// out\[head\]\[query\] += Σ_key weights\[head\]\[key\]\[query\]·v over the visible pairs, values in the order of memory.
 struct WeightedSums<'a, 's, E: Input> {
     tile: &'a Tile,
     source: &'a Source<'s, E>,
     dim: usize,
+    /// What is read next, the length of its vectors, and how many rows further it begins.
+    later: (&'a Source<'s, E>, usize, usize),
     weights: &'a [E::Accumulator],
     out: &'a mut [E::Accumulator],
     sight: &'a Sight,
@@ -325,21 +375,54 @@ impl<E: Input> Kernel<E::Accumulator> for WeightedSums<'_, '_, E> {
         let pitch = self.dim.next_multiple_of(V::WIDTH);
         for row in rows.clone() {
             let Some(values) = self.source.row(batch, first_key + row) else { return };
+            let mut later = Later::of(&self.later, batch, first_key + row);
             for (kv_head, value) in values.chunks_exact(self.dim).enumerate() {
+                later.ask();
                 for head in kv_head * group..(kv_head + 1) * group {
                     let weights = &self.weights[(head * TILE + row) * V::WIDTH..][..queries];
                     let of_head = &mut self.out[head * queries * pitch..(head + 1) * queries * pitch];
                     for ((query, &weight), out) in weights.iter().enumerate().zip(of_head.chunks_exact_mut(pitch)) {
                         // a hidden value may be NaN, and 0·NaN is not 0
                         if self.sight.visible(row, query) {
-                            let weight = V::splat(weight);
-                            for ([out], value) in V::strip_mut::<1>(out).iter_mut().zip(value.chunks(V::WIDTH)) {
-                                weight.multiply_add(V::widen(value), V::load(out)).store(out);
-                            }
+                            add::<E, V>(out, weight, value);
                         }
                     }
                 }
             }
         }
+    }
+}
+
+/// out += weight·value, where out goes on to whole vectors.
+#[inline(always)]
+fn add<E: Input, V: Vector<E::Accumulator>>(out: &mut [E::Accumulator], weight: E::Accumulator, value: &[E]) {
+    let weight = V::splat(weight);
+    let mut out = V::strip_mut::<1>(out).iter_mut();
+    let mut values = value.chunks_exact(V::WIDTH);
+    for (value, [out]) in values.by_ref().zip(out.by_ref()) {
+        weight.multiply_add(V::widen(value), V::load(out)).store(out);
+    }
+    if let (rest @ [_, ..], Some([out])) = (values.remainder(), out.next()) {
+        weight.multiply_add(V::widen(rest), V::load(out)).store(out);
+    }
+}
+
+/// Rows that are read after the tile at hand: values after their keys, keys of the next tile after those. They are asked for meanwhile, part by part, so
+/// that memory never waits for arithmetic.
+struct Later<'a, E> {
+    line: std::slice::Chunks<'a, E>,
+}
+
+impl<'a, E: Input> Later<'a, E> {
+    /// The row so many rows after `row`, if there is one.
+    #[inline(always)]
+    fn of((source, dim, after): &(&Source<'a, E>, usize, usize), batch: usize, row: usize) -> Self {
+        Self { line: source.row(batch, row + after).unwrap_or_default().chunks(*dim) }
+    }
+
+    /// Asks for the vector of one more head.
+    #[inline(always)]
+    fn ask(&mut self) {
+        prefetch_far(self.line.next().unwrap_or_default());
     }
 }

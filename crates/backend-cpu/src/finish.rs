@@ -6,11 +6,11 @@
 //! ```
 
 use annulus_core::{Element, Host, Inputs, Outputs, Result, Spec};
-use ndarray::{ArrayView4, ArrayViewMut4, Axis};
+use ndarray::{ArrayView4, ArrayViewMut4, Axis, s};
 
 use crate::{
     forward::Acc,
-    geometry::Geometry,
+    geometry::{Geometry, Strip},
     input::{Input, array, array_mut},
     pack::each_lane,
     real::Real,
@@ -53,8 +53,12 @@ pub(crate) fn finish<E: Input<Accumulator: Summed>>(
     let mut scratch = std::mem::take(&mut state.scratch);
     let state_read = &*state;
     team.run(&mut scratch, items, None, |_, mut rows: Rows<'_, E>, _| {
-        for block in state_read.blocks_of_rows(rows.index) {
-            rows.write(&state_read.geometry, &state_read.local.spec, block, sinks);
+        let geometry = &state_read.geometry;
+        // all heads of some rows before the next rows: they lie side by side
+        for strip in geometry.strips(rows.out.dim().1) {
+            for block in state_read.blocks_of_rows(rows.index) {
+                rows.write(geometry, &state_read.local.spec, block, &strip, sinks);
+            }
         }
     });
     state.scratch = scratch;
@@ -72,40 +76,65 @@ struct Rows<'a, E: Input> {
 }
 
 impl<E: Input<Accumulator: Summed>> Rows<'_, E> {
-    /// Writes all rows of one task.
-    fn write(&mut self, geometry: &Geometry, spec: &Spec, block: &QueryBlock<Acc<E>>, sinks: Option<ArrayView4<'_, Acc<E>>>) {
+    /// Writes the rows of one strip of a task.
+    fn write(
+        &mut self,
+        geometry: &Geometry,
+        spec: &Spec,
+        block: &QueryBlock<Acc<E>>,
+        strip: &Strip,
+        sinks: Option<ArrayView4<'_, Acc<E>>>,
+    ) {
         let (batch, depth) = (block.batch, geometry.value_rows());
         for (place, head) in geometry.heads(block.kv_head).enumerate() {
             let mut out = self.out.index_axis_mut(Axis(0), batch);
             let mut out = out.index_axis_mut(Axis(1), head);
-            for strip in geometry.strips(block.rows.len()) {
-                let first = block.lane(place, strip.rows.start);
-                let sums = &block.sums[first * depth..(first + strip.width) * depth];
-                let mut factors = [None; TILE];
-                for ((lane, row), factor) in strip.rows.clone().enumerate().zip(&mut factors) {
-                    let ties = block.ties.get(first + lane).copied().unwrap_or_default();
-                    let end = End::of(block.max[first + lane], block.sum[first + lane], ties, sink_line(sinks, head));
-                    *factor = (!end.empty).then(|| Acc::<E>::from_f64(if spec.normalize { end.rescale / end.sum } else { end.rescale }));
-                    let at = [batch, head, row, 0];
-                    for (view, value) in
-                        [(&mut self.lse, end.lse), (&mut self.max, end.max), (&mut self.sum, end.sum), (&mut self.ties, end.ties)]
-                    {
-                        if let Some(view) = view {
-                            view[at] = Acc::<E>::from_f64(value);
-                        }
-                    }
-                }
-                let dim = geometry.dims.value_dim;
-                each_lane(geometry.path, sums, strip.width, strip.rows.len(), dim, |lane, place, sums| {
-                    let mut out = out.index_axis_mut(Axis(0), strip.rows.start + lane);
-                    let rounded = |sum: Acc<E>| E::narrow(factors[lane].map_or(Acc::<E>::ZERO, |factor| factor * sum));
-                    match out.as_slice_mut() {
-                        Some(out) => out[place..].iter_mut().zip(sums).for_each(|(out, &sum)| *out = rounded(sum)),
-                        None => out.iter_mut().skip(place).zip(sums).for_each(|(out, &sum)| *out = rounded(sum)),
-                    }
-                });
+            let first = block.lane(place, strip.rows.start);
+            let sums = &block.sums[first * depth..(first + strip.width) * depth];
+            let mut factors = [None; TILE];
+            let mut ends = [End::default(); TILE];
+            let ends = &mut ends[..strip.rows.len()];
+            for (lane, (end, factor)) in ends.iter_mut().zip(&mut factors).enumerate() {
+                let ties = block.ties.get(first + lane).copied().unwrap_or_default();
+                *end = End::of(block.max[first + lane], block.sum[first + lane], ties, sink_line(sinks, head));
+                *factor = (!end.empty).then(|| Acc::<E>::from_f64(if spec.normalize { end.rescale / end.sum } else { end.rescale }));
             }
+            let of_end: [(_, Value); 4] = [
+                (&mut self.lse, |end| end.lse),
+                (&mut self.max, |end| end.max),
+                (&mut self.sum, |end| end.sum),
+                (&mut self.ties, |end| end.ties),
+            ];
+            for (view, value) in of_end {
+                let Some(view) = view else { continue };
+                let line = view.slice_mut(s![batch, head, strip.rows.clone(), 0]);
+                line.into_iter().zip(&*ends).for_each(|(into, end)| *into = Acc::<E>::from_f64(value(end)));
+            }
+            let dim = geometry.dims.value_dim;
+            each_lane(geometry.path, sums, strip.width, strip.rows.len(), dim, |lane, place, sums| {
+                let mut out = out.index_axis_mut(Axis(0), strip.rows.start + lane);
+                let factor = factors[lane];
+                match out.as_slice_mut() {
+                    Some(out) => scale(&mut out[place..], sums, factor),
+                    None => out.iter_mut().skip(place).zip(sums).for_each(|(out, &sum)| *out = scaled(sum, factor)),
+                }
+            });
         }
+    }
+}
+
+/// An element of out; 0 without a factor, whatever was summed.
+#[inline(always)]
+fn scaled<E: Input>(sum: Acc<E>, factor: Option<Acc<E>>) -> E {
+    E::narrow(factor.map_or(Acc::<E>::ZERO, |factor| factor * sum))
+}
+
+/// Elements of out that lie side by side.
+#[inline(always)]
+fn scale<E: Input>(out: &mut [E], sums: &[Acc<E>], factor: Option<Acc<E>>) {
+    match factor {
+        Some(factor) => out.iter_mut().zip(sums).for_each(|(out, &sum)| *out = E::narrow(factor * sum)),
+        None => out.iter_mut().zip(sums).for_each(|(out, _)| *out = E::narrow(Acc::<E>::ZERO)),
     }
 }
 
@@ -115,7 +144,11 @@ pub(crate) fn sink_line<A: Real>(sinks: Option<ArrayView4<'_, A>>, head: usize) 
     (0..count).filter_map(move |sink| sinks.map(|sinks| sinks[[if sinks.dim().0 == 1 { 0 } else { head }, sink, 0, 0]].to_f64()))
 }
 
+/// One of an [`End`]'s numbers.
+type Value = fn(&End) -> f64;
+
 /// What one row's running softmax ends in, sinks included.
+#[derive(Debug, Clone, Copy, Default)]
 struct End {
     /// Nothing is seen, and there are no sinks.
     empty: bool,

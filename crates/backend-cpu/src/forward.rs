@@ -16,6 +16,7 @@ use std::ops::Range;
 use annulus_core::{Block, Host, Inputs, Result, Tick, Visibility};
 
 use crate::{
+    ahead::{Ahead, Lines},
     geometry::{Geometry, Strip},
     input::{Input, Source, array, device},
     logits::{Logits, Site},
@@ -23,15 +24,12 @@ use crate::{
     pairs::pair_rows,
     products::{column_products, row_products},
     real::Real,
-    scratch::{Ahead, Scratch},
+    scratch::Scratch,
     sight::{Lanes, TILE},
     softmax::{Fold, Multiply},
     team::{Pulse, Team},
     workspace::{QueryBlock, State, Summed},
 };
-
-/// How often rows are asked for while a tile is worked on.
-const CALLS: usize = 3;
 
 /// The sum type of an input type.
 pub(crate) type Acc<E> = <E as annulus_core::Element>::Accumulator;
@@ -77,7 +75,7 @@ pub(crate) fn keys_and_values<'a, 'i: 'a, 'b: 'a, E: Input>(
         if block.rows.rows() != local.keys.rows() {
             return Err(device("a block of other rows than this rank's, where no other rank has any"));
         }
-        return Ok((Source::Tensor(array("k", inputs.k)?), Source::Tensor(array("v", inputs.v)?)));
+        return Ok((Source::tensor(array("k", inputs.k)?), Source::tensor(array("v", inputs.v)?)));
     }
     let record = local.spec.kv_record();
     let source = |field| Source::records(block.buffer.bytes(), block.rows.len(), &record, field);
@@ -114,7 +112,7 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
             geometry,
             visibility: Visibility { mask: &*spec.mask, attention_mask, queries, keys },
             logits: Logits { spec, path: geometry.path, queries, keys, bias },
-            q: Source::Tensor(array("q", inputs.q)?),
+            q: Source::tensor(array("q", inputs.q)?),
             k,
             v,
             strips: q_rows / geometry.strip_lanes(),
@@ -171,24 +169,6 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         scratch.ahead.rows = keys.end..(keys.end + TILE).min(self.visibility.keys.len());
     }
 
-    /// Asks for a few rows of the tile of keys, and of the strip of queries, that are mostly the next: rows of one head lie far apart in memory, and
-    /// whoever waited for each would wait long; but for no more at once than are needed, as few can be on their way.
-    fn ask_ahead(&self, ahead: &mut Ahead, batch: usize, kv_head: usize) {
-        if !Range::is_empty(&ahead.rows) {
-            let (k, v) = (self.k.plane(batch, kv_head), self.v.plane(batch, kv_head));
-            for row in ahead.rows.by_ref().take(ahead.step) {
-                k.prefetch(row);
-                v.prefetch(row);
-            }
-        }
-        if !Range::is_empty(&ahead.queries) {
-            let q = self.q.plane(batch, ahead.head);
-            for row in ahead.queries.by_ref().take(TILE.div_ceil(CALLS)) {
-                q.prefetch(row);
-            }
-        }
-    }
-
     /// One task.
     fn fold(&self, scratch: &mut Scratch<Acc<E>>, block: &mut QueryBlock<Acc<E>>, pulse: &mut Pulse<'_>) {
         scratch.filled.fill(false);
@@ -229,7 +209,7 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
             }
         }
         // as many tiles as now will mostly be worked on while the next keys are waited for
-        scratch.ahead.step = TILE.div_ceil(CALLS * tiles.max(1));
+        scratch.ahead.spread(tiles, TILE + self.geometry.value_rows());
     }
 
     /// Notes which queries are mostly filled next: those of the next head, then of the next strip.
@@ -252,8 +232,10 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         let queries = &lanes_head[self.geometry.lanes_of(site, self.depth())];
         let largest = &mut largest[..site.width];
         let wanted = self.logits.plain(sight).then_some(&mut *largest);
-        let known = row_products(path, vectors, sight, rows_head, queries, &mut tiles.s, wanted);
-        self.ask_ahead(ahead, block.batch, block.kv_head);
+        let [k, v] = [&self.k, &self.v].map(|source| Lines::of(source.plane(block.batch, block.kv_head)));
+        let q = Lines::of(self.q.plane(block.batch, ahead.head));
+        let mut asking = ahead.asking([k, v], q);
+        let known = row_products((path, vectors), sight, rows_head, queries, &mut tiles.s, wanted, &mut asking);
         self.logits.finish(site, sight, &mut tiles.s, None, &mut tiles.extra);
 
         let first = block.lane(site.head % self.geometry.dims.group(), first);
@@ -265,7 +247,6 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         let (max, sum) = (&mut block.max[lanes.clone()], &mut block.sum[lanes.clone()]);
         let (unit, largest) = (self.logits.unit(), known.then_some(&*largest));
         let moved = Acc::<E>::run_kernel(path, vectors, Fold { tile: weights, unit, largest, max, sum, ties, rescale });
-        self.ask_ahead(ahead, block.batch, block.kv_head);
         if self.logits.fill_keep(site, sight.rows(), &mut tiles.extra) {
             Acc::<E>::run(path, vectors, Multiply { tile: weights, by: &tiles.extra[span.clone()] });
         }
@@ -276,7 +257,6 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         let depth = self.geometry.value_rows();
         let sums = &mut block.sums[lanes.start * depth..lanes.end * depth];
         // where no maximum has moved, all factors are 1
-        column_products(path, vectors, sight, rows_value, weights, sums, moved.then_some(&*rescale));
-        self.ask_ahead(ahead, block.batch, block.kv_head);
+        column_products((path, vectors), sight, rows_value, weights, sums, moved.then_some(&*rescale), &mut asking);
     }
 }

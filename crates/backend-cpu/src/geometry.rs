@@ -13,7 +13,10 @@ use crate::{
 };
 
 /// Lanes of a task, where it is one: enough that a widened tile of keys serves many queries.
-const LANES: usize = 2048;
+pub(crate) const LANES: usize = 2048;
+
+/// The same where queries see few keys: then what the next heads need of the same rows is still near, in lines of memory and in pages.
+pub(crate) const NARROW_LANES: usize = 512;
 
 /// Lanes of all heads of a task: what is packed for them should stay in the second-level cache.
 const GROUP_LANES: usize = 2048;
@@ -109,11 +112,12 @@ impl Geometry {
         })
     }
 
-    /// Rows of a task, so that `rows` rows of every (batch row, key head) make a few tasks for every thread where they can.
-    pub(crate) fn block_rows(&self, rows: usize, heads: usize, threads: usize) -> usize {
+    /// Rows of a task, so that `rows` rows of every (batch row, key head) make a few tasks for every thread where they can; no more than `most`, or a
+    /// strip.
+    pub(crate) fn block_rows(&self, rows: usize, heads: usize, threads: usize, most: usize) -> usize {
         let strip = self.strip_lanes();
         let planes = self.dims.batch * self.dims.kv_heads;
-        let mut strips = (LANES / strip).max(1);
+        let mut strips = (most / strip).max(1);
         while strips > 1 && (strips * strip * heads > GROUP_LANES || rows.div_ceil(strips * strip) * planes < 4 * threads) {
             strips /= 2;
         }

@@ -287,6 +287,18 @@ pub(crate) fn prefetch<T>(soon: &[T]) {
     std::hint::black_box(soon);
 }
 
+/// The same for memory that will be read later: it is to wait in the second-level cache.
+#[inline(always)]
+pub(crate) fn prefetch_far<T>(later: &[T]) {
+    #[cfg(target_arch = "x86_64")]
+    for line in later.chunks(64 / size_of::<T>()) {
+        // SAFETY: as in `prefetch`.
+        unsafe { std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T1 }>(line.as_ptr().cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    std::hint::black_box(later);
+}
+
 /// A kernel as a job.
 struct OverArrays<K, A>(K, std::marker::PhantomData<A>);
 

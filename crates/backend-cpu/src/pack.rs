@@ -7,11 +7,12 @@ use annulus_core::Result;
 use crate::{
     aligned::Aligned,
     input::{Input, Plane, Source},
-    isa::{Job, MOST_ROWS, Path},
-    lanes::{unrolled, zip},
+    isa::{Kernel, MOST_ROWS, Path},
+    lanes::unrolled,
     pairs::{FillPairLanes, FillPairs, pairs_of},
     real::Real,
     sight::TILE,
+    vector::{MOST_WIDTH, Vector},
 };
 
 /// Rounds a count up to whole register tiles.
@@ -106,62 +107,57 @@ impl<A: Real> Panel<A> {
             let job = FillPairs { source, batch, head, rows, natural, stride, crossed, crossed_stride };
             self.finite = A::run(path, 1, job);
         } else {
-            self.finite = A::run(path, 1, FillPanel { panel: self, source, batch, head, rows });
+            let (stride, plane) = (self.stride, source.plane(batch, head));
+            let into = &mut self.elements[..rows.len() * stride];
+            self.finite = A::run_kernel(path, 1, FillPanel { plane, rows, stride, into });
         }
     }
 }
 
 struct FillPanel<'a, 's, E: Input> {
-    panel: &'a mut Panel<E::Accumulator>,
-    source: &'a Source<'s, E>,
-    batch: usize,
-    head: usize,
+    plane: Plane<'s, E>,
     rows: Range<usize>,
+    stride: usize,
+    into: &'a mut [E::Accumulator],
 }
 
-impl<E: Input> Job for FillPanel<'_, '_, E> {
+impl<E: Input> Kernel<E::Accumulator> for FillPanel<'_, '_, E> {
+    /// Whether none is NaN or infinite: 0·x summed is NaN if and only if some x is not finite.
     type Output = bool;
 
     #[inline(always)]
-    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) -> bool {
-        let stride = self.panel.stride;
-        let plane = self.source.plane(self.batch, self.head);
-        let filled = &mut self.panel.elements[..self.rows.len() * stride];
-        for (row, into) in self.rows.zip(filled.chunks_exact_mut(stride)) {
-            let vector = plane.vector(row);
-            if let Some(vector) = vector.to_slice() {
-                let (chunks, rest) = vector.as_chunks::<WIDTH>();
-                let (into_chunks, into_rest) = into.split_at_mut(chunks.len() * WIDTH);
-                for (into, chunk) in into_chunks.as_chunks_mut::<WIDTH>().0.iter_mut().zip(chunks) {
-                    *into = chunk.map(Input::widen);
+    fn run<V: Vector<E::Accumulator>, const ROWS: usize, const VECTORS: usize>(self) -> bool {
+        let zero = V::splat(E::Accumulator::ZERO);
+        // two sums, so that none waits for another
+        let mut probe = [zero; TWO];
+        let mut rest = E::Accumulator::ZERO;
+        for (row, into) in self.rows.zip(self.into.chunks_exact_mut(self.stride)) {
+            let Some(vector) = self.plane.slice(row) else {
+                for (into, &element) in into.iter_mut().zip(self.plane.vector(row)) {
+                    *into = element.widen();
+                    rest += *into * E::Accumulator::ZERO;
                 }
-                into_rest.iter_mut().zip(rest).for_each(|(into, &element)| *into = element.widen());
-            } else {
-                into.iter_mut().zip(vector).for_each(|(into, &element)| *into = element.widen());
+                continue;
+            };
+            let (whole, into_whole) = (vector.chunks_exact(TWO * V::WIDTH), V::strip_mut::<TWO>(into));
+            let taken = into_whole.len().min(whole.len()) * TWO * V::WIDTH;
+            for (from, into) in whole.zip(into_whole) {
+                unrolled!(i < TWO, {
+                    let elements = V::widen(&from[i * V::WIDTH..(i + 1) * V::WIDTH]);
+                    probe[i] = elements.multiply_add(zero, probe[i]);
+                    elements.store(&mut into[i]);
+                });
+            }
+            for (into, &element) in into[taken..].iter_mut().zip(&vector[taken..]) {
+                *into = element.widen();
+                rest += *into * E::Accumulator::ZERO;
             }
         }
-        all_finite::<E::Accumulator, WIDTH>(filled)
+        probe[0].plus(probe[1]).total() + rest == E::Accumulator::ZERO
     }
 }
 
-/// Whether none is NaN or infinite: 0·x summed is NaN if and only if some x is not finite. In four sums, so that none waits for another.
-#[inline(always)]
-fn all_finite<A: Real, const WIDTH: usize>(elements: &[A]) -> bool {
-    let mut probe = [[A::ZERO; WIDTH]; FOUR];
-    let (chunks, rest) = elements.as_chunks::<WIDTH>();
-    let (fours, more) = chunks.as_chunks::<FOUR>();
-    for four in fours {
-        unrolled!(v < FOUR, probe[v] = zip(four[v], probe[v], |x, probe| x * A::ZERO + probe));
-    }
-    for chunk in more {
-        probe[0] = zip(*chunk, probe[0], |x, probe| x * A::ZERO + probe);
-    }
-    let rest: A = rest.iter().map(|&x| x * A::ZERO).sum();
-    probe.as_flattened().iter().fold(rest, |sum, &probe| sum + probe) == A::ZERO
-}
-
-/// How many sums [`all_finite`] keeps.
-const FOUR: usize = 4;
+const TWO: usize = 2;
 
 /// Transposes the vectors `rows` of one head into a strip of `width` lanes, one vector a lane, with `pairs` two dims a word; lanes without a
 /// vector are 0.
@@ -178,7 +174,7 @@ pub(crate) fn fill_lanes<E: Input>(
     if pairs {
         <E::Accumulator as Real>::run(path, 1, FillPairLanes { plane, rows, width, strip });
     } else {
-        <E::Accumulator as Real>::run(path, 1, FillLanes { plane, rows, width, strip });
+        <E::Accumulator as Real>::run_kernel(path, 1, FillLanes { plane, rows, width, strip });
     }
 }
 
@@ -189,27 +185,30 @@ struct FillLanes<'a, 's, E: Input> {
     strip: &'a mut [E::Accumulator],
 }
 
-impl<E: Input> Job for FillLanes<'_, '_, E> {
+impl<E: Input> Kernel<E::Accumulator> for FillLanes<'_, '_, E> {
     type Output = ();
 
     #[inline(always)]
-    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) {
+    fn run<V: Vector<E::Accumulator>, const ROWS: usize, const VECTORS: usize>(self) {
         let Self { plane, rows, width, strip } = self;
-        for first in (0..width).step_by(WIDTH) {
-            let used = rows.len().saturating_sub(first).min(WIDTH);
-            for (chunk, lines) in strip.chunks_mut(WIDTH * width).enumerate() {
-                let mut block = [[E::Accumulator::ZERO; WIDTH]; WIDTH];
+        for first in (0..width).step_by(V::WIDTH) {
+            let used = rows.len().saturating_sub(first).min(V::WIDTH);
+            for (chunk, lines) in strip.chunks_mut(V::WIDTH * width).enumerate() {
+                let mut block = [V::splat(E::Accumulator::ZERO); MOST_WIDTH];
                 for (row, into) in (rows.start + first..).zip(&mut block[..used]) {
-                    let vector = plane.vector(row);
-                    if let Some(whole) = vector.to_slice().and_then(|vector| vector[chunk * WIDTH..].first_chunk::<WIDTH>()) {
-                        *into = whole.map(Input::widen);
-                    } else {
-                        into.iter_mut().zip(vector.iter().skip(chunk * WIDTH)).for_each(|(into, &element)| *into = element.widen());
-                    }
+                    *into = match plane.slice(row) {
+                        Some(vector) => V::widen(vector.get(chunk * V::WIDTH..).unwrap_or_default()),
+                        None => {
+                            let vector = plane.vector(row);
+                            let element = |i| vector.get(chunk * V::WIDTH + i).copied().unwrap_or(E::from_f64(0.0));
+                            V::widen(&std::array::from_fn::<E, MOST_WIDTH, _>(element))
+                        }
+                    };
                 }
-                for (dim, line) in lines.chunks_exact_mut(width).enumerate() {
-                    if let Some(into) = line[first..].first_chunk_mut::<WIDTH>() {
-                        *into = column(&block, dim);
+                V::transpose(&mut block);
+                for (line, column) in lines.chunks_exact_mut(width).zip(block) {
+                    if let Some([into]) = V::row_mut::<1>(&mut line[first..]) {
+                        column.store(into);
                     }
                 }
             }
@@ -217,20 +216,10 @@ impl<E: Input> Job for FillLanes<'_, '_, E> {
     }
 }
 
-/// Column `dim` of a block.
-#[inline(always)]
-fn column<A: Real, const WIDTH: usize>(block: &[[A; WIDTH]; WIDTH], dim: usize) -> [A; WIDTH] {
-    let mut column = [A::ZERO; WIDTH];
-    for lane in 0..WIDTH {
-        column[lane] = block[lane][dim];
-    }
-    column
-}
-
 /// Calls `take(lane, first, elements)` with the elements `first ..` of the vector in a lane, a few at a time, for the first `lanes` lanes and the
 /// first `dim` elements of a strip.
 pub(crate) fn each_lane<A: Real>(path: Path, strip: &[A], width: usize, lanes: usize, dim: usize, take: impl FnMut(usize, usize, &[A])) {
-    A::run(path, 1, EachLane { strip: &strip[..dim * width], width, lanes, take });
+    A::run_kernel(path, 1, EachLane { strip: &strip[..dim * width], width, lanes, take });
 }
 
 struct EachLane<'a, A, F> {
@@ -240,23 +229,34 @@ struct EachLane<'a, A, F> {
     take: F,
 }
 
-impl<A: Real, F: FnMut(usize, usize, &[A])> Job for EachLane<'_, A, F> {
+/// Vectors of which [`EachLane`] gives a lane's elements at once.
+const AT_ONCE: usize = 4;
+
+impl<A: Real, F: FnMut(usize, usize, &[A])> Kernel<A> for EachLane<'_, A, F> {
     type Output = ();
 
     #[inline(always)]
-    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(mut self) {
-        for first in (0..self.lanes).step_by(WIDTH) {
-            for (chunk, lines) in self.strip.chunks(WIDTH * self.width).enumerate() {
-                let mut block = [[A::ZERO; WIDTH]; WIDTH];
-                for (line, into) in lines.chunks_exact(self.width).zip(&mut block) {
-                    if let Some(line) = line[first..].first_chunk::<WIDTH>() {
-                        *into = *line;
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(mut self) {
+        let mut rows = [[A::ZERO; AT_ONCE * MOST_WIDTH]; MOST_WIDTH];
+        for first in (0..self.lanes).step_by(V::WIDTH) {
+            for (place, lines) in self.strip.chunks(AT_ONCE * V::WIDTH * self.width).enumerate() {
+                for (chunk, lines) in lines.chunks(V::WIDTH * self.width).enumerate() {
+                    let mut block = [V::splat(A::ZERO); MOST_WIDTH];
+                    for (line, into) in lines.chunks_exact(self.width).zip(&mut block) {
+                        if let Some([line]) = V::row::<1>(&line[first..]) {
+                            *into = V::load(line);
+                        }
+                    }
+                    V::transpose(&mut block);
+                    for (row, column) in rows.iter_mut().zip(block).take(V::WIDTH) {
+                        if let Some([into]) = V::row_mut::<1>(&mut row[chunk * V::WIDTH..]) {
+                            column.store(into);
+                        }
                     }
                 }
                 let dims = lines.len() / self.width;
-                for lane in 0..WIDTH.min(self.lanes - first) {
-                    let elements = column(&block, lane);
-                    (self.take)(first + lane, chunk * WIDTH, &elements[..dims]);
+                for (lane, row) in rows.iter().enumerate().take(V::WIDTH.min(self.lanes - first)) {
+                    (self.take)(first + lane, place * AT_ONCE * V::WIDTH, &row[..dims]);
                 }
             }
         }

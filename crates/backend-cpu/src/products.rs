@@ -20,6 +20,18 @@ use crate::{
     vector::Vector,
 };
 
+/// What is done between the register tiles of a product: little, and nothing that it waits for.
+pub(crate) trait Between {
+    /// After each register tile.
+    fn step(&mut self);
+}
+
+/// Nothing.
+impl Between for () {
+    #[inline(always)]
+    fn step(&mut self) {}
+}
+
 /// The products of the visible rows of a tile: tile\[r\] ← panel\[r\]·lanes. Rows around them, up to whole register tiles, come out as they may.
 ///
 /// Nor are the products of pairs that [`Sight::parts`] leaves out made: they stay what they were.
@@ -27,13 +39,13 @@ use crate::{
 /// `largest`, if given, becomes the largest product of each lane, and NaN is never that; true if it did: it does not where rows around the visible
 /// ones would count.
 pub(crate) fn row_products<A: Real>(
-    path: Path,
-    vectors: usize,
+    (path, vectors): (Path, usize),
     sight: &Sight,
     panel: &Panel<A>,
     lanes: &[A],
     tile: &mut [A],
     largest: Option<&mut [A]>,
+    between: &mut impl Between,
 ) -> bool {
     let width = vectors * A::WIDTH;
     let rows = sight.rows();
@@ -46,11 +58,11 @@ pub(crate) fn row_products<A: Real>(
         Some(parts) => {
             let parts = parts
                 .map(|rows| rows.start.saturating_sub(whole.start) / MOST_ROWS..rows.end.saturating_sub(whole.start).div_ceil(MOST_ROWS));
-            A::run_products(path, panel.pairs(), vectors, PartialRowProducts { a, stride, b: lanes, c, parts });
+            A::run_products(path, panel.pairs(), vectors, PartialRowProducts { a, stride, b: lanes, c, parts, between });
             false
         }
         None => {
-            A::run_products(path, panel.pairs(), vectors, RowProducts { a, stride, b: lanes, c, largest });
+            A::run_products(path, panel.pairs(), vectors, RowProducts { a, stride, b: lanes, c, largest, between });
             wanted
         }
     }
@@ -59,13 +71,13 @@ pub(crate) fn row_products<A: Real>(
 /// Adds the visible rows of a panel, weighted: sums ← sums·rescale + Σ_r panel\[r\]ᵀ·weights\[r\]. Only visible pairs count, whatever is in the panel. `weights` begin with the
 /// first visible row, or the line of words that holds it.
 pub(crate) fn column_products<A: Real>(
-    path: Path,
-    vectors: usize,
+    (path, vectors): (Path, usize),
     sight: &Sight,
     panel: &Panel<A>,
     weights: &[A],
     sums: &mut [A],
     rescale: Option<&[A]>,
+    between: &mut impl Between,
 ) {
     let rows = sight.rows();
     let (a, stride) = (panel.lines(rows), panel.line_stride());
@@ -74,10 +86,10 @@ pub(crate) fn column_products<A: Real>(
     let first = rows.start / step;
     let lines = |rows: &Range<usize>| (rows.start / step).saturating_sub(first)..rows.end.div_ceil(step).saturating_sub(first);
     let b = &weights[..lines(rows).len() * vectors * A::WIDTH];
-    let products = ColumnProducts { a, stride, b, c: sums, rescale };
+    let products = ColumnProducts { a, stride, b, c: sums, rescale, between };
     match sight.words().filter(|_| !panel.finite()) {
         Some(words) if panel.pairs() => {
-            let ColumnProducts { a, stride, b, c, rescale } = products;
+            let ColumnProducts { a, stride, b, c, rescale, .. } = products;
             let (a, b, c, rescale) = (pairs::words(a), pairs::words(b), pairs::words_mut(c), rescale.map(pairs::words));
             path.run_pairing(vectors, VisiblePairs { a, stride, b, c, rescale, words, odd: !rows.start.is_multiple_of(2) });
         }
@@ -93,7 +105,7 @@ pub(crate) fn column_products<A: Real>(
 }
 
 /// C = A·B.
-struct RowProducts<'a, A> {
+struct RowProducts<'a, A, B> {
     /// As many rows as C, `stride` apart.
     a: &'a [A],
     stride: usize,
@@ -102,9 +114,10 @@ struct RowProducts<'a, A> {
     c: &'a mut [A],
     /// One row: the largest element of each column of C, if wanted.
     largest: Option<&'a mut [A]>,
+    between: &'a mut B,
 }
 
-impl<A: Real> Kernel<A> for RowProducts<'_, A> {
+impl<A: Real, B: Between> Kernel<A> for RowProducts<'_, A, B> {
     type Output = ();
 
     #[inline(always)]
@@ -122,6 +135,7 @@ impl<A: Real> Kernel<A> for RowProducts<'_, A> {
                 top[v] = sums[r][v].if_larger(top[v]);
                 sums[r][v].store(&mut c[r][v]);
             });
+            self.between.step();
         }
         if let Some(largest) = self.largest.and_then(V::row_mut::<VECTORS>) {
             unrolled!(v < VECTORS, top[v].store(&mut largest[v]));
@@ -130,16 +144,17 @@ impl<A: Real> Kernel<A> for RowProducts<'_, A> {
 }
 
 /// C = A·B for some rows of each vector: one vector after another, at an edge of what is visible.
-struct PartialRowProducts<'a, A> {
+struct PartialRowProducts<'a, A, B> {
     a: &'a [A],
     stride: usize,
     b: &'a [A],
     c: &'a mut [A],
     /// Of each vector, register tiles of [`MOST_ROWS`] rows.
     parts: [Range<usize>; MOST_PARTS],
+    between: &'a mut B,
 }
 
-impl<A: Real> Kernel<A> for PartialRowProducts<'_, A> {
+impl<A: Real, B: Between> Kernel<A> for PartialRowProducts<'_, A, B> {
     type Output = ();
 
     #[inline(always)]
@@ -155,13 +170,14 @@ impl<A: Real> Kernel<A> for PartialRowProducts<'_, A> {
                     unrolled!(r < MOST_ROWS, sums[r] = V::splat(a[r][k]).product(V::load(&b[v]), sums[r]));
                 }
                 unrolled!(r < MOST_ROWS, sums[r].store(&mut c[block][r][v]));
+                self.between.step();
             }
         }
     }
 }
 
 /// C = C·rescale + Aᵀ·B.
-struct ColumnProducts<'a, A> {
+struct ColumnProducts<'a, A, B> {
     /// As many rows as B, `stride` apart, each at least as long as C has rows.
     a: &'a [A],
     stride: usize,
@@ -170,9 +186,10 @@ struct ColumnProducts<'a, A> {
     c: &'a mut [A],
     /// One row; absent = 1.
     rescale: Option<&'a [A]>,
+    between: &'a mut B,
 }
 
-impl<A: Real> Kernel<A> for ColumnProducts<'_, A> {
+impl<A: Real, B: Between> Kernel<A> for ColumnProducts<'_, A, B> {
     type Output = ();
 
     #[inline(always)]
@@ -191,22 +208,23 @@ impl<A: Real> Kernel<A> for ColumnProducts<'_, A> {
             } else {
                 unrolled!(r < ROWS, v < VECTORS, V::load(&c[r][v]).plus(sums[r][v]).store(&mut c[r][v]));
             }
+            self.between.step();
         }
     }
 }
 
 /// As [`ColumnProducts`] with some rows of B for each vector; the other rows are 0 there. The same bits.
-struct PartialColumnProducts<'a, A> {
-    products: ColumnProducts<'a, A>,
+struct PartialColumnProducts<'a, A, B> {
+    products: ColumnProducts<'a, A, B>,
     parts: [Range<usize>; MOST_PARTS],
 }
 
-impl<A: Real> Kernel<A> for PartialColumnProducts<'_, A> {
+impl<A: Real, B: Between> Kernel<A> for PartialColumnProducts<'_, A, B> {
     type Output = ();
 
     #[inline(always)]
     fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
-        let ColumnProducts { a, stride, b, c, rescale } = self.products;
+        let ColumnProducts { a, stride, b, c, rescale, between } = self.products;
         let b = V::strip::<VECTORS>(b);
         let rescale = rescale.and_then(V::row::<VECTORS>);
         let (c, _) = V::strip_mut::<VECTORS>(c).as_chunks_mut::<MOST_ROWS>();
@@ -223,6 +241,7 @@ impl<A: Real> Kernel<A> for PartialColumnProducts<'_, A> {
                 } else {
                     unrolled!(r < MOST_ROWS, V::load(&c[r][v]).plus(sums[r]).store(&mut c[r][v]));
                 }
+                between.step();
             }
         }
     }
@@ -230,18 +249,18 @@ impl<A: Real> Kernel<A> for PartialColumnProducts<'_, A> {
 
 /// As [`ColumnProducts`], but pairs that are not visible are skipped instead of multiplied by 0: for tiles in which A is not finite. The same bits
 /// where it is.
-struct VisibleColumnProducts<'a, A> {
-    products: ColumnProducts<'a, A>,
+struct VisibleColumnProducts<'a, A, B> {
+    products: ColumnProducts<'a, A, B>,
     /// Which lanes each row of B counts in.
     words: &'a [u64],
 }
 
-impl<A: Real> Job for VisibleColumnProducts<'_, A> {
+impl<A: Real, B> Job for VisibleColumnProducts<'_, A, B> {
     type Output = ();
 
     #[inline(always)]
     fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) {
-        let ColumnProducts { a, stride, b, c, rescale } = self.products;
+        let ColumnProducts { a, stride, b, c, rescale, .. } = self.products;
         let b = strip::<A, VECTORS, WIDTH>(b);
         let rescale = rescale.and_then(|row| strip::<A, VECTORS, WIDTH>(row).first());
         for (i, c) in strip_mut::<A, VECTORS, WIDTH>(c).iter_mut().enumerate() {

@@ -5,6 +5,7 @@ use std::ops::Range;
 use annulus_core::{QueryTile, Result, TileBits};
 
 use crate::{
+    ahead::Ahead,
     aligned::Aligned,
     backward_together::WholeTile,
     decode::FewScratch,
@@ -41,19 +42,6 @@ pub(crate) struct Tiles<A> {
     pub(crate) slope: Aligned<A>,
     /// Biases, then dropout.
     pub(crate) extra: Aligned<A>,
-}
-
-/// What will soon be taken in, and has not been asked for.
-#[derive(Debug, Default)]
-pub(crate) struct Ahead {
-    /// Rows of a tile.
-    pub(crate) rows: Range<usize>,
-    /// How many of them are asked for at once.
-    pub(crate) step: usize,
-    /// Queries of a strip.
-    pub(crate) queries: Range<usize>,
-    /// Their head.
-    pub(crate) head: usize,
 }
 
 /// What one thread works in.

@@ -7,6 +7,9 @@ use half::bf16;
 
 use crate::{input::Input, real::Real};
 
+/// The most lanes that a vector has.
+pub(crate) const MOST_WIDTH: usize = 16;
+
 /// Elements of type `A`, one a lane.
 pub(crate) trait Vector<A: Real>: Copy {
     /// The vector as it lies in memory.
@@ -48,6 +51,8 @@ pub(crate) trait Vector<A: Real>: Copy {
     fn all_equal(self, b: Self) -> bool;
     /// The sum of all lanes, by halves.
     fn total(self) -> A;
+    /// Exchanges rows and columns of the first [`Vector::WIDTH`] vectors; the others mean nothing.
+    fn transpose(block: &mut [Self; MOST_WIDTH]);
 
     /// A strip of one row.
     #[inline(always)]
@@ -158,6 +163,16 @@ impl<A: Real, const FUSED: bool, const W: usize> Vector<A> for Array<A, FUSED, W
             }
         }
         self.0[0]
+    }
+
+    #[inline(always)]
+    fn transpose(block: &mut [Self; MOST_WIDTH]) {
+        let rows = *block;
+        for (i, column) in block.iter_mut().enumerate().take(W) {
+            for (element, row) in column.0.iter_mut().zip(&rows) {
+                *element = row.0[i];
+            }
+        }
     }
 
     #[inline(always)]

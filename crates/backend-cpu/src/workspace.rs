@@ -6,17 +6,18 @@
 
 use std::ops::Range;
 
-use annulus_core::{DType, Error, Hulls, Local, QueryTile, Result};
+use annulus_core::{DType, Error, Hulls, Local, QueryTile, Result, Visibility};
 
 use crate::{
     aligned::Aligned,
     bias_gradient::{BiasGradient, owner},
     decode::{self, Decode},
-    geometry::Geometry,
+    geometry::{Geometry, LANES, NARROW_LANES},
     isa::{Isa, Path},
     pack::padded,
     real::Real,
     scratch::Scratch,
+    sight::TILE,
     statistics::Statistics,
 };
 
@@ -112,11 +113,13 @@ pub(crate) struct State<A> {
     pub(crate) local: Local,
     pub(crate) geometry: Geometry,
     pub(crate) backward: bool,
+    /// Whether queries see few keys, as far as this rank's own tell; only without backward.
+    narrow: bool,
     /// Rows of a [`QueryBlock`].
     pub(crate) q_rows: usize,
     /// Keys of a task of the passes over keys.
     pub(crate) k_rows: usize,
-    /// Sorted by owner; without a bias by batch row, kv head, and from late rows to early ones.
+    /// Sorted by owner; without a bias by batch row, kv head, and from late rows to early ones; where `narrow`, by batch row, rows, and kv head.
     pub(crate) blocks: Vec<QueryBlock<A>>,
     /// `places[(block of rows · batch + batch row) · kv_heads + kv head]`: where that block is in `blocks`.
     places: Vec<usize>,
@@ -131,6 +134,21 @@ pub(crate) struct State<A> {
     pub(crate) decode: Option<Decode<A>>,
     /// Whether this rank's own keys and values are read where the caller has them.
     pub(crate) in_place: bool,
+}
+
+/// Whether the queries in the middle see few of this rank's own keys, in few tiles: a narrow window, short documents.
+fn is_narrow(local: &Local) -> bool {
+    let (queries, keys) = (local.queries.len(), local.keys.len());
+    if queries < 2 * NARROW_LANES || keys < 2 * NARROW_LANES {
+        return false;
+    }
+    let visibility =
+        Visibility { mask: &*local.spec.mask, attention_mask: local.attention_mask.as_deref(), queries: &local.queries, keys: &local.keys };
+    let first = queries / 2 / NARROW_LANES * NARROW_LANES;
+    let mut tile = QueryTile::default();
+    visibility.query_tile(0, 0, first..queries.min(first + NARROW_LANES), &mut tile);
+    let seen: usize = visibility.key_tiles(&tile, TILE).map(|keys| keys.len()).sum();
+    seen <= 2 * NARROW_LANES && 2 * seen <= keys
 }
 
 /// What each tile of queries sees.
@@ -154,9 +172,11 @@ impl<A: Real> State<A> {
         let dims = spec.dims;
         // where queries share a bias, tasks wait for each other anyway
         let helpers = if backward && spec.bias.is_some() { 1 } else { threads };
-        let q_rows = geometry.block_rows(local.queries.len(), dims.group(), helpers);
+        let narrow = !backward && is_narrow(local);
+        let most = if narrow { NARROW_LANES } else { LANES };
+        let q_rows = geometry.block_rows(local.queries.len(), dims.group(), helpers, most);
         let most_keys = annulus_core::index(local.most_block_rows).max(local.keys.len());
-        let k_rows = geometry.block_rows(most_keys, 1, threads);
+        let k_rows = geometry.block_rows(most_keys, 1, threads, LANES);
         let depth = if backward { padded(dims.head_dim.max(dims.value_dim)).max(geometry.query_width()) } else { padded(dims.value_dim) };
         let mut blocks = Vec::new();
         // head by head, so that keys stay in the cache; of each head the long causal tasks, those of late queries, first
@@ -174,7 +194,12 @@ impl<A: Real> State<A> {
                 }
             }
         }
-        blocks.sort_by_key(|block| (block.owner, block.rows.start, block.batch, block.kv_head));
+        if narrow {
+            // all heads of some rows before the next rows
+            blocks.sort_by_key(|block| (block.batch, block.rows.start, block.kv_head));
+        } else {
+            blocks.sort_by_key(|block| (block.owner, block.rows.start, block.batch, block.kv_head));
+        }
         let mut places = vec![0; blocks.len()];
         for (place, block) in blocks.iter().enumerate() {
             places[(block.rows.start / q_rows * dims.batch + block.batch) * dims.kv_heads + block.kv_head] = place;
@@ -191,6 +216,7 @@ impl<A: Real> State<A> {
             local,
             geometry,
             backward,
+            narrow,
             q_rows,
             k_rows,
             blocks,
@@ -209,7 +235,9 @@ impl<A: Real> State<A> {
     pub(crate) fn update(&mut self, local: &Local) -> bool {
         let fits = self.local.queries.len() == local.queries.len()
             && self.local.keys.len() == local.keys.len()
-            && self.local.most_block_rows == local.most_block_rows;
+            && self.local.most_block_rows == local.most_block_rows
+            // packed documents may come after others: the same sizes of memory, but cut in another way
+            && self.narrow == (!self.backward && is_narrow(local));
         if fits {
             self.local = local.clone();
         }

@@ -7,8 +7,8 @@ use annulus_core::DType;
 use crate::{
     exp::POWER_OF_TWO,
     input::Input,
-    lanes::{strip, strip_mut},
-    vector::{Pairs, Vector, widened},
+    lanes::{strip, strip_mut, unrolled},
+    vector::{MOST_WIDTH, Pairs, Vector, widened},
 };
 
 /// Sixteen f32; with `PAIRS`, operands of products are sixteen pairs of bf16.
@@ -17,6 +17,8 @@ use crate::{
 /// run only on a machine that has them. So every method below may use them.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Zmm<const PAIRS: bool>(__m512);
+
+const EIGHT: usize = 8;
 
 /// The bits of the first sixteen lanes.
 #[inline(always)]
@@ -87,6 +89,41 @@ impl<const PAIRS: bool> Vector<f32> for Zmm<PAIRS> {
     fn total(self) -> f32 {
         // SAFETY: the machine has the instructions: invariant of `Zmm`.
         unsafe { _mm512_reduce_add_ps(self.0) }
+    }
+
+    /// By blocks of 2 × 2 elements, then 4 × 4, 8 × 8 and 16 × 16.
+    #[inline(always)]
+    fn transpose(block: &mut [Self; MOST_WIDTH]) {
+        // SAFETY: the machine has the instructions (invariant of `Zmm`); casts between vectors of 64 bytes, of which any will do.
+        unsafe {
+            let mut twos = [_mm512_setzero_ps(); MOST_WIDTH];
+            unrolled!(i < EIGHT, {
+                let (a, b) = (block[2 * i].0, block[2 * i + 1].0);
+                twos[2 * i] = _mm512_unpacklo_ps(a, b);
+                twos[2 * i + 1] = _mm512_unpackhi_ps(a, b);
+            });
+            // of four rows: their columns 0, 1, 2, 3, and those 4, 8 and 12 further
+            let mut fours = [_mm512_setzero_ps(); MOST_WIDTH];
+            unrolled!(i < EIGHT, {
+                let (four, column) = (i / 2 * 4, i % 2);
+                let (a, b) = (_mm512_castps_pd(twos[four + column]), _mm512_castps_pd(twos[four + column + 2]));
+                fours[four + 2 * column] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+                fours[four + 2 * column + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+            });
+            // of eight rows: columns 0 to 7, and those 8 further
+            let mut eights = [_mm512_setzero_ps(); MOST_WIDTH];
+            unrolled!(i < EIGHT, {
+                let (eight, column) = (i / 4 * 8, i % 4);
+                let (a, b) = (fours[eight + column], fours[eight + column + 4]);
+                eights[eight + column] = _mm512_shuffle_f32x4::<0b10_00_10_00>(a, b);
+                eights[eight + column + 4] = _mm512_shuffle_f32x4::<0b11_01_11_01>(a, b);
+            });
+            unrolled!(i < EIGHT, {
+                let (a, b) = (eights[i], eights[i + 8]);
+                block[i].0 = _mm512_shuffle_f32x4::<0b10_00_10_00>(a, b);
+                block[i + 8].0 = _mm512_shuffle_f32x4::<0b11_01_11_01>(a, b);
+            });
+        }
     }
 
     #[inline(always)]

@@ -8,7 +8,7 @@ use crate::{
     exp::POWER_OF_TWO,
     input::Input,
     lanes::{strip, strip_mut},
-    vector::{Vector, widened},
+    vector::{MOST_WIDTH, Vector, widened},
 };
 
 /// Registers of a vector.
@@ -56,6 +56,19 @@ fn weight(x: float32x4_t) -> float32x4_t {
         // z + ∞: ∞ for what is too large, NaN for NaN
         let high = vbslq_f32(vcltq_f32(z, vdupq_n_f32(127.5)), scaled, vaddq_f32(z, vdupq_n_f32(f32::INFINITY)));
         vbslq_f32(vcltq_f32(z, vdupq_n_f32(-126.0)), vdupq_n_f32(0.0), high)
+    }
+}
+
+/// Columns of four rows.
+#[inline(always)]
+fn transposed([a, b, c, d]: [float32x4_t; 4]) -> [float32x4_t; 4] {
+    // SAFETY: the machine has the instructions (invariant of `Quad`); casts between vectors of 16 bytes, of which any will do.
+    unsafe {
+        // two columns each: 0 and 2, 1 and 3
+        let twos = [vtrn1q_f32(a, b), vtrn2q_f32(a, b), vtrn1q_f32(c, d), vtrn2q_f32(c, d)].map(|two| vreinterpretq_f64_f32(two));
+        let [even, odd, even_below, odd_below] = twos;
+        let columns = [vtrn1q_f64(even, even_below), vtrn1q_f64(odd, odd_below), vtrn2q_f64(even, even_below), vtrn2q_f64(odd, odd_below)];
+        columns.map(|column| vreinterpretq_f32_f64(column))
     }
 }
 
@@ -117,6 +130,21 @@ impl Vector<f32> for Quad {
             let four = vaddq_f32(vaddq_f32(a, c), vaddq_f32(b, d));
             let two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
             vget_lane_f32::<0>(two) + vget_lane_f32::<1>(two)
+        }
+    }
+
+    /// By blocks of 4 × 4 elements, each to its place.
+    #[inline(always)]
+    fn transpose(block: &mut [Self; MOST_WIDTH]) {
+        let rows = *block;
+        for (part, of_part) in block.as_chunks_mut::<PARTS>().0.iter_mut().enumerate() {
+            for four in 0..PARTS {
+                let row = |i: usize| rows[PARTS * four + i].0[part];
+                let columns = transposed([row(0), row(1), row(2), row(3)]);
+                for (column, elements) in of_part.iter_mut().zip(columns) {
+                    column.0[four] = elements;
+                }
+            }
         }
     }
 

@@ -110,3 +110,29 @@ fn few_queries_feel_no_hidden_nan_and_every_visible_one() {
         }
     }
 }
+
+#[test]
+fn what_sees_few_keys_is_worked_rows_first_and_to_the_same_bits() {
+    let len = 1300;
+    let dims = Dims { q_heads: 4, ..Dims::new(2, len, 2, 20) };
+    for documents in [false, true] {
+        let mut spec = Spec::new(dims, DType::F32);
+        let window = mask::Window::new(Some(100), Some(3));
+        spec.mask = if documents { Arc::new(mask::Causal::default()) } else { Arc::new(window) };
+        let mut case = Case::new(spec, &mut Random(7));
+        if documents {
+            let ids = Array2::from_shape_fn((2, len), |(_, i)| (i / 300) as i32);
+            case.batch.q_segment_ids = Some(ids.clone());
+            case.batch.kv_segment_ids = Some(ids);
+        }
+        for isa in isas() {
+            let cpu = |threads| Cpu::new(threads).unwrap().with_isa(isa).unwrap();
+            // a workspace that can go backward works head after head
+            let want = case.run(&cpu(2), &Layout::Contiguous, 1).unwrap();
+            for threads in [1, 3] {
+                let (out, lse) = case.run_forward(&cpu(threads), &Layout::Contiguous, 1, threads == 1).unwrap();
+                assert!(out == want.out && lse == want.lse, "{isa}, {threads} threads, documents {documents}");
+            }
+        }
+    }
+}

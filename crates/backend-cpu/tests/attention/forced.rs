@@ -10,6 +10,9 @@ use crate::support::{Case, Random, Rank};
 /// Set for the processes that this test starts.
 const CHILD: &str = "ANNULUS_TEST_OF_FORCED_ISA";
 
+/// What cargo runs programs for 64-bit ARM with on other machines.
+const RUNNER: &str = "CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER";
+
 #[test]
 fn the_forced_instruction_set_runs() {
     if let Ok(name) = std::env::var(CHILD) {
@@ -17,8 +20,18 @@ fn the_forced_instruction_set_runs() {
     }
     let this = std::env::current_exe().unwrap();
     let run = |variable: &str, child: &str| {
+        // an emulated program cannot start another but through the emulator
+        let runner = std::env::var(RUNNER).ok().filter(|_| cfg!(target_arch = "aarch64"));
+        let mut words = runner.iter().flat_map(|runner| runner.split_whitespace());
+        let mut command = match words.next() {
+            Some(emulator) => Command::new(emulator),
+            None => Command::new(&this),
+        };
+        if runner.is_some() {
+            command.args(words).arg(&this);
+        }
         let arguments = ["--exact", "forced::the_forced_instruction_set_runs"];
-        Command::new(&this).args(arguments).env(Isa::VARIABLE, variable).env(CHILD, child).output().unwrap()
+        command.args(arguments).env(Isa::VARIABLE, variable).env(CHILD, child).output().unwrap()
     };
     for isa in Isa::ALL {
         let output = run(isa.name(), isa.name());
