@@ -55,6 +55,10 @@ impl Folder {
         for name in LAUNCHERS {
             command.env_remove(name);
         }
+        // Mesa complains on standard error where there is none
+        if std::env::var_os("XDG_RUNTIME_DIR").is_none() {
+            command.env("XDG_RUNTIME_DIR", std::env::temp_dir());
+        }
         command
     }
 

@@ -17,10 +17,6 @@ fn run(folder: &Folder, arguments: &str, level: Option<&str>) -> Said {
     if let Some(level) = level {
         command.env(LEVEL, level);
     }
-    // Mesa asks for one, and complains if there is none
-    if std::env::var_os("XDG_RUNTIME_DIR").is_none() {
-        command.env("XDG_RUNTIME_DIR", std::env::temp_dir());
-    }
     Said::from(command.output().unwrap())
 }
 
