@@ -11,7 +11,7 @@ import sys
 
 CASE = ("what", "dtype", "head_dim", "n", "causal")
 COLOURS = ("#1f6f8b", "#c06014", "#7a8450", "#6a4c93")
-BAR, GAP, LEFT, TOP, PANEL = 16, 14, 190, 48, 520
+BAR, GAP, LEFT, TOP, PANEL = 16, 14, 250, 48, 520
 
 
 def lines(paths):

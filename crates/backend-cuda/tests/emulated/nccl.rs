@@ -199,11 +199,27 @@ fn a_communicator_that_cannot_be_made_is_an_error_on_all_ranks() {
     ) -> Status {
         2
     }
-    // rank 0 waits in vain for the other, but no longer than the deadline
-    let (errors, took) = meet([Ok(nccl_symbols()), Ok(with(|symbols| symbols.init_rank = refuse))], Duration::from_millis(500));
+    // rank 0 waits in vain for the other, and no longer than until it hears why
+    let (errors, took) = meet([Ok(nccl_symbols()), Ok(with(|symbols| symbols.init_rank = refuse))], DEADLINE);
     let [first, second] = errors.map(|error| error.unwrap().to_string());
-    assert!(first.contains("did not end before the deadline"), "{first}");
     assert!(second.contains("ncclCommInitRankConfig: unhandled system error (status 2)"), "{second}");
+    assert!(first.starts_with("rank 1 aborted: ") && first.contains(&second), "{first}");
+    assert!(took < DEADLINE, "{took:?}");
+}
+
+#[test]
+fn a_communicator_that_is_never_ready_is_an_error_at_the_deadline() {
+    unsafe extern "C" fn busy(_: RawCommunicator, status: *mut Status) -> Status {
+        // SAFETY: a valid pointer, as NCCL's function is given.
+        unsafe { *status = annulus_cuda::device::nccl::IN_PROGRESS };
+        0
+    }
+    let never = || Ok(with(|symbols| symbols.async_error = busy));
+    let (errors, took) = meet([never(), never()], Duration::from_millis(500));
+    for error in errors {
+        let said = error.unwrap().to_string();
+        assert!(said.contains("ncclCommInitRankConfig did not end before the deadline"), "{said}");
+    }
     assert!(took < Duration::from_secs(10), "{took:?}");
 }
 

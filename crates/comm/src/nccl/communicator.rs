@@ -2,7 +2,7 @@
 
 use std::{
     ffi::c_int,
-    sync::mpsc::channel,
+    sync::mpsc::{Receiver, RecvTimeoutError, channel},
     time::{Duration, Instant},
 };
 
@@ -51,6 +51,11 @@ impl Handle {
 
 /// Calls on a thread of its own with the device current; `None` if it has not returned in time. Then the thread is left behind.
 fn within<R: Send + 'static>(deadline: Duration, device: &Device, call: impl FnOnce() -> R + Send + 'static) -> Option<R> {
+    begin(device, call).recv_timeout(deadline).ok()
+}
+
+/// Begins a call on a thread of its own with the device current; what it returns comes from here.
+fn begin<R: Send + 'static>(device: &Device, call: impl FnOnce() -> R + Send + 'static) -> Receiver<R> {
     let (sender, receiver) = channel();
     let device = device.clone();
     std::thread::spawn(move || {
@@ -59,7 +64,7 @@ fn within<R: Send + 'static>(deadline: Duration, device: &Device, call: impl FnO
         // who waited may have gone
         sender.send(call()).unwrap_or_default();
     });
-    receiver.recv_timeout(deadline).ok()
+    receiver
 }
 
 fn check(symbols: &NcclSymbols, name: &str, status: Status) -> Result<(), String> {
@@ -77,8 +82,15 @@ pub(super) fn unique_id(symbols: &NcclSymbols, device: &Device) -> Result<Unique
 }
 
 impl Communicator {
-    /// Makes one with all ranks that have this id.
-    pub(super) fn join(symbols: NcclSymbols, device: &Device, id: UniqueId, rank: usize, ranks: usize, until: Instant) -> Result<Self> {
+    /// Makes one with all ranks that have this id. Meanwhile `look` tells whether one of them has given up: its error ends the wait.
+    pub(super) fn join(
+        symbols: NcclSymbols,
+        device: &Device,
+        id: UniqueId,
+        (rank, ranks): (usize, usize),
+        until: Instant,
+        mut look: impl FnMut() -> Result<()>,
+    ) -> Result<Self> {
         let left = || until.saturating_duration_since(Instant::now());
         let number = |value: usize| c_int::try_from(value).map_err(|_| Error::unsupported(format!("a ring of {ranks} ranks"), "NCCL"));
         let (own, all) = (number(rank)?, number(ranks)?);
@@ -90,14 +102,24 @@ impl Communicator {
             let status = unsafe { (symbols.init_rank)(&raw mut handle, all, id, own, &raw mut config) };
             (Handle(handle), status)
         };
-        let (handle, status) = within(left(), device, call).ok_or_else(late)?;
+        let begun = begin(device, call);
+        let (handle, status) = loop {
+            match begun.recv_timeout(POLL) {
+                Ok(made) => break made,
+                Err(RecvTimeoutError::Timeout) if !left().is_zero() => look()?,
+                Err(_) => return Err(late()),
+            }
+        };
         let mut made = Self { symbols, device: device.clone(), handle, owned: true, gone: handle.0.is_null() };
         let mut said = check(&symbols, "ncclCommInitRankConfig", status).map_err(|what| comm(rank, 0, what));
         while said.is_ok() {
             match made.state() {
                 Ok(State::Good) => return Ok(made),
                 Ok(State::Busy) if left().is_zero() => said = Err(late()),
-                Ok(State::Busy) => std::thread::sleep(POLL),
+                Ok(State::Busy) => {
+                    said = look();
+                    std::thread::sleep(POLL);
+                }
                 Err(what) => said = Err(comm(rank, 0, what)),
             }
         }

@@ -93,9 +93,12 @@ impl<T: Transport<Host>> Nccl<T> {
         let id = share(&mut inner, ROUNDS[0], able.as_ref().map(|(_, id, _)| id.as_slice()), until)?.swap_remove(0);
         let (symbols, _, stream) = able?;
         let id = <[u8; UniqueId::BYTES]>::try_from(id).map_err(|id| comm(0, 0, format!("a unique id of {} bytes", id.len())))?;
-        let made = Communicator::join(symbols, device, UniqueId(id), inner.rank(), inner.ranks(), until);
-        share(&mut inner, ROUNDS[1], made.as_ref().map(|_| [].as_slice()), until)?;
-        Ok(Self::of(inner, made?, stream))
+        let place = (inner.rank(), inner.ranks());
+        let made = Communicator::join(symbols, device, UniqueId(id), place, until, || inner.progress(Duration::ZERO));
+        // the others wait in NCCL for a rank that will not come
+        let communicator = made.inspect_err(|error| inner.abort(error))?;
+        share(&mut inner, ROUNDS[1], Ok(&[]), until)?;
+        Ok(Self::of(inner, communicator, stream))
     }
 
     /// Over a caller's communicator, borrowed: it is never aborted or destroyed here. If it fails, what is under way in it is the caller's to abort.
