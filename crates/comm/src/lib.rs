@@ -31,6 +31,8 @@ pub mod mpi;
 #[cfg(feature = "nccl")]
 #[allow(unsafe_code, reason = "NCCL's functions are promises that the compiler cannot check")]
 pub mod nccl;
+#[cfg(feature = "cuda")]
+mod pieces;
 mod ranges;
 pub mod ring;
 pub mod staged;

@@ -9,15 +9,17 @@
 //!
 //! On the wire it is [`Mpi`] itself: ranks that use this and ranks that stage understand each other.
 
-#![expect(unsafe_code, reason = "copies of device memory are promises that the compiler cannot check")]
-
 use std::{collections::VecDeque, ops::Range, time::Duration};
 
-use annulus_core::{Arrived, Control, Error, Hop, Host, Incoming, Outgoing, Result, Space, Transport, index};
+use annulus_core::{Arrived, Control, Error, Hop, Host, Incoming, Outgoing, Result, Space, Transport};
 use annulus_device_cuda::{CudaBuffer, Device, Event, Stream};
 
 use super::{Memory, Mpi, contiguous};
-use crate::{forward::forward_control, ranges};
+use crate::{
+    forward::forward_control,
+    pieces::{self, Scratch},
+    ranges,
+};
 
 /// How often events are looked at while nothing else happens.
 const POLL: Duration = Duration::from_micros(100);
@@ -27,7 +29,7 @@ pub struct DeviceMpi {
     inner: Mpi,
     stream: Stream,
     /// Where messages in pieces lie in one: free, or co-owned by one that is still sent.
-    scratch: Vec<CudaBuffer>,
+    scratch: Scratch,
     /// Not made yet by the device.
     sends: Vec<Sending>,
     /// Whose buffers the device may still use, in the order in which they were posted.
@@ -73,7 +75,7 @@ impl DeviceMpi {
         Ok(Self {
             inner,
             stream: Stream::new(device)?,
-            scratch: Vec::new(),
+            scratch: Scratch::default(),
             sends: Vec::new(),
             waiting: VecDeque::new(),
             receives: Vec::new(),
@@ -96,15 +98,6 @@ impl DeviceMpi {
         })
     }
 
-    /// A buffer of at least `bytes` that nobody else owns; the smallest there is.
-    fn scratch(&mut self, bytes: u64) -> Result<CudaBuffer> {
-        let fitting = self.scratch.iter().enumerate().filter(|(_, buffer)| buffer.len() >= bytes && !buffer.is_shared());
-        match fitting.min_by_key(|(_, buffer)| buffer.len()) {
-            Some((place, _)) => Ok(self.scratch.swap_remove(place)),
-            None => CudaBuffer::new(self.stream.device(), bytes),
-        }
-    }
-
     fn try_post<S: Space<Buffer = CudaBuffer, Event = Event>>(
         &mut self,
         sends: &[Outgoing<'_, S>],
@@ -120,7 +113,8 @@ impl DeviceMpi {
             buffer.wait_on(&self.stream)?;
             let whole = contiguous(&hop.ranges);
             let posted = in_one(&hop, whole.clone());
-            let (into, pieces) = if whole.is_some() { (buffer, None) } else { (self.scratch(hop.bytes())?, Some(buffer)) };
+            let (into, pieces) =
+                if whole.is_some() { (buffer, None) } else { (self.scratch.take(hop.bytes(), &self.stream)?, Some(buffer)) };
             let free = self.stream.record()?;
             self.waiting.push_back(Waiting { landing: Landing { hop, posted, pieces, free }, into });
         }
@@ -131,10 +125,10 @@ impl DeviceMpi {
             let (buffer, ready) = if whole.is_some() {
                 ((*buffer).clone(), (*ready).clone())
             } else {
-                let one = self.scratch(hop.bytes())?;
+                let one = self.scratch.take(hop.bytes(), &self.stream)?;
                 self.stream.wait_for(ready)?;
-                copy(&self.stream, hop, buffer, &one, false)?;
-                self.scratch.push(one.clone());
+                pieces::gather(&self.stream, hop, buffer, &one)?;
+                self.scratch.give(one.clone());
                 (one, self.stream.record()?)
             };
             self.sends.push(Sending { hop: posted, buffer, ready });
@@ -176,12 +170,12 @@ impl DeviceMpi {
                 // nothing of the device's is between the bytes and who reads them
                 None => self.arrived.push((hop, buffer, free)),
                 Some(pieces) => {
-                    copy(&self.stream, &hop, &pieces, &buffer, true)?;
+                    pieces::scatter(&self.stream, &hop, &pieces, &buffer)?;
                     let ready = self.stream.record()?;
                     pieces.touched_before(&ready);
                     buffer.touched_before(&ready);
                     // whoever receives into it next waits for that
-                    self.scratch.push(buffer);
+                    self.scratch.give(buffer);
                     self.arrived.push((hop, pieces, ready));
                 }
             }
@@ -194,20 +188,6 @@ impl DeviceMpi {
 fn in_one(hop: &Hop, whole: Option<Range<u64>>) -> Hop {
     let range = whole.unwrap_or(0..hop.bytes());
     Hop { ranges: std::iter::once(range).collect(), ..hop.clone() }
-}
-
-/// Copies between a message in pieces and one in one piece.
-fn copy(stream: &Stream, hop: &Hop, pieces: &CudaBuffer, one: &CudaBuffer, to_pieces: bool) -> Result<()> {
-    let mut at = one.address();
-    for range in hop.ranges.iter() {
-        let bytes = range.end - range.start;
-        let piece = pieces.address() + range.start;
-        let (to, from) = if to_pieces { (piece, at) } else { (at, piece) };
-        // SAFETY: the ranges lie within `pieces`, as was checked when they were posted, and together within `one`; a buffer is freed after queued work.
-        unsafe { stream.copy_on_device(to, from, index(bytes))? };
-        at += bytes;
-    }
-    Ok(())
 }
 
 impl Mpi {

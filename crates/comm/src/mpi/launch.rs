@@ -116,7 +116,8 @@ impl GpuAwareness {
     /// # Errors
     /// [`Error::InvalidArgument`] if the variable has another value.
     pub fn decides(self) -> Result<bool> {
-        self.decides_with(std::env::var(Self::VARIABLE).ok().as_deref())
+        let variable = std::env::var_os(Self::VARIABLE);
+        self.decides_with(variable.as_ref().map(|value| value.to_string_lossy()).as_deref())
     }
 
     fn decides_with(self, variable: Option<&str>) -> Result<bool> {

@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use annulus_core::{Arrived, Hop, Incoming, Outgoing, Result, Space, index};
+use annulus_core::{Arrived, Hop, Incoming, Outgoing, Result, Space};
 use annulus_device_cuda::{CudaBuffer, CudaSpace, Event, Stream};
 
 use super::{Side, comm, communicator::Communicator};
+use crate::pieces::{self, Scratch};
 
 /// Posted, and not handed over yet.
 #[derive(Default)]
@@ -27,21 +28,6 @@ pub(super) struct Flying {
 /// Receives that are done.
 type Arrivals = Vec<(Hop, Arrived<CudaSpace>)>;
 
-/// Buffers on the device for messages that lie in pieces. All work on them is in one stream, so that they serve again at once.
-#[derive(Default)]
-pub(super) struct Scratch(Vec<CudaBuffer>);
-
-impl Scratch {
-    /// A buffer of at least `bytes`; the smallest there is.
-    fn take(&mut self, bytes: u64, stream: &Stream) -> Result<CudaBuffer> {
-        let fitting = self.0.iter().enumerate().filter(|(_, buffer)| buffer.len() >= bytes);
-        match fitting.min_by_key(|(_, buffer)| buffer.len()) {
-            Some((place, _)) => Ok(self.0.swap_remove(place)),
-            None => CudaBuffer::new(stream.device(), bytes),
-        }
-    }
-}
-
 /// The order of messages that both ends of a pair share.
 fn order(hop: &Hop) -> (usize, annulus_core::Channel, u64) {
     (hop.peer, hop.channel, hop.tag)
@@ -53,19 +39,6 @@ fn whole(hop: &Hop) -> Option<u64> {
         [only] => Some(only.start),
         _ => None,
     }
-}
-
-/// Copies between a message in pieces and one in one piece.
-fn copy(stream: &Stream, hop: &Hop, pieces: &CudaBuffer, one: &CudaBuffer, to_pieces: bool) -> Result<()> {
-    let mut at = one.address();
-    for range in hop.ranges.iter() {
-        let bytes = range.end - range.start;
-        let (to, from) = if to_pieces { (pieces.address() + range.start, at) } else { (at, pieces.address() + range.start) };
-        // SAFETY: the ranges lie within `pieces`, as was checked when they were posted, and together within `one`; both are kept until the work is done.
-        unsafe { stream.copy_on_device(to, from, index(bytes))? };
-        at += bytes;
-    }
-    Ok(())
 }
 
 /// The groups of one post, in the order in which they are handed over: a group for each part of a block that travels in parts.
@@ -117,7 +90,7 @@ impl Group {
                 Some(start) => buffer.address() + start,
                 None => {
                     let one = scratch.take(hop.bytes(), stream)?;
-                    copy(stream, hop, buffer, &one, false)?;
+                    pieces::gather(stream, hop, buffer, &one)?;
                     used.push(one);
                     used.last().map_or(0, CudaBuffer::address)
                 }
@@ -142,7 +115,7 @@ impl Group {
             let queued = unsafe { communicator.group(&outgoing, &incoming, stream) };
             queued.map_err(|(named, what)| comm(named.unwrap_or(peer), step, what))?;
         }
-        scratch.0.extend(used);
+        used.into_iter().for_each(|one| scratch.give(one));
         let sends = self.sends.into_iter().map(|(side, _)| side).collect();
         Ok(Flying { sends, receives: self.receives, landing, done: None })
     }
@@ -165,8 +138,8 @@ impl Flying {
     pub(super) fn mark(&mut self, stream: &Stream, scratch: &mut Scratch) -> Result<()> {
         for ((hop, buffer), landing) in self.receives.iter().zip(&mut self.landing) {
             if let Some(one) = landing.take() {
-                copy(stream, hop, buffer, &one, true)?;
-                scratch.0.push(one);
+                pieces::scatter(stream, hop, buffer, &one)?;
+                scratch.give(one);
             }
         }
         let done = stream.record()?;

@@ -39,9 +39,9 @@ use annulus_device_cuda::{
 
 use self::{
     communicator::{Communicator, State},
-    group::{Flying, Group, Scratch},
+    group::{Flying, Group},
 };
-use crate::{forward::forward_control, ranges};
+use crate::{forward::forward_control, pieces::Scratch, ranges};
 
 /// How often what is under way is looked after.
 const POLL: Duration = Duration::from_micros(100);

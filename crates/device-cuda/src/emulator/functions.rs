@@ -2,22 +2,19 @@
 
 use std::{
     cell::Cell,
-    ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_void},
+    ffi::{c_char, c_int, c_uchar, c_uint, c_void},
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
         atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
 };
 
-use cudarc::driver::sys::{
-    CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUmodule, CUresult, CUstream,
-};
-use libloading::Library;
+use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUresult, CUstream};
 
 use super::{
-    compiler::unwrap_image,
     maps::tensor_map,
     memory::Memory,
+    modules::{function_attribute, launch, module_function, module_load, module_unload},
     work::{Mark, Queue, Step, Work},
 };
 use crate::Symbols;
@@ -27,11 +24,11 @@ pub const DEVICES: usize = 4096;
 
 /// One device.
 #[derive(Default)]
-struct Context {
+pub(super) struct Context {
     memory: Mutex<Memory>,
     queues: Mutex<Vec<Weak<Queue>>>,
     failed: AtomicBool,
-    mistake: AtomicU32,
+    pub(super) mistake: AtomicU32,
 }
 
 impl Context {
@@ -56,38 +53,11 @@ struct EmulatedEvent {
     mark: Mutex<Option<Arc<Mark>>>,
 }
 
-struct EmulatedModule {
-    library: Arc<Library>,
-    /// Each at an address of its own, which is its handle.
-    functions: Mutex<Vec<Arc<EmulatedFunction>>>,
-}
-
-type Entry = unsafe extern "C" fn(*const c_void);
-type Emulate = unsafe extern "C" fn(Entry, *const c_void, *const c_uint, c_uint, c_uint, u64) -> c_int;
-
-/// Bytes of shared memory that a launch may ask for unasked, and at most.
-const SHARED_UNASKED: u32 = 48 * 1024;
-const SHARED_MOST: u32 = 227 * 1024;
-
-struct EmulatedFunction {
-    library: Arc<Library>,
-    entry: Entry,
-    emulate: Emulate,
-    argument_bytes: usize,
-    threads: c_uint,
-    /// Bytes of shared memory that a launch may ask for.
-    most_shared: AtomicU32,
-}
-
-/// A piece of a kernel's arguments: they begin at a multiple of 64, as those do that hold tensor maps.
-#[repr(align(64))]
-struct Line([u8; 64]);
-
 thread_local! {
     static CURRENT: Cell<Option<&'static Context>> = const { Cell::new(None) };
 }
 
-static SEED: AtomicU64 = AtomicU64::new(1);
+pub(super) static SEED: AtomicU64 = AtomicU64::new(1);
 
 fn contexts() -> &'static [OnceLock<&'static Context>] {
     static CONTEXTS: OnceLock<Vec<OnceLock<&'static Context>>> = OnceLock::new();
@@ -413,110 +383,8 @@ unsafe extern "C" fn event_query(event: CUevent) -> CUresult {
     })
 }
 
-unsafe extern "C" fn module_load(module: *mut CUmodule, image: *const c_void) -> CUresult {
-    with_context(|_| {
-        // SAFETY: the caller gives a whole image.
-        let Some(bytes) = (unsafe { unwrap_image(image.cast()) }) else { return CUresult::CUDA_ERROR_INVALID_IMAGE };
-        let Some(library) = load(bytes) else { return CUresult::CUDA_ERROR_INVALID_IMAGE };
-        let loaded = EmulatedModule { library: Arc::new(library), functions: Mutex::default() };
-        // SAFETY: the caller gives a valid pointer.
-        unsafe { *module = Box::into_raw(Box::new(loaded)).cast() };
-        CUresult::CUDA_SUCCESS
-    })
-}
-
-unsafe extern "C" fn module_unload(module: CUmodule) -> CUresult {
-    // SAFETY: made by `module_load`, unloaded once; queued kernels co-own the library.
-    drop(unsafe { Box::from_raw(module.cast::<EmulatedModule>()) });
-    CUresult::CUDA_SUCCESS
-}
-
-unsafe extern "C" fn module_function(function: *mut CUfunction, module: CUmodule, name: *const c_char) -> CUresult {
-    with_context(|_| {
-        // SAFETY: a handle that is alive, and a name that ends at a 0.
-        let (module, name) = unsafe { (&*module.cast::<EmulatedModule>(), CStr::from_ptr(name).to_bytes()) };
-        let size_of = [name, b"_argument_bytes"].concat();
-        // SAFETY: the library was compiled with host_twin.h, which gives these names these types.
-        let found = unsafe {
-            let entry = module.library.get::<Entry>(name);
-            let bytes = module.library.get::<unsafe extern "C" fn() -> c_uint>(size_of.as_slice());
-            let emulate = module.library.get::<Emulate>(b"annulus_emulate");
-            let threads = module.library.get::<unsafe extern "C" fn() -> c_uint>(b"annulus_threads");
-            match (entry, bytes, emulate, threads) {
-                (Ok(entry), Ok(bytes), Ok(emulate), Ok(threads)) => (*entry, bytes() as usize, *emulate, threads()),
-                _ => return CUresult::CUDA_ERROR_NOT_FOUND,
-            }
-        };
-        let (entry, argument_bytes, emulate, threads) = found;
-        let most_shared = AtomicU32::new(SHARED_UNASKED);
-        let made =
-            Arc::new(EmulatedFunction { library: Arc::clone(&module.library), entry, emulate, argument_bytes, threads, most_shared });
-        let mut functions = lock(&module.functions);
-        functions.push(made);
-        // SAFETY: the caller gives a valid pointer; it lives as long as the module.
-        unsafe { *function = functions.last().map_or(std::ptr::null_mut(), |made| Arc::as_ptr(made).cast_mut().cast()) };
-        CUresult::CUDA_SUCCESS
-    })
-}
-
-unsafe extern "C" fn function_attribute(function: CUfunction, attribute: CUfunction_attribute, value: c_int) -> CUresult {
-    with_context(|_| {
-        let bytes = c_uint::try_from(value).ok().filter(|&bytes| bytes <= SHARED_MOST);
-        let Some(bytes) = bytes.filter(|_| attribute == CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) else {
-            return CUresult::CUDA_ERROR_INVALID_VALUE;
-        };
-        // SAFETY: a handle that is alive.
-        let function = unsafe { &*function.cast::<EmulatedFunction>() };
-        function.most_shared.store(bytes, Ordering::Relaxed);
-        CUresult::CUDA_SUCCESS
-    })
-}
-
-unsafe extern "C" fn launch(
-    function: CUfunction,
-    x: c_uint,
-    y: c_uint,
-    z: c_uint,
-    threads_x: c_uint,
-    threads_y: c_uint,
-    threads_z: c_uint,
-    shared_bytes: c_uint,
-    stream: CUstream,
-    parameters: *mut *mut c_void,
-    _extra: *mut *mut c_void,
-) -> CUresult {
-    with_context(|context| {
-        if [x, y, z].contains(&0) || y > 65535 || z > 65535 {
-            return CUresult::CUDA_ERROR_INVALID_VALUE;
-        }
-        // SAFETY: a handle that is alive.
-        let function = unsafe { &*function.cast::<EmulatedFunction>() };
-        if [threads_x, threads_y, threads_z] != [function.threads, 1, 1] || shared_bytes > function.most_shared.load(Ordering::Relaxed) {
-            return CUresult::CUDA_ERROR_INVALID_VALUE;
-        }
-        // SAFETY: the one parameter is a structure of as many bytes.
-        let arguments = unsafe { std::slice::from_raw_parts((*parameters).cast::<u8>(), function.argument_bytes) };
-        let lines: Vec<Line> = arguments
-            .chunks(64)
-            .map(|chunk| {
-                let mut line = Line([0; 64]);
-                line.0[..chunk.len()].copy_from_slice(chunk);
-                line
-            })
-            .collect();
-        let (library, entry, emulate) = (Arc::clone(&function.library), function.entry, function.emulate);
-        let (seed, mistake) = (SEED.load(Ordering::Relaxed), context.mistake.load(Ordering::Relaxed));
-        push(stream, move || {
-            // SAFETY: the kernel is given its own structure; the memory that it points to is freed only after queued work.
-            let ended = unsafe { emulate(entry, lines.as_ptr().cast(), [x, y, z].as_ptr(), shared_bytes, mistake, seed) } == 0;
-            drop(library);
-            ended
-        })
-    })
-}
-
 /// Calls with the current context, unless it has failed.
-fn with_context(call: impl FnOnce(&'static Context) -> CUresult) -> CUresult {
+pub(super) fn with_context(call: impl FnOnce(&'static Context) -> CUresult) -> CUresult {
     match CURRENT.get() {
         None => CUresult::CUDA_ERROR_INVALID_CONTEXT,
         Some(context) if context.failed.load(Ordering::Relaxed) => CUresult::CUDA_ERROR_LAUNCH_FAILED,
@@ -524,7 +392,7 @@ fn with_context(call: impl FnOnce(&'static Context) -> CUresult) -> CUresult {
     }
 }
 
-fn push(stream: CUstream, work: impl FnOnce() -> bool + Send + 'static) -> CUresult {
+pub(super) fn push(stream: CUstream, work: impl FnOnce() -> bool + Send + 'static) -> CUresult {
     // SAFETY: a handle that is alive.
     let stream = unsafe { &*stream.cast::<EmulatedStream>() };
     stream.queue.push(Work::Do(Box::new(work)));
@@ -556,18 +424,6 @@ pub(super) unsafe fn push_until(stream: CUstream, attempt: impl FnMut() -> Optio
 #[cfg(feature = "nccl")]
 pub(super) fn is_device_memory(address: u64, bytes: usize) -> bool {
     CURRENT.get().is_some_and(|context| lock(&context.memory).holds(address, bytes))
-}
-
-/// Loads a shared library from memory, by way of a file that is gone when this returns.
-fn load(bytes: &[u8]) -> Option<Library> {
-    static COUNT: AtomicU64 = AtomicU64::new(0);
-    let name = format!("annulus-emulated-{}-{}.so", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
-    let path = std::env::temp_dir().join(name);
-    std::fs::write(&path, bytes).ok()?;
-    // SAFETY: compiled from our kernels; it has no initialisers that do anything.
-    let library = unsafe { Library::new(&path) }.ok();
-    std::fs::remove_file(&path).unwrap_or_default();
-    library
 }
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

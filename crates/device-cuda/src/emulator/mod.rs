@@ -6,7 +6,7 @@
 //! * **time** (`work.rs`): work is queued in streams and done later, a piece at each question after an event. Streams know nothing of each
 //!   other but what events say, so what is not ordered by an event sooner or later runs in the wrong order;
 //! * **memory** (`memory.rs`): new memory is full of NaN, and lies between guards that are looked at when it is freed;
-//! * **kernels**: one fiber for each thread, see `host_twin.h` of the kernels; a block whose threads wait for each other for ever fails;
+//! * **kernels** (`modules.rs`): one fiber for each thread, see `host_twin.h` of the kernels; a block whose threads wait for each other for ever fails;
 //! * **NCCL** (`nccl.rs`, with the feature `nccl`): sends and receives of threads of one process, done when both sides' streams have come there;
 //! * **GPUs of compute capability 9.0** (`maps.rs`, the `hopper_` tables): tensor maps in words of the emulator's own, read by `warpgroup_twin.h` of the
 //!   kernels, where copies, products and barriers that run by themselves end as late as they may;
@@ -18,6 +18,7 @@ mod compiler;
 mod functions;
 mod maps;
 mod memory;
+mod modules;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod work;
