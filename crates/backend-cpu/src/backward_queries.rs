@@ -46,7 +46,7 @@ pub(crate) fn attend_queries<E: Input<Accumulator: Summed>>(
     let pass = Gradients { pass, dout: Source::tensor(array("dout", saved.dout)?), statistics };
     QueryPass::<E>::look_anew(scratch);
     // tasks of one owner stay together: they add to the same part of the bias's gradient
-    let mut parts = bias_gradient.as_mut().map(|gradient| gradient.parts.iter_mut());
+    let mut parts = bias_gradient.as_mut().map(|gradient| gradient.parts());
     let tasks = blocks.chunk_by_mut(|a, b| a.owner == b.owner).map(|tasks| (tasks, parts.as_mut().and_then(Iterator::next)));
     team.run(scratch, tasks, Some(tick), |scratch, (tasks, mut part), pulse| {
         for block in tasks {

@@ -16,8 +16,8 @@ use std::{
 use annulus_core::{Error, Result, Tick};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-/// Least time between two ticks.
-const BEAT: Duration = Duration::from_micros(200);
+/// Least time between two ticks, and the longest that a thread waits for another without looking up.
+pub(crate) const BEAT: Duration = Duration::from_micros(200);
 
 /// The threads of one backend.
 #[derive(Debug)]

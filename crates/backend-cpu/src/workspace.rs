@@ -4,12 +4,13 @@
 //! pass, which sums dq in the same memory). A backward pass adds 2 numbers (4 where out is not normalised) for every query and head, about 100 bytes
 //! for what every query sees, and as many numbers as the bias has, if there is one. q, k and v are never copied whole.
 
-use std::ops::Range;
+use std::{ops::Range, sync::Mutex};
 
 use annulus_core::{DType, Error, Hulls, Local, QueryTile, Result, Visibility};
 
 use crate::{
     aligned::Aligned,
+    backward_turns::Turns,
     bias_gradient::{BiasGradient, owner},
     decode::{self, Decode},
     geometry::{Geometry, LANES, NARROW_LANES},
@@ -121,8 +122,11 @@ pub(crate) struct State<A> {
     pub(crate) k_rows: usize,
     /// Sorted by owner; without a bias by batch row, kv head, and from late rows to early ones; where `narrow`, by batch row, rows, and kv head.
     pub(crate) blocks: Vec<QueryBlock<A>>,
+    /// One for each block, empty but while threads share what these have summed: see [`crate::backward_together`].
+    pub(crate) lent: Vec<Mutex<Aligned<A>>>,
+    pub(crate) turns: Turns,
     /// `places[(block of rows · batch + batch row) · kv_heads + kv head]`: where that block is in `blocks`.
-    places: Vec<usize>,
+    pub(crate) places: Vec<usize>,
     pub(crate) scratch: Vec<Scratch<A>>,
     pub(crate) statistics: Statistics<A>,
     pub(crate) bias_gradient: Option<BiasGradient<A>>,
@@ -170,8 +174,8 @@ impl<A: Real> State<A> {
         let spec = &local.spec;
         let geometry = Geometry::new::<A>(spec, path);
         let dims = spec.dims;
-        // where queries share a bias, tasks wait for each other anyway
-        let helpers = if backward && spec.bias.is_some() { 1 } else { threads };
+        // in two passes, a sum over queries and keys goes block by block: their size must not depend on the number of threads
+        let helpers = if backward && matches!(spec.bias, Some([_, _, 1, 1])) { 1 } else { threads };
         let narrow = !backward && is_narrow(local);
         let most = if narrow { NARROW_LANES } else { LANES };
         let q_rows = geometry.block_rows(local.queries.len(), dims.group(), helpers, most);
@@ -198,17 +202,19 @@ impl<A: Real> State<A> {
             // all heads of some rows before the next rows
             blocks.sort_by_key(|block| (block.batch, block.rows.start, block.kv_head));
         } else {
-            blocks.sort_by_key(|block| (block.owner, block.rows.start, block.batch, block.kv_head));
+            blocks.sort_by_key(|block| (block.owner, block.batch, block.kv_head, block.rows.start));
         }
         let mut places = vec![0; blocks.len()];
         for (place, block) in blocks.iter().enumerate() {
             places[(block.rows.start / q_rows * dims.batch + block.batch) * dims.kv_heads + block.kv_head] = place;
         }
-        let bias_gradient = if backward { BiasGradient::new(spec, &blocks)? } else { None };
+        let bias_gradient = if backward { BiasGradient::new(spec, &blocks, q_rows)? } else { None };
         let statistics = if backward { Statistics::new(spec, local.queries.len())? } else { Statistics::default() };
         let few = if decode::wanted::<A>(spec, local.queries.len(), backward) { local.queries.len() } else { 0 };
         let decode = if few > 0 { Some(Decode::new(&geometry, few, most_keys)?) } else { None };
-        let scratch = (0..threads).map(|_| Scratch::new(&geometry, q_rows, k_rows, backward, few)).collect::<Result<_>>()?;
+        let scratch = (0..threads).map(|_| Scratch::new(spec, &geometry, q_rows, k_rows, backward, few)).collect::<Result<_>>()?;
+        let lent = blocks.iter().filter(|_| backward).map(|_| Aligned::zeroed(0).map(Mutex::new)).collect::<Result<_>>()?;
+        let turns = Turns::new(threads);
         let local = local.clone();
         let seen = Seen::default();
         let (order, in_place) = (None, false);
@@ -220,6 +226,8 @@ impl<A: Real> State<A> {
             q_rows,
             k_rows,
             blocks,
+            lent,
+            turns,
             places,
             scratch,
             statistics,
