@@ -37,8 +37,8 @@ use crate::{
     workspace::{Order, QueryBlock, State, Summed},
 };
 
-/// Tasks that each thread should get where pairs are cut.
-const TASKS: usize = 4;
+/// Tasks that each thread gets at least where pairs are cut, if there are as many tiles of keys: one long and one short under a causal mask.
+const TASKS: usize = 2;
 
 /// Adds what a block of keys gives to dq and to the gradient of the bias, and writes what this rank's queries give to dk and dv.
 pub(crate) fn attend_backward<E: Input<Accumulator: Summed>>(
@@ -71,39 +71,50 @@ pub(crate) struct Cut {
     whole: usize,
     /// All pairs.
     pairs: usize,
-    /// Keys of a task of another pair.
-    keys: usize,
+    /// Keys of the block.
+    len: usize,
+    /// Tasks of each other pair: tiles of keys that lie side by side, as many in one as in another, or one more in the first ones.
+    tasks: usize,
     /// Whether pairs share elements of the bias's gradient.
     chained: bool,
 }
 
 impl Cut {
-    /// For blocks of `len` keys.
+    /// For a block of `len` keys.
     pub(crate) fn new(spec: &Spec, geometry: &Geometry, threads: usize, len: usize) -> Self {
         let pairs = spec.dims.batch * spec.dims.kv_heads;
         let [batches, heads, _, bias_keys] = spec.bias.unwrap_or([0; 4]);
         let chained = batches == 1 && spec.dims.batch > 1 || heads == 1 && spec.dims.kv_heads > 1;
         let whole = if chained { 0 } else { pairs / threads * threads };
-        let mut keys = geometry.keys_together();
+        let mut tasks = len.div_ceil(geometry.keys_together());
         // a sum over heads and keys has its terms in the order of the tasks: these must not depend on the number of threads
         let fixed = heads == 1 && bias_keys == 1;
-        while !fixed && threads > 1 && keys > TILE && (pairs - whole) * len.div_ceil(keys) < TASKS * threads {
-            keys = (keys / 2).next_multiple_of(TILE);
+        if !fixed && threads > 1 && pairs > whole {
+            // as many for each thread, where tasks are of one length; where they get shorter, the first and the last make up for each other
+            let rest = pairs - whole;
+            let even = (1..=threads).find(|count| (rest * count).is_multiple_of(threads)).unwrap_or(1);
+            tasks = tasks.max((TASKS * threads).div_ceil(rest)).next_multiple_of(even);
         }
-        Self { whole, pairs, keys, chained }
+        Self { whole, pairs, len, tasks: tasks.min(len.div_ceil(TILE)), chained }
     }
 
-    /// The tasks: number, pair, and keys of a block of `len` keys.
-    fn tasks(self, len: usize) -> impl Iterator<Item = (usize, usize, Range<usize>)> + Send {
-        let Self { whole, pairs, keys, .. } = self;
-        let cut = move |pair| (0..len).step_by(keys).map(move |first| (pair, first..len.min(first + keys)));
+    /// The tasks: number, pair, and keys.
+    fn tasks(self) -> impl Iterator<Item = (usize, usize, Range<usize>)> + Send {
+        let Self { whole, pairs, len, tasks, .. } = self;
+        let cut = move |pair| (0..tasks).map(move |task| (pair, self.first_key(task)..self.first_key(task + 1)));
         let tasks = (0..whole).map(move |pair| (pair, 0..len)).chain((whole..pairs).flat_map(cut));
         tasks.enumerate().map(|(task, (pair, keys))| (task, pair, keys))
     }
 
+    /// Where a task of a pair that is cut begins.
+    fn first_key(self, task: usize) -> usize {
+        let tiles = self.len.div_ceil(TILE);
+        self.len.min((task * (tiles / self.tasks) + task.min(tiles % self.tasks)) * TILE)
+    }
+
     /// The number of the first task of a pair that is cut.
-    const fn first_task(self, pair: usize, len: usize) -> usize {
-        self.whole + (pair - self.whole) * len.div_ceil(self.keys)
+    const fn first_task(self, pair: usize) -> usize {
+        self.whole + (pair - self.whole) * self.tasks
     }
 }
 
@@ -124,7 +135,6 @@ pub(crate) struct QueryGradients<'a, A> {
     /// Rows of every block but that of the last queries.
     q_rows: usize,
     pub(crate) bias: Option<&'a BiasGradient<A>>,
-    turns: &'a Turns,
     cut: Cut,
 }
 
@@ -144,7 +154,6 @@ pub(crate) fn add_together<E: Input<Accumulator: Summed>>(
     memory: Memory<'_, Acc<E>>,
     tick: Tick<'_>,
 ) {
-    let len = pass.visibility.keys.len();
     let Memory { blocks, lent, places, q_rows, bias, turns, cut } = memory;
     // threads share the sums behind locks, and each block gets its own back
     blocks.iter_mut().zip(&mut *lent).for_each(|(block, lent)| std::mem::swap(&mut block.sums, own(lent)));
@@ -158,11 +167,10 @@ pub(crate) fn add_together<E: Input<Accumulator: Summed>>(
         places,
         q_rows,
         bias,
-        turns,
         cut,
     };
     let chain = |pair| if cut.chained { 0 } else { pair };
-    let tasks = cut.tasks(len).inspect(|&(task, pair, _)| turns.hand_out(task, chain(pair)));
+    let tasks = cut.tasks().inspect(|&(task, pair, _)| turns.hand_out(task, chain(pair)));
     // tasks write different elements of the same records: they take turns
     let records = Mutex::new(records);
     team.run(scratch, tasks, Some(tick), |scratch, (task, pair, keys), pulse| {
@@ -232,13 +240,12 @@ impl<A: Real> Adding<'_, A> {
     /// After the last tile of a task: others may go on, and what was summed along all queries is added to the gradient of the bias; false if all are
     /// to stop.
     fn end<E: Input<Accumulator = A>>(&self, pass: &KeyPass<'_, E>, scratch: &Scratch<A>, task: &Task, pulse: &mut Pulse<'_>) -> bool {
-        let len = pass.visibility.keys.len();
         self.turn.pass(usize::MAX);
         let Some(bias) = self.to.bias.filter(|bias| bias.over_queries()) else { return true };
         // the same element may be another pair's, or that of other keys of this one
         let first = match (bias.over_keys(), self.to.cut.chained) {
             (false, false) => None,
-            (false, true) => Some(self.to.cut.first_task(self.pair, len)),
+            (false, true) => Some(self.to.cut.first_task(self.pair)),
             (true, _) => Some(self.turn.task()),
         };
         if first.is_some_and(|first| !self.turn.wait_for_end(first, pulse)) {
@@ -246,5 +253,47 @@ impl<A: Real> Adding<'_, A> {
         }
         bias.add_sums(scratch, (task.batch, task.kv_head), &pass.visibility.keys.rows()[task.keys.clone()]);
         true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use annulus_core::{DType, Dims};
+
+    use super::*;
+    use crate::isa::Isa;
+
+    #[test]
+    fn tasks_cover_all_keys_once_and_evenly() {
+        let path = Path::new(Isa::Portable).unwrap();
+        for (pairs, threads, len) in [(1, 2, 2048), (1, 7, 2048), (3, 2, 1000), (3, 4, 777), (5, 1, 130), (8, 3, 64), (2, 3, 1), (1, 2, 0)]
+        {
+            let spec = Spec::new(Dims::new(1, len, pairs, 64), DType::F32);
+            let geometry = Geometry::new::<f32>(&spec, path);
+            let cut = Cut::new(&spec, &geometry, threads, len);
+            let mut ends = vec![0; pairs];
+            let mut tiles = vec![0; threads];
+            for (number, (task, pair, keys)) in cut.tasks().enumerate() {
+                assert_eq!((number, ends[pair]), (task, keys.start), "{pairs} pairs");
+                assert!(pair < cut.whole || keys.len() <= geometry.keys_together() && !keys.is_empty());
+                ends[pair] = keys.end;
+                // whoever has least to do takes the next
+                if let Some(least) = tiles.iter_mut().min() {
+                    *least += keys.len().div_ceil(TILE);
+                }
+            }
+            assert!(ends.iter().all(|&end| end == len), "{ends:?}");
+            let (all, most) = (tiles.iter().sum::<usize>(), tiles.iter().max().copied().unwrap());
+            assert!(most <= all.div_ceil(threads) + 1, "{pairs} pairs, {threads} threads: {tiles:?}");
+        }
+    }
+
+    #[test]
+    fn what_all_heads_and_keys_share_is_cut_alike_for_any_number_of_threads() {
+        let path = Path::new(Isa::Portable).unwrap();
+        let spec = Spec { bias: Some([1, 1, 900, 1]), ..Spec::new(Dims::new(1, 900, 2, 64), DType::F32) };
+        let geometry = Geometry::new::<f32>(&spec, path);
+        let [one, many] = [1, 7].map(|threads| Cut::new(&spec, &geometry, threads, 900));
+        assert!(one == many && one.chained && one.whole == 0);
     }
 }
