@@ -128,15 +128,19 @@ impl<A: Real> BiasGradient<A> {
         self.parts.iter_mut().map(own)
     }
 
-    /// Writes the sums. Elements that no local query reads (there are none of them if there are no local queries) are 0.
+    /// Writes the sums. All of them are 0 if there are no local queries; else every element is somebody's.
     pub(crate) fn write(&self, mut into: ArrayViewMut4<'_, A>) {
-        into.fill(A::ZERO);
+        if self.parts.is_empty() {
+            into.fill(A::ZERO);
+        }
         for part in &self.parts {
             let part = lock(part);
-            let mut lines = part.sums.chunks_exact(part.keys.max(1));
-            for head in part.heads.clone() {
-                for (query, line) in part.queries.clone().zip(&mut lines) {
-                    into.slice_mut(s![part.batch, head, query, ..]).iter_mut().zip(line).for_each(|(into, &sum)| *into = sum);
+            let len = part.queries.len() * part.keys;
+            for (head, sums) in part.heads.clone().zip(part.sums.chunks_exact(len.max(1))) {
+                let mut into = into.slice_mut(s![part.batch, head, part.queries.clone(), ..]);
+                match into.as_slice_mut() {
+                    Some(into) => into.copy_from_slice(sums),
+                    None => into.iter_mut().zip(sums).for_each(|(into, &sum)| *into = sum),
                 }
             }
         }

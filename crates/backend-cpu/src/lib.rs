@@ -12,7 +12,7 @@
 //! | machine: instruction sets, vectors, threads, sizes | `isa.rs`, `vector.rs`, `real.rs`, `lanes.rs`, `exp.rs`, `team.rs`, `geometry.rs` |
 //!
 //! The design in three lines. One of queries and keys lies in the lanes of vectors and the other is broadcast, so no sum crosses lanes. A task owns
-//! what it writes and is worked by one thread in a fixed order, so results depend on nothing but inputs, mask and instruction set. A
+//! what it writes, or takes its turn at it, and is worked by one thread in a fixed order, so results depend on nothing but inputs, mask and instruction set. A
 //! logit is one chain of multiply-adds, so backward meets the very logits of forward.
 
 mod ahead;

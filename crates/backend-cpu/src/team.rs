@@ -1,8 +1,8 @@
 //! The threads of one backend: the calling thread and, beside it, a pool of its own.
 //!
 //! Items of work are handed out one after another, in a fixed order, to whoever asks first. An item is worked by one thread from end to end and
-//! owns what it writes, so neither the number of threads nor their timing can be seen in a result. Only the calling thread calls `tick`
-//! (an MPI may forbid it to others): between tiles, and while it waits for the others to finish.
+//! owns what it writes, or takes its turn at it (`backward_turns.rs`), so neither the number of threads nor their timing can be seen in a result. Only
+//! the calling thread calls `tick` (an MPI may forbid it to others): between tiles, and while it waits for the others.
 
 use std::{
     ops::ControlFlow,

@@ -2,7 +2,8 @@
 //!
 //! Memory beyond O(tile) a thread: for every local query and head value_dim + 2 numbers (head_dim + 2 where that is more and there is a backward
 //! pass, which sums dq in the same memory). A backward pass adds 2 numbers (4 where out is not normalised) for every query and head, about 100 bytes
-//! for what every query sees, and as many numbers as the bias has, if there is one. q, k and v are never copied whole.
+//! for what every query sees, and as many numbers as the bias has, if there is one. q, k and v are never copied whole. None of this depends on the number
+//! of threads, nor on what the mask lets queries see: another batch changes the order of the blocks and how many of them are a task.
 
 use std::{ops::Range, sync::Mutex};
 
