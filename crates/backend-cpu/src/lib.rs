@@ -5,7 +5,7 @@
 //! | what | file |
 //! |---|---|
 //! | the seam, call by call | `backend.rs` |
-//! | forward: tiles, few queries over many keys, and the end of a row | `forward.rs`, `decode.rs`, `finish.rs` |
+//! | forward: tiles, few queries over many keys, and the end of a row | `forward.rs`, `decode.rs`, `decode_products.rs`, `finish.rs` |
 //! | backward: beginning and end, dq and dbias, dk and dv, all at once | `backward.rs`, `backward_queries.rs`, `backward_keys.rs`, `backward_together.rs`, `bias_gradient.rs` |
 //! | one tile: who sees whom, logits, softmax, gradients, products | `sight.rs`, `logits.rs`, `dropout.rs`, `softmax.rs`, `gradient.rs`, `products.rs`, `pairs.rs` |
 //! | memory: workspace, scratch, packed tiles, records | `workspace.rs`, `statistics.rs`, `scratch.rs`, `pack.rs`, `records.rs`, `aligned.rs`, `input.rs`, `ahead.rs` |
@@ -24,6 +24,7 @@ mod backward_queries;
 mod backward_together;
 mod bias_gradient;
 mod decode;
+mod decode_products;
 mod dropout;
 mod exp;
 mod finish;

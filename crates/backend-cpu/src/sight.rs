@@ -83,6 +83,15 @@ impl Sight {
         self.full || self.words[row] >> lane & 1 != 0
     }
 
+    /// The lanes, of the first `lanes`, that some of the first `rows` rows see, and those that all of them see.
+    pub(crate) fn seen_by_rows(&self, rows: usize, lanes: usize) -> (u64, u64) {
+        let all = !0u64 >> (TILE - lanes);
+        if self.full {
+            return (all, all);
+        }
+        self.words[..rows].iter().fold((0, all), |(some, all), word| (some | word, all & word))
+    }
+
     /// For each vector of `width` lanes, the rows that hold all its visible pairs; `None` where it is all rows for all of them.
     pub(crate) fn parts(&self, vectors: usize, width: usize) -> Option<[Range<usize>; MOST_PARTS]> {
         let words = self.words().filter(|_| (2..=MOST_PARTS).contains(&vectors) && vectors * width <= TILE)?;
@@ -153,6 +162,16 @@ mod tests {
         assert_eq!(sight.parts(4, 16).unwrap(), [0..0, 3..24, 0..0, 0..0]);
         sight = Sight { words: [0x8000_8000_8000_8000; TILE], rows: 5..9, full: false };
         assert!(sight.parts(4, 16).is_none());
+    }
+
+    #[test]
+    fn lanes_are_seen_by_some_or_all_rows() {
+        let words = std::array::from_fn(|row| [0b1100, 0b0110, !0][row.min(2)]);
+        let sight = Sight { words, rows: 0..2, full: false };
+        assert_eq!(sight.seen_by_rows(2, 4), (0b1110, 0b0100));
+        // a row that sees nothing
+        assert_eq!(Sight { words: [0; TILE], ..sight }.seen_by_rows(2, 64), (0, 0));
+        assert_eq!(Sight::default().seen_by_rows(3, 5), (0b11111, 0b11111));
     }
 
     #[test]
