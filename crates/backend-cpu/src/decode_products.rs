@@ -96,11 +96,16 @@ pub(crate) struct Later<'a, 's, E> {
 }
 
 impl<'s, E: Input> Later<'_, 's, E> {
-    /// The vectors of so many rows, in the order of memory, as far as there are rows.
+    /// So many rows, as far as there are any.
     #[inline(always)]
-    fn vectors<const ROWS: usize>(&self, batch: usize, row: usize) -> impl Iterator<Item = &'s [E]> {
-        let row = row + self.after;
-        (row..row + ROWS).flat_map(move |row| self.source.row(batch, row).unwrap_or_default().chunks(self.dim))
+    fn rows<const ROWS: usize>(&self, batch: usize, row: usize) -> [&'s [E]; ROWS] {
+        std::array::from_fn(|i| self.source.row(batch, row + self.after + i).unwrap_or_default())
+    }
+
+    /// Asks for the vectors of one head.
+    #[inline(always)]
+    fn ask<const ROWS: usize>(&self, rows: &[&[E]; ROWS], head: usize) {
+        rows.iter().for_each(|row| prefetch_far(row.get(head * self.dim..(head + 1) * self.dim).unwrap_or_default()));
     }
 }
 
@@ -170,9 +175,9 @@ impl<E: Input> Dots<'_, '_, E> {
     fn of_keys<V: Vector<E::Accumulator>, const ROWS: usize>(&mut self, rows: [&[E]; ROWS], row: usize, place: usize) {
         let Tile { batch, lines, .. } = *self.tile;
         let (pitch, square) = (self.dim.next_multiple_of(V::WIDTH), V::WIDTH * V::WIDTH);
-        let mut later = self.later.vectors::<ROWS>(batch, row);
+        let later = self.later.rows::<ROWS>(batch, row);
         for kv_head in 0..rows[0].len() / self.dim {
-            later.by_ref().take(ROWS).for_each(prefetch_far);
+            self.later.ask(&later, kv_head);
             let keys = of_head(&rows, kv_head, self.dim);
             for block in lines.blocks() {
                 let lines = kv_head * lines.len + block.start..kv_head * lines.len + block.end;
@@ -272,9 +277,9 @@ impl<E: Input> WeightedSums<'_, '_, E> {
     fn of_keys<V: Vector<E::Accumulator>, const ROWS: usize>(&mut self, rows: [&[E]; ROWS], row: usize, key: usize) {
         let Tile { batch, lines, width, queries, .. } = *self.tile;
         let pitch = self.dim.next_multiple_of(V::WIDTH);
-        let mut later = self.later.vectors::<ROWS>(batch, row);
+        let later = self.later.rows::<ROWS>(batch, row);
         for kv_head in 0..rows[0].len() / self.dim {
-            later.by_ref().take(ROWS).for_each(prefetch_far);
+            self.later.ask(&later, kv_head);
             let values = of_head(&rows, kv_head, self.dim);
             for block in lines.blocks() {
                 let lines = kv_head * lines.len + block.start..kv_head * lines.len + block.end;
@@ -325,7 +330,9 @@ mod tests {
 
     #[test]
     fn blocks_of_lines_cover_all_and_their_vectors_fill_them() {
-        for (len, together, want) in [(1, 4, vec![1]), (3, 4, vec![2, 1]), (7, 4, vec![4, 2, 1]), (12, 4, vec![4, 4, 4]), (3, 1, vec![1, 1, 1])] {
+        for (len, together, want) in
+            [(1, 4, vec![1]), (3, 4, vec![2, 1]), (7, 4, vec![4, 2, 1]), (12, 4, vec![4, 4, 4]), (3, 1, vec![1, 1, 1])]
+        {
             let lines = Lines { len, together };
             assert_eq!(lines.blocks().map(|block| block.len()).collect::<Vec<_>>(), want);
             let mut places: Vec<usize> = (0..len).flat_map(|line| lines.vectors::<f32>(line, 40).flatten()).collect();
