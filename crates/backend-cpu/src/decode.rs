@@ -1,4 +1,4 @@
-//! The forward pass of a few queries over many keys: fewer queries than half the lanes of a vector, so that reading keys and values is what takes time.
+//! The forward pass of a few queries over many keys: fewer queries than a vector has lanes, so that reading keys and values is what takes time.
 //!
 //! ```text
 //! for each task (batch row, range of keys), with a running softmax of its own:
@@ -72,8 +72,8 @@ pub(crate) struct FewScratch<A> {
 
 /// Whether few queries are served this way.
 pub(crate) fn wanted<A: Real>(spec: &Spec, queries: usize, backward: bool) -> bool {
-    // from half a vector on, queries in lanes are faster
-    !backward && spec.normalize && (1..A::WIDTH / 2).contains(&queries)
+    // whole vectors of queries are faster in lanes
+    !backward && spec.normalize && (1..A::WIDTH).contains(&queries)
 }
 
 /// Keys of a tile: as many as the lanes of a strip.
@@ -174,8 +174,10 @@ impl<A: Real> Part<A> {
             block.sum[lane] = old_sum * old_factor + sum * factor;
             let first = block.lane(place, 0) * geometry.value_rows() + query;
             let out = lines.vectors::<A>(line, dim).flat_map(|elements| &out[elements]).take(dim);
+            // before anything is seen, what is there means nothing
+            let fresh = old_max == -A::INFINITY;
             for (into, &out) in block.sums[first..].iter_mut().step_by(A::WIDTH).zip(out) {
-                *into = *into * old_factor + out * factor;
+                *into = if fresh { out * factor } else { *into * old_factor + out * factor };
             }
         }
     }

@@ -125,6 +125,27 @@ fn of_head<'s, E, const ROWS: usize>(rows: &[&'s [E]; ROWS], head: usize, dim: u
     rows.map(|row| &row[head * dim..(head + 1) * dim])
 }
 
+/// Vectors of equal length that are worked together.
+trait Together<'s, E>: Sized {
+    /// Their parts of `width` elements, without a rest: so that one counter serves all.
+    fn whole(self, width: usize) -> impl Iterator<Item = Self>;
+}
+
+impl<'s, E> Together<'s, E> for [&'s [E]; ONE] {
+    #[inline(always)]
+    fn whole(self, width: usize) -> impl Iterator<Item = Self> {
+        self[0].chunks_exact(width).map(|part| [part])
+    }
+}
+
+impl<'s, E> Together<'s, E> for [&'s [E]; KEYS] {
+    #[inline(always)]
+    fn whole(self, width: usize) -> impl Iterator<Item = Self> {
+        let [a, b, c, d] = self.map(|vector| vector.chunks_exact(width));
+        a.zip(b).zip(c.zip(d)).map(|((a, b), (c, d))| [a, b, c, d])
+    }
+}
+
 /// tile\[line\]\[key\] = q·k.
 pub(crate) struct Dots<'a, 's, E: Input> {
     pub(crate) tile: &'a Tile,
@@ -172,12 +193,14 @@ impl<E: Input> Kernel<E::Accumulator> for Dots<'_, '_, E> {
 impl<E: Input> Dots<'_, '_, E> {
     /// The products of all heads with a few keys, of which `row` is the first, at `place ..` of the keys whose products are summed together.
     #[inline(always)]
-    fn of_keys<V: Vector<E::Accumulator>, const ROWS: usize>(&mut self, rows: [&[E]; ROWS], row: usize, place: usize) {
+    fn of_keys<'r, V: Vector<E::Accumulator>, const ROWS: usize>(&mut self, rows: [&'r [E]; ROWS], row: usize, place: usize)
+    where
+        [&'r [E]; ROWS]: Together<'r, E>,
+    {
         let Tile { batch, lines, .. } = *self.tile;
         let (pitch, square) = (self.dim.next_multiple_of(V::WIDTH), V::WIDTH * V::WIDTH);
         let later = self.later.rows::<ROWS>(batch, row);
         for kv_head in 0..rows[0].len() / self.dim {
-            self.later.ask(&later, kv_head);
             let keys = of_head(&rows, kv_head, self.dim);
             for block in lines.blocks() {
                 let lines = kv_head * lines.len + block.start..kv_head * lines.len + block.end;
@@ -189,31 +212,48 @@ impl<E: Input> Dots<'_, '_, E> {
                     _ => dots::<E, V, ROWS, ONE>(keys, q, into, place),
                 }
             }
+            self.later.ask(&later, kv_head);
         }
     }
 }
 
 /// q·k but for the sum across lanes, of a block of lines, where q goes on with zeros to whole vectors.
 #[inline(always)]
-fn dots<E: Input, V: Vector<E::Accumulator>, const ROWS: usize, const LINES: usize>(
-    keys: [&[E]; ROWS],
+fn dots<'s, E: Input, V: Vector<E::Accumulator>, const ROWS: usize, const LINES: usize>(
+    keys: [&'s [E]; ROWS],
     q: &[E::Accumulator],
     into: &mut [E::Accumulator],
     place: usize,
-) {
+) where
+    [&'s [E]; ROWS]: Together<'s, E>,
+{
     let mut sums = [[V::splat(E::Accumulator::ZERO); ROWS]; LINES];
-    for (vector, q) in V::strip::<LINES>(q).iter().enumerate() {
-        let mut key = [V::splat(E::Accumulator::ZERO); ROWS];
-        unrolled!(i < ROWS, key[i] = V::widen(keys[i].get(vector * V::WIDTH..).unwrap_or_default()));
-        unrolled!(l < LINES, {
-            let q = V::load(&q[l]);
-            unrolled!(i < ROWS, sums[l][i] = q.multiply_add(key[i], sums[l][i]));
-        });
+    let q = V::strip::<LINES>(q);
+    for (q, keys) in q.iter().zip(keys.whole(V::WIDTH)) {
+        add_products::<E, V, ROWS, LINES>(&mut sums, q, keys);
+    }
+    let rest = keys.map(|key| key.chunks_exact(V::WIDTH).remainder());
+    if let (Some(q), false) = (q.last(), rest[0].is_empty()) {
+        add_products::<E, V, ROWS, LINES>(&mut sums, q, rest);
     }
     unrolled!(l < LINES, {
         if let Some(into) = V::row_mut::<ROWS>(&mut into[l * V::WIDTH * V::WIDTH + place * V::WIDTH..]) {
             unrolled!(i < ROWS, sums[l][i].store(&mut into[i]));
         }
+    });
+}
+
+/// The part of one vector.
+#[inline(always)]
+fn add_products<E: Input, V: Vector<E::Accumulator>, const ROWS: usize, const LINES: usize>(
+    sums: &mut [[V; ROWS]; LINES],
+    q: &[V::Memory; LINES],
+    keys: [&[E]; ROWS],
+) {
+    let keys = keys.map(|key| V::widen(key));
+    unrolled!(l < LINES, {
+        let q = V::load(&q[l]);
+        unrolled!(i < ROWS, sums[l][i] = q.multiply_add(keys[i], sums[l][i]));
     });
 }
 
@@ -274,12 +314,14 @@ impl<E: Input> Kernel<E::Accumulator> for WeightedSums<'_, '_, E> {
 impl<E: Input> WeightedSums<'_, '_, E> {
     /// Adds the values of a few keys, of which `row`, the tile's key `key`, is the first: one of them, or all are seen by all.
     #[inline(always)]
-    fn of_keys<V: Vector<E::Accumulator>, const ROWS: usize>(&mut self, rows: [&[E]; ROWS], row: usize, key: usize) {
+    fn of_keys<'r, V: Vector<E::Accumulator>, const ROWS: usize>(&mut self, rows: [&'r [E]; ROWS], row: usize, key: usize)
+    where
+        [&'r [E]; ROWS]: Together<'r, E>,
+    {
         let Tile { batch, lines, width, queries, .. } = *self.tile;
         let pitch = self.dim.next_multiple_of(V::WIDTH);
         let later = self.later.rows::<ROWS>(batch, row);
         for kv_head in 0..rows[0].len() / self.dim {
-            self.later.ask(&later, kv_head);
             let values = of_head(&rows, kv_head, self.dim);
             for block in lines.blocks() {
                 let lines = kv_head * lines.len + block.start..kv_head * lines.len + block.end;
@@ -296,32 +338,50 @@ impl<E: Input> WeightedSums<'_, '_, E> {
                     _ => add::<E, V, ROWS, ONE>(out, (weights, width), values, seen),
                 }
             }
+            self.later.ask(&later, kv_head);
         }
     }
 }
 
 /// out += weight·value for the lines of a block that see the values, where out goes on to whole vectors. Weights of a line lie side by side.
 #[inline(always)]
-fn add<E: Input, V: Vector<E::Accumulator>, const ROWS: usize, const LINES: usize>(
+fn add<'s, E: Input, V: Vector<E::Accumulator>, const ROWS: usize, const LINES: usize>(
     out: &mut [E::Accumulator],
     (weights, width): (&[E::Accumulator], usize),
+    values: [&'s [E]; ROWS],
+    seen: [bool; MOST_LINES],
+) where
+    [&'s [E]; ROWS]: Together<'s, E>,
+{
+    let mut factors = [[V::splat(E::Accumulator::ZERO); ROWS]; LINES];
+    unrolled!(l < LINES, unrolled!(i < ROWS, factors[l][i] = V::splat(weights[l * width + i])));
+    let out = V::strip_mut::<LINES>(out);
+    for (out, values) in out.iter_mut().zip(values.whole(V::WIDTH)) {
+        add_weighted::<E, V, ROWS, LINES>(out, &factors, values, seen);
+    }
+    let rest = values.map(|value| value.chunks_exact(V::WIDTH).remainder());
+    if let (Some(out), false) = (out.last_mut(), rest[0].is_empty()) {
+        add_weighted::<E, V, ROWS, LINES>(out, &factors, rest, seen);
+    }
+}
+
+/// The part of one vector.
+#[inline(always)]
+fn add_weighted<E: Input, V: Vector<E::Accumulator>, const ROWS: usize, const LINES: usize>(
+    out: &mut [V::Memory; LINES],
+    factors: &[[V; ROWS]; LINES],
     values: [&[E]; ROWS],
     seen: [bool; MOST_LINES],
 ) {
-    let mut factors = [[V::splat(E::Accumulator::ZERO); ROWS]; LINES];
-    unrolled!(l < LINES, unrolled!(i < ROWS, factors[l][i] = V::splat(weights[l * width + i])));
-    for (vector, out) in V::strip_mut::<LINES>(out).iter_mut().enumerate() {
-        let mut value = [V::splat(E::Accumulator::ZERO); ROWS];
-        unrolled!(i < ROWS, value[i] = V::widen(values[i].get(vector * V::WIDTH..).unwrap_or_default()));
-        unrolled!(l < LINES, {
-            // several rows are seen by all
-            if ROWS > 1 || seen[l] {
-                let mut sum = V::load(&out[l]);
-                unrolled!(i < ROWS, sum = factors[l][i].multiply_add(value[i], sum));
-                sum.store(&mut out[l]);
-            }
-        });
-    }
+    let values = values.map(|value| V::widen(value));
+    unrolled!(l < LINES, {
+        // several rows are seen by all
+        if ROWS > 1 || seen[l] {
+            let mut sum = V::load(&out[l]);
+            unrolled!(i < ROWS, sum = factors[l][i].multiply_add(values[i], sum));
+            sum.store(&mut out[l]);
+        }
+    });
 }
 
 #[cfg(test)]

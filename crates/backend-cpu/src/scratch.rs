@@ -12,7 +12,7 @@ use crate::{
     geometry::Geometry,
     pack::Panel,
     real::Real,
-    sight::{Sight, TILE},
+    sight::{Sight, Sights, TILE},
 };
 
 /// Row statistics of up to [`TILE`] queries: what [`annulus_core::Spec::ROW_STATISTICS`] says, as kernels use them.
@@ -81,6 +81,8 @@ pub(crate) struct Scratch<A> {
     pub(crate) parts: Vec<QueryTile>,
     pub(crate) bits: TileBits,
     pub(crate) sight: Sight,
+    /// What the rows of `looked` were seen to see.
+    pub(crate) sights: Sights,
     pub(crate) sight_of_head: Sight,
 }
 
@@ -115,6 +117,7 @@ impl<A: Real> Scratch<A> {
             parts: (0..q_rows / strip).map(|_| QueryTile::default()).collect(),
             bits: TileBits::default(),
             sight: Sight::default(),
+            sights: Sights::new(),
             sight_of_head: Sight::default(),
         })
     }

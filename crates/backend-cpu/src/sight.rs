@@ -117,6 +117,52 @@ impl Sight {
     }
 }
 
+/// What was seen of a task's tiles, one after another, so that the next head that sees alike need not look again: of the first few tiles, which are
+/// all of a narrow mask's.
+#[derive(Debug)]
+pub(crate) struct Sights {
+    /// Whether anything was seen, and what.
+    seen: Vec<(bool, Sight)>,
+    next: usize,
+}
+
+impl Sights {
+    /// The most tiles that are remembered.
+    const MOST: usize = 128;
+
+    /// None yet; room for all.
+    pub(crate) fn new() -> Self {
+        Self { seen: Vec::with_capacity(Self::MOST), next: 0 }
+    }
+
+    /// Forgets all.
+    pub(crate) fn clear(&mut self) {
+        self.seen.clear();
+    }
+
+    /// Goes back to the first tile.
+    pub(crate) const fn rewind(&mut self) {
+        self.next = 0;
+    }
+
+    /// What is seen of the next tile: as remembered, else as `look` says.
+    pub(crate) fn next(&mut self, sight: &mut Sight, look: impl FnOnce(&mut Sight) -> bool) -> bool {
+        let place = self.next;
+        self.next += 1;
+        if let Some((any, seen)) = self.seen.get(place) {
+            if *any {
+                sight.clone_from(seen);
+            }
+            return *any;
+        }
+        let any = look(sight);
+        if place == self.seen.len() && place < Self::MOST {
+            self.seen.push((any, if any { sight.clone() } else { Sight::default() }));
+        }
+        any
+    }
+}
+
 /// Transposes 64 × 64 bits by halves: blocks of 32 × 32 change places, then within them blocks of 16 × 16, and so on.
 pub(crate) fn transpose(words: &mut [u64; TILE]) {
     let mut size = TILE / 2;
@@ -172,6 +218,28 @@ mod tests {
         // a row that sees nothing
         assert_eq!(Sight { words: [0; TILE], ..sight }.seen_by_rows(2, 64), (0, 0));
         assert_eq!(Sight::default().seen_by_rows(3, 5), (0b11111, 0b11111));
+    }
+
+    #[test]
+    fn what_was_seen_is_remembered_until_it_is_forgotten() {
+        let mut sights = Sights::new();
+        let mut looks = 0;
+        for round in 0..2 {
+            sights.rewind();
+            for tile in 0..Sights::MOST + 2 {
+                let mut sight = Sight::default();
+                let any = sights.next(&mut sight, |sight| {
+                    looks += 1;
+                    sight.rows = 0..tile;
+                    tile % 3 != 0
+                });
+                assert!(any == (tile % 3 != 0) && (!any || sight.rows == (0..tile)), "round {round} tile {tile}");
+            }
+        }
+        assert_eq!(looks, Sights::MOST + 4);
+        sights.clear();
+        sights.rewind();
+        assert!(sights.next(&mut Sight::default(), |_| true));
     }
 
     #[test]
