@@ -250,10 +250,12 @@ fn add_products<E: Input, V: Vector<E::Accumulator>, const ROWS: usize, const LI
     q: &[V::Memory; LINES],
     keys: [&[E]; ROWS],
 ) {
-    let keys = keys.map(|key| V::widen(key));
+    // no closure: it would not be compiled for the instruction set of its caller
+    let mut key = [V::splat(E::Accumulator::ZERO); ROWS];
+    unrolled!(i < ROWS, key[i] = V::widen(keys[i]));
     unrolled!(l < LINES, {
         let q = V::load(&q[l]);
-        unrolled!(i < ROWS, sums[l][i] = q.multiply_add(keys[i], sums[l][i]));
+        unrolled!(i < ROWS, sums[l][i] = q.multiply_add(key[i], sums[l][i]));
     });
 }
 
@@ -373,12 +375,13 @@ fn add_weighted<E: Input, V: Vector<E::Accumulator>, const ROWS: usize, const LI
     values: [&[E]; ROWS],
     seen: [bool; MOST_LINES],
 ) {
-    let values = values.map(|value| V::widen(value));
+    let mut value = [V::splat(E::Accumulator::ZERO); ROWS];
+    unrolled!(i < ROWS, value[i] = V::widen(values[i]));
     unrolled!(l < LINES, {
         // several rows are seen by all
         if ROWS > 1 || seen[l] {
             let mut sum = V::load(&out[l]);
-            unrolled!(i < ROWS, sum = factors[l][i].multiply_add(values[i], sum));
+            unrolled!(i < ROWS, sum = factors[l][i].multiply_add(value[i], sum));
             sum.store(&mut out[l]);
         }
     });
