@@ -97,7 +97,7 @@ impl<E: Input<Accumulator: Summed>> Rows<'_, E> {
             for (lane, (end, factor)) in ends.iter_mut().zip(&mut factors).enumerate() {
                 let ties = block.ties.get(first + lane).copied().unwrap_or_default();
                 *end = End::of(block.max[first + lane], block.sum[first + lane], ties, sink_line(sinks, head));
-                *factor = (!end.empty).then(|| Acc::<E>::from_f64(if spec.normalize { end.rescale / end.sum } else { end.rescale }));
+                *factor = end.summed.then(|| Acc::<E>::from_f64(if spec.normalize { end.rescale / end.sum } else { end.rescale }));
             }
             let of_end: [(_, Value); 4] = [
                 (&mut self.lse, |end| end.lse),
@@ -150,8 +150,8 @@ type Value = fn(&End) -> f64;
 /// What one row's running softmax ends in, sinks included.
 #[derive(Debug, Clone, Copy, Default)]
 struct End {
-    /// Nothing is seen, and there are no sinks.
-    empty: bool,
+    /// Whether a key was seen: else what was summed of values means nothing.
+    summed: bool,
     lse: f64,
     max: f64,
     sum: f64,
@@ -165,7 +165,7 @@ impl End {
         let (seen_max, seen_sum) = (max.to_f64(), sum.to_f64());
         let max = sinks.clone().fold(seen_max, |max, sink| if sink > max { sink } else { max });
         if max == f64::NEG_INFINITY && seen_sum == 0.0 && sinks.clone().all(|sink| sink == f64::NEG_INFINITY) {
-            return Self { empty: true, lse: max, max, sum: 0.0, ties: 0.0, rescale: 0.0 };
+            return Self { summed: false, lse: max, max, sum: 0.0, ties: 0.0, rescale: 0.0 };
         }
         // the weight of what was seen against the new maximum; 0 where nothing was
         let rescale = if seen_max == max { 1.0 } else { (seen_max - max).exp() };
@@ -174,7 +174,8 @@ impl End {
         let sum = seen_sum * rescale + sinks.map(|sink| (sink - max).exp()).sum::<f64>();
         // a NaN that was seen is nobody's maximum, but it is in the sum
         let max = if sum.is_nan() { f64::NAN } else { max };
-        Self { empty: false, lse: max + sum.ln(), max, sum, ties, rescale }
+        let summed = seen_max != f64::NEG_INFINITY || seen_sum != 0.0;
+        Self { summed, lse: max + sum.ln(), max, sum, ties, rescale }
     }
 }
 
@@ -185,14 +186,14 @@ mod tests {
     #[test]
     fn sinks_end_a_row() {
         let nothing = End::of(f32::NEG_INFINITY, 0.0, 0.0, std::iter::empty());
-        assert!(nothing.empty && nothing.lse == f64::NEG_INFINITY);
+        assert!(!nothing.summed && nothing.lse == f64::NEG_INFINITY);
         let no_sink = End::of(f32::NEG_INFINITY, 0.0, 0.0, std::iter::once(f64::NEG_INFINITY));
-        assert!(no_sink.empty);
+        assert!(!no_sink.summed && no_sink.lse == f64::NEG_INFINITY);
         let only = End::of(f32::NEG_INFINITY, 0.0, 0.0, [1.0, 1.0].into_iter());
-        assert!(!only.empty && only.rescale == 0.0 && only.ties == 2.0 && (only.lse - (1.0 + 2f64.ln())).abs() < 1e-12);
+        assert!(!only.summed && only.rescale == 0.0 && only.ties == 2.0 && (only.lse - (1.0 + 2f64.ln())).abs() < 1e-12);
         let both = End::of(1.0f32, 2.0, 1.0, [1.0, 0.0].into_iter());
-        assert!(both.ties == 2.0 && both.max == 1.0 && (both.sum - (3.0 + (-1f64).exp())).abs() < 1e-12);
+        assert!(both.summed && both.ties == 2.0 && both.max == 1.0 && (both.sum - (3.0 + (-1f64).exp())).abs() < 1e-12);
         let nan = End::of(f32::NEG_INFINITY, f32::NAN, 0.0, std::iter::once(0.0));
-        assert!(!nan.empty && nan.lse.is_nan() && nan.sum.is_nan());
+        assert!(nan.summed && nan.lse.is_nan() && nan.sum.is_nan());
     }
 }

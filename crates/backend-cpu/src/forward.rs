@@ -25,7 +25,7 @@ use crate::{
     products::{column_products, row_products},
     real::Real,
     scratch::Scratch,
-    sight::{Lanes, TILE},
+    sight::{Lanes, Sight, TILE},
     softmax::{Fold, Multiply},
     team::{Pulse, Team},
     workspace::{QueryBlock, QueryTask, State, Summed},
@@ -34,10 +34,10 @@ use crate::{
 /// The sum type of an input type.
 pub(crate) type Acc<E> = <E as annulus_core::Element>::Accumulator;
 
-/// Every row has seen nothing.
+/// Every row has seen nothing: what was summed of values then means nothing, and is zeroed when the first tile of a strip is about to be added, while
+/// that strip is near.
 pub(crate) fn begin<A: Real>(team: &Team, state: &mut State<A>) {
     team.run(&mut state.scratch, state.blocks.iter_mut(), None, |_, block, _| {
-        block.sums.fill(A::ZERO);
         block.max.fill(-A::INFINITY);
         block.sum.fill(A::ZERO);
         block.ties.fill(A::ZERO);
@@ -141,6 +141,7 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
             self.visibility.query_tile(of_batch, of_head, rows.start + strip.rows.start..rows.start + strip.rows.end, part);
         }
         scratch.looked = Some(looked);
+        scratch.sights.clear();
     }
 
     /// Forgets what an earlier pass has seen: masks and positions may have changed.
@@ -177,6 +178,7 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         for heads in self.alike(task.kv_head) {
             self.look(scratch, task.batch, heads.start, &task.rows);
             let whole = std::mem::take(&mut scratch.whole);
+            scratch.sights.rewind();
             for keys in self.visibility.key_tiles(&whole, TILE) {
                 if pulse.stopped() {
                     break;
@@ -191,8 +193,9 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
     fn fold_keys(&self, scratch: &mut Scratch<Acc<E>>, task: &mut QueryTask<'_, Acc<E>>, heads: &Range<usize>, keys: &Range<usize>) {
         let mut tiles = 0;
         for (index, strip) in self.geometry.strips(task.rows.len()).enumerate() {
-            let Scratch { sight, bits, parts, .. } = scratch;
-            if !sight.look(Lanes::Queries, &self.visibility, &parts[index], keys.clone(), bits) {
+            let Scratch { sight, sights, bits, parts, .. } = scratch;
+            let look = |sight: &mut Sight| sight.look(Lanes::Queries, &self.visibility, &parts[index], keys.clone(), bits);
+            if !sights.next(sight, look) {
                 continue;
             }
             if tiles == 0 {
@@ -248,6 +251,11 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         let rescale = &mut rescale[..site.width];
         let weights = &mut tiles.s[span.clone()];
         let (max, sum) = (&mut block.max[lanes.clone()], &mut block.sum[lanes.clone()]);
+        let depth = self.geometry.value_rows();
+        let sums = &mut block.sums[lanes.start * depth..lanes.end * depth];
+        if max.iter().all(|&max| max == -Acc::<E>::INFINITY) {
+            sums.fill(Acc::<E>::ZERO);
+        }
         let (unit, largest) = (self.logits.unit(), known.then_some(&*largest));
         let moved = Acc::<E>::run_kernel(path, vectors, Fold { tile: weights, unit, largest, max, sum, ties, rescale });
         if self.logits.fill_keep(site, sight.rows(), &mut tiles.extra) {
@@ -257,8 +265,6 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
             pair_rows(path, vectors, sight.rows(), &mut tiles.s);
         }
         let weights = &tiles.s[span];
-        let depth = self.geometry.value_rows();
-        let sums = &mut block.sums[lanes.start * depth..lanes.end * depth];
         // where no maximum has moved, all factors are 1
         column_products((path, vectors), sight, rows_value, weights, sums, moved.then_some(&*rescale), &mut asking);
     }

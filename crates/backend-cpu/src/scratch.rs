@@ -12,7 +12,7 @@ use crate::{
     geometry::Geometry,
     pack::Panel,
     real::Real,
-    sight::{Sight, TILE},
+    sight::{Sight, Sights, TILE},
     whole_tile::WholeTile,
 };
 
@@ -84,6 +84,8 @@ pub(crate) struct Scratch<A> {
     pub(crate) parts: Vec<QueryTile>,
     pub(crate) bits: TileBits,
     pub(crate) sight: Sight,
+    /// What the rows of `looked` were seen to see.
+    pub(crate) sights: Sights,
     pub(crate) sight_of_head: Sight,
 }
 
@@ -119,6 +121,7 @@ impl<A: Real> Scratch<A> {
             parts: (0..q_rows / strip).map(|_| QueryTile::default()).collect(),
             bits: TileBits::default(),
             sight: Sight::default(),
+            sights: Sights::new(),
             sight_of_head: Sight::default(),
         })
     }

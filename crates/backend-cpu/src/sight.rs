@@ -83,6 +83,15 @@ impl Sight {
         self.full || self.words[row] >> lane & 1 != 0
     }
 
+    /// The lanes, of the first `lanes`, that some of the first `rows` rows see, and those that all of them see.
+    pub(crate) fn seen_by_rows(&self, rows: usize, lanes: usize) -> (u64, u64) {
+        let all = !0u64 >> (TILE - lanes);
+        if self.full {
+            return (all, all);
+        }
+        self.words[..rows].iter().fold((0, all), |(some, all), word| (some | word, all & word))
+    }
+
     /// For each vector of `width` lanes, the rows that hold all its visible pairs; `None` where it is all rows for all of them.
     pub(crate) fn parts(&self, vectors: usize, width: usize) -> Option<[Range<usize>; MOST_PARTS]> {
         let words = self.words().filter(|_| (2..=MOST_PARTS).contains(&vectors) && vectors * width <= TILE)?;
@@ -105,6 +114,52 @@ impl Sight {
             self.words.fill(!0);
         }
         self.words[row] &= !(1 << lane);
+    }
+}
+
+/// What was seen of a task's tiles, one after another, so that the next head that sees alike need not look again: of the first few tiles, which are
+/// all of a narrow mask's.
+#[derive(Debug)]
+pub(crate) struct Sights {
+    /// Whether anything was seen, and what.
+    seen: Vec<(bool, Sight)>,
+    next: usize,
+}
+
+impl Sights {
+    /// The most tiles that are remembered.
+    const MOST: usize = 128;
+
+    /// None yet; room for all.
+    pub(crate) fn new() -> Self {
+        Self { seen: Vec::with_capacity(Self::MOST), next: 0 }
+    }
+
+    /// Forgets all.
+    pub(crate) fn clear(&mut self) {
+        self.seen.clear();
+    }
+
+    /// Goes back to the first tile.
+    pub(crate) const fn rewind(&mut self) {
+        self.next = 0;
+    }
+
+    /// What is seen of the next tile: as remembered, else as `look` says.
+    pub(crate) fn next(&mut self, sight: &mut Sight, look: impl FnOnce(&mut Sight) -> bool) -> bool {
+        let place = self.next;
+        self.next += 1;
+        if let Some((any, seen)) = self.seen.get(place) {
+            if *any {
+                sight.clone_from(seen);
+            }
+            return *any;
+        }
+        let any = look(sight);
+        if place == self.seen.len() && place < Self::MOST {
+            self.seen.push((any, if any { sight.clone() } else { Sight::default() }));
+        }
+        any
     }
 }
 
@@ -153,6 +208,38 @@ mod tests {
         assert_eq!(sight.parts(4, 16).unwrap(), [0..0, 3..24, 0..0, 0..0]);
         sight = Sight { words: [0x8000_8000_8000_8000; TILE], rows: 5..9, full: false };
         assert!(sight.parts(4, 16).is_none());
+    }
+
+    #[test]
+    fn lanes_are_seen_by_some_or_all_rows() {
+        let words = std::array::from_fn(|row| [0b1100, 0b0110, !0][row.min(2)]);
+        let sight = Sight { words, rows: 0..2, full: false };
+        assert_eq!(sight.seen_by_rows(2, 4), (0b1110, 0b0100));
+        // a row that sees nothing
+        assert_eq!(Sight { words: [0; TILE], ..sight }.seen_by_rows(2, 64), (0, 0));
+        assert_eq!(Sight::default().seen_by_rows(3, 5), (0b11111, 0b11111));
+    }
+
+    #[test]
+    fn what_was_seen_is_remembered_until_it_is_forgotten() {
+        let mut sights = Sights::new();
+        let mut looks = 0;
+        for round in 0..2 {
+            sights.rewind();
+            for tile in 0..Sights::MOST + 2 {
+                let mut sight = Sight::default();
+                let any = sights.next(&mut sight, |sight| {
+                    looks += 1;
+                    sight.rows = 0..tile;
+                    tile % 3 != 0
+                });
+                assert!(any == (tile % 3 != 0) && (!any || sight.rows == (0..tile)), "round {round} tile {tile}");
+            }
+        }
+        assert_eq!(looks, Sights::MOST + 4);
+        sights.clear();
+        sights.rewind();
+        assert!(sights.next(&mut Sight::default(), |_| true));
     }
 
     #[test]

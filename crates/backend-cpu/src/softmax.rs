@@ -10,7 +10,7 @@ use crate::{
     isa::{Job, Kernel},
     lanes::{each_row_mut, strip, strip_mut, unrolled, zip},
     real::Real,
-    vector::{self, Vector},
+    vector::{self, MOST_WIDTH, Vector},
 };
 
 /// Folds the logits of some rows of a tile into the running maximum and sum of each lane, and turns them into weights.
@@ -95,6 +95,60 @@ fn count_ties<A: Real, V: Vector<A>, const VECTORS: usize>(
         unrolled!(v < VECTORS, reached[v] = reached[v].plus(V::load(&row[v]).if_equal(max[v], one, none)));
     }
     unrolled!(v < VECTORS, max[v].if_equal(old[v], V::load(&ties[v]), none).plus(reached[v]).store(&mut ties[v]));
+}
+
+/// The same for lines whose elements lie side by side: keys in lanes.
+pub(crate) struct FoldLines<'a, A> {
+    /// In: logits / unit. Out: weights.
+    pub(crate) tile: &'a mut [A],
+    /// Elements of a line, whole vectors.
+    pub(crate) width: usize,
+    /// What the tile's elements are multiplied by to be logits; positive.
+    pub(crate) unit: A,
+    /// One a line, as all that follows.
+    pub(crate) max: &'a mut [A],
+    pub(crate) sum: &'a mut [A],
+    /// Out: e^{m − m'}, by which what was summed before is multiplied.
+    pub(crate) rescale: &'a mut [A],
+}
+
+impl<A: Real> Kernel<A> for FoldLines<'_, A> {
+    /// Whether a maximum has moved, so that something is to be rescaled.
+    type Output = bool;
+
+    #[inline(always)]
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) -> bool {
+        let unit = V::splat(self.unit);
+        let mut moved = false;
+        let of_line = self.max.iter_mut().zip(self.sum).zip(self.rescale);
+        for (line, ((max, sum), rescale)) in self.tile.chunks_exact_mut(self.width).zip(of_line) {
+            let line = V::strip_mut::<1>(line);
+            let mut top = V::splat(-A::INFINITY);
+            for [logits] in vector::each_row::<A, V, _>(line) {
+                top = V::load(logits).if_larger(top);
+            }
+            let mut lanes = [-A::INFINITY; MOST_WIDTH];
+            if let Some([lanes]) = V::row_mut::<1>(&mut lanes) {
+                top.store(lanes);
+            }
+            let top = lanes.into_iter().fold(-A::INFINITY, |top, lane| if lane > top { lane } else { top });
+            let old = *max;
+            let new = if top * self.unit > old { top * self.unit } else { old };
+            moved |= new != old;
+            // nothing is subtracted where nothing was seen: −∞ − −∞ would be NaN
+            let base = if new == -A::INFINITY { A::ZERO } else { new };
+            let mut more = V::splat(A::ZERO);
+            for [logits] in vector::each_row_mut::<A, V, _>(line) {
+                let weight = V::load(logits).times(unit).minus(V::splat(base)).weight();
+                more = more.plus(weight);
+                weight.store(logits);
+            }
+            *max = new;
+            *rescale = (old - base).weight::<false>();
+            *sum = *sum * *rescale + more.total();
+        }
+        moved
+    }
 }
 
 /// Multiplies one tile by another, element by element.
