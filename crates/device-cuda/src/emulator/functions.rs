@@ -413,7 +413,7 @@ fn drain(context: &Context, stream: CUstream) -> CUresult {
 ///
 /// # Safety
 /// `stream` is a handle that is alive.
-#[cfg(feature = "nccl")]
+#[cfg(all(feature = "nccl", target_os = "linux"))]
 pub(super) unsafe fn push_until(stream: CUstream, attempt: impl FnMut() -> Option<bool> + Send + 'static) {
     // SAFETY: as promised.
     let stream = unsafe { &*stream.cast::<EmulatedStream>() };
@@ -421,7 +421,7 @@ pub(super) unsafe fn push_until(stream: CUstream, attempt: impl FnMut() -> Optio
 }
 
 /// Whether these bytes are memory of this thread's current device.
-#[cfg(feature = "nccl")]
+#[cfg(all(feature = "nccl", target_os = "linux"))]
 pub(super) fn is_device_memory(address: u64, bytes: usize) -> bool {
     CURRENT.get().is_some_and(|context| lock(&context.memory).holds(address, bytes))
 }
