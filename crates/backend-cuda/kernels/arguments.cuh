@@ -55,6 +55,8 @@ struct Attention {
     u32 flags, rounding;
     u32 dropout_low, dropout_high, dropout_threshold;
     u32 bias_batch, bias_heads, bias_rows, bias_keys;
+    // Of forward: how many query heads share the rows of a tile, and 2¹⁶ divided by that, rounded up.
+    u32 packed_heads, packed_reciprocal;
 };
 
 // Rows without their keys: the end of forward, the beginning and the end of backward.

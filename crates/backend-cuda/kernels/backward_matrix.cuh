@@ -84,8 +84,8 @@ KERNEL(backward_queries_matrix, Attention) {
     Stream<QUERIES> stream;
     stream.begin(a, slots, visits);
     Own queries, douts;
-    queries.begin(operand_of(a.q, b, h, a.queries, a.head_dim), tile * TILE, lane);
-    douts.begin(operand_of(a.dout, b, h, a.queries, a.value_dim), tile * TILE, lane);
+    queries.begin(operand_of(a.q, b, h, a.queries, a.head_dim), tile * TILE, lane, a);
+    douts.begin(operand_of(a.dout, b, h, a.queries, a.value_dim), tile * TILE, lane, a);
     QueryFacts facts[2 * PIECES];
     UNROLL for (u32 r = 0; r < 2; ++r) facts[r] = facts_of(a, b, h, tile * TILE + lane.row + 8 * r);
     MatrixSums sums;
@@ -145,8 +145,8 @@ KERNEL(backward_keys_matrix, Attention) {
     Stream<KEYS> stream;
     stream.begin(a, slots, visits);
     Own keys, values;
-    keys.begin(operand_of(a.k, b, kv_head, a.keys, a.head_dim), tile * TILE, lane);
-    values.begin(operand_of(a.v, b, kv_head, a.keys, a.value_dim), tile * TILE, lane);
+    keys.begin(operand_of(a.k, b, kv_head, a.keys, a.head_dim), tile * TILE, lane, a);
+    values.begin(operand_of(a.v, b, kv_head, a.keys, a.value_dim), tile * TILE, lane, a);
     MatrixSums dk, dv;
     clear(dk);
     clear(dv);

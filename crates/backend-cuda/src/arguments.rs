@@ -74,6 +74,9 @@ pub(crate) struct Attention {
     pub(crate) dropout_threshold: u32,
     /// Batch, heads, rows, keys.
     pub(crate) bias_shape: [u32; 4],
+    /// What [`crate::packing`] has decided.
+    pub(crate) packed_heads: u32,
+    pub(crate) packed_reciprocal: u32,
 }
 
 /// What kernels on warpgroups are given: `kernels/warpgroup.cuh`.

@@ -25,6 +25,6 @@ mod nccl;
 mod work;
 
 pub use compiler::{compiler_symbols, hopper_compiler_symbols};
-pub use functions::{DEVICES, allocations, hopper_symbols, most_bytes, plant, set_seed, symbols};
+pub use functions::{DEVICES, allocations, blocks, hopper_symbols, most_bytes, plant, set_seed, symbols};
 #[cfg(all(feature = "nccl", target_os = "linux"))]
 pub use nccl::nccl_symbols;
