@@ -3,7 +3,7 @@
 use std::{
     ffi::c_int,
     process::Command,
-    sync::atomic::{AtomicI64, Ordering},
+    sync::atomic::{AtomicU64, Ordering},
     time::{Duration, Instant},
 };
 
@@ -53,8 +53,9 @@ pub(crate) fn refused() -> Result<String> {
     Ok(if rank == 0 { format!("nccl between processes: {} ranks, one of which cannot join", last + 1) } else { String::new() })
 }
 
-/// Groups of messages until this process dies.
-static LEFT: AtomicI64 = AtomicI64::new(i64::MAX);
+/// Groups of messages that this process has begun, and the one before which it dies.
+static GROUPS: AtomicU64 = AtomicU64::new(0);
+static LAST: AtomicU64 = AtomicU64::new(u64::MAX);
 
 fn die() {
     // no signal handler sees it, no destructor runs
@@ -69,38 +70,53 @@ unsafe extern "C" fn die_joining(made: *mut RawCommunicator, ranks: c_int, id: U
 }
 
 unsafe extern "C" fn start_or_die() -> Status {
-    if LEFT.fetch_sub(1, Ordering::Relaxed) == 1 {
+    if GROUPS.fetch_add(1, Ordering::Relaxed) == LAST.load(Ordering::Relaxed) {
         die();
     }
     // SAFETY: no arguments.
     unsafe { (nccl_symbols().group_start)() }
 }
 
-/// Rank 1 is killed as it joins, or before its n-th group of messages; the others report.
+/// Forward and backward; the groups of each pass.
+fn groups() -> Result<[u64; 2]> {
+    GROUPS.store(0, Ordering::Relaxed);
+    let mut forward = 0;
+    let plan = rings::plan_over_nccl(NcclSymbols { group_start: start_or_die, ..nccl_symbols() }, DEADLINE)?;
+    rings::attend(plan, || forward = GROUPS.load(Ordering::Relaxed))?;
+    Ok([forward, GROUPS.load(Ordering::Relaxed) - forward])
+}
+
+/// Rank 1 is killed as it joins, or in the middle of a pass; the others report.
 pub(crate) fn lost(launch: Launch, moment: &str) -> Result<String> {
     let rank = Mpi::world(Settings::default())?.rank();
-    let joining = moment == "joining";
-    let mut symbols = nccl_symbols();
-    if rank == 1 && joining {
-        symbols.init_rank = die_joining;
-    } else if rank == 1 {
-        let groups = moment.parse().map_err(|_| Error::invalid("moment", moment, "joining or a number of groups"))?;
-        LEFT.store(groups, Ordering::Relaxed);
-        symbols.group_start = start_or_die;
+    // a ring that is whole first
+    let [forward, backward] = groups()?;
+    let at = match moment {
+        "joining" => None,
+        "forward" => Some(forward / 2),
+        "backward" => Some(forward + backward / 2),
+        _ => return Err(Error::invalid("moment", moment, "joining, forward or backward")),
+    };
+    if rank == 1 {
+        LAST.store(at.unwrap_or(u64::MAX), Ordering::Relaxed);
     }
-    let deadline = if joining { SILENCE } else { DEADLINE };
     let began = Instant::now();
-    let result = rings::plan_over_nccl(symbols, deadline).and_then(rings::attend).map(drop);
+    let result = if at.is_some() {
+        groups().map(drop)
+    } else {
+        let init_rank = if rank == 1 { die_joining } else { nccl_symbols().init_rank };
+        rings::plan_over_nccl(NcclSymbols { init_rank, ..nccl_symbols() }, SILENCE).map(drop)
+    };
     let took = began.elapsed();
     let named = match &result {
         // of a rank that has not come nothing is known but that; of one that was there NCCL says that it has gone, here or on another rank
-        Err(Error::Timeout { .. } | Error::Aborted { .. } | Error::PeerLost { .. }) if joining => true,
-        Err(Error::Comm { what, .. }) if joining => what.contains("did not end before the deadline"),
+        Err(Error::Timeout { .. } | Error::Aborted { .. } | Error::PeerLost { .. }) if at.is_none() => true,
+        Err(Error::Comm { what, .. }) if at.is_none() => what.contains("did not end before the deadline"),
         Err(error) => error.to_string().contains("remote process exited"),
         Ok(()) => false,
     };
-    let in_time = if joining { took < SILENCE + Duration::from_secs(2) } else { took < DEADLINE };
-    let right = named && in_time;
+    let in_time = took < if at.is_some() { DEADLINE / 2 } else { SILENCE + Duration::from_secs(2) };
+    let right = named && in_time && forward > 0 && backward > 0;
     println!("{} rank {rank}: {result:?} after {took:?}", if right { "survivor" } else { "WRONG" });
     // finalising would wait for the dead
     launch.abandon();

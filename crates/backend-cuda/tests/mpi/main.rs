@@ -5,7 +5,8 @@
 //! ```text
 //! mpi                       rings, forward and backward
 //! mpi refused               the last rank's communicator cannot be made
-//! mpi lost joining|N        rank 1 is killed while communicators are made, or before its N-th group of messages: the others report
+//! mpi lost joining          rank 1 is killed while communicators are made: the others report
+//! mpi lost forward|backward rank 1 is killed before a group of messages in the middle of a pass: the others report
 //! ```
 
 mod failures;
@@ -21,7 +22,7 @@ fn run(arguments: &[&str]) -> Result<String> {
         [] => rings::all(),
         ["refused"] => failures::refused(),
         ["lost", moment] => failures::lost(launch, moment),
-        other => Err(Error::invalid("arguments", other.join(" "), "none, refused, or lost joining|N")),
+        other => Err(Error::invalid("arguments", other.join(" "), "none, refused, or lost joining|forward|backward")),
     }
 }
 

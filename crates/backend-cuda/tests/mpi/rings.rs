@@ -72,14 +72,15 @@ fn plan_over(layout: Layout, device: &Device, transport: Box<dyn Transport<CudaB
     RankPlan::new(&attention, Dims { kv_heads: 1, ..Dims::new(1, LEN, 2, 16) }, Some(layout), Hosted::new(cuda), transport)
 }
 
-/// out, dq, dk, dv of this rank's rows, and the same rows of one rank alone.
-pub(crate) fn attend(mut plan: RankPlan<Hosted>) -> Result<[[Array4<f32>; 4]; 2]> {
+/// out, dq, dk, dv of this rank's rows, and the same rows of one rank alone. `between` is called between the passes.
+pub(crate) fn attend(mut plan: RankPlan<Hosted>, between: impl FnOnce()) -> Result<[[Array4<f32>; 4]; 2]> {
     let [q_rows, kv_rows] = [plan.q_rows(), plan.kv_rows()].map(|rows| rows.iter().map(|row| row as usize).collect::<Vec<_>>());
     let (q, k, v, dout) = (numbers(2, 0), numbers(1, 1), numbers(1, 2), numbers(2, 3));
     let of = |whole: &Array4<f32>, rows: &[usize]| whole.select(Axis(1), rows);
     let share = (of(&q, &q_rows), of(&k, &kv_rows), of(&v, &kv_rows), of(&dout, &q_rows));
     let tensors = Tensors::new(share.0.view(), share.1.view(), share.2.view());
     let forward = plan.forward(&tensors)?;
+    between();
     let backward = plan.backward(&tensors, &forward, share.3.view(), None)?;
     let mut alone = Attention::new().causal().plan(Dims { kv_heads: 1, ..Dims::new(1, LEN, 2, 16) }, 1, None)?;
     let tensors = Tensors::new(q.view(), k.view(), v.view());
@@ -96,7 +97,7 @@ pub(crate) fn all() -> Result<String> {
     for layout in [Layout::Contiguous, Layout::Zigzag, Layout::Striped] {
         let mut first: Option<[Array4<f32>; 4]> = None;
         for link in [Link::Staged, Link::Direct, Link::Mixed, Link::Nccl] {
-            let [got, want] = attend(plan(layout.clone(), link)?)?;
+            let [got, want] = attend(plan(layout.clone(), link)?, || ())?;
             for (name, (got, want)) in ["out", "dq", "dk", "dv"].into_iter().zip(got.iter().zip(&want)) {
                 let error = got.iter().zip(want).map(|(got, want)| (got - want).abs()).fold(0.0, f32::max);
                 // a NaN is within no tolerance
