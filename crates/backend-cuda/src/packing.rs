@@ -6,7 +6,8 @@
 //! ```
 //! A tile of one head has room for more queries than there are when a sequence is decoded: most of its rows are empty, and every head of the group reads
 //! the same keys and values again. Packed, the rows are full, and keys are read once for the heads that share a tile. Every row's sums are formed as they
-//! were, so packing changes no bit.
+//! were, so packing changes no bit. On level 0 there is none: which query and head a row has costs registers
+//! that on compute capability 8.0 let two blocks share a multiprocessor.
 
 /// How the rows of a tile are shared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
