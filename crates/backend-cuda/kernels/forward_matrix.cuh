@@ -47,7 +47,7 @@ KERNEL(forward_matrix, Attention) {
     }
 
     for (; visits.more(); visits.next(a)) {
-        Entry entry = entry_of(a, visits.place);
+        Entry entry = visits.entry(a);
         Site site = site_of(a, b, h, tile, entry.tile, entry);
         Products pairs;
         multiply_stream(pairs, queries, stream, a.head_dim, lane, a);

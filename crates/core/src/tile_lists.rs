@@ -182,9 +182,7 @@ impl SeenTiles {
         bits.clear();
         let Scratch { tree, tile, bits: edge } = scratch;
         for batch in tiling.batches.clone() {
-            if tiles.iter().all(|&tiles| tiles > 0) {
-                tree.refill(visibility, batch, tiling.keys.clone(), tiling.tile[1]);
-            }
+            tree.refill(visibility, batch, tiling.keys.clone(), tiling.tile[1]);
             for head in tiling.heads.clone() {
                 for query_tile in 0..tiles[0] {
                     let rows = tiling.rows_of(query_tile);
