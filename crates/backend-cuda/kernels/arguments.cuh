@@ -10,17 +10,18 @@ struct Tensor {
     i64 batch, row, head, dim;
 };
 
-// Who sees whom, by tiles: for every plane and every tile a run of entries.
+// Who sees whom, by tiles: for every plane and every tile a list of runs.
 struct Sight {
-    u64 starts;   // u32 [planes][tiles + 1]
-    u64 entries;  // Entry
-    u64 bits;     // u64 a query row of a tile; bit j is key j of the tile
+    u64 starts;  // u32 [planes][tiles], and the end of the last list
+    u64 runs;    // Run
+    u64 bits;    // u64 a query row of a tile; bit j is key j of the tile
     u32 tiles, per_batch, per_head, reserved;
 };
 
-struct Entry {
-    u32 tile;  // of the other side
-    u32 bits;  // which set of bits; EVERYTHING: all pairs
+// Neighbouring tiles of the other side.
+struct Run {
+    u32 first, count;
+    u32 bits;  // which set of bits, if it is one tile of which some pairs are hidden; EVERYTHING: all pairs
 };
 #define EVERYTHING 0xffffffffu
 

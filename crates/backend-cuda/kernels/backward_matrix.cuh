@@ -92,7 +92,7 @@ KERNEL(backward_queries_matrix, Attention) {
     clear(sums);
 
     for (; visits.more(); visits.next(a)) {
-        Entry entry = entry_of(a, visits.place);
+        Entry entry = visits.entry(a);
         Site site = site_of(a, b, h, tile, entry.tile, entry);
         Products pairs, products;
         multiply_stream(pairs, queries, stream, a.head_dim, lane, a);
@@ -152,7 +152,7 @@ KERNEL(backward_keys_matrix, Attention) {
     clear(dv);
 
     for (; visits.more(); visits.next(a)) {
-        Entry entry = entry_of(a, visits.place);
+        Entry entry = visits.entry(a);
         Site site = site_of(a, b, visits.h, entry.tile, tile, entry);
         Products pairs, products;
         multiply_stream(pairs, keys, stream, a.head_dim, lane, a);

@@ -49,7 +49,7 @@ KERNEL(forward_matrix, Attention) {
     }
 
     for (; visits.more(); visits.next(a)) {
-        Entry entry = entry_of(a, visits.place);
+        Entry entry = visits.entry(a);
         Site site = site_of<true>(a, b, first_head, tile, entry.tile, entry);
         Products pairs;
         multiply_stream(pairs, queries, stream, a.head_dim, lane, a);

@@ -114,27 +114,28 @@ DEVICE_CALL bool own_part_is_odd(const u16* stage) {
 
 // The tiles that a block meets: for each of its query heads those that the list of its own tile names.
 struct Visits {
-    u32 b, tile, h, end, place, last;
+    u32 b, tile, h, end;
+    Walk walk;
 
     METHOD void begin(const Attention& a, u32 of_b, u32 of_tile, u32 first_head, u32 end_head) {
         b = of_b;
         tile = of_tile;
         h = first_head;
         end = end_head;
-        place = last = 0;
-        if (h < end) settle(a);
+        walk = {0, 0, 0};
+        settle(a);
     }
     METHOD void settle(const Attention& a) {
         for (; h < end; ++h) {
-            const u32* starts = starts_of(a, b, h);
-            place = starts[tile];
-            last = starts[tile + 1];
-            if (place < last) return;
+            walk.begin(a, b, h, tile);
+            if (walk.more()) return;
         }
     }
     METHOD bool more() const { return h < end; }
+    METHOD Entry entry(const Attention& a) const { return walk.entry(a); }
     METHOD void next(const Attention& a) {
-        if (++place < last) return;
+        walk.next(a);
+        if (walk.more()) return;
         ++h;
         settle(a);
     }
@@ -178,7 +179,7 @@ struct Stream {
     // Begins to read the next stage, if there is one. Every call ends a group of copies.
     METHOD void fetch(const Attention& a) {
         if (ahead.more()) {
-            load_part<pass>(slots + fetched % SLOTS * STAGE_ELEMENTS, a, ahead.b, ahead.h, entry_of(a, ahead.place).tile, part);
+            load_part<pass>(slots + fetched % SLOTS * STAGE_ELEMENTS, a, ahead.b, ahead.h, ahead.entry(a).tile, part);
             if (++part == parts_of<pass>(a)) {
                 part = 0;
                 ahead.next(a);

@@ -43,6 +43,12 @@ DEVICE PackedRow packed_row(const Attention& a, u32 first_head, u32 row) {
     return at;
 }
 
+// One tile of a list.
+struct Entry {
+    u32 tile;  // of the other side
+    u32 bits;  // as in its run
+};
+
 // The tile at hand.
 struct Site {
     u32 b, h;                    // batch row, query head; of a tile that is packed the first
@@ -59,10 +65,35 @@ DEVICE u32 key_of(u32 c) { return thread_x() + 16 * c; }
 
 DEVICE const u32* starts_of(const Attention& a, u32 b, u32 h) {
     u64 plane = (a.sight.per_batch ? b : 0) * u64(a.sight.per_head ? a.q_heads : 1) + (a.sight.per_head ? h : 0);
-    return reinterpret_cast<const u32*>(a.sight.starts) + plane * (a.sight.tiles + 1);
+    return reinterpret_cast<const u32*>(a.sight.starts) + plane * a.sight.tiles;
 }
 
-DEVICE Entry entry_of(const Attention& a, u32 place) { return reinterpret_cast<const Entry*>(a.sight.entries)[place]; }
+DEVICE const Run& run_of(const Attention& a, u32 place) { return reinterpret_cast<const Run*>(a.sight.runs)[place]; }
+
+// The tiles of one list, one after another. What a run says is read again for every tile: that costs less than registers to remember it in.
+struct Walk {
+    u32 place, last;  // runs: the one at hand, and the end
+    u32 passed;       // tiles of the run
+
+    METHOD void begin(const Attention& a, u32 b, u32 h, u32 tile) {
+        const u32* starts = starts_of(a, b, h);
+        place = starts[tile];
+        last = starts[tile + 1];
+        passed = 0;
+    }
+    METHOD bool more() const { return place < last; }
+    METHOD Entry entry(const Attention& a) const {
+        const Run& run = run_of(a, place);
+        return {run.first + passed, run.bits};
+    }
+    // Whether the tile at hand is the last one.
+    METHOD bool is_last(const Attention& a) const { return place + 1 == last && passed + 1 == run_of(a, place).count; }
+    METHOD void next(const Attention& a) {
+        if (++passed < run_of(a, place).count) return;
+        passed = 0;
+        ++place;
+    }
+};
 
 template <typename T>
 DEVICE u64 offset(const Tensor& tensor, u64 b, u64 row, u64 head, u64 x) {

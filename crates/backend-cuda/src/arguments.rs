@@ -16,7 +16,7 @@ pub(crate) struct Tensor {
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct SightAddresses {
     pub(crate) starts: u64,
-    pub(crate) entries: u64,
+    pub(crate) runs: u64,
     pub(crate) bits: u64,
     pub(crate) tiles: u32,
     pub(crate) per_batch: u32,
