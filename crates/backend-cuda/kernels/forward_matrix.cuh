@@ -1,5 +1,6 @@
 // Forward over one block of keys on matrix units, for 16-bit elements: what forward.cuh does, with sums of products in f32 and weights rounded to
-// the element type, as the value product needs them. Maxima and sums of the two halves of a row meet in shared memory.
+// the element type, as the value product needs them. Maxima and sums of the two halves of a row meet in shared memory. Where there are few queries, a
+// tile's rows are pairs of a query and a head (`packed_row`).
 //
 // An output that is not normalised does not come here: backward would have to find the largest logit again, to the bit.
 //
