@@ -85,9 +85,9 @@ mod tests {
                 let packing = Packing { rows, heads };
                 let (heads, reciprocal) = packing.numbers();
                 for row in 0..=rows as u32 {
-                    assert_eq!(row * reciprocal >> 16, row / heads, "{row} by {heads}");
+                    assert_eq!((row * reciprocal) >> 16, row / heads, "{row} by {heads}");
                 }
-                assert_eq!(packing.queries() as u32, rows as u32 * reciprocal >> 16);
+                assert_eq!(packing.queries() as u32, (rows as u32 * reciprocal) >> 16);
             }
         }
     }
