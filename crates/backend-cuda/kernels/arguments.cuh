@@ -10,17 +10,18 @@ struct Tensor {
     i64 batch, row, head, dim;
 };
 
-// Who sees whom, by tiles: for every plane and every tile a run of entries.
+// Who sees whom, by tiles: for every plane and every tile a list of runs.
 struct Sight {
-    u64 starts;   // u32 [planes][tiles + 1]
-    u64 entries;  // Entry
-    u64 bits;     // u64 a query row of a tile; bit j is key j of the tile
+    u64 starts;  // u32 [planes][tiles], and the end of the last list
+    u64 runs;    // Run
+    u64 bits;    // u64 a query row of a tile; bit j is key j of the tile
     u32 tiles, per_batch, per_head, reserved;
 };
 
-struct Entry {
-    u32 tile;  // of the other side
-    u32 bits;  // which set of bits; EVERYTHING: all pairs
+// Neighbouring tiles of the other side.
+struct Run {
+    u32 first, count;
+    u32 bits;  // which set of bits, if it is one tile of which some pairs are hidden; EVERYTHING: all pairs
 };
 #define EVERYTHING 0xffffffffu
 
@@ -55,6 +56,8 @@ struct Attention {
     u32 flags, rounding;
     u32 dropout_low, dropout_high, dropout_threshold;
     u32 bias_batch, bias_heads, bias_rows, bias_keys;
+    // Of forward: how many query heads share the rows of a tile, and 2¹⁶ divided by that, rounded up.
+    u32 packed_heads, packed_reciprocal;
 };
 
 // Rows without their keys: the end of forward, the beginning and the end of backward.

@@ -36,9 +36,9 @@ KERNEL(backward_keys, Attention) {
         UNROLL for (u32 r = 0; r < M; ++r) dk[slice][r][0] = dk[slice][r][1] = dv[slice][r][0] = dv[slice][r][1] = 0;
 
     for (u32 h = kv_head * group; h < (kv_head + 1) * group; ++h) {
-        const u32* starts = starts_of(a, b, h);
-        for (u32 place = starts[tile]; place < starts[tile + 1]; ++place) {
-            Entry entry = entry_of(a, place);
+        Walk walk;
+        for (walk.begin(a, b, h, tile); walk.more(); walk.next(a)) {
+            Entry entry = walk.entry(a);
             Site site = site_of(a, b, h, entry.tile, tile, entry);
             Pairs pairs, products, slope;
             dot_products(pairs, left_slice, right_slice, a.q, a.k, site, a, a.head_dim);

@@ -84,15 +84,15 @@ KERNEL(backward_queries_matrix, Attention) {
     Stream<QUERIES> stream;
     stream.begin(a, slots, visits);
     Own queries, douts;
-    queries.begin(operand_of(a.q, b, h, a.queries, a.head_dim), tile * TILE, lane);
-    douts.begin(operand_of(a.dout, b, h, a.queries, a.value_dim), tile * TILE, lane);
+    queries.begin(operand_of(a.q, b, h, a.queries, a.head_dim), tile * TILE, lane, a);
+    douts.begin(operand_of(a.dout, b, h, a.queries, a.value_dim), tile * TILE, lane, a);
     QueryFacts facts[2 * PIECES];
     UNROLL for (u32 r = 0; r < 2; ++r) facts[r] = facts_of(a, b, h, tile * TILE + lane.row + 8 * r);
     MatrixSums sums;
     clear(sums);
 
     for (; visits.more(); visits.next(a)) {
-        Entry entry = entry_of(a, visits.place);
+        Entry entry = visits.entry(a);
         Site site = site_of(a, b, h, tile, entry.tile, entry);
         Products pairs, products;
         multiply_stream(pairs, queries, stream, a.head_dim, lane, a);
@@ -145,14 +145,14 @@ KERNEL(backward_keys_matrix, Attention) {
     Stream<KEYS> stream;
     stream.begin(a, slots, visits);
     Own keys, values;
-    keys.begin(operand_of(a.k, b, kv_head, a.keys, a.head_dim), tile * TILE, lane);
-    values.begin(operand_of(a.v, b, kv_head, a.keys, a.value_dim), tile * TILE, lane);
+    keys.begin(operand_of(a.k, b, kv_head, a.keys, a.head_dim), tile * TILE, lane, a);
+    values.begin(operand_of(a.v, b, kv_head, a.keys, a.value_dim), tile * TILE, lane, a);
     MatrixSums dk, dv;
     clear(dk);
     clear(dv);
 
     for (; visits.more(); visits.next(a)) {
-        Entry entry = entry_of(a, visits.place);
+        Entry entry = visits.entry(a);
         Site site = site_of(a, b, visits.h, entry.tile, tile, entry);
         Products pairs, products;
         multiply_stream(pairs, keys, stream, a.head_dim, lane, a);

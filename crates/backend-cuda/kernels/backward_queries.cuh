@@ -9,9 +9,9 @@
 // Grid: query tiles × query heads × batch rows.
 KERNEL(backward_queries, Attention) {
     u32 tile = a.sight.tiles - 1 - block_x(), h = block_y(), b = block_z();
-    const u32* starts = starts_of(a, b, h);
-    u32 first = starts[tile], last = starts[tile + 1];
-    if (first == last) return;
+    Walk walk;
+    walk.begin(a, b, h, tile);
+    if (!walk.more()) return;
     u32 kv_head = h / (a.q_heads / a.kv_heads);
 
     SHARED(Sum, left_slice, TILE * SLICE_LINE);
@@ -23,8 +23,8 @@ KERNEL(backward_queries, Attention) {
     UNROLL for (u32 slice = 0; slice < SLICES; ++slice)
         UNROLL for (u32 r = 0; r < M; ++r) sums[slice][r][0] = sums[slice][r][1] = 0;
 
-    for (u32 place = first; place < last; ++place) {
-        Entry entry = entry_of(a, place);
+    for (; walk.more(); walk.next(a)) {
+        Entry entry = walk.entry(a);
         Site site = site_of(a, b, h, tile, entry.tile, entry);
         Pairs pairs, products, slope;
         dot_products(pairs, left_slice, right_slice, a.q, a.k, site, a, a.head_dim);

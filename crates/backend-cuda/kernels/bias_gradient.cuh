@@ -27,16 +27,20 @@ KERNEL(bias_gradient, Attention) {
             for (u32 tile = first_tile; tile < last_tile; ++tile) {
                 const u32* starts = starts_of(a, b, h);
                 for (u32 place = starts[tile]; place < starts[tile + 1]; ++place) {
-                    Entry entry = entry_of(a, place);
-                    if (of_keys && entry.tile != block_y()) continue;
-                    Site site = site_of(a, b, h, tile, entry.tile, entry);
-                    Pairs pairs, products, slope;
-                    dot_products(pairs, left_slice, right_slice, a.q, a.k, site, a, a.head_dim);
-                    u32 seen = logits(pairs, &slope, site, a);
-                    dot_products(products, left_slice, right_slice, a.dout, a.v, site, a, a.value_dim);
-                    gradients(pairs, products, slope, seen, site, a);
-                    UNROLL for (u32 r = 0; r < M; ++r)
-                        UNROLL for (u32 c = 0; c < M; ++c) sums[r][c] += a.flags & BIAS_BEFORE_CAP ? slope[r][c] : products[r][c];
+                    Run run = run_of(a, place);
+                    // of a run, all tiles or the block's own
+                    u32 first = of_keys ? block_y() : run.first, end = of_keys ? block_y() + 1 : run.first + run.count;
+                    if (first < run.first || end > run.first + run.count) continue;
+                    for (u32 other = first; other < end; ++other) {
+                        Site site = site_of(a, b, h, tile, other, {other, run.bits});
+                        Pairs pairs, products, slope;
+                        dot_products(pairs, left_slice, right_slice, a.q, a.k, site, a, a.head_dim);
+                        u32 seen = logits(pairs, &slope, site, a);
+                        dot_products(products, left_slice, right_slice, a.dout, a.v, site, a, a.value_dim);
+                        gradients(pairs, products, slope, seen, site, a);
+                        UNROLL for (u32 r = 0; r < M; ++r)
+                            UNROLL for (u32 c = 0; c < M; ++c) sums[r][c] += a.flags & BIAS_BEFORE_CAP ? slope[r][c] : products[r][c];
+                    }
                 }
             }
 

@@ -1,5 +1,6 @@
 // Forward over one block of keys on matrix units, for 16-bit elements: what forward.cuh does, with sums of products in f32 and weights rounded to
-// the element type, as the value product needs them. Maxima and sums of the two halves of a row meet in shared memory.
+// the element type, as the value product needs them. Maxima and sums of the two halves of a row meet in shared memory. Where there are few queries, a
+// tile's rows are pairs of a query and a head (`packed_row`).
 //
 // An output that is not normalised does not come here: backward would have to find the largest logit again, to the bit.
 //
@@ -10,11 +11,12 @@
 
 #if ANNULUS_DTYPE >= 2 && TILE == 64
 
-// Grid: query tiles × query heads × batch rows, the last tiles first: of a causal mask those with the most keys.
+// Grid: query tiles × query heads (by the number that shares a tile) × batch rows, the last tiles first: of a causal mask those with the most keys.
 KERNEL(forward_matrix, Attention) {
-    u32 tile = a.sight.tiles - 1 - block_x(), h = block_y(), b = block_z();
+    u32 tile = a.sight.tiles - 1 - block_x(), first_head = block_y() * a.packed_heads, b = block_z();
+    u32 first_query = tile * packed_queries(a);
     Visits visits;
-    visits.begin(a, b, tile, h, h + 1);
+    visits.begin(a, b, tile, first_head, first_head + 1);
     if (!visits.more()) return;
     Lane lane = lane_of_thread();
 
@@ -25,19 +27,20 @@ KERNEL(forward_matrix, Attention) {
 
     Stream<FORWARD> stream;
     stream.begin(a, slots, visits);
-    Own queries;
-    queries.begin(operand_of(a.q, b, h, a.queries, a.head_dim), tile * TILE, lane);
+    OwnRows<true> queries;
+    queries.begin(operand_of(a.q, b, first_head, a.queries, a.head_dim), first_query, lane, a);
 
     float* acc = reinterpret_cast<float*>(a.acc);
     MatrixSums sums;
     float max[2], sum[2];
     UNROLL for (u32 r = 0; r < 2; ++r) {
-        u64 i = u64(tile) * TILE + lane.row + 8 * r;
-        bool there = i < a.queries;
-        u64 place = (u64(b) * a.q_heads + h) * a.queries + i;
+        PackedRow own = packed_row(a, first_head, lane.row + 8 * r);
+        u64 i = first_query + own.query;
+        bool there = own.there && i < a.queries;
+        u64 place = (u64(b) * a.q_heads + own.h) * a.queries + i;
         max[r] = there ? reinterpret_cast<const float*>(a.max)[place] : -infinity();
         sum[r] = there ? reinterpret_cast<const float*>(a.sum)[place] : 0.0f;
-        const float* line = acc + ((u64(b) * a.queries + i) * a.q_heads + h) * a.value_dim;
+        const float* line = acc + ((u64(b) * a.queries + i) * a.q_heads + own.h) * a.value_dim;
         UNROLL for (u32 stage = 0; stage < STAGES; ++stage)
             UNROLL for (u32 piece = 0; piece < PIECES; ++piece)
                 UNROLL for (u32 c = 0; c < 2; ++c) {
@@ -47,21 +50,23 @@ KERNEL(forward_matrix, Attention) {
     }
 
     for (; visits.more(); visits.next(a)) {
-        Entry entry = entry_of(a, visits.place);
-        Site site = site_of(a, b, h, tile, entry.tile, entry);
+        Entry entry = visits.entry(a);
+        Site site = site_of<true>(a, b, first_head, tile, entry.tile, entry);
         Products pairs;
         multiply_stream(pairs, queries, stream, a.head_dim, lane, a);
 
         // logits, and their largest over both halves
         u32 seen = 0;
         UNROLL for (u32 r = 0; r < 2; ++r) {
-            u64 line = line_of(a, site, lane.row + 8 * r);
+            Site of_row = site;
+            u32 query = lane.row + 8 * r;
+            u64 line = line_of_packed(of_row, query, a);
             float most = -infinity();
             UNROLL for (u32 piece = 0; piece < PIECES; ++piece)
                 UNROLL for (u32 c = 0; c < 2; ++c) {
                     float derivative;
                     u32 key = lane.half * 32 + piece * 8 + lane.column + c;
-                    bool visible = logit(pairs[piece][2 * r + c], derivative, line, lane.row + 8 * r, key, site, a);
+                    bool visible = logit(pairs[piece][2 * r + c], derivative, line, query, key, of_row, a);
                     if (visible) most = larger(most, pairs[piece][2 * r + c]);
                     seen |= u32(visible) << (piece * 4 + 2 * r + c);
                 }
@@ -74,8 +79,9 @@ KERNEL(forward_matrix, Attention) {
         // weights, and their sum over both halves
         float factor[2];
         UNROLL for (u32 r = 0; r < 2; ++r) {
-            u32 query = lane.row + 8 * r;
-            float next = larger(max[r], larger(part_max[query], part_max[TILE + query]));
+            u32 row = lane.row + 8 * r;
+            PackedRow own = packed_row(a, first_head, row);
+            float next = larger(max[r], larger(part_max[row], part_max[TILE + row]));
             bool nothing = next == -infinity();
             factor[r] = next == max[r] ? 1.0f : quick_exponential(max[r] - next);
             float mine = 0;
@@ -87,15 +93,15 @@ KERNEL(forward_matrix, Attention) {
                     visible[c] = seen >> (piece * 4 + 2 * r + c) & 1;
                     weight[c] = visible[c] && !nothing ? quick_exponential(pairs[piece][2 * r + c] - next) : 0.0f;
                     mine += weight[c];
-                    if (visible[c] && (a.flags & HAS_DROPOUT)) weight[c] *= kept(a, b, h, site.first_query + query, site.first_key + key + c);
+                    if (visible[c] && (a.flags & HAS_DROPOUT)) weight[c] *= kept(a, b, own.h, first_query + own.query, site.first_key + key + c);
                 }
                 u32 pair = narrow_pair(weight[0], weight[1]);
                 if (!site.plain) pair = marked(pair, visible[0], visible[1]);
-                *reinterpret_cast<u32*>(weights + swizzled(query, key)) = pair;
+                *reinterpret_cast<u32*>(weights + swizzled(row, key)) = pair;
             }
             mine += shuffle_xor(mine, 1);
             mine += shuffle_xor(mine, 2);
-            if (lane.lane % 4 == 0) part_sum[lane.half * TILE + query] = mine;
+            if (lane.lane % 4 == 0) part_sum[lane.half * TILE + row] = mine;
             max[r] = next;
         }
         UNROLL for (u32 stage = 0; stage < STAGES; ++stage)
@@ -109,14 +115,15 @@ KERNEL(forward_matrix, Attention) {
     }
 
     UNROLL for (u32 r = 0; r < 2; ++r) {
-        u64 i = u64(tile) * TILE + lane.row + 8 * r;
-        if (i >= a.queries) continue;
+        PackedRow own = packed_row(a, first_head, lane.row + 8 * r);
+        u64 i = first_query + own.query;
+        if (!own.there || i >= a.queries) continue;
         if (lane.half == 0 && lane.lane % 4 == 0) {
-            u64 place = (u64(b) * a.q_heads + h) * a.queries + i;
+            u64 place = (u64(b) * a.q_heads + own.h) * a.queries + i;
             reinterpret_cast<float*>(a.max)[place] = max[r];
             reinterpret_cast<float*>(a.sum)[place] = sum[r];
         }
-        float* line = acc + ((u64(b) * a.queries + i) * a.q_heads + h) * a.value_dim;
+        float* line = acc + ((u64(b) * a.queries + i) * a.q_heads + own.h) * a.value_dim;
         UNROLL for (u32 stage = 0; stage < STAGES; ++stage)
             UNROLL for (u32 piece = 0; piece < PIECES; ++piece)
                 UNROLL for (u32 c = 0; c < 2; ++c) {

@@ -230,7 +230,7 @@ DEVICE Right values_of(const BlockMemory& memory, const Turn& turn) {
 }
 
 // A warpgroup's share of the block: 64 rows.
-DEVICE void attend_rows(BlockMemory& memory, const Attention& a, u32 b, u32 h, u32 tile, u32 place, u32 last) {
+DEVICE void attend_rows(BlockMemory& memory, const Attention& a, u32 b, u32 h, u32 tile, Walk walk) {
     GroupLane at = lane_of_group();
     u16* own = memory.own[at.group];
     float* scratch = memory.scratch[at.group];
@@ -263,7 +263,7 @@ DEVICE void attend_rows(BlockMemory& memory, const Attention& a, u32 b, u32 h, u
     Seen seen = {};
     Turn keys = {0, 0}, values = {0, 0};
     u64 queries = rows_of_dims(own);
-    GroupSite site = group_site(a, b, h, tile, at.group, entry_of(a, place));
+    GroupSite site = group_site(a, b, h, tile, at.group, walk.entry(a));
 
     wait_for_phase(memory.first_full + keys.stage, keys.parity);
     begin_products();
@@ -276,14 +276,14 @@ DEVICE void attend_rows(BlockMemory& memory, const Attention& a, u32 b, u32 h, u
     scale_sums(sums, rows);
     narrow_weights(weights, pairs);
 
-    for (++place; place < last; ++place) {
+    for (walk.next(a); walk.more(); walk.next(a)) {
         Right right = values_of(memory, values);
         if (!site.plain) {
             wait_for_phase(memory.second_full + values.stage, values.parity);
             if (is_odd(memory.second[values.stage], at))
                 right = add_carefully(sums, weights, seen, scratch, memory.second[values.stage], at);
         }
-        site = group_site(a, b, h, tile, at.group, entry_of(a, place));
+        site = group_site(a, b, h, tile, at.group, walk.entry(a));
         wait_for_phase(memory.first_full + keys.stage, keys.parity);
         named_barrier(TURN_OF(at.group), GROUPS * WARPGROUP);
         if (planted(EARLY_RELEASE) && at.lane == 0) arrive(memory.second_empty + values.stage);
@@ -293,7 +293,7 @@ DEVICE void attend_rows(BlockMemory& memory, const Attention& a, u32 b, u32 h, u
         if (!planted(NO_PRODUCT_BEGIN)) begin_products();
         begin_sums(sums, weights, right);
         // nobody is left to wait for the second warpgroup's last turn
-        bool last_turn = at.group == 1 && place + 1 == last;
+        bool last_turn = at.group == 1 && walk.is_last(a);
         if (!last_turn && !planted(NO_TURN)) named_arrive(TURN_OF(at.group ^ 1), GROUPS * WARPGROUP);
         if (!planted(NO_PRODUCT_WAIT)) wait_for_products<1>();
         pin(pairs);
@@ -343,9 +343,9 @@ DEVICE void attend_rows(BlockMemory& memory, const Attention& a, u32 b, u32 h, u
 KERNEL(forward_warpgroup, WarpgroupAttention) {
     const Attention& all = a.attention;
     u32 tile = all.sight.tiles - 1 - block_x(), h = block_y(), b = block_z();
-    const u32* starts = starts_of(all, b, h);
-    u32 first = starts[tile], last = starts[tile + 1];
-    if (first == last) return;
+    Walk walk;
+    walk.begin(all, b, h, tile);
+    if (!walk.more()) return;
     BlockMemory& memory = *reinterpret_cast<BlockMemory*>(launch_shared());
 
     // who is done with a stage says so a warp at a time
@@ -356,8 +356,8 @@ KERNEL(forward_warpgroup, WarpgroupAttention) {
         if (thread_index() == 0) {
             u32 kv_head = h / (all.q_heads / all.kv_heads);
             Turn turn = {0, 0};
-            for (u32 place = first; place < last; ++place, turn.next()) {
-                u32 row = entry_of(all, place).tile * OTHERS;
+            for (; walk.more(); walk.next(all), turn.next()) {
+                u32 row = walk.entry(all).tile * OTHERS;
                 bring(memory.first[0], a.first, memory.first_full, memory.first_empty, turn, row, kv_head, b);
                 bring(memory.second[0], a.second, memory.second_full, memory.second_empty, turn, row, kv_head, b);
             }
@@ -365,7 +365,7 @@ KERNEL(forward_warpgroup, WarpgroupAttention) {
     } else {
         more_registers<240>();
         // the first turn is that of the first warpgroup
-        if (thread_index() >= 2 * WARPGROUP && last - first > 1) named_arrive(TURN_OF(0), GROUPS * WARPGROUP);
-        attend_rows(memory, all, b, h, tile, first, last);
+        if (thread_index() >= 2 * WARPGROUP && !walk.is_last(all)) named_arrive(TURN_OF(0), GROUPS * WARPGROUP);
+        attend_rows(memory, all, b, h, tile, walk);
     }
 }

@@ -114,27 +114,28 @@ DEVICE_CALL bool own_part_is_odd(const u16* stage) {
 
 // The tiles that a block meets: for each of its query heads those that the list of its own tile names.
 struct Visits {
-    u32 b, tile, h, end, place, last;
+    u32 b, tile, h, end;
+    Walk walk;
 
     METHOD void begin(const Attention& a, u32 of_b, u32 of_tile, u32 first_head, u32 end_head) {
         b = of_b;
         tile = of_tile;
         h = first_head;
         end = end_head;
-        place = last = 0;
-        if (h < end) settle(a);
+        walk = {0, 0, 0};
+        settle(a);
     }
     METHOD void settle(const Attention& a) {
         for (; h < end; ++h) {
-            const u32* starts = starts_of(a, b, h);
-            place = starts[tile];
-            last = starts[tile + 1];
-            if (place < last) return;
+            walk.begin(a, b, h, tile);
+            if (walk.more()) return;
         }
     }
     METHOD bool more() const { return h < end; }
+    METHOD Entry entry(const Attention& a) const { return walk.entry(a); }
     METHOD void next(const Attention& a) {
-        if (++place < last) return;
+        walk.next(a);
+        if (walk.more()) return;
         ++h;
         settle(a);
     }
@@ -178,7 +179,7 @@ struct Stream {
     // Begins to read the next stage, if there is one. Every call ends a group of copies.
     METHOD void fetch(const Attention& a) {
         if (ahead.more()) {
-            load_part<pass>(slots + fetched % SLOTS * STAGE_ELEMENTS, a, ahead.b, ahead.h, entry_of(a, ahead.place).tile, part);
+            load_part<pass>(slots + fetched % SLOTS * STAGE_ELEMENTS, a, ahead.b, ahead.h, ahead.entry(a).tile, part);
             if (++part == parts_of<pass>(a)) {
                 part = 0;
                 ahead.next(a);
@@ -209,20 +210,38 @@ struct Stream {
     }
 };
 
-// Rows of the block's own tile as left fragments.
-struct Own {
+// Rows of the block's own tile as left fragments; `packed`: pairs of queries and heads.
+template <bool packed>
+struct OwnRows {
     Operand operand;
-    u32 first;
+    u32 first;  // row, or query
 #if RESIDENT
     Fragment held[STAGES * STAGE / 16];
 #endif
 
-    METHOD void read(Fragment& to, u32 x, const Lane& lane) const {
-        UNROLL for (u32 r = 0; r < 2; ++r)
+    // Where a row of the tile begins, in elements; whether it is there.
+    METHOD bool find(i64& at, u32 row, const Attention& a) const {
+        if (!packed) {
+            at = i64(first + row) * operand.row;
+            return first + row < operand.rows;
+        }
+#ifdef PLANTED_PACKED_HEAD
+        PackedRow place = packed_row(a, 0, row ^ (a.packed_heads > 1));
+#else
+        PackedRow place = packed_row(a, 0, row);
+#endif
+        at = i64(first + place.query) * operand.row + i64(place.h) * a.q.head;
+        return place.there && first + place.query < operand.rows;
+    }
+
+    METHOD void read(Fragment& to, u32 x, const Lane& lane, const Attention& a) const {
+        UNROLL for (u32 r = 0; r < 2; ++r) {
+            i64 at;
+            bool there = find(at, lane.row + 8 * r, a);
             UNROLL for (u32 c = 0; c < 2; ++c) {
-                u32 row = first + lane.row + 8 * r, from = x + lane.column + 8 * c, pair = 0;
-                if (row < operand.rows && from < operand.dim) {
-                    const u16* source = operand.at + (i64(row) * operand.row + i64(from) * operand.step);
+                u32 from = x + lane.column + 8 * c, pair = 0;
+                if (there && from < operand.dim) {
+                    const u16* source = operand.at + (at + i64(from) * operand.step);
                     if (operand.aligned) {
                         pair = *reinterpret_cast<const u32*>(source);
                     } else {
@@ -232,22 +251,25 @@ struct Own {
                 }
                 to[2 * c + r] = pair;
             }
+        }
     }
 
-    METHOD void begin(const Operand& of, u32 first_row, const Lane& lane) {
+    METHOD void begin(const Operand& of, u32 first_row, const Lane& lane, const Attention& a) {
         operand = of;
         first = first_row;
+        if (packed) operand.aligned &= a.q.head % 8 == 0;
 #if RESIDENT
-        UNROLL for (u32 x = 0; x < STAGES * STAGE; x += 16) read(held[x / 16], x, lane);
+        UNROLL for (u32 x = 0; x < STAGES * STAGE; x += 16) read(held[x / 16], x, lane, a);
 #else
         (void)lane;
 #endif
     }
 };
+typedef OwnRows<false> Own;
 
 // products ← own·otherᵀ, the next stages of the stream.
-template <u32 pass>
-DEVICE void multiply_stream(Products& products, const Own& own, Stream<pass>& stream, u32 dim, const Lane& lane, const Attention& a) {
+template <u32 pass, bool packed>
+DEVICE void multiply_stream(Products& products, const OwnRows<packed>& own, Stream<pass>& stream, u32 dim, const Lane& lane, const Attention& a) {
     UNROLL for (u32 piece = 0; piece < PIECES; ++piece)
         UNROLL for (u32 e = 0; e < 4; ++e) products[piece][e] = 0;
 #if RESIDENT
@@ -262,7 +284,7 @@ DEVICE void multiply_stream(Products& products, const Own& own, Stream<pass>& st
             const Fragment& left = own.held[(stage * STAGE + x) / 16];
 #else
             Fragment left;
-            own.read(left, stage * STAGE + x, lane);
+            own.read(left, stage * STAGE + x, lane, a);
 #endif
             UNROLL for (u32 piece = 0; piece < PIECES; piece += 2) {
                 Fragment right;

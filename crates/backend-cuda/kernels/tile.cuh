@@ -24,9 +24,34 @@ typedef Sum Pairs[M][M];
 // TILE × 32·SLICES sums of a block: thread (y, x) holds rows y·M + r and, of each slice, columns x and x + 16
 typedef Sum Rows[SLICES][M][2];
 
+// A row of a tile of forward: its query, counted from the tile's first, and its query head. Where there are few queries, `packed_heads` heads of those that
+// read the same keys share a tile, query by query, and its keys are read once for all of them. Rows that are left over are not there.
+struct PackedRow {
+    u32 query, h;
+    bool there;
+};
+
+// How many queries of each of its heads a tile of forward has.
+DEVICE u32 packed_queries(const Attention& a) { return TILE * a.packed_reciprocal >> 16; }
+
+DEVICE PackedRow packed_row(const Attention& a, u32 first_head, u32 row) {
+    PackedRow at;
+    // row / packed_heads: rows are few enough for this to be exact
+    at.query = row * a.packed_reciprocal >> 16;
+    at.h = first_head + (row - at.query * a.packed_heads);
+    at.there = at.query < packed_queries(a);
+    return at;
+}
+
+// One tile of a list.
+struct Entry {
+    u32 tile;  // of the other side
+    u32 bits;  // as in its run
+};
+
 // The tile at hand.
 struct Site {
-    u32 b, h;                    // batch row, query head
+    u32 b, h;                    // batch row, query head; of a tile that is packed the first
     u32 first_query, first_key;  // local rows
     Entry entry;
     // no pair is hidden, apart from those beyond the ends
@@ -40,10 +65,35 @@ DEVICE u32 key_of(u32 c) { return thread_x() + 16 * c; }
 
 DEVICE const u32* starts_of(const Attention& a, u32 b, u32 h) {
     u64 plane = (a.sight.per_batch ? b : 0) * u64(a.sight.per_head ? a.q_heads : 1) + (a.sight.per_head ? h : 0);
-    return reinterpret_cast<const u32*>(a.sight.starts) + plane * (a.sight.tiles + 1);
+    return reinterpret_cast<const u32*>(a.sight.starts) + plane * a.sight.tiles;
 }
 
-DEVICE Entry entry_of(const Attention& a, u32 place) { return reinterpret_cast<const Entry*>(a.sight.entries)[place]; }
+DEVICE const Run& run_of(const Attention& a, u32 place) { return reinterpret_cast<const Run*>(a.sight.runs)[place]; }
+
+// The tiles of one list, one after another. What a run says is read again for every tile: that costs less than registers to remember it in.
+struct Walk {
+    u32 place, last;  // runs: the one at hand, and the end
+    u32 passed;       // tiles of the run
+
+    METHOD void begin(const Attention& a, u32 b, u32 h, u32 tile) {
+        const u32* starts = starts_of(a, b, h);
+        place = starts[tile];
+        last = starts[tile + 1];
+        passed = 0;
+    }
+    METHOD bool more() const { return place < last; }
+    METHOD Entry entry(const Attention& a) const {
+        const Run& run = run_of(a, place);
+        return {run.first + passed, run.bits};
+    }
+    // Whether the tile at hand is the last one.
+    METHOD bool is_last(const Attention& a) const { return place + 1 == last && passed + 1 == run_of(a, place).count; }
+    METHOD void next(const Attention& a) {
+        if (++passed < run_of(a, place).count) return;
+        passed = 0;
+        ++place;
+    }
+};
 
 template <typename T>
 DEVICE u64 offset(const Tensor& tensor, u64 b, u64 row, u64 head, u64 x) {
@@ -109,10 +159,18 @@ DEVICE_CALL Sum bias_of(const Attention& a, u32 b, u32 h, u32 i, u32 j) {
 DEVICE_CALL Sum rounded_product(Sum product, u32 rounding) { return rounded_to(product, rounding); }
 DEVICE_CALL Sum bent_by_cap(Sum x, Sum cap) { return hyperbolic_tangent(x / cap); }
 
-// What the mask alone says of the keys of a tile, as seen by query `row` of it.
-DEVICE u64 line_of(const Attention& a, const Site& site, u32 row) {
+// What the mask alone says of the keys of a tile of so many queries, as seen by query `row` of it.
+DEVICE u64 line_of(const Attention& a, const Site& site, u32 row, u32 queries = TILE) {
     if (site.entry.bits == EVERYTHING) return ~0ull;
-    return reinterpret_cast<const u64*>(a.sight.bits)[u64(site.entry.bits) * TILE + row];
+    return reinterpret_cast<const u64*>(a.sight.bits)[u64(site.entry.bits) * queries + row];
+}
+
+// As above, of a row of a tile that is packed: `row` becomes its query, the site's head its own.
+DEVICE u64 line_of_packed(Site& site, u32& row, const Attention& a) {
+    PackedRow at = packed_row(a, site.h, row);
+    site.h = at.h;
+    row = at.query;
+    return at.there ? line_of(a, site, at.query, packed_queries(a)) : 0;
 }
 
 // The pair of query `row` and key `key` of a tile: its product becomes its logit, `derivative` ∂s/∂x. Whether it is seen.
@@ -158,11 +216,12 @@ DEVICE u32 logits(Pairs& pairs, Pairs* slope, const Site& site, const Attention&
 
 DEVICE bool is_seen(u32 seen, u32 r, u32 c) { return seen >> (r * M + c) & 1; }
 
+template <bool packed = false>
 DEVICE Site site_of(const Attention& a, u32 b, u32 h, u32 query_tile, u32 key_tile, Entry entry) {
     Site site;
     site.b = b;
     site.h = h;
-    site.first_query = query_tile * TILE;
+    site.first_query = query_tile * (packed ? packed_queries(a) : TILE);
     site.first_key = key_tile * TILE;
     site.entry = entry;
     site.plain = entry.bits == EVERYTHING && !(a.flags & (HAS_BIAS | HAS_SLOPES));

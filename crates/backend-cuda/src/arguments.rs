@@ -16,7 +16,7 @@ pub(crate) struct Tensor {
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct SightAddresses {
     pub(crate) starts: u64,
-    pub(crate) entries: u64,
+    pub(crate) runs: u64,
     pub(crate) bits: u64,
     pub(crate) tiles: u32,
     pub(crate) per_batch: u32,
@@ -74,6 +74,9 @@ pub(crate) struct Attention {
     pub(crate) dropout_threshold: u32,
     /// Batch, heads, rows, keys.
     pub(crate) bias_shape: [u32; 4],
+    /// What [`crate::packing`] has decided.
+    pub(crate) packed_heads: u32,
+    pub(crate) packed_reciprocal: u32,
 }
 
 /// What kernels on warpgroups are given: `kernels/warpgroup.cuh`.

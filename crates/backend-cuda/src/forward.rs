@@ -1,7 +1,7 @@
 //! The forward pass over one block of keys: `kernels/forward.cuh`, on matrix units `kernels/forward_matrix.cuh`, or on warpgroups
 //! `kernels/forward_warpgroup.cuh`.
 
-use annulus_core::{Block, Inputs, Result};
+use annulus_core::{Block, Inputs, Result, Spec, Visibility};
 use annulus_device_cuda::CudaSpace;
 
 use crate::{
@@ -9,6 +9,7 @@ use crate::{
     arguments::{Fill, field, tensor},
     forward_warpgroup,
     kernels::THREADS,
+    packing::Packing,
     records::grid_of,
     workspace::{Workspace, bias_of},
 };
@@ -29,7 +30,9 @@ pub(crate) fn begin(cuda: &Cuda, workspace: &Workspace) -> Result<()> {
 pub(crate) fn attend(cuda: &Cuda, workspace: &mut Workspace, inputs: &Inputs<'_, CudaSpace>, block: &Block<'_, CudaSpace>) -> Result<()> {
     let spec = workspace.local.spec.clone();
     let on_warpgroups = workspace.kernels.warpgroup.clone();
-    let tile = on_warpgroups.as_ref().map_or(workspace.kernels.variant, |kernels| kernels.variant).tile();
+    let [rows, keys] = on_warpgroups.as_ref().map_or(workspace.kernels.variant, |kernels| kernels.variant).tile();
+    let packing = packing(workspace, block, rows, on_warpgroups.is_none());
+    let tile = [packing.queries(), keys];
     let sight = workspace.sights.of(&workspace.local, &workspace.local.queries, block.rows, tile, cuda.stream())?;
     if sight.is_empty() {
         return Ok(());
@@ -41,7 +44,8 @@ pub(crate) fn attend(cuda: &Cuda, workspace: &mut Workspace, inputs: &Inputs<'_,
     arguments.q = tensor(&inputs.q);
     arguments.k = field(block.buffer.address(), &record, 0, bytes);
     arguments.v = field(block.buffer.address(), &record, 1, bytes);
-    let grid = [u64::from(sight.tiles()[0]), spec.dims.q_heads as u64, spec.dims.batch as u64];
+    (arguments.packed_heads, arguments.packed_reciprocal) = packing.numbers();
+    let grid = [u64::from(sight.tiles()[0]), (spec.dims.q_heads / packing.heads()) as u64, spec.dims.batch as u64];
     if let Some(kernels) = on_warpgroups {
         forward_warpgroup::attend(cuda, &kernels, &arguments, &spec, grid)?;
         return cuda.after(&[block.buffer]).map(|_| ());
@@ -52,4 +56,17 @@ pub(crate) fn attend(cuda: &Cuda, workspace: &mut Workspace, inputs: &Inputs<'_,
     // queued work.
     unsafe { kernel.launch(cuda.stream(), grid, THREADS, &arguments)? };
     cuda.after(&[block.buffer]).map(|_| ())
+}
+
+/// How many heads share a tile: one but on matrix units, and where heads see differently, for a tile has one list of keys.
+fn packing(workspace: &Workspace, block: &Block<'_, CudaSpace>, rows: usize, allowed: bool) -> Packing {
+    let local = &workspace.local;
+    let Spec { dims, mask, .. } = &*local.spec;
+    let (mask, attention_mask) = (mask.as_ref(), local.attention_mask.as_deref());
+    let visibility = Visibility { mask, attention_mask, queries: &local.queries, keys: block.rows };
+    if allowed && workspace.kernels.matrix_for(&local.spec).is_some() && !visibility.per_head() {
+        Packing::of(local.queries.len(), dims.q_heads / dims.kv_heads, rows)
+    } else {
+        Packing::none(rows)
+    }
 }

@@ -37,6 +37,7 @@ mod forward_warpgroup;
 mod hosted;
 mod kernels;
 mod level;
+mod packing;
 mod records;
 mod sight;
 mod workspace;

@@ -1,26 +1,15 @@
 //! Who sees whom between the queries of one rank and one block of keys, by tiles, as kernels read it.
 //!
-//! [`annulus_core::Visibility`] classifies every tile on the host: tiles without a visible pair are not listed, tiles of visible pairs only need no
-//! bits, the others have a bit a key in every query row. So a kernel knows nothing of masks, and a new mask is never a new kernel. What a block's rows
-//! say is remembered: the same block comes by in every pass.
+//! [`SeenTiles`] looks at tiles on the host: those without a visible pair are not listed, neighbours of visible pairs only are one run, the others have
+//! a bit a key in every query row. So a kernel knows nothing of masks, and a new mask is never a new kernel. What a block's rows say is remembered: the
+//! same block comes by in every pass.
 
 use std::sync::Arc;
 
-use annulus_core::{Error, Local, QueryTile, Result, Rows, TileBits, TileClass, Visibility};
+use annulus_core::{Error, Local, Marked, Result, Rows, SeenTiles, TileLists, Tiling, Visibility};
 use annulus_device_cuda::{CudaBuffer, Stream};
 
 use crate::arguments::{Attention, KEY_POSITIONS_PER_BATCH, QUERY_POSITIONS_PER_BATCH, SightAddresses};
-
-/// All pairs of a tile are seen.
-const EVERYTHING: u32 = u32::MAX;
-
-/// One listed tile.
-struct Entry {
-    plane: usize,
-    query_tile: u32,
-    key_tile: u32,
-    bits: u32,
-}
 
 /// Tiles by queries and by keys, and what kernels must know of the rows, on the device.
 #[derive(Debug)]
@@ -73,46 +62,21 @@ impl Sights {
 }
 
 impl Sight {
-    fn new(local: &Local, queries: &Rows, keys: &Rows, [tall, wide]: [usize; 2], stream: &Stream) -> Result<Self> {
+    fn new(local: &Local, queries: &Rows, keys: &Rows, tile: [usize; 2], stream: &Stream) -> Result<Self> {
         let dims = &local.spec.dims;
         let visibility = Visibility { mask: local.spec.mask.as_ref(), attention_mask: local.attention_mask.as_deref(), queries, keys };
         let (per_batch, per_head) = (visibility.per_batch(), visibility.per_head());
         let planes_of = |per: bool, all: usize| if per { all } else { 1 };
         let (batches, heads) = (planes_of(per_batch, dims.batch), planes_of(per_head, dims.q_heads));
-        let [query_tiles, key_tiles] = [queries.len().div_ceil(tall), keys.len().div_ceil(wide)];
-        // bits of a query row of a tile
-        let words = wide.div_ceil(64);
-        let (mut entries, mut bits) = (Vec::new(), Vec::new());
-        let (mut seen, mut edge) = (QueryTile::default(), TileBits::default());
-        for plane in 0..batches * heads {
-            for query_tile in 0..query_tiles {
-                let rows = query_tile * tall..queries.len().min((query_tile + 1) * tall);
-                visibility.query_tile(plane / heads, plane % heads, rows.clone(), &mut seen);
-                for columns in visibility.key_tiles(&seen, wide) {
-                    let key_tile = narrow(columns.start / wide)?;
-                    let set = match visibility.classify(&seen, columns, &mut edge) {
-                        TileClass::Empty => continue,
-                        TileClass::Full => EVERYTHING,
-                        TileClass::Edge => {
-                            let set = bits.len() / (tall * words);
-                            for row in 0..rows.len() {
-                                bits.extend_from_slice(edge.line(row));
-                                // the last tile may be narrower
-                                bits.resize((set * tall + row + 1) * words, 0);
-                            }
-                            bits.resize((set + 1) * tall * words, 0);
-                            narrow(set)?
-                        }
-                    };
-                    entries.push(Entry { plane, query_tile: narrow(query_tile)?, key_tile, bits: set });
-                }
-            }
-        }
+        let (batches, heads) = (0..batches, 0..heads);
+        let tiling = Tiling { batches, heads, queries: 0..queries.len(), keys: 0..keys.len(), tile, marked: Marked::Hiding };
+        let (mut seen, mut lists) = (SeenTiles::default(), TileLists::default());
+        seen.refill(&visibility, &tiling)?;
+        seen.by_keys(&mut lists)?;
         let mut image = Image::default();
-        let planes = batches * heads;
-        let by_queries = image.list(&entries, planes, query_tiles, |entry| (entry.query_tile, entry.key_tile));
-        let by_keys = image.list(&entries, planes, key_tiles, |entry| (entry.key_tile, entry.query_tile));
-        let bits = image.words(bits.into_iter());
+        let by_queries = image.lists(seen.by_queries());
+        let by_keys = image.lists(&lists);
+        let bits = image.words(seen.bits().iter().copied());
         let [query_rows, key_rows] = [queries, keys].map(|rows| image.words(rows.rows().iter().copied()));
         let mut flags = 0;
         let mut positions = |rows: &Rows, flag: u32| {
@@ -126,6 +90,7 @@ impl Sight {
         let buffer = CudaBuffer::new(stream.device(), image.0.len() as u64)?;
         // SAFETY: the buffer is new and as long as the image.
         unsafe { stream.copy_to_device(buffer.address(), &image.0)? };
+        let [query_tiles, key_tiles] = tiling.tiles();
         let [query_tiles, key_tiles, queries, keys] =
             [narrow(query_tiles)?, narrow(key_tiles)?, narrow(queries.len())?, narrow(keys.len())?];
         Ok(Self {
@@ -160,10 +125,10 @@ impl Sight {
     /// Fills in what a kernel that goes through tiles of queries (or of keys) reads.
     pub(crate) fn describe(&self, arguments: &mut Attention, by_keys: bool) {
         let at = |offset: u64| self.buffer.address() + offset;
-        let ([starts, entries], tiles) = if by_keys { (self.by_keys, self.key_tiles) } else { (self.by_queries, self.query_tiles) };
+        let ([starts, runs], tiles) = if by_keys { (self.by_keys, self.key_tiles) } else { (self.by_queries, self.query_tiles) };
         arguments.sight = SightAddresses {
             starts: at(starts),
-            entries: at(entries),
+            runs: at(runs),
             bits: at(self.bits),
             tiles,
             per_batch: self.per_batch.into(),
@@ -192,24 +157,10 @@ impl Image {
         start
     }
 
-    /// Where each tile's entries start, and the entries, in the order of the other side's tiles.
-    fn list(&mut self, entries: &[Entry], planes: usize, tiles: usize, sides: impl Fn(&Entry) -> (u32, u32)) -> [u64; 2] {
-        let place = |entry: &Entry| entry.plane * (tiles + 1) + sides(entry).0 as usize;
-        let mut starts = vec![0u32; planes * (tiles + 1)];
-        entries.iter().for_each(|entry| starts[place(entry)] += 1);
-        let mut before = 0;
-        for start in &mut starts {
-            before += std::mem::replace(start, before);
-        }
-        let mut next = starts.clone();
-        let mut sorted = vec![[0u32; 2]; entries.len()];
-        for entry in entries {
-            let slot = &mut next[place(entry)];
-            sorted[*slot as usize] = [sides(entry).1, entry.bits];
-            *slot += 1;
-        }
-        let starts = self.halves(starts.into_iter());
-        [starts, self.halves(sorted.into_iter().flatten())]
+    /// Where each list starts, and the runs.
+    fn lists(&mut self, lists: &TileLists) -> [u64; 2] {
+        let starts = self.halves(lists.starts().iter().copied());
+        [starts, self.halves(lists.runs().iter().flat_map(|run| [run.first, run.count, run.set]))]
     }
 
     fn halves(&mut self, numbers: impl Iterator<Item = u32>) -> u64 {

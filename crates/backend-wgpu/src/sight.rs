@@ -1,12 +1,12 @@
 //! Who sees whom, as kernels are told: for each tile of 32 queries or keys, which tiles of the other side, and bits where not all pairs are visible.
 //!
 //! ```text
-//! words = [lists: where each list begins, and the end][entries: (tile, edge or NONE)…][bits: 32 words an edge, one a query][query rows][key rows]
-//!         [biases computed from positions: 1024 an edge]
+//! words = [lists: where each list begins, and the end][runs: (first tile, tiles, edge or NONE)…][bits: 32 words an edge, one a query][query rows]
+//!         [key rows][biases computed from positions: 1024 an edge]
 //! ```
 //! Row numbers are two words each. Tiles that see nothing are in no list. All masks come this way, whatever they are: a new one is no new kernel.
 
-use annulus_core::{QueryTile, Spec, TileBits, TileClass, Visibility, mask::Key, mask::Query};
+use annulus_core::{Marked, Result, SeenTiles, Spec, TileLists, Tiling, Visibility, mask::Key, mask::Query};
 
 use crate::kernels::TILE;
 
@@ -26,13 +26,11 @@ pub(crate) enum Owner {
     Keys,
 }
 
-const NO_EDGE: u32 = u32::MAX;
-
 /// Lists for one part, and where they lie in `words`.
 #[derive(Debug, Default)]
 pub(crate) struct Sight {
     pub(crate) words: Vec<u32>,
-    pub(crate) entries: u32,
+    pub(crate) runs: u32,
     pub(crate) bits: u32,
     pub(crate) query_rows: u32,
     pub(crate) key_rows: u32,
@@ -42,23 +40,13 @@ pub(crate) struct Sight {
     pub(crate) plane_batch: u32,
     pub(crate) plane_head: u32,
     pub(crate) is_empty: bool,
-    scratch: Scratch,
-}
-
-/// Memory between calls.
-#[derive(Debug, Default)]
-struct Scratch {
-    tile: QueryTile,
-    bits: TileBits,
-    /// (list, tile of the other side, edge)
-    found: Vec<(u32, u32, u32)>,
-    edges: Vec<u32>,
-    biases: Vec<u32>,
+    seen: SeenTiles,
+    by_keys: TileLists,
 }
 
 /// The most words that one tile of queries can need for each tile of keys.
 pub(crate) const fn most_words_a_tile(spec: &Spec) -> usize {
-    2 + TILE + if spec.bias_function.is_some() { TILE * TILE } else { 0 }
+    3 + TILE + if spec.bias_function.is_some() { TILE * TILE } else { 0 }
 }
 
 /// How many batch rows and heads have lists of their own in a part.
@@ -69,116 +57,80 @@ fn planes(spec: &Spec, visibility: &Visibility<'_>, part: &Part) -> (usize, usiz
 }
 
 impl Sight {
-    /// Looks at every tile of the part.
-    pub(crate) fn look(&mut self, spec: &Spec, visibility: &Visibility<'_>, part: &Part, owner: Owner) {
+    /// Looks at the part.
+    ///
+    /// # Errors
+    /// [`annulus_core::Error::Unsupported`] if it has more tiles than there are numbers.
+    pub(crate) fn look(&mut self, spec: &Spec, visibility: &Visibility<'_>, part: &Part, owner: Owner) -> Result<()> {
         let (batches, heads) = planes(spec, visibility, part);
-        let [query_tiles, key_tiles] = [part.queries.1, part.keys.1].map(|rows| rows.div_ceil(TILE));
-        let owned = if owner == Owner::Queries { query_tiles } else { key_tiles };
+        let rows = |(first, count): (usize, usize)| first..first + count;
+        let tiling = Tiling {
+            batches: rows((part.batches.0, batches)),
+            heads: rows((part.heads.0, heads)),
+            queries: rows(part.queries),
+            keys: rows(part.keys),
+            tile: [TILE, TILE],
+            // kernels know no ends; what is computed from positions comes an edge at a time
+            marked: if spec.bias_function.is_some() { Marked::All } else { Marked::Ragged },
+        };
+        self.seen.refill(visibility, &tiling)?;
+        let lists = match owner {
+            Owner::Queries => self.seen.by_queries(),
+            Owner::Keys => {
+                self.seen.by_keys(&mut self.by_keys)?;
+                &self.by_keys
+            }
+        };
+        let owned = tiling.tiles()[usize::from(owner == Owner::Keys)];
         self.plane_head = if heads == 1 { 0 } else { owned as u32 };
         self.plane_batch = if batches == 1 { 0 } else { (heads * owned) as u32 };
-        let Scratch { found, edges, biases, .. } = &mut self.scratch;
-        found.clear();
-        edges.clear();
-        biases.clear();
-        for batch in 0..batches {
-            for head in 0..heads {
-                let list = (batch * heads + head) * owned;
-                for query_tile in 0..query_tiles {
-                    self.scratch.look_at(spec, visibility, part, owner, (batch, head), (list, query_tile));
-                }
-            }
-        }
-        self.is_empty = self.scratch.found.is_empty();
-        self.write(visibility, part, batches * heads * owned);
-    }
+        self.is_empty = lists.runs().is_empty();
 
-    /// Puts what was found in order.
-    fn write(&mut self, visibility: &Visibility<'_>, part: &Part, lists: usize) {
-        let Self { words, scratch: Scratch { found, edges, biases, .. }, .. } = self;
+        let words = &mut self.words;
         words.clear();
-        words.resize(lists + 1, 0);
-        found.iter().for_each(|&(list, ..)| words[list as usize + 1] += 1);
-        for list in 0..lists {
-            words[list + 1] += words[list];
-        }
-        self.entries = words.len() as u32;
-        words.resize(words.len() + 2 * found.len(), 0);
-        // each entry goes to the next free place of its list; then the lists begin one list further on, and are put back
-        for &(list, tile, edge) in found.iter() {
-            let place = self.entries as usize + 2 * words[list as usize] as usize;
-            words[list as usize] += 1;
-            (words[place], words[place + 1]) = (tile, edge);
-        }
-        words[..=lists].rotate_right(1);
-        if let Some(first) = words.first_mut() {
-            *first = 0;
-        }
-        words[lists] = found.len() as u32;
+        words.extend_from_slice(lists.starts());
+        self.runs = words.len() as u32;
+        words.extend(lists.runs().iter().flat_map(|run| [run.first, run.count, run.set]));
         self.bits = words.len() as u32;
-        words.extend_from_slice(edges);
-        let mut rows_of = |rows: &[u64], (first, count): (usize, usize)| {
+        // a line of 32 keys is the lower half of its word
+        words.extend(self.seen.bits().iter().map(|&line| line as u32));
+        let mut rows_of = |rows: &[u64]| {
             let at = words.len() as u32;
-            words.extend(rows[first..first + count].iter().flat_map(|&row| [row as u32, (row >> 32) as u32]));
+            words.extend(rows.iter().flat_map(|&row| [row as u32, (row >> 32) as u32]));
             at
         };
-        self.query_rows = rows_of(visibility.queries.rows(), part.queries);
-        self.key_rows = rows_of(visibility.keys.rows(), part.keys);
-        self.function_at = if biases.is_empty() { 0 } else { words.len() as u32 };
-        words.extend_from_slice(biases);
+        self.query_rows = rows_of(&visibility.queries.rows()[tiling.queries.clone()]);
+        self.key_rows = rows_of(&visibility.keys.rows()[tiling.keys.clone()]);
+        self.function_at = words.len() as u32;
+        add_biases(words, spec, visibility, &tiling, self.seen.by_queries());
+        if words.len() == self.function_at as usize {
+            self.function_at = 0;
+        }
+        Ok(())
     }
 }
 
-impl Scratch {
-    /// One tile of queries, with all tiles of keys.
-    fn look_at(
-        &mut self,
-        spec: &Spec,
-        visibility: &Visibility<'_>,
-        part: &Part,
-        owner: Owner,
-        (batch, head): (usize, usize),
-        (list, query_tile): (usize, usize),
-    ) {
-        let Self { tile, bits, found, edges, biases } = self;
-        let first = part.queries.0 + query_tile * TILE;
-        let rows = first..(first + TILE).min(part.queries.0 + part.queries.1);
-        let (batch, head) = (part.batches.0 + batch, part.heads.0 + head);
-        visibility.query_tile(batch, head, rows.clone(), tile);
-        let end = part.keys.0 + part.keys.1;
-        let within = visibility.key_tiles(tile, TILE).skip_while(|keys| keys.start < part.keys.0).take_while(|keys| keys.start < end);
-        for keys in within {
-            let class = visibility.classify(tile, keys.clone(), bits);
-            let whole = rows.len() == TILE && keys.len() == TILE;
-            let edge = match class {
-                TileClass::Empty => continue,
-                TileClass::Full if whole && spec.bias_function.is_none() => NO_EDGE,
-                TileClass::Full | TileClass::Edge => {
-                    let edge = (edges.len() / TILE) as u32;
-                    let all = u32::MAX >> (TILE - keys.len());
-                    let word = |row: usize| if class == TileClass::Full { all } else { bits.line(row)[0] as u32 };
-                    edges.extend((0..TILE).map(|row| if row < rows.len() { word(row) } else { 0 }));
-                    edge
-                }
-            };
-            if let Some(function) = &spec.bias_function {
-                let (of_queries, of_keys) = (visibility.queries, visibility.keys);
-                for row in 0..TILE {
-                    for key in 0..TILE {
-                        let there = row < rows.len() && key < keys.len();
-                        let value = if there {
-                            let (q, k) = (rows.start + row, keys.start + key);
-                            let query = Query { batch, head, row: of_queries.rows()[q], position: of_queries.positions(batch)[q] };
-                            function.bias(&query, &Key { row: of_keys.rows()[k], position: of_keys.positions(batch)[k] })
-                        } else {
-                            0.0
-                        };
-                        biases.push((value as f32).to_bits());
-                    }
+/// Appends what the bias function says of every listed pair of tiles, in the order of their sets of bits.
+fn add_biases(words: &mut Vec<u32>, spec: &Spec, visibility: &Visibility<'_>, tiling: &Tiling, lists: &TileLists) {
+    let Some(function) = &spec.bias_function else { return };
+    let tiles = tiling.tiles()[0];
+    for list in 0..tiling.planes() * tiles {
+        let (plane, rows) = (list / tiles, tiling.rows_of(list % tiles));
+        let (batch, head) = (tiling.batches.start + plane / tiling.heads.len(), tiling.heads.start + plane % tiling.heads.len());
+        for run in lists.list(list) {
+            let keys = tiling.keys_of(run.first as usize);
+            for q in rows.start..rows.start + TILE {
+                for k in keys.start..keys.start + TILE {
+                    let value = if q < rows.end && k < keys.end {
+                        let (of_queries, of_keys) = (visibility.queries, visibility.keys);
+                        let query = Query { batch, head, row: of_queries.rows()[q], position: of_queries.positions(batch)[q] };
+                        function.bias(&query, &Key { row: of_keys.rows()[k], position: of_keys.positions(batch)[k] })
+                    } else {
+                        0.0
+                    };
+                    words.push((value as f32).to_bits());
                 }
             }
-            let key_tile = (keys.start - part.keys.0) / TILE;
-            let (own, other) = if owner == Owner::Queries { (query_tile, key_tile) } else { (key_tile, query_tile) };
-            found.push(((list + own) as u32, other as u32, edge));
         }
     }
 }
@@ -186,7 +138,7 @@ impl Scratch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use annulus_core::{DType, Dims, Rows, mask::Causal};
+    use annulus_core::{DType, Dims, Rows, TileRun, mask::Causal};
 
     #[test]
     fn lists_of_both_sides_have_the_same_pairs() {
@@ -197,19 +149,22 @@ mod tests {
         let part = Part { batches: (0, 1), heads: (0, 1), queries: (0, 70), keys: (0, 100) };
         for owner in [Owner::Queries, Owner::Keys] {
             let mut sight = Sight::default();
-            sight.look(&spec, &visibility, &part, owner);
+            sight.look(&spec, &visibility, &part, owner).unwrap();
             let owned = if owner == Owner::Queries { 3 } else { 4 };
             let mut seen = vec![vec![false; 100]; 70];
             for own in 0..owned {
-                for entry in sight.words[own]..sight.words[own + 1] {
-                    let at = (sight.entries + 2 * entry) as usize;
-                    let (other, edge) = (sight.words[at] as usize, sight.words[at + 1]);
-                    let (q, k) = if owner == Owner::Queries { (own, other) } else { (other, own) };
-                    for row in 0..TILE {
-                        let word = if edge == NO_EDGE { u32::MAX } else { sight.words[sight.bits as usize + TILE * edge as usize + row] };
-                        for key in (0..TILE).filter(|key| word >> key & 1 != 0) {
-                            assert!(!seen[q * TILE + row][k * TILE + key]);
-                            seen[q * TILE + row][k * TILE + key] = true;
+                for run in sight.words[own]..sight.words[own + 1] {
+                    let at = (sight.runs + 3 * run) as usize;
+                    let (first, count, edge) = (sight.words[at], sight.words[at + 1], sight.words[at + 2]);
+                    for other in (first..first + count).map(|tile| tile as usize) {
+                        let (q, k) = if owner == Owner::Queries { (own, other) } else { (other, own) };
+                        for row in 0..TILE {
+                            let bits = sight.bits as usize + row;
+                            let word = if edge == TileRun::EVERYTHING { u32::MAX } else { sight.words[bits + TILE * edge as usize] };
+                            for key in (0..TILE).filter(|key| word >> key & 1 != 0) {
+                                assert!(!seen[q * TILE + row][k * TILE + key]);
+                                seen[q * TILE + row][k * TILE + key] = true;
+                            }
                         }
                     }
                 }
@@ -219,6 +174,28 @@ mod tests {
                     assert_eq!(seen, visibility.pair(0, 0, q, k), "{owner:?}: {q} {k}");
                 }
             }
+        }
+    }
+
+    #[test]
+    fn lists_are_as_long_as_rows() {
+        let words = |rows: usize, owner: Owner| {
+            let all = Rows::counting(rows as u64, 0);
+            let mask = Causal { offset: 0 };
+            let visibility = Visibility { mask: &mask, attention_mask: None, queries: &all, keys: &all };
+            let spec = Spec::new(Dims::new(1, rows, 1, 8), DType::F32);
+            let part = Part { batches: (0, 1), heads: (0, 1), queries: (0, rows), keys: (0, rows) };
+            let mut sight = Sight::default();
+            sight.look(&spec, &visibility, &part, owner).unwrap();
+            sight.words.len()
+        };
+        for owner in [Owner::Queries, Owner::Keys] {
+            let [small, large] = [4096, 8192].map(|rows| words(rows, owner));
+            let grows_with_rows = |small: usize, large: usize| 10 * large <= 21 * small;
+            assert!(grows_with_rows(small, large), "{owner:?}: {small} words, then {large}");
+            // two words for every two tiles that see each other would show
+            let [few, many] = [4096, 8192].map(|rows: usize| (rows / 32).pow(2));
+            assert!(!grows_with_rows(small + few, large + many), "{owner:?}: {small} words, then {large}: too many to tell");
         }
     }
 }

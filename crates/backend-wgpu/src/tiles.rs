@@ -163,7 +163,7 @@ impl Call<'_> {
             if tick().is_break() {
                 return Ok(());
             }
-            sight.look(self.spec, &self.visibility, &part, self.kind.owner());
+            sight.look(self.spec, &self.visibility, &part, self.kind.owner())?;
             // what an earlier part wrote is added to
             if sight.is_empty && !(writes_anyway && self.begins_key_heads(&part)) {
                 continue;
@@ -260,7 +260,7 @@ impl Call<'_> {
             groups: shape.groups,
             grid_width,
             lists: 0,
-            entries: sight.entries,
+            runs: sight.runs,
             bits: sight.bits,
             query_rows: sight.query_rows,
             key_rows: sight.key_rows,

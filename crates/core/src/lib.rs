@@ -5,7 +5,7 @@
 //! | noun | file |
 //! |---|---|
 //! | shapes: [`Dims`], element types: [`DType`], [`Element`] | `dims.rs`, `dtype.rs` |
-//! | who sees whom: [`Mask`], [`Spans`], [`Batch`], [`Rows`], [`Visibility`] | `mask/`, `spans.rs`, `batch.rs`, `shard/`, `rows.rs`, `visibility.rs` |
+//! | who sees whom: [`Mask`], [`Spans`], [`Batch`], [`Rows`], [`Visibility`], [`SeenTiles`] | `mask/`, `spans.rs`, `batch.rs`, `shard/`, `rows.rs`, `visibility.rs`, `tile_lists.rs` |
 //! | what is computed: [`Spec`] | `spec.rs` |
 //! | the running softmax: [`Partial`] | `partial.rs` |
 //! | the ring: [`Layout`], [`Needs`], [`Schedule`], [`Record`] | `layout.rs`, `needs.rs`, `schedule/`, `record.rs` |
@@ -43,6 +43,8 @@ mod space;
 mod spans;
 mod spec;
 mod tile;
+mod tile_lists;
+mod tile_tree;
 mod transport;
 mod visibility;
 
@@ -71,6 +73,7 @@ pub use space::{Host, HostBuffer, HostTensors, HostView, HostViewMut, Space};
 pub use spans::Spans;
 pub use spec::{Alignment, BackwardMode, BiasOrder, Dropout, Precision, SinkShape, Spec};
 pub use tile::{QueryTile, TileBits, TileClass};
+pub use tile_lists::{Marked, SeenTiles, TileLists, TileRun, Tiling};
 pub use transport::{Arrived, Channel, Control, Hop, Incoming, Outgoing, Transport};
 pub use visibility::Visibility;
 

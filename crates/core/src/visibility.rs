@@ -233,4 +233,4 @@ fn indices_within(stretch: &Stretch, count: usize, range: &Range<i64>) -> Range<
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -6,6 +6,7 @@ mod conformance;
 mod failures;
 mod nccl;
 mod overflow;
+mod packing;
 mod planted;
 mod sizes;
 mod support;

@@ -36,28 +36,32 @@ fn main(
         let list = batch * numbers.plane_batch + head * numbers.plane_head + own;
         let begin = sight[numbers.lists + list];
         let end = sight[numbers.lists + list + 1u];
-        for (var entry = begin; entry < end; entry++) {
-            let column = 32u * sight[numbers.entries + 2u * entry];
-            let edge = sight[numbers.entries + 2u * entry + 1u];
-            workgroupBarrier();
-            if (lane < 32u) {
-                var word = 0xffffffffu;
-                if (edge != NO_EDGE) {
-                    word = sight[numbers.bits + 32u * edge + lane];
+        for (var run = begin; run < end; run++) {
+            let first_tile = sight[numbers.runs + 3u * run];
+            let end_tile = first_tile + sight[numbers.runs + 3u * run + 1u];
+            let edge = sight[numbers.runs + 3u * run + 2u];
+            for (var other = first_tile; other < end_tile; other++) {
+                let column = 32u * other;
+                workgroupBarrier();
+                if (lane < 32u) {
+                    var word = 0xffffffffu;
+                    if (edge != NO_EDGE) {
+                        word = sight[numbers.bits + 32u * edge + lane];
+                    }
+                    atomicStore(&seen[lane], word);
                 }
-                atomicStore(&seen[lane], word);
-            }
 {{LOGITS}}
 {{PRODUCTS}}
-            let query = column + 4u * tx;
+                let query = column + 4u * tx;
 {{COLUMN_STATISTICS}}
 {{SLOPES}}
-            workgroupBarrier();
-            let is_edge = edge != NO_EDGE;
+                workgroupBarrier();
+                let is_edge = edge != NO_EDGE;
 {{ACCUMULATE_VALUES}}
-            workgroupBarrier();
+                workgroupBarrier();
 {{STORE_TILE}}
 {{ACCUMULATE_KEYS}}
+            }
         }
     }
 {{STORE_SUMS}}

@@ -35,28 +35,32 @@ fn main(
 {{ROW_STATISTICS}}
 {{LOAD_SUMS}}
 
-    for (var entry = begin; entry < end; entry++) {
-        let column = 32u * sight[numbers.entries + 2u * entry];
-        let edge = sight[numbers.entries + 2u * entry + 1u];
-        workgroupBarrier();
-        if (lane < 32u) {
-            var word = 0xffffffffu;
-            if (edge != NO_EDGE) {
-                word = sight[numbers.bits + 32u * edge + lane];
+    for (var run = begin; run < end; run++) {
+        let first_tile = sight[numbers.runs + 3u * run];
+        let end_tile = first_tile + sight[numbers.runs + 3u * run + 1u];
+        let edge = sight[numbers.runs + 3u * run + 2u];
+        for (var other = first_tile; other < end_tile; other++) {
+            let column = 32u * other;
+            workgroupBarrier();
+            if (lane < 32u) {
+                var word = 0xffffffffu;
+                if (edge != NO_EDGE) {
+                    word = sight[numbers.bits + 32u * edge + lane];
+                }
+                atomicStore(&seen[lane], word);
             }
-            atomicStore(&seen[lane], word);
-        }
 {{LOGITS}}
 {{PRODUCTS}}
-        let key = column + 4u * tx;
+            let key = column + 4u * tx;
 {{SLOPES}}
-        workgroupBarrier();
-        var words = vec4<u32>(0u);
-        for (var r = 0u; r < 4u; r++) {
-            words[r] = atomicLoad(&seen[4u * ty + r]);
-        }
-        let is_edge = edge != NO_EDGE;
+            workgroupBarrier();
+            var words = vec4<u32>(0u);
+            for (var r = 0u; r < 4u; r++) {
+                words[r] = atomicLoad(&seen[4u * ty + r]);
+            }
+            let is_edge = edge != NO_EDGE;
 {{ACCUMULATE}}
+        }
     }
 {{STORE_SUMS}}
 }

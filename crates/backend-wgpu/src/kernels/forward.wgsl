@@ -106,47 +106,51 @@ fn main(
     }
 {{LOAD_SUMS}}
 
-    for (var entry = begin; entry < end; entry++) {
-        let column = 32u * sight[numbers.entries + 2u * entry];
-        let edge = sight[numbers.entries + 2u * entry + 1u];
-        workgroupBarrier();
-        if (lane < 32u) {
-            var word = 0xffffffffu;
-            if (edge != NO_EDGE) {
-                word = sight[numbers.bits + 32u * edge + lane];
+    for (var run = begin; run < end; run++) {
+        let first_tile = sight[numbers.runs + 3u * run];
+        let end_tile = first_tile + sight[numbers.runs + 3u * run + 1u];
+        let edge = sight[numbers.runs + 3u * run + 2u];
+        for (var other = first_tile; other < end_tile; other++) {
+            let column = 32u * other;
+            workgroupBarrier();
+            if (lane < 32u) {
+                var word = 0xffffffffu;
+                if (edge != NO_EDGE) {
+                    word = sight[numbers.bits + 32u * edge + lane];
+                }
+                atomicStore(&seen[lane], word);
             }
-            atomicStore(&seen[lane], word);
-        }
 {{LOGITS}}
-        // column `first` of a row of weights is key `column`
-        let key = column + 4u * tx;
-        var most = vec4<f32>(-3.4028234e38);
-        var words = vec4<u32>(0u);
-        for (var r = 0u; r < 4u; r++) {
-            words[r] = atomicLoad(&seen[4u * ty + r]) >> (4u * tx);
-        }
+            // column `first` of a row of weights is key `column`
+            let key = column + 4u * tx;
+            var most = vec4<f32>(-3.4028234e38);
+            var words = vec4<u32>(0u);
+            for (var r = 0u; r < 4u; r++) {
+                words[r] = atomicLoad(&seen[4u * ty + r]) >> (4u * tx);
+            }
 {{PAIRS}}
 #if GENERAL
-        workgroupBarrier();
+            workgroupBarrier();
 #end
-        for (var r = 0u; r < 4u; r++) {
-            words[r] = atomicLoad(&seen[4u * ty + r]);
-        }
-        most = largest(4u * ty, tx, most);
-        let here = words != vec4<u32>(0u);
-        let higher = select(most, select(greatest, max(greatest, most), here), any_seen);
-        let factor = select(vec4<f32>(0.0), vec4<f32>(
-            exponential(greatest.x - higher.x), exponential(greatest.y - higher.y),
-            exponential(greatest.z - higher.z), exponential(greatest.w - higher.w)), any_seen);
-        let rescale = select(factor, vec4<f32>(1.0), (greatest == higher) & any_seen);
-        ties = select(vec4<f32>(0.0), ties, (greatest == higher) & any_seen);
-        greatest = higher;
-        any_seen = any_seen | here;
-        sum = sum * rescale;
+            for (var r = 0u; r < 4u; r++) {
+                words[r] = atomicLoad(&seen[4u * ty + r]);
+            }
+            most = largest(4u * ty, tx, most);
+            let here = words != vec4<u32>(0u);
+            let higher = select(most, select(greatest, max(greatest, most), here), any_seen);
+            let factor = select(vec4<f32>(0.0), vec4<f32>(
+                exponential(greatest.x - higher.x), exponential(greatest.y - higher.y),
+                exponential(greatest.z - higher.z), exponential(greatest.w - higher.w)), any_seen);
+            let rescale = select(factor, vec4<f32>(1.0), (greatest == higher) & any_seen);
+            ties = select(vec4<f32>(0.0), ties, (greatest == higher) & any_seen);
+            greatest = higher;
+            any_seen = any_seen | here;
+            sum = sum * rescale;
 {{WEIGHTS}}
 {{RESCALE_SUMS}}
-        let is_edge = edge != NO_EDGE;
+            let is_edge = edge != NO_EDGE;
 {{ACCUMULATE}}
+        }
     }
 
     sum = total(4u * ty, tx, sum);

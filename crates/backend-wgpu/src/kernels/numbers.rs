@@ -43,7 +43,7 @@ numbers! {
         grid_width: u32,
         /// Where in `sight` the lists begin, and so on.
         lists: u32,
-        entries: u32,
+        runs: u32,
         bits: u32,
         query_rows: u32,
         key_rows: u32,

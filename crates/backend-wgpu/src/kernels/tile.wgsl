@@ -1,7 +1,8 @@
 // What the kernels over tiles share: 32 × 32 pairs, 64 invocations, each with 4 rows × 4 columns of a product in registers.
 //
 // `left` and `right` hold 32 elements of 32 vectors each, on their way into a product; `tile` holds weights, `[column][row]`, for the second
-// product. A plane and a tile of it have a list, which begins where `sight` says and ends where the next one begins. `seen` has one word a query of the tile, one bit a key.
+// product. A plane and a tile of it have a list, which begins where `sight` says and ends where the next one begins: runs of neighbouring tiles
+// of the other side (the first, how many, their edge). `seen` has one word a query of the tile, one bit a key.
 
 @group(0) @binding(0) var<uniform> numbers: Numbers;
 @group(0) @binding(1) var<storage, read> sight: array<u32>;

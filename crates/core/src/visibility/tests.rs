@@ -10,8 +10,8 @@ use crate::{
     mask::{Causal, Dense, Everything, Predicate, SharedMask, Window, and, tests::any_mask},
 };
 
-const BATCH: usize = 2;
-const HEADS: usize = 2;
+pub(crate) const BATCH: usize = 2;
+pub(crate) const HEADS: usize = 2;
 
 /// Numbers as they come: counting, striding, in blocks that start over, repeating, in disorder.
 fn numbers(len: usize) -> impl Strategy<Value = Vec<i64>> {
@@ -33,7 +33,7 @@ fn segments(len: usize) -> impl Strategy<Value = Vec<i64>> {
 }
 
 /// Rows of up to 200 of `total`, in order, strided or in disorder, alike or not for the two batch rows.
-fn rows(total: usize, with_segments: bool) -> impl Strategy<Value = Rows> {
+pub(crate) fn rows(total: usize, with_segments: bool) -> impl Strategy<Value = Rows> {
     (1usize..200, 0..3, any::<bool>(), any::<bool>()).prop_flat_map(move |(len, order, own_positions, own_segments)| {
         let lists = |own: bool| if own { BATCH } else { 1 };
         let count = if with_segments { lists(own_segments) } else { 0 };
@@ -55,7 +55,7 @@ fn rows(total: usize, with_segments: bool) -> impl Strategy<Value = Rows> {
     })
 }
 
-fn dense(q: usize, kv: usize) -> impl Strategy<Value = Option<DenseMask>> {
+pub(crate) fn dense(q: usize, kv: usize) -> impl Strategy<Value = Option<DenseMask>> {
     let shape = (1..=BATCH, 1..=HEADS).prop_map(move |(b, h)| [b, h, q, kv]);
     prop::option::of((shape, any::<u64>(), 0..4u64).prop_map(|(shape, seed, kind)| {
         DenseMask::from_fn(shape, |[b, h, q, k]| match kind {

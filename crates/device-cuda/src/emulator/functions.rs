@@ -2,6 +2,7 @@
 
 use std::{
     cell::Cell,
+    collections::HashMap,
     ffi::{c_char, c_int, c_uchar, c_uint, c_void},
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
@@ -29,6 +30,8 @@ pub(super) struct Context {
     queues: Mutex<Vec<Weak<Queue>>>,
     failed: AtomicBool,
     pub(super) mistake: AtomicU32,
+    /// Of threads, launched so far, by kernel.
+    pub(super) blocks: Mutex<HashMap<String, u64>>,
 }
 
 impl Context {
@@ -120,6 +123,11 @@ pub fn plant(ordinal: usize, mistake: u32) {
     if let Some(context) = context_of(ordinal) {
         context.mistake.store(mistake, Ordering::Relaxed);
     }
+}
+
+/// How many blocks of threads of a kernel device `ordinal` was given.
+pub fn blocks(ordinal: usize, kernel: &str) -> u64 {
+    context_of(ordinal).map_or(0, |context| lock(&context.blocks).get(kernel).copied().unwrap_or(0))
 }
 
 /// How many allocations device `ordinal` holds.
@@ -413,7 +421,7 @@ fn drain(context: &Context, stream: CUstream) -> CUresult {
 ///
 /// # Safety
 /// `stream` is a handle that is alive.
-#[cfg(feature = "nccl")]
+#[cfg(all(feature = "nccl", target_os = "linux"))]
 pub(super) unsafe fn push_until(stream: CUstream, attempt: impl FnMut() -> Option<bool> + Send + 'static) {
     // SAFETY: as promised.
     let stream = unsafe { &*stream.cast::<EmulatedStream>() };
@@ -421,7 +429,7 @@ pub(super) unsafe fn push_until(stream: CUstream, attempt: impl FnMut() -> Optio
 }
 
 /// Whether these bytes are memory of this thread's current device.
-#[cfg(feature = "nccl")]
+#[cfg(all(feature = "nccl", target_os = "linux"))]
 pub(super) fn is_device_memory(address: u64, bytes: usize) -> bool {
     CURRENT.get().is_some_and(|context| lock(&context.memory).holds(address, bytes))
 }

@@ -7,7 +7,8 @@
 //!   other but what events say, so what is not ordered by an event sooner or later runs in the wrong order;
 //! * **memory** (`memory.rs`): new memory is full of NaN, and lies between guards that are looked at when it is freed;
 //! * **kernels** (`modules.rs`): one fiber for each thread, see `host_twin.h` of the kernels; a block whose threads wait for each other for ever fails;
-//! * **NCCL** (`nccl.rs`, with the feature `nccl`): sends and receives of threads of one process, done when both sides' streams have come there;
+//! * **NCCL** (`nccl`, with the feature of that name, on Linux): sends and receives of threads or processes of one machine, done when both sides' streams
+//!   have come there;
 //! * **GPUs of compute capability 9.0** (`maps.rs`, the `hopper_` tables): tensor maps in words of the emulator's own, read by `warpgroup_twin.h` of the
 //!   kernels, where copies, products and barriers that run by themselves end as late as they may;
 //! * **failure** (`functions.rs`): a device that has failed says so at every later call, as CUDA does.
@@ -19,11 +20,11 @@ mod functions;
 mod maps;
 mod memory;
 mod modules;
-#[cfg(feature = "nccl")]
+#[cfg(all(feature = "nccl", target_os = "linux"))]
 mod nccl;
 mod work;
 
 pub use compiler::{compiler_symbols, hopper_compiler_symbols};
-pub use functions::{DEVICES, allocations, hopper_symbols, most_bytes, plant, set_seed, symbols};
-#[cfg(feature = "nccl")]
+pub use functions::{DEVICES, allocations, blocks, hopper_symbols, most_bytes, plant, set_seed, symbols};
+#[cfg(all(feature = "nccl", target_os = "linux"))]
 pub use nccl::nccl_symbols;

@@ -31,6 +31,7 @@ const SHARED_MOST: u32 = 227 * 1024;
 
 struct EmulatedFunction {
     library: Arc<Library>,
+    name: String,
     entry: Entry,
     emulate: Emulate,
     argument_bytes: usize,
@@ -79,8 +80,8 @@ pub(super) unsafe extern "C" fn module_function(function: *mut CUfunction, modul
         };
         let (entry, argument_bytes, emulate, threads) = found;
         let most_shared = AtomicU32::new(SHARED_UNASKED);
-        let made =
-            Arc::new(EmulatedFunction { library: Arc::clone(&module.library), entry, emulate, argument_bytes, threads, most_shared });
+        let (library, name) = (Arc::clone(&module.library), String::from_utf8_lossy(name).into_owned());
+        let made = Arc::new(EmulatedFunction { library, name, entry, emulate, argument_bytes, threads, most_shared });
         let mut functions = lock(&module.functions);
         functions.push(made);
         // SAFETY: the caller gives a valid pointer; it lives as long as the module.
@@ -135,6 +136,7 @@ pub(super) unsafe extern "C" fn launch(
             })
             .collect();
         let (library, entry, emulate) = (Arc::clone(&function.library), function.entry, function.emulate);
+        *lock(&context.blocks).entry(function.name.clone()).or_default() += u64::from(x) * u64::from(y) * u64::from(z);
         let (seed, mistake) = (SEED.load(Ordering::Relaxed), context.mistake.load(Ordering::Relaxed));
         push(stream, move || {
             // SAFETY: the kernel is given its own structure; the memory that it points to is freed only after queued work.

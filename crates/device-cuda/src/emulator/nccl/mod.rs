@@ -1,43 +1,34 @@
-//! NCCL's functions for ranks that are threads of this process, each with an emulated device.
+//! NCCL's functions for ranks of this machine, threads or processes, each with an emulated device.
 //!
 //! A group of sends and receives is one piece of work in its stream. It is done when all of its messages are: a message moves when both sides' streams
-//! have come to it, messages of one pair in the order in which they were posted. Nothing blocks: communicators are made, and groups are queued, only
-//! when somebody asks for the state, as a communicator that was asked not to block may do.
+//! have come to it, messages of one pair in the order in which they were posted ([`links`]). Nothing blocks: communicators are made, and groups are
+//! queued, only when somebody asks for the state, as a communicator that was asked not to block may do. A rank whose process dies is an error of every
+//! communicator that it was part of; one that aborts or destroys its own is not, as with the real one. A communicator's groups go into one stream.
+
+mod links;
 
 use std::{
     cell::RefCell,
-    collections::{HashMap, VecDeque},
     ffi::{c_char, c_int, c_void},
     sync::{
-        Arc, Mutex, OnceLock,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
     },
 };
 
 use cudarc::driver::sys::CUstream;
 
+use self::links::{Links, State, Token};
 use super::functions::{is_device_memory, lock, push_until};
 use crate::nccl::{Config, IN_PROGRESS, NcclSymbols, RawCommunicator, SUCCESS, Status, UniqueId};
 
+const SYSTEM_ERROR: Status = 2;
 const INVALID_ARGUMENT: Status = 4;
 const INVALID_USAGE: Status = 5;
-
-/// What ranks of one id share.
-#[derive(Default)]
-struct World {
-    joined: AtomicU64,
-    /// By sender and receiver.
-    messages: Mutex<HashMap<(c_int, c_int), VecDeque<Message>>>,
-}
-
-struct Message {
-    from: u64,
-    bytes: usize,
-    taken: Arc<AtomicBool>,
-}
+const REMOTE_ERROR: Status = 6;
 
 struct Communicator {
-    world: Arc<World>,
+    links: Arc<Mutex<Links>>,
     ranks: c_int,
     rank: c_int,
     aborted: Arc<AtomicBool>,
@@ -49,22 +40,25 @@ struct Communicator {
 struct Transfer {
     at: u64,
     bytes: usize,
-    peer: c_int,
+    peer: usize,
     sends: bool,
-    /// Of a send that has begun: whether it was taken.
-    taken: Option<Arc<AtomicBool>>,
-    done: bool,
+    progress: Progress,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Progress {
+    Waiting,
+    /// Offered to the peer, or asked of it.
+    Agreed,
+    /// Sent, and gone once so much has been written.
+    Leaving(u64),
+    Done,
 }
 
 type Grouped = (RawCommunicator, CUstream, Transfer);
 
 thread_local! {
     static GROUP: RefCell<Option<Vec<Grouped>>> = const { RefCell::new(None) };
-}
-
-fn worlds() -> &'static Mutex<HashMap<u64, Arc<World>>> {
-    static WORLDS: OnceLock<Mutex<HashMap<u64, Arc<World>>>> = OnceLock::new();
-    WORLDS.get_or_init(Mutex::default)
 }
 
 /// The emulated NCCL.
@@ -93,25 +87,26 @@ unsafe extern "C" fn version(version: *mut c_int) -> Status {
 }
 
 unsafe extern "C" fn unique_id(id: *mut UniqueId) -> Status {
-    static NEXT: AtomicU64 = AtomicU64::new(1);
     let mut bytes = [0; UniqueId::BYTES];
-    bytes[..8].copy_from_slice(&NEXT.fetch_add(1, Ordering::Relaxed).to_ne_bytes());
+    let token = links::new_token();
+    bytes[..token.len()].copy_from_slice(&token);
     // SAFETY: the caller gives a valid pointer.
     unsafe { *id = UniqueId(bytes) };
     SUCCESS
 }
 
 unsafe extern "C" fn init_rank(made: *mut RawCommunicator, ranks: c_int, id: UniqueId, rank: c_int, _: *mut Config) -> Status {
-    let Some((number, _)) = id.0.split_first_chunk::<8>() else { return INVALID_ARGUMENT };
-    if !(0..ranks).contains(&rank) {
-        return INVALID_ARGUMENT;
-    }
-    let world = Arc::clone(lock(worlds()).entry(u64::from_ne_bytes(*number)).or_default());
-    world.joined.fetch_add(1, Ordering::AcqRel);
-    let communicator = Communicator { world, ranks, rank, aborted: Arc::default(), ended: Mutex::default() };
+    let (Some(token), true) = (id.0.first_chunk(), (0..ranks).contains(&rank)) else { return INVALID_ARGUMENT };
+    let Ok(links) = Links::new(Token::clone(token), number(rank), number(ranks)) else { return SYSTEM_ERROR };
+    let communicator = Communicator { links: Arc::new(Mutex::new(links)), ranks, rank, aborted: Arc::default(), ended: Mutex::default() };
     // SAFETY: the caller gives a valid pointer.
     unsafe { *made = Box::into_raw(Box::new(communicator)).cast() };
     IN_PROGRESS
+}
+
+/// One that is not negative.
+const fn number(of: c_int) -> usize {
+    of.unsigned_abs() as usize
 }
 
 /// # Safety
@@ -136,61 +131,82 @@ unsafe extern "C" fn user_rank(communicator: RawCommunicator, rank: *mut c_int) 
 unsafe extern "C" fn async_error(communicator: RawCommunicator, status: *mut Status) -> Status {
     // SAFETY: the caller gives a communicator and a valid pointer.
     let (communicator, status) = unsafe { (of(communicator), &mut *status) };
-    let joined = communicator.world.joined.load(Ordering::Acquire);
+    let state = lock(&communicator.links).poll();
+    if state == State::Lost {
+        *status = REMOTE_ERROR;
+        return SUCCESS;
+    }
     let ended = std::mem::take(&mut *lock(&communicator.ended));
-    *status = if joined < u64::from(communicator.ranks.unsigned_abs()) || !ended.is_empty() { IN_PROGRESS } else { SUCCESS };
+    *status = if state == State::Meeting || !ended.is_empty() { IN_PROGRESS } else { SUCCESS };
     for (stream, mut transfers) in ended {
-        let (world, rank, aborted) = (Arc::clone(&communicator.world), communicator.rank, Arc::clone(&communicator.aborted));
+        let (links, aborted) = (Arc::clone(&communicator.links), Arc::clone(&communicator.aborted));
         // SAFETY: the stream is alive as long as the communicator is used.
-        unsafe { push_until(stream as CUstream, move || advance(&world, rank, &aborted, &mut transfers)) };
+        unsafe { push_until(stream as CUstream, move || advance(&mut lock(&links), &aborted, &mut transfers)) };
     }
     SUCCESS
 }
 
-/// Moves what can be moved: whether all is done, and went well.
-fn advance(world: &World, rank: c_int, aborted: &AtomicBool, transfers: &mut [Transfer]) -> Option<bool> {
+/// Moves what can be moved: whether all is done, and went well. What waits for a rank that is lost waits until it is aborted.
+fn advance(links: &mut Links, aborted: &AtomicBool, transfers: &mut [Transfer]) -> Option<bool> {
     if aborted.load(Ordering::Acquire) {
         // what was under way ends, with anything in it
         return Some(true);
     }
-    let mut messages = lock(&world.messages);
-    let mut waited_for = Vec::new();
-    for transfer in transfers.iter_mut().filter(|transfer| !transfer.done) {
-        if transfer.sends {
-            let taken = transfer.taken.get_or_insert_with(|| {
-                let taken = Arc::<AtomicBool>::default();
-                let message = Message { from: transfer.at, bytes: transfer.bytes, taken: Arc::clone(&taken) };
-                messages.entry((rank, transfer.peer)).or_default().push_back(message);
-                taken
-            });
-            transfer.done = taken.load(Ordering::Acquire);
-            continue;
-        }
-        let first = !waited_for.contains(&transfer.peer);
-        match messages.get_mut(&(transfer.peer, rank)).filter(|_| first).and_then(VecDeque::pop_front) {
-            Some(message) if message.bytes != transfer.bytes => return Some(false),
-            Some(message) => {
-                // SAFETY: both were checked to be device memory; the sender's is kept until the message was taken, this one until its work is done.
-                unsafe { std::ptr::copy_nonoverlapping(message.from as *const u8, transfer.at as *mut u8, message.bytes) };
-                message.taken.store(true, Ordering::Release);
-                transfer.done = true;
+    links.poll();
+    let mut before: Vec<(usize, bool)> = Vec::new();
+    for transfer in transfers.iter_mut().filter(|transfer| transfer.progress != Progress::Done) {
+        let Some(link) = links.to(transfer.peer) else { continue };
+        let first = !before.contains(&(transfer.peer, transfer.sends));
+        match (transfer.progress, transfer.sends) {
+            (Progress::Waiting, true) => {
+                link.offer(transfer.bytes);
+                transfer.progress = Progress::Agreed;
             }
-            None => waited_for.push(transfer.peer),
+            (Progress::Agreed, true) if first && link.asked > 0 => {
+                link.asked -= 1;
+                // SAFETY: checked to be device memory, which is kept until the group is done.
+                let message = unsafe { std::slice::from_raw_parts(transfer.at as *const u8, transfer.bytes) };
+                transfer.progress = Progress::Leaving(link.send(message));
+            }
+            (Progress::Leaving(by), _) if link.has_written(by) => transfer.progress = Progress::Done,
+            (Progress::Waiting, false) if first => match link.offers.pop_front() {
+                Some(offered) if offered != transfer.bytes => return Some(false),
+                Some(_) => {
+                    link.go();
+                    transfer.progress = Progress::Agreed;
+                }
+                None => {}
+            },
+            (Progress::Agreed, false) if first => {
+                if let Some(message) = link.messages.pop_front() {
+                    // SAFETY: as long as what was offered, which is as long as this memory of the device, which is kept until the group is done.
+                    unsafe { std::ptr::copy_nonoverlapping(message.as_ptr(), transfer.at as *mut u8, message.len()) };
+                    transfer.progress = Progress::Done;
+                }
+            }
+            _ => {}
+        }
+        // one that is leaving was asked for, and the next may be
+        if matches!(transfer.progress, Progress::Waiting | Progress::Agreed) {
+            before.push((transfer.peer, transfer.sends));
         }
     }
-    transfers.iter().all(|transfer| transfer.done).then_some(true)
+    links.poll();
+    transfers.iter().all(|transfer| transfer.progress == Progress::Done).then_some(true)
 }
 
 unsafe extern "C" fn abort(communicator: RawCommunicator) -> Status {
     // SAFETY: made by `init_rank`, given up once.
     let communicator = unsafe { Box::from_raw(communicator.cast::<Communicator>()) };
     communicator.aborted.store(true, Ordering::Release);
+    lock(&communicator.links).leave(false);
     SUCCESS
 }
 
 unsafe extern "C" fn destroy(communicator: RawCommunicator) -> Status {
     // SAFETY: made by `init_rank`, given up once.
-    drop(unsafe { Box::from_raw(communicator.cast::<Communicator>()) });
+    let communicator = unsafe { Box::from_raw(communicator.cast::<Communicator>()) };
+    lock(&communicator.links).leave(true);
     SUCCESS
 }
 
@@ -216,14 +232,15 @@ unsafe extern "C" fn group_end() -> Status {
 
 fn transfer(at: u64, bytes: usize, peer: c_int, communicator: RawCommunicator, stream: CUstream, sends: bool) -> Status {
     // SAFETY: the caller gives a communicator.
-    let ranks = unsafe { of(communicator) }.ranks;
-    if !is_device_memory(at, bytes) || !(0..ranks).contains(&peer) {
+    let &Communicator { ranks, rank, .. } = unsafe { of(communicator) };
+    // the emulator has no way from a rank to itself
+    if !is_device_memory(at, bytes) || !(0..ranks).contains(&peer) || peer == rank {
         return INVALID_ARGUMENT;
     }
     GROUP.with_borrow_mut(|group| {
         // the emulator knows grouped transfers only
         let Some(group) = group else { return INVALID_USAGE };
-        group.push((communicator, stream, Transfer { at, bytes, peer, sends, taken: None, done: false }));
+        group.push((communicator, stream, Transfer { at, bytes, peer: number(peer), sends, progress: Progress::Waiting }));
         SUCCESS
     })
 }
@@ -253,10 +270,10 @@ unsafe extern "C" fn receive(
 unsafe extern "C" fn error_string(status: Status) -> *const c_char {
     let text = match status {
         SUCCESS => c"no error",
-        2 => c"unhandled system error",
+        SYSTEM_ERROR => c"unhandled system error",
         INVALID_ARGUMENT => c"invalid argument",
         INVALID_USAGE => c"invalid usage",
-        6 => c"remote process exited or there was a network error",
+        REMOTE_ERROR => c"remote process exited or there was a network error",
         IN_PROGRESS => c"operation in progress",
         _ => c"another error",
     };

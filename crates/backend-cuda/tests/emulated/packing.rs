@@ -1,0 +1,133 @@
+//! Grouped heads that share tiles: right with every feature that goes by head, the bits of heads that share nothing, and really in one tile.
+
+use std::{sync::Arc, time::Duration};
+
+use annulus_conformance::{Answer, Case, Draw, Judge, Masks, Setting, Subject};
+use annulus_core::{Alibi, Alignment, Batch, DType, DenseMask, Dims, Dropout, SinkShape, Spec};
+use annulus_cuda::device::emulator;
+use ndarray::{Array2, Array4, Axis};
+
+use crate::{
+    common::staged,
+    support::{emulated_on, next_device, plain, subject},
+};
+
+/// Few queries of groups of heads, the last of them what decoding has.
+fn dims(q_len: usize, q_heads: usize, kv_heads: usize) -> Dims {
+    Dims { batch: 2, q_len, kv_len: 97, q_heads, kv_heads, head_dim: 24, value_dim: 40 }
+}
+
+/// A case in which every head has its own bias, slope, sinks and dropped weights, and hidden pairs lie across tiles.
+fn full(dims: Dims, dtype: DType) -> Case {
+    let Dims { batch, q_len, kv_len, q_heads, .. } = dims;
+    let draw = &mut Draw::new(q_len as u64);
+    let masks = Masks { causal: true, window: Some([Some(80), None]), first_visible: 2, ..Masks::default() };
+    let mut case = Case::new(format!("packed {q_len} of {q_heads}"), Spec::new(dims, DType::F64), masks, draw);
+    case.spec.alignment = Alignment::BottomRight;
+    case.spec.bias = Some([1, q_heads, q_len, kv_len]);
+    case.spec.bias_function = Some(Arc::new(Alibi::published(q_heads)));
+    case.spec.sinks = Some(SinkShape { per_head: true, count: 2 });
+    case.spec.dropout = Some(Dropout { probability: 0.3, seed: 77 });
+    case.spec.soft_cap = Some(5.0);
+    case.dlse = Some(draw.tensor((batch, q_heads, q_len)));
+    case.draw_tensors(draw);
+    // a bias of −∞ hides, for one head only
+    case.bias.iter_mut().flatten().step_by(17).for_each(|bias| *bias = f64::NEG_INFINITY);
+    case.in_dtype(dtype)
+}
+
+fn answer(subject: &dyn Subject, case: &Case) -> Answer {
+    subject.run(case, &Setting::ALONE, 1).unwrap_or_else(|error| panic!("{}: {error}", case.name)).remove(0)
+}
+
+fn verdict(subject: &dyn Subject, case: &Case) -> Result<(), String> {
+    Judge::new(case).map_err(|error| error.to_string())?.check(&answer(subject, case)).map_err(|wrong| format!("{}: {wrong}", case.name))
+}
+
+#[test]
+fn features_that_go_by_head_hold_where_heads_share_tiles() {
+    // all of a tile and of two; rows left over (3 · 21 = 63); two heads of 32; one key head for all
+    for (dims, dtype) in [
+        (dims(1, 4, 1), DType::Bf16),
+        (dims(33, 8, 2), DType::F16),
+        (dims(40, 6, 2), DType::Bf16),
+        (dims(32, 4, 1), DType::F16),
+        (dims(5, 7, 1), DType::Bf16),
+    ] {
+        verdict(&plain(), &full(dims, dtype)).unwrap();
+    }
+}
+
+#[test]
+fn wide_heads_and_rows_at_any_address_hold_where_heads_share_tiles() {
+    for (head_dim, value_dim, dtype) in [(256, 72, DType::Bf16), (129, 33, DType::F16), (100, 128, DType::Bf16)] {
+        verdict(&plain(), &full(Dims { head_dim, value_dim, batch: 1, ..dims(9, 4, 2) }, dtype)).unwrap();
+    }
+}
+
+#[test]
+fn a_tile_that_heads_share_keeps_a_visible_nan_in_its_row_and_hides_a_hidden_one() {
+    let mut case = full(dims(7, 4, 2), DType::Bf16);
+    (case.spec.dropout, case.spec.bias_function) = (None, None);
+    // the last key is seen by the last query alone, the first by those whose window or sink reaches it
+    case.v[[0, 96, 0, 3]] = f64::NAN;
+    case.q[[1, 2, 1, 0]] = f64::NAN;
+    let got = answer(&plain(), &case);
+    for ((b, i, h, x), value) in got.out.indexed_iter() {
+        let hidden = case.bias.as_ref().is_some_and(|bias| bias[[0, h, i, 96]] == f64::NEG_INFINITY);
+        let seen = (b, i, x) == (0, 6, 3) && h < 2 && !hidden || (b, i, h) == (1, 2, 1);
+        assert_eq!(value.is_nan(), seen, "out[{b}, {i}, {h}, {x}] = {value}");
+    }
+}
+
+#[test]
+fn packing_changes_no_bit() {
+    let case = full(dims(33, 8, 2), DType::Bf16);
+    let shared = answer(&plain(), &case);
+    // every query head with keys and values of its own, which are the same
+    let mut apart = case.clone();
+    apart.spec.dims.kv_heads = 8;
+    let repeated = |tensor: &Array4<f64>| tensor.select(Axis(2), &[0, 0, 0, 0, 1, 1, 1, 1]);
+    (apart.k, apart.v) = (repeated(&case.k), repeated(&case.v));
+    let apart = answer(&plain(), &apart);
+    assert!(shared.out == apart.out && shared.lse == apart.lse && shared.dq == apart.dq);
+}
+
+/// Blocks of threads of the forward kernel, for a case.
+fn blocks(case: &Case) -> Result<u64, String> {
+    let ordinal = next_device();
+    let before = emulator::blocks(ordinal, "forward_matrix");
+    let subject = staged("one emulated gpu", Duration::ZERO, move || emulated_on(ordinal, &[]));
+    verdict(&subject, case)?;
+    Ok(emulator::blocks(ordinal, "forward_matrix") - before)
+}
+
+#[test]
+fn heads_that_share_tiles_are_fewer_blocks() {
+    let plain = |dims: Dims| Case::new("blocks", Spec::new(dims, DType::F64), Masks::default(), &mut Draw::new(3)).in_dtype(DType::Bf16);
+    // batch rows × tiles × heads by those that share
+    assert_eq!(blocks(&plain(dims(5, 8, 2))), Ok(2 * 2));
+    assert_eq!(blocks(&plain(dims(40, 6, 2))), Ok(2 * 2 * 2));
+    // nobody to share with; nothing saved
+    assert_eq!(blocks(&plain(dims(5, 8, 8))), Ok(2 * 8));
+    assert_eq!(blocks(&plain(dims(100, 4, 1))), Ok(2 * 2 * 4));
+    // heads that see differently have lists of their own
+    let mut by_head = plain(dims(5, 8, 2));
+    let mask = DenseMask::from_fn([1, 8, 5, 97], |[_, h, i, j]| (i + j) % (h + 2) == 0);
+    by_head.batch = Batch { attention_mask: Some(mask), ..Batch::default() };
+    assert_eq!(blocks(&by_head), Ok(2 * 8));
+    // those that see alike have one, whatever it is
+    let mut ids = plain(dims(5, 8, 2));
+    ids.batch.q_segment_ids = Some(Array2::from_shape_fn((2, 5), |(b, i)| ((b + i) % 2) as i32));
+    ids.batch.kv_segment_ids = Some(Array2::from_shape_fn((2, 97), |(_, j)| (j % 2) as i32));
+    assert_eq!(blocks(&ids), Ok(2 * 2));
+}
+
+#[test]
+fn a_head_that_is_off_by_one_is_caught_where_heads_share_tiles() {
+    let planted = || subject(&["-DPLANTED_PACKED_HEAD"], Duration::ZERO);
+    for (dims, caught) in [(dims(5, 8, 2), true), (dims(5, 4, 4), false)] {
+        let said = verdict(&planted(), &full(dims, DType::Bf16));
+        assert_eq!(said.is_err_and(|wrong| wrong.contains("out[")), caught, "{dims:?}");
+    }
+}
