@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::{
     DenseMask, Rows,
-    mask::{Causal, Everything, Mask, Window, and, tests::any_mask},
+    mask::{Causal, Everything, Mask, Predicate, SharedMask, Window, and, tests::any_mask},
     visibility::tests::{BATCH, HEADS, dense, rows},
 };
 
@@ -87,7 +87,8 @@ proptest! {
             let dense = if with_dense { dense(queries.len(), 700).boxed() } else { Just(None).boxed() };
             (Just(mask), Just((queries, keys)), dense)
         }),
-        tile in (prop_oneof![Just(32usize), 1usize..70], prop_oneof![Just(32usize), Just(64), Just(128), 1usize..70]),
+        // tiles of a few rows are often seen whole beside others that are not seen at all
+        tile in (prop_oneof![Just(32usize), 1usize..70, 1usize..5], prop_oneof![Just(32usize), Just(64), Just(128), 1usize..70, 1usize..5]),
         marked in prop_oneof![Just(Marked::Hiding), Just(Marked::Ragged), Just(Marked::All)],
         cut in prop::option::of((0usize..100, 0usize..100, 0usize..BATCH, 0usize..HEADS)),
     ) {
@@ -97,6 +98,40 @@ proptest! {
         let part = |from: usize, len: usize| from.min(len)..if cut.is_some() { len.min(from + 90) } else { len };
         let (queries, keys) = (part(from.0, queries.len()), part(from.1, keys.len()));
         checked(&visibility, &Tiling { batches: batch, heads: head, queries, keys, tile: tile.into(), marked })?;
+    }
+}
+
+/// Tiles of four rows that begin at these multiples of four.
+fn blocks(firsts: &[i64]) -> Rows {
+    let mut rows = Rows::default();
+    rows.refill(|rows, positions, _| {
+        rows.extend(0..4 * firsts.len() as u64);
+        positions.extend(firsts.iter().flat_map(|&first| 4 * first..4 * first + 4));
+    });
+    rows
+}
+
+proptest! {
+    #[test]
+    fn any_pattern_of_whole_cut_and_hidden_tiles_is_listed(
+        queries in Just((0..14).collect::<Vec<i64>>()).prop_shuffle(), keys in Just((0..17).collect::<Vec<i64>>()).prop_shuffle(),
+        seed in any::<u64>(), width in 1u64..6, kind in 0..3, wide in 1usize..4,
+    ) {
+        let hash = move |i: i64, j: i64| (seed ^ (i as u64 * 31 + j as u64 + 1)).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 61;
+        let pattern = move |i: i64, j: i64| match hash(i / 4, j / 4) {
+            0..4 => true,
+            4 => (i + j) % 3 != 0,
+            _ => false,
+        };
+        let mask: SharedMask = match kind {
+            0 => Arc::new(Predicate::of_positions("pattern", pattern)),
+            1 => Arc::new(Causal { offset: 3 }),
+            _ => Arc::new(Window::new(Some(4 * width + 3), Some(4 * width))),
+        };
+        let (queries, keys) = (blocks(&queries), blocks(&keys));
+        let visibility = Visibility { mask: &*mask, attention_mask: None, queries: &queries, keys: &keys };
+        let (rows, columns) = (0..queries.len(), 0..keys.len());
+        checked(&visibility, &Tiling { batches: 0..1, heads: 0..1, queries: rows, keys: columns, tile: [4, 4 * wide], marked: Marked::Hiding })?;
     }
 }
 
@@ -141,6 +176,31 @@ fn lists_of_packed_documents_are_as_long_as_rows() {
         // the tiles of rows and of columns in which a document ends are cut all along
         assert!(by_queries.max(by_keys) <= 8 * tiles && sets <= 4 * tiles, "{by_queries} {by_keys} {sets}");
     }
+}
+
+#[test]
+fn a_tile_that_is_not_seen_ends_a_run() {
+    let at = |firsts: &[i64]| {
+        let mut rows = Rows::default();
+        rows.refill(|rows, positions, _| {
+            rows.extend(0..64 * firsts.len() as u64);
+            positions.extend(firsts.iter().flat_map(|&first| first..first + 64));
+        });
+        rows
+    };
+    let (queries, keys) = (at(&[500, 0, 600]), at(&[0, 64, 1000, 128]));
+    let visibility = Visibility { mask: &Causal::default(), attention_mask: None, queries: &queries, keys: &keys };
+    let (rows, columns) = (0..queries.len(), 0..keys.len());
+    let tiling = Tiling { batches: 0..1, heads: 0..1, queries: rows, keys: columns, tile: [64, 64], marked: Marked::Hiding };
+    let (mut seen, mut by_keys) = (SeenTiles::default(), TileLists::default());
+    seen.refill(&visibility, &tiling).unwrap();
+    seen.by_keys(&mut by_keys).unwrap();
+    let whole = |first, count| TileRun { first, count, set: TileRun::EVERYTHING };
+    let cut = TileRun { first: 0, count: 1, set: 0 };
+    assert_eq!([0, 1, 2].map(|list| seen.by_queries().list(list)), [&[whole(0, 2), whole(3, 1)][..], &[cut], &[whole(0, 2), whole(3, 1)]]);
+    let apart = [whole(0, 1), whole(2, 1)];
+    let first = [whole(0, 1), TileRun { first: 1, ..cut }, whole(2, 1)];
+    assert_eq!([0, 1, 2, 3].map(|list| by_keys.list(list)), [&first[..], &apart, &[], &apart]);
 }
 
 #[test]
