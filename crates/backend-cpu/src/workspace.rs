@@ -206,7 +206,7 @@ impl<A: Real> State<A> {
         }
         let bias_gradient = if backward { BiasGradient::new(spec, &blocks)? } else { None };
         let statistics = if backward { Statistics::new(spec, local.queries.len())? } else { Statistics::default() };
-        let few = if decode::wanted::<A>(spec, local.queries.len(), backward) { local.queries.len() } else { 0 };
+        let few = if decode::wanted::<A>(path, spec, local.queries.len(), backward) { local.queries.len() } else { 0 };
         let decode = if few > 0 { Some(Decode::new(&geometry, few, most_keys)?) } else { None };
         let scratch = (0..threads).map(|_| Scratch::new(&geometry, q_rows, k_rows, backward, few)).collect::<Result<_>>()?;
         let local = local.clone();
