@@ -13,6 +13,7 @@ use crate::{
     finish::sink_line,
     forward::Acc,
     input::{Input, Source, array, array_mut},
+    isa::{Job, Path},
     real::Real,
     sight::TILE,
     statistics::Statistics,
@@ -23,10 +24,11 @@ use crate::{
 /// Computes row statistics and clears all sums.
 pub(crate) fn begin<E: Input<Accumulator: Summed>>(team: &Team, state: &mut State<Acc<E>>, saved: &Saved<'_, Host>) -> Result<()> {
     state.order = None;
-    let State { local, blocks, scratch, statistics, bias_gradient, .. } = state;
+    let State { local, geometry, blocks, scratch, statistics, bias_gradient, .. } = state;
     team.run(scratch, blocks.iter_mut(), None, |_, block, _| block.sums.fill(Acc::<E>::ZERO));
     bias_gradient.iter_mut().for_each(|gradient| gradient.clear());
     let rows = RowsOf::<E> {
+        path: geometry.path,
         out: array("out", saved.out)?,
         dout: array("dout", saved.dout)?,
         lse: array("lse", saved.lse)?,
@@ -57,6 +59,7 @@ struct Line<'a, A> {
 
 /// What row statistics are made of.
 struct RowsOf<'a, E: Input> {
+    path: Path,
     out: ArrayView4<'a, E>,
     dout: ArrayView4<'a, E>,
     lse: ArrayView4<'a, Acc<E>>,
@@ -76,7 +79,7 @@ impl<E: Input> RowsOf<'_, E> {
             into.lse[row] = lse;
             // an empty row has no gradient, whatever dout and dlse say
             let empty = lse == -Acc::<E>::INFINITY;
-            let product = if empty { 0.0 } else { dot(&out, &dout, batch, row, head) };
+            let product = if empty { 0.0 } else { dot(self.path, &out, &dout, [batch, row, head]) };
             let dlse = if empty { 0.0 } else { of(self.dlse) };
             if self.normalize {
                 into.delta[row] = Acc::<E>::from_f64(product - dlse);
@@ -90,29 +93,44 @@ impl<E: Input> RowsOf<'_, E> {
 }
 
 /// ⟨a, b⟩ of one row, in sums of every eighth product: the same wherever the rows lie.
-fn dot<E: Input>(a: &Source<'_, E>, b: &Source<'_, E>, batch: usize, row: usize, head: usize) -> f64 {
-    const SUMS: usize = 8;
+fn dot<E: Input>(path: Path, a: &Source<'_, E>, b: &Source<'_, E>, [batch, row, head]: [usize; 3]) -> f64 {
     let (a, b) = (a.vector(batch, row, head), b.vector(batch, row, head));
+    if let (Some(a), Some(b)) = (a.to_slice(), b.to_slice()) {
+        return Acc::<E>::run(path, 1, Dot { a, b });
+    }
     let mut sums = [0.0; SUMS];
-    match (a.to_slice(), b.to_slice()) {
-        (Some(a), Some(b)) => {
-            let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<SUMS>(), b.as_chunks::<SUMS>());
-            for (a, b) in a.iter().zip(b) {
-                for i in 0..SUMS {
-                    sums[i] += a[i].to_f64() * b[i].to_f64();
-                }
-            }
-            for (i, (a, b)) in a_rest.iter().zip(b_rest).enumerate() {
-                sums[i] += a.to_f64() * b.to_f64();
-            }
-        }
-        _ => {
-            for (i, (a, b)) in a.iter().zip(b).enumerate() {
-                sums[i % SUMS] += a.to_f64() * b.to_f64();
-            }
-        }
+    for (i, (a, b)) in a.iter().zip(b).enumerate() {
+        sums[i % SUMS] += a.to_f64() * b.to_f64();
     }
     sums.iter().sum()
+}
+
+/// Sums of a [`Dot`].
+const SUMS: usize = 8;
+
+/// ⟨a, b⟩ of elements that lie side by side.
+struct Dot<'a, E> {
+    a: &'a [E],
+    b: &'a [E],
+}
+
+impl<E: Input> Job for Dot<'_, E> {
+    type Output = f64;
+
+    #[inline(always)]
+    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) -> f64 {
+        let ((a, a_rest), (b, b_rest)) = (self.a.as_chunks::<SUMS>(), self.b.as_chunks::<SUMS>());
+        let mut sums = [0.0; SUMS];
+        for (a, b) in a.iter().zip(b) {
+            for i in 0..SUMS {
+                sums[i] += a[i].widen().to_f64() * b[i].widen().to_f64();
+            }
+        }
+        for (i, (a, b)) in a_rest.iter().zip(b_rest).enumerate() {
+            sums[i] += a.to_f64() * b.to_f64();
+        }
+        sums.iter().sum()
+    }
 }
 
 /// Writes the gradients.
@@ -128,7 +146,7 @@ pub(crate) fn finish<E: Input<Accumulator: Summed>>(
     let mut scratch = std::mem::take(&mut state.scratch);
     write_dq(team, state, &mut scratch, &mut dq);
     let record = state.local.spec.gradient_record();
-    let rows = state.local.keys.len();
+    let (rows, path) = (state.local.keys.len(), state.geometry.path);
     for (field, tensor) in [(0, &mut dk), (1, &mut dv)] {
         let source = Source::<Acc<E>>::records(home.bytes(), rows, &record, field)?;
         let chunks = tensor.axis_chunks_iter_mut(Axis(1), TILE).enumerate();
@@ -137,7 +155,7 @@ pub(crate) fn finish<E: Input<Accumulator: Summed>>(
                 for (row, mut chunk) in chunk.outer_iter_mut().enumerate() {
                     for (head, into) in chunk.outer_iter_mut().enumerate() {
                         let sums = source.vector(batch, index * TILE + row, head);
-                        write_row(into, sums, <Acc<E> as Real>::ONE);
+                        write_row(path, into, sums, <Acc<E> as Real>::ONE);
                     }
                 }
             }
@@ -154,10 +172,28 @@ pub(crate) fn finish<E: Input<Accumulator: Summed>>(
 }
 
 /// Writes factor·sums, rounded.
-fn write_row<E: Input>(mut into: ArrayViewMut1<'_, E>, sums: ArrayView1<'_, E::Accumulator>, factor: E::Accumulator) {
+fn write_row<E: Input>(path: Path, mut into: ArrayViewMut1<'_, E>, sums: ArrayView1<'_, E::Accumulator>, factor: E::Accumulator) {
     match (into.as_slice_mut(), sums.to_slice()) {
-        (Some(into), Some(sums)) => into.iter_mut().zip(sums).for_each(|(into, &sum)| *into = E::narrow(factor * sum)),
+        (Some(into), Some(sums)) => <E::Accumulator as Real>::run(path, 1, Narrow { into, sums, factor }),
         _ => into.iter_mut().zip(sums).for_each(|(into, &sum)| *into = E::narrow(factor * sum)),
+    }
+}
+
+/// The same where elements lie side by side.
+struct Narrow<'a, E: Input> {
+    into: &'a mut [E],
+    sums: &'a [E::Accumulator],
+    factor: E::Accumulator,
+}
+
+impl<E: Input> Job for Narrow<'_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) {
+        for (into, &sum) in self.into.iter_mut().zip(self.sums) {
+            *into = E::narrow(self.factor * sum);
+        }
     }
 }
 
@@ -180,7 +216,7 @@ fn write_dq<E: Input<Accumulator: Summed>>(
                     let lines = block.sums[block.lane(place, 0) * width..].chunks_exact(width);
                     for (into, line) in dq.outer_iter_mut().zip(lines) {
                         let dim = into.len();
-                        write_row(into, ArrayView1::from(&line[..dim]), scale);
+                        write_row(geometry.path, into, ArrayView1::from(&line[..dim]), scale);
                     }
                     continue;
                 }

@@ -6,20 +6,22 @@
 //!         for each strip of keys:
 //!             S = Q·Kᵀ, made logits      dP = dO·Vᵀ      dS and weights from both      dVᵀ += dOᵀ·weights      dKᵀ += Qᵀ·dS
 //! ```
-//! The mirror of `backward_queries`: keys lie in lanes, queries are the rows. Each task owns the gradients of its keys, so nothing is
-//! summed across threads; the order of the sums is that of the queries.
+//! The mirror of `backward_queries`: keys lie in lanes, queries are the rows. Each task owns the gradients of its keys, so these are not
+//! summed across threads; the order of the sums is that of the queries, from late ones to early ones.
 
 use std::{
     ops::Range,
     sync::{Mutex, PoisonError},
 };
 
-use annulus_core::{Block, Element, Error, Host, HostBuffer, Inputs, Local, QueryTile, Record, Result, Saved, Spec, Tick, Visibility};
+use annulus_core::{
+    BiasOrder, Block, Element, Error, Host, HostBuffer, Inputs, Local, QueryTile, Record, Result, Saved, Spec, Tick, Visibility,
+};
 
 use crate::{
     ahead::Lines,
     backward_queries::{Operands, apply_slope, differentiate},
-    backward_together::{QueryGradients, add_together},
+    backward_together::{Adding, Cut, Memory, add_together},
     forward::{Acc, keys_and_values},
     geometry::{Geometry, Strip},
     input::{Input, Source, array, elements_mut},
@@ -49,7 +51,7 @@ pub(crate) fn attend_keys<E: Input<Accumulator: Summed>>(
     attend_block::<E>(team, state, inputs, saved, block, fresh, false, tick)
 }
 
-/// The same; and dq as well, if `together`.
+/// The same; and dq and the gradient of the bias as well, if `together`.
 #[expect(clippy::too_many_arguments, reason = "a call of the seam and a choice")]
 pub(crate) fn attend_block<E: Input<Accumulator: Summed>>(
     team: &Team,
@@ -61,7 +63,8 @@ pub(crate) fn attend_block<E: Input<Accumulator: Summed>>(
     together: bool,
     tick: Tick<'_>,
 ) -> Result<()> {
-    let State { local, geometry, q_rows, k_rows, blocks, scratch, statistics, seen, in_place, .. } = state;
+    let State { local, geometry, q_rows, k_rows, blocks, lent, places, scratch, statistics, bias_gradient, turns, seen, in_place, .. } =
+        state;
     let whole_tiles = geometry.of_whole_tiles();
     let (geometry, k_rows) = if together { (&whole_tiles, whole_tiles.keys_together()) } else { (&*geometry, *k_rows) };
     let spec = &*local.spec;
@@ -88,7 +91,9 @@ pub(crate) fn attend_block<E: Input<Accumulator: Summed>>(
         add: false,
     };
     if together {
-        add_together(&pass, team, scratch, sums, (blocks, *q_rows), tick);
+        let cut = Cut::new(spec, geometry, team.threads(), keys.len());
+        let memory = Memory { blocks, lent, places, q_rows: *q_rows, bias: bias_gradient.as_ref(), turns, cut };
+        add_together(&pass, team, scratch, sums, memory, tick);
     } else {
         pass.run(team, scratch, sums, tick);
     }
@@ -238,29 +243,26 @@ impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
     }
 
     /// Sums the gradients of a task's keys, in strips; and what they give to those of the queries, if wanted.
-    pub(crate) fn sum(
-        &self,
-        scratch: &mut Scratch<Acc<E>>,
-        task: &Task,
-        mut dq: Option<&mut QueryGradients<'_, Acc<E>>>,
-        pulse: &mut Pulse<'_>,
-    ) {
+    pub(crate) fn sum(&self, scratch: &mut Scratch<Acc<E>>, task: &Task, adding: Option<&Adding<'_, Acc<E>>>, pulse: &mut Pulse<'_>) {
         scratch.filled.fill(false);
         scratch.sums_head.fill(Acc::<E>::ZERO);
         scratch.sums_value.fill(Acc::<E>::ZERO);
-        for heads in self.alike(task.kv_head) {
-            for queries in self.seen.hulls.query_tiles(task.batch, heads.start, self.visibility.keys, task.keys.clone()) {
-                if pulse.stopped() {
+        scratch.sums_bias.fill(Acc::<E>::ZERO);
+        let tiles = self.visibility.queries.len().div_ceil(TILE);
+        for (turn, heads) in self.alike(task.kv_head).enumerate() {
+            for queries in self.seen.hulls.query_tiles(task.batch, heads.start, self.visibility.keys, task.keys.clone()).rev() {
+                let place = (turn + 1) * tiles - 1 - queries.start / TILE;
+                if pulse.stopped() || adding.is_some_and(|adding| !adding.reach(place, pulse)) {
                     return;
                 }
                 let lines = 2 * TILE + self.geometry.head_rows() + self.geometry.value_rows();
                 scratch.ahead.spread(self.geometry.strips(task.keys.len()).len(), lines);
                 for head in heads.clone() {
                     // mostly the next
-                    let next = queries.end..(queries.end + TILE).min(self.visibility.queries.len());
+                    let next = queries.start.saturating_sub(TILE)..queries.start;
                     scratch.ahead.rows = if head + 1 < heads.end { queries.clone() } else { next };
                     let of_head = if head + 1 < heads.end { head + 1 } else { heads.start };
-                    self.sum_queries(scratch, task, (head, of_head), &queries, dq.as_deref_mut());
+                    self.sum_queries(scratch, task, (head, of_head), &queries, adding);
                 }
             }
         }
@@ -280,7 +282,7 @@ impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
         task: &Task,
         (head, head_ahead): (usize, usize),
         queries: &Range<usize>,
-        mut dq: Option<&mut QueryGradients<'_, Acc<E>>>,
+        adding: Option<&Adding<'_, Acc<E>>>,
     ) {
         let path = self.geometry.path;
         let tile = self.seen.tile(task.batch, head, queries.start);
@@ -289,8 +291,8 @@ impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
         let mut begun = None;
         for (index, strip) in self.geometry.strips(task.keys.len()).enumerate() {
             let whole = strip.rows.start / TILE * TILE;
-            if let (Some(dq), Some(before)) = (dq.as_deref_mut(), begun.take_if(|before| *before != whole)) {
-                dq.add(scratch, head, task, before, queries);
+            if let (Some(adding), Some(before)) = (adding, begun.take_if(|before| *before != whole)) {
+                adding.add(scratch, head, task, before, queries);
             }
             let keys = task.keys.start + strip.rows.start..task.keys.start + strip.rows.end;
             let Scratch { sight, bits, .. } = scratch;
@@ -306,22 +308,28 @@ impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
             let Strip { vectors, width, .. } = strip;
             let (batch, queries) = (task.batch, queries.clone());
             let site = Site { batch, head, queries, keys, lanes: Lanes::Keys, strip: index, vectors, width };
-            if dq.is_some() && begun.replace(whole).is_none() {
+            if adding.is_some() && begun.replace(whole).is_none() {
                 scratch.whole_tile.clear();
             }
-            self.sum_tile(scratch, task, (&site, head_ahead), dq.is_some().then(|| strip.rows.start - whole));
+            self.sum_tile(scratch, task, (&site, head_ahead), adding.map(|adding| (adding, strip.rows.start)));
         }
-        if let (Some(dq), Some(before)) = (dq, begun) {
-            dq.add(scratch, head, task, before, queries);
+        if let (Some(adding), Some(before)) = (adding, begun) {
+            adding.add(scratch, head, task, before, queries);
         }
     }
 
-    /// One tile; with `whole`, dS is put into the whole tile, from that key of it on.
-    fn sum_tile(&self, scratch: &mut Scratch<Acc<E>>, task: &Task, (site, head_ahead): (&Site, usize), whole: Option<usize>) {
+    /// One tile; for what is added to sums of queries, with the number of its first key in the task.
+    fn sum_tile(
+        &self,
+        scratch: &mut Scratch<Acc<E>>,
+        task: &Task,
+        (site, head_ahead): (&Site, usize),
+        adding: Option<(&Adding<'_, Acc<E>>, usize)>,
+    ) {
         let geometry = self.geometry;
         let (head_dim, value_dim) = (geometry.depth(geometry.dims.head_dim), geometry.depth(geometry.dims.value_dim));
         let Scratch { rows_head, rows_value, lanes_head, lanes_value, sums_head, sums_value, tiles, statistics, .. } = scratch;
-        let Scratch { sight, filled, whole_tile, ahead, .. } = scratch;
+        let Scratch { sight, filled, whole_tile, sums_bias, ahead, .. } = scratch;
         let of_k = &mut lanes_head[geometry.lanes_of(site, head_dim)];
         let of_v = &mut lanes_value[geometry.lanes_of(site, value_dim)];
         if !std::mem::replace(&mut filled[site.strip], true) {
@@ -333,9 +341,22 @@ impl<E: Input<Accumulator: Summed>> KeyPass<'_, E> {
         let mut asking = ahead.asking([q, dout], Lines::default());
         differentiate(&self.logits, site, sight, operands, statistics, tiles, &mut asking);
         let span = site.span(sight.rows());
-        apply_slope(&self.logits, site, &span, tiles);
-        if let Some(key) = whole {
-            whole_tile.take(geometry.path, site, sight, key, &tiles.s);
+        // a bias before the soft cap goes through it
+        let before = self.logits.spec.bias_order == BiasOrder::BeforeSoftCap;
+        if before {
+            apply_slope(&self.logits, site, &span, tiles);
+        }
+        if let Some((adding, key)) = adding
+            && let Some(bias) = adding.to.bias
+        {
+            let key_rows = &self.visibility.keys.rows()[site.keys.clone()];
+            bias.add(site, task.kv_head, sight.rows(), &tiles.s, key_rows, (sums_bias, key));
+        }
+        if !before {
+            apply_slope(&self.logits, site, &span, tiles);
+        }
+        if let Some((_, key)) = adding {
+            whole_tile.take(geometry.path, site, sight, key % TILE, &tiles.s);
         }
         if geometry.pairs {
             pair_rows(geometry.path, site.vectors, sight.rows(), &mut tiles.dp);

@@ -28,7 +28,7 @@ use crate::{
     softmax::Multiply,
     statistics::Statistics,
     team::{Pulse, Team},
-    workspace::{Order, QueryBlock, State, Summed},
+    workspace::{Order, QueryBlock, QueryTask, State, Summed},
 };
 
 /// Adds what one block of keys gives to dq and to the gradient of the bias.
@@ -41,16 +41,19 @@ pub(crate) fn attend_queries<E: Input<Accumulator: Summed>>(
     tick: Tick<'_>,
 ) -> Result<()> {
     state.sum_in(Order::Strips)?;
-    let State { local, geometry, q_rows, blocks, scratch, statistics, bias_gradient, in_place, .. } = state;
-    let pass = QueryPass::<E>::new(geometry, *q_rows, local, inputs, block, *in_place)?;
+    let task_rows = state.arrange_backward();
+    let State { local, geometry, blocks, scratch, statistics, bias_gradient, in_place, .. } = state;
+    let pass = QueryPass::<E>::new(geometry, task_rows, local, inputs, block, *in_place)?;
     let pass = Gradients { pass, dout: Source::tensor(array("dout", saved.dout)?), statistics };
     QueryPass::<E>::look_anew(scratch);
     // tasks of one owner stay together: they add to the same part of the bias's gradient
-    let mut parts = bias_gradient.as_mut().map(|gradient| gradient.parts.iter_mut());
-    let tasks = blocks.chunk_by_mut(|a, b| a.owner == b.owner).map(|tasks| (tasks, parts.as_mut().and_then(Iterator::next)));
-    team.run(scratch, tasks, Some(tick), |scratch, (tasks, mut part), pulse| {
-        for block in tasks {
-            pass.add(scratch, block, part.as_deref_mut(), pulse);
+    let mut parts = bias_gradient.as_mut().map(|gradient| gradient.parts());
+    let (same, owned) = (QueryTask::same(task_rows), parts.is_some());
+    let of_one = |a: &QueryBlock<_>, b: &QueryBlock<_>| if owned { a.owner == b.owner } else { same(a, b) };
+    let tasks = blocks.chunk_by_mut(of_one).map(|blocks| (blocks, parts.as_mut().and_then(Iterator::next)));
+    team.run(scratch, tasks, Some(tick), |scratch, (blocks, mut part), pulse| {
+        for mut task in blocks.chunk_by_mut(&same).filter_map(QueryTask::new) {
+            pass.add(scratch, &mut task, part.as_deref_mut(), pulse);
         }
     });
     Ok(())
@@ -67,19 +70,19 @@ impl<E: Input<Accumulator: Summed>> Gradients<'_, E> {
     fn add(
         &self,
         scratch: &mut Scratch<Acc<E>>,
-        block: &mut QueryBlock<Acc<E>>,
+        task: &mut QueryTask<'_, Acc<E>>,
         mut part: Option<&mut Part<Acc<E>>>,
         pulse: &mut Pulse<'_>,
     ) {
         scratch.filled.fill(false);
-        for heads in self.pass.alike(block.kv_head) {
-            self.pass.look(scratch, block.batch, heads.start, &block.rows);
+        for heads in self.pass.alike(task.kv_head) {
+            self.pass.look(scratch, task.batch, heads.start, &task.rows);
             let whole = std::mem::take(&mut scratch.whole);
             for keys in self.pass.visibility.key_tiles(&whole, TILE) {
                 if pulse.stopped() {
                     break;
                 }
-                self.add_keys(scratch, block, part.as_deref_mut(), &heads, &keys);
+                self.add_keys(scratch, task, part.as_deref_mut(), &heads, &keys);
             }
             scratch.whole = whole;
         }
@@ -89,24 +92,25 @@ impl<E: Input<Accumulator: Summed>> Gradients<'_, E> {
     fn add_keys(
         &self,
         scratch: &mut Scratch<Acc<E>>,
-        block: &mut QueryBlock<Acc<E>>,
+        task: &mut QueryTask<'_, Acc<E>>,
         mut part: Option<&mut Part<Acc<E>>>,
         heads: &Range<usize>,
         keys: &Range<usize>,
     ) {
         let mut filled = false;
-        for (index, strip) in self.pass.geometry.strips(block.rows.len()).enumerate() {
+        for (index, strip) in self.pass.geometry.strips(task.rows.len()).enumerate() {
             let Scratch { sight, bits, parts, .. } = scratch;
             if !sight.look(Lanes::Queries, &self.pass.visibility, &parts[index], keys.clone(), bits) {
                 continue;
             }
             if !std::mem::replace(&mut filled, true) {
-                self.pass.fill_keys(scratch, block.batch, block.kv_head, keys);
+                self.pass.fill_keys(scratch, task.batch, task.kv_head, keys);
             }
             for head in heads.clone() {
-                let site = self.pass.site(block.batch, head, &block.rows, index, &strip, keys);
+                let site = self.pass.site(task.batch, head, &task.rows, index, &strip, keys);
                 self.fill_queries(scratch, &site);
-                self.add_tile(scratch, block, part.as_deref_mut(), strip.rows.start, &site);
+                let (block, first) = task.block(strip.rows.start);
+                self.add_tile(scratch, block, part.as_deref_mut(), first, &site);
             }
         }
     }
@@ -127,7 +131,7 @@ impl<E: Input<Accumulator: Summed>> Gradients<'_, E> {
         scratch.statistics.max[site.queries.len()..site.width].fill(Acc::<E>::INFINITY);
     }
 
-    /// One tile of one head; `first` is the strip's first row in the task.
+    /// One tile of one head; `first` is the strip's first row in the block.
     fn add_tile(
         &self,
         scratch: &mut Scratch<Acc<E>>,

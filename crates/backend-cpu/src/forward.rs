@@ -28,7 +28,7 @@ use crate::{
     sight::{Lanes, Sight, TILE},
     softmax::{Fold, Multiply},
     team::{Pulse, Team},
-    workspace::{QueryBlock, State, Summed},
+    workspace::{QueryBlock, QueryTask, State, Summed},
 };
 
 /// The sum type of an input type.
@@ -52,15 +52,17 @@ pub(crate) fn attend<E: Input<Accumulator: Summed>>(
     block: &Block<'_, Host>,
     tick: Tick<'_>,
 ) -> Result<()> {
-    let State { local, geometry, q_rows, blocks, scratch, decode, in_place, .. } = state;
-    let pass = QueryPass::<E>::new(geometry, *q_rows, local, inputs, block, *in_place)?;
+    let task_rows = state.arrange_forward();
+    let State { local, geometry, blocks, scratch, decode, in_place, .. } = state;
+    let pass = QueryPass::<E>::new(geometry, task_rows, local, inputs, block, *in_place)?;
     QueryPass::<E>::look_anew(scratch);
     if let Some(decode) = decode
         && decode.attend(&pass, team, scratch, blocks, &mut *tick)
     {
         return Ok(());
     }
-    team.run(scratch, blocks.iter_mut(), Some(tick), |scratch, block, pulse| pass.fold(scratch, block, pulse));
+    let tasks = blocks.chunk_by_mut(QueryTask::same(task_rows)).filter_map(QueryTask::new);
+    team.run(scratch, tasks, Some(tick), |scratch, mut task, pulse| pass.fold(scratch, &mut task, pulse));
     Ok(())
 }
 
@@ -97,7 +99,7 @@ pub(crate) struct QueryPass<'a, E: Input> {
 impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
     pub(crate) fn new<'i: 'a, 'b: 'a>(
         geometry: &'a Geometry,
-        q_rows: usize,
+        task_rows: usize,
         local: &'a annulus_core::Local,
         inputs: &Inputs<'i, Host>,
         block: &Block<'b, Host>,
@@ -115,7 +117,7 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
             q: Source::tensor(array("q", inputs.q)?),
             k,
             v,
-            strips: q_rows / geometry.strip_lanes(),
+            strips: task_rows / geometry.strip_lanes(),
         })
     }
 
@@ -171,44 +173,45 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
     }
 
     /// One task.
-    fn fold(&self, scratch: &mut Scratch<Acc<E>>, block: &mut QueryBlock<Acc<E>>, pulse: &mut Pulse<'_>) {
+    fn fold(&self, scratch: &mut Scratch<Acc<E>>, task: &mut QueryTask<'_, Acc<E>>, pulse: &mut Pulse<'_>) {
         scratch.filled.fill(false);
-        for heads in self.alike(block.kv_head) {
-            self.look(scratch, block.batch, heads.start, &block.rows);
+        for heads in self.alike(task.kv_head) {
+            self.look(scratch, task.batch, heads.start, &task.rows);
             let whole = std::mem::take(&mut scratch.whole);
             scratch.sights.rewind();
             for keys in self.visibility.key_tiles(&whole, TILE) {
                 if pulse.stopped() {
                     break;
                 }
-                self.fold_keys(scratch, block, &heads, &keys);
+                self.fold_keys(scratch, task, &heads, &keys);
             }
             scratch.whole = whole;
         }
     }
 
     /// One tile of keys, for all strips and the given heads of a task.
-    fn fold_keys(&self, scratch: &mut Scratch<Acc<E>>, block: &mut QueryBlock<Acc<E>>, heads: &Range<usize>, keys: &Range<usize>) {
+    fn fold_keys(&self, scratch: &mut Scratch<Acc<E>>, task: &mut QueryTask<'_, Acc<E>>, heads: &Range<usize>, keys: &Range<usize>) {
         let mut tiles = 0;
-        for (index, strip) in self.geometry.strips(block.rows.len()).enumerate() {
+        for (index, strip) in self.geometry.strips(task.rows.len()).enumerate() {
             let Scratch { sight, sights, bits, parts, .. } = scratch;
             let look = |sight: &mut Sight| sight.look(Lanes::Queries, &self.visibility, &parts[index], keys.clone(), bits);
             if !sights.next(sight, look) {
                 continue;
             }
             if tiles == 0 {
-                self.fill_keys(scratch, block.batch, block.kv_head, keys);
+                self.fill_keys(scratch, task.batch, task.kv_head, keys);
             }
             tiles += heads.len();
             for head in heads.clone() {
-                let site = self.site(block.batch, head, &block.rows, index, &strip, keys);
+                let site = self.site(task.batch, head, &task.rows, index, &strip, keys);
                 if !std::mem::replace(&mut scratch.filled[site.strip], true) {
                     let lanes = &mut scratch.lanes_head[self.geometry.lanes_of(&site, self.depth())];
                     let Geometry { path, pairs, .. } = *self.geometry;
                     fill_lanes(path, &self.q, (site.batch, head), site.queries.clone(), site.width, lanes, pairs);
-                    self.expect_queries(&mut scratch.ahead, block, heads, &site);
+                    self.expect_queries(&mut scratch.ahead, &task.rows, heads, &site);
                 }
-                self.fold_tile(scratch, block, strip.rows.start, &site);
+                let (block, first) = task.block(strip.rows.start);
+                self.fold_tile(scratch, block, first, &site);
             }
         }
         // as many tiles as now will mostly be worked on while the next keys are waited for
@@ -216,8 +219,8 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
     }
 
     /// Notes which queries are mostly filled next: those of the next head, then of the next strip.
-    fn expect_queries(&self, ahead: &mut Ahead, block: &QueryBlock<Acc<E>>, heads: &Range<usize>, site: &Site) {
-        let next = site.queries.end..block.rows.end.min(site.queries.end + self.geometry.strip_lanes());
+    fn expect_queries(&self, ahead: &mut Ahead, rows: &Range<usize>, heads: &Range<usize>, site: &Site) {
+        let next = site.queries.end..rows.end.min(site.queries.end + self.geometry.strip_lanes());
         (ahead.head, ahead.queries) = if site.head + 1 < heads.end { (site.head + 1, site.queries.clone()) } else { (heads.start, next) };
     }
 
@@ -226,7 +229,7 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
         self.geometry.depth(self.geometry.dims.head_dim)
     }
 
-    /// One tile of one head; `first` is the strip's first row in the task.
+    /// One tile of one head; `first` is the strip's first row in the block.
     fn fold_tile(&self, scratch: &mut Scratch<Acc<E>>, block: &mut QueryBlock<Acc<E>>, first: usize, site: &Site) {
         let (path, vectors) = (self.geometry.path, site.vectors);
         let Scratch { rows_head, rows_value, lanes_head, tiles, largest, rescale, sight, sight_of_head, ahead, .. } = scratch;

@@ -6,13 +6,13 @@
 //! |---|---|
 //! | the seam, call by call | `backend.rs` |
 //! | forward: tiles, few queries over many keys, and the end of a row | `forward.rs`, `decode.rs`, `decode_products.rs`, `finish.rs` |
-//! | backward: beginning and end, dq and dbias, dk and dv, all at once | `backward.rs`, `backward_queries.rs`, `backward_keys.rs`, `backward_together.rs`, `bias_gradient.rs` |
-//! | one tile: who sees whom, logits, softmax, gradients, products | `sight.rs`, `logits.rs`, `dropout.rs`, `softmax.rs`, `gradient.rs`, `products.rs`, `pairs.rs` |
+//! | backward: beginning and end, dq and dbias, dk and dv, all at once and by whom in turn | `backward.rs`, `backward_queries.rs`, `backward_keys.rs`, `backward_together.rs`, `backward_turns.rs`, `bias_gradient.rs` |
+//! | one tile: who sees whom, logits, softmax, gradients, products | `sight.rs`, `logits.rs`, `dropout.rs`, `softmax.rs`, `gradient.rs`, `products.rs`, `whole_tile.rs`, `pairs.rs` |
 //! | memory: workspace, scratch, packed tiles, records | `workspace.rs`, `statistics.rs`, `scratch.rs`, `pack.rs`, `records.rs`, `aligned.rs`, `input.rs`, `ahead.rs` |
 //! | machine: instruction sets, vectors, threads, sizes | `isa.rs`, `vector.rs`, `real.rs`, `lanes.rs`, `exp.rs`, `team.rs`, `geometry.rs` |
 //!
 //! The design in three lines. One of queries and keys lies in the lanes of vectors and the other is broadcast, so no sum crosses lanes. A task owns
-//! what it writes and is worked by one thread in a fixed order, so results depend on nothing but inputs, mask and instruction set. A
+//! what it writes, or takes its turn at it, and is worked by one thread in a fixed order, so results depend on nothing but inputs, mask and instruction set. A
 //! logit is one chain of multiply-adds, so backward meets the very logits of forward.
 
 mod ahead;
@@ -22,6 +22,7 @@ mod backward;
 mod backward_keys;
 mod backward_queries;
 mod backward_together;
+mod backward_turns;
 mod bias_gradient;
 mod decode;
 mod decode_products;
@@ -46,6 +47,7 @@ mod softmax;
 mod statistics;
 mod team;
 mod vector;
+mod whole_tile;
 mod workspace;
 
 pub use backend::Cpu;

@@ -2,17 +2,18 @@
 
 use std::ops::Range;
 
-use annulus_core::{QueryTile, Result, TileBits};
+use annulus_core::{QueryTile, Result, Spec, TileBits};
 
 use crate::{
     ahead::Ahead,
     aligned::Aligned,
-    backward_together::WholeTile,
+    bias_gradient::BiasGradient,
     decode::FewScratch,
     geometry::Geometry,
     pack::Panel,
     real::Real,
     sight::{Sight, Sights, TILE},
+    whole_tile::WholeTile,
 };
 
 /// Row statistics of up to [`TILE`] queries: what [`annulus_core::Spec::ROW_STATISTICS`] says, as kernels use them.
@@ -63,6 +64,8 @@ pub(crate) struct Scratch<A> {
     pub(crate) sums_head: Aligned<A>,
     /// Strips of dv.
     pub(crate) sums_value: Aligned<A>,
+    /// Of a task's keys, for each head with a gradient of the bias of its own: dS summed along all queries, where that is wanted.
+    pub(crate) sums_bias: Aligned<A>,
     pub(crate) tiles: Tiles<A>,
     /// The largest logit of each lane of a tile.
     pub(crate) largest: Aligned<A>,
@@ -88,7 +91,7 @@ pub(crate) struct Scratch<A> {
 
 impl<A: Real> Scratch<A> {
     /// For tasks of `q_rows` queries and `k_rows` keys; with `backward`, for gradients too; for a pass of `few` queries, or 0.
-    pub(crate) fn new(geometry: &Geometry, q_rows: usize, k_rows: usize, backward: bool, few: usize) -> Result<Self> {
+    pub(crate) fn new(spec: &Spec, geometry: &Geometry, q_rows: usize, k_rows: usize, backward: bool, few: usize) -> Result<Self> {
         let (head, value) = (geometry.dims.head_dim, geometry.dims.value_dim);
         let strip = geometry.strip_lanes();
         let q_lanes = q_rows * geometry.dims.group();
@@ -105,6 +108,7 @@ impl<A: Real> Scratch<A> {
             lanes_value: Aligned::zeroed(gradient(lanes * geometry.depth(value)))?,
             sums_head: Aligned::zeroed(k_lanes * geometry.head_rows())?,
             sums_value: Aligned::zeroed(k_lanes * geometry.value_rows())?,
+            sums_bias: Aligned::zeroed(gradient(BiasGradient::<A>::lanes(spec, geometry.keys_together())))?,
             tiles: Tiles { s: tile(true)?, dp: tile(backward)?, slope: tile(backward)?, extra: tile(true)? },
             largest: Aligned::zeroed(strip)?,
             rescale: Aligned::zeroed(strip)?,

@@ -1,8 +1,8 @@
 //! The threads of one backend: the calling thread and, beside it, a pool of its own.
 //!
 //! Items of work are handed out one after another, in a fixed order, to whoever asks first. An item is worked by one thread from end to end and
-//! owns what it writes, so neither the number of threads nor their timing can be seen in a result. Only the calling thread calls `tick`
-//! (an MPI may forbid it to others): between tiles, and while it waits for the others to finish.
+//! owns what it writes, or takes its turn at it (`backward_turns.rs`), so neither the number of threads nor their timing can be seen in a result. Only
+//! the calling thread calls `tick` (an MPI may forbid it to others): between tiles, and while it waits for the others.
 
 use std::{
     ops::ControlFlow,
@@ -16,8 +16,8 @@ use std::{
 use annulus_core::{Error, Result, Tick};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-/// Least time between two ticks.
-const BEAT: Duration = Duration::from_micros(200);
+/// Least time between two ticks, and the longest that a thread waits for another without looking up.
+pub(crate) const BEAT: Duration = Duration::from_micros(200);
 
 /// The threads of one backend.
 #[derive(Debug)]

@@ -49,7 +49,7 @@ impl Hulls {
         head: usize,
         keys: &Rows,
         tile: Range<usize>,
-    ) -> impl Iterator<Item = Range<usize>> + 's {
+    ) -> impl DoubleEndedIterator<Item = Range<usize>> + 's {
         let tiles = self.queries.div_ceil(self.height.max(1));
         let first = (if self.batches == 1 { 0 } else { batch * self.heads } + if self.heads == 1 { 0 } else { head }) * tiles;
         let extent = (!tile.is_empty()).then(|| keys.outline(batch).extent(&tile));

@@ -2,7 +2,7 @@
 
 use std::ops::ControlFlow;
 
-use annulus_core::{Backend, BackwardMode, Block, DType, Dims, Element, Error, Host, HostBuffer, Inputs, Layout, Outputs, Spec};
+use annulus_core::{Backend, BackwardMode, Block, DType, Dims, Element, Error, Gradients, Host, HostBuffer, Inputs, Layout, Outputs, Spec};
 use annulus_cpu::Cpu;
 use ndarray::{Array4, s};
 
@@ -79,6 +79,32 @@ fn a_break_ends_the_call_early() {
         cpu.finish(&mut workspace, &rank.inputs(), outputs).unwrap();
         assert_eq!((out, lse), forward(&cpu, &rank, &rank.inputs()).unwrap());
     }
+}
+
+#[test]
+fn a_break_ends_a_backward_pass_whose_threads_wait_for_each_other() {
+    let rank = rank(Dims::new(1, 900, 1, 32));
+    let backward = |cpu: &Cpu, breaks: usize| {
+        let mut workspace = cpu.workspace(&rank.local, true).unwrap();
+        let (inputs, saved) = (rank.inputs(), rank.saved());
+        let zeroed = |like: &HostBuffer| HostBuffer::zeroed(like.bytes().len() as u64).unwrap();
+        let (mut buffer, mut fresh) = (zeroed(&rank.block), zeroed(&rank.home));
+        cpu.pack(&mut workspace, &inputs, &mut buffer).unwrap();
+        let block = Block { buffer: &buffer, ready: &(), rows: &rank.local.keys };
+        for _ in 0..breaks {
+            cpu.begin_backward(&mut workspace, &inputs, &saved).unwrap();
+            cpu.attend_backward(&mut workspace, &inputs, &saved, &block, &mut fresh, &mut || ControlFlow::Break(())).unwrap();
+        }
+        cpu.begin_backward(&mut workspace, &inputs, &saved).unwrap();
+        cpu.attend_backward(&mut workspace, &inputs, &saved, &block, &mut fresh, &mut go_on).unwrap();
+        let (mut dq, mut dk, mut dv) = (rank.q.clone(), rank.k.clone(), rank.v.clone());
+        let (of_q, of_k, of_v) = (Element::view_mut(dq.view_mut()), Element::view_mut(dk.view_mut()), Element::view_mut(dv.view_mut()));
+        let mut gradients = Gradients::<Host> { dq: of_q, dk: of_k, dv: of_v, dbias: None, dsinks: None };
+        cpu.finish_backward(&mut workspace, &inputs, &fresh, &mut gradients).unwrap();
+        (dq, dk, dv)
+    };
+    let undisturbed = backward(&Cpu::new(1).unwrap(), 0);
+    assert!(backward(&Cpu::new(3).unwrap(), 4) == undisturbed);
 }
 
 #[test]
