@@ -14,7 +14,8 @@ use ndarray::{ArrayViewMut4, s};
 
 use crate::{
     backward_together::{lock, own},
-    logits::{Site, bias_column},
+    bias::bias_column,
+    logits::Site,
     real::Real,
     scratch::Scratch,
     sight::TILE,

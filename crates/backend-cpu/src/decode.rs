@@ -26,6 +26,7 @@ use crate::{
     forward::{Acc, QueryPass},
     geometry::Geometry,
     input::Input,
+    isa::Path,
     logits::Site,
     real::Real,
     scratch::Scratch,
@@ -71,9 +72,10 @@ pub(crate) struct FewScratch<A> {
 }
 
 /// Whether few queries are served this way.
-pub(crate) fn wanted<A: Real>(spec: &Spec, queries: usize, backward: bool) -> bool {
-    // whole vectors of queries are faster in lanes
-    !backward && spec.normalize && (1..A::WIDTH).contains(&queries)
+pub(crate) fn wanted<A: Real>(path: Path, spec: &Spec, queries: usize, backward: bool) -> bool {
+    // queries in lanes are faster for whole vectors of them; where registers are few, from half a vector on
+    let enough = if path.most_vectors() > 1 { A::WIDTH } else { A::WIDTH / 2 };
+    !backward && spec.normalize && (1..enough).contains(&queries)
 }
 
 /// Keys of a tile: as many as the lanes of a strip.

@@ -15,7 +15,7 @@ use crate::{
     vector::{MOST_WIDTH, Vector},
 };
 
-/// Keys, or values, that are worked together.
+/// Keys, or values, that are worked together, where a register tile has as many rows.
 const KEYS: usize = 4;
 
 /// The most lines that are worked together, where registers are many.
@@ -39,7 +39,12 @@ pub(crate) struct Lines {
 impl Lines {
     /// For so many queries.
     pub(crate) const fn of_group(geometry: &Geometry, queries: usize) -> Self {
-        let together = if geometry.path.most_vectors() < MOST_LINES { ONE } else { MOST_LINES };
+        let together = match (geometry.path.most_vectors(), geometry.lanes(1)) {
+            (MOST_LINES.., MOST_WIDTH) => MOST_LINES,
+            // vectors left to the compiler, which takes two registers each
+            (MOST_LINES.., _) => TWO,
+            _ => ONE,
+        };
         Self { len: geometry.dims.group() * queries, together }
     }
 
@@ -170,7 +175,7 @@ impl<E: Input> Kernel<E::Accumulator> for Dots<'_, '_, E> {
             let mut place = 0;
             while place < used {
                 let row = first_key + first + place;
-                if place + KEYS <= used {
+                if ROWS >= KEYS && place + KEYS <= used {
                     let Some(rows) = next_rows::<E, KEYS>(self.source, batch, row) else { return };
                     self.of_keys::<V, KEYS>(rows, row, place);
                     place += KEYS;
@@ -300,7 +305,7 @@ impl<E: Input> Kernel<E::Accumulator> for WeightedSums<'_, '_, E> {
         let mut key = keys.start;
         while key < keys.end {
             let row = first_key + key;
-            if self.all >> key & ((1 << KEYS) - 1) == (1 << KEYS) - 1 {
+            if ROWS >= KEYS && self.all >> key & ((1 << KEYS) - 1) == (1 << KEYS) - 1 {
                 let Some(rows) = next_rows::<E, KEYS>(self.source, batch, row) else { return };
                 self.of_keys::<V, KEYS>(rows, row, key);
                 key += KEYS;

@@ -7,7 +7,7 @@
 //! | the seam, call by call | `backend.rs` |
 //! | forward: tiles, few queries over many keys, and the end of a row | `forward.rs`, `decode.rs`, `decode_products.rs`, `finish.rs` |
 //! | backward: beginning and end, dq and dbias, dk and dv, all at once and by whom in turn | `backward.rs`, `backward_queries.rs`, `backward_keys.rs`, `backward_together.rs`, `backward_turns.rs`, `bias_gradient.rs` |
-//! | one tile: who sees whom, logits, softmax, gradients, products | `sight.rs`, `logits.rs`, `dropout.rs`, `softmax.rs`, `gradient.rs`, `products.rs`, `whole_tile.rs`, `pairs.rs` |
+//! | one tile: who sees whom, logits, softmax, gradients, products | `sight.rs`, `logits.rs`, `bias.rs`, `dropout.rs`, `softmax.rs`, `gradient.rs`, `products.rs`, `whole_tile.rs`, `pairs.rs` |
 //! | memory: workspace, scratch, packed tiles, records | `workspace.rs`, `statistics.rs`, `scratch.rs`, `pack.rs`, `records.rs`, `aligned.rs`, `input.rs`, `ahead.rs` |
 //! | machine: instruction sets, vectors, threads, sizes | `isa.rs`, `vector.rs`, `real.rs`, `lanes.rs`, `exp.rs`, `team.rs`, `geometry.rs` |
 //!
@@ -23,6 +23,7 @@ mod backward_keys;
 mod backward_queries;
 mod backward_together;
 mod backward_turns;
+mod bias;
 mod bias_gradient;
 mod decode;
 mod decode_products;

@@ -11,9 +11,10 @@ use annulus_core::{
     BiasFunction, BiasOrder, DType, DropoutMask, Rows, Spec,
     mask::{Key, Query},
 };
-use ndarray::{ArrayView1, ArrayView4, s};
+use ndarray::ArrayView4;
 
 use crate::{
+    bias::fill_bias,
     dropout::{Spread, kept},
     isa::{Job, Path},
     lanes::{each_row_mut, map, select, strip, strip_mut, unrolled, zip},
@@ -60,14 +61,6 @@ impl Site {
     /// The elements of the tile's rows `rows`.
     pub(crate) const fn span(&self, rows: &Range<usize>) -> Range<usize> {
         rows.start * self.width..rows.end * self.width
-    }
-
-    /// How far apart neighbouring keys of one query lie.
-    const fn key_step(&self) -> usize {
-        match self.lanes {
-            Lanes::Queries => self.width,
-            Lanes::Keys => 1,
-        }
     }
 
     /// The element of a pair.
@@ -185,28 +178,14 @@ impl<A: Real> Logits<'_, A> {
         (queries, keys): (Range<usize>, Range<usize>),
         into: &mut [A],
     ) {
-        let rows = &self.keys.rows()[site.keys.clone()][keys.clone()];
-        let counts_up = rows.first().is_some_and(|&first| rows.iter().zip(first..).all(|(&row, want)| row == want));
+        let key_rows = &self.keys.rows()[site.keys.clone()][keys.clone()];
+        if !fill_bias(self.path, bias, site, (keys.start, key_rows), queries.clone(), into) {
+            return;
+        }
         for query in queries {
-            let line = bias_line(bias, site.batch, site.head, site.queries.start + query);
-            let places = into[site.element(query, keys.start)..].iter_mut().step_by(site.key_step()).zip(rows);
-            let mut least = A::ZERO;
-            let mut put = |place: &mut A, bias: A| {
-                *place = bias;
-                least = if bias < least { bias } else { least };
-            };
-            match line.to_slice() {
-                Some(line) if counts_up && line.len() > 1 => {
-                    let run = &line[annulus_core::index(rows[0])..];
-                    places.zip(run).for_each(|((place, _), &bias)| put(place, bias));
-                }
-                _ => places.for_each(|(place, &row)| put(place, line[bias_column(line.len(), row)])),
-            }
-            if least == -A::INFINITY {
-                for key in keys.clone().filter(|&key| into[site.element(query, key)] == -A::INFINITY) {
-                    let (row, lane) = site.place(query, key);
-                    sight.hide(row, lane);
-                }
+            for key in keys.clone().filter(|&key| into[site.element(query, key)] == -A::INFINITY) {
+                let (row, lane) = site.place(query, key);
+                sight.hide(row, lane);
             }
         }
     }
@@ -238,18 +217,6 @@ impl<A: Real> Logits<'_, A> {
             }
         }
     }
-}
-
-/// The biases of one query, by key row (or one for all keys). Axes of length 1 stand for every index.
-pub(crate) fn bias_line<A>(bias: ArrayView4<'_, A>, batch: usize, head: usize, query: usize) -> ArrayView1<'_, A> {
-    let (batches, heads, queries, _) = bias.dim();
-    let at = |len: usize, index: usize| if len == 1 { 0 } else { index };
-    bias.slice_move(s![at(batches, batch), at(heads, head), at(queries, query), ..])
-}
-
-/// Where the bias of key row `row` stands in a line of `len`.
-pub(crate) const fn bias_column(len: usize, row: u64) -> usize {
-    if len == 1 { 0 } else { annulus_core::index(row) }
 }
 
 /// Rounding, soft cap and bias, in the order of the spec.

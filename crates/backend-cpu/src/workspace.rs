@@ -256,7 +256,7 @@ impl<A: Real> State<A> {
         let places = vec![0; blocks.len()];
         let bias_gradient = if backward { BiasGradient::new(spec, &blocks, q_rows)? } else { None };
         let statistics = if backward { Statistics::new(spec, local.queries.len())? } else { Statistics::default() };
-        let few = if decode::wanted::<A>(spec, local.queries.len(), backward) { local.queries.len() } else { 0 };
+        let few = if decode::wanted::<A>(path, spec, local.queries.len(), backward) { local.queries.len() } else { 0 };
         let decode = if few > 0 { Some(Decode::new(&geometry, few, most_keys)?) } else { None };
         let scratch = (0..threads).map(|_| Scratch::new(spec, &geometry, wide_rows, k_rows, backward, few)).collect::<Result<_>>()?;
         let lent = blocks.iter().filter(|_| backward).map(|_| Aligned::zeroed(0).map(Mutex::new)).collect::<Result<_>>()?;
