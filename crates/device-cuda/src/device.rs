@@ -81,34 +81,11 @@ impl Device {
     /// # Errors
     /// As [`Device::open`].
     pub fn with_symbols(symbols: Symbols, ordinal: usize) -> Result<Self> {
-        let count = start(&symbols)?;
-        let number = c_int::try_from(ordinal).ok().filter(|_| ordinal < count);
-        let number = number.ok_or_else(|| Error::invalid("device", ordinal, format!("a GPU's number, below {count}")))?;
-        // SAFETY: the table's functions have the signatures and meanings of the driver's; every pointer is to a local of the right type.
-        unsafe {
-            let mut device: CUdevice = 0;
-            check("cuDeviceGet", (symbols.device_get)(&raw mut device, number))?;
-            let mut name = [0; 256];
-            check("cuDeviceGetName", (symbols.device_name)(name.as_mut_ptr(), 255, device))?;
-            let name = CStr::from_ptr(name.as_ptr()).to_string_lossy().into_owned();
-            let attribute = |which| -> Result<i32> {
-                let mut value: c_int = 0;
-                check("cuDeviceGetAttribute", (symbols.device_attribute)(&raw mut value, which, device))?;
-                Ok(value)
-            };
-            let architecture = Architecture {
-                major: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
-                minor: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
-            };
-            if architecture < Architecture::OLDEST {
-                let oldest = Architecture::OLDEST;
-                return Err(absent("CUDA", format!("{name} has compute capability {architecture}, {oldest} or newer is needed")));
-            }
-            let mut context: CUcontext = std::ptr::null_mut();
-            check("cuDevicePrimaryCtxRetain", (symbols.context_retain)(&raw mut context, device))?;
-            let failure = Mutex::new(None);
-            Ok(Self(Arc::new(Parts { symbols, context, retained: Some(device), name, architecture, failure })))
-        }
+        let (device, name, architecture) = describe(&symbols, ordinal)?;
+        let mut context: CUcontext = std::ptr::null_mut();
+        // SAFETY: the table's functions have the signatures and meanings of the driver's; the pointer is to a local of the right type.
+        check("cuDevicePrimaryCtxRetain", unsafe { (symbols.context_retain)(&raw mut context, device) })?;
+        Ok(Self(Arc::new(Parts { symbols, context, retained: Some(device), name, architecture, failure: Mutex::new(None) })))
     }
 
     /// A caller's context, borrowed: it is made current by calls and never released.
@@ -120,11 +97,8 @@ impl Device {
     /// * `context` is a context of GPU number `ordinal`, made through the same driver;
     /// * it outlives the device and everything made of it.
     pub unsafe fn borrowed(symbols: Symbols, ordinal: usize, context: CUcontext) -> Result<Self> {
-        let own = Self::with_symbols(symbols, ordinal)?;
-        let Parts { name, architecture, .. } = &*own.0;
-        let failure = Mutex::new(None);
-        let parts = Parts { symbols, context, retained: None, name: name.clone(), architecture: *architecture, failure };
-        Ok(Self(Arc::new(parts)))
+        let (_, name, architecture) = describe(&symbols, ordinal)?;
+        Ok(Self(Arc::new(Parts { symbols, context, retained: None, name, architecture, failure: Mutex::new(None) })))
     }
 
     /// Its name.
@@ -219,6 +193,35 @@ impl Drop for Parts {
             // SAFETY: it was retained once, by this; nothing made of it is left, for that would own this.
             unsafe { (self.symbols.context_release)(device) };
         }
+    }
+}
+
+/// GPU number `ordinal`: its handle, its name and what it can run.
+fn describe(symbols: &Symbols, ordinal: usize) -> Result<(CUdevice, String, Architecture)> {
+    let count = start(symbols)?;
+    let number = c_int::try_from(ordinal).ok().filter(|_| ordinal < count);
+    let number = number.ok_or_else(|| Error::invalid("device", ordinal, format!("a GPU's number, below {count}")))?;
+    // SAFETY: the table's functions have the signatures and meanings of the driver's; every pointer is to a local of the right type.
+    unsafe {
+        let mut device: CUdevice = 0;
+        check("cuDeviceGet", (symbols.device_get)(&raw mut device, number))?;
+        let mut name = [0; 256];
+        check("cuDeviceGetName", (symbols.device_name)(name.as_mut_ptr(), 255, device))?;
+        let name = CStr::from_ptr(name.as_ptr()).to_string_lossy().into_owned();
+        let attribute = |which| -> Result<i32> {
+            let mut value: c_int = 0;
+            check("cuDeviceGetAttribute", (symbols.device_attribute)(&raw mut value, which, device))?;
+            Ok(value)
+        };
+        let architecture = Architecture {
+            major: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            minor: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        };
+        if architecture < Architecture::OLDEST {
+            let oldest = Architecture::OLDEST;
+            return Err(absent("CUDA", format!("{name} has compute capability {architecture}, {oldest} or newer is needed")));
+        }
+        Ok((device, name, architecture))
     }
 }
 

@@ -1,5 +1,6 @@
 //! The CUDA backend on a device of fibers: the same host code and the same kernels as on a GPU.
 
+mod borrowed;
 #[path = "../common/mod.rs"]
 mod common;
 mod conformance;
