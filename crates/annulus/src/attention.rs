@@ -1,20 +1,24 @@
-//! The builder: every parameter of the field under its usual name.
+//! The builder: the parameters of an attention, under the names that errors and files use.
 
 use std::{sync::Arc, time::Duration};
 
 use annulus_comm::{Deadline, Silence, deadline, ring::RingOptions};
 use annulus_core::{
-    Alignment, BackwardMode, BiasFunction, BiasOrder, DType, Dims, Dropout, Error, Layout, Mask, Precision, Result, Route, SinkShape,
-    Space, Spec, Transport,
+    Alignment, BackwardMode, BiasFunction, BiasOrder, DType, Dims, Dropout, Error, Layout, Mask,
+    Precision, Result, Route, SinkShape, Space, Spec, Transport,
     mask::{Causal, ChunkedCausal, Prefix, Window, and},
 };
 
-use crate::Plan;
+use crate::LocalRing;
 
-/// What attention to compute. Starts as full attention; every method adds one thing; [`Attention::plan`] makes it runnable.
+/// Builds the definition of one attention: full attention, then one parameter per method.
 ///
-/// All masks are and-ed. `docs/semantics.md` in the repository says what each parameter means, to the inequality; i' and j' below are the
-/// positions of query i and key j.
+/// Setters take values, and `None` where the default is none, so that parameters pass through
+/// without branches. A later call replaces an earlier one, except of [`Attention::mask`].
+///
+/// A pair (query, key) is visible if every mask that was added allows it. i' and j' below are the
+/// positions of query i and key j; `docs/semantics.md` in the repository defines every parameter.
+/// [`Attention::local_ring`] and [`crate::Plan::new`] check the parameters.
 ///
 /// # Examples
 /// ```
@@ -22,11 +26,13 @@ use crate::Plan;
 /// use ndarray::Array4;
 ///
 /// let dims = Dims::new(1, 64, 4, 16); // batch, length, heads, head dim
-/// let x = Array4::<f32>::from_shape_fn((1, 64, 4, 16), |(_, i, h, c)| ((i * 7 + h * 3 + c) % 11) as f32 * 0.1);
-/// let mut plan = Attention::new().causal().plan(dims, 4, None)?; // a ring of 4 ranks in this process
+/// let x = Array4::<f32>::from_shape_fn((1, 64, 4, 16), |(_, i, h, c)| {
+///     ((i * 7 + h * 3 + c) % 11) as f32 * 0.1
+/// });
+/// let mut ring = Attention::new().causal(true).local_ring(dims, 4)?; // 4 ranks in this process
 /// let tensors = Tensors::new(x.view(), x.view(), x.view());
-/// let forward = plan.forward(&tensors)?;
-/// let gradients = plan.backward(&tensors, &forward, x.view(), None)?;
+/// let forward = ring.forward(&tensors)?;
+/// let gradients = ring.backward(&tensors, &forward, x.view(), None)?;
 /// assert_eq!(forward.out.dim(), (1, 64, 4, 16));
 /// assert_eq!(gradients.dq.dim(), (1, 64, 4, 16));
 /// # Ok::<(), annulus::Error>(())
@@ -35,18 +41,18 @@ use crate::Plan;
 pub struct Attention {
     dtype: Option<DType>,
     causal: bool,
-    window: Option<(Option<u64>, Option<u64>)>,
-    first_visible: u64,
-    chunk: Option<u64>,
-    prefix: Option<u64>,
+    sliding_window: (Option<u64>, Option<u64>),
+    attention_sink_size: u64,
+    chunk_size: Option<u64>,
+    prefix_len: Option<u64>,
     masks: Vec<Arc<dyn Mask>>,
     alignment: Alignment,
-    scale: Option<f64>,
-    soft_cap: Option<f64>,
+    softmax_scale: Option<f64>,
+    logits_soft_cap: Option<f64>,
     bias: Option<[usize; 4]>,
     bias_function: Option<Arc<dyn BiasFunction>>,
     bias_order: BiasOrder,
-    sinks: Option<SinkShape>,
+    softmax_aux: Option<SinkShape>,
     unnormalized: bool,
     dropout: Option<Dropout>,
     logits_dtype: Option<DType>,
@@ -54,13 +60,14 @@ pub struct Attention {
     backward: BackwardMode,
     forward_only: bool,
     local_gradients: bool,
+    layout: Option<Layout>,
     route: Option<Route>,
     deadline: Option<Duration>,
     silence_hook: Option<SilenceHook>,
     threads: Option<usize>,
 }
 
-/// What is called when a rank has been silent for a quarter of the deadline.
+/// The caller's hook for a peer that has been silent for a quarter of the deadline.
 #[derive(Clone)]
 struct SilenceHook(Arc<dyn Fn(Silence) + Send + Sync>);
 
@@ -71,219 +78,275 @@ impl std::fmt::Debug for SilenceHook {
 }
 
 impl Attention {
-    /// Full attention in f32: scale 1/√head_dim and nothing else.
+    /// Starts with full attention in f32: scale 1/√head_dim and nothing else.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Element type of q, k, v, out and their gradients; f32 if not said.
+    /// Sets the element type of q, k, v, out and their gradients. Default: f32.
+    ///
+    /// Accumulators, lse, bias and sinks are f32, or f64 for f64.
     #[must_use]
     pub const fn dtype(mut self, dtype: DType) -> Self {
         self.dtype = Some(dtype);
         self
     }
 
-    /// Key j' is visible to query i' only if j' ≤ i'.
+    /// Causal mask: visible only if j' ≤ i'. Default: false.
     #[must_use]
-    pub const fn causal(mut self) -> Self {
-        self.causal = true;
+    pub const fn causal(mut self, causal: bool) -> Self {
+        self.causal = causal;
         self
     }
 
-    /// Sliding window: i' − left ≤ j' ≤ i' + right, both ends included; `None` leaves a side unbounded.
+    /// Sliding window: visible only if i' − left ≤ j' ≤ i' + right. `None` opens a side. Default:
+    /// both open.
     ///
     /// # Examples
     /// ```
     /// use annulus::Attention;
-    /// let itself_and_1023_before = Attention::new().window(1023, 0);
-    /// let all_before_and_one_after = Attention::new().window(None, 1);
+    /// let itself_and_1023_before = Attention::new().sliding_window(1023, 0);
+    /// let all_before_and_one_after = Attention::new().sliding_window(None, 1);
     /// ```
     #[must_use]
-    pub fn window(mut self, left: impl Into<Option<u64>>, right: impl Into<Option<u64>>) -> Self {
-        self.window = Some((left.into(), right.into()));
+    pub fn sliding_window(
+        mut self,
+        left: impl Into<Option<u64>>,
+        right: impl Into<Option<u64>>,
+    ) -> Self {
+        self.sliding_window = (left.into(), right.into());
         self
     }
 
-    /// Keys at positions below `count` are exempt from the window (not from causality): `attention_sink_size`. Without a window there is
-    /// nothing to be exempt from.
+    /// Exempts keys with j' < count from the sliding window, and from nothing else. Default: 0.
+    ///
+    /// Without a window it is refused.
+    ///
+    /// # Source
+    /// Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks.
     #[must_use]
-    pub const fn first_visible(mut self, count: u64) -> Self {
-        self.first_visible = count;
+    pub const fn attention_sink_size(mut self, count: u64) -> Self {
+        self.attention_sink_size = count;
         self
     }
 
-    /// Chunked causal: ⌊i'/chunk⌋ = ⌊j'/chunk⌋ and j' ≤ i'.
+    /// Chunked causal attention: visible only if ⌊i'/size⌋ = ⌊j'/size⌋ and j' ≤ i'. Default: none.
+    ///
+    /// # Source
+    /// Llama 4's chunked attention.
     #[must_use]
-    pub const fn chunk(mut self, chunk: u64) -> Self {
-        self.chunk = Some(chunk);
+    pub fn chunk_size(mut self, size: impl Into<Option<u64>>) -> Self {
+        self.chunk_size = size.into();
         self
     }
 
-    /// Prefix-LM: j' < len or j' ≤ i'. Do not add `causal`, which would hide the rest of the prefix.
+    /// Prefix-LM mask: visible only if j' < len or j' ≤ i'. Default: none.
+    ///
+    /// With [`Attention::causal`] it means the same: the prefix is exempt from the causal mask.
+    ///
+    /// # Source
+    /// Raffel et al. 2020, section 3.2.1.
     #[must_use]
-    pub const fn prefix(mut self, len: u64) -> Self {
-        self.prefix = Some(len);
+    pub fn prefix_len(mut self, len: impl Into<Option<u64>>) -> Self {
+        self.prefix_len = len.into();
         self
     }
 
-    /// Any mask, and-ed with the others.
+    /// Adds a mask of the caller's ([`Mask`]), as one more condition.
+    ///
+    /// # Examples
+    /// Every second key, and causal.
+    /// ```
+    /// use annulus::{Attention, mask::Predicate};
+    /// use std::sync::Arc;
+    ///
+    /// let even = Predicate::of_positions("even keys", |_query, key| key % 2 == 0);
+    /// let attention = Attention::new().causal(true).mask(Arc::new(even));
+    /// ```
     #[must_use]
     pub fn mask(mut self, mask: Arc<dyn Mask>) -> Self {
         self.masks.push(mask);
         self
     }
 
-    /// Where queries stand among the keys when lengths differ; top-left if not said.
+    /// Sets the positions of queries where q_len ≠ kv_len. Default: [`Alignment::TopLeft`].
     #[must_use]
     pub const fn align(mut self, alignment: Alignment) -> Self {
         self.alignment = alignment;
         self
     }
 
-    /// Multiplies q·k, any finite number; 1/√head_dim if not said.
+    /// Factor of q·k, any finite number. Default: 1/√head_dim.
     #[must_use]
-    pub const fn scale(mut self, scale: f64) -> Self {
-        self.scale = Some(scale);
+    pub fn softmax_scale(mut self, scale: impl Into<Option<f64>>) -> Self {
+        self.softmax_scale = scale.into();
         self
     }
 
-    /// Logits become cap·tanh(x/cap); cap is finite and above 0.
+    /// Soft cap of the scores: cap·tanh(x/cap), with cap finite and above 0. Default: none.
     #[must_use]
-    pub const fn soft_cap(mut self, cap: f64) -> Self {
-        self.soft_cap = Some(cap);
+    pub fn logits_soft_cap(mut self, cap: impl Into<Option<f64>>) -> Self {
+        self.logits_soft_cap = cap.into();
         self
     }
 
-    /// There will be an additive bias ([`crate::Tensors::with_bias`]) of this global shape, `[batch|1, q_heads|1, q_len|1, kv_len|1]`.
+    /// Declares an additive bias tensor, which every pass then needs
+    /// ([`crate::Tensors::with_bias`]). Default: none.
+    ///
+    /// # Shapes
+    /// Global: `[batch|1, q_heads|1, q_len|1, kv_len|1]`.
     #[must_use]
-    pub const fn bias(mut self, shape: [usize; 4]) -> Self {
-        self.bias = Some(shape);
+    pub fn bias(mut self, shape: impl Into<Option<[usize; 4]>>) -> Self {
+        self.bias = shape.into();
         self
     }
 
-    /// An additive bias computed from positions, such as [`annulus_core::Alibi`].
+    /// Adds a bias that is computed from positions, such as [`annulus_core::Alibi`]. No gradient.
     #[must_use]
     pub fn bias_function(mut self, function: Arc<dyn BiasFunction>) -> Self {
         self.bias_function = Some(function);
         self
     }
 
-    /// Whether the bias comes before or after the soft cap; after if not said.
+    /// Sets the order of bias and soft cap. Default: [`BiasOrder::AfterSoftCap`].
     #[must_use]
     pub const fn bias_order(mut self, order: BiasOrder) -> Self {
         self.bias_order = order;
         self
     }
 
-    /// There will be `count` sink logits shared by all heads ([`crate::Tensors::with_sinks`], `[1, count]`).
+    /// Declares attention sinks, which every pass then needs
+    /// ([`crate::Tensors::with_softmax_aux`]). Default: none.
+    ///
+    /// # Shapes
+    /// [`SinkShape::shared`]: `[1, count]`. [`SinkShape::per_head`]: `[q_heads, count]`.
     #[must_use]
-    pub const fn shared_sinks(mut self, count: usize) -> Self {
-        self.sinks = Some(SinkShape { per_head: false, count });
+    pub fn softmax_aux(mut self, sinks: impl Into<Option<SinkShape>>) -> Self {
+        self.softmax_aux = sinks.into();
         self
     }
 
-    /// There will be `count` sink logits for every query head ([`crate::Tensors::with_sinks`], `[q_heads, count]`).
+    /// Returns out = Σ e^(s − max)·v without the division by the sum, with max and sum. Default:
+    /// false.
     #[must_use]
-    pub const fn sinks_per_head(mut self, count: usize) -> Self {
-        self.sinks = Some(SinkShape { per_head: true, count });
+    pub const fn unnormalized(mut self, unnormalized: bool) -> Self {
+        self.unnormalized = unnormalized;
         self
     }
 
-    /// out = Σ e^{s − max}·v, undivided; max and sum are returned too.
+    /// Dropout of the attention probabilities, 0 ≤ probability < 1. Default: 0.
+    ///
+    /// The decision depends on the seed, batch row, head and global row numbers only, so neither
+    /// ranks nor layout nor backend change it.
+    ///
+    /// # Source
+    /// Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3 (Philox4×32-10).
     #[must_use]
-    pub const fn unnormalized(mut self) -> Self {
-        self.unnormalized = true;
+    pub fn dropout(mut self, probability: f64, seed: u64) -> Self {
+        self.dropout = (probability != 0.0).then_some(Dropout { probability, seed });
         self
     }
 
-    /// Drops each weight with this probability, 0 ≤ probability < 1; what is dropped depends on the seed, batch row, head and global row
-    /// numbers only.
-    #[must_use]
-    pub const fn dropout(mut self, probability: f64, seed: u64) -> Self {
-        self.dropout = Some(Dropout { probability, seed });
-        self
-    }
-
-    /// Rounds q·k to this type before scale, bias and cap.
+    /// Rounds q·k to this type before scale, bias and cap. Default: the accumulator's type.
     #[must_use]
     pub const fn logits_dtype(mut self, dtype: DType) -> Self {
         self.logits_dtype = Some(dtype);
         self
     }
 
-    /// How exactly products of f32 inputs are formed on matrix units; the CPU always forms those in full. With [`Precision::Default`] it may round
-    /// weights and gradients of logits of bf16 inputs to bf16 before it multiplies them, on processors that are twice as fast at that; all ranks do
-    /// or none.
+    /// Permits rounding of products. Default: [`Precision::Highest`], which permits none.
+    ///
+    /// Every backend forms products of f32 inputs in full f32 today, whatever is permitted. With
+    /// [`Precision::Default`] the CPU rounds probabilities and score gradients of bf16 inputs to
+    /// bf16, on processors that multiply bf16 twice as fast as f32. All ranks round, or none.
     #[must_use]
     pub const fn precision(mut self, precision: Precision) -> Self {
         self.precision = precision;
         self
     }
 
-    /// How the backward pass crosses the ring.
+    /// Sets the form of the backward pass. Default: [`BackwardMode::OnePass`].
     #[must_use]
     pub const fn backward_mode(mut self, mode: BackwardMode) -> Self {
         self.backward = mode;
         self
     }
 
-    /// Plans for forward passes only: less memory.
+    /// Plans for forward passes only, which needs less memory. Default: false.
     #[must_use]
-    pub const fn forward_only(mut self) -> Self {
-        self.forward_only = true;
+    pub const fn forward_only(mut self, forward_only: bool) -> Self {
+        self.forward_only = forward_only;
         self
     }
 
-    /// Leaves dsinks, and dbias broadcast over queries, as each rank's own part instead of the sum over ranks.
+    /// Returns dsinks, and dbias broadcast over queries, as each rank's own part. Default: false,
+    /// their sum over all ranks.
     #[must_use]
-    pub const fn local_gradients(mut self) -> Self {
-        self.local_gradients = true;
+    pub const fn local_gradients(mut self, local: bool) -> Self {
+        self.local_gradients = local;
         self
     }
 
-    /// How blocks find their users; chosen from the mask if not said.
+    /// Assignment of rows to ranks. Default: chosen by the mask, balanced work first, then the
+    /// fewest bytes.
     #[must_use]
-    pub const fn route(mut self, route: Route) -> Self {
-        self.route = Some(route);
+    pub fn layout(mut self, layout: impl Into<Option<Layout>>) -> Self {
+        self.layout = layout.into();
         self
     }
 
-    /// How long the ring may be silent before a call fails, at least 1 s; 120 s if not said.
+    /// Route of the blocks. Default: chosen by the mask.
     #[must_use]
-    pub const fn deadline(mut self, deadline: Duration) -> Self {
-        self.deadline = Some(deadline);
+    pub fn route(mut self, route: impl Into<Option<Route>>) -> Self {
+        self.route = route.into();
         self
     }
 
-    /// Has `hook` called, on a rank that waits, when a peer has been silent for a quarter of the deadline: once, until it is heard again. Nobody is
-    /// told if not said.
+    /// Longest silence of the ring before a call fails, at least 1 s. Default: 120 s.
+    #[must_use]
+    pub fn deadline(mut self, deadline: impl Into<Option<Duration>>) -> Self {
+        self.deadline = deadline.into();
+        self
+    }
+
+    /// Calls `hook`, on a rank that waits, when a peer has been silent for a quarter of the
+    /// deadline.
+    ///
+    /// It is called once per silence, on the thread that waits. Default: no hook.
     #[must_use]
     pub fn on_silence(mut self, hook: impl Fn(Silence) + Send + Sync + 'static) -> Self {
         self.silence_hook = Some(SilenceHook(Arc::new(hook)));
         self
     }
 
-    /// Threads of each rank; if not said, the machine's are shared among the ranks of this process.
+    /// Threads of each CPU rank that [`Attention::local_ring`] makes. Default: the cores of this
+    /// machine, divided by the ranks.
+    ///
+    /// Plans with a backend of the caller's refuse it: their threads are the backend's
+    /// ([`crate::Cpu::new`]).
     #[must_use]
-    pub const fn threads(mut self, threads: usize) -> Self {
-        self.threads = Some(threads);
+    pub fn threads(mut self, threads: impl Into<Option<usize>>) -> Self {
+        self.threads = threads.into();
         self
     }
 
-    /// The definition for tensors of these lengths, checked.
+    /// Returns the checked definition for tensors of these lengths.
+    ///
+    /// # Shapes
+    /// `dims` are the global lengths, the same on every rank.
     ///
     /// # Errors
-    /// [`annulus_core::Error::InvalidArgument`] naming the parameter.
+    /// [`annulus_core::Error::InvalidArgument`], which names the parameter.
     pub fn spec(&self, dims: Dims) -> Result<Spec> {
         let dtype = self.dtype.unwrap_or(DType::F32);
         let spec = Spec {
             mask: self.whole_mask()?,
             alignment: self.alignment,
-            soft_cap: self.soft_cap,
+            soft_cap: self.logits_soft_cap,
             bias: self.bias,
             bias_function: self.bias_function.clone(),
             bias_order: self.bias_order,
-            sinks: self.sinks,
+            sinks: self.softmax_aux,
             normalize: !self.unnormalized,
             dropout: self.dropout,
             logits_dtype: self.logits_dtype.unwrap_or(dtype.accumulator()),
@@ -291,36 +354,52 @@ impl Attention {
             backward: self.backward,
             ..Spec::new(dims, dtype)
         };
-        let spec = Spec { scale: self.scale.unwrap_or(spec.scale), ..spec };
+        let spec = Spec { scale: self.softmax_scale.unwrap_or(spec.scale), ..spec };
         spec.validate()?;
         if let Some(deadline) = self.deadline.filter(|&deadline| deadline < deadline::LEAST) {
-            return Err(Error::invalid("deadline", format!("{deadline:?}"), format!("at least {:?}", deadline::LEAST)));
+            return Err(Error::invalid(
+                "deadline",
+                format!("{deadline:?}"),
+                format!("at least {:?}", deadline::LEAST),
+            ));
         }
         Ok(spec)
     }
 
-    /// An in-process ring of `ranks` CPU ranks over whole tensors. `layout` is chosen from the mask if `None`.
+    /// Plans an in-process ring of `ranks` CPU ranks over whole tensors.
     ///
     /// # Ordering
     /// Local: all ranks are threads of this process.
+    ///
     /// # Errors
-    /// [`annulus_core::Error::InvalidArgument`], [`annulus_core::Error::Unsupported`], [`annulus_core::Error::OutOfMemory`].
-    pub fn plan(&self, dims: Dims, ranks: usize, layout: impl Into<Option<Layout>>) -> Result<Plan> {
-        Plan::new(self, dims, ranks, layout.into())
+    /// [`annulus_core::Error::InvalidArgument`], [`annulus_core::Error::Unsupported`],
+    /// [`annulus_core::Error::OutOfMemory`].
+    pub fn local_ring(&self, dims: Dims, ranks: usize) -> Result<LocalRing> {
+        LocalRing::of_cpus(self, dims, ranks)
     }
 
-    /// The ring's options for this layout.
-    pub fn ring_options(&self, layout: Option<Layout>) -> RingOptions {
-        RingOptions { layout, route: self.route, backward: !self.forward_only, local_gradients: self.local_gradients }
+    /// Returns the options of the ring engine, for a [`crate::Ring`] made by hand.
+    pub fn ring_options(&self) -> RingOptions {
+        RingOptions {
+            layout: self.layout.clone(),
+            route: self.route,
+            backward: !self.forward_only,
+            local_gradients: self.local_gradients,
+        }
     }
 
-    /// The deadline that applies: the one that was said if it is long enough (if not, [`Attention::spec`] says so), else 120 s.
+    /// Returns the deadline in force: the given one, or 120 s.
+    ///
+    /// Also 120 s where the given one is below 1 s, which [`Attention::spec`] refuses.
     pub fn effective_deadline(&self) -> Duration {
         self.deadline.filter(|&deadline| deadline >= deadline::LEAST).unwrap_or(deadline::DEFAULT)
     }
 
-    /// Bounds every wait of `transport` by the deadline that applies, with the hook for silent peers.
-    pub(crate) fn bounded<T: Transport<S>, S: Space>(&self, transport: T) -> Result<Deadline<T, S>> {
+    /// Bounds every wait of `transport` by the deadline in force, with the hook for silent peers.
+    pub(crate) fn bounded<T: Transport<S>, S: Space>(
+        &self,
+        transport: T,
+    ) -> Result<Deadline<T, S>> {
         let bounded = Deadline::new(transport, self.effective_deadline())?;
         Ok(match self.silence_hook.clone() {
             Some(SilenceHook(hook)) => bounded.with_warning(move |silence| hook(silence)),
@@ -328,24 +407,45 @@ impl Attention {
         })
     }
 
-    /// The threads of each rank, if said.
-    pub const fn chosen_threads(&self) -> Option<usize> {
+    /// Returns the threads of each rank, if they were set.
+    pub(crate) const fn chosen_threads(&self) -> Option<usize> {
         self.threads
     }
 
+    /// Refuses [`Attention::threads`] for a backend that has its own.
+    pub(crate) fn check_threads(&self) -> Result<()> {
+        match self.threads {
+            Some(threads) => Err(Error::invalid(
+                "threads",
+                threads,
+                "no threads here: the plan's backend was made with its own",
+            )),
+            None => Ok(()),
+        }
+    }
+
     fn whole_mask(&self) -> Result<Arc<dyn Mask>> {
+        let (left, right) = self.sliding_window;
+        let windowed = left.is_some() || right.is_some();
+        if self.attention_sink_size > 0 && !windowed {
+            return Err(Error::invalid(
+                "attention_sink_size",
+                self.attention_sink_size,
+                "0, or a sliding_window, from which the first keys are exempt",
+            ));
+        }
         let mut all = self.masks.clone();
-        if self.causal {
-            all.push(Arc::new(Causal { offset: 0 }));
+        match (self.prefix_len, self.causal) {
+            (Some(len), _) => all.push(Arc::new(Prefix { len })),
+            (None, true) => all.push(Arc::new(Causal { offset: 0 })),
+            (None, false) => {}
         }
-        if let Some((left, right)) = self.window {
-            all.push(Arc::new(Window { left, right, first_visible: self.first_visible, offset: 0 }));
+        if windowed {
+            let first_visible = self.attention_sink_size;
+            all.push(Arc::new(Window { left, right, first_visible, offset: 0 }));
         }
-        if let Some(size) = self.chunk {
+        if let Some(size) = self.chunk_size {
             all.push(Arc::new(ChunkedCausal { size }));
-        }
-        if let Some(len) = self.prefix {
-            all.push(Arc::new(Prefix { len }));
         }
         Ok(all.into_iter().reduce(and).unwrap_or_else(|| Arc::new(annulus_core::mask::Everything)))
     }

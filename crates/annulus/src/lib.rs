@@ -1,24 +1,46 @@
-//! Exact attention over sequences that do not fit one device.
+//! Exact attention, forward and backward, over sequences that do not fit one device.
 //!
-//! Each rank keeps its queries; keys and values travel around a ring; every rank folds each arriving block into a running softmax. The
-//! result equals ordinary attention, forward and backward.
+//! The ranks of a ring keep their queries. Keys and values travel around the ring as blocks, and
+//! each rank merges every arriving block into an online softmax:
 //!
-//! * [`Attention`] says what to compute; [`Attention::plan`] gives a [`Plan`]: a whole ring in this process.
-//! * [`RankPlan`] is one rank of a ring over any transport: what a distributed program holds.
-//! * [`flash_attention`] and [`ring_attention`] are one call each.
+//! ```text
+//! for each block of keys and values:
+//!     m' = max(m, rowmax S)     acc = acc·e^(m − m') + e^(S − m')·V     l likewise     m = m'
+//! out = acc / l                 lse = m + ln l
+//! ```
+//!
+//! The result equals ordinary attention up to the order of rounding.
+//!
+//! * [`Attention`] is the builder: masks, scale, bias, sinks, dropout.
+//! * [`Attention::local_ring`] makes a [`LocalRing`], a whole ring in this process.
+//! * [`Plan`] is one rank of a ring over any transport, which is what an MPI process holds.
+//! * [`flash_attention`] and [`ring_attention`] plan and compute in one call.
+//!
+//! # Shapes
+//! Tensors are ndarray views, `[batch, seq, heads, dim]`; lse is `[batch, heads, seq]`.
+//!
+//! # Errors
+//! Every fallible function returns [`Error`]. Codes 1 to 19 are the caller's fault and leave the
+//! plan usable, 20 to 39 are resources, and from 40 on the plan is dead ([`Error::is_fatal`]).
+//!
+//! # Source
+//! Liu et al. 2023, Ring Attention with Blockwise Transformers; Dao et al. 2022, FlashAttention.
 #![forbid(unsafe_code)]
 
 mod attention;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub mod devices;
+mod local_ring;
 mod one_call;
 mod plan;
-mod rank_plan;
 mod tensors;
 
 pub use annulus_comm::ring::{Report, Ring, RingOptions};
 pub use annulus_comm::{self as comm};
 pub use annulus_core::{
-    Alibi, Alignment, BackwardMode, Batch, BiasFunction, BiasOrder, CustomLayout, DType, DenseMask, Dims, Dropout, Element, Error, Layout,
-    Mask, Precision, Result, Route, Run, Runs, SinkShape, Spec, mask,
+    Alibi, Alignment, BackwardMode, Batch, BiasFunction, BiasOrder, CustomLayout, DType, DenseMask,
+    Dims, Dropout, Element, Error, Fingerprint, KeyIntervals, Layout, Mask, Precision, Result,
+    Route, Run, Runs, SinkShape, Spec, mask,
 };
 pub use annulus_cpu::Cpu;
 #[cfg(feature = "cuda")]
@@ -26,7 +48,9 @@ pub use annulus_cuda as cuda;
 #[cfg(feature = "wgpu")]
 pub use annulus_wgpu as wgpu;
 pub use attention::Attention;
+pub use local_ring::LocalRing;
 pub use one_call::{Options, flash_attention, ring_attention};
 pub use plan::Plan;
-pub use rank_plan::RankPlan;
-pub use tensors::{Backward, Forward, Tensors};
+pub use tensors::{Backward, BackwardViewMut, Forward, ForwardView, ForwardViewMut, Tensors};
+/// Crates whose types are in this interface.
+pub use {half, ndarray};

@@ -1,57 +1,75 @@
-//! One call each, with the parameter names that the field's libraries use.
+//! Attention in one call, with the parameter names of other libraries.
 
 use std::sync::Arc;
 
-use annulus_core::{Batch, Dims, Element, Layout, Result};
+use annulus_core::{Batch, Dims, Element, Layout, Result, SinkShape};
 use ndarray::{ArrayView2, ArrayView4};
 
 use crate::{Attention, Forward, Tensors};
 
-/// The parameters of [`flash_attention`] and [`ring_attention`], named as in the libraries that users come from. `Default` is full attention.
+/// Parameters of [`flash_attention`] and [`ring_attention`], named as in other libraries.
+///
+/// The default is full attention. The methods of [`Attention`] define each parameter.
 #[derive(Debug, Clone, Default)]
 pub struct Options<'a, A> {
-    /// j' ≤ i'.
+    /// Causal mask: j' ≤ i'. See [`Attention::causal`].
     pub causal: bool,
-    /// (left, right), `None` = unbounded on that side.
+    /// Window (left, right); `None` opens a side. See [`Attention::sliding_window`].
     pub sliding_window: Option<(Option<u64>, Option<u64>)>,
-    /// First keys that are exempt from the window.
+    /// Number of first keys that are exempt from the window. Refused without a window.
     pub attention_sink_size: u64,
-    /// Chunked causal.
+    /// Chunk of chunked causal attention. See [`Attention::chunk_size`].
     pub chunk_size: Option<u64>,
-    /// cap·tanh(x/cap).
+    /// Soft cap: cap·tanh(x/cap).
     pub logits_soft_cap: Option<f64>,
-    /// 1/√head_dim if `None`.
+    /// Factor of q·k. Default: 1/√head_dim.
     pub softmax_scale: Option<f64>,
-    /// Share of weights dropped.
+    /// Probability of dropout, 0 ≤ p < 1.
     pub dropout_prob: f64,
-    /// Seed of dropout.
+    /// Seed of dropout. No effect at probability 0.
     pub dropout_seed: u64,
-    /// Returns out undivided, with max and sum.
+    /// Unnormalised output, with max and sum. See [`Attention::unnormalized`].
     pub unnormalized_output: bool,
-    /// `[batch|1, q_heads|1, q_len|1, kv_len|1]`.
+    /// Additive bias, `[batch|1, q_heads|1, q_len|1, kv_len|1]`.
     pub bias: Option<ArrayView4<'a, A>>,
-    /// `[1, sinks]` shared by all heads, or `[q_heads, sinks]`.
+    /// Sinks, `[1, sinks]` shared by all heads or `[q_heads, sinks]`.
     pub softmax_aux: Option<ArrayView2<'a, A>>,
-    /// A mask object, and-ed with the rest.
+    /// Mask of the caller's, one more condition. See [`Attention::mask`].
     pub mask_builder: Option<Arc<dyn annulus_core::Mask>>,
-    /// Segment ids, positions, dense mask, packed lengths.
+    /// Segment ids, positions, dense mask and packed lengths of this batch.
     pub batch: Batch,
+    /// Assignment of rows to ranks. Default: chosen by the mask.
+    pub layout: Option<Layout>,
 }
 
-/// Attention over whole tensors on this process's CPU.
+/// Computes attention over whole tensors on this machine's CPU.
+///
+/// It plans anew in every call; programs with many passes keep a [`crate::LocalRing`].
 ///
 /// # Shapes
-/// q `[batch, q_len, q_heads, d]` · k `[batch, kv_len, kv_heads, d]` · v `[batch, kv_len, kv_heads, dv]`; see [`Forward`] for what comes back.
+/// q `[batch, q_len, q_heads, d]` · k `[batch, kv_len, kv_heads, d]` ·
+/// v `[batch, kv_len, kv_heads, dv]` · result as [`Forward`].
+///
+/// # Ordering
+/// Local.
+///
 /// # Errors
-/// [`annulus_core::Error::InvalidArgument`] naming the parameter.
+/// [`annulus_core::Error::InvalidArgument`], which names the parameter;
+/// [`annulus_core::Error::OutOfMemory`].
+///
+/// # Source
+/// Dao et al. 2022, FlashAttention, algorithm 1.
+///
 /// # Examples
 /// ```
 /// use annulus::{Options, flash_attention};
 /// use ndarray::Array4;
 ///
 /// let x = Array4::<f32>::ones((1, 8, 2, 4));
-/// let forward = flash_attention(x.view(), x.view(), x.view(), &Options { causal: true, ..Options::default() })?;
-/// assert!((forward.lse[[0, 0, 0]] - 2.0).abs() < 1e-6); // the first query sees one key: lse = q·k/√d
+/// let options = Options { causal: true, ..Options::default() };
+/// let forward = flash_attention(x.view(), x.view(), x.view(), &options)?;
+/// // one key is visible to the first query: lse = q·k/√d
+/// assert!((forward.lse[[0, 0, 0]] - 2.0).abs() < 1e-6);
 /// # Ok::<(), annulus::Error>(())
 /// ```
 pub fn flash_attention<T: Element>(
@@ -60,20 +78,32 @@ pub fn flash_attention<T: Element>(
     v: ArrayView4<'_, T>,
     options: &Options<'_, T::Accumulator>,
 ) -> Result<Forward<T>> {
-    ring_attention(q, k, v, options, 1, None)
+    ring_attention(q, k, v, options, 1)
 }
 
-/// As [`flash_attention`], over an in-process ring of `ranks` ranks: the same result up to rounding, in the memory of its blocks.
+/// Computes attention as [`flash_attention`] does, over an in-process ring of `ranks` ranks.
+///
+/// The result is the same up to the order of rounding.
+///
+/// # Shapes
+/// As [`flash_attention`].
+///
+/// # Ordering
+/// Local: all ranks are threads of this process.
 ///
 /// # Errors
 /// As [`flash_attention`].
+///
+/// # Source
+/// Liu et al. 2023, Ring Attention with Blockwise Transformers.
+///
 /// # Examples
 /// ```
 /// use annulus::{Options, ring_attention};
 /// use ndarray::Array4;
 ///
 /// let x = Array4::<f32>::ones((1, 8, 2, 4));
-/// let forward = ring_attention(x.view(), x.view(), x.view(), &Options::default(), 3, None)?;
+/// let forward = ring_attention(x.view(), x.view(), x.view(), &Options::default(), 3)?;
 /// assert!((forward.out[[0, 7, 1, 3]] - 1.0).abs() < 1e-6);
 /// # Ok::<(), annulus::Error>(())
 /// ```
@@ -83,52 +113,37 @@ pub fn ring_attention<T: Element>(
     v: ArrayView4<'_, T>,
     options: &Options<'_, T::Accumulator>,
     ranks: usize,
-    layout: impl Into<Option<Layout>>,
 ) -> Result<Forward<T>> {
     let (batch, q_len, q_heads, head_dim) = q.dim();
     let (_, kv_len, kv_heads, value_dim) = v.dim();
     let dims = Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim };
-    let mut plan = options.attention::<T>().plan(dims, ranks, layout)?;
+    let mut ring = options.attention::<T>().local_ring(dims, ranks)?;
     if options.batch != Batch::default() {
-        plan.update(&options.batch)?;
+        ring.update(&options.batch)?;
     }
-    plan.forward(&Tensors { q, k, v, bias: options.bias, sinks: options.softmax_aux })
+    ring.forward(&Tensors { q, k, v, bias: options.bias, softmax_aux: options.softmax_aux })
 }
 
 impl<A> Options<'_, A> {
     fn attention<T: Element>(&self) -> Attention {
-        let mut attention = Attention::new().dtype(T::DTYPE).forward_only().first_visible(self.attention_sink_size);
-        if self.causal {
-            attention = attention.causal();
-        }
-        if let Some((left, right)) = self.sliding_window {
-            attention = attention.window(left, right);
-        }
-        if let Some(chunk) = self.chunk_size {
-            attention = attention.chunk(chunk);
-        }
-        if let Some(cap) = self.logits_soft_cap {
-            attention = attention.soft_cap(cap);
-        }
-        if let Some(scale) = self.softmax_scale {
-            attention = attention.scale(scale);
-        }
-        if self.dropout_prob != 0.0 {
-            attention = attention.dropout(self.dropout_prob, self.dropout_seed);
-        }
-        if self.unnormalized_output {
-            attention = attention.unnormalized();
-        }
-        if let Some(bias) = &self.bias {
-            attention = attention.bias(bias.dim().into());
-        }
-        if let Some(sinks) = &self.softmax_aux {
-            let (heads, count) = sinks.dim();
-            attention = if heads == 1 { attention.shared_sinks(count) } else { attention.sinks_per_head(count) };
-        }
-        if let Some(mask) = &self.mask_builder {
-            attention = attention.mask(Arc::clone(mask));
-        }
-        attention
+        let (left, right) = self.sliding_window.unwrap_or_default();
+        let attention = Attention::new()
+            .dtype(T::DTYPE)
+            .forward_only(true)
+            .causal(self.causal)
+            .sliding_window(left, right)
+            .attention_sink_size(self.attention_sink_size)
+            .chunk_size(self.chunk_size)
+            .logits_soft_cap(self.logits_soft_cap)
+            .softmax_scale(self.softmax_scale)
+            .dropout(self.dropout_prob, self.dropout_seed)
+            .unnormalized(self.unnormalized_output)
+            .bias(self.bias.as_ref().map(|bias| bias.dim().into()))
+            .softmax_aux(self.softmax_aux.as_ref().map(|sinks| match sinks.dim() {
+                (1, count) => SinkShape::shared(count),
+                (_, count) => SinkShape::per_head(count),
+            }))
+            .layout(self.layout.clone());
+        self.mask_builder.iter().fold(attention, |all, mask| all.mask(Arc::clone(mask)))
     }
 }

@@ -1,177 +1,175 @@
-//! A whole ring in one process: one thread a rank, whole tensors in, whole tensors out.
+//! One rank of a ring, with typed tensors in host memory.
 
-use std::{num::NonZero, thread};
-
-use annulus_comm::{
-    ring::Ring,
-    threads::{self, Threads, each_rank},
+use annulus_comm::ring::{Report, Ring};
+use annulus_core::{
+    Backend, BackwardInputs, Batch, Dims, Element, Gradients, HostTensors, HostView, HostViewMut,
+    Inputs, Outputs, Result, Runs, Spec, Transport, index, memory,
 };
-use annulus_core::{Backend, Batch, Dims, Element, Error, Host, HostTensors, Layout, Result, Runs, Transport, index};
-use annulus_cpu::Cpu;
-use ndarray::{Array, Array2, Array3, Array4, ArrayView, ArrayView3, ArrayView4, Axis, Dimension, RemoveAxis, Slice};
+use ndarray::{ArrayView2, ArrayView3, ArrayView4, ArrayViewMut3, Axis};
 
-use crate::{Attention, Backward, Forward, RankPlan, Tensors};
+use crate::{Attention, Backward, BackwardViewMut, Forward, ForwardView, ForwardViewMut, Tensors};
 
-/// An in-process ring, of CPU ranks if made by [`Attention::plan`]. Made once, used for many passes.
+/// Plan of one rank of a ring, made once and used for many passes.
 ///
-/// Every call starts a thread a rank and returns when all have ended. An error that ends one rank's plan ends the whole: later calls
-/// return [`Error::Poisoned`].
+/// An MPI process holds one. Tensors have this rank's rows only ([`Plan::q_rows`],
+/// [`Plan::kv_rows`]).
+///
+/// # Ordering
+/// Every `&mut self` method is collective: all ranks call it in the same order.
+///
+/// # Examples
+/// A ring of two ranks, each of which holds its own rows and nothing else. Here a rank is a thread.
+/// A process of an MPI program runs the body of `rank` with its own transport.
+/// ```
+/// use annulus::{
+///     Attention, Cpu, Dims, Plan, Result, Tensors,
+///     comm::threads::{Threads, each_rank, ring},
+/// };
+/// use ndarray::Array4;
+///
+/// fn rank(transport: Threads) -> Result<f32> {
+///     let dims = Dims::new(1, 64, 4, 16); // of the whole sequence, the same on every rank
+///     let attention = Attention::new().causal(true);
+///     let mut plan = Plan::new(&attention, dims, Cpu::new(1)?, transport)?;
+///
+///     // the rows that the layout assigns to this rank, in the order of its tensors
+///     let rows: Vec<i64> = plan.q_rows().iter().collect();
+///     let x = Array4::from_shape_fn((1, rows.len(), 4, 16), |(_, i, h, c)| {
+///         ((rows[i] as usize * 7 + h * 3 + c) % 11) as f32 * 0.1
+///     });
+///     let tensors = Tensors::new(x.view(), x.view(), x.view());
+///
+///     let forward = plan.forward(&tensors)?; // of these queries, over the keys of all ranks
+///     let gradients = plan.backward(&tensors, &forward, x.view(), None)?;
+///     assert_eq!(gradients.dk.dim(), x.dim());
+///     Ok(forward.lse.sum())
+/// }
+///
+/// let sums = each_rank(ring(2), |_, transport| rank(transport))?;
+/// assert!(sums.iter().all(|sum| sum.is_finite()));
+/// # Ok::<(), annulus::Error>(())
+/// ```
 #[derive(Debug)]
-pub struct Plan<B: Backend<Space: HostTensors> = Cpu> {
-    dims: Dims,
-    ranks: Vec<RankPlan<B>>,
-}
-
-impl Plan {
-    pub(crate) fn new(attention: &Attention, dims: Dims, ranks: usize, layout: Option<Layout>) -> Result<Self> {
-        if ranks == 0 {
-            return Err(Error::invalid("ranks", 0, "at least 1"));
-        }
-        if attention.chosen_threads() == Some(0) {
-            return Err(Error::invalid("threads", 0, "at least 1"));
-        }
-        let machine = thread::available_parallelism().map_or(1, NonZero::get);
-        let threads = attention.chosen_threads().unwrap_or((machine / ranks).max(1));
-        Self::on(attention, dims, ranks, layout, |_| Cpu::new(threads))
-    }
+pub struct Plan<B: Backend<Space: HostTensors>> {
+    ring: Ring<B>,
 }
 
 impl<B: Backend<Space: HostTensors>> Plan<B> {
-    /// An in-process ring of `ranks` ranks, each on the backend that `make` gives for its number.
+    /// Plans `attention` on this rank of `transport`. With the default layout and route, the ranks of
+    /// a node are adjacent on the ring.
+    /// [`Attention::threads`] is refused: the backend has its own.
+    ///
+    /// # Shapes
+    /// `dims` are the global lengths, the same on every rank.
     ///
     /// # Ordering
-    /// Local: all ranks are threads of this process.
-    /// # Errors
-    /// As [`Attention::plan`], and whatever `make` says.
-    pub fn on(
-        attention: &Attention,
-        dims: Dims,
-        ranks: usize,
-        layout: Option<Layout>,
-        make: impl Fn(usize) -> Result<B> + Sync,
-    ) -> Result<Self>
-    where
-        B: Backend<Space = Host>,
-    {
-        Self::over(attention, dims, ranks, layout, |rank, endpoint| Ok((make(rank)?, endpoint)))
-    }
-
-    /// As [`Plan::on`], on backends whose blocks are not in host memory: `make` gives each rank a backend, and a transport of its blocks made of the
-    /// rank's endpoint of a ring of threads.
+    /// Collective.
     ///
-    /// # Ordering
-    /// As [`Plan::on`]; `make` runs on the rank's thread, beside those of all other ranks, so it may meet them.
     /// # Errors
-    /// As [`Plan::on`].
-    pub fn over<T: Transport<B::Space> + 'static>(
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) and [`Error::Unsupported`](crate::Error::Unsupported) here, then [`Error::Refused`](crate::Error::Refused)
+    /// elsewhere; [`Error::RankMismatch`](crate::Error::RankMismatch) on all ranks; [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+    pub fn new<T: Transport<B::Space> + 'static>(
         attention: &Attention,
         dims: Dims,
-        ranks: usize,
-        layout: Option<Layout>,
-        make: impl Fn(usize, Threads) -> Result<(B, T)> + Sync,
+        backend: B,
+        transport: T,
     ) -> Result<Self> {
-        if ranks == 0 {
-            return Err(Error::invalid("ranks", 0, "at least 1"));
-        }
-        let plan = |rank, endpoint| {
-            let (backend, transport) = make(rank, endpoint)?;
-            RankPlan::new(attention, dims, layout.clone(), backend, transport)
-        };
-        Ok(Self { dims, ranks: each_rank(threads::ring(ranks), plan)? })
+        let transport = attention.bounded(transport)?;
+        let ring = Ring::new(
+            backend,
+            Box::new(transport),
+            attention.check_threads().and_then(|()| attention.spec(dims)),
+            attention.ring_options(),
+        )?;
+        Ok(Self { ring })
     }
 
-    /// Fits the plan to a new batch (whole tensors). Far cheaper than a pass; `Batch::default()` takes everything back.
+    /// Adapts the plan to a new batch: segment ids, positions, dense mask, packed lengths.
+    ///
+    /// The layout and the route stay; the schedule is derived anew, O(ranks²).
     ///
     /// # Shapes
-    /// As [`Batch`] says, with all rows.
-    /// # Errors
-    /// [`Error::InvalidArgument`] naming the tensor, [`Error::Unsupported`] if the plan cannot take it; the old batch stays in force.
-    /// # Examples
-    /// Two documents of 5 and 3 tokens in one row: neither sees the other.
-    /// ```
-    /// use annulus::{Attention, Batch, Dims, Tensors};
-    /// use ndarray::{Array4, array};
+    /// As [`Batch`], with this rank's rows; `cum_seqlens` whole, and all keys in `attention_mask`.
     ///
-    /// let x = Array4::<f32>::ones((1, 8, 2, 4));
-    /// let mut plan = Attention::new().plan(Dims::new(1, 8, 2, 4), 2, None)?;
-    /// // the ids of the queries serve for the keys too; a negative id would be padding
-    /// plan.update(&Batch { q_segment_ids: Some(array![[0, 0, 0, 0, 0, 1, 1, 1]]), ..Batch::default() })?;
-    /// let forward = plan.forward(&Tensors::new(x.view(), x.view(), x.view()))?;
-    /// // every logit is q·k/√d = 2, so lse = 2 + ln(keys seen)
-    /// assert!((forward.lse[[0, 0, 0]] - (2.0 + 5f32.ln())).abs() < 1e-5);
-    /// assert!((forward.lse[[0, 1, 7]] - (2.0 + 3f32.ln())).abs() < 1e-5);
-    /// # Ok::<(), annulus::Error>(())
-    /// ```
+    /// # Ordering
+    /// Collective. Ranks exchange the ids and positions of their rows as runs.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument), which names the tensor, [`Error::Unsupported`](crate::Error::Unsupported) and
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) here, [`Error::Refused`](crate::Error::Refused) elsewhere; [`Error::RankMismatch`](crate::Error::RankMismatch): the old
+    /// batch stays in force on all ranks.
+    /// As [`Plan::forward`] if communication fails.
     pub fn update(&mut self, batch: &Batch) -> Result<()> {
-        batch.validate(&self.dims, self.dims.q_len, self.dims.kv_len)?;
-        each_rank(&mut self.ranks, |_, plan| {
-            let rows = |runs: &Runs| runs.iter().map(i64::cast_unsigned).collect::<Vec<_>>();
-            let share = batch.select(&rows(plan.q_rows()), &rows(plan.kv_rows()));
-            plan.update(&share)
-        })
-        .map(|_| ())
+        self.ring.update(batch)
     }
 
-    /// Computes out and lse.
+    /// Computes out and lse of this rank's queries over the keys of all ranks.
     ///
     /// # Shapes
-    /// See [`Tensors`] and [`Forward`], whole.
+    /// [`Tensors`] and [`Forward`], with this rank's rows.
+    ///
+    /// # Ordering
+    /// Collective.
+    ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if a tensor does not fit the plan: nothing was done.
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) here and [`Error::Refused`](crate::Error::Refused) elsewhere if a tensor does not fit
+    /// the plan, and [`Error::RankMismatch`](crate::Error::RankMismatch): nothing was done on any rank. [`Error::Comm`](crate::Error::Comm),
+    /// [`Error::Timeout`](crate::Error::Timeout), [`Error::PeerLost`](crate::Error::PeerLost), [`Error::Aborted`](crate::Error::Aborted), [`Error::Device`](crate::Error::Device) and
+    /// [`Error::Internal`](crate::Error::Internal) end the plan; later calls return [`Error::Poisoned`](crate::Error::Poisoned).
+    ///
+    /// # Source
+    /// Liu et al. 2023, Ring Attention with Blockwise Transformers, section 3.
     pub fn forward<T: Element>(&mut self, tensors: &Tensors<'_, T>) -> Result<Forward<T>> {
-        self.check(tensors)?;
-        let parts = each_rank(&mut self.ranks, |_, plan| {
-            let share = Share::of(tensors, plan.q_rows(), plan.kv_rows());
-            plan.forward(&share.tensors())
-        })?;
-        let Dims { batch, q_len, q_heads, value_dim, .. } = self.dims;
-        let statistics = || Array3::from_elem((batch, q_heads, q_len), T::Accumulator::from_f64(0.0));
-        let unnormalized = parts.iter().any(|part| part.max.is_some());
-        let mut whole = Forward {
-            out: Array4::from_elem((batch, q_len, q_heads, value_dim), T::from_f64(0.0)),
-            lse: statistics(),
-            max: unnormalized.then(statistics),
-            sum: unnormalized.then(statistics),
-            ties: unnormalized.then(statistics),
-            reports: Vec::new(),
-        };
-        for (part, plan) in parts.iter().zip(&self.ranks) {
-            let rows = plan.q_rows();
-            put_rows(&mut whole.out, Axis(1), rows, &part.out);
-            put_rows(&mut whole.lse, Axis(2), rows, &part.lse);
-            for (whole, part) in [(&mut whole.max, &part.max), (&mut whole.sum, &part.sum), (&mut whole.ties, &part.ties)] {
-                if let (Some(whole), Some(part)) = (whole, part) {
-                    put_rows(whole, Axis(2), rows, part);
-                }
-            }
-            whole.reports.extend(&part.reports);
-        }
-        Ok(whole)
+        let mut forward = self.zero_outputs().map_err(|error| self.ring.refuse(error))?;
+        let report = self.forward_into(tensors, forward.view_mut())?;
+        forward.reports.push(report);
+        Ok(forward)
     }
 
-    /// Computes the gradients from what [`Plan::forward`] gave and ∂L/∂out, ∂L/∂lse.
+    /// Computes out and lse as [`Plan::forward`] does, into tensors of the caller's. Copies no
+    /// tensor; a warm call on a CPU backend allocates no tensor either.
     ///
     /// # Shapes
-    /// `dout` as out, `dlse` as lse; see [`Backward`], whole.
+    /// [`Tensors`] and [`ForwardViewMut`], with this rank's rows. Any strides.
+    ///
+    /// # Ordering
+    /// Collective.
+    ///
     /// # Errors
     /// As [`Plan::forward`].
-    /// # Examples
-    /// One learnable sink a head, and its gradient.
-    /// ```
-    /// use annulus::{Attention, Dims, Tensors};
-    /// use ndarray::{Array2, Array4};
+    pub fn forward_into<T: Element>(
+        &mut self,
+        tensors: &Tensors<'_, T>,
+        outputs: ForwardViewMut<'_, T>,
+    ) -> Result<Report> {
+        let ForwardViewMut { out, lse, max, sum, ties } = outputs;
+        let mut outputs = Outputs {
+            out: T::view_mut(out),
+            lse: rows_mut::<T>(lse),
+            max: max.map(rows_mut::<T>),
+            sum: sum.map(rows_mut::<T>),
+            ties: ties.map(rows_mut::<T>),
+        };
+        self.ring.forward(&inputs(tensors), &mut outputs)
+    }
+
+    /// Computes this rank's gradients from the result of [`Plan::forward`], ∂L/∂out and ∂L/∂lse.
     ///
-    /// let x = Array4::<f32>::ones((1, 8, 2, 4));
-    /// let sinks = Array2::<f32>::from_elem((2, 1), 2.0); // [q_heads, sinks]
-    /// let mut plan = Attention::new().causal().sinks_per_head(1).plan(Dims::new(1, 8, 2, 4), 3, None)?;
-    /// let tensors = Tensors::new(x.view(), x.view(), x.view()).with_sinks(sinks.view());
-    /// let forward = plan.forward(&tensors)?;
-    /// assert!((forward.out[[0, 0, 0, 0]] - 0.5).abs() < 1e-6); // one key and a sink of equal logits share the weight
-    /// let gradients = plan.backward(&tensors, &forward, x.view(), None)?;
-    /// // a larger sink takes weight from every value
-    /// assert!(gradients.dsinks.is_some_and(|dsinks| dsinks.dim() == (2, 1) && dsinks.iter().all(|&a| a < 0.0)));
-    /// # Ok::<(), annulus::Error>(())
-    /// ```
+    /// dsoftmax_aux, and dbias if it is broadcast over queries, are summed over all ranks, unless
+    /// [`Attention::local_gradients`] is set.
+    ///
+    /// # Shapes
+    /// `dout` as out, `dlse` as lse; [`Backward`] with this rank's rows. `None` as `dlse` is 0.
+    ///
+    /// # Ordering
+    /// Collective.
+    ///
+    /// # Errors
+    /// As [`Plan::forward`]. [`Error::InvalidArgument`](crate::Error::InvalidArgument) also of a plan that is forward
+    /// only.
+    ///
+    /// # Source
+    /// Dao 2023, FlashAttention-2, algorithm 2.
     pub fn backward<T: Element>(
         &mut self,
         tensors: &Tensors<'_, T>,
@@ -179,55 +177,63 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
         dout: ArrayView4<'_, T>,
         dlse: Option<ArrayView3<'_, T::Accumulator>>,
     ) -> Result<Backward<T>> {
-        self.check(tensors)?;
-        let Dims { batch, q_len, q_heads, value_dim, .. } = self.dims;
-        let statistics = [batch, q_heads, q_len];
-        same_shape("out", forward.out.shape(), &[batch, q_len, q_heads, value_dim])?;
-        same_shape("dout", dout.shape(), &[batch, q_len, q_heads, value_dim])?;
-        same_shape("lse", forward.lse.shape(), &statistics)?;
-        dlse.map_or(Ok(()), |dlse| same_shape("dlse", dlse.shape(), &statistics))?;
-        for (name, array) in [("max", &forward.max), ("sum", &forward.sum), ("ties", &forward.ties)] {
-            array.as_ref().map_or(Ok(()), |array| same_shape(name, array.shape(), &statistics))?;
-        }
-        let parts = each_rank(&mut self.ranks, |_, plan| {
-            let rows = plan.q_rows();
-            let share = Share::of(tensors, rows, plan.kv_rows());
-            let statistics = |array: &Array3<T::Accumulator>| get_rows(array.view(), Axis(2), rows);
-            let saved = Forward {
-                out: get_rows(forward.out.view(), Axis(1), rows),
-                lse: statistics(&forward.lse),
-                max: forward.max.as_ref().map(statistics),
-                sum: forward.sum.as_ref().map(statistics),
-                ties: forward.ties.as_ref().map(statistics),
-                reports: Vec::new(),
-            };
-            let dout = get_rows(dout, Axis(1), rows);
-            let dlse = dlse.map(|dlse| get_rows(dlse, Axis(2), rows));
-            plan.backward(&share.tensors(), &saved, dout.view(), dlse.as_ref().map(|dlse| dlse.view()))
-        })?;
-        let mut whole = Backward {
-            dq: Array4::from_elem(tensors.q.dim(), T::from_f64(0.0)),
-            dk: Array4::from_elem(tensors.k.dim(), T::from_f64(0.0)),
-            dv: Array4::from_elem(tensors.v.dim(), T::from_f64(0.0)),
-            dbias: tensors.bias.as_ref().map(|bias| Array4::from_elem(bias.dim(), T::Accumulator::from_f64(0.0))),
-            dsinks: None,
-            reports: Vec::new(),
-        };
-        for (part, plan) in parts.into_iter().zip(&self.ranks) {
-            put_rows(&mut whole.dq, Axis(1), plan.q_rows(), &part.dq);
-            put_rows(&mut whole.dk, Axis(1), plan.kv_rows(), &part.dk);
-            put_rows(&mut whole.dv, Axis(1), plan.kv_rows(), &part.dv);
-            if let (Some(dbias), Some(part)) = (&mut whole.dbias, &part.dbias) {
-                if dbias.dim().2 == 1 { dbias.assign(part) } else { put_rows(dbias, Axis(2), plan.q_rows(), part) }
-            }
-            // already the sum over ranks, the same on each
-            whole.dsinks = part.dsinks;
-            whole.reports.extend(&part.reports);
-        }
-        Ok(whole)
+        let mut gradients = zero_gradients(tensors).map_err(|error| self.ring.refuse(error))?;
+        let report =
+            self.backward_into(tensors, &forward.view(), dout, dlse, gradients.view_mut())?;
+        gradients.reports.push(report);
+        Ok(gradients)
     }
 
-    /// As [`Plan::backward`], computing out and lse again instead of keeping them between the passes.
+    /// Computes the gradients as [`Plan::backward`] does, into tensors of the caller's. Copies no
+    /// tensor; a warm call on a CPU backend allocates no tensor either.
+    ///
+    /// # Shapes
+    /// As [`Plan::backward`], and [`BackwardViewMut`] with this rank's rows. Any strides.
+    ///
+    /// # Ordering
+    /// Collective.
+    ///
+    /// # Errors
+    /// As [`Plan::backward`].
+    pub fn backward_into<T: Element>(
+        &mut self,
+        tensors: &Tensors<'_, T>,
+        forward: &ForwardView<'_, T>,
+        dout: ArrayView4<'_, T>,
+        dlse: Option<ArrayView3<'_, T::Accumulator>>,
+        gradients: BackwardViewMut<'_, T>,
+    ) -> Result<Report> {
+        let inputs = BackwardInputs::<B::Space> {
+            forward: inputs(tensors),
+            out: T::view(forward.out.view()),
+            lse: rows::<T>(forward.lse.view()),
+            max: forward.max.as_ref().map(|max| rows::<T>(max.view())),
+            ties: forward.ties.as_ref().map(|ties| rows::<T>(ties.view())),
+            dout: T::view(dout),
+            dlse: dlse.map(rows::<T>),
+        };
+        let BackwardViewMut { dq, dk, dv, dbias, dsoftmax_aux } = gradients;
+        let mut gradients = Gradients::<B::Space> {
+            dq: T::view_mut(dq),
+            dk: T::view_mut(dk),
+            dv: T::view_mut(dv),
+            dbias: dbias.map(T::Accumulator::view_mut),
+            dsinks: dsoftmax_aux.map(|dsinks| {
+                T::Accumulator::view_mut(dsinks.insert_axis(Axis(2)).insert_axis(Axis(3)))
+            }),
+        };
+        self.ring.backward(&inputs, &mut gradients)
+    }
+
+    /// Computes the gradients as [`Plan::backward`] does, after computing out and lse again.
+    ///
+    /// It saves the memory of [`Forward`] between the passes.
+    ///
+    /// # Shapes
+    /// As [`Plan::backward`].
+    ///
+    /// # Ordering
+    /// Collective: a forward and a backward pass.
     ///
     /// # Errors
     /// As [`Plan::forward`].
@@ -241,89 +247,87 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
         self.backward(tensors, &forward, dout, dlse)
     }
 
-    /// Rank 0's engine: schedule, layout, route, spec.
-    pub fn ring(&self) -> &Ring<B> {
-        self.ranks[0].ring()
+    /// Returns the global query rows of this rank, in the order of its tensors.
+    pub fn q_rows(&self) -> &Runs {
+        self.ring.q_rows()
     }
 
-    fn check<T: Element>(&self, tensors: &Tensors<'_, T>) -> Result<()> {
-        let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = self.dims;
-        same_shape("q", tensors.q.shape(), &[batch, q_len, q_heads, head_dim])?;
-        same_shape("k", tensors.k.shape(), &[batch, kv_len, kv_heads, head_dim])?;
-        same_shape("v", tensors.v.shape(), &[batch, kv_len, kv_heads, value_dim])?;
-        match (&tensors.bias, self.ring().spec().bias) {
-            (Some(bias), Some(shape)) => same_shape("bias", bias.shape(), &shape),
-            // one without the other: the ranks say so
-            _ => Ok(()),
-        }
-    }
-}
-
-fn same_shape(name: &str, got: &[usize], want: &[usize]) -> Result<()> {
-    if got == want { Ok(()) } else { Err(Error::invalid(name, format!("{got:?}"), format!("{want:?}"))) }
-}
-
-/// One rank's rows of the whole tensors.
-struct Share<T: Element> {
-    q: Array4<T>,
-    k: Array4<T>,
-    v: Array4<T>,
-    bias: Option<Array4<T::Accumulator>>,
-    sinks: Option<Array2<T::Accumulator>>,
-}
-
-impl<T: Element> Share<T> {
-    fn of(tensors: &Tensors<'_, T>, q_rows: &Runs, kv_rows: &Runs) -> Self {
-        let bias = |bias: &ArrayView4<'_, T::Accumulator>| {
-            if bias.dim().2 == 1 { bias.to_owned() } else { get_rows(bias.view(), Axis(2), q_rows) }
-        };
-        Self {
-            q: get_rows(tensors.q, Axis(1), q_rows),
-            k: get_rows(tensors.k, Axis(1), kv_rows),
-            v: get_rows(tensors.v, Axis(1), kv_rows),
-            bias: tensors.bias.as_ref().map(bias),
-            sinks: tensors.sinks.map(|sinks| sinks.to_owned()),
-        }
+    /// Returns the global key rows of this rank, in the order of its tensors.
+    pub fn kv_rows(&self) -> &Runs {
+        self.ring.kv_rows()
     }
 
-    fn tensors(&self) -> Tensors<'_, T> {
-        Tensors {
-            q: self.q.view(),
-            k: self.k.view(),
-            v: self.v.view(),
-            bias: self.bias.as_ref().map(|bias| bias.view()),
-            sinks: self.sinks.as_ref().map(|sinks| sinks.view()),
-        }
+    /// Returns the ring engine, which has the spec, layout, route and schedule.
+    pub const fn ring(&self) -> &Ring<B> {
+        &self.ring
+    }
+
+    /// Returns the ring engine for passes over untyped views.
+    pub const fn ring_mut(&mut self) -> &mut Ring<B> {
+        &mut self.ring
+    }
+
+    /// Returns zeros for this rank's rows of every output of a forward pass.
+    fn zero_outputs<T: Element>(&self) -> Result<Forward<T>> {
+        zero_outputs(self.ring.spec(), index(self.q_rows().len()))
     }
 }
 
-/// The slices of global rows that `rows` names, each with the place of its first row among them.
-fn slices(rows: &Runs) -> impl Iterator<Item = (usize, usize, Slice)> + '_ {
-    let mut before = 0;
-    rows.runs().iter().map(move |run| {
-        let count = index(run.count);
-        before += count;
-        // a slice of negative step goes from its end to its start
-        let last = run.at(run.count.saturating_sub(1));
-        let (low, high) = (run.start.min(last) as isize, run.start.max(last) as isize);
-        let step = if run.step == 0 { 1 } else { run.step as isize };
-        (before - count, count, Slice::new(low, Some(high + 1), step))
+impl<B: Backend<Space: HostTensors>> std::fmt::Display for Plan<B> {
+    /// Writes what [`Ring`] writes: mask, ranks, layout, route, hops and bytes.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::fmt::Display::fmt(&self.ring, f)
+    }
+}
+
+/// Zeros of the shapes of the outputs of `q_len` queries.
+pub(crate) fn zero_outputs<T: Element>(spec: &Spec, q_len: usize) -> Result<Forward<T>> {
+    let Dims { batch, q_heads, value_dim, .. } = spec.dims;
+    let statistics = |name| memory::zeros(name, (batch, q_heads, q_len));
+    let unnormalized = |name| (!spec.normalize).then(|| statistics(name)).transpose();
+    Ok(Forward {
+        out: memory::zeros("out", (batch, q_len, q_heads, value_dim))?,
+        lse: statistics("lse")?,
+        max: unnormalized("max")?,
+        sum: unnormalized("sum")?,
+        ties: unnormalized("ties")?,
+        reports: Vec::new(),
     })
 }
 
-/// The rows `rows` of `array`, in that order.
-fn get_rows<T: Clone, D: Dimension + RemoveAxis>(array: ArrayView<'_, T, D>, axis: Axis, rows: &Runs) -> Array<T, D> {
-    let parts: Vec<_> = slices(rows).map(|(_, _, slice)| array.slice_axis(axis, slice)).collect();
-    if parts.is_empty() {
-        return array.slice_axis(axis, Slice::new(0, Some(0), 1)).to_owned();
-    }
-    ndarray::concatenate(axis, &parts).unwrap_or_else(|_| array.slice_axis(axis, Slice::new(0, Some(0), 1)).to_owned())
+/// Zeros of the shapes of the gradients.
+pub(crate) fn zero_gradients<T: Element>(tensors: &Tensors<'_, T>) -> Result<Backward<T>> {
+    let Tensors { q, k, v, bias, softmax_aux } = tensors;
+    let dsinks =
+        |sinks: &ArrayView2<'_, T::Accumulator>| memory::zeros("dsoftmax_aux", sinks.dim());
+    Ok(Backward {
+        dq: memory::zeros("dq", q.dim())?,
+        dk: memory::zeros("dk", k.dim())?,
+        dv: memory::zeros("dv", v.dim())?,
+        dbias: bias.as_ref().map(|bias| memory::zeros("dbias", bias.dim())).transpose()?,
+        dsoftmax_aux: softmax_aux.as_ref().map(dsinks).transpose()?,
+        reports: Vec::new(),
+    })
 }
 
-/// Writes `part` to the rows `rows` of `whole`.
-fn put_rows<T: Clone, D: Dimension + RemoveAxis>(whole: &mut Array<T, D>, axis: Axis, rows: &Runs, part: &Array<T, D>) {
-    for (first, count, slice) in slices(rows) {
-        let source = part.slice_axis(axis, Slice::new(first as isize, Some((first + count) as isize), 1));
-        whole.slice_axis_mut(axis, slice).assign(&source);
+fn inputs<'a, T: Element, S: HostTensors>(tensors: &'a Tensors<'_, T>) -> Inputs<'a, S> {
+    let sinks = |sinks: &'a ArrayView2<'_, T::Accumulator>| {
+        T::Accumulator::view(sinks.view().insert_axis(Axis(2)).insert_axis(Axis(3)))
+    };
+    Inputs {
+        q: T::view(tensors.q.view()),
+        k: T::view(tensors.k.view()),
+        v: T::view(tensors.v.view()),
+        bias: tensors.bias.as_ref().map(|bias| T::Accumulator::view(bias.view())),
+        sinks: tensors.softmax_aux.as_ref().map(sinks),
     }
+}
+
+/// Numbers of query rows, as a tensor of four axes.
+fn rows<T: Element>(array: ArrayView3<'_, T::Accumulator>) -> HostView<'_> {
+    T::Accumulator::view(array.insert_axis(Axis(3)))
+}
+
+fn rows_mut<T: Element>(array: ArrayViewMut3<'_, T::Accumulator>) -> HostViewMut<'_> {
+    T::Accumulator::view_mut(array.insert_axis(Axis(3)))
 }

@@ -1,15 +1,21 @@
-//! What goes in and what comes out, as ndarray tensors.
+//! Inputs and outputs of a pass, as ndarray tensors.
 
 use annulus_comm::ring::Report;
 use annulus_core::Element;
-use ndarray::{Array2, Array3, Array4, ArrayView2, ArrayView4};
+use ndarray::{
+    Array2, Array3, Array4, ArrayView2, ArrayView3, ArrayView4, ArrayViewMut2, ArrayViewMut3,
+    ArrayViewMut4,
+};
 
-/// The tensors of one attention.
+/// Inputs of a forward and of a backward pass, borrowed. Any strides.
 ///
 /// # Shapes
-/// q `[batch, q_len, q_heads, d]` · k `[batch, kv_len, kv_heads, d]` · v `[batch, kv_len, kv_heads, dv]` · bias
-/// `[batch|1, q_heads|1, q_len|1, kv_len|1]` · sinks `[q_heads|1, sinks]`. On one rank of a ring, q_len and the kv_len of k and v are the rows
-/// that this rank holds, while bias has this rank's queries and **all** keys.
+/// q `[batch, q_len, q_heads, d]` · k `[batch, kv_len, kv_heads, d]` ·
+/// v `[batch, kv_len, kv_heads, dv]` · bias `[batch|1, q_heads|1, q_len|1, kv_len|1]` ·
+/// softmax_aux `[q_heads|1, sinks]`
+///
+/// For a [`crate::Plan`] q_len, and kv_len of k and v, count the rows of this rank; bias has this
+/// rank's queries and **all** keys.
 #[derive(Debug, Clone)]
 pub struct Tensors<'a, T: Element> {
     /// Queries.
@@ -18,34 +24,45 @@ pub struct Tensors<'a, T: Element> {
     pub k: ArrayView4<'a, T>,
     /// Values.
     pub v: ArrayView4<'a, T>,
-    /// Additive bias; −∞ hides its pair.
+    /// Additive bias. −∞ masks its pair.
     pub bias: Option<ArrayView4<'a, T::Accumulator>>,
-    /// Learnable sink logits: one row shared by all heads, or a row a head.
-    pub sinks: Option<ArrayView2<'a, T::Accumulator>>,
+    /// Scores of the attention sinks: one row shared by all heads, or one row per query head.
+    pub softmax_aux: Option<ArrayView2<'a, T::Accumulator>>,
 }
 
 impl<'a, T: Element> Tensors<'a, T> {
-    /// Queries, keys and values, and nothing else.
+    /// Borrows queries, keys and values, without bias and sinks.
     pub const fn new(q: ArrayView4<'a, T>, k: ArrayView4<'a, T>, v: ArrayView4<'a, T>) -> Self {
-        Self { q, k, v, bias: None, sinks: None }
+        Self { q, k, v, bias: None, softmax_aux: None }
     }
 
-    /// With an additive bias.
+    /// Borrows the same tensors for a shorter time.
+    pub fn reborrow(&self) -> Tensors<'_, T> {
+        Tensors {
+            q: self.q.view(),
+            k: self.k.view(),
+            v: self.v.view(),
+            bias: self.bias.as_ref().map(|bias| bias.view()),
+            softmax_aux: self.softmax_aux.as_ref().map(|sinks| sinks.view()),
+        }
+    }
+
+    /// Adds the bias that [`crate::Attention::bias`] declared.
     #[must_use]
     pub fn with_bias(mut self, bias: ArrayView4<'a, T::Accumulator>) -> Self {
         self.bias = Some(bias);
         self
     }
 
-    /// With learnable sinks.
+    /// Adds the sinks that [`crate::Attention::softmax_aux`] declared.
     #[must_use]
-    pub fn with_sinks(mut self, sinks: ArrayView2<'a, T::Accumulator>) -> Self {
-        self.sinks = Some(sinks);
+    pub fn with_softmax_aux(mut self, sinks: ArrayView2<'a, T::Accumulator>) -> Self {
+        self.softmax_aux = Some(sinks);
         self
     }
 }
 
-/// What a forward pass gives, and what backward wants back.
+/// Outputs of a forward pass, which are inputs of the backward pass.
 ///
 /// # Shapes
 /// out `[batch, q_len, q_heads, dv]` · lse, max, sum, ties `[batch, q_heads, q_len]`
@@ -53,19 +70,88 @@ impl<'a, T: Element> Tensors<'a, T> {
 pub struct Forward<T: Element> {
     /// The output.
     pub out: Array4<T>,
-    /// ln of the sum of exponentials (natural logarithm); −∞ where a row sees nothing and has no sinks.
+    /// lse = m + ln ℓ, natural logarithm. −∞ for a query without a visible key and without sinks.
     pub lse: Array3<T::Accumulator>,
-    /// Largest logit of each row; only where the output is not normalised.
+    /// Row maximum m of the scores and sinks. Only of an unnormalised output.
     pub max: Option<Array3<T::Accumulator>>,
-    /// Σ e^{s − max}; only where the output is not normalised.
+    /// Row sum ℓ = Σ e^(s − m). Only of an unnormalised output.
     pub sum: Option<Array3<T::Accumulator>>,
-    /// How many keys and sinks share the largest logit; only where the output is not normalised.
+    /// Number of keys and sinks that share the maximum. Only of an unnormalised output.
     pub ties: Option<Array3<T::Accumulator>>,
-    /// What the call did, one report a rank that ran here.
+    /// Times and bytes, one report per rank of this process.
     pub reports: Vec<Report>,
 }
 
-/// What a backward pass gives, each shaped and typed as its input.
+/// Outputs of a forward pass, borrowed as inputs of the backward pass. Any strides.
+///
+/// # Shapes
+/// As [`Forward`].
+#[derive(Debug, Clone)]
+pub struct ForwardView<'a, T: Element> {
+    /// As [`Forward::out`].
+    pub out: ArrayView4<'a, T>,
+    /// As [`Forward::lse`].
+    pub lse: ArrayView3<'a, T::Accumulator>,
+    /// As [`Forward::max`].
+    pub max: Option<ArrayView3<'a, T::Accumulator>>,
+    /// As [`Forward::ties`].
+    pub ties: Option<ArrayView3<'a, T::Accumulator>>,
+}
+
+impl<T: Element> ForwardView<'_, T> {
+    /// Borrows the same tensors for a shorter time.
+    pub fn reborrow(&self) -> ForwardView<'_, T> {
+        ForwardView {
+            out: self.out.view(),
+            lse: self.lse.view(),
+            max: self.max.as_ref().map(|max| max.view()),
+            ties: self.ties.as_ref().map(|ties| ties.view()),
+        }
+    }
+}
+
+/// Tensors of the caller's that a forward pass writes. Any strides; the contents are overwritten.
+///
+/// # Shapes
+/// As [`Forward`].
+#[derive(Debug)]
+pub struct ForwardViewMut<'a, T: Element> {
+    /// As [`Forward::out`].
+    pub out: ArrayViewMut4<'a, T>,
+    /// As [`Forward::lse`].
+    pub lse: ArrayViewMut3<'a, T::Accumulator>,
+    /// As [`Forward::max`].
+    pub max: Option<ArrayViewMut3<'a, T::Accumulator>>,
+    /// As [`Forward::sum`].
+    pub sum: Option<ArrayViewMut3<'a, T::Accumulator>>,
+    /// As [`Forward::ties`].
+    pub ties: Option<ArrayViewMut3<'a, T::Accumulator>>,
+}
+
+impl<T: Element> Forward<T> {
+    /// Borrows the outputs for a backward pass.
+    pub fn view(&self) -> ForwardView<'_, T> {
+        ForwardView {
+            out: self.out.view(),
+            lse: self.lse.view(),
+            max: self.max.as_ref().map(|max| max.view()),
+            ties: self.ties.as_ref().map(|ties| ties.view()),
+        }
+    }
+
+    /// Borrows the outputs for a forward pass that overwrites them.
+    pub fn view_mut(&mut self) -> ForwardViewMut<'_, T> {
+        ForwardViewMut {
+            out: self.out.view_mut(),
+            lse: self.lse.view_mut(),
+            max: self.max.as_mut().map(|max| max.view_mut()),
+            sum: self.sum.as_mut().map(|sum| sum.view_mut()),
+            ties: self.ties.as_mut().map(|ties| ties.view_mut()),
+        }
+    }
+}
+
+/// Gradients of a backward pass, each with the shape and type of its input.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Backward<T: Element> {
     /// ∂L/∂q.
@@ -76,8 +162,52 @@ pub struct Backward<T: Element> {
     pub dv: Array4<T>,
     /// ∂L/∂bias, if there is a bias.
     pub dbias: Option<Array4<T::Accumulator>>,
-    /// ∂L/∂sinks, if there are sinks.
-    pub dsinks: Option<Array2<T::Accumulator>>,
-    /// What the call did, one report a rank that ran here.
+    /// ∂L/∂softmax_aux, if there are sinks.
+    pub dsoftmax_aux: Option<Array2<T::Accumulator>>,
+    /// Times and bytes, one report per rank of this process.
     pub reports: Vec<Report>,
+}
+
+/// Tensors of the caller's that a backward pass writes. Any strides; the contents are overwritten.
+///
+/// # Shapes
+/// As [`Backward`].
+#[derive(Debug)]
+pub struct BackwardViewMut<'a, T: Element> {
+    /// As [`Backward::dq`].
+    pub dq: ArrayViewMut4<'a, T>,
+    /// As [`Backward::dk`].
+    pub dk: ArrayViewMut4<'a, T>,
+    /// As [`Backward::dv`].
+    pub dv: ArrayViewMut4<'a, T>,
+    /// As [`Backward::dbias`].
+    pub dbias: Option<ArrayViewMut4<'a, T::Accumulator>>,
+    /// As [`Backward::dsoftmax_aux`].
+    pub dsoftmax_aux: Option<ArrayViewMut2<'a, T::Accumulator>>,
+}
+
+impl<T: Element> Backward<T> {
+    /// Borrows the gradients for a backward pass that overwrites them.
+    pub fn view_mut(&mut self) -> BackwardViewMut<'_, T> {
+        BackwardViewMut {
+            dq: self.dq.view_mut(),
+            dk: self.dk.view_mut(),
+            dv: self.dv.view_mut(),
+            dbias: self.dbias.as_mut().map(|dbias| dbias.view_mut()),
+            dsoftmax_aux: self.dsoftmax_aux.as_mut().map(|dsinks| dsinks.view_mut()),
+        }
+    }
+}
+
+impl<T: Element> BackwardViewMut<'_, T> {
+    /// Borrows the same tensors for a shorter time.
+    pub fn reborrow(&mut self) -> BackwardViewMut<'_, T> {
+        BackwardViewMut {
+            dq: self.dq.view_mut(),
+            dk: self.dk.view_mut(),
+            dv: self.dv.view_mut(),
+            dbias: self.dbias.as_mut().map(|dbias| dbias.view_mut()),
+            dsoftmax_aux: self.dsoftmax_aux.as_mut().map(|dsinks| dsinks.view_mut()),
+        }
+    }
 }

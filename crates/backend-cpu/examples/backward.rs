@@ -1,15 +1,20 @@
-//! How long a forward and a backward pass of the backend take, each for itself, with any bias and number of threads: one JSON line.
+//! Times one forward and one backward pass of the backend, with any bias and thread count: one JSON
+//! line.
 //!
-//! `cargo run --release -p annulus-cpu --example backward -- threads=2 heads=1 n=2048 mask=causal bias=1111`
-//!
-//! `bias` says for batch rows, heads, queries and keys whether the bias has that axis (`x`) or is broadcast along it (`1`). `benches/pairs.py` runs two
-//! builds of this program in turns. Times are the least of all rounds, in milliseconds; CPU times are those of all threads together.
+//! ```sh
+//! cargo run --release -p annulus-cpu --example backward -- threads=2 heads=1 n=2048 \
+//!     mask=causal bias=1111
+//! ```
+//! `bias` lists batch rows, heads, queries and keys: `x` if the bias has the axis, `1` if it is
+//! broadcast along it. `benches/pairs.py` alternates two builds of this program. Times are the
+//! minimum over all rounds, in milliseconds; CPU times are summed over threads.
 
 use std::{ops::ControlFlow, sync::Arc, time::Instant};
 
 use annulus_core::{
-    Backend, Block, DType, Dims, Element, Error, Gradients, Host, HostBuffer, HostView, HostViewMut, Inputs, Local, Outputs, Precision,
-    Result, Rows, Saved, Spec, mask,
+    Backend, BackwardInputs, BackwardMode, BackwardPass, Block, DType, Dims, Element, Error,
+    ForwardPass, Gradients, Host, HostBuffer, HostView, HostViewMut, Inputs, Outputs, Passes,
+    Precision, RankShard, Readers, Result, Rows, Spec, Workspace, mask,
 };
 use annulus_cpu::Cpu;
 use half::bf16;
@@ -18,13 +23,18 @@ use rustix::time::{ClockId, clock_gettime};
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let find = |name: &str| arguments.iter().find_map(|argument| argument.strip_prefix(name)?.strip_prefix('='));
+    let find = |name: &str| {
+        arguments.iter().find_map(|argument| argument.strip_prefix(name)?.strip_prefix('='))
+    };
     let number = |name: &'static str, otherwise: usize| match find(name) {
         Some(text) => text.parse().map_err(|_| Error::invalid(name, text, "a number")),
         None => Ok(otherwise),
     };
     let (heads, n) = (number("heads", 8)?, number("n", 2048)?);
-    let dims = Dims { q_heads: heads, ..Dims::new(number("batch", 1)?, n, number("kv-heads", heads)?, number("d", 64)?) };
+    let dims = Dims {
+        q_heads: heads,
+        ..Dims::new(number("batch", 1)?, n, number("kv-heads", heads)?, number("d", 64)?)
+    };
     let dtype = find("dtype").unwrap_or("f32");
     let mut spec = Spec::new(dims, if dtype == "f32" { DType::F32 } else { DType::Bf16 });
     match find("mask").unwrap_or("full") {
@@ -34,19 +44,27 @@ fn main() -> Result<()> {
         other => return Err(Error::invalid("mask", other, "full, causal or window")),
     }
     if let Some(axes) = find("bias") {
-        let axes: Vec<_> = axes.bytes().zip([dims.batch, heads, n, n]).map(|(axis, len)| if axis == b'x' { len } else { 1 }).collect();
-        spec.bias = Some(axes.try_into().map_err(|axes| Error::invalid("bias", format!("{axes:?}"), "four axes, each x or 1"))?);
+        let axes: Vec<_> = axes
+            .bytes()
+            .zip([dims.batch, heads, n, n])
+            .map(|(axis, len)| if axis == b'x' { len } else { 1 })
+            .collect();
+        spec.bias = Some(axes.try_into().map_err(|axes| {
+            Error::invalid("bias", format!("{axes:?}"), "four axes, each x or 1")
+        })?);
     }
     let (threads, rounds) = (number("threads", 1)?, number("rounds", 5)?);
     match dtype {
         "f32" => time::<f32>(&spec, threads, rounds),
         "bf16" => time::<bf16>(&spec, threads, rounds),
-        "bf16-rounded" => time::<bf16>(&Spec { precision: Precision::Default, ..spec }, threads, rounds),
+        "bf16-rounded" => {
+            time::<bf16>(&Spec { precision: Precision::Default, ..spec }, threads, rounds)
+        }
         other => Err(Error::invalid("dtype", other, "f32, bf16 or bf16-rounded")),
     }
 }
 
-/// CPU time of all threads, and time, in milliseconds.
+/// Returns the CPU time of all threads and the elapsed time, in milliseconds.
 fn now(start: Instant) -> [f64; 2] {
     let cpu = clock_gettime(ClockId::ProcessCPUTime);
     [cpu.tv_sec as f64 * 1e3 + cpu.tv_nsec as f64 * 1e-6, start.elapsed().as_secs_f64() * 1e3]
@@ -55,21 +73,34 @@ fn now(start: Instant) -> [f64; 2] {
 fn time<E: Element<Accumulator = f32>>(spec: &Spec, threads: usize, rounds: usize) -> Result<()> {
     let Dims { batch, q_len, q_heads, kv_heads, head_dim, .. } = spec.dims;
     let tensor = |heads: usize| {
-        let element = |(b, i, h, c)| E::from_f64(((b + i * 7 + h * 3 + c * 5) % 11) as f64 / 11.0 - 0.5);
+        let element =
+            |(b, i, h, c)| E::from_f64(((b + i * 7 + h * 3 + c * 5) % 11) as f64 / 11.0 - 0.5);
         Array4::from_shape_fn((batch, q_len, heads, head_dim), element)
     };
     let (q, k, v) = (tensor(q_heads), tensor(kv_heads), tensor(kv_heads));
     let bias = spec.bias.map(|shape| Array4::from_elem(shape, 0.25));
-    let rows = Arc::new(Rows::counting(q_len as u64, 0));
+    let rows = Arc::new(Rows::counting(q_len as u64, 0)?);
     let (queries, keys, most) = (rows.clone(), rows.clone(), q_len as u64);
-    let local = Local { spec: Arc::new(spec.clone()), queries, keys, attention_mask: None, most_block_rows: most, most_query_rows: most };
+    let shard = RankShard {
+        spec: Arc::new(spec.clone()),
+        queries,
+        keys,
+        attention_mask: None,
+        most_block_rows: most,
+        most_query_rows: most,
+    };
     let cpu = Cpu::new(threads)?;
-    let mut workspace = cpu.workspace(&local, true)?;
-    let mut buffer = HostBuffer::zeroed(spec.kv_record().bytes() * most)?;
-    let mut sums = HostBuffer::zeroed(spec.gradient_record().bytes() * most)?;
+    let mut workspace = cpu.workspace(&shard, Passes::Both)?;
+    let mut buffer = HostBuffer::zeroed(spec.kv_row_layout().bytes() * most)?;
+    let mut sums = HostBuffer::zeroed(spec.gradient_row_layout().bytes() * most)?;
     let views = [&q, &k, &v].map(|array| E::view(array.view()));
-    let inputs =
-        Inputs::<Host> { q: views[0], k: views[1], v: views[2], bias: bias.as_ref().map(|b| HostView::F32(b.view())), sinks: None };
+    let inputs = Inputs::<Host> {
+        q: views[0],
+        k: views[1],
+        v: views[2],
+        bias: bias.as_ref().map(|b| HostView::F32(b.view())),
+        sinks: None,
+    };
     let (mut out, mut lse) = (q.clone(), Array4::zeros((batch, q_heads, q_len, 1)));
     let (mut dq, mut dk, mut dv, mut dbias) = (q.clone(), k.clone(), v.clone(), bias.clone());
     let mut tick = || ControlFlow::Continue(());
@@ -77,17 +108,30 @@ fn time<E: Element<Accumulator = f32>>(spec: &Spec, threads: usize, rounds: usiz
     for _ in 0..rounds.max(1) {
         let start = Instant::now();
         let begun = now(start);
-        cpu.pack_alone(&mut workspace, &inputs, &mut buffer)?;
-        cpu.begin(&mut workspace, &inputs)?;
-        let block = Block { buffer: &buffer, ready: &(), rows: &rows };
-        cpu.attend(&mut workspace, &inputs, &block, &mut tick)?;
-        let (of_out, of_lse) = (E::view_mut(out.view_mut()), HostViewMut::F32(lse.view_mut()));
-        cpu.finish(&mut workspace, &inputs, &mut Outputs { out: of_out, lse: of_lse, max: None, sum: None, ties: None })?;
+        let mut pass = workspace.forward(inputs.reborrow())?;
+        pass.local_kv(&mut buffer, Readers::Local)?;
+        pass.attend(&Block { buffer: &buffer, ready: &(), rows: &rows }, &mut tick)?;
+        pass.finish(&mut Outputs {
+            out: E::view_mut(out.view_mut()),
+            lse: HostViewMut::F32(lse.view_mut()),
+            max: None,
+            sum: None,
+            ties: None,
+        })?;
         let between = now(start);
-        let (of_out, of_lse) = (E::view(out.view()), HostView::F32(lse.view()));
-        let saved = Saved { out: of_out, lse: of_lse, max: None, ties: None, dout: E::view(q.view()), dlse: None };
-        cpu.begin_backward(&mut workspace, &inputs, &saved)?;
-        cpu.attend_backward(&mut workspace, &inputs, &saved, &block, &mut sums, &mut tick)?;
+        let inputs = BackwardInputs {
+            forward: inputs.reborrow(),
+            out: E::view(out.view()),
+            lse: HostView::F32(lse.view()),
+            max: None,
+            ties: None,
+            dout: E::view(q.view()),
+            dlse: None,
+        };
+        let mut pass = workspace.backward(inputs, BackwardMode::OnePass)?;
+        pass.local_kv(&mut buffer, Readers::Local)?;
+        let block = Block { buffer: &buffer, ready: &(), rows: &rows };
+        pass.attend_kv(&block, Some(&mut sums), &mut tick)?;
         let mut gradients = Gradients {
             dq: E::view_mut(dq.view_mut()),
             dk: E::view_mut(dk.view_mut()),
@@ -95,7 +139,7 @@ fn time<E: Element<Accumulator = f32>>(spec: &Spec, threads: usize, rounds: usiz
             dbias: dbias.as_mut().map(|dbias| HostViewMut::F32(dbias.view_mut())),
             dsinks: None,
         };
-        cpu.finish_backward(&mut workspace, &inputs, &sums, &mut gradients)?;
+        pass.finish(&sums, &mut gradients)?;
         let ended = now(start);
         for clock in 0..2 {
             least[0][clock] = least[0][clock].min(between[clock] - begun[clock]);

@@ -1,18 +1,21 @@
-//! What one core of this machine can do at most: multiply-adds in registers, and reading memory that no cache holds. One JSON line each.
+//! Measures the limits of one core: multiply-adds in registers, and reads from memory beyond the
+//! caches. One JSON line each.
 //!
-//! `cargo run --release -p annulus-cpu --example limits`; pin it to the core that a bench runs on, and run it beside the bench: machines change
-//! their speed. The clock is the thread's CPU time; the best of many short rounds counts.
+//! `cargo run --release -p annulus-cpu --example limits`. Pin it to the core of a benchmark and run
+//! it beside the benchmark, because clock rates change over time. The clock is the thread's CPU
+//! time; the best of many short rounds counts.
 
 use std::hint::black_box;
 
 use annulus_cpu::Isa;
 use rustix::time::{ClockId, clock_gettime};
 
-/// Sums that do not wait for each other: more than the latency of a multiply-add takes.
+/// Independent accumulators: more than latency × throughput of the multiply-add units (4 cycles ×
+/// 2), so that none waits.
 const SUMS: usize = 12;
-/// Multiply-adds of every sum in a round.
+/// Multiply-adds of every accumulator per round.
 const STEPS: usize = 1_000_000;
-/// f32 that are read: 256 MiB, more than a cache holds.
+/// f32 elements to read: 256 MiB, more than any cache holds.
 const READ: usize = 1 << 26;
 
 fn main() -> Result<(), annulus_core::Error> {
@@ -22,18 +25,24 @@ fn main() -> Result<(), annulus_core::Error> {
         black_box(multiply_add(black_box(0.999)));
     });
     let flops = (2 * width * SUMS * STEPS) as f64;
-    println!(r#"{{"limit":"multiply-add","dtype":"f32","isa":"{isa}","gflops":{:.1}}}"#, flops / seconds / 1e9);
+    println!(
+        r#"{{"limit":"multiply-add","dtype":"f32","isa":"{isa}","gflops":{:.1}}}"#,
+        flops / seconds / 1e9
+    );
 
     let memory = vec![1.0f32; READ];
     let seconds = least(6, || {
         black_box(read(black_box(&memory)));
     });
     let bytes = (READ * size_of::<f32>()) as f64;
-    println!(r#"{{"limit":"read","bytes":{bytes},"isa":"{isa}","gigabytes_per_second":{:.1}}}"#, bytes / seconds / 1e9);
+    println!(
+        r#"{{"limit":"read","bytes":{bytes},"isa":"{isa}","gigabytes_per_second":{:.1}}}"#,
+        bytes / seconds / 1e9
+    );
     Ok(())
 }
 
-/// The least CPU time of a few rounds, after one to warm up.
+/// Returns the minimum CPU time of a few rounds, after one warm-up round.
 fn least(rounds: usize, mut work: impl FnMut()) -> f64 {
     let now = || {
         let time = clock_gettime(ClockId::ThreadCPUTime);
@@ -47,32 +56,42 @@ fn least(rounds: usize, mut work: impl FnMut()) -> f64 {
     })
 }
 
-/// The loops for one instruction set.
+/// Loops for one instruction set.
 struct Limits {
-    /// f32 of a vector.
+    /// f32 lanes of a vector.
     width: usize,
-    /// [`STEPS`] multiply-adds by the factor in each of [`SUMS`] vectors.
+    /// Runs [`STEPS`] multiply-adds by the factor in each of [`SUMS`] vectors.
     multiply_add: fn(f32) -> f32,
-    /// The sum of all.
+    /// Sums all elements.
     read: fn(&[f32]) -> f32,
 }
 
 impl Limits {
-    /// What `isa`, which the machine has, can do.
+    /// Selects the loops for `isa`, which the machine has.
     fn of(isa: Isa) -> Self {
         match isa {
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: the machine has what `Isa::chosen` answers with.
-            Isa::Avx512 => Self { width: 16, multiply_add: |a| unsafe { avx512::multiply_add(a) }, read: |a| unsafe { avx512::read(a) } },
+            Isa::Avx512 => Self {
+                width: 16,
+                // SAFETY: the machine has the instruction set that `Isa::chosen` returns.
+                multiply_add: |a| unsafe { avx512::multiply_add(a) },
+                // SAFETY: as above.
+                read: |a| unsafe { avx512::read(a) },
+            },
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: as above.
-            Isa::Avx2 => Self { width: 8, multiply_add: |a| unsafe { avx2::multiply_add(a) }, read: |a| unsafe { avx2::read(a) } },
+            Isa::Avx2 => Self {
+                width: 8,
+                // SAFETY: as above.
+                multiply_add: |a| unsafe { avx2::multiply_add(a) },
+                // SAFETY: as above.
+                read: |a| unsafe { avx2::read(a) },
+            },
             _ => Self { width: 4, multiply_add: portable::multiply_add, read: portable::read },
         }
     }
 }
 
-/// The two loops over vectors of `$width` elements.
+/// Defines the two loops over vectors of `$width` elements.
 macro_rules! loops {
     ($(#[$attribute:meta])* $width:literal, $splat:ident, $load:ident, $add:ident, $fused:ident, $first:expr) => {
         $(#[$attribute])*

@@ -1,4 +1,4 @@
-//! A warm workspace allocates nothing that grows: neither with the sequence, nor a tile.
+//! A warm workspace allocates nothing that grows with the sequence length or the number of tiles.
 
 #![expect(clippy::unwrap_used, reason = "a test")]
 
@@ -12,27 +12,30 @@ use std::{
 };
 
 use annulus_core::{
-    Alibi, Backend, Batch, Block, DType, Dims, Dropout, Gradients, Host, HostBuffer, HostView, HostViewMut, Inputs, Local, Outputs, RowSet,
-    Rows, Saved, Shard, Side, SinkShape, Spec, mask,
+    Alibi, Backend, BackwardInputs, BackwardMode, BackwardPass, Batch, Block, DType, Dims, Dropout,
+    ForwardPass, Gradients, Host, HostBuffer, HostView, HostViewMut, Inputs, Outputs, Passes,
+    RankShard, Readers, RowSet, Rows, Shard, Side, SinkShape, Spec, Workspace as _, mask,
 };
 use annulus_cpu::{Cpu, Workspace};
 use ndarray::{Array2, Array4};
 
-/// Counts what is asked of the system's allocator.
+/// Counts the bytes requested from the system allocator.
 struct Counting;
 
 static BYTES: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: every call is passed on, as it is, to the system's allocator, which keeps the contract; counting changes nothing.
+// SAFETY: every call is forwarded unchanged to the system allocator, which fulfils the contract;
+// counting has no effect on it.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         BYTES.fetch_add(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller keeps the contract of `alloc`, which is the same.
+        // SAFETY: the caller fulfils the contract of `alloc`, which is the same.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: `pointer` came from `System.alloc` with this layout, see `alloc`; the caller keeps the rest of the contract.
+        // SAFETY: `pointer` came from `System.alloc` with this layout (see `alloc`); the caller
+        // fulfils the rest of the contract.
         unsafe { System.dealloc(pointer, layout) }
     }
 }
@@ -42,7 +45,7 @@ static ALLOCATOR: Counting = Counting;
 
 /// All tensors of one rank.
 struct Tensors {
-    local: Local,
+    shard: RankShard,
     q: Array4<f32>,
     k: Array4<f32>,
     v: Array4<f32>,
@@ -62,7 +65,11 @@ impl Tensors {
         spec.soft_cap = Some(5.0);
         spec.sinks = Some(SinkShape { per_head: true, count: 1 });
         spec.dropout = Some(Dropout { probability: 0.2, seed: 1 });
-        let tensor = |heads| Array4::from_shape_fn((1, len, heads, 16), |(_, i, h, c)| ((i * 7 + h * 3 + c) % 11) as f32 / 11.0 - 0.5);
+        let tensor = |heads| {
+            Array4::from_shape_fn((1, len, heads, 16), |(_, i, h, c)| {
+                ((i * 7 + h * 3 + c) % 11) as f32 / 11.0 - 0.5
+            })
+        };
         let rows = rows_of(&spec, None);
         Self {
             q: tensor(4),
@@ -71,9 +78,9 @@ impl Tensors {
             bias: Array4::zeros((1, 1, 1, len)),
             sinks: Array4::zeros((4, 1, 1, 1)),
             lines: Array4::zeros((1, 4, len, 1)),
-            block: HostBuffer::zeroed(spec.kv_record().bytes() * len as u64).unwrap(),
-            sums: HostBuffer::zeroed(spec.gradient_record().bytes() * len as u64).unwrap(),
-            local: Local {
+            block: HostBuffer::zeroed(spec.kv_row_layout().bytes() * len as u64).unwrap(),
+            sums: HostBuffer::zeroed(spec.gradient_row_layout().bytes() * len as u64).unwrap(),
+            shard: RankShard {
                 spec: Arc::new(spec),
                 queries: rows.clone(),
                 keys: rows,
@@ -85,64 +92,88 @@ impl Tensors {
     }
 }
 
-/// All rows in order; with `document`, of documents of that length.
+/// Returns all rows in order; with `document`, in documents of that length.
 fn rows_of(spec: &Spec, document: Option<usize>) -> Arc<Rows> {
-    let ids = document.map(|len| Array2::from_shape_fn((1, spec.dims.q_len), |(_, row)| (row / len) as i32));
+    let ids = document
+        .map(|len| Array2::from_shape_fn((1, spec.dims.q_len), |(_, row)| (row / len) as i32));
     let batch = Batch { q_segment_ids: ids.clone(), kv_segment_ids: ids, ..Batch::default() };
-    let shard = Shard::local(&spec.dims, spec.alignment, &annulus_core::Layout::Contiguous, Side::Q, 0, 1, &batch);
+    let shard = Shard::local(
+        &spec.dims,
+        spec.alignment,
+        &annulus_core::Layout::Contiguous,
+        Side::Q,
+        0,
+        1,
+        &batch,
+    );
     let mut rows = Rows::default();
-    shard.expand(&RowSet::all(shard.rows.len()), &mut rows);
+    shard.expand(&RowSet::all(shard.rows.len()), &mut rows).unwrap();
     Arc::new(rows)
 }
 
-/// Forward and backward; how many bytes they allocated.
-fn pass(cpu: &Cpu, workspace: &mut Workspace, t: &mut Tensors) -> usize {
+/// Runs forward and backward; returns the bytes that they allocate.
+fn pass(workspace: &mut Workspace, t: &mut Tensors) -> usize {
     let (mut out, mut lse) = (t.q.clone(), t.lines.clone());
-    let (mut dq, mut dk, mut dv, mut dbias, mut dsinks) = (t.q.clone(), t.k.clone(), t.v.clone(), t.bias.clone(), t.sinks.clone());
+    let (mut dq, mut dk, mut dv, mut dbias, mut dsinks) =
+        (t.q.clone(), t.k.clone(), t.v.clone(), t.bias.clone(), t.sinks.clone());
     let mut tick = || ControlFlow::Continue(());
     let before = BYTES.load(Ordering::Relaxed);
     let inputs = Inputs::<Host> {
         q: HostView::F32(t.q.view()),
         k: HostView::F32(t.k.view()),
         v: HostView::F32(t.v.view()),
-        bias: t.local.spec.bias.map(|_| HostView::F32(t.bias.view())),
+        bias: t.shard.spec.bias.map(|_| HostView::F32(t.bias.view())),
         sinks: Some(HostView::F32(t.sinks.view())),
     };
-    cpu.pack(workspace, &inputs, &mut t.block).unwrap();
-    cpu.begin(workspace, &inputs).unwrap();
-    let block = Block { buffer: &t.block, ready: &(), rows: &t.local.keys };
-    cpu.attend(workspace, &inputs, &block, &mut tick).unwrap();
-    let (of_out, of_lse) = (HostViewMut::F32(out.view_mut()), HostViewMut::F32(lse.view_mut()));
-    cpu.finish(workspace, &inputs, &mut Outputs { out: of_out, lse: of_lse, max: None, sum: None, ties: None }).unwrap();
-    let (of_out, of_lse) = (HostView::F32(out.view()), HostView::F32(lse.view()));
-    let saved = Saved { out: of_out, lse: of_lse, max: None, ties: None, dout: HostView::F32(t.q.view()), dlse: None };
-    cpu.begin_backward(workspace, &inputs, &saved).unwrap();
-    cpu.attend_backward(workspace, &inputs, &saved, &block, &mut t.sums, &mut tick).unwrap();
+    let mut forward = workspace.forward(inputs.reborrow()).unwrap();
+    forward.local_kv(&mut t.block, Readers::Ring).unwrap();
+    let block = Block { buffer: &t.block, ready: &(), rows: &t.shard.keys };
+    forward.attend(&block, &mut tick).unwrap();
+    forward
+        .finish(&mut Outputs {
+            out: HostViewMut::F32(out.view_mut()),
+            lse: HostViewMut::F32(lse.view_mut()),
+            max: None,
+            sum: None,
+            ties: None,
+        })
+        .unwrap();
+    let inputs = BackwardInputs {
+        forward: inputs,
+        out: HostView::F32(out.view()),
+        lse: HostView::F32(lse.view()),
+        max: None,
+        ties: None,
+        dout: HostView::F32(t.q.view()),
+        dlse: None,
+    };
+    let mut backward = workspace.backward(inputs, BackwardMode::OnePass).unwrap();
+    backward.attend_kv(&block, Some(&mut t.sums), &mut tick).unwrap();
     let mut gradients = Gradients {
         dq: HostViewMut::F32(dq.view_mut()),
         dk: HostViewMut::F32(dk.view_mut()),
         dv: HostViewMut::F32(dv.view_mut()),
-        dbias: t.local.spec.bias.map(|_| HostViewMut::F32(dbias.view_mut())),
+        dbias: t.shard.spec.bias.map(|_| HostViewMut::F32(dbias.view_mut())),
         dsinks: Some(HostViewMut::F32(dsinks.view_mut())),
     };
-    cpu.finish_backward(workspace, &inputs, &t.sums, &mut gradients).unwrap();
+    backward.finish(&t.sums, &mut gradients).unwrap();
     BYTES.load(Ordering::Relaxed) - before
 }
 
-/// One test in this program, so that nobody else allocates meanwhile.
+/// The only test of this program, so that no other test allocates meanwhile.
 #[test]
 fn a_warm_pass_allocates_nothing_that_grows() {
     for (threads, bias) in [(1, true), (1, false), (3, true)] {
         let cpu = Cpu::new(threads).unwrap();
         let warm = [150, 900].map(|len| {
             let mut tensors = Tensors::new(len, bias);
-            let mut workspace = cpu.workspace(&tensors.local, true).unwrap();
-            let cold = pass(&cpu, &mut workspace, &mut tensors);
-            let warm = (0..3).map(|_| pass(&cpu, &mut workspace, &mut tensors)).min().unwrap();
+            let mut workspace = cpu.workspace(&tensors.shard, Passes::Both).unwrap();
+            let cold = pass(&mut workspace, &mut tensors);
+            let warm = (0..3).map(|_| pass(&mut workspace, &mut tensors)).min().unwrap();
             assert!(warm <= cold);
             warm
         });
-        // records' field lists, and a job for each thread and call
+        // field lists of records, and a rayon job per thread and call
         assert!(warm.iter().all(|&bytes| bytes < 8192), "{threads} threads: {warm:?} bytes");
         if threads == 1 {
             assert_eq!(warm[0], warm[1], "bytes at 150 and 900 rows");
@@ -151,27 +182,31 @@ fn a_warm_pass_allocates_nothing_that_grows() {
     wide_and_narrow_in_turn();
 }
 
-/// A workspace serves short documents, whose tasks are short and come in another order, and a long one, in the same memory.
+/// One workspace serves short documents, with shorter tasks in another order, and one long
+/// document, in the same memory.
 fn wide_and_narrow_in_turn() {
     for (threads, bias) in [(1, false), (3, true)] {
         let cpu = Cpu::new(threads).unwrap();
         let mut tensors = Tensors::new(1600, bias);
-        let wide = tensors.local.clone();
+        let wide = tensors.shard.clone();
         let rows = rows_of(&wide.spec, Some(150));
-        let narrow = Local { queries: rows.clone(), keys: rows, ..wide.clone() };
-        let mut workspace = cpu.workspace(&wide, true).unwrap();
+        let narrow = RankShard { queries: rows.clone(), keys: rows, ..wide.clone() };
+        let mut workspace = cpu.workspace(&wide, Passes::Both).unwrap();
         let mut allocated = Vec::new();
         for round in 0..3 {
-            for local in [&narrow, &wide] {
-                tensors.local = local.clone();
+            for shard in [&narrow, &wide] {
+                tensors.shard = shard.clone();
                 let before = BYTES.load(Ordering::Relaxed);
-                cpu.update(&mut workspace, local).unwrap();
+                workspace.update(shard).unwrap();
                 let update = BYTES.load(Ordering::Relaxed) - before;
-                let bytes = update + pass(&cpu, &mut workspace, &mut tensors);
-                // at first, rows note what lies where among them
+                let bytes = update + pass(&mut workspace, &mut tensors);
+                // the first round builds and caches each batch's row indices
                 allocated.extend((round > 0).then_some(bytes));
             }
         }
-        assert!(allocated.iter().all(|&bytes| bytes < 8192), "{threads} threads: {allocated:?} bytes");
+        assert!(
+            allocated.iter().all(|&bytes| bytes < 8192),
+            "{threads} threads: {allocated:?} bytes"
+        );
     }
 }

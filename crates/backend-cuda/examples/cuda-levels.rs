@@ -1,11 +1,14 @@
-//! The speed of the CUDA backend on one GPU, forward and backward, at the level that it takes. Prints JSON lines.
+//! Speed of the CUDA backend on one GPU, forward and backward, at its level. Prints JSON lines.
 //!
 //! ```text
-//! cuda-levels [device=0] [batch=4] [heads=16] [dims=64,128] [lens=8192,16384] [dtypes=bf16,f16,f32] [seconds=1]
+//! cuda-levels [device=0] [batch=4] [heads=16] [dims=64,128] [lens=8192,16384]
+//!             [dtypes=bf16,f16,f32] [seconds=1]
 //! ```
-//! Tensors stay on the device; a pass is one call of a ring of one rank, and the clock is the host's around as many passes as fill the time, the device
-//! idle before and after. FLOPs are useful ones: forward 4·batch·heads·len²·dim, half of it where the mask is causal; backward 2.5 times as many.
-//! `scripts/gpu-check` runs it beside peers. With the feature `emulator`, `device=emulated` shows on any machine that it runs; its times mean nothing.
+//! Tensors stay on the device. A pass is one call of a ring of one rank; the host clock runs around
+//! as many passes as fill the time, with the device idle before and after. FLOPs are useful ones:
+//! forward 4·batch·heads·len²·dim, half of it for a causal mask; backward 2.5 times as many.
+//! `scripts/gpu-check` runs it beside peers. With the feature `emulator`, `device=emulated` checks
+//! on any machine that it runs; its times mean nothing.
 
 use std::{
     process::ExitCode,
@@ -13,14 +16,14 @@ use std::{
 };
 
 use annulus::{Attention, DType, Dims, Error, Result, Ring};
-use annulus_comm::{Staged, cuda::CudaCopier, threads};
-use annulus_core::{Gradients, Inputs, Outputs, Saved};
+use annulus_comm::{Staged, threads};
+use annulus_core::{BackwardInputs, Element, Gradients, Inputs, Outputs};
 use annulus_cuda::{
     Cuda,
-    device::{CudaSpace, CudaTensor, Stream},
+    device::{CudaCopier, CudaSpace, CudaTensor, Stream},
 };
 
-/// What is measured.
+/// Parameters of a measurement.
 struct Settings {
     device: String,
     batch: usize,
@@ -43,10 +46,16 @@ impl Settings {
             seconds: 1.0,
         };
         for word in words {
-            let want = "device=, batch=, heads=, dims=, lens=, dtypes= or seconds=, and what it takes";
+            let want =
+                "device=, batch=, heads=, dims=, lens=, dtypes= or seconds=, and what it takes";
             let wrong = || Error::invalid("argument", &word, want);
             let (name, value) = word.split_once('=').ok_or_else(wrong)?;
-            let numbers = || value.split(',').map(|number| number.parse().map_err(|_| wrong())).collect::<Result<Vec<usize>>>();
+            let numbers = || {
+                value
+                    .split(',')
+                    .map(|number| number.parse().map_err(|_| wrong()))
+                    .collect::<Result<Vec<usize>>>()
+            };
             let number = || value.parse::<usize>().map_err(|_| wrong());
             let dtype = |name: &str| {
                 let all = [DType::F64, DType::F32, DType::Bf16, DType::F16];
@@ -70,34 +79,43 @@ impl Settings {
         #[cfg(feature = "emulator")]
         if self.device == "emulated" {
             use annulus_cuda::device::emulator;
-            return Cuda::with_symbols(Ok(emulator::symbols()), || Ok(emulator::compiler_symbols()), 0);
+            return Cuda::with_symbols(
+                Ok(emulator::symbols()),
+                || Ok(emulator::compiler_symbols()),
+                0,
+            );
         }
-        Cuda::open(self.device.parse().map_err(|_| Error::invalid("device", &self.device, "the number of a GPU"))?)
+        Cuda::open(
+            self.device
+                .parse()
+                .map_err(|_| Error::invalid("device", &self.device, "the number of a GPU"))?,
+        )
     }
 }
 
-/// No wait is longer than this.
+/// Longest wait for the device.
 const DEADLINE: Duration = Duration::from_secs(120);
 
-/// A tensor of small numbers in no order.
+/// Creates a tensor of pseudo-random numbers in −1 … 1.
 fn tensor(stream: &Stream, dtype: DType, shape: [usize; 4], salt: u64) -> Result<CudaTensor> {
     let count: usize = shape.iter().product();
     let mut bytes = Vec::with_capacity(count * dtype.bytes());
     let mut state = salt;
     for _ in 0..count {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let number = (state >> 40) as f64 / f64::from(1 << 23) - 1.0;
         match dtype {
             DType::F64 => bytes.extend(number.to_le_bytes()),
             DType::F32 => bytes.extend((number as f32).to_le_bytes()),
-            DType::Bf16 => bytes.extend(half::bf16::from_f64(number).to_le_bytes()),
-            DType::F16 => bytes.extend(half::f16::from_f64(number).to_le_bytes()),
+            DType::Bf16 => bytes.extend(<half::bf16 as Element>::from_f64(number).to_le_bytes()),
+            DType::F16 => bytes.extend(<half::f16 as Element>::from_f64(number).to_le_bytes()),
         }
     }
     CudaTensor::upload(stream, &bytes, dtype, shape)
 }
 
-/// The mean time of `pass`, done again and again for about so many seconds, after one time that nobody looks at.
+/// Returns the mean time of `pass`, repeated for about `seconds`, after one warm-up pass.
 fn time(stream: &Stream, seconds: f64, mut pass: impl FnMut() -> Result<()>) -> Result<f64> {
     let mut passes = |count: u32| -> Result<f64> {
         let start = Instant::now();
@@ -112,13 +130,21 @@ fn time(stream: &Stream, seconds: f64, mut pass: impl FnMut() -> Result<()>) -> 
 }
 
 /// Times forward and backward, and prints a line for each.
-fn measure(cuda: &Cuda, settings: &Settings, dtype: DType, len: usize, dim: usize, causal: bool) -> Result<()> {
+fn measure(
+    cuda: &Cuda,
+    settings: &Settings,
+    dtype: DType,
+    len: usize,
+    dim: usize,
+    causal: bool,
+) -> Result<()> {
     let Settings { batch, heads, seconds, .. } = *settings;
     let (stream, sums) = (cuda.stream(), dtype.accumulator());
-    let attention = if causal { Attention::new().causal() } else { Attention::new() }.dtype(dtype);
-    let transport = Staged::<_, CudaSpace>::new(threads::ring(1).remove(0), CudaCopier::new(stream.device())?);
+    let attention = Attention::new().causal(causal).dtype(dtype);
+    let transport =
+        Staged::<_, CudaSpace>::new(threads::ring(1).remove(0), CudaCopier::new(stream.device())?);
     let spec = attention.spec(Dims::new(batch, len, heads, dim));
-    let mut ring = Ring::new(cuda.clone(), Box::new(transport), spec, attention.ring_options(None))?;
+    let mut ring = Ring::new(cuda.clone(), Box::new(transport), spec, attention.ring_options())?;
     let (shape, statistics) = ([batch, len, heads, dim], [batch, heads, len, 1]);
     let [q, k, v, dout] = [1, 2, 3, 4].map(|salt| tensor(stream, dtype, shape, salt));
     let (q, k, v, dout) = (q?, k?, v?, dout?);
@@ -127,15 +153,31 @@ fn measure(cuda: &Cuda, settings: &Settings, dtype: DType, len: usize, dim: usiz
         [made()?, made()?, made()?, made()?]
     };
     let mut lse = CudaTensor::uninitialized(stream, sums, statistics)?;
-    let inputs = Inputs::<CudaSpace> { q: q.view(), k: k.view(), v: v.view(), bias: None, sinks: None };
+    let inputs =
+        Inputs::<CudaSpace> { q: q.view(), k: k.view(), v: v.view(), bias: None, sinks: None };
     let forward = time(stream, seconds, || {
-        let mut outputs = Outputs { out: out.view_mut(), lse: lse.view_mut(), max: None, sum: None, ties: None };
+        let mut outputs =
+            Outputs { out: out.view_mut(), lse: lse.view_mut(), max: None, sum: None, ties: None };
         ring.forward(&inputs, &mut outputs).map(drop)
     })?;
-    let saved = Saved::<CudaSpace> { out: out.view(), lse: lse.view(), max: None, ties: None, dout: dout.view(), dlse: None };
+    let inputs = BackwardInputs::<CudaSpace> {
+        forward: inputs,
+        out: out.view(),
+        lse: lse.view(),
+        max: None,
+        ties: None,
+        dout: dout.view(),
+        dlse: None,
+    };
     let backward = time(stream, seconds, || {
-        let mut gradients = Gradients { dq: dq.view_mut(), dk: dk.view_mut(), dv: dv.view_mut(), dbias: None, dsinks: None };
-        ring.backward(&inputs, &saved, &mut gradients).map(drop)
+        let mut gradients = Gradients {
+            dq: dq.view_mut(),
+            dk: dk.view_mut(),
+            dv: dv.view_mut(),
+            dbias: None,
+            dsinks: None,
+        };
+        ring.backward(&inputs, &mut gradients).map(drop)
     })?;
     let level = cuda.level().name();
     let pairs = (batch * heads) as f64 * (len as f64).powi(2) * if causal { 0.5 } else { 1.0 };
@@ -156,7 +198,9 @@ fn run() -> Result<()> {
     let settings = Settings::parse(std::env::args().skip(1))?;
     let cuda = settings.open()?;
     for &dtype in &settings.dtypes {
-        for (&len, &dim) in settings.lens.iter().flat_map(|len| settings.dims.iter().map(move |dim| (len, dim))) {
+        for (&len, &dim) in
+            settings.lens.iter().flat_map(|len| settings.dims.iter().map(move |dim| (len, dim)))
+        {
             for causal in [false, true] {
                 measure(&cuda, &settings, dtype, len, dim, causal)?;
             }

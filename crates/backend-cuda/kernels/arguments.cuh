@@ -1,29 +1,30 @@
-// What kernels are given: mirrored field by field in src/arguments.rs.
+// Argument structures of the kernels. `src/arguments.rs` mirrors them field by field.
 #pragma once
 
 #include "primitives.cuh"
 
-// A tensor [batch, row, head, dim]: address, and strides in elements (in 2-byte units where the text says so). An axis that is broadcast
-// has stride 0.
+// A tensor [batch, row, head, dim]: address and strides. Strides count elements, or 2-byte units
+// where a comment says so. A broadcast axis has stride 0.
 struct Tensor {
     u64 at;
     i64 batch, row, head, dim;
 };
 
-// Who sees whom, by tiles: for every plane and every tile a list of runs.
-struct Sight {
-    u64 starts;  // u32 [planes][tiles], and the end of the last list
-    u64 runs;    // Run
-    u64 bits;    // u64 a query row of a tile; bit j is key j of the tile
+// Block-sparse mask: for every plane (batch row × head, or fewer if the mask is shared) and every
+// tile, a list of runs of visible tiles of the other side.
+struct BlockMask {
+    u64 starts;  // u32 [planes][tiles] and the end of the last list: first run of every list
+    u64 runs;    // TileRun []
+    u64 bits;    // tile masks: one u64 a query row of a tile; bit j is key j of the tile
     u32 tiles, per_batch, per_head, reserved;
 };
 
-// Neighbouring tiles of the other side.
-struct Run {
+// Consecutive tiles of the other side.
+struct TileRun {
     u32 first, count;
-    u32 bits;  // which set of bits, if it is one tile of which some pairs are hidden; EVERYTHING: all pairs
+    u32 mask_index;  // tile mask of a single partial tile; FULL_TILE: every pair is visible
 };
-#define EVERYTHING 0xffffffffu
+#define FULL_TILE 0xffffffffu
 
 enum Flag {
     HAS_BIAS = 1,
@@ -32,61 +33,64 @@ enum Flag {
     HAS_DROPOUT = 8,
     UNNORMALIZED = 16,
     HAS_SLOPES = 32,
-    ADD = 64,                  // dk, dv are added to what is there
+    ADD = 64,  // accumulate into dk and dv instead of overwriting them
     QUERY_POSITIONS_PER_BATCH = 128,
     KEY_POSITIONS_PER_BATCH = 256,
 };
 
-// Everything about queries and one block of keys.
+// Arguments of every tile kernel: this rank's queries and one block of keys.
 struct Attention {
     Tensor q, k, v, bias, dout;
     Tensor dk, dv;      // Sum
-    Tensor statistics;  // Sum [batch, row, head, 4]: lse, max, delta, share; strides in 2-byte units
+    Tensor
+        statistics;  // Sum [batch, row, head, 4]: lse, max, delta, share; strides in 2-byte units
     u64 acc;            // Sum [batch, row, head, value_dim]
     u64 dq;             // Sum [batch, row, head, head_dim]
     u64 max, sum, ties; // Sum [batch, head, row]
     u64 dbias;          // Sum [bias_batch, bias_heads, bias_rows, bias_keys]
-    Sight sight;
-    u64 query_rows, key_rows;            // u64: row numbers in the whole sequence
-    u64 query_positions, key_positions;  // i64
-    u64 slopes;                          // double, one a query head
+    BlockMask block_mask;
+    u64 query_rows, key_rows;            // u64: global row numbers (bias columns, dropout)
+    u64 query_positions, key_positions;  // i64: positions (ALiBi)
+    u64 slopes;                          // double, one per query head (ALiBi)
     double scale, cap, keep_scale;
     u32 queries, keys;
     u32 batches, q_heads, kv_heads, head_dim, value_dim;
     u32 flags, rounding;
     u32 dropout_low, dropout_high, dropout_threshold;
     u32 bias_batch, bias_heads, bias_rows, bias_keys;
-    // Of forward: how many query heads share the rows of a tile, and 2¹⁶ divided by that, rounded up.
+    // GQA packing (forward only): query heads per tile, and ⌈2¹⁶ / packed_heads⌉.
     u32 packed_heads, packed_reciprocal;
 };
 
-// Rows without their keys: the end of forward, the beginning and the end of backward.
-struct Ends {
+// Arguments of the kernels that process one query row without its keys (rows.cuh).
+struct RowArguments {
     Tensor out, dout;    // Element
-    Tensor lse, max, sum, ties, dlse;  // Sum [batch, head, row, 1]: the strides named row and head are theirs; at = 0 where absent
-    Tensor sinks;        // Sum; the axis named head is the line, row the sink
-    Tensor dsinks;       // likewise
+    // Sum [batch, head, row, 1], strides under the names `head` and `row`; at = 0 where absent
+    Tensor lse, max, sum, ties, dlse;
+    Tensor sinks;        // Sum; axis `head` is the line (one per head, or one), axis `row` the sink
+    Tensor dsinks;       // as sinks
     Tensor statistics;   // as in Attention
     u64 acc, row_max, row_sum, row_ties;
     u32 queries, batches, q_heads, value_dim;
     u32 sinks_count, sinks_lines, flags, reserved;
 };
 
-// A tensor to a tensor.
+// Copies one tensor to another of the same shape.
 struct Copy {
     Tensor from, to;
     u32 batches, rows, heads, dim;
 };
 
-// One value everywhere.
+// Writes one value to `count` sums.
 struct Fill {
     u64 at, count;
     double value;
 };
 
-// Ranges of gradient records: places is u64 [count][3]: first record in `to`, first in `from`, how many.
+// Copies or adds ranges of gradient records. `ranges` is u64 [count][3]: first record in `to`,
+// first record in `from`, number of records.
 struct Combine {
-    u64 to, from, places;
-    u64 record;  // sums a record
+    u64 to, from, ranges;
+    u64 record_sums;  // sums per record
     u32 add, reserved;
 };

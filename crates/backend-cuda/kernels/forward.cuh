@@ -1,82 +1,87 @@
-// Forward over one block of keys.
+// Forward over one block of keys, level 0.
 //
-//   for each tile of queries (a block of threads each, those with the most keys first):
-//       for each tile of keys of which the queries see some:
-//           S = scale·Q·Kᵀ, made logits;  m' = max(m, S);  P = e^{S − m'};  sum = sum·e^{m − m'} + P·1;  O = O·e^{m − m'} + P·V
+//   for each tile of queries (one thread block each, in reverse order):
+//       for each visible tile of keys:
+//           S  = scale·Q·Kᵀ, score epilogue
+//           m' = max(m, rowmax(S));  P = e^{S − m'}
+//           ℓ  = ℓ·e^{m − m'} + rowsum(P);  O = O·e^{m − m'} + P·V;  m = m'
 //
-// O, m and sum come from memory and go back there, so that the next block goes on where this one ends.
+// O, m and ℓ are loaded from memory and stored back, so that the next ring step continues. Reverse
+// order starts the tiles with the most visible keys of a causal mask first.
 //
-// Source: Dao et al. 2022, algorithm 1; the running softmax of Milakov and Gimelshein 2018.
+// Source: Dao et al. 2022, algorithm 1; Milakov and Gimelshein 2018 (online softmax).
 #pragma once
 
 #include "tile.cuh"
 
 // Grid: query tiles × query heads × batch rows.
 KERNEL(forward, Attention) {
-    u32 tile = a.sight.tiles - 1 - block_x(), h = block_y(), b = block_z();
-    Walk walk;
-    walk.begin(a, b, h, tile);
-    if (!walk.more()) return;
+    u32 tile = a.block_mask.tiles - 1 - block_x(), h = block_y(), b = block_z();
+    TileIterator tiles;
+    tiles.begin(a, b, h, tile);
+    if (!tiles.more()) return;
     u32 kv_head = h / (a.q_heads / a.kv_heads);
 
     SHARED(Sum, left_slice, TILE * SLICE_LINE);
     SHARED(Sum, right_slice, TILE * SLICE_LINE);
-    SHARED(Sum, weights, TILE * TILE_LINE);
-    SHARED(u8, shown, TILE * TILE);
+    SHARED(Sum, probs, TILE * TILE_LINE);
+    SHARED(u8, visibility, TILE * TILE);
 
-    Rows sums;
+    AccTile o;
     Sum max[M], sum[M], ties[M];
     Sum* acc = reinterpret_cast<Sum*>(a.acc);
     UNROLL for (u32 r = 0; r < M; ++r) {
         u64 i = u64(tile) * TILE + query_of(r);
-        bool there = i < a.queries;
+        bool exists = i < a.queries;
         u64 row = (u64(b) * a.q_heads + h) * a.queries + i;
-        max[r] = there ? reinterpret_cast<const Sum*>(a.max)[row] : -Sum(infinity());
-        sum[r] = there ? reinterpret_cast<const Sum*>(a.sum)[row] : Sum(0);
-        ties[r] = there ? reinterpret_cast<const Sum*>(a.ties)[row] : Sum(0);
+        max[r] = exists ? reinterpret_cast<const Sum*>(a.max)[row] : -Sum(infinity());
+        sum[r] = exists ? reinterpret_cast<const Sum*>(a.sum)[row] : Sum(0);
+        ties[r] = exists ? reinterpret_cast<const Sum*>(a.ties)[row] : Sum(0);
         const Sum* line = acc + ((u64(b) * a.queries + i) * a.q_heads + h) * a.value_dim;
         UNROLL for (u32 slice = 0; slice < SLICES; ++slice)
             UNROLL for (u32 c = 0; c < 2; ++c) {
                 u32 x = slice * SLICE + thread_x() + 16 * c;
-                sums[slice][r][c] = there && x < a.value_dim ? line[x] : Sum(0);
+                o[slice][r][c] = exists && x < a.value_dim ? line[x] : Sum(0);
             }
     }
 
-    for (; walk.more(); walk.next(a)) {
-        Entry entry = walk.entry(a);
-        Site site = site_of(a, b, h, tile, entry.tile, entry);
-        Pairs pairs;
-        dot_products(pairs, left_slice, right_slice, a.q, a.k, site, a, a.head_dim);
-        u32 seen = logits(pairs, nullptr, site, a);
+    for (; tiles.more(); tiles.next(a)) {
+        TileEntry entry = tiles.entry(a);
+        TileCoord coord = tile_coord(a, b, h, tile, entry.tile, entry);
+        ScoreTile scores;
+        dot_products(scores, left_slice, right_slice, a.q, a.k, coord, a, a.head_dim);
+        u32 visible_bits = score_epilogue(scores, nullptr, coord, a);
         UNROLL for (u32 r = 0; r < M; ++r) {
-            Sum most = -Sum(infinity());
+            Sum tile_max = -Sum(infinity());
             UNROLL for (u32 c = 0; c < M; ++c)
-                if (is_seen(seen, r, c)) most = larger(most, pairs[r][c]);
-            Sum next = larger(max[r], largest_of_query(most));
-            // no logit but −∞ so far
-            bool nothing = next == -Sum(infinity());
-            bool same = next == max[r];
-            Sum factor = same ? Sum(1) : exponential(max[r] - next);
-            Sum mine = 0, equal = 0;
+                if (is_visible(visible_bits, r, c)) tile_max = larger(tile_max, scores[r][c]);
+            Sum new_max = larger(max[r], reduce_row_max(tile_max));
+            // every score so far is −∞: e^{−∞ − −∞} would be NaN
+            bool all_masked = new_max == -Sum(infinity());
+            bool same_max = new_max == max[r];
+            Sum rescale = same_max ? Sum(1) : exponential(max[r] - new_max);
+            Sum partial_sum = 0, partial_ties = 0;
             UNROLL for (u32 c = 0; c < M; ++c) {
-                bool counts = is_seen(seen, r, c) && !nothing;
-                equal += Sum(counts && pairs[r][c] == next);
-                Sum weight = counts ? exponential(pairs[r][c] - next) : Sum(0);
-                mine += weight;
+                bool counts = is_visible(visible_bits, r, c) && !all_masked;
+                partial_ties += Sum(counts && scores[r][c] == new_max);
+                Sum prob = counts ? exponential(scores[r][c] - new_max) : Sum(0);
+                partial_sum += prob;
                 if (counts && (a.flags & HAS_DROPOUT))
-                    weight *= kept(a, b, h, site.first_query + query_of(r), site.first_key + key_of(c));
-                pairs[r][c] = weight;
+                    prob *= keep_factor(a, b, h, coord.first_query + query_of(r),
+                                        coord.first_key + key_of(c));
+                scores[r][c] = prob;
             }
-            mine = sum_of_query(mine);
-            equal = sum_of_query(equal);
-            sum[r] = sum[r] * factor + mine;
-            ties[r] = (same ? ties[r] : Sum(0)) + equal;
-            max[r] = next;
+            partial_sum = reduce_row_sum(partial_sum);
+            partial_ties = reduce_row_sum(partial_ties);
+            sum[r] = sum[r] * rescale + partial_sum;
+            ties[r] = (same_max ? ties[r] : Sum(0)) + partial_ties;
+            max[r] = new_max;
             UNROLL for (u32 slice = 0; slice < SLICES; ++slice)
-                UNROLL for (u32 c = 0; c < 2; ++c) sums[slice][r][c] *= factor;
+                UNROLL for (u32 c = 0; c < 2; ++c) o[slice][r][c] *= rescale;
         }
-        share(weights, shown, pairs, seen, site.plain);
-        add_products<false>(sums, weights, shown, right_slice, a.v, b, kv_head, site.first_key, a.keys, a.value_dim, site.plain);
+        store_shared(probs, visibility, scores, visible_bits, coord.is_full);
+        accumulate<false>(o, probs, visibility, right_slice, a.v, b, kv_head, coord.first_key,
+                          a.keys, a.value_dim, coord.is_full);
     }
 
     UNROLL for (u32 r = 0; r < M; ++r) {
@@ -92,7 +97,7 @@ KERNEL(forward, Attention) {
         UNROLL for (u32 slice = 0; slice < SLICES; ++slice)
             UNROLL for (u32 c = 0; c < 2; ++c) {
                 u32 x = slice * SLICE + thread_x() + 16 * c;
-                if (x < a.value_dim) line[x] = sums[slice][r][c];
+                if (x < a.value_dim) line[x] = o[slice][r][c];
             }
     }
 }

@@ -1,12 +1,22 @@
-// Forward over one block of keys on warpgroups: what forward_matrix.cuh does, for compute capability 9.0.
+// Forward over one block of keys on warpgroups: the algorithm of forward.cuh with wgmma and TMA,
+// compute capability 9.0 only.
 //
-//   warpgroup 0:       keys and values of one tile after another, by the copy engine
-//   warpgroups 1, 2:   S₀ = Q·K₀ᵀ;  P₀ = softmax(S₀)
-//                      for each further tile j:  begin S_j = Q·K_jᵀ;  begin O += P_{j−1}·V_{j−1};  softmax of S_j meanwhile;  O = O·e^{m − m'}
-//                      O += P·V of the last
+//   producer (warpgroup 0):
+//       for each visible KV tile:  wait for an empty stage, issue the TMA loads of K and V
+//   consumers (warpgroups 1, 2), 64 query rows each:
+//       S ← Q·K₀ᵀ;  (P, m, ℓ) ← online softmax of S;  O ← O·e^{m₋₁ − m}
+//       for each further KV tile j:
+//           issue S ← Q·K_jᵀ;  issue O ← O + P·V_{j−1}      (asynchronous, in this order)
+//           wait for S;  (P', m', ℓ') ← online softmax of S  (overlaps P·V)
+//           wait for O;  O ← O·e^{m − m'};  P ← P'
+//       O ← O + P·V of the last tile
 //
-// S, P and O stay in registers. The two warpgroups take turns to begin products, so that one multiplies while the other is in its softmax.
-// Where no feature asks for logits one by one, they are never formed: e^{scale·s − m} is one multiply-add and one power of two.
+// S, P and O stay in registers. The consumers take turns to issue wgmma (ping-pong scheduling with
+// named barriers), so that the GEMMs of one overlap the softmax of the other. If the scores need no
+// epilogue they are never formed: e^{scale·s − m} is one multiply-add and one ex2.
+//
+// Registers per thread: 168 at launch (65,536 / 384, in units of 8), then 24 for the producer and
+// 240 for a consumer: 128·24 + 256·240 = 384·168.
 //
 // Source: Shah et al. 2024 (FlashAttention-3), algorithms 1 and 2.
 #pragma once
@@ -17,20 +27,21 @@
 #error "warpgroups multiply 16-bit elements of at least 64 dims"
 #endif
 
-// Elements of a thread's products, and of one row of sums.
-#define PAIRS (OTHERS / 2)
+// Elements of S of one thread: 64 × KV_ROWS over 128 threads.
+#define S_REGISTERS (KV_ROWS / 2)
 #define LOG2_E 1.44269504088896341f
 
-// A thread's place among the products of its warpgroup: element e of PAIRS is row + 8·(e / 2 mod 2), 8·(e / 4) + column + e mod 2.
-struct GroupLane {
+// Position of a thread in its warpgroup's accumulators: element e of S is
+// row + 8·(e / 2 mod 2), 8·(e / 4) + column + e mod 2.
+struct ConsumerLane {
     u32 group, thread, lane, row, column;
 
     METHOD u32 row_of(u32 e) const { return row + 8 * (e / 2 % 2); }
     METHOD u32 column_of(u32 e) const { return 8 * (e / 4) + column + e % 2; }
 };
 
-DEVICE GroupLane lane_of_group() {
-    GroupLane at;
+DEVICE ConsumerLane consumer_lane() {
+    ConsumerLane at;
     at.group = thread_index() / WARPGROUP - 1;
     at.thread = thread_index() % WARPGROUP;
     at.lane = thread_index() % 32;
@@ -39,333 +50,373 @@ DEVICE GroupLane lane_of_group() {
     return at;
 }
 
-// Which of a thread's pairs are seen, a bit each.
-struct Seen {
-    u32 words[(PAIRS + 31) / 32];
+// Visibility of a thread's pairs, one bit each.
+struct VisiblePairs {
+    u32 words[(S_REGISTERS + 31) / 32];
 
-    METHOD void set(u32 e, bool visible) { words[e / 32] = (words[e / 32] & ~(1u << e % 32)) | u32(visible) << e % 32; }
+    METHOD void set(u32 e, bool visible) {
+        words[e / 32] = (words[e / 32] & ~(1u << e % 32)) | u32(visible) << e % 32;
+    }
     METHOD bool get(u32 e) const { return words[e / 32] >> e % 32 & 1; }
 };
 
-// What a warpgroup knows of its rows: two of them a thread.
-struct RowState {
-    float max[2], sum[2], factor[2];
+// Softmax statistics (m, ℓ) and the factor e^{m − m'} of the last update, for a thread's two rows.
+struct SoftmaxState {
+    float max[2], sum[2], rescale[2];
 };
 
-// The tile at hand, as a warpgroup sees it.
-struct GroupSite {
+// Coordinates of one consumer's score tile: 64 queries × KV_ROWS keys.
+struct WarpgroupTile {
     u32 b, h;
     u32 first_query, first_key;
-    u32 set;     // of bits
-    bool plain;  // no pair is hidden, apart from those beyond the ends
+    u32 mask_index;  // as in TileRun
+    bool is_full;    // no pair is masked, except keys beyond the end
 };
 
-DEVICE GroupSite group_site(const Attention& a, u32 b, u32 h, u32 tile, u32 group, Entry entry) {
-    GroupSite site;
-    site.b = b;
-    site.h = h;
-    site.first_query = (tile * GROUPS + group) * OWN;
-    site.first_key = entry.tile * OTHERS;
-    site.set = entry.bits;
-    site.plain = entry.bits == EVERYTHING && !(a.flags & (HAS_BIAS | HAS_SLOPES));
-    return site;
+DEVICE WarpgroupTile warpgroup_tile(const Attention& a, u32 b, u32 h, u32 tile, u32 group,
+                                    TileEntry entry) {
+    WarpgroupTile coord;
+    coord.b = b;
+    coord.h = h;
+    coord.first_query = (tile * CONSUMERS + group) * Q_ROWS;
+    coord.first_key = entry.tile * KV_ROWS;
+    coord.mask_index = entry.mask_index;
+    coord.is_full = entry.mask_index == FULL_TILE && !(a.flags & (HAS_BIAS | HAS_SLOPES));
+    return coord;
 }
 
-// What the mask says of 64 keys, from key 64·`word` of the tile on, as seen by a row of the warpgroup; keys beyond the end are not seen.
-DEVICE u64 group_line(const Attention& a, const GroupSite& site, u32 group, u32 row, u32 word) {
+// Returns 64 bits of the tile mask: keys 64·`word` … of one query row. Keys beyond the end are
+// masked.
+DEVICE u64 warpgroup_mask_row(const Attention& a, const WarpgroupTile& coord, u32 group, u32 row,
+                              u32 word) {
     u64 line = ~0ull;
-    if (site.set != EVERYTHING)
-        line = reinterpret_cast<const u64*>(a.sight.bits)[(u64(site.set) * (GROUPS * OWN) + group * OWN + row) * (OTHERS / 64) + word];
+    const u32 row_words = KV_ROWS / 64;
+    if (coord.mask_index != FULL_TILE)
+        line = reinterpret_cast<const u64*>(a.block_mask.bits)
+            [(u64(coord.mask_index) * (CONSUMERS * Q_ROWS) + group * Q_ROWS + row) * row_words +
+             word];
     if (planted(MASK_OFF_BY_ONE)) line = line << 1 | 1;
-    u32 first = site.first_key + 64 * word;
+    u32 first = coord.first_key + 64 * word;
     u32 left = a.keys > first ? a.keys - first : 0;
     return left < 64 ? line & ((1ull << left) - 1) : line;
 }
 
-// Whether logits are formed one by one: by bias, cap or rounding, or because the largest product need not have the largest logit.
-DEVICE bool has_rare_logits(const Attention& a) {
-    return (a.flags & (HAS_BIAS | HAS_SLOPES | HAS_CAP)) || a.rounding != ROUND_NOT || !(float(a.scale) > 1e-30f);
+// Returns true if the QKᵀ products need an epilogue: bias, soft cap or rounding; or a scale that is
+// not positive (the maximum of scale·s is scale·max s only for scale > 0) or so small that products
+// with it may leave the normal range of f32. Otherwise the scale is deferred to the softmax.
+DEVICE bool needs_epilogue(const Attention& a) {
+    return (a.flags & (HAS_BIAS | HAS_SLOPES | HAS_CAP)) || a.rounding != ROUND_NOT ||
+           !(float(a.scale) > 1e-30f);
 }
 
-// Products become logits, one at a time: their places in scratch are this thread's alone.
-DEVICE void form_rare_logits(float (&pairs)[PAIRS], Seen& seen, float* scratch, const GroupSite& site, const GroupLane& at,
-                             const Attention& a) {
-    UNROLL for (u32 e = 0; e < PAIRS; ++e) scratch[e * WARPGROUP + at.thread] = pairs[e];
-    for (u32 word = 0; word < (PAIRS + 31) / 32; ++word) {
+// Applies the score epilogue pair by pair. The scores go through scratch, because the loop is not
+// unrolled and a register array cannot be indexed at run time; a thread uses only its own elements.
+DEVICE void score_epilogue_in_scratch(float (&scores)[S_REGISTERS], VisiblePairs& visible_pairs,
+                                      float* scratch, const WarpgroupTile& coord,
+                                      const ConsumerLane& at, const Attention& a) {
+    UNROLL for (u32 e = 0; e < S_REGISTERS; ++e) scratch[e * WARPGROUP + at.thread] = scores[e];
+    for (u32 word = 0; word < (S_REGISTERS + 31) / 32; ++word) {
         u32 bits = 0;
         for (u32 bit = 0; bit < 32; ++bit) {
             u32 e = word * 32 + bit, row = at.row_of(e), key = at.column_of(e);
-            Site near;
-            near.b = site.b;
-            near.h = site.h;
-            near.first_query = site.first_query;
-            near.first_key = site.first_key + key / 64 * 64;
-            float s = scratch[e * WARPGROUP + at.thread], derivative;
-            bool visible = logit(s, derivative, group_line(a, site, at.group, row, key / 64), row, key % 64, near, a);
-            scratch[e * WARPGROUP + at.thread] = visible ? s : -infinity();
+            TileCoord pair_coord;
+            pair_coord.b = coord.b;
+            pair_coord.h = coord.h;
+            pair_coord.first_query = coord.first_query;
+            pair_coord.first_key = coord.first_key + key / 64 * 64;
+            float score = scratch[e * WARPGROUP + at.thread], derivative;
+            bool visible = pair_epilogue(score, derivative,
+                                         warpgroup_mask_row(a, coord, at.group, row, key / 64), row,
+                                         key % 64, pair_coord, a);
+            scratch[e * WARPGROUP + at.thread] = visible ? score : -infinity();
             bits |= u32(visible) << bit;
         }
-        seen.words[word] = bits;
+        visible_pairs.words[word] = bits;
     }
-    UNROLL for (u32 e = 0; e < PAIRS; ++e) pairs[e] = scratch[e * WARPGROUP + at.thread];
+    UNROLL for (u32 e = 0; e < S_REGISTERS; ++e) scores[e] = scratch[e * WARPGROUP + at.thread];
 }
 
-// Weights are multiplied by what dropout leaves of them, one at a time.
-DEVICE void drop(float (&weights)[PAIRS], float* scratch, const GroupSite& site, const GroupLane& at, const Attention& a) {
-    UNROLL for (u32 e = 0; e < PAIRS; ++e) scratch[e * WARPGROUP + at.thread] = weights[e];
-    for (u32 e = 0; e < PAIRS; ++e) {
-        u32 i = site.first_query + at.row_of(e), j = site.first_key + at.column_of(e);
-        float weight = 0;
-        if (i < a.queries && j < a.keys) weight = scratch[e * WARPGROUP + at.thread] * kept(a, site.b, site.h, i, j);
-        scratch[e * WARPGROUP + at.thread] = weight;
+// Applies dropout to the probabilities, pair by pair; through scratch as above.
+DEVICE void apply_dropout(float (&probs)[S_REGISTERS], float* scratch, const WarpgroupTile& coord,
+                          const ConsumerLane& at, const Attention& a) {
+    UNROLL for (u32 e = 0; e < S_REGISTERS; ++e) scratch[e * WARPGROUP + at.thread] = probs[e];
+    for (u32 e = 0; e < S_REGISTERS; ++e) {
+        u32 i = coord.first_query + at.row_of(e), j = coord.first_key + at.column_of(e);
+        float prob = 0;
+        if (i < a.queries && j < a.keys)
+            prob = scratch[e * WARPGROUP + at.thread] * keep_factor(a, coord.b, coord.h, i, j);
+        scratch[e * WARPGROUP + at.thread] = prob;
     }
-    UNROLL for (u32 e = 0; e < PAIRS; ++e) weights[e] = scratch[e * WARPGROUP + at.thread];
+    UNROLL for (u32 e = 0; e < S_REGISTERS; ++e) probs[e] = scratch[e * WARPGROUP + at.thread];
 }
 
-// Products become weights; maxima and sums go on. Hidden pairs have logit −∞, weight 0. Sums are those of this thread's pairs alone.
-DEVICE void fold(float (&pairs)[PAIRS], Seen& seen, RowState& rows, float* scratch, const GroupSite& site, const GroupLane& at,
-                 const Attention& a) {
-    // logits are `natural` times what is in `pairs` from here on
+// Online softmax of one tile: scores become probabilities, softmax statistics are updated. Masked
+// pairs get score −∞ and so probability 0. Row sums are partial: this thread's columns only.
+DEVICE void online_softmax(float (&scores)[S_REGISTERS], VisiblePairs& visible_pairs,
+                           SoftmaxState& softmax, float* scratch, const WarpgroupTile& coord,
+                           const ConsumerLane& at, const Attention& a) {
+    // from here on a score is natural · scores[e]
     float natural = float(a.scale);
-    if (has_rare_logits(a)) {
-        form_rare_logits(pairs, seen, scratch, site, at, a);
+    if (needs_epilogue(a)) {
+        score_epilogue_in_scratch(scores, visible_pairs, scratch, coord, at, a);
         natural = 1;
-    } else if (site.set != EVERYTHING || site.first_key + OTHERS > a.keys) {
+    } else if (coord.mask_index != FULL_TILE || coord.first_key + KV_ROWS > a.keys) {
         UNROLL for (u32 r = 0; r < 2; ++r)
-            UNROLL for (u32 word = 0; word < OTHERS / 64; ++word) {
-                u64 line = group_line(a, site, at.group, at.row + 8 * r, word) >> at.column;
-                UNROLL for (u32 piece = 0; piece < 8; ++piece)
+            UNROLL for (u32 word = 0; word < KV_ROWS / 64; ++word) {
+                u64 line =
+                    warpgroup_mask_row(a, coord, at.group, at.row + 8 * r, word) >> at.column;
+                UNROLL for (u32 n_tile = 0; n_tile < 8; ++n_tile)
                     UNROLL for (u32 c = 0; c < 2; ++c) {
-                        u32 e = 4 * (8 * word + piece) + 2 * r + c;
-                        bool visible = line >> (8 * piece + c) & 1;
-                        seen.set(e, visible);
-                        if (!visible) pairs[e] = -infinity();
+                        u32 e = 4 * (8 * word + n_tile) + 2 * r + c;
+                        bool visible = line >> (8 * n_tile + c) & 1;
+                        visible_pairs.set(e, visible);
+                        if (!visible) scores[e] = -infinity();
                     }
             }
     }
     float unit = natural * LOG2_E;
     UNROLL for (u32 r = 0; r < 2; ++r) {
-        float most = -infinity();
-        UNROLL for (u32 piece = 0; piece < OTHERS / 8; ++piece)
-            UNROLL for (u32 c = 0; c < 2; ++c) most = larger_number(most, pairs[4 * piece + 2 * r + c]);
-        most = larger_number(most, shuffle_xor(most, 1));
-        most = larger_number(most, shuffle_xor(most, 2));
-        float before = rows.max[r], next = larger_number(before, natural * most);
-        // no logit but −∞ so far: all weights are 0
-        float base = next == -infinity() ? 0.0f : next * LOG2_E;
-        rows.factor[r] = next == before ? 1.0f : power_of_two(before * LOG2_E - base);
+        float tile_max = -infinity();
+        UNROLL for (u32 n_tile = 0; n_tile < KV_ROWS / 8; ++n_tile)
+            UNROLL for (u32 c = 0; c < 2; ++c)
+                tile_max = max_number(tile_max, scores[4 * n_tile + 2 * r + c]);
+        tile_max = max_number(tile_max, shuffle_xor(tile_max, 1));
+        tile_max = max_number(tile_max, shuffle_xor(tile_max, 2));
+        float before = softmax.max[r], new_max = max_number(before, natural * tile_max);
+        // every score so far is −∞: a base of 0 gives probabilities 0 instead of NaN
+        float base = new_max == -infinity() ? 0.0f : new_max * LOG2_E;
+        softmax.rescale[r] = new_max == before ? 1.0f : exp2_approx(before * LOG2_E - base);
         float sum = 0;
-        UNROLL for (u32 piece = 0; piece < OTHERS / 8; ++piece)
+        UNROLL for (u32 n_tile = 0; n_tile < KV_ROWS / 8; ++n_tile)
             UNROLL for (u32 c = 0; c < 2; ++c) {
-                float& pair = pairs[4 * piece + 2 * r + c];
-                pair = power_of_two(fused(pair, unit, -base));
-                sum += pair;
+                float& score = scores[4 * n_tile + 2 * r + c];
+                score = exp2_approx(multiply_add(score, unit, -base));
+                sum += score;
             }
-        rows.max[r] = next;
-        rows.sum[r] = rows.sum[r] * rows.factor[r] + sum;
+        softmax.max[r] = new_max;
+        softmax.sum[r] = softmax.sum[r] * softmax.rescale[r] + sum;
     }
-    if (a.flags & HAS_DROPOUT) drop(pairs, scratch, site, at, a);
+    if (a.flags & HAS_DROPOUT) apply_dropout(scores, scratch, coord, at, a);
 }
 
-// Sums become those for the maxima that have just changed.
-DEVICE void scale_sums(float (&sums)[PRODUCTS][COLUMNS / 2], const RowState& rows) {
-    UNROLL for (u32 part = 0; part < PRODUCTS; ++part)
-        UNROLL for (u32 e = 0; e < COLUMNS / 2; ++e) sums[part][e] *= rows.factor[e / 2 % 2];
+// O ← O·e^{m − m'}
+DEVICE void rescale_o(float (&o)[O_PARTS][O_COLUMNS / 2], const SoftmaxState& softmax) {
+    UNROLL for (u32 part = 0; part < O_PARTS; ++part)
+        UNROLL for (u32 e = 0; e < O_COLUMNS / 2; ++e) o[part][e] *= softmax.rescale[e / 2 % 2];
 }
 
-// Weights as left operands.
-DEVICE void narrow_weights(u32 (&weights)[OTHERS / 16][4], const float (&pairs)[PAIRS]) {
-    UNROLL for (u32 y = 0; y < OTHERS / 16; ++y)
-        UNROLL for (u32 place = 0; place < 4; ++place) weights[y][place] = narrow_pair(pairs[8 * y + 2 * place], pairs[8 * y + 2 * place + 1]);
+// Rounds P to the element type, in the layout of wgmma's A operand in registers.
+DEVICE void narrow_p(u32 (&probs)[KV_ROWS / 16][4], const float (&scores)[S_REGISTERS]) {
+    UNROLL for (u32 y = 0; y < KV_ROWS / 16; ++y)
+        UNROLL for (u32 index = 0; index < 4; ++index)
+            probs[y][index] = narrow_pair(scores[8 * y + 2 * index], scores[8 * y + 2 * index + 1]);
 }
 
-// Whether something in a tile of values is not finite: the answer of the whole warpgroup.
-DEVICE bool is_odd(const u16* values, const GroupLane& at) {
+// Returns, to all threads of the warpgroup, true if an element of the V tile is not finite.
+DEVICE bool tile_non_finite(const u16* values, const ConsumerLane& at) {
     const u32 exponent = ANNULUS_DTYPE == 2 ? 0x7f80u : 0x7c00u;
-    bool odd = false;
-    for (u32 place = at.thread; place < OTHER_TILE / 2; place += WARPGROUP) {
-        u32 pair = reinterpret_cast<const u32*>(values)[place];
-        odd |= (pair & exponent) == exponent || (pair >> 16 & exponent) == exponent;
+    bool non_finite = false;
+    for (u32 index = at.thread; index < KV_TILE / 2; index += WARPGROUP) {
+        u32 pair = reinterpret_cast<const u32*>(values)[index];
+        non_finite |= (pair & exponent) == exponent || (pair >> 16 & exponent) == exponent;
     }
-    return named_barrier_any(OF_GROUP(at.group), WARPGROUP, odd);
+    return named_barrier_any(WARPGROUP_BARRIER(at.group), WARPGROUP, non_finite);
 }
 
-// sums += weights·values without the hidden pairs, one by one: their 0 · NaN would be felt. What the units are given instead are zeros.
-DEVICE Right add_carefully(float (&sums)[PRODUCTS][COLUMNS / 2], u32 (&weights)[OTHERS / 16][4], const Seen& seen, float* scratch,
-                           const u16* values, const GroupLane& at) {
-    u16* shared_weights = reinterpret_cast<u16*>(scratch);
-    u16* zeros = shared_weights + OWN * OTHERS;
-    u32 nothing[4] = {0, 0, 0, 0};
-    for (u32 place = at.thread; place < 16 * ANNULUS_DIM / 8; place += WARPGROUP) store_for_units(zeros + 8 * place, nothing);
-    show_units();
-    UNROLL for (u32 y = 0; y < OTHERS / 16; ++y)
-        UNROLL for (u32 place = 0; place < 4; ++place) {
-            u32 e = 8 * y + 2 * place;
-            u32 to = at.row_of(e) * OTHERS + at.column_of(e);
-            *reinterpret_cast<u32*>(shared_weights + to) = marked(weights[y][place], seen.get(e), seen.get(e + 1));
-            weights[y][place] = 0;
+// O += P·V on scalar units, skipping masked pairs, for V tiles with non-finite elements: with wgmma
+// a masked pair would contribute 0 · NaN. Sets P to zero and returns a V operand of zeros for the
+// wgmma that the main loop issues anyway.
+DEVICE ValueOperand pv_nonfinite_fixup(float (&o)[O_PARTS][O_COLUMNS / 2],
+                                       u32 (&probs)[KV_ROWS / 16][4],
+                                       const VisiblePairs& visible_pairs, float* scratch,
+                                       const u16* values, const ConsumerLane& at) {
+    u16* shared_p = reinterpret_cast<u16*>(scratch);
+    u16* zeros = shared_p + Q_ROWS * KV_ROWS;
+    u32 zero_words[4] = {0, 0, 0, 0};
+    for (u32 index = at.thread; index < 16 * ANNULUS_DIM / 8; index += WARPGROUP)
+        store_for_async_proxy(zeros + 8 * index, zero_words);
+    fence_proxy_async();
+    UNROLL for (u32 y = 0; y < KV_ROWS / 16; ++y)
+        UNROLL for (u32 index = 0; index < 4; ++index) {
+            u32 e = 8 * y + 2 * index;
+            u32 to = at.row_of(e) * KV_ROWS + at.column_of(e);
+            *reinterpret_cast<u32*>(shared_p + to) =
+                mark_masked(probs[y][index], visible_pairs.get(e), visible_pairs.get(e + 1));
+            probs[y][index] = 0;
         }
-    named_barrier(OF_GROUP(at.group), WARPGROUP);
-    for (u32 key = 0; key < OTHERS; ++key)
+    named_barrier(WARPGROUP_BARRIER(at.group), WARPGROUP);
+    for (u32 key = 0; key < KV_ROWS; ++key)
         UNROLL for (u32 r = 0; r < 2; ++r) {
-            u16 weight = shared_weights[(at.row + 8 * r) * OTHERS + key];
-            if (weight == HIDDEN) continue;
-            UNROLL for (u32 part = 0; part < PRODUCTS; ++part)
-                UNROLL for (u32 piece = 0; piece < COLUMNS / 8; ++piece)
+            u16 prob = shared_p[(at.row + 8 * r) * KV_ROWS + key];
+            if (prob == MASKED) continue;
+            UNROLL for (u32 part = 0; part < O_PARTS; ++part)
+                UNROLL for (u32 n_tile = 0; n_tile < O_COLUMNS / 8; ++n_tile)
                     UNROLL for (u32 c = 0; c < 2; ++c) {
-                        float& sum = sums[part][4 * piece + 2 * r + c];
-                        u16 value = values[place_of(OTHERS, key, part * COLUMNS + 8 * piece + at.column + c)];
-                        sum = fused(widen(weight), widen(value), sum);
+                        float& sum = o[part][4 * n_tile + 2 * r + c];
+                        u16 value = values[swizzled_offset(
+                            KV_ROWS, key, part * O_COLUMNS + 8 * n_tile + at.column + c)];
+                        sum = multiply_add(widen(prob), widen(value), sum);
                     }
         }
-    // scratch is free again
+    // the warp has read P: its part of scratch may be overwritten
     warp_barrier();
-    return {summed_rows(zeros, 16 * PANEL_LINE), 16 * PANEL_LINE, 0};
+    return {mn_major_descriptor(zeros, 16 * PANEL_DIMS), 16 * PANEL_DIMS, 0};
 }
 
-// The values of one stage as right operand.
-DEVICE Right values_of(const BlockMemory& memory, const Turn& turn) {
-    u32 panel = planted(WRONG_PANEL) ? OTHER_PANEL / 2 : OTHER_PANEL;
-    return {summed_rows(memory.second[turn.stage], panel), OTHER_PANEL, 16 * PANEL_LINE};
+// Returns the V tile of a stage as right operand.
+DEVICE ValueOperand v_operand_of(const SharedStorage& memory, const PipelineState& state) {
+    u32 panel = planted(WRONG_PANEL) ? KV_PANEL / 2 : KV_PANEL;
+    return {mn_major_descriptor(memory.v[state.stage], panel), KV_PANEL, 16 * PANEL_DIMS};
 }
 
-// A warpgroup's share of the block: 64 rows.
-DEVICE void attend_rows(BlockMemory& memory, const Attention& a, u32 b, u32 h, u32 tile, Walk walk) {
-    GroupLane at = lane_of_group();
-    u16* own = memory.own[at.group];
+// Consumer warpgroup: attends its 64 query rows to all visible KV tiles.
+DEVICE void attend_rows(SharedStorage& memory, const Attention& a, u32 b, u32 h, u32 tile,
+                        TileIterator tiles) {
+    ConsumerLane at = consumer_lane();
+    u16* q_shared = memory.q[at.group];
     float* scratch = memory.scratch[at.group];
-    u32 first_query = (tile * GROUPS + at.group) * OWN;
-    read_own(own, a.q, b, h, first_query, a.queries, a.head_dim);
+    u32 first_query = (tile * CONSUMERS + at.group) * Q_ROWS;
+    load_q(q_shared, a.q, b, h, first_query, a.queries, a.head_dim);
 
     float* acc = reinterpret_cast<float*>(a.acc);
-    float sums[PRODUCTS][COLUMNS / 2];
-    RowState rows;
+    float o[O_PARTS][O_COLUMNS / 2];
+    SoftmaxState softmax;
     UNROLL for (u32 r = 0; r < 2; ++r) {
         u64 i = first_query + at.row + 8 * r;
-        bool there = i < a.queries;
-        u64 line_of_row = (u64(b) * a.q_heads + h) * a.queries + i;
-        rows.max[r] = there ? reinterpret_cast<const float*>(a.max)[line_of_row] : -infinity();
-        // sums of a row are shared among four lanes: one of them has what was there
-        rows.sum[r] = there && at.lane % 4 == 0 ? reinterpret_cast<const float*>(a.sum)[line_of_row] : 0.0f;
+        bool exists = i < a.queries;
+        u64 row_index = (u64(b) * a.q_heads + h) * a.queries + i;
+        softmax.max[r] = exists ? reinterpret_cast<const float*>(a.max)[row_index] : -infinity();
+        // row sums are partial sums of four lanes: the first lane starts from the stored value
+        softmax.sum[r] =
+            exists && at.lane % 4 == 0 ? reinterpret_cast<const float*>(a.sum)[row_index] : 0.0f;
         const float* line = acc + ((u64(b) * a.queries + i) * a.q_heads + h) * a.value_dim;
-        UNROLL for (u32 part = 0; part < PRODUCTS; ++part)
-            UNROLL for (u32 piece = 0; piece < COLUMNS / 8; ++piece)
+        UNROLL for (u32 part = 0; part < O_PARTS; ++part)
+            UNROLL for (u32 n_tile = 0; n_tile < O_COLUMNS / 8; ++n_tile)
                 UNROLL for (u32 c = 0; c < 2; ++c) {
-                    u32 x = part * COLUMNS + 8 * piece + at.column + c;
-                    sums[part][4 * piece + 2 * r + c] = there && x < a.value_dim ? line[x] : 0.0f;
+                    u32 x = part * O_COLUMNS + 8 * n_tile + at.column + c;
+                    o[part][4 * n_tile + 2 * r + c] = exists && x < a.value_dim ? line[x] : 0.0f;
                 }
     }
-    // the units may read what all of the warpgroup has stored
-    named_barrier(OF_GROUP(at.group), WARPGROUP);
+    // all of Q is stored and fenced: wgmma may read it
+    named_barrier(WARPGROUP_BARRIER(at.group), WARPGROUP);
 
-    float pairs[PAIRS];
-    u32 weights[OTHERS / 16][4];
-    Seen seen = {};
-    Turn keys = {0, 0}, values = {0, 0};
-    u64 queries = rows_of_dims(own);
-    GroupSite site = group_site(a, b, h, tile, at.group, walk.entry(a));
+    float scores[S_REGISTERS];
+    u32 probs[KV_ROWS / 16][4];
+    VisiblePairs visible_pairs = {};
+    PipelineState k_state = {0, 0}, v_state = {0, 0};
+    u64 q_descriptor = k_major_descriptor(q_shared);
+    WarpgroupTile coord = warpgroup_tile(a, b, h, tile, at.group, tiles.entry(a));
 
-    wait_for_phase(memory.first_full + keys.stage, keys.parity);
-    begin_products();
-    begin_pairs(pairs, queries, rows_of_dims(memory.first[keys.stage]));
-    wait_for_products<0>();
-    pin(pairs);
-    if (at.lane == 0) arrive(memory.first_empty + keys.stage);
-    keys.next();
-    fold(pairs, seen, rows, scratch, site, at, a);
-    scale_sums(sums, rows);
-    narrow_weights(weights, pairs);
+    mbarrier_wait(memory.k_full + k_state.stage, k_state.parity);
+    wgmma_fence();
+    issue_qk(scores, q_descriptor, k_major_descriptor(memory.k[k_state.stage]));
+    wgmma_wait<0>();
+    fence_operand(scores);
+    if (at.lane == 0) mbarrier_arrive(memory.k_empty + k_state.stage);
+    k_state.advance();
+    online_softmax(scores, visible_pairs, softmax, scratch, coord, at, a);
+    rescale_o(o, softmax);
+    narrow_p(probs, scores);
 
-    for (walk.next(a); walk.more(); walk.next(a)) {
-        Right right = values_of(memory, values);
-        if (!site.plain) {
-            wait_for_phase(memory.second_full + values.stage, values.parity);
-            if (is_odd(memory.second[values.stage], at))
-                right = add_carefully(sums, weights, seen, scratch, memory.second[values.stage], at);
+    for (tiles.next(a); tiles.more(); tiles.next(a)) {
+        ValueOperand v_operand = v_operand_of(memory, v_state);
+        if (!coord.is_full) {
+            mbarrier_wait(memory.v_full + v_state.stage, v_state.parity);
+            if (tile_non_finite(memory.v[v_state.stage], at))
+                v_operand = pv_nonfinite_fixup(o, probs, visible_pairs, scratch,
+                                               memory.v[v_state.stage], at);
         }
-        site = group_site(a, b, h, tile, at.group, walk.entry(a));
-        wait_for_phase(memory.first_full + keys.stage, keys.parity);
-        named_barrier(TURN_OF(at.group), GROUPS * WARPGROUP);
-        if (planted(EARLY_RELEASE) && at.lane == 0) arrive(memory.second_empty + values.stage);
-        if (!planted(NO_PRODUCT_BEGIN)) begin_products();
-        begin_pairs(pairs, queries, rows_of_dims(memory.first[keys.stage]));
-        if (!planted(NO_FULL_WAIT)) wait_for_phase(memory.second_full + values.stage, values.parity);
-        if (!planted(NO_PRODUCT_BEGIN)) begin_products();
-        begin_sums(sums, weights, right);
-        // nobody is left to wait for the second warpgroup's last turn
-        bool last_turn = at.group == 1 && walk.is_last(a);
-        if (!last_turn && !planted(NO_TURN)) named_arrive(TURN_OF(at.group ^ 1), GROUPS * WARPGROUP);
-        if (!planted(NO_PRODUCT_WAIT)) wait_for_products<1>();
-        pin(pairs);
-        if (!planted(STAGE_NOT_RELEASED) && at.lane == 0) arrive(memory.first_empty + keys.stage);
-        keys.next();
-        fold(pairs, seen, rows, scratch, site, at, a);
-        if (planted(SCALED_IN_FLIGHT)) scale_sums(sums, rows);
-        wait_for_products<0>();
-        UNROLL for (u32 part = 0; part < PRODUCTS; ++part) pin(sums[part]);
-        if (!planted(EARLY_RELEASE) && at.lane == 0) arrive(memory.second_empty + values.stage);
-        values.next();
-        if (!planted(SCALED_IN_FLIGHT)) scale_sums(sums, rows);
-        narrow_weights(weights, pairs);
+        coord = warpgroup_tile(a, b, h, tile, at.group, tiles.entry(a));
+        mbarrier_wait(memory.k_full + k_state.stage, k_state.parity);
+        named_barrier(SCHEDULER_BARRIER(at.group), CONSUMERS * WARPGROUP);
+        if (planted(EARLY_RELEASE) && at.lane == 0) mbarrier_arrive(memory.v_empty + v_state.stage);
+        if (!planted(NO_WGMMA_FENCE)) wgmma_fence();
+        issue_qk(scores, q_descriptor, k_major_descriptor(memory.k[k_state.stage]));
+        if (!planted(NO_FULL_WAIT)) mbarrier_wait(memory.v_full + v_state.stage, v_state.parity);
+        if (!planted(NO_WGMMA_FENCE)) wgmma_fence();
+        issue_pv(o, probs, v_operand);
+        // after the last tile there is no turn to pass on: an arrival would be left at the barrier
+        bool is_last_turn = at.group == 1 && tiles.is_last(a);
+        if (!is_last_turn && !planted(NO_SCHEDULER_ARRIVE))
+            named_arrive(SCHEDULER_BARRIER(at.group ^ 1), CONSUMERS * WARPGROUP);
+        if (!planted(NO_WGMMA_WAIT)) wgmma_wait<1>();
+        fence_operand(scores);
+        if (!planted(STAGE_NOT_RELEASED) && at.lane == 0)
+            mbarrier_arrive(memory.k_empty + k_state.stage);
+        k_state.advance();
+        online_softmax(scores, visible_pairs, softmax, scratch, coord, at, a);
+        if (planted(RESCALED_IN_FLIGHT)) rescale_o(o, softmax);
+        wgmma_wait<0>();
+        UNROLL for (u32 part = 0; part < O_PARTS; ++part) fence_operand(o[part]);
+        if (!planted(EARLY_RELEASE) && at.lane == 0)
+            mbarrier_arrive(memory.v_empty + v_state.stage);
+        v_state.advance();
+        if (!planted(RESCALED_IN_FLIGHT)) rescale_o(o, softmax);
+        narrow_p(probs, scores);
     }
 
-    wait_for_phase(memory.second_full + values.stage, values.parity);
-    Right right = values_of(memory, values);
-    if (!site.plain && is_odd(memory.second[values.stage], at))
-        right = add_carefully(sums, weights, seen, scratch, memory.second[values.stage], at);
-    begin_products();
-    begin_sums(sums, weights, right);
-    wait_for_products<0>();
-    UNROLL for (u32 part = 0; part < PRODUCTS; ++part) pin(sums[part]);
+    mbarrier_wait(memory.v_full + v_state.stage, v_state.parity);
+    ValueOperand v_operand = v_operand_of(memory, v_state);
+    if (!coord.is_full && tile_non_finite(memory.v[v_state.stage], at))
+        v_operand =
+            pv_nonfinite_fixup(o, probs, visible_pairs, scratch, memory.v[v_state.stage], at);
+    wgmma_fence();
+    issue_pv(o, probs, v_operand);
+    wgmma_wait<0>();
+    UNROLL for (u32 part = 0; part < O_PARTS; ++part) fence_operand(o[part]);
 
     UNROLL for (u32 r = 0; r < 2; ++r) {
-        float sum = rows.sum[r];
+        float sum = softmax.sum[r];
         sum += shuffle_xor(sum, 1);
         sum += shuffle_xor(sum, 2);
         u64 i = first_query + at.row + 8 * r;
         if (i >= a.queries) continue;
         if (at.lane % 4 == 0) {
-            u64 line_of_row = (u64(b) * a.q_heads + h) * a.queries + i;
-            reinterpret_cast<float*>(a.max)[line_of_row] = rows.max[r];
-            reinterpret_cast<float*>(a.sum)[line_of_row] = sum;
+            u64 row_index = (u64(b) * a.q_heads + h) * a.queries + i;
+            reinterpret_cast<float*>(a.max)[row_index] = softmax.max[r];
+            reinterpret_cast<float*>(a.sum)[row_index] = sum;
         }
         float* line = acc + ((u64(b) * a.queries + i) * a.q_heads + h) * a.value_dim;
-        UNROLL for (u32 part = 0; part < PRODUCTS; ++part)
-            UNROLL for (u32 piece = 0; piece < COLUMNS / 8; ++piece)
+        UNROLL for (u32 part = 0; part < O_PARTS; ++part)
+            UNROLL for (u32 n_tile = 0; n_tile < O_COLUMNS / 8; ++n_tile)
                 UNROLL for (u32 c = 0; c < 2; ++c) {
-                    u32 x = part * COLUMNS + 8 * piece + at.column + c;
-                    if (x < a.value_dim) line[x] = sums[part][4 * piece + 2 * r + c];
+                    u32 x = part * O_COLUMNS + 8 * n_tile + at.column + c;
+                    if (x < a.value_dim) line[x] = o[part][4 * n_tile + 2 * r + c];
                 }
     }
 }
 
-// Grid: tiles of 128 queries × query heads × batch rows, the last tiles first: of a causal mask those with the most keys.
+// Grid: tiles of 128 queries × query heads × batch rows. Tiles run in reverse order: under a causal
+// mask the last ones have the most visible keys.
 KERNEL(forward_warpgroup, WarpgroupAttention) {
     const Attention& all = a.attention;
-    u32 tile = all.sight.tiles - 1 - block_x(), h = block_y(), b = block_z();
-    Walk walk;
-    walk.begin(all, b, h, tile);
-    if (!walk.more()) return;
-    BlockMemory& memory = *reinterpret_cast<BlockMemory*>(launch_shared());
+    u32 tile = all.block_mask.tiles - 1 - block_x(), h = block_y(), b = block_z();
+    TileIterator tiles;
+    tiles.begin(all, b, h, tile);
+    if (!tiles.more()) return;
+    SharedStorage& memory = *reinterpret_cast<SharedStorage*>(dynamic_shared());
 
-    // who is done with a stage says so a warp at a time
-    if (thread_index() == 0) begin_ring(memory, GROUPS * WARPGROUP / 32);
+    // consumers release a stage once per warp
+    if (thread_index() == 0) init_pipeline(memory, CONSUMERS * WARPGROUP / 32);
     barrier();
     if (thread_index() < WARPGROUP) {
-        fewer_registers<24>();
+        setmaxnreg_dec<24>();
         if (thread_index() == 0) {
             u32 kv_head = h / (all.q_heads / all.kv_heads);
-            Turn turn = {0, 0};
-            for (; walk.more(); walk.next(all), turn.next()) {
-                u32 row = walk.entry(all).tile * OTHERS;
-                bring(memory.first[0], a.first, memory.first_full, memory.first_empty, turn, row, kv_head, b);
-                bring(memory.second[0], a.second, memory.second_full, memory.second_empty, turn, row, kv_head, b);
+            PipelineState state = {0, 0};
+            for (; tiles.more(); tiles.next(all), state.advance()) {
+                u32 row = tiles.entry(all).tile * KV_ROWS;
+                tma_load(memory.k[0], a.k_map, memory.k_full, memory.k_empty, state, row, kv_head,
+                         b);
+                tma_load(memory.v[0], a.v_map, memory.v_full, memory.v_empty, state, row, kv_head,
+                         b);
             }
         }
     } else {
-        more_registers<240>();
-        // the first turn is that of the first warpgroup
-        if (thread_index() >= 2 * WARPGROUP && !walk.is_last(all)) named_arrive(TURN_OF(0), GROUPS * WARPGROUP);
-        attend_rows(memory, all, b, h, tile, walk);
+        setmaxnreg_inc<240>();
+        // the first turn belongs to the first consumer
+        if (thread_index() >= 2 * WARPGROUP && !tiles.is_last(all))
+            named_arrive(SCHEDULER_BARRIER(0), CONSUMERS * WARPGROUP);
+        attend_rows(memory, all, b, h, tile, tiles);
     }
 }

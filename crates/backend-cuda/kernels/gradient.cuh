@@ -1,10 +1,13 @@
-// One tile of the backward pass: from logits and dP to dS, dX and the weight of dout in dV.
+// Backward step of one score tile: from scores S and dP to P, dS and dX.
 //
-//   p = e^{s − lse}        normalised:  ds = p·(keep·dp − Δ)                                weight = keep·p
-//   e = e^{s − max}      unnormalised:  ds = e·keep·dp − [s = max]·share − p·Δ              weight = keep·e
-//   dx = ds · ∂s/∂x
+//   normalized output:     p = e^{s − lse},  ds = p·(keep·dp − Δ),  p_dropped = keep·p
+//   unnormalized output:   e = e^{s − max},  ds = e·keep·dp − [s = max]·share − p·Δ,
+//                          p_dropped = keep·e
+//   dx = ds · ∂s/∂x        gradient of the scaled product, before soft cap and bias
 //
-// Logits are those of forward to the bit, so that `s = max` finds the same pairs.
+// keep is the dropout factor, Δ = rowsum(dO∘O) − dlse. `share` is the gradient that flows through
+// the row maximum of an unnormalized output, divided by the number of ties. Scores are bitwise
+// those of forward, so `s = max` holds for the same pairs.
 #pragma once
 
 #include "tile.cuh"
@@ -20,38 +23,43 @@ DEVICE const u16* statistics_of(const Attention& a, u32 b, u32 h, u32 i) {
 DEVICE Statistics load_statistics(const Attention& a, u32 b, u32 h, u32 i) {
     const u16* from = statistics_of(a, b, h, i);
     const u32 apart = sizeof(Sum) / 2;
-    return {load_sum(from), load_sum(from + apart), load_sum(from + 2 * apart), load_sum(from + 3 * apart)};
+    return {load_sum(from), load_sum(from + apart), load_sum(from + 2 * apart),
+            load_sum(from + 3 * apart)};
 }
 
-// pairs: logits in, weights out; products: ⟨dout_i, v_j⟩ in, ds out; slope: ∂s/∂x in, dx out. Bits of the pairs that are seen.
-DEVICE u32 gradients(Pairs& pairs, Pairs& products, Pairs& slope, u32 seen, const Site& site, const Attention& a) {
+// In: scores s, dprobs ⟨dout_i, v_j⟩, dx ∂s/∂x. Out: scores p_dropped (the factor of dout in dV),
+// dprobs ds, dx dx. Returns the bits of the visible pairs.
+DEVICE u32 gradients(ScoreTile& scores, ScoreTile& dprobs, ScoreTile& dx, u32 visible_bits,
+                     const TileCoord& coord, const Attention& a) {
     UNROLL for (u32 r = 0; r < M; ++r) {
-        u32 i = site.first_query + query_of(r);
-        bool there = i < a.queries;
+        u32 i = coord.first_query + query_of(r);
+        bool exists = i < a.queries;
         Statistics row = {};
-        if (there) row = load_statistics(a, site.b, site.h, i);
+        if (exists) row = load_statistics(a, coord.b, coord.h, i);
         UNROLL for (u32 c = 0; c < M; ++c) {
-            // a row that saw nothing has no gradient
-            if (!there || row.lse == -Sum(infinity())) seen &= ~(1u << (r * M + c));
-            if (!is_seen(seen, r, c)) {
-                pairs[r][c] = products[r][c] = slope[r][c] = 0;
+            // a row without a visible key (lse = −∞) has no gradient
+            if (!exists || row.lse == -Sum(infinity())) visible_bits &= ~(1u << (r * M + c));
+            if (!is_visible(visible_bits, r, c)) {
+                scores[r][c] = dprobs[r][c] = dx[r][c] = 0;
                 continue;
             }
             Sum keep = 1;
-            if (a.flags & HAS_DROPOUT) keep = kept(a, site.b, site.h, i, site.first_key + key_of(c));
-            Sum s = pairs[r][c], dp = keep * products[r][c], p = exponential(s - row.lse), ds, weight;
+            if (a.flags & HAS_DROPOUT)
+                keep = keep_factor(a, coord.b, coord.h, i, coord.first_key + key_of(c));
+            Sum s = scores[r][c], dp = keep * dprobs[r][c], p = exponential(s - row.lse), ds,
+                p_dropped;
             if (a.flags & UNNORMALIZED) {
                 Sum e = exponential(s - row.max);
                 ds = e * dp - (s == row.max ? row.share : Sum(0)) - p * row.delta;
-                weight = keep * e;
+                p_dropped = keep * e;
             } else {
                 ds = p * (dp - row.delta);
-                weight = keep * p;
+                p_dropped = keep * p;
             }
-            pairs[r][c] = weight;
-            products[r][c] = ds;
-            slope[r][c] *= ds;
+            scores[r][c] = p_dropped;
+            dprobs[r][c] = ds;
+            dx[r][c] *= ds;
         }
     }
-    return seen;
+    return visible_bits;
 }

@@ -1,9 +1,10 @@
-// All kernels: level 0, on any architecture and with every feature, and forward and backward on matrix units for 16-bit elements.
+// Program of the general kernels: level 0 for any architecture and feature, forward and backward on
+// tensor cores for 16-bit elements, row kernels, record kernels.
 #include "forward.cuh"
 #include "backward_queries.cuh"
 #include "backward_keys.cuh"
 #include "forward_matrix.cuh"
 #include "backward_matrix.cuh"
 #include "bias_gradient.cuh"
-#include "ends.cuh"
+#include "rows.cuh"
 #include "records.cuh"

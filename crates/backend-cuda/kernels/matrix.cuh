@@ -1,40 +1,48 @@
-// Tiles of 16-bit elements on matrix units: what the forward and the backward pass share.
+// GEMM building blocks on tensor cores (mma.sync) for 16-bit elements, shared by forward and
+// backward.
 //
-// A block of threads owns a tile of rows, queries or keys, and meets tiles of the other side one after another. 8 warps: warp w has own rows
-// 16·(w mod 4) … + 15, and of every product one half of the columns:
+// A block owns one tile of 64 rows (the left operand: queries or keys) and iterates over the
+// visible tiles of the other side (the right operand). Warp w of 8 holds left rows 16·(w mod 4) … +
+// 15, and one half of the columns of every product:
 //
-//   products (64 × 64) = own·otherᵀ:         32 other rows a warp, own rows from registers
-//   sums (64 × dims) += weights·other:       half of the dims a warp, weights from shared memory
+//   gemm_nt   scores (64 × 64) = left·rightᵀ:       32 columns a warp, left from registers
+//   gemm_nn   acc (64 × dims) += left_tile·right:   half of the dims, left from shared memory
 //
-// The other side comes through shared memory in stages of 64 rows × 64 dims: three are on their way while one is used, each copied by cp.async.
-// A stage's 16-byte chunks change places with the row, so that what ldmatrix reads at once lies in different banks.
+// The right operand passes through shared memory in chunks of 64 rows × 64 dims. Pipeline of four
+// stages: cp.async fills three while the fourth is consumed. The 16-byte pieces of a chunk's row
+// are swizzled with the row number, so that the eight rows that ldmatrix reads at once lie in
+// different banks.
 //
-// Source: Dao 2023 (FlashAttention-2); NVIDIA, PTX ISA, "Matrix fragments for mma.m16n8k16", "cp.async".
+// Source: Dao 2023 (FlashAttention-2); PTX ISA, "Matrix Fragments for mma.m16n8k16", "cp.async".
 #pragma once
 
 #include "tile.cuh"
-#include "weights.cuh"
+#include "probs.cuh"
 
 #if ANNULUS_DTYPE >= 2 && TILE == 64
 
-// Dims of a stage.
-#define STAGE 64
-#define STAGES (ANNULUS_DIM / STAGE)
-#define STAGE_ELEMENTS (TILE * STAGE)
-#define SLOTS 4
-// 8-column pieces of half a product.
-#define PIECES 4
-// Own rows stay in registers where there is room; else they are read from memory again and again.
+// Dims per chunk: a row of 128 bytes, which spans all 32 banks.
+#define CHUNK 64
+#define CHUNKS (ANNULUS_DIM / CHUNK)
+#define CHUNK_ELEMENTS (TILE * CHUNK)
+// Pipeline stages of 8 KB. Four stages and the two 8 KB tiles of backward_keys_matrix fill the 48
+// KB of static shared memory.
+#define STAGES 4
+// MMA tiles of 8 columns in a warp's half of a product.
+#define N_TILES 4
+// Up to 128 dims the left fragments stay in registers; at 256 they would take 64 registers, so they
+// are loaded from global memory for every tile.
 #define RESIDENT (ANNULUS_DIM <= 128)
 
-// Which pass streams, and so which operands in which order: per tile k v; k v k; q dout dout q.
+// Kernel that streams a tile, and with it the order of its operands: k v; k v k; q dout dout q.
 enum Pass { FORWARD = 1, QUERIES = 2, KEYS = 3 };
 
-typedef float Products[PIECES][4];
-typedef float MatrixSums[STAGES][PIECES][4];
+typedef float ScoreFragments[N_TILES][4];
+typedef float Accumulators[CHUNKS][N_TILES][4];
 typedef u32 Fragment[4];
 
-// A thread's place among the products: element e of piece p is row + 8·(e / 2), half·32 + 8·p + column + e mod 2.
+// Position of a thread in a product: element e of MMA tile n is row + 8·(e / 2),
+// half·32 + 8·n + column + e mod 2.
 struct Lane {
     u32 lane, half, first_row, row, column;
 };
@@ -50,23 +58,23 @@ DEVICE Lane lane_of_thread() {
     return at;
 }
 
-DEVICE void multiply(float (&sums)[4], const Fragment& left, u32 first, u32 second) {
+DEVICE void mma(float (&acc)[4], const Fragment& left, u32 first, u32 second) {
 #if ANNULUS_DTYPE == 2
-    multiply_bf16(sums, left, first, second);
+    mma_bf16(acc, left, first, second);
 #else
-    multiply_f16(sums, left, first, second);
+    mma_f16(acc, left, first, second);
 #endif
 }
 
-// Of a row of 64 elements in shared memory: where element x lies.
-DEVICE u32 swizzled(u32 row, u32 x) { return row * STAGE + ((x / 8 ^ row % 8) * 8 | x % 8); }
+// Returns the offset of element x of a row of 64 elements in shared memory.
+DEVICE u32 swizzled(u32 row, u32 x) { return row * CHUNK + ((x / 8 ^ row % 8) * 8 | x % 8); }
 
-// One head's rows of one batch row.
+// Rows of one batch row and one head.
 struct Operand {
     const u16* at;
-    i64 row, step;  // strides
+    i64 row, step;  // strides of rows and dims
     u32 rows, dim;
-    bool aligned;   // 16 bytes at a time
+    bool aligned;  // copies of 16 bytes are possible
 };
 
 DEVICE Operand operand_of(const Tensor& tensor, u32 b, u32 head, u32 rows, u32 dim) {
@@ -81,166 +89,181 @@ DEVICE Operand operand_of(const Tensor& tensor, u32 b, u32 head, u32 rows, u32 d
     return operand;
 }
 
-// Eight elements, one by one: at most `count`, then zeros.
+// Copies up to `count` elements one by one, then zeros, eight in all.
 DEVICE_CALL void copy_unaligned(u16* to, const u16* from, i64 step, u32 count) {
     for (u32 c = 0; c < 8; ++c) to[c] = c < count ? from[i64(c) * step] : u16(0);
 }
 
-// Begins to read dims `from … from + 63` of rows `first …`, 0 beyond the ends. A thread reads the same places of every stage.
-DEVICE void load_stage(u16* to, const Operand& operand, u32 first, u32 from) {
-    for (u32 place = thread_index(); place < STAGE_ELEMENTS / 8; place += THREADS) {
-        u32 row = place / 8, x = place % 8 * 8;
-        u16* there = to + swizzled(row, x);
+// Issues the loads of dims `from … from + 63` of rows `first …`, 0 beyond the ends. A thread loads
+// the same offsets of every chunk, so it may test them without a barrier.
+DEVICE void load_chunk(u16* to, const Operand& operand, u32 first, u32 from) {
+    for (u32 index = thread_index(); index < CHUNK_ELEMENTS / 8; index += THREADS) {
+        u32 row = index / 8, x = index % 8 * 8;
+        u16* destination = to + swizzled(row, x);
         bool inside = first + row < operand.rows && from + x < operand.dim;
-        const u16* source = operand.at + (inside ? i64(first + row) * operand.row + i64(from + x) * operand.step : 0);
+        i64 offset = inside ? i64(first + row) * operand.row + i64(from + x) * operand.step : 0;
+        const u16* source = operand.at + offset;
         if (operand.aligned) {
-            copy_16(there, source, inside);
+            cp_async_16(destination, source, inside);
         } else {
-            copy_unaligned(there, source, operand.step, inside ? operand.dim - (from + x) : 0);
+            copy_unaligned(destination, source, operand.step,
+                           inside ? operand.dim - (from + x) : 0);
         }
     }
 }
 
-// Whether something that this thread has read of a stage is not finite.
-DEVICE_CALL bool own_part_is_odd(const u16* stage) {
+// Returns true if an element of the chunk that this thread loaded is not finite.
+DEVICE_CALL bool thread_part_non_finite(const u16* chunk) {
     const u32 exponent = ANNULUS_DTYPE == 2 ? 0x7f80u : 0x7c00u;
-    bool odd = false;
-    for (u32 place = thread_index(); place < STAGE_ELEMENTS / 8; place += THREADS) {
-        const u32* there = reinterpret_cast<const u32*>(stage + swizzled(place / 8, place % 8 * 8));
-        for (u32 c = 0; c < 4; ++c) odd |= (there[c] & exponent) == exponent || (there[c] >> 16 & exponent) == exponent;
+    bool non_finite = false;
+    for (u32 index = thread_index(); index < CHUNK_ELEMENTS / 8; index += THREADS) {
+        const u32* words = reinterpret_cast<const u32*>(chunk + swizzled(index / 8, index % 8 * 8));
+        for (u32 c = 0; c < 4; ++c)
+            non_finite |=
+                (words[c] & exponent) == exponent || (words[c] >> 16 & exponent) == exponent;
     }
-    return odd;
+    return non_finite;
 }
 
-// The tiles that a block meets: for each of its query heads those that the list of its own tile names.
-struct Visits {
+// Iterates over the visible tiles of one or more query heads: heads first … end − 1 in turn.
+struct HeadTileIterator {
     u32 b, tile, h, end;
-    Walk walk;
+    TileIterator tiles;
 
     METHOD void begin(const Attention& a, u32 of_b, u32 of_tile, u32 first_head, u32 end_head) {
         b = of_b;
         tile = of_tile;
         h = first_head;
         end = end_head;
-        walk = {0, 0, 0};
-        settle(a);
+        tiles = {0, 0, 0};
+        skip_empty_heads(a);
     }
-    METHOD void settle(const Attention& a) {
+    METHOD void skip_empty_heads(const Attention& a) {
         for (; h < end; ++h) {
-            walk.begin(a, b, h, tile);
-            if (walk.more()) return;
+            tiles.begin(a, b, h, tile);
+            if (tiles.more()) return;
         }
     }
     METHOD bool more() const { return h < end; }
-    METHOD Entry entry(const Attention& a) const { return walk.entry(a); }
+    METHOD TileEntry entry(const Attention& a) const { return tiles.entry(a); }
     METHOD void next(const Attention& a) {
-        walk.next(a);
-        if (walk.more()) return;
+        tiles.next(a);
+        if (tiles.more()) return;
         ++h;
-        settle(a);
+        skip_empty_heads(a);
     }
 };
 
-// How many stages a pass reads of one tile.
+// Returns the number of chunks that a pass reads per tile.
 template <u32 pass>
-DEVICE u32 parts_of(const Attention& a) {
-    u32 heads = (a.head_dim + STAGE - 1) / STAGE, values = (a.value_dim + STAGE - 1) / STAGE;
-    return heads + values + (pass == KEYS ? values + heads : pass == QUERIES ? heads : 0);
+DEVICE u32 chunks_per_tile(const Attention& a) {
+    u32 qk_chunks = (a.head_dim + CHUNK - 1) / CHUNK, v_chunks = (a.value_dim + CHUNK - 1) / CHUNK;
+    return qk_chunks + v_chunks +
+           (pass == KEYS      ? v_chunks + qk_chunks
+            : pass == QUERIES ? qk_chunks
+                              : 0);
 }
 
-// Begins to read part `part` of what a pass needs of one tile: the first two operands in turn, then again what it needs twice. One copy, called: it would
-// be inlined a dozen times.
+// Issues the loads of chunk `number` of one tile: both operands in turn, then again those that are
+// needed twice. Called rather than inlined: gemm_nt and gemm_nn would contain a dozen copies.
 template <u32 pass>
-DEVICE_CALL void load_part(u16* to, const Attention& a, u32 b, u32 h, u32 tile, u32 part) {
-    u32 heads = (a.head_dim + STAGE - 1) / STAGE, values = (a.value_dim + STAGE - 1) / STAGE;
-    bool of_values = part >= heads && part < heads + (pass == KEYS ? 2 : 1) * values;
-    u32 stage = of_values ? (part - heads) % values : part >= heads ? part - parts_of<pass>(a) + heads : part;
+DEVICE_CALL void load_tile_chunk(u16* to, const Attention& a, u32 b, u32 h, u32 tile, u32 number) {
+    u32 qk_chunks = (a.head_dim + CHUNK - 1) / CHUNK, v_chunks = (a.value_dim + CHUNK - 1) / CHUNK;
+    bool is_value = number >= qk_chunks && number < qk_chunks + (pass == KEYS ? 2 : 1) * v_chunks;
+    u32 chunk = is_value            ? (number - qk_chunks) % v_chunks
+                : number >= qk_chunks ? number - chunks_per_tile<pass>(a) + qk_chunks
+                                      : number;
     u32 kv_head = h / (a.q_heads / a.kv_heads);
-    Operand operand = pass == KEYS ? of_values ? operand_of(a.dout, b, h, a.queries, a.value_dim) : operand_of(a.q, b, h, a.queries, a.head_dim)
-                      : of_values  ? operand_of(a.v, b, kv_head, a.keys, a.value_dim)
+    Operand operand = pass == KEYS ? is_value ? operand_of(a.dout, b, h, a.queries, a.value_dim)
+                                              : operand_of(a.q, b, h, a.queries, a.head_dim)
+                      : is_value ? operand_of(a.v, b, kv_head, a.keys, a.value_dim)
                                    : operand_of(a.k, b, kv_head, a.keys, a.head_dim);
-    load_stage(to, operand, tile * TILE, stage * STAGE);
+    load_chunk(to, operand, tile * TILE, chunk * CHUNK);
 }
 
-// The stages of all tiles that a block meets.
+// Streams the right operand's chunks of all visible tiles through the pipeline stages.
 template <u32 pass>
 struct Stream {
-    u16* slots;
-    Visits ahead;
-    u32 part, fetched, taken;
+    u16* stages;
+    HeadTileIterator prefetch_tiles;
+    u32 chunk, prefetched, consumed;
 
-    METHOD void begin(const Attention& a, u16* of_slots, const Visits& visits) {
-        slots = of_slots;
-        ahead = visits;
-        part = fetched = taken = 0;
-        for (u32 slot = 0; slot + 1 < SLOTS; ++slot) fetch(a);
+    METHOD void begin(const Attention& a, u16* of_stages, const HeadTileIterator& tiles) {
+        stages = of_stages;
+        prefetch_tiles = tiles;
+        chunk = prefetched = consumed = 0;
+        for (u32 stage = 0; stage + 1 < STAGES; ++stage) prefetch(a);
     }
 
-    // Begins to read the next stage, if there is one. Every call ends a group of copies.
-    METHOD void fetch(const Attention& a) {
-        if (ahead.more()) {
-            load_part<pass>(slots + fetched % SLOTS * STAGE_ELEMENTS, a, ahead.b, ahead.h, ahead.entry(a).tile, part);
-            if (++part == parts_of<pass>(a)) {
-                part = 0;
-                ahead.next(a);
+    // Issues the loads of the next chunk, if there is one. Every call commits one cp.async group,
+    // so that the number of groups in flight is constant.
+    METHOD void prefetch(const Attention& a) {
+        if (prefetch_tiles.more()) {
+            load_tile_chunk<pass>(stages + prefetched % STAGES * CHUNK_ELEMENTS, a,
+                                  prefetch_tiles.b, prefetch_tiles.h, prefetch_tiles.entry(a).tile,
+                                  chunk);
+            if (++chunk == chunks_per_tile<pass>(a)) {
+                chunk = 0;
+                prefetch_tiles.next(a);
             }
         }
-        end_group();
-        ++fetched;
+        cp_async_commit();
+        ++prefetched;
     }
 
-    // The next stage, for everybody; what was written before to shared memory is there for everybody, too. `odd`: asked whether something in the stage
-    // is not finite, in: to ask; out: the answer.
-    METHOD const u16* next(const Attention& a, bool& odd) {
-        const u16* stage = slots + taken++ % SLOTS * STAGE_ELEMENTS;
+    // Returns the next chunk, once it is complete for all threads; the barrier also publishes
+    // earlier writes to shared memory. `non_finite`: in, true to test the chunk; out, true if any
+    // of its elements is not finite.
+    METHOD const u16* next(const Attention& a, bool& non_finite) {
+        const u16* chunk = stages + consumed++ % STAGES * CHUNK_ELEMENTS;
 #ifdef PLANTED_LATE_WAIT
-        wait_for_groups<SLOTS - 2 + (pass == PLANTED_LATE_WAIT)>();
+        cp_async_wait<STAGES - 2 + (pass == PLANTED_LATE_WAIT)>();
 #else
-        wait_for_groups<SLOTS - 2>();
+        cp_async_wait<STAGES - 2>();
 #endif
-        bool mine = odd && own_part_is_odd(stage);
+        bool mine = non_finite && thread_part_non_finite(chunk);
 #ifdef PLANTED_NO_BARRIER
-        odd = pass == PLANTED_NO_BARRIER ? mine : barrier_any(mine);
+        non_finite = pass == PLANTED_NO_BARRIER ? mine : barrier_any(mine);
 #else
-        odd = barrier_any(mine);
+        non_finite = barrier_any(mine);
 #endif
-        // everybody is done with the slot of the stage before
-        fetch(a);
-        return stage;
+        // the barrier above: all threads have consumed the previous stage, which may be overwritten
+        prefetch(a);
+        return chunk;
     }
 };
 
-// Rows of the block's own tile as left fragments; `packed`: pairs of queries and heads.
+// Left operand of a block: 64 rows of one head, or with `packed` of (query, head) pairs.
 template <bool packed>
-struct OwnRows {
+struct LeftRows {
     Operand operand;
     u32 first;  // row, or query
 #if RESIDENT
-    Fragment held[STAGES * STAGE / 16];
+    Fragment fragments[CHUNKS * CHUNK / 16];
 #endif
 
-    // Where a row of the tile begins, in elements; whether it is there.
+    // Computes the offset of a row in elements; returns true if the row exists.
     METHOD bool find(i64& at, u32 row, const Attention& a) const {
         if (!packed) {
             at = i64(first + row) * operand.row;
             return first + row < operand.rows;
         }
 #ifdef PLANTED_PACKED_HEAD
-        PackedRow place = packed_row(a, 0, row ^ (a.packed_heads > 1));
+        PackedRow row_of_head = packed_row(a, 0, row ^ (a.packed_heads > 1));
 #else
-        PackedRow place = packed_row(a, 0, row);
+        PackedRow row_of_head = packed_row(a, 0, row);
 #endif
-        at = i64(first + place.query) * operand.row + i64(place.h) * a.q.head;
-        return place.there && first + place.query < operand.rows;
+        at = i64(first + row_of_head.query) * operand.row + i64(row_of_head.h) * a.q.head;
+        return row_of_head.exists && first + row_of_head.query < operand.rows;
     }
 
     METHOD void read(Fragment& to, u32 x, const Lane& lane, const Attention& a) const {
         UNROLL for (u32 r = 0; r < 2; ++r) {
             i64 at;
-            bool there = find(at, lane.row + 8 * r, a);
+            bool exists = find(at, lane.row + 8 * r, a);
             UNROLL for (u32 c = 0; c < 2; ++c) {
                 u32 from = x + lane.column + 8 * c, pair = 0;
-                if (there && from < operand.dim) {
+                if (exists && from < operand.dim) {
                     const u16* source = operand.at + (at + i64(from) * operand.step);
                     if (operand.aligned) {
                         pair = *reinterpret_cast<const u32*>(source);
@@ -259,74 +282,82 @@ struct OwnRows {
         first = first_row;
         if (packed) operand.aligned &= a.q.head % 8 == 0;
 #if RESIDENT
-        UNROLL for (u32 x = 0; x < STAGES * STAGE; x += 16) read(held[x / 16], x, lane, a);
+        UNROLL for (u32 x = 0; x < CHUNKS * CHUNK; x += 16) read(fragments[x / 16], x, lane, a);
 #else
         (void)lane;
 #endif
     }
 };
-typedef OwnRows<false> Own;
+typedef LeftRows<false> UnpackedLeft;
 
-// products ← own·otherᵀ, the next stages of the stream.
+// scores ← left·rightᵀ over the next chunks of the stream.
 template <u32 pass, bool packed>
-DEVICE void multiply_stream(Products& products, const OwnRows<packed>& own, Stream<pass>& stream, u32 dim, const Lane& lane, const Attention& a) {
-    UNROLL for (u32 piece = 0; piece < PIECES; ++piece)
-        UNROLL for (u32 e = 0; e < 4; ++e) products[piece][e] = 0;
+DEVICE void gemm_nt(ScoreFragments& scores, const LeftRows<packed>& left_rows, Stream<pass>& stream,
+                    u32 dim, const Lane& lane, const Attention& a) {
+    UNROLL for (u32 n_tile = 0; n_tile < N_TILES; ++n_tile)
+        UNROLL for (u32 e = 0; e < 4; ++e) scores[n_tile][e] = 0;
 #if RESIDENT
     UNROLL
 #endif
-    for (u32 stage = 0; stage < STAGES; ++stage) {
-        if (stage * STAGE >= dim) break;
-        bool odd = false;
-        const u16* other = stream.next(a, odd);
-        UNROLL for (u32 x = 0; x < STAGE; x += 16) {
+    for (u32 chunk = 0; chunk < CHUNKS; ++chunk) {
+        if (chunk * CHUNK >= dim) break;
+        bool non_finite = false;
+        const u16* right_chunk = stream.next(a, non_finite);
+        UNROLL for (u32 x = 0; x < CHUNK; x += 16) {
 #if RESIDENT
-            const Fragment& left = own.held[(stage * STAGE + x) / 16];
+            const Fragment& left = left_rows.fragments[(chunk * CHUNK + x) / 16];
 #else
             Fragment left;
-            own.read(left, stage * STAGE + x, lane, a);
+            left_rows.read(left, chunk * CHUNK + x, lane, a);
 #endif
-            UNROLL for (u32 piece = 0; piece < PIECES; piece += 2) {
+            UNROLL for (u32 n_tile = 0; n_tile < N_TILES; n_tile += 2) {
                 Fragment right;
-                u32 row = lane.half * 32 + piece * 8 + lane.lane / 16 * 8 + lane.lane % 8;
-                load_matrices_4(right, other + swizzled(row, x + lane.lane / 8 % 2 * 8));
-                multiply(products[piece], left, right[0], right[1]);
-                multiply(products[piece + 1], left, right[2], right[3]);
+                u32 row = lane.half * 32 + n_tile * 8 + lane.lane / 16 * 8 + lane.lane % 8;
+                ldmatrix_x4(right, right_chunk + swizzled(row, x + lane.lane / 8 % 2 * 8));
+                mma(scores[n_tile], left, right[0], right[1]);
+                mma(scores[n_tile + 1], left, right[2], right[3]);
             }
         }
     }
 }
 
-// sums += weights·other, the next stages of the stream. In a tile that is not plain, hidden pairs are left out one by one where something in `other`
-// is not finite: 0 · NaN would be felt.
+// acc += left_tile·right over the next chunks of the stream. In a partial tile, if a chunk has a
+// non-finite element, masked pairs are skipped one by one: 0 · NaN would reach every row.
 template <u32 pass>
-DEVICE void add_stream(MatrixSums& sums, const u16* weights, Stream<pass>& stream, u32 dim, bool plain, const Lane& lane,
-                       const Attention& a) {
-    UNROLL for (u32 stage = 0; stage < STAGES; ++stage) {
-        if (stage * STAGE >= dim) break;
-        bool careful = !plain;
-        const u16* other = stream.next(a, careful);
-        if (careful) {
+DEVICE void gemm_nn(Accumulators& acc, const u16* left_tile, Stream<pass>& stream, u32 dim,
+                    bool is_full, const Lane& lane, const Attention& a) {
+    UNROLL for (u32 chunk = 0; chunk < CHUNKS; ++chunk) {
+        if (chunk * CHUNK >= dim) break;
+        bool fixup = !is_full;
+        const u16* right_chunk = stream.next(a, fixup);
+        if (fixup) {
             for (u32 y = 0; y < TILE; ++y)
                 UNROLL for (u32 r = 0; r < 2; ++r) {
-                    u16 weight = weights[swizzled(lane.row + 8 * r, y)];
-                    if (weight == HIDDEN) continue;
-                    UNROLL for (u32 piece = 0; piece < PIECES; ++piece)
+                    u16 element = left_tile[swizzled(lane.row + 8 * r, y)];
+                    if (element == MASKED) continue;
+                    UNROLL for (u32 n_tile = 0; n_tile < N_TILES; ++n_tile)
                         UNROLL for (u32 c = 0; c < 2; ++c) {
-                            float& sum = sums[stage][piece][2 * r + c];
-                            sum = fused(widen(weight), widen(other[swizzled(y, lane.half * 32 + piece * 8 + lane.column + c)]), sum);
+                            float& sum = acc[chunk][n_tile][2 * r + c];
+                            sum = multiply_add(
+                                widen(element),
+                                widen(right_chunk[swizzled(
+                                    y, lane.half * 32 + n_tile * 8 + lane.column + c)]),
+                                sum);
                         }
                 }
             continue;
         }
         UNROLL for (u32 y = 0; y < TILE; y += 16) {
             Fragment left;
-            load_matrices_4(left, weights + swizzled(lane.first_row + lane.lane % 16, y + lane.lane / 16 * 8));
-            UNROLL for (u32 piece = 0; piece < PIECES; piece += 2) {
+            ldmatrix_x4(left, left_tile + swizzled(lane.first_row + lane.lane % 16,
+                                                   y + lane.lane / 16 * 8));
+            UNROLL for (u32 n_tile = 0; n_tile < N_TILES; n_tile += 2) {
                 Fragment right;
-                load_transposed_4(right, other + swizzled(y + lane.lane % 16, lane.half * 32 + piece * 8 + lane.lane / 16 * 8));
-                multiply(sums[stage][piece], left, right[0], right[1]);
-                multiply(sums[stage][piece + 1], left, right[2], right[3]);
+                ldmatrix_x4_trans(
+                    right, right_chunk + swizzled(y + lane.lane % 16, lane.half * 32 + n_tile * 8 +
+                                                                          lane.lane / 16 * 8));
+                mma(acc[chunk][n_tile], left, right[0], right[1]);
+                mma(acc[chunk][n_tile + 1], left, right[2], right[3]);
             }
         }
     }

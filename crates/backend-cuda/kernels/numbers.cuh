@@ -1,8 +1,10 @@
-// Element types and what their sums are kept in. A variant is compiled for one element type:
+// Element types and the types of their sums. One variant is compiled for one element type:
 //
-//   ANNULUS_DTYPE   0 f64, 1 f32, 2 bf16, 3 f16
-//
-// Element is what lies in memory, Sum what is computed with.
+//   ANNULUS_DTYPE    Element (in memory)     Sum (in registers)
+//   0                f64                     f64
+//   1                f32                     f32
+//   2                bf16, as u16            f32
+//   3                f16, as u16             f32
 #pragma once
 
 #include "primitives.cuh"
@@ -30,17 +32,17 @@ DEVICE bool is_finite(T x) {
     return x - x == T(0);
 }
 
-// The larger of two; NaN if either is.
+// Maximum of two numbers; NaN if either is NaN.
 template <typename T>
 DEVICE T larger(T x, T y) {
     return x > y || is_nan(x) ? x : y;
 }
 
-// ---- 16-bit numbers, by bits, so that the device and its twin agree
+// ---- 16-bit conversions by integer operations, so that device and emulator agree bit for bit
 
 DEVICE float from_bf16(u16 x) { return float_of(u32(x) << 16); }
 
-// To the nearest, ties to even.
+// Rounds to nearest, ties to even.
 DEVICE u16 to_bf16(float x) {
     u32 bits = bits_of(x);
     if (is_nan(x)) return u16((bits >> 16) | 0x40u);
@@ -50,19 +52,19 @@ DEVICE u16 to_bf16(float x) {
 DEVICE float from_f16(u16 x) {
     u32 sign = u32(x & 0x8000u) << 16, exponent = (x >> 10) & 0x1fu, fraction = x & 0x3ffu;
     if (exponent == 31) return float_of(sign | 0x7f800000u | (fraction << 13));
-    // below the normal numbers: fraction · 2⁻²⁴
+    // subnormal: fraction · 2⁻²⁴
     if (exponent == 0) return float_of(sign | bits_of(float(fraction) * float_of(0x33800000u)));
     return float_of(sign | ((exponent + 112u) << 23) | (fraction << 13));
 }
 
-// To the nearest, ties to even.
+// Rounds to nearest, ties to even.
 DEVICE u16 to_f16(float x) {
     u32 bits = bits_of(x), sign = (bits >> 16) & 0x8000u, size = bits & 0x7fffffffu;
     if (size > 0x7f800000u) return u16(sign | 0x7e00u | ((size >> 13) & 0x3ffu));
     // 65520 and more round to infinity
     if (size >= 0x477ff000u) return u16(sign | 0x7c00u);
     if (size < 0x38800000u) {
-        // below the normal numbers: adding 2⁻¹ · 2⁰ aligns the unit of a float with 2⁻²⁴, and rounds
+        // subnormal: adding 2⁻¹ · 2⁰ aligns the last bit of the float with 2⁻²⁴, so the add rounds
         u32 aligned = bits_of(float_of(size) + 0.5f) - 0x3f000000u;
         return u16(sign | aligned);
     }
@@ -70,12 +72,16 @@ DEVICE u16 to_f16(float x) {
     return u16(sign | ((rounded - 0x38000000u) >> 13));
 }
 
-// A float from which further rounding gives what rounding x itself would: the last bit says whether something was cut off.
-DEVICE float to_odd(double x) {
+// Rounds f64 to f32 by rounding to odd: truncates, and sets the last bit if anything was lost.
+// Rounding the result once more to 16 bits then equals rounding x directly, without the error of
+// rounding twice.
+//
+// Source: Boldo and Melquiond 2008, "Emulation of a FMA and correctly rounded sums".
+DEVICE float round_to_odd(double x) {
     float cut = truncated(x);
     return double(cut) == x || is_nan(x) ? cut : float_of(bits_of(cut) | 1u);
 }
-DEVICE float to_odd(float x) { return x; }
+DEVICE float round_to_odd(float x) { return x; }
 
 // ---- elements
 
@@ -99,17 +105,18 @@ DEVICE Element narrow(Sum x) {
 #endif
 }
 
-// Types to which a product may have to be rounded; 0 leaves it.
+// Element type to which a QKᵀ product is rounded (Spec::logits_dtype); ROUND_NOT keeps it.
 enum Rounding { ROUND_NOT = 0, ROUND_F32 = 1, ROUND_BF16 = 2, ROUND_F16 = 3 };
 
 DEVICE Sum rounded_to(Sum x, u32 rounding) {
     if (rounding == ROUND_F32) return Sum(float(x));
-    if (rounding == ROUND_BF16) return Sum(from_bf16(to_bf16(to_odd(x))));
-    if (rounding == ROUND_F16) return Sum(from_f16(to_f16(to_odd(x))));
+    if (rounding == ROUND_BF16) return Sum(from_bf16(to_bf16(round_to_odd(x))));
+    if (rounding == ROUND_F16) return Sum(from_f16(to_f16(round_to_odd(x))));
     return x;
 }
 
-// A sum that may lie at any even address.
+// Loads a Sum from an address that is only 2-byte aligned: query records put 4- or 8-byte
+// statistics behind 16-bit elements.
 DEVICE Sum load_sum(const u16* from) {
     union {
         Sum sum;

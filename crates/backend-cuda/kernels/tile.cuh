@@ -1,61 +1,66 @@
-// One tile of queries × keys, held by the 256 threads of a block: products, logits, who sees whom.
+// One score tile (queries × keys) held by the 256 threads of a block: dot products, score epilogue,
+// tile mask, and the second GEMM. Level 0: scalar multiply-adds, any element type, any
+// architecture.
 //
-//   ANNULUS_TILE   queries and keys a tile, 32 or 64
-//   ANNULUS_DIM    head and value dims are at most this; 32, 64, 128 or 256
+//   ANNULUS_TILE   queries and keys per tile, 32 or 64
+//   ANNULUS_DIM    upper bound of head and value dim: 32, 64, 128 or 256
 //
-// Thread (y, x) of 16 × 16 holds the pairs of queries y·M … y·M + M − 1 and keys x, x + 16, …; M = tile / 16. The 16 threads of one y are half a
-// warp, so a query's pairs are reduced by shuffles. Operands go through shared memory in slices of 32 dims.
+// Register tile: thread (y, x) of 16 × 16 holds the scores of queries y·M … y·M + M − 1 and keys
+// x, x + 16, …, with M = tile / 16. The 16 threads of one y are half a warp, so a query's scores
+// are reduced with shuffles. Operands pass through shared memory in slices of 32 dims.
 #pragma once
 
 #include "arguments.cuh"
 #include "numbers.cuh"
 #include "dropout.cuh"
 
-// Macros that begin with PLANTED put a mistake in; tests show that each is caught.
+// Macros that begin with PLANTED compile a deliberate mistake in; the emulator tests check that
+// each one is detected.
 #define TILE ANNULUS_TILE
 #define M (TILE / 16)
 #define SLICE 32
 #define SLICES (ANNULUS_DIM / SLICE)
-// of a line of shared memory: odd, so that a column's elements lie in different banks
+// Row pitch in shared memory: odd, so that the elements of a column lie in different banks.
 #define SLICE_LINE (SLICE + 1)
 #define TILE_LINE (TILE + 1)
 
-typedef Sum Pairs[M][M];
-// TILE × 32·SLICES sums of a block: thread (y, x) holds rows y·M + r and, of each slice, columns x and x + 16
-typedef Sum Rows[SLICES][M][2];
+typedef Sum ScoreTile[M][M];
+// TILE × 32·SLICES accumulators of a block: thread (y, x) holds rows y·M + r and, of each slice,
+// columns x and x + 16.
+typedef Sum AccTile[SLICES][M][2];
 
-// A row of a tile of forward: its query, counted from the tile's first, and its query head. Where there are few queries, `packed_heads` heads of those that
-// read the same keys share a tile, query by query, and its keys are read once for all of them. Rows that are left over are not there.
+// One row of a forward tile under GQA packing: the query, counted from the tile's first, and the
+// query head. With few queries, `packed_heads` heads of one KV head share a tile, so that each key
+// is read once for all of them:  row = query · packed_heads + head.  Left-over rows do not exist.
 struct PackedRow {
     u32 query, h;
-    bool there;
+    bool exists;
 };
 
-// How many queries of each of its heads a tile of forward has.
+// Queries per tile: TILE / packed_heads.
 DEVICE u32 packed_queries(const Attention& a) { return TILE * a.packed_reciprocal >> 16; }
 
 DEVICE PackedRow packed_row(const Attention& a, u32 first_head, u32 row) {
     PackedRow at;
-    // row / packed_heads: rows are few enough for this to be exact
+    // row / packed_heads; exact, because row ≤ 2¹⁵ (src/gqa_packing.rs)
     at.query = row * a.packed_reciprocal >> 16;
     at.h = first_head + (row - at.query * a.packed_heads);
-    at.there = at.query < packed_queries(a);
+    at.exists = at.query < packed_queries(a);
     return at;
 }
 
-// One tile of a list.
-struct Entry {
-    u32 tile;  // of the other side
-    u32 bits;  // as in its run
+// One visible tile of the other side.
+struct TileEntry {
+    u32 tile;
+    u32 mask_index;  // as in TileRun
 };
 
-// The tile at hand.
-struct Site {
-    u32 b, h;                    // batch row, query head; of a tile that is packed the first
-    u32 first_query, first_key;  // local rows
-    Entry entry;
-    // no pair is hidden, apart from those beyond the ends
-    bool plain;
+// Coordinates of one score tile.
+struct TileCoord {
+    u32 b, h;                    // batch row, query head (the first one of a packed tile)
+    u32 first_query, first_key;  // local row numbers
+    TileEntry entry;
+    bool is_full;  // no pair is masked, except rows beyond the ends
 };
 
 DEVICE u32 thread_y() { return thread_index() / 16; }
@@ -63,67 +68,79 @@ DEVICE u32 thread_x() { return thread_index() % 16; }
 DEVICE u32 query_of(u32 r) { return thread_y() * M + r; }
 DEVICE u32 key_of(u32 c) { return thread_x() + 16 * c; }
 
-DEVICE const u32* starts_of(const Attention& a, u32 b, u32 h) {
-    u64 plane = (a.sight.per_batch ? b : 0) * u64(a.sight.per_head ? a.q_heads : 1) + (a.sight.per_head ? h : 0);
-    return reinterpret_cast<const u32*>(a.sight.starts) + plane * a.sight.tiles;
+DEVICE const u32* list_starts(const Attention& a, u32 b, u32 h) {
+    u64 plane = (a.block_mask.per_batch ? b : 0) * u64(a.block_mask.per_head ? a.q_heads : 1) +
+                (a.block_mask.per_head ? h : 0);
+    return reinterpret_cast<const u32*>(a.block_mask.starts) + plane * a.block_mask.tiles;
 }
 
-DEVICE const Run& run_of(const Attention& a, u32 place) { return reinterpret_cast<const Run*>(a.sight.runs)[place]; }
+DEVICE const TileRun& tile_run(const Attention& a, u32 index) {
+    return reinterpret_cast<const TileRun*>(a.block_mask.runs)[index];
+}
 
-// The tiles of one list, one after another. What a run says is read again for every tile: that costs less than registers to remember it in.
-struct Walk {
-    u32 place, last;  // runs: the one at hand, and the end
-    u32 passed;       // tiles of the run
+// Iterates over the visible tiles of one list. The run is read from memory again for every tile:
+// keeping it would cost registers in the inner loop, and the line stays in L1.
+struct TileIterator {
+    u32 run, end_run;  // current run, end of the list
+    u32 in_run;        // tiles of the run that are done
 
     METHOD void begin(const Attention& a, u32 b, u32 h, u32 tile) {
-        const u32* starts = starts_of(a, b, h);
-        place = starts[tile];
-        last = starts[tile + 1];
-        passed = 0;
+        const u32* starts = list_starts(a, b, h);
+        run = starts[tile];
+        end_run = starts[tile + 1];
+        in_run = 0;
     }
-    METHOD bool more() const { return place < last; }
-    METHOD Entry entry(const Attention& a) const {
-        const Run& run = run_of(a, place);
-        return {run.first + passed, run.bits};
+    METHOD bool more() const { return run < end_run; }
+    METHOD TileEntry entry(const Attention& a) const {
+        const TileRun& current = tile_run(a, run);
+        return {current.first + in_run, current.mask_index};
     }
-    // Whether the tile at hand is the last one.
-    METHOD bool is_last(const Attention& a) const { return place + 1 == last && passed + 1 == run_of(a, place).count; }
+    // True for the last tile of the list.
+    METHOD bool is_last(const Attention& a) const {
+        return run + 1 == end_run && in_run + 1 == tile_run(a, run).count;
+    }
     METHOD void next(const Attention& a) {
-        if (++passed < run_of(a, place).count) return;
-        passed = 0;
-        ++place;
+        if (++in_run < tile_run(a, run).count) return;
+        in_run = 0;
+        ++run;
     }
 };
 
 template <typename T>
 DEVICE u64 offset(const Tensor& tensor, u64 b, u64 row, u64 head, u64 x) {
-    return tensor.at + u64(i64(b) * tensor.batch + i64(row) * tensor.row + i64(head) * tensor.head + i64(x) * tensor.dim) * sizeof(T);
+    return tensor.at + u64(i64(b) * tensor.batch + i64(row) * tensor.row + i64(head) * tensor.head +
+                           i64(x) * tensor.dim) *
+                           sizeof(T);
 }
 
-// Reads dims `from … from + 31` of a tile's rows into shared memory, 0 beyond the ends. Whether one of them is not finite.
-DEVICE bool load_slice(Sum* to, const Tensor& tensor, u32 b, u32 head, u32 first, u32 rows, u32 from, u32 dim) {
-    bool odd = false;
-    for (u32 place = thread_index(); place < TILE * SLICE; place += THREADS) {
-        u32 row = place / SLICE, x = place % SLICE;
+// Loads dims `from … from + 31` of a tile's rows into shared memory, 0 beyond the ends. Returns
+// true if any element that this thread loaded is not finite.
+DEVICE bool load_slice(Sum* to, const Tensor& tensor, u32 b, u32 head, u32 first, u32 rows,
+                       u32 from, u32 dim) {
+    bool non_finite = false;
+    for (u32 index = thread_index(); index < TILE * SLICE; index += THREADS) {
+        u32 row = index / SLICE, x = index % SLICE;
         Sum value = 0;
         if (first + row < rows && from + x < dim)
-            value = widen(*reinterpret_cast<const Element*>(offset<Element>(tensor, b, first + row, head, from + x)));
-        odd |= !is_finite(value);
+            value = widen(*reinterpret_cast<const Element*>(
+                offset<Element>(tensor, b, first + row, head, from + x)));
+        non_finite |= !is_finite(value);
         to[row * SLICE_LINE + x] = value;
     }
-    return odd;
+    return non_finite;
 }
 
-// pairs ← ⟨left_i, right_j⟩. One chain of multiply-adds a pair, so that every pass meets the same numbers.
-DEVICE void dot_products(Pairs& pairs, Sum* left_slice, Sum* right_slice, const Tensor& left, const Tensor& right, const Site& site,
-                         const Attention& a, u32 dim) {
-    u32 kv_head = site.h / (a.q_heads / a.kv_heads);
+// scores ← left·rightᵀ. Each score is one chain of fused multiply-adds in dim order, so that
+// forward and backward compute the same bits (gradient.cuh compares s with the row maximum).
+DEVICE void dot_products(ScoreTile& scores, Sum* left_slice, Sum* right_slice, const Tensor& left,
+                         const Tensor& right, const TileCoord& coord, const Attention& a, u32 dim) {
+    u32 kv_head = coord.h / (a.q_heads / a.kv_heads);
     UNROLL for (u32 r = 0; r < M; ++r)
-        UNROLL for (u32 c = 0; c < M; ++c) pairs[r][c] = 0;
+        UNROLL for (u32 c = 0; c < M; ++c) scores[r][c] = 0;
     for (u32 from = 0; from < dim; from += SLICE) {
         barrier();
-        load_slice(left_slice, left, site.b, site.h, site.first_query, a.queries, from, dim);
-        load_slice(right_slice, right, site.b, kv_head, site.first_key, a.keys, from, dim);
+        load_slice(left_slice, left, coord.b, coord.h, coord.first_query, a.queries, from, dim);
+        load_slice(right_slice, right, coord.b, kv_head, coord.first_key, a.keys, from, dim);
 #ifndef PLANTED_NO_BARRIER
         barrier();
 #endif
@@ -132,12 +149,13 @@ _Pragma("unroll 4") for (u32 x = 0; x < SLICE; ++x) {
             UNROLL for (u32 r = 0; r < M; ++r) lefts[r] = left_slice[query_of(r) * SLICE_LINE + x];
             UNROLL for (u32 c = 0; c < M; ++c) rights[c] = right_slice[key_of(c) * SLICE_LINE + x];
             UNROLL for (u32 r = 0; r < M; ++r)
-                UNROLL for (u32 c = 0; c < M; ++c) pairs[r][c] = fused(lefts[r], rights[c], pairs[r][c]);
+                UNROLL for (u32 c = 0; c < M; ++c)
+                    scores[r][c] = multiply_add(lefts[r], rights[c], scores[r][c]);
         }
     }
 }
 
-// The bias of one pair: the tensor's and the function's.
+// Returns the bias of one pair: bias tensor plus ALiBi, −slope·|i − j|.
 DEVICE_CALL Sum bias_of(const Attention& a, u32 b, u32 h, u32 i, u32 j) {
     Sum bias = 0;
     if (a.flags & HAS_BIAS) {
@@ -155,35 +173,43 @@ DEVICE_CALL Sum bias_of(const Attention& a, u32 b, u32 h, u32 i, u32 j) {
     return bias;
 }
 
-// What is rare in a logit, out of line: kernels have a logit a pair a thread.
+// Rare steps of the score epilogue, out of line: every thread has M² scores, unrolled.
 DEVICE_CALL Sum rounded_product(Sum product, u32 rounding) { return rounded_to(product, rounding); }
-DEVICE_CALL Sum bent_by_cap(Sum x, Sum cap) { return hyperbolic_tangent(x / cap); }
+DEVICE_CALL Sum soft_cap_tanh(Sum x, Sum cap) { return hyperbolic_tangent(x / cap); }
 
-// What the mask alone says of the keys of a tile of so many queries, as seen by query `row` of it.
-DEVICE u64 line_of(const Attention& a, const Site& site, u32 row, u32 queries = TILE) {
-    if (site.entry.bits == EVERYTHING) return ~0ull;
-    return reinterpret_cast<const u64*>(a.sight.bits)[u64(site.entry.bits) * queries + row];
+// Returns the tile mask of one query row: bit j is key j of the tile. `queries` is the number of
+// queries per tile.
+DEVICE u64 mask_row(const Attention& a, const TileCoord& coord, u32 row, u32 queries = TILE) {
+    if (coord.entry.mask_index == FULL_TILE) return ~0ull;
+    return reinterpret_cast<const u64*>(
+        a.block_mask.bits)[u64(coord.entry.mask_index) * queries + row];
 }
 
-// As above, of a row of a tile that is packed: `row` becomes its query, the site's head its own.
-DEVICE u64 line_of_packed(Site& site, u32& row, const Attention& a) {
-    PackedRow at = packed_row(a, site.h, row);
-    site.h = at.h;
+// As mask_row, for a packed tile: `row` becomes its query, the coordinate's head the row's head.
+DEVICE u64 packed_mask_row(TileCoord& coord, u32& row, const Attention& a) {
+    PackedRow at = packed_row(a, coord.h, row);
+    coord.h = at.h;
     row = at.query;
-    return at.there ? line_of(a, site, at.query, packed_queries(a)) : 0;
+    return at.exists ? mask_row(a, coord, at.query, packed_queries(a)) : 0;
 }
 
-// The pair of query `row` and key `key` of a tile: its product becomes its logit, `derivative` ∂s/∂x. Whether it is seen.
-DEVICE bool logit(Sum& product, Sum& derivative, u64 line, u32 row, u32 key, const Site& site, const Attention& a) {
-    u32 i = site.first_query + row, j = site.first_key + key;
+// Score epilogue of one pair, query `row` and key `key` of a tile:
+//
+//   x = scale·round(⟨q, k⟩) + bias     (bias before the cap, if so ordered)
+//   s = cap·tanh(x / cap) + bias       (else after it)
+//
+// The product becomes s; `derivative` becomes ∂s/∂x. Returns true if the pair is visible.
+DEVICE bool pair_epilogue(Sum& product, Sum& derivative, u64 line, u32 row, u32 key,
+                          const TileCoord& coord, const Attention& a) {
+    u32 i = coord.first_query + row, j = coord.first_key + key;
 #ifdef PLANTED_MASK_OFF_BY_ONE
     line = line << 1 | 1;
 #endif
     bool visible = i < a.queries && j < a.keys && (line >> key & 1);
     Sum before = 0, after = 0;
     if (visible && (a.flags & (HAS_BIAS | HAS_SLOPES))) {
-        Sum bias = bias_of(a, site.b, site.h, i, j);
-        // −∞ hides
+        Sum bias = bias_of(a, coord.b, coord.h, i, j);
+        // a bias of −∞ masks the pair
         visible = bias != -Sum(infinity());
         (a.flags & BIAS_BEFORE_CAP ? before : after) = bias;
     }
@@ -191,7 +217,7 @@ DEVICE bool logit(Sum& product, Sum& derivative, u64 line, u32 row, u32 key, con
     Sum x = Sum(a.scale) * product + before;
     derivative = 1;
     if (a.flags & HAS_CAP) {
-        Sum bent = bent_by_cap(x, Sum(a.cap));
+        Sum bent = soft_cap_tanh(x, Sum(a.cap));
         x = Sum(a.cap) * bent;
         derivative = 1 - bent * bent;
     }
@@ -199,69 +225,81 @@ DEVICE bool logit(Sum& product, Sum& derivative, u64 line, u32 row, u32 key, con
     return visible;
 }
 
-// Makes logits of products: s, and ∂s/∂x into `slope` unless it is null. Bit r·M + c of the answer: the pair is seen.
-DEVICE u32 logits(Pairs& pairs, Pairs* slope, const Site& site, const Attention& a) {
-    u32 seen = 0;
+// Score epilogue of a tile: products become scores s, and `dx`, unless null, receives ∂s/∂x. Bit
+// r·M + c of the result is set if pair (r, c) is visible.
+DEVICE u32 score_epilogue(ScoreTile& scores, ScoreTile* dx, const TileCoord& coord,
+                          const Attention& a) {
+    u32 visible_bits = 0;
     UNROLL for (u32 r = 0; r < M; ++r) {
-        u64 line = line_of(a, site, query_of(r));
+        u64 line = mask_row(a, coord, query_of(r));
         UNROLL for (u32 c = 0; c < M; ++c) {
             Sum derivative;
-            bool visible = logit(pairs[r][c], derivative, line, query_of(r), key_of(c), site, a);
-            if (slope) (*slope)[r][c] = derivative;
-            seen |= u32(visible) << (r * M + c);
+            bool visible =
+                pair_epilogue(scores[r][c], derivative, line, query_of(r), key_of(c), coord, a);
+            if (dx) (*dx)[r][c] = derivative;
+            visible_bits |= u32(visible) << (r * M + c);
         }
     }
-    return seen;
+    return visible_bits;
 }
 
-DEVICE bool is_seen(u32 seen, u32 r, u32 c) { return seen >> (r * M + c) & 1; }
+DEVICE bool is_visible(u32 visible_bits, u32 r, u32 c) { return visible_bits >> (r * M + c) & 1; }
 
 template <bool packed = false>
-DEVICE Site site_of(const Attention& a, u32 b, u32 h, u32 query_tile, u32 key_tile, Entry entry) {
-    Site site;
-    site.b = b;
-    site.h = h;
-    site.first_query = query_tile * (packed ? packed_queries(a) : TILE);
-    site.first_key = key_tile * TILE;
-    site.entry = entry;
-    site.plain = entry.bits == EVERYTHING && !(a.flags & (HAS_BIAS | HAS_SLOPES));
-    return site;
+DEVICE TileCoord tile_coord(const Attention& a, u32 b, u32 h, u32 query_tile, u32 key_tile,
+                            TileEntry entry) {
+    TileCoord coord;
+    coord.b = b;
+    coord.h = h;
+    coord.first_query = query_tile * (packed ? packed_queries(a) : TILE);
+    coord.first_key = key_tile * TILE;
+    coord.entry = entry;
+    coord.is_full = entry.mask_index == FULL_TILE && !(a.flags & (HAS_BIAS | HAS_SLOPES));
+    return coord;
 }
 
-// Puts a thread's pairs where the whole block can read them, 0 for those that are hidden.
-DEVICE void share(Sum* weights, u8* shown, const Pairs& pairs, u32 seen, bool plain) {
+// Stores a thread's P or dX elements to shared memory, 0 for masked pairs; `visibility` is written
+// for partial tiles only.
+DEVICE void store_shared(Sum* left_tile, u8* visibility, const ScoreTile& scores, u32 visible_bits,
+                         bool is_full) {
     UNROLL for (u32 r = 0; r < M; ++r)
         UNROLL for (u32 c = 0; c < M; ++c) {
-            weights[query_of(r) * TILE_LINE + key_of(c)] = is_seen(seen, r, c) ? pairs[r][c] : Sum(0);
-            if (!plain) shown[query_of(r) * TILE + key_of(c)] = is_seen(seen, r, c);
+            left_tile[query_of(r) * TILE_LINE + key_of(c)] =
+                is_visible(visible_bits, r, c) ? scores[r][c] : Sum(0);
+            if (!is_full)
+                visibility[query_of(r) * TILE + key_of(c)] = is_visible(visible_bits, r, c);
         }
 }
 
-// sums_i += Σ_j weights_ij · right_j, or with `transposed` sums_j += Σ_i weights_ij · right_i.
+// acc_i += Σ_j left_ij · right_j, or with `transposed` acc_j += Σ_i left_ij · right_i.
 //
-// A hidden pair's weight is 0, and 0 · NaN would be felt: where something in `right` is not finite, hidden pairs are left out one by one.
+// A masked pair has the factor 0, but 0 · NaN = NaN and 0 · ∞ = NaN: if `right` has a non-finite
+// element in this slice, masked pairs are skipped one by one.
 template <bool transposed>
-DEVICE void add_products(Rows& sums, const Sum* weights, const u8* shown, Sum* right_slice, const Tensor& right, u32 b, u32 head,
-                         u32 first, u32 rows, u32 dim, bool plain) {
+DEVICE void accumulate(AccTile& acc, const Sum* left_tile, const u8* visibility, Sum* right_slice,
+                       const Tensor& right, u32 b, u32 head, u32 first, u32 rows, u32 dim,
+                       bool is_full) {
     UNROLL for (u32 slice = 0; slice < SLICES; ++slice) {
         if (slice * SLICE >= dim) break;
-        // the slice before has been read, and the weights are written
+        // all threads have read the previous slice and written the left tile
         barrier();
-        bool odd = load_slice(right_slice, right, b, head, first, rows, slice * SLICE, dim);
+        bool non_finite = load_slice(right_slice, right, b, head, first, rows, slice * SLICE, dim);
 #ifdef PLANTED_LATE_WAIT
-        bool careful = odd && !plain;
+        bool fixup = non_finite && !is_full;
 #else
-        bool careful = barrier_any(odd && !plain);
+        bool fixup = barrier_any(non_finite && !is_full);
 #endif
 _Pragma("unroll 4") for (u32 j = 0; j < TILE; ++j) {
             Sum rights[2];
-            UNROLL for (u32 c = 0; c < 2; ++c) rights[c] = right_slice[j * SLICE_LINE + thread_x() + 16 * c];
+            UNROLL for (u32 c = 0; c < 2; ++c)
+                rights[c] = right_slice[j * SLICE_LINE + thread_x() + 16 * c];
             UNROLL for (u32 r = 0; r < M; ++r) {
                 u32 row = thread_y() * M + r;
                 u32 query = transposed ? j : row, key = transposed ? row : j;
-                if (careful && !shown[query * TILE + key]) continue;
-                Sum weight = weights[query * TILE_LINE + key];
-                UNROLL for (u32 c = 0; c < 2; ++c) sums[slice][r][c] = fused(weight, rights[c], sums[slice][r][c]);
+                if (fixup && !visibility[query * TILE + key]) continue;
+                Sum left_element = left_tile[query * TILE_LINE + key];
+                UNROLL for (u32 c = 0; c < 2; ++c)
+                    acc[slice][r][c] = multiply_add(left_element, rights[c], acc[slice][r][c]);
             }
         }
     }
@@ -271,13 +309,14 @@ _Pragma("unroll 4") for (u32 j = 0; j < TILE; ++j) {
     barrier();
 }
 
-// The sum over the 16 threads that hold one query's pairs.
-DEVICE Sum sum_of_query(Sum mine) {
+// Sums over the 16 threads that hold one query's scores.
+DEVICE Sum reduce_row_sum(Sum mine) {
     for (u32 lanes = 8; lanes > 0; lanes /= 2) mine += shuffle_xor(mine, lanes);
     return mine;
 }
 
-DEVICE Sum largest_of_query(Sum mine) {
+// Maximum over the 16 threads that hold one query's scores; NaN if any is NaN.
+DEVICE Sum reduce_row_max(Sum mine) {
     for (u32 lanes = 8; lanes > 0; lanes /= 2) mine = larger(mine, shuffle_xor(mine, lanes));
     return mine;
 }

@@ -1,174 +1,216 @@
-// Tiles of 16-bit elements in shared memory as warpgroups multiply them, and the ring of stages that brings them: what the forward pass has and a
-// backward pass will share.
+// Shared-memory layout and K/V pipeline of warpgroup kernels (compute capability 9.0): used by the
+// forward pass, laid out so that a backward pass can use it too.
 //
-// A block of threads owns 128 rows and meets tiles of the other side. Warpgroup 0 copies: one of its threads has the copy engine bring two operands,
-// tile by tile, into a ring of stages each. Warpgroups 1 and 2 multiply, 64 own rows each. A stage has two barriers: `full` counts its bytes, `empty` the
-// warps that are done with it.
+// A block owns 128 query rows and iterates over the visible KV tiles. Warp specialization:
+// warpgroup 0 is the producer; one of its threads issues TMA loads of K and V tiles into a pipeline
+// of STAGES stages each. Warpgroups 1 and 2 are consumers with 64 query rows each. Every stage has
+// two mbarriers: `full` counts the bytes of the tile, `empty` the consumer warps that released it.
 //
-// A tile lies in panels of 64 dims: rows of 128 bytes, whose 16-byte chunks change places with the row as the copy engine's swizzle of 128 bytes has
-// it. So any eight rows that the units read at once lie in different banks.
+// A tile is stored in panels of 64 dims: rows of 128 bytes in the 128-byte swizzle of TMA and
+// wgmma, which exchanges 16-byte pieces according to the row number, so that any eight rows that
+// are read at once lie in different banks.
 //
-// Source: Shah et al. 2024 (FlashAttention-3); NVIDIA, PTX ISA, "Shared Memory Matrix Layout", "Matrix Descriptor Format".
+// Shared memory of one block (SharedStorage), bytes at 64 / 128 / 256 dims:
+//
+//   q         2 consumers × 64 rows × dims × 2            16 K /  32 K /  64 K
+//   k, v      2 × 2 stages × KV_ROWS × dims × 2           64 K / 128 K / 128 K
+//   scratch   2 consumers × 64 rows × KV_ROWS × 4         64 K /  64 K /  32 K
+//   mbarriers 8 × 8                                       64
+//
+// Named barriers: 0 whole block, 1 and 2 SCHEDULER_BARRIER, 3 and 4 WARPGROUP_BARRIER.
+//
+// Source: Shah et al. 2024 (FlashAttention-3); PTX ISA, "Asynchronous Warpgroup Level Matrix Shared
+// Memory Layout", "Matrix Descriptor Format".
 #pragma once
 
 #include "tile.cuh"
-#include "weights.cuh"
+#include "probs.cuh"
 
-// Rows of the other side a tile. Sums of 256 dims leave less room for products.
-#define OTHERS (ANNULUS_DIM <= 128 ? 128 : 64)
-#define OWN 64
-#define GROUPS 2
+// Keys per tile. O takes ANNULUS_DIM / 2 registers of a thread and S takes KV_ROWS / 2: at 256 dims
+// only 64 keys fit the 240 registers of a consumer.
+#define KV_ROWS (ANNULUS_DIM <= 128 ? 128 : 64)
+// Query rows per consumer warpgroup: the M of a wgmma instruction.
+#define Q_ROWS 64
+// Consumer warpgroups.
+#define CONSUMERS 2
 #define PANELS (ANNULUS_DIM / 64)
+// Double buffering: with q and scratch, two stages of K and V are the most that fit 227 KB at 128
+// and 256 dims.
 #define STAGES 2
-#define PANEL_LINE 64
+#define PANEL_DIMS 64
 // Elements of one panel of a tile, and of a tile.
-#define OTHER_PANEL (OTHERS * PANEL_LINE)
-#define OTHER_TILE (OTHERS * ANNULUS_DIM)
-#define OWN_PANEL (OWN * PANEL_LINE)
-#define OWN_TILE (OWN * ANNULUS_DIM)
-// Dims of one product of sums: two of them make 256.
-#define COLUMNS (ANNULUS_DIM < 128 ? ANNULUS_DIM : 128)
-#define PRODUCTS (ANNULUS_DIM / COLUMNS)
-// Bytes from one group of eight rows to the next.
-#define EIGHT_ROWS 1024
-// Named barriers: whose turn it is to multiply, and of one warpgroup.
-#define TURN_OF(group) (1 + (group))
-#define OF_GROUP(group) (3 + (group))
+#define KV_PANEL (KV_ROWS * PANEL_DIMS)
+#define KV_TILE (KV_ROWS * ANNULUS_DIM)
+#define Q_PANEL (Q_ROWS * PANEL_DIMS)
+#define Q_TILE (Q_ROWS * ANNULUS_DIM)
+// Columns of O per wgmma instruction, at most 128; 256 dims take two.
+#define O_COLUMNS (ANNULUS_DIM < 128 ? ANNULUS_DIM : 128)
+#define O_PARTS (ANNULUS_DIM / O_COLUMNS)
+// Bytes of eight rows of a panel, the unit that the 128-byte swizzle repeats.
+#define SWIZZLE_ATOM_BYTES 1024
+// Named barriers: turns of the consumers to issue wgmma, and the threads of one consumer.
+#define SCHEDULER_BARRIER(group) (1 + (group))
+#define WARPGROUP_BARRIER(group) (3 + (group))
 
-// Mistakes for tests, as tests/emulated/warpgroup.rs numbers them. Each is caught: by wrong numbers, or because the launch fails.
+// Mistakes planted by tests, numbered as in tests/emulated/warpgroup.rs. Each must be detected, by
+// wrong numbers or by a failed launch.
 enum Mistake {
-    WRONG_PHASE = 1,     // who brings a tile takes a full stage for an empty one
-    EARLY_RELEASE,       // a stage of values is given back before it was read
-    STAGE_NOT_RELEASED,  // it is not given back
-    NO_FULL_WAIT,        // values are used, and their stage given back, before they have come
-    FEW_BYTES,           // a phase is told of fewer bytes than come
-    NO_COMMIT,           // products belong to no group
-    NO_PRODUCT_WAIT,     // products are used while they are made
-    NO_PRODUCT_BEGIN,    // registers may not be written yet
-    SCALED_IN_FLIGHT,    // sums are scaled while products add to them
-    NOT_SHOWN,           // the units are not shown what was stored
-    WRONG_SWIZZLE,       // chunks of own rows lie in the wrong places
-    WRONG_STEP,          // the next sixteen dims are looked for too near
-    WRONG_PANEL,         // the next 64 columns are looked for too near
+    WRONG_PHASE = 1,      // the producer waits for the wrong parity of an empty mbarrier
+    EARLY_RELEASE,        // a V stage is released before it is read
+    STAGE_NOT_RELEASED,   // a K stage is never released
+    NO_FULL_WAIT,         // V is used, and its stage released, without waiting for the load
+    TOO_FEW_BYTES,        // expect_tx announces too few bytes
+    NO_WGMMA_COMMIT,      // wgmma operations are not committed as a group
+    NO_WGMMA_WAIT,        // accumulators are read while wgmma writes them
+    NO_WGMMA_FENCE,       // wgmma starts without ordering earlier register accesses
+    RESCALED_IN_FLIGHT,   // O is rescaled while P·V accumulates into it
+    NO_PROXY_FENCE,       // stores to shared memory are not made visible to wgmma
+    WRONG_SWIZZLE,        // Q is stored with a wrong swizzle
+    WRONG_STEP,           // descriptors advance too little from one K = 16 step to the next
+    WRONG_PANEL,          // the descriptor has a wrong distance between panels
     MASK_OFF_BY_ONE,
-    NO_TURN,             // a warpgroup does not say that it is the other's turn
+    NO_SCHEDULER_ARRIVE,  // a consumer does not pass the turn to the other
 };
 
-// What kernels of this program are given: mirrored in src/arguments.rs. The first and the second operand of the other side, then the rest.
+// Argument of the warpgroup kernels: mirrored in src/arguments.rs.
 struct WarpgroupAttention {
-    TensorMap first, second;
+    TensorMap k_map, v_map;
     Attention attention;
 };
 
-// A block's shared memory: mirrored in src/warpgroup.rs, as bytes.
-struct BlockMemory {
-    u16 own[GROUPS][OWN_TILE];
-    u16 first[STAGES][OTHER_TILE], second[STAGES][OTHER_TILE];
-    // of each warpgroup: what is rare. A float a product, or its weights and zeros.
-    float scratch[GROUPS][OWN * OTHERS];
-    Phases first_full[STAGES], first_empty[STAGES], second_full[STAGES], second_empty[STAGES];
+// Dynamic shared memory of a block. `Variant::dynamic_shared_bytes` (src/kernels.rs) has its size.
+struct SharedStorage {
+    u16 q[CONSUMERS][Q_TILE];
+    u16 k[STAGES][KV_TILE], v[STAGES][KV_TILE];
+    // For rare paths of each consumer: one float per score, or P and a zero operand.
+    float scratch[CONSUMERS][Q_ROWS * KV_ROWS];
+    Mbarrier k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
 };
 
-// A place in the ring of stages. Parity is that of the phases that a user of a full stage waits for.
-struct Turn {
+// Position in the pipeline (CUTLASS: PipelineState): the stage, and the parity of the full
+// mbarrier's phase that a consumer waits for. A producer waits for the opposite parity of the empty
+// mbarrier.
+struct PipelineState {
     u32 stage, parity;
 
-    METHOD void next() {
+    METHOD void advance() {
         stage = stage + 1 == STAGES ? 0 : stage + 1;
         parity ^= stage == 0;
     }
 };
 
-// Descriptors of operands in shared memory, by bytes: address, how far the next 64 columns are where they are not summed, how far the next eight
-// rows; a swizzle of 128 bytes. A descriptor may begin at any 32 bytes of a row.
-DEVICE u64 described(const u16* at, u32 leading, u32 stride) {
-    return (shared_address(at) & 0x3ffffu) >> 4 | u64(leading >> 4) << 16 | u64(stride >> 4) << 32 | 1ull << 62;
+// wgmma matrix descriptor: start address, leading byte offset (distance of the next 64 columns of
+// an MN-major operand), stride byte offset (distance of the next eight rows), 128-byte swizzle. The
+// start address may be any multiple of 32 bytes within a row of a panel.
+DEVICE u64 smem_descriptor(const u16* at, u32 leading, u32 stride) {
+    return (shared_address(at) & 0x3ffffu) >> 4 | u64(leading >> 4) << 16 | u64(stride >> 4) << 32 |
+           1ull << 62;
 }
-// Rows of dims that are summed.
-DEVICE u64 rows_of_dims(const u16* at) { return described(at, 16, EIGHT_ROWS); }
-// Summed rows of columns, the next 64 of which begin `panel` elements further.
-DEVICE u64 summed_rows(const u16* at, u32 panel) { return described(at, panel * 2, EIGHT_ROWS); }
-// Of a descriptor that lies so many elements further.
-DEVICE u64 moved(u64 description, u32 elements) { return description + (elements * 2 >> 4); }
+// K-major: rows of dims, dims are the summed index (Q, K).
+DEVICE u64 k_major_descriptor(const u16* at) { return smem_descriptor(at, 16, SWIZZLE_ATOM_BYTES); }
+// MN-major: rows are the summed index (V); `panel` elements to the next 64 columns.
+DEVICE u64 mn_major_descriptor(const u16* at, u32 panel) {
+    return smem_descriptor(at, panel * 2, SWIZZLE_ATOM_BYTES);
+}
+// Descriptor of the operand `elements` elements further.
+DEVICE u64 descriptor_advance(u64 descriptor, u32 elements) {
+    return descriptor + (elements * 2 >> 4);
+}
 
-// Where element x of a row lies, in a tile whose panels have `rows` rows.
-DEVICE u32 place_of(u32 rows, u32 row, u32 x) { return x / 64 * rows * PANEL_LINE + row * PANEL_LINE + ((x / 8 ^ row) % 8 * 8 | x % 8); }
+// Offset of element x of a row in a tile whose panels have `rows` rows.
+DEVICE u32 swizzled_offset(u32 rows, u32 row, u32 x) {
+    return x / 64 * rows * PANEL_DIMS + row * PANEL_DIMS + ((x / 8 ^ row) % 8 * 8 | x % 8);
+}
 
-DEVICE void begin_ring(BlockMemory& memory, u32 users) {
+// Initializes all mbarriers. One thread calls it.
+DEVICE void init_pipeline(SharedStorage& memory, u32 consumer_warps) {
     for (u32 stage = 0; stage < STAGES; ++stage) {
-        begin_phases(memory.first_full + stage, 1);
-        begin_phases(memory.second_full + stage, 1);
-        begin_phases(memory.first_empty + stage, users);
-        begin_phases(memory.second_empty + stage, users);
+        mbarrier_init(memory.k_full + stage, 1);
+        mbarrier_init(memory.v_full + stage, 1);
+        mbarrier_init(memory.k_empty + stage, consumer_warps);
+        mbarrier_init(memory.v_empty + stage, consumer_warps);
     }
-    show_phases();
+    fence_mbarrier_init();
 }
 
-// Has one tile brought, when its stage is empty.
-DEVICE void bring(u16* to, const TensorMap& map, Phases* full, Phases* empty, const Turn& turn, u32 row, u32 head, u32 batch) {
-    wait_for_phase(empty + turn.stage, planted(WRONG_PHASE) ? turn.parity : turn.parity ^ 1);
-    arrive_expecting(full + turn.stage, planted(FEW_BYTES) ? OTHER_TILE : OTHER_TILE * 2);
+// Producer: waits until the stage is empty, then issues the TMA loads of one tile, a box per panel.
+DEVICE void tma_load(u16* to, const TensorMap& map, Mbarrier* full, Mbarrier* empty,
+                     const PipelineState& state, u32 row, u32 head, u32 batch) {
+    mbarrier_wait(empty + state.stage, planted(WRONG_PHASE) ? state.parity : state.parity ^ 1);
+    mbarrier_arrive_expect_tx(full + state.stage, planted(TOO_FEW_BYTES) ? KV_TILE : KV_TILE * 2);
     for (u32 panel = 0; panel < PANELS; ++panel)
-        copy_box(to + turn.stage * OTHER_TILE + panel * OTHER_PANEL, map, full + turn.stage, panel * 64, row, head, batch);
+        tma_load_box(to + state.stage * KV_TILE + panel * KV_PANEL, map, full + state.stage,
+                     panel * 64, row, head, batch);
 }
 
-// Copies a warpgroup's own 64 rows to shared memory, zeros beyond the ends, for the units. Rows are a caller's: any strides.
-DEVICE void read_own(u16* to, const Tensor& tensor, u32 b, u32 head, u32 first, u32 rows, u32 dim) {
+// Copies a consumer's 64 query rows to shared memory, zeros beyond the ends. By threads rather than
+// TMA, because the caller's q may have any strides.
+DEVICE void load_q(u16* to, const Tensor& tensor, u32 b, u32 head, u32 first, u32 rows, u32 dim) {
     u64 at = offset<u16>(tensor, b, 0, head, 0);
     bool aligned = tensor.dim == 1 && at % 16 == 0 && tensor.row % 8 == 0 && dim % 8 == 0;
-    for (u32 place = thread_index() % WARPGROUP; place < OWN_TILE / 8; place += WARPGROUP) {
-        u32 row = place / (ANNULUS_DIM / 8), x = place % (ANNULUS_DIM / 8) * 8;
+    for (u32 index = thread_index() % WARPGROUP; index < Q_TILE / 8; index += WARPGROUP) {
+        u32 row = index / (ANNULUS_DIM / 8), x = index % (ANNULUS_DIM / 8) * 8;
         u32 words[4] = {0, 0, 0, 0};
         if (first + row < rows && x < dim) {
-            const u16* from = reinterpret_cast<const u16*>(at) + (i64(first + row) * tensor.row + i64(x) * tensor.dim);
+            const u16* from = reinterpret_cast<const u16*>(at) +
+                              (i64(first + row) * tensor.row + i64(x) * tensor.dim);
             UNROLL for (u32 c = 0; c < 4; ++c) {
                 if (aligned) {
                     words[c] = reinterpret_cast<const u32*>(from)[c];
                 } else {
                     if (x + 2 * c < dim) words[c] = from[i64(2 * c) * tensor.dim];
-                    if (x + 2 * c + 1 < dim) words[c] |= u32(from[i64(2 * c + 1) * tensor.dim]) << 16;
+                    if (x + 2 * c + 1 < dim)
+                        words[c] |= u32(from[i64(2 * c + 1) * tensor.dim]) << 16;
                 }
             }
         }
-        store_for_units(to + (place_of(OWN, row, x) ^ (planted(WRONG_SWIZZLE) ? row % 2 * 8 : 0)), words);
+        store_for_async_proxy(
+            to + (swizzled_offset(Q_ROWS, row, x) ^ (planted(WRONG_SWIZZLE) ? row % 2 * 8 : 0)),
+            words);
     }
-    if (!planted(NOT_SHOWN)) show_units();
+    if (!planted(NO_PROXY_FENCE)) fence_proxy_async();
 }
 
-DEVICE void multiply_shared(float (&sums)[OTHERS / 2], u64 left, u64 right, bool add) {
+DEVICE void wgmma_ss(float (&o)[KV_ROWS / 2], u64 left, u64 right, bool add) {
 #if ANNULUS_DTYPE == 2
-    multiply_shared_bf16(sums, left, right, add);
+    wgmma_ss_bf16(o, left, right, add);
 #else
-    multiply_shared_f16(sums, left, right, add);
+    wgmma_ss_f16(o, left, right, add);
 #endif
 }
 
-DEVICE void multiply_registers(float (&sums)[COLUMNS / 2], const u32 (&left)[4], u64 right) {
+DEVICE void wgmma_rs(float (&o)[O_COLUMNS / 2], const u32 (&left)[4], u64 right) {
 #if ANNULUS_DTYPE == 2
-    multiply_registers_bf16(sums, left, right);
+    wgmma_rs_bf16(o, left, right);
 #else
-    multiply_registers_f16(sums, left, right);
+    wgmma_rs_f16(o, left, right);
 #endif
 }
 
-// Begins products ← own·otherᵀ, as a group.
-DEVICE void begin_pairs(float (&products)[OTHERS / 2], u64 own, u64 other) {
+// Issues S ← Q·Kᵀ as one wgmma group.
+DEVICE void issue_qk(float (&scores)[KV_ROWS / 2], u64 q, u64 kv) {
     UNROLL for (u32 x = 0; x < ANNULUS_DIM; x += 16)
-        multiply_shared(products, moved(own, x / 64 * OWN_PANEL + x % 64),
-                        moved(other, x / 64 * OTHER_PANEL + (planted(WRONG_STEP) ? x % 64 / 2 : x % 64)), x > 0);
-    if (!planted(NO_COMMIT)) end_products();
+        wgmma_ss(
+            scores, descriptor_advance(q, x / 64 * Q_PANEL + x % 64),
+            descriptor_advance(kv, x / 64 * KV_PANEL + (planted(WRONG_STEP) ? x % 64 / 2 : x % 64)),
+            x > 0);
+    if (!planted(NO_WGMMA_COMMIT)) wgmma_commit();
 }
 
-// What weights are multiplied by: `step` elements lie between sixteen rows and the next.
-struct Right {
-    u64 description;
+// Right operand of P·V: `step` elements lie between one group of sixteen keys and the next, `panel`
+// elements between 64 columns and the next.
+struct ValueOperand {
+    u64 descriptor;
     u32 panel, step;
 };
 
-// Begins sums += weights·right, as a group.
-DEVICE void begin_sums(float (&sums)[PRODUCTS][COLUMNS / 2], const u32 (&weights)[OTHERS / 16][4], const Right& right) {
-    UNROLL for (u32 y = 0; y < OTHERS / 16; ++y)
-        UNROLL for (u32 part = 0; part < PRODUCTS; ++part)
-            multiply_registers(sums[part], weights[y], moved(right.description, y * right.step + part * (COLUMNS / 64) * right.panel));
-    end_products();
+// Issues O += P·V as one wgmma group.
+DEVICE void issue_pv(float (&o)[O_PARTS][O_COLUMNS / 2], const u32 (&probs)[KV_ROWS / 16][4],
+                     const ValueOperand& right) {
+    UNROLL for (u32 y = 0; y < KV_ROWS / 16; ++y)
+        UNROLL for (u32 part = 0; part < O_PARTS; ++part)
+            wgmma_rs(o[part], probs[y],
+                     descriptor_advance(right.descriptor,
+                                        y * right.step + part * (O_COLUMNS / 64) * right.panel));
+    wgmma_commit();
 }

@@ -1,51 +1,58 @@
-// The part of primitives.cuh that only compute capability 9.0 has: warpgroups (four warps that multiply together), matrix products that run while
-// their threads go on, boxes of tensors copied by the copy engine, and barriers that count phases and bytes.
+// Primitives of compute capability 9.0 (included by primitives.cuh): warpgroups, wgmma, TMA loads,
+// mbarriers, named barriers, setmaxnreg.
 //
-// Three kinds of order, none of which implies another:
+// Three orderings, none of which implies another:
 //
-//   phases      a phase of a Phases ends when as many have arrived as were said, and as many bytes have been copied as were announced
-//   the units   the matrix units and the copy engine see what a thread has stored once it has called show_units, before a barrier
-//   products    sums are whole once their group has been waited for; until then nobody reads or writes them, nor the left registers
+//   mbarrier       a phase completes after the expected arrivals and bytes (expect_tx)
+//   proxy fence    wgmma and TMA access shared memory through the async proxy: a thread's stores
+//                  are visible to them after its fence.proxy.async and a barrier
+//   wgmma groups   accumulators, and A operands in registers, may not be read or written until
+//                  wgmma.wait_group has waited for their group
 //
-// Source: NVIDIA, PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions", "mbarrier", "cp.async.bulk.tensor", "setmaxnreg".
+// Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions",
+// "mbarrier", "cp.async.bulk.tensor", "setmaxnreg".
 #pragma once
 
 #define WARPGROUP 128
 
-// How a tensor lies in memory: opaque, made by the driver.
+// CUtensorMap: opaque, encoded by the driver.
 struct alignas(64) TensorMap {
     u64 words[16];
 };
 
-// A barrier in shared memory: opaque.
-struct Phases {
+// mbarrier object in shared memory: opaque.
+struct Mbarrier {
     u64 word;
 };
 
 #ifdef ANNULUS_EMULATED
-#include "warpgroup_twin.h"
+#include "warpgroup_host.h"
 #else
 
-// Shared memory of this launch; aligned as the swizzle of 128 bytes needs it: its pattern repeats every 1024.
-extern __shared__ __align__(1024) u8 shared_of_launch[];
-DEVICE u8* launch_shared() { return shared_of_launch; }
+// Dynamic shared memory of the launch. Aligned to 1024 bytes, the period of the 128-byte swizzle.
+extern __shared__ __align__(1024) u8 dynamic_shared_memory[];
+DEVICE u8* dynamic_shared() { return dynamic_shared_memory; }
 DEVICE u32 shared_address(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
 
-// Every lane of the warp has come here, and sees what the others wrote before.
+// __syncwarp: waits for all lanes of the warp; their earlier writes are visible afterwards.
 DEVICE void warp_barrier() { __syncwarp(); }
-// As barrier, for the `threads` that name the same one, 1 … 15.
-DEVICE void named_barrier(u32 name, u32 threads) { asm volatile("bar.sync %0, %1;" : : "r"(name), "r"(threads) : "memory"); }
-// Is counted there, and does not wait.
-DEVICE void named_arrive(u32 name, u32 threads) { asm volatile("bar.arrive %0, %1;" : : "r"(name), "r"(threads) : "memory"); }
-// As named_barrier; whether anybody said yes.
+// bar.sync: as barrier, for the `threads` threads that use the same name, 1 … 15 (0: barrier()).
+DEVICE void named_barrier(u32 name, u32 threads) {
+    asm volatile("bar.sync %0, %1;" : : "r"(name), "r"(threads) : "memory");
+}
+// bar.arrive: counts as an arrival at the named barrier without waiting.
+DEVICE void named_arrive(u32 name, u32 threads) {
+    asm volatile("bar.arrive %0, %1;" : : "r"(name), "r"(threads) : "memory");
+}
+// As named_barrier; returns true if any thread passed true.
 DEVICE bool named_barrier_any(u32 name, u32 threads, bool mine) {
     u32 any;
     asm volatile(
         "{\n"
-        ".reg .pred said, heard;\n"
-        "setp.ne.u32 said, %3, 0;\n"
-        "bar.red.or.pred heard, %1, %2, said;\n"
-        "selp.u32 %0, 1, 0, heard;\n"
+        ".reg .pred mine, any;\n"
+        "setp.ne.u32 mine, %3, 0;\n"
+        "bar.red.or.pred any, %1, %2, mine;\n"
+        "selp.u32 %0, 1, 0, any;\n"
         "}"
         : "=r"(any)
         : "r"(name), "r"(threads), "r"(u32(mine))
@@ -53,23 +60,25 @@ DEVICE bool named_barrier_any(u32 name, u32 threads, bool mine) {
     return any != 0;
 }
 
-// A phase ends when `arrivals` have come. One thread; others after show_phases and a barrier.
-DEVICE void begin_phases(Phases* phases, u32 arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(shared_address(phases)), "r"(arrivals) : "memory");
+// Initializes an mbarrier whose phases complete after `arrivals` arrivals. One thread calls it;
+// other threads may use the mbarrier after fence_mbarrier_init and a barrier.
+DEVICE void mbarrier_init(Mbarrier* mbarrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(shared_address(mbarrier)), "r"(arrivals) : "memory");
 }
-DEVICE void show_phases() {
+DEVICE void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
     asm volatile("fence.proxy.async.shared::cta;" : : : "memory");
 }
-DEVICE void arrive(Phases* phases) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(shared_address(phases)) : "memory");
+DEVICE void mbarrier_arrive(Mbarrier* mbarrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(shared_address(mbarrier)) : "memory");
 }
-// Arrives, and lets the phase wait for so many copied bytes.
-DEVICE void arrive_expecting(Phases* phases, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" : : "r"(shared_address(phases)), "r"(bytes) : "memory");
+// Arrives, and adds `bytes` to the transaction count that the current phase waits for.
+DEVICE void mbarrier_arrive_expect_tx(Mbarrier* mbarrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" : : "r"(shared_address(mbarrier)), "r"(bytes) : "memory");
 }
-// Waits until the last phase that has this parity is over. The first phase has parity 0; the one before it counts as over.
-DEVICE void wait_for_phase(Phases* phases, u32 parity) {
+// Waits until the phase with this parity has completed. The first phase has parity 0; the phase
+// before it counts as completed, so a wait for parity 1 on a new mbarrier returns at once.
+DEVICE void mbarrier_wait(Mbarrier* mbarrier, u32 parity) {
     u32 over;
     do {
         asm volatile(
@@ -79,96 +88,112 @@ DEVICE void wait_for_phase(Phases* phases, u32 parity) {
             "selp.u32 %0, 1, 0, over;\n"
             "}"
             : "=r"(over)
-            : "r"(shared_address(phases)), "r"(parity)
+            : "r"(shared_address(mbarrier)), "r"(parity)
             : "memory");
     } while (!over);
 }
 
-// Begins to copy a box to shared memory, zeros where it is beyond the tensor; all of its bytes are counted by `phases`. Coordinates are those of the
-// box's first element, innermost first.
-DEVICE void copy_box(u16* to, const TensorMap& map, Phases* phases, u32 x, u32 row, u32 head, u32 batch) {
+// Issues a TMA load of one box to shared memory, zero-filled beyond the tensor; its bytes complete
+// on `mbarrier`. The coordinates are those of the box's first element, innermost first.
+DEVICE void tma_load_box(u16* to, const TensorMap& map, Mbarrier* mbarrier, u32 x, u32 row,
+                         u32 head, u32 batch) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, "
+        "{%3, %4, %5, %6}], [%2];"
         :
-        : "r"(shared_address(to)), "l"(&map), "r"(shared_address(phases)), "r"(x), "r"(row), "r"(head), "r"(batch)
+        : "r"(shared_address(to)), "l"(&map), "r"(shared_address(mbarrier)), "r"(x), "r"(row),
+          "r"(head), "r"(batch)
         : "memory");
 }
 
-// Stores 16 bytes, at a multiple of 16, that a unit will read.
-DEVICE void store_for_units(u16* to, const u32 (&words)[4]) {
+// Stores 16 bytes, 16-byte aligned, that wgmma will read. On the device an ordinary store; the
+// emulator delays it until fence_proxy_async.
+DEVICE void store_for_async_proxy(u16* to, const u32 (&words)[4]) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
                  :
-                 : "r"(shared_address(to)), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "r"(shared_address(to)), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+                   "r"(words[3])
                  : "memory");
 }
-DEVICE void show_units() { asm volatile("fence.proxy.async.shared::cta;" : : : "memory"); }
+DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" : : : "memory"); }
 
-// From here on the warps of this warpgroup have so many registers a thread: fewer give them back, more wait for them.
+// setmaxnreg: sets the registers per thread of this warpgroup; _dec releases registers, _inc waits
+// until enough are free.
 template <u32 count>
-DEVICE void fewer_registers() {
+DEVICE void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(count));
 }
 template <u32 count>
-DEVICE void more_registers() {
+DEVICE void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(count));
 }
 
-// Before products: what the threads have done to sums and left registers is done.
-DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" : : : "memory"); }
-// The products since the last group are a group.
-DEVICE void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" : : : "memory"); }
-// Waits for all groups of this warp but the last `open`.
+// wgmma.fence: orders earlier register accesses to accumulators and A operands before wgmma.
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" : : : "memory"); }
+// Commits the wgmma operations since the last commit as one group.
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" : : : "memory"); }
+// Waits for this warp's wgmma groups, except the last `open`.
 template <u32 open>
-DEVICE void wait_for_products() {
+DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(open) : "memory");
 }
-// Keeps the compiler from moving what touches these sums across this place.
+// Compiler barrier on accumulators (CUTLASS: warpgroup_fence_operand): keeps reads and writes of
+// these registers on their side of a wgmma_wait.
 template <u32 count>
-DEVICE void pin(float (&sums)[count]) {
-    UNROLL for (u32 place = 0; place < count; ++place) asm volatile("" : "+f"(sums[place]) : : "memory");
+DEVICE void fence_operand(float (&acc)[count]) {
+    UNROLL for (u32 index = 0; index < count; ++index)
+        asm volatile("" : "+f"(acc[index]) : : "memory");
 }
 
-// sums (64 × columns) (+)= left (64 × 16) · right (16 × columns) of 16-bit elements, sums in f32, by a warpgroup. Warp w has rows 16·w …; lane l holds
-// of sums, piece of 8 columns by piece, rows l / 4 and l / 4 + 8, columns 2·(l mod 4) and the next, and of a left operand in registers what
-// multiply_bf16 has. An operand in shared memory is told by a descriptor (warpgroup.cuh). `left` there is rows of dims, `right` in
-// multiply_shared is rows of dims, too: the product is left·rightᵀ; in multiply_registers it is rows of the summed index.
-#define SUMS_8(sums, at)                                                                                                               \
-    "+f"(sums[at]), "+f"(sums[at + 1]), "+f"(sums[at + 2]), "+f"(sums[at + 3]), "+f"(sums[at + 4]), "+f"(sums[at + 5]), "+f"(sums[at + 6]), \
-        "+f"(sums[at + 7])
-#define SUMS_32(sums, at) SUMS_8(sums, at), SUMS_8(sums, at + 8), SUMS_8(sums, at + 16), SUMS_8(sums, at + 24)
-#define NAMES_32                                                                                                                         \
+// wgmma: acc (64 × columns, f32) (+)= left (64 × 16) · right (16 × columns), 16-bit elements, by
+// one warpgroup. Warp w computes rows 16·w …; lane l holds, for every 8 columns, the elements of
+// acc in rows l / 4 and l / 4 + 8, columns 2·(l mod 4) and the next. Names as in CUTLASS:
+//
+//   wgmma_ss   both operands in shared memory, K-major: left·rightᵀ
+//   wgmma_rs   left in registers (fragments as for mma_bf16), right in shared memory, MN-major
+//
+// An operand in shared memory is passed as a matrix descriptor (warpgroup.cuh).
+#define ACC_8(acc, at)                                                                                                               \
+    "+f"(acc[at]), "+f"(acc[at + 1]), "+f"(acc[at + 2]), "+f"(acc[at + 3]), "+f"(acc[at + 4]), "+f"(acc[at + 5]), "+f"(acc[at + 6]), \
+        "+f"(acc[at + 7])
+#define ACC_32(acc, at) ACC_8(acc, at), ACC_8(acc, at + 8), ACC_8(acc, at + 16), ACC_8(acc, at + 24)
+#define OPERANDS_32                                                                                                                         \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, " \
     "%28, %29, %30, %31"
-#define NAMES_64                                                                                                                          \
-    NAMES_32                                                                                                                              \
+#define OPERANDS_64                                                                                                                          \
+    OPERANDS_32                                                                                                                              \
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, " \
     "%58, %59, %60, %61, %62, %63"
 
-#define MULTIPLY_SHARED(name, type, columns, names, count, left_name, right_name, add_name, ...)                                 \
-    DEVICE void name(float (&sums)[count], u64 left, u64 right, bool add) {                                                      \
+#define WGMMA_SS(name, type, columns, names, count, left_name, right_name, add_name, ...)                                 \
+    DEVICE void name(float (&acc)[count], u64 left, u64 right, bool add) {                                                      \
         asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " add_name ", 0;\nwgmma.mma_async.sync.aligned.m64n" columns          \
                      "k16.f32." type "." type " {" names "}, " left_name ", " right_name ", add, 1, 1, 0, 0;\n}"                 \
                      : __VA_ARGS__                                                                                               \
                      : "l"(left), "l"(right), "r"(u32(add)));                                                                    \
     }
-#define MULTIPLY_REGISTERS(name, type, columns, names, count, left_names, right_name, ...)                                       \
-    DEVICE void name(float (&sums)[count], const u32 (&left)[4], u64 right) {                                                    \
+#define WGMMA_RS(name, type, columns, names, count, left_names, right_name, ...)                                       \
+    DEVICE void name(float (&acc)[count], const u32 (&left)[4], u64 right) {                                                    \
         asm volatile("{\n.reg .pred add;\nsetp.eq.u32 add, 1, 1;\nwgmma.mma_async.sync.aligned.m64n" columns                    \
                      "k16.f32." type "." type " {" names "}, {" left_names "}, " right_name ", add, 1, 1, 1;\n}"                \
                      : __VA_ARGS__                                                                                               \
                      : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right));                                      \
     }
 
-MULTIPLY_SHARED(multiply_shared_bf16, "bf16", "64", NAMES_32, 32, "%32", "%33", "%34", SUMS_32(sums, 0))
-MULTIPLY_SHARED(multiply_shared_bf16, "bf16", "128", NAMES_64, 64, "%64", "%65", "%66", SUMS_32(sums, 0), SUMS_32(sums, 32))
-MULTIPLY_SHARED(multiply_shared_f16, "f16", "64", NAMES_32, 32, "%32", "%33", "%34", SUMS_32(sums, 0))
-MULTIPLY_SHARED(multiply_shared_f16, "f16", "128", NAMES_64, 64, "%64", "%65", "%66", SUMS_32(sums, 0), SUMS_32(sums, 32))
-MULTIPLY_REGISTERS(multiply_registers_bf16, "bf16", "64", NAMES_32, 32, "%32, %33, %34, %35", "%36", SUMS_32(sums, 0))
-MULTIPLY_REGISTERS(multiply_registers_bf16, "bf16", "128", NAMES_64, 64, "%64, %65, %66, %67", "%68", SUMS_32(sums, 0), SUMS_32(sums, 32))
-MULTIPLY_REGISTERS(multiply_registers_f16, "f16", "64", NAMES_32, 32, "%32, %33, %34, %35", "%36", SUMS_32(sums, 0))
-MULTIPLY_REGISTERS(multiply_registers_f16, "f16", "128", NAMES_64, 64, "%64, %65, %66, %67", "%68", SUMS_32(sums, 0), SUMS_32(sums, 32))
+WGMMA_SS(wgmma_ss_bf16, "bf16", "64", OPERANDS_32, 32, "%32", "%33", "%34", ACC_32(acc, 0))
+WGMMA_SS(wgmma_ss_bf16, "bf16", "128", OPERANDS_64, 64, "%64", "%65", "%66", ACC_32(acc, 0),
+         ACC_32(acc, 32))
+WGMMA_SS(wgmma_ss_f16, "f16", "64", OPERANDS_32, 32, "%32", "%33", "%34", ACC_32(acc, 0))
+WGMMA_SS(wgmma_ss_f16, "f16", "128", OPERANDS_64, 64, "%64", "%65", "%66", ACC_32(acc, 0),
+         ACC_32(acc, 32))
+WGMMA_RS(wgmma_rs_bf16, "bf16", "64", OPERANDS_32, 32, "%32, %33, %34, %35", "%36", ACC_32(acc, 0))
+WGMMA_RS(wgmma_rs_bf16, "bf16", "128", OPERANDS_64, 64, "%64, %65, %66, %67", "%68", ACC_32(acc, 0),
+         ACC_32(acc, 32))
+WGMMA_RS(wgmma_rs_f16, "f16", "64", OPERANDS_32, 32, "%32, %33, %34, %35", "%36", ACC_32(acc, 0))
+WGMMA_RS(wgmma_rs_f16, "f16", "128", OPERANDS_64, 64, "%64, %65, %66, %67", "%68", ACC_32(acc, 0),
+         ACC_32(acc, 32))
 
-// The larger of two; of a number and NaN the number.
-DEVICE float larger_number(float x, float y) { return fmaxf(x, y); }
+// Maximum of two numbers; if one of them is NaN, the other (IEEE maxNum).
+DEVICE float max_number(float x, float y) { return fmaxf(x, y); }
 
 #endif

@@ -1,20 +1,21 @@
-//! What kernels are given: `kernels/arguments.cuh`, field by field.
+//! Kernel arguments: mirrors `kernels/arguments.cuh` field by field.
 
-use annulus_core::{DType, Dims, Record};
+use annulus_core::{DType, Dims, RowLayout};
 use annulus_device_cuda::{CudaView, CudaViewMut, TensorMap};
 
-/// A tensor `[batch, row, head, dim]`.
+/// Address and strides of a tensor `[batch, row, head, dim]`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Tensor {
     pub(crate) at: u64,
-    /// Batch, row, head, dim; in elements.
+    /// Batch, row, head, dim; in elements, or in 2-byte units for statistics.
     pub(crate) strides: [i64; 4],
 }
 
+/// Device addresses of a [`crate::block_mask::BlockMask`].
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct SightAddresses {
+pub(crate) struct BlockMaskAddresses {
     pub(crate) starts: u64,
     pub(crate) runs: u64,
     pub(crate) bits: u64,
@@ -34,7 +35,7 @@ pub(crate) const ADD: u32 = 64;
 pub(crate) const QUERY_POSITIONS_PER_BATCH: u32 = 128;
 pub(crate) const KEY_POSITIONS_PER_BATCH: u32 = 256;
 
-/// Everything about queries and one block of keys.
+/// Arguments of the tile kernels: this rank's queries and one block of keys.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Attention {
@@ -52,7 +53,7 @@ pub(crate) struct Attention {
     pub(crate) sum: u64,
     pub(crate) ties: u64,
     pub(crate) dbias: u64,
-    pub(crate) sight: SightAddresses,
+    pub(crate) block_mask: BlockMaskAddresses,
     pub(crate) query_rows: u64,
     pub(crate) key_rows: u64,
     pub(crate) query_positions: u64,
@@ -74,24 +75,24 @@ pub(crate) struct Attention {
     pub(crate) dropout_threshold: u32,
     /// Batch, heads, rows, keys.
     pub(crate) bias_shape: [u32; 4],
-    /// What [`crate::packing`] has decided.
+    /// GQA packing: see [`crate::gqa_packing`].
     pub(crate) packed_heads: u32,
     pub(crate) packed_reciprocal: u32,
 }
 
-/// What kernels on warpgroups are given: `kernels/warpgroup.cuh`.
+/// Arguments of the warpgroup kernels: `kernels/warpgroup.cuh`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct WarpgroupAttention {
-    pub(crate) first: TensorMap,
-    pub(crate) second: TensorMap,
+    pub(crate) k_map: TensorMap,
+    pub(crate) v_map: TensorMap,
     pub(crate) attention: Attention,
 }
 
-/// Rows without their keys.
+/// Arguments of the kernels that process one query row without its keys.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Ends {
+pub(crate) struct RowArguments {
     pub(crate) out: Tensor,
     pub(crate) dout: Tensor,
     pub(crate) lse: Tensor,
@@ -116,7 +117,7 @@ pub(crate) struct Ends {
     pub(crate) reserved: u32,
 }
 
-/// A tensor to a tensor.
+/// Copies one tensor to another of the same shape.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Copy {
@@ -126,7 +127,7 @@ pub(crate) struct Copy {
     pub(crate) shape: [u32; 4],
 }
 
-/// One value everywhere.
+/// Writes one value to `count` sums.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Fill {
@@ -135,46 +136,46 @@ pub(crate) struct Fill {
     pub(crate) value: f64,
 }
 
-/// Ranges of gradient records.
+/// Copies or adds ranges of gradient records.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Combine {
     pub(crate) to: u64,
     pub(crate) from: u64,
-    pub(crate) places: u64,
-    pub(crate) record: u64,
+    pub(crate) ranges: u64,
+    pub(crate) record_sums: u64,
     pub(crate) add: u32,
     pub(crate) reserved: u32,
 }
 
-/// A caller's tensor `[batch, row, head, dim]`; an axis of length 1 is broadcast.
+/// Describes a caller's tensor `[batch, row, head, dim]`; an axis of length 1 gets stride 0.
 pub(crate) fn tensor(view: &CudaView<'_>) -> Tensor {
     let (shape, strides) = (view.shape(), view.strides());
     let strides = std::array::from_fn(|axis| if shape[axis] == 1 { 0 } else { strides[axis] });
     Tensor { at: view.address(), strides }
 }
 
-/// As [`tensor`], for writing.
+/// As [`tensor`], for outputs.
 pub(crate) fn tensor_mut(view: &CudaViewMut<'_>) -> Tensor {
     let (shape, strides) = (view.shape(), view.strides());
     let strides = std::array::from_fn(|axis| if shape[axis] == 1 { 0 } else { strides[axis] });
     Tensor { at: view.address(), strides }
 }
 
-/// A caller's tensor `[batch, head, row, dim]`, such as lse and bias.
+/// Permutes the strides of a caller's tensor `[batch, head, row, dim]`, such as lse and bias.
 pub(crate) fn by_head(view: Tensor) -> Tensor {
     let [batch, head, row, dim] = view.strides;
     Tensor { strides: [batch, row, head, dim], ..view }
 }
 
-/// A dense tensor `[batch, row, head, dim]`.
+/// Describes a dense tensor `[batch, row, head, dim]`.
 pub(crate) const fn dense(at: u64, rows: usize, heads: usize, dim: usize) -> Tensor {
     let (rows, heads, dim) = (rows as i64, heads as i64, dim as i64);
     Tensor { at, strides: [rows * heads * dim, heads * dim, dim, 1] }
 }
 
-/// Field `field` of records that start at `at`; strides in units of `unit` bytes.
-pub(crate) fn field(at: u64, record: &Record, field: usize, unit: usize) -> Tensor {
+/// Describes field `field` of records at `at`, with strides in units of `unit` bytes.
+pub(crate) fn field(at: u64, record: &RowLayout, field: usize, unit: usize) -> Tensor {
     let shape = record.fields()[field];
     let bytes = |elements: usize| (elements * shape.dtype.bytes() / unit) as i64;
     let row = (record.bytes() / unit as u64).cast_signed();
@@ -182,8 +183,8 @@ pub(crate) fn field(at: u64, record: &Record, field: usize, unit: usize) -> Tens
     Tensor { at: at + record.offset(field, 0, 0), strides }
 }
 
-/// Statistics of the rows of a workspace, in 2-byte units.
-pub(crate) fn own_statistics(at: u64, rows: usize, dims: &Dims, sums: DType) -> Tensor {
+/// Describes a workspace's row statistics, with strides in 2-byte units.
+pub(crate) fn row_statistics(at: u64, rows: usize, dims: &Dims, sums: DType) -> Tensor {
     let unit = (sums.bytes() / 2) as i64;
     let Tensor { at, strides } = dense(at, rows, dims.q_heads, annulus_core::Spec::ROW_STATISTICS);
     Tensor { at, strides: strides.map(|stride| stride * unit) }

@@ -1,75 +1,206 @@
-//! Beginning and end of the backward pass: `begin_backward` and `sink_gradient` of `kernels/ends.cuh`, and copies.
+//! Backward pass: prologue and end (`begin_backward` and `sink_gradient` of `kernels/rows.cuh`,
+//! copies of the results), and the operands of each block.
 
-use annulus_core::{Dims, Gradients, Inputs, Result, Saved};
-use annulus_device_cuda::{CudaBuffer, CudaSpace, CudaView};
+use annulus_core::{
+    BackwardInputs, BackwardPass, Block, Dims, Gradients, RangePairs, Readers, Reduction, Result,
+    Tick,
+};
+use annulus_device_cuda::{CudaBuffer, CudaSpace, CudaView, Event};
 
 use crate::{
-    Cuda,
-    arguments::{Ends, Fill, by_head, dense, field, tensor, tensor_mut},
-    finish::{by_line, ends, grid_of_rows, sinks_of},
+    arguments::{
+        self, ADD, Attention, RowArguments, Tensor, by_head, dense, field, tensor, tensor_mut,
+    },
+    backward_keys, backward_queries, bias_gradient,
+    finish::{by_line, grid_of_rows, row_arguments, sinks_of},
     kernels::THREADS,
-    records::{copy, grid_of},
-    workspace::Workspace,
+    pass_context::{PassContext, local_bias},
+    records,
+    workspace::BackwardState,
 };
 
-/// Row statistics; dq, dbias ← 0.
-pub(crate) fn begin(cuda: &Cuda, workspace: &Workspace, saved: &Saved<'_, CudaSpace>) -> Result<()> {
-    let state = workspace.backward()?;
-    let rows = |view: &Option<CudaView<'_>>| view.as_ref().map(|view| by_head(tensor(view))).unwrap_or_default();
-    let arguments = Ends {
-        out: tensor(&saved.out),
-        dout: tensor(&saved.dout),
-        lse: by_head(tensor(&saved.lse)),
-        max: rows(&saved.max),
-        ties: rows(&saved.ties),
-        dlse: rows(&saved.dlse),
-        statistics: workspace.own_statistics()?,
-        ..ends(workspace)?
-    };
-    // SAFETY: every address is that of memory which the engine has checked to be large enough for these shapes, and which is freed only after
-    // queued work.
-    unsafe { workspace.kernels.begin_backward.launch(cuda.stream(), grid_of_rows(workspace), THREADS, &arguments)? };
-    let bytes = workspace.sums().bytes() as u64;
-    for buffer in [Some(&state.dq), state.dbias.as_ref()].into_iter().flatten() {
-        let count = buffer.len() / bytes;
-        let arguments = Fill { at: buffer.address(), count, value: 0.0 };
-        // SAFETY: the buffer holds so many sums, and is freed only after queued work.
-        unsafe { workspace.kernels.fill_sums.launch(cuda.stream(), grid_of(count), THREADS, &arguments)? };
-    }
-    Ok(())
+/// A backward pass under way.
+pub struct CudaBackward<'p> {
+    context: &'p mut PassContext,
+    state: &'p mut BackwardState,
+    inputs: BackwardInputs<'p, CudaSpace>,
 }
 
-/// Writes the gradients.
-pub(crate) fn finish(
-    cuda: &Cuda,
-    workspace: &Workspace,
-    inputs: &Inputs<'_, CudaSpace>,
-    home: &CudaBuffer,
-    gradients: &mut Gradients<'_, CudaSpace>,
-) -> Result<()> {
-    let (state, kernels, spec) = (workspace.backward()?, &workspace.kernels, &workspace.local.spec);
-    let Dims { batch, q_heads, kv_heads, head_dim, value_dim, .. } = spec.dims;
-    let (queries, keys, bytes) = (workspace.queries(), workspace.local.keys.len(), workspace.sums().bytes());
-    let dq = dense(state.dq.address(), queries, q_heads, head_dim);
-    copy(cuda, &kernels.round_sums, dq, tensor_mut(&gradients.dq), [batch, queries, q_heads, head_dim])?;
-    let record = spec.gradient_record();
-    let [dk, dv] = [0, 1].map(|place| field(home.address(), &record, place, bytes));
-    copy(cuda, &kernels.round_sums, dk, tensor_mut(&gradients.dk), [batch, keys, kv_heads, head_dim])?;
-    copy(cuda, &kernels.round_sums, dv, tensor_mut(&gradients.dv), [batch, keys, kv_heads, value_dim])?;
-    if let (Some(view), Some(sums), Some([batch, heads, rows, keys])) = (&gradients.dbias, &state.dbias, workspace.bias_shape()) {
-        copy(cuda, &kernels.copy_sums, dense(sums.address(), heads, rows, keys), tensor_mut(view), [batch, heads, rows, keys])?;
-    }
-    if let Some(view) = &gradients.dsinks {
-        let arguments = Ends {
-            sinks: sinks_of(inputs),
-            dsinks: by_line(tensor_mut(view)),
-            statistics: workspace.own_statistics()?,
-            ..ends(workspace)?
+impl<'p> CudaBackward<'p> {
+    /// Computes the row statistics; sets dQ and dbias to 0.
+    pub(crate) fn begin(
+        context: &'p mut PassContext,
+        state: &'p mut BackwardState,
+        inputs: BackwardInputs<'p, CudaSpace>,
+    ) -> Result<Self> {
+        let rows = |view: &Option<CudaView<'_>>| {
+            view.as_ref().map(|view| by_head(tensor(view))).unwrap_or_default()
         };
-        let grid = [u64::from(arguments.sinks_count), u64::from(arguments.sinks_lines), 1];
-        // SAFETY: every address is that of memory which the engine has checked to be large enough for these shapes, and which is freed only
-        // after queued work.
-        unsafe { kernels.sink_gradient.launch(cuda.stream(), grid, THREADS, &arguments)? };
+        let arguments = RowArguments {
+            out: tensor(&inputs.out),
+            dout: tensor(&inputs.dout),
+            lse: by_head(tensor(&inputs.lse)),
+            max: rows(&inputs.max),
+            ties: rows(&inputs.ties),
+            dlse: rows(&inputs.dlse),
+            statistics: row_statistics(context, state),
+            ..row_arguments(context)?
+        };
+        let kernel = &context.kernels.begin_backward;
+        // SAFETY: the engine has validated every tensor's shape; memory is freed only after queued
+        // work.
+        unsafe { kernel.launch(&context.stream, grid_of_rows(context), THREADS, &arguments)? };
+        for zeroed in [Some(&state.dq), state.dbias.as_ref()].into_iter().flatten() {
+            context.fill(zeroed, 0.0)?;
+        }
+        Ok(Self { context, state, inputs })
     }
-    cuda.after(&[home]).map(|_| ())
+
+    /// Arguments of a block of keys, but for the lists of its block mask.
+    fn kv_arguments(&self, kv: &Block<'_, CudaSpace>) -> Result<Attention> {
+        let Self { context, state, inputs } = self;
+        let (record, bytes) = (context.spec().kv_row_layout(), context.spec().dtype.bytes());
+        let [k, v] = [0, 1].map(|index| field(kv.buffer.address(), &record, index, bytes));
+        Ok(Attention {
+            q: tensor(&inputs.forward.q),
+            dout: tensor(&inputs.dout),
+            k,
+            v,
+            statistics: row_statistics(context, state),
+            dq: state.dq.address(),
+            dbias: state.dbias.as_ref().map_or(0, CudaBuffer::address),
+            ..context.common_arguments(&inputs.forward)?
+        })
+    }
+
+    /// Arguments of a block of queries, but for the lists of its block mask.
+    fn query_arguments(&self, queries: &Block<'_, CudaSpace>) -> Result<Attention> {
+        let Self { context, inputs, .. } = self;
+        let (record, bytes) = (context.spec().query_row_layout(), context.spec().dtype.bytes());
+        let at = queries.buffer.address();
+        Ok(Attention {
+            q: field(at, &record, 0, bytes),
+            dout: field(at, &record, 1, bytes),
+            // in 2-byte units, because a record's statistics are only 2-byte aligned
+            statistics: field(at, &record, 2, 2),
+            k: tensor(&inputs.forward.k),
+            v: tensor(&inputs.forward.v),
+            ..context.common_arguments(&inputs.forward)?
+        })
+    }
+}
+
+impl BackwardPass<CudaSpace> for CudaBackward<'_> {
+    fn local_kv(&mut self, into: &mut CudaBuffer, _: Readers) -> Result<Event> {
+        records::pack_kv(self.context, &self.inputs.forward, into)
+    }
+
+    fn local_queries(&mut self, into: &mut CudaBuffer) -> Result<Event> {
+        let statistics = row_statistics(self.context, self.state);
+        records::pack_queries(self.context, &self.inputs, statistics, into)
+    }
+
+    /// Launches a kernel for dQ, one for dbias if there is a bias, and one for dK and dV.
+    fn attend_kv(
+        &mut self,
+        kv: &Block<'_, CudaSpace>,
+        dkv: Option<&mut CudaBuffer>,
+        tick: Tick<'_>,
+    ) -> Result<Event> {
+        if tick().is_break() {
+            return self.context.stream.record();
+        }
+        let tile = self.context.kernels.variant.tile();
+        let block_mask = self.context.mask_of_keys(kv.rows, tile)?;
+        self.context.wait_for(kv)?;
+        let mut arguments = self.kv_arguments(kv)?;
+        if !block_mask.is_empty() {
+            backward_queries::launch(self.context, &mut arguments, &block_mask)?;
+            bias_gradient::launch(self.context, &mut arguments, &block_mask)?;
+        }
+        let Some(dkv) = dkv.filter(|_| tick().is_continue()) else {
+            return self.context.record_use(&[kv.buffer]);
+        };
+        dkv.wait_on(&self.context.stream)?;
+        // without local queries the kernel still writes zeros
+        backward_keys::launch(self.context, &mut arguments, &block_mask, dkv)?;
+        self.context.record_use(&[kv.buffer, dkv])
+    }
+
+    fn attend_queries(
+        &mut self,
+        queries: &Block<'_, CudaSpace>,
+        dkv: &mut CudaBuffer,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        if tick().is_break() {
+            return Ok(());
+        }
+        let tile = self.context.kernels.variant.tile();
+        let block_mask = self.context.mask_of_queries(queries.rows, tile)?;
+        if block_mask.is_empty() {
+            return Ok(());
+        }
+        self.context.wait_for(queries)?;
+        let mut arguments = self.query_arguments(queries)?;
+        arguments.flags |= ADD;
+        backward_keys::launch(self.context, &mut arguments, &block_mask, dkv)?;
+        self.context.record_use(&[queries.buffer, dkv]).map(|_| ())
+    }
+
+    fn reduce(
+        &mut self,
+        into: &mut CudaBuffer,
+        from: &CudaBuffer,
+        ready: &Event,
+        pairs: &RangePairs,
+        reduction: Reduction,
+    ) -> Result<Event> {
+        let ranges = &mut self.state.ranges;
+        records::reduce(self.context, ranges, into, from, ready, pairs, reduction)
+    }
+
+    /// Rounds and writes the gradients.
+    fn finish(self, dkv: &CudaBuffer, gradients: &mut Gradients<'_, CudaSpace>) -> Result<()> {
+        let Self { context, state, inputs } = self;
+        let (kernels, spec) = (&context.kernels, context.spec());
+        let Dims { batch, q_heads, kv_heads, head_dim, value_dim, .. } = spec.dims;
+        let (queries, keys) = (context.queries(), context.shard.keys.len());
+        let round = |from: Tensor, to: Tensor, shape: [usize; 4]| {
+            records::copy(context, &kernels.round_sums, from, to, shape)
+        };
+        let dq = dense(state.dq.address(), queries, q_heads, head_dim);
+        round(dq, tensor_mut(&gradients.dq), [batch, queries, q_heads, head_dim])?;
+        let (record, bytes) = (spec.gradient_row_layout(), context.sums().bytes());
+        let [dk, dv] = [0, 1].map(|index| field(dkv.address(), &record, index, bytes));
+        round(dk, tensor_mut(&gradients.dk), [batch, keys, kv_heads, head_dim])?;
+        round(dv, tensor_mut(&gradients.dv), [batch, keys, kv_heads, value_dim])?;
+        if let (Some(view), Some(sums), Some([batch, heads, rows, keys])) =
+            (&gradients.dbias, &state.dbias, local_bias(&context.shard))
+        {
+            let from = dense(sums.address(), heads, rows, keys);
+            let shape = [batch, heads, rows, keys];
+            records::copy(context, &kernels.copy_sums, from, tensor_mut(view), shape)?;
+        }
+        if let Some(view) = &gradients.dsinks {
+            let arguments = RowArguments {
+                sinks: sinks_of(&inputs.forward),
+                dsinks: by_line(tensor_mut(view)),
+                statistics: row_statistics(context, state),
+                ..row_arguments(context)?
+            };
+            let grid = [u64::from(arguments.sinks_count), u64::from(arguments.sinks_lines), 1];
+            let kernel = &kernels.sink_gradient;
+            // SAFETY: the engine has validated every tensor's shape; memory is freed only after
+            // queued work.
+            unsafe { kernel.launch(&context.stream, grid, THREADS, &arguments)? };
+        }
+        context.record_use(&[dkv]).map(|_| ())
+    }
+}
+
+/// Describes the statistics of this rank's rows.
+fn row_statistics(context: &PassContext, state: &BackwardState) -> Tensor {
+    let at = state.statistics.address();
+    arguments::row_statistics(at, context.queries(), &context.spec().dims, context.sums())
 }

@@ -1,72 +1,111 @@
-//! The forward pass over one block of keys: `kernels/forward.cuh`, on matrix units `kernels/forward_matrix.cuh`, or on warpgroups
+//! Forward pass: `kernels/forward.cuh`, on tensor cores `kernels/forward_matrix.cuh`, on warpgroups
 //! `kernels/forward_warpgroup.cuh`.
 
-use annulus_core::{Block, Inputs, Result, Spec, Visibility};
-use annulus_device_cuda::CudaSpace;
+use annulus_core::{
+    Block, ForwardPass, Inputs, Outputs, Readers, Result, Rows, Spec, Tick, Visibility,
+};
+use annulus_device_cuda::{CudaBuffer, CudaSpace, Event};
 
 use crate::{
-    Cuda,
-    arguments::{Fill, field, tensor},
-    forward_warpgroup,
+    arguments::{field, tensor},
+    finish, forward_warpgroup,
+    gqa_packing::GqaPacking,
     kernels::THREADS,
-    packing::Packing,
-    records::grid_of,
-    workspace::{Workspace, bias_of},
+    pass_context::PassContext,
+    records,
+    workspace::ForwardState,
 };
 
-/// Every row has seen nothing.
-pub(crate) fn begin(cuda: &Cuda, workspace: &Workspace) -> Result<()> {
-    let bytes = workspace.sums().bytes() as u64;
-    for (buffer, value) in [(&workspace.acc, 0.0), (&workspace.sum, 0.0), (&workspace.ties, 0.0), (&workspace.max, f64::NEG_INFINITY)] {
-        let count = buffer.len() / bytes;
-        let arguments = Fill { at: buffer.address(), count, value };
-        // SAFETY: the buffer holds so many sums, and lives as long as the workspace; it is freed only after queued work.
-        unsafe { workspace.kernels.fill_sums.launch(cuda.stream(), grid_of(count), THREADS, &arguments)? };
-    }
-    Ok(())
+/// A forward pass under way.
+pub struct CudaForward<'p> {
+    context: &'p mut PassContext,
+    state: &'p ForwardState,
+    inputs: Inputs<'p, CudaSpace>,
 }
 
-/// Folds in one block.
-pub(crate) fn attend(cuda: &Cuda, workspace: &mut Workspace, inputs: &Inputs<'_, CudaSpace>, block: &Block<'_, CudaSpace>) -> Result<()> {
-    let spec = workspace.local.spec.clone();
-    let on_warpgroups = workspace.kernels.warpgroup.clone();
-    let [rows, keys] = on_warpgroups.as_ref().map_or(workspace.kernels.variant, |kernels| kernels.variant).tile();
-    let packing = packing(workspace, block, rows, on_warpgroups.is_none());
-    let tile = [packing.queries(), keys];
-    let sight = workspace.sights.of(&workspace.local, &workspace.local.queries, block.rows, tile, cuda.stream())?;
-    if sight.is_empty() {
-        return Ok(());
+impl<'p> CudaForward<'p> {
+    /// Initializes the accumulator and the softmax statistics: O = 0, ℓ = 0, ties = 0, m = −∞.
+    pub(crate) fn begin(
+        context: &'p mut PassContext,
+        state: &'p ForwardState,
+        inputs: Inputs<'p, CudaSpace>,
+    ) -> Result<Self> {
+        for zeroed in [&state.acc, &state.sum, &state.ties] {
+            context.fill(zeroed, 0.0)?;
+        }
+        context.fill(&state.max, f64::NEG_INFINITY)?;
+        Ok(Self { context, state, inputs })
     }
-    cuda.wait_for(block)?;
-    let (record, bytes) = (spec.kv_record(), spec.dtype.bytes());
-    let mut arguments = workspace.attention(bias_of(inputs))?;
-    sight.describe(&mut arguments, false);
-    arguments.q = tensor(&inputs.q);
-    arguments.k = field(block.buffer.address(), &record, 0, bytes);
-    arguments.v = field(block.buffer.address(), &record, 1, bytes);
-    (arguments.packed_heads, arguments.packed_reciprocal) = packing.numbers();
-    let grid = [u64::from(sight.tiles()[0]), (spec.dims.q_heads / packing.heads()) as u64, spec.dims.batch as u64];
-    if let Some(kernels) = on_warpgroups {
-        forward_warpgroup::attend(cuda, &kernels, &arguments, &spec, grid)?;
-        return cuda.after(&[block.buffer]).map(|_| ());
-    }
-    let kernels = &workspace.kernels;
-    let kernel = kernels.matrix_for(&spec).map_or(&kernels.forward, |matrix| &matrix.forward);
-    // SAFETY: every address is that of memory which the engine has checked to be large enough for these shapes, and which is freed only after
-    // queued work.
-    unsafe { kernel.launch(cuda.stream(), grid, THREADS, &arguments)? };
-    cuda.after(&[block.buffer]).map(|_| ())
 }
 
-/// How many heads share a tile: one but on matrix units, and where heads see differently, for a tile has one list of keys.
-fn packing(workspace: &Workspace, block: &Block<'_, CudaSpace>, rows: usize, allowed: bool) -> Packing {
-    let local = &workspace.local;
-    let Spec { dims, mask, .. } = &*local.spec;
-    let (mask, attention_mask) = (mask.as_ref(), local.attention_mask.as_deref());
-    let visibility = Visibility { mask, attention_mask, queries: &local.queries, keys: block.rows };
-    if allowed && workspace.kernels.matrix_for(&local.spec).is_some() && !visibility.per_head() {
-        Packing::of(local.queries.len(), dims.q_heads / dims.kv_heads, rows)
+impl ForwardPass<CudaSpace> for CudaForward<'_> {
+    fn local_kv(&mut self, into: &mut CudaBuffer, _: Readers) -> Result<Event> {
+        records::pack_kv(self.context, &self.inputs, into)
+    }
+
+    /// Updates the accumulator and the softmax statistics in one launch.
+    fn attend(&mut self, kv: &Block<'_, CudaSpace>, tick: Tick<'_>) -> Result<()> {
+        if tick().is_break() {
+            return Ok(());
+        }
+        let Self { context, state, inputs } = self;
+        let [rows, keys] = context.kernels.forward_variant().tile();
+        let packing = packing(context, kv.rows, rows);
+        let block_mask = context.mask_of_keys(kv.rows, [packing.queries(), keys])?;
+        if block_mask.is_empty() {
+            return Ok(());
+        }
+        context.wait_for(kv)?;
+        let spec = context.spec();
+        let (record, bytes) = (spec.kv_row_layout(), spec.dtype.bytes());
+        let mut arguments = context.common_arguments(inputs)?;
+        block_mask.write_to(&mut arguments, false);
+        arguments.q = tensor(&inputs.q);
+        arguments.k = field(kv.buffer.address(), &record, 0, bytes);
+        arguments.v = field(kv.buffer.address(), &record, 1, bytes);
+        arguments.acc = state.acc.address();
+        arguments.max = state.max.address();
+        arguments.sum = state.sum.address();
+        arguments.ties = state.ties.address();
+        (arguments.packed_heads, arguments.packed_reciprocal) = packing.kernel_arguments();
+        let grid = [
+            u64::from(block_mask.tiles()[0]),
+            (spec.dims.q_heads / packing.heads()) as u64,
+            spec.dims.batch as u64,
+        ];
+        let kernels = &context.kernels;
+        if let Some(warpgroup) = &kernels.warpgroup {
+            forward_warpgroup::launch(&context.stream, warpgroup, &arguments, spec, grid)?;
+        } else {
+            let matrix = kernels.matrix_for(spec);
+            let kernel = matrix.map_or(&kernels.forward, |matrix| &matrix.forward);
+            // SAFETY: the engine has validated every tensor's shape; memory is freed only after
+            // queued work.
+            unsafe { kernel.launch(&context.stream, grid, THREADS, &arguments)? };
+        }
+        context.record_use(&[kv.buffer]).map(|_| ())
+    }
+
+    fn finish(self, outputs: &mut Outputs<'_, CudaSpace>) -> Result<()> {
+        finish::finish(self.context, self.state, &self.inputs, outputs)
+    }
+}
+
+/// Chooses the number of heads per tile. One, except for `mma.sync` kernels without a per-head
+/// mask: a packed tile has one list of key tiles for all of its heads.
+fn packing(context: &PassContext, keys: &Rows, rows: usize) -> GqaPacking {
+    let PassContext { kernels, shard, .. } = context;
+    let Spec { dims, mask, .. } = &*shard.spec;
+    let visibility = Visibility {
+        mask: mask.as_ref(),
+        attention_mask: shard.attention_mask.as_deref(),
+        queries: &shard.queries,
+        keys,
+    };
+    let on_mma_sync = kernels.warpgroup.is_none() && kernels.matrix_for(&shard.spec).is_some();
+    if on_mma_sync && !visibility.per_head() {
+        GqaPacking::of(shard.queries.len(), dims.q_heads / dims.kv_heads, rows)
     } else {
-        Packing::none(rows)
+        GqaPacking::none(rows)
     }
 }

@@ -1,26 +1,28 @@
-//! Which kernels there are, in which variants, and how they are compiled.
+//! Kernel variants and their compilation.
 
 use annulus_core::{DType, Error, Result, Spec};
-use annulus_device_cuda::{Architecture, Compiler, Device, Image, ImageKind, Kernel, Module, Program};
+use annulus_device_cuda::{
+    Architecture, Compiler, Device, Image, ImageKind, Kernel, Module, Program,
+};
 
 use crate::Level;
 
-/// Name and text.
-type File = (&'static str, &'static str);
+/// File name and text.
+type Header = (&'static str, &'static str);
 
-/// What both programs include.
-const HEADERS: [File; 7] = [
+/// Headers of both programs.
+const HEADERS: [Header; 7] = [
     ("primitives.cuh", include_str!("../kernels/primitives.cuh")),
-    ("host_twin.h", include_str!("../kernels/host_twin.h")),
+    ("primitives_host.h", include_str!("../kernels/primitives_host.h")),
     ("numbers.cuh", include_str!("../kernels/numbers.cuh")),
     ("arguments.cuh", include_str!("../kernels/arguments.cuh")),
     ("dropout.cuh", include_str!("../kernels/dropout.cuh")),
     ("tile.cuh", include_str!("../kernels/tile.cuh")),
-    ("weights.cuh", include_str!("../kernels/weights.cuh")),
+    ("probs.cuh", include_str!("../kernels/probs.cuh")),
 ];
 
-/// What [`Family::Any`] includes besides.
-const HEADERS_OF_ANY: [File; 10] = [
+/// Further headers of [`Family::General`].
+const GENERAL_HEADERS: [Header; 10] = [
     ("gradient.cuh", include_str!("../kernels/gradient.cuh")),
     ("forward.cuh", include_str!("../kernels/forward.cuh")),
     ("matrix.cuh", include_str!("../kernels/matrix.cuh")),
@@ -29,30 +31,31 @@ const HEADERS_OF_ANY: [File; 10] = [
     ("backward_queries.cuh", include_str!("../kernels/backward_queries.cuh")),
     ("backward_keys.cuh", include_str!("../kernels/backward_keys.cuh")),
     ("bias_gradient.cuh", include_str!("../kernels/bias_gradient.cuh")),
-    ("ends.cuh", include_str!("../kernels/ends.cuh")),
+    ("rows.cuh", include_str!("../kernels/rows.cuh")),
     ("records.cuh", include_str!("../kernels/records.cuh")),
 ];
 
-/// What [`Family::Warpgroup`] includes besides.
-const HEADERS_OF_WARPGROUP: [File; 5] = [
+/// Further headers of [`Family::Warpgroup`].
+const WARPGROUP_HEADERS: [Header; 5] = [
     ("warpgroup_primitives.cuh", include_str!("../kernels/warpgroup_primitives.cuh")),
-    ("warpgroup_twin.h", include_str!("../kernels/warpgroup_twin.h")),
-    ("products_twin.h", include_str!("../kernels/products_twin.h")),
+    ("warpgroup_host.h", include_str!("../kernels/warpgroup_host.h")),
+    ("wgmma_host.h", include_str!("../kernels/wgmma_host.h")),
     ("warpgroup.cuh", include_str!("../kernels/warpgroup.cuh")),
     ("forward_warpgroup.cuh", include_str!("../kernels/forward_warpgroup.cuh")),
 ];
 
-/// Threads of every block of the first family.
+/// Threads per block of the general kernels; `THREADS` of `kernels/primitives.cuh`.
 pub(crate) const THREADS: u32 = 256;
 
-/// The kernels on matrix units: forward, dq, dk and dv.
-const MATRIX_KERNELS: [&str; 3] = ["forward_matrix", "backward_queries_matrix", "backward_keys_matrix"];
+/// Kernels on tensor cores: forward, dQ, dK and dV.
+const MATRIX_KERNELS: [&str; 3] =
+    ["forward_matrix", "backward_queries_matrix", "backward_keys_matrix"];
 
-/// Those on warpgroups.
+/// Kernels on warpgroups.
 const WARPGROUP_KERNELS: [&str; 1] = ["forward_warpgroup"];
 
-/// The names of the kernels that every variant of the first family has.
-const KERNELS: [&str; 13] = [
+/// Kernels that every general variant has.
+const GENERAL_KERNELS: [&str; 13] = [
     "forward",
     "finish_forward",
     "begin_backward",
@@ -68,107 +71,139 @@ const KERNELS: [&str; 13] = [
     "combine_records",
 ];
 
-/// Programs, each with kernels of its own.
+/// Programs: each is compiled on its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Family {
-    /// Everything, on any architecture.
-    Any,
-    /// What runs on warpgroups: [`Architecture::HOPPER`] alone. Everything else is done by [`Family::Any`].
+    /// All kernels for any architecture.
+    General,
+    /// Kernels on warpgroups, for [`Architecture::HOPPER`] only; [`Family::General`] has the
+    /// others.
     Warpgroup,
 }
 
-/// What a program is compiled for, besides the architecture. Its name (`bf16 128`, `bf16 128 warpgroup`) says which kernels serve a spec: see
+/// Template parameters of a program, besides the architecture. Its name (`bf16 128`,
+/// `bf16 128 warpgroup`) identifies the kernels that serve a spec: see
 /// [`crate::Cuda::forward_variant`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Variant {
-    /// Which program.
+    /// Program.
     pub family: Family,
     /// Element type.
     pub dtype: DType,
-    /// Head and value dims are at most this.
+    /// Upper bound of head and value dim.
     pub dim: usize,
 }
 
 impl Variant {
-    /// The largest head or value dim.
-    pub const MOST_DIM: usize = 256;
+    /// The largest supported head or value dim: backward keeps dK and dV of a tile in registers.
+    pub const MAX_DIM: usize = 256;
 
-    /// Every variant of the family that any architecture can run.
+    /// Lists every general variant.
     pub fn all() -> impl Iterator<Item = Self> {
-        let dims = |dtype| [32, 64, 128, 256].into_iter().filter(move |&dim| dim >= Self::least_dim(dtype));
+        let dims =
+            |dtype| [32, 64, 128, 256].into_iter().filter(move |&dim| dim >= Self::min_dim(dtype));
         let types = [DType::F64, DType::F32, DType::Bf16, DType::F16];
-        types.into_iter().flat_map(move |dtype| dims(dtype).map(move |dim| Self { family: Family::Any, dtype, dim }))
+        types.into_iter().flat_map(move |dtype| {
+            dims(dtype).map(move |dim| Self { family: Family::General, dtype, dim })
+        })
     }
 
-    /// Every variant that this architecture can run.
+    /// Lists every variant that this architecture can run.
     pub fn all_on(architecture: Architecture) -> impl Iterator<Item = Self> {
         let hopper = architecture == Architecture::HOPPER;
         let on_warpgroups = Self::all().filter(move |variant| hopper && variant.has_matrix());
-        Self::all().chain(on_warpgroups.map(|variant| Self { family: Family::Warpgroup, ..variant }))
+        Self::all()
+            .chain(on_warpgroups.map(|variant| Self { family: Family::Warpgroup, ..variant }))
     }
 
-    /// The one that serves this spec.
+    /// Selects the general variant for a spec.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if no dim is large enough.
+    /// [`Error::Unsupported`] if a dim exceeds [`Variant::MAX_DIM`].
     pub fn of(spec: &Spec) -> Result<Self> {
         let dim = spec.dims.head_dim.max(spec.dims.value_dim);
-        if dim > Self::MOST_DIM {
-            return Err(Error::unsupported(format!("a head or value dim of {dim}"), format!("cuda (at most {})", Self::MOST_DIM)));
+        if dim > Self::MAX_DIM {
+            return Err(Error::unsupported(
+                format!("a head or value dim of {dim}"),
+                format!("cuda (at most {})", Self::MAX_DIM),
+            ));
         }
-        Ok(Self { family: Family::Any, dtype: spec.dtype, dim: dim.next_power_of_two().max(Self::least_dim(spec.dtype)) })
+        Ok(Self {
+            family: Family::General,
+            dtype: spec.dtype,
+            dim: dim.next_power_of_two().max(Self::min_dim(spec.dtype)),
+        })
     }
 
-    /// The one on warpgroups, where it can serve this spec's forward pass: 16-bit elements, an output that is normalised, head and value dims that
-    /// are multiples of 8 (the copy engine wants rows at multiples of 16 bytes).
+    /// Selects the warpgroup variant for a spec's forward pass, if it can serve it: 16-bit
+    /// elements, a normalized output, head and value dims that are multiples of 8 (TMA needs
+    /// strides that are multiples of 16 bytes).
     ///
     /// # Errors
     /// As [`Variant::of`].
     pub fn on_warpgroups(spec: &Spec) -> Result<Option<Self>> {
         let any = Self::of(spec)?;
-        let fits = any.has_matrix() && spec.normalize && spec.dims.head_dim.is_multiple_of(8) && spec.dims.value_dim.is_multiple_of(8);
+        let fits = any.has_matrix()
+            && spec.normalize
+            && spec.dims.head_dim.is_multiple_of(8)
+            && spec.dims.value_dim.is_multiple_of(8);
         Ok(fits.then_some(Self { family: Family::Warpgroup, ..any }))
     }
 
-    /// Queries and keys a tile. Small dims have small tiles: there are more of them, and a tile's sums are few.
+    /// Queries and keys per tile. 32 × 32 where the operands are wide (f64: 48 KB of static shared
+    /// memory) or the dims are few (accumulators are small, and more tiles fill the GPU).
     pub(crate) const fn tile(self) -> [usize; 2] {
         match self.family {
             Family::Warpgroup if self.dim == 256 => [128, 64],
             Family::Warpgroup => [128, 128],
-            Family::Any if matches!(self.dtype, DType::F64) || self.dim == 32 => [32, 32],
-            Family::Any => [64, 64],
+            Family::General if matches!(self.dtype, DType::F64) || self.dim == 32 => [32, 32],
+            Family::General => [64, 64],
         }
     }
 
-    /// Bytes of shared memory that a launch asks for, besides a kernel's own arrays. On warpgroups those of `BlockMemory` of `kernels/warpgroup.cuh`: own
-    /// rows; two operands of the other side, two stages each; scratch of a float a product; 8 barriers.
-    pub const fn launch_bytes(self) -> u32 {
-        let ([own, others], dim) = (self.tile(), self.dim);
+    /// Rows of a KV tile that all of these kernels compute whole: their largest, a multiple of the
+    /// others, because tiles are powers of two.
+    pub(crate) fn kv_tile(variants: [Self; 2]) -> u64 {
+        let [one, other] = variants.map(|variant| variant.tile()[1] as u64);
+        one.max(other)
+    }
+
+    /// Bytes of dynamic shared memory per launch. Warpgroups: `SharedStorage` of
+    /// `kernels/warpgroup.cuh` (q; K and V, two stages each; a float of scratch per score; 8
+    /// mbarriers).
+    pub const fn dynamic_shared_bytes(self) -> u32 {
+        let ([queries, keys], dim) = (self.tile(), self.dim);
         match self.family {
-            Family::Any => 0,
-            Family::Warpgroup => (own * dim * 2 + 4 * others * dim * 2 + own * others * 4 + 8 * 8) as u32,
+            Family::General => 0,
+            Family::Warpgroup => {
+                (queries * dim * 2 + 4 * keys * dim * 2 + queries * keys * 4 + 8 * 8) as u32
+            }
         }
     }
 
-    /// Matrix units want tiles of 64.
-    const fn least_dim(dtype: DType) -> usize {
+    /// 64 for 16-bit elements: the tensor-core kernels have tiles of 64 and chunks of 64 dims.
+    const fn min_dim(dtype: DType) -> usize {
         if matches!(dtype, DType::Bf16 | DType::F16) { 64 } else { 32 }
     }
 
-    /// Whether it runs on matrix units: 16-bit elements do. Products of f32 and f64 are never rounded to fewer bits.
+    /// Returns true for 16-bit elements, which have kernels on tensor cores. Products of f32 and
+    /// f64 are never rounded to fewer bits.
     pub const fn has_matrix(self) -> bool {
         matches!(self.dtype, DType::Bf16 | DType::F16)
     }
 
-    /// The names of its kernels.
+    /// Names of its kernels.
     pub fn kernels(self) -> Vec<&'static str> {
         match self.family {
             Family::Warpgroup => WARPGROUP_KERNELS.to_vec(),
-            Family::Any => KERNELS.into_iter().chain(MATRIX_KERNELS.into_iter().filter(|_| self.has_matrix())).collect(),
+            Family::General => GENERAL_KERNELS
+                .into_iter()
+                .chain(MATRIX_KERNELS.into_iter().filter(|_| self.has_matrix()))
+                .collect(),
         }
     }
 
-    /// The compiler's options.
+    /// Compiler options.
     pub fn options(self) -> Vec<String> {
         let dtype = match self.dtype {
             DType::F64 => 0,
@@ -177,45 +212,61 @@ impl Variant {
             DType::F16 => 3,
         };
         let define = |name: &str, value: usize| format!("-DANNULUS_{name}={value}");
-        // products and sums are fused where the source says so, and nowhere else: forward and backward must meet the same logits
-        vec!["--fmad=false".into(), define("DTYPE", dtype), define("TILE", self.tile()[1]), define("DIM", self.dim)]
+        // no implicit fused multiply-add: forward and backward must compute the same scores bit for
+        // bit
+        vec![
+            "--fmad=false".into(),
+            define("DTYPE", dtype),
+            define("TILE", self.tile()[1]),
+            define("DIM", self.dim),
+        ]
     }
 }
 
 impl std::fmt::Display for Variant {
-    /// Type, dims and, where it is not that of any architecture, the family.
+    /// Writes element type, dim and, for warpgroups, the family.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let family = match self.family {
-            Family::Any => "",
+            Family::General => "",
             Family::Warpgroup => " warpgroup",
         };
         write!(f, "{} {}{family}", self.dtype, self.dim)
     }
 }
 
-/// Compiles a variant for a [target](Compiler::target); `more` options come last.
+/// Compiles a variant for a [target](Compiler::target); `more` options are appended.
 ///
 /// # Errors
-/// [`Error::Device`] with the compiler's words.
-pub fn compile(compiler: &Compiler, variant: Variant, more: &[String], kind: ImageKind, target: &str) -> Result<Image> {
-    let ((name, source), besides): (File, &[File]) = match variant.family {
-        Family::Any => (("kernels.cu", include_str!("../kernels/kernels.cu")), &HEADERS_OF_ANY),
-        Family::Warpgroup => (("warpgroup.cu", include_str!("../kernels/warpgroup.cu")), &HEADERS_OF_WARPGROUP),
+/// [`Error::Device`] with the compiler's log.
+pub fn compile(
+    compiler: &Compiler,
+    variant: Variant,
+    more: &[String],
+    kind: ImageKind,
+    target: &str,
+) -> Result<Image> {
+    let ((name, source), headers): (Header, &[Header]) = match variant.family {
+        Family::General => {
+            (("kernels.cu", include_str!("../kernels/kernels.cu")), &GENERAL_HEADERS)
+        }
+        Family::Warpgroup => {
+            (("warpgroup.cu", include_str!("../kernels/warpgroup.cu")), &WARPGROUP_HEADERS)
+        }
     };
-    // the cache knows a program by what it includes: what it does not include is not given
-    let program = Program { name, source, headers: &[&HEADERS, besides].concat() };
+    // the cache key covers all headers passed: only those that the program includes are
+    let program = Program { name, source, headers: &[&HEADERS, headers].concat() };
     let options = [variant.options(), more.to_vec()].concat();
     compiler.compile(&program, &options, kind, target)
 }
 
-/// The kernels of one variant on one device.
+/// Loaded kernels of one variant on one device.
 #[derive(Debug, Clone)]
 pub(crate) struct Kernels {
     pub(crate) variant: Variant,
     pub(crate) forward: Kernel,
-    /// Where [`Variant::has_matrix`].
+    /// Present if [`Variant::has_matrix`].
     pub(crate) matrix: Option<MatrixKernels>,
-    /// Where the level is that, and [`Variant::on_warpgroups`] serves the spec.
+    /// Present at [`Level::Warpgroup`], if [`Variant::on_warpgroups`] serves the spec.
     pub(crate) warpgroup: Option<WarpgroupKernels>,
     pub(crate) finish_forward: Kernel,
     pub(crate) begin_backward: Kernel,
@@ -231,8 +282,9 @@ pub(crate) struct Kernels {
     pub(crate) combine_records: Kernel,
 }
 
-/// Those on matrix units. They serve outputs that are normalised: one that is not has a gradient through its largest logit, which backward finds
-/// again only where products are formed alike.
+/// Kernels on tensor cores, for normalized outputs. The gradient of an unnormalized output flows
+/// through the row maximum, which backward finds only if its scores equal those of forward bit for
+/// bit.
 #[derive(Debug, Clone)]
 pub(crate) struct MatrixKernels {
     pub(crate) forward: Kernel,
@@ -240,7 +292,7 @@ pub(crate) struct MatrixKernels {
     pub(crate) backward_keys: Kernel,
 }
 
-/// Those on warpgroups.
+/// Kernels on warpgroups.
 #[derive(Debug, Clone)]
 pub(crate) struct WarpgroupKernels {
     pub(crate) variant: Variant,
@@ -248,14 +300,19 @@ pub(crate) struct WarpgroupKernels {
 }
 
 impl WarpgroupKernels {
-    /// Threads of every block: a warpgroup that copies, two that multiply.
+    /// Threads per block: one producer warpgroup, two consumers.
     pub(crate) const THREADS: u32 = 384;
 
-    /// Compiles and loads.
-    pub(crate) fn new(device: &Device, compiler: &Compiler, variant: Variant, more: &[String]) -> Result<Self> {
+    /// Compiles and loads the kernels.
+    pub(crate) fn new(
+        device: &Device,
+        compiler: &Compiler,
+        variant: Variant,
+        more: &[String],
+    ) -> Result<Self> {
         let module = load(device, compiler, variant, more)?;
         let [forward] = WARPGROUP_KERNELS.map(|name| module.kernel(name));
-        Ok(Self { variant, forward: forward?.with_shared(variant.launch_bytes())? })
+        Ok(Self { variant, forward: forward?.with_shared(variant.dynamic_shared_bytes())? })
     }
 }
 
@@ -266,19 +323,35 @@ fn load(device: &Device, compiler: &Compiler, variant: Variant, more: &[String])
 
 impl MatrixKernels {
     fn new(module: &Module) -> Result<Self> {
-        let [forward, backward_queries, backward_keys] = MATRIX_KERNELS.map(|name| module.kernel(name));
-        Ok(Self { forward: forward?, backward_queries: backward_queries?, backward_keys: backward_keys? })
+        let [forward, backward_queries, backward_keys] =
+            MATRIX_KERNELS.map(|name| module.kernel(name));
+        Ok(Self {
+            forward: forward?,
+            backward_queries: backward_queries?,
+            backward_keys: backward_keys?,
+        })
     }
 }
 
 impl Kernels {
-    /// Those on matrix units, where they serve this spec.
+    /// Variant of the kernels of the forward pass.
+    pub(crate) fn forward_variant(&self) -> Variant {
+        self.warpgroup.as_ref().map_or(self.variant, |warpgroup| warpgroup.variant)
+    }
+
+    /// Returns the tensor-core kernels if they serve this spec.
     pub(crate) fn matrix_for(&self, spec: &Spec) -> Option<&MatrixKernels> {
         self.matrix.as_ref().filter(|_| spec.normalize)
     }
 
-    /// Compiles and loads those of [`Family::Any`]. At [`Level::Plain`], none on matrix units is used.
-    pub(crate) fn new(device: &Device, compiler: &Compiler, variant: Variant, level: Level, more: &[String]) -> Result<Self> {
+    /// Compiles and loads the general kernels. [`Level::Plain`] omits those on tensor cores.
+    pub(crate) fn new(
+        device: &Device,
+        compiler: &Compiler,
+        variant: Variant,
+        level: Level,
+        more: &[String],
+    ) -> Result<Self> {
         let module = load(device, compiler, variant, more)?;
         let has_matrix = variant.has_matrix() && level >= Level::Matrix;
         Ok(Self {

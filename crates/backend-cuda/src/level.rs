@@ -1,36 +1,37 @@
-//! How much of a GPU the kernels use.
+//! GPU features that the kernels use.
 
 use std::ffi::OsStr;
 
 use annulus_core::{Error, Result};
 use annulus_device_cuda::{Architecture, Compiler, ImageKind};
 
-/// What of a GPU the kernels for 16-bit elements use. Products of f32 and f64 are the same at every level.
+/// GPU features that the kernels for 16-bit elements use. f32 and f64 are the same at every level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Level {
-    /// Products in the sums' own type: any GPU.
+    /// Scalar multiply-adds: any supported GPU.
     Plain,
-    /// Matrix units (`mma.sync`), forward and backward: any GPU that is new enough at all.
+    /// Tensor cores by `mma.sync`, forward and backward: any supported GPU.
     Matrix,
-    /// Besides, the forward pass on warpgroups (`wgmma`), fed by the copy engine: compute capability 9.0 alone. What [`crate::Variant::on_warpgroups`]
-    /// cannot serve is computed as at [`Level::Matrix`]. Only where it is asked for: it has run on no GPU yet.
+    /// Also the forward pass on warpgroups (`wgmma`, TMA): compute capability 9.0 only. Specs that
+    /// [`crate::Variant::on_warpgroups`] cannot serve are computed as at [`Level::Matrix`]. Used
+    /// only on request: it has not run on a GPU.
     Warpgroup,
 }
 
 impl Level {
-    /// From the lowest to the highest.
+    /// All levels, lowest first.
     pub const ALL: [Self; 3] = [Self::Plain, Self::Matrix, Self::Warpgroup];
 
-    /// The environment variable that names a level, where the caller asks for none.
+    /// Environment variable that names the level of [`crate::Cuda::open`].
     pub const VARIABLE: &'static str = "ANNULUS_CUDA_LEVEL";
 
-    /// The level that is taken unasked.
-    pub const UNASKED: Self = Self::Matrix;
+    /// Level if none is requested.
+    pub const DEFAULT: Self = Self::Matrix;
 
-    /// The level that [`Level::VARIABLE`] names, if it is set.
+    /// Reads the level from [`Level::VARIABLE`]; `None` if it is not set.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if it names none.
+    /// [`Error::InvalidArgument`] if its value names no level.
     pub fn forced() -> Result<Option<Self>> {
         std::env::var_os(Self::VARIABLE).map(|value| Self::named(&value)).transpose()
     }
@@ -38,10 +39,12 @@ impl Level {
     fn named(value: &OsStr) -> Result<Self> {
         let names = Self::ALL.map(Self::name).join(", ");
         let found = Self::ALL.into_iter().find(|level| value == level.name());
-        found.ok_or_else(|| Error::invalid(Self::VARIABLE, value.display(), format!("one of {names}")))
+        found.ok_or_else(|| {
+            Error::invalid(Self::VARIABLE, value.display(), format!("one of {names}"))
+        })
     }
 
-    /// Its name.
+    /// Name in [`Level::VARIABLE`] and in messages.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Plain => "plain",
@@ -50,14 +53,15 @@ impl Level {
         }
     }
 
-    /// Whether a GPU of this architecture can run it, with what this compiler makes for it.
+    /// Returns true if a GPU of this architecture can run the level with this compiler's output.
     ///
     /// # Errors
     /// As [`Compiler::target`].
     pub(crate) fn runs_on(self, architecture: Architecture, compiler: &Compiler) -> Result<bool> {
         let (kind, _) = compiler.target(architecture)?;
-        // portable assembly has nothing that is one architecture's alone
-        Ok(self < Self::Warpgroup || (architecture == Architecture::HOPPER && kind == ImageKind::Cubin))
+        // PTX for an older architecture has no wgmma or TMA
+        Ok(self < Self::Warpgroup
+            || (architecture == Architecture::HOPPER && kind == ImageKind::Cubin))
     }
 }
 
@@ -66,11 +70,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_level_is_known_by_its_name_and_nothing_else() {
+    fn levels_parse_from_their_names_only() {
         for level in Level::ALL {
             assert_eq!(Level::named(level.name().as_ref()), Ok(level));
         }
         let error = Level::named("4".as_ref()).unwrap_err();
-        assert!(matches!(&error, Error::InvalidArgument { argument, .. } if argument == Level::VARIABLE), "{error}");
+        assert!(
+            matches!(&error, Error::InvalidArgument { argument, .. } if argument == Level::VARIABLE),
+            "{error}"
+        );
     }
 }

@@ -1,29 +1,38 @@
-//! Tiled attention for NVIDIA GPUs: the [`annulus_core::Backend`] whose device is a CUDA device.
+//! Tiled exact attention on NVIDIA GPUs: an [`annulus_core::Backend`] on a CUDA device.
 //!
-//! Kernels are CUDA C++ in `kernels/`, compiled when they are first needed by NVRTC for the GPU at hand and remembered on disk. They reach the
-//! hardware through one header, `primitives.cuh`, which has a twin for the host: the same files run there, one fiber for each thread
-//! ([`annulus_device_cuda`], feature `emulator`), and so does all of this crate.
+//! The kernels are CUDA C++ in `kernels/`. NVRTC compiles a variant for the GPU when it is first
+//! needed; the image is cached on disk. Kernels use CUDA through one header, `primitives.cuh`,
+//! which has a host twin: the emulator runs the same files with one fiber per thread
+//! ([`annulus_device_cuda`], feature `emulator`), and with them all of this crate.
 //!
-//! | what | file |
+//! | role | file |
 //! |---|---|
-//! | the seam, call by call; for tensors in host memory | `backend.rs`, `hosted.rs` |
-//! | forward: tiles, on warpgroups, and the end of a row | `forward.rs`, `forward_warpgroup.rs`, `finish.rs` |
-//! | backward: beginning and end, dq, dk and dv, dbias | `backward.rs`, `backward_queries.rs`, `backward_keys.rs`, `bias_gradient.rs` |
-//! | who sees whom, by tiles | `sight.rs` |
-//! | memory: workspace, records, what kernels are given | `workspace.rs`, `records.rs`, `arguments.rs` |
-//! | which kernels there are, and how they are compiled | `kernels.rs`, `level.rs` |
+//! | [`annulus_core::Backend`], [`annulus_core::Workspace`] | `backend.rs`, `workspace.rs` |
+//! | [`annulus_core::ForwardPass`]: tiles | `forward.rs`, `forward_warpgroup.rs` |
+//! | forward: row epilogue | `finish.rs` |
+//! | [`annulus_core::BackwardPass`]: prologue, blocks, end | `backward.rs` |
+//! | backward: dQ; dbias; dK and dV | `backward_queries.rs`; `bias_gradient.rs`; `backward_keys.rs` |
+//! | stream, kernels and masks of both passes | `pass_context.rs` |
+//! | block-sparse mask; GQA packing | `block_mask.rs`, `gqa_packing.rs` |
+//! | wire records, kernel arguments | `records.rs`, `arguments.rs` |
+//! | kernel variants and their compilation | `kernels.rs`, `level.rs` |
 //!
-//! Level 0, products in the sums' own type on any architecture, serves f64, f32, the gradient of a bias, and outputs that are not normalised. Forward
-//! and backward of 16-bit elements run on matrix units (`mma.sync`), with sums in f32: operands are streamed through shared memory by `cp.async`, the
-//! backward pass is two kernels without atomics, and neither logits nor their gradients reach memory. No claim of speed is made: none was measured.
+//! Level 0 computes with scalar multiply-adds on any architecture. It serves f64, f32, the bias
+//! gradient and unnormalized outputs. Forward and backward of 16-bit elements use tensor cores
+//! (`mma.sync`) with f32 accumulators: operands are streamed through shared memory by `cp.async`,
+//! the backward pass is two kernels without atomics, and neither scores nor their gradients are
+//! written to memory. No speed is claimed: none was measured.
 //!
-//! At [`Level::Warpgroup`], compute capability 9.0 alone, the forward pass of 16-bit elements is done by warpgroups: two multiply (`wgmma`, weights from
-//! registers), one has the copy engine bring tiles of keys and values into a ring of stages. Its order of barriers, descriptors and swizzles is shown on
-//! the twin, and that it compiles without spills; it has not run on a GPU, and is taken only where it is asked for ([`Level::VARIABLE`],
-//! [`Cuda::at_level`]).
+//! [`Level::Warpgroup`] (compute capability 9.0 only) runs the forward pass of 16-bit elements on
+//! warpgroups: two consumers compute with `wgmma`, one producer loads K and V tiles by TMA into a
+//! multi-stage pipeline. Barriers, descriptors and swizzles are tested on the emulator, and every
+//! variant compiles without spills; it has not run on a GPU and is used only on request
+//! ([`Level::VARIABLE`], [`Cuda::at_level`]).
 //!
-//! Blocks and accumulators stay on the device across the ring; what crosses from the host in a warm pass is nothing but launches, as who sees
-//! whom is remembered block by block. All work of one backend is in one stream.
+//! Blocks and accumulators stay on the device across the ring. A warm pass sends only kernel
+//! launches from the host, because the block-sparse mask of every block is cached on the device.
+//! One backend issues all of its work to one stream. [`Cuda::on_host`] wraps it for tensors in host
+//! memory.
 
 mod arguments;
 mod backend;
@@ -31,20 +40,21 @@ mod backward;
 mod backward_keys;
 mod backward_queries;
 mod bias_gradient;
+mod block_mask;
 mod finish;
 mod forward;
 mod forward_warpgroup;
-mod hosted;
+mod gqa_packing;
 mod kernels;
 mod level;
-mod packing;
+mod pass_context;
 mod records;
-mod sight;
 mod workspace;
 
 pub use annulus_device_cuda as device;
 pub use backend::Cuda;
-pub use hosted::{Hosted, HostedWorkspace};
+pub use backward::CudaBackward;
+pub use forward::CudaForward;
 pub use kernels::{Family, Variant, compile};
 pub use level::Level;
-pub use workspace::Workspace;
+pub use workspace::CudaWorkspace;

@@ -1,7 +1,9 @@
-//! Every variant compiles for every architecture, without a GPU: nothing spills, and registers and shared memory are those of the committed
-//! table. Needs NVRTC; `scripts/cuda-test` brings it. With `ANNULUS_UPDATE=1` the table is written instead.
+//! Compiles every variant for every architecture, without a GPU: nothing spills, and registers and
+//! shared memory equal the committed table. Needs NVRTC; `scripts/cuda-test` installs it. With
+//! `ANNULUS_UPDATE=1` the table is written instead.
 //!
-//! That takes minutes. Without `ANNULUS_VARIANTS=all`, the two architectures between the oldest and the newest are compiled for the dims of 128 only.
+//! All variants take minutes. Without `ANNULUS_VARIANTS=all`, 8.6 and 8.9 are compiled for dims of
+//! 128 only.
 
 use std::{
     fmt::Write,
@@ -21,12 +23,16 @@ use annulus_cuda::{
 
 const ARCHITECTURES: [(i32, i32); 4] = [(8, 0), (8, 6), (8, 9), (9, 0)];
 
-/// One kernel of one image: name, registers, bytes of shared memory, bytes spilled.
+/// Parses the compiler's log: name, registers, bytes of shared memory, bytes spilled of every
+/// kernel.
 fn kernels(log: &str) -> Vec<(String, u64, u64, u64)> {
     let mut found = Vec::new();
     let before = |line: &str, word: &str| -> u64 {
         let text = line.find(word).map_or("", |end| line[..end].trim_end());
-        text.rsplit(|c: char| !c.is_ascii_digit()).next().and_then(|number| number.parse().ok()).unwrap_or(0)
+        text.rsplit(|c: char| !c.is_ascii_digit())
+            .next()
+            .and_then(|number| number.parse().ok())
+            .unwrap_or(0)
     };
     let (mut name, mut spilled) = (String::new(), 0);
     for line in log.lines() {
@@ -35,14 +41,19 @@ fn kernels(log: &str) -> Vec<(String, u64, u64, u64)> {
         } else if line.contains("bytes spill stores") {
             spilled = before(line, " bytes spill stores") + before(line, " bytes spill loads");
         } else if line.contains(" registers") && !name.is_empty() {
-            found.push((std::mem::take(&mut name), before(line, " registers"), before(line, " bytes smem"), spilled));
+            found.push((
+                std::mem::take(&mut name),
+                before(line, " registers"),
+                before(line, " bytes smem"),
+                spilled,
+            ));
         }
     }
     found.sort();
     found
 }
 
-/// One variant's line of the table.
+/// Returns one variant's line of the table.
 fn line(compiler: &Compiler, architecture: Architecture, variant: Variant) -> Result<String> {
     let (kind, target) = compiler.target(architecture)?;
     assert_eq!(kind, ImageKind::Cubin, "{target}");
@@ -51,13 +62,21 @@ fn line(compiler: &Compiler, architecture: Architecture, variant: Variant) -> Re
     let found = kernels(&image.log);
     let mut names = variant.kernels();
     names.sort_unstable();
-    assert_eq!(found.iter().map(|kernel| kernel.0.as_str()).collect::<Vec<_>>(), names, "{target} {variant}: {}", image.log);
-    // what the assembler says of products that it could not leave to run, or of registers that it did not give
+    assert_eq!(
+        found.iter().map(|kernel| kernel.0.as_str()).collect::<Vec<_>>(),
+        names,
+        "{target} {variant}: {}",
+        image.log
+    );
+    // ptxas warnings C7…: wgmma was serialized, or setmaxnreg was ignored
     assert!(!image.log.contains("(C7"), "{target} {variant}: {}", image.log);
     let mut line = format!("{target} {variant} |");
     for (name, registers, shared, spilled) in found {
         assert_eq!(spilled, 0, "{target} {variant}: {name} spills");
-        line += &format!(" {name}: {registers}, {}, {spilled};", shared + u64::from(variant.launch_bytes()));
+        line += &format!(
+            " {name}: {registers}, {}, {spilled};",
+            shared + u64::from(variant.dynamic_shared_bytes())
+        );
     }
     Ok(line + "\n")
 }
@@ -76,21 +95,26 @@ fn every_variant_compiles_for_every_architecture_as_recorded() {
     .unwrap();
     let update = std::env::var_os("ANNULUS_UPDATE").is_some();
     let all = update || std::env::var("ANNULUS_VARIANTS").is_ok_and(|which| which == "all");
-    let chosen = |&(architecture, variant): &((i32, i32), Variant)| all || matches!(architecture, (8, 0) | (9, 0)) || variant.dim == 128;
-    let on = |&(major, minor): &(i32, i32)| Variant::all_on(Architecture { major, minor }).map(move |variant| ((major, minor), variant));
+    let chosen = |&(architecture, variant): &((i32, i32), Variant)| {
+        all || matches!(architecture, (8, 0) | (9, 0)) || variant.dim == 128
+    };
+    let on = |&(major, minor): &(i32, i32)| {
+        Variant::all_on(Architecture { major, minor }).map(move |variant| ((major, minor), variant))
+    };
     let every: Vec<_> = ARCHITECTURES.iter().flat_map(on).collect();
     let jobs: Vec<_> = every.iter().copied().filter(chosen).collect();
     let (next, lines) = (AtomicUsize::new(0), Mutex::new(vec![String::new(); jobs.len()]));
     let work = || {
         loop {
-            let place = next.fetch_add(1, Ordering::Relaxed);
-            let Some(((major, minor), variant)) = jobs.get(place).copied() else { break };
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            let Some(((major, minor), variant)) = jobs.get(index).copied() else { break };
             let line = line(&compiler, Architecture { major, minor }, variant).unwrap();
-            lines.lock().unwrap()[place] = line;
+            lines.lock().unwrap()[index] = line;
         }
     };
     std::thread::scope(|scope| {
-        (0..std::thread::available_parallelism().map_or(1, NonZero::get)).for_each(|_| drop(scope.spawn(work)));
+        (0..std::thread::available_parallelism().map_or(1, NonZero::get))
+            .for_each(|_| drop(scope.spawn(work)));
     });
     table.extend(lines.into_inner().unwrap());
     let file = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("kernels/registers.txt");
@@ -102,7 +126,8 @@ fn every_variant_compiles_for_every_architecture_as_recorded() {
     assert_eq!(recorded.lines().count(), 1 + every.len());
     for got in table.lines() {
         let what = got.split('|').next().unwrap_or_default();
-        let want = recorded.lines().find(|line| line.split('|').next() == Some(what)).unwrap_or_default();
+        let want =
+            recorded.lines().find(|line| line.split('|').next() == Some(what)).unwrap_or_default();
         assert_eq!(got, want, "a line of kernels/registers.txt; ANNULUS_UPDATE=1 writes it anew");
     }
 }

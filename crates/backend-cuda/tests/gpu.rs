@@ -1,5 +1,5 @@
-//! The CUDA backend on a GPU: number `ANNULUS_DEVICE`, else 0. Several ranks are several threads, each with a stream of its own. A missing GPU is a
-//! failure: `scripts/gpu-check` runs this, on purpose.
+//! Tests on GPU `ANNULUS_DEVICE`, default 0. Ranks are threads, each with its own stream. A missing
+//! GPU is a failure: only `scripts/gpu-check` runs these tests.
 
 mod common;
 
@@ -8,18 +8,17 @@ use std::time::Duration;
 use annulus::{Attention, Dims, Ring};
 use annulus_comm::{
     Deadline, Staged,
-    cuda::CudaCopier,
     nccl::Nccl,
     threads::{self, each_rank},
 };
 use annulus_conformance::{
     Case, Judge, RingSubject, Setting, Station, Subject,
-    suite::{self, Scale, Verdict},
+    suite::{self, Poison, Scale, Verdict},
 };
 use annulus_core::{DType, Error, Inputs, Layout, Outputs, Result};
 use annulus_cuda::{
     Cuda, Level, Variant,
-    device::{Architecture, CudaSpace, CudaTensor},
+    device::{Architecture, CudaCopier, CudaSpace, CudaTensor},
 };
 use half::bf16;
 
@@ -35,7 +34,9 @@ fn delayed(delay: Duration) -> impl Subject {
 
 fn open() -> Result<Cuda> {
     let number = std::env::var("ANNULUS_DEVICE").unwrap_or_else(|_| "0".into());
-    let ordinal = number.parse().map_err(|_| Error::invalid("ANNULUS_DEVICE", &number, "the number of a GPU"))?;
+    let ordinal = number
+        .parse()
+        .map_err(|_| Error::invalid("ANNULUS_DEVICE", &number, "the number of a GPU"))?;
     Cuda::open(ordinal)
 }
 
@@ -51,7 +52,8 @@ fn random_cases_hold() {
 
 #[test]
 fn random_cases_hold_where_tensors_are_in_host_memory() {
-    suite::random_cases(&common::hosted("hosted cuda over staged threads", open), 400..500).unwrap();
+    suite::random_cases(&common::hosted("hosted cuda over staged threads", open), 400..500)
+        .unwrap();
 }
 
 #[test]
@@ -70,6 +72,11 @@ fn the_numeric_rules_hold() {
 }
 
 #[test]
+fn a_visible_nan_does_not_depend_on_the_ranks() {
+    suite::nonfinite(&gpu(), Poison::NanAndInfinities).unwrap();
+}
+
+#[test]
 fn the_metamorphic_relations_hold() {
     suite::metamorphic(&gpu()).unwrap();
 }
@@ -84,7 +91,7 @@ fn every_variant_holds() {
 }
 
 #[test]
-fn bits_repeat_whatever_comes_first() {
+fn bits_repeat_under_message_delays() {
     suite::same_bits_over_repeats(&gpu(), 20).unwrap();
     suite::same_bits_under_delay(&gpu(), &delayed(Duration::from_micros(500)), 20).unwrap();
 }
@@ -99,16 +106,24 @@ fn over_nccl(inner: threads::Threads) -> Result<Station<CudaMemory, Cuda>> {
 
 #[test]
 fn nccl_rings_hold_of_one_rank_and_of_several_on_one_gpu_where_it_allows_them() {
-    let subject = RingSubject::new("cuda over nccl", |ranks| each_rank(threads::ring(ranks), |_, inner| over_nccl(inner)));
+    let subject = RingSubject::new("cuda over nccl", |ranks| {
+        each_rank(threads::ring(ranks), |_, inner| over_nccl(inner))
+    });
     for ranks in [1, 2, 4] {
-        for (number, layout) in [Layout::Contiguous, Layout::Zigzag, Layout::Striped].into_iter().enumerate() {
-            let case = Case::random(40 + number as u64).in_dtype(if number == 0 { DType::F32 } else { DType::Bf16 });
+        for (number, layout) in
+            [Layout::Contiguous, Layout::Zigzag, Layout::Striped].into_iter().enumerate()
+        {
+            let case = Case::random(40 + number as u64).in_dtype(if number == 0 {
+                DType::F32
+            } else {
+                DType::Bf16
+            });
             match subject.run(&case, &Setting::new(ranks, layout), 2) {
                 Ok(answers) => {
                     Judge::new(&case).unwrap().check(&answers[0]).unwrap();
                     answers[1].same_bits(&answers[0]).unwrap();
                 }
-                // two ranks on one GPU are not what NCCL is for, and it may say so when they meet
+                // NCCL may refuse two ranks on one GPU
                 Err(Error::Comm { what, .. }) if ranks > 1 && what.contains("ncclCommInitRank") => {
                     eprintln!("{ranks} ranks on one GPU: {what}")
                 }
@@ -119,48 +134,70 @@ fn nccl_rings_hold_of_one_rank_and_of_several_on_one_gpu_where_it_allows_them() 
 }
 
 #[test]
-fn keys_past_two_to_the_31_elements_are_seen() {
-    let (cuda, dims) = (open().unwrap(), Dims { q_len: 64, kv_len: (1 << 31) / 128 + 64, ..Dims::new(1, 64, 1, 128) });
+fn keys_past_two_to_the_31_elements_are_attended_to() {
+    let (cuda, dims) = (
+        open().unwrap(),
+        Dims { q_len: 64, kv_len: (1 << 31) / 128 + 64, ..Dims::new(1, 64, 1, 128) },
+    );
     let (stream, bytes) = (cuda.stream(), dims.kv_len * 128 * 2);
-    // keys, values, the block that both are packed into, and some room
+    // keys, values, the block into which both are packed, and slack
     let (room, free) = (5 * bytes as u64, stream.device().free_bytes().unwrap());
     if free < room {
         eprintln!("NOT RUN: keys past 2^31 elements: {free} bytes are free, {room} are needed");
         return;
     }
-    // one key, the last, is worth looking at: its logit is 42.8, all others' are 0
+    // only the last key matters: its score is 42.8, all others are 0
     let tensor = |len: usize, last: &dyn Fn(usize) -> f32| {
         let mut bytes = vec![0; len * 128 * 2];
-        for (x, place) in bytes[(len - 1) * 128 * 2..].chunks_exact_mut(2).enumerate() {
-            place.copy_from_slice(&bf16::from_f32(last(x)).to_le_bytes());
+        for (x, element) in bytes[(len - 1) * 128 * 2..].chunks_exact_mut(2).enumerate() {
+            element.copy_from_slice(&bf16::from_f32(last(x)).to_le_bytes());
         }
         CudaTensor::upload(stream, &bytes, DType::Bf16, [1, len, 1, 128]).unwrap()
     };
     let first = |x: usize| if x == 0 { 22.0 } else { 0.0 };
-    let (q, k, v) = (tensor(64, &first), tensor(dims.kv_len, &first), tensor(dims.kv_len, &|x| x as f32));
+    let (q, k, v) =
+        (tensor(64, &first), tensor(dims.kv_len, &first), tensor(dims.kv_len, &|x| x as f32));
     let mut out = CudaTensor::uninitialized(stream, DType::Bf16, [1, 64, 1, 128]).unwrap();
     let mut lse = CudaTensor::uninitialized(stream, DType::F32, [1, 1, 64, 1]).unwrap();
-    let attention = Attention::new().dtype(DType::Bf16).forward_only();
-    let staged = Staged::<_, CudaSpace>::new(threads::ring(1).remove(0), CudaCopier::new(stream.device()).unwrap());
+    let attention = Attention::new().dtype(DType::Bf16).forward_only(true);
+    let staged = Staged::<_, CudaSpace>::new(
+        threads::ring(1).remove(0),
+        CudaCopier::new(stream.device()).unwrap(),
+    );
     let transport = Box::new(Deadline::new(staged, DEADLINE).unwrap());
-    let mut ring = Ring::new(cuda.clone(), transport, attention.spec(dims), attention.ring_options(None)).unwrap();
+    let mut ring =
+        Ring::new(cuda.clone(), transport, attention.spec(dims), attention.ring_options()).unwrap();
     let inputs = Inputs { q: q.view(), k: k.view(), v: v.view(), bias: None, sinks: None };
-    ring.forward(&inputs, &mut Outputs { out: out.view_mut(), lse: lse.view_mut(), max: None, sum: None, ties: None }).unwrap();
+    ring.forward(
+        &inputs,
+        &mut Outputs { out: out.view_mut(), lse: lse.view_mut(), max: None, sum: None, ties: None },
+    )
+    .unwrap();
     let bytes = out.download().unwrap();
-    let last: Vec<f32> = bytes[63 * 128 * 2..].chunks_exact(2).map(|pair| bf16::from_le_bytes([pair[0], pair[1]]).to_f32()).collect();
+    let last: Vec<f32> = bytes[63 * 128 * 2..]
+        .chunks_exact(2)
+        .map(|pair| bf16::from_le_bytes([pair[0], pair[1]]).to_f32())
+        .collect();
     assert!(last.iter().enumerate().all(|(x, &value)| (value - x as f32).abs() < 0.5), "{last:?}");
 }
 
-/// The level that is never taken unasked: on compute capability 9.0 it holds, elsewhere it is refused.
+/// Runs a check at the warpgroup level on compute capability 9.0; elsewhere the level must be
+/// refused.
 fn on_warpgroups(holds: impl Fn(&dyn Subject) -> Verdict) -> Verdict {
     let cuda = open().map_err(|error| error.to_string())?;
     if cuda.stream().device().architecture() == Architecture::HOPPER {
         let make = || open()?.at_level(Level::Warpgroup);
-        return holds(&OnMultiplesOfEight(common::staged("cuda on warpgroups over staged threads", Duration::ZERO, make)));
+        return holds(&OnMultiplesOfEight(common::staged(
+            "cuda on warpgroups over staged threads",
+            Duration::ZERO,
+            make,
+        )));
     }
     match cuda.at_level(Level::Warpgroup) {
         Err(Error::Unsupported { .. }) => Ok(()),
-        other => Err(format!("warpgroups elsewhere than on 9.0: {:?}", other.map(|cuda| cuda.level()))),
+        other => {
+            Err(format!("warpgroups elsewhere than on 9.0: {:?}", other.map(|cuda| cuda.level())))
+        }
     }
 }
 
@@ -187,9 +224,9 @@ fn the_numeric_rules_hold_on_warpgroups() {
 #[test]
 fn every_variant_holds_on_warpgroups() {
     let hold = |subject: &dyn Subject, causal| {
-        Variant::all()
-            .filter(|variant| variant.has_matrix())
-            .try_for_each(|Variant { dtype, dim, .. }| common::wide(subject, dtype, dim, causal, false))
+        Variant::all().filter(|variant| variant.has_matrix()).try_for_each(
+            |Variant { dtype, dim, .. }| common::wide(subject, dtype, dim, causal, false),
+        )
     };
     on_warpgroups(|subject| hold(subject, false).and_then(|()| hold(subject, true))).unwrap();
 }

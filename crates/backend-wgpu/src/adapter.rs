@@ -1,31 +1,31 @@
-//! The adapters of this machine, and what each can do.
+//! Adapters of this machine and their capabilities.
 
 use crate::{
     Gpu, Level,
-    choice::{Kind, PROOFS, choose},
+    choice::{AdapterKind, PROOFS, choose},
     level::Matrices,
 };
 
-/// An adapter of this machine, as [`Gpu::list`] finds them.
+/// An adapter of this machine, as returned by [`Gpu::list`].
 #[derive(Debug, Clone)]
 pub struct Adapter {
-    /// What [`crate::Options::number`] chooses it by.
+    /// Index for [`crate::Options::number`].
     pub number: usize,
-    /// Its name, as the driver says.
+    /// Name reported by the driver.
     pub name: String,
     /// Driver and its version.
     pub driver: String,
     /// Vulkan, Metal or DX12.
     pub api: String,
-    /// Whether it computes on the processor.
+    /// True for an adapter that computes on the CPU.
     pub software: bool,
-    /// Smallest and largest subgroup.
+    /// Smallest and largest subgroup size.
     pub subgroups: (u32, u32),
-    /// The levels that it can run, any of which can be forced.
+    /// Levels that the adapter can run; any of them can be requested.
     pub levels: Vec<Level>,
-    /// The one of them at which it computes if none is forced.
+    /// Level that is used by default.
     pub chosen: Level,
-    /// The file that shows the chosen level to be faster than those below it; `None` for [`Level::Plain`], which needs no proof.
+    /// Record file of the measurement that justifies `chosen`; `None` for [`Level::Plain`].
     pub record: Option<&'static str>,
 }
 
@@ -39,19 +39,24 @@ pub(crate) fn adapters() -> Vec<wgpu::Adapter> {
     pollster::block_on(instance().enumerate_adapters(wgpu::Backends::all()))
 }
 
-/// The matrices that kernels can multiply on an adapter.
+/// Returns the cooperative matrices that the kernels can use on an adapter.
 pub(crate) fn matrices(adapter: &wgpu::Adapter) -> Option<Matrices> {
     let info = adapter.get_info();
-    Matrices::of_device(&adapter.cooperative_matrix_properties(), info.subgroup_min_size, info.subgroup_max_size)
+    Matrices::of_device(
+        &adapter.cooperative_matrix_properties(),
+        info.subgroup_min_size,
+        info.subgroup_max_size,
+    )
 }
 
 impl Gpu {
-    /// The adapters of this machine; none without a driver.
+    /// Lists the adapters of this machine; empty without a driver.
     pub fn list() -> Vec<Adapter> {
         let describe = |(number, adapter): (usize, wgpu::Adapter)| {
             let info = adapter.get_info();
-            let levels = Level::of_device(adapter.features(), info.subgroup_min_size, matrices(&adapter));
-            let proof = choose(PROOFS, Kind::of(&info), &levels);
+            let levels =
+                Level::of_device(adapter.features(), info.subgroup_min_size, matrices(&adapter));
+            let proof = choose(PROOFS, AdapterKind::of(&info), &levels);
             Adapter {
                 number,
                 name: info.name,

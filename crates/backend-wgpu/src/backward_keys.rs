@@ -1,73 +1,107 @@
-//! dk and dv: tiles of keys meet this rank's queries, or queries that travel. The kernel is `kernels/backward_keys.wgsl`.
+//! dK and dV, by key tiles. Kernel: `backward_keys.wgsl`.
 
-use annulus_core::{Block, Inputs, Result, Saved, Tick, Visibility};
+use annulus_core::{Block, Result, Tick, Visibility};
 
 use crate::{
-    device::Gpu,
+    backward::WgpuBackward,
     memory::{GpuBuffer, WgpuSpace},
-    tiles::{Call, Kind, Operands, RowsOf},
-    workspace::{Sums, Workspace, bias, floats, records, tensor},
+    operands::{bias, floats, records, tensor},
+    tiles::{Operands, RowsOf, TileKernel, TilePass},
+    workspace::{BackwardState, RankKernels},
 };
 
-/// Writes what this rank's queries give to dk and dv of a block.
-pub(crate) fn attend_keys(
-    gpu: &Gpu,
-    workspace: &mut Workspace,
-    inputs: &Inputs<'_, WgpuSpace>,
-    saved: &Saved<'_, WgpuSpace>,
-    block: &Block<'_, WgpuSpace>,
-    fresh: &GpuBuffer,
+/// Computes the local queries' part of dK and dV of a KV block, and writes it to `dkv`.
+pub(crate) fn backward_dkv(
+    pass: &mut WgpuBackward<'_>,
+    kv: &Block<'_, WgpuSpace>,
+    dkv: &GpuBuffer,
     tick: Tick<'_>,
 ) -> Result<()> {
-    workspace.sums()?;
-    let Workspace { local, tile, storage, arena, sight, gradients, .. } = workspace;
-    let Some(Sums { statistics, .. }) = gradients else { return Ok(()) };
-    let (spec, rows) = (&local.spec, local.queries.len());
-    let (record, gradient) = (spec.kv_record(), spec.gradient_record());
-    let of_block = |field| Some(records(Some(&block.buffer.buffer), &record, field, storage.bytes(), RowsOf::Keys));
-    let into = |field| Some(records(Some(&fresh.buffer), &gradient, field, 4, RowsOf::Keys));
+    let WgpuBackward { kernels, state, inputs } = pass;
+    let RankKernels { gpu, shard, tile, arena, block_mask } = &mut **kernels;
+    let BackwardState { statistics, .. } = state;
+    let (spec, rows) = (&shard.spec, shard.queries.len());
+    let (record, gradient, bytes) =
+        (spec.kv_row_layout(), spec.gradient_row_layout(), tile.storage.bytes());
+    let of_block =
+        |field| Some(records(Some(&kv.buffer.buffer), &record, field, bytes, RowsOf::Keys));
+    let into = |field| Some(records(Some(&dkv.buffer), &gradient, field, 4, RowsOf::Keys));
     let operands = Operands {
-        q: Some(tensor(inputs.q, RowsOf::Queries)),
+        q: Some(tensor(inputs.forward.q, RowsOf::Queries)),
         k: of_block(0),
         v: of_block(1),
-        dout: Some(tensor(saved.dout, RowsOf::Queries)),
+        dout: Some(tensor(inputs.dout, RowsOf::Queries)),
         statistics: Some(floats(&statistics.buffer, rows, spec.dims.q_heads, 4)),
-        sums: into(0),
-        more: into(1),
-        bias: spec.bias.zip(inputs.bias).map(|(shape, tensor)| bias(Some(&tensor.buffer), shape, rows)),
-        gradient: None,
+        acc: into(0),
+        dv: into(1),
+        bias: spec
+            .bias
+            .zip(inputs.forward.bias)
+            .map(|(shape, tensor)| bias(Some(&tensor.buffer), shape, rows)),
+        dbias: None,
     };
-    let visibility =
-        Visibility { mask: spec.mask.as_ref(), attention_mask: local.attention_mask.as_deref(), queries: &local.queries, keys: block.rows };
-    Call { gpu, spec, tile: *tile, kind: Kind::Keys { travelling: false, add: false }, visibility, operands }.run(arena, sight, tick)
+    let visibility = Visibility {
+        mask: spec.mask.as_ref(),
+        attention_mask: shard.attention_mask.as_deref(),
+        queries: &shard.queries,
+        keys: kv.rows,
+    };
+    TilePass {
+        gpu,
+        spec,
+        tile: *tile,
+        kind: TileKernel::Keys { from_records: false, add: false },
+        visibility,
+        operands,
+    }
+    .run(arena, block_mask, tick)
+    .map(drop)
 }
 
-/// Adds what travelling queries give to this rank's dk and dv.
-pub(crate) fn attend_keys_home(
-    gpu: &Gpu,
-    workspace: &mut Workspace,
-    inputs: &Inputs<'_, WgpuSpace>,
+/// Adds a query block's part of dK and dV of the local keys to `dkv`.
+pub(crate) fn backward_dkv_from_queries(
+    pass: &mut WgpuBackward<'_>,
     queries: &Block<'_, WgpuSpace>,
-    home: &GpuBuffer,
+    dkv: &GpuBuffer,
     tick: Tick<'_>,
 ) -> Result<()> {
-    let Workspace { local, tile, storage, arena, sight, .. } = workspace;
-    let spec = &local.spec;
-    let (record, gradient, bytes) = (spec.query_record(), spec.gradient_record(), storage.bytes());
-    let of_queries = |field| Some(records(Some(&queries.buffer.buffer), &record, field, bytes, RowsOf::Queries));
-    let into = |field| Some(records(Some(&home.buffer), &gradient, field, 4, RowsOf::Keys));
+    let WgpuBackward { kernels, inputs, .. } = pass;
+    let RankKernels { gpu, shard, tile, arena, block_mask } = &mut **kernels;
+    let spec = &shard.spec;
+    let (record, gradient, bytes) =
+        (spec.query_row_layout(), spec.gradient_row_layout(), tile.storage.bytes());
+    let of_queries =
+        |field| Some(records(Some(&queries.buffer.buffer), &record, field, bytes, RowsOf::Queries));
+    let into = |field| Some(records(Some(&dkv.buffer), &gradient, field, 4, RowsOf::Keys));
     let operands = Operands {
         q: of_queries(0),
-        k: Some(tensor(inputs.k, RowsOf::Keys)),
-        v: Some(tensor(inputs.v, RowsOf::Keys)),
+        k: Some(tensor(inputs.forward.k, RowsOf::Keys)),
+        v: Some(tensor(inputs.forward.v, RowsOf::Keys)),
         dout: of_queries(1),
         statistics: of_queries(2),
-        sums: into(0),
-        more: into(1),
-        // one with a query axis cannot be had for queries of another rank; the ring has refused it
-        bias: spec.bias.zip(inputs.bias).map(|(shape, tensor)| bias(Some(&tensor.buffer), shape, queries.rows.len())),
-        gradient: None,
+        acc: into(0),
+        dv: into(1),
+        // the ring refuses a bias with a query axis here: it would need another rank's rows
+        bias: spec
+            .bias
+            .zip(inputs.forward.bias)
+            .map(|(shape, tensor)| bias(Some(&tensor.buffer), shape, queries.rows.len())),
+        dbias: None,
     };
-    let visibility = Visibility { mask: spec.mask.as_ref(), attention_mask: None, queries: queries.rows, keys: &local.keys };
-    Call { gpu, spec, tile: *tile, kind: Kind::Keys { travelling: true, add: true }, visibility, operands }.run(arena, sight, tick)
+    let visibility = Visibility {
+        mask: spec.mask.as_ref(),
+        attention_mask: None,
+        queries: queries.rows,
+        keys: &shard.keys,
+    };
+    TilePass {
+        gpu,
+        spec,
+        tile: *tile,
+        kind: TileKernel::Keys { from_records: true, add: true },
+        visibility,
+        operands,
+    }
+    .run(arena, block_mask, tick)
+    .map(drop)
 }

@@ -1,46 +1,59 @@
-//! dq and dbias: tiles of queries meet blocks of keys. The kernels are `kernels/backward_queries.wgsl` and `kernels/backward_bias.wgsl`.
+//! dQ and dbias, by query tiles. Kernels: `backward_queries.wgsl`, `backward_bias.wgsl`.
 
-use annulus_core::{Block, Inputs, Result, Saved, Tick, Visibility};
+use std::ops::ControlFlow;
+
+use annulus_core::{Block, Result, Tick, Visibility};
 
 use crate::{
-    device::Gpu,
+    backward::WgpuBackward,
     memory::WgpuSpace,
-    tiles::{Call, Kind, Operands, RowsOf},
-    workspace::{Sums, Workspace, bias, bias_axes, bias_sums, floats, records, tensor},
+    operands::{bias, dbias_operand, floats, records, tensor},
+    tiles::{Operands, RowsOf, TileKernel, TilePass},
+    workspace::{BackwardState, RankKernels, bias_axes},
 };
 
-/// Adds what one block gives to dq and dbias.
-pub(crate) fn attend_queries(
-    gpu: &Gpu,
-    workspace: &mut Workspace,
-    inputs: &Inputs<'_, WgpuSpace>,
-    saved: &Saved<'_, WgpuSpace>,
-    block: &Block<'_, WgpuSpace>,
+/// Adds one KV block's contribution to dQ and dbias. Returns `Break` if the tick did.
+pub(crate) fn backward_dq(
+    pass: &mut WgpuBackward<'_>,
+    kv: &Block<'_, WgpuSpace>,
     tick: Tick<'_>,
-) -> Result<()> {
-    workspace.sums()?;
-    let Workspace { local, tile, storage, arena, sight, gradients, .. } = workspace;
-    let Some(Sums { dq, statistics, bias: dbias }) = gradients else { return Ok(()) };
-    let (spec, rows, record) = (&local.spec, local.queries.len(), local.spec.kv_record());
+) -> Result<ControlFlow<()>> {
+    let WgpuBackward { kernels, state, inputs } = pass;
+    let RankKernels { gpu, shard, tile, arena, block_mask } = &mut **kernels;
+    let BackwardState { dq, statistics, bias: dbias } = state;
+    let (spec, rows, record) = (&shard.spec, shard.queries.len(), shard.spec.kv_row_layout());
+    let bytes = tile.storage.bytes();
     let heads = spec.dims.q_heads;
-    let of_block = |field| Some(records(Some(&block.buffer.buffer), &record, field, storage.bytes(), RowsOf::Keys));
+    let of_block =
+        |field| Some(records(Some(&kv.buffer.buffer), &record, field, bytes, RowsOf::Keys));
     let operands = Operands {
-        q: Some(tensor(inputs.q, RowsOf::Queries)),
+        q: Some(tensor(inputs.forward.q, RowsOf::Queries)),
         k: of_block(0),
         v: of_block(1),
-        dout: Some(tensor(saved.dout, RowsOf::Queries)),
+        dout: Some(tensor(inputs.dout, RowsOf::Queries)),
         statistics: Some(floats(&statistics.buffer, rows, heads, 4)),
-        sums: Some(floats(&dq.buffer, rows, heads, spec.dims.head_dim)),
-        bias: spec.bias.zip(inputs.bias).map(|(shape, tensor)| bias(Some(&tensor.buffer), shape, rows)),
-        gradient: spec.bias.zip(dbias.as_ref()).map(|(shape, sums)| bias_sums(Some(&sums.buffer), shape, rows)),
-        more: None,
+        acc: Some(floats(&dq.buffer, rows, heads, spec.dims.head_dim)),
+        bias: spec
+            .bias
+            .zip(inputs.forward.bias)
+            .map(|(shape, tensor)| bias(Some(&tensor.buffer), shape, rows)),
+        dbias: spec
+            .bias
+            .zip(dbias.as_ref())
+            .map(|(shape, acc)| dbias_operand(Some(&acc.buffer), shape, rows)),
+        dv: None,
     };
-    let visibility =
-        Visibility { mask: spec.mask.as_ref(), attention_mask: local.attention_mask.as_deref(), queries: &local.queries, keys: block.rows };
-    let call = Call { gpu, spec, tile: *tile, kind: Kind::Queries, visibility, operands };
-    call.run(arena, sight, &mut *tick)?;
-    match spec.bias {
-        Some(shape) => Call { kind: Kind::Bias(bias_axes(shape)), ..call }.run(arena, sight, tick),
-        None => Ok(()),
+    let visibility = Visibility {
+        mask: spec.mask.as_ref(),
+        attention_mask: shard.attention_mask.as_deref(),
+        queries: &shard.queries,
+        keys: kv.rows,
+    };
+    let pass = TilePass { gpu, spec, tile: *tile, kind: TileKernel::Queries, visibility, operands };
+    let flow = pass.run(arena, block_mask, &mut *tick)?;
+    match spec.bias.filter(|_| flow.is_continue()) {
+        Some(shape) => TilePass { kind: TileKernel::Bias(bias_axes(shape)), ..pass }
+            .run(arena, block_mask, tick),
+        None => Ok(flow),
     }
 }

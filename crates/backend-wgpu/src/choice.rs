@@ -1,57 +1,68 @@
-//! Which level a device computes at unasked: a level above [`Level::Plain`] only where a record shows that it is faster.
+//! Default level of a device: above [`Level::Plain`] only if a record shows that the level is
+//! faster.
 //!
-//! A level is put into [`PROOFS`] for a kind of adapter by somebody who has run `benches/wgpu-levels.sh` on one, where every `speedup` over the level
-//! below was above 1 for every pass whose kernels differ, and has kept what it said in `benches/record/`. Until then nobody is given it who has not
-//! asked for it.
+//! To add an entry to [`PROOFS`], run `benches/wgpu-levels.sh` on such an adapter and keep its
+//! output in `benches/record/`. Every `speedup` over the level below must exceed 1, for every pass
+//! whose kernels differ.
 
 use wgpu::{AdapterInfo, Backend, DeviceType};
 
 use crate::Level;
 
-/// Adapters for which one measurement speaks.
+/// Class of adapters to which a measurement applies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Kind {
-    /// Vulkan, Metal or DX12: each has a translation of the kernels of its own.
+pub(crate) struct AdapterKind {
+    /// Vulkan, Metal or DX12: each has its own shader translation.
     pub(crate) api: Backend,
-    /// As the API numbers makers: of hardware mostly the PCI vendor.
+    /// Vendor number of the API, mostly the PCI vendor.
     pub(crate) vendor: u32,
-    /// Integrated, discrete, or no hardware at all.
+    /// Integrated, discrete or software.
     pub(crate) device_type: DeviceType,
 }
 
-impl Kind {
+impl AdapterKind {
     pub(crate) const fn of(info: &AdapterInfo) -> Self {
         Self { api: info.backend, vendor: info.vendor, device_type: info.device_type }
     }
 }
 
-/// What a record has shown.
+/// A level shown to be faster by a record.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Proof {
-    /// Where it was measured.
-    pub(crate) adapters: Kind,
-    /// What was faster than every level below it.
+    /// Adapters that were measured.
+    pub(crate) adapters: AdapterKind,
+    /// Level that was faster than every level below.
     pub(crate) level: Level,
-    /// The file that says so.
+    /// Record file.
     pub(crate) record: &'static str,
 }
 
-/// All that is known: nothing. No GPU has been measured yet. On Mesa's lavapipe `subgroup` saves some per cent of forward in one version and nothing in
-/// another, and `matrix` costs a third more (benches/record/2026-11-21-wgpu-lavapipe.md), so that software adapters compute at `plain` too.
+/// Empty: no GPU has been measured. On Mesa's lavapipe `subgroup` saves a few per cent of forward
+/// in one version and nothing in another, and `matrix` takes a third longer
+/// (benches/record/2026-11-21-wgpu-lavapipe.md), so software adapters use `plain` too.
 pub(crate) const PROOFS: &[Proof] = &[];
 
-/// The proof of the highest level, of those that a device can run, that is proven for its kind; where there is none, [`Level::Plain`] it is.
-pub(crate) fn choose<'a>(proofs: &'a [Proof], kind: Kind, available: &[Level]) -> Option<&'a Proof> {
-    proofs.iter().filter(|proof| proof.adapters == kind && available.contains(&proof.level)).max_by_key(|proof| proof.level)
+/// Returns the proof of the highest available level for this kind of adapter; without one, the
+/// default is [`Level::Plain`].
+pub(crate) fn choose<'a>(
+    proofs: &'a [Proof],
+    kind: AdapterKind,
+    available: &[Level],
+) -> Option<&'a Proof> {
+    proofs
+        .iter()
+        .filter(|proof| proof.adapters == kind && available.contains(&proof.level))
+        .max_by_key(|proof| proof.level)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const HERE: Kind = Kind { api: Backend::Vulkan, vendor: 0x1002, device_type: DeviceType::DiscreteGpu };
+    const HERE: AdapterKind =
+        AdapterKind { api: Backend::Vulkan, vendor: 0x1002, device_type: DeviceType::DiscreteGpu };
 
-    fn proof(adapters: Kind, level: Level) -> Proof {
+    fn proof(adapters: AdapterKind, level: Level) -> Proof {
         Proof { adapters, level, record: "" }
     }
 
@@ -60,15 +71,15 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_proven_is_not_chosen() {
-        // hardware that nobody can have measured
-        assert!(choose(PROOFS, Kind { vendor: 0xdead_beef, ..HERE }, &Level::ALL).is_none());
+    fn levels_without_a_record_are_not_chosen() {
+        // a vendor number that does not exist
+        assert!(choose(PROOFS, AdapterKind { vendor: 0xdead_beef, ..HERE }, &Level::ALL).is_none());
         assert_eq!(chosen(&[], &Level::ALL), None);
         for elsewhere in [
-            Kind { api: Backend::Dx12, ..HERE },
-            Kind { vendor: 0x10de, ..HERE },
-            Kind { device_type: DeviceType::IntegratedGpu, ..HERE },
-            Kind { device_type: DeviceType::Cpu, ..HERE },
+            AdapterKind { api: Backend::Dx12, ..HERE },
+            AdapterKind { vendor: 0x10de, ..HERE },
+            AdapterKind { device_type: DeviceType::IntegratedGpu, ..HERE },
+            AdapterKind { device_type: DeviceType::Cpu, ..HERE },
         ] {
             assert_eq!(chosen(&[proof(elsewhere, Level::Matrix)], &Level::ALL), None);
         }
@@ -80,13 +91,14 @@ mod tests {
         assert_eq!(chosen(&proofs, &Level::ALL), Some(Level::Matrix));
         assert_eq!(chosen(&proofs, &[Level::Plain, Level::Subgroup]), Some(Level::Subgroup));
         assert_eq!(chosen(&proofs, &[Level::Plain]), None);
-        // whether subgroup itself is worth it is another question
+        // a proof of `matrix` says nothing of `subgroup` alone
         assert_eq!(chosen(&proofs[..1], &[Level::Plain, Level::Subgroup]), None);
     }
 
-    /// Whether the record of a proof is there and has the level and what it gains.
+    /// Returns true if the record exists and contains the level and its speedup.
     fn is_shown(proof: &Proof) -> bool {
-        let record = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(proof.record);
+        let record =
+            std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(proof.record);
         let shows = |text: String| text.contains(proof.level.name()) && text.contains("speedup");
         proof.level != Level::Plain && std::fs::read_to_string(record).is_ok_and(shows)
     }

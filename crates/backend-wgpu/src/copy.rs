@@ -1,14 +1,15 @@
-//! Vectors copied from one layout into another, in windows that fit a binding.
+//! Copies of vectors between layouts, split into windows that fit a binding.
 
 use annulus_core::{Result, index};
 
 use crate::{
     device::Gpu,
-    kernels::{Copying, Storage, Variant, numbers::CopyNumbers},
-    launch::{Arena, Bound, Job, Stretch},
+    kernels::{CopyMode, Storage, Variant, params::CopyParams},
+    launch::{Arena, BoundResource, Commands, ElementRange},
 };
 
-/// How `[batch, row, head, element]` lies in a buffer: the place of the first element, and distances, in elements.
+/// Layout of `[batch, row, head, element]` in a buffer: offset of the first element, and strides,
+/// in elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Layout {
     pub(crate) base: u64,
@@ -18,15 +19,15 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
-    /// A dense tensor `[batch, rows, heads, dim]`.
+    /// Layout of a dense tensor `[batch, rows, heads, dim]`.
     pub(crate) const fn dense(rows: usize, heads: usize, dim: usize) -> Self {
         let row = heads as u64 * dim as u64;
         Self { base: 0, batch: rows as u64 * row, row, head: dim as u64 }
     }
 
-    /// Field `field` of records, counted in units of `bytes` bytes.
-    pub(crate) fn records(record: &annulus_core::Record, field: usize, bytes: u64) -> Self {
-        let annulus_core::Field { heads, dim, dtype } = record.fields()[field];
+    /// Layout of field `field` of records, in units of `bytes` bytes.
+    pub(crate) fn records(record: &annulus_core::RowLayout, field: usize, bytes: u64) -> Self {
+        let annulus_core::RowField { heads, dim, dtype } = record.fields()[field];
         let scale = dtype.bytes() as u64 / bytes;
         Self {
             base: record.offset(field, 0, 0) / bytes,
@@ -36,16 +37,26 @@ impl Layout {
         }
     }
 
-    /// The stretch that the window `batches` × `rows` × `heads` × `dim` lies in, and the same layout within it (the base to be added).
-    pub(crate) fn stretch(self, window: &Window, heads: u64, dim: u64, bytes: u64) -> Stretch {
+    /// Returns the range of elements that contains the window `batches` × `rows` × `heads` × `dim`.
+    pub(crate) fn element_range(
+        self,
+        window: &Window,
+        heads: u64,
+        dim: u64,
+        bytes: u64,
+    ) -> ElementRange {
         let [batches, rows] = [window.batches.1, window.rows.1];
         let first = self.base + window.batches.0 * self.batch + window.rows.0 * self.row;
         let last = |count: u64, distance: u64| count.saturating_sub(1) * distance;
-        Stretch { first, count: last(batches, self.batch) + last(rows, self.row) + last(heads, self.head) + dim, bytes }
+        ElementRange {
+            first,
+            count: last(batches, self.batch) + last(rows, self.row) + last(heads, self.head) + dim,
+            bytes,
+        }
     }
 }
 
-/// Batch rows and rows, each (first, count).
+/// Batch rows and rows, each as (first, count).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Window {
     pub(crate) batches: (u64, u64),
@@ -53,7 +64,8 @@ pub(crate) struct Window {
 }
 
 impl Window {
-    /// Cuts everything into windows that `fits` accepts: one for all, else one for each batch row, else fewer rows at a time.
+    /// Splits a tensor into windows that `fits` accepts: the whole, else one batch row each, else
+    /// fewer rows each.
     pub(crate) fn cut(batches: u64, rows: u64, fits: impl Fn(&Self) -> bool) -> Vec<Self> {
         let whole = Self { batches: (0, batches), rows: (0, rows) };
         if batches == 0 || rows == 0 {
@@ -68,21 +80,25 @@ impl Window {
         }
         let starts = (0..rows).step_by(index(step));
         (0..batches)
-            .flat_map(|batch| starts.clone().map(move |row| Self { batches: (batch, 1), rows: (row, step.min(rows - row)) }))
+            .flat_map(|batch| {
+                starts
+                    .clone()
+                    .map(move |row| Self { batches: (batch, 1), rows: (row, step.min(rows - row)) })
+            })
             .collect()
     }
 }
 
-/// One side of a copy.
+/// Source or target of a copy.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Side<'a> {
     pub(crate) buffer: &'a wgpu::Buffer,
     pub(crate) layout: Layout,
-    /// Bytes of an element.
+    /// Bytes per element.
     pub(crate) bytes: u64,
 }
 
-/// What is copied.
+/// A strided copy.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Copy<'a> {
     pub(crate) from: Side<'a>,
@@ -91,39 +107,46 @@ pub(crate) struct Copy<'a> {
     pub(crate) rows: u64,
     pub(crate) heads: u64,
     pub(crate) dim: u64,
-    pub(crate) copying: Copying,
+    pub(crate) mode: CopyMode,
     pub(crate) factor: f32,
-    /// Statistics of the rows, `[batch, row, head, 4]`, whose first number is a row's factor.
+    /// Row statistics `[batch, row, head, 4]`, whose first element is the factor of a row.
     pub(crate) factors: Option<Side<'a>>,
 }
 
 impl Copy<'_> {
-    /// Adds the kernels to a job.
-    pub(crate) fn launch(&self, gpu: &Gpu, job: &mut Job<'_>) -> Result<()> {
+    /// Records the launches.
+    pub(crate) fn launch(&self, gpu: &Gpu, commands: &mut Commands<'_>) -> Result<()> {
         let Copy { from, into, heads, dim, .. } = *self;
-        let stretches = |window: &Window| {
-            let of = |side: Side<'_>, dim| side.layout.stretch(window, heads, dim, side.bytes);
+        let element_ranges = |window: &Window| {
+            let of =
+                |side: Side<'_>, dim| side.layout.element_range(window, heads, dim, side.bytes);
             (of(from, dim), of(into, dim), self.factors.map(|side| (side, of(side, 4))))
         };
         let fits = |window: &Window| {
-            let (from, into, factors) = stretches(window);
-            [Some(from), Some(into), factors.map(|(_, stretch)| stretch)]
+            let (from, into, factors) = element_ranges(window);
+            [Some(from), Some(into), factors.map(|(_, element_range)| element_range)]
                 .into_iter()
                 .flatten()
-                .all(|stretch| Stretch::bound_bytes(stretch.count, stretch.bytes, gpu.alignment()) <= gpu.most_binding())
+                .all(|element_range| {
+                    ElementRange::bound_bytes(
+                        element_range.count,
+                        element_range.bytes,
+                        gpu.alignment(),
+                    ) <= gpu.max_binding_bytes()
+                })
         };
         for window in Window::cut(self.batches, self.rows, fits) {
-            let (of_from, of_into, of_factors) = stretches(&window);
+            let (of_from, of_into, of_factors) = element_ranges(&window);
             let (from_bound, from_base) = of_from.bind(gpu, from.buffer)?;
             let (into_bound, into_base) = of_into.bind(gpu, into.buffer)?;
             let mut bindings = vec![from_bound, into_bound];
             let (mut factors_base, mut factors) = (0, Layout::default());
-            if let Some((side, stretch)) = of_factors {
-                let (bound, base) = stretch.bind(gpu, side.buffer)?;
+            if let Some((side, element_range)) = of_factors {
+                let (bound, base) = element_range.bind(gpu, side.buffer)?;
                 bindings.push(bound);
                 (factors_base, factors) = (base, side.layout);
             }
-            // two neighbours of 2 bytes are one word where everything is even
+            // two neighbouring 2-byte elements form one word if all offsets are even
             let even = |number: u64| number.is_multiple_of(2);
             let pairs = into.bytes == 2
                 && even(dim)
@@ -131,80 +154,91 @@ impl Copy<'_> {
                 && [into.layout.batch, into.layout.row, into.layout.head].into_iter().all(even);
             let dim = if pairs { dim / 2 } else { dim };
             let count = window.batches.1 * window.rows.1 * heads * dim;
-            job.launch(Variant::Copy(self.copying), count.div_ceil(64), bindings, |grid_width| CopyNumbers {
-                count: count as u32,
-                grid_width,
-                rows: window.rows.1 as u32,
-                heads: heads as u32,
-                dim: dim as u32,
-                pairs: u32::from(pairs),
-                from_base,
-                from_row: from.layout.row as u32,
-                from_batch: from.layout.batch as u32,
-                from_head: from.layout.head as u32,
-                into_base,
-                into_row: into.layout.row as u32,
-                into_batch: into.layout.batch as u32,
-                into_head: into.layout.head as u32,
-                factors_base,
-                factors_row: factors.row as u32,
-                factors_batch: factors.batch as u32,
-                factors_head: factors.head as u32,
-                factor: self.factor,
-            })?;
+            commands.launch(
+                Variant::Copy(self.mode),
+                count.div_ceil(64),
+                bindings,
+                |grid_width| CopyParams {
+                    count: count as u32,
+                    grid_width,
+                    rows: window.rows.1 as u32,
+                    heads: heads as u32,
+                    dim: dim as u32,
+                    pairs: u32::from(pairs),
+                    from_base,
+                    from_row: from.layout.row as u32,
+                    from_batch: from.layout.batch as u32,
+                    from_head: from.layout.head as u32,
+                    into_base,
+                    into_row: into.layout.row as u32,
+                    into_batch: into.layout.batch as u32,
+                    into_head: into.layout.head as u32,
+                    factors_base,
+                    factors_row: factors.row as u32,
+                    factors_batch: factors.batch as u32,
+                    factors_head: factors.head as u32,
+                    factor: self.factor,
+                },
+            )?;
         }
         Ok(())
     }
 }
 
-/// A stretch of elements copied from one place to another.
+/// A contiguous range of elements to copy.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Line {
+pub(crate) struct LinearCopy {
     pub(crate) from: u64,
     pub(crate) into: u64,
     pub(crate) count: u64,
 }
 
-/// A line in stretches that fit a binding, each as one row of vectors of one element.
-pub(crate) fn launch_line(
+/// Records a contiguous copy, split into windows that fit a binding: one row per element.
+pub(crate) fn launch_linear(
     gpu: &Gpu,
-    job: &mut Job<'_>,
+    commands: &mut Commands<'_>,
     from: &wgpu::Buffer,
     into: &wgpu::Buffer,
-    line: Line,
+    linear: LinearCopy,
     bytes: u64,
-    copying: Copying,
+    mode: CopyMode,
 ) -> Result<()> {
     let layout = |base| Layout { base, batch: 0, row: 1, head: 0 };
     let copy = Copy {
-        from: Side { buffer: from, layout: layout(line.from), bytes },
-        into: Side { buffer: into, layout: layout(line.into), bytes },
+        from: Side { buffer: from, layout: layout(linear.from), bytes },
+        into: Side { buffer: into, layout: layout(linear.into), bytes },
         batches: 1,
-        rows: line.count,
+        rows: linear.count,
         heads: 1,
         dim: 1,
-        copying,
+        mode,
         factor: 1.0,
         factors: None,
     };
-    copy.launch(gpu, job)
+    copy.launch(gpu, commands)
 }
 
-/// Copies lines of elements of 2 bytes, which may share words at their ends.
-pub(crate) fn copy_raw(gpu: &Gpu, arena: &mut Arena, from: &wgpu::Buffer, into: &wgpu::Buffer, lines: &[Line]) -> Result<()> {
-    let mut job = Job::new(gpu, arena);
-    for &line in lines {
-        launch_line(gpu, &mut job, from, into, line, 2, Copying::Raw { half: true })?;
+/// Copies ranges of 2-byte elements, which may share words at their ends.
+pub(crate) fn copy_raw(
+    gpu: &Gpu,
+    arena: &mut Arena,
+    from: &wgpu::Buffer,
+    into: &wgpu::Buffer,
+    lines: &[LinearCopy],
+) -> Result<()> {
+    let mut commands = Commands::new(gpu, arena);
+    for &linear in lines {
+        launch_linear(gpu, &mut commands, from, into, linear, 2, CopyMode::Raw { half: true })?;
     }
-    job.submit()
+    commands.submit()
 }
 
-/// A copy of whole tensors into elements of the same or another type, by the type of the target.
-pub(crate) const fn rounding(storage: Storage, by_row: bool) -> Copying {
-    if by_row { Copying::ByRow(storage) } else { Copying::Rounded(storage) }
+/// Copy mode from f32 to the target's type.
+pub(crate) const fn rounding(storage: Storage, by_row: bool) -> CopyMode {
+    if by_row { CopyMode::ByRow(storage) } else { CopyMode::Rounded(storage) }
 }
 
-/// A whole buffer that kernels over rows bind as it is.
-pub(crate) fn bind_whole(buffer: Option<&wgpu::Buffer>) -> Bound {
-    buffer.map_or(Bound::Nothing, Bound::whole)
+/// Binds a whole buffer, or the placeholder.
+pub(crate) fn bind_whole(buffer: Option<&wgpu::Buffer>) -> BoundResource {
+    buffer.map_or(BoundResource::Unused, BoundResource::whole)
 }

@@ -1,57 +1,185 @@
-//! The end of the forward pass: sinks are folded in, rows are divided, rounded once and written. The kernels are `kernels/finish_rows.wgsl` and
-//! `kernels/copy.wgsl`.
+//! Epilogues. Forward: adds the sinks, normalizes, rounds once and writes. Backward: rounds once
+//! and writes. Kernels: `finish_rows.wgsl`, `copy.wgsl`, `sinks.wgsl`, `bias_rows.wgsl`.
 
-use annulus_core::{Inputs, Outputs, Result};
+use annulus_core::{Gradients, Outputs, Result};
 
 use crate::{
-    copy::{Copy, Layout, Side, bind_whole, rounding},
-    device::Gpu,
-    kernels::{Variant, numbers::RowNumbers},
-    launch::{Bound, Job},
-    memory::WgpuSpace,
-    workspace::Workspace,
+    backward::WgpuBackward,
+    copy::{Copy, Layout, LinearCopy, Side, bind_whole, launch_linear, rounding},
+    forward::WgpuForward,
+    kernels::{BiasAxes, CopyMode, Variant, params::RowParams},
+    launch::{BoundResource, Commands},
+    memory::{GpuBuffer, WgpuSpace, check_tensors},
+    workspace::{BackwardState, ForwardState, RankKernels, bias_axes},
 };
 
-/// Writes the outputs.
-pub(crate) fn finish(
-    gpu: &Gpu,
-    workspace: &mut Workspace,
-    inputs: &Inputs<'_, WgpuSpace>,
+/// Writes out and statistics.
+pub(crate) fn write_outputs(
+    pass: WgpuForward<'_>,
     outputs: &mut Outputs<'_, WgpuSpace>,
 ) -> Result<()> {
-    let Workspace { local, storage, arena, acc, running, .. } = workspace;
-    let (spec, dims, rows) = (&local.spec, local.spec.dims, local.queries.len());
-    let mut job = Job::new(gpu, arena);
+    let WgpuForward { kernels, state, inputs } = pass;
+    let RankKernels { gpu, shard, tile, arena, .. } = kernels;
+    let ForwardState { acc, softmax_statistics } = state;
+    check_tensors(
+        gpu,
+        [
+            ("out", Some(&*outputs.out)),
+            ("lse", Some(&*outputs.lse)),
+            ("max", outputs.max.as_deref()),
+            ("sum", outputs.sum.as_deref()),
+            ("ties", outputs.ties.as_deref()),
+        ],
+    )?;
+    let (spec, dims, rows) = (&shard.spec, shard.spec.dims, shard.queries.len());
+    let mut commands = Commands::new(gpu, arena);
     let items = (dims.batch * rows * dims.q_heads) as u64;
-    let mut bindings =
-        vec![Bound::whole(&running.buffer), bind_whole(inputs.sinks.map(|sinks| &sinks.buffer)), Bound::whole(&outputs.lse.buffer)];
+    let mut bindings = vec![
+        BoundResource::whole(&softmax_statistics.buffer),
+        bind_whole(inputs.sinks.map(|sinks| &sinks.buffer)),
+        BoundResource::whole(&outputs.lse.buffer),
+    ];
     if !spec.normalize {
         for view in [&outputs.max, &outputs.sum, &outputs.ties] {
             bindings.push(bind_whole(view.as_ref().map(|view| &view.buffer)));
         }
     }
     let sinks = spec.sinks;
-    job.launch(Variant::FinishRows { normalize: spec.normalize }, items.div_ceil(64), bindings, |grid_width| RowNumbers {
-        count: items as u32,
-        grid_width,
-        all_rows: rows as u32,
-        heads: dims.q_heads as u32,
-        sinks: sinks.map_or(0, |sinks| sinks.count as u32),
-        sinks_head: sinks.filter(|sinks| sinks.per_head).map_or(0, |sinks| sinks.count as u32),
-        ..RowNumbers::default()
-    })?;
+    commands.launch(
+        Variant::FinishRows { normalize: spec.normalize },
+        items.div_ceil(64),
+        bindings,
+        |grid_width| RowParams {
+            count: items as u32,
+            grid_width,
+            all_rows: rows as u32,
+            heads: dims.q_heads as u32,
+            sinks: sinks.map_or(0, |sinks| sinks.count as u32),
+            sinks_head: sinks.filter(|sinks| sinks.per_head).map_or(0, |sinks| sinks.count as u32),
+            ..RowParams::default()
+        },
+    )?;
     let vectors = Layout::dense(rows, dims.q_heads, dims.value_dim);
     let copy = Copy {
         from: Side { buffer: &acc.buffer, layout: vectors, bytes: 4 },
-        into: Side { buffer: &outputs.out.buffer, layout: vectors, bytes: storage.bytes() },
+        into: Side { buffer: &outputs.out.buffer, layout: vectors, bytes: tile.storage.bytes() },
         batches: dims.batch as u64,
         rows: rows as u64,
         heads: dims.q_heads as u64,
         dim: dims.value_dim as u64,
-        copying: rounding(*storage, true),
+        mode: rounding(tile.storage, true),
         factor: 1.0,
-        factors: Some(Side { buffer: &running.buffer, layout: Layout::dense(rows, dims.q_heads, 4), bytes: 4 }),
+        factors: Some(Side {
+            buffer: &softmax_statistics.buffer,
+            layout: Layout::dense(rows, dims.q_heads, 4),
+            bytes: 4,
+        }),
     };
-    copy.launch(gpu, &mut job)?;
-    job.submit()
+    copy.launch(gpu, &mut commands)?;
+    commands.submit()
+}
+
+/// Rounds and writes the gradients.
+pub(crate) fn write_gradients(
+    pass: WgpuBackward<'_>,
+    dkv: &GpuBuffer,
+    into: &Gradients<'_, WgpuSpace>,
+) -> Result<()> {
+    let WgpuBackward { kernels, state, inputs } = pass;
+    let RankKernels { gpu, shard, tile, arena, .. } = kernels;
+    let BackwardState { dq, statistics, bias } = state;
+    check_tensors(
+        gpu,
+        [
+            ("dq", Some(&*into.dq)),
+            ("dk", Some(&*into.dk)),
+            ("dv", Some(&*into.dv)),
+            ("dbias", into.dbias.as_deref()),
+            ("dsoftmax_aux", into.dsinks.as_deref()),
+        ],
+    )?;
+    let (spec, dims, bytes) = (&shard.spec, shard.spec.dims, tile.storage.bytes());
+    let (queries, keys) = (shard.queries.len(), shard.keys.len());
+    let mut commands = Commands::new(gpu, arena);
+    let vectors = Layout::dense(queries, dims.q_heads, dims.head_dim);
+    let copy = Copy {
+        from: Side { buffer: &dq.buffer, layout: vectors, bytes: 4 },
+        into: Side { buffer: &into.dq.buffer, layout: vectors, bytes },
+        batches: dims.batch as u64,
+        rows: queries as u64,
+        heads: dims.q_heads as u64,
+        dim: dims.head_dim as u64,
+        mode: rounding(tile.storage, false),
+        factor: spec.scale as f32,
+        factors: None,
+    };
+    copy.launch(gpu, &mut commands)?;
+    let record = spec.gradient_row_layout();
+    for (field, tensor, dim) in [(0, &into.dk, dims.head_dim), (1, &into.dv, dims.value_dim)] {
+        let copy = Copy {
+            from: Side {
+                buffer: &dkv.buffer,
+                layout: Layout::records(&record, field, 4),
+                bytes: 4,
+            },
+            into: Side {
+                buffer: &tensor.buffer,
+                layout: Layout::dense(keys, dims.kv_heads, dim),
+                bytes,
+            },
+            rows: keys as u64,
+            heads: dims.kv_heads as u64,
+            dim: dim as u64,
+            factor: 1.0,
+            ..copy
+        };
+        copy.launch(gpu, &mut commands)?;
+    }
+    if let (Some(shape), Some(sums), Some(dbias)) = (spec.bias, bias, &into.dbias) {
+        let [batches, heads, of_queries, _] = shape;
+        let lines = (batches * heads) as u64;
+        if bias_axes(shape) == BiasAxes::Queries && of_queries == 1 {
+            let bindings =
+                vec![BoundResource::whole(&sums.buffer), BoundResource::whole(&dbias.buffer)];
+            commands.launch(Variant::BiasRows, lines, bindings, |grid_width| RowParams {
+                count: lines as u32,
+                grid_width,
+                all_rows: queries as u32,
+                ..RowParams::default()
+            })?;
+        } else {
+            let count = dbias.shape.iter().map(|&len| len as u64).product();
+            let linear = LinearCopy { from: 0, into: 0, count };
+            launch_linear(
+                gpu,
+                &mut commands,
+                &sums.buffer,
+                &dbias.buffer,
+                linear,
+                4,
+                CopyMode::Raw { half: false },
+            )?;
+        }
+    }
+    if let (Some(shape), Some(sinks), Some(dsinks)) =
+        (spec.sinks, inputs.forward.sinks, &into.dsinks)
+    {
+        let count = (shape.count * if shape.per_head { dims.q_heads } else { 1 }) as u64;
+        let bindings = vec![
+            BoundResource::whole(&statistics.buffer),
+            BoundResource::whole(&sinks.buffer),
+            BoundResource::whole(&dsinks.buffer),
+        ];
+        commands.launch(Variant::Sinks, count, bindings, |grid_width| RowParams {
+            count: count as u32,
+            grid_width,
+            all_rows: (dims.batch * queries) as u32,
+            heads: dims.q_heads as u32,
+            sinks: shape.count as u32,
+            sinks_head: u32::from(shape.per_head),
+            normalize: u32::from(spec.normalize),
+            ..RowParams::default()
+        })?;
+    }
+    commands.submit()
 }

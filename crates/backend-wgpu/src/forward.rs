@@ -1,53 +1,83 @@
-//! The forward pass: tiles of queries meet blocks of keys. The kernel is `kernels/forward.wgsl`.
+//! Forward pass, by query tiles. Kernel: `forward.wgsl`. Epilogue: `finish.rs`.
 
-use annulus_core::{Block, Inputs, Result, Tick, Visibility};
+use annulus_core::{Block, ForwardPass, Inputs, Outputs, Readers, Result, Tick, Visibility};
 
 use crate::{
-    device::Gpu,
-    launch::Job,
-    memory::WgpuSpace,
-    tiles::{Call, Kind, Operands, RowsOf},
-    workspace::{Workspace, bias, floats, records, tensor},
+    finish::write_outputs,
+    launch::Commands,
+    memory::{GpuBuffer, Queued, WgpuSpace, check_inputs},
+    operands::{bias, floats, records, tensor},
+    records::pack_kv,
+    tiles::{Operands, RowsOf, TileKernel, TilePass},
+    workspace::{ForwardState, RankKernels},
 };
 
-/// Every row has seen nothing.
-pub(crate) fn begin(gpu: &Gpu, workspace: &mut Workspace) -> Result<()> {
-    let mut job = Job::new(gpu, &mut workspace.arena);
-    job.clear(&workspace.running.buffer);
-    job.submit()
+/// A forward pass under way.
+pub struct WgpuForward<'p> {
+    pub(crate) kernels: &'p mut RankKernels,
+    pub(crate) state: &'p ForwardState,
+    pub(crate) inputs: Inputs<'p, WgpuSpace>,
 }
 
-/// Folds in one block.
-pub(crate) fn attend(
-    gpu: &Gpu,
-    workspace: &mut Workspace,
-    inputs: &Inputs<'_, WgpuSpace>,
-    block: &Block<'_, WgpuSpace>,
-    tick: Tick<'_>,
-) -> Result<()> {
-    let Workspace { local, tile, storage, arena, sight, acc, running, .. } = workspace;
-    let (spec, rows, record) = (&local.spec, local.queries.len(), local.spec.kv_record());
-    let of_block = |field| Some(records(Some(&block.buffer.buffer), &record, field, storage.bytes(), RowsOf::Keys));
-    let call = Call {
-        gpu,
-        spec,
-        tile: *tile,
-        kind: Kind::Forward,
-        visibility: Visibility {
-            mask: spec.mask.as_ref(),
-            attention_mask: local.attention_mask.as_deref(),
-            queries: &local.queries,
-            keys: block.rows,
-        },
-        operands: Operands {
-            q: Some(tensor(inputs.q, RowsOf::Queries)),
-            k: of_block(0),
-            v: of_block(1),
-            statistics: Some(floats(&running.buffer, rows, spec.dims.q_heads, 4)),
-            sums: Some(floats(&acc.buffer, rows, spec.dims.q_heads, spec.dims.value_dim)),
-            bias: spec.bias.zip(inputs.bias).map(|(shape, tensor)| bias(Some(&tensor.buffer), shape, rows)),
-            ..Operands::default()
-        },
-    };
-    call.run(arena, sight, tick)
+impl<'p> WgpuForward<'p> {
+    /// Sets the softmax statistics to those of no key. The kernels then ignore the accumulator, so
+    /// it is not cleared.
+    pub(crate) fn start(
+        kernels: &'p mut RankKernels,
+        state: &'p ForwardState,
+        inputs: Inputs<'p, WgpuSpace>,
+    ) -> Result<Self> {
+        check_inputs(&kernels.gpu, &inputs)?;
+        let mut commands = Commands::new(&kernels.gpu, &mut kernels.arena);
+        commands.clear(&state.softmax_statistics.buffer);
+        commands.submit()?;
+        Ok(Self { kernels, state, inputs })
+    }
+}
+
+impl ForwardPass<WgpuSpace> for WgpuForward<'_> {
+    /// Packs for either kind of readers: the kernels read keys and values from one binding, so not
+    /// from two tensors.
+    fn local_kv(&mut self, into: &mut GpuBuffer, _: Readers) -> Result<Queued> {
+        pack_kv(self.kernels, &self.inputs, into)
+    }
+
+    fn attend(&mut self, kv: &Block<'_, WgpuSpace>, tick: Tick<'_>) -> Result<()> {
+        let Self { kernels, state, inputs } = self;
+        let RankKernels { gpu, shard, tile, arena, block_mask } = &mut **kernels;
+        let ForwardState { acc, softmax_statistics } = state;
+        let (spec, rows, record) = (&shard.spec, shard.queries.len(), shard.spec.kv_row_layout());
+        let bytes = tile.storage.bytes();
+        let of_block =
+            |field| Some(records(Some(&kv.buffer.buffer), &record, field, bytes, RowsOf::Keys));
+        let pass = TilePass {
+            gpu,
+            spec,
+            tile: *tile,
+            kind: TileKernel::Forward,
+            visibility: Visibility {
+                mask: spec.mask.as_ref(),
+                attention_mask: shard.attention_mask.as_deref(),
+                queries: &shard.queries,
+                keys: kv.rows,
+            },
+            operands: Operands {
+                q: Some(tensor(inputs.q, RowsOf::Queries)),
+                k: of_block(0),
+                v: of_block(1),
+                statistics: Some(floats(&softmax_statistics.buffer, rows, spec.dims.q_heads, 4)),
+                acc: Some(floats(&acc.buffer, rows, spec.dims.q_heads, spec.dims.value_dim)),
+                bias: spec
+                    .bias
+                    .zip(inputs.bias)
+                    .map(|(shape, tensor)| bias(Some(&tensor.buffer), shape, rows)),
+                ..Operands::default()
+            },
+        };
+        pass.run(arena, block_mask, tick).map(drop)
+    }
+
+    fn finish(self, outputs: &mut Outputs<'_, WgpuSpace>) -> Result<()> {
+        write_outputs(self, outputs)
+    }
 }

@@ -1,39 +1,43 @@
-//! How much of a device the kernels use.
+//! Device features that the kernels use.
 
 use annulus_core::{Error, Result};
 use wgpu::{CooperativeMatrixProperties, CooperativeScalarType, Features};
 
-/// What of a device the kernels over tiles use.
+/// Device features that the tile kernels use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Level {
-    /// Rows of a tile are compared and summed up through workgroup memory: any device.
+    /// Row reductions through workgroup memory: any device.
     Plain,
-    /// By shuffles within a subgroup: devices whose subgroups have at least 8 invocations. Only where it is asked for, or a record shows it to be faster.
+    /// Row reductions by subgroup shuffles: devices with subgroups of at least 8. Used on request,
+    /// or if a record shows that it is faster.
     Subgroup,
-    /// Besides, 16-bit products on cooperative matrices (an experimental feature of wgpu): logits, dout·v, and weights times values or dout of f16
-    /// inputs, with sums in f32; what is not that is computed as at [`Level::Subgroup`]. Only where it is asked for, or a record shows it to be faster.
+    /// Also cooperative matrices (experimental in wgpu) for f16 inputs: QKᵀ, dO·Vᵀ, P·V and Pᵀ·dO,
+    /// with f32 accumulators. Everything else as at [`Level::Subgroup`]. Used on request, or if a
+    /// record shows that it is faster.
     Matrix,
 }
 
 impl Level {
-    /// From the lowest to the highest.
+    /// All levels, lowest first.
     pub const ALL: [Self; 3] = [Self::Plain, Self::Subgroup, Self::Matrix];
 
-    /// The environment variable that names a level, where the caller asks for none.
+    /// Environment variable that names the level, if the caller requests none.
     pub const VARIABLE: &'static str = "ANNULUS_WGPU_LEVEL";
 
-    /// The level that [`Level::VARIABLE`] names, if it is set.
+    /// Reads the level from [`Level::VARIABLE`]; `None` if it is not set.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if it names none.
+    /// [`Error::InvalidArgument`] if its value names no level.
     pub fn forced() -> Result<Option<Self>> {
         let Some(value) = std::env::var_os(Self::VARIABLE) else { return Ok(None) };
         let named = Self::ALL.into_iter().find(|level| value == level.name());
         let names = Self::ALL.map(Self::name).join(", ");
-        named.map(Some).ok_or_else(|| Error::invalid(Self::VARIABLE, value.display(), format!("one of {names}")))
+        named.map(Some).ok_or_else(|| {
+            Error::invalid(Self::VARIABLE, value.display(), format!("one of {names}"))
+        })
     }
 
-    /// Its name.
+    /// Name in [`Level::VARIABLE`] and in messages.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Plain => "plain",
@@ -42,8 +46,12 @@ impl Level {
         }
     }
 
-    /// What a device with these features, subgroups and matrices can run, from the lowest to the highest.
-    pub(crate) fn of_device(features: Features, smallest_subgroup: u32, matrices: Option<Matrices>) -> Vec<Self> {
+    /// Lists the levels that a device with these properties can run, lowest first.
+    pub(crate) fn of_device(
+        features: Features,
+        smallest_subgroup: u32,
+        matrices: Option<Matrices>,
+    ) -> Vec<Self> {
         let shuffles = features.contains(Features::SUBGROUP) && smallest_subgroup >= 8;
         let multiplies = shuffles && features.contains(Matrices::FEATURES) && matrices.is_some();
         let runs = |level: &Self| match level {
@@ -55,7 +63,7 @@ impl Level {
     }
 }
 
-/// Rows and columns of the cooperative matrices that a device multiplies: f16 times f16, added to f32.
+/// Size of the cooperative matrices: f16 × f16 accumulated in f32, square.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Matrices {
     Eight,
@@ -63,25 +71,37 @@ pub(crate) enum Matrices {
 }
 
 impl Matrices {
-    /// What kernels with cooperative matrices take.
-    pub(crate) const FEATURES: Features = Features::SUBGROUP.union(Features::SHADER_F16).union(Features::EXPERIMENTAL_COOPERATIVE_MATRIX);
+    /// wgpu features that kernels with cooperative matrices require.
+    pub(crate) const FEATURES: Features = Features::SUBGROUP
+        .union(Features::SHADER_F16)
+        .union(Features::EXPERIMENTAL_COOPERATIVE_MATRIX);
 
-    /// The largest that a device offers, which has subgroups of `smallest` to `largest` invocations.
+    /// Selects the largest matrices that a device offers, given its range of subgroup sizes.
     ///
-    /// A workgroup of 64 is whole subgroups of any of these sizes, and a tile has at least one matrix for each of them.
-    pub(crate) fn of_device(offered: &[CooperativeMatrixProperties], smallest: u32, largest: u32) -> Option<Self> {
+    /// A workgroup of 64 consists of whole subgroups of any of these sizes, and a tile has at least
+    /// one matrix per subgroup.
+    pub(crate) fn of_device(
+        offered: &[CooperativeMatrixProperties],
+        smallest: u32,
+        largest: u32,
+    ) -> Option<Self> {
         let fits = |matrices: &Self| {
             let size = matrices.size();
-            let shape = |offer: &CooperativeMatrixProperties| [offer.m_size, offer.n_size, offer.k_size] == [size; 3];
-            let types = |offer: &CooperativeMatrixProperties| {
-                (offer.ab_type, offer.cr_type) == (CooperativeScalarType::F16, CooperativeScalarType::F32)
+            let shape = |offer: &CooperativeMatrixProperties| {
+                [offer.m_size, offer.n_size, offer.k_size] == [size; 3]
             };
-            smallest >= size && largest <= 64 && offered.iter().any(|offer| shape(offer) && types(offer))
+            let types = |offer: &CooperativeMatrixProperties| {
+                (offer.ab_type, offer.cr_type)
+                    == (CooperativeScalarType::F16, CooperativeScalarType::F32)
+            };
+            smallest >= size
+                && largest <= 64
+                && offered.iter().any(|offer| shape(offer) && types(offer))
         };
         [Self::Sixteen, Self::Eight].into_iter().find(fits)
     }
 
-    /// Rows, which are as many as the columns.
+    /// Rows, equal to columns.
     pub(crate) const fn size(self) -> u32 {
         match self {
             Self::Eight => 8,
@@ -96,11 +116,18 @@ mod tests {
 
     fn offer(size: u32, cr_type: CooperativeScalarType) -> CooperativeMatrixProperties {
         let ab_type = CooperativeScalarType::F16;
-        CooperativeMatrixProperties { m_size: size, n_size: size, k_size: size, ab_type, cr_type, saturating_accumulation: false }
+        CooperativeMatrixProperties {
+            m_size: size,
+            n_size: size,
+            k_size: size,
+            ab_type,
+            cr_type,
+            saturating_accumulation: false,
+        }
     }
 
     #[test]
-    fn matrices_are_chosen_that_a_tile_has_enough_of() {
+    fn matrices_are_chosen_by_size_type_and_subgroup() {
         let (f16, f32) = (CooperativeScalarType::F16, CooperativeScalarType::F32);
         let both = [offer(8, f32), offer(16, f32)];
         assert_eq!(Matrices::of_device(&both, 32, 32), Some(Matrices::Sixteen));
@@ -108,7 +135,14 @@ mod tests {
         assert_eq!(Matrices::of_device(&both, 4, 32), None);
         assert_eq!(Matrices::of_device(&both, 64, 128), None);
         assert_eq!(Matrices::of_device(&[offer(16, f16)], 32, 32), None);
-        assert_eq!(Matrices::of_device(&[CooperativeMatrixProperties { n_size: 8, ..offer(16, f32) }], 32, 32), None);
+        assert_eq!(
+            Matrices::of_device(
+                &[CooperativeMatrixProperties { n_size: 8, ..offer(16, f32) }],
+                32,
+                32
+            ),
+            None
+        );
     }
 
     #[test]
@@ -116,6 +150,9 @@ mod tests {
         assert_eq!(Level::of_device(Matrices::FEATURES, 8, Some(Matrices::Eight)), Level::ALL);
         assert_eq!(Level::of_device(Features::empty(), 32, None), [Level::Plain]);
         assert_eq!(Level::of_device(Matrices::FEATURES, 4, None), [Level::Plain]);
-        assert_eq!(Level::of_device(Features::SUBGROUP, 8, Some(Matrices::Eight)), [Level::Plain, Level::Subgroup]);
+        assert_eq!(
+            Level::of_device(Features::SUBGROUP, 8, Some(Matrices::Eight)),
+            [Level::Plain, Level::Subgroup]
+        );
     }
 }

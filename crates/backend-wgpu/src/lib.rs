@@ -1,50 +1,57 @@
-//! Tiled attention for any GPU that Vulkan, Metal or DX12 reaches: the [`annulus_core::Backend`] whose device is a [`wgpu::Device`].
+//! Tiled exact attention on any GPU with Vulkan, Metal or DX12: an [`annulus_core::Backend`] on a
+//! [`wgpu::Device`].
 //!
-//! Read it in this order:
-//!
-//! | what | file |
+//! | role | file |
 //! |---|---|
-//! | the seam, call by call | `backend.rs` |
-//! | forward: tiles, and the end of a row | `forward.rs`, `finish.rs` |
-//! | backward: beginning and end, dq and dbias, dk and dv | `backward.rs`, `backward_queries.rs`, `backward_keys.rs` |
-//! | tiles of any pass: cut into parts, told who sees whom, queued | `tiles.rs`, `parts.rs`, `sight.rs` |
-//! | memory: workspace, records, copies between layouts, tensors | `workspace.rs`, `records.rs`, `copy.rs`, `memory.rs` |
-//! | the same for tensors and blocks in host memory | `hosted.rs`, `rooms.rs` |
-//! | to and from the host, for [`annulus_comm::Staged`] | `staged.rs`, `staging.rs` |
-//! | machine: adapters, device, queue, errors, time | `adapter.rs`, `device.rs`, `launch.rs`, `fault.rs`, `stopwatch.rs` |
-//! | how much of it is used: levels, which is chosen, whether matrices are multiplied rightly | `level.rs`, `choice.rs`, `probe.rs` |
-//! | the kernels themselves, in WGSL | `kernels/` |
+//! | [`annulus_core::Backend`], [`annulus_core::Workspace`] | `backend.rs`, `workspace.rs` |
+//! | forward pass: tiles | `forward.rs` |
+//! | backward pass: prologue; dQ and dbias | `backward.rs`; `backward_queries.rs` |
+//! | backward pass: dK and dV | `backward_keys.rs` |
+//! | epilogues of both | `finish.rs` |
+//! | tile kernels: launch, chunks, block-sparse mask | `tiles.rs`, `chunks.rs`, `block_mask.rs` |
+//! | operands, wire records, strided copies | `operands.rs`, `records.rs`, `copy.rs` |
+//! | device memory: [`annulus_core::DeviceSpace`] | `memory.rs` |
+//! | copies from and to the host: [`annulus_core::StagedSpace`] | `staged.rs`, `staging.rs` |
+//! | adapters, device, command batches | `adapter.rs`, `device.rs`, `launch.rs` |
+//! | errors, timing | `errors.rs`, `stopwatch.rs` |
+//! | levels, default level, check of cooperative matrices | `level.rs`, `choice.rs`, `probe.rs` |
+//! | kernels in WGSL | `kernels/` |
 //!
-//! The design in five lines. Everything but what travels stays in device memory from the first block to the last. The host looks at the mask, a
-//! tile of 32 × 32 pairs at a time, and tells the kernels which tiles there are and, where not all pairs of one are visible, which; so a kernel knows no
-//! mask. A workgroup owns what it writes, so no number is added up by atomics and the bits repeat. Backward is two kernels, one owning
-//! queries and one owning keys; logits are one chain of multiply-adds in all of them. Whether a row has seen anything is a number beside its
-//! running maximum, never a special maximum: shaders may assume that no number is infinite. For the same reason a NaN that is *seen* shows in its
-//! row on the devices that were tried, but no device promises it; one that is *hidden* is never multiplied, on cooperative matrices no more than elsewhere.
+//! # Design
+//! * Blocks, accumulators, softmax statistics and dQ stay in device memory across the ring; only
+//!   what the ring sends leaves it, for tensors in host memory ([`Wgpu::on_host`]), too.
+//! * The host evaluates the mask per tile of 32 × 32 pairs and passes a block-sparse mask to the
+//!   kernels, so kernels contain no mask logic.
+//! * A workgroup owns its outputs: no atomic additions, so results are bitwise reproducible.
+//!   Backward is two kernels, one owning query tiles and one owning key tiles. A score is the same
+//!   chain of multiply-adds in all kernels.
+//! * Shaders may assume that no number is infinite. So whether a row has attended to any key is a
+//!   flag beside its maximum, not a maximum of −∞. For the same reason a NaN of a visible pair
+//!   reaches its row on the devices tried, but no device guarantees it. A masked NaN is never
+//!   multiplied, with cooperative matrices either.
 //!
-//! All work goes to one queue in order, so an event is nothing but the promise of having been queued ([`Queued`]).
+//! All work goes to one queue, in order, so an event carries no state ([`Queued`]).
 
 mod adapter;
 mod backend;
 mod backward;
 mod backward_keys;
 mod backward_queries;
+mod block_mask;
 mod choice;
+mod chunks;
 mod copy;
 mod device;
-mod fault;
+mod errors;
 mod finish;
 mod forward;
-mod hosted;
 mod kernels;
 mod launch;
 mod level;
 mod memory;
-mod parts;
+mod operands;
 mod probe;
 mod records;
-mod rooms;
-mod sight;
 mod staged;
 mod staging;
 mod stopwatch;
@@ -53,11 +60,13 @@ mod workspace;
 
 pub use adapter::Adapter;
 pub use backend::Wgpu;
+pub use backward::WgpuBackward;
 pub use device::{Gpu, Options, PATIENCE};
-pub use hosted::{Hosted, HostedWorkspace};
+pub use forward::WgpuForward;
 pub use level::Level;
 pub use memory::{GpuBuffer, Queued, Tensor, WgpuSpace};
 pub use staged::{Copier, Download, Upload};
+pub use staging::Transfers;
 pub use stopwatch::Stopwatch;
 pub use wgpu;
-pub use workspace::Workspace;
+pub use workspace::WgpuWorkspace;

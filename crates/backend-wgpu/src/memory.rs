@@ -1,11 +1,13 @@
-//! The memory space: blocks, tensors and events of one device.
+//! Memory space of a device: buffers, tensors, events.
 
-use annulus_core::{DType, Element, Error, Result, Space};
+use annulus_core::{
+    DType, DeviceSpace, Element, Error, HostView, HostViewMut, Inputs, Result, Space,
+};
 use half::{bf16, f16};
-use ndarray::{Array4, ArrayView4};
+use ndarray::{Array4, ArrayView4, ArrayViewMut4};
 use wgpu::BufferUsages;
 
-use crate::{device::Gpu, fault::fault};
+use crate::device::Gpu;
 
 /// Memory of a [`Gpu`].
 #[derive(Debug, Clone, Copy)]
@@ -21,6 +23,10 @@ impl Space for WgpuSpace {
         buffer.bytes
     }
 
+    fn reborrow<'short>(view: &'short &Tensor) -> &'short Tensor {
+        view
+    }
+
     fn describe(view: &&Tensor) -> (DType, [usize; 4]) {
         (view.dtype, view.shape)
     }
@@ -30,11 +36,50 @@ impl Space for WgpuSpace {
     }
 }
 
-/// "After all work that was queued so far." A device has one queue, which keeps its order: whoever reads later, reads what was written.
+impl DeviceSpace for WgpuSpace {
+    type Tensor = Tensor;
+    type Context = Gpu;
+
+    /// The tensor is zero: wgpu initializes every buffer.
+    fn tensor(gpu: &Gpu, dtype: DType, shape: [usize; 4]) -> Result<Tensor> {
+        Tensor::zeros(gpu, shape, dtype)
+    }
+
+    fn upload(gpu: &Gpu, from: HostView<'_>, into: &mut Tensor) -> Result<()> {
+        into.check_matches(gpu, (from.dtype(), from.shape()))?;
+        match from {
+            HostView::F64(_) => Err(Error::unsupported("f64", "wgpu")),
+            HostView::F32(from) => into.fill(from),
+            HostView::Bf16(from) => into.fill(from),
+            HostView::F16(from) => into.fill(from),
+        }
+    }
+
+    fn download(gpu: &Gpu, from: &Tensor, into: &mut HostViewMut<'_>) -> Result<()> {
+        from.check_matches(gpu, (into.dtype(), into.shape()))?;
+        match into {
+            HostViewMut::F64(_) => Err(Error::unsupported("f64", "wgpu")),
+            HostViewMut::F32(into) => from.read_into(into),
+            HostViewMut::Bf16(into) => from.read_into(into),
+            HostViewMut::F16(into) => from.read_into(into),
+        }
+    }
+
+    fn view(tensor: &Tensor) -> &Tensor {
+        tensor
+    }
+
+    fn view_mut(tensor: &mut Tensor) -> &mut Tensor {
+        tensor
+    }
+}
+
+/// Event without state: a device has one queue, which runs in order, so later work always reads
+/// what earlier work wrote.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Queued;
 
-/// Plan-owned bytes of a device. A clone co-owns them.
+/// Device memory owned by a plan. A clone shares the same bytes.
 #[derive(Debug, Clone)]
 pub struct GpuBuffer {
     gpu: Gpu,
@@ -42,15 +87,16 @@ pub struct GpuBuffer {
     bytes: u64,
 }
 
-/// What plan-owned memory is used for.
-pub(crate) const USAGE: BufferUsages = BufferUsages::STORAGE.union(BufferUsages::COPY_SRC).union(BufferUsages::COPY_DST);
+/// Usages of plan-owned buffers.
+pub(crate) const USAGE: BufferUsages =
+    BufferUsages::STORAGE.union(BufferUsages::COPY_SRC).union(BufferUsages::COPY_DST);
 
 impl GpuBuffer {
     pub(crate) fn new(gpu: &Gpu, label: &str, bytes: u64) -> Result<Self> {
         Ok(Self { gpu: gpu.clone(), buffer: gpu.create_buffer(label, bytes, USAGE)?, bytes })
     }
 
-    /// Whether it is memory of this device.
+    /// Checks that the buffer belongs to this device.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`].
@@ -59,14 +105,18 @@ impl GpuBuffer {
     }
 }
 
-/// Memory of one device for another, which may be the same one opened a second time.
+/// Error for memory of another device, or of the same adapter opened a second time.
 fn elsewhere(argument: &str, has: &Gpu, wants: &Gpu) -> Error {
     let what = |gpu: &Gpu| format!("memory of {}", gpu.name());
-    let want = if has.name() == wants.name() { "memory of the plan's own opening of that device".to_owned() } else { what(wants) };
+    let want = if has.name() == wants.name() {
+        "memory of the plan's own opening of that device".to_owned()
+    } else {
+        what(wants)
+    };
     Error::invalid(argument, what(has), want)
 }
 
-/// A dense tensor in a device's memory, the last axis fastest.
+/// A dense tensor in device memory, last axis contiguous.
 #[derive(Debug)]
 pub struct Tensor {
     gpu: Gpu,
@@ -76,7 +126,7 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// A tensor of zeros.
+    /// Allocates a tensor of zeros.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::Device`], [`Error::Unsupported`] for f64.
@@ -85,31 +135,40 @@ impl Tensor {
             return Err(Error::unsupported("f64", "wgpu"));
         }
         let bytes = shape.iter().map(|&len| len as u64).product::<u64>() * dtype.bytes() as u64;
-        // wgpu hands out memory that is zero
+        // wgpu zero-initializes buffers
         let buffer = gpu.create_buffer("tensor", bytes, USAGE)?;
         Ok(Self { gpu: gpu.clone(), buffer, dtype, shape })
     }
 
-    /// Uses memory that the caller has on the device: a dense tensor from the start of `buffer`, which has the usages storage, copy source
-    /// and copy target. It must be memory of `gpu`'s own device: that alone cannot be asked of a buffer.
+    /// Wraps a caller's buffer: a dense tensor from its start, with the usages storage, copy source
+    /// and copy target. The buffer must belong to `gpu`'s device, which cannot be checked.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if the buffer is too small or lacks a usage, [`Error::Unsupported`] for f64.
+    /// [`Error::InvalidArgument`] if the buffer is too small or lacks a usage,
+    /// [`Error::Unsupported`] for f64.
     pub fn adopt(gpu: &Gpu, buffer: wgpu::Buffer, shape: [usize; 4], dtype: DType) -> Result<Self> {
         if dtype == DType::F64 {
             return Err(Error::unsupported("f64", "wgpu"));
         }
         let bytes = shape.iter().map(|&len| len as u64).product::<u64>() * dtype.bytes() as u64;
         if buffer.size() < bytes.max(4).next_multiple_of(4) {
-            return Err(Error::invalid("buffer", format!("{} bytes", buffer.size()), format!("{bytes}, in whole words")));
+            return Err(Error::invalid(
+                "buffer",
+                format!("{} bytes", buffer.size()),
+                format!("{bytes}, in whole words"),
+            ));
         }
         if !buffer.usage().contains(USAGE) {
-            return Err(Error::invalid("buffer", format!("{:?}", buffer.usage()), format!("{USAGE:?}")));
+            return Err(Error::invalid(
+                "buffer",
+                format!("{:?}", buffer.usage()),
+                format!("{USAGE:?}"),
+            ));
         }
         Ok(Self { gpu: gpu.clone(), buffer, dtype, shape })
     }
 
-    /// Copies a host tensor to the device.
+    /// Uploads a host tensor.
     ///
     /// # Errors
     /// As [`Tensor::zeros`].
@@ -119,14 +178,17 @@ impl Tensor {
         Ok(new)
     }
 
-    /// Copies a host tensor of the same shape and type over this one, after all work that was queued before.
+    /// Uploads a host tensor of the same shape and type into this one, after all work queued so
+    /// far.
     pub(crate) fn fill<T: Element>(&self, tensor: ArrayView4<'_, T>) -> Result<()> {
         let dense = tensor.as_standard_layout();
-        let elements = dense.as_slice().ok_or_else(|| fault("a tensor that is not dense"))?;
+        let elements = dense
+            .as_slice()
+            .ok_or_else(|| Error::internal("a dense copy of a tensor is not contiguous"))?;
         self.write(bytemuck::cast_slice(elements))
     }
 
-    /// Rounds numbers to `dtype` and copies them to the device.
+    /// Rounds numbers to `dtype` and uploads them.
     ///
     /// # Errors
     /// As [`Tensor::zeros`].
@@ -139,20 +201,37 @@ impl Tensor {
         }
     }
 
-    /// Copies the tensor to the host, after all work that was queued before.
+    /// Downloads the tensor, after all work queued so far.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if it has another element type, [`Error::Device`].
+    /// [`Error::InvalidArgument`] if the element type differs, [`Error::Device`].
     pub fn download<T: Element>(&self) -> Result<Array4<T>> {
         if T::DTYPE != self.dtype {
             return Err(Error::invalid("dtype", T::DTYPE, self.dtype));
         }
-        let bytes = self.gpu.read(&self.buffer, self.bytes())?;
-        let elements = bytemuck::pod_collect_to_vec::<u8, T>(&bytes);
-        Array4::from_shape_vec(self.shape, elements).map_err(fault)
+        let elements = self.gpu.read(&self.buffer, self.bytes(), |bytes| {
+            Ok(bytemuck::pod_collect_to_vec::<u8, T>(bytes))
+        })?;
+        Array4::from_shape_vec(self.shape, elements).map_err(Error::internal)
     }
 
-    /// Copies the tensor to the host and widens it.
+    /// Downloads the tensor into a host tensor of the same type and shape.
+    fn read_into<T: Element>(&self, into: &mut ArrayViewMut4<'_, T>) -> Result<()> {
+        self.gpu.read(&self.buffer, self.bytes(), |bytes| {
+            match into.as_slice_mut() {
+                Some(elements) => bytemuck::cast_slice_mut(elements).copy_from_slice(bytes),
+                None => {
+                    let elements = bytes.chunks_exact(size_of::<T>());
+                    for (into, bytes) in into.iter_mut().zip(elements) {
+                        *into = bytemuck::pod_read_unaligned(bytes);
+                    }
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// Downloads the tensor and widens it to f64.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -165,12 +244,26 @@ impl Tensor {
         }
     }
 
-    /// Whether it is in the memory of this device.
+    /// Checks that the tensor belongs to this device.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] naming `argument`.
     pub(crate) fn check_on(&self, gpu: &Gpu, argument: &str) -> Result<()> {
         if self.gpu.is(gpu) { Ok(()) } else { Err(elsewhere(argument, &self.gpu, gpu)) }
+    }
+
+    /// Checks that the tensor belongs to this device and has the type and shape of a host tensor.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`].
+    fn check_matches(&self, gpu: &Gpu, host: (DType, [usize; 4])) -> Result<()> {
+        self.check_on(gpu, "tensor")?;
+        let device = (self.dtype, self.shape);
+        if device == host {
+            return Ok(());
+        }
+        let describe = |(dtype, shape): (DType, [usize; 4])| format!("{shape:?} of {dtype}");
+        Err(Error::invalid("tensor", describe(host), describe(device)))
     }
 
     fn bytes(&self) -> u64 {
@@ -184,4 +277,31 @@ impl Tensor {
         let size = (bytes.len() as u64).next_multiple_of(4);
         self.gpu.write(&self.buffer, bytes, &[(0..size, 0)])
     }
+}
+
+/// Checks that all tensors belong to this device.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] naming the first that does not.
+pub(crate) fn check_tensors<'a>(
+    gpu: &Gpu,
+    tensors: impl IntoIterator<Item = (&'a str, Option<&'a Tensor>)>,
+) -> Result<()> {
+    tensors
+        .into_iter()
+        .try_for_each(|(name, tensor)| tensor.map_or(Ok(()), |tensor| tensor.check_on(gpu, name)))
+}
+
+/// As [`check_tensors`], of the inputs of a forward pass.
+pub(crate) fn check_inputs(gpu: &Gpu, inputs: &Inputs<'_, WgpuSpace>) -> Result<()> {
+    check_tensors(
+        gpu,
+        [
+            ("query", Some(inputs.q)),
+            ("key", Some(inputs.k)),
+            ("value", Some(inputs.v)),
+            ("bias", inputs.bias),
+            ("softmax_aux", inputs.sinks),
+        ],
+    )
 }

@@ -1,5 +1,6 @@
-//! A known product of matrices, computed before a device may compute at [`crate::Level::Matrix`]: neither wgpu's translation nor drivers have proved
-//! themselves here on all hardware, and 16 × 16 could not be run anywhere when this was written. The kernel is `kernels/matrix_probe.wgsl`.
+//! Checks cooperative matrices on a known product before a device is used at
+//! [`crate::Level::Matrix`]: neither wgpu's translation nor the drivers are proven on all hardware,
+//! and no device with 16 × 16 matrices was at hand. Kernel: `matrix_probe.wgsl`.
 
 use annulus_core::{Error, Result};
 
@@ -7,19 +8,19 @@ use crate::{
     Gpu,
     kernels::{
         Variant,
-        matrices::{PROBE_NUMBERS, probe_result},
-        numbers::ProbeNumbers,
+        matrices::{PROBE_RESULTS, probe_result},
+        params::ProbeParams,
     },
-    launch::{Arena, Bound, Job},
+    launch::{Arena, BoundResource, Commands},
     level::Matrices,
     memory::USAGE,
 };
 
-/// Factors that no mistake of an order leaves the same.
-const NUMBERS: ProbeNumbers = ProbeNumbers { left_step: 7, right_step: 5 };
+/// Steps for which every error of order or transposition changes the result.
+const PARAMS: ProbeParams = ProbeParams { left_step: 7, right_step: 5 };
 
 impl Gpu {
-    /// Multiplies on the device, in every way in which the kernels do.
+    /// Computes the products on the device in every way in which the kernels do.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if a product is wrong.
@@ -27,27 +28,36 @@ impl Gpu {
         self.probe_as(matrices, |_| {})
     }
 
-    /// `spoil` changes what the device has computed.
+    /// As [`Gpu::probe`]; `spoil` changes the computed products, for tests.
     fn probe_as(&self, matrices: Matrices, spoil: impl FnOnce(&mut [f32])) -> Result<()> {
         let mut arena = Arena::default();
-        let bytes = 4 * PROBE_NUMBERS as u64;
+        let bytes = 4 * PROBE_RESULTS as u64;
         let result = self.create_buffer("probe", bytes, USAGE)?;
-        let mut job = Job::new(self, &mut arena);
-        job.launch(Variant::MatrixProbe(matrices), 1, vec![Bound::whole(&result)], |_| NUMBERS)?;
-        job.submit()?;
-        let mut products = bytemuck::pod_collect_to_vec::<u8, f32>(&self.read(&result, bytes)?);
+        let mut commands = Commands::new(self, &mut arena);
+        commands.launch(
+            Variant::MatrixProbe(matrices),
+            1,
+            vec![BoundResource::whole(&result)],
+            |_| PARAMS,
+        )?;
+        commands.submit()?;
+        let mut products =
+            self.read(&result, bytes, |bytes| Ok(bytemuck::pod_collect_to_vec::<u8, f32>(bytes)))?;
         spoil(&mut products);
         judge(&products, matrices, self.name())
     }
 }
 
-/// Refuses a device that has computed `products`, unless all of them are right.
+/// Refuses a device unless all products are right.
 fn judge(products: &[f32], matrices: Matrices, device: &str) -> Result<()> {
-    if products == probe_result(&NUMBERS) {
+    if products == probe_result(&PARAMS) {
         return Ok(());
     }
     let size = matrices.size();
-    Err(Error::unsupported(format!("wgpu level matrix, for its products of {size} × {size} matrices are wrong,"), device))
+    Err(Error::unsupported(
+        format!("wgpu level matrix (wrong products of {size} × {size} matrices)"),
+        device,
+    ))
 }
 
 #[cfg(test)]
@@ -57,32 +67,37 @@ mod tests {
 
     fn refuses(products: &[f32]) -> bool {
         [Matrices::Eight, Matrices::Sixteen].into_iter().all(|matrices| {
-            let told = judge(products, matrices, "a device");
-            matches!(told, Err(Error::Unsupported { what, by }) if what.contains(&format!("{0} × {0}", matrices.size())) && by == "a device")
+            let refusal = judge(products, matrices, "a device");
+            matches!(refusal, Err(Error::Unsupported { what, by }) if what.contains(&format!("{0} × {0}", matrices.size())) && by == "a device")
         })
     }
 
-    /// 32 × 32 numbers, row by row.
+    /// 32 × 32 numbers in row order.
     type Square = Vec<f32>;
 
     fn transposed(of: &Square) -> Square {
         (0..1024).map(|at| of[32 * (at % 32) + at / 32]).collect()
     }
 
-    /// 1 + left·right, with sums only up to `most`.
+    /// 1 + left·right, with sums over the first `most` elements only.
     fn product(left: &Square, right: &Square, most: usize) -> Square {
-        let sum = |row: usize, column: usize| (0..most).map(|k| left[32 * row + k] * right[32 * k + column]).sum::<f32>();
+        let sum = |row: usize, column: usize| {
+            (0..most).map(|k| left[32 * row + k] * right[32 * k + column]).sum::<f32>()
+        };
         (0..1024).map(|at| 1.0 + sum(at / 32, at % 32)).collect()
     }
 
     #[test]
     fn devices_that_multiply_wrongly_are_refused() {
-        let factor = |step: u32, most: u32| -> Square { (0..1024).map(|at| (at * step % most) as f32).collect() };
-        let (left, right) = (factor(NUMBERS.left_step, 17), factor(NUMBERS.right_step, 13));
+        let factor = |step: u32, most: u32| -> Square {
+            (0..1024).map(|at| (at * step % most) as f32).collect()
+        };
+        let (left, right) = (factor(PARAMS.left_step, 17), factor(PARAMS.right_step, 13));
         let both = |rows: &Square, columns: &Square| [rows.clone(), columns.clone()].concat();
-        let (by_rows, by_columns) = (product(&left, &right, 32), product(&left, &transposed(&right), 32));
+        let (by_rows, by_columns) =
+            (product(&left, &right, 32), product(&left, &transposed(&right), 32));
         assert_eq!(judge(&both(&by_rows, &by_columns), Matrices::Sixteen, "a device"), Ok(()));
-        // either way of loading the right factor, and each alone
+        // both ways of loading the right operand, and each alone
         for (n, wrong) in [
             product(&transposed(&left), &right, 32),
             product(&left, &transposed(&right), 32),
@@ -98,12 +113,18 @@ mod tests {
         {
             assert!(refuses(&both(&wrong, &by_columns)), "{n}");
         }
-        for (n, wrong) in
-            [by_rows.clone(), transposed(&by_columns), product(&left, &transposed(&right), 16), vec![1.0; 1024]].into_iter().enumerate()
+        for (n, wrong) in [
+            by_rows.clone(),
+            transposed(&by_columns),
+            product(&left, &transposed(&right), 16),
+            vec![1.0; 1024],
+        ]
+        .into_iter()
+        .enumerate()
         {
             assert!(refuses(&both(&by_rows, &wrong)), "{n}");
         }
-        // one number of one matrix
+        // a single wrong element
         for at in [0, 17, 1023, 1024, 2047] {
             let mut products = both(&by_rows, &by_columns);
             products[at] += 1.0;
@@ -113,11 +134,13 @@ mod tests {
     }
 
     #[test]
-    fn a_device_whose_product_is_spoilt_is_refused() {
+    fn a_device_with_a_wrong_product_is_refused() {
         let options = Options { level: Some(Level::Matrix), ..Options::default() };
-        let can = Gpu::list().first().is_some_and(|adapter| adapter.levels.contains(&Level::Matrix));
+        let can =
+            Gpu::list().first().is_some_and(|adapter| adapter.levels.contains(&Level::Matrix));
         if !can {
-            let required = std::env::var("ANNULUS_REQUIRE").is_ok_and(|words| words.split(',').any(|word| word == "matrix"));
+            let required = std::env::var("ANNULUS_REQUIRE")
+                .is_ok_and(|words| words.split(',').any(|word| word == "matrix"));
             assert!(!required, "ANNULUS_REQUIRE has matrix, and the first adapter has none");
             eprintln!("NOT RUN: no cooperative matrices");
             return;
@@ -125,7 +148,9 @@ mod tests {
         let gpu = Gpu::open(&options).unwrap();
         let matrices = gpu.matrices().unwrap();
         assert_eq!(gpu.probe(matrices), Ok(()));
-        let told = gpu.probe_as(matrices, |products| products[5] = 0.0);
-        assert!(matches!(told, Err(Error::Unsupported { what, .. }) if what.contains("are wrong")));
+        let refusal = gpu.probe_as(matrices, |products| products[5] = 0.0);
+        assert!(
+            matches!(refusal, Err(Error::Unsupported { what, .. }) if what.contains("wrong products"))
+        );
     }
 }

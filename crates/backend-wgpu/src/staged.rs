@@ -1,49 +1,49 @@
-//! How [`annulus_comm::Staged`] reaches a device: copies that are started, then polled.
+//! Copies of blocks from and to host memory for host transports: started, then polled.
 
 use std::ops::Range;
 
-use annulus_comm::StagedSpace;
-use annulus_core::{Arrived, HostBuffer, Result, index};
+use annulus_core::{Arrived, Error, HostBuffer, Result, StagedSpace, index};
 
 use crate::{
-    copy::{Line, copy_raw},
+    copy::{LinearCopy, copy_raw},
     device::Gpu,
-    fault::fault,
     launch::Arena,
     memory::{GpuBuffer, Queued, USAGE, WgpuSpace},
-    staging::Coming,
+    staging::PendingRead,
 };
 
-/// What it takes to copy: the device, and scratch of its own.
+/// Device and scratch memory for copies.
 #[derive(Debug)]
 pub struct Copier {
     gpu: Gpu,
     arena: Arena,
-    /// What comes in elements of 2 bytes, before a kernel puts it in place; used again by every upload: the queue keeps its order.
+    /// Target of uploads of unaligned ranges, before a kernel scatters them. Reused by every
+    /// upload, because the queue runs in order.
     unaligned: Option<wgpu::Buffer>,
 }
 
 impl Copier {
-    /// For the memory of `gpu`.
+    /// Copies to and from memory of `gpu`.
     pub fn new(gpu: Gpu) -> Self {
         Self { gpu, arena: Arena::default(), unaligned: None }
     }
 
-    /// Device memory of at least `bytes` bytes.
+    /// Returns scratch memory of at least `bytes` bytes.
     fn unaligned(&mut self, bytes: u64) -> Result<wgpu::Buffer> {
         if let Some(buffer) = self.unaligned.as_ref().filter(|buffer| buffer.size() >= bytes) {
             return Ok(buffer.clone());
         }
-        let buffer = self.gpu.create_buffer("unaligned upload", bytes.next_power_of_two(), USAGE)?;
+        let buffer =
+            self.gpu.create_buffer("unaligned upload", bytes.next_power_of_two(), USAGE)?;
         Ok(self.unaligned.insert(buffer).clone())
     }
 }
 
-/// A copy to the host under way.
+/// A copy to the host in progress.
 #[derive(Debug)]
 pub struct Download {
-    coming: Coming,
-    /// What is wanted of each range that was copied: ranges are widened to whole words.
+    coming: PendingRead,
+    /// Requested bytes within the copied ones, which are extended to whole words.
     wanted: Vec<Range<usize>>,
     into: Option<HostBuffer>,
 }
@@ -59,9 +59,16 @@ impl StagedSpace for WgpuSpace {
     type Download = Download;
     type Upload = Upload;
 
-    fn download(copier: &mut Copier, from: &GpuBuffer, _: &Queued, ranges: &[Range<u64>], into: HostBuffer) -> Result<Download> {
+    fn download(
+        copier: &mut Copier,
+        from: &GpuBuffer,
+        _: &Queued,
+        ranges: &[Range<u64>],
+        into: HostBuffer,
+    ) -> Result<Download> {
         from.check_on(&copier.gpu)?;
-        let (mut words, mut wanted, mut at) = (Vec::with_capacity(ranges.len()), Vec::with_capacity(ranges.len()), 0);
+        let (mut words, mut wanted, mut at) =
+            (Vec::with_capacity(ranges.len()), Vec::with_capacity(ranges.len()), 0);
         for range in ranges.iter().filter(|range| !range.is_empty()) {
             let whole = range.start / 4 * 4..range.end.next_multiple_of(4);
             let first = at + index(range.start - whole.start);
@@ -69,48 +76,66 @@ impl StagedSpace for WgpuSpace {
             at += index(whole.end - whole.start);
             words.push(whole);
         }
-        Ok(Download { coming: copier.gpu.fetch(&from.buffer, &words)?, wanted, into: Some(into) })
+        Ok(Download {
+            coming: copier.gpu.start_read(&from.buffer, &words)?,
+            wanted,
+            into: Some(into),
+        })
     }
 
     fn downloaded(copier: &mut Copier, copy: &mut Download) -> Result<Option<HostBuffer>> {
-        let Some(into) = copy.into.as_mut() else { return Err(fault("a download was asked for twice")) };
+        let Some(into) = copy.into.as_mut() else {
+            return Err(Error::internal("a download was collected twice"));
+        };
         let wanted = &copy.wanted;
-        let came = copier.gpu.came(&copy.coming, |bytes| {
-            let mut rest = into.bytes_mut().ok_or_else(|| fault("a staging buffer that is shared"))?;
+        let try_read = copier.gpu.try_read(&copy.coming, |bytes| {
+            let mut rest =
+                into.bytes_mut().ok_or_else(|| Error::internal("a staging buffer is shared"))?;
             for range in wanted {
-                let (part, after) = rest.split_at_mut_checked(range.len()).ok_or_else(|| fault("a staging buffer that is too small"))?;
+                let (part, after) = rest
+                    .split_at_mut_checked(range.len())
+                    .ok_or_else(|| Error::internal("a staging buffer is too small"))?;
                 part.copy_from_slice(&bytes[range.clone()]);
                 rest = after;
             }
             Ok(())
         })?;
-        Ok(came.and_then(|()| copy.into.take()))
+        Ok(try_read.and_then(|()| copy.into.take()))
     }
 
-    fn upload(copier: &mut Copier, from: HostBuffer, into: GpuBuffer, ranges: &[Range<u64>]) -> Result<Upload> {
+    fn upload(
+        copier: &mut Copier,
+        from: HostBuffer,
+        into: GpuBuffer,
+        ranges: &[Range<u64>],
+    ) -> Result<Upload> {
         into.check_on(&copier.gpu)?;
         let total: u64 = ranges.iter().map(|range| range.end - range.start).sum();
-        let bytes = from.bytes().get(..index(total)).ok_or_else(|| fault("a staging buffer that is too small"))?;
+        let bytes = from
+            .bytes()
+            .get(..index(total))
+            .ok_or_else(|| Error::internal("a staging buffer is too small"))?;
         let aligned = ranges.iter().all(|range| range.start % 4 == 0 && range.end % 4 == 0);
         if total == 0 {
         } else if aligned {
             let mut at = 0;
-            let place = |range: &Range<u64>| {
+            let copy_of = |range: &Range<u64>| {
                 let part = at..at + (range.end - range.start);
                 at = part.end;
                 (part, range.start)
             };
-            let places: Vec<_> = ranges.iter().filter(|range| !range.is_empty()).map(place).collect();
-            copier.gpu.write(&into.buffer, bytes, &places)?;
+            let copies: Vec<_> =
+                ranges.iter().filter(|range| !range.is_empty()).map(copy_of).collect();
+            copier.gpu.write(&into.buffer, bytes, &copies)?;
         } else {
-            // elements of 2 bytes share words at the ends of ranges: a kernel puts them in place
+            // 2-byte elements share words at the ends of ranges: a kernel scatters them
             let staged = copier.unaligned(total.next_multiple_of(4))?;
             copier.gpu.write(&staged, bytes, &[(0..total.next_multiple_of(4), 0)])?;
             let mut lines = Vec::with_capacity(ranges.len());
             let mut at = 0;
             for range in ranges {
                 let count = (range.end - range.start) / 2;
-                lines.push(Line { from: at, into: range.start / 2, count });
+                lines.push(LinearCopy { from: at, into: range.start / 2, count });
                 at += count;
             }
             copy_raw(&copier.gpu, &mut copier.arena, &staged, &into.buffer, &lines)?;
@@ -119,8 +144,9 @@ impl StagedSpace for WgpuSpace {
     }
 
     fn uploaded(_: &mut Copier, copy: &mut Upload) -> Result<Option<(HostBuffer, Arrived<Self>)>> {
-        // the bytes were taken over when the copy was queued, and the queue keeps its order
-        let (from, buffer) = copy.sides.take().ok_or_else(|| fault("an upload was asked for twice"))?;
+        // the bytes were copied when the upload was queued, and the queue runs in order
+        let (from, buffer) =
+            copy.sides.take().ok_or_else(|| Error::internal("an upload was collected twice"))?;
         Ok(Some((from, Arrived { buffer, ready: Queued })))
     }
 }
@@ -130,10 +156,11 @@ mod tests {
     use super::*;
     use crate::{Options, staging::pooled};
 
-    /// A device, or nothing where there is none.
+    /// A device, or `None` if there is none.
     fn gpu() -> Option<Gpu> {
         if Gpu::list().is_empty() {
-            let required = std::env::var("ANNULUS_REQUIRE").is_ok_and(|words| words.split(',').any(|word| word == "wgpu"));
+            let required = std::env::var("ANNULUS_REQUIRE")
+                .is_ok_and(|words| words.split(',').any(|word| word == "wgpu"));
             assert!(!required, "ANNULUS_REQUIRE has wgpu, and there is no adapter");
             eprintln!("NOT RUN: no Vulkan, Metal or DX12 adapter");
             return None;
@@ -150,7 +177,9 @@ mod tests {
 
     fn downloaded(copier: &mut Copier, from: &GpuBuffer, ranges: &[Range<u64>]) -> Vec<u8> {
         let bytes = ranges.iter().map(|range| range.end - range.start).sum();
-        let mut copy = WgpuSpace::download(copier, from, &Queued, ranges, HostBuffer::zeroed(bytes).unwrap()).unwrap();
+        let mut copy =
+            WgpuSpace::download(copier, from, &Queued, ranges, HostBuffer::zeroed(bytes).unwrap())
+                .unwrap();
         let start = std::time::Instant::now();
         loop {
             if let Some(buffer) = WgpuSpace::downloaded(copier, &mut copy).unwrap() {
@@ -161,9 +190,10 @@ mod tests {
         }
     }
 
-    /// What a ring does step by step, in whole words and in halves of them: the bytes come back, and after the first steps no buffer is made.
+    /// Like ring steps, aligned and unaligned: bytes return unchanged, and after the first steps no
+    /// buffer is created.
     #[test]
-    fn what_is_staged_passes_through_the_same_buffers_again_and_again() {
+    fn staging_reuses_its_buffers() {
         let Some(gpu) = gpu() else { return };
         let mut copier = Copier::new(gpu.clone());
         let into = GpuBuffer::new(&gpu, "block", 1000).unwrap();
@@ -173,14 +203,20 @@ mod tests {
             let ranges = ways[index(step % 2)];
             let total: u64 = ranges.iter().map(|range| range.end - range.start).sum();
             let bytes = (0..total).map(|at| (at * 7 + step) as u8);
-            let mut upload = WgpuSpace::upload(&mut copier, host(bytes.clone()), into.clone(), ranges).unwrap();
+            let mut upload =
+                WgpuSpace::upload(&mut copier, host(bytes.clone()), into.clone(), ranges).unwrap();
             assert!(WgpuSpace::uploaded(&mut copier, &mut upload).unwrap().is_some());
             assert!(downloaded(&mut copier, &into, ranges).into_iter().eq(bytes), "step {step}");
             gpu.synchronize().unwrap();
             buffers.push(pooled(&gpu));
             scratch.extend(copier.unaligned.clone());
         }
-        assert!(buffers[4].0 >= 1 && buffers[4].1 >= 1 && buffers[4..].iter().all(|now| *now == buffers[4]), "{buffers:?}");
+        assert!(
+            buffers[4].0 >= 1
+                && buffers[4].1 >= 1
+                && buffers[4..].iter().all(|now| *now == buffers[4]),
+            "{buffers:?}"
+        );
         assert!(scratch.iter().all(|buffer| *buffer == scratch[0]));
     }
 }

@@ -1,40 +1,42 @@
-//! Kernels over tiles: told who sees whom, part by part, and queued. `parts.rs` cuts the parts.
+//! Launches of the tile kernels, chunk by chunk (`chunks.rs`), each with its block-sparse mask.
+
+use std::ops::ControlFlow;
 
 use annulus_core::{BiasOrder, DType, DropoutMask, Result, Spec, Tick, Visibility};
 
 use crate::{
     Level,
+    block_mask::{BlockMask, Owner, WorkChunk},
+    chunks::{ProblemSize, element_span, first_element},
     copy::Layout,
     device::Gpu,
-    kernels::{BiasAxes, Storage, TILE, TileVariant, Variant, numbers::TileNumbers},
-    launch::{Arena, Bound, Job, Stretch},
-    parts::{Sides, first_element, union},
-    sight::{Owner, Part, Sight},
+    kernels::{BiasAxes, Storage, TILE, TileVariant, Variant, params::TileParams},
+    launch::{Arena, BoundResource, Commands, ElementRange},
 };
 
 /// A tensor of vectors that a kernel reads or writes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Operand<'a> {
-    /// `None` while only its size matters.
+    /// `None` if only the size matters.
     pub(crate) buffer: Option<&'a wgpu::Buffer>,
     pub(crate) layout: Layout,
-    /// Elements of a vector.
+    /// Elements per vector.
     pub(crate) dim: usize,
-    /// Bytes of an element.
+    /// Bytes per element.
     pub(crate) bytes: u64,
     pub(crate) rows: RowsOf,
 }
 
-/// Whose rows, and which heads, an operand has.
+/// Rows and heads of an operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum RowsOf {
-    /// Queries; the part's query heads.
+    /// Query rows; query heads of the chunk.
     Queries,
-    /// Keys; all key heads.
+    /// Key rows; all KV heads.
     Keys,
 }
 
-/// What a kernel works on. Operands in one list share a binding.
+/// Operands of a tile kernel.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Operands<'a> {
     pub(crate) q: Option<Operand<'a>>,
@@ -42,29 +44,29 @@ pub(crate) struct Operands<'a> {
     pub(crate) v: Option<Operand<'a>>,
     pub(crate) dout: Option<Operand<'a>>,
     pub(crate) statistics: Option<Operand<'a>>,
-    /// acc, dq, or dk.
-    pub(crate) sums: Option<Operand<'a>>,
-    /// dv.
-    pub(crate) more: Option<Operand<'a>>,
+    /// Accumulator of O, dQ or dK.
+    pub(crate) acc: Option<Operand<'a>>,
+    /// Accumulator of dV.
+    pub(crate) dv: Option<Operand<'a>>,
     pub(crate) bias: Option<Operand<'a>>,
-    /// Of the bias.
-    pub(crate) gradient: Option<Operand<'a>>,
+    /// Gradient of the bias.
+    pub(crate) dbias: Option<Operand<'a>>,
 }
 
-/// Which kernel.
+/// Tile kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum TileKernel {
     Forward,
     Queries,
-    /// `travelling`: the queries are records. `add`: to what is there.
+    /// `from_records`: the queries are wire records. `add`: accumulate instead of overwrite.
     Keys {
-        travelling: bool,
+        from_records: bool,
         add: bool,
     },
     Bias(BiasAxes),
 }
 
-impl Kind {
+impl TileKernel {
     pub(crate) const fn owner(self) -> Owner {
         match self {
             Self::Forward | Self::Queries => Owner::Queries,
@@ -76,20 +78,24 @@ impl Kind {
         }
     }
 
-    /// The kernel; those that do the same are one.
+    /// Selects the kernel variant.
     fn variant(self, tile: TileVariant) -> Variant {
-        // only forward compares and sums up rows
+        // only forward reduces over rows, so the others are the same at every level
         let alike = TileVariant { level: Level::Plain, ..tile };
         match self {
             Self::Forward => Variant::Forward(tile),
             Self::Queries => Variant::BackwardQueries(alike),
-            Self::Keys { travelling, .. } => Variant::BackwardKeys(alike, travelling && tile.storage != Storage::F32),
-            Self::Bias(axes) => Variant::BackwardBias(TileVariant { matrices: None, ..alike }, axes),
+            Self::Keys { from_records, .. } => {
+                Variant::BackwardKeys(alike, from_records && tile.storage != Storage::F32)
+            }
+            Self::Bias(axes) => {
+                Variant::BackwardBias(TileVariant { matrices: None, ..alike }, axes)
+            }
         }
     }
 }
 
-/// Places within bindings.
+/// Offsets of operands within their bindings.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Bases {
     q: u32,
@@ -97,176 +103,241 @@ pub(crate) struct Bases {
     v: u32,
     dout: u32,
     statistics: u32,
-    sums: u32,
-    more: u32,
+    acc: u32,
+    dv: u32,
     bias: u32,
-    gradient: u32,
+    dbias: u32,
 }
 
-/// One binding: operands in the same buffer, and where their places go.
-pub(crate) type Group<'a> = (Vec<Operand<'a>>, Vec<fn(&mut Bases) -> &mut u32>);
+/// Operands that share one binding, and the offsets to set for each.
+pub(crate) type BindingGroup<'a> = (Vec<Operand<'a>>, Vec<fn(&mut Bases) -> &mut u32>);
 
 impl<'a> Operands<'a> {
-    /// The bindings of a kernel after its lists, in order; an empty one is bound to nothing.
-    pub(crate) fn groups(&self, kind: Kind) -> Vec<Group<'a>> {
-        fn one<'a>(operand: &Option<Operand<'a>>, base: fn(&mut Bases) -> &mut u32) -> Group<'a> {
+    /// Returns the bindings after the block mask, in order; an empty one is unused.
+    pub(crate) fn groups(&self, kind: TileKernel) -> Vec<BindingGroup<'a>> {
+        fn one<'a>(
+            operand: &Option<Operand<'a>>,
+            base: fn(&mut Bases) -> &mut u32,
+        ) -> BindingGroup<'a> {
             operand.map_or_else(|| (Vec::new(), Vec::new()), |operand| (vec![operand], vec![base]))
         }
-        fn pair<'a>((mut first, mut bases): Group<'a>, (second, more): Group<'a>) -> Group<'a> {
+        fn pair<'a>(
+            (mut first, mut bases): BindingGroup<'a>,
+            (second, dv): BindingGroup<'a>,
+        ) -> BindingGroup<'a> {
             first.extend(second);
-            bases.extend(more);
+            bases.extend(dv);
             (first, bases)
         }
         let q = one(&self.q, |bases| &mut bases.q);
         let (k, v) = (one(&self.k, |bases| &mut bases.k), one(&self.v, |bases| &mut bases.v));
         let bias = one(&self.bias, |bases| &mut bases.bias);
-        let sums = one(&self.sums, |bases| &mut bases.sums);
+        let acc = one(&self.acc, |bases| &mut bases.acc);
         let statistics = one(&self.statistics, |bases| &mut bases.statistics);
         let dout = one(&self.dout, |bases| &mut bases.dout);
         match kind {
-            Kind::Forward => vec![q, pair(k, v), bias, sums, statistics],
-            Kind::Queries => vec![q, pair(k, v), bias, sums, statistics, dout],
-            Kind::Keys { .. } => vec![q, k, v, bias, pair(sums, one(&self.more, |bases| &mut bases.more)), statistics, dout],
-            Kind::Bias(_) => vec![q, pair(k, v), bias, one(&self.gradient, |bases| &mut bases.gradient), statistics, dout],
+            TileKernel::Forward => vec![q, pair(k, v), bias, acc, statistics],
+            TileKernel::Queries => vec![q, pair(k, v), bias, acc, statistics, dout],
+            TileKernel::Keys { .. } => vec![
+                q,
+                k,
+                v,
+                bias,
+                pair(acc, one(&self.dv, |bases| &mut bases.dv)),
+                statistics,
+                dout,
+            ],
+            TileKernel::Bias(_) => vec![
+                q,
+                pair(k, v),
+                bias,
+                one(&self.dbias, |bases| &mut bases.dbias),
+                statistics,
+                dout,
+            ],
         }
     }
 }
 
-/// What all parts of a call share.
-pub(crate) struct Call<'a> {
+/// One pass of a tile kernel over all visible pairs.
+pub(crate) struct TilePass<'a> {
     pub(crate) gpu: &'a Gpu,
     pub(crate) spec: &'a Spec,
     pub(crate) tile: TileVariant,
-    pub(crate) kind: Kind,
+    pub(crate) kind: TileKernel,
     pub(crate) visibility: Visibility<'a>,
     pub(crate) operands: Operands<'a>,
 }
 
-impl Call<'_> {
-    /// Queues the kernel over all pairs that see each other.
-    pub(crate) fn run(&self, arena: &mut Arena, sight: &mut Sight, tick: Tick<'_>) -> Result<()> {
+impl TilePass<'_> {
+    /// Queues the kernel for all visible tiles. Returns `Break` if the tick did.
+    pub(crate) fn run(
+        &self,
+        arena: &mut Arena,
+        block_mask: &mut BlockMask,
+        tick: Tick<'_>,
+    ) -> Result<ControlFlow<()>> {
         let function = self.spec.bias_function.is_some();
-        let sides = Sides {
+        let size = ProblemSize {
             queries: self.visibility.queries.len(),
             keys: self.visibility.keys.len(),
             per_batch: self.visibility.per_batch() || function,
             per_head: self.visibility.per_head() || function,
         };
-        let keys = sides.keys;
-        let parts = self.operands.cut(self.gpu, self.spec, self.kind, sides)?;
-        // dk and dv of keys that no query sees are written too
-        let writes_anyway = matches!(self.kind, Kind::Keys { add: false, .. });
-        if parts.is_empty() && writes_anyway && keys > 0 {
-            return self.write_zeros(arena);
+        let keys = size.keys;
+        let chunks = self.operands.cut(self.gpu, self.spec, self.kind, size)?;
+        // dK and dV of keys that no query attends to are written, too
+        let writes_anyway = matches!(self.kind, TileKernel::Keys { add: false, .. });
+        if chunks.is_empty() && writes_anyway && keys > 0 {
+            self.write_zeros(arena)?;
         }
-        for part in parts {
+        for chunk in chunks {
             if tick().is_break() {
-                return Ok(());
+                return Ok(ControlFlow::Break(()));
             }
-            sight.look(self.spec, &self.visibility, &part, self.kind.owner())?;
-            // what an earlier part wrote is added to
-            if sight.is_empty && !(writes_anyway && self.begins_key_heads(&part)) {
+            block_mask.rebuild(self.spec, &self.visibility, &chunk, self.kind.owner())?;
+            // a later chunk adds to what an earlier one wrote
+            if block_mask.is_empty && !(writes_anyway && self.begins_key_heads(&chunk)) {
                 continue;
             }
             let add = match self.kind {
-                Kind::Keys { add, .. } => add || !self.begins_key_heads(&part),
+                TileKernel::Keys { add, .. } => add || !self.begins_key_heads(&chunk),
                 _ => false,
             };
-            let mut job = Job::new(self.gpu, arena);
-            self.launch(&mut job, sight, &part, add)?;
-            job.submit()?;
+            let mut commands = Commands::new(self.gpu, arena);
+            self.launch(&mut commands, block_mask, &chunk, add)?;
+            commands.submit()?;
         }
-        Ok(())
+        Ok(ControlFlow::Continue(()))
     }
 
-    /// Whether the part is the first to write its key heads.
-    const fn begins_key_heads(&self, part: &Part) -> bool {
-        part.queries.0 == 0 && part.heads.0.is_multiple_of(self.spec.dims.group())
+    /// Returns true if the chunk is the first to write its KV heads.
+    const fn begins_key_heads(&self, chunk: &WorkChunk) -> bool {
+        chunk.queries.0 == 0 && chunk.heads.0.is_multiple_of(self.spec.dims.group())
     }
 
-    /// There are no queries: gradients are 0.
+    /// Writes zero gradients, for an empty set of queries.
     fn write_zeros(&self, arena: &mut Arena) -> Result<()> {
-        let mut job = Job::new(self.gpu, arena);
-        self.operands.sums.and_then(|sums| sums.buffer).into_iter().for_each(|buffer| job.clear(buffer));
-        job.submit()
+        let mut commands = Commands::new(self.gpu, arena);
+        self.operands
+            .acc
+            .and_then(|acc| acc.buffer)
+            .into_iter()
+            .for_each(|buffer| commands.clear(buffer));
+        commands.submit()
     }
 
-    fn launch(&self, job: &mut Job<'_>, sight: &Sight, part: &Part, add: bool) -> Result<()> {
+    fn launch(
+        &self,
+        commands: &mut Commands<'_>,
+        block_mask: &BlockMask,
+        chunk: &WorkChunk,
+        add: bool,
+    ) -> Result<()> {
         let mut bases = Bases::default();
-        let mut bindings = vec![job.data(&sight.words)];
-        for (operands, places) in self.operands.groups(self.kind) {
-            let Some((first, buffer)) = operands.first().and_then(|first| first.buffer.map(|buffer| (first, buffer))) else {
-                bindings.push(Bound::Nothing);
+        let mut bindings = vec![commands.data(&block_mask.words)];
+        for (operands, offsets) in self.operands.groups(self.kind) {
+            let Some((first, buffer)) =
+                operands.first().and_then(|first| first.buffer.map(|buffer| (first, buffer)))
+            else {
+                bindings.push(BoundResource::Unused);
                 continue;
             };
-            let (start, end) = union(&operands, part, self.spec);
-            let (bound, base) = Stretch { first: start, count: end - start, bytes: first.bytes }.bind(self.gpu, buffer)?;
+            let (start, end) = element_span(&operands, chunk, self.spec);
+            let (bound, base) =
+                ElementRange { first: start, count: end - start, bytes: first.bytes }
+                    .bind(self.gpu, buffer)?;
             bindings.push(bound);
-            for (operand, place) in operands.iter().zip(places) {
-                *place(&mut bases) = base + (first_element(operand, part) - start) as u32;
+            for (operand, offset) in operands.iter().zip(offsets) {
+                *offset(&mut bases) = base + (first_element(operand, chunk) - start) as u32;
             }
         }
         let owned = match self.kind.owner() {
-            Owner::Queries => part.queries.1,
-            Owner::Keys => part.keys.1,
+            Owner::Queries => chunk.queries.1,
+            Owner::Keys => chunk.keys.1,
         };
         let tiles = owned.div_ceil(TILE) as u64;
         let dims = &self.spec.dims;
         let group = dims.group();
-        let key_heads = (part.heads.0 / group, (part.heads.0 + part.heads.1).div_ceil(group) - part.heads.0 / group);
-        let one_for_all = |axis: usize, count: usize| if self.spec.bias.is_some_and(|shape| shape[axis] == 1) { 1 } else { count as u64 };
-        let (bias_batches, bias_heads) = (one_for_all(0, part.batches.1), one_for_all(1, part.heads.1));
+        let kv_heads = (
+            chunk.heads.0 / group,
+            (chunk.heads.0 + chunk.heads.1).div_ceil(group) - chunk.heads.0 / group,
+        );
+        let one_for_all = |axis: usize, count: usize| {
+            if self.spec.bias.is_some_and(|shape| shape[axis] == 1) { 1 } else { count as u64 }
+        };
+        let (bias_batches, bias_heads) =
+            (one_for_all(0, chunk.batches.1), one_for_all(1, chunk.heads.1));
         let groups = tiles
             * match self.kind {
-                Kind::Forward | Kind::Queries => (part.batches.1 * part.heads.1) as u64,
-                Kind::Keys { .. } => (part.batches.1 * key_heads.1) as u64,
-                Kind::Bias(_) => bias_batches * bias_heads,
+                TileKernel::Forward | TileKernel::Queries => {
+                    (chunk.batches.1 * chunk.heads.1) as u64
+                }
+                TileKernel::Keys { .. } => (chunk.batches.1 * kv_heads.1) as u64,
+                TileKernel::Bias(_) => bias_batches * bias_heads,
             };
-        let shape = Shape { tiles: tiles as u32, groups: groups as u32, key_heads, bias_heads: bias_heads as u32, add };
-        job.launch(self.kind.variant(self.tile), groups, bindings, |grid_width| self.numbers(sight, part, &bases, &shape, grid_width))
+        let shape = GridShape {
+            tiles: tiles as u32,
+            groups: groups as u32,
+            kv_heads,
+            bias_heads: bias_heads as u32,
+            add,
+        };
+        commands.launch(self.kind.variant(self.tile), groups, bindings, |grid_width| {
+            self.params(block_mask, chunk, &bases, &shape, grid_width)
+        })
     }
 
-    fn numbers(&self, sight: &Sight, part: &Part, bases: &Bases, shape: &Shape, grid_width: u32) -> TileNumbers {
+    fn params(
+        &self,
+        block_mask: &BlockMask,
+        chunk: &WorkChunk,
+        bases: &Bases,
+        shape: &GridShape,
+        grid_width: u32,
+    ) -> TileParams {
         let (spec, dims) = (self.spec, &self.spec.dims);
-        let layout = |operand: &Option<Operand<'_>>| operand.map_or_else(Layout::default, |operand| operand.layout);
+        let layout = |operand: &Option<Operand<'_>>| {
+            operand.map_or_else(Layout::default, |operand| operand.layout)
+        };
         let operands = &self.operands;
-        let [q, k, v, dout, statistics, sums, more, bias, gradient] = [
+        let [q, k, v, dout, statistics, acc, dv, bias, dbias] = [
             &operands.q,
             &operands.k,
             &operands.v,
             &operands.dout,
             &operands.statistics,
-            &operands.sums,
-            &operands.more,
+            &operands.acc,
+            &operands.dv,
             &operands.bias,
-            &operands.gradient,
+            &operands.dbias,
         ]
         .map(layout);
         let dropout = spec.dropout.map(DropoutMask::new);
-        TileNumbers {
-            batch_first: part.batches.0 as u32,
-            batches: part.batches.1 as u32,
-            head_first: part.heads.0 as u32,
-            heads: part.heads.1 as u32,
-            key_head_first: shape.key_heads.0 as u32,
-            key_heads: shape.key_heads.1 as u32,
-            heads_a_key: dims.group() as u32,
-            all_heads: dims.q_heads as u32,
-            queries: part.queries.1 as u32,
-            keys: part.keys.1 as u32,
+        TileParams {
+            batch_first: chunk.batches.0 as u32,
+            batches: chunk.batches.1 as u32,
+            head_first: chunk.heads.0 as u32,
+            heads: chunk.heads.1 as u32,
+            kv_head_first: shape.kv_heads.0 as u32,
+            kv_heads: shape.kv_heads.1 as u32,
+            group_heads: dims.group() as u32,
+            q_heads: dims.q_heads as u32,
+            queries: chunk.queries.1 as u32,
+            keys: chunk.keys.1 as u32,
             head_dim: dims.head_dim as u32,
             value_dim: dims.value_dim as u32,
             tiles: shape.tiles,
             groups: shape.groups,
             grid_width,
             lists: 0,
-            runs: sight.runs,
-            bits: sight.bits,
-            query_rows: sight.query_rows,
-            key_rows: sight.key_rows,
-            function_at: sight.function_at,
-            plane_batch: sight.plane_batch,
-            plane_head: sight.plane_head,
+            runs: block_mask.runs,
+            bits: block_mask.bits,
+            query_rows: block_mask.query_rows,
+            key_rows: block_mask.key_rows,
+            function_at: block_mask.function_at,
+            plane_batch: block_mask.plane_batch,
+            plane_head: block_mask.plane_head,
             q_base: bases.q,
             q_row: q.row as u32,
             q_batch: q.batch as u32,
@@ -287,23 +358,23 @@ impl Call<'_> {
             statistics_row: statistics.row as u32,
             statistics_batch: statistics.batch as u32,
             statistics_head: statistics.head as u32,
-            sums_base: bases.sums,
-            sums_row: sums.row as u32,
-            sums_batch: sums.batch as u32,
-            sums_head: sums.head as u32,
-            more_base: bases.more,
-            more_batch: more.batch as u32,
-            more_head: more.head as u32,
+            acc_base: bases.acc,
+            acc_row: acc.row as u32,
+            acc_batch: acc.batch as u32,
+            acc_head: acc.head as u32,
+            dv_base: bases.dv,
+            dv_batch: dv.batch as u32,
+            dv_head: dv.head as u32,
             bias_base: bases.bias,
             bias_row: bias.row as u32,
             bias_batch: bias.batch as u32,
             bias_head: bias.head as u32,
             bias_keys: spec.bias.map_or(1, |shape| shape[3]) as u32,
             bias_heads: shape.bias_heads,
-            gradient_base: bases.gradient,
-            gradient_row: gradient.row as u32,
-            gradient_batch: gradient.batch as u32,
-            gradient_head: gradient.head as u32,
+            dbias_base: bases.dbias,
+            dbias_row: dbias.row as u32,
+            dbias_batch: dbias.batch as u32,
+            dbias_head: dbias.head as u32,
             has_bias: u32::from(spec.bias.is_some()),
             bias_first: u32::from(spec.bias_order == BiasOrder::BeforeSoftCap),
             normalize: u32::from(spec.normalize),
@@ -323,11 +394,11 @@ impl Call<'_> {
     }
 }
 
-/// How the workgroups of one launch are dealt out.
-struct Shape {
+/// Distribution of the workgroups of one launch.
+struct GridShape {
     tiles: u32,
     groups: u32,
-    key_heads: (usize, usize),
+    kv_heads: (usize, usize),
     bias_heads: u32,
     add: bool,
 }

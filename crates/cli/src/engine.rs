@@ -54,7 +54,12 @@ impl Engine {
     /// # Errors
     /// [`Error::Unsupported`] naming what this build, or this machine, has; [`Failure::Usage`] if the environment names no instruction set or no level, or
     /// a device is chosen where there is nothing to choose.
-    pub(crate) fn open(name: BackendName, device: Option<usize>, transport: TransportName, patience: Duration) -> Outcome<Self> {
+    pub(crate) fn open(
+        name: BackendName,
+        device: Option<usize>,
+        transport: TransportName,
+        patience: Duration,
+    ) -> Outcome<Self> {
         #[cfg(not(feature = "cuda"))]
         let _: Duration = patience;
         if transport == TransportName::Nccl {
@@ -62,33 +67,67 @@ impl Engine {
                 return Err(transport.missing());
             }
             if name != BackendName::Cuda {
-                let by = format!("backend {}, whose blocks are in host memory; --backend cuda has it", of_flag(name));
+                let by = format!(
+                    "backend {}, whose blocks are in host memory; --backend cuda has it",
+                    of_flag(name)
+                );
                 return Err(Error::unsupported("transport nccl", by).into());
             }
         }
         match (name, device) {
-            (BackendName::Cpu, Some(device)) => {
-                Err(Failure::usage("--device", device, "nothing: the backend cpu has no devices to choose from"))
-            }
+            (BackendName::Cpu, Some(device)) => Err(Failure::usage(
+                "--device",
+                device,
+                "nothing: the backend cpu has no devices to choose from",
+            )),
             (BackendName::Cpu, None) => Isa::chosen().map(|_| Self::Cpu).map_err(Failure::of_flags),
             #[cfg(feature = "wgpu")]
             (BackendName::Wgpu, device) => {
-                let options = annulus_wgpu::Options { number: device.unwrap_or(0), ..annulus_wgpu::Options::default() };
-                Ok(Self::Wgpu(annulus_wgpu::Gpu::open(&options).map_err(Failure::of_flags)?))
+                let options = annulus_wgpu::Options {
+                    number: device.unwrap_or(0),
+                    ..annulus_wgpu::Options::default()
+                };
+                let opened = annulus_wgpu::Gpu::open(&options);
+                Ok(Self::Wgpu(opened.map_err(|error| Failure::of_flags(of_device(device, error)))?))
             }
             #[cfg(not(feature = "wgpu"))]
             (BackendName::Wgpu, _) => {
                 let with = "`cargo build --release -p annulus-cli --features wgpu` makes one that has wgpu";
-                Err(Error::unsupported("backend wgpu", format!("this build, which has: {}; {with}", backends())).into())
+                Err(Error::unsupported(
+                    "backend wgpu",
+                    format!("this build, which has: {}; {with}", backends()),
+                )
+                .into())
             }
             #[cfg(feature = "cuda")]
-            (BackendName::Cuda, device) => Ok(Self::Cuda(Gpus::open(device, transport, patience)?)),
+            (BackendName::Cuda, device) => match Gpus::open(device, transport, patience) {
+                Err(Failure::Library(error)) => Err(of_device(device, error).into()),
+                opened => opened.map(Self::Cuda),
+            },
             #[cfg(not(feature = "cuda"))]
             (BackendName::Cuda, _) => {
                 let with = "`cargo build --release -p annulus-cli --features cuda` makes one that has cuda";
-                Err(Error::unsupported("backend cuda", format!("this build, which has: {}; {with}", backends())).into())
+                Err(Error::unsupported(
+                    "backend cuda",
+                    format!("this build, which has: {}; {with}", backends()),
+                )
+                .into())
             }
         }
+    }
+}
+
+/// The error of opening a device, with the flag that names it.
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+fn of_device(device: Option<usize>, error: Error) -> Error {
+    match (device, error) {
+        (Some(device), Error::Unsupported { what, by }) => {
+            Error::Unsupported { what: format!("--device {device}: {what}"), by }
+        }
+        (Some(device), Error::InvalidArgument { argument, got, want }) => {
+            Error::InvalidArgument { argument: format!("--device {device}: {argument}"), got, want }
+        }
+        (_, error) => error,
     }
 }
 
@@ -117,14 +156,19 @@ macro_rules! with_backend {
     ($engine:expr, $threads:expr, $make:ident => $body:expr) => {
         match $engine {
             $crate::engine::Engine::Cpu => {
-                let $make =
-                    |endpoint: $crate::crew::Endpoint| Ok::<_, annulus_core::Error>((annulus::Cpu::new($threads)?, endpoint.of_host()));
+                let $make = |endpoint: $crate::crew::Endpoint| {
+                    Ok::<_, annulus_core::Error>((annulus::Cpu::new($threads)?, endpoint.of_host()))
+                };
                 $body
             }
             #[cfg(feature = "wgpu")]
             $crate::engine::Engine::Wgpu(gpu) => {
                 let $make = |endpoint: $crate::crew::Endpoint| {
-                    Ok::<_, annulus_core::Error>((annulus_wgpu::Hosted::new(gpu.clone()), endpoint.of_host()))
+                    let copier = annulus_wgpu::Copier::new(gpu.clone());
+                    let backend = annulus_wgpu::Wgpu::on_host(gpu.clone());
+                    let staged: $crate::engine::Wired<annulus_core::OnHost<annulus_wgpu::Wgpu>> =
+                        (backend, Box::new(annulus_comm::Staged::new(endpoint.of_host(), copier)));
+                    Ok::<_, annulus_core::Error>(staged)
                 };
                 $body
             }

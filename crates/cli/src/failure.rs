@@ -1,10 +1,22 @@
 //! How the command fails: one line on standard error, and an exit code.
 
-use std::{process::ExitCode, time::Duration};
+use std::{path::Path, process::ExitCode, time::Duration};
 
 use annulus_core::Error;
 
-use crate::{launcher::speaks, report::complain};
+pub(crate) use crate::message::one_line;
+use crate::{
+    launcher::speaks,
+    message::{self, fitted},
+    report::complain,
+};
+
+/// The most bytes of what an error quotes of each kind: what was given, and what is wrong with it.
+const MOST_QUOTED_BYTES: usize = 400;
+/// The most bytes of a sentence that another part of the program, the system or another rank wrote.
+const MOST_SENTENCE_BYTES: usize = 1000;
+/// The most bytes of an argument: a path and the name of a tensor.
+const MOST_ARGUMENT_BYTES: usize = 820;
 
 /// How long a process that has nothing to say stays for the one that has.
 pub(crate) const LINGER: Duration = Duration::from_millis(500);
@@ -38,14 +50,22 @@ pub(crate) enum Failure {
 
 impl Failure {
     /// A flag whose value has no meaning.
-    pub(crate) fn usage(flag: &str, got: impl std::fmt::Display, want: impl std::fmt::Display) -> Self {
+    pub(crate) fn usage(
+        flag: &str,
+        got: impl std::fmt::Display,
+        want: impl std::fmt::Display,
+    ) -> Self {
+        let (got, want) = (
+            fitted(&got.to_string(), MOST_QUOTED_BYTES),
+            fitted(&want.to_string(), MOST_SENTENCE_BYTES),
+        );
         Self::Usage(format!("{flag}: got {got}, want {want}"))
     }
 
     /// For subcommands whose every argument is a flag: there an invalid argument is a bad command line.
     pub(crate) fn of_flags(error: Error) -> Self {
         match error {
-            Error::InvalidArgument { .. } => Self::Usage(error.to_string()),
+            Error::InvalidArgument { .. } => Self::Usage(bounded(&error).to_string()),
             _ => Self::Library(error),
         }
     }
@@ -80,9 +100,9 @@ impl Failure {
         match self {
             Self::Usage(what) => one_line(what),
             Self::Library(error) => {
-                let (what, advice) = (error.to_string(), advice(error));
+                let advice = advice(error);
                 let separator = if advice.is_empty() { "" } else { "; " };
-                format!("{}{separator}{advice}", one_line(&what))
+                one_line(&format!("{}{separator}{advice}", bounded(error)))
             }
             Self::Reported => String::new(),
             #[cfg(feature = "mpi")]
@@ -100,8 +120,51 @@ impl From<Error> for Failure {
 }
 
 /// A file failed: `path: what`.
-pub(crate) fn io(path: &std::path::Path, what: impl std::fmt::Display) -> Error {
-    Error::Io { path: path.display().to_string(), what: what.to_string() }
+pub(crate) fn io(path: &Path, what: impl std::fmt::Display) -> Error {
+    Error::Io { path: message::path(path), what: what.to_string() }
+}
+
+/// A tensor of a file, or what several of them make together, has no meaning: `path: argument: …`.
+pub(crate) fn of_file(
+    path: &Path,
+    argument: &str,
+    got: impl std::fmt::Display,
+    want: impl std::fmt::Display,
+) -> Error {
+    Error::invalid(format!("{}: {}", message::path(path), message::name(argument)), got, want)
+}
+
+/// The error as one line, without advice.
+pub(crate) fn text(error: &Error) -> String {
+    one_line(&bounded(error).to_string())
+}
+
+/// The error with everything that it quotes cut to what a message has room for.
+fn bounded(error: &Error) -> Error {
+    let quoted = |text: &str| fitted(text, MOST_QUOTED_BYTES);
+    let sentence = |text: &str| fitted(text, MOST_SENTENCE_BYTES);
+    match error.clone() {
+        Error::InvalidArgument { argument, got, want } => Error::InvalidArgument {
+            argument: fitted(&argument, MOST_ARGUMENT_BYTES),
+            got: quoted(&got),
+            want: quoted(&want),
+        },
+        Error::Unsupported { what, by } => {
+            Error::Unsupported { what: quoted(&what), by: sentence(&by) }
+        }
+        Error::RankMismatch { field, rank, got, rank0 } => Error::RankMismatch {
+            field: quoted(&field),
+            rank,
+            got: quoted(&got),
+            rank0: quoted(&rank0),
+        },
+        Error::Refused { rank, what } => Error::Refused { rank, what: sentence(&what) },
+        Error::Aborted { rank, what } => Error::Aborted { rank, what: sentence(&what) },
+        Error::Io { path, what } => {
+            Error::Io { path: fitted(&path, MOST_ARGUMENT_BYTES), what: sentence(&what) }
+        }
+        other => other,
+    }
 }
 
 /// What to do about it, where the error itself does not say what would be right.
@@ -110,16 +173,10 @@ fn advice(error: &Error) -> &'static str {
         Error::Unsupported { .. } => "`annulus doctor` lists what this build can do",
         Error::RankMismatch { .. } => "give every rank the same arguments",
         Error::OutOfMemory { .. } => "use more ranks, shorter sequences or a smaller --dtype",
-        Error::Io { .. } => "check the path, the file and the free space",
         Error::Timeout { .. } => "look at that rank, or raise --deadline",
         Error::PeerLost { .. } | Error::Aborted { .. } => "look at that rank's own message",
         _ => "",
     }
-}
-
-/// Messages may quote what a user wrote; whatever that was, an error stays one line.
-pub(crate) fn one_line(text: &str) -> String {
-    text.split(|c: char| c.is_control() || c.is_whitespace()).filter(|word| !word.is_empty()).collect::<Vec<_>>().join(" ")
 }
 
 #[cfg(test)]
@@ -127,13 +184,45 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whatever_is_quoted_stays_one_line() {
-        assert_eq!(one_line("a\n\n  b\tc\u{1b}[0m"), "a b c [0m");
+    fn a_long_argument_hides_neither_what_is_wrong_nor_what_would_be_right() {
+        let long = "x".repeat(1 << 20);
+        let error = Error::invalid(&long, format!("shape {:?}", vec![1; 100_000]), "4 dimensions");
+        let text = Failure::Library(error).text();
+        assert!(text.len() < message::MOST_MESSAGE_BYTES, "{}", text.len());
+        assert!(
+            text.contains("(1048576 bytes)")
+                && text.contains("got shape [1, 1, ")
+                && text.ends_with("want 4 dimensions"),
+            "{text}"
+        );
+        let text = Failure::usage("--case", &long, "a pattern").text();
+        assert!(
+            text.len() < message::MOST_MESSAGE_BYTES && text.ends_with("want a pattern"),
+            "{text}"
+        );
+        let text = Failure::Library(io(Path::new(&long), &long)).text();
+        assert!(text.len() < message::MOST_MESSAGE_BYTES, "{}", text.len());
+    }
+
+    #[test]
+    fn a_file_s_error_says_what_is_wrong_and_gives_no_advice_that_may_not_fit() {
+        let denied = std::io::Error::from(std::io::ErrorKind::PermissionDenied);
+        assert_eq!(Failure::Library(io(Path::new("a"), denied)).text(), "a: permission denied");
+        let text =
+            Failure::Library(of_file(Path::new("in.st"), "query\u{1b}", "F8", "a float dtype"))
+                .text();
+        assert_eq!(text, "in.st: query\\u{1b}: got F8, want a float dtype");
     }
 
     #[test]
     fn an_invalid_flag_is_usage_and_a_dead_device_is_not() {
-        assert!(matches!(Failure::of_flags(Error::invalid("ranks", 0, "at least 1")), Failure::Usage(_)));
-        assert!(matches!(Failure::of_flags(Error::Device { what: String::new() }), Failure::Library(_)));
+        assert!(matches!(
+            Failure::of_flags(Error::invalid("ranks", 0, "at least 1")),
+            Failure::Usage(_)
+        ));
+        assert!(matches!(
+            Failure::of_flags(Error::Device { what: String::new() }),
+            Failure::Library(_)
+        ));
     }
 }

@@ -6,20 +6,19 @@ use std::{
     time::Duration,
 };
 
-#[cfg(feature = "mpi")]
-use annulus::comm::mpi::{DeviceMpi, GpuAwareness};
 #[cfg(feature = "nccl")]
-use annulus::{comm::nccl::Nccl, cuda::device::nccl::NcclSymbols};
+use annulus::cuda::device::nccl::NcclSymbols;
+#[cfg(feature = "mpi")]
+use annulus::devices::cuda_rank_over_mpi;
+#[cfg(feature = "nccl")]
+use annulus::devices::cuda_rank_over_nccl;
 use annulus::{
-    comm::{Staged, cuda::CudaCopier},
-    cuda::{
-        Cuda, Hosted,
-        device::{CudaBlocks, Device},
-    },
+    cuda::{Cuda, device::Device},
+    devices::cuda_rank,
 };
 #[cfg(feature = "nccl")]
 use annulus_core::Error;
-use annulus_core::{Control, Result, Transport};
+use annulus_core::{Control, OnHost, Result};
 
 use crate::{arguments::ring::TransportName, crew::Endpoint, engine::Wired, failure::Outcome};
 
@@ -64,7 +63,11 @@ impl Gpus {
     /// # Errors
     /// [`Error::Unsupported`] naming what this machine lacks: driver, GPU, compute capability, compiler, NCCL; [`Error::InvalidArgument`] if it has
     /// fewer GPUs.
-    pub(crate) fn open(first: Option<usize>, transport: TransportName, patience: Duration) -> Outcome<Self> {
+    pub(crate) fn open(
+        first: Option<usize>,
+        transport: TransportName,
+        patience: Duration,
+    ) -> Outcome<Self> {
         #[cfg(not(feature = "nccl"))]
         let _: Duration = patience;
         let number = first.unwrap_or(0);
@@ -91,7 +94,7 @@ impl Gpus {
     /// With NCCL, collective over the ranks.
     /// # Errors
     /// As [`Gpus::open`]; as `Nccl::open`; [`Error::Unsupported`] if NCCL has not a GPU for every rank of this process.
-    pub(crate) fn rank(&self, endpoint: Endpoint) -> Result<Wired<Hosted>> {
+    pub(crate) fn rank(&self, endpoint: Endpoint) -> Result<Wired<OnHost<Cuda>>> {
         let number = number(self.link, self.first, seat(&endpoint), self.count);
         // who waits for this rank hears why it does not come
         let cuda = match number.and_then(|number| self.on(number)) {
@@ -101,19 +104,23 @@ impl Gpus {
                 return Err(error);
             }
         };
-        let device = cuda.stream().device();
-        let (words, transport): (_, Box<dyn Transport<CudaBlocks>>) = match (self.link, endpoint) {
+        let staged = "staged through the host";
+        let (words, rank) = match (self.link, endpoint) {
             #[cfg(feature = "nccl")]
-            (Link::Nccl, endpoint) => ("over nccl", Box::new(Nccl::open(endpoint.of_host(), device, self.patience)?)),
-            #[cfg(feature = "mpi")]
-            (Link::Host, Endpoint::Process(endpoint)) if GpuAwareness::of_library().decides()? => {
-                ("over an mpi that takes device memory", Box::new(DeviceMpi::new(*endpoint, device)?))
+            (Link::Nccl, endpoint) => {
+                ("over nccl", cuda_rank_over_nccl(cuda, endpoint.of_host(), self.patience)?)
             }
-            (Link::Host, endpoint) => ("staged through the host", Box::new(Staged::new(endpoint.of_host(), CudaCopier::new(device)?))),
+            #[cfg(feature = "mpi")]
+            (Link::Host, Endpoint::Process(endpoint)) => {
+                let (rank, takes_device_memory) = cuda_rank_over_mpi(cuda, *endpoint)?;
+                let over_mpi = "over an mpi that takes device memory";
+                (if takes_device_memory { over_mpi } else { staged }, rank)
+            }
+            (Link::Host, endpoint) => (staged, cuda_rank(cuda, endpoint.of_host())?),
         };
         // the same for all ranks of this process
         let _: &&str = self.words.get_or_init(|| words);
-        Ok((Hosted::new(cuda), transport))
+        Ok(rank)
     }
 
     /// How blocks travel, once a rank was made.
@@ -138,7 +145,11 @@ fn seat(endpoint: &Endpoint) -> Seat {
         Endpoint::Thread(endpoint) => Seat { place: endpoint.rank(), is_thread: true },
         #[cfg(feature = "mpi")]
         Endpoint::Process(endpoint) => {
-            let place = endpoint.nodes().places().get(endpoint.rank()).map_or(0, |place| place.rank_on_node);
+            let place = endpoint
+                .nodes()
+                .places()
+                .get(endpoint.rank())
+                .map_or(0, |place| place.rank_on_node);
             Seat { place, is_thread: false }
         }
     }
@@ -146,14 +157,24 @@ fn seat(endpoint: &Endpoint) -> Seat {
 
 /// The GPU of a rank, of `count` that its process sees. Where none is asked for, the ranks of a node take turns; NCCL wants one for every rank, and
 /// counts those of processes itself, for each process may be shown another GPU as the first.
-fn number(link: Link, first: Option<usize>, Seat { place, is_thread }: Seat, count: usize) -> Result<usize> {
+fn number(
+    link: Link,
+    first: Option<usize>,
+    Seat { place, is_thread }: Seat,
+    count: usize,
+) -> Result<usize> {
     #[cfg(feature = "nccl")]
     if link == Link::Nccl && is_thread {
         let first = first.unwrap_or(0);
-        let by =
-            || format!("this machine, which has {count}, counted from 0 and used from {first}; --transport threads lets ranks share one");
+        let by = || {
+            format!(
+                "this machine, which has {count}, counted from 0 and used from {first}; --transport threads lets ranks share one"
+            )
+        };
         let what = || format!("transport nccl of rank {place} without a GPU of its own");
-        return Some(first + place).filter(|&number| number < count).ok_or_else(|| Error::unsupported(what(), by()));
+        return Some(first + place)
+            .filter(|&number| number < count)
+            .ok_or_else(|| Error::unsupported(what(), by()));
     }
     #[cfg(not(feature = "nccl"))]
     let _: (Link, bool) = (link, is_thread);
@@ -170,7 +191,11 @@ mod tests {
 
     #[test]
     fn ranks_take_turns_on_the_gpus_of_their_node() {
-        let numbers = |first, is_thread| (0..4).map(|rank| number(Link::Host, first, seat(rank, is_thread), 2)).collect::<Result<Vec<_>>>();
+        let numbers = |first, is_thread| {
+            (0..4)
+                .map(|rank| number(Link::Host, first, seat(rank, is_thread), 2))
+                .collect::<Result<Vec<_>>>()
+        };
         assert_eq!(numbers(None, true).unwrap(), [0, 1, 0, 1]);
         assert_eq!(numbers(None, false).unwrap(), [0, 1, 0, 1]);
         assert_eq!(numbers(Some(1), true).unwrap(), [1; 4]);
@@ -185,6 +210,10 @@ mod tests {
         assert_eq!(number(Link::Nccl, None, seat(5, false), 1), Ok(0));
         assert_eq!(number(Link::Nccl, Some(3), seat(5, false), 4), Ok(3));
         let error = number(Link::Nccl, None, seat(2, true), 2).unwrap_err().to_string();
-        assert!(error.contains("rank 2 without a GPU of its own") && error.contains("--transport threads"), "{error}");
+        assert!(
+            error.contains("rank 2 without a GPU of its own")
+                && error.contains("--transport threads"),
+            "{error}"
+        );
     }
 }

@@ -1,12 +1,20 @@
 //! An input file as an attention problem: which tensors it has, what lengths they make, and one rank's rows of them.
 
 use annulus::Tensors as Borrowed;
-use std::{cell::RefCell, path::Path};
+use std::{
+    cell::RefCell,
+    path::{Path, PathBuf},
+};
 
-use annulus_core::{Batch, DType, DenseMask, Dims, Element, Error, Result, Runs, SinkShape};
+use annulus_core::{
+    Batch, DType, DenseMask, Dims, Element, Error, Result, Runs, SinkShape, memory,
+};
 use ndarray::{Array, Array2, Array3, Array4, ArrayView3, IntoDimension};
 
-use crate::file::{Kind, Tensors};
+use crate::{
+    failure::of_file,
+    file::{Kind, Tensors},
+};
 
 /// Every tensor name that means something in an input file.
 const INPUT_NAMES: [&str; 14] = [
@@ -26,11 +34,13 @@ const INPUT_NAMES: [&str; 14] = [
     "kv_positions",
 ];
 /// Every name that an output file, or a case with its expected results, may have besides.
-const OUTPUT_NAMES: [&str; 9] = ["out", "lse", "max", "sum", "dq", "dk", "dv", "dbias", "dsoftmax_aux"];
+const OUTPUT_NAMES: [&str; 9] =
+    ["out", "lse", "max", "sum", "dq", "dk", "dv", "dbias", "dsoftmax_aux"];
 
 /// An open input file whose tensors fit each other.
 #[derive(Debug)]
 pub(crate) struct Input {
+    path: PathBuf,
     tensors: Tensors,
     /// Lengths of the whole problem.
     pub(crate) dims: Dims,
@@ -67,7 +77,7 @@ impl<T: Element> Share<T> {
             k: self.k.view(),
             v: self.v.view(),
             bias: self.bias.as_ref().map(|bias| bias.view()),
-            sinks: self.sinks.as_ref().map(|sinks| sinks.view()),
+            softmax_aux: self.sinks.as_ref().map(|sinks| sinks.view()),
         }
     }
 }
@@ -87,14 +97,47 @@ impl<T: Element> OutputGradients<T> {
     }
 }
 
+/// The tensor that has a length, by the name of that length.
+const LENGTHS: [(&str, &str); 7] = [
+    ("batch", "query"),
+    ("q_len", "query"),
+    ("kv_len", "key"),
+    ("q_heads", "query"),
+    ("kv_heads", "key"),
+    ("head_dim", "query"),
+    ("value_dim", "value"),
+];
+
+/// An error about a tensor, or a length that tensors make, with the file before its name.
+fn name_file(path: &Path, error: Error) -> Error {
+    let Error::InvalidArgument { argument, got, want } = &error else { return error };
+    if let Some((length, tensor)) = LENGTHS.iter().find(|(length, _)| length == argument) {
+        return of_file(path, &format!("{tensor}: {length}"), got, want);
+    }
+    if INPUT_NAMES.contains(&argument.as_str()) {
+        of_file(path, argument, got, want)
+    } else {
+        error
+    }
+}
+
 impl Input {
     /// Opens a file and checks that its tensors are there and fit each other. Reads no data.
     ///
     /// # Errors
     /// As [`Tensors::open`]; [`Error::InvalidArgument`] naming the tensor.
     pub(crate) fn open(path: &Path) -> Result<Self> {
+        Self::of_tensors(path).map_err(|error| name_file(path, error))
+    }
+
+    fn of_tensors(path: &Path) -> Result<Self> {
         let tensors = Tensors::open(path)?;
-        let shape4 = |name| tensors.need(name, 4).map(|entry| [entry.shape[0], entry.shape[1], entry.shape[2], entry.shape[3]]);
+        tensors.refuse_foreign(&INPUT_NAMES)?;
+        let shape4 = |name| {
+            tensors
+                .need(name, 4)
+                .map(|entry| [entry.shape[0], entry.shape[1], entry.shape[2], entry.shape[3]])
+        };
         let ([batch, q_len, q_heads, head_dim], [_, kv_len, kv_heads, _], [.., value_dim]) =
             (shape4("query")?, shape4("key")?, shape4("value")?);
         let dims = Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim };
@@ -103,7 +146,7 @@ impl Input {
             Kind::Float(dtype) => dtype,
             other => return Err(Error::invalid("query", other.name(), "a float dtype")),
         };
-        let input = Self { tensors, dims, dtype, bias };
+        let input = Self { path: path.to_owned(), tensors, dims, dtype, bias };
         input.check_shapes()?;
         input.check_kinds()?;
         dims.validate()?;
@@ -112,7 +155,20 @@ impl Input {
 
     /// Names in the file that mean nothing here: most likely a slip.
     pub(crate) fn unknown_names(&self) -> Vec<&str> {
-        self.tensors.names().filter(|name| !INPUT_NAMES.contains(name) && !OUTPUT_NAMES.contains(name)).collect()
+        self.tensors
+            .names()
+            .filter(|name| !INPUT_NAMES.contains(name) && !OUTPUT_NAMES.contains(name))
+            .collect()
+    }
+
+    /// The file.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The error with this file's name before a tensor's, or before a length that tensors make.
+    pub(crate) fn named(&self, error: Error) -> Error {
+        name_file(&self.path, error)
     }
 
     /// Whether the file has this tensor.
@@ -134,18 +190,27 @@ impl Input {
         let Some(entry) = self.tensors.get("softmax_aux") else {
             return match form {
                 None => Ok(None),
-                Some(_) => Err(Error::invalid("softmax_aux", "no such tensor in the input", "one, or no --sinks")),
+                Some(_) => Err(Error::invalid(
+                    "softmax_aux",
+                    "no such tensor in the input",
+                    "one, or no --sinks",
+                )),
             };
         };
         let shape = &entry.shape[..];
-        let wrong = |want: String| Err(Error::invalid("softmax_aux", format!("shape {shape:?}"), want));
+        let wrong =
+            |want: String| Err(Error::invalid("softmax_aux", format!("shape {shape:?}"), want));
         let (per_head, count) = match (form, shape) {
             (Some(SinksForm::Shared), &[count] | &[1, count]) => (false, count),
             (Some(SinksForm::Shared), _) => return wrong("[sinks] for --sinks shared".into()),
             (Some(SinksForm::PerHead), &[lines]) if lines == heads => (true, 1),
             (None | Some(SinksForm::PerHead), &[lines, count]) if lines == heads => (true, count),
-            (Some(SinksForm::PerHead), _) => return wrong(format!("[{heads}, sinks] or [{heads}] for --sinks per-head")),
-            (None, [_]) => return wrong("--sinks shared or --sinks per-head to say what it means".into()),
+            (Some(SinksForm::PerHead), _) => {
+                return wrong(format!("[{heads}, sinks] or [{heads}] for --sinks per-head"));
+            }
+            (None, [_]) => {
+                return wrong("--sinks shared or --sinks per-head to say what it means".into());
+            }
             (None, _) => return wrong(format!("[{heads}, sinks], or --sinks shared and [sinks]")),
         };
         Ok(Some(SinkShape { per_head, count }))
@@ -155,11 +220,21 @@ impl Input {
     ///
     /// # Errors
     /// [`Error::Io`], [`Error::OutOfMemory`].
-    pub(crate) fn share<T: Element>(&self, sinks: Option<SinkShape>, q_rows: &Runs, kv_rows: &Runs) -> Result<Share<T>> {
+    pub(crate) fn share<T: Element>(
+        &self,
+        sinks: Option<SinkShape>,
+        q_rows: &Runs,
+        kv_rows: &Runs,
+    ) -> Result<Share<T>> {
         let whole = |len: usize| Runs::counting(0, len as u64);
         let bias = self.bias.map(|shape| {
             let rows = if shape[2] == 1 { &whole(1) } else { q_rows };
-            self.array::<T::Accumulator, _>("bias", 2, rows, [shape[0], shape[1], annulus_core::index(rows.len()), shape[3]])
+            self.array::<T::Accumulator, _>(
+                "bias",
+                2,
+                rows,
+                [shape[0], shape[1], annulus_core::index(rows.len()), shape[3]],
+            )
         });
         let sinks = sinks.map(|shape| {
             let lines = if shape.per_head { self.dims.q_heads } else { 1 };
@@ -167,7 +242,8 @@ impl Input {
             self.array::<T::Accumulator, _>("softmax_aux", 0, &whole(first), [lines, shape.count])
         });
         let Dims { batch, q_heads, kv_heads, head_dim, value_dim, .. } = self.dims;
-        let (q_len, kv_len) = (annulus_core::index(q_rows.len()), annulus_core::index(kv_rows.len()));
+        let (q_len, kv_len) =
+            (annulus_core::index(q_rows.len()), annulus_core::index(kv_rows.len()));
         Ok(Share {
             q: self.array("query", 1, q_rows, [batch, q_len, q_heads, head_dim])?,
             k: self.array("key", 1, kv_rows, [batch, kv_len, kv_heads, head_dim])?,
@@ -182,13 +258,20 @@ impl Input {
     /// # Errors
     /// [`Error::InvalidArgument`] naming the tensor, [`Error::Io`], [`Error::OutOfMemory`].
     pub(crate) fn batch(&self, q_rows: &Runs, kv_rows: &Runs) -> Result<Batch> {
-        Ok(Batch { attention_mask: self.attention_mask(q_rows)?, ..self.coordinates_of(q_rows, kv_rows)? })
+        Ok(Batch {
+            attention_mask: self.attention_mask(q_rows)?,
+            ..self.coordinates_of(q_rows, kv_rows)?
+        })
     }
 
     fn coordinates_of(&self, q_rows: &Runs, kv_rows: &Runs) -> Result<Batch> {
         let sequences = |name: &str| {
             let entry = self.tensors.get(name);
-            entry.map(|entry| self.tensors.integers(name, 0, &Runs::counting(0, entry.shape[0] as u64))).transpose()
+            entry
+                .map(|entry| {
+                    self.tensors.integers(name, 0, &Runs::counting(0, entry.shape[0] as u64))
+                })
+                .transpose()
         };
         Ok(Batch {
             q_segment_ids: self.ids("q_segment_ids", q_rows)?,
@@ -221,26 +304,41 @@ impl Input {
         let Dims { batch, q_heads, value_dim, .. } = self.dims;
         let q_len = annulus_core::index(q_rows.len());
         let dout = self.array("dout", 1, q_rows, [batch, q_len, q_heads, value_dim])?;
-        let dlse = self.has("dlse").then(|| self.array("dlse", 2, q_rows, [batch, q_heads, q_len])).transpose()?;
+        let dlse = self
+            .has("dlse")
+            .then(|| self.array("dlse", 2, q_rows, [batch, q_heads, q_len]))
+            .transpose()?;
         Ok(OutputGradients { dout, dlse })
     }
 
-    fn array<T: Element, D: IntoDimension>(&self, name: &str, axis: usize, rows: &Runs, shape: D) -> Result<Array<T, D::Dim>> {
+    fn array<T: Element, D: IntoDimension>(
+        &self,
+        name: &str,
+        axis: usize,
+        rows: &Runs,
+        shape: D,
+    ) -> Result<Array<T, D::Dim>> {
         let values = self.tensors.floats::<T>(name, axis, rows)?;
-        Array::from_shape_vec(shape, values).map_err(|error| Error::invalid(name, error, "a dense tensor"))
+        Array::from_shape_vec(shape, values)
+            .map_err(|error| Error::invalid(name, error, "a dense tensor"))
     }
 
     fn ids(&self, name: &str, rows: &Runs) -> Result<Option<Array2<i32>>> {
-        self.has(name).then(|| self.lines(name, rows, self.tensors.narrow_integers(name, 1, rows)?)).transpose()
+        self.has(name)
+            .then(|| self.lines(name, rows, self.tensors.narrow_integers(name, 1, rows)?))
+            .transpose()
     }
 
     fn positions(&self, name: &str, rows: &Runs) -> Result<Option<Array2<i64>>> {
-        self.has(name).then(|| self.lines(name, rows, self.tensors.integers(name, 1, rows)?)).transpose()
+        self.has(name)
+            .then(|| self.lines(name, rows, self.tensors.integers(name, 1, rows)?))
+            .transpose()
     }
 
     fn lines<T>(&self, name: &str, rows: &Runs, values: Vec<T>) -> Result<Array2<T>> {
         let shape = (self.dims.batch, annulus_core::index(rows.len()));
-        Array2::from_shape_vec(shape, values).map_err(|error| Error::invalid(name, error, "a dense tensor"))
+        Array2::from_shape_vec(shape, values)
+            .map_err(|error| Error::invalid(name, error, "a dense tensor"))
     }
 
     /// The dense mask of these query rows. Read a line at a time: only its bits are kept.
@@ -248,11 +346,15 @@ impl Input {
         const NAME: &str = "attention_mask";
         let Some(entry) = self.tensors.get(NAME) else { return Ok(None) };
         let [batch, heads, q_len, kv_len] = [0, 1, 2, 3].map(|axis| entry.shape[axis]);
-        let rows: Vec<u64> = q_rows.iter().map(i64::cast_unsigned).collect();
+        let rows = memory::collect(
+            NAME,
+            annulus_core::index(q_rows.len()),
+            q_rows.iter().map(i64::cast_unsigned),
+        )?;
         let element = entry.kind.bytes();
-        let line = RefCell::new((None, vec![0; kv_len * element]));
+        let line = RefCell::new((None, memory::zeroed::<u8>(NAME, kv_len * element)?));
         let failed = RefCell::new(None);
-        let mask = DenseMask::from_fn([batch, heads, rows.len(), kv_len], |[b, h, q, k]| {
+        let mask = DenseMask::try_from_fn([batch, heads, rows.len(), kv_len], |[b, h, q, k]| {
             let (held, bytes) = &mut *line.borrow_mut();
             let wanted = ((b * heads + h) * q_len) as u64 + rows[q];
             if *held != Some(wanted) {
@@ -262,7 +364,7 @@ impl Input {
                 }
             }
             bytes[k * element..][..element].iter().any(|&byte| byte != 0)
-        });
+        })?;
         failed.into_inner().map_or(Ok(Some(mask)), Err)
     }
 
@@ -280,19 +382,36 @@ impl Input {
         ];
         for (name, want) in wanted {
             if let Some(entry) = self.tensors.get(name).filter(|entry| entry.shape != want) {
-                return Err(Error::invalid(name, format!("shape {:?}", entry.shape), format!("{want:?}, as query and key make it")));
+                return Err(Error::invalid(
+                    name,
+                    format!("shape {:?}", entry.shape),
+                    format!("{want:?}, as query and key make it"),
+                ));
             }
         }
         if let Some(entry) = self.tensors.get("attention_mask") {
             let fits = |axis: usize, len| entry.shape[axis] == len || entry.shape[axis] == 1;
-            if entry.shape.len() != 4 || !fits(0, batch) || !fits(1, q_heads) || entry.shape[2..] != [q_len, kv_len] {
-                let want = format!("[{batch} or 1, {q_heads} or 1, {q_len}, {kv_len}]");
-                return Err(Error::invalid("attention_mask", format!("shape {:?}", entry.shape), want));
+            if entry.shape.len() != 4
+                || !fits(0, batch)
+                || !fits(1, q_heads)
+                || entry.shape[2..] != [q_len, kv_len]
+            {
+                let or_1 = |len| if len == 1 { "1".to_owned() } else { format!("{len} or 1") };
+                let want = format!("[{}, {}, {q_len}, {kv_len}]", or_1(batch), or_1(q_heads));
+                return Err(Error::invalid(
+                    "attention_mask",
+                    format!("shape {:?}", entry.shape),
+                    want,
+                ));
             }
         }
         for name in ["cum_seqlens_q", "cum_seqlens_k"] {
             if let Some(entry) = self.tensors.get(name).filter(|entry| entry.shape.len() != 1) {
-                return Err(Error::invalid(name, format!("shape {:?}", entry.shape), "[sequences + 1]"));
+                return Err(Error::invalid(
+                    name,
+                    format!("shape {:?}", entry.shape),
+                    "[sequences + 1]",
+                ));
             }
         }
         Ok(())
@@ -300,18 +419,30 @@ impl Input {
 
     fn check_kinds(&self) -> Result<()> {
         for name in ["key", "value", "dout", "dlse", "bias", "softmax_aux"] {
-            if let Some(entry) = self.tensors.get(name).filter(|entry| entry.kind.float().is_none()) {
+            if let Some(entry) = self.tensors.get(name).filter(|entry| entry.kind.float().is_none())
+            {
                 return Err(Error::invalid(name, entry.kind.name(), "a float dtype"));
             }
         }
         for name in ["key", "value"] {
             let got = self.tensors.need(name, 4)?.kind;
             if got != Kind::Float(self.dtype) {
-                return Err(Error::invalid(name, got.name(), format!("{}, as query", Kind::Float(self.dtype).name())));
+                return Err(Error::invalid(
+                    name,
+                    got.name(),
+                    format!("{}, as query", Kind::Float(self.dtype).name()),
+                ));
             }
         }
-        let integers =
-            ["attention_mask", "q_segment_ids", "kv_segment_ids", "cum_seqlens_q", "cum_seqlens_k", "q_positions", "kv_positions"];
+        let integers = [
+            "attention_mask",
+            "q_segment_ids",
+            "kv_segment_ids",
+            "cum_seqlens_q",
+            "cum_seqlens_k",
+            "q_positions",
+            "kv_positions",
+        ];
         integers.into_iter().try_for_each(|name| self.tensors.refuse_floats(name))
     }
 }

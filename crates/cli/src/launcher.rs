@@ -38,7 +38,9 @@ pub(crate) fn among_others() -> Option<Place> {
 
 fn place_in(variable: impl Fn(&str) -> Option<String>) -> Option<Place> {
     let number = |name: &str| variable(name)?.trim().parse::<usize>().ok();
-    let places = VARIABLES.iter().filter_map(|&(by, rank, size)| Some(Place { by, rank: number(rank)?, size: size.and_then(number) }));
+    let places = VARIABLES.iter().filter_map(|&(by, rank, size)| {
+        Some(Place { by, rank: number(rank)?, size: size.and_then(number) })
+    });
     // one that knows the size says more
     let (sized, unsized_ones): (Vec<_>, Vec<_>) = places.partition(|place| place.size.is_some());
     sized.into_iter().next().or_else(|| unsized_ones.into_iter().find(|place| place.by == "PMIx"))
@@ -62,7 +64,9 @@ mod tests {
     use super::*;
 
     fn of(variables: &[(&str, &str)]) -> Option<Place> {
-        place_in(|name| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned()))
+        place_in(|name| {
+            variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
+        })
     }
 
     #[test]

@@ -1,13 +1,15 @@
 //! The `annulus` command: exact attention over files, and what goes with it.
 //!
 //! Every subcommand is one file or folder of this crate. Errors are one line on standard error; the exit code is 2 if the command line
-//! has no meaning, 1 if something failed, 130 after an interrupt.
+//! has no meaning, 1 if something failed, 128 and the number of the signal
+//! after an interrupt (130 SIGINT, 143 SIGTERM, 129 SIGHUP).
 #![forbid(unsafe_code)]
 
 mod arguments;
 mod attend;
 mod bench;
 mod check;
+mod completions;
 mod crew;
 mod demo;
 mod doctor;
@@ -21,21 +23,26 @@ mod interrupt;
 mod launcher;
 mod make;
 mod memory;
+mod message;
 mod pairs;
 mod plan;
 mod random;
 mod report;
 mod trace;
 
-use std::process::ExitCode;
+use std::{ffi::OsString, path::Path, process::ExitCode};
 
-use clap::{Parser, Subcommand, error::ErrorKind};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand, error::ErrorKind};
 
-use failure::{Failure, Outcome, one_line};
+use arguments::{names, refusal};
+use failure::{Failure, Outcome};
+
+/// The version and, where the build knew it, the commit.
+const VERSION: &str = env!("ANNULUS_VERSION");
 
 const EXAMPLES: &str = "Examples:
   annulus demo                                        see it work
-  annulus make --out in.safetensors --q-len 4096
+  annulus make --output in.safetensors --q-len 4096
   annulus attend --input in.safetensors --output out.safetensors --causal --ranks 4
   annulus plan --causal --q-len 65536 --ranks 8 --svg ring.svg
   annulus check cases/
@@ -45,7 +52,7 @@ Each subcommand's --help has more.";
 
 /// Exact attention over sequences that do not fit one device: keys and values travel around a ring of ranks
 #[derive(Debug, Parser)]
-#[command(name = "annulus", version, after_help = EXAMPLES, subcommand_required = true, arg_required_else_help = false)]
+#[command(name = "annulus", version = VERSION, after_help = EXAMPLES, subcommand_required = true, arg_required_else_help = true)]
 struct CommandLine {
     #[command(subcommand)]
     command: Command,
@@ -60,19 +67,41 @@ enum Command {
     Make(make::MakeFlags),
     Demo(demo::DemoFlags),
     Doctor(doctor::DoctorFlags),
-    #[command(subcommand)]
+    #[command(subcommand, arg_required_else_help = true)]
     Trace(trace::TraceCommand),
+    Completions(completions::CompletionsFlags),
 }
 
 fn main() -> ExitCode {
-    let command = match CommandLine::try_parse() {
+    memory::keep_address_space();
+    let arguments: Vec<OsString> = std::env::args_os().collect();
+    let mut tree = refusal::with_negative_numbers(CommandLine::command());
+    let parsed = tree
+        .try_get_matches_from_mut(&arguments)
+        .and_then(|matches| CommandLine::from_arg_matches(&matches));
+    let command = match parsed {
         Ok(line) => line.command,
-        Err(error) => return refuse(&error),
+        Err(error) => return refuse(&error, &tree, &arguments),
     };
-    interrupt::remove_unfinished_on_interrupt();
-    match run(&command) {
+    interrupt::watch();
+    match run(&command).map_err(|failure| names::of_paths(failure, &command.paths())) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => failure.report(),
+    }
+}
+
+impl Command {
+    /// The files that flags name, for errors that are about one of them.
+    fn paths(&self) -> Vec<(&'static str, &Path)> {
+        match self {
+            Self::Attend(flags) => flags.paths(),
+            Self::Check(flags) => flags.paths(),
+            Self::Plan(flags) => flags.paths(),
+            Self::Make(flags) => flags.paths(),
+            Self::Demo(flags) => flags.paths(),
+            Self::Trace(command) => command.paths(),
+            Self::Bench(_) | Self::Doctor(_) | Self::Completions(_) => Vec::new(),
+        }
     }
 }
 
@@ -86,6 +115,9 @@ fn run(command: &Command) -> Outcome {
         Command::Demo(flags) => alone("demo").and_then(|()| demo::run(flags)),
         Command::Make(flags) => alone("make").and_then(|()| make::run(flags)),
         Command::Trace(command) => alone("trace").and_then(|()| trace::run(command)),
+        Command::Completions(flags) => {
+            alone("completions").and_then(|()| completions::run(flags, CommandLine::command()))
+        }
     }
 }
 
@@ -93,22 +125,25 @@ fn run(command: &Command) -> Outcome {
 fn alone(subcommand: &str) -> Outcome {
     launcher::among_others().map_or(Ok(()), |place| {
         let size = place.size.map_or_else(|| "several".to_owned(), |size| size.to_string());
-        Err(Failure::usage(subcommand, format!("{size} processes (started through {})", place.by), "one, started without the launcher"))
+        Err(Failure::usage(
+            subcommand,
+            format!("{size} processes (started through {})", place.by),
+            "one, started without the launcher",
+        ))
     })
 }
 
 /// Help and version as they are; anything else as one line that says where help is.
-fn refuse(error: &clap::Error) -> ExitCode {
-    if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
-        // nothing is left to do if standard output is closed
-        return if !launcher::speaks() || error.print().is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+fn refuse(error: &clap::Error, tree: &clap::Command, arguments: &[OsString]) -> ExitCode {
+    // nothing is left to do if nobody can read it
+    let printed = || !launcher::speaks() || error.print().is_ok();
+    match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion if printed() => ExitCode::SUCCESS,
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => ExitCode::FAILURE,
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            printed();
+            ExitCode::from(2)
+        }
+        _ => crew::refuse(refusal::of(error, tree, arguments)).report(),
     }
-    let text = error.to_string();
-    let what = text.split("\n\nUsage:").next().and_then(|text| text.split("\n\nFor more information").next()).unwrap_or(&text);
-    let what = one_line(what.strip_prefix("error: ").unwrap_or(what));
-    let subcommand = std::env::args()
-        .nth(1)
-        .filter(|name| ["attend", "check", "plan", "bench", "make", "demo", "doctor", "trace"].contains(&name.as_str()));
-    let subcommand = subcommand.map(|name| format!("{name} ")).unwrap_or_default();
-    crew::refuse(Failure::Usage(format!("{what}; try `annulus {subcommand}--help`"))).report()
 }

@@ -2,25 +2,40 @@
 
 use std::sync::Arc;
 
-use annulus_core::{Batch, Coordinates, DenseMask, Layout, Rows, Shard, Side, Spec, Visibility, Work};
+use annulus_core::{
+    Batch, DenseMask, Layout, Result, RingShards, RowSet, Rows, Shard, Side, Spec, Visibility, Work,
+};
 
 /// Visible pairs of the whole problem, summed over batch rows and heads, as the mask and the batch's ids have it; `batch` is whole.
 pub(crate) fn visible(spec: &Spec, batch: &Batch) -> f64 {
     let shard = |side| vec![Arc::new(whole(spec, side, batch))];
-    let coordinates = Coordinates { q: shard(Side::Q), kv: shard(Side::Kv) };
+    let coordinates = RingShards { q: shard(Side::Q), kv: shard(Side::Kv) };
     Work::of(spec.mask.as_ref(), spec.dims.q_heads, spec.dims.batch, &coordinates).total() as f64
 }
 
 /// Visible pairs of some queries where there is a dense mask too, pair by pair.
 pub(crate) fn visible_under(dense: &DenseMask, spec: &Spec, queries: &Rows, keys: &Rows) -> f64 {
-    let visibility = Visibility { mask: spec.mask.as_ref(), attention_mask: Some(dense), queries, keys };
+    let visibility =
+        Visibility { mask: spec.mask.as_ref(), attention_mask: Some(dense), queries, keys };
+    if queries.is_empty() || keys.is_empty() {
+        // of any number of batch rows
+        return 0.0;
+    }
     // what does not differ is counted once
-    let batches = if queries.per_batch() || keys.per_batch() || spec.mask.per_batch() { spec.dims.batch } else { dense.shape()[0] };
+    let batches = if queries.per_batch() || keys.per_batch() || spec.mask.per_batch() {
+        spec.dims.batch
+    } else {
+        dense.shape()[0]
+    };
     let heads = if visibility.per_head() { spec.dims.q_heads } else { 1 };
-    let of_row = |batch, head, q| (0..keys.len()).filter(|&k| visibility.pair(batch, head, q, k)).count() as f64;
+    let of_row = |batch, head, q| {
+        (0..keys.len()).filter(|&k| visibility.pair(batch, head, q, k)).count() as f64
+    };
     let of_head = |batch, head| (0..queries.len()).map(|q| of_row(batch, head, q)).sum::<f64>();
-    let counted: f64 =
-        (0..batches).flat_map(|batch| (0..heads).map(move |head| (batch, head))).map(|(batch, head)| of_head(batch, head)).sum();
+    let counted: f64 = (0..batches)
+        .flat_map(|batch| (0..heads).map(move |head| (batch, head)))
+        .map(|(batch, head)| of_head(batch, head))
+        .sum();
     counted * (spec.dims.batch / batches * (spec.dims.q_heads / heads)) as f64
 }
 
@@ -30,10 +45,13 @@ pub(crate) fn whole(spec: &Spec, side: Side, batch: &Batch) -> Shard {
 }
 
 /// A shard's rows, spelled out.
-pub(crate) fn rows(shard: &Shard) -> Rows {
+///
+/// # Errors
+/// [`annulus_core::Error::OutOfMemory`].
+pub(crate) fn rows(shard: &Shard) -> Result<Rows> {
     let mut rows = Rows::default();
-    shard.expand(&std::iter::once(0..shard.rows.len()).collect(), &mut rows);
-    rows
+    shard.expand(&RowSet::all(shard.rows.len()), &mut rows)?;
+    Ok(rows)
 }
 
 #[cfg(test)]
@@ -48,16 +66,37 @@ mod tests {
     /// Against the definition, pair by pair.
     #[test]
     fn counts_are_those_of_the_definition() {
-        let dims = Dims { batch: 2, q_len: 9, kv_len: 9, q_heads: 3, kv_heads: 3, head_dim: 1, value_dim: 1 };
+        let dims = Dims {
+            batch: 2,
+            q_len: 9,
+            kv_len: 9,
+            q_heads: 3,
+            kv_heads: 3,
+            head_dim: 1,
+            value_dim: 1,
+        };
         let window = Window { left: Some(3), right: None, first_visible: 2, offset: 0 };
-        let spec = Spec { mask: and(Arc::new(Causal { offset: 0 }), Arc::new(window)), ..Spec::new(dims, DType::F32) };
+        let spec = Spec {
+            mask: and(Arc::new(Causal { offset: 0 }), Arc::new(window)),
+            ..Spec::new(dims, DType::F32)
+        };
         let ids = Array2::from_shape_fn((2, 9), |(b, i)| [0, 0, 1, 1, -1, 1, 0, 2, 2][(i + b) % 9]);
         let dense = DenseMask::from_fn([1, 3, 9, 9], |[_, h, q, k]| (q * 5 + k * 3 + h) % 4 != 0);
         for batch in [Batch::default(), Batch { q_segment_ids: Some(ids), ..Batch::default() }] {
-            let (queries, keys) = (rows(&whole(&spec, Side::Q, &batch)), rows(&whole(&spec, Side::Kv, &batch)));
+            let (queries, keys) = (
+                rows(&whole(&spec, Side::Q, &batch)).unwrap(),
+                rows(&whole(&spec, Side::Kv, &batch)).unwrap(),
+            );
             let count = |attention_mask: Option<&DenseMask>| {
-                let visibility = Visibility { mask: spec.mask.as_ref(), attention_mask, queries: &queries, keys: &keys };
-                let all = (0..2).flat_map(|b| (0..3).flat_map(move |h| (0..81).map(move |pair| (b, h, pair / 9, pair % 9))));
+                let visibility = Visibility {
+                    mask: spec.mask.as_ref(),
+                    attention_mask,
+                    queries: &queries,
+                    keys: &keys,
+                };
+                let all = (0..2).flat_map(|b| {
+                    (0..3).flat_map(move |h| (0..81).map(move |pair| (b, h, pair / 9, pair % 9)))
+                });
                 all.filter(|&(b, h, q, k)| visibility.pair(b, h, q, k)).count() as f64
             };
             assert!(count(Some(&dense)) > 0.0 && count(Some(&dense)) < count(None));

@@ -56,7 +56,11 @@ mod tests {
         let mean = numbers.iter().sum::<f64>() / n as f64;
         let moment = |power| numbers.iter().map(|x| (x - mean).powi(power)).sum::<f64>() / n as f64;
         assert!(mean.abs() < 0.03, "{mean}");
-        assert!((moment(2) - 1.0).abs() < 0.05 && moment(3).abs() < 0.1 && (moment(4) - 3.0).abs() < 0.3);
+        assert!(
+            (moment(2) - 1.0).abs() < 0.05
+                && moment(3).abs() < 0.1
+                && (moment(4) - 3.0).abs() < 0.3
+        );
         let neighbours = numbers.windows(2).map(|pair| pair[0] * pair[1]).sum::<f64>() / n as f64;
         assert!(neighbours.abs() < 0.03, "{neighbours}");
         assert_ne!(stream.bits(0), Stream::new(8, "query").bits(0));

@@ -17,7 +17,7 @@ use std::time::Duration;
 use annulus_core::{Error, Fingerprint, Result, Space, Transport};
 
 /// Changes whenever what ranks send to each other changes: packed descriptors, records, tags, rounds.
-pub const WIRE_VERSION: u64 = 1;
+pub const WIRE_VERSION: u64 = 2;
 
 /// How long one look at the transport may wait. Nothing depends on it but how often a wait is looked after.
 const PATIENCE: Duration = Duration::from_millis(20);
@@ -25,7 +25,8 @@ const PATIENCE: Duration = Duration::from_millis(20);
 /// Texts that travel are cut to this many bytes.
 const LONGEST_TEXT: usize = 400;
 
-/// What a collective call was asked to do, as named numbers: what must be equal on all ranks.
+/// The arguments of a collective call, as named numbers that must be equal on all ranks or of which
+/// the largest is agreed upon.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Descriptor {
     fields: Vec<Entry>,
@@ -36,6 +37,8 @@ struct Entry {
     name: &'static str,
     value: u64,
     text: Option<String>,
+    /// Not compared: the ranks agree on the largest value.
+    largest: bool,
 }
 
 impl Descriptor {
@@ -47,26 +50,38 @@ impl Descriptor {
     /// Adds a field that reads as its number. Earlier fields are compared first.
     #[must_use]
     pub fn field(mut self, name: &'static str, value: u64) -> Self {
-        self.fields.push(Entry { name, value, text: None });
+        self.fields.push(Entry { name, value, text: None, largest: false });
         self
     }
 
     /// Adds a field that reads as `text` in an error. Only `value` is compared; the text travels, so keep it to a few words.
     #[must_use]
     pub fn field_as(mut self, name: &'static str, value: u64, text: impl ToString) -> Self {
-        self.fields.push(Entry { name, value, text: Some(text.to_string()) });
+        let text = Some(text.to_string());
+        self.fields.push(Entry { name, value, text, largest: false });
+        self
+    }
+
+    /// Adds a field that may differ: [`agree`] returns the largest value of all ranks.
+    #[must_use]
+    pub fn largest(mut self, name: &'static str, value: u64) -> Self {
+        self.fields.push(Entry { name, value, text: None, largest: true });
         self
     }
 
     /// A digest of names and values, in order.
     pub fn fingerprint(&self) -> u64 {
-        let add = |digest: Fingerprint, entry: &Entry| digest.bytes(entry.name.as_bytes()).number(entry.value);
+        let add = |digest: Fingerprint, entry: &Entry| {
+            digest.bytes(entry.name.as_bytes()).number(entry.value)
+        };
         self.fields.iter().fold(Fingerprint::new(), add).finish()
     }
 
     /// A digest of the names, in order: equal digests mean that the values can be compared one by one.
     fn names(&self) -> u64 {
-        let add = |digest: Fingerprint, entry: &Entry| digest.number(entry.name.len() as u64).bytes(entry.name.as_bytes());
+        let add = |digest: Fingerprint, entry: &Entry| {
+            digest.number(entry.name.len() as u64).bytes(entry.name.as_bytes())
+        };
         self.fields.iter().fold(Fingerprint::new(), add).finish()
     }
 }
@@ -77,10 +92,14 @@ impl Descriptor {
 /// Collective: every rank of the ring gathers the same `round`, which is new. Blocks until all have.
 /// # Errors
 /// Those of the transport, which also bounds the wait.
-pub fn gather<S: Space>(transport: &mut dyn Transport<S>, round: u64, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-    transport.offer(round, bytes)?;
+pub fn gather<S: Space>(
+    transport: &mut dyn Transport<S>,
+    round: u64,
+    bytes: &[u8],
+) -> Result<Vec<Vec<u8>>> {
+    transport.start_all_gather(round, bytes)?;
     loop {
-        if let Some(parts) = transport.collect(round)? {
+        if let Some(parts) = transport.try_all_gather(round)? {
             return Ok(parts);
         }
         transport.progress(PATIENCE)?;
@@ -97,7 +116,8 @@ pub fn barrier<S: Space>(transport: &mut dyn Transport<S>, round: u64) -> Result
     gather(transport, round, &[]).map(drop)
 }
 
-/// Makes sure that every rank was asked to do the same and that none refuses.
+/// Checks that every rank got the same arguments and that none refuses. Returns the largest value
+/// of each [`Descriptor::largest`] field, in order.
 ///
 /// # Ordering
 /// As [`gather`].
@@ -117,7 +137,11 @@ pub fn barrier<S: Space>(transport: &mut dyn Transport<S>, round: u64) -> Result
 ///     assert_eq!(rank.join().unwrap().unwrap_err(), "causal differs between ranks: rank 1 has true, rank 0 has false");
 /// }
 /// ```
-pub fn agree<S: Space>(transport: &mut dyn Transport<S>, round: u64, local: Result<Descriptor>) -> Result<()> {
+pub fn agree<S: Space>(
+    transport: &mut dyn Transport<S>,
+    round: u64,
+    local: Result<Descriptor>,
+) -> Result<Vec<u64>> {
     let rank = transport.rank();
     let gathered = match (gather(transport, round, &pack(&local)), &local) {
         (Ok(gathered), _) => gathered,
@@ -134,32 +158,58 @@ pub fn agree<S: Space>(transport: &mut dyn Transport<S>, round: u64, local: Resu
 /// # Errors
 /// This rank's own, if it has one. Otherwise, with the lowest rank that failed: [`Error::Aborted`] where its plan is dead, else
 /// [`Error::Refused`].
-pub fn close<S: Space>(transport: &mut dyn Transport<S>, round: u64, local: Result<()>) -> Result<()> {
+pub fn close<S: Space>(
+    transport: &mut dyn Transport<S>,
+    round: u64,
+    local: Result<()>,
+) -> Result<()> {
     let status = match &local {
         Ok(()) => Vec::new(),
         Err(error) => [&[u8::from(error.is_fatal())], cut(&error.to_string()).as_bytes()].concat(),
     };
     let gathered = gather(transport, round, &status);
     local?;
-    match gathered?.into_iter().enumerate().find(|(_, status)| !status.is_empty()) {
+    match gathered.map_err(mid_call)?.into_iter().enumerate().find(|(_, status)| !status.is_empty())
+    {
         None => Ok(()),
         Some((rank, status)) => {
             let what = String::from_utf8_lossy(&status[1..]).into_owned();
-            Err(if status[0] == 0 { Error::Refused { rank, what } } else { Error::Aborted { rank, what } })
+            Err(if status[0] == 0 {
+                Error::Refused { rank, what }
+            } else {
+                Error::Aborted { rank, what }
+            })
         }
     }
+}
+
+/// Makes an error fatal that keeps this rank from the rest of a collective call.
+///
+/// The other ranks wait for it, so the plan cannot go on, whatever the kind of the error.
+pub(crate) fn mid_call(error: Error) -> Error {
+    if error.is_fatal() {
+        return error;
+    }
+    Error::Device { what: format!("a collective call could not go on: {error}") }
 }
 
 /// The version of this build, as a number that orders like it and as text.
 fn version() -> (u64, &'static str) {
     let part = |text: &str| text.parse::<u64>().unwrap_or(0);
-    let (major, minor, patch) = (env!("CARGO_PKG_VERSION_MAJOR"), env!("CARGO_PKG_VERSION_MINOR"), env!("CARGO_PKG_VERSION_PATCH"));
+    let (major, minor, patch) = (
+        env!("CARGO_PKG_VERSION_MAJOR"),
+        env!("CARGO_PKG_VERSION_MINOR"),
+        env!("CARGO_PKG_VERSION_PATCH"),
+    );
     (part(major) << 40 | part(minor) << 20 | part(patch), env!("CARGO_PKG_VERSION"))
 }
 
 /// At most [`LONGEST_TEXT`] bytes of a text.
 fn cut(text: &str) -> &str {
-    let end = (0..=text.len().min(LONGEST_TEXT)).rev().find(|&end| text.is_char_boundary(end)).unwrap_or(0);
+    let end = (0..=text.len().min(LONGEST_TEXT))
+        .rev()
+        .find(|&end| text.is_char_boundary(end))
+        .unwrap_or(0);
     &text[..end]
 }
 
@@ -178,10 +228,17 @@ fn pack(local: &Result<Descriptor>) -> Vec<u8> {
             for entry in &descriptor.fields {
                 bytes.extend_from_slice(&entry.value.to_le_bytes());
             }
-            for (place, text) in descriptor.fields.iter().enumerate().filter_map(|(place, entry)| Some((place, entry.text.as_ref()?))) {
+            for (place, text) in descriptor
+                .fields
+                .iter()
+                .enumerate()
+                .filter_map(|(place, entry)| Some((place, entry.text.as_ref()?)))
+            {
                 let text = cut(text);
                 for number in [place, text.len()] {
-                    bytes.extend_from_slice(&u16::try_from(number).unwrap_or(u16::MAX).to_le_bytes());
+                    bytes.extend_from_slice(
+                        &u16::try_from(number).unwrap_or(u16::MAX).to_le_bytes(),
+                    );
                 }
                 bytes.extend_from_slice(text.as_bytes());
             }
@@ -216,7 +273,8 @@ fn value(rest: &[u8], fields: usize, place: usize) -> Option<(u64, String)> {
     let value = u64::from_le_bytes(number(&mut rest.get(8 * place..)?)?);
     let mut texts = rest.get(8 * fields..)?;
     while !texts.is_empty() {
-        let (of, length) = (u16::from_le_bytes(number(&mut texts)?), u16::from_le_bytes(number(&mut texts)?));
+        let (of, length) =
+            (u16::from_le_bytes(number(&mut texts)?), u16::from_le_bytes(number(&mut texts)?));
         let (text, others) = texts.split_at_checked(length.into())?;
         if usize::from(of) == place {
             return Some((value, String::from_utf8_lossy(text).into_owned()));
@@ -227,19 +285,31 @@ fn value(rest: &[u8], fields: usize, place: usize) -> Option<(u64, String)> {
 }
 
 /// The same verdict on every rank, from the same bytes; except that a rank that refused keeps its own error.
-fn judge(rank: usize, local: &Result<Descriptor>, gathered: &[Vec<u8>]) -> Result<()> {
-    let malformed = |peer| Error::Comm { peer, step: 0, what: "its part of the agreement makes no sense".to_owned() };
+fn judge(rank: usize, local: &Result<Descriptor>, gathered: &[Vec<u8>]) -> Result<Vec<u64>> {
+    let malformed = |peer| Error::Comm {
+        peer,
+        step: 0,
+        what: "its part of the agreement makes no sense".to_owned(),
+    };
     let mut bodies: Vec<&[u8]> = gathered.iter().map(Vec::as_slice).collect();
     let wire_text = |version: u64| version.to_string();
-    let version_text = |version: u64| format!("{}.{}.{}", version >> 40, version >> 20 & 0xf_ffff, version & 0xf_ffff);
-    let texts: [(&str, &dyn Fn(u64) -> String); 2] = [("wire version", &wire_text), ("annulus version", &version_text)];
+    let version_text = |version: u64| {
+        format!("{}.{}.{}", version >> 40, version >> 20 & 0xf_ffff, version & 0xf_ffff)
+    };
+    let texts: [(&str, &dyn Fn(u64) -> String); 2] =
+        [("wire version", &wire_text), ("annulus version", &version_text)];
     for (field, text) in texts {
         let mut values = Vec::new();
         for (peer, body) in bodies.iter_mut().enumerate() {
             values.push(u64::from_le_bytes(number(body).ok_or_else(|| malformed(peer))?));
         }
         if let Some(other) = values.iter().position(|&value| value != values[0]) {
-            return Err(Error::RankMismatch { field: field.to_owned(), rank: other, got: text(values[other]), rank0: text(values[0]) });
+            return Err(Error::RankMismatch {
+                field: field.to_owned(),
+                rank: other,
+                got: text(values[other]),
+                rank0: text(values[0]),
+            });
         }
     }
     let mut parts = Vec::new();
@@ -255,21 +325,41 @@ fn judge(rank: usize, local: &Result<Descriptor>, gathered: &[Vec<u8>]) -> Resul
         }
     }
     let Some(&(names0, rest0)) = asked.first() else { return Err(malformed(rank)) };
-    if let Some((rank, (names, _))) = asked.iter().enumerate().find(|(_, (names, _))| *names != names0) {
+    if let Some((rank, (names, _))) =
+        asked.iter().enumerate().find(|(_, (names, _))| *names != names0)
+    {
         let field = "set of fields".to_owned();
-        return Err(Error::RankMismatch { field, rank, got: format!("{names:016x}"), rank0: format!("{names0:016x}") });
+        return Err(Error::RankMismatch {
+            field,
+            rank,
+            got: format!("{names:016x}"),
+            rank0: format!("{names0:016x}"),
+        });
     }
+    let mut largest = Vec::new();
     for (place, entry) in mine.fields.iter().enumerate() {
-        let read = |peer: usize, rest| value(rest, mine.fields.len(), place).ok_or_else(|| malformed(peer));
+        let read = |peer: usize, rest| {
+            value(rest, mine.fields.len(), place).ok_or_else(|| malformed(peer))
+        };
         let (value0, text0) = read(0, rest0)?;
+        let mut maximum = value0;
         for (rank, &(_, rest)) in asked.iter().enumerate() {
             let (value, got) = read(rank, rest)?;
-            if value != value0 {
-                return Err(Error::RankMismatch { field: entry.name.to_owned(), rank, got, rank0: text0 });
+            maximum = maximum.max(value);
+            if value != value0 && !entry.largest {
+                return Err(Error::RankMismatch {
+                    field: entry.name.to_owned(),
+                    rank,
+                    got,
+                    rank0: text0,
+                });
             }
         }
+        if entry.largest {
+            largest.push(maximum);
+        }
     }
-    Ok(())
+    Ok(largest)
 }
 
 #[cfg(test)]
@@ -295,12 +385,32 @@ mod tests {
         let mut parts = vec![pack(&Ok(descriptor())), pack(&refusal), pack(&Ok(descriptor()))];
         parts[2][8..16].copy_from_slice(&(7u64 << 40 | 8 << 20 | 9).to_le_bytes());
         let rank0 = env!("CARGO_PKG_VERSION").to_owned();
-        let versions = Error::RankMismatch { field: "annulus version".to_owned(), rank: 2, got: "7.8.9".to_owned(), rank0 };
+        let versions = Error::RankMismatch {
+            field: "annulus version".to_owned(),
+            rank: 2,
+            got: "7.8.9".to_owned(),
+            rank0,
+        };
         assert_eq!(judge(1, &refusal, &parts), Err(versions));
         // a format of the future may look like anything behind its number
         parts[1] = 9u64.to_le_bytes().to_vec();
-        let format = Error::RankMismatch { field: "wire version".to_owned(), rank: 1, got: "9".to_owned(), rank0: "1".to_owned() };
+        let format = Error::RankMismatch {
+            field: "wire version".to_owned(),
+            rank: 1,
+            got: "9".to_owned(),
+            rank0: WIRE_VERSION.to_string(),
+        };
         assert_eq!(judge(1, &refusal, &parts), Err(format));
+    }
+
+    #[test]
+    fn fields_that_may_differ_are_agreed_upon_as_their_largest() {
+        let of = |tile: u64| Ok(descriptor().largest("kv_tile", tile).largest("other", 9 - tile));
+        let parts: Vec<_> = [3, 8, 5].map(|tile| pack(&of(tile))).into();
+        for rank in 0..3 {
+            assert_eq!(judge(rank, &of([3, 8, 5][rank]), &parts), Ok(vec![8, 6]));
+        }
+        assert_eq!(judge(0, &Ok(descriptor()), &[pack(&Ok(descriptor()))]), Ok(vec![]));
     }
 
     #[test]
@@ -310,17 +420,26 @@ mod tests {
             let verdict = judge(0, &Ok(descriptor()), &[whole.clone(), whole[..length].to_vec()]);
             // a cut between two texts loses only readings
             let only_texts = length >= 25 + 60 * 8;
-            assert!(only_texts || matches!(verdict, Err(Error::Comm { peer: 1, .. })), "{length}: {verdict:?}");
+            assert!(
+                only_texts || matches!(verdict, Err(Error::Comm { peer: 1, .. })),
+                "{length}: {verdict:?}"
+            );
         }
         let mut odd = whole.clone();
         odd[16] = 2;
-        assert!(matches!(judge(0, &Ok(descriptor()), &[odd, whole]), Err(Error::Comm { peer: 0, .. })));
+        assert!(matches!(
+            judge(0, &Ok(descriptor()), &[odd, whole]),
+            Err(Error::Comm { peer: 0, .. })
+        ));
     }
 
     #[test]
     fn fingerprints_tell_descriptors_apart() {
         let base = Descriptor::new().field("a", 1).field("b", 2);
-        assert_eq!(base.fingerprint(), Descriptor::new().field("a", 1).field_as("b", 2, "two").fingerprint());
+        assert_eq!(
+            base.fingerprint(),
+            Descriptor::new().field("a", 1).field_as("b", 2, "two").fingerprint()
+        );
         assert_ne!(base.fingerprint(), Descriptor::new().field("b", 2).field("a", 1).fingerprint());
         assert_ne!(base.fingerprint(), Descriptor::new().field("a", 1).field("b", 3).fingerprint());
     }

@@ -6,9 +6,12 @@
 
 use std::time::Duration;
 
-use annulus_core::{Arrived, Channel, Control, Error, Hop, Host, HostBuffer, Incoming, Outgoing, Result, Space, Transport, index};
+use annulus_core::{
+    Arrived, Channel, Control, Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result,
+    Space, Transport, index,
+};
 
-use crate::{forward::forward_control, ranges, staging::Staging};
+use crate::{delegate::forward_control, ranges, staging::Staging};
 
 /// Bytes of a checksum.
 const CHECKSUM_BYTES: u64 = 8;
@@ -25,19 +28,25 @@ pub struct Checksum<T> {
 
 #[derive(Debug)]
 struct Receive {
-    hop: Hop,
+    hop: MessageHeader,
     buffer: HostBuffer,
-    staged: Hop,
+    staged: MessageHeader,
 }
 
 impl<T: Transport<Host>> Checksum<T> {
     /// Sends and verifies a checksum with every message of `inner`. All ranks of a ring must do so.
     pub fn new(inner: T) -> Self {
-        Self { inner, staging: Staging::default(), receives: Vec::new(), bytes_sent: 0, failed: None }
+        Self {
+            inner,
+            staging: Staging::default(),
+            receives: Vec::new(),
+            bytes_sent: 0,
+            failed: None,
+        }
     }
 
     /// Payload and checksum in a staging buffer.
-    fn stage(&mut self, send: &Outgoing<'_, Host>) -> Result<(Hop, HostBuffer)> {
+    fn stage(&mut self, send: &Outgoing<'_, Host>) -> Result<(MessageHeader, HostBuffer)> {
         ranges::check(&send.hop, self.inner.ranks(), Host::size(send.buffer))?;
         let bytes = send.hop.bytes();
         let mut staged = self.staging.take(bytes + CHECKSUM_BYTES)?;
@@ -50,11 +59,20 @@ impl<T: Transport<Host>> Checksum<T> {
     }
 
     /// Verifies a message and copies it to where it was wanted.
-    fn verify(&mut self, Receive { hop, mut buffer, .. }: Receive, staged: HostBuffer) -> Result<HostBuffer> {
+    fn verify(
+        &mut self,
+        Receive { hop, mut buffer, .. }: Receive,
+        staged: HostBuffer,
+    ) -> Result<HostBuffer> {
         let (payload, checksum) = staged.bytes().split_at(index(hop.bytes()));
         let digest = digest(hop.peer, self.inner.rank(), &hop, payload);
         if !checksum.starts_with(&digest.to_le_bytes()) {
-            let what = format!("checksum mismatch in message {:?} {} of {} bytes", hop.channel, hop.tag, payload.len());
+            let what = format!(
+                "checksum mismatch in message {:?} {} of {} bytes",
+                hop.channel,
+                hop.tag,
+                payload.len()
+            );
             return Err(Error::Comm { peer: hop.peer, step: hop.step, what });
         }
         let bytes = buffer.bytes_mut().ok_or_else(|| in_use(&hop))?;
@@ -64,24 +82,32 @@ impl<T: Transport<Host>> Checksum<T> {
     }
 }
 
-fn in_use(hop: &Hop) -> Error {
-    Error::Comm { peer: hop.peer, step: hop.step, what: format!("a buffer of message {:?} {} is in use", hop.channel, hop.tag) }
+fn in_use(hop: &MessageHeader) -> Error {
+    Error::Comm {
+        peer: hop.peer,
+        step: hop.step,
+        what: format!("a buffer of message {:?} {} is in use", hop.channel, hop.tag),
+    }
 }
 
 /// The hop of a staged message.
-fn with_checksum(hop: &Hop) -> Hop {
-    Hop { ranges: ranges::front(hop.bytes() + CHECKSUM_BYTES), ..hop.clone() }
+fn with_checksum(hop: &MessageHeader) -> MessageHeader {
+    MessageHeader { ranges: ranges::front(hop.bytes() + CHECKSUM_BYTES), ..hop.clone() }
 }
 
 /// h ← rotate((h ⊕ word) · odd), over who, what, how long, and the payload's words.
-fn digest(from: usize, to: usize, hop: &Hop, payload: &[u8]) -> u64 {
-    let mix = |digest: u64, word: u64| (digest ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
-    let channel = match hop.channel {
-        Channel::Block => 1,
-        Channel::Travel => 2,
-        Channel::Home => 3,
+fn digest(from: usize, to: usize, hop: &MessageHeader, payload: &[u8]) -> u64 {
+    let mix = |digest: u64, word: u64| {
+        (digest ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)
     };
-    let header = [from as u64, to as u64, channel, hop.tag, payload.len() as u64].into_iter().fold(0x0123_4567_89ab_cdef, mix);
+    let channel = match hop.channel {
+        Channel::Kv => 1,
+        Channel::PartialGrad => 2,
+        Channel::FinalGrad => 3,
+    };
+    let header = [from as u64, to as u64, channel, hop.tag, payload.len() as u64]
+        .into_iter()
+        .fold(0x0123_4567_89ab_cdef, mix);
     let (words, rest) = payload.as_chunks::<8>();
     let body = words.iter().fold(header, |digest, word| mix(digest, u64::from_le_bytes(*word)));
     let mut last = [0; 8];
@@ -94,7 +120,11 @@ impl<T: Transport<Host>> Transport<Host> for Checksum<T> {
         self
     }
 
-    fn post(&mut self, sends: &[Outgoing<'_, Host>], receives: &mut Vec<Incoming<Host>>) -> Result<()> {
+    fn post(
+        &mut self,
+        sends: &[Outgoing<'_, Host>],
+        receives: &mut Vec<Incoming<Host>>,
+    ) -> Result<()> {
         let mut staged_sends = Vec::with_capacity(sends.len());
         for send in sends {
             staged_sends.push(self.stage(send)?);
@@ -103,17 +133,28 @@ impl<T: Transport<Host>> Transport<Host> for Checksum<T> {
         for incoming in receives.iter() {
             ranges::check(&incoming.hop, self.inner.ranks(), Host::size(&incoming.buffer))?;
             let hop = with_checksum(&incoming.hop);
-            staged_receives.push(Incoming { buffer: self.staging.take(incoming.hop.bytes() + CHECKSUM_BYTES)?, hop });
+            staged_receives.push(Incoming {
+                buffer: self.staging.take(incoming.hop.bytes() + CHECKSUM_BYTES)?,
+                hop,
+            });
         }
-        let staged_hops: Vec<Hop> = staged_receives.iter().map(|incoming| incoming.hop.clone()).collect();
-        let outgoing: Vec<_> = staged_sends.iter().map(|(hop, buffer)| Outgoing { hop: hop.clone(), buffer, ready: &() }).collect();
+        let staged_hops: Vec<MessageHeader> =
+            staged_receives.iter().map(|incoming| incoming.hop.clone()).collect();
+        let outgoing: Vec<_> = staged_sends
+            .iter()
+            .map(|(hop, buffer)| Outgoing { hop: hop.clone(), buffer, ready: &() })
+            .collect();
         self.inner.post(&outgoing, &mut staged_receives)?;
         for (hop, buffer) in staged_sends {
             self.bytes_sent += hop.bytes() - CHECKSUM_BYTES;
             self.staging.lend(buffer);
         }
         let posted = receives.drain(..).zip(staged_hops);
-        self.receives.extend(posted.map(|(Incoming { hop, buffer }, staged)| Receive { hop, buffer, staged }));
+        self.receives.extend(posted.map(|(Incoming { hop, buffer }, staged)| Receive {
+            hop,
+            buffer,
+            staged,
+        }));
         Ok(())
     }
 
@@ -124,11 +165,14 @@ impl<T: Transport<Host>> Transport<Host> for Checksum<T> {
         }
     }
 
-    fn take(&mut self, hop: &Hop) -> Result<Option<Arrived<Host>>> {
+    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<Host>>> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
-        let is_it = |receive: &Receive| (receive.hop.peer, receive.hop.channel, receive.hop.tag) == (hop.peer, hop.channel, hop.tag);
+        let is_it = |receive: &Receive| {
+            (receive.hop.peer, receive.hop.channel, receive.hop.tag)
+                == (hop.peer, hop.channel, hop.tag)
+        };
         let Some(place) = self.receives.iter().position(is_it) else {
             return self.inner.take(hop);
         };
@@ -149,7 +193,7 @@ impl<T: Transport<Host>> Transport<Host> for Checksum<T> {
 }
 
 impl<T: Transport<Host>> Control for Checksum<T> {
-    forward_control! { rank ranks placement offer collect missing abort beat last_heard last_work }
+    forward_control! { rank ranks placement start_all_gather try_all_gather stragglers abort heartbeat last_heard last_work }
 }
 
 #[cfg(test)]
@@ -160,7 +204,8 @@ mod tests {
 
     #[test]
     fn any_flipped_bit_and_any_other_address_is_noticed() {
-        let hop = Hop { peer: 1, channel: Channel::Block, tag: 9, step: 0, ranges: Arc::from([]) };
+        let hop =
+            MessageHeader { peer: 1, channel: Channel::Kv, tag: 9, step: 0, ranges: Arc::from([]) };
         let mut payload: Vec<u8> = (0..37).collect();
         let sound = digest(0, 1, &hop, &payload);
         for bit in 0..8 * payload.len() {
@@ -169,8 +214,11 @@ mod tests {
             payload[bit / 8] ^= 1 << (bit % 8);
         }
         assert_ne!(digest(1, 0, &hop, &payload), sound);
-        assert_ne!(digest(0, 1, &Hop { tag: 10, ..hop.clone() }, &payload), sound);
-        assert_ne!(digest(0, 1, &Hop { channel: Channel::Home, ..hop.clone() }, &payload), sound);
+        assert_ne!(digest(0, 1, &MessageHeader { tag: 10, ..hop.clone() }, &payload), sound);
+        assert_ne!(
+            digest(0, 1, &MessageHeader { channel: Channel::FinalGrad, ..hop.clone() }, &payload),
+            sound
+        );
         payload.push(0);
         assert_ne!(digest(0, 1, &hop, &payload), sound, "a longer payload of zeros");
     }

@@ -13,17 +13,23 @@
 //! Either is [`Error::Timeout`] here, and goes to all ranks as an abort, so [`Error::Aborted`] there. Both come from
 //! [`Transport::progress`], within half a second after the deadline, given that it is called.
 //!
+//! Only time in which this rank polled counts: a process that was suspended or stopped by a debugger
+//! does not hold that time against its peers. A gap between two polls counts for a sixteenth of the
+//! deadline at most (a quarter of the least one).
+//!
 //! Waits beat by themselves, at least every eighth of the deadline. Who computes must beat with `working` between tiles
-//! ([`Control::beat`]); beats beyond one each eighth of the deadline cost a look at the clock and go no further.
+//! ([`Control::heartbeat`]); beats beyond one each eighth of the deadline cost a look at the clock and go no further.
 
 use std::{
     collections::BTreeMap,
     time::{Duration, Instant},
 };
 
-use annulus_core::{Arrived, Control, Error, Hop, Host, Incoming, Outgoing, Result, Space, Transport};
+use annulus_core::{
+    Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Result, Space, Transport,
+};
 
-use crate::forward::forward_control;
+use crate::{delegate::forward_control, observed::ObservedClock};
 
 /// A peer that has been waited for, in vain, for a while.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,16 +52,17 @@ pub struct Deadline<T, S: Space = Host> {
     inner: T,
     deadline: Duration,
     /// Posted, and not yet seen to have arrived.
-    receives: Vec<(Hop, Instant)>,
+    receives: Vec<(MessageHeader, Instant)>,
     /// Arrived, and not yet taken by the caller.
-    arrived: Vec<(Hop, Arrived<S>)>,
+    arrived: Vec<(MessageHeader, Arrived<S>)>,
     /// Per peer the first send since all were last done: its step and when it was posted.
     sends: BTreeMap<usize, (usize, Instant)>,
     /// Offered and not yet collected.
     gathers: BTreeMap<u64, Instant>,
     /// The step posted last: the one to name where a gather waits.
     step: usize,
-    last_look: Instant,
+    observed: ObservedClock,
+    last_judged: Instant,
     last_beat: Instant,
     last_working_beat: Option<Instant>,
     warning: Option<Warning>,
@@ -69,6 +76,9 @@ pub const DEFAULT: Duration = Duration::from_secs(120);
 /// The least deadline: below it a busy machine looks like a dead one.
 pub const LEAST: Duration = Duration::from_secs(1);
 
+/// Signs of life in each deadline.
+const BEATS: u32 = 8;
+
 /// The longest single wait of the inner transport: how late a timeout may be noticed.
 const GLANCE: Duration = Duration::from_millis(250);
 
@@ -79,9 +89,17 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
     /// [`Error::InvalidArgument`] if the deadline is below [`LEAST`].
     pub fn new(inner: T, deadline: Duration) -> Result<Self> {
         if deadline < LEAST {
-            return Err(Error::invalid("deadline", format!("{deadline:?}"), format!("at least {:?}", LEAST)));
+            return Err(Error::invalid(
+                "deadline",
+                format!("{deadline:?}"),
+                format!("at least {:?}", LEAST),
+            ));
         }
         let warned = vec![false; inner.ranks()];
+        let now = Instant::now();
+        let beat_every = deadline / BEATS;
+        // waits poll this often; twice that is no gap yet
+        let regular = 2 * beat_every.min(GLANCE);
         Ok(Self {
             inner,
             deadline,
@@ -90,8 +108,9 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
             sends: BTreeMap::new(),
             gathers: BTreeMap::new(),
             step: 0,
-            last_look: Instant::now(),
-            last_beat: Instant::now(),
+            observed: ObservedClock::new(now, regular.max(deadline / 16), deadline),
+            last_judged: now,
+            last_beat: now,
             last_working_beat: None,
             warning: None,
             warned,
@@ -112,7 +131,7 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
     }
 
     fn beat_every(&self) -> Duration {
-        self.deadline / 8
+        self.deadline / BEATS
     }
 
     /// Moves what has arrived out of the receives that are waited for.
@@ -139,30 +158,40 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
         let sends = self.sends.iter().map(|(&peer, &(step, since))| (peer, step, since));
         let mut waits: Vec<_> = receives.chain(sends).collect();
         for (&round, &since) in &self.gathers {
-            let missing = self.inner.missing(round);
+            let missing = self.inner.stragglers(round);
             // all have offered and still it is not done: then somebody does not take what is offered to it
-            let missing = if missing.is_empty() { (0..self.inner.ranks()).collect() } else { missing };
+            let missing =
+                if missing.is_empty() { (0..self.inner.ranks()).collect() } else { missing };
             waits.extend(missing.into_iter().map(|peer| (peer, self.step, since)));
         }
         waits
     }
 
-    /// How long nothing was heard of `peer`, counted from `since` at the earliest.
+    /// The observed time without a word of `peer`, counted from `since` at the earliest.
     fn silence(&self, now: Instant, peer: usize, since: Instant) -> Duration {
-        now.saturating_duration_since(self.inner.last_heard(peer).max(since))
+        self.observed.elapsed(self.inner.last_heard(peer).max(since), now)
     }
 
     /// Reads both clocks, now and then.
     fn judge(&mut self) -> Result<()> {
         let now = Instant::now();
+        self.observed.poll(now);
         let idle = self.receives.is_empty() && self.sends.is_empty() && self.gathers.is_empty();
-        if idle || now.saturating_duration_since(self.last_look) < (self.deadline / 64).min(GLANCE / 4) {
+        if idle
+            || now.saturating_duration_since(self.last_judged)
+                < (self.deadline / 64).min(GLANCE / 4)
+        {
             return Ok(());
         }
-        self.last_look = now;
+        self.last_judged = now;
         let (rank, waits) = (self.inner.rank(), self.waits());
-        let silence = |&(peer, step, since): &Wait| Silence { peer, step, waited: self.silence(now, peer, since) };
-        let silences: Vec<_> = waits.iter().filter(|(peer, ..)| *peer != rank).map(silence).collect();
+        let silence = |&(peer, step, since): &Wait| Silence {
+            peer,
+            step,
+            waited: self.silence(now, peer, since),
+        };
+        let silences: Vec<_> =
+            waits.iter().filter(|(peer, ..)| *peer != rank).map(silence).collect();
         self.warn(&silences);
         let began = waits.iter().map(|&(_, _, since)| since).min().unwrap_or(now);
         let Some(error) = self.overdue(now, &silences, began) else { return Ok(()) };
@@ -174,12 +203,14 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
     /// The timeout, if one of the two clocks has run out; the waits began at `began`.
     fn overdue(&self, now: Instant, silences: &[Silence], began: Instant) -> Option<Error> {
         // the lowest rank of equals, so that a stuck ring reads alike on all ranks
-        let worst = silences.iter().min_by_key(|silence| (std::cmp::Reverse(silence.waited), silence.peer))?;
+        let worst = silences
+            .iter()
+            .min_by_key(|silence| (std::cmp::Reverse(silence.waited), silence.peer))?;
         let timeout = |peer, waited| Some(Error::Timeout { peer, step: worst.step, waited });
         if worst.waited >= self.deadline {
             return timeout(worst.peer, worst.waited);
         }
-        let idle = now.saturating_duration_since(self.inner.last_work().max(began));
+        let idle = self.observed.elapsed(self.inner.last_work().max(began), now);
         if idle < self.deadline {
             return None;
         }
@@ -206,7 +237,8 @@ impl<T: Transport<S>, S: Space> Transport<S> for Deadline<T, S> {
     }
 
     fn post(&mut self, sends: &[Outgoing<'_, S>], receives: &mut Vec<Incoming<S>>) -> Result<()> {
-        let hops: Vec<Hop> = receives.iter().map(|incoming| incoming.hop.clone()).collect();
+        let hops: Vec<MessageHeader> =
+            receives.iter().map(|incoming| incoming.hop.clone()).collect();
         self.inner.post(sends, receives)?;
         let now = Instant::now();
         for hop in hops {
@@ -224,17 +256,19 @@ impl<T: Transport<S>, S: Space> Transport<S> for Deadline<T, S> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
-        self.beat(false);
+        self.heartbeat(false);
         self.inner.progress(patience.min(self.beat_every()).min(GLANCE))?;
         self.sweep()?;
         self.judge()
     }
 
-    fn take(&mut self, hop: &Hop) -> Result<Option<Arrived<S>>> {
+    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<S>>> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
-        let same = |other: &Hop| (other.peer, other.channel, other.tag) == (hop.peer, hop.channel, hop.tag);
+        let same = |other: &MessageHeader| {
+            (other.peer, other.channel, other.tag) == (hop.peer, hop.channel, hop.tag)
+        };
         if let Some(place) = self.arrived.iter().position(|(other, _)| same(other)) {
             return Ok(Some(self.arrived.swap_remove(place).1));
         }
@@ -255,41 +289,45 @@ impl<T: Transport<S>, S: Space> Transport<S> for Deadline<T, S> {
 }
 
 impl<T: Transport<S>, S: Space> Control for Deadline<T, S> {
-    forward_control! { rank ranks placement missing abort last_heard last_work }
+    forward_control! { rank ranks placement stragglers abort last_heard last_work }
 
-    fn offer(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
-        self.inner.offer(round, bytes)?;
+    fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+        self.inner.start_all_gather(round, bytes)?;
         self.gathers.insert(round, Instant::now());
         Ok(())
     }
 
-    fn collect(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
+    fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
-        let collected = self.inner.collect(round)?;
+        let collected = self.inner.try_all_gather(round)?;
         if collected.is_some() {
             self.gathers.remove(&round);
         }
         Ok(collected)
     }
 
-    fn beat(&mut self, working: bool) {
+    fn heartbeat(&mut self, working: bool) {
         let (now, every) = (Instant::now(), self.beat_every());
         let due = |last: Instant| now.saturating_duration_since(last) >= every;
         if working && self.last_working_beat.is_none_or(due) {
             self.last_working_beat = Some(now);
             self.last_beat = now;
-            self.inner.beat(true);
+            self.inner.heartbeat(true);
         } else if due(self.last_beat) {
             self.last_beat = now;
-            self.inner.beat(false);
+            self.inner.heartbeat(false);
         }
     }
 }
 
 impl<T: std::fmt::Debug, S: Space> std::fmt::Debug for Deadline<T, S> {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.debug_struct("Deadline").field("deadline", &self.deadline).field("inner", &self.inner).finish_non_exhaustive()
+        formatter
+            .debug_struct("Deadline")
+            .field("deadline", &self.deadline)
+            .field("inner", &self.inner)
+            .finish_non_exhaustive()
     }
 }

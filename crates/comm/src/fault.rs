@@ -20,9 +20,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_core::{Arrived, Control, Error, Hop, Host, HostBuffer, Incoming, Outgoing, Result, Space, Transport, index};
+use annulus_core::{
+    Arrived, Control, Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result, Space,
+    Transport, index,
+};
 
-use crate::{forward::forward_control, ranges};
+use crate::{delegate::forward_control, ranges};
 
 /// What goes wrong. Sends are counted from 0 over the endpoint's life.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,7 +89,7 @@ pub struct Fault<T> {
 
 #[derive(Debug)]
 struct Sending {
-    hop: Hop,
+    hop: MessageHeader,
     buffer: HostBuffer,
 }
 
@@ -111,7 +114,15 @@ impl Random {
 impl<T: Transport<Host>> Fault<T> {
     /// Makes `inner` fail in these ways; the same seed makes the same choices.
     pub fn new(inner: T, seed: u64, injections: impl Into<Vec<Injection>>) -> Self {
-        Self { inner, injections: injections.into(), random: Random(seed), sends: 0, bytes_sent: 0, delayed: Vec::new(), dead: None }
+        Self {
+            inner,
+            injections: injections.into(),
+            random: Random(seed),
+            sends: 0,
+            bytes_sent: 0,
+            delayed: Vec::new(),
+            dead: None,
+        }
     }
 
     /// Delays every send by a random time of at most `most`, so that messages overtake each other.
@@ -125,7 +136,9 @@ impl<T: Transport<Host>> Fault<T> {
 
     fn die(&mut self, of: String) -> Result<()> {
         self.delayed.clear();
-        let error = Error::Device { what: format!("injected fault: rank {} died in {of}", self.inner.rank()) };
+        let error = Error::Device {
+            what: format!("injected fault: rank {} died in {of}", self.inner.rank()),
+        };
         self.dead = Some(error.clone());
         Err(error)
     }
@@ -143,16 +156,24 @@ impl<T: Transport<Host>> Fault<T> {
                 Injection::Duplicate { send } if send == number => copies = 2,
                 Injection::Delay { send, by } if send == number => delay += by,
                 Injection::DelayAll { most } => {
-                    delay += Duration::from_nanos(self.random.below(u64::try_from(most.as_nanos()).unwrap_or(u64::MAX)));
+                    delay += Duration::from_nanos(
+                        self.random.below(u64::try_from(most.as_nanos()).unwrap_or(u64::MAX)),
+                    );
                 }
-                Injection::Truncate { send } if send == number => sending.hop.ranges = first_half(&sending.hop),
+                Injection::Truncate { send } if send == number => {
+                    sending.hop.ranges = first_half(&sending.hop)
+                }
                 Injection::Corrupt { send } if send == number => self.corrupt(&mut sending)?,
                 _ => {}
             }
         }
         for _ in 0..copies {
             let copy = Sending { hop: sending.hop.clone(), buffer: sending.buffer.clone() };
-            if delay.is_zero() { now.push(copy) } else { self.delayed.push((Instant::now() + delay, copy)) }
+            if delay.is_zero() {
+                now.push(copy)
+            } else {
+                self.delayed.push((Instant::now() + delay, copy))
+            }
         }
         Ok(())
     }
@@ -173,13 +194,16 @@ impl<T: Transport<Host>> Fault<T> {
     }
 
     fn post_now(&mut self, sendings: &[Sending], receives: &mut Vec<Incoming<Host>>) -> Result<()> {
-        let outgoing: Vec<_> = sendings.iter().map(|Sending { hop, buffer }| Outgoing { hop: hop.clone(), buffer, ready: &() }).collect();
+        let outgoing: Vec<_> = sendings
+            .iter()
+            .map(|Sending { hop, buffer }| Outgoing { hop: hop.clone(), buffer, ready: &() })
+            .collect();
         self.inner.post(&outgoing, receives)
     }
 }
 
 /// The ranges of the first half of a message's bytes.
-fn first_half(hop: &Hop) -> Arc<[std::ops::Range<u64>]> {
+fn first_half(hop: &MessageHeader) -> Arc<[std::ops::Range<u64>]> {
     let mut left = hop.bytes() / 2;
     let cut = |range: &std::ops::Range<u64>| {
         let bytes = left.min(range.end - range.start);
@@ -194,9 +218,15 @@ impl<T: Transport<Host>> Transport<Host> for Fault<T> {
         self
     }
 
-    fn post(&mut self, sends: &[Outgoing<'_, Host>], receives: &mut Vec<Incoming<Host>>) -> Result<()> {
+    fn post(
+        &mut self,
+        sends: &[Outgoing<'_, Host>],
+        receives: &mut Vec<Incoming<Host>>,
+    ) -> Result<()> {
         self.check_alive()?;
-        let hops = || sends.iter().map(|send| &send.hop).chain(receives.iter().map(|incoming| &incoming.hop));
+        let hops = || {
+            sends.iter().map(|send| &send.hop).chain(receives.iter().map(|incoming| &incoming.hop))
+        };
         let latest = hops().map(|hop| hop.step).max();
         for injection in &self.injections {
             if let (Injection::Die { step }, Some(latest)) = (injection, latest)
@@ -218,7 +248,11 @@ impl<T: Transport<Host>> Transport<Host> for Fault<T> {
     fn progress(&mut self, patience: Duration) -> Result<()> {
         self.check_alive()?;
         let now = Instant::now();
-        let due: Vec<Sending> = self.delayed.extract_if(.., |(due, _)| *due <= now).map(|(_, sending)| sending).collect();
+        let due: Vec<Sending> = self
+            .delayed
+            .extract_if(.., |(due, _)| *due <= now)
+            .map(|(_, sending)| sending)
+            .collect();
         if !due.is_empty() {
             self.post_now(&due, &mut Vec::new())?;
         }
@@ -226,7 +260,7 @@ impl<T: Transport<Host>> Transport<Host> for Fault<T> {
         self.inner.progress(next.map_or(patience, |next| next.min(patience)))
     }
 
-    fn take(&mut self, hop: &Hop) -> Result<Option<Arrived<Host>>> {
+    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<Host>>> {
         self.check_alive()?;
         self.inner.take(hop)
     }
@@ -241,19 +275,19 @@ impl<T: Transport<Host>> Transport<Host> for Fault<T> {
 }
 
 impl<T: Transport<Host>> Control for Fault<T> {
-    forward_control! { rank ranks placement missing last_heard last_work }
+    forward_control! { rank ranks placement stragglers last_heard last_work }
 
-    fn offer(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+    fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
         self.check_alive()?;
         if self.injections.iter().any(|injection| matches!(injection, Injection::DieInGather { round: first } if round >= *first)) {
             return self.die(format!("gather {round}"));
         }
-        self.inner.offer(round, bytes)
+        self.inner.start_all_gather(round, bytes)
     }
 
-    fn collect(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
+    fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
         self.check_alive()?;
-        self.inner.collect(round)
+        self.inner.try_all_gather(round)
     }
 
     fn abort(&mut self, error: &Error) {
@@ -262,9 +296,9 @@ impl<T: Transport<Host>> Control for Fault<T> {
         }
     }
 
-    fn beat(&mut self, working: bool) {
+    fn heartbeat(&mut self, working: bool) {
         if self.dead.is_none() {
-            self.inner.beat(working);
+            self.inner.heartbeat(working);
         }
     }
 }

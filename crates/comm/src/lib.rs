@@ -10,7 +10,7 @@
 //! | no wait without an end: [`Deadline`] | `deadline.rs` |
 //! | corruption is noticed: [`Checksum`] | `checksum.rs` |
 //! | what happened when, and its picture: [`Trace`] | `trace.rs` |
-//! | a host transport for a device's memory: [`Staged`]; for CUDA's, with the feature `cuda` | `staged.rs`, `cuda.rs` |
+//! | a host transport for a device's memory: [`Staged`] | `staged.rs` |
 //! | faults on purpose, and the error that each must cause: [`Fault`] | `fault.rs` |
 //!
 //! A wrapper is a transport around a transport. Put [`Deadline`] outermost, and [`Fault`], in tests, next to the wire:
@@ -20,21 +20,20 @@
 
 pub mod agreement;
 pub mod checksum;
-#[cfg(feature = "cuda")]
-#[allow(unsafe_code, reason = "copies of device memory are promises that the compiler cannot check")]
-pub mod cuda;
+#[cfg(any(feature = "nccl", all(feature = "mpi", feature = "cuda")))]
+mod cuda_gather;
 pub mod deadline;
+mod delegate;
 pub mod fault;
-mod forward;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 #[cfg(feature = "nccl")]
 #[allow(unsafe_code, reason = "NCCL's functions are promises that the compiler cannot check")]
 pub mod nccl;
-#[cfg(feature = "cuda")]
-mod pieces;
+mod observed;
 mod ranges;
 pub mod ring;
+mod span;
 pub mod staged;
 mod staging;
 pub mod threads;
@@ -44,6 +43,6 @@ pub use agreement::{Descriptor, WIRE_VERSION, agree, barrier, close, gather};
 pub use checksum::Checksum;
 pub use deadline::{Deadline, Silence};
 pub use fault::{Fault, Injection};
-pub use staged::{Staged, StagedSpace};
+pub use staged::Staged;
 pub use threads::Threads;
 pub use trace::{Trace, TraceLog};

@@ -2,12 +2,17 @@
 
 use std::{ops::Range, sync::Arc};
 
-use annulus_core::{Error, Hop, Result, index};
+use annulus_core::{Error, MessageHeader, Result, index};
 
 /// Copies the bytes of the ranges `from_ranges` of `from`, one after another, into the ranges `to_ranges` of `to`.
 ///
 /// Stops where the shorter side ends; callers have compared the lengths and the bounds.
-pub(crate) fn copy(from: &[u8], from_ranges: &[Range<u64>], to: &mut [u8], to_ranges: &[Range<u64>]) {
+pub(crate) fn copy(
+    from: &[u8],
+    from_ranges: &[Range<u64>],
+    to: &mut [u8],
+    to_ranges: &[Range<u64>],
+) {
     let (mut sources, mut targets) = (from_ranges.iter().cloned(), to_ranges.iter().cloned());
     let (mut source, mut target) = (0..0, 0..0);
     loop {
@@ -20,7 +25,8 @@ pub(crate) fn copy(from: &[u8], from_ranges: &[Range<u64>], to: &mut [u8], to_ra
             target = next;
         }
         let bytes = (source.end - source.start).min(target.end - target.start);
-        to[index(target.start)..index(target.start + bytes)].copy_from_slice(&from[index(source.start)..index(source.start + bytes)]);
+        to[index(target.start)..index(target.start + bytes)]
+            .copy_from_slice(&from[index(source.start)..index(source.start + bytes)]);
         source.start += bytes;
         target.start += bytes;
     }
@@ -32,12 +38,16 @@ pub(crate) fn front(bytes: u64) -> Arc<[Range<u64>]> {
 }
 
 /// Checks that a hop can be posted: a rank of this ring at the other end, and ranges that lie in a buffer of `size` bytes.
-pub(crate) fn check(hop: &Hop, ranks: usize, size: u64) -> Result<()> {
+pub(crate) fn check(hop: &MessageHeader, ranks: usize, size: u64) -> Result<()> {
     if hop.peer >= ranks {
         return Err(Error::invalid("hop.peer", hop.peer, format!("a rank below {ranks}")));
     }
     match hop.ranges.iter().find(|range| range.start > range.end || range.end > size) {
-        Some(range) => Err(Error::invalid("hop.ranges", format!("{range:?}"), format!("ascending ranges within {size} bytes"))),
+        Some(range) => Err(Error::invalid(
+            "hop.ranges",
+            format!("{range:?}"),
+            format!("ascending ranges within {size} bytes"),
+        )),
         None => Ok(()),
     }
 }

@@ -5,52 +5,14 @@
 //! ```
 //! Nothing here waits for the device: [`Transport::progress`] looks whether a copy has finished, and goes on with what comes next.
 
-use std::{ops::Range, time::Duration};
+use std::time::Duration;
 
-use annulus_core::{Arrived, Control, Error, Hop, Host, HostBuffer, Incoming, Outgoing, Result, Space, Transport};
+use annulus_core::{
+    Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Result, Space, StagedSpace,
+    Transport,
+};
 
-use crate::{forward::forward_control, ranges, staging::Staging};
-
-/// A memory space whose buffers can be copied from and to host memory without waiting.
-pub trait StagedSpace: Space {
-    /// What it takes to start and to poll copies: a queue, a stream.
-    type Copier: Send;
-    /// A copy to the host under way. It co-owns what it reads and owns what it writes.
-    type Download: Send;
-    /// A copy from the host under way. It owns both sides.
-    type Upload: Send;
-
-    /// Starts copying byte ranges of a device buffer, after `ready`, one after another to the front of `into`.
-    ///
-    /// # Errors
-    /// [`Error::Device`].
-    fn download(
-        copier: &mut Self::Copier,
-        from: &Self::Buffer,
-        ready: &Self::Event,
-        ranges: &[Range<u64>],
-        into: HostBuffer,
-    ) -> Result<Self::Download>;
-
-    /// The host buffer, owned by nobody else, once the copy has finished. Given back once; never waits.
-    ///
-    /// # Errors
-    /// [`Error::Device`].
-    fn downloaded(copier: &mut Self::Copier, copy: &mut Self::Download) -> Result<Option<HostBuffer>>;
-
-    /// Starts copying the front of `from` into byte ranges of a device buffer, one after another.
-    ///
-    /// # Errors
-    /// [`Error::Device`].
-    fn upload(copier: &mut Self::Copier, from: HostBuffer, into: Self::Buffer, ranges: &[Range<u64>]) -> Result<Self::Upload>;
-
-    /// Both buffers, owned by nobody else, once the copy has finished, with the event after which the device may read. Given back
-    /// once; never waits.
-    ///
-    /// # Errors
-    /// [`Error::Device`].
-    fn uploaded(copier: &mut Self::Copier, copy: &mut Self::Upload) -> Result<Option<(HostBuffer, Arrived<Self>)>>;
-}
+use crate::{delegate::forward_control, ranges, staging::Staging};
 
 /// How often copies are polled while nothing else happens.
 const POLL: Duration = Duration::from_micros(100);
@@ -61,26 +23,37 @@ pub struct Staged<T, D: StagedSpace> {
     copier: D::Copier,
     staging: Staging,
     /// Sends that are still copied to the host, in the order in which they were posted.
-    downloads: Vec<(Hop, D::Download)>,
+    downloads: Vec<(MessageHeader, D::Download)>,
     /// Receives whose bytes are not on the host yet.
     receives: Vec<Receive<D>>,
-    uploads: Vec<(Hop, D::Upload)>,
-    arrived: Vec<(Hop, Arrived<D>)>,
+    uploads: Vec<(MessageHeader, D::Upload)>,
+    arrived: Vec<(MessageHeader, Arrived<D>)>,
     bytes_sent: u64,
     failed: Option<Error>,
 }
 
 struct Receive<D: Space> {
-    hop: Hop,
+    hop: MessageHeader,
     buffer: D::Buffer,
-    staged: Hop,
+    staged: MessageHeader,
 }
 
 impl<T: Transport<Host>, D: StagedSpace> Staged<T, D> {
     /// Sends what lies in `D` over `inner`.
     pub fn new(inner: T, copier: D::Copier) -> Self {
-        let (downloads, receives, uploads, arrived) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        Self { inner, copier, staging: Staging::default(), downloads, receives, uploads, arrived, bytes_sent: 0, failed: None }
+        let (downloads, receives, uploads, arrived) =
+            (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        Self {
+            inner,
+            copier,
+            staging: Staging::default(),
+            downloads,
+            receives,
+            uploads,
+            arrived,
+            bytes_sent: 0,
+            failed: None,
+        }
     }
 
     /// Remembers what killed this endpoint. A bad argument does not.
@@ -105,7 +78,8 @@ impl<T: Transport<Host>, D: StagedSpace> Staged<T, D> {
             match D::downloaded(&mut self.copier, download)? {
                 Some(buffer) => {
                     let (hop, _) = self.downloads.remove(place);
-                    self.inner.post(&[Outgoing { hop, buffer: &buffer, ready: &() }], &mut Vec::new())?;
+                    self.inner
+                        .post(&[Outgoing { hop, buffer: &buffer, ready: &() }], &mut Vec::new())?;
                     self.staging.lend(buffer);
                     moved = true;
                 }
@@ -157,19 +131,30 @@ impl<T: Transport<Host>, D: StagedSpace> Staged<T, D> {
         Ok(self.finish_uploads()? || came || sent)
     }
 
-    fn try_post(&mut self, sends: &[Outgoing<'_, D>], receives: &mut Vec<Incoming<D>>) -> Result<()> {
+    fn try_post(
+        &mut self,
+        sends: &[Outgoing<'_, D>],
+        receives: &mut Vec<Incoming<D>>,
+    ) -> Result<()> {
         for send in sends {
             ranges::check(&send.hop, self.inner.ranks(), D::size(send.buffer))?;
         }
         let mut staged = Vec::with_capacity(receives.len());
         for incoming in receives.iter() {
             ranges::check(&incoming.hop, self.inner.ranks(), D::size(&incoming.buffer))?;
-            staged.push(Incoming { hop: in_front(&incoming.hop), buffer: self.staging.take(incoming.hop.bytes())? });
+            staged.push(Incoming {
+                hop: in_front(&incoming.hop),
+                buffer: self.staging.take(incoming.hop.bytes())?,
+            });
         }
-        let hops: Vec<Hop> = staged.iter().map(|incoming| incoming.hop.clone()).collect();
+        let hops: Vec<MessageHeader> = staged.iter().map(|incoming| incoming.hop.clone()).collect();
         self.inner.post(&[], &mut staged)?;
         let posted = receives.drain(..).zip(hops);
-        self.receives.extend(posted.map(|(Incoming { hop, buffer }, staged)| Receive { hop, buffer, staged }));
+        self.receives.extend(posted.map(|(Incoming { hop, buffer }, staged)| Receive {
+            hop,
+            buffer,
+            staged,
+        }));
         for Outgoing { hop, buffer, ready } in sends {
             self.bytes_sent += hop.bytes();
             let into = self.staging.take(hop.bytes())?;
@@ -181,8 +166,8 @@ impl<T: Transport<Host>, D: StagedSpace> Staged<T, D> {
 }
 
 /// The hop of the same message in a staging buffer.
-fn in_front(hop: &Hop) -> Hop {
-    Hop { ranges: ranges::front(hop.bytes()), ..hop.clone() }
+fn in_front(hop: &MessageHeader) -> MessageHeader {
+    MessageHeader { ranges: ranges::front(hop.bytes()), ..hop.clone() }
 }
 
 impl<T: Transport<Host>, D: StagedSpace> Transport<D> for Staged<T, D> {
@@ -211,13 +196,17 @@ impl<T: Transport<Host>, D: StagedSpace> Transport<D> for Staged<T, D> {
         self.remember(pumped).map(drop)
     }
 
-    fn take(&mut self, hop: &Hop) -> Result<Option<Arrived<D>>> {
+    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<D>>> {
         self.check_alive()?;
-        let same = |other: &Hop| (other.peer, other.channel, other.tag) == (hop.peer, hop.channel, hop.tag);
+        let same = |other: &MessageHeader| {
+            (other.peer, other.channel, other.tag) == (hop.peer, hop.channel, hop.tag)
+        };
         if let Some(place) = self.arrived.iter().position(|(other, _)| same(other)) {
             return Ok(Some(self.arrived.swap_remove(place).1));
         }
-        if self.receives.iter().any(|receive| same(&receive.hop)) || self.uploads.iter().any(|(other, _)| same(other)) {
+        if self.receives.iter().any(|receive| same(&receive.hop))
+            || self.uploads.iter().any(|(other, _)| same(other))
+        {
             return Ok(None);
         }
         let got = format!("{:?} {} from rank {}", hop.channel, hop.tag, hop.peer);
@@ -234,7 +223,7 @@ impl<T: Transport<Host>, D: StagedSpace> Transport<D> for Staged<T, D> {
 }
 
 impl<T: Transport<Host>, D: StagedSpace> Control for Staged<T, D> {
-    forward_control! { rank ranks placement offer collect missing abort beat last_heard last_work }
+    forward_control! { rank ranks placement start_all_gather try_all_gather stragglers abort heartbeat last_heard last_work }
 }
 
 impl<T: std::fmt::Debug, D: StagedSpace> std::fmt::Debug for Staged<T, D> {

@@ -14,7 +14,8 @@ impl Staging {
     /// A buffer of at least `bytes` bytes that nobody else owns; the smallest there is.
     pub(crate) fn take(&mut self, bytes: u64) -> Result<HostBuffer> {
         self.free.extend(self.lent.extract_if(.., |buffer| !buffer.is_shared()));
-        let fitting = self.free.iter().enumerate().filter(|(_, buffer)| Host::size(buffer) >= bytes);
+        let fitting =
+            self.free.iter().enumerate().filter(|(_, buffer)| Host::size(buffer) >= bytes);
         match fitting.min_by_key(|(_, buffer)| Host::size(buffer)) {
             Some((place, _)) => Ok(self.free.swap_remove(place)),
             None => HostBuffer::zeroed(bytes),

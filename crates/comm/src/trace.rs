@@ -10,9 +10,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_core::{Arrived, Channel, Control, Hop, Incoming, Outgoing, Result, Space, Transport};
+use annulus_core::{
+    Arrived, Channel, Control, Incoming, MessageHeader, Outgoing, Result, Space, Transport,
+};
 
-use crate::forward::forward_control;
+use crate::delegate::forward_control;
 
 /// What happened between the begin and the end of an [`Event`].
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -77,7 +79,11 @@ impl TraceLog {
 
     /// How long this rank could do nothing but wait.
     pub fn waited(&self) -> Duration {
-        self.lock().iter().filter(|event| event.what == What::Wait).map(|event| event.end - event.begin).sum()
+        self.lock()
+            .iter()
+            .filter(|event| event.what == What::Wait)
+            .map(|event| event.end - event.begin)
+            .sum()
     }
 
     /// Forgets what was recorded.
@@ -128,7 +134,10 @@ pub fn write_chrome(mut writer: impl Write, logs: &[TraceLog]) -> io::Result<()>
     let mut separator = "\n";
     for log in logs {
         let rank = log.rank;
-        write!(writer, "{separator}{{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":{rank},\"args\":{{\"name\":\"rank {rank}\"}}}}")?;
+        write!(
+            writer,
+            "{separator}{{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":{rank},\"args\":{{\"name\":\"rank {rank}\"}}}}"
+        )?;
         separator = ",\n";
         for (number, event) in log.events().into_iter().enumerate() {
             write_event(&mut writer, rank, number, &event)?;
@@ -137,7 +146,12 @@ pub fn write_chrome(mut writer: impl Write, logs: &[TraceLog]) -> io::Result<()>
     writer.write_all(b"\n]}\n")
 }
 
-fn write_event(writer: &mut impl Write, rank: usize, number: usize, event: &Event) -> io::Result<()> {
+fn write_event(
+    writer: &mut impl Write,
+    rank: usize,
+    number: usize,
+    event: &Event,
+) -> io::Result<()> {
     let Event { what, step, bytes, begin, end } = event;
     let (begin, length, end) = (Micros(*begin), Micros(end.saturating_sub(*begin)), Micros(*end));
     let name = match what {
@@ -150,7 +164,10 @@ fn write_event(writer: &mut impl Write, rank: usize, number: usize, event: &Even
     let name = Quoted(&name);
     let arguments = format!("\"args\":{{\"step\":{step},\"bytes\":{bytes}}}");
     if let What::Wait | What::Span(_) = what {
-        return write!(writer, ",\n{{\"ph\":\"X\",\"name\":{name},\"pid\":{rank},\"tid\":0,\"ts\":{begin},\"dur\":{length},{arguments}}}");
+        return write!(
+            writer,
+            ",\n{{\"ph\":\"X\",\"name\":{name},\"pid\":{rank},\"tid\":0,\"ts\":{begin},\"dur\":{length},{arguments}}}"
+        );
     }
     // transfers overlap, so they are pairs of marks that share an id
     let category = match what {
@@ -159,7 +176,10 @@ fn write_event(writer: &mut impl Write, rank: usize, number: usize, event: &Even
         _ => "gather",
     };
     for (phase, at) in [("b", begin), ("e", end)] {
-        write!(writer, ",\n{{\"ph\":\"{phase}\",\"cat\":\"{category}\",\"id\":\"{rank}.{number}\",\"name\":{name},")?;
+        write!(
+            writer,
+            ",\n{{\"ph\":\"{phase}\",\"cat\":\"{category}\",\"id\":\"{rank}.{number}\",\"name\":{name},"
+        )?;
         write!(writer, "\"pid\":{rank},\"tid\":0,\"ts\":{at},{arguments}}}")?;
     }
     Ok(())
@@ -184,7 +204,9 @@ impl std::fmt::Display for Quoted<'_> {
         for letter in self.0.chars() {
             match letter {
                 '"' | '\\' => write!(formatter, "\\{letter}")?,
-                letter if u32::from(letter) < 0x20 => write!(formatter, "\\u{:04x}", u32::from(letter))?,
+                letter if u32::from(letter) < 0x20 => {
+                    write!(formatter, "\\u{:04x}", u32::from(letter))?
+                }
                 letter => write!(formatter, "{letter}")?,
             }
         }
@@ -198,9 +220,9 @@ pub struct Trace<T> {
     inner: T,
     log: TraceLog,
     /// Posted and not yet seen to be done; behind a lock because a look at [`Transport::pending`] may be the last that is taken.
-    sends: Mutex<Vec<(Hop, Instant)>>,
+    sends: Mutex<Vec<(MessageHeader, Instant)>>,
     /// Posted and not yet taken.
-    receives: Vec<(Hop, Instant)>,
+    receives: Vec<(MessageHeader, Instant)>,
     gathers: Vec<(u64, Instant)>,
     step: usize,
 }
@@ -209,7 +231,14 @@ impl<T: Control> Trace<T> {
     /// Records what `inner` does. Ranks of one machine that are given the same `zero` share a time axis.
     pub fn new(inner: T, zero: Instant) -> Self {
         let log = TraceLog { rank: inner.rank(), zero, events: Arc::default() };
-        Self { inner, log, sends: Mutex::default(), receives: Vec::new(), gathers: Vec::new(), step: 0 }
+        Self {
+            inner,
+            log,
+            sends: Mutex::default(),
+            receives: Vec::new(),
+            gathers: Vec::new(),
+            step: 0,
+        }
     }
 
     /// The record, to keep when the transport is gone.
@@ -225,9 +254,15 @@ impl<S: Space, T: Transport<S>> Transport<S> for Trace<T> {
 
     fn post(&mut self, sends: &[Outgoing<'_, S>], receives: &mut Vec<Incoming<S>>) -> Result<()> {
         let begin = Instant::now();
-        let hops: Vec<Hop> = receives.iter().map(|incoming| incoming.hop.clone()).collect();
+        let hops: Vec<MessageHeader> =
+            receives.iter().map(|incoming| incoming.hop.clone()).collect();
         self.inner.post(sends, receives)?;
-        self.step = hops.iter().chain(sends.iter().map(|send| &send.hop)).map(|hop| hop.step).max().unwrap_or(self.step);
+        self.step = hops
+            .iter()
+            .chain(sends.iter().map(|send| &send.hop))
+            .map(|hop| hop.step)
+            .max()
+            .unwrap_or(self.step);
         self.receives.extend(hops.into_iter().map(|hop| (hop, begin)));
         lock(&self.sends).extend(sends.iter().map(|send| (send.hop.clone(), begin)));
         Ok(())
@@ -243,12 +278,17 @@ impl<S: Space, T: Transport<S>> Transport<S> for Trace<T> {
         progressed
     }
 
-    fn take(&mut self, hop: &Hop) -> Result<Option<Arrived<S>>> {
+    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<S>>> {
         let taken = self.inner.take(hop)?;
         let posted = self.receives.iter().position(|(posted, _)| posted == hop);
         if let (Some(_), Some(posted)) = (&taken, posted) {
             let (hop, begin) = self.receives.swap_remove(posted);
-            self.log.push(What::Receive { peer: hop.peer, channel: hop.channel }, hop.step, hop.bytes(), begin);
+            self.log.push(
+                What::Receive { peer: hop.peer, channel: hop.channel },
+                hop.step,
+                hop.bytes(),
+                begin,
+            );
         }
         Ok(taken)
     }
@@ -257,7 +297,12 @@ impl<S: Space, T: Transport<S>> Transport<S> for Trace<T> {
         let pending = self.inner.pending();
         if !pending {
             for (hop, begin) in lock(&self.sends).drain(..) {
-                self.log.push(What::Send { peer: hop.peer, channel: hop.channel }, hop.step, hop.bytes(), begin);
+                self.log.push(
+                    What::Send { peer: hop.peer, channel: hop.channel },
+                    hop.step,
+                    hop.bytes(),
+                    begin,
+                );
             }
         }
         pending
@@ -269,15 +314,15 @@ impl<S: Space, T: Transport<S>> Transport<S> for Trace<T> {
 }
 
 impl<T: Control> Control for Trace<T> {
-    forward_control! { rank ranks placement missing abort beat last_heard last_work }
+    forward_control! { rank ranks placement stragglers abort heartbeat last_heard last_work }
 
-    fn offer(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+    fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
         self.gathers.push((round, Instant::now()));
-        self.inner.offer(round, bytes)
+        self.inner.start_all_gather(round, bytes)
     }
 
-    fn collect(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
-        let collected = self.inner.collect(round)?;
+    fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
+        let collected = self.inner.try_all_gather(round)?;
         let offered = self.gathers.iter().position(|&(of, _)| of == round);
         if let (Some(parts), Some(offered)) = (&collected, offered) {
             let (_, begin) = self.gathers.swap_remove(offered);

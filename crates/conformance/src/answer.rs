@@ -58,7 +58,11 @@ impl Answer {
             ("dv", self.dv.view().into_dyn()),
         ];
         let statistics = [("max", &self.max), ("sum", &self.sum), ("ties", &self.ties)];
-        all.extend(statistics.into_iter().filter_map(|(name, array)| Some((name, array.as_ref()?.view().into_dyn()))));
+        all.extend(
+            statistics
+                .into_iter()
+                .filter_map(|(name, array)| Some((name, array.as_ref()?.view().into_dyn()))),
+        );
         all.extend(self.dbias.iter().map(|dbias| ("dbias", dbias.view().into_dyn())));
         all.extend(self.dsinks.iter().map(|dsinks| ("dsinks", dsinks.view().into_dyn())));
         all
@@ -70,13 +74,19 @@ impl Answer {
     /// What differs, as text.
     pub fn compare(&self, want: &Self, within: impl Fn(&str) -> f64) -> Result<(), String> {
         let (got, want) = (self.arrays(), want.arrays());
-        let names = |arrays: &[(&'static str, ArrayViewD<'_, f64>)]| arrays.iter().map(|(name, _)| *name).collect::<Vec<_>>();
+        let names = |arrays: &[(&'static str, ArrayViewD<'_, f64>)]| {
+            arrays.iter().map(|(name, _)| *name).collect::<Vec<_>>()
+        };
         if names(&got) != names(&want) {
             return Err(format!("arrays {:?}, want {:?}", names(&got), names(&want)));
         }
         for ((name, got), (_, want)) in got.iter().zip(&want) {
             if got.shape() != want.shape() {
-                return Err(format!("{name} has the shape {:?}, want {:?}", got.shape(), want.shape()));
+                return Err(format!(
+                    "{name} has the shape {:?}, want {:?}",
+                    got.shape(),
+                    want.shape()
+                ));
             }
             let bound = within(name);
             let wrong = |(_, (got, want)): &(usize, (&f64, &f64))| {
@@ -85,7 +95,9 @@ impl Answer {
                 !same && (apart.is_nan() || apart > bound)
             };
             if let Some((index, (got, want))) = got.iter().zip(want).enumerate().find(wrong) {
-                return Err(format!("{name}[{index}]: got {got:e}, want {want:e}, at most {bound:e} apart"));
+                return Err(format!(
+                    "{name}[{index}]: got {got:e}, want {want:e}, at most {bound:e} apart"
+                ));
             }
         }
         Ok(())
@@ -98,7 +110,10 @@ impl Answer {
     pub fn same_bits(&self, other: &Self) -> Result<(), String> {
         let bits = |x: &f64| if x.is_nan() { u64::MAX } else { x.to_bits() };
         for ((name, a), (other_name, b)) in self.arrays().iter().zip(&other.arrays()) {
-            if name != other_name || a.shape() != b.shape() || a.iter().map(bits).ne(b.iter().map(bits)) {
+            if name != other_name
+                || a.shape() != b.shape()
+                || a.iter().map(bits).ne(b.iter().map(bits))
+            {
                 return Err(format!("{name} differs in its bits"));
             }
         }

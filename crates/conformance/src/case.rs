@@ -71,33 +71,24 @@ impl Case {
     /// The case as a user asks for it.
     pub fn attention(&self) -> Attention {
         let spec = &self.spec;
-        let mut attention = Attention::new()
+        let attention = Attention::new()
             .dtype(spec.dtype)
             .align(spec.alignment)
-            .scale(spec.scale)
+            .softmax_scale(spec.scale)
+            .logits_soft_cap(spec.soft_cap)
+            .bias(spec.bias)
             .bias_order(spec.bias_order)
+            .softmax_aux(spec.sinks)
             .logits_dtype(spec.logits_dtype)
             .precision(spec.precision)
-            .backward_mode(spec.backward);
-        attention = self.masks.ask(attention);
-        if let Some(cap) = spec.soft_cap {
-            attention = attention.soft_cap(cap);
-        }
-        if let Some(shape) = spec.bias {
-            attention = attention.bias(shape);
-        }
-        if let Some(function) = &spec.bias_function {
-            attention = attention.bias_function(Arc::clone(function));
-        }
-        attention = match spec.sinks {
-            Some(sinks) if sinks.per_head => attention.sinks_per_head(sinks.count),
-            Some(sinks) => attention.shared_sinks(sinks.count),
+            .backward_mode(spec.backward)
+            .unnormalized(!spec.normalize);
+        let attention = match &spec.bias_function {
+            Some(function) => attention.bias_function(Arc::clone(function)),
             None => attention,
         };
-        if let Some(dropout) = spec.dropout {
-            attention = attention.dropout(dropout.probability, dropout.seed);
-        }
-        if spec.normalize { attention } else { attention.unnormalized() }
+        let dropout = spec.dropout.map_or((0.0, 0), |dropout| (dropout.probability, dropout.seed));
+        self.masks.ask(attention.dropout(dropout.0, dropout.1))
     }
 
     /// The same case under other masks.
@@ -175,7 +166,11 @@ impl Case {
     /// [`annulus_core::Error::InvalidArgument`] if the parts do not fit each other.
     pub fn truth(&self) -> Result<Truth> {
         let problem = self.problem();
-        let backward = oracle::backward(&problem, self.dout.view(), self.dlse.as_ref().map(|dlse| dlse.view()))?;
+        let backward = oracle::backward(
+            &problem,
+            self.dout.view(),
+            self.dlse.as_ref().map(|dlse| dlse.view()),
+        )?;
         Ok(Truth { forward: oracle::forward(&problem)?, backward })
     }
 }

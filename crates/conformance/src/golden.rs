@@ -5,7 +5,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use annulus_core::{Alignment, Batch, BiasOrder, DType, DenseMask, Dims, Dropout, Error, Result, SinkShape, Spec};
+use annulus_core::{
+    Alignment, Batch, BiasOrder, DType, DenseMask, Dims, Dropout, Error, Result, SinkShape, Spec,
+};
 use ndarray::{Array, Array2, Array4, ArrayD, Dimension, IxDyn};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde::Deserialize;
@@ -34,12 +36,22 @@ pub fn folder() -> Result<Option<PathBuf>> {
     match std::env::var("ANNULUS_GOLDEN") {
         Ok(skip) if skip == "skip" => return Ok(None),
         // a relative one is meant from the workspace
-        Ok(folder) => return Ok(Some(Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(folder))),
+        Ok(folder) => {
+            return Ok(Some(Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(folder)));
+        }
         Err(_) => {}
     }
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let found = here.ancestors().map(|parent| parent.join("shared/golden")).find(|folder| folder.join("index.json").is_file());
-    let missing = || io(here, "no ../shared/golden here or above; ANNULUS_GOLDEN=DIR says where it is, ANNULUS_GOLDEN=skip does without");
+    let found = here
+        .ancestors()
+        .map(|parent| parent.join("shared/golden"))
+        .find(|folder| folder.join("index.json").is_file());
+    let missing = || {
+        io(
+            here,
+            "no ../shared/golden here or above; ANNULUS_GOLDEN=DIR says where it is, ANNULUS_GOLDEN=skip does without",
+        )
+    };
     found.map(Some).ok_or_else(missing)
 }
 
@@ -61,7 +73,11 @@ pub fn read(folder: &Path) -> Result<Vec<Golden>> {
 ///
 /// # Errors
 /// The first array that is too far off, as text.
-pub fn check(answer: &Answer, expected: &HashMap<String, ArrayD<f64>>, tolerance: &HashMap<String, f64>) -> Result<(), String> {
+pub fn check(
+    answer: &Answer,
+    expected: &HashMap<String, ArrayD<f64>>,
+    tolerance: &HashMap<String, f64>,
+) -> Result<(), String> {
     let arrays: HashMap<&str, _> = answer.arrays().into_iter().collect();
     for (name, want) in expected {
         let name = if name == "dsoftmax_aux" { "dsinks" } else { name };
@@ -70,8 +86,14 @@ pub fn check(answer: &Answer, expected: &HashMap<String, ArrayD<f64>>, tolerance
             return Err(format!("{name} has the shape {:?}, want {:?}", got.shape(), want.shape()));
         }
         let apart = |(got, want): (&f64, &f64)| if got == want { 0.0 } else { (got - want).abs() };
-        let most = got.iter().zip(want).map(apart).fold(0.0, |most, apart| if apart.is_nan() { f64::INFINITY } else { most.max(apart) });
-        let bound = tolerance.get(if name == "dsinks" { "dsoftmax_aux" } else { name }).copied().unwrap_or(0.0);
+        let most =
+            got.iter().zip(want).map(apart).fold(0.0, |most, apart| {
+                if apart.is_nan() { f64::INFINITY } else { most.max(apart) }
+            });
+        let bound = tolerance
+            .get(if name == "dsinks" { "dsoftmax_aux" } else { name })
+            .copied()
+            .unwrap_or(0.0);
         if most > bound {
             return Err(format!("{name} is off by {most:e}, at most {bound:e}"));
         }
@@ -131,21 +153,34 @@ impl Entry {
         let bytes = std::fs::read(&path).map_err(|error| io(&path, error))?;
         let tensors = SafeTensors::deserialize(&bytes).map_err(|error| io(&path, error))?;
         let file = File { path: &path, tensors };
-        let tolerance = |dtype: &str| self.tolerance.get(dtype).cloned().ok_or_else(|| io(&path, format!("no tolerance for {dtype}")));
+        let tolerance = |dtype: &str| {
+            self.tolerance
+                .get(dtype)
+                .cloned()
+                .ok_or_else(|| io(&path, format!("no tolerance for {dtype}")))
+        };
         let (tolerance_f32, tolerance_f64) = (tolerance("f32")?, tolerance("f64")?);
-        let expected = tolerance_f64.keys().map(|name| Ok((name.clone(), file.need(name, number)?))).collect::<Result<_>>()?;
+        let expected = tolerance_f64
+            .keys()
+            .map(|name| Ok((name.clone(), file.need(name, number)?)))
+            .collect::<Result<_>>()?;
         Ok(Golden { case: self.case(&file)?, expected, tolerance_f32, tolerance_f64 })
     }
 
     fn case(&self, file: &File<'_>) -> Result<Case> {
         let sinks: Option<ArrayD<f64>> = file.get("softmax_aux", number)?;
         let sinks = match (sinks, self.params.softmax_aux.as_deref()) {
-            (Some(sinks), Some("shared")) => Some(file.shaped::<_, ndarray::Ix1>(sinks)?.insert_axis(ndarray::Axis(0))),
+            (Some(sinks), Some("shared")) => {
+                Some(file.shaped::<_, ndarray::Ix1>(sinks)?.insert_axis(ndarray::Axis(0)))
+            }
             (Some(sinks), Some("per_head")) => Some(file.shaped(sinks)?),
             (None, None) => None,
-            (sinks, kind) => return Err(io(file.path, format!("softmax_aux {kind:?} with sinks {sinks:?}"))),
+            (sinks, kind) => {
+                return Err(io(file.path, format!("softmax_aux {kind:?} with sinks {sinks:?}")));
+            }
         };
-        let bias: Option<Array4<f64>> = file.get("bias", number)?.map(|bias| file.shaped(bias)).transpose()?;
+        let bias: Option<Array4<f64>> =
+            file.get("bias", number)?.map(|bias| file.shaped(bias)).transpose()?;
         let mut case = Case {
             name: self.id.clone(),
             spec: self.spec(file, bias.as_ref(), sinks.as_ref())?,
@@ -159,15 +194,22 @@ impl Entry {
             dout: file.shaped(file.need("dout", number)?)?,
             dlse: file.get("dlse", number)?.map(|dlse| file.shaped(dlse)).transpose()?,
         };
-        let pairs = |name: &str| file.get(name, integer)?.map(|ids| file.shaped::<_, ndarray::Ix2>(ids)).transpose();
+        let pairs = |name: &str| {
+            file.get(name, integer)?.map(|ids| file.shaped::<_, ndarray::Ix2>(ids)).transpose()
+        };
         let ids = |name: &str| -> Result<Option<Array2<i32>>> {
             let narrow = |id: i64| i32::try_from(id).map_err(|error| io(file.path, error));
             let Some(ids) = pairs(name)? else { return Ok(None) };
             let narrowed = ids.iter().map(|&id| narrow(id)).collect::<Result<Vec<_>>>()?;
-            Array2::from_shape_vec(ids.dim(), narrowed).map(Some).map_err(|error| io(file.path, error))
+            Array2::from_shape_vec(ids.dim(), narrowed)
+                .map(Some)
+                .map_err(|error| io(file.path, error))
         };
-        let lens = |name: &str| -> Result<Option<Vec<i64>>> { Ok(file.get(name, integer)?.map(|lens| lens.into_iter().collect())) };
-        let mask: Option<Array4<i64>> = file.get("attention_mask", integer)?.map(|mask| file.shaped(mask)).transpose()?;
+        let lens = |name: &str| -> Result<Option<Vec<i64>>> {
+            Ok(file.get(name, integer)?.map(|lens| lens.into_iter().collect()))
+        };
+        let mask: Option<Array4<i64>> =
+            file.get("attention_mask", integer)?.map(|mask| file.shaped(mask)).transpose()?;
         case.batch = Batch {
             q_segment_ids: ids("q_segment_ids")?,
             kv_segment_ids: ids("kv_segment_ids")?,
@@ -177,14 +219,28 @@ impl Entry {
             cum_seqlens_q: lens("cum_seqlens_q")?,
             cum_seqlens_k: lens("cum_seqlens_k")?,
         };
-        let Params { causal, sliding_window: window, attention_sink_size: first_visible, chunk_size: chunk, .. } = self.params;
+        let Params {
+            causal,
+            sliding_window: window,
+            attention_sink_size: first_visible,
+            chunk_size: chunk,
+            ..
+        } = self.params;
         Ok(case.masked(Masks { causal, window, first_visible, chunk, ..Masks::default() }))
     }
 
-    fn spec(&self, file: &File<'_>, bias: Option<&Array4<f64>>, sinks: Option<&Array2<f64>>) -> Result<Spec> {
+    fn spec(
+        &self,
+        file: &File<'_>,
+        bias: Option<&Array4<f64>>,
+        sinks: Option<&Array2<f64>>,
+    ) -> Result<Spec> {
         let Lengths { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = self.dims;
         let params = &self.params;
-        let plain = Spec::new(Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim }, DType::F64);
+        let plain = Spec::new(
+            Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim },
+            DType::F64,
+        );
         let alignment = match params.alignment.as_str() {
             "top_left" => Alignment::TopLeft,
             "bottom_right" => Alignment::BottomRight,
@@ -196,7 +252,8 @@ impl Entry {
             other => return Err(io(file.path, format!("bias_order {other}"))),
         };
         let per_head = params.softmax_aux.as_deref() == Some("per_head");
-        let dropout = Dropout { probability: params.dropout_prob, seed: params.dropout_seed.unwrap_or(0) };
+        let dropout =
+            Dropout { probability: params.dropout_prob, seed: params.dropout_seed.unwrap_or(0) };
         Ok(Spec {
             alignment,
             scale: params.softmax_scale.unwrap_or(plain.scale),
@@ -217,11 +274,17 @@ struct File<'a> {
 }
 
 impl File<'_> {
-    fn get<T>(&self, name: &str, element: fn(Dtype, &[u8]) -> Option<T>) -> Result<Option<ArrayD<T>>> {
+    fn get<T>(
+        &self,
+        name: &str,
+        element: fn(Dtype, &[u8]) -> Option<T>,
+    ) -> Result<Option<ArrayD<T>>> {
         let Ok(tensor) = self.tensors.tensor(name) else { return Ok(None) };
         let wrong = || io(self.path, format!("{name} has elements of type {:?}", tensor.dtype()));
         let elements = elements(&tensor, element).ok_or_else(wrong)?;
-        ArrayD::from_shape_vec(IxDyn(tensor.shape()), elements).map(Some).map_err(|error| io(self.path, error))
+        ArrayD::from_shape_vec(IxDyn(tensor.shape()), elements)
+            .map(Some)
+            .map_err(|error| io(self.path, error))
     }
 
     fn need<T>(&self, name: &str, element: fn(Dtype, &[u8]) -> Option<T>) -> Result<ArrayD<T>> {

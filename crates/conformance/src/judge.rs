@@ -32,8 +32,11 @@ impl Judge {
     pub fn new(case: &Case) -> Result<Self> {
         let dtype = case.spec.dtype;
         let want = Answer::of(case.truth()?, case.spec.normalize);
-        let (mut stand_in, ratio) =
-            if dtype == DType::F64 { (case.in_dtype(DType::F32), epsilon(DType::F64) / epsilon(DType::F32)) } else { (case.clone(), 1.0) };
+        let (mut stand_in, ratio) = if dtype == DType::F64 {
+            (case.in_dtype(DType::F32), epsilon(DType::F64) / epsilon(DType::F32))
+        } else {
+            (case.clone(), 1.0)
+        };
         let mut errors: HashMap<&'static str, Errors> = HashMap::new();
         let draw = &mut Draw::new(1);
         loop {
@@ -48,7 +51,9 @@ impl Judge {
             stand_in = stand_in.nearby(draw);
         }
         let floors = floors(case, &want);
-        let bound = |(name, errors): (&'static str, Errors)| (name, ratio * errors.bound() + floors.get(name).copied().unwrap_or(0.0));
+        let bound = |(name, errors): (&'static str, Errors)| {
+            (name, ratio * errors.bound() + floors.get(name).copied().unwrap_or(0.0))
+        };
         let bounds = errors.into_iter().map(bound).collect();
         Ok(Self { want, bounds })
     }
@@ -93,7 +98,10 @@ impl Errors {
     fn add(&mut self, got: &ArrayViewD<'_, f64>, want: &ArrayViewD<'_, f64>) {
         self.computations += 1;
         self.numbers = got.len();
-        let apart = got.iter().zip(want).map(|(got, want)| if got == want { 0.0 } else { (got - want).abs() });
+        let apart = got
+            .iter()
+            .zip(want)
+            .map(|(got, want)| if got == want { 0.0 } else { (got - want).abs() });
         for apart in apart.filter(|apart| apart.is_finite()) {
             self.largest = self.largest.max(apart);
             self.squares += apart * apart;
@@ -101,7 +109,9 @@ impl Errors {
     }
 
     const fn are_enough(&self) -> bool {
-        self.numbers == 0 || self.computations * self.numbers >= NUMBERS || self.computations == COMPUTATIONS
+        self.numbers == 0
+            || self.computations * self.numbers >= NUMBERS
+            || self.computations == COMPUTATIONS
     }
 
     fn bound(self) -> f64 {
@@ -124,13 +134,21 @@ pub const fn epsilon(dtype: DType) -> f64 {
 /// Some ε of the size of the terms that make each array, by name.
 fn floors(case: &Case, want: &Answer) -> HashMap<&'static str, f64> {
     let wide = epsilon(case.spec.dtype.accumulator());
-    let most = |numbers: &mut dyn Iterator<Item = &f64>| numbers.filter(|x| x.is_finite()).fold(0.0, |most: f64, x| most.max(x.abs()));
+    let most = |numbers: &mut dyn Iterator<Item = &f64>| {
+        numbers.filter(|x| x.is_finite()).fold(0.0, |most: f64, x| most.max(x.abs()))
+    };
     // a logit of size s is known to s·ε, and so e^s is
     let sums = wide * (16.0 + 4.0 * most(&mut want.lse.iter()));
     let narrow = 16.0 * epsilon(case.spec.dtype) + sums;
     let norm = |tensor: ArrayView4<'_, f64>| {
-        let length = |vector: ndarray::ArrayView1<'_, f64>| vector.iter().map(|x| x * x).sum::<f64>().sqrt();
-        tensor.rows().into_iter().map(length).filter(|length| length.is_finite()).fold(0.0, f64::max)
+        let length =
+            |vector: ndarray::ArrayView1<'_, f64>| vector.iter().map(|x| x * x).sum::<f64>().sqrt();
+        tensor
+            .rows()
+            .into_iter()
+            .map(length)
+            .filter(|length| length.is_finite())
+            .fold(0.0, f64::max)
     };
     // ds is made of dout·v, dout·out and dlse
     let kept = case.spec.dropout.map_or(1.0, |dropout| 1.0 / (1.0 - dropout.probability));

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use annulus::Attention;
 use annulus_core::{
-    Mask, Spans,
+    Fingerprint, KeyIntervals, Mask,
     mask::{Key, Query},
 };
 
@@ -27,40 +27,44 @@ pub struct Masks {
 
 impl Masks {
     /// Asks for them as a user does.
-    pub fn ask(&self, mut attention: Attention) -> Attention {
-        if self.causal {
-            attention = attention.causal();
-        }
-        if let Some([left, right]) = self.window {
-            attention = attention.window(left, right).first_visible(self.first_visible);
-        }
-        if let Some(chunk) = self.chunk {
-            attention = attention.chunk(chunk);
-        }
-        if let Some(prefix) = self.prefix {
-            attention = attention.prefix(prefix);
-        }
+    pub fn ask(&self, attention: Attention) -> Attention {
+        let [left, right] = self.window.unwrap_or_default();
+        // refused without a window, from which the first keys are exempt
+        let windowed = left.is_some() || right.is_some();
+        let attention = attention
+            .causal(self.causal)
+            .sliding_window(left, right)
+            .attention_sink_size(if windowed { self.first_visible } else { 0 })
+            .chunk_size(self.chunk)
+            .prefix_len(self.prefix);
         self.objects.iter().fold(attention, |attention, mask| attention.mask(Arc::clone(mask)))
     }
 }
 
 /// The predicate, without any lowering.
 impl Mask for Masks {
+    fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
+        // the oracle runs on no ring: nothing compares it
+        into.text("conformance")
+    }
+
     fn visible(&self, query: &Query, key: &Key) -> bool {
         let (i, j) = (i128::from(query.position), i128::from(key.position));
         let near = |[left, right]: [Option<u64>; 2]| {
-            left.is_none_or(|left| i - i128::from(left) <= j) && right.is_none_or(|right| j <= i + i128::from(right))
+            left.is_none_or(|left| i - i128::from(left) <= j)
+                && right.is_none_or(|right| j <= i + i128::from(right))
         };
         let exempt = self.first_visible > 0 && j < i128::from(self.first_visible);
-        let same_chunk = |size: u64| i.div_euclid(size.into()) == j.div_euclid(size.into()) && j <= i;
-        (!self.causal || j <= i)
+        let same_chunk =
+            |size: u64| i.div_euclid(size.into()) == j.div_euclid(size.into()) && j <= i;
+        (!self.causal || self.prefix.is_some() || j <= i)
             && (self.window.is_none_or(near) || exempt)
             && self.chunk.is_none_or(same_chunk)
             && self.prefix.is_none_or(|prefix| j < i128::from(prefix) || j <= i)
             && self.objects.iter().all(|mask| mask.visible(query, key))
     }
 
-    fn spans(&self, _: &Query) -> Option<Spans> {
+    fn intervals(&self, _: &Query) -> Option<KeyIntervals> {
         None
     }
 

@@ -4,7 +4,7 @@ use annulus_core::{DType, Element, Host, HostView, HostViewMut, Result, Space};
 use half::{bf16, f16};
 use ndarray::{Array4, ArrayView4};
 
-use crate::device::{Device, DeviceSpace, DeviceTensor};
+use crate::device::{Device, DeviceTensor, MockSpace};
 
 /// What a test needs of a memory space.
 pub trait Memory: Send {
@@ -91,7 +91,7 @@ impl Memory for HostMemory {
 }
 
 impl Memory for Device {
-    type Space = DeviceSpace;
+    type Space = MockSpace;
     type Tensor = DeviceTensor;
 
     fn upload(&self, numbers: ArrayView4<'_, f64>, dtype: DType) -> Result<DeviceTensor> {
@@ -103,11 +103,11 @@ impl Memory for Device {
         tensor.download()
     }
 
-    fn view<'a>(&self, tensor: &'a DeviceTensor) -> <DeviceSpace as Space>::View<'a> {
+    fn view<'a>(&self, tensor: &'a DeviceTensor) -> <MockSpace as Space>::View<'a> {
         tensor.view()
     }
 
-    fn view_mut<'a>(&self, tensor: &'a mut DeviceTensor) -> <DeviceSpace as Space>::ViewMut<'a> {
+    fn view_mut<'a>(&self, tensor: &'a mut DeviceTensor) -> <MockSpace as Space>::ViewMut<'a> {
         tensor.view_mut()
     }
 }

@@ -6,7 +6,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_core::{Arrived, Channel, Control, Error, Hop, Incoming, Outgoing, Placement, Result, Space, Transport};
+use annulus_core::{
+    Arrived, Channel, Control, Error, Incoming, MessageHeader, Outgoing, Placement, Result, Space,
+    Transport,
+};
 
 /// The (sender, receiver) pairs on different nodes between which blocks went. Clones share it.
 #[derive(Debug, Clone, Default)]
@@ -41,7 +44,9 @@ impl<S: Space, T: Transport<S>> Transport<S> for Placed<T> {
 
     fn post(&mut self, sends: &[Outgoing<'_, S>], receives: &mut Vec<Incoming<S>>) -> Result<()> {
         let (rank, nodes) = (self.inner.rank(), self.placement.nodes());
-        let crosses = |hop: &&Hop| hop.channel == Channel::Block && nodes.get(hop.peer) != nodes.get(rank);
+        let crosses = |hop: &&MessageHeader| {
+            hop.channel == Channel::Kv && nodes.get(hop.peer) != nodes.get(rank)
+        };
         let pairs = sends.iter().map(|send| &send.hop).filter(crosses).map(|hop| (rank, hop.peer));
         self.crossings.0.lock().unwrap_or_else(PoisonError::into_inner).extend(pairs);
         self.inner.post(sends, receives)
@@ -51,7 +56,7 @@ impl<S: Space, T: Transport<S>> Transport<S> for Placed<T> {
         self.inner.progress(patience)
     }
 
-    fn take(&mut self, hop: &Hop) -> Result<Option<Arrived<S>>> {
+    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<S>>> {
         self.inner.take(hop)
     }
 
@@ -73,24 +78,24 @@ impl<T: Control> Control for Placed<T> {
         self.inner.ranks()
     }
 
-    fn offer(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
-        self.inner.offer(round, bytes)
+    fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+        self.inner.start_all_gather(round, bytes)
     }
 
-    fn collect(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
-        self.inner.collect(round)
+    fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
+        self.inner.try_all_gather(round)
     }
 
-    fn missing(&self, round: u64) -> Vec<usize> {
-        self.inner.missing(round)
+    fn stragglers(&self, round: u64) -> Vec<usize> {
+        self.inner.stragglers(round)
     }
 
     fn abort(&mut self, error: &Error) {
         self.inner.abort(error);
     }
 
-    fn beat(&mut self, working: bool) {
-        self.inner.beat(working);
+    fn heartbeat(&mut self, working: bool) {
+        self.inner.heartbeat(working);
     }
 
     fn placement(&self) -> Option<&Placement> {

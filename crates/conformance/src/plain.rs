@@ -47,7 +47,8 @@ pub fn plain(case: &Case) -> Result<Answer> {
     for b in 0..batch {
         for h in 0..q_heads {
             for i in 0..q_len {
-                let seen: Vec<usize> = (0..spec.dims.kv_len).filter(|&j| sight.visible(b, h, i, j)).collect();
+                let seen: Vec<usize> =
+                    (0..spec.dims.kv_len).filter(|&j| sight.visible(b, h, i, j)).collect();
                 Row { case, spec, sight: &sight, at: [b, h, i] }.compute(&seen, &mut answer);
             }
         }
@@ -72,13 +73,17 @@ impl Row<'_> {
     fn compute(&self, seen: &[usize], answer: &mut Answer) {
         let [b, h, i] = self.at;
         let (dtype, sums) = (self.spec.dtype, self.spec.dtype.accumulator());
-        let pairs: Vec<(usize, Pair)> = seen.iter().filter_map(|&j| Some((j, self.pair(j)?))).collect();
+        let pairs: Vec<(usize, Pair)> =
+            seen.iter().filter_map(|&j| Some((j, self.pair(j)?))).collect();
         let sinks: Vec<f64> = self.sinks();
         let logits = || pairs.iter().map(|(_, pair)| pair.s).chain(sinks.iter().copied());
-        let max = logits().fold(f64::NEG_INFINITY, |max, s| if s > max || s.is_nan() { s } else { max });
+        let max =
+            logits().fold(f64::NEG_INFINITY, |max, s| if s > max || s.is_nan() { s } else { max });
         let [lse_place, max_place, sum_place, ties_place] =
             [Some(&mut answer.lse), answer.max.as_mut(), answer.sum.as_mut(), answer.ties.as_mut()];
-        let put = |place: Option<&mut Array3<f64>>, number: f64| place.into_iter().for_each(|array| array[self.at] = number);
+        let put = |place: Option<&mut Array3<f64>>, number: f64| {
+            place.into_iter().for_each(|array| array[self.at] = number)
+        };
         put(max_place, max);
         if max == f64::NEG_INFINITY {
             put(lse_place, max);
@@ -92,11 +97,17 @@ impl Row<'_> {
         put(ties_place, ties);
 
         // P: what multiplies the values
-        let p = |s: f64| dtype.round(if self.spec.normalize { sums.round(weight(s) / sum) } else { weight(s) });
+        let p = |s: f64| {
+            dtype.round(if self.spec.normalize { sums.round(weight(s) / sum) } else { weight(s) })
+        };
         let kv_head = self.spec.dims.kv_head(h);
-        let weights: Vec<f64> = pairs.iter().map(|(_, pair)| dtype.round(pair.keep * p(pair.s))).collect();
+        let weights: Vec<f64> =
+            pairs.iter().map(|(_, pair)| dtype.round(pair.keep * p(pair.s))).collect();
         for x in 0..self.spec.dims.value_dim {
-            let products = pairs.iter().zip(&weights).map(|(&(j, _), &weight)| (weight, self.case.v[[b, j, kv_head, x]]));
+            let products = pairs
+                .iter()
+                .zip(&weights)
+                .map(|(&(j, _), &weight)| (weight, self.case.v[[b, j, kv_head, x]]));
             answer.out[[b, i, h, x]] = dtype.round(dot(sums, products));
         }
 
@@ -110,11 +121,16 @@ impl Row<'_> {
                 return dtype.round(share * dtype.round(dp - dtype.round(dout_out - dlse)));
             }
             let through_max = if s == max { dtype.round(dout_out / ties) } else { 0.0 };
-            dtype.round(dtype.round(dtype.round(weight(s)) * dp) - through_max + dtype.round(share * dlse))
+            dtype.round(
+                dtype.round(dtype.round(weight(s)) * dp) - through_max + dtype.round(share * dlse),
+            )
         };
         let mut dq = vec![0.0; self.spec.dims.head_dim];
         for (&(j, pair), &weight) in pairs.iter().zip(&weights) {
-            let dp = dtype.round(pair.keep * dtype.round(dot_of(sums, dout, self.case.v.slice(s![b, j, kv_head, ..]))));
+            let dp = dtype.round(
+                pair.keep
+                    * dtype.round(dot_of(sums, dout, self.case.v.slice(s![b, j, kv_head, ..]))),
+            );
             let ds = slope(pair.s, dp);
             let dx = dtype.round(ds * pair.slope);
             let scaled = dtype.round(self.spec.scale * dx);
@@ -129,13 +145,20 @@ impl Row<'_> {
             }
             if let Some(dbias) = &mut answer.dbias {
                 let place = broadcast(dbias.dim().into(), [b, h, i, j]);
-                dbias[place] = sums.round(dbias[place] + if self.spec.bias_order == BiasOrder::BeforeSoftCap { dx } else { ds });
+                dbias[place] = sums.round(
+                    dbias[place]
+                        + if self.spec.bias_order == BiasOrder::BeforeSoftCap { dx } else { ds },
+                );
             }
         }
-        dq.iter().enumerate().for_each(|(x, &number)| answer.dq[[b, i, h, x]] = dtype.round(number));
+        dq.iter()
+            .enumerate()
+            .for_each(|(x, &number)| answer.dq[[b, i, h, x]] = dtype.round(number));
         if let (Some(dsinks), Some(sinks)) = (&mut answer.dsinks, &self.case.sinks) {
             let line = if sinks.nrows() == 1 { 0 } else { h };
-            for (t, &sink) in sinks.row(line).iter().enumerate().filter(|(_, sink)| **sink != f64::NEG_INFINITY) {
+            for (t, &sink) in
+                sinks.row(line).iter().enumerate().filter(|(_, sink)| **sink != f64::NEG_INFINITY)
+            {
                 dsinks[[line, t]] = sums.round(dsinks[[line, t]] + slope(sink, 0.0));
             }
         }
@@ -145,26 +168,38 @@ impl Row<'_> {
         let [b, h, i] = self.at;
         let (spec, dtype) = (self.spec, self.spec.dtype);
         let bias = self.bias(j)?;
-        let (q, k) = (self.case.q.slice(s![b, i, h, ..]), self.case.k.slice(s![b, j, spec.dims.kv_head(h), ..]));
+        let (q, k) = (
+            self.case.q.slice(s![b, i, h, ..]),
+            self.case.k.slice(s![b, j, spec.dims.kv_head(h), ..]),
+        );
         let product = dtype.round(spec.logits_dtype.round(dot_of(dtype.accumulator(), q, k)));
         let x = dtype.round(spec.scale * product);
-        let (before, after) = if spec.bias_order == BiasOrder::BeforeSoftCap { (bias, 0.0) } else { (0.0, bias) };
+        let (before, after) =
+            if spec.bias_order == BiasOrder::BeforeSoftCap { (bias, 0.0) } else { (0.0, bias) };
         let (capped, slope) = spec.soft_cap.map_or((dtype.round(x + before), 1.0), |cap| {
             let tanh = dtype.round((dtype.round(x + before) / cap).tanh());
             (dtype.round(cap * tanh), dtype.round(1.0 - dtype.round(tanh * tanh)))
         });
-        let keep = spec
-            .dropout
-            .map(DropoutMask::new)
-            .map_or(1.0, |mask| if mask.keep(b, h, spec.dims.q_heads, i as u64, j as u64) { mask.keep_scale() } else { 0.0 });
+        let keep = spec.dropout.map(DropoutMask::new).map_or(1.0, |mask| {
+            if mask.keep(b, h, spec.dims.q_heads, i as u64, j as u64) {
+                mask.keep_scale()
+            } else {
+                0.0
+            }
+        });
         Some(Pair { s: dtype.round(capped + after), slope, keep })
     }
 
     fn bias(&self, j: usize) -> Option<f64> {
         let [b, h, i] = self.at;
-        let tensor = self.case.bias.as_ref().map_or(0.0, |bias| bias[broadcast(bias.dim().into(), [b, h, i, j])]);
+        let tensor = self
+            .case
+            .bias
+            .as_ref()
+            .map_or(0.0, |bias| bias[broadcast(bias.dim().into(), [b, h, i, j])]);
         let (query, key) = (self.sight.query(b, h, i)?, self.sight.key(b, j)?);
-        let computed = self.spec.bias_function.as_ref().map_or(0.0, |function| function.bias(&query, &key));
+        let computed =
+            self.spec.bias_function.as_ref().map_or(0.0, |function| function.bias(&query, &key));
         (tensor != f64::NEG_INFINITY && computed != f64::NEG_INFINITY).then_some(tensor + computed)
     }
 

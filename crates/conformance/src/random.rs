@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use annulus_core::{
-    Alibi, Alignment, BackwardMode, Batch, BiasOrder, DType, DenseMask, Dims, Dropout, Mask, SinkShape, Spec,
+    Alibi, Alignment, BackwardMode, Batch, BiasOrder, DType, DenseMask, Dims, Dropout, Mask,
+    SinkShape, Spec,
     mask::{Causal, Dense, PerHead, Predicate, Window, or},
 };
 use ndarray::{Array2, Array3};
@@ -16,7 +17,12 @@ impl Case {
         let draw = &mut Draw::new(seed);
         let dims = random_dims(draw);
         let every = if draw.once_in(3) { 8 } else { 3 };
-        let mut case = Self::new(format!("random {seed}"), Spec::new(dims, DType::F64), random_masks(&dims, every, draw), draw);
+        let mut case = Self::new(
+            format!("random {seed}"),
+            Spec::new(dims, DType::F64),
+            random_masks(&dims, every, draw),
+            draw,
+        );
         let Dims { batch, q_len, kv_len, q_heads, .. } = dims;
         let spec = &mut case.spec;
         if draw.once_in(every) {
@@ -32,7 +38,9 @@ impl Case {
             spec.bias_order = BiasOrder::BeforeSoftCap;
         }
         if draw.once_in(every) {
-            spec.bias = Some([batch, q_heads, q_len, kv_len].map(|len| if draw.once_in(3) { 1 } else { len }));
+            spec.bias = Some(
+                [batch, q_heads, q_len, kv_len].map(|len| if draw.once_in(3) { 1 } else { len }),
+            );
         }
         if draw.once_in(2 * every) {
             spec.bias_function = Some(Arc::new(Alibi::published(q_heads)));
@@ -50,7 +58,9 @@ impl Case {
         case.draw_tensors(draw);
         if case.spec.logits_dtype == DType::Bf16 {
             // products that every sum gets exactly, or a sum's last bit could decide which way a logit is rounded
-            [&mut case.q, &mut case.k].into_iter().for_each(|tensor| tensor.mapv_inplace(|x| (4.0 * x).round() / 4.0));
+            [&mut case.q, &mut case.k]
+                .into_iter()
+                .for_each(|tensor| tensor.mapv_inplace(|x| (4.0 * x).round() / 4.0));
         }
         if let Some(bias) = case.bias.as_mut().filter(|_| draw.once_in(2)) {
             bias.mapv_inplace(|x| if draw.once_in(5) { f64::NEG_INFINITY } else { x });
@@ -60,7 +70,8 @@ impl Case {
         }
         case.batch = random_batch(&dims, every, draw);
         // what a two-pass backward cannot do over several ranks is a typed error, held elsewhere
-        let two_pass_can = case.spec.bias.is_none_or(|shape| shape[2] == 1) && case.batch.attention_mask.is_none();
+        let two_pass_can =
+            case.spec.bias.is_none_or(|shape| shape[2] == 1) && case.batch.attention_mask.is_none();
         if two_pass_can && draw.once_in(3) {
             case.spec.backward = BackwardMode::TwoPass;
         }
@@ -75,7 +86,11 @@ fn random_dims(draw: &mut Draw) -> Dims {
     let (q_heads, kv_heads) = draw.pick(&[(1, 1), (2, 1), (2, 2), (4, 2), (3, 3)]);
     let (head_dim, value_dim) = draw.pick(&[(4, 4), (8, 8), (1, 3), (7, 5), (16, 2)]);
     // an empty side is a problem too
-    let (q_len, kv_len) = if draw.once_in(25) { draw.pick(&[(0, kv_len), (q_len, 0), (0, 0)]) } else { (q_len, kv_len) };
+    let (q_len, kv_len) = if draw.once_in(25) {
+        draw.pick(&[(0, kv_len), (q_len, 0), (0, 0)])
+    } else {
+        (q_len, kv_len)
+    };
     Dims { batch: draw.pick(&[1, 2]), q_len, kv_len, q_heads, kv_heads, head_dim, value_dim }
 }
 
@@ -99,17 +114,28 @@ fn random_masks(dims: &Dims, every: usize, draw: &mut Draw) -> Masks {
 }
 
 fn random_object(dims: &Dims, draw: &mut Draw) -> Arc<dyn Mask> {
-    let window =
-        |draw: &mut Draw| Window { offset: draw.pick(&[-1, 0, 2]), ..Window::new(Some(draw.below(6) as u64), draw.pick(&[None, Some(2)])) };
+    let window = |draw: &mut Draw| Window {
+        offset: draw.pick(&[-1, 0, 2]),
+        ..Window::new(Some(draw.below(6) as u64), draw.pick(&[None, Some(2)]))
+    };
     match draw.below(5) {
         0 => Arc::new(Causal { offset: draw.pick(&[-1, 1, 3]) }),
         1 => or(Arc::new(window(draw)), Arc::new(window(draw))),
-        2 => Arc::new(PerHead((0..dims.q_heads).map(|_| Arc::new(window(draw)) as Arc<dyn Mask>).collect())),
+        2 => Arc::new(PerHead(
+            (0..dims.q_heads).map(|_| Arc::new(window(draw)) as Arc<dyn Mask>).collect(),
+        )),
         3 => Arc::new(Predicate::of_positions("every third apart", |i, j| (i - j) % 3 == 0)),
         _ => {
             let bits = draw.bits();
-            let shape = [draw.pick(&[1, dims.batch]), draw.pick(&[1, dims.q_heads]), dims.q_len, dims.kv_len];
-            Arc::new(Dense(Arc::new(DenseMask::from_fn(shape, |[b, h, i, j]| bits >> ((b * 31 + h * 17 + i * 5 + j * 3) % 61) & 1 != 0))))
+            let shape = [
+                draw.pick(&[1, dims.batch]),
+                draw.pick(&[1, dims.q_heads]),
+                dims.q_len,
+                dims.kv_len,
+            ];
+            Arc::new(Dense(Arc::new(DenseMask::from_fn(shape, |[b, h, i, j]| {
+                bits >> ((b * 31 + h * 17 + i * 5 + j * 3) % 61) & 1 != 0
+            }))))
         }
     }
 }
@@ -119,8 +145,11 @@ fn random_batch(dims: &Dims, every: usize, draw: &mut Draw) -> Batch {
     let mut made = Batch::default();
     if draw.once_in(every) {
         let most = draw.pick(&[1, 3]);
-        let mut ids =
-            |len: usize| Array2::from_shape_fn((batch, len), |(_, row)| if draw.once_in(7) { -1 } else { (row * most / len) as i32 });
+        let mut ids = |len: usize| {
+            Array2::from_shape_fn((batch, len), |(_, row)| {
+                if draw.once_in(7) { -1 } else { (row * most / len) as i32 }
+            })
+        };
         made.q_segment_ids = Some(ids(q_len));
         made.kv_segment_ids = Some(ids(kv_len));
         if q_len == kv_len && draw.once_in(2) {
@@ -128,10 +157,14 @@ fn random_batch(dims: &Dims, every: usize, draw: &mut Draw) -> Batch {
         }
     }
     if draw.once_in(2 * every) {
-        made.q_positions = Some(Array2::from_shape_simple_fn((batch, q_len), || draw.below(kv_len + 9) as i64 - 4));
+        made.q_positions = Some(Array2::from_shape_simple_fn((batch, q_len), || {
+            draw.below(kv_len + 9) as i64 - 4
+        }));
     }
     if draw.once_in(2 * every) {
-        made.kv_positions = Some(Array2::from_shape_simple_fn((batch, kv_len), || draw.below(kv_len + 9) as i64 - 4));
+        made.kv_positions = Some(Array2::from_shape_simple_fn((batch, kv_len), || {
+            draw.below(kv_len + 9) as i64 - 4
+        }));
     }
     if draw.once_in(2 * every) {
         let sequences = 1 + draw.below(3);
@@ -147,7 +180,9 @@ fn random_batch(dims: &Dims, every: usize, draw: &mut Draw) -> Batch {
     if draw.once_in(2 * every) {
         let bits = draw.bits() | draw.bits();
         let shape = [draw.pick(&[1, batch]), draw.pick(&[1, q_heads]), q_len, kv_len];
-        made.attention_mask = Some(DenseMask::from_fn(shape, |[b, h, i, j]| bits >> ((b * 29 + h * 13 + i * 7 + j) % 64) & 1 != 0));
+        made.attention_mask = Some(DenseMask::from_fn(shape, |[b, h, i, j]| {
+            bits >> ((b * 29 + h * 13 + i * 7 + j) % 64) & 1 != 0
+        }));
     }
     made
 }
@@ -160,8 +195,12 @@ impl Case {
         self.k = draw.tensor((batch, kv_len, kv_heads, head_dim));
         self.v = draw.tensor((batch, kv_len, kv_heads, value_dim));
         self.bias = self.spec.bias.map(|shape| draw.tensor(shape));
-        self.sinks = self.spec.sinks.map(|sinks| draw.tensor((if sinks.per_head { q_heads } else { 1 }, sinks.count)));
+        self.sinks = self
+            .spec
+            .sinks
+            .map(|sinks| draw.tensor((if sinks.per_head { q_heads } else { 1 }, sinks.count)));
         self.dout = draw.tensor((batch, q_len, q_heads, value_dim));
-        self.dlse = self.dlse.as_ref().map(|_| -> Array3<f64> { draw.tensor((batch, q_heads, q_len)) });
+        self.dlse =
+            self.dlse.as_ref().map(|_| -> Array3<f64> { draw.tensor((batch, q_heads, q_len)) });
     }
 }

@@ -3,7 +3,10 @@
 use std::marker::PhantomData;
 
 use annulus::{Ring, RingOptions, comm::threads::each_rank};
-use annulus_core::{Backend, Batch, DType, Dims, Error, Gradients, Inputs, Outputs, Result, Runs, Saved, Transport, index};
+use annulus_core::{
+    Backend, BackwardInputs, Batch, DType, Dims, Error, Gradients, Inputs, Outputs, Result, Runs,
+    Transport, index,
+};
 use ndarray::{Array3, Array4, ArrayView4, Axis, Dimension, RemoveAxis};
 
 use crate::{Answer, Case, Memory, Setting, Subject};
@@ -49,7 +52,8 @@ where
 
     fn run(&self, case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>> {
         let stations = (self.make)(setting.ranks)?;
-        let rank = |station| -> RankJob<'_> { Box::new(move || run_rank(case, setting, station, times)) };
+        let rank =
+            |station| -> RankJob<'_> { Box::new(move || run_rank(case, setting, station, times)) };
         run_ranks(case, times, stations.into_iter().map(rank).collect())
     }
 }
@@ -78,14 +82,21 @@ pub(crate) fn run_rank<M: Memory, B: Backend<Space = M::Space>>(
     times: usize,
 ) -> Result<Vec<Part>> {
     let Station { memory, backend, transport } = station;
-    let options = RingOptions { layout: setting.layout.clone(), route: setting.route, backward: true, local_gradients: false };
+    let options = RingOptions {
+        layout: setting.layout.clone(),
+        route: setting.route,
+        backward: true,
+        // the ring cannot sum gradients in device memory: `compute` does
+        local_gradients: true,
+    };
     let mut ring = Ring::new(backend, transport, case.attention().spec(case.spec.dims), options)?;
     let rows = |runs: &Runs| runs.iter().map(i64::cast_unsigned).collect::<Vec<u64>>();
     let (q_rows, kv_rows) = (rows(ring.q_rows()), rows(ring.kv_rows()));
     if case.batch != Batch::default() {
-        ring.update(&case.batch.select(&q_rows, &kv_rows))?;
+        ring.update(&case.batch.select(&q_rows, &kv_rows)?)?;
     }
-    let [q_rows, kv_rows] = [q_rows, kv_rows].map(|rows| rows.into_iter().map(index).collect::<Vec<usize>>());
+    let [q_rows, kv_rows] =
+        [q_rows, kv_rows].map(|rows| rows.into_iter().map(index).collect::<Vec<usize>>());
     let share = Share::upload(&memory, case, &q_rows, &kv_rows)?;
     let mut parts = Vec::new();
     for _ in 0..times {
@@ -111,11 +122,18 @@ struct Share<M: Memory> {
 impl<M: Memory> Share<M> {
     fn upload(memory: &M, case: &Case, q_rows: &[usize], kv_rows: &[usize]) -> Result<Self> {
         let (dtype, sums) = (case.spec.dtype, case.spec.dtype.accumulator());
-        let upload = |tensor: &Array4<f64>, rows: &[usize]| memory.upload(tensor.select(Axis(1), rows).view(), dtype);
-        let bias = case.bias.as_ref().map(|bias| if bias.len_of(Axis(2)) == 1 { bias.clone() } else { bias.select(Axis(2), q_rows) });
-        let sinks = case.sinks.as_ref().map(|sinks| sinks.view().insert_axis(Axis(2)).insert_axis(Axis(3)));
+        let upload = |tensor: &Array4<f64>, rows: &[usize]| {
+            memory.upload(tensor.select(Axis(1), rows).view(), dtype)
+        };
+        let bias = case.bias.as_ref().map(|bias| {
+            if bias.len_of(Axis(2)) == 1 { bias.clone() } else { bias.select(Axis(2), q_rows) }
+        });
+        let sinks =
+            case.sinks.as_ref().map(|sinks| sinks.view().insert_axis(Axis(2)).insert_axis(Axis(3)));
         let dlse = case.dlse.as_ref().map(|dlse| dlse.select(Axis(2), q_rows).insert_axis(Axis(3)));
-        let maybe = |tensor: Option<ArrayView4<'_, f64>>| tensor.map(|tensor| memory.upload(tensor, sums)).transpose();
+        let maybe = |tensor: Option<ArrayView4<'_, f64>>| {
+            tensor.map(|tensor| memory.upload(tensor, sums)).transpose()
+        };
         Ok(Self {
             q: upload(&case.q, q_rows)?,
             k: upload(&case.k, kv_rows)?,
@@ -129,17 +147,25 @@ impl<M: Memory> Share<M> {
         })
     }
 
-    fn compute<B: Backend<Space = M::Space>>(&self, memory: &M, ring: &mut Ring<B>, case: &Case) -> Result<Answer> {
+    fn compute<B: Backend<Space = M::Space>>(
+        &self,
+        memory: &M,
+        ring: &mut Ring<B>,
+        case: &Case,
+    ) -> Result<Answer> {
         let sums = case.spec.dtype.accumulator();
         let made = self.forward(memory, ring, case)?;
         let [dq, dk, dv, dbias, dsinks] = self.backward(memory, ring, case, &made)?;
-        let download = |tensor: Option<M::Tensor>| tensor.map(|tensor| memory.download(&tensor)).transpose();
+        let download =
+            |tensor: Option<M::Tensor>| tensor.map(|tensor| memory.download(&tensor)).transpose();
         let whole = |tensor: Option<M::Tensor>| download(tensor).map(Option::unwrap_or_default);
         let rows = |tensor: Option<M::Tensor>| -> Result<Option<Array3<f64>>> {
             Ok(download(tensor)?.map(|tensor| tensor.index_axis_move(Axis(3), 0)))
         };
         let mut dbias = download(dbias)?;
-        if let Some(dbias) = dbias.as_mut().filter(|_| case.spec.bias.is_some_and(|shape| shape[2] == 1)) {
+        if let Some(dbias) =
+            dbias.as_mut().filter(|_| case.spec.bias.is_some_and(|shape| shape[2] == 1))
+        {
             sum_over_ranks(ring, sums, dbias)?;
         }
         let mut dsinks = rows(dsinks)?.map(|dsinks| dsinks.index_axis_move(Axis(2), 0));
@@ -171,10 +197,16 @@ impl<M: Memory> Share<M> {
         }
     }
 
-    fn forward<B: Backend<Space = M::Space>>(&self, memory: &M, ring: &mut Ring<B>, case: &Case) -> Result<Made<M::Tensor>> {
+    fn forward<B: Backend<Space = M::Space>>(
+        &self,
+        memory: &M,
+        ring: &mut Ring<B>,
+        case: &Case,
+    ) -> Result<Made<M::Tensor>> {
         let (dtype, sums, dims) = (case.spec.dtype, case.spec.dtype.accumulator(), case.spec.dims);
         // what a call is given to write to must not matter
-        let junk = |shape: [usize; 4], dtype| memory.upload(Array4::from_elem(shape, 77.0).view(), dtype);
+        let junk =
+            |shape: [usize; 4], dtype| memory.upload(Array4::from_elem(shape, 77.0).view(), dtype);
         let statistics = || junk([dims.batch, dims.q_heads, self.q_rows, 1], sums);
         let unnormalized = || (!case.spec.normalize).then(statistics).transpose();
         let mut made = Made {
@@ -205,7 +237,8 @@ impl<M: Memory> Share<M> {
         made: &Made<M::Tensor>,
     ) -> Result<[Option<M::Tensor>; 5]> {
         let (dtype, sums) = (case.spec.dtype, case.spec.dtype.accumulator());
-        let junk = |shape: [usize; 4], dtype| memory.upload(Array4::from_elem(shape, 77.0).view(), dtype);
+        let junk =
+            |shape: [usize; 4], dtype| memory.upload(Array4::from_elem(shape, 77.0).view(), dtype);
         let Dims { batch, q_heads, kv_heads, head_dim, value_dim, .. } = case.spec.dims;
         let kv_rows = index(ring.kv_rows().len());
         let mut dq = junk([batch, self.q_rows, q_heads, head_dim], dtype)?;
@@ -214,7 +247,8 @@ impl<M: Memory> Share<M> {
         let mut dbias = self.bias_shape.map(|shape| junk(shape, sums)).transpose()?;
         let sinks_shape = case.sinks.as_ref().map(|sinks| [sinks.nrows(), sinks.ncols(), 1, 1]);
         let mut dsinks = sinks_shape.map(|shape| junk(shape, sums)).transpose()?;
-        let saved = Saved {
+        let inputs = BackwardInputs {
+            forward: self.inputs(memory),
             out: memory.view(&made.out),
             lse: memory.view(&made.lse),
             max: made.max.as_ref().map(|max| memory.view(max)),
@@ -229,7 +263,7 @@ impl<M: Memory> Share<M> {
             dbias: dbias.as_mut().map(|dbias| memory.view_mut(dbias)),
             dsinks: dsinks.as_mut().map(|dsinks| memory.view_mut(dsinks)),
         };
-        check_bytes("backward", ring.backward(&self.inputs(memory), &saved, &mut gradients)?)?;
+        check_bytes("backward", ring.backward(&inputs, &mut gradients)?)?;
         drop(gradients);
         Ok([Some(dq), Some(dk), Some(dv), dbias, dsinks])
     }
@@ -249,11 +283,20 @@ fn check_bytes(pass: &str, report: annulus::Report) -> Result<()> {
     if report.bytes_sent == report.bytes_predicted {
         return Ok(());
     }
-    Err(Error::Device { what: format!("{pass} sent {} bytes, the schedule predicts {}", report.bytes_sent, report.bytes_predicted) })
+    Err(Error::Device {
+        what: format!(
+            "{pass} sent {} bytes, the schedule predicts {}",
+            report.bytes_sent, report.bytes_predicted
+        ),
+    })
 }
 
 /// Adds up every rank's part, in the type that a caller is given.
-fn sum_over_ranks<B: Backend, D: Dimension>(ring: &mut Ring<B>, sums: DType, part: &mut ndarray::Array<f64, D>) -> Result<()> {
+fn sum_over_ranks<B: Backend, D: Dimension>(
+    ring: &mut Ring<B>,
+    sums: DType,
+    part: &mut ndarray::Array<f64, D>,
+) -> Result<()> {
     let mut numbers: Vec<f64> = part.iter().copied().collect();
     ring.sum_over_ranks(&mut numbers)?;
     part.iter_mut().zip(numbers).for_each(|(place, number)| *place = sums.round(number));
@@ -262,7 +305,12 @@ fn sum_over_ranks<B: Backend, D: Dimension>(ring: &mut Ring<B>, sums: DType, par
 
 /// Puts every rank's rows where they belong.
 fn assemble<'a>(case: &Case, parts: impl Iterator<Item = &'a Part>) -> Answer {
-    fn put<D: RemoveAxis>(whole: &mut ndarray::Array<f64, D>, axis: usize, rows: &[usize], part: &ndarray::Array<f64, D>) {
+    fn put<D: RemoveAxis>(
+        whole: &mut ndarray::Array<f64, D>,
+        axis: usize,
+        rows: &[usize],
+        part: &ndarray::Array<f64, D>,
+    ) {
         for (place, &row) in rows.iter().enumerate() {
             whole.index_axis_mut(Axis(axis), row).assign(&part.index_axis(Axis(axis), place));
         }
@@ -284,7 +332,11 @@ fn assemble<'a>(case: &Case, parts: impl Iterator<Item = &'a Part>) -> Answer {
     for Part { q_rows, kv_rows, answer } in parts {
         put(&mut whole.out, 1, q_rows, &answer.out);
         put(&mut whole.lse, 2, q_rows, &answer.lse);
-        for (whole, part) in [(&mut whole.max, &answer.max), (&mut whole.sum, &answer.sum), (&mut whole.ties, &answer.ties)] {
+        for (whole, part) in [
+            (&mut whole.max, &answer.max),
+            (&mut whole.sum, &answer.sum),
+            (&mut whole.ties, &answer.ties),
+        ] {
             if let (Some(whole), Some(part)) = (whole, part) {
                 put(whole, 2, q_rows, part);
             }

@@ -1,6 +1,6 @@
 //! Who is examined: anything that can compute a case over a ring.
 
-use annulus::{Attention, Backward, Forward, Plan, Tensors};
+use annulus::{Attention, Backward, Forward, LocalRing, Tensors};
 use annulus_core::{Batch, DType, Element, Layout, Result, Route};
 use half::{bf16, f16};
 use ndarray::{Array, Dimension};
@@ -52,13 +52,13 @@ pub trait Subject {
     fn run(&self, case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>>;
 }
 
-/// The facade: [`Attention`] → [`Plan`], whole tensors, CPU ranks in threads.
+/// The facade: [`Attention`] → [`LocalRing`], whole tensors, CPU ranks in threads.
 #[derive(Debug, Clone, Copy)]
 pub struct Facade;
 
 impl Subject for Facade {
     fn name(&self) -> String {
-        "annulus::Plan".into()
+        "annulus::LocalRing".into()
     }
 
     fn run(&self, case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>> {
@@ -78,22 +78,30 @@ pub(crate) fn ask(case: &Case, setting: &Setting) -> Attention {
 }
 
 fn run_plan<T: Element>(case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>> {
-    let mut plan = ask(case, setting).plan(case.spec.dims, setting.ranks, setting.layout.clone())?;
+    let mut plan = ask(case, setting)
+        .layout(setting.layout.clone())
+        .local_ring(case.spec.dims, setting.ranks)?;
     if case.batch != Batch::default() {
         plan.update(&case.batch)?;
     }
-    let (q, k, v, dout) = (narrow::<T, _>(&case.q), narrow::<T, _>(&case.k), narrow::<T, _>(&case.v), narrow::<T, _>(&case.dout));
+    let (q, k, v, dout) = (
+        narrow::<T, _>(&case.q),
+        narrow::<T, _>(&case.k),
+        narrow::<T, _>(&case.v),
+        narrow::<T, _>(&case.dout),
+    );
     let bias = case.bias.as_ref().map(narrow::<T::Accumulator, _>);
     let sinks = case.sinks.as_ref().map(narrow::<T::Accumulator, _>);
     let dlse = case.dlse.as_ref().map(narrow::<T::Accumulator, _>);
     let tensors = Tensors {
         bias: bias.as_ref().map(|bias| bias.view()),
-        sinks: sinks.as_ref().map(|sinks| sinks.view()),
+        softmax_aux: sinks.as_ref().map(|sinks| sinks.view()),
         ..Tensors::new(q.view(), k.view(), v.view())
     };
-    let once = |plan: &mut Plan| {
+    let once = |plan: &mut LocalRing| {
         let forward = plan.forward(&tensors)?;
-        let backward = plan.backward(&tensors, &forward, dout.view(), dlse.as_ref().map(|dlse| dlse.view()))?;
+        let backward =
+            plan.backward(&tensors, &forward, dout.view(), dlse.as_ref().map(|dlse| dlse.view()))?;
         Ok(answer(&forward, &backward))
     };
     (0..times).map(|_| once(&mut plan)).collect()
@@ -111,7 +119,7 @@ pub fn answer<T: Element>(forward: &Forward<T>, backward: &Backward<T>) -> Answe
         dk: widen(&backward.dk),
         dv: widen(&backward.dv),
         dbias: backward.dbias.as_ref().map(widen),
-        dsinks: backward.dsinks.as_ref().map(widen),
+        dsinks: backward.dsoftmax_aux.as_ref().map(widen),
     }
 }
 

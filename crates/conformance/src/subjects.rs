@@ -8,7 +8,7 @@ use annulus_cpu::Cpu;
 
 use crate::{
     Answer, Case, HostMemory, RingSubject, Setting, Station, Subject,
-    device::{Device, DeviceSpace, MockBackend, device_ring},
+    device::{Device, MockBackend, MockSpace, device_ring},
     ring_subject::{RankJob, run_rank, run_ranks},
 };
 
@@ -17,23 +17,37 @@ const DEADLINE: Duration = Duration::from_secs(60);
 
 /// The mock device, its blocks copied from device to device.
 pub fn mock() -> impl Subject {
-    RingSubject::new("mock over device copies", |ranks| -> Result<Vec<Station<Device, MockBackend>>> {
-        let devices: Vec<Device> = (0..ranks).map(|_| Device::new()).collect();
-        let endpoints = device_ring(&devices).into_iter().zip(devices);
-        endpoints
-            .map(|(transport, memory)| {
-                let backend = MockBackend::new(memory.clone());
-                Ok(Station { memory, backend, transport: Box::new(Deadline::new(transport, DEADLINE)?) })
-            })
-            .collect()
-    })
+    RingSubject::new(
+        "mock over device copies",
+        |ranks| -> Result<Vec<Station<Device, MockBackend>>> {
+            let devices: Vec<Device> = (0..ranks).map(|_| Device::new()).collect();
+            let endpoints = device_ring(&devices).into_iter().zip(devices);
+            endpoints
+                .map(|(transport, memory)| {
+                    let backend = MockBackend::new(memory.clone());
+                    Ok(Station {
+                        memory,
+                        backend,
+                        transport: Box::new(Deadline::new(transport, DEADLINE)?),
+                    })
+                })
+                .collect()
+        },
+    )
 }
 
 /// The mock device, its blocks staged through host memory and checked on arrival, each message up to `delay` late.
 pub fn mock_staged(delay: Duration) -> impl Subject {
-    RingSubject::new("mock over staged threads", move |ranks| -> Result<Vec<Station<Device, MockBackend>>> {
-        threads::ring(ranks).into_iter().enumerate().map(|(rank, transport)| mock_station(rank, transport, delay)).collect()
-    })
+    RingSubject::new(
+        "mock over staged threads",
+        move |ranks| -> Result<Vec<Station<Device, MockBackend>>> {
+            threads::ring(ranks)
+                .into_iter()
+                .enumerate()
+                .map(|(rank, transport)| mock_station(rank, transport, delay))
+                .collect()
+        },
+    )
 }
 
 /// The CPU over a ring of threads.
@@ -49,9 +63,16 @@ pub fn cpu() -> impl Subject {
 
 /// The CPU with two threads a rank, over a ring of threads whose messages are checked on arrival and each up to `delay` late.
 pub fn cpu_delayed(delay: Duration) -> impl Subject {
-    RingSubject::new("cpu over delayed threads", move |ranks| -> Result<Vec<Station<HostMemory, Cpu>>> {
-        threads::ring(ranks).into_iter().enumerate().map(|(rank, transport)| cpu_station(rank, transport, delay)).collect()
-    })
+    RingSubject::new(
+        "cpu over delayed threads",
+        move |ranks| -> Result<Vec<Station<HostMemory, Cpu>>> {
+            threads::ring(ranks)
+                .into_iter()
+                .enumerate()
+                .map(|(rank, transport)| cpu_station(rank, transport, delay))
+                .collect()
+        },
+    )
 }
 
 /// Even ranks compute on the CPU, odd ones on a mock device: the wire format is the schedule's, not a backend's.
@@ -80,20 +101,36 @@ impl Subject for Mixed {
                 Ok(Box::new(move || run_rank(case, setting, station, times)))
             }
         };
-        let jobs = threads::ring(setting.ranks).into_iter().enumerate().map(job).collect::<Result<Vec<_>>>()?;
+        let jobs = threads::ring(setting.ranks)
+            .into_iter()
+            .enumerate()
+            .map(job)
+            .collect::<Result<Vec<_>>>()?;
         run_ranks(case, times, jobs)
     }
 }
 
-fn cpu_station(rank: usize, transport: Threads, delay: Duration) -> Result<Station<HostMemory, Cpu>> {
+fn cpu_station(
+    rank: usize,
+    transport: Threads,
+    delay: Duration,
+) -> Result<Station<HostMemory, Cpu>> {
     let late = Checksum::new(Fault::random_delays(transport, rank as u64, delay));
-    Ok(Station { memory: HostMemory, backend: Cpu::new(2)?, transport: Box::new(Deadline::new(late, DEADLINE)?) })
+    Ok(Station {
+        memory: HostMemory,
+        backend: Cpu::new(2)?,
+        transport: Box::new(Deadline::new(late, DEADLINE)?),
+    })
 }
 
-fn mock_station(rank: usize, transport: Threads, delay: Duration) -> Result<Station<Device, MockBackend>> {
+fn mock_station(
+    rank: usize,
+    transport: Threads,
+    delay: Duration,
+) -> Result<Station<Device, MockBackend>> {
     let memory = Device::new();
     let backend = MockBackend::new(memory.clone());
     let late = Checksum::new(Fault::random_delays(transport, rank as u64, delay));
-    let staged = Staged::<_, DeviceSpace>::new(late, memory.clone());
+    let staged = Staged::<_, MockSpace>::new(late, memory.clone());
     Ok(Station { memory, backend, transport: Box::new(Deadline::new(staged, DEADLINE)?) })
 }

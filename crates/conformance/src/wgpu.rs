@@ -1,22 +1,25 @@
-//! The wgpu backend as a subject: over staged threads, and in one ring with the CPU.
+//! The wgpu backend as a subject: over staged threads, for tensors in host memory, and in one ring
+//! with the CPU.
 
 use std::time::Duration;
 
 use annulus_comm::{Checksum, Deadline, Staged, Threads, threads};
-use annulus_core::{BackwardMode, DType, Result};
+use annulus_core::{
+    BackwardMode, DType, HostView, HostViewMut, HostViews, Result, StagedSpace, Transport,
+};
 use annulus_cpu::Cpu;
 use annulus_wgpu::{Copier, Gpu, Tensor, Wgpu, WgpuSpace};
 use ndarray::{Array4, ArrayView4};
 
 use crate::{
-    Answer, Case, HostMemory, Memory, Setting, Station, Subject,
+    Answer, Case, HostMemory, HostTensor, Memory, Setting, Station, Subject,
     ring_subject::{RankJob, run_rank, run_ranks},
 };
 
-/// No test waits longer than this for a peer that is silent.
+/// Longest wait for a silent peer.
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// What the backend can compute.
+/// Element types of the backend.
 const DTYPES: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
 
 impl Memory for Gpu {
@@ -40,52 +43,126 @@ impl Memory for Gpu {
     }
 }
 
-/// Ranks of one device, or every other one of them on the CPU.
+/// Tensors in host memory, blocks on a wgpu device.
+#[derive(Debug, Clone, Copy)]
+struct HostViewMemory;
+
+impl Memory for HostViewMemory {
+    type Space = HostViews<WgpuSpace>;
+    type Tensor = HostTensor;
+
+    fn upload(&self, numbers: ArrayView4<'_, f64>, dtype: DType) -> Result<HostTensor> {
+        HostMemory.upload(numbers, dtype)
+    }
+
+    fn download(&self, tensor: &HostTensor) -> Result<Array4<f64>> {
+        HostMemory.download(tensor)
+    }
+
+    fn view<'a>(&self, tensor: &'a HostTensor) -> HostView<'a> {
+        HostMemory.view(tensor)
+    }
+
+    fn view_mut<'a>(&self, tensor: &'a mut HostTensor) -> HostViewMut<'a> {
+        HostMemory.view_mut(tensor)
+    }
+}
+
+/// Kinds of ranks in a [`WgpuRing`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Ranks {
+    /// All on the device, tensors in its memory.
+    OnDevice,
+    /// All on the device, tensors in host memory.
+    OnHost,
+    /// Odd ranks on the device, even ranks on the CPU.
+    Mixed,
+}
+
+/// A ring of ranks that share a wgpu device.
 #[derive(Debug, Clone)]
 pub struct WgpuRing {
     gpu: Gpu,
-    mixed: bool,
+    ranks: Ranks,
     dtypes: Vec<DType>,
 }
 
 impl WgpuRing {
-    /// All ranks on this device.
+    /// All ranks on this device, with tensors in its memory.
     pub fn new(gpu: Gpu) -> Self {
-        Self { gpu, mixed: false, dtypes: DTYPES.to_vec() }
+        Self { gpu, ranks: Ranks::OnDevice, dtypes: DTYPES.to_vec() }
     }
 
-    /// The same, asked for these element types only: every one has kernels of its own, which take a driver seconds to compile.
+    /// Restricts the element types. Each has kernels of its own, which take a driver seconds to
+    /// compile.
     #[must_use]
     pub fn only(self, dtypes: &[DType]) -> Self {
         Self { dtypes: dtypes.to_vec(), ..self }
     }
 
-    /// Odd ranks on this device, even ones on the CPU.
-    ///
-    /// An unnormalised two-pass backward is done in one pass here: a row's largest logit would have to be found again by another backend, to the bit.
-    pub fn mixed(gpu: Gpu) -> Self {
-        Self { mixed: true, ..Self::new(gpu) }
+    /// All ranks on this device, with tensors in host memory ([`Wgpu::on_host`]).
+    pub fn on_host(gpu: Gpu) -> Self {
+        Self { ranks: Ranks::OnHost, ..Self::new(gpu) }
     }
 
-    fn job<'a>(&self, rank: usize, transport: Threads, case: &'a Case, setting: &'a Setting, times: usize) -> Result<RankJob<'a>> {
+    /// Odd ranks on this device, even ranks on the CPU.
+    ///
+    /// The backward pass of an unnormalized output is one-pass here: in two passes one backend
+    /// would have to reproduce the row maxima of the other bit for bit.
+    pub fn mixed(gpu: Gpu) -> Self {
+        Self { ranks: Ranks::Mixed, ..Self::new(gpu) }
+    }
+
+    fn job<'a>(
+        &self,
+        rank: usize,
+        transport: Threads,
+        case: &'a Case,
+        setting: &'a Setting,
+        times: usize,
+    ) -> Result<RankJob<'a>> {
         let checked = Checksum::new(transport);
-        if self.mixed && rank.is_multiple_of(2) {
-            let station = Station { memory: HostMemory, backend: Cpu::new(1)?, transport: Box::new(Deadline::new(checked, DEADLINE)?) };
+        if self.ranks == Ranks::Mixed && rank.is_multiple_of(2) {
+            let station = Station {
+                memory: HostMemory,
+                backend: Cpu::new(1)?,
+                transport: Box::new(Deadline::new(checked, DEADLINE)?),
+            };
             return Ok(Box::new(move || run_rank(case, setting, station, times)));
         }
-        let staged = Staged::<_, WgpuSpace>::new(checked, Copier::new(self.gpu.clone()));
+        if self.ranks == Ranks::OnHost {
+            let station = Station {
+                memory: HostViewMemory,
+                backend: Wgpu::on_host(self.gpu.clone()),
+                transport: self.staged(checked)?,
+            };
+            return Ok(Box::new(move || run_rank(case, setting, station, times)));
+        }
         let station = Station {
             memory: self.gpu.clone(),
             backend: Wgpu::new(self.gpu.clone()),
-            transport: Box::new(Deadline::new(staged, DEADLINE)?),
+            transport: self.staged(checked)?,
         };
         Ok(Box::new(move || run_rank(case, setting, station, times)))
+    }
+
+    /// Stages blocks of the space `S` through host memory for `inner`.
+    fn staged<S: StagedSpace<Copier = Copier>>(
+        &self,
+        inner: Checksum<Threads>,
+    ) -> Result<Box<dyn Transport<S>>> {
+        let staged = Staged::<_, S>::new(inner, Copier::new(self.gpu.clone()));
+        Ok(Box::new(Deadline::new(staged, DEADLINE)?))
     }
 }
 
 impl Subject for WgpuRing {
     fn name(&self) -> String {
-        let kind = if self.mixed { "cpu and wgpu in one ring" } else { "wgpu over staged threads" };
+        let kind = match self.ranks {
+            Ranks::OnDevice => "wgpu over staged threads",
+            Ranks::OnHost => "wgpu for host tensors over staged threads",
+            Ranks::Mixed => "cpu and wgpu in one ring",
+        };
         format!("{kind}, {}", self.gpu.level().name())
     }
 
@@ -95,12 +172,14 @@ impl Subject for WgpuRing {
 
     fn run(&self, case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>> {
         let mut case = case.clone();
-        if self.mixed && !case.spec.normalize {
+        if self.ranks == Ranks::Mixed && !case.spec.normalize {
             case.spec.backward = BackwardMode::OnePass;
         }
         let case = &case;
         let ranks = threads::ring(setting.ranks).into_iter().enumerate();
-        let jobs = ranks.map(|(rank, transport)| self.job(rank, transport, case, setting, times)).collect::<Result<Vec<_>>>()?;
+        let jobs = ranks
+            .map(|(rank, transport)| self.job(rank, transport, case, setting, times))
+            .collect::<Result<Vec<_>>>()?;
         run_ranks(case, times, jobs)
     }
 }

@@ -4,21 +4,25 @@
 use std::{sync::Arc, thread, time::Duration};
 
 use annulus::{
-    Attention, BackwardMode, Batch, CustomLayout, DType, DenseMask, Dims, Error, Layout, Plan, RankPlan, Result, Runs, Tensors,
+    Attention, BackwardMode, Batch, CustomLayout, DType, DenseMask, Dims, Error, Layout, LocalRing,
+    Plan, Result, Runs, SinkShape, Tensors,
     comm::threads,
     mask::{Causal, Dense, PerHead},
 };
 use annulus_cpu::Isa;
 use ndarray::{Array2, Array3, Array4};
 
-const DIMS: Dims = Dims { batch: 2, q_len: 6, kv_len: 6, q_heads: 4, kv_heads: 2, head_dim: 3, value_dim: 5 };
+const DIMS: Dims =
+    Dims { batch: 2, q_len: 6, kv_len: 6, q_heads: 4, kv_heads: 2, head_dim: 3, value_dim: 5 };
 
 /// An error must be a refusal of this argument, and say what it got and wants.
 #[track_caller]
 fn refused<T: std::fmt::Debug>(what: &str, argument: &str, result: Result<T>) {
     match result {
         Err(error @ Error::InvalidArgument { .. }) => {
-            let Error::InvalidArgument { argument: named, got, want } = &error else { unreachable!() };
+            let Error::InvalidArgument { argument: named, got, want } = &error else {
+                unreachable!()
+            };
             assert_eq!(named, argument, "{what}: {error}");
             assert!(!got.is_empty() && !want.is_empty() && got != want, "{what}: {error}");
             assert_eq!(error.code(), 1);
@@ -30,12 +34,15 @@ fn refused<T: std::fmt::Debug>(what: &str, argument: &str, result: Result<T>) {
 
 #[track_caller]
 fn unsupported<T: std::fmt::Debug>(what: &str, result: Result<T>) {
-    assert!(matches!(&result, Err(error @ Error::Unsupported { .. }) if error.code() == 2), "{what}: {result:?}");
+    assert!(
+        matches!(&result, Err(error @ Error::Unsupported { .. }) if error.code() == 2),
+        "{what}: {result:?}"
+    );
 }
 
 /// One rank, and a ring of three.
-fn plans(attention: &Attention, dims: Dims) -> [Result<Plan>; 2] {
-    [1, 3].map(|ranks| attention.plan(dims, ranks, Layout::Zigzag))
+fn plans(attention: &Attention, dims: Dims) -> [Result<LocalRing>; 2] {
+    [1, 3].map(|ranks| attention.clone().layout(Layout::Zigzag).local_ring(dims, ranks))
 }
 
 #[test]
@@ -53,7 +60,9 @@ fn dims_without_meaning() {
         ("kv_len", Dims { kv_len: 1 << 60, ..DIMS }),
     ];
     for (argument, dims) in cases {
-        plans(&Attention::new(), dims).into_iter().for_each(|plan| refused(&format!("{dims:?}"), argument, plan));
+        plans(&Attention::new(), dims)
+            .into_iter()
+            .for_each(|plan| refused(&format!("{dims:?}"), argument, plan));
     }
 }
 
@@ -61,40 +70,52 @@ fn dims_without_meaning() {
 fn numbers_without_meaning() {
     let attention = Attention::new;
     let cases = [
-        ("softmax_scale", attention().scale(f64::NAN)),
-        ("softmax_scale", attention().scale(f64::INFINITY)),
-        ("softmax_scale", attention().scale(f64::NEG_INFINITY)),
-        ("logits_soft_cap", attention().soft_cap(0.0)),
-        ("logits_soft_cap", attention().soft_cap(-1.0)),
-        ("logits_soft_cap", attention().soft_cap(f64::NAN)),
-        ("logits_soft_cap", attention().soft_cap(f64::INFINITY)),
+        ("softmax_scale", attention().softmax_scale(f64::NAN)),
+        ("softmax_scale", attention().softmax_scale(f64::INFINITY)),
+        ("softmax_scale", attention().softmax_scale(f64::NEG_INFINITY)),
+        ("logits_soft_cap", attention().logits_soft_cap(0.0)),
+        ("logits_soft_cap", attention().logits_soft_cap(-1.0)),
+        ("logits_soft_cap", attention().logits_soft_cap(f64::NAN)),
+        ("logits_soft_cap", attention().logits_soft_cap(f64::INFINITY)),
         ("dropout_prob", attention().dropout(-0.1, 0)),
         ("dropout_prob", attention().dropout(1.0, 0)),
         ("dropout_prob", attention().dropout(f64::NAN, 0)),
-        ("chunk_size", attention().chunk(0)),
+        ("chunk_size", attention().chunk_size(0)),
         ("bias", attention().bias([2, 4, 6, 7])),
         ("bias", attention().bias([2, 3, 6, 6])),
         ("bias", attention().bias([0, 4, 6, 6])),
-        ("softmax_aux", attention().shared_sinks(0)),
-        ("softmax_aux", attention().sinks_per_head(0)),
+        ("softmax_aux", attention().softmax_aux(SinkShape::shared(0))),
+        ("softmax_aux", attention().softmax_aux(SinkShape::per_head(0))),
         ("deadline", attention().deadline(Duration::from_millis(10))),
         ("deadline", attention().deadline(Duration::ZERO)),
         ("threads", attention().threads(0)),
         ("mask", attention().mask(Arc::new(PerHead(vec![Arc::new(Causal { offset: 0 })])))),
-        ("mask", attention().mask(Arc::new(Dense(Arc::new(DenseMask::from_fn([1, 1, 6, 5], |_| true)))))),
-        ("mask", attention().mask(Arc::new(Dense(Arc::new(DenseMask::from_fn([3, 1, 6, 6], |_| true)))))),
+        (
+            "mask",
+            attention().mask(Arc::new(Dense(Arc::new(DenseMask::from_fn([1, 1, 6, 5], |_| true))))),
+        ),
+        (
+            "mask",
+            attention().mask(Arc::new(Dense(Arc::new(DenseMask::from_fn([3, 1, 6, 6], |_| true))))),
+        ),
     ];
     for (number, (argument, attention)) in cases.into_iter().enumerate() {
-        plans(&attention, DIMS).into_iter().for_each(|plan| refused(&format!("case {number}"), argument, plan));
+        plans(&attention, DIMS)
+            .into_iter()
+            .for_each(|plan| refused(&format!("case {number}"), argument, plan));
     }
 }
 
 #[test]
 fn rings_without_meaning() {
-    refused("no ranks", "ranks", Attention::new().plan(DIMS, 0, None));
-    let shards = |shards: &[&[i64]]| shards.iter().map(|rows| rows.iter().copied().collect::<Runs>()).collect::<Vec<_>>();
+    refused("no ranks", "ranks", Attention::new().local_ring(DIMS, 0));
+    let shards = |shards: &[&[i64]]| {
+        shards.iter().map(|rows| rows.iter().copied().collect::<Runs>()).collect::<Vec<_>>()
+    };
     let good: &[&[i64]] = &[&[0, 2, 4], &[1, 3, 5]];
-    let layout = |q: &[&[i64]], kv: &[&[i64]]| Layout::Custom(Arc::new(CustomLayout { q: shards(q), kv: shards(kv) }));
+    let layout = |q: &[&[i64]], kv: &[&[i64]]| {
+        Layout::Custom(Arc::new(CustomLayout { q: shards(q), kv: shards(kv) }))
+    };
     let cases = [
         ("one shard too few", layout(good, &[&[0, 1, 2, 3, 4, 5]])),
         ("one shard too many", layout(&[good[0], good[1], &[]], good)),
@@ -104,10 +125,13 @@ fn rings_without_meaning() {
         ("a negative row", layout(&[&[0, 2, 4, -1], &[1, 3, 5]], good)),
     ];
     for (what, layout) in cases {
-        refused(what, "layout", Attention::new().plan(DIMS, 2, layout));
+        refused(what, "layout", Attention::new().layout(layout).local_ring(DIMS, 2));
     }
     let two_pass = Attention::new().backward_mode(BackwardMode::TwoPass);
-    unsupported("a bias with queries in two passes", two_pass.bias([1, 1, 6, 6]).plan(DIMS, 2, None));
+    unsupported(
+        "a bias with queries in two passes",
+        two_pass.bias([1, 1, 6, 6]).local_ring(DIMS, 2),
+    );
 }
 
 #[test]
@@ -121,7 +145,10 @@ fn batches_that_do_not_fit() {
     let cases = [
         ("q_segment_ids", Batch { q_segment_ids: ids(2, 5), kv_segment_ids: ids(2, 6), ..batch() }),
         ("q_segment_ids", Batch { q_segment_ids: ids(1, 6), kv_segment_ids: ids(2, 6), ..batch() }),
-        ("kv_segment_ids", Batch { q_segment_ids: ids(2, 6), kv_segment_ids: ids(2, 7), ..batch() }),
+        (
+            "kv_segment_ids",
+            Batch { q_segment_ids: ids(2, 6), kv_segment_ids: ids(2, 7), ..batch() },
+        ),
         ("kv_segment_ids", Batch { kv_segment_ids: ids(3, 6), ..batch() }),
         ("q_positions", Batch { q_positions: positions(2, 7), ..batch() }),
         ("q_positions", Batch { q_positions: far.clone(), ..batch() }),
@@ -135,7 +162,10 @@ fn batches_that_do_not_fit() {
         ("cum_seqlens_q", Batch { cum_seqlens_q: lens(&[]), ..batch() }),
         ("cum_seqlens_q", Batch { cum_seqlens_q: lens(&[0, 4, 3]), ..batch() }),
         ("cum_seqlens_k", Batch { cum_seqlens_k: lens(&[0, 7]), ..batch() }),
-        ("cum_seqlens_k", Batch { cum_seqlens_q: lens(&[0, 3, 6]), cum_seqlens_k: lens(&[0, 6]), ..batch() }),
+        (
+            "cum_seqlens_k",
+            Batch { cum_seqlens_q: lens(&[0, 3, 6]), cum_seqlens_k: lens(&[0, 6]), ..batch() },
+        ),
     ];
     for (number, (argument, batch)) in cases.iter().enumerate() {
         for plan in plans(&Attention::new(), DIMS) {
@@ -152,12 +182,17 @@ fn batches_that_do_not_fit() {
         ("cum_seqlens_q", Batch { cum_seqlens_q: lens(&[0, 6]), ..batch() }),
     ];
     for (argument, batch) in cases {
-        plans(&Attention::new(), unequal).into_iter().for_each(|plan| refused("one side only", argument, plan.unwrap().update(&batch)));
+        plans(&Attention::new(), unequal)
+            .into_iter()
+            .for_each(|plan| refused("one side only", argument, plan.unwrap().update(&batch)));
     }
     let two_pass = Attention::new().backward_mode(BackwardMode::TwoPass);
     unsupported(
         "a dense mask in two passes",
-        two_pass.plan(DIMS, 2, None).unwrap().update(&Batch { attention_mask: dense([1, 1, 6, 6]), ..batch() }),
+        two_pass
+            .local_ring(DIMS, 2)
+            .unwrap()
+            .update(&Batch { attention_mask: dense([1, 1, 6, 6]), ..batch() }),
     );
 }
 
@@ -171,8 +206,17 @@ struct Whole {
 
 impl Whole {
     fn new() -> Self {
-        let tensor = |shape| Array4::from_shape_fn(shape, |(b, i, h, c)| ((b * 5 + i * 7 + h * 3 + c) % 11) as f32 * 0.1);
-        Self { q: tensor((2, 6, 4, 3)), k: tensor((2, 6, 2, 3)), v: tensor((2, 6, 2, 5)), dout: tensor((2, 6, 4, 5)) }
+        let tensor = |shape| {
+            Array4::from_shape_fn(shape, |(b, i, h, c)| {
+                ((b * 5 + i * 7 + h * 3 + c) % 11) as f32 * 0.1
+            })
+        };
+        Self {
+            q: tensor((2, 6, 4, 3)),
+            k: tensor((2, 6, 2, 3)),
+            v: tensor((2, 6, 2, 5)),
+            dout: tensor((2, 6, 4, 5)),
+        }
     }
 
     fn tensors(&self) -> Tensors<'_, f32> {
@@ -182,10 +226,12 @@ impl Whole {
 
 /// The plan, made for no extras, computes.
 #[track_caller]
-fn works(plan: &mut Plan) {
+fn works(plan: &mut LocalRing) {
     let whole = Whole::new();
     let forward = plan.forward(&whole.tensors()).expect("a plan that refused still works");
-    let backward = plan.backward(&whole.tensors(), &forward, whole.dout.view(), None).expect("a plan that refused still works");
+    let backward = plan
+        .backward(&whole.tensors(), &forward, whole.dout.view(), None)
+        .expect("a plan that refused still works");
     assert!(forward.out.iter().chain(&backward.dk).all(|x| x.is_finite()));
 }
 
@@ -193,7 +239,11 @@ fn works(plan: &mut Plan) {
 fn tensors_that_do_not_fit() {
     let whole = Whole::new();
     let good = whole.tensors();
-    let (q, k, v) = (Array4::<f32>::zeros((2, 5, 4, 3)), Array4::<f32>::zeros((2, 6, 4, 3)), Array4::<f32>::zeros((1, 6, 2, 5)));
+    let (q, k, v) = (
+        Array4::<f32>::zeros((2, 5, 4, 3)),
+        Array4::<f32>::zeros((2, 6, 4, 3)),
+        Array4::<f32>::zeros((1, 6, 2, 5)),
+    );
     let (per_head, other_bias) = (Array2::<f32>::zeros((4, 2)), Array4::<f32>::zeros((1, 1, 6, 5)));
     let (bias, sinks) = (Array4::<f32>::zeros((1, 1, 6, 6)), Array2::<f32>::zeros((1, 2)));
     for plan in plans(&Attention::new(), DIMS) {
@@ -201,24 +251,46 @@ fn tensors_that_do_not_fit() {
         refused("q of another length", "q", plan.forward(&Tensors::new(q.view(), good.k, good.v)));
         refused("k of other heads", "k", plan.forward(&Tensors::new(good.q, k.view(), good.v)));
         refused("v of another batch", "v", plan.forward(&Tensors::new(good.q, good.k, v.view())));
-        refused("a bias that was not planned", "bias", plan.forward(&good.clone().with_bias(bias.view())));
-        refused("sinks that were not planned", "softmax_aux", plan.forward(&good.clone().with_sinks(sinks.view())));
+        refused(
+            "a bias that was not planned",
+            "bias",
+            plan.forward(&good.clone().with_bias(bias.view())),
+        );
+        refused(
+            "sinks that were not planned",
+            "softmax_aux",
+            plan.forward(&good.clone().with_softmax_aux(sinks.view())),
+        );
         let wide = Array4::<f64>::zeros((2, 6, 4, 3));
-        let (wide_k, wide_v) = (Array4::<f64>::zeros((2, 6, 2, 3)), Array4::<f64>::zeros((2, 6, 2, 5)));
-        refused("f64 for an f32 plan", "q", plan.forward(&Tensors::new(wide.view(), wide_k.view(), wide_v.view())));
+        let (wide_k, wide_v) =
+            (Array4::<f64>::zeros((2, 6, 2, 3)), Array4::<f64>::zeros((2, 6, 2, 5)));
+        refused(
+            "f64 for an f32 plan",
+            "q",
+            plan.forward(&Tensors::new(wide.view(), wide_k.view(), wide_v.view())),
+        );
         works(&mut plan);
     }
-    for plan in plans(&Attention::new().bias([1, 1, 6, 6]).sinks_per_head(2), DIMS) {
+    for plan in
+        plans(&Attention::new().bias([1, 1, 6, 6]).softmax_aux(SinkShape::per_head(2)), DIMS)
+    {
         let mut plan = plan.unwrap();
-        refused("no bias", "bias", plan.forward(&good.clone().with_sinks(per_head.view())));
+        refused("no bias", "bias", plan.forward(&good.clone().with_softmax_aux(per_head.view())));
         refused("no sinks", "softmax_aux", plan.forward(&good.clone().with_bias(bias.view())));
-        refused("a bias of another shape", "bias", plan.forward(&good.clone().with_bias(other_bias.view()).with_sinks(per_head.view())));
+        refused(
+            "a bias of another shape",
+            "bias",
+            plan.forward(
+                &good.clone().with_bias(other_bias.view()).with_softmax_aux(per_head.view()),
+            ),
+        );
         refused(
             "shared sinks for sinks per head",
             "softmax_aux",
-            plan.forward(&good.clone().with_bias(bias.view()).with_sinks(sinks.view())),
+            plan.forward(&good.clone().with_bias(bias.view()).with_softmax_aux(sinks.view())),
         );
-        plan.forward(&good.clone().with_bias(bias.view()).with_sinks(per_head.view())).unwrap();
+        plan.forward(&good.clone().with_bias(bias.view()).with_softmax_aux(per_head.view()))
+            .unwrap();
     }
 }
 
@@ -231,19 +303,31 @@ fn gradients_that_do_not_fit() {
         let forward = plan.forward(&good).unwrap();
         let (dout, dlse) = (Array4::<f32>::zeros((2, 6, 4, 3)), Array3::<f32>::zeros((2, 4, 5)));
         refused("dout of another dim", "dout", plan.backward(&good, &forward, dout.view(), None));
-        refused("dlse of another length", "dlse", plan.backward(&good, &forward, whole.dout.view(), Some(dlse.view())));
+        refused(
+            "dlse of another length",
+            "dlse",
+            plan.backward(&good, &forward, whole.dout.view(), Some(dlse.view())),
+        );
         let mut other = forward.clone();
         other.out = Array4::zeros((2, 6, 2, 5));
         refused("out of other heads", "out", plan.backward(&good, &other, whole.dout.view(), None));
         let mut other = forward.clone();
         other.lse = Array3::zeros((2, 4, 7));
-        refused("lse of another length", "lse", plan.backward(&good, &other, whole.dout.view(), None));
+        refused(
+            "lse of another length",
+            "lse",
+            plan.backward(&good, &other, whole.dout.view(), None),
+        );
         let mut other = forward.clone();
         other.max = Some(forward.lse.clone());
-        refused("a max that is not wanted", "max", plan.backward(&good, &other, whole.dout.view(), None));
+        refused(
+            "a max that is not wanted",
+            "max",
+            plan.backward(&good, &other, whole.dout.view(), None),
+        );
         works(&mut plan);
     }
-    for plan in plans(&Attention::new().unnormalized(), DIMS) {
+    for plan in plans(&Attention::new().unnormalized(true), DIMS) {
         let mut plan = plan.unwrap();
         let mut forward = plan.forward(&good).unwrap();
         forward.ties = None;
@@ -251,21 +335,36 @@ fn gradients_that_do_not_fit() {
         forward.max = None;
         refused("no max", "max", plan.backward(&good, &forward, whole.dout.view(), None));
     }
-    for plan in plans(&Attention::new().forward_only(), DIMS) {
+    for plan in plans(&Attention::new().forward_only(true), DIMS) {
         let mut plan = plan.unwrap();
         let forward = plan.forward(&good).unwrap();
-        refused("a plan for forward only", "backward", plan.backward(&good, &forward, whole.dout.view(), None));
+        refused(
+            "a plan for forward only",
+            "backward",
+            plan.backward(&good, &forward, whole.dout.view(), None),
+        );
     }
 }
 
 /// Makes one plan a rank, all at once.
-fn ring(attentions: &[Attention], dims: &[Dims], layout: &[Option<Layout>]) -> Vec<Result<RankPlan<annulus::Cpu>>> {
+fn ring(
+    attentions: &[Attention],
+    dims: &[Dims],
+    layout: &[Option<Layout>],
+) -> Vec<Result<Plan<annulus::Cpu>>> {
     thread::scope(|scope| {
         let ranks: Vec<_> = threads::ring(attentions.len())
             .into_iter()
             .zip(attentions.iter().zip(dims).zip(layout))
             .map(|(transport, ((attention, dims), layout))| {
-                scope.spawn(move || RankPlan::new(attention, *dims, layout.clone(), annulus::Cpu::new(1)?, transport))
+                scope.spawn(move || {
+                    Plan::new(
+                        &attention.clone().layout(layout.clone()),
+                        *dims,
+                        annulus::Cpu::new(1)?,
+                        transport,
+                    )
+                })
             })
             .collect();
         ranks.into_iter().map(|rank| rank.join().expect("no rank panics")).collect()
@@ -281,18 +380,24 @@ fn ranks_that_would_round_weights_differently() {
     let attention = Attention::new().dtype(DType::Bf16);
     let plan = |isa, transport| {
         let cpu = annulus::Cpu::new(1).and_then(|cpu| cpu.with_isa(isa));
-        cpu.and_then(|cpu| RankPlan::new(&attention, DIMS, Some(Layout::Contiguous), cpu, transport)).map(drop)
+        cpu.and_then(|cpu| {
+            Plan::new(&attention.clone().layout(Layout::Contiguous), DIMS, cpu, transport)
+        })
+        .map(drop)
     };
     for (second, alike) in [(Isa::Avx512Bf16, true), (Isa::Avx512, false)] {
         let results: Vec<_> = thread::scope(|scope| {
             let ranks = threads::ring(2).into_iter().zip([Isa::Avx512Bf16, second]);
-            let ranks: Vec<_> = ranks.map(|(transport, isa)| scope.spawn(move || plan(isa, transport))).collect();
+            let ranks: Vec<_> =
+                ranks.map(|(transport, isa)| scope.spawn(move || plan(isa, transport))).collect();
             ranks.into_iter().map(|rank| rank.join().expect("no rank panics")).collect()
         });
         for result in results {
             match result {
                 Ok(()) => assert!(alike),
-                Err(Error::RankMismatch { field, .. }) => assert!(!alike && field == "weights rounded to", "{field}"),
+                Err(Error::RankMismatch { field, .. }) => {
+                    assert!(!alike && field == "probabilities rounded to", "{field}")
+                }
                 Err(error) => panic!("{error}"),
             }
         }
@@ -305,15 +410,15 @@ fn ranks_that_disagree() {
     let zigzag = Some(Layout::Zigzag);
     // what rank 2 of 3 says otherwise than the others
     let cases = [
-        ("mask", plain().causal(), DIMS, zigzag.clone()),
-        ("mask", plain().window(2, None), DIMS, zigzag.clone()),
-        ("softmax_scale", plain().scale(0.5), DIMS, zigzag.clone()),
-        ("logits_soft_cap", plain().soft_cap(5.0), DIMS, zigzag.clone()),
+        ("mask", plain().causal(true), DIMS, zigzag.clone()),
+        ("mask", plain().sliding_window(2, None), DIMS, zigzag.clone()),
+        ("softmax_scale", plain().softmax_scale(0.5), DIMS, zigzag.clone()),
+        ("logits_soft_cap", plain().logits_soft_cap(5.0), DIMS, zigzag.clone()),
         ("dtype", plain().dtype(DType::Bf16), DIMS, zigzag.clone()),
         ("dropout_prob", plain().dropout(0.5, 1), DIMS, zigzag.clone()),
-        ("softmax_aux count", plain().shared_sinks(1), DIMS, zigzag.clone()),
+        ("softmax_aux count", plain().softmax_aux(SinkShape::shared(1)), DIMS, zigzag.clone()),
         ("bias batch", plain().bias([1, 1, 6, 6]), DIMS, zigzag.clone()),
-        ("normalize_output", plain().unnormalized(), DIMS, zigzag.clone()),
+        ("normalize_output", plain().unnormalized(true), DIMS, zigzag.clone()),
         ("backward_mode", plain().backward_mode(BackwardMode::TwoPass), DIMS, zigzag.clone()),
         ("kv_len", plain(), Dims { kv_len: 7, ..DIMS }, zigzag.clone()),
         ("batch", plain(), Dims { batch: 1, ..DIMS }, zigzag.clone()),
@@ -321,11 +426,17 @@ fn ranks_that_disagree() {
         ("layout", plain(), DIMS, None),
     ];
     for (want, attention, dims, layout) in cases {
-        let results = ring(&[plain(), plain(), attention], &[DIMS, DIMS, dims], &[zigzag.clone(), zigzag.clone(), layout]);
+        let results = ring(
+            &[plain(), plain(), attention],
+            &[DIMS, DIMS, dims],
+            &[zigzag.clone(), zigzag.clone(), layout],
+        );
         for (rank, result) in results.into_iter().enumerate() {
             match result {
                 Err(error @ Error::RankMismatch { .. }) => {
-                    let Error::RankMismatch { field, rank: differs, got, rank0 } = &error else { unreachable!() };
+                    let Error::RankMismatch { field, rank: differs, got, rank0 } = &error else {
+                        unreachable!()
+                    };
                     assert_eq!((field.as_str(), *differs), (want, 2), "on rank {rank}: {error}");
                     assert!(got != rank0 && error.code() == 3 && !error.is_fatal(), "{error}");
                 }
@@ -337,12 +448,16 @@ fn ranks_that_disagree() {
 
 #[test]
 fn a_rank_that_is_refused_stops_all() {
-    let bad = Attention::new().scale(f64::NAN);
+    let bad = Attention::new().softmax_scale(f64::NAN);
     let results = ring(&[Attention::new(), bad, Attention::new()], &[DIMS; 3], &[None, None, None]);
     for (rank, result) in results.into_iter().enumerate() {
         match result {
-            Err(Error::InvalidArgument { argument, .. }) if rank == 1 => assert_eq!(argument, "softmax_scale"),
-            Err(Error::Refused { rank: 1, what }) => assert!(rank != 1 && what.contains("softmax_scale"), "{what}"),
+            Err(Error::InvalidArgument { argument, .. }) if rank == 1 => {
+                assert_eq!(argument, "softmax_scale")
+            }
+            Err(Error::Refused { rank: 1, what }) => {
+                assert!(rank != 1 && what.contains("softmax_scale"), "{what}")
+            }
             other => panic!("rank {rank} has {other:?}"),
         }
     }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use annulus_conformance::{
     subjects::{Mixed, cpu, cpu_delayed},
-    suite::{self, Scale},
+    suite::{self, Poison, Scale},
 };
 use proptest::prelude::*;
 
@@ -27,6 +27,12 @@ fn awkward_sizes_hold_on_the_cpu() {
 #[test]
 fn the_numeric_rules_hold_on_the_cpu() {
     suite::numeric_rules(&cpu()).unwrap();
+}
+
+#[test]
+fn a_visible_nan_does_not_depend_on_the_ranks_on_the_cpu() {
+    suite::nonfinite(&cpu(), Poison::NanAndInfinities).unwrap();
+    suite::infinite_scores(&cpu()).unwrap();
 }
 
 #[test]

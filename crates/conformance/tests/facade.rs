@@ -1,7 +1,10 @@
 //! The facade, as a user sees it: whole tensors in, whole tensors out. Every golden case over 1, 3 and 7 ranks in f32 and f64 (the
 //! command `annulus check` runs all ranks and layouts), an eighth of the matrix, 100 random cases.
 
-use annulus_conformance::{Answer, Facade, Setting, Subject, golden, suite, suite::Scale};
+use annulus_conformance::{
+    Answer, Facade, Setting, Subject, golden, suite,
+    suite::{Poison, Scale},
+};
 use annulus_core::{DType, Layout};
 
 #[test]
@@ -11,15 +14,26 @@ fn a_sample_of_everything_holds_through_the_facade() {
 }
 
 #[test]
+fn a_visible_nan_does_not_depend_on_the_ranks_through_the_facade() {
+    let settings = [1, 2, 3, 4, 7].map(|ranks| Setting::new(ranks, Layout::Contiguous));
+    suite::nonfinite_on(&Facade, Poison::NanAndInfinities, DType::F32, &settings).unwrap();
+    suite::infinite_scores_on(&Facade, DType::F32, &settings).unwrap();
+}
+
+#[test]
 fn every_golden_case_holds_through_the_facade() {
     let Some(folder) = golden::folder().unwrap() else { return };
-    let settings = [Setting::ALONE, Setting::new(3, Layout::Striped), Setting::new(7, Layout::Zigzag)];
+    let settings =
+        [Setting::ALONE, Setting::new(3, Layout::Striped), Setting::new(7, Layout::Zigzag)];
     for golden in golden::read(&folder).unwrap() {
         for dtype in [DType::F32, DType::F64] {
             let case = golden.case.in_dtype(dtype);
-            let tolerance = if dtype == DType::F32 { &golden.tolerance_f32 } else { &golden.tolerance_f64 };
+            let tolerance =
+                if dtype == DType::F32 { &golden.tolerance_f32 } else { &golden.tolerance_f64 };
             for setting in &settings {
-                let answers = Facade.run(&case, setting, 1).unwrap_or_else(|error| panic!("{} on {setting}: {error}", case.name));
+                let answers = Facade
+                    .run(&case, setting, 1)
+                    .unwrap_or_else(|error| panic!("{} on {setting}: {error}", case.name));
                 golden::check(&answers[0], &golden.expected, tolerance)
                     .unwrap_or_else(|wrong| panic!("{} on {setting}: {wrong}", case.name));
             }
@@ -33,7 +47,11 @@ fn the_facade_and_a_hand_made_ring_give_the_same_bits() {
     for seed in 0..40 {
         let case = annulus_conformance::Case::random(seed).in_dtype(DType::F32);
         let setting = Setting::new(3, Layout::Zigzag);
-        let run = |subject: &dyn Subject| -> Answer { subject.run(&case, &setting, 1).unwrap().remove(0) };
-        run(&Facade).same_bits(&run(&ring)).unwrap_or_else(|wrong| panic!("{}: {wrong}", case.name));
+        let run = |subject: &dyn Subject| -> Answer {
+            subject.run(&case, &setting, 1).unwrap().remove(0)
+        };
+        run(&Facade)
+            .same_bits(&run(&ring))
+            .unwrap_or_else(|wrong| panic!("{}: {wrong}", case.name));
     }
 }

@@ -7,14 +7,15 @@ use std::{
 };
 
 use annulus::{
-    Attention, Cpu, Dims, Error, Layout, RankPlan, Result, Tensors,
+    Attention, Cpu, Dims, Error, Layout, Plan, Result, Tensors,
     comm::{Checksum, Fault, Injection, threads},
 };
 use ndarray::Array4;
 
 const RANKS: usize = 4;
 const DEADLINE: Duration = Duration::from_secs(1);
-const DIMS: Dims = Dims { batch: 1, q_len: 16, kv_len: 16, q_heads: 2, kv_heads: 1, head_dim: 4, value_dim: 4 };
+const DIMS: Dims =
+    Dims { batch: 1, q_len: 16, kv_len: 16, q_heads: 2, kv_heads: 1, head_dim: 4, value_dim: 4 };
 
 /// What one rank went through: its first error, when, and what its plan says afterwards.
 #[derive(Debug)]
@@ -29,8 +30,8 @@ fn run(injection: Injection) -> Vec<Fate> {
     let rank = |(rank, endpoint)| {
         let injections = if rank == 1 { vec![injection] } else { Vec::new() };
         let transport = Checksum::new(Fault::new(endpoint, 5, injections));
-        let attention = Attention::new().deadline(DEADLINE);
-        let plan = RankPlan::new(&attention, DIMS, Some(Layout::Contiguous), Cpu::new(1)?, transport);
+        let attention = Attention::new().deadline(DEADLINE).layout(Layout::Contiguous);
+        let plan = Plan::new(&attention, DIMS, Cpu::new(1)?, transport);
         let start = Instant::now();
         Ok::<_, Error>(match plan {
             Err(error) => Fate { error: Some(error), after: start.elapsed(), next: None },
@@ -43,12 +44,19 @@ fn run(injection: Injection) -> Vec<Fate> {
         })
     };
     thread::scope(|scope| {
-        let ranks: Vec<_> = threads::ring(RANKS).into_iter().enumerate().map(|part| scope.spawn(move || rank(part))).collect();
-        ranks.into_iter().map(|rank| rank.join().expect("no rank panics").expect("a backend")).collect()
+        let ranks: Vec<_> = threads::ring(RANKS)
+            .into_iter()
+            .enumerate()
+            .map(|part| scope.spawn(move || rank(part)))
+            .collect();
+        ranks
+            .into_iter()
+            .map(|rank| rank.join().expect("no rank panics").expect("a backend"))
+            .collect()
     })
 }
 
-fn passes(plan: &mut RankPlan<Cpu>) -> Result<()> {
+fn passes(plan: &mut Plan<Cpu>) -> Result<()> {
     let rows = annulus_core::index(plan.q_rows().len());
     let tensor = |heads| Array4::<f32>::from_elem((1, rows, heads, 4), 0.5);
     let (q, kv) = (tensor(2), tensor(1));
@@ -62,10 +70,21 @@ fn assert_all_fail(injection: Injection, root: fn(usize, &Error) -> bool) {
     let fates = run(injection);
     let mut seen = false;
     for (rank, fate) in fates.iter().enumerate() {
-        let error = fate.error.as_ref().unwrap_or_else(|| panic!("{injection:?}: rank {rank} noticed nothing: {fates:?}"));
+        let error = fate
+            .error
+            .as_ref()
+            .unwrap_or_else(|| panic!("{injection:?}: rank {rank} noticed nothing: {fates:?}"));
         assert!(error.is_fatal(), "{injection:?}: rank {rank}: {error}");
-        assert!(fate.after <= DEADLINE + Duration::from_secs(1), "{injection:?}: rank {rank} took {:?}", fate.after);
-        assert!(matches!(&fate.next, Some(Error::Poisoned { .. })), "{injection:?}: rank {rank} goes on: {:?}", fate.next);
+        assert!(
+            fate.after <= DEADLINE + Duration::from_secs(1),
+            "{injection:?}: rank {rank} took {:?}",
+            fate.after
+        );
+        assert!(
+            matches!(&fate.next, Some(Error::Poisoned { .. })),
+            "{injection:?}: rank {rank} goes on: {:?}",
+            fate.next
+        );
         seen |= root(rank, error);
     }
     assert!(seen, "{injection:?}: nobody names the cause: {fates:?}");
@@ -84,14 +103,17 @@ const SENDS: [u64; 4] = [0, 2, 4, 6];
 fn at_once<T: Send>(cases: impl IntoIterator<Item = T>, check: impl Fn(T) + Sync) {
     let check = &check;
     thread::scope(|scope| {
-        let cases: Vec<_> = cases.into_iter().map(|case| scope.spawn(move || check(case))).collect();
+        let cases: Vec<_> =
+            cases.into_iter().map(|case| scope.spawn(move || check(case))).collect();
         cases.into_iter().for_each(|case| case.join().expect("the case holds"));
     });
 }
 
 #[test]
 fn a_message_that_never_comes_is_a_timeout() {
-    at_once(SENDS, |send| assert_all_fail(Injection::Drop { send }, |_, error| matches!(error, Error::Timeout { .. })));
+    at_once(SENDS, |send| {
+        assert_all_fail(Injection::Drop { send }, |_, error| matches!(error, Error::Timeout { .. }))
+    });
 }
 
 #[test]
@@ -133,6 +155,8 @@ fn a_rank_that_dies_is_missed() {
 
 #[test]
 fn messages_that_come_late_do_no_harm() {
-    at_once(SENDS, |send| assert_none_fails(Injection::Delay { send, by: Duration::from_millis(300) }));
+    at_once(SENDS, |send| {
+        assert_none_fails(Injection::Delay { send, by: Duration::from_millis(300) })
+    });
     assert_none_fails(Injection::DelayAll { most: Duration::from_millis(20) });
 }

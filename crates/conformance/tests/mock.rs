@@ -7,7 +7,7 @@ use annulus_conformance::{
     Case, RingSubject, Setting, Station, Subject,
     device::{Device, DeviceTransport, MockBackend, device_ring},
     subjects::{mock, mock_staged},
-    suite::{self, Scale},
+    suite::{self, Poison, Scale},
 };
 use annulus_core::{Layout, Result};
 
@@ -24,6 +24,12 @@ fn a_sample_of_the_matrix_holds_on_the_mock_device() {
 #[test]
 fn the_numeric_rules_hold_on_the_mock_device() {
     suite::numeric_rules(&mock()).unwrap();
+}
+
+#[test]
+fn a_visible_nan_does_not_depend_on_the_ranks_on_the_mock_device() {
+    suite::nonfinite(&mock(), Poison::NanAndInfinities).unwrap();
+    suite::infinite_scores(&mock()).unwrap();
 }
 
 #[test]

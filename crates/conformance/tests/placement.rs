@@ -4,7 +4,8 @@ use std::{collections::BTreeSet, time::Duration};
 
 use annulus_comm::{Deadline, threads};
 use annulus_conformance::{
-    Case, Crossings, Draw, HostMemory, Judge, Masks, Placed, RingSubject, Setting, Station, Subject, subjects, suite,
+    Case, Crossings, Draw, HostMemory, Judge, Masks, Placed, RingSubject, Setting, Station,
+    Subject, subjects, suite,
 };
 use annulus_core::{DType, Dims, Layout, Placement, Result, Route, Spec};
 use annulus_cpu::Cpu;
@@ -12,14 +13,24 @@ use annulus_cpu::Cpu;
 /// The CPU over threads, rank r on node r mod `nodes`.
 fn dealt(nodes: usize, crossings: &Crossings) -> impl Subject + use<> {
     let crossings = crossings.clone();
-    RingSubject::new("cpu over threads on nodes", move |ranks| -> Result<Vec<Station<HostMemory, Cpu>>> {
-        let placement = Placement::new((0..ranks).map(|rank| rank % nodes).collect());
-        let station = |endpoint| {
-            let transport = Deadline::new(Placed::new(endpoint, placement.clone(), crossings.clone()), Duration::from_secs(60))?;
-            Ok(Station { memory: HostMemory, backend: Cpu::new(1)?, transport: Box::new(transport) })
-        };
-        threads::ring(ranks).into_iter().map(station).collect()
-    })
+    RingSubject::new(
+        "cpu over threads on nodes",
+        move |ranks| -> Result<Vec<Station<HostMemory, Cpu>>> {
+            let placement = Placement::new((0..ranks).map(|rank| rank % nodes).collect());
+            let station = |endpoint| {
+                let transport = Deadline::new(
+                    Placed::new(endpoint, placement.clone(), crossings.clone()),
+                    Duration::from_secs(60),
+                )?;
+                Ok(Station {
+                    memory: HostMemory,
+                    backend: Cpu::new(1)?,
+                    transport: Box::new(transport),
+                })
+            };
+            threads::ring(ranks).into_iter().map(station).collect()
+        },
+    )
 }
 
 #[test]
@@ -33,7 +44,11 @@ fn a_relay_crosses_once_a_node() {
     };
     for (ranks, nodes) in [(4, 2), (6, 2), (6, 3), (7, 3), (5, 5)] {
         for route in [Route::RelayUp, Route::RelayDown] {
-            assert_eq!(pairs(ranks, nodes, None, Some(route)).len(), nodes, "{ranks} ranks on {nodes} nodes, {route:?}");
+            assert_eq!(
+                pairs(ranks, nodes, None, Some(route)).len(),
+                nodes,
+                "{ranks} ranks on {nodes} nodes, {route:?}"
+            );
         }
     }
     // who says which rank holds what has said which rank is next to which
@@ -43,13 +58,16 @@ fn a_relay_crosses_once_a_node() {
 
 #[test]
 fn nodes_change_no_bit() {
-    let (plain, placed) = (subjects::cpu(), [2, 3].map(|nodes| dealt(nodes, &Crossings::default())));
+    let (plain, placed) =
+        (subjects::cpu(), [2, 3].map(|nodes| dealt(nodes, &Crossings::default())));
     for (number, configuration) in suite::pairwise().into_iter().enumerate() {
         let case = configuration.case();
         let setting = Setting { layout: None, ..configuration.setting([4, 6, 7][number % 3]) };
         let run = |subject: &dyn Subject| subject.run(&case, &setting, 1).unwrap().remove(0);
         let answer = run(&placed[number % 2]);
-        answer.same_bits(&run(&plain)).unwrap_or_else(|wrong| panic!("{configuration} on {setting}: {wrong}"));
+        answer
+            .same_bits(&run(&plain))
+            .unwrap_or_else(|wrong| panic!("{configuration} on {setting}: {wrong}"));
         if number % 5 == 0 {
             Judge::new(&case).unwrap().check(&answer).unwrap();
         }

@@ -1,8 +1,10 @@
-//! The wgpu backend over staged threads, at sizes for a device that is none: samples of random cases, of the matrix and of the sizes, every rule;
-//! every level, bindings too small for a tensor, devices that are lost.
+//! The wgpu backend over staged threads, at sizes for an adapter that computes on the CPU: samples
+//! of random cases, of the matrix and of the sizes; every rule and level; small and lost devices;
+//! bytes copied between host and device.
 //!
-//! Without a Vulkan, Metal or DX12 driver nothing can be examined: then these tests say NOT RUN, and with `ANNULUS_REQUIRE=wgpu` they fail. So they do,
-//! with `matrix` in place of `wgpu`, where the adapter has no cooperative matrices.
+//! Without a Vulkan, Metal or DX12 driver these tests print NOT RUN; with `ANNULUS_REQUIRE=wgpu`
+//! they fail instead. `ANNULUS_REQUIRE=matrix` does the same for an adapter without cooperative
+//! matrices.
 #![cfg(feature = "wgpu")]
 
 #[path = "wgpu/absence.rs"]
@@ -15,6 +17,8 @@ mod handed_in;
 mod limits;
 #[path = "wgpu/losses.rs"]
 mod losses;
+#[path = "wgpu/transfers.rs"]
+mod transfers;
 
 use std::{sync::OnceLock, time::Duration};
 
@@ -27,18 +31,20 @@ use annulus::{
 };
 use annulus_conformance::{
     Setting,
-    suite::{self, Scale},
+    suite::{self, Poison, Scale},
     wgpu::WgpuRing,
 };
 use annulus_core::{DType, Inputs, Outputs, Result};
-use annulus_wgpu::{Copier, Gpu, Level, Options, Stopwatch, Tensor, Wgpu, WgpuSpace, wgpu::Features};
+use annulus_wgpu::{
+    Copier, Gpu, Level, Options, Stopwatch, Tensor, Wgpu, WgpuSpace, wgpu::Features,
+};
 
-/// Whether the caller takes it for a failure that there is no such thing here.
+/// Returns true if the absence of `what` is a failure.
 fn is_required(what: &str) -> bool {
     std::env::var("ANNULUS_REQUIRE").unwrap_or_default().split(',').any(|name| name == what)
 }
 
-/// A device, or nothing where there is none.
+/// Opens a device; `None` if there is none.
 fn open(options: &Options) -> Option<Gpu> {
     if Gpu::list().is_empty() {
         assert!(!is_required("wgpu"), "ANNULUS_REQUIRE has wgpu, and there is no adapter");
@@ -48,7 +54,7 @@ fn open(options: &Options) -> Option<Gpu> {
     Some(Gpu::open(options).expect("the adapter opens"))
 }
 
-/// The device that most tests share.
+/// Returns the device that most tests share.
 fn gpu() -> Option<Gpu> {
     static OPENED: OnceLock<Option<Gpu>> = OnceLock::new();
     OPENED.get_or_init(|| open(&Options::default())).clone()
@@ -72,6 +78,13 @@ fn elements_of_two_bytes_hold_on_wgpu() {
 }
 
 #[test]
+fn random_cases_hold_for_tensors_in_host_memory() {
+    let Some(gpu) = gpu() else { return };
+    suite::random_cases(&WgpuRing::on_host(gpu.clone()).only(F32), 0..16).unwrap();
+    suite::random_cases(&WgpuRing::on_host(gpu).only(&[DType::Bf16]), 100..104).unwrap();
+}
+
+#[test]
 fn a_sample_of_the_matrix_holds_on_wgpu() {
     let Some(gpu) = gpu() else { return };
     suite::matrix(&WgpuRing::new(gpu).only(F32), Scale::OneIn(11)).unwrap();
@@ -87,6 +100,12 @@ fn a_sample_of_the_sizes_holds_on_wgpu() {
 fn the_numeric_rules_hold_on_wgpu() {
     let Some(gpu) = gpu() else { return };
     suite::numeric_rules(&WgpuRing::new(gpu).only(F32)).unwrap();
+}
+
+#[test]
+fn a_visible_nan_does_not_depend_on_the_ranks_on_wgpu() {
+    let Some(gpu) = gpu() else { return };
+    suite::nonfinite(&WgpuRing::new(gpu).only(F32), Poison::Nan).unwrap();
 }
 
 #[test]
@@ -112,15 +131,18 @@ fn the_cpu_and_wgpu_share_a_ring() {
 #[test]
 fn every_level_holds() {
     let Some(adapter) = gpu().and_then(|_| Gpu::list().into_iter().next()) else { return };
-    // the chosen one is what all other tests are about
-    for &level in adapter.levels.iter().filter(|&&level| level != Level::Matrix && level != adapter.chosen) {
+    // all other tests cover the chosen one
+    for &level in
+        adapter.levels.iter().filter(|&&level| level != Level::Matrix && level != adapter.chosen)
+    {
         let Some(gpu) = open(&Options { level: Some(level), ..Options::default() }) else { return };
         assert_eq!(gpu.level(), level);
         let ring = WgpuRing::new(gpu.clone()).only(F32);
         suite::random_cases(&ring, 0..24).unwrap();
         suite::matrix(&ring, Scale::OneIn(37)).unwrap();
         suite::sizes(&ring, Scale::OneIn(3)).unwrap();
-        suite::numeric_rules_on(&ring, DType::F32, &Setting::new(3, annulus::Layout::Contiguous)).unwrap();
+        suite::numeric_rules_on(&ring, DType::F32, &Setting::new(3, annulus::Layout::Contiguous))
+            .unwrap();
         suite::same_bits_over_repeats(&ring, 2).unwrap();
         suite::random_cases(&WgpuRing::new(gpu).only(F16), 100..104).unwrap();
     }
@@ -132,9 +154,11 @@ fn the_level_is_the_chosen_one_unless_another_is_forced() {
     assert!(adapter.levels.contains(&adapter.chosen) && adapter.levels[0] == Level::Plain);
     let unasked = Level::forced().unwrap().unwrap_or(adapter.chosen);
     assert_eq!(open(&Options::default()).map(|gpu| gpu.level()), Some(unasked));
-    let Some(plain) = open(&Options { level: Some(Level::Plain), ..Options::default() }) else { return };
+    let Some(plain) = open(&Options { level: Some(Level::Plain), ..Options::default() }) else {
+        return;
+    };
     assert_eq!(plain.level(), Level::Plain);
-    // nobody is given a level above the lowest without a record
+    // a level above the lowest is chosen only with a record
     assert_eq!(adapter.record.is_some(), adapter.chosen != Level::Plain);
 }
 
@@ -143,8 +167,14 @@ fn matrices_hold_where_there_are_any() {
     let Some(adapter) = Gpu::list().into_iter().next() else { return };
     let options = Options { level: Some(Level::Matrix), ..Options::default() };
     if !adapter.levels.contains(&Level::Matrix) {
-        assert!(!is_required("matrix"), "ANNULUS_REQUIRE has matrix, and {} has none", adapter.name);
-        assert!(matches!(Gpu::open(&options), Err(Error::Unsupported { what, by }) if what.contains("matrix") && by == adapter.name));
+        assert!(
+            !is_required("matrix"),
+            "ANNULUS_REQUIRE has matrix, and {} has none",
+            adapter.name
+        );
+        assert!(
+            matches!(Gpu::open(&options), Err(Error::Unsupported { what, by }) if what.contains("matrix") && by == adapter.name)
+        );
         return;
     }
     let Some(gpu) = open(&options) else { return };
@@ -153,38 +183,54 @@ fn matrices_hold_where_there_are_any() {
     suite::random_cases(&ring, 300..324).unwrap();
     suite::matrix(&ring, Scale::OneIn(61)).unwrap();
     suite::sizes(&ring, Scale::OneIn(7)).unwrap();
-    suite::numeric_rules_on(&ring, DType::F16, &Setting::new(3, annulus::Layout::Contiguous)).unwrap();
+    suite::numeric_rules_on(&ring, DType::F16, &Setting::new(3, annulus::Layout::Contiguous))
+        .unwrap();
     suite::same_bits_over_repeats(&ring, 3).unwrap();
-    // ranks that would round weights differently are told so
-    let Some(plain) = open(&Options { level: Some(Level::Plain), ..Options::default() }) else { return };
+    // ranks that would round probabilities differently are refused
+    let Some(plain) = open(&Options { level: Some(Level::Plain), ..Options::default() }) else {
+        return;
+    };
     let told = threads::each_rank(threads::ring(2), |rank, transport| {
         let gpu = if rank == 0 { &plain } else { &gpu };
-        Ok(self::ring(gpu, transport, &Attention::new().dtype(DType::F16), Dims::new(1, 8, 1, 8)).err())
+        Ok(self::ring(gpu, transport, &Attention::new().dtype(DType::F16), Dims::new(1, 8, 1, 8))
+            .err())
     });
     let told = told.expect("every rank answers");
     assert!(told.iter().all(|error| matches!(error, Some(Error::RankMismatch { field, .. }) if field.contains("rounded"))), "{told:?}");
-    // what matrices are not for
+    // element types without matrices
     suite::random_cases(&WgpuRing::new(gpu).only(&[DType::F32, DType::Bf16]), 0..4).unwrap();
 }
 
-/// A driver may take seconds to compile a kernel, and a rank is silent meanwhile.
+/// Longest silence of a rank: a driver may take seconds to compile a kernel.
 const DEADLINE: Duration = Duration::from_secs(30);
 
-/// One rank's ring over a device of its own or a shared one.
+/// Makes one rank's ring over a device of its own or a shared one.
 fn ring(gpu: &Gpu, transport: Threads, attention: &Attention, dims: Dims) -> Result<Ring<Wgpu>> {
     let staged = Staged::<_, WgpuSpace>::new(transport, Copier::new(gpu.clone()));
     let transport = Box::new(Deadline::new(staged, DEADLINE)?);
-    Ring::new(Wgpu::new(gpu.clone()), transport, attention.spec(dims), RingOptions { backward: true, ..RingOptions::default() })
+    Ring::new(
+        Wgpu::new(gpu.clone()),
+        transport,
+        attention.spec(dims),
+        RingOptions { backward: true, ..RingOptions::default() },
+    )
 }
 
 fn forward(gpu: &Gpu, ring: &mut Ring<Wgpu>, dims: Dims) -> Result<()> {
     let rows = annulus_core::index(ring.q_rows().len());
     let tensor = |heads, dim| Tensor::zeros(gpu, [dims.batch, rows, heads, dim], DType::F32);
-    let (q, k, v) = (tensor(dims.q_heads, dims.head_dim)?, tensor(dims.kv_heads, dims.head_dim)?, tensor(dims.kv_heads, dims.value_dim)?);
+    let (q, k, v) = (
+        tensor(dims.q_heads, dims.head_dim)?,
+        tensor(dims.kv_heads, dims.head_dim)?,
+        tensor(dims.kv_heads, dims.value_dim)?,
+    );
     let mut out = tensor(dims.q_heads, dims.value_dim)?;
     let mut lse = Tensor::zeros(gpu, [dims.batch, dims.q_heads, rows, 1], DType::F32)?;
     let inputs = Inputs { q: &q, k: &k, v: &v, bias: None, sinks: None };
-    ring.forward(&inputs, &mut Outputs { out: &mut out, lse: &mut lse, max: None, sum: None, ties: None })?;
+    ring.forward(
+        &inputs,
+        &mut Outputs { out: &mut out, lse: &mut lse, max: None, sum: None, ties: None },
+    )?;
     let lse = lse.download::<f32>()?;
     assert!(lse.iter().all(|lse| (lse - (dims.kv_len as f32).ln()).abs() < 1e-5));
     Ok(())
@@ -198,7 +244,9 @@ fn what_it_cannot_do_is_an_error_at_plan_time() {
         ring(&gpu, transport, &attention, dims).err()
     };
     let dims = Dims::new(1, 8, 2, 8);
-    assert!(matches!(plan(Attention::new().dtype(DType::F64), dims), Some(Error::Unsupported { what, .. }) if what.contains("f64")));
+    assert!(
+        matches!(plan(Attention::new().dtype(DType::F64), dims), Some(Error::Unsupported { what, .. }) if what.contains("f64"))
+    );
     assert!(
         matches!(plan(Attention::new(), Dims { head_dim: 257, ..dims }), Some(Error::Unsupported { what, .. }) if what.contains("257"))
     );
@@ -220,6 +268,9 @@ fn a_stopwatch_tells_time_where_the_device_has_timestamps() {
     let before = std::time::Instant::now();
     suite::random_cases(&WgpuRing::new(gpu).only(F32), 0..1).unwrap();
     let passed = watch.stop().expect("its time");
-    // some, and no more than the host saw, with all the waiting before and after
-    assert!(passed > Duration::ZERO && passed < before.elapsed() + Duration::from_secs(60), "{passed:?}");
+    // more than nothing, and at most the host's time with the waiting before and after
+    assert!(
+        passed > Duration::ZERO && passed < before.elapsed() + Duration::from_secs(60),
+        "{passed:?}"
+    );
 }

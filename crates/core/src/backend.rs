@@ -1,316 +1,227 @@
-//! The first seam: what a device does with one block.
+//! The first seam: how a device computes the tiles of one rank.
 //!
-//! Core has validated every argument before a backend sees it; a backend reports only what a caller could not foresee (out of memory,
-//! device lost) and, at plan time, what it cannot do. A backend never knows of ranks: it sees blocks of rows.
+//! A pass is a value, so that the order of calls is a matter of types:
+//!
+//! ```text
+//! Backend ──workspace──▶ Workspace ──forward───▶ ForwardPass:  local_kv, attend…, finish
+//!                                  └─backward──▶ BackwardPass: local_kv, attend_kv…, reduce…, finish
+//!                                                (two passes:  local_queries, attend_queries… after it)
+//! ```
+//! The ring has checked every argument before a backend gets it. A backend reports only what the
+//! ring cannot foresee (out of memory, a lost device) and, when a plan is made, what it does not
+//! support. It knows no ranks, only blocks of rows. Calls return once their work is enqueued.
 
-use std::{ops::ControlFlow, ops::Range, sync::Arc};
+use std::{ops::ControlFlow, ops::Range};
 
-use crate::{DenseMask, Result, Rows, Space, Spec, dtype::DType};
+use crate::{
+    BackwardInputs, BackwardMode, Block, DType, Gradients, Inputs, Outputs, RankShard, Result,
+    Space, Spec,
+};
 
-/// Called between tiles, on the thread that called the backend. It lets a transport without a progress thread move data; the answer
-/// [`ControlFlow::Break`] asks the kernel to stop as soon as it can (a peer has failed), after which its results are never read.
+/// Called between tiles on the thread that called the backend, so that a transport without a
+/// progress thread moves data. [`ControlFlow::Break`] (a peer has failed) stops the kernel as soon
+/// as possible; its results are then never read.
 pub type Tick<'a> = &'a mut dyn FnMut() -> ControlFlow<()>;
 
-/// What a backend must know of one rank's share, fixed at (re-)plan time.
-#[derive(Debug, Clone)]
-pub struct Local {
-    /// What is computed.
-    pub spec: Arc<Spec>,
-    /// The query rows of this rank, in local order.
-    pub queries: Arc<Rows>,
-    /// The key rows of this rank, in local order.
-    pub keys: Arc<Rows>,
-    /// Dense mask `[b|1, heads|1, local q rows, all kv rows]`, if there is one.
-    pub attention_mask: Option<Arc<DenseMask>>,
-    /// The most rows that any arriving block of keys has (this rank's own included).
-    pub most_block_rows: u64,
-    /// The most rows that any arriving block of queries has (two-pass backward; this rank's own included).
-    pub most_query_rows: u64,
+/// What a backend can do with a [`Spec`], and what other ranks must know of how it does it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Capabilities {
+    /// Name in errors and on the command line.
+    pub name: &'static str,
+    /// Identifies the arithmetic that determines the scores bit for bit. Compared between ranks only
+    /// where one rank must reproduce another's row maximum exactly: the two-pass backward of an
+    /// output that is not normalised.
+    pub numerics_id: String,
+    /// Type to which P and dS are rounded before their products, if not the accumulator's and if
+    /// the choice is the machine's. Equal on all ranks.
+    pub probs_dtype: Option<DType>,
+    /// Rows of a KV tile. Blocks are divided at multiples of the largest tile of all ranks, so that
+    /// no kernel computes a tile in two parts.
+    pub kv_tile: u64,
 }
 
-/// Tensors of one rank that both passes read. Shapes are local: q_len and kv_len are the rows that this rank holds.
-pub struct Inputs<'a, S: Space> {
-    /// `[b, local q_len, q_heads, d]`.
-    pub q: S::View<'a>,
-    /// `[b, local kv_len, kv_heads, d]`.
-    pub k: S::View<'a>,
-    /// `[b, local kv_len, kv_heads, dv]`.
-    pub v: S::View<'a>,
-    /// `[b|1, q_heads|1, local q_len|1, global kv_len|1]`, in the accumulator's type.
-    pub bias: Option<S::View<'a>>,
-    /// `[q_heads|1, sinks, 1, 1]`, in the accumulator's type.
-    pub sinks: Option<S::View<'a>>,
+/// Passes that a [`Workspace`] is allocated for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Passes {
+    /// The forward pass only.
+    Forward,
+    /// Forward and backward.
+    Both,
 }
 
-/// What forward writes.
-pub struct Outputs<'a, S: Space> {
-    /// `[b, local q_len, q_heads, dv]`, in the inputs' type.
-    pub out: S::ViewMut<'a>,
-    /// `[b, q_heads, local q_len, 1]`, in the accumulator's type, natural logarithm; −∞ where a row sees nothing.
-    pub lse: S::ViewMut<'a>,
-    /// Largest logit a row, shaped as lse; only and always where the output is not normalised.
-    pub max: Option<S::ViewMut<'a>>,
-    /// Σ e^{s − max} a row, shaped as lse; only and always where the output is not normalised.
-    pub sum: Option<S::ViewMut<'a>>,
-    /// How many keys and sinks share the largest logit, shaped as lse; only and always where the output is not normalised.
-    pub ties: Option<S::ViewMut<'a>>,
+/// Ranks that read the block which a pass packs from its own keys and values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Readers {
+    /// This rank alone: the buffer need not be written if the pass reads K and V from its inputs.
+    Local,
+    /// Other ranks too.
+    Ring,
 }
 
-/// What forward left and what the caller differentiates by: the inputs of backward besides [`Inputs`].
-pub struct Saved<'a, S: Space> {
-    /// As forward wrote it.
-    pub out: S::View<'a>,
-    /// As forward wrote it.
-    pub lse: S::View<'a>,
-    /// As forward wrote it (unnormalised only).
-    pub max: Option<S::View<'a>>,
-    /// As forward wrote it (unnormalised only).
-    pub ties: Option<S::View<'a>>,
-    /// ∂L/∂out, shaped and typed as out.
-    pub dout: S::View<'a>,
-    /// ∂L/∂lse, shaped and typed as lse; absent = 0. Ignored for rows that see nothing and have no sinks.
-    pub dlse: Option<S::View<'a>>,
+/// What becomes of the records in the target of [`BackwardPass::reduce`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reduction {
+    /// They are overwritten.
+    Copy,
+    /// They are added to.
+    Add,
 }
 
-/// What backward writes.
-pub struct Gradients<'a, S: Space> {
-    /// Shaped and typed as q.
-    pub dq: S::ViewMut<'a>,
-    /// Shaped and typed as k.
-    pub dk: S::ViewMut<'a>,
-    /// Shaped and typed as v.
-    pub dv: S::ViewMut<'a>,
-    /// This rank's part of ∂L/∂bias, shaped and typed as its bias; present if and only if there is a bias.
-    pub dbias: Option<S::ViewMut<'a>>,
-    /// This rank's part of ∂L/∂sinks, shaped and typed as the sinks; present if and only if there are sinks.
-    pub dsinks: Option<S::ViewMut<'a>>,
-}
+/// Pairs `(into, from)` of ranges of record numbers, of equal lengths.
+pub type RangePairs = [(Range<u64>, Range<u64>)];
 
-/// One block of rows in wire order (records of [`Spec::kv_record`] or [`Spec::query_record`]).
-pub struct Block<'a, S: Space> {
-    /// At least `rows.len()` records.
-    pub buffer: &'a S::Buffer,
-    /// After this the buffer may be read.
-    pub ready: &'a S::Event,
-    /// What the mask must know of each record's row, in the same order.
-    pub rows: &'a Rows,
-}
-
-/// The tiles of one kind of device. One `Backend` serves one rank; a `Workspace` belongs to one plan.
-///
-/// The order of calls in a forward pass is `begin`, `attend`*, `finish`; in a one-pass backward `begin_backward`, then for each block
-/// `attend_queries` and `attend_keys` (in that order), then `finish_backward`; in a two-pass backward all `attend_queries`, then `pack_queries`, then all
-/// `attend_keys_home`, then `finish_backward`. Methods return after work is enqueued.
-pub trait Backend: Send {
-    /// Where its blocks live.
+/// The tiles of one kind of device. A backend serves one rank.
+pub trait Backend: Send + 'static {
+    /// Memory space of its blocks and tensors.
     type Space: Space;
-    /// Everything that stays on the device across the ring: running softmax, gradients in the accumulator's type, scratch.
-    type Workspace: Send;
+    /// Its workspace.
+    type Workspace: Workspace<Space = Self::Space>;
 
-    /// Its name in errors and on the command line.
-    fn name(&self) -> &'static str;
-
-    /// What the bits of its logits depend on. Ranks must have it alike only where one rank must find another's largest logit to the bit: in the
-    /// two-pass backward of an output that is not normalised.
-    fn arithmetic(&self) -> String {
-        self.name().to_owned()
-    }
-
-    /// The type that weights and gradients of logits are rounded to before they are multiplied, where that is a choice of this machine and not of
-    /// the backend: ranks must have it alike.
-    fn narrowing(&self, spec: &Spec) -> Option<DType> {
-        let _ = spec;
-        None
-    }
-
-    /// Whether it can do `spec` at all, for any share of it.
+    /// Checks that the backend supports `spec`, for any shard of it, and describes how.
     ///
     /// # Errors
     /// [`crate::Error::Unsupported`] naming the feature.
-    fn supports(&self, spec: &Spec) -> Result<()>;
+    fn capabilities(&self, spec: &Spec) -> Result<Capabilities>;
 
-    /// `bytes` of plan-owned memory.
+    /// Allocates a block of `bytes` bytes.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`], [`crate::Error::Device`].
     fn allocate(&self, bytes: u64) -> Result<<Self::Space as Space>::Buffer>;
 
-    /// A workspace for this share. With `backward`, one that can also do the backward pass.
+    /// Allocates the workspace of a plan.
     ///
     /// # Errors
     /// As [`Backend::allocate`].
-    fn workspace(&self, local: &Local, backward: bool) -> Result<Self::Workspace>;
+    fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<Self::Workspace>;
+}
 
-    /// Fits a workspace to a new batch of the same spec; keeps what memory it can.
+/// Memory of a plan that stays on the device across the ring: accumulators, softmax statistics,
+/// gradients in the accumulator's type, scratch.
+pub trait Workspace: Send + 'static {
+    /// Memory space of the backend.
+    type Space: Space;
+    /// A forward pass under way.
+    type Forward<'p>: ForwardPass<Self::Space>
+    where
+        Self: 'p;
+    /// A backward pass under way.
+    type Backward<'p>: BackwardPass<Self::Space>
+    where
+        Self: 'p;
+
+    /// Adapts the workspace to a new batch of the same spec; keeps what memory it can.
+    ///
+    /// Another rank may still refuse the batch: then the ring calls this again with the old one.
     ///
     /// # Errors
-    /// As [`Backend::allocate`].
-    fn update(&self, workspace: &mut Self::Workspace, local: &Local) -> Result<()>;
+    /// As [`Backend::allocate`]. The ring then updates the workspace again or replaces it before it
+    /// is used.
+    fn update(&mut self, shard: &RankShard) -> Result<()>;
 
-    /// Writes this rank's keys and values as records of [`Spec::kv_record`], in local order.
-    ///
-    /// # Errors
-    /// [`crate::Error::Device`].
-    fn pack(
-        &self,
-        workspace: &mut Self::Workspace,
-        inputs: &Inputs<'_, Self::Space>,
-        into: &mut <Self::Space as Space>::Buffer,
-    ) -> Result<<Self::Space as Space>::Event>;
-
-    /// As [`Backend::pack`], where no other rank will ever read the records: a backend that can read `inputs` where they are may leave `into` as it
-    /// is, if its calls that attend to this block, until it is packed again, read them there.
-    ///
-    /// # Errors
-    /// [`crate::Error::Device`].
-    fn pack_alone(
-        &self,
-        workspace: &mut Self::Workspace,
-        inputs: &Inputs<'_, Self::Space>,
-        into: &mut <Self::Space as Space>::Buffer,
-    ) -> Result<<Self::Space as Space>::Event> {
-        self.pack(workspace, inputs, into)
-    }
-
-    /// Starts a forward pass: every row has seen nothing.
+    /// Starts a forward pass: acc ← 0, m ← −∞, ℓ ← 0.
     ///
     /// # Errors
     /// [`crate::Error::Device`].
-    fn begin(&self, workspace: &mut Self::Workspace, inputs: &Inputs<'_, Self::Space>) -> Result<()>;
+    fn forward<'p>(&'p mut self, inputs: Inputs<'p, Self::Space>) -> Result<Self::Forward<'p>>;
 
-    /// Folds one block of keys and values into the running softmax of every query row that sees some of it.
+    /// Starts a backward pass: delta and the other row statistics ([`Spec::ROW_STATISTICS`]) from
+    /// out, lse, dout and dlse; dq, dbias ← 0.
     ///
-    /// acc ← acc·e^{m−m'} + Σ_j e^{s_ij−m'}·v_j, sum likewise, m' = max(m, max_j s_ij)
+    /// # Errors
+    /// [`crate::Error::Device`]; [`crate::Error::Internal`] of a workspace for
+    /// [`Passes::Forward`].
+    fn backward<'p>(
+        &'p mut self,
+        inputs: BackwardInputs<'p, Self::Space>,
+        mode: BackwardMode,
+    ) -> Result<Self::Backward<'p>>;
+}
+
+/// A forward pass: KV blocks are merged into the online softmax of every local query.
+pub trait ForwardPass<S: Space> {
+    /// Packs this rank's keys and values as records of [`Spec::kv_row_layout`], in local order.
+    ///
+    /// With [`Readers::Local`] the pass may leave `into` unwritten and read K and V from its inputs
+    /// when this block is attended to.
     ///
     /// # Errors
     /// [`crate::Error::Device`].
-    fn attend(
-        &self,
-        workspace: &mut Self::Workspace,
-        inputs: &Inputs<'_, Self::Space>,
-        block: &Block<'_, Self::Space>,
+    fn local_kv(&mut self, into: &mut S::Buffer, readers: Readers) -> Result<S::Event>;
+
+    /// Merges one KV block into the online softmax of every query that attends to it.
+    ///
+    /// S = scale·QKᵀ, m' = max(m, rowmax S), acc ← acc·e^(m − m') + e^(S − m')·V,
+    /// ℓ ← ℓ·e^(m − m') + rowsum e^(S − m'), m ← m'
+    ///
+    /// # Errors
+    /// [`crate::Error::Device`].
+    fn attend(&mut self, kv: &Block<'_, S>, tick: Tick<'_>) -> Result<()>;
+
+    /// Merges the sinks, once, and writes the outputs.
+    ///
+    /// # Errors
+    /// [`crate::Error::Device`].
+    fn finish(self, outputs: &mut Outputs<'_, S>) -> Result<()>;
+}
+
+/// A backward pass. In one pass, dK and dV of a KV block are computed with dQ and travel with the
+/// block; in two passes, the queries travel after the keys, and dK and dV never leave their rank.
+pub trait BackwardPass<S: Space> {
+    /// As [`ForwardPass::local_kv`].
+    ///
+    /// # Errors
+    /// [`crate::Error::Device`].
+    fn local_kv(&mut self, into: &mut S::Buffer, readers: Readers) -> Result<S::Event>;
+
+    /// Packs this rank's queries as records of [`Spec::query_row_layout`], in local order (two passes).
+    ///
+    /// # Errors
+    /// [`crate::Error::Device`].
+    fn local_queries(&mut self, into: &mut S::Buffer) -> Result<S::Event>;
+
+    /// Accumulates dQ and dbias of one KV block. With `dkv`, also **writes** (does not add) the
+    /// local queries' part of its dK and dV as records of [`Spec::gradient_row_layout`], in the block's
+    /// order. `dkv` is `None` only in a two-pass backward, for blocks of other ranks.
+    ///
+    /// # Errors
+    /// [`crate::Error::Device`].
+    fn attend_kv(
+        &mut self,
+        kv: &Block<'_, S>,
+        dkv: Option<&mut S::Buffer>,
         tick: Tick<'_>,
-    ) -> Result<()>;
+    ) -> Result<S::Event>;
 
-    /// Folds in the sinks, once, and writes the outputs.
-    ///
-    /// # Errors
-    /// [`crate::Error::Device`].
-    fn finish(
-        &self,
-        workspace: &mut Self::Workspace,
-        inputs: &Inputs<'_, Self::Space>,
-        outputs: &mut Outputs<'_, Self::Space>,
-    ) -> Result<()>;
-
-    /// Starts a backward pass: row statistics ([`Spec::ROW_STATISTICS`]) from out, lse, dout and dlse; dq, dk, dv, dbias ← 0.
-    ///
-    /// # Errors
-    /// [`crate::Error::Device`].
-    fn begin_backward(
-        &self,
-        workspace: &mut Self::Workspace,
-        inputs: &Inputs<'_, Self::Space>,
-        saved: &Saved<'_, Self::Space>,
-    ) -> Result<()>;
-
-    /// What this block of keys and values gives to this rank's dq (and dbias).
+    /// **Adds** a query block's part of the local dK and dV to `dkv`, records of
+    /// [`Spec::gradient_row_layout`] of all local keys (two passes).
     ///
     /// # Errors
     /// [`crate::Error::Device`].
     fn attend_queries(
-        &self,
-        workspace: &mut Self::Workspace,
-        inputs: &Inputs<'_, Self::Space>,
-        saved: &Saved<'_, Self::Space>,
-        block: &Block<'_, Self::Space>,
+        &mut self,
+        queries: &Block<'_, S>,
+        dkv: &mut S::Buffer,
         tick: Tick<'_>,
     ) -> Result<()>;
 
-    /// What this rank's queries give to the dk, dv of this block, **written** (not added) into `fresh` as records of
-    /// [`Spec::gradient_record`] in the block's order.
+    /// Copies or adds gradient records: `into[pair.0] ← from[pair.1]` or `+=`.
     ///
     /// # Errors
     /// [`crate::Error::Device`].
-    fn attend_keys(
-        &self,
-        workspace: &mut Self::Workspace,
-        inputs: &Inputs<'_, Self::Space>,
-        saved: &Saved<'_, Self::Space>,
-        block: &Block<'_, Self::Space>,
-        fresh: &mut <Self::Space as Space>::Buffer,
-        tick: Tick<'_>,
-    ) -> Result<<Self::Space as Space>::Event>;
+    fn reduce(
+        &mut self,
+        into: &mut S::Buffer,
+        from: &S::Buffer,
+        ready: &S::Event,
+        pairs: &RangePairs,
+        reduction: Reduction,
+    ) -> Result<S::Event>;
 
-    /// [`Backend::attend_queries`] and [`Backend::attend_keys`] of one block, for backends that make the logits of both at once. A backward pass
-    /// calls either this for all its blocks, or the other two.
+    /// Writes the gradients: dk and dv from `dkv` (records of [`Spec::gradient_row_layout`] of all
+    /// local keys), dq, and this rank's parts of dbias and dsinks.
     ///
     /// # Errors
     /// [`crate::Error::Device`].
-    fn attend_backward(
-        &self,
-        workspace: &mut Self::Workspace,
-        inputs: &Inputs<'_, Self::Space>,
-        saved: &Saved<'_, Self::Space>,
-        block: &Block<'_, Self::Space>,
-        fresh: &mut <Self::Space as Space>::Buffer,
-        tick: Tick<'_>,
-    ) -> Result<<Self::Space as Space>::Event> {
-        self.attend_queries(workspace, inputs, saved, block, &mut *tick)?;
-        self.attend_keys(workspace, inputs, saved, block, fresh, tick)
-    }
-
-    /// Writes this rank's queries as records of [`Spec::query_record`], in local order.
-    ///
-    /// # Errors
-    /// [`crate::Error::Device`].
-    fn pack_queries(
-        &self,
-        workspace: &mut Self::Workspace,
-        inputs: &Inputs<'_, Self::Space>,
-        saved: &Saved<'_, Self::Space>,
-        into: &mut <Self::Space as Space>::Buffer,
-    ) -> Result<<Self::Space as Space>::Event>;
-
-    /// What a block of travelling queries (records of [`Spec::query_record`]) gives to this rank's own dk and dv, **added** to the
-    /// records `home` of [`Spec::gradient_record`] (local order, all of this rank's key rows).
-    ///
-    /// # Errors
-    /// [`crate::Error::Device`].
-    fn attend_keys_home(
-        &self,
-        workspace: &mut Self::Workspace,
-        inputs: &Inputs<'_, Self::Space>,
-        queries: &Block<'_, Self::Space>,
-        home: &mut <Self::Space as Space>::Buffer,
-        tick: Tick<'_>,
-    ) -> Result<()>;
-
-    /// `into[place] ← from[place]` (`add` false) or `into[place] += from[place]` (`add` true) for gradient records: `places` pairs
-    /// ranges of record numbers of the same length, `(into, from)`.
-    ///
-    /// # Errors
-    /// [`crate::Error::Device`].
-    fn combine(
-        &self,
-        workspace: &mut Self::Workspace,
-        into: &mut <Self::Space as Space>::Buffer,
-        from: &<Self::Space as Space>::Buffer,
-        ready: &<Self::Space as Space>::Event,
-        places: &[(Range<u64>, Range<u64>)],
-        add: bool,
-    ) -> Result<<Self::Space as Space>::Event>;
-
-    /// Writes the gradients: dq from the workspace, dk and dv from `home` (records of [`Spec::gradient_record`], local order, all
-    /// of this rank's key rows), dbias, and this rank's part of dsinks.
-    ///
-    /// # Errors
-    /// [`crate::Error::Device`].
-    fn finish_backward(
-        &self,
-        workspace: &mut Self::Workspace,
-        inputs: &Inputs<'_, Self::Space>,
-        home: &<Self::Space as Space>::Buffer,
-        gradients: &mut Gradients<'_, Self::Space>,
-    ) -> Result<()>;
+    fn finish(self, dkv: &S::Buffer, gradients: &mut Gradients<'_, S>) -> Result<()>;
 }

@@ -2,7 +2,7 @@
 
 use ndarray::Array2;
 
-use crate::{DenseMask, Dims, Error, Layout, Result, Side};
+use crate::{DenseMask, Dims, Error, Layout, Result, Side, memory};
 
 /// What a batch brings. On a ring every rank gives its own rows (`cum_seqlens` whole); in one process the whole batch is given.
 ///
@@ -34,7 +34,9 @@ impl Batch {
     pub fn validate(&self, dims: &Dims, q_rows: usize, kv_rows: usize) -> Result<()> {
         fn shape<T>(name: &str, array: &Option<Array2<T>>, want: (usize, usize)) -> Result<()> {
             match array {
-                Some(array) if array.dim() != want => Err(Error::invalid(name, format!("{:?}", array.dim()), format!("{want:?}"))),
+                Some(array) if array.dim() != want => {
+                    Err(Error::invalid(name, format!("{:?}", array.dim()), format!("{want:?}")))
+                }
                 _ => Ok(()),
             }
         }
@@ -42,17 +44,36 @@ impl Batch {
         shape("kv_segment_ids", &self.kv_segment_ids, (dims.batch, kv_rows))?;
         shape("q_positions", &self.q_positions, (dims.batch, q_rows))?;
         shape("kv_positions", &self.kv_positions, (dims.batch, kv_rows))?;
-        for (name, positions) in [("q_positions", &self.q_positions), ("kv_positions", &self.kv_positions)] {
+        for (name, positions) in
+            [("q_positions", &self.q_positions), ("kv_positions", &self.kv_positions)]
+        {
             // room for window and chunk arithmetic at both ends
             let most = i64::MAX / 4;
-            if let Some(position) = positions.iter().flatten().find(|position| position.unsigned_abs() > most.unsigned_abs()) {
-                return Err(Error::invalid(name, position, format!("positions between -{most} and {most}")));
+            if let Some(position) = positions
+                .iter()
+                .flatten()
+                .find(|position| position.unsigned_abs() > most.unsigned_abs())
+            {
+                return Err(Error::invalid(
+                    name,
+                    position,
+                    format!("positions between -{most} and {most}"),
+                ));
             }
         }
-        if self.q_segment_ids.is_some() != self.kv_segment_ids.is_some() && (q_rows != kv_rows || dims.q_len != dims.kv_len) {
-            let (given, missing) =
-                if self.q_segment_ids.is_some() { ("q_segment_ids", "kv_segment_ids") } else { ("kv_segment_ids", "q_segment_ids") };
-            return Err(Error::invalid(given, "alone, with unequal lengths", format!("{missing} as well")));
+        if self.q_segment_ids.is_some() != self.kv_segment_ids.is_some()
+            && (q_rows != kv_rows || dims.q_len != dims.kv_len)
+        {
+            let (given, missing) = if self.q_segment_ids.is_some() {
+                ("q_segment_ids", "kv_segment_ids")
+            } else {
+                ("kv_segment_ids", "q_segment_ids")
+            };
+            return Err(Error::invalid(
+                given,
+                "alone, with unequal lengths",
+                format!("{missing} as well"),
+            ));
         }
         if let Some(mask) = &self.attention_mask {
             mask.validate("attention_mask", dims, q_rows)?;
@@ -61,17 +82,30 @@ impl Batch {
     }
 
     fn validate_cum_seqlens(&self, dims: &Dims) -> Result<()> {
-        for (name, lens, len) in [("cum_seqlens_q", &self.cum_seqlens_q, dims.q_len), ("cum_seqlens_k", &self.cum_seqlens_k, dims.kv_len)] {
+        for (name, lens, len) in [
+            ("cum_seqlens_q", &self.cum_seqlens_q, dims.q_len),
+            ("cum_seqlens_k", &self.cum_seqlens_k, dims.kv_len),
+        ] {
             let Some(lens) = lens else { continue };
             if lens.first() != Some(&0) {
-                let got = lens.first().map_or("nothing".into(), |first| format!("{first} as the first number"));
+                let got = lens
+                    .first()
+                    .map_or("nothing".into(), |first| format!("{first} as the first number"));
                 return Err(Error::invalid(name, got, "numbers from 0 on"));
             }
             if let Some(at) = lens.windows(2).position(|pair| pair[0] > pair[1]) {
-                return Err(Error::invalid(name, format!("{} after {}", lens[at + 1], lens[at]), "ascending numbers"));
+                return Err(Error::invalid(
+                    name,
+                    format!("{} after {}", lens[at + 1], lens[at]),
+                    "ascending numbers",
+                ));
             }
             if let Some(last) = lens.last().filter(|last| last.cast_unsigned() > len as u64) {
-                return Err(Error::invalid(name, format!("{last} as the last number"), format!("at most {len}")));
+                return Err(Error::invalid(
+                    name,
+                    format!("{last} as the last number"),
+                    format!("at most {len}"),
+                ));
             }
         }
         match (&self.cum_seqlens_q, &self.cum_seqlens_k) {
@@ -80,12 +114,16 @@ impl Batch {
                 format!("{} sequences", k.len() - 1),
                 format!("{} sequences, as cum_seqlens_q", q.len() - 1),
             )),
-            (Some(_), None) if dims.q_len != dims.kv_len => {
-                Err(Error::invalid("cum_seqlens_q", "alone, with unequal lengths", "cum_seqlens_k as well"))
-            }
-            (None, Some(_)) if dims.q_len != dims.kv_len => {
-                Err(Error::invalid("cum_seqlens_k", "alone, with unequal lengths", "cum_seqlens_q as well"))
-            }
+            (Some(_), None) if dims.q_len != dims.kv_len => Err(Error::invalid(
+                "cum_seqlens_q",
+                "alone, with unequal lengths",
+                "cum_seqlens_k as well",
+            )),
+            (None, Some(_)) if dims.q_len != dims.kv_len => Err(Error::invalid(
+                "cum_seqlens_k",
+                "alone, with unequal lengths",
+                "cum_seqlens_q as well",
+            )),
             _ => Ok(()),
         }
     }
@@ -94,7 +132,13 @@ impl Batch {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] naming the ids that were given.
-    pub fn validate_layout(&self, dims: &Dims, layout: &Layout, rank: usize, ranks: usize) -> Result<()> {
+    pub fn validate_layout(
+        &self,
+        dims: &Dims,
+        layout: &Layout,
+        rank: usize,
+        ranks: usize,
+    ) -> Result<()> {
         let (given, missing) = match (&self.q_segment_ids, &self.kv_segment_ids) {
             (Some(_), None) => ("q_segment_ids", "kv_segment_ids"),
             (None, Some(_)) => ("kv_segment_ids", "q_segment_ids"),
@@ -106,23 +150,48 @@ impl Batch {
         if q_rows == kv_rows || q_rows.iter().eq(kv_rows.iter()) {
             return Ok(());
         }
-        Err(Error::invalid(given, "alone, with a layout that deals queries and keys differently", format!("{missing} as well")))
+        Err(Error::invalid(
+            given,
+            "alone, with a layout that deals queries and keys differently",
+            format!("{missing} as well"),
+        ))
     }
 
     /// One rank's share of a whole batch that [`Batch::validate`] has accepted: the given global query and key rows, in that order.
-    pub fn select(&self, q_rows: &[u64], kv_rows: &[u64]) -> Self {
-        fn pick<T: Copy>(array: &Option<Array2<T>>, rows: &[u64]) -> Option<Array2<T>> {
-            array.as_ref().map(|array| Array2::from_shape_fn((array.nrows(), rows.len()), |(b, i)| array[[b, crate::index(rows[i])]]))
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn select(&self, q_rows: &[u64], kv_rows: &[u64]) -> Result<Self> {
+        fn pick<T: Copy + bytemuck::Zeroable>(
+            name: &str,
+            array: &Option<Array2<T>>,
+            rows: &[u64],
+        ) -> Result<Option<Array2<T>>> {
+            let Some(array) = array else { return Ok(None) };
+            let mut picked = memory::zeros(name, (array.nrows(), rows.len()))?;
+            picked
+                .indexed_iter_mut()
+                .for_each(|((b, i), id)| *id = array[[b, crate::index(rows[i])]]);
+            Ok(Some(picked))
         }
-        Self {
-            q_segment_ids: pick(&self.q_segment_ids, q_rows),
-            kv_segment_ids: pick(&self.kv_segment_ids, kv_rows),
-            q_positions: pick(&self.q_positions, q_rows),
-            kv_positions: pick(&self.kv_positions, kv_rows),
-            attention_mask: self.attention_mask.as_ref().map(|mask| mask.select_queries(q_rows)),
-            cum_seqlens_q: self.cum_seqlens_q.clone(),
-            cum_seqlens_k: self.cum_seqlens_k.clone(),
-        }
+        let lens = |name, lens: &Option<Vec<i64>>| {
+            lens.as_ref()
+                .map(|lens| memory::collect(name, lens.len(), lens.iter().copied()))
+                .transpose()
+        };
+        Ok(Self {
+            q_segment_ids: pick("q_segment_ids", &self.q_segment_ids, q_rows)?,
+            kv_segment_ids: pick("kv_segment_ids", &self.kv_segment_ids, kv_rows)?,
+            q_positions: pick("q_positions", &self.q_positions, q_rows)?,
+            kv_positions: pick("kv_positions", &self.kv_positions, kv_rows)?,
+            attention_mask: self
+                .attention_mask
+                .as_ref()
+                .map(|mask| mask.select_queries(q_rows))
+                .transpose()?,
+            cum_seqlens_q: lens("cum_seqlens_q", &self.cum_seqlens_q)?,
+            cum_seqlens_k: lens("cum_seqlens_k", &self.cum_seqlens_k)?,
+        })
     }
 }
 
@@ -131,7 +200,15 @@ mod tests {
     use super::*;
 
     /// Local shapes of one rank: 3 of 8 queries, 4 of 8 keys.
-    const DIMS: Dims = Dims { batch: 2, q_len: 8, kv_len: 8, q_heads: 4, kv_heads: 2, head_dim: 16, value_dim: 16 };
+    const DIMS: Dims = Dims {
+        batch: 2,
+        q_len: 8,
+        kv_len: 8,
+        q_heads: 4,
+        kv_heads: 2,
+        head_dim: 16,
+        value_dim: 16,
+    };
 
     fn refused(dims: &Dims, batch: &Batch, rows: (usize, usize)) -> (String, String, String) {
         match batch.validate(dims, rows.0, rows.1) {
@@ -159,26 +236,57 @@ mod tests {
         };
         assert_eq!(all.validate(&DIMS, 3, 4), Ok(()));
         // no sequence at all: every row is padding
-        assert_eq!(Batch { cum_seqlens_q: Some(vec![0]), ..Batch::default() }.validate(&DIMS, 3, 4), Ok(()));
+        assert_eq!(
+            Batch { cum_seqlens_q: Some(vec![0]), ..Batch::default() }.validate(&DIMS, 3, 4),
+            Ok(())
+        );
     }
 
     #[test]
     fn arrays_of_the_wrong_shape_are_refused_by_name() {
         for (b, q, k) in [(1, 3, 4), (2, 8, 8), (2, 0, 0), (3, 3, 4)] {
             let cases = [
-                ("q_segment_ids", Batch { q_segment_ids: zeros(b, q), kv_segment_ids: zeros(2, 4), ..Batch::default() }),
-                ("kv_segment_ids", Batch { q_segment_ids: zeros(2, 3), kv_segment_ids: zeros(b, k), ..Batch::default() }),
+                (
+                    "q_segment_ids",
+                    Batch {
+                        q_segment_ids: zeros(b, q),
+                        kv_segment_ids: zeros(2, 4),
+                        ..Batch::default()
+                    },
+                ),
+                (
+                    "kv_segment_ids",
+                    Batch {
+                        q_segment_ids: zeros(2, 3),
+                        kv_segment_ids: zeros(b, k),
+                        ..Batch::default()
+                    },
+                ),
                 ("q_positions", Batch { q_positions: zeros(b, q), ..Batch::default() }),
                 ("kv_positions", Batch { kv_positions: zeros(b, k), ..Batch::default() }),
             ];
             for (name, batch) in cases {
                 let (argument, got, want) = refused(&DIMS, &batch, (3, 4));
                 let rows = if name.starts_with("q_") { ((b, q), (2, 3)) } else { ((b, k), (2, 4)) };
-                assert_eq!((argument.as_str(), got, want), (name, format!("{:?}", rows.0), format!("{:?}", rows.1)));
+                assert_eq!(
+                    (argument.as_str(), got, want),
+                    (name, format!("{:?}", rows.0), format!("{:?}", rows.1))
+                );
             }
         }
-        for shape in [[3, 1, 3, 8], [1, 2, 3, 8], [1, 1, 8, 8], [1, 1, 3, 4], [0, 1, 3, 8], [1, 0, 3, 8], [1, 1, 1, 1]] {
-            let batch = Batch { attention_mask: Some(DenseMask::from_fn(shape, |_| true)), ..Batch::default() };
+        for shape in [
+            [3, 1, 3, 8],
+            [1, 2, 3, 8],
+            [1, 1, 8, 8],
+            [1, 1, 3, 4],
+            [0, 1, 3, 8],
+            [1, 0, 3, 8],
+            [1, 1, 1, 1],
+        ] {
+            let batch = Batch {
+                attention_mask: Some(DenseMask::from_fn(shape, |_| true)),
+                ..Batch::default()
+            };
             assert_eq!(refused(&DIMS, &batch, (3, 4)).0, "attention_mask", "{shape:?}");
         }
     }
@@ -187,9 +295,16 @@ mod tests {
     fn positions_that_leave_no_room_for_arithmetic_are_refused() {
         for position in [i64::MAX, i64::MIN, i64::MAX / 4 + 1, -(i64::MAX / 4) - 1] {
             let positions = Some(Array2::from_elem((2, 3), position));
-            let (argument, got, _) = refused(&DIMS, &Batch { q_positions: positions.clone(), ..Batch::default() }, (3, 4));
+            let (argument, got, _) = refused(
+                &DIMS,
+                &Batch { q_positions: positions.clone(), ..Batch::default() },
+                (3, 4),
+            );
             assert_eq!((argument.as_str(), got), ("q_positions", position.to_string()));
-            assert_eq!(refused(&DIMS, &Batch { kv_positions: positions, ..Batch::default() }, (3, 3)).0, "kv_positions");
+            assert_eq!(
+                refused(&DIMS, &Batch { kv_positions: positions, ..Batch::default() }, (3, 3)).0,
+                "kv_positions"
+            );
         }
     }
 
@@ -204,8 +319,10 @@ mod tests {
         assert_eq!(refused(&DIMS, &q_only, (3, 4)).0, "q_segment_ids");
         assert_eq!(refused(&longer, &q_only, (3, 3)).0, "q_segment_ids");
         assert_eq!(refused(&longer, &kv_only, (3, 3)).0, "kv_segment_ids");
-        let (q_lens, k_lens) =
-            (Batch { cum_seqlens_q: Some(vec![0, 4]), ..Batch::default() }, Batch { cum_seqlens_k: Some(vec![0, 4]), ..Batch::default() });
+        let (q_lens, k_lens) = (
+            Batch { cum_seqlens_q: Some(vec![0, 4]), ..Batch::default() },
+            Batch { cum_seqlens_k: Some(vec![0, 4]), ..Batch::default() },
+        );
         assert_eq!(q_lens.validate(&DIMS, 3, 4).and(k_lens.validate(&DIMS, 3, 4)), Ok(()));
         assert_eq!(refused(&longer, &q_lens, (3, 4)).0, "cum_seqlens_q");
         assert_eq!(refused(&longer, &k_lens, (3, 4)).0, "cum_seqlens_k");
@@ -222,19 +339,35 @@ mod tests {
             (vec![0, -1], "-1 after 0"),
         ];
         for (lens, says) in bad {
-            let (argument, got, _) = refused(&DIMS, &Batch { cum_seqlens_q: Some(lens.clone()), ..Batch::default() }, (3, 4));
+            let (argument, got, _) = refused(
+                &DIMS,
+                &Batch { cum_seqlens_q: Some(lens.clone()), ..Batch::default() },
+                (3, 4),
+            );
             assert_eq!((argument.as_str(), got.as_str()), ("cum_seqlens_q", says));
-            assert_eq!(refused(&DIMS, &Batch { cum_seqlens_k: Some(lens), ..Batch::default() }, (3, 4)).0, "cum_seqlens_k");
+            assert_eq!(
+                refused(&DIMS, &Batch { cum_seqlens_k: Some(lens), ..Batch::default() }, (3, 4)).0,
+                "cum_seqlens_k"
+            );
         }
-        let unlike = Batch { cum_seqlens_q: Some(vec![0, 4, 8]), cum_seqlens_k: Some(vec![0, 8]), ..Batch::default() };
-        assert_eq!(refused(&DIMS, &unlike, (3, 4)), ("cum_seqlens_k".into(), "1 sequences".into(), "2 sequences, as cum_seqlens_q".into()));
+        let unlike = Batch {
+            cum_seqlens_q: Some(vec![0, 4, 8]),
+            cum_seqlens_k: Some(vec![0, 8]),
+            ..Batch::default()
+        };
+        assert_eq!(
+            refused(&DIMS, &unlike, (3, 4)),
+            ("cum_seqlens_k".into(), "1 sequences".into(), "2 sequences, as cum_seqlens_q".into())
+        );
     }
 
     #[test]
     fn ids_of_one_side_do_not_serve_where_a_layout_deals_the_sides_differently() {
         use crate::{CustomLayout, Runs};
-        let custom =
-            CustomLayout { q: vec![Runs::counting(0, 4), Runs::counting(4, 4)], kv: vec![Runs::counting(4, 4), Runs::counting(0, 4)] };
+        let custom = CustomLayout {
+            q: vec![Runs::counting(0, 4), Runs::counting(4, 4)],
+            kv: vec![Runs::counting(4, 4), Runs::counting(0, 4)],
+        };
         let custom = Layout::Custom(std::sync::Arc::new(custom));
         let batch = Batch { kv_segment_ids: zeros(2, 4), ..Batch::default() };
         assert_eq!(batch.validate_layout(&DIMS, &Layout::Zigzag, 1, 2), Ok(()));
@@ -247,17 +380,24 @@ mod tests {
 
     #[test]
     fn a_share_has_the_rows_it_was_asked_for() {
-        let numbers = |first: i64| Some(Array2::from_shape_fn((2, 8), |(b, i)| first + 10 * b as i64 + i as i64));
+        let numbers = |first: i64| {
+            Some(Array2::from_shape_fn((2, 8), |(b, i)| first + 10 * b as i64 + i as i64))
+        };
         let batch = Batch {
             q_positions: numbers(0),
             kv_segment_ids: numbers(100).map(|ids| ids.mapv(|id| id as i32)),
             attention_mask: Some(DenseMask::from_fn([1, 2, 8, 8], |[_, h, q, k]| h + q == k)),
             ..Batch::default()
         };
-        let share = batch.select(&[6, 1], &[3]);
+        let share = batch.select(&[6, 1], &[3]).unwrap();
         assert_eq!(share.q_positions, Some(ndarray::array![[6, 1], [16, 11]]));
         assert_eq!(share.kv_segment_ids, Some(ndarray::array![[103], [113]]));
-        let seen = |head| share.attention_mask.as_ref().map(|mask| [mask.line(0, head, 0)[0], mask.line(1, head, 1)[0]]);
+        let seen = |head| {
+            share
+                .attention_mask
+                .as_ref()
+                .map(|mask| [mask.line(0, head, 0)[0], mask.line(1, head, 1)[0]])
+        };
         assert_eq!((seen(0), seen(1)), (Some([1 << 6, 1 << 1]), Some([1 << 7, 1 << 2])));
     }
 }

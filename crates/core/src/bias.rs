@@ -2,14 +2,22 @@
 
 use std::{fmt, sync::Arc};
 
-use crate::mask::{Key, Query};
+use crate::{
+    Fingerprint,
+    mask::{Key, Query},
+};
 
-/// An additive bias computed from who looks at whom. It is part of what ranks agree on: `Debug` must tell all that it depends on.
+/// An additive bias that is a function of query and key positions.
 pub trait BiasFunction: std::fmt::Debug + Send + Sync {
-    /// The bias of one pair; −∞ hides it.
+    /// Adds all that the bias depends on to a fingerprint: a name, and the numbers that it was made
+    /// with. Ranks refuse to plan with different fingerprints.
+    fn fingerprint(&self, into: Fingerprint) -> Fingerprint;
+
+    /// Returns the bias of one pair; −∞ masks it.
     fn bias(&self, query: &Query, key: &Key) -> f64;
 
-    /// Slopes by query head (0 beyond the last), if the bias is −slope·|i' − j'| and nothing else: what devices can compute without asking the host.
+    /// Returns the slopes by query head (0 beyond the last) if the bias is −slope·|i' − j'|, which
+    /// devices compute without the host.
     fn distance_slopes(&self) -> Option<&[f64]> {
         None
     }
@@ -28,7 +36,8 @@ pub struct Alibi {
 impl Alibi {
     /// The published slopes for `heads` heads: 2^(−8·(h+1)/n) for the largest power of two n ≤ heads, then every other one of 2n's.
     pub fn published(heads: usize) -> Self {
-        let geometric = |count: usize| (1..=count).map(move |h| (-8.0 * h as f64 / count as f64).exp2());
+        let geometric =
+            |count: usize| (1..=count).map(move |h| (-8.0 * h as f64 / count as f64).exp2());
         let power = if heads == 0 { 0 } else { 1 << heads.ilog2() };
         let slopes = geometric(power).chain(geometric(2 * power).step_by(2)).take(heads).collect();
         Self { slopes }
@@ -36,6 +45,11 @@ impl Alibi {
 }
 
 impl BiasFunction for Alibi {
+    fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
+        let into = into.text("alibi").number(self.slopes.len() as u64);
+        self.slopes.iter().fold(into, |into, slope| into.number(slope.to_bits()))
+    }
+
     fn bias(&self, query: &Query, key: &Key) -> f64 {
         // a head without a slope has none
         let slope = self.slopes.get(query.head).copied().unwrap_or(0.0);
@@ -67,7 +81,10 @@ pub struct PositionBias {
 
 impl PositionBias {
     /// The bias `function(head, i', j')`.
-    pub fn new(name: impl Into<String>, function: impl Fn(usize, i64, i64) -> f64 + Send + Sync + 'static) -> Self {
+    pub fn new(
+        name: impl Into<String>,
+        function: impl Fn(usize, i64, i64) -> f64 + Send + Sync + 'static,
+    ) -> Self {
         Self { name: name.into(), function: Arc::new(function) }
     }
 }
@@ -79,6 +96,10 @@ impl fmt::Debug for PositionBias {
 }
 
 impl BiasFunction for PositionBias {
+    fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
+        into.text("position bias").text(&self.name)
+    }
+
     fn bias(&self, query: &Query, key: &Key) -> f64 {
         (self.function)(query.head, query.position, key.position)
     }
@@ -105,7 +126,8 @@ mod tests {
         let eight: Vec<f64> = (1..=8).map(|h| 0.5f64.powi(h)).collect();
         assert_slopes(&Alibi::published(8).slopes, &eight);
         // 12 heads: those of 8, then the 1st, 3rd, 5th and 7th of 16 heads: 2^-0.5, 2^-1.5, 2^-2.5, 2^-3.5
-        let twelve: Vec<f64> = eight.iter().copied().chain((0..4).map(|h| (-0.5 - f64::from(h)).exp2())).collect();
+        let twelve: Vec<f64> =
+            eight.iter().copied().chain((0..4).map(|h| (-0.5 - f64::from(h)).exp2())).collect();
         assert_slopes(&Alibi::published(12).slopes, &twelve);
         assert_slopes(&Alibi::published(1).slopes, &[2f64.powi(-8)]);
         assert_slopes(&Alibi::published(3).slopes, &[2f64.powi(-4), 2f64.powi(-8), 2f64.powi(-2)]);
@@ -115,7 +137,10 @@ mod tests {
     #[test]
     fn alibi_falls_off_on_both_sides_and_never_overflows() {
         let alibi = Alibi { slopes: vec![0.5, 0.25] };
-        assert_eq!([bias(&alibi, 0, 3, 9), bias(&alibi, 1, 9, 3), bias(&alibi, 1, -2, -2)], [-3.0, -1.5, 0.0]);
+        assert_eq!(
+            [bias(&alibi, 0, 3, 9), bias(&alibi, 1, 9, 3), bias(&alibi, 1, -2, -2)],
+            [-3.0, -1.5, 0.0]
+        );
         assert_eq!(bias(&alibi, 0, i64::MAX / 4, -(i64::MAX / 4)), -(i64::MAX as f64) / 4.0);
         // a head without a slope
         assert_eq!(bias(&alibi, 2, 0, 100), 0.0);
@@ -123,7 +148,10 @@ mod tests {
 
     #[test]
     fn closures_are_told_apart_by_name() {
-        let (a, b) = (PositionBias::new("a", |head, i, j| (head as i64 + i - j) as f64), PositionBias::new("b", |_, _, _| 0.0));
+        let (a, b) = (
+            PositionBias::new("a", |head, i, j| (head as i64 + i - j) as f64),
+            PositionBias::new("b", |_, _, _| 0.0),
+        );
         assert_eq!(bias(&a, 2, 7, 4), 5.0);
         assert_ne!(format!("{a:?}"), format!("{b:?}"));
     }

@@ -2,7 +2,7 @@
 
 use ndarray::ArrayView4;
 
-use crate::{Dims, Error, Result};
+use crate::{Dims, Error, Fingerprint, Result, memory};
 
 mod sealed {
     pub trait Sealed {}
@@ -28,15 +28,45 @@ pub struct DenseMask {
 }
 
 impl DenseMask {
+    /// Adds shape and elements to a fingerprint.
+    pub fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
+        let into = self.shape.iter().fold(into, |into, &len| into.number(len as u64));
+        self.bits.iter().fold(into, |into, &word| into.number(word))
+    }
+
     /// From booleans or integers: any non-zero value, negative included, is visible.
     pub fn from_integers<T: MaskElement>(mask: ArrayView4<'_, T>) -> Self {
         Self::from_fn(mask.dim().into(), |index| mask[index] != T::default())
     }
 
-    /// From a predicate of `[batch, head, query row, key row]`.
+    /// From a predicate of `[batch, head, query row, key row]`. Memory that cannot be had ends the
+    /// process, as with the standard collections: see [`DenseMask::try_from_fn`].
     pub fn from_fn(shape: [usize; 4], visible: impl Fn([usize; 4]) -> bool) -> Self {
         let words = shape[3].div_ceil(64);
-        let mut bits = vec![0u64; shape[0] * shape[1] * shape[2] * words];
+        let bits = vec![0u64; shape[0] * shape[1] * shape[2] * words];
+        Self { shape, words, bits }.filled(visible)
+    }
+
+    /// As [`DenseMask::from_fn`], for shapes of any size.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn try_from_fn(shape: [usize; 4], visible: impl Fn([usize; 4]) -> bool) -> Result<Self> {
+        let words = shape[3].div_ceil(64);
+        let bits = memory::zeroed(WHAT, Self::all_words(shape, words))?;
+        Ok(Self { shape, words, bits }.filled(visible))
+    }
+
+    /// Words of a mask, as many as can be counted.
+    fn all_words([batch, heads, queries, _]: [usize; 4], words: usize) -> usize {
+        [batch, heads, queries].into_iter().fold(words, usize::saturating_mul)
+    }
+
+    fn filled(self, visible: impl Fn([usize; 4]) -> bool) -> Self {
+        let Self { shape, words, mut bits } = self;
+        if bits.is_empty() {
+            return Self { shape, words, bits };
+        }
         for b in 0..shape[0] {
             for h in 0..shape[1] {
                 for q in 0..shape[2] {
@@ -48,6 +78,15 @@ impl DenseMask {
             }
         }
         Self { shape, words, bits }
+    }
+
+    /// A copy.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn try_clone(&self) -> Result<Self> {
+        let bits = memory::collect(WHAT, self.bits.len(), self.bits.iter().copied())?;
+        Ok(Self { shape: self.shape, words: self.words, bits })
     }
 
     /// `[b|1, heads|1, q rows, kv rows]`.
@@ -74,32 +113,59 @@ impl DenseMask {
     /// Checks that this is a mask for `q_rows` query rows and all keys, broadcast or not. Errors name `argument`.
     pub(crate) fn validate(&self, argument: &str, dims: &Dims, q_rows: usize) -> Result<()> {
         let (got, want) = (self.shape, [dims.batch, dims.q_heads, q_rows, dims.kv_len]);
-        if (got[0] != 1 && got[0] != want[0]) || (got[1] != 1 && got[1] != want[1]) || got[2..] != want[2..] {
-            return Err(Error::invalid(argument, format!("{got:?}"), format!("{want:?}, or 1 in place of batch or heads")));
+        if (got[0] != 1 && got[0] != want[0])
+            || (got[1] != 1 && got[1] != want[1])
+            || got[2..] != want[2..]
+        {
+            return Err(Error::invalid(
+                argument,
+                format!("{got:?}"),
+                format!("{want:?}, or 1 in place of batch or heads"),
+            ));
         }
         Ok(())
     }
 
     /// The same mask with only the query rows `rows`, in that order.
-    pub fn select_queries(&self, rows: &[u64]) -> Self {
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn select_queries(&self, rows: &[u64]) -> Result<Self> {
         let shape = [self.shape[0], self.shape[1], rows.len(), self.shape[3]];
-        let mut bits = Vec::with_capacity(shape[0] * shape[1] * shape[2] * self.words);
+        let all = Self::all_words(shape, self.words);
+        let mut bits = memory::list(WHAT, all)?;
+        if all == 0 {
+            return Ok(Self { shape, words: self.words, bits });
+        }
         for b in 0..shape[0] {
             for h in 0..shape[1] {
                 for &q in rows {
                     // a row that is not there sees nothing
-                    bits.extend(self.line(b, h, crate::index(q)).iter().copied().chain(std::iter::repeat(0)).take(self.words));
+                    bits.extend(
+                        self.line(b, h, crate::index(q))
+                            .iter()
+                            .copied()
+                            .chain(std::iter::repeat(0))
+                            .take(self.words),
+                    );
                 }
             }
         }
-        Self { shape, words: self.words, bits }
+        Ok(Self { shape, words: self.words, bits })
     }
 }
+
+/// A mask's name where there is no memory for it.
+const WHAT: &str = "attention_mask, a bit a pair,";
 
 impl std::fmt::Debug for DenseMask {
     /// Shape and a digest of the bits: enough for ranks to agree, short enough to print.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let digest = self.bits.iter().fold(crate::Fingerprint::new(), |digest, &word| digest.number(word)).finish();
+        let digest = self
+            .bits
+            .iter()
+            .fold(crate::Fingerprint::new(), |digest, &word| digest.number(word))
+            .finish();
         write!(f, "DenseMask({:?}, {digest:016x})", self.shape)
     }
 }
@@ -117,7 +183,8 @@ mod tests {
             let numbers = Array4::from_shape_fn(shape, |(b, h, q, k)| number(b, h, q, k));
             let mask = DenseMask::from_integers(numbers.view());
             prop_assert_eq!(&mask, &DenseMask::from_integers(numbers.mapv(|number| number != 0).view()));
-            let part = mask.select_queries(&pick);
+            let part = mask.select_queries(&pick).unwrap();
+            prop_assert_eq!(&mask.try_clone().unwrap(), &mask);
             for b in 0..2 {
                 for h in 0..2 {
                     // one batch row or head serves for all
@@ -139,7 +206,8 @@ mod tests {
 
     #[test]
     fn ranks_tell_masks_apart_by_their_text() {
-        let text = |hole| format!("{:?}", DenseMask::from_fn([1, 1, 9, 9], |[_, _, q, k]| (q, k) != hole));
+        let text =
+            |hole| format!("{:?}", DenseMask::from_fn([1, 1, 9, 9], |[_, _, q, k]| (q, k) != hole));
         assert_eq!(text((3, 3)), text((3, 3)));
         assert_ne!(text((3, 3)), text((3, 4)));
     }

@@ -31,7 +31,33 @@ impl Dims {
 
     /// Self-attention with one length, `heads` query and key heads and one head dim.
     pub const fn new(batch: usize, len: usize, heads: usize, dim: usize) -> Self {
-        Self { batch, q_len: len, kv_len: len, q_heads: heads, kv_heads: heads, head_dim: dim, value_dim: dim }
+        Self {
+            batch,
+            q_len: len,
+            kv_len: len,
+            q_heads: heads,
+            kv_heads: heads,
+            head_dim: dim,
+            value_dim: dim,
+        }
+    }
+
+    /// Sets the key and value heads (GQA, MQA).
+    #[must_use]
+    pub const fn kv_heads(self, kv_heads: usize) -> Self {
+        Self { kv_heads, ..self }
+    }
+
+    /// Sets the number of keys (cross-attention, decoding).
+    #[must_use]
+    pub const fn kv_len(self, kv_len: usize) -> Self {
+        Self { kv_len, ..self }
+    }
+
+    /// Sets the dim of values and outputs.
+    #[must_use]
+    pub const fn value_dim(self, value_dim: usize) -> Self {
+        Self { value_dim, ..self }
     }
 
     /// Checks that the lengths mean something and that every tensor's byte count fits 63 bits.
@@ -57,16 +83,31 @@ impl Dims {
             }
         }
         if !self.q_heads.is_multiple_of(self.kv_heads) {
-            return Err(Error::invalid("q_heads", self.q_heads, format!("a multiple of kv_heads ({})", self.kv_heads)));
+            return Err(Error::invalid(
+                "q_heads",
+                self.q_heads,
+                format!("a multiple of kv_heads ({})", self.kv_heads),
+            ));
         }
         let tensors = [
             ("q_len", self.q_len, self.q_heads, self.head_dim.max(self.value_dim)),
             ("kv_len", self.kv_len, self.kv_heads, self.head_dim.max(self.value_dim)),
         ];
         for (name, len, heads, dim) in tensors {
-            // 8 bytes an element, twice for a key/value pair: the largest thing ever addressed
-            let bytes = [len, heads, dim, 16].iter().try_fold(self.batch as u64, |product, &x| product.checked_mul(x as u64));
+            // 8 bytes an element, twice for a key/value pair: the largest thing ever addressed; a
+            // length of 0 leaves its batch rows and heads, which are counted too
+            let bytes = [len.max(1), heads, dim, 16]
+                .iter()
+                .try_fold(self.batch as u64, |product, &x| product.checked_mul(x as u64));
             if bytes.is_none_or(|bytes| bytes > i64::MAX as u64) {
+                if len == 0 {
+                    let lines = format!("{} with {heads} heads", self.batch);
+                    return Err(Error::invalid(
+                        "batch",
+                        lines,
+                        "fewer than 2^59 lines of all heads",
+                    ));
+                }
                 return Err(Error::invalid(name, len, "a tensor of less than 2^63 bytes"));
             }
         }
@@ -85,12 +126,14 @@ impl Dims {
 
     /// Element offset of `q[batch, row, head, 0]` in a dense tensor.
     pub const fn q_offset(&self, batch: usize, row: usize, head: usize) -> u64 {
-        ((batch as u64 * self.q_len as u64 + row as u64) * self.q_heads as u64 + head as u64) * self.head_dim as u64
+        ((batch as u64 * self.q_len as u64 + row as u64) * self.q_heads as u64 + head as u64)
+            * self.head_dim as u64
     }
 
     /// Element offset of `k[batch, row, head, 0]` in a dense tensor.
     pub const fn k_offset(&self, batch: usize, row: usize, head: usize) -> u64 {
-        ((batch as u64 * self.kv_len as u64 + row as u64) * self.kv_heads as u64 + head as u64) * self.head_dim as u64
+        ((batch as u64 * self.kv_len as u64 + row as u64) * self.kv_heads as u64 + head as u64)
+            * self.head_dim as u64
     }
 }
 
@@ -100,7 +143,15 @@ mod tests {
 
     #[test]
     fn offsets_cross_the_31_32_and_33_bit_boundaries() {
-        let dims = Dims { batch: 3, q_len: 1 << 25, kv_len: 1 << 26, q_heads: 8, kv_heads: 4, head_dim: 128, value_dim: 64 };
+        let dims = Dims {
+            batch: 3,
+            q_len: 1 << 25,
+            kv_len: 1 << 26,
+            q_heads: 8,
+            kv_heads: 4,
+            head_dim: 128,
+            value_dim: 64,
+        };
         dims.validate().unwrap();
         for bits in [31u32, 32, 33] {
             let row = (1usize << bits) / (8 * 128);
@@ -130,5 +181,10 @@ mod tests {
         assert_eq!(name(Dims { value_dim: 0, ..good }), "value_dim");
         assert_eq!(name(Dims { q_len: usize::MAX, ..good }), "q_len");
         assert_eq!(name(Dims { kv_len: 1 << 60, ..good }), "kv_len");
+        // lines that cannot be counted, of no rows
+        assert_eq!(
+            name(Dims { batch: 1 << 40, q_heads: 1 << 40, q_len: 0, kv_len: 0, ..good }),
+            "batch"
+        );
     }
 }

@@ -76,7 +76,14 @@ impl DropoutMask {
     }
 
     /// The words of query row `row_i` and the four key rows 4·`block_j` … 4·`block_j` + 3.
-    pub const fn words(&self, batch: usize, head: usize, q_heads: usize, row_i: u64, block_j: u64) -> [u32; 4] {
+    pub const fn words(
+        &self,
+        batch: usize,
+        head: usize,
+        q_heads: usize,
+        row_i: u64,
+        block_j: u64,
+    ) -> [u32; 4] {
         let (i_low, i_high) = halves(row_i);
         let (j_low, j_high) = halves(block_j);
         let (plane, _) = halves(batch as u64 * q_heads as u64 + head as u64);
@@ -89,7 +96,14 @@ impl DropoutMask {
     }
 
     /// Whether the weight of query row `row_i` and key row `row_j` is kept.
-    pub const fn keep(&self, batch: usize, head: usize, q_heads: usize, row_i: u64, row_j: u64) -> bool {
+    pub const fn keep(
+        &self,
+        batch: usize,
+        head: usize,
+        q_heads: usize,
+        row_i: u64,
+        row_j: u64,
+    ) -> bool {
         let words = self.words(batch, head, q_heads, row_i, row_j / 4);
         self.keeps(words[(row_j % 4) as usize])
     }
@@ -133,9 +147,13 @@ mod tests {
 
     #[test]
     fn thresholds_are_exact() {
-        for (probability, threshold) in
-            [(0.0, 0), (0.5, 1 << 31), (0.3, 1_288_490_188), (2f64.powi(-33), 0), (1.0 - f64::EPSILON / 2.0, u32::MAX)]
-        {
+        for (probability, threshold) in [
+            (0.0, 0),
+            (0.5, 1 << 31),
+            (0.3, 1_288_490_188),
+            (2f64.powi(-33), 0),
+            (1.0 - f64::EPSILON / 2.0, u32::MAX),
+        ] {
             assert_eq!(mask(probability, 1).threshold(), threshold, "{probability}");
         }
         // nothing is dropped at p = 0, not even a word of 0
@@ -157,15 +175,22 @@ mod tests {
                             let kept = mask.keep(b, h, heads, i, j);
                             rows[((b * heads + h) as u64 * n + i) as usize] += u32::from(kept);
                             columns[((b * heads + h) as u64 * n + j) as usize] += u32::from(kept);
-                            agree_with_next_head += u32::from(kept == mask.keep(b, h + 1, heads, i, j));
+                            agree_with_next_head +=
+                                u32::from(kept == mask.keep(b, h + 1, heads, i, j));
                         }
                     }
                 }
             }
-            let (mean, deviation) = (n as f64 * (1.0 - probability), (n as f64 * probability * (1.0 - probability)).sqrt());
+            let (mean, deviation) = (
+                n as f64 * (1.0 - probability),
+                (n as f64 * probability * (1.0 - probability)).sqrt(),
+            );
             // 3072 lines: the largest of so many normal deviates stays below 5
             for line in rows.iter().chain(&columns) {
-                assert!((f64::from(*line) - mean).abs() < 5.0 * deviation, "{line} of {n} kept at p = {probability}");
+                assert!(
+                    (f64::from(*line) - mean).abs() < 5.0 * deviation,
+                    "{line} of {n} kept at p = {probability}"
+                );
             }
             let total: f64 = rows.iter().map(|&row| f64::from(row)).sum();
             let count = rows.len() as f64;
@@ -173,7 +198,10 @@ mod tests {
             // two independent coins agree with probability p² + (1 − p)²
             let pairs = count * n as f64;
             let agree = probability * probability + (1.0 - probability) * (1.0 - probability);
-            assert!((f64::from(agree_with_next_head) - pairs * agree).abs() < 5.0 * (pairs * agree * (1.0 - agree)).sqrt());
+            assert!(
+                (f64::from(agree_with_next_head) - pairs * agree).abs()
+                    < 5.0 * (pairs * agree * (1.0 - agree)).sqrt()
+            );
         }
     }
 
@@ -188,7 +216,9 @@ mod tests {
                 for j0 in (0..n).step_by(tile) {
                     for i in i0..i0 + tile as u64 {
                         for block in j0 / 4..(j0 + tile as u64) / 4 {
-                            for (word, random) in mask.words(1, 1, 2, i, block).into_iter().enumerate() {
+                            for (word, random) in
+                                mask.words(1, 1, 2, i, block).into_iter().enumerate()
+                            {
                                 by_tiles[(i * n + 4 * block) as usize + word] = mask.keeps(random);
                             }
                         }

@@ -51,8 +51,8 @@ impl DType {
         match self {
             Self::F64 => value,
             Self::F32 => f32::from_f64(value).to_f64(),
-            Self::Bf16 => bf16::from_f64(value).to_f64(),
-            Self::F16 => f16::from_f64(value).to_f64(),
+            Self::Bf16 => <bf16 as Element>::from_f64(value).to_f64(),
+            Self::F16 => <f16 as Element>::from_f64(value).to_f64(),
         }
     }
 }
@@ -72,7 +72,9 @@ mod sealed {
 }
 
 /// A Rust type that a tensor can hold.
-pub trait Element: sealed::Sealed + bytemuck::Pod + Copy + Send + Sync + PartialEq + std::fmt::Debug + 'static {
+pub trait Element:
+    sealed::Sealed + bytemuck::Pod + Copy + Send + Sync + PartialEq + std::fmt::Debug + 'static
+{
     /// The type of its sums, lse, bias and sinks.
     type Accumulator: Element;
     /// Its tag.
@@ -141,7 +143,7 @@ impl Element for bf16 {
         bf16::to_f64(self)
     }
     fn from_f64(value: f64) -> Self {
-        bf16::from_f64(value)
+        bf16::from_f32(to_odd(value))
     }
 }
 
@@ -153,6 +155,140 @@ impl Element for f16 {
         f16::to_f64(self)
     }
     fn from_f64(value: f64) -> Self {
-        f16::from_f64(value)
+        f16::from_f32(to_odd(value))
+    }
+}
+
+/// Rounds to odd: an inexact value becomes the neighbour whose last bit is 1.
+///
+/// Rounding the result to nearest in a type of at least two bits less is then the one rounding of
+/// `value` itself: the last bit says on which side of a tie it lies. `half` 2.7 rounds an f64 from
+/// its upper 32 bits alone, so ties that only lower bits break go the wrong way.
+///
+/// # Source
+/// Boldo, Melquiond 2008, Emulation of FMA and correctly rounded sums: proved algorithms using
+/// rounding to odd, theorem 3.
+#[expect(clippy::cast_possible_truncation, reason = "the rounding is what this is about")]
+fn to_odd(value: f64) -> f32 {
+    let nearest = value as f32;
+    if f64::from(nearest) == value || value.is_nan() {
+        return nearest;
+    }
+    let away = f64::from(nearest).abs() > value.abs();
+    f32::from_bits((nearest.to_bits() - u32::from(away)) | 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// The two numbers of a type around the finite `value`, and the limit between them, by the
+    /// type's definition: `digits` of significand, exponents from `least`, no largest exponent.
+    fn neighbours(value: f64, digits: i32, least: i32) -> (f64, f64) {
+        let exponent = if value == 0.0 { least } else { exponent(value).max(least) };
+        let unit = 2f64.powi((exponent - digits + 1).max(-1074));
+        // exact: division by a power of two, of a number of at most 53 bits
+        let low = (value.abs() / unit).floor() * unit;
+        (low, low + unit)
+    }
+
+    fn exponent(value: f64) -> i32 {
+        let biased = (value.to_bits() >> 52 & 0x7ff) as i32;
+        if biased == 0 { -1023 } else { biased - 1023 }
+    }
+
+    /// Nearest, ties to even, by comparing with both neighbours exactly.
+    fn defined(value: f64, digits: i32, least: i32, largest: f64) -> f64 {
+        if value.is_nan() || value.is_infinite() {
+            return value;
+        }
+        let (low, high) = neighbours(value, digits, least);
+        let middle = low + (high - low) / 2.0;
+        let even = |x: f64| (x / (high - low)) % 2.0 == 0.0;
+        let up = value.abs() > middle || (value.abs() == middle && !even(low));
+        let rounded = if up { high } else { low };
+        (if rounded > largest { f64::INFINITY } else { rounded }).copysign(value)
+    }
+
+    fn check(value: f64) {
+        let same = |got: f64, want: f64, name: &str| {
+            let equal = got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan());
+            assert!(
+                equal,
+                "{value:e} ({:#018x}) to {name}: got {got:e}, want {want:e}",
+                value.to_bits()
+            );
+        };
+        let largest = [f64::from(f32::MAX), bf16::MAX.to_f64(), f16::MAX.to_f64()];
+        same(
+            <f32 as Element>::from_f64(value).to_f64(),
+            defined(value, 24, -126, largest[0]),
+            "f32",
+        );
+        same(
+            <bf16 as Element>::from_f64(value).to_f64(),
+            defined(value, 8, -126, largest[1]),
+            "bf16",
+        );
+        same(
+            <f16 as Element>::from_f64(value).to_f64(),
+            defined(value, 11, -14, largest[2]),
+            "f16",
+        );
+        for (dtype, digits, least, largest) in [
+            (DType::F32, 24, -126, largest[0]),
+            (DType::Bf16, 8, -126, largest[1]),
+            (DType::F16, 11, -14, largest[2]),
+        ] {
+            same(dtype.round(value), defined(value, digits, least, largest), dtype.name());
+        }
+    }
+
+    /// Every number of 16 bits, every tie between two of them, and what lies a last bit beside a
+    /// tie, as f64 and as f32; the largest, the smallest, NaN whose payload is in its low bits.
+    #[test]
+    fn ties_that_only_low_bits_break_are_rounded_once() {
+        for bits in 0..=u16::MAX {
+            for (value, next) in [
+                (f16::from_bits(bits).to_f64(), f16::from_bits(bits.wrapping_add(1)).to_f64()),
+                (bf16::from_bits(bits).to_f64(), bf16::from_bits(bits.wrapping_add(1)).to_f64()),
+            ] {
+                check(value);
+                let tie = value + (next - value) / 2.0;
+                if tie.is_finite() {
+                    let narrow = tie as f32;
+                    for near in [tie, tie.next_up(), tie.next_down()] {
+                        check(near);
+                    }
+                    for near in [narrow, narrow.next_up(), narrow.next_down()] {
+                        check(f64::from(near));
+                    }
+                }
+            }
+        }
+        let edges = [65_519.999_999_999_99, 65520.0, 3.4e38, 3.402_823_567e38, 1e300, f64::MAX];
+        let tiny = [f64::MIN_POSITIVE, 5e-324, 2f64.powi(-25), 2f64.powi(-150), 2f64.powi(-134)];
+        for value in edges.into_iter().chain(tiny).chain([0.0, f64::INFINITY]) {
+            [value, -value, value.next_up(), value.next_down()].into_iter().for_each(check);
+        }
+        for nan in [0x7ff0_0000_0000_0001u64, 0xfff0_0000_1000_0000, 0x7ff8_0000_0000_0000] {
+            check(f64::from_bits(nan));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_f64_is_rounded_to_the_nearer_neighbour(bits in any::<u64>(), near in -160i32..140) {
+            check(f64::from_bits(bits));
+            // of an exponent that the narrow types have
+            let significand = f64::from_bits((bits & !(0x7ff << 52)) | 1023 << 52);
+            check(significand * 2f64.powi(near));
+        }
+
+        #[test]
+        fn any_f32_is_rounded_to_the_nearer_neighbour(bits in any::<u32>()) {
+            check(f64::from(f32::from_bits(bits)));
+        }
     }
 }

@@ -48,8 +48,10 @@ pub enum Error {
         what: String,
     },
     /// Memory could not be had.
-    #[error("out of memory: asked for {asked} bytes{}", free.map(|free| format!(", {free} free")).unwrap_or_default())]
+    #[error("out of memory: {what} needs {asked} bytes{}", free.map(|free| format!(", {free} free")).unwrap_or_default())]
     OutOfMemory {
+        /// The tensor that was to be allocated, by its name, or a part of the plan.
+        what: String,
         /// Bytes asked for.
         asked: u64,
         /// Bytes free, where the device tells.
@@ -67,6 +69,13 @@ pub enum Error {
     #[error("device failed: {what}")]
     Device {
         /// What the device said.
+        what: String,
+    },
+    /// A contradiction within annulus, which is a defect to be reported, or a panic, also in a mask
+    /// or bias function of the caller's. The plan is dead.
+    #[error("internal error: {what}")]
+    Internal {
+        /// The contradiction.
         what: String,
     },
     /// A transfer failed; the plan is dead.
@@ -116,12 +125,26 @@ pub enum Error {
 impl Error {
     /// Builds [`Error::InvalidArgument`] from anything printable.
     pub fn invalid(argument: impl Into<String>, got: impl ToString, want: impl ToString) -> Self {
-        Self::InvalidArgument { argument: argument.into(), got: got.to_string(), want: want.to_string() }
+        Self::InvalidArgument {
+            argument: argument.into(),
+            got: got.to_string(),
+            want: want.to_string(),
+        }
     }
 
     /// Builds [`Error::Unsupported`].
     pub fn unsupported(what: impl Into<String>, by: impl Into<String>) -> Self {
         Self::Unsupported { what: what.into(), by: by.into() }
+    }
+
+    /// Builds [`Error::OutOfMemory`] where nobody says what is free.
+    pub fn out_of_memory(what: impl Into<String>, asked: u64) -> Self {
+        Self::OutOfMemory { what: what.into(), asked, free: None }
+    }
+
+    /// Builds [`Error::Internal`].
+    pub fn internal(what: impl ToString) -> Self {
+        Self::Internal { what: what.to_string() }
     }
 
     /// The stable integer of this kind of error: 1–19 the caller's fault, 20–39 a resource, 40–59 the plan is dead.
@@ -139,6 +162,7 @@ impl Error {
             Self::PeerLost { .. } => 43,
             Self::Aborted { .. } => 44,
             Self::Poisoned { .. } => 45,
+            Self::Internal { .. } => 46,
         }
     }
 

@@ -29,6 +29,19 @@ impl Fingerprint {
         self.bytes(&number.to_le_bytes())
     }
 
+    /// Digests a text and its length, so that neighbouring texts do not run together.
+    pub fn text(self, text: &str) -> Self {
+        self.number(text.len() as u64).bytes(text.as_bytes())
+    }
+
+    /// Digests a number or its absence.
+    pub fn optional(self, number: Option<u64>) -> Self {
+        match number {
+            Some(number) => self.number(1).number(number),
+            None => self.number(0),
+        }
+    }
+
     /// The digest.
     pub const fn finish(self) -> u64 {
         self.0

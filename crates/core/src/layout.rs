@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::{Error, Result, Run, Runs};
+use crate::{Error, Result, Run, Runs, memory};
 
 /// How rows are dealt to ranks. Shards may be uneven or empty; nothing is ever padded.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -58,7 +58,11 @@ impl Layout {
         let mut chunk = |index: usize, chunks: usize| {
             // chunk boundaries ⌊len·i/chunks⌋: sizes differ by at most one
             let edge = |i: usize| (len as u128 * i as u128 / chunks as u128) as i64;
-            runs.push_run(Run { start: edge(index), step: 1, count: (edge(index + 1) - edge(index)).cast_unsigned() });
+            runs.push_run(Run {
+                start: edge(index),
+                step: 1,
+                count: (edge(index + 1) - edge(index)).cast_unsigned(),
+            });
         };
         match self {
             Self::Contiguous => chunk(rank, ranks),
@@ -92,7 +96,11 @@ impl Layout {
         let Self::Custom(custom) = self else { return Ok(()) };
         for (name, shards, len) in [("q", &custom.q, q_len), ("kv", &custom.kv, kv_len)] {
             if shards.len() != ranks {
-                return Err(Error::invalid("layout", format!("{} shards of {name}", shards.len()), format!("{ranks}, one a rank")));
+                return Err(Error::invalid(
+                    "layout",
+                    format!("{} shards of {name}", shards.len()),
+                    format!("{ranks}, one a rank"),
+                ));
             }
             every_row_once(name, shards, len)?;
         }
@@ -103,10 +111,9 @@ impl Layout {
 /// Ends after `len` + 1 rows at most, however many a run claims to have: a row is new, or it is an error.
 fn every_row_once(name: &str, shards: &[Runs], len: usize) -> Result<()> {
     let words = len.div_ceil(64);
-    let mut seen: Vec<u64> = Vec::new();
-    seen.try_reserve_exact(words).map_err(|_| Error::OutOfMemory { asked: words as u64 * 8, free: None })?;
-    seen.resize(words, 0);
-    let refuse = |got| Err(Error::invalid("layout", got, format!("every {name} row of 0..{len} once")));
+    let mut seen: Vec<u64> = memory::filled("a bit a row of the layout", words, 0)?;
+    let refuse =
+        |got| Err(Error::invalid("layout", got, format!("every {name} row of 0..{len} once")));
     for row in shards.iter().flat_map(Runs::iter) {
         let Some(place) = usize::try_from(row).ok().filter(|&place| place < len) else {
             return refuse(format!("{name} row {row}"));
@@ -163,7 +170,9 @@ mod tests {
         for layout in &LAYOUTS {
             for (len, ranks) in [(0, 1), (0, 5), (1, 2), (3, 8), (7, 64)] {
                 spelled_out(layout, len, ranks).validate(len, len, ranks).unwrap();
-                let empty = (0..ranks).filter(|&rank| layout.shard(Side::Kv, len, rank, ranks).is_empty()).count();
+                let empty = (0..ranks)
+                    .filter(|&rank| layout.shard(Side::Kv, len, rank, ranks).is_empty())
+                    .count();
                 assert!(empty >= ranks - len, "{layout:?}");
                 assert!(layout.shard(Side::Q, len, ranks, ranks).is_empty());
             }
@@ -174,10 +183,20 @@ mod tests {
 
     #[test]
     fn shards_are_what_the_layouts_say() {
-        let rows = |layout: &Layout, rank| layout.shard(Side::Q, 8, rank, 2).iter().collect::<Vec<_>>();
-        assert_eq!((rows(&Layout::Contiguous, 0), rows(&Layout::Contiguous, 1)), (vec![0, 1, 2, 3], vec![4, 5, 6, 7]));
-        assert_eq!((rows(&Layout::Zigzag, 0), rows(&Layout::Zigzag, 1)), (vec![0, 1, 6, 7], vec![2, 3, 4, 5]));
-        assert_eq!((rows(&Layout::Striped, 0), rows(&Layout::Striped, 1)), (vec![0, 2, 4, 6], vec![1, 3, 5, 7]));
+        let rows =
+            |layout: &Layout, rank| layout.shard(Side::Q, 8, rank, 2).iter().collect::<Vec<_>>();
+        assert_eq!(
+            (rows(&Layout::Contiguous, 0), rows(&Layout::Contiguous, 1)),
+            (vec![0, 1, 2, 3], vec![4, 5, 6, 7])
+        );
+        assert_eq!(
+            (rows(&Layout::Zigzag, 0), rows(&Layout::Zigzag, 1)),
+            (vec![0, 1, 6, 7], vec![2, 3, 4, 5])
+        );
+        assert_eq!(
+            (rows(&Layout::Striped, 0), rows(&Layout::Striped, 1)),
+            (vec![0, 2, 4, 6], vec![1, 3, 5, 7])
+        );
         let dealt = custom(vec![runs(&[3, 1]), runs(&[0, 2])], vec![runs(&[]), runs(&[0])]);
         dealt.validate(4, 1, 2).unwrap();
         assert_eq!(dealt.shard(Side::Q, 4, 0, 2).iter().collect::<Vec<_>>(), [3, 1]);
@@ -195,21 +214,41 @@ mod tests {
 
     #[test]
     fn bad_layouts_are_refused_with_what_is_wrong() {
-        let told = |layout: &Layout, q_len, kv_len, ranks| layout.validate(q_len, kv_len, ranks).unwrap_err().to_string();
+        let told = |layout: &Layout, q_len, kv_len, ranks| {
+            layout.validate(q_len, kv_len, ranks).unwrap_err().to_string()
+        };
         assert_eq!(told(&Layout::Contiguous, 4, 4, 0), "ranks: got 0, want at least 1");
         let good = runs(&[0, 1]);
         let one = |rows: &[i64]| custom(vec![good.clone()], vec![runs(rows)]);
         one(&[1, 0]).validate(2, 2, 1).unwrap();
         assert_eq!(told(&one(&[0, 1]), 2, 2, 3), "layout: got 1 shards of q, want 3, one a rank");
-        assert_eq!(told(&one(&[0, 0]), 2, 2, 1), "layout: got kv row 0 twice, want every kv row of 0..2 once");
-        assert_eq!(told(&one(&[0, 2]), 2, 2, 1), "layout: got kv row 2, want every kv row of 0..2 once");
-        assert_eq!(told(&one(&[-1, 0]), 2, 2, 1), "layout: got kv row -1, want every kv row of 0..2 once");
-        assert_eq!(told(&one(&[0]), 2, 2, 1), "layout: got no rank for kv row 1, want every kv row of 0..2 once");
-        assert_eq!(told(&one(&[]), 3, 0, 1), "layout: got no rank for q row 2, want every q row of 0..3 once");
+        assert_eq!(
+            told(&one(&[0, 0]), 2, 2, 1),
+            "layout: got kv row 0 twice, want every kv row of 0..2 once"
+        );
+        assert_eq!(
+            told(&one(&[0, 2]), 2, 2, 1),
+            "layout: got kv row 2, want every kv row of 0..2 once"
+        );
+        assert_eq!(
+            told(&one(&[-1, 0]), 2, 2, 1),
+            "layout: got kv row -1, want every kv row of 0..2 once"
+        );
+        assert_eq!(
+            told(&one(&[0]), 2, 2, 1),
+            "layout: got no rank for kv row 1, want every kv row of 0..2 once"
+        );
+        assert_eq!(
+            told(&one(&[]), 3, 0, 1),
+            "layout: got no rank for q row 2, want every q row of 0..3 once"
+        );
         // a run that claims more rows than there are numbers, and a length beyond any memory
         let mut endless = Runs::new();
         endless.push_run(Run { start: 0, step: 1, count: u64::MAX });
-        assert_eq!(told(&custom(vec![endless], vec![runs(&[])]), 2, 0, 1), "layout: got q row 2, want every q row of 0..2 once");
+        assert_eq!(
+            told(&custom(vec![endless], vec![runs(&[])]), 2, 0, 1),
+            "layout: got q row 2, want every q row of 0..2 once"
+        );
         let vast = custom(vec![runs(&[])], vec![runs(&[])]).validate(usize::MAX, 0, 1);
         assert!(matches!(vast, Err(Error::OutOfMemory { .. })), "{vast:?}");
     }

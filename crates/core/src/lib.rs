@@ -5,12 +5,13 @@
 //! | noun | file |
 //! |---|---|
 //! | shapes: [`Dims`], element types: [`DType`], [`Element`] | `dims.rs`, `dtype.rs` |
-//! | who sees whom: [`Mask`], [`Spans`], [`Batch`], [`Rows`], [`Visibility`], [`SeenTiles`] | `mask/`, `spans.rs`, `batch.rs`, `shard/`, `rows.rs`, `visibility.rs`, `tile_lists.rs` |
+//! | who sees whom: [`Mask`], [`KeyIntervals`], [`Batch`], [`Rows`], [`Visibility`], [`BlockSparseMask`] | `mask/`, `key_intervals.rs`, `batch.rs`, `shard/`, `rows.rs`, `visibility.rs`, `block_sparse_mask.rs` |
 //! | what is computed: [`Spec`] | `spec.rs` |
 //! | the running softmax: [`Partial`] | `partial.rs` |
-//! | the ring: [`Layout`], [`Needs`], [`Schedule`], [`Record`] | `layout.rs`, `needs.rs`, `schedule/`, `record.rs` |
+//! | the ring: [`Layout`], [`Needs`], [`Schedule`], [`Record`] | `layout.rs`, `needs/`, `schedule/`, `row_layout.rs` |
 //! | the two seams: [`Backend`], [`Transport`], over one memory [`Space`] | `backend.rs`, `transport.rs`, `space.rs` |
-//! | the truth: [`oracle`] | `oracle.rs` |
+//! | lists that grow with the sequence: [`memory`] | `memory.rs` |
+//! | the truth: [`oracle`] | `oracle/` |
 #![forbid(unsafe_code)]
 
 #[cfg(not(target_pointer_width = "64"))]
@@ -19,66 +20,82 @@ compile_error!("annulus indexes with 64-bit offsets and needs a 64-bit target");
 mod backend;
 mod batch;
 mod bias;
-mod coordinates;
+mod block_sparse_mask;
 mod dense_mask;
+mod device_space;
 mod dims;
 mod dropout;
 mod dtype;
 mod error;
 mod fingerprint;
-mod hulls;
+mod key_intervals;
 mod layout;
 pub mod mask;
+pub mod memory;
 mod needs;
+mod on_host;
 pub mod oracle;
-mod outline;
 mod partial;
-mod record;
+mod pass;
+mod ring_shards;
+mod row_bounds;
+mod row_layout;
 mod row_set;
 mod rows;
 mod run;
 mod schedule;
 mod shard;
 mod space;
-mod spans;
 mod spec;
 mod tile;
-mod tile_lists;
+mod tile_bounds_table;
 mod tile_tree;
 mod transport;
 mod visibility;
 
-pub use backend::{Backend, Block, Gradients, Inputs, Local, Outputs, Saved, Tick};
+pub use backend::{
+    Backend, BackwardPass, Capabilities, ForwardPass, Passes, RangePairs, Readers, Reduction, Tick,
+    Workspace,
+};
 pub use batch::Batch;
 pub use bias::{Alibi, BiasFunction, PositionBias};
-pub use coordinates::Coordinates;
+pub use block_sparse_mask::{BitmaskPolicy, BlockSparseMask, CsrTiles, TileRun, Tiling};
 pub use dense_mask::{DenseMask, MaskElement};
+pub use device_space::{DeviceSpace, StagedSpace};
 pub use dims::Dims;
 pub use dropout::{DropoutMask, philox4x32_10};
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};
 pub use fingerprint::Fingerprint;
-pub use hulls::Hulls;
+pub use key_intervals::KeyIntervals;
 pub use layout::{CustomLayout, Layout, Side};
 pub use mask::Mask;
 pub use needs::Needs;
+pub use on_host::{HostViews, OnHost, OnHostBackward, OnHostForward, OnHostWorkspace};
 pub use partial::Partial;
-pub use record::{Field, Record};
+pub use pass::{BackwardInputs, Block, Gradients, Inputs, Outputs, RankShard};
+pub use ring_shards::RingShards;
+pub use row_layout::{RowField, RowLayout};
 pub use row_set::RowSet;
 pub use rows::Rows;
 pub use run::{Run, Runs};
-pub use schedule::{Choice, Group, Message, Order, Placement, Route, Schedule, Step, Traffic, Transfer, Violation, Work};
+pub use schedule::{
+    Choice, Group, Message, Order, Placement, Route, Schedule, Step, Traffic, Transfer, Violation,
+    Work,
+};
 pub use shard::Shard;
 pub use space::{Host, HostBuffer, HostTensors, HostView, HostViewMut, Space};
-pub use spans::Spans;
 pub use spec::{Alignment, BackwardMode, BiasOrder, Dropout, Precision, SinkShape, Spec};
 pub use tile::{QueryTile, TileBits, TileClass};
-pub use tile_lists::{Marked, SeenTiles, TileLists, TileRun, Tiling};
-pub use transport::{Arrived, Channel, Control, Hop, Incoming, Outgoing, Transport};
+pub use tile_bounds_table::TileBoundsTable;
+pub use transport::{Arrived, Channel, Control, Incoming, MessageHeader, Outgoing, Transport};
 pub use visibility::Visibility;
 
 /// A global number as an index. Exact: the crate refuses to build where `usize` is narrower than 64 bits.
-#[expect(clippy::cast_possible_truncation, reason = "usize is 64 bits wide, see the compile_error above")]
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "usize is 64 bits wide, see the compile_error above"
+)]
 pub const fn index(number: u64) -> usize {
     number as usize
 }

@@ -87,7 +87,9 @@ impl<T: Element<Accumulator = T>> Partial<T> {
         let element = |acc: &[T], index: usize| acc.get(index).copied().unwrap_or(T::from_f64(0.0));
         let dim = self.acc.len().max(other.acc.len());
         Self {
-            acc: (0..dim).map(|index| join(element(&self.acc, index), element(&other.acc, index))).collect(),
+            acc: (0..dim)
+                .map(|index| join(element(&self.acc, index), element(&other.acc, index)))
+                .collect(),
             max: rounded(max),
             sum: join(self.sum, other.sum),
         }

@@ -69,7 +69,9 @@ impl RowSet {
         let mut ranges = Vec::new();
         for range in &self.ranges {
             let mut start = range.start;
-            for hole in &other.ranges[other.ranges.partition_point(|hole| hole.end <= range.start)..] {
+            for hole in
+                &other.ranges[other.ranges.partition_point(|hole| hole.end <= range.start)..]
+            {
                 if hole.start >= range.end {
                     break;
                 }
@@ -92,7 +94,7 @@ impl RowSet {
 
     /// Where the rows `part` (a subset of `self`) lie in a buffer that holds exactly the rows of `self` in ascending order:
     /// ranges of places, in order.
-    pub fn places_of(&self, part: &Self) -> Vec<Range<u64>> {
+    pub fn record_ranges(&self, part: &Self) -> Vec<Range<u64>> {
         let mut places: Vec<Range<u64>> = Vec::new();
         let (mut before, mut i) = (0, 0);
         for range in &part.ranges {
@@ -116,7 +118,8 @@ impl RowSet {
 impl FromIterator<Range<u64>> for RowSet {
     /// Any ranges, in any order, overlapping or empty.
     fn from_iter<I: IntoIterator<Item = Range<u64>>>(ranges: I) -> Self {
-        let mut all: Vec<Range<u64>> = ranges.into_iter().filter(|range| range.start < range.end).collect();
+        let mut all: Vec<Range<u64>> =
+            ranges.into_iter().filter(|range| range.start < range.end).collect();
         all.sort_unstable_by_key(|range| range.start);
         let mut merged: Vec<Range<u64>> = Vec::with_capacity(all.len());
         for range in all {
@@ -164,7 +167,7 @@ mod tests {
         fn places_point_at_the_rows((a, x) in set(), (b, _) in set()) {
             let part = a.intersection(&b);
             let order: Vec<u64> = x.into_iter().collect();
-            let found: Vec<u64> = a.places_of(&part).into_iter().flatten().map(|place| order[place as usize]).collect();
+            let found: Vec<u64> = a.record_ranges(&part).into_iter().flatten().map(|place| order[place as usize]).collect();
             prop_assert_eq!(found, part.iter().collect::<Vec<_>>());
         }
     }

@@ -23,7 +23,8 @@ impl Run {
             return 0..0;
         }
         // in 128 bits: lo and hi may be i64::MIN and i64::MAX for "unbounded"
-        let (start, step, count) = (i128::from(self.start), i128::from(self.step), i128::from(self.count));
+        let (start, step, count) =
+            (i128::from(self.start), i128::from(self.step), i128::from(self.count));
         let (lo, hi) = (i128::from(lo), i128::from(hi));
         let ceil_div = |a: i128, b: i128| a.div_euclid(b) + i128::from(a.rem_euclid(b) != 0);
         let (first, end) = match step {
@@ -69,7 +70,9 @@ impl Runs {
                 }
                 self.runs.push(Run { start: number, step: 1, count: 1 });
             }
-            Some(last) if last.at(last.count - 1).checked_add(last.step) == Some(number) => last.count += 1,
+            Some(last) if last.at(last.count - 1).checked_add(last.step) == Some(number) => {
+                last.count += 1
+            }
             _ => self.runs.push(Run { start: number, step: 1, count: 1 }),
         }
     }

@@ -4,7 +4,7 @@ use std::{ops::Range, sync::Arc};
 
 use ndarray::{ArrayView4, ArrayViewMut4};
 
-use crate::{DType, Error, Result};
+use crate::{DType, Element, Result, memory};
 
 /// Where a rank's blocks live. A backend computes in it and a transport sends from it; neither knows more of the other.
 pub trait Space: Sized + 'static {
@@ -28,7 +28,18 @@ pub trait Space: Sized + 'static {
         None
     }
 
-    /// Element type and lengths of a tensor, so that whoever calls a backend can check them first.
+    /// True if [`Space::host_view_mut`] returns a view.
+    const HOST_TENSORS: bool = false;
+
+    /// Borrows the same tensor for a shorter time.
+    fn reborrow<'short>(view: &'short Self::View<'_>) -> Self::View<'short>;
+
+    /// Borrows a tensor that the host can read and write; `None` of one in device memory.
+    fn host_view_mut<'short>(_view: &'short mut Self::ViewMut<'_>) -> Option<HostViewMut<'short>> {
+        None
+    }
+
+    /// Element type and lengths of a tensor, which the ring checks before it calls a backend.
     fn describe(view: &Self::View<'_>) -> (DType, [usize; 4]);
 
     /// As [`Space::describe`], of a writable tensor.
@@ -46,6 +57,7 @@ impl Space for Host {
     type Event = ();
 
     const HAS_PARTS: bool = true;
+    const HOST_TENSORS: bool = true;
 
     fn size(buffer: &HostBuffer) -> u64 {
         buffer.bytes().len() as u64
@@ -53,6 +65,14 @@ impl Space for Host {
 
     fn part(buffer: &HostBuffer, bytes: Range<u64>) -> Option<HostBuffer> {
         buffer.part(bytes)
+    }
+
+    fn reborrow<'short>(view: &'short HostView<'_>) -> HostView<'short> {
+        view.reborrow()
+    }
+
+    fn host_view_mut<'short>(view: &'short mut HostViewMut<'_>) -> Option<HostViewMut<'short>> {
+        Some(view.reborrow())
     }
 
     fn describe(view: &HostView<'_>) -> (DType, [usize; 4]) {
@@ -65,7 +85,10 @@ impl Space for Host {
 }
 
 /// A space whose tensors are in host memory, wherever its blocks live.
-pub trait HostTensors: for<'a> Space<View<'a> = HostView<'a>, ViewMut<'a> = HostViewMut<'a>> {}
+pub trait HostTensors:
+    for<'a> Space<View<'a> = HostView<'a>, ViewMut<'a> = HostViewMut<'a>>
+{
+}
 
 impl<S: for<'a> Space<View<'a> = HostView<'a>, ViewMut<'a> = HostViewMut<'a>>> HostTensors for S {}
 
@@ -82,13 +105,10 @@ impl HostBuffer {
     /// `len` zero bytes.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`].
+    /// [`crate::Error::OutOfMemory`].
     pub fn zeroed(len: u64) -> Result<Self> {
-        let out_of_memory = || Error::OutOfMemory { asked: len, free: None };
-        let bytes = usize::try_from(len).map_err(|_| out_of_memory())?;
-        let mut words = Vec::new();
-        words.try_reserve_exact(bytes.div_ceil(8)).map_err(|_| out_of_memory())?;
-        words.resize(bytes.div_ceil(8), 0);
+        let bytes = crate::index(len);
+        let words = memory::filled("a buffer of the ring", bytes.div_ceil(8), 0)?;
         Ok(Self { words: Arc::new(words), start: 0, len: bytes })
     }
 
@@ -107,7 +127,11 @@ impl HostBuffer {
     pub fn part(&self, bytes: Range<u64>) -> Option<Self> {
         let (start, end) = (usize::try_from(bytes.start).ok()?, usize::try_from(bytes.end).ok()?);
         let fits = start <= end && end <= self.len && start.is_multiple_of(8);
-        fits.then(|| Self { words: Arc::clone(&self.words), start: self.start + start, len: end - start })
+        fits.then(|| Self {
+            words: Arc::clone(&self.words),
+            start: self.start + start,
+            len: end - start,
+        })
     }
 
     /// Whether somebody else co-owns the bytes (a transfer is in flight, or a part is used).
@@ -162,10 +186,72 @@ views!(
     /// Tensors of fewer dimensions stand at the seam with axes of length 1: lse `[b, heads, q_len, 1]`, sinks `[1 or heads, sinks, 1, 1]`.
     HostView, ArrayView4, Clone, Copy
 );
+impl HostView<'_> {
+    /// Borrows the same tensor for a shorter time.
+    pub fn reborrow(&self) -> HostView<'_> {
+        match self {
+            Self::F64(view) => HostView::F64(view.view()),
+            Self::F32(view) => HostView::F32(view.view()),
+            Self::Bf16(view) => HostView::Bf16(view.view()),
+            Self::F16(view) => HostView::F16(view.view()),
+        }
+    }
+}
+
 views!(
     /// A four-dimensional tensor in host memory, borrowed for writing.
     HostViewMut, ArrayViewMut4,
 );
+
+impl HostViewMut<'_> {
+    /// Borrows the same tensor for a shorter time.
+    pub fn reborrow(&mut self) -> HostViewMut<'_> {
+        match self {
+            Self::F64(view) => HostViewMut::F64(view.view_mut()),
+            Self::F32(view) => HostViewMut::F32(view.view_mut()),
+            Self::Bf16(view) => HostViewMut::Bf16(view.view_mut()),
+            Self::F16(view) => HostViewMut::F16(view.view_mut()),
+        }
+    }
+
+    /// Replaces the elements, at most `chunk` at a time in logical order: they are widened to f64,
+    /// changed by `map`, and rounded to the element type.
+    ///
+    /// # Errors
+    /// Those of `map`; [`crate::Error::OutOfMemory`].
+    pub fn map_widened(
+        &mut self,
+        chunk: usize,
+        map: impl FnMut(&mut [f64]) -> Result<()>,
+    ) -> Result<()> {
+        match self {
+            Self::F64(view) => map_widened(view, chunk, map),
+            Self::F32(view) => map_widened(view, chunk, map),
+            Self::Bf16(view) => map_widened(view, chunk, map),
+            Self::F16(view) => map_widened(view, chunk, map),
+        }
+    }
+}
+
+fn map_widened<T: Element>(
+    view: &mut ArrayViewMut4<'_, T>,
+    chunk: usize,
+    mut map: impl FnMut(&mut [f64]) -> Result<()>,
+) -> Result<()> {
+    let mut widened = memory::filled("a chunk of a tensor", chunk.min(view.len()), 0.0)?;
+    let mut elements = view.iter_mut();
+    while elements.len() > 0 {
+        let part = chunk.min(elements.len());
+        let elements: Vec<&mut T> = elements.by_ref().take(part).collect();
+        widened.iter_mut().zip(&elements).for_each(|(wide, element)| *wide = element.to_f64());
+        map(&mut widened[..part])?;
+        elements
+            .into_iter()
+            .zip(&widened)
+            .for_each(|(element, &wide)| *element = T::from_f64(wide));
+    }
+    Ok(())
+}
 
 #[cfg(test)]
 mod tests {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::{Batch, BiasFunction, DType, Dims, Error, Field, Mask, Record, Result};
+use crate::{Batch, BiasFunction, DType, Dims, Error, Mask, Result, RowField, RowLayout};
 
 /// Where query row i stands among the keys when lengths differ and no explicit positions are given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -54,6 +54,18 @@ pub struct SinkShape {
     pub per_head: bool,
     /// Sinks a head.
     pub count: usize,
+}
+
+impl SinkShape {
+    /// `count` sinks shared by all heads: `[1, count]`.
+    pub const fn shared(count: usize) -> Self {
+        Self { per_head: false, count }
+    }
+
+    /// `count` sinks for each query head: `[q_heads, count]`.
+    pub const fn per_head(count: usize) -> Self {
+        Self { per_head: true, count }
+    }
 }
 
 /// Dropout of attention weights; the mask is a pure function of seed, batch row, head and row numbers.
@@ -139,36 +151,51 @@ impl Spec {
             let Dims { batch, q_heads, q_len, kv_len, .. } = self.dims;
             let full = [batch, q_heads, q_len, kv_len];
             if shape.iter().zip(full).any(|(&got, full)| got != full && got != 1) {
-                return Err(Error::invalid("bias", format!("{shape:?}"), format!("{full:?}, or 1 in place of any length")));
+                return Err(Error::invalid(
+                    "bias",
+                    format!("{shape:?}"),
+                    format!("{full:?}, or 1 in place of any length"),
+                ));
             }
         }
         if let Some(sinks) = self.sinks.filter(|sinks| sinks.count == 0) {
-            return Err(Error::invalid("softmax_aux", format!("{sinks:?}"), "at least one sink, or none at all"));
+            let of = if sinks.per_head { "of each head" } else { "shared by all heads" };
+            return Err(Error::invalid(
+                "softmax_aux",
+                format!("0 sinks {of}"),
+                "at least one sink, or no softmax_aux",
+            ));
         }
-        if let Some(dropout) = self.dropout.filter(|dropout| !(0.0..1.0).contains(&dropout.probability)) {
+        if let Some(dropout) =
+            self.dropout.filter(|dropout| !(0.0..1.0).contains(&dropout.probability))
+        {
             return Err(Error::invalid("dropout_prob", dropout.probability, "0 ≤ p < 1"));
         }
         Ok(())
     }
 
     /// What travels for one key row: k and v in the inputs' type.
-    pub fn kv_record(&self) -> Record {
+    pub fn kv_row_layout(&self) -> RowLayout {
         self.pair_record(self.dtype)
     }
 
     /// What travels for one key row's gradient: dk and dv in the accumulator's type.
-    pub fn gradient_record(&self) -> Record {
+    pub fn gradient_row_layout(&self) -> RowLayout {
         self.pair_record(self.dtype.accumulator())
     }
 
     /// What travels for one query row in the two-pass backward: q and dout in the inputs' type, and [`Spec::ROW_STATISTICS`]
     /// numbers a head in the accumulator's.
-    pub fn query_record(&self) -> Record {
+    pub fn query_row_layout(&self) -> RowLayout {
         let Dims { batch, q_heads, head_dim, value_dim, .. } = self.dims;
-        let field = |dim, dtype| Field { heads: q_heads, dim, dtype };
-        Record::new(
+        let field = |dim, dtype| RowField { heads: q_heads, dim, dtype };
+        RowLayout::new(
             batch,
-            vec![field(head_dim, self.dtype), field(value_dim, self.dtype), field(Self::ROW_STATISTICS, self.dtype.accumulator())],
+            vec![
+                field(head_dim, self.dtype),
+                field(value_dim, self.dtype),
+                field(Self::ROW_STATISTICS, self.dtype.accumulator()),
+            ],
         )
     }
 
@@ -186,8 +213,14 @@ impl Spec {
         batch.validate(&self.dims, q_rows, kv_rows)
     }
 
-    fn pair_record(&self, dtype: DType) -> Record {
+    fn pair_record(&self, dtype: DType) -> RowLayout {
         let Dims { batch, kv_heads: heads, head_dim, value_dim, .. } = self.dims;
-        Record::new(batch, vec![Field { heads, dim: head_dim, dtype }, Field { heads, dim: value_dim, dtype }])
+        RowLayout::new(
+            batch,
+            vec![
+                RowField { heads, dim: head_dim, dtype },
+                RowField { heads, dim: value_dim, dtype },
+            ],
+        )
     }
 }

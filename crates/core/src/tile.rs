@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::{Spans, outline::Extent};
+use crate::{KeyIntervals, row_bounds::Bounds};
 
 /// What a mask does to a rectangle of (query, key) pairs. Exact: no `Empty` tile has a visible pair, no `Full` tile a hidden one, every `Edge`
 /// tile has both.
@@ -13,7 +13,7 @@ pub enum TileClass {
     /// Every pair is visible: no mask code runs.
     Full,
     /// Some are: the bits say which.
-    Edge,
+    Partial,
 }
 
 /// One bit a pair of a tile: `words` 64-bit words a query row, lowest bit = first key of the tile.
@@ -76,7 +76,7 @@ impl TileBits {
 #[derive(Debug, Clone)]
 pub(crate) struct SeenBy {
     /// The key positions that it sees; if `opaque`, only among them.
-    pub(crate) spans: Spans,
+    pub(crate) spans: KeyIntervals,
     /// Whether the mask must be asked about each pair.
     pub(crate) opaque: bool,
     /// Its segment id; 0 if there are none.
@@ -85,32 +85,36 @@ pub(crate) struct SeenBy {
 
 /// Bounds of what some queries see: no key outside is seen by any of them.
 #[derive(Debug, Clone)]
-pub(crate) struct Hull {
+pub(crate) struct TileBounds {
     /// Of key positions.
-    pub(crate) spans: Spans,
+    pub(crate) spans: KeyIntervals,
     /// Least and greatest segment id; unbounded if there are none.
     pub(crate) segments: (i64, i64),
 }
 
-impl Default for Hull {
+impl Default for TileBounds {
     fn default() -> Self {
-        Self { spans: Spans::nothing(), segments: Extent::NONE.segments }
+        Self { spans: KeyIntervals::nothing(), segments: Bounds::NONE.segments }
     }
 }
 
-impl Hull {
+impl TileBounds {
     /// Takes in one more query.
-    pub(crate) fn add(&mut self, spans: &Spans, segment: Option<i64>) {
+    pub(crate) fn add(&mut self, spans: &KeyIntervals, segment: Option<i64>) {
         self.spans = self.spans.cover(spans);
         let (least, greatest) = segment.map_or((i64::MIN, i64::MAX), |segment| (segment, segment));
         self.segments = (self.segments.0.min(least), self.segments.1.max(greatest));
     }
 
     /// Whether any of these queries might see any of these keys.
-    pub(crate) fn meets(&self, keys: &Extent) -> bool {
+    pub(crate) fn meets(&self, keys: &Bounds) -> bool {
         self.segments.0 <= keys.segments.1
             && keys.segments.0 <= self.segments.1
-            && self.spans.ranges().iter().any(|range| range.start <= keys.positions.1 && keys.positions.0 < range.end)
+            && self
+                .spans
+                .ranges()
+                .iter()
+                .any(|range| range.start <= keys.positions.1 && keys.positions.0 < range.end)
     }
 }
 
@@ -123,14 +127,21 @@ pub struct QueryTile {
     /// of each row
     pub(crate) seen: Vec<SeenBy>,
     /// of all rows together
-    pub(crate) hull: Hull,
+    pub(crate) hull: TileBounds,
     /// key positions that every row sees for certain, if it has the same segment
-    pub(crate) core: Spans,
+    pub(crate) core: KeyIntervals,
 }
 
 impl Default for QueryTile {
     fn default() -> Self {
-        Self { batch: 0, head: 0, rows: 0..0, seen: Vec::new(), hull: Hull::default(), core: Spans::nothing() }
+        Self {
+            batch: 0,
+            head: 0,
+            rows: 0..0,
+            seen: Vec::new(),
+            hull: TileBounds::default(),
+            core: KeyIntervals::nothing(),
+        }
     }
 }
 
@@ -141,10 +152,15 @@ impl QueryTile {
     }
 
     /// Whether every row sees every key within `keys` for certain.
-    pub(crate) fn sees_all(&self, keys: &Extent) -> bool {
+    pub(crate) fn sees_all(&self, keys: &Bounds) -> bool {
         // one id on both sides, or none at all (then both are unbounded)
-        let one_segment =
-            self.hull.segments == keys.segments && (keys.segments.0 == keys.segments.1 || keys.segments == (i64::MIN, i64::MAX));
-        one_segment && self.core.ranges().iter().any(|range| range.start <= keys.positions.0 && keys.positions.1 < range.end)
+        let one_segment = self.hull.segments == keys.segments
+            && (keys.segments.0 == keys.segments.1 || keys.segments == (i64::MIN, i64::MAX));
+        one_segment
+            && self
+                .core
+                .ranges()
+                .iter()
+                .any(|range| range.start <= keys.positions.0 && keys.positions.1 < range.end)
     }
 }

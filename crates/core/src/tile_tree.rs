@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::{QueryTile, Visibility, outline::Extent};
+use crate::{QueryTile, Visibility, row_bounds::Bounds};
 
 /// Each level bounds 2³ times as many tiles as the one below.
 const BITS: u32 = 3;
@@ -12,12 +12,18 @@ const BITS: u32 = 3;
 pub(crate) struct TileTree {
     tiles: usize,
     /// tiles, eights of tiles, …, everything
-    levels: Vec<Vec<Extent>>,
+    levels: Vec<Vec<Bounds>>,
 }
 
 impl TileTree {
     /// Bounds tiles of `width` of the keys `keys`, as batch row `batch` has them. Keeps its memory.
-    pub(crate) fn refill(&mut self, visibility: &Visibility<'_>, batch: usize, keys: Range<usize>, width: usize) {
+    pub(crate) fn refill(
+        &mut self,
+        visibility: &Visibility<'_>,
+        batch: usize,
+        keys: Range<usize>,
+        width: usize,
+    ) {
         self.tiles = keys.len().div_ceil(width);
         let mut height = 0;
         loop {
@@ -28,12 +34,16 @@ impl TileTree {
             let level = &mut above[0];
             level.clear();
             match below.last() {
-                Some(below) => {
-                    level.extend(below.chunks(1 << BITS).map(|tiles| tiles.iter().fold(Extent::NONE, |all, &one| all.with(one))))
-                }
+                Some(below) => level.extend(
+                    below
+                        .chunks(1 << BITS)
+                        .map(|tiles| tiles.iter().fold(Bounds::NONE, |all, &one| all.with(one))),
+                ),
                 None => {
                     let starts = keys.clone().step_by(width);
-                    level.extend(starts.map(|first| visibility.keys.outline(batch).extent(&(first..keys.end.min(first + width)))));
+                    level.extend(starts.map(|first| {
+                        visibility.keys.outline(batch).extent(&(first..keys.end.min(first + width)))
+                    }));
                 }
             }
             height += 1;
@@ -57,7 +67,8 @@ impl TileTree {
             while at < self.tiles {
                 // the largest stretch that begins here: what contains it has been looked into
                 let top = self.levels.len() - 1;
-                let mut level = if at == 0 { top } else { top.min((at.trailing_zeros() / BITS) as usize) };
+                let mut level =
+                    if at == 0 { top } else { top.min((at.trailing_zeros() / BITS) as usize) };
                 loop {
                     let shift = BITS as usize * level;
                     let end = self.tiles.min(((at >> shift) + 1) << shift);

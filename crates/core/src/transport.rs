@@ -10,17 +10,17 @@ use crate::{Error, Placement, Result, Space};
 /// What a message carries. Messages of different channels never overtake each other's meaning: they are matched by channel and tag.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Channel {
-    /// Keys and values, or queries in the second pass of a two-pass backward.
-    Block,
-    /// A gradient on its way to the next rank that adds to it.
-    Travel,
-    /// A gradient on its way to its owner.
-    Home,
+    /// Keys and values, or the queries of the second pass of a two-pass backward.
+    Kv,
+    /// A partial sum of dK and dV, sent to the next rank that adds to it.
+    PartialGrad,
+    /// The sum of dK and dV, sent to the owner of the keys.
+    FinalGrad,
 }
 
 /// One message of one call: who is at the other end, what it is, and which bytes of the local buffer.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Hop {
+pub struct MessageHeader {
     /// The other end: the receiver of a send, the sender of a receive.
     pub peer: usize,
     /// What it carries.
@@ -33,7 +33,7 @@ pub struct Hop {
     pub ranges: Arc<[Range<u64>]>,
 }
 
-impl Hop {
+impl MessageHeader {
     /// Bytes of the message.
     pub fn bytes(&self) -> u64 {
         self.ranges.iter().map(|range| range.end - range.start).sum()
@@ -43,7 +43,7 @@ impl Hop {
 /// A send. The transport co-owns the buffer until the bytes are gone.
 pub struct Outgoing<'a, S: Space> {
     /// Where to and which bytes.
-    pub hop: Hop,
+    pub hop: MessageHeader,
     /// The bytes.
     pub buffer: &'a S::Buffer,
     /// After this they may be read.
@@ -53,7 +53,7 @@ pub struct Outgoing<'a, S: Space> {
 /// A receive. The transport owns the buffer until it gives it back with [`Transport::take`].
 pub struct Incoming<S: Space> {
     /// Where from and which bytes.
-    pub hop: Hop,
+    pub hop: MessageHeader,
     /// Where the bytes go; nobody else owns it.
     pub buffer: S::Buffer,
 }
@@ -89,7 +89,7 @@ pub trait Transport<S: Space>: Control {
     ///
     /// # Errors
     /// As [`Transport::progress`].
-    fn take(&mut self, hop: &Hop) -> Result<Option<Arrived<S>>>;
+    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<S>>>;
 
     /// Whether sends are still in flight. A call drains them before it returns.
     fn pending(&self) -> bool;
@@ -110,23 +110,23 @@ pub trait Control: Send {
     ///
     /// # Errors
     /// [`Error::Comm`], [`Error::PeerLost`].
-    fn offer(&mut self, round: u64, bytes: &[u8]) -> Result<()>;
+    fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()>;
 
     /// Every rank's bytes of gather `round`, once all have offered. Does not block; [`Transport::progress`] moves it.
     ///
     /// # Errors
     /// [`Error::Aborted`], [`Error::PeerLost`].
-    fn collect(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>>;
+    fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>>;
 
     /// Ranks that have not offered to gather `round` yet.
-    fn missing(&self, round: u64) -> Vec<usize>;
+    fn stragglers(&self, round: u64) -> Vec<usize>;
 
     /// Tells every rank that this one failed. Never blocks, never fails; the first abort wins and [`Transport::progress`] of every
     /// other rank then returns it.
     fn abort(&mut self, error: &Error);
 
     /// Says that this rank lives; with `working`, also that it has done some work (a tile, a transfer) since the last beat.
-    fn beat(&mut self, working: bool);
+    fn heartbeat(&mut self, working: bool);
 
     /// Which node each rank is on, where that is known; the same on all ranks. A transport within one process has nothing to say.
     fn placement(&self) -> Option<&Placement> {
@@ -147,20 +147,20 @@ impl<T: Control + ?Sized> Control for Box<T> {
     fn ranks(&self) -> usize {
         (**self).ranks()
     }
-    fn offer(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
-        (**self).offer(round, bytes)
+    fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+        (**self).start_all_gather(round, bytes)
     }
-    fn collect(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
-        (**self).collect(round)
+    fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
+        (**self).try_all_gather(round)
     }
-    fn missing(&self, round: u64) -> Vec<usize> {
-        (**self).missing(round)
+    fn stragglers(&self, round: u64) -> Vec<usize> {
+        (**self).stragglers(round)
     }
     fn abort(&mut self, error: &Error) {
         (**self).abort(error);
     }
-    fn beat(&mut self, working: bool) {
-        (**self).beat(working);
+    fn heartbeat(&mut self, working: bool) {
+        (**self).heartbeat(working);
     }
     fn placement(&self) -> Option<&Placement> {
         (**self).placement()
@@ -184,7 +184,7 @@ impl<S: Space, T: Transport<S> + ?Sized> Transport<S> for Box<T> {
     fn progress(&mut self, patience: Duration) -> Result<()> {
         (**self).progress(patience)
     }
-    fn take(&mut self, hop: &Hop) -> Result<Option<Arrived<S>>> {
+    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<S>>> {
         (**self).take(hop)
     }
     fn pending(&self) -> bool {

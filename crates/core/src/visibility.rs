@@ -1,17 +1,17 @@
 //! Who sees whom between the queries of one rank and the keys of one block, tile by tile.
 //!
 //! [`Visibility::pair`] is the meaning: the spec's mask and the segment ids and the batch's dense mask. Everything else here gives the same answers
-//! for whole tiles, cheaply. Per query tile, once: each row's [`Spans`], the hull of all (outside it: `Empty`) and the core common to all (inside it:
+//! for whole tiles, cheaply. Per query tile, once: each row's [`KeyIntervals`], the hull of all (outside it: `Empty`) and the core common to all (inside it:
 //! `Full`). Per key tile: hull and core against the bounds of the keys, a few comparisons; only where those do not decide are bits made, an
 //! interval of a stretch of keys at a time, and counted.
 
 use std::ops::Range;
 
 use crate::{
-    DenseMask, Mask, QueryTile, Rows, Spans, TileBits, TileClass,
+    DenseMask, KeyIntervals, Mask, QueryTile, Rows, TileBits, TileClass,
     mask::{Key, Query},
-    outline::{GROUP, Stretch},
-    tile::{Hull, SeenBy},
+    row_bounds::{GROUP, StridedRun},
+    tile::{SeenBy, TileBounds},
 };
 
 /// The whole mask between the queries of one rank and the keys of one block.
@@ -57,23 +57,27 @@ impl Visibility<'_> {
         into.head = head;
         into.rows = rows.clone();
         into.seen.clear();
-        into.hull = Hull::default();
-        into.core = Spans::everything();
+        into.hull = TileBounds::default();
+        into.core = KeyIntervals::everything();
         for q in rows {
-            let (spans, opaque) = self.spans(batch, head, q);
+            let (spans, opaque) = self.intervals(batch, head, q);
             let segment = self.segment(batch, q);
             match segment {
-                Some(..0) => into.core = Spans::nothing(),
+                Some(..0) => into.core = KeyIntervals::nothing(),
                 _ => into.hull.add(&spans, segment),
             }
-            into.core = if opaque { Spans::nothing() } else { into.core.and(&spans).unwrap_or(Spans::nothing()) };
+            into.core = if opaque {
+                KeyIntervals::nothing()
+            } else {
+                into.core.and(&spans).unwrap_or(KeyIntervals::nothing())
+            };
             // whether or not this block's keys have ids: the next block's may, where a rank without keys made the tile
             let segment = self.queries.segments(batch).map_or(0, |segments| segments[q]);
             into.seen.push(SeenBy { spans, opaque, segment });
         }
     }
 
-    /// The class of `tile` × `keys`; `bits` are set if it is [`TileClass::Edge`] and mean nothing otherwise.
+    /// The class of `tile` × `keys`; `bits` are set if it is [`TileClass::Partial`] and mean nothing otherwise.
     pub fn classify(&self, tile: &QueryTile, keys: Range<usize>, bits: &mut TileBits) -> TileClass {
         if keys.is_empty() || tile.rows.is_empty() {
             return TileClass::Empty;
@@ -91,24 +95,34 @@ impl Visibility<'_> {
         for (row, seen) in tile.seen.iter().enumerate() {
             let line = bits.line_mut(row);
             if let Some(mask) = self.attention_mask {
-                self.keep_dense(mask.line(tile.batch, tile.head, tile.rows.start + row), &keys, line);
+                self.keep_dense(
+                    mask.line(tile.batch, tile.head, tile.rows.start + row),
+                    &keys,
+                    line,
+                );
             }
             if seen.opaque {
                 let query = self.query(tile.batch, tile.head, tile.rows.start + row);
-                keep(line, |key| self.mask.visible(&query, &self.key(tile.batch, keys.start + key)));
+                keep(line, |key| {
+                    self.mask.visible(&query, &self.key(tile.batch, keys.start + key))
+                });
             }
             count += line.iter().map(|word| word.count_ones() as usize).sum::<usize>();
         }
         match count {
             0 => TileClass::Empty,
             _ if count == tile.rows.len() * keys.len() => TileClass::Full,
-            _ => TileClass::Edge,
+            _ => TileClass::Partial,
         }
     }
 
     /// The key tiles `0..width, width..2·width, …` of which `tile` may see some, in order. Those left out are all [`TileClass::Empty`]; keys far
     /// outside are passed over 4096 at a time.
-    pub fn key_tiles<'s>(&'s self, tile: &'s QueryTile, width: usize) -> impl Iterator<Item = Range<usize>> + 's {
+    pub fn key_tiles<'s>(
+        &'s self,
+        tile: &'s QueryTile,
+        width: usize,
+    ) -> impl Iterator<Item = Range<usize>> + 's {
         let (len, width) = (self.keys.len(), width.max(1));
         let mut start = 0;
         // the group that was last found to be worth a closer look
@@ -137,9 +151,11 @@ impl Visibility<'_> {
     }
 
     /// What the mask's lowering says of query `q`: key positions, and whether it sees only some among them.
-    pub(crate) fn spans(&self, batch: usize, head: usize, q: usize) -> (Spans, bool) {
+    pub(crate) fn intervals(&self, batch: usize, head: usize, q: usize) -> (KeyIntervals, bool) {
         let query = self.query(batch, head, q);
-        self.mask.spans(&query).map_or_else(|| (self.mask.bound(&query), true), |spans| (spans, false))
+        self.mask
+            .intervals(&query)
+            .map_or_else(|| (self.mask.bound(&query), true), |spans| (spans, false))
     }
 
     /// The segment id of query `q`, if segment ids count at all.
@@ -158,7 +174,8 @@ impl Visibility<'_> {
                 }
                 if part.len() == 1 {
                     // keys in disorder
-                    bits.line_mut(row)[place / 64] |= u64::from(seen.spans.contains(stretch.position)) << (place % 64);
+                    bits.line_mut(row)[place / 64] |=
+                        u64::from(seen.spans.contains(stretch.position)) << (place % 64);
                     continue;
                 }
                 for range in seen.spans.ranges() {
@@ -185,7 +202,12 @@ impl Visibility<'_> {
     }
 
     pub(crate) fn query(&self, batch: usize, head: usize, q: usize) -> Query {
-        Query { batch, head, row: self.queries.rows()[q], position: self.queries.positions(batch)[q] }
+        Query {
+            batch,
+            head,
+            row: self.queries.rows()[q],
+            position: self.queries.positions(batch)[q],
+        }
     }
 
     fn key(&self, batch: usize, k: usize) -> Key {
@@ -217,7 +239,7 @@ fn word_at(line: &[u64], first: usize) -> u64 {
 }
 
 /// Which of the `count` rows of a stretch have positions within `range`.
-fn indices_within(stretch: &Stretch, count: usize, range: &Range<i64>) -> Range<usize> {
+fn indices_within(stretch: &StridedRun, count: usize, range: &Range<i64>) -> Range<usize> {
     // how many rows come before `end`
     let before = |end: i64| {
         let distance = end.saturating_sub(stretch.position);

@@ -1,15 +1,16 @@
-//! Plan-owned device memory.
+//! Device memory owned by a plan.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use annulus_core::{Error, Result};
 use cudarc::driver::sys::{CUdeviceptr, CUresult};
 
-use crate::{Device, Event, Stream, device::fault};
+use crate::{Device, Event, Stream, device::driver_error};
 
-/// Bytes on a device. A clone co-owns the same bytes.
+/// Device memory, reference counted: a clone shares the same bytes.
 ///
-/// A buffer remembers the last work that touches it, so that whoever writes it from another stream (a transport) can wait for that.
+/// A buffer records the last work that uses it, so that another stream (a transport) can wait for
+/// that work before it writes.
 #[derive(Debug, Clone)]
 pub struct CudaBuffer(Arc<Allocation>);
 
@@ -22,7 +23,7 @@ struct Allocation {
 }
 
 impl CudaBuffer {
-    /// `len` bytes, with anything in them.
+    /// Allocates `len` bytes, uninitialized.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::Device`].
@@ -30,49 +31,61 @@ impl CudaBuffer {
         if let Some(failure) = device.failure() {
             return Err(failure);
         }
-        let out_of_memory = || Error::OutOfMemory { asked: len, free: device.free_bytes().ok() };
-        // the driver knows no buffer of 0 bytes
+        let out_of_memory = || Error::OutOfMemory {
+            what: "a device buffer".into(),
+            asked: len,
+            free: device.free_bytes().ok(),
+        };
+        // the driver rejects an allocation of 0 bytes
         let bytes = usize::try_from(len.max(1)).map_err(|_| out_of_memory())?;
         let mut address: CUdeviceptr = 0;
-        // SAFETY: `address` is a local of the right type.
-        match device.plain(|symbols| unsafe { (symbols.allocate)(&raw mut address, bytes) }) {
-            CUresult::CUDA_SUCCESS => Ok(Self(Arc::new(Allocation { device: device.clone(), address, len, last_use: Mutex::default() }))),
+        let allocated = device.call_unchecked(|symbols| {
+            // SAFETY: `address` is a local of the right type.
+            unsafe { (symbols.allocate)(&raw mut address, bytes) }
+        });
+        match allocated {
+            CUresult::CUDA_SUCCESS => Ok(Self(Arc::new(Allocation {
+                device: device.clone(),
+                address,
+                len,
+                last_use: Mutex::default(),
+            }))),
             CUresult::CUDA_ERROR_OUT_OF_MEMORY => Err(out_of_memory()),
-            error => Err(device.fail(fault("cuMemAlloc", error))),
+            error => Err(device.fail(driver_error("cuMemAlloc", error))),
         }
     }
 
-    /// Where it is.
+    /// Device of the memory.
     pub fn device(&self) -> &Device {
         &self.0.device
     }
 
-    /// Its address.
+    /// Device address.
     pub fn address(&self) -> CUdeviceptr {
         self.0.address
     }
 
-    /// Its bytes.
+    /// Length in bytes.
     pub fn len(&self) -> u64 {
         self.0.len
     }
 
-    /// Whether it has none.
+    /// Returns true if the length is 0.
     pub fn is_empty(&self) -> bool {
         self.0.len == 0
     }
 
-    /// Whether somebody else co-owns it.
+    /// Returns true if there is another owner.
     pub fn is_shared(&self) -> bool {
         Arc::strong_count(&self.0) > 1
     }
 
-    /// Remembers that work before `event` touches it.
+    /// Records `event` as the last use of the buffer.
     pub fn touched_before(&self, event: &Event) {
         *self.0.last_use.lock().unwrap_or_else(PoisonError::into_inner) = Some(event.clone());
     }
 
-    /// Lets `stream` wait until the last work that touches it is done.
+    /// Makes later work of `stream` wait for the last use of the buffer.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -84,7 +97,7 @@ impl CudaBuffer {
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        // SAFETY: allocated by this, once. The driver frees it when work that was queued before is done.
-        self.device.plain(|symbols| unsafe { (symbols.free)(self.address) });
+        // SAFETY: allocated by `new`, freed once. The driver waits for work queued before.
+        self.device.call_unchecked(|symbols| unsafe { (symbols.free)(self.address) });
     }
 }

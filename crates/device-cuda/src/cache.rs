@@ -1,7 +1,8 @@
-//! Images on disk, so that a program is compiled once for a machine.
+//! Disk cache of compiled images, so that a program is compiled once per machine.
 //!
-//! An entry is written to a file of its own and then renamed, so that no reader sees half of one. It carries a digest of its contents: one that is
-//! damaged is not read, and is written anew. A cache that cannot be written costs time and nothing else.
+//! An entry is written to a temporary file and then renamed, so that no reader gets a partial one.
+//! It carries a digest: a damaged entry is ignored and rewritten. A cache that cannot be written
+//! costs compile time, but is not an error.
 
 use std::{
     fs,
@@ -13,7 +14,7 @@ use annulus_core::Fingerprint;
 
 use crate::{Image, ImageKind};
 
-/// A folder of images.
+/// Folder of cached images.
 #[derive(Debug, Clone)]
 pub struct Cache {
     folder: PathBuf,
@@ -22,25 +23,27 @@ pub struct Cache {
 const MAGIC: &[u8; 8] = b"annulus1";
 
 impl Cache {
-    /// The folder can be set by this variable; "none" means no cache.
+    /// Environment variable that sets the folder; "none" disables the cache.
     pub const VARIABLE: &'static str = "ANNULUS_KERNEL_CACHE";
 
-    /// A cache in this folder, which is made when it is first written.
+    /// Uses this folder, which is created by the first write.
     pub const fn new(folder: PathBuf) -> Self {
         Self { folder }
     }
 
-    /// The user's: [`Cache::VARIABLE`], else `annulus` in the user's folder for caches; none if neither is known.
+    /// Returns the user's cache: [`Cache::VARIABLE`], else `annulus` in `$XDG_CACHE_HOME` or
+    /// `~/.cache`; `None` if neither is set.
     pub fn of_user() -> Option<Self> {
         if let Some(folder) = std::env::var_os(Self::VARIABLE) {
             return (folder != "none").then(|| Self::new(folder.into()));
         }
         let caches = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
-        let caches = caches.or_else(|| std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".cache")));
+        let caches = caches
+            .or_else(|| std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".cache")));
         caches.map(|caches| Self::new(caches.join("annulus")))
     }
 
-    /// 128 bits of everything that an image depends on.
+    /// Hashes all inputs of an image to 128 bits.
     pub fn key<'a>(texts: impl Iterator<Item = &'a str>) -> String {
         let (mut one, mut other) = (Fingerprint::new(), Fingerprint::new().number(1));
         for text in texts {
@@ -50,7 +53,7 @@ impl Cache {
         format!("{:016x}{:016x}", one.finish(), other.finish())
     }
 
-    /// The image of this key, if it is there and whole.
+    /// Reads the image of this key, if it exists and its digest matches.
     pub fn get(&self, key: &str, kind: ImageKind) -> Option<Image> {
         let bytes = fs::read(self.file(key)).ok()?;
         let rest = bytes.strip_prefix(MAGIC)?;
@@ -59,11 +62,12 @@ impl Cache {
             return None;
         }
         let (log_len, rest) = rest.split_first_chunk::<8>()?;
-        let (log, image) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*log_len)).ok()?)?;
+        let (log, image) =
+            rest.split_at_checked(usize::try_from(u64::from_le_bytes(*log_len)).ok()?)?;
         Some(Image { kind, bytes: image.to_vec(), log: String::from_utf8(log.to_vec()).ok()? })
     }
 
-    /// Writes an image, if the folder can be written.
+    /// Writes an image, if the folder is writable.
     pub fn put(&self, key: &str, image: &Image) {
         static COUNT: AtomicU64 = AtomicU64::new(0);
         let mut body = (image.log.len() as u64).to_le_bytes().to_vec();
@@ -71,11 +75,16 @@ impl Cache {
         body.extend_from_slice(&image.bytes);
         let sum = digest(Fingerprint::new(), &body).finish().to_le_bytes();
         let whole = [MAGIC.as_slice(), &sum, &body].concat();
-        let own = self.folder.join(format!("{key}.{}.{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)));
-        let written =
-            fs::create_dir_all(&self.folder).and_then(|()| fs::write(&own, whole)).and_then(|()| fs::rename(&own, self.file(key)));
+        let own = self.folder.join(format!(
+            "{key}.{}.{}",
+            std::process::id(),
+            COUNT.fetch_add(1, Ordering::Relaxed)
+        ));
+        let written = fs::create_dir_all(&self.folder)
+            .and_then(|()| fs::write(&own, whole))
+            .and_then(|()| fs::rename(&own, self.file(key)));
         if written.is_err() {
-            // nothing may be left of it; that it could not be written is no failure of the caller's
+            // remove a partial file; a failed write is not the caller's error
             fs::remove_file(&own).unwrap_or_default();
         }
     }
@@ -94,23 +103,30 @@ mod tests {
     use super::*;
 
     fn folder(name: &str) -> PathBuf {
-        let folder = std::env::temp_dir().join(format!("annulus-cache-{name}-{}", std::process::id()));
+        let folder =
+            std::env::temp_dir().join(format!("annulus-cache-{name}-{}", std::process::id()));
         fs::remove_dir_all(&folder).unwrap_or_default();
         folder
     }
 
     #[test]
-    fn what_was_put_is_got_and_what_is_damaged_is_not() {
+    fn images_round_trip_and_damaged_ones_are_ignored() {
         let folder = folder("damage");
         let cache = Cache::new(folder.clone());
-        let image = Image { kind: ImageKind::Cubin, bytes: vec![7; 100], log: "12 registers".into() };
+        let image =
+            Image { kind: ImageKind::Cubin, bytes: vec![7; 100], log: "12 registers".into() };
         let key = Cache::key(["a", "b"].into_iter());
         assert_eq!(cache.get(&key, ImageKind::Cubin), None);
         cache.put(&key, &image);
         assert_eq!(cache.get(&key, ImageKind::Cubin), Some(image.clone()));
         let file = cache.file(&key);
         let whole = fs::read(&file).unwrap();
-        for damage in [whole[..whole.len() - 1].to_vec(), whole[..10].to_vec(), Vec::new(), [&whole[..40], &[1], &whole[41..]].concat()] {
+        for damage in [
+            whole[..whole.len() - 1].to_vec(),
+            whole[..10].to_vec(),
+            Vec::new(),
+            [&whole[..40], &[1], &whole[41..]].concat(),
+        ] {
             fs::write(&file, damage).unwrap();
             assert_eq!(cache.get(&key, ImageKind::Cubin), None);
         }
@@ -122,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_tell_apart_what_differs() {
+    fn keys_differ_for_different_inputs() {
         let key = |texts: &[&str]| Cache::key(texts.iter().copied());
         assert_ne!(key(&["ab", "c"]), key(&["a", "bc"]));
         assert_ne!(key(&["a"]), key(&["a", ""]));

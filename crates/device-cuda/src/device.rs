@@ -1,4 +1,4 @@
-//! One GPU: its context, what it is, and the first thing that went wrong on it.
+//! One GPU: context, properties, and first failure.
 
 use std::{
     ffi::{CStr, c_int},
@@ -9,24 +9,24 @@ use std::{
 use annulus_core::{Error, Result};
 use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute, CUresult};
 
-use crate::{Symbols, library::absent};
+use crate::{Symbols, library::missing};
 
-/// Compute capability: 8.0, 8.6, 9.0, …
+/// Compute capability, such as 8.0 or 9.0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Architecture {
-    /// Before the point.
+    /// Number before the dot.
     pub major: i32,
-    /// After it.
+    /// Number after the dot.
     pub minor: i32,
 }
 
 impl Architecture {
-    /// The oldest that the kernels are made for.
+    /// Oldest architecture that the kernels support: cp.async and bf16 `mma.sync` need 8.0.
     pub const OLDEST: Self = Self { major: 8, minor: 0 };
-    /// The one whose warpgroups multiply.
+    /// Architecture with warpgroups (`wgmma`) and TMA.
     pub const HOPPER: Self = Self { major: 9, minor: 0 };
 
-    /// Its number among those that compilers know: 80, 86, 90, …
+    /// Number in compiler targets: 80, 86, 90, …
     pub const fn number(self) -> i32 {
         self.major * 10 + self.minor
     }
@@ -38,16 +38,17 @@ impl fmt::Display for Architecture {
     }
 }
 
-/// One GPU's context. A clone is the same.
+/// Context of one GPU. A clone refers to the same context.
 ///
-/// The first failure of the device is kept, and is what every later call returns: what CUDA says after it has failed says little.
+/// The first failure is kept and returned by every later call, because the errors that CUDA reports
+/// after a failure rarely name the cause.
 #[derive(Clone)]
 pub struct Device(Arc<Parts>);
 
 struct Parts {
     symbols: Symbols,
     context: CUcontext,
-    /// Whose primary context it is, if it was retained here.
+    /// Device whose primary context was retained; `None` for a borrowed context.
     retained: Option<CUdevice>,
     name: String,
     architecture: Architecture,
@@ -60,7 +61,7 @@ unsafe impl Send for Parts {}
 unsafe impl Sync for Parts {}
 
 impl Device {
-    /// GPU number `ordinal` of this machine, by its primary context.
+    /// Opens GPU `ordinal` of this machine with its primary context.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if there is no driver, no such GPU, or it is too old.
@@ -68,7 +69,7 @@ impl Device {
         Self::with_symbols(Symbols::system()?, ordinal)
     }
 
-    /// How many GPUs this process sees.
+    /// Counts the GPUs visible to this process.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if there is no driver, or no GPU.
@@ -76,58 +77,77 @@ impl Device {
         start(&Symbols::system()?)
     }
 
-    /// As [`Device::open`], through these functions.
+    /// As [`Device::open`], with these functions.
     ///
     /// # Errors
     /// As [`Device::open`].
     pub fn with_symbols(symbols: Symbols, ordinal: usize) -> Result<Self> {
         let (device, name, architecture) = describe(&symbols, ordinal)?;
         let mut context: CUcontext = std::ptr::null_mut();
-        // SAFETY: the table's functions have the signatures and meanings of the driver's; the pointer is to a local of the right type.
-        check("cuDevicePrimaryCtxRetain", unsafe { (symbols.context_retain)(&raw mut context, device) })?;
-        Ok(Self(Arc::new(Parts { symbols, context, retained: Some(device), name, architecture, failure: Mutex::new(None) })))
+        // SAFETY: the table's functions have the driver's signatures and semantics; the pointer is
+        // to a local of the right type.
+        check("cuDevicePrimaryCtxRetain", unsafe {
+            (symbols.context_retain)(&raw mut context, device)
+        })?;
+        Ok(Self(Arc::new(Parts {
+            symbols,
+            context,
+            retained: Some(device),
+            name,
+            architecture,
+            failure: Mutex::new(None),
+        })))
     }
 
-    /// A caller's context, borrowed: it is made current by calls and never released.
+    /// Borrows a caller's context: calls make it current; it is never released.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if its GPU is too old.
     ///
     /// # Safety
-    /// * `context` is a context of GPU number `ordinal`, made through the same driver;
-    /// * it outlives the device and everything made of it.
+    /// * `context` is a context of GPU `ordinal`, created by the same driver;
+    /// * it outlives the device and everything created from it.
     pub unsafe fn borrowed(symbols: Symbols, ordinal: usize, context: CUcontext) -> Result<Self> {
         let (_, name, architecture) = describe(&symbols, ordinal)?;
-        Ok(Self(Arc::new(Parts { symbols, context, retained: None, name, architecture, failure: Mutex::new(None) })))
+        Ok(Self(Arc::new(Parts {
+            symbols,
+            context,
+            retained: None,
+            name,
+            architecture,
+            failure: Mutex::new(None),
+        })))
     }
 
-    /// Its name.
+    /// Name of the GPU.
     pub fn name(&self) -> &str {
         &self.0.name
     }
 
-    /// What it can run.
+    /// Compute capability.
     pub fn architecture(&self) -> Architecture {
         self.0.architecture
     }
 
-    /// Bytes of its memory that are free.
+    /// Returns the free device memory in bytes.
     ///
     /// # Errors
     /// [`Error::Device`].
     pub fn free_bytes(&self) -> Result<u64> {
         let (mut free, mut total) = (0, 0);
         // SAFETY: both point to locals.
-        self.call("cuMemGetInfo", |symbols| unsafe { (symbols.memory_info)(&raw mut free, &raw mut total) })?;
+        self.call("cuMemGetInfo", |symbols| unsafe {
+            (symbols.memory_info)(&raw mut free, &raw mut total)
+        })?;
         Ok(free as u64)
     }
 
-    /// The first failure, if there was one.
+    /// Returns the first failure, if any.
     pub fn failure(&self) -> Option<Error> {
         self.lock_failure().clone()
     }
 
-    /// Makes its context the one of this thread, for libraries that ask for it.
+    /// Makes the context current on this thread, for libraries that use the current context.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -135,28 +155,33 @@ impl Device {
         self.call("cuCtxSetCurrent", |_| CUresult::CUDA_SUCCESS)
     }
 
-    /// Calls the driver with the context current. What fails is kept, and is the answer from then on.
+    /// Calls the driver with the context current. The first failure is kept and returned from then
+    /// on.
     pub(crate) fn call(&self, name: &str, call: impl FnOnce(&Symbols) -> CUresult) -> Result<()> {
-        if self.ask(name, call)? {
+        if self.query(name, call)? {
             return Ok(());
         }
         Err(self.fail(Error::Device { what: format!("{name} is not ready") }))
     }
 
-    /// As [`Device::call`], for questions: whether the answer is yes.
-    pub(crate) fn ask(&self, name: &str, call: impl FnOnce(&Symbols) -> CUresult) -> Result<bool> {
+    /// As [`Device::call`] for queries: returns false for `CUDA_ERROR_NOT_READY`.
+    pub(crate) fn query(
+        &self,
+        name: &str,
+        call: impl FnOnce(&Symbols) -> CUresult,
+    ) -> Result<bool> {
         if let Some(failure) = self.failure() {
             return Err(failure);
         }
-        match self.plain(call) {
+        match self.call_unchecked(call) {
             CUresult::CUDA_SUCCESS => Ok(true),
             CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            error => Err(self.fail(fault(name, error))),
+            error => Err(self.fail(driver_error(name, error))),
         }
     }
 
-    /// Calls the driver with the context current, whatever has happened before; nothing is kept.
-    pub(crate) fn plain(&self, call: impl FnOnce(&Symbols) -> CUresult) -> CUresult {
+    /// Calls the driver with the context current, even after a failure; records nothing.
+    pub(crate) fn call_unchecked(&self, call: impl FnOnce(&Symbols) -> CUresult) -> CUresult {
         // SAFETY: the context is alive as long as this device.
         match unsafe { (self.0.symbols.context_set)(self.0.context) } {
             CUresult::CUDA_SUCCESS => call(&self.0.symbols),
@@ -164,7 +189,7 @@ impl Device {
         }
     }
 
-    /// Keeps a failure, unless there was one before: that one is the answer.
+    /// Records a failure, unless there is an earlier one; returns the first.
     pub(crate) fn fail(&self, error: Error) -> Error {
         self.lock_failure().get_or_insert(error).clone()
     }
@@ -175,7 +200,7 @@ impl Device {
 }
 
 impl PartialEq for Device {
-    /// Whether they are the same context.
+    /// Compares contexts.
     fn eq(&self, other: &Self) -> bool {
         self.0.context == other.0.context
     }
@@ -190,18 +215,22 @@ impl fmt::Debug for Device {
 impl Drop for Parts {
     fn drop(&mut self) {
         if let Some(device) = self.retained {
-            // SAFETY: it was retained once, by this; nothing made of it is left, for that would own this.
+            // SAFETY: retained once by `with_symbols`; everything created from it holds a reference
+            // to this.
             unsafe { (self.symbols.context_release)(device) };
         }
     }
 }
 
-/// GPU number `ordinal`: its handle, its name and what it can run.
+/// Returns handle, name and compute capability of GPU `ordinal`.
 fn describe(symbols: &Symbols, ordinal: usize) -> Result<(CUdevice, String, Architecture)> {
     let count = start(symbols)?;
     let number = c_int::try_from(ordinal).ok().filter(|_| ordinal < count);
-    let number = number.ok_or_else(|| Error::invalid("device", ordinal, format!("a GPU's number, below {count}")))?;
-    // SAFETY: the table's functions have the signatures and meanings of the driver's; every pointer is to a local of the right type.
+    let number = number.ok_or_else(|| {
+        Error::invalid("device", ordinal, format!("a GPU's number, below {count}"))
+    })?;
+    // SAFETY: the table's functions have the driver's signatures and semantics; every pointer is to
+    // a local of the right type.
     unsafe {
         let mut device: CUdevice = 0;
         check("cuDeviceGet", (symbols.device_get)(&raw mut device, number))?;
@@ -210,7 +239,10 @@ fn describe(symbols: &Symbols, ordinal: usize) -> Result<(CUdevice, String, Arch
         let name = CStr::from_ptr(name.as_ptr()).to_string_lossy().into_owned();
         let attribute = |which| -> Result<i32> {
             let mut value: c_int = 0;
-            check("cuDeviceGetAttribute", (symbols.device_attribute)(&raw mut value, which, device))?;
+            check(
+                "cuDeviceGetAttribute",
+                (symbols.device_attribute)(&raw mut value, which, device),
+            )?;
             Ok(value)
         };
         let architecture = Architecture {
@@ -219,31 +251,36 @@ fn describe(symbols: &Symbols, ordinal: usize) -> Result<(CUdevice, String, Arch
         };
         if architecture < Architecture::OLDEST {
             let oldest = Architecture::OLDEST;
-            return Err(absent("CUDA", format!("{name} has compute capability {architecture}, {oldest} or newer is needed")));
+            return Err(missing(
+                "CUDA",
+                format!(
+                    "{name} has compute capability {architecture}, {oldest} or newer is needed"
+                ),
+            ));
         }
         Ok((device, name, architecture))
     }
 }
 
-/// Starts the driver, and counts its GPUs, of which there is at least one.
+/// Initializes the driver and counts its GPUs; an error if there is none.
 fn start(symbols: &Symbols) -> Result<usize> {
-    // SAFETY: the table's functions have the signatures and meanings of the driver's.
+    // SAFETY: the table's functions have the driver's signatures and semantics.
     match unsafe { (symbols.init)(0) } {
         CUresult::CUDA_SUCCESS => {}
-        CUresult::CUDA_ERROR_NO_DEVICE => return Err(absent("CUDA", "no GPU")),
-        error => return Err(absent("CUDA", format!("the driver does not start ({error:?})"))),
+        CUresult::CUDA_ERROR_NO_DEVICE => return Err(missing("CUDA", "no GPU")),
+        error => return Err(missing("CUDA", format!("the driver does not start ({error:?})"))),
     }
     let mut count: c_int = 0;
     // SAFETY: as above; the pointer is to a local of the right type.
     check("cuDeviceGetCount", unsafe { (symbols.device_count)(&raw mut count) })?;
-    usize::try_from(count).ok().filter(|&count| count > 0).ok_or_else(|| absent("CUDA", "no GPU"))
+    usize::try_from(count).ok().filter(|&count| count > 0).ok_or_else(|| missing("CUDA", "no GPU"))
 }
 
-/// What a call said, as an error.
-pub(crate) fn fault(name: &str, error: CUresult) -> Error {
+/// Converts a failed call to an error.
+pub(crate) fn driver_error(name: &str, error: CUresult) -> Error {
     Error::Device { what: format!("{name}: {error:?}") }
 }
 
 fn check(name: &str, result: CUresult) -> Result<()> {
-    if result == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(fault(name, result)) }
+    if result == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(driver_error(name, result)) }
 }

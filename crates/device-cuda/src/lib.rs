@@ -1,18 +1,21 @@
-//! CUDA memory, streams, events and compiled kernels: what a backend and a transport of one rank share.
+//! CUDA memory, streams, events and compiled kernels: shared by the backend and the transports of
+//! one rank.
 //!
-//! Libraries are found when they are asked for, never linked: everything builds without a toolkit, and a machine without a driver gets one
-//! clear error. Every call goes through a table of functions ([`Symbols`], [`CompilerSymbols`]), so that the same code runs on a GPU, on a
-//! device of fibers on the host (`emulator`, a feature), and on tables whose functions fail.
+//! CUDA libraries are loaded at run time, never linked: the crate builds without a toolkit, and a
+//! machine without a driver gets one clear error. Every call goes through a table of functions
+//! ([`Symbols`], [`CompilerSymbols`]), so the same code runs on a GPU, on the host emulator
+//! (feature `emulator`), and on tables whose functions fail.
 //!
-//! | noun | file |
+//! | type | file |
 //! |---|---|
-//! | tables of functions; with the feature `nccl` those of NCCL; how they are found | `symbols.rs`, `nccl.rs`, `library.rs` |
-//! | [`Device`]: a context, its first failure | `device.rs` |
+//! | function tables (feature `nccl`: NCCL's), loading | `symbols.rs`, `nccl.rs`, `library.rs` |
+//! | [`Device`]: a context and its first failure | `device.rs` |
 //! | [`Stream`], [`Event`] | `stream.rs` |
 //! | [`CudaBuffer`], pinned host memory | `buffer.rs`, `pinned.rs` |
-//! | [`CudaSpace`], [`CudaBlocks`], [`CudaTensor`] and its views | `space.rs`, `tensor.rs` |
-//! | [`Compiler`], its cache on disk, [`Module`], [`Kernel`] | `compiler.rs`, `cache.rs`, `module.rs` |
-//! | [`TensorMap`], what the copy engine reads | `tensor_map.rs` |
+//! | [`CudaSpace`], [`CudaTensor`] and its views | `space.rs`, `tensor.rs` |
+//! | [`CudaCopier`]: blocks staged through host memory | `staged.rs` |
+//! | [`Compiler`], disk cache, [`Module`], [`Kernel`] | `compiler.rs`, `cache.rs`, `module.rs` |
+//! | [`TensorMap`] for TMA | `tensor_map.rs` |
 
 mod buffer;
 mod cache;
@@ -26,6 +29,7 @@ mod module;
 pub mod nccl;
 mod pinned;
 mod space;
+mod staged;
 mod stream;
 mod symbols;
 mod tensor;
@@ -38,7 +42,8 @@ pub use cudarc;
 pub use device::{Architecture, Device};
 pub use module::{Kernel, Module};
 pub use pinned::PinnedBuffer;
-pub use space::{CudaBlocks, CudaSpace};
+pub use space::CudaSpace;
+pub use staged::{CudaCopier, CudaDownload, CudaUpload};
 pub use stream::{Event, Stream};
 pub use symbols::{CompilerSymbols, Symbols};
 pub use tensor::{CudaTensor, CudaView, CudaViewMut};

@@ -1,37 +1,37 @@
-//! The functions of NCCL that are called, as a table: the system's, or any other with the same meaning.
+//! Table of NCCL's functions: the system's, or any with the same semantics.
 //!
-//! Types are as in `nccl.h` since NCCL 2.14, the first with communicators that do not block.
+//! Types are those of `nccl.h` since NCCL 2.14, the first with non-blocking communicators.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
 use annulus_core::Result;
 use cudarc::driver::sys::CUstream;
 
-use crate::library::{absent, open, table};
+use crate::library::{missing, open, table};
 
-/// What a function says: [`SUCCESS`], [`IN_PROGRESS`], or a failure.
+/// Result of a call: [`SUCCESS`], [`IN_PROGRESS`], or an error code.
 pub type Status = c_int;
-/// It went well.
+/// ncclSuccess.
 pub const SUCCESS: Status = 0;
-/// It goes on; ask [`NcclSymbols::async_error`].
+/// ncclInProgress: poll [`NcclSymbols::async_error`].
 pub const IN_PROGRESS: Status = 7;
-/// Bytes, as an element type.
+/// ncclUint8 as element type.
 pub const BYTES: c_int = 1;
 
 /// A communicator's handle.
 pub type RawCommunicator = *mut c_void;
 
-/// What ranks that belong together have in common.
+/// ncclUniqueId: shared by the ranks of one communicator.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct UniqueId(pub [u8; Self::BYTES]);
 
 impl UniqueId {
-    /// Its length.
+    /// Length in bytes.
     pub const BYTES: usize = 128;
 }
 
-/// How a communicator is made: `ncclConfig_t` as of 2.14, which newer libraries take for what it is by its size.
+/// ncclConfig_t as of 2.14; newer libraries recognize its version by its size.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Config {
@@ -42,8 +42,9 @@ pub struct Config {
 }
 
 impl Config {
-    /// Calls do not wait for peers.
-    pub const NON_BLOCKING: Self = Self { size: size_of::<Self>(), magic: 0xcafe_beef, version: 21400, blocking: 0 };
+    /// Non-blocking calls.
+    pub const NON_BLOCKING: Self =
+        Self { size: size_of::<Self>(), magic: 0xcafe_beef, version: 21400, blocking: 0 };
 }
 
 table! {
@@ -66,20 +67,21 @@ table! {
 }
 
 impl NcclSymbols {
-    /// The oldest version that will do.
+    /// Oldest supported version.
     pub const OLDEST: c_int = 21400;
 
-    /// The NCCL of this machine.
+    /// Loads this machine's NCCL.
     ///
     /// # Errors
     /// [`annulus_core::Error::Unsupported`] if there is none, or it is too old.
     pub fn system() -> Result<Self> {
-        let library = open(&["libnccl.so.2", "libnccl.so"]).ok_or_else(|| absent("NCCL", "no library (libnccl.so.2 was not found)"))?;
+        let library = open(&["libnccl.so.2", "libnccl.so"])
+            .ok_or_else(|| missing("NCCL", "no library (libnccl.so.2 was not found)"))?;
         // SAFETY: it is NCCL by its name.
         unsafe { Self::of(library)? }.checked()
     }
 
-    /// Itself, if it is new enough.
+    /// Checks the version.
     ///
     /// # Errors
     /// [`annulus_core::Error::Unsupported`].
@@ -87,24 +89,27 @@ impl NcclSymbols {
         self.number().map(|_| self)
     }
 
-    /// Its version: 22809 is 2.28.9.
+    /// Returns the version; 22809 is 2.28.9.
     ///
     /// # Errors
-    /// [`annulus_core::Error::Unsupported`] if it does not say or is too old.
+    /// [`annulus_core::Error::Unsupported`] if the call fails or the version is too old.
     pub fn number(&self) -> Result<c_int> {
         let mut version = 0;
         // SAFETY: a pointer to a local.
         let status = unsafe { (self.version)(&raw mut version) };
         if status != SUCCESS || version < Self::OLDEST {
             let oldest = Self::OLDEST;
-            return Err(absent("NCCL", format!("its version is {version}, {oldest} or newer is needed")));
+            return Err(missing(
+                "NCCL",
+                format!("its version is {version}, {oldest} or newer is needed"),
+            ));
         }
         Ok(version)
     }
 
-    /// What a status means, in NCCL's words.
+    /// Formats a status with NCCL's text.
     pub fn words(&self, status: Status) -> String {
-        // SAFETY: NCCL answers with a text that ends at a 0 and is never freed.
+        // SAFETY: NCCL returns a static text that ends in 0.
         let text = unsafe { (self.error_string)(status) };
         if text.is_null() {
             return format!("status {status}");

@@ -1,11 +1,11 @@
-//! Host memory that the device copies from and to by itself.
+//! Page-locked host memory, for asynchronous copies.
 
 use annulus_core::{Error, Result};
 use cudarc::driver::sys::CUresult;
 
-use crate::{Device, device::fault};
+use crate::{Device, device::driver_error};
 
-/// Page-locked host bytes.
+/// Page-locked host memory.
 #[derive(Debug)]
 pub struct PinnedBuffer {
     device: Device,
@@ -13,41 +13,46 @@ pub struct PinnedBuffer {
     len: usize,
 }
 
-// SAFETY: it owns its bytes, which any thread may touch.
+// SAFETY: it owns its bytes, which any thread may access.
 unsafe impl Send for PinnedBuffer {}
 
 impl PinnedBuffer {
-    /// `len` zero bytes.
+    /// Allocates `len` zero bytes.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::Device`].
     pub fn zeroed(device: &Device, len: usize) -> Result<Self> {
         let mut start = std::ptr::null_mut();
         let bytes = len.max(1);
-        // SAFETY: `start` is a local of the right type.
-        match device.plain(|symbols| unsafe { (symbols.allocate_host)(&raw mut start, bytes) }) {
+        let allocated = device.call_unchecked(|symbols| {
+            // SAFETY: `start` is a local of the right type.
+            unsafe { (symbols.allocate_host)(&raw mut start, bytes) }
+        });
+        match allocated {
             CUresult::CUDA_SUCCESS => {}
-            CUresult::CUDA_ERROR_OUT_OF_MEMORY => return Err(Error::OutOfMemory { asked: len as u64, free: None }),
-            error => return Err(device.fail(fault("cuMemAllocHost", error))),
+            CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+                return Err(Error::out_of_memory("a pinned buffer", len as u64));
+            }
+            error => return Err(device.fail(driver_error("cuMemAllocHost", error))),
         }
-        // SAFETY: the driver has just given these bytes to this alone.
+        // SAFETY: the driver has just allocated these bytes.
         unsafe { std::ptr::write_bytes(start.cast::<u8>(), 0, bytes) };
         Ok(Self { device: device.clone(), start: start.cast(), len })
     }
 
-    /// The bytes.
+    /// Borrows the bytes.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: `len` bytes that this owns and that were initialised.
+        // SAFETY: `len` initialized bytes that this owns.
         unsafe { std::slice::from_raw_parts(self.start, self.len) }
     }
 
-    /// The bytes for writing.
+    /// Borrows the bytes mutably.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, borrowed for writing.
+        // SAFETY: as above, borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
     }
 
-    /// Their address.
+    /// Address of the bytes.
     pub const fn address(&self) -> *mut u8 {
         self.start
     }
@@ -55,7 +60,8 @@ impl PinnedBuffer {
 
 impl Drop for PinnedBuffer {
     fn drop(&mut self) {
-        // SAFETY: allocated by this, once; whoever has the device copy from or to it keeps it until that is done.
-        self.device.plain(|symbols| unsafe { (symbols.free_host)(self.start.cast()) });
+        // SAFETY: allocated by `zeroed`, freed once; the caller of an asynchronous copy keeps the
+        // buffer until the copy is done.
+        self.device.call_unchecked(|symbols| unsafe { (symbols.free_host)(self.start.cast()) });
     }
 }

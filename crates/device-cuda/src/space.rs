@@ -1,10 +1,13 @@
-//! CUDA memory as a memory space: all of it, or the blocks of a ring alone.
+//! The memory space of CUDA devices: blocks and tensors.
 
-use annulus_core::{DType, HostView, HostViewMut, Space};
+use annulus_core::{
+    DType, DeviceSpace, Element, Error, HostView, HostViewMut, Result, Space, memory,
+};
+use ndarray::{ArrayView4, ArrayViewMut4};
 
-use crate::{CudaBuffer, CudaView, CudaViewMut, Event};
+use crate::{CudaBuffer, CudaTensor, CudaView, CudaViewMut, Event, Stream};
 
-/// The memory of a CUDA device.
+/// Blocks and tensors in device memory.
 #[derive(Debug, Clone, Copy)]
 pub struct CudaSpace;
 
@@ -18,6 +21,10 @@ impl Space for CudaSpace {
         buffer.len()
     }
 
+    fn reborrow<'short>(view: &'short CudaView<'_>) -> CudaView<'short> {
+        *view
+    }
+
     fn describe(view: &CudaView<'_>) -> (DType, [usize; 4]) {
         (view.dtype(), view.shape())
     }
@@ -27,25 +34,78 @@ impl Space for CudaSpace {
     }
 }
 
-/// Blocks in the memory of a CUDA device, a caller's tensors in host memory.
-#[derive(Debug, Clone, Copy)]
-pub struct CudaBlocks;
+/// Tensors are copied in the order of a stream. A host tensor whose elements are not contiguous in
+/// index order is copied through a dense list.
+impl DeviceSpace for CudaSpace {
+    type Tensor = CudaTensor;
+    type Context = Stream;
 
-impl Space for CudaBlocks {
-    type Buffer = CudaBuffer;
-    type View<'a> = HostView<'a>;
-    type ViewMut<'a> = HostViewMut<'a>;
-    type Event = Event;
-
-    fn size(buffer: &CudaBuffer) -> u64 {
-        buffer.len()
+    fn tensor(stream: &Stream, dtype: DType, shape: [usize; 4]) -> Result<CudaTensor> {
+        CudaTensor::uninitialized(stream, dtype, shape)
     }
 
-    fn describe(view: &HostView<'_>) -> (DType, [usize; 4]) {
-        (view.dtype(), view.shape())
+    fn upload(stream: &Stream, from: HostView<'_>, into: &mut CudaTensor) -> Result<()> {
+        check_same(&into.view(), from.dtype(), from.shape())?;
+        let write = |bytes: &[u8]| into.write(stream, bytes);
+        match from {
+            HostView::F64(view) => with_bytes(view, write),
+            HostView::F32(view) => with_bytes(view, write),
+            HostView::Bf16(view) => with_bytes(view, write),
+            HostView::F16(view) => with_bytes(view, write),
+        }
     }
 
-    fn describe_mut(view: &HostViewMut<'_>) -> (DType, [usize; 4]) {
-        (view.dtype(), view.shape())
+    fn download(stream: &Stream, from: &CudaTensor, into: &mut HostViewMut<'_>) -> Result<()> {
+        check_same(&from.view(), into.dtype(), into.shape())?;
+        let read = |bytes: &mut [u8]| from.read(stream, bytes);
+        match into {
+            HostViewMut::F64(view) => with_bytes_mut(view, read),
+            HostViewMut::F32(view) => with_bytes_mut(view, read),
+            HostViewMut::Bf16(view) => with_bytes_mut(view, read),
+            HostViewMut::F16(view) => with_bytes_mut(view, read),
+        }
     }
+
+    fn view(tensor: &CudaTensor) -> CudaView<'_> {
+        tensor.view()
+    }
+
+    fn view_mut(tensor: &mut CudaTensor) -> CudaViewMut<'_> {
+        tensor.view_mut()
+    }
+}
+
+/// Checks that a host tensor has the type and shape of a device tensor.
+fn check_same(on_device: &CudaView<'_>, dtype: DType, shape: [usize; 4]) -> Result<()> {
+    if (on_device.dtype(), on_device.shape()) == (dtype, shape) {
+        return Ok(());
+    }
+    let want = format!("{:?} of {}", on_device.shape(), on_device.dtype());
+    Err(Error::invalid("host tensor", format!("{shape:?} of {dtype}"), want))
+}
+
+/// Calls `write` with the elements in index order.
+fn with_bytes<T: Element>(
+    view: ArrayView4<'_, T>,
+    write: impl FnOnce(&[u8]) -> Result<()>,
+) -> Result<()> {
+    if let Some(elements) = view.as_slice() {
+        return write(bytemuck::cast_slice(elements));
+    }
+    let elements = memory::collect("a dense copy of a tensor", view.len(), view.iter().copied())?;
+    write(bytemuck::cast_slice(&elements))
+}
+
+/// Calls `read` to write the elements in index order.
+fn with_bytes_mut<T: Element>(
+    view: &mut ArrayViewMut4<'_, T>,
+    read: impl FnOnce(&mut [u8]) -> Result<()>,
+) -> Result<()> {
+    if let Some(elements) = view.as_slice_mut() {
+        return read(bytemuck::cast_slice_mut(elements));
+    }
+    let mut elements: Vec<T> = memory::zeroed("a dense copy of a tensor", view.len())?;
+    read(bytemuck::cast_slice_mut(&mut elements))?;
+    view.iter_mut().zip(elements).for_each(|(element, value)| *element = value);
+    Ok(())
 }

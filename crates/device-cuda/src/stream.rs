@@ -1,4 +1,4 @@
-//! Queues of work, and marks in them.
+//! Streams and events.
 
 use std::{
     fmt,
@@ -11,7 +11,7 @@ use cudarc::driver::sys::{CUdeviceptr, CUevent, CUstream};
 
 use crate::Device;
 
-/// Work in order. A clone is the same stream.
+/// A CUDA stream. A clone refers to the same stream.
 #[derive(Clone)]
 pub struct Stream(Arc<StreamParts>);
 
@@ -26,7 +26,7 @@ unsafe impl Send for StreamParts {}
 // SAFETY: as above; the driver orders calls on one stream from several threads.
 unsafe impl Sync for StreamParts {}
 
-/// "All work that was in the stream when this was recorded." A clone is the same mark.
+/// A CUDA event, recorded once. A clone refers to the same event.
 #[derive(Clone)]
 pub struct Event(Arc<EventParts>);
 
@@ -40,44 +40,46 @@ unsafe impl Send for EventParts {}
 // SAFETY: as above; it is recorded once, before it is shared.
 unsafe impl Sync for EventParts {}
 
-/// Streams do not wait for the default stream.
+/// CU_STREAM_NON_BLOCKING: no implicit ordering with the default stream.
 const NON_BLOCKING: u32 = 1;
-/// Events carry no time.
+/// CU_EVENT_DISABLE_TIMING: cheaper events.
 const NO_TIMING: u32 = 2;
-/// How often an event is asked.
+/// Interval between queries of an event: a trade-off between latency and load on the host.
 const POLL: Duration = Duration::from_micros(50);
 
 impl Stream {
-    /// A new stream.
+    /// Creates a stream.
     ///
     /// # Errors
     /// [`Error::Device`].
     pub fn new(device: &Device) -> Result<Self> {
         let mut handle: CUstream = std::ptr::null_mut();
         // SAFETY: `handle` is a local of the right type.
-        device.call("cuStreamCreate", |symbols| unsafe { (symbols.stream_create)(&raw mut handle, NON_BLOCKING) })?;
+        device.call("cuStreamCreate", |symbols| unsafe {
+            (symbols.stream_create)(&raw mut handle, NON_BLOCKING)
+        })?;
         Ok(Self(Arc::new(StreamParts { device: device.clone(), handle, owned: true })))
     }
 
-    /// A caller's stream, borrowed: it is never destroyed.
+    /// Borrows a caller's stream, which is never destroyed.
     ///
     /// # Safety
-    /// `handle` is a stream of the device's context and outlives everything made of this.
+    /// `handle` is a stream of the device's context and outlives everything created from this.
     pub unsafe fn borrowed(device: &Device, handle: CUstream) -> Self {
         Self(Arc::new(StreamParts { device: device.clone(), handle, owned: false }))
     }
 
-    /// Whose it is.
+    /// Device of the stream.
     pub fn device(&self) -> &Device {
         &self.0.device
     }
 
-    /// The driver's handle.
+    /// Handle for driver calls.
     pub fn handle(&self) -> CUstream {
         self.0.handle
     }
 
-    /// A mark after all work so far.
+    /// Records an event after all work queued so far.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -85,32 +87,43 @@ impl Stream {
         let device = &self.0.device;
         let mut handle: CUevent = std::ptr::null_mut();
         // SAFETY: `handle` is a local of the right type.
-        device.call("cuEventCreate", |symbols| unsafe { (symbols.event_create)(&raw mut handle, NO_TIMING) })?;
+        device.call("cuEventCreate", |symbols| unsafe {
+            (symbols.event_create)(&raw mut handle, NO_TIMING)
+        })?;
         let event = Event(Arc::new(EventParts { device: device.clone(), handle }));
         // SAFETY: both handles are alive.
-        device.call("cuEventRecord", |symbols| unsafe { (symbols.event_record)(handle, self.0.handle) })?;
+        device.call("cuEventRecord", |symbols| unsafe {
+            (symbols.event_record)(handle, self.0.handle)
+        })?;
         Ok(event)
     }
 
-    /// Work from here on waits for `event`.
+    /// Makes later work of this stream wait for `event`.
     ///
     /// # Errors
     /// [`Error::Device`].
     pub fn wait_for(&self, event: &Event) -> Result<()> {
-        // SAFETY: both handles are alive; the driver keeps what it needs of an event that is destroyed later.
-        self.0.device.call("cuStreamWaitEvent", |symbols| unsafe { (symbols.stream_wait)(self.0.handle, event.0.handle, 0) })
+        // SAFETY: both handles are valid; the driver keeps what it needs of an event destroyed
+        // later.
+        self.0.device.call("cuStreamWaitEvent", |symbols| unsafe {
+            (symbols.stream_wait)(self.0.handle, event.0.handle, 0)
+        })
     }
 
-    /// Waits on the host until all work so far is done, but no longer than `deadline`.
+    /// Blocks the host until all work queued so far is done, at most for `deadline`.
     ///
     /// # Errors
-    /// [`Error::Device`] if work failed or did not end in time.
+    /// [`Error::Device`] if work failed or the deadline expired.
     pub fn synchronize(&self, deadline: Duration) -> Result<()> {
         let event = self.record()?;
         let until = Instant::now() + deadline;
         while !event.passed()? {
             if Instant::now() > until {
-                let what = format!("work on {} did not end within {:.1} s", self.0.device.name(), deadline.as_secs_f64());
+                let what = format!(
+                    "work on {} did not end within {:.1} s",
+                    self.0.device.name(),
+                    deadline.as_secs_f64()
+                );
                 return Err(self.0.device.fail(Error::Device { what }));
             }
             std::thread::sleep(POLL);
@@ -118,89 +131,125 @@ impl Stream {
         Ok(())
     }
 
-    /// Copies host bytes to the device; they may be dropped at once.
+    /// Queues a copy of host bytes to the device. The source may be dropped after the call.
     ///
     /// # Errors
     /// [`Error::Device`].
     ///
     /// # Safety
-    /// `to` is the address of at least as many bytes of this device's memory, which nothing else touches until the work is done.
+    /// `to` is the address of at least as many bytes of this device's memory, which nothing else
+    /// accesses until the work is done.
     pub unsafe fn copy_to_device(&self, to: CUdeviceptr, from: &[u8]) -> Result<()> {
         if from.is_empty() {
             return Ok(());
         }
-        // SAFETY: `from` is pageable memory, which the driver has read when the call returns; `to` as promised.
-        let copy = |symbols: &crate::Symbols| unsafe { (symbols.copy_to_device)(to, from.as_ptr().cast(), from.len(), self.0.handle) };
+        // SAFETY: `from` is pageable memory, which the driver has read when the call returns; `to`
+        // as required of the caller.
+        let copy = |symbols: &crate::Symbols| unsafe {
+            (symbols.copy_to_device)(to, from.as_ptr().cast(), from.len(), self.0.handle)
+        };
         self.0.device.call("cuMemcpyHtoDAsync", copy)
     }
 
-    /// Copies device bytes to the host and waits for them, but no longer than `deadline`.
+    /// Copies device bytes to the host; blocks for at most `deadline`.
     ///
     /// # Errors
-    /// [`Error::Device`] if work failed or did not end in time.
+    /// [`Error::Device`] if work failed or the deadline expired.
     ///
     /// # Safety
     /// `from` is the address of at least as many bytes of this device's memory.
-    pub unsafe fn copy_to_host(&self, to: &mut [u8], from: CUdeviceptr, deadline: Duration) -> Result<()> {
+    pub unsafe fn copy_to_host(
+        &self,
+        to: &mut [u8],
+        from: CUdeviceptr,
+        deadline: Duration,
+    ) -> Result<()> {
         if to.is_empty() {
             return Ok(());
         }
-        // the copy itself blocks, as `to` is pageable: so what comes before it is waited for with a deadline
+        // a copy to pageable memory blocks without a deadline, so the work before it is awaited
+        // first
         self.synchronize(deadline)?;
-        // SAFETY: `to` is borrowed until the copy has ended; `from` as promised.
-        let copy = |symbols: &crate::Symbols| unsafe { (symbols.copy_to_host)(to.as_mut_ptr().cast(), from, to.len(), self.0.handle) };
+        // SAFETY: `to` is borrowed until the copy has ended; `from` as required of the caller.
+        let copy = |symbols: &crate::Symbols| unsafe {
+            (symbols.copy_to_host)(to.as_mut_ptr().cast(), from, to.len(), self.0.handle)
+        };
         self.0.device.call("cuMemcpyDtoHAsync", copy)?;
         self.synchronize(deadline)
     }
 
-    /// As [`Stream::copy_to_device`], from pinned memory: the copy reads it when its turn comes.
+    /// As [`Stream::copy_to_device`], from pinned memory: the copy reads the source when it runs.
     ///
     /// # Errors
     /// [`Error::Device`].
     ///
     /// # Safety
-    /// As [`Stream::copy_to_device`]; `from` is the address of as many pinned bytes, which nobody writes or frees until the copy is done.
-    pub unsafe fn copy_from_pinned(&self, to: CUdeviceptr, from: *const u8, bytes: usize) -> Result<()> {
+    /// As [`Stream::copy_to_device`]; `from` is the address of as many pinned bytes, which are
+    /// neither written nor freed until the copy is done.
+    pub unsafe fn copy_from_pinned(
+        &self,
+        to: CUdeviceptr,
+        from: *const u8,
+        bytes: usize,
+    ) -> Result<()> {
         if bytes == 0 {
             return Ok(());
         }
-        // SAFETY: as promised.
-        let copy = |symbols: &crate::Symbols| unsafe { (symbols.copy_to_device)(to, from.cast(), bytes, self.0.handle) };
+        // SAFETY: as required of the caller.
+        let copy = |symbols: &crate::Symbols| unsafe {
+            (symbols.copy_to_device)(to, from.cast(), bytes, self.0.handle)
+        };
         self.0.device.call("cuMemcpyHtoDAsync", copy)
     }
 
-    /// Copies device bytes to pinned memory when its turn comes.
+    /// Queues a copy of device bytes to pinned memory.
     ///
     /// # Errors
     /// [`Error::Device`].
     ///
     /// # Safety
-    /// `from` is the address of as many bytes of this device's memory, `to` of pinned memory, which nobody touches until the copy is done.
-    pub unsafe fn copy_to_pinned(&self, to: *mut u8, from: CUdeviceptr, bytes: usize) -> Result<()> {
+    /// `from` is the address of as many bytes of this device's memory, `to` of as many pinned
+    /// bytes, which nothing else accesses until the copy is done.
+    pub unsafe fn copy_to_pinned(
+        &self,
+        to: *mut u8,
+        from: CUdeviceptr,
+        bytes: usize,
+    ) -> Result<()> {
         if bytes == 0 {
             return Ok(());
         }
-        // SAFETY: as promised.
-        let copy = |symbols: &crate::Symbols| unsafe { (symbols.copy_to_host)(to.cast(), from, bytes, self.0.handle) };
+        // SAFETY: as required of the caller.
+        let copy = |symbols: &crate::Symbols| unsafe {
+            (symbols.copy_to_host)(to.cast(), from, bytes, self.0.handle)
+        };
         self.0.device.call("cuMemcpyDtoHAsync", copy)
     }
 
-    /// Copies bytes within the device.
+    /// Queues a copy within the device.
     ///
     /// # Errors
     /// [`Error::Device`].
     ///
     /// # Safety
-    /// Both are addresses of as many bytes of this device's memory, which nothing else writes until the work is done.
-    pub unsafe fn copy_on_device(&self, to: CUdeviceptr, from: CUdeviceptr, bytes: usize) -> Result<()> {
+    /// Both are addresses of as many bytes of this device's memory, which nothing else writes until
+    /// the work is done.
+    pub unsafe fn copy_on_device(
+        &self,
+        to: CUdeviceptr,
+        from: CUdeviceptr,
+        bytes: usize,
+    ) -> Result<()> {
         if bytes == 0 {
             return Ok(());
         }
-        // SAFETY: as promised.
-        self.0.device.call("cuMemcpyDtoDAsync", |symbols| unsafe { (symbols.copy_on_device)(to, from, bytes, self.0.handle) })
+        // SAFETY: as required of the caller.
+        self.0.device.call("cuMemcpyDtoDAsync", |symbols| unsafe {
+            (symbols.copy_on_device)(to, from, bytes, self.0.handle)
+        })
     }
 
-    /// Sets bytes.
+    /// Queues setting all bytes to one value.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -211,35 +260,39 @@ impl Stream {
         if bytes == 0 {
             return Ok(());
         }
-        // SAFETY: as promised.
-        self.0.device.call("cuMemsetD8Async", |symbols| unsafe { (symbols.fill)(to, byte, bytes, self.0.handle) })
+        // SAFETY: as required of the caller.
+        self.0.device.call("cuMemsetD8Async", |symbols| unsafe {
+            (symbols.fill)(to, byte, bytes, self.0.handle)
+        })
     }
 }
 
 impl Event {
-    /// Whether the work before it is done. Never waits.
+    /// Returns true if the work before the event is done. Never blocks.
     ///
     /// # Errors
     /// [`Error::Device`] if work failed.
     pub fn passed(&self) -> Result<bool> {
         // SAFETY: the handle is alive.
-        self.0.device.ask("cuEventQuery", |symbols| unsafe { (symbols.event_query)(self.0.handle) })
+        self.0
+            .device
+            .query("cuEventQuery", |symbols| unsafe { (symbols.event_query)(self.0.handle) })
     }
 }
 
 impl Drop for StreamParts {
     fn drop(&mut self) {
         if self.owned {
-            // SAFETY: made by this; work in it goes on by itself.
-            self.device.plain(|symbols| unsafe { (symbols.stream_destroy)(self.handle) });
+            // SAFETY: created by `new`, destroyed once; its queued work still completes.
+            self.device.call_unchecked(|symbols| unsafe { (symbols.stream_destroy)(self.handle) });
         }
     }
 }
 
 impl Drop for EventParts {
     fn drop(&mut self) {
-        // SAFETY: made by this; the driver keeps what waits for it.
-        self.device.plain(|symbols| unsafe { (symbols.event_destroy)(self.handle) });
+        // SAFETY: created by `record`, destroyed once; the driver keeps what waiting streams need.
+        self.device.call_unchecked(|symbols| unsafe { (symbols.event_destroy)(self.handle) });
     }
 }
 

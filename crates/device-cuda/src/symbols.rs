@@ -1,17 +1,18 @@
-//! The functions that are called, as tables: the system's, or any other with the same meaning.
+//! Tables of the CUDA driver's and NVRTC's functions: the system's, or any with the same semantics.
 
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
 
 use annulus_core::Result;
 use cudarc::{
     driver::sys::{
-        CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUmodule, CUresult, CUstream,
-        CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapSwizzle,
+        CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction,
+        CUfunction_attribute, CUmodule, CUresult, CUstream, CUtensorMap, CUtensorMapDataType,
+        CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapSwizzle,
     },
     nvrtc::sys::{nvrtcProgram, nvrtcResult},
 };
 
-use crate::library::{absent, open, table};
+use crate::library::{missing, open, table};
 
 table! {
     /// Functions of the CUDA driver.
@@ -55,7 +56,7 @@ table! {
 }
 
 table! {
-    /// Functions of NVRTC, the compiler.
+    /// Functions of NVRTC.
     CompilerSymbols of "CUDA" {
         version = nvrtcVersion(*mut c_int, *mut c_int) -> nvrtcResult;
         architecture_count = nvrtcGetNumSupportedArchs(*mut c_int) -> nvrtcResult;
@@ -75,26 +76,28 @@ table! {
 }
 
 impl Symbols {
-    /// The driver of this machine.
+    /// Loads this machine's driver.
     ///
     /// # Errors
     /// [`annulus_core::Error::Unsupported`] if there is none, or it lacks a function.
     pub fn system() -> Result<Self> {
-        let library = open(&["libcuda.so.1", "libcuda.so"]).ok_or_else(|| absent("CUDA", "no driver (libcuda.so.1 was not found)"))?;
-        // SAFETY: it is the driver by its name.
+        let library = open(&["libcuda.so.1", "libcuda.so"])
+            .ok_or_else(|| missing("CUDA", "no driver (libcuda.so.1 was not found)"))?;
+        // SAFETY: the library of this name is the driver.
         unsafe { Self::of(library) }
     }
 }
 
 impl CompilerSymbols {
-    /// The compiler of this machine.
+    /// Loads this machine's compiler.
     ///
     /// # Errors
     /// [`annulus_core::Error::Unsupported`] if there is none, or it lacks a function.
     pub fn system() -> Result<Self> {
         let names = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
-        let library = open(&names).ok_or_else(|| absent("CUDA", "no run-time compiler (libnvrtc.so was not found)"))?;
-        // SAFETY: it is NVRTC by its name.
+        let library = open(&names)
+            .ok_or_else(|| missing("CUDA", "no run-time compiler (libnvrtc.so was not found)"))?;
+        // SAFETY: the library of this name is NVRTC.
         unsafe { Self::of(library) }
     }
 }

@@ -1,4 +1,4 @@
-//! A caller's tensors in device memory.
+//! Tensors in device memory.
 
 use std::{marker::PhantomData, time::Duration};
 
@@ -7,7 +7,8 @@ use cudarc::driver::sys::CUdeviceptr;
 
 use crate::{CudaBuffer, Stream};
 
-/// No copy of a tensor waits longer than this for the work before it.
+/// Longest wait of a download for the work before it: far longer than any pass, so that it expires
+/// only if the device hangs.
 const DEADLINE: Duration = Duration::from_secs(120);
 
 /// A dense tensor of four axes in device memory.
@@ -19,7 +20,7 @@ pub struct CudaTensor {
     shape: [usize; 4],
 }
 
-/// A tensor borrowed for reading: an address, a type, lengths and strides in elements.
+/// An immutable view of a tensor: address, element type, lengths, strides in elements.
 #[derive(Debug, Clone, Copy)]
 pub struct CudaView<'a> {
     address: CUdeviceptr,
@@ -29,36 +30,36 @@ pub struct CudaView<'a> {
     borrow: PhantomData<&'a CudaTensor>,
 }
 
-/// A tensor borrowed for writing.
+/// A mutable view of a tensor.
 #[derive(Debug)]
 pub struct CudaViewMut<'a>(CudaView<'a>);
 
 impl CudaTensor {
-    /// Copies elements, little-endian, one after another, to the device.
+    /// Copies dense little-endian elements to the device.
     ///
     /// # Shapes
     /// `bytes` holds the product of `shape` elements of `dtype`.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if it does not; [`Error::OutOfMemory`], [`Error::Device`].
+    /// [`Error::InvalidArgument`] if the length differs; [`Error::OutOfMemory`], [`Error::Device`].
     pub fn upload(stream: &Stream, bytes: &[u8], dtype: DType, shape: [usize; 4]) -> Result<Self> {
-        let want = shape.iter().product::<usize>() * dtype.bytes();
-        if bytes.len() != want {
-            return Err(Error::invalid("tensor", format!("{} bytes", bytes.len()), format!("{want} bytes for {shape:?} of {dtype}")));
-        }
-        let buffer = CudaBuffer::new(stream.device(), want as u64)?;
-        // SAFETY: the buffer is new, and as long as `bytes`.
-        unsafe { stream.copy_to_device(buffer.address(), bytes)? };
-        Ok(Self { buffer, stream: stream.clone(), dtype, shape })
+        let mut tensor = Self::uninitialized(stream, dtype, shape)?;
+        tensor.write(stream, bytes)?;
+        Ok(tensor)
     }
 
-    /// A tensor with anything in it.
+    /// Allocates a tensor without initializing it.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::Device`].
     pub fn uninitialized(stream: &Stream, dtype: DType, shape: [usize; 4]) -> Result<Self> {
         let bytes = shape.iter().map(|&len| len as u64).product::<u64>() * dtype.bytes() as u64;
-        Ok(Self { buffer: CudaBuffer::new(stream.device(), bytes)?, stream: stream.clone(), dtype, shape })
+        Ok(Self {
+            buffer: CudaBuffer::new(stream.device(), bytes)?,
+            stream: stream.clone(),
+            dtype,
+            shape,
+        })
     }
 
     /// Waits for the work of its stream and copies the elements to the host.
@@ -67,34 +68,77 @@ impl CudaTensor {
     /// [`Error::Device`] if work failed or did not end within two minutes.
     pub fn download(&self) -> Result<Vec<u8>> {
         let mut bytes = vec![0; annulus_core::index(self.buffer.len())];
-        // SAFETY: the buffer is as long as `bytes`.
-        unsafe { self.stream.copy_to_host(&mut bytes, self.buffer.address(), DEADLINE)? };
+        self.read(&self.stream, &mut bytes)?;
         Ok(bytes)
     }
 
-    /// Borrows it for reading.
+    /// Copies all elements to the device in the order of `stream`.
+    pub(crate) fn write(&mut self, stream: &Stream, bytes: &[u8]) -> Result<()> {
+        self.check(stream, bytes.len())?;
+        // SAFETY: the buffer is as long as `bytes`, on the device of the stream, and borrowed
+        // mutably; work of other streams on it is ordered by its user.
+        unsafe { stream.copy_to_device(self.buffer.address(), bytes) }
+    }
+
+    /// Copies all elements to the host, after the work of `stream`.
+    pub(crate) fn read(&self, stream: &Stream, bytes: &mut [u8]) -> Result<()> {
+        self.check(stream, bytes.len())?;
+        // SAFETY: the buffer is as long as `bytes`, and on the device of the stream.
+        unsafe { stream.copy_to_host(bytes, self.buffer.address(), DEADLINE) }
+    }
+
+    /// Checks that a copy is of all elements and on the device of the tensor.
+    fn check(&self, stream: &Stream, bytes: usize) -> Result<()> {
+        let Self { buffer, dtype, shape, .. } = self;
+        if bytes as u64 != buffer.len() {
+            return Err(Error::invalid(
+                "tensor",
+                format!("{bytes} bytes"),
+                format!("{} bytes for {shape:?} of {dtype}", buffer.len()),
+            ));
+        }
+        if stream.device() != buffer.device() {
+            let got = format!("a stream of {:?}", stream.device());
+            return Err(Error::invalid("stream", got, "a stream of the tensor's device"));
+        }
+        Ok(())
+    }
+
+    /// Borrows the tensor immutably.
     pub fn view(&self) -> CudaView<'_> {
         let mut strides = [1; 4];
         for axis in (0..3).rev() {
             strides[axis] = strides[axis + 1] * self.shape[axis + 1].cast_signed() as i64;
         }
-        CudaView { address: self.buffer.address(), dtype: self.dtype, shape: self.shape, strides, borrow: PhantomData }
+        CudaView {
+            address: self.buffer.address(),
+            dtype: self.dtype,
+            shape: self.shape,
+            strides,
+            borrow: PhantomData,
+        }
     }
 
-    /// Borrows it for writing.
+    /// Borrows the tensor mutably.
     pub fn view_mut(&mut self) -> CudaViewMut<'_> {
         CudaViewMut(self.view())
     }
 }
 
 impl CudaView<'_> {
-    /// A caller's memory as a tensor.
+    /// Creates a view of a caller's memory.
     ///
     /// # Safety
-    /// * every element that lengths and strides (in elements, of any sign) reach from `address` is memory of the device, aligned to its type,
-    ///   for as long as the view is used and until the work that reads it is done;
-    /// * work that writes it comes earlier in the backend's stream.
-    pub const unsafe fn from_raw(address: CUdeviceptr, dtype: DType, shape: [usize; 4], strides: [i64; 4]) -> Self {
+    /// * Every element that the lengths and strides (in elements, of any sign) reach from `address`
+    ///   is memory of the device, aligned to its type, while the view is used and until the work
+    ///   that reads it is done.
+    /// * Work that writes it comes earlier in the backend's stream.
+    pub const unsafe fn from_raw(
+        address: CUdeviceptr,
+        dtype: DType,
+        shape: [usize; 4],
+        strides: [i64; 4],
+    ) -> Self {
         Self { address, dtype, shape, strides, borrow: PhantomData }
     }
 
@@ -120,12 +164,18 @@ impl CudaView<'_> {
 }
 
 impl CudaViewMut<'_> {
-    /// A caller's memory as a tensor that is written.
+    /// Creates a mutable view of a caller's memory.
     ///
     /// # Safety
-    /// As [`CudaView::from_raw`]; no two elements are the same memory, and nothing else touches it until the work that writes it is done.
-    pub const unsafe fn from_raw(address: CUdeviceptr, dtype: DType, shape: [usize; 4], strides: [i64; 4]) -> Self {
-        // SAFETY: as promised.
+    /// As [`CudaView::from_raw`]; no two elements overlap, and nothing else accesses them until the
+    /// work that writes them is done.
+    pub const unsafe fn from_raw(
+        address: CUdeviceptr,
+        dtype: DType,
+        shape: [usize; 4],
+        strides: [i64; 4],
+    ) -> Self {
+        // SAFETY: as required of the caller.
         Self(unsafe { CudaView::from_raw(address, dtype, shape, strides) })
     }
 

@@ -1,43 +1,63 @@
-//! How a tensor lies in memory, as the copy engine of a GPU of compute capability 9.0 is told.
+//! CUtensorMap: layout of a tensor in global memory, for TMA (compute capability 9.0).
 
 use annulus_core::{Error, Result};
 use cudarc::driver::sys::{
-    CUdeviceptr, CUresult, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion,
-    CUtensorMapSwizzle,
+    CUdeviceptr, CUresult, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill,
+    CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapSwizzle,
 };
 
-use crate::{Device, device::fault};
+use crate::{Device, device::driver_error};
 
-/// A tensor of 16-bit elements `[batch, head, row, dim]` and the box of it that is copied at once: 64 dims of so many rows of one head, 128 bytes a
-/// row in shared memory, their 16-byte chunks swizzled. Part of a kernel's arguments.
+/// Tensor map of 16-bit elements `[batch, head, row, dim]` with boxes of 64 dims × `rows` rows of
+/// one head: rows of 128 bytes in shared memory with the 128-byte swizzle. Part of a kernel's
+/// arguments.
 #[repr(C, align(64))]
 #[derive(Debug, Clone, Copy)]
 pub struct TensorMap([u64; 16]);
 
 impl TensorMap {
-    /// Dims of a box.
+    /// Dims per box: 128 bytes, the width of the swizzle.
     pub const DIMS: u32 = 64;
 
-    /// Describes memory; it is not read.
+    /// Encodes a tensor map; the memory is not read.
     ///
     /// # Shapes
-    /// `lengths` of dims, rows, heads, batches; `strides` in bytes from one row, head, batch to the next; a box has `rows` rows.
+    /// `lengths` of dims, rows, heads, batches; `strides` in bytes of rows, heads, batches.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] where the copy engine cannot do it: an address or a stride that is not a multiple of 16, more than 256 rows.
-    pub fn new(device: &Device, address: CUdeviceptr, lengths: [u64; 4], strides: [u64; 3], rows: u32) -> Result<Self> {
-        if !address.is_multiple_of(16) || strides.iter().any(|stride| !stride.is_multiple_of(16) || *stride >= 1 << 40) {
+    /// [`Error::InvalidArgument`] for a layout that TMA does not support: an address or a stride
+    /// that is not a multiple of 16 bytes, or more than 256 rows.
+    pub fn new(
+        device: &Device,
+        address: CUdeviceptr,
+        lengths: [u64; 4],
+        strides: [u64; 3],
+        rows: u32,
+    ) -> Result<Self> {
+        if !address.is_multiple_of(16)
+            || strides.iter().any(|stride| !stride.is_multiple_of(16) || *stride >= 1 << 40)
+        {
             let got = format!("address {address:#x}, strides {strides:?}");
-            return Err(Error::invalid("tensor map", got, "multiples of 16 bytes, strides below 2⁴⁰"));
+            return Err(Error::invalid(
+                "tensor map",
+                got,
+                "multiples of 16 bytes, strides below 2⁴⁰",
+            ));
         }
-        if lengths.iter().any(|&length| length == 0 || length > 1 << 32) || !(1..=256).contains(&rows) {
+        if lengths.iter().any(|&length| length == 0 || length > 1 << 32)
+            || !(1..=256).contains(&rows)
+        {
             let got = format!("lengths {lengths:?}, boxes of {rows} rows");
-            return Err(Error::invalid("tensor map", got, "lengths from 1 to 2³², boxes of 1 to 256 rows"));
+            return Err(Error::invalid(
+                "tensor map",
+                got,
+                "lengths from 1 to 2³², boxes of 1 to 256 rows",
+            ));
         }
-        let (sides, apart) = ([Self::DIMS, rows, 1, 1], [1; 4]);
+        let (box_lengths, box_strides) = ([Self::DIMS, rows, 1, 1], [1; 4]);
         let mut map = CUtensorMap { opaque: [0; 16] };
-        // SAFETY: `map` is a local, aligned as its type says; every list has as many numbers as four axes need.
-        let made = device.plain(|symbols| unsafe {
+        // SAFETY: `map` is a local, aligned as its type; every list has the length for four axes.
+        let made = device.call_unchecked(|symbols| unsafe {
             (symbols.tensor_map)(
                 &raw mut map,
                 CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT16,
@@ -45,8 +65,8 @@ impl TensorMap {
                 address as *mut _,
                 lengths.as_ptr(),
                 strides.as_ptr(),
-                sides.as_ptr(),
-                apart.as_ptr(),
+                box_lengths.as_ptr(),
+                box_strides.as_ptr(),
                 CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
                 CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
                 CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
@@ -55,7 +75,7 @@ impl TensorMap {
         });
         match made {
             CUresult::CUDA_SUCCESS => Ok(Self(map.opaque)),
-            error => Err(fault("cuTensorMapEncodeTiled", error)),
+            error => Err(driver_error("cuTensorMapEncodeTiled", error)),
         }
     }
 }

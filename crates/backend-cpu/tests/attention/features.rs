@@ -1,4 +1,4 @@
-//! Any combination of features, forward and backward, over rings of several ranks.
+//! Random combinations of features, forward and backward, over rings of several ranks.
 
 use annulus_core::{DType, Layout};
 use annulus_cpu::{Cpu, Isa};
@@ -18,7 +18,8 @@ fn isas() -> impl Iterator<Item = Isa> {
     Isa::ALL.into_iter().filter(|isa| isa.is_available())
 }
 
-/// What the second pass cannot know of queries that are not here.
+/// Returns true if the case runs on several ranks: with two passes, mask and bias rows of received
+/// queries are not available.
 fn crosses_ranks(case: &Case) -> bool {
     case.spec.backward == annulus_core::BackwardMode::OnePass
         || case.batch.attention_mask.is_none() && case.spec.bias.is_none_or(|shape| shape[2] == 1)
@@ -28,12 +29,17 @@ fn any_features(dtype: DType, seeds: std::ops::Range<u64>) {
     for seed in seeds {
         let case = Case::any(seed, dtype);
         let want = case.oracle();
-        let layout = [Layout::Contiguous, Layout::Zigzag, Layout::Striped][seed as usize % 3].clone();
+        let layout =
+            [Layout::Contiguous, Layout::Zigzag, Layout::Striped][seed as usize % 3].clone();
         let ranks = if crosses_ranks(&case) { 1 + seed as usize % 4 } else { 1 };
         for isa in isas() {
             let cpu = Cpu::new(1 + seed as usize % 2).unwrap().with_isa(isa).unwrap();
             let got = case.run(&cpu, &layout, ranks).unwrap();
-            got.assert_close(&want, tolerance(dtype), &format!("seed {seed} {isa} {ranks} ranks {:?}", case.spec));
+            got.assert_close(
+                &want,
+                tolerance(dtype),
+                &format!("seed {seed} {isa} {ranks} ranks {:?}", case.spec),
+            );
         }
     }
 }

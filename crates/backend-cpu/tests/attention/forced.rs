@@ -7,10 +7,10 @@ use annulus_cpu::{Cpu, Isa};
 
 use crate::support::{Case, Random, Rank};
 
-/// Set for the processes that this test starts.
+/// Set for the child processes of this test.
 const CHILD: &str = "ANNULUS_TEST_OF_FORCED_ISA";
 
-/// What cargo runs programs for 64-bit ARM with on other machines.
+/// Cargo's runner of 64-bit ARM programs on other machines.
 const RUNNER: &str = "CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER";
 
 #[test]
@@ -20,7 +20,7 @@ fn the_forced_instruction_set_runs() {
     }
     let this = std::env::current_exe().unwrap();
     let run = |variable: &str, child: &str| {
-        // an emulated program cannot start another but through the emulator
+        // an emulated program cannot start another one without the emulator
         let runner = std::env::var(RUNNER).ok().filter(|_| cfg!(target_arch = "aarch64"));
         let mut words = runner.iter().flat_map(|runner| runner.split_whitespace());
         let mut command = match words.next() {
@@ -38,11 +38,11 @@ fn the_forced_instruction_set_runs() {
         assert!(output.status.success(), "{isa}: {}", String::from_utf8_lossy(&output.stdout));
         assert!(String::from_utf8_lossy(&output.stdout).contains("1 passed"));
     }
-    // the test of the test: another one than was asked for is noticed
+    // the test detects another instruction set than the expected one
     assert!(!run(Isa::Portable.name(), "another").status.success());
 }
 
-/// What a process sees in which `name` is forced.
+/// Checks a process in which `name` is forced.
 fn forced(name: &str) {
     let isa = Isa::ALL.into_iter().find(|isa| isa.name() == name).unwrap();
     let cpu = Cpu::new(1).unwrap();
@@ -52,10 +52,13 @@ fn forced(name: &str) {
     }
     let case = Case::new(Spec::new(Dims::new(1, 100, 2, 24), DType::F32), &mut Random(1));
     let rank = Rank::<f32>::new(&case, &Layout::Contiguous, 0, 1).unwrap();
-    assert_eq!(cpu.workspace(&rank.local, true).unwrap().isa(), isa);
+    assert_eq!(cpu.workspace(&rank.shard, annulus_core::Passes::Both).unwrap().isa(), isa);
     let run = |cpu: &Cpu| case.run(cpu, &Layout::Contiguous, 1).unwrap().bits();
     let bits = run(&cpu);
     assert!(bits == run(&Cpu::new(1).unwrap().with_isa(isa).unwrap()));
-    // the portable path rounds every product, the others do not
-    assert_eq!(bits == run(&Cpu::new(1).unwrap().with_isa(Isa::Portable).unwrap()), isa == Isa::Portable);
+    // the portable kernels round every product, the others do not
+    assert_eq!(
+        bits == run(&Cpu::new(1).unwrap().with_isa(Isa::Portable).unwrap()),
+        isa == Isa::Portable
+    );
 }

@@ -1,12 +1,13 @@
-//! The backend against the oracle: every feature, every type, any split into blocks; and what must not depend on threads.
+//! The backend against the oracle: every feature, every type, any split into blocks, any thread
+//! count.
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 
 mod accuracy;
 mod calls;
 mod features;
-mod few;
 mod forced;
+mod forward_only;
 mod numbers;
 mod support;
 mod threads;

@@ -1,15 +1,18 @@
-//! A problem, its sharding over a ring of ranks that are worked one after another, and the oracle's answer.
+//! Test problems, their sharding over ranks that are simulated one after another, and the oracle's
+//! results.
 
 use std::{ops::ControlFlow, sync::Arc};
 
 use annulus_core::{
-    Backend, BackwardMode, Batch, BiasOrder, Block, Dims, Dropout, Element, Gradients, Host, HostBuffer, HostViewMut, Inputs, Layout,
-    Local, Outputs, Result, RowSet, Rows, Saved, Shard, Side, SinkShape, Spec, mask, oracle,
+    Backend, BackwardInputs, BackwardMode, BackwardPass, Batch, BiasOrder, Block, Dims, Dropout,
+    Element, ForwardPass, Gradients, Host, HostBuffer, HostViewMut, Inputs, Layout, Outputs,
+    Passes, RankShard, Readers, Reduction, Result, RowSet, Rows, Shard, Side, SinkShape, Spec,
+    Workspace, mask, oracle,
 };
 use annulus_cpu::Cpu;
 use ndarray::{Array2, Array3, Array4, Axis};
 
-/// A small generator of numbers (SplitMix64), so that a case is its seed.
+/// SplitMix64: a case is reproduced by its seed.
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
@@ -20,7 +23,7 @@ impl Random {
         x ^ x >> 31
     }
 
-    /// In `0..n`.
+    /// Returns a number in `0..n`.
     pub(crate) fn below(&mut self, n: usize) -> usize {
         (self.word() % n as u64) as usize
     }
@@ -29,7 +32,7 @@ impl Random {
         self.below(n) == 0
     }
 
-    /// In `-1.0..1.0`.
+    /// Returns a number in `-1.0..1.0`.
     pub(crate) fn unit(&mut self) -> f64 {
         (self.word() >> 11) as f64 / (1u64 << 52) as f64 - 1.0
     }
@@ -43,7 +46,7 @@ impl Random {
     }
 }
 
-/// An attention with all its tensors, in f64 but exactly representable in the spec's type.
+/// Attention problem with all tensors, in f64 but exactly representable in the spec's type.
 #[derive(Clone)]
 pub(crate) struct Case {
     pub(crate) spec: Spec,
@@ -57,7 +60,7 @@ pub(crate) struct Case {
     pub(crate) dlse: Option<Array3<f64>>,
 }
 
-/// Everything that comes out, widened.
+/// All results, widened to f64.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Outcome {
     pub(crate) out: Array4<f64>,
@@ -74,7 +77,8 @@ pub(crate) struct Outcome {
 impl Case {
     pub(crate) fn new(spec: Spec, random: &mut Random) -> Self {
         let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = spec.dims;
-        let rounded = |array: Array4<f64>, dtype: annulus_core::DType| array.mapv(|x| dtype.round(x));
+        let rounded =
+            |array: Array4<f64>, dtype: annulus_core::DType| array.mapv(|x| dtype.round(x));
         let (input, sums) = (spec.dtype, spec.dtype.accumulator());
         let q = rounded(random.array([batch, q_len, q_heads, head_dim], 2.0), input);
         let k = rounded(random.array([batch, kv_len, kv_heads, head_dim], 2.0), input);
@@ -86,19 +90,25 @@ impl Case {
             bias
         });
         let sinks = spec.sinks.map(|SinkShape { per_head, count }| {
-            let sinks = Array2::from_shape_simple_fn((if per_head { q_heads } else { 1 }, count), || sums.round(2.0 * random.unit()));
+            let sinks =
+                Array2::from_shape_simple_fn((if per_head { q_heads } else { 1 }, count), || {
+                    sums.round(2.0 * random.unit())
+                });
             sinks.mapv(|x| if x < -1.8 { f64::NEG_INFINITY } else { x })
         });
-        let dlse = random.one_in(2).then(|| Array3::from_shape_simple_fn((batch, q_heads, q_len), || sums.round(random.unit())));
+        let dlse = random.one_in(2).then(|| {
+            Array3::from_shape_simple_fn((batch, q_heads, q_len), || sums.round(random.unit()))
+        });
         Self { spec, batch: Batch::default(), q, k, v, bias, sinks, dout, dlse }
     }
 
-    /// Any combination of features.
+    /// Returns a random combination of features.
     pub(crate) fn any(seed: u64, dtype: annulus_core::DType) -> Self {
         let r = &mut Random(seed);
         let kv_heads = 1 + r.below(2);
         let lens = [0, 1, 5, 17, 33, 63, 64, 65, 100, 131];
-        let (q_len, kv_len) = if r.one_in(3) { (r.pick(&lens), r.pick(&lens)) } else { [r.pick(&lens); 2].into() };
+        let (q_len, kv_len) =
+            if r.one_in(3) { (r.pick(&lens), r.pick(&lens)) } else { [r.pick(&lens); 2].into() };
         let dims = Dims {
             batch: 1 + r.below(2),
             q_len,
@@ -115,22 +125,35 @@ impl Case {
             2 | 3 => causal(),
             4 => mask::and(
                 causal(),
-                Arc::new(mask::Window { first_visible: r.below(4) as u64, ..mask::Window::new(Some(r.below(30) as u64), None) }),
+                Arc::new(mask::Window {
+                    first_visible: r.below(4) as u64,
+                    ..mask::Window::new(Some(r.below(30) as u64), None)
+                }),
             ),
             5 => Arc::new(mask::ChunkedCausal { size: 1 + r.below(40) as u64 }),
             6 => Arc::new(mask::Window::new(Some(r.below(40) as u64), Some(r.below(40) as u64))),
             7 => {
                 let odd = r.word();
-                Arc::new(mask::Predicate::of_positions(format!("scattered {odd}"), move |i, j| (i * 31 + j * 17 + odd as i64) % 3 != 0))
+                Arc::new(mask::Predicate::of_positions(format!("scattered {odd}"), move |i, j| {
+                    (i * 31 + j * 17 + odd as i64) % 3 != 0
+                }))
             }
             _ => {
                 let heads = (0..dims.q_heads).map(|h| -> mask::SharedMask {
-                    if h % 2 == 0 { Arc::new(mask::Causal { offset: h as i64 }) } else { Arc::new(mask::Window::new(Some(9), Some(3))) }
+                    if h % 2 == 0 {
+                        Arc::new(mask::Causal { offset: h as i64 })
+                    } else {
+                        Arc::new(mask::Window::new(Some(9), Some(3)))
+                    }
                 });
                 Arc::new(mask::PerHead(heads.collect()))
             }
         };
-        spec.alignment = if r.one_in(3) { annulus_core::Alignment::BottomRight } else { annulus_core::Alignment::TopLeft };
+        spec.alignment = if r.one_in(3) {
+            annulus_core::Alignment::BottomRight
+        } else {
+            annulus_core::Alignment::TopLeft
+        };
         spec.scale = if r.one_in(6) { r.pick(&[0.0, -0.3, 1.5]) } else { spec.scale };
         spec.soft_cap = r.one_in(3).then(|| r.pick(&[0.8, 2.5, 30.0]));
         let or_one = |r: &mut Random, len| if r.one_in(2) { 1 } else { len };
@@ -138,10 +161,13 @@ impl Case {
             let Dims { batch, q_heads, q_len, kv_len, .. } = dims;
             [or_one(r, batch), or_one(r, q_heads), or_one(r, q_len), or_one(r, kv_len)]
         });
-        spec.bias_function =
-            r.one_in(5).then(|| -> Arc<dyn annulus_core::BiasFunction> { Arc::new(annulus_core::Alibi::published(dims.q_heads)) });
-        spec.bias_order = if r.one_in(2) { BiasOrder::BeforeSoftCap } else { BiasOrder::AfterSoftCap };
-        spec.sinks = r.one_in(3).then(|| SinkShape { per_head: r.one_in(2), count: 1 + r.below(3) });
+        spec.bias_function = r.one_in(5).then(|| -> Arc<dyn annulus_core::BiasFunction> {
+            Arc::new(annulus_core::Alibi::published(dims.q_heads))
+        });
+        spec.bias_order =
+            if r.one_in(2) { BiasOrder::BeforeSoftCap } else { BiasOrder::AfterSoftCap };
+        spec.sinks =
+            r.one_in(3).then(|| SinkShape { per_head: r.one_in(2), count: 1 + r.below(3) });
         spec.normalize = !r.one_in(4);
         spec.dropout = r.one_in(5).then(|| Dropout { probability: 0.3, seed: r.word() });
         spec.backward = if r.one_in(3) { BackwardMode::TwoPass } else { BackwardMode::OnePass };
@@ -149,23 +175,32 @@ impl Case {
         if r.one_in(4) {
             let ids = |r: &mut Random, len: usize| {
                 let cut = 1 + r.below(40);
-                Array2::from_shape_fn((dims.batch, len), |(b, i)| ((i / cut + b) % 4) as i32 - i32::from(i % 11 == 10) * 9)
+                Array2::from_shape_fn((dims.batch, len), |(b, i)| {
+                    ((i / cut + b) % 4) as i32 - i32::from(i % 11 == 10) * 9
+                })
             };
             case.batch.q_segment_ids = Some(ids(r, q_len));
             case.batch.kv_segment_ids = Some(ids(r, kv_len));
         }
         if r.one_in(6) {
-            case.batch.q_positions = Some(Array2::from_shape_simple_fn((dims.batch, q_len), || r.below(120) as i64 - 20));
+            case.batch.q_positions =
+                Some(Array2::from_shape_simple_fn((dims.batch, q_len), || {
+                    r.below(120) as i64 - 20
+                }));
         }
         if r.one_in(6) {
-            case.batch.kv_positions = Some(Array2::from_shape_simple_fn((dims.batch, kv_len), || r.below(120) as i64 - 20));
+            case.batch.kv_positions =
+                Some(Array2::from_shape_simple_fn((dims.batch, kv_len), || {
+                    r.below(120) as i64 - 20
+                }));
         }
         if r.one_in(5) {
             let shape = [or_one(r, dims.batch), or_one(r, dims.q_heads), q_len, kv_len];
             let odd = r.word();
-            case.batch.attention_mask = Some(annulus_core::DenseMask::from_fn(shape, |[b, h, i, j]| {
-                !(odd ^ (b * 7 + h * 5 + i * 3 + j * 11) as u64).is_multiple_of(5)
-            }));
+            case.batch.attention_mask =
+                Some(annulus_core::DenseMask::from_fn(shape, |[b, h, i, j]| {
+                    !(odd ^ (b * 7 + h * 5 + i * 3 + j * 11) as u64).is_multiple_of(5)
+                }));
         }
         case
     }
@@ -181,7 +216,12 @@ impl Case {
             sinks: self.sinks.as_ref().map(|sinks| sinks.view()),
         };
         let forward = oracle::forward(&problem).unwrap();
-        let backward = oracle::backward(&problem, self.dout.view(), self.dlse.as_ref().map(|dlse| dlse.view())).unwrap();
+        let backward = oracle::backward(
+            &problem,
+            self.dout.view(),
+            self.dlse.as_ref().map(|dlse| dlse.view()),
+        )
+        .unwrap();
         let unnormalised = |array| (!self.spec.normalize).then_some(array);
         Outcome {
             out: forward.out,
@@ -196,39 +236,71 @@ impl Case {
         }
     }
 
-    /// The same on a ring of `ranks` ranks.
+    /// Runs the case on a ring of `ranks` ranks.
     pub(crate) fn run(&self, cpu: &Cpu, layout: &Layout, ranks: usize) -> Result<Outcome> {
         self.run_backward(cpu, layout, ranks, true)
     }
 
-    /// The same; in one pass dq and dk, dv are asked for together or separately.
-    pub(crate) fn run_backward(&self, cpu: &Cpu, layout: &Layout, ranks: usize, together: bool) -> Result<Outcome> {
+    /// Runs the case; in the one-pass backward, `fused` selects the fused call or separate dq and
+    /// dkv calls.
+    pub(crate) fn run_backward(
+        &self,
+        cpu: &Cpu,
+        layout: &Layout,
+        ranks: usize,
+        fused: bool,
+    ) -> Result<Outcome> {
         match self.spec.dtype {
-            annulus_core::DType::F64 => Ring::<f64>::new(self, cpu, layout, ranks, true)?.run(together),
-            annulus_core::DType::F32 => Ring::<f32>::new(self, cpu, layout, ranks, true)?.run(together),
-            annulus_core::DType::Bf16 => Ring::<half::bf16>::new(self, cpu, layout, ranks, true)?.run(together),
-            annulus_core::DType::F16 => Ring::<half::f16>::new(self, cpu, layout, ranks, true)?.run(together),
+            annulus_core::DType::F64 => {
+                Ring::<f64>::new(self, cpu, layout, ranks, Passes::Both)?.run(fused)
+            }
+            annulus_core::DType::F32 => {
+                Ring::<f32>::new(self, cpu, layout, ranks, Passes::Both)?.run(fused)
+            }
+            annulus_core::DType::Bf16 => {
+                Ring::<half::bf16>::new(self, cpu, layout, ranks, Passes::Both)?.run(fused)
+            }
+            annulus_core::DType::F16 => {
+                Ring::<half::f16>::new(self, cpu, layout, ranks, Passes::Both)?.run(fused)
+            }
         }
     }
 
-    /// out and lse of workspaces that only go forward; with `alone`, a rank whose keys nobody else reads.
-    pub(crate) fn run_forward(&self, cpu: &Cpu, layout: &Layout, ranks: usize, alone: bool) -> Result<(Array4<f64>, Array3<f64>)> {
+    /// Returns out and lse of forward-only workspaces; `in_place` for a rank whose keys no other
+    /// rank reads.
+    pub(crate) fn run_forward(
+        &self,
+        cpu: &Cpu,
+        layout: &Layout,
+        ranks: usize,
+        readers: Readers,
+    ) -> Result<(Array4<f64>, Array3<f64>)> {
         match self.spec.dtype {
-            annulus_core::DType::F64 => Ring::<f64>::new(self, cpu, layout, ranks, false)?.run_forward(alone),
-            annulus_core::DType::F32 => Ring::<f32>::new(self, cpu, layout, ranks, false)?.run_forward(alone),
-            annulus_core::DType::Bf16 => Ring::<half::bf16>::new(self, cpu, layout, ranks, false)?.run_forward(alone),
-            annulus_core::DType::F16 => Ring::<half::f16>::new(self, cpu, layout, ranks, false)?.run_forward(alone),
+            annulus_core::DType::F64 => {
+                Ring::<f64>::new(self, cpu, layout, ranks, Passes::Forward)?.run_forward(readers)
+            }
+            annulus_core::DType::F32 => {
+                Ring::<f32>::new(self, cpu, layout, ranks, Passes::Forward)?.run_forward(readers)
+            }
+            annulus_core::DType::Bf16 => {
+                Ring::<half::bf16>::new(self, cpu, layout, ranks, Passes::Forward)?
+                    .run_forward(readers)
+            }
+            annulus_core::DType::F16 => {
+                Ring::<half::f16>::new(self, cpu, layout, ranks, Passes::Forward)?
+                    .run_forward(readers)
+            }
         }
     }
 }
 
-pub(crate) fn go_on() -> ControlFlow<()> {
+pub(crate) fn keep_going() -> ControlFlow<()> {
     ControlFlow::Continue(())
 }
 
-/// One rank's share.
+/// One rank's shard.
 pub(crate) struct Rank<E: Element> {
-    pub(crate) local: Local,
+    pub(crate) shard: RankShard,
     pub(crate) q: Array4<E>,
     pub(crate) k: Array4<E>,
     pub(crate) v: Array4<E>,
@@ -241,9 +313,6 @@ pub(crate) struct Rank<E: Element> {
     pub(crate) max: Option<Array4<E::Accumulator>>,
     pub(crate) sum: Option<Array4<E::Accumulator>>,
     pub(crate) ties: Option<Array4<E::Accumulator>>,
-    /// Its keys and values in wire order.
-    pub(crate) block: HostBuffer,
-    pub(crate) home: HostBuffer,
 }
 
 pub(crate) fn typed<E: Element>(array: &Array4<f64>) -> Array4<E> {
@@ -259,17 +328,21 @@ impl<E: Element> Rank<E> {
     pub(crate) fn new(case: &Case, layout: &Layout, rank: usize, ranks: usize) -> Result<Self> {
         let spec = &case.spec;
         let dims = spec.dims;
-        let numbers = |side, len| -> Vec<u64> { layout.shard(side, len, rank, ranks).iter().map(i64::cast_unsigned).collect() };
+        let numbers = |side, len| -> Vec<u64> {
+            layout.shard(side, len, rank, ranks).iter().map(i64::cast_unsigned).collect()
+        };
         let (q_rows, kv_rows) = (numbers(Side::Q, dims.q_len), numbers(Side::Kv, dims.kv_len));
-        let batch = case.batch.select(&q_rows, &kv_rows);
+        let batch = case.batch.select(&q_rows, &kv_rows).unwrap();
         let shard = |side| {
             let shard = Shard::local(&dims, spec.alignment, layout, side, rank, ranks, &batch);
             let mut rows = Rows::default();
-            shard.expand(&RowSet::all(shard.rows.len()), &mut rows);
+            shard.expand(&RowSet::all(shard.rows.len()), &mut rows).unwrap();
             Arc::new(rows)
         };
-        let most = |side, len| (0..ranks).map(|rank| layout.shard(side, len, rank, ranks).len()).max().unwrap_or(0);
-        let local = Local {
+        let most = |side, len| {
+            (0..ranks).map(|rank| layout.shard(side, len, rank, ranks).len()).max().unwrap_or(0)
+        };
+        let rank_shard = RankShard {
             spec: Arc::new(spec.clone()),
             queries: shard(Side::Q),
             keys: shard(Side::Kv),
@@ -277,28 +350,44 @@ impl<E: Element> Rank<E> {
             most_block_rows: most(Side::Kv, dims.kv_len),
             most_query_rows: most(Side::Q, dims.q_len),
         };
-        let lines =
-            |wanted: bool| wanted.then(|| Array4::from_elem((dims.batch, dims.q_heads, q_rows.len(), 1), E::Accumulator::from_f64(7.0)));
-        let bytes = |record: annulus_core::Record| HostBuffer::zeroed(record.bytes() * kv_rows.len() as u64);
+        let lines = |wanted: bool| {
+            wanted.then(|| {
+                Array4::from_elem(
+                    (dims.batch, dims.q_heads, q_rows.len(), 1),
+                    E::Accumulator::from_f64(7.0),
+                )
+            })
+        };
         let bias_rows = |bias: &Array4<f64>| {
-            if spec.bias.is_some_and(|shape| shape[2] == 1 && dims.q_len != 1) { bias.clone() } else { rows_of(bias, 2, &q_rows) }
+            if spec.bias.is_some_and(|shape| shape[2] == 1 && dims.q_len != 1) {
+                bias.clone()
+            } else {
+                rows_of(bias, 2, &q_rows)
+            }
         };
         Ok(Self {
             q: typed(&rows_of(&case.q, 1, &q_rows)),
             k: typed(&rows_of(&case.k, 1, &kv_rows)),
             v: typed(&rows_of(&case.v, 1, &kv_rows)),
             bias: case.bias.as_ref().map(|bias| typed(&bias_rows(bias))),
-            sinks: case.sinks.as_ref().map(|sinks| typed(&sinks.clone().insert_axis(Axis(2)).insert_axis(Axis(3)))),
+            sinks: case
+                .sinks
+                .as_ref()
+                .map(|sinks| typed(&sinks.clone().insert_axis(Axis(2)).insert_axis(Axis(3)))),
             dout: typed(&rows_of(&case.dout, 1, &q_rows)),
-            dlse: case.dlse.as_ref().map(|dlse| typed(&rows_of(&dlse.clone().insert_axis(Axis(3)), 2, &q_rows))),
-            out: Array4::from_elem((dims.batch, q_rows.len(), dims.q_heads, dims.value_dim), E::from_f64(7.0)),
+            dlse: case
+                .dlse
+                .as_ref()
+                .map(|dlse| typed(&rows_of(&dlse.clone().insert_axis(Axis(3)), 2, &q_rows))),
+            out: Array4::from_elem(
+                (dims.batch, q_rows.len(), dims.q_heads, dims.value_dim),
+                E::from_f64(7.0),
+            ),
             lse: lines(true).unwrap(),
             max: lines(!spec.normalize),
             sum: lines(!spec.normalize),
             ties: lines(!spec.normalize),
-            block: bytes(spec.kv_record())?,
-            home: bytes(spec.gradient_record())?,
-            local,
+            shard: rank_shard,
         })
     }
 
@@ -312,8 +401,9 @@ impl<E: Element> Rank<E> {
         }
     }
 
-    pub(crate) fn saved(&self) -> Saved<'_, Host> {
-        Saved {
+    pub(crate) fn backward_inputs(&self) -> BackwardInputs<'_, Host> {
+        BackwardInputs {
+            forward: self.inputs(),
             out: E::view(self.out.view()),
             lse: Element::view(self.lse.view()),
             max: self.max.as_ref().map(|max| Element::view(max.view())),
@@ -322,143 +412,156 @@ impl<E: Element> Rank<E> {
             dlse: self.dlse.as_ref().map(|dlse| Element::view(dlse.view())),
         }
     }
+
+    /// Returns a zeroed buffer for the records of all keys.
+    pub(crate) fn keys_buffer(&self, record: annulus_core::RowLayout) -> Result<HostBuffer> {
+        HostBuffer::zeroed(record.bytes() * self.shard.keys.len() as u64)
+    }
 }
 
 struct Ring<'a, E: Element> {
     case: &'a Case,
-    cpu: &'a Cpu,
     ranks: Vec<Rank<E>>,
     workspaces: Vec<annulus_cpu::Workspace>,
+    /// K and V of each rank as records.
+    blocks: Vec<HostBuffer>,
 }
 
 impl<'a, E: Element> Ring<'a, E> {
-    fn new(case: &'a Case, cpu: &'a Cpu, layout: &Layout, ranks: usize, backward: bool) -> Result<Self> {
-        cpu.supports(&case.spec)?;
-        let ranks = (0..ranks).map(|rank| Rank::new(case, layout, rank, ranks)).collect::<Result<Vec<_>>>()?;
-        let workspaces = ranks.iter().map(|rank| cpu.workspace(&rank.local, backward)).collect::<Result<_>>()?;
-        Ok(Self { case, cpu, ranks, workspaces })
+    fn new(
+        case: &'a Case,
+        cpu: &'a Cpu,
+        layout: &Layout,
+        ranks: usize,
+        passes: Passes,
+    ) -> Result<Self> {
+        cpu.capabilities(&case.spec)?;
+        let ranks = (0..ranks)
+            .map(|rank| Rank::new(case, layout, rank, ranks))
+            .collect::<Result<Vec<_>>>()?;
+        let workspaces =
+            ranks.iter().map(|rank| cpu.workspace(&rank.shard, passes)).collect::<Result<_>>()?;
+        let record = case.spec.kv_row_layout();
+        let blocks =
+            ranks.iter().map(|rank| rank.keys_buffer(record.clone())).collect::<Result<_>>()?;
+        Ok(Self { case, ranks, workspaces, blocks })
     }
 
-    fn run(mut self, together: bool) -> Result<Outcome> {
-        self.forward(false)?;
-        match self.case.spec.backward {
-            BackwardMode::OnePass => self.one_pass(together)?,
-            BackwardMode::TwoPass => self.two_pass()?,
-        }
-        self.gather()
+    fn run(mut self, fused: bool) -> Result<Outcome> {
+        self.forward(Readers::Ring)?;
+        self.backward(fused)
     }
 
-    fn run_forward(mut self, alone: bool) -> Result<(Array4<f64>, Array3<f64>)> {
-        self.forward(alone)?;
+    fn run_forward(mut self, readers: Readers) -> Result<(Array4<f64>, Array3<f64>)> {
+        self.forward(readers)?;
         let Dims { batch, q_len, q_heads, .. } = self.case.spec.dims;
-        let (mut out, mut lse) = (Array4::zeros(self.case.dout.raw_dim()), Array4::zeros((batch, q_heads, q_len, 1)));
+        let (mut out, mut lse) =
+            (Array4::zeros(self.case.dout.raw_dim()), Array4::zeros((batch, q_heads, q_len, 1)));
         for rank in &self.ranks {
-            scatter(&rank.out, &mut out, 1, rank.local.queries.rows());
-            scatter(&rank.lse, &mut lse, 2, rank.local.queries.rows());
+            scatter(&rank.out, &mut out, 1, rank.shard.queries.rows());
+            scatter(&rank.lse, &mut lse, 2, rank.shard.queries.rows());
         }
         Ok((out, lse.index_axis_move(Axis(3), 0)))
     }
 
-    fn forward(&mut self, alone: bool) -> Result<()> {
-        let cpu = self.cpu;
-        for (rank, workspace) in self.ranks.iter_mut().zip(&mut self.workspaces) {
-            let mut block = std::mem::replace(&mut rank.block, HostBuffer::zeroed(0)?);
-            if alone {
-                cpu.pack_alone(workspace, &rank.inputs(), &mut block)?;
-            } else {
-                cpu.pack(workspace, &rank.inputs(), &mut block)?;
-            }
-            rank.block = block;
-        }
+    fn forward(&mut self, readers: Readers) -> Result<()> {
         let count = self.ranks.len();
-        for r in 0..count {
-            let workspace = &mut self.workspaces[r];
-            cpu.begin(workspace, &self.ranks[r].inputs())?;
-            for t in 0..count {
-                let owner = &self.ranks[(r + t) % count];
-                let block = Block { buffer: &owner.block, ready: &(), rows: &owner.local.keys };
-                cpu.attend(workspace, &self.ranks[r].inputs(), &block, &mut go_on)?;
-            }
-            self.finish(r)?;
+        let mut passes = Vec::new();
+        let ranks = self.ranks.iter().zip(&mut self.workspaces).zip(&mut self.blocks);
+        for ((rank, workspace), block) in ranks {
+            let mut pass = workspace.forward(rank.inputs())?;
+            pass.local_kv(block, readers)?;
+            passes.push(pass);
         }
-        Ok(())
-    }
-
-    fn finish(&mut self, r: usize) -> Result<()> {
-        let rank = &mut self.ranks[r];
-        let (mut out, mut lse) = (rank.out.clone(), rank.lse.clone());
-        let (mut max, mut sum, mut ties) = (rank.max.clone(), rank.sum.clone(), rank.ties.clone());
-        let mut outputs = Outputs::<Host> {
-            out: E::view_mut(out.view_mut()),
-            lse: Element::view_mut(lse.view_mut()),
-            max: max.as_mut().map(|max| Element::view_mut(max.view_mut())),
-            sum: sum.as_mut().map(|sum| Element::view_mut(sum.view_mut())),
-            ties: ties.as_mut().map(|ties| Element::view_mut(ties.view_mut())),
-        };
-        self.cpu.finish(&mut self.workspaces[r], &rank.inputs(), &mut outputs)?;
-        (rank.out, rank.lse, rank.max, rank.sum, rank.ties) = (out, lse, max, sum, ties);
-        Ok(())
-    }
-
-    fn one_pass(&mut self, together: bool) -> Result<()> {
-        let (cpu, count) = (self.cpu, self.ranks.len());
-        for r in 0..count {
-            cpu.begin_backward(&mut self.workspaces[r], &self.ranks[r].inputs(), &self.ranks[r].saved())?;
+        let mut outputs = Vec::new();
+        for (r, mut pass) in passes.into_iter().enumerate() {
             for t in 0..count {
                 let owner = (r + t) % count;
-                let (rank, workspace) = (&self.ranks[r], &mut self.workspaces[r]);
-                let of = &self.ranks[owner];
-                let block = Block { buffer: &of.block, ready: &(), rows: &of.local.keys };
-                // whatever is in it is overwritten
-                let mut fresh = HostBuffer::zeroed(of.home.bytes().len() as u64)?;
-                fresh.bytes_mut().unwrap().fill(0x55);
-                let (inputs, saved) = (rank.inputs(), rank.saved());
-                if together {
-                    cpu.attend_backward(workspace, &inputs, &saved, &block, &mut fresh, &mut go_on)?;
-                } else {
-                    cpu.attend_queries(workspace, &inputs, &saved, &block, &mut go_on)?;
-                    cpu.attend_keys(workspace, &inputs, &saved, &block, &mut fresh, &mut go_on)?;
+                let (buffer, rows) = (&self.blocks[owner], &*self.ranks[owner].shard.keys);
+                pass.attend(&Block { buffer, ready: &(), rows }, &mut keep_going)?;
+            }
+            let rank = &self.ranks[r];
+            let (mut out, mut lse) = (rank.out.clone(), rank.lse.clone());
+            let (mut max, mut sum, mut ties) =
+                (rank.max.clone(), rank.sum.clone(), rank.ties.clone());
+            pass.finish(&mut Outputs::<Host> {
+                out: E::view_mut(out.view_mut()),
+                lse: Element::view_mut(lse.view_mut()),
+                max: max.as_mut().map(|max| Element::view_mut(max.view_mut())),
+                sum: sum.as_mut().map(|sum| Element::view_mut(sum.view_mut())),
+                ties: ties.as_mut().map(|ties| Element::view_mut(ties.view_mut())),
+            })?;
+            outputs.push((out, lse, max, sum, ties));
+        }
+        for (rank, outputs) in self.ranks.iter_mut().zip(outputs) {
+            (rank.out, rank.lse, rank.max, rank.sum, rank.ties) = outputs;
+        }
+        Ok(())
+    }
+
+    /// One pass of all ranks, or two. With `fused` unset, a one-pass case is computed by the kernels
+    /// of two passes, which then write dK and dV of every block.
+    fn backward(mut self, fused: bool) -> Result<Outcome> {
+        let (spec, ranks, blocks) = (&self.case.spec, &self.ranks, &self.blocks);
+        let mode = if fused { spec.backward } else { BackwardMode::TwoPass };
+        let mut passes = Vec::new();
+        for (rank, workspace) in ranks.iter().zip(&mut self.workspaces) {
+            passes.push(workspace.backward(rank.backward_inputs(), mode)?);
+        }
+        let record = spec.gradient_row_layout();
+        let mut gradients = ranks
+            .iter()
+            .map(|rank| rank.keys_buffer(record.clone()))
+            .collect::<Result<Vec<_>>>()?;
+        for (r, pass) in passes.iter_mut().enumerate() {
+            for t in 0..ranks.len() {
+                let owner = (r + t) % ranks.len();
+                let keys = &*ranks[owner].shard.keys;
+                let block = Block { buffer: &blocks[owner], ready: &(), rows: keys };
+                if spec.backward == BackwardMode::TwoPass {
+                    pass.attend_kv(&block, None, &mut keep_going)?;
+                    continue;
                 }
-                let rows = of.local.keys.len() as u64;
-                // in two parts, as pieces go home
-                let half = rows / 2;
-                let mut home = std::mem::replace(&mut self.ranks[owner].home, HostBuffer::zeroed(0)?);
-                cpu.combine(&mut self.workspaces[r], &mut home, &fresh, &(), &[(0..half, 0..half), (half..rows, half..rows)], true)?;
-                self.ranks[owner].home = home;
+                // arbitrary contents, which the call overwrites
+                let mut part = ranks[owner].keys_buffer(record.clone())?;
+                part.bytes_mut().unwrap().fill(0x55);
+                pass.attend_kv(&block, Some(&mut part), &mut keep_going)?;
+                // in two parts, as pieces of a ring arrive
+                let (half, rows) = (keys.len() as u64 / 2, keys.len() as u64);
+                let pairs = [(0..half, 0..half), (half..rows, half..rows)];
+                pass.reduce(&mut gradients[owner], &part, &(), &pairs, Reduction::Add)?;
             }
         }
-        Ok(())
+        if spec.backward == BackwardMode::TwoPass {
+            let mut query_blocks = Vec::new();
+            for (rank, pass) in ranks.iter().zip(&mut passes) {
+                let rows = rank.shard.queries.len() as u64;
+                let mut queries = HostBuffer::zeroed(spec.query_row_layout().bytes() * rows)?;
+                pass.local_queries(&mut queries)?;
+                query_blocks.push(queries);
+            }
+            for (r, pass) in passes.iter_mut().enumerate() {
+                for t in 0..ranks.len() {
+                    let owner = (r + t) % ranks.len();
+                    let (buffer, rows) = (&query_blocks[owner], &*ranks[owner].shard.queries);
+                    let block = Block { buffer, ready: &(), rows };
+                    pass.attend_queries(&block, &mut gradients[r], &mut keep_going)?;
+                }
+            }
+        }
+        self.case.gather(ranks, passes, &gradients)
     }
+}
 
-    fn two_pass(&mut self) -> Result<()> {
-        let (cpu, count) = (self.cpu, self.ranks.len());
-        let mut travelling = Vec::new();
-        for r in 0..count {
-            let (rank, workspace) = (&self.ranks[r], &mut self.workspaces[r]);
-            cpu.begin_backward(workspace, &rank.inputs(), &rank.saved())?;
-            for t in 0..count {
-                let of = &self.ranks[(r + t) % count];
-                let block = Block { buffer: &of.block, ready: &(), rows: &of.local.keys };
-                cpu.attend_queries(workspace, &rank.inputs(), &rank.saved(), &block, &mut go_on)?;
-            }
-            let mut queries = HostBuffer::zeroed(self.case.spec.query_record().bytes() * rank.local.queries.len() as u64)?;
-            cpu.pack_queries(workspace, &rank.inputs(), &rank.saved(), &mut queries)?;
-            travelling.push(queries);
-        }
-        for r in 0..count {
-            let mut home = std::mem::replace(&mut self.ranks[r].home, HostBuffer::zeroed(0)?);
-            for t in 0..count {
-                let of = (r + t) % count;
-                let block = Block { buffer: &travelling[of], ready: &(), rows: &self.ranks[of].local.queries };
-                cpu.attend_keys_home(&mut self.workspaces[r], &self.ranks[r].inputs(), &block, &mut home, &mut go_on)?;
-            }
-            self.ranks[r].home = home;
-        }
-        Ok(())
-    }
-
-    fn gather(mut self) -> Result<Outcome> {
-        let case = self.case;
+impl Case {
+    /// Finishes the passes of all ranks and puts their rows together.
+    fn gather<E: Element>(
+        &self,
+        ranks: &[Rank<E>],
+        passes: Vec<annulus_cpu::Backward<'_>>,
+        dkv: &[HostBuffer],
+    ) -> Result<Outcome> {
+        let case = self;
         let Dims { batch, q_len, q_heads, .. } = case.spec.dims;
         let line = || Array3::zeros((batch, q_heads, q_len));
         let mut all = Outcome {
@@ -472,7 +575,7 @@ impl<'a, E: Element> Ring<'a, E> {
             dbias: case.bias.as_ref().map(|bias| Array4::zeros(bias.raw_dim())),
             dsinks: case.sinks.as_ref().map(|sinks| Array2::zeros(sinks.raw_dim())),
         };
-        for (rank, workspace) in self.ranks.iter().zip(&mut self.workspaces) {
+        for ((rank, pass), dkv) in ranks.iter().zip(passes).zip(dkv) {
             let full = |array: &Array4<E>| Array4::from_elem(array.raw_dim(), E::from_f64(7.0));
             let (mut dq, mut dk, mut dv) = (full(&rank.q), full(&rank.k), full(&rank.v));
             let mut dbias = rank.bias.clone();
@@ -481,22 +584,30 @@ impl<'a, E: Element> Ring<'a, E> {
                 dq: E::view_mut(dq.view_mut()),
                 dk: E::view_mut(dk.view_mut()),
                 dv: E::view_mut(dv.view_mut()),
-                dbias: dbias.as_mut().map(|dbias| -> HostViewMut<'_> { Element::view_mut(dbias.view_mut()) }),
-                dsinks: dsinks.as_mut().map(|dsinks| -> HostViewMut<'_> { Element::view_mut(dsinks.view_mut()) }),
+                dbias: dbias
+                    .as_mut()
+                    .map(|dbias| -> HostViewMut<'_> { Element::view_mut(dbias.view_mut()) }),
+                dsinks: dsinks
+                    .as_mut()
+                    .map(|dsinks| -> HostViewMut<'_> { Element::view_mut(dsinks.view_mut()) }),
             };
-            self.cpu.finish_backward(workspace, &rank.inputs(), &rank.home, &mut gradients)?;
-            let (q_rows, kv_rows) = (rank.local.queries.rows(), rank.local.keys.rows());
+            pass.finish(dkv, &mut gradients)?;
+            let (q_rows, kv_rows) = (rank.shard.queries.rows(), rank.shard.keys.rows());
             scatter(&rank.out, &mut all.out, 1, q_rows);
             scatter(&dq, &mut all.dq, 1, q_rows);
             scatter(&dk, &mut all.dk, 1, kv_rows);
             scatter(&dv, &mut all.dv, 1, kv_rows);
-            let statistics =
-                [(Some(&rank.lse), Some(&mut all.lse)), (rank.max.as_ref(), all.max.as_mut()), (rank.sum.as_ref(), all.sum.as_mut())];
+            let statistics = [
+                (Some(&rank.lse), Some(&mut all.lse)),
+                (rank.max.as_ref(), all.max.as_mut()),
+                (rank.sum.as_ref(), all.sum.as_mut()),
+            ];
             for (from, into) in statistics {
                 let (Some(from), Some(into)) = (from, into) else { continue };
                 for (local, &row) in q_rows.iter().enumerate() {
                     let line = from.index_axis(Axis(2), local);
-                    into.index_axis_mut(Axis(2), row as usize).assign(&line.index_axis(Axis(2), 0).mapv(Element::to_f64));
+                    into.index_axis_mut(Axis(2), row as usize)
+                        .assign(&line.index_axis(Axis(2), 0).mapv(Element::to_f64));
                 }
             }
             if let (Some(from), Some(into)) = (&dbias, &mut all.dbias) {
@@ -520,12 +631,14 @@ impl<'a, E: Element> Ring<'a, E> {
 
 fn scatter<E: Element>(from: &Array4<E>, into: &mut Array4<f64>, axis: usize, rows: &[u64]) {
     for (local, &row) in rows.iter().enumerate() {
-        into.index_axis_mut(Axis(axis), row as usize).assign(&from.index_axis(Axis(axis), local).mapv(E::to_f64));
+        into.index_axis_mut(Axis(axis), row as usize)
+            .assign(&from.index_axis(Axis(axis), local).mapv(E::to_f64));
     }
 }
 
 impl Outcome {
-    /// Fails where an array is further than `tolerance` × (1 + its largest number) from what is wanted, or is NaN or infinite elsewhere.
+    /// Asserts that every number is within `tolerance` × max(1, largest finite number) of `want`,
+    /// or equally non-finite.
     pub(crate) fn assert_close(&self, want: &Self, tolerance: f64, what: &str) {
         let list = |outcome: &Self| -> Vec<(&'static str, Vec<f64>)> {
             let flat3 = |array: &Array3<f64>| array.iter().copied().collect::<Vec<_>>();
@@ -539,26 +652,45 @@ impl Outcome {
                 ("dk", flat4(&outcome.dk)),
                 ("dv", flat4(&outcome.dv)),
                 ("dbias", outcome.dbias.as_ref().map(flat4).unwrap_or_default()),
-                ("dsinks", outcome.dsinks.as_ref().map(|array| array.iter().copied().collect()).unwrap_or_default()),
+                (
+                    "dsinks",
+                    outcome
+                        .dsinks
+                        .as_ref()
+                        .map(|array| array.iter().copied().collect())
+                        .unwrap_or_default(),
+                ),
             ]
         };
         for ((name, got), (_, want)) in list(self).into_iter().zip(list(want)) {
             assert_eq!(got.len(), want.len(), "{what}: {name}");
-            let largest = want.iter().filter(|x| x.is_finite()).fold(1.0, |largest: f64, x| largest.max(x.abs()));
-            for (place, (got, want)) in got.iter().zip(&want).enumerate() {
-                let close = (got - want).abs() <= tolerance * largest || got == want || got.is_nan() && want.is_nan();
-                assert!(close, "{what}: {name}[{place}]: got {got}, want {want}");
+            let largest = want
+                .iter()
+                .filter(|x| x.is_finite())
+                .fold(1.0, |largest: f64, x| largest.max(x.abs()));
+            for (index, (got, want)) in got.iter().zip(&want).enumerate() {
+                let close = (got - want).abs() <= tolerance * largest
+                    || got == want
+                    || got.is_nan() && want.is_nan();
+                assert!(close, "{what}: {name}[{index}]: got {got}, want {want}");
             }
         }
     }
 
-    /// The bits of every number.
+    /// Returns the bits of every number.
     pub(crate) fn bits(&self) -> Vec<u64> {
         let mut bits: Vec<u64> = Vec::new();
-        let mut add =
-            |numbers: &mut dyn Iterator<Item = &f64>| bits.extend(numbers.map(|x| if x.is_nan() { u64::MAX } else { x.to_bits() }));
-        [&self.out, &self.dq, &self.dk, &self.dv].into_iter().chain(&self.dbias).for_each(|array| add(&mut array.iter()));
-        [Some(&self.lse), self.max.as_ref(), self.sum.as_ref()].into_iter().flatten().for_each(|array| add(&mut array.iter()));
+        let mut add = |numbers: &mut dyn Iterator<Item = &f64>| {
+            bits.extend(numbers.map(|x| if x.is_nan() { u64::MAX } else { x.to_bits() }))
+        };
+        [&self.out, &self.dq, &self.dk, &self.dv]
+            .into_iter()
+            .chain(&self.dbias)
+            .for_each(|array| add(&mut array.iter()));
+        [Some(&self.lse), self.max.as_ref(), self.sum.as_ref()]
+            .into_iter()
+            .flatten()
+            .for_each(|array| add(&mut array.iter()));
         self.dsinks.iter().for_each(|array| add(&mut array.iter()));
         bits
     }

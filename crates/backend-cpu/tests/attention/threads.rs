@@ -1,4 +1,5 @@
-//! What must not show: the number of threads, what was computed before, how tensors lie in memory.
+//! Bit-reproducibility: results do not depend on the thread count, on earlier calls or on fused and
+//! separate passes.
 
 use std::sync::Arc;
 
@@ -21,13 +22,14 @@ fn the_number_of_threads_changes_no_bit() {
 
 #[test]
 fn many_tasks_of_a_long_sequence_change_no_bit() {
-    // long enough for several tasks a thread, of several strips each
+    // long enough for several tasks per thread, of several strips each
     let dims = Dims { q_len: 900, kv_len: 700, ..Dims::new(1, 0, 2, 16) };
     let mut spec = Spec::new(dims, DType::F32);
     spec.mask = Arc::new(mask::Causal { offset: 40 });
     for bias in [Some([1, 1, 1, 700]), None] {
         let case = Case::new(Spec { bias, ..spec.clone() }, &mut Random(77));
-        let run = |threads, ranks| case.run(&Cpu::new(threads).unwrap(), &Layout::Zigzag, ranks).unwrap();
+        let run =
+            |threads, ranks| case.run(&Cpu::new(threads).unwrap(), &Layout::Zigzag, ranks).unwrap();
         for ranks in [1, 2] {
             let alone = run(1, ranks);
             alone.assert_close(&case.oracle(), 2e-5, "900 × 700");
@@ -38,13 +40,20 @@ fn many_tasks_of_a_long_sequence_change_no_bit() {
     }
 }
 
-/// Few (batch row, key head) pairs, of which several threads work at the same one.
-fn few_pairs(seed: u64, bias: Option<[bool; 4]>) -> Case {
+/// A case with few (batch row, KV head) planes, so that several threads share one.
+fn few_planes(seed: u64, bias: Option<[bool; 4]>) -> Case {
     let random = &mut Random(seed);
-    let [batch, kv_heads, group] = random.pick(&[[1, 1, 1], [1, 1, 3], [1, 2, 2], [2, 1, 2], [3, 1, 1]]);
-    let dims = Dims { q_len: 200, kv_len: 330, q_heads: kv_heads * group, ..Dims::new(batch, 0, kv_heads, 8) };
+    let [batch, kv_heads, group] =
+        random.pick(&[[1, 1, 1], [1, 1, 3], [1, 2, 2], [2, 1, 2], [3, 1, 1]]);
+    let dims = Dims {
+        q_len: 200,
+        kv_len: 330,
+        q_heads: kv_heads * group,
+        ..Dims::new(batch, 0, kv_heads, 8)
+    };
     let mut spec = Spec::new(dims, DType::F32);
-    let heads = (0..dims.q_heads).map(|head| -> mask::SharedMask { Arc::new(mask::Causal { offset: 60 + head as i64 }) });
+    let heads = (0..dims.q_heads)
+        .map(|head| -> mask::SharedMask { Arc::new(mask::Causal { offset: 60 + head as i64 }) });
     spec.mask = match random.below(4) {
         0 => Arc::new(mask::Everything),
         1 => Arc::new(mask::Causal { offset: 130 }),
@@ -53,50 +62,71 @@ fn few_pairs(seed: u64, bias: Option<[bool; 4]>) -> Case {
     };
     spec.bias = bias.map(|[batches, heads, queries, keys]| {
         let or_one = |whole: bool, len| if whole { len } else { 1 };
-        [or_one(batches, batch), or_one(heads, dims.q_heads), or_one(queries, dims.q_len), or_one(keys, dims.kv_len)]
+        [
+            or_one(batches, batch),
+            or_one(heads, dims.q_heads),
+            or_one(queries, dims.q_len),
+            or_one(keys, dims.kv_len),
+        ]
     });
     spec.soft_cap = random.one_in(2).then_some(3.0);
-    spec.bias_order = if random.one_in(2) { BiasOrder::BeforeSoftCap } else { BiasOrder::AfterSoftCap };
+    spec.bias_order =
+        if random.one_in(2) { BiasOrder::BeforeSoftCap } else { BiasOrder::AfterSoftCap };
     Case::new(spec, random)
 }
 
 #[test]
-fn threads_that_share_a_pair_change_no_bit() {
+fn threads_that_share_a_plane_change_no_bit() {
     let cpus = [1, 2, 3, 7].map(|threads| Cpu::new(threads).unwrap());
     for seed in 500..512 {
-        let case = few_pairs(seed, None);
+        let case = few_planes(seed, None);
         for ranks in [1, 2] {
-            let [alone, others @ ..] = cpus.each_ref().map(|cpu| case.run(cpu, &Layout::Zigzag, ranks).unwrap());
+            let [alone, others @ ..] =
+                cpus.each_ref().map(|cpu| case.run(cpu, &Layout::Zigzag, ranks).unwrap());
             alone.assert_close(&case.oracle(), 2e-5, &format!("seed {seed}, {:?}", case.spec));
-            assert!(others.iter().all(|other| other.bits() == alone.bits()), "seed {seed}, {ranks} ranks");
+            assert!(
+                others.iter().all(|other| other.bits() == alone.bits()),
+                "seed {seed}, {ranks} ranks"
+            );
         }
     }
 }
 
 #[test]
-fn the_gradient_of_any_bias_is_the_same_whatever_the_threads() {
+fn the_gradient_of_any_bias_is_the_same_for_any_thread_count() {
     let cpus = [1, 2, 3, 7].map(|threads| Cpu::new(threads).unwrap());
     for form in 0..16 {
-        let case = few_pairs(600 + form, Some([0, 1, 2, 3].map(|axis| form >> axis & 1 == 1)));
-        for (ranks, backward) in [(1, BackwardMode::OnePass), (2, BackwardMode::OnePass), (1, BackwardMode::TwoPass)] {
+        let case = few_planes(600 + form, Some([0, 1, 2, 3].map(|axis| form >> axis & 1 == 1)));
+        for (ranks, backward) in
+            [(1, BackwardMode::OnePass), (2, BackwardMode::OnePass), (1, BackwardMode::TwoPass)]
+        {
             let case = Case { spec: Spec { backward, ..case.spec.clone() }, ..case.clone() };
-            let [alone, others @ ..] = cpus.each_ref().map(|cpu| case.run(cpu, &Layout::Zigzag, ranks).unwrap());
+            let [alone, others @ ..] =
+                cpus.each_ref().map(|cpu| case.run(cpu, &Layout::Zigzag, ranks).unwrap());
             alone.assert_close(&case.oracle(), 2e-5, &format!("{ranks} ranks: {:?}", case.spec));
-            assert!(others.iter().all(|other| other.bits() == alone.bits()), "{ranks} ranks, {:?}", case.spec);
+            assert!(
+                others.iter().all(|other| other.bits() == alone.bits()),
+                "{ranks} ranks, {:?}",
+                case.spec
+            );
         }
     }
 }
 
 #[test]
-fn every_instruction_set_shares_pairs_and_sums_the_bias() {
+fn every_instruction_set_splits_planes_and_sums_dbias() {
     for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
         let cpu = Cpu::new(3).unwrap().with_isa(isa).unwrap();
         let dtypes = [(DType::F32, 2e-5), (DType::F64, 1e-12), (DType::F16, 2e-3)];
         for (seed, (dtype, tolerance)) in (640..646).zip(dtypes.into_iter().cycle()) {
-            let mut case = few_pairs(seed, Some([0, 1, 2, 3].map(|axis| seed >> axis & 1 == 1)));
+            let mut case = few_planes(seed, Some([0, 1, 2, 3].map(|axis| seed >> axis & 1 == 1)));
             case.spec.dtype = dtype;
             case = Case::new(case.spec, &mut Random(seed));
-            case.run(&cpu, &Layout::Contiguous, 2).unwrap().assert_close(&case.oracle(), tolerance, &format!("{isa}, {:?}", case.spec));
+            case.run(&cpu, &Layout::Contiguous, 2).unwrap().assert_close(
+                &case.oracle(),
+                tolerance,
+                &format!("{isa}, {:?}", case.spec),
+            );
         }
     }
 }
@@ -108,8 +138,11 @@ fn both_gradients_together_or_apart_are_the_same_bits() {
         case.spec.backward = BackwardMode::OnePass;
         for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
             let cpu = Cpu::new(1).unwrap().with_isa(isa).unwrap();
-            // the gradient of the bias has the same terms in another order; the oracle says what it is, other tests hold both against it
-            let run = |together| Outcome { dbias: None, ..case.run_backward(&cpu, &Layout::Contiguous, 2, together).unwrap() };
+            // dbias has the same terms in another order; other tests compare both with the oracle
+            let run = |fused| Outcome {
+                dbias: None,
+                ..case.run_backward(&cpu, &Layout::Contiguous, 2, fused).unwrap()
+            };
             assert!(run(true).bits() == run(false).bits(), "seed {seed}, {isa}");
         }
     }

@@ -1,22 +1,26 @@
-//! CUDA memory as the suite sees it, and rings of backends over it.
+//! CUDA memory spaces for the conformance suite, and rings of CUDA backends.
 
 pub(crate) mod multiples;
 
 use std::time::Duration;
 
-use annulus_comm::{Checksum, Deadline, Fault, Staged, cuda::CudaCopier, threads};
-use annulus_conformance::{Case, HostMemory, HostTensor, Judge, Memory, RingSubject, Setting, Station, Subject};
-use annulus_core::{DType, Dims, Element, Error, HostView, HostViewMut, Result, Spec};
+use annulus_comm::{Checksum, Deadline, Fault, Staged, threads};
+use annulus_conformance::{
+    Case, HostMemory, HostTensor, Judge, Memory, RingSubject, Setting, Station, Subject,
+};
+use annulus_core::{
+    DType, Dims, Element, Error, HostView, HostViewMut, HostViews, OnHost, Result, Spec,
+};
 use annulus_cuda::{
-    Cuda, Hosted,
-    device::{CudaBlocks, CudaSpace, CudaTensor, CudaView, CudaViewMut, Stream},
+    Cuda,
+    device::{CudaCopier, CudaSpace, CudaTensor, CudaView, CudaViewMut, Stream},
 };
 use ndarray::{Array4, ArrayView4};
 
-/// No test waits longer than this for a peer that is silent.
+/// Longest wait of a test for a peer.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
 
-/// Its memory.
+/// Tensors in CUDA memory.
 pub(crate) struct CudaMemory(pub(crate) Stream);
 
 impl Memory for CudaMemory {
@@ -29,7 +33,9 @@ impl Memory for CudaMemory {
             match dtype {
                 DType::F64 => bytes.extend(number.to_le_bytes()),
                 DType::F32 => bytes.extend(<f32 as Element>::from_f64(number).to_le_bytes()),
-                DType::Bf16 => bytes.extend(<half::bf16 as Element>::from_f64(number).to_le_bytes()),
+                DType::Bf16 => {
+                    bytes.extend(<half::bf16 as Element>::from_f64(number).to_le_bytes())
+                }
                 DType::F16 => bytes.extend(<half::f16 as Element>::from_f64(number).to_le_bytes()),
             }
         }
@@ -47,7 +53,7 @@ impl Memory for CudaMemory {
             _ => f64::NAN,
         };
         let numbers = bytes.chunks_exact(dtype.bytes()).map(number).collect();
-        Array4::from_shape_vec(tensor.view().shape(), numbers).map_err(|error| Error::Device { what: error.to_string() })
+        Array4::from_shape_vec(tensor.view().shape(), numbers).map_err(Error::internal)
     }
 
     fn view<'a>(&self, tensor: &'a CudaTensor) -> CudaView<'a> {
@@ -59,11 +65,11 @@ impl Memory for CudaMemory {
     }
 }
 
-/// Host memory, of those whose blocks are on a device.
+/// Tensors in host memory, blocks on the device.
 pub(crate) struct TensorsOnHost;
 
 impl Memory for TensorsOnHost {
-    type Space = CudaBlocks;
+    type Space = HostViews<CudaSpace>;
     type Tensor = HostTensor;
 
     fn upload(&self, numbers: ArrayView4<'_, f64>, dtype: DType) -> Result<HostTensor> {
@@ -83,13 +89,15 @@ impl Memory for TensorsOnHost {
     }
 }
 
-/// A rank on each backend that `make` gives, their blocks staged through pinned host memory; each message up to `delay` late.
+/// Ring with one rank per backend from `make`, blocks staged through pinned host memory, each
+/// message delayed by up to `delay`.
 pub(crate) fn staged(name: &str, delay: Duration, make: impl Fn() -> Result<Cuda>) -> impl Subject {
     RingSubject::new(name, move |ranks| -> Result<Vec<Station<CudaMemory, Cuda>>> {
         let station = |(rank, transport)| {
             let backend = make()?;
             let late = Checksum::new(Fault::random_delays(transport, rank as u64, delay));
-            let staged = Staged::<_, CudaSpace>::new(late, CudaCopier::new(backend.stream().device())?);
+            let staged =
+                Staged::<_, CudaSpace>::new(late, CudaCopier::new(backend.stream().device())?);
             let memory = CudaMemory(backend.stream().clone());
             Ok(Station { memory, backend, transport: Box::new(Deadline::new(staged, DEADLINE)?) })
         };
@@ -97,26 +105,39 @@ pub(crate) fn staged(name: &str, delay: Duration, make: impl Fn() -> Result<Cuda
     })
 }
 
-/// As [`staged`], on time, for tensors in host memory.
+/// As [`staged`] without delay, for tensors in host memory.
 pub(crate) fn hosted(name: &str, make: impl Fn() -> Result<Cuda>) -> impl Subject {
-    RingSubject::new(name, move |ranks| -> Result<Vec<Station<TensorsOnHost, Hosted>>> {
+    RingSubject::new(name, move |ranks| -> Result<Vec<Station<TensorsOnHost, OnHost<Cuda>>>> {
         let station = |transport| {
             let cuda = make()?;
-            let staged = Staged::<_, CudaBlocks>::new(transport, CudaCopier::new(cuda.stream().device())?);
+            let copier = CudaCopier::new(cuda.stream().device())?;
+            let staged = Staged::<_, HostViews<CudaSpace>>::new(transport, copier);
             let transport = Box::new(Deadline::new(staged, DEADLINE)?);
-            Ok(Station { memory: TensorsOnHost, backend: Hosted::new(cuda), transport })
+            Ok(Station { memory: TensorsOnHost, backend: cuda.on_host(), transport })
         };
         threads::ring(ranks).into_iter().map(station).collect()
     })
 }
 
-/// Head and value dims that fill a variant of dim `dim`, over more than one tile, causal or not. A `ragged` case leaves a few dims free, so that rows
-/// begin at any even address.
-pub(crate) fn wide(subject: &dyn Subject, dtype: DType, dim: usize, causal: bool, ragged: bool) -> Result<(), String> {
+/// Checks a case whose head and value dims fill a variant of `dim`, over more than one tile.
+/// `ragged` leaves a few dims free, so that rows begin at any even address.
+pub(crate) fn wide(
+    subject: &dyn Subject,
+    dtype: DType,
+    dim: usize,
+    causal: bool,
+    ragged: bool,
+) -> Result<(), String> {
     let (head_dim, value_dim) = if ragged { (dim - 1, dim / 2 + 3) } else { (dim, dim / 2 + 8) };
-    let dims = Dims { batch: 1, q_len: 70, kv_len: 97, q_heads: 2, kv_heads: 1, head_dim, value_dim };
+    let dims =
+        Dims { batch: 1, q_len: 70, kv_len: 97, q_heads: 2, kv_heads: 1, head_dim, value_dim };
     let masks = annulus_conformance::Masks { causal, ..Default::default() };
-    let case = Case::new(format!("dim {dim}"), Spec::new(dims, DType::F64), masks, &mut annulus_conformance::Draw::new(dim as u64));
+    let case = Case::new(
+        format!("dim {dim}"),
+        Spec::new(dims, DType::F64),
+        masks,
+        &mut annulus_conformance::Draw::new(dim as u64),
+    );
     let case = case.in_dtype(dtype);
     let answers = subject.run(&case, &Setting::ALONE, 1).map_err(|error| error.to_string())?;
     let judge = Judge::new(&case).map_err(|error| error.to_string())?;

@@ -1,11 +1,12 @@
-//! Cases for warpgroups, which serve dims that are multiples of 8.
+//! Cases with dims that are multiples of 8, as warpgroup variants require.
 
 use annulus_conformance::{Answer, Case, Setting, Subject};
 use annulus_core::{DType, Dims, Result};
 use annulus_cuda::Variant;
 use ndarray::{Array4, s};
 
-/// A subject whose cases get zeros up to dims that are multiples of 8, so that warpgroups serve every one that is normalised.
+/// Subject that pads a case's dims with zeros to multiples of 8, so that warpgroups serve every
+/// normalized case.
 pub(crate) struct OnMultiplesOfEight<S>(pub(crate) S);
 
 impl<S: Subject> Subject for OnMultiplesOfEight<S> {
@@ -39,13 +40,10 @@ impl<S: Subject> Subject for OnMultiplesOfEight<S> {
     }
 }
 
-/// With zeros up to a multiple of 8 dims.
+/// Pads the dims with zeros to a multiple of 8.
 fn padded(tensor: &Array4<f64>) -> Array4<f64> {
     let (batch, rows, heads, dim) = tensor.dim();
-    Array4::from_shape_fn(
-        (batch, rows, heads, dim.next_multiple_of(8)),
-        |(b, row, head, x)| {
-            if x < dim { tensor[[b, row, head, x]] } else { 0.0 }
-        },
-    )
+    Array4::from_shape_fn((batch, rows, heads, dim.next_multiple_of(8)), |(b, row, head, x)| {
+        if x < dim { tensor[[b, row, head, x]] } else { 0.0 }
+    })
 }

@@ -1,10 +1,11 @@
-//! The suite on the emulated device, over transports that stage through host memory. Random cases and a sample of the matrix; every numeric rule.
+//! Conformance suite on the emulator, with blocks staged through host memory: random cases, a
+//! sample of the feature matrix, all numeric rules.
 
 use std::time::Duration;
 
 use annulus_conformance::{
     Case, Judge, Setting, Subject,
-    suite::{self, Scale},
+    suite::{self, Poison, Scale},
 };
 use annulus_core::{DType, Layout};
 
@@ -25,7 +26,7 @@ fn a_sample_of_the_matrix_holds_on_the_emulated_device() {
 
 #[test]
 fn the_numeric_rules_hold_on_the_emulated_device() {
-    // every element type, every kind of ring; not every pair of both, which fibers would take minutes for
+    // every element type and every layout, but not all combinations, which would take minutes
     for (dtype, (ranks, layout)) in [
         (DType::F64, (1, Layout::Contiguous)),
         (DType::F32, (4, Layout::Zigzag)),
@@ -33,6 +34,20 @@ fn the_numeric_rules_hold_on_the_emulated_device() {
         (DType::F16, (2, Layout::Striped)),
     ] {
         suite::numeric_rules_on(&plain(), dtype, &Setting::new(ranks, layout)).unwrap();
+    }
+}
+
+#[test]
+fn a_visible_nan_does_not_depend_on_the_ranks_on_the_emulated_device() {
+    // two kinds of ring an element type: all 13 would take the fibers many minutes
+    for (dtype, (ranks, layout)) in [
+        (DType::F64, (4, Layout::Contiguous)),
+        (DType::F32, (3, Layout::Zigzag)),
+        (DType::Bf16, (2, Layout::Contiguous)),
+        (DType::F16, (7, Layout::Striped)),
+    ] {
+        let settings = [Setting::ALONE, Setting::new(ranks, layout)];
+        suite::nonfinite_on(&plain(), Poison::NanAndInfinities, dtype, &settings).unwrap();
     }
 }
 
@@ -64,7 +79,7 @@ fn messages_that_overtake_each_other_change_no_bit() {
 
 #[test]
 fn wide_heads_hold_on_the_emulated_device() {
-    // dims of 32 and 64 are everywhere else
+    // other tests cover dims of 32 and 64
     for (dtype, dim, causal, ragged) in [
         (DType::F32, 128, true, true),
         (DType::F32, 256, false, true),
@@ -75,6 +90,7 @@ fn wide_heads_hold_on_the_emulated_device() {
         (DType::F16, 128, false, true),
         (DType::F16, 256, true, false),
     ] {
-        wide(&plain(), dtype, dim, causal, ragged).unwrap_or_else(|wrong| panic!("{dtype} {dim}: {wrong}"));
+        wide(&plain(), dtype, dim, causal, ragged)
+            .unwrap_or_else(|wrong| panic!("{dtype} {dim}: {wrong}"));
     }
 }

@@ -1,4 +1,4 @@
-//! What goes wrong beside kernels: each is one line that names it, and nothing panics.
+//! Failures outside the kernels: each gives a one-line error that names it, without a panic.
 
 use std::{
     ffi::{c_int, c_uint},
@@ -7,11 +7,14 @@ use std::{
 };
 
 use annulus_conformance::{Case, Setting, Subject};
-use annulus_core::{Backend, DType, Dims, Error, PositionBias, Spec};
+use annulus_core::{
+    Backend, DType, DeviceSpace, Dims, Error, HostView, HostViewMut, PositionBias, Spec,
+};
 use annulus_cuda::{
     Cuda, Variant,
     device::{
-        Architecture, Compiler, CompilerSymbols, CudaBuffer, CudaTensor, Device, ImageKind, Program, Stream, Symbols,
+        Architecture, Compiler, CompilerSymbols, CudaBuffer, CudaSpace, CudaTensor, Device,
+        ImageKind, Program, Stream, Symbols,
         cudarc::{
             driver::sys::{CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUresult},
             nvrtc::sys::nvrtcResult,
@@ -20,21 +23,23 @@ use annulus_cuda::{
     },
 };
 
+use ndarray::Array4;
+
 use crate::support::{compiler, emulated, emulated_on, next_device, plain};
 
-/// A device behind the emulated driver with some functions exchanged.
+/// A device on the emulated driver with some functions replaced.
 fn device(change: impl FnOnce(&mut Symbols)) -> Result<Device, Error> {
     Device::with_symbols(driver(change), next_device())
 }
 
-/// The emulated driver with some functions exchanged.
+/// The emulated driver with some functions replaced.
 fn driver(change: impl FnOnce(&mut Symbols)) -> Symbols {
     let mut symbols = emulator::symbols();
     change(&mut symbols);
     symbols
 }
 
-// What a driver may say, as its functions.
+// Driver functions that fail in one way each.
 
 unsafe extern "C" fn no_device(_: c_uint) -> CUresult {
     CUresult::CUDA_ERROR_NO_DEVICE
@@ -45,14 +50,18 @@ unsafe extern "C" fn mismatch(_: c_uint) -> CUresult {
 }
 
 unsafe extern "C" fn none(count: *mut c_int) -> CUresult {
-    // SAFETY: a valid pointer, as the driver's function is given.
+    // SAFETY: a valid pointer, by the driver function's contract.
     unsafe { *count = 0 };
     CUresult::CUDA_SUCCESS
 }
 
-unsafe extern "C" fn old(value: *mut c_int, attribute: CUdevice_attribute, _: CUdevice) -> CUresult {
+unsafe extern "C" fn old(
+    value: *mut c_int,
+    attribute: CUdevice_attribute,
+    _: CUdevice,
+) -> CUresult {
     let major = attribute == CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
-    // SAFETY: a valid pointer, as the driver's function is given.
+    // SAFETY: a valid pointer, by the driver function's contract.
     unsafe { *value = if major { 7 } else { 5 } };
     CUresult::CUDA_SUCCESS
 }
@@ -74,27 +83,29 @@ unsafe extern "C" fn worse_and_worse(_: CUevent) -> CUresult {
     }
 }
 
-// What a compiler may say.
+// Compiler functions that fail in one way each.
 
 unsafe extern "C" fn broken(_: *mut c_int, _: *mut c_int) -> nvrtcResult {
     nvrtcResult::NVRTC_ERROR_INTERNAL_ERROR
 }
 
 unsafe extern "C" fn newer_only(list: *mut c_int) -> nvrtcResult {
-    // SAFETY: room for one, as NVRTC's function is given by who was told of one.
+    // SAFETY: room for one element, by NVRTC's contract, because the count was one.
     unsafe { *list = 100 };
     nvrtcResult::NVRTC_SUCCESS
 }
 
-/// What opening a backend says where driver and compiler are these.
+/// Error text of opening a backend with this driver and compiler.
 fn refusal(driver: Result<Symbols, Error>, compiler: Result<CompilerSymbols, Error>) -> String {
-    let Err(error) = Cuda::with_symbols(driver, || compiler, next_device()) else { return "nothing".into() };
+    let Err(error) = Cuda::with_symbols(driver, || compiler, next_device()) else {
+        return "nothing".into();
+    };
     assert!(matches!(error, Error::Unsupported { .. }) && !error.is_fatal(), "{error}");
     error.to_string()
 }
 
 #[test]
-fn a_machine_that_lacks_something_is_told_in_one_line_of_its_own() {
+fn a_missing_driver_gpu_or_compiler_is_a_one_line_error() {
     let good = || Ok(emulator::compiler_symbols());
     let missing = |what: &str| Error::unsupported("CUDA", format!("this machine: {what}"));
     let said = [
@@ -102,8 +113,14 @@ fn a_machine_that_lacks_something_is_told_in_one_line_of_its_own() {
         refusal(Ok(driver(|symbols| symbols.init = no_device)), good()),
         refusal(Ok(driver(|symbols| symbols.init = mismatch)), good()),
         refusal(Ok(driver(|symbols| symbols.device_attribute = old)), good()),
-        refusal(Ok(emulator::symbols()), Err(missing("no run-time compiler (libnvrtc.so was not found)"))),
-        refusal(Ok(emulator::symbols()), Ok(CompilerSymbols { architectures: newer_only, ..emulator::compiler_symbols() })),
+        refusal(
+            Ok(emulator::symbols()),
+            Err(missing("no run-time compiler (libnvrtc.so was not found)")),
+        ),
+        refusal(
+            Ok(emulator::symbols()),
+            Ok(CompilerSymbols { architectures: newer_only, ..emulator::compiler_symbols() }),
+        ),
     ];
     assert_eq!(
         said,
@@ -118,12 +135,18 @@ fn a_machine_that_lacks_something_is_told_in_one_line_of_its_own() {
     );
     assert_eq!(refusal(Ok(driver(|symbols| symbols.device_count = none)), good()), said[1]);
     let error = Device::with_symbols(emulator::symbols(), emulator::DEVICES).unwrap_err();
-    assert!(matches!(&error, Error::InvalidArgument { argument, .. } if argument == "device"), "{error}");
+    assert!(
+        matches!(&error, Error::InvalidArgument { argument, .. } if argument == "device"),
+        "{error}"
+    );
 }
 
 #[test]
 fn the_real_libraries_are_there_or_missing_in_one_line() {
-    for (error, word) in [(Symbols::system().err(), "no driver"), (CompilerSymbols::system().err(), "no run-time compiler")] {
+    for (error, word) in [
+        (Symbols::system().err(), "no driver"),
+        (CompilerSymbols::system().err(), "no run-time compiler"),
+    ] {
         let Some(error) = error else { continue };
         assert!(error.to_string().contains(word) && !error.is_fatal(), "{error}");
         assert_eq!(error.to_string().lines().count(), 1);
@@ -131,9 +154,13 @@ fn the_real_libraries_are_there_or_missing_in_one_line() {
 }
 
 #[test]
-fn memory_that_cannot_be_had_is_told_with_what_is_free_and_kills_nothing() {
+fn out_of_memory_reports_free_bytes_and_is_not_fatal() {
     let device = device(|symbols| symbols.allocate = full).unwrap();
-    assert_eq!(CudaBuffer::new(&device, 12).unwrap_err(), Error::OutOfMemory { asked: 12, free: Some(1 << 30) });
+    let told = CudaBuffer::new(&device, 12).unwrap_err();
+    assert_eq!(
+        told,
+        Error::OutOfMemory { what: "a device buffer".into(), asked: 12, free: Some(1 << 30) }
+    );
     assert_eq!(device.failure(), None);
 }
 
@@ -150,7 +177,7 @@ fn the_first_failure_is_the_answer_from_then_on() {
 }
 
 #[test]
-fn work_that_never_ends_is_given_up_at_the_deadline() {
+fn work_that_never_ends_fails_at_the_deadline() {
     let device = device(|symbols| symbols.event_query = never_ready).unwrap();
     let stream = Stream::new(&device).unwrap();
     let error = stream.synchronize(Duration::from_millis(20)).unwrap_err();
@@ -158,7 +185,7 @@ fn work_that_never_ends_is_given_up_at_the_deadline() {
 }
 
 #[test]
-fn a_compiler_that_fails_says_what_it_read() {
+fn a_compiler_error_names_the_file() {
     let program = Program { name: "broken.cu", source: "this is no program", headers: &[] };
     let error = compiler().unwrap().compile(&program, &[], ImageKind::Cubin, "sm_80").unwrap_err();
     assert!(error.to_string().contains("broken.cu"), "{error}");
@@ -170,7 +197,7 @@ fn a_compiler_that_fails_says_what_it_read() {
 
 #[test]
 fn a_gpu_newer_than_the_compiler_gets_ptx_and_an_unknown_one_an_error() {
-    // the emulated compiler knows 8.0 only
+    // the emulated compiler supports 8.0 only
     let compiler = compiler().unwrap();
     let target = |major, minor| compiler.target(Architecture { major, minor });
     assert_eq!(target(8, 0).unwrap(), (ImageKind::Cubin, "sm_80".into()));
@@ -180,30 +207,66 @@ fn a_gpu_newer_than_the_compiler_gets_ptx_and_an_unknown_one_an_error() {
 }
 
 #[test]
-fn what_the_backend_cannot_do_is_refused_at_plan_time() {
+fn unsupported_specs_are_refused_at_plan_time() {
     let cuda = emulated(&[]).unwrap();
     assert_eq!(cuda.to_string(), "emulated GPU, compute capability 8.0, NVRTC 0.0");
     let spec = Spec::new(Dims::new(1, 8, 2, 64), DType::F32);
-    cuda.supports(&spec).unwrap();
-    let wide = Spec { dims: Dims { value_dim: Variant::MOST_DIM + 1, ..spec.dims }, ..spec.clone() };
-    assert!(matches!(cuda.supports(&wide), Err(Error::Unsupported { what, .. }) if what.contains("257")));
+    assert_eq!(cuda.capabilities(&spec).unwrap().kv_tile, 64);
+    let wide = Spec { dims: Dims { value_dim: Variant::MAX_DIM + 1, ..spec.dims }, ..spec.clone() };
+    assert!(
+        matches!(cuda.capabilities(&wide), Err(Error::Unsupported { what, .. }) if what.contains("257"))
+    );
     let function = std::sync::Arc::new(PositionBias::new("some", |_, _, _| 0.0));
     let biased = Spec { bias_function: Some(function), ..spec };
-    assert!(matches!(cuda.supports(&biased), Err(Error::Unsupported { what, .. }) if what.contains("some")));
+    assert!(
+        matches!(cuda.capabilities(&biased), Err(Error::Unsupported { what, .. }) if what.contains("some"))
+    );
 }
 
 #[test]
-fn a_write_past_the_end_is_seen_by_the_emulated_device() {
+fn a_write_past_the_end_is_detected_by_the_emulator() {
     let cuda = emulated(&[]).unwrap();
     let buffer = CudaBuffer::new(cuda.stream().device(), 8).unwrap();
-    // SAFETY: none: this is the mistake that is to be seen. The byte after the buffer belongs to its guard.
+    // SAFETY: violated on purpose: the byte after the buffer belongs to its guard.
     unsafe { std::ptr::write((buffer.address() + 8) as *mut u8, 1) };
     drop(buffer);
     assert!(cuda.stream().synchronize(Duration::from_secs(1)).is_err());
 }
 
 #[test]
-fn a_plan_that_is_gone_leaves_no_memory_behind() {
+fn host_tensors_of_any_strides_are_copied_and_others_than_the_device_tensor_refused() {
+    let (device, other) = (device(|_| ()).unwrap(), device(|_| ()).unwrap());
+    let [stream, elsewhere] = [&device, &other].map(|device| Stream::new(device).unwrap());
+    let mut tensor = CudaSpace::tensor(&stream, DType::F32, [2, 3, 4, 5]).unwrap();
+    let numbers = Array4::from_shape_fn((5, 4, 3, 2), |(x, h, i, b)| {
+        (x + 10 * h + 50 * i) as f32 + 200.0 * b as f32
+    });
+    let transposed = numbers.view().reversed_axes();
+    CudaSpace::upload(&stream, HostView::F32(transposed), &mut tensor).unwrap();
+    let mut dense = Array4::zeros((2, 3, 4, 5));
+    let into = &mut HostViewMut::F32(dense.view_mut());
+    CudaSpace::download(&stream, &tensor, into).unwrap();
+    let mut strided = Array4::zeros((5, 4, 3, 2));
+    let into = &mut HostViewMut::F32(strided.view_mut().reversed_axes());
+    CudaSpace::download(&stream, &tensor, into).unwrap();
+    assert!(dense == transposed && strided == numbers);
+
+    let doubles = Array4::<f64>::zeros((2, 3, 4, 5));
+    for (stream, view, wrong) in [
+        (&stream, HostView::F32(numbers.view()), "host tensor"),
+        (&stream, HostView::F64(doubles.view()), "host tensor"),
+        (&elsewhere, HostView::F32(transposed), "stream"),
+    ] {
+        let error = CudaSpace::upload(stream, view, &mut tensor).unwrap_err();
+        assert!(
+            matches!(&error, Error::InvalidArgument { argument, .. } if argument == wrong),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn a_dropped_plan_frees_its_memory() {
     let ordinal = next_device();
     let cuda = emulated_on(ordinal, &[]).unwrap();
     let tensor = CudaTensor::upload(cuda.stream(), &[0; 32], DType::F32, [2, 2, 2, 1]).unwrap();

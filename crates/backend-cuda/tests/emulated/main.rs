@@ -1,4 +1,4 @@
-//! The CUDA backend on a device of fibers: the same host code and the same kernels as on a GPU.
+//! Tests of the CUDA backend on the emulator: the same host code and kernels as on a GPU.
 
 mod borrowed;
 #[path = "../common/mod.rs"]

@@ -1,4 +1,5 @@
-//! Rings over NCCL: blocks go from emulated device to emulated device. Then what goes wrong: each is a typed error on every rank, in time.
+//! Rings over emulated NCCL, device to device; then failures: each is a typed error on every rank,
+//! in time.
 
 use std::{
     ffi::c_int,
@@ -6,16 +7,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus::{Attention, Plan, Tensors};
+use annulus::{Attention, LocalRing, Tensors};
 use annulus_comm::{
     Deadline, Threads,
     nccl::Nccl,
     threads::{self, each_rank},
 };
 use annulus_conformance::{Case, Judge, RingSubject, Setting, Station, Subject, suite};
-use annulus_core::{Channel, DType, Dims, Error, Hop, Incoming, Layout, Outgoing, Result, Transport};
+use annulus_core::{
+    Channel, DType, Dims, Error, Incoming, Layout, MessageHeader, Outgoing, Result, Transport,
+};
 use annulus_cuda::{
-    Cuda, Hosted,
+    Cuda,
     device::{
         CudaBuffer, CudaSpace, Device, Stream,
         emulator::{self, nccl_symbols},
@@ -30,7 +33,7 @@ use crate::{
     support::{emulated, next_device},
 };
 
-/// One rank: its backend and its transport.
+/// Backend and transport of one rank.
 fn station(inner: Threads) -> Result<Station<CudaMemory, Cuda>> {
     let backend = emulated(&[])?;
     let nccl = Nccl::with_symbols(inner, backend.stream().device(), Ok(nccl_symbols()), DEADLINE)?;
@@ -40,7 +43,7 @@ fn station(inner: Threads) -> Result<Station<CudaMemory, Cuda>> {
 
 fn subject() -> impl Subject {
     RingSubject::new("emulated cuda over nccl", |ranks| {
-        // they wait for each other
+        // initialization waits for all ranks
         each_rank(threads::ring(ranks), |_, inner| station(inner))
     })
 }
@@ -48,13 +51,17 @@ fn subject() -> impl Subject {
 #[test]
 fn rings_of_one_two_and_three_ranks_hold_over_nccl() {
     for ranks in 1..=3 {
-        for (number, layout) in [Layout::Contiguous, Layout::Zigzag, Layout::Striped].into_iter().enumerate() {
+        for (number, layout) in
+            [Layout::Contiguous, Layout::Zigzag, Layout::Striped].into_iter().enumerate()
+        {
             let dtype = if number == 0 { DType::F32 } else { DType::Bf16 };
             let case = Case::random(40 + number as u64).in_dtype(dtype);
             let answers = subject().run(&case, &Setting::new(ranks, layout), 2).unwrap();
             let judge = Judge::new(&case).unwrap();
             for answer in &answers {
-                judge.check(answer).unwrap_or_else(|wrong| panic!("{ranks} ranks, {dtype}: {wrong}"));
+                judge
+                    .check(answer)
+                    .unwrap_or_else(|wrong| panic!("{ranks} ranks, {dtype}: {wrong}"));
             }
             answers[1].same_bits(&answers[0]).unwrap();
         }
@@ -69,27 +76,36 @@ fn random_cases_hold_over_nccl() {
 #[test]
 fn typed_tensors_in_host_memory_are_attended_over_nccl() {
     let dims = Dims { kv_heads: 1, ..Dims::new(1, 100, 2, 16) };
-    let x =
-        |heads, shift: usize| Array4::from_shape_fn((1, 100, heads, 16), |(_, i, h, c)| ((i * 7 + h * 3 + c + shift) % 11) as f32 * 0.1);
+    let x = |heads, shift: usize| {
+        Array4::from_shape_fn((1, 100, heads, 16), |(_, i, h, c)| {
+            ((i * 7 + h * 3 + c + shift) % 11) as f32 * 0.1
+        })
+    };
     let (q, k, v, dout) = (x(2, 0), x(1, 1), x(1, 2), x(2, 3));
     let tensors = Tensors::new(q.view(), k.view(), v.view());
-    let attention = Attention::new().causal();
-    let mut ring = Plan::over(&attention, dims, 3, None, |_, inner| {
+    let attention = Attention::new().causal(true);
+    let mut ring = LocalRing::with_transports(&attention, dims, 3, |_, inner| {
         let cuda = emulated(&[])?;
         let nccl = Nccl::with_symbols(inner, cuda.stream().device(), Ok(nccl_symbols()), DEADLINE)?;
-        Ok((Hosted::new(cuda), nccl))
+        Ok((cuda.on_host(), nccl))
     })
     .unwrap();
-    let mut alone = attention.plan(dims, 1, None).unwrap();
+    let mut alone = attention.local_ring(dims, 1).unwrap();
     let (out, want) = (ring.forward(&tensors).unwrap(), alone.forward(&tensors).unwrap());
     let gradients = ring.backward(&tensors, &out, dout.view(), None).unwrap();
     let wanted = alone.backward(&tensors, &want, dout.view(), None).unwrap();
-    let close = |got: &Array4<f32>, want: &Array4<f32>| got.iter().zip(want).all(|(got, want)| (got - want).abs() < 1e-4);
+    let close = |got: &Array4<f32>, want: &Array4<f32>| {
+        got.iter().zip(want).all(|(got, want)| (got - want).abs() < 1e-4)
+    };
     assert!(close(&out.out, &want.out));
-    assert!(close(&gradients.dq, &wanted.dq) && close(&gradients.dk, &wanted.dk) && close(&gradients.dv, &wanted.dv));
+    assert!(
+        close(&gradients.dq, &wanted.dq)
+            && close(&gradients.dk, &wanted.dk)
+            && close(&gradients.dv, &wanted.dv)
+    );
 }
 
-/// A table that accepts the first two groups and loses the third.
+/// NCCL functions that accept two groups and lose the third.
 fn losing_the_third() -> NcclSymbols {
     thread_local! {
         static GROUPS: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
@@ -107,8 +123,12 @@ fn losing_the_third() -> NcclSymbols {
         communicator: RawCommunicator,
         stream: annulus_cuda::device::cudarc::driver::sys::CUstream,
     ) -> Status {
-        // SAFETY: as NCCL's function is given.
-        if GROUPS.get() < 3 { unsafe { (nccl_symbols().send)(from, bytes, kind, peer, communicator, stream) } } else { 0 }
+        if GROUPS.get() < 3 {
+            // SAFETY: the arguments are those of NCCL's function.
+            unsafe { (nccl_symbols().send)(from, bytes, kind, peer, communicator, stream) }
+        } else {
+            0
+        }
     }
     with(|symbols| (symbols.group_start, symbols.send) = (start, send))
 }
@@ -120,8 +140,15 @@ fn a_part_that_has_come_is_there_while_the_next_has_not() {
         let device = Device::with_symbols(emulator::symbols(), next_device())?;
         let stream = Stream::new(&device)?;
         let table = if rank == 1 { losing_the_third() } else { nccl_symbols() };
-        let mut nccl: Box<dyn Transport<CudaSpace>> = Box::new(Nccl::with_symbols(inner, &device, Ok(table), DEADLINE)?);
-        let hop = |tag| Hop { peer: 1 - rank, channel: Channel::Block, tag, step: 4, ranges: std::iter::once(0..8).collect() };
+        let mut nccl: Box<dyn Transport<CudaSpace>> =
+            Box::new(Nccl::with_symbols(inner, &device, Ok(table), DEADLINE)?);
+        let hop = |tag| MessageHeader {
+            peer: 1 - rank,
+            channel: Channel::Kv,
+            tag,
+            step: 4,
+            ranges: std::iter::once(0..8).collect(),
+        };
         let tags = [4, 5, 6];
         if rank == 1 {
             let (buffer, ready) = (CudaBuffer::new(&device, 8)?, stream.record()?);
@@ -149,7 +176,7 @@ fn a_part_that_has_come_is_there_while_the_next_has_not() {
     assert_eq!(came, [true, true, false]);
 }
 
-/// What two ranks say when each makes its endpoint through its own table, and how long they took.
+/// Errors of two ranks that open endpoints with these tables, and the time it took.
 fn meet(tables: [Result<NcclSymbols>; 2], deadline: Duration) -> ([Option<Error>; 2], Duration) {
     let began = Instant::now();
     let make = |rank: usize, inner| -> Result<Option<Error>> {
@@ -157,7 +184,8 @@ fn meet(tables: [Result<NcclSymbols>; 2], deadline: Duration) -> ([Option<Error>
         Ok(Nccl::with_symbols(inner, &device, tables[rank].clone(), deadline).err())
     };
     let errors = each_rank(threads::ring(2), make).and_then(|errors| {
-        let both: [_; 2] = errors.try_into().map_err(|_| Error::invalid("ranks", "not two", "two"))?;
+        let both: [_; 2] =
+            errors.try_into().map_err(|_| Error::invalid("ranks", "not two", "two"))?;
         Ok(both)
     });
     (errors.unwrap_or_else(|error| [Some(error.clone()), Some(error)]), began.elapsed())
@@ -173,19 +201,25 @@ fn with(change: impl FnOnce(&mut NcclSymbols)) -> NcclSymbols {
 fn a_machine_without_nccl_is_refused_on_all_ranks() {
     let missing = Error::unsupported("NCCL", "this machine: its library has no ncclSend");
     let (errors, _) = meet([Ok(nccl_symbols()), Err(missing.clone())], DEADLINE);
-    assert_eq!(errors, [Some(Error::Refused { rank: 1, what: missing.to_string() }), Some(missing)]);
-    // what this machine really has is a table, or one line
+    assert_eq!(
+        errors,
+        [Some(Error::Refused { rank: 1, what: missing.to_string() }), Some(missing)]
+    );
+    // this machine has NCCL, or reports its absence in one line
     if let Err(error) = NcclSymbols::system() {
         assert!(matches!(&error, Error::Unsupported { what, .. } if what == "NCCL"), "{error}");
         assert_eq!(error.to_string().lines().count(), 1);
     }
     unsafe extern "C" fn old(version: *mut c_int) -> Status {
-        // SAFETY: a valid pointer, as NCCL's function is given.
+        // SAFETY: a valid pointer, by the NCCL function's contract.
         unsafe { *version = 21200 };
         0
     }
     let error = with(|symbols| symbols.version = old).checked().unwrap_err();
-    assert_eq!(error.to_string(), "NCCL is not supported by this machine: its version is 21200, 21400 or newer is needed");
+    assert_eq!(
+        error.to_string(),
+        "NCCL is not supported by this machine: its version is 21200, 21400 or newer is needed"
+    );
 }
 
 #[test]
@@ -199,10 +233,14 @@ fn a_communicator_that_cannot_be_made_is_an_error_on_all_ranks() {
     ) -> Status {
         2
     }
-    // rank 0 waits in vain for the other, and no longer than until it hears why
-    let (errors, took) = meet([Ok(nccl_symbols()), Ok(with(|symbols| symbols.init_rank = refuse))], DEADLINE);
+    // rank 0 waits for the other only until it receives its error
+    let (errors, took) =
+        meet([Ok(nccl_symbols()), Ok(with(|symbols| symbols.init_rank = refuse))], DEADLINE);
     let [first, second] = errors.map(|error| error.unwrap().to_string());
-    assert!(second.contains("ncclCommInitRankConfig: unhandled system error (status 2)"), "{second}");
+    assert!(
+        second.contains("ncclCommInitRankConfig: unhandled system error (status 2)"),
+        "{second}"
+    );
     assert!(first.starts_with("rank 1 aborted: ") && first.contains(&second), "{first}");
     assert!(took < DEADLINE, "{took:?}");
 }
@@ -210,7 +248,7 @@ fn a_communicator_that_cannot_be_made_is_an_error_on_all_ranks() {
 #[test]
 fn a_communicator_that_is_never_ready_is_an_error_at_the_deadline() {
     unsafe extern "C" fn busy(_: RawCommunicator, status: *mut Status) -> Status {
-        // SAFETY: a valid pointer, as NCCL's function is given.
+        // SAFETY: a valid pointer, by the NCCL function's contract.
         unsafe { *status = annulus_cuda::device::nccl::IN_PROGRESS };
         0
     }
@@ -227,11 +265,13 @@ fn a_communicator_that_is_never_ready_is_an_error_at_the_deadline() {
 fn a_peer_that_does_not_come_is_named_at_the_deadline() {
     let mut ring = threads::ring(2);
     let device = Device::with_symbols(emulator::symbols(), next_device()).unwrap();
-    let error = Nccl::with_symbols(ring.remove(0), &device, Ok(nccl_symbols()), Duration::from_millis(200)).unwrap_err();
+    let error =
+        Nccl::with_symbols(ring.remove(0), &device, Ok(nccl_symbols()), Duration::from_millis(200))
+            .unwrap_err();
     assert!(matches!(error, Error::Timeout { peer: 1, .. }), "{error}");
 }
 
-/// Two ranks of which each sends 8 bytes to the other, in two pieces; rank 1 through `table`. What each says.
+/// Two ranks send 8 bytes to each other in two parts, rank 1 with `table`; returns both results.
 fn swap(table: NcclSymbols, deadline: Duration) -> (Vec<Result<Vec<u8>>>, Duration) {
     let began = Instant::now();
     let run = |rank: usize, inner: Threads| -> Result<Vec<u8>> {
@@ -245,9 +285,15 @@ fn swap(table: NcclSymbols, deadline: Duration) -> (Vec<Result<Vec<u8>>>, Durati
         // SAFETY: the buffer is as long as the bytes.
         unsafe { stream.copy_to_device(from.address(), &bytes)? };
         let ready = stream.record()?;
-        // the two sides are cut differently
+        // the two sides split the message differently
         let pieces = if rank == 0 { vec![0..2, 10..16] } else { std::iter::once(4..12).collect() };
-        let hop = |ranges: &[std::ops::Range<u64>]| Hop { peer: 1 - rank, channel: Channel::Block, tag: 7, step: 3, ranges: ranges.into() };
+        let hop = |ranges: &[std::ops::Range<u64>]| MessageHeader {
+            peer: 1 - rank,
+            channel: Channel::Kv,
+            tag: 7,
+            step: 3,
+            ranges: ranges.into(),
+        };
         let receive = hop(std::slice::from_ref(&(0..8)));
         let send = Outgoing { hop: hop(&pieces), buffer: &from, ready: &ready };
         transport.post(&[send], &mut vec![Incoming { hop: receive.clone(), buffer: to }])?;
@@ -276,7 +322,7 @@ fn messages_in_pieces_arrive_in_one() {
     assert_eq!(said, [Ok((104..112).collect()), Ok(vec![0, 1, 10, 11, 12, 13, 14, 15])]);
 }
 
-/// A table through which a transfer fails after it was posted.
+/// NCCL functions with which a transfer fails after it was posted.
 fn failing() -> NcclSymbols {
     thread_local! {
         static GROUPS: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
@@ -288,27 +334,30 @@ fn failing() -> NcclSymbols {
     }
     unsafe extern "C" fn state(communicator: RawCommunicator, status: *mut Status) -> Status {
         if GROUPS.get() > 0 {
-            // SAFETY: a valid pointer, as NCCL's function is given.
+            // SAFETY: a valid pointer, by the NCCL function's contract.
             unsafe { *status = 6 };
             return 0;
         }
-        // SAFETY: as NCCL's function is given.
+        // SAFETY: the arguments are those of NCCL's function.
         unsafe { (nccl_symbols().async_error)(communicator, status) }
     }
     with(|symbols| (symbols.group_end, symbols.async_error) = (end, state))
 }
 
 #[test]
-fn a_failure_that_is_told_later_kills_the_ring_on_both_sides() {
+fn an_asynchronous_failure_aborts_the_ring_on_both_sides() {
     let (said, took) = swap(failing(), DEADLINE);
     let [first, second] = [0, 1].map(|rank: usize| said[rank].clone().unwrap_err());
-    assert!(matches!(&second, Error::Comm { peer: 0, step: 3, what } if what.contains("remote process exited")), "{second}");
+    assert!(
+        matches!(&second, Error::Comm { peer: 0, step: 3, what } if what.contains("remote process exited")),
+        "{second}"
+    );
     assert!(matches!(&first, Error::Aborted { rank: 1, .. }), "{first}");
     assert!(took < Duration::from_secs(10), "{took:?}");
 }
 
 #[test]
-fn an_abort_that_hangs_is_told_in_time() {
+fn an_abort_that_hangs_is_reported_in_time() {
     unsafe extern "C" fn hang(_: RawCommunicator) -> Status {
         std::thread::sleep(Duration::from_secs(20));
         0
@@ -317,7 +366,11 @@ fn an_abort_that_hangs_is_told_in_time() {
     table.abort = hang;
     let (said, took) = swap(table, DEADLINE);
     let second = said[1].clone().unwrap_err().to_string();
-    assert!(second.contains("remote process exited") && second.contains("ncclCommAbort did not return within 1.0 s"), "{second}");
+    assert!(
+        second.contains("remote process exited")
+            && second.contains("ncclCommAbort did not return within 1.0 s"),
+        "{second}"
+    );
     assert!(took < Duration::from_secs(10), "{took:?}");
 }
 
@@ -335,13 +388,16 @@ fn a_group_that_is_refused_names_the_call() {
     }
     let (said, _) = swap(with(|symbols| symbols.send = refuse), DEADLINE);
     let second = said[1].clone().unwrap_err();
-    assert!(matches!(&second, Error::Comm { peer: 0, step: 3, what } if what.starts_with("ncclSend: invalid argument")), "{second}");
+    assert!(
+        matches!(&second, Error::Comm { peer: 0, step: 3, what } if what.starts_with("ncclSend: invalid argument")),
+        "{second}"
+    );
 }
 
 #[test]
 fn a_transfer_that_is_never_accepted_ends_at_the_deadline() {
     unsafe extern "C" fn end() -> Status {
-        // what was grouped is lost
+        // the group is lost
         // SAFETY: no arguments.
         unsafe { (nccl_symbols().group_end)() };
         0
@@ -356,15 +412,19 @@ fn a_transfer_that_is_never_accepted_ends_at_the_deadline() {
     }
     unsafe extern "C" fn state(communicator: RawCommunicator, status: *mut Status) -> Status {
         if BUSY.get() {
-            // SAFETY: a valid pointer, as NCCL's function is given.
+            // SAFETY: a valid pointer, by the NCCL function's contract.
             unsafe { *status = 7 };
             return 0;
         }
-        // SAFETY: as NCCL's function is given.
+        // SAFETY: the arguments are those of NCCL's function.
         unsafe { (nccl_symbols().async_error)(communicator, status) }
     }
-    let (said, took) =
-        swap(with(|symbols| (symbols.group_start, symbols.group_end, symbols.async_error) = (start, end, state)), Duration::from_secs(1));
+    let (said, took) = swap(
+        with(|symbols| {
+            (symbols.group_start, symbols.group_end, symbols.async_error) = (start, end, state)
+        }),
+        Duration::from_secs(1),
+    );
     for error in said {
         let error = error.unwrap_err();
         assert!(matches!(error, Error::Timeout { .. } | Error::Aborted { .. }), "{error}");
@@ -378,7 +438,7 @@ fn a_borrowed_communicator_must_fit_and_outlives_the_ring() {
     let symbols = nccl_symbols();
     let make = |ranks, rank| {
         let (mut id, mut communicator) = (UniqueId([0; UniqueId::BYTES]), std::ptr::null_mut());
-        // SAFETY: pointers to locals; the emulator does not read the last.
+        // SAFETY: pointers to locals; the emulator does not read the last one.
         unsafe {
             (symbols.unique_id)(&raw mut id);
             (symbols.init_rank)(&raw mut communicator, ranks, id, rank, std::ptr::null_mut());
@@ -387,13 +447,18 @@ fn a_borrowed_communicator_must_fit_and_outlives_the_ring() {
     };
     for (ranks, rank) in [(2, 1), (1, 0)] {
         let communicator = make(ranks, rank);
-        // SAFETY: it was just made, and is destroyed after the ring has gone.
-        let made = unsafe { Nccl::borrowed(threads::ring(1).remove(0), &device, symbols, communicator, DEADLINE) };
+        // SAFETY: just created, and destroyed after the ring.
+        let made = unsafe {
+            Nccl::borrowed(threads::ring(1).remove(0), &device, symbols, communicator, DEADLINE)
+        };
         match made {
             Ok(ring) => drop(ring),
-            Err(error) => assert_eq!((ranks, error.to_string().as_str()), (2, "communicator: got (1, 2), want (0, 1)")),
+            Err(error) => assert_eq!(
+                (ranks, error.to_string().as_str()),
+                (2, "communicator: got (1, 2), want (0, 1)")
+            ),
         }
-        // SAFETY: it is still there.
+        // SAFETY: not destroyed yet.
         assert_eq!(unsafe { (symbols.destroy)(communicator) }, 0);
     }
 }

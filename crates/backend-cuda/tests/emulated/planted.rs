@@ -1,5 +1,5 @@
-//! What the emulated device is for: mistakes that a GPU might let pass for years are caught at once. Each is compiled into the kernels by a macro
-//! of its own, and must make a case wrong that is right without it.
+//! Mutation tests of the kernels: a macro compiles one mistake in, and a case that is correct
+//! without it must fail.
 
 use std::time::Duration;
 
@@ -8,25 +8,36 @@ use annulus_core::{DType, Dims, Spec};
 
 use crate::support::subject;
 
-/// A causal case of a few tiles, with head dims of more than one slice, and rows that can be copied 16 bytes at a time.
+/// A causal case of several tiles, with more than one slice of dims and rows that can be copied 16
+/// bytes at a time.
 fn case(dtype: DType) -> Case {
-    let dims = Dims { batch: 1, q_len: 70, kv_len: 70, q_heads: 2, kv_heads: 1, head_dim: 40, value_dim: 48 };
+    let dims = Dims {
+        batch: 1,
+        q_len: 70,
+        kv_len: 70,
+        q_heads: 2,
+        kv_heads: 1,
+        head_dim: 40,
+        value_dim: 48,
+    };
     let masks = Masks { causal: true, ..Masks::default() };
     Case::new("planted", Spec::new(dims, DType::F64), masks, &mut Draw::new(5)).in_dtype(dtype)
 }
 
-/// What the judge says of the case with kernels compiled like this.
+/// Verdict on the case with kernels compiled with these options.
 fn verdict(dtype: DType, options: &'static [&'static str]) -> Result<(), String> {
     let case = case(dtype);
-    let answers = subject(options, Duration::ZERO).run(&case, &Setting::ALONE, 1).map_err(|error| error.to_string())?;
+    let answers = subject(options, Duration::ZERO)
+        .run(&case, &Setting::ALONE, 1)
+        .map_err(|error| error.to_string())?;
     Judge::new(&case).map_err(|error| error.to_string())?.check(&answers[0])
 }
 
-/// f64 runs on level 0 alone, f16 on matrix units.
+/// f64 runs at level 0, f16 on tensor cores.
 const DTYPES: [DType; 2] = [DType::F64, DType::F16];
 
 #[test]
-fn without_a_mistake_all_is_right() {
+fn without_a_mistake_the_case_passes() {
     for dtype in DTYPES {
         verdict(dtype, &[]).unwrap();
     }
@@ -35,28 +46,38 @@ fn without_a_mistake_all_is_right() {
 #[test]
 fn a_barrier_that_was_removed_is_caught() {
     for dtype in DTYPES {
-        // it shows in the forward pass already, which is another kernel for f16
-        assert!(verdict(dtype, &["-DPLANTED_NO_BARRIER"]).is_err_and(|wrong| wrong.contains("out[")), "{dtype}");
+        // the forward pass already fails; for f16 it is a different kernel
+        assert!(
+            verdict(dtype, &["-DPLANTED_NO_BARRIER"]).is_err_and(|wrong| wrong.contains("out[")),
+            "{dtype}"
+        );
     }
 }
 
 #[test]
 fn a_wait_that_comes_one_stage_late_is_caught() {
     for dtype in DTYPES {
-        assert!(verdict(dtype, &["-DPLANTED_LATE_WAIT"]).is_err_and(|wrong| wrong.contains("out[")), "{dtype}");
+        assert!(
+            verdict(dtype, &["-DPLANTED_LATE_WAIT"]).is_err_and(|wrong| wrong.contains("out[")),
+            "{dtype}"
+        );
     }
 }
 
 #[test]
 fn a_mask_that_is_off_by_one_is_caught() {
     for dtype in DTYPES {
-        assert!(verdict(dtype, &["-DPLANTED_MASK_OFF_BY_ONE"]).is_err_and(|wrong| wrong.contains("out[")), "{dtype}");
+        assert!(
+            verdict(dtype, &["-DPLANTED_MASK_OFF_BY_ONE"])
+                .is_err_and(|wrong| wrong.contains("out[")),
+            "{dtype}"
+        );
     }
 }
 
-// Passes are numbered in `kernels/matrix.cuh`: 2 makes dq, 3 makes dk and dv.
+// Passes as numbered in `kernels/matrix.cuh`: 2 computes dQ, 3 computes dK and dV.
 
-/// Whether a mistake in one pass is seen in its gradient, and the output is right.
+/// Returns true if the case fails in this gradient, which implies a correct output.
 fn caught_in_backward(options: &'static [&'static str], gradient: &str) -> bool {
     verdict(DType::Bf16, options).is_err_and(|wrong| wrong.contains(gradient))
 }
@@ -82,5 +103,8 @@ fn a_mask_that_is_off_by_one_in_a_backward_pass_is_caught() {
 #[test]
 fn a_barrier_that_only_some_reach_is_an_error_and_no_hang() {
     let wrong = verdict(DType::F64, &["-DPLANTED_SPLIT_BARRIER"]);
-    assert!(wrong.as_ref().is_err_and(|wrong| wrong.contains("CUDA_ERROR_LAUNCH_FAILED")), "{wrong:?}");
+    assert!(
+        wrong.as_ref().is_err_and(|wrong| wrong.contains("CUDA_ERROR_LAUNCH_FAILED")),
+        "{wrong:?}"
+    );
 }

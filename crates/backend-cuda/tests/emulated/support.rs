@@ -1,4 +1,4 @@
-//! The emulated device as a subject of the suite.
+//! Emulated devices as subjects of the conformance suite.
 
 use std::{
     path::PathBuf,
@@ -15,13 +15,13 @@ use annulus_cuda::{
 
 use crate::common::{hosted, staged};
 
-/// A device of its own for every rank of every run, so that one that has failed disturbs nobody.
+/// Allots one device to every rank of every run, so that a failed device affects one run only.
 pub(crate) fn next_device() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     NEXT.fetch_add(1, Ordering::Relaxed) % emulator::DEVICES
 }
 
-/// The emulated compiler, remembering in the folder that tests may write.
+/// The emulated compiler with a cache in the folder for test files.
 pub(crate) fn compiler() -> Result<Compiler> {
     Compiler::with_symbols(emulator::compiler_symbols(), Some(cache()))
 }
@@ -30,7 +30,7 @@ fn cache() -> Cache {
     Cache::new(PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("emulated-kernels"))
 }
 
-/// A backend on an emulated device of its own.
+/// A backend on a new emulated device.
 pub(crate) fn emulated(options: &[&str]) -> Result<Cuda> {
     emulated_on(next_device(), options)
 }
@@ -38,20 +38,26 @@ pub(crate) fn emulated(options: &[&str]) -> Result<Cuda> {
 /// A backend on emulated device `ordinal`.
 pub(crate) fn emulated_on(ordinal: usize, options: &[&str]) -> Result<Cuda> {
     let device = Device::with_symbols(emulator::symbols(), ordinal)?;
-    Ok(Cuda::on(Stream::new(&device)?, compiler()?, options.iter().map(|&option| option.to_owned()).collect()))
+    Ok(Cuda::on(
+        Stream::new(&device)?,
+        compiler()?,
+        options.iter().map(|&option| option.to_owned()).collect(),
+    ))
 }
 
-/// Emulated devices, one a rank, each message up to `delay` late. Kernels are compiled with `options` besides their own.
+/// Ring of emulated devices, messages delayed by up to `delay`, kernels compiled with further
+/// `options`.
 pub(crate) fn subject(options: &'static [&'static str], delay: Duration) -> impl Subject {
     staged("emulated cuda over staged threads", delay, move || emulated(options))
 }
 
-/// As [`subject`] of the kernels as they are, on time.
+/// As [`subject`], with unmodified kernels and no delay.
 pub(crate) fn plain() -> impl Subject {
     subject(&[], Duration::ZERO)
 }
 
-/// A backend on an emulated device of compute capability 9.0, at the level of warpgroups, whose kernels make this mistake.
+/// A backend at the warpgroup level on an emulated device of compute capability 9.0, with a planted
+/// mistake (0: none).
 pub(crate) fn hopper(mistake: u32) -> Result<Cuda> {
     let ordinal = next_device();
     emulator::plant(ordinal, mistake);
@@ -60,12 +66,14 @@ pub(crate) fn hopper(mistake: u32) -> Result<Cuda> {
     Cuda::on(Stream::new(&device)?, compiler, Vec::new()).at_level(Level::Warpgroup)
 }
 
-/// As [`plain`], on warpgroups, with a mistake or 0.
+/// As [`plain`] on warpgroups, with a planted mistake (0: none).
 pub(crate) fn on_warpgroups(mistake: u32) -> impl Subject {
-    staged("emulated cuda on warpgroups over staged threads", Duration::ZERO, move || hopper(mistake))
+    staged("emulated cuda on warpgroups over staged threads", Duration::ZERO, move || {
+        hopper(mistake)
+    })
 }
 
-/// Emulated devices for tensors in host memory.
+/// As [`plain`], for tensors in host memory.
 pub(crate) fn plain_hosted() -> impl Subject {
     hosted("hosted emulated cuda over staged threads", || emulated(&[]))
 }

@@ -1,10 +1,10 @@
-//! The forward pass on warpgroups, on an emulated GPU of compute capability 9.0: the suite, and mistakes that must be caught.
+//! Warpgroup forward on emulated GPUs of compute capability 9.0: the suite, and planted mistakes.
 
 use annulus_conformance::{
     Case, Draw, Judge, Masks, Setting, Subject,
-    suite::{self, Scale},
+    suite::{self, Poison, Scale},
 };
-use annulus_core::{DType, Dims, Error, Layout, Spec};
+use annulus_core::{Backend, DType, Dims, Error, Layout, Spec};
 use annulus_cuda::{
     Cuda, Level,
     device::{Stream, TensorMap, emulator},
@@ -16,45 +16,72 @@ use crate::{
 };
 
 #[test]
-fn a_level_runs_where_it_can_and_its_variant_says_what_serves() {
-    let spec = |dtype, head_dim| Spec::new(Dims { value_dim: 80, ..Dims::new(1, 8, 2, head_dim) }, dtype);
+fn levels_are_refused_where_they_cannot_run_and_variants_name_the_kernels() {
+    let spec =
+        |dtype, head_dim| Spec::new(Dims { value_dim: 80, ..Dims::new(1, 8, 2, head_dim) }, dtype);
     let name = |cuda: &Cuda, spec: &Spec| cuda.forward_variant(spec).unwrap().to_string();
     let cuda = hopper(0).unwrap();
-    assert_eq!(cuda.to_string(), "emulated GPU, compute capability 9.0, NVRTC 0.0, level warpgroup");
+    assert_eq!(
+        cuda.to_string(),
+        "emulated GPU, compute capability 9.0, NVRTC 0.0, level warpgroup"
+    );
     assert_eq!(name(&cuda, &spec(DType::Bf16, 72)), "bf16 128 warpgroup");
-    // rows that are no multiples of 16 bytes, products that are not of 16 bits, outputs that are not normalised
+    // strides that are no multiples of 16 bytes; 32-bit products; unnormalized outputs
     assert_eq!(name(&cuda, &spec(DType::Bf16, 71)), "bf16 128");
     assert_eq!(name(&cuda, &spec(DType::F32, 72)), "f32 128");
     assert_eq!(name(&cuda, &Spec { normalize: false, ..spec(DType::F16, 72) }), "f16 128");
-    // it is never taken unasked, and not where it cannot run
+    // of the forward and backward kernels' KV tiles, the larger
+    let tile = |cuda: &Cuda, spec: &Spec| cuda.capabilities(spec).unwrap().kv_tile;
+    let dims = [(DType::Bf16, 72, 128), (DType::F16, 256, 64), (DType::F32, 72, 64)];
+    for (dtype, head_dim, want) in dims {
+        assert_eq!(tile(&cuda, &spec(dtype, head_dim)), want, "{dtype} {head_dim}");
+    }
+    assert_eq!(tile(&cuda, &Spec::new(Dims::new(1, 8, 2, 32), DType::F32)), 32);
+    // never chosen by default, and refused where it cannot run
     let unasked = Cuda::on(cuda.stream().clone(), compiler().unwrap(), Vec::new());
-    assert_eq!((unasked.level(), name(&unasked, &spec(DType::Bf16, 72)).as_str()), (Level::Matrix, "bf16 128"));
+    assert_eq!(
+        (unasked.level(), name(&unasked, &spec(DType::Bf16, 72)).as_str()),
+        (Level::Matrix, "bf16 128")
+    );
     let older = emulated(&[]).unwrap();
     assert_eq!(older.clone().at_level(Level::Plain).unwrap().level(), Level::Plain);
     let text = "cuda level warpgroup is not supported by emulated GPU (compute capability 8.0)";
     assert_eq!(older.at_level(Level::Warpgroup).unwrap_err().to_string(), text);
-    // a compiler that knows 8.0 only makes portable assembly for 9.0
-    let portable = Cuda::on(Stream::new(cuda.stream().device()).unwrap(), compiler().unwrap(), Vec::new());
+    // a compiler that supports 8.0 only compiles PTX for 9.0
+    let portable =
+        Cuda::on(Stream::new(cuda.stream().device()).unwrap(), compiler().unwrap(), Vec::new());
     assert!(portable.at_level(Level::Warpgroup).is_err());
 }
 
 #[test]
-fn memory_that_the_copy_engine_cannot_describe_is_refused() {
+fn layouts_that_tma_does_not_support_are_refused() {
     let cuda = hopper(0).unwrap();
-    let map = |address, row, rows| TensorMap::new(cuda.stream().device(), address, [24, 100, 2, 1], [row, 48, 9600], rows);
+    let map = |address, row, rows| {
+        TensorMap::new(cuda.stream().device(), address, [24, 100, 2, 1], [row, 48, 9600], rows)
+    };
     map(4096, 96, 128).unwrap();
-    for (address, row, rows) in [(4104, 96, 128), (4096, 90, 128), (4096, 1 << 40, 128), (4096, 96, 0), (4096, 96, 257)] {
+    for (address, row, rows) in
+        [(4104, 96, 128), (4096, 90, 128), (4096, 1 << 40, 128), (4096, 96, 0), (4096, 96, 257)]
+    {
         let error = map(address, row, rows).unwrap_err();
-        assert!(matches!(&error, Error::InvalidArgument { argument, .. } if argument == "tensor map"), "{error}");
+        assert!(
+            matches!(&error, Error::InvalidArgument { argument, .. } if argument == "tensor map"),
+            "{error}"
+        );
     }
 }
 
 #[test]
 fn every_dim_holds_on_warpgroups() {
-    for (dtype, dim, causal) in
-        [(DType::Bf16, 64, true), (DType::F16, 64, false), (DType::Bf16, 128, true), (DType::F16, 128, false), (DType::Bf16, 256, true)]
-    {
-        wide(&on_warpgroups(0), dtype, dim, causal, false).unwrap_or_else(|wrong| panic!("{dtype} {dim}: {wrong}"));
+    for (dtype, dim, causal) in [
+        (DType::Bf16, 64, true),
+        (DType::F16, 64, false),
+        (DType::Bf16, 128, true),
+        (DType::F16, 128, false),
+        (DType::Bf16, 256, true),
+    ] {
+        wide(&on_warpgroups(0), dtype, dim, causal, false)
+            .unwrap_or_else(|wrong| panic!("{dtype} {dim}: {wrong}"));
     }
 }
 
@@ -79,61 +106,92 @@ fn awkward_sizes_hold_on_warpgroups() {
 
 #[test]
 fn the_numeric_rules_hold_on_warpgroups() {
-    for (dtype, (ranks, layout)) in [(DType::Bf16, (1, Layout::Contiguous)), (DType::F16, (2, Layout::Zigzag))] {
+    for (dtype, (ranks, layout)) in
+        [(DType::Bf16, (1, Layout::Contiguous)), (DType::F16, (2, Layout::Zigzag))]
+    {
         suite::numeric_rules_on(&warpgroups(), dtype, &Setting::new(ranks, layout)).unwrap();
     }
 }
 
-/// A value that is not finite in a late tile with hidden pairs, on a stage that was used before: who does not see it does not feel it.
 #[test]
-fn hidden_values_that_are_not_finite_are_not_felt_in_a_later_tile() {
-    let dims = Dims { batch: 1, q_len: 90, kv_len: 390, q_heads: 1, kv_heads: 1, head_dim: 16, value_dim: 16 };
+fn a_visible_nan_does_not_depend_on_the_ranks_on_warpgroups() {
+    let settings = [Setting::ALONE, Setting::new(3, Layout::Contiguous)];
+    suite::nonfinite_on(&warpgroups(), Poison::NanAndInfinities, DType::Bf16, &settings).unwrap();
+}
+
+/// Non-finite values in late partial tiles, in reused stages, affect only the queries that attend
+/// to them.
+#[test]
+fn masked_non_finite_values_change_nothing_in_a_later_tile() {
+    let dims = Dims {
+        batch: 1,
+        q_len: 90,
+        kv_len: 390,
+        q_heads: 1,
+        kv_heads: 1,
+        head_dim: 16,
+        value_dim: 16,
+    };
     let masks = Masks { window: Some([None, Some(300)]), ..Masks::default() };
-    let mut case = Case::new("late", Spec::new(dims, DType::F64), masks, &mut Draw::new(9)).in_dtype(DType::Bf16);
-    // row 60 and those after it see key 360, in the third tile; the fourth has key 385
+    let mut case = Case::new("late", Spec::new(dims, DType::F64), masks, &mut Draw::new(9))
+        .in_dtype(DType::Bf16);
+    // rows from 60 on attend to key 360, in the third tile; rows from 85 on to key 385, in the
+    // fourth
     case.v[[0, 360, 0, 3]] = f64::NAN;
     case.v[[0, 385, 0, 7]] = f64::INFINITY;
     let answers = on_warpgroups(0).run(&case, &Setting::ALONE, 1).unwrap();
     let (out, want) = (&answers[0].out, case.truth().unwrap().forward.out);
-    for (place, (got, want)) in out.iter().zip(&want).enumerate() {
-        assert!(got == want || (got - want).abs() < 0.05 || (got.is_nan() && want.is_nan()), "out[{place}]: got {got}, want {want}");
+    for (index, (got, want)) in out.iter().zip(&want).enumerate() {
+        assert!(
+            got == want || (got - want).abs() < 0.05 || (got.is_nan() && want.is_nan()),
+            "out[{index}]: got {got}, want {want}"
+        );
     }
-    assert!(out[[0, 59, 0, 3]].is_finite() && out[[0, 60, 0, 3]].is_nan() && out[[0, 84, 0, 7]].is_finite());
+    assert!(
+        out[[0, 59, 0, 3]].is_finite()
+            && out[[0, 60, 0, 3]].is_nan()
+            && out[[0, 84, 0, 7]].is_finite()
+    );
     assert_eq!(out[[0, 85, 0, 7]], f64::INFINITY);
 }
 
-/// The mistakes that `kernels/warpgroup.cuh` numbers from 1 on, and what is seen of each: a launch that fails, or wrong numbers.
+/// Mistakes of `kernels/warpgroup.cuh`, numbered from 1: name, and true if the launch fails rather
+/// than the numbers.
 const MISTAKES: [(&str, bool); 15] = [
-    ("a full stage is taken for an empty one", true),
-    ("a stage is given back before it was read", false),
-    ("a stage is not given back", true),
-    ("values are used before they have come", true),
-    ("a phase is told of too few bytes", true),
-    ("products belong to no group", false),
-    ("products are used while they are made", false),
-    ("products begin while their registers may not be written yet", true),
-    ("sums are scaled while products add to them", false),
-    ("what was stored is not shown to the units", true),
-    ("a wrong swizzle", false),
-    ("the next sixteen dims are looked for too near", false),
-    ("the next columns are looked for too near", false),
-    ("a mask that is off by one", false),
-    ("a turn that is never given", true),
+    ("the producer takes a full stage for an empty one", true),
+    ("a stage is released before it is read", false),
+    ("a stage is never released", true),
+    ("V is used before it is loaded", true),
+    ("expect_tx with too few bytes", true),
+    ("wgmma without commit", false),
+    ("accumulators read while wgmma writes them", false),
+    ("wgmma without fence", true),
+    ("O rescaled while wgmma accumulates", false),
+    ("no proxy fence after stores to shared memory", true),
+    ("wrong swizzle", false),
+    ("descriptor advanced too little along dims", false),
+    ("wrong distance between panels", false),
+    ("mask off by one", false),
+    ("a turn that is never passed on", true),
 ];
 
-/// A case with two panels of dims. Of many keys, so that stages are used again; or of few, so that one more is felt.
+/// A case with two panels of dims; with many keys, so that stages are reused, or with `few`, so
+/// that one more visible key changes the result.
 fn case(few: bool) -> Case {
     let (q_len, kv_len) = if few { (70, 70) } else { (120, 390) };
-    let dims = Dims { batch: 1, q_len, kv_len, q_heads: 1, kv_heads: 1, head_dim: 72, value_dim: 80 };
-    // some tiles are seen whole, the last in part
-    let masks = Masks { causal: few, window: (!few).then_some([None, Some(300)]), ..Masks::default() };
+    let dims =
+        Dims { batch: 1, q_len, kv_len, q_heads: 1, kv_heads: 1, head_dim: 72, value_dim: 80 };
+    // some tiles are full, the last one partial
+    let masks =
+        Masks { causal: few, window: (!few).then_some([None, Some(300)]), ..Masks::default() };
     Case::new("stages", Spec::new(dims, DType::F64), masks, &mut Draw::new(5)).in_dtype(DType::F16)
 }
 
-/// What the judge says of the case, computed with a mistake.
+/// Verdict on the case, computed with a planted mistake.
 fn verdict(mistake: u32, few: bool) -> Result<(), String> {
     let case = case(few);
-    let answers = on_warpgroups(mistake).run(&case, &Setting::ALONE, 1).map_err(|error| error.to_string())?;
+    let answers =
+        on_warpgroups(mistake).run(&case, &Setting::ALONE, 1).map_err(|error| error.to_string())?;
     Judge::new(&case).map_err(|error| error.to_string())?.check(&answers[0])
 }
 

@@ -1,12 +1,13 @@
-//! Emulated devices in processes of their own: blocks go over MPI from device memory, or staged through the host, or over NCCL, which finds its ranks by
-//! MPI. By whichever way, each rank's rows are those of one rank alone, to the same bits. The memory of an emulated device is the host's, so any MPI
-//! takes it; the emulated NCCL has sockets between processes of one machine. Run under a launcher; see `scripts/mpi-test`.
+//! Emulated devices in separate processes: blocks over MPI from device memory, staged through the
+//! host, or over NCCL with MPI as bootstrap. Each rank's rows must be bitwise the same over every
+//! transport, and equal those of one rank alone. Emulated device memory is host memory, so any MPI
+//! accepts it. Run under a launcher; see `scripts/mpi-test`.
 //!
 //! ```text
 //! mpi                       rings, forward and backward
-//! mpi refused               the last rank's communicator cannot be made
-//! mpi lost joining          rank 1 is killed while communicators are made: the others report
-//! mpi lost forward|backward rank 1 is killed before a group of messages in the middle of a pass: the others report
+//! mpi refused               the last rank's communicator cannot be created
+//! mpi lost joining          rank 1 is killed while communicators are created: the others report it
+//! mpi lost forward|backward rank 1 is killed in the middle of a pass: the others report it
 //! ```
 
 mod failures;
@@ -22,7 +23,11 @@ fn run(arguments: &[&str]) -> Result<String> {
         [] => rings::all(),
         ["refused"] => failures::refused(),
         ["lost", moment] => failures::lost(launch, moment),
-        other => Err(Error::invalid("arguments", other.join(" "), "none, refused, or lost joining|forward|backward")),
+        other => Err(Error::invalid(
+            "arguments",
+            other.join(" "),
+            "none, refused, or lost joining|forward|backward",
+        )),
     }
 }
 

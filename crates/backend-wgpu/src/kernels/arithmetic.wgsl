@@ -1,4 +1,5 @@
-// Functions whose bits must not depend on the adapter's taste: e^x, ln, tanh, roundings, and the random words of dropout.
+// Functions whose bits must not depend on the adapter: e^x, ln, tanh, rounding, Philox. WGSL's own
+// versions have implementation-defined accuracy.
 
 const NEGATIVE_INFINITY: u32 = 0xff800000u;
 
@@ -6,12 +7,14 @@ fn is_negative_infinity(x: f32) -> bool {
     return bitcast<u32>(x) == NEGATIVE_INFINITY;
 }
 
-// By its bits: a compiler may take it for granted that x = x.
+// NaN test on the bits: a compiler may assume x == x.
 fn is_nan(x: f32) -> bool {
     return (bitcast<u32>(x) & 0x7fffffffu) > 0x7f800000u;
 }
 
-// e^x = 2^n · e^r, |r| ≤ ln 2 / 2; 0 below the least normal number. x is at most about 0 wherever the result is used; NaN stays NaN.
+// e^x = 2^n · e^r with |r| ≤ ln 2 / 2 (Cody-Waite reduction in two parts), e^r by a polynomial.
+// Returns 0 below the least normal number; NaN stays NaN. Arguments are at most about 0 where the
+// result is used.
 fn exponential(x: f32) -> f32 {
     let n = round(x * 1.4426950408889634);
     var r = fma(n, -0.693145751953125, x);
@@ -62,7 +65,7 @@ fn hyperbolic_tangent(x: f32) -> f32 {
     return select(select(signed, small, a < 0.6), x, is_nan(x));
 }
 
-// The bits of a bf16, rounded to nearest, ties to even.
+// Rounds to bf16 bits, nearest, ties to even.
 fn to_bf16(x: f32) -> u32 {
     let bits = bitcast<u32>(x);
     if ((bits & 0x7fffffffu) > 0x7f800000u) {
@@ -75,7 +78,7 @@ fn from_bf16(bits: u32) -> f32 {
     return bitcast<f32>(bits << 16u);
 }
 
-// The bits of an f16, rounded to nearest, ties to even.
+// Rounds to f16 bits, nearest, ties to even.
 fn to_f16(x: f32) -> u32 {
     let bits = bitcast<u32>(x);
     let sign = (bits >> 16u) & 0x8000u;
@@ -87,7 +90,7 @@ fn to_f16(x: f32) -> u32 {
         return sign | 0x7c00u;
     }
     if (size < 0x38800000u) {
-        // a multiple of 2^-24
+        // subnormal: a multiple of 2^-24
         return sign | u32(round(bitcast<f32>(size) * 16777216.0));
     }
     return sign | ((size - 0x38000000u + 0xfffu + ((size >> 13u) & 1u)) >> 13u);
@@ -115,11 +118,11 @@ fn high_product(a: u32, b: u32) -> u32 {
     return a_high * b_high + (middle >> 16u) + (other >> 16u);
 }
 
-// Ten rounds of Philox 4×32 (Salmon et al. 2011).
-fn philox(place: vec4<u32>, start: vec2<u32>) -> vec4<u32> {
-    var counter = place;
-    var key = start;
-    for (var turn = 0u; turn < 10u; turn++) {
+// Philox 4×32-10 (Salmon et al. 2011).
+fn philox(first_counter: vec4<u32>, first_key: vec2<u32>) -> vec4<u32> {
+    var counter = first_counter;
+    var key = first_key;
+    for (var round_number = 0u; round_number < 10u; round_number++) {
         let high_0 = high_product(0xd2511f53u, counter.x);
         let high_1 = high_product(0xcd9e8d57u, counter.z);
         counter = vec4<u32>(high_1 ^ counter.y ^ key.x, 0xcd9e8d57u * counter.z, high_0 ^ counter.w ^ key.y, 0xd2511f53u * counter.x);

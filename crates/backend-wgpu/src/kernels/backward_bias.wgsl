@@ -1,8 +1,12 @@
-// What a block of keys and values gives to the gradient of the bias.
+// Adds a block's contribution to dbias.
 //
-// One workgroup owns what it adds to: all elements of one tile of the bias, whose heads and batch rows, where the bias has one for all, are worked
-// one after another. Bias with a key axis and no query axis: rows of a tile are keys, and a row is summed over its queries. Else rows are queries:
-// with a key axis each pair has an element; without, a row is summed over its keys.
+//   for each tile of the bias (one workgroup each):
+//       for each batch row and head that shares it:
+//           for each visible tile of the other side:  dbias += dS (or dX before the soft cap)
+//
+// Rows of a tile are keys if the bias has a key axis and no query axis, and are summed over
+// queries. Otherwise rows are queries: with a key axis every pair has its own element; without, a
+// row is summed over its keys.
 
 @compute @workgroup_size(64)
 fn main(
@@ -13,57 +17,57 @@ fn main(
     @builtin(num_subgroups) subgroups: u32,
 #end
 ) {
-    let group = workgroup.x + workgroup.y * numbers.grid_width;
-    if (group >= numbers.groups) {
+    let group = workgroup.x + workgroup.y * params.grid_width;
+    if (group >= params.groups) {
         return;
     }
-    let own = group % numbers.tiles;
-    let bias_head = (group / numbers.tiles) % numbers.bias_heads;
-    let bias_batch = group / numbers.tiles / numbers.bias_heads;
+    let tile_index = group % params.tiles;
+    let bias_head = (group / params.tiles) % params.bias_heads;
+    let bias_batch = group / params.tiles / params.bias_heads;
     let ty = lane >> 3u;
     let tx = lane & 7u;
-    let first = 32u * own;
+    let first = 32u * tile_index;
     let row = first + 4u * ty;
 {{COUNT_MATRICES}}
-    // one for all, or this one
-    let batch_begin = select(bias_batch, 0u, numbers.bias_batch == 0u);
-    let batch_end = select(bias_batch + 1u, numbers.batches, numbers.bias_batch == 0u);
-    let head_begin = select(bias_head, 0u, numbers.bias_head == 0u);
-    let head_end = select(bias_head + 1u, numbers.heads, numbers.bias_head == 0u);
-    let target_row = numbers.gradient_base + bias_batch * numbers.gradient_batch + bias_head * numbers.gradient_head;
+    // all batch rows and heads if they share the bias, else one
+    let batch_begin = select(bias_batch, 0u, params.bias_batch == 0u);
+    let batch_end = select(bias_batch + 1u, params.batches, params.bias_batch == 0u);
+    let head_begin = select(bias_head, 0u, params.bias_head == 0u);
+    let head_end = select(bias_head + 1u, params.heads, params.bias_head == 0u);
+    let target_row = params.dbias_base + bias_batch * params.dbias_batch + bias_head * params.dbias_head;
     var all = vec4<f32>(0.0);
 
     for (var batch = batch_begin; batch < batch_end; batch++) {
         for (var head = head_begin; head < head_end; head++) {
-            let kv_head = (numbers.head_first + head) / numbers.heads_a_key;
-            let state = numbers.statistics_base + batch * numbers.statistics_batch + head * numbers.statistics_head;
-            let list = batch * numbers.plane_batch + head * numbers.plane_head + own;
-            let begin = sight[numbers.lists + list];
-            let end = sight[numbers.lists + list + 1u];
+            let kv_head = (params.head_first + head) / params.group_heads;
+            let state = params.statistics_base + batch * params.statistics_batch + head * params.statistics_head;
+            let list = batch * params.plane_batch + head * params.plane_head + tile_index;
+            let begin = block_mask[params.lists + list];
+            let end = block_mask[params.lists + list + 1u];
             for (var run = begin; run < end; run++) {
-                let first_tile = sight[numbers.runs + 3u * run];
-                let end_tile = first_tile + sight[numbers.runs + 3u * run + 1u];
-                let edge = sight[numbers.runs + 3u * run + 2u];
-                for (var other = first_tile; other < end_tile; other++) {
-                    let column = 32u * other;
+                let first_tile = block_mask[params.runs + 3u * run];
+                let end_tile = first_tile + block_mask[params.runs + 3u * run + 1u];
+                let mask_index = block_mask[params.runs + 3u * run + 2u];
+                for (var other_tile = first_tile; other_tile < end_tile; other_tile++) {
+                    let column = 32u * other_tile;
                     workgroupBarrier();
                     if (lane < 32u) {
                         var word = 0xffffffffu;
-                        if (edge != NO_EDGE) {
-                            word = sight[numbers.bits + 32u * edge + lane];
+                        if (mask_index != FULL_TILE) {
+                            word = block_mask[params.bits + 32u * mask_index + lane];
                         }
-                        atomicStore(&seen[lane], word);
+                        atomicStore(&visible_bits[lane], word);
                     }
-{{LOGITS}}
-{{PRODUCTS}}
+{{SCORES}}
+{{DPROBS}}
 {{STATISTICS}}
-{{SLOPES}}
+{{DX}}
                 }
             }
         }
     }
 #if SUM_ROWS
-    // eight invocations have a part of each row
+    // a row's partial sums lie in eight invocations
     workgroupBarrier();
     tile[8u * ty + tx] = all;
     workgroupBarrier();
@@ -75,7 +79,7 @@ fn main(
         for (var r = 0u; r < 4u; r++) {
             if (row + r < {{ROWS}}) {
                 let at = target_row + {{ROW_PLACE}};
-                gradient[at] = gradient[at] + sum[r];
+                dbias[at] = dbias[at] + sum[r];
             }
         }
     }

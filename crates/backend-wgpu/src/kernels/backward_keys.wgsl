@@ -1,6 +1,6 @@
-// What some queries give to dk and dv of one tile of keys of one key head: dv_j = Σ_i weight_ij·dout_i, dk_j = scale·Σ_i dx_ij·q_i.
+// dK and dV of one tile of keys of one KV head: dv_j = Σ_i p_ij·dout_i, dk_j = scale·Σ_i dx_ij·q_i.
 //
-// Rows of a tile are keys here, and columns queries. The queries of all heads of the group are summed up in order.
+// Rows of a tile are keys, columns are queries. The query heads of the group are summed in order.
 
 @compute @workgroup_size(64)
 fn main(
@@ -11,58 +11,58 @@ fn main(
     @builtin(num_subgroups) subgroups: u32,
 #end
 ) {
-    let group = workgroup.x + workgroup.y * numbers.grid_width;
-    if (group >= numbers.groups) {
+    let group = workgroup.x + workgroup.y * params.grid_width;
+    if (group >= params.groups) {
         return;
     }
-    let own = group % numbers.tiles;
-    let kv_head = numbers.key_head_first + (group / numbers.tiles) % numbers.key_heads;
-    let batch = group / numbers.tiles / numbers.key_heads;
+    let tile_index = group % params.tiles;
+    let kv_head = params.kv_head_first + (group / params.tiles) % params.kv_heads;
+    let batch = group / params.tiles / params.kv_heads;
     let ty = lane >> 3u;
     let tx = lane & 7u;
-    let first = 32u * own;
+    let first = 32u * tile_index;
     let row = first + 4u * ty;
 {{COUNT_MATRICES}}
 
-    let sums = numbers.sums_base + batch * numbers.sums_batch + kv_head * numbers.sums_head;
-    let more = numbers.more_base + batch * numbers.more_batch + kv_head * numbers.more_head;
-{{ZERO_SUMS}}
+    let dk_base = params.acc_base + batch * params.acc_batch + kv_head * params.acc_head;
+    let dv_base_of_head = params.dv_base + batch * params.dv_batch + kv_head * params.dv_head;
+{{ZERO_ACC}}
 
-    let head_begin = max(kv_head * numbers.heads_a_key, numbers.head_first);
-    let head_end = min((kv_head + 1u) * numbers.heads_a_key, numbers.head_first + numbers.heads);
+    let head_begin = max(kv_head * params.group_heads, params.head_first);
+    let head_end = min((kv_head + 1u) * params.group_heads, params.head_first + params.heads);
     for (var query_head = head_begin; query_head < head_end; query_head++) {
-        let head = query_head - numbers.head_first;
-        let state = numbers.statistics_base + batch * numbers.statistics_batch + head * numbers.statistics_head;
-        let list = batch * numbers.plane_batch + head * numbers.plane_head + own;
-        let begin = sight[numbers.lists + list];
-        let end = sight[numbers.lists + list + 1u];
+        let head = query_head - params.head_first;
+        let state = params.statistics_base + batch * params.statistics_batch + head * params.statistics_head;
+        let list = batch * params.plane_batch + head * params.plane_head + tile_index;
+        let begin = block_mask[params.lists + list];
+        let end = block_mask[params.lists + list + 1u];
         for (var run = begin; run < end; run++) {
-            let first_tile = sight[numbers.runs + 3u * run];
-            let end_tile = first_tile + sight[numbers.runs + 3u * run + 1u];
-            let edge = sight[numbers.runs + 3u * run + 2u];
-            for (var other = first_tile; other < end_tile; other++) {
-                let column = 32u * other;
+            let first_tile = block_mask[params.runs + 3u * run];
+            let end_tile = first_tile + block_mask[params.runs + 3u * run + 1u];
+            let mask_index = block_mask[params.runs + 3u * run + 2u];
+            for (var other_tile = first_tile; other_tile < end_tile; other_tile++) {
+                let column = 32u * other_tile;
                 workgroupBarrier();
                 if (lane < 32u) {
                     var word = 0xffffffffu;
-                    if (edge != NO_EDGE) {
-                        word = sight[numbers.bits + 32u * edge + lane];
+                    if (mask_index != FULL_TILE) {
+                        word = block_mask[params.bits + 32u * mask_index + lane];
                     }
-                    atomicStore(&seen[lane], word);
+                    atomicStore(&visible_bits[lane], word);
                 }
-{{LOGITS}}
-{{PRODUCTS}}
+{{SCORES}}
+{{DPROBS}}
                 let query = column + 4u * tx;
 {{COLUMN_STATISTICS}}
-{{SLOPES}}
+{{DX}}
                 workgroupBarrier();
-                let is_edge = edge != NO_EDGE;
-{{ACCUMULATE_VALUES}}
+                let is_partial = mask_index != FULL_TILE;
+{{ACCUMULATE_DV}}
                 workgroupBarrier();
 {{STORE_TILE}}
-{{ACCUMULATE_KEYS}}
+{{ACCUMULATE_DK}}
             }
         }
     }
-{{STORE_SUMS}}
+{{STORE_ACC}}
 }

@@ -1,4 +1,4 @@
-// What a block of keys and values gives to dq / scale of one tile of queries of one head: Σ_j dx_ij·k_j.
+// Adds a block's contribution to dQ / scale of one tile of queries of one head: Σ_j dx_ij·k_j.
 
 @compute @workgroup_size(64)
 fn main(
@@ -9,58 +9,58 @@ fn main(
     @builtin(num_subgroups) subgroups: u32,
 #end
 ) {
-    let group = workgroup.x + workgroup.y * numbers.grid_width;
-    if (group >= numbers.groups) {
+    let group = workgroup.x + workgroup.y * params.grid_width;
+    if (group >= params.groups) {
         return;
     }
-    let own = group % numbers.tiles;
-    let head = (group / numbers.tiles) % numbers.heads;
-    let batch = group / numbers.tiles / numbers.heads;
-    let kv_head = (numbers.head_first + head) / numbers.heads_a_key;
+    let tile_index = group % params.tiles;
+    let head = (group / params.tiles) % params.heads;
+    let batch = group / params.tiles / params.heads;
+    let kv_head = (params.head_first + head) / params.group_heads;
     let ty = lane >> 3u;
     let tx = lane & 7u;
-    let first = 32u * own;
+    let first = 32u * tile_index;
     let row = first + 4u * ty;
 {{COUNT_MATRICES}}
 
-    let list = batch * numbers.plane_batch + head * numbers.plane_head + own;
-    let begin = sight[numbers.lists + list];
-    let end = sight[numbers.lists + list + 1u];
+    let list = batch * params.plane_batch + head * params.plane_head + tile_index;
+    let begin = block_mask[params.lists + list];
+    let end = block_mask[params.lists + list + 1u];
     if (begin == end) {
         return;
     }
 
-    let state = numbers.statistics_base + batch * numbers.statistics_batch + head * numbers.statistics_head;
-    let sums = numbers.sums_base + batch * numbers.sums_batch + head * numbers.sums_head;
+    let state = params.statistics_base + batch * params.statistics_batch + head * params.statistics_head;
+    let acc = params.acc_base + batch * params.acc_batch + head * params.acc_head;
 {{ROW_STATISTICS}}
-{{LOAD_SUMS}}
+{{LOAD_ACC}}
 
     for (var run = begin; run < end; run++) {
-        let first_tile = sight[numbers.runs + 3u * run];
-        let end_tile = first_tile + sight[numbers.runs + 3u * run + 1u];
-        let edge = sight[numbers.runs + 3u * run + 2u];
-        for (var other = first_tile; other < end_tile; other++) {
-            let column = 32u * other;
+        let first_tile = block_mask[params.runs + 3u * run];
+        let end_tile = first_tile + block_mask[params.runs + 3u * run + 1u];
+        let mask_index = block_mask[params.runs + 3u * run + 2u];
+        for (var other_tile = first_tile; other_tile < end_tile; other_tile++) {
+            let column = 32u * other_tile;
             workgroupBarrier();
             if (lane < 32u) {
                 var word = 0xffffffffu;
-                if (edge != NO_EDGE) {
-                    word = sight[numbers.bits + 32u * edge + lane];
+                if (mask_index != FULL_TILE) {
+                    word = block_mask[params.bits + 32u * mask_index + lane];
                 }
-                atomicStore(&seen[lane], word);
+                atomicStore(&visible_bits[lane], word);
             }
-{{LOGITS}}
-{{PRODUCTS}}
+{{SCORES}}
+{{DPROBS}}
             let key = column + 4u * tx;
-{{SLOPES}}
+{{DX}}
             workgroupBarrier();
             var words = vec4<u32>(0u);
             for (var r = 0u; r < 4u; r++) {
-                words[r] = atomicLoad(&seen[4u * ty + r]);
+                words[r] = atomicLoad(&visible_bits[4u * ty + r]);
             }
-            let is_edge = edge != NO_EDGE;
+            let is_partial = mask_index != FULL_TILE;
 {{ACCUMULATE}}
         }
     }
-{{STORE_SUMS}}
+{{STORE_ACC}}
 }

@@ -1,6 +1,7 @@
-// The gradient of a bias that has neither a query nor a key axis: the sum of what its rows have gathered, one workgroup a line.
+// Gradient of a bias with neither query nor key axis: sums the per-row gradients, one workgroup per
+// batch row and head of the bias.
 
-@group(0) @binding(0) var<uniform> numbers: Numbers;
+@group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read> gathered: array<f32>;
 @group(0) @binding(2) var<storage, read_write> gradient: array<f32>;
 
@@ -8,13 +9,13 @@ var<workgroup> parts: array<f32, 64>;
 
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
-    let own = workgroup.x + workgroup.y * numbers.grid_width;
-    if (own >= numbers.count) {
+    let own = workgroup.x + workgroup.y * params.grid_width;
+    if (own >= params.count) {
         return;
     }
     var sum = 0.0;
-    for (var row = lane; row < numbers.all_rows; row = row + 64u) {
-        sum = sum + gathered[own * numbers.all_rows + row];
+    for (var row = lane; row < params.all_rows; row = row + 64u) {
+        sum = sum + gathered[own * params.all_rows + row];
     }
     parts[lane] = sum;
     workgroupBarrier();

@@ -1,8 +1,10 @@
-// Copies vectors of one strided tensor into another of the same [batch, row, head, element], widening, scaling and rounding on the way.
+// Copies vectors between strided tensors [batch, row, head, element], with optional widening,
+// scaling and rounding.
 //
-// Elements of 2 bytes share words: a lone one is put in place by two atomic operations that leave its neighbour alone.
+// 2-byte elements share words: a single one is written by two atomic operations that keep its
+// neighbour.
 
-@group(0) @binding(0) var<uniform> numbers: Numbers;
+@group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read> source: array<u32>;
 #if !ADD
 @group(0) @binding(2) var<storage, read_write> sink: array<atomic<u32>>;
@@ -27,7 +29,7 @@ fn number_at(at: u32) -> f32 {
 }
 #end
 
-// The bits that go to the target for the element at `at`.
+// Returns the bits to store for the element at `at`.
 fn element(at: u32, factor: f32, empty: bool) -> u32 {
 #if RAW
 #if INTO_HALF
@@ -47,22 +49,22 @@ fn element(at: u32, factor: f32, empty: bool) -> u32 {
 
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
-    let item = (workgroup.x + workgroup.y * numbers.grid_width) * 64u + lane;
-    if (item >= numbers.count) {
+    let item = (workgroup.x + workgroup.y * params.grid_width) * 64u + lane;
+    if (item >= params.count) {
         return;
     }
-    let place = item % numbers.dim;
-    let vector = item / numbers.dim;
-    let head = vector % numbers.heads;
-    let row = (vector / numbers.heads) % numbers.rows;
-    let batch = vector / numbers.heads / numbers.rows;
-    let step = 1u + numbers.pairs;
-    let at = numbers.from_base + batch * numbers.from_batch + row * numbers.from_row + head * numbers.from_head + step * place;
-    let to = numbers.into_base + batch * numbers.into_batch + row * numbers.into_row + head * numbers.into_head + step * place;
-    var factor = numbers.factor;
+    let index = item % params.dim;
+    let vector = item / params.dim;
+    let head = vector % params.heads;
+    let row = (vector / params.heads) % params.rows;
+    let batch = vector / params.heads / params.rows;
+    let step = 1u + params.pairs;
+    let at = params.from_base + batch * params.from_batch + row * params.from_row + head * params.from_head + step * index;
+    let to = params.into_base + batch * params.into_batch + row * params.into_row + head * params.into_head + step * index;
+    var factor = params.factor;
     var empty = false;
 #if ROW_FACTORS
-    let line = numbers.factors_base + batch * numbers.factors_batch + row * numbers.factors_row + head * numbers.factors_head;
+    let line = params.factors_base + batch * params.factors_batch + row * params.factors_row + head * params.factors_head;
     factor = factors[line];
     empty = factors[line + 3u] == 0.0;
 #end
@@ -70,7 +72,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     sink[to] = bitcast<u32>(bitcast<f32>(sink[to]) + bitcast<f32>(source[at]));
 #else
 #if INTO_HALF
-    if (numbers.pairs != 0u) {
+    if (params.pairs != 0u) {
         atomicStore(&sink[to >> 1u], element(at, factor, empty) | (element(at + 1u, factor, empty) << 16u));
     } else {
         let shift = 16u * (to & 1u);

@@ -1,14 +1,17 @@
-// Folds a block of keys and values into the running softmax of one tile of queries of one head.
+// Forward: updates the online softmax of one tile of queries of one head with a block of keys.
 //
-//   m' = max(m, max_j s_j)   sum ← sum·e^{m−m'} + Σ_j e^{s_j−m'}   acc ← acc·e^{m−m'} + Σ_j keep_j·e^{s_j−m'}·v_j
+//   for each visible tile of keys:
+//       S = scale·Q·Kᵀ, score epilogue;  m' = max(m, rowmax(S));  P = e^{S−m'}
+//       ℓ = ℓ·e^{m−m'} + rowsum(P);  acc = acc·e^{m−m'} + (keep∘P)·V;  m = m'
 //
-// A row of statistics is (m, sum, ties, whether anything was seen at all); acc and m mean nothing before something was seen.
+// A row of statistics is (m, ℓ, ties, any key attended to); m and acc are undefined before the
+// first.
 
 #if !SUBGROUP
 var<workgroup> columns: array<f32, 256>;
 #end
 
-// The largest of the eight numbers that the invocations of one group of rows have for the row `row`.
+// Row maximum over the eight invocations that hold row `row`.
 fn largest(row: u32, tx: u32, own: vec4<f32>) -> vec4<f32> {
 #if SUBGROUP
     var all = own;
@@ -31,7 +34,7 @@ fn largest(row: u32, tx: u32, own: vec4<f32>) -> vec4<f32> {
 #end
 }
 
-// Their sum, in a fixed order.
+// Row sum over the same invocations, in a fixed order.
 fn total(row: u32, tx: u32, own: vec4<f32>) -> vec4<f32> {
 #if SUBGROUP
     var all = own;
@@ -63,40 +66,40 @@ fn main(
     @builtin(num_subgroups) subgroups: u32,
 #end
 ) {
-    let group = workgroup.x + workgroup.y * numbers.grid_width;
-    if (group >= numbers.groups) {
+    let group = workgroup.x + workgroup.y * params.grid_width;
+    if (group >= params.groups) {
         return;
     }
-    let own = group % numbers.tiles;
-    let head = (group / numbers.tiles) % numbers.heads;
-    let batch = group / numbers.tiles / numbers.heads;
-    let kv_head = (numbers.head_first + head) / numbers.heads_a_key;
+    let tile_index = group % params.tiles;
+    let head = (group / params.tiles) % params.heads;
+    let batch = group / params.tiles / params.heads;
+    let kv_head = (params.head_first + head) / params.group_heads;
     let ty = lane >> 3u;
     let tx = lane & 7u;
-    let first = 32u * own;
+    let first = 32u * tile_index;
     let row = first + 4u * ty;
 {{COUNT_MATRICES}}
 
-    let list = batch * numbers.plane_batch + head * numbers.plane_head + own;
-    let begin = sight[numbers.lists + list];
-    let end = sight[numbers.lists + list + 1u];
+    let list = batch * params.plane_batch + head * params.plane_head + tile_index;
+    let begin = block_mask[params.lists + list];
+    let end = block_mask[params.lists + list + 1u];
     if (begin == end) {
         return;
     }
 
-    let state = numbers.statistics_base + batch * numbers.statistics_batch + head * numbers.statistics_head;
-    let sums = numbers.sums_base + batch * numbers.sums_batch + head * numbers.sums_head;
-    var greatest = vec4<f32>(0.0);
+    let state = params.statistics_base + batch * params.statistics_batch + head * params.statistics_head;
+    let acc = params.acc_base + batch * params.acc_batch + head * params.acc_head;
+    var row_max = vec4<f32>(0.0);
     var sum = vec4<f32>(0.0);
     var ties = vec4<f32>(0.0);
-    var any_seen = vec4<bool>(false);
+    var any_visible = vec4<bool>(false);
     for (var r = 0u; r < 4u; r++) {
-        if (row + r < numbers.queries) {
-            let at = state + (row + r) * numbers.statistics_row;
-            any_seen[r] = statistics[at + 3u] != 0.0;
-            if (any_seen[r]) {
-                greatest[r] = statistics[at];
-                // one of the eight invocations carries what was there before
+        if (row + r < params.queries) {
+            let at = state + (row + r) * params.statistics_row;
+            any_visible[r] = statistics[at + 3u] != 0.0;
+            if (any_visible[r]) {
+                row_max[r] = statistics[at];
+                // the first of eight invocations starts from the stored partial sum
                 if (tx == 0u) {
                     sum[r] = statistics[at + 1u];
                     ties[r] = statistics[at + 2u];
@@ -104,51 +107,51 @@ fn main(
             }
         }
     }
-{{LOAD_SUMS}}
+{{LOAD_ACC}}
 
     for (var run = begin; run < end; run++) {
-        let first_tile = sight[numbers.runs + 3u * run];
-        let end_tile = first_tile + sight[numbers.runs + 3u * run + 1u];
-        let edge = sight[numbers.runs + 3u * run + 2u];
-        for (var other = first_tile; other < end_tile; other++) {
-            let column = 32u * other;
+        let first_tile = block_mask[params.runs + 3u * run];
+        let end_tile = first_tile + block_mask[params.runs + 3u * run + 1u];
+        let mask_index = block_mask[params.runs + 3u * run + 2u];
+        for (var other_tile = first_tile; other_tile < end_tile; other_tile++) {
+            let column = 32u * other_tile;
             workgroupBarrier();
             if (lane < 32u) {
                 var word = 0xffffffffu;
-                if (edge != NO_EDGE) {
-                    word = sight[numbers.bits + 32u * edge + lane];
+                if (mask_index != FULL_TILE) {
+                    word = block_mask[params.bits + 32u * mask_index + lane];
                 }
-                atomicStore(&seen[lane], word);
+                atomicStore(&visible_bits[lane], word);
             }
-{{LOGITS}}
-            // column `first` of a row of weights is key `column`
+{{SCORES}}
+            // invocation (ty, tx) holds keys column + 4·tx … + 3 of its rows
             let key = column + 4u * tx;
-            var most = vec4<f32>(-3.4028234e38);
+            var tile_max = vec4<f32>(-3.4028234e38);
             var words = vec4<u32>(0u);
             for (var r = 0u; r < 4u; r++) {
-                words[r] = atomicLoad(&seen[4u * ty + r]) >> (4u * tx);
+                words[r] = atomicLoad(&visible_bits[4u * ty + r]) >> (4u * tx);
             }
-{{PAIRS}}
+{{EPILOGUE}}
 #if GENERAL
             workgroupBarrier();
 #end
             for (var r = 0u; r < 4u; r++) {
-                words[r] = atomicLoad(&seen[4u * ty + r]);
+                words[r] = atomicLoad(&visible_bits[4u * ty + r]);
             }
-            most = largest(4u * ty, tx, most);
-            let here = words != vec4<u32>(0u);
-            let higher = select(most, select(greatest, max(greatest, most), here), any_seen);
+            tile_max = largest(4u * ty, tx, tile_max);
+            let tile_visible = words != vec4<u32>(0u);
+            let new_max = select(tile_max, select(row_max, max(row_max, tile_max), tile_visible), any_visible);
             let factor = select(vec4<f32>(0.0), vec4<f32>(
-                exponential(greatest.x - higher.x), exponential(greatest.y - higher.y),
-                exponential(greatest.z - higher.z), exponential(greatest.w - higher.w)), any_seen);
-            let rescale = select(factor, vec4<f32>(1.0), (greatest == higher) & any_seen);
-            ties = select(vec4<f32>(0.0), ties, (greatest == higher) & any_seen);
-            greatest = higher;
-            any_seen = any_seen | here;
+                exponential(row_max.x - new_max.x), exponential(row_max.y - new_max.y),
+                exponential(row_max.z - new_max.z), exponential(row_max.w - new_max.w)), any_visible);
+            let rescale = select(factor, vec4<f32>(1.0), (row_max == new_max) & any_visible);
+            ties = select(vec4<f32>(0.0), ties, (row_max == new_max) & any_visible);
+            row_max = new_max;
+            any_visible = any_visible | tile_visible;
             sum = sum * rescale;
-{{WEIGHTS}}
-{{RESCALE_SUMS}}
-            let is_edge = edge != NO_EDGE;
+{{PROBS}}
+{{RESCALE_ACC}}
+            let is_partial = mask_index != FULL_TILE;
 {{ACCUMULATE}}
         }
     }
@@ -156,15 +159,15 @@ fn main(
     sum = total(4u * ty, tx, sum);
     ties = total(4u * ty, tx, ties);
     for (var r = 0u; r < 4u; r++) {
-        if (row + r < numbers.queries && any_seen[r]) {
+        if (row + r < params.queries && any_visible[r]) {
             if (tx == 0u) {
-                let at = state + (row + r) * numbers.statistics_row;
-                statistics[at] = greatest[r];
+                let at = state + (row + r) * params.statistics_row;
+                statistics[at] = row_max[r];
                 statistics[at + 1u] = sum[r];
                 statistics[at + 2u] = ties[r];
                 statistics[at + 3u] = 1.0;
             }
         }
     }
-{{STORE_SUMS}}
+{{STORE_ACC}}
 }

@@ -1,17 +1,18 @@
-// The gradient of one logit, for the kernels of the backward pass.
+// Backward step of one score: from s and dp to ds and the factor of dout in dV.
 //
-//   normalised:     p = e^{s − lse}                      ds = p·(keep·dp − delta)                                  weight = keep·p
-//   unnormalised:   p = e^{s − lse}   e = e^{s − max}    ds = e·keep·dp − p·delta − [s = max]·share                weight = keep·e
+//   normalized:     p = e^{s − lse};  ds = p·(keep·dp − Δ);  p_dropped = keep·p
+//   unnormalized:   p = e^{s − lse};  e = e^{s − max};  ds = e·keep·dp − p·Δ − [s = max]·share;
+//                   p_dropped = keep·e
 //
-// A row's statistics are (lse, max, delta, share); a row whose lse is −∞ sees nothing.
+// A row's statistics are (lse, max, Δ, share); a row with lse = −∞ attends to nothing.
 
 fn statistics_of(at: u32) -> vec4<f32> {
 #if HALF_STATISTICS
     var all = vec4<f32>(0.0);
     for (var n = 0u; n < 4u; n++) {
-        let place = at + 2u * n;
-        let low = (statistics[place >> 1u] >> (16u * (place & 1u))) & 0xffffu;
-        let high = (statistics[(place + 1u) >> 1u] >> (16u * ((place + 1u) & 1u))) & 0xffffu;
+        let half_at = at + 2u * n;
+        let low = (statistics[half_at >> 1u] >> (16u * (half_at & 1u))) & 0xffffu;
+        let high = (statistics[(half_at + 1u) >> 1u] >> (16u * ((half_at + 1u) & 1u))) & 0xffffu;
         all[n] = bitcast<f32>(low | (high << 16u));
     }
     return all;
@@ -21,19 +22,19 @@ fn statistics_of(at: u32) -> vec4<f32> {
 #end
 }
 
-struct Slope {
+struct ScoreGradient {
     ds: f32,
-    weight: f32,
+    p_dropped: f32,
 }
 
-fn slope_of(logit: f32, product: f32, keep: f32, row: vec4<f32>) -> Slope {
-    let p = exponential(logit - row.x);
+fn score_gradient(s: f32, dp: f32, keep: f32, row: vec4<f32>) -> ScoreGradient {
+    let p = exponential(s - row.x);
 #if GENERAL
-    if (numbers.normalize == 0u) {
-        let e = exponential(logit - row.y);
-        let lost = select(0.0, row.w, logit == row.y);
-        return Slope(fma(e, keep * product, -(p * row.z)) - lost, keep * e);
+    if (params.normalize == 0u) {
+        let e = exponential(s - row.y);
+        let lost = select(0.0, row.w, s == row.y);
+        return ScoreGradient(fma(e, keep * dp, -(p * row.z)) - lost, keep * e);
     }
 #end
-    return Slope(p * fma(keep, product, -row.z), keep * p);
+    return ScoreGradient(p * fma(keep, dp, -row.z), keep * p);
 }

@@ -1,43 +1,46 @@
-//! Products on cooperative matrices: what `products.rs` makes of multiply-adds, made of matrices that a subgroup multiplies together.
+//! Products on cooperative matrices: the counterpart of the multiply-adds in `products.rs`.
 //!
-//! Both factors lie in workgroup memory as f16, 32 × 32 at a time; the result comes back through workgroup memory, as f32, into the registers that
-//! the rest of the kernel works on. Each subgroup owns some of the result's matrices. Weights are multiplied by [`WEIGHT_SCALE`] before they
-//! are rounded to f16, so that those down to 6e-8 keep all bits.
+//! Both operands lie in workgroup memory as f16, 32 × 32 at a time. The result returns through
+//! workgroup memory as f32 to the register tiles of the rest of the kernel. Each subgroup owns some
+//! matrices of the result. Probabilities are multiplied by [`PROB_SCALE`] before they are rounded
+//! to f16, so that those down to 6e-8 are normal f16 numbers and keep all bits.
 
 use std::fmt::Write;
 
 use super::{
     Access, Source, TileVariant,
-    numbers::ProbeNumbers,
+    params::ProbeParams,
     products::{Vectors, Words},
     template::Template,
 };
 use crate::level::Matrices;
 
-/// What a text with matrices begins with.
+/// Directives at the start of a kernel with matrices.
 pub(super) const ENABLED: &str = "enable f16;\nenable wgpu_cooperative_matrix;\n";
 
-/// A power of 2: weights are at most 1, but for a rounding, and f16 goes up to 65504.
-const WEIGHT_SCALE: f32 = 1024.0;
+/// Power of 2, so scaling is exact. Probabilities are at most 1 (but for rounding) and f16 reaches
+/// 65,504, so there is no overflow.
+const PROB_SCALE: f32 = 1024.0;
 
-/// How a kernel has the left factor in `tile_half`.
+/// Left operand in `tile_half`.
 const OF_TILE: &str = "&tile_half[32u * matrix_row + k]";
-/// How it has the right one in `right_half` where its rows are vectors.
+/// Right operand in `right_half`, with vectors as rows.
 const BY_ROWS: &str = "coopLoadT<{B}>(&right_half[32u * k + matrix_column], 32u)";
-/// The same where its columns are.
+/// Right operand in `right_half`, with vectors as columns.
 const BY_COLUMNS: &str = "coopLoad<{B}>(&right_half[32u * matrix_column + k], 32u)";
 
-/// Workgroup memory, and what reads it without matrices. `left_half`, `tile_half`: `[row][element]`; `right_half`: `[column or key][element]`.
+/// Workgroup memory and functions that read it. `left_half`, `tile_half`: `[row][element]`;
+/// `right_half`: `[column or key][element]`.
 pub(super) fn declarations() -> String {
     format!(
-        "const WEIGHT_SCALE: f32 = {WEIGHT_SCALE:?};
+        "const PROB_SCALE: f32 = {PROB_SCALE:?};
 
 var<workgroup> left_half: array<f16, 1024>;
 var<workgroup> right_half: array<f16, 1024>;
 var<workgroup> tile_half: array<f16, 1024>;
 var<workgroup> products: array<f32, 1024>;
 var<workgroup> rounds: u32;
-var<workgroup> odd: atomic<u32>;
+var<workgroup> non_finite: atomic<u32>;
 
 // Four products of a row, from a column on.
 fn products_of(row: u32, column: u32) -> vec4<f32> {{
@@ -51,21 +54,22 @@ fn right_of(j: u32, column: u32) -> vec4<f32> {{
     return vec4<f32>(f32(right_half[at]), f32(right_half[at + 1u]), f32(right_half[at + 2u]), f32(right_half[at + 3u]));
 }}
 
-// Weights that four rows give to vector `j`.
-fn weights_of(row: u32, j: u32) -> vec4<f32> {{
+// Factors of vector `j` in four rows.
+fn factors_of(row: u32, j: u32) -> vec4<f32> {{
     let at = 32u * row + j;
     return vec4<f32>(f32(tile_half[at]), f32(tile_half[at + 32u]), f32(tile_half[at + 64u]), f32(tile_half[at + 96u]));
 }}
 
-// Whether they are not finite.
-fn is_odd(four: vec4<f32>) -> vec4<bool> {{
+// Marks elements that are not finite.
+fn non_finite_lanes(four: vec4<f32>) -> vec4<bool> {{
     return (bitcast<vec4<u32>>(four) & vec4<u32>(0x7f800000u)) == vec4<u32>(0x7f800000u);
 }}
 "
     )
 }
 
-/// `products` += A·B for all of a subgroup's matrices, where `a` and `b` are expressions for the matrices at element `k`.
+/// Generates `products` += A·B over a subgroup's matrices; `a` and `b` are expressions for the
+/// operands at element `k`.
 fn multiply(matrices: Matrices, most: &str, a: &str, b: &str) -> String {
     let size = matrices.size();
     let line = 32 / size;
@@ -76,30 +80,38 @@ fn multiply(matrices: Matrices, most: &str, a: &str, b: &str) -> String {
         let matrix = n * subgroups + subgroup;
         let matrix_row = {size}u * (matrix / {line}u);
         let matrix_column = {size}u * (matrix % {line}u);
-        let place = 32u * matrix_row + matrix_column;
-        var c_matrix = coopLoadT<{of_c}>(&products[place], 32u);
+        let offset = 32u * matrix_row + matrix_column;
+        var c_matrix = coopLoadT<{of_c}>(&products[offset], 32u);
         for (var k = 0u; k < {most}; k = k + {size}u) {{
             let a_matrix = coopLoadT<{of_a}>({a}, 32u);
             let b_matrix = {b};
             c_matrix = coopMultiplyAdd(a_matrix, b_matrix, c_matrix);
         }}
-        coopStoreT(c_matrix, &products[place], 32u);
+        coopStoreT(c_matrix, &products[offset], 32u);
     }}
 ",
         b = b.replace("{B}", &of_b)
     )
 }
 
-/// How many matrices each subgroup has, told to all invocations as one number. A tile has a multiple of as many as there are subgroups.
+/// Generates the number of matrices per subgroup, uniform over the workgroup. The number of
+/// matrices in a tile is a multiple of the number of subgroups.
 pub(super) fn count(matrices: Matrices) -> String {
     let all = (32 / matrices.size()).pow(2);
     format!(
-        "if (lane == 0u) {{ rounds = {all}u / subgroups; atomicStore(&odd, 0u); }}\nlet matrix_rounds = workgroupUniformLoad(&rounds);\n"
+        "if (lane == 0u) {{ rounds = {all}u / subgroups; atomicStore(&non_finite, 0u); }}\nlet matrix_rounds = workgroupUniformLoad(&rounds);\n"
     )
 }
 
-/// As `products::product`.
-pub(super) fn product(matrices: Matrices, prefix: &str, left: &Vectors, left_first: &str, right: &Vectors, right_first: &str) -> String {
+/// Counterpart of `products::product`.
+pub(super) fn product(
+    matrices: Matrices,
+    prefix: &str,
+    left: &Vectors,
+    left_first: &str,
+    right: &Vectors,
+    right_first: &str,
+) -> String {
     let dim = left.dim;
     let rows = |side: &str, of: &Vectors, first: &str| {
         format!(
@@ -113,7 +125,7 @@ pub(super) fn product(matrices: Matrices, prefix: &str, left: &Vectors, left_fir
         )
     };
     let mut text = format!(
-        "for (var c = 0u; c < numbers.{dim}; c = c + 32u) {{
+        "for (var c = 0u; c < params.{dim}; c = c + 32u) {{
     workgroupBarrier();
     for (var n = 0u; n < 4u; n++) {{
         let at = lane & 31u;
@@ -123,7 +135,7 @@ pub(super) fn product(matrices: Matrices, prefix: &str, left: &Vectors, left_fir
         for (var n = lane; n < 1024u; n = n + 64u) {{ products[n] = 0.0; }}
     }}
     workgroupBarrier();
-    let most = min(32u, numbers.{dim} - c);
+    let most = min(32u, params.{dim} - c);
 ",
         rows("left_half", left, left_first),
         rows("right_half", right, right_first)
@@ -136,66 +148,81 @@ pub(super) fn product(matrices: Matrices, prefix: &str, left: &Vectors, left_fir
     text
 }
 
-/// `tile_half` ← four columns of four rows of weights.
+/// Generates `tile_half` ← a register tile of probabilities.
 pub(super) fn store_tile(prefix: &str) -> String {
-    let mut text = "let weight_factor = WEIGHT_SCALE / numbers.keep_scale;\n".to_owned();
+    let mut text = "let prob_factor = PROB_SCALE / params.keep_scale;\n".to_owned();
     for r in 0..4 {
         for c in 0..4 {
-            let _infallible = writeln!(text, "tile_half[32u * (4u * ty + {r}u) + 4u * tx + {c}u] = f16({prefix}{r}[{c}] * weight_factor);");
+            let _infallible = writeln!(
+                text,
+                "tile_half[32u * (4u * ty + {r}u) + 4u * tx + {c}u] = f16({prefix}{r}[{c}] * prob_factor);"
+            );
         }
     }
     text
 }
 
-/// As `products::accumulate`, of the weights in `tile_half`. Numbers that are not finite are 0 in a matrix, which would give them to rows that do not see
-/// them as well; those who see them are given them afterwards, one by one. So what is hidden changes no bit.
-pub(super) fn accumulate(matrices: Matrices, prefix: &str, groups: usize, of: &Vectors, words: Words) -> String {
+/// Counterpart of `products::accumulate`, with the factors in `tile_half`. Non-finite elements are
+/// replaced by 0 in the matrices, where 0 · NaN would reach rows that do not attend to them; a
+/// scalar fix-up then adds them for the queries that do. So masked elements change no bit.
+pub(super) fn accumulate(
+    matrices: Matrices,
+    prefix: &str,
+    groups: usize,
+    of: &Vectors,
+    words: Words,
+) -> String {
     let (name, head, dim) = (of.name, of.head(), of.dim);
-    let mut text = "let product_factor = numbers.keep_scale / WEIGHT_SCALE;\n".to_owned();
+    let mut text = "let product_factor = params.keep_scale / PROB_SCALE;\n".to_owned();
     for group in 0..groups {
         let four = format!("{name}_columns(batch, {head}, column + j, {}u + 4u * tx)", 32 * group);
         let _infallible = write!(
             text,
-            "if ({first}u < numbers.{dim}) {{
+            "if ({first}u < params.{dim}) {{
     workgroupBarrier();
     for (var n = 0u; n < 4u; n++) {{
         let j = (lane >> 3u) + 8u * n;
         let four = {four};
-        let strange = is_odd(four);
-        if (any(strange)) {{ atomicStore(&odd, 1u); }}
-        for (var c = 0u; c < 4u; c++) {{ right_half[32u * j + 4u * tx + c] = select(f16(four[c]), 0.0h, strange[c]); }}
+        let lanes = non_finite_lanes(four);
+        if (any(lanes)) {{ atomicStore(&non_finite, 1u); }}
+        for (var c = 0u; c < 4u; c++) {{ right_half[32u * j + 4u * tx + c] = select(f16(four[c]), 0.0h, lanes[c]); }}
     }}
     for (var n = lane; n < 1024u; n = n + 64u) {{ products[n] = 0.0; }}
     workgroupBarrier();
 ",
             first = 32 * group,
         );
-        text.push_str("    let has_odd = atomicLoad(&odd) != 0u;\n");
+        text.push_str("    let has_non_finite = atomicLoad(&non_finite) != 0u;\n");
         text += &multiply(matrices, "32u", OF_TILE, BY_ROWS);
-        // all have read it
-        text.push_str("    workgroupBarrier();\n    if (lane == 0u) { atomicStore(&odd, 0u); }\n");
+        // all invocations have read the flag
+        text.push_str(
+            "    workgroupBarrier();\n    if (lane == 0u) { atomicStore(&non_finite, 0u); }\n",
+        );
         for r in 0..4 {
             let sum = format!("{prefix}{group}_{r}");
-            let _infallible = writeln!(text, "    {sum} = fma(vec4<f32>(product_factor), products_of(4u * ty + {r}u, 4u * tx), {sum});");
+            let _infallible = writeln!(
+                text,
+                "    {sum} = fma(vec4<f32>(product_factor), products_of(4u * ty + {r}u, 4u * tx), {sum});"
+            );
         }
         let _infallible = write!(
             text,
-            "    if (has_odd) {{
+            "    if (has_non_finite) {{
         for (var j = 0u; j < 32u; j++) {{
             let four = {four};
-            let strange = is_odd(four);
-            let a = product_factor * weights_of(4u * ty, j);
+            let lanes = non_finite_lanes(four);
+            let a = product_factor * factors_of(4u * ty, j);
 "
         );
         if words == Words::OfColumns {
-            text.push_str("            let word = atomicLoad(&seen[j]) >> (4u * ty);\n");
+            text.push_str("            let word = atomicLoad(&visible_bits[j]) >> (4u * ty);\n");
         }
         for r in 0..4 {
             let sum = format!("{prefix}{group}_{r}");
             let bit = words.bit(r);
             let _infallible = writeln!(
                 text,
-                "            {sum} = select({sum}, fma(vec4<f32>(a[{r}]), four, {sum}), strange & vec4<bool>(({bit}) != 0u));"
+                "            {sum} = select({sum}, fma(vec4<f32>(a[{r}]), four, {sum}), lanes & vec4<bool>(({bit}) != 0u));"
             );
         }
         text.push_str("        }\n    }\n}\n");
@@ -203,28 +230,31 @@ pub(super) fn accumulate(matrices: Matrices, prefix: &str, groups: usize, of: &V
     text
 }
 
-/// A kernel that multiplies two known matrices, with the right one by rows and by columns.
+/// Kernel that multiplies two known matrices, with the right operand by rows and by columns.
 pub(super) fn probe(matrices: Matrices) -> Source {
     let mut text = Template::default();
     text.name("DECLARATIONS", declarations()).name("COUNT_MATRICES", count(matrices));
-    text.name("BY_ROWS", multiply(matrices, "32u", OF_TILE, BY_ROWS)).name("BY_COLUMNS", multiply(matrices, "32u", OF_TILE, BY_COLUMNS));
-    let wgsl = [ENABLED, ProbeNumbers::WGSL, &text.expand(include_str!("matrix_probe.wgsl"))].concat();
-    Source { wgsl, bindings: vec![Access::Write], numbers: size_of::<ProbeNumbers>() }
+    text.name("BY_ROWS", multiply(matrices, "32u", OF_TILE, BY_ROWS))
+        .name("BY_COLUMNS", multiply(matrices, "32u", OF_TILE, BY_COLUMNS));
+    let wgsl =
+        [ENABLED, ProbeParams::WGSL, &text.expand(include_str!("matrix_probe.wgsl"))].concat();
+    Source { wgsl, bindings: vec![Access::Write], params: size_of::<ProbeParams>() }
 }
 
-/// Numbers that the probe computes.
-pub(crate) const PROBE_NUMBERS: usize = 2048;
+/// Number of results of the probe.
+pub(crate) const PROBE_RESULTS: usize = 2048;
 
-/// What the probe computes, row by row: integers that f16 and f32 hold exactly, so that any order of sums gives these bits.
-pub(crate) fn probe_result(numbers: &ProbeNumbers) -> Vec<f32> {
-    let left = |row: u32, k: u32| ((32 * row + k) * numbers.left_step % 17) as f32;
-    let right = |row: u32, k: u32| ((32 * row + k) * numbers.right_step % 13) as f32;
+/// Expected results of the probe in row order: integers that f16 and f32 represent exactly, so
+/// every order of sums gives the same bits.
+pub(crate) fn probe_result(params: &ProbeParams) -> Vec<f32> {
+    let left = |row: u32, k: u32| ((32 * row + k) * params.left_step % 17) as f32;
+    let right = |row: u32, k: u32| ((32 * row + k) * params.right_step % 13) as f32;
     let by_rows = |at: u32| (0..32).map(|k| left(at / 32, k) * right(k, at % 32)).sum::<f32>();
     let by_columns = |at: u32| (0..32).map(|k| left(at / 32, k) * right(at % 32, k)).sum::<f32>();
     (0..1024).map(by_rows).chain((0..1024).map(by_columns)).map(|sum| 1.0 + sum).collect()
 }
 
-/// The matrices that a kernel of this variant multiplies with.
+/// Cooperative matrices that a kernel of this variant uses.
 pub(super) fn of(variant: TileVariant) -> Option<Matrices> {
     variant.matrices.filter(|_| variant.storage == super::Storage::F16)
 }

@@ -1,6 +1,7 @@
-// Products of two 32 × 32 matrices as the kernels over tiles make them: 1 + tile_half·right_half, then 1 + tile_half·right_halfᵀ.
+// Products of two 32 × 32 matrices, computed as in the tile kernels: 1 + tile_half·right_half, then
+// 1 + tile_half·right_halfᵀ.
 
-@group(0) @binding(0) var<uniform> numbers: Numbers;
+@group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read_write> result: array<f32>;
 
 {{DECLARATIONS}}
@@ -13,8 +14,8 @@ fn main(
 ) {
 {{COUNT_MATRICES}}
     for (var n = lane; n < 1024u; n = n + 64u) {
-        tile_half[n] = f16((n * numbers.left_step) % 17u);
-        right_half[n] = f16((n * numbers.right_step) % 13u);
+        tile_half[n] = f16((n * params.left_step) % 17u);
+        right_half[n] = f16((n * params.right_step) % 13u);
         products[n] = 1.0;
     }
     workgroupBarrier();

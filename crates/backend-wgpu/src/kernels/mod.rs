@@ -1,37 +1,39 @@
-//! The kernels: one WGSL text each, made for a [`Variant`] from a template.
+//! The kernels: one WGSL text per [`Variant`], expanded from a template.
 //!
-//! | kernel | what a workgroup owns | file |
+//! | kernel | output of a workgroup | file |
 //! |---|---|---|
 //! | forward | 32 queries of a head | `forward.wgsl` |
-//! | dq | 32 queries of a head | `backward_queries.wgsl` |
-//! | dk, dv | 32 keys of a key head | `backward_keys.wgsl` |
-//! | dbias | 32 queries or keys of a line of the bias | `backward_bias.wgsl` |
-//! | all the others | 64 elements or rows | `copy.wgsl`, `finish_rows.wgsl`, `row_statistics.wgsl`, `sinks.wgsl`, `bias_rows.wgsl` |
-//! | a probe | one product of matrices | `matrix_probe.wgsl` |
+//! | dQ | 32 queries of a head | `backward_queries.wgsl` |
+//! | dK, dV | 32 keys of a KV head | `backward_keys.wgsl` |
+//! | dbias | 32 queries or keys of one batch row and head of the bias | `backward_bias.wgsl` |
+//! | row prologue, epilogue | 64 rows | `row_statistics.wgsl`, `finish_rows.wgsl` |
+//! | sums over rows | one sum | `sinks.wgsl`, `bias_rows.wgsl` |
+//! | copies | 64 elements | `copy.wgsl` |
+//! | probe | one product of matrices | `matrix_probe.wgsl` |
 //!
-//! A template has lines `#if FLAG`, `#if !FLAG`, `#else`, `#end`, and names in double braces that stand for generated text. Everything that costs
-//! registers is decided here (widths, element type, whether a mask's rarer companions are there at all); the rest are numbers at run time, so
-//! that few pipelines are made.
+//! A template has lines `#if FLAG`, `#if !FLAG`, `#else`, `#end`, and names in double braces for
+//! generated text. Properties that cost registers are decided here (dims, element type, score
+//! epilogue). The others are uniform parameters, so that few pipelines are compiled.
 
 pub(crate) mod matrices;
-pub(crate) mod numbers;
+pub(crate) mod params;
 mod products;
 mod template;
 
 use annulus_core::DType;
 
-use numbers::{CopyNumbers, RowNumbers};
+use params::{CopyParams, RowParams};
 use template::Template;
 
 use crate::{Level, level::Matrices};
 
-/// Rows and columns of a tile.
+/// Rows and columns of a tile: 64 invocations × 4 × 4 pairs.
 pub(crate) const TILE: usize = 32;
 
-/// Columns of a product that 64 invocations keep in one register each, times 4 rows.
+/// Columns of one accumulator group: 64 invocations × 4 rows × 4 columns cover 32 × 32.
 const GROUP: usize = 32;
 
-/// How elements of the inputs lie in memory.
+/// Element type of the inputs in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Storage {
     F32,
@@ -40,7 +42,7 @@ pub(crate) enum Storage {
 }
 
 impl Storage {
-    /// Of an element type; `None` for f64.
+    /// Storage of an element type; `None` for f64.
     pub(crate) const fn of(dtype: DType) -> Option<Self> {
         match dtype {
             DType::F64 => None,
@@ -50,7 +52,7 @@ impl Storage {
         }
     }
 
-    /// Bytes of an element.
+    /// Bytes per element.
     pub(crate) const fn bytes(self) -> u64 {
         match self {
             Self::F32 => 4,
@@ -58,7 +60,7 @@ impl Storage {
         }
     }
 
-    /// An expression for element `at` of `words`.
+    /// Expression for element `at` of `words`.
     fn load(self, words: &str) -> String {
         let half = format!("(({words}[at >> 1u] >> (16u * (at & 1u))) & 0xffffu)");
         match self {
@@ -68,7 +70,7 @@ impl Storage {
         }
     }
 
-    /// The functions from and to its bits.
+    /// WGSL functions from and to the element's bits.
     const fn conversions(self) -> (&'static str, &'static str) {
         match self {
             Self::F32 => ("bitcast<f32>", "bitcast<u32>"),
@@ -78,64 +80,65 @@ impl Storage {
     }
 }
 
-/// How the gradient of a bias is gathered.
+/// Reduction of the gradient of a bias.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum BiasAxes {
-    /// Each pair has an element.
+    /// One element per pair.
     Pairs,
-    /// Each query has one: keys are summed up.
+    /// One element per query: summed over keys.
     Queries,
-    /// Each key has one: queries are summed up.
+    /// One element per key: summed over queries.
     Keys,
 }
 
-/// How a copy treats what it copies.
+/// Conversion of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Copying {
-    /// 2 or 4 bytes as they are.
+pub(crate) enum CopyMode {
+    /// Bits unchanged.
     Raw {
-        /// Of 2 bytes.
+        /// Elements of 2 bytes rather than 4.
         half: bool,
     },
-    /// f32 to the target's type, times one factor.
+    /// f32 to the target's type, times a uniform factor.
     Rounded(Storage),
-    /// f32 to the target's type, times a factor a row.
+    /// f32 to the target's type, times a factor per row.
     ByRow(Storage),
-    /// f32 added to f32.
+    /// f32 accumulated into f32.
     Added,
 }
 
-/// What the kernels over tiles are made for.
+/// Parameters of a tile kernel's text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct TileVariant {
     pub(crate) storage: Storage,
-    /// Groups of 32 elements of a query's and of a value's vector, powers of 2.
+    /// Groups of 32 elements of head and value dim, rounded up to powers of 2.
     pub(crate) head_groups: usize,
     pub(crate) value_groups: usize,
-    /// Whether there may be a bias, a soft cap, dropout, rounded logits, an output that is not normalised.
+    /// True if the scores need an epilogue (bias, soft cap, rounding), or for dropout or an
+    /// unnormalized output.
     pub(crate) general: bool,
     /// Plain or subgroup.
     pub(crate) level: Level,
-    /// What products of f16 elements are made of, where not of multiply-adds.
+    /// Cooperative matrices for f16 products, if any.
     pub(crate) matrices: Option<Matrices>,
 }
 
 impl TileVariant {
-    /// Groups that hold `dim` elements.
+    /// Number of groups for `dim` elements.
     pub(crate) const fn groups(dim: usize) -> usize {
         dim.div_ceil(GROUP).next_power_of_two()
     }
 }
 
-/// One kernel.
+/// A kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Variant {
     Forward(TileVariant),
     BackwardQueries(TileVariant),
-    /// `travelling`: the queries have come as records.
+    /// The flag: queries are wire records.
     BackwardKeys(TileVariant, bool),
     BackwardBias(TileVariant, BiasAxes),
-    Copy(Copying),
+    Copy(CopyMode),
     FinishRows {
         normalize: bool,
     },
@@ -145,19 +148,20 @@ pub(crate) enum Variant {
     MatrixProbe(Matrices),
 }
 
-/// What a binding is.
+/// Access mode of a binding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Access {
     Read,
     Write,
 }
 
-/// A kernel's text and its storage bindings, 1 and on (0 has the numbers).
+/// Text of a kernel and its storage bindings, from binding 1 on; binding 0 has the uniform
+/// parameters.
 pub(crate) struct Source {
     pub(crate) wgsl: String,
     pub(crate) bindings: Vec<Access>,
-    /// Bytes of the numbers.
-    pub(crate) numbers: usize,
+    /// Size of the uniform parameters in bytes.
+    pub(crate) params: usize,
 }
 
 const ARITHMETIC: &str = include_str!("arithmetic.wgsl");
@@ -165,7 +169,7 @@ const TILE_TEXT: &str = include_str!("tile.wgsl");
 const GRADIENT: &str = include_str!("gradient.wgsl");
 
 impl Variant {
-    /// A name for labels and errors.
+    /// Name for labels and errors.
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Forward(_) => "forward",
@@ -181,50 +185,78 @@ impl Variant {
         }
     }
 
-    /// The kernel's text.
+    /// Generates the text.
     pub(crate) fn source(self) -> Source {
         use Access::{Read, Write};
-        let line = |text: &Template, wgsl: &str, numbers: &str, size: usize, bindings: &[Access]| Source {
-            wgsl: format!("{numbers}{ARITHMETIC}{}", text.expand(wgsl)),
-            bindings: bindings.to_vec(),
-            numbers: size,
+        let line =
+            |text: &Template, wgsl: &str, params: &str, size: usize, bindings: &[Access]| Source {
+                wgsl: format!("{params}{ARITHMETIC}{}", text.expand(wgsl)),
+                bindings: bindings.to_vec(),
+                params: size,
+            };
+        let of_rows = |text: &Template, wgsl: &str, bindings: &[Access]| {
+            line(text, wgsl, RowParams::WGSL, size_of::<RowParams>(), bindings)
         };
-        let of_rows =
-            |text: &Template, wgsl: &str, bindings: &[Access]| line(text, wgsl, RowNumbers::WGSL, size_of::<RowNumbers>(), bindings);
         match self {
             Self::Forward(variant) => products::forward(variant),
             Self::BackwardQueries(variant) => products::backward_queries(variant),
-            Self::BackwardKeys(variant, travelling) => products::backward_keys(variant, travelling),
+            Self::BackwardKeys(variant, from_records) => {
+                products::backward_keys(variant, from_records)
+            }
             Self::BackwardBias(variant, axes) => products::backward_bias(variant, axes),
-            Self::Copy(copying) => {
+            Self::Copy(mode) => {
                 let mut text = Template::default();
-                let (storage, by_row) = match copying {
-                    Copying::Rounded(storage) => (storage, false),
-                    Copying::ByRow(storage) => (storage, true),
-                    Copying::Raw { .. } | Copying::Added => (Storage::F32, false),
+                let (storage, by_row) = match mode {
+                    CopyMode::Rounded(storage) => (storage, false),
+                    CopyMode::ByRow(storage) => (storage, true),
+                    CopyMode::Raw { .. } | CopyMode::Added => (Storage::F32, false),
                 };
-                let half = copying == Copying::Raw { half: true };
-                let raw = matches!(copying, Copying::Raw { .. } | Copying::Added);
-                text.flag("RAW", raw).flag("ADD", copying == Copying::Added).flag("ROW_FACTORS", by_row).flag("FROM_HALF", half);
+                let half = mode == CopyMode::Raw { half: true };
+                let raw = matches!(mode, CopyMode::Raw { .. } | CopyMode::Added);
+                text.flag("RAW", raw)
+                    .flag("ADD", mode == CopyMode::Added)
+                    .flag("ROW_FACTORS", by_row)
+                    .flag("FROM_HALF", half);
                 text.flag("INTO_HALF", half || storage != Storage::F32);
-                text.name("TO_BITS", storage.conversions().1).name("FROM_BITS", storage.conversions().0);
-                let bindings: &[Access] = if by_row { &[Read, Write, Read] } else { &[Read, Write] };
-                line(&text, include_str!("copy.wgsl"), CopyNumbers::WGSL, size_of::<CopyNumbers>(), bindings)
+                text.name("TO_BITS", storage.conversions().1)
+                    .name("FROM_BITS", storage.conversions().0);
+                let bindings: &[Access] =
+                    if by_row { &[Read, Write, Read] } else { &[Read, Write] };
+                line(
+                    &text,
+                    include_str!("copy.wgsl"),
+                    CopyParams::WGSL,
+                    size_of::<CopyParams>(),
+                    bindings,
+                )
             }
             Self::FinishRows { normalize } => {
                 let mut text = Template::default();
                 text.flag("UNNORMALIZED", !normalize);
-                let bindings: &[Access] = if normalize { &[Write, Read, Write] } else { &[Write, Read, Write, Write, Write, Write] };
+                let bindings: &[Access] = if normalize {
+                    &[Write, Read, Write]
+                } else {
+                    &[Write, Read, Write, Write, Write, Write]
+                };
                 of_rows(&text, include_str!("finish_rows.wgsl"), bindings)
             }
             Self::RowStatistics(storage) => {
                 let mut text = Template::default();
-                text.name("LOAD_OUT", storage.load("out_words")).name("LOAD_DOUT", storage.load("dout_words"));
-                of_rows(&text, include_str!("row_statistics.wgsl"), &[Read, Read, Read, Read, Read, Read, Write])
+                text.name("LOAD_OUT", storage.load("out_words"))
+                    .name("LOAD_DOUT", storage.load("dout_words"));
+                of_rows(
+                    &text,
+                    include_str!("row_statistics.wgsl"),
+                    &[Read, Read, Read, Read, Read, Read, Write],
+                )
             }
-            Self::Sinks => of_rows(&Template::default(), include_str!("sinks.wgsl"), &[Read, Read, Write]),
+            Self::Sinks => {
+                of_rows(&Template::default(), include_str!("sinks.wgsl"), &[Read, Read, Write])
+            }
             Self::MatrixProbe(matrices) => matrices::probe(matrices),
-            Self::BiasRows => of_rows(&Template::default(), include_str!("bias_rows.wgsl"), &[Read, Write]),
+            Self::BiasRows => {
+                of_rows(&Template::default(), include_str!("bias_rows.wgsl"), &[Read, Write])
+            }
         }
     }
 }

@@ -1,14 +1,14 @@
-// What backward knows of each row beforehand: (lse, max, delta, share).
+// Backward prologue of a row: (lse, max, Δ, share).
 //
-//   normalised:     delta = ⟨dout, out⟩ − dlse
-//   unnormalised:   delta = −dlse     share = ⟨dout, out⟩ / ties
+//   normalized:     Δ = ⟨dout, out⟩ − dlse
+//   unnormalized:   Δ = −dlse;  share = ⟨dout, out⟩ / ties
 
-@group(0) @binding(0) var<uniform> numbers: Numbers;
+@group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read> out_words: array<u32>;
 @group(0) @binding(2) var<storage, read> dout_words: array<u32>;
 @group(0) @binding(3) var<storage, read> lse: array<u32>;
 @group(0) @binding(4) var<storage, read> dlse: array<u32>;
-@group(0) @binding(5) var<storage, read> most: array<u32>;
+@group(0) @binding(5) var<storage, read> max_in: array<u32>;
 @group(0) @binding(6) var<storage, read> ties: array<u32>;
 @group(0) @binding(7) var<storage, read_write> statistics: array<u32>;
 
@@ -22,40 +22,40 @@ fn dout_at(at: u32) -> f32 {
 
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
-    let item = (workgroup.x + workgroup.y * numbers.grid_width) * 64u + lane;
-    if (item >= numbers.count) {
+    let item = (workgroup.x + workgroup.y * params.grid_width) * 64u + lane;
+    if (item >= params.count) {
         return;
     }
-    let head = item % numbers.heads;
-    let row = (item / numbers.heads) % numbers.rows;
-    let batch = item / numbers.heads / numbers.rows;
-    let whole_batch = numbers.batch_first + batch;
-    let whole_row = numbers.row_first + row;
-    let line = (whole_batch * numbers.heads + head) * numbers.all_rows + whole_row;
-    let to = 4u * ((whole_batch * numbers.all_rows + whole_row) * numbers.heads + head);
-    let vector = batch * numbers.out_batch + row * numbers.out_row + head * numbers.value_dim;
+    let head = item % params.heads;
+    let row = (item / params.heads) % params.rows;
+    let batch = item / params.heads / params.rows;
+    let whole_batch = params.batch_first + batch;
+    let whole_row = params.row_first + row;
+    let line = (whole_batch * params.heads + head) * params.all_rows + whole_row;
+    let to = 4u * ((whole_batch * params.all_rows + whole_row) * params.heads + head);
+    let vector = batch * params.out_batch + row * params.out_row + head * params.value_dim;
     let own = lse[line];
     statistics[to] = own;
-    statistics[to + 1u] = select(0u, most[line], numbers.normalize == 0u);
-    // an empty row has no gradient, whatever dout and dlse say
+    statistics[to + 1u] = select(0u, max_in[line], params.normalize == 0u);
+    // a row without a visible key has no gradient, for any dout and dlse
     if (own == NEGATIVE_INFINITY) {
         statistics[to + 2u] = 0u;
         statistics[to + 3u] = 0u;
         return;
     }
     var product = 0.0;
-    for (var c = 0u; c < numbers.value_dim; c++) {
-        product = fma(dout_at(numbers.dout_base + vector + c), out_at(numbers.out_base + vector + c), product);
+    for (var c = 0u; c < params.value_dim; c++) {
+        product = fma(dout_at(params.dout_base + vector + c), out_at(params.out_base + vector + c), product);
     }
-    var slope = 0.0;
-    if (numbers.has_dlse != 0u) {
-        slope = bitcast<f32>(dlse[line]);
+    var dlse_of_row = 0.0;
+    if (params.has_dlse != 0u) {
+        dlse_of_row = bitcast<f32>(dlse[line]);
     }
-    if (numbers.normalize != 0u) {
-        statistics[to + 2u] = bitcast<u32>(product - slope);
+    if (params.normalize != 0u) {
+        statistics[to + 2u] = bitcast<u32>(product - dlse_of_row);
         statistics[to + 3u] = 0u;
     } else {
-        statistics[to + 2u] = bitcast<u32>(-slope);
+        statistics[to + 2u] = bitcast<u32>(-dlse_of_row);
         statistics[to + 3u] = bitcast<u32>(product / bitcast<f32>(ties[line]));
     }
 }

@@ -1,6 +1,7 @@
-// The local rows' part of the gradients of the sinks, one workgroup a sink: da_t = −Σ_i e^{a_t − lse_i}·delta_i + [a_t = max_i]·share_i.
+// dsinks of the local rows, one workgroup per sink:
+// da_t = −Σ_i (e^{a_t − lse_i}·Δ_i + [a_t = max_i]·share_i).
 
-@group(0) @binding(0) var<uniform> numbers: Numbers;
+@group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read> statistics: array<u32>;
 @group(0) @binding(2) var<storage, read> sinks: array<f32>;
 @group(0) @binding(3) var<storage, read_write> gradient: array<f32>;
@@ -9,24 +10,24 @@ var<workgroup> parts: array<f32, 64>;
 
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
-    let own = workgroup.x + workgroup.y * numbers.grid_width;
-    if (own >= numbers.count) {
+    let own = workgroup.x + workgroup.y * params.grid_width;
+    if (own >= params.count) {
         return;
     }
     let sink = sinks[own];
-    let own_head = own / numbers.sinks;
+    let own_head = own / params.sinks;
     var sum = 0.0;
-    // one of −∞ is none
+    // a sink of −∞ contributes nothing
     if (!is_negative_infinity(sink)) {
-        for (var row = lane; row < numbers.all_rows; row = row + 64u) {
-            // rows of all batch rows; heads too where they share the sinks
-            let head_begin = select(own_head, 0u, numbers.sinks_head == 0u);
-            let head_end = select(own_head + 1u, numbers.heads, numbers.sinks_head == 0u);
+        for (var row = lane; row < params.all_rows; row = row + 64u) {
+            // rows of all batch rows; all heads if they share the sinks
+            let head_begin = select(own_head, 0u, params.sinks_head == 0u);
+            let head_end = select(own_head + 1u, params.heads, params.sinks_head == 0u);
             for (var head = head_begin; head < head_end; head++) {
-                let at = 4u * (row * numbers.heads + head);
+                let at = 4u * (row * params.heads + head);
                 let p = exponential(sink - bitcast<f32>(statistics[at]));
                 var part = p * bitcast<f32>(statistics[at + 2u]);
-                if (numbers.normalize == 0u && sink == bitcast<f32>(statistics[at + 1u])) {
+                if (params.normalize == 0u && sink == bitcast<f32>(statistics[at + 1u])) {
                     part = part + bitcast<f32>(statistics[at + 3u]);
                 }
                 sum = sum - part;

@@ -1,8 +1,8 @@
-//! The smallest template that serves: conditional lines and names.
+//! Minimal WGSL template: conditional lines and names.
 
 use std::collections::HashMap;
 
-/// Flags and names of one text.
+/// Flags and names of one template.
 #[derive(Debug, Default)]
 pub(super) struct Template {
     flags: HashMap<&'static str, bool>,
@@ -10,35 +10,36 @@ pub(super) struct Template {
 }
 
 impl Template {
-    /// Decides `#if name`.
+    /// Sets the condition of `#if name`.
     pub(super) fn flag(&mut self, name: &'static str, value: bool) -> &mut Self {
         self.flags.insert(name, value);
         self
     }
 
-    /// Says what a name in double braces stands for.
+    /// Sets the text of a name in double braces.
     pub(super) fn name(&mut self, name: &'static str, text: impl Into<String>) -> &mut Self {
         self.names.insert(name, text.into());
         self
     }
 
-    /// The text with everything decided. Names may stand for texts that have names and conditions themselves. A flag that was not decided is false; a
-    /// name that stands for nothing stays, and the compiler of the text will say so.
+    /// Expands a template. Texts of names may contain names and conditions. An unset flag is false;
+    /// an unset name is left in the text, where it fails to compile.
     pub(super) fn expand(&self, text: &str) -> String {
         let mut named = text.to_owned();
-        // twice: what a name stands for may have names
+        // twice, because texts of names may contain names
         for _ in 0..2 {
             for (name, text) in &self.names {
                 named = named.replace(&format!("{{{{{name}}}}}"), text);
             }
         }
         let mut expanded = String::with_capacity(named.len());
-        // whether the lines at hand are wanted, one a condition around them
+        // one element per enclosing condition
         let mut wanted = Vec::new();
         for line in named.lines() {
             let directive = line.trim();
             if let Some(condition) = directive.strip_prefix("#if ") {
-                let (name, negated) = condition.strip_prefix('!').map_or((condition, false), |name| (name, true));
+                let (name, negated) =
+                    condition.strip_prefix('!').map_or((condition, false), |name| (name, true));
                 wanted.push(self.flags.get(name).copied().unwrap_or(false) != negated);
             } else if directive == "#else" {
                 if let Some(last) = wanted.last_mut() {
@@ -63,7 +64,8 @@ mod tests {
     fn conditions_nest_and_names_are_replaced() {
         let mut template = Template::default();
         template.flag("A", true).flag("B", false).name("X", "one {{Y}}").name("Y", "two");
-        let text = "#if A\n{{X}}\n#if B\nno\n#else\nyes\n#end\n#else\nnever\n#end\n#if !C\nlast\n#end\n";
+        let text =
+            "#if A\n{{X}}\n#if B\nno\n#else\nyes\n#end\n#else\nnever\n#end\n#if !C\nlast\n#end\n";
         assert_eq!(template.expand(text), "one two\nyes\nlast\n");
     }
 }

@@ -6,25 +6,47 @@ use naga::{
 
 use super::*;
 
-/// Every kernel that any plan can ask for.
+/// Lists every kernel that a plan can use.
 fn all_variants() -> Vec<Variant> {
     let mut all = vec![Variant::Sinks, Variant::BiasRows];
     all.extend([Matrices::Eight, Matrices::Sixteen].map(Variant::MatrixProbe));
     all.extend([true, false].map(|normalize| Variant::FinishRows { normalize }));
-    all.extend([Copying::Raw { half: false }, Copying::Raw { half: true }, Copying::Added].map(Variant::Copy));
+    all.extend(
+        [CopyMode::Raw { half: false }, CopyMode::Raw { half: true }, CopyMode::Added]
+            .map(Variant::Copy),
+    );
     for storage in [Storage::F32, Storage::F16, Storage::Bf16] {
         all.push(Variant::RowStatistics(storage));
-        all.extend([Copying::Rounded(storage), Copying::ByRow(storage)].map(Variant::Copy));
-        for (head_groups, value_groups) in [1, 2, 4, 8].into_iter().flat_map(|head| [1, 2, 4, 8].map(|value| (head, value))) {
+        all.extend([CopyMode::Rounded(storage), CopyMode::ByRow(storage)].map(Variant::Copy));
+        for (head_groups, value_groups) in
+            [1, 2, 4, 8].into_iter().flat_map(|head| [1, 2, 4, 8].map(|value| (head, value)))
+        {
             for general in [false, true] {
-                let of_matrices = [Matrices::Eight, Matrices::Sixteen].map(|matrices| (Level::Subgroup, Some(matrices)));
-                let with = [(Level::Plain, None), (Level::Subgroup, None)].into_iter().chain(of_matrices);
-                for (level, matrices) in with.filter(|(_, matrices)| matrices.is_none() || storage == Storage::F16) {
-                    let variant = TileVariant { storage, head_groups, value_groups, general, level, matrices };
+                let of_matrices = [Matrices::Eight, Matrices::Sixteen]
+                    .map(|matrices| (Level::Subgroup, Some(matrices)));
+                let with =
+                    [(Level::Plain, None), (Level::Subgroup, None)].into_iter().chain(of_matrices);
+                for (level, matrices) in
+                    with.filter(|(_, matrices)| matrices.is_none() || storage == Storage::F16)
+                {
+                    let variant = TileVariant {
+                        storage,
+                        head_groups,
+                        value_groups,
+                        general,
+                        level,
+                        matrices,
+                    };
                     all.extend([Variant::Forward(variant), Variant::BackwardQueries(variant)]);
-                    all.extend([false, true].map(|travelling| Variant::BackwardKeys(variant, travelling)));
+                    all.extend(
+                        [false, true]
+                            .map(|from_records| Variant::BackwardKeys(variant, from_records)),
+                    );
                     if general {
-                        all.extend([BiasAxes::Pairs, BiasAxes::Queries, BiasAxes::Keys].map(|axes| Variant::BackwardBias(variant, axes)));
+                        all.extend(
+                            [BiasAxes::Pairs, BiasAxes::Queries, BiasAxes::Keys]
+                                .map(|axes| Variant::BackwardBias(variant, axes)),
+                        );
                     }
                 }
             }
@@ -33,25 +55,36 @@ fn all_variants() -> Vec<Variant> {
     all
 }
 
-/// Translated as wgpu does it for Vulkan and, where there are no matrices, for DX12.
-fn translate(module: &naga::Module, info: &naga::valid::ModuleInfo, matrices: bool) -> Result<(), String> {
+/// Translates as wgpu does for Vulkan and, without matrices, for DX12.
+fn translate(
+    module: &naga::Module,
+    info: &naga::valid::ModuleInfo,
+    matrices: bool,
+) -> Result<(), String> {
     let vulkan = spv::Options { lang_version: (1, 4), ..spv::Options::default() };
-    let words = spv::write_vec(module, info, &vulkan, None).map_err(|error| format!("SPIR-V: {error}"))?;
+    let words =
+        spv::write_vec(module, info, &vulkan, None).map_err(|error| format!("SPIR-V: {error}"))?;
     assert!(words.len() > 100);
     if matrices {
         return Ok(());
     }
     let dx12 = hlsl::Options { shader_model: hlsl::ShaderModel::V6_0, ..hlsl::Options::default() };
     let (mut text, of_pipeline) = (String::new(), hlsl::PipelineOptions::default());
-    let told = hlsl::Writer::new(&mut text, &dx12, &of_pipeline).write(module, info, None).map_err(|error| format!("HLSL: {error}"))?;
-    let names = told.entry_point_names.into_iter().collect::<Result<Vec<_>, _>>().map_err(|error| format!("HLSL: {error}"))?;
+    let result = hlsl::Writer::new(&mut text, &dx12, &of_pipeline)
+        .write(module, info, None)
+        .map_err(|error| format!("HLSL: {error}"))?;
+    let names = result
+        .entry_point_names
+        .into_iter()
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(|error| format!("HLSL: {error}"))?;
     assert!(names == ["main"] && text.contains("numthreads(64, 1, 1)"), "{names:?}");
     Ok(())
 }
 
 #[test]
 fn every_variant_is_valid_and_can_be_translated() {
-    // texts that are the same are examined once
+    // identical texts are checked once
     let mut texts = std::collections::HashSet::new();
     for variant in all_variants() {
         let Source { wgsl, bindings, .. } = variant.source();
@@ -59,14 +92,17 @@ fn every_variant_is_valid_and_can_be_translated() {
         if !texts.insert(wgsl.clone()) {
             continue;
         }
-        let module = wgsl::parse_str(&wgsl).unwrap_or_else(|error| panic!("{variant:?}: {}", error.emit_to_string(&wgsl)));
+        let module = wgsl::parse_str(&wgsl)
+            .unwrap_or_else(|error| panic!("{variant:?}: {}", error.emit_to_string(&wgsl)));
         let mut capabilities = Capabilities::SUBGROUP | Capabilities::SUBGROUP_BARRIER;
         let matrices = wgsl.starts_with("enable");
         if matrices {
             capabilities |= Capabilities::SHADER_FLOAT16 | Capabilities::COOPERATIVE_MATRIX;
         }
         let mut validator = Validator::new(ValidationFlags::all(), capabilities);
-        let info = validator.validate(&module).unwrap_or_else(|error| panic!("{variant:?}: {}", error.emit_to_string(&wgsl)));
+        let info = validator
+            .validate(&module)
+            .unwrap_or_else(|error| panic!("{variant:?}: {}", error.emit_to_string(&wgsl)));
         translate(&module, &info, matrices).unwrap_or_else(|error| panic!("{variant:?}: {error}"));
         let shared: u32 = module
             .global_variables
@@ -74,7 +110,7 @@ fn every_variant_is_valid_and_can_be_translated() {
             .filter(|(_, variable)| variable.space == naga::AddressSpace::WorkGroup)
             .map(|(_, variable)| module.types[variable.ty].inner.size(module.to_ctx()))
             .sum();
-        assert!(shared <= 16 << 10, "{variant:?} wants {shared} bytes of workgroup memory");
+        assert!(shared <= 16 << 10, "{variant:?} uses {shared} bytes of workgroup memory");
     }
     assert!(texts.len() > 100, "{} texts", texts.len());
 }

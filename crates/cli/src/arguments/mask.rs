@@ -3,7 +3,8 @@
 use annulus::{Alignment, Attention};
 use clap::{Args, ValueEnum};
 
-use super::values::{Window, count_u64};
+use super::values::{Window, count_u64, whole_u64};
+use crate::failure::{Failure, Outcome};
 
 /// The mask flags. All conditions are and-ed.
 #[derive(Debug, Clone, Default, Args)]
@@ -15,14 +16,14 @@ pub(crate) struct MaskFlags {
     /// Sliding window: visible when i-L <= j <= i+R; a side may be `none`; one number stands for both
     #[arg(long, value_name = "L,R", allow_hyphen_values = true)]
     pub(crate) window: Option<Window>,
-    /// Exempt the first N keys from the window (attention sinks of streaming models); nothing without --window
-    #[arg(long, value_name = "N")]
+    /// Exempt the first N keys from the window (attention sinks of streaming models); needs --window
+    #[arg(long, value_name = "N", value_parser = whole_u64)]
     pub(crate) first_visible: Option<u64>,
     /// Chunked causal: visible when i and j are in the same chunk of C rows and j <= i
     #[arg(long, value_name = "C", value_parser = count_u64)]
     pub(crate) chunk: Option<u64>,
     /// Prefix-LM: visible when j < N or j <= i
-    #[arg(long, value_name = "N", conflicts_with = "causal")]
+    #[arg(long, value_name = "N", conflicts_with = "causal", value_parser = whole_u64)]
     pub(crate) prefix: Option<u64>,
     /// Where queries stand among the keys when lengths differ
     #[arg(long, value_enum, default_value = "top-left")]
@@ -41,26 +42,34 @@ pub(crate) enum AlignmentName {
 
 impl MaskFlags {
     /// Adds the flags to a definition.
-    pub(crate) fn apply(&self, mut attention: Attention) -> Attention {
-        if self.causal {
-            attention = attention.causal();
+    pub(crate) fn apply(&self, attention: Attention) -> Attention {
+        let (left, right) =
+            self.window.map_or((None, None), |Window { left, right }| (left, right));
+        attention
+            .causal(self.causal)
+            .sliding_window(left, right)
+            .attention_sink_size(self.first_visible.unwrap_or(0))
+            .chunk_size(self.chunk)
+            .prefix_len(self.prefix)
+            .align(match self.align {
+                AlignmentName::TopLeft => Alignment::TopLeft,
+                AlignmentName::BottomRight => Alignment::BottomRight,
+            })
+    }
+
+    /// Refuses a flag that does nothing without another one.
+    ///
+    /// # Errors
+    /// [`Failure::Usage`] naming both.
+    pub(crate) fn check(&self) -> Outcome {
+        if self.first_visible.is_some() && self.window.is_none() {
+            return Err(Failure::usage(
+                "--first-visible",
+                "no --window",
+                "a --window, which the first keys are exempt from",
+            ));
         }
-        if let Some(Window { left, right }) = self.window {
-            attention = attention.window(left, right);
-        }
-        if let Some(count) = self.first_visible {
-            attention = attention.first_visible(count);
-        }
-        if let Some(size) = self.chunk {
-            attention = attention.chunk(size);
-        }
-        if let Some(len) = self.prefix {
-            attention = attention.prefix(len);
-        }
-        attention.align(match self.align {
-            AlignmentName::TopLeft => Alignment::TopLeft,
-            AlignmentName::BottomRight => Alignment::BottomRight,
-        })
+        Ok(())
     }
 
     /// The flags as one would say them.

@@ -3,14 +3,15 @@
 use std::{str::FromStr, time::Duration};
 
 use annulus::comm::deadline;
-use annulus_core::{DType, Layout, Precision};
+use annulus_core::{DType, Dims, Layout, Precision};
 use clap::ValueEnum;
 
 /// The most ranks that `plan` draws: a schedule has a step for every pair of ranks.
 const MOST_PLANNED_RANKS: usize = 1024;
-/// The most ranks in one process: each has a schedule of its own, so that memory grows with the third power of this.
+/// The most ranks in one process: each has a schedule of its own, so that memory grows with the
+/// third power of this.
 const MOST_RANKS: usize = 128;
-/// The most threads of one rank.
+/// The most threads of one rank. The machine's cores bound it further, where threads are started.
 const MOST_THREADS: usize = 1024;
 
 /// A sliding window: `L,R`, where a side may be `none`; one number stands for both sides.
@@ -28,7 +29,9 @@ impl FromStr for Window {
     fn from_str(text: &str) -> Result<Self, String> {
         let side = |side: &str| match side.trim() {
             "none" => Ok(None),
-            number => number.parse().map(Some).map_err(|_| format!("want L,R, each `none` or a whole number from 0, got `{number}`")),
+            number => number.parse().map(Some).map_err(|_| {
+                "want L,R, each `none` or a whole number from 0 to 2^64 - 1".to_owned()
+            }),
         };
         let (left, right) = text.split_once(',').unwrap_or((text, text));
         Ok(Self { left: side(left)?, right: side(right)? })
@@ -119,24 +122,55 @@ pub(crate) fn finite(text: &str) -> Result<f64, String> {
 
 /// A finite number above 0.
 pub(crate) fn positive(text: &str) -> Result<f64, String> {
-    number(text).filter(|number| number.is_finite() && *number > 0.0).ok_or_else(|| "want a finite number above 0".into())
+    number(text)
+        .filter(|number| number.is_finite() && *number > 0.0)
+        .ok_or_else(|| "want a finite number above 0".into())
 }
 
 /// A probability below 1.
 pub(crate) fn probability(text: &str) -> Result<f64, String> {
-    number(text).filter(|number| (0.0..1.0).contains(number)).ok_or_else(|| "want a probability from 0 to below 1".into())
+    number(text)
+        .filter(|number| (0.0..1.0).contains(number))
+        .ok_or_else(|| "want a probability from 0 to below 1".into())
+}
+
+/// A share from 0 to 1, both included.
+pub(crate) fn share(text: &str) -> Result<f64, String> {
+    number(text)
+        .filter(|number| (0.0..=1.0).contains(number))
+        .ok_or_else(|| "want a probability from 0 to 1".into())
 }
 
 /// Seconds of silence: at least what the ring takes for a failure, at most some days.
 pub(crate) fn silence(text: &str) -> Result<Duration, String> {
     let (least, most) = (deadline::LEAST.as_secs_f64(), 1e6);
     let seconds = number(text).filter(|seconds| (least..=most).contains(seconds));
-    seconds.map(Duration::from_secs_f64).ok_or_else(|| format!("want seconds, from {least} to {most}"))
+    seconds
+        .map(Duration::from_secs_f64)
+        .ok_or_else(|| format!("want seconds, from {least} to {most}"))
+}
+
+/// A whole number from 0.
+pub(crate) fn whole(text: &str) -> Result<usize, String> {
+    text.parse().map_err(|_| "want a whole number from 0 to 2^64 - 1".into())
+}
+
+/// As [`whole`], in 64 bits.
+pub(crate) fn whole_u64(text: &str) -> Result<u64, String> {
+    whole(text).map(|number| number as u64)
 }
 
 /// A count from 1.
 pub(crate) fn count(text: &str) -> Result<usize, String> {
-    text.parse().ok().filter(|&count| count > 0).ok_or_else(|| "want a whole number from 1".into())
+    text.parse()
+        .ok()
+        .filter(|&count| count > 0)
+        .ok_or_else(|| "want a whole number from 1 to 2^64 - 1".into())
+}
+
+/// A head or value dim.
+pub(crate) fn dim(text: &str) -> Result<usize, String> {
+    count_to(Dims::MOST_DIM, text)
 }
 
 /// As [`count`], in 64 bits.
@@ -154,13 +188,21 @@ pub(crate) fn planned_ranks(text: &str) -> Result<usize, String> {
     count_to(MOST_PLANNED_RANKS, text)
 }
 
+/// A number of sink logits of a head.
+pub(crate) fn sinks_count(text: &str) -> Result<usize, String> {
+    count_to(1 << 16, text)
+}
+
 /// A number of threads of one rank.
 pub(crate) fn threads(text: &str) -> Result<usize, String> {
     count_to(MOST_THREADS, text)
 }
 
 fn count_to(most: usize, text: &str) -> Result<usize, String> {
-    count(text).ok().filter(|&count| count <= most).ok_or_else(|| format!("want a whole number from 1 to {most}"))
+    count(text)
+        .ok()
+        .filter(|&count| count <= most)
+        .ok_or_else(|| format!("want a whole number from 1 to {most}"))
 }
 
 fn number(text: &str) -> Option<f64> {
@@ -188,14 +230,37 @@ mod tests {
     fn numbers_without_meaning_are_refused() {
         assert_eq!(finite("-0.5"), Ok(-0.5));
         for bad in ["nan", "inf", "x", ""] {
-            assert!(finite(bad).is_err() && positive(bad).is_err() && probability(bad).is_err() && silence(bad).is_err(), "{bad}");
+            assert!(
+                finite(bad).is_err()
+                    && positive(bad).is_err()
+                    && probability(bad).is_err()
+                    && silence(bad).is_err(),
+                "{bad}"
+            );
         }
         assert!(positive("0").is_err() && positive("-1").is_err());
         assert!(probability("1").is_err() && probability("-0.1").is_err());
         assert_eq!(probability("0"), Ok(0.0));
+        assert_eq!([share("0"), share("1")], [Ok(0.0), Ok(1.0)]);
+        assert!(share("1.01").is_err() && share("-0.01").is_err() && share("nan").is_err());
+        assert!(
+            dim("0").is_err()
+                && dim("513").is_err()
+                && whole("18446744073709551616").is_err()
+                && whole("-1").is_err()
+        );
+        assert_eq!(
+            (dim("512"), whole("0"), whole_u64("18446744073709551615")),
+            (Ok(512), Ok(0), Ok(u64::MAX))
+        );
         assert!(silence("0.5").is_err() && silence("1e300").is_err());
         assert_eq!(silence("1"), Ok(Duration::from_secs(1)));
-        assert!(count("0").is_err() && count("-1").is_err() && ranks("129").is_err() && planned_ranks("1025").is_err());
+        assert!(
+            count("0").is_err()
+                && count("-1").is_err()
+                && ranks("129").is_err()
+                && planned_ranks("1025").is_err()
+        );
         assert_eq!(ranks("7"), Ok(7));
     }
 }

@@ -2,10 +2,13 @@
 
 pub(crate) mod job;
 mod output;
-mod progress;
+pub(crate) mod progress;
 mod summary;
 
-use std::{path::PathBuf, time::Duration};
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use annulus::{Attention, BiasOrder};
 use annulus_core::{DType, SinkShape};
@@ -16,13 +19,16 @@ use crate::{
     arguments::{
         mask::MaskFlags,
         ring::{BackendName, TransportName},
-        values::{DTypeName, LayoutName, PrecisionName, finite, positive, probability, ranks, silence, threads},
+        values::{
+            DTypeName, LayoutName, PrecisionName, finite, positive, probability, ranks, silence,
+            threads, whole, whole_u64,
+        },
     },
     crew::Crew,
     engine::Engine,
-    failure::{Failure, Outcome},
+    failure::{Failure, Outcome, of_file},
     input::{Input, SinksForm},
-    report::complain,
+    report::say,
 };
 pub(crate) use job::Job;
 pub(crate) use summary::Summary;
@@ -53,14 +59,25 @@ on a file system that all of them see.";
 #[command(after_help = EXAMPLES)]
 pub(crate) struct AttendFlags {
     /// The file with query, key, value and what else there is (see below)
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, alias = "in", value_name = "FILE")]
     input: PathBuf,
-    /// The file to write: whole, or not at all; it may be the input, which it then replaces
-    #[arg(long, value_name = "FILE")]
+    /// The file to write: whole, or not at all; it may be the input
+    ///
+    /// A file that is there is replaced: it keeps its permissions, and its owner and group where
+    /// the system allows that; its other hard links keep the old content. One that may not be
+    /// written is an error. A symbolic link stays, and what it leads to is made or replaced. Pipes,
+    /// devices and standard output are refused: the file is not written from front to back.
+    #[arg(long, alias = "out", value_name = "FILE")]
     output: PathBuf,
-    /// Compute the gradients too; the input must have dout
+    /// Compute the gradients too; the input must have dout, which `annulus make --backward` writes
     #[arg(long)]
     backward: bool,
+    /// Print the summary as one JSON object
+    #[arg(long)]
+    json: bool,
+    /// Print errors only: no summary, no progress bar, no notes
+    #[arg(long, short, conflicts_with = "json")]
+    quiet: bool,
     /// Element type to compute in; that of query if not said
     #[arg(long, value_enum)]
     dtype: Option<DTypeName>,
@@ -82,9 +99,10 @@ struct LogitFlags {
     /// Logits become X·tanh(logit/X)
     #[arg(long, value_name = "X", value_parser = positive, allow_hyphen_values = true)]
     soft_cap: Option<f64>,
-    /// Whether the bias is added before or after the soft cap
-    #[arg(long, value_enum, default_value = "after")]
-    bias_order: BiasOrderName,
+    /// Add the bias before or after the soft cap; needs --soft-cap and an input with a bias.
+    /// Default: after
+    #[arg(long, value_enum)]
+    bias_order: Option<BiasOrderName>,
     /// What softmax_aux means: sink logits shared by all heads, or of each head
     #[arg(long, value_enum)]
     sinks: Option<SinksForm>,
@@ -92,7 +110,7 @@ struct LogitFlags {
     #[arg(long, value_name = "P", value_parser = probability, requires = "seed", allow_hyphen_values = true)]
     dropout: Option<f64>,
     /// Seed of the dropout
-    #[arg(long, value_name = "N", requires = "dropout")]
+    #[arg(long, value_name = "N", requires = "dropout", value_parser = whole_u64)]
     seed: Option<u64>,
     /// What products may leave out; `default` lets weights of bf16 inputs be rounded to bf16
     #[arg(long, value_enum, default_value = "highest")]
@@ -110,15 +128,16 @@ struct RingFlags {
     #[arg(long, value_enum, default_value = "cpu")]
     backend: BackendName,
     /// Which device, counted from 0 as `annulus doctor` lists them; the first if not said
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = whole)]
     device: Option<usize>,
     /// How ranks reach each other
     #[arg(long, value_enum, default_value = "auto")]
     transport: TransportName,
-    /// Ranks of the ring: 1 if not said; under MPI the processes of the job, no more and no fewer
+    /// Ranks of the ring, 1 to 128. Default: 1; under MPI the processes of the job, no more and no fewer
     #[arg(long, value_name = "N", value_parser = ranks)]
     ranks: Option<usize>,
-    /// Threads of each rank; those that the ranks can have are shared among them if not said
+    /// Threads of each rank, 1 to 1024, and of all ranks at most 128 for each core. Default: the cores
+    /// shared among the ranks
     #[arg(long, value_name = "N", value_parser = threads)]
     threads: Option<usize>,
     /// How rows are dealt to ranks; auto chooses from the mask
@@ -128,6 +147,9 @@ struct RingFlags {
     #[arg(long, value_name = "S", default_value = "120", value_parser = silence, allow_hyphen_values = true)]
     deadline: Duration,
     /// Write a trace of each rank into this folder, for Perfetto or chrome://tracing; `annulus trace merge` joins them
+    ///
+    /// The traces take their names after the output: where one cannot be written the output is
+    /// there all the same.
     #[arg(long, value_name = "DIR")]
     trace: Option<PathBuf>,
 }
@@ -149,6 +171,7 @@ enum BiasOrderName {
 
 /// Runs `annulus attend`.
 pub(crate) fn run(flags: &AttendFlags) -> Outcome {
+    flags.check()?;
     let engine = flags.ring.engine()?;
     let mut crew = Crew::form("attend", flags.ring.transport, flags.ring.deadline)?;
     let done = flags.attend(&mut crew, engine);
@@ -156,17 +179,29 @@ pub(crate) fn run(flags: &AttendFlags) -> Outcome {
 }
 
 impl AttendFlags {
+    /// Refuses flags that do nothing without others.
+    fn check(&self) -> Outcome {
+        self.mask.check()?;
+        if self.logits.bias_order.is_some() && self.logits.soft_cap.is_none() {
+            return Err(Failure::usage(
+                "--bias-order",
+                "no --soft-cap",
+                "a --soft-cap, before or after which the bias is added",
+            ));
+        }
+        Ok(())
+    }
+
     fn attend(&self, crew: &mut Crew, engine: Engine) -> Outcome {
         let RingFlags { ranks, threads, layout, trace, .. } = &self.ring;
         crew.enlist(*ranks, 1)?;
         let threads = crew.threads(*threads)?;
         let input = crew.agree(Input::open(&self.input).map_err(Failure::from))?;
-        let unknown = input.unknown_names();
-        if crew.leads() && !unknown.is_empty() {
-            complain!("note: not an input, left alone: {}", unknown.join(", "));
-        }
         let dtype = self.dtype.map_or(input.dtype, DType::from);
-        let sinks = crew.agree(input.sinks(self.logits.sinks).map_err(Failure::from))?;
+        crew.agree(self.needed_tensors(&input))?;
+        let sinks =
+            input.sinks(self.logits.sinks).map_err(|error| Failure::from(input.named(error)));
+        let sinks = crew.agree(sinks)?;
         let job = Job {
             attention: self.attention(&input, dtype, sinks),
             sinks,
@@ -177,12 +212,43 @@ impl AttendFlags {
             output: &self.output,
             trace: trace.as_deref(),
             input: &input,
+            quiet: self.quiet,
         };
         let summary = job.run(crew, dtype)?;
         if crew.leads() {
-            summary.print();
+            match (self.quiet, self.json) {
+                (true, _) => {}
+                (false, true) => say!("{}", summary.json()),
+                (false, false) => summary.print(),
+            }
+        }
+        summary.untraced.map_or(Ok(()), Err)
+    }
+
+    /// Checks that the input has the tensors that the flags speak of.
+    fn needed_tensors(&self, input: &Input) -> Outcome {
+        let needed = |name: &str, with: &str, made_by: &str| {
+            let want = format!(
+                "a tensor named {name} (`annulus make {made_by}` writes one), or no {with}"
+            );
+            Err(of_file(&self.input, name, format!("no such tensor, with {with}"), want).into())
+        };
+        if self.backward && !input.has("dout") {
+            return needed("dout", "--backward", "--backward");
+        }
+        if self.logits.bias_order.is_some() && !input.has("bias") {
+            return needed("bias", "--bias-order", "--bias");
         }
         Ok(())
+    }
+
+    /// The files that flags name.
+    pub(crate) fn paths(&self) -> Vec<(&'static str, &Path)> {
+        let trace = self.ring.trace.iter().map(|folder| ("--trace", folder.as_path()));
+        [("--input", self.input.as_path()), ("--output", self.output.as_path())]
+            .into_iter()
+            .chain(trace)
+            .collect()
     }
 }
 
@@ -201,32 +267,22 @@ impl Job<'_> {
 impl AttendFlags {
     fn attention(&self, input: &Input, dtype: DType, sinks: Option<SinkShape>) -> Attention {
         let logits = &self.logits;
-        let mut attention =
-            self.mask.apply(Attention::new()).dtype(dtype).deadline(self.ring.deadline).bias_order(match logits.bias_order {
-                BiasOrderName::Before => BiasOrder::BeforeSoftCap,
-                BiasOrderName::After => BiasOrder::AfterSoftCap,
-            });
-        attention = attention.precision(logits.precision.into());
-        if let Some(scale) = logits.scale {
-            attention = attention.scale(scale);
-        }
-        if let Some(cap) = logits.soft_cap {
-            attention = attention.soft_cap(cap);
-        }
-        if let Some(shape) = input.bias {
-            attention = attention.bias(shape);
-        }
-        attention = match sinks {
-            Some(SinkShape { per_head: true, count }) => attention.sinks_per_head(count),
-            Some(SinkShape { per_head: false, count }) => attention.shared_sinks(count),
-            None => attention,
-        };
-        if let (Some(probability), Some(seed)) = (logits.dropout, logits.seed) {
-            attention = attention.dropout(probability, seed);
-        }
-        if logits.unnormalized {
-            attention = attention.unnormalized();
-        }
-        if self.backward { attention } else { attention.forward_only() }
+        let attention =
+            self.mask.apply(Attention::new()).dtype(dtype).deadline(self.ring.deadline).bias_order(
+                match logits.bias_order {
+                    Some(BiasOrderName::Before) => BiasOrder::BeforeSoftCap,
+                    Some(BiasOrderName::After) | None => BiasOrder::AfterSoftCap,
+                },
+            );
+        let dropout = logits.dropout.zip(logits.seed).unwrap_or_default();
+        attention
+            .precision(logits.precision.into())
+            .softmax_scale(logits.scale)
+            .logits_soft_cap(logits.soft_cap)
+            .bias(input.bias)
+            .softmax_aux(sinks)
+            .dropout(dropout.0, dropout.1)
+            .unnormalized(logits.unnormalized)
+            .forward_only(!self.backward)
     }
 }

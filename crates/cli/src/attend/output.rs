@@ -1,24 +1,21 @@
-//! What a job writes: the plan of the output file, each rank's rows of it, and the traces.
+//! Outputs of a job: the plan of the file, and each rank's rows of it.
 
-use std::{
-    fs::{File, create_dir_all},
-    io::Write,
-    path::Path,
-};
-
-use annulus::{
-    Backward, Forward, RankPlan,
-    comm::trace::{TraceLog, write_chrome},
-};
-use annulus_core::{Backend, Dims, Element, Error, HostTensors, Result, Runs, Spec};
+use annulus::{Backward, Forward};
+use annulus_core::{Dims, Element, Error, Result, Runs, Spec};
 use ndarray::{Array, Dimension};
 
 use crate::{
-    failure::io,
-    file::{Kind, Output, Planned},
+    file::{Kind, Output, Part, Planned},
     input::Input,
-    trace::{Run, rank_file},
 };
+
+/// Results of one rank's passes, with the rows that they are of.
+#[derive(Debug)]
+pub(super) struct Given<'a, G> {
+    pub(super) q_rows: &'a Runs,
+    pub(super) kv_rows: &'a Runs,
+    pub(super) arrays: &'a G,
+}
 
 /// The tensors of the output file.
 ///
@@ -29,11 +26,19 @@ pub(super) fn planned(spec: &Spec, input: &Input, backward: bool) -> Result<Vec<
     let (data, sums) = (Kind::Float(spec.dtype), Kind::Float(spec.dtype.accumulator()));
     let planned = |name, kind, shape: &[usize]| Planned { name, kind, shape: shape.to_vec() };
     let rows = [batch, q_heads, q_len];
-    let mut all = vec![planned("out", data, &[batch, q_len, q_heads, value_dim]), planned("lse", sums, &rows)];
+    let mut all = vec![
+        planned("out", data, &[batch, q_len, q_heads, value_dim]),
+        planned("lse", sums, &rows),
+    ];
     if !spec.normalize {
         all.extend([planned("max", sums, &rows), planned("sum", sums, &rows)]);
     }
     if backward {
+        if !input.has("dout") {
+            let want =
+                "a tensor named dout, or no --backward (`annulus make --backward` makes one)";
+            return Err(Error::invalid("dout", "no such tensor", want));
+        }
         input.tensors().need("dout", 4)?;
         all.push(planned("dq", data, &[batch, q_len, q_heads, head_dim]));
         all.push(planned("dk", data, &[batch, kv_len, kv_heads, head_dim]));
@@ -47,67 +52,64 @@ pub(super) fn planned(spec: &Spec, input: &Input, backward: bool) -> Result<Vec<
     Ok(all)
 }
 
-/// Writes one rank's rows of what forward gave.
+/// Writes what forward gave: the share of the rank `own` among the ranks of this process.
 ///
 /// # Errors
 /// [`Error::Io`].
-pub(super) fn write_forward<T: Element, B: Backend<Space: HostTensors>>(
+pub(super) fn write_forward<T: Element>(
     output: &Output,
-    plan: &RankPlan<B>,
-    forward: &Forward<T>,
+    all: &[Given<'_, Forward<T>>],
+    own: usize,
 ) -> Result<()> {
-    let rows = plan.q_rows();
-    write(output, "out", 1, rows, &forward.out)?;
-    write(output, "lse", 2, rows, &forward.lse)?;
-    for (name, statistics) in [("max", &forward.max), ("sum", &forward.sum)] {
-        if let Some(statistics) = statistics {
-            write(output, name, 2, rows, statistics)?;
-        }
-    }
-    Ok(())
+    write(output, "out", 1, own, all, |of| Some((of.q_rows, &of.arrays.out)))?;
+    write(output, "lse", 2, own, all, |of| Some((of.q_rows, &of.arrays.lse)))?;
+    write(output, "max", 2, own, all, |of| Some((of.q_rows, of.arrays.max.as_ref()?)))?;
+    write(output, "sum", 2, own, all, |of| Some((of.q_rows, of.arrays.sum.as_ref()?)))
 }
 
-/// Writes one rank's rows of the gradients. What is the same on all ranks is written by rank 0.
+/// Writes the gradients: the share of the rank `own` among the ranks of this process. What is the
+/// same on all ranks of the ring is written by rank 0; `rank` is this one, and `spec` the
+/// definition.
 ///
 /// # Errors
 /// [`Error::Io`].
-pub(super) fn write_backward<T: Element, B: Backend<Space: HostTensors>>(
+pub(super) fn write_backward<T: Element>(
     output: &Output,
-    plan: &RankPlan<B>,
+    spec: &Spec,
+    all: &[Given<'_, Backward<T>>],
+    own: usize,
     rank: usize,
-    gradients: &Backward<T>,
 ) -> Result<()> {
-    write(output, "dq", 1, plan.q_rows(), &gradients.dq)?;
-    write(output, "dk", 1, plan.kv_rows(), &gradients.dk)?;
-    write(output, "dv", 1, plan.kv_rows(), &gradients.dv)?;
-    if let Some(dbias) = &gradients.dbias {
-        let summed = plan.ring().spec().bias.is_some_and(|shape| shape[2] == 1);
-        if !summed {
-            write(output, "dbias", 2, plan.q_rows(), dbias)?;
-        } else if rank == 0 {
-            output.write_flat("dbias", 0, dense("dbias", dbias)?)?;
-        }
+    write(output, "dq", 1, own, all, |of| Some((of.q_rows, &of.arrays.dq)))?;
+    write(output, "dk", 1, own, all, |of| Some((of.kv_rows, &of.arrays.dk)))?;
+    write(output, "dv", 1, own, all, |of| Some((of.kv_rows, &of.arrays.dv)))?;
+    let summed = spec.bias.is_some_and(|shape| shape[2] == 1);
+    if !summed {
+        write(output, "dbias", 2, own, all, |of| Some((of.q_rows, of.arrays.dbias.as_ref()?)))?;
     }
-    if let Some(dsinks) = gradients.dsinks.as_ref().filter(|_| rank == 0) {
+    let Some(of) = all.get(own).filter(|_| rank == 0) else { return Ok(()) };
+    if let Some(dbias) = of.arrays.dbias.as_ref().filter(|_| summed) {
+        output.write_flat("dbias", 0, dense("dbias", dbias)?)?;
+    }
+    if let Some(dsinks) = &of.arrays.dsoftmax_aux {
         output.write_flat("dsoftmax_aux", 0, dense("dsoftmax_aux", dsinks)?)?;
     }
     Ok(())
 }
 
-/// Writes the record of a rank: `rank-0.json`, …
-///
-/// # Errors
-/// [`Error::Io`].
-pub(super) fn write_trace(folder: &Path, log: &TraceLog, run: &Run) -> Result<()> {
-    create_dir_all(folder).map_err(|error| io(folder, error))?;
-    let path = folder.join(rank_file(log.rank()));
-    let mut events = Vec::new();
-    let written = write_chrome(&mut events, std::slice::from_ref(log)).and_then(|()| File::create(&path)?.write_all(&run.mark(events)));
-    written.map_err(|error| io(&path, error))
-}
-
-fn write<T: Element, D: Dimension>(output: &Output, name: &str, axis: usize, rows: &Runs, array: &Array<T, D>) -> Result<()> {
-    output.write_rows(name, axis, rows, dense(name, array)?)
+/// Writes the rank `own`'s share of one array of all, which `array` finds with its rows where there
+/// is one.
+fn write<'a, G, T: Element, D: Dimension + 'a>(
+    output: &Output,
+    name: &str,
+    axis: usize,
+    own: usize,
+    all: &'a [Given<'a, G>],
+    array: impl Fn(&'a Given<'a, G>) -> Option<(&'a Runs, &'a Array<T, D>)>,
+) -> Result<()> {
+    let part = |(rows, array)| Ok(Part { rows, values: dense(name, array)? });
+    let parts = all.iter().filter_map(array).map(part).collect::<Result<Vec<_>>>()?;
+    if parts.is_empty() { Ok(()) } else { output.write_rows(name, axis, &parts, own) }
 }
 
 fn dense<'a, T, D: Dimension>(name: &str, array: &'a Array<T, D>) -> Result<&'a [T]> {

@@ -1,35 +1,62 @@
 //! A progress bar, on a terminal only, that moves when blocks arrive.
+//!
+//! The last block that reaches a rank may come in several messages. The bar counts it once: a
+//! block is known by its sender, its channel and its ring step.
 
-use std::time::{Duration, Instant};
+use std::{
+    collections::BTreeSet,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
 
-use annulus_core::{Arrived, Control, Error, Hop, Incoming, Outgoing, Placement, Result, Space, Transport};
+use annulus_core::{
+    Arrived, Channel, Control, Error, Incoming, MessageHeader, Outgoing, Placement, Result, Space,
+    Transport,
+};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use crate::report;
 
 /// The bar. Clones share it; it draws nothing where standard error is no terminal.
 #[derive(Debug, Clone)]
 pub(crate) struct Progress {
     bar: ProgressBar,
+    /// The number of the phase, from which a rank knows that its count starts anew.
+    phase: Arc<AtomicU64>,
 }
 
 impl Progress {
-    /// A bar that is drawn on a terminal.
+    /// A bar that is drawn on a terminal, and wiped before a message is printed there.
     pub(crate) fn on_terminal() -> Self {
         let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr());
-        bar.enable_steady_tick(Duration::from_millis(200));
-        Self { bar }
+        // a thread, and one that does not start ends the program: not where nothing is drawn
+        if !bar.is_hidden() {
+            bar.enable_steady_tick(Duration::from_millis(200));
+        }
+        report::draw_around(Some(bar.clone()));
+        Self { bar, phase: Arc::default() }
     }
 
     /// A bar that is never drawn.
     pub(crate) fn nowhere() -> Self {
-        Self { bar: ProgressBar::hidden() }
+        Self { bar: ProgressBar::hidden(), phase: Arc::default() }
     }
 
-    /// Starts a phase in which `blocks` blocks will arrive at the ranks of this process. If none will, only the time is shown.
+    /// Starts a phase in which `blocks` blocks will arrive at the ranks of this process. If none
+    /// will, only the time is shown.
     pub(crate) fn phase(&self, name: &'static str, blocks: usize) {
-        let template = if blocks > 0 { "{msg:9} {wide_bar} {pos}/{len} blocks {elapsed}" } else { "{msg:9} {spinner} {elapsed}" };
+        let template = if blocks > 0 {
+            "{msg:9} {wide_bar} {pos}/{len} blocks {elapsed}"
+        } else {
+            "{msg:9} {spinner} {elapsed}"
+        };
         if let Ok(style) = ProgressStyle::with_template(template) {
             self.bar.set_style(style);
         }
+        self.phase.fetch_add(1, Ordering::Relaxed);
         self.bar.set_message(name);
         self.bar.set_length(blocks as u64);
         self.bar.set_position(0);
@@ -38,6 +65,13 @@ impl Progress {
     /// Wipes the bar.
     pub(crate) fn finish(&self) {
         self.bar.finish_and_clear();
+        report::draw_around(None);
+    }
+
+    /// Blocks that have arrived in this phase.
+    #[cfg(test)]
+    pub(super) fn blocks(&self) -> usize {
+        annulus_core::index(self.bar.position())
     }
 }
 
@@ -46,12 +80,27 @@ impl Progress {
 pub(crate) struct Watched<T> {
     inner: T,
     progress: Progress,
+    /// The phase that `counted` is of.
+    phase: u64,
+    /// Blocks of which some part has arrived: sender, channel and ring step.
+    counted: BTreeSet<(usize, Channel, usize)>,
 }
 
 impl<T> Watched<T> {
     /// Watches `inner`.
     pub(crate) const fn new(inner: T, progress: Progress) -> Self {
-        Self { inner, progress }
+        Self { inner, progress, phase: 0, counted: BTreeSet::new() }
+    }
+
+    fn count(&mut self, hop: &MessageHeader) {
+        let phase = self.progress.phase.load(Ordering::Relaxed);
+        if phase != self.phase {
+            self.phase = phase;
+            self.counted.clear();
+        }
+        if self.counted.insert((hop.peer, hop.channel, hop.step)) {
+            self.progress.bar.inc(1);
+        }
     }
 }
 
@@ -68,10 +117,10 @@ impl<S: Space, T: Transport<S>> Transport<S> for Watched<T> {
         self.inner.progress(patience)
     }
 
-    fn take(&mut self, hop: &Hop) -> Result<Option<Arrived<S>>> {
+    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<S>>> {
         let taken = self.inner.take(hop)?;
         if taken.is_some() {
-            self.progress.bar.inc(1);
+            self.count(hop);
         }
         Ok(taken)
     }
@@ -94,24 +143,24 @@ impl<T: Control> Control for Watched<T> {
         self.inner.ranks()
     }
 
-    fn offer(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
-        self.inner.offer(round, bytes)
+    fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+        self.inner.start_all_gather(round, bytes)
     }
 
-    fn collect(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
-        self.inner.collect(round)
+    fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
+        self.inner.try_all_gather(round)
     }
 
-    fn missing(&self, round: u64) -> Vec<usize> {
-        self.inner.missing(round)
+    fn stragglers(&self, round: u64) -> Vec<usize> {
+        self.inner.stragglers(round)
     }
 
     fn abort(&mut self, error: &Error) {
         self.inner.abort(error);
     }
 
-    fn beat(&mut self, working: bool) {
-        self.inner.beat(working);
+    fn heartbeat(&mut self, working: bool) {
+        self.inner.heartbeat(working);
     }
 
     fn placement(&self) -> Option<&Placement> {
@@ -124,5 +173,64 @@ impl<T: Control> Control for Watched<T> {
 
     fn last_work(&self) -> Instant {
         self.inner.last_work()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use annulus::{
+        Attention, Cpu, Dims, Plan, Tensors,
+        comm::threads::{each_rank, ring},
+    };
+    use ndarray::Array4;
+
+    use super::*;
+    use crate::attend::job::blocks;
+
+    /// Blocks that arrive in a forward and in a backward pass, beside those that the plan counts.
+    fn arrived(attention: &Attention, ranks: usize, len: usize) -> [(usize, usize); 2] {
+        let dims = Dims::new(1, len, 2, 8);
+        let progress = Progress::nowhere();
+        let mut plans = each_rank(ring(ranks), |_, endpoint| {
+            Plan::new(attention, dims, Cpu::new(1)?, Watched::new(endpoint, progress.clone()))
+        })
+        .unwrap();
+        let [of_forward, of_backward] = blocks(plans.iter());
+        let tensors: Vec<Array4<f32>> = plans
+            .iter()
+            .map(|plan| Array4::from_elem((1, plan.q_rows().len() as usize, 2, 8), 0.5))
+            .collect();
+        progress.phase("forward", of_forward);
+        let forwards = each_rank(plans.iter_mut().zip(&tensors), |_, (plan, x)| {
+            plan.forward(&Tensors::new(x.view(), x.view(), x.view()))
+        })
+        .unwrap();
+        let in_forward = progress.blocks();
+        progress.phase("backward", of_backward);
+        each_rank(
+            plans.iter_mut().zip(tensors.iter().zip(&forwards)),
+            |_, (plan, (x, forward))| {
+                plan.backward(&Tensors::new(x.view(), x.view(), x.view()), forward, x.view(), None)
+            },
+        )
+        .unwrap();
+        [(in_forward, of_forward), (progress.blocks(), of_backward)]
+    }
+
+    #[test]
+    fn the_bar_ends_at_its_total_whatever_parts_a_block_comes_in() {
+        // long enough that the last block of each rank comes in four parts
+        for ranks in [1, 3, 4] {
+            for attention in [
+                Attention::new(),
+                Attention::new().causal(true),
+                Attention::new().sliding_window(40, 0),
+            ] {
+                for (got, want) in arrived(&attention, ranks, 512 * ranks) {
+                    assert_eq!(got, want, "{ranks} ranks, {attention:?}");
+                }
+            }
+        }
+        assert!(arrived(&Attention::new(), 3, 1536)[0].1 == 6);
     }
 }

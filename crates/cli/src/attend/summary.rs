@@ -1,8 +1,12 @@
 //! What a job says when it is done.
 
 use annulus::Report;
+use serde_json::{Value, json};
 
-use crate::report::say;
+use crate::{
+    failure::Failure,
+    report::{bytes, count, counted, exact_bytes, say},
+};
 
 /// What one rank has to tell.
 #[derive(Debug, Clone, PartialEq)]
@@ -26,24 +30,47 @@ pub(crate) struct Pass {
 }
 
 /// The figures of a job.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(crate) struct Summary {
-    /// What was computed, on what.
-    pub(super) head: String,
+    /// Ranks of the ring.
+    pub(super) ranks: usize,
+    /// Threads of each rank.
+    pub(super) threads: usize,
+    /// The backend and how blocks travel.
+    pub(super) backend: String,
+    /// The layout's name.
+    pub(super) layout: &'static str,
+    /// The route's name.
+    pub(super) route: &'static str,
+    /// The element type's name.
+    pub(super) dtype: &'static str,
+    /// Visible pairs, all heads and batch rows.
+    pub(super) pairs: f64,
     /// Forward, and backward if there was one.
     pub(super) passes: Vec<Pass>,
     /// From the first byte read to the last written.
     pub(super) seconds: f64,
     /// The most bytes that a process has held.
     pub(super) peak: Option<u64>,
-    /// The file and its size.
+    /// The file.
     pub(super) output: String,
+    /// Its bytes of data.
+    pub(super) output_bytes: u64,
+    /// Why there are no traces, if there should be. The output is there all the same.
+    pub(crate) untraced: Option<Failure>,
 }
 
 impl RankFigures {
     /// As numbers that can be shared.
     pub(super) fn numbers(&self) -> Vec<f64> {
-        let of_report = |report: &Report| [report.seconds, report.waiting_seconds, report.bytes_sent as f64, report.bytes_predicted as f64];
+        let of_report = |report: &Report| {
+            [
+                report.seconds,
+                report.waiting_seconds,
+                report.bytes_sent as f64,
+                report.bytes_predicted as f64,
+            ]
+        };
         let mut numbers = vec![self.pairs, self.peak.map_or(f64::NAN, |peak| peak as f64)];
         numbers.extend(self.reports.iter().flat_map(of_report));
         numbers
@@ -66,10 +93,20 @@ impl RankFigures {
 
 impl Pass {
     /// Pass number `place` of what the ranks report, of so many floating point operations a pair.
-    pub(super) fn new(name: &'static str, place: usize, flops_per_pair: f64, ranks: &[RankFigures]) -> Self {
-        let of_rank = |rank: &RankFigures| Some((*rank.reports.get(place)?, flops_per_pair * rank.pairs));
+    pub(super) fn new(
+        name: &'static str,
+        place: usize,
+        flops_per_pair: f64,
+        ranks: &[RankFigures],
+    ) -> Self {
+        let of_rank =
+            |rank: &RankFigures| Some((*rank.reports.get(place)?, flops_per_pair * rank.pairs));
         let (reports, flops): (Vec<Report>, Vec<f64>) = ranks.iter().filter_map(of_rank).unzip();
-        let rates = reports.iter().zip(&flops).map(|(report, flops)| rate(*flops, report.seconds)).collect();
+        let rates = reports
+            .iter()
+            .zip(&flops)
+            .map(|(report, flops)| rate(*flops, report.seconds))
+            .collect();
         Self { name, flops: flops.iter().sum(), reports, rates }
     }
 
@@ -77,49 +114,120 @@ impl Pass {
         self.reports.iter().map(of).collect()
     }
 
-    /// The slowest rank's time, the rate and the bytes of all, the share of all ranks' time that was spent waiting; then, of several ranks,
-    /// the least, the mean and the most of each.
+    /// Prints the slowest rank's time, the rate and the bytes of all, the share of all ranks' time
+    /// that was spent waiting; then, of several ranks, the least, the mean and the most of each.
     fn print(&self) {
-        let (seconds, waiting) = (self.each(|report| report.seconds), self.each(|report| report.waiting_seconds));
-        let (sent, predicted) = (self.each(|report| report.bytes_sent as f64), self.each(|report| report.bytes_predicted as f64));
+        let (seconds, waiting) =
+            (self.each(|report| report.seconds), self.each(|report| report.waiting_seconds));
         let sum = |all: &[f64]| all.iter().sum::<f64>();
         let slowest = seconds.iter().copied().fold(0.0, f64::max);
-        let share = |waiting: f64, seconds: f64| if seconds > 0.0 { 100.0 * waiting / seconds } else { 0.0 };
+        let share = |waiting: f64, seconds: f64| {
+            if seconds > 0.0 { 100.0 * waiting / seconds } else { 0.0 }
+        };
         say!(
-            "{:<9} {slowest:.3} s, {:.1} GFLOP/s, sent {} bytes of {} predicted, waiting {:.1} % of the time",
+            "{:<9} {slowest:.3} s, {:.1} GFLOP/s, sent {}, waiting {:.1} % of the time",
             self.name,
             rate(self.flops, slowest),
-            sum(&sent),
-            sum(&predicted),
+            against_prediction(self.bytes_sent(), self.bytes_predicted()),
             share(sum(&waiting), sum(&seconds))
         );
         if self.reports.len() > 1 {
-            let shares: Vec<f64> = waiting.iter().zip(&seconds).map(|(&waiting, &seconds)| share(waiting, seconds)).collect();
+            let shares: Vec<f64> = waiting
+                .iter()
+                .zip(&seconds)
+                .map(|(&waiting, &seconds)| share(waiting, seconds))
+                .collect();
             say!(
-                "{:<9} a rank (least, mean, most): {} s, {} GFLOP/s, waiting {} %, bytes {} of {}",
+                "{:<9} a rank (least, mean, most): {} s, {} GFLOP/s, waiting {} %, sent {}",
                 "",
-                spread(&seconds, 3),
-                spread(&self.rates, 1),
-                spread(&shares, 1),
-                spread(&sent, 0),
-                spread(&predicted, 0)
+                spread(&seconds, decimals(3)),
+                spread(&self.rates, decimals(1)),
+                spread(&shares, decimals(1)),
+                spread(&self.each(|report| report.bytes_sent as f64), |number| bytes(
+                    number as u64
+                )),
             );
         }
+    }
+
+    fn bytes_sent(&self) -> u64 {
+        self.reports.iter().map(|report| report.bytes_sent).sum()
+    }
+
+    fn bytes_predicted(&self) -> u64 {
+        self.reports.iter().map(|report| report.bytes_predicted).sum()
+    }
+
+    fn json(&self) -> Value {
+        let of_rank = |(report, rate): (&Report, &f64)| {
+            json!({
+                "seconds": report.seconds,
+                "gflops": rate,
+                "waiting_seconds": report.waiting_seconds,
+                "bytes_sent": report.bytes_sent,
+                "bytes_predicted": report.bytes_predicted,
+            })
+        };
+        let slowest = self.each(|report| report.seconds).into_iter().fold(0.0, f64::max);
+        json!({
+            "pass": self.name,
+            "seconds": slowest,
+            "gflops": rate(self.flops, slowest),
+            "bytes_sent": self.bytes_sent(),
+            "bytes_predicted": self.bytes_predicted(),
+            "per_rank": self.reports.iter().zip(&self.rates).map(of_rank).collect::<Vec<_>>(),
+        })
     }
 }
 
 impl Summary {
     /// Prints it.
     pub(crate) fn print(&self) {
-        say!("{}", self.head);
+        let Self { backend, layout, route, dtype, .. } = self;
+        let ranks = counted(self.ranks as u64, "rank", "ranks");
+        let threads = counted(self.threads as u64, "thread", "threads");
+        let pairs = format!(
+            "{} visible pair{}",
+            count(self.pairs),
+            if self.pairs == 1.0 { "" } else { "s" }
+        );
+        say!("{ranks} of {threads}, {backend}, {layout} layout, {route} route, {dtype}, {pairs}");
         self.passes.iter().for_each(Pass::print);
-        let memory = self.peak.map(|bytes| format!(", peak memory {} MiB", bytes >> 20)).unwrap_or_default();
-        say!("wrote {} in {:.3} s in all{memory}", self.output, self.seconds);
+        let memory =
+            self.peak.map(|peak| format!(", peak memory {}", bytes(peak))).unwrap_or_default();
+        say!(
+            "wrote {} ({}) in {:.3} s in all{memory}",
+            self.output,
+            bytes(self.output_bytes),
+            self.seconds
+        );
+    }
+
+    /// Returns it as one line of JSON.
+    pub(crate) fn json(&self) -> String {
+        json!({
+            "ranks": self.ranks,
+            "threads": self.threads,
+            "backend": self.backend,
+            "layout": self.layout,
+            "route": self.route,
+            "dtype": self.dtype,
+            "visible_pairs": self.pairs,
+            "passes": self.passes.iter().map(Pass::json).collect::<Vec<_>>(),
+            "seconds": self.seconds,
+            "peak_bytes": self.peak,
+            "output": self.output,
+            "output_bytes": self.output_bytes,
+        })
+        .to_string()
     }
 
     /// Whether in every pass every rank sent exactly the bytes that its schedule predicts.
     pub(crate) fn bytes_as_predicted(&self) -> bool {
-        self.passes.iter().flat_map(|pass| &pass.reports).all(|report| report.bytes_sent == report.bytes_predicted)
+        self.passes
+            .iter()
+            .flat_map(|pass| &pass.reports)
+            .all(|report| report.bytes_sent == report.bytes_predicted)
     }
 }
 
@@ -127,11 +235,26 @@ fn rate(flops: f64, seconds: f64) -> f64 {
     if seconds > 0.0 { flops / seconds / 1e9 } else { 0.0 }
 }
 
-/// Least, mean and most of some numbers, with so many digits behind the point.
-fn spread(numbers: &[f64], digits: usize) -> String {
-    let (least, most) = numbers.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(a, b), &number| (a.min(number), b.max(number)));
+/// Bytes sent, and those predicted where they differ, in units and once in full.
+fn against_prediction(sent: u64, predicted: u64) -> String {
+    if sent == predicted {
+        return format!("{} as predicted", exact_bytes(sent));
+    }
+    format!("{}, but {} predicted", exact_bytes(sent), exact_bytes(predicted))
+}
+
+/// Least, mean and most of some numbers.
+fn spread(numbers: &[f64], written: impl Fn(f64) -> String) -> String {
+    let (least, most) = numbers
+        .iter()
+        .fold((f64::INFINITY, f64::NEG_INFINITY), |(a, b), &number| (a.min(number), b.max(number)));
     let mean = numbers.iter().sum::<f64>() / numbers.len().max(1) as f64;
-    format!("{least:.digits$}, {mean:.digits$}, {most:.digits$}")
+    [least, mean, most].map(written).join(", ")
+}
+
+/// A number with so many digits behind the point.
+fn decimals(digits: usize) -> impl Fn(f64) -> String {
+    move |number| format!("{number:.digits$}")
 }
 
 #[cfg(test)]
@@ -140,8 +263,15 @@ mod tests {
 
     #[test]
     fn figures_survive_the_way_between_processes() {
-        let report = Report { seconds: 0.25, waiting_seconds: 0.125, bytes_sent: 1 << 40, bytes_predicted: 7 };
-        for (peak, reports) in [(None, vec![report]), (Some(3 << 33), vec![report, Report::default()])] {
+        let report = Report {
+            seconds: 0.25,
+            waiting_seconds: 0.125,
+            bytes_sent: 1 << 40,
+            bytes_predicted: 7,
+        };
+        for (peak, reports) in
+            [(None, vec![report]), (Some(3 << 33), vec![report, Report::default()])]
+        {
             let figures = RankFigures { pairs: 1e15, peak, reports };
             assert_eq!(RankFigures::of_numbers(&figures.numbers()), figures);
         }
@@ -149,7 +279,20 @@ mod tests {
 
     #[test]
     fn a_spread_is_least_mean_most() {
-        assert_eq!(spread(&[2.0, 1.0, 6.0], 1), "1.0, 3.0, 6.0");
-        assert_eq!(spread(&[4.0], 0), "4, 4, 4");
+        assert_eq!(spread(&[2.0, 1.0, 6.0], decimals(1)), "1.0, 3.0, 6.0");
+        assert_eq!(spread(&[4.0], decimals(0)), "4, 4, 4");
+    }
+
+    #[test]
+    fn bytes_are_in_units_and_once_in_full() {
+        assert_eq!(
+            against_prediction(37_748_736, 37_748_736),
+            "36.0 MiB (37 748 736 bytes) as predicted"
+        );
+        assert_eq!(against_prediction(0, 0), "0 B as predicted");
+        assert_eq!(
+            against_prediction(1024, 2048),
+            "1.00 KiB (1 024 bytes), but 2.00 KiB (2 048 bytes) predicted"
+        );
     }
 }

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use annulus::{Attention, Forward, RankPlan, Tensors};
-use annulus_core::{Backend, Batch, DType, Dims, Element, HostTensors, Result, Runs};
+use annulus::{Attention, Forward, Plan, Tensors};
+use annulus_core::{Backend, Batch, DType, Dims, Element, HostTensors, Result, Runs, index};
 use ndarray::Array4;
 use serde_json::{Map, Value, json};
 
@@ -12,11 +12,14 @@ use super::{
     clock::{Clock, Least, least},
 };
 use crate::{
-    arguments::mask::{AlignmentName, MaskFlags},
+    arguments::{
+        mask::{AlignmentName, MaskFlags},
+        names,
+    },
     crew::{Crew, Endpoint},
     engine::{Engine, Wired, with_backend},
-    failure::{Failure, Outcome},
-    pairs,
+    failure::Outcome,
+    memory, pairs,
     random::Stream,
     report::say,
 };
@@ -33,7 +36,7 @@ pub(super) struct Case<'a> {
 
 /// One rank with its rows.
 struct Rank<T: Element, B: Backend<Space: HostTensors>> {
-    plan: RankPlan<B>,
+    plan: Plan<B>,
     q: Array4<T>,
     k: Array4<T>,
     v: Array4<T>,
@@ -42,7 +45,13 @@ struct Rank<T: Element, B: Backend<Space: HostTensors>> {
 
 impl<'a> Case<'a> {
     /// A case of these lengths.
-    pub(super) fn new(flags: &'a BenchFlags, dtype: DType, head_dim: usize, (q_len, kv_len): (usize, usize), causal: bool) -> Self {
+    pub(super) fn new(
+        flags: &'a BenchFlags,
+        dtype: DType,
+        head_dim: usize,
+        (q_len, kv_len): (usize, usize),
+        causal: bool,
+    ) -> Self {
         let dims = Dims {
             batch: flags.batch,
             q_len,
@@ -62,7 +71,11 @@ impl<'a> Case<'a> {
             dims,
             dtype,
             causal,
-            batch: Batch { cum_seqlens_q: cum_seqlens.clone(), cum_seqlens_k: cum_seqlens, ..Batch::default() },
+            batch: Batch {
+                cum_seqlens_q: cum_seqlens.clone(),
+                cum_seqlens_k: cum_seqlens,
+                ..Batch::default()
+            },
         }
     }
 
@@ -72,7 +85,12 @@ impl<'a> Case<'a> {
     /// Collective over the processes.
     /// # Errors
     /// Whatever a rank reports.
-    pub(super) fn run<T: Element>(&self, crew: &mut Crew, what: &[What], engine: &Engine) -> Outcome {
+    pub(super) fn run<T: Element>(
+        &self,
+        crew: &mut Crew,
+        what: &[What],
+        engine: &Engine,
+    ) -> Outcome {
         let clock = Clock::of(engine, crew)?;
         with_backend!(engine, self.flags.threads, make => self.run_on::<T, _>(crew, what, (engine.name(), &clock), make))
     }
@@ -84,18 +102,39 @@ impl<'a> Case<'a> {
         (name, clock): (&str, &Clock),
         make: impl Fn(Endpoint) -> Result<Wired<B>> + Sync,
     ) -> Outcome {
-        let pairs = crew.agree(self.attention().spec(self.dims).and_then(|_| self.pairs()).map_err(Failure::of_flags))?;
+        let named = |error| {
+            names::of_size(
+                names::of_flags(error, &self.dims, self.flags.names()),
+                &self.dims,
+                self.flags.names(),
+            )
+        };
+        let processes = if crew.is_of_processes() { crew.ranks() } else { 1 };
+        // the first: what does not fit is not counted row by row
+        crew.agree(self.attention().spec(self.dims).map(drop).map_err(named))?;
+        let held = memory::Tensors::of(&self.dims, self.dtype, what.contains(&What::Both));
+        crew.agree(held.shared_by(processes).must_fit().map_err(named))?;
+        let pairs = crew.agree(self.pairs().map_err(named))?;
         for &what in what {
-            let attention = if what == What::Forward { self.attention().forward_only() } else { self.attention() };
+            let attention = if what == What::Forward {
+                self.attention().forward_only(true)
+            } else {
+                self.attention()
+            };
             let layout = self.flags.layout.layout();
             let endpoints = crew.endpoints()?;
             let mut ranks = crew.each(endpoints, |_, endpoint| {
                 let (backend, transport) = make(endpoint)?;
-                let mut plan = RankPlan::new(&attention, self.dims, layout.clone(), backend, transport)?;
+                let mut plan = Plan::new(
+                    &attention.clone().layout(layout.clone()),
+                    self.dims,
+                    backend,
+                    transport,
+                )?;
                 if self.batch != Batch::default() {
                     plan.update(&self.batch)?;
                 }
-                Ok(Rank::<T, B>::new(plan, &self.dims))
+                Rank::<T, B>::new(plan, &self.dims)
             })?;
             let least = least(crew, |crew| match &mut ranks[..] {
                 // nobody else to run beside
@@ -111,7 +150,12 @@ impl<'a> Case<'a> {
     }
 
     fn attention(&self) -> Attention {
-        let flags = MaskFlags { causal: self.causal, window: self.flags.window, align: self.flags.align, ..MaskFlags::default() };
+        let flags = MaskFlags {
+            causal: self.causal,
+            window: self.flags.window,
+            align: self.flags.align,
+            ..MaskFlags::default()
+        };
         flags.apply(Attention::new()).dtype(self.dtype).precision(self.flags.precision.into())
     }
 
@@ -126,7 +170,14 @@ impl<'a> Case<'a> {
         Ok(pairs::visible(&self.attention().spec(self.dims)?, &self.batch))
     }
 
-    fn line(&self, what: What, (least, backend, clock): (Least, &str, &Clock), pairs: f64, crew: &Crew, layout: &str) -> String {
+    fn line(
+        &self,
+        what: What,
+        (least, backend, clock): (Least, &str, &Clock),
+        pairs: f64,
+        crew: &Crew,
+        layout: &str,
+    ) -> String {
         let (BenchFlags { threads, window, documents, .. }, ranks) = (self.flags, crew.ranks());
         let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = self.dims;
         let (name, passes) = match what {
@@ -134,7 +185,9 @@ impl<'a> Case<'a> {
             What::Both => ("fwd+bwd", 3.5),
         };
         let flops = passes * 2.0 * pairs * (head_dim + value_dim) as f64;
-        let rounded = |number: f64, scale: f64| if number.is_finite() { json!((number * scale).round() / scale) } else { Value::Null };
+        let rounded = |number: f64, scale: f64| {
+            if number.is_finite() { json!((number * scale).round() / scale) } else { Value::Null }
+        };
         let mut line = Map::new();
         let mut put = |name: &str, value: Value| line.insert(name.to_owned(), value);
         put("peer", json!(concat!("annulus-", env!("CARGO_PKG_VERSION"))));
@@ -156,7 +209,14 @@ impl<'a> Case<'a> {
         put("layout", json!(layout));
         put("window", window.map_or(Value::Null, |window| json!([window.left, window.right])));
         put("documents", if documents.is_empty() { Value::Null } else { json!(documents) });
-        put("align", json!(if self.flags.align == AlignmentName::TopLeft { "top-left" } else { "bottom-right" }));
+        put(
+            "align",
+            json!(if self.flags.align == AlignmentName::TopLeft {
+                "top-left"
+            } else {
+                "bottom-right"
+            }),
+        );
         put("precision", json!(format!("{:?}", self.flags.precision).to_lowercase()));
         put("pairs", json!(pairs));
         put("backend", json!(backend));
@@ -167,22 +227,31 @@ impl<'a> Case<'a> {
 
 impl<T: Element, B: Backend<Space: HostTensors>> Rank<T, B> {
     /// A rank with random tensors.
-    fn new(plan: RankPlan<B>, dims: &Dims) -> Self {
+    ///
+    /// # Errors
+    /// [`annulus_core::Error::OutOfMemory`].
+    fn new(plan: Plan<B>, dims: &Dims) -> Result<Self> {
         let normal = |name: &str, rows: &Runs, heads, dim| {
             let stream = Stream::new(0, name);
-            let rows: Vec<i64> = rows.iter().collect();
+            let rows: Vec<i64> =
+                annulus_core::memory::collect(name, index(rows.len()), rows.iter())?;
             let width = (heads * dim) as u64;
-            Array4::from_shape_fn((dims.batch, rows.len(), heads, dim), |(b, i, h, c)| {
+            let mut tensor =
+                annulus_core::memory::zeros(name, (dims.batch, rows.len(), heads, dim))?;
+            for ((b, i, h, c), element) in tensor.indexed_iter_mut() {
                 let line = b as u64 * rows.len() as u64 + rows[i].cast_unsigned();
-                T::from_f64(stream.normal(line * width + (h * dim + c) as u64))
-            })
+                *element = T::from_f64(stream.normal(line * width + (h * dim + c) as u64));
+            }
+            Ok(tensor)
         };
         let (q_rows, kv_rows) = (plan.q_rows(), plan.kv_rows());
-        let q = normal("query", q_rows, dims.q_heads, dims.head_dim);
-        let k = normal("key", kv_rows, dims.kv_heads, dims.head_dim);
-        let v = normal("value", kv_rows, dims.kv_heads, dims.value_dim);
-        let dout = normal("dout", q_rows, dims.q_heads, dims.value_dim);
-        Self { q, k, v, dout, plan }
+        Ok(Self {
+            q: normal("query", q_rows, dims.q_heads, dims.head_dim)?,
+            k: normal("key", kv_rows, dims.kv_heads, dims.head_dim)?,
+            v: normal("value", kv_rows, dims.kv_heads, dims.value_dim)?,
+            dout: normal("dout", q_rows, dims.q_heads, dims.value_dim)?,
+            plan,
+        })
     }
 
     /// One round: how long it took.

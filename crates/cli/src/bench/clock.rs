@@ -34,7 +34,9 @@ impl Clock {
     pub(super) fn of(engine: &Engine, crew: &mut Crew) -> Outcome<Self> {
         let own = match engine {
             #[cfg(feature = "wgpu")]
-            Engine::Wgpu(gpu) if annulus_wgpu::Stopwatch::is_there(gpu) => Self::Device(gpu.clone()),
+            Engine::Wgpu(gpu) if annulus_wgpu::Stopwatch::is_there(gpu) => {
+                Self::Device(gpu.clone())
+            }
             _ => Self::Host,
         };
         let all = crew.share_numbers(&[f64::from(u8::from(!matches!(own, Self::Host)))])?;
@@ -80,7 +82,10 @@ pub(super) struct Least {
 /// Collective over the processes.
 /// # Errors
 /// Those of `work`; the loss of a process.
-pub(super) fn least(crew: &mut Crew, mut work: impl FnMut(&mut Crew) -> Outcome<Vec<Duration>>) -> Outcome<Least> {
+pub(super) fn least(
+    crew: &mut Crew,
+    mut work: impl FnMut(&mut Crew) -> Outcome<Vec<Duration>>,
+) -> Outcome<Least> {
     work(crew)?;
     let mut least = Least { wall: f64::INFINITY, cpu: f64::INFINITY };
     let (mut spent, mut rounds) = (0.0, 0);
@@ -118,6 +123,9 @@ mod tests {
         // the first round only warms up
         assert!(least.is_ok_and(|least| least.wall == 0.002 && least.cpu >= 0.0));
         assert_eq!(rounds, 1 + MOST_ROUNDS as u64);
-        assert!(super::least(&mut crew, |_| Err(annulus_core::Error::invalid("x", 1, 2).into())).is_err());
+        assert!(
+            super::least(&mut crew, |_| Err(annulus_core::Error::invalid("x", 1, 2).into()))
+                .is_err()
+        );
     }
 }

@@ -11,8 +11,9 @@ use half::{bf16, f16};
 use crate::{
     arguments::{
         mask::AlignmentName,
+        names::Others,
         ring::{BackendName, TransportName},
-        values::{DTypeName, LayoutName, PrecisionName, Window, count, ranks, threads},
+        values::{DTypeName, LayoutName, PrecisionName, Window, count, dim, ranks, threads, whole},
     },
     crew::{Crew, PATIENCE},
     engine::Engine,
@@ -52,8 +53,8 @@ pub(crate) struct BenchFlags {
     /// Lengths of queries and keys
     #[arg(long, value_name = "N,N,...", default_value = "1024,2048", value_delimiter = ',', value_parser = count)]
     ns: Vec<usize>,
-    /// Head dims
-    #[arg(long, value_name = "D,D,...", default_value = "64", value_delimiter = ',', value_parser = count)]
+    /// Head dims, 1 to 512
+    #[arg(long, value_name = "D,D,...", default_value = "64", value_delimiter = ',', value_parser = dim)]
     ds: Vec<usize>,
     /// Batch rows
     #[arg(long, default_value = "1", value_parser = count)]
@@ -61,11 +62,13 @@ pub(crate) struct BenchFlags {
     /// Query heads
     #[arg(long, default_value = "8", value_parser = count)]
     heads: usize,
-    /// Key heads; as many as query heads if not said
+    /// Key heads. Default: as many as query heads
     #[arg(long, value_parser = count)]
     kv_heads: Option<usize>,
-    /// Without and with a causal mask
-    #[arg(long, value_name = "BOOL,BOOL", default_value = "false,true", value_delimiter = ',', action = clap::ArgAction::Set)]
+    /// With a causal mask (`--causal`, as in attend), without (`--causal false`) or both in turn.
+    /// Default: false,true
+    #[arg(long, value_name = "BOOL,BOOL", default_value = "false,true", hide_default_value = true, default_missing_value = "true",
+        num_args = 0..=1, value_delimiter = ',', action = clap::ArgAction::Set)]
     causal: Vec<bool>,
     /// Sliding window: L,R, each a number or `none`
     #[arg(long, value_name = "L,R", allow_hyphen_values = true)]
@@ -82,19 +85,19 @@ pub(crate) struct BenchFlags {
     /// Where queries stand among the keys when lengths differ
     #[arg(long, value_enum, default_value = "top-left")]
     align: AlignmentName,
-    /// Threads of each rank
+    /// Threads of each rank, 1 to 1024, and of all ranks at most 128 for each core
     #[arg(long, value_name = "N", default_value = "1", value_parser = threads)]
     threads: usize,
     /// What computes
     #[arg(long, value_enum, default_value = "cpu")]
     backend: BackendName,
     /// Which device, counted from 0 as `annulus doctor` lists them; the first if not said
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = whole)]
     device: Option<usize>,
     /// How ranks reach each other
     #[arg(long, value_enum, default_value = "auto")]
     transport: TransportName,
-    /// Ranks of the ring: 1 if not said; under MPI the processes of the job, no more and no fewer
+    /// Ranks of the ring, 1 to 128. Default: 1; under MPI the processes of the job, no more and no fewer
     #[arg(long, value_name = "N", value_parser = ranks)]
     ranks: Option<usize>,
     /// How rows are dealt to ranks
@@ -126,7 +129,11 @@ fn bench(flags: &BenchFlags, crew: &mut Crew, engine: &Engine) -> Outcome {
     crew.threads(Some(flags.threads))?;
     // whatever differs would not be timed together
     let all = format!("{flags:?}");
-    crew.same(Descriptor::new().field_as("command line", Fingerprint::new().bytes(all.as_bytes()).finish(), "another one"))?;
+    crew.same(Descriptor::new().field_as(
+        "command line",
+        Fingerprint::new().bytes(all.as_bytes()).finish(),
+        "another one",
+    ))?;
     for &dtype in &flags.dtype {
         for &head_dim in &flags.ds {
             for (q_len, kv_len) in crew.agree(flags.lengths())? {
@@ -146,11 +153,36 @@ fn bench(flags: &BenchFlags, crew: &mut Crew, engine: &Engine) -> Outcome {
 }
 
 impl BenchFlags {
+    /// The flags that set arguments which other subcommands set by others.
+    pub(super) fn names(&self) -> Others {
+        if self.q_len.is_none() && self.kv_len.is_some() {
+            return &[("head_dim", "--ds"), ("value_dim", "--ds"), ("q_len", "--kv-len")];
+        }
+        match (self.documents.is_empty(), self.q_len.is_some()) {
+            (false, _) => &[
+                ("head_dim", "--ds"),
+                ("value_dim", "--ds"),
+                ("q_len", "--documents"),
+                ("kv_len", "--documents"),
+            ],
+            (true, true) => &[("head_dim", "--ds"), ("value_dim", "--ds")],
+            (true, false) => &[
+                ("head_dim", "--ds"),
+                ("value_dim", "--ds"),
+                ("q_len", "--ns"),
+                ("kv_len", "--ns"),
+            ],
+        }
+    }
+
     /// The (q_len, kv_len) to time.
     fn lengths(&self) -> Outcome<Vec<(usize, usize)>> {
         if !self.documents.is_empty() {
             let total = self.documents.iter().try_fold(0usize, |sum, &len| sum.checked_add(len));
-            let total = total.ok_or_else(|| Failure::usage("--documents", "lengths past 2^64 in all", "shorter documents"))?;
+            let total = total.filter(|&total| i64::try_from(total).is_ok());
+            let total = total.ok_or_else(|| {
+                Failure::usage("--documents", "lengths past 2^63 in all", "shorter documents")
+            })?;
             return Ok(vec![(total, total)]);
         }
         Ok(match (self.q_len, self.kv_len) {

@@ -2,8 +2,10 @@
 
 use std::{collections::BTreeMap, path::Path, time::Duration};
 
-use annulus::{Attention, Backward, Forward, Plan};
-use annulus_core::{Backend, Batch, Element, Error, HostTensors, Layout, Result, Runs, SinkShape};
+use annulus::{Attention, Backward, Forward, LocalRing};
+use annulus_core::{
+    Backend, Batch, Dims, Element, Error, HostTensors, Layout, Result, Runs, SinkShape,
+};
 
 use super::{
     compare::{Expected, largest_error},
@@ -12,6 +14,7 @@ use super::{
 use crate::{
     crew::Endpoint,
     engine::{Engine, with_backend},
+    failure::of_file,
     input::{Input, OutputGradients, Share},
 };
 
@@ -40,6 +43,7 @@ pub(super) enum Verdict {
 
 /// Everything that a case needs, in memory.
 struct Loaded<T: Element> {
+    input: Input,
     attention: Attention,
     share: Share<T>,
     batch: Batch,
@@ -48,9 +52,17 @@ struct Loaded<T: Element> {
 }
 
 /// Computes `case` in `T` on every ring.
-pub(super) fn run<T: Element>(folder: &Path, case: &Case, rings: &[Ring], engine: &Engine) -> Vec<Verdict> {
+pub(super) fn run<T: Element>(
+    folder: &Path,
+    case: &Case,
+    rings: &[Ring],
+    engine: &Engine,
+) -> Vec<Verdict> {
     match Loaded::<T>::new(folder, case) {
-        Ok(loaded) => rings.iter().map(|ring| loaded.judge(case, ring, engine).unwrap_or_else(Verdict::Failed)).collect(),
+        Ok(loaded) => rings
+            .iter()
+            .map(|ring| loaded.judge(case, ring, engine).unwrap_or_else(Verdict::Failed))
+            .collect(),
         Err(error) => rings.iter().map(|_| Verdict::Failed(error.clone())).collect(),
     }
 }
@@ -67,24 +79,39 @@ impl Opened {
     pub(super) fn new<T: Element>(folder: &Path, case: &Case) -> Result<Self> {
         let input = Input::open(&folder.join(&case.file))?;
         if input.dims != case.dims() {
-            return Err(Error::invalid("dims", format!("{:?} in the index", case.dims()), format!("{:?}, as in its file", input.dims)));
+            let (got, want) = (lengths(case.dims()), lengths(input.dims));
+            return Err(of_file(
+                &folder.join(&case.file),
+                "dims",
+                format!("{got} in the index"),
+                format!("{want}, as its tensors have it"),
+            ));
         }
-        let sinks = input.sinks(case.sinks_form())?;
-        let mut attention = case.attention(T::DTYPE)?.threads(1).deadline(DEADLINE);
-        if let Some(shape) = input.bias {
-            attention = attention.bias(shape);
-        }
-        if let Some(shape) = sinks {
-            attention = if shape.per_head { attention.sinks_per_head(shape.count) } else { attention.shared_sinks(shape.count) };
-        }
+        let sinks = input.sinks(case.sinks_form()).map_err(|error| input.named(error))?;
+        let attention =
+            case.attention(T::DTYPE)?.deadline(DEADLINE).bias(input.bias).softmax_aux(sinks);
         Ok(Self { input, sinks, attention })
     }
 }
 
+/// Lengths with their names.
+fn lengths(dims: Dims) -> String {
+    let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = dims;
+    format!(
+        "batch {batch}, q_len {q_len}, kv_len {kv_len}, q_heads {q_heads}, kv_heads {kv_heads}, head_dim {head_dim}, value_dim {value_dim}"
+    )
+}
+
 /// The arrays that a case judges in `T`, with their tolerances.
 pub(super) fn tolerances<T: Element>(case: &Case) -> Result<&BTreeMap<String, f64>> {
-    let tolerances = case.tolerance.get(T::DTYPE.name()).filter(|tolerances| !tolerances.is_empty());
-    tolerances.ok_or_else(|| Error::unsupported(format!("dtype {}", T::DTYPE.name()), "this case, which has no tolerance for it"))
+    let tolerances =
+        case.tolerance.get(T::DTYPE.name()).filter(|tolerances| !tolerances.is_empty());
+    tolerances.ok_or_else(|| {
+        Error::unsupported(
+            format!("dtype {}", T::DTYPE.name()),
+            "this case, which has no tolerance for it",
+        )
+    })
 }
 
 impl<T: Element> Loaded<T> {
@@ -92,35 +119,48 @@ impl<T: Element> Loaded<T> {
         let Opened { input, sinks, attention } = Opened::new::<T>(folder, case)?;
         let all = |len: usize| Runs::counting(0, len as u64);
         let (q_rows, kv_rows) = (all(input.dims.q_len), all(input.dims.kv_len));
+        let named = |error| input.named(error);
         Ok(Self {
             attention,
-            share: input.share(sinks, &q_rows, &kv_rows)?,
-            batch: input.batch(&q_rows, &kv_rows)?,
-            gradients: input.output_gradients(&q_rows)?,
+            share: input.share(sinks, &q_rows, &kv_rows).map_err(named)?,
+            batch: input.batch(&q_rows, &kv_rows).map_err(named)?,
+            gradients: input.output_gradients(&q_rows).map_err(named)?,
             expected: Self::expected(&input, case)?,
+            input,
         })
     }
 
     /// Tolerance and wanted numbers of every array that the case judges.
     fn expected(input: &Input, case: &Case) -> Result<BTreeMap<String, (f64, Expected)>> {
-        let load = |(name, &tolerance): (&String, &f64)| Ok((name.clone(), (tolerance, Expected::whole(input, name)?)));
+        let load = |(name, &tolerance): (&String, &f64)| {
+            Ok((name.clone(), (tolerance, Expected::whole(input, name)?)))
+        };
         tolerances::<T>(case)?.iter().map(load).collect()
     }
 
     fn judge(&self, case: &Case, ring: &Ring, engine: &Engine) -> Result<Verdict> {
         with_backend!(engine, 1, make => {
             let make = |_, endpoint| make(Endpoint::Thread(Box::new(endpoint)));
-            self.judge_plan(Plan::over(&self.attention, case.dims(), ring.ranks, ring.layout.clone(), make)?)
+            let attention = self.attention.clone().layout(ring.layout.clone());
+            self.judge_ring(LocalRing::with_transports(&attention, case.dims(), ring.ranks, make)?)
         })
     }
 
-    fn judge_plan<B: Backend<Space: HostTensors>>(&self, mut plan: Plan<B>) -> Result<Verdict> {
+    fn judge_ring<B: Backend<Space: HostTensors>>(
+        &self,
+        mut ring: LocalRing<B>,
+    ) -> Result<Verdict> {
         if self.batch != Batch::default() {
-            plan.update(&self.batch)?;
+            ring.update(&self.batch).map_err(|error| self.input.named(error))?;
         }
         let tensors = self.share.tensors();
-        let forward = plan.forward(&tensors)?;
-        let backward = plan.backward(&tensors, &forward, self.gradients.dout.view(), self.gradients.dlse_view())?;
+        let forward = ring.forward(&tensors)?;
+        let backward = ring.backward(
+            &tensors,
+            &forward,
+            self.gradients.dout.view(),
+            self.gradients.dlse_view(),
+        )?;
         let mut wrong = Vec::new();
         for (name, (tolerance, want)) in &self.expected {
             let error = error_of(name, want, &forward, &backward)?;
@@ -135,7 +175,12 @@ impl<T: Element> Loaded<T> {
 }
 
 /// The largest error of one of the arrays that a forward and a backward pass give.
-pub(super) fn error_of<T: Element>(name: &str, want: &Expected, forward: &Forward<T>, backward: &Backward<T>) -> Result<f64> {
+pub(super) fn error_of<T: Element>(
+    name: &str,
+    want: &Expected,
+    forward: &Forward<T>,
+    backward: &Backward<T>,
+) -> Result<f64> {
     let missing = || Error::invalid(name, "nothing", "an array that this attention gives");
     Ok(match name {
         "out" => largest_error(&forward.out, want),
@@ -146,7 +191,7 @@ pub(super) fn error_of<T: Element>(name: &str, want: &Expected, forward: &Forwar
         "dk" => largest_error(&backward.dk, want),
         "dv" => largest_error(&backward.dv, want),
         "dbias" => largest_error(backward.dbias.as_ref().ok_or_else(missing)?, want),
-        "dsoftmax_aux" => largest_error(backward.dsinks.as_ref().ok_or_else(missing)?, want),
+        "dsoftmax_aux" => largest_error(backward.dsoftmax_aux.as_ref().ok_or_else(missing)?, want),
         _ => return Err(Error::unsupported(format!("expected array {name}"), "this version")),
     })
 }

@@ -1,6 +1,6 @@
 //! Whether an array is what was expected.
 
-use annulus_core::{Element, Error, Result, Runs};
+use annulus_core::{Element, Result, Runs};
 use ndarray::{Array, Dimension};
 
 use crate::input::Input;
@@ -38,16 +38,15 @@ impl Expected {
     }
 
     fn entry_shape(input: &Input, name: &str) -> Result<Vec<usize>> {
-        let entry = input.tensors().get(name);
-        let entry = entry.ok_or_else(|| Error::invalid(name, "no such tensor", "the expected array of that name"))?;
-        Ok(entry.shape.clone())
+        Ok(input.tensors().entry(name)?.shape.clone())
     }
 }
 
 /// Largest error of `got`, with the rules of the cases: −∞ must meet −∞, and NaN never passes. Infinite or NaN where that fails.
 pub(super) fn largest_error<T: Element, D: Dimension>(got: &Array<T, D>, want: &Expected) -> f64 {
     // per-head sinks of one a head may be a list or a column: the same numbers in the same order
-    let without_ones = |shape: &[usize]| shape.iter().copied().filter(|&len| len != 1).collect::<Vec<_>>();
+    let without_ones =
+        |shape: &[usize]| shape.iter().copied().filter(|&len| len != 1).collect::<Vec<_>>();
     if without_ones(got.shape()) != without_ones(&want.shape) {
         return f64::INFINITY;
     }

@@ -2,7 +2,8 @@
 
 /// Whether all of `name` fits `pattern`.
 pub(super) fn fits(pattern: &str, name: &str) -> bool {
-    let (pattern, name): (Vec<char>, Vec<char>) = (pattern.chars().collect(), name.chars().collect());
+    let (pattern, name): (Vec<char>, Vec<char>) =
+        (pattern.chars().collect(), name.chars().collect());
     let (mut p, mut n) = (0, 0);
     // after a star: where to go on if what follows it does not fit here
     let mut retry = None;
@@ -31,12 +32,19 @@ mod tests {
 
     #[test]
     fn patterns() {
-        for (pattern, name) in
-            [("*", ""), ("*", "causal"), ("ca*al", "causal"), ("c?usal", "causal"), ("*_gqa*", "mask_causal_gqa"), ("a*b*c", "abbbc")]
-        {
+        for (pattern, name) in [
+            ("*", ""),
+            ("*", "causal"),
+            ("ca*al", "causal"),
+            ("c?usal", "causal"),
+            ("*_gqa*", "mask_causal_gqa"),
+            ("a*b*c", "abbbc"),
+        ] {
             assert!(fits(pattern, name), "{pattern} {name}");
         }
-        for (pattern, name) in [("", "a"), ("causal", "causal2"), ("c?", "c"), ("*b", "abc"), ("a*b*c", "acb")] {
+        for (pattern, name) in
+            [("", "a"), ("causal", "causal2"), ("c?", "c"), ("*b", "abc"), ("a*b*c", "acb")]
+        {
             assert!(!fits(pattern, name), "{pattern} {name}");
         }
     }

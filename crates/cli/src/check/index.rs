@@ -1,12 +1,20 @@
 //! The index of a folder of cases, format `annulus-cases-1`.
 
-use std::{collections::BTreeMap, path::Path};
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+};
 
 use annulus::{Alignment, Attention, BiasOrder};
 use annulus_core::{DType, Dims, Error, Result};
 use serde::Deserialize;
 
-use crate::{failure::io, input::SinksForm};
+use crate::{
+    failure::io,
+    file::{Object, read_text},
+    input::SinksForm,
+    message,
+};
 
 /// The format that this file understands.
 const FORMAT: &str = "annulus-cases-1";
@@ -26,8 +34,8 @@ pub(super) struct Case {
     _id: String,
     /// The safetensors file beside the index.
     pub(super) file: String,
-    dims: CaseDims,
-    params: Params,
+    dims: Object<CaseDims>,
+    params: Object<Params>,
     /// Largest error allowed for each expected array, by element type.
     pub(super) tolerance: BTreeMap<String, BTreeMap<String, f64>>,
 }
@@ -87,29 +95,50 @@ impl Index {
     /// Reads the index of a folder.
     ///
     /// # Errors
-    /// [`Error::Io`] if it is not there or malformed; [`Error::Unsupported`] if it is of another format.
+    /// [`Error::Io`] if it is not there, malformed or of another format.
     pub(super) fn read(folder: &Path) -> Result<Self> {
-        let path = folder.join("index.json");
-        let text = std::fs::read(&path).map_err(|error| io(&path, error))?;
-        let index: Self = serde_json::from_slice(&text).map_err(|error| io(&path, format!("is no index of cases: {error}")))?;
+        let path = Self::path(folder);
+        let text = read_text(&path)?;
+        let mut json = serde_json::Deserializer::from_str(&text);
+        let index: std::result::Result<Object<Self>, _> =
+            serde_path_to_error::deserialize(&mut json);
+        let wrong = |what: String| io(&path, format!("is no index of cases: {what}"));
+        let Object(index) = index.map_err(|error| wrong(message::of_json(&error)))?;
+        json.end().map_err(|error| wrong(error.to_string()))?;
         if index.format == FORMAT {
             Ok(index)
         } else {
-            Err(Error::unsupported(format!("case format {}", index.format), format!("this version, which reads {FORMAT}")))
+            Err(io(&path, format!("format: got {}, want {FORMAT}", message::name(&index.format))))
         }
+    }
+
+    /// The file that a folder's index is in.
+    pub(super) fn path(folder: &Path) -> PathBuf {
+        folder.join("index.json")
     }
 }
 
 impl Case {
+    /// Reads a case of the index `path`.
+    ///
+    /// # Errors
+    /// [`Error::Io`] naming the index, the case and the field.
+    pub(super) fn read(path: &Path, id: &str, value: &serde_json::Value) -> Result<Self> {
+        let case: std::result::Result<Object<Self>, _> = serde_path_to_error::deserialize(value);
+        let wrong =
+            |error| io(path, format!("case {}: {}", message::name(id), message::of_json(&error)));
+        case.map(|Object(case)| case).map_err(wrong)
+    }
+
     /// The lengths.
     pub(super) const fn dims(&self) -> Dims {
-        let CaseDims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = self.dims;
+        let CaseDims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = self.dims.0;
         Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim }
     }
 
     /// How its sink logits are to be understood.
     pub(super) fn sinks_form(&self) -> Option<SinksForm> {
-        self.params.softmax_aux.map(|sinks| match sinks {
+        self.params.0.softmax_aux.map(|sinks| match sinks {
             Sinks::Shared => SinksForm::Shared,
             Sinks::PerHead => SinksForm::PerHead,
         })
@@ -120,10 +149,13 @@ impl Case {
     /// # Errors
     /// [`Error::Unsupported`] for parameters that this version does not know; [`Error::InvalidArgument`].
     pub(super) fn attention(&self, dtype: DType) -> Result<Attention> {
-        let params = &self.params;
+        let Object(params) = &self.params;
         if !params.unknown.is_empty() {
-            let names: Vec<&str> = params.unknown.keys().map(String::as_str).collect();
-            return Err(Error::unsupported(format!("parameter {}", names.join(", ")), "this version"));
+            let names = params.unknown.keys().map(String::as_str);
+            return Err(Error::unsupported(
+                format!("parameter {}", message::list(names)),
+                "this version",
+            ));
         }
         let mut attention = Attention::new().dtype(dtype).bias_order(match params.bias_order {
             Order::BeforeSoftCap => BiasOrder::BeforeSoftCap,
@@ -134,28 +166,34 @@ impl Case {
             Align::BottomRight => Alignment::BottomRight,
         });
         if params.causal {
-            attention = attention.causal();
+            attention = attention.causal(true);
         }
         if let Some([left, right]) = params.sliding_window {
             // without a window there is nothing to be exempt from
-            attention = attention.window(left, right).first_visible(params.attention_sink_size);
+            attention = attention
+                .sliding_window(left, right)
+                .attention_sink_size(params.attention_sink_size);
         }
         if let Some(size) = params.chunk_size {
-            attention = attention.chunk(size);
+            attention = attention.chunk_size(size);
         }
         if let Some(cap) = params.logits_soft_cap {
-            attention = attention.soft_cap(cap);
+            attention = attention.logits_soft_cap(cap);
         }
         if let Some(scale) = params.softmax_scale {
-            attention = attention.scale(scale);
+            attention = attention.softmax_scale(scale);
         }
         if !params.normalize_output {
-            attention = attention.unnormalized();
+            attention = attention.unnormalized(true);
         }
         match (params.dropout_prob, params.dropout_seed) {
             (0.0, _) => Ok(attention),
             (probability, Some(seed)) => Ok(attention.dropout(probability, seed)),
-            (probability, None) => Err(Error::invalid("dropout_seed", format!("none, with dropout_prob {probability}"), "a seed")),
+            (probability, None) => Err(Error::invalid(
+                "dropout_seed",
+                format!("none, with dropout_prob {probability}"),
+                "a seed",
+            )),
         }
     }
 }

@@ -15,17 +15,17 @@ use std::{
 use annulus_comm::threads::each_rank;
 use annulus_core::{Error, Result};
 use clap::{Args, ValueEnum};
-use serde::Deserialize;
 
 use crate::{
     arguments::{
         ring::{BackendName, TransportName, cores},
-        values::{LayoutName, ranks},
+        values::{LayoutName, ranks, whole},
     },
     crew::{Crew, PATIENCE},
     engine::Engine,
-    failure::{Failure, Outcome, one_line},
-    report::say,
+    failure::{self, Failure, Outcome},
+    message,
+    report::{complain, say},
 };
 use case::{Ring, Verdict};
 use index::{Case, Index};
@@ -52,12 +52,13 @@ pub(crate) struct CheckFlags {
     #[arg(long, value_enum, default_value = "cpu")]
     backend: BackendName,
     /// Which device, counted from 0 as `annulus doctor` lists them; the first if not said
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = whole)]
     device: Option<usize>,
     /// How ranks reach each other
     #[arg(long, value_enum, default_value = "auto")]
     transport: TransportName,
-    /// Ring sizes; they may exceed the number of rows; 1,2,3,4,7 if not said, under MPI the number of processes
+    /// Ring sizes, each 1 to 128; they may exceed the number of rows. Default: 1,2,3,4,7; under MPI
+    /// the number of processes
     #[arg(long, value_name = "N,N,...", value_delimiter = ',', value_parser = ranks)]
     ranks: Vec<usize>,
     /// Layouts
@@ -98,9 +99,11 @@ struct Count {
     passed: usize,
     failed: usize,
     skipped: usize,
+    /// The first failure.
+    first: Option<String>,
 }
 
-/// A case to compute in one element type.
+/// A case to compute in one element type: its id as it is printed.
 type Unit = (String, Result<Case>, CheckedDType);
 
 /// Ring sizes of threads, where no flag says them.
@@ -117,21 +120,26 @@ pub(crate) fn run(flags: &CheckFlags) -> Outcome {
 fn check(flags: &CheckFlags, crew: &mut Crew, engine: &Engine) -> Outcome {
     let sizes = crew.agree(flags.sizes(crew))?;
     let index = crew.agree(Index::read(&flags.folder).map_err(Failure::from))?;
-    let rings: Vec<(Ring, String)> = sizes.iter().flat_map(|&ranks| flags.layout.iter().map(move |&layout| ring(ranks, layout))).collect();
+    let rings: Vec<(Ring, String)> = sizes
+        .iter()
+        .flat_map(|&ranks| flags.layout.iter().map(move |&layout| ring(ranks, layout)))
+        .collect();
     let units = units(&index, flags);
     if units.is_empty() {
         if crew.leads() {
-            say!("no case matches {}", one_line(&flags.case));
+            let pattern = message::name(&flags.case);
+            complain!(
+                "--case: got {pattern}, want the id of a case of {} or a pattern of it",
+                message::path(&Index::path(&flags.folder))
+            );
             say!("0 passed, 0 failed");
         }
         return Err(Failure::Reported);
     }
     let verdicts = compute(&flags.folder, &units, &rings, crew, engine)?;
     let mut count = Count::default();
-    for ((id, _, dtype), verdicts) in units.iter().zip(verdicts) {
-        for ((_, ring), verdict) in rings.iter().zip(verdicts) {
-            count.add(&format!("{id} {ring} dtype={}", dtype.name()), &verdict, flags.skip_unsupported);
-        }
+    for (unit, verdicts) in units.iter().zip(verdicts) {
+        count.unit(unit, &rings, verdicts, flags.skip_unsupported);
     }
     // where ranks are processes the first has every verdict, and the others follow it
     let failed = count.failed > 0;
@@ -140,11 +148,19 @@ fn check(flags: &CheckFlags, crew: &mut Crew, engine: &Engine) -> Outcome {
             say!("{} unsupported", count.skipped);
         }
         say!("{} passed, {} failed", count.passed, count.failed);
+        if let Some(first) = &count.first {
+            complain!("{} failed, the first: {first}", count.failed);
+        }
     }
     crew.agree(if failed { Err(Failure::Reported) } else { Ok(()) })
 }
 
 impl CheckFlags {
+    /// The files that flags name.
+    pub(crate) fn paths(&self) -> Vec<(&'static str, &Path)> {
+        vec![("DIR", &self.folder)]
+    }
+
     /// The ring sizes: as asked, or those that fit the crew.
     fn sizes(&self, crew: &Crew) -> Outcome<Vec<usize>> {
         if !crew.is_of_processes() {
@@ -152,7 +168,11 @@ impl CheckFlags {
         }
         let all = crew.ranks();
         match self.ranks.iter().find(|&&ranks| ranks > all) {
-            Some(ranks) => Err(Failure::usage("--ranks", ranks, format!("at most {all}, the processes of this job"))),
+            Some(ranks) => Err(Failure::usage(
+                "--ranks",
+                ranks,
+                format!("at most {all}, the processes of this job"),
+            )),
             None if self.ranks.is_empty() => Ok(vec![all]),
             None => Ok(self.ranks.clone()),
         }
@@ -160,29 +180,37 @@ impl CheckFlags {
 }
 
 fn ring(ranks: usize, layout: LayoutName) -> (Ring, String) {
-    let name = layout.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
+    let name =
+        layout.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
     (Ring { ranks, layout: layout.layout() }, format!("ranks={ranks} layout={name}"))
 }
 
 /// Every case that matches, in every element type. A case that cannot be read fails in all of them.
 fn units(index: &Index, flags: &CheckFlags) -> Vec<Unit> {
     let mut units = Vec::new();
-    for value in &index.cases {
+    let path = Index::path(&flags.folder);
+    for (number, value) in index.cases.iter().enumerate() {
         // a case without an id is malformed, and fails as such
-        let id = value.get("id").and_then(serde_json::Value::as_str).map_or_else(|| "(no id)".into(), one_line);
+        let id = value.get("id").and_then(serde_json::Value::as_str);
+        let id = id.map_or_else(|| format!("(no id, number {number})"), str::to_owned);
         if !glob::fits(&flags.case, &id) {
             continue;
         }
         for &dtype in &flags.dtype {
-            let case = Case::deserialize(value).map_err(|error| Error::invalid("index.json", error, "a case of its format"));
-            units.push((id.clone(), case, dtype));
+            units.push((message::name(&id), Case::read(&path, &id, value), dtype));
         }
     }
     units
 }
 
 /// Every unit's verdicts, a ring each; where ranks are processes, on the first of them, and none on the others.
-fn compute(folder: &Path, units: &[Unit], rings: &[(Ring, String)], crew: &mut Crew, engine: &Engine) -> Outcome<Vec<Vec<Verdict>>> {
+fn compute(
+    folder: &Path,
+    units: &[Unit],
+    rings: &[(Ring, String)],
+    crew: &mut Crew,
+    engine: &Engine,
+) -> Outcome<Vec<Vec<Verdict>>> {
     let rings: Vec<Ring> = rings.iter().map(|(ring, _)| ring.clone()).collect();
     #[cfg(feature = "mpi")]
     if crew.is_of_processes() {
@@ -194,7 +222,12 @@ fn compute(folder: &Path, units: &[Unit], rings: &[(Ring, String)], crew: &mut C
 }
 
 /// Every unit's verdicts, computed on as many threads as the machine runs at once.
-fn compute_on_threads(folder: &Path, units: &[Unit], rings: &[Ring], engine: &Engine) -> Result<Vec<Vec<Verdict>>> {
+fn compute_on_threads(
+    folder: &Path,
+    units: &[Unit],
+    rings: &[Ring],
+    engine: &Engine,
+) -> Result<Vec<Vec<Verdict>>> {
     let next = AtomicUsize::new(0);
     let judge = |(_, case, dtype): &Unit| match (case, dtype) {
         (Ok(case), CheckedDType::F32) => case::run::<f32>(folder, case, rings, engine),
@@ -209,27 +242,63 @@ fn compute_on_threads(folder: &Path, units: &[Unit], rings: &[Ring], engine: &En
             done.push((place, judge(unit)));
         }
     };
-    let mut verdicts: Vec<_> = each_rank(vec![(); cores()], worker)?.into_iter().flatten().collect();
+    let mut verdicts: Vec<_> =
+        each_rank(vec![(); cores()], worker)?.into_iter().flatten().collect();
     verdicts.sort_by_key(|&(place, _)| place);
     Ok(verdicts.into_iter().map(|(_, verdicts)| verdicts).collect())
 }
 
 impl Count {
-    /// Counts one verdict, and prints a line for every way in which it is a failure.
-    fn add(&mut self, name: &str, verdict: &Verdict, skip_unsupported: bool) {
+    /// Counts the verdicts of a unit. What is wrong with the case itself, and so the same on every
+    /// ring, is printed once.
+    fn unit(
+        &mut self,
+        (id, case, dtype): &Unit,
+        rings: &[(Ring, String)],
+        verdicts: Vec<Verdict>,
+        skip_unsupported: bool,
+    ) {
+        let dtype = dtype.name();
+        let alike = match verdicts.split_first() {
+            Some((Verdict::Failed(error), rest)) if case.is_err() || !rest.is_empty() => {
+                rest.iter().all(|other| matches!(other, Verdict::Failed(same) if same == error))
+            }
+            _ => false,
+        };
+        let names = rings.iter().map(|(_, ring)| {
+            if alike { format!("{id} dtype={dtype}") } else { format!("{id} {ring} dtype={dtype}") }
+        });
+        for (index, (name, verdict)) in names.zip(verdicts).enumerate() {
+            self.add(&name, &verdict, skip_unsupported, alike && index > 0);
+        }
+    }
+
+    /// Counts one verdict, and prints a line for every way in which it is a failure, unless that
+    /// has been said.
+    fn add(&mut self, name: &str, verdict: &Verdict, skip_unsupported: bool, said: bool) {
         match verdict {
             Verdict::Passed => self.passed += 1,
             Verdict::Failed(Error::Unsupported { .. }) if skip_unsupported => self.skipped += 1,
             Verdict::Failed(error) => {
                 self.failed += 1;
-                say!("FAIL {name}: {}", one_line(&error.to_string()));
+                if !said {
+                    self.fail(format!("{name}: {}", failure::text(error)));
+                }
             }
             Verdict::Wrong(arrays) => {
                 self.failed += 1;
                 for (array, error, tolerance) in arrays {
-                    say!("FAIL {name}: {array} error {error:.3e} tolerance {tolerance:.3e}");
+                    self.fail(format!(
+                        "{name}: {} error {error:.3e} tolerance {tolerance:.3e}",
+                        message::name(array)
+                    ));
                 }
             }
         }
+    }
+
+    fn fail(&mut self, what: String) {
+        say!("FAIL {what}");
+        self.first.get_or_insert(what);
     }
 }

@@ -9,7 +9,7 @@ use std::{
 };
 
 use annulus::{
-    RankPlan,
+    Plan,
     comm::mpi::{FirstRanks, Settings},
 };
 use annulus_core::{Backend, Batch, Element, Error, HostTensors, Result};
@@ -41,7 +41,13 @@ enum Said {
 }
 
 /// Every unit's verdicts, a ring each, on the first process; none on the others.
-pub(super) fn compute(folder: &Path, units: &[Unit], rings: &[Ring], crew: &mut Crew, engine: &Engine) -> Outcome<Vec<Vec<Verdict>>> {
+pub(super) fn compute(
+    folder: &Path,
+    units: &[Unit],
+    rings: &[Ring],
+    crew: &mut Crew,
+    engine: &Engine,
+) -> Outcome<Vec<Vec<Verdict>>> {
     let mut parts: BTreeMap<usize, Option<FirstRanks>> = BTreeMap::new();
     for ring in rings {
         if let Entry::Vacant(entry) = parts.entry(ring.ranks) {
@@ -57,8 +63,12 @@ pub(super) fn compute(folder: &Path, units: &[Unit], rings: &[Ring], crew: &mut 
             said.push(match (part, case, dtype) {
                 (None, ..) => Said::Fine,
                 (_, Err(error), _) => Said::of(&Verdict::Failed(error.clone())),
-                (Some(part), Ok(case), CheckedDType::F32) => judge::<f32>(folder, case, ring, part, &settings, engine),
-                (Some(part), Ok(case), CheckedDType::F64) => judge::<f64>(folder, case, ring, part, &settings, engine),
+                (Some(part), Ok(case), CheckedDType::F32) => {
+                    judge::<f32>(folder, case, ring, part, &settings, engine)
+                }
+                (Some(part), Ok(case), CheckedDType::F64) => {
+                    judge::<f64>(folder, case, ring, part, &settings, engine)
+                }
             });
             crew.alive()?;
         }
@@ -71,7 +81,14 @@ pub(super) fn compute(folder: &Path, units: &[Unit], rings: &[Ring], crew: &mut 
     Ok(verdicts)
 }
 
-fn judge<T: Element>(folder: &Path, case: &Case, ring: &Ring, part: &FirstRanks, settings: &Settings, engine: &Engine) -> Said {
+fn judge<T: Element>(
+    folder: &Path,
+    case: &Case,
+    ring: &Ring,
+    part: &FirstRanks,
+    settings: &Settings,
+    engine: &Engine,
+) -> Said {
     let verdict = with_backend!(engine, 1, make => try_judge::<T, _>(folder, case, ring, part, settings, make));
     Said::of(&verdict.unwrap_or_else(Verdict::Failed))
 }
@@ -89,17 +106,20 @@ fn try_judge<T: Element, B: Backend<Space: HostTensors>>(
     let endpoint = Endpoint::Process(Box::new(part.ring(settings.clone())?));
     let Opened { input, sinks, attention } = opened?;
     let (backend, transport) = make(endpoint)?;
-    let mut plan = RankPlan::new(&attention, input.dims, ring.layout.clone(), backend, transport)?;
+    let mut plan =
+        Plan::new(&attention.clone().layout(ring.layout.clone()), input.dims, backend, transport)?;
     let (q_rows, kv_rows) = (plan.q_rows().clone(), plan.kv_rows().clone());
-    let share = input.share::<T>(sinks, &q_rows, &kv_rows)?;
-    let batch = input.batch(&q_rows, &kv_rows)?;
-    let gradients = input.output_gradients::<T>(&q_rows)?;
+    let named = |error| input.named(error);
+    let share = input.share::<T>(sinks, &q_rows, &kv_rows).map_err(named)?;
+    let batch = input.batch(&q_rows, &kv_rows).map_err(named)?;
+    let gradients = input.output_gradients::<T>(&q_rows).map_err(named)?;
     if batch != Batch::default() {
-        plan.update(&batch)?;
+        plan.update(&batch).map_err(named)?;
     }
     let tensors = share.tensors();
     let forward = plan.forward(&tensors)?;
-    let backward = plan.backward(&tensors, &forward, gradients.dout.view(), gradients.dlse_view())?;
+    let backward =
+        plan.backward(&tensors, &forward, gradients.dout.view(), gradients.dlse_view())?;
     let over_queries = input.bias.is_some_and(|shape| shape[2] == 1);
     let mut wrong = Vec::new();
     for (name, &tolerance) in tolerances::<T>(case)? {
@@ -124,12 +144,22 @@ impl Said {
     fn of(verdict: &Verdict) -> Self {
         match verdict {
             Verdict::Passed => Self::Fine,
-            Verdict::Wrong(arrays) => {
-                Self::Wrong(arrays.iter().map(|(name, error, tolerance)| (name.clone(), error.to_bits(), tolerance.to_bits())).collect())
+            Verdict::Wrong(arrays) => Self::Wrong(
+                arrays
+                    .iter()
+                    .map(|(name, error, tolerance)| {
+                        (name.clone(), error.to_bits(), tolerance.to_bits())
+                    })
+                    .collect(),
+            ),
+            Verdict::Failed(Error::Unsupported { what, by }) => {
+                Self::Unsupported(what.clone(), by.clone())
             }
-            Verdict::Failed(Error::Unsupported { what, by }) => Self::Unsupported(what.clone(), by.clone()),
             Verdict::Failed(error) => {
-                let echo = matches!(error, Error::Refused { .. } | Error::Aborted { .. } | Error::PeerLost { .. });
+                let echo = matches!(
+                    error,
+                    Error::Refused { .. } | Error::Aborted { .. } | Error::PeerLost { .. }
+                );
                 Self::Failed(error.to_string(), echo)
             }
         }
@@ -142,11 +172,17 @@ fn merge(all: &[Vec<u8>], rings: usize) -> Outcome<Vec<Verdict>> {
     for (peer, bytes) in all.iter().enumerate() {
         let said: Vec<Said> = serde_json::from_slice(bytes).unwrap_or_default();
         if said.len() != rings {
-            return Err(Failure::from(Error::Comm { peer, step: 0, what: format!("{} verdicts, want {rings}", said.len()) }));
+            return Err(Failure::from(Error::Comm {
+                peer,
+                step: 0,
+                what: format!("{} verdicts, want {rings}", said.len()),
+            }));
         }
         ranks.push(said);
     }
-    Ok((0..rings).map(|ring| merge_one(ranks.iter().enumerate().map(|(rank, said)| (rank, &said[ring])))).collect())
+    Ok((0..rings)
+        .map(|ring| merge_one(ranks.iter().enumerate().map(|(rank, said)| (rank, &said[ring]))))
+        .collect())
 }
 
 /// One verdict of all ranks': what a rank found itself comes before what it only repeats, and an array is as wrong as where it is worst.
@@ -177,7 +213,9 @@ fn merge_one<'a>(said: impl Iterator<Item = (usize, &'a Said)>) -> Verdict {
     match failed {
         Some((_, error)) => Verdict::Failed(error),
         None if wrong.is_empty() => Verdict::Passed,
-        None => Verdict::Wrong(wrong.into_iter().map(|(name, (error, tolerance))| (name, error, tolerance)).collect()),
+        None => Verdict::Wrong(
+            wrong.into_iter().map(|(name, (error, tolerance))| (name, error, tolerance)).collect(),
+        ),
     }
 }
 
@@ -191,9 +229,12 @@ mod tests {
 
     #[test]
     fn a_failure_of_several_ranks_is_one() {
-        let wrong = |error: f64| Said::Wrong(vec![("dk".into(), error.to_bits(), 1e-4f64.to_bits())]);
+        let wrong =
+            |error: f64| Said::Wrong(vec![("dk".into(), error.to_bits(), 1e-4f64.to_bits())]);
         assert!(matches!(merged(&[Said::Fine, Said::Fine]), Verdict::Passed));
-        let Verdict::Wrong(arrays) = merged(&[wrong(0.5), Said::Fine, wrong(0.75)]) else { panic!() };
+        let Verdict::Wrong(arrays) = merged(&[wrong(0.5), Said::Fine, wrong(0.75)]) else {
+            panic!()
+        };
         assert_eq!(arrays, [("dk".to_owned(), 0.75, 1e-4)]);
         let Verdict::Wrong(arrays) = merged(&[wrong(f64::NAN), wrong(0.75)]) else { panic!() };
         assert!(arrays[0].1.is_nan());
@@ -201,10 +242,17 @@ mod tests {
 
     #[test]
     fn who_found_it_is_heard() {
-        let said = [Said::Failed("rank 1 refused the call: x".into(), true), Said::Unsupported("x".into(), "y".into()), Said::Fine];
+        let said = [
+            Said::Failed("rank 1 refused the call: x".into(), true),
+            Said::Unsupported("x".into(), "y".into()),
+            Said::Fine,
+        ];
         assert!(matches!(merged(&said), Verdict::Failed(Error::Unsupported { .. })));
         let own = Said::Failed("x".into(), false);
-        assert!(matches!(merged(&[Said::Fine, own.clone(), own]), Verdict::Failed(Error::Aborted { rank: 1, .. })));
+        assert!(matches!(
+            merged(&[Said::Fine, own.clone(), own]),
+            Verdict::Failed(Error::Aborted { rank: 1, .. })
+        ));
         let bytes = serde_json::to_vec(&said).unwrap();
         assert_eq!(serde_json::from_slice::<Vec<Said>>(&bytes).unwrap(), said);
     }

@@ -75,7 +75,11 @@ impl Crew {
     /// Collective over the processes.
     /// # Errors
     /// As [`TransportName::means`]; whatever MPI reports; a failure on all processes if one of them has another subcommand.
-    pub(crate) fn form(subcommand: &'static str, transport: TransportName, patience: Duration) -> Outcome<Self> {
+    pub(crate) fn form(
+        subcommand: &'static str,
+        transport: TransportName,
+        patience: Duration,
+    ) -> Outcome<Self> {
         match transport.means()? {
             Means::Threads => Ok(Self::of_threads(1)),
             #[cfg(feature = "mpi")]
@@ -83,8 +87,11 @@ impl Crew {
                 let world = World::begin(patience)?;
                 let mut crew = Self { ranks: world.ranks(), world: Some(world) };
                 // in a job in which somebody could not read its command line, all hear of it here
-                let number = subcommand.bytes().fold(0u64, |number, letter| number << 8 | u64::from(letter));
-                match crew.agree(Ok(())).and_then(|()| crew.same(Descriptor::new().field_as("subcommand", number, subcommand))) {
+                let number =
+                    subcommand.bytes().fold(0u64, |number, letter| number << 8 | u64::from(letter));
+                match crew.agree(Ok(())).and_then(|()| {
+                    crew.same(Descriptor::new().field_as("subcommand", number, subcommand))
+                }) {
                     Ok(()) => Ok(crew),
                     Err(failure) => Err(crew.end_with(failure)),
                 }
@@ -108,7 +115,11 @@ impl Crew {
             return Ok(());
         }
         self.agree(match asked.filter(|&asked| asked != all) {
-            Some(asked) => Err(Failure::usage("--ranks", asked, format!("{all}, the processes of this job (or no --ranks)"))),
+            Some(asked) => Err(Failure::usage(
+                "--ranks",
+                asked,
+                format!("{all}, the processes of this job (or no --ranks)"),
+            )),
             None => Ok(()),
         })
     }
@@ -181,7 +192,10 @@ impl Crew {
             let endpoint = world.endpoint();
             return self.agree(endpoint.map(|endpoint| vec![endpoint]).map_err(Failure::from));
         }
-        Ok(threads::ring(self.ranks).into_iter().map(|endpoint| Endpoint::Thread(Box::new(endpoint))).collect())
+        Ok(threads::ring(self.ranks)
+            .into_iter()
+            .map(|endpoint| Endpoint::Thread(Box::new(endpoint)))
+            .collect())
     }
 
     /// The first `count` processes, of which rings can be made; `None` if this one is not among them, or none is.
@@ -254,10 +268,15 @@ impl Crew {
     pub(crate) fn share_numbers(&mut self, numbers: &[f64]) -> Outcome<Vec<Vec<f64>>> {
         let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
         let decoded = |(peer, bytes): (usize, Vec<u8>)| {
-            let decoded: Vec<f64> = bytes.as_chunks::<8>().0.iter().copied().map(f64::from_le_bytes).collect();
+            let decoded: Vec<f64> =
+                bytes.as_chunks::<8>().0.iter().copied().map(f64::from_le_bytes).collect();
             let complete = decoded.len() == numbers.len();
             let what = || format!("{} numbers, want {}", decoded.len(), numbers.len());
-            if complete { Ok(decoded) } else { Err(Error::Comm { peer, step: 0, what: what() }.into()) }
+            if complete {
+                Ok(decoded)
+            } else {
+                Err(Error::Comm { peer, step: 0, what: what() }.into())
+            }
         };
         self.share(&bytes)?.into_iter().enumerate().map(decoded).collect()
     }

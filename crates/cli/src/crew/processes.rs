@@ -64,7 +64,11 @@ impl World {
             let library = launch.library()?;
             let library = library.lines().next().unwrap_or_default().trim();
             let got = format!("{ranks} in MPI's world, {size} started by a launcher ({by})");
-            return Err(Error::invalid("processes", got, format!("the launcher of the MPI that this command was built with: {library}")));
+            return Err(Error::invalid(
+                "processes",
+                got,
+                format!("the launcher of the MPI that this command was built with: {library}"),
+            ));
         }
         Ok(Self { endpoint, nodes, patience, round: 0, launch })
     }
@@ -93,7 +97,9 @@ impl World {
         let Some(mine) = places.get(self.rank()) else { return 1 };
         let meets = |other: &Place| {
             let unknown = mine.cores.is_empty() || other.cores.is_empty();
-            let common = |run: &RangeInclusive<usize>| mine.cores.iter().any(|own| own.start() <= run.end() && run.start() <= own.end());
+            let common = |run: &RangeInclusive<usize>| {
+                mine.cores.iter().any(|own| own.start() <= run.end() && run.start() <= own.end())
+            };
             other.node == mine.node && (unknown || other.cores.iter().any(common))
         };
         places.iter().filter(|other| meets(other)).count()
@@ -128,13 +134,13 @@ impl World {
     fn gather_within(&mut self, bytes: &[u8], patience: Duration) -> Result<Vec<Vec<u8>>> {
         self.round += 1;
         let (round, started) = (self.round, Instant::now());
-        self.endpoint.offer(round, bytes)?;
+        self.endpoint.start_all_gather(round, bytes)?;
         loop {
-            if let Some(parts) = self.endpoint.collect(round)? {
+            if let Some(parts) = self.endpoint.try_all_gather(round)? {
                 return Ok(parts);
             }
             if started.elapsed() >= patience {
-                let peer = self.endpoint.missing(round).first().copied().unwrap_or_default();
+                let peer = self.endpoint.stragglers(round).first().copied().unwrap_or_default();
                 return Err(Error::PeerLost { peer, step: 0 });
             }
             self.endpoint.progress(Duration::from_millis(5))?;
@@ -143,14 +149,19 @@ impl World {
 
     pub(super) fn same(&mut self, descriptor: Descriptor) -> Outcome {
         self.round += 1;
-        Ok(agreement::agree(&mut self.endpoint, self.round, Ok(descriptor))?)
+        agreement::agree(&mut self.endpoint, self.round, Ok(descriptor))?;
+        Ok(())
     }
 
     pub(super) fn agree<T>(&mut self, mine: Outcome<T>) -> Outcome<T> {
         let status = mine.as_ref().err().map(Status::of);
         let bytes = status.as_ref().map_or_else(Vec::new, Status::encode);
         // a ring that died may have died of a rank that did
-        let gathered = if status.is_some_and(|status| status.fatal) { self.gather_within(&bytes, ROLL_CALL) } else { self.gather(&bytes) };
+        let gathered = if status.is_some_and(|status| status.fatal) {
+            self.gather_within(&bytes, ROLL_CALL)
+        } else {
+            self.gather(&bytes)
+        };
         match (gathered, mine) {
             (Ok(all), mine) => judge(&all).map_or(mine, Err),
             (Err(_), Err(own)) => Err(own),
@@ -159,10 +170,15 @@ impl World {
     }
 
     /// Does `work`, which is no affair of MPI's, on a thread of its own, and says meanwhile that this process is alive.
-    pub(super) fn beating<T: Send>(&mut self, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
+    pub(super) fn beating<T: Send>(
+        &mut self,
+        work: impl FnOnce() -> Result<T> + Send,
+    ) -> Result<T> {
         thread::scope(|scope| {
             let worker = thread::Builder::new().name("files".into()).spawn_scoped(scope, work);
-            let worker = worker.map_err(|error| Error::Device { what: format!("a thread did not start: {error}") })?;
+            let worker = worker.map_err(|error| Error::Device {
+                what: format!("a thread did not start: {error}"),
+            })?;
             let mut moving = Ok(());
             while !worker.is_finished() {
                 match moving {
@@ -171,7 +187,9 @@ impl World {
                     Err(_) => thread::sleep(BEAT),
                 }
             }
-            worker.join().unwrap_or_else(|_| Err(Error::Device { what: "the thread of a rank panicked".into() }))
+            worker.join().unwrap_or_else(|_| {
+                Err(Error::Device { what: "the thread of a rank panicked".into() })
+            })
         })
     }
 
@@ -180,7 +198,7 @@ impl World {
     /// # Errors
     /// The loss of a process.
     pub(crate) fn alive(&mut self, patience: Duration) -> Result<()> {
-        self.endpoint.beat(true);
+        self.endpoint.heartbeat(true);
         self.endpoint.progress(patience)
     }
 
@@ -232,7 +250,10 @@ impl World {
 }
 
 fn finds_rank_0_lost(failure: &Failure) -> bool {
-    matches!(failure, Failure::Library(Error::Timeout { peer: 0, .. } | Error::PeerLost { peer: 0, .. }))
+    matches!(
+        failure,
+        Failure::Library(Error::Timeout { peer: 0, .. } | Error::PeerLost { peer: 0, .. })
+    )
 }
 
 /// A failure on its way to the other ranks: `[code][fatal][echo][text]`.
@@ -248,9 +269,13 @@ struct Status {
 impl Status {
     fn of(failure: &Failure) -> Self {
         let (fatal, echo) = match failure {
-            Failure::Library(error) => {
-                (error.is_fatal(), matches!(error, Error::Refused { .. } | Error::Aborted { .. } | Error::PeerLost { .. }))
-            }
+            Failure::Library(error) => (
+                error.is_fatal(),
+                matches!(
+                    error,
+                    Error::Refused { .. } | Error::Aborted { .. } | Error::PeerLost { .. }
+                ),
+            ),
             _ => (false, false),
         };
         Self { code: failure.code(), fatal, echo, what: failure.text() }
@@ -262,15 +287,25 @@ impl Status {
 
     fn decode(bytes: &[u8]) -> Option<Self> {
         let (&[code, fatal, echo], what) = bytes.split_first_chunk()?;
-        Some(Self { code, fatal: fatal != 0, echo: echo != 0, what: String::from_utf8_lossy(what).into_owned() })
+        Some(Self {
+            code,
+            fatal: fatal != 0,
+            echo: echo != 0,
+            what: String::from_utf8_lossy(what).into_owned(),
+        })
     }
 }
 
 /// The failure that says most, from every rank's status: that of the lowest rank that does not only repeat what another one said.
 fn judge(all: &[Vec<u8>]) -> Option<Failure> {
-    let failed: Vec<(usize, Status)> = all.iter().enumerate().filter_map(|(rank, bytes)| Some((rank, Status::decode(bytes)?))).collect();
+    let failed: Vec<(usize, Status)> = all
+        .iter()
+        .enumerate()
+        .filter_map(|(rank, bytes)| Some((rank, Status::decode(bytes)?)))
+        .collect();
     let (rank, first) = failed.iter().find(|(_, status)| !status.echo).or(failed.first())?;
-    let common = failed.len() == all.len() && failed.iter().all(|(_, status)| status.what == first.what);
+    let common =
+        failed.len() == all.len() && failed.iter().all(|(_, status)| status.what == first.what);
     let rank = (!common).then_some(*rank);
     Some(Failure::Agreed { rank, code: first.code, what: first.what.clone() })
 }
@@ -293,10 +328,17 @@ mod tests {
     #[test]
     fn the_lowest_rank_that_found_something_is_named() {
         let own = status(&Failure::Usage("--ranks: no".into()));
-        let echo = status(&Failure::Library(Error::Refused { rank: 2, what: "--ranks: no".into() }));
+        let echo =
+            status(&Failure::Library(Error::Refused { rank: 2, what: "--ranks: no".into() }));
         assert_eq!(judged(&[vec![], vec![]]), None);
-        assert_eq!(judged(&[echo.clone(), vec![], own.clone()]), Some((Some(2), 2, "--ranks: no".into())));
-        assert_eq!(judged(&[vec![], own.clone(), own.clone()]), Some((Some(1), 2, "--ranks: no".into())));
+        assert_eq!(
+            judged(&[echo.clone(), vec![], own.clone()]),
+            Some((Some(2), 2, "--ranks: no".into()))
+        );
+        assert_eq!(
+            judged(&[vec![], own.clone(), own.clone()]),
+            Some((Some(1), 2, "--ranks: no".into()))
+        );
     }
 
     #[test]

@@ -4,17 +4,18 @@ use std::{collections::BTreeSet, ops::RangeInclusive};
 
 use annulus_comm::mpi::{GpuAwareness, Place};
 
-use super::line;
+use super::Findings;
 use crate::{crew::World, failure::Outcome};
 
 /// By which OpenMPI lets ranks that wait leave their core to others.
 const OPENMPI_YIELDS: &str = "OMPI_MCA_mpi_yield_when_idle";
 
-/// Prints it.
+/// Adds it to the report.
 ///
 /// # Errors
 /// MPI's own.
-pub(super) fn of_job(world: &World) -> Outcome {
+pub(super) fn of_job(world: &World, findings: &mut Findings) -> Outcome {
+    let mut line = |name: &str, what: &str| findings.line(name, what);
     let (launch, nodes) = (world.launch(), world.nodes());
     let library = launch.library()?;
     let library = library.lines().next().unwrap_or_default().trim().to_owned();
@@ -23,12 +24,29 @@ pub(super) fn of_job(world: &World) -> Outcome {
     let aware = launch.gpu_awareness();
     let blocks = aware.decides().map_or_else(
         |error| error.to_string(),
-        |takes| format!("CUDA memory {}", if takes { "is handed to mpi" } else { "is staged through the host" }),
+        |takes| {
+            format!(
+                "CUDA memory {}",
+                if takes { "is handed to mpi" } else { "is staged through the host" }
+            )
+        },
     );
     line("gpu-aware", &format!("{aware}: {blocks} ({} decides, 1 or 0)", GpuAwareness::VARIABLE));
-    line("ranks", &format!("{} on {} node{}", nodes.places().len(), nodes.nodes(), if nodes.nodes() == 1 { "" } else { "s" }));
+    line(
+        "ranks",
+        &format!(
+            "{} on {} node{}",
+            nodes.places().len(),
+            nodes.nodes(),
+            if nodes.nodes() == 1 { "" } else { "s" }
+        ),
+    );
     for (rank, place) in nodes.places().iter().enumerate() {
-        let cores = if place.cores.is_empty() { "cores unknown".to_owned() } else { format!("cores {}", listed(&place.cores)) };
+        let cores = if place.cores.is_empty() {
+            "cores unknown".to_owned()
+        } else {
+            format!("cores {}", listed(&place.cores))
+        };
         line(&format!("rank {rank}"), &format!("{} (node {}), {cores}", place.host, place.node));
     }
     let yields = std::env::var(OPENMPI_YIELDS).is_ok_and(|value| value.trim() == "1");
@@ -51,7 +69,8 @@ fn warnings(places: &[Place], openmpi_yields: Option<bool>) -> Vec<String> {
     let mut warnings = Vec::new();
     for node in places.iter().map(|place| place.node).collect::<BTreeSet<_>>() {
         let here: Vec<&Place> = places.iter().filter(|place| place.node == node).collect();
-        let all: BTreeSet<usize> = here.iter().flat_map(|place| place.cores.iter().cloned().flatten()).collect();
+        let all: BTreeSet<usize> =
+            here.iter().flat_map(|place| place.cores.iter().cloned().flatten()).collect();
         // where the system does not say there is nothing to warn of
         if here.iter().any(|place| place.cores.is_empty()) {
             continue;
@@ -66,11 +85,15 @@ fn warnings(places: &[Place], openmpi_yields: Option<bool>) -> Vec<String> {
         } else if ranks > cores {
             let remedy = match openmpi_yields {
                 Some(true) => continue,
-                Some(false) => "; --mca mpi_yield_when_idle 1 lets ranks that wait leave the cores to those that work",
+                Some(false) => {
+                    "; --mca mpi_yield_when_idle 1 lets ranks that wait leave the cores to those that work"
+                }
                 None => "; ranks that wait within MPI keep the cores from those that work",
             };
             warnings.push(format!("{ranks} ranks share {cores} cores of {host}{remedy}"));
-        } else if let Some(bound) = here.iter().find(|place| place.core_count() == Some(1)).filter(|_| cores > ranks) {
+        } else if let Some(bound) =
+            here.iter().find(|place| place.core_count() == Some(1)).filter(|_| cores > ranks)
+        {
             warnings.push(format!(
                 "rank {} of {host} is bound to one core of {cores}: it computes with one thread (OpenMPI: --map-by slot:PE=N gives N)",
                 bound.rank_on_node
@@ -96,14 +119,20 @@ mod tests {
 
     #[test]
     fn bad_bindings_are_warned_of_node_by_node() {
-        let told = |of: &[(usize, &[RangeInclusive<usize>])], yields| warnings(&places(of), yields).join("\n");
+        let told = |of: &[(usize, &[RangeInclusive<usize>])], yields| {
+            warnings(&places(of), yields).join("\n")
+        };
         assert_eq!(told(&[(0, &[0..=3]), (0, &[0..=3])], Some(false)), "");
         assert_eq!(told(&[(0, &[0..=0]), (0, &[1..=1])], Some(false)), "");
         assert!(
-            told(&[(1, &[4..=4]), (1, &[4..=4]), (0, &[0..=9])], Some(true)).starts_with("all 2 ranks of host1 are bound to one core (4)")
+            told(&[(1, &[4..=4]), (1, &[4..=4]), (0, &[0..=9])], Some(true))
+                .starts_with("all 2 ranks of host1 are bound to one core (4)")
         );
         let crowded = &[(0, &[0..=1][..]), (0, &[0..=1]), (0, &[0..=1])];
-        assert!(told(crowded, Some(false)).contains("3 ranks share 2 cores of host0; --mca mpi_yield_when_idle 1"));
+        assert!(
+            told(crowded, Some(false))
+                .contains("3 ranks share 2 cores of host0; --mca mpi_yield_when_idle 1")
+        );
         assert!(told(crowded, None).contains("keep the cores"));
         assert_eq!(told(crowded, Some(true)), "");
         assert!(told(&[(0, &[0..=7]), (0, &[3..=3])], None).contains("one thread"));

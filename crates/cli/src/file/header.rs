@@ -2,14 +2,17 @@
 
 use std::{collections::BTreeMap, fs::File, os::unix::fs::FileExt, path::Path};
 
-use annulus_core::{Error, Result};
+use annulus_core::Result;
 use serde::{
     Deserialize, Deserializer,
-    de::{MapAccess, Visitor},
+    de::{Error as _, IgnoredAny, MapAccess, Visitor},
 };
 
 use super::kind::Kind;
-use crate::failure::io;
+use crate::{
+    failure::{io, of_file},
+    message,
+};
 
 /// The largest header that is believed; the format's own limit.
 const MOST_HEADER_BYTES: u64 = 100_000_000;
@@ -26,22 +29,81 @@ pub(crate) struct Entry {
 }
 
 impl Entry {
-    /// Bytes of the whole tensor; `None` past 2⁶³.
+    /// Bytes of the whole tensor; `None` past 2⁶³. A length of 0 hides no product of the others:
+    /// every offset within a line fits too.
     pub(crate) fn bytes(kind: Kind, shape: &[usize]) -> Option<u64> {
-        let elements = shape.iter().try_fold(1u64, |product, &len| product.checked_mul(len as u64))?;
-        elements.checked_mul(kind.bytes() as u64).filter(|&bytes| bytes <= i64::MAX as u64)
+        let lengths = shape.iter().map(|&len| len.max(1) as u64);
+        let bytes = lengths
+            .chain([kind.bytes() as u64])
+            .try_fold(1u64, u64::checked_mul)
+            .filter(|&bytes| bytes <= i64::MAX as u64)?;
+        Some(if shape.contains(&0) { 0 } else { bytes })
     }
 }
 
+/// All tensors of a file.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Header {
+    /// Those of a dtype that this program has.
+    pub(super) entries: BTreeMap<String, Entry>,
+    /// The dtypes of the others. Of these nothing but their place is known.
+    pub(super) foreign: BTreeMap<String, String>,
+}
+
 /// A tensor as the JSON text has it.
-#[derive(Debug, Deserialize)]
+#[derive(Debug)]
 struct RawEntry {
     dtype: String,
     shape: Vec<u64>,
     data_offsets: [u64; 2],
 }
 
-/// All entries in order of appearance, so that a name that comes twice is seen.
+impl<'de> Deserialize<'de> for RawEntry {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        struct Fields;
+        impl<'de> Visitor<'de> for Fields {
+            type Value = RawEntry;
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("an object with dtype, shape and data_offsets")
+            }
+            fn visit_map<A: MapAccess<'de>>(
+                self,
+                mut map: A,
+            ) -> std::result::Result<RawEntry, A::Error> {
+                let (mut dtype, mut shape, mut data_offsets) = (None, None, None);
+                while let Some(field) = map.next_key::<String>()? {
+                    match field.as_str() {
+                        "dtype" => once(&mut dtype, "dtype", &mut map)?,
+                        "shape" => once(&mut shape, "shape", &mut map)?,
+                        "data_offsets" => once(&mut data_offsets, "data_offsets", &mut map)?,
+                        // a later version of the format may add some
+                        _ => drop(map.next_value::<IgnoredAny>()?),
+                    }
+                }
+                let missing = A::Error::missing_field;
+                Ok(RawEntry {
+                    dtype: dtype.ok_or_else(|| missing("dtype"))?,
+                    shape: shape.ok_or_else(|| missing("shape"))?,
+                    data_offsets: data_offsets.ok_or_else(|| missing("data_offsets"))?,
+                })
+            }
+        }
+        deserializer.deserialize_map(Fields)
+    }
+}
+
+/// Reads the value of a field that may come once.
+fn once<'de, T: Deserialize<'de>, A: MapAccess<'de>>(
+    value: &mut Option<T>,
+    field: &'static str,
+    map: &mut A,
+) -> std::result::Result<(), A::Error> {
+    let read =
+        map.next_value().map_err(|error| A::Error::custom(format_args!("{field}: {error}")))?;
+    if value.replace(read).is_some() { Err(A::Error::duplicate_field(field)) } else { Ok(()) }
+}
+
+/// All entries in order of appearance, so that a name that comes twice is found.
 struct RawHeader(Vec<(String, RawEntry)>);
 
 impl<'de> Deserialize<'de> for RawHeader {
@@ -52,13 +114,24 @@ impl<'de> Deserialize<'de> for RawHeader {
             fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 f.write_str("an object of tensors")
             }
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<RawHeader, A::Error> {
-                let mut entries = Vec::new();
+            fn visit_map<A: MapAccess<'de>>(
+                self,
+                mut map: A,
+            ) -> std::result::Result<RawHeader, A::Error> {
+                let (mut entries, mut metadata) = (Vec::new(), None::<Metadata>);
                 while let Some(name) = map.next_key::<String>()? {
-                    if name == "__metadata__" {
-                        map.next_value::<serde::de::IgnoredAny>()?;
+                    if name == METADATA {
+                        once(&mut metadata, METADATA, &mut map)?;
                     } else {
-                        entries.push((name, map.next_value()?));
+                        let entry = map.next_value();
+                        let of_tensor = |error| {
+                            A::Error::custom(format_args!(
+                                "tensor {}: {error}",
+                                message::name(&name)
+                            ))
+                        };
+                        let entry = entry.map_err(of_tensor)?;
+                        entries.push((name, entry));
                     }
                 }
                 Ok(RawHeader(entries))
@@ -68,62 +141,172 @@ impl<'de> Deserialize<'de> for RawHeader {
     }
 }
 
+/// The name of what is no tensor.
+const METADATA: &str = "__metadata__";
+
+/// Texts by name, of which nothing is used.
+struct Metadata;
+
+impl<'de> Deserialize<'de> for Metadata {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        struct Texts;
+        impl<'de> Visitor<'de> for Texts {
+            type Value = Metadata;
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("an object of strings")
+            }
+            fn visit_map<A: MapAccess<'de>>(
+                self,
+                mut map: A,
+            ) -> std::result::Result<Metadata, A::Error> {
+                while map.next_entry::<String, String>()?.is_some() {}
+                Ok(Metadata)
+            }
+        }
+        deserializer.deserialize_map(Texts)
+    }
+}
+
 /// Reads and checks the header of `file`.
 ///
 /// # Errors
-/// [`Error::Io`] if the file is no safetensors file, truncated, or its tensors overlap or leave holes; [`Error::InvalidArgument`] naming
-/// the tensor for an unknown dtype or a shape that its bytes do not have.
-pub(super) fn read(file: &File, path: &Path) -> Result<BTreeMap<String, Entry>> {
+/// [`annulus_core::Error::Io`] if the file is no safetensors file, truncated, or its tensors
+/// overlap or leave holes; [`annulus_core::Error::InvalidArgument`] naming the file and the tensor
+/// whose shape its bytes do not have.
+pub(super) fn read(file: &File, path: &Path) -> Result<Header> {
     let file_bytes = file.metadata().map_err(|error| io(path, error))?.len();
+    if file_bytes < 8 {
+        return Err(io(path, format!("is truncated: {file_bytes} bytes, no safetensors header")));
+    }
     let mut length = [0; 8];
-    file.read_exact_at(&mut length, 0).map_err(|_| io(path, format!("is truncated: {file_bytes} bytes, no safetensors header")))?;
+    file.read_exact_at(&mut length, 0).map_err(|error| changed(path, &error))?;
     let length = u64::from_le_bytes(length);
     if length > MOST_HEADER_BYTES {
-        return Err(io(path, format!("is no safetensors file: its header claims {length} bytes, more than {MOST_HEADER_BYTES}")));
+        return Err(io(
+            path,
+            format!(
+                "is no safetensors file: its header claims {length} bytes, more than {MOST_HEADER_BYTES}"
+            ),
+        ));
     }
     let data = 8 + length;
     if data > file_bytes {
-        return Err(io(path, format!("is truncated: {file_bytes} bytes, the header alone ends at {data}")));
+        return Err(io(
+            path,
+            format!("is truncated: {file_bytes} bytes, the header alone ends at {data}"),
+        ));
     }
     let mut text = vec![0; annulus_core::index(length)];
-    file.read_exact_at(&mut text, 8).map_err(|error| io(path, error))?;
-    let raw: RawHeader = serde_json::from_slice(&text).map_err(|error| io(path, format!("has a malformed safetensors header: {error}")))?;
+    file.read_exact_at(&mut text, 8).map_err(|error| changed(path, &error))?;
+    let raw: RawHeader = serde_json::from_slice(&text)
+        .map_err(|error| io(path, format!("has a malformed safetensors header: {error}")))?;
 
-    let mut entries = BTreeMap::new();
+    let mut header = Header::default();
     let mut extents = Vec::new();
+    let held = file_bytes - data;
     for (name, raw) in raw.0 {
         let [begin, end] = raw.data_offsets;
-        extents.push((begin, end, name.clone()));
-        if entries.insert(name.clone(), entry(&name, raw, data)?).is_some() {
-            return Err(io(path, format!("has two tensors named {name}")));
+        if begin > end {
+            return Err(reversed(path, &name, &raw));
         }
+        if end > held {
+            let what = format!(
+                "tensor {} ends at byte {end} of the data, of which there are {held}",
+                message::name(&name)
+            );
+            return Err(io(path, format!("is truncated: {what}")));
+        }
+        let new = match Kind::named(&raw.dtype) {
+            Some(kind) => {
+                let entry = entry(path, &name, kind, &raw, data)?;
+                header.entries.insert(name.clone(), entry).is_none()
+                    && !header.foreign.contains_key(&name)
+            }
+            None => {
+                header.foreign.insert(name.clone(), raw.dtype).is_none()
+                    && !header.entries.contains_key(&name)
+            }
+        };
+        if !new {
+            return Err(io(path, format!("has two tensors named {}", message::name(&name))));
+        }
+        extents.push((begin, end, name));
     }
     extents.sort();
     let mut expected = 0;
     for (begin, end, name) in extents {
         if begin != expected {
-            let what = if begin < expected { "overlaps the tensor before it" } else { "leaves a hole before it" };
-            return Err(io(path, format!("tensor {name} {what}: starts at byte {begin} of the data, want {expected}")));
+            let what = if begin < expected {
+                "overlaps the tensor before it"
+            } else {
+                "leaves a hole before it"
+            };
+            let name = message::name(&name);
+            return Err(io(
+                path,
+                format!(
+                    "tensor {name} {what}: starts at byte {begin} of the data, want {expected}"
+                ),
+            ));
         }
         expected = end;
     }
-    match data.checked_add(expected) {
-        Some(end) if end == file_bytes => Ok(entries),
-        Some(end) if end < file_bytes => Err(io(path, format!("has {} bytes after its last tensor", file_bytes - end))),
-        _ => Err(io(path, format!("is truncated: {file_bytes} bytes, its tensors need {}", data.saturating_add(expected)))),
+    match held - expected {
+        0 => Ok(header),
+        more => Err(io(path, format!("has {more} bytes after its last tensor"))),
     }
 }
 
-fn entry(name: &str, raw: RawEntry, data: u64) -> Result<Entry> {
-    let [begin, end] = raw.data_offsets;
-    let kind =
-        Kind::named(&raw.dtype).ok_or_else(|| Error::invalid(name, format!("dtype {}", raw.dtype), format!("one of {}", Kind::names())))?;
-    let shape: Vec<usize> = raw.shape.iter().map(|&len| annulus_core::index(len)).collect();
-    let bytes = end.checked_sub(begin);
-    if bytes.is_none() || bytes != Entry::bytes(kind, &shape) {
-        let got = format!("bytes {begin}..{end} for {} {shape:?}", kind.name());
-        return Err(Error::invalid(name, got, "as many bytes as its shape and dtype make"));
+/// A file that could not be read although its length said that it could.
+fn changed(path: &Path, error: &std::io::Error) -> annulus_core::Error {
+    match error.kind() {
+        std::io::ErrorKind::UnexpectedEof => io(path, "became shorter while it was read"),
+        _ => io(path, error),
     }
-    let offset = data.checked_add(begin).ok_or_else(|| Error::invalid(name, begin, "an offset within the file"))?;
-    Ok(Entry { kind, shape, offset })
+}
+
+fn reversed(path: &Path, name: &str, raw: &RawEntry) -> annulus_core::Error {
+    let [begin, end] = raw.data_offsets;
+    of_file(
+        path,
+        name,
+        format!("bytes {begin}..{end} for {} {:?}", message::name(&raw.dtype), raw.shape),
+        "offsets that ascend",
+    )
+}
+
+/// The entry of a tensor whose bytes lie in the file.
+fn entry(path: &Path, name: &str, kind: Kind, raw: &RawEntry, data: u64) -> Result<Entry> {
+    let [begin, end] = raw.data_offsets;
+    let shape: Vec<usize> = raw.shape.iter().map(|&len| annulus_core::index(len)).collect();
+    let want = Entry::bytes(kind, &shape);
+    if want != Some(end - begin) {
+        let got = format!("bytes {begin}..{end} for {} of shape {shape:?}", kind.name());
+        let want = want.map_or_else(
+            || "a shape of less than 2^63 bytes".to_owned(),
+            |bytes| format!("{bytes} bytes, as shape and dtype make it"),
+        );
+        return Err(of_file(path, name, got, want));
+    }
+    Ok(Entry { kind, shape, offset: data + begin })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use annulus_core::DType;
+
+    #[test]
+    fn a_length_of_zero_hides_no_overflow() {
+        let bytes = |shape: &[usize]| Entry::bytes(Kind::Float(DType::F32), shape);
+        assert_eq!(bytes(&[2, 3]), Some(24));
+        assert_eq!(bytes(&[1 << 40, 0, 2, 4]), Some(0));
+        for zero in 0..3 {
+            let mut shape = [1 << 62, 1 << 62, 1 << 62];
+            shape[zero] = 0;
+            assert_eq!(bytes(&shape), None);
+        }
+        assert_eq!(bytes(&[1 << 61]), None);
+        assert_eq!(bytes(&[(1 << 61) - 1]), Some((1 << 63) - 4));
+    }
 }

@@ -1,6 +1,6 @@
 //! Element types of a file and their conversion to what a plan computes in.
 
-use annulus_core::{DType, Element};
+use annulus_core::{DType, Element, Result, memory};
 use half::{bf16, f16};
 
 /// The element type of a tensor in a file.
@@ -90,7 +90,11 @@ pub(crate) fn swap_if_big_endian(bytes: &mut [u8], element: usize) {
 
 /// Rounds floats of a file once to the wanted type. Lengths match: `bytes` holds `into.len()` elements.
 pub(crate) fn floats<T: Element>(from: DType, bytes: &[u8], into: &mut [T]) {
-    fn each<T: Element, const N: usize>(bytes: &[u8], into: &mut [T], widen: impl Fn([u8; N]) -> f64) {
+    fn each<T: Element, const N: usize>(
+        bytes: &[u8],
+        into: &mut [T],
+        widen: impl Fn([u8; N]) -> f64,
+    ) {
         for (chunk, value) in bytes.as_chunks::<N>().0.iter().zip(into) {
             *value = T::from_f64(widen(*chunk));
         }
@@ -104,23 +108,38 @@ pub(crate) fn floats<T: Element>(from: DType, bytes: &[u8], into: &mut [T]) {
 }
 
 /// Widens integers of a file; `None` if they are floats, or do not fit (unsigned 64-bit numbers above 2⁶³).
-pub(crate) fn integers(from: Kind, bytes: &[u8]) -> Option<Vec<i64>> {
-    fn each<const N: usize>(bytes: &[u8], widen: impl Fn([u8; N]) -> i64) -> Vec<i64> {
-        bytes.as_chunks::<N>().0.iter().map(|chunk| widen(*chunk)).collect()
+///
+/// # Errors
+/// [`annulus_core::Error::OutOfMemory`] naming the tensor `name`.
+pub(crate) fn integers(name: &str, from: Kind, bytes: &[u8]) -> Result<Option<Vec<i64>>> {
+    let mut wide = memory::list(name, bytes.len() / from.bytes())?;
+    let mut each = Widen { bytes, wide: &mut wide };
+    let fits = match from {
+        Kind::Bool | Kind::U8 => each.by(|bytes| Some(i64::from(u8::from_le_bytes(bytes)))),
+        Kind::I8 => each.by(|bytes| Some(i64::from(i8::from_le_bytes(bytes)))),
+        Kind::U16 => each.by(|bytes| Some(i64::from(u16::from_le_bytes(bytes)))),
+        Kind::I16 => each.by(|bytes| Some(i64::from(i16::from_le_bytes(bytes)))),
+        Kind::U32 => each.by(|bytes| Some(i64::from(u32::from_le_bytes(bytes)))),
+        Kind::I32 => each.by(|bytes| Some(i64::from(i32::from_le_bytes(bytes)))),
+        Kind::I64 => each.by(|bytes| Some(i64::from_le_bytes(bytes))),
+        Kind::U64 => each.by(|bytes| i64::try_from(u64::from_le_bytes(bytes)).ok()),
+        Kind::Float(_) => false,
+    };
+    Ok(fits.then_some(wide))
+}
+
+/// Bytes of a file on their way to numbers.
+struct Widen<'a> {
+    bytes: &'a [u8],
+    wide: &'a mut Vec<i64>,
+}
+
+impl Widen<'_> {
+    /// Appends every element; false if one does not fit.
+    fn by<const N: usize>(&mut self, widen: impl Fn([u8; N]) -> Option<i64>) -> bool {
+        self.wide.extend(self.bytes.as_chunks::<N>().0.iter().map_while(|chunk| widen(*chunk)));
+        self.wide.len() == self.bytes.len() / N
     }
-    Some(match from {
-        Kind::Bool | Kind::U8 => each(bytes, |bytes| i64::from(u8::from_le_bytes(bytes))),
-        Kind::I8 => each(bytes, |bytes| i64::from(i8::from_le_bytes(bytes))),
-        Kind::U16 => each(bytes, |bytes| i64::from(u16::from_le_bytes(bytes))),
-        Kind::I16 => each(bytes, |bytes| i64::from(i16::from_le_bytes(bytes))),
-        Kind::U32 => each(bytes, |bytes| i64::from(u32::from_le_bytes(bytes))),
-        Kind::I32 => each(bytes, |bytes| i64::from(i32::from_le_bytes(bytes))),
-        Kind::I64 => each(bytes, i64::from_le_bytes),
-        Kind::U64 => {
-            return bytes.as_chunks::<8>().0.iter().map(|chunk| i64::try_from(u64::from_le_bytes(*chunk)).ok()).collect();
-        }
-        Kind::Float(_) => return None,
-    })
 }
 
 #[cfg(test)]
@@ -136,13 +155,42 @@ mod tests {
         assert_eq!(Kind::named("F8_E4M3"), None);
     }
 
+    /// Ties that only the low half of an f64, or an f32 on its way through one, breaks.
+    #[test]
+    fn low_bits_of_wider_floats_break_ties() {
+        let one = |from, bytes: &[u8]| {
+            let (mut narrow, mut half) = ([bf16::ZERO], [f16::ZERO]);
+            floats(from, bytes, &mut narrow);
+            floats(from, bytes, &mut half);
+            (narrow[0].to_f64(), half[0].to_f64())
+        };
+        let above_a_tie = 1.0f32 + 2f32.powi(-8) + 2f32.powi(-23);
+        assert_eq!(one(DType::F32, &above_a_tie.to_le_bytes()).0, 1.0078125);
+        let above_a_tie = 1.0 + 2f64.powi(-8) + 2f64.powi(-50);
+        assert_eq!(one(DType::F64, &above_a_tie.to_le_bytes()).0, 1.0078125);
+        let above_a_tie = 1.0 + 2f64.powi(-11) + 2f64.powi(-40);
+        assert_eq!(one(DType::F64, &above_a_tie.to_le_bytes()).1, 1.0009765625);
+        let mut narrow = [0f32];
+        let above_a_tie = 1.0 + 2f64.powi(-24) + 2f64.powi(-52);
+        floats(DType::F64, &above_a_tie.to_le_bytes(), &mut narrow);
+        assert_eq!(narrow[0], 1.0 + f32::EPSILON);
+        // and back, exactly
+        let mut wide = [0f64];
+        floats(DType::Bf16, &bf16::from_bits(0x8001).to_le_bytes(), &mut wide);
+        assert_eq!(wide[0], -2f64.powi(-133));
+        floats(DType::F32, &(-0f32).to_le_bytes(), &mut wide);
+        assert!(wide[0] == 0.0 && wide[0].is_sign_negative());
+    }
+
     #[test]
     fn floats_are_rounded_once_and_integers_are_exact() {
         let mut into = [bf16::ZERO; 2];
         floats(DType::F32, bytemuck::cast_slice(&[1.0f32, f32::NAN]), &mut into);
         assert_eq!(into[0], bf16::ONE);
         assert!(into[1].is_nan());
+        let integers = |from, bytes: &[u8]| integers("ids", from, bytes).unwrap();
         assert_eq!(integers(Kind::I8, &[0xff, 2]), Some(vec![-1, 2]));
+        assert_eq!(integers(Kind::U64, &7u64.to_le_bytes()), Some(vec![7]));
         assert_eq!(integers(Kind::U64, &u64::MAX.to_le_bytes()), None);
         assert_eq!(integers(Kind::Float(DType::F32), &[0; 4]), None);
     }

@@ -1,26 +1,41 @@
 //! Reading: of each tensor only the rows that are asked for, straight into the array that will be computed on.
 
 use std::{
-    collections::BTreeMap,
     fs::File,
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
 };
 
-use annulus_core::{Element, Error, Result, Runs};
+use annulus_core::{Element, Error, Result, Runs, memory};
 
-use super::{header, header::Entry, kind, kind::Kind, rows::pieces};
-use crate::failure::io;
+use super::{
+    header,
+    header::{Entry, Header},
+    kind,
+    kind::Kind,
+    regular,
+    rows::{Piece, pieces},
+};
+use crate::{
+    failure::{io, of_file},
+    message,
+};
 
-/// Bytes that are converted at a time: the only memory beside the array itself.
+/// Bytes that are converted at a time.
 const CHUNK_BYTES: usize = 1 << 18;
+/// Bytes that are read at a time for rows that lie apart, those between them included. With
+/// [`CHUNK_BYTES`] the only memory beside the array itself.
+const SPAN_BYTES: usize = 1 << 20;
+/// The most bytes between two rows that are read and left unused. To copy so many takes about as
+/// long as one more call of the system.
+const GAP_BYTES: u64 = 1 << 14;
 
 /// An open safetensors file. Ranks share it: every read is positioned.
 #[derive(Debug)]
 pub(crate) struct Tensors {
     path: PathBuf,
     file: File,
-    entries: BTreeMap<String, Entry>,
+    header: Header,
 }
 
 impl Tensors {
@@ -29,24 +44,46 @@ impl Tensors {
     /// # Errors
     /// [`Error::Io`] if it cannot be read or is malformed; [`Error::InvalidArgument`] naming a tensor that is.
     pub(crate) fn open(path: &Path) -> Result<Self> {
-        // asked before it is opened: opening a pipe would wait for a writer
-        let kind = std::fs::metadata(path).map_err(|error| io(path, error))?.file_type();
-        if !kind.is_file() {
-            return Err(io(path, if kind.is_dir() { "is a directory" } else { "is no ordinary file" }));
-        }
-        let file = File::open(path).map_err(|error| io(path, error))?;
-        let entries = header::read(&file, path)?;
-        Ok(Self { path: path.to_owned(), file, entries })
+        let file = regular::open(path)?;
+        let header = header::read(&file, path)?;
+        Ok(Self { path: path.to_owned(), file, header })
+    }
+
+    /// Refuses tensors of one of these names whose dtype this program does not have.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] naming the first.
+    pub(crate) fn refuse_foreign(&self, names: &[&str]) -> Result<()> {
+        names.iter().find_map(|name| self.foreign(name)).map_or(Ok(()), Err)
+    }
+
+    /// An error about the tensor `name` of this file.
+    fn invalid(
+        &self,
+        name: &str,
+        got: impl std::fmt::Display,
+        want: impl std::fmt::Display,
+    ) -> Error {
+        of_file(&self.path, name, got, want)
+    }
+
+    fn foreign(&self, name: &str) -> Option<Error> {
+        let dtype = self.header.foreign.get(name)?;
+        Some(self.invalid(
+            name,
+            format!("dtype {}", message::name(dtype)),
+            format!("one of {}", Kind::names()),
+        ))
     }
 
     /// The tensor `name`, if the file has it.
     pub(crate) fn get(&self, name: &str) -> Option<&Entry> {
-        self.entries.get(name)
+        self.header.entries.get(name)
     }
 
     /// The names of all tensors.
     pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
-        self.entries.keys().map(String::as_str)
+        self.header.entries.keys().chain(self.header.foreign.keys()).map(String::as_str)
     }
 
     /// The tensor `name`, which must have `dimensions` lengths.
@@ -54,11 +91,13 @@ impl Tensors {
     /// # Errors
     /// [`Error::InvalidArgument`] naming it.
     pub(crate) fn need(&self, name: &str, dimensions: usize) -> Result<&Entry> {
-        let path = self.path.display();
-        let entry =
-            self.get(name).ok_or_else(|| Error::invalid(name, format!("no such tensor in {path}"), format!("a tensor named {name}")))?;
+        let entry = self.entry(name)?;
         if entry.shape.len() != dimensions {
-            return Err(Error::invalid(name, format!("shape {:?}", entry.shape), format!("{dimensions} dimensions")));
+            return Err(self.invalid(
+                name,
+                format!("shape {:?}", entry.shape),
+                format!("{dimensions} dimensions"),
+            ));
         }
         Ok(entry)
     }
@@ -67,25 +106,36 @@ impl Tensors {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if it holds no floats; [`Error::Io`]; [`Error::OutOfMemory`].
-    pub(crate) fn floats<T: Element>(&self, name: &str, axis: usize, rows: &Runs) -> Result<Vec<T>> {
+    pub(crate) fn floats<T: Element>(
+        &self,
+        name: &str,
+        axis: usize,
+        rows: &Runs,
+    ) -> Result<Vec<T>> {
         let entry = self.entry(name)?;
-        let from = entry.kind.float().ok_or_else(|| Error::invalid(name, entry.kind.name(), "a float dtype"))?;
-        let mut values = zeroed::<T>(local_elements(entry, axis, rows))?;
+        let from = entry
+            .kind
+            .float()
+            .ok_or_else(|| self.invalid(name, entry.kind.name(), "a float dtype"))?;
+        let mut values = memory::zeroed::<T>(name, local_elements(entry, axis, rows))?;
         let mut rest = &mut values[..];
-        let mut bytes = Vec::new();
-        pieces(&entry.shape, axis, rows, |first, count| {
-            let (into, after) = std::mem::take(&mut rest).split_at_mut(count);
+        let mut scratch = Scratch::default();
+        pieces(&entry.shape, axis, rows, |piece| {
+            let (into, after) = std::mem::take(&mut rest).split_at_mut(piece.elements());
             rest = after;
             if from == T::DTYPE {
                 let raw = bytemuck::cast_slice_mut(into);
-                self.read(raw, entry, first)?;
+                self.read_piece(name, entry, piece, raw, &mut scratch.span)?;
                 kind::swap_if_big_endian(raw, T::DTYPE.bytes());
                 return Ok(());
             }
-            for (index, into) in into.chunks_mut(CHUNK_BYTES / from.bytes()).enumerate() {
-                bytes.resize(into.len() * from.bytes(), 0);
-                self.read(&mut bytes, entry, first + (index * (CHUNK_BYTES / from.bytes())) as u64)?;
-                kind::floats(from, &bytes, into);
+            let mut into = into;
+            for part in piece.split(CHUNK_BYTES / from.bytes(), SPAN_BYTES / from.bytes()) {
+                let (some, after) = std::mem::take(&mut into).split_at_mut(part.elements());
+                into = after;
+                scratch.dense.resize(some.len() * from.bytes(), 0);
+                self.read_piece(name, entry, part, &mut scratch.dense, &mut scratch.span)?;
+                kind::floats(from, &scratch.dense, some);
             }
             Ok(())
         })?;
@@ -99,14 +149,18 @@ impl Tensors {
     pub(crate) fn integers(&self, name: &str, axis: usize, rows: &Runs) -> Result<Vec<i64>> {
         let entry = self.entry(name)?;
         self.refuse_floats(name)?;
-        let mut bytes = zeroed::<u8>(local_elements(entry, axis, rows) * entry.kind.bytes())?;
+        let mut bytes =
+            memory::zeroed::<u8>(name, local_elements(entry, axis, rows) * entry.kind.bytes())?;
         let mut rest = &mut bytes[..];
-        pieces(&entry.shape, axis, rows, |first, count| {
-            let (into, after) = std::mem::take(&mut rest).split_at_mut(count * entry.kind.bytes());
+        let mut span = Vec::new();
+        pieces(&entry.shape, axis, rows, |piece| {
+            let (into, after) =
+                std::mem::take(&mut rest).split_at_mut(piece.elements() * entry.kind.bytes());
             rest = after;
-            self.read(into, entry, first)
+            self.read_piece(name, entry, piece, into, &mut span)
         })?;
-        kind::integers(entry.kind, &bytes).ok_or_else(|| Error::invalid(name, "a number above 2^63", "numbers of 63 bits"))
+        kind::integers(name, entry.kind, &bytes)?
+            .ok_or_else(|| self.invalid(name, "a number above 2^63", "numbers of 63 bits"))
     }
 
     /// As [`Tensors::integers`], for numbers that must fit 32 bits.
@@ -115,7 +169,14 @@ impl Tensors {
     /// As [`Tensors::integers`]; [`Error::InvalidArgument`] for a number that does not fit.
     pub(crate) fn narrow_integers(&self, name: &str, axis: usize, rows: &Runs) -> Result<Vec<i32>> {
         let wide = self.integers(name, axis, rows)?;
-        wide.into_iter().map(|number| i32::try_from(number).map_err(|_| Error::invalid(name, number, "numbers of 32 bits"))).collect()
+        let mut narrow = memory::list(name, wide.len())?;
+        for number in wide {
+            narrow.push(
+                i32::try_from(number)
+                    .map_err(|_| self.invalid(name, number, "numbers of 32 bits"))?,
+            );
+        }
+        Ok(narrow)
     }
 
     /// Reads one line (the last axis) of an integer or bool tensor into `line`, as raw bytes of one element each.
@@ -124,7 +185,7 @@ impl Tensors {
     /// [`Error::Io`].
     pub(crate) fn line(&self, name: &str, first: u64, line: &mut [u8]) -> Result<()> {
         let entry = self.entry(name)?;
-        self.read(line, entry, first)
+        self.read(name, line, entry, first)
     }
 
     /// Refuses a tensor of floats where only integers and bools have a meaning.
@@ -133,29 +194,238 @@ impl Tensors {
     /// [`Error::InvalidArgument`] naming it.
     pub(crate) fn refuse_floats(&self, name: &str) -> Result<()> {
         match self.get(name) {
-            Some(Entry { kind: kind @ Kind::Float(_), .. }) => Err(Error::invalid(name, kind.name(), "an integer or bool dtype")),
+            Some(Entry { kind: kind @ Kind::Float(_), .. }) => {
+                Err(self.invalid(name, kind.name(), "an integer or bool dtype"))
+            }
             _ => Ok(()),
         }
     }
 
-    fn entry(&self, name: &str) -> Result<&Entry> {
-        self.get(name).ok_or_else(|| Error::invalid(name, "no such tensor", format!("a tensor named {name}")))
+    /// The tensor `name`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] naming it.
+    pub(crate) fn entry(&self, name: &str) -> Result<&Entry> {
+        let missing = || {
+            self.invalid(name, "no such tensor", format!("a tensor named {}", message::name(name)))
+        };
+        self.get(name).ok_or_else(|| self.foreign(name).unwrap_or_else(missing))
+    }
+
+    /// The rows of `piece`, one after the other. Rows that lie close together are read as one span,
+    /// `span`, and copied out of it.
+    fn read_piece(
+        &self,
+        name: &str,
+        entry: &Entry,
+        piece: Piece,
+        into: &mut [u8],
+        span: &mut Vec<u8>,
+    ) -> Result<()> {
+        let element = entry.kind.bytes();
+        let row_bytes = piece.row * element;
+        let gap_bytes = (piece.stride - piece.row as u64).saturating_mul(element as u64);
+        if piece.rows == 1 || gap_bytes > GAP_BYTES || row_bytes > SPAN_BYTES / 4 {
+            return (0..piece.rows as u64).zip(into.chunks_mut(row_bytes)).try_for_each(
+                |(row, into)| self.read(name, into, entry, piece.first + row * piece.stride),
+            );
+        }
+        let stride_bytes = row_bytes + annulus_core::index(gap_bytes);
+        let mut into = into;
+        for part in piece.split(usize::MAX, SPAN_BYTES / element) {
+            let (some, after) = std::mem::take(&mut into).split_at_mut(part.elements() * element);
+            into = after;
+            span.resize((part.rows - 1) * stride_bytes + row_bytes, 0);
+            self.read(name, span, entry, part.first)?;
+            for (row, into) in span.chunks(stride_bytes).zip(some.chunks_exact_mut(row_bytes)) {
+                into.copy_from_slice(&row[..row_bytes]);
+            }
+        }
+        Ok(())
     }
 
     /// Bytes from element `first` of `entry` on.
-    fn read(&self, into: &mut [u8], entry: &Entry, first: u64) -> Result<()> {
+    fn read(&self, name: &str, into: &mut [u8], entry: &Entry, first: u64) -> Result<()> {
         let offset = entry.offset + first * entry.kind.bytes() as u64;
-        self.file.read_exact_at(into, offset).map_err(|error| io(&self.path, error))
+        self.file.read_exact_at(into, offset).map_err(|error| match error.kind() {
+            std::io::ErrorKind::UnexpectedEof => {
+                let end = self.file.metadata().map_or_else(
+                    |error| error.to_string(),
+                    |metadata| format!("{} bytes", metadata.len()),
+                );
+                let wanted = offset + into.len() as u64;
+                io(
+                    &self.path,
+                    format!(
+                        "became shorter while it was read: {end}, tensor {} needs {wanted}",
+                        message::name(name)
+                    ),
+                )
+            }
+            _ => io(&self.path, format!("tensor {}: {error}", message::name(name))),
+        })
     }
+}
+
+/// Memory for what is on its way from the file to an array.
+#[derive(Debug, Default)]
+struct Scratch {
+    span: Vec<u8>,
+    dense: Vec<u8>,
 }
 
 /// Elements of the local tensor that holds these rows. Fits: the global one was measured against its bytes.
 fn local_elements(entry: &Entry, axis: usize, rows: &Runs) -> usize {
-    let others = entry.shape.iter().enumerate().filter(|&(place, _)| place != axis).map(|(_, &len)| len);
+    let others =
+        entry.shape.iter().enumerate().filter(|&(index, _)| index != axis).map(|(_, &len)| len);
     others.product::<usize>() * annulus_core::index(rows.len())
 }
 
-fn zeroed<T: bytemuck::Zeroable>(len: usize) -> Result<Vec<T>> {
-    let asked = (len as u64).saturating_mul(size_of::<T>() as u64);
-    bytemuck::allocation::try_zeroed_vec(len).map_err(|()| Error::OutOfMemory { asked, free: None })
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::file::{Output, Part, Planned};
+    use annulus_core::{DType, Run};
+
+    /// The rows of one rank of a striped layout.
+    fn every(step: u64, start: u64, len: u64) -> Runs {
+        let mut rows = Runs::new();
+        rows.push_run(Run {
+            start: start as i64,
+            step: step as i64,
+            count: (len - start).div_ceil(step),
+        });
+        rows
+    }
+
+    fn planned(shape: &[usize]) -> Vec<Planned> {
+        vec![Planned { name: "x", kind: Kind::Float(DType::F32), shape: shape.to_vec() }]
+    }
+
+    /// Calls of the system that this thread has made to read and to write.
+    #[cfg(target_os = "linux")]
+    fn calls() -> [u64; 2] {
+        let text = std::fs::read_to_string("/proc/thread-self/io").unwrap();
+        ["syscr: ", "syscw: "].map(|name| {
+            text.lines().find_map(|line| line.strip_prefix(name)).unwrap().parse().unwrap()
+        })
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn rows_in_turns_take_no_call_each() {
+        let path =
+            std::env::temp_dir().join(format!("annulus-turns-{}.safetensors", std::process::id()));
+        let (ranks, len, heads) = (4u64, 100_000, 2);
+        let output = Output::create(&path, &planned(&[1, len, heads])).unwrap();
+        let rows: Vec<Runs> = (0..ranks).map(|rank| every(ranks, rank, len as u64)).collect();
+        let number = |row: i64, head: usize| (row * heads as i64 + head as i64) as f32;
+        let of_rank = |rows: &Runs| {
+            rows.iter()
+                .flat_map(|row| (0..heads).map(move |head| number(row, head)))
+                .collect::<Vec<f32>>()
+        };
+        let values: Vec<Vec<f32>> = rows.iter().map(of_rank).collect();
+        let parts: Vec<Part<'_, f32>> =
+            rows.iter().zip(&values).map(|(rows, values)| Part { rows, values }).collect();
+        let [_, before] = calls();
+        for own in 0..parts.len() {
+            output.write_rows("x", 1, &parts, own).unwrap();
+        }
+        let written = calls()[1] - before;
+        assert!(written < 50, "{written} writes");
+        output.finish().unwrap();
+
+        let file = Tensors::open(&path).unwrap();
+        let [before, _] = calls();
+        for (rows, values) in rows.iter().zip(&values) {
+            assert_eq!(&file.floats::<f32>("x", 1, rows).unwrap(), values);
+            let wide: Vec<f64> = values.iter().map(|&value| f64::from(value)).collect();
+            assert_eq!(file.floats::<f64>("x", 1, rows).unwrap(), wide);
+        }
+        let read = calls()[0] - before;
+        assert!(read < 100, "{read} reads");
+        std::fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    fn parts_of_any_rows_make_the_whole() {
+        let path =
+            std::env::temp_dir().join(format!("annulus-parts-{}.safetensors", std::process::id()));
+        let run = |start, step, count| Run { start, step, count };
+        // dense, in turns, backwards, one row alone; the third axis of a tensor of several lines
+        let all = [
+            vec![run(0, 1, 5), run(12, 3, 3)],
+            vec![run(5, 2, 4)],
+            vec![run(10, -4, 2), run(8, 1, 1)],
+            vec![run(13, 3, 2), run(14, 3, 2), run(19, 1, 2)],
+        ];
+        let rows: Vec<Runs> = all
+            .iter()
+            .map(|runs| {
+                let mut rows = Runs::new();
+                runs.iter().for_each(|&run| rows.push_run(run));
+                rows
+            })
+            .collect();
+        let mut seen: Vec<i64> = rows.iter().flat_map(Runs::iter).collect();
+        seen.sort_unstable();
+        assert_eq!(seen, (0..21).collect::<Vec<_>>());
+        for (lines, inner) in [(6, 1), (6, 3), (1, 70_000)] {
+            let shape = [1, lines, 21, inner];
+            let value =
+                |line: usize, row: usize, index: usize| ((line * 21 + row) * inner + index) as f32;
+            let local = |rows: &Runs| {
+                let mut values = Vec::new();
+                for line in 0..lines {
+                    rows.iter().for_each(|row| {
+                        values.extend((0..inner).map(|index| value(line, row as usize, index)))
+                    });
+                }
+                values
+            };
+            let values: Vec<Vec<f32>> = rows.iter().map(local).collect();
+            let parts: Vec<Part<'_, f32>> =
+                rows.iter().zip(&values).map(|(rows, values)| Part { rows, values }).collect();
+            // all ranks of one process, and each rank a process
+            for together in [true, false] {
+                let output = Output::create(&path, &planned(&shape)).unwrap();
+                for own in 0..parts.len() {
+                    if together {
+                        output.write_rows("x", 2, &parts, own).unwrap();
+                    } else {
+                        output.write_rows("x", 2, &parts[own..=own], 0).unwrap();
+                    }
+                }
+                output.finish().unwrap();
+                let file = Tensors::open(&path).unwrap();
+                let whole = file.floats::<f32>("x", 2, &Runs::counting(0, 21)).unwrap();
+                assert!(
+                    whole.iter().zip(0..).all(|(&got, index)| got == index as f32),
+                    "inner {inner}, together: {together}"
+                );
+                for (rows, values) in rows.iter().zip(&values) {
+                    assert_eq!(&file.floats::<f32>("x", 2, rows).unwrap(), values);
+                }
+            }
+        }
+        std::fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    fn a_file_that_becomes_shorter_while_it_is_read_is_named_with_the_tensor() {
+        let path = std::env::temp_dir()
+            .join(format!("annulus-shorter-{}.safetensors", std::process::id()));
+        Output::create(&path, &planned(&[1, 100, 2])).unwrap().finish().unwrap();
+        let file = Tensors::open(&path).unwrap();
+        std::fs::File::options().write(true).open(&path).unwrap().set_len(100).unwrap();
+        let error = file.floats::<f32>("x", 1, &Runs::counting(0, 100)).unwrap_err().to_string();
+        assert!(
+            error.starts_with(&path.display().to_string())
+                && error.contains("became shorter")
+                && error.contains("tensor x"),
+            "{error}"
+        );
+        std::fs::remove_file(path).unwrap();
+    }
 }

@@ -1,20 +1,27 @@
-//! Writing: whole or not at all. A file grows under a temporary name beside its target and takes the target's name when it is complete.
+//! Writing safetensors files: whole or not at all.
 
 use std::{
     collections::BTreeMap,
     ffi::{OsStr, OsString},
-    fs::File,
-    os::{
-        fd::AsRawFd,
-        unix::fs::{FileExt, MetadataExt},
-    },
-    path::{Path, PathBuf},
+    ops::Range,
+    os::unix::fs::{FileExt, MetadataExt},
+    path::Path,
 };
 
-use annulus_core::{DType, Element, Error, Fingerprint, Result, Runs};
+use annulus_core::{DType, Element, Error, Fingerprint, Result, Run, Runs};
 
-use super::{header::Entry, kind, kind::Kind, rows::pieces};
-use crate::{failure::io, interrupt::Unfinished};
+use super::{
+    header::Entry,
+    kind,
+    kind::Kind,
+    rows::pieces,
+    stage::{Manner, Staged},
+    target::{Target, resolve},
+};
+use crate::failure::io;
+
+/// Bytes that are written at a time of rows that several ranks hold in turns.
+const WINDOW_BYTES: usize = 1 << 20;
 
 /// A tensor that a file is to have.
 #[derive(Debug, Clone)]
@@ -39,109 +46,166 @@ impl Planned {
     }
 }
 
-/// Where a file is before it has its name.
+/// Rows of a tensor: one rank's.
 #[derive(Debug)]
-enum Temporary {
-    /// Under a temporary one.
-    Named(Unfinished),
-    /// Nowhere: it goes with the last process that has it open, however that ends.
-    Nameless,
-    /// Nowhere, and the process that has made it will name it.
-    Others,
+pub(crate) struct Part<'a, T> {
+    /// Their numbers in the whole tensor.
+    pub(crate) rows: &'a Runs,
+    /// The local tensor, dense.
+    pub(crate) values: &'a [T],
 }
 
 /// A file on its way. Ranks share it: every write is positioned. Dropped before [`Output::finish`], it leaves nothing behind.
 #[derive(Debug)]
 pub(crate) struct Output {
-    target: PathBuf,
-    file: File,
-    temporary: Temporary,
+    staged: Staged,
     entries: BTreeMap<&'static str, Entry>,
 }
 
 impl Output {
-    /// Makes the temporary file in its full size, with its header.
+    /// Makes the file in its full size, with its header. It has no name until it is finished where
+    /// the file system has such files.
     ///
     /// # Errors
-    /// [`Error::Io`]: the folder is missing or not writable, the target is no ordinary file, the disk is full.
+    /// [`Error::Io`]: the folder is missing or not writable, the target is no ordinary file or may
+    /// not be written, the disk is full.
     pub(crate) fn create(target: &Path, tensors: &[Planned]) -> Result<Self> {
-        let make = |target: &Path| Unfinished::create_beside(target).map(|(unfinished, file)| (Temporary::Named(unfinished), file));
-        Self::fill(target, tensors, make)
+        Self::create_in_manner(target, tensors, Manner::Best)
     }
 
-    /// As [`Output::create`]; the file has no name until it is finished, so that nothing is left even if all processes are killed at once.
+    /// As [`Output::create`], in one of the two ways.
     ///
     /// # Errors
-    /// As [`Output::create`]; the file system knows no such files.
-    pub(crate) fn create_nameless(target: &Path, tensors: &[Planned]) -> Result<Self> {
-        Self::fill(target, tensors, |target| nameless(target).map(|file| (Temporary::Nameless, file)))
+    /// As [`Output::create`]; the file system has no nameless files.
+    pub(crate) fn create_in_manner(
+        target: &Path,
+        tensors: &[Planned],
+        manner: Manner,
+    ) -> Result<Self> {
+        let (header, entries, end) =
+            header(tensors).ok_or_else(|| io(target, "would pass 2^63 bytes"))?;
+        let staged = Staged::create(target, manner)?;
+        let file = staged.file();
+        file.set_len(end)
+            .and_then(|()| file.write_all_at(&header, 0))
+            .map_err(|error| io(target, error))?;
+        Ok(Self { staged, entries })
     }
 
-    fn fill(target: &Path, tensors: &[Planned], make: impl FnOnce(&Path) -> std::io::Result<(Temporary, File)>) -> Result<Self> {
-        let target = resolve(target)?;
-        let (header, entries, end) = header(tensors).ok_or_else(|| io(&target, "would pass 2^63 bytes"))?;
-        let (temporary, file) = make(&target).map_err(|error| io(&target, error))?;
-        let fill = || {
-            file.set_len(end)?;
-            file.write_all_at(&header, 0)
-        };
-        fill().map_err(|error| io(&target, error))?;
-        Ok(Self { target, file, temporary, entries })
-    }
-
-    /// Opens the temporary file that another process has made for the same target and tensors, by its [`Output::handle`].
+    /// Opens the file that another process has made for the same target and tensors, by its
+    /// [`Output::handle`].
     ///
     /// # Errors
     /// [`Error::Io`]: this process does not see it, or it is another file.
     pub(crate) fn join(target: &Path, tensors: &[Planned], handle: &OsStr) -> Result<Self> {
-        let target = resolve(target)?;
-        let (_, entries, end) = header(tensors).ok_or_else(|| io(&target, "would pass 2^63 bytes"))?;
-        // a handle that is an absolute path is of a file without a name
-        let path = target.with_file_name(handle);
-        let opened = if Path::new(handle).is_absolute() {
-            File::options().write(true).open(&path).map(|file| (Temporary::Others, file))
-        } else {
-            Unfinished::join(path.clone()).map(|(unfinished, file)| (Temporary::Named(unfinished), file))
-        };
-        let unseen =
-            |error| io(&path, format!("{error}: made by rank 0, and not seen here; the output must be on a file system of all ranks"));
-        let (temporary, file) = opened.map_err(unseen)?;
-        match file.metadata().map_err(|error| io(&path, error))?.len() {
-            bytes if bytes == end => Ok(Self { target, file, temporary, entries }),
-            bytes => Err(io(&path, format!("has {bytes} bytes, rank 0 made it with {end}"))),
+        let (_, entries, end) =
+            header(tensors).ok_or_else(|| io(target, "would pass 2^63 bytes"))?;
+        let staged = Staged::join(target, handle)?;
+        match staged.file().metadata().map_err(|error| io(target, error))?.len() {
+            bytes if bytes == end => Ok(Self { staged, entries }),
+            bytes => Err(io(target, format!("has {bytes} bytes, rank 0 made it with {end}"))),
         }
     }
 
-    /// By what another process can open the temporary file: its name in the target's folder, or, as long as this process lives, a path.
+    /// By what another process can open the file before it has its name.
     pub(crate) fn handle(&self) -> OsString {
-        match &self.temporary {
-            Temporary::Named(unfinished) => unfinished.path().file_name().unwrap_or_default().to_owned(),
-            Temporary::Nameless | Temporary::Others => format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd()).into(),
-        }
+        self.staged.handle()
     }
 
-    /// Writes the rows `rows` along `axis` of the tensor `name`; `values` is the local tensor, dense.
+    /// Writes rows along `axis` of the tensor `name`, of which `parts` holds what each rank of this
+    /// process has. Each rank calls this with the number of its own part. Rows that lie together in
+    /// a part are written by its rank. Rows that parts hold in turns are collected from all of
+    /// them, and every rank writes its share of the tensor: a call of the system for a megabyte
+    /// instead of one for each row.
     ///
     /// # Errors
     /// [`Error::Io`]; [`Error::InvalidArgument`] if the file was not planned with such a tensor.
-    pub(crate) fn write_rows<T: Element>(&self, name: &str, axis: usize, rows: &Runs, values: &[T]) -> Result<()> {
+    pub(crate) fn write_rows<T: Element>(
+        &self,
+        name: &str,
+        axis: usize,
+        parts: &[Part<'_, T>],
+        own: usize,
+    ) -> Result<()> {
         let entry = self.entry(name, Some(T::DTYPE))?;
-        let mut rest = values;
-        pieces(&entry.shape, axis, rows, |first, count| {
-            let (from, after) = rest.split_at(count);
+        let Some(part) = parts.get(own) else { return Ok(()) };
+        let mut rest = part.values;
+        pieces(&entry.shape, axis, part.rows, |piece| {
+            let (from, after) = rest.split_at(piece.elements());
             rest = after;
-            let offset = entry.offset + first * T::DTYPE.bytes() as u64;
-            self.write(bytemuck::cast_slice(from), T::DTYPE.bytes(), offset)
-        })
+            match (piece.rows, parts.len()) {
+                (1, _) => self.write(entry, piece.first, from),
+                // the rows between are other processes'
+                (_, 1) => from.chunks(piece.row).zip(0u64..).try_for_each(|(row, index)| {
+                    self.write(entry, piece.first + index * piece.stride, row)
+                }),
+                _ => Ok(()),
+            }
+        })?;
+        if parts.len() > 1 { self.write_in_turns(entry, axis, parts, own) } else { Ok(()) }
+    }
+
+    /// One rank's share of the rows that parts hold in turns.
+    fn write_in_turns<T: Element>(
+        &self,
+        entry: &Entry,
+        axis: usize,
+        parts: &[Part<'_, T>],
+        own: usize,
+    ) -> Result<()> {
+        let strided: Vec<Turns<'_, T>> = parts.iter().flat_map(Turns::of_part).collect();
+        let inner: usize = entry.shape[axis + 1..].iter().product();
+        let (lines, len) = (entry.shape[..axis].iter().product::<usize>(), entry.shape[axis]);
+        if strided.is_empty() || lines * len * inner == 0 {
+            return Ok(());
+        }
+        // rows of all lines, one line after the other
+        let share = |rank: usize| {
+            (lines as u128 * len as u128 * rank as u128 / parts.len() as u128) as usize
+        };
+        let (begin, end) = (share(own), share(own + 1));
+        let window = (WINDOW_BYTES / (inner * T::DTYPE.bytes())).clamp(1, (end - begin).max(1));
+        let (mut rows, mut held) = (vec![T::zeroed(); window * inner], vec![false; window]);
+        for first in (begin..end).step_by(window) {
+            let last = (first + window).min(end);
+            held.fill(false);
+            for line in first / len..=(last - 1) / len {
+                let within = |row: usize| row.clamp(line * len, (line + 1) * len) - line * len;
+                for turns in &strided {
+                    turns.copy(line, within(first)..within(last), inner, |row, values| {
+                        let index = line * len + row - first;
+                        held[index] = true;
+                        rows[index * inner..][..inner].copy_from_slice(values);
+                    });
+                }
+            }
+            // what is not held by these parts is another's to write
+            let mut index = 0;
+            for run in held[..last - first].chunk_by(|a, b| a == b) {
+                if run[0] {
+                    self.write(
+                        entry,
+                        ((first + index) * inner) as u64,
+                        &rows[index * inner..][..run.len() * inner],
+                    )?;
+                }
+                index += run.len();
+            }
+        }
+        Ok(())
     }
 
     /// Writes elements of the tensor `name` from its element `first` on, whatever its axes.
     ///
     /// # Errors
     /// As [`Output::write_rows`].
-    pub(crate) fn write_flat<T: Element>(&self, name: &str, first: usize, values: &[T]) -> Result<()> {
-        let offset = self.entry(name, Some(T::DTYPE))?.offset + (first * T::DTYPE.bytes()) as u64;
-        self.write(bytemuck::cast_slice(values), T::DTYPE.bytes(), offset)
+    pub(crate) fn write_flat<T: Element>(
+        &self,
+        name: &str,
+        first: usize,
+        values: &[T],
+    ) -> Result<()> {
+        self.write(self.entry(name, Some(T::DTYPE))?, first as u64, values)
     }
 
     /// Writes little-endian bytes of the tensor `name` from its element `first` on.
@@ -150,13 +214,21 @@ impl Output {
     /// As [`Output::write_rows`].
     pub(crate) fn write_bytes(&self, name: &str, first: usize, bytes: &[u8]) -> Result<()> {
         let entry = self.entry(name, None)?;
-        let offset = entry.offset + (first * entry.kind.bytes()) as u64;
-        self.file.write_all_at(bytes, offset).map_err(|error| io(&self.target, error))
+        self.write_at(bytes, entry.offset + (first * entry.kind.bytes()) as u64)
     }
 
     fn entry(&self, name: &str, dtype: Option<DType>) -> Result<&Entry> {
-        let entry = self.entries.get(name).filter(|entry| dtype.is_none_or(|dtype| entry.kind == Kind::Float(dtype)));
-        entry.ok_or_else(|| Error::invalid(name, dtype.map_or("bytes", DType::name), "a tensor that the file was made with"))
+        let entry = self
+            .entries
+            .get(name)
+            .filter(|entry| dtype.is_none_or(|dtype| entry.kind == Kind::Float(dtype)));
+        entry.ok_or_else(|| {
+            Error::invalid(
+                name,
+                dtype.map_or("bytes", DType::name),
+                "a tensor that the file was made with",
+            )
+        })
     }
 
     /// Waits until what this process has written is on the disk.
@@ -164,7 +236,7 @@ impl Output {
     /// # Errors
     /// [`Error::Io`].
     pub(crate) fn sync(&self) -> Result<()> {
-        self.file.sync_all().map_err(|error| io(&self.target, error))
+        self.staged.file().sync_all().map_err(|error| io(self.staged.named(), error))
     }
 
     /// Gives the complete file its name.
@@ -173,83 +245,88 @@ impl Output {
     /// [`Error::Io`]; then nothing is left.
     pub(crate) fn finish(self) -> Result<()> {
         self.sync()?;
-        let finish = || match self.temporary {
-            Temporary::Named(unfinished) => unfinished.rename_to(&self.target),
-            // a link takes no name that is taken, a new name does
-            Temporary::Nameless => name(&self.file, &self.target)?.rename_to(&self.target),
-            Temporary::Others => Ok(()),
-        };
-        finish().map_err(|error| io(&self.target, error))
+        self.staged.commit()
     }
 
     /// Lets go of a file that another process has finished.
     pub(crate) fn forget(self) {
-        if let Temporary::Named(unfinished) = self.temporary {
-            unfinished.forget();
-        }
+        self.staged.forget();
     }
 
-    fn write(&self, bytes: &[u8], element: usize, offset: u64) -> Result<()> {
-        let failed = |error| io(&self.target, error);
+    fn write<T: Element>(&self, entry: &Entry, first: u64, values: &[T]) -> Result<()> {
+        let (bytes, offset): (&[u8], u64) =
+            (bytemuck::cast_slice(values), entry.offset + first * T::DTYPE.bytes() as u64);
         if cfg!(target_endian = "little") {
-            return self.file.write_all_at(bytes, offset).map_err(failed);
+            return self.write_at(bytes, offset);
         }
         let mut swapped = bytes.to_vec();
-        kind::swap_if_big_endian(&mut swapped, element);
-        self.file.write_all_at(&swapped, offset).map_err(failed)
+        kind::swap_if_big_endian(&mut swapped, T::DTYPE.bytes());
+        self.write_at(&swapped, offset)
+    }
+
+    fn write_at(&self, bytes: &[u8], offset: u64) -> Result<()> {
+        self.staged
+            .file()
+            .write_all_at(bytes, offset)
+            .map_err(|error| io(self.staged.named(), error))
     }
 }
 
-/// A file without a name in the folder of `target`.
-#[cfg(target_os = "linux")]
-fn nameless(target: &Path) -> std::io::Result<File> {
-    use rustix::fs::{CWD, Mode, OFlags, openat};
-    let flags = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
-    // as whoever makes a file makes it; the system takes away what the user wants away
-    let mode = Mode::RUSR | Mode::WUSR | Mode::RGRP | Mode::WGRP | Mode::ROTH | Mode::WOTH;
-    Ok(openat(CWD, folder_of(target), flags, mode)?.into())
+/// Rows of a part at equal distances.
+struct Turns<'a, T> {
+    run: Run,
+    /// Rows of the part before these.
+    before: usize,
+    /// Rows of the part.
+    len: usize,
+    values: &'a [T],
 }
 
-/// Gives a nameless file a temporary name beside `target`.
-#[cfg(target_os = "linux")]
-fn name(file: &File, target: &Path) -> std::io::Result<Unfinished> {
-    use rustix::fs::{AtFlags, CWD, linkat};
-    let handle = format!("/proc/self/fd/{}", file.as_raw_fd());
-    let link = |path: &Path| Ok(linkat(CWD, handle.as_str(), CWD, path, AtFlags::SYMLINK_FOLLOW)?);
-    Unfinished::name_beside(target, link).map(|(unfinished, ())| unfinished)
+impl<'a, T: Element> Turns<'a, T> {
+    fn of_part(part: &Part<'a, T>) -> Vec<Self> {
+        let mut before = 0;
+        let mut turns = Vec::new();
+        for &run in part.rows.runs() {
+            // as `pieces` has it: any others are one row at a time
+            if run.step > 1 && run.count > 1 {
+                turns.push(Self {
+                    run,
+                    before,
+                    len: annulus_core::index(part.rows.len()),
+                    values: part.values,
+                });
+            }
+            before += annulus_core::index(run.count);
+        }
+        turns
+    }
+
+    /// Calls `each` with every one of these rows that lies in `rows` of line `line`.
+    fn copy(
+        &self,
+        line: usize,
+        rows: Range<usize>,
+        inner: usize,
+        mut each: impl FnMut(usize, &[T]),
+    ) {
+        let number = |row: usize| i64::try_from(row).unwrap_or(i64::MAX);
+        for index in self.run.indices_within(number(rows.start), number(rows.end)) {
+            let local = line * self.len + self.before + annulus_core::index(index);
+            each(
+                annulus_core::index(self.run.at(index).cast_unsigned()),
+                &self.values[local * inner..][..inner],
+            );
+        }
+    }
 }
 
-#[cfg(not(target_os = "linux"))]
-fn nameless(_: &Path) -> std::io::Result<File> {
-    Err(std::io::ErrorKind::Unsupported.into())
-}
-
-#[cfg(not(target_os = "linux"))]
-fn name(_: &File, _: &Path) -> std::io::Result<Unfinished> {
-    Err(std::io::ErrorKind::Unsupported.into())
-}
-
-/// The folder that a file is, or will be, in.
-fn folder_of(target: &Path) -> &Path {
-    target.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
-}
-
-/// What tells this target from every other one of the same machine, however its path is written; `None` where its folder cannot be asked.
+/// Identifies this target among all of the same machine, however its path is written;
+/// `None` where its folder cannot be found.
 pub(crate) fn identity(target: &Path) -> Option<u64> {
-    let target = resolve(target).ok()?;
-    let folder = std::fs::metadata(folder_of(&target)).ok()?;
-    let name = target.file_name()?.as_encoded_bytes();
+    let Ok(Target::File { folder, path, .. }) = resolve(target) else { return None };
+    let folder = std::fs::metadata(folder).ok()?;
+    let name = path.file_name()?.as_encoded_bytes();
     Some(Fingerprint::new().number(folder.dev()).number(folder.ino()).bytes(name).finish())
-}
-
-/// The file that a path stands for: links are followed, so that a link stays a link; anything but an ordinary file is refused.
-fn resolve(target: &Path) -> Result<PathBuf> {
-    match std::fs::metadata(target) {
-        Ok(metadata) if !metadata.is_file() => Err(io(target, "is no ordinary file")),
-        Ok(_) => std::fs::canonicalize(target).map_err(|error| io(target, error)),
-        Err(_) if target.file_name().is_none() => Err(io(target, "names no file")),
-        Err(_) => Ok(target.to_owned()),
-    }
 }
 
 /// Header bytes, entries and the size of the whole file. Wide elements come first and the header is padded, so that all are aligned.
@@ -264,7 +341,10 @@ fn header(tensors: &[Planned]) -> Option<(Vec<u8>, BTreeMap<&'static str, Entry>
         end = begin.checked_add(Entry::bytes(tensor.kind, &tensor.shape)?)?;
         let entry = serde_json::json!({ "dtype": tensor.kind.name(), "shape": tensor.shape, "data_offsets": [begin, end] });
         json.insert(tensor.name.to_owned(), entry);
-        entries.insert(tensor.name, Entry { kind: tensor.kind, shape: tensor.shape.clone(), offset: begin });
+        entries.insert(
+            tensor.name,
+            Entry { kind: tensor.kind, shape: tensor.shape.clone(), offset: begin },
+        );
     }
     let mut text = serde_json::Value::Object(json).to_string().into_bytes();
     text.resize(text.len().next_multiple_of(8), b' ');
@@ -273,18 +353,4 @@ fn header(tensors: &[Planned]) -> Option<(Vec<u8>, BTreeMap<&'static str, Entry>
     let mut bytes = (text.len() as u64).to_le_bytes().to_vec();
     bytes.extend(text);
     Some((bytes, entries, end.checked_add(data).filter(|&end| end <= i64::MAX as u64)?))
-}
-
-/// Writes a whole text file, or none.
-///
-/// # Errors
-/// [`Error::Io`].
-pub(crate) fn write_text(target: &Path, text: &str) -> Result<()> {
-    let target = resolve(target)?;
-    let write = || {
-        let (unfinished, file) = Unfinished::create_beside(&target)?;
-        file.write_all_at(text.as_bytes(), 0)?;
-        unfinished.rename_to(&target)
-    };
-    write().map_err(|error| io(&target, error))
 }

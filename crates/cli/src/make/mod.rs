@@ -2,56 +2,62 @@
 
 mod tensors;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use annulus_core::{DType, Dims};
 use clap::Args;
 
 use crate::{
-    arguments::values::{DTypeName, count, probability},
+    arguments::{
+        names,
+        values::{DTypeName, count, dim, share, sinks_count, whole, whole_u64},
+    },
     failure::{Failure, Outcome},
     input::SinksForm,
     report::say,
 };
 
 const EXAMPLES: &str = "Examples:
-  annulus make --out in.safetensors --q-len 4096 --heads 8 --kv-heads 2 --head-dim 64
-  annulus make --out train.safetensors --q-len 1000 --backward --bias 1hqk --sinks shared
-  annulus make --out packed.safetensors --q-len 2048 --documents 512,1000,536";
+  annulus make --output in.safetensors --q-len 4096 --heads 8 --kv-heads 2 --head-dim 64
+  annulus make --output train.safetensors --q-len 1000 --backward --bias 1hqk --sinks shared
+  annulus make --output packed.safetensors --q-len 2048 --documents 512,1000,536";
 
 /// Makes an input file of standard normal numbers: the same file for the same arguments
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct MakeFlags {
-    /// The file to write
-    #[arg(long, value_name = "FILE")]
-    out: PathBuf,
+    /// The file to write: whole, or not at all; one that is there keeps its permissions
+    #[arg(long, alias = "out", value_name = "FILE")]
+    output: PathBuf,
+    /// Print errors only
+    #[arg(long, short)]
+    quiet: bool,
     /// Batch rows
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value = "1", value_parser = count)]
     batch: usize,
     /// Queries
-    #[arg(long, value_name = "N", default_value_t = 1024)]
+    #[arg(long, value_name = "N", default_value = "1024", value_parser = whole)]
     q_len: usize,
-    /// Keys; as many as queries if not said
-    #[arg(long, value_name = "N")]
+    /// Keys. Default: as many as queries
+    #[arg(long, value_name = "N", value_parser = whole)]
     kv_len: Option<usize>,
     /// Query heads
-    #[arg(long, value_name = "N", default_value_t = 8)]
+    #[arg(long, value_name = "N", default_value = "8", value_parser = count)]
     heads: usize,
-    /// Key heads; as many as query heads if not said
-    #[arg(long, value_name = "N")]
+    /// Key heads. Default: as many as query heads
+    #[arg(long, value_name = "N", value_parser = count)]
     kv_heads: Option<usize>,
-    /// Dim of queries and keys
-    #[arg(long, value_name = "N", default_value_t = 64)]
+    /// Dim of queries and keys, 1 to 512
+    #[arg(long, value_name = "N", default_value = "64", value_parser = dim)]
     head_dim: usize,
-    /// Dim of values; that of queries if not said
-    #[arg(long, value_name = "N")]
+    /// Dim of values, 1 to 512. Default: that of queries
+    #[arg(long, value_name = "N", value_parser = dim)]
     value_dim: Option<usize>,
     /// Element type of query, key, value and dout
     #[arg(long, value_enum, default_value = "f32")]
     dtype: DTypeName,
     /// Seed of the numbers
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value = "0", value_parser = whole_u64)]
     seed: u64,
     /// Add dout and dlse, for `attend --backward`
     #[arg(long)]
@@ -62,11 +68,11 @@ pub(crate) struct MakeFlags {
     /// Add sink logits (softmax_aux) of this form
     #[arg(long, value_enum)]
     sinks: Option<SinksForm>,
-    /// Sinks a head
-    #[arg(long, value_name = "N", default_value_t = 1, requires = "sinks", value_parser = count)]
+    /// Sinks a head, 1 to 65536
+    #[arg(long, value_name = "N", default_value = "1", requires = "sinks", value_parser = sinks_count)]
     sinks_count: usize,
-    /// Add a dense mask [1, 1, q, k] in which a pair is visible with this probability
-    #[arg(long, value_name = "P", value_parser = probability)]
+    /// Add a dense mask [1, 1, q, k] in which a pair is visible with this probability, 0 to 1
+    #[arg(long, value_name = "P", value_parser = share)]
     mask: Option<f64>,
     /// Add segment ids: about N segments a batch row, of random lengths
     #[arg(long, value_name = "N", value_parser = count)]
@@ -102,7 +108,17 @@ pub(crate) struct Recipe {
 impl Recipe {
     /// Queries, keys and values, and nothing else.
     pub(crate) const fn new(dims: Dims, dtype: DType, seed: u64) -> Self {
-        Self { dims, dtype, seed, backward: false, bias: None, sinks: None, mask: None, segments: None, documents: Vec::new() }
+        Self {
+            dims,
+            dtype,
+            seed,
+            backward: false,
+            bias: None,
+            sinks: None,
+            mask: None,
+            segments: None,
+            documents: Vec::new(),
+        }
     }
 }
 
@@ -118,10 +134,11 @@ pub(crate) fn run(flags: &MakeFlags) -> Outcome {
         head_dim,
         value_dim: flags.value_dim.unwrap_or(head_dim),
     };
-    dims.validate().map_err(Failure::of_flags)?;
+    dims.validate().map_err(|error| names::of_flags(error, &dims, &[]))?;
     let packed = flags.documents.iter().try_fold(0usize, |sum, &len| sum.checked_add(len));
     if packed.is_none_or(|packed| packed > dims.q_len.min(dims.kv_len)) {
-        return Err(Failure::usage("--documents", "more rows than there are", format!("at most {} in all", dims.q_len.min(dims.kv_len))));
+        let want = format!("at most {} in all (--q-len, --kv-len)", dims.q_len.min(dims.kv_len));
+        return Err(Failure::usage("--documents", "more rows than there are", want));
     }
     let recipe = Recipe {
         backward: flags.backward,
@@ -132,22 +149,41 @@ pub(crate) fn run(flags: &MakeFlags) -> Outcome {
         documents: flags.documents.clone(),
         ..Recipe::new(dims, flags.dtype.into(), flags.seed)
     };
-    let bytes = tensors::write(&recipe, &flags.out)?;
-    say!("wrote {} ({})", flags.out.display(), crate::report::bytes(bytes));
+    let bytes = tensors::write(&recipe, &flags.output)
+        .map_err(|error| names::of_size(error.into(), &dims, &[]))?;
+    if !flags.quiet {
+        say!("wrote {} ({})", crate::message::path(&flags.output), crate::report::bytes(bytes));
+    }
     Ok(())
 }
 
+impl MakeFlags {
+    /// The files that flags name.
+    pub(crate) fn paths(&self) -> Vec<(&'static str, &Path)> {
+        vec![("--output", &self.output)]
+    }
+}
+
 /// Makes the file of a recipe and returns its size in bytes.
-pub(crate) fn make(recipe: &Recipe, out: &std::path::Path) -> Outcome<u64> {
+pub(crate) fn make(recipe: &Recipe, out: &Path) -> Outcome<u64> {
     Ok(tensors::write(recipe, out)?)
+}
+
+/// Bytes of data that the file of a recipe has.
+pub(crate) fn bytes(recipe: &Recipe) -> u64 {
+    tensors::bytes(recipe)
 }
 
 /// `11qk` and the like: which of the axes b, h, q, k are kept.
 fn axes(text: &str) -> Result<[bool; 4], String> {
     let letters: Vec<char> = text.chars().collect();
-    let kept: Option<Vec<bool>> =
-        letters.iter().zip("bhqk".chars()).map(|(&got, letter)| (got == letter || got == '1').then_some(got == letter)).collect();
-    let kept = kept.filter(|_| letters.len() == 4).and_then(|kept| <[bool; 4]>::try_from(kept).ok());
+    let kept: Option<Vec<bool>> = letters
+        .iter()
+        .zip("bhqk".chars())
+        .map(|(&got, letter)| (got == letter || got == '1').then_some(got == letter))
+        .collect();
+    let kept =
+        kept.filter(|_| letters.len() == 4).and_then(|kept| <[bool; 4]>::try_from(kept).ok());
     kept.ok_or_else(|| "want four axes, each its letter of bhqk or a 1".into())
 }
 

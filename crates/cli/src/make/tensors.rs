@@ -9,6 +9,7 @@ use super::Recipe;
 use crate::{
     file::{Kind, Output, Planned},
     input::SinksForm,
+    memory::must_fit_on_disk,
     random::Stream,
 };
 
@@ -18,12 +19,19 @@ const CHUNK: usize = 1 << 16;
 /// Writes the file and returns its bytes of data.
 pub(super) fn write(recipe: &Recipe, out: &Path) -> Result<u64> {
     let planned = planned(recipe);
+    // a disk is full at the end of a long time
+    must_fit_on_disk(out, bytes(recipe))?;
     let output = Output::create(out, &planned)?;
     for tensor in &planned {
         fill(&output, tensor, recipe)?;
     }
     output.finish()?;
     Ok(planned.iter().map(Planned::bytes).sum())
+}
+
+/// Bytes of data that the file of a recipe has, as far as they can be counted.
+pub(super) fn bytes(recipe: &Recipe) -> u64 {
+    planned(recipe).iter().fold(0, |sum: u64, tensor| sum.saturating_add(tensor.bytes()))
 }
 
 fn planned(recipe: &Recipe) -> Vec<Planned> {
@@ -41,12 +49,15 @@ fn planned(recipe: &Recipe) -> Vec<Planned> {
     }
     if let Some(kept) = recipe.bias {
         let full = [batch, q_heads, q_len, kv_len];
-        let shape: Vec<usize> = full.iter().zip(kept).map(|(&len, kept)| if kept { len } else { 1 }).collect();
+        let shape: Vec<usize> =
+            full.iter().zip(kept).map(|(&len, kept)| if kept { len } else { 1 }).collect();
         all.push(planned("bias", sums, &shape));
     }
     match recipe.sinks {
         Some((SinksForm::Shared, count)) => all.push(planned("softmax_aux", sums, &[count])),
-        Some((SinksForm::PerHead, count)) => all.push(planned("softmax_aux", sums, &[q_heads, count])),
+        Some((SinksForm::PerHead, count)) => {
+            all.push(planned("softmax_aux", sums, &[q_heads, count]))
+        }
         None => {}
     }
     if recipe.mask.is_some() {
@@ -79,7 +90,11 @@ fn fill(output: &Output, tensor: &Planned, recipe: &Recipe) -> Result<()> {
             let mut id = 0;
             // a new segment starts at each row with the same probability, so that all rows are covered
             numbers(output, tensor, |index| {
-                id = if index.is_multiple_of(len) { 0 } else { id + i64::from(stream.uniform(index) < (wanted - 1.0) / len as f64) };
+                id = if index.is_multiple_of(len) {
+                    0
+                } else {
+                    id + i64::from(stream.uniform(index) < (wanted - 1.0) / len as f64)
+                };
                 id
             })
         }
@@ -88,7 +103,11 @@ fn fill(output: &Output, tensor: &Planned, recipe: &Recipe) -> Result<()> {
                 *end += len as i64;
                 Some(*end)
             });
-            numbers(output, tensor, |index| if index == 0 { 0 } else { ends.next().unwrap_or_default() })
+            numbers(
+                output,
+                tensor,
+                |index| if index == 0 { 0 } else { ends.next().unwrap_or_default() },
+            )
         }
     }
 }
@@ -111,7 +130,9 @@ fn numbers(output: &Output, tensor: &Planned, mut number: impl FnMut(u64) -> i64
     let mut chunk = Vec::with_capacity(CHUNK.min(elements) * width);
     for first in (0..elements).step_by(CHUNK) {
         chunk.clear();
-        (first..(first + CHUNK).min(elements)).for_each(|index| chunk.extend_from_slice(&number(index as u64).to_le_bytes()[..width]));
+        (first..(first + CHUNK).min(elements)).for_each(|index| {
+            chunk.extend_from_slice(&number(index as u64).to_le_bytes()[..width])
+        });
         output.write_bytes(tensor.name, first, &chunk)?;
     }
     Ok(())

@@ -1,9 +1,18 @@
 //! The figures of a ring: everything that is printed, written as JSON or drawn.
 
-use annulus_core::{Choice, Coordinates, Layout, Needs, Route, Schedule, Spec, Traffic, Work};
+use annulus_core::{
+    Choice, Error, Layout, Needs, Result, RingShards, Route, Schedule, Spec, Traffic, Work,
+};
 use serde::Serialize;
 
-use crate::report::{bytes, grouped};
+use crate::report::{bytes, counted, grouped};
+
+/// The most ranks of which every step of every rank is written and drawn: 5 MB of either.
+pub(super) const MOST_DETAILED_RANKS: usize = 128;
+
+/// The most queries of a plan. What each of them sees is counted: a minute for a billion of them in
+/// an optimised build, and some seconds for these.
+const MOST_QUERIES: u64 = 1 << 28;
 
 /// A ring in numbers.
 #[derive(Debug, Serialize)]
@@ -17,9 +26,9 @@ pub(super) struct Figures {
     /// Steps in which any rank sends a block.
     pub(super) hops: usize,
     /// Payload bytes of a forward pass.
-    bytes_sent_total: u64,
+    bytes_sent_total: u128,
     /// Payload bytes of a forward pass over the full, untrimmed ring.
-    bytes_full_ring_total: u64,
+    bytes_full_ring_total: u128,
     /// Work of the busiest rank over the mean.
     pub(super) work_max_over_mean: f64,
     /// The mask in words.
@@ -29,30 +38,31 @@ pub(super) struct Figures {
     /// Keys.
     pub(super) kv_len: usize,
     /// Visible pairs, all heads and batch rows.
-    pub(super) pairs_total: u64,
+    pub(super) pairs_total: u128,
     /// Bytes of the forward pass.
     pub(super) forward: Bytes,
     /// Bytes of the backward pass: keys and values again, and gradients.
     pub(super) backward: Bytes,
     /// What each rank has to do.
     pub(super) per_rank: Vec<RankFigures>,
-    /// What each rank does in each step.
+    /// The steps of each rank; a document of many ranks has [`StepSums`] instead.
+    #[serde(skip)]
     pub(super) steps: Vec<StepFigures>,
     /// The same, as the picture needs it.
     #[serde(skip)]
     pub(super) route: Route,
     /// Every rank's rows.
     #[serde(skip)]
-    pub(super) coordinates: Coordinates,
+    pub(super) coordinates: RingShards,
 }
 
 /// Bytes of one pass.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub(super) struct Bytes {
     /// All ranks together.
-    pub(super) sent: u64,
+    pub(super) sent: u128,
     /// Of the full, untrimmed ring.
-    pub(super) full_ring: u64,
+    pub(super) full_ring: u128,
 }
 
 /// One rank.
@@ -65,13 +75,13 @@ pub(super) struct RankFigures {
     /// Key rows that it holds.
     pub(super) kv_rows: u64,
     /// Visible pairs of its queries, all heads and batch rows.
-    pub(super) pairs: u64,
+    pub(super) pairs: u128,
     /// The same over the mean of all ranks.
     pub(super) work_over_mean: f64,
     /// Payload bytes that it sends in a forward pass.
-    pub(super) bytes_sent: u64,
+    pub(super) bytes_sent: u128,
     /// Payload bytes that it sends in a backward pass.
-    pub(super) backward_bytes_sent: u64,
+    pub(super) backward_bytes_sent: u128,
 }
 
 /// One step.
@@ -81,6 +91,42 @@ pub(super) struct StepFigures {
     pub(super) step: usize,
     /// What each rank does in it.
     pub(super) ranks: Vec<StepOfRank>,
+}
+
+/// One step, summed over ranks.
+#[derive(Debug, Serialize)]
+struct StepSums {
+    /// Its number.
+    step: usize,
+    /// Visible pairs that all ranks compute.
+    pairs: u128,
+    /// Visible pairs that the busiest rank computes.
+    busiest_pairs: u128,
+    /// Blocks that are sent meanwhile.
+    blocks_sent: usize,
+    /// Their payload.
+    bytes_sent: u128,
+}
+
+/// The figures as a document.
+#[derive(Debug, Serialize)]
+struct Document<'a> {
+    #[serde(flatten)]
+    figures: &'a Figures,
+    /// Why the steps are sums, where they are.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    note: Option<String>,
+    steps: Steps<'a>,
+}
+
+/// The steps of a document.
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+enum Steps<'a> {
+    /// Rank by rank.
+    Detailed(&'a [StepFigures]),
+    /// Of more ranks than [`MOST_DETAILED_RANKS`].
+    Summed(Vec<StepSums>),
 }
 
 /// One step of one rank.
@@ -93,7 +139,7 @@ pub(super) struct StepOfRank {
     /// How many of the owner's rows are there.
     pub(super) rows: u64,
     /// Visible pairs that it computes.
-    pub(super) pairs: u64,
+    pub(super) pairs: u128,
     /// Blocks that it sends meanwhile.
     pub(super) sends: Vec<Send>,
 }
@@ -108,20 +154,37 @@ pub(super) struct Send {
     /// How many.
     pub(super) rows: u64,
     /// Payload.
-    pub(super) bytes: u64,
+    pub(super) bytes: u128,
 }
 
 impl Figures {
     /// Plans the ring of `spec`; `layout` is chosen from the mask if `None`.
-    pub(super) fn new(spec: &Spec, ranks: usize, layout: Option<&Layout>, mask: String) -> Self {
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for more queries than [`MOST_QUERIES`].
+    pub(super) fn new(
+        spec: &Spec,
+        ranks: usize,
+        layout: Option<&Layout>,
+        mask: String,
+    ) -> Result<Self> {
+        let queries = spec.dims.q_len as u64
+            * if spec.mask.per_head() { spec.dims.q_heads as u64 } else { 1 };
+        if queries > MOST_QUERIES {
+            return Err(Error::invalid(
+                "q_len",
+                spec.dims.q_len,
+                format!("at most {MOST_QUERIES}, which plan goes through one by one"),
+            ));
+        }
         let Choice { layout, route, .. } = Choice::auto(spec, ranks, layout, None);
-        let coordinates = Coordinates::plain(&spec.dims, spec.alignment, &layout, ranks);
+        let coordinates = RingShards::plain(&spec.dims, spec.alignment, &layout, ranks);
         let (heads, batch) = (spec.dims.q_heads, spec.dims.batch);
         let needs = Needs::of_queries(spec.mask.as_ref(), heads, batch, &coordinates);
         let schedule = Schedule::build(&needs, route, true);
         let work = Work::of(spec.mask.as_ref(), heads, batch, &coordinates);
-        let (block, gradient) = (spec.kv_record(), spec.gradient_record());
-        let forward = |traffic: Traffic| traffic.block_rows * block.bytes();
+        let (block, gradient) = (spec.kv_row_layout(), spec.gradient_row_layout());
+        let forward = |traffic: Traffic| traffic.block_rows * u128::from(block.bytes());
         let backward = |traffic: Traffic| traffic.bytes(&block, &gradient);
         let mean = work.total() as f64 / ranks as f64;
         let per_rank = (0..ranks).map(|rank| RankFigures {
@@ -134,9 +197,10 @@ impl Figures {
             backward_bytes_sent: backward(schedule.sent_by(rank)),
         });
         let full = Traffic::full_ring(&needs.held, true);
-        let pass = |of: &dyn Fn(Traffic) -> u64| Bytes { sent: of(schedule.sent()), full_ring: of(full) };
+        let pass =
+            |of: &dyn Fn(Traffic) -> u128| Bytes { sent: of(schedule.sent()), full_ring: of(full) };
         let forward_bytes = pass(&forward);
-        Self {
+        Ok(Self {
             ranks,
             layout: layout.name(),
             direction: route.name(),
@@ -151,29 +215,48 @@ impl Figures {
             forward: forward_bytes,
             backward: pass(&backward),
             per_rank: per_rank.collect(),
-            steps: (0..ranks).map(|step| StepFigures::new(step, &schedule, &work, block.bytes())).collect(),
+            steps: (0..ranks)
+                .map(|step| StepFigures::new(step, &schedule, &work, block.bytes()))
+                .collect(),
             route,
             coordinates,
-        }
+        })
     }
 
     /// Steps up to the last in which anything is computed or passed on; at least 1.
     pub(super) fn busy_steps(&self) -> usize {
-        let busy = |step: &StepFigures| step.ranks.iter().any(|at| at.pairs > 0 || (step.step > 0 && at.rows > 0));
+        let busy = |step: &StepFigures| {
+            step.ranks.iter().any(|at| at.pairs > 0 || (step.step > 0 && at.rows > 0))
+        };
         self.steps.iter().rposition(busy).map_or(1, |last| last + 1).min(self.steps.len())
+    }
+
+    /// True if every step of every rank is written and drawn.
+    pub(super) const fn is_detailed(&self) -> bool {
+        self.ranks <= MOST_DETAILED_RANKS
     }
 
     /// As JSON text.
     pub(super) fn json(&self) -> String {
+        let detailed = self.is_detailed();
+        let note = format!("steps are summed over ranks: more than {MOST_DETAILED_RANKS} ranks");
+        let steps = if detailed {
+            Steps::Detailed(&self.steps)
+        } else {
+            Steps::Summed(self.steps.iter().map(StepSums::of).collect())
+        };
+        let document = Document { figures: self, note: (!detailed).then_some(note), steps };
         // every number is finite and every key a string: nothing here can fail to be JSON
-        serde_json::to_string_pretty(self).map(|text| text + "\n").unwrap_or_default()
+        serde_json::to_string_pretty(&document).map(|text| text + "\n").unwrap_or_default()
     }
 
     /// The ring in a line.
     pub(super) fn title(&self) -> String {
-        let Self { mask, ranks, layout, .. } = self;
-        let (q_len, kv_len, plural) = (grouped(self.q_len), grouped(self.kv_len), if *ranks == 1 { "" } else { "s" });
-        format!("{mask} · {q_len} queries × {kv_len} keys · {ranks} rank{plural} · {layout} layout")
+        let Self { mask, layout, .. } = self;
+        let queries = counted(self.q_len as u64, "query", "queries");
+        let keys = counted(self.kv_len as u64, "key", "keys");
+        let ranks = counted(self.ranks as u64, "rank", "ranks");
+        format!("{mask} · {queries} × {keys} · {ranks} · {layout} layout")
     }
 
     /// How blocks go, in a line.
@@ -186,7 +269,7 @@ impl Figures {
         match self.hops {
             0 => "no hop: every rank has all that it needs".to_owned(),
             1 => format!("1 hop; {way}"),
-            hops => format!("{hops} hops; {way}"),
+            hops => format!("{} hops; {way}", grouped(hops as u64)),
         }
     }
 }
@@ -196,11 +279,28 @@ impl Bytes {
     pub(super) fn in_words(self) -> String {
         let Self { sent, full_ring } = self;
         let share = if full_ring > 0 {
-            format!(", {:.3} of the full ring's {}", sent as f64 / full_ring as f64, bytes(full_ring))
+            format!(
+                ", {:.3} of the full ring's {}",
+                sent as f64 / full_ring as f64,
+                bytes(full_ring)
+            )
         } else {
             String::new()
         };
         format!("{} sent{share}", bytes(sent))
+    }
+}
+
+impl StepSums {
+    fn of(step: &StepFigures) -> Self {
+        let sends = || step.ranks.iter().flat_map(|at| &at.sends);
+        Self {
+            step: step.step,
+            pairs: step.ranks.iter().map(|at| at.pairs).sum(),
+            busiest_pairs: step.ranks.iter().map(|at| at.pairs).max().unwrap_or_default(),
+            blocks_sent: sends().count(),
+            bytes_sent: sends().map(|send| send.bytes).sum(),
+        }
     }
 }
 
@@ -212,10 +312,16 @@ impl StepFigures {
                 to: message.peer,
                 owner: message.owner,
                 rows: message.rows.count(),
-                bytes: message.rows.count() * record_bytes,
+                bytes: u128::from(message.rows.count()) * u128::from(record_bytes),
             });
             let pairs = work.of_step(schedule.route, rank, step);
-            Some(StepOfRank { rank, owner: at.owner, rows: at.rows.count(), pairs, sends: sends.collect() })
+            Some(StepOfRank {
+                rank,
+                owner: at.owner,
+                rows: at.rows.count(),
+                pairs,
+                sends: sends.collect(),
+            })
         };
         Self { step, ranks: schedule.steps.iter().enumerate().filter_map(of_rank).collect() }
     }

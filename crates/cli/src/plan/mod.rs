@@ -12,11 +12,12 @@ use clap::Args;
 use crate::{
     arguments::{
         mask::MaskFlags,
-        values::{DTypeName, LayoutName, planned_ranks},
+        names,
+        values::{DTypeName, LayoutName, count as from_one, dim, planned_ranks, whole},
     },
-    failure::{Failure, Outcome},
+    failure::Outcome,
     file,
-    report::{bytes, count, say},
+    report::{bytes, count, grouped, say},
 };
 use figures::Figures;
 
@@ -25,42 +26,49 @@ const EXAMPLES: &str = "Examples:
   annulus plan --causal --window 4095,0 --q-len 1000000 --ranks 16 --svg ring.svg --json ring.json
   annulus plan --causal --q-len 131072 --ranks 64 --heads 32 --kv-heads 8 --dtype bf16 --json -";
 
-/// Shows who would attend what when, and predicts the bytes sent, without running anything
+/// Shows which rank would compute what in which step, and predicts the bytes sent, without running
+/// anything
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct PlanFlags {
     /// Queries
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = whole)]
     q_len: usize,
-    /// Keys; as many as queries if not said
-    #[arg(long, value_name = "N")]
+    /// Keys. Default: as many as queries
+    #[arg(long, value_name = "N", value_parser = whole)]
     kv_len: Option<usize>,
-    /// Ranks of the ring
+    /// Ranks of the ring, 1 to 1024
     #[arg(long, value_name = "P", value_parser = planned_ranks)]
     ranks: usize,
     /// How rows are dealt to ranks; auto chooses from the mask
     #[arg(long, value_enum, default_value = "auto")]
     layout: LayoutName,
     /// Batch rows
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value = "1", value_parser = from_one)]
     batch: usize,
     /// Query heads
-    #[arg(long, value_name = "N", default_value_t = 8)]
+    #[arg(long, value_name = "N", default_value = "8", value_parser = from_one)]
     heads: usize,
-    /// Key heads; as many as query heads if not said
-    #[arg(long, value_name = "N")]
+    /// Key heads. Default: as many as query heads
+    #[arg(long, value_name = "N", value_parser = from_one)]
     kv_heads: Option<usize>,
-    /// Dim of queries, keys and values
-    #[arg(long, value_name = "N", default_value_t = 64)]
+    /// Dim of queries and keys, 1 to 512
+    #[arg(long, value_name = "N", default_value = "64", value_parser = dim)]
     head_dim: usize,
+    /// Dim of values, 1 to 512. Default: that of queries
+    #[arg(long, value_name = "N", value_parser = dim)]
+    value_dim: Option<usize>,
     /// Element type of queries, keys and values
     #[arg(long, value_enum, default_value = "f32")]
     dtype: DTypeName,
-    /// Draw the picture: tile map, work of each rank, step timeline
+    /// Draw the picture: tile map, work of each rank, step timeline. A pipe, a device or /dev/stdout
+    /// is written into. Of more than 128 ranks the map is a sample and the timeline is drawn in
+    /// groups of ranks
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
-    /// Write the figures as JSON; `-` for standard output
-    #[arg(long, value_name = "FILE")]
+    /// Write the figures as JSON; `-`, /dev/stdout or no FILE for standard output, then without the
+    /// table. Of more than 128 ranks the steps are sums over ranks
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
     json: Option<PathBuf>,
     #[command(flatten)]
     mask: MaskFlags,
@@ -68,36 +76,55 @@ pub(crate) struct PlanFlags {
 
 /// Runs `annulus plan`.
 pub(crate) fn run(flags: &PlanFlags) -> Outcome {
-    let spec = flags.spec().map_err(Failure::of_flags)?;
-    let figures = Figures::new(&spec, flags.ranks, flags.layout.layout().as_ref(), flags.mask.describe());
+    flags.mask.check()?;
+    let dims = flags.dims();
+    let spec = flags.spec(dims).map_err(|error| names::of_flags(error, &dims, &[]))?;
+    let figures =
+        Figures::new(&spec, flags.ranks, flags.layout.layout().as_ref(), flags.mask.describe());
+    let figures = figures.map_err(|error| names::of_flags(error, &dims, &[]))?;
     let json = figures.json();
-    let to_standard_output = flags.json.as_deref() == Some(Path::new("-"));
-    if let Some(path) = flags.json.as_deref().filter(|_| !to_standard_output) {
+    let printed = flags.json.as_deref() == Some(Path::new("-"));
+    // nothing else goes where a text goes
+    let to_standard_output = printed
+        || [&flags.json, &flags.svg]
+            .into_iter()
+            .flatten()
+            .any(|path| file::is_standard_output(path));
+    if let Some(path) = flags.json.as_deref().filter(|_| !printed) {
         file::write_text(path, &json)?;
     }
     if let Some(path) = &flags.svg {
         file::write_text(path, &picture::draw(&spec, &figures))?;
     }
-    if to_standard_output {
+    if printed {
         say!("{}", json.trim_end());
-    } else {
+    } else if !to_standard_output {
         print(&figures);
     }
     Ok(())
 }
 
 impl PlanFlags {
-    fn spec(&self) -> annulus_core::Result<Spec> {
-        let dims = Dims {
+    fn dims(&self) -> Dims {
+        Dims {
             batch: self.batch,
             q_len: self.q_len,
             kv_len: self.kv_len.unwrap_or(self.q_len),
             q_heads: self.heads,
             kv_heads: self.kv_heads.unwrap_or(self.heads),
             head_dim: self.head_dim,
-            value_dim: self.head_dim,
-        };
+            value_dim: self.value_dim.unwrap_or(self.head_dim),
+        }
+    }
+
+    fn spec(&self, dims: Dims) -> annulus_core::Result<Spec> {
         self.mask.apply(Attention::new()).dtype(self.dtype.into()).spec(dims)
+    }
+
+    /// The files that flags name.
+    pub(crate) fn paths(&self) -> Vec<(&'static str, &Path)> {
+        let named = [("--svg", &self.svg), ("--json", &self.json)];
+        named.into_iter().filter_map(|(flag, path)| Some((flag, path.as_deref()?))).collect()
     }
 }
 
@@ -108,13 +135,22 @@ fn print(figures: &Figures) {
     say!("backward  {}", figures.backward.in_words());
     say!("work      the busiest rank has {:.3} times the mean", figures.work_max_over_mean);
     say!("");
-    say!("{:>5} {:>10} {:>10} {:>16} {:>7} {:>12} {:>12}", "rank", "queries", "keys", "pairs", "share", "sends fwd", "sends bwd");
+    say!(
+        "{:>5} {:>13} {:>13} {:>16} {:>7} {:>12} {:>12}",
+        "rank",
+        "queries",
+        "keys",
+        "pairs",
+        "share",
+        "sends fwd",
+        "sends bwd"
+    );
     for rank in &figures.per_rank {
         say!(
-            "{:>5} {:>10} {:>10} {:>16} {:>6.2}x {:>12} {:>12}",
+            "{:>5} {:>13} {:>13} {:>16} {:>6.2}x {:>12} {:>12}",
             rank.rank,
-            rank.q_rows,
-            rank.kv_rows,
+            grouped(rank.q_rows),
+            grouped(rank.kv_rows),
             count(rank.pairs as f64),
             rank.work_over_mean,
             bytes(rank.bytes_sent),

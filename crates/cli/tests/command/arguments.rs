@@ -11,12 +11,13 @@ fn bad_arguments_are_code_2_and_one_line() {
     Tensors::qkv([4, 2, 4], [4, 2, 4], 4).write(&folder.path("in.safetensors"));
     let attend = "attend --input in.safetensors --output out.safetensors";
     let cases = [
-        ("", "subcommand"),
         ("frobnicate", "frobnicate"),
         ("attend --output out.safetensors", "--input"),
         ("attend --input in.safetensors", "--output"),
         (&format!("{attend} --ranks 0"), "--ranks"),
-        (&format!("{attend} --ranks -1"), "-1"),
+        (&format!("{attend} --ranks -1"), "--ranks: got -1"),
+        (&format!("{attend} --ranks -inf"), "--ranks: got -inf"),
+        (&format!("{attend} --causal --quiet --json"), "--quiet"),
         (&format!("{attend} --ranks 1000000"), "--ranks"),
         (&format!("{attend} --threads 0"), "--threads"),
         (&format!("{attend} --threads 100000"), "--threads"),
@@ -34,7 +35,10 @@ fn bad_arguments_are_code_2_and_one_line() {
         (&format!("{attend} --dropout -0.5 --seed 1"), "--dropout"),
         (&format!("{attend} --seed 1"), "--dropout"),
         (&format!("{attend} --chunk 0"), "--chunk"),
-        (&format!("{attend} --first-visible -1 --window 1,1"), "-1"),
+        (&format!("{attend} --first-visible -1 --window 1,1"), "--first-visible: got -1"),
+        (&format!("{attend} --first-visible 3"), "--first-visible: got no --window"),
+        (&format!("{attend} --bias-order before"), "--bias-order: got no --soft-cap"),
+        ("plan --q-len 8 --ranks 2 --first-visible 3", "--first-visible: got no --window"),
         (&format!("{attend} --causal --prefix 3"), "--prefix"),
         (&format!("{attend} --deadline 0.5"), "--deadline"),
         (&format!("{attend} --layout spiral"), "--layout"),
@@ -50,23 +54,42 @@ fn bad_arguments_are_code_2_and_one_line() {
         ("plan --causal --ranks 4", "--q-len"),
         ("plan --q-len 8", "--ranks"),
         ("plan --q-len 8 --ranks 2000", "--ranks"),
-        ("plan --q-len 8 --ranks 2 --heads 0", "q_heads"),
-        ("plan --q-len 8 --ranks 2 --heads 3 --kv-heads 2", "q_heads"),
-        ("plan --q-len 8 --ranks 2 --head-dim 513", "head_dim"),
+        ("plan --q-len 8 --ranks 2 --heads 0", "--heads: got 0"),
+        (
+            "plan --q-len 8 --ranks 2 --heads 3 --kv-heads 2",
+            "--heads: got 3, want a multiple of --kv-heads (2)",
+        ),
+        ("plan --q-len 8 --ranks 2 --head-dim 513", "--head-dim: got 513"),
         ("bench --causal maybe", "--causal"),
         ("bench --what sideways", "--what"),
         ("bench --documents 8,8 --ns 16", "--documents"),
-        ("bench --heads 3 --kv-heads 2 --ns 8", "q_heads"),
-        ("make", "--out"),
-        ("make --out x.safetensors --heads 0", "q_heads"),
-        ("make --out x.safetensors --bias qk", "--bias"),
-        ("make --out x.safetensors --q-len 8 --documents 5,4", "--documents"),
-        ("make --out x.safetensors --sinks-count 2", "--sinks"),
+        (
+            "bench --heads 3 --kv-heads 2 --ns 8",
+            "--heads: got 3, want a multiple of --kv-heads (2)",
+        ),
+        ("make", "--output"),
+        ("make --output x.safetensors --heads 0", "--heads: got 0"),
+        ("make --output x.safetensors --bias qk", "--bias"),
+        ("make --output x.safetensors --q-len 8 --documents 5,4", "--documents"),
+        ("make --output x.safetensors --sinks-count 2", "--sinks"),
         ("demo --len 0", "--len"),
         ("bench --transport pigeon", "--transport"),
         ("bench --ranks 0", "--ranks"),
         ("doctor --transport pigeon", "--transport"),
+        ("demo --force", "--dir"),
+        ("bench --ds 513", "--ds: got 513"),
+        (
+            "make --output x.safetensors --batch 9223372036854775808",
+            "--batch: got 9223372036854775808",
+        ),
+        (
+            "plan --q-len 8 --ranks 2 --batch 9223372036854775808",
+            "--batch: got 9223372036854775808",
+        ),
+        ("make --output x.safetensors --mask 1.5", "--mask: got 1.5"),
+        ("completions tcsh", "SHELL"),
         ("trace split", "split"),
+        ("trace merge", "annulus trace merge --help"),
         ("doctor now", "now"),
     ];
     for (arguments, word) in cases {
@@ -81,19 +104,29 @@ fn what_this_build_has_not_is_named() {
     Tensors::qkv([4, 2, 4], [4, 2, 4], 4).write(&folder.path("in.safetensors"));
     let attend = "attend --input in.safetensors --output out.safetensors";
     #[cfg(not(feature = "cuda"))]
-    folder.run(&format!("{attend} --backend cuda")).failed(1, &["cuda", "not supported", "cpu", "--features cuda"]);
+    folder
+        .run(&format!("{attend} --backend cuda"))
+        .failed(1, &["cuda", "not supported", "cpu", "--features cuda"]);
     #[cfg(not(feature = "wgpu"))]
-    folder.run(&format!("{attend} --backend wgpu")).failed(1, &["wgpu", "not supported", "cpu", "--features wgpu"]);
+    folder
+        .run(&format!("{attend} --backend wgpu"))
+        .failed(1, &["wgpu", "not supported", "cpu", "--features wgpu"]);
     #[cfg(feature = "wgpu")]
-    folder.run(&format!("{attend} --backend wgpu --device 1000")).failed(1, &["wgpu device 1000", "this machine"]);
+    folder
+        .run(&format!("{attend} --backend wgpu --device 1000"))
+        .failed(1, &["wgpu device 1000", "this machine"]);
     folder.run(&format!("{attend} --device 0")).failed(2, &["--device", "no devices"]);
     #[cfg(not(feature = "mpi"))]
-    folder.run(&format!("{attend} --transport mpi")).failed(1, &["mpi", "threads", "--features mpi"]);
+    folder
+        .run(&format!("{attend} --transport mpi"))
+        .failed(1, &["mpi", "threads", "--features mpi"]);
     #[cfg(not(feature = "nccl"))]
     folder.run("check . --transport nccl").failed(1, &["nccl", "threads", "--features nccl"]);
     #[cfg(feature = "nccl")]
     for subcommand in ["check .", attend, "bench"] {
-        folder.run(&format!("{subcommand} --transport nccl")).failed(1, &["transport nccl", "backend cpu", "--backend cuda"]);
+        folder
+            .run(&format!("{subcommand} --transport nccl"))
+            .failed(1, &["transport nccl", "backend cpu", "--backend cuda"]);
     }
     assert_eq!(folder.names(), ["in.safetensors"]);
 }
@@ -101,8 +134,11 @@ fn what_this_build_has_not_is_named() {
 #[test]
 fn an_instruction_set_that_does_not_exist_is_refused_once_and_first() {
     let folder = Folder::new("instruction_set");
-    for arguments in ["attend --input none --output none", "check none", "bench", "demo", "doctor"] {
-        let said = Said::from(folder.command(arguments).env("ANNULUS_CPU_ISA", "abacus").output().unwrap());
+    for arguments in ["attend --input none --output none", "check none", "bench", "demo", "doctor"]
+    {
+        let said = Said::from(
+            folder.command(arguments).env("ANNULUS_CPU_ISA", "abacus").output().unwrap(),
+        );
         said.failed(2, &["ANNULUS_CPU_ISA", "abacus", "portable"]);
     }
     assert!(folder.names().is_empty());
@@ -111,11 +147,224 @@ fn an_instruction_set_that_does_not_exist_is_refused_once_and_first() {
 #[test]
 fn every_help_has_examples() {
     let folder = Folder::new("help");
-    for subcommand in ["", "attend", "check", "plan", "bench", "make", "demo", "doctor", "trace merge"] {
+    for subcommand in [
+        "",
+        "attend",
+        "check",
+        "plan",
+        "bench",
+        "make",
+        "demo",
+        "doctor",
+        "trace merge",
+        "completions",
+    ] {
         let said = folder.succeed(&format!("{subcommand} --help"));
-        assert!(said.out.contains("Example") && said.out.contains(&format!("annulus {subcommand}")), "{subcommand}");
+        assert!(
+            said.out.contains("Example") && said.out.contains(&format!("annulus {subcommand}")),
+            "{subcommand}"
+        );
     }
     assert!(folder.succeed("--version").out.starts_with("annulus "));
     let doctor = folder.succeed("doctor").out;
-    assert!(doctor.contains("backends") && doctor.contains("cpu") && doctor.contains("threads"), "{doctor}");
+    assert!(
+        doctor.contains("backends") && doctor.contains("cpu") && doctor.contains("threads"),
+        "{doctor}"
+    );
+}
+
+#[test]
+fn without_a_subcommand_there_is_help_and_code_2() {
+    let folder = Folder::new("no_subcommand");
+    for (arguments, word) in [("", "Commands:"), ("trace", "merge")] {
+        let said = folder.run(arguments);
+        assert_eq!((said.code, said.out.as_str()), (2, ""), "{said:?}");
+        assert!(said.err.contains("Usage: annulus") && said.err.contains(word), "{said:?}");
+    }
+}
+
+#[test]
+fn arguments_that_are_not_utf8_are_named() {
+    use std::{ffi::OsStr, os::unix::ffi::OsStrExt};
+    let folder = Folder::new("not_utf8");
+    for (arguments, word) in [
+        (&[&b"plan"[..], b"--q-len", b"\xff"][..], "--q-len: got "),
+        (&[b"plan", b"--svg", b"\xff", b"--q-len", b"8", b"--ranks=\xff"], "--ranks: got "),
+        (&[b"\xff"], "unrecognized subcommand"),
+    ] {
+        let mut command = folder.command("");
+        command.args(arguments.iter().map(|bytes| OsStr::from_bytes(bytes)));
+        Said::from(command.output().unwrap()).failed(2, &[word]);
+    }
+}
+
+#[test]
+fn an_error_that_a_flag_mends_names_the_flag() {
+    let folder = Folder::new("mended_by_a_flag");
+    folder.succeed("make --output in.safetensors --q-len 8 --heads 2 --head-dim 4 --sinks shared --sinks-count 2");
+    let attend = "attend --input in.safetensors --output out.safetensors";
+    let cases = [
+        (
+            format!("{attend} --backward --sinks shared"),
+            &["dout", "make --backward", "no --backward"][..],
+        ),
+        (attend.to_owned(), &["softmax_aux", "--sinks shared", "--sinks per-head"]),
+        (
+            format!("{attend} --soft-cap 3 --bias-order after --sinks shared"),
+            &["bias", "make --bias", "no --bias-order"],
+        ),
+        (
+            "attend --input nowhere.safetensors --output out.safetensors".to_owned(),
+            &["--input nowhere.safetensors: No such file"],
+        ),
+        (
+            "attend --input in.safetensors --output nowhere/out.safetensors --sinks shared"
+                .to_owned(),
+            &["--output nowhere/out.safetensors: "],
+        ),
+    ];
+    for (arguments, words) in cases {
+        folder.run(&arguments).failed(1, words);
+    }
+    assert_eq!(folder.names(), ["in.safetensors"]);
+}
+
+#[test]
+fn what_is_too_large_names_the_largest_length() {
+    let folder = Folder::new("too_large");
+    for (arguments, word) in [
+        ("bench --what fwd --ns 8 --ds 64 --batch 4294967296", "--batch 4294967296"),
+        ("bench --what fwd --ns 4294967296 --ds 512", "--ns 4294967296"),
+        ("make --output x.safetensors --kv-len 4294967296 --head-dim 512", "--kv-len 4294967296"),
+        ("demo --len 4294967296", "--len 4294967296"),
+    ] {
+        folder.run(arguments).failed(1, &[word]);
+    }
+    assert!(folder.names().is_empty());
+}
+
+#[test]
+fn threads_beyond_what_the_cores_run_are_refused() {
+    let folder = Folder::new("threads");
+    folder.succeed("make --output in.safetensors --q-len 256 --heads 1 --head-dim 4");
+    // 128 ranks of 33 threads are more than any machine may start
+    folder
+        .run("attend --input in.safetensors --output out.safetensors --ranks 128 --threads 33")
+        .failed(2, &["--threads: got 33", "128 ranks"]);
+    folder.run("bench --ranks 128 --threads 33").failed(2, &["--threads: got 33"]);
+    folder.succeed("attend --input in.safetensors --output out.safetensors --ranks 2 --threads 8");
+}
+
+#[test]
+fn names_of_flags_are_the_same_everywhere_and_old_ones_still_work() {
+    let folder = Folder::new("flag_names");
+    folder.succeed("make --output a.safetensors --q-len 8 --heads 1 --head-dim 4 --mask 1");
+    folder.succeed("make --out b.safetensors --q-len 8 --heads 1 --head-dim 4 --mask 1");
+    assert_eq!(
+        std::fs::read(folder.path("a.safetensors")).unwrap(),
+        std::fs::read(folder.path("b.safetensors")).unwrap()
+    );
+    folder.succeed("attend --in a.safetensors --out c.safetensors --trace traces");
+    folder.succeed("trace merge traces --output d.json");
+    folder.succeed("trace merge traces --out e.json");
+    let said = folder.succeed("bench --what fwd --ns 16 --ds 8 --heads 1 --causal");
+    assert!(said.out.lines().count() == 1 && said.out.contains("\"causal\":true"), "{said:?}");
+    for (help, words) in [
+        ("attend", &["1 to 128"][..]),
+        ("plan", &["1 to 1024", "--value-dim"]),
+        ("bench", &["1 to 128"]),
+        ("make", &["0 to 1"]),
+    ] {
+        let help = folder.succeed(&format!("{help} --help")).out;
+        assert!(
+            words.iter().all(|word| help.contains(word)) && !help.contains("--out <"),
+            "{help}"
+        );
+    }
+}
+
+#[test]
+fn quiet_says_nothing_and_json_is_one_object() {
+    let folder = Folder::new("quiet");
+    assert_eq!(
+        folder
+            .succeed(
+                "make --quiet --output in.safetensors --q-len 64 --heads 2 --head-dim 8 --backward"
+            )
+            .out,
+        ""
+    );
+    let attend = "attend --input in.safetensors --output out.safetensors --ranks 2 --backward --trace traces";
+    assert_eq!(folder.succeed(&format!("{attend} --quiet")).out, "");
+    assert_eq!(folder.succeed("trace merge traces --output all.json -q").out, "");
+    let summary: serde_json::Value =
+        serde_json::from_str(&folder.succeed(&format!("{attend} --json")).out).unwrap();
+    assert_eq!(
+        (&summary["ranks"], &summary["dtype"], &summary["output"]),
+        (&2.into(), &"f32".into(), &"out.safetensors".into())
+    );
+    assert_eq!(summary["visible_pairs"], 2.0 * 64.0 * 64.0);
+    let passes = summary["passes"].as_array().unwrap();
+    assert_eq!((&passes[0]["pass"], &passes[1]["pass"]), (&"forward".into(), &"backward".into()));
+    // one hop of half of the keys and values of each rank
+    assert_eq!(passes[0]["bytes_sent"], 64 * 2 * 2 * 8 * 4);
+    assert_eq!(passes[0]["bytes_predicted"], passes[0]["bytes_sent"]);
+    assert_eq!(passes[0]["per_rank"].as_array().unwrap().len(), 2);
+    let doctor: serde_json::Value =
+        serde_json::from_str(&folder.succeed("doctor --json").out).unwrap();
+    assert!(
+        doctor["annulus"][0].as_str().unwrap().starts_with(env!("CARGO_PKG_VERSION"))
+            && doctor["threads"].is_array(),
+        "{doctor}"
+    );
+}
+
+#[test]
+fn what_the_machine_has_is_printed_whatever_the_environment_forces() {
+    let folder = Folder::new("doctor_bogus");
+    let said =
+        Said::from(folder.command("doctor").env("ANNULUS_CPU_ISA", "bogus").output().unwrap());
+    said.failed(2, &["ANNULUS_CPU_ISA", "bogus"]);
+    assert!(said.out.contains("this machine can: ") && said.out.contains("transports"), "{said:?}");
+}
+
+#[test]
+fn the_demo_replaces_nothing_unasked() {
+    let folder = Folder::new("demo_replaces");
+    folder.succeed("demo --len 64 --ranks 2 --dir kept");
+    let first = std::fs::read(folder.path("kept/input.safetensors")).unwrap();
+    folder
+        .run("demo --len 32 --ranks 2 --dir kept")
+        .failed(2, &["--dir", "kept/input.safetensors", "--force"]);
+    assert_eq!(std::fs::read(folder.path("kept/input.safetensors")).unwrap(), first);
+    folder.succeed("demo --len 32 --ranks 2 --dir kept --force");
+    assert_ne!(std::fs::read(folder.path("kept/input.safetensors")).unwrap(), first);
+}
+
+#[test]
+fn completions_know_every_flag() {
+    let folder = Folder::new("completions");
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let script = folder.succeed(&format!("completions {shell}")).out;
+        assert!(
+            ["attend", "deadline", "sinks-count", "merge"].iter().all(|word| script.contains(word)),
+            "{shell}"
+        );
+    }
+}
+
+#[test]
+fn the_version_names_the_commit_where_the_build_knew_it() {
+    let folder = Folder::new("version");
+    let version = folder.succeed("--version").out;
+    let package = concat!("annulus ", env!("CARGO_PKG_VERSION"));
+    let commit = version.trim().strip_prefix(package).unwrap();
+    let in_repository =
+        std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.git").exists();
+    let is_commit = commit.len() == 15
+        && commit.starts_with(" (")
+        && commit[2..14].bytes().all(|digit| digit.is_ascii_hexdigit());
+    assert!(is_commit || (commit.is_empty() && !in_repository), "{version}");
+    let doctor = folder.succeed("doctor").out;
+    assert!(doctor.contains(version.trim().strip_prefix("annulus ").unwrap()), "{doctor}");
 }

@@ -1,15 +1,16 @@
 //! `attend` from file to file, held to the oracle.
 
-use annulus::{Attention, BiasOrder};
+use annulus::{Attention, BiasOrder, SinkShape};
 use annulus_core::{Batch, DType, DenseMask, Dims, oracle};
 use ndarray::{Array, Array2, Array3, Array4};
 
 use crate::{files::Tensors, support::Folder};
 
 /// Everything that a made file can have.
-const MAKE: &str = "make --out in.safetensors --batch 2 --q-len 23 --kv-len 29 --heads 4 --kv-heads 2 --head-dim 6 --value-dim 5 --backward \
+const MAKE: &str = "make --output in.safetensors --batch 2 --q-len 23 --kv-len 29 --heads 4 --kv-heads 2 --head-dim 6 --value-dim 5 --backward \
                     --bias 1h1k --sinks per-head --sinks-count 2 --mask 0.7 --segments 3";
-const DIMS: Dims = Dims { batch: 2, q_len: 23, kv_len: 29, q_heads: 4, kv_heads: 2, head_dim: 6, value_dim: 5 };
+const DIMS: Dims =
+    Dims { batch: 2, q_len: 23, kv_len: 29, q_heads: 4, kv_heads: 2, head_dim: 6, value_dim: 5 };
 
 fn array4(file: &Tensors, name: &str) -> Array4<f64> {
     let shape = &file.all[name].1;
@@ -35,8 +36,15 @@ fn batch(file: &Tensors) -> Batch {
 
 /// What the oracle makes of the file, by the names of the output.
 fn expected(file: &Tensors, attention: &Attention) -> Vec<(&'static str, Vec<f64>)> {
-    let spec = attention.clone().dtype(DType::F64).bias([1, 4, 1, 29]).sinks_per_head(2).spec(DIMS).unwrap();
-    let (batch, q, k, v) = (batch(file), array4(file, "query"), array4(file, "key"), array4(file, "value"));
+    let spec = attention
+        .clone()
+        .dtype(DType::F64)
+        .bias([1, 4, 1, 29])
+        .softmax_aux(SinkShape::per_head(2))
+        .spec(DIMS)
+        .unwrap();
+    let (batch, q, k, v) =
+        (batch(file), array4(file, "query"), array4(file, "key"), array4(file, "value"));
     let (bias, dout) = (array4(file, "bias"), array4(file, "dout"));
     let sinks = Array2::from_shape_vec([4, 2], file.numbers("softmax_aux")).unwrap();
     let dlse = Array3::from_shape_vec([2, 4, 23], file.numbers("dlse")).unwrap();
@@ -72,7 +80,10 @@ fn same(got: &Tensors, want: &[(&'static str, Vec<f64>)], tolerance: f64) {
         let got = got.numbers(name);
         assert_eq!(got.len(), want.len(), "{name}");
         for (got, want) in got.iter().zip(want) {
-            assert!(got == want || (got - want).abs() <= tolerance * want.abs().max(1.0), "{name}: {got} for {want}");
+            assert!(
+                got == want || (got - want).abs() <= tolerance * want.abs().max(1.0),
+                "{name}: {got} for {want}"
+            );
         }
     }
     assert_eq!(got.all.len(), want.len());
@@ -84,27 +95,43 @@ fn every_flag_reaches_the_result() {
     folder.succeed(MAKE);
     let file = Tensors::read(&folder.path("in.safetensors"));
     let attend = "attend --input in.safetensors --output out.safetensors --sinks per-head --backward --dtype f64";
-    let window = || Attention::new().causal().window(9, None).first_visible(2);
+    let window = || Attention::new().causal(true).sliding_window(9, None).attention_sink_size(2);
     let cases = [
         (attend.to_owned(), Attention::new()),
         (format!("{attend} --causal --window 9,none --first-visible 2 --ranks 3"), window()),
         (
             format!("{attend} --chunk 8 --scale -0.3 --soft-cap 2 --ranks 4 --layout zigzag"),
-            Attention::new().chunk(8).scale(-0.3).soft_cap(2.0),
+            Attention::new().chunk_size(8).softmax_scale(-0.3).logits_soft_cap(2.0),
         ),
         (
-            format!("{attend} --soft-cap 1.5 --bias-order before --ranks 2 --layout striped --threads 2"),
-            Attention::new().soft_cap(1.5).bias_order(BiasOrder::BeforeSoftCap),
+            format!(
+                "{attend} --soft-cap 1.5 --bias-order before --ranks 2 --layout striped --threads 2"
+            ),
+            Attention::new().logits_soft_cap(1.5).bias_order(BiasOrder::BeforeSoftCap),
         ),
-        (format!("{attend} --causal --align bottom-right --ranks 5"), Attention::new().causal().align(annulus::Alignment::BottomRight)),
-        (format!("{attend} --dropout 0.3 --seed 77 --ranks 3 --layout contiguous"), Attention::new().dropout(0.3, 77)),
-        (format!("{attend} --unnormalized --prefix 7 --ranks 2"), Attention::new().unnormalized().prefix(7)),
-        (format!("{attend} --causal --ranks 40"), Attention::new().causal()),
+        (
+            format!("{attend} --causal --align bottom-right --ranks 5"),
+            Attention::new().causal(true).align(annulus::Alignment::BottomRight),
+        ),
+        (
+            format!("{attend} --dropout 0.3 --seed 77 --ranks 3 --layout contiguous"),
+            Attention::new().dropout(0.3, 77),
+        ),
+        (
+            format!("{attend} --unnormalized --prefix 7 --ranks 2"),
+            Attention::new().unnormalized(true).prefix_len(7),
+        ),
+        (format!("{attend} --causal --ranks 40"), Attention::new().causal(true)),
     ];
     for (arguments, attention) in cases {
         let said = folder.succeed(&arguments);
         same(&Tensors::read(&folder.path("out.safetensors")), &expected(&file, &attention), 1e-10);
-        assert!(said.out.contains("forward") && said.out.contains("backward") && said.out.contains("wrote out.safetensors"), "{said:?}");
+        assert!(
+            said.out.contains("forward")
+                && said.out.contains("backward")
+                && said.out.contains("wrote out.safetensors"),
+            "{said:?}"
+        );
         assert_eq!(folder.names(), ["in.safetensors", "out.safetensors"]);
     }
 }
@@ -113,8 +140,11 @@ fn every_flag_reaches_the_result() {
 fn element_types_are_converted_on_reading() {
     let folder = Folder::new("attend_types");
     folder.succeed(MAKE);
-    let want = expected(&Tensors::read(&folder.path("in.safetensors")), &Attention::new().causal());
-    for (dtype, name, tolerance) in [("f32", "F32", 1e-4), ("bf16", "BF16", 0.15), ("f16", "F16", 0.05)] {
+    let want =
+        expected(&Tensors::read(&folder.path("in.safetensors")), &Attention::new().causal(true));
+    for (dtype, name, tolerance) in
+        [("f32", "F32", 1e-4), ("bf16", "BF16", 0.15), ("f16", "F16", 0.05)]
+    {
         let flags = format!("--causal --backward --sinks per-head --dtype {dtype} --ranks 3");
         folder.succeed(&format!("attend --input in.safetensors --output out.safetensors {flags}"));
         let got = Tensors::read(&folder.path("out.safetensors"));
@@ -129,26 +159,34 @@ fn element_types_are_converted_on_reading() {
 #[test]
 fn bytes_sent_are_those_predicted_and_the_file_may_replace_its_input() {
     let folder = Folder::new("attend_bytes");
-    folder.succeed("make --out x.safetensors --q-len 64 --heads 2 --head-dim 8");
+    folder.succeed("make --output x.safetensors --q-len 64 --heads 2 --head-dim 8");
     let said = folder.succeed("attend --input x.safetensors --output x.safetensors --causal --ranks 4 --layout zigzag --trace traces");
     // 3 hops of 3/4 of 64 rows of keys and values
     let bytes = 64 * 3 * 3 / 4 * 2 * 2 * 8 * 4;
-    assert!(said.out.contains(&format!("sent {bytes} bytes of {bytes} predicted")), "{said:?}");
+    assert_eq!(bytes, 18 << 10);
+    assert!(said.out.contains("sent 18.0 KiB (18 432 bytes) as predicted"), "{said:?}");
     assert_eq!(folder.names(), ["traces", "x.safetensors"]);
     assert!(Tensors::read(&folder.path("x.safetensors")).all.contains_key("out"));
     for rank in 0..4 {
         let trace = std::fs::read(folder.path(&format!("traces/rank-{rank}.json"))).unwrap();
         let trace: serde_json::Value = serde_json::from_slice(&trace).unwrap();
-        assert!(trace["traceEvents"].as_array().unwrap().iter().any(|event| event["name"] == "forward"));
+        assert!(
+            trace["traceEvents"].as_array().unwrap().iter().any(|event| event["name"] == "forward")
+        );
     }
 }
 
 #[test]
 fn lengths_may_be_zero_and_strangers_are_noted() {
     let folder = Folder::new("attend_empty");
-    Tensors::qkv([0, 2, 4], [5, 2, 4], 4).f32("querry", &[1], |_| 0.0).write(&folder.path("in.safetensors"));
+    Tensors::qkv([0, 2, 4], [5, 2, 4], 4)
+        .f32("querry", &[1], |_| 0.0)
+        .write(&folder.path("in.safetensors"));
     let said = folder.run("attend --input in.safetensors --output out.safetensors --ranks 2");
-    assert_eq!((said.code, said.err.as_str()), (0, "annulus: note: not an input, left alone: querry\n"));
+    assert_eq!(
+        (said.code, said.err.as_str()),
+        (0, "annulus: note: in.safetensors: not an input, left alone: querry\n")
+    );
     assert_eq!(Tensors::read(&folder.path("out.safetensors")).all["out"].1, [1, 0, 2, 4]);
     Tensors::qkv([3, 2, 4], [0, 2, 4], 4).write(&folder.path("in.safetensors"));
     folder.succeed("attend --input in.safetensors --output out.safetensors --ranks 2");
@@ -163,5 +201,8 @@ fn the_demo_verifies_itself() {
     let said = folder.succeed("demo --len 300 --ranks 3 --dir kept");
     assert!(said.out.contains("verified 128 rows") && said.out.contains("3 ranks"), "{said:?}");
     assert_eq!(folder.names(), ["kept"]);
-    assert_eq!(Tensors::read(&folder.path("kept/output.safetensors")).all["out"].1, [1, 300, 8, 64]);
+    assert_eq!(
+        Tensors::read(&folder.path("kept/output.safetensors")).all["out"].1,
+        [1, 300, 8, 64]
+    );
 }

@@ -10,7 +10,8 @@ use crate::{
     support::{Folder, Said},
 };
 
-const DIMS: Dims = Dims { batch: 1, q_len: 7, kv_len: 5, q_heads: 2, kv_heads: 1, head_dim: 4, value_dim: 3 };
+const DIMS: Dims =
+    Dims { batch: 1, q_len: 7, kv_len: 5, q_heads: 2, kv_heads: 1, head_dim: 4, value_dim: 3 };
 
 /// A causal case, in which the bottom-right alignment leaves two rows that see nothing.
 fn case(id: &str) -> Value {
@@ -29,12 +30,29 @@ fn case(id: &str) -> Value {
 }
 
 fn tensors() -> Tensors {
-    let file = Tensors::qkv([7, 2, 4], [5, 1, 4], 3).f32("dout", &[1, 7, 2, 3], |index| (index as f32).cos());
-    let array = |name: &str, shape: [usize; 4]| Array4::from_shape_vec(shape, file.numbers(name)).unwrap();
-    let spec = Attention::new().dtype(DType::F64).causal().scale(0.7).align(annulus::Alignment::BottomRight).spec(DIMS).unwrap();
-    let (q, k, v) = (array("query", [1, 7, 2, 4]), array("key", [1, 5, 1, 4]), array("value", [1, 5, 1, 3]));
+    let file = Tensors::qkv([7, 2, 4], [5, 1, 4], 3)
+        .f32("dout", &[1, 7, 2, 3], |index| (index as f32).cos());
+    let array =
+        |name: &str, shape: [usize; 4]| Array4::from_shape_vec(shape, file.numbers(name)).unwrap();
+    let spec = Attention::new()
+        .dtype(DType::F64)
+        .causal(true)
+        .softmax_scale(0.7)
+        .align(annulus::Alignment::BottomRight)
+        .spec(DIMS)
+        .unwrap();
+    let (q, k, v) =
+        (array("query", [1, 7, 2, 4]), array("key", [1, 5, 1, 4]), array("value", [1, 5, 1, 3]));
     let (dout, batch) = (array("dout", [1, 7, 2, 3]), Batch::default());
-    let problem = oracle::Problem { spec: &spec, batch: &batch, q: q.view(), k: k.view(), v: v.view(), bias: None, sinks: None };
+    let problem = oracle::Problem {
+        spec: &spec,
+        batch: &batch,
+        q: q.view(),
+        k: k.view(),
+        v: v.view(),
+        bias: None,
+        sinks: None,
+    };
     let forward = oracle::forward(&problem).unwrap();
     let backward = oracle::backward(&problem, dout.view(), None).unwrap();
     assert_eq!(forward.lse[[0, 0, 1]], f64::NEG_INFINITY);
@@ -50,6 +68,14 @@ fn write(folder: &Folder, cases: &[Value]) {
     std::fs::write(folder.path("index.json"), index.to_string()).unwrap();
 }
 
+/// A folder `cases` with one case that passes.
+pub(crate) fn write_cases(folder: &Folder) {
+    std::fs::create_dir(folder.path("cases")).unwrap();
+    let index = json!({ "format": "annulus-cases-1", "cases": [case("one")] });
+    std::fs::write(folder.path("cases/index.json"), index.to_string()).unwrap();
+    tensors().write(&folder.path("cases/one.safetensors"));
+}
+
 #[track_caller]
 fn ends(said: &Said, code: i32, last: &str) {
     assert_eq!((said.code, said.out.lines().last()), (code, Some(last)), "{said:?}");
@@ -63,7 +89,11 @@ fn right_cases_pass_on_every_ring() {
     tensors().write(&folder.path("two.safetensors"));
     // 5 rank counts, 3 layouts, 2 types
     ends(&folder.succeed("check ."), 0, "60 passed, 0 failed");
-    ends(&folder.succeed("check . --case o?e --ranks 1,33 --layout auto --dtype f64"), 0, "2 passed, 0 failed");
+    ends(
+        &folder.succeed("check . --case o?e --ranks 1,33 --layout auto --dtype f64"),
+        0,
+        "2 passed, 0 failed",
+    );
     ends(&folder.run("check . --case three"), 1, "0 passed, 0 failed");
 }
 
@@ -77,7 +107,12 @@ fn wrong_arrays_are_told_with_error_and_tolerance() {
     tensors().f64("dk", &[1, 5, 1, 4], off).write(&folder.path("one.safetensors"));
     let said = folder.run(flags);
     ends(&said, 1, "0 passed, 1 failed");
-    assert!(said.out.starts_with("FAIL one ranks=2 layout=zigzag dtype=f64: dk error 5.000e-1 tolerance 1.000e-4\n"), "{said:?}");
+    assert!(
+        said.out.starts_with(
+            "FAIL one ranks=2 layout=zigzag dtype=f64: dk error 5.000e-1 tolerance 1.000e-4\n"
+        ),
+        "{said:?}"
+    );
     assert_eq!(said.out.lines().count(), 2);
     // −∞ where a number is right, and a number where −∞ is
     let mut lse = tensors().numbers("lse");
@@ -133,7 +168,8 @@ fn folders_without_an_index_are_refused() {
     folder.run("check .").failed(1, &["index.json", "No such file"]);
     std::fs::write(folder.path("index.json"), "{").unwrap();
     folder.run("check .").failed(1, &["index.json", "no index of cases"]);
-    std::fs::write(folder.path("index.json"), r#"{"format":"annulus-cases-9","cases":[]}"#).unwrap();
+    std::fs::write(folder.path("index.json"), r#"{"format":"annulus-cases-9","cases":[]}"#)
+        .unwrap();
     folder.run("check .").failed(1, &["annulus-cases-9", "annulus-cases-1"]);
     write(&folder, &[]);
     ends(&folder.run("check ."), 1, "0 passed, 0 failed");

@@ -6,8 +6,12 @@ use crate::support::{Folder, Said};
 
 /// The functions that are asked for: their names in the tables.
 fn names(table: &str, prefix: &str) -> Vec<String> {
-    let after = |line: &str| line.split_once(" = ").map(|(_, right)| right.split('(').next().unwrap_or_default().to_owned());
-    let names: Vec<String> = table.lines().filter_map(after).filter(|name| name.starts_with(prefix)).collect();
+    let after = |line: &str| {
+        line.split_once(" = ")
+            .map(|(_, right)| right.split('(').next().unwrap_or_default().to_owned())
+    };
+    let names: Vec<String> =
+        table.lines().filter_map(after).filter(|name| name.starts_with(prefix)).collect();
     assert!(names.len() > 10, "{prefix}: {names:?}");
     names
 }
@@ -17,14 +21,26 @@ const TABLES: &str = include_str!("../../../device-cuda/src/symbols.rs");
 /// A driver that has a GPU of compute capability 9.0 and does nothing.
 const DRIVER: [(&str, &str); 3] = [
     ("cuDeviceGetCount", "int cuDeviceGetCount(int *count) { *count = 1; return 0; }"),
-    ("cuDeviceGetName", "int cuDeviceGetName(char *name) { name[0] = 'X'; name[1] = 0; return 0; }"),
-    ("cuDeviceGetAttribute", "int cuDeviceGetAttribute(int *value, int which) { *value = which == 75 ? 9 : 0; return 0; }"),
+    (
+        "cuDeviceGetName",
+        "int cuDeviceGetName(char *name) { name[0] = 'X'; name[1] = 0; return 0; }",
+    ),
+    (
+        "cuDeviceGetAttribute",
+        "int cuDeviceGetAttribute(int *value, int which) { *value = which == 75 ? 9 : 0; return 0; }",
+    ),
 ];
 
 /// A compiler that knows that GPU, and does nothing.
 const COMPILER: [(&str, &str); 3] = [
-    ("nvrtcVersion", "int nvrtcVersion(int *major, int *minor) { *major = 13; *minor = 0; return 0; }"),
-    ("nvrtcGetNumSupportedArchs", "int nvrtcGetNumSupportedArchs(int *count) { *count = 1; return 0; }"),
+    (
+        "nvrtcVersion",
+        "int nvrtcVersion(int *major, int *minor) { *major = 13; *minor = 0; return 0; }",
+    ),
+    (
+        "nvrtcGetNumSupportedArchs",
+        "int nvrtcGetNumSupportedArchs(int *count) { *count = 1; return 0; }",
+    ),
     ("nvrtcGetSupportedArchs", "int nvrtcGetSupportedArchs(int *list) { *list = 90; return 0; }"),
 ];
 
@@ -37,7 +53,15 @@ impl Machine {
     /// A machine that has none of these libraries.
     fn new(name: &str) -> Self {
         let folder = Folder::new(name);
-        for library in ["libcuda.so.1", "libcuda.so", "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so", "libnccl.so.2", "libnccl.so"] {
+        for library in [
+            "libcuda.so.1",
+            "libcuda.so",
+            "libnvrtc.so.13",
+            "libnvrtc.so.12",
+            "libnvrtc.so",
+            "libnccl.so.2",
+            "libnccl.so",
+        ] {
             // no library, and found before any real one
             fs::write(folder.path(library), "").unwrap();
         }
@@ -55,7 +79,12 @@ impl Machine {
         }
         let (from, to) = (self.folder.path("library.c"), self.folder.path(library));
         fs::write(&from, source).unwrap();
-        let compiled = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&to).arg(&from).output().unwrap();
+        let compiled = Command::new("cc")
+            .args(["-shared", "-fPIC", "-o"])
+            .arg(&to)
+            .arg(&from)
+            .output()
+            .unwrap();
         assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
         self
     }
@@ -69,14 +98,23 @@ impl Machine {
     }
 
     fn run(&self, arguments: &str) -> Said {
-        Said::from(self.folder.command(arguments).env("LD_LIBRARY_PATH", self.folder.path(".")).output().unwrap())
+        Said::from(
+            self.folder
+                .command(arguments)
+                .env("LD_LIBRARY_PATH", self.folder.path("."))
+                .output()
+                .unwrap(),
+        )
     }
 
     /// Computing on its GPU fails with this, and the doctor says the same.
     fn lacks(&self, what: &str) {
         self.run("bench --backend cuda --ns 8").failed(1, &[what]);
         let doctor = self.run("doctor").out;
-        assert!(doctor.lines().any(|line| line.starts_with("cuda ") && line.ends_with(what)), "{what}: {doctor}");
+        assert!(
+            doctor.lines().any(|line| line.starts_with("cuda ") && line.ends_with(what)),
+            "{what}: {doctor}"
+        );
     }
 }
 
@@ -84,26 +122,35 @@ impl Machine {
 fn what_a_machine_lacks_is_one_line_of_its_own() {
     let this_machine = |what: &str| format!("CUDA is not supported by this machine: {what}");
     Machine::new("cuda_no_driver").lacks(&this_machine("no driver (libcuda.so.1 was not found)"));
-    let without_launch: Vec<String> = names(TABLES, "cu").into_iter().filter(|name| name != "cuLaunchKernel").collect();
+    let without_launch: Vec<String> =
+        names(TABLES, "cu").into_iter().filter(|name| name != "cuLaunchKernel").collect();
     Machine::new("cuda_old_driver")
         .with("libcuda.so.1", &without_launch, &DRIVER)
         .lacks(&this_machine("its library has no cuLaunchKernel"));
-    Machine::new("cuda_no_gpu").with_driver(&[("cuInit", "int cuInit() { return 100; }")]).lacks(&this_machine("no GPU"));
+    Machine::new("cuda_no_gpu")
+        .with_driver(&[("cuInit", "int cuInit() { return 100; }")])
+        .lacks(&this_machine("no GPU"));
     Machine::new("cuda_old_gpu")
         .with_driver(&[(
             "cuDeviceGetAttribute",
             "int cuDeviceGetAttribute(int *value, int which) { *value = which == 75 ? 7 : 5; return 0; }",
         )])
         .lacks(&this_machine("X has compute capability 7.5, 8.0 or newer is needed"));
-    Machine::new("cuda_no_compiler").with_driver(&[]).lacks(&this_machine("no run-time compiler (libnvrtc.so was not found)"));
-    let without_cubin: Vec<String> = names(TABLES, "nvrtc").into_iter().filter(|name| name != "nvrtcGetCUBIN").collect();
+    Machine::new("cuda_no_compiler")
+        .with_driver(&[])
+        .lacks(&this_machine("no run-time compiler (libnvrtc.so was not found)"));
+    let without_cubin: Vec<String> =
+        names(TABLES, "nvrtc").into_iter().filter(|name| name != "nvrtcGetCUBIN").collect();
     Machine::new("cuda_old_compiler")
         .with_driver(&[])
         .with("libnvrtc.so.13", &without_cubin, &COMPILER)
         .lacks(&this_machine("its library has no nvrtcGetCUBIN"));
     Machine::new("cuda_new_compiler")
         .with_driver(&[])
-        .with_compiler(&[("nvrtcGetSupportedArchs", "int nvrtcGetSupportedArchs(int *list) { *list = 100; return 0; }")])
+        .with_compiler(&[(
+            "nvrtcGetSupportedArchs",
+            "int nvrtcGetSupportedArchs(int *list) { *list = 100; return 0; }",
+        )])
         .lacks("compute capability 9.0 is not supported by NVRTC 13.0");
 }
 
@@ -111,8 +158,14 @@ fn what_a_machine_lacks_is_one_line_of_its_own() {
 fn what_a_machine_has_is_said_by_the_doctor() {
     let machine = Machine::new("cuda_all").with_driver(&[]).with_compiler(&[]);
     let doctor = machine.run("doctor").out;
-    assert!(doctor.lines().any(|line| line.starts_with("cuda ") && line.ends_with("X, compute capability 9.0, NVRTC 13.0")), "{doctor}");
-    machine.run("bench --backend cuda --device 1 --ns 8").failed(1, &["device: got 1", "a GPU's number, below 1"]);
+    assert!(
+        doctor.lines().any(|line| line.starts_with("cuda ")
+            && line.ends_with("X, compute capability 9.0, NVRTC 13.0")),
+        "{doctor}"
+    );
+    machine
+        .run("bench --backend cuda --device 1 --ns 8")
+        .failed(1, &["device: got 1", "a GPU's number, below 1"]);
 }
 
 #[cfg(feature = "nccl")]
@@ -120,16 +173,32 @@ fn what_a_machine_has_is_said_by_the_doctor() {
 fn a_machine_whose_nccl_will_not_do_is_told_so() {
     const TABLE: &str = include_str!("../../../device-cuda/src/nccl.rs");
     let bench = "bench --backend cuda --transport nccl --ns 8 --ranks 2";
-    let version = |number: u32| format!("int ncclGetVersion(int *version) {{ *version = {number}; return 0; }}");
+    let version = |number: u32| {
+        format!("int ncclGetVersion(int *version) {{ *version = {number}; return 0; }}")
+    };
     let machine = Machine::new("nccl_none").with_driver(&[]).with_compiler(&[]);
-    machine.run(bench).failed(1, &["NCCL is not supported by this machine: no library (libnccl.so.2 was not found)"]);
-    let without_recv: Vec<String> = names(TABLE, "nccl").into_iter().filter(|name| name != "ncclRecv").collect();
+    machine.run(bench).failed(
+        1,
+        &["NCCL is not supported by this machine: no library (libnccl.so.2 was not found)"],
+    );
+    let without_recv: Vec<String> =
+        names(TABLE, "nccl").into_iter().filter(|name| name != "ncclRecv").collect();
     let machine = machine.with("libnccl.so.2", &without_recv, &[]);
-    machine.run(bench).failed(1, &["NCCL is not supported by this machine: its library has no ncclRecv"]);
-    let machine = machine.with("libnccl.so.2", &names(TABLE, "nccl"), &[("ncclGetVersion", &version(21200))]);
+    machine
+        .run(bench)
+        .failed(1, &["NCCL is not supported by this machine: its library has no ncclRecv"]);
+    let machine =
+        machine.with("libnccl.so.2", &names(TABLE, "nccl"), &[("ncclGetVersion", &version(21200))]);
     machine.run(bench).failed(1, &["its version is 21200, 21400 or newer is needed"]);
-    let machine = machine.with("libnccl.so.2", &names(TABLE, "nccl"), &[("ncclGetVersion", &version(22809))]);
-    machine.run(bench).failed(1, &["rank 1 without a GPU of its own", "this machine, which has 1", "--transport threads"]);
+    let machine =
+        machine.with("libnccl.so.2", &names(TABLE, "nccl"), &[("ncclGetVersion", &version(22809))]);
+    machine.run(bench).failed(
+        1,
+        &["rank 1 without a GPU of its own", "this machine, which has 1", "--transport threads"],
+    );
     let doctor = machine.run("doctor").out;
-    assert!(doctor.lines().any(|line| line.starts_with("nccl ") && line.ends_with("version 22809")), "{doctor}");
+    assert!(
+        doctor.lines().any(|line| line.starts_with("nccl ") && line.ends_with("version 22809")),
+        "{doctor}"
+    );
 }

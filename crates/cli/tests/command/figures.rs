@@ -17,7 +17,10 @@ fn predicted_bytes_are_those_of_the_theory() {
     let folder = Folder::new("plan_bytes");
     let contiguous = plan(&folder, "--causal --q-len 4096 --ranks 8 --layout contiguous");
     assert_eq!(share(&contiguous), 0.5);
-    assert_eq!((&contiguous["direction"], contiguous["hops"].as_u64()), (&Value::from("relay-up"), Some(7)));
+    assert_eq!(
+        (&contiguous["direction"], contiguous["hops"].as_u64()),
+        (&Value::from("relay-up"), Some(7))
+    );
     let zigzag = plan(&folder, "--causal --q-len 4096 --ranks 8 --layout zigzag");
     assert_eq!(share(&zigzag), 0.75);
     assert_eq!(zigzag["direction"], "relay-down");
@@ -31,11 +34,35 @@ fn predicted_bytes_are_those_of_the_theory() {
 }
 
 #[test]
+fn sums_past_64_bits_do_not_saturate() {
+    let folder = Folder::new("plan_large_sums");
+    let flags = "--q-len 1000000 --ranks 8 --batch 100000000 --heads 1";
+    let figures = plan(&folder, flags);
+    assert_eq!(figures["work_max_over_mean"], 1.0);
+    assert_eq!(figures["pairs_total"].as_f64(), Some(1e20));
+    // seven hops of 10⁸ · 10⁶ rows of 2 · 64 elements of 4 bytes
+    let bytes = [&figures["bytes_sent_total"], &figures["forward"]["full_ring"]];
+    assert!(bytes.iter().all(|bytes| bytes.as_f64() == Some(7e14 * 512.0)), "{bytes:?}");
+    let said = folder.succeed(&format!("plan {flags}"));
+    assert!(said.out.contains("the busiest rank has 1.000 times the mean"), "{}", said.out);
+}
+
+#[test]
 fn the_figures_add_up() {
     let folder = Folder::new("plan_sums");
-    let plan = plan(&folder, "--causal --q-len 1000 --kv-len 1200 --ranks 5 --heads 4 --kv-heads 2 --head-dim 8 --dtype bf16");
+    let plan = plan(
+        &folder,
+        "--causal --q-len 1000 --kv-len 1200 --ranks 5 --heads 4 --kv-heads 2 --head-dim 8 --dtype bf16",
+    );
     assert_eq!(plan["ranks"], 5);
-    let sum = |of: &str| plan["per_rank"].as_array().unwrap().iter().map(|rank| rank[of].as_u64().unwrap()).sum::<u64>();
+    let sum = |of: &str| {
+        plan["per_rank"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|rank| rank[of].as_u64().unwrap())
+            .sum::<u64>()
+    };
     assert_eq!(sum("q_rows"), 1000);
     assert_eq!(sum("kv_rows"), 1200);
     assert_eq!(sum("pairs"), 4 * 1000 * 1001 / 2);
@@ -47,8 +74,61 @@ fn the_figures_add_up() {
     assert_eq!(steps.len(), 5);
     let boxes = || steps.iter().flat_map(|step| step["ranks"].as_array().unwrap());
     assert_eq!(boxes().map(|at| at["pairs"].as_u64().unwrap()).sum::<u64>(), sum("pairs"));
-    let sends = boxes().flat_map(|at| at["sends"].as_array().unwrap()).map(|send| send["bytes"].as_u64().unwrap()).sum::<u64>();
+    let sends = boxes()
+        .flat_map(|at| at["sends"].as_array().unwrap())
+        .map(|send| send["bytes"].as_u64().unwrap())
+        .sum::<u64>();
     assert_eq!(sends, sum("bytes_sent"));
+}
+
+#[test]
+fn plans_of_many_ranks_are_summaries() {
+    let folder = Folder::new("plan_many_ranks");
+    let read = |name: &str| std::fs::read_to_string(folder.path(name)).unwrap();
+    folder.succeed(
+        "plan --causal --q-len 3000 --ranks 200 --layout zigzag --svg many.svg --json many.json",
+    );
+    let (svg, json) = (read("many.svg"), read("many.json"));
+    assert!(
+        svg.len() < 3_000_000 && json.len() < 300_000,
+        "{} and {} bytes",
+        svg.len(),
+        json.len()
+    );
+    assert!(
+        svg.contains("more than 128 ranks")
+            && svg.contains("1 run of rows in 4")
+            && !svg.contains("NaN")
+    );
+    let many: Value = serde_json::from_str(&json).unwrap();
+    assert!(many["note"].as_str().unwrap().contains("more than 128 ranks"));
+    let steps = many["steps"].as_array().unwrap();
+    assert!(steps.len() == 200 && steps.iter().all(|step| step.get("ranks").is_none()));
+    let sum = |of: &str| steps.iter().map(|step| step[of].as_u64().unwrap()).sum::<u64>();
+    assert_eq!(Some(sum("pairs")), many["pairs_total"].as_u64());
+    assert_eq!(Some(sum("bytes_sent")), many["bytes_sent_total"].as_u64());
+    assert_eq!(many["per_rank"].as_array().unwrap().len(), 200);
+    folder.succeed(
+        "plan --causal --q-len 1000 --ranks 128 --layout contiguous --svg few.svg --json few.json",
+    );
+    let few: Value = serde_json::from_str(&read("few.json")).unwrap();
+    assert!(few.get("note").is_none() && few["steps"][5]["ranks"].as_array().unwrap().len() == 128);
+    assert!(!read("few.svg").contains("more than 128 ranks"));
+}
+
+#[test]
+fn figures_have_one_style() {
+    let folder = Folder::new("plan_style");
+    let said = folder.succeed("plan --q-len 1 --ranks 1").out;
+    assert!(said.starts_with("full · 1 query × 1 key · 1 rank · "), "{said}");
+    let said = folder.succeed("plan --q-len 16384 --kv-len 8192 --ranks 2 --value-dim 32").out;
+    assert!(
+        said.starts_with("full · 16 384 queries × 8 192 keys · 2 ranks · ")
+            && said.contains(" 4 096 "),
+        "{said}"
+    );
+    // half of the keys of 8 heads, 64 + 32 floats each, from both ranks
+    assert!(said.contains("forward   24.0 MiB sent"), "{said}");
 }
 
 #[test]
@@ -79,7 +159,11 @@ fn pictures_are_drawn_for_any_ring() {
 fn a_reader_that_stops_reading_is_no_panic() {
     let folder = Folder::new("broken_pipe");
     let mut command = folder.command("plan --causal --q-len 100 --ranks 64 --json -");
-    let mut child = command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped()).spawn().unwrap();
+    let mut child = command
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
     drop(child.stdout.take());
     let output = child.wait_with_output().unwrap();
     assert_eq!(String::from_utf8(output.stderr).unwrap(), "");
@@ -88,18 +172,39 @@ fn a_reader_that_stops_reading_is_no_panic() {
 #[test]
 fn bench_lines_have_the_fields_of_the_peers() {
     let folder = Folder::new("bench");
-    let said = folder.succeed("bench --ns 64 --ds 16 --heads 2 --causal false,true --dtype f32,bf16");
-    let lines: Vec<Value> = said.out.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let said =
+        folder.succeed("bench --ns 64 --ds 16 --heads 2 --causal false,true --dtype f32,bf16");
+    let lines: Vec<Value> =
+        said.out.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!(lines.len(), 8);
     for line in &lines {
-        for field in ["what", "dtype", "threads", "batch", "heads", "head_dim", "n", "causal", "ms", "gflops", "gflops_cpu"] {
+        for field in [
+            "what",
+            "dtype",
+            "threads",
+            "batch",
+            "heads",
+            "head_dim",
+            "n",
+            "causal",
+            "ms",
+            "gflops",
+            "gflops_cpu",
+        ] {
             assert!(!line[field].is_null(), "{field} in {line}");
         }
         assert_eq!((&line["backend"], &line["clock"]), (&Value::from("cpu"), &Value::from("host")));
     }
-    assert_eq!((&lines[0]["what"], &lines[1]["what"]), (&Value::from("fwd"), &Value::from("fwd+bwd")));
-    assert_eq!((lines[0]["pairs"].as_f64(), lines[2]["pairs"].as_f64()), (Some(2.0 * 4096.0), Some(4096.0)));
-    let said = folder.succeed("bench --documents 10,20 --causal true --heads 2 --ds 8 --what fwd --ranks 2");
+    assert_eq!(
+        (&lines[0]["what"], &lines[1]["what"]),
+        (&Value::from("fwd"), &Value::from("fwd+bwd"))
+    );
+    assert_eq!(
+        (lines[0]["pairs"].as_f64(), lines[2]["pairs"].as_f64()),
+        (Some(2.0 * 4096.0), Some(4096.0))
+    );
+    let said = folder
+        .succeed("bench --documents 10,20 --causal true --heads 2 --ds 8 --what fwd --ranks 2");
     assert_eq!(serde_json::from_str::<Value>(&said.out).unwrap()["pairs"], 2.0 * (55.0 + 210.0));
     let said = folder.succeed("bench --q-len 1 --kv-len 50 --align bottom-right --causal true --heads 2 --ds 8 --what fwd");
     assert_eq!(serde_json::from_str::<Value>(&said.out).unwrap()["pairs"], 100.0);
@@ -110,9 +215,9 @@ fn made_files_are_the_same_for_the_same_arguments() {
     let folder = Folder::new("make");
     let flags = "--q-len 50 --kv-len 60 --heads 4 --kv-heads 2 --head-dim 6 --value-dim 5 --dtype bf16 --backward --bias 1hqk --sinks per-head \
                  --sinks-count 3 --mask 0.5 --segments 4 --documents 20,30";
-    folder.succeed(&format!("make --out a.safetensors {flags}"));
-    folder.succeed(&format!("make --out b.safetensors {flags}"));
-    folder.succeed(&format!("make --out c.safetensors {flags} --seed 1"));
+    folder.succeed(&format!("make --output a.safetensors {flags}"));
+    folder.succeed(&format!("make --output b.safetensors {flags}"));
+    folder.succeed(&format!("make --output c.safetensors {flags} --seed 1"));
     let bytes = |name| std::fs::read(folder.path(name)).unwrap();
     assert_eq!(bytes("a.safetensors"), bytes("b.safetensors"));
     assert_ne!(bytes("a.safetensors"), bytes("c.safetensors"));
@@ -126,6 +231,12 @@ fn made_files_are_the_same_for_the_same_arguments() {
     assert_eq!(shape("softmax_aux"), [4, 3]);
     assert_eq!(shape("attention_mask"), [1, 1, 50, 60]);
     assert_eq!(shape("q_segment_ids"), [1, 50]);
-    let ends: Vec<i64> = made.all["cum_seqlens_k"].2.as_chunks::<8>().0.iter().map(|bytes| i64::from_le_bytes(*bytes)).collect();
+    let ends: Vec<i64> = made.all["cum_seqlens_k"]
+        .2
+        .as_chunks::<8>()
+        .0
+        .iter()
+        .map(|bytes| i64::from_le_bytes(*bytes))
+        .collect();
     assert_eq!(ends, [0, 20, 50]);
 }

@@ -1,44 +1,218 @@
-//! An interrupt leaves nothing behind.
+//! Signals: what ends the command, with which code, and that nothing of it is left.
 
-use std::time::{Duration, Instant};
+use std::{
+    io::Read,
+    path::Path,
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::{
+    fs::{CWD, FileType, Mode, OFlags, mknodat, openat},
+    process::{Pid, Signal, kill_process},
+};
 
-use crate::support::Folder;
+use crate::support::{Folder, with_default_signals};
 
-#[test]
-fn an_interrupt_leaves_no_half_file() {
-    let folder = Folder::new("interrupt");
-    // minutes of work, were it let go on
-    folder.succeed("make --out in.safetensors --q-len 60000 --heads 4 --kv-heads 1 --head-dim 16");
-    let mut command = folder.command("attend --input in.safetensors --output out.safetensors --ranks 2");
-    let mut child = command.stdout(std::process::Stdio::null()).stderr(std::process::Stdio::piped()).spawn().unwrap();
+/// Longer than anything here takes, and shorter than the work that is interrupted.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Waits until `held` holds of a running child.
+#[track_caller]
+fn wait_until(child: &mut Child, mut held: impl FnMut(&Path) -> bool) {
     let started = Instant::now();
-    while !folder.names().iter().any(|name| name.ends_with(".partial")) {
-        assert!(started.elapsed() < Duration::from_secs(30), "no output under way");
+    let process = Path::new("/proc").join(child.id().to_string());
+    while !held(&process) {
+        assert!(started.elapsed() < PATIENCE, "it never came to that");
         assert!(child.try_wait().unwrap().is_none(), "it ended by itself");
         std::thread::sleep(Duration::from_millis(5));
     }
-    let process = Pid::from_child(&child);
-    kill_process(process, Signal::INT).unwrap();
+}
+
+/// True once the process of this folder of /proc has begun an output in `folder`: a file that has
+/// no name yet.
+fn has_begun(process: &Path, folder: &Path) -> bool {
+    let Ok(open) = std::fs::read_dir(process.join("fd")) else { return false };
+    open.flatten().filter_map(|entry| std::fs::read_link(entry.path()).ok()).any(|file| {
+        let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        file.starts_with(folder) && (name.starts_with('#') || name.starts_with(".annulus-"))
+    })
+}
+
+/// True once the process of this folder of /proc watches its signals.
+fn watches(process: &Path) -> bool {
+    let Ok(threads) = std::fs::read_dir(process.join("task")) else { return false };
+    threads.flatten().any(|thread| {
+        std::fs::read_to_string(thread.path().join("comm")).is_ok_and(|name| name == "signals\n")
+    })
+}
+
+fn send(child: &Child, signal: Signal) {
+    kill_process(Pid::from_child(child), signal).unwrap();
+}
+
+/// A folder with an input that takes minutes.
+fn folder(name: &str) -> Folder {
+    let folder = Folder::new(name);
+    folder.zeros("in.safetensors", 1 << 18, 4, 16);
+    folder
+}
+
+fn attend(folder: &Folder) -> Command {
+    let command = folder
+        .command("attend --input in.safetensors --output out.safetensors --ranks 2 --trace traces");
+    let mut command = with_default_signals(&command);
+    command.stdout(Stdio::null()).stderr(Stdio::piped());
+    command
+}
+
+#[test]
+fn an_interrupt_leaves_no_half_file() {
+    for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)] {
+        let folder = folder(&format!("interrupt_{code}"));
+        let mut child = attend(&folder).spawn().unwrap();
+        wait_until(&mut child, |process| {
+            has_begun(process, &folder.path("")) && folder.path("traces").exists()
+        });
+        send(&child, signal);
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(code));
+        assert_eq!(
+            String::from_utf8(output.stderr).unwrap(),
+            "annulus: interrupted; no output was written\n"
+        );
+        assert_eq!(folder.names(), ["in.safetensors"]);
+    }
+}
+
+/// True if the file system of `folder` has files without names, as every common one of Linux does.
+fn has_nameless_files(folder: &Folder) -> bool {
+    openat(CWD, folder.path(""), OFlags::TMPFILE | OFlags::WRONLY, Mode::RUSR).is_ok()
+}
+
+#[test]
+fn a_killed_command_leaves_no_half_file() {
+    for signal in [Signal::KILL, Signal::QUIT, Signal::ABORT] {
+        let folder = folder(&format!("killed_{}", signal.as_raw()));
+        let attend = attend(&folder);
+        let mut shell = Command::new("sh");
+        shell
+            .args(["-c", "ulimit -c 0; exec \"$0\" \"$@\""])
+            .arg(attend.get_program())
+            .args(attend.get_args());
+        let mut child = shell
+            .current_dir(folder.path(""))
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        wait_until(&mut child, |process| {
+            has_begun(process, &folder.path("")) && folder.path("traces").exists()
+        });
+        send(&child, signal);
+        assert_eq!(child.wait().unwrap().code(), None);
+        let mut left = folder.names();
+        let traces = std::fs::read_dir(folder.path("traces")).unwrap();
+        left.extend(traces.map(|entry| entry.unwrap().file_name().into_string().unwrap()));
+        if !has_nameless_files(&folder) {
+            // what has a name stays, and that name is no output's
+            left.retain(|name| !name.starts_with(".annulus-"));
+        }
+        assert_eq!(left, ["in.safetensors", "traces"]);
+    }
+}
+
+/// A command that waits for the reader of a pipe, and has written nothing.
+fn waiting(folder: &Folder, ignored: &str) -> Child {
+    if !folder.path("pipe").exists() {
+        mknodat(CWD, folder.path("pipe"), FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    }
+    let plan = folder.command("plan --q-len 100 --ranks 2 --json pipe");
+    let mut shell = Command::new("sh");
+    shell
+        .args(["-c", &format!("{ignored} exec \"$0\" \"$@\"")])
+        .arg(plan.get_program())
+        .args(plan.get_args());
+    shell.current_dir(folder.path(""));
+    let mut shell = with_default_signals(&shell);
+    let mut child = shell.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    wait_until(&mut child, watches);
+    child
+}
+
+#[test]
+fn a_signal_that_is_ignored_at_the_start_stays_ignored() {
+    let folder = Folder::new("interrupt_ignored");
+    let all = [(Signal::HUP, "HUP", 129), (Signal::INT, "INT", 130), (Signal::TERM, "TERM", 143)];
+    for (signal, name, _) in all {
+        let mut child = waiting(&folder, &format!("trap '' {name};"));
+        send(&child, signal);
+        // longer than an interrupt takes
+        std::thread::sleep(Duration::from_millis(300));
+        assert!(child.try_wait().unwrap().is_none(), "{name} ended it");
+        let mut json = String::new();
+        std::fs::File::open(folder.path("pipe")).unwrap().read_to_string(&mut json).unwrap();
+        assert!(json.starts_with('{'));
+        let output = child.wait_with_output().unwrap();
+        assert_eq!((output.status.code(), output.stderr), (Some(0), Vec::new()), "{name}");
+        // the others are none the less what they were
+        for (other, _, code) in all.into_iter().filter(|(other, ..)| *other != signal) {
+            let child = waiting(&folder, &format!("trap '' {name};"));
+            send(&child, other);
+            assert_eq!(child.wait_with_output().unwrap().status.code(), Some(code));
+        }
+    }
+}
+
+#[test]
+fn a_command_that_writes_no_file_says_nothing_of_one() {
+    let folder = Folder::new("interrupt_no_output");
+    for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)] {
+        let child = waiting(&folder, "");
+        send(&child, signal);
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(code));
+        assert_eq!(String::from_utf8(output.stderr).unwrap(), "annulus: interrupted\n");
+    }
+}
+
+#[test]
+fn an_interrupt_after_the_output_was_written_says_so() {
+    let folder = Folder::new("interrupt_written");
+    folder.succeed("make --output in.safetensors --q-len 8");
+    // a pipe that is full: the summary waits
+    mknodat(CWD, folder.path("pipe"), FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    let full: std::fs::File =
+        openat(CWD, folder.path("pipe"), OFlags::RDWR | OFlags::NONBLOCK, Mode::empty())
+            .unwrap()
+            .into();
+    while std::io::Write::write(&mut &full, &[0; 1]).is_ok() {}
+    let out = std::fs::File::options().write(true).open(folder.path("pipe")).unwrap();
+    let mut command = with_default_signals(
+        &folder.command("attend --input in.safetensors --output out.safetensors"),
+    );
+    let mut child = command.stdout(out).stderr(Stdio::piped()).spawn().unwrap();
+    wait_until(&mut child, |_| folder.path("out.safetensors").exists());
+    send(&child, Signal::TERM);
     let output = child.wait_with_output().unwrap();
-    assert_eq!(output.status.code(), Some(130));
-    assert_eq!(String::from_utf8(output.stderr).unwrap(), "annulus: interrupted; no output was written\n");
-    assert_eq!(folder.names(), ["in.safetensors"]);
+    assert_eq!(output.status.code(), Some(143));
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        said.starts_with("annulus: interrupted; written before that: ")
+            && said.ends_with("/out.safetensors\n"),
+        "{said}"
+    );
+    assert_eq!(folder.names(), ["in.safetensors", "out.safetensors", "pipe"]);
 }
 
 #[test]
 fn an_interrupted_demo_removes_its_folder() {
     let folder = Folder::new("interrupt_demo");
-    let mut command = folder.command("demo --len 100000");
-    command.env("TMPDIR", folder.path("")).stdout(std::process::Stdio::null()).stderr(std::process::Stdio::null());
+    let mut command = with_default_signals(&folder.command("demo --len 100000"));
+    command.env("TMPDIR", folder.path("")).stdout(Stdio::null()).stderr(Stdio::null());
     let mut child = command.spawn().unwrap();
-    let started = Instant::now();
-    while folder.names().is_empty() {
-        assert!(started.elapsed() < Duration::from_secs(30) && child.try_wait().unwrap().is_none());
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
-    assert_eq!(child.wait().unwrap().code(), Some(130));
+    wait_until(&mut child, |_| !folder.names().is_empty());
+    send(&child, Signal::TERM);
+    assert_eq!(child.wait().unwrap().code(), Some(143));
     assert!(folder.names().is_empty(), "{:?}", folder.names());
 }

@@ -27,11 +27,14 @@ fn run_as(folder: &Folder, arguments: &str, rank: usize, size: usize) -> Said {
 fn without_mpi_a_job_of_several_processes_is_refused_once() {
     let folder = folder("launcher_refused");
     for arguments in [ATTEND, "check .", "bench"] {
-        run_as(&folder, arguments, 0, 4).failed(1, &["4 processes", "PMI", "--features mpi", "--transport threads"]);
+        run_as(&folder, arguments, 0, 4)
+            .failed(1, &["4 processes", "PMI", "--features mpi", "--transport threads"]);
         let said = run_as(&folder, arguments, 3, 4);
         assert_eq!((said.code, said.out.as_str(), said.err.as_str()), (1, "", ""));
     }
-    folder.run("bench --transport mpi").failed(1, &["mpi", "threads", "cargo build", "--features mpi"]);
+    folder
+        .run("bench --transport mpi")
+        .failed(1, &["mpi", "threads", "cargo build", "--features mpi"]);
     assert!(run_as(&folder, "doctor", 0, 4).out.contains("warning"));
     assert_eq!(run_as(&folder, "doctor", 1, 4).out, "");
     assert_eq!(folder.names(), ["in.safetensors"]);
@@ -45,7 +48,8 @@ fn one_process_and_those_that_stand_alone_are_rings_of_threads() {
     // each for itself: it says what it has to say, whatever its rank
     let said = run_as(&folder, &format!("{ATTEND} --ranks 2 --transport threads"), 3, 4);
     assert!(said.code == 0 && said.out.starts_with("2 ranks of "), "{said:?}");
-    let said = run_as(&folder, "attend --input none --output out.safetensors --transport threads", 3, 4);
+    let said =
+        run_as(&folder, "attend --input none --output out.safetensors --transport threads", 3, 4);
     said.failed(1, &["none", "No such file"]);
 }
 
@@ -53,10 +57,10 @@ fn one_process_and_those_that_stand_alone_are_rings_of_threads() {
 fn what_one_process_does_is_refused_to_several() {
     let folder = folder("launcher_alone");
     for (arguments, word) in [
-        ("make --out x.safetensors", "make"),
+        ("make --output x.safetensors", "make"),
         ("plan --q-len 8 --ranks 2", "plan"),
         ("demo --dir kept", "demo"),
-        ("trace merge . --out y.json", "trace"),
+        ("trace merge . --output y.json", "trace"),
     ] {
         run_as(&folder, arguments, 0, 2).failed(2, &[word, "2 processes", "without the launcher"]);
         assert_eq!(run_as(&folder, arguments, 1, 2).err, "");

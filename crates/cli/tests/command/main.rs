@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "what a test cannot do fails the test")]
 
+mod abuse;
 mod arguments;
 mod attend;
 mod check;
@@ -11,8 +12,14 @@ mod figures;
 mod files;
 mod interrupt;
 mod launcher;
+mod limits;
+mod malformed;
+mod messages;
 mod odd_files;
+mod outputs;
+mod readme;
 mod support;
+mod terminal;
 mod trace;
 #[cfg(feature = "wgpu")]
 mod wgpu;

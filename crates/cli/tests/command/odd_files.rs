@@ -16,7 +16,11 @@ fn raw(header: &str, data: usize) -> Vec<u8> {
 
 fn refused(folder: &Folder, flags: &str, words: &[&str]) {
     folder.run(&format!("{ATTEND} {flags}")).failed(1, words);
-    assert!(folder.names().iter().all(|name| name == "in.safetensors"), "{:?} after {words:?}", folder.names());
+    assert!(
+        folder.names().iter().all(|name| name == "in.safetensors"),
+        "{:?} after {words:?}",
+        folder.names()
+    );
 }
 
 #[test]
@@ -28,9 +32,14 @@ fn files_that_are_no_safetensors_files() {
     std::fs::remove_dir(folder.path("in.safetensors")).unwrap();
 
     let tensor = r#""query":{"dtype":"F32","shape":[1,1,1,1],"data_offsets":[0,4]}"#;
-    let second = |begin, end| format!(r#"{{{tensor},"key":{{"dtype":"F32","shape":[1,1,1,1],"data_offsets":[{begin},{end}]}}}}"#);
-    let one =
-        |dtype: &str, shape: &str, end: &str| format!(r#"{{"query":{{"dtype":"{dtype}","shape":{shape},"data_offsets":[0,{end}]}}}}"#);
+    let second = |begin, end| {
+        format!(
+            r#"{{{tensor},"key":{{"dtype":"F32","shape":[1,1,1,1],"data_offsets":[{begin},{end}]}}}}"#
+        )
+    };
+    let one = |dtype: &str, shape: &str, end: &str| {
+        format!(r#"{{"query":{{"dtype":"{dtype}","shape":{shape},"data_offsets":[0,{end}]}}}}"#)
+    };
     let mut not_text = raw("{??}", 0);
     not_text[9] = 0xff;
     let cases: Vec<(Vec<u8>, &str)> = vec![
@@ -68,11 +77,17 @@ fn tensors_that_do_not_fit_are_named() {
     let folder = Folder::new("misfits");
     let good = || Tensors::qkv([6, 4, 8], [6, 2, 8], 8).f32("dout", &[1, 6, 4, 8], |_| 1.0);
     let unequal = || Tensors::qkv([6, 4, 8], [5, 2, 8], 8);
-    let numbers = |dtype, shape: &[usize], width: usize| (dtype, shape.to_vec(), vec![0u8; shape.iter().product::<usize>() * width]);
-    let put = |tensors: Tensors, name: &str, (dtype, shape, bytes): (Dtype, Vec<usize>, Vec<u8>)| tensors.with(name, dtype, &shape, bytes);
+    let numbers = |dtype, shape: &[usize], width: usize| {
+        (dtype, shape.to_vec(), vec![0u8; shape.iter().product::<usize>() * width])
+    };
+    let put =
+        |tensors: Tensors, name: &str, (dtype, shape, bytes): (Dtype, Vec<usize>, Vec<u8>)| {
+            tensors.with(name, dtype, &shape, bytes)
+        };
     let zeros = |tensors: Tensors, name: &str, shape: &[usize]| tensors.f32(name, shape, |_| 0.0);
     let ids = |tensors: Tensors, name: &str, ids: &[i64]| tensors.i64(name, &[1, ids.len()], ids);
-    let packed = |tensors: Tensors, name: &str, ends: &[i64]| tensors.i64(name, &[ends.len()], ends);
+    let packed =
+        |tensors: Tensors, name: &str, ends: &[i64]| tensors.i64(name, &[ends.len()], ends);
     let cases: Vec<(Tensors, &str, &[&str])> = vec![
         (good().without("key"), "", &["key", "no such tensor"]),
         (good().without("value"), "", &["value", "no such tensor"]),
@@ -87,9 +102,21 @@ fn tensors_that_do_not_fit_are_named() {
         (Tensors::qkv([2, 1, 513], [2, 1, 513], 1), "", &["head_dim", "513"]),
         (put(good(), "key", numbers(Dtype::BF16, &[1, 6, 2, 8], 2)), "", &["key", "BF16"]),
         (put(good(), "query", numbers(Dtype::I32, &[1, 6, 4, 8], 4)), "", &["query", "float"]),
-        (zeros(good(), "attention_mask", &[1, 1, 6, 6]), "", &["attention_mask", "F32", "integer or bool"]),
-        (put(good(), "attention_mask", numbers(Dtype::BOOL, &[1, 1, 6, 5], 1)), "", &["attention_mask", "[1, 1, 6, 5]"]),
-        (put(good(), "attention_mask", numbers(Dtype::U8, &[1, 3, 6, 6], 1)), "", &["attention_mask", "[1, 3, 6, 6]"]),
+        (
+            zeros(good(), "attention_mask", &[1, 1, 6, 6]),
+            "",
+            &["attention_mask", "F32", "integer or bool"],
+        ),
+        (
+            put(good(), "attention_mask", numbers(Dtype::BOOL, &[1, 1, 6, 5], 1)),
+            "",
+            &["attention_mask", "[1, 1, 6, 5]"],
+        ),
+        (
+            put(good(), "attention_mask", numbers(Dtype::U8, &[1, 3, 6, 6], 1)),
+            "",
+            &["attention_mask", "[1, 3, 6, 6]"],
+        ),
         (ids(good(), "q_segment_ids", &[0; 5]), "", &["q_segment_ids", "[1, 5]"]),
         (zeros(good(), "q_segment_ids", &[1, 6]), "", &["q_segment_ids", "F32"]),
         (ids(good(), "kv_segment_ids", &[1 << 40; 6]), "", &["kv_segment_ids", "32 bits"]),
@@ -100,12 +127,20 @@ fn tensors_that_do_not_fit_are_named() {
         (packed(good(), "cum_seqlens_q", &[0, 4, 3]), "", &["cum_seqlens_q", "ascending"]),
         (packed(good(), "cum_seqlens_k", &[0, 7]), "", &["cum_seqlens_k", "at most 6"]),
         (packed(good(), "cum_seqlens_k", &[]), "", &["cum_seqlens_k", "from 0"]),
-        (packed(packed(good(), "cum_seqlens_q", &[0, 6]), "cum_seqlens_k", &[0, 3, 6]), "", &["cum_seqlens_k", "1 sequences"]),
+        (
+            packed(packed(good(), "cum_seqlens_q", &[0, 6]), "cum_seqlens_k", &[0, 3, 6]),
+            "",
+            &["cum_seqlens_k", "1 sequences"],
+        ),
         (packed(unequal(), "cum_seqlens_q", &[0, 5]), "", &["cum_seqlens_q", "alone"]),
         (good().i64("cum_seqlens_q", &[1, 2], &[0, 6]), "", &["cum_seqlens_q", "[sequences + 1]"]),
         (zeros(good(), "bias", &[1, 1, 6, 5]), "", &["bias", "[1, 1, 6, 5]"]),
         (put(good(), "bias", numbers(Dtype::I32, &[1, 1, 6, 6], 4)), "", &["bias", "float"]),
-        (zeros(good(), "softmax_aux", &[4]), "", &["softmax_aux", "--sinks shared or --sinks per-head"]),
+        (
+            zeros(good(), "softmax_aux", &[4]),
+            "",
+            &["softmax_aux", "--sinks shared or --sinks per-head"],
+        ),
         (zeros(good(), "softmax_aux", &[3]), "--sinks per-head", &["softmax_aux", "[3]"]),
         (zeros(good(), "softmax_aux", &[4, 1]), "--sinks shared", &["softmax_aux", "[4, 1]"]),
         (zeros(good(), "softmax_aux", &[0]), "--sinks shared", &["softmax_aux", "at least one"]),
@@ -125,10 +160,14 @@ fn tensors_that_do_not_fit_are_named() {
 fn outputs_that_cannot_be_written() {
     let folder = Folder::new("no_output");
     Tensors::qkv([6, 4, 8], [6, 2, 8], 8).write(&folder.path("in.safetensors"));
-    folder.run("attend --input in.safetensors --output nowhere/out.safetensors").failed(1, &["nowhere", "No such file"]);
+    folder
+        .run("attend --input in.safetensors --output nowhere/out.safetensors")
+        .failed(1, &["nowhere", "No such file"]);
     folder.run("attend --input in.safetensors --output .").failed(1, &["no ordinary file"]);
-    folder.run("attend --input in.safetensors --output /dev/null").failed(1, &["/dev/null", "no ordinary file"]);
-    folder.run("make --out nowhere/in.safetensors --q-len 8").failed(1, &["nowhere"]);
+    folder
+        .run("attend --input in.safetensors --output /dev/null")
+        .failed(1, &["/dev/null", "no ordinary file"]);
+    folder.run("make --output nowhere/in.safetensors --q-len 8").failed(1, &["nowhere"]);
     folder.run("plan --q-len 8 --ranks 2 --svg nowhere/ring.svg").failed(1, &["nowhere"]);
     assert_eq!(folder.names(), ["in.safetensors"]);
 }

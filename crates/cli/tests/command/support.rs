@@ -6,8 +6,15 @@ use std::{
 };
 
 /// The variables by which a command knows its place among the processes of a launcher.
-const LAUNCHERS: [&str; 7] =
-    ["OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "SLURM_PROCID", "PMIX_RANK"];
+const LAUNCHERS: [&str; 7] = [
+    "OMPI_COMM_WORLD_RANK",
+    "MV2_COMM_WORLD_RANK",
+    "PMI_RANK",
+    "FLUX_TASK_RANK",
+    "JSM_NAMESPACE_RANK",
+    "SLURM_PROCID",
+    "PMIX_RANK",
+];
 
 /// A folder of one test, empty at its start.
 pub(crate) struct Folder {
@@ -22,14 +29,58 @@ pub(crate) struct Said {
     pub(crate) err: String,
 }
 
+/// Gives a command the signals of a login shell. Tests may run under `nohup` or in the background
+/// of a script, where SIGHUP, SIGINT or SIGQUIT is ignored, and children inherit that.
+pub(crate) fn with_default_signals(command: &Command) -> Command {
+    let mut env = Command::new("env");
+    env.arg("--default-signal=HUP,INT,QUIT,TERM")
+        .arg(command.get_program())
+        .args(command.get_args());
+    if let Some(folder) = command.get_current_dir() {
+        env.current_dir(folder);
+    }
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => env.env(name, value),
+            None => env.env_remove(name),
+        };
+    }
+    env
+}
+
 impl Folder {
     pub(crate) fn new(name: &str) -> Self {
-        let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+        Self::at(&Path::new(env!("CARGO_TARGET_TMPDIR")).join(name))
+    }
+
+    /// As [`Folder::new`], anywhere.
+    pub(crate) fn at(path: &Path) -> Self {
         if path.exists() {
-            std::fs::remove_dir_all(&path).unwrap();
+            std::fs::remove_dir_all(path).unwrap();
         }
-        std::fs::create_dir_all(&path).unwrap();
-        Self { path }
+        std::fs::create_dir_all(path).unwrap();
+        Self { path: path.to_owned() }
+    }
+
+    /// Makes a file of query, key and value that are all zero, `len` rows each, without writing
+    /// them.
+    pub(crate) fn zeros(&self, name: &str, len: usize, heads: usize, dim: usize) {
+        let bytes = len * heads * dim * 4;
+        let entry = |index: usize| {
+            let offsets = [index * bytes, (index + 1) * bytes];
+            serde_json::json!({ "dtype": "F32", "shape": [1, len, heads, dim], "data_offsets": offsets })
+        };
+        let header = serde_json::json!({ "query": entry(0), "key": entry(1), "value": entry(2) })
+            .to_string();
+        let start = [&(header.len() as u64).to_le_bytes(), header.as_bytes()].concat();
+        let path = self.path(name);
+        std::fs::write(&path, &start).unwrap();
+        std::fs::File::options()
+            .write(true)
+            .open(path)
+            .unwrap()
+            .set_len((start.len() + 3 * bytes) as u64)
+            .unwrap();
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
@@ -65,7 +116,8 @@ impl Folder {
     /// The names of all files here.
     pub(crate) fn names(&self) -> Vec<String> {
         let entries = std::fs::read_dir(&self.path).unwrap();
-        let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        let mut names: Vec<String> =
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
         names.sort();
         names
     }
@@ -74,7 +126,11 @@ impl Folder {
 impl From<Output> for Said {
     fn from(output: Output) -> Self {
         let text = |bytes| String::from_utf8(bytes).unwrap();
-        Self { code: output.status.code().unwrap_or(-1), out: text(output.stdout), err: text(output.stderr) }
+        Self {
+            code: output.status.code().unwrap_or(-1),
+            out: text(output.stdout),
+            err: text(output.stderr),
+        }
     }
 }
 
@@ -83,7 +139,12 @@ impl Said {
     #[track_caller]
     pub(crate) fn failed(&self, code: i32, words: &[&str]) {
         assert_eq!(self.code, code, "{self:?}");
-        assert!(self.err.starts_with("annulus: ") && self.err.ends_with('\n') && self.err.lines().count() == 1, "{self:?}");
+        assert!(
+            self.err.starts_with("annulus: ")
+                && self.err.ends_with('\n')
+                && self.err.lines().count() == 1,
+            "{self:?}"
+        );
         for word in words {
             assert!(self.err.contains(word), "no {word:?} in {self:?}");
         }

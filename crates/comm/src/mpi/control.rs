@@ -6,10 +6,11 @@ use annulus_core::{Control, Error, HostBuffer, Placement, Result};
 
 use super::{
     Mpi,
-    flying::{Address, LONGEST_PIECE, Mode},
     frame::Frame,
+    gather::Gather,
     memory::Memory,
     pump::Label,
+    requests::{Address, LONGEST_PIECE, Mode},
 };
 
 /// Signs of life go out no more often than this, whoever calls.
@@ -25,26 +26,43 @@ impl Mpi {
     }
 
     /// Sends a frame that may be the last, or be never received.
-    pub(super) fn say_as(&mut self, mode: Mode, peer: usize, frame: &HostBuffer, label: Label) -> Result<()> {
+    pub(super) fn say_as(
+        &mut self,
+        mode: Mode,
+        peer: usize,
+        frame: &HostBuffer,
+        label: Label,
+    ) -> Result<()> {
         self.enter()?;
         let to = Address { peer, tag: 0, step: self.step, piece: LONGEST_PIECE };
         let Some(control) = &self.control else { return Ok(()) };
-        self.flying.send(control, mode, to, Memory::Host(frame.clone()), 0..frame.bytes().len() as u64, label)
+        self.requests.send(
+            control,
+            mode,
+            to,
+            Memory::Host(frame.clone()),
+            0..frame.bytes().len() as u64,
+            label,
+        )
     }
 
     /// All other ranks that have not said goodbye.
     pub(super) fn others(&self) -> Vec<usize> {
-        (0..self.ranks).filter(|&peer| peer != self.rank && self.peers[peer].left.is_none()).collect()
+        self.peers.staying(self.rank)
     }
 
     fn start_offer(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
         // a frame of parts is cut behind the one that makes it long
         if bytes.len() as u64 > LONGEST_PIECE / 2 {
-            return Err(Error::unsupported(format!("a gather of {} bytes a rank", bytes.len()), "the transport over MPI"));
+            return Err(Error::unsupported(
+                format!("a gather of {} bytes a rank", bytes.len()),
+                "the transport over MPI",
+            ));
         }
         let (rank, number) = (self.rank, self.begun);
         let gather = self.gather(round);
-        (gather.parts[rank], gather.number) = (Some(bytes.to_vec()), Some(number));
+        gather.put(rank, bytes.to_vec());
+        gather.number = Some(number);
         self.begun += 1;
         self.spread(round)
     }
@@ -59,32 +77,40 @@ impl Control for Mpi {
         self.ranks
     }
 
-    fn offer(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+    fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
         self.check_alive()?;
         self.enter()?;
         let rank = self.rank;
-        if self.gather(round).parts[rank].is_some() {
-            return Err(Error::invalid("round", round, "a gather that this rank has not offered to"));
+        if self.gather(round).has(rank) {
+            return Err(Error::invalid(
+                "round",
+                round,
+                "a gather that this rank has not offered to",
+            ));
         }
         self.idle_since = Instant::now();
         self.start_offer(round, bytes).inspect_err(|error| self.fail(error))
     }
 
-    fn collect(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
+    fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
         self.pump()?;
         let Some(gather) = self.gathers.get(&round).filter(|gather| gather.number.is_some()) else {
-            return Err(Error::invalid("round", round, "a gather that this rank has offered to and not collected"));
+            return Err(Error::invalid(
+                "round",
+                round,
+                "a gather that this rank has offered to and not collected",
+            ));
         };
         // whoever has collected may leave, so what others need of it must have left before
         if gather.unsent > 0 || !gather.is_whole() {
             return Ok(None);
         }
-        let parts = self.gathers.remove(&round).map(|gather| gather.parts).unwrap_or_default();
-        Ok(Some(parts.into_iter().flatten().collect()))
+        Ok(self.gathers.remove(&round).map(Gather::into_parts))
     }
 
-    fn missing(&self, round: u64) -> Vec<usize> {
-        let missing = |rank: &usize| self.gathers.get(&round).is_none_or(|gather| gather.parts[*rank].is_none());
+    fn stragglers(&self, round: u64) -> Vec<usize> {
+        let missing =
+            |rank: &usize| self.gathers.get(&round).is_none_or(|gather| !gather.has(*rank));
         (0..self.ranks).filter(missing).collect()
     }
 
@@ -105,12 +131,13 @@ impl Control for Mpi {
         }
     }
 
-    fn beat(&mut self, working: bool) {
+    fn heartbeat(&mut self, working: bool) {
         if working {
             self.count_work();
         }
         let now = Instant::now();
-        let early = self.last_beat.is_some_and(|last| now.saturating_duration_since(last) < BEAT_EVERY);
+        let early =
+            self.last_beat.is_some_and(|last| now.saturating_duration_since(last) < BEAT_EVERY);
         if early || self.failed.is_some() || self.enter().is_err() {
             return;
         }
@@ -135,7 +162,7 @@ impl Control for Mpi {
     }
 
     fn last_heard(&self, peer: usize) -> Instant {
-        if peer == self.rank { Instant::now() } else { self.peers.get(peer).map_or_else(Instant::now, |peer| peer.heard) }
+        if peer == self.rank { Instant::now() } else { self.peers.heard(peer) }
     }
 
     fn last_work(&self) -> Instant {

@@ -11,13 +11,15 @@
 
 use std::{collections::VecDeque, ops::Range, time::Duration};
 
-use annulus_core::{Arrived, Control, Error, Hop, Host, Incoming, Outgoing, Result, Space, Transport};
+use annulus_core::{
+    Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Result, Space, Transport,
+};
 use annulus_device_cuda::{CudaBuffer, Device, Event, Stream};
 
 use super::{Memory, Mpi, contiguous};
 use crate::{
-    forward::forward_control,
-    pieces::{self, Scratch},
+    cuda_gather::{self, Scratch},
+    delegate::forward_control,
     ranges,
 };
 
@@ -36,14 +38,14 @@ pub struct DeviceMpi {
     waiting: VecDeque<Waiting>,
     /// With MPI.
     receives: Vec<Landing>,
-    arrived: Vec<(Hop, CudaBuffer, Event)>,
+    arrived: Vec<(MessageHeader, CudaBuffer, Event)>,
     bytes_sent: u64,
     failed: Option<Error>,
 }
 
 /// A message that leaves when `ready` has passed.
 struct Sending {
-    hop: Hop,
+    hop: MessageHeader,
     buffer: CudaBuffer,
     ready: Event,
 }
@@ -57,9 +59,9 @@ struct Waiting {
 /// A receive.
 struct Landing {
     /// As it was posted.
-    hop: Hop,
+    hop: MessageHeader,
     /// As MPI has it.
-    posted: Hop,
+    posted: MessageHeader,
     /// Where its pieces go in the end, if it lies in pieces.
     pieces: Option<CudaBuffer>,
     /// After what the device did with its buffer before.
@@ -104,19 +106,26 @@ impl DeviceMpi {
         receives: &mut Vec<Incoming<S>>,
     ) -> Result<()> {
         let outgoing = sends.iter().map(|send| (&send.hop, send.buffer));
-        for (hop, buffer) in outgoing.chain(receives.iter().map(|receive| (&receive.hop, &receive.buffer))) {
+        for (hop, buffer) in
+            outgoing.chain(receives.iter().map(|receive| (&receive.hop, &receive.buffer)))
+        {
             ranges::check(hop, self.inner.ranks(), buffer.len())?;
         }
-        receives.sort_by_key(|incoming| (incoming.hop.peer, incoming.hop.channel, incoming.hop.tag));
+        receives
+            .sort_by_key(|incoming| (incoming.hop.peer, incoming.hop.channel, incoming.hop.tag));
         for Incoming { hop, buffer } in receives.drain(..) {
             // work that was queued on it earlier comes first
             buffer.wait_on(&self.stream)?;
             let whole = contiguous(&hop.ranges);
             let posted = in_one(&hop, whole.clone());
-            let (into, pieces) =
-                if whole.is_some() { (buffer, None) } else { (self.scratch.take(hop.bytes(), &self.stream)?, Some(buffer)) };
+            let (into, pieces) = if whole.is_some() {
+                (buffer, None)
+            } else {
+                (self.scratch.take(hop.bytes(), &self.stream)?, Some(buffer))
+            };
             let free = self.stream.record()?;
-            self.waiting.push_back(Waiting { landing: Landing { hop, posted, pieces, free }, into });
+            self.waiting
+                .push_back(Waiting { landing: Landing { hop, posted, pieces, free }, into });
         }
         for Outgoing { hop, buffer, ready } in sends {
             self.bytes_sent += hop.bytes();
@@ -127,7 +136,7 @@ impl DeviceMpi {
             } else {
                 let one = self.scratch.take(hop.bytes(), &self.stream)?;
                 self.stream.wait_for(ready)?;
-                pieces::gather(&self.stream, hop, buffer, &one)?;
+                cuda_gather::gather(&self.stream, hop, buffer, &one)?;
                 self.scratch.give(one.clone());
                 (one, self.stream.record()?)
             };
@@ -170,7 +179,7 @@ impl DeviceMpi {
                 // nothing of the device's is between the bytes and who reads them
                 None => self.arrived.push((hop, buffer, free)),
                 Some(pieces) => {
-                    pieces::scatter(&self.stream, &hop, &pieces, &buffer)?;
+                    cuda_gather::scatter(&self.stream, &hop, &pieces, &buffer)?;
                     let ready = self.stream.record()?;
                     pieces.touched_before(&ready);
                     buffer.touched_before(&ready);
@@ -185,14 +194,14 @@ impl DeviceMpi {
 }
 
 /// The hop of the same message in one piece: that one, or the front of a buffer of its own.
-fn in_one(hop: &Hop, whole: Option<Range<u64>>) -> Hop {
+fn in_one(hop: &MessageHeader, whole: Option<Range<u64>>) -> MessageHeader {
     let range = whole.unwrap_or(0..hop.bytes());
-    Hop { ranges: std::iter::once(range).collect(), ..hop.clone() }
+    MessageHeader { ranges: std::iter::once(range).collect(), ..hop.clone() }
 }
 
 impl Mpi {
     /// Sends a hop of one range from device memory, which the device has written.
-    fn send_device(&mut self, hop: &Hop, buffer: CudaBuffer) -> Result<()> {
+    fn send_device(&mut self, hop: &MessageHeader, buffer: CudaBuffer) -> Result<()> {
         self.check_alive()?;
         self.enter()?;
         let range = contiguous(&hop.ranges).unwrap_or(0..0);
@@ -200,14 +209,14 @@ impl Mpi {
     }
 
     /// Receives a hop of one range into device memory, which the device does not use.
-    fn receive_device(&mut self, hop: Hop, buffer: CudaBuffer) -> Result<()> {
+    fn receive_device(&mut self, hop: MessageHeader, buffer: CudaBuffer) -> Result<()> {
         self.check_alive()?;
         self.enter()?;
         self.check_receives(std::iter::once((&hop, buffer.len(), buffer.is_shared())))?;
         self.start(&[], vec![(hop, Memory::Device(buffer))]).inspect_err(|error| self.fail(error))
     }
 
-    fn take_device(&mut self, hop: &Hop) -> Result<Option<CudaBuffer>> {
+    fn take_device(&mut self, hop: &MessageHeader) -> Result<Option<CudaBuffer>> {
         Ok(match self.take_memory(hop)? {
             Some(Memory::Device(buffer)) => Some(buffer),
             _ => None,
@@ -230,14 +239,21 @@ impl<S: Space<Buffer = CudaBuffer, Event = Event>> Transport<S> for DeviceMpi {
         self.check_alive()?;
         let pumped = self.pump();
         self.remember(pumped)?;
-        let patience = if self.sends.is_empty() && self.waiting.is_empty() { patience } else { patience.min(POLL) };
-        let moved = Transport::<Host>::progress(&mut self.inner, patience).and_then(|()| self.pump());
+        let patience = if self.sends.is_empty() && self.waiting.is_empty() {
+            patience
+        } else {
+            patience.min(POLL)
+        };
+        let moved =
+            Transport::<Host>::progress(&mut self.inner, patience).and_then(|()| self.pump());
         self.remember(moved)
     }
 
-    fn take(&mut self, hop: &Hop) -> Result<Option<Arrived<S>>> {
+    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<S>>> {
         self.check_alive()?;
-        let same = |other: &Hop| (other.peer, other.channel, other.tag) == (hop.peer, hop.channel, hop.tag);
+        let same = |other: &MessageHeader| {
+            (other.peer, other.channel, other.tag) == (hop.peer, hop.channel, hop.tag)
+        };
         if let Some(place) = self.arrived.iter().position(|(other, ..)| same(other)) {
             let (_, buffer, ready) = self.arrived.swap_remove(place);
             return Ok(Some(Arrived { buffer, ready }));
@@ -260,11 +276,15 @@ impl<S: Space<Buffer = CudaBuffer, Event = Event>> Transport<S> for DeviceMpi {
 }
 
 impl Control for DeviceMpi {
-    forward_control! { rank ranks placement offer collect missing abort beat last_heard last_work }
+    forward_control! { rank ranks placement start_all_gather try_all_gather stragglers abort heartbeat last_heard last_work }
 }
 
 impl std::fmt::Debug for DeviceMpi {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.debug_struct("DeviceMpi").field("inner", &self.inner).field("stream", &self.stream).finish_non_exhaustive()
+        formatter
+            .debug_struct("DeviceMpi")
+            .field("inner", &self.inner)
+            .field("stream", &self.stream)
+            .finish_non_exhaustive()
     }
 }

@@ -1,6 +1,6 @@
 //! The leaf that calls MPI about communicators: which may be called, what a return code means, whose a communicator is.
 //!
-//! Rules, on which every `SAFETY` text here and in [`super::flying`] leans:
+//! Rules, on which every `SAFETY` text here and in [`super::requests`] leans:
 //!
 //! 1. **Alive.** MPI is called only between `MPI_Init` and `MPI_Finalize` ([`check_alive`]); the exceptions are the three inquiries that MPI
 //!    allows at any time. A host program that finalises on another thread during a call of ours breaks its own contract with MPI.
@@ -21,6 +21,7 @@ use annulus_core::{Error, Result};
 use mpi::ffi;
 
 use super::launch::{GpuAwareness, ThreadLevel};
+use crate::observed::ObservedClock;
 
 /// How a failing call is reported: the peer that it was about.
 pub(super) type About = (usize, usize);
@@ -54,16 +55,25 @@ impl Fault {
         if class(code) == TRUNCATE {
             return Err(Self::Long);
         }
-        let length = if told == SUCCESS { usize::try_from(length).unwrap_or(0).min(text.len()) } else { 0 };
+        let length =
+            if told == SUCCESS { usize::try_from(length).unwrap_or(0).min(text.len()) } else { 0 };
         let text: Vec<u8> = text[..length].iter().map(|&letter| letter.to_ne_bytes()[0]).collect();
         let text = String::from_utf8_lossy(&text).into_owned();
-        Err(if text.contains("PROC_FAILED") { Self::Lost } else { Self::Other(format!("MPI error {code}: {text}")) })
+        Err(if text.contains("PROC_FAILED") {
+            Self::Lost
+        } else {
+            Self::Other(format!("MPI error {code}: {text}"))
+        })
     }
 
     /// The error for the caller.
     pub(super) fn into_error(self, (peer, step): About) -> Error {
         match self {
-            Self::Long => Error::Comm { peer, step, what: "message truncated: longer than the receive".to_owned() },
+            Self::Long => Error::Comm {
+                peer,
+                step,
+                what: "message truncated: longer than the receive".to_owned(),
+            },
             Self::Lost => Error::PeerLost { peer, step },
             Self::Other(what) => Error::Comm { peer, step, what },
         }
@@ -116,11 +126,25 @@ fn check_alive() -> Result<()> {
 /// [`Error::InvalidArgument`] if it was finalised, [`Error::Comm`] if it fails.
 pub(super) fn initialize() -> Result<()> {
     if state().1 {
-        return Err(Error::invalid("MPI", "MPI after MPI_Finalize", "an MPI that can be initialised"));
+        return Err(Error::invalid(
+            "MPI",
+            "MPI after MPI_Finalize",
+            "an MPI that can be initialised",
+        ));
     }
     let mut granted = 0;
     // SAFETY: MPI was not finalised, and the caller saw that it was not initialised; null argument pointers are allowed since MPI-2
-    check(unsafe { ffi::MPI_Init_thread(ptr::null_mut(), ptr::null_mut(), ffi::RSMPI_THREAD_MULTIPLE, &raw mut granted) }, (0, 0))
+    check(
+        unsafe {
+            ffi::MPI_Init_thread(
+                ptr::null_mut(),
+                ptr::null_mut(),
+                ffi::RSMPI_THREAD_MULTIPLE,
+                &raw mut granted,
+            )
+        },
+        (0, 0),
+    )
 }
 
 /// Finalises MPI. Only for whoever initialised it.
@@ -140,28 +164,32 @@ pub(super) fn abort_job(code: i32) -> ! {
     std::process::exit(code)
 }
 
-/// A communicator of somebody else, to be duplicated.
+/// A communicator to be duplicated.
 #[derive(Clone, Copy)]
-pub(super) struct Foreign(ffi::MPI_Comm);
+pub(super) struct Foreign {
+    raw: ffi::MPI_Comm,
+    /// Made here, so that nobody else begins collective operations on it.
+    ours: bool,
+}
 
 impl Foreign {
     /// All ranks of the job.
     pub(super) fn world() -> Self {
         // SAFETY: a constant of the linked MPI
-        Self(unsafe { ffi::RSMPI_COMM_WORLD })
+        Self { raw: unsafe { ffi::RSMPI_COMM_WORLD }, ours: false }
     }
 
     /// # Safety
     /// The handle is null or that of a communicator which lives until it has been duplicated.
     pub(super) const unsafe fn of(raw: ffi::MPI_Comm) -> Self {
-        Self(raw)
+        Self { raw, ours: false }
     }
 
     /// # Safety
     /// As [`Foreign::of`]. MPI must be alive.
     pub(super) unsafe fn of_fortran(handle: ffi::RSMPI_Fint) -> Self {
         // SAFETY: the caller says that the handle is good and that MPI lives
-        Self(unsafe { ffi::RSMPI_Comm_f2c(handle) })
+        Self { raw: unsafe { ffi::RSMPI_Comm_f2c(handle) }, ours: false }
     }
 }
 
@@ -185,7 +213,8 @@ impl Communicator {
     /// # Errors
     /// [`Error::InvalidArgument`] for a null or an inter-communicator or an MPI that is not alive, [`Error::Unsupported`] on a thread that may
     /// not call MPI, [`Error::Comm`] if it fails or not all of its ranks come in time.
-    pub(super) fn duplicate(Foreign(foreign): Foreign, patience: Duration) -> Result<Self> {
+    pub(super) fn duplicate(of: Foreign, patience: Duration) -> Result<Self> {
+        let foreign = of.raw;
         check_alive()?;
         let home = home()?;
         let (mut inter, mut rank, mut ranks) = (0, 0, 0);
@@ -200,10 +229,14 @@ impl Communicator {
             check(ffi::MPI_Comm_size(foreign, &raw mut ranks), (0, 0))?;
         }
         if inter != 0 {
-            return Err(Error::invalid("communicator", "an inter-communicator", "an intra-communicator"));
+            return Err(Error::invalid(
+                "communicator",
+                "an inter-communicator",
+                "an intra-communicator",
+            ));
         }
         let (rank, ranks) = (count(rank), count(ranks));
-        let raw = idup(foreign, rank, patience)?;
+        let raw = idup(of, rank, patience)?;
         // SAFETY: rules 1 and 2; `raw` is ours alone since a moment
         check(unsafe { ffi::MPI_Comm_set_errhandler(raw, ffi::RSMPI_ERRORS_RETURN) }, (rank, 0))?;
         Ok(Self { raw, rank, ranks, last_tag: last_tag(raw), home })
@@ -239,7 +272,10 @@ impl Communicator {
     pub(super) fn enter(&self) -> Result<()> {
         check_alive()?;
         if self.home.is_some_and(|home| home != thread::current().id()) {
-            return Err(Error::unsupported("MPI on a thread other than its main thread", "an MPI without MPI_THREAD_MULTIPLE"));
+            return Err(Error::unsupported(
+                "MPI on a thread other than its main thread",
+                "an MPI without MPI_THREAD_MULTIPLE",
+            ));
         }
         Ok(())
     }
@@ -254,20 +290,30 @@ impl Communicator {
         self.enter()?;
         // SAFETY: constants of the linked MPI
         let (mut raw, undefined) = unsafe { (ffi::RSMPI_COMM_NULL, ffi::RSMPI_UNDEFINED) };
-        let (color, key) = (if self.rank < count { 0 } else { undefined }, c_int::try_from(self.rank).unwrap_or(c_int::MAX));
+        let (color, key) = (
+            if self.rank < count { 0 } else { undefined },
+            c_int::try_from(self.rank).unwrap_or(c_int::MAX),
+        );
         // SAFETY: rules 1 and 2 were just checked; the handle is ours and alive (rule 3); the new one lives through the call
         check(unsafe { ffi::MPI_Comm_split(self.raw, color, key, &raw mut raw) }, (self.rank, 0))?;
         if self.rank >= count {
             return Ok(None);
         }
         // SAFETY: rules 1 and 2; `raw` is ours alone since a moment
-        check(unsafe { ffi::MPI_Comm_set_errhandler(raw, ffi::RSMPI_ERRORS_RETURN) }, (self.rank, 0))?;
-        Ok(Some(Self { raw, rank: self.rank, ranks: count.min(self.ranks), last_tag: self.last_tag, home: self.home }))
+        let code = unsafe { ffi::MPI_Comm_set_errhandler(raw, ffi::RSMPI_ERRORS_RETURN) };
+        check(code, (self.rank, 0))?;
+        Ok(Some(Self {
+            raw,
+            rank: self.rank,
+            ranks: count.min(self.ranks),
+            last_tag: self.last_tag,
+            home: self.home,
+        }))
     }
 
     /// This communicator, to be duplicated in its turn.
     pub(super) const fn as_foreign(&self) -> Foreign {
-        Foreign(self.raw)
+        Foreign { raw: self.raw, ours: true }
     }
 
     /// Frees it. Nothing may be in flight on it, here or at any other rank.
@@ -288,52 +334,95 @@ fn home() -> Result<Option<ThreadId>> {
     match (level == ThreadLevel::Multiple, main != 0) {
         (true, _) => Ok(None),
         (false, true) => Ok(Some(thread::current().id())),
-        (false, false) => Err(Error::unsupported("MPI on a thread other than its main thread", "an MPI without MPI_THREAD_MULTIPLE")),
+        (false, false) => Err(Error::unsupported(
+            "MPI on a thread other than its main thread",
+            "an MPI without MPI_THREAD_MULTIPLE",
+        )),
     }
 }
 
 /// `MPI_Comm_idup`, so that a rank that never comes costs no more than `patience`.
-fn idup(foreign: ffi::MPI_Comm, rank: usize, patience: Duration) -> Result<ffi::MPI_Comm> {
+fn idup(of: Foreign, rank: usize, patience: Duration) -> Result<ffi::MPI_Comm> {
     // SAFETY: constants of the linked MPI
     let (null, mut request) = unsafe { (ffi::RSMPI_COMM_NULL, ffi::RSMPI_REQUEST_NULL) };
     // on the heap and leaked if it fails: MPI may write there whenever the last rank comes
     let made = Box::leak(Box::new(null));
-    // SAFETY: `duplicate` checked rules 1 and 2 and `foreign`; `made` lives until the request is complete, or for ever
-    check(unsafe { ffi::MPI_Comm_idup(foreign, &raw mut *made, &raw mut request) }, (rank, 0))?;
-    complete(&mut request, rank, patience, "the communicator could not be duplicated")?;
+    // SAFETY: `duplicate` checked rules 1 and 2 and the handle; `made` lives until the request is
+    // complete, or for ever
+    check(unsafe { ffi::MPI_Comm_idup(of.raw, &raw mut *made, &raw mut request) }, (rank, 0))?;
+    let late = |error| match error {
+        // MPI would match the host's next collective operation with the one that is pending
+        Error::Comm { peer, step, what } if !of.ours => Error::Comm {
+            peer,
+            step,
+            what: format!("{what}; begin no collective operation on it any more"),
+        },
+        error => error,
+    };
+    complete(&mut request, rank, patience, "the communicator could not be duplicated")
+        .map_err(late)?;
     let raw = *made;
     // SAFETY: `made` came out of `Box::leak`, and the operation that wrote to it is complete
     drop(unsafe { Box::from_raw(made) });
     Ok(raw)
 }
 
-/// Waits for a collective operation of this rank's, for `patience` at most. The caller has entered its communicator.
-pub(super) fn complete(request: &mut ffi::MPI_Request, rank: usize, patience: Duration, what: &str) -> Result<()> {
+/// The longest time between two polls of a collective operation that counts in full: below it a
+/// process was busy, above it suspended.
+const LONGEST_POLL: Duration = Duration::from_millis(250);
+
+/// Waits for a collective operation of this rank's, for `patience` of observed time at most. The caller has entered its communicator.
+pub(super) fn complete(
+    request: &mut ffi::MPI_Request,
+    rank: usize,
+    patience: Duration,
+    what: &str,
+) -> Result<()> {
     let started = Instant::now();
+    let mut observed = ObservedClock::new(started, LONGEST_POLL, patience);
     loop {
         let mut done = 0;
         // SAFETY: rules 1 and 2 (the caller has entered); the request is the caller's and active, or null once done
-        check(unsafe { ffi::MPI_Test(&raw mut *request, &raw mut done, ffi::RSMPI_STATUS_IGNORE) }, (rank, 0))?;
+        let code =
+            unsafe { ffi::MPI_Test(&raw mut *request, &raw mut done, ffi::RSMPI_STATUS_IGNORE) };
+        check(code, (rank, 0))?;
         if done != 0 {
             return Ok(());
         }
-        if started.elapsed() >= patience {
-            return Err(Error::Comm { peer: rank, step: 0, what: format!("{what} within {patience:?}: not all of its ranks came") });
+        let now = Instant::now();
+        observed.poll(now);
+        if observed.elapsed(started, now) >= patience {
+            return Err(Error::Comm {
+                peer: rank,
+                step: 0,
+                what: format!("{what} within {patience:?}: not all of its ranks came"),
+            });
         }
         thread::sleep(Duration::from_micros(100));
     }
 }
 
 /// The value of `MPI_TAG_UB`, or the least that MPI promises.
+///
+/// It is an attribute of the world (MPI 3.1, 8.1.2). Open MPI has it there and on duplicates of the
+/// world, but on no communicator that was split.
 fn last_tag(raw: ffi::MPI_Comm) -> u64 {
-    let (mut value, mut found) = (ptr::null_mut::<c_int>(), 0);
-    // SAFETY: called by `duplicate` under rules 1 and 2 with a handle of ours; MPI stores a pointer to a C int of its own in `value`, which is
-    // read at once
-    let last = unsafe {
-        ffi::MPI_Comm_get_attr(raw, ffi::MPI_TAG_UB as c_int, (&raw mut value).cast::<c_void>(), &raw mut found);
-        if found == 0 || value.is_null() { 32_767 } else { *value }
+    let attribute = |communicator: ffi::MPI_Comm| {
+        let mut value = ptr::null_mut::<c_int>();
+        let mut found = 0;
+        let key = ffi::MPI_TAG_UB as c_int;
+        // SAFETY: called by `duplicate` under rules 1 and 2 with the world, which lives as long as
+        // MPI, or a handle of ours; MPI stores a pointer to a C int of its own in `value`, which is
+        // read at once
+        unsafe {
+            let value_at = (&raw mut value).cast::<c_void>();
+            ffi::MPI_Comm_get_attr(communicator, key, value_at, &raw mut found);
+            if found == 0 || value.is_null() { None } else { u64::try_from(*value).ok() }
+        }
     };
-    u64::try_from(last).unwrap_or(32_767)
+    // SAFETY: a constant of the linked MPI
+    let world = unsafe { ffi::RSMPI_COMM_WORLD };
+    attribute(world).or_else(|| attribute(raw)).unwrap_or(32_767)
 }
 
 /// A count of MPI's, which is never negative.
@@ -348,7 +437,10 @@ pub(super) fn library() -> Result<String> {
     let room = count(unsafe { ffi::RSMPI_MAX_LIBRARY_VERSION_STRING });
     let (mut text, mut length) = (vec![0u8; room + 1], 0);
     // SAFETY: may be called at any time; MPI writes at most `room` characters and the number
-    check(unsafe { ffi::MPI_Get_library_version(text.as_mut_ptr().cast::<c_char>(), &raw mut length) }, (0, 0))?;
+    let code = unsafe {
+        ffi::MPI_Get_library_version(text.as_mut_ptr().cast::<c_char>(), &raw mut length)
+    };
+    check(code, (0, 0))?;
     text.truncate(count(length).min(room));
     Ok(String::from_utf8_lossy(&text).trim_end_matches(['\0', '\n']).to_owned())
 }
@@ -360,8 +452,9 @@ pub(super) fn thread_level() -> Result<ThreadLevel> {
     // SAFETY: MPI is alive; any thread may inquire; the number lives through the call
     check(unsafe { ffi::MPI_Query_thread(&raw mut level) }, (0, 0))?;
     // SAFETY: constants of the linked MPI, which ascend
-    let [funneled, serialized, multiple] =
-        unsafe { [ffi::RSMPI_THREAD_FUNNELED, ffi::RSMPI_THREAD_SERIALIZED, ffi::RSMPI_THREAD_MULTIPLE] };
+    let [funneled, serialized, multiple] = unsafe {
+        [ffi::RSMPI_THREAD_FUNNELED, ffi::RSMPI_THREAD_SERIALIZED, ffi::RSMPI_THREAD_MULTIPLE]
+    };
     Ok(match level {
         level if level >= multiple => ThreadLevel::Multiple,
         level if level >= serialized => ThreadLevel::Serialized,
@@ -379,7 +472,9 @@ pub(super) fn gpu_awareness() -> GpuAwareness {
         // SAFETY: a null library means everything that is loaded; the name ends with a zero
         let found = unsafe { dlsym(ptr::null_mut(), name.as_ptr()) };
         // SAFETY: every MPI that has a function of these names has it take nothing and give an int
-        let call = unsafe { std::mem::transmute::<*mut c_void, Option<unsafe extern "C" fn() -> c_int>>(found) };
+        let call = unsafe {
+            std::mem::transmute::<*mut c_void, Option<unsafe extern "C" fn() -> c_int>>(found)
+        };
         // SAFETY: it asks for a fact about the library, and may be called at any time
         call.map(|call| unsafe { call() } != 0)
     };

@@ -30,12 +30,17 @@ impl FirstRanks {
         // a duplicate can be waited for; once it is made all ranks are here, and splitting it takes but a moment
         let world = Communicator::duplicate(Foreign::world(), patience)?;
         if !(1..=world.ranks()).contains(&count) {
-            return Err(Error::invalid("ranks", count, format!("1 to {}, the ranks of this job", world.ranks())));
+            return Err(Error::invalid(
+                "ranks",
+                count,
+                format!("1 to {}, the ranks of this job", world.ranks()),
+            ));
         }
         let first = world.first_ranks(count)?;
         world.free();
         let Some(communicator) = first else { return Ok(None) };
-        let ring = Mpi::over(communicator.as_foreign(), Settings { patience, ..Settings::default() })?;
+        let ring =
+            Mpi::over(communicator.as_foreign(), Settings { patience, ..Settings::default() })?;
         let nodes = ring.nodes().clone();
         Ok(Some(Self { communicator, nodes }))
     }

@@ -26,14 +26,25 @@ impl Frame {
         let listed: Vec<u8>;
         let (kind, numbers, rest): (u8, &[u64], &[u8]) = match self {
             Self::Beat { worked } => (0, &[*worked], &[]),
-            Self::Announce { channel, tag, step, bytes, piece } => (1, &[number(*channel), *tag, *step, *bytes, *piece], &[]),
+            Self::Announce { channel, tag, step, bytes, piece } => {
+                (1, &[number(*channel), *tag, *step, *bytes, *piece], &[])
+            }
             Self::Offer { round, parts } => {
-                let numbers = |(rank, part): &(u64, Vec<u8>)| [rank.to_le_bytes(), (part.len() as u64).to_le_bytes()].concat();
-                listed = parts.iter().flat_map(|part| [numbers(part), part.1.clone()]).flatten().collect();
+                let numbers = |(rank, part): &(u64, Vec<u8>)| {
+                    [rank.to_le_bytes(), (part.len() as u64).to_le_bytes()].concat()
+                };
+                listed = parts
+                    .iter()
+                    .flat_map(|part| [numbers(part), part.1.clone()])
+                    .flatten()
+                    .collect();
                 (2, &[*round], &listed)
             }
             Self::Abort { rank, what } => {
-                let end = (0..=what.len().min(LONGEST_TEXT)).rev().find(|&end| what.is_char_boundary(end)).unwrap_or(0);
+                let end = (0..=what.len().min(LONGEST_TEXT))
+                    .rev()
+                    .find(|&end| what.is_char_boundary(end))
+                    .unwrap_or(0);
                 (3, &[*rank], &what.as_bytes()[..end])
             }
             Self::Goodbye { begun, owed } => {
@@ -41,7 +52,8 @@ impl Frame {
                 (4, &[*begun], &listed)
             }
         };
-        let parts = std::iter::once(kind).chain(numbers.iter().flat_map(|number| number.to_le_bytes()));
+        let parts =
+            std::iter::once(kind).chain(numbers.iter().flat_map(|number| number.to_le_bytes()));
         let head: Vec<u8> = parts.collect();
         let mut buffer = HostBuffer::zeroed((head.len() + rest.len()) as u64)?;
         if let Some(bytes) = buffer.bytes_mut() {
@@ -53,7 +65,11 @@ impl Frame {
 
     /// What `peer` sent.
     pub(super) fn decode(bytes: &[u8], peer: usize) -> Result<Self> {
-        let nonsense = || Error::Comm { peer, step: 0, what: format!("a control message of {} bytes that makes no sense", bytes.len()) };
+        let nonsense = || Error::Comm {
+            peer,
+            step: 0,
+            what: format!("a control message of {} bytes that makes no sense", bytes.len()),
+        };
         read(bytes).ok_or_else(nonsense)
     }
 }
@@ -67,9 +83,18 @@ fn read(bytes: &[u8]) -> Option<Frame> {
     };
     let frame = match kind {
         0 => Frame::Beat { worked: next()? },
-        1 => Frame::Announce { channel: channel(next()?)?, tag: next()?, step: next()?, bytes: next()?, piece: next()? },
+        1 => Frame::Announce {
+            channel: channel(next()?)?,
+            tag: next()?,
+            step: next()?,
+            bytes: next()?,
+            piece: next()?,
+        },
         2 => Frame::Offer { round: next()?, parts: parts(std::mem::take(&mut rest))? },
-        3 => Frame::Abort { rank: next()?, what: String::from_utf8_lossy(std::mem::take(&mut rest)).into_owned() },
+        3 => Frame::Abort {
+            rank: next()?,
+            what: String::from_utf8_lossy(std::mem::take(&mut rest)).into_owned(),
+        },
         4 => Frame::Goodbye { begun: next()?, owed: numbers(std::mem::take(&mut rest))? },
         _ => return None,
     };
@@ -80,7 +105,10 @@ fn read(bytes: &[u8]) -> Option<Frame> {
 fn parts(mut bytes: &[u8]) -> Option<Vec<(u64, Vec<u8>)>> {
     let mut parts = Vec::new();
     while let Some((numbers, rest)) = bytes.split_first_chunk::<16>() {
-        let (rank, length) = (u64::from_le_bytes(*numbers[..8].first_chunk()?), u64::from_le_bytes(*numbers[8..].first_chunk()?));
+        let (rank, length) = (
+            u64::from_le_bytes(*numbers[..8].first_chunk()?),
+            u64::from_le_bytes(*numbers[8..].first_chunk()?),
+        );
         let (part, rest) = rest.split_at_checked(usize::try_from(length).ok()?)?;
         parts.push((rank, part.to_vec()));
         bytes = rest;
@@ -99,17 +127,17 @@ pub(super) const CHANNELS: u64 = 3;
 /// The number of a channel on the wire.
 pub(super) const fn number(channel: Channel) -> u64 {
     match channel {
-        Channel::Block => 0,
-        Channel::Travel => 1,
-        Channel::Home => 2,
+        Channel::Kv => 0,
+        Channel::PartialGrad => 1,
+        Channel::FinalGrad => 2,
     }
 }
 
 const fn channel(number: u64) -> Option<Channel> {
     match number {
-        0 => Some(Channel::Block),
-        1 => Some(Channel::Travel),
-        2 => Some(Channel::Home),
+        0 => Some(Channel::Kv),
+        1 => Some(Channel::PartialGrad),
+        2 => Some(Channel::FinalGrad),
         _ => None,
     }
 }
@@ -120,13 +148,17 @@ mod tests {
 
     #[test]
     fn frames_come_back_as_they_were_and_cut_ones_are_errors() {
-        let announce = |channel| Frame::Announce { channel, tag: u64::MAX, step: 3, bytes: 1 << 40, piece: 7 };
+        let announce =
+            |channel| Frame::Announce { channel, tag: u64::MAX, step: 3, bytes: 1 << 40, piece: 7 };
         let frames = [
             Frame::Beat { worked: 7 },
-            announce(Channel::Block),
-            announce(Channel::Travel),
-            announce(Channel::Home),
-            Frame::Offer { round: 9, parts: vec![(4, vec![1, 2, 3]), (5, vec![]), (0, vec![7; 20])] },
+            announce(Channel::Kv),
+            announce(Channel::PartialGrad),
+            announce(Channel::FinalGrad),
+            Frame::Offer {
+                round: 9,
+                parts: vec![(4, vec![1, 2, 3]), (5, vec![]), (0, vec![7; 20])],
+            },
             Frame::Abort { rank: 2, what: "é".into() },
             Frame::Goodbye { begun: 3, owed: vec![1, u64::MAX] },
         ];
@@ -134,7 +166,10 @@ mod tests {
             let buffer = frame.encode().unwrap();
             assert_eq!(Frame::decode(buffer.bytes(), 1), Ok(frame));
             for end in 0..buffer.bytes().len().min(9) {
-                assert!(matches!(Frame::decode(&buffer.bytes()[..end], 1), Err(Error::Comm { peer: 1, .. })));
+                assert!(matches!(
+                    Frame::decode(&buffer.bytes()[..end], 1),
+                    Err(Error::Comm { peer: 1, .. })
+                ));
             }
         }
         assert!(Frame::decode(&[0, 0, 0, 0, 0, 0, 0, 0, 0, 1], 1).is_err());
@@ -149,7 +184,9 @@ mod tests {
     fn a_long_text_is_cut_between_characters() {
         let what = format!("x{}", "é".repeat(LONGEST_TEXT));
         let buffer = Frame::Abort { rank: 0, what }.encode().unwrap();
-        let Ok(Frame::Abort { what, .. }) = Frame::decode(buffer.bytes(), 0) else { panic!("an abort") };
+        let Ok(Frame::Abort { what, .. }) = Frame::decode(buffer.bytes(), 0) else {
+            panic!("an abort")
+        };
         assert_eq!(what.len(), LONGEST_TEXT - 1);
     }
 }

@@ -17,7 +17,9 @@ use annulus_core::Result;
 #[derive(Debug)]
 pub(super) struct Gather {
     /// By rank, what has come.
-    pub(super) parts: Vec<Option<Vec<u8>>>,
+    parts: Vec<Option<Vec<u8>>>,
+    /// Ranks whose part has not come.
+    lacking: usize,
     /// Frames of this rank's that have not left.
     pub(super) unsent: usize,
     /// How many gathers this rank had begun before, once it has begun this one.
@@ -28,16 +30,36 @@ pub(super) struct Gather {
 
 impl Gather {
     pub(super) fn new(ranks: usize) -> Self {
-        Self { parts: vec![None; ranks], unsent: 0, number: None, reach: 1 }
+        Self { parts: vec![None; ranks], lacking: ranks, unsent: 0, number: None, reach: 1 }
+    }
+
+    /// Stores the part of `rank`; false if there is no such rank, or its part is here already.
+    pub(super) fn put(&mut self, rank: usize, part: Vec<u8>) -> bool {
+        let Some(place) = self.parts.get_mut(rank).filter(|place| place.is_none()) else {
+            return false;
+        };
+        *place = Some(part);
+        self.lacking -= 1;
+        true
+    }
+
+    /// Returns true if the part of `rank` is here.
+    pub(super) fn has(&self, rank: usize) -> bool {
+        self.parts.get(rank).is_some_and(Option::is_some)
+    }
+
+    /// All parts that are here, in the order of ranks.
+    pub(super) fn into_parts(self) -> Vec<Vec<u8>> {
+        self.parts.into_iter().flatten().collect()
     }
 
     /// Whether this rank has begun it and has every part.
-    pub(super) fn is_whole(&self) -> bool {
-        self.number.is_some() && self.parts.iter().all(Option::is_some)
+    pub(super) const fn is_whole(&self) -> bool {
+        self.number.is_some() && self.lacking == 0
     }
 
     /// Whether this rank has begun it and lacks a part.
-    pub(super) fn is_waited_for(&self) -> bool {
+    pub(super) const fn is_waited_for(&self) -> bool {
         self.number.is_some() && !self.is_whole()
     }
 
@@ -67,7 +89,7 @@ impl Mpi {
         let rank = self.rank;
         while let Some((peer, of)) = self.gather(round).next(rank) {
             // whoever has left needs nothing any more
-            if self.peers[peer].left.is_some() {
+            if self.peers.has_left(peer) {
                 continue;
             }
             let mut of = of.into_iter().peekable();
@@ -79,7 +101,11 @@ impl Mpi {
                     parts.push((rank as u64, part));
                 }
                 self.gather(round).unsent += 1;
-                self.say(peer, &Frame::Offer { round, parts }.encode()?, Label::Offered { peer, round })?;
+                self.say(
+                    peer,
+                    &Frame::Offer { round, parts }.encode()?,
+                    Label::Offered { peer, round },
+                )?;
             }
         }
         Ok(())
@@ -104,7 +130,7 @@ mod tests {
             let mut gathers: Vec<Gather> = (0..ranks).map(|_| Gather::new(ranks)).collect();
             let (mut sent, mut late, mut turn) = (0, Vec::new(), 0);
             for (rank, gather) in gathers.iter_mut().enumerate() {
-                gather.parts[rank] = Some(vec![rank as u8]);
+                prop_assert!(gather.put(rank, vec![rank as u8]));
                 gather.number = Some(0);
                 while let Some(message) = gather.next(rank) {
                     late.push(message);
@@ -115,13 +141,17 @@ mod tests {
                 let (to, of) = late.swap_remove(order[turn % order.len()].index(late.len()));
                 (turn, sent) = (turn + 1, sent + 1);
                 for from in of {
-                    prop_assert_eq!(gathers[to].parts[from].replace(vec![from as u8]), None);
+                    prop_assert!(gathers[to].put(from, vec![from as u8]));
+                    prop_assert!(!gathers[to].put(from, Vec::new()));
                 }
+                let lacking = gathers[to].parts.iter().filter(|part| part.is_none()).count();
+                prop_assert_eq!(gathers[to].lacking, lacking);
                 while let Some(message) = gathers[to].next(to) {
                     late.push(message);
                 }
             }
             prop_assert!(gathers.iter().all(|gather| gather.is_whole() && !gather.owes()));
+            prop_assert!(!gathers[0].put(ranks, Vec::new()));
             prop_assert_eq!(sent, ranks * ranks.next_power_of_two().ilog2() as usize);
         }
     }
@@ -129,12 +159,16 @@ mod tests {
     #[test]
     fn a_rank_that_has_not_begun_sends_nothing() {
         let mut gather = Gather::new(4);
-        gather.parts[2] = Some(Vec::new());
+        assert!(gather.put(2, Vec::new()));
         assert_eq!(gather.next(1), None);
         assert!(!gather.owes() && !gather.is_whole() && !gather.is_waited_for());
-        (gather.parts[1], gather.number) = (Some(Vec::new()), Some(3));
+        assert!(gather.put(1, Vec::new()));
+        gather.number = Some(3);
         assert!(gather.owes());
-        assert_eq!([gather.next(1), gather.next(1), gather.next(1)], [Some((0, vec![1])), Some((3, vec![1, 2])), None]);
+        assert_eq!(
+            [gather.next(1), gather.next(1), gather.next(1)],
+            [Some((0, vec![1])), Some((3, vec![1, 2])), None]
+        );
         assert!(!gather.owes() && !gather.is_whole() && gather.is_waited_for());
     }
 }

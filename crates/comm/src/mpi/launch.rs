@@ -158,9 +158,18 @@ mod tests {
     #[test]
     fn the_variable_decides_and_mpi_where_there_is_none() {
         use GpuAwareness::{No, Unknown, Yes};
-        assert_eq!([Yes, No, Unknown].map(|says| says.decides_with(None)), [Ok(true), Ok(false), Ok(false)]);
-        assert_eq!([Yes, No, Unknown].map(|says| says.decides_with(Some("1"))), [Ok(true), Ok(true), Ok(true)]);
-        assert_eq!([Yes, No, Unknown].map(|says| says.decides_with(Some("0"))), [Ok(false), Ok(false), Ok(false)]);
+        assert_eq!(
+            [Yes, No, Unknown].map(|says| says.decides_with(None)),
+            [Ok(true), Ok(false), Ok(false)]
+        );
+        assert_eq!(
+            [Yes, No, Unknown].map(|says| says.decides_with(Some("1"))),
+            [Ok(true), Ok(true), Ok(true)]
+        );
+        assert_eq!(
+            [Yes, No, Unknown].map(|says| says.decides_with(Some("0"))),
+            [Ok(false), Ok(false), Ok(false)]
+        );
         let error = Yes.decides_with(Some("maybe")).unwrap_err().to_string();
         assert_eq!(error, "ANNULUS_GPU_AWARE: got maybe, want 1 or 0");
     }

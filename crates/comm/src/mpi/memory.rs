@@ -25,7 +25,9 @@ impl Memory {
     /// Where these bytes begin, for MPI to read; `None` if it has not all of them.
     pub(super) fn start(&self, bytes: &Range<u64>) -> Option<*const u8> {
         match self {
-            Self::Host(buffer) => buffer.bytes().get(index(bytes.start)..index(bytes.end)).map(<[u8]>::as_ptr),
+            Self::Host(buffer) => {
+                buffer.bytes().get(index(bytes.start)..index(bytes.end)).map(<[u8]>::as_ptr)
+            }
             #[cfg(feature = "cuda")]
             Self::Device(buffer) => address(buffer, bytes).map(<*mut u8>::cast_const),
         }
@@ -34,7 +36,10 @@ impl Memory {
     /// As [`Memory::start`], for MPI to write; `None` also while somebody else co-owns them.
     pub(super) fn start_mut(&mut self, bytes: &Range<u64>) -> Option<*mut u8> {
         match self {
-            Self::Host(buffer) => buffer.bytes_mut()?.get_mut(index(bytes.start)..index(bytes.end)).map(<[u8]>::as_mut_ptr),
+            Self::Host(buffer) => buffer
+                .bytes_mut()?
+                .get_mut(index(bytes.start)..index(bytes.end))
+                .map(<[u8]>::as_mut_ptr),
             #[cfg(feature = "cuda")]
             Self::Device(buffer) => address(buffer, bytes).filter(|_| !buffer.is_shared()),
         }

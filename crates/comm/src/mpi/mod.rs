@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  communicator handed in ──idup──▶ data:    the bytes of hops, MPI tag = (tag mod window)·3 + channel, in pieces of at most 1 GiB
-//!                         └─idup──▶ control: frames of any length, one queue from each peer, matched by MPI_Improbe
+//!                                    └─idup──▶ control: frames of any length, one queue from each peer, matched by MPI_Improbe
 //! ```
 //! * A hop whose bytes lie in one piece of memory is sent from there and received there. Any other is packed into (or unpacked from) a staging
 //!   buffer of the transport's: the two ends need not be cut alike, so messages per range could not be matched, and a derived type would
@@ -18,7 +18,11 @@
 //! * Sends complete as `MPI_Isend` does, or, with [`Settings::synchronous`], as `MPI_Issend`: a schedule that finishes so needs no buffering.
 //!
 //! # Life and death
-//! The communicator handed in is duplicated, and neither used afterwards nor freed. MPI is never initialised or finalised here; a program of
+//! The communicator handed in is duplicated once, and neither used afterwards nor freed. Should some
+//! of its ranks not come within [`Settings::patience`], that duplication stays pending on it: the
+//! host must begin no collective operation on it any more, for MPI would match the two.
+//!
+//! MPI is never initialised or finalised here; a program of
 //! its own does that with [`Launch`]. Dropping an endpoint says goodbye to all ranks. If nothing is in flight it waits for theirs, for
 //! [`Settings::farewell`] at most, and frees what it duplicated; otherwise, and wherever something has failed, it leaks the two communicators and
 //! every buffer that MPI might still touch. Dropping one after `MPI_Finalize` only leaks.
@@ -55,18 +59,19 @@
 mod control;
 #[cfg(feature = "cuda")]
 mod device;
-mod farewell;
+mod drop;
 mod ffi;
 mod first_ranks;
-mod flying;
 mod frame;
 mod gather;
-mod inquiry;
 mod launch;
 mod memory;
 mod nodes;
+mod peers;
 mod progress;
 mod pump;
+mod requests;
+mod topology;
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -74,17 +79,21 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_core::{Arrived, Channel, Control, Error, Hop, Host, HostBuffer, Incoming, Outgoing, Result, Space, Transport};
+use annulus_core::{
+    Arrived, Channel, Control, Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result,
+    Space, Transport,
+};
 
 #[cfg(feature = "cuda")]
 pub use self::device::DeviceMpi;
 use self::{
     ffi::{Communicator, Foreign},
-    flying::{Address, Flying, LONGEST_PIECE, Mode},
     frame::{CHANNELS, Frame},
     gather::Gather,
     memory::Memory,
-    pump::{Early, Label, Peer, Receive, Stage},
+    peers::Peers,
+    pump::{Early, Label, Receive, Stage},
+    requests::{Address, LONGEST_PIECE, Mode, Requests},
 };
 pub use self::{
     first_ranks::FirstRanks,
@@ -92,7 +101,7 @@ pub use self::{
     nodes::{NodeMap, Place},
     progress::Progress,
 };
-use crate::{ranges, ring::parts, staging::Staging};
+use crate::{ranges, ring::block_parts, staging::Staging};
 
 /// A handle of a communicator, as C has it.
 pub type Communication = ::mpi::ffi::MPI_Comm;
@@ -103,7 +112,8 @@ pub type FortranHandle = ::mpi::ffi::RSMPI_Fint;
 /// How an endpoint behaves.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Settings {
-    /// How long to wait for the other ranks when the endpoint is made.
+    /// Time to wait for the other ranks when the endpoint is made. Afterwards the communicator
+    /// that was handed in cannot be used for collective operations any more.
     pub patience: Duration,
     /// How long to wait for the other ranks when it is dropped.
     pub farewell: Duration,
@@ -115,7 +125,12 @@ pub struct Settings {
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { patience: Duration::from_secs(120), farewell: Duration::from_secs(1), synchronous: false, piece_bytes: LONGEST_PIECE }
+        Self {
+            patience: Duration::from_secs(120),
+            farewell: Duration::from_secs(1),
+            synchronous: false,
+            piece_bytes: LONGEST_PIECE,
+        }
     }
 }
 
@@ -127,7 +142,7 @@ pub struct Mpi {
     rank: usize,
     ranks: usize,
     settings: Settings,
-    flying: Flying<Label>,
+    requests: Requests<Label>,
     staging: Staging,
     /// Posted and not yet taken.
     receives: Vec<Receive>,
@@ -135,7 +150,7 @@ pub struct Mpi {
     early: Vec<Early>,
     /// The last tag that was posted for a receive.
     last_tags: HashMap<(usize, Channel), u64>,
-    peers: Vec<Peer>,
+    peers: Peers,
     /// Empty until it is made, which is the first thing that an endpoint does.
     nodes: NodeMap,
     gathers: BTreeMap<u64, Gather>,
@@ -175,7 +190,10 @@ impl Mpi {
     /// # Safety
     /// The handle is null or that of a live communicator of the MPI that this program is linked with.
     #[expect(unsafe_code, reason = "no handle can be checked")]
-    pub unsafe fn over_communicator(communicator: Communication, settings: Settings) -> Result<Self> {
+    pub unsafe fn over_communicator(
+        communicator: Communication,
+        settings: Settings,
+    ) -> Result<Self> {
         // SAFETY: as the caller says
         Self::over(unsafe { Foreign::of(communicator) }, settings)
     }
@@ -191,7 +209,11 @@ impl Mpi {
     #[expect(unsafe_code, reason = "no handle can be checked")]
     pub unsafe fn over_fortran(handle: FortranHandle, settings: Settings) -> Result<Self> {
         if ffi::state() != (true, false) {
-            return Err(Error::invalid("MPI", "MPI before MPI_Init or after MPI_Finalize", "MPI between the two"));
+            return Err(Error::invalid(
+                "MPI",
+                "MPI before MPI_Init or after MPI_Finalize",
+                "MPI between the two",
+            ));
         }
         // SAFETY: as the caller says, and MPI is alive
         Self::over(unsafe { Foreign::of_fortran(handle) }, settings)
@@ -206,27 +228,45 @@ impl Mpi {
     /// As [`Mpi::over`], without the map of nodes.
     fn over_unmapped(foreign: Foreign, settings: Settings) -> Result<Self> {
         if !(1..=LONGEST_PIECE).contains(&settings.piece_bytes) {
-            return Err(Error::invalid("piece_bytes", settings.piece_bytes, format!("1 to {LONGEST_PIECE}")));
+            return Err(Error::invalid(
+                "piece_bytes",
+                settings.piece_bytes,
+                format!("1 to {LONGEST_PIECE}"),
+            ));
         }
         let data = Communicator::duplicate(foreign, settings.patience)?;
-        let control = Communicator::duplicate(foreign, settings.patience)?;
-        let (rank, ranks, now) = (data.rank(), data.ranks(), Instant::now());
+        // of our own: only the one above is ever pending on a communicator of the host's
+        let control = Communicator::duplicate(data.as_foreign(), settings.patience)?;
+        let (rank, ranks) = (data.rank(), data.ranks());
         // tags in flight span two passes of at most two journeys each; as many again to spare
-        if window(&data) < 8 * parts::tags(ranks) {
-            return Err(Error::unsupported(format!("a ring of {ranks} ranks"), format!("an MPI whose tags end at {}", data.last_tag())));
+        if window(&data) < 8 * block_parts::tags(ranks) {
+            return Err(Error::unsupported(
+                format!("a ring of {ranks} ranks"),
+                format!("an MPI whose tags end at {}", data.last_tag()),
+            ));
         }
-        Ok(Self {
-            data: Some(data),
-            control: Some(control),
+        let mut made = Self::detached(rank, ranks);
+        made.settings = settings;
+        made.data = Some(data);
+        made.control = Some(control);
+        Ok(made)
+    }
+
+    /// An endpoint without communicators, which can neither send nor receive.
+    fn detached(rank: usize, ranks: usize) -> Self {
+        let now = Instant::now();
+        Self {
+            data: None,
+            control: None,
             rank,
             ranks,
-            settings,
-            flying: Flying::new(),
+            settings: Settings::default(),
+            requests: Requests::new(),
             staging: Staging::default(),
             receives: Vec::new(),
             early: Vec::new(),
             last_tags: HashMap::new(),
-            peers: (0..ranks).map(|_| Peer::new(now)).collect(),
+            peers: Peers::new(ranks, now),
             nodes: NodeMap::new(Vec::new()),
             gathers: BTreeMap::new(),
             begun: 0,
@@ -238,7 +278,12 @@ impl Mpi {
             idle_since: now,
             told_abort: false,
             failed: None,
-        })
+        }
+    }
+
+    /// The highest tag that MPI can send (`MPI_TAG_UB`), which bounds the ranks of a ring.
+    pub fn last_tag(&self) -> u64 {
+        self.data.as_ref().map_or(0, Communicator::last_tag)
     }
 
     /// Whether any thread may use this endpoint: whether MPI grants `MPI_THREAD_MULTIPLE`.
@@ -267,29 +312,51 @@ impl Mpi {
         if self.settings.synchronous { Mode::Synchronous } else { Mode::Standard }
     }
 
-    const fn address(data: &Communicator, hop: &Hop, piece: u64) -> Address {
+    const fn address(data: &Communicator, hop: &MessageHeader, piece: u64) -> Address {
         let tag = hop.tag % window(data) * CHANNELS + frame::number(hop.channel);
         Address { peer: hop.peer, tag, step: hop.step, piece }
     }
 
-    fn check_receive(&self, hop: &Hop, size: u64, shared: bool, last: Option<u64>) -> Result<()> {
-        let Hop { peer, step, channel, tag, .. } = *hop;
+    fn check_receive(
+        &self,
+        hop: &MessageHeader,
+        size: u64,
+        shared: bool,
+        last: Option<u64>,
+    ) -> Result<()> {
+        let MessageHeader { peer, step, channel, tag, .. } = *hop;
         ranges::check(hop, self.ranks, size)?;
         if last.is_some_and(|last| tag <= last) {
-            return Err(Error::Comm { peer, step, what: format!("receive {channel:?} {tag} posted after a tag as high: tags only grow") });
+            return Err(Error::Comm {
+                peer,
+                step,
+                what: format!(
+                    "receive {channel:?} {tag} posted after a tag as high: tags only grow"
+                ),
+            });
         }
         if shared {
-            return Err(Error::Comm { peer, step, what: format!("the buffer of receive {channel:?} {tag} is in use") });
+            return Err(Error::Comm {
+                peer,
+                step,
+                what: format!("the buffer of receive {channel:?} {tag} is in use"),
+            });
         }
         Ok(())
     }
 
     /// Whether the receives of a group can be posted: hop, bytes of the buffer, and whether somebody else co-owns it, of each in the order of tags.
-    fn check_receives<'a>(&mut self, receives: impl Iterator<Item = (&'a Hop, u64, bool)>) -> Result<()> {
+    fn check_receives<'a>(
+        &mut self,
+        receives: impl Iterator<Item = (&'a MessageHeader, u64, bool)>,
+    ) -> Result<()> {
         let mut previous = None;
         for (hop, size, shared) in receives {
             let key = (hop.peer, hop.channel);
-            let last = previous.filter(|&(of, _)| of == key).map(|(_, tag)| tag).or_else(|| self.last_tags.get(&key).copied());
+            let last = previous
+                .filter(|&(of, _)| of == key)
+                .map(|(_, tag)| tag)
+                .or_else(|| self.last_tags.get(&key).copied());
             let checked = self.check_receive(hop, size, shared, last);
             checked.inspect_err(|error| self.fail(error))?;
             previous = Some((key, hop.tag));
@@ -309,7 +376,7 @@ impl Mpi {
         self.receives[place].stage = stage;
         let label = Label::Receive { peer: hop.peer, channel: hop.channel, tag: hop.tag };
         if let (Some(data), Some(into)) = (&self.data, into) {
-            self.flying.receive(data, address, into, range, label)?;
+            self.requests.receive(data, address, into, range, label)?;
         }
         Ok(())
     }
@@ -323,19 +390,26 @@ impl Mpi {
     }
 
     /// Sends a hop whose bytes lie in one piece.
-    fn start_send_of(&mut self, hop: &Hop, from: Memory, range: Range<u64>) -> Result<()> {
-        let (Hop { channel, tag, .. }, step, piece) = (hop, hop.step as u64, self.settings.piece_bytes);
-        let announcement = Frame::Announce { channel: *channel, tag: *tag, step, bytes: hop.bytes(), piece };
+    fn start_send_of(
+        &mut self,
+        hop: &MessageHeader,
+        from: Memory,
+        range: Range<u64>,
+    ) -> Result<()> {
+        let (MessageHeader { channel, tag, .. }, step, piece) =
+            (hop, hop.step as u64, self.settings.piece_bytes);
+        let announcement =
+            Frame::Announce { channel: *channel, tag: *tag, step, bytes: hop.bytes(), piece };
         self.say(hop.peer, &announcement.encode()?, Label::Said { peer: hop.peer })?;
         let mode = self.mode();
         let (data, _) = self.enter()?;
         let address = Self::address(data, hop, self.settings.piece_bytes);
         self.step = hop.step;
         self.bytes_sent += hop.bytes();
-        self.peers[hop.peer].sends.push_back(hop.step);
+        self.peers.begin_send(hop.peer, hop.step);
         let label = Label::Sent { peer: hop.peer, step: hop.step };
         if let Some(data) = &self.data {
-            self.flying.send(data, mode, address, from, range, label)?;
+            self.requests.send(data, mode, address, from, range, label)?;
         }
         Ok(())
     }
@@ -351,9 +425,11 @@ impl Mpi {
     }
 
     /// The buffer of a posted receive, if it has arrived.
-    fn take_memory(&mut self, hop: &Hop) -> Result<Option<Memory>> {
+    fn take_memory(&mut self, hop: &MessageHeader) -> Result<Option<Memory>> {
         self.check_alive()?;
-        let Some(place) = self.receives.iter().position(|receive| receive.is_for(hop.peer, hop.channel, hop.tag)) else {
+        let Some(place) =
+            self.receives.iter().position(|receive| receive.is_for(hop.peer, hop.channel, hop.tag))
+        else {
             let got = format!("{:?} {} from rank {}", hop.channel, hop.tag, hop.peer);
             return Err(Error::invalid("hop", got, "a receive that was posted and not yet taken"));
         };
@@ -364,7 +440,11 @@ impl Mpi {
         Ok(buffer)
     }
 
-    fn start(&mut self, sends: &[Outgoing<'_, Host>], receives: Vec<(Hop, Memory)>) -> Result<()> {
+    fn start(
+        &mut self,
+        sends: &[Outgoing<'_, Host>],
+        receives: Vec<(MessageHeader, Memory)>,
+    ) -> Result<()> {
         for (hop, buffer) in receives {
             self.step = hop.step;
             self.last_tags.insert((hop.peer, hop.channel), hop.tag);
@@ -384,7 +464,9 @@ const fn window(data: &Communicator) -> u64 {
 fn contiguous(ranges: &[Range<u64>]) -> Option<Range<u64>> {
     let mut filled = ranges.iter().filter(|range| range.start < range.end);
     let first = filled.next().cloned().unwrap_or(0..0);
-    filled.try_fold(first, |whole, range| (whole.end == range.start).then_some(whole.start..range.end))
+    filled.try_fold(first, |whole, range| {
+        (whole.end == range.start).then_some(whole.start..range.end)
+    })
 }
 
 impl Transport<Host> for Mpi {
@@ -392,16 +474,28 @@ impl Transport<Host> for Mpi {
         self
     }
 
-    fn post(&mut self, sends: &[Outgoing<'_, Host>], receives: &mut Vec<Incoming<Host>>) -> Result<()> {
+    fn post(
+        &mut self,
+        sends: &[Outgoing<'_, Host>],
+        receives: &mut Vec<Incoming<Host>>,
+    ) -> Result<()> {
         self.check_alive()?;
         self.enter()?;
         for send in sends {
             ranges::check(&send.hop, self.ranks, Host::size(send.buffer))?;
         }
         // within a group the order means nothing
-        receives.sort_by_key(|incoming| (incoming.hop.peer, incoming.hop.channel, incoming.hop.tag));
-        self.check_receives(receives.iter().map(|Incoming { hop, buffer }| (hop, Host::size(buffer), buffer.is_shared())))?;
-        let receives = receives.drain(..).map(|Incoming { hop, buffer }| (hop, Memory::Host(buffer))).collect();
+        receives
+            .sort_by_key(|incoming| (incoming.hop.peer, incoming.hop.channel, incoming.hop.tag));
+        self.check_receives(
+            receives
+                .iter()
+                .map(|Incoming { hop, buffer }| (hop, Host::size(buffer), buffer.is_shared())),
+        )?;
+        let receives = receives
+            .drain(..)
+            .map(|Incoming { hop, buffer }| (hop, Memory::Host(buffer)))
+            .collect();
         self.idle_since = Instant::now();
         self.start(sends, receives).inspect_err(|error| self.fail(error))
     }
@@ -410,13 +504,13 @@ impl Transport<Host> for Mpi {
         self.wait(patience)
     }
 
-    fn take(&mut self, hop: &Hop) -> Result<Option<Arrived<Host>>> {
+    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<Host>>> {
         let taken = self.take_memory(hop)?;
         Ok(taken.and_then(Memory::into_host).map(|buffer| Arrived { buffer, ready: () }))
     }
 
     fn pending(&self) -> bool {
-        self.peers.iter().any(|peer| !peer.sends.is_empty())
+        self.peers.has_unsent()
     }
 
     fn bytes_sent(&self) -> u64 {
@@ -427,7 +521,11 @@ impl Transport<Host> for Mpi {
 impl std::fmt::Debug for Mpi {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (rank, ranks) = (self.rank, self.ranks);
-        formatter.debug_struct("Mpi").field("rank", &rank).field("ranks", &ranks).finish_non_exhaustive()
+        formatter
+            .debug_struct("Mpi")
+            .field("rank", &rank)
+            .field("ranks", &ranks)
+            .finish_non_exhaustive()
     }
 }
 

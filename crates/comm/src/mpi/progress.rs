@@ -15,7 +15,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_core::{Arrived, Control, Error, Hop, Host, Incoming, Outgoing, Placement, Result, Transport};
+use annulus_core::{
+    Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Placement, Result, Transport,
+};
 
 use super::Mpi;
 
@@ -78,16 +80,24 @@ impl Progress {
     /// thread cannot be started.
     pub fn new(endpoint: Mpi, every: Duration) -> Result<Self> {
         if !endpoint.any_thread() {
-            return Err(Error::unsupported("a progress thread", "an MPI without MPI_THREAD_MULTIPLE"));
+            return Err(Error::unsupported(
+                "a progress thread",
+                "an MPI without MPI_THREAD_MULTIPLE",
+            ));
         }
         if every.is_zero() {
             return Err(Error::invalid("every", format!("{every:?}"), "more than nothing"));
         }
         let placement = endpoint.placement().cloned();
-        let shared = Arc::new(Shared { endpoint: Mutex::new(endpoint), stop: AtomicBool::new(false) });
+        let shared =
+            Arc::new(Shared { endpoint: Mutex::new(endpoint), stop: AtomicBool::new(false) });
         let looker = Arc::clone(&shared);
-        let thread = thread::Builder::new().name("annulus-mpi-progress".to_owned()).spawn(move || looker.look_after(every));
-        let thread = thread.map_err(|error| Error::Device { what: format!("the progress thread could not be started: {error}") })?;
+        let thread = thread::Builder::new()
+            .name("annulus-mpi-progress".to_owned())
+            .spawn(move || looker.look_after(every));
+        let thread = thread.map_err(|error| Error::Device {
+            what: format!("the progress thread could not be started: {error}"),
+        })?;
         Ok(Self { shared, placement, thread: Some(thread) })
     }
 }
@@ -109,7 +119,11 @@ impl Transport<Host> for Progress {
         self
     }
 
-    fn post(&mut self, sends: &[Outgoing<'_, Host>], receives: &mut Vec<Incoming<Host>>) -> Result<()> {
+    fn post(
+        &mut self,
+        sends: &[Outgoing<'_, Host>],
+        receives: &mut Vec<Incoming<Host>>,
+    ) -> Result<()> {
         self.shared.lock().post(sends, receives)
     }
 
@@ -117,7 +131,7 @@ impl Transport<Host> for Progress {
         self.shared.lock().progress(patience)
     }
 
-    fn take(&mut self, hop: &Hop) -> Result<Option<Arrived<Host>>> {
+    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<Host>>> {
         self.shared.lock().take(hop)
     }
 
@@ -139,24 +153,24 @@ impl Control for Progress {
         self.shared.lock().ranks()
     }
 
-    fn offer(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
-        self.shared.lock().offer(round, bytes)
+    fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+        self.shared.lock().start_all_gather(round, bytes)
     }
 
-    fn collect(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
-        self.shared.lock().collect(round)
+    fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
+        self.shared.lock().try_all_gather(round)
     }
 
-    fn missing(&self, round: u64) -> Vec<usize> {
-        self.shared.lock().missing(round)
+    fn stragglers(&self, round: u64) -> Vec<usize> {
+        self.shared.lock().stragglers(round)
     }
 
     fn abort(&mut self, error: &Error) {
         self.shared.lock().abort(error);
     }
 
-    fn beat(&mut self, working: bool) {
-        self.shared.lock().beat(working);
+    fn heartbeat(&mut self, working: bool) {
+        self.shared.lock().heartbeat(working);
     }
 
     fn placement(&self) -> Option<&Placement> {
@@ -174,6 +188,9 @@ impl Control for Progress {
 
 impl std::fmt::Debug for Progress {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.debug_struct("Progress").field("endpoint", &*self.shared.lock()).finish_non_exhaustive()
+        formatter
+            .debug_struct("Progress")
+            .field("endpoint", &*self.shared.lock())
+            .finish_non_exhaustive()
     }
 }

@@ -1,4 +1,4 @@
-//! A communicator that does not block, and calls that end at a deadline whatever the library does.
+//! A non-blocking communicator, and calls that end at a deadline even if the library hangs.
 
 use std::{
     ffi::c_int,
@@ -14,16 +14,16 @@ use annulus_device_cuda::{
 
 use super::comm;
 
-/// No abort is waited for longer than this.
+/// Longest wait for an abort.
 const GIVE_UP: Duration = Duration::from_secs(1);
-/// How often a new communicator is asked.
+/// Interval between polls of a new communicator.
 const POLL: Duration = Duration::from_millis(1);
 
-/// What a communicator says of itself.
+/// State of a communicator.
 pub(super) enum State {
     /// The last group was accepted.
     Good,
-    /// Something goes on.
+    /// A group is being accepted.
     Busy,
 }
 
@@ -32,7 +32,7 @@ pub(super) struct Communicator {
     device: Device,
     handle: Handle,
     owned: bool,
-    /// Aborted or destroyed: it must not be touched again.
+    /// True once aborted or destroyed: the handle is then invalid.
     gone: bool,
 }
 
@@ -43,35 +43,47 @@ struct Handle(RawCommunicator);
 unsafe impl Send for Handle {}
 
 impl Handle {
-    /// The handle as a whole: a closure that used its field would capture a pointer.
+    /// Returns the handle as a whole: a closure that used its field would capture a pointer.
     const fn raw(self) -> RawCommunicator {
         self.0
     }
 }
 
-/// Calls on a thread of its own with the device current; `None` if it has not returned in time. Then the thread is left behind.
-fn within<R: Send + 'static>(deadline: Duration, device: &Device, call: impl FnOnce() -> R + Send + 'static) -> Option<R> {
+/// Runs a call on a thread of its own with the device current. Returns `None` if it does not return
+/// in time; the thread is then abandoned.
+fn within<R: Send + 'static>(
+    deadline: Duration,
+    device: &Device,
+    call: impl FnOnce() -> R + Send + 'static,
+) -> Option<R> {
     begin(device, call).recv_timeout(deadline).ok()
 }
 
-/// Begins a call on a thread of its own with the device current; what it returns comes from here.
-fn begin<R: Send + 'static>(device: &Device, call: impl FnOnce() -> R + Send + 'static) -> Receiver<R> {
+/// Starts a call on a thread of its own with the device current. Returns the receiver of its result.
+fn begin<R: Send + 'static>(
+    device: &Device,
+    call: impl FnOnce() -> R + Send + 'static,
+) -> Receiver<R> {
     let (sender, receiver) = channel();
     let device = device.clone();
     std::thread::spawn(move || {
-        // on a device that has failed the call says so itself; an abort is due all the same
+        // on a failed device the call reports that itself; an abort is due all the same
         device.make_current().unwrap_or_default();
-        // who waited may have gone
+        // the waiting thread may have given up
         sender.send(call()).unwrap_or_default();
     });
     receiver
 }
 
 fn check(symbols: &NcclSymbols, name: &str, status: Status) -> Result<(), String> {
-    if status == SUCCESS || status == IN_PROGRESS { Ok(()) } else { Err(format!("{name}: {}", symbols.words(status))) }
+    if status == SUCCESS || status == IN_PROGRESS {
+        Ok(())
+    } else {
+        Err(format!("{name}: {}", symbols.words(status)))
+    }
 }
 
-/// A new id.
+/// Creates a unique id.
 pub(super) fn unique_id(symbols: &NcclSymbols, device: &Device) -> Result<UniqueId> {
     device.make_current()?;
     let mut id = UniqueId([0; UniqueId::BYTES]);
@@ -82,7 +94,8 @@ pub(super) fn unique_id(symbols: &NcclSymbols, device: &Device) -> Result<Unique
 }
 
 impl Communicator {
-    /// Makes one with all ranks that have this id. Meanwhile `look` tells whether one of them has given up: its error ends the wait.
+    /// Creates a communicator of all ranks that have this id. `look` is polled meanwhile; its error (a
+    /// rank that has failed) ends the wait.
     pub(super) fn join(
         symbols: NcclSymbols,
         device: &Device,
@@ -92,14 +105,19 @@ impl Communicator {
         mut look: impl FnMut() -> Result<()>,
     ) -> Result<Self> {
         let left = || until.saturating_duration_since(Instant::now());
-        let number = |value: usize| c_int::try_from(value).map_err(|_| Error::unsupported(format!("a ring of {ranks} ranks"), "NCCL"));
+        let number = |value: usize| {
+            c_int::try_from(value)
+                .map_err(|_| Error::unsupported(format!("a ring of {ranks} ranks"), "NCCL"))
+        };
         let (own, all) = (number(rank)?, number(ranks)?);
-        let late = || comm(rank, 0, "ncclCommInitRankConfig did not end before the deadline".into());
+        let late =
+            || comm(rank, 0, "ncclCommInitRankConfig did not end before the deadline".into());
         let call = move || {
             let mut handle: RawCommunicator = std::ptr::null_mut();
             let mut config = Config::NON_BLOCKING;
             // SAFETY: pointers to locals, of which NCCL keeps none.
-            let status = unsafe { (symbols.init_rank)(&raw mut handle, all, id, own, &raw mut config) };
+            let status =
+                unsafe { (symbols.init_rank)(&raw mut handle, all, id, own, &raw mut config) };
             (Handle(handle), status)
         };
         let begun = begin(device, call);
@@ -110,8 +128,10 @@ impl Communicator {
                 Err(_) => return Err(late()),
             }
         };
-        let mut made = Self { symbols, device: device.clone(), handle, owned: true, gone: handle.0.is_null() };
-        let mut said = check(&symbols, "ncclCommInitRankConfig", status).map_err(|what| comm(rank, 0, what));
+        let mut made =
+            Self { symbols, device: device.clone(), handle, owned: true, gone: handle.0.is_null() };
+        let mut said =
+            check(&symbols, "ncclCommInitRankConfig", status).map_err(|what| comm(rank, 0, what));
         while said.is_ok() {
             match made.state() {
                 Ok(State::Good) => return Ok(made),
@@ -124,32 +144,42 @@ impl Communicator {
             }
         }
         match (said, made.abort()) {
-            (Err(Error::Comm { peer, step, what }), Err(hung)) => Err(comm(peer, step, format!("{what}; {hung}"))),
+            (Err(Error::Comm { peer, step, what }), Err(hung)) => {
+                Err(comm(peer, step, format!("{what}; {hung}")))
+            }
             (Err(error), _) => Err(error),
             (Ok(()), _) => Ok(made),
         }
     }
 
-    /// A caller's.
+    /// Borrows a communicator of the caller's.
     ///
     /// # Safety
     /// It is a communicator of this library on this device, and outlives this.
-    pub(super) unsafe fn borrowed(symbols: NcclSymbols, device: &Device, handle: RawCommunicator) -> Self {
+    pub(super) unsafe fn borrowed(
+        symbols: NcclSymbols,
+        device: &Device,
+        handle: RawCommunicator,
+    ) -> Self {
         Self { symbols, device: device.clone(), handle: Handle(handle), owned: false, gone: false }
     }
 
-    /// This rank and all ranks, as it counts them.
+    /// Returns this rank and the number of ranks.
     pub(super) fn place(&self) -> Result<(usize, usize)> {
         let (mut rank, mut ranks) = (0, 0);
         // SAFETY: the communicator is alive, and both point to locals.
-        let (one, other) =
-            unsafe { ((self.symbols.user_rank)(self.handle.0, &raw mut rank), (self.symbols.count)(self.handle.0, &raw mut ranks)) };
+        let (one, other) = unsafe {
+            (
+                (self.symbols.user_rank)(self.handle.0, &raw mut rank),
+                (self.symbols.count)(self.handle.0, &raw mut ranks),
+            )
+        };
         check(&self.symbols, "ncclCommUserRank", one).map_err(|what| comm(0, 0, what))?;
         check(&self.symbols, "ncclCommCount", other).map_err(|what| comm(0, 0, what))?;
         Ok((rank.unsigned_abs() as usize, ranks.unsigned_abs() as usize))
     }
 
-    /// What it says of itself, or what went wrong.
+    /// Returns its state, or its error.
     pub(super) fn state(&self) -> Result<State, String> {
         if self.gone {
             return Err("the communicator is gone".into());
@@ -163,13 +193,15 @@ impl Communicator {
         Ok(if status == IN_PROGRESS { State::Busy } else { State::Good })
     }
 
-    /// Queues a group: address, bytes and peer of each message, in an order that both sides of a pair share.
+    /// Launches a group: address, bytes and peer of each message, in an order that both sides of a
+    /// pair derive alike.
     ///
     /// # Errors
-    /// What failed, and the peer of the message where it is one's.
+    /// The failure, with the peer if it concerns one message.
     ///
     /// # Safety
-    /// Every address is that of as many bytes of the device's memory, which are kept until the stream's work is done.
+    /// Every address is that of as many bytes of the device's memory, which stay allocated until the
+    /// stream's work is done.
     pub(super) unsafe fn group(
         &self,
         sends: &[(u64, u64, usize)],
@@ -182,7 +214,9 @@ impl Communicator {
         // SAFETY: no arguments.
         check(symbols, "ncclGroupStart", unsafe { (symbols.group_start)() }).map_err(nobody)?;
         let mut queued = Ok(());
-        for (send, &(at, bytes, peer)) in sends.iter().map(|side| (true, side)).chain(receives.iter().map(|side| (false, side))) {
+        for (send, &(at, bytes, peer)) in
+            sends.iter().map(|side| (true, side)).chain(receives.iter().map(|side| (false, side)))
+        {
             let (Ok(bytes), Ok(number)) = (usize::try_from(bytes), c_int::try_from(peer)) else {
                 queued = Err((Some(peer), format!("a message of {bytes} bytes")));
                 break;
@@ -190,9 +224,29 @@ impl Communicator {
             // SAFETY: as promised; the communicator is alive.
             let (name, status) = unsafe {
                 if send {
-                    ("ncclSend", (symbols.send)(at as *const _, bytes, BYTES, number, self.handle.0, stream.handle()))
+                    (
+                        "ncclSend",
+                        (symbols.send)(
+                            at as *const _,
+                            bytes,
+                            BYTES,
+                            number,
+                            self.handle.0,
+                            stream.handle(),
+                        ),
+                    )
                 } else {
-                    ("ncclRecv", (symbols.receive)(at as *mut _, bytes, BYTES, number, self.handle.0, stream.handle()))
+                    (
+                        "ncclRecv",
+                        (symbols.receive)(
+                            at as *mut _,
+                            bytes,
+                            BYTES,
+                            number,
+                            self.handle.0,
+                            stream.handle(),
+                        ),
+                    )
                 }
             };
             if let Err(what) = check(symbols, name, status) {
@@ -200,29 +254,33 @@ impl Communicator {
                 break;
             }
         }
-        // SAFETY: no arguments. A group that was begun is ended, whatever was said in between.
-        let ended = check(symbols, "ncclGroupEnd", unsafe { (symbols.group_end)() }).map_err(nobody);
+        // SAFETY: no arguments. A group that was started is ended, also after an error.
+        let ended =
+            check(symbols, "ncclGroupEnd", unsafe { (symbols.group_end)() }).map_err(nobody);
         queued.and(ended)
     }
 
-    /// Gives up what is under way.
+    /// Aborts the communicator and its work.
     ///
     /// # Errors
-    /// What hangs, if it does not return in time.
+    /// A description, if the abort does not return in time.
     pub(super) fn abort(&mut self) -> Result<(), String> {
         if !self.owned || std::mem::replace(&mut self.gone, true) {
             return Ok(());
         }
         let (symbols, handle) = (self.symbols, self.handle);
         // SAFETY: alive, and not touched after this.
-        let returned = within(GIVE_UP, &self.device, move || unsafe { (symbols.abort)(handle.raw()) });
-        returned.map(drop).ok_or_else(|| format!("ncclCommAbort did not return within {:.1} s", GIVE_UP.as_secs_f64()))
+        let returned =
+            within(GIVE_UP, &self.device, move || unsafe { (symbols.abort)(handle.raw()) });
+        returned.map(drop).ok_or_else(|| {
+            format!("ncclCommAbort did not return within {:.1} s", GIVE_UP.as_secs_f64())
+        })
     }
 
-    /// The end of its life; with work under way, an abort.
+    /// Destroys the communicator, or aborts it if it has work in flight.
     pub(super) fn leave(&mut self, under_way: bool) {
         if under_way {
-            // a hang has no one left to be told
+            // a drop has no caller to report a hang to
             self.abort().unwrap_or_default();
         } else if self.owned && !std::mem::replace(&mut self.gone, true) {
             let (symbols, handle) = (self.symbols, self.handle);

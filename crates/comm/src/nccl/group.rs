@@ -1,50 +1,51 @@
-//! The messages of one post: from buffers to NCCL's calls and back.
+//! Groups: the messages of one post, from buffers to NCCL's calls and back.
 
 use std::collections::BTreeMap;
 
-use annulus_core::{Arrived, Hop, Incoming, Outgoing, Result, Space};
+use annulus_core::{Arrived, Incoming, MessageHeader, Outgoing, Result, Space};
 use annulus_device_cuda::{CudaBuffer, CudaSpace, Event, Stream};
 
 use super::{Side, comm, communicator::Communicator};
-use crate::pieces::{self, Scratch};
+use crate::cuda_gather::{self, Scratch};
 
-/// Posted, and not handed over yet.
+/// A group that is posted and not yet launched.
 #[derive(Default)]
 pub(super) struct Group {
     sends: Vec<(Side, Event)>,
     receives: Vec<Side>,
 }
 
-/// Handed over. Everything that NCCL touches is co-owned here until its work is done.
-pub(super) struct Flying {
+/// A group that is launched. It co-owns all memory that NCCL reads or writes, until its work is done.
+pub(super) struct GroupInFlight {
     sends: Vec<Side>,
     receives: Vec<Side>,
-    /// Of each receive that lies in pieces: where it comes in one.
+    /// Scratch of each receive of several byte ranges.
     landing: Vec<Option<CudaBuffer>>,
-    /// After all of it, once NCCL has accepted it.
+    /// Event after its work, once NCCL has accepted it.
     done: Option<Event>,
 }
 
-/// Receives that are done.
-type Arrivals = Vec<(Hop, Arrived<CudaSpace>)>;
+/// Receives that have completed.
+type Arrivals = Vec<(MessageHeader, Arrived<CudaSpace>)>;
 
-/// The order of messages that both ends of a pair share.
-fn order(hop: &Hop) -> (usize, annulus_core::Channel, u64) {
+/// Order of messages that both ends of a pair derive alike.
+fn order(hop: &MessageHeader) -> (usize, annulus_core::Channel, u64) {
     (hop.peer, hop.channel, hop.tag)
 }
 
-/// Where a message in one piece lies.
-fn whole(hop: &Hop) -> Option<u64> {
+/// Address of a message in one piece.
+fn whole(hop: &MessageHeader) -> Option<u64> {
     match &*hop.ranges {
         [only] => Some(only.start),
         _ => None,
     }
 }
 
-/// The groups of one post, in the order in which they are handed over: a group for each part of a block that travels in parts.
+/// Splits a post into groups in launch order: one for each part of a block that is split.
 ///
-/// Parts of one message have tags that count up from the step's own, which every message of a post has that travels whole. So both ends of a message
-/// find it in the same group of the same post, and no rank waits in one group for what another rank sends in a later one.
+/// Parts have tags that count up from the tag of the step, which every whole message of the post
+/// has. So both ends of a message place it in the same group of the same post, and no rank waits in
+/// one group for a message that its peer sends in a later one.
 pub(super) fn groups<S: Space<Buffer = CudaBuffer, Event = Event>>(
     sends: &[Outgoing<'_, S>],
     receives: &mut Vec<Incoming<S>>,
@@ -65,13 +66,13 @@ pub(super) fn groups<S: Space<Buffer = CudaBuffer, Event = Event>>(
 }
 
 impl Group {
-    /// The other end and the step of the first message.
+    /// Peer and step of the first message.
     pub(super) fn first(&self) -> Option<(usize, usize)> {
         let hops = self.receives.iter().chain(self.sends.iter().map(|(side, _)| side));
         hops.map(|(hop, _)| (hop.peer, hop.step)).next()
     }
 
-    pub(super) fn receives(&self) -> impl Iterator<Item = &Hop> {
+    pub(super) fn receives(&self) -> impl Iterator<Item = &MessageHeader> {
         self.receives.iter().map(|(hop, _)| hop)
     }
 
@@ -79,8 +80,13 @@ impl Group {
         !self.sends.is_empty()
     }
 
-    /// Queues it, after whatever its buffers wait for.
-    pub(super) fn hand_over(self, communicator: &Communicator, stream: &Stream, scratch: &mut Scratch) -> Result<Flying> {
+    /// Launches the group, after the work that its buffers wait for.
+    pub(super) fn hand_over(
+        self,
+        communicator: &Communicator,
+        stream: &Stream,
+        scratch: &mut Scratch,
+    ) -> Result<GroupInFlight> {
         let (peer, step) = self.first().unwrap_or_default();
         let mut used = Vec::new();
         let mut outgoing = Vec::with_capacity(self.sends.len());
@@ -90,43 +96,47 @@ impl Group {
                 Some(start) => buffer.address() + start,
                 None => {
                     let one = scratch.take(hop.bytes(), stream)?;
-                    pieces::gather(stream, hop, buffer, &one)?;
+                    cuda_gather::gather(stream, hop, buffer, &one)?;
                     used.push(one);
                     used.last().map_or(0, CudaBuffer::address)
                 }
             };
             outgoing.push((at, hop.bytes(), hop.peer));
         }
-        let (mut incoming, mut landing) = (Vec::with_capacity(self.receives.len()), Vec::with_capacity(self.receives.len()));
+        let (mut incoming, mut landing) =
+            (Vec::with_capacity(self.receives.len()), Vec::with_capacity(self.receives.len()));
         for (hop, buffer) in &self.receives {
-            // work that was queued on it earlier comes first
+            // after work that was enqueued on it earlier
             buffer.wait_on(stream)?;
-            let one = if whole(hop).is_some() { None } else { Some(scratch.take(hop.bytes(), stream)?) };
-            let at = one.as_ref().map_or_else(|| buffer.address() + whole(hop).unwrap_or(0), CudaBuffer::address);
+            let one =
+                if whole(hop).is_some() { None } else { Some(scratch.take(hop.bytes(), stream)?) };
+            let at = one
+                .as_ref()
+                .map_or_else(|| buffer.address() + whole(hop).unwrap_or(0), CudaBuffer::address);
             incoming.push((at, hop.bytes(), hop.peer));
             landing.push(one);
         }
-        // no bytes are no message, on both sides
+        // an empty message is sent by neither side
         for side in [&mut outgoing, &mut incoming] {
             side.retain(|&(_, bytes, _)| bytes > 0);
         }
         if !outgoing.is_empty() || !incoming.is_empty() {
-            // SAFETY: the ranges were checked against their buffers, which `Flying` keeps.
+            // SAFETY: the ranges were checked against their buffers, which `GroupInFlight` keeps.
             let queued = unsafe { communicator.group(&outgoing, &incoming, stream) };
             queued.map_err(|(named, what)| comm(named.unwrap_or(peer), step, what))?;
         }
         used.into_iter().for_each(|one| scratch.give(one));
         let sends = self.sends.into_iter().map(|(side, _)| side).collect();
-        Ok(Flying { sends, receives: self.receives, landing, done: None })
+        Ok(GroupInFlight { sends, receives: self.receives, landing, done: None })
     }
 }
 
-impl Flying {
+impl GroupInFlight {
     pub(super) fn first(&self) -> Option<(usize, usize)> {
         self.receives.iter().chain(&self.sends).map(|(hop, _)| (hop.peer, hop.step)).next()
     }
 
-    pub(super) fn receives(&self) -> impl Iterator<Item = &Hop> {
+    pub(super) fn receives(&self) -> impl Iterator<Item = &MessageHeader> {
         self.receives.iter().map(|(hop, _)| hop)
     }
 
@@ -134,16 +144,17 @@ impl Flying {
         !self.sends.is_empty()
     }
 
-    /// NCCL has accepted it: what comes now into the stream comes after it.
+    /// Records the event of a group that NCCL has accepted: later work in the stream runs after it.
     pub(super) fn mark(&mut self, stream: &Stream, scratch: &mut Scratch) -> Result<()> {
         for ((hop, buffer), landing) in self.receives.iter().zip(&mut self.landing) {
             if let Some(one) = landing.take() {
-                pieces::scatter(stream, hop, buffer, &one)?;
+                cuda_gather::scatter(stream, hop, buffer, &one)?;
                 scratch.give(one);
             }
         }
         let done = stream.record()?;
-        // a buffer that is sent keeps its last use, which may be a kernel's: nobody writes to it while it is co-owned here
+        // a buffer that is sent keeps its last use, which may be a kernel's: it has no writer while it
+        // is co-owned here
         for (_, buffer) in &self.receives {
             buffer.touched_before(&done);
         }
@@ -151,7 +162,7 @@ impl Flying {
         Ok(())
     }
 
-    /// What has come, once all is done. Given back once.
+    /// Returns the receives once all work is done. Returns them once.
     pub(super) fn landed(&mut self) -> Result<Option<Arrivals>> {
         let Some(done) = self.done.as_ref() else { return Ok(None) };
         if !done.passed()? {

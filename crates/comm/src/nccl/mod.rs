@@ -1,27 +1,31 @@
-//! CUDA memory from device to device: NCCL's grouped sends and receives in a stream of their own.
+//! Transport of CUDA memory from device to device: grouped sends and receives of NCCL in a stream of
+//! their own.
 //!
 //! ```text
 //! compute stream ──ready──▶ ┊ [gather] ─▶ group of sends and receives ─▶ [scatter] ┊ ──event──▶ compute stream
 //!                           ┊              communication stream                    ┊
 //! ```
-//! Small messages (agreement, signs of life, aborts) go over a host transport beside it, over which the ranks also find each other: rank 0's unique
-//! id is gathered there. Nothing here waits for a peer: the communicator does not block, [`Transport::progress`] asks after its state, hands over the
-//! next group when the one before was accepted, and looks whether groups are done. A message of several byte ranges goes by way of a buffer on the
-//! device, for the two sides may be cut differently.
+//! Small messages (agreement, heartbeats, aborts) travel over a host transport, which also carries
+//! rank 0's unique id when the communicator is created. No call waits for a peer: the communicator
+//! is non-blocking, and [`Transport::progress`] polls its state, launches the next group once the
+//! one before was accepted, and polls finished groups. A message of several byte ranges is gathered
+//! into a buffer on the device, because sender and receiver may divide it differently.
 //!
-//! A group's messages arrive together, so the parts of a block that comes in parts (`ring/parts.rs`) are groups of their own: the tiles of a part hide
-//! the arrival of the next.
+//! The messages of a group arrive together. So the parts of a block that is split
+//! (`ring/block_parts.rs`) are groups of their own, and computing on one part overlaps receiving the
+//! next.
 //!
 //! # Errors
 //! | what happened | error |
 //! |---|---|
-//! | no library, a function that it lacks, too old a version | [`Error::Unsupported`] here, [`Error::Refused`] on other ranks |
-//! | a peer does not come, or the communicator is not made before the deadline | [`Error::Timeout`], [`Error::Comm`] |
-//! | NCCL says that something failed, at once or later | [`Error::Comm`] with its words; the communicator is aborted |
-//! | the abort itself does not return in time | the same, which says so; a thread is left behind with it |
+//! | the library or a function is missing, or its version too old | [`Error::Unsupported`] here, [`Error::Refused`] on other ranks |
+//! | a peer does not join, or the communicator is not ready before the deadline | [`Error::Timeout`], [`Error::Comm`] |
+//! | NCCL reports a failure, at once or later | [`Error::Comm`] with its message; the communicator is aborted |
+//! | the abort does not return in time | the same, with a note; its thread is abandoned |
 //!
-//! After any of the last two the endpoint is dead and returns the same error again. Use one transport a ring: NCCL's guide calls NCCL and a
-//! GPU-aware MPI on one device at once unsafe. Bound its waits with [`Deadline`](crate::Deadline), as those of any transport.
+//! After either of the last two the endpoint is dead and returns the same error again. Use one
+//! transport per ring: NCCL's guide calls NCCL and a GPU-aware MPI on one device at the same time
+//! unsafe. Bound its waits with [`Deadline`](crate::Deadline), as those of any transport.
 
 mod communicator;
 mod group;
@@ -31,7 +35,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_core::{Arrived, Control, Error, Hop, Host, Incoming, Outgoing, Result, Space, Transport};
+use annulus_core::{
+    Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Result, Space, Transport,
+};
 use annulus_device_cuda::{
     CudaBuffer, CudaSpace, Device, Event, Stream,
     nccl::{NcclSymbols, RawCommunicator, UniqueId},
@@ -39,18 +45,18 @@ use annulus_device_cuda::{
 
 use self::{
     communicator::{Communicator, State},
-    group::{Flying, Group},
+    group::{Group, GroupInFlight},
 };
-use crate::{forward::forward_control, pieces::Scratch, ranges};
+use crate::{cuda_gather::Scratch, delegate::forward_control, ranges};
 
-/// How often what is under way is looked after.
+/// Interval between polls of groups in flight.
 const POLL: Duration = Duration::from_micros(100);
-/// How long one look at the host transport may take while ranks find each other.
+/// Longest wait in one poll of the host transport while the communicator is created.
 const PATIENCE: Duration = Duration::from_millis(20);
-/// Gathers by which ranks find each other; a ring's own count up from 0.
+/// Rounds of the all-gathers that create the communicator; those of a ring count up from 0.
 const ROUNDS: [u64; 2] = [u64::MAX, u64::MAX - 1];
 
-/// One rank's endpoint. See the [module](self).
+/// Endpoint of one rank. See the [module](self).
 pub struct Nccl<T> {
     inner: T,
     communicator: Communicator,
@@ -58,16 +64,17 @@ pub struct Nccl<T> {
     scratch: Scratch,
     /// In the order in which they were posted.
     posted: VecDeque<Group>,
-    /// Handed over, and not yet accepted.
-    entering: Option<Flying>,
-    flying: Vec<Flying>,
-    arrived: Vec<(Hop, Arrived<CudaSpace>)>,
+    /// Launched, and not yet accepted by NCCL.
+    entering: Option<GroupInFlight>,
+    in_flight: Vec<GroupInFlight>,
+    arrived: Vec<(MessageHeader, Arrived<CudaSpace>)>,
     bytes_sent: u64,
     failed: Option<Error>,
 }
 
 impl<T: Transport<Host>> Nccl<T> {
-    /// Joins the ranks of `inner`, each with its own device, through this machine's NCCL.
+    /// Creates a communicator of the ranks of `inner`, each with its own device, by this machine's
+    /// NCCL.
     ///
     /// # Ordering
     /// Collective over the ranks of `inner`; waits for all of them, no longer than `deadline`.
@@ -77,31 +84,46 @@ impl<T: Transport<Host>> Nccl<T> {
         Self::with_symbols(inner, device, NcclSymbols::system(), deadline)
     }
 
-    /// As [`Nccl::open`], through these functions, or refusing on all ranks where one has none.
+    /// As [`Nccl::open`], with these functions; an error on all ranks if one rank has none.
     ///
     /// # Ordering
     /// As [`Nccl::open`].
     /// # Errors
     /// As [`Nccl::open`].
-    pub fn with_symbols(mut inner: T, device: &Device, symbols: Result<NcclSymbols>, deadline: Duration) -> Result<Self> {
+    pub fn with_symbols(
+        mut inner: T,
+        device: &Device,
+        symbols: Result<NcclSymbols>,
+        deadline: Duration,
+    ) -> Result<Self> {
         let until = Instant::now() + deadline;
-        // rank 0's id, and whether everybody is able to go on
+        // rank 0's id, and the status of every rank
         let able = symbols.and_then(|symbols| {
-            let id = if inner.rank() == 0 { communicator::unique_id(&symbols, device)?.0.to_vec() } else { Vec::new() };
+            let id = if inner.rank() == 0 {
+                communicator::unique_id(&symbols, device)?.0.to_vec()
+            } else {
+                Vec::new()
+            };
             Ok((symbols, id, Stream::new(device)?))
         });
-        let id = share(&mut inner, ROUNDS[0], able.as_ref().map(|(_, id, _)| id.as_slice()), until)?.swap_remove(0);
+        let id =
+            share(&mut inner, ROUNDS[0], able.as_ref().map(|(_, id, _)| id.as_slice()), until)?
+                .swap_remove(0);
         let (symbols, _, stream) = able?;
-        let id = <[u8; UniqueId::BYTES]>::try_from(id).map_err(|id| comm(0, 0, format!("a unique id of {} bytes", id.len())))?;
+        let id = <[u8; UniqueId::BYTES]>::try_from(id)
+            .map_err(|id| comm(0, 0, format!("a unique id of {} bytes", id.len())))?;
         let place = (inner.rank(), inner.ranks());
-        let made = Communicator::join(symbols, device, UniqueId(id), place, until, || inner.progress(Duration::ZERO));
-        // the others wait in NCCL for a rank that will not come
+        let made = Communicator::join(symbols, device, UniqueId(id), place, until, || {
+            inner.progress(Duration::ZERO)
+        });
+        // the other ranks wait in NCCL for this one
         let communicator = made.inspect_err(|error| inner.abort(error))?;
         share(&mut inner, ROUNDS[1], Ok(&[]), until)?;
         Ok(Self::of(inner, communicator, stream))
     }
 
-    /// Over a caller's communicator, borrowed: it is never aborted or destroyed here. If it fails, what is under way in it is the caller's to abort.
+    /// Borrows a communicator of the caller's, which is never aborted or destroyed here: after a
+    /// failure, aborting its work is up to the caller.
     ///
     /// # Ordering
     /// As [`Nccl::open`].
@@ -123,7 +145,11 @@ impl<T: Transport<Host>> Nccl<T> {
         let communicator = unsafe { Communicator::borrowed(symbols, device, communicator) };
         let fits = communicator.place().and_then(|got| {
             let want = (inner.rank(), inner.ranks());
-            if got == want { Stream::new(device) } else { Err(Error::invalid("communicator", format!("{got:?}"), format!("{want:?}"))) }
+            if got == want {
+                Stream::new(device)
+            } else {
+                Err(Error::invalid("communicator", format!("{got:?}"), format!("{want:?}")))
+            }
         });
         share(&mut inner, ROUNDS[1], fits.as_ref().map(|_| [].as_slice()), until)?;
         Ok(Self::of(inner, communicator, fits?))
@@ -137,7 +163,7 @@ impl<T: Transport<Host>> Nccl<T> {
             scratch: Scratch::default(),
             posted: VecDeque::new(),
             entering: None,
-            flying: Vec::new(),
+            in_flight: Vec::new(),
             arrived: Vec::new(),
             bytes_sent: 0,
             failed: None,
@@ -148,7 +174,8 @@ impl<T: Transport<Host>> Nccl<T> {
         self.failed.clone().map_or(Ok(()), Err)
     }
 
-    /// Remembers what killed this endpoint, tells everybody, and gives up what is under way. A bad argument does not kill it.
+    /// Records a fatal error, aborts all ranks, and abandons the groups in flight. An invalid argument
+    /// is not fatal.
     fn remember<R>(&mut self, result: Result<R>) -> Result<R> {
         result.map_err(|error| if error.is_fatal() { self.die(error) } else { error })
     }
@@ -160,7 +187,9 @@ impl<T: Transport<Host>> Nccl<T> {
         self.inner.abort(&error);
         let error = match (self.communicator.abort(), error) {
             (Ok(()), error) => error,
-            (Err(hung), Error::Comm { peer, step, what }) => comm(peer, step, format!("{what}; {hung}")),
+            (Err(hung), Error::Comm { peer, step, what }) => {
+                comm(peer, step, format!("{what}; {hung}"))
+            }
             (Err(hung), error) => {
                 let (peer, step) = self.waited_for();
                 comm(peer, step, format!("{error}; {hung}"))
@@ -170,13 +199,15 @@ impl<T: Transport<Host>> Nccl<T> {
         error
     }
 
-    /// Whom to name where NCCL names nobody: the other end of the first message under way.
+    /// Peer and step for an error of NCCL's that names no peer: those of the first message in flight.
     fn waited_for(&self) -> (usize, usize) {
-        let under_way = self.flying.iter().chain(&self.entering).find_map(Flying::first);
-        under_way.or_else(|| self.posted.iter().find_map(Group::first)).unwrap_or((self.inner.rank(), 0))
+        let under_way = self.in_flight.iter().chain(&self.entering).find_map(GroupInFlight::first);
+        under_way
+            .or_else(|| self.posted.iter().find_map(Group::first))
+            .unwrap_or((self.inner.rank(), 0))
     }
 
-    /// Does everything that can be done without waiting.
+    /// Advances all groups as far as possible without waiting.
     fn pump(&mut self) -> Result<()> {
         let (peer, step) = self.waited_for();
         loop {
@@ -186,17 +217,18 @@ impl<T: Transport<Host>> Nccl<T> {
             }
             if let Some(mut accepted) = self.entering.take() {
                 accepted.mark(&self.stream, &mut self.scratch)?;
-                self.flying.push(accepted);
+                self.in_flight.push(accepted);
             }
             let Some(group) = self.posted.pop_front() else { break };
-            self.entering = Some(group.hand_over(&self.communicator, &self.stream, &mut self.scratch)?);
+            self.entering =
+                Some(group.hand_over(&self.communicator, &self.stream, &mut self.scratch)?);
         }
         let mut place = 0;
-        while let Some(flying) = self.flying.get_mut(place) {
-            match flying.landed()? {
+        while let Some(in_flight) = self.in_flight.get_mut(place) {
+            match in_flight.landed()? {
                 Some(arrived) => {
                     self.arrived.extend(arrived);
-                    self.flying.remove(place);
+                    self.in_flight.remove(place);
                 }
                 None => place += 1,
             }
@@ -205,24 +237,29 @@ impl<T: Transport<Host>> Nccl<T> {
     }
 
     fn is_busy(&self) -> bool {
-        !self.posted.is_empty() || self.entering.is_some() || !self.flying.is_empty()
+        !self.posted.is_empty() || self.entering.is_some() || !self.in_flight.is_empty()
     }
 }
 
-/// Gives every rank what every rank has, or its own error, or that of the lowest rank that has one.
-fn share<T: Transport<Host>>(inner: &mut T, round: u64, mine: Result<&[u8], &Error>, until: Instant) -> Result<Vec<Vec<u8>>> {
+/// Gathers the value of every rank. Returns this rank's error, or that of the lowest rank with one.
+fn share<T: Transport<Host>>(
+    inner: &mut T,
+    round: u64,
+    mine: Result<&[u8], &Error>,
+    until: Instant,
+) -> Result<Vec<Vec<u8>>> {
     let began = Instant::now();
     let message = match mine {
         Ok(bytes) => [&[0], bytes].concat(),
         Err(error) => [&[1], error.to_string().as_bytes()].concat(),
     };
-    inner.offer(round, &message)?;
+    inner.start_all_gather(round, &message)?;
     let parts = loop {
-        if let Some(parts) = inner.collect(round)? {
+        if let Some(parts) = inner.try_all_gather(round)? {
             break parts;
         }
         if Instant::now() > until {
-            let peer = inner.missing(round).first().copied().unwrap_or(0);
+            let peer = inner.stragglers(round).first().copied().unwrap_or(0);
             let error = Error::Timeout { peer, step: 0, waited: began.elapsed() };
             inner.abort(&error);
             return Err(mine.err().cloned().unwrap_or(error));
@@ -236,7 +273,12 @@ fn share<T: Transport<Host>>(inner: &mut T, round: u64, mine: Result<&[u8], &Err
     for (rank, part) in parts.into_iter().enumerate() {
         match part.split_first() {
             Some((0, bytes)) => whole.push(bytes.to_vec()),
-            _ => return Err(Error::Refused { rank, what: String::from_utf8_lossy(part.get(1..).unwrap_or_default()).into_owned() }),
+            _ => {
+                return Err(Error::Refused {
+                    rank,
+                    what: String::from_utf8_lossy(part.get(1..).unwrap_or_default()).into_owned(),
+                });
+            }
         }
     }
     Ok(whole)
@@ -246,7 +288,7 @@ pub(crate) fn comm(peer: usize, step: usize, what: String) -> Error {
     Error::Comm { peer, step, what }
 }
 
-/// Of any space whose blocks are in CUDA memory, wherever a caller's tensors are.
+/// Serves any space with blocks in CUDA memory, wherever the caller's tensors are.
 impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport<S> for Nccl<T> {
     fn control(&mut self) -> &mut dyn Control {
         self
@@ -254,7 +296,10 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
 
     fn post(&mut self, sends: &[Outgoing<'_, S>], receives: &mut Vec<Incoming<S>>) -> Result<()> {
         self.check_alive()?;
-        let hops = sends.iter().map(|send| (&send.hop, send.buffer)).chain(receives.iter().map(|receive| (&receive.hop, &receive.buffer)));
+        let hops = sends
+            .iter()
+            .map(|send| (&send.hop, send.buffer))
+            .chain(receives.iter().map(|receive| (&receive.hop, &receive.buffer)));
         for (hop, buffer) in hops {
             ranges::check(hop, self.inner.ranks(), buffer.len())?;
             if hop.peer == self.inner.rank() {
@@ -278,15 +323,20 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
         self.remember(pumped)
     }
 
-    fn take(&mut self, hop: &Hop) -> Result<Option<Arrived<S>>> {
+    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<S>>> {
         self.check_alive()?;
-        let same = |other: &Hop| (other.peer, other.channel, other.tag) == (hop.peer, hop.channel, hop.tag);
+        let same = |other: &MessageHeader| {
+            (other.peer, other.channel, other.tag) == (hop.peer, hop.channel, hop.tag)
+        };
         if let Some(place) = self.arrived.iter().position(|(other, _)| same(other)) {
             let (_, Arrived { buffer, ready }) = self.arrived.swap_remove(place);
             return Ok(Some(Arrived { buffer, ready }));
         }
         let posted = self.posted.iter().flat_map(Group::receives);
-        if posted.chain(self.flying.iter().chain(&self.entering).flat_map(Flying::receives)).any(same) {
+        if posted
+            .chain(self.in_flight.iter().chain(&self.entering).flat_map(GroupInFlight::receives))
+            .any(same)
+        {
             return Ok(None);
         }
         let got = format!("{:?} {} from rank {}", hop.channel, hop.tag, hop.peer);
@@ -294,7 +344,8 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
     }
 
     fn pending(&self) -> bool {
-        self.posted.iter().any(Group::sends) || self.flying.iter().chain(&self.entering).any(Flying::sends)
+        self.posted.iter().any(Group::sends)
+            || self.in_flight.iter().chain(&self.entering).any(GroupInFlight::sends)
     }
 
     fn bytes_sent(&self) -> u64 {
@@ -303,7 +354,7 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
 }
 
 impl<T: Transport<Host>> Control for Nccl<T> {
-    forward_control! { rank ranks placement offer collect missing beat last_heard last_work }
+    forward_control! { rank ranks placement start_all_gather try_all_gather stragglers heartbeat last_heard last_work }
 
     fn abort(&mut self, error: &Error) {
         self.die(error.clone());
@@ -312,17 +363,21 @@ impl<T: Transport<Host>> Control for Nccl<T> {
 
 impl<T> Drop for Nccl<T> {
     fn drop(&mut self) {
-        // work that is under way would hold up everything that is freed after it
-        let under_way = self.entering.is_some() || !self.flying.is_empty();
+        // memory that is freed later would wait for work in flight
+        let under_way = self.entering.is_some() || !self.in_flight.is_empty();
         self.communicator.leave(under_way);
     }
 }
 
 impl<T: std::fmt::Debug> std::fmt::Debug for Nccl<T> {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.debug_struct("Nccl").field("inner", &self.inner).field("stream", &self.stream).finish_non_exhaustive()
+        formatter
+            .debug_struct("Nccl")
+            .field("inner", &self.inner)
+            .field("stream", &self.stream)
+            .finish_non_exhaustive()
     }
 }
 
-/// What a message lies in: its buffer, or one that is as long as the message.
-type Side = (Hop, CudaBuffer);
+/// Buffer of a message in one piece: the caller's, or scratch of the message's length.
+type Side = (MessageHeader, CudaBuffer);

@@ -1,58 +1,111 @@
-//! The blocks of one travelling pass: the one at hand, the one that arrives, and which buffer is free when.
+//! Blocks that circulate: the current one, the one that arrives, and which buffer is free when.
 
-use annulus_core::{Arrived, Result, Route, Space};
+use std::sync::Arc;
 
-use super::{buffers::spare, flight::Flight, legs::Transfers};
+use annulus_core::{Arrived, Block, Result, Route, Rows, Shard, Space, Tick};
 
-/// A relay needs two buffers (at hand, arriving) and recycles the home block as soon as it is sent; a direct route keeps the home
-/// block, from which alone it sends, and needs three.
+use crate::span::span;
+
+use super::{
+    buffers::take_buffer,
+    in_flight::InFlight,
+    program::{RankStep, Transfers},
+};
+
+/// Double buffering of blocks. A relay needs two buffers (current, arriving) and reuses that of the
+/// local block as soon as it is sent; the direct route sends all from the local block, which it
+/// keeps, and needs three.
 pub(super) struct Blocks<'a, S: Space> {
     stock: &'a mut Vec<S::Buffer>,
-    home: Option<(S::Buffer, S::Event)>,
-    here: Option<(S::Buffer, S::Event)>,
+    local: Option<(S::Buffer, S::Event)>,
+    current: Option<(S::Buffer, S::Event)>,
     next: Option<(S::Buffer, S::Event)>,
     first: bool,
 }
 
 impl<'a, S: Space> Blocks<'a, S> {
-    /// Starts with the home block, packed and `ready`.
-    pub(super) fn new(home: S::Buffer, ready: S::Event, route: Route, stock: &'a mut Vec<S::Buffer>) -> Self {
-        let kept = (route == Route::Direct).then(|| (home.clone(), ready.clone()));
-        Self { stock, home: kept, here: Some((home, ready)), next: None, first: true }
+    /// Starts with the local block, packed and `ready`.
+    pub(super) fn new(
+        local: S::Buffer,
+        ready: S::Event,
+        route: Route,
+        stock: &'a mut Vec<S::Buffer>,
+    ) -> Self {
+        let kept = (route == Route::Direct).then(|| (local.clone(), ready.clone()));
+        Self { stock, local: kept, current: Some((local, ready)), next: None, first: true }
     }
 
     /// Posts the transfers that bring the next step's block.
-    pub(super) fn post_next(&mut self, transfers: &Transfers, flight: &mut Flight<'_, S>) -> Result<()> {
-        let source = self.home.as_ref().or(self.here.as_ref());
-        flight.post(transfers, source, |hop| spare::<S>(self.stock, hop.bytes()))
+    pub(super) fn post_next(
+        &mut self,
+        transfers: &Transfers,
+        in_flight: &mut InFlight<'_, S>,
+    ) -> Result<()> {
+        let source = self.local.as_ref().or(self.current.as_ref());
+        in_flight.post(transfers, source, |message| take_buffer::<S>(self.stock, message.bytes()))
     }
 
-    /// The block at hand; `None` if this step has none.
-    pub(super) fn here(&self) -> Option<(&S::Buffer, &S::Event)> {
-        self.here.as_ref().map(|(buffer, ready)| (buffer, ready))
+    /// Returns the block of this step; `None` if the step has none.
+    pub(super) fn current(&self) -> Option<(&S::Buffer, &S::Event)> {
+        self.current.as_ref().map(|(buffer, ready)| (buffer, ready))
     }
 
-    /// Takes the next step's block.
+    /// Stores the block of the next step.
     pub(super) fn arrive(&mut self, arrived: Arrived<S>) {
         self.next = Some((arrived.buffer, arrived.ready));
     }
 
-    /// Takes back the buffer of a part that has been attended.
-    pub(super) fn give(&mut self, buffer: S::Buffer) {
-        self.stock.push(buffer);
-    }
-
-    /// Ends a step: everything posted has landed, so the block at hand is free, unless it is the kept home block.
+    /// Ends a step. All transfers have completed, so the current buffer is free unless it holds the
+    /// local block of a direct route.
     pub(super) fn advance(&mut self) {
-        let done = std::mem::replace(&mut self.here, self.next.take());
-        let kept = std::mem::replace(&mut self.first, false) && self.home.is_some();
+        let done = std::mem::replace(&mut self.current, self.next.take());
+        let kept = std::mem::replace(&mut self.first, false) && self.local.is_some();
         if let Some((buffer, _)) = done.filter(|_| !kept) {
             self.stock.push(buffer);
         }
     }
 
-    /// Ends the pass: every buffer is back in the stock.
+    /// Ends the pass: returns every buffer to the stock.
     pub(super) fn put_back(self) {
-        self.stock.extend(self.home.into_iter().chain(self.here).map(|(buffer, _)| buffer));
+        self.stock.extend(self.local.into_iter().chain(self.current).map(|(buffer, _)| buffer));
     }
+}
+
+/// Brings one block after another to this rank and calls `attend` with the step and the block.
+/// `shards` are those whose rows circulate.
+pub(super) fn circulate<S: Space>(
+    steps: &[RankStep],
+    shards: &[Arc<Shard>],
+    mut blocks: Blocks<'_, S>,
+    in_flight: &mut InFlight<'_, S>,
+    rows: &mut Rows,
+    mut attend: impl FnMut(usize, &Block<'_, S>, Tick<'_>) -> Result<()>,
+) -> Result<()> {
+    for (number, step) in steps.iter().enumerate() {
+        span!("step", step = number, owner = step.owner);
+        blocks.post_next(&step.kv_in_parts, in_flight)?;
+        if let Some((buffer, ready)) = blocks.current() {
+            shards[step.owner].expand(&step.rows, rows)?;
+            attend(number, &Block { buffer, ready, rows }, &mut || in_flight.tick())?;
+        }
+        for part in &step.parts {
+            let arrived = in_flight.wait_next()?;
+            shards[step.owner].expand(part, rows)?;
+            let block = Block { buffer: &arrived.buffer, ready: &arrived.ready, rows };
+            attend(number, &block, &mut || in_flight.tick())?;
+            blocks.stock.push(arrived.buffer);
+        }
+        if steps.get(number + 1).is_some_and(|next| !next.parts.is_empty()) {
+            // the parts are the last receives of the pass, so no later one writes to a buffer that
+            // is still being sent: sends need not complete here
+            in_flight.check()?;
+        } else {
+            for (_, arrived) in in_flight.wait_all()? {
+                blocks.arrive(arrived);
+            }
+        }
+        blocks.advance();
+    }
+    blocks.put_back();
+    Ok(())
 }

@@ -1,122 +1,200 @@
-//! The plan's memory for blocks and gradients on their way.
+//! The plan's memory for blocks and gradients in flight.
 
-use annulus_core::{Backend, BackwardMode, Error, Local, Result, Route, Rows, Space, Spec};
+use annulus_core::{
+    Backend, BackwardMode, Channel, Error, MessageHeader, Result, Route, Rows, Space,
+};
 
-use super::{legs::Leg, parts::MOST, shared::Shared};
+use super::{
+    block_parts::MOST,
+    plan::{Agreed, RingPlan},
+    program::RankStep,
+};
 
-/// Memory that stays with the plan: made at plan time, used in turn by every call.
+/// Buffers of a plan, allocated with it and used by every pass in turn.
 pub(super) struct Buffers<S: Space> {
-    /// Blocks: the home block and as many as the route keeps at once.
+    /// KV blocks: the local one and those that the route keeps at once.
     pub(super) blocks: Vec<S::Buffer>,
-    /// Travelling queries (two-pass backward).
+    /// Query blocks (two-pass backward).
     pub(super) queries: Vec<S::Buffer>,
-    /// Fresh and travelling gradients.
+    /// Partial sums of dK and dV, computed here or in flight.
     pub(super) gradients: Vec<S::Buffer>,
-    /// The gradient that comes home from its last user.
-    pub(super) homecomings: Vec<S::Buffer>,
-    /// This rank's own dk, dv.
+    /// The gradients that arrive from their last user.
+    pub(super) final_gradients: Vec<S::Buffer>,
+    /// dK and dV of the local keys.
     pub(super) home: Option<S::Buffer>,
-    /// Row descriptions of the block at hand, refilled every step.
+    /// Rows of the current block, overwritten in every step.
     pub(super) rows: Rows,
 }
 
-/// How much each stock must hold, in bytes, by buffer.
+/// Bytes of each buffer.
 struct Sizes {
     blocks: Vec<u64>,
     queries: Vec<u64>,
     gradients: Vec<u64>,
-    homecomings: Vec<u64>,
+    final_gradients: Vec<u64>,
     home: Option<u64>,
 }
 
 impl Sizes {
-    fn of(spec: &Spec, shared: &Shared, local: &Local, route: Route, backward: bool) -> Self {
-        let communicates = shared.coordinates.kv.len() > 1;
-        let two_pass = backward && spec.backward == BackwardMode::TwoPass;
-        // a relay recycles the home block as soon as it is sent; a direct route keeps it for later users
-        let stock = |home: usize, received: u64, later: [u64; MOST - 1], bytes: u64| {
+    fn of(agreed: &Agreed, plan: &RingPlan) -> Self {
+        let Agreed { spec, route, backward, .. } = agreed;
+        let communicates = plan.shards.kv.len() > 1;
+        let two_pass = *backward && spec.backward == BackwardMode::TwoPass;
+        // a relay reuses the local block's buffer as soon as it is sent; the direct route keeps it
+        // for later users
+        let stock = |local: usize, received: u64, later: [u64; MOST - 1], bytes: u64| {
+            let local = local as u64;
             let whole = match (communicates, route) {
-                (false, _) => return vec![home as u64 * bytes],
-                (true, Route::Direct) => vec![home as u64, received, received],
-                (true, _) => vec![received.max(home as u64), received],
+                (false, _) => return vec![local * bytes],
+                (true, Route::Direct) => vec![local, received, received],
+                (true, _) => vec![received.max(local), received],
             };
             whole.into_iter().chain(later).map(|rows| rows * bytes).collect()
         };
-        let (keys, queries) = (local.keys.len(), local.queries.len());
-        let gradient = spec.gradient_record().bytes();
-        let travels = backward && communicates && !two_pass;
+        let travels = *backward && communicates && !two_pass;
+        let home = plan.gradient_bytes(plan.keys.len() as u64);
         Self {
-            blocks: stock(keys, shared.most_received, later_parts(&shared.way.legs), spec.kv_record().bytes()),
+            blocks: stock(
+                plan.keys.len(),
+                plan.most_received,
+                later_parts(&plan.program.steps),
+                spec.kv_row_layout().bytes(),
+            ),
             queries: if two_pass && communicates {
-                stock(queries, shared.most_queries_received, later_parts(&shared.query_legs), spec.query_record().bytes())
+                stock(
+                    plan.queries.len(),
+                    plan.most_queries_received,
+                    later_parts(&plan.query_steps),
+                    spec.query_row_layout().bytes(),
+                )
             } else {
                 Vec::new()
             },
-            gradients: if travels { gradients(shared.most_received, shared.late_rows(), gradient) } else { Vec::new() },
-            homecomings: if travels { vec![keys as u64 * gradient] } else { Vec::new() },
-            home: backward.then_some(keys as u64 * gradient),
+            gradients: if travels { partial_sums(plan) } else { Vec::new() },
+            final_gradients: if travels { vec![home] } else { Vec::new() },
+            home: backward.then_some(home),
         }
     }
 }
 
-/// Rows of the parts in which the last block comes, but for the first, which has a whole block's buffer.
-fn later_parts(legs: &[Leg]) -> [u64; MOST - 1] {
+/// Rows of the parts of the last block but the first, which has a whole block's buffer.
+fn later_parts(steps: &[RankStep]) -> [u64; MOST - 1] {
     let mut rows = [0; MOST - 1];
-    let parts = legs.iter().flat_map(|leg| leg.parts.iter().skip(1));
+    let parts = steps.iter().flat_map(|step| step.parts.iter().skip(1));
     rows.iter_mut().zip(parts).for_each(|(rows, part)| *rows = part.count());
     rows
 }
 
-/// One fresh gradient is made while the last one is still on its way and one arrives from the rank before. The home block's late rows come when
-/// nothing arrives any more, so they need a buffer of their own only if they are more.
-fn gradients(most_received: u64, late: u64, bytes: u64) -> Vec<u64> {
-    let mut sizes = vec![most_received * bytes; 3];
-    sizes.extend((late > most_received).then_some(late * bytes));
-    sizes
+/// One partial sum is computed while the last one is sent and another arrives. The tail of the local
+/// block comes when nothing arrives any more, so it needs a buffer of its own only if it is longer
+/// than a block.
+fn partial_sums(plan: &RingPlan) -> Vec<u64> {
+    let mut rows = vec![plan.most_received; 3];
+    rows.extend((plan.tail_rows() > plan.most_received).then(|| plan.tail_rows()));
+    rows.into_iter().map(|rows| plan.gradient_bytes(rows)).collect()
 }
 
 impl<S: Space> Buffers<S> {
-    /// Memory for these transfers.
+    /// Allocates the buffers of a plan.
+    ///
+    /// # Errors
+    /// As [`Backend::allocate`].
     pub(super) fn allocate<B: Backend<Space = S>>(
         backend: &B,
-        spec: &Spec,
-        shared: &Shared,
-        local: &Local,
-        route: Route,
-        backward: bool,
+        agreed: &Agreed,
+        plan: &RingPlan,
     ) -> Result<Self> {
-        let sizes = Sizes::of(spec, shared, local, route, backward);
-        let many = |sizes: Vec<u64>| sizes.into_iter().map(|bytes| backend.allocate(bytes)).collect::<Result<Vec<_>>>();
+        let sizes = Sizes::of(agreed, plan);
+        let many = |sizes: Vec<u64>| {
+            sizes.into_iter().map(|bytes| backend.allocate(bytes)).collect::<Result<Vec<_>>>()
+        };
         Ok(Self {
             blocks: many(sizes.blocks)?,
             queries: many(sizes.queries)?,
             gradients: many(sizes.gradients)?,
-            homecomings: many(sizes.homecomings)?,
+            final_gradients: many(sizes.final_gradients)?,
             home: sizes.home.map(|bytes| backend.allocate(bytes)).transpose()?,
             rows: Rows::default(),
         })
     }
 
-    /// Whether these transfers fit into this memory.
-    pub(super) fn fit(&self, spec: &Spec, shared: &Shared, local: &Local, route: Route, backward: bool) -> bool {
-        let sizes = Sizes::of(spec, shared, local, route, backward);
-        let fits = |have: &[S::Buffer], want: Vec<u64>| {
+    /// Returns true if the buffers are large enough for this plan of the same ring.
+    pub(super) fn fit(&self, agreed: &Agreed, plan: &RingPlan) -> bool {
+        let sizes = Sizes::of(agreed, plan);
+        let fits = |have: &[S::Buffer], mut want: Vec<u64>| {
             let mut have: Vec<u64> = have.iter().map(S::size).collect();
-            let mut want = want;
             have.sort_unstable();
             want.sort_unstable();
             have.len() == want.len() && have.iter().zip(&want).all(|(have, want)| have >= want)
         };
-        fits(&self.blocks, sizes.blocks) && fits(&self.queries, sizes.queries) && fits(&self.gradients, sizes.gradients)
-        // the shard, and with it homecomings and home, never changes
+        // the local rows, and with them `final_gradients` and `home`, never change
+        fits(&self.blocks, sizes.blocks)
+            && fits(&self.queries, sizes.queries)
+            && fits(&self.gradients, sizes.gradients)
     }
 }
 
-/// The smallest buffer of the stock that holds `bytes`. The sizes in [`Sizes::of`] make sure that there is one.
-pub(super) fn spare<S: Space>(stock: &mut Vec<S::Buffer>, bytes: u64) -> Result<S::Buffer> {
-    let fitting = stock.iter().enumerate().filter(|(_, buffer)| S::size(buffer) >= bytes).min_by_key(|(_, buffer)| S::size(buffer));
-    match fitting.map(|(place, _)| place) {
-        Some(place) => Ok(stock.swap_remove(place)),
-        None => Err(Error::Device { what: "the plan's buffers are all in flight (a defect of the schedule)".into() }),
+/// Takes the smallest buffer of the stock that holds `bytes`. [`Sizes::of`] provides one.
+pub(super) fn take_buffer<S: Space>(stock: &mut Vec<S::Buffer>, bytes: u64) -> Result<S::Buffer> {
+    let fitting = stock
+        .iter()
+        .enumerate()
+        .filter(|(_, buffer)| S::size(buffer) >= bytes)
+        .min_by_key(|(_, buffer)| S::size(buffer));
+    match fitting.map(|(index, _)| index) {
+        Some(index) => Ok(stock.swap_remove(index)),
+        None => Err(Error::internal("all buffers of the plan are in flight")),
+    }
+}
+
+/// The gradient buffers of one pass.
+pub(super) struct GradientBuffers<'a, S: Space> {
+    stock: &'a mut Vec<S::Buffer>,
+    final_stock: &'a mut Vec<S::Buffer>,
+    /// Sent after the step before; free once all transfers have completed.
+    sent: Option<S::Buffer>,
+}
+
+impl<'a, S: Space> GradientBuffers<'a, S> {
+    pub(super) const fn new(
+        stock: &'a mut Vec<S::Buffer>,
+        final_stock: &'a mut Vec<S::Buffer>,
+    ) -> Self {
+        Self { stock, final_stock, sent: None }
+    }
+
+    /// Takes a buffer for a partial sum.
+    pub(super) fn take(&mut self, bytes: u64) -> Result<S::Buffer> {
+        take_buffer::<S>(self.stock, bytes)
+    }
+
+    /// Takes a buffer for a gradient that arrives.
+    pub(super) fn take_for(&mut self, message: &MessageHeader) -> Result<S::Buffer> {
+        let stock = if message.channel == Channel::FinalGrad {
+            &mut *self.final_stock
+        } else {
+            &mut *self.stock
+        };
+        take_buffer::<S>(stock, message.bytes())
+    }
+
+    /// Returns the buffer of a partial sum.
+    pub(super) fn put_back(&mut self, buffer: S::Buffer) {
+        self.stock.push(buffer);
+    }
+
+    /// Returns the buffer of a final gradient.
+    pub(super) fn put_back_final(&mut self, buffer: S::Buffer) {
+        self.final_stock.push(buffer);
+    }
+
+    /// Keeps a buffer until its bytes are sent.
+    pub(super) fn sent(&mut self, dkv: Option<(S::Buffer, S::Event)>) {
+        self.sent = dkv.map(|(buffer, _)| buffer);
+    }
+
+    /// Returns the buffer that was sent.
+    pub(super) fn recycle_sent(&mut self) {
+        self.stock.extend(self.sent.take());
     }
 }

@@ -1,10 +1,15 @@
 //! Checks of a call's tensors against the plan, before anything moves.
 
-use annulus_core::{BackwardMode, Batch, DType, Error, Gradients, Inputs, Local, Outputs, Result, Saved, Space, Spec};
+use annulus_core::{
+    BackwardInputs, BackwardMode, Batch, DType, Error, Gradients, Inputs, Outputs, RankShard,
+    Result, Space, Spec,
+};
+
+use super::{RingOptions, reduce};
 
 type Described = (DType, [usize; 4]);
 
-/// The shapes that this rank's tensors must have.
+/// Shapes of this rank's tensors.
 pub(super) struct Shapes {
     q: Described,
     k: Described,
@@ -17,9 +22,9 @@ pub(super) struct Shapes {
 }
 
 impl Shapes {
-    pub(super) fn of(local: &Local) -> Self {
-        let (spec, dims) = (&local.spec, &local.spec.dims);
-        let (q_rows, kv_rows) = (local.queries.len(), local.keys.len());
+    pub(super) fn of(shard: &RankShard) -> Self {
+        let (spec, dims) = (&shard.spec, &shard.spec.dims);
+        let (q_rows, kv_rows) = (shard.queries.len(), shard.keys.len());
         let (dtype, sums) = (spec.dtype, spec.dtype.accumulator());
         Self {
             q: (dtype, [dims.batch, q_rows, dims.q_heads, dims.head_dim]),
@@ -28,7 +33,9 @@ impl Shapes {
             out: (dtype, [dims.batch, q_rows, dims.q_heads, dims.value_dim]),
             lse: (sums, [dims.batch, dims.q_heads, q_rows, 1]),
             bias: spec.bias.map(|[b, h, q, k]| (sums, [b, h, if q == 1 { 1 } else { q_rows }, k])),
-            sinks: spec.sinks.map(|sinks| (sums, [if sinks.per_head { dims.q_heads } else { 1 }, sinks.count, 1, 1])),
+            sinks: spec.sinks.map(|sinks| {
+                (sums, [if sinks.per_head { dims.q_heads } else { 1 }, sinks.count, 1, 1])
+            }),
             normalize: spec.normalize,
         }
     }
@@ -50,14 +57,15 @@ impl Shapes {
         maybe("ties", outputs.ties.as_ref().map(S::describe_mut), statistics)
     }
 
-    pub(super) fn saved<S: Space>(&self, saved: &Saved<'_, S>) -> Result<()> {
+    pub(super) fn backward_inputs<S: Space>(&self, inputs: &BackwardInputs<'_, S>) -> Result<()> {
+        self.inputs(&inputs.forward)?;
         let statistics = (!self.normalize).then_some(self.lse);
-        same("out", S::describe(&saved.out), self.out)?;
-        same("lse", S::describe(&saved.lse), self.lse)?;
-        maybe("max", saved.max.as_ref().map(S::describe), statistics)?;
-        maybe("ties", saved.ties.as_ref().map(S::describe), statistics)?;
-        same("dout", S::describe(&saved.dout), self.out)?;
-        saved.dlse.as_ref().map_or(Ok(()), |dlse| same("dlse", S::describe(dlse), self.lse))
+        same("out", S::describe(&inputs.out), self.out)?;
+        same("lse", S::describe(&inputs.lse), self.lse)?;
+        maybe("max", inputs.max.as_ref().map(S::describe), statistics)?;
+        maybe("ties", inputs.ties.as_ref().map(S::describe), statistics)?;
+        same("dout", S::describe(&inputs.dout), self.out)?;
+        inputs.dlse.as_ref().map_or(Ok(()), |dlse| same("dlse", S::describe(dlse), self.lse))
     }
 
     pub(super) fn gradients<S: Space>(&self, gradients: &Gradients<'_, S>) -> Result<()> {
@@ -73,7 +81,7 @@ fn same(name: &str, got: Described, want: Described) -> Result<()> {
     if got == want { Ok(()) } else { Err(Error::invalid(name, show(got), show(want))) }
 }
 
-/// A tensor that must be there exactly when the plan has one.
+/// Checks a tensor that is present if and only if the plan has one.
 fn maybe(name: &str, got: Option<Described>, want: Option<Described>) -> Result<()> {
     match (got, want) {
         (Some(got), Some(want)) => same(name, got, want),
@@ -87,10 +95,17 @@ fn show((dtype, shape): Described) -> String {
     format!("{dtype} {shape:?}")
 }
 
-/// What a two-pass backward cannot do over several ranks: a query that travels leaves its bias and mask rows at home.
+/// Refuses what a two-pass backward does not support over several ranks: the bias and mask rows of
+/// a query do not travel with it.
 pub(super) fn two_pass(spec: &Spec, ranks: usize) -> Result<()> {
-    if spec.backward == BackwardMode::TwoPass && ranks > 1 && spec.bias.is_some_and(|shape| shape[2] != 1) {
-        return Err(Error::unsupported("a bias tensor with a query axis in a two-pass backward over several ranks", "the ring"));
+    if spec.backward == BackwardMode::TwoPass
+        && ranks > 1
+        && spec.bias.is_some_and(|shape| shape[2] != 1)
+    {
+        return Err(Error::unsupported(
+            "a bias tensor with a query axis in a two-pass backward over several ranks",
+            "the ring",
+        ));
     }
     Ok(())
 }
@@ -98,7 +113,22 @@ pub(super) fn two_pass(spec: &Spec, ranks: usize) -> Result<()> {
 /// As [`two_pass`], of a batch.
 pub(super) fn two_pass_mask(spec: &Spec, batch: &Batch, ranks: usize) -> Result<()> {
     if spec.backward == BackwardMode::TwoPass && ranks > 1 && batch.attention_mask.is_some() {
-        return Err(Error::unsupported("attention_mask in a two-pass backward over several ranks", "the ring"));
+        return Err(Error::unsupported(
+            "attention_mask in a two-pass backward over several ranks",
+            "the ring",
+        ));
+    }
+    Ok(())
+}
+
+/// Refuses a ring that would have to sum gradients in device memory over ranks.
+pub(super) fn reduction<S: Space>(spec: &Spec, options: &RingOptions, ranks: usize) -> Result<()> {
+    if !S::HOST_TENSORS && reduce::is_needed(spec, options, ranks) {
+        return Err(Error::unsupported(
+            "the sum over ranks of dsinks, or of dbias broadcast over queries, in device memory \
+             (set local_gradients and sum the parts, or pass tensors in host memory)",
+            "the ring",
+        ));
     }
     Ok(())
 }

@@ -1,24 +1,26 @@
-//! What all ranks must have alike, field by field, so that a difference is named instead of felt.
+//! Descriptors of collective calls: what must be equal on all ranks, field by field, so that an
+//! error names the difference.
 
 use std::fmt::{Debug, Display, Write};
 
-use annulus_core::{BackwardMode, Batch, DType, DenseMask, Fingerprint, Placement, Spec};
+use annulus_core::{BackwardMode, Batch, Capabilities, DenseMask, Fingerprint, Placement, Spec};
 
 use super::RingOptions;
 use crate::agreement::Descriptor;
 
-/// How much of a field's text travels for the error message; the digest is of all of it.
+/// Characters of a field's text that are sent for the error message. The digest covers all of it.
 const SHOWN: usize = 60;
 
-/// The fields of a plan. `arithmetic` and `narrowing` are the backend's, `placement` the transport's.
+/// Describes a plan. The capabilities are the backend's, the placement is the transport's.
 pub(super) fn plan(
     spec: &Spec,
     options: &RingOptions,
-    (arithmetic, narrowing): (&str, Option<DType>),
+    capabilities: &Capabilities,
     placement: Option<&Placement>,
 ) -> Descriptor {
     let dims = &spec.dims;
-    let (probability, seed) = spec.dropout.map_or((0.0, 0), |dropout| (dropout.probability, dropout.seed));
+    let (probability, seed) =
+        spec.dropout.map_or((0.0, 0), |dropout| (dropout.probability, dropout.seed));
     let lengths = [
         ("batch", dims.batch),
         ("q_len", dims.q_len),
@@ -28,15 +30,23 @@ pub(super) fn plan(
         ("head_dim", dims.head_dim),
         ("value_dim", dims.value_dim),
     ];
-    let d = lengths.into_iter().fold(Descriptor::new(), |d, (name, length)| d.field(name, length as u64));
+    let d = lengths
+        .into_iter()
+        .fold(Descriptor::new(), |d, (name, length)| d.field(name, length as u64));
     let d = text(d, "dtype", spec.dtype);
-    let d = debug(d, "mask", &spec.mask);
+    let d = identity(d, "mask", spec.mask.fingerprint(Fingerprint::new()), &spec.mask);
     let d = debug(d, "alignment", &spec.alignment);
     let d = float(d, "softmax_scale", spec.scale);
     let d = debug(d, "logits_soft_cap", &spec.soft_cap);
     let extents = ["bias batch", "bias q_heads", "bias q_len", "bias kv_len"];
-    let d = extents.into_iter().enumerate().fold(d, |d, (axis, name)| debug(d, name, &spec.bias.map(|shape| shape[axis])));
-    let d = debug(d, "bias_function", &spec.bias_function);
+    let d = extents
+        .into_iter()
+        .enumerate()
+        .fold(d, |d, (axis, name)| debug(d, name, &spec.bias.map(|shape| shape[axis])));
+    let function = spec.bias_function.as_ref();
+    let fingerprint = function.map(|function| function.fingerprint(Fingerprint::new().number(1)));
+    let fingerprint = fingerprint.unwrap_or_default();
+    let d = identity(d, "bias_function", fingerprint, &spec.bias_function);
     let d = debug(d, "bias_order", &spec.bias_order);
     let d = debug(d, "softmax_aux count", &spec.sinks.map(|sinks| sinks.count));
     let d = debug(d, "softmax_aux per_head", &spec.sinks.map(|sinks| sinks.per_head));
@@ -47,15 +57,17 @@ pub(super) fn plan(
     let d = debug(d, "backward_mode", &spec.backward);
     let d = debug(d, "layout", &options.layout);
     let d = debug(d, "route", &options.route);
-    // only there must one rank find another's largest logit to the bit
+    // only there must one rank reproduce another's row maximum bit for bit
     let exact = options.backward && spec.backward == BackwardMode::TwoPass && !spec.normalize;
-    let d = text(d, "backend", if exact { arithmetic } else { "any" });
-    let d = debug(d, "weights rounded to", &narrowing);
+    let d = text(d, "backend", if exact { &capabilities.numerics_id } else { "any" });
+    let d = debug(d, "probabilities rounded to", &capabilities.probs_dtype);
     let d = debug(d, "placement", &placement.map(Placement::nodes));
-    d.field("backward", u64::from(options.backward)).field("local_gradients", u64::from(options.local_gradients))
+    d.field("backward", u64::from(options.backward))
+        .field("local_gradients", u64::from(options.local_gradients))
+        .largest("kv_tile", capabilities.kv_tile)
 }
 
-/// What must be alike of a batch whose rows differ by rank.
+/// Describes a batch, but for the rows, which differ by rank.
 pub(super) fn batch(batch: &Batch) -> Descriptor {
     let d = Descriptor::new()
         .field("q_segment_ids given", u64::from(batch.q_segment_ids.is_some()))
@@ -68,7 +80,7 @@ pub(super) fn batch(batch: &Batch) -> Descriptor {
     debug(d, "attention_mask", &shape.map(|[batch, heads, _, keys]| [batch, heads, keys]))
 }
 
-/// Which call it is.
+/// Describes a call of a pass.
 pub(super) fn call(name: &str) -> Descriptor {
     text(Descriptor::new(), "call", name)
 }
@@ -79,6 +91,17 @@ fn float(d: Descriptor, name: &'static str, value: f64) -> Descriptor {
 
 fn debug(d: Descriptor, name: &'static str, value: &dyn Debug) -> Descriptor {
     text(d, name, format_args!("{value:?}"))
+}
+
+/// Adds a caller's object: its fingerprint is compared, its `Debug` is shown.
+fn identity(
+    d: Descriptor,
+    name: &'static str,
+    fingerprint: Fingerprint,
+    value: &dyn Debug,
+) -> Descriptor {
+    let text: String = format!("{value:?}").chars().take(SHOWN).collect();
+    d.field_as(name, fingerprint.finish(), text)
 }
 
 fn text(d: Descriptor, name: &'static str, value: impl Display) -> Descriptor {

@@ -1,61 +1,69 @@
-//! The ring engine: one rank's share of attention whose keys and values travel.
+//! The ring engine: one rank's part of attention whose keys and values travel.
 //!
-//! ```text
-//!  rank r, step t           blocks                       gradients (backward)
-//!  ───────────────          ──────                       ────────────────────
-//!  post before(t)           block t+1 comes, block t goes
-//!  tiles of block t         ← overlaps the transfers →   dq += …, fresh ← this rank's dk, dv of block t
-//!  land                     wait for everything posted   travelling sum of block t has arrived: fresh += it
-//!  post after(t)                                         fresh goes on to the next rank, or home from its last user
-//!  after the last step
-//!  late tiles of block 0    ← overlap the last gradients      (backward; see `split.rs`)
-//! ```
+//! | file | content |
+//! |---|---|
+//! | `ring_loop.rs` | the loops: forward, backward in one pass, backward in two |
+//! | `blocks.rs`, `buffers.rs` | double buffering of blocks; the plan's memory |
+//! | `in_flight.rs` | transfers in flight; the only place that waits |
+//! | `plan.rs`, `program.rs`, `planning.rs`, `update.rs` | from rows to the messages of one rank |
+//! | `block_parts.rs`, `tail_overlap.rs` | overlap of the last block, and of the last gradients |
+//! | `reduce.rs` | sums of dsinks and dbias over ranks |
+//! | `check.rs`, `describe.rs` | arguments, before anything is sent |
 //!
-//! The accumulator stays unnormalised on the device from [`Backend::begin`] to [`Backend::finish`]. Nothing here knows what a tile
-//! computes or how bytes move; the schedule says who sends what, and `flight.rs` is the only place that waits.
-//!
-//! # Source
-//! Liu et al. 2023, Ring Attention with Blockwise Transformers, §3, without the last hop and with gradients that go straight home.
+//! The engine is independent of what a tile computes ([`Backend`]) and of how bytes move
+//! ([`Transport`]).
 
-mod backward;
+pub(crate) mod block_parts;
 mod blocks;
 mod buffers;
 mod check;
 mod describe;
-mod flight;
-mod forward;
-mod legs;
-pub(crate) mod parts;
-mod shared;
-mod split;
-mod two_pass;
+mod in_flight;
+mod plan;
+mod planning;
+mod program;
+mod reduce;
+mod ring_loop;
+mod tail_overlap;
+mod update;
 
 use std::{
     panic::{self, AssertUnwindSafe},
-    sync::Arc,
     time::Instant,
 };
 
 use annulus_core::{
-    Backend, Batch, Choice, Coordinates, Error, Gradients, Inputs, Layout, Local, Order, Outputs, Result, Route, Runs, Saved, Schedule,
-    Shard, Side, Spec, Transport, Work,
+    Backend, BackwardInputs, Batch, Error, Gradients, Inputs, Layout, Order, Outputs, RankShard,
+    Result, Route, Runs, Schedule, Spec, Transport, Work,
 };
 
-use crate::agreement::{self, gather};
+use crate::{agreement, span::span};
 use buffers::Buffers;
-use shared::Shared;
+use plan::{Agreed, RingPlan};
+use planning::Planned;
 
-/// What one call did.
+/// Times and bytes of one pass on one rank.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Report {
     /// Wall-clock time of the call.
     pub seconds: f64,
-    /// Of which this rank waited for others.
+    /// Exposed communication: time in which this rank waited for others.
     pub waiting_seconds: f64,
     /// Payload bytes that this rank sent, counted at the transport.
     pub bytes_sent: u64,
-    /// Payload bytes that the schedule says it sends.
+    /// Payload bytes that this rank sends by the schedule.
     pub bytes_predicted: u64,
+}
+
+impl Report {
+    /// Adds a later part of the same pass.
+    fn followed_by(self, next: Self) -> Self {
+        Self {
+            waiting_seconds: self.waiting_seconds + next.waiting_seconds,
+            bytes_predicted: self.bytes_predicted + next.bytes_predicted,
+            ..self
+        }
+    }
 }
 
 /// One rank of a ring: a plan that is made once and used for many forward and backward passes.
@@ -64,35 +72,34 @@ pub struct Report {
 pub struct Ring<B: Backend> {
     backend: B,
     transport: Box<dyn Transport<B::Space>>,
-    spec: Arc<Spec>,
-    layout: Layout,
-    route: Route,
-    order: Order,
+    agreed: Agreed,
     rank: usize,
-    /// Where this rank stands on the ring.
-    place: usize,
     ranks: usize,
-    with_backward: bool,
-    shared: Shared,
-    local: Local,
+    /// Index of this rank on the ring.
+    ring_index: usize,
+    plan: RingPlan,
+    shard: RankShard,
     workspace: B::Workspace,
     buffers: Buffers<B::Space>,
     next_tag: u64,
     next_round: u64,
+    /// Error that ended the plan.
     poisoned: Option<String>,
-    reduce_gradients: bool,
+    /// True if a backward pass sums dsinks and a shared dbias over ranks.
+    reduces: bool,
 }
 
-/// How a [`Ring`] is made, besides the spec.
+/// Options of a [`Ring`] besides the spec.
 #[derive(Debug, Clone, Default)]
 pub struct RingOptions {
     /// The layout, or `None` to choose one from the mask.
     pub layout: Option<Layout>,
     /// The route, or `None` to choose one from the mask.
     pub route: Option<Route>,
-    /// Whether backward passes will be asked for.
+    /// True to plan for backward passes too.
     pub backward: bool,
-    /// Whether sums over ranks (dsinks, dbias broadcast over queries) are left to the caller: then every rank returns its local part.
+    /// True to leave the sums over ranks of dsinks, and of dbias broadcast over queries, to the
+    /// caller: every rank then returns its own part.
     pub local_gradients: bool,
 }
 
@@ -105,66 +112,47 @@ impl<B: Backend> Ring<B> {
     /// # Errors
     /// [`Error::InvalidArgument`], [`Error::Unsupported`] here and [`Error::Refused`] on the other ranks; [`Error::RankMismatch`] on all
     /// ranks; [`Error::OutOfMemory`].
-    pub fn new(backend: B, mut transport: Box<dyn Transport<B::Space>>, spec: Result<Spec>, options: RingOptions) -> Result<Self> {
-        let (rank, ranks) = (transport.control().rank(), transport.control().ranks());
-        let checked = spec.and_then(|spec| {
-            spec.validate()?;
-            backend.supports(&spec)?;
-            check::two_pass(&spec, ranks)?;
-            options.layout.as_ref().map_or(Ok(()), |layout| layout.validate(spec.dims.q_len, spec.dims.kv_len, ranks))?;
-            Ok(spec)
-        });
-        let placement = transport.control().placement().cloned();
-        agreement::agree(
-            transport.as_mut(),
-            0,
-            checked
-                .as_ref()
-                .map_err(Error::clone)
-                .map(|spec| describe::plan(spec, &options, (&backend.arithmetic(), backend.narrowing(spec)), placement.as_ref())),
-        )?;
-        let spec = checked?;
-
-        let Choice { layout, route, order } = Choice::auto(&spec, ranks, options.layout.as_ref(), placement.as_ref());
-        let route = options.route.unwrap_or(route);
-        let (spec, place) = (Arc::new(spec), order.place(rank));
-        let coordinates = Coordinates::plain(&spec.dims, spec.alignment, &layout, ranks);
-        let shared = Shared::derive::<B::Space>(&spec, route, &order, place, coordinates, options.backward);
-        let local = shared.local(&spec, None);
-        let made = backend.workspace(&local, options.backward).and_then(|workspace| {
-            let buffers = Buffers::allocate(&backend, &spec, &shared, &local, route, options.backward)?;
-            Ok((workspace, buffers))
-        });
-        agreement::close(transport.as_mut(), 1, made.as_ref().map_err(Error::clone).map(|_| ()))?;
-        let (workspace, buffers) = made?;
+    pub fn new(
+        backend: B,
+        mut transport: Box<dyn Transport<B::Space>>,
+        spec: Result<Spec>,
+        options: RingOptions,
+    ) -> Result<Self> {
+        let rank = transport.control().rank();
+        let ranks = transport.control().ranks();
+        let reduces = spec.as_ref().is_ok_and(|spec| reduce::is_needed(spec, &options, ranks));
+        let planned = caught(|| Planned::new(&backend, transport.as_mut(), spec, &options));
+        let Planned { agreed, plan, shard, workspace, buffers } = planned.inspect_err(|error| {
+            if error.is_fatal() {
+                transport.control().abort(error);
+            }
+        })?;
         Ok(Self {
             backend,
             transport,
-            spec,
-            layout,
-            route,
-            order,
+            ring_index: agreed.order.ring_index(rank),
+            agreed,
             rank,
-            place,
             ranks,
-            with_backward: options.backward,
-            shared,
-            local,
+            plan,
+            shard,
             workspace,
             buffers,
             next_tag: 1,
             next_round: 2,
             poisoned: None,
-            reduce_gradients: !options.local_gradients,
+            reduces,
         })
     }
 
-    /// Fits the plan to a new batch: segment ids, positions, dense mask, packed lengths of this rank's rows.
+    /// Adapts the plan to a new batch: segment ids, positions, dense mask, packed lengths of this rank's rows.
     ///
     /// # Ordering
     /// Collective. Ranks exchange their rows' ids and positions as runs; the layout and the route stay.
     /// # Errors
-    /// [`Error::InvalidArgument`] here and [`Error::Refused`] elsewhere, [`Error::RankMismatch`]: the old batch stays in force.
+    /// [`Error::InvalidArgument`], [`Error::OutOfMemory`] here and [`Error::Refused`] elsewhere,
+    /// [`Error::RankMismatch`]: the old batch stays in force on all ranks.
+    /// As [`Ring::forward`] if communication fails, or if the old batch cannot be restored.
     pub fn update(&mut self, batch: &Batch) -> Result<()> {
         self.alive()?;
         let result = caught(|| self.try_update(batch));
@@ -176,36 +164,6 @@ impl<B: Backend> Ring<B> {
         self.remember(result)
     }
 
-    fn try_update(&mut self, batch: &Batch) -> Result<()> {
-        let dims = self.spec.dims;
-        let (q_rows, kv_rows) = (self.local.queries.len(), self.local.keys.len());
-        let checked = self.spec.validate_batch(batch, q_rows, kv_rows).and_then(|()| {
-            batch.validate_layout(&dims, &self.layout, self.place, self.ranks)?;
-            check::two_pass_mask(&self.spec, batch, self.ranks)
-        });
-        let described = checked.as_ref().map_err(Clone::clone).map(|()| describe::batch(batch));
-        let round = self.round();
-        agreement::agree(self.transport.as_mut(), round, described)?;
-
-        let shard = |side| Shard::local(&dims, self.spec.alignment, &self.layout, side, self.place, self.ranks, batch);
-        let message = shared::encode_shards([Side::Q, Side::Kv].map(shard));
-        let round = self.round();
-        let coordinates = shared::decode_shards(&gather(self.transport.as_mut(), round, &message)?, &self.order)?;
-        let shared = Shared::derive::<B::Space>(&self.spec, self.route, &self.order, self.place, coordinates, self.with_backward);
-        let local = shared.local(&self.spec, batch.attention_mask.clone().map(Arc::new));
-        let made = self.backend.update(&mut self.workspace, &local).and_then(|()| {
-            if !self.buffers.fit(&self.spec, &shared, &local, self.route, self.with_backward) {
-                self.buffers = Buffers::allocate(&self.backend, &self.spec, &shared, &local, self.route, self.with_backward)?;
-            }
-            Ok(())
-        });
-        let round = self.round();
-        agreement::close(self.transport.as_mut(), round, made)?;
-        self.shared = shared;
-        self.local = local;
-        Ok(())
-    }
-
     /// Computes out and lse of this rank's queries over all keys.
     ///
     /// # Shapes
@@ -215,63 +173,63 @@ impl<B: Backend> Ring<B> {
     /// # Errors
     /// [`Error::InvalidArgument`] here and [`Error::Refused`] elsewhere, [`Error::RankMismatch`]: nothing was written, the plan lives.
     /// [`Error::Comm`], [`Error::Timeout`], [`Error::PeerLost`], [`Error::Aborted`], [`Error::Device`]: the plan is dead.
-    pub fn forward(&mut self, inputs: &Inputs<'_, B::Space>, outputs: &mut Outputs<'_, B::Space>) -> Result<Report> {
-        let shapes = check::Shapes::of(&self.local);
+    pub fn forward(
+        &mut self,
+        inputs: &Inputs<'_, B::Space>,
+        outputs: &mut Outputs<'_, B::Space>,
+    ) -> Result<Report> {
+        let shapes = check::Shapes::of(&self.shard);
         let checked = shapes.inputs(inputs).and_then(|()| shapes.outputs(outputs));
-        self.call("forward", checked, |ring, first_tag| ring.forward_pass(inputs, outputs, first_tag))
+        self.call("forward", checked, |ring, first_tag| {
+            ring.forward_loop(inputs, outputs, first_tag)
+        })
     }
 
     /// Computes the gradients of this rank's rows.
     ///
-    /// dbias and dsinks are this rank's parts; [`Ring::sum_over_ranks`] adds parts up.
+    /// dsinks, and dbias of a bias that is broadcast over queries, are summed over ranks, unless
+    /// [`RingOptions::local_gradients`] is set.
     ///
     /// # Shapes
-    /// As [`Inputs`], [`Saved`] and [`Gradients`] say, with this rank's rows.
-    /// # Ordering
-    /// Collective.
-    /// # Errors
-    /// As [`Ring::forward`]; [`Error::InvalidArgument`] also if the plan was made without backward.
-    pub fn backward(
-        &mut self,
-        inputs: &Inputs<'_, B::Space>,
-        saved: &Saved<'_, B::Space>,
-        gradients: &mut Gradients<'_, B::Space>,
-    ) -> Result<Report> {
-        let shapes = check::Shapes::of(&self.local);
-        let checked = if self.with_backward {
-            shapes.inputs(inputs).and_then(|()| shapes.saved(saved)).and_then(|()| shapes.gradients(gradients))
-        } else {
-            Err(Error::invalid("backward", "a plan made for forward only", "a plan made with backward"))
-        };
-        self.call("backward", checked, |ring, first_tag| ring.backward_pass(inputs, saved, gradients, first_tag))
-    }
-
-    /// Adds up `part` over all ranks, in the order of their places, so that every rank has the same bits.
+    /// [`BackwardInputs`] and [`Gradients`], with this rank's rows.
     ///
     /// # Ordering
     /// Collective.
+    ///
     /// # Errors
-    /// As [`Ring::forward`].
-    pub fn sum_over_ranks(&mut self, part: &mut [f64]) -> Result<()> {
-        self.alive()?;
-        if self.ranks == 1 {
-            return Ok(());
+    /// As [`Ring::forward`]; [`Error::InvalidArgument`] also if the plan is forward only.
+    pub fn backward(
+        &mut self,
+        inputs: &BackwardInputs<'_, B::Space>,
+        gradients: &mut Gradients<'_, B::Space>,
+    ) -> Result<Report> {
+        let shapes = check::Shapes::of(&self.shard);
+        let checked = if self.agreed.backward {
+            shapes.backward_inputs(inputs).and_then(|()| shapes.gradients(gradients))
+        } else {
+            let (got, want) = ("a plan made for forward only", "a plan made with backward");
+            Err(Error::invalid("backward", got, want))
+        };
+        self.call("backward", checked, |ring, first_tag| {
+            let report = ring.backward_loop(inputs, gradients, first_tag)?;
+            ring.reduce_gradients(gradients)?;
+            Ok(report)
+        })
+    }
+
+    /// Takes part in the call that the other ranks make, as a rank that cannot make it, for want of
+    /// memory for what the call is given. Gives back why: the other ranks' error is
+    /// [`Error::Refused`], nothing is done, and the plan lives.
+    ///
+    /// # Ordering
+    /// Collective, in place of [`Ring::forward`] or [`Ring::backward`].
+    pub fn refuse(&mut self, why: Error) -> Error {
+        if let Err(poisoned) = self.alive() {
+            return poisoned;
         }
         let round = self.round();
-        let bytes: Vec<u8> = part.iter().flat_map(|number| number.to_le_bytes()).collect();
-        let result = gather(self.transport.as_mut(), round, &bytes).and_then(|all| {
-            part.fill(0.0);
-            for (&peer, bytes) in self.order.ranks().iter().zip(self.order.by_place(all)) {
-                if bytes.len() != part.len() * 8 {
-                    return Err(Error::Comm { peer, step: 0, what: format!("{} numbers to add up, want {}", bytes.len() / 8, part.len()) });
-                }
-                for (sum, bytes) in part.iter_mut().zip(bytes.chunks_exact(8)) {
-                    *sum += bytes.try_into().map_or(f64::NAN, f64::from_le_bytes);
-                }
-            }
-            Ok(())
-        });
-        self.remember(result)
+        let agreed = agreement::agree(self.transport.as_mut(), round, Err(why.clone()));
+        self.remember(agreed).err().unwrap_or(why)
     }
 
     /// This rank.
@@ -279,77 +237,88 @@ impl<B: Backend> Ring<B> {
         self.rank
     }
 
-    /// All ranks.
+    /// Number of ranks.
     pub const fn ranks(&self) -> usize {
         self.ranks
     }
 
     /// What is computed.
     pub fn spec(&self) -> &Spec {
-        &self.spec
+        &self.agreed.spec
     }
 
-    /// How rows are dealt to ranks.
+    /// Layout: assignment of rows to ranks.
     pub const fn layout(&self) -> &Layout {
-        &self.layout
+        &self.agreed.layout
     }
 
-    /// How blocks find their users.
+    /// Route of the blocks.
     pub const fn route(&self) -> Route {
-        self.route
+        self.agreed.route
     }
 
-    /// Which rank stands where on the ring. Shards of the layout, the schedule and the work go by places, messages by ranks; only where ranks
-    /// of several nodes take turns are the two different numbers.
+    /// Rank of each ring index. Layout, schedule and work count ring indices, messages name ranks.
+    /// The two differ only where ranks of several nodes alternate.
     pub const fn order(&self) -> &Order {
-        &self.order
+        &self.agreed.order
     }
 
-    /// The global query rows of this rank, in the order in which it gives and gets them.
+    /// Global query rows of this rank, in the order of its tensors.
     pub fn q_rows(&self) -> &Runs {
-        &self.shared.coordinates.q[self.place].rows
+        &self.plan.shards.q[self.ring_index].rows
     }
 
-    /// The global key rows of this rank, in the order in which it gives and gets them.
+    /// Global key rows of this rank, in the order of its tensors.
     pub fn kv_rows(&self) -> &Runs {
-        &self.shared.coordinates.kv[self.place].rows
+        &self.plan.shards.kv[self.ring_index].rows
     }
 
-    /// The schedule of keys and values, by places, made anew: a plan keeps only its own rank's.
+    /// Derives the schedule of keys and values, by ring index. A plan keeps only its own rank's
+    /// steps.
     pub fn schedule(&self) -> Schedule {
-        shared::schedule(&self.spec, self.route, &self.shared.coordinates, self.with_backward)
+        plan::kv_schedule(&self.agreed, &self.plan.shards)
     }
 
-    /// Visible (query, key) pairs of every place, by the spec's mask and the batch's segment ids and positions.
+    /// Counts the visible (query, key) pairs of every ring index, by the spec's mask and the
+    /// batch's segment ids and positions.
     pub fn work(&self) -> Work {
-        Work::of(self.spec.mask.as_ref(), self.spec.dims.q_heads, self.spec.dims.batch, &self.shared.coordinates)
+        let spec = &self.agreed.spec;
+        Work::of(spec.mask.as_ref(), spec.dims.q_heads, spec.dims.batch, &self.plan.shards)
     }
 
-    /// Whether dsinks and dbias are to be summed over ranks before they are returned.
-    pub const fn reduces_gradients(&self) -> bool {
-        self.reduce_gradients
-    }
-
-    /// One pass: all ranks make the same call with arguments that are right, or nobody starts; all succeed, or nobody does.
-    fn call(&mut self, name: &str, checked: Result<()>, pass: impl FnOnce(&mut Self, u64) -> Result<Report>) -> Result<Report> {
+    /// Runs one pass: all ranks make the same call with valid arguments, or none starts; all
+    /// succeed, or none does.
+    fn call(
+        &mut self,
+        name: &str,
+        checked: Result<()>,
+        pass: impl FnOnce(&mut Self, u64) -> Result<Report>,
+    ) -> Result<Report> {
         self.alive()?;
+        span!("pass", name, rank = self.rank);
         let start = Instant::now();
         let round = self.round();
-        let agreed = agreement::agree(self.transport.as_mut(), round, checked.map(|()| describe::call(name)));
+        let agreed = agreement::agree(
+            self.transport.as_mut(),
+            round,
+            checked.map(|()| describe::call(name)),
+        );
         self.remember(agreed)?;
-        // a gather is nothing but waiting for the others
+        // a gather is exposed communication
         let mut gathering = start.elapsed();
         let (first_tag, sent_before) = (self.next_tag, self.transport.bytes_sent());
-        // two journeys at most
-        self.next_tag += 2 * parts::tags(self.ranks);
+        // a two-pass backward circulates two kinds of blocks
+        self.next_tag += 2 * block_parts::tags(self.ranks);
         let result = caught(|| pass(self, first_tag));
         if let Err(error) = &result {
-            // its buffers are wherever the pass left them, so whatever broke it ends the plan
+            // its buffers are where the pass left them, so any error ends the plan
             self.poisoned = Some(error.to_string());
             self.transport.control().abort(error);
         }
         let (round, closing) = (self.round(), Instant::now());
-        let result = result.and_then(|report| agreement::close(self.transport.as_mut(), round, Ok(())).map(|()| report));
+        let result = result.and_then(|report| {
+            agreement::close(self.transport.as_mut(), round, Ok(())).map(|()| report)
+        });
         let mut report = self.remember(result)?;
         gathering += closing.elapsed();
         report.waiting_seconds += gathering.as_secs_f64();
@@ -377,22 +346,66 @@ impl<B: Backend> Ring<B> {
     }
 }
 
+impl<B: Backend> std::fmt::Display for Ring<B> {
+    /// Writes mask, ranks, layout, route, and what this rank receives and sends: `Causal { offset: 0
+    /// }, 8 ranks, zigzag, RelayDown, 7 hops, 1.3 GiB sent forward, 2.6 GiB backward`.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let program = &self.plan.program;
+        let hops = program.steps.iter().filter(|step| !step.kv.receives.is_empty()).count();
+        let forward = program::kv_bytes_sent(&program.steps);
+        write!(
+            f,
+            "{:?}, {} ranks, {}, {:?}, {hops} hops, {} sent forward",
+            self.spec().mask,
+            self.ranks,
+            self.layout().name(),
+            self.route(),
+            Bytes(forward),
+        )?;
+        if self.agreed.backward {
+            let queries = program::kv_bytes_sent(&self.plan.query_steps);
+            let backward = forward + program.gradient_bytes_sent() + queries;
+            write!(f, ", {} backward", Bytes(backward))?;
+        }
+        Ok(())
+    }
+}
+
+/// A number of bytes in the largest binary unit of which it has one.
+struct Bytes(u64);
+
+impl std::fmt::Display for Bytes {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let units = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+        match (self.0.max(1).ilog2() / 10) as usize {
+            0 => write!(f, "{} B", self.0),
+            unit => {
+                write!(f, "{:.1} {}", self.0 as f64 / (1u64 << (10 * unit)) as f64, units[unit - 1])
+            }
+        }
+    }
+}
+
 impl<B: Backend> std::fmt::Debug for Ring<B> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Ring")
             .field("rank", &self.rank)
             .field("ranks", &self.ranks)
-            .field("layout", &self.layout.name())
-            .field("route", &self.route)
-            .field("backend", &self.backend.name())
+            .field("layout", &self.layout().name())
+            .field("route", &self.route())
             .finish_non_exhaustive()
     }
 }
 
-/// Runs `work`; a panic in it (a caller's mask or bias function may do so) becomes an error, so that the other ranks hear of it.
+/// Runs `work` and turns a panic in it (a caller's mask or bias function may panic) into an error,
+/// so that the other ranks do not wait for this one.
 fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
-        let said = panic.downcast_ref::<&str>().map(|text| (*text).to_owned()).or_else(|| panic.downcast_ref::<String>().cloned());
-        Err(Error::Device { what: format!("panicked: {}", said.unwrap_or_else(|| "without a word".to_owned())) })
+        let message = panic
+            .downcast_ref::<&str>()
+            .map(|text| (*text).to_owned())
+            .or_else(|| panic.downcast_ref::<String>().cloned());
+        let message = message.unwrap_or_else(|| "no message".to_owned());
+        Err(Error::internal(format!("panicked: {message}")))
     })
 }

@@ -1,18 +1,25 @@
 //! One thread a rank: how a whole ring runs in one process.
 
-use std::thread;
+use std::{
+    panic::{self, AssertUnwindSafe},
+    thread,
+};
 
-use annulus_core::{Error, Result};
+use annulus_core::{Error, Result, memory};
 
-/// Runs `work(rank, item)` on a thread of its own for every item. All ranks' results, or the error that says most.
+/// Runs `work(rank, item)` for every item, each on a thread of its own; a single item on the calling
+/// thread. Returns all results, or the most informative error.
 ///
-/// An error that a rank found itself comes before one that only repeats what another rank said ([`Error::Refused`], [`Error::Aborted`],
-/// [`Error::PeerLost`]).
+/// An error that a rank found itself comes before one that only repeats another rank's
+/// ([`Error::Refused`], [`Error::Aborted`], [`Error::PeerLost`]).
 ///
 /// # Ordering
 /// Local. Returns when every thread has ended, so `work` may borrow.
+///
 /// # Errors
-/// Whatever a rank returned; [`Error::Device`] if a thread did not start or panicked.
+/// Those of `work`; [`Error::Device`] if a thread did not start, [`Error::Internal`] if one
+/// panicked.
+///
 /// # Examples
 /// ```
 /// use annulus_comm::threads::{each_rank, ring};
@@ -22,17 +29,34 @@ use annulus_core::{Error, Result};
 /// assert_eq!(ranks, [0, 1, 2]);
 /// # Ok::<(), annulus_core::Error>(())
 /// ```
-pub fn each_rank<I: Send, T: Send>(items: impl IntoIterator<Item = I>, work: impl Fn(usize, I) -> Result<T> + Sync) -> Result<Vec<T>> {
+pub fn each_rank<I: Send, T: Send>(
+    items: impl IntoIterator<Item = I>,
+    work: impl Fn(usize, I) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    let items: Vec<I> = items.into_iter().collect();
     let work = &work;
+    let panicked = |_| Err(Error::internal("the thread of a rank panicked"));
+    if items.len() == 1 {
+        let run = |(rank, item)| {
+            panic::catch_unwind(AssertUnwindSafe(|| work(rank, item))).unwrap_or_else(panicked)
+        };
+        return items.into_iter().enumerate().map(run).collect();
+    }
     let results: Vec<Result<T>> = thread::scope(|scope| {
         let start = |(rank, item)| {
-            let thread = thread::Builder::new().name(format!("rank {rank}")).spawn_scoped(scope, move || work(rank, item));
-            thread.map_err(|error| Error::Device { what: format!("the thread of rank {rank} did not start: {error}") })
+            // a thread that starts with the last memory ends the process with its first small list
+            std::hint::black_box(memory::list::<u8>("the thread of a rank", STACK)?);
+            let thread = thread::Builder::new()
+                .name(format!("rank {rank}"))
+                .spawn_scoped(scope, move || work(rank, item));
+            thread.map_err(|error| Error::Device {
+                what: format!("the thread of rank {rank} did not start: {error}"),
+            })
         };
         // all are started before any is waited for
         let threads: Vec<_> = items.into_iter().enumerate().map(start).collect();
         let wait = |thread: Result<thread::ScopedJoinHandle<'_, Result<T>>>| {
-            thread?.join().unwrap_or_else(|_| Err(Error::Device { what: "the thread of a rank panicked".into() }))
+            thread?.join().unwrap_or_else(panicked)
         };
         threads.into_iter().map(wait).collect()
     });
@@ -41,12 +65,19 @@ pub fn each_rank<I: Send, T: Send>(items: impl IntoIterator<Item = I>, work: imp
     for result in results {
         match result {
             Ok(value) => values.push(value),
-            Err(error) if failed.as_ref().is_none_or(|first| is_echo(first) && !is_echo(&error)) => failed = Some(error),
+            Err(error)
+                if failed.as_ref().is_none_or(|first| is_echo(first) && !is_echo(&error)) =>
+            {
+                failed = Some(error)
+            }
             Err(_) => {}
         }
     }
     failed.map_or(Ok(values), Err)
 }
+
+/// Bytes that a thread takes where nobody says otherwise.
+const STACK: usize = 2 << 20;
 
 /// Whether an error only repeats what another rank found.
 const fn is_echo(error: &Error) -> bool {
@@ -70,7 +101,13 @@ mod tests {
 
     #[test]
     fn a_panic_is_an_error() {
-        let result = each_rank([0, 1], |_, item| if item == 1 { std::panic::resume_unwind(Box::new("a panic")) } else { Ok(()) });
-        assert!(matches!(result, Err(Error::Device { .. })));
+        let result = each_rank([0, 1], |_, item| {
+            if item == 1 { std::panic::resume_unwind(Box::new("a panic")) } else { Ok(()) }
+        });
+        assert!(matches!(result, Err(Error::Internal { .. })));
+        // a single rank, which has no thread of its own, too
+        let result: Result<Vec<()>> =
+            each_rank([0], |_, _| std::panic::resume_unwind(Box::new("a panic")));
+        assert!(matches!(result, Err(Error::Internal { .. })));
     }
 }

@@ -31,7 +31,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_core::{Arrived, Channel, Control, Error, Hop, Host, HostBuffer, Incoming, Outgoing, Result, Space, Transport};
+use annulus_core::{
+    Arrived, Channel, Control, Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result,
+    Space, Transport,
+};
 
 pub use self::each_rank::each_rank;
 use self::shared::{Data, Envelope, Shared};
@@ -47,7 +50,8 @@ use crate::ranges;
 /// ```
 pub fn ring(ranks: usize) -> Vec<Threads> {
     // room for a gather and for a step's messages from everybody; more goes through the outboxes
-    let (inboxes, receivers): (Vec<_>, Vec<_>) = (0..ranks).map(|_| sync_channel(16 + 2 * ranks)).unzip();
+    let (inboxes, receivers): (Vec<_>, Vec<_>) =
+        (0..ranks).map(|_| sync_channel(16 + 2 * ranks)).unzip();
     let shared = Arc::new(Shared::new(inboxes));
     let endpoint = |(rank, inbox)| Threads {
         rank,
@@ -91,7 +95,7 @@ pub struct Threads {
 }
 
 struct Receive {
-    hop: Hop,
+    hop: MessageHeader,
     buffer: HostBuffer,
     arrived: bool,
 }
@@ -116,7 +120,11 @@ struct Gather {
 impl std::fmt::Debug for Threads {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (rank, ranks) = (self.rank, self.shared.ranks());
-        formatter.debug_struct("Threads").field("rank", &rank).field("ranks", &ranks).finish_non_exhaustive()
+        formatter
+            .debug_struct("Threads")
+            .field("rank", &rank)
+            .field("ranks", &ranks)
+            .finish_non_exhaustive()
     }
 }
 
@@ -131,7 +139,11 @@ impl Transport<Host> for Threads {
         self
     }
 
-    fn post(&mut self, sends: &[Outgoing<'_, Host>], receives: &mut Vec<Incoming<Host>>) -> Result<()> {
+    fn post(
+        &mut self,
+        sends: &[Outgoing<'_, Host>],
+        receives: &mut Vec<Incoming<Host>>,
+    ) -> Result<()> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
@@ -139,11 +151,15 @@ impl Transport<Host> for Threads {
             ranges::check(&send.hop, self.shared.ranks(), Host::size(send.buffer))?;
         }
         // within a group the order means nothing
-        receives.sort_by_key(|incoming| (incoming.hop.peer, incoming.hop.channel, incoming.hop.tag));
+        receives
+            .sort_by_key(|incoming| (incoming.hop.peer, incoming.hop.channel, incoming.hop.tag));
         let mut previous = None;
         for incoming in receives.iter() {
             let key = (incoming.hop.peer, incoming.hop.channel);
-            let last = previous.filter(|&(of, _)| of == key).map(|(_, tag)| tag).or_else(|| self.last_tags.get(&key).copied());
+            let last = previous
+                .filter(|&(of, _)| of == key)
+                .map(|(_, tag)| tag)
+                .or_else(|| self.last_tags.get(&key).copied());
             let checked = self.check_receive(incoming, last);
             checked.inspect_err(|error| self.fail(error))?;
             previous = Some((key, incoming.hop.tag));
@@ -158,8 +174,15 @@ impl Transport<Host> for Threads {
             self.bytes_sent += hop.bytes();
             self.sends[hop.peer].posted += 1;
             self.sends[hop.peer].steps.push_back(hop.step);
-            let Hop { channel, tag, step, .. } = *hop;
-            let data = Data { from: self.rank, channel, tag, step, ranges: Arc::clone(&hop.ranges), buffer: (*buffer).clone() };
+            let MessageHeader { channel, tag, step, .. } = *hop;
+            let data = Data {
+                from: self.rank,
+                channel,
+                tag,
+                step,
+                ranges: Arc::clone(&hop.ranges),
+                buffer: (*buffer).clone(),
+            };
             self.dispatch(hop.peer, Envelope::Data(data));
         }
         Ok(())
@@ -174,7 +197,8 @@ impl Transport<Host> for Threads {
         let patience = if blocked { patience.min(Duration::from_millis(1)) } else { patience };
         self.shared.fall_asleep(self.rank);
         let moved = self.pump();
-        let envelope = if let Ok(false) = moved { self.inbox.recv_timeout(patience).ok() } else { None };
+        let envelope =
+            if let Ok(false) = moved { self.inbox.recv_timeout(patience).ok() } else { None };
         self.shared.awake(self.rank);
         moved?;
         if let Some(envelope) = envelope {
@@ -183,11 +207,13 @@ impl Transport<Host> for Threads {
         self.pump().map(drop)
     }
 
-    fn take(&mut self, hop: &Hop) -> Result<Option<Arrived<Host>>> {
+    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<Host>>> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
-        let Some(place) = self.receives.iter().position(|receive| receive.is_for(hop.peer, hop.channel, hop.tag)) else {
+        let Some(place) =
+            self.receives.iter().position(|receive| receive.is_for(hop.peer, hop.channel, hop.tag))
+        else {
             let got = format!("{:?} {} from rank {}", hop.channel, hop.tag, hop.peer);
             return Err(Error::invalid("hop", got, "a receive that was posted and not yet taken"));
         };
@@ -199,7 +225,10 @@ impl Transport<Host> for Threads {
     }
 
     fn pending(&self) -> bool {
-        self.sends.iter().enumerate().any(|(peer, sends)| sends.posted > self.shared.consumed(self.rank, peer))
+        self.sends
+            .iter()
+            .enumerate()
+            .any(|(peer, sends)| sends.posted > self.shared.consumed(self.rank, peer))
     }
 
     fn bytes_sent(&self) -> u64 {
@@ -216,13 +245,17 @@ impl Control for Threads {
         self.shared.ranks()
     }
 
-    fn offer(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+    fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
         let (rank, bytes) = (self.rank, Arc::<[u8]>::from(bytes));
         if self.gather(round).parts[rank].is_some() {
-            return Err(Error::invalid("round", round, "a gather that this rank has not offered to"));
+            return Err(Error::invalid(
+                "round",
+                round,
+                "a gather that this rank has not offered to",
+            ));
         }
         self.gather(round).parts[rank] = Some(Arc::clone(&bytes));
         for peer in (0..self.ranks()).filter(|&peer| peer != rank) {
@@ -231,11 +264,16 @@ impl Control for Threads {
         Ok(())
     }
 
-    fn collect(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
+    fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
         self.pump()?;
         let rank = self.rank;
-        let Some(gather) = self.gathers.get(&round).filter(|gather| gather.parts[rank].is_some()) else {
-            return Err(Error::invalid("round", round, "a gather that this rank has offered to and not collected"));
+        let Some(gather) = self.gathers.get(&round).filter(|gather| gather.parts[rank].is_some())
+        else {
+            return Err(Error::invalid(
+                "round",
+                round,
+                "a gather that this rank has offered to and not collected",
+            ));
         };
         // whoever has collected may leave, so its own part must have left before
         let unsent = |envelope: &Envelope| matches!(envelope, Envelope::Offer { round: of, .. } if *of == round);
@@ -246,8 +284,10 @@ impl Control for Threads {
         Ok(Some(parts.iter().flatten().map(|part| part.to_vec()).collect()))
     }
 
-    fn missing(&self, round: u64) -> Vec<usize> {
-        let missing = |rank: &usize| self.gathers.get(&round).is_none_or(|gather| gather.parts[*rank].is_none());
+    fn stragglers(&self, round: u64) -> Vec<usize> {
+        let missing = |rank: &usize| {
+            self.gathers.get(&round).is_none_or(|gather| gather.parts[*rank].is_none())
+        };
         (0..self.ranks()).filter(missing).collect()
     }
 
@@ -256,8 +296,8 @@ impl Control for Threads {
         self.shared.abort(self.rank, error.to_string());
     }
 
-    fn beat(&mut self, working: bool) {
-        self.shared.beat(self.rank, working);
+    fn heartbeat(&mut self, working: bool) {
+        self.shared.heartbeat(self.rank, working);
     }
 
     fn last_heard(&self, peer: usize) -> Instant {

@@ -2,7 +2,7 @@
 
 use std::sync::mpsc::TrySendError;
 
-use annulus_core::{Error, Hop, Host, Incoming, Result, Space};
+use annulus_core::{Error, Host, Incoming, MessageHeader, Result, Space};
 
 use super::{
     Gather, Receive, Threads,
@@ -45,7 +45,9 @@ impl Threads {
 
     fn check_abort(&self) -> Result<()> {
         match self.shared.aborted() {
-            Some((rank, what)) if *rank != self.rank => Err(Error::Aborted { rank: *rank, what: what.clone() }),
+            Some((rank, what)) if *rank != self.rank => {
+                Err(Error::Aborted { rank: *rank, what: what.clone() })
+            }
             _ => Ok(()),
         }
     }
@@ -78,7 +80,7 @@ impl Threads {
             }
         }
         if moved {
-            self.shared.beat(self.rank, false);
+            self.shared.heartbeat(self.rank, false);
         }
         moved
     }
@@ -114,13 +116,25 @@ impl Threads {
             }
             Envelope::Data(data) => {
                 let (peer, channel, tag) = (data.from, data.channel, data.tag);
-                let posted = self.receives.iter().position(|receive| receive.is_for(peer, channel, tag) && !receive.arrived);
+                let posted = self
+                    .receives
+                    .iter()
+                    .position(|receive| receive.is_for(peer, channel, tag) && !receive.arrived);
                 if let Some(receive) = posted {
                     return self.deliver(receive, data);
                 }
                 let late = self.last_tags.get(&(peer, channel)).is_some_and(|&last| tag <= last);
-                if late || self.early.iter().any(|early| (early.from, early.channel, early.tag) == (peer, channel, tag)) {
-                    return Err(Error::Comm { peer, step: data.step, what: format!("duplicate message {channel:?} {tag}") });
+                if late
+                    || self
+                        .early
+                        .iter()
+                        .any(|early| (early.from, early.channel, early.tag) == (peer, channel, tag))
+                {
+                    return Err(Error::Comm {
+                        peer,
+                        step: data.step,
+                        what: format!("duplicate message {channel:?} {tag}"),
+                    });
                 }
                 self.early.push(data);
                 Ok(())
@@ -134,17 +148,24 @@ impl Threads {
         let (peer, step) = (hop.peer, hop.step);
         let (got, want) = (data.bytes(), hop.bytes());
         if got != want {
-            let what = format!("message {:?} {} truncated: got {got} bytes, want {want}", hop.channel, hop.tag);
+            let what = format!(
+                "message {:?} {} truncated: got {got} bytes, want {want}",
+                hop.channel, hop.tag
+            );
             return Err(Error::Comm { peer, step, what });
         }
         let Some(bytes) = buffer.bytes_mut() else {
-            return Err(Error::Comm { peer, step, what: "the buffer of a posted receive is in use".to_owned() });
+            return Err(Error::Comm {
+                peer,
+                step,
+                what: "the buffer of a posted receive is in use".to_owned(),
+            });
         };
         ranges::copy(data.buffer.bytes(), &data.ranges, bytes, &hop.ranges);
         *arrived = true;
         drop(data);
         self.shared.count_consumed(peer, self.rank);
-        self.shared.beat(self.rank, true);
+        self.shared.heartbeat(self.rank, true);
         Ok(())
     }
 
@@ -166,10 +187,15 @@ impl Threads {
         if !self.shared.has_left(peer) {
             return None;
         }
-        let receive = self.receives.iter().find(|receive| receive.hop.peer == peer && !receive.arrived);
+        let receive =
+            self.receives.iter().find(|receive| receive.hop.peer == peer && !receive.arrived);
         let receive = receive.map(|receive| receive.hop.step);
         let send = || self.sends[peer].steps.front().copied();
-        let gather = || self.gathers.values().any(|gather| gather.parts[self.rank].is_some() && gather.parts[peer].is_none());
+        let gather = || {
+            self.gathers
+                .values()
+                .any(|gather| gather.parts[self.rank].is_some() && gather.parts[peer].is_none())
+        };
         let step = receive.or_else(send).or_else(|| gather().then_some(self.step))?;
         Some((peer, step))
     }
@@ -180,13 +206,23 @@ impl Threads {
     }
 
     pub(super) fn check_receive(&self, incoming: &Incoming<Host>, last: Option<u64>) -> Result<()> {
-        let Hop { peer, step, channel, tag, .. } = incoming.hop;
+        let MessageHeader { peer, step, channel, tag, .. } = incoming.hop;
         ranges::check(&incoming.hop, self.shared.ranks(), Host::size(&incoming.buffer))?;
         if last.is_some_and(|last| tag <= last) {
-            return Err(Error::Comm { peer, step, what: format!("receive {channel:?} {tag} posted after a tag as high: tags only grow") });
+            return Err(Error::Comm {
+                peer,
+                step,
+                what: format!(
+                    "receive {channel:?} {tag} posted after a tag as high: tags only grow"
+                ),
+            });
         }
         if incoming.buffer.is_shared() {
-            return Err(Error::Comm { peer, step, what: format!("the buffer of receive {channel:?} {tag} is in use") });
+            return Err(Error::Comm {
+                peer,
+                step,
+                what: format!("the buffer of receive {channel:?} {tag} is in use"),
+            });
         }
         Ok(())
     }

@@ -92,7 +92,7 @@ impl Shared {
         self.consumed[sender][receiver].load(Ordering::Acquire)
     }
 
-    pub(super) fn beat(&self, rank: usize, working: bool) {
+    pub(super) fn heartbeat(&self, rank: usize, working: bool) {
         let now = u64::try_from(self.made.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.pulses[rank].heard.store(now, Ordering::Relaxed);
         if working {
@@ -105,7 +105,8 @@ impl Shared {
     }
 
     pub(super) fn last_work(&self) -> Instant {
-        let latest = self.pulses.iter().map(|pulse| pulse.worked.load(Ordering::Relaxed)).max().unwrap_or(0);
+        let latest =
+            self.pulses.iter().map(|pulse| pulse.worked.load(Ordering::Relaxed)).max().unwrap_or(0);
         self.made + Duration::from_nanos(latest)
     }
 

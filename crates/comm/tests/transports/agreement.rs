@@ -6,7 +6,7 @@ use annulus_core::{Control, Error, Result};
 use crate::common::*;
 
 /// What every rank of a ring gets from one agreement.
-fn verdicts(ranks: usize, local: fn(usize) -> Result<Descriptor>) -> Vec<Result<()>> {
+fn verdicts(ranks: usize, local: fn(usize) -> Result<Descriptor>) -> Vec<Result<Vec<u64>>> {
     on_ring(
         ranks,
         |endpoint| endpoint,
@@ -20,8 +20,9 @@ fn verdicts(ranks: usize, local: fn(usize) -> Result<Descriptor>) -> Vec<Result<
 #[test]
 fn equal_descriptors_agree_whatever_their_texts() {
     for ranks in [1, 2, 5] {
-        let local = |rank: usize| Ok(Descriptor::new().field("q_len", 1 << 40).field_as("dtype", 3, rank));
-        assert_eq!(verdicts(ranks, local), vec![Ok(()); ranks]);
+        let local =
+            |rank: usize| Ok(Descriptor::new().field("q_len", 1 << 40).field_as("dtype", 3, rank));
+        assert_eq!(verdicts(ranks, local), vec![Ok(vec![]); ranks]);
     }
 }
 
@@ -30,20 +31,48 @@ fn the_first_field_and_the_lowest_rank_are_named_on_all_ranks() {
     let local = |rank: usize| {
         let scale = if rank == 4 { "0.5" } else { "0.25" };
         let descriptor = Descriptor::new().field("q_len", if rank == 3 { 65 } else { 64 });
-        Ok(descriptor.field("kv_len", if rank == 1 { 7 } else { 8 }).field_as("scale", scale.len() as u64, scale))
+        Ok(descriptor.field("kv_len", if rank == 1 { 7 } else { 8 }).field_as(
+            "scale",
+            scale.len() as u64,
+            scale,
+        ))
     };
-    let mismatch = Error::RankMismatch { field: "q_len".into(), rank: 3, got: "65".into(), rank0: "64".into() };
+    let mismatch = Error::RankMismatch {
+        field: "q_len".into(),
+        rank: 3,
+        got: "65".into(),
+        rank0: "64".into(),
+    };
     assert_eq!(verdicts(5, local), vec![Err(mismatch); 5]);
-    let local = |rank: usize| Ok(Descriptor::new().field_as("scale", 2 + rank as u64 / 2, ["half", "half", "third", "third"][rank]));
-    let mismatch = Error::RankMismatch { field: "scale".into(), rank: 2, got: "third".into(), rank0: "half".into() };
+    let local = |rank: usize| {
+        Ok(Descriptor::new().field_as(
+            "scale",
+            2 + rank as u64 / 2,
+            ["half", "half", "third", "third"][rank],
+        ))
+    };
+    let mismatch = Error::RankMismatch {
+        field: "scale".into(),
+        rank: 2,
+        got: "third".into(),
+        rank0: "half".into(),
+    };
     assert_eq!(verdicts(4, local), vec![Err(mismatch); 4]);
 }
 
 #[test]
 fn other_fields_are_a_mismatch_too() {
-    let local = |rank: usize| Ok(if rank == 1 { Descriptor::new().field("a", 1) } else { Descriptor::new().field("b", 1) });
+    let local = |rank: usize| {
+        Ok(if rank == 1 {
+            Descriptor::new().field("a", 1)
+        } else {
+            Descriptor::new().field("b", 1)
+        })
+    };
     for verdict in verdicts(3, local) {
-        assert!(matches!(verdict, Err(Error::RankMismatch { field, rank: 1, .. }) if field == "set of fields"));
+        assert!(
+            matches!(verdict, Err(Error::RankMismatch { field, rank: 1, .. }) if field == "set of fields")
+        );
     }
 }
 
@@ -70,18 +99,25 @@ fn everybody_learns_at_closing_whether_all_succeeded() {
             |endpoint| endpoint,
             move |mut endpoint| {
                 barrier(&mut endpoint, 1).unwrap();
-                let mine = if endpoint.rank() == 2 { failure.clone().map_or(Ok(()), Err) } else { Ok(()) };
+                let mine =
+                    if endpoint.rank() == 2 { failure.clone().map_or(Ok(()), Err) } else { Ok(()) };
                 close(&mut endpoint, 2, mine)
             },
         )
     };
     assert_eq!(outcomes(None), vec![Ok(()); 4]);
     let dead = Error::Device { what: "hot".into() };
-    let refused = Error::OutOfMemory { asked: 5, free: None };
+    let refused = Error::out_of_memory("dbias", 5);
     let aborted = Error::Aborted { rank: 2, what: dead.to_string() };
     let full = Error::Refused { rank: 2, what: refused.to_string() };
-    assert_eq!(outcomes(Some(dead.clone())), [Err(aborted.clone()), Err(aborted.clone()), Err(dead), Err(aborted)]);
-    assert_eq!(outcomes(Some(refused.clone())), [Err(full.clone()), Err(full.clone()), Err(refused), Err(full)]);
+    assert_eq!(
+        outcomes(Some(dead.clone())),
+        [Err(aborted.clone()), Err(aborted.clone()), Err(dead), Err(aborted)]
+    );
+    assert_eq!(
+        outcomes(Some(refused.clone())),
+        [Err(full.clone()), Err(full.clone()), Err(refused), Err(full)]
+    );
 }
 
 #[test]
@@ -89,7 +125,13 @@ fn a_rank_that_left_before_it_agreed_is_missed() {
     let results = on_ring(
         3,
         |endpoint| endpoint,
-        |mut endpoint| if endpoint.rank() == 1 { None } else { Some(gather(&mut endpoint, 0, &[1]).unwrap_err()) },
+        |mut endpoint| {
+            if endpoint.rank() == 1 {
+                None
+            } else {
+                Some(gather(&mut endpoint, 0, &[1]).unwrap_err())
+            }
+        },
     );
     let lost = Some(Error::PeerLost { peer: 1, step: 0 });
     // whoever fails first leaves as well, so the other may miss either

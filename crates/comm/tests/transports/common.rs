@@ -8,7 +8,9 @@ use std::{
 };
 
 use annulus_comm::{Threads, threads};
-use annulus_core::{Channel, Error, Hop, Host, HostBuffer, Incoming, Outgoing, Result, Transport};
+use annulus_core::{
+    Channel, Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result, Transport,
+};
 
 /// No test needs longer; a ring that does is stuck.
 pub(crate) const WATCHDOG: Duration = Duration::from_secs(30);
@@ -38,7 +40,8 @@ pub(crate) fn on_ring<T, R: Send + 'static>(
             Ok((rank, result)) => results[rank] = Some(result),
             Err(mpsc::RecvTimeoutError::Disconnected) => break,
             Err(mpsc::RecvTimeoutError::Timeout) => {
-                let stuck: Vec<usize> = (0..ranks).filter(|&rank| results[rank].is_none()).collect();
+                let stuck: Vec<usize> =
+                    (0..ranks).filter(|&rank| results[rank].is_none()).collect();
                 panic!("ranks {stuck:?} of {ranks} are stuck");
             }
         }
@@ -64,8 +67,8 @@ pub(crate) fn watched(body: impl FnOnce() + Send + 'static) {
     handle.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
 }
 
-pub(crate) fn hop(peer: usize, channel: Channel, tag: u64, ranges: &[Range<u64>]) -> Hop {
-    Hop { peer, channel, tag, step: usize::try_from(tag).unwrap(), ranges: ranges.into() }
+pub(crate) fn hop(peer: usize, channel: Channel, tag: u64, ranges: &[Range<u64>]) -> MessageHeader {
+    MessageHeader { peer, channel, tag, step: usize::try_from(tag).unwrap(), ranges: ranges.into() }
 }
 
 pub(crate) fn buffer(bytes: &[u8]) -> HostBuffer {
@@ -74,16 +77,28 @@ pub(crate) fn buffer(bytes: &[u8]) -> HostBuffer {
     buffer
 }
 
-pub(crate) fn send(transport: &mut dyn Transport<Host>, hop: Hop, buffer: &HostBuffer) -> Result<()> {
+pub(crate) fn send(
+    transport: &mut dyn Transport<Host>,
+    hop: MessageHeader,
+    buffer: &HostBuffer,
+) -> Result<()> {
     transport.post(&[Outgoing { hop, buffer, ready: &() }], &mut Vec::new())
 }
 
-pub(crate) fn receive(transport: &mut dyn Transport<Host>, hop: &Hop, bytes: u64) -> Result<()> {
-    transport.post(&[], &mut vec![Incoming { hop: hop.clone(), buffer: HostBuffer::zeroed(bytes)? }])
+pub(crate) fn receive(
+    transport: &mut dyn Transport<Host>,
+    hop: &MessageHeader,
+    bytes: u64,
+) -> Result<()> {
+    transport
+        .post(&[], &mut vec![Incoming { hop: hop.clone(), buffer: HostBuffer::zeroed(bytes)? }])
 }
 
 /// Progresses until the posted receive has arrived.
-pub(crate) fn wait_for(transport: &mut dyn Transport<Host>, hop: &Hop) -> Result<HostBuffer> {
+pub(crate) fn wait_for(
+    transport: &mut dyn Transport<Host>,
+    hop: &MessageHeader,
+) -> Result<HostBuffer> {
     loop {
         if let Some(arrived) = transport.take(hop)? {
             return Ok(arrived.buffer);

@@ -30,7 +30,7 @@ fn a_deadline_below_a_second_is_refused() {
 fn wait_while(busy: Duration, say: fn(&mut Deadline<Threads>)) -> Vec<Result<()>> {
     on_ring(3, bounded, move |mut endpoint| {
         let rank = endpoint.rank();
-        let message = |peer| hop(peer, Channel::Block, 4, &[0..8]);
+        let message = |peer| hop(peer, Channel::Kv, 4, &[0..8]);
         if rank == 0 {
             receive(&mut endpoint, &message(1), 8)?;
             wait_for(&mut endpoint, &message(1))?;
@@ -51,15 +51,21 @@ fn wait_while(busy: Duration, say: fn(&mut Deadline<Threads>)) -> Vec<Result<()>
 
 #[test]
 fn a_rank_that_works_is_waited_for_beyond_the_deadline() {
-    assert_eq!(wait_while(DEADLINE * 2, |endpoint| endpoint.beat(true)), [Ok(()), Ok(()), Ok(())]);
+    assert_eq!(
+        wait_while(DEADLINE * 2, |endpoint| endpoint.heartbeat(true)),
+        [Ok(()), Ok(()), Ok(())]
+    );
 }
 
 #[test]
 fn ranks_that_live_but_do_nothing_are_not() {
     let started = Instant::now();
-    let results = wait_while(DEADLINE * 2, |endpoint| endpoint.beat(false));
+    let results = wait_while(DEADLINE * 2, |endpoint| endpoint.heartbeat(false));
     assert!(results.iter().all(Result::is_err), "{results:?}");
-    assert!(results.iter().any(|result| matches!(result, Err(Error::Timeout { peer: 1, .. }))), "{results:?}");
+    assert!(
+        results.iter().any(|result| matches!(result, Err(Error::Timeout { peer: 1, .. }))),
+        "{results:?}"
+    );
     assert!(started.elapsed() >= DEADLINE);
 }
 
@@ -67,9 +73,17 @@ fn ranks_that_live_but_do_nothing_are_not() {
 fn a_rank_that_neither_works_nor_lives_is_named() {
     let results = wait_while(DEADLINE * 2, |_| ());
     for result in &results[..] {
-        assert!(matches!(result, Err(Error::Timeout { peer: 1, .. } | Error::Aborted { .. })), "{results:?}");
+        assert!(
+            matches!(result, Err(Error::Timeout { peer: 1, .. } | Error::Aborted { .. })),
+            "{results:?}"
+        );
     }
-    assert!(results[1].as_ref().is_err_and(|error| error.to_string().contains("rank 1 did not deliver")), "{results:?}");
+    assert!(
+        results[1]
+            .as_ref()
+            .is_err_and(|error| error.to_string().contains("rank 1 did not deliver")),
+        "{results:?}"
+    );
 }
 
 #[test]
@@ -81,6 +95,71 @@ fn idle_hours_before_a_call_do_not_count() {
     assert_eq!(results, [Ok(()), Ok(())]);
 }
 
+/// Rank 0 posts a receive and stops for three deadlines, as a suspended process does. Rank 1 stops
+/// with it, and starts again `later` than rank 0, or not before that one has given up.
+fn stop_together(later: Option<Duration>) -> Vec<(Result<()>, Duration)> {
+    on_ring(2, bounded, move |mut endpoint| {
+        let message = |peer| hop(peer, Channel::Kv, 4, &[0..8]);
+        let begin = |endpoint: &mut Deadline<Threads>| {
+            if endpoint.rank() == 0 {
+                receive(endpoint, &message(1), 8)?;
+            }
+            endpoint.progress(Duration::from_millis(1))
+        };
+        let run = |endpoint: &mut Deadline<Threads>| {
+            if endpoint.rank() == 0 {
+                return wait_for(endpoint, &message(1)).map(drop);
+            }
+            send(endpoint, message(0), &buffer(&[1; 8]))?;
+            drain(endpoint)
+        };
+        let begun = begin(&mut endpoint);
+        thread::sleep(DEADLINE * 3);
+        let resumed = Instant::now();
+        if endpoint.rank() == 1 {
+            // alive, but without a word, until the other one has given up
+            thread::sleep(later.unwrap_or(DEADLINE * 4));
+        }
+        (begun.and_then(|()| run(&mut endpoint)), resumed.elapsed())
+    })
+}
+
+#[test]
+fn time_in_which_a_rank_did_not_poll_is_not_its_peers_silence() {
+    let results = stop_together(Some(DEADLINE * 2 / 5));
+    assert!(results.iter().all(|(result, _)| result.is_ok()), "{results:?}");
+}
+
+#[test]
+fn a_rank_that_stays_silent_after_such_a_time_is_found() {
+    let results = stop_together(None);
+    let (error, after) = &results[0];
+    assert!(matches!(error, Err(Error::Timeout { peer: 1, .. })), "{results:?}");
+    assert!(*after >= DEADLINE / 2 && *after <= DEADLINE * 2, "{results:?}");
+}
+
+#[test]
+fn a_rank_that_polls_rarely_still_finds_a_silent_one() {
+    let results = on_ring(2, bounded, |mut endpoint| {
+        let message = hop(1, Channel::Kv, 4, &[0..8]);
+        if endpoint.rank() == 1 {
+            thread::sleep(DEADLINE * 8);
+            return (Ok(()), 0);
+        }
+        receive(&mut endpoint, &message, 8).unwrap();
+        let polls = 1..100;
+        for poll in polls {
+            thread::sleep(DEADLINE * 3 / 4);
+            if let Err(error) = endpoint.progress(Duration::ZERO) {
+                return (Err(error), poll);
+            }
+        }
+        (Ok(()), 100)
+    });
+    // a quarter of the deadline counts for each poll
+    assert!(matches!(&results[0], (Err(Error::Timeout { peer: 1, .. }), 3..=5)), "{results:?}");
+}
+
 #[test]
 fn a_quarter_of_the_deadline_is_time_for_one_warning() {
     watched(|| {
@@ -90,12 +169,12 @@ fn a_quarter_of_the_deadline_is_time_for_one_warning() {
         let sleeper = thread::spawn(move || {
             let mut b = b;
             thread::sleep(DEADLINE / 2);
-            b.offer(3, &[]).unwrap();
-            while b.collect(3).unwrap().is_none() {
+            b.start_all_gather(3, &[]).unwrap();
+            while b.try_all_gather(3).unwrap().is_none() {
                 b.progress(Duration::from_millis(20)).unwrap();
             }
         });
-        a.beat(true);
+        a.heartbeat(true);
         let mut a = bounded(a).with_warning(move |silence| heard.lock().unwrap().push(silence));
         assert_eq!(a.deadline(), DEADLINE);
         barrier(&mut a, 3).unwrap();

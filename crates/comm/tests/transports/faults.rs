@@ -6,7 +6,9 @@ use std::{
 };
 
 use annulus_comm::{Checksum, Deadline, Fault, Injection, Threads, close, gather};
-use annulus_core::{Channel, Control, Error, Host, HostBuffer, Incoming, Outgoing, Result, Transport};
+use annulus_core::{
+    Channel, Control, Error, Host, HostBuffer, Incoming, Outgoing, Result, Transport,
+};
 
 use crate::common::*;
 
@@ -35,10 +37,16 @@ fn try_relay(transport: &mut dyn Transport<Host>) -> Result<()> {
     let (next, previous) = ((rank + 1) % ranks, (rank + ranks - 1) % ranks);
     let mut block = buffer(&[u8::try_from(rank).unwrap(); 100]);
     for step in 0..ranks - 1 {
-        let hop = |peer| annulus_core::Hop { step, ..hop(peer, Channel::Block, step as u64, &[0..40, 60..100]) };
+        let hop = |peer| annulus_core::MessageHeader {
+            step,
+            ..hop(peer, Channel::Kv, step as u64, &[0..40, 60..100])
+        };
         let incoming = Incoming { hop: hop(previous), buffer: HostBuffer::zeroed(100)? };
-        transport.post(&[Outgoing { hop: hop(next), buffer: &block, ready: &() }], &mut vec![incoming])?;
-        transport.beat(true);
+        transport.post(
+            &[Outgoing { hop: hop(next), buffer: &block, ready: &() }],
+            &mut vec![incoming],
+        )?;
+        transport.heartbeat(true);
         transport.progress(Duration::ZERO)?;
         block = wait_for(transport, &hop(previous))?;
         assert_eq!(usize::from(block.bytes()[99]), (rank + ranks - step - 1) % ranks);
@@ -61,7 +69,13 @@ fn run(case: &Case) -> (Vec<Result<()>>, Duration) {
     let started = Instant::now();
     let results = on_ring(
         ranks,
-        move |endpoint| if endpoint.rank() == faulty { stack(endpoint, &[injection]) } else { stack(endpoint, &[]) },
+        move |endpoint| {
+            if endpoint.rank() == faulty {
+                stack(endpoint, &[injection])
+            } else {
+                stack(endpoint, &[])
+            }
+        },
         move |mut stack| {
             let result = relay(&mut stack);
             // whoever is told that all is well may leave; the dead stay in the way, unless they crashed
@@ -75,7 +89,10 @@ fn run(case: &Case) -> (Vec<Result<()>>, Duration) {
 
 /// The case in words, for failures.
 fn name(case: &Case) -> String {
-    format!("{:?} on rank {} of {}, crashes: {}", case.injection, case.faulty, case.ranks, case.crashes)
+    format!(
+        "{:?} on rank {} of {}, crashes: {}",
+        case.injection, case.faulty, case.ranks, case.crashes
+    )
 }
 
 /// Runs all cases at once and holds every result against `documented`, which judges the errors of the survivors: those seen by
@@ -90,7 +107,9 @@ fn matrix(cases: Vec<Case>, documented: fn(&Case, rank: usize, seen: &Error) -> 
         for (rank, result) in results.iter().enumerate() {
             let error = result.as_ref().expect_err(&name);
             match error {
-                Error::Device { what } if dies && rank == case.faulty => assert!(what.contains("injected"), "{name}: {error}"),
+                Error::Device { what } if dies && rank == case.faulty => {
+                    assert!(what.contains("injected"), "{name}: {error}")
+                }
                 Error::Aborted { .. } => {}
                 error if documented(&case, rank, error) => seen.push((rank, error.to_string())),
                 other => panic!("{name}: rank {rank} returned {other}"),
@@ -130,7 +149,10 @@ fn a_lost_message_is_a_timeout() {
         first_and_last(ranks).map(|send| Injection::Drop { send }).into_iter().chain(late).collect()
     };
     // everybody is alive, so whoever looks first names the peer that it waits for
-    matrix(cases(lost, false), |_, rank, seen| matches!(seen, Error::Timeout { peer, waited, .. } if *peer != rank && *waited >= DEADLINE));
+    matrix(
+        cases(lost, false),
+        |_, rank, seen| matches!(seen, Error::Timeout { peer, waited, .. } if *peer != rank && *waited >= DEADLINE),
+    );
 }
 
 #[test]
@@ -147,7 +169,10 @@ fn a_spoilt_message_is_noticed_by_its_receiver() {
             _ => return false,
         };
         let Error::Comm { peer, step, what } = seen else { return false };
-        rank == (case.faulty + 1) % case.ranks && *peer == case.faulty && *step as u64 == send && what.contains(words)
+        rank == (case.faulty + 1) % case.ranks
+            && *peer == case.faulty
+            && *step as u64 == send
+            && what.contains(words)
     });
 }
 
@@ -159,14 +184,25 @@ fn a_silent_death_is_a_timeout_that_names_the_dead() {
             .chain([0, (ranks - 2) / 2].map(|step| Injection::Die { step }))
             .collect()
     };
-    matrix(cases(deaths, false), |case, _, seen| matches!(seen, Error::Timeout { peer, .. } if *peer == case.faulty));
+    matrix(
+        cases(deaths, false),
+        |case, _, seen| matches!(seen, Error::Timeout { peer, .. } if *peer == case.faulty),
+    );
 }
 
 #[test]
 fn a_crash_is_a_lost_peer() {
-    let deaths =
-        |ranks: usize| vec![Injection::DieInGather { round: 0 }, Injection::DieInGather { round: 1 }, Injection::Die { step: ranks - 2 }];
-    matrix(cases(deaths, true), |case, _, seen| matches!(seen, Error::PeerLost { peer, .. } if *peer == case.faulty));
+    let deaths = |ranks: usize| {
+        vec![
+            Injection::DieInGather { round: 0 },
+            Injection::DieInGather { round: 1 },
+            Injection::Die { step: ranks - 2 },
+        ]
+    };
+    matrix(
+        cases(deaths, true),
+        |case, _, seen| matches!(seen, Error::PeerLost { peer, .. } if *peer == case.faulty),
+    );
 }
 
 #[test]
@@ -176,7 +212,9 @@ fn delays_within_the_deadline_are_no_failure() {
         let late = first_and_last(ranks).map(|send| Injection::Delay { send, by: DEADLINE / 3 });
         late.into_iter().chain([Injection::DelayAll { most }]).collect()
     };
-    let cases = cases(delays, false).into_iter().map(|case| thread::spawn(move || (run(&case).0, name(&case))));
+    let cases = cases(delays, false)
+        .into_iter()
+        .map(|case| thread::spawn(move || (run(&case).0, name(&case))));
     for case in cases.collect::<Vec<_>>() {
         let (results, name) = case.join().unwrap();
         assert!(results.iter().all(Result::is_ok), "{name}: {results:?}");
@@ -190,9 +228,14 @@ fn without_a_checksum_corruption_passes_unseen() {
         |endpoint| Fault::new(endpoint, 1, [Injection::Corrupt { send: 0 }]),
         |mut endpoint| {
             let peer = 1 - endpoint.rank();
-            let whole = hop(peer, Channel::Home, 1, &[0..64]);
+            let whole = hop(peer, Channel::FinalGrad, 1, &[0..64]);
             let block = buffer(&[0; 64]);
-            endpoint.post(&[Outgoing { hop: whole.clone(), buffer: &block, ready: &() }], &mut Vec::new()).unwrap();
+            endpoint
+                .post(
+                    &[Outgoing { hop: whole.clone(), buffer: &block, ready: &() }],
+                    &mut Vec::new(),
+                )
+                .unwrap();
             receive(&mut endpoint, &whole, 64).unwrap();
             let got = wait_for(&mut endpoint, &whole).unwrap();
             drain(&mut endpoint).unwrap();

@@ -2,7 +2,9 @@
 
 use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
-use annulus_core::{Channel, Control, Hop, Host, HostBuffer, Incoming, Outgoing, Transport};
+use annulus_core::{
+    Channel, Control, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Transport,
+};
 use proptest::prelude::*;
 
 use crate::common::*;
@@ -19,12 +21,19 @@ pub(crate) struct Message {
 
 /// Random messages among `ranks`, grouped: tags count each (sender, receiver, channel) upwards from group to group.
 pub(crate) fn messages(ranks: usize) -> impl Strategy<Value = Vec<Vec<Message>>> {
-    let channel = prop_oneof![Just(Channel::Block), Just(Channel::Travel), Just(Channel::Home)];
+    let channel =
+        prop_oneof![Just(Channel::Kv), Just(Channel::PartialGrad), Just(Channel::FinalGrad)];
     let cut = || proptest::collection::vec(0..50u64, 0..4);
     let message = (0..ranks, 0..ranks, channel, cut(), cut());
     proptest::collection::vec(proptest::collection::vec(message, 0..12), 1..5).prop_map(|groups| {
         let mut tags = BTreeMap::new();
-        let mut number = |(from, to, channel, mut here, mut there): (usize, usize, Channel, Vec<u64>, Vec<u64>)| {
+        let mut number = |(from, to, channel, mut here, mut there): (
+            usize,
+            usize,
+            Channel,
+            Vec<u64>,
+            Vec<u64>,
+        )| {
             // the shorter side gets what it lacks
             let (sent, received) = (here.iter().sum::<u64>(), there.iter().sum::<u64>());
             if sent < received {
@@ -53,7 +62,11 @@ fn ranges(cuts: &[u64]) -> Arc<[Range<u64>]> {
 
 /// The n-th byte of a message, different for every message.
 fn byte(message: &Message, place: u64) -> u8 {
-    let mix = (message.from as u64) << 40 ^ (message.to as u64) << 32 ^ (message.channel as u64) << 24 ^ message.tag << 16 ^ place;
+    let mix = (message.from as u64) << 40
+        ^ (message.to as u64) << 32
+        ^ (message.channel as u64) << 24
+        ^ message.tag << 16
+        ^ place;
     (mix.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8
 }
 
@@ -77,7 +90,7 @@ fn verify(message: &Message, buffer: &HostBuffer) {
 /// Plays one rank's part of the pattern: all receives of a group posted before, after or beside its sends, taken backwards or forwards.
 pub(crate) fn play(transport: &mut dyn Transport<Host>, groups: &[Vec<Message>], order: u64) {
     let rank = transport.control().rank();
-    let hop = |message: &Message, peer, side: usize| Hop {
+    let hop = |message: &Message, peer, side: usize| MessageHeader {
         peer,
         channel: message.channel,
         tag: message.tag,
@@ -85,8 +98,13 @@ pub(crate) fn play(transport: &mut dyn Transport<Host>, groups: &[Vec<Message>],
         ranges: ranges(&message.cuts[side]),
     };
     for (number, group) in groups.iter().enumerate() {
-        let shuffle = (order ^ number as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32 ^ rank as u64;
-        let mut outgoing: Vec<_> = group.iter().filter(|message| message.from == rank).map(|message| (message, filled(message))).collect();
+        let shuffle =
+            (order ^ number as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32 ^ rank as u64;
+        let mut outgoing: Vec<_> = group
+            .iter()
+            .filter(|message| message.from == rank)
+            .map(|message| (message, filled(message)))
+            .collect();
         let mut incoming: Vec<_> = group.iter().filter(|message| message.to == rank).collect();
         if shuffle & 1 == 1 {
             outgoing.reverse();
@@ -94,8 +112,14 @@ pub(crate) fn play(transport: &mut dyn Transport<Host>, groups: &[Vec<Message>],
         if shuffle & 2 == 2 {
             incoming.reverse();
         }
-        let sends: Vec<_> =
-            outgoing.iter().map(|(message, buffer)| Outgoing { hop: hop(message, message.to, 0), buffer, ready: &() }).collect();
+        let sends: Vec<_> = outgoing
+            .iter()
+            .map(|(message, buffer)| Outgoing {
+                hop: hop(message, message.to, 0),
+                buffer,
+                ready: &(),
+            })
+            .collect();
         let receive = |message: &&Message| {
             let hop = hop(message, message.from, 1);
             let size = hop.ranges.last().map_or(0, |range| range.end);
@@ -132,7 +156,12 @@ pub(crate) fn play(transport: &mut dyn Transport<Host>, groups: &[Vec<Message>],
 
 /// Payload bytes that `rank` sends.
 pub(crate) fn payload(groups: &[Vec<Message>], rank: usize) -> u64 {
-    groups.iter().flatten().filter(|message| message.from == rank).map(|message| message.cuts[0].iter().sum::<u64>()).sum()
+    groups
+        .iter()
+        .flatten()
+        .filter(|message| message.from == rank)
+        .map(|message| message.cuts[0].iter().sum::<u64>())
+        .sum()
 }
 
 proptest! {

@@ -6,8 +6,11 @@ use std::{
     time::Duration,
 };
 
-use annulus_comm::{Staged, StagedSpace, Threads};
-use annulus_core::{Arrived, Channel, Control, DType, Error, Hop, HostBuffer, Incoming, Outgoing, Result, Space, Transport, index};
+use annulus_comm::{Staged, Threads};
+use annulus_core::{
+    Arrived, Channel, Control, DType, Error, HostBuffer, Incoming, MessageHeader, Outgoing, Result,
+    Space, StagedSpace, Transport, index,
+};
 
 use crate::common::*;
 
@@ -37,6 +40,7 @@ impl Space for Far {
     fn size(buffer: &FarBuffer) -> u64 {
         buffer.0.lock().unwrap().len() as u64
     }
+    fn reborrow((): &()) {}
     fn describe((): &()) -> (DType, [usize; 4]) {
         (DType::F32, [0; 4])
     }
@@ -74,7 +78,13 @@ impl StagedSpace for Far {
     type Download = Copy<HostBuffer>;
     type Upload = Copy<(HostBuffer, Arrived<Self>)>;
 
-    fn download(queue: &mut Queue, from: &FarBuffer, ready: &u64, ranges: &[Range<u64>], mut into: HostBuffer) -> Result<Self::Download> {
+    fn download(
+        queue: &mut Queue,
+        from: &FarBuffer,
+        ready: &u64,
+        ranges: &[Range<u64>],
+        mut into: HostBuffer,
+    ) -> Result<Self::Download> {
         assert_eq!(*ready, 77, "the sender's event is what the copy waits for");
         let (from, mut at) = (from.bytes(), 0);
         for range in ranges {
@@ -89,11 +99,17 @@ impl StagedSpace for Far {
         copy.poll(queue)
     }
 
-    fn upload(queue: &mut Queue, from: HostBuffer, into: FarBuffer, ranges: &[Range<u64>]) -> Result<Self::Upload> {
+    fn upload(
+        queue: &mut Queue,
+        from: HostBuffer,
+        into: FarBuffer,
+        ranges: &[Range<u64>],
+    ) -> Result<Self::Upload> {
         let mut at = 0;
         for range in ranges {
             let length = index(range.end - range.start);
-            into.0.lock().unwrap()[index(range.start)..index(range.end)].copy_from_slice(&from.bytes()[at..at + length]);
+            into.0.lock().unwrap()[index(range.start)..index(range.end)]
+                .copy_from_slice(&from.bytes()[at..at + length]);
             at += length;
         }
         queue.enqueued += 1;
@@ -101,7 +117,10 @@ impl StagedSpace for Far {
         Ok(Copy { result: Some((from, arrived)), polls: queue.polls })
     }
 
-    fn uploaded(queue: &mut Queue, copy: &mut Self::Upload) -> Result<Option<(HostBuffer, Arrived<Self>)>> {
+    fn uploaded(
+        queue: &mut Queue,
+        copy: &mut Self::Upload,
+    ) -> Result<Option<(HostBuffer, Arrived<Self>)>> {
         copy.poll(queue)
     }
 }
@@ -110,7 +129,7 @@ fn staged(endpoint: Threads, polls: u32) -> Staged<Threads, Far> {
     Staged::new(endpoint, Queue { polls, ..Queue::default() })
 }
 
-fn wait(transport: &mut dyn Transport<Far>, hop: &Hop) -> Result<Arrived<Far>> {
+fn wait(transport: &mut dyn Transport<Far>, hop: &MessageHeader) -> Result<Arrived<Far>> {
     loop {
         match transport.take(hop)? {
             Some(arrived) => return Ok(arrived),
@@ -134,15 +153,21 @@ fn blocks_travel_round_a_ring_of_far_memories() {
             let mut block = FarBuffer::new(vec![u8::try_from(rank).unwrap(); 30]);
             for step in 0..ranks - 1 {
                 let tag = step as u64;
-                let to = hop(next, Channel::Block, tag, &[0..10, 20..30]);
-                let from = hop(previous, Channel::Block, tag, &[5..25]);
-                let mut receives = vec![Incoming { hop: from.clone(), buffer: FarBuffer::new(vec![0; 30]) }];
-                endpoint.post(&[Outgoing { hop: to, buffer: &block, ready: &77 }], &mut receives).unwrap();
+                let to = hop(next, Channel::Kv, tag, &[0..10, 20..30]);
+                let from = hop(previous, Channel::Kv, tag, &[5..25]);
+                let mut receives =
+                    vec![Incoming { hop: from.clone(), buffer: FarBuffer::new(vec![0; 30]) }];
+                endpoint
+                    .post(&[Outgoing { hop: to, buffer: &block, ready: &77 }], &mut receives)
+                    .unwrap();
                 assert!(endpoint.pending());
                 let arrived = wait(&mut endpoint, &from).unwrap();
                 assert_eq!(arrived.ready, tag + 1, "the reader waits for the upload");
                 let owner = u8::try_from((rank + ranks - step - 1) % ranks).unwrap();
-                assert_eq!(arrived.buffer.bytes(), [vec![0; 5], vec![owner; 20], vec![0; 5]].concat());
+                assert_eq!(
+                    arrived.buffer.bytes(),
+                    [vec![0; 5], vec![owner; 20], vec![0; 5]].concat()
+                );
                 while endpoint.pending() {
                     endpoint.progress(Duration::from_millis(20)).unwrap();
                 }
@@ -160,7 +185,11 @@ fn a_copy_that_never_ends_blocks_nobody() {
         let [a, _b]: [Threads; 2] = annulus_comm::threads::ring(2).try_into().unwrap();
         let mut a = staged(a, u32::MAX);
         let block = FarBuffer::new(vec![1; 8]);
-        a.post(&[Outgoing { hop: hop(1, Channel::Home, 1, &[0..8]), buffer: &block, ready: &77 }], &mut Vec::new()).unwrap();
+        a.post(
+            &[Outgoing { hop: hop(1, Channel::FinalGrad, 1, &[0..8]), buffer: &block, ready: &77 }],
+            &mut Vec::new(),
+        )
+        .unwrap();
         for _ in 0..10 {
             a.progress(Duration::from_secs(20)).unwrap();
         }
@@ -172,14 +201,22 @@ fn a_copy_that_never_ends_blocks_nobody() {
 fn a_broken_device_is_an_error_that_stays() {
     watched(|| {
         let [a, _b]: [Threads; 2] = annulus_comm::threads::ring(2).try_into().unwrap();
-        let mut a: Staged<Threads, Far> = Staged::new(a, Queue { polls: 3, enqueued: 0, broken: true });
+        let mut a: Staged<Threads, Far> =
+            Staged::new(a, Queue { polls: 3, enqueued: 0, broken: true });
         let block = FarBuffer::new(vec![1; 8]);
-        let outgoing = |peer| Outgoing { hop: hop(peer, Channel::Home, 1, &[0..8]), buffer: &block, ready: &77 };
-        assert!(matches!(a.post(&[outgoing(9)], &mut Vec::new()), Err(Error::InvalidArgument { .. })));
+        let outgoing = |peer| Outgoing {
+            hop: hop(peer, Channel::FinalGrad, 1, &[0..8]),
+            buffer: &block,
+            ready: &77,
+        };
+        assert!(matches!(
+            a.post(&[outgoing(9)], &mut Vec::new()),
+            Err(Error::InvalidArgument { .. })
+        ));
         a.post(&[outgoing(1)], &mut Vec::new()).unwrap();
         let error = Transport::<Far>::progress(&mut a, Duration::ZERO).unwrap_err();
         assert_eq!(error, Error::Device { what: "the queue broke".into() });
         assert_eq!(a.post(&[], &mut Vec::new()).unwrap_err(), error);
-        assert_eq!(a.take(&hop(1, Channel::Home, 1, &[])).unwrap_err(), error);
+        assert_eq!(a.take(&hop(1, Channel::FinalGrad, 1, &[])).unwrap_err(), error);
     });
 }

@@ -20,9 +20,9 @@ fn a_send_is_done_when_it_was_received_and_its_buffer_is_free_again() {
     watched(|| {
         let (mut a, mut b) = pair();
         let mut block = buffer(&[1, 2, 3, 4, 5]);
-        send(&mut a, hop(1, Block, 1, &[3..5, 0..1]), &block).unwrap();
+        send(&mut a, hop(1, Kv, 1, &[3..5, 0..1]), &block).unwrap();
         assert!(a.pending() && block.bytes_mut().is_none());
-        let hop = hop(0, Block, 1, &[1..4]);
+        let hop = hop(0, Kv, 1, &[1..4]);
         b.progress(Duration::ZERO).unwrap();
         assert!(a.pending(), "nobody wanted it yet");
         receive(&mut b, &hop, 4).unwrap();
@@ -31,7 +31,11 @@ fn a_send_is_done_when_it_was_received_and_its_buffer_is_free_again() {
         assert!(!a.pending() && block.bytes_mut().is_some());
         assert_eq!(b.take(&hop).unwrap().unwrap().buffer.bytes(), [0, 4, 5, 1]);
         assert_eq!((a.bytes_sent(), b.bytes_sent()), (3, 0));
-        assert_eq!(b.take(&hop).unwrap_err().code(), Error::invalid("", "", "").code(), "each is given back once");
+        assert_eq!(
+            b.take(&hop).unwrap_err().code(),
+            Error::invalid("", "", "").code(),
+            "each is given back once"
+        );
     });
 }
 
@@ -43,12 +47,12 @@ fn waiting_ends_when_the_peer_acts() {
         let started = Instant::now();
         let sender = thread::spawn(move || {
             thread::sleep(Duration::from_millis(30));
-            send(&mut a, hop(1, Block, 1, &[0..4]), &buffer(&[1, 2, 3, 4])).unwrap();
+            send(&mut a, hop(1, Kv, 1, &[0..4]), &buffer(&[1, 2, 3, 4])).unwrap();
             while a.pending() {
                 a.progress(patience).unwrap();
             }
         });
-        let wanted = hop(0, Block, 1, &[0..4]);
+        let wanted = hop(0, Kv, 1, &[0..4]);
         b.progress(patience).unwrap();
         thread::sleep(Duration::from_millis(30));
         receive(&mut b, &wanted, 4).unwrap();
@@ -62,12 +66,19 @@ fn waiting_ends_when_the_peer_acts() {
 fn a_message_of_another_length_is_an_error() {
     watched(|| {
         let (mut a, mut b) = pair();
-        send(&mut a, hop(1, Travel, 7, &[0..3]), &buffer(&[0; 3])).unwrap();
-        receive(&mut b, &hop(0, Travel, 7, &[0..4]), 4).unwrap();
+        send(&mut a, hop(1, PartialGrad, 7, &[0..3]), &buffer(&[0; 3])).unwrap();
+        receive(&mut b, &hop(0, PartialGrad, 7, &[0..4]), 4).unwrap();
         let error = b.progress(Duration::ZERO).unwrap_err();
-        assert_eq!(error, Error::Comm { peer: 0, step: 7, what: "message Travel 7 truncated: got 3 bytes, want 4".into() });
+        assert_eq!(
+            error,
+            Error::Comm {
+                peer: 0,
+                step: 7,
+                what: "message Travel 7 truncated: got 3 bytes, want 4".into()
+            }
+        );
         assert_eq!(b.progress(Duration::ZERO).unwrap_err(), error, "and stays one");
-        assert_eq!(b.offer(1, &[]).unwrap_err(), error);
+        assert_eq!(b.start_all_gather(1, &[]).unwrap_err(), error);
     });
 }
 
@@ -77,13 +88,16 @@ fn a_message_that_comes_twice_is_an_error() {
         for taken in [false, true] {
             let (mut a, mut b) = pair();
             for _ in 0..2 {
-                send(&mut a, hop(1, Home, 3, &[0..1]), &buffer(&[9])).unwrap();
+                send(&mut a, hop(1, FinalGrad, 3, &[0..1]), &buffer(&[9])).unwrap();
             }
             if taken {
-                receive(&mut b, &hop(0, Home, 3, &[0..1]), 1).unwrap();
+                receive(&mut b, &hop(0, FinalGrad, 3, &[0..1]), 1).unwrap();
             }
             let error = b.progress(Duration::ZERO).unwrap_err();
-            assert_eq!(error, Error::Comm { peer: 0, step: 3, what: "duplicate message Home 3".into() });
+            assert_eq!(
+                error,
+                Error::Comm { peer: 0, step: 3, what: "duplicate message Home 3".into() }
+            );
         }
     });
 }
@@ -97,13 +111,13 @@ fn bad_hops_are_refused_and_nothing_happens() {
             Error::InvalidArgument { argument, .. } => argument,
             other => panic!("{other}"),
         };
-        assert_eq!(refusal(send(&mut a, hop(2, Block, 1, &[0..8]), &block)), "hop.peer");
-        assert_eq!(refusal(send(&mut a, hop(1, Block, 1, &[0..9]), &block)), "hop.ranges");
+        assert_eq!(refusal(send(&mut a, hop(2, Kv, 1, &[0..8]), &block)), "hop.peer");
+        assert_eq!(refusal(send(&mut a, hop(1, Kv, 1, &[0..9]), &block)), "hop.ranges");
         let backwards = std::ops::Range { start: 3, end: 2 };
-        assert_eq!(refusal(send(&mut a, hop(1, Block, 1, &[backwards]), &block)), "hop.ranges");
-        assert_eq!(refusal(receive(&mut a, &hop(1, Block, 1, &[7..9]), 8)), "hop.ranges");
-        assert_eq!(refusal(a.take(&hop(1, Block, 1, &[])).map(drop)), "hop");
-        assert_eq!(refusal(a.collect(1).map(drop)), "round");
+        assert_eq!(refusal(send(&mut a, hop(1, Kv, 1, &[backwards]), &block)), "hop.ranges");
+        assert_eq!(refusal(receive(&mut a, &hop(1, Kv, 1, &[7..9]), 8)), "hop.ranges");
+        assert_eq!(refusal(a.take(&hop(1, Kv, 1, &[])).map(drop)), "hop");
+        assert_eq!(refusal(a.try_all_gather(1).map(drop)), "round");
         assert!(!a.pending());
         assert_eq!(a.bytes_sent(), 0);
         a.progress(Duration::ZERO).unwrap();
@@ -114,11 +128,20 @@ fn bad_hops_are_refused_and_nothing_happens() {
 fn tags_of_receives_only_grow_but_a_group_has_no_order() {
     watched(|| {
         let (mut a, _b) = pair();
-        let incoming = |tag| Incoming::<Host> { hop: hop(1, Block, tag, &[]), buffer: HostBuffer::zeroed(0).unwrap() };
+        let incoming = |tag| Incoming::<Host> {
+            hop: hop(1, Kv, tag, &[]),
+            buffer: HostBuffer::zeroed(0).unwrap(),
+        };
         a.post(&[], &mut vec![incoming(5), incoming(3)]).unwrap();
-        assert!(matches!(a.post(&[], &mut vec![incoming(4)]), Err(Error::Comm { peer: 1, step: 4, .. })));
+        assert!(matches!(
+            a.post(&[], &mut vec![incoming(4)]),
+            Err(Error::Comm { peer: 1, step: 4, .. })
+        ));
         let (mut a, _b) = pair();
-        assert!(matches!(a.post(&[], &mut vec![incoming(4), incoming(4)]), Err(Error::Comm { peer: 1, step: 4, .. })));
+        assert!(matches!(
+            a.post(&[], &mut vec![incoming(4), incoming(4)]),
+            Err(Error::Comm { peer: 1, step: 4, .. })
+        ));
     });
 }
 
@@ -127,7 +150,7 @@ fn a_receive_needs_a_buffer_of_its_own() {
     watched(|| {
         let (mut a, _b) = pair();
         let buffer = HostBuffer::zeroed(4).unwrap();
-        let mut receives = vec![Incoming { hop: hop(1, Block, 1, &[0..4]), buffer: buffer.clone() }];
+        let mut receives = vec![Incoming { hop: hop(1, Kv, 1, &[0..4]), buffer: buffer.clone() }];
         assert!(matches!(a.post(&[], &mut receives), Err(Error::Comm { peer: 1, .. })));
         drop(buffer);
     });
@@ -137,21 +160,24 @@ fn a_receive_needs_a_buffer_of_its_own() {
 fn a_peer_that_left_is_missed_only_by_those_who_need_it() {
     watched(|| {
         let (mut a, mut b) = pair();
-        send(&mut a, hop(1, Block, 1, &[0..1]), &buffer(&[7])).unwrap();
-        a.offer(1, &[1]).unwrap();
-        b.offer(1, &[2]).unwrap();
+        send(&mut a, hop(1, Kv, 1, &[0..1]), &buffer(&[7])).unwrap();
+        a.start_all_gather(1, &[1]).unwrap();
+        b.start_all_gather(1, &[2]).unwrap();
         b.progress(Duration::ZERO).unwrap();
         a.progress(Duration::ZERO).unwrap();
-        assert_eq!(a.collect(1).unwrap().unwrap(), [[1], [2]]);
+        assert_eq!(a.try_all_gather(1).unwrap().unwrap(), [[1], [2]]);
         drop(a);
         // what it sent before it left still counts
-        let wanted = hop(0, Block, 1, &[0..1]);
+        let wanted = hop(0, Kv, 1, &[0..1]);
         receive(&mut b, &wanted, 1).unwrap();
         assert_eq!(wait_for(&mut b, &wanted).unwrap().bytes(), [7]);
-        assert_eq!(b.collect(1).unwrap().unwrap(), [[1], [2]]);
+        assert_eq!(b.try_all_gather(1).unwrap().unwrap(), [[1], [2]]);
         b.progress(Duration::from_millis(1)).unwrap();
-        receive(&mut b, &hop(0, Block, 2, &[0..1]), 1).unwrap();
-        assert_eq!(b.progress(Duration::from_secs(9)).unwrap_err(), Error::PeerLost { peer: 0, step: 2 });
+        receive(&mut b, &hop(0, Kv, 2, &[0..1]), 1).unwrap();
+        assert_eq!(
+            b.progress(Duration::from_secs(9)).unwrap_err(),
+            Error::PeerLost { peer: 0, step: 2 }
+        );
     });
 }
 
@@ -159,16 +185,16 @@ fn a_peer_that_left_is_missed_only_by_those_who_need_it() {
 fn a_lost_receiver_or_gatherer_is_missed_too() {
     watched(|| {
         let (mut a, b) = pair();
-        send(&mut a, hop(1, Block, 6, &[0..1]), &buffer(&[7])).unwrap();
+        send(&mut a, hop(1, Kv, 6, &[0..1]), &buffer(&[7])).unwrap();
         let loss = thread::spawn(move || wait_for_error(&mut a));
         thread::sleep(Duration::from_millis(10));
         drop(b);
         assert_eq!(loss.join().unwrap(), Error::PeerLost { peer: 1, step: 6 });
         let (mut a, b) = pair();
-        a.offer(0, &[]).unwrap();
-        assert_eq!(a.missing(0), [1]);
+        a.start_all_gather(0, &[]).unwrap();
+        assert_eq!(a.stragglers(0), [1]);
         drop(b);
-        assert_eq!(a.collect(0).unwrap_err(), Error::PeerLost { peer: 1, step: 0 });
+        assert_eq!(a.try_all_gather(0).unwrap_err(), Error::PeerLost { peer: 1, step: 0 });
     });
 }
 
@@ -184,7 +210,7 @@ fn the_first_abort_reaches_everybody_and_the_origin_keeps_its_own_error() {
                 endpoint.abort(&failure);
             }
             let error = wait_for_error(&mut endpoint);
-            assert_eq!(endpoint.collect(1).unwrap_err(), error);
+            assert_eq!(endpoint.try_all_gather(1).unwrap_err(), error);
             endpoint.abort(&error);
             error
         },
@@ -206,13 +232,15 @@ fn gathers_of_many_rounds_keep_apart_however_small_the_inboxes() {
             let rank = u8::try_from(endpoint.rank()).unwrap();
             // far more than an inbox holds
             for round in 0..rounds {
-                endpoint.offer(round, &vec![rank; usize::try_from(round).unwrap()]).unwrap();
+                endpoint
+                    .start_all_gather(round, &vec![rank; usize::try_from(round).unwrap()])
+                    .unwrap();
             }
-            assert!(endpoint.offer(0, &[]).is_err());
+            assert!(endpoint.start_all_gather(0, &[]).is_err());
             let mut all = Vec::new();
             for round in (0..rounds).rev() {
                 all.push(loop {
-                    match endpoint.collect(round).unwrap() {
+                    match endpoint.try_all_gather(round).unwrap() {
                         Some(parts) => break parts,
                         None => endpoint.progress(Duration::from_millis(20)).unwrap(),
                     }
@@ -234,9 +262,9 @@ fn beats_are_heard_and_work_is_told_from_life() {
         let (mut a, b) = pair();
         let (heard, worked) = (b.last_heard(0), b.last_work());
         thread::sleep(Duration::from_millis(2));
-        a.beat(false);
+        a.heartbeat(false);
         assert!(b.last_heard(0) > heard && b.last_work() == worked);
-        a.beat(true);
+        a.heartbeat(true);
         assert!(b.last_work() > worked);
     });
 }

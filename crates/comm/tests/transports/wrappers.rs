@@ -48,14 +48,20 @@ fn traced(groups: Vec<Vec<Message>>) -> Vec<TraceLog> {
 
 #[test]
 fn a_trace_file_is_valid_json_with_every_message_in_it() {
-    let groups = vec![vec![message(0, 1, 100), message(1, 2, 200), message(2, 0, 0)], vec![Message { tag: 2, ..message(0, 1, 5) }]];
+    let groups = vec![
+        vec![message(0, 1, 100), message(1, 2, 200), message(2, 0, 0)],
+        vec![Message { tag: 2, ..message(0, 1, 5) }],
+    ];
     let logs = traced(groups);
     let mut file = Vec::new();
     trace::write_chrome(&mut file, &logs).unwrap();
     let json: serde_json::Value = serde_json::from_slice(&file).unwrap();
     let events = json["traceEvents"].as_array().unwrap();
     let count = |phase: &str, category: &str| {
-        events.iter().filter(|event| event["ph"] == phase && event["cat"].as_str().unwrap_or("") == category).count()
+        events
+            .iter()
+            .filter(|event| event["ph"] == phase && event["cat"].as_str().unwrap_or("") == category)
+            .count()
     };
     for (category, want) in [("send", 4), ("receive", 4), ("gather", 3)] {
         assert_eq!((count("b", category), count("e", category)), (want, want), "{category}");
@@ -63,7 +69,9 @@ fn a_trace_file_is_valid_json_with_every_message_in_it() {
     assert_eq!(count("M", ""), 3);
     let spans: Vec<_> = events.iter().filter(|event| event["name"] == "all \"of\" it\n").collect();
     assert_eq!(spans.len(), 3);
-    assert!(spans.iter().all(|span| span["ph"] == "X" && span["args"]["step"] == 7 && span["dur"].as_f64().unwrap() >= 0.0));
+    assert!(spans.iter().all(|span| span["ph"] == "X"
+        && span["args"]["step"] == 7
+        && span["dur"].as_f64().unwrap() >= 0.0));
     for (rank, log) in logs.iter().enumerate() {
         assert_eq!(log.rank(), rank);
         let mut last = Duration::ZERO;
@@ -71,7 +79,9 @@ fn a_trace_file_is_valid_json_with_every_message_in_it() {
             assert!(event.begin >= last && event.end >= event.begin);
             last = event.begin;
         }
-        let of_this_rank = events.iter().filter(|event| event["pid"] == rank && event["ph"] == "b" && event["cat"] == "send");
+        let of_this_rank = events
+            .iter()
+            .filter(|event| event["pid"] == rank && event["ph"] == "b" && event["cat"] == "send");
         let bytes: u64 = of_this_rank.map(|event| event["args"]["bytes"].as_u64().unwrap()).sum();
         assert_eq!(bytes, [105, 200, 0][rank]);
         log.clear();
@@ -96,5 +106,11 @@ fn a_trace_tells_how_long_a_rank_waited() {
 }
 
 fn message(from: usize, to: usize, bytes: u64) -> Message {
-    Message { from, to, channel: annulus_core::Channel::Block, tag: 1, cuts: [vec![bytes], vec![bytes]] }
+    Message {
+        from,
+        to,
+        channel: annulus_core::Channel::Kv,
+        tag: 1,
+        cuts: [vec![bytes], vec![bytes]],
+    }
 }

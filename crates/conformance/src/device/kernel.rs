@@ -2,7 +2,10 @@
 //!
 //! Logits are rounded to the accumulator's type, so that backward finds again which of them was the largest.
 
-use annulus_core::{BiasOrder, DType, Dims, DropoutMask, Local, Record, Result, Rows, Spec, Visibility, mask::Key, mask::Query};
+use annulus_core::{
+    BiasOrder, DType, Dims, DropoutMask, RankShard, Result, RowLayout, Rows, Spec, Visibility,
+    mask::Key, mask::Query,
+};
 use ndarray::{Array1, Array2, Array3, Array4, ArrayView1, s};
 
 use super::{
@@ -12,18 +15,18 @@ use super::{
 
 /// What stays on the device across a ring.
 pub(super) struct State {
-    pub(super) local: Local,
+    pub(super) shard: RankShard,
     pub(super) q: Array4<f64>,
     pub(super) bias: Option<Array4<f64>>,
     pub(super) sinks: Option<Array2<f64>>,
-    /// `[b, local q_len, q_heads, dv]`.
+    /// `[b, shard q_len, q_heads, dv]`.
     pub(super) acc: Array4<f64>,
-    /// `[b, q_heads, local q_len]`, as the two below.
+    /// `[b, q_heads, shard q_len]`, as the two below.
     pub(super) max: Array3<f64>,
     pub(super) sum: Array3<f64>,
     pub(super) ties: Array3<f64>,
     pub(super) dout: Array4<f64>,
-    /// `[b, local q_len, q_heads, lse max delta share]`.
+    /// `[b, shard q_len, q_heads, lse max delta share]`.
     pub(super) statistics: Array4<f64>,
     pub(super) dq: Array4<f64>,
     pub(super) dbias: Option<Array4<f64>>,
@@ -62,11 +65,11 @@ struct Slope {
 }
 
 impl State {
-    pub(super) fn new(local: Local) -> Self {
+    pub(super) fn new(shard: RankShard) -> Self {
         let empty = || Array4::zeros((0, 0, 0, 0));
         let none = || Array3::zeros((0, 0, 0));
         Self {
-            local,
+            shard,
             q: empty(),
             bias: None,
             sinks: None,
@@ -83,8 +86,8 @@ impl State {
 
     /// Every row has seen nothing.
     pub(super) fn begin(&mut self) {
-        let Dims { batch, q_heads, value_dim, .. } = self.local.spec.dims;
-        let rows = self.local.queries.len();
+        let Dims { batch, q_heads, value_dim, .. } = self.shard.spec.dims;
+        let rows = self.shard.queries.len();
         self.acc = Array4::zeros((batch, rows, q_heads, value_dim));
         self.max = Array3::from_elem((batch, q_heads, rows), f64::NEG_INFINITY);
         self.sum = Array3::zeros((batch, q_heads, rows));
@@ -93,14 +96,18 @@ impl State {
 
     /// Folds in one block.
     pub(super) fn attend(&mut self, keys: &Keys<'_>) {
-        let dims = self.local.spec.dims;
+        let dims = self.shard.spec.dims;
         for [b, h, i] in self.every_row() {
-            let pairs = self.pairs(&self.local.queries, &self.q, keys, [b, h, i]);
+            let pairs = self.pairs(&self.shard.queries, &self.q, keys, [b, h, i]);
             let logits: Vec<f64> = pairs.iter().map(|pair| pair.logit).collect();
             let max = self.fold([b, h, i], &logits);
-            for pair in pairs.iter().filter(|_| max != f64::NEG_INFINITY) {
-                let weight = pair.keep * (pair.logit - max).exp();
-                self.acc.slice_mut(s![b, i, h, ..]).scaled_add(weight, &keys.v.slice(s![b, pair.j, dims.kv_head(h), ..]));
+            for pair in &pairs {
+                // a logit of −∞ has the weight 0, also before any other was seen
+                let base = if max == f64::NEG_INFINITY { 0.0 } else { max };
+                let weight = pair.keep * (pair.logit - base).exp();
+                self.acc
+                    .slice_mut(s![b, i, h, ..])
+                    .scaled_add(weight, &keys.v.slice(s![b, pair.j, dims.kv_head(h), ..]));
             }
         }
     }
@@ -110,8 +117,15 @@ impl State {
         for [b, h, i] in self.every_row() {
             let sinks = self.sinks_of(h);
             self.fold([b, h, i], &sinks);
-            if self.local.spec.normalize && self.sum[[b, h, i]] != 0.0 {
-                let sum = self.sum[[b, h, i]];
+            let sum = self.sum[[b, h, i]];
+            if sum.is_nan() {
+                self.max[[b, h, i]] = f64::NAN;
+                self.ties[[b, h, i]] = 0.0;
+                self.acc.slice_mut(s![b, i, h, ..]).fill(f64::NAN);
+            } else if self.max[[b, h, i]] == f64::NEG_INFINITY {
+                // what was summed are products of 0
+                self.acc.slice_mut(s![b, i, h, ..]).fill(0.0);
+            } else if self.shard.spec.normalize && sum != 0.0 {
                 self.acc.slice_mut(s![b, i, h, ..]).mapv_inplace(|x| x / sum);
             }
         }
@@ -121,7 +135,8 @@ impl State {
     /// Rescales a row to a new largest logit and adds these to its sum; the largest logit.
     fn fold(&mut self, [b, h, i]: [usize; 3], logits: &[f64]) -> f64 {
         let old = self.max[[b, h, i]];
-        let larger = |max: f64, &logit: &f64| if logit > max || logit.is_nan() { logit } else { max };
+        let larger =
+            |max: f64, &logit: &f64| if logit > max || logit.is_nan() { logit } else { max };
         let max = logits.iter().fold(old, larger);
         if max == f64::NEG_INFINITY {
             return max;
@@ -129,8 +144,10 @@ impl State {
         let factor = if max == old { 1.0 } else { (old - max).exp() };
         let kept_ties = if max == old { self.ties[[b, h, i]] } else { 0.0 };
         self.max[[b, h, i]] = max;
-        self.ties[[b, h, i]] = kept_ties + logits.iter().filter(|&&logit| logit == max).count() as f64;
-        self.sum[[b, h, i]] = self.sum[[b, h, i]] * factor + logits.iter().map(|logit| (logit - max).exp()).sum::<f64>();
+        self.ties[[b, h, i]] =
+            kept_ties + logits.iter().filter(|&&logit| logit == max).count() as f64;
+        self.sum[[b, h, i]] = self.sum[[b, h, i]] * factor
+            + logits.iter().map(|logit| (logit - max).exp()).sum::<f64>();
         self.acc.slice_mut(s![b, i, h, ..]).mapv_inplace(|x| x * factor);
         max
     }
@@ -143,13 +160,15 @@ impl State {
         max_ties: Option<(Array4<f64>, Array4<f64>)>,
         dlse: Option<&Array4<f64>>,
     ) {
-        let Dims { batch, q_heads, .. } = self.local.spec.dims;
-        self.statistics = Array4::zeros((batch, self.local.queries.len(), q_heads, Spec::ROW_STATISTICS));
+        let Dims { batch, q_heads, .. } = self.shard.spec.dims;
+        self.statistics =
+            Array4::zeros((batch, self.shard.queries.len(), q_heads, Spec::ROW_STATISTICS));
         self.dq = Array4::zeros(self.q.raw_dim());
         self.dbias = self.bias.as_ref().map(|bias| Array4::zeros(bias.raw_dim()));
         for [b, h, i] in self.every_row() {
             let lse = lse[[b, h, i, 0]];
-            let dlse = dlse.filter(|_| lse != f64::NEG_INFINITY).map_or(0.0, |dlse| dlse[[b, h, i, 0]]);
+            let dlse =
+                dlse.filter(|_| lse != f64::NEG_INFINITY).map_or(0.0, |dlse| dlse[[b, h, i, 0]]);
             let dout_out = self.dout.slice(s![b, i, h, ..]).dot(&out.slice(s![b, i, h, ..]));
             let row = match &max_ties {
                 None => [lse, 0.0, dout_out - dlse, 0.0],
@@ -161,13 +180,16 @@ impl State {
 
     /// dq (and dbias) of this rank's queries from one block.
     pub(super) fn attend_queries(&mut self, keys: &Keys<'_>) {
-        let spec = &self.local.spec;
+        let spec = &self.shard.spec;
         let (mut dq, mut dbias) = (std::mem::take(&mut self.dq), self.dbias.take());
         self.slopes(&self.own_queries(), keys, |Slope { at: [b, h, i, j], ds, dx, .. }| {
             let k = keys.k.slice(s![b, j, spec.dims.kv_head(h), ..]);
             dq.slice_mut(s![b, i, h, ..]).scaled_add(spec.scale * dx, &k);
             if let Some(dbias) = &mut dbias {
-                let place = broadcast(dbias.dim().into(), [b, h, i, annulus_core::index(keys.rows.rows()[j])]);
+                let place = broadcast(
+                    dbias.dim().into(),
+                    [b, h, i, annulus_core::index(keys.rows.rows()[j])],
+                );
                 dbias[place] += if spec.bias_order == BiasOrder::BeforeSoftCap { dx } else { ds };
             }
         });
@@ -176,12 +198,14 @@ impl State {
 
     /// dk, dv of a block from these queries.
     pub(super) fn attend_keys(&self, queries: &Queries<'_>, keys: &Keys<'_>) -> [Array4<f64>; 2] {
-        let spec = &self.local.spec;
+        let spec = &self.shard.spec;
         let (mut dk, mut dv) = (Array4::zeros(keys.k.raw_dim()), Array4::zeros(keys.v.raw_dim()));
         self.slopes(queries, keys, |Slope { at: [b, h, i, j], dx, weight, .. }| {
             let kv_head = spec.dims.kv_head(h);
-            dk.slice_mut(s![b, j, kv_head, ..]).scaled_add(spec.scale * dx, &queries.q.slice(s![b, i, h, ..]));
-            dv.slice_mut(s![b, j, kv_head, ..]).scaled_add(weight, &queries.dout.slice(s![b, i, h, ..]));
+            dk.slice_mut(s![b, j, kv_head, ..])
+                .scaled_add(spec.scale * dx, &queries.q.slice(s![b, i, h, ..]));
+            dv.slice_mut(s![b, j, kv_head, ..])
+                .scaled_add(weight, &queries.dout.slice(s![b, i, h, ..]));
         });
         [dk, dv]
     }
@@ -193,8 +217,11 @@ impl State {
         for [b, h, i] in self.every_row() {
             let row = self.statistics.slice(s![b, i, h, ..]);
             let line = if sinks.nrows() == 1 { 0 } else { h };
-            for (t, &sink) in sinks.row(line).iter().enumerate().filter(|(_, sink)| **sink != f64::NEG_INFINITY) {
-                let through_max = if !self.local.spec.normalize && sink == row[1] { row[3] } else { 0.0 };
+            for (t, &sink) in
+                sinks.row(line).iter().enumerate().filter(|(_, sink)| **sink != f64::NEG_INFINITY)
+            {
+                let through_max =
+                    if !self.shard.spec.normalize && sink == row[1] { row[3] } else { 0.0 };
                 dsinks[[line, t]] -= through_max + (sink - row[0]).exp() * row[2];
             }
         }
@@ -203,20 +230,30 @@ impl State {
 
     /// This rank's queries.
     pub(super) fn own_queries(&self) -> Queries<'_> {
-        Queries { rows: &self.local.queries, q: &self.q, dout: &self.dout, statistics: &self.statistics }
+        Queries {
+            rows: &self.shard.queries,
+            q: &self.q,
+            dout: &self.dout,
+            statistics: &self.statistics,
+        }
     }
 
     fn slopes(&self, queries: &Queries<'_>, keys: &Keys<'_>, mut visit: impl FnMut(Slope)) {
-        let spec = &self.local.spec;
+        let spec = &self.shard.spec;
         for b in 0..spec.dims.batch {
             for h in 0..spec.dims.q_heads {
                 for i in 0..queries.rows.len() {
                     let row = queries.statistics.slice(s![b, i, h, ..]);
                     let [lse, max, delta, share] = [row[0], row[1], row[2], row[3]];
-                    let pairs = if lse == f64::NEG_INFINITY { Vec::new() } else { self.pairs(queries.rows, queries.q, keys, [b, h, i]) };
+                    let pairs = if lse == f64::NEG_INFINITY {
+                        Vec::new()
+                    } else {
+                        self.pairs(queries.rows, queries.q, keys, [b, h, i])
+                    };
                     for pair in pairs {
                         let dout = queries.dout.slice(s![b, i, h, ..]);
-                        let dp = pair.keep * dout.dot(&keys.v.slice(s![b, pair.j, spec.dims.kv_head(h), ..]));
+                        let dp = pair.keep
+                            * dout.dot(&keys.v.slice(s![b, pair.j, spec.dims.kv_head(h), ..]));
                         let p = (pair.logit - lse).exp();
                         let (ds, weight) = if spec.normalize {
                             (p * (dp - delta), p)
@@ -224,7 +261,12 @@ impl State {
                             let e = (pair.logit - max).exp();
                             (e * dp - if pair.logit == max { share } else { 0.0 } - p * delta, e)
                         };
-                        visit(Slope { at: [b, h, i, pair.j], ds, dx: ds * pair.slope, weight: pair.keep * weight });
+                        visit(Slope {
+                            at: [b, h, i, pair.j],
+                            ds,
+                            dx: ds * pair.slope,
+                            weight: pair.keep * weight,
+                        });
                     }
                 }
             }
@@ -232,23 +274,35 @@ impl State {
     }
 
     /// The visible pairs of one query with a block.
-    fn pairs(&self, rows: &Rows, q: &Array4<f64>, keys: &Keys<'_>, [b, h, i]: [usize; 3]) -> Vec<Pair> {
-        let spec = &self.local.spec;
-        let attention_mask = self.local.attention_mask.as_deref();
-        let visibility = Visibility { mask: spec.mask.as_ref(), attention_mask, queries: rows, keys: keys.rows };
-        let query = Query { batch: b, head: h, row: rows.rows()[i], position: rows.positions(b)[i] };
+    fn pairs(
+        &self,
+        rows: &Rows,
+        q: &Array4<f64>,
+        keys: &Keys<'_>,
+        [b, h, i]: [usize; 3],
+    ) -> Vec<Pair> {
+        let spec = &self.shard.spec;
+        let attention_mask = self.shard.attention_mask.as_deref();
+        let visibility =
+            Visibility { mask: spec.mask.as_ref(), attention_mask, queries: rows, keys: keys.rows };
+        let query =
+            Query { batch: b, head: h, row: rows.rows()[i], position: rows.positions(b)[i] };
         let one = |j: usize| {
             if !visibility.pair(b, h, i, j) {
                 return None;
             }
             let key = Key { row: keys.rows.rows()[j], position: keys.rows.positions(b)[j] };
             let bias = self.bias(&query, &key, i)?;
-            let dot = q.slice(s![b, i, h, ..]).dot(&keys.k.slice(s![b, j, spec.dims.kv_head(h), ..]));
+            let dot =
+                q.slice(s![b, i, h, ..]).dot(&keys.k.slice(s![b, j, spec.dims.kv_head(h), ..]));
             let (logit, slope) = logit(spec, dot, bias);
-            let keep = spec
-                .dropout
-                .map(DropoutMask::new)
-                .map_or(1.0, |mask| if mask.keep(b, h, spec.dims.q_heads, query.row, key.row) { mask.keep_scale() } else { 0.0 });
+            let keep = spec.dropout.map(DropoutMask::new).map_or(1.0, |mask| {
+                if mask.keep(b, h, spec.dims.q_heads, query.row, key.row) {
+                    mask.keep_scale()
+                } else {
+                    0.0
+                }
+            });
             Some(Pair { j, logit, slope, keep })
         };
         (0..keys.rows.len()).filter_map(one).collect()
@@ -256,8 +310,14 @@ impl State {
 
     fn bias(&self, query: &Query, key: &Key, i: usize) -> Option<f64> {
         let index = [query.batch, query.head, i, annulus_core::index(key.row)];
-        let tensor = self.bias.as_ref().map_or(0.0, |bias| bias[broadcast(bias.dim().into(), index)]);
-        let computed = self.local.spec.bias_function.as_ref().map_or(0.0, |function| function.bias(query, key));
+        let tensor =
+            self.bias.as_ref().map_or(0.0, |bias| bias[broadcast(bias.dim().into(), index)]);
+        let computed = self
+            .shard
+            .spec
+            .bias_function
+            .as_ref()
+            .map_or(0.0, |function| function.bias(query, key));
         (tensor != f64::NEG_INFINITY && computed != f64::NEG_INFINITY).then_some(tensor + computed)
     }
 
@@ -268,9 +328,10 @@ impl State {
     }
 
     fn every_row(&self) -> impl Iterator<Item = [usize; 3]> + use<> {
-        let Dims { batch, q_heads, .. } = self.local.spec.dims;
-        let rows = self.local.queries.len();
-        (0..batch * q_heads * rows).map(move |n| [n / (q_heads * rows), n / rows % q_heads, n % rows])
+        let Dims { batch, q_heads, .. } = self.shard.spec.dims;
+        let rows = self.shard.queries.len();
+        (0..batch * q_heads * rows)
+            .map(move |n| [n / (q_heads * rows), n / rows % q_heads, n % rows])
     }
 }
 
@@ -278,7 +339,8 @@ impl State {
 fn logit(spec: &Spec, dot: f64, bias: f64) -> (f64, f64) {
     let sums = spec.dtype.accumulator();
     let x = spec.scale * if spec.logits_dtype == sums { dot } else { spec.logits_dtype.round(dot) };
-    let (before, after) = if spec.bias_order == BiasOrder::BeforeSoftCap { (bias, 0.0) } else { (0.0, bias) };
+    let (before, after) =
+        if spec.bias_order == BiasOrder::BeforeSoftCap { (bias, 0.0) } else { (0.0, bias) };
     let (capped, slope) = spec.soft_cap.map_or((x + before, 1.0), |cap| {
         let tanh = ((x + before) / cap).tanh();
         (cap * tanh, 1.0 - tanh * tanh)
@@ -291,10 +353,19 @@ fn broadcast(shape: [usize; 4], index: [usize; 4]) -> [usize; 4] {
 }
 
 /// The fields of `rows` records, each `[b, rows, heads, dim]`.
-pub(super) fn unpack(record: &Record, batch: usize, rows: usize, bytes: &[u8]) -> Result<Vec<Array4<f64>>> {
+pub(super) fn unpack(
+    record: &RowLayout,
+    batch: usize,
+    rows: usize,
+    bytes: &[u8],
+) -> Result<Vec<Array4<f64>>> {
     let number = |field: usize, dtype: DType, [b, row, head, x]: [usize; 4]| {
-        let at = annulus_core::index(row as u64 * record.bytes() + record.offset(field, b, head)) + x * dtype.bytes();
-        bytes.get(at..at + dtype.bytes()).map(|bytes| decode(dtype, bytes)).ok_or_else(|| fault("a block with too few records"))
+        let at = annulus_core::index(row as u64 * record.bytes() + record.offset(field, b, head))
+            + x * dtype.bytes();
+        bytes
+            .get(at..at + dtype.bytes())
+            .map(|bytes| decode(dtype, bytes))
+            .ok_or_else(|| fault("a block with too few records"))
     };
     let fields = record.fields().iter().enumerate();
     fields
@@ -308,12 +379,15 @@ pub(super) fn unpack(record: &Record, batch: usize, rows: usize, bytes: &[u8]) -
         .collect()
 }
 
-/// Records of these fields, in local order.
-pub(super) fn pack(record: &Record, rows: usize, fields: &[&Array4<f64>]) -> Vec<u8> {
+/// Records of these fields, in shard order.
+pub(super) fn pack(record: &RowLayout, rows: usize, fields: &[&Array4<f64>]) -> Vec<u8> {
     let mut bytes = Vec::new();
     for row in 0..rows {
         for (field, array) in record.fields().iter().zip(fields) {
-            array.slice(s![.., row, .., ..]).iter().for_each(|&number| encode(number, field.dtype, &mut bytes));
+            array
+                .slice(s![.., row, .., ..])
+                .iter()
+                .for_each(|&number| encode(number, field.dtype, &mut bytes));
         }
     }
     bytes

@@ -78,7 +78,9 @@ impl Device {
     pub fn allocate(&self, len: u64) -> DeviceBuffer {
         self.apply_frees();
         let slot = self.0.next_slot.fetch_add(1, Ordering::Relaxed);
-        lock(&self.0.memory).slots.insert(slot, Slot { bytes: vec![0; index(len)], ..Slot::default() });
+        lock(&self.0.memory)
+            .slots
+            .insert(slot, Slot { bytes: vec![0; index(len)], ..Slot::default() });
         DeviceBuffer(Arc::new(Allocation { device: self.clone(), slot, len }))
     }
 
@@ -148,11 +150,18 @@ impl Device {
         let mut memory = lock(&self.0.memory);
         let slot = memory.slot(buffer.0.slot)?;
         if slot.written_by > done {
-            return Err(fault(format!("slot {} was read before event {} had passed (at {done})", buffer.0.slot, slot.written_by)));
+            return Err(fault(format!(
+                "slot {} was read before event {} had passed (at {done})",
+                buffer.0.slot, slot.written_by
+            )));
         }
         let mut read = Vec::new();
         for range in ranges {
-            read.extend_from_slice(slot.bytes.get(index(range.start)..index(range.end)).ok_or_else(|| fault("read past the end"))?);
+            read.extend_from_slice(
+                slot.bytes
+                    .get(index(range.start)..index(range.end))
+                    .ok_or_else(|| fault("read past the end"))?,
+            );
         }
         Ok(read)
     }
@@ -166,9 +175,15 @@ impl Device {
         let mut memory = lock(&self.0.memory);
         let slot = memory.slot(buffer.0.slot)?;
         if slot.touched_by > done {
-            return Err(fault(format!("slot {} was written before event {} had passed (at {done})", buffer.0.slot, slot.touched_by)));
+            return Err(fault(format!(
+                "slot {} was written before event {} had passed (at {done})",
+                buffer.0.slot, slot.touched_by
+            )));
         }
-        slot.bytes.get_mut(..bytes.len()).ok_or_else(|| fault("written past the end"))?.copy_from_slice(bytes);
+        slot.bytes
+            .get_mut(..bytes.len())
+            .ok_or_else(|| fault("written past the end"))?
+            .copy_from_slice(bytes);
         Ok(())
     }
 
@@ -193,15 +208,25 @@ impl Memory {
 
     /// Writes bytes from this offset on.
     pub(super) fn write(&mut self, slot: u64, offset: u64, bytes: &[u8]) -> Result<()> {
-        let place = self.bytes(slot)?.get_mut(index(offset)..).and_then(|place| place.get_mut(..bytes.len()));
+        let place = self
+            .bytes(slot)?
+            .get_mut(index(offset)..)
+            .and_then(|place| place.get_mut(..bytes.len()));
         place.ok_or_else(|| fault("written past the end"))?.copy_from_slice(bytes);
         Ok(())
     }
 
     /// Scatters `from` to these ranges, one after another.
-    pub(super) fn scatter(&mut self, slot: u64, ranges: &[Range<u64>], mut from: &[u8]) -> Result<()> {
+    pub(super) fn scatter(
+        &mut self,
+        slot: u64,
+        ranges: &[Range<u64>],
+        mut from: &[u8],
+    ) -> Result<()> {
         for range in ranges {
-            let (head, tail) = from.split_at_checked(index(range.end - range.start)).ok_or_else(|| fault("too few bytes to write"))?;
+            let (head, tail) = from
+                .split_at_checked(index(range.end - range.start))
+                .ok_or_else(|| fault("too few bytes to write"))?;
             self.write(slot, range.start, head)?;
             from = tail;
         }
@@ -209,7 +234,9 @@ impl Memory {
     }
 
     fn slot(&mut self, slot: u64) -> Result<&mut Slot> {
-        self.slots.get_mut(&slot).ok_or_else(|| fault(format!("slot {slot} was freed while in use")))
+        self.slots
+            .get_mut(&slot)
+            .ok_or_else(|| fault(format!("slot {slot} was freed while in use")))
     }
 }
 
@@ -279,7 +306,8 @@ mod tests {
         let buffer = device.allocate(4);
         device.write(&buffer, &[1, 2, 3, 4]).unwrap();
         let slot = buffer.slot();
-        let event = device.enqueue(&[], &[slot], move |memory| memory.write(slot, 1, &[9, 9])).unwrap();
+        let event =
+            device.enqueue(&[], &[slot], move |memory| memory.write(slot, 1, &[9, 9])).unwrap();
         assert!(matches!(device.read(&buffer, &[0..2, 2..4]), Err(Error::Device { .. })));
         assert!(matches!(device.write(&buffer, &[0]), Err(Error::Device { .. })));
         assert!(event.poll().unwrap());
@@ -289,7 +317,8 @@ mod tests {
     #[test]
     fn an_event_passes_only_after_all_work_before_it() {
         let device = Device::new();
-        let events: Vec<_> = (0..3).map(|_| device.enqueue(&[], &[], |_| Ok(())).unwrap()).collect();
+        let events: Vec<_> =
+            (0..3).map(|_| device.enqueue(&[], &[], |_| Ok(())).unwrap()).collect();
         assert!(!events[2].poll().unwrap());
         assert!(events[0].poll().unwrap());
         assert!(!events[2].poll().unwrap());
@@ -305,7 +334,9 @@ mod tests {
         device.enqueue(&[slot], &[], move |memory| memory.bytes(slot).map(|_| ())).unwrap();
         drop(buffer);
         assert_eq!(device.allocations(), 0);
-        assert!(matches!(device.synchronize(), Err(Error::Device { what }) if what.contains("freed")));
+        assert!(
+            matches!(device.synchronize(), Err(Error::Device { what }) if what.contains("freed"))
+        );
         assert!(device.enqueue(&[], &[], |_| Ok(())).is_err());
     }
 }

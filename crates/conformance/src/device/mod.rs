@@ -16,8 +16,8 @@ mod staged;
 mod tensor;
 mod transport;
 
-pub use backend::{MockBackend, MockWorkspace};
+pub use backend::{MockBackend, MockBackward, MockForward, MockWorkspace};
 pub use memory::{Device, DeviceBuffer, DeviceEvent};
 pub use staged::{Download, Upload};
-pub use tensor::{DeviceSpace, DeviceTensor, DeviceView, DeviceViewMut};
+pub use tensor::{DeviceTensor, DeviceView, DeviceViewMut, MockSpace};
 pub use transport::{DeviceTransport, device_ring};

@@ -2,12 +2,11 @@
 
 use std::ops::Range;
 
-use annulus_comm::StagedSpace;
-use annulus_core::{Arrived, HostBuffer, Result};
+use annulus_core::{Arrived, HostBuffer, Result, StagedSpace};
 
 use super::{
     memory::{Device, DeviceBuffer, DeviceEvent, fault},
-    tensor::DeviceSpace,
+    tensor::MockSpace,
 };
 
 /// A copy to the host under way.
@@ -24,31 +23,56 @@ pub struct Upload {
     sides: Option<(HostBuffer, DeviceBuffer)>,
 }
 
-impl StagedSpace for DeviceSpace {
+impl StagedSpace for MockSpace {
     type Copier = Device;
     type Download = Download;
     type Upload = Upload;
 
-    fn download(_: &mut Device, from: &DeviceBuffer, ready: &DeviceEvent, ranges: &[Range<u64>], into: HostBuffer) -> Result<Download> {
-        Ok(Download { from: from.clone(), ready: ready.clone(), ranges: ranges.to_vec(), into: Some(into) })
+    fn download(
+        _: &mut Device,
+        from: &DeviceBuffer,
+        ready: &DeviceEvent,
+        ranges: &[Range<u64>],
+        into: HostBuffer,
+    ) -> Result<Download> {
+        Ok(Download {
+            from: from.clone(),
+            ready: ready.clone(),
+            ranges: ranges.to_vec(),
+            into: Some(into),
+        })
     }
 
     fn downloaded(copier: &mut Device, copy: &mut Download) -> Result<Option<HostBuffer>> {
         if !copy.ready.poll()? {
             return Ok(None);
         }
-        let Some(mut into) = copy.into.take() else { return Err(fault("a download was asked for twice")) };
+        let Some(mut into) = copy.into.take() else {
+            return Err(fault("a download was asked for twice"));
+        };
         let bytes = copier.read(&copy.from, &copy.ranges)?;
         let place = into.bytes_mut().and_then(|place| place.get_mut(..bytes.len()));
-        place.ok_or_else(|| fault("a staging buffer that is shared or too small"))?.copy_from_slice(&bytes);
+        place
+            .ok_or_else(|| fault("a staging buffer that is shared or too small"))?
+            .copy_from_slice(&bytes);
         Ok(Some(into))
     }
 
-    fn upload(copier: &mut Device, from: HostBuffer, into: DeviceBuffer, ranges: &[Range<u64>]) -> Result<Upload> {
+    fn upload(
+        copier: &mut Device,
+        from: HostBuffer,
+        into: DeviceBuffer,
+        ranges: &[Range<u64>],
+    ) -> Result<Upload> {
         let (slot, ranges) = (into.slot(), ranges.to_vec());
         let bytes: u64 = ranges.iter().map(|range| range.end - range.start).sum();
-        let front = from.bytes().get(..annulus_core::index(bytes)).ok_or_else(|| fault("a staging buffer that is too small"))?.to_vec();
-        let done = copier.enqueue(&[], &[slot], move |memory| memory.scatter(slot, &ranges, &front))?;
+        let front = from
+            .bytes()
+            .get(..annulus_core::index(bytes))
+            .ok_or_else(|| fault("a staging buffer that is too small"))?
+            .to_vec();
+        let done =
+            copier.enqueue(&[], &[slot], move |memory| memory.scatter(slot, &ranges, &front))?;
         Ok(Upload { done, sides: Some((from, into)) })
     }
 
@@ -56,7 +80,9 @@ impl StagedSpace for DeviceSpace {
         if !copy.done.poll()? {
             return Ok(None);
         }
-        let Some((from, buffer)) = copy.sides.take() else { return Err(fault("an upload was asked for twice")) };
+        let Some((from, buffer)) = copy.sides.take() else {
+            return Err(fault("an upload was asked for twice"));
+        };
         Ok(Some((from, Arrived { buffer, ready: copy.done.clone() })))
     }
 }

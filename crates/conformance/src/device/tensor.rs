@@ -2,7 +2,7 @@
 
 use std::marker::PhantomData;
 
-use annulus_core::{DType, Element, Error, Result, Space};
+use annulus_core::{DType, DeviceSpace, Element, Error, HostView, HostViewMut, Result, Space};
 use half::{bf16, f16};
 use ndarray::{Array4, ArrayView4};
 
@@ -10,9 +10,9 @@ use super::memory::{Device, DeviceBuffer, DeviceEvent, Memory, fault};
 
 /// The mock device's memory space.
 #[derive(Debug, Clone, Copy)]
-pub struct DeviceSpace;
+pub struct MockSpace;
 
-impl Space for DeviceSpace {
+impl Space for MockSpace {
     type Buffer = DeviceBuffer;
     type View<'a> = DeviceView<'a>;
     type ViewMut<'a> = DeviceViewMut<'a>;
@@ -22,12 +22,61 @@ impl Space for DeviceSpace {
         buffer.len()
     }
 
+    fn reborrow<'short>(view: &'short DeviceView<'_>) -> DeviceView<'short> {
+        *view
+    }
+
     fn describe(view: &DeviceView<'_>) -> (DType, [usize; 4]) {
         (view.tag.dtype, view.tag.shape)
     }
 
     fn describe_mut(view: &DeviceViewMut<'_>) -> (DType, [usize; 4]) {
         (view.tag.dtype, view.tag.shape)
+    }
+}
+
+impl DeviceSpace for MockSpace {
+    type Tensor = DeviceTensor;
+    type Context = Device;
+
+    fn tensor(device: &Device, dtype: DType, shape: [usize; 4]) -> Result<DeviceTensor> {
+        DeviceTensor::zeros(device, shape, dtype)
+    }
+
+    fn upload(device: &Device, from: HostView<'_>, into: &mut DeviceTensor) -> Result<()> {
+        // a tensor that queued work still uses is not overwritten but replaced
+        *into = DeviceTensor::upload(device, widened(from).view(), from.dtype())?;
+        Ok(())
+    }
+
+    fn download(device: &Device, from: &DeviceTensor, into: &mut HostViewMut<'_>) -> Result<()> {
+        device.synchronize()?;
+        let numbers = from.download()?;
+        match into {
+            HostViewMut::F64(view) => view.assign(&numbers),
+            HostViewMut::F32(view) => view.assign(&numbers.mapv(<f32 as Element>::from_f64)),
+            HostViewMut::Bf16(view) => view.assign(&numbers.mapv(<bf16 as Element>::from_f64)),
+            HostViewMut::F16(view) => view.assign(&numbers.mapv(<f16 as Element>::from_f64)),
+        }
+        Ok(())
+    }
+
+    fn view(tensor: &DeviceTensor) -> DeviceView<'_> {
+        tensor.view()
+    }
+
+    fn view_mut(tensor: &mut DeviceTensor) -> DeviceViewMut<'_> {
+        tensor.view_mut()
+    }
+}
+
+/// Widens a host tensor to f64.
+fn widened(view: HostView<'_>) -> Array4<f64> {
+    match view {
+        HostView::F64(view) => view.to_owned(),
+        HostView::F32(view) => view.mapv(Element::to_f64),
+        HostView::Bf16(view) => view.mapv(Element::to_f64),
+        HostView::F16(view) => view.mapv(Element::to_f64),
     }
 }
 
@@ -110,7 +159,11 @@ impl Tag {
     /// Writes the tensor, within the device's work.
     pub(super) fn write(self, memory: &mut Memory, numbers: ArrayView4<'_, f64>) -> Result<()> {
         if numbers.dim() != self.shape.into() {
-            return Err(fault(format!("{:?} numbers for a tensor of {:?}", numbers.shape(), self.shape)));
+            return Err(fault(format!(
+                "{:?} numbers for a tensor of {:?}",
+                numbers.shape(),
+                self.shape
+            )));
         }
         let mut bytes = Vec::new();
         numbers.iter().for_each(|&number| encode(number, self.dtype, &mut bytes));
@@ -120,8 +173,10 @@ impl Tag {
 }
 
 fn numbers(tag: Tag, bytes: &[u8]) -> Result<Array4<f64>> {
-    let numbers = bytes.chunks_exact(tag.dtype.bytes()).map(|bytes| decode(tag.dtype, bytes)).collect();
-    Array4::from_shape_vec(tag.shape, numbers).map_err(|error| Error::Device { what: error.to_string() })
+    let numbers =
+        bytes.chunks_exact(tag.dtype.bytes()).map(|bytes| decode(tag.dtype, bytes)).collect();
+    Array4::from_shape_vec(tag.shape, numbers)
+        .map_err(|error| Error::Device { what: error.to_string() })
 }
 
 /// Rounds a number and appends its bytes.
@@ -138,8 +193,12 @@ pub(super) fn encode(number: f64, dtype: DType, into: &mut Vec<u8>) {
 pub(super) fn decode(dtype: DType, bytes: &[u8]) -> f64 {
     match dtype {
         DType::F64 => bytes.try_into().map_or(f64::NAN, f64::from_le_bytes),
-        DType::F32 => bytes.try_into().map_or(f64::NAN, |bytes| f64::from(f32::from_le_bytes(bytes))),
-        DType::Bf16 => bytes.try_into().map_or(f64::NAN, |bytes| bf16::from_le_bytes(bytes).to_f64()),
+        DType::F32 => {
+            bytes.try_into().map_or(f64::NAN, |bytes| f64::from(f32::from_le_bytes(bytes)))
+        }
+        DType::Bf16 => {
+            bytes.try_into().map_or(f64::NAN, |bytes| bf16::from_le_bytes(bytes).to_f64())
+        }
         DType::F16 => bytes.try_into().map_or(f64::NAN, |bytes| f16::from_le_bytes(bytes).to_f64()),
     }
 }

@@ -14,11 +14,13 @@ use std::{
 };
 
 use annulus_comm::{Threads, threads};
-use annulus_core::{Arrived, Channel, Control, Error, Hop, Host, Incoming, Outgoing, Result, Transport};
+use annulus_core::{
+    Arrived, Channel, Control, Error, Host, Incoming, MessageHeader, Outgoing, Result, Transport,
+};
 
 use super::{
     memory::{Device, DeviceBuffer, DeviceEvent, lock},
-    tensor::DeviceSpace,
+    tensor::MockSpace,
 };
 
 /// Sender, receiver, channel, tag.
@@ -45,7 +47,7 @@ pub struct DeviceTransport {
 }
 
 struct Receive {
-    hop: Hop,
+    hop: MessageHeader,
     buffer: DeviceBuffer,
     arrived: Option<DeviceEvent>,
 }
@@ -77,13 +79,17 @@ impl DeviceTransport {
                 continue;
             }
             let bytes = parcel.buffer.device().read(&parcel.buffer, &parcel.ranges)?;
-            let Hop { peer, step, ranges, .. } = &receive.hop;
+            let MessageHeader { peer, step, ranges, .. } = &receive.hop;
             if bytes.len() as u64 != receive.hop.bytes() {
-                let what = format!("message of {} bytes, want {}", bytes.len(), receive.hop.bytes());
+                let what =
+                    format!("message of {} bytes, want {}", bytes.len(), receive.hop.bytes());
                 return Err(Error::Comm { peer: *peer, step: *step, what });
             }
             let (slot, ranges) = (receive.buffer.slot(), Arc::clone(ranges));
-            receive.arrived = Some(self.device.enqueue(&[], &[slot], move |memory| memory.scatter(slot, &ranges, &bytes))?);
+            receive.arrived = Some(
+                self.device
+                    .enqueue(&[], &[slot], move |memory| memory.scatter(slot, &ranges, &bytes))?,
+            );
             // the handle goes before the word: whoever reads `taken` may post this buffer as a receive at once
             let Parcel { buffer, taken, .. } = parcel;
             drop(buffer);
@@ -95,25 +101,41 @@ impl DeviceTransport {
     }
 }
 
-impl Transport<DeviceSpace> for DeviceTransport {
+impl Transport<MockSpace> for DeviceTransport {
     fn control(&mut self) -> &mut dyn Control {
         self
     }
 
-    fn post(&mut self, sends: &[Outgoing<'_, DeviceSpace>], receives: &mut Vec<Incoming<DeviceSpace>>) -> Result<()> {
+    fn post(
+        &mut self,
+        sends: &[Outgoing<'_, MockSpace>],
+        receives: &mut Vec<Incoming<MockSpace>>,
+    ) -> Result<()> {
         for Incoming { hop, buffer } in receives.drain(..) {
             if buffer.is_shared() {
-                return Err(Error::Comm { peer: hop.peer, step: hop.step, what: "the buffer of a receive is in use".into() });
+                return Err(Error::Comm {
+                    peer: hop.peer,
+                    step: hop.step,
+                    what: "the buffer of a receive is in use".into(),
+                });
             }
             self.receives.push(Receive { hop, buffer, arrived: None });
         }
         for Outgoing { hop, buffer, ready } in sends {
             let taken = Arc::new(AtomicBool::new(false));
-            let parcel =
-                Parcel { buffer: (*buffer).clone(), ranges: Arc::clone(&hop.ranges), ready: (*ready).clone(), taken: Arc::clone(&taken) };
+            let parcel = Parcel {
+                buffer: (*buffer).clone(),
+                ranges: Arc::clone(&hop.ranges),
+                ready: (*ready).clone(),
+                taken: Arc::clone(&taken),
+            };
             let address = (self.rank(), hop.peer, hop.channel, hop.tag);
             if lock(&self.parcels).insert(address, parcel).is_some() {
-                return Err(Error::Comm { peer: hop.peer, step: hop.step, what: format!("tag {} was used twice", hop.tag) });
+                return Err(Error::Comm {
+                    peer: hop.peer,
+                    step: hop.step,
+                    what: format!("tag {} was used twice", hop.tag),
+                });
             }
             self.sends.push(taken);
             self.bytes_sent += hop.bytes();
@@ -123,14 +145,17 @@ impl Transport<DeviceSpace> for DeviceTransport {
 
     fn progress(&mut self, patience: Duration) -> Result<()> {
         // parcels wake nobody, so the control's wait must be short
-        let patience = if self.pump()? { Duration::ZERO } else { patience.min(Duration::from_micros(200)) };
+        let patience =
+            if self.pump()? { Duration::ZERO } else { patience.min(Duration::from_micros(200)) };
         Transport::<Host>::progress(&mut self.control, patience)?;
         self.pump().map(drop)
     }
 
-    fn take(&mut self, hop: &Hop) -> Result<Option<Arrived<DeviceSpace>>> {
+    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<MockSpace>>> {
         let posted = self.receives.iter().position(|receive| receive.hop == *hop);
-        let missing = || Error::invalid("hop", format!("{hop:?}"), "a receive that was posted and not yet taken");
+        let missing = || {
+            Error::invalid("hop", format!("{hop:?}"), "a receive that was posted and not yet taken")
+        };
         let place = posted.ok_or_else(missing)?;
         if self.receives[place].arrived.is_none() {
             return Ok(None);
@@ -157,24 +182,24 @@ impl Control for DeviceTransport {
         self.control.ranks()
     }
 
-    fn offer(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
-        self.control.offer(round, bytes)
+    fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+        self.control.start_all_gather(round, bytes)
     }
 
-    fn collect(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
-        self.control.collect(round)
+    fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
+        self.control.try_all_gather(round)
     }
 
-    fn missing(&self, round: u64) -> Vec<usize> {
-        self.control.missing(round)
+    fn stragglers(&self, round: u64) -> Vec<usize> {
+        self.control.stragglers(round)
     }
 
     fn abort(&mut self, error: &Error) {
         self.control.abort(error);
     }
 
-    fn beat(&mut self, working: bool) {
-        self.control.beat(working);
+    fn heartbeat(&mut self, working: bool) {
+        self.control.heartbeat(working);
     }
 
     fn last_heard(&self, peer: usize) -> Instant {

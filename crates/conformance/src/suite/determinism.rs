@@ -8,18 +8,34 @@ use crate::{Answer, Case, Draw, Masks, Setting, Subject};
 /// A case in which everything is summed over ranks: GQA, sinks, a bias that is broadcast over queries.
 fn summed_everywhere() -> Case {
     let draw = &mut Draw::new(7);
-    let dims = Dims { batch: 2, q_len: 29, kv_len: 29, q_heads: 4, kv_heads: 2, head_dim: 8, value_dim: 8 };
+    let dims = Dims {
+        batch: 2,
+        q_len: 29,
+        kv_len: 29,
+        q_heads: 4,
+        kv_heads: 2,
+        head_dim: 8,
+        value_dim: 8,
+    };
     let mut spec = Spec::new(dims, DType::F32);
     spec.sinks = Some(SinkShape { per_head: false, count: 2 });
     spec.bias = Some([1, 4, 1, 29]);
-    let mut case = Case::new("summed everywhere", spec, Masks { causal: true, ..Masks::default() }, draw);
+    let mut case =
+        Case::new("summed everywhere", spec, Masks { causal: true, ..Masks::default() }, draw);
     case.dlse = Some(draw.tensor((2, 4, 29)));
     case.in_dtype(DType::F32)
 }
 
-fn all_the_same(subject: &dyn Subject, setting: &Setting, answers: &[Answer], first: &Answer) -> Verdict {
+fn all_the_same(
+    subject: &dyn Subject,
+    setting: &Setting,
+    answers: &[Answer],
+    first: &Answer,
+) -> Verdict {
     for (time, answer) in answers.iter().enumerate() {
-        answer.same_bits(first).map_err(|wrong| format!("{} on {setting}: call {time}: {wrong}", subject.name()))?;
+        answer
+            .same_bits(first)
+            .map_err(|wrong| format!("{} on {setting}: call {time}: {wrong}", subject.name()))?;
     }
     Ok(())
 }
@@ -30,10 +46,16 @@ fn all_the_same(subject: &dyn Subject, setting: &Setting, answers: &[Answer], fi
 /// The array that differed.
 pub fn same_bits_over_repeats(subject: &dyn Subject, times: usize) -> Verdict {
     let case = summed_everywhere();
-    for setting in [Setting::new(4, Layout::Zigzag), Setting::new(3, Layout::Contiguous), Setting::new(7, Layout::Striped)] {
+    for setting in [
+        Setting::new(4, Layout::Zigzag),
+        Setting::new(3, Layout::Contiguous),
+        Setting::new(7, Layout::Striped),
+    ] {
         let text = |error: annulus_core::Error| format!("{} on {setting}: {error}", subject.name());
         let answers = subject.run(&case, &setting, times).map_err(text)?;
-        ensure(answers.len() == times, || format!("{}: {} answers for {times} calls", subject.name(), answers.len()))?;
+        ensure(answers.len() == times, || {
+            format!("{}: {} answers for {times} calls", subject.name(), answers.len())
+        })?;
         let Some(first) = answers.first() else { continue };
         all_the_same(subject, &setting, &answers, first)?;
         all_the_same(subject, &setting, &subject.run(&case, &setting, 1).map_err(text)?, first)?;
@@ -51,7 +73,9 @@ pub fn same_bits_under_delay(prompt: &dyn Subject, delayed: &dyn Subject, times:
         let text = |error: annulus_core::Error| format!("{} on {setting}: {error}", delayed.name());
         let want = prompt.run(&case, &setting, 1).map_err(text)?;
         let answers = delayed.run(&case, &setting, times).map_err(text)?;
-        ensure(answers.len() == times && want.len() == 1, || format!("{}: {} answers", delayed.name(), answers.len()))?;
+        ensure(answers.len() == times && want.len() == 1, || {
+            format!("{}: {} answers", delayed.name(), answers.len())
+        })?;
         all_the_same(delayed, &setting, &answers, &want[0])?;
     }
     Ok(())

@@ -7,7 +7,8 @@
 use std::sync::Arc;
 
 use annulus_core::{
-    Alignment, BackwardMode, Batch, BiasOrder, CustomLayout, DType, DenseMask, Dims, Layout, Mask, Route, Runs, SinkShape, Spec,
+    Alignment, BackwardMode, Batch, BiasOrder, CustomLayout, DType, DenseMask, Dims, Layout, Mask,
+    Route, Runs, SinkShape, Spec,
     mask::{Causal, Dense, PerHead, Predicate, Window, or},
 };
 use ndarray::Array2;
@@ -51,7 +52,10 @@ pub fn matrix(subject: &dyn Subject, scale: Scale) -> Verdict {
                 }
                 let draw = &mut Draw::new(number as u64);
                 let dims = dims(draw);
-                let layout = LAYOUTS.get(layout).cloned().unwrap_or_else(|| random_layout(&dims, ranks, draw));
+                let layout = LAYOUTS
+                    .get(layout)
+                    .cloned()
+                    .unwrap_or_else(|| random_layout(&dims, ranks, draw));
                 let case = featured(family, dims, draw).in_dtype(draw.pick(subject.dtypes()));
                 examine(subject, &judge(&case)?, &case, &Setting::new(ranks, layout))?;
             }
@@ -66,9 +70,12 @@ pub fn matrix(subject: &dyn Subject, scale: Scale) -> Verdict {
 /// The first that is wrong.
 pub fn sizes(subject: &dyn Subject, scale: Scale) -> Verdict {
     let lengths = [(1, 1), (1, 65), (63, 63), (65, 65), (33, 17), (63, 7), (113, 203)];
-    for (number, (q_len, kv_len)) in lengths.into_iter().enumerate().filter(|(number, _)| scale.takes(*number)) {
+    for (number, (q_len, kv_len)) in
+        lengths.into_iter().enumerate().filter(|(number, _)| scale.takes(*number))
+    {
         let draw = &mut Draw::new(number as u64);
-        let dims = Dims { batch: 1, q_len, kv_len, q_heads: 2, kv_heads: 1, head_dim: 33, value_dim: 20 };
+        let dims =
+            Dims { batch: 1, q_len, kv_len, q_heads: 2, kv_heads: 1, head_dim: 33, value_dim: 20 };
         let mut case = featured(draw.pick(&[1, 2, 3]), dims, draw);
         case.spec.alignment = Alignment::BottomRight;
         for (turn, layout) in LAYOUTS.into_iter().enumerate() {
@@ -96,14 +103,16 @@ pub fn random_cases(subject: &dyn Subject, seeds: impl Iterator<Item = u64>) -> 
         // one side's ids serve for both only where a rank holds the same rows of both
         let lone_ids = case.batch.q_segment_ids.is_some() != case.batch.kv_segment_ids.is_some();
         let layout = layout.filter(|layout| !(lone_ids && matches!(layout, Layout::Custom(_))));
-        let route = draw.pick(&[None, Some(Route::RelayUp), Some(Route::RelayDown), Some(Route::Direct)]);
+        let route =
+            draw.pick(&[None, Some(Route::RelayUp), Some(Route::RelayDown), Some(Route::Direct)]);
         examine(subject, &judge(&case)?, &case, &Setting { ranks, layout, route })?;
     }
     Ok(())
 }
 
 fn dims(draw: &mut Draw) -> Dims {
-    let (q_len, kv_len) = draw.pick(&[(17, 17), (17, 17), (7, 7), (24, 24), (33, 12), (9, 33), (1, 5), (40, 40)]);
+    let (q_len, kv_len) =
+        draw.pick(&[(17, 17), (17, 17), (7, 7), (24, 24), (33, 12), (9, 33), (1, 5), (40, 40)]);
     let (q_heads, kv_heads) = draw.pick(&[(1, 1), (2, 1), (4, 2), (3, 3)]);
     let (head_dim, value_dim) = draw.pick(&[(4, 4), (7, 5), (8, 8), (1, 2)]);
     Dims { batch: draw.pick(&[1, 2]), q_len, kv_len, q_heads, kv_heads, head_dim, value_dim }
@@ -125,12 +134,15 @@ fn featured(family: usize, dims: Dims, draw: &mut Draw) -> Case {
         spec.sinks = Some(SinkShape { per_head: draw.once_in(2), count: 2 });
     }
     if draw.once_in(4) {
-        spec.bias = Some([dims.batch, dims.q_heads, dims.q_len, dims.kv_len].map(|len| draw.pick(&[1, len])));
+        spec.bias = Some(
+            [dims.batch, dims.q_heads, dims.q_len, dims.kv_len].map(|len| draw.pick(&[1, len])),
+        );
     }
     if spec.bias.is_none_or(|shape| shape[2] == 1) && family != DENSE_BATCH {
         spec.backward = draw.pick(&[BackwardMode::OnePass, BackwardMode::TwoPass]);
     }
-    let mut case = Case::new(format!("mask family {family}"), spec, masks(family, &dims, draw), draw);
+    let mut case =
+        Case::new(format!("mask family {family}"), spec, masks(family, &dims, draw), draw);
     if draw.once_in(2) {
         case.dlse = Some(draw.tensor((dims.batch, dims.q_heads, dims.q_len)));
     }
@@ -151,17 +163,30 @@ pub(super) fn masks(family: usize, dims: &Dims, draw: &mut Draw) -> Masks {
         3 => Masks { window: Some([Some(3), Some(2)]), first_visible: draw.pick(&[0, 2]), ..plain },
         4 => Masks { chunk: Some(6), ..plain },
         5 => Masks { prefix: Some(5), ..plain },
-        6 => object(or(Arc::new(window(Some(1), Some(0))), Arc::new(Window { offset: -9, ..window(Some(2), Some(2)) }))),
+        6 => object(or(
+            Arc::new(window(Some(1), Some(0))),
+            Arc::new(Window { offset: -9, ..window(Some(2), Some(2)) }),
+        )),
         7 => object(Arc::new(PerHead(
             (0..dims.q_heads)
-                .map(|h| if h % 2 == 0 { Arc::new(Causal { offset: 0 }) as Arc<dyn Mask> } else { Arc::new(window(Some(2), Some(2))) })
+                .map(|h| {
+                    if h % 2 == 0 {
+                        Arc::new(Causal { offset: 0 }) as Arc<dyn Mask>
+                    } else {
+                        Arc::new(window(Some(2), Some(2)))
+                    }
+                })
                 .collect(),
         ))),
-        8 => object(Arc::new(Predicate::of_positions("a multiple of 3 apart", |i, j| (i - j) % 3 == 0))),
+        8 => object(Arc::new(Predicate::of_positions("a multiple of 3 apart", |i, j| {
+            (i - j) % 3 == 0
+        }))),
         9 => {
             let bits = draw.bits();
             let shape = [1, dims.q_heads, dims.q_len, dims.kv_len];
-            object(Arc::new(Dense(Arc::new(DenseMask::from_fn(shape, |[_, h, i, j]| bits >> ((h * 17 + i * 5 + j * 3) % 61) & 1 != 0)))))
+            object(Arc::new(Dense(Arc::new(DenseMask::from_fn(shape, |[_, h, i, j]| {
+                bits >> ((h * 17 + i * 5 + j * 3) % 61) & 1 != 0
+            })))))
         }
         // what the batch hides, under a causal mask: 10 segment ids, 11 packed lengths or positions, 12 a dense mask
         _ => causal,
@@ -174,23 +199,33 @@ pub(super) fn batch(family: usize, dims: &Dims, draw: &mut Draw) -> Batch {
     let mut made = Batch::default();
     match family {
         10 => {
-            let ids =
-                |len: usize| Array2::from_shape_fn((batch, len), |(b, row)| if row % 11 == 10 { -1 } else { ((row + b) * 3 / len) as i32 });
+            let ids = |len: usize| {
+                Array2::from_shape_fn((batch, len), |(b, row)| {
+                    if row % 11 == 10 { -1 } else { ((row + b) * 3 / len) as i32 }
+                })
+            };
             (made.q_segment_ids, made.kv_segment_ids) = (Some(ids(q_len)), Some(ids(kv_len)));
         }
         11 if draw.once_in(2) => {
-            let thirds = |len: usize| vec![0, len as i64 / 3, len as i64 / 3, len as i64 - len as i64 / 9];
+            let thirds =
+                |len: usize| vec![0, len as i64 / 3, len as i64 / 3, len as i64 - len as i64 / 9];
             (made.cum_seqlens_q, made.cum_seqlens_k) = (Some(thirds(q_len)), Some(thirds(kv_len)));
         }
         11 => {
-            let mut positions =
-                |len: usize| Array2::from_shape_fn((batch, len), |(b, row)| (row as i64 * 5 + b as i64) % 23 - 3 + draw.below(2) as i64);
-            (made.q_positions, made.kv_positions) = (Some(positions(q_len)), Some(positions(kv_len)));
+            let mut positions = |len: usize| {
+                Array2::from_shape_fn((batch, len), |(b, row)| {
+                    (row as i64 * 5 + b as i64) % 23 - 3 + draw.below(2) as i64
+                })
+            };
+            (made.q_positions, made.kv_positions) =
+                (Some(positions(q_len)), Some(positions(kv_len)));
         }
         12 => {
             let bits = draw.bits();
             let shape = [draw.pick(&[1, batch]), 1, q_len, kv_len];
-            made.attention_mask = Some(DenseMask::from_fn(shape, |[b, _, i, j]| bits >> ((b * 29 + i * 7 + j) % 64) & 1 != 0));
+            made.attention_mask = Some(DenseMask::from_fn(shape, |[b, _, i, j]| {
+                bits >> ((b * 29 + i * 7 + j) % 64) & 1 != 0
+            }));
         }
         _ => {}
     }

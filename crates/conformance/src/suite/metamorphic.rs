@@ -6,7 +6,8 @@ use ndarray::{Array, Array2, Array4, Axis, Dimension, RemoveAxis, concatenate};
 use super::{LAYOUTS, Verdict, ensure, judge, run};
 use crate::{Answer, Case, Draw, Masks, Setting, Subject};
 
-const DIMS: Dims = Dims { batch: 2, q_len: 26, kv_len: 26, q_heads: 4, kv_heads: 2, head_dim: 8, value_dim: 6 };
+const DIMS: Dims =
+    Dims { batch: 2, q_len: 26, kv_len: 26, q_heads: 4, kv_heads: 2, head_dim: 8, value_dim: 6 };
 
 /// Every relation in f32 and f64, where the subject can compute them, alone and over a few ranks.
 ///
@@ -14,12 +15,19 @@ const DIMS: Dims = Dims { batch: 2, q_len: 26, kv_len: 26, q_heads: 4, kv_heads:
 /// The first relation that does not hold, and where.
 pub fn metamorphic(subject: &dyn Subject) -> Verdict {
     let [contiguous, zigzag, striped] = LAYOUTS;
-    for dtype in [DType::F32, DType::F64].into_iter().filter(|dtype| subject.dtypes().contains(dtype)) {
-        for setting in
-            [Setting::ALONE, Setting::new(2, contiguous.clone()), Setting::new(3, zigzag.clone()), Setting::new(5, striped.clone())]
-        {
+    for dtype in
+        [DType::F32, DType::F64].into_iter().filter(|dtype| subject.dtypes().contains(dtype))
+    {
+        for setting in [
+            Setting::ALONE,
+            Setting::new(2, contiguous.clone()),
+            Setting::new(3, zigzag.clone()),
+            Setting::new(5, striped.clone()),
+        ] {
             let pair = Pair { subject, dtype, setting: &setting };
-            let relation = |name: &str, verdict: Verdict| verdict.map_err(|wrong| format!("{name} ({dtype} on {setting}): {wrong}"));
+            let relation = |name: &str, verdict: Verdict| {
+                verdict.map_err(|wrong| format!("{name} ({dtype} on {setting}): {wrong}"))
+            };
             relation("packed sequences = separate ones", pair.packed_is_separate())?;
             relation("a window as long as the sequence = none", pair.wide_window())?;
             relation("sinks of −∞ = none", pair.sinks_of_nothing())?;
@@ -27,7 +35,10 @@ pub fn metamorphic(subject: &dyn Subject) -> Verdict {
             relation("permuted heads = permuted answers", pair.permuted_heads())?;
             relation("duplicated keys = lse + ln 2", pair.duplicated_keys())?;
             relation("a causal prefix does not know what follows", pair.causal_prefix())?;
-            relation("permuted rows with their positions = permuted answers", pair.permuted_rows())?;
+            relation(
+                "permuted rows with their positions = permuted answers",
+                pair.permuted_rows(),
+            )?;
             relation("batch rows do not know each other", pair.batch_rows())?;
             relation("larger queries = a larger scale", pair.scaled_queries())?;
         }
@@ -74,12 +85,17 @@ impl Pair<'_> {
         packed.batch.cum_seqlens_k = Some(vec![0, 10, 26]);
         let separate = |rows: &[usize]| {
             let mut alone = packed.clone();
-            (alone.batch, alone.spec.dims.q_len, alone.spec.dims.kv_len) = (Batch::default(), rows.len(), rows.len());
-            [&mut alone.q, &mut alone.k, &mut alone.v, &mut alone.dout].into_iter().for_each(|tensor| *tensor = pick(tensor, 1, rows));
+            (alone.batch, alone.spec.dims.q_len, alone.spec.dims.kv_len) =
+                (Batch::default(), rows.len(), rows.len());
+            [&mut alone.q, &mut alone.k, &mut alone.v, &mut alone.dout]
+                .into_iter()
+                .for_each(|tensor| *tensor = pick(tensor, 1, rows));
             self.run(&alone)
         };
         let (a, b) = (separate(&first)?, separate(&second)?);
-        let join = |a: &Array4<f64>, b: &Array4<f64>| concatenate(Axis(1), &[a.view(), b.view()]).unwrap_or_default();
+        let join = |a: &Array4<f64>, b: &Array4<f64>| {
+            concatenate(Axis(1), &[a.view(), b.view()]).unwrap_or_default()
+        };
         let joined = Answer {
             out: join(&a.out, &b.out),
             lse: concatenate(Axis(2), &[a.lse.view(), b.lse.view()]).unwrap_or_default(),
@@ -93,18 +109,22 @@ impl Pair<'_> {
 
     fn wide_window(&self) -> Verdict {
         let plain = self.case(Masks::default(), |_| {});
-        let windowed = plain.clone().masked(Masks { window: Some([Some(25), Some(25)]), ..Masks::default() });
+        let windowed =
+            plain.clone().masked(Masks { window: Some([Some(25), Some(25)]), ..Masks::default() });
         self.same(&plain, &self.run(&windowed)?, &self.run(&plain)?)
     }
 
     fn sinks_of_nothing(&self) -> Verdict {
-        let mut with = self.case(causal(), |spec| spec.sinks = Some(SinkShape { per_head: true, count: 3 }));
+        let mut with =
+            self.case(causal(), |spec| spec.sinks = Some(SinkShape { per_head: true, count: 3 }));
         with.sinks.iter_mut().for_each(|sinks| sinks.fill(f64::NEG_INFINITY));
         let mut without = with.clone();
         (without.spec.sinks, without.sinks) = (None, None);
         let mut got = self.run(&with)?;
         let dsinks = got.dsinks.take();
-        ensure(dsinks.is_some_and(|dsinks| dsinks.iter().all(|&x| x == 0.0)), || "dsinks is not 0".into())?;
+        ensure(dsinks.is_some_and(|dsinks| dsinks.iter().all(|&x| x == 0.0)), || {
+            "dsinks is not 0".into()
+        })?;
         self.same(&without, &got, &self.run(&without)?)
     }
 
@@ -116,7 +136,9 @@ impl Pair<'_> {
         let mut got = self.run(&with)?;
         let dbias = got.dbias.take().map_or(f64::NAN, |dbias| dbias.sum());
         // every row's ds sums to 0, so the sum of all does
-        ensure(dbias.abs() < if self.dtype == DType::F64 { 1e-11 } else { 1e-2 }, || format!("dbias sums to {dbias}"))?;
+        ensure(dbias.abs() < if self.dtype == DType::F64 { 1e-11 } else { 1e-2 }, || {
+            format!("dbias sums to {dbias}")
+        })?;
         got.lse -= 1.75;
         self.same(&without, &got, &self.run(&without)?)
     }
@@ -144,7 +166,9 @@ impl Pair<'_> {
         let once = self.case(Masks::default(), |_| {});
         let mut twice = once.clone();
         twice.spec.dims.kv_len = 52;
-        let double = |tensor: &Array4<f64>| concatenate(Axis(1), &[tensor.view(), tensor.view()]).unwrap_or_default();
+        let double = |tensor: &Array4<f64>| {
+            concatenate(Axis(1), &[tensor.view(), tensor.view()]).unwrap_or_default()
+        };
         (twice.k, twice.v) = (double(&once.k), double(&once.v));
         let mut got = self.run(&twice)?;
         got.lse -= std::f64::consts::LN_2;
@@ -162,22 +186,30 @@ impl Pair<'_> {
         let mut other = whole.clone();
         let end: Vec<usize> = (17..26).collect();
         for tensor in [&mut other.q, &mut other.k, &mut other.v] {
-            end.iter().for_each(|&row| tensor.index_axis_mut(Axis(1), row).mapv_inplace(|x| -2.0 * x + 1.0));
+            end.iter().for_each(|&row| {
+                tensor.index_axis_mut(Axis(1), row).mapv_inplace(|x| -2.0 * x + 1.0)
+            });
         }
         let prefix: Vec<usize> = (0..17).collect();
         let (a, b) = (self.run(&whole)?, self.run(&other)?);
         // the same tiles are computed from the same numbers: the same bits
         for (name, a, b) in [("out", &a.out, &b.out), ("dq", &a.dq, &b.dq)] {
-            ensure(pick(a, 1, &prefix) == pick(b, 1, &prefix), || format!("{name} of the prefix changed"))?;
+            ensure(pick(a, 1, &prefix) == pick(b, 1, &prefix), || {
+                format!("{name} of the prefix changed")
+            })?;
         }
-        ensure(pick(&a.lse, 2, &prefix) == pick(&b.lse, 2, &prefix), || "lse of the prefix changed".into())
+        ensure(pick(&a.lse, 2, &prefix) == pick(&b.lse, 2, &prefix), || {
+            "lse of the prefix changed".into()
+        })
     }
 
     fn permuted_rows(&self) -> Verdict {
-        let case = self.case(Masks { window: Some([Some(7), Some(0)]), ..Masks::default() }, |_| {});
+        let case =
+            self.case(Masks { window: Some([Some(7), Some(0)]), ..Masks::default() }, |_| {});
         let draw = &mut Draw::new(11);
         let (q_order, kv_order) = (draw.permutation(26), draw.permutation(26));
-        let positions = |order: &[usize]| Array2::from_shape_fn((2, 26), |(_, row)| order[row] as i64);
+        let positions =
+            |order: &[usize]| Array2::from_shape_fn((2, 26), |(_, row)| order[row] as i64);
         let mut permuted = case.clone();
         (permuted.q, permuted.dout) = (pick(&case.q, 1, &q_order), pick(&case.dout, 1, &q_order));
         (permuted.k, permuted.v) = (pick(&case.k, 1, &kv_order), pick(&case.v, 1, &kv_order));
@@ -202,7 +234,9 @@ impl Pair<'_> {
         let both = self.case(causal(), |_| {});
         let mut alone = both.clone();
         alone.spec.dims.batch = 1;
-        [&mut alone.q, &mut alone.k, &mut alone.v, &mut alone.dout].into_iter().for_each(|tensor| *tensor = second(tensor));
+        [&mut alone.q, &mut alone.k, &mut alone.v, &mut alone.dout]
+            .into_iter()
+            .for_each(|tensor| *tensor = second(tensor));
         let answer = self.run(&both)?;
         let want = Answer {
             out: second(&answer.out),

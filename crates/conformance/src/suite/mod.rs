@@ -3,12 +3,14 @@
 mod determinism;
 mod matrix;
 mod metamorphic;
+mod nonfinite;
 mod numeric;
 mod pairwise;
 
 pub use determinism::{same_bits_over_repeats, same_bits_under_delay};
 pub use matrix::{Scale, matrix, random_cases, sizes};
 pub use metamorphic::metamorphic;
+pub use nonfinite::{Poison, infinite_scores, infinite_scores_on, nonfinite, nonfinite_on};
 pub use numeric::{numeric_rules, numeric_rules_on};
 pub use pairwise::{Configuration, pairwise, pairwise_cases};
 
@@ -30,9 +32,16 @@ pub(crate) fn run(subject: &dyn Subject, case: &Case, setting: &Setting) -> Resu
 }
 
 /// Runs a case once and holds it against the oracle.
-pub(crate) fn examine(subject: &dyn Subject, judge: &Judge, case: &Case, setting: &Setting) -> Verdict {
+pub(crate) fn examine(
+    subject: &dyn Subject,
+    judge: &Judge,
+    case: &Case,
+    setting: &Setting,
+) -> Verdict {
     let answer = run(subject, case, setting)?;
-    judge.check(&answer).map_err(|wrong| format!("{}: {} on {setting}: {wrong}", subject.name(), case.name))
+    judge
+        .check(&answer)
+        .map_err(|wrong| format!("{}: {} on {setting}: {wrong}", subject.name(), case.name))
 }
 
 /// Makes a judge.

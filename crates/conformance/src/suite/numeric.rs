@@ -2,7 +2,10 @@
 
 use std::sync::Arc;
 
-use annulus_core::{Alignment, BackwardMode, Batch, BiasOrder, DType, DenseMask, Dims, SinkShape, Spec, mask::Predicate};
+use annulus_core::{
+    Alignment, BackwardMode, Batch, BiasOrder, DType, DenseMask, Dims, SinkShape, Spec,
+    mask::Predicate,
+};
 use ndarray::{Array2, Array4, Axis};
 
 use super::{LAYOUTS, Verdict, ensure, examine, judge, run};
@@ -43,9 +46,16 @@ fn settings() -> [Setting; 4] {
     [Setting::ALONE, Setting::new(3, contiguous), Setting::new(4, zigzag), Setting::new(8, striped)]
 }
 
-const DIMS: Dims = Dims { batch: 2, q_len: 21, kv_len: 21, q_heads: 4, kv_heads: 2, head_dim: 8, value_dim: 5 };
+const DIMS: Dims =
+    Dims { batch: 2, q_len: 21, kv_len: 21, q_heads: 4, kv_heads: 2, head_dim: 8, value_dim: 5 };
 
-fn case(name: &str, dims: Dims, dtype: DType, masks: Masks, change: impl FnOnce(&mut Spec)) -> Case {
+fn case(
+    name: &str,
+    dims: Dims,
+    dtype: DType,
+    masks: Masks,
+    change: impl FnOnce(&mut Spec),
+) -> Case {
     let mut spec = Spec::new(dims, DType::F64);
     change(&mut spec);
     Case::new(name, spec, masks, &mut Draw::new(dims.q_len as u64)).in_dtype(dtype)
@@ -77,15 +87,27 @@ fn empty_rows(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdict
         // the oracle itself, so that this cannot pass by agreeing on nonsense
         let want = judge.want();
         for row in 0..9 {
-            ensure(want.out.index_axis(Axis(1), row).iter().chain(&want.dq.index_axis(Axis(1), row)).all(|&x| x == 0.0), || {
-                "not 0".into()
-            })?;
-            ensure(want.lse.index_axis(Axis(2), row).iter().all(|&x| x == f64::NEG_INFINITY), || "not −∞".into())?;
+            ensure(
+                want.out
+                    .index_axis(Axis(1), row)
+                    .iter()
+                    .chain(&want.dq.index_axis(Axis(1), row))
+                    .all(|&x| x == 0.0),
+                || "not 0".into(),
+            )?;
+            ensure(
+                want.lse.index_axis(Axis(2), row).iter().all(|&x| x == f64::NEG_INFINITY),
+                || "not −∞".into(),
+            )?;
         }
         ensure(want.dk.iter().chain(&want.dv).all(|x| x.is_finite()), || "not finite".into())?;
     }
     // no keys at all, and no queries at all
-    for dims in [Dims { kv_len: 0, ..DIMS }, Dims { q_len: 0, ..DIMS }, Dims { q_len: 0, kv_len: 0, ..DIMS }] {
+    for dims in [
+        Dims { kv_len: 0, ..DIMS },
+        Dims { q_len: 0, ..DIMS },
+        Dims { q_len: 0, kv_len: 0, ..DIMS },
+    ] {
         let case = self::case("an empty side", dims, dtype, Masks::default(), |_| {});
         examine(subject, &judge(&case)?, &case, setting)?;
     }
@@ -107,16 +129,27 @@ fn sinks_only(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdict
         let judge = judge(&case)?;
         examine(subject, &judge, &case, setting)?;
         let sinks = case.sinks.iter().flatten().next().copied().unwrap_or(f64::NAN);
-        ensure((judge.want().lse[[0, 0, 0]] - sinks).abs() < 1e-12, || "lse of one sink is that sink".into())?;
+        ensure((judge.want().lse[[0, 0, 0]] - sinks).abs() < 1e-12, || {
+            "lse of one sink is that sink".into()
+        })?;
     }
     Ok(())
 }
 
 /// A NaN in a query makes its row NaN and no other; one in a key, the rows that see it.
 fn visible_nan(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdict {
-    let clean = case("a NaN that is seen", DIMS, dtype, Masks { window: Some([Some(4), None]), ..causal() }, |_| {});
+    let clean = case(
+        "a NaN that is seen",
+        DIMS,
+        dtype,
+        Masks { window: Some([Some(4), None]), ..causal() },
+        |_| {},
+    );
     let rows = |answer: &Answer, nan: bool| -> Vec<usize> {
-        let is = |row: &usize| answer.out.index_axis(Axis(1), *row).index_axis(Axis(0), 1).iter().any(|x| x.is_nan()) == nan;
+        let is = |row: &usize| {
+            answer.out.index_axis(Axis(1), *row).index_axis(Axis(0), 1).iter().any(|x| x.is_nan())
+                == nan
+        };
         (0..DIMS.q_len).filter(is).collect()
     };
     for in_query in [true, false] {
@@ -129,7 +162,9 @@ fn visible_nan(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdic
         let judge = judge(&bad)?;
         examine(subject, &judge, &bad, setting)?;
         let want: Vec<usize> = if in_query { vec![6] } else { (6..=10).collect() };
-        ensure(rows(judge.want(), true) == want, || format!("the oracle has NaN in rows {:?}", rows(judge.want(), true)))?;
+        ensure(rows(judge.want(), true) == want, || {
+            format!("the oracle has NaN in rows {:?}", rows(judge.want(), true))
+        })?;
     }
     Ok(())
 }
@@ -145,7 +180,9 @@ fn hidden_poison(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verd
             Masks::default(),
             Batch {
                 q_segment_ids: Some(Array2::from_shape_fn((2, 21), |(_, i)| i32::from(i > 9))),
-                kv_segment_ids: Some(Array2::from_shape_fn((2, 21), |(_, j)| if is_hidden(j) { -1 } else { i32::from(j > 9) })),
+                kv_segment_ids: Some(Array2::from_shape_fn((2, 21), |(_, j)| {
+                    if is_hidden(j) { -1 } else { i32::from(j > 9) }
+                })),
                 ..Batch::default()
             },
             false,
@@ -153,21 +190,30 @@ fn hidden_poison(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verd
         (
             "a dense mask",
             causal(),
-            Batch { attention_mask: Some(DenseMask::from_fn([1, 1, 21, 21], |[_, _, _, j]| !is_hidden(j))), ..Batch::default() },
+            Batch {
+                attention_mask: Some(DenseMask::from_fn([1, 1, 21, 21], |[_, _, _, j]| {
+                    !is_hidden(j)
+                })),
+                ..Batch::default()
+            },
             false,
         ),
         (
             "causality by positions",
             causal(),
-            Batch { kv_positions: Some(Array2::from_shape_fn((2, 21), |(_, j)| positions(j))), ..Batch::default() },
+            Batch {
+                kv_positions: Some(Array2::from_shape_fn((2, 21), |(_, j)| positions(j))),
+                ..Batch::default()
+            },
             false,
         ),
         (
             "a mask object",
             Masks {
-                objects: vec![Arc::new(Predicate::of_pairs("not the poisoned keys", move |_, key| {
-                    !is_hidden(annulus_core::index(key.row))
-                }))],
+                objects: vec![Arc::new(Predicate::of_pairs(
+                    "not the poisoned keys",
+                    move |_, key| !is_hidden(annulus_core::index(key.row)),
+                ))],
                 ..Masks::default()
             },
             Batch::default(),
@@ -188,7 +234,9 @@ fn hidden_poison(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verd
             });
             clean.batch = batch.clone();
             if by_bias {
-                clean.bias = Some(Array4::from_shape_fn((1, 1, 21, 21), |(.., j)| if is_hidden(j) { f64::NEG_INFINITY } else { 0.5 }));
+                clean.bias = Some(Array4::from_shape_fn((1, 1, 21, 21), |(.., j)| {
+                    if is_hidden(j) { f64::NEG_INFINITY } else { 0.5 }
+                }));
             }
             let want = run(subject, &clean, setting)?;
             judge(&clean)?.check(&want)?;
@@ -199,7 +247,9 @@ fn hidden_poison(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verd
                     poisoned.v.index_axis_mut(Axis(1), j).fill(poison);
                 }
                 let got = run(subject, &poisoned, setting)?;
-                got.same_bits(&want).map_err(|wrong| format!("{poison} behind {way}, {mode:?}, {dtype}, {setting}: {wrong}"))?;
+                got.same_bits(&want).map_err(|wrong| {
+                    format!("{poison} behind {way}, {mode:?}, {dtype}, {setting}: {wrong}")
+                })?;
             }
         }
     }
@@ -214,14 +264,17 @@ fn hidden_queries(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Ver
             spec.sinks = Some(SinkShape { per_head: true, count: 1 });
             spec.backward = mode;
         });
-        clean.batch.q_segment_ids = Some(Array2::from_shape_fn((2, 21), |(_, i)| if hidden.contains(&i) { -1 } else { 0 }));
+        clean.batch.q_segment_ids =
+            Some(Array2::from_shape_fn((2, 21), |(_, i)| if hidden.contains(&i) { -1 } else { 0 }));
         clean.batch.kv_segment_ids = Some(Array2::zeros((2, 21)));
         let want = run(subject, &clean, setting)?;
         judge(&clean)?.check(&want)?;
         let mut poisoned = clean.clone();
         hidden.iter().for_each(|&i| poisoned.q.index_axis_mut(Axis(1), i).fill(f64::NAN));
         let got = run(subject, &poisoned, setting)?;
-        got.same_bits(&want).map_err(|wrong| format!("NaN in padding queries, {mode:?}, {dtype}, {setting}: {wrong}"))?;
+        got.same_bits(&want).map_err(|wrong| {
+            format!("NaN in padding queries, {mode:?}, {dtype}, {setting}: {wrong}")
+        })?;
     }
     Ok(())
 }
@@ -235,7 +288,9 @@ fn lse_base(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdict {
     let tolerance = 32.0 * epsilon(dtype.accumulator());
     for ((_, _, row), &lse) in answer.lse.indexed_iter() {
         let want = 0.25 + ((row + 1) as f64).ln();
-        ensure((lse - want).abs() <= tolerance, || format!("{dtype} on {setting}: lse of {} equal logits is {lse}, want {want}", row + 1))?;
+        ensure((lse - want).abs() <= tolerance, || {
+            format!("{dtype} on {setting}: lse of {} equal logits is {lse}, want {want}", row + 1)
+        })?;
     }
     Ok(())
 }
@@ -250,12 +305,15 @@ fn infinite_bias(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verd
         });
         let hides = |(_, _, i, j): (usize, usize, usize, usize)| i % 5 == 0 || (i + j) % 3 == 0;
         if let Some(bias) = &mut case.bias {
-            bias.indexed_iter_mut().for_each(|(at, bias)| *bias = if hides(at) { f64::NEG_INFINITY } else { *bias });
+            bias.indexed_iter_mut()
+                .for_each(|(at, bias)| *bias = if hides(at) { f64::NEG_INFINITY } else { *bias });
         }
         let judge = judge(&case)?;
         examine(subject, &judge, &case, setting)?;
         let dbias = judge.want().dbias.as_ref();
-        ensure(dbias.is_some_and(|dbias| dbias.iter().all(|x| x.is_finite())), || "the oracle's dbias is not finite".into())?;
+        ensure(dbias.is_some_and(|dbias| dbias.iter().all(|x| x.is_finite())), || {
+            "the oracle's dbias is not finite".into()
+        })?;
     }
     Ok(())
 }
@@ -263,27 +321,46 @@ fn infinite_bias(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verd
 /// Logits of some thousands: the largest key takes all, nothing becomes NaN.
 fn extreme_logits(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdict {
     // far within the range of f16 inputs; logits differ by hundreds
-    let mut case =
-        case("large logits", DIMS, dtype, Masks { window: Some([Some(6), Some(2)]), ..Masks::default() }, |spec| spec.scale = 300.0);
+    let mut case = case(
+        "large logits",
+        DIMS,
+        dtype,
+        Masks { window: Some([Some(6), Some(2)]), ..Masks::default() },
+        |spec| spec.scale = 300.0,
+    );
     case.sinks = None;
     let judge = judge(&case)?;
     examine(subject, &judge, &case, setting)?;
-    ensure(judge.want().lse.iter().any(|lse| lse.abs() > 1000.0), || "the logits are not large".into())
+    ensure(judge.want().lse.iter().any(|lse| lse.abs() > 1000.0), || {
+        "the logits are not large".into()
+    })
 }
 
 /// Ones summed over many keys and ranks: out is exactly one, and dv counts queries, in every element type.
 fn wide_sums(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdict {
-    let dims = Dims { batch: 1, q_len: 40, kv_len: 300, q_heads: 2, kv_heads: 1, head_dim: 2, value_dim: 2 };
+    let dims = Dims {
+        batch: 1,
+        q_len: 40,
+        kv_len: 300,
+        q_heads: 2,
+        kv_heads: 1,
+        head_dim: 2,
+        value_dim: 2,
+    };
     let mut case = case("many equal keys", dims, dtype, Masks::default(), |spec| spec.scale = 0.0);
     case.v.fill(1.0);
     case.dout.fill(300.0);
     let answer = run(subject, &case, setting)?;
     // with 300 terms a sum kept in bf16 or f16 would stall at 256 or lose digits
     let tolerance = |one: f64| one * (epsilon(dtype) / 2.0 + 300.0 * epsilon(dtype.accumulator()));
-    let worst = |numbers: &Array4<f64>, want: f64| numbers.iter().map(|x| (x - want).abs()).fold(0.0, f64::max);
+    let worst = |numbers: &Array4<f64>, want: f64| {
+        numbers.iter().map(|x| (x - want).abs()).fold(0.0, f64::max)
+    };
     ensure(worst(&answer.out, 1.0) <= tolerance(1.0), || {
         format!("{dtype} on {setting}: out of ones is off by {}", worst(&answer.out, 1.0))
     })?;
     // 40 queries × 2 heads × 1/300 × 300
-    ensure(worst(&answer.dv, 80.0) <= tolerance(80.0), || format!("{dtype} on {setting}: dv of ones is off by {}", worst(&answer.dv, 80.0)))
+    ensure(worst(&answer.dv, 80.0) <= tolerance(80.0), || {
+        format!("{dtype} on {setting}: dv of ones is off by {}", worst(&answer.dv, 80.0))
+    })
 }

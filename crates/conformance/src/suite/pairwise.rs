@@ -18,7 +18,10 @@
 
 use std::sync::Arc;
 
-use annulus_core::{Alibi, Alignment, BackwardMode, BiasOrder, CustomLayout, DType, Dims, Dropout, Layout, Route, Runs, SinkShape, Spec};
+use annulus_core::{
+    Alibi, Alignment, BackwardMode, BiasOrder, CustomLayout, DType, Dims, Dropout, Layout, Route,
+    Runs, SinkShape, Spec,
+};
 
 use super::{LAYOUTS, Verdict, examine, judge, matrix};
 use crate::{Case, Draw, Setting, Subject};
@@ -47,7 +50,12 @@ const DIMS: [Dims; 6] = [
     dims(1, [40, 40], [2, 1], [4, 4]),
 ];
 
-const fn dims(batch: usize, [q_len, kv_len]: [usize; 2], [q_heads, kv_heads]: [usize; 2], [head_dim, value_dim]: [usize; 2]) -> Dims {
+const fn dims(
+    batch: usize,
+    [q_len, kv_len]: [usize; 2],
+    [q_heads, kv_heads]: [usize; 2],
+    [head_dim, value_dim]: [usize; 2],
+) -> Dims {
     Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim }
 }
 
@@ -90,7 +98,8 @@ impl Configuration {
     /// The case; the same for the same configuration.
     pub fn case(&self) -> Case {
         let [mask, _, dims, dtype, feature, backward, _] = self.values;
-        let draw = &mut Draw::new(self.values.iter().fold(1, |seed, &value| seed * 64 + value as u64));
+        let draw =
+            &mut Draw::new(self.values.iter().fold(1, |seed, &value| seed * 64 + value as u64));
         let (dims, feature) = (DIMS[dims], FEATURES[feature]);
         let Dims { batch, q_len, kv_len, q_heads, .. } = dims;
         let mut spec = Spec::new(dims, DType::F64);
@@ -104,9 +113,12 @@ impl Configuration {
             Feature::SinksPerHead => spec.sinks = Some(SinkShape { per_head: true, count: 1 }),
             // with a bias, or its order would mean nothing
             Feature::SoftCap => {
-                (spec.soft_cap, spec.bias_order, spec.bias) = (Some(2.0), BiasOrder::BeforeSoftCap, Some([1, 1, 1, kv_len]));
+                (spec.soft_cap, spec.bias_order, spec.bias) =
+                    (Some(2.0), BiasOrder::BeforeSoftCap, Some([1, 1, 1, kv_len]));
             }
-            Feature::Dropout => spec.dropout = Some(Dropout { probability: 0.4, seed: draw.bits() }),
+            Feature::Dropout => {
+                spec.dropout = Some(Dropout { probability: 0.4, seed: draw.bits() })
+            }
             Feature::Unnormalized => spec.normalize = false,
             Feature::RoundedLogits => spec.logits_dtype = DType::Bf16,
         }
@@ -116,7 +128,9 @@ impl Configuration {
         let mut case = Case::new(self.to_string(), spec, matrix::masks(mask, &dims, draw), draw);
         if feature == Feature::RoundedLogits {
             // products that every sum gets exactly, or a sum's last bit could decide which way a logit is rounded
-            [&mut case.q, &mut case.k].into_iter().for_each(|tensor| tensor.mapv_inplace(|x| (4.0 * x).round() / 4.0));
+            [&mut case.q, &mut case.k]
+                .into_iter()
+                .for_each(|tensor| tensor.mapv_inplace(|x| (4.0 * x).round() / 4.0));
         }
         if backward >= 2 {
             case.dlse = Some(draw.tensor((batch, q_heads, q_len)));
@@ -135,13 +149,18 @@ impl Configuration {
             5 => None,
             named => Some(LAYOUTS[named].clone()),
         };
-        Setting { ranks, layout, route: [None, Some(Route::RelayUp), Some(Route::RelayDown), Some(Route::Direct)][route] }
+        Setting {
+            ranks,
+            layout,
+            route: [None, Some(Route::RelayUp), Some(Route::RelayDown), Some(Route::Direct)][route],
+        }
     }
 }
 
 impl std::fmt::Display for Configuration {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let named = FACTORS.iter().zip(self.values).map(|((name, _), value)| format!("{name} {value}"));
+        let named =
+            FACTORS.iter().zip(self.values).map(|((name, _), value)| format!("{name} {value}"));
         formatter.write_str(&named.collect::<Vec<_>>().join(", "))
     }
 }
@@ -162,7 +181,8 @@ fn last_rank_empty(dims: &Dims, ranks: usize) -> Layout {
 /// Two values of two factors that may meet, the lower factor first.
 fn may_meet(factor: usize, value: usize, other_factor: usize, other: usize) -> bool {
     let two_pass = other_factor == BACKWARD && other % 2 == 1;
-    let refused = (factor == MASK && value == matrix::DENSE_BATCH) || (factor == FEATURE && FEATURES[value] == Feature::BiasPerPair);
+    let refused = (factor == MASK && value == matrix::DENSE_BATCH)
+        || (factor == FEATURE && FEATURES[value] == Feature::BiasPerPair);
     !(two_pass && refused)
 }
 
@@ -170,8 +190,13 @@ fn may_meet(factor: usize, value: usize, other_factor: usize, other: usize) -> b
 pub fn pairwise() -> Vec<Configuration> {
     let factors = FACTORS.len();
     // met[a][x][b][y], a < b: whether value x of factor a has met value y of factor b, or may not
-    let row = |a: usize, x: usize| (0..factors).map(|b| (0..FACTORS[b].1).map(|y| b <= a || !may_meet(a, x, b, y)).collect()).collect();
-    let mut met: Vec<Vec<Vec<Vec<bool>>>> = (0..factors).map(|a| (0..FACTORS[a].1).map(|x| row(a, x)).collect()).collect();
+    let row = |a: usize, x: usize| {
+        (0..factors)
+            .map(|b| (0..FACTORS[b].1).map(|y| b <= a || !may_meet(a, x, b, y)).collect())
+            .collect()
+    };
+    let mut met: Vec<Vec<Vec<Vec<bool>>>> =
+        (0..factors).map(|a| (0..FACTORS[a].1).map(|x| row(a, x)).collect()).collect();
     let draw = &mut Draw::new(7);
     let mut all = Vec::new();
     while let Some([(a, x), (b, y)]) = first_missing(&met) {
@@ -200,28 +225,38 @@ pub fn pairwise() -> Vec<Configuration> {
 type Value = (usize, usize);
 
 fn first_missing(met: &[Vec<Vec<Vec<bool>>>]) -> Option<[Value; 2]> {
-    let of = |a: usize, x: usize| (0..FACTORS.len()).flat_map(move |b| (0..FACTORS[b].1).map(move |y| [(a, x), (b, y)]));
+    let of = |a: usize, x: usize| {
+        (0..FACTORS.len()).flat_map(move |b| (0..FACTORS[b].1).map(move |y| [(a, x), (b, y)]))
+    };
     let all = (0..FACTORS.len()).flat_map(|a| (0..FACTORS[a].1).flat_map(move |x| of(a, x)));
     all.into_iter().find(|&[(a, x), (b, y)]| !met[a][x][b][y])
 }
 
 /// Pairs of the values that are set, the lower factor first.
 fn pairs(values: &[Option<usize>; FACTORS.len()]) -> impl Iterator<Item = [Value; 2]> {
-    let set: Vec<Value> = values.iter().enumerate().filter_map(|(factor, value)| Some((factor, (*value)?))).collect();
+    let set: Vec<Value> =
+        values.iter().enumerate().filter_map(|(factor, value)| Some((factor, (*value)?))).collect();
     (0..set.len()).flat_map(move |b| (0..b).map(|a| [set[a], set[b]]).collect::<Vec<_>>())
 }
 
 /// The value of `factor` that meets most others for the first time, a random one of equals; `None` if none may.
-fn fill(met: &[Vec<Vec<Vec<bool>>>], values: &[Option<usize>; FACTORS.len()], factor: usize, draw: &mut Draw) -> Option<usize> {
+fn fill(
+    met: &[Vec<Vec<Vec<bool>>>],
+    values: &[Option<usize>; FACTORS.len()],
+    factor: usize,
+    draw: &mut Draw,
+) -> Option<usize> {
     let candidates = (0..FACTORS[factor].1).filter_map(|value| {
         let mut tried = *values;
         tried[factor] = Some(value);
-        let news = pairs(&tried).map(|[(a, x), (b, y)]| may_meet(a, x, b, y).then_some(usize::from(!met[a][x][b][y])));
+        let news = pairs(&tried)
+            .map(|[(a, x), (b, y)]| may_meet(a, x, b, y).then_some(usize::from(!met[a][x][b][y])));
         Some((news.sum::<Option<usize>>()?, value))
     });
     let candidates: Vec<(usize, usize)> = candidates.collect();
     let most = candidates.iter().map(|(gain, _)| *gain).max()?;
-    let best: Vec<usize> = candidates.into_iter().filter(|(gain, _)| *gain == most).map(|(_, value)| value).collect();
+    let best: Vec<usize> =
+        candidates.into_iter().filter(|(gain, _)| *gain == most).map(|(_, value)| value).collect();
     Some(draw.pick(&best))
 }
 
@@ -248,13 +283,17 @@ mod tests {
         let all = pairwise();
         assert!(all.len() <= 400, "{} configurations", all.len());
         let two_pass = [1, 3];
-        let per_pair = FEATURES.iter().position(|&feature| feature == Feature::BiasPerPair).unwrap();
+        let per_pair =
+            FEATURES.iter().position(|&feature| feature == Feature::BiasPerPair).unwrap();
         for (b, (name_b, count_b)) in FACTORS.into_iter().enumerate() {
             for (a, (name_a, count_a)) in FACTORS.into_iter().enumerate().take(b) {
                 for (x, y) in (0..count_a).flat_map(|x| (0..count_b).map(move |y| (x, y))) {
-                    let refused =
-                        b == BACKWARD && two_pass.contains(&y) && [(MASK, matrix::DENSE_BATCH), (FEATURE, per_pair)].contains(&(a, x));
-                    let meets = all.iter().any(|configuration| configuration.values[a] == x && configuration.values[b] == y);
+                    let refused = b == BACKWARD
+                        && two_pass.contains(&y)
+                        && [(MASK, matrix::DENSE_BATCH), (FEATURE, per_pair)].contains(&(a, x));
+                    let meets = all.iter().any(|configuration| {
+                        configuration.values[a] == x && configuration.values[b] == y
+                    });
                     assert_eq!(meets, !refused, "{name_a} {x} and {name_b} {y}");
                 }
             }
@@ -267,7 +306,14 @@ mod tests {
         let told = |values: [usize; FACTORS.len()]| {
             let configuration = Configuration { values };
             let (case, setting) = (configuration.case(), configuration.setting(3));
-            format!("{:?} {:?} {:?} {} {setting} {:?}", case.spec, case.masks, case.batch, case.dlse.is_some(), setting.layout)
+            format!(
+                "{:?} {:?} {:?} {} {setting} {:?}",
+                case.spec,
+                case.masks,
+                case.batch,
+                case.dlse.is_some(),
+                setting.layout
+            )
         };
         for (factor, (name, count)) in FACTORS.into_iter().enumerate() {
             let of = |value| {

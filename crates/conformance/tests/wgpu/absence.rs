@@ -1,4 +1,4 @@
-//! A machine without a driver, made of one that has some by hiding them from the loader.
+//! A machine without a driver: drivers are hidden from the loader.
 #![cfg(target_os = "linux")]
 
 use std::process::{Command, Output};
@@ -6,13 +6,18 @@ use std::process::{Command, Output};
 use annulus::Error;
 use annulus_wgpu::{Gpu, Options};
 
-/// Runs one test of this program again, where no driver can be found.
+/// Runs one test of this program in a process that finds no driver.
 fn without_drivers(test: &str, required: &str) -> Output {
     let program = std::env::current_exe().expect("this program");
     let mut command = Command::new(program);
-    command.args(["--exact", test, "--nocapture"]).env("ANNULUS_REQUIRE", required).env_remove("RUST_BACKTRACE");
-    // the second is what older loaders listen to
-    command.env("VK_DRIVER_FILES", "/nowhere/none.json").env("VK_ICD_FILENAMES", "/nowhere/none.json");
+    command
+        .args(["--exact", test, "--nocapture"])
+        .env("ANNULUS_REQUIRE", required)
+        .env_remove("RUST_BACKTRACE");
+    // older loaders read the second
+    command
+        .env("VK_DRIVER_FILES", "/nowhere/none.json")
+        .env("VK_ICD_FILENAMES", "/nowhere/none.json");
     command.output().expect("it starts")
 }
 
@@ -28,12 +33,15 @@ fn without_a_driver_tests_say_so_or_fail_where_one_is_required() {
     assert!(!said.status.success() && all.contains("ANNULUS_REQUIRE has wgpu"), "{all}");
 }
 
-/// Asks for a device, wherever it runs: one error where there is none.
+/// Opens a device, or checks the error if there is none.
 #[test]
 fn a_device_opens_or_the_error_says_what_is_missing() {
     if Gpu::list().is_empty() {
         let error = Gpu::open(&Options::default()).expect_err("there is none");
-        assert!(matches!(&error, Error::Unsupported { what, by } if what == "wgpu device 0" && by.contains("driver")), "{error}");
+        assert!(
+            matches!(&error, Error::Unsupported { what, by } if what == "wgpu device 0" && by.contains("driver")),
+            "{error}"
+        );
         println!("NO DRIVER: {error}");
     } else {
         Gpu::open(&Options::default()).expect("the first adapter opens");

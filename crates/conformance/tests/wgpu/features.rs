@@ -1,29 +1,42 @@
-//! What a plan can ask for, beyond what random cases are likely to: head dims up to the largest, pairs of choices, the very pairs that dropout drops.
+//! Features that random cases are unlikely to cover: head dims up to the largest, pairs of choices,
+//! the exact pairs that dropout drops.
 
 use annulus::{Dims, Layout, Spec};
-use annulus_conformance::{Case, Draw, Judge, Masks, Setting, Subject, subjects::cpu, suite, wgpu::WgpuRing};
+use annulus_conformance::{
+    Case, Draw, Judge, Masks, Setting, Subject, subjects::cpu, suite, wgpu::WgpuRing,
+};
 use annulus_core::{BackwardMode, DType, Dropout};
 use ndarray::Array4;
 
 use super::gpu;
 
-/// Holds an answer of the device to the oracle.
+/// Compares an answer of the device with the oracle.
 fn holds(ring: &WgpuRing, case: &Case, setting: &Setting) {
     let answer = ring.run(case, setting, 1).expect("an answer").remove(0);
-    Judge::new(case).expect("a truth").check(&answer).unwrap_or_else(|wrong| panic!("{}: {wrong}", case.name));
+    Judge::new(case)
+        .expect("a truth")
+        .check(&answer)
+        .unwrap_or_else(|wrong| panic!("{}: {wrong}", case.name));
 }
 
 #[test]
 fn head_dims_from_1_to_256_hold() {
     let Some(gpu) = gpu() else { return };
     let ring = WgpuRing::new(gpu);
-    // kernels of the smallest and of the largest vectors, which take lavapipe long to compile; golden cases have those between
+    // the smallest and the largest kernels, which lavapipe compiles slowly; golden cases cover the
+    // others
     let dims = [(1, 256), (33, 32), (256, 31)];
     for (number, (head_dim, value_dim)) in dims.into_iter().enumerate() {
-        let dims = Dims { batch: 1, q_len: 9, kv_len: 37, q_heads: 2, kv_heads: 1, head_dim, value_dim };
+        let dims =
+            Dims { batch: 1, q_len: 9, kv_len: 37, q_heads: 2, kv_heads: 1, head_dim, value_dim };
         let mut spec = Spec::new(dims, DType::F64);
         spec.backward = if number % 2 == 0 { BackwardMode::OnePass } else { BackwardMode::TwoPass };
-        let case = Case::new(format!("{head_dim} and {value_dim}"), spec, Masks::default(), &mut Draw::new(number as u64));
+        let case = Case::new(
+            format!("{head_dim} and {value_dim}"),
+            spec,
+            Masks::default(),
+            &mut Draw::new(number as u64),
+        );
         holds(&ring, &case.in_dtype(DType::F32), &Setting::new(2, Layout::Contiguous));
     }
 }
@@ -32,25 +45,47 @@ fn head_dims_from_1_to_256_hold() {
 fn a_sample_of_the_pairs_of_choices_holds() {
     let Some(gpu) = gpu() else { return };
     let ring = WgpuRing::new(gpu).only(super::F32);
-    for (number, configuration) in suite::pairwise().iter().enumerate().filter(|(number, _)| number % 7 == 3) {
-        holds(&ring, &configuration.case().in_dtype(DType::F32), &configuration.setting([3, 1, 4, 2][number % 4]));
+    for (number, configuration) in
+        suite::pairwise().iter().enumerate().filter(|(number, _)| number % 7 == 3)
+    {
+        holds(
+            &ring,
+            &configuration.case().in_dtype(DType::F32),
+            &configuration.setting([3, 1, 4, 2][number % 4]),
+        );
     }
 }
 
 #[test]
 fn dropout_drops_the_pairs_that_the_cpu_drops() {
     let Some(gpu) = gpu() else { return };
-    // each value is a unit vector, so that out has the weight of every pair
-    let dims = Dims { batch: 2, q_len: 32, kv_len: 32, q_heads: 2, kv_heads: 1, head_dim: 3, value_dim: 32 };
+    // each value is a unit vector, so that out is the matrix of probabilities
+    let dims = Dims {
+        batch: 2,
+        q_len: 32,
+        kv_len: 32,
+        q_heads: 2,
+        kv_heads: 1,
+        head_dim: 3,
+        value_dim: 32,
+    };
     let mut spec = Spec::new(dims, DType::F64);
     spec.dropout = Some(Dropout { probability: 0.37, seed: 0x9e37_79b9_7f4a_7c15 });
-    let mut case = Case::new("dropout", spec, Masks { causal: true, ..Masks::default() }, &mut Draw::new(1)).in_dtype(DType::F32);
-    case.v = Array4::from_shape_fn((2, 32, 1, 32), |(_, row, _, column)| if row == column { 1.0 } else { 0.0 });
+    let mut case =
+        Case::new("dropout", spec, Masks { causal: true, ..Masks::default() }, &mut Draw::new(1))
+            .in_dtype(DType::F32);
+    case.v = Array4::from_shape_fn(
+        (2, 32, 1, 32),
+        |(_, row, _, column)| if row == column { 1.0 } else { 0.0 },
+    );
     let setting = Setting::new(3, Layout::Striped);
     let want = cpu().run(&case, &Setting::ALONE, 1).unwrap().remove(0);
     let got = WgpuRing::new(gpu).run(&case, &setting, 1).unwrap().remove(0);
     let dropped = |out: &Array4<f64>| out.mapv(|weight| weight == 0.0);
     assert!(dropped(&want.out) == dropped(&got.out), "other pairs were dropped");
-    let (kept, visible) = (got.out.iter().filter(|&&weight| weight != 0.0).count() as f64, f64::from(2 * 2 * 32 * 33 / 2));
+    let (kept, visible) = (
+        got.out.iter().filter(|&&weight| weight != 0.0).count() as f64,
+        f64::from(2 * 2 * 32 * 33 / 2),
+    );
     assert!((kept / visible - 0.63).abs() < 0.05, "{kept} of {visible} were kept");
 }

@@ -1,4 +1,4 @@
-//! Devices, buffers and errors that come from elsewhere.
+//! Devices, buffers and errors that a caller or another library made.
 
 use annulus::{
     Attention, Dims, Error,
@@ -11,18 +11,28 @@ use annulus_conformance::{suite, wgpu::WgpuRing};
 use annulus_core::{DType, Inputs, Outputs};
 use annulus_wgpu::{
     Copier, Gpu, Level, Options, Tensor, Wgpu, WgpuSpace,
-    wgpu::{Backends, BufferDescriptor, BufferUsages, Device, DeviceDescriptor, Instance, InstanceDescriptor, Limits, Queue},
+    wgpu::{
+        Backends, BufferDescriptor, BufferUsages, Device, DeviceDescriptor, Instance,
+        InstanceDescriptor, Limits, Queue,
+    },
 };
 
 use super::{DEADLINE, F32, forward, gpu, open, ring};
 
-/// What a program that knows nothing of this one opens: WebGPU's own limits, no features; or less.
+/// Opens a device as an unrelated program does: with these limits and without features.
 fn foreign(limits: Limits) -> Option<(Device, Queue)> {
     gpu()?;
     let instance = Instance::new(InstanceDescriptor::new_without_display_handle());
-    let adapter = pollster::block_on(instance.enumerate_adapters(Backends::VULKAN | Backends::METAL | Backends::DX12)).into_iter().next();
+    let adapter = pollster::block_on(
+        instance.enumerate_adapters(Backends::VULKAN | Backends::METAL | Backends::DX12),
+    )
+    .into_iter()
+    .next();
     let descriptor = DeviceDescriptor { required_limits: limits, ..DeviceDescriptor::default() };
-    Some(pollster::block_on(adapter.expect("the adapter").request_device(&descriptor)).expect("a device"))
+    Some(
+        pollster::block_on(adapter.expect("the adapter").request_device(&descriptor))
+            .expect("a device"),
+    )
 }
 
 fn alone() -> Threads {
@@ -45,24 +55,42 @@ fn a_device_of_somebody_else_serves_too() {
 fn a_device_that_lacks_something_is_refused() {
     let Some((device, queue)) = foreign(Limits::downlevel_defaults()) else { return };
     let told = Gpu::adopt(device, queue, None);
-    assert!(matches!(&told, Err(Error::Unsupported { what, .. }) if what.contains("it takes")), "{told:?}");
+    assert!(
+        matches!(&told, Err(Error::Unsupported { what, .. }) if what.contains("it takes")),
+        "{told:?}"
+    );
     for level in [Level::Subgroup, Level::Matrix] {
         let Some((device, queue)) = foreign(Limits::default()) else { return };
         let told = Gpu::adopt(device, queue, Some(level));
-        assert!(matches!(&told, Err(Error::Unsupported { what, .. }) if what.contains(level.name())), "{told:?}");
+        assert!(
+            matches!(&told, Err(Error::Unsupported { what, .. }) if what.contains(level.name())),
+            "{told:?}"
+        );
     }
 }
 
 #[test]
 fn a_buffer_of_somebody_else_serves_if_it_is_large_enough_and_may_be_used() {
     let Some(gpu) = gpu() else { return };
-    let buffer = |size, usage| gpu.device().create_buffer(&BufferDescriptor { label: None, size, usage, mapped_at_creation: false });
+    let buffer = |size, usage| {
+        gpu.device().create_buffer(&BufferDescriptor {
+            label: None,
+            size,
+            usage,
+            mapped_at_creation: false,
+        })
+    };
     let all = BufferUsages::STORAGE | BufferUsages::COPY_SRC | BufferUsages::COPY_DST;
     let adopt = |buffer, dtype| Tensor::adopt(&gpu, buffer, [1, 3, 2, 5], dtype);
     let zeros = adopt(buffer(120, all), DType::F32).unwrap().download::<f32>().unwrap();
     assert!(zeros.shape() == [1, 3, 2, 5] && zeros.iter().all(|&x| x == 0.0));
-    assert!(matches!(adopt(buffer(116, all), DType::F32), Err(Error::InvalidArgument { got, .. }) if got.contains("116")));
-    assert!(matches!(adopt(buffer(120, BufferUsages::STORAGE), DType::F32), Err(Error::InvalidArgument { .. })));
+    assert!(
+        matches!(adopt(buffer(116, all), DType::F32), Err(Error::InvalidArgument { got, .. }) if got.contains("116"))
+    );
+    assert!(matches!(
+        adopt(buffer(120, BufferUsages::STORAGE), DType::F32),
+        Err(Error::InvalidArgument { .. })
+    ));
     assert!(matches!(adopt(buffer(240, all), DType::F64), Err(Error::Unsupported { .. })));
     let other = adopt(buffer(60, all), DType::Bf16).unwrap().download::<f32>();
     assert!(matches!(other, Err(Error::InvalidArgument { argument, .. }) if argument == "dtype"));
@@ -77,12 +105,19 @@ fn a_tensor_of_another_device_is_an_error_that_ends_the_plan() {
     let mut lse = Tensor::zeros(&gpu, [1, 2, 40, 1], DType::F32).unwrap();
     let mut pass = |ring: &mut annulus::Ring<_>| {
         let inputs = Inputs { q: &q, k: &k, v: &v, bias: None, sinks: None };
-        ring.forward(&inputs, &mut Outputs { out: &mut out, lse: &mut lse, max: None, sum: None, ties: None }).err()
+        ring.forward(
+            &inputs,
+            &mut Outputs { out: &mut out, lse: &mut lse, max: None, sum: None, ties: None },
+        )
+        .err()
     };
     let told = pass(&mut ring);
-    assert!(matches!(&told, Some(Error::InvalidArgument { argument, .. }) if argument == "query"), "{told:?}");
+    assert!(
+        matches!(&told, Some(Error::InvalidArgument { argument, .. }) if argument == "query"),
+        "{told:?}"
+    );
     assert!(matches!(pass(&mut ring), Some(Error::Poisoned { .. })));
-    // the devices have taken no harm
+    // the devices still work
     for gpu in [gpu, other] {
         let mut ring = super::ring(&gpu, alone(), &Attention::new(), DIMS).expect("a plan");
         forward(&gpu, &mut ring, DIMS).expect("a pass");
@@ -94,12 +129,21 @@ fn blocks_that_another_device_would_copy_are_an_error_on_every_rank() {
     let (Some(gpu), Some(other)) = (gpu(), open(&Options::default())) else { return };
     let told = each_rank(threads::ring(2), |rank, transport| {
         let copier = Copier::new(if rank == 0 { gpu.clone() } else { other.clone() });
-        let transport = Box::new(Deadline::new(Staged::<_, WgpuSpace>::new(transport, copier), DEADLINE)?);
-        let mut ring = annulus::Ring::new(Wgpu::new(gpu.clone()), transport, Attention::new().spec(DIMS), annulus::RingOptions::default())?;
+        let transport =
+            Box::new(Deadline::new(Staged::<_, WgpuSpace>::new(transport, copier), DEADLINE)?);
+        let mut ring = annulus::Ring::new(
+            Wgpu::new(gpu.clone()),
+            transport,
+            Attention::new().spec(DIMS),
+            annulus::RingOptions::default(),
+        )?;
         Ok(forward(&gpu, &mut ring, DIMS).err())
     })
     .expect("every rank answers");
-    assert!(matches!(&told[1], Some(Error::InvalidArgument { argument, .. }) if argument == "block"), "{told:?}");
+    assert!(
+        matches!(&told[1], Some(Error::InvalidArgument { argument, .. }) if argument == "block"),
+        "{told:?}"
+    );
     assert!(told[0].as_ref().is_some_and(Error::is_fatal), "{told:?}");
 }
 
@@ -111,11 +155,11 @@ fn a_device_serves_at_several_levels_at_once() {
         let at = gpu.at(level).expect("the level");
         assert_eq!(at.level(), level);
         let mut ring = ring(&at, alone(), &Attention::new(), DIMS).expect("a plan");
-        // tensors of one are tensors of the other
+        // the levels share tensors
         forward(&gpu, &mut ring, DIMS).expect("a pass");
     }
     gpu.device().destroy();
-    // and what one has lost the other has
+    // and a loss of the device
     let told = gpu.at(Level::Plain).and_then(|at| at.synchronize()).err();
     assert!(matches!(told, Some(Error::Device { .. })), "{told:?}");
 }
@@ -124,15 +168,23 @@ fn a_device_serves_at_several_levels_at_once() {
 fn memory_that_cannot_be_had_is_told_with_how_much_it_was() {
     let Some(gpu) = gpu() else { return };
     let told = Tensor::zeros(&gpu, [1, 1 << 30, 1 << 7, 1 << 8], DType::F32).err();
-    assert!(matches!(told, Some(Error::OutOfMemory { asked, free: Some(_) }) if asked == 1 << 47), "{told:?}");
+    assert!(
+        matches!(told, Some(Error::OutOfMemory { asked, free: Some(_), .. }) if asked == 1 << 47),
+        "{told:?}"
+    );
 }
 
 #[test]
 fn an_error_that_nobody_waits_for_is_no_panic_and_ends_what_comes_after() {
     let Some(gpu) = open(&Options::default()) else { return };
     let size = gpu.device().limits().max_buffer_size + 4;
-    // somebody who shares the device asks for too much, in no error scope
-    drop(gpu.device().create_buffer(&BufferDescriptor { label: None, size, usage: BufferUsages::STORAGE, mapped_at_creation: false }));
+    // another user of the device allocates too much, outside of error scopes
+    drop(gpu.device().create_buffer(&BufferDescriptor {
+        label: None,
+        size,
+        usage: BufferUsages::STORAGE,
+        mapped_at_creation: false,
+    }));
     let told = Tensor::zeros(&gpu, [1, 1, 1, 1], DType::F32).err();
     assert!(matches!(&told, Some(Error::Device { what }) if what.contains("no call")), "{told:?}");
     assert!(gpu.synchronize().is_err());

@@ -1,4 +1,5 @@
-//! Small devices: bindings too small for a tensor, grids too narrow for the workgroups, devices too small for a tile.
+//! Small devices: bindings smaller than a tensor, grids narrower than the workgroups, devices too
+//! small for a tile.
 
 use annulus::{
     Attention, Dims, Error, Layout, SinkShape, Spec,
@@ -12,7 +13,15 @@ use super::{gpu, open, ring};
 
 /// A case of two groups of heads, two batch rows and a bias of all axes, long enough to be cut.
 fn long_case() -> Case {
-    let dims = Dims { batch: 2, q_len: 150, kv_len: 150, q_heads: 4, kv_heads: 2, head_dim: 5, value_dim: 7 };
+    let dims = Dims {
+        batch: 2,
+        q_len: 150,
+        kv_len: 150,
+        q_heads: 4,
+        kv_heads: 2,
+        head_dim: 5,
+        value_dim: 7,
+    };
     let mut spec = Spec::new(dims, DType::F64);
     spec.sinks = Some(SinkShape { per_head: true, count: 1 });
     spec.bias = Some([2, 4, 150, 150]);
@@ -23,10 +32,14 @@ fn long_case() -> Case {
 fn tensors_larger_than_a_binding_are_worked_in_parts() {
     let Some(whole) = gpu() else { return };
     // the bias alone has 720 000 bytes
-    let Some(small) = open(&Options { most_binding_bytes: Some(80 << 10), ..Options::default() }) else { return };
+    let Some(small) = open(&Options { most_binding_bytes: Some(80 << 10), ..Options::default() })
+    else {
+        return;
+    };
     let case = long_case().in_dtype(DType::F32);
     for setting in [Setting::ALONE, Setting::new(2, Layout::Zigzag)] {
-        let [want, got] = [whole.clone(), small.clone()].map(|gpu| WgpuRing::new(gpu).run(&case, &setting, 1).unwrap().remove(0));
+        let [want, got] = [whole.clone(), small.clone()]
+            .map(|gpu| WgpuRing::new(gpu).run(&case, &setting, 1).unwrap().remove(0));
         let judge = Judge::new(&case).unwrap();
         judge.check(&want).unwrap();
         judge.check(&got).unwrap();
@@ -35,11 +48,26 @@ fn tensors_larger_than_a_binding_are_worked_in_parts() {
 
 #[test]
 fn more_workgroups_than_a_line_of_the_grid_has_are_folded() {
-    // instead of 65 535; the tiles of queries are 64 workgroups, and no kernel has more than 20 × 20
-    let Some(narrow) = open(&Options { most_groups_a_line: Some(20), ..Options::default() }) else { return };
+    // instead of 65 535; the query tiles are 64 workgroups, and no kernel has more than 20 × 20
+    let Some(narrow) = open(&Options { most_groups_a_line: Some(20), ..Options::default() }) else {
+        return;
+    };
     assert_eq!(narrow.device().limits().max_compute_workgroups_per_dimension, 20);
-    let dims = Dims { batch: 2, q_len: 100, kv_len: 100, q_heads: 8, kv_heads: 4, head_dim: 5, value_dim: 7 };
-    let case = Case::new("wide", Spec::new(dims, DType::F64), Masks { causal: true, ..Masks::default() }, &mut Draw::new(6));
+    let dims = Dims {
+        batch: 2,
+        q_len: 100,
+        kv_len: 100,
+        q_heads: 8,
+        kv_heads: 4,
+        head_dim: 5,
+        value_dim: 7,
+    };
+    let case = Case::new(
+        "wide",
+        Spec::new(dims, DType::F64),
+        Masks { causal: true, ..Masks::default() },
+        &mut Draw::new(6),
+    );
     let case = case.in_dtype(DType::F32);
     let answer = WgpuRing::new(narrow).run(&case, &Setting::ALONE, 1).unwrap().remove(0);
     Judge::new(&case).unwrap().check(&answer).unwrap();
@@ -49,22 +77,40 @@ fn more_workgroups_than_a_line_of_the_grid_has_are_folded() {
 fn more_than_65_535_workgroups_are_folded() {
     let Some(gpu) = gpu() else { return };
     // a workgroup copies 64 elements: 66 000 workgroups for the keys alone
-    let dims = Dims { batch: 1, q_len: 1, kv_len: 16_500, q_heads: 8, kv_heads: 8, head_dim: 32, value_dim: 2 };
+    let dims = Dims {
+        batch: 1,
+        q_len: 1,
+        kv_len: 16_500,
+        q_heads: 8,
+        kv_heads: 8,
+        head_dim: 32,
+        value_dim: 2,
+    };
     holds(gpu, dims);
 }
 
 #[test]
 fn no_tile_of_a_long_row_is_left_out() {
-    // Mesa's before 23 left loops early: after some 15 000 keys here, a few thousand with longer vectors
+    // Mesa before 23 leaves loops early: here after some 15 000 keys, with longer vectors after a
+    // few thousand
     let Some(gpu) = gpu() else { return };
-    let dims = Dims { batch: 1, q_len: 1, kv_len: 17_000, q_heads: 1, kv_heads: 1, head_dim: 64, value_dim: 2 };
+    let dims = Dims {
+        batch: 1,
+        q_len: 1,
+        kv_len: 17_000,
+        q_heads: 1,
+        kv_heads: 1,
+        head_dim: 64,
+        value_dim: 2,
+    };
     holds(gpu.clone(), dims);
     holds(gpu, Dims { q_len: 17_000, kv_len: 1, ..dims });
 }
 
-/// A whole pass, held to the oracle.
+/// Runs a whole pass and compares it with the oracle.
 fn holds(gpu: Gpu, dims: Dims) {
-    let case = Case::new("long", Spec::new(dims, DType::F64), Masks::default(), &mut Draw::new(7)).in_dtype(DType::F32);
+    let case = Case::new("long", Spec::new(dims, DType::F64), Masks::default(), &mut Draw::new(7))
+        .in_dtype(DType::F32);
     let answer = WgpuRing::new(gpu).run(&case, &Setting::ALONE, 1).expect("an answer").remove(0);
     Judge::new(&case).expect("a truth").check(&answer).expect("the truth");
 }
@@ -73,16 +119,34 @@ fn holds(gpu: Gpu, dims: Dims) {
 fn limits_that_are_too_small_are_an_error_at_plan_time_on_every_rank() {
     let Some(plenty) = gpu() else { return };
     // one tile of these keys takes 32 rows of 32 KiB in one binding
-    let dims = Dims { batch: 1, q_len: 64, kv_len: 64, q_heads: 32, kv_heads: 32, head_dim: 128, value_dim: 128 };
-    let Some(small) = open(&Options { most_binding_bytes: Some(64 << 10), ..Options::default() }) else { return };
-    let Some(little) = open(&Options { most_buffer_bytes: Some(256 << 10), ..Options::default() }) else { return };
+    let dims = Dims {
+        batch: 1,
+        q_len: 64,
+        kv_len: 64,
+        q_heads: 32,
+        kv_heads: 32,
+        head_dim: 128,
+        value_dim: 128,
+    };
+    let Some(small) = open(&Options { most_binding_bytes: Some(64 << 10), ..Options::default() })
+    else {
+        return;
+    };
+    let Some(little) = open(&Options { most_buffer_bytes: Some(256 << 10), ..Options::default() })
+    else {
+        return;
+    };
     for poor in [small, little] {
         let errors = each_rank(threads::ring(2), |rank, transport| {
             let gpu = if rank == 1 { &poor } else { &plenty };
             Ok(ring(gpu, transport, &Attention::new(), dims).err())
         })
         .expect("every rank answers");
-        assert!(matches!(&errors[1], Some(Error::Unsupported { .. } | Error::OutOfMemory { .. })), "{:?}", errors[1]);
+        assert!(
+            matches!(&errors[1], Some(Error::Unsupported { .. } | Error::OutOfMemory { .. })),
+            "{:?}",
+            errors[1]
+        );
         assert!(errors[0].is_some(), "{errors:?}");
     }
 }

@@ -12,12 +12,13 @@ use annulus::{
     Attention, Dims, Error, Ring,
     comm::threads::{self, each_rank},
 };
-use annulus_core::{DType, Gradients, Inputs, Outputs, Result, Saved, mask::Predicate};
+use annulus_core::{BackwardInputs, DType, Gradients, Inputs, Outputs, Result, mask::Predicate};
 use annulus_wgpu::{Gpu, Options, Tensor, Wgpu};
 
 use super::{DEADLINE, gpu, open, ring};
 
-/// What rank 1's device does: it is destroyed before a pass, or by a mask that is asked about keys that have come from another rank.
+/// Time at which rank 1's device is destroyed: before a pass, or in the middle of one, by a mask
+/// when it is evaluated for keys of another rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Doom {
     BeforeThePass,
@@ -25,7 +26,7 @@ enum Doom {
     InBackward,
 }
 
-/// Rank 1's device is destroyed; every rank's errors of the pass that meets it and of the next one.
+/// Destroys rank 1's device; checks every rank's errors of the pass that fails and of the next one.
 fn lose(doom: Doom) {
     let dims = Dims::new(1, 96, 2, 8);
     let Some(healthy) = gpu() else { return };
@@ -35,7 +36,10 @@ fn lose(doom: Doom) {
         let (gpu, armed) = (doomed.clone(), Arc::clone(&armed));
         // everything is visible; rank 1 has rows 32 … 63
         let visible = move |i: i64, j: i64| {
-            if (32..64).contains(&i) && !(32..64).contains(&j) && armed.swap(false, Ordering::SeqCst) {
+            if (32..64).contains(&i)
+                && !(32..64).contains(&j)
+                && armed.swap(false, Ordering::SeqCst)
+            {
                 gpu.device().destroy();
             }
             true
@@ -45,7 +49,8 @@ fn lose(doom: Doom) {
     let fates = each_rank(threads::ring(3), |rank, transport| {
         let gpu = if rank == 1 { &doomed } else { &healthy };
         let mut ring = ring(gpu, transport, &attention(), dims)?;
-        let (inputs, mut outputs, mut gradients) = (tensors(gpu, &ring, dims)?, outputs(gpu, &ring, dims)?, tensors(gpu, &ring, dims)?);
+        let (inputs, mut outputs, mut gradients) =
+            (tensors(gpu, &ring, dims)?, outputs(gpu, &ring, dims)?, tensors(gpu, &ring, dims)?);
         let [q, k, v] = &inputs;
         let inputs = Inputs { q, k, v, bias: None, sinks: None };
         let [out, lse] = &mut outputs;
@@ -57,16 +62,26 @@ fn lose(doom: Doom) {
                 Doom::InMidRing | Doom::InBackward => armed.store(true, Ordering::SeqCst),
             }
         }
-        // the tensors are there already, so that it is the ring that meets the loss
+        // the tensors exist already, so the error is the ring's
         let mut pass = || match doom {
             Doom::InBackward => {
-                let saved = Saved { out: &outputs[0], lse: &outputs[1], max: None, ties: None, dout: q, dlse: None };
+                let inputs = BackwardInputs {
+                    forward: inputs.reborrow(),
+                    out: &outputs[0],
+                    lse: &outputs[1],
+                    max: None,
+                    ties: None,
+                    dout: q,
+                    dlse: None,
+                };
                 let [dq, dk, dv] = &mut gradients;
-                ring.backward(&inputs, &saved, &mut Gradients { dq, dk, dv, dbias: None, dsinks: None }).err()
+                ring.backward(&inputs, &mut Gradients { dq, dk, dv, dbias: None, dsinks: None })
+                    .err()
             }
             _ => {
                 let [out, lse] = &mut outputs;
-                ring.forward(&inputs, &mut Outputs { out, lse, max: None, sum: None, ties: None }).err()
+                ring.forward(&inputs, &mut Outputs { out, lse, max: None, sum: None, ties: None })
+                    .err()
             }
         };
         let errors = (pass(), pass());
@@ -79,7 +94,11 @@ fn lose(doom: Doom) {
         assert!(first.as_ref().is_some_and(Error::is_fatal), "rank {rank}: {first:?}");
         assert!(matches!(second, Some(Error::Poisoned { .. })), "rank {rank}: {second:?}");
     }
-    assert!(matches!(&fates[1].0.0, Some(Error::Device { what }) if what.contains("lost")), "{:?}", fates[1].0);
+    assert!(
+        matches!(&fates[1].0.0, Some(Error::Device { what }) if what.contains("lost")),
+        "{:?}",
+        fates[1].0
+    );
 }
 
 #[test]
@@ -100,7 +119,11 @@ fn a_device_that_is_destroyed_in_backward_ends_every_plan_before_the_deadline() 
 fn tensors(gpu: &Gpu, ring: &Ring<Wgpu>, dims: Dims) -> Result<[Tensor; 3]> {
     let rows = annulus_core::index(ring.q_rows().len());
     let tensor = |heads, dim| Tensor::zeros(gpu, [dims.batch, rows, heads, dim], DType::F32);
-    Ok([tensor(dims.q_heads, dims.head_dim)?, tensor(dims.kv_heads, dims.head_dim)?, tensor(dims.kv_heads, dims.value_dim)?])
+    Ok([
+        tensor(dims.q_heads, dims.head_dim)?,
+        tensor(dims.kv_heads, dims.head_dim)?,
+        tensor(dims.kv_heads, dims.value_dim)?,
+    ])
 }
 
 fn outputs(gpu: &Gpu, ring: &Ring<Wgpu>, dims: Dims) -> Result<[Tensor; 2]> {

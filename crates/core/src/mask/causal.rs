@@ -1,7 +1,7 @@
 //! j' ≤ i' + offset.
 
 use super::{Key, Mask, Query, clip};
-use crate::Spans;
+use crate::{Fingerprint, KeyIntervals};
 
 /// A query sees the keys that do not come after it: j' ≤ i' + offset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -11,12 +11,16 @@ pub struct Causal {
 }
 
 impl Mask for Causal {
+    fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
+        into.text("causal").number(self.offset.cast_unsigned())
+    }
+
     fn visible(&self, query: &Query, key: &Key) -> bool {
         key.position <= query.position.saturating_add(self.offset)
     }
 
-    fn spans(&self, query: &Query) -> Option<Spans> {
+    fn intervals(&self, query: &Query) -> Option<KeyIntervals> {
         let last = i128::from(query.position) + i128::from(self.offset);
-        Some(Spans::one(i64::MIN, clip(last + 1)))
+        Some(KeyIntervals::one(i64::MIN, clip(last + 1)))
     }
 }

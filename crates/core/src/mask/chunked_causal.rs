@@ -1,7 +1,7 @@
 //! ⌊i'/size⌋ = ⌊j'/size⌋ and j' ≤ i'.
 
 use super::{Key, Mask, Query, clip};
-use crate::{Dims, Error, Result, Spans};
+use crate::{Dims, Error, Fingerprint, KeyIntervals, Result};
 
 /// Causal within chunks of `size` positions: ⌊i'/size⌋ = ⌊j'/size⌋ and j' ≤ i'. Negative positions divide with floor.
 ///
@@ -21,13 +21,17 @@ impl ChunkedCausal {
 }
 
 impl Mask for ChunkedCausal {
+    fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
+        into.text("chunked causal").number(self.size)
+    }
+
     fn visible(&self, query: &Query, key: &Key) -> bool {
         key.position <= query.position && self.chunk(key.position) == self.chunk(query.position)
     }
 
-    fn spans(&self, query: &Query) -> Option<Spans> {
+    fn intervals(&self, query: &Query) -> Option<KeyIntervals> {
         let first = self.chunk(query.position) * i128::from(self.size.max(1));
-        Some(Spans::one(clip(first), query.position.saturating_add(1)))
+        Some(KeyIntervals::one(clip(first), query.position.saturating_add(1)))
     }
 
     fn validate(&self, _: &Dims) -> Result<()> {

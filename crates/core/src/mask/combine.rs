@@ -3,7 +3,7 @@
 use std::{any::Any, sync::Arc};
 
 use super::{Everything, Key, Mask, Query, SharedMask};
-use crate::{Dims, Result, Spans};
+use crate::{Dims, Fingerprint, KeyIntervals, Result};
 
 /// Visible where all of the masks say so; everywhere if there is none.
 #[derive(Debug, Clone)]
@@ -57,14 +57,19 @@ fn as_any(mask: &SharedMask) -> &dyn Any {
 }
 
 impl Mask for And {
+    fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
+        let into = into.text("and").number(self.0.len() as u64);
+        self.0.iter().fold(into, |into, mask| mask.fingerprint(into))
+    }
+
     fn visible(&self, query: &Query, key: &Key) -> bool {
         self.0.iter().all(|mask| mask.visible(query, key))
     }
 
-    fn spans(&self, query: &Query) -> Option<Spans> {
-        let mut all = Some(Spans::everything());
+    fn intervals(&self, query: &Query) -> Option<KeyIntervals> {
+        let mut all = Some(KeyIntervals::everything());
         for mask in &self.0 {
-            let part = mask.spans(query);
+            let part = mask.intervals(query);
             // nothing stays nothing, even beside a mask that cannot be said in intervals
             if part.as_ref().is_some_and(|part| part.ranges().is_empty()) {
                 return part;
@@ -74,10 +79,10 @@ impl Mask for And {
         all
     }
 
-    fn bound(&self, query: &Query) -> Spans {
+    fn bound(&self, query: &Query) -> KeyIntervals {
         let parts = self.0.iter().map(|mask| mask.bound(query));
         // where both take too many intervals, either alone is a bound too
-        parts.fold(Spans::everything(), |all, part| all.and(&part).unwrap_or(all))
+        parts.fold(KeyIntervals::everything(), |all, part| all.and(&part).unwrap_or(all))
     }
 
     fn per_head(&self) -> bool {
@@ -94,16 +99,21 @@ impl Mask for And {
 }
 
 impl Mask for Or {
+    fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
+        let into = into.text("or").number(self.0.len() as u64);
+        self.0.iter().fold(into, |into, mask| mask.fingerprint(into))
+    }
+
     fn visible(&self, query: &Query, key: &Key) -> bool {
         self.0.iter().any(|mask| mask.visible(query, key))
     }
 
-    fn spans(&self, query: &Query) -> Option<Spans> {
-        let mut any = Some(Spans::nothing());
+    fn intervals(&self, query: &Query) -> Option<KeyIntervals> {
+        let mut any = Some(KeyIntervals::nothing());
         for mask in &self.0 {
-            let part = mask.spans(query);
+            let part = mask.intervals(query);
             // everything stays everything, even beside a mask that cannot be said in intervals
-            if part.as_ref().is_some_and(|part| *part == Spans::everything()) {
+            if part.as_ref().is_some_and(|part| *part == KeyIntervals::everything()) {
                 return part;
             }
             any = any.and_then(|any| any.or(&part?));
@@ -111,8 +121,8 @@ impl Mask for Or {
         any
     }
 
-    fn bound(&self, query: &Query) -> Spans {
-        self.0.iter().fold(Spans::nothing(), |any, mask| any.cover(&mask.bound(query)))
+    fn bound(&self, query: &Query) -> KeyIntervals {
+        self.0.iter().fold(KeyIntervals::nothing(), |any, mask| any.cover(&mask.bound(query)))
     }
 
     fn per_head(&self) -> bool {

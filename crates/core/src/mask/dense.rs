@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{Key, Mask, Query};
-use crate::{DenseMask, Dims, Result, Spans};
+use crate::{DenseMask, Dims, Fingerprint, KeyIntervals, Result};
 
 /// A dense mask that belongs to the problem, not to a batch: every rank has all its query and key rows. Looked up by row number, whatever
 /// the positions; broadcast over batch rows and heads where it has one of them.
@@ -11,11 +11,15 @@ use crate::{DenseMask, Dims, Result, Spans};
 pub struct Dense(pub Arc<DenseMask>);
 
 impl Mask for Dense {
+    fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
+        self.0.fingerprint(into.text("dense"))
+    }
+
     fn visible(&self, query: &Query, key: &Key) -> bool {
         self.0.visible(query.batch, query.head, crate::index(query.row), crate::index(key.row))
     }
 
-    fn spans(&self, _: &Query) -> Option<Spans> {
+    fn intervals(&self, _: &Query) -> Option<KeyIntervals> {
         None
     }
 

@@ -1,18 +1,22 @@
 //! The mask that hides nothing.
 
 use super::{Key, Mask, Query};
-use crate::Spans;
+use crate::{Fingerprint, KeyIntervals};
 
 /// Every query sees every key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Everything;
 
 impl Mask for Everything {
+    fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
+        into.text("everything")
+    }
+
     fn visible(&self, _: &Query, _: &Key) -> bool {
         true
     }
 
-    fn spans(&self, _: &Query) -> Option<Spans> {
-        Some(Spans::everything())
+    fn intervals(&self, _: &Query) -> Option<KeyIntervals> {
+        Some(KeyIntervals::everything())
     }
 }

@@ -1,12 +1,12 @@
 //! Who may see whom: pure predicates on positions and row numbers, closed under and/or, with a lowering to intervals.
 //!
-//! A mask has two views. [`Mask::visible`] is its meaning. [`Mask::spans`] is its *lowering*: for one query the key **positions** that
+//! A mask has two views. [`Mask::visible`] is its meaning. [`Mask::intervals`] is its *lowering*: for one query the key **positions** that
 //! it sees, as at most a few half-open intervals, or `None` where it cannot be said so (dense masks, closures): then bits are made
 //! lazily, a tile at a time, from `visible`. Kernels only ever see intervals, segment ids and bits, so a new mask is never a new kernel.
 
 use std::{any::Any, sync::Arc};
 
-use crate::{Dims, Result, Spans};
+use crate::{Dims, Fingerprint, KeyIntervals, Result};
 
 mod causal;
 mod chunked_causal;
@@ -52,39 +52,45 @@ pub struct Key {
     pub position: i64,
 }
 
-/// A pure predicate: does this query see this key?
-///
-/// `Debug` must tell all that the answer depends on: ranks compare it to agree that they run the same mask.
+/// A pure predicate on (query, key) pairs: visible or masked.
 ///
 /// # Examples
-/// A mask of one's own is one function; a second makes it fast:
+/// A custom mask is a name and one function; a third makes it fast:
 /// ```
-/// use annulus_core::{Mask, Spans, mask::{Key, Query}};
+/// use annulus_core::{Fingerprint, Mask, KeyIntervals, mask::{Key, Query}};
 ///
 /// /// Every query sees the keys at the two positions before its own.
 /// #[derive(Debug)]
 /// struct TwoBefore;
 ///
 /// impl Mask for TwoBefore {
+///     fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
+///         into.text("two before")
+///     }
+///
 ///     fn visible(&self, query: &Query, key: &Key) -> bool {
 ///         (1..=2).contains(&(query.position - key.position))
 ///     }
 ///
-///     fn spans(&self, query: &Query) -> Option<Spans> {
-///         Some(Spans::one(query.position - 2, query.position))
+///     fn intervals(&self, query: &Query) -> Option<KeyIntervals> {
+///         Some(KeyIntervals::one(query.position - 2, query.position))
 ///     }
 /// }
 /// ```
 pub trait Mask: Any + std::fmt::Debug + Send + Sync {
-    /// Whether `query` sees `key`.
+    /// Adds all that the mask depends on to a fingerprint: a name, and the numbers that it was made
+    /// with. Ranks refuse to plan with different fingerprints.
+    fn fingerprint(&self, into: Fingerprint) -> Fingerprint;
+
+    /// Returns true if `query` attends to `key`.
     fn visible(&self, query: &Query, key: &Key) -> bool;
 
     /// The key positions that `query` sees, exactly; `None` if they are no few intervals of positions.
-    fn spans(&self, query: &Query) -> Option<Spans>;
+    fn intervals(&self, query: &Query) -> Option<KeyIntervals>;
 
-    /// Key positions among which are all that `query` sees: exact where [`Mask::spans`] is, else as tight as is cheap. Tiles outside cost nothing.
-    fn bound(&self, query: &Query) -> Spans {
-        self.spans(query).unwrap_or_else(Spans::everything)
+    /// Key positions among which are all that `query` sees: exact where [`Mask::intervals`] is, else as tight as is cheap. Tiles outside cost nothing.
+    fn bound(&self, query: &Query) -> KeyIntervals {
+        self.intervals(query).unwrap_or_else(KeyIntervals::everything)
     }
 
     /// Whether the answer depends on the query's head.

@@ -1,23 +1,28 @@
 //! One mask a query head.
 
 use super::{Key, Mask, Query, SharedMask};
-use crate::{Dims, Error, Result, Spans};
+use crate::{Dims, Error, Fingerprint, KeyIntervals, Result};
 
 /// Query head h goes by mask h.
 #[derive(Debug, Clone)]
 pub struct PerHead(pub Vec<SharedMask>);
 
 impl Mask for PerHead {
+    fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
+        let into = into.text("per head").number(self.0.len() as u64);
+        self.0.iter().fold(into, |into, mask| mask.fingerprint(into))
+    }
+
     fn visible(&self, query: &Query, key: &Key) -> bool {
         self.0.get(query.head).is_some_and(|mask| mask.visible(query, key))
     }
 
-    fn spans(&self, query: &Query) -> Option<Spans> {
-        self.0.get(query.head).map_or(Some(Spans::nothing()), |mask| mask.spans(query))
+    fn intervals(&self, query: &Query) -> Option<KeyIntervals> {
+        self.0.get(query.head).map_or(Some(KeyIntervals::nothing()), |mask| mask.intervals(query))
     }
 
-    fn bound(&self, query: &Query) -> Spans {
-        self.0.get(query.head).map_or(Spans::nothing(), |mask| mask.bound(query))
+    fn bound(&self, query: &Query) -> KeyIntervals {
+        self.0.get(query.head).map_or(KeyIntervals::nothing(), |mask| mask.bound(query))
     }
 
     fn per_head(&self) -> bool {
@@ -30,7 +35,11 @@ impl Mask for PerHead {
 
     fn validate(&self, dims: &Dims) -> Result<()> {
         if self.0.len() != dims.q_heads {
-            return Err(Error::invalid("mask", format!("{} masks", self.0.len()), format!("{}, one a query head", dims.q_heads)));
+            return Err(Error::invalid(
+                "mask",
+                format!("{} masks", self.0.len()),
+                format!("{}, one a query head", dims.q_heads),
+            ));
         }
         self.0.iter().try_for_each(|mask| mask.validate(dims))
     }

@@ -3,7 +3,7 @@
 use std::{fmt, sync::Arc};
 
 use super::{Key, Mask, Query};
-use crate::Spans;
+use crate::{Fingerprint, KeyIntervals};
 
 type Function = dyn Fn(&Query, &Key) -> bool + Send + Sync;
 
@@ -23,29 +23,43 @@ pub struct Predicate {
 
 impl Predicate {
     /// A mask that may depend on all that is known of a pair. It is asked anew for every batch row and head.
-    pub fn of_pairs(name: impl Into<String>, visible: impl Fn(&Query, &Key) -> bool + Send + Sync + 'static) -> Self {
+    pub fn of_pairs(
+        name: impl Into<String>,
+        visible: impl Fn(&Query, &Key) -> bool + Send + Sync + 'static,
+    ) -> Self {
         Self { name: name.into(), by_position_only: false, visible: Arc::new(visible) }
     }
 
     /// A mask on the positions (i', j') alone. It is asked once for all heads.
-    pub fn of_positions(name: impl Into<String>, visible: impl Fn(i64, i64) -> bool + Send + Sync + 'static) -> Self {
-        let visible = Arc::new(move |query: &Query, key: &Key| visible(query.position, key.position));
+    pub fn of_positions(
+        name: impl Into<String>,
+        visible: impl Fn(i64, i64) -> bool + Send + Sync + 'static,
+    ) -> Self {
+        let visible =
+            Arc::new(move |query: &Query, key: &Key| visible(query.position, key.position));
         Self { name: name.into(), by_position_only: true, visible }
     }
 }
 
 impl fmt::Debug for Predicate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Predicate").field("name", &self.name).field("by_position_only", &self.by_position_only).finish()
+        f.debug_struct("Predicate")
+            .field("name", &self.name)
+            .field("by_position_only", &self.by_position_only)
+            .finish()
     }
 }
 
 impl Mask for Predicate {
+    fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
+        into.text("predicate").text(&self.name).number(self.by_position_only.into())
+    }
+
     fn visible(&self, query: &Query, key: &Key) -> bool {
         (self.visible)(query, key)
     }
 
-    fn spans(&self, _: &Query) -> Option<Spans> {
+    fn intervals(&self, _: &Query) -> Option<KeyIntervals> {
         None
     }
 

@@ -26,11 +26,20 @@ fn leaf() -> impl Strategy<Value = SharedMask> {
     prop_oneof![
         Just(shared(Arc::new(Everything))),
         offset().prop_map(move |offset| shared(Arc::new(Causal { offset }))),
-        (prop::option::of(size()), prop::option::of(size()), size(), offset())
-            .prop_map(move |(left, right, first_visible, offset)| shared(Arc::new(Window { left, right, first_visible, offset }))),
+        (prop::option::of(size()), prop::option::of(size()), size(), offset()).prop_map(
+            move |(left, right, first_visible, offset)| shared(Arc::new(Window {
+                left,
+                right,
+                first_visible,
+                offset
+            }))
+        ),
         size().prop_map(move |size| shared(Arc::new(ChunkedCausal { size: size.max(1) }))),
         size().prop_map(move |len| shared(Arc::new(Prefix { len }))),
-        (2i64..5).prop_map(move |n| shared(Arc::new(Predicate::of_positions(format!("every {n}th"), move |i, j| (i - j) % n == 0)))),
+        (2i64..5).prop_map(move |n| shared(Arc::new(Predicate::of_positions(
+            format!("every {n}th"),
+            move |i, j| (i - j) % n == 0
+        )))),
     ]
 }
 
@@ -41,9 +50,12 @@ pub(crate) fn any_mask() -> impl Strategy<Value = SharedMask> {
         prop_oneof![
             (inner.clone(), inner.clone()).prop_map(|(a, b)| and(a, b)),
             (inner.clone(), inner.clone()).prop_map(|(a, b)| or(a, b)),
-            prop::collection::vec(inner.clone(), 0..4).prop_map(move |masks| shared(Arc::new(And(masks)))),
-            prop::collection::vec(inner.clone(), 0..4).prop_map(move |masks| shared(Arc::new(Or(masks)))),
-            prop::collection::vec(inner, 1..3).prop_map(move |masks| shared(Arc::new(PerHead(masks)))),
+            prop::collection::vec(inner.clone(), 0..4)
+                .prop_map(move |masks| shared(Arc::new(And(masks)))),
+            prop::collection::vec(inner.clone(), 0..4)
+                .prop_map(move |masks| shared(Arc::new(Or(masks)))),
+            prop::collection::vec(inner, 1..3)
+                .prop_map(move |masks| shared(Arc::new(PerHead(masks)))),
         ]
     })
 }
@@ -58,7 +70,7 @@ proptest! {
     #[test]
     fn the_lowering_is_the_mask(mask in any_mask(), head in 0usize..2, i in position(), keys in prop::collection::vec(position(), 40)) {
         let (query, _) = pair(head, i, 0);
-        let (spans, bound) = (mask.spans(&query), mask.bound(&query));
+        let (spans, bound) = (mask.intervals(&query), mask.bound(&query));
         // around the query and around the lowering's own ends, where mistakes of one live
         let ends = bound.ranges().iter().flat_map(|range| [range.start, range.end]).flat_map(|end| (-1..=1).map(move |d| end.saturating_add(d)));
         let near = (-2..=2).map(|d| i + d);
@@ -107,9 +119,15 @@ fn combinators_are_flat_and_drop_everything() {
     assert_eq!(text(and(everything.clone(), everything.clone())), "Everything");
     assert_eq!(text(or(causal.clone(), everything)), "Everything");
     let both = and(causal.clone(), window.clone());
-    assert_eq!(text(and(both.clone(), causal.clone())), text(Arc::new(And(vec![causal.clone(), window.clone(), causal.clone()]))));
+    assert_eq!(
+        text(and(both.clone(), causal.clone())),
+        text(Arc::new(And(vec![causal.clone(), window.clone(), causal.clone()])))
+    );
     let either = or(causal.clone(), window.clone());
-    assert_eq!(text(or(causal.clone(), either.clone())), text(Arc::new(Or(vec![causal.clone(), causal, window]))));
+    assert_eq!(
+        text(or(causal.clone(), either.clone())),
+        text(Arc::new(Or(vec![causal.clone(), causal, window])))
+    );
     // an or inside an and stays whole
     assert_eq!(text(and(both, either.clone())).matches("Or(").count(), 1);
 }
@@ -120,12 +138,12 @@ fn a_mask_that_cannot_be_said_in_intervals_still_has_a_bound() {
     let causal: SharedMask = Arc::new(Causal::default());
     let (query, _) = pair(0, 7, 0);
     let both = and(odd.clone(), causal.clone());
-    assert_eq!(both.spans(&query), None);
-    assert_eq!(both.bound(&query), Spans::one(i64::MIN, 8));
+    assert_eq!(both.intervals(&query), None);
+    assert_eq!(both.bound(&query), KeyIntervals::one(i64::MIN, 8));
     let nothing: SharedMask = Arc::new(Or(Vec::new()));
-    assert_eq!(and(both, nothing).spans(&query), Some(Spans::nothing()));
+    assert_eq!(and(both, nothing).intervals(&query), Some(KeyIntervals::nothing()));
     let all: SharedMask = Arc::new(Prefix { len: u64::MAX });
-    assert_eq!(or(odd, all).spans(&query), Some(Spans::everything()));
+    assert_eq!(or(odd, all).intervals(&query), Some(KeyIntervals::everything()));
 }
 
 #[test]
@@ -134,16 +152,24 @@ fn a_dense_mask_goes_by_row_number() {
     let mask = Dense(Arc::new(bits));
     for (b, q, k) in [(0, 0, 0), (1, 2, 69), (1, 0, 68), (0, 1, 64)] {
         let query = Query { batch: b, head: 5, row: q as u64, position: -100 };
-        assert_eq!(mask.visible(&query, &Key { row: k as u64, position: 1 << 40 }), (b + q + k) % 3 == 0);
+        assert_eq!(
+            mask.visible(&query, &Key { row: k as u64, position: 1 << 40 }),
+            (b + q + k) % 3 == 0
+        );
     }
-    assert!(mask.per_batch() && !mask.per_head() && mask.spans(&Query { batch: 0, head: 0, row: 0, position: 0 }).is_none());
+    assert!(
+        mask.per_batch()
+            && !mask.per_head()
+            && mask.intervals(&Query { batch: 0, head: 0, row: 0, position: 0 }).is_none()
+    );
 }
 
 #[test]
 fn numbers_without_meaning_are_refused() {
     let dims = Dims { kv_heads: 2, ..Dims::new(2, 8, 4, 16) };
     let shared = |mask: ChunkedCausal| -> SharedMask { Arc::new(mask) };
-    let dense = |shape| -> SharedMask { Arc::new(Dense(Arc::new(DenseMask::from_fn(shape, |_| true)))) };
+    let dense =
+        |shape| -> SharedMask { Arc::new(Dense(Arc::new(DenseMask::from_fn(shape, |_| true)))) };
     let argument = |mask: SharedMask| match mask.validate(&dims) {
         Err(Error::InvalidArgument { argument, .. }) => Some(argument),
         other => panic!("{mask:?} gave {other:?}"),
@@ -151,10 +177,19 @@ fn numbers_without_meaning_are_refused() {
     let bad = shared(ChunkedCausal { size: 0 });
     assert_eq!(argument(bad.clone()).as_deref(), Some("chunk_size"));
     // also where it hides inside another
-    assert_eq!(argument(and(bad.clone(), Arc::new(Causal::default()))).as_deref(), Some("chunk_size"));
-    assert_eq!(argument(or(bad.clone(), Arc::new(Causal::default()))).as_deref(), Some("chunk_size"));
+    assert_eq!(
+        argument(and(bad.clone(), Arc::new(Causal::default()))).as_deref(),
+        Some("chunk_size")
+    );
+    assert_eq!(
+        argument(or(bad.clone(), Arc::new(Causal::default()))).as_deref(),
+        Some("chunk_size")
+    );
     assert_eq!(argument(Arc::new(PerHead(vec![bad; 4]))).as_deref(), Some("chunk_size"));
-    assert_eq!(argument(Arc::new(PerHead(vec![shared(ChunkedCausal { size: 2 }); 3]))).as_deref(), Some("mask"));
+    assert_eq!(
+        argument(Arc::new(PerHead(vec![shared(ChunkedCausal { size: 2 }); 3]))).as_deref(),
+        Some("mask")
+    );
     for shape in [[3, 1, 8, 8], [1, 2, 8, 8], [1, 1, 7, 8], [1, 1, 8, 9]] {
         assert_eq!(argument(dense(shape)).as_deref(), Some("mask"), "{shape:?}");
     }

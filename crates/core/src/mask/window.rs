@@ -1,7 +1,7 @@
 //! i' + offset − left ≤ j' ≤ i' + offset + right, and the first keys always.
 
 use super::{Key, Mask, Query, clip};
-use crate::Spans;
+use crate::{Fingerprint, KeyIntervals};
 
 /// A query sees the keys near it, both ends included: i' + offset − left ≤ j' ≤ i' + offset + right. A side that is `None` is unbounded.
 ///
@@ -40,14 +40,23 @@ impl Window {
 }
 
 impl Mask for Window {
+    fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
+        let into = into.text("window").optional(self.left).optional(self.right);
+        into.number(self.first_visible).number(self.offset.cast_unsigned())
+    }
+
     fn visible(&self, query: &Query, key: &Key) -> bool {
         let (first, last) = self.ends(query);
         (first..=last).contains(&i128::from(key.position)) || key.position < self.exempt_before()
     }
 
-    fn spans(&self, query: &Query) -> Option<Spans> {
+    fn intervals(&self, query: &Query) -> Option<KeyIntervals> {
         let (first, last) = self.ends(query);
-        let window = Spans::one(clip(first), clip(last + 1));
-        if self.first_visible == 0 { Some(window) } else { window.or(&Spans::one(i64::MIN, self.exempt_before())) }
+        let window = KeyIntervals::one(clip(first), clip(last + 1));
+        if self.first_visible == 0 {
+            Some(window)
+        } else {
+            window.or(&KeyIntervals::one(i64::MIN, self.exempt_before()))
+        }
     }
 }

@@ -1,11 +1,13 @@
-//! Masks and coordinates for the tests of needs, work and schedules, each written to be obviously right.
+//! Masks and shards for the tests of needs, work and schedules. They follow the definitions
+//! literally.
 
 use std::sync::Arc;
 
 use proptest::prelude::*;
 
 use crate::{
-    Alignment, Coordinates, CustomLayout, Dims, Layout, Mask, Runs, Shard, Side, Spans,
+    Alignment, CustomLayout, Dims, Fingerprint, KeyIntervals, Layout, Mask, RingShards, Runs,
+    Shard, Side,
     mask::{Key, Query},
 };
 
@@ -14,22 +16,26 @@ use crate::{
 pub(crate) enum Sample {
     Full,
     Causal,
-    /// left and right
+    /// Left and right.
     Window(i64, i64),
-    /// causal window besides the first keys
+    /// Causal window, and the first keys.
     FirstAndWindow(i64, i64),
     Chunked(i64),
-    /// every head has its own causal window
+    /// A causal window of another width for each head.
     PerHead,
-    /// every batch row its own
+    /// A window of another width for each batch row.
     PerBatch,
-    /// no spans: near keys of the same parity of row numbers
+    /// Near keys of the same parity of row numbers, without intervals.
     Parity,
-    /// spans for even queries only
+    /// Causal for even queries, full for odd queries; intervals for even queries only.
     Half,
 }
 
 impl Mask for Sample {
+    fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
+        into.text(&format!("{self:?}"))
+    }
+
     fn visible(&self, query: &Query, key: &Key) -> bool {
         let (i, j) = (query.position, key.position);
         match *self {
@@ -45,25 +51,29 @@ impl Mask for Sample {
         }
     }
 
-    fn spans(&self, query: &Query) -> Option<Spans> {
+    fn intervals(&self, query: &Query) -> Option<KeyIntervals> {
         let i = query.position;
-        let to = |low| Spans::one(low, i + 1);
+        let to = |low| KeyIntervals::one(low, i + 1);
         match *self {
-            Self::Full => Some(Spans::everything()),
+            Self::Full => Some(KeyIntervals::everything()),
             Self::Causal => Some(to(i64::MIN)),
-            Self::Window(left, right) => Some(Spans::one(i - left, i + right + 1)),
-            Self::FirstAndWindow(first, left) => Spans::one(i64::MIN, first.min(i + 1)).or(&to(i - left)),
+            Self::Window(left, right) => Some(KeyIntervals::one(i - left, i + right + 1)),
+            Self::FirstAndWindow(first, left) => {
+                KeyIntervals::one(i64::MIN, first.min(i + 1)).or(&to(i - left))
+            }
             Self::Chunked(size) => Some(to(i.div_euclid(size) * size)),
             Self::PerHead => Some(to(i - 3 * query.head as i64)),
-            Self::PerBatch => Some(Spans::one(i, i + query.batch as i64 + 1)),
+            Self::PerBatch => Some(KeyIntervals::one(i, i + query.batch as i64 + 1)),
             Self::Parity => None,
             Self::Half => query.row.is_multiple_of(2).then(|| to(i64::MIN)),
         }
     }
 
-    fn bound(&self, query: &Query) -> Spans {
-        let near = || Spans::one(query.position - 6, query.position + 7);
-        self.spans(query).unwrap_or_else(|| if matches!(self, Self::Parity) { near() } else { Spans::everything() })
+    fn bound(&self, query: &Query) -> KeyIntervals {
+        let near = || KeyIntervals::one(query.position - 6, query.position + 7);
+        self.intervals(query).unwrap_or_else(|| {
+            if matches!(self, Self::Parity) { near() } else { KeyIntervals::everything() }
+        })
     }
 
     fn per_head(&self) -> bool {
@@ -90,58 +100,79 @@ impl Sample {
         Self::Half,
     ];
 
-    /// What the lowering says, as a predicate: the mask itself where it lowers to spans, its bound where it does not.
+    /// Returns true if `key` is within the bound of `query`: the mask itself if it lowers to
+    /// intervals.
     pub(crate) fn lowered(self, query: &Query, key: &Key) -> bool {
         self.bound(query).contains(key.position)
     }
 }
 
-/// A problem small enough to be counted pair by pair.
+/// A problem small enough to count its pairs one by one.
 #[derive(Debug, Clone)]
 pub(crate) struct Problem {
     pub(crate) mask: Sample,
     pub(crate) heads: usize,
     pub(crate) batch: usize,
-    pub(crate) coordinates: Coordinates,
+    pub(crate) shards: RingShards,
 }
 
-/// Self-attention over `len` rows, without a batch.
-pub(crate) fn plain(len: usize, layout: &Layout, ranks: usize) -> Coordinates {
-    Coordinates::plain(&Dims::new(1, len, 1, 1), Alignment::TopLeft, layout, ranks)
+/// Returns the shards of self-attention over `len` rows, without a batch.
+pub(crate) fn plain(len: usize, layout: &Layout, ranks: usize) -> RingShards {
+    RingShards::plain(&Dims::new(1, len, 1, 1), Alignment::TopLeft, layout, ranks)
 }
 
-/// Self-attention over packed documents of `document` rows each; the last `padding` rows are padding.
-pub(crate) fn packed(len: usize, document: i64, padding: usize, layout: &Layout, ranks: usize) -> Coordinates {
-    let mut coordinates = plain(len, layout, ranks);
-    for shard in coordinates.q.iter_mut().chain(&mut coordinates.kv) {
+/// Returns the shards of self-attention over packed documents of `document` rows each; the last
+/// `padding` rows are padding.
+pub(crate) fn packed(
+    len: usize,
+    document: i64,
+    padding: usize,
+    layout: &Layout,
+    ranks: usize,
+) -> RingShards {
+    let mut shards = plain(len, layout, ranks);
+    for shard in shards.q.iter_mut().chain(&mut shards.kv) {
         let id = |row: i64| if row < (len - padding) as i64 { row / document } else { -1 };
         Arc::make_mut(shard).segments = vec![shard.rows.iter().map(id).collect()];
     }
-    coordinates
+    shards
 }
 
 impl Problem {
-    fn view(shard: &Shard, batch: usize, row: usize) -> (u64, i64, Option<i64>) {
-        let of = |lists: &[Runs]| lists.get(if lists.len() > 1 { batch } else { 0 }).and_then(|list| list.iter().nth(row));
-        (shard.rows.iter().nth(row).unwrap().cast_unsigned(), of(&shard.positions).unwrap(), of(&shard.segments))
+    /// Returns row number, position and segment id of one local row.
+    fn row(shard: &Shard, batch: usize, row: usize) -> (u64, i64, Option<i64>) {
+        let of = |lists: &[Runs]| {
+            lists.get(if lists.len() > 1 { batch } else { 0 }).and_then(|list| list.iter().nth(row))
+        };
+        (
+            shard.rows.iter().nth(row).unwrap().cast_unsigned(),
+            of(&shard.positions).unwrap(),
+            of(&shard.segments),
+        )
     }
 
-    /// Passes every pair that may be visible to `found`: (query's rank, its row, key's rank, its row).
+    /// Calls `found` for every pair that may be visible: (query's rank, its row, key's rank, its
+    /// row).
     pub(crate) fn pairs(&self, mut found: impl FnMut(usize, u64, usize, u64)) {
-        let spelled = |shards: &[Arc<Shard>], batch| {
+        let expanded = |shards: &[Arc<Shard>], batch| {
             let mut all = Vec::new();
             for (rank, shard) in shards.iter().enumerate() {
-                all.extend((0..shard.rows.len()).map(|row| (rank, row, Self::view(shard, batch, crate::index(row)))));
+                all.extend(
+                    (0..shard.rows.len())
+                        .map(|row| (rank, row, Self::row(shard, batch, crate::index(row)))),
+                );
             }
             all
         };
         for batch in 0..self.batch {
-            let (queries, keys) = (spelled(&self.coordinates.q, batch), spelled(&self.coordinates.kv, batch));
+            let (queries, keys) =
+                (expanded(&self.shards.q, batch), expanded(&self.shards.kv, batch));
             for &(user, i, (row, position, q_id)) in &queries {
                 for head in 0..self.heads {
                     let query = Query { batch, head, row, position };
                     for &(owner, j, (row, position, kv_id)) in &keys {
-                        let same = q_id.is_none() || kv_id.is_none() || (q_id == kv_id && q_id >= Some(0));
+                        let same =
+                            q_id.is_none() || kv_id.is_none() || (q_id == kv_id && q_id >= Some(0));
                         if same && self.mask.lowered(&query, &Key { row, position }) {
                             found(user, i, owner, j);
                         }
@@ -152,45 +183,77 @@ impl Problem {
     }
 }
 
-/// Any mask, any layout, any lengths, up to 9 ranks, with or without ids and explicit positions, one list or one a batch row.
+/// Any mask, layout and lengths, up to 9 ranks, with or without ids and explicit positions, each
+/// one list or one per batch row.
 pub(crate) fn problems() -> impl Strategy<Value = Problem> {
     let numbers = |numbers: std::ops::Range<i64>, len| prop::collection::vec(numbers, len);
     (0..Sample::ALL.len(), 1usize..10, 0usize..24, 0usize..24, 1usize..4, 0usize..4).prop_flat_map(
         move |(mask, ranks, q_len, kv_len, batch, layout)| {
             let lists = move |range: std::ops::Range<i64>, len: usize| {
-                prop_oneof![Just(0usize), Just(1), Just(batch)]
-                    .prop_flat_map(move |lists| prop::collection::vec(numbers(range.clone(), len), lists))
+                prop_oneof![Just(0usize), Just(1), Just(batch)].prop_flat_map(move |lists| {
+                    prop::collection::vec(numbers(range.clone(), len), lists)
+                })
             };
-            // runs as well as noise: ids divided by 4 come in no order, but often twice
+            // runs as well as noise: ids divided by 4 are unordered, but often repeat
             let ids = (lists(-3..12, q_len), lists(-3..12, kv_len), any::<bool>());
             let positions = (lists(-10..30, q_len), lists(-10..30, kv_len));
-            let dealt = (prop::collection::vec(0..ranks, q_len), prop::collection::vec(0..ranks, kv_len));
-            (ids, positions, dealt).prop_map(move |((q_ids, kv_ids, sorted), (q_positions, kv_positions), (q_dealt, kv_dealt))| {
-                let custom = |dealt: &[usize]| -> Vec<Runs> {
-                    let of_rank = |rank| (0..dealt.len()).rev().filter(|&row| dealt[row] == rank).map(|row| row as i64).collect();
-                    (0..ranks).map(of_rank).collect()
-                };
-                let custom = Layout::Custom(Arc::new(CustomLayout { q: custom(&q_dealt), kv: custom(&kv_dealt) }));
-                let layout = [Layout::Contiguous, Layout::Zigzag, Layout::Striped, custom][layout].clone();
-                let shards = |side, len, ids: &[Vec<i64>], positions: &[Vec<i64>]| {
-                    let pick = |lists: &[Vec<i64>], rows: &Runs| {
-                        lists.iter().map(|list| rows.iter().map(|row| list[row as usize]).collect()).collect::<Vec<Runs>>()
+            let assigned =
+                (prop::collection::vec(0..ranks, q_len), prop::collection::vec(0..ranks, kv_len));
+            (ids, positions, assigned).prop_map(
+                move |(
+                    (q_ids, kv_ids, sorted),
+                    (q_positions, kv_positions),
+                    (q_assigned, kv_assigned),
+                )| {
+                    let custom = |assigned: &[usize]| -> Vec<Runs> {
+                        let of_rank = |rank| {
+                            (0..assigned.len())
+                                .rev()
+                                .filter(|&row| assigned[row] == rank)
+                                .map(|row| row as i64)
+                                .collect()
+                        };
+                        (0..ranks).map(of_rank).collect()
                     };
-                    let mut ids: Vec<Vec<i64>> = ids.iter().map(|ids| ids.iter().map(|id| id.div_euclid(4)).collect()).collect();
-                    if sorted {
-                        ids.iter_mut().for_each(|ids| ids.sort_unstable());
-                    }
-                    let shard = |rank| {
-                        let rows = layout.shard(side, len, rank, ranks);
-                        let positions = if positions.is_empty() { vec![rows.clone()] } else { pick(positions, &rows) };
-                        Arc::new(Shard { segments: pick(&ids, &rows), positions, rows })
+                    let custom = Layout::Custom(Arc::new(CustomLayout {
+                        q: custom(&q_assigned),
+                        kv: custom(&kv_assigned),
+                    }));
+                    let layout = [Layout::Contiguous, Layout::Zigzag, Layout::Striped, custom]
+                        [layout]
+                        .clone();
+                    let side_shards = |side, len, ids: &[Vec<i64>], positions: &[Vec<i64>]| {
+                        let pick = |lists: &[Vec<i64>], rows: &Runs| {
+                            lists
+                                .iter()
+                                .map(|list| rows.iter().map(|row| list[row as usize]).collect())
+                                .collect::<Vec<Runs>>()
+                        };
+                        let mut ids: Vec<Vec<i64>> = ids
+                            .iter()
+                            .map(|ids| ids.iter().map(|id| id.div_euclid(4)).collect())
+                            .collect();
+                        if sorted {
+                            ids.iter_mut().for_each(|ids| ids.sort_unstable());
+                        }
+                        let shard = |rank| {
+                            let rows = layout.shard(side, len, rank, ranks);
+                            let positions = if positions.is_empty() {
+                                vec![rows.clone()]
+                            } else {
+                                pick(positions, &rows)
+                            };
+                            Arc::new(Shard { segments: pick(&ids, &rows), positions, rows })
+                        };
+                        (0..ranks).map(shard).collect()
                     };
-                    (0..ranks).map(shard).collect()
-                };
-                let coordinates =
-                    Coordinates { q: shards(Side::Q, q_len, &q_ids, &q_positions), kv: shards(Side::Kv, kv_len, &kv_ids, &kv_positions) };
-                Problem { mask: Sample::ALL[mask], heads: 2, batch, coordinates }
-            })
+                    let shards = RingShards {
+                        q: side_shards(Side::Q, q_len, &q_ids, &q_positions),
+                        kv: side_shards(Side::Kv, kv_len, &kv_ids, &kv_positions),
+                    };
+                    Problem { mask: Sample::ALL[mask], heads: 2, batch, shards }
+                },
+            )
         },
     )
 }

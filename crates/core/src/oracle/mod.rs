@@ -1,41 +1,46 @@
-//! The truth: O(q_len · kv_len) attention and its gradients in f64, written to be obviously right.
+//! Reference implementation of attention and its gradients in f64, O(q_len · kv_len), that follows
+//! the definition literally.
 //!
 //! ```text
 //! for every batch row b, query head h, query row i:
-//!     s_j   = logit of every key row j that i sees            (row.rs, from sight.rs)
-//!     m     = max(max_j s_j, max_t a_t)
+//!     s_j   = score of every key row j that i attends to     (row.rs, pair_visibility.rs)
+//!     m     = max(max_j s_j, max_t a_t)                      a_t: the sinks
 //!     sum   = Σ_j e^{s_j − m} + Σ_t e^{a_t − m}
-//!     out_i = Σ_j keep_j · e^{s_j − m} · v_j   (/ sum)         lse_i = m + ln sum
+//!     out_i = Σ_j keep_j · e^{s_j − m} · v_j   (/ sum)
+//!     lse_i = m + ln sum
 //! ```
 //!
-//! It shares nothing with what it judges: no spans, tiles, shards or ranks. Positions and segment ids are read straight from the [`Batch`], and
-//! who sees whom is asked of [`crate::Mask::visible`]. A pair that is not visible is *skipped*, never multiplied by zero, so what stands in a hidden
-//! row cannot be felt. Memory is O(kv_len) beyond inputs and outputs.
+//! The oracle shares no code with the implementations that are tested against it: it has no key
+//! intervals, tiles, shards or ranks. It reads positions and segment ids from the [`Batch`] and
+//! evaluates [`crate::Mask::visible`] for every pair. It *skips* a masked pair instead of
+//! multiplying by zero, so NaN and ∞ in masked rows have no effect. Beyond inputs and outputs it
+//! uses O(kv_len) memory.
 //!
-//! One rounding is the meaning and not an error: q·k to [`Spec::logits_dtype`] where that is narrower than the sums. Where it is the
-//! sums' own type the oracle stays exact.
+//! Rounding q·k to [`Spec::logits_dtype`] is part of the definition of attention if that type is
+//! narrower than the accumulator. If it is the accumulator's type, the oracle does not round.
 
 mod backward;
-mod dropping;
+mod dropout;
+mod pair_visibility;
 mod row;
-mod sight;
 #[cfg(test)]
 mod tests;
 
 use ndarray::{Array3, Array4, ArrayRef4, ArrayView1, ArrayView2, ArrayView4, ArrayViewMut1, Axis};
 
 use crate::{Batch, Dims, Error, Result, Spec};
+use pair_visibility::PairVisibility;
 
 pub use backward::{Backward, backward};
+pub use pair_visibility::PairVisibility as Sight;
 pub use row::Row;
-pub use sight::Sight;
 
-/// One attention with all its tensors, whole (unsharded) and widened to f64.
+/// One attention with all its tensors, unsharded and converted to f64.
 #[derive(Debug, Clone)]
 pub struct Problem<'a> {
-    /// What is computed.
+    /// Definition of the attention.
     pub spec: &'a Spec,
-    /// Segment ids, positions, dense masks, packed lengths of the whole batch.
+    /// Segment ids, positions, dense masks and packed lengths of the whole batch.
     pub batch: &'a Batch,
     /// `[b, q_len, q_heads, d]`.
     pub q: ArrayView4<'a, f64>,
@@ -49,27 +54,29 @@ pub struct Problem<'a> {
     pub sinks: Option<ArrayView2<'a, f64>>,
 }
 
-/// What forward gives.
+/// Results of the forward pass.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Forward {
-    /// `[b, q_len, q_heads, dv]`; 0 where a row sees nothing.
+    /// `[b, q_len, q_heads, dv]`; 0 for queries without visible keys.
     pub out: Array4<f64>,
-    /// `[b, q_heads, q_len]`, natural logarithm; −∞ where a row sees nothing and has no sinks.
+    /// `[b, q_heads, q_len]`, natural logarithm; −∞ for queries without visible keys and sinks.
     pub lse: Array3<f64>,
-    /// Largest logit a row, sinks included, shaped as lse; −∞ where there is none.
+    /// Row maximum of the scores, including sinks, in lse's shape; −∞ without scores.
     pub max: Array3<f64>,
-    /// Σ e^{s − max} a row, sinks included, shaped as lse; 0 where there is none.
+    /// Row sum Σ e^{s − max}, including sinks, in lse's shape; 0 without scores.
     pub sum: Array3<f64>,
-    /// How many keys and sinks share the largest logit, shaped as lse.
+    /// Number of keys and sinks whose score is the row maximum, in lse's shape.
     pub ties: Array3<f64>,
 }
 
 /// Computes attention.
 ///
 /// # Shapes
-/// As the fields of [`Problem`] and [`Forward`] say.
+/// As documented at the fields of [`Problem`] and [`Forward`].
+///
 /// # Errors
 /// [`Error::InvalidArgument`] naming the tensor whose shape does not fit the spec.
+///
 /// # Source
 /// Vaswani et al. 2017, §3.2.1, row by row.
 pub fn forward(problem: &Problem<'_>) -> Result<Forward> {
@@ -98,20 +105,23 @@ pub fn forward(problem: &Problem<'_>) -> Result<Forward> {
     Ok(forward)
 }
 
-/// Computes the rows `(batch, head, query row)` alone: O(rows · kv_len), to verify a sample of a long sequence.
+/// Computes only the rows `(batch, head, query row)`, in O(rows · kv_len), to verify samples of a
+/// long sequence.
 ///
 /// # Errors
 /// As [`forward`]; also [`Error::InvalidArgument`] naming `rows` if one does not exist.
 pub fn forward_rows(problem: &Problem<'_>, rows: &[(usize, usize, usize)]) -> Result<Vec<Row>> {
     let all = row::Rows::new(problem)?;
-    rows.iter().map(|&(b, h, i)| problem.check_row(b, h, i).map(|()| all.row(b, h, i).finish(problem))).collect()
+    rows.iter()
+        .map(|&(b, h, i)| problem.check_row(b, h, i).map(|()| all.row(b, h, i).finish(problem)))
+        .collect()
 }
 
 impl Problem<'_> {
-    /// Checks that spec, batch and tensors fit each other.
+    /// Checks that spec, batch and tensors are consistent.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] naming what does not fit.
+    /// [`Error::InvalidArgument`] naming the argument that is inconsistent with the others.
     pub fn validate(&self) -> Result<()> {
         self.spec.validate()?;
         let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = self.spec.dims;
@@ -122,24 +132,36 @@ impl Problem<'_> {
         match (&self.bias, self.spec.bias) {
             (Some(bias), Some(shape)) => expect_shape("bias", bias.shape(), &shape)?,
             (None, None) => {}
-            (bias, want) => return Err(Error::invalid("bias", presence(bias.is_some()), presence(want.is_some()))),
+            (bias, want) => {
+                return Err(Error::invalid(
+                    "bias",
+                    presence(bias.is_some()),
+                    presence(want.is_some()),
+                ));
+            }
         }
         match (&self.sinks, self.spec.sinks) {
-            (Some(sinks), Some(shape)) => {
-                expect_shape("softmax_aux", sinks.shape(), &[if shape.per_head { q_heads } else { 1 }, shape.count])
-            }
+            (Some(sinks), Some(shape)) => expect_shape(
+                "softmax_aux",
+                sinks.shape(),
+                &[if shape.per_head { q_heads } else { 1 }, shape.count],
+            ),
             (None, None) => Ok(()),
-            (sinks, want) => Err(Error::invalid("softmax_aux", presence(sinks.is_some()), presence(want.is_some()))),
+            (sinks, want) => Err(Error::invalid(
+                "softmax_aux",
+                presence(sinks.is_some()),
+                presence(want.is_some()),
+            )),
         }
     }
 
-    /// Who sees whom.
+    /// Returns the visible pairs.
     ///
     /// # Errors
     /// As [`Problem::validate`].
-    pub fn sight(&self) -> Result<Sight<'_>> {
+    pub fn sight(&self) -> Result<PairVisibility<'_>> {
         self.validate()?;
-        Ok(Sight::new(self.spec, self.batch))
+        Ok(PairVisibility::new(self.spec, self.batch))
     }
 
     fn check_row(&self, b: usize, h: usize, i: usize) -> Result<()> {
@@ -152,21 +174,25 @@ impl Problem<'_> {
     }
 }
 
-/// Refuses a tensor of another shape.
+/// Returns an error that names `argument` unless the shapes are equal.
 fn expect_shape(argument: &str, got: &[usize], want: &[usize]) -> Result<()> {
-    if got == want { Ok(()) } else { Err(Error::invalid(argument, format!("{got:?}"), format!("{want:?}"))) }
+    if got == want {
+        Ok(())
+    } else {
+        Err(Error::invalid(argument, format!("{got:?}"), format!("{want:?}")))
+    }
 }
 
 const fn presence(given: bool) -> &'static str {
     if given { "a tensor" } else { "none" }
 }
 
-/// The last axis at three indices.
+/// Returns a view of the last axis at three indices.
 fn vector(tensor: &ArrayRef4<f64>, [b, row, head]: [usize; 3]) -> ArrayView1<'_, f64> {
     tensor.index_axis(Axis(0), b).index_axis_move(Axis(0), row).index_axis_move(Axis(0), head)
 }
 
-/// The last axis at three indices, for writing.
+/// As [`vector`], mutable.
 fn vector_mut(tensor: &mut ArrayRef4<f64>, [b, row, head]: [usize; 3]) -> ArrayViewMut1<'_, f64> {
     tensor.index_axis_mut(Axis(0), b).index_axis_move(Axis(0), row).index_axis_move(Axis(0), head)
 }

@@ -1,22 +1,22 @@
-//! One row of attention: its logits, and what becomes of them.
+//! Forward pass of one query: scores, softmax statistics and output.
 
 use ndarray::Array1;
 
-use super::{Problem, dropping::dropped, sight::Sight, vector};
+use super::{Problem, dropout::dropped, pair_visibility::PairVisibility, vector};
 use crate::{BiasOrder, Result};
 
-/// One finished row of the output.
+/// Results of one query row.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Row {
     /// `[dv]`.
     pub out: Array1<f64>,
-    /// Natural logarithm; −∞ where the row sees nothing and has no sinks.
+    /// Natural logarithm; −∞ without visible keys and sinks.
     pub lse: f64,
-    /// Largest logit, sinks included.
+    /// Maximum of the scores, including sinks.
     pub max: f64,
-    /// Σ e^{s − max}, sinks included.
+    /// Σ e^{s − max}, including sinks.
     pub sum: f64,
-    /// How many keys and sinks share the largest logit.
+    /// Number of keys and sinks whose score is the maximum.
     pub ties: f64,
 }
 
@@ -26,18 +26,19 @@ pub(super) struct Pair {
     /// Key row.
     pub(super) j: usize,
     /// s_ij.
-    pub(super) logit: f64,
-    /// ∂s_ij/∂x_ij: 1, or 1 − tanh² under a soft cap.
-    pub(super) slope: f64,
-    /// 1/(1 − p), or 0 where dropped; 1 without dropout.
+    pub(super) score: f64,
+    /// ∂s_ij/∂x_ij with x = scale·q·k: 1, or 1 − tanh² with a soft cap.
+    pub(super) soft_cap_slope: f64,
+    /// 1/(1 − p), or 0 if the pair is dropped; 1 without dropout.
     pub(super) keep: f64,
 }
 
-/// The logits of one row and their running softmax.
+/// Scores and softmax statistics of one row.
 #[derive(Debug)]
 pub(super) struct Softmax {
+    /// Batch row, query head, query row.
     pub(super) at: (usize, usize, usize),
-    /// None of them if the row is empty.
+    /// Visible pairs; none if the maximum is −∞.
     pub(super) pairs: Vec<Pair>,
     /// `(t, a_t)` of the sinks that are not −∞.
     pub(super) sinks: Vec<(usize, f64)>,
@@ -46,46 +47,63 @@ pub(super) struct Softmax {
     pub(super) ties: f64,
 }
 
-/// Makes rows of one problem.
+/// Computes rows of one problem.
 pub(super) struct Rows<'p, 'a> {
     problem: &'p Problem<'a>,
-    sight: Sight<'p>,
+    visibility: PairVisibility<'p>,
 }
 
 impl<'p, 'a> Rows<'p, 'a> {
     pub(super) fn new(problem: &'p Problem<'a>) -> Result<Self> {
-        Ok(Self { problem, sight: problem.sight()? })
+        Ok(Self { problem, visibility: problem.sight()? })
     }
 
     pub(super) fn row(&self, b: usize, h: usize, i: usize) -> Softmax {
-        let pairs: Vec<Pair> = (0..self.problem.spec.dims.kv_len).filter_map(|j| self.pair(b, h, i, j)).collect();
+        let pairs: Vec<Pair> =
+            (0..self.problem.spec.dims.kv_len).filter_map(|j| self.pair(b, h, i, j)).collect();
         let sinks = self.problem.sinks_of(h);
-        let logits = || pairs.iter().map(|pair| pair.logit).chain(sinks.iter().map(|&(_, sink)| sink));
-        // a NaN, once met, stays: no later logit is larger
-        let max = logits().fold(f64::NEG_INFINITY, |max, logit| if logit > max || logit.is_nan() { logit } else { max });
+        let scores =
+            || pairs.iter().map(|pair| pair.score).chain(sinks.iter().map(|&(_, sink)| sink));
+        // NaN is absorbing: no later score is larger than it
+        let max = scores().fold(f64::NEG_INFINITY, |max, score| {
+            if score > max || score.is_nan() { score } else { max }
+        });
+        // e^{∞ − ∞} is undefined
+        let max = if max == f64::INFINITY { f64::NAN } else { max };
         if max == f64::NEG_INFINITY {
-            return Softmax { at: (b, h, i), pairs: Vec::new(), sinks: Vec::new(), max, sum: 0.0, ties: 0.0 };
+            return Softmax {
+                at: (b, h, i),
+                pairs: Vec::new(),
+                sinks: Vec::new(),
+                max,
+                sum: 0.0,
+                ties: 0.0,
+            };
         }
-        let sum = logits().map(|logit| (logit - max).exp()).sum();
-        let ties = logits().filter(|&logit| logit == max).count() as f64;
+        let sum = scores().map(|score| (score - max).exp()).sum();
+        let ties = scores().filter(|&score| score == max).count() as f64;
         Softmax { at: (b, h, i), pairs, sinks, max, sum, ties }
     }
 
-    /// The logit of one pair; `None` if it is hidden.
+    /// Computes one pair; `None` if it is masked.
     fn pair(&self, b: usize, h: usize, i: usize, j: usize) -> Option<Pair> {
         let Problem { spec, q, k, .. } = self.problem;
-        if !self.sight.visible(b, h, i, j) {
+        if !self.visibility.visible(b, h, i, j) {
             return None;
         }
         let bias = self.bias(b, h, i, j)?;
         let dot = vector(q, [b, i, h]).dot(&vector(k, [b, j, spec.dims.kv_head(h)]));
-        let product = if spec.logits_dtype == spec.dtype.accumulator() { dot } else { spec.logits_dtype.round(dot) };
+        let product = if spec.logits_dtype == spec.dtype.accumulator() {
+            dot
+        } else {
+            spec.logits_dtype.round(dot)
+        };
         let x = spec.scale * product;
         let (before, after) = match spec.bias_order {
             BiasOrder::BeforeSoftCap => (bias, 0.0),
             BiasOrder::AfterSoftCap => (0.0, bias),
         };
-        let (capped, slope) = match spec.soft_cap {
+        let (capped, soft_cap_slope) = match spec.soft_cap {
             None => (x + before, 1.0),
             Some(cap) => {
                 let tanh = ((x + before) / cap).tanh();
@@ -97,52 +115,69 @@ impl<'p, 'a> Rows<'p, 'a> {
             Some(dropout) if dropped(&spec.dims, dropout, b, h, i, j) => 0.0,
             Some(dropout) => 1.0 / (1.0 - dropout.probability),
         };
-        Some(Pair { j, logit: capped + after, slope, keep })
+        Some(Pair { j, score: capped + after, soft_cap_slope, keep })
     }
 
-    /// Tensor and function together; `None` where either is −∞, which hides the pair.
+    /// Returns bias tensor + bias function; `None` if either is −∞, which masks the pair.
     fn bias(&self, b: usize, h: usize, i: usize, j: usize) -> Option<f64> {
-        let tensor = self.problem.bias.as_ref().map_or(0.0, |bias| bias[broadcast(bias.dim().into(), [b, h, i, j])]);
+        let tensor = self
+            .problem
+            .bias
+            .as_ref()
+            .map_or(0.0, |bias| bias[broadcast(bias.dim().into(), [b, h, i, j])]);
         let function = self.problem.spec.bias_function.as_ref();
-        let (query, key) = (self.sight.query(b, h, i)?, self.sight.key(b, j)?);
+        let (query, key) = (self.visibility.query(b, h, i)?, self.visibility.key(b, j)?);
         let computed = function.map_or(0.0, |function| function.bias(&query, &key));
         (tensor != f64::NEG_INFINITY && computed != f64::NEG_INFINITY).then_some(tensor + computed)
     }
 }
 
 impl Softmax {
-    /// e^{s − m} of a logit of this row.
-    pub(super) fn weight(&self, logit: f64) -> f64 {
-        (logit - self.max).exp()
+    /// Returns e^{s − m}, the unnormalised probability of a score of this row.
+    pub(super) fn unnormalised(&self, score: f64) -> f64 {
+        (score - self.max).exp()
     }
 
-    /// out, normalised or not as the spec says.
+    /// Computes `out`, normalised if the spec requires it.
     pub(super) fn out(&self, problem: &Problem<'_>) -> Array1<f64> {
         let (b, h, _) = self.at;
         let dims = &problem.spec.dims;
         let mut out = Array1::zeros(dims.value_dim);
         for pair in &self.pairs {
-            out.scaled_add(pair.keep * self.weight(pair.logit), &vector(&problem.v, [b, pair.j, dims.kv_head(h)]));
+            out.scaled_add(
+                pair.keep * self.unnormalised(pair.score),
+                &vector(&problem.v, [b, pair.j, dims.kv_head(h)]),
+            );
         }
-        // an empty row has the sum 0 and stays 0
+        if self.sum.is_nan() {
+            // also for a row with sinks and without visible keys
+            return Array1::from_elem(dims.value_dim, f64::NAN);
+        }
+        // a row without scores has the sum 0 and the output 0
         if problem.spec.normalize && self.sum != 0.0 { out / self.sum } else { out }
     }
 
     pub(super) fn finish(&self, problem: &Problem<'_>) -> Row {
-        Row { out: self.out(problem), lse: self.max + self.sum.ln(), max: self.max, sum: self.sum, ties: self.ties }
+        Row {
+            out: self.out(problem),
+            lse: self.max + self.sum.ln(),
+            max: self.max,
+            sum: self.sum,
+            ties: self.ties,
+        }
     }
 }
 
 impl Problem<'_> {
-    /// `(t, a_t)` of the head's sinks; one of −∞ is none.
+    /// Returns `(t, a_t)` of the head's sinks; a sink of −∞ is omitted, as if it did not exist.
     fn sinks_of(&self, h: usize) -> Vec<(usize, f64)> {
         let Some(sinks) = &self.sinks else { return Vec::new() };
-        let line = sinks.row(if sinks.nrows() == 1 { 0 } else { h });
-        line.iter().copied().enumerate().filter(|&(_, sink)| sink != f64::NEG_INFINITY).collect()
+        let of_head = sinks.row(if sinks.nrows() == 1 { 0 } else { h });
+        of_head.iter().copied().enumerate().filter(|&(_, sink)| sink != f64::NEG_INFINITY).collect()
     }
 }
 
-/// The element of a tensor whose axes of length 1 stand for every index.
+/// Returns the index of an element in a tensor whose axes of length 1 are broadcast.
 pub(super) fn broadcast(shape: [usize; 4], index: [usize; 4]) -> [usize; 4] {
     std::array::from_fn(|axis| if shape[axis] == 1 { 0 } else { index[axis] })
 }

@@ -12,7 +12,11 @@ fn partial<T: Element<Accumulator = T>>() -> impl Strategy<Value = Partial<T>> {
     (prop::collection::vec(-9.0..9.0f64, DIM), max, 1.0..70.0f64).prop_map(|(acc, max, sum)| {
         let nothing = max == f64::NEG_INFINITY;
         let unless_nothing = |x: f64| T::from_f64(if nothing { 0.0 } else { x });
-        Partial::new(acc.iter().map(|&x| unless_nothing(x * sum)).collect(), T::from_f64(max), unless_nothing(sum))
+        Partial::new(
+            acc.iter().map(|&x| unless_nothing(x * sum)).collect(),
+            T::from_f64(max),
+            unless_nothing(sum),
+        )
     })
 }
 
@@ -28,9 +32,14 @@ fn epsilon<T: Element>() -> f64 {
     if T::DTYPE == crate::DType::F64 { f64::EPSILON } else { f64::from(f32::EPSILON) }
 }
 
-fn laws<T: Element<Accumulator = T>>(a: &Partial<T>, b: &Partial<T>, c: &Partial<T>) -> Result<(), TestCaseError> {
+fn laws<T: Element<Accumulator = T>>(
+    a: &Partial<T>,
+    b: &Partial<T>,
+    c: &Partial<T>,
+) -> Result<(), TestCaseError> {
     // identity: exact, from both sides, whether its acc is spelled out or not
-    let spelled = Partial::new(vec![T::from_f64(0.0); DIM], T::from_f64(f64::NEG_INFINITY), T::from_f64(0.0));
+    let spelled =
+        Partial::new(vec![T::from_f64(0.0); DIM], T::from_f64(f64::NEG_INFINITY), T::from_f64(0.0));
     for identity in [Partial::identity(), spelled] {
         prop_assert_eq!(&a.merge(&identity), a);
         prop_assert_eq!(&identity.merge(a), a);
@@ -104,7 +113,8 @@ proptest! {
 
 #[test]
 fn nothing_meets_nothing_without_a_nan() {
-    let nothing = Partial::<f32>::identity().merge(&Partial::from_out(vec![0.0; 2], f32::NEG_INFINITY));
+    let nothing =
+        Partial::<f32>::identity().merge(&Partial::from_out(vec![0.0; 2], f32::NEG_INFINITY));
     assert_eq!(nothing, Partial::new(vec![0.0; 2], f32::NEG_INFINITY, 0.0));
     assert_eq!(nothing.out(), (vec![0.0; 2], f32::NEG_INFINITY));
     let nothing = Partial::<f64>::identity().merge(&Partial::identity());
@@ -118,10 +128,21 @@ fn nan_is_kept() {
     let logit = Partial::new(vec![f64::NAN, f64::NAN], f64::NAN, f64::NAN);
     let value = Partial::new(vec![f64::NAN, 1.0], -3.0, 1.0);
     let sum = Partial::new(vec![1.0, 1.0], -3.0, f64::NAN);
-    for (bad, want) in [(logit, [true, true, true]), (value, [true, false, false]), (sum, [true, true, true])] {
-        for merged in [bad.merge(&good), good.merge(&bad), bad.merge(&Partial::identity()), Partial::identity().merge(&bad)] {
+    for (bad, want) in
+        [(logit, [true, true, true]), (value, [true, false, false]), (sum, [true, true, true])]
+    {
+        for merged in [
+            bad.merge(&good),
+            good.merge(&bad),
+            bad.merge(&Partial::identity()),
+            Partial::identity().merge(&bad),
+        ] {
             let (out, lse) = merged.out();
             assert_eq!([out[0].is_nan(), out[1].is_nan(), lse.is_nan()], want, "{merged:?}");
+            // what is not divided has it too, where the logit or the value itself was NaN
+            let kept = if bad.acc()[0].is_nan() { want } else { [false; 3] };
+            let acc = merged.acc();
+            assert_eq!([acc[0].is_nan(), acc[1].is_nan()], kept[..2], "{merged:?}");
         }
     }
     assert!(Partial::from_out(vec![f64::NAN], f64::NEG_INFINITY).merge(&good).acc()[0].is_nan());

@@ -1,12 +1,14 @@
-//! Builds the ring from who needs what: an owner at a time, along the way of its rows (the formulas are in `mod.rs`).
+//! Builds a schedule from the needs of all ranks, one owner after another, by the formulas of
+//! `mod.rs`.
 
 use super::{Group, Message, Route, Schedule, Step};
 use crate::{Channel, Needs, RowSet};
 
 impl Schedule {
-    /// Lays out every transfer of one pass over the ring; with `gradients` also those of the gradients of the travelling rows.
+    /// Computes every transfer of one pass; with `gradients` also those of the dK/dV accumulators.
     ///
-    /// present(t) = need(t) ∪ present(t + 1); travel(t) = (travel(t − 1) ∪ need(t)) ∩ later(t); home(t) = need(t) \ later(t)
+    /// present(t) = need(t) ∪ present(t + 1), partial(t) = (partial(t − 1) ∪ need(t)) ∩ later(t),
+    /// final(t) = need(t) \ later(t)
     pub fn build(needs: &Needs, route: Route, gradients: bool) -> Self {
         let ranks = needs.held.len();
         let step = |rank, step| Step {
@@ -18,38 +20,54 @@ impl Schedule {
         let steps = (0..ranks).map(|rank| (0..ranks).map(|t| step(rank, t)).collect()).collect();
         let mut schedule = Self { route, steps };
         for owner in 0..ranks {
-            let way = Way::new(needs, route, owner);
-            schedule.send_blocks(&way);
+            let path = BlockPath::new(needs, route, owner);
+            schedule.send_blocks(&path);
             if gradients {
-                schedule.send_gradients(&way);
+                schedule.send_gradients(&path);
             }
         }
         schedule
     }
 
-    fn send_blocks(&mut self, way: &Way<'_>) {
-        for t in 1..way.ranks() {
-            let from = if self.route.is_relay() { way.users[t - 1] } else { way.owner };
-            self.post(t - 1, from, way.users[t], Channel::Block, way.owner, &way.present[t]);
-            self.steps[way.users[t]][t].rows.clone_from(&way.present[t]);
+    fn send_blocks(&mut self, path: &BlockPath<'_>) {
+        for t in 1..path.ranks() {
+            let from = if self.route.is_relay() { path.users[t - 1] } else { path.owner };
+            self.post(t - 1, from, path.users[t], Channel::Kv, path.owner, &path.present[t]);
+            self.steps[path.users[t]][t].rows.clone_from(&path.present[t]);
         }
     }
 
-    fn send_gradients(&mut self, way: &Way<'_>) {
-        let nobody = RowSet::new();
-        let mut travelling = RowSet::new();
-        for t in 1..way.ranks() {
-            let later = way.present.get(t + 1).filter(|_| self.route.is_relay()).unwrap_or(&nobody);
-            travelling = travelling.union(way.needed[t]).intersection(later);
-            if let Some(&next) = way.users.get(t + 1) {
-                self.post(t, way.users[t], next, Channel::Travel, way.owner, &travelling);
+    fn send_gradients(&mut self, path: &BlockPath<'_>) {
+        let no_rows = RowSet::new();
+        let mut partial = RowSet::new();
+        for t in 1..path.ranks() {
+            let later =
+                path.present.get(t + 1).filter(|_| self.route.is_relay()).unwrap_or(&no_rows);
+            partial = partial.union(path.needed[t]).intersection(later);
+            if let Some(&next) = path.users.get(t + 1) {
+                self.post(t, path.users[t], next, Channel::PartialGrad, path.owner, &partial);
             }
-            self.post(t, way.users[t], way.owner, Channel::Home, way.owner, &way.needed[t].difference(later));
+            self.post(
+                t,
+                path.users[t],
+                path.owner,
+                Channel::FinalGrad,
+                path.owner,
+                &path.needed[t].difference(later),
+            );
         }
     }
 
-    /// Puts a message into the same group of the same step on both ranks; an empty one does not exist.
-    fn post(&mut self, step: usize, from: usize, to: usize, channel: Channel, owner: usize, rows: &RowSet) {
+    /// Adds a message to the same group of the same step on both ranks, unless it has no rows.
+    fn post(
+        &mut self,
+        step: usize,
+        from: usize,
+        to: usize,
+        channel: Channel,
+        owner: usize,
+        rows: &RowSet,
+    ) {
         if rows.is_empty() {
             return;
         }
@@ -62,21 +80,22 @@ impl Schedule {
 impl Step {
     fn group_mut(&mut self, channel: Channel) -> &mut Group {
         match channel {
-            Channel::Block => &mut self.before,
-            Channel::Travel | Channel::Home => &mut self.after,
+            Channel::Kv => &mut self.before,
+            Channel::PartialGrad | Channel::FinalGrad => &mut self.after,
         }
     }
 }
 
-/// The way of one owner's rows past all ranks: entry t is about the rank that attends them in step t.
-pub(super) struct Way<'a> {
+/// Path of one owner's rows over all ranks. Entry t of each list belongs to the rank that computes
+/// on them in step t.
+pub(super) struct BlockPath<'a> {
     owner: usize,
     users: Vec<usize>,
     needed: Vec<&'a RowSet>,
     present: Vec<RowSet>,
 }
 
-impl<'a> Way<'a> {
+impl<'a> BlockPath<'a> {
     pub(super) fn new(needs: &'a Needs, route: Route, owner: usize) -> Self {
         let ranks = needs.held.len();
         let users: Vec<usize> = (0..ranks).map(|t| route.user(owner, t, ranks)).collect();
@@ -94,8 +113,8 @@ impl<'a> Way<'a> {
         self.users.len()
     }
 
-    /// Rows of blocks sent on the way.
-    pub(super) fn block_rows(&self) -> u64 {
-        self.present.iter().skip(1).map(RowSet::count).sum()
+    /// Returns the number of block rows that all messages of this path carry.
+    pub(super) fn block_rows(&self) -> u128 {
+        self.present.iter().skip(1).map(|rows| u128::from(rows.count())).sum()
     }
 }

@@ -1,44 +1,52 @@
-//! The ring as data: who attends which block when, and who sends what to whom.
+//! The ring as data: the block that every rank computes on in every step, and every message.
 //!
-//! Every rank takes as many steps as there are ranks. In step 0 it attends the block it holds; in step t the block of the rank t places
-//! back on the way (of rank r − t; r + t on [`Route::RelayDown`]). A step has two groups of transfers, posted on every rank in the order
-//! A(0) B(0) A(1) B(1) …: A(t), [`Step::before`], before the tiles of step t, brings the block of step t + 1; B(t), [`Step::after`],
-//! after them, takes away the gradients that step t made. A message is in the same group of the same step on both ranks, so that
-//! transports without tags, and synchronous sends, get through.
+//! Every rank takes as many steps as there are ranks. In step 0 it computes on its own block, in
+//! step t on that of rank r − t (r + t with [`Route::RelayDown`]). A step has two groups of
+//! transfers, posted on every rank in the order A(0) B(0) A(1) B(1) …
 //!
-//! One owner's rows, seen from rank 0 on the way up with four ranks; rank 2 merely passes rows on, and the rows "a" have their last user
-//! in rank 1, the rows "b" in rank 3 (b: needed by 1 and 3, c: by 3 alone):
+//! * A(t), [`Step::before`]: posted before the tiles of step t; transfers the blocks of step t + 1.
+//! * B(t), [`Step::after`]: posted after them; transfers the gradients that step t computed.
+//!
+//! A message is in the same group of the same step on both ranks. The schedule therefore works with
+//! transports without tags and with synchronous sends.
+//!
+//! # Example
+//! Four ranks, relay up, and rank 0 owns the rows a, b and c. Rank 1 needs a and b, rank 2 nothing,
+//! rank 3 b and c:
 //!
 //! ```text
-//! step      0               1                  2                  3
-//!
-//! rank 0   own ──A(0)──┐                                                      home: a after B(1), b c after B(3)
-//!            a b c     │    ▲
-//! rank 1               └─► a b c ──A(1)──┐
-//!              Block: a b c │ └──B(1)────┼──┐
-//!                    Home: a┘   Block: b c  │ Travel: b, born here
-//! rank 2                                 └► b c ──A(2)──┐
-//!                                           └└──B(2)────┼──┐
-//!                                            Block: b c │  │ Travel: b, unchanged (c has no sum yet)
-//! rank 3                                                └► b c
-//!                                                          └└─B(3)─► Home: b c, b = rank 1's + rank 3's, c = rank 3's
+//! group   from → to   channel       rows
+//! A(0)    0 → 1       Kv            a b c
+//! A(1)    1 → 2       Kv            b c      no rank after rank 1 needs a
+//! B(1)    1 → 2       PartialGrad   b        created on rank 1, the first rank that needs b
+//! B(1)    1 → 0       FinalGrad     a        rank 1 is the last rank that needs a
+//! A(2)    2 → 3       Kv            b c
+//! B(2)    2 → 3       PartialGrad   b        unchanged; c has no contribution yet
+//! B(3)    3 → 0       FinalGrad     b c      b: ranks 1 and 3; c: rank 3
 //! ```
 //!
-//! With present(t) = what arrives for step t, need(t) = what its rank needs of it, and the empty set after the last step:
+//! # Formulas
+//! For the rows of one owner, with need(t) = the rows that the rank of step t needs, present(t) =
+//! the rows that it receives, and the empty set after the last step:
 //!
 //! ```text
-//! relay    present(t) = need(t) ∪ present(t + 1)            what it or a later rank on the way needs
+//! relay    present(t) = need(t) ∪ present(t + 1)       this rank or a later one needs them
 //! direct   present(t) = need(t)
-//! travel(t) = (travel(t − 1) ∪ need(t)) ∩ later(t)          already born, needed again;  later(t) = present(t + 1), empty when direct
-//! home(t)   = need(t) \ later(t)                            the last user sends the sum straight to the owner
+//!
+//! later(t)   = present(t + 1) on a relay, empty if direct
+//! partial(t) = (partial(t − 1) ∪ need(t)) ∩ later(t)   has a contribution and is needed again
+//! final(t)   = need(t) \ later(t)                      the last user sends the sum to the owner
 //! ```
 //!
-//! A rank's own contribution to its rows never travels, a row that nobody else needs is never sent, and an empty message does not exist.
+//! A rank's contribution to its own rows is never sent. A row that no other rank needs is not sent,
+//! and there are no messages without rows.
 //!
-//! A "rank" of a schedule is a place on the ring; which process stands there is its [`Order`]'s affair.
+//! A rank of a schedule is a ring index; an [`Order`] maps ring indices to ranks.
 //!
 //! # Source
-//! Liu et al. 2023 (ring attention); Brandon et al. 2023 (balanced layouts). The trimming and the direct homecoming are annulus' own.
+//! The ring: Liu et al. 2023, Ring Attention with Blockwise Transformers. Balanced layouts: Brandon
+//! et al. 2023, Striped Attention. Sending only needed rows, and gradients directly to the owner,
+//! is annulus' own.
 
 mod build;
 mod check;
@@ -63,57 +71,64 @@ use crate::{Channel, RowSet};
 /// One message of the schedule.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Message {
-    /// The other end.
+    /// Ring index of the receiver of a send, or of the sender of a receive.
     pub peer: usize,
-    /// What it carries.
+    /// Content of the message.
     pub channel: Channel,
-    /// Whose rows.
+    /// Ring index of the rank that owns the rows.
     pub owner: usize,
-    /// Which of the owner's local rows, never none.
+    /// Local rows of the owner, at least one.
     pub rows: RowSet,
 }
 
-/// Transfers that are posted together. Each send is paired with a receive of the same group on the other rank.
+/// Transfers that are posted together. Each send is paired with a receive of the same group on the
+/// other rank.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Group {
-    /// What this rank sends.
+    /// Messages that this rank sends.
     pub sends: Vec<Message>,
-    /// What this rank receives.
+    /// Messages that this rank receives.
     pub receives: Vec<Message>,
 }
 
 /// One step of one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Step {
-    /// Whose block is attended.
+    /// Ring index of the owner of the step's block.
     pub owner: usize,
-    /// Which of the owner's local rows are here.
+    /// Local rows of the owner that this rank has in this step.
     pub rows: RowSet,
     /// Posted before the tiles: blocks of the next step.
     pub before: Group,
-    /// Posted after the tiles (backward only): gradients that go on to the next rank ([`Channel::Travel`]) or home ([`Channel::Home`]).
-    /// A travelling gradient received here is that of the **next** step's block; a homecoming is this rank's own.
+    /// Posted after the tiles, only in a backward pass: gradients for the next rank
+    /// ([`Channel::PartialGrad`]) or the owner ([`Channel::FinalGrad`]). A partial gradient
+    /// received here is that of the **next** step's block; a final gradient is that of this rank's
+    /// own rows.
     pub after: Group,
 }
 
-/// Every rank's steps: `ranks` of them each, step t of rank r attending the block of rank r − t (r + t for [`Route::RelayDown`]).
+/// The steps of every rank. Each rank has as many steps as there are ranks; in step t, rank r
+/// computes on the block of rank r − t (r + t with [`Route::RelayDown`]).
 ///
 /// # Examples
-/// A causal mask over four ranks that hold one run of rows each sends half of what the full ring sends:
+/// With a causal mask and a contiguous layout, four ranks send half as many rows as on the full
+/// ring:
 /// ```
-/// use annulus_core::{Alignment, Coordinates, Dims, Layout, Needs, Route, Schedule, Traffic, mask};
+/// use annulus_core::{Alignment, Dims, Layout, Needs, RingShards, Route, Schedule, Traffic, mask};
 ///
-/// let coordinates = Coordinates::plain(&Dims::new(1, 64, 8, 128), Alignment::TopLeft, &Layout::Contiguous, 4);
-/// let needs = Needs::of_queries(&mask::Causal::default(), 8, 1, &coordinates);
+/// let dims = Dims::new(1, 64, 8, 128);
+/// let shards = RingShards::plain(&dims, Alignment::TopLeft, &Layout::Contiguous, 4);
+/// let needs = Needs::of_queries(&mask::Causal::default(), 8, 1, &shards);
 /// let schedule = Schedule::build(&needs, Route::RelayUp, true);
 ///
 /// schedule.check(&needs, true)?;
-/// assert_eq!(schedule.block_rows_sent() * 2, Traffic::full_ring(&needs.held, true).block_rows);
+/// let full_ring = Traffic::full_ring(&needs.held, true);
+/// assert_eq!(schedule.block_rows_sent() * 2, full_ring.block_rows);
 /// # Ok::<(), annulus_core::Violation>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Schedule {
-    /// How blocks find their users.
+    /// Path of blocks from their owner to the ranks that need them.
     pub route: Route,
     /// `steps[rank][t]`.
     pub steps: Vec<Vec<Step>>,

@@ -1,14 +1,18 @@
-//! Where ranks are, and in which order they stand around the ring: each node's next to each other.
+//! Nodes of the ranks, and a ring order in which the ranks of one node are neighbours.
 //!
-//! A ring of P ranks on N > 1 nodes crosses from node to node at least N times a lap. Where a launcher deals ranks to nodes like cards, the ring
-//! of ascending ranks crosses P times, and every hop of every step goes through the network. So the ring has an [`Order`]: at place p stands
-//! rank `order.rank(p)`. Everything that a schedule says is about places; ranks matter where a message has an address, and nowhere else.
-//! So an order moves shards from rank to rank and changes nothing that is computed from them, not a bit.
+//! A ring over N > 1 nodes has at least N hops between nodes. If a launcher assigns ranks to nodes
+//! round-robin, a ring of P ranks in ascending order has P of them: every hop of every step uses
+//! the network. An [`Order`] therefore maps each ring index to a rank. Layouts and schedules use
+//! ring indices only; ranks occur only as addresses of messages. An order thus decides which rank
+//! owns which shard, and leaves the results unchanged bit for bit.
 
-/// Which node each rank runs on.
+use std::collections::HashMap;
+
+/// The node of each rank.
 ///
 /// # Examples
-/// Two nodes, ranks dealt to them in turn: the ring goes through one node, then through the other.
+/// Ranks are assigned to two nodes round-robin. The ring passes through all ranks of the first
+/// node, then through all of the second:
 /// ```
 /// use annulus_core::{Order, Placement};
 ///
@@ -24,66 +28,76 @@ pub struct Placement {
 }
 
 impl Placement {
-    /// `nodes[rank]` names the node of that rank; equal numbers are the same node.
+    /// Creates a placement from the node number of each rank, `nodes[rank]`.
     pub const fn new(nodes: Vec<usize>) -> Self {
         Self { nodes }
     }
 
-    /// The node of each rank.
+    /// Returns the node number of each rank.
     pub fn nodes(&self) -> &[usize] {
         &self.nodes
     }
 
-    /// Steps from one node to another on a lap around a ring of this order, the last place's to the first included. A rank without a node is a
-    /// node of its own.
+    /// Returns the number of hops between different nodes on a ring of this order, including the
+    /// hop from the last rank to the first. A rank without a node number counts as a node of its
+    /// own.
     pub fn crossings(&self, order: &Order) -> usize {
-        let node = |place: usize| self.nodes.get(order.rank(place));
+        let node = |ring_index: usize| self.nodes.get(order.rank(ring_index));
         let ranks = order.ranks.len();
-        (0..ranks).filter(|&place| ranks > 1 && (node(place).is_none() || node(place) != node((place + 1) % ranks))).count()
+        (0..ranks)
+            .filter(|&ring_index| {
+                let next = (ring_index + 1) % ranks;
+                ranks > 1 && (node(ring_index).is_none() || node(ring_index) != node(next))
+            })
+            .count()
     }
 
-    /// An order with the fewest crossings: ascending ranks if they have no more, else node by node, each node's ranks ascending, nodes by their
-    /// first ranks.
+    /// Returns an order with the fewest crossings: ascending ranks if they attain it. Otherwise
+    /// ranks are grouped by node, ascending within a node, and nodes are ordered by their lowest
+    /// rank.
     pub fn order(&self) -> Order {
         let ascending = Order::ascending(self.nodes.len());
-        let first = |node: usize| self.nodes.iter().position(|&other| other == node);
+        let mut first_ranks = HashMap::new();
+        for (rank, &node) in self.nodes.iter().enumerate() {
+            first_ranks.entry(node).or_insert(rank);
+        }
         let mut ranks = ascending.ranks.clone();
-        ranks.sort_by_key(|&rank| (first(self.nodes[rank]), rank));
+        ranks.sort_by_cached_key(|&rank| (first_ranks.get(&self.nodes[rank]), rank));
         let grouped = Order { ranks };
         if self.crossings(&grouped) < self.crossings(&ascending) { grouped } else { ascending }
     }
 }
 
-/// The order in which ranks stand around the ring.
+/// The sequence in which ranks are arranged on the ring.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Order {
-    /// A permutation of all ranks.
+    /// A permutation of all ranks, by ring index.
     ranks: Vec<usize>,
 }
 
 impl Order {
-    /// Rank r at place r.
+    /// Returns the order in which rank r has ring index r.
     pub fn ascending(ranks: usize) -> Self {
         Self { ranks: (0..ranks).collect() }
     }
 
-    /// The rank at each place.
+    /// Returns the rank at each ring index.
     pub fn ranks(&self) -> &[usize] {
         &self.ranks
     }
 
-    /// The rank at `place`; a place that is not in the ring is taken by the rank of that number, which is not either.
-    pub fn rank(&self, place: usize) -> usize {
-        self.ranks.get(place).copied().unwrap_or(place)
+    /// Returns the rank at `ring_index`, or `ring_index` itself if it is outside the ring.
+    pub fn rank(&self, ring_index: usize) -> usize {
+        self.ranks.get(ring_index).copied().unwrap_or(ring_index)
     }
 
-    /// The place of `rank`, alike.
-    pub fn place(&self, rank: usize) -> usize {
+    /// Returns the ring index of `rank`, or `rank` itself if it is not in the ring.
+    pub fn ring_index(&self, rank: usize) -> usize {
         self.ranks.iter().position(|&other| other == rank).unwrap_or(rank)
     }
 
-    /// What belongs to each rank, by place.
-    pub fn by_place<T>(&self, of_ranks: Vec<T>) -> Vec<T> {
+    /// Permutes a list by rank into a list by ring index.
+    pub fn by_ring_index<T>(&self, of_ranks: Vec<T>) -> Vec<T> {
         let mut of_ranks: Vec<Option<T>> = of_ranks.into_iter().map(Some).collect();
         self.ranks.iter().filter_map(|&rank| of_ranks.get_mut(rank)?.take()).collect()
     }
@@ -109,16 +123,33 @@ mod tests {
             prop_assert_eq!(&all, &(0..of_ranks.len()).collect::<Vec<_>>());
             let least = if nodes(&of_ranks) == 1 { 0 } else { nodes(&of_ranks) };
             prop_assert_eq!(placement.crossings(&order), least);
-            for place in 0..of_ranks.len() {
-                prop_assert_eq!(order.place(order.rank(place)), place);
+            for ring_index in 0..of_ranks.len() {
+                prop_assert_eq!(order.ring_index(order.rank(ring_index)), ring_index);
             }
-            prop_assert_eq!(order.by_place(of_ranks.clone()), order.ranks().iter().map(|&rank| of_ranks[rank]).collect::<Vec<_>>());
+            let permuted: Vec<_> = order.ranks().iter().map(|&rank| of_ranks[rank]).collect();
+            prop_assert_eq!(order.by_ring_index(of_ranks.clone()), permuted);
         }
+    }
+
+    /// An algorithm that is quadratic in the nodes needs minutes for this placement.
+    #[test]
+    fn ranks_on_thousands_of_nodes_are_ordered_at_once() {
+        let started = std::time::Instant::now();
+        let order = Placement::new((0..30_000).cycle().take(60_000).collect()).order();
+        assert_eq!(order.ranks()[..4], [0, 30_000, 1, 30_001]);
+        assert!(started.elapsed().as_secs() < 5, "{:?}", started.elapsed());
     }
 
     #[test]
     fn an_order_that_is_good_stays() {
-        for of_ranks in [vec![], vec![7], vec![0, 0, 0], vec![0, 0, 1, 1], vec![5, 5, 2, 2, 2], vec![0, 1, 1, 0]] {
+        for of_ranks in [
+            vec![],
+            vec![7],
+            vec![0, 0, 0],
+            vec![0, 0, 1, 1],
+            vec![5, 5, 2, 2, 2],
+            vec![0, 1, 1, 0],
+        ] {
             let ranks = of_ranks.len();
             assert_eq!(Placement::new(of_ranks).order(), Order::ascending(ranks));
         }

@@ -1,21 +1,21 @@
-//! How blocks find their users.
+//! Paths of blocks from their owner to the ranks that need them.
 
-/// How blocks find their users.
+/// Path of blocks from their owner to the ranks that need them. Ranks are ring indices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Route {
-    /// From rank r to r + 1, onward as long as a later rank needs some of it.
+    /// From rank r to r + 1, as long as a later rank needs some of the rows.
     RelayUp,
-    /// From rank r to r − 1, likewise.
+    /// From rank r to r − 1, as long as a later rank needs some of the rows.
     RelayDown,
-    /// From the owner to each user.
+    /// From the owner to each rank that needs some of the rows.
     Direct,
 }
 
 impl Route {
-    /// Every route, in the order in which ties between them are broken.
+    /// All routes. Of several with the same traffic, the first is chosen.
     pub const ALL: [Self; 3] = [Self::RelayUp, Self::RelayDown, Self::Direct];
 
-    /// The name on the command line and in reports.
+    /// Returns the name on the command line and in reports.
     pub const fn name(self) -> &'static str {
         match self {
             Self::RelayUp => "relay-up",
@@ -24,12 +24,13 @@ impl Route {
         }
     }
 
-    /// Whether blocks are passed on by their users.
+    /// Returns true if each rank forwards blocks to the next.
     pub const fn is_relay(self) -> bool {
         !matches!(self, Self::Direct)
     }
 
-    /// The rank whose block `rank` attends in step `step`, for `rank, step < ranks`.
+    /// Returns the owner of the block on which `rank` computes in step `step`, for
+    /// `rank, step < ranks`.
     pub const fn owner(self, rank: usize, step: usize, ranks: usize) -> usize {
         match self {
             Self::RelayDown => (rank + step) % ranks,
@@ -37,7 +38,8 @@ impl Route {
         }
     }
 
-    /// The rank that attends the block of `owner` in step `step`, for `owner, step < ranks`.
+    /// Returns the rank that computes on the block of `owner` in step `step`, for
+    /// `owner, step < ranks`.
     pub const fn user(self, owner: usize, step: usize, ranks: usize) -> usize {
         match self {
             Self::RelayDown => (owner + ranks - step) % ranks,
@@ -45,7 +47,8 @@ impl Route {
         }
     }
 
-    /// The step in which `rank` attends the block of `owner`, for `rank, owner < ranks`.
+    /// Returns the step in which `rank` computes on the block of `owner`, for
+    /// `rank, owner < ranks`.
     pub const fn step(self, rank: usize, owner: usize, ranks: usize) -> usize {
         match self {
             Self::RelayDown => (owner + ranks - rank) % ranks,

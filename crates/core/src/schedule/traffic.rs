@@ -1,44 +1,56 @@
-//! What a schedule sends, counted before anything is sent: measured bytes must equal these.
+//! Rows and bytes that a schedule sends, computed from the schedule alone. The bytes that a
+//! transport measures must be equal to them.
 
-use super::{Route, Schedule, build::Way};
-use crate::{Channel, Needs, Record};
+use super::{Route, Schedule, build::BlockPath};
+use crate::{Channel, Needs, RowLayout};
 
-/// Rows sent, counted anew by every message that carries them.
+/// Rows sent; a row counts once for every message that carries it. The counts have 128 bits,
+/// because 2⁵⁹ rows exceed 2⁶⁴ on a ring of 64 ranks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Rows of blocks.
-    pub block_rows: u64,
-    /// Rows of gradients on their way to the next rank that adds to them.
-    pub travel_rows: u64,
-    /// Rows of gradients on their way home.
-    pub home_rows: u64,
+    /// Rows of blocks ([`Channel::Kv`]).
+    pub block_rows: u128,
+    /// Rows of partial gradients, sent to the next rank ([`Channel::PartialGrad`]).
+    pub partial_gradient_rows: u128,
+    /// Rows of final gradients, sent to the owner ([`Channel::FinalGrad`]).
+    pub final_gradient_rows: u128,
 }
 
 impl Traffic {
-    /// What all ranks together send around the full, untrimmed ring.
+    /// Returns the rows that all ranks send on the full ring, which passes every block over all
+    /// ranks.
     ///
-    /// (ranks − 1)·Σ held rows of blocks, and as many of gradients, whose homecoming that ring does not need
+    /// (ranks − 1)·Σ held rows of blocks, and as many of gradients: each dK/dV accumulator starts
+    /// on the rank after its owner and reaches the owner with its last hop, so there is no separate
+    /// message to the owner.
     pub fn full_ring(held: &[u64], gradients: bool) -> Self {
-        let rows = (held.len() as u64).saturating_sub(1) * held.iter().sum::<u64>();
-        Self { block_rows: rows, travel_rows: if gradients { rows } else { 0 }, home_rows: 0 }
+        let held_rows: u128 = held.iter().copied().map(u128::from).sum();
+        let rows = (held.len() as u128).saturating_sub(1) * held_rows;
+        Self {
+            block_rows: rows,
+            partial_gradient_rows: if gradients { rows } else { 0 },
+            final_gradient_rows: 0,
+        }
     }
 
-    /// Rows of gradients on either channel.
-    pub const fn gradient_rows(&self) -> u64 {
-        self.travel_rows + self.home_rows
+    /// Returns the rows of partial and final gradients.
+    pub const fn gradient_rows(&self) -> u128 {
+        self.partial_gradient_rows + self.final_gradient_rows
     }
 
-    /// Payload bytes, if a block's row is one `block` and a gradient's one `gradient`.
-    pub fn bytes(&self, block: &Record, gradient: &Record) -> u64 {
-        self.block_rows * block.bytes() + self.gradient_rows() * gradient.bytes()
+    /// Returns the payload bytes, for blocks with the row layout `block` and gradients with
+    /// `gradient`.
+    pub fn bytes(&self, block: &RowLayout, gradient: &RowLayout) -> u128 {
+        self.block_rows * u128::from(block.bytes())
+            + self.gradient_rows() * u128::from(gradient.bytes())
     }
 }
 
 impl std::ops::AddAssign for Traffic {
     fn add_assign(&mut self, other: Self) {
         self.block_rows += other.block_rows;
-        self.travel_rows += other.travel_rows;
-        self.home_rows += other.home_rows;
+        self.partial_gradient_rows += other.partial_gradient_rows;
+        self.final_gradient_rows += other.final_gradient_rows;
     }
 }
 
@@ -51,46 +63,61 @@ impl std::iter::Sum for Traffic {
 }
 
 impl Schedule {
-    /// What `rank` sends; nothing if there is no such rank.
+    /// Returns the rows that `rank` sends; none if it is outside the ring.
     pub fn sent_by(&self, rank: usize) -> Traffic {
         let mut traffic = Traffic::default();
-        for message in self.steps.get(rank).into_iter().flatten().flat_map(|step| step.before.sends.iter().chain(&step.after.sends)) {
+        for message in self
+            .steps
+            .get(rank)
+            .into_iter()
+            .flatten()
+            .flat_map(|step| step.before.sends.iter().chain(&step.after.sends))
+        {
             *match message.channel {
-                Channel::Block => &mut traffic.block_rows,
-                Channel::Travel => &mut traffic.travel_rows,
-                Channel::Home => &mut traffic.home_rows,
-            } += message.rows.count();
+                Channel::Kv => &mut traffic.block_rows,
+                Channel::PartialGrad => &mut traffic.partial_gradient_rows,
+                Channel::FinalGrad => &mut traffic.final_gradient_rows,
+            } += u128::from(message.rows.count());
         }
         traffic
     }
 
-    /// What all ranks send.
+    /// Returns the rows that all ranks send.
     pub fn sent(&self) -> Traffic {
         (0..self.steps.len()).map(|rank| self.sent_by(rank)).sum()
     }
 
-    /// Rows of blocks that all ranks send.
-    pub fn block_rows_sent(&self) -> u64 {
+    /// Returns the block rows that all ranks send.
+    pub fn block_rows_sent(&self) -> u128 {
         self.sent().block_rows
     }
 
-    /// Rows of gradients that all ranks send, travelling or on their way home.
-    pub fn gradient_rows_sent(&self) -> u64 {
+    /// Returns the rows of partial and final gradients that all ranks send.
+    pub fn gradient_rows_sent(&self) -> u128 {
         self.sent().gradient_rows()
     }
 
-    /// Steps in which any rank sends a block: ranks − 1 at most.
+    /// Returns the number of steps in which some rank sends a block, at most ranks − 1.
     pub fn hops(&self) -> usize {
         (0..self.steps.len())
-            .filter(|&t| self.steps.iter().any(|steps| steps.get(t).is_some_and(|step| !step.before.sends.is_empty())))
+            .filter(|&t| {
+                self.steps
+                    .iter()
+                    .any(|steps| steps.get(t).is_some_and(|step| !step.before.sends.is_empty()))
+            })
             .count()
     }
 }
 
 impl Route {
-    /// The route on which all ranks together send the fewest block rows, and how many; the first of [`Route::ALL`] where several do.
-    pub fn cheapest(needs: &Needs) -> (Self, u64) {
-        let rows = |route| (0..needs.held.len()).map(|owner| Way::new(needs, route, owner).block_rows()).sum();
+    /// Returns the route on which all ranks together send the fewest block rows, and their number.
+    /// Of equal routes it is the first of [`Route::ALL`].
+    pub fn cheapest(needs: &Needs) -> (Self, u128) {
+        let rows = |route| {
+            (0..needs.held.len())
+                .map(|owner| BlockPath::new(needs, route, owner).block_rows())
+                .sum()
+        };
         let [first, others @ ..] = Self::ALL;
         others.into_iter().fold((first, rows(first)), |least, route| {
             let candidate = (route, rows(route));

@@ -1,22 +1,22 @@
-//! What can be wrong with a schedule.
+//! Errors of schedules.
 
 use super::{Message, Schedule};
 use crate::{Channel, RowSet};
 
-/// One transfer of a schedule, for the reader of a [`Violation`].
+/// One transfer of a schedule, as a [`Violation`] reports it. Ranks are ring indices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Transfer {
-    /// Who sends.
+    /// The sender.
     pub from: usize,
-    /// Who receives.
+    /// The receiver.
     pub to: usize,
-    /// The step of the rank whose list it stands in.
+    /// Step of the rank whose list contains the message.
     pub step: usize,
-    /// What it carries.
+    /// Content of the message.
     pub channel: Channel,
-    /// Whose rows.
+    /// Owner of the rows.
     pub owner: usize,
-    /// Which.
+    /// Local rows of the owner.
     pub rows: RowSet,
 }
 
@@ -30,131 +30,149 @@ impl Transfer {
     }
 
     fn of(step: usize, message: &Message) -> Self {
-        Self { from: 0, to: 0, step, channel: message.channel, owner: message.owner, rows: message.rows.clone() }
+        Self {
+            from: 0,
+            to: 0,
+            step,
+            channel: message.channel,
+            owner: message.owner,
+            rows: message.rows.clone(),
+        }
     }
 }
 
 impl std::fmt::Display for Transfer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { from, to, step, channel, owner, rows } = self;
-        write!(f, "{channel:?} {from} → {to} in step {step}, rows {:?} of rank {owner}", rows.ranges())
+        write!(
+            f,
+            "{channel:?} {from} → {to} in step {step}, rows {:?} of rank {owner}",
+            rows.ranges()
+        )
     }
 }
 
-/// Why [`Schedule::check`] refuses a schedule.
+/// Error that [`Schedule::check`] finds in a schedule. Ranks are ring indices.
 #[non_exhaustive]
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Violation {
-    /// The needs are of another number of ranks.
-    #[error("a schedule of {schedule} ranks for the needs of {needs}")]
+    /// Schedule and needs have different numbers of ranks.
+    #[error("the schedule has {schedule} ranks, the needs have {needs}")]
     Ranks {
-        /// Ranks that have steps.
+        /// Ranks of the schedule.
         schedule: usize,
-        /// Ranks that have needs.
+        /// Ranks of the needs.
         needs: usize,
     },
     /// A rank does not have as many steps as there are ranks.
-    #[error("{steps} steps for rank {rank}, want {ranks}")]
+    #[error("rank {rank} has {steps} steps, expected {ranks}")]
     Steps {
         /// The rank.
         rank: usize,
-        /// How many it has.
+        /// Number of its steps.
         steps: usize,
-        /// How many there are ranks.
+        /// Number of ranks.
         ranks: usize,
     },
-    /// A step attends another block than its route says.
-    #[error("rank {rank} attends the block of rank {owner} in step {step}, want that of rank {want}")]
+    /// A step computes on the block of another owner than the route requires.
+    #[error(
+        "rank {rank} computes on the block of rank {owner} in step {step}, \
+         expected that of rank {want}"
+    )]
     Owner {
         /// The rank.
         rank: usize,
         /// Its step.
         step: usize,
-        /// Whose block it attends.
+        /// Owner of the step's block.
         owner: usize,
-        /// Whose it should.
+        /// Owner by the route.
         want: usize,
     },
-    /// A message to itself, to no rank, of no rank's rows, of rows that the owner does not have, or of none.
-    #[error("a message that means nothing: {0}")]
-    Meaningless(Transfer),
-    /// A message that its group is not for, or a gradient in a pass without any.
-    #[error("a message in the wrong group: {0}")]
+    /// A message to the sender itself, with a peer or an owner outside the ring, of rows that the
+    /// owner does not have, or of no rows.
+    #[error("malformed message: {0}")]
+    Malformed(Transfer),
+    /// A block in the group after the tiles, a gradient in the group before them, or a gradient in
+    /// a forward pass.
+    #[error("message in the wrong group: {0}")]
     Group(Transfer),
-    /// A send without a receive of the same rows, a receive without a send, or one of them twice.
-    #[error("a message without its other end: {0}")]
+    /// The numbers of sends and receives of the same rows differ.
+    #[error("message without its send or receive: {0}")]
     Unpaired(Transfer),
-    /// Where every rank waits for a group to be done before it posts the next, no rank can go on.
-    #[error("rank {rank} waits for ever in step {step}: it and its peers wait for each other")]
+    /// Deadlock: if each rank waits for a group to be complete before it posts the next, no rank
+    /// can continue.
+    #[error("deadlock: rank {rank} and its peers wait for each other in step {step}")]
     CyclicWait {
         /// The lowest rank that waits.
         rank: usize,
         /// The step in which it waits.
         step: usize,
     },
-    /// Without tags, the peer takes this send for another message.
-    #[error("messages overtake each other: {0}")]
+    /// Without tags, the receiver matches this send with the receive of another message.
+    #[error("messages are matched in the wrong order: {0}")]
     Overtaken(Transfer),
-    /// The two ends are in different steps.
-    #[error("the ends of a message are in different groups: {0}")]
-    Apart(Transfer),
-    /// The rows that a step attends are not those that arrived for it.
-    #[error("rank {rank} attends rows {attended:?} in step {step}, but has {arrived:?}")]
+    /// Send and receive are in different groups.
+    #[error("send and receive are in different groups: {0}")]
+    GroupMismatch(Transfer),
+    /// The rows on which a step computes are not those that have arrived for it.
+    #[error("rank {rank} computes on rows {attended:?} in step {step}, but {arrived:?} arrived")]
     Present {
         /// The rank.
         rank: usize,
         /// Its step.
         step: usize,
-        /// The rows it attends.
+        /// Rows on which it computes.
         attended: RowSet,
-        /// The rows it has.
+        /// Rows that have arrived.
         arrived: RowSet,
     },
-    /// A row arrives that the step's block does not have, or arrives twice.
-    #[error("a message that the next step has no place for: {0}")]
+    /// A row arrives twice, or is not part of the block of the receiver's next step.
+    #[error("message that the next step does not use: {0}")]
     Misdelivered(Transfer),
-    /// Somebody sends rows that it does not have then.
-    #[error("sent without being there: {0}")]
+    /// A rank sends rows that it does not have in that step.
+    #[error("rows sent by a rank that does not have them: {0}")]
     NotHeld(Transfer),
-    /// A rank never has rows that it needs.
-    #[error("rank {user} never attends rows {missing:?} of rank {owner}")]
+    /// A rank never receives rows that it needs.
+    #[error("rank {user} never receives rows {missing:?} of rank {owner}, which it needs")]
     Missing {
-        /// Who needs them.
+        /// The rank that needs the rows.
         user: usize,
-        /// Who owns them.
+        /// Owner of the rows.
         owner: usize,
-        /// Which.
+        /// The missing rows.
         missing: RowSet,
     },
     /// Rows are sent that neither the receiver nor a later rank needs.
-    #[error("sent for nothing: {0}")]
+    #[error("rows sent that no rank needs: {0}")]
     Needless(Transfer),
-    /// A gradient is sent for rows to which nobody has contributed yet.
-    #[error("a gradient of nothing: {0}")]
-    Unborn(Transfer),
-    /// A message carries contributions that are already where it goes.
-    #[error("contributions that arrive twice: {0}")]
+    /// A gradient is sent for rows to which no rank has contributed yet.
+    #[error("gradient without contributions: {0}")]
+    NoContribution(Transfer),
+    /// A message carries a contribution that its receiver gets in another message too.
+    #[error("contribution sent twice: {0}")]
     CountedTwice(Transfer),
-    /// A rank is sent a sum that it neither adds to nor passes on.
-    #[error("rank {rank} keeps gradients of rank {owner}'s row {row} in step {step}")]
+    /// A rank has a partial gradient that it does not send on.
+    #[error("rank {rank} does not send the gradient of rank {owner}'s row {row} in step {step}")]
     Kept {
-        /// Who keeps them.
+        /// The rank that has the partial gradient.
         rank: usize,
-        /// In which step.
+        /// Its step.
         step: usize,
-        /// Whose row.
+        /// Owner of the row.
         owner: usize,
         /// The first such row.
         row: u64,
     },
-    /// A rank's contribution to a row never comes home.
-    #[error("row {row} of rank {owner} gets {got} contributions, want {want}")]
+    /// The contributions to a row that reach its owner are not those of all ranks that need the
+    /// row.
+    #[error("the owner of row {row}, rank {owner}, receives {got} contributions, expected {want}")]
     Contributions {
-        /// Whose row.
+        /// Owner of the row.
         owner: usize,
-        /// Which row.
+        /// The row.
         row: u64,
-        /// Distinct contributions that come home.
+        /// Distinct contributions that reach the owner.
         got: usize,
         /// Ranks that need the row.
         want: usize,
@@ -162,14 +180,25 @@ pub enum Violation {
 }
 
 impl Schedule {
-    /// Every send (`true`) and receive with its rank, step, and place in the order A(0) B(0) A(1) …
+    /// Returns every send (`true`) and receive, with its rank, its step and the index of its group
+    /// in the order A(0) B(0) A(1) …
     pub(super) fn messages(&self) -> impl Iterator<Item = (bool, usize, usize, usize, &Message)> {
         self.steps.iter().enumerate().flat_map(|(rank, steps)| {
             steps.iter().enumerate().flat_map(move |(t, step)| {
-                [(2 * t, &step.before), (2 * t + 1, &step.after)].into_iter().flat_map(move |(place, group)| {
-                    let sends = group.sends.iter().map(move |message| (true, rank, t, place, message));
-                    sends.chain(group.receives.iter().map(move |message| (false, rank, t, place, message)))
-                })
+                [(2 * t, &step.before), (2 * t + 1, &step.after)].into_iter().flat_map(
+                    move |(group_index, group)| {
+                        let sends = group
+                            .sends
+                            .iter()
+                            .map(move |message| (true, rank, t, group_index, message));
+                        sends.chain(
+                            group
+                                .receives
+                                .iter()
+                                .map(move |message| (false, rank, t, group_index, message)),
+                        )
+                    },
+                )
             })
         })
     }

@@ -1,21 +1,23 @@
-//! A shard as bytes: ranks exchange the shards of a new batch, so they are kept small.
+//! Encoding of a shard as bytes. Ranks exchange their shards with every new batch, so it is
+//! compact.
 //!
 //! ```text
 //! shard = 1 | list(rows) | count | list(positions)… | count | list(segments)…
-//! list  = count of runs | for each: start − the number after the previous run | step | count
+//! list  = number of runs | for each: start − the number after the previous run | step | count
 //! ```
-//! All numbers are in base 128, low digits first, signed ones folded to unsigned (0, −1, 1, −2, …): a usual run takes four bytes or so.
+//! Numbers are LEB128 (base 128, low digits first), signed ones after zigzag mapping (0, −1, 1, −2,
+//! …) as in Protocol Buffers. A typical run takes about four bytes.
 
 use super::Shard;
 use crate::{Error, Result, Run, Runs};
 
-/// The first byte. Another one is another format.
+/// The first byte: the version of the format.
 const VERSION: u8 = 1;
-/// Positions lie within ±this, see [`crate::Batch::validate`].
-const MOST_POSITION: i64 = i64::MAX / 4;
+/// Largest absolute value of a position, see [`crate::Batch::validate`].
+const MAX_POSITION: i64 = i64::MAX / 4;
 
 impl Shard {
-    /// This shard as bytes, the same on every machine.
+    /// Encodes this shard; the bytes are equal on every machine.
     pub fn encode(&self) -> Vec<u8> {
         let mut bytes = vec![VERSION];
         put_list(&mut bytes, &self.rows);
@@ -26,12 +28,14 @@ impl Shard {
         bytes
     }
 
-    /// The shard that [`Shard::encode`] turned into `bytes`. Whether it has the rows that the layout deals to its rank is for the caller to check:
-    /// a few bytes may stand for any number of rows.
+    /// Decodes the result of [`Shard::encode`].
+    ///
+    /// The caller must check that the shard has the rows that the layout assigns to its rank: a few
+    /// bytes can encode any number of rows.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] naming `shard` if they are not what it writes: lists that end early or differ in length, negative row numbers,
-    /// positions out of range, anything left over.
+    /// [`Error::InvalidArgument`] naming `shard` if the bytes are malformed: truncated, lists of
+    /// different lengths, negative row numbers, positions out of range, trailing bytes.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let mut reader = Reader { bytes, at: 0 };
         if reader.byte()? != VERSION {
@@ -43,22 +47,24 @@ impl Shard {
             (0..count)
                 .map(|_| {
                     let list = reader.list(least, most)?;
-                    let lens = (list.len(), rows.len());
-                    if lens.0 == lens.1 {
+                    if list.len() == rows.len() {
                         Ok(list)
                     } else {
-                        Err(reader.error(format!("a list of {}", lens.0), format!("{} numbers", lens.1)))
+                        let got = format!("a list of {}", list.len());
+                        Err(reader.error(got, format!("{} numbers", rows.len())))
                     }
                 })
                 .collect()
         };
-        let positions = lists(&mut reader, -MOST_POSITION, MOST_POSITION)?;
+        let positions = lists(&mut reader, -MAX_POSITION, MAX_POSITION)?;
         let segments = lists(&mut reader, i64::MIN, i64::MAX)?;
         if positions.is_empty() {
             return Err(reader.error("no positions", "at least one list of them"));
         }
         if reader.at < bytes.len() {
-            return Err(reader.error(format!("{} bytes more", bytes.len() - reader.at), "the end"));
+            return Err(
+                reader.error(format!("{} trailing bytes", bytes.len() - reader.at), "the end")
+            );
         }
         Ok(Self { rows, positions, segments })
     }
@@ -87,6 +93,7 @@ fn put_list(bytes: &mut Vec<u8>, list: &Runs) {
     }
 }
 
+/// A cursor over encoded bytes.
 struct Reader<'a> {
     bytes: &'a [u8],
     at: usize,
@@ -94,7 +101,11 @@ struct Reader<'a> {
 
 impl Reader<'_> {
     fn error(&self, got: impl ToString, want: impl ToString) -> Error {
-        Error::invalid("shard", format!("{} at byte {} of {}", got.to_string(), self.at, self.bytes.len()), want)
+        Error::invalid(
+            "shard",
+            format!("{} at byte {} of {}", got.to_string(), self.at, self.bytes.len()),
+            want,
+        )
     }
 
     fn byte(&mut self) -> Result<u8> {
@@ -125,22 +136,38 @@ impl Reader<'_> {
         Ok((number >> 1).cast_signed() ^ -(number & 1).cast_signed())
     }
 
-    /// A count of things that take at least `least_bytes` each, so that a false count cannot ask for memory that the bytes do not back.
+    /// Reads the number of elements that take at least `least_bytes` each. A false number is an
+    /// error, so that it cannot cause an allocation that is larger than the bytes justify.
     fn count(&mut self, least_bytes: u64) -> Result<usize> {
         let count = self.number()?;
         let most = (self.bytes.len() - self.at) as u64 / least_bytes;
-        if count > most { Err(self.error(format!("a count of {count}"), format!("at most {most}"))) } else { Ok(crate::index(count)) }
+        if count > most {
+            Err(self.error(format!("a count of {count}"), format!("at most {most}")))
+        } else {
+            Ok(crate::index(count))
+        }
     }
 
     fn list(&mut self, least: i64, most: i64) -> Result<Runs> {
-        let (mut list, mut next) = (Runs::new(), 0i64);
+        let mut list = Runs::new();
+        let mut next = 0i64;
         for _ in 0..self.count(3)? {
-            let run = Run { start: next.wrapping_add(self.signed()?), step: self.signed()?, count: self.number()? };
+            let run = Run {
+                start: next.wrapping_add(self.signed()?),
+                step: self.signed()?,
+                count: self.number()?,
+            };
             let last = i128::from(run.start) + i128::from(run.step) * (i128::from(run.count) - 1);
             let within = |number: i128| (i128::from(least)..=i128::from(most)).contains(&number);
-            let fits = list.len().checked_add(run.count).is_some_and(|len| len <= i64::MAX.cast_unsigned());
+            let fits = list
+                .len()
+                .checked_add(run.count)
+                .is_some_and(|len| len <= i64::MAX.cast_unsigned());
             if run.count == 0 || !fits || !within(run.start.into()) || !within(last) {
-                return Err(self.error(format!("{run:?}"), format!("a run of numbers from {least} to {most}")));
+                return Err(self.error(
+                    format!("{run:?}"),
+                    format!("a run of numbers from {least} to {most}"),
+                ));
             }
             list.push_run(run);
             next = run.at(run.count);

@@ -1,10 +1,14 @@
-//! One rank's rows of one side, as runs: row numbers, positions and segment ids, from the layout and what the rank was given of the batch.
+//! One rank's rows of one side: row numbers, positions and segment ids, as arithmetic runs.
+//!
+//! A shard is computed from the layout and the rank's part of the batch. For row i:
 //!
 //! ```text
-//! explicit positions   i' as given
-//! cum_seqlens          i' = i − start of its sequence   (+ kv length − q length of its sequence, queries aligned bottom-right)
-//! neither              i' = i                           (+ kv_len − q_len, queries aligned bottom-right)
-//! segment id           the sequence's number, the id given, or both as one number; −1 = padding
+//! position     explicit positions    as given
+//!              cum_seqlens           i − start of its sequence + shift
+//!              otherwise             i + shift
+//! shift        kv length − q length (of the sequence or of the whole) for queries with
+//!              bottom-right alignment, else 0
+//! segment id   number of its sequence, or the id as given, or both in one number; −1 for padding
 //! ```
 
 mod encoding;
@@ -12,91 +16,147 @@ mod packing;
 #[cfg(test)]
 mod tests;
 
-use packing::Packing;
+use packing::PackedSequences;
 
-use crate::{Alignment, Batch, Dims, Layout, RowSet, Rows, Run, Runs, Side};
+use crate::{Alignment, Batch, Dims, Layout, Result, RowSet, Rows, Run, Runs, Side};
 
-/// One rank's rows of one side, compactly: every list has one number a row, in local order.
+/// One rank's rows of one side, in compact form. Every list has one number per row, in local order.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Shard {
     /// Row numbers in the unsharded sequence.
     pub rows: Runs,
-    /// Positions: one list shared by all batch rows, or one a batch row.
+    /// Positions: one list for all batch rows, or one per batch row.
     pub positions: Vec<Runs>,
-    /// Segment ids: none, one list shared by all batch rows, or one a batch row. Negative = padding.
+    /// Segment ids: no list, one for all batch rows, or one per batch row. Negative ids are
+    /// padding.
     pub segments: Vec<Runs>,
 }
 
 impl Shard {
-    /// One rank's shard, from the rows that this rank was given of the batch. Dims, layout and batch must have been validated, the last also
-    /// by [`Batch::validate_layout`].
-    pub fn local(dims: &Dims, alignment: Alignment, layout: &Layout, side: Side, rank: usize, ranks: usize, batch: &Batch) -> Self {
+    /// Computes shard `rank` of `layout` from its owner's part of the batch.
+    ///
+    /// Dims, layout and batch must have been validated, the batch also by
+    /// [`Batch::validate_layout`].
+    pub fn local(
+        dims: &Dims,
+        alignment: Alignment,
+        layout: &Layout,
+        side: Side,
+        rank: usize,
+        ranks: usize,
+        batch: &Batch,
+    ) -> Self {
         let (len, ids, explicit) = match side {
-            Side::Q => (dims.q_len, batch.q_segment_ids.as_ref().or(batch.kv_segment_ids.as_ref()), &batch.q_positions),
-            Side::Kv => (dims.kv_len, batch.kv_segment_ids.as_ref().or(batch.q_segment_ids.as_ref()), &batch.kv_positions),
+            Side::Q => (
+                dims.q_len,
+                batch.q_segment_ids.as_ref().or(batch.kv_segment_ids.as_ref()),
+                &batch.q_positions,
+            ),
+            Side::Kv => (
+                dims.kv_len,
+                batch.kv_segment_ids.as_ref().or(batch.q_segment_ids.as_ref()),
+                &batch.kv_positions,
+            ),
         };
         let rows = layout.shard(side, len, rank, ranks);
         let bottom_right = side == Side::Q && alignment == Alignment::BottomRight;
-        // which packed sequence each row is in, in long stretches
-        let packed = Packing::of(batch, side, bottom_right).map(|packing| packing.cut(&rows));
+        if rows.is_empty() {
+            // without rows, all batch rows are alike: one empty list of each kind
+            let packed = batch.cum_seqlens_q.is_some() || batch.cum_seqlens_k.is_some();
+            let segments = (ids.is_some() || packed).then(Runs::new).into_iter().collect();
+            return Self { rows, positions: vec![Runs::new()], segments };
+        }
+        // the packed sequence of each row, in runs
+        let packed =
+            PackedSequences::of(batch, side, bottom_right).map(|packed| packed.divide(&rows));
         let positions = match (explicit, &packed) {
-            (Some(positions), _) => positions.rows().into_iter().map(|line| compact(line.iter().copied())).collect(),
-            (None, Some(parts)) => vec![joined(parts.iter().map(|part| part.positions))],
+            (Some(positions), _) => positions
+                .rows()
+                .into_iter()
+                .map(|batch_row| compress(batch_row.iter().copied()))
+                .collect(),
+            (None, Some(parts)) => vec![concatenated(parts.iter().map(|part| part.positions))],
             (None, None) => {
                 let shift = if bottom_right { dims.kv_len as i64 - dims.q_len as i64 } else { 0 };
-                vec![joined(rows.runs().iter().map(|run| Run { start: run.start + shift, ..*run }))]
+                vec![concatenated(
+                    rows.runs().iter().map(|run| Run { start: run.start + shift, ..*run }),
+                )]
             }
         };
         let segments = match (ids, &packed) {
             (None, None) => Vec::new(),
             (None, Some(parts)) => {
-                vec![joined(parts.iter().map(|part| Run { start: part.sequence.unwrap_or(-1), step: 0, count: part.positions.count }))]
+                vec![concatenated(parts.iter().map(|part| Run {
+                    start: part.sequence.unwrap_or(-1),
+                    step: 0,
+                    count: part.positions.count,
+                }))]
             }
-            (Some(ids), None) => ids.rows().into_iter().map(|line| compact(line.iter().map(|&id| i64::from(id).max(-1)))).collect(),
+            (Some(ids), None) => ids
+                .rows()
+                .into_iter()
+                .map(|batch_row| compress(batch_row.iter().map(|&id| i64::from(id).max(-1))))
+                .collect(),
             (Some(ids), Some(parts)) => {
-                let sequences = || parts.iter().flat_map(|part| (0..part.positions.count).map(|_| part.sequence));
+                let sequences = || {
+                    parts.iter().flat_map(|part| (0..part.positions.count).map(|_| part.sequence))
+                };
+                // sequence in the high half, id in the low half
                 let both = |(sequence, &id): (Option<i64>, &i32)| match sequence {
                     Some(sequence) if id >= 0 => sequence << 32 | i64::from(id),
                     _ => -1,
                 };
-                ids.rows().into_iter().map(|line| compact(sequences().zip(line).map(both))).collect()
+                ids.rows()
+                    .into_iter()
+                    .map(|batch_row| compress(sequences().zip(batch_row).map(both)))
+                    .collect()
             }
         };
-        Self { rows, positions: shared_if_alike(positions), segments: shared_if_alike(segments) }
+        Self { rows, positions: shared_if_equal(positions), segments: shared_if_equal(segments) }
     }
 
-    /// The rows `set` (local indices) of this shard, spelled out into `into`.
-    pub fn expand(&self, set: &RowSet, into: &mut Rows) {
+    /// Writes the numbers, positions and segment ids of the local rows `set` to `into`, one by one.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn expand(&self, set: &RowSet, into: &mut Rows) -> Result<()> {
+        let lists = [1, self.positions.len(), self.segments.len()];
+        into.reserve(lists.map(|lists| set.count().saturating_mul(lists as u64)))?;
         into.refill(|rows, positions, segments| {
-            spell(&self.rows, set, rows, i64::cast_unsigned);
-            self.positions.iter().for_each(|list| spell(list, set, positions, |position| position));
-            self.segments.iter().for_each(|list| spell(list, set, segments, |segment| segment));
-        });
+            append(&self.rows, set, rows, i64::cast_unsigned);
+            self.positions
+                .iter()
+                .for_each(|list| append(list, set, positions, |position| position));
+            self.segments.iter().for_each(|list| append(list, set, segments, |segment| segment));
+        })
     }
 }
 
-/// Appends the numbers of `list` at the indices `set` to `into`: one walk over both.
-fn spell<T>(list: &Runs, set: &RowSet, into: &mut Vec<T>, convert: impl Fn(i64) -> T) {
+/// Appends the numbers of `list` at the indices `set` to `into`, in one pass over both.
+fn append<T>(list: &Runs, set: &RowSet, into: &mut Vec<T>, convert: impl Fn(i64) -> T) {
     let mut runs = list.runs().iter();
-    let (mut run, mut first) = (runs.next(), 0);
+    let mut run = runs.next();
+    // index of the run's first number
+    let mut first = 0;
     for range in set.ranges() {
         let mut next = range.start;
-        while let Some(here) = run.filter(|_| next < range.end) {
-            let end = range.end.min(first + here.count);
+        while let Some(current) = run.filter(|_| next < range.end) {
+            let end = range.end.min(first + current.count);
             if next < end {
-                into.extend((next - first..end - first).map(|index| convert(here.at(index))));
+                into.extend((next - first..end - first).map(|index| convert(current.at(index))));
                 next = end;
             }
-            if first + here.count <= next {
-                first += here.count;
+            if first + current.count <= next {
+                first += current.count;
                 run = runs.next();
             }
         }
     }
 }
 
-/// Numbers as runs, found greedily; long runs are followed without touching memory.
-fn compact(numbers: impl Iterator<Item = i64>) -> Runs {
+/// Compresses numbers to runs, greedily. The current run is kept in registers, so a long run costs
+/// no memory accesses.
+fn compress(numbers: impl Iterator<Item = i64>) -> Runs {
     let mut runs = Runs::new();
     let mut run = Run { start: 0, step: 0, count: 0 };
     let mut last = 0i64;
@@ -115,8 +175,8 @@ fn compact(numbers: impl Iterator<Item = i64>) -> Runs {
     runs
 }
 
-/// Runs one after another, those of a single number joined to their neighbours where they fit.
-fn joined(parts: impl Iterator<Item = Run>) -> Runs {
+/// Concatenates runs. Runs of one number are merged with their neighbours if possible.
+fn concatenated(parts: impl Iterator<Item = Run>) -> Runs {
     let mut runs = Runs::new();
     for part in parts {
         if part.count == 1 { runs.push(part.start) } else { runs.push_run(part) }
@@ -124,8 +184,8 @@ fn joined(parts: impl Iterator<Item = Run>) -> Runs {
     runs
 }
 
-/// One list for all batch rows where they do not differ: then tiles need not be classified for each.
-fn shared_if_alike(mut lists: Vec<Runs>) -> Vec<Runs> {
+/// Keeps one list if those of all batch rows are equal: tiles are then classified once for all.
+fn shared_if_equal(mut lists: Vec<Runs>) -> Vec<Runs> {
     if lists.iter().skip(1).all(|list| *list == lists[0]) {
         lists.truncate(1);
     }

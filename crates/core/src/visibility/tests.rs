@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::{
-    Alignment, Batch, Dims, Hulls, Layout, RowSet, Shard, Side,
+    Alignment, Batch, Dims, Layout, RowSet, Shard, Side, TileBoundsTable,
     mask::{Causal, Dense, Everything, Predicate, SharedMask, Window, and, tests::any_mask},
 };
 
@@ -15,10 +15,14 @@ pub(crate) const HEADS: usize = 2;
 
 /// Numbers as they come: counting, striding, in blocks that start over, repeating, in disorder.
 fn numbers(len: usize) -> impl Strategy<Value = Vec<i64>> {
-    let counting = (-9i64..9, 1i64..5).prop_map(move |(start, step)| (0..len as i64).map(|i| start + step * i).collect::<Vec<_>>());
-    let blocks = prop::collection::vec(1usize..90, 1..6)
-        .prop_map(move |sizes| sizes.iter().cycle().flat_map(|&size| 0..size as i64).take(len).collect::<Vec<_>>());
-    let stairs = (1i64..40).prop_map(move |width| (0..len as i64).map(|i| i / width).collect::<Vec<_>>());
+    let counting = (-9i64..9, 1i64..5).prop_map(move |(start, step)| {
+        (0..len as i64).map(|i| start + step * i).collect::<Vec<_>>()
+    });
+    let blocks = prop::collection::vec(1usize..90, 1..6).prop_map(move |sizes| {
+        sizes.iter().cycle().flat_map(|&size| 0..size as i64).take(len).collect::<Vec<_>>()
+    });
+    let stairs =
+        (1i64..40).prop_map(move |width| (0..len as i64).map(|i| i / width).collect::<Vec<_>>());
     let disorder = prop::collection::vec(-20i64..20, len);
     prop_oneof![4 => counting, 2 => blocks, 1 => stairs, 1 => disorder]
 }
@@ -27,32 +31,38 @@ fn numbers(len: usize) -> impl Strategy<Value = Vec<i64>> {
 fn segments(len: usize) -> impl Strategy<Value = Vec<i64>> {
     let runs = prop::collection::vec((-1i64..3, 1usize..150), 1..5);
     runs.prop_map(move |runs| {
-        let ids: Vec<i64> = runs.iter().flat_map(|&(id, count)| std::iter::repeat_n(id, count)).collect();
+        let ids: Vec<i64> =
+            runs.iter().flat_map(|&(id, count)| std::iter::repeat_n(id, count)).collect();
         ids.into_iter().cycle().take(len).collect()
     })
 }
 
 /// Rows of up to 200 of `total`, in order, strided or in disorder, alike or not for the two batch rows.
 pub(crate) fn rows(total: usize, with_segments: bool) -> impl Strategy<Value = Rows> {
-    (1usize..200, 0..3, any::<bool>(), any::<bool>()).prop_flat_map(move |(len, order, own_positions, own_segments)| {
-        let lists = |own: bool| if own { BATCH } else { 1 };
-        let count = if with_segments { lists(own_segments) } else { 0 };
-        let shuffled = Just((0..total as u64).collect::<Vec<_>>()).prop_shuffle();
-        let positions = prop::collection::vec(numbers(len), lists(own_positions));
-        (shuffled, positions, prop::collection::vec(segments(len), count)).prop_map(move |(shuffled, positions, segments)| {
-            let mut rows = Rows::counting(700, 3);
-            rows.refill(|into_rows, into_positions, into_segments| {
-                match order {
-                    0 => into_rows.extend(5..5 + len as u64),
-                    1 => into_rows.extend((0..len as u64).map(|row| 3 * row)),
-                    _ => into_rows.extend(&shuffled[..len]),
-                }
-                into_positions.extend(positions.concat());
-                into_segments.extend(segments.concat());
-            });
-            rows
-        })
-    })
+    (1usize..200, 0..3, any::<bool>(), any::<bool>()).prop_flat_map(
+        move |(len, order, own_positions, own_segments)| {
+            let lists = |own: bool| if own { BATCH } else { 1 };
+            let count = if with_segments { lists(own_segments) } else { 0 };
+            let shuffled = Just((0..total as u64).collect::<Vec<_>>()).prop_shuffle();
+            let positions = prop::collection::vec(numbers(len), lists(own_positions));
+            (shuffled, positions, prop::collection::vec(segments(len), count)).prop_map(
+                move |(shuffled, positions, segments)| {
+                    let mut rows = Rows::counting(700, 3).unwrap();
+                    rows.refill(|into_rows, into_positions, into_segments| {
+                        match order {
+                            0 => into_rows.extend(5..5 + len as u64),
+                            1 => into_rows.extend((0..len as u64).map(|row| 3 * row)),
+                            _ => into_rows.extend(&shuffled[..len]),
+                        }
+                        into_positions.extend(positions.concat());
+                        into_segments.extend(segments.concat());
+                    })
+                    .unwrap();
+                    rows
+                },
+            )
+        },
+    )
 }
 
 pub(crate) fn dense(q: usize, kv: usize) -> impl Strategy<Value = Option<DenseMask>> {
@@ -61,18 +71,29 @@ pub(crate) fn dense(q: usize, kv: usize) -> impl Strategy<Value = Option<DenseMa
         DenseMask::from_fn(shape, |[b, h, q, k]| match kind {
             0 => true,
             1 => q / 64 != k / 64,
-            _ => (b as u64 + 3 * h as u64 + q as u64 * 31 + k as u64).wrapping_mul(seed | 1) >> 62 != 0,
+            _ => {
+                (b as u64 + 3 * h as u64 + q as u64 * 31 + k as u64).wrapping_mul(seed | 1) >> 62
+                    != 0
+            }
         })
     }))
 }
 
-fn checked(visibility: &Visibility<'_>, height: usize, width: usize) -> std::result::Result<[usize; 3], TestCaseError> {
-    let (mut tile, mut bits, mut hulls) = (QueryTile::default(), TileBits::default(), Hulls::default());
+fn checked(
+    visibility: &Visibility<'_>,
+    height: usize,
+    width: usize,
+) -> std::result::Result<[usize; 3], TestCaseError> {
+    let (mut tile, mut bits, mut hulls) =
+        (QueryTile::default(), TileBits::default(), TileBoundsTable::default());
     let mut counts = [0; 3];
-    hulls.refill(visibility, BATCH, HEADS, height);
+    hulls.refill(visibility, BATCH, HEADS, height).unwrap();
     for batch in 0..BATCH {
         for head in 0..HEADS {
-            let alike = (if visibility.per_batch() { batch } else { 0 }, if visibility.per_head() { head } else { 0 });
+            let alike = (
+                if visibility.per_batch() { batch } else { 0 },
+                if visibility.per_head() { head } else { 0 },
+            );
             for q0 in (0..visibility.queries.len()).step_by(height) {
                 let rows = q0..visibility.queries.len().min(q0 + height);
                 visibility.query_tile(batch, head, rows.clone(), &mut tile);
@@ -85,18 +106,25 @@ fn checked(visibility: &Visibility<'_>, height: usize, width: usize) -> std::res
                         for (place, k) in keys.clone().enumerate() {
                             let pair = visibility.pair(batch, head, q, k);
                             seen += usize::from(pair);
-                            prop_assert!(class != TileClass::Edge || bits.visible(row, place) == pair, "{} {} {} {}", batch, head, q, k);
+                            prop_assert!(
+                                class != TileClass::Partial || bits.visible(row, place) == pair,
+                                "{} {} {} {}",
+                                batch,
+                                head,
+                                q,
+                                k
+                            );
                             prop_assert_eq!(pair, visibility.pair(alike.0, alike.1, q, k));
                         }
                     }
                     let want = match seen {
                         0 => TileClass::Empty,
                         _ if seen == rows.len() * keys.len() => TileClass::Full,
-                        _ => TileClass::Edge,
+                        _ => TileClass::Partial,
                     };
                     prop_assert_eq!(class, want);
                     counts[want as usize] += 1;
-                    if class == TileClass::Edge {
+                    if class == TileClass::Partial {
                         prop_assert_eq!(bits.lines().len(), rows.len() * bits.words());
                         // no bits beyond the last key
                         let set: u32 = bits.lines().iter().map(|word| word.count_ones()).sum();
@@ -104,7 +132,11 @@ fn checked(visibility: &Visibility<'_>, height: usize, width: usize) -> std::res
                     }
                     if class != TileClass::Empty {
                         prop_assert!(listed.contains(&keys));
-                        prop_assert!(hulls.query_tiles(batch, head, visibility.keys, keys).any(|tile| tile == rows));
+                        prop_assert!(
+                            hulls
+                                .query_tiles(batch, head, visibility.keys, keys)
+                                .any(|tile| tile == rows)
+                        );
                     }
                 }
                 prop_assert!(listed.is_sorted_by_key(|keys| keys.start));
@@ -151,30 +183,39 @@ proptest! {
         let shard = |side, rank| Shard::local(&dims, alignment, &layout, side, rank, ranks, &batch);
         let (mut queries, mut keys) = (Rows::default(), Rows::default());
         let (q, kv) = (shard(Side::Q, 0), shard(Side::Kv, ranks - 1));
-        q.expand(&RowSet::all(q.rows.len()), &mut queries);
+        q.expand(&RowSet::all(q.rows.len()), &mut queries).unwrap();
         let all = kv.rows.len();
-        kv.expand(&[0..all.min(10), trim.min(all)..all].into_iter().collect(), &mut keys);
+        kv.expand(&[0..all.min(10), trim.min(all)..all].into_iter().collect(), &mut keys).unwrap();
         checked(&Visibility { mask: &*mask, attention_mask: None, queries: &queries, keys: &keys }, 16, 24)?;
     }
 }
 
 #[test]
 fn usual_tiles_are_decided_without_bits() {
-    let rows = Rows::counting(1024, 0);
+    let rows = Rows::counting(1024, 0).unwrap();
     let count = |mask: SharedMask| {
-        let visibility = Visibility { mask: &*mask, attention_mask: None, queries: &rows, keys: &rows };
-        checked(&visibility, 64, 64).unwrap_or_else(|error| panic!("{error}")).map(|count| count / (BATCH * HEADS))
+        let visibility =
+            Visibility { mask: &*mask, attention_mask: None, queries: &rows, keys: &rows };
+        checked(&visibility, 64, 64)
+            .unwrap_or_else(|error| panic!("{error}"))
+            .map(|count| count / (BATCH * HEADS))
     };
     // [empty, full, edge]
     assert_eq!(count(Arc::new(Everything)), [0, 256, 0]);
     assert_eq!(count(Arc::new(Causal::default())), [120, 120, 16]);
-    assert_eq!(count(and(Arc::new(Causal::default()), Arc::new(Window::new(Some(127), None)))), [120 + 91, 15, 16 + 14]);
+    assert_eq!(
+        count(and(Arc::new(Causal::default()), Arc::new(Window::new(Some(127), None)))),
+        [120 + 91, 15, 16 + 14]
+    );
 }
 
 #[test]
 fn a_window_passes_over_far_keys() {
-    let rows = Rows::counting(65_536, 0);
-    let mask = and(Arc::new(Causal::default()), Arc::new(Window { first_visible: 3, ..Window::new(Some(1000), None) }));
+    let rows = Rows::counting(65_536, 0).unwrap();
+    let mask = and(
+        Arc::new(Causal::default()),
+        Arc::new(Window { first_visible: 3, ..Window::new(Some(1000), None) }),
+    );
     let visibility = Visibility { mask: &*mask, attention_mask: None, queries: &rows, keys: &rows };
     let mut tile = QueryTile::default();
     visibility.query_tile(0, 0, 40_000..40_064, &mut tile);
@@ -186,10 +227,13 @@ fn a_window_passes_over_far_keys() {
     // a width that divides neither groups nor chunks: the tile before the window shares a chunk of 64 with it
     let wide: Vec<_> = visibility.key_tiles(&tile, 1000).collect();
     assert_eq!(wide, [0..1000, 38_000..39_000, 39_000..40_000, 40_000..41_000]);
-    let mut hulls = Hulls::default();
-    hulls.refill(&visibility, 1, 1, 64);
+    let mut hulls = TileBoundsTable::default();
+    hulls.refill(&visibility, 1, 1, 64).unwrap();
     let queries: Vec<_> = hulls.query_tiles(0, 0, &rows, 40_000..40_064).collect();
-    assert_eq!((queries.first().cloned(), queries.last().cloned()), (Some(40_000..40_064), Some(41_024..41_088)));
+    assert_eq!(
+        (queries.first().cloned(), queries.last().cloned()),
+        (Some(40_000..40_064), Some(41_024..41_088))
+    );
 }
 
 #[test]
@@ -200,15 +244,17 @@ fn a_tile_made_by_a_rank_without_keys_knows_its_segments() {
             rows.extend(0..segments.len() as u64);
             positions.extend(0..segments.len() as i64);
             ids.extend(segments);
-        });
+        })
+        .unwrap();
         rows
     };
     let (queries, none, keys) = (with(&[0, 1, -1]), with(&[]), with(&[1, 1]));
     let (mut tile, mut bits) = (QueryTile::default(), TileBits::default());
-    let visibility = |keys| Visibility { mask: &Everything, attention_mask: None, queries: &queries, keys };
+    let visibility =
+        |keys| Visibility { mask: &Everything, attention_mask: None, queries: &queries, keys };
     visibility(&none).query_tile(0, 0, 0..3, &mut tile);
     assert_eq!(visibility(&none).key_tiles(&tile, 64).count(), 0);
-    assert_eq!(visibility(&keys).classify(&tile, 0..2, &mut bits), TileClass::Edge);
+    assert_eq!(visibility(&keys).classify(&tile, 0..2, &mut bits), TileClass::Partial);
     assert_eq!([0, 1, 2].map(|row| bits.line(row)[0]), [0, 3, 0]);
 }
 
@@ -220,7 +266,7 @@ fn a_dense_part_is_asked_only_within_the_bounds_of_the_rest() {
         (i + j) % 2 == 0
     });
     let mask = and(Arc::new(picky), Arc::new(Causal::default()));
-    let rows = Rows::counting(200, 0);
+    let rows = Rows::counting(200, 0).unwrap();
     let visibility = Visibility { mask: &*mask, attention_mask: None, queries: &rows, keys: &rows };
     let (mut tile, mut bits) = (QueryTile::default(), TileBits::default());
     let mut classes = Vec::new();
@@ -228,7 +274,7 @@ fn a_dense_part_is_asked_only_within_the_bounds_of_the_rest() {
     for k0 in [0, 64, 128] {
         classes.push(visibility.classify(&tile, k0..k0 + 64, &mut bits));
     }
-    assert_eq!(classes, [TileClass::Edge, TileClass::Edge, TileClass::Empty]);
+    assert_eq!(classes, [TileClass::Partial, TileClass::Partial, TileClass::Empty]);
     let bits = Arc::new(DenseMask::from_fn([1, 1, 200, 200], |_| true));
     let dense = and(Arc::new(Dense(bits)), Arc::new(Causal::default()));
     let visibility = Visibility { mask: &*dense, ..visibility };

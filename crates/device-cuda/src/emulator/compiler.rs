@@ -1,4 +1,4 @@
-//! The compiler's functions: g++ makes a shared library, which stands for a cubin.
+//! Emulated NVRTC: g++ compiles a shared library, which stands for a cubin.
 
 use std::{
     ffi::{CStr, c_char, c_int},
@@ -11,7 +11,7 @@ use cudarc::nvrtc::sys::{nvrtcProgram, nvrtcResult};
 
 use crate::CompilerSymbols;
 
-/// Before the bytes of a library stand this and their number.
+/// Precedes the library's length and bytes in an image.
 const MAGIC: &[u8; 8] = b"emulated";
 
 struct EmulatedProgram {
@@ -22,7 +22,7 @@ struct EmulatedProgram {
     log: Vec<u8>,
 }
 
-/// The emulated compiler.
+/// Returns the emulated compiler, which supports compute capability 8.0.
 pub const fn compiler_symbols() -> CompilerSymbols {
     CompilerSymbols {
         version,
@@ -40,15 +40,15 @@ pub const fn compiler_symbols() -> CompilerSymbols {
     }
 }
 
-/// The emulated compiler that knows compute capability 9.0, and it alone.
+/// Returns the emulated compiler for compute capability 9.0 only.
 pub const fn hopper_compiler_symbols() -> CompilerSymbols {
     CompilerSymbols { architectures: hopper_architectures, ..compiler_symbols() }
 }
 
-/// The library in an image, if it is one.
+/// Extracts the library from an image, if it is one.
 ///
 /// # Safety
-/// `image` points to a whole image.
+/// `image` points to a complete image.
 pub(super) unsafe fn unwrap_image<'a>(image: *const u8) -> Option<&'a [u8]> {
     // SAFETY: an image has at least these 16 bytes.
     let head = unsafe { std::slice::from_raw_parts(image, 16) };
@@ -57,30 +57,30 @@ pub(super) unsafe fn unwrap_image<'a>(image: *const u8) -> Option<&'a [u8]> {
         return None;
     }
     let len = usize::try_from(u64::from_le_bytes(len.try_into().ok()?)).ok()?;
-    // SAFETY: so many bytes follow in a whole image.
+    // SAFETY: a complete image has this many bytes more.
     Some(unsafe { std::slice::from_raw_parts(image.add(16), len) })
 }
 
 unsafe extern "C" fn version(major: *mut c_int, minor: *mut c_int) -> nvrtcResult {
-    // SAFETY: the caller gives valid pointers.
+    // SAFETY: the caller passes valid pointers.
     unsafe { (*major, *minor) = (0, 0) };
     nvrtcResult::NVRTC_SUCCESS
 }
 
 unsafe extern "C" fn architecture_count(count: *mut c_int) -> nvrtcResult {
-    // SAFETY: the caller gives a valid pointer.
+    // SAFETY: the caller passes a valid pointer.
     unsafe { *count = 1 };
     nvrtcResult::NVRTC_SUCCESS
 }
 
 unsafe extern "C" fn architectures(list: *mut c_int) -> nvrtcResult {
-    // SAFETY: the caller gives room for one.
+    // SAFETY: the caller passes room for one element.
     unsafe { *list = 80 };
     nvrtcResult::NVRTC_SUCCESS
 }
 
 unsafe extern "C" fn hopper_architectures(list: *mut c_int) -> nvrtcResult {
-    // SAFETY: the caller gives room for one.
+    // SAFETY: the caller passes room for one element.
     unsafe { *list = 90 };
     nvrtcResult::NVRTC_SUCCESS
 }
@@ -93,32 +93,48 @@ unsafe extern "C" fn create(
     texts: *const *const c_char,
     names: *const *const c_char,
 ) -> nvrtcResult {
-    // SAFETY: the caller gives texts that end at a 0, and lists as long as it says.
+    // SAFETY: the caller passes texts that end in 0, and lists of the given length.
     let made = unsafe {
         let text = |text: *const c_char| CStr::from_ptr(text).to_string_lossy().into_owned();
-        let headers = (0..count.unsigned_abs() as usize).map(|place| (text(*names.add(place)), text(*texts.add(place)))).collect();
-        EmulatedProgram { name: text(name), source: text(source), headers, image: Vec::new(), log: Vec::new() }
+        let headers = (0..count.unsigned_abs() as usize)
+            .map(|index| (text(*names.add(index)), text(*texts.add(index))))
+            .collect();
+        EmulatedProgram {
+            name: text(name),
+            source: text(source),
+            headers,
+            image: Vec::new(),
+            log: Vec::new(),
+        }
     };
-    // SAFETY: the caller gives a valid pointer.
+    // SAFETY: the caller passes a valid pointer.
     unsafe { *program = Box::into_raw(Box::new(made)).cast() };
     nvrtcResult::NVRTC_SUCCESS
 }
 
 unsafe extern "C" fn destroy(program: *mut nvrtcProgram) -> nvrtcResult {
-    // SAFETY: made by `create`, destroyed once.
+    // SAFETY: created by `create`, destroyed once.
     drop(unsafe { Box::from_raw((*program).cast::<EmulatedProgram>()) });
     nvrtcResult::NVRTC_SUCCESS
 }
 
-unsafe extern "C" fn compile(program: nvrtcProgram, count: c_int, options: *const *const c_char) -> nvrtcResult {
-    // SAFETY: made by `create` and not shared; the caller gives texts that end at a 0, as many as it says.
+unsafe extern "C" fn compile(
+    program: nvrtcProgram,
+    count: c_int,
+    options: *const *const c_char,
+) -> nvrtcResult {
+    // SAFETY: created by `create` and not shared; the caller passes `count` texts that end in 0.
     let (program, options) = unsafe {
-        let option = |place| CStr::from_ptr(*options.add(place)).to_string_lossy().into_owned();
-        (&mut *program.cast::<EmulatedProgram>(), (0..count.unsigned_abs() as usize).map(option).collect::<Vec<_>>())
+        let option = |index| CStr::from_ptr(*options.add(index)).to_string_lossy().into_owned();
+        (
+            &mut *program.cast::<EmulatedProgram>(),
+            (0..count.unsigned_abs() as usize).map(option).collect::<Vec<_>>(),
+        )
     };
-    match program.translate(&options) {
+    match program.compile_uncached(&options) {
         Ok(library) => {
-            program.image = [MAGIC.as_slice(), &(library.len() as u64).to_le_bytes(), &library].concat();
+            program.image =
+                [MAGIC.as_slice(), &(library.len() as u64).to_le_bytes(), &library].concat();
             nvrtcResult::NVRTC_SUCCESS
         }
         Err(log) => {
@@ -129,64 +145,84 @@ unsafe extern "C" fn compile(program: nvrtcProgram, count: c_int, options: *cons
 }
 
 impl EmulatedProgram {
-    /// The library, or what g++ said.
-    fn translate(&self, options: &[String]) -> Result<Vec<u8>, Vec<u8>> {
+    /// Compiles the library; an error is g++'s output.
+    fn compile_uncached(&self, options: &[String]) -> Result<Vec<u8>, Vec<u8>> {
         static COUNT: AtomicU64 = AtomicU64::new(0);
-        let name = format!("annulus-emulator-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
-        let folder = Folder(std::env::temp_dir().join(name));
-        let said = |error: std::io::Error| error.to_string().into_bytes();
-        std::fs::create_dir_all(&folder.0).map_err(said)?;
-        for (name, text) in self.headers.iter().map(|(name, text)| (name, text)).chain([(&self.name, &self.source)]) {
-            std::fs::write(folder.0.join(name), text).map_err(said)?;
+        let name = format!(
+            "annulus-emulator-{}-{}",
+            std::process::id(),
+            COUNT.fetch_add(1, Ordering::Relaxed)
+        );
+        let folder = TempFolder(std::env::temp_dir().join(name));
+        let io_error = |error: std::io::Error| error.to_string().into_bytes();
+        std::fs::create_dir_all(&folder.0).map_err(io_error)?;
+        for (name, text) in
+            self.headers.iter().map(|(name, text)| (name, text)).chain([(&self.name, &self.source)])
+        {
+            std::fs::write(folder.0.join(name), text).map_err(io_error)?;
         }
         let library = folder.0.join("library.so");
         let mut gcc = Command::new("g++");
-        gcc.args(["-O1", "-std=c++17", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-ffp-contract=off"]);
+        gcc.args([
+            "-O1",
+            "-std=c++17",
+            "-fPIC",
+            "-shared",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-Wno-unknown-pragmas",
+            "-ffp-contract=off",
+        ]);
         if cfg!(target_arch = "x86_64") && std::arch::is_x86_feature_detected!("fma") {
             gcc.arg("-mfma");
         }
-        // jumps between stacks are what fibers are made of
+        // fibers jump between stacks, which the fortified longjmp rejects
         gcc.args(["-U_FORTIFY_SOURCE", "-DANNULUS_EMULATED"]);
         gcc.args(options.iter().filter(|option| option.starts_with("-D")));
         gcc.args(["-x", "c++"]).arg(folder.0.join(&self.name)).arg("-o").arg(&library);
         let output = gcc.output().map_err(|error| format!("g++: {error}").into_bytes())?;
-        if output.status.success() { std::fs::read(&library).map_err(said) } else { Err(output.stderr) }
+        if output.status.success() {
+            std::fs::read(&library).map_err(io_error)
+        } else {
+            Err(output.stderr)
+        }
     }
 }
 
-/// A folder that goes when this goes.
-struct Folder(PathBuf);
+/// A folder that is removed on drop.
+struct TempFolder(PathBuf);
 
-impl Drop for Folder {
+impl Drop for TempFolder {
     fn drop(&mut self) {
         std::fs::remove_dir_all(&self.0).unwrap_or_default();
     }
 }
 
 unsafe extern "C" fn log_size(program: nvrtcProgram, bytes: *mut usize) -> nvrtcResult {
-    // SAFETY: a handle that is alive, and a valid pointer.
+    // SAFETY: a valid handle and a valid pointer.
     unsafe { *bytes = (*program.cast::<EmulatedProgram>()).log.len() };
     nvrtcResult::NVRTC_SUCCESS
 }
 
 unsafe extern "C" fn log(program: nvrtcProgram, to: *mut c_char) -> nvrtcResult {
-    // SAFETY: a handle that is alive.
+    // SAFETY: a valid handle.
     let text = unsafe { &(*program.cast::<EmulatedProgram>()).log };
-    // SAFETY: the caller gives as much room as `log_size` said.
+    // SAFETY: the caller passes a buffer of the size that `log_size` reported.
     unsafe { std::ptr::copy_nonoverlapping(text.as_ptr(), to.cast(), text.len()) };
     nvrtcResult::NVRTC_SUCCESS
 }
 
 unsafe extern "C" fn image_size(program: nvrtcProgram, bytes: *mut usize) -> nvrtcResult {
-    // SAFETY: a handle that is alive, and a valid pointer.
+    // SAFETY: a valid handle and a valid pointer.
     unsafe { *bytes = (*program.cast::<EmulatedProgram>()).image.len() };
     nvrtcResult::NVRTC_SUCCESS
 }
 
 unsafe extern "C" fn image(program: nvrtcProgram, to: *mut c_char) -> nvrtcResult {
-    // SAFETY: a handle that is alive.
+    // SAFETY: a valid handle.
     let bytes = unsafe { &(*program.cast::<EmulatedProgram>()).image };
-    // SAFETY: the caller gives as much room as `image_size` said.
+    // SAFETY: the caller passes a buffer of the size that `image_size` reported.
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to.cast(), bytes.len()) };
     nvrtcResult::NVRTC_SUCCESS
 }

@@ -1,4 +1,4 @@
-//! The driver's functions. Every handle is the address of something that is kept, or freed by its own function.
+//! Emulated driver functions. Every handle is the address of an object that its own function frees.
 
 use std::{
     cell::Cell,
@@ -10,7 +10,9 @@ use std::{
     },
 };
 
-use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUresult, CUstream};
+use cudarc::driver::sys::{
+    CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUresult, CUstream,
+};
 
 use super::{
     maps::tensor_map,
@@ -20,22 +22,23 @@ use super::{
 };
 use crate::Symbols;
 
-/// How many devices there are. Each has its own memory and its own failure, so that tests do not disturb each other.
+/// Number of devices. Each has its own memory and its own failure, so that tests are independent.
 pub const DEVICES: usize = 4096;
 
-/// One device.
+/// State of one device.
 #[derive(Default)]
 pub(super) struct Context {
     memory: Mutex<Memory>,
     queues: Mutex<Vec<Weak<Queue>>>,
     failed: AtomicBool,
     pub(super) mistake: AtomicU32,
-    /// Of threads, launched so far, by kernel.
+    /// Thread blocks launched so far, by kernel.
     pub(super) blocks: Mutex<HashMap<String, u64>>,
 }
 
 impl Context {
-    /// From now on it does no more work: what is queued is dropped, for what it would touch may be freed.
+    /// Marks the device as failed and drops all queued work, because the memory it would access may
+    /// be freed from now on.
     fn fail(&self) {
         self.failed.store(true, Ordering::Relaxed);
         self.queues().iter().for_each(|queue| queue.discard());
@@ -68,11 +71,11 @@ fn contexts() -> &'static [OnceLock<&'static Context>] {
 }
 
 fn context_of(ordinal: usize) -> Option<&'static Context> {
-    // a device is there until the process ends, as a GPU is
+    // a device exists until the process ends, like a GPU
     Some(*contexts().get(ordinal)?.get_or_init(|| Box::leak(Box::default())))
 }
 
-/// The emulated driver.
+/// Returns the emulated driver, with devices of compute capability 8.0.
 pub fn symbols() -> Symbols {
     Symbols {
         init,
@@ -108,34 +111,35 @@ pub fn symbols() -> Symbols {
     }
 }
 
-/// The emulated driver of GPUs of compute capability 9.0, which run what only they have.
+/// Returns the emulated driver with devices of compute capability 9.0.
 pub fn hopper_symbols() -> Symbols {
     Symbols { device_attribute: hopper_attribute, ..symbols() }
 }
 
-/// The order in which threads run is drawn from this.
+/// Sets the seed of the order in which threads run.
 pub fn set_seed(seed: u64) {
     SEED.store(seed, Ordering::Relaxed);
 }
 
-/// Has the kernels of device `ordinal` make a mistake, which has a number among theirs; 0 is none.
+/// Plants a mistake in the kernels of device `ordinal`, by its number in the kernel's `Mistake`; 0
+/// removes it.
 pub fn plant(ordinal: usize, mistake: u32) {
     if let Some(context) = context_of(ordinal) {
         context.mistake.store(mistake, Ordering::Relaxed);
     }
 }
 
-/// How many blocks of threads of a kernel device `ordinal` was given.
+/// Returns the number of thread blocks of a kernel that were launched on device `ordinal`.
 pub fn blocks(ordinal: usize, kernel: &str) -> u64 {
     context_of(ordinal).map_or(0, |context| lock(&context.blocks).get(kernel).copied().unwrap_or(0))
 }
 
-/// How many allocations device `ordinal` holds.
+/// Returns the number of live allocations of device `ordinal`.
 pub fn allocations(ordinal: usize) -> usize {
     context_of(ordinal).map_or(0, |context| lock(&context.memory).len())
 }
 
-/// The most bytes that device `ordinal` has held at once, pinned ones among them.
+/// Returns the peak of allocated bytes of device `ordinal`, pinned host memory included.
 pub fn most_bytes(ordinal: usize) -> usize {
     context_of(ordinal).map_or(0, |context| lock(&context.memory).most_bytes())
 }
@@ -145,13 +149,13 @@ unsafe extern "C" fn init(_: c_uint) -> CUresult {
 }
 
 unsafe extern "C" fn device_count(count: *mut c_int) -> CUresult {
-    // SAFETY: the caller gives a valid pointer.
+    // SAFETY: the caller passes a valid pointer.
     unsafe { *count = DEVICES as c_int };
     CUresult::CUDA_SUCCESS
 }
 
 unsafe extern "C" fn device_get(device: *mut CUdevice, ordinal: c_int) -> CUresult {
-    // SAFETY: the caller gives a valid pointer.
+    // SAFETY: the caller passes a valid pointer.
     unsafe { *device = ordinal };
     CUresult::CUDA_SUCCESS
 }
@@ -162,36 +166,50 @@ unsafe extern "C" fn device_name(name: *mut c_char, len: c_int, _: CUdevice) -> 
     if bytes.len() > len.unsigned_abs() as usize {
         return CUresult::CUDA_ERROR_INVALID_VALUE;
     }
-    // SAFETY: the caller gives room for `len` characters.
+    // SAFETY: the caller passes room for `len` characters.
     unsafe { std::ptr::copy_nonoverlapping(text.as_ptr(), name, bytes.len()) };
     CUresult::CUDA_SUCCESS
 }
 
-unsafe extern "C" fn device_attribute(value: *mut c_int, attribute: CUdevice_attribute, _: CUdevice) -> CUresult {
-    // SAFETY: as the caller promises.
-    unsafe { answer(value, attribute, 8) }
+unsafe extern "C" fn device_attribute(
+    value: *mut c_int,
+    attribute: CUdevice_attribute,
+    _: CUdevice,
+) -> CUresult {
+    // SAFETY: as the caller guarantees.
+    unsafe { write_attribute(value, attribute, 8) }
 }
 
-unsafe extern "C" fn hopper_attribute(value: *mut c_int, attribute: CUdevice_attribute, _: CUdevice) -> CUresult {
-    // SAFETY: as the caller promises.
-    unsafe { answer(value, attribute, 9) }
+unsafe extern "C" fn hopper_attribute(
+    value: *mut c_int,
+    attribute: CUdevice_attribute,
+    _: CUdevice,
+) -> CUresult {
+    // SAFETY: as the caller guarantees.
+    unsafe { write_attribute(value, attribute, 9) }
 }
 
-/// What is known of a device of compute capability `major`.0.
-unsafe fn answer(value: *mut c_int, attribute: CUdevice_attribute, major: c_int) -> CUresult {
-    let answer = match attribute {
+/// Writes an attribute of a device of compute capability `major`.0.
+unsafe fn write_attribute(
+    value: *mut c_int,
+    attribute: CUdevice_attribute,
+    major: c_int,
+) -> CUresult {
+    let number = match attribute {
         CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR => major,
         CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR => 0,
         _ => return CUresult::CUDA_ERROR_INVALID_VALUE,
     };
-    // SAFETY: the caller gives a valid pointer.
-    unsafe { *value = answer };
+    // SAFETY: the caller passes a valid pointer.
+    unsafe { *value = number };
     CUresult::CUDA_SUCCESS
 }
 
 unsafe extern "C" fn context_retain(context: *mut CUcontext, device: CUdevice) -> CUresult {
-    let Some(found) = usize::try_from(device).ok().and_then(context_of) else { return CUresult::CUDA_ERROR_INVALID_DEVICE };
-    // SAFETY: the caller gives a valid pointer.
+    let Some(found) = usize::try_from(device).ok().and_then(context_of) else {
+        return CUresult::CUDA_ERROR_INVALID_DEVICE;
+    };
+    // SAFETY: the caller passes a valid pointer.
     unsafe { *context = std::ptr::from_ref(found).cast_mut().cast() };
     CUresult::CUDA_SUCCESS
 }
@@ -207,7 +225,7 @@ unsafe extern "C" fn context_set(context: CUcontext) -> CUresult {
 }
 
 unsafe extern "C" fn memory_info(free: *mut usize, total: *mut usize) -> CUresult {
-    // SAFETY: the caller gives valid pointers.
+    // SAFETY: the caller passes valid pointers.
     unsafe { (*free, *total) = (1 << 30, 1 << 30) };
     CUresult::CUDA_SUCCESS
 }
@@ -218,8 +236,8 @@ unsafe extern "C" fn allocate(address: *mut CUdeviceptr, bytes: usize) -> CUresu
             return CUresult::CUDA_ERROR_INVALID_VALUE;
         }
         match lock(&context.memory).allocate(bytes) {
-            // SAFETY: the caller gives a valid pointer.
-            Some(place) => unsafe { *address = place },
+            // SAFETY: the caller passes a valid pointer.
+            Some(new) => unsafe { *address = new },
             None => return CUresult::CUDA_ERROR_OUT_OF_MEMORY,
         }
         CUresult::CUDA_SUCCESS
@@ -228,55 +246,70 @@ unsafe extern "C" fn allocate(address: *mut CUdeviceptr, bytes: usize) -> CUresu
 
 unsafe extern "C" fn free(address: CUdeviceptr) -> CUresult {
     let Some(context) = CURRENT.get() else { return CUresult::CUDA_ERROR_INVALID_CONTEXT };
-    // as the driver does, queued work first; what has failed is freed all the same
+    // queued work completes first, as with the driver; memory of a failed device is freed, too
     if context.queues().iter().any(|queue| queue.drain() == Step::Failed) {
         context.fail();
     }
     if lock(&context.memory).free(address) {
         return CUresult::CUDA_SUCCESS;
     }
-    // memory was written past its end
+    // a guard was overwritten: a write past the end
     context.fail();
     CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
 }
 
-unsafe extern "C" fn allocate_host(place: *mut *mut c_void, bytes: usize) -> CUresult {
+unsafe extern "C" fn allocate_host(start: *mut *mut c_void, bytes: usize) -> CUresult {
     with_context(|context| {
-        // pinned memory is memory that the device knows, too
+        // pinned memory is registered as device memory
         match lock(&context.memory).allocate(bytes) {
-            // SAFETY: the caller gives a valid pointer.
-            Some(address) => unsafe { *place = address as *mut c_void },
+            // SAFETY: the caller passes a valid pointer.
+            Some(address) => unsafe { *start = address as *mut c_void },
             None => return CUresult::CUDA_ERROR_OUT_OF_MEMORY,
         }
         CUresult::CUDA_SUCCESS
     })
 }
 
-unsafe extern "C" fn free_host(place: *mut c_void) -> CUresult {
-    // SAFETY: as the caller promises of both.
-    unsafe { free(place as u64) }
+unsafe extern "C" fn free_host(start: *mut c_void) -> CUresult {
+    // SAFETY: as the caller guarantees of both.
+    unsafe { free(start as u64) }
 }
 
-unsafe extern "C" fn copy_to_device(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream) -> CUresult {
+unsafe extern "C" fn copy_to_device(
+    to: CUdeviceptr,
+    from: *const c_void,
+    bytes: usize,
+    stream: CUstream,
+) -> CUresult {
     with_context(|context| {
         if !lock(&context.memory).holds(to, bytes) {
             return CUresult::CUDA_ERROR_INVALID_VALUE;
         }
-        // pinned memory is read when the copy's turn comes, pageable memory at once
+        // a pinned source is read when the copy runs, a pageable one at once
         let pinned = lock(&context.memory).holds(from as u64, bytes);
-        // SAFETY: the caller gives as many bytes.
-        let now = if pinned { Vec::new() } else { unsafe { std::slice::from_raw_parts(from.cast::<u8>(), bytes) }.to_vec() };
+        let now = if pinned {
+            Vec::new()
+        } else {
+            // SAFETY: the caller passes as many bytes.
+            unsafe { std::slice::from_raw_parts(from.cast::<u8>(), bytes) }.to_vec()
+        };
         let from = from as u64;
         push(stream, move || {
             let source = if pinned { from as *const u8 } else { now.as_ptr() };
-            // SAFETY: `to` was checked, and is freed only after queued work; a pinned source is kept by the caller until the copy is done.
+            // SAFETY: `to` was checked and is freed only after queued work; the caller keeps a
+            // pinned source until the copy is done.
             unsafe { std::ptr::copy_nonoverlapping(source, to as *mut u8, bytes) };
             true
         })
     })
 }
 
-unsafe extern "C" fn copy_to_host(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream) -> CUresult {
+unsafe extern "C" fn copy_to_host(
+    to: *mut c_void,
+    from: CUdeviceptr,
+    bytes: usize,
+    stream: CUstream,
+) -> CUresult {
     with_context(|context| {
         if !lock(&context.memory).holds(from, bytes) {
             return CUresult::CUDA_ERROR_INVALID_VALUE;
@@ -284,35 +317,46 @@ unsafe extern "C" fn copy_to_host(to: *mut c_void, from: CUdeviceptr, bytes: usi
         let pinned = lock(&context.memory).holds(to as u64, bytes);
         let to = to as u64;
         let queued = push(stream, move || {
-            // SAFETY: `from` was checked, and is freed only after queued work; `to` is kept by the caller until the copy is done.
+            // SAFETY: `from` was checked and is freed only after queued work; the caller keeps `to`
+            // until the copy is done.
             unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, bytes) };
             true
         });
-        // a copy to pageable memory is over when the call returns
+        // a copy to pageable memory is complete when the call returns
         if queued == CUresult::CUDA_SUCCESS && !pinned { drain(context, stream) } else { queued }
     })
 }
 
-unsafe extern "C" fn copy_on_device(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream) -> CUresult {
+unsafe extern "C" fn copy_on_device(
+    to: CUdeviceptr,
+    from: CUdeviceptr,
+    bytes: usize,
+    stream: CUstream,
+) -> CUresult {
     with_context(|context| {
         if !lock(&context.memory).holds(from, bytes) || !lock(&context.memory).holds(to, bytes) {
             return CUresult::CUDA_ERROR_INVALID_VALUE;
         }
         push(stream, move || {
-            // SAFETY: both were checked, and are freed only after queued work.
+            // SAFETY: both were checked and are freed only after queued work.
             unsafe { std::ptr::copy(from as *const u8, to as *mut u8, bytes) };
             true
         })
     })
 }
 
-unsafe extern "C" fn fill(to: CUdeviceptr, byte: c_uchar, bytes: usize, stream: CUstream) -> CUresult {
+unsafe extern "C" fn fill(
+    to: CUdeviceptr,
+    byte: c_uchar,
+    bytes: usize,
+    stream: CUstream,
+) -> CUresult {
     with_context(|context| {
         if !lock(&context.memory).holds(to, bytes) {
             return CUresult::CUDA_ERROR_INVALID_VALUE;
         }
         push(stream, move || {
-            // SAFETY: checked, and freed only after queued work.
+            // SAFETY: checked; freed only after queued work.
             unsafe { std::ptr::write_bytes(to as *mut u8, byte, bytes) };
             true
         })
@@ -325,14 +369,14 @@ unsafe extern "C" fn stream_create(stream: *mut CUstream, _: c_uint) -> CUresult
         let mut queues = lock(&context.queues);
         queues.retain(|queue| queue.strong_count() > 0);
         queues.push(Arc::downgrade(&queue));
-        // SAFETY: the caller gives a valid pointer.
+        // SAFETY: the caller passes a valid pointer.
         unsafe { *stream = Box::into_raw(Box::new(EmulatedStream { context, queue })).cast() };
         CUresult::CUDA_SUCCESS
     })
 }
 
 unsafe extern "C" fn stream_destroy(stream: CUstream) -> CUresult {
-    // SAFETY: made by `stream_create`, destroyed once.
+    // SAFETY: created by `stream_create`, destroyed once.
     let stream = unsafe { Box::from_raw(stream.cast::<EmulatedStream>()) };
     if stream.queue.drain() == Step::Failed {
         stream.context.fail();
@@ -342,8 +386,9 @@ unsafe extern "C" fn stream_destroy(stream: CUstream) -> CUresult {
 
 unsafe extern "C" fn stream_wait(stream: CUstream, event: CUevent, _: c_uint) -> CUresult {
     with_context(|_| {
-        // SAFETY: both are handles that are alive.
-        let (stream, event) = unsafe { (&*stream.cast::<EmulatedStream>(), &*event.cast::<EmulatedEvent>()) };
+        // SAFETY: both are valid handles.
+        let (stream, event) =
+            unsafe { (&*stream.cast::<EmulatedStream>(), &*event.cast::<EmulatedEvent>()) };
         if let Some(mark) = &*lock(&event.mark) {
             stream.queue.push(Work::Wait(Arc::clone(mark)));
         }
@@ -353,33 +398,34 @@ unsafe extern "C" fn stream_wait(stream: CUstream, event: CUevent, _: c_uint) ->
 
 unsafe extern "C" fn event_create(event: *mut CUevent, _: c_uint) -> CUresult {
     with_context(|_| {
-        // SAFETY: the caller gives a valid pointer.
+        // SAFETY: the caller passes a valid pointer.
         unsafe { *event = Box::into_raw(Box::<EmulatedEvent>::default()).cast() };
         CUresult::CUDA_SUCCESS
     })
 }
 
 unsafe extern "C" fn event_destroy(event: CUevent) -> CUresult {
-    // SAFETY: made by `event_create`, destroyed once.
+    // SAFETY: created by `event_create`, destroyed once.
     drop(unsafe { Box::from_raw(event.cast::<EmulatedEvent>()) });
     CUresult::CUDA_SUCCESS
 }
 
 unsafe extern "C" fn event_record(event: CUevent, stream: CUstream) -> CUresult {
     with_context(|_| {
-        // SAFETY: both are handles that are alive.
-        let (stream, event) = unsafe { (&*stream.cast::<EmulatedStream>(), &*event.cast::<EmulatedEvent>()) };
+        // SAFETY: both are valid handles.
+        let (stream, event) =
+            unsafe { (&*stream.cast::<EmulatedStream>(), &*event.cast::<EmulatedEvent>()) };
         let mark = Mark::of(&stream.queue);
-        stream.queue.push(Work::Pass(Arc::clone(&mark)));
+        stream.queue.push(Work::Record(Arc::clone(&mark)));
         *lock(&event.mark) = Some(mark);
         CUresult::CUDA_SUCCESS
     })
 }
 
-/// Each question lets the device do one piece of work, so that waiting is asking again.
+/// Runs one item of queued work per query, so that polling an event makes progress.
 unsafe extern "C" fn event_query(event: CUevent) -> CUresult {
     with_context(|context| {
-        // SAFETY: a handle that is alive.
+        // SAFETY: a valid handle.
         let event = unsafe { &*event.cast::<EmulatedEvent>() };
         let mark = lock(&event.mark).clone();
         let Some(mark) = mark else { return CUresult::CUDA_SUCCESS };
@@ -395,20 +441,22 @@ unsafe extern "C" fn event_query(event: CUevent) -> CUresult {
 pub(super) fn with_context(call: impl FnOnce(&'static Context) -> CUresult) -> CUresult {
     match CURRENT.get() {
         None => CUresult::CUDA_ERROR_INVALID_CONTEXT,
-        Some(context) if context.failed.load(Ordering::Relaxed) => CUresult::CUDA_ERROR_LAUNCH_FAILED,
+        Some(context) if context.failed.load(Ordering::Relaxed) => {
+            CUresult::CUDA_ERROR_LAUNCH_FAILED
+        }
         Some(context) => call(context),
     }
 }
 
 pub(super) fn push(stream: CUstream, work: impl FnOnce() -> bool + Send + 'static) -> CUresult {
-    // SAFETY: a handle that is alive.
+    // SAFETY: a valid handle.
     let stream = unsafe { &*stream.cast::<EmulatedStream>() };
-    stream.queue.push(Work::Do(Box::new(work)));
+    stream.queue.push(Work::Run(Box::new(work)));
     CUresult::CUDA_SUCCESS
 }
 
 fn drain(context: &Context, stream: CUstream) -> CUresult {
-    // SAFETY: a handle that is alive.
+    // SAFETY: a valid handle.
     let stream = unsafe { &*stream.cast::<EmulatedStream>() };
     if stream.queue.drain() == Step::Failed {
         context.fail();
@@ -417,18 +465,21 @@ fn drain(context: &Context, stream: CUstream) -> CUresult {
     CUresult::CUDA_SUCCESS
 }
 
-/// Queues what is tried until it is done, in a stream.
+/// Queues an operation that is attempted until it completes.
 ///
 /// # Safety
-/// `stream` is a handle that is alive.
+/// `stream` is a valid handle.
 #[cfg(all(feature = "nccl", target_os = "linux"))]
-pub(super) unsafe fn push_until(stream: CUstream, attempt: impl FnMut() -> Option<bool> + Send + 'static) {
-    // SAFETY: as promised.
+pub(super) unsafe fn push_until(
+    stream: CUstream,
+    attempt: impl FnMut() -> Option<bool> + Send + 'static,
+) {
+    // SAFETY: as required of the caller.
     let stream = unsafe { &*stream.cast::<EmulatedStream>() };
-    stream.queue.push(Work::Until(Box::new(attempt)));
+    stream.queue.push(Work::Attempt(Box::new(attempt)));
 }
 
-/// Whether these bytes are memory of this thread's current device.
+/// Returns true if the bytes are memory of this thread's current device.
 #[cfg(all(feature = "nccl", target_os = "linux"))]
 pub(super) fn is_device_memory(address: u64, bytes: usize) -> bool {
     CURRENT.get().is_some_and(|context| lock(&context.memory).holds(address, bytes))
@@ -445,12 +496,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_queued_behind_a_failure_is_never_done() {
+    fn work_queued_behind_a_failure_never_runs() {
         let (symbols, done) = (symbols(), Arc::new(AtomicUsize::new(0)));
         let (mut context, mut stream) = (std::ptr::null_mut(), std::ptr::null_mut());
-        // SAFETY: every pointer is to a local of the right type, every handle alive.
+        // SAFETY: every pointer is to a local of the right type, every handle is valid.
         unsafe {
-            assert_eq!((symbols.context_retain)(&raw mut context, DEVICES as c_int - 1), CUresult::CUDA_SUCCESS);
+            assert_eq!(
+                (symbols.context_retain)(&raw mut context, DEVICES as c_int - 1),
+                CUresult::CUDA_SUCCESS
+            );
             assert_eq!((symbols.context_set)(context), CUresult::CUDA_SUCCESS);
             assert_eq!((symbols.stream_create)(&raw mut stream, 0), CUresult::CUDA_SUCCESS);
         }
@@ -460,14 +514,14 @@ mod tests {
         let counter = Arc::clone(&done);
         let queue = |ends: bool| {
             let counter = Arc::clone(&counter);
-            // SAFETY: the stream's handle is alive.
+            // SAFETY: the stream's handle is valid.
             let stream = unsafe { &*stream.cast::<EmulatedStream>() };
-            stream.queue.push(Work::Do(Box::new(move || {
+            stream.queue.push(Work::Run(Box::new(move || {
                 counter.fetch_add(1, Ordering::Relaxed);
                 ends
             })));
         };
-        // the second fails; the third would touch memory that is freed by then
+        // the second item fails; the third would access freed memory
         [true, false, true].into_iter().for_each(queue);
         // SAFETY: allocated above, freed once; the stream is destroyed once.
         unsafe {

@@ -1,27 +1,27 @@
-//! Device memory on the host: poisoned when it is new, guarded at both ends.
+//! Emulated device memory: initialized with NaN, with guards at both ends.
 
 use std::{
     alloc::{Layout, alloc, dealloc},
     collections::BTreeMap,
 };
 
-/// Bytes of a guard; also the alignment of every address.
+/// Bytes of each guard; also the alignment of every address, as cuMemAlloc guarantees.
 const GUARD: usize = 256;
 const GUARD_BYTE: u8 = 0xa5;
-/// Floats of every width that are made of this byte are NaN.
+/// Byte of new memory: floats of every width that consist of it are NaN.
 const POISON: u8 = 0xff;
 
-/// All memory of one device.
+/// Memory of one device.
 #[derive(Default)]
 pub(super) struct Memory {
-    /// By address: bytes.
+    /// Length in bytes by address.
     allocations: BTreeMap<u64, usize>,
     bytes: usize,
     most_bytes: usize,
 }
 
 impl Memory {
-    /// New memory.
+    /// Allocates poisoned memory between guards.
     pub(super) fn allocate(&mut self, bytes: usize) -> Option<u64> {
         let layout = layout(bytes)?;
         // SAFETY: the layout is not empty.
@@ -29,7 +29,7 @@ impl Memory {
         if start.is_null() {
             return None;
         }
-        // SAFETY: all within the allocation.
+        // SAFETY: all writes are within the allocation.
         unsafe {
             std::ptr::write_bytes(start, GUARD_BYTE, layout.size());
             std::ptr::write_bytes(start.add(GUARD), POISON, bytes);
@@ -41,33 +41,36 @@ impl Memory {
         Some(address)
     }
 
-    /// Frees memory; whether it was there and its guards are whole.
+    /// Frees memory. Returns false if it was not allocated or a guard was overwritten.
     pub(super) fn free(&mut self, address: u64) -> bool {
         let Some(bytes) = self.allocations.remove(&address) else { return false };
         self.bytes -= bytes;
         let Some(layout) = layout(bytes) else { return false };
         let start = (address as usize - GUARD) as *mut u8;
-        // SAFETY: allocated with this layout, and not freed since: it was in the list.
+        // SAFETY: allocated with this layout, and still in the list, so not freed since.
         unsafe {
-            let guards = [std::slice::from_raw_parts(start, GUARD), std::slice::from_raw_parts(start.add(GUARD + bytes), GUARD)];
+            let guards = [
+                std::slice::from_raw_parts(start, GUARD),
+                std::slice::from_raw_parts(start.add(GUARD + bytes), GUARD),
+            ];
             let whole = guards.concat().iter().all(|&byte| byte == GUARD_BYTE);
             dealloc(start, layout);
             whole
         }
     }
 
-    /// Whether these bytes lie within one allocation.
+    /// Returns true if the bytes lie within one allocation.
     pub(super) fn holds(&self, address: u64, bytes: usize) -> bool {
         let before = self.allocations.range(..=address).next_back();
         before.is_some_and(|(start, len)| address + bytes as u64 <= start + *len as u64)
     }
 
-    /// The most bytes that there were at once.
+    /// Peak of allocated bytes.
     pub(super) const fn most_bytes(&self) -> usize {
         self.most_bytes
     }
 
-    /// How many allocations there are.
+    /// Number of allocations.
     pub(super) fn len(&self) -> usize {
         self.allocations.len()
     }

@@ -1,19 +1,23 @@
-//! A CUDA device that is none: the driver's and the compiler's functions, done by the host.
+//! Emulated CUDA device: the driver, NVRTC and NCCL implemented on the host, so that the code that
+//! drives a GPU is tested without one.
 //!
-//! It exists so that the very code that drives a GPU runs on a machine without one:
+//! * **Compiler** (`compiler.rs`): g++ compiles the kernels with `ANNULUS_EMULATED` into a shared
+//!   library, which stands for a cubin.
+//! * **Streams** (`work.rs`): work is queued and runs one item per query of an event. Streams are
+//!   ordered by events only, so a missing event soon shows as a wrong order.
+//! * **Memory** (`memory.rs`): new memory is NaN and lies between guards that are checked when it
+//!   is freed.
+//! * **Kernels** (`modules.rs`): one fiber per thread, see `primitives_host.h` of the kernels. A
+//!   block that deadlocks fails the launch.
+//! * **NCCL** (`nccl`, with that feature, on Linux): sends and receives between threads or
+//!   processes of one machine; a message moves when both streams have reached it.
+//! * **Compute capability 9.0** (`maps.rs`, the `hopper_` tables): tensor maps in the emulator's
+//!   own layout, decoded by `warpgroup_host.h` of the kernels, where TMA, wgmma and mbarriers
+//!   complete as late as the rules allow.
+//! * **Failure** (`functions.rs`): a failed device returns its error from every later call, like
+//!   CUDA.
 //!
-//! * **compiling** (`compiler.rs`): kernels are compiled by g++ with `ANNULUS_EMULATED` into a shared library, which stands for a cubin;
-//! * **time** (`work.rs`): work is queued in streams and done later, a piece at each question after an event. Streams know nothing of each
-//!   other but what events say, so what is not ordered by an event sooner or later runs in the wrong order;
-//! * **memory** (`memory.rs`): new memory is full of NaN, and lies between guards that are looked at when it is freed;
-//! * **kernels** (`modules.rs`): one fiber for each thread, see `host_twin.h` of the kernels; a block whose threads wait for each other for ever fails;
-//! * **NCCL** (`nccl`, with the feature of that name, on Linux): sends and receives of threads or processes of one machine, done when both sides' streams
-//!   have come there;
-//! * **GPUs of compute capability 9.0** (`maps.rs`, the `hopper_` tables): tensor maps in words of the emulator's own, read by `warpgroup_twin.h` of the
-//!   kernels, where copies, products and barriers that run by themselves end as late as they may;
-//! * **failure** (`functions.rs`): a device that has failed says so at every later call, as CUDA does.
-//!
-//! It cannot show bank conflicts, races within a warp, or how long anything takes.
+//! Not emulated: bank conflicts, races within a warp, timing.
 
 mod compiler;
 mod functions;
@@ -25,6 +29,8 @@ mod nccl;
 mod work;
 
 pub use compiler::{compiler_symbols, hopper_compiler_symbols};
-pub use functions::{DEVICES, allocations, blocks, hopper_symbols, most_bytes, plant, set_seed, symbols};
+pub use functions::{
+    DEVICES, allocations, blocks, hopper_symbols, most_bytes, plant, set_seed, symbols,
+};
 #[cfg(all(feature = "nccl", target_os = "linux"))]
 pub use nccl::nccl_symbols;

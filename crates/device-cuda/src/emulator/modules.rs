@@ -1,4 +1,4 @@
-//! Modules, their functions, and launches of them.
+//! Emulated modules, functions and launches.
 
 use std::{
     ffi::{CStr, c_char, c_int, c_uint, c_void},
@@ -18,16 +18,17 @@ use super::{
 
 struct EmulatedModule {
     library: Arc<Library>,
-    /// Each at an address of its own, which is its handle.
+    /// Boxed, because the address of a function is its handle.
     functions: Mutex<Vec<Arc<EmulatedFunction>>>,
 }
 
 type Entry = unsafe extern "C" fn(*const c_void);
-type Emulate = unsafe extern "C" fn(Entry, *const c_void, *const c_uint, c_uint, c_uint, u64) -> c_int;
+type Emulate =
+    unsafe extern "C" fn(Entry, *const c_void, *const c_uint, c_uint, c_uint, u64) -> c_int;
 
-/// Bytes of shared memory that a launch may ask for unasked, and at most.
-const SHARED_UNASKED: u32 = 48 * 1024;
-const SHARED_MOST: u32 = 227 * 1024;
+/// Dynamic shared memory per launch: without an attribute, and the most that the attribute may set.
+const SHARED_DEFAULT: u32 = 48 * 1024;
+const SHARED_MAX: u32 = 227 * 1024;
 
 struct EmulatedFunction {
     library: Arc<Library>,
@@ -36,69 +37,102 @@ struct EmulatedFunction {
     emulate: Emulate,
     argument_bytes: usize,
     threads: c_uint,
-    /// Bytes of shared memory that a launch may ask for.
-    most_shared: AtomicU32,
+    /// Largest dynamic shared memory of a launch.
+    max_shared: AtomicU32,
 }
 
-/// A piece of a kernel's arguments: they begin at a multiple of 64, as those do that hold tensor maps.
+/// 64 bytes of a kernel's arguments, aligned to 64, as a structure with tensor maps requires.
 #[repr(align(64))]
-struct Line([u8; 64]);
+struct ArgumentChunk([u8; 64]);
 
-pub(super) unsafe extern "C" fn module_load(module: *mut CUmodule, image: *const c_void) -> CUresult {
+pub(super) unsafe extern "C" fn module_load(
+    module: *mut CUmodule,
+    image: *const c_void,
+) -> CUresult {
     with_context(|_| {
-        // SAFETY: the caller gives a whole image.
-        let Some(bytes) = (unsafe { unwrap_image(image.cast()) }) else { return CUresult::CUDA_ERROR_INVALID_IMAGE };
+        // SAFETY: the caller passes a complete image.
+        let Some(bytes) = (unsafe { unwrap_image(image.cast()) }) else {
+            return CUresult::CUDA_ERROR_INVALID_IMAGE;
+        };
         let Some(library) = load(bytes) else { return CUresult::CUDA_ERROR_INVALID_IMAGE };
         let loaded = EmulatedModule { library: Arc::new(library), functions: Mutex::default() };
-        // SAFETY: the caller gives a valid pointer.
+        // SAFETY: the caller passes a valid pointer.
         unsafe { *module = Box::into_raw(Box::new(loaded)).cast() };
         CUresult::CUDA_SUCCESS
     })
 }
 
 pub(super) unsafe extern "C" fn module_unload(module: CUmodule) -> CUresult {
-    // SAFETY: made by `module_load`, unloaded once; queued kernels co-own the library.
+    // SAFETY: created by `module_load`, unloaded once; queued kernels hold a reference to the
+    // library.
     drop(unsafe { Box::from_raw(module.cast::<EmulatedModule>()) });
     CUresult::CUDA_SUCCESS
 }
 
-pub(super) unsafe extern "C" fn module_function(function: *mut CUfunction, module: CUmodule, name: *const c_char) -> CUresult {
+pub(super) unsafe extern "C" fn module_function(
+    function: *mut CUfunction,
+    module: CUmodule,
+    name: *const c_char,
+) -> CUresult {
     with_context(|_| {
-        // SAFETY: a handle that is alive, and a name that ends at a 0.
-        let (module, name) = unsafe { (&*module.cast::<EmulatedModule>(), CStr::from_ptr(name).to_bytes()) };
+        // SAFETY: a valid handle, and a name that ends in 0.
+        let (module, name) =
+            unsafe { (&*module.cast::<EmulatedModule>(), CStr::from_ptr(name).to_bytes()) };
         let size_of = [name, b"_argument_bytes"].concat();
-        // SAFETY: the library was compiled with host_twin.h, which gives these names these types.
+        // SAFETY: the library was compiled with primitives_host.h, which declares these symbols so.
         let found = unsafe {
             let entry = module.library.get::<Entry>(name);
             let bytes = module.library.get::<unsafe extern "C" fn() -> c_uint>(size_of.as_slice());
             let emulate = module.library.get::<Emulate>(b"annulus_emulate");
-            let threads = module.library.get::<unsafe extern "C" fn() -> c_uint>(b"annulus_threads");
+            let threads =
+                module.library.get::<unsafe extern "C" fn() -> c_uint>(b"annulus_threads");
             match (entry, bytes, emulate, threads) {
-                (Ok(entry), Ok(bytes), Ok(emulate), Ok(threads)) => (*entry, bytes() as usize, *emulate, threads()),
+                (Ok(entry), Ok(bytes), Ok(emulate), Ok(threads)) => {
+                    (*entry, bytes() as usize, *emulate, threads())
+                }
                 _ => return CUresult::CUDA_ERROR_NOT_FOUND,
             }
         };
         let (entry, argument_bytes, emulate, threads) = found;
-        let most_shared = AtomicU32::new(SHARED_UNASKED);
-        let (library, name) = (Arc::clone(&module.library), String::from_utf8_lossy(name).into_owned());
-        let made = Arc::new(EmulatedFunction { library, name, entry, emulate, argument_bytes, threads, most_shared });
+        let max_shared = AtomicU32::new(SHARED_DEFAULT);
+        let (library, name) =
+            (Arc::clone(&module.library), String::from_utf8_lossy(name).into_owned());
+        let made = Arc::new(EmulatedFunction {
+            library,
+            name,
+            entry,
+            emulate,
+            argument_bytes,
+            threads,
+            max_shared,
+        });
         let mut functions = lock(&module.functions);
         functions.push(made);
-        // SAFETY: the caller gives a valid pointer; it lives as long as the module.
-        unsafe { *function = functions.last().map_or(std::ptr::null_mut(), |made| Arc::as_ptr(made).cast_mut().cast()) };
+        // SAFETY: the caller passes a valid pointer; the function lives as long as the module.
+        unsafe {
+            *function = functions
+                .last()
+                .map_or(std::ptr::null_mut(), |made| Arc::as_ptr(made).cast_mut().cast())
+        };
         CUresult::CUDA_SUCCESS
     })
 }
 
-pub(super) unsafe extern "C" fn function_attribute(function: CUfunction, attribute: CUfunction_attribute, value: c_int) -> CUresult {
+pub(super) unsafe extern "C" fn function_attribute(
+    function: CUfunction,
+    attribute: CUfunction_attribute,
+    value: c_int,
+) -> CUresult {
     with_context(|_| {
-        let bytes = c_uint::try_from(value).ok().filter(|&bytes| bytes <= SHARED_MOST);
-        let Some(bytes) = bytes.filter(|_| attribute == CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) else {
+        let bytes = c_uint::try_from(value).ok().filter(|&bytes| bytes <= SHARED_MAX);
+        let Some(bytes) = bytes.filter(|_| {
+            attribute == CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        }) else {
             return CUresult::CUDA_ERROR_INVALID_VALUE;
         };
-        // SAFETY: a handle that is alive.
+        // SAFETY: a valid handle.
         let function = unsafe { &*function.cast::<EmulatedFunction>() };
-        function.most_shared.store(bytes, Ordering::Relaxed);
+        function.max_shared.store(bytes, Ordering::Relaxed);
         CUresult::CUDA_SUCCESS
     })
 }
@@ -120,40 +154,61 @@ pub(super) unsafe extern "C" fn launch(
         if [x, y, z].contains(&0) || y > 65535 || z > 65535 {
             return CUresult::CUDA_ERROR_INVALID_VALUE;
         }
-        // SAFETY: a handle that is alive.
+        // SAFETY: a valid handle.
         let function = unsafe { &*function.cast::<EmulatedFunction>() };
-        if [threads_x, threads_y, threads_z] != [function.threads, 1, 1] || shared_bytes > function.most_shared.load(Ordering::Relaxed) {
+        if [threads_x, threads_y, threads_z] != [function.threads, 1, 1]
+            || shared_bytes > function.max_shared.load(Ordering::Relaxed)
+        {
             return CUresult::CUDA_ERROR_INVALID_VALUE;
         }
-        // SAFETY: the one parameter is a structure of as many bytes.
-        let arguments = unsafe { std::slice::from_raw_parts((*parameters).cast::<u8>(), function.argument_bytes) };
-        let lines: Vec<Line> = arguments
+        // SAFETY: the only parameter is a structure of this size.
+        let arguments = unsafe {
+            std::slice::from_raw_parts((*parameters).cast::<u8>(), function.argument_bytes)
+        };
+        let chunks: Vec<ArgumentChunk> = arguments
             .chunks(64)
             .map(|chunk| {
-                let mut line = Line([0; 64]);
-                line.0[..chunk.len()].copy_from_slice(chunk);
-                line
+                let mut aligned = ArgumentChunk([0; 64]);
+                aligned.0[..chunk.len()].copy_from_slice(chunk);
+                aligned
             })
             .collect();
-        let (library, entry, emulate) = (Arc::clone(&function.library), function.entry, function.emulate);
-        *lock(&context.blocks).entry(function.name.clone()).or_default() += u64::from(x) * u64::from(y) * u64::from(z);
-        let (seed, mistake) = (SEED.load(Ordering::Relaxed), context.mistake.load(Ordering::Relaxed));
+        let (library, entry, emulate) =
+            (Arc::clone(&function.library), function.entry, function.emulate);
+        *lock(&context.blocks).entry(function.name.clone()).or_default() +=
+            u64::from(x) * u64::from(y) * u64::from(z);
+        let (seed, mistake) =
+            (SEED.load(Ordering::Relaxed), context.mistake.load(Ordering::Relaxed));
         push(stream, move || {
-            // SAFETY: the kernel is given its own structure; the memory that it points to is freed only after queued work.
-            let ended = unsafe { emulate(entry, lines.as_ptr().cast(), [x, y, z].as_ptr(), shared_bytes, mistake, seed) } == 0;
+            // SAFETY: the kernel gets its own argument structure; memory is freed only after queued
+            // work.
+            let ended = unsafe {
+                emulate(
+                    entry,
+                    chunks.as_ptr().cast(),
+                    [x, y, z].as_ptr(),
+                    shared_bytes,
+                    mistake,
+                    seed,
+                )
+            } == 0;
             drop(library);
             ended
         })
     })
 }
 
-/// Loads a shared library from memory, by way of a file that is gone when this returns.
+/// Loads a shared library from memory, through a temporary file that is removed at once.
 fn load(bytes: &[u8]) -> Option<Library> {
     static COUNT: AtomicU64 = AtomicU64::new(0);
-    let name = format!("annulus-emulated-{}-{}.so", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+    let name = format!(
+        "annulus-emulated-{}-{}.so",
+        std::process::id(),
+        COUNT.fetch_add(1, Ordering::Relaxed)
+    );
     let path = std::env::temp_dir().join(name);
     std::fs::write(&path, bytes).ok()?;
-    // SAFETY: compiled from our kernels; it has no initialisers that do anything.
+    // SAFETY: compiled from our kernels; it has no initializers with side effects.
     let library = unsafe { Library::new(&path) }.ok();
     std::fs::remove_file(&path).unwrap_or_default();
     library

@@ -1,4 +1,4 @@
-//! Streams and events: work that is queued, and done when somebody asks after an event.
+//! Emulated streams and events: work is queued, and runs when an event is queried.
 
 use std::{
     collections::VecDeque,
@@ -8,38 +8,38 @@ use std::{
     },
 };
 
-/// A piece of work: whether it went well.
+/// An item of work. Closures return true on success.
 pub(super) enum Work {
-    /// Copies, fills, kernels.
-    Do(Box<dyn FnOnce() -> bool + Send>),
-    /// What is tried until it is done (`Some`: whether it went well) and holds up what comes after it.
-    Until(Box<dyn FnMut() -> Option<bool> + Send>),
-    /// Nothing after this before the mark has passed.
+    /// Copy, fill or kernel.
+    Run(Box<dyn FnOnce() -> bool + Send>),
+    /// Operation that is attempted until it completes (`Some(success)`), blocking what follows it.
+    Attempt(Box<dyn FnMut() -> Option<bool> + Send>),
+    /// Blocks what follows until the mark has passed.
     Wait(Arc<Mark>),
-    /// The mark has passed.
-    Pass(Arc<Mark>),
+    /// Marks the event as passed.
+    Record(Arc<Mark>),
 }
 
 /// One recording of an event.
 #[derive(Default)]
 pub(super) struct Mark {
     passed: AtomicBool,
-    /// Where it will pass.
+    /// Stream in which it was recorded.
     queue: Weak<Queue>,
 }
 
-/// A stream's work.
+/// Work of a stream, in order.
 #[derive(Default)]
 pub(super) struct Queue(Mutex<VecDeque<Work>>);
 
-/// What came of a step.
+/// Result of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
-    /// Something was done.
+    /// An item was run.
     Done,
-    /// There was nothing to do.
+    /// No item could run.
     Nothing,
-    /// Work failed.
+    /// An item failed.
     Failed,
 }
 
@@ -52,7 +52,7 @@ impl Mark {
         self.passed.load(Ordering::Acquire)
     }
 
-    /// Does one piece of the work before it.
+    /// Runs one item of the work before the mark.
     pub(super) fn step(&self) -> Step {
         if self.passed() {
             return Step::Nothing;
@@ -66,28 +66,28 @@ impl Queue {
         self.lock().push_back(work);
     }
 
-    /// Does one piece of work, here or where this waits for.
+    /// Runs one item, of this stream or of the stream that it waits for.
     pub(super) fn step(&self) -> Step {
-        // work runs under the lock: in order, whoever asks
+        // items run under the lock, so that they run in order on any thread
         let mut queue = self.lock();
         match queue.pop_front() {
             None => Step::Nothing,
-            Some(Work::Do(work)) => {
+            Some(Work::Run(work)) => {
                 if work() {
                     Step::Done
                 } else {
                     Step::Failed
                 }
             }
-            Some(Work::Until(mut attempt)) => match attempt() {
+            Some(Work::Attempt(mut attempt)) => match attempt() {
                 Some(true) => Step::Done,
                 Some(false) => Step::Failed,
                 None => {
-                    queue.push_front(Work::Until(attempt));
+                    queue.push_front(Work::Attempt(attempt));
                     Step::Nothing
                 }
             },
-            Some(Work::Pass(mark)) => {
+            Some(Work::Record(mark)) => {
                 mark.passed.store(true, Ordering::Release);
                 Step::Done
             }
@@ -100,7 +100,7 @@ impl Queue {
         }
     }
 
-    /// Does all work.
+    /// Runs all items.
     pub(super) fn drain(&self) -> Step {
         loop {
             match self.step() {
@@ -110,7 +110,7 @@ impl Queue {
         }
     }
 
-    /// Drops all work.
+    /// Drops all items.
     pub(super) fn discard(&self) {
         let dropped = std::mem::take(&mut *self.lock());
         drop(dropped);

@@ -6,6 +6,9 @@ use annulus_core::{Shard, index};
 
 /// About as many cells as an axis has.
 const CELLS: usize = 96;
+/// The most runs of neighbouring rows that each have a cell. Of more, evenly spaced ones are drawn:
+/// a cell would be narrower than 4 pixels, and the tiles would be more than 16 384.
+const MOST_RUNS: usize = 128;
 
 /// One axis of the map.
 #[derive(Debug)]
@@ -14,6 +17,8 @@ pub(super) struct Axis {
     pub(super) cells: Vec<Cell>,
     /// Whether rows stand in the order of the sequence; if not, they are grouped by rank.
     pub(super) in_sequence: bool,
+    /// Cells that each drawn one stands for.
+    pub(super) stride: usize,
 }
 
 /// Neighbouring rows of one rank.
@@ -33,7 +38,12 @@ const SAMPLES: u64 = 4;
 impl Axis {
     /// Cuts the rows of all ranks. Rows that are dealt one by one are grouped by rank if they are too many to be seen.
     pub(super) fn new(shards: &[&Shard], len: usize) -> Self {
-        let runs = || shards.iter().enumerate().flat_map(|(rank, shard)| shard.rows.runs().iter().map(move |run| (rank, *run)));
+        let runs = || {
+            shards
+                .iter()
+                .enumerate()
+                .flat_map(|(rank, shard)| shard.rows.runs().iter().map(move |run| (rank, *run)))
+        };
         let neighbours = runs().all(|(_, run)| run.step == 1 || run.count <= 1);
         let in_sequence = neighbours || len <= CELLS;
         // as many cells a run as make about CELLS in all
@@ -42,17 +52,28 @@ impl Axis {
         for (rank, run) in runs() {
             let parts = share.min(index(run.count)) as u64;
             for part in 0..parts {
-                let edge = |part: u64| index((u128::from(run.count) * u128::from(part) / u128::from(parts)) as u64) as u64;
+                let edge = |part: u64| {
+                    index((u128::from(run.count) * u128::from(part) / u128::from(parts)) as u64)
+                        as u64
+                };
                 let (first, end) = (edge(part), edge(part + 1));
                 let samples = SAMPLES.min(end - first);
                 // the middles of equal parts
-                let sample = |at: u64| run.at(first + ((end - first) * (2 * at + 1)) / (2 * samples));
-                cells.push(Cell { rank, samples: (0..samples).map(sample).collect(), rows: run.at(first)..run.at(end - 1) + 1 });
+                let sample =
+                    |at: u64| run.at(first + ((end - first) * (2 * at + 1)) / (2 * samples));
+                cells.push(Cell {
+                    rank,
+                    samples: (0..samples).map(sample).collect(),
+                    rows: run.at(first)..run.at(end - 1) + 1,
+                });
             }
         }
         if in_sequence {
             cells.sort_by_key(|cell| cell.rows.start);
         }
-        Self { cells, in_sequence }
+        let drawn_runs = runs().filter(|(_, run)| run.count > 0).count();
+        let stride =
+            if len > CELLS && drawn_runs > MOST_RUNS { drawn_runs.div_ceil(MOST_RUNS) } else { 1 };
+        Self { cells: cells.into_iter().step_by(stride).collect(), in_sequence, stride }
     }
 }

@@ -19,24 +19,66 @@ pub(super) fn draw(svg: &mut Svg, area: Area, spec: &Spec, figures: &Figures) {
     let queries = Axis::new(&shards(&figures.coordinates.q), spec.dims.q_len);
     let keys = Axis::new(&shards(&figures.coordinates.kv), spec.dims.kv_len);
     let margin = 20.0 + STRIP;
-    let plot = Area { x: area.x + margin, y: area.y + margin, width: area.width - margin, height: area.height - margin };
-    let order = |axis: &Axis| if axis.in_sequence { "in sequence" } else { "grouped by rank" };
-    svg.text((plot.x + plot.width / 2.0, area.y + 11.0), 13.0, Anchor::Middle, "#333", &format!("keys, {} →", order(&keys)));
-    svg.upward((area.x + 11.0, plot.y + plot.height / 2.0), 13.0, "#333", &format!("← queries, {}", order(&queries)));
+    let plot = Area {
+        x: area.x + margin,
+        y: area.y + margin,
+        width: area.width - margin,
+        height: area.height - margin,
+    };
+    let order = |axis: &Axis| {
+        let order = if axis.in_sequence { "in sequence" } else { "grouped by rank" };
+        if axis.stride == 1 {
+            order.to_owned()
+        } else {
+            format!("{order}, 1 run of rows in {}", axis.stride)
+        }
+    };
+    svg.text(
+        (plot.x + plot.width / 2.0, area.y + 11.0),
+        13.0,
+        Anchor::Middle,
+        "#333",
+        &format!("keys, {} →", order(&keys)),
+    );
+    svg.upward(
+        (area.x + 11.0, plot.y + plot.height / 2.0),
+        13.0,
+        "#333",
+        &format!("← queries, {}", order(&queries)),
+    );
     svg.rect(plot, "#f1f1f1", 1.0);
     strip(svg, &keys, figures.ranks, Area { y: plot.y - STRIP - 2.0, height: STRIP, ..plot }, true);
-    strip(svg, &queries, figures.ranks, Area { x: plot.x - STRIP - 2.0, width: STRIP, ..plot }, false);
+    strip(
+        svg,
+        &queries,
+        figures.ranks,
+        Area { x: plot.x - STRIP - 2.0, width: STRIP, ..plot },
+        false,
+    );
     if queries.cells.is_empty() || keys.cells.is_empty() {
-        svg.text((plot.x + plot.width / 2.0, plot.y + plot.height / 2.0), 13.0, Anchor::Middle, "#333", "no rows");
+        svg.text(
+            (plot.x + plot.width / 2.0, plot.y + plot.height / 2.0),
+            13.0,
+            Anchor::Middle,
+            "#333",
+            "no rows",
+        );
         return;
     }
     let height = plot.height / queries.cells.len() as f64;
     let width = plot.width / keys.cells.len() as f64;
     let steps = figures.busy_steps();
-    let offset = figures.coordinates.q.iter().find_map(|shard| Some(shard.positions.first()?.iter().next()? - shard.rows.iter().next()?));
+    let offset = figures.coordinates.q.iter().find_map(|shard| {
+        Some(shard.positions.first()?.iter().next()? - shard.rows.iter().next()?)
+    });
     for (line, cell) in queries.cells.iter().enumerate() {
         let seen = |key: &Cell| visible_share(spec.mask.as_ref(), cell, key, offset.unwrap_or(0));
-        let mut tiles = keys.cells.iter().enumerate().map(|(column, key)| (column, key.rank, quantised(seen(key)))).peekable();
+        let mut tiles = keys
+            .cells
+            .iter()
+            .enumerate()
+            .map(|(column, key)| (column, key.rank, quantised(seen(key))))
+            .peekable();
         while let Some((first, owner, share)) = tiles.next() {
             // equal neighbours are one rectangle
             let mut end = first + 1;
@@ -72,11 +114,15 @@ fn quantised(share: f64) -> u8 {
 fn visible_share(mask: &dyn Mask, queries: &Cell, keys: &Cell, offset: i64) -> f64 {
     let of_query = |&row: &i64| {
         let query = Query { batch: 0, head: 0, row: row.cast_unsigned(), position: row + offset };
-        if let Some(spans) = mask.spans(&query) {
-            let seen = |range: &Range<i64>| (range.end.min(keys.rows.end) - range.start.max(keys.rows.start)).max(0);
-            return spans.ranges().iter().map(seen).sum::<i64>() as f64 / (keys.rows.end - keys.rows.start) as f64;
+        if let Some(spans) = mask.intervals(&query) {
+            let seen = |range: &Range<i64>| {
+                (range.end.min(keys.rows.end) - range.start.max(keys.rows.start)).max(0)
+            };
+            return spans.ranges().iter().map(seen).sum::<i64>() as f64
+                / (keys.rows.end - keys.rows.start) as f64;
         }
-        let visible = |&&row: &&i64| mask.visible(&query, &Key { row: row.cast_unsigned(), position: row });
+        let visible =
+            |&&row: &&i64| mask.visible(&query, &Key { row: row.cast_unsigned(), position: row });
         keys.samples.iter().filter(visible).count() as f64 / keys.samples.len() as f64
     };
     queries.samples.iter().map(of_query).sum::<f64>() / queries.samples.len() as f64
@@ -87,7 +133,8 @@ fn strip(svg: &mut Svg, axis: &Axis, ranks: usize, area: Area, across: bool) {
     let cells = axis.cells.len() as f64;
     let mut first = 0;
     for group in axis.cells.chunk_by(|a, b| a.rank == b.rank) {
-        let (start, share, rank) = (first as f64 / cells, group.len() as f64 / cells, group[0].rank);
+        let (start, share, rank) =
+            (first as f64 / cells, group.len() as f64 / cells, group[0].rank);
         first += group.len();
         let part = if across {
             Area { x: area.x + start * area.width, width: share * area.width, ..area }
@@ -97,7 +144,13 @@ fn strip(svg: &mut Svg, axis: &Axis, ranks: usize, area: Area, across: bool) {
         svg.rect(part, &colour::of_rank(rank, ranks), 1.0);
         let room = if across { part.width } else { part.height };
         if room >= 16.0 {
-            svg.text((part.x + part.width / 2.0, part.y + part.height / 2.0 + 4.0), 11.0, Anchor::Middle, "#fff", &rank.to_string());
+            svg.text(
+                (part.x + part.width / 2.0, part.y + part.height / 2.0 + 4.0),
+                11.0,
+                Anchor::Middle,
+                "#fff",
+                &rank.to_string(),
+            );
         }
     }
 }

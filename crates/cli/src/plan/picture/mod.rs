@@ -38,7 +38,16 @@ pub(super) fn draw(spec: &Spec, figures: &Figures) -> String {
     work::draw(&mut svg, Area { x: right, y: top + 222.0, width, height: MAP - 222.0 }, figures);
 
     let below = top + MAP + 36.0;
-    timeline::draw(&mut svg, Area { x: MARGIN, y: below, width: WIDTH - 2.0 * MARGIN, height: timeline::height(figures.ranks) }, figures);
+    timeline::draw(
+        &mut svg,
+        Area {
+            x: MARGIN,
+            y: below,
+            width: WIDTH - 2.0 * MARGIN,
+            height: timeline::height(figures.ranks),
+        },
+        figures,
+    );
     svg.finish(WIDTH, below + timeline::height(figures.ranks) + MARGIN, &title)
 }
 
@@ -49,7 +58,13 @@ fn facts(svg: &mut Svg, (x, y): (f64, f64), spec: &Spec, figures: &Figures) {
     let lines = [
         ("forward", figures.forward.in_words()),
         ("backward", figures.backward.in_words()),
-        ("work", format!("{} visible pairs, all heads and batch rows", count(figures.pairs_total as f64))),
+        (
+            "work",
+            format!(
+                "{} visible pairs, all heads and batch rows",
+                count(figures.pairs_total as f64)
+            ),
+        ),
         (
             "tensors",
             format!(
@@ -80,17 +95,32 @@ fn legend(svg: &mut Svg, area: Area, figures: &Figures) {
         for place in 0..shown {
             // of many, evenly spaced ones
             let number = place * count.saturating_sub(1) / (shown - 1).max(1);
-            let swatch = Area { x: x + place as f64 * (size + 18.0), y, width: size + 14.0, height: 18.0 };
+            let swatch =
+                Area { x: x + place as f64 * (size + 18.0), y, width: size + 14.0, height: 18.0 };
             let (fill, ink) = colour(number);
             svg.rect(swatch, &fill, 1.0);
-            svg.text((swatch.x + swatch.width / 2.0, swatch.y + 13.0), 11.0, Anchor::Middle, ink, &number.to_string());
+            svg.text(
+                (swatch.x + swatch.width / 2.0, swatch.y + 13.0),
+                11.0,
+                Anchor::Middle,
+                ink,
+                &number.to_string(),
+            );
         }
     };
     swatches(area.y + 25.0, ranks, &|rank| (colour::of_rank(rank, ranks), "#fff"));
-    swatches(area.y + 50.0, steps, &|step| (colour::of(0, ranks, step, steps), colour::ink(step, steps)));
+    swatches(area.y + 50.0, steps, &|step| {
+        (colour::of(0, ranks, step, steps), colour::ink(step, steps))
+    });
     svg.text((area.x, area.y + 39.0), 12.0, Anchor::Start, "#333", "hue: who computes");
     svg.text((area.x, area.y + 64.0), 12.0, Anchor::Start, "#333", "lightness: in which step");
     svg.text((area.x, area.y + 89.0), 12.0, Anchor::Start, "#333", "paler tile: partly visible");
     svg.rect(Area { x, y: area.y + 75.0, width: size + 14.0, height: 18.0 }, "#f1f1f1", 1.0);
-    svg.text((x + size + 24.0, area.y + 89.0), 12.0, Anchor::Start, "#333", "nothing visible: neither computed nor sent for");
+    svg.text(
+        (x + size + 24.0, area.y + 89.0),
+        12.0,
+        Anchor::Start,
+        "#333",
+        "nothing visible: neither computed nor sent for",
+    );
 }

@@ -36,7 +36,11 @@ impl Svg {
     /// A filled rectangle.
     pub(super) fn rect(&mut self, area: Area, fill: &str, opacity: f64) {
         let Area { x, y, width, height } = area;
-        let opacity = if opacity < 1.0 { format!(" fill-opacity=\"{}\"", short(opacity)) } else { String::new() };
+        let opacity = if opacity < 1.0 {
+            format!(" fill-opacity=\"{}\"", short(opacity))
+        } else {
+            String::new()
+        };
         self.push(format_args!(
             "<rect x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\" fill=\"{fill}\"{opacity}/>",
             short(x),
@@ -70,7 +74,14 @@ impl Svg {
     }
 
     /// A text of `size` pixels whose baseline is at `y`.
-    pub(super) fn text(&mut self, at: (f64, f64), size: f64, anchor: Anchor, fill: &str, text: &str) {
+    pub(super) fn text(
+        &mut self,
+        at: (f64, f64),
+        size: f64,
+        anchor: Anchor,
+        fill: &str,
+        text: &str,
+    ) {
         self.text_with(at, size, anchor, fill, text, "");
     }
 
@@ -96,7 +107,15 @@ impl Svg {
         )
     }
 
-    fn text_with(&mut self, at: (f64, f64), size: f64, anchor: Anchor, fill: &str, text: &str, more: &str) {
+    fn text_with(
+        &mut self,
+        at: (f64, f64),
+        size: f64,
+        anchor: Anchor,
+        fill: &str,
+        text: &str,
+        more: &str,
+    ) {
         let anchor = match anchor {
             Anchor::Start => "",
             Anchor::Middle => " text-anchor=\"middle\"",
@@ -134,7 +153,10 @@ mod tests {
 
     #[test]
     fn numbers_are_short_and_text_is_escaped() {
-        assert_eq!([short(1.0), short(0.25), short(-0.1), short(100.0)], ["1", "0.25", "-0.1", "100"]);
+        assert_eq!(
+            [short(1.0), short(0.25), short(-0.1), short(100.0)],
+            ["1", "0.25", "-0.1", "100"]
+        );
         assert_eq!(escape("a<b & \"c\""), "a&lt;b &amp; &quot;c&quot;");
     }
 }

@@ -13,7 +13,9 @@ const READABLE: f64 = 15.0;
 pub(super) fn draw(svg: &mut Svg, area: Area, figures: &Figures) {
     svg.heading((area.x, area.y + 14.0), 15.0, "Work of each rank");
     let most = figures.work_max_over_mean;
-    let subtitle = format!("visible pairs over the mean; the busiest rank has {most:.3}; bytes sent in a forward pass");
+    let subtitle = format!(
+        "visible pairs over the mean; the busiest rank has {most:.3}; bytes sent in a forward pass"
+    );
     svg.text((area.x, area.y + 33.0), 12.0, Anchor::Start, "#555", &subtitle);
     let (names, figures_width, top) = (46.0, 160.0, area.y + 44.0);
     let height = ((area.y + area.height - top) / figures.ranks as f64).min(26.0);
@@ -23,12 +25,22 @@ pub(super) fn draw(svg: &mut Svg, area: Area, figures: &Figures) {
         let y = top + rank.rank as f64 * height;
         let length = if most > 0.0 { width * rank.work_over_mean / most } else { 0.0 };
         let gap = if height >= 8.0 { 2.0 } else { 0.4 };
-        svg.rect(Area { x: area.x + names, y: y + gap / 2.0, width, height: height - gap }, "#f1f1f1", 1.0);
+        svg.rect(
+            Area { x: area.x + names, y: y + gap / 2.0, width, height: height - gap },
+            "#f1f1f1",
+            1.0,
+        );
         let bar = Area { x: area.x + names, y: y + gap / 2.0, width: length, height: height - gap };
         svg.rect(bar, &colour::of_rank(rank.rank, figures.ranks), 1.0);
         if rank.rank.is_multiple_of(every) {
             let baseline = y + height / 2.0 + 4.0;
-            svg.text((area.x + names - 6.0, baseline), 11.0, Anchor::End, "#333", &format!("rank {}", rank.rank));
+            svg.text(
+                (area.x + names - 6.0, baseline),
+                11.0,
+                Anchor::End,
+                "#333",
+                &format!("rank {}", rank.rank),
+            );
             let words = format!("{:.2} × mean, {}", rank.work_over_mean, bytes(rank.bytes_sent));
             svg.text((area.x + names + width + 8.0, baseline), 11.0, Anchor::Start, "#333", &words);
         }

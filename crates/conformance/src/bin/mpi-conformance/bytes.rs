@@ -5,7 +5,7 @@
 
 use std::collections::BTreeSet;
 
-use annulus::{Attention, Batch, Cpu, Dims, Layout, RankPlan, Route, Tensors};
+use annulus::{Attention, Batch, Cpu, Dims, Layout, Plan, Route, Tensors};
 use annulus_comm::mpi::{Mpi, Settings};
 use annulus_core::{
     Mask, Result, index,
@@ -34,7 +34,7 @@ struct Scenario {
 fn scenarios(ranks: usize) -> [Scenario; 4] {
     let causal = |name, document, layout, share| Scenario {
         name,
-        attention: Attention::new().causal(),
+        attention: Attention::new().causal(true),
         mask: Box::new(Causal::default()),
         document,
         layout,
@@ -43,10 +43,13 @@ fn scenarios(ranks: usize) -> [Scenario; 4] {
     };
     let window = SHARD as u64;
     [
-        Scenario { hops: Some(ranks - 1), ..causal("causal, contiguous", |_| 0, Layout::Contiguous, Some((1, 2))) },
+        Scenario {
+            hops: Some(ranks - 1),
+            ..causal("causal, contiguous", |_| 0, Layout::Contiguous, Some((1, 2)))
+        },
         causal("causal, zigzag", |_| 0, Layout::Zigzag, Some((3, 4))),
         Scenario {
-            attention: Attention::new().window(window, 0),
+            attention: Attention::new().sliding_window(window, 0),
             mask: Box::new(Window::new(Some(window), Some(0))),
             hops: Some(1),
             ..causal("window, contiguous", |_| 0, Layout::Contiguous, Some((1, ranks)))
@@ -66,18 +69,24 @@ pub(crate) fn all(harness: &mut Harness, settings: &Settings) -> Verdict {
     }
     for scenario in scenarios(ranks) {
         let measured = measure(&scenario, settings, ranks).map_err(|error| error.to_string());
-        harness.share(measured.as_ref().map(drop).map_err(|wrong| format!("{}: {wrong}", scenario.name)))?;
+        harness.share(
+            measured.as_ref().map(drop).map_err(|wrong| format!("{}: {wrong}", scenario.name)),
+        )?;
         let (route, hops, [sent, predicted]) = measured?;
         let sum = |harness: &mut Harness, mine: Bytes| -> std::result::Result<Bytes, String> {
             let all = harness.gather(&mine.map(u64::to_le_bytes).concat())?;
-            let number = |bytes: &Vec<u8>, place: usize| bytes[8 * place..].first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
+            let number = |bytes: &Vec<u8>, place: usize| {
+                bytes[8 * place..].first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
+            };
             Ok([0, 1].map(|place| all.iter().map(|bytes| number(bytes, place)).sum()))
         };
         let (sent, predicted) = (sum(harness, sent)?, sum(harness, predicted)?);
         let counted = count(&scenario, route, ranks);
         // blocks and gradients are f32, so a full ring's backward is twice its forward
         let full = ((ranks - 1) * ranks * SHARD) as u64 * ROW_BYTES;
-        let shared = |(part, whole): (usize, usize)| [full, 2 * full].map(|full| full * part as u64 / whole as u64);
+        let shared = |(part, whole): (usize, usize)| {
+            [full, 2 * full].map(|full| full * part as u64 / whole as u64)
+        };
         let right = sent == predicted
             && sent == counted
             && sent[0] > 0
@@ -85,7 +94,9 @@ pub(crate) fn all(harness: &mut Harness, settings: &Settings) -> Verdict {
             && scenario.hops.is_none_or(|want| hops == want);
         let what = || {
             let Scenario { name, share, .. } = &scenario;
-            format!("{name}, {route:?}: sent {sent:?}, predicted {predicted:?}, counted {counted:?}, {hops} hops; {share:?} of {full}")
+            format!(
+                "{name}, {route:?}: sent {sent:?}, predicted {predicted:?}, counted {counted:?}, {hops} hops; {share:?} of {full}"
+            )
         };
         harness.share(ensure(right, what))?;
     }
@@ -93,26 +104,50 @@ pub(crate) fn all(harness: &mut Harness, settings: &Settings) -> Verdict {
 }
 
 fn dims(ranks: usize) -> Dims {
-    Dims { batch: 1, q_len: SHARD * ranks, kv_len: SHARD * ranks, q_heads: 2, kv_heads: 1, head_dim: 3, value_dim: 5 }
+    Dims {
+        batch: 1,
+        q_len: SHARD * ranks,
+        kv_len: SHARD * ranks,
+        q_heads: 2,
+        kv_heads: 1,
+        head_dim: 3,
+        value_dim: 5,
+    }
 }
 
 /// Keys and values of a row, or their gradients: one head of 3 and 5 numbers of f32.
 const ROW_BYTES: u64 = (3 + 5) * 4;
 
 /// Forward and backward: the route, the steps with transfers of blocks, and this rank's bytes, sent and predicted.
-fn measure(scenario: &Scenario, settings: &Settings, ranks: usize) -> Result<(Route, usize, [Bytes; 2])> {
+fn measure(
+    scenario: &Scenario,
+    settings: &Settings,
+    ranks: usize,
+) -> Result<(Route, usize, [Bytes; 2])> {
     let dims = dims(ranks);
-    let mut plan = RankPlan::new(&scenario.attention, dims, Some(scenario.layout.clone()), Cpu::new(1)?, Mpi::world(settings.clone())?)?;
+    let mut plan = Plan::new(
+        &scenario.attention.clone().layout(scenario.layout.clone()),
+        dims,
+        Cpu::new(1)?,
+        Mpi::world(settings.clone())?,
+    )?;
     let rows: Vec<i64> = plan.q_rows().iter().collect();
-    let ids = Array2::from_shape_fn((1, rows.len()), |(_, place)| (scenario.document)(index(rows[place].cast_unsigned())));
-    plan.update(&Batch { q_segment_ids: Some(ids.clone()), kv_segment_ids: Some(ids), ..Batch::default() })?;
+    let ids = Array2::from_shape_fn((1, rows.len()), |(_, place)| {
+        (scenario.document)(index(rows[place].cast_unsigned()))
+    });
+    plan.update(&Batch {
+        q_segment_ids: Some(ids.clone()),
+        kv_segment_ids: Some(ids),
+        ..Batch::default()
+    })?;
     let tensor = |heads, dim| Array4::<f32>::from_elem((1, rows.len(), heads, dim), 0.5);
     let (q, k, v, dout) = (tensor(2, 3), tensor(1, 3), tensor(1, 5), tensor(2, 5));
     let tensors = Tensors::new(q.view(), k.view(), v.view());
     let forward = plan.forward(&tensors)?;
     let backward = plan.backward(&tensors, &forward, dout.view(), None)?;
     let reports = [forward.reports[0], backward.reports[0]];
-    let bytes = [reports.map(|report| report.bytes_sent), reports.map(|report| report.bytes_predicted)];
+    let bytes =
+        [reports.map(|report| report.bytes_sent), reports.map(|report| report.bytes_predicted)];
     Ok((plan.ring().route(), plan.ring().schedule().hops(), bytes))
 }
 
@@ -130,12 +165,17 @@ fn count(scenario: &Scenario, route: Route, ranks: usize) -> Bytes {
     let mut rows: Bytes = [0, 0];
     for key in 0..len {
         let sees = |query: &usize| {
-            let (q, k) =
-                (Query { batch: 0, head: 0, row: *query as u64, position: *query as i64 }, Key { row: key as u64, position: key as i64 });
+            let (q, k) = (
+                Query { batch: 0, head: 0, row: *query as u64, position: *query as i64 },
+                Key { row: key as u64, position: key as i64 },
+            );
             (scenario.document)(*query) == (scenario.document)(key) && scenario.mask.visible(&q, &k)
         };
-        let users: BTreeSet<usize> =
-            (0..len).filter(sees).map(|query| distance(holder(key), holder(query))).filter(|&far| far > 0).collect();
+        let users: BTreeSet<usize> = (0..len)
+            .filter(sees)
+            .map(|query| distance(holder(key), holder(query)))
+            .filter(|&far| far > 0)
+            .collect();
         let (Some(&first), Some(&last)) = (users.first(), users.last()) else { continue };
         let [blocks, gradients] = match route {
             Route::Direct => [users.len(), users.len()],

@@ -7,7 +7,8 @@ use annulus_comm::{
     mpi::{Mpi, Settings},
 };
 use annulus_conformance::{
-    Answer, Case, Crossings, Draw, HostMemory, Judge, Placed, RingSubject, Setting, Station, Subject, golden, subjects, suite,
+    Answer, Case, Crossings, Draw, HostMemory, Judge, Placed, RingSubject, Setting, Station,
+    Subject, golden, subjects, suite,
 };
 use annulus_core::{CustomLayout, DType, Host, Layout, Placement, Result, Route, Runs, Transport};
 use annulus_cpu::Cpu;
@@ -27,7 +28,10 @@ fn subject(settings: &Settings, nodes: Option<usize>) -> impl Subject + use<> {
             None => Box::new(Deadline::new(mpi, DEADLINE)?),
             Some(nodes) => {
                 let placement = Placement::new((0..ranks).map(|rank| rank % nodes).collect());
-                Box::new(Deadline::new(Placed::new(mpi, placement, Crossings::default()), DEADLINE)?)
+                Box::new(Deadline::new(
+                    Placed::new(mpi, placement, Crossings::default()),
+                    DEADLINE,
+                )?)
             }
         };
         Ok(vec![Station { memory: HostMemory, backend: Cpu::new(1)?, transport }])
@@ -41,7 +45,8 @@ pub(crate) fn pairs(harness: &mut Harness, settings: &Settings) -> Verdict {
         let (case, setting) = (configuration.case(), configuration.setting(harness.ranks()));
         let subject: &dyn Subject = if number % 2 == 0 { &here } else { &dealt };
         // once an MPI: synchronous sends must give the bits of the ring of threads as well, and those are the ones that were judged
-        let judged = |answer: &Answer| Judge::new(&case).map_err(|error| error.to_string())?.check(answer);
+        let judged =
+            |answer: &Answer| Judge::new(&case).map_err(|error| error.to_string())?.check(answer);
         let check = |answer: &Answer| if settings.synchronous { Ok(()) } else { judged(answer) };
         let verdict = examine(harness, subject, &case, &setting, check);
         harness.share(verdict.map_err(|wrong| format!("{configuration} on {setting}: {wrong}")))?;
@@ -54,7 +59,12 @@ pub(crate) fn all(harness: &mut Harness, settings: &Settings, seeds: u64) -> Ver
     let ranks = harness.ranks();
     for seed in 0..seeds {
         let draw = &mut Draw::new(!seed);
-        let case = Case::random(seed).in_dtype(draw.pick(&[DType::F32, DType::F64, DType::Bf16, DType::F16]));
+        let case = Case::random(seed).in_dtype(draw.pick(&[
+            DType::F32,
+            DType::F64,
+            DType::Bf16,
+            DType::F16,
+        ]));
         // one side's ids serve for both only where a rank holds the same rows of both
         let lone_ids = case.batch.q_segment_ids.is_some() != case.batch.kv_segment_ids.is_some();
         let layout = match draw.below(5) {
@@ -62,24 +72,37 @@ pub(crate) fn all(harness: &mut Harness, settings: &Settings, seeds: u64) -> Ver
             1 if !lone_ids => Some(random_layout(&case, ranks, draw)),
             number => Some(suite::LAYOUTS[number % 3].clone()),
         };
-        let route = draw.pick(&[None, Some(Route::RelayUp), Some(Route::RelayDown), Some(Route::Direct)]);
+        let route =
+            draw.pick(&[None, Some(Route::RelayUp), Some(Route::RelayDown), Some(Route::Direct)]);
         let setting = Setting { ranks, layout, route };
-        let verdict =
-            examine(harness, &subject, &case, &setting, |answer| Judge::new(&case).map_err(|error| error.to_string())?.check(answer));
-        harness.share(verdict.map_err(|wrong| format!("seed {seed}: {} on {setting}: {wrong}", case.name)))?;
+        let verdict = examine(harness, &subject, &case, &setting, |answer| {
+            Judge::new(&case).map_err(|error| error.to_string())?.check(answer)
+        });
+        harness.share(
+            verdict.map_err(|wrong| format!("seed {seed}: {} on {setting}: {wrong}", case.name)),
+        )?;
     }
     golden_cases(harness, &subject)
 }
 
 fn golden_cases(harness: &mut Harness, subject: &dyn Subject) -> Verdict {
     let Some(folder) = golden::folder().map_err(|error| error.to_string())? else { return Ok(()) };
-    for (number, golden) in golden::read(&folder).map_err(|error| error.to_string())?.into_iter().enumerate() {
-        let (dtype, tolerance) =
-            if number.is_multiple_of(2) { (DType::F32, &golden.tolerance_f32) } else { (DType::F64, &golden.tolerance_f64) };
+    for (number, golden) in
+        golden::read(&folder).map_err(|error| error.to_string())?.into_iter().enumerate()
+    {
+        let (dtype, tolerance) = if number.is_multiple_of(2) {
+            (DType::F32, &golden.tolerance_f32)
+        } else {
+            (DType::F64, &golden.tolerance_f64)
+        };
         let case = golden.case.in_dtype(dtype);
         let setting = Setting::new(harness.ranks(), suite::LAYOUTS[number % 3].clone());
-        let verdict = examine(harness, subject, &case, &setting, |answer| golden::check(answer, &golden.expected, tolerance));
-        harness.share(verdict.map_err(|wrong| format!("golden {} on {setting}: {wrong}", case.name)))?;
+        let verdict = examine(harness, subject, &case, &setting, |answer| {
+            golden::check(answer, &golden.expected, tolerance)
+        });
+        harness.share(
+            verdict.map_err(|wrong| format!("golden {} on {setting}: {wrong}", case.name)),
+        )?;
     }
     Ok(())
 }
@@ -95,7 +118,11 @@ fn examine(
     let mine = subject.run(case, setting, 1).map_err(|error| error.to_string());
     harness.share(mine.as_ref().map(drop).map_err(Clone::clone))?;
     let mut answer = mine?.pop().ok_or("no answer")?;
-    let bits: Vec<u8> = arrays_mut(&mut answer).iter().flatten().flat_map(|number| number.to_bits().to_le_bytes()).collect();
+    let bits: Vec<u8> = arrays_mut(&mut answer)
+        .iter()
+        .flatten()
+        .flat_map(|number| number.to_bits().to_le_bytes())
+        .collect();
     let all = harness.gather(&bits)?;
     if harness.rank() != 0 {
         return Ok(());
@@ -109,14 +136,27 @@ fn examine(
         *number = f64::from_bits(merged(place));
     }
     check(&answer)?;
-    let threads = subjects::cpu().run(case, setting, 1).map_err(|error| format!("over threads: {error}"))?;
-    answer.same_bits(threads.first().ok_or("no answer over threads")?).map_err(|wrong| format!("not as over threads: {wrong}"))
+    let threads =
+        subjects::cpu().run(case, setting, 1).map_err(|error| format!("over threads: {error}"))?;
+    answer
+        .same_bits(threads.first().ok_or("no answer over threads")?)
+        .map_err(|wrong| format!("not as over threads: {wrong}"))
 }
 
 fn arrays_mut(answer: &mut Answer) -> Vec<ArrayViewMutD<'_, f64>> {
     let Answer { out, lse, max, sum, ties, dq, dk, dv, dbias, dsinks } = answer;
-    let mut all: Vec<_> = [out, dq, dk, dv].into_iter().chain(dbias).map(|array| array.view_mut().into_dyn()).collect();
-    all.extend(std::iter::once(lse).chain(max).chain(sum).chain(ties).map(|array| array.view_mut().into_dyn()));
+    let mut all: Vec<_> = [out, dq, dk, dv]
+        .into_iter()
+        .chain(dbias)
+        .map(|array| array.view_mut().into_dyn())
+        .collect();
+    all.extend(
+        std::iter::once(lse)
+            .chain(max)
+            .chain(sum)
+            .chain(ties)
+            .map(|array| array.view_mut().into_dyn()),
+    );
     all.extend(dsinks.iter_mut().map(|array| array.view_mut().into_dyn()));
     all
 }

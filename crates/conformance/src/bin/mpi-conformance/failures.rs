@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus::{Attention, Cpu, Dims, Layout, RankPlan, Tensors};
+use annulus::{Attention, Cpu, Dims, Layout, Plan, Tensors};
 use annulus_comm::{
     Deadline, Silence, barrier,
     mpi::{Launch, Mpi, Settings},
@@ -18,7 +18,8 @@ use crate::{
     mortal::{self, Mortal},
 };
 
-const DIMS: Dims = Dims { batch: 1, q_len: 24, kv_len: 24, q_heads: 2, kv_heads: 1, head_dim: 4, value_dim: 4 };
+const DIMS: Dims =
+    Dims { batch: 1, q_len: 24, kv_len: 24, q_heads: 2, kv_heads: 1, head_dim: 4, value_dim: 4 };
 /// Of the plans that lose a rank.
 const DEADLINE: Duration = Duration::from_secs(1);
 /// Of the ring that waits for a slow one.
@@ -35,7 +36,9 @@ pub(crate) fn slow(harness: &mut Harness, settings: &Settings) -> Verdict {
     let warned = Arc::clone(&warnings);
     let wait = || -> Result<Duration> {
         let mut endpoint = Deadline::<_, Host>::new(Mpi::world(settings.clone())?, SLOW_DEADLINE)?
-            .with_warning(move |silence| warned.lock().unwrap_or_else(PoisonError::into_inner).push(silence));
+            .with_warning(move |silence| {
+                warned.lock().unwrap_or_else(PoisonError::into_inner).push(silence)
+            });
         barrier(&mut endpoint, 1)?;
         let started = Instant::now();
         if harness.rank() == last {
@@ -48,7 +51,9 @@ pub(crate) fn slow(harness: &mut Harness, settings: &Settings) -> Verdict {
     let warnings = warnings.lock().unwrap_or_else(PoisonError::into_inner).clone();
     // the one that slept was itself warned of nobody
     let right = match &warnings[..] {
-        [Silence { peer, waited, .. }] => *peer == last && (SLOW_DEADLINE / 4..SLOW_DEADLINE / 2).contains(waited),
+        [Silence { peer, waited, .. }] => {
+            *peer == last && (SLOW_DEADLINE / 4..SLOW_DEADLINE / 2).contains(waited)
+        }
         warnings => warnings.is_empty() && harness.rank() == last,
     };
     harness.share(ensure(right && waited.is_ok(), || format!("{waited:?}, warnings {warnings:?}")))
@@ -64,9 +69,17 @@ pub(crate) fn panic(harness: &mut Harness, settings: &Settings) -> Verdict {
 }
 
 /// Rank 1 is killed before its first, a middle or its last transfer of a pass; the others report, and leave MPI as it is.
-pub(crate) fn lost(launch: Launch, mut harness: Harness, settings: &Settings, pass: &str, moment: &str) -> Verdict {
+pub(crate) fn lost(
+    launch: Launch,
+    mut harness: Harness,
+    settings: &Settings,
+    pass: &str,
+    moment: &str,
+) -> Verdict {
     // full attention posts alike on every rank
-    let counts = plan(settings, None, Duration::from_secs(30)).and_then(|mut plan| passes(&mut plan)).map_err(|error| error.to_string());
+    let counts = plan(settings, None, Duration::from_secs(30))
+        .and_then(|mut plan| passes(&mut plan))
+        .map_err(|error| error.to_string());
     harness.share(counts.as_ref().map(drop).map_err(Clone::clone))?;
     let [forward, both] = counts?;
     let kill_at = match (pass, moment) {
@@ -89,7 +102,11 @@ pub(crate) fn lost(launch: Launch, mut harness: Harness, settings: &Settings, pa
         _ => false,
     };
     let right = named && took <= DEADLINE + Duration::from_secs(1);
-    println!("{} rank {}: {result:?} after {took:?}", if right { "survivor" } else { "WRONG" }, harness.rank());
+    println!(
+        "{} rank {}: {result:?} after {took:?}",
+        if right { "survivor" } else { "WRONG" },
+        harness.rank()
+    );
     // dropped endpoints wait for nobody after a failure; the harness has not failed, so it is left alone
     drop(plan);
     std::mem::forget(harness);
@@ -97,13 +114,18 @@ pub(crate) fn lost(launch: Launch, mut harness: Harness, settings: &Settings, pa
     std::process::exit(i32::from(!right))
 }
 
-fn plan(settings: &Settings, kill_at: Option<u64>, deadline: Duration) -> Result<RankPlan<Cpu>> {
+fn plan(settings: &Settings, kill_at: Option<u64>, deadline: Duration) -> Result<Plan<Cpu>> {
     let transport = Mortal::new(Mpi::world(settings.clone())?, kill_at);
-    RankPlan::new(&Attention::new().deadline(deadline), DIMS, Some(Layout::Contiguous), Cpu::new(1)?, transport)
+    Plan::new(
+        &Attention::new().deadline(deadline).layout(Layout::Contiguous),
+        DIMS,
+        Cpu::new(1)?,
+        transport,
+    )
 }
 
 /// Forward and backward of full attention; how many groups were posted after each.
-fn passes(plan: &mut RankPlan<Cpu>) -> Result<[u64; 2]> {
+fn passes(plan: &mut Plan<Cpu>) -> Result<[u64; 2]> {
     let rows = index(plan.q_rows().len());
     let (q, kv) = (tensor(rows, 2), tensor(rows, 1));
     let tensors = Tensors::new(q.view(), kv.view(), kv.view());

@@ -35,7 +35,8 @@ impl Harness {
     /// Every rank's bytes.
     pub(crate) fn gather(&mut self, bytes: &[u8]) -> std::result::Result<Vec<Vec<u8>>, String> {
         self.round += 1;
-        gather::<Host>(&mut self.endpoint, self.round, bytes).map_err(|error| format!("the harness: {error}"))
+        gather::<Host>(&mut self.endpoint, self.round, bytes)
+            .map_err(|error| format!("the harness: {error}"))
     }
 
     /// The first verdict that is not good, on every rank.

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use annulus::{Attention, Cpu, Dims, Layout, RankPlan, Tensors};
+use annulus::{Attention, Cpu, Dims, Layout, Plan, Tensors};
 use annulus_comm::{
     barrier,
     mpi::{Launch, Mpi, Settings},
@@ -17,27 +17,37 @@ use ndarray::Array4;
 
 use crate::harness::{Verdict, ensure};
 
-const DIMS: Dims = Dims { batch: 1, q_len: 20, kv_len: 20, q_heads: 2, kv_heads: 1, head_dim: 4, value_dim: 4 };
+const DIMS: Dims =
+    Dims { batch: 1, q_len: 20, kv_len: 20, q_heads: 2, kv_heads: 1, head_dim: 4, value_dim: 4 };
 
 pub(crate) fn host(settings: &Settings) -> Verdict {
     let early = Mpi::world(settings.clone()).map(drop);
-    ensure(matches!(early, Err(Error::InvalidArgument { .. })), || format!("before MPI_Init: {early:?}"))?;
-    let (universe, level) = mpi::initialize_with_threading(Threading::Funneled).ok_or("MPI was initialised already")?;
+    ensure(matches!(early, Err(Error::InvalidArgument { .. })), || {
+        format!("before MPI_Init: {early:?}")
+    })?;
+    let (universe, level) =
+        mpi::initialize_with_threading(Threading::Funneled).ok_or("MPI was initialised already")?;
     let world = universe.world();
     let (rank, ranks) = (world.rank(), world.size());
     let verdict = rings(settings, &world, level);
-    let kept = verdict.as_ref().ok().map(|()| Mpi::world(settings.clone()).map_err(|error| error.to_string())).transpose()?;
+    let kept = verdict
+        .as_ref()
+        .ok()
+        .map(|()| Mpi::world(settings.clone()).map_err(|error| error.to_string()))
+        .transpose()?;
     let launch = Launch::begin().map_err(|error| error.to_string())?;
     let borrowed = !launch.began();
     drop(launch);
     let alive = !mpi::is_finalized();
     drop(universe);
     // an endpoint outlives MPI: using it is an error, dropping it nothing at all
-    let late = kept.map(|mut kept| (kept.progress(Duration::ZERO), kept.offer(1, &[])));
+    let late = kept.map(|mut kept| (kept.progress(Duration::ZERO), kept.start_all_gather(1, &[])));
     verdict?;
     ensure(borrowed && alive, || "a launch that began nothing ended MPI".to_owned())?;
     let refused = |result: &Result<()>| matches!(result, Err(Error::InvalidArgument { .. }));
-    ensure(late.as_ref().is_some_and(|(a, b)| refused(a) && refused(b)), || format!("after MPI_Finalize: {late:?}"))?;
+    ensure(late.as_ref().is_some_and(|(a, b)| refused(a) && refused(b)), || {
+        format!("after MPI_Finalize: {late:?}")
+    })?;
     if rank == 0 {
         println!("ok: host on {ranks} ranks, {level:?}");
     }
@@ -53,7 +63,10 @@ fn rings(settings: &Settings, world: &impl Communicator, level: Threading) -> Ve
     // SAFETY: both communicators are live, and of the MPI that this program is linked with
     let made = unsafe {
         let fortran = mpi::ffi::RSMPI_Comm_c2f(world.as_raw());
-        [Mpi::over_communicator(part.as_raw(), settings.clone()), Mpi::over_fortran(fortran, settings.clone())]
+        [
+            Mpi::over_communicator(part.as_raw(), settings.clone()),
+            Mpi::over_fortran(fortran, settings.clone()),
+        ]
     };
     let [parted, whole] = made;
     let [mut parted, whole] = [parted.map_err(text)?, whole.map_err(text)?];
@@ -62,10 +75,13 @@ fn rings(settings: &Settings, world: &impl Communicator, level: Threading) -> Ve
     })?;
     ensure(whole.rank() == world.rank() as usize, || "another rank than MPI's".to_owned())?;
     // another thread may use it only if MPI says so
-    let elsewhere = std::thread::scope(|scope| scope.spawn(|| parted.progress(Duration::ZERO)).join());
+    let elsewhere =
+        std::thread::scope(|scope| scope.spawn(|| parted.progress(Duration::ZERO)).join());
     let elsewhere = elsewhere.map_err(|_| "a thread panicked")?;
     let allowed = level == Threading::Multiple;
-    ensure(elsewhere.is_ok() == allowed, || format!("on another thread, {level:?}: {elsewhere:?}"))?;
+    ensure(elsewhere.is_ok() == allowed, || {
+        format!("on another thread, {level:?}: {elsewhere:?}")
+    })?;
     // the host's communicator is the host's: it may go, and ours stay
     drop(part);
     // a round that no plan will use
@@ -78,16 +94,18 @@ fn rings(settings: &Settings, world: &impl Communicator, level: Threading) -> Ve
     }
     // SAFETY: a null handle is allowed, and refused
     let null = unsafe { Mpi::over_communicator(mpi::ffi::RSMPI_COMM_NULL, settings.clone()) };
-    ensure(matches!(null, Err(Error::InvalidArgument { .. })), || format!("{null:?} for a null communicator"))
+    ensure(matches!(null, Err(Error::InvalidArgument { .. })), || {
+        format!("{null:?} for a null communicator")
+    })
 }
 
-fn plan(transport: Mpi) -> Result<RankPlan<Cpu>> {
-    let attention = Attention::new().causal().deadline(Duration::from_secs(20));
-    RankPlan::new(&attention, DIMS, Some(Layout::Zigzag), Cpu::new(1)?, transport)
+fn plan(transport: Mpi) -> Result<Plan<Cpu>> {
+    let attention = Attention::new().causal(true).deadline(Duration::from_secs(20));
+    Plan::new(&attention.clone().layout(Layout::Zigzag), DIMS, Cpu::new(1)?, transport)
 }
 
 /// Equal values give themselves, whatever the weights.
-fn pass(plan: &mut RankPlan<Cpu>) -> Result<()> {
+fn pass(plan: &mut Plan<Cpu>) -> Result<()> {
     let tensor = |heads| Array4::<f32>::from_elem((1, index(plan.q_rows().len()), heads, 4), 0.5);
     let (q, kv) = (tensor(2), tensor(1));
     let tensors = Tensors::new(q.view(), kv.view(), kv.view());

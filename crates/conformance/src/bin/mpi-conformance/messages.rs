@@ -11,11 +11,14 @@ use annulus_comm::{
     mpi::{Mpi, Settings},
 };
 use annulus_conformance::Draw;
-use annulus_core::{Channel, Control, Error, Hop, Host, HostBuffer, Incoming, Outgoing, Result, Transport, index};
+use annulus_core::{
+    Channel, Control, Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result,
+    Transport, index,
+};
 
 use crate::harness::{Harness, Verdict, ensure};
 
-const CHANNELS: [Channel; 3] = [Channel::Block, Channel::Travel, Channel::Home];
+const CHANNELS: [Channel; 3] = [Channel::Kv, Channel::PartialGrad, Channel::FinalGrad];
 const GLANCE: Duration = Duration::from_millis(20);
 /// No check takes longer.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -62,11 +65,18 @@ fn group(ranks: usize, draw: &mut Draw, tag: &mut u64) -> Vec<Message> {
         .map(|_| {
             *tag += 1 + draw.below(3) as u64;
             let most = draw.pick(&[40, 40, 5000, 300_000]);
-            let mut cuts = [(); 2].map(|()| (0..draw.below(4)).map(|_| draw.below(most) as u64).collect::<Vec<_>>());
+            let mut cuts = [(); 2]
+                .map(|()| (0..draw.below(4)).map(|_| draw.below(most) as u64).collect::<Vec<_>>());
             let [here, there] = [0, 1].map(|side| cuts[side].iter().sum::<u64>());
             let lacking = usize::from(here > there);
             cuts[lacking].push(here.abs_diff(there));
-            Message { from: draw.below(ranks), to: draw.below(ranks), channel: draw.pick(&CHANNELS), tag: *tag, cuts }
+            Message {
+                from: draw.below(ranks),
+                to: draw.below(ranks),
+                channel: draw.pick(&CHANNELS),
+                tag: *tag,
+                cuts,
+            }
         })
         .collect()
 }
@@ -84,7 +94,8 @@ fn ranges(cuts: &[u64]) -> Arc<[Range<u64>]> {
 
 /// The n-th byte of a message, different for every message.
 fn byte(message: &Message, place: usize) -> u8 {
-    let mix = (message.from as u64) << 56 ^ (message.to as u64) << 48 ^ message.tag << 32 ^ place as u64;
+    let mix =
+        (message.from as u64) << 56 ^ (message.to as u64) << 48 ^ message.tag << 32 ^ place as u64;
     (mix.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8
 }
 
@@ -92,13 +103,24 @@ fn bytes(message: &Message, side: usize) -> Result<HostBuffer> {
     let ranges = ranges(&message.cuts[side]);
     let mut buffer = HostBuffer::zeroed(ranges.last().map_or(0, |range| range.end))?;
     if let Some(bytes) = buffer.bytes_mut() {
-        ranges.iter().cloned().flatten().enumerate().for_each(|(place, at)| bytes[index(at)] = byte(message, place));
+        ranges
+            .iter()
+            .cloned()
+            .flatten()
+            .enumerate()
+            .for_each(|(place, at)| bytes[index(at)] = byte(message, place));
     }
     Ok(buffer)
 }
 
-fn hop(message: &Message, peer: usize, side: usize) -> Hop {
-    Hop { peer, channel: message.channel, tag: message.tag, step: 0, ranges: ranges(&message.cuts[side]) }
+fn hop(message: &Message, peer: usize, side: usize) -> MessageHeader {
+    MessageHeader {
+        peer,
+        channel: message.channel,
+        tag: message.tag,
+        step: 0,
+        ranges: ranges(&message.cuts[side]),
+    }
 }
 
 /// Plays this rank's part of random patterns: sends and receives of a group in any order, receives before or after sends.
@@ -108,13 +130,20 @@ fn patterns(transport: &mut Mpi, seeds: Range<u64>) -> Result<()> {
     for seed in seeds {
         let messages = group(ranks, &mut Draw::new(seed), &mut tag);
         let own = &mut Draw::new(seed << 8 | rank as u64);
-        let outgoing: Vec<&Message> = messages.iter().filter(|message| message.from == rank).collect();
-        let incoming: Vec<&Message> = messages.iter().filter(|message| message.to == rank).collect();
-        let buffers = outgoing.iter().map(|message| bytes(message, 0)).collect::<Result<Vec<_>>>()?;
+        let outgoing: Vec<&Message> =
+            messages.iter().filter(|message| message.from == rank).collect();
+        let incoming: Vec<&Message> =
+            messages.iter().filter(|message| message.to == rank).collect();
+        let buffers =
+            outgoing.iter().map(|message| bytes(message, 0)).collect::<Result<Vec<_>>>()?;
         let mut sends: Vec<_> = outgoing
             .iter()
             .zip(&buffers)
-            .map(|(message, buffer)| Outgoing { hop: hop(message, message.to, 0), buffer, ready: &() })
+            .map(|(message, buffer)| Outgoing {
+                hop: hop(message, message.to, 0),
+                buffer,
+                ready: &(),
+            })
             .collect();
         let receive = |message: &&Message| {
             let hop = hop(message, message.from, 1);
@@ -138,7 +167,10 @@ fn patterns(transport: &mut Mpi, seeds: Range<u64>) -> Result<()> {
         for message in incoming {
             let buffer = wait_for(transport, &hop(message, message.from, 1))?;
             if buffer.bytes() != bytes(message, 1)?.bytes() {
-                return Err(failure(format!("seed {seed}: a message from {} to {rank} came spoilt", message.from)));
+                return Err(failure(format!(
+                    "seed {seed}: a message from {} to {rank} came spoilt",
+                    message.from
+                )));
             }
         }
         drain(transport)?;
@@ -159,7 +191,7 @@ fn failure(what: String) -> Error {
     Error::Device { what }
 }
 
-fn wait_for(transport: &mut Mpi, hop: &Hop) -> Result<HostBuffer> {
+fn wait_for(transport: &mut Mpi, hop: &MessageHeader) -> Result<HostBuffer> {
     let started = Instant::now();
     loop {
         if let Some(arrived) = transport.take(hop)? {
@@ -195,17 +227,22 @@ fn wait_for_error(transport: &mut Mpi) -> Result<Error> {
 
 /// Gathers of very different lengths, two of them begun before either is collected.
 fn gathers(mut transport: Mpi, rank: usize) -> Result<Verdict> {
-    let part = |rank: usize, round: u64| vec![rank as u8 ^ round as u8; (rank * 77_777 * round as usize) % 400_000];
+    let part = |rank: usize, round: u64| {
+        vec![rank as u8 ^ round as u8; (rank * 77_777 * round as usize) % 400_000]
+    };
     for round in [1, 2, 3] {
         let (first, second) = (2 * round, 2 * round + 1);
-        transport.offer(second, &part(rank, second))?;
-        let missing = transport.missing(first);
+        transport.start_all_gather(second, &part(rank, second))?;
+        let missing = transport.stragglers(first);
         if !missing.contains(&rank) {
-            return Ok(Err(format!("gather {first} misses {missing:?}, rank {rank} has not offered")));
+            return Ok(Err(format!(
+                "gather {first} misses {missing:?}, rank {rank} has not offered"
+            )));
         }
-        for (number, all) in
-            [(first, gather::<Host>(&mut transport, first, &part(rank, first))?), (second, collect(&mut transport, second)?)]
-        {
+        for (number, all) in [
+            (first, gather::<Host>(&mut transport, first, &part(rank, first))?),
+            (second, collect(&mut transport, second)?),
+        ] {
             if all != (0..transport.ranks()).map(|rank| part(rank, number)).collect::<Vec<_>>() {
                 return Ok(Err(format!("gather {number} came spoilt")));
             }
@@ -216,30 +253,41 @@ fn gathers(mut transport: Mpi, rank: usize) -> Result<Verdict> {
 
 fn collect(transport: &mut Mpi, round: u64) -> Result<Vec<Vec<u8>>> {
     loop {
-        if let Some(all) = transport.collect(round)? {
+        if let Some(all) = transport.try_all_gather(round)? {
             return Ok(all);
         }
         transport.progress(GLANCE)?;
     }
 }
 
-fn block(peer: usize, tag: u64, bytes: u64) -> Hop {
-    Hop { peer, channel: Channel::Block, tag, step: 5, ranges: std::iter::once(0..bytes).collect() }
+fn block(peer: usize, tag: u64, bytes: u64) -> MessageHeader {
+    MessageHeader {
+        peer,
+        channel: Channel::Kv,
+        tag,
+        step: 5,
+        ranges: std::iter::once(0..bytes).collect(),
+    }
 }
 
-fn send(transport: &mut Mpi, hop: Hop) -> Result<()> {
+fn send(transport: &mut Mpi, hop: MessageHeader) -> Result<()> {
     let buffer = HostBuffer::zeroed(hop.bytes())?;
     transport.post(&[Outgoing { hop, buffer: &buffer, ready: &() }], &mut Vec::new())
 }
 
-fn receive(transport: &mut Mpi, hop: &Hop) -> Result<()> {
-    transport.post(&[], &mut vec![Incoming { hop: hop.clone(), buffer: HostBuffer::zeroed(hop.bytes())? }])
+fn receive(transport: &mut Mpi, hop: &MessageHeader) -> Result<()> {
+    transport.post(
+        &[],
+        &mut vec![Incoming { hop: hop.clone(), buffer: HostBuffer::zeroed(hop.bytes())? }],
+    )
 }
 
 /// Stays until some rank aborts: what it sent before must not be lost with it.
 fn stay(transport: &mut Mpi) -> Result<Verdict> {
     let error = wait_for_error(transport)?;
-    Ok(ensure(matches!(error, Error::Aborted { .. } | Error::PeerLost { .. }), || format!("{error}")))
+    Ok(ensure(matches!(error, Error::Aborted { .. } | Error::PeerLost { .. }), || {
+        format!("{error}")
+    }))
 }
 
 /// Expects this error on rank 1, which then aborts; all others see that.
@@ -253,7 +301,10 @@ fn expect(transport: &mut Mpi, rank: usize, what: &str) -> Result<Verdict> {
     if again != Err(error.clone()) {
         return Ok(Err(format!("first {error}, then {again:?}")));
     }
-    Ok(ensure(matches!(&error, Error::Comm { peer: 0, step: 5, what: text } if text == what), || format!("got {error:?}, want {what}")))
+    Ok(ensure(
+        matches!(&error, Error::Comm { peer: 0, step: 5, what: text } if text == what),
+        || format!("got {error:?}, want {what}"),
+    ))
 }
 
 fn odd_length(mut transport: Mpi, rank: usize, sent: u64, wanted: u64) -> Result<Verdict> {
@@ -263,7 +314,11 @@ fn odd_length(mut transport: Mpi, rank: usize, sent: u64, wanted: u64) -> Result
         1 => drop(receive(&mut transport, &block(0, 3, wanted))),
         _ => {}
     }
-    expect(&mut transport, rank, &format!("message Block 3 truncated: got {sent} bytes, want {wanted}"))
+    expect(
+        &mut transport,
+        rank,
+        &format!("message Block 3 truncated: got {sent} bytes, want {wanted}"),
+    )
 }
 
 fn duplicate(mut transport: Mpi, rank: usize) -> Result<Verdict> {
@@ -295,7 +350,9 @@ fn abort(mut transport: Mpi, rank: usize) -> Result<Verdict> {
     let cause = Error::Device { what: "broke".to_owned() };
     if rank == last {
         transport.abort(&cause);
-        return Ok(ensure(transport.progress(GLANCE) == Err(cause), || "its own abort is not its own error".to_owned()));
+        return Ok(ensure(transport.progress(GLANCE) == Err(cause), || {
+            "its own abort is not its own error".to_owned()
+        }));
     }
     let error = wait_for_error(&mut transport)?;
     let want = Error::Aborted { rank: last, what: cause.to_string() };
@@ -316,7 +373,9 @@ fn dropped(mut transport: Mpi, rank: usize) -> Result<Verdict> {
     receive(&mut transport, &block(last, 1, 100))?;
     let error = wait_for_error(&mut transport)?;
     let named = error == Error::PeerLost { peer: last, step: 5 };
-    Ok(ensure(named && started.elapsed() < Duration::from_secs(5), || format!("got {error:?} after {:?}", started.elapsed())))
+    Ok(ensure(named && started.elapsed() < Duration::from_secs(5), || {
+        format!("got {error:?} after {:?}", started.elapsed())
+    }))
 }
 
 /// Whoever waits for the last rank's part, directly or through others, is told that it has left.
@@ -329,37 +388,48 @@ fn left_out(mut transport: Mpi, rank: usize) -> Result<Verdict> {
     let lost = gather::<Host>(&mut transport, 2, &[1; 10]).map(drop);
     // until all have been told: whoever leaves now owes its part to others
     std::thread::sleep(Duration::from_millis(50));
-    Ok(ensure(matches!(lost, Err(Error::PeerLost { peer, .. }) if peer == last), || format!("got {lost:?}, want rank {last} lost")))
+    Ok(ensure(matches!(lost, Err(Error::PeerLost { peer, .. }) if peer == last), || {
+        format!("got {lost:?}, want rank {last} lost")
+    }))
 }
 
 fn bad_arguments(mut transport: Mpi, rank: usize) -> Result<Verdict> {
     let ranks = transport.ranks();
-    let outside = Hop { ranges: std::iter::once(0..101).collect(), ..block(rank, 1, 0) };
+    let outside = MessageHeader { ranges: std::iter::once(0..101).collect(), ..block(rank, 1, 0) };
     let buffer = HostBuffer::zeroed(100)?;
     let mut refused = vec![
         transport.post(&[Outgoing { hop: outside, buffer: &buffer, ready: &() }], &mut Vec::new()),
-        transport.post(&[Outgoing { hop: block(ranks, 1, 1), buffer: &buffer, ready: &() }], &mut Vec::new()),
+        transport.post(
+            &[Outgoing { hop: block(ranks, 1, 1), buffer: &buffer, ready: &() }],
+            &mut Vec::new(),
+        ),
         transport.take(&block(rank, 1, 1)).map(drop),
-        transport.collect(77).map(drop),
+        transport.try_all_gather(77).map(drop),
     ];
-    transport.offer(1, &[])?;
-    refused.push(transport.offer(1, &[]));
+    transport.start_all_gather(1, &[])?;
+    refused.push(transport.start_all_gather(1, &[]));
     collect(&mut transport, 1)?;
-    if let Some(result) = refused.iter().find(|result| !matches!(result, Err(Error::InvalidArgument { .. }))) {
+    if let Some(result) =
+        refused.iter().find(|result| !matches!(result, Err(Error::InvalidArgument { .. })))
+    {
         return Ok(Err(format!("{result:?} for a bad argument")));
     }
     // none of that has hurt it
     barrier::<Host>(&mut transport, 2)?;
     receive(&mut transport, &block(rank, 4, 8))?;
     let error = receive(&mut transport, &block(rank, 4, 8));
-    Ok(ensure(matches!(&error, Err(Error::Comm { what, .. }) if what.contains("tags only grow")), || format!("{error:?}")))
+    Ok(ensure(
+        matches!(&error, Err(Error::Comm { what, .. }) if what.contains("tags only grow")),
+        || format!("{error:?}"),
+    ))
 }
 
 /// Two rings over the same ranks keep their messages apart.
 fn two_at_once(settings: &Settings) -> Result<()> {
     let mut rings = [Mpi::world(settings.clone())?, Mpi::world(settings.clone())?];
     let rank = rings[0].rank();
-    let (next, previous) = ((rank + 1) % rings[0].ranks(), (rank + rings[0].ranks() - 1) % rings[0].ranks());
+    let (next, previous) =
+        ((rank + 1) % rings[0].ranks(), (rank + rings[0].ranks() - 1) % rings[0].ranks());
     for (number, ring) in rings.iter_mut().enumerate() {
         receive(ring, &block(previous, 1, 1000 + number as u64))?;
     }
@@ -378,7 +448,7 @@ fn many_in_turn(settings: &Settings) -> Verdict {
     let started = Instant::now();
     for _ in 0..50 {
         let mut ring = Mpi::world(settings.clone()).map_err(|error| error.to_string())?;
-        ring.beat(true);
+        ring.heartbeat(true);
         barrier::<Host>(&mut ring, 1).map_err(|error| error.to_string())?;
     }
     ensure(started.elapsed() < LIMIT, || format!("50 endpoints took {:?}", started.elapsed()))

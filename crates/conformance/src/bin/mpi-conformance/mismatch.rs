@@ -7,7 +7,8 @@ use std::{
 };
 
 use annulus::{
-    Alibi, Alignment, Attention, BackwardMode, Batch, BiasOrder, Cpu, DType, DenseMask, Dims, Layout, Precision, RankPlan, Route, Tensors,
+    Alibi, Alignment, Attention, BackwardMode, Batch, BiasOrder, Cpu, DType, DenseMask, Dims,
+    Layout, Plan, Precision, Route, SinkShape, Tensors,
 };
 use annulus_comm::{
     Descriptor, WIRE_VERSION, agree,
@@ -23,7 +24,8 @@ use crate::{
     mortal::{self, Mortal},
 };
 
-const DIMS: Dims = Dims { batch: 1, q_len: 24, kv_len: 24, q_heads: 2, kv_heads: 1, head_dim: 4, value_dim: 4 };
+const DIMS: Dims =
+    Dims { batch: 1, q_len: 24, kv_len: 24, q_heads: 2, kv_heads: 1, head_dim: 4, value_dim: 4 };
 const AT_ONCE: Duration = Duration::from_secs(1);
 const DEADLINE: Duration = Duration::from_secs(20);
 
@@ -41,7 +43,13 @@ struct Ask {
 impl Ask {
     fn of(attention: Attention) -> Self {
         let isa = Isa::Portable;
-        Self { attention: attention.deadline(DEADLINE), dims: DIMS, layout: Some(Layout::Contiguous), isa, together: true }
+        Self {
+            attention: attention.deadline(DEADLINE),
+            dims: DIMS,
+            layout: Some(Layout::Contiguous),
+            isa,
+            together: true,
+        }
     }
 }
 
@@ -49,11 +57,14 @@ impl Ask {
 fn plans() -> Vec<(&'static str, Ask, Ask)> {
     let plain = || Ask::of(Attention::new());
     let dims = |name, dims| (name, plain(), Ask { dims, ..plain() });
-    let odd = |name, change: fn(Attention) -> Attention| (name, plain(), Ask::of(change(Attention::new())));
+    let odd = |name, change: fn(Attention) -> Attention| {
+        (name, plain(), Ask::of(change(Attention::new())))
+    };
     let both = |name, usual: fn(Attention) -> Attention, odd: fn(Attention) -> Attention| {
         (name, Ask::of(usual(Attention::new())), Ask::of(odd(Attention::new())))
     };
-    let exact = || Ask::of(Attention::new().unnormalized().backward_mode(BackwardMode::TwoPass));
+    let exact =
+        || Ask::of(Attention::new().unnormalized(true).backward_mode(BackwardMode::TwoPass));
     let mut all = vec![
         dims("batch", Dims { batch: 2, ..DIMS }),
         dims("q_len", Dims { q_len: 25, ..DIMS }),
@@ -63,19 +74,23 @@ fn plans() -> Vec<(&'static str, Ask, Ask)> {
         dims("head_dim", Dims { head_dim: 8, ..DIMS }),
         dims("value_dim", Dims { value_dim: 8, ..DIMS }),
         odd("dtype", |a| a.dtype(DType::F64)),
-        odd("mask", Attention::causal),
+        odd("mask", |a| a.causal(true)),
         odd("alignment", |a| a.align(Alignment::BottomRight)),
-        odd("softmax_scale", |a| a.scale(0.3)),
-        odd("logits_soft_cap", |a| a.soft_cap(3.0)),
+        odd("softmax_scale", |a| a.softmax_scale(0.3)),
+        odd("logits_soft_cap", |a| a.logits_soft_cap(3.0)),
         odd("bias batch", |a| a.bias([1, 1, 1, 24])),
         both("bias q_heads", |a| a.bias([1, 1, 1, 24]), |a| a.bias([1, 2, 1, 24])),
         both("bias q_len", |a| a.bias([1, 1, 1, 24]), |a| a.bias([1, 1, 24, 24])),
         both("bias kv_len", |a| a.bias([1, 1, 1, 24]), |a| a.bias([1, 1, 1, 1])),
         odd("bias_function", |a| a.bias_function(Arc::new(Alibi::published(2)))),
         odd("bias_order", |a| a.bias_order(BiasOrder::BeforeSoftCap)),
-        odd("softmax_aux count", |a| a.shared_sinks(2)),
-        both("softmax_aux per_head", |a| a.shared_sinks(2), |a| a.sinks_per_head(2)),
-        odd("normalize_output", Attention::unnormalized),
+        odd("softmax_aux count", |a| a.softmax_aux(SinkShape::shared(2))),
+        both(
+            "softmax_aux per_head",
+            |a| a.softmax_aux(SinkShape::shared(2)),
+            |a| a.softmax_aux(SinkShape::per_head(2)),
+        ),
+        odd("normalize_output", |a| a.unnormalized(true)),
         odd("dropout_prob", |a| a.dropout(0.25, 1)),
         both("dropout_seed", |a| a.dropout(0.25, 1), |a| a.dropout(0.25, 2)),
         odd("logits_dtype", |a| a.logits_dtype(DType::Bf16)),
@@ -84,11 +99,12 @@ fn plans() -> Vec<(&'static str, Ask, Ask)> {
         ("layout", plain(), Ask { layout: Some(Layout::Zigzag), ..plain() }),
         odd("route", |a| a.route(Route::Direct)),
         ("placement", plain(), Ask { together: false, ..plain() }),
-        odd("backward", Attention::forward_only),
-        odd("local_gradients", Attention::local_gradients),
+        odd("backward", |a| a.forward_only(true)),
+        odd("local_gradients", |a| a.local_gradients(true)),
     ];
     // where a machine has one instruction set only, its arithmetic cannot differ
-    if let Some(isa) = Isa::ALL.into_iter().find(|&isa| isa != Isa::Portable && isa.is_available()) {
+    if let Some(isa) = Isa::ALL.into_iter().find(|&isa| isa != Isa::Portable && isa.is_available())
+    {
         all.push(("backend", exact(), Ask { isa, ..exact() }));
     }
     // where a machine multiplies pairs of bf16, weights may be rounded
@@ -108,9 +124,29 @@ fn batches(rows: usize) -> Vec<(&'static str, Batch)> {
         ("kv_segment_ids given", Batch { kv_segment_ids: ids, ..plain() }),
         ("q_positions given", Batch { q_positions: positions.clone(), ..plain() }),
         ("kv_positions given", Batch { kv_positions: positions, ..plain() }),
-        ("cum_seqlens_q", Batch { cum_seqlens_q: Some(vec![0, 7, 24]), cum_seqlens_k: Some(vec![0, 9, 24]), ..plain() }),
-        ("cum_seqlens_k", Batch { cum_seqlens_q: Some(vec![0, 7, 24]), cum_seqlens_k: Some(vec![0, 8, 24]), ..plain() }),
-        ("attention_mask", Batch { attention_mask: Some(DenseMask::from_fn([1, 1, rows, 24], |_| true)), ..plain() }),
+        (
+            "cum_seqlens_q",
+            Batch {
+                cum_seqlens_q: Some(vec![0, 7, 24]),
+                cum_seqlens_k: Some(vec![0, 9, 24]),
+                ..plain()
+            },
+        ),
+        (
+            "cum_seqlens_k",
+            Batch {
+                cum_seqlens_q: Some(vec![0, 7, 24]),
+                cum_seqlens_k: Some(vec![0, 8, 24]),
+                ..plain()
+            },
+        ),
+        (
+            "attention_mask",
+            Batch {
+                attention_mask: Some(DenseMask::from_fn([1, 1, rows, 24], |_| true)),
+                ..plain()
+            },
+        ),
     ]
 }
 
@@ -129,36 +165,59 @@ pub(crate) fn all(harness: &mut Harness, settings: &Settings) -> Verdict {
     }
     named.extend(one_plan(harness, settings)?);
     named.extend(versions(harness, settings)?);
-    harness.share(ensure(named.len() >= 40, || format!("only {} fields: {named:?}", named.len())))?;
+    harness
+        .share(ensure(named.len() >= 40, || format!("only {} fields: {named:?}", named.len())))?;
     many_fields(harness, settings, last)
 }
 
-fn plan(ask: &Ask, settings: &Settings, ranks: usize) -> Result<RankPlan<Cpu>> {
+fn plan(ask: &Ask, settings: &Settings, ranks: usize) -> Result<Plan<Cpu>> {
     let nodes = (0..ranks).map(|rank| if ask.together { 0 } else { rank }).collect();
-    let placed = Placed::new(Mpi::world(settings.clone())?, Placement::new(nodes), Crossings::default());
+    let placed =
+        Placed::new(Mpi::world(settings.clone())?, Placement::new(nodes), Crossings::default());
     let transport = Mortal::new(placed, None);
-    RankPlan::new(&ask.attention, ask.dims, ask.layout.clone(), Cpu::new(1)?.with_isa(ask.isa)?, transport)
+    Plan::new(
+        &ask.attention.clone().layout(ask.layout.clone()),
+        ask.dims,
+        Cpu::new(1)?.with_isa(ask.isa)?,
+        transport,
+    )
 }
 
 /// `result` is the mismatch of this field, in time, before data moved, and reads alike on all ranks.
-fn judge<T: std::fmt::Debug>(harness: &mut Harness, name: &str, took: Duration, result: &Result<T>) -> Verdict {
+fn judge<T: std::fmt::Debug>(
+    harness: &mut Harness,
+    name: &str,
+    took: Duration,
+    result: &Result<T>,
+) -> Verdict {
     let last = harness.ranks() - 1;
     let named = matches!(result, Err(Error::RankMismatch { field, rank, .. }) if field == name && *rank == last);
     let right = named && took < AT_ONCE && mortal::posts() == 0;
-    same_everywhere(harness, result, right, || format!("{name}: {result:?} after {took:?} and {} groups of transfers", mortal::posts()))
+    same_everywhere(harness, result, right, || {
+        format!("{name}: {result:?} after {took:?} and {} groups of transfers", mortal::posts())
+    })
 }
 
 /// `result` reads alike on all ranks, and is `right` on each.
-fn same_everywhere<T: std::fmt::Debug>(harness: &mut Harness, result: &Result<T>, right: bool, what: impl Fn() -> String) -> Verdict {
+fn same_everywhere<T: std::fmt::Debug>(
+    harness: &mut Harness,
+    result: &Result<T>,
+    right: bool,
+    what: impl Fn() -> String,
+) -> Verdict {
     harness.share(ensure(right, &what))?;
     let all = harness.gather(format!("{result:?}").as_bytes())?;
     ensure(all.iter().all(|text| *text == all[0]), || format!("{}: different on some rank", what()))
 }
 
 /// Batches and calls that differ, on one plan that outlives them all.
-fn one_plan(harness: &mut Harness, settings: &Settings) -> std::result::Result<Vec<String>, String> {
+fn one_plan(
+    harness: &mut Harness,
+    settings: &Settings,
+) -> std::result::Result<Vec<String>, String> {
     let last = harness.ranks() - 1;
-    let made = plan(&Ask::of(Attention::new()), settings, last + 1).map_err(|error| error.to_string());
+    let made =
+        plan(&Ask::of(Attention::new()), settings, last + 1).map_err(|error| error.to_string());
     harness.share(made.as_ref().map(drop).map_err(Clone::clone))?;
     let mut plan = made?;
     let rows = index(plan.q_rows().len());
@@ -181,24 +240,32 @@ fn one_plan(harness: &mut Harness, settings: &Settings) -> std::result::Result<V
     let forward = forward?;
     mortal::forget_posts();
     let started = Instant::now();
-    let called =
-        if harness.rank() == last { plan.backward(&tensors, &forward, q.view(), None).map(drop) } else { plan.forward(&tensors).map(drop) };
+    let called = if harness.rank() == last {
+        plan.backward(&tensors, &forward, q.view(), None).map(drop)
+    } else {
+        plan.forward(&tensors).map(drop)
+    };
     judge(harness, "call", started.elapsed(), &called)?;
     named.push("call".to_owned());
     Ok(named)
 }
 
 /// The last rank is of another version, as far as the others can tell; what it would say itself is its version's affair.
-fn versions(harness: &mut Harness, settings: &Settings) -> std::result::Result<Vec<String>, String> {
+fn versions(
+    harness: &mut Harness,
+    settings: &Settings,
+) -> std::result::Result<Vec<String>, String> {
     let last = harness.ranks() - 1;
     let text = |error: Error| error.to_string();
     let mut named = Vec::new();
-    for (name, numbers) in [("wire version", [WIRE_VERSION + 1, 0]), ("annulus version", [WIRE_VERSION, 9 << 40])] {
+    for (name, numbers) in
+        [("wire version", [WIRE_VERSION + 1, 0]), ("annulus version", [WIRE_VERSION, 9 << 40])]
+    {
         let verdict = if harness.rank() == last {
             let other_version = || -> Result<()> {
                 let mut transport = Mpi::world(settings.clone())?;
-                transport.offer(0, &numbers.map(u64::to_le_bytes).concat())?;
-                while transport.collect(0)?.is_none() {
+                transport.start_all_gather(0, &numbers.map(u64::to_le_bytes).concat())?;
+                while transport.try_all_gather(0)?.is_none() {
                     transport.progress(Duration::from_millis(20))?;
                 }
                 Ok(())
@@ -210,7 +277,9 @@ fn versions(harness: &mut Harness, settings: &Settings) -> std::result::Result<V
             let made = plan(&Ask::of(Attention::new()), settings, last + 1).map(|_| "a plan");
             let took = started.elapsed();
             let right = matches!(&made, Err(Error::RankMismatch { field, rank, .. }) if field == name && *rank == last);
-            ensure(right && took < AT_ONCE && mortal::posts() == 0, || format!("{name}: {made:?} after {took:?}"))
+            ensure(right && took < AT_ONCE && mortal::posts() == 0, || {
+                format!("{name}: {made:?} after {took:?}")
+            })
         };
         harness.share(verdict)?;
         named.push(name.to_owned());
@@ -221,16 +290,25 @@ fn versions(harness: &mut Harness, settings: &Settings) -> std::result::Result<V
 /// Each of 40 fields, over one endpoint: a mismatch is no failure of the transport's.
 fn many_fields(harness: &mut Harness, settings: &Settings, last: usize) -> Verdict {
     const NAMES: [&str; 40] = [
-        "f00", "f01", "f02", "f03", "f04", "f05", "f06", "f07", "f08", "f09", "f10", "f11", "f12", "f13", "f14", "f15", "f16", "f17",
-        "f18", "f19", "f20", "f21", "f22", "f23", "f24", "f25", "f26", "f27", "f28", "f29", "f30", "f31", "f32", "f33", "f34", "f35",
-        "f36", "f37", "f38", "f39",
+        "f00", "f01", "f02", "f03", "f04", "f05", "f06", "f07", "f08", "f09", "f10", "f11", "f12",
+        "f13", "f14", "f15", "f16", "f17", "f18", "f19", "f20", "f21", "f22", "f23", "f24", "f25",
+        "f26", "f27", "f28", "f29", "f30", "f31", "f32", "f33", "f34", "f35", "f36", "f37", "f38",
+        "f39",
     ];
     let mut transport = Mpi::world(settings.clone()).map_err(|error| error.to_string())?;
     for (odd, name) in NAMES.into_iter().enumerate() {
         let value = |place: usize| u64::from(place == odd && harness.rank() == last);
-        let descriptor = NAMES.into_iter().enumerate().fold(Descriptor::new(), |d, (place, name)| d.field(name, value(place)));
+        let descriptor = NAMES
+            .into_iter()
+            .enumerate()
+            .fold(Descriptor::new(), |d, (place, name)| d.field(name, value(place)));
         let agreed = agree::<Host>(&mut transport, odd as u64, Ok(descriptor));
-        let want = Error::RankMismatch { field: name.to_owned(), rank: last, got: "1".to_owned(), rank0: "0".to_owned() };
+        let want = Error::RankMismatch {
+            field: name.to_owned(),
+            rank: last,
+            got: "1".to_owned(),
+            rank0: "0".to_owned(),
+        };
         let right = agreed == Err(want) && transport.bytes_sent() == 0;
         same_everywhere(harness, &agreed, right, || format!("{name}: {agreed:?}"))?;
     }

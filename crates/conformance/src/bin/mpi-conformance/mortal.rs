@@ -1,12 +1,13 @@
 //! An endpoint that counts the groups of transfers which it posts, and whose process can be killed at one of them.
 
 use std::{
-    process::Command,
     sync::atomic::{AtomicU64, Ordering},
     time::{Duration, Instant},
 };
 
-use annulus_core::{Arrived, Control, Error, Hop, Host, Incoming, Outgoing, Placement, Result, Transport};
+use annulus_core::{
+    Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Placement, Result, Transport,
+};
 
 /// Groups that were posted since the last endpoint was made.
 static POSTS: AtomicU64 = AtomicU64::new(0);
@@ -39,10 +40,19 @@ impl<T: Transport<Host>> Transport<Host> for Mortal<T> {
         self
     }
 
-    fn post(&mut self, sends: &[Outgoing<'_, Host>], receives: &mut Vec<Incoming<Host>>) -> Result<()> {
+    fn post(
+        &mut self,
+        sends: &[Outgoing<'_, Host>],
+        receives: &mut Vec<Incoming<Host>>,
+    ) -> Result<()> {
         if Some(POSTS.fetch_add(1, Ordering::Relaxed)) == self.kill_at {
-            let killed = Command::new("kill").args(["-9", &std::process::id().to_string()]).status();
-            return Err(Error::Device { what: format!("this process could not be killed: {killed:?}") });
+            let killed = rustix::process::kill_process(
+                rustix::process::getpid(),
+                rustix::process::Signal::KILL,
+            );
+            return Err(Error::Device {
+                what: format!("this process could not be killed: {killed:?}"),
+            });
         }
         self.inner.post(sends, receives)
     }
@@ -51,7 +61,7 @@ impl<T: Transport<Host>> Transport<Host> for Mortal<T> {
         self.inner.progress(patience)
     }
 
-    fn take(&mut self, hop: &Hop) -> Result<Option<Arrived<Host>>> {
+    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<Host>>> {
         self.inner.take(hop)
     }
 
@@ -73,24 +83,24 @@ impl<T: Control> Control for Mortal<T> {
         self.inner.ranks()
     }
 
-    fn offer(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
-        self.inner.offer(round, bytes)
+    fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+        self.inner.start_all_gather(round, bytes)
     }
 
-    fn collect(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
-        self.inner.collect(round)
+    fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
+        self.inner.try_all_gather(round)
     }
 
-    fn missing(&self, round: u64) -> Vec<usize> {
-        self.inner.missing(round)
+    fn stragglers(&self, round: u64) -> Vec<usize> {
+        self.inner.stragglers(round)
     }
 
     fn abort(&mut self, error: &Error) {
         self.inner.abort(error);
     }
 
-    fn beat(&mut self, working: bool) {
-        self.inner.beat(working);
+    fn heartbeat(&mut self, working: bool) {
+        self.inner.heartbeat(working);
     }
 
     fn placement(&self) -> Option<&Placement> {

@@ -36,12 +36,26 @@ pub(crate) struct Problem {
 
 impl Problem {
     fn parse(words: &[String]) -> Result<Self, String> {
-        let mut problem =
-            Self { q_len: 8192, heads: 8, dim: 64, rounds: 5, threads: 1, layout: Layout::Zigzag, causal: true, paced_ms: None };
+        let mut problem = Self {
+            q_len: 8192,
+            heads: 8,
+            dim: 64,
+            rounds: 5,
+            threads: 1,
+            layout: Layout::Zigzag,
+            causal: true,
+            paced_ms: None,
+        };
         for word in words {
-            let (name, value) = word.split_once('=').ok_or_else(|| format!("{word}: want name=value"))?;
-            let number =
-                || value.parse::<usize>().ok().filter(|&number| number > 0).ok_or_else(|| format!("{word}: want a number above 0"));
+            let (name, value) =
+                word.split_once('=').ok_or_else(|| format!("{word}: want name=value"))?;
+            let number = || {
+                value
+                    .parse::<usize>()
+                    .ok()
+                    .filter(|&number| number > 0)
+                    .ok_or_else(|| format!("{word}: want a number above 0"))
+            };
             match (name, value) {
                 ("q_len", _) => problem.q_len = number()?,
                 ("heads", _) => problem.heads = number()?,

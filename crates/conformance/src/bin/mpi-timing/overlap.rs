@@ -22,7 +22,8 @@ use crate::{
 };
 
 /// What runs, in the order of a round.
-const WAYS: [&str; 7] = ["ticks", "nothing", "thread", "compute", "compute without ticks", "messages", "neither"];
+const WAYS: [&str; 7] =
+    ["ticks", "nothing", "thread", "compute", "compute without ticks", "messages", "neither"];
 
 /// Prints one line for the forward and one for the backward pass.
 pub(crate) fn measure(problem: &Problem) -> Result<()> {
@@ -79,7 +80,13 @@ struct Round {
 }
 
 impl Round {
-    fn note(&mut self, way: usize, seconds: f64, everybody: &mut Everybody, reports: &[annulus::Report]) -> Result<()> {
+    fn note(
+        &mut self,
+        way: usize,
+        seconds: f64,
+        everybody: &mut Everybody,
+        reports: &[annulus::Report],
+    ) -> Result<()> {
         let waited = reports.iter().map(|report| report.waiting_seconds).sum();
         let bytes = reports.iter().map(|report| report.bytes_sent as f64).sum();
         [self.waited[way], self.bytes[way]] = everybody.most([waited, bytes])?;

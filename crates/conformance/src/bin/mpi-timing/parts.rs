@@ -1,14 +1,16 @@
 //! A ring with something taken out of it, so that what is left can be timed: tiles that compute nothing or never tick, messages that never travel.
 
 use std::{
-    ops::{ControlFlow, Range},
+    ops::ControlFlow,
     thread,
     time::{Duration, Instant},
 };
 
 use annulus_core::{
-    Arrived, Backend, Block, Control, Error, Gradients, Hop, Host, HostBuffer, Incoming, Inputs, Local, Outgoing, Outputs, Placement,
-    Result, Saved, Spec, Tick, Transport,
+    Arrived, Backend, BackwardInputs, BackwardMode, BackwardPass, Block, Capabilities, Control,
+    Error, ForwardPass, Gradients, Host, HostBuffer, Incoming, Inputs, MessageHeader, Outgoing,
+    Outputs, Passes, Placement, RangePairs, RankShard, Readers, Reduction, Result, Spec, Tick,
+    Transport, Workspace,
 };
 use annulus_cpu::Cpu;
 
@@ -27,8 +29,14 @@ pub(crate) enum Tiles {
 #[derive(Debug)]
 pub(crate) struct Timed {
     cpu: Cpu,
+    pace: Pace,
+}
+
+/// How the tiles of a timed ring run.
+#[derive(Debug, Clone, Copy)]
+struct Pace {
     tiles: Tiles,
-    /// Whether they tick.
+    /// True if they tick.
     ticks: bool,
 }
 
@@ -41,17 +49,28 @@ const BEAT: Duration = Duration::from_micros(200);
 
 impl Timed {
     pub(crate) const fn new(cpu: Cpu, tiles: Tiles, ticks: bool) -> Self {
-        Self { cpu, tiles, ticks }
+        Self { cpu, pace: Pace { tiles, ticks } }
     }
+}
 
+impl Pace {
     /// Does `work`, or what stands for it, with the tick that tiles get.
-    fn work(&self, block: &Block<'_, Host>, products: f64, tick: Tick<'_>, work: impl FnOnce(Tick<'_>) -> Result<()>) -> Result<()> {
+    fn run(
+        &self,
+        block: &Block<'_, Host>,
+        products: f64,
+        tick: Tick<'_>,
+        work: impl FnOnce(Tick<'_>) -> Result<()>,
+    ) -> Result<()> {
         let mut none = || ControlFlow::Continue(());
         let tick = if self.ticks { tick } else { &mut none };
         match self.tiles {
             Tiles::Real => work(tick),
             Tiles::Paced(seconds) => {
-                let (start, whole) = (Instant::now(), Duration::from_secs_f64(seconds * products * block.rows.len() as f64));
+                let (start, whole) = (
+                    Instant::now(),
+                    Duration::from_secs_f64(seconds * products * block.rows.len() as f64),
+                );
                 while let Some(left) = whole.checked_sub(start.elapsed())
                     && tick().is_continue()
                 {
@@ -64,130 +83,115 @@ impl Timed {
     }
 }
 
+/// Workspace of [`Timed`].
+#[derive(Debug)]
+pub(crate) struct TimedWorkspace {
+    inner: annulus_cpu::Workspace,
+    pace: Pace,
+}
+
+/// A pass of [`Timed`].
+pub(crate) struct TimedPass<P> {
+    inner: P,
+    pace: Pace,
+}
+
 impl Backend for Timed {
     type Space = Host;
-    type Workspace = <Cpu as Backend>::Workspace;
+    type Workspace = TimedWorkspace;
 
-    fn name(&self) -> &'static str {
-        self.cpu.name()
-    }
-
-    fn arithmetic(&self) -> String {
-        self.cpu.arithmetic()
-    }
-
-    fn supports(&self, spec: &Spec) -> Result<()> {
-        self.cpu.supports(spec)
+    fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
+        self.cpu.capabilities(spec)
     }
 
     fn allocate(&self, bytes: u64) -> Result<HostBuffer> {
         self.cpu.allocate(bytes)
     }
 
-    fn workspace(&self, local: &Local, backward: bool) -> Result<Self::Workspace> {
-        self.cpu.workspace(local, backward)
+    fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<TimedWorkspace> {
+        Ok(TimedWorkspace { inner: self.cpu.workspace(shard, passes)?, pace: self.pace })
+    }
+}
+
+impl Workspace for TimedWorkspace {
+    type Space = Host;
+    type Forward<'p> = TimedPass<annulus_cpu::Forward<'p>>;
+    type Backward<'p> = TimedPass<annulus_cpu::Backward<'p>>;
+
+    fn update(&mut self, shard: &RankShard) -> Result<()> {
+        self.inner.update(shard)
     }
 
-    fn update(&self, workspace: &mut Self::Workspace, local: &Local) -> Result<()> {
-        self.cpu.update(workspace, local)
+    fn forward<'p>(&'p mut self, inputs: Inputs<'p, Host>) -> Result<Self::Forward<'p>> {
+        Ok(TimedPass { inner: self.inner.forward(inputs)?, pace: self.pace })
     }
 
-    fn pack(&self, workspace: &mut Self::Workspace, inputs: &Inputs<'_, Host>, into: &mut HostBuffer) -> Result<()> {
-        self.cpu.pack(workspace, inputs, into)
+    fn backward<'p>(
+        &'p mut self,
+        inputs: BackwardInputs<'p, Host>,
+        mode: BackwardMode,
+    ) -> Result<Self::Backward<'p>> {
+        Ok(TimedPass { inner: self.inner.backward(inputs, mode)?, pace: self.pace })
+    }
+}
+
+impl<P: ForwardPass<Host>> ForwardPass<Host> for TimedPass<P> {
+    fn local_kv(&mut self, into: &mut HostBuffer, readers: Readers) -> Result<()> {
+        self.inner.local_kv(into, readers)
     }
 
-    fn begin(&self, workspace: &mut Self::Workspace, inputs: &Inputs<'_, Host>) -> Result<()> {
-        self.cpu.begin(workspace, inputs)
+    fn attend(&mut self, kv: &Block<'_, Host>, tick: Tick<'_>) -> Result<()> {
+        self.pace.run(kv, FORWARD, tick, |tick| self.inner.attend(kv, tick))
     }
 
-    fn attend(&self, workspace: &mut Self::Workspace, inputs: &Inputs<'_, Host>, block: &Block<'_, Host>, tick: Tick<'_>) -> Result<()> {
-        self.work(block, FORWARD, tick, |tick| self.cpu.attend(workspace, inputs, block, tick))
+    fn finish(self, outputs: &mut Outputs<'_, Host>) -> Result<()> {
+        self.inner.finish(outputs)
+    }
+}
+
+impl<P: BackwardPass<Host>> BackwardPass<Host> for TimedPass<P> {
+    fn local_kv(&mut self, into: &mut HostBuffer, readers: Readers) -> Result<()> {
+        self.inner.local_kv(into, readers)
     }
 
-    fn finish(&self, workspace: &mut Self::Workspace, inputs: &Inputs<'_, Host>, outputs: &mut Outputs<'_, Host>) -> Result<()> {
-        self.cpu.finish(workspace, inputs, outputs)
+    fn local_queries(&mut self, into: &mut HostBuffer) -> Result<()> {
+        self.inner.local_queries(into)
     }
 
-    fn begin_backward(&self, workspace: &mut Self::Workspace, inputs: &Inputs<'_, Host>, saved: &Saved<'_, Host>) -> Result<()> {
-        self.cpu.begin_backward(workspace, inputs, saved)
+    fn attend_kv(
+        &mut self,
+        kv: &Block<'_, Host>,
+        dkv: Option<&mut HostBuffer>,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        let products = if dkv.is_some() { BACKWARD } else { BACKWARD / 2.0 };
+        self.pace.run(kv, products, tick, |tick| self.inner.attend_kv(kv, dkv, tick))
     }
 
     fn attend_queries(
-        &self,
-        workspace: &mut Self::Workspace,
-        inputs: &Inputs<'_, Host>,
-        saved: &Saved<'_, Host>,
-        block: &Block<'_, Host>,
-        tick: Tick<'_>,
-    ) -> Result<()> {
-        self.work(block, BACKWARD / 2.0, tick, |tick| self.cpu.attend_queries(workspace, inputs, saved, block, tick))
-    }
-
-    fn attend_keys(
-        &self,
-        workspace: &mut Self::Workspace,
-        inputs: &Inputs<'_, Host>,
-        saved: &Saved<'_, Host>,
-        block: &Block<'_, Host>,
-        fresh: &mut HostBuffer,
-        tick: Tick<'_>,
-    ) -> Result<()> {
-        self.work(block, BACKWARD / 2.0, tick, |tick| self.cpu.attend_keys(workspace, inputs, saved, block, fresh, tick))
-    }
-
-    fn attend_backward(
-        &self,
-        workspace: &mut Self::Workspace,
-        inputs: &Inputs<'_, Host>,
-        saved: &Saved<'_, Host>,
-        block: &Block<'_, Host>,
-        fresh: &mut HostBuffer,
-        tick: Tick<'_>,
-    ) -> Result<()> {
-        self.work(block, BACKWARD, tick, |tick| self.cpu.attend_backward(workspace, inputs, saved, block, fresh, tick))
-    }
-
-    fn pack_queries(
-        &self,
-        workspace: &mut Self::Workspace,
-        inputs: &Inputs<'_, Host>,
-        saved: &Saved<'_, Host>,
-        into: &mut HostBuffer,
-    ) -> Result<()> {
-        self.cpu.pack_queries(workspace, inputs, saved, into)
-    }
-
-    fn attend_keys_home(
-        &self,
-        workspace: &mut Self::Workspace,
-        inputs: &Inputs<'_, Host>,
+        &mut self,
         queries: &Block<'_, Host>,
-        home: &mut HostBuffer,
+        dkv: &mut HostBuffer,
         tick: Tick<'_>,
     ) -> Result<()> {
-        self.work(queries, BACKWARD / 2.0, tick, |tick| self.cpu.attend_keys_home(workspace, inputs, queries, home, tick))
+        self.pace.run(queries, BACKWARD / 2.0, tick, |tick| {
+            self.inner.attend_queries(queries, dkv, tick)
+        })
     }
 
-    fn combine(
-        &self,
-        workspace: &mut Self::Workspace,
+    fn reduce(
+        &mut self,
         into: &mut HostBuffer,
         from: &HostBuffer,
         ready: &(),
-        places: &[(Range<u64>, Range<u64>)],
-        add: bool,
+        pairs: &RangePairs,
+        reduction: Reduction,
     ) -> Result<()> {
-        self.cpu.combine(workspace, into, from, ready, places, add)
+        self.inner.reduce(into, from, ready, pairs, reduction)
     }
 
-    fn finish_backward(
-        &self,
-        workspace: &mut Self::Workspace,
-        inputs: &Inputs<'_, Host>,
-        home: &HostBuffer,
-        gradients: &mut Gradients<'_, Host>,
-    ) -> Result<()> {
-        self.cpu.finish_backward(workspace, inputs, home, gradients)
+    fn finish(self, dkv: &HostBuffer, gradients: &mut Gradients<'_, Host>) -> Result<()> {
+        self.inner.finish(dkv, gradients)
     }
 }
 
@@ -217,7 +221,7 @@ impl<T: Transport<Host>> Transport<Host> for Void<T> {
         self.inner.progress(if self.arrived.is_empty() { patience } else { Duration::ZERO })
     }
 
-    fn take(&mut self, hop: &Hop) -> Result<Option<Arrived<Host>>> {
+    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<Host>>> {
         let place = self.arrived.iter().position(|incoming| incoming.hop == *hop);
         Ok(place.map(|place| Arrived { buffer: self.arrived.swap_remove(place).buffer, ready: () }))
     }
@@ -240,24 +244,24 @@ impl<T: Control> Control for Void<T> {
         self.inner.ranks()
     }
 
-    fn offer(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
-        self.inner.offer(round, bytes)
+    fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+        self.inner.start_all_gather(round, bytes)
     }
 
-    fn collect(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
-        self.inner.collect(round)
+    fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
+        self.inner.try_all_gather(round)
     }
 
-    fn missing(&self, round: u64) -> Vec<usize> {
-        self.inner.missing(round)
+    fn stragglers(&self, round: u64) -> Vec<usize> {
+        self.inner.stragglers(round)
     }
 
     fn abort(&mut self, error: &Error) {
         self.inner.abort(error);
     }
 
-    fn beat(&mut self, working: bool) {
-        self.inner.beat(working);
+    fn heartbeat(&mut self, working: bool) {
+        self.inner.heartbeat(working);
     }
 
     fn placement(&self) -> Option<&Placement> {

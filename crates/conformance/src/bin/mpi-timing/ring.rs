@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use annulus::{Attention, Backward, Dims, Forward, RankPlan, Tensors};
+use annulus::{Attention, Backward, Dims, Forward, Plan, Tensors};
 use annulus_comm::{
     Deadline, gather,
     mpi::{Mpi, Settings},
@@ -22,7 +22,7 @@ impl Problem {
 
     fn attention(&self) -> Attention {
         let attention = Attention::new().deadline(DEADLINE);
-        if self.causal { attention.causal() } else { attention }
+        if self.causal { attention.causal(true) } else { attention }
     }
 
     /// Matrix-product operations of the visible pairs of a forward pass: 4·heads·dim a pair.
@@ -35,19 +35,29 @@ impl Problem {
 
 /// One rank's plan and its tensors.
 pub(crate) struct Timed<B: Backend<Space = Host>> {
-    plan: RankPlan<B>,
+    plan: Plan<B>,
     /// q, k, v, dout.
     tensors: [Array4<f32>; 4],
 }
 
 impl<B: Backend<Space = Host>> Timed<B> {
-    pub(crate) fn new<T: Transport<Host> + 'static>(problem: &Problem, backend: B, transport: T) -> Result<Self> {
-        let plan = RankPlan::new(&problem.attention(), problem.dims(), Some(problem.layout.clone()), backend, transport)?;
+    pub(crate) fn new<T: Transport<Host> + 'static>(
+        problem: &Problem,
+        backend: B,
+        transport: T,
+    ) -> Result<Self> {
+        let plan = Plan::new(
+            &problem.attention().layout(problem.layout.clone()),
+            problem.dims(),
+            backend,
+            transport,
+        )?;
         let rows: Vec<i64> = plan.q_rows().iter().collect();
         let tensors = std::array::from_fn(|which| {
-            Array4::from_shape_fn((1, rows.len(), problem.heads, problem.dim), |(_, row, head, at)| {
-                number([which as i64, rows[row], head as i64, at as i64])
-            })
+            Array4::from_shape_fn(
+                (1, rows.len(), problem.heads, problem.dim),
+                |(_, row, head, at)| number([which as i64, rows[row], head as i64, at as i64]),
+            )
         });
         Ok(Self { plan, tensors })
     }
@@ -96,16 +106,23 @@ impl Everybody {
         self.round += 1;
         let bytes: Vec<u8> = numbers.into_iter().flat_map(f64::to_le_bytes).collect();
         let decode = |bytes: Vec<u8>| {
-            let mut numbers = bytes.chunks_exact(8).map(|bytes| bytes.try_into().map_or(f64::NAN, f64::from_le_bytes));
+            let mut numbers = bytes
+                .chunks_exact(8)
+                .map(|bytes| bytes.try_into().map_or(f64::NAN, f64::from_le_bytes));
             std::array::from_fn(|_| numbers.next().unwrap_or(f64::NAN))
         };
-        Ok(gather::<Host>(&mut self.endpoint, self.round, &bytes)?.into_iter().map(decode).collect())
+        Ok(gather::<Host>(&mut self.endpoint, self.round, &bytes)?
+            .into_iter()
+            .map(decode)
+            .collect())
     }
 
     /// The greatest of all ranks' numbers, place by place.
     pub(crate) fn most<const N: usize>(&mut self, numbers: [f64; N]) -> Result<[f64; N]> {
         let all = self.numbers(numbers)?;
-        Ok(std::array::from_fn(|place| all.iter().map(|numbers| numbers[place]).fold(f64::NEG_INFINITY, f64::max)))
+        Ok(std::array::from_fn(|place| {
+            all.iter().map(|numbers| numbers[place]).fold(f64::NEG_INFINITY, f64::max)
+        }))
     }
 
     /// Starts `work` on all ranks together.
@@ -141,7 +158,10 @@ pub(crate) fn middle(numbers: &[f64]) -> (f64, f64) {
     let at = |share: f64| {
         let place = share * (sorted.len().max(1) - 1) as f64;
         let (below, above) = (place.floor() as usize, place.ceil() as usize);
-        let (a, b) = (sorted.get(below).copied().unwrap_or(f64::NAN), sorted.get(above).copied().unwrap_or(f64::NAN));
+        let (a, b) = (
+            sorted.get(below).copied().unwrap_or(f64::NAN),
+            sorted.get(above).copied().unwrap_or(f64::NAN),
+        );
         a + (b - a) * place.fract()
     };
     (at(0.5), (at(0.75) - at(0.25)) / 2.0)

@@ -17,9 +17,12 @@ use crate::{
 pub(crate) fn measure(problem: &Problem) -> Result<()> {
     let mut everybody = Everybody::new()?;
     let (rank, ranks) = (everybody.rank(), everybody.ranks());
-    let mut ring = Timed::new(problem, Cpu::new(problem.threads)?, Mpi::world(Settings::default())?)?;
+    let mut ring =
+        Timed::new(problem, Cpu::new(problem.threads)?, Mpi::world(Settings::default())?)?;
     let mut alone = if rank == 0 {
-        let single = threads::ring(1).pop().ok_or_else(|| Error::Device { what: "a ring of one without a rank".into() })?;
+        let single = threads::ring(1)
+            .pop()
+            .ok_or_else(|| Error::Device { what: "a ring of one without a rank".into() })?;
         Some(Timed::new(problem, Cpu::new(problem.threads * ranks)?, single)?)
     } else {
         None
@@ -50,8 +53,14 @@ pub(crate) fn measure(problem: &Problem) -> Result<()> {
             }
         }
     }
-    let [(of_ring, ring_spread), (of_alone, alone_spread), (ratio, ratio_spread), (ring_cores, _), (alone_cores, _), (of_cores, _)] =
-        times.each_ref().map(|times| middle(times));
+    let [
+        (of_ring, ring_spread),
+        (of_alone, alone_spread),
+        (ratio, ratio_spread),
+        (ring_cores, _),
+        (alone_cores, _),
+        (of_cores, _),
+    ] = times.each_ref().map(|times| middle(times));
     // backward takes 2.5 times the products of forward
     let gflops = 3.5 * problem.forward_flops() / 1e9;
     if rank == 0 {

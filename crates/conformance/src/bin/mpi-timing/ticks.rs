@@ -22,13 +22,14 @@ const LOOKS: u32 = 20_000;
 /// Prints the median over rounds, and the share of the time between two looks.
 pub(crate) fn measure(problem: &Problem) -> Result<()> {
     let mut everybody = Everybody::new()?;
-    let mut idle: Deadline<Mpi, Host> = Deadline::new(Mpi::world(Settings::default())?, Duration::from_secs(60))?;
+    let mut idle: Deadline<Mpi, Host> =
+        Deadline::new(Mpi::world(Settings::default())?, Duration::from_secs(60))?;
     let mut looks = Vec::new();
     // the first round warms up
     for round in 0..=problem.rounds {
         let (taken, ()) = everybody.time(|| {
             (0..LOOKS).try_for_each(|_| {
-                idle.beat(true);
+                idle.heartbeat(true);
                 idle.progress(Duration::ZERO)
             })
         })?;

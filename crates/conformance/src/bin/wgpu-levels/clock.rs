@@ -1,4 +1,4 @@
-//! What work takes, in rounds in which the levels take turns.
+//! Time of work on a device.
 
 use std::time::{Duration, Instant};
 
@@ -6,14 +6,15 @@ use annulus_core::Result;
 use annulus_wgpu::{Gpu, Stopwatch};
 use rustix::time::{ClockId, clock_gettime};
 
-/// What one piece of work took.
+/// Mean time of one repetition.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Took {
-    /// By the device's timestamps, or by the host's clock where it has none.
+    /// Device time by its timestamps, or time by the host's clock if it has none.
     pub(crate) seconds: f64,
-    /// Of all threads of this process: on a software adapter those that compute among them.
+    /// CPU time of all threads of this process, in seconds. On a software adapter these include the
+    /// threads that compute.
     pub(crate) cpu: f64,
-    /// Whose clock told `seconds`.
+    /// Clock of `seconds`: "device" or "host".
     pub(crate) clock: &'static str,
 }
 
@@ -22,8 +23,13 @@ fn cpu_seconds() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
 }
 
-/// How often work has to be done to take about so many seconds; the first time, which compiles, is not looked at.
-pub(crate) fn repetitions(gpu: &Gpu, seconds: f64, mut work: impl FnMut() -> Result<()>) -> Result<u32> {
+/// Returns the number of repetitions that take about `seconds`. The first run compiles the kernels
+/// and is not timed.
+pub(crate) fn repetitions(
+    gpu: &Gpu,
+    seconds: f64,
+    mut work: impl FnMut() -> Result<()>,
+) -> Result<u32> {
     work()?;
     gpu.synchronize()?;
     let start = Instant::now();
@@ -33,7 +39,7 @@ pub(crate) fn repetitions(gpu: &Gpu, seconds: f64, mut work: impl FnMut() -> Res
     Ok((seconds / once).ceil().clamp(1.0, 1000.0) as u32)
 }
 
-/// The mean over so many repetitions.
+/// Measures the mean over `times` repetitions.
 pub(crate) fn time(gpu: &Gpu, times: u32, mut work: impl FnMut() -> Result<()>) -> Result<Took> {
     gpu.synchronize()?;
     let watch = Stopwatch::start(gpu)?;
@@ -41,12 +47,13 @@ pub(crate) fn time(gpu: &Gpu, times: u32, mut work: impl FnMut() -> Result<()>) 
     (0..times).try_for_each(|_| work())?;
     gpu.synchronize()?;
     let (host, cpu) = (start.elapsed(), cpu_seconds() - before);
-    let (all, clock) = watch.map_or(Ok((host, "host")), |watch| watch.stop().map(|told| (told, "device")))?;
+    let (all, clock) =
+        watch.map_or(Ok((host, "host")), |watch| watch.stop().map(|told| (told, "device")))?;
     let each = |all: f64| all / f64::from(times);
     Ok(Took { seconds: each(all.as_secs_f64()), cpu: each(cpu), clock })
 }
 
-/// The middle one, or the mean of both.
+/// Returns the median; of an even number, the mean of the middle two.
 pub(crate) fn median(mut of: Vec<f64>) -> f64 {
     of.sort_by(f64::total_cmp);
     let middle = of.len() / 2;

@@ -1,12 +1,16 @@
-//! The speed of every level of a wgpu adapter, forward and backward, beside that of a plain matrix product in the same run. Prints JSON lines.
+//! Times forward and backward passes at every level of a wgpu adapter, beside a plain matrix
+//! product in the same run. Prints JSON lines. `benches/wgpu-levels.sh` runs it.
 //!
 //! ```text
-//! wgpu-levels [device=0] [dims=64,128] [lens=4096,8192,16384,32768] [heads=16] [seconds=2] [rounds=7] [roof=4096]
+//! wgpu-levels [device=0] [dims=64,128] [lens=4096,8192,16384,32768] [heads=16] [seconds=2]
+//!             [rounds=7] [roof=4096]
 //! ```
-//! Tensors stay on the device, and the device's own timestamps tell the time (`clock` says so; where it has none, the host's clock). The levels take
-//! turns, round by round; `seconds` is the median of the rounds, `speedup` the median of each round's ratio to the level below: a level is faster where it
-//! is above 1. Of a software adapter there is the same of the CPU time of the process. FLOPs are useful ones: forward 4·heads·len²·dim, half of it
-//! where the mask is causal; backward 2.5 times as many. `benches/wgpu-levels.sh` runs it.
+//! Tensors stay on the device. Time is measured by the device's timestamps, or by the host's clock
+//! if it has none (field `clock`). The levels alternate, round by round. `seconds` is the median of
+//! the rounds; `speedup` is the median of the rounds' ratios to the level below, so a level is
+//! faster than the one below if it is above 1. For a software adapter, `cpu_seconds` and
+//! `cpu_speedup` are the same for the CPU time of the process. Useful FLOPs: forward
+//! 4·heads·len²·dim, half of that with a causal mask; backward 2.5 times as many.
 
 mod clock;
 mod pass;
@@ -22,13 +26,13 @@ use serde_json::{Value, json};
 use clock::{Took, median, repetitions, time};
 use pass::{Passes, Problem, What};
 
-/// What is measured.
+/// Problems and durations of the measurement.
 struct Settings {
     device: usize,
     dims: Vec<usize>,
     lens: Vec<usize>,
     heads: usize,
-    /// For each level and pass, in all its rounds.
+    /// Seconds per level and pass, over all rounds.
     seconds: f64,
     rounds: usize,
     roof: usize,
@@ -37,11 +41,30 @@ struct Settings {
 impl Settings {
     fn parse(words: impl Iterator<Item = String>) -> Result<Self> {
         let lens = vec![4096, 8192, 16384, 32768];
-        let mut all = Self { device: 0, dims: vec![64, 128], lens, heads: 16, seconds: 2.0, rounds: 7, roof: 4096 };
+        let mut all = Self {
+            device: 0,
+            dims: vec![64, 128],
+            lens,
+            heads: 16,
+            seconds: 2.0,
+            rounds: 7,
+            roof: 4096,
+        };
         for word in words {
-            let wrong = || Error::invalid("argument", &word, "device=, dims=, lens=, heads=, seconds=, rounds= or roof=, and numbers");
+            let wrong = || {
+                Error::invalid(
+                    "argument",
+                    &word,
+                    "device=, dims=, lens=, heads=, seconds=, rounds= or roof=, and numbers",
+                )
+            };
             let (name, value) = word.split_once('=').ok_or_else(wrong)?;
-            let numbers = || value.split(',').map(|number| number.parse().map_err(|_| wrong())).collect::<Result<Vec<usize>>>();
+            let numbers = || {
+                value
+                    .split(',')
+                    .map(|number| number.parse().map_err(|_| wrong()))
+                    .collect::<Result<Vec<usize>>>()
+            };
             let number = || value.parse::<usize>().map_err(|_| wrong());
             match name {
                 "device" => all.device = number()?,
@@ -58,7 +81,7 @@ impl Settings {
     }
 }
 
-/// The largest product up to n that one binding of the device holds.
+/// Returns the largest size up to `most` whose matrices fit a binding of the device.
 fn roof_size(gpu: &Gpu, most: usize) -> usize {
     let bytes = gpu.device().limits().max_storage_buffer_binding_size;
     let mut size = most.max(64) / 64 * 64;
@@ -81,12 +104,12 @@ fn print_roof(gpu: &Gpu, settings: &Settings) -> Result<()> {
     Ok(())
 }
 
-/// As many digits as anybody reads.
+/// Rounds to six decimal places.
 fn rounded(number: f64) -> Value {
     if number.is_finite() { json!((number * 1e6).round() / 1e6) } else { Value::Null }
 }
 
-/// Times one pass of a problem at all levels, round by round, and prints a line a level.
+/// Times one pass of a problem at all levels, round by round; prints one line per level.
 fn compare(
     levels: &[(Level, &Gpu)],
     passes: &mut Passes,
@@ -96,12 +119,16 @@ fn compare(
     software: bool,
 ) -> Result<()> {
     let each = settings.seconds / settings.rounds as f64;
-    let times = levels.iter().enumerate().map(|(plan, (_, gpu))| repetitions(gpu, each, || passes.run(plan, what)));
+    let times = levels
+        .iter()
+        .enumerate()
+        .map(|(plan, (_, gpu))| repetitions(gpu, each, || passes.run(plan, what)));
     let times = times.collect::<Result<Vec<_>>>()?;
     let mut took: Vec<Vec<Took>> = vec![Vec::new(); levels.len()];
     for round in 0..settings.rounds {
-        // up and down, so that what changes meanwhile meets all of them alike
-        let order = (0..levels.len()).map(|place| if round % 2 == 0 { place } else { levels.len() - 1 - place });
+        // alternating direction, so that a drift of the machine affects all levels alike
+        let order = (0..levels.len())
+            .map(|index| if round % 2 == 0 { index } else { levels.len() - 1 - index });
         for plan in order {
             took[plan].push(time(levels[plan].1, times[plan], || passes.run(plan, what))?);
         }
@@ -109,10 +136,16 @@ fn compare(
     let (name, factor) = if what == What::Forward { ("forward", 1.0) } else { ("backward", 2.5) };
     for (plan, (level, _)) in levels.iter().enumerate() {
         let of = |which: fn(&Took) -> f64| median(took[plan].iter().map(which).collect());
-        // round by round
+        // median of the rounds' ratios
         let speedup = |which: fn(&Took) -> f64| {
             let below = plan.checked_sub(1)?;
-            Some(median(took[below].iter().zip(&took[plan]).map(|(below, own)| which(below) / which(own)).collect()))
+            Some(median(
+                took[below]
+                    .iter()
+                    .zip(&took[plan])
+                    .map(|(below, own)| which(below) / which(own))
+                    .collect(),
+            ))
         };
         let (seconds, flops) = (of(|took| took.seconds), factor * problem.forward_flops());
         let mut line = json!({
@@ -144,15 +177,26 @@ fn measure(settings: &Settings) -> Result<()> {
         "{}",
         json!({"device": adapter.name, "driver": adapter.driver, "subgroups": adapter.subgroups, "chosen": adapter.chosen.name(), "rounds": settings.rounds})
     );
-    // one device for all, opened for the highest
+    // one device for all levels, opened for the highest
     let highest = adapter.levels.last().copied();
-    let device = Gpu::open(&Options { number: settings.device, level: highest, ..Options::default() })?;
-    let gpus = adapter.levels.iter().map(|&level| Ok((level, device.at(level)?))).collect::<Result<Vec<_>>>()?;
+    let device =
+        Gpu::open(&Options { number: settings.device, level: highest, ..Options::default() })?;
+    let gpus = adapter
+        .levels
+        .iter()
+        .map(|&level| Ok((level, device.at(level)?)))
+        .collect::<Result<Vec<_>>>()?;
     print_roof(&device, settings)?;
-    for (&dim, &len) in settings.dims.iter().flat_map(|dim| settings.lens.iter().map(move |len| (dim, len))) {
-        for (dtype, causal) in [DType::F32, DType::F16].into_iter().flat_map(|dtype| [false, true].map(|causal| (dtype, causal))) {
+    for (&dim, &len) in
+        settings.dims.iter().flat_map(|dim| settings.lens.iter().map(move |len| (dim, len)))
+    {
+        for (dtype, causal) in [DType::F32, DType::F16]
+            .into_iter()
+            .flat_map(|dtype| [false, true].map(|causal| (dtype, causal)))
+        {
             let problem = Problem { heads: settings.heads, len, dim, dtype, causal };
-            let levels = gpus.iter().filter(|(level, _)| *level != Level::Matrix || dtype == DType::F16);
+            let levels =
+                gpus.iter().filter(|(level, _)| *level != Level::Matrix || dtype == DType::F16);
             let levels: Vec<(Level, &Gpu)> = levels.map(|(level, gpu)| (*level, gpu)).collect();
             let of_levels: Vec<&Gpu> = levels.iter().map(|(_, gpu)| *gpu).collect();
             let mut passes = Passes::new(&of_levels, &problem)?;
@@ -161,7 +205,7 @@ fn measure(settings: &Settings) -> Result<()> {
             }
         }
     }
-    // whether the machine was the same at the end
+    // shows a drift of the machine during the run
     print_roof(&device, settings)
 }
 

@@ -1,11 +1,13 @@
-//! A plain product of two square matrices of f32: what this way of programming the device gives to anybody.
+//! A plain product of two square f32 matrices: a roofline for kernels in WGSL without
+//! device-specific features.
 
 use annulus_core::{Error, Result};
 use annulus_wgpu::{
     Gpu,
     wgpu::{
-        BindGroup, BindGroupDescriptor, BindGroupEntry, Buffer, BufferDescriptor, BufferUsages, CommandEncoderDescriptor,
-        ComputePassDescriptor, ComputePipeline, ComputePipelineDescriptor, ErrorFilter, PipelineCompilationOptions, ShaderModuleDescriptor,
+        BindGroup, BindGroupDescriptor, BindGroupEntry, Buffer, BufferDescriptor, BufferUsages,
+        CommandEncoderDescriptor, ComputePassDescriptor, ComputePipeline,
+        ComputePipelineDescriptor, ErrorFilter, PipelineCompilationOptions, ShaderModuleDescriptor,
         ShaderSource,
     },
 };
@@ -65,29 +67,48 @@ impl Product {
         let scope = device.push_error_scope(ErrorFilter::Validation);
         let matrix = |number: f32| -> Buffer {
             let usage = BufferUsages::STORAGE;
-            let buffer =
-                device.create_buffer(&BufferDescriptor { label: None, size: (size * size * 4) as u64, usage, mapped_at_creation: true });
+            let buffer = device.create_buffer(&BufferDescriptor {
+                label: None,
+                size: (size * size * 4) as u64,
+                usage,
+                mapped_at_creation: true,
+            });
             if let Ok(mut view) = buffer.slice(..).get_mapped_range_mut() {
                 view.slice(..).copy_from_slice(&number.to_le_bytes().repeat(size * size));
             }
             buffer.unmap();
             buffer
         };
-        let module = device.create_shader_module(ShaderModuleDescriptor { label: Some("matmul"), source: ShaderSource::Wgsl(WGSL.into()) });
+        let module = device.create_shader_module(ShaderModuleDescriptor {
+            label: Some("matmul"),
+            source: ShaderSource::Wgsl(WGSL.into()),
+        });
         let constants = [("size", size as f64)];
         let pipeline = device.create_compute_pipeline(&ComputePipelineDescriptor {
             label: Some("matmul"),
             layout: None,
             module: &module,
             entry_point: Some("main"),
-            compilation_options: PipelineCompilationOptions { constants: &constants, ..Default::default() },
+            compilation_options: PipelineCompilationOptions {
+                constants: &constants,
+                ..Default::default()
+            },
             cache: None,
         });
         let matrices = [matrix(0.5), matrix(2.0), matrix(0.0)];
-        let entries: Vec<_> =
-            (0..).zip(&matrices).map(|(binding, matrix)| BindGroupEntry { binding, resource: matrix.as_entire_binding() }).collect();
+        let entries: Vec<_> = (0..)
+            .zip(&matrices)
+            .map(|(binding, matrix)| BindGroupEntry {
+                binding,
+                resource: matrix.as_entire_binding(),
+            })
+            .collect();
         let layout = pipeline.get_bind_group_layout(0);
-        let bindings = device.create_bind_group(&BindGroupDescriptor { label: None, layout: &layout, entries: &entries });
+        let bindings = device.create_bind_group(&BindGroupDescriptor {
+            label: None,
+            layout: &layout,
+            entries: &entries,
+        });
         match pollster::block_on(scope.pop()) {
             Some(error) => Err(Error::Device { what: error.to_string() }),
             None => Ok(Self { gpu: gpu.clone(), pipeline, bindings, groups: (size / 64) as u32 }),
@@ -96,7 +117,8 @@ impl Product {
 
     /// Queues one product.
     pub(crate) fn run(&self) -> Result<()> {
-        let mut encoder = self.gpu.device().create_command_encoder(&CommandEncoderDescriptor::default());
+        let mut encoder =
+            self.gpu.device().create_command_encoder(&CommandEncoderDescriptor::default());
         {
             let mut pass = encoder.begin_compute_pass(&ComputePassDescriptor::default());
             pass.set_pipeline(&self.pipeline);

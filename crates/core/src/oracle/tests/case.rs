@@ -1,42 +1,55 @@
-//! Random problems that own their tensors, and the slopes of their loss.
+//! Random problems that own their tensors, and finite differences of their loss.
 
 use std::sync::Arc;
 
 use ndarray::{Array2, Array3, Array4, Dimension};
 
 use crate::{
-    Alibi, Alignment, Batch, BiasFunction, BiasOrder, DType, DenseMask, Dims, Dropout, Mask, SinkShape, Spans, Spec,
+    Alibi, Alignment, Batch, BiasFunction, BiasOrder, DType, DenseMask, Dims, Dropout, Fingerprint,
+    KeyIntervals, Mask, SinkShape, Spec,
     mask::{Key, Query},
     oracle::{Backward, Forward, Problem, backward, forward},
 };
 
-/// i' ≥ j', and with a window also i' − j' ≤ width.
+/// Positions with 0 ≤ i − j ≤ width.
 #[derive(Debug)]
 pub(super) struct Causal {
     pub(super) width: i64,
 }
 
 impl Mask for Causal {
+    fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
+        into.text("causal within").number(self.width.cast_unsigned())
+    }
+
     fn visible(&self, query: &Query, key: &Key) -> bool {
         (0..=self.width).contains(&(query.position - key.position))
     }
 
-    fn spans(&self, query: &Query) -> Option<Spans> {
-        Some(Spans::one(query.position - self.width, query.position + 1))
+    fn intervals(&self, query: &Query) -> Option<KeyIntervals> {
+        Some(KeyIntervals::one(query.position - self.width, query.position + 1))
     }
 }
 
-/// Hides the pairs of even difference and biases the others.
+/// Masks the pairs with an even difference of positions and biases the others.
 #[derive(Debug)]
 pub(super) struct Checkered;
 
 impl BiasFunction for Checkered {
+    fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
+        into.text("checkered")
+    }
+
     fn bias(&self, query: &Query, key: &Key) -> f64 {
-        if (query.position - key.position) % 2 == 0 { f64::NEG_INFINITY } else { 0.1 * key.position as f64 }
+        if (query.position - key.position) % 2 == 0 {
+            f64::NEG_INFINITY
+        } else {
+            0.1 * key.position as f64
+        }
     }
 }
 
-/// SplitMix64.
+/// The random number generator SplitMix64.
 pub(super) struct Draw(pub(super) u64);
 
 impl Draw {
@@ -56,7 +69,10 @@ impl Draw {
         (self.next() >> 11) as f64 / 2f64.powi(52) - 1.0
     }
 
-    pub(super) fn tensor<D: Dimension, S: ndarray::ShapeBuilder<Dim = D>>(&mut self, shape: S) -> ndarray::Array<f64, D> {
+    pub(super) fn tensor<D: Dimension, S: ndarray::ShapeBuilder<Dim = D>>(
+        &mut self,
+        shape: S,
+    ) -> ndarray::Array<f64, D> {
         ndarray::Array::from_shape_simple_fn(shape, || self.number())
     }
 }
@@ -76,7 +92,7 @@ pub(super) struct Case {
 }
 
 impl Case {
-    /// No feature but these dims; numbers drawn in −1..1.
+    /// Returns a case of these dims without other features, with elements in −1..1.
     pub(super) fn plain(dims: Dims, draw: &mut Draw) -> Self {
         let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = dims;
         Self {
@@ -96,7 +112,15 @@ impl Case {
         let draw = &mut Draw(seed);
         let (q_len, kv_len) = (3 + draw.below(2), 3 + draw.below(3));
         let kv_heads = 1 + draw.below(2);
-        let dims = Dims { batch: 2, q_len, kv_len, q_heads: 2 * kv_heads, kv_heads, head_dim: 2, value_dim: 3 };
+        let dims = Dims {
+            batch: 2,
+            q_len,
+            kv_len,
+            q_heads: 2 * kv_heads,
+            kv_heads,
+            head_dim: 2,
+            value_dim: 3,
+        };
         let mut case = Self::plain(dims, draw);
         let Dims { batch, q_heads, .. } = dims;
         case.spec.scale = [0.7, -1.3, 0.0, 1.0][draw.below(4)];
@@ -107,14 +131,15 @@ impl Case {
         case.spec.soft_cap = [None, Some(0.8)][draw.below(2)];
         case.spec.bias_order = [BiasOrder::AfterSoftCap, BiasOrder::BeforeSoftCap][draw.below(2)];
         case.spec.normalize = draw.below(2) == 0;
-        case.spec.dropout = [None, Some(Dropout { probability: 0.4, seed: u64::MAX - seed })][draw.below(2)];
+        case.spec.dropout =
+            [None, Some(Dropout { probability: 0.4, seed: u64::MAX - seed })][draw.below(2)];
         if draw.below(3) > 0 {
             let full = [batch, q_heads, q_len, kv_len];
             let shape = full.map(|len| if draw.below(2) == 0 { 1 } else { len });
             let mut bias: Array4<f64> = draw.tensor(shape);
             if draw.below(2) == 0 {
-                let hidden = draw.below(bias.len() as u64);
-                bias.as_slice_mut().unwrap()[hidden] = f64::NEG_INFINITY;
+                let masked = draw.below(bias.len() as u64);
+                bias.as_slice_mut().unwrap()[masked] = f64::NEG_INFINITY;
             }
             case.spec.bias = Some(shape);
             case.bias = Some(bias);
@@ -138,27 +163,33 @@ impl Case {
 
     fn random_batch(dims: &Dims, draw: &mut Draw) -> Batch {
         let Dims { batch, q_len, kv_len, q_heads, .. } = *dims;
-        let mut made = Batch::default();
+        let mut random = Batch::default();
         if draw.below(3) == 0 {
-            made.q_segment_ids = Some(Array2::from_shape_simple_fn((batch, q_len), || draw.below(3) as i32 - 1));
-            made.kv_segment_ids = Some(Array2::from_shape_simple_fn((batch, kv_len), || draw.below(3) as i32 - 1));
+            random.q_segment_ids =
+                Some(Array2::from_shape_simple_fn((batch, q_len), || draw.below(3) as i32 - 1));
+            random.kv_segment_ids =
+                Some(Array2::from_shape_simple_fn((batch, kv_len), || draw.below(3) as i32 - 1));
         }
         if draw.below(3) == 0 {
-            made.q_positions = Some(Array2::from_shape_simple_fn((batch, q_len), || draw.below(6) as i64 - 1));
+            random.q_positions =
+                Some(Array2::from_shape_simple_fn((batch, q_len), || draw.below(6) as i64 - 1));
         }
         if draw.below(3) == 0 {
-            made.kv_positions = Some(Array2::from_shape_simple_fn((batch, kv_len), || draw.below(6) as i64 - 1));
+            random.kv_positions =
+                Some(Array2::from_shape_simple_fn((batch, kv_len), || draw.below(6) as i64 - 1));
         }
         if draw.below(3) == 0 {
-            made.cum_seqlens_q = Some(vec![0, 2, 3]);
-            made.cum_seqlens_k = Some(vec![0, 1, 3]);
+            random.cum_seqlens_q = Some(vec![0, 2, 3]);
+            random.cum_seqlens_k = Some(vec![0, 1, 3]);
         }
         if draw.below(3) == 0 {
             let bits = draw.next();
-            made.attention_mask =
-                Some(DenseMask::from_fn([1, q_heads, q_len, kv_len], |[_, h, i, j]| bits >> ((h * 16 + i * 5 + j) % 64) & 3 != 0));
+            random.attention_mask =
+                Some(DenseMask::from_fn([1, q_heads, q_len, kv_len], |[_, h, i, j]| {
+                    bits >> ((h * 16 + i * 5 + j) % 64) & 3 != 0
+                }));
         }
-        made
+        random
     }
 
     pub(super) fn problem(&self) -> Problem<'_> {
@@ -178,19 +209,27 @@ impl Case {
     }
 
     pub(super) fn backward(&self) -> Backward {
-        backward(&self.problem(), self.dout.view(), self.dlse.as_ref().map(|array| array.view())).unwrap()
+        backward(&self.problem(), self.dout.view(), self.dlse.as_ref().map(|array| array.view()))
+            .unwrap()
     }
 
-    /// ⟨dout, out⟩ + ⟨dlse, lse⟩ over the rows that see something.
+    /// Returns ⟨dout, out⟩ + ⟨dlse, lse⟩ over the rows with a finite lse.
     fn loss(&self) -> f64 {
         let Forward { out, lse, .. } = self.forward();
         let of_out: f64 = (&out * &self.dout).sum();
-        let of_lse = self.dlse.iter().flatten().zip(&lse).filter(|(_, lse)| lse.is_finite()).map(|(dlse, lse)| dlse * lse).sum::<f64>();
+        let of_lse = self
+            .dlse
+            .iter()
+            .flatten()
+            .zip(&lse)
+            .filter(|(_, lse)| lse.is_finite())
+            .map(|(dlse, lse)| dlse * lse)
+            .sum::<f64>();
         of_out + of_lse
     }
 
-    /// Moves one number of one tensor by ±h and compares the slope of the loss with `gradient`.
-    fn assert_slopes<D: Dimension>(
+    /// Compares `gradient` with the central differences of the loss for each element of one tensor.
+    fn assert_differences<D: Dimension>(
         &self,
         name: &str,
         gradient: &ndarray::Array<f64, D>,
@@ -215,14 +254,14 @@ impl Case {
 
     pub(super) fn assert_gradients(&self) {
         let backward = self.backward();
-        self.assert_slopes("dq", &backward.dq, |case| &mut case.q);
-        self.assert_slopes("dk", &backward.dk, |case| &mut case.k);
-        self.assert_slopes("dv", &backward.dv, |case| &mut case.v);
+        self.assert_differences("dq", &backward.dq, |case| &mut case.q);
+        self.assert_differences("dk", &backward.dk, |case| &mut case.k);
+        self.assert_differences("dv", &backward.dv, |case| &mut case.v);
         if let Some(dbias) = &backward.dbias {
-            self.assert_slopes("dbias", dbias, |case| case.bias.as_mut().unwrap());
+            self.assert_differences("dbias", dbias, |case| case.bias.as_mut().unwrap());
         }
         if let Some(dsinks) = &backward.dsinks {
-            self.assert_slopes("dsinks", dsinks, |case| case.sinks.as_mut().unwrap());
+            self.assert_differences("dsinks", dsinks, |case| case.sinks.as_mut().unwrap());
         }
     }
 }

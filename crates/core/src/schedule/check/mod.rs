@@ -1,6 +1,9 @@
-//! Proves a schedule right without running it: the order of messages, what is where when, and whose gradients come home.
+//! The checker of schedules. It proves, without running a schedule, that all messages are
+//! delivered, that every rank has the rows it needs, and that every gradient contribution reaches
+//! its owner once.
 //!
-//! Nothing here knows how schedules are built; only [`Route`] is shared, which says who attends whose block in which step.
+//! The checker shares no code with the builder except [`Route`], which defines the owner of every
+//! rank's block in every step.
 //!
 //! [`Route`]: super::Route
 
@@ -11,9 +14,14 @@ use super::{Schedule, Step, violation::Transfer, violation::Violation};
 use crate::{Channel, Needs, RowSet};
 
 impl Schedule {
-    /// Proves that every rank attends all that it needs exactly once, that every message has its two ends and gets through even if
-    /// sends are synchronous and tags do not exist, that only rows travel which are there and which somebody needs, and (with
-    /// `gradients`) that every needing rank's contribution to every row comes home exactly once.
+    /// Proves that the schedule computes the attention that `needs` describes:
+    ///
+    /// * Every rank receives every row that it needs exactly once.
+    /// * Every message has a send and a receive, and is delivered even by a transport with
+    ///   synchronous sends and without tags.
+    /// * A rank sends only rows that it has and that some rank needs.
+    /// * With `gradients`: the owner of a row receives the contribution of each rank that needs the
+    ///   row exactly once.
     ///
     /// # Errors
     /// The first [`Violation`] found.
@@ -51,28 +59,36 @@ impl Schedule {
         Ok(())
     }
 
-    /// Every message by itself: does it mean something, and is it in a group that it belongs to?
+    /// Checks that each message is well formed and in a group for its channel.
     fn check_messages(&self, needs: &Needs, gradients: bool) -> Result<(), Violation> {
-        for (is_send, rank, step, place, message) in self.messages() {
-            let transfer = || if is_send { Transfer::sent(rank, step, message) } else { Transfer::received(rank, step, message) };
+        for (is_send, rank, step, group_index, message) in self.messages() {
+            let transfer = || {
+                if is_send {
+                    Transfer::sent(rank, step, message)
+                } else {
+                    Transfer::received(rank, step, message)
+                }
+            };
             let held = needs.held.get(message.owner).copied().unwrap_or(0);
-            let beyond = message.rows.ranges().last().is_none_or(|last| last.end > held);
-            if message.peer == rank || message.peer >= self.steps.len() || beyond {
-                return Err(Violation::Meaningless(transfer()));
+            let no_such_rows = message.rows.ranges().last().is_none_or(|last| last.end > held);
+            if message.peer == rank || message.peer >= self.steps.len() || no_such_rows {
+                return Err(Violation::Malformed(transfer()));
             }
-            let before_the_tiles = place % 2 == 0;
-            if before_the_tiles != (message.channel == Channel::Block) || !(gradients || before_the_tiles) {
+            let before_tiles = group_index % 2 == 0;
+            if before_tiles != (message.channel == Channel::Kv) || !(gradients || before_tiles) {
                 return Err(Violation::Group(transfer()));
             }
         }
         Ok(())
     }
 
-    /// One rank's blocks: attended as they arrived, each needed row once, and nothing passed on that is not there or that nobody needs.
+    /// Checks the blocks of one rank: each step computes on the rows that have arrived for it,
+    /// every needed row arrives, and the rank sends only rows that it has and receives only rows
+    /// that are needed.
     fn check_blocks(&self, needs: &Needs, rank: usize) -> Result<(), Violation> {
         let steps = &self.steps[rank];
-        let nothing = RowSet::new();
-        let mut attended = vec![&nothing; steps.len()];
+        let no_rows = RowSet::new();
+        let mut attended = vec![&no_rows; steps.len()];
         for (t, step) in steps.iter().enumerate() {
             let mut arrived = if t == 0 { RowSet::all(needs.held[rank]) } else { RowSet::new() };
             for message in t.checked_sub(1).into_iter().flat_map(|t| &steps[t].before.receives) {
@@ -80,27 +96,40 @@ impl Schedule {
                 if message.owner != step.owner || !message.rows.intersection(&arrived).is_empty() {
                     return Err(Violation::Misdelivered(transfer()));
                 }
-                let passed_on = step.before.sends.iter().filter(|sent| sent.owner == message.owner);
-                let useful = passed_on.fold(needs.of(rank, message.owner).clone(), |useful, sent| useful.union(&sent.rows));
-                if !useful.contains_all(&message.rows) {
+                let forwarded = step.before.sends.iter().filter(|sent| sent.owner == message.owner);
+                let used = forwarded.fold(needs.of(rank, message.owner).clone(), |used, sent| {
+                    used.union(&sent.rows)
+                });
+                if !used.contains_all(&message.rows) {
                     return Err(Violation::Needless(transfer()));
                 }
                 arrived = arrived.union(&message.rows);
             }
             if step.rows != arrived {
-                return Err(Violation::Present { rank, step: t, attended: step.rows.clone(), arrived });
+                return Err(Violation::Present {
+                    rank,
+                    step: t,
+                    attended: step.rows.clone(),
+                    arrived,
+                });
             }
             attended[step.owner] = &step.rows;
             for message in &step.before.sends {
                 let own = RowSet::all(needs.held[rank]);
-                let here = [(rank, &own), (step.owner, &step.rows)].into_iter().find(|&(owner, _)| owner == message.owner);
-                if !here.map_or(&nothing, |(_, rows)| rows).contains_all(&message.rows) {
+                let held = [(rank, &own), (step.owner, &step.rows)]
+                    .into_iter()
+                    .find(|&(owner, _)| owner == message.owner);
+                if !held.map_or(&no_rows, |(_, rows)| rows).contains_all(&message.rows) {
                     return Err(Violation::NotHeld(Transfer::sent(rank, t, message)));
                 }
             }
         }
         if let Some(message) = steps.last().and_then(|step| step.before.receives.first()) {
-            return Err(Violation::Misdelivered(Transfer::received(rank, steps.len() - 1, message)));
+            return Err(Violation::Misdelivered(Transfer::received(
+                rank,
+                steps.len() - 1,
+                message,
+            )));
         }
         for (owner, attended) in attended.iter().enumerate() {
             let missing = needs.of(rank, owner).difference(attended);

@@ -1,7 +1,11 @@
-//! Do all messages get through? Each has two ends; nobody waits in a circle; nothing overtakes.
+//! Delivery of all messages: each has a send and a receive, their order matches, and no ranks
+//! deadlock.
 //!
-//! The model is the strictest that a transport may be: sends are synchronous (done only when the receive is posted), there are no tags
-//! (the n-th send from a to b meets the n-th receive at b from a), and a rank posts a group only when its last one is done.
+//! The model is the strictest transport that is allowed:
+//!
+//! * A send is synchronous: it completes only when its receive is posted.
+//! * There are no tags: the n-th send from a to b is matched with the n-th receive of b from a.
+//! * A rank posts a group only when its previous group is complete.
 
 use std::collections::VecDeque;
 
@@ -14,8 +18,9 @@ pub(super) fn check(schedule: &Schedule) -> Result<(), Violation> {
     check_progress(schedule)
 }
 
-/// Each send has one receive of the same rows somewhere, and each receive a send.
+/// Checks that sends and receives of the same rows are equally many.
 fn check_pairs(schedule: &Schedule) -> Result<(), Violation> {
+    // from, to, channel, owner, rows
     type Key<'a> = (usize, usize, Channel, usize, &'a [std::ops::Range<u64>]);
     let mut ends: Vec<(Key<'_>, bool, usize)> = schedule
         .messages()
@@ -25,13 +30,19 @@ fn check_pairs(schedule: &Schedule) -> Result<(), Violation> {
         })
         .collect();
     let by_rows = |a: &[std::ops::Range<u64>], b: &[std::ops::Range<u64>]| {
-        a.iter().map(|range| (range.start, range.end)).cmp(b.iter().map(|range| (range.start, range.end)))
+        a.iter()
+            .map(|range| (range.start, range.end))
+            .cmp(b.iter().map(|range| (range.start, range.end)))
     };
-    ends.sort_by(|(a, ..), (b, ..)| (a.0, a.1, a.2, a.3).cmp(&(b.0, b.1, b.2, b.3)).then_with(|| by_rows(a.4, b.4)));
+    ends.sort_by(|(a, ..), (b, ..)| {
+        (a.0, a.1, a.2, a.3).cmp(&(b.0, b.1, b.2, b.3)).then_with(|| by_rows(a.4, b.4))
+    });
     for same in ends.chunk_by(|(a, ..), (b, ..)| a == b) {
-        let (sends, receives): (Vec<&(Key<'_>, bool, usize)>, Vec<_>) = same.iter().partition(|(_, is_send, _)| *is_send);
+        let (sends, receives): (Vec<&(Key<'_>, bool, usize)>, Vec<_>) =
+            same.iter().partition(|(_, is_send, _)| *is_send);
         if sends.len() != receives.len() {
-            let ((from, to, channel, owner, rows), _, step) = if sends.len() > receives.len() { *sends[0] } else { *receives[0] };
+            let ((from, to, channel, owner, rows), _, step) =
+                if sends.len() > receives.len() { *sends[0] } else { *receives[0] };
             let rows: RowSet = rows.iter().cloned().collect();
             return Err(Violation::Unpaired(Transfer { from, to, step, channel, owner, rows }));
         }
@@ -39,35 +50,45 @@ fn check_pairs(schedule: &Schedule) -> Result<(), Violation> {
     Ok(())
 }
 
-/// Posted and not yet met: in which group (numbered A(0) B(0) A(1) …), and what.
-type Waiting<'a> = VecDeque<(usize, &'a Message)>;
+/// Messages that are posted and not yet matched, each with the index of its group in the order
+/// A(0) B(0) A(1) …
+type Unmatched<'a> = VecDeque<(usize, &'a Message)>;
 
-/// Lets every rank post its groups in order, the next when the last is done, until all are done or none can go on.
+/// Posts the groups of every rank in order, each when the previous is complete, until all groups
+/// are complete or no rank can continue.
 fn check_progress(schedule: &Schedule) -> Result<(), Violation> {
     let ranks = schedule.steps.len();
-    let mut sends: Vec<Waiting<'_>> = vec![Waiting::new(); ranks * ranks];
+    let mut sends: Vec<Unmatched<'_>> = vec![Unmatched::new(); ranks * ranks];
     let mut receives = sends.clone();
-    // transfers of each rank's current group that are not done, and the group after it
-    let (mut open, mut next) = (vec![0usize; ranks], vec![0usize; ranks]);
+    // transfers of each rank's current group that are not complete
+    let mut open = vec![0usize; ranks];
+    // index of each rank's next group
+    let mut next = vec![0usize; ranks];
     let mut ready: Vec<usize> = (0..ranks).collect();
     while let Some(rank) = ready.pop() {
         let steps = &schedule.steps[rank];
         while open[rank] == 0 && next[rank] < 2 * steps.len() {
-            let place = next[rank];
+            let index = next[rank];
             next[rank] += 1;
-            let step = &steps[place / 2];
-            let group = if place % 2 == 0 { &step.before } else { &step.after };
+            let step = &steps[index / 2];
+            let group = if index % 2 == 0 { &step.before } else { &step.after };
             open[rank] = group.sends.len() + group.receives.len();
-            let own_sends = group.sends.iter().map(|message| (message, rank * ranks + message.peer));
-            own_sends.for_each(|(message, link)| sends[link].push_back((place, message)));
-            let own_receives = group.receives.iter().map(|message| (message, message.peer * ranks + rank));
-            own_receives.for_each(|(message, link)| receives[link].push_back((place, message)));
+            let own_sends =
+                group.sends.iter().map(|message| (message, rank * ranks + message.peer));
+            own_sends.for_each(|(message, link)| sends[link].push_back((index, message)));
+            let own_receives =
+                group.receives.iter().map(|message| (message, message.peer * ranks + rank));
+            own_receives.for_each(|(message, link)| receives[link].push_back((index, message)));
             let links = group.sends.iter().map(|message| rank * ranks + message.peer);
-            for link in links.chain(group.receives.iter().map(|message| message.peer * ranks + rank)) {
-                while let (Some(&(at_sender, send)), Some(&(at_receiver, receive))) = (sends[link].front(), receives[link].front()) {
+            for link in
+                links.chain(group.receives.iter().map(|message| message.peer * ranks + rank))
+            {
+                while let (Some(&(at_sender, send)), Some(&(at_receiver, receive))) =
+                    (sends[link].front(), receives[link].front())
+                {
                     sends[link].pop_front();
                     receives[link].pop_front();
-                    meet(link / ranks, at_sender, send, at_receiver, receive)?;
+                    check_match(link / ranks, at_sender, send, at_receiver, receive)?;
                     for end in [link / ranks, link % ranks] {
                         open[end] -= 1;
                         if open[end] == 0 && end != rank {
@@ -84,12 +105,19 @@ fn check_progress(schedule: &Schedule) -> Result<(), Violation> {
     }
 }
 
-fn meet(from: usize, at_sender: usize, send: &Message, at_receiver: usize, receive: &Message) -> Result<(), Violation> {
+/// Checks that a matched send and receive are one message, in the same group on both ranks.
+fn check_match(
+    from: usize,
+    at_sender: usize,
+    send: &Message,
+    at_receiver: usize,
+    receive: &Message,
+) -> Result<(), Violation> {
     let transfer = || Transfer::sent(from, at_sender / 2, send);
     if (send.channel, send.owner, &send.rows) != (receive.channel, receive.owner, &receive.rows) {
         Err(Violation::Overtaken(transfer()))
     } else if at_sender != at_receiver {
-        Err(Violation::Apart(transfer()))
+        Err(Violation::GroupMismatch(transfer()))
     } else {
         Ok(())
     }

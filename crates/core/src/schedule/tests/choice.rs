@@ -1,4 +1,4 @@
-//! Work against a count of every pair, and the automatic choice for the masks that people use.
+//! Work compared with an enumeration of all pairs, and the automatic choice for common masks.
 
 use std::sync::Arc;
 
@@ -6,23 +6,24 @@ use proptest::prelude::*;
 
 use super::{LAYOUTS, masks, samples};
 use crate::{
-    Alignment, Choice, Coordinates, CustomLayout, DType, Dims, Layout, Mask, Needs, Order, Placement, Route, Schedule, Side, Spec, Work,
-    mask,
+    Alignment, Choice, CustomLayout, DType, Dims, Layout, Mask, Needs, Order, Placement,
+    RingShards, Route, Schedule, Side, Spec, Work, mask,
 };
 
 proptest! {
     #[test]
-    fn work_is_the_pairs(problem in samples::problems()) {
-        let ranks = problem.coordinates.q.len();
-        let mut pairs = vec![vec![0u64; ranks]; ranks];
+    fn work_matches_all_pairs(problem in samples::problems()) {
+        let ranks = problem.shards.q.len();
+        let mut pairs = vec![vec![0u128; ranks]; ranks];
         problem.pairs(|query_rank, _, key_rank, _| pairs[query_rank][key_rank] += 1);
-        let work = Work::of(&problem.mask, problem.heads, problem.batch, &problem.coordinates);
+        let work = Work::of(&problem.mask, problem.heads, problem.batch, &problem.shards);
         prop_assert_eq!(&work.pairs, &pairs);
-        prop_assert_eq!(work.total(), pairs.iter().flatten().sum::<u64>());
+        prop_assert_eq!(work.total(), pairs.iter().flatten().sum::<u128>());
         for route in Route::ALL {
             let schedule = Schedule::build(&Needs::everything(vec![1; ranks]), route, false);
             for (rank, steps) in schedule.steps.iter().enumerate() {
-                prop_assert_eq!(work.of_rank(rank), (0..ranks).map(|t| work.of_step(route, rank, t)).sum::<u64>());
+                let of_steps = (0..ranks).map(|t| work.of_step(route, rank, t)).sum::<u128>();
+                prop_assert_eq!(work.of_rank(rank), of_steps);
                 for (t, step) in steps.iter().enumerate() {
                     prop_assert_eq!(work.of_step(route, rank, t), pairs[rank][step.owner]);
                 }
@@ -40,7 +41,7 @@ fn zigzag_balances_causal_work_in_every_step() {
     let causal = mask::Causal::default();
     let (ranks, len) = (8, 1024);
     let zigzag = work(&causal, len, &Layout::Zigzag, ranks);
-    assert_eq!(zigzag.total(), 3 * 2 * (len * (len + 1) / 2) as u64);
+    assert_eq!(zigzag.total(), 3 * 2 * (len * (len + 1) / 2) as u128);
     assert_eq!(zigzag.max_over_mean(), 1.0);
     for t in 1..ranks {
         let first = zigzag.of_step(Route::RelayDown, 0, t);
@@ -51,10 +52,17 @@ fn zigzag_balances_causal_work_in_every_step() {
 }
 
 #[test]
-fn no_work_is_even_and_ranks_that_do_not_exist_have_none() {
+fn no_work_is_balanced_and_ranks_outside_the_ring_have_none() {
     let nothing = work(&mask::Everything, 0, &Layout::Striped, 3);
     assert_eq!((nothing.total(), nothing.max_over_mean()), (0, 1.0));
-    assert_eq!((nothing.of_rank(3), nothing.of_step(Route::Direct, 0, 3), nothing.of_step(Route::Direct, 3, 0)), (0, 0, 0));
+    assert_eq!(
+        (
+            nothing.of_rank(3),
+            nothing.of_step(Route::Direct, 0, 3),
+            nothing.of_step(Route::Direct, 3, 0)
+        ),
+        (0, 0, 0)
+    );
 }
 
 fn spec(mask: Arc<dyn Mask>, len: usize) -> Spec {
@@ -76,19 +84,23 @@ fn layout_and_route_follow_from_the_mask() {
         assert_eq!(auto(window.clone(), len, ranks), ("contiguous", Route::RelayUp), "{ranks}");
         assert_eq!(auto(symmetric.clone(), len, ranks), ("contiguous", Route::Direct), "{ranks}");
     }
-    // one hop is one hop in any direction
+    // on two ranks both relays send the same rows
     assert_eq!(auto(causal, 128, 2), ("zigzag", Route::RelayUp));
-    // ties go to the first of each
+    // ties: the first route, then the first layout
     assert_eq!(auto(full.clone(), 128, 2), ("contiguous", Route::RelayUp));
     assert_eq!(auto(full.clone(), 128, 1), ("contiguous", Route::RelayUp));
     assert_eq!(auto(full, 0, 4), ("contiguous", Route::RelayUp));
 }
 
 #[test]
-fn a_mask_without_spans_counts_as_far_as_it_is_bounded() {
-    let opaque: Arc<dyn Mask> = Arc::new(mask::Predicate::of_positions("odd sums", |i, j| (i + j) % 2 == 1));
+fn a_mask_without_intervals_is_counted_by_its_bound() {
+    let opaque: Arc<dyn Mask> =
+        Arc::new(mask::Predicate::of_positions("odd sums", |i, j| (i + j) % 2 == 1));
     assert_eq!(auto(opaque.clone(), 256, 4), ("contiguous", Route::RelayUp));
-    assert_eq!(auto(mask::and(Arc::new(mask::Causal::default()), opaque), 256, 4), ("zigzag", Route::RelayDown));
+    assert_eq!(
+        auto(mask::and(Arc::new(mask::Causal::default()), opaque), 256, 4),
+        ("zigzag", Route::RelayDown)
+    );
 }
 
 #[test]
@@ -101,41 +113,56 @@ fn a_fixed_layout_chooses_only_the_route() {
     };
     assert_eq!(route(&Layout::Contiguous), Route::RelayUp);
     assert_eq!(route(&Layout::Zigzag), Route::RelayDown);
-    // contiguous, but the last rank has the first rows: what was upwards is downwards
-    let reversed: Vec<_> = (0..8).rev().map(|rank| Layout::Contiguous.shard(Side::Q, 256, rank, 8)).collect();
-    assert_eq!(route(&Layout::Custom(Arc::new(CustomLayout { q: reversed.clone(), kv: reversed }))), Route::RelayDown);
+    // contiguous in reverse rank order: relay down is to it what relay up is to contiguous
+    let reversed: Vec<_> =
+        (0..8).rev().map(|rank| Layout::Contiguous.shard(Side::Q, 256, rank, 8)).collect();
+    assert_eq!(
+        route(&Layout::Custom(Arc::new(CustomLayout { q: reversed.clone(), kv: reversed }))),
+        Route::RelayDown
+    );
 }
 
 #[test]
-fn the_choice_keeps_its_rule() {
-    // every layout and route, by whole schedules and exact work
+fn the_choice_follows_its_rule() {
+    // every layout and route, with complete schedules and exact work
     for ranks in 1..9 {
         for (name, mask) in masks(5) {
             let spec = spec(mask, 11 * ranks + 1);
-            let candidates: Vec<(Layout, Route, u64, f64)> = LAYOUTS
+            let candidates: Vec<(Layout, Route, u128, f64)> = LAYOUTS
                 .iter()
                 .flat_map(|layout| {
-                    let coordinates = Coordinates::plain(&spec.dims, Alignment::TopLeft, layout, ranks);
-                    let needs = Needs::of_queries(&*spec.mask, 4, 2, &coordinates);
-                    let imbalance = Work::of(&*spec.mask, 4, 2, &coordinates).max_over_mean();
+                    let shards = RingShards::plain(&spec.dims, Alignment::TopLeft, layout, ranks);
+                    let needs = Needs::of_queries(&*spec.mask, 4, 2, &shards);
+                    let imbalance = Work::of(&*spec.mask, 4, 2, &shards).max_over_mean();
                     Route::ALL.map(|route| {
                         let rows = Schedule::build(&needs, route, false).block_rows_sent();
                         (layout.clone(), route, rows, imbalance)
                     })
                 })
                 .collect();
-            let least_imbalance = candidates.iter().map(|candidate| candidate.3).fold(f64::INFINITY, f64::min);
-            let even = || candidates.iter().filter(|candidate| candidate.3 <= 1.25 * least_imbalance);
-            let fewest = even().map(|candidate| candidate.2).min().unwrap();
-            let best = Route::ALL.iter().find_map(|&route| even().find(|candidate| candidate.1 == route && candidate.2 == fewest)).unwrap();
+            let least_imbalance =
+                candidates.iter().map(|candidate| candidate.3).fold(f64::INFINITY, f64::min);
+            let balanced =
+                || candidates.iter().filter(|candidate| candidate.3 <= 1.25 * least_imbalance);
+            let fewest = balanced().map(|candidate| candidate.2).min().unwrap();
+            let best = Route::ALL
+                .iter()
+                .find_map(|&route| {
+                    balanced().find(|candidate| candidate.1 == route && candidate.2 == fewest)
+                })
+                .unwrap();
             let choice = Choice::auto(&spec, ranks, None, None);
-            assert_eq!((choice.layout, choice.route), (best.0.clone(), best.1), "{name}, {ranks} ranks");
+            assert_eq!(
+                (choice.layout, choice.route),
+                (best.0.clone(), best.1),
+                "{name}, {ranks} ranks"
+            );
         }
     }
 }
 
 #[test]
-fn a_long_sequence_is_sampled_to_the_same_choice() {
+fn sampling_a_long_sequence_gives_the_same_choice() {
     let [full, causal, window, symmetric, chunked] = masks(4096).map(|(_, mask)| mask);
     let (len, ranks) = (8 * 4096 * 8, 8);
     assert_eq!(auto(full, len, ranks), ("contiguous", Route::RelayUp));
@@ -146,13 +173,29 @@ fn a_long_sequence_is_sampled_to_the_same_choice() {
 }
 
 #[test]
-fn a_placement_changes_the_order_of_ranks_and_nothing_else() {
+fn a_placement_changes_only_the_ring_order() {
     let spec = spec(Arc::new(mask::Causal::default()), 256);
-    let dealt = Placement::new(vec![0, 1, 2, 0, 1, 2]);
-    let (plain, placed) = (Choice::auto(&spec, 6, None, None), Choice::auto(&spec, 6, None, Some(&dealt)));
-    assert_eq!(placed, Choice { order: dealt.order(), ..plain.clone() });
-    assert_eq!((dealt.crossings(&plain.order), dealt.crossings(&placed.order)), (6, 3));
-    // a fixed layout says who holds what; a placement of other ranks says nothing
-    assert_eq!(Choice::auto(&spec, 6, Some(&plain.layout), Some(&dealt)).order, Order::ascending(6));
-    assert_eq!(Choice::auto(&spec, 4, None, Some(&dealt)).order, Order::ascending(4));
+    let round_robin = Placement::new(vec![0, 1, 2, 0, 1, 2]);
+    let plain = Choice::auto(&spec, 6, None, None);
+    let placed = Choice::auto(&spec, 6, None, Some(&round_robin));
+    assert_eq!(placed, Choice { order: round_robin.order(), ..plain.clone() });
+    assert_eq!((round_robin.crossings(&plain.order), round_robin.crossings(&placed.order)), (6, 3));
+    // a fixed layout, or a placement of another number of ranks, keeps ascending ranks
+    assert_eq!(
+        Choice::auto(&spec, 6, Some(&plain.layout), Some(&round_robin)).order,
+        Order::ascending(6)
+    );
+    assert_eq!(Choice::auto(&spec, 4, None, Some(&round_robin)).order, Order::ascending(4));
+}
+
+#[test]
+fn counts_of_pairs_beyond_64_bits_are_exact() {
+    // 10⁶ queries · 10⁶ keys · 10⁸ batch rows, an eighth on each rank
+    let (len, batch, ranks) = (1_000_000, 100_000_000, 8);
+    let shards = samples::plain(len, &Layout::Contiguous, ranks);
+    let work = Work::of(&mask::Everything, 1, batch, &shards);
+    let of_rank = (len / ranks) as u128 * len as u128 * batch as u128;
+    assert!((0..ranks).all(|rank| work.of_rank(rank) == of_rank));
+    assert_eq!(work.total(), 8 * of_rank);
+    assert_eq!(work.max_over_mean(), 1.0);
 }

@@ -1,4 +1,5 @@
-//! Schedules are proven by the checker, the checker by mutations, and the bytes by counting.
+//! The checker is applied to all schedules, and is itself tested with mutated schedules. Bytes are
+//! compared with an enumeration of rows.
 
 mod bytes;
 mod choice;
@@ -7,26 +8,32 @@ mod proof;
 
 use std::sync::Arc;
 
-use crate::{Coordinates, Layout, Mask, Needs, RowSet, mask, needs::samples};
+use crate::{Layout, Mask, Needs, RingShards, RowSet, mask, needs::samples};
 
 const LAYOUTS: [Layout; 3] = [Layout::Contiguous, Layout::Zigzag, Layout::Striped];
 
-/// Masks as users name them, for shards of `shard` rows.
+/// Common masks with their names, for shards of `shard` rows.
 fn masks(shard: u64) -> [(&'static str, Arc<dyn Mask>); 5] {
     [
         ("full", Arc::new(mask::Everything)),
         ("causal", Arc::new(mask::Causal::default())),
-        ("causal window", mask::and(Arc::new(mask::Causal::default()), Arc::new(mask::Window::new(Some(shard), None)))),
+        (
+            "causal window",
+            mask::and(
+                Arc::new(mask::Causal::default()),
+                Arc::new(mask::Window::new(Some(shard), None)),
+            ),
+        ),
         ("symmetric window", Arc::new(mask::Window::new(Some(shard), Some(shard)))),
         ("chunked causal", Arc::new(mask::ChunkedCausal { size: shard * 3 / 2 + 1 })),
     ]
 }
 
-fn needs(mask: &dyn Mask, coordinates: &Coordinates) -> Needs {
-    Needs::of_queries(mask, 1, 1, coordinates)
+fn needs(mask: &dyn Mask, shards: &RingShards) -> Needs {
+    Needs::of_queries(mask, 1, 1, shards)
 }
 
-/// Any subset for every (user, owner), the same in every run.
+/// A random subset of rows for every (user, owner), equal in every run.
 fn random_needs(ranks: usize, seed: u64) -> Needs {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut random = |below: u64| {

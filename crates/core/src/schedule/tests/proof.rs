@@ -1,25 +1,31 @@
-//! Every schedule that is built passes the checker: up to 64 ranks, every mask, layout and route, with and without gradients.
+//! Every schedule that is built passes the checker: up to 64 ranks, every mask, layout and route,
+//! with and without gradients.
 
 use proptest::prelude::*;
 
 use super::{LAYOUTS, masks, needs, random_needs, samples};
 use crate::{Group, Layout, Needs, Route, RowSet, Schedule, mask};
 
-fn prove_one(what: &str, needs: &Needs, route: Route, gradients: bool) -> Schedule {
+fn prove_one(name: &str, needs: &Needs, route: Route, gradients: bool) -> Schedule {
     let schedule = Schedule::build(needs, route, gradients);
     if let Err(violation) = schedule.check(needs, gradients) {
-        panic!("{what}, {route:?}, {} ranks, gradients {gradients}: {violation}", needs.held.len());
+        panic!("{name}, {route:?}, {} ranks, gradients {gradients}: {violation}", needs.held.len());
     }
     assert_eq!(schedule.route, route);
     assert_eq!(schedule.gradient_rows_sent() > 0, gradients && schedule.block_rows_sent() > 0);
     schedule
 }
 
-fn prove(what: &str, needs: &Needs) {
+fn prove(name: &str, needs: &Needs) {
     for route in Route::ALL {
-        let schedule = prove_one(what, needs, route, true);
-        // for many ranks the pass without gradients is proven by being the same without them
-        let forward = if needs.held.len() <= 16 { prove_one(what, needs, route, false) } else { Schedule::build(needs, route, false) };
+        let schedule = prove_one(name, needs, route, true);
+        // for many ranks, the forward pass is proven by equality with the backward pass without
+        // gradients
+        let forward = if needs.held.len() <= 16 {
+            prove_one(name, needs, route, false)
+        } else {
+            Schedule::build(needs, route, false)
+        };
         let mut without = schedule;
         without.steps.iter_mut().flatten().for_each(|step| step.after = Group::default());
         assert_eq!(without, forward);
@@ -34,27 +40,30 @@ fn prove_up_to_64_ranks(layout: &Layout) {
         }
         prove("packed", &needs(&mask::Everything, &samples::packed(len, 5, 2, layout, ranks)));
         // fewer rows than ranks
-        prove("causal", &needs(&mask::Causal::default(), &samples::plain(ranks / 2, layout, ranks)));
+        prove(
+            "causal",
+            &needs(&mask::Causal::default(), &samples::plain(ranks / 2, layout, ranks)),
+        );
     }
 }
 
 #[test]
-fn all_contiguous_schedules_of_up_to_64_ranks_are_right() {
+fn all_contiguous_schedules_of_up_to_64_ranks_are_correct() {
     prove_up_to_64_ranks(&Layout::Contiguous);
 }
 
 #[test]
-fn all_zigzag_schedules_of_up_to_64_ranks_are_right() {
+fn all_zigzag_schedules_of_up_to_64_ranks_are_correct() {
     prove_up_to_64_ranks(&Layout::Zigzag);
 }
 
 #[test]
-fn all_striped_schedules_of_up_to_64_ranks_are_right() {
+fn all_striped_schedules_of_up_to_64_ranks_are_correct() {
     prove_up_to_64_ranks(&Layout::Striped);
 }
 
 #[test]
-fn all_schedules_of_up_to_64_ranks_for_any_needs_are_right() {
+fn all_schedules_of_up_to_64_ranks_for_any_needs_are_correct() {
     for ranks in 1..=64 {
         prove("random", &random_needs(ranks, ranks as u64));
         prove("untrimmed", &Needs::everything(vec![3; ranks]));
@@ -62,11 +71,12 @@ fn all_schedules_of_up_to_64_ranks_for_any_needs_are_right() {
 }
 
 #[test]
-fn queries_travel_as_well_as_keys() {
+fn schedules_of_query_blocks_are_correct() {
     for ranks in [1, 2, 3, 8, 13] {
         for layout in &LAYOUTS {
             for (name, mask) in masks(4) {
-                let needs = Needs::of_keys(&*mask, 1, 1, &samples::plain(4 * ranks + 1, layout, ranks));
+                let needs =
+                    Needs::of_keys(&*mask, 1, 1, &samples::plain(4 * ranks + 1, layout, ranks));
                 prove(name, &needs);
             }
         }
@@ -74,9 +84,9 @@ fn queries_travel_as_well_as_keys() {
 }
 
 #[test]
-fn more_than_64_ranks_are_checked_too() {
-    let coordinates = samples::plain(140, &Layout::Zigzag, 70);
-    prove("causal", &needs(&mask::Causal::default(), &coordinates));
+fn more_than_64_ranks_are_checked() {
+    let shards = samples::plain(140, &Layout::Zigzag, 70);
+    prove("causal", &needs(&mask::Causal::default(), &shards));
 }
 
 #[test]
@@ -90,8 +100,9 @@ fn one_rank_sends_nothing() {
 }
 
 #[test]
-fn a_row_that_is_passed_on_gets_no_gradient_on_the_way() {
-    // the picture in `schedule/mod.rs`: rows a, b, c of rank 0; rank 1 needs a and b, rank 2 none, rank 3 b and c
+fn a_rank_that_only_forwards_a_row_adds_no_gradient() {
+    // the example in `schedule/mod.rs`: rank 0 owns a, b and c; rank 1 needs a and b, rank 3 b and
+    // c
     let mut rows = vec![vec![RowSet::new(); 4]; 4];
     rows[1][0] = std::iter::once(0..2).collect();
     rows[3][0] = std::iter::once(1..3).collect();
@@ -101,23 +112,30 @@ fn a_row_that_is_passed_on_gets_no_gradient_on_the_way() {
     let sent = |rank: usize, step: usize| {
         let step: &crate::Step = &schedule.steps[rank][step];
         let all = step.before.sends.iter().chain(&step.after.sends);
-        all.map(|message| format!("{:?} to {}: {:?}", message.channel, message.peer, message.rows.ranges())).collect::<Vec<_>>()
+        all.map(|message| {
+            format!("{:?} to {}: {:?}", message.channel, message.peer, message.rows.ranges())
+        })
+        .collect::<Vec<_>>()
     };
-    assert_eq!(sent(0, 0), ["Block to 1: [0..3]"]);
-    assert_eq!(sent(1, 1), ["Block to 2: [1..3]", "Travel to 2: [1..2]", "Home to 0: [0..1]"]);
-    assert_eq!(sent(2, 2), ["Block to 3: [1..3]", "Travel to 3: [1..2]"]);
-    assert_eq!(sent(3, 3), ["Home to 0: [1..3]"]);
+    assert_eq!(sent(0, 0), ["Kv to 1: [0..3]"]);
+    assert_eq!(
+        sent(1, 1),
+        ["Kv to 2: [1..3]", "PartialGrad to 2: [1..2]", "FinalGrad to 0: [0..1]"]
+    );
+    assert_eq!(sent(2, 2), ["Kv to 3: [1..3]", "PartialGrad to 3: [1..2]"]);
+    assert_eq!(sent(3, 3), ["FinalGrad to 0: [1..3]"]);
 }
 
 proptest! {
     #[test]
-    fn any_needs_make_a_right_schedule(ranks in 1usize..12, seed: u64) {
+    fn schedules_of_any_needs_are_correct(ranks in 1usize..12, seed: u64) {
         prove("random", &random_needs(ranks, seed));
     }
 
     #[test]
-    fn any_problem_makes_a_right_schedule(problem in samples::problems()) {
-        prove("problem", &Needs::of_queries(&problem.mask, problem.heads, problem.batch, &problem.coordinates));
-        prove("problem, keys", &Needs::of_keys(&problem.mask, problem.heads, problem.batch, &problem.coordinates));
+    fn schedules_of_any_problem_are_correct(problem in samples::problems()) {
+        let samples::Problem { mask, heads, batch, shards } = &problem;
+        prove("problem", &Needs::of_queries(mask, *heads, *batch, shards));
+        prove("problem, keys", &Needs::of_keys(mask, *heads, *batch, shards));
     }
 }

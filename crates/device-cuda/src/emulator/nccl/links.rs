@@ -1,13 +1,15 @@
-//! What the ranks of one communicator say to each other: over a socket for every pair of them, whether they are threads or processes of this machine.
+//! Connections between the ranks of one emulated communicator: a Unix socket per pair of ranks, for
+//! threads or processes of one machine.
 //!
 //! ```text
-//! sender's stream    ── offer: so many bytes ──▶    receiver's stream
-//!                    ◀────────── go ────────────
-//!                    ──────── the bytes ───────▶
+//! sender's stream    ── Offer: length ──▶    receiver's stream
+//!                    ◀──── Accept ──────
+//!                    ────── Data ──────▶
 //! ```
-//! So a message is read when both streams have come to it and no sooner: as late as NCCL may. A rank that leaves says so, as its peers learn nothing of
-//! that from NCCL; one whose process dies does not, and is lost. The sockets' names are abstract ones of Linux: they are in no folder, and gone with
-//! whoever held them. Nothing here waits, but for the last words of one who leaves.
+//! A message is read from memory when both streams have reached it: as late as NCCL may. A rank
+//! that leaves sends Leave, because with NCCL its peers get no error; a rank whose process dies
+//! does not, and counts as lost. Socket names are in Linux's abstract namespace: they are not in
+//! the file system and disappear with their owner. No call blocks, except a patient leave.
 
 use std::{
     collections::VecDeque,
@@ -20,17 +22,17 @@ use std::{
     time::Duration,
 };
 
-/// What communicators that belong together have in common.
+/// Identifier of a communicator, shared by its ranks.
 pub(super) type Token = [u8; 16];
 
-/// Last words are not waited for longer than this.
-const FAREWELL: Duration = Duration::from_secs(1);
-/// Bytes before the bytes of a word: which word, and how many bytes.
-const HEAD: usize = 9;
+/// Longest wait for pending frames when leaving: enough for any test's messages.
+const LEAVE_TIMEOUT: Duration = Duration::from_secs(1);
+/// Frame header: one byte of kind, eight bytes of length.
+const HEADER_BYTES: usize = 9;
 
-/// A token that nobody else has.
+/// Draws a unique token.
 pub(super) fn new_token() -> Token {
-    // keys of hashes are drawn by the system
+    // the system seeds the keys of RandomState
     let draw = || RandomState::new().build_hasher().finish();
     let mut token = Token::default();
     token[..8].copy_from_slice(&draw().to_ne_bytes());
@@ -39,50 +41,50 @@ pub(super) fn new_token() -> Token {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Word {
+enum Kind {
     Offer = 1,
-    Go = 2,
-    Bytes = 3,
-    Farewell = 4,
+    Accept = 2,
+    Data = 3,
+    Leave = 4,
 }
 
-/// How things are between all ranks.
+/// State of all connections of a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum State {
-    /// Some are not there yet.
-    Meeting,
-    Met,
-    /// Somebody's process has gone without a word.
+    /// Not all ranks are connected.
+    Connecting,
+    Connected,
+    /// A peer's process died.
     Lost,
 }
 
-/// One rank's sockets.
+/// Sockets of one rank.
 pub(super) struct Links {
     token: Token,
     rank: usize,
-    /// Until all have come.
+    /// Present until all ranks are connected.
     listener: Option<UnixListener>,
-    /// Who came, and has not said who it is.
-    strangers: Vec<UnixStream>,
-    /// By rank; none to itself.
+    /// Accepted sockets whose rank is not known yet.
+    unidentified: Vec<UnixStream>,
+    /// By rank; `None` for this rank.
     links: Vec<Option<Link>>,
 }
 
-/// What there is between two ranks.
+/// Connection to one peer.
 pub(super) struct Link {
     socket: UnixStream,
-    /// Not written yet.
+    /// Bytes to be written.
     out: VecDeque<u8>,
-    said: u64,
+    queued: u64,
     written: u64,
-    /// Not understood yet.
-    heard: Vec<u8>,
+    /// Bytes read, but not parsed.
+    received: Vec<u8>,
     end: Option<End>,
-    /// Messages that the peer would send: bytes.
+    /// Lengths of the messages that the peer has offered.
     pub(super) offers: VecDeque<usize>,
-    /// Messages that the peer would have.
-    pub(super) asked: usize,
-    /// Messages that have come.
+    /// Number of messages that the peer has accepted and that are not sent yet.
+    pub(super) accepted: usize,
+    /// Messages received.
     pub(super) messages: VecDeque<Vec<u8>>,
 }
 
@@ -93,61 +95,74 @@ enum End {
 }
 
 fn address(token: &Token, rank: usize) -> Result<SocketAddr> {
-    SocketAddr::from_abstract_name(format!("annulus-emulated-nccl-{:032x}-{rank}", u128::from_ne_bytes(*token)))
+    SocketAddr::from_abstract_name(format!(
+        "annulus-emulated-nccl-{:032x}-{rank}",
+        u128::from_ne_bytes(*token)
+    ))
 }
 
 impl Links {
-    /// Lets the others come.
+    /// Opens the listener of a rank.
     ///
     /// # Errors
-    /// The system's, if this rank is there already.
+    /// The system's error, if the rank exists already.
     pub(super) fn new(token: Token, rank: usize, ranks: usize) -> Result<Self> {
         let listener = UnixListener::bind_addr(&address(&token, rank)?)?;
         listener.set_nonblocking(true)?;
-        Ok(Self { token, rank, listener: Some(listener), strangers: Vec::new(), links: (0..ranks).map(|_| None).collect() })
+        Ok(Self {
+            token,
+            rank,
+            listener: Some(listener),
+            unidentified: Vec::new(),
+            links: (0..ranks).map(|_| None).collect(),
+        })
     }
 
-    /// The link to a peer, once they have met.
+    /// Connection to a peer, if there is one.
     pub(super) fn to(&mut self, peer: usize) -> Option<&mut Link> {
         self.links.get_mut(peer)?.as_mut()
     }
 
-    /// Meets who is there, hears and says what can be heard and said.
+    /// Connects to peers, reads and writes as far as possible without blocking.
     pub(super) fn poll(&mut self) -> State {
-        self.meet();
+        self.connect();
         let links = self.links.iter_mut().flatten();
         let lost = links.map(|link| link.poll()).filter(|end| *end == Some(End::Lost)).count();
         if lost > 0 {
             State::Lost
         } else if self.listener.is_some() {
-            State::Meeting
+            State::Connecting
         } else {
-            State::Met
+            State::Connected
         }
     }
 
-    /// A rank goes to those before it and waits for those after it.
-    fn meet(&mut self) {
+    /// Connects to lower ranks; accepts higher ranks.
+    fn connect(&mut self) {
         let Some(listener) = &self.listener else { return };
         for peer in (0..self.rank).filter(|&peer| self.links[peer].is_none()).collect::<Vec<_>>() {
-            let socket = address(&self.token, peer).and_then(|address| UnixStream::connect_addr(&address));
-            // it may come later
+            let socket =
+                address(&self.token, peer).and_then(|address| UnixStream::connect_addr(&address));
+            // on failure the peer is not there yet: retried at the next poll
             self.links[peer] = socket.ok().and_then(|socket| Link::new(socket, self.rank).ok());
         }
         while let Ok((socket, _)) = listener.accept() {
-            self.strangers.extend(socket.set_nonblocking(true).is_ok().then_some(socket));
+            self.unidentified.extend(socket.set_nonblocking(true).is_ok().then_some(socket));
         }
-        for mut socket in std::mem::take(&mut self.strangers) {
+        for mut socket in std::mem::take(&mut self.unidentified) {
             let mut name = [0; 8];
             match socket.read(&mut name) {
                 Ok(8) => {
                     let peer = usize::from_ne_bytes(name);
-                    if let Some(place @ None) = self.links.get_mut(peer).filter(|_| peer > self.rank) {
-                        *place = Some(Link::of(socket));
+                    if let Some(slot @ None) = self.links.get_mut(peer).filter(|_| peer > self.rank)
+                    {
+                        *slot = Some(Link::of(socket));
                     }
                 }
-                Err(error) if error.kind() == ErrorKind::WouldBlock => self.strangers.push(socket),
-                // it has gone
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    self.unidentified.push(socket)
+                }
+                // closed before it sent its rank
                 _ => {}
             }
         }
@@ -157,9 +172,9 @@ impl Links {
         }
     }
 
-    /// Says farewell to everybody; `patiently`: after all that was said before.
+    /// Sends Leave to all peers; `patiently` waits until earlier frames are written.
     pub(super) fn leave(&mut self, patiently: bool) {
-        self.meet();
+        self.connect();
         self.listener = None;
         for link in self.links.drain(..).flatten() {
             link.leave(patiently);
@@ -172,54 +187,54 @@ impl Link {
         Self {
             socket,
             out: VecDeque::new(),
-            said: 0,
+            queued: 0,
             written: 0,
-            heard: Vec::new(),
+            received: Vec::new(),
             end: None,
             offers: VecDeque::new(),
-            asked: 0,
+            accepted: 0,
             messages: VecDeque::new(),
         }
     }
 
-    /// To a peer that has not been told who comes.
+    /// Connects to a peer, sending this rank's number first.
     fn new(mut socket: UnixStream, rank: usize) -> Result<Self> {
-        // a new socket has room for a name
+        // the buffer of a new socket has room for the number
         socket.write_all(&rank.to_ne_bytes())?;
         socket.set_nonblocking(true)?;
         Ok(Self::of(socket))
     }
 
-    fn say(&mut self, word: Word, number: usize, bytes: &[u8]) -> u64 {
-        self.out.push_back(word as u8);
+    fn queue_frame(&mut self, kind: Kind, number: usize, bytes: &[u8]) -> u64 {
+        self.out.push_back(kind as u8);
         self.out.extend((number as u64).to_ne_bytes());
         self.out.extend(bytes);
-        self.said += (HEAD + bytes.len()) as u64;
-        self.said
+        self.queued += (HEADER_BYTES + bytes.len()) as u64;
+        self.queued
     }
 
-    /// Says that there is a message.
-    pub(super) fn offer(&mut self, bytes: usize) {
-        self.say(Word::Offer, bytes, &[]);
+    /// Announces a message of this length.
+    pub(super) fn start_all_gather(&mut self, bytes: usize) {
+        self.queue_frame(Kind::Offer, bytes, &[]);
     }
 
-    /// Asks for the first message that was offered and not asked for.
-    pub(super) fn go(&mut self) {
-        self.say(Word::Go, 0, &[]);
+    /// Accepts the peer's oldest offer.
+    pub(super) fn accept(&mut self) {
+        self.queue_frame(Kind::Accept, 0, &[]);
     }
 
-    /// Sends a message; [`Link::has_written`] knows when this has gone.
+    /// Queues a message. Returns a position for [`Link::has_written`].
     pub(super) fn send(&mut self, message: &[u8]) -> u64 {
-        self.say(Word::Bytes, message.len(), message)
+        self.queue_frame(Kind::Data, message.len(), message)
     }
 
-    /// Whether all that had been said by then has gone.
+    /// Returns true if all frames up to this position are written.
     pub(super) fn has_written(&self, by: u64) -> bool {
         self.written >= by
     }
 
     fn poll(&mut self) -> Option<End> {
-        self.hear();
+        self.read();
         self.write();
         self.end
     }
@@ -232,20 +247,20 @@ impl Link {
                     self.written += count as u64;
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                // no room; or nobody there, which is heard
+                // the socket is full, or closed, which the next read reports
                 Err(_) => return,
             }
         }
     }
 
-    fn hear(&mut self) {
-        let mut piece = [0; 1 << 16];
+    fn read(&mut self) {
+        let mut chunk = [0; 1 << 16];
         while self.end.is_none() {
-            match self.socket.read(&mut piece) {
+            match self.socket.read(&mut chunk) {
                 Ok(0) => self.end = Some(End::Lost),
                 Ok(count) => {
-                    self.heard.extend_from_slice(&piece[..count]);
-                    self.understand();
+                    self.received.extend_from_slice(&chunk[..count]);
+                    self.parse();
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return,
@@ -254,31 +269,36 @@ impl Link {
         }
     }
 
-    fn understand(&mut self) {
+    fn parse(&mut self) {
         let mut from = 0;
-        while let Some((&[word, ref number @ ..], rest)) = self.heard[from..].split_first_chunk::<HEAD>() {
+        while let Some((&[kind, ref number @ ..], rest)) =
+            self.received[from..].split_first_chunk::<HEADER_BYTES>()
+        {
             let number = usize::from_ne_bytes(*number);
             let mut length = 0;
-            match word {
-                word if word == Word::Offer as u8 => self.offers.push_back(number),
-                word if word == Word::Go as u8 => self.asked += 1,
-                word if word == Word::Bytes as u8 => {
+            match kind {
+                kind if kind == Kind::Offer as u8 => self.offers.push_back(number),
+                kind if kind == Kind::Accept as u8 => self.accepted += 1,
+                kind if kind == Kind::Data as u8 => {
                     let Some(message) = rest.get(..number) else { break };
                     self.messages.push_back(message.to_vec());
                     length = number;
                 }
-                word if word == Word::Farewell as u8 => self.end = Some(End::Left),
+                kind if kind == Kind::Leave as u8 => self.end = Some(End::Left),
                 _ => self.end = Some(End::Lost),
             }
-            from += HEAD + length;
+            from += HEADER_BYTES + length;
         }
-        self.heard.drain(..from);
+        self.received.drain(..from);
     }
 
     fn leave(mut self, patiently: bool) {
-        self.say(Word::Farewell, 0, &[]);
+        self.queue_frame(Kind::Leave, 0, &[]);
         if patiently && self.end.is_none() {
-            let ready = self.socket.set_nonblocking(false).and_then(|()| self.socket.set_write_timeout(Some(FAREWELL)));
+            let ready = self
+                .socket
+                .set_nonblocking(false)
+                .and_then(|()| self.socket.set_write_timeout(Some(LEAVE_TIMEOUT)));
             if ready.is_err() {
                 return;
             }
@@ -294,9 +314,18 @@ mod tests {
     fn three() -> [Links; 3] {
         let token = new_token();
         let mut links = [0, 1, 2].map(|rank| Links::new(token, rank, 3).unwrap());
-        // nobody has come; the second has met the first, the third both; then the first hears of both
-        assert_eq!([0, 1, 2, 0, 1].map(|rank| links[rank].poll()), [State::Meeting, State::Meeting, State::Met, State::Met, State::Met]);
-        assert!(links.iter_mut().all(|links| links.poll() == State::Met));
+        // in order: rank 0 finds no peer, rank 1 connects to 0, rank 2 to both; then 0 accepts both
+        assert_eq!(
+            [0, 1, 2, 0, 1].map(|rank| links[rank].poll()),
+            [
+                State::Connecting,
+                State::Connecting,
+                State::Connected,
+                State::Connected,
+                State::Connected
+            ]
+        );
+        assert!(links.iter_mut().all(|links| links.poll() == State::Connected));
         links
     }
 
@@ -305,8 +334,8 @@ mod tests {
         let [mut first, _second, mut third] = three();
         let message: Vec<u8> = (0..3_000_000u32).map(|number| (number % 251) as u8).collect();
         let end = first.to(2).unwrap().send(&message);
-        assert_eq!(first.poll(), State::Met);
-        // nobody has read, and no socket holds so much
+        assert_eq!(first.poll(), State::Connected);
+        // nothing was read yet, and a socket's buffer is smaller
         assert!(!first.to(2).unwrap().has_written(end));
         for _ in 0..1000 {
             first.poll();
@@ -317,23 +346,26 @@ mod tests {
     }
 
     #[test]
-    fn who_leaves_says_so_and_who_is_gone_is_lost() {
+    fn leaving_is_announced_and_a_dead_peer_is_lost() {
         let [mut first, mut second, third] = three();
-        second.to(0).unwrap().offer(7);
+        second.to(0).unwrap().start_all_gather(7);
         second.leave(true);
-        assert_eq!(first.poll(), State::Met);
+        assert_eq!(first.poll(), State::Connected);
         assert_eq!(first.to(1).unwrap().offers, [7]);
         drop(third);
         assert_eq!(first.poll(), State::Lost);
     }
 
     #[test]
-    fn a_rank_is_there_once() {
+    fn a_rank_exists_once() {
         let token = new_token();
         let first = Links::new(token, 0, 2).unwrap();
-        assert_eq!(Links::new(token, 0, 2).err().map(|error| error.kind()), Some(ErrorKind::AddrInUse));
+        assert_eq!(
+            Links::new(token, 0, 2).err().map(|error| error.kind()),
+            Some(ErrorKind::AddrInUse)
+        );
         drop(first);
-        // its name is gone with it
+        // its name was released
         Links::new(token, 0, 2).unwrap();
     }
 }

@@ -1,9 +1,11 @@
-//! NCCL's functions for ranks of this machine, threads or processes, each with an emulated device.
+//! Emulated NCCL for ranks of one machine, threads or processes, each with an emulated device.
 //!
-//! A group of sends and receives is one piece of work in its stream. It is done when all of its messages are: a message moves when both sides' streams
-//! have come to it, messages of one pair in the order in which they were posted ([`links`]). Nothing blocks: communicators are made, and groups are
-//! queued, only when somebody asks for the state, as a communicator that was asked not to block may do. A rank whose process dies is an error of every
-//! communicator that it was part of; one that aborts or destroys its own is not, as with the real one. A communicator's groups go into one stream.
+//! A group of sends and receives is one item of work in its stream, done when all of its messages
+//! are. A message moves when both streams have reached it; messages of one pair keep the order in
+//! which they were posted ([`links`]). Nothing blocks: communicators are initialized, and groups
+//! are queued, only when the state is queried, as a non-blocking communicator may do. The death of
+//! a rank's process is an error of each of its communicators; an abort or destroy by a rank is not,
+//! as with NCCL. A communicator's groups use one stream.
 
 mod links;
 
@@ -32,11 +34,11 @@ struct Communicator {
     ranks: c_int,
     rank: c_int,
     aborted: Arc<AtomicBool>,
-    /// Groups that are not in their stream yet: the state becomes good once they are.
-    ended: Mutex<Vec<(usize, Vec<Transfer>)>>,
+    /// Groups to be queued at the next query; the state is in progress until then.
+    posted: Mutex<Vec<(usize, Vec<Transfer>)>>,
 }
 
-/// One side of a message, and how far it is.
+/// One side of a message.
 struct Transfer {
     at: u64,
     bytes: usize,
@@ -47,11 +49,11 @@ struct Transfer {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Progress {
-    Waiting,
-    /// Offered to the peer, or asked of it.
-    Agreed,
-    /// Sent, and gone once so much has been written.
-    Leaving(u64),
+    Posted,
+    /// Offered to the peer, or its offer accepted.
+    Offered,
+    /// Queued for sending, done when the link has written up to this position.
+    Sending(u64),
     Done,
 }
 
@@ -61,7 +63,7 @@ thread_local! {
     static GROUP: RefCell<Option<Vec<Grouped>>> = const { RefCell::new(None) };
 }
 
-/// The emulated NCCL.
+/// Returns the emulated NCCL.
 pub fn nccl_symbols() -> NcclSymbols {
     NcclSymbols {
         version,
@@ -81,7 +83,7 @@ pub fn nccl_symbols() -> NcclSymbols {
 }
 
 unsafe extern "C" fn version(version: *mut c_int) -> Status {
-    // SAFETY: the caller gives a valid pointer.
+    // SAFETY: the caller passes a valid pointer.
     unsafe { *version = NcclSymbols::OLDEST };
     SUCCESS
 }
@@ -90,66 +92,87 @@ unsafe extern "C" fn unique_id(id: *mut UniqueId) -> Status {
     let mut bytes = [0; UniqueId::BYTES];
     let token = links::new_token();
     bytes[..token.len()].copy_from_slice(&token);
-    // SAFETY: the caller gives a valid pointer.
+    // SAFETY: the caller passes a valid pointer.
     unsafe { *id = UniqueId(bytes) };
     SUCCESS
 }
 
-unsafe extern "C" fn init_rank(made: *mut RawCommunicator, ranks: c_int, id: UniqueId, rank: c_int, _: *mut Config) -> Status {
-    let (Some(token), true) = (id.0.first_chunk(), (0..ranks).contains(&rank)) else { return INVALID_ARGUMENT };
-    let Ok(links) = Links::new(Token::clone(token), number(rank), number(ranks)) else { return SYSTEM_ERROR };
-    let communicator = Communicator { links: Arc::new(Mutex::new(links)), ranks, rank, aborted: Arc::default(), ended: Mutex::default() };
-    // SAFETY: the caller gives a valid pointer.
+unsafe extern "C" fn init_rank(
+    made: *mut RawCommunicator,
+    ranks: c_int,
+    id: UniqueId,
+    rank: c_int,
+    _: *mut Config,
+) -> Status {
+    let (Some(token), true) = (id.0.first_chunk(), (0..ranks).contains(&rank)) else {
+        return INVALID_ARGUMENT;
+    };
+    let Ok(links) = Links::new(Token::clone(token), number(rank), number(ranks)) else {
+        return SYSTEM_ERROR;
+    };
+    let communicator = Communicator {
+        links: Arc::new(Mutex::new(links)),
+        ranks,
+        rank,
+        aborted: Arc::default(),
+        posted: Mutex::default(),
+    };
+    // SAFETY: the caller passes a valid pointer.
     unsafe { *made = Box::into_raw(Box::new(communicator)).cast() };
     IN_PROGRESS
 }
 
-/// One that is not negative.
+/// Converts a number that is not negative.
 const fn number(of: c_int) -> usize {
     of.unsigned_abs() as usize
 }
 
 /// # Safety
-/// A communicator that is alive.
+/// The communicator is valid.
 unsafe fn of<'a>(communicator: RawCommunicator) -> &'a Communicator {
-    // SAFETY: as promised.
+    // SAFETY: as required of the caller.
     unsafe { &*communicator.cast::<Communicator>() }
 }
 
 unsafe extern "C" fn count(communicator: RawCommunicator, ranks: *mut c_int) -> Status {
-    // SAFETY: the caller gives a communicator and a valid pointer.
+    // SAFETY: the caller passes a communicator and a valid pointer.
     unsafe { *ranks = of(communicator).ranks };
     SUCCESS
 }
 
 unsafe extern "C" fn user_rank(communicator: RawCommunicator, rank: *mut c_int) -> Status {
-    // SAFETY: the caller gives a communicator and a valid pointer.
+    // SAFETY: the caller passes a communicator and a valid pointer.
     unsafe { *rank = of(communicator).rank };
     SUCCESS
 }
 
 unsafe extern "C" fn async_error(communicator: RawCommunicator, status: *mut Status) -> Status {
-    // SAFETY: the caller gives a communicator and a valid pointer.
+    // SAFETY: the caller passes a communicator and a valid pointer.
     let (communicator, status) = unsafe { (of(communicator), &mut *status) };
     let state = lock(&communicator.links).poll();
     if state == State::Lost {
         *status = REMOTE_ERROR;
         return SUCCESS;
     }
-    let ended = std::mem::take(&mut *lock(&communicator.ended));
-    *status = if state == State::Meeting || !ended.is_empty() { IN_PROGRESS } else { SUCCESS };
-    for (stream, mut transfers) in ended {
+    let posted = std::mem::take(&mut *lock(&communicator.posted));
+    *status = if state == State::Connecting || !posted.is_empty() { IN_PROGRESS } else { SUCCESS };
+    for (stream, mut transfers) in posted {
         let (links, aborted) = (Arc::clone(&communicator.links), Arc::clone(&communicator.aborted));
-        // SAFETY: the stream is alive as long as the communicator is used.
-        unsafe { push_until(stream as CUstream, move || advance(&mut lock(&links), &aborted, &mut transfers)) };
+        // SAFETY: the stream is valid while the communicator is used.
+        unsafe {
+            push_until(stream as CUstream, move || {
+                advance(&mut lock(&links), &aborted, &mut transfers)
+            })
+        };
     }
     SUCCESS
 }
 
-/// Moves what can be moved: whether all is done, and went well. What waits for a rank that is lost waits until it is aborted.
+/// Advances the transfers of a group. Returns `Some(success)` once all are done. Transfers with a
+/// lost rank never complete; the group ends when it is aborted.
 fn advance(links: &mut Links, aborted: &AtomicBool, transfers: &mut [Transfer]) -> Option<bool> {
     if aborted.load(Ordering::Acquire) {
-        // what was under way ends, with anything in it
+        // pending transfers end with undefined contents
         return Some(true);
     }
     links.poll();
@@ -158,36 +181,47 @@ fn advance(links: &mut Links, aborted: &AtomicBool, transfers: &mut [Transfer]) 
         let Some(link) = links.to(transfer.peer) else { continue };
         let first = !before.contains(&(transfer.peer, transfer.sends));
         match (transfer.progress, transfer.sends) {
-            (Progress::Waiting, true) => {
-                link.offer(transfer.bytes);
-                transfer.progress = Progress::Agreed;
+            (Progress::Posted, true) => {
+                link.start_all_gather(transfer.bytes);
+                transfer.progress = Progress::Offered;
             }
-            (Progress::Agreed, true) if first && link.asked > 0 => {
-                link.asked -= 1;
+            (Progress::Offered, true) if first && link.accepted > 0 => {
+                link.accepted -= 1;
                 // SAFETY: checked to be device memory, which is kept until the group is done.
-                let message = unsafe { std::slice::from_raw_parts(transfer.at as *const u8, transfer.bytes) };
-                transfer.progress = Progress::Leaving(link.send(message));
+                let message =
+                    unsafe { std::slice::from_raw_parts(transfer.at as *const u8, transfer.bytes) };
+                transfer.progress = Progress::Sending(link.send(message));
             }
-            (Progress::Leaving(by), _) if link.has_written(by) => transfer.progress = Progress::Done,
-            (Progress::Waiting, false) if first => match link.offers.pop_front() {
+            (Progress::Sending(by), _) if link.has_written(by) => {
+                transfer.progress = Progress::Done
+            }
+            (Progress::Posted, false) if first => match link.offers.pop_front() {
                 Some(offered) if offered != transfer.bytes => return Some(false),
                 Some(_) => {
-                    link.go();
-                    transfer.progress = Progress::Agreed;
+                    link.accept();
+                    transfer.progress = Progress::Offered;
                 }
                 None => {}
             },
-            (Progress::Agreed, false) if first => {
+            (Progress::Offered, false) if first => {
                 if let Some(message) = link.messages.pop_front() {
-                    // SAFETY: as long as what was offered, which is as long as this memory of the device, which is kept until the group is done.
-                    unsafe { std::ptr::copy_nonoverlapping(message.as_ptr(), transfer.at as *mut u8, message.len()) };
+                    // SAFETY: the message has the offered length, which is that of this device
+                    // memory; it is kept until the group is done.
+                    unsafe {
+                        std::ptr::copy_nonoverlapping(
+                            message.as_ptr(),
+                            transfer.at as *mut u8,
+                            message.len(),
+                        )
+                    };
                     transfer.progress = Progress::Done;
                 }
             }
             _ => {}
         }
-        // one that is leaving was asked for, and the next may be
-        if matches!(transfer.progress, Progress::Waiting | Progress::Agreed) {
+        // messages of one pair and direction keep their order: a pending one holds up later ones,
+        // unless it is already being sent
+        if matches!(transfer.progress, Progress::Posted | Progress::Offered) {
             before.push((transfer.peer, transfer.sends));
         }
     }
@@ -196,7 +230,7 @@ fn advance(links: &mut Links, aborted: &AtomicBool, transfers: &mut [Transfer]) 
 }
 
 unsafe extern "C" fn abort(communicator: RawCommunicator) -> Status {
-    // SAFETY: made by `init_rank`, given up once.
+    // SAFETY: created by `init_rank`, freed once.
     let communicator = unsafe { Box::from_raw(communicator.cast::<Communicator>()) };
     communicator.aborted.store(true, Ordering::Release);
     lock(&communicator.links).leave(false);
@@ -204,43 +238,56 @@ unsafe extern "C" fn abort(communicator: RawCommunicator) -> Status {
 }
 
 unsafe extern "C" fn destroy(communicator: RawCommunicator) -> Status {
-    // SAFETY: made by `init_rank`, given up once.
+    // SAFETY: created by `init_rank`, freed once.
     let communicator = unsafe { Box::from_raw(communicator.cast::<Communicator>()) };
     lock(&communicator.links).leave(true);
     SUCCESS
 }
 
 unsafe extern "C" fn group_start() -> Status {
-    GROUP.with_borrow_mut(|group| if group.replace(Vec::new()).is_none() { SUCCESS } else { INVALID_USAGE })
+    GROUP.with_borrow_mut(
+        |group| if group.replace(Vec::new()).is_none() { SUCCESS } else { INVALID_USAGE },
+    )
 }
 
 unsafe extern "C" fn group_end() -> Status {
     let Some(group) = GROUP.take() else { return INVALID_USAGE };
     let mut streams: Vec<(RawCommunicator, CUstream, Vec<Transfer>)> = Vec::new();
     for (communicator, stream, transfer) in group {
-        match streams.iter_mut().find(|known| (known.0, known.1) == (communicator, stream)) {
-            Some(known) => known.2.push(transfer),
+        match streams.iter_mut().find(|grouped| (grouped.0, grouped.1) == (communicator, stream)) {
+            Some(grouped) => grouped.2.push(transfer),
             None => streams.push((communicator, stream, vec![transfer])),
         }
     }
     for (communicator, stream, transfers) in streams {
-        // SAFETY: alive, as the caller used it in this group.
-        lock(&unsafe { of(communicator) }.ended).push((stream as usize, transfers));
+        // SAFETY: valid, because the caller used it in this group.
+        lock(&unsafe { of(communicator) }.posted).push((stream as usize, transfers));
     }
     IN_PROGRESS
 }
 
-fn transfer(at: u64, bytes: usize, peer: c_int, communicator: RawCommunicator, stream: CUstream, sends: bool) -> Status {
-    // SAFETY: the caller gives a communicator.
+fn transfer(
+    at: u64,
+    bytes: usize,
+    peer: c_int,
+    communicator: RawCommunicator,
+    stream: CUstream,
+    sends: bool,
+) -> Status {
+    // SAFETY: the caller passes a communicator.
     let &Communicator { ranks, rank, .. } = unsafe { of(communicator) };
-    // the emulator has no way from a rank to itself
+    // a send to the rank itself is not emulated
     if !is_device_memory(at, bytes) || !(0..ranks).contains(&peer) || peer == rank {
         return INVALID_ARGUMENT;
     }
     GROUP.with_borrow_mut(|group| {
-        // the emulator knows grouped transfers only
+        // transfers outside a group are not emulated
         let Some(group) = group else { return INVALID_USAGE };
-        group.push((communicator, stream, Transfer { at, bytes, peer: number(peer), sends, progress: Progress::Waiting }));
+        group.push((
+            communicator,
+            stream,
+            Transfer { at, bytes, peer: number(peer), sends, progress: Progress::Posted },
+        ));
         SUCCESS
     })
 }

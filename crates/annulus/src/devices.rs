@@ -1,0 +1,74 @@
+//! Ranks on GPUs: the backend for tensors in host memory, and the transport of its blocks, which are
+//! in device memory.
+//!
+//! | function | blocks travel |
+//! |---|---|
+//! | [`wgpu_rank`], [`cuda_rank`] | staged through host memory, over any host transport |
+//! | [`cuda_rank_over_nccl`] | from GPU to GPU; the host transport brings the ranks together |
+//! | [`cuda_rank_over_mpi`] | by MPI from device memory if the library takes it, else staged |
+
+use annulus_comm::Staged;
+#[cfg(feature = "cuda")]
+use annulus_core::Result;
+use annulus_core::{Backend, Host, OnHost, Transport};
+
+/// A backend and the transport of its blocks, as [`crate::Plan::new`] takes them.
+pub type Rank<B> = (B, Box<dyn Transport<<B as Backend>::Space>>);
+
+/// Makes a rank on a wgpu device.
+#[cfg(feature = "wgpu")]
+pub fn wgpu_rank<T: Transport<Host> + 'static>(
+    gpu: &annulus_wgpu::Gpu,
+    transport: T,
+) -> Rank<OnHost<annulus_wgpu::Wgpu>> {
+    let copier = annulus_wgpu::Copier::new(gpu.clone());
+    (annulus_wgpu::Wgpu::on_host(gpu.clone()), Box::new(Staged::new(transport, copier)))
+}
+
+/// Makes a rank on an NVIDIA GPU, its blocks staged through pinned host memory.
+///
+/// # Errors
+/// [`crate::Error::Device`], [`crate::Error::OutOfMemory`].
+#[cfg(feature = "cuda")]
+pub fn cuda_rank<T: Transport<Host> + 'static>(
+    cuda: annulus_cuda::Cuda,
+    transport: T,
+) -> Result<Rank<OnHost<annulus_cuda::Cuda>>> {
+    let copier = annulus_cuda::device::CudaCopier::new(cuda.stream().device())?;
+    Ok((cuda.on_host(), Box::new(Staged::new(transport, copier))))
+}
+
+/// Makes a rank on an NVIDIA GPU, its blocks sent by NCCL. Every rank needs a GPU of its own.
+///
+/// # Ordering
+/// Collective over the ranks of `transport`, for at most `deadline`.
+///
+/// # Errors
+/// As [`annulus_comm::nccl::Nccl::open`].
+#[cfg(feature = "nccl")]
+pub fn cuda_rank_over_nccl<T: Transport<Host> + 'static>(
+    cuda: annulus_cuda::Cuda,
+    transport: T,
+    deadline: std::time::Duration,
+) -> Result<Rank<OnHost<annulus_cuda::Cuda>>> {
+    let nccl = annulus_comm::nccl::Nccl::open(transport, cuda.stream().device(), deadline)?;
+    Ok((cuda.on_host(), Box::new(nccl)))
+}
+
+/// Makes a rank on an NVIDIA GPU over MPI. Returns true beside it if MPI reads and writes device
+/// memory; see [`annulus_comm::mpi::GpuAwareness`] for how that is decided.
+///
+/// # Errors
+/// As [`annulus_comm::mpi::DeviceMpi::new`] and [`annulus_comm::mpi::GpuAwareness::decides`].
+#[cfg(all(feature = "cuda", feature = "mpi"))]
+pub fn cuda_rank_over_mpi(
+    cuda: annulus_cuda::Cuda,
+    transport: annulus_comm::mpi::Mpi,
+) -> Result<(Rank<OnHost<annulus_cuda::Cuda>>, bool)> {
+    use annulus_comm::mpi::{DeviceMpi, GpuAwareness};
+    if !GpuAwareness::of_library().decides()? {
+        return Ok((cuda_rank(cuda, transport)?, false));
+    }
+    let device = DeviceMpi::new(transport, cuda.stream().device())?;
+    Ok(((cuda.on_host(), Box::new(device)), true))
+}

@@ -1,0 +1,174 @@
+//! `forward_into` and `backward_into` write the caller's tensors, whatever their strides and the
+//! layout, and the same bits as the calls that return new tensors.
+
+use annulus::{
+    Attention, BackwardViewMut, Dims, Error, ForwardView, ForwardViewMut, Layout, SinkShape,
+    Tensors,
+    ndarray::{Array2, Array3, Array4, ArrayView4},
+};
+
+const LEN: usize = 60;
+
+fn tensor(heads: usize, step: f64) -> Array4<f64> {
+    Array4::from_shape_fn((2, LEN, heads, 8), |(b, i, h, c)| {
+        (step * (b * 97 + i * 31 + h * 7 + c) as f64).sin()
+    })
+}
+
+/// The same tensor, `[batch, heads, len, dim]` in memory.
+fn by_head(tensor: &Array4<f64>) -> Array4<f64> {
+    tensor.view().permuted_axes([0, 2, 1, 3]).as_standard_layout().into_owned()
+}
+
+fn view(by_head: &Array4<f64>) -> ArrayView4<'_, f64> {
+    by_head.view().permuted_axes([0, 2, 1, 3])
+}
+
+#[test]
+fn the_callers_tensors_get_the_bits_of_new_ones() {
+    let (q, k, v) = (tensor(4, 0.3), tensor(2, 0.7), tensor(2, 1.1));
+    let dout = tensor(4, 0.9);
+    let sinks = Array2::from_elem((4, 1), 0.2);
+    for (unnormalized, bias_rows) in [(false, 1), (false, LEN), (true, LEN)] {
+        let bias = Array4::from_shape_fn((1, 4, bias_rows, LEN), |(_, h, i, j)| {
+            ((h + i + 2 * j) as f64).cos()
+        });
+        for (layout, ranks) in [
+            (Layout::Contiguous, 1),
+            (Layout::Contiguous, 3),
+            (Layout::Zigzag, 3),
+            (Layout::Striped, 4),
+        ] {
+            let mut ring = Attention::new()
+                .dtype(annulus::DType::F64)
+                .causal(true)
+                .bias([1, 4, bias_rows, LEN])
+                .softmax_aux(SinkShape::per_head(1))
+                .unnormalized(unnormalized)
+                .layout(layout.clone())
+                .local_ring(Dims::new(2, LEN, 4, 8).kv_heads(2), ranks)
+                .unwrap();
+            let tensors = Tensors::new(q.view(), k.view(), v.view())
+                .with_bias(bias.view())
+                .with_softmax_aux(sinks.view());
+            let new = ring.forward(&tensors).unwrap();
+            let new_gradients = ring.backward(&tensors, &new, dout.view(), None).unwrap();
+
+            // every tensor in another order in memory, filled with what must not matter
+            let [q, k, v] = [&q, &k, &v].map(by_head);
+            let strided = Tensors::new(view(&q), view(&k), view(&v))
+                .with_bias(bias.view())
+                .with_softmax_aux(sinks.view());
+            let junk = |of: &Array4<f64>| Array4::from_elem(of.raw_dim(), f64::NAN);
+            let mut out = junk(&q);
+            let statistics = || Array3::from_elem((2, 4, LEN), f64::NAN);
+            let (mut lse, mut max, mut sum, mut ties) =
+                (statistics(), statistics(), statistics(), statistics());
+            let reports = ring
+                .forward_into(
+                    &strided,
+                    ForwardViewMut {
+                        out: out.view_mut().permuted_axes([0, 2, 1, 3]),
+                        lse: lse.view_mut(),
+                        max: unnormalized.then(|| max.view_mut()),
+                        sum: unnormalized.then(|| sum.view_mut()),
+                        ties: unnormalized.then(|| ties.view_mut()),
+                    },
+                )
+                .unwrap();
+            assert_eq!(reports.len(), ranks);
+            assert_eq!((view(&out), &lse), (new.out.view(), &new.lse), "{layout:?}");
+            if unnormalized {
+                assert_eq!((Some(&max), Some(&sum)), (new.max.as_ref(), new.sum.as_ref()));
+            }
+            let (mut dq, mut dk, mut dv) = (junk(&q), junk(&k), junk(&v));
+            let mut dbias = Array4::from_elem(bias.raw_dim(), f64::NAN);
+            let mut dsinks = Array2::from_elem((4, 1), f64::NAN);
+            let forward = ForwardView {
+                out: view(&out),
+                lse: lse.view(),
+                max: unnormalized.then(|| max.view()),
+                ties: unnormalized.then(|| ties.view()),
+            };
+            let gradients = BackwardViewMut {
+                dq: dq.view_mut().permuted_axes([0, 2, 1, 3]),
+                dk: dk.view_mut().permuted_axes([0, 2, 1, 3]),
+                dv: dv.view_mut().permuted_axes([0, 2, 1, 3]),
+                dbias: Some(dbias.view_mut()),
+                dsoftmax_aux: Some(dsinks.view_mut()),
+            };
+            ring.backward_into(&strided, &forward, dout.view(), None, gradients).unwrap();
+            assert_eq!(view(&dq), new_gradients.dq, "{layout:?} on {ranks}");
+            assert_eq!(view(&dk), new_gradients.dk);
+            assert_eq!(view(&dv), new_gradients.dv);
+            assert_eq!(Some(dbias), new_gradients.dbias);
+            assert_eq!(Some(dsinks), new_gradients.dsoftmax_aux);
+        }
+    }
+}
+
+#[test]
+fn outputs_that_do_not_fit_are_refused_by_name_and_the_ring_lives() {
+    let x = tensor(2, 0.3);
+    let tensors = Tensors::new(x.view(), x.view(), x.view());
+    let mut ring =
+        Attention::new().dtype(annulus::DType::F64).local_ring(Dims::new(2, LEN, 2, 8), 2).unwrap();
+    let mut good = ring.forward(&tensors).unwrap();
+    let mut short = Array4::zeros((2, LEN - 1, 2, 8));
+    let outputs = ForwardViewMut { out: short.view_mut(), ..good.view_mut() };
+    let refused = |error: Error, name: &str| {
+        assert!(
+            matches!(&error, Error::InvalidArgument { argument, .. } if argument == name),
+            "{error}"
+        );
+    };
+    refused(ring.forward_into(&tensors, outputs).unwrap_err(), "out");
+    let mut extra = good.lse.clone();
+    let outputs = ForwardViewMut { max: Some(extra.view_mut()), ..good.view_mut() };
+    refused(ring.forward_into(&tensors, outputs).unwrap_err(), "max");
+    assert!(ring.forward(&tensors).is_ok());
+}
+
+#[test]
+fn what_a_plan_would_ignore_is_refused() {
+    let dims = Dims::new(1, 8, 1, 4);
+    let name = |attention: Attention| match attention.local_ring(dims, 2) {
+        Err(Error::InvalidArgument { argument, .. }) => argument,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(name(Attention::new().attention_sink_size(2)), "attention_sink_size");
+    assert_eq!(name(Attention::new().local_gradients(true)), "local_gradients");
+    assert_eq!(name(Attention::new().threads(0)), "threads");
+    let own = annulus::LocalRing::with_backends(&Attention::new().threads(2), dims, 2, |_| {
+        annulus::Cpu::new(1)
+    });
+    assert!(matches!(own, Err(Error::InvalidArgument { argument, .. }) if argument == "threads"));
+}
+
+#[test]
+fn a_prefix_is_exempt_from_the_causal_mask() {
+    let x = tensor(1, 0.3);
+    let tensors = Tensors::new(x.view(), x.view(), x.view());
+    let lse = |attention: Attention| {
+        let mut ring =
+            attention.dtype(annulus::DType::F64).local_ring(Dims::new(2, LEN, 1, 8), 2).unwrap();
+        ring.forward(&tensors).unwrap().lse
+    };
+    let prefix = lse(Attention::new().prefix_len(10));
+    assert_eq!(lse(Attention::new().prefix_len(10).causal(true)), prefix);
+    assert_ne!(lse(Attention::new().causal(true)), prefix);
+}
+
+#[test]
+fn a_ring_displays_what_it_does() {
+    let ring = Attention::new()
+        .causal(true)
+        .layout(Layout::Zigzag)
+        .local_ring(Dims::new(1, 1024, 2, 16), 4)
+        .unwrap();
+    assert_eq!(
+        ring.to_string(),
+        "Causal { offset: 0 }, 4 ranks, zigzag, RelayDown, 3 hops, 192.0 KiB sent forward, \
+         384.0 KiB backward"
+    );
+}

@@ -1,0 +1,156 @@
+//! Prologue of the backward pass: row statistics from out, lse, dout and dlse.
+//!
+//! See `workspace/statistics.rs` for their definitions.
+
+use annulus_core::{BackwardInputs, BackwardMode, Element, Host, Result};
+use ndarray::ArrayView4;
+
+use crate::{
+    simd::{
+        dispatch::{ArrayKernel, IsaToken, Real},
+        float::Float,
+    },
+    threads::team::Team,
+    tile::input::{Acc, Input, Source, array},
+    workspace::{
+        state::{DqLayout, State, Summed},
+        statistics::RowStatistics,
+    },
+};
+
+/// Computes the row statistics and zeroes all accumulators.
+pub(crate) fn begin<E: Input<Accumulator: Summed>>(
+    team: &Team,
+    state: &mut State<Acc<E>>,
+    inputs: &BackwardInputs<'_, Host>,
+    mode: BackwardMode,
+) -> Result<()> {
+    state.dq_layout = match mode {
+        BackwardMode::OnePass => DqLayout::Rows,
+        BackwardMode::TwoPass => DqLayout::Strips,
+    };
+    state.in_place = false;
+    let State { shard, geometry, blocks, scratch, statistics, bias_gradient, .. } = state;
+    team.run(scratch, blocks.iter_mut(), None, |_, block, _| block.sums.fill(Acc::<E>::ZERO));
+    bias_gradient.iter_mut().for_each(|gradient| gradient.clear());
+    let rows = StatisticsInputs::<E> {
+        token: geometry.token,
+        out: array("out", inputs.out)?,
+        dout: array("dout", inputs.dout)?,
+        lse: array("lse", inputs.lse)?,
+        dlse: inputs.dlse.map(|dlse| array("dlse", dlse)).transpose()?,
+        max: inputs.max.map(|max| array("max", max)).transpose()?,
+        ties: inputs.ties.map(|ties| array("ties", ties)).transpose()?,
+        normalize: shard.spec.normalize,
+    };
+    let (len, heads) = (statistics.rows.max(1), shard.spec.dims.q_heads);
+    let RowStatistics { lse, max, delta, share, .. } = statistics;
+    let mut optional = (max.chunks_mut(len), share.chunks_mut(len));
+    let lines = lse.chunks_mut(len).zip(delta.chunks_mut(len)).enumerate();
+    let lines = lines.map(|(line, (lse, delta))| {
+        let (max, share) =
+            (optional.0.next().unwrap_or_default(), optional.1.next().unwrap_or_default());
+        (line, StatisticsRow { lse, delta, max, share })
+    });
+    team.run(scratch, lines, None, |_, (line, mut into), _| {
+        rows.fill(line / heads, line % heads, &mut into)
+    });
+    Ok(())
+}
+
+/// Row statistics of one batch row and head. `max` and `share` are empty if the output is
+/// normalised.
+struct StatisticsRow<'a, A> {
+    lse: &'a mut [A],
+    delta: &'a mut [A],
+    max: &'a mut [A],
+    share: &'a mut [A],
+}
+
+/// Inputs of the row statistics.
+struct StatisticsInputs<'a, E: Input> {
+    token: IsaToken,
+    out: ArrayView4<'a, E>,
+    dout: ArrayView4<'a, E>,
+    lse: ArrayView4<'a, Acc<E>>,
+    dlse: Option<ArrayView4<'a, Acc<E>>>,
+    max: Option<ArrayView4<'a, Acc<E>>>,
+    ties: Option<ArrayView4<'a, Acc<E>>>,
+    normalize: bool,
+}
+
+impl<E: Input> StatisticsInputs<'_, E> {
+    /// Computes the statistics of one batch row and head.
+    fn fill(&self, batch: usize, head: usize, into: &mut StatisticsRow<'_, Acc<E>>) {
+        let (out, dout) = (Source::tensor(self.out), Source::tensor(self.dout));
+        for row in 0..into.lse.len() {
+            let at = [batch, head, row, 0];
+            let of =
+                |view: Option<ArrayView4<'_, Acc<E>>>| view.map_or(0.0, |view| view[at].to_f64());
+            let lse = self.lse[at];
+            into.lse[row] = lse;
+            // an empty row has no gradient, whatever dout and dlse are
+            let empty = lse == -Acc::<E>::INFINITY;
+            let product =
+                if empty { 0.0 } else { dot(self.token, &out, &dout, [batch, row, head]) };
+            let dlse = if empty { 0.0 } else { of(self.dlse) };
+            if self.normalize {
+                into.delta[row] = Acc::<E>::from_f64(product - dlse);
+            } else {
+                into.max[row] = Acc::<E>::from_f64(of(self.max));
+                into.delta[row] = Acc::<E>::from_f64(-dlse);
+                into.share[row] =
+                    Acc::<E>::from_f64(if empty { 0.0 } else { product / of(self.ties) });
+            }
+        }
+    }
+}
+
+/// Computes ⟨a, b⟩ of one row with eight partial sums, in the same order for every memory layout.
+fn dot<E: Input>(
+    token: IsaToken,
+    a: &Source<'_, E>,
+    b: &Source<'_, E>,
+    [batch, row, head]: [usize; 3],
+) -> f64 {
+    let (a, b) = (a.vector(batch, row, head), b.vector(batch, row, head));
+    if let (Some(a), Some(b)) = (a.to_slice(), b.to_slice()) {
+        return Acc::<E>::run(token, 1, Dot { a, b });
+    }
+    let mut sums = [0.0; PARTIAL_SUMS];
+    for (i, (a, b)) in a.iter().zip(b).enumerate() {
+        sums[i % PARTIAL_SUMS] += a.to_f64() * b.to_f64();
+    }
+    sums.iter().sum()
+}
+
+/// Partial sums of a [`Dot`]: one 64-byte vector of f64.
+const PARTIAL_SUMS: usize = 8;
+
+/// Computes ⟨a, b⟩ of contiguous elements.
+struct Dot<'a, E> {
+    a: &'a [E],
+    b: &'a [E],
+}
+
+impl<E: Input> ArrayKernel for Dot<'_, E> {
+    type Output = f64;
+
+    #[inline(always)]
+    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(
+        self,
+    ) -> f64 {
+        let ((a, a_rest), (b, b_rest)) =
+            (self.a.as_chunks::<PARTIAL_SUMS>(), self.b.as_chunks::<PARTIAL_SUMS>());
+        let mut sums = [0.0; PARTIAL_SUMS];
+        for (a, b) in a.iter().zip(b) {
+            for i in 0..PARTIAL_SUMS {
+                sums[i] += a[i].widen().to_f64() * b[i].widen().to_f64();
+            }
+        }
+        for (i, (a, b)) in a_rest.iter().zip(b_rest).enumerate() {
+            sums[i] += a.to_f64() * b.to_f64();
+        }
+        sums.iter().sum()
+    }
+}

@@ -1,0 +1,365 @@
+//! dk and dv of one block of keys.
+//!
+//! ```text
+//! for each task (batch row, KV head, range of keys):                         parallel
+//!     for each tile of 64 queries that attend to some of them, and each query head of the KV head:
+//!         for each strip of keys:
+//!             S = Q·Kᵀ, epilogue     dP = dO·Vᵀ     dS and P     dVᵀ += dOᵀ·P     dKᵀ += Qᵀ·dS
+//! ```
+//! The mirror image of `backward_dq`: keys lie in lanes, queries are the rows. A task owns the
+//! gradients of its keys, so that they are not reduced across threads. Terms are summed from late
+//! queries to early ones.
+//!
+//! # Source
+//! Dao et al. 2022, algorithm 4.
+
+use std::{
+    ops::Range,
+    sync::{Mutex, PoisonError},
+};
+
+use annulus_core::{BiasOrder, Element, RowLayout, Tick, Visibility};
+
+use crate::{
+    backward::{
+        ds::{Operands, apply_soft_cap_slope, score_gradients},
+        reduction::{KeyTask, TaskReduction},
+    },
+    simd::{dispatch::Real, float::Float},
+    threads::team::{Team, Ticker},
+    tile::{
+        bf16_pairs::interleave_rows,
+        coord::TileCoord,
+        gemm::gemm_tn,
+        geometry::{Geometry, Strip},
+        input::{Acc, Input, Source},
+        pack::{each_lane, pack_lanes},
+        prefetch::PrefetchRows,
+        scores::Scores,
+        tile_mask::{LaneAxis, TILE},
+    },
+    workspace::{
+        query_tiles::QueryTileCache,
+        records::QueryRecord,
+        scratch::Scratch,
+        state::Summed,
+        statistics::{RowStatistics, TileStatistics},
+    },
+};
+
+/// Source of row statistics: this rank's, or received records.
+pub(super) enum QueryStatisticsSource<'a, A> {
+    Local(&'a RowStatistics<A>),
+    Received { bytes: &'a [u8], record: QueryRecord },
+}
+
+impl<A: Real> QueryStatisticsSource<'_, A> {
+    /// Loads the statistics of rows `rows` of one batch row and head.
+    fn load(&self, line: usize, rows: Range<usize>, into: &mut TileStatistics<A>) {
+        match self {
+            Self::Local(statistics) => statistics.load(line, rows, into),
+            Self::Received { bytes, record } => {
+                rows.enumerate()
+                    .for_each(|(index, row)| into.set(index, record.statistics(bytes, row, line)));
+            }
+        }
+    }
+}
+
+/// Inputs that all tasks of a pass over keys read.
+pub(crate) struct DkvPass<'a, E: Input> {
+    pub(crate) geometry: &'a Geometry,
+    pub(crate) k_rows: usize,
+    pub(crate) visibility: Visibility<'a>,
+    pub(super) query_tiles: &'a QueryTileCache,
+    pub(super) scores: Scores<'a, Acc<E>>,
+    pub(crate) k: Source<'a, E>,
+    pub(super) v: Source<'a, E>,
+    pub(super) q: Source<'a, E>,
+    pub(super) dout: Source<'a, E>,
+    pub(super) statistics: QueryStatisticsSource<'a, Acc<E>>,
+    pub(super) gradient_row_layout: RowLayout,
+    /// True if results are added to the records, false if they overwrite them.
+    pub(super) add: bool,
+}
+
+impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
+    /// Runs all tasks of the pass.
+    pub(super) fn run(
+        &self,
+        team: &Team,
+        scratch: &mut [Scratch<Acc<E>>],
+        sums: &mut [Acc<E>],
+        tick: Tick<'_>,
+    ) {
+        let (batch, kv_heads) = (self.geometry.dims.batch, self.geometry.dims.kv_heads);
+        let len = self.visibility.keys.len();
+        // early keys first: they are the long tasks under a causal mask
+        let tasks = (0..len).step_by(self.k_rows).flat_map(move |first| {
+            let keys = first..len.min(first + self.k_rows);
+            (0..batch * kv_heads).map(move |plane| KeyTask {
+                batch: plane / kv_heads,
+                kv_head: plane % kv_heads,
+                keys: keys.clone(),
+            })
+        });
+        // tasks write disjoint elements of the same records, under a lock held once per task
+        let sums = Mutex::new(sums);
+        team.run(scratch, tasks, Some(tick), |scratch, task, ticker| {
+            self.accumulate(scratch, &task, None, ticker);
+            self.write(scratch, &task, &mut sums.lock().unwrap_or_else(PoisonError::into_inner));
+        });
+    }
+
+    /// Accumulates dk and dv of a task's keys in strips and, with `reduction`, adds to dq and
+    /// dbias.
+    pub(crate) fn accumulate(
+        &self,
+        scratch: &mut Scratch<Acc<E>>,
+        task: &KeyTask,
+        reduction: Option<&TaskReduction<'_, Acc<E>>>,
+        ticker: &mut Ticker<'_>,
+    ) {
+        scratch.filled.fill(false);
+        scratch.sums_head.fill(Acc::<E>::ZERO);
+        scratch.sums_value.fill(Acc::<E>::ZERO);
+        scratch.sums_bias.fill(Acc::<E>::ZERO);
+        let tiles = self.visibility.queries.len().div_ceil(TILE);
+        for (round, heads) in self.heads_with_one_mask(task.kv_head).enumerate() {
+            for queries in self
+                .query_tiles
+                .hulls
+                .query_tiles(task.batch, heads.start, self.visibility.keys, task.keys.clone())
+                .rev()
+            {
+                let step = (round + 1) * tiles - 1 - queries.start / TILE;
+                if ticker.should_stop()
+                    || reduction.is_some_and(|reduction| !reduction.wait_for_step(step, ticker))
+                {
+                    return;
+                }
+                let lines = 2 * TILE + self.geometry.head_rows() + self.geometry.value_rows();
+                scratch.prefetcher.spread(self.geometry.strips(task.keys.len()).len(), lines);
+                for head in heads.clone() {
+                    // a guess: usually the adjacent tile is next
+                    let next = queries.start.saturating_sub(TILE)..queries.start;
+                    scratch.prefetcher.rows =
+                        if head + 1 < heads.end { queries.clone() } else { next };
+                    let prefetch_head = if head + 1 < heads.end { head + 1 } else { heads.start };
+                    self.accumulate_queries(
+                        scratch,
+                        task,
+                        (head, prefetch_head),
+                        &queries,
+                        reduction,
+                    );
+                }
+            }
+        }
+    }
+
+    /// Iterates over the query heads of a group: all at once if they have the same mask, else one
+    /// by one.
+    fn heads_with_one_mask(&self, kv_head: usize) -> impl Iterator<Item = Range<usize>> + use<E> {
+        let heads = self.geometry.heads(kv_head);
+        let step = if self.visibility.per_head() { 1 } else { heads.len() };
+        heads.clone().step_by(step).map(move |first| first..first + step)
+    }
+
+    /// Processes one tile of queries of one head for all strips of keys. `prefetch_head` is the
+    /// head of the queries that are prefetched meanwhile.
+    fn accumulate_queries(
+        &self,
+        scratch: &mut Scratch<Acc<E>>,
+        task: &KeyTask,
+        (head, prefetch_head): (usize, usize),
+        queries: &Range<usize>,
+        reduction: Option<&TaskReduction<'_, Acc<E>>>,
+    ) {
+        let token = self.geometry.token;
+        let tile = self.query_tiles.tile(task.batch, head, queries.start);
+        let mut filled = false;
+        // first key of the 64-key tile whose dS is being assembled
+        let mut open_tile = None;
+        for (index, strip) in self.geometry.strips(task.keys.len()).enumerate() {
+            let tile_start = strip.rows.start / TILE * TILE;
+            if let (Some(reduction), Some(before)) =
+                (reduction, open_tile.take_if(|before| *before != tile_start))
+            {
+                reduction.accumulate_dq(scratch, head, task, before, queries);
+            }
+            let keys = task.keys.start + strip.rows.start..task.keys.start + strip.rows.end;
+            let Scratch { tile_mask, bits, .. } = scratch;
+            if !tile_mask.classify(LaneAxis::Keys, &self.visibility, tile, keys.clone(), bits) {
+                continue;
+            }
+            if !std::mem::replace(&mut filled, true) {
+                scratch.rows_head.fill(token, &self.q, task.batch, head, queries.clone());
+                scratch.rows_value.fill(token, &self.dout, task.batch, head, queries.clone());
+                let line = task.batch * self.geometry.dims.q_heads + head;
+                self.statistics.load(line, queries.clone(), &mut scratch.statistics);
+            }
+            let Strip { vectors, width, .. } = strip;
+            let (batch, queries) = (task.batch, queries.clone());
+            let coord = TileCoord {
+                batch,
+                head,
+                queries,
+                keys,
+                lane_axis: LaneAxis::Keys,
+                strip: index,
+                vectors,
+                width,
+            };
+            if reduction.is_some() && open_tile.replace(tile_start).is_none() {
+                scratch.ds_tile.clear();
+            }
+            self.accumulate_tile(
+                scratch,
+                task,
+                (&coord, prefetch_head),
+                reduction.map(|reduction| (reduction, strip.rows.start)),
+            );
+        }
+        if let (Some(reduction), Some(before)) = (reduction, open_tile) {
+            reduction.accumulate_dq(scratch, head, task, before, queries);
+        }
+    }
+
+    /// Processes one tile. With a reduction, the second element is the tile's first key, as an
+    /// index into the task.
+    fn accumulate_tile(
+        &self,
+        scratch: &mut Scratch<Acc<E>>,
+        task: &KeyTask,
+        (coord, prefetch_head): (&TileCoord, usize),
+        reduction: Option<(&TaskReduction<'_, Acc<E>>, usize)>,
+    ) {
+        let geometry = self.geometry;
+        let (head_dim, value_dim) = (
+            geometry.packed_rows(geometry.dims.head_dim),
+            geometry.packed_rows(geometry.dims.value_dim),
+        );
+        let Scratch {
+            rows_head,
+            rows_value,
+            lanes_head,
+            lanes_value,
+            sums_head,
+            sums_value,
+            tiles,
+            statistics,
+            ..
+        } = scratch;
+        let Scratch { tile_mask, filled, ds_tile, sums_bias, prefetcher, .. } = scratch;
+        let k_strip = &mut lanes_head[geometry.strip_range(coord, head_dim)];
+        let v_strip = &mut lanes_value[geometry.strip_range(coord, value_dim)];
+        if !std::mem::replace(&mut filled[coord.strip], true) {
+            pack_lanes(
+                geometry.token,
+                &self.k,
+                (coord.batch, task.kv_head),
+                coord.keys.clone(),
+                coord.width,
+                k_strip,
+                geometry.bf16_pairs,
+            );
+            pack_lanes(
+                geometry.token,
+                &self.v,
+                (coord.batch, task.kv_head),
+                coord.keys.clone(),
+                coord.width,
+                v_strip,
+                geometry.bf16_pairs,
+            );
+        }
+        let operands = Operands { s: (rows_head, k_strip), dp: (rows_value, v_strip) };
+        let [q, dout] = [&self.q, &self.dout]
+            .map(|source| PrefetchRows::of(source.plane(task.batch, prefetch_head)));
+        let mut cursor = prefetcher.cursor([q, dout], PrefetchRows::default());
+        score_gradients(&self.scores, coord, tile_mask, operands, statistics, tiles, &mut cursor);
+        let span = coord.span(tile_mask.rows());
+        // a bias before the soft cap has the gradient of the cap's argument
+        let bias_before_cap = self.scores.spec.bias_order == BiasOrder::BeforeSoftCap;
+        if bias_before_cap {
+            apply_soft_cap_slope(&self.scores, coord, &span, tiles);
+        }
+        if let Some((reduction, key)) = reduction
+            && let Some(bias) = reduction.to.bias
+        {
+            let key_rows = &self.visibility.keys.rows()[coord.keys.clone()];
+            bias.add(coord, task.kv_head, tile_mask.rows(), &tiles.s, key_rows, (sums_bias, key));
+        }
+        if !bias_before_cap {
+            apply_soft_cap_slope(&self.scores, coord, &span, tiles);
+        }
+        if let Some((_, key)) = reduction {
+            ds_tile.insert_strip(geometry.token, coord, tile_mask, key % TILE, &tiles.s);
+        }
+        if geometry.bf16_pairs {
+            interleave_rows(geometry.token, coord.vectors, tile_mask.rows(), &mut tiles.dp);
+            interleave_rows(geometry.token, coord.vectors, tile_mask.rows(), &mut tiles.s);
+        }
+        let dv_strip = &mut sums_value[geometry.strip_range(coord, geometry.value_rows())];
+        gemm_tn(
+            (geometry.token, coord.vectors),
+            tile_mask,
+            rows_value,
+            &tiles.dp[span.clone()],
+            dv_strip,
+            None,
+            &mut cursor,
+        );
+        let dk_strip = &mut sums_head[geometry.strip_range(coord, geometry.head_rows())];
+        gemm_tn(
+            (geometry.token, coord.vectors),
+            tile_mask,
+            rows_head,
+            &tiles.s[span],
+            dk_strip,
+            None,
+            &mut cursor,
+        );
+    }
+
+    /// Writes a task's dk and dv into the gradient records.
+    pub(crate) fn write(&self, scratch: &Scratch<Acc<E>>, task: &KeyTask, records: &mut [Acc<E>]) {
+        let spec = self.scores.spec;
+        let record = &self.gradient_row_layout;
+        let size = size_of::<Acc<E>>() as u64;
+        let at = |bytes: u64| annulus_core::index(bytes / size);
+        let (len, scale) = (at(record.bytes()), Acc::<E>::from_f64(spec.scale));
+        let fields = [
+            (0, spec.dims.head_dim, self.geometry.head_rows(), &scratch.sums_head, scale),
+            (
+                1,
+                spec.dims.value_dim,
+                self.geometry.value_rows(),
+                &scratch.sums_value,
+                Acc::<E>::ONE,
+            ),
+        ];
+        for (field, dim, rows, sums, scale) in fields {
+            let first = at(record.offset(field, task.batch, task.kv_head));
+            for strip in self.geometry.strips(task.keys.len()) {
+                let sums = &sums[strip.rows.start * rows..][..strip.width * rows];
+                each_lane(
+                    self.geometry.token,
+                    sums,
+                    strip.width,
+                    strip.rows.len(),
+                    dim,
+                    |lane, first_dim, sums| {
+                        let key = task.keys.start + strip.rows.start + lane;
+                        let into = &mut records[key * len + first + first_dim..][..sums.len()];
+                        for (into, &sum) in into.iter_mut().zip(sums) {
+                            let sum = scale * sum;
+                            *into = if self.add { *into + sum } else { sum };
+                        }
+                    },
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,233 @@
+//! dq and dbias from one block of keys.
+//!
+//! ```text
+//! for each task (batch row, KV head, range of queries):                      parallel
+//!     for each tile of 64 keys that is not empty:
+//!         for each strip of queries and each query head of the KV head:
+//!             S = K·Qᵀ, epilogue     dP = V·dOᵀ     dS from S and dP
+//!             dbias += dS     dQᵀ += Kᵀ·dS
+//! ```
+//! dS never leaves the tile except in these sums. dq is scaled when it is written.
+//!
+//! # Source
+//! Dao et al. 2022, algorithm 4, with the loops exchanged.
+
+use std::ops::Range;
+
+use annulus_core::{BackwardInputs, BiasOrder, Block, Host, Result, Tick};
+
+use crate::{
+    backward::ds::{Operands, apply_soft_cap_slope, score_gradients},
+    forward::query_pass::QueryPass,
+    simd::float::Float,
+    threads::team::{Team, Ticker},
+    tile::{
+        bf16_pairs::interleave_rows,
+        coord::TileCoord,
+        gemm::gemm_tn,
+        input::{Acc, Input, Source, array},
+        pack::pack_lanes,
+        prefetch::PrefetchRows,
+        tile_mask::{LaneAxis, TILE},
+    },
+    workspace::{
+        bias_gradient::BiasPartial,
+        query_block::{QueryBlock, QueryTask},
+        scratch::Scratch,
+        state::{State, Summed},
+        statistics::RowStatistics,
+    },
+};
+
+/// Adds the contribution of one block of keys to dq and dbias.
+pub(crate) fn backward_dq<E: Input<Accumulator: Summed>>(
+    team: &Team,
+    state: &mut State<Acc<E>>,
+    inputs: &BackwardInputs<'_, Host>,
+    block: &Block<'_, Host>,
+    tick: Tick<'_>,
+) -> Result<()> {
+    let task_rows = state.arrange_backward();
+    let State { shard, geometry, blocks, scratch, statistics, bias_gradient, in_place, .. } = state;
+    let pass = QueryPass::<E>::new(geometry, task_rows, shard, &inputs.forward, block, *in_place)?;
+    let pass = DqPass { pass, dout: Source::tensor(array("dout", inputs.dout)?), statistics };
+    QueryPass::<E>::invalidate_query_tiles(scratch);
+    // one thread works all tasks of an owner, because they add to the same part of dbias
+    let mut partials = bias_gradient.as_mut().map(|gradient| gradient.partials());
+    let (same_task, owned) = (QueryTask::same_task(task_rows), partials.is_some());
+    let same_owner = |a: &QueryBlock<_>, b: &QueryBlock<_>| {
+        if owned { a.owner == b.owner } else { same_task(a, b) }
+    };
+    let tasks = blocks
+        .chunk_by_mut(same_owner)
+        .map(|blocks| (blocks, partials.as_mut().and_then(Iterator::next)));
+    team.run(scratch, tasks, Some(tick), |scratch, (blocks, mut bias_partial), ticker| {
+        for mut task in blocks.chunk_by_mut(&same_task).filter_map(QueryTask::new) {
+            pass.accumulate(scratch, &mut task, bias_partial.as_deref_mut(), ticker);
+        }
+    });
+    Ok(())
+}
+
+struct DqPass<'a, E: Input> {
+    pass: QueryPass<'a, E>,
+    dout: Source<'a, E>,
+    statistics: &'a RowStatistics<Acc<E>>,
+}
+
+impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
+    /// Adds the contributions of all tiles of the block to one task.
+    fn accumulate(
+        &self,
+        scratch: &mut Scratch<Acc<E>>,
+        task: &mut QueryTask<'_, Acc<E>>,
+        mut bias_partial: Option<&mut BiasPartial<Acc<E>>>,
+        ticker: &mut Ticker<'_>,
+    ) {
+        scratch.filled.fill(false);
+        for heads in self.pass.heads_with_one_mask(task.kv_head) {
+            self.pass.update_query_tiles(scratch, task.batch, heads.start, &task.rows);
+            let whole = std::mem::take(&mut scratch.task_tile);
+            for keys in self.pass.visibility.key_tiles(&whole, TILE) {
+                if ticker.should_stop() {
+                    break;
+                }
+                self.accumulate_kv_tile(scratch, task, bias_partial.as_deref_mut(), &heads, &keys);
+            }
+            scratch.task_tile = whole;
+        }
+    }
+
+    /// Adds the contribution of one tile of keys to all strips and the given heads of a task.
+    fn accumulate_kv_tile(
+        &self,
+        scratch: &mut Scratch<Acc<E>>,
+        task: &mut QueryTask<'_, Acc<E>>,
+        mut bias_partial: Option<&mut BiasPartial<Acc<E>>>,
+        heads: &Range<usize>,
+        keys: &Range<usize>,
+    ) {
+        let mut filled = false;
+        for (index, strip) in self.pass.geometry.strips(task.rows.len()).enumerate() {
+            let Scratch { tile_mask, bits, strip_tiles, .. } = scratch;
+            if !tile_mask.classify(
+                LaneAxis::Queries,
+                &self.pass.visibility,
+                &strip_tiles[index],
+                keys.clone(),
+                bits,
+            ) {
+                continue;
+            }
+            if !std::mem::replace(&mut filled, true) {
+                self.pass.fill_keys(scratch, task.batch, task.kv_head, keys);
+            }
+            for head in heads.clone() {
+                let coord = self.pass.coord(task.batch, head, &task.rows, index, &strip, keys);
+                self.fill_queries(scratch, &coord);
+                let (block, first) = task.block(strip.rows.start);
+                self.accumulate_tile(scratch, block, bias_partial.as_deref_mut(), first, &coord);
+            }
+        }
+    }
+
+    /// Packs q and dout of a strip of one head, once per task, and loads the statistics of its
+    /// rows.
+    fn fill_queries(&self, scratch: &mut Scratch<Acc<E>>, coord: &TileCoord) {
+        let geometry = self.pass.geometry;
+        if !std::mem::replace(&mut scratch.filled[coord.strip], true) {
+            let q_strip = &mut scratch.lanes_head
+                [geometry.strip_range(coord, geometry.packed_rows(geometry.dims.head_dim))];
+            pack_lanes(
+                geometry.token,
+                &self.pass.q,
+                (coord.batch, coord.head),
+                coord.queries.clone(),
+                coord.width,
+                q_strip,
+                geometry.bf16_pairs,
+            );
+            let dout_strip = &mut scratch.lanes_value
+                [geometry.strip_range(coord, geometry.packed_rows(geometry.dims.value_dim))];
+            pack_lanes(
+                geometry.token,
+                &self.dout,
+                (coord.batch, coord.head),
+                coord.queries.clone(),
+                coord.width,
+                dout_strip,
+                geometry.bf16_pairs,
+            );
+        }
+        let line = coord.batch * geometry.dims.q_heads + coord.head;
+        self.statistics.load(line, coord.queries.clone(), &mut scratch.statistics);
+        // lanes without a query: probabilities of 0
+        scratch.statistics.lse[coord.queries.len()..coord.width].fill(Acc::<E>::INFINITY);
+        scratch.statistics.max[coord.queries.len()..coord.width].fill(Acc::<E>::INFINITY);
+    }
+
+    /// Adds the contribution of one tile of one head. `first` is the strip's first row in the
+    /// block.
+    fn accumulate_tile(
+        &self,
+        scratch: &mut Scratch<Acc<E>>,
+        block: &mut QueryBlock<Acc<E>>,
+        bias_partial: Option<&mut BiasPartial<Acc<E>>>,
+        first: usize,
+        coord: &TileCoord,
+    ) {
+        let geometry = self.pass.geometry;
+        let scores = &self.pass.scores;
+        let Scratch {
+            rows_head,
+            rows_value,
+            lanes_head,
+            lanes_value,
+            tiles,
+            statistics,
+            tile_mask,
+            head_mask,
+            prefetcher,
+            ..
+        } = scratch;
+        head_mask.clone_from(tile_mask);
+        let tile_mask = head_mask;
+        let q_strip =
+            &lanes_head[geometry.strip_range(coord, geometry.packed_rows(geometry.dims.head_dim))];
+        let dout_strip = &lanes_value
+            [geometry.strip_range(coord, geometry.packed_rows(geometry.dims.value_dim))];
+        let [k, v] = [&self.pass.k, &self.pass.v]
+            .map(|source| PrefetchRows::of(source.plane(block.batch, block.kv_head)));
+        let mut cursor = prefetcher.cursor([k, v], PrefetchRows::default());
+        let operands = Operands { s: (rows_head, q_strip), dp: (rows_value, dout_strip) };
+        score_gradients(scores, coord, tile_mask, operands, statistics, tiles, &mut cursor);
+
+        let span = coord.span(tile_mask.rows());
+        // a bias before the soft cap has the gradient of the cap's argument
+        let bias_before_cap = scores.spec.bias_order == BiasOrder::BeforeSoftCap;
+        if bias_before_cap {
+            apply_soft_cap_slope(scores, coord, &span, tiles);
+        }
+        if let Some(bias_partial) = bias_partial {
+            bias_partial.add(coord, tile_mask.rows(), &tiles.s, scores.keys.rows());
+        }
+        if !bias_before_cap {
+            apply_soft_cap_slope(scores, coord, &span, tiles);
+        }
+        if geometry.bf16_pairs {
+            interleave_rows(geometry.token, coord.vectors, tile_mask.rows(), &mut tiles.s);
+        }
+        let head_rows = geometry.head_rows();
+        let lane = block.lane(coord.head % geometry.dims.group(), first);
+        let sums = &mut block.sums[lane * head_rows..(lane + coord.width) * head_rows];
+        gemm_tn(
+            (geometry.token, coord.vectors),
+            tile_mask,
+            rows_head,
+            &tiles.s[span],
+            sums,
+            None,
+            &mut cursor,
+        );
+    }
+}

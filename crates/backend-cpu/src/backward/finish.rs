@@ -1,0 +1,185 @@
+//! Epilogue of the backward pass: writes the gradients, each rounded once.
+//!
+//! ```text
+//! dq = scale·Σ dS·K      dk, dv from their records      dbias from its partial sums
+//! da_t = −Σ_i e^{a_t − lse_i}·delta_i − [a_t = max_i]·share_i        for each sink a_t
+//! ```
+
+use annulus_core::{Element, Gradients, Host, HostBuffer, Inputs, Result};
+use ndarray::{ArrayView1, ArrayView4, ArrayViewMut1, ArrayViewMut4, Axis};
+
+use crate::{
+    forward::finish::sink_line,
+    simd::{
+        dispatch::{ArrayKernel, IsaToken, Real},
+        float::Float,
+    },
+    threads::team::Team,
+    tile::{
+        input::{Acc, Input, Source, array, array_mut},
+        tile_mask::TILE,
+    },
+    workspace::{
+        scratch::Scratch,
+        state::{DqLayout, State, Summed},
+        statistics::RowStatistics,
+    },
+};
+
+/// Writes dq, dk, dv, dbias and dsinks.
+pub(crate) fn finish<E: Input<Accumulator: Summed>>(
+    team: &Team,
+    state: &mut State<Acc<E>>,
+    inputs: &Inputs<'_, Host>,
+    final_grad: &HostBuffer,
+    gradients: &mut Gradients<'_, Host>,
+) -> Result<()> {
+    let mut dq = array_mut::<E>("dq", &mut gradients.dq)?;
+    let (mut dk, mut dv) =
+        (array_mut::<E>("dk", &mut gradients.dk)?, array_mut::<E>("dv", &mut gradients.dv)?);
+    let mut scratch = std::mem::take(&mut state.scratch);
+    write_dq(team, state, &mut scratch, &mut dq);
+    let record = state.shard.spec.gradient_row_layout();
+    let (rows, token) = (state.shard.keys.len(), state.geometry.token);
+    for (field, tensor) in [(0, &mut dk), (1, &mut dv)] {
+        let source = Source::<Acc<E>>::records(final_grad.bytes(), rows, &record, field)?;
+        let chunks = tensor.axis_chunks_iter_mut(Axis(1), TILE).enumerate();
+        team.run(&mut scratch, chunks, None, |_, (index, mut chunk), _| {
+            for (batch, mut chunk) in chunk.outer_iter_mut().enumerate() {
+                for (row, mut chunk) in chunk.outer_iter_mut().enumerate() {
+                    for (head, into) in chunk.outer_iter_mut().enumerate() {
+                        let sums = source.vector(batch, index * TILE + row, head);
+                        write_row(token, into, sums, <Acc<E> as Float>::ONE);
+                    }
+                }
+            }
+        });
+    }
+    state.scratch = scratch;
+    if let (Some(gradient), Some(dbias)) = (&state.bias_gradient, gradients.dbias.as_mut()) {
+        gradient.write(array_mut("dbias", dbias)?);
+    }
+    if let (Some(sinks), Some(dsinks)) = (inputs.sinks, gradients.dsinks.as_mut()) {
+        write_dsinks(
+            &state.statistics,
+            state.shard.spec.dims.q_heads,
+            array("softmax_aux", sinks)?,
+            array_mut("dsinks", dsinks)?,
+        );
+    }
+    Ok(())
+}
+
+/// Writes factor·sums, rounded to the inputs' type.
+fn write_row<E: Input>(
+    token: IsaToken,
+    mut into: ArrayViewMut1<'_, E>,
+    sums: ArrayView1<'_, E::Accumulator>,
+    factor: E::Accumulator,
+) {
+    match (into.as_slice_mut(), sums.to_slice()) {
+        (Some(into), Some(sums)) => {
+            <E::Accumulator as Real>::run(token, 1, ScaleAndRound { into, sums, factor })
+        }
+        _ => into.iter_mut().zip(sums).for_each(|(into, &sum)| *into = E::narrow(factor * sum)),
+    }
+}
+
+/// Scales and rounds contiguous elements.
+struct ScaleAndRound<'a, E: Input> {
+    into: &'a mut [E],
+    sums: &'a [E::Accumulator],
+    factor: E::Accumulator,
+}
+
+impl<E: Input> ArrayKernel for ScaleAndRound<'_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) {
+        for (into, &sum) in self.into.iter_mut().zip(self.sums) {
+            *into = E::narrow(self.factor * sum);
+        }
+    }
+}
+
+/// Writes dq, scaled and rounded, from either layout.
+fn write_dq<E: Input<Accumulator: Summed>>(
+    team: &Team,
+    state: &State<Acc<E>>,
+    scratch: &mut [Scratch<Acc<E>>],
+    dq: &mut ArrayViewMut4<'_, E>,
+) {
+    let geometry = &state.geometry;
+    let head_rows = geometry.head_rows();
+    let scale = Acc::<E>::from_f64(state.shard.spec.scale);
+    let chunks = dq.axis_chunks_iter_mut(Axis(1), state.q_rows).enumerate();
+    team.run(scratch, chunks, None, |_, (index, mut dq), _| {
+        for block in state.blocks_of_rows(index) {
+            for (index_in_group, head) in geometry.heads(block.kv_head).enumerate() {
+                let mut dq = dq.index_axis_mut(Axis(0), block.batch);
+                let mut dq = dq.index_axis_mut(Axis(1), head);
+                if state.dq_layout == DqLayout::Rows {
+                    let width = geometry.padded_head_dim();
+                    let lines =
+                        block.sums[block.lane(index_in_group, 0) * width..].chunks_exact(width);
+                    for (into, line) in dq.outer_iter_mut().zip(lines) {
+                        let dim = into.len();
+                        write_row(geometry.token, into, ArrayView1::from(&line[..dim]), scale);
+                    }
+                } else {
+                    for strip in geometry.strips(block.rows.len()) {
+                        let first = block.lane(index_in_group, strip.rows.start);
+                        let sums =
+                            &block.sums[first * head_rows..(first + strip.width) * head_rows];
+                        for (lane, row) in strip.rows.clone().enumerate() {
+                            let column = sums.iter().skip(lane).step_by(strip.width);
+                            let into = dq.index_axis_mut(Axis(0), row).into_iter();
+                            into.zip(column)
+                                .for_each(|(into, &sum)| *into = E::narrow(scale * sum));
+                        }
+                    }
+                }
+                let head_index = block.batch * state.shard.spec.dims.q_heads + head;
+                for (mut into, row) in dq.outer_iter_mut().zip(block.rows.clone()) {
+                    // lse = −∞: every probability is 0, and dq is 0 even if a key is not finite
+                    // (0 · ∞ is NaN in the sums)
+                    if state.statistics.of(head_index, row)[0] == -Acc::<E>::INFINITY {
+                        into.fill(E::narrow(Acc::<E>::ZERO));
+                    }
+                }
+            }
+        }
+    });
+}
+
+/// Computes the local rows' contribution to the gradients of the sinks, summed in f64.
+fn write_dsinks<A: Real>(
+    statistics: &RowStatistics<A>,
+    heads: usize,
+    sinks: ArrayView4<'_, A>,
+    mut into: ArrayViewMut4<'_, A>,
+) {
+    let (lines, count) = (sinks.dim().0, sinks.dim().1);
+    let all = statistics.lse.len().checked_div(statistics.rows).unwrap_or(0);
+    for line in 0..lines {
+        for sink in 0..count {
+            let mut sum = 0.0;
+            for plane in (0..all).filter(|plane| lines == 1 || plane % heads == line) {
+                let score =
+                    sink_line(Some(sinks), plane % heads).nth(sink).unwrap_or(f64::NEG_INFINITY);
+                // a sink of −∞ has no weight
+                if score == f64::NEG_INFINITY {
+                    continue;
+                }
+                for row in 0..statistics.rows {
+                    let [lse, max, delta, share] = statistics.of(plane, row).map(Element::to_f64);
+                    let max_term =
+                        if !statistics.max.is_empty() && score == max { share } else { 0.0 };
+                    sum -= (score - lse).exp() * delta + max_term;
+                }
+            }
+            into[[line, sink, 0, 0]] = A::from_f64(sum);
+        }
+    }
+}

@@ -1,0 +1,5 @@
+//! Forward pass, tile by tile, and its epilogue.
+
+pub(crate) mod finish;
+pub(crate) mod query_pass;
+pub(crate) mod tiles;

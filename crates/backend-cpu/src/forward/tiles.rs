@@ -1,0 +1,250 @@
+//! Forward pass over one block of keys.
+//!
+//! ```text
+//! for each task (batch row, KV head, range of queries):                      parallel
+//!     for each tile of 64 keys that is not empty:
+//!         pack K and V of the tile
+//!         for each strip of queries and each query head of the KV head:
+//!             S = K·Qᵀ, epilogue     (m, ℓ, P) ← online softmax of S     Oᵀ ← Oᵀ·e^{m − m'} + Vᵀ·P
+//! ```
+//! Queries lie in lanes: maximum, sum and rescaling are vector operations, and nothing reduces
+//! across lanes. A packed tile of keys serves all query heads of its group (GQA) and all rows of
+//! the task.
+//!
+//! # Source
+//! Dao et al. 2022, algorithm 1; Milakov and Gimelshein 2018 for the online softmax.
+
+use std::ops::Range;
+
+use annulus_core::Tick;
+
+use crate::{
+    forward::query_pass::QueryPass,
+    simd::{dispatch::Real, float::Float},
+    threads::team::{Team, Ticker},
+    tile::{
+        bf16_pairs::interleave_rows,
+        coord::TileCoord,
+        gemm::{gemm_nn, gemm_tn},
+        geometry::Geometry,
+        input::{Acc, Input},
+        pack::pack_lanes,
+        prefetch::{PrefetchRows, Prefetcher},
+        softmax::{MultiplyTile, OnlineSoftmax},
+        tile_mask::{LaneAxis, TILE, TileMask},
+    },
+    workspace::{
+        query_block::{QueryBlock, QueryTask},
+        scratch::Scratch,
+        state::{State, Summed},
+    },
+};
+
+/// Resets the softmax statistics of every row.
+///
+/// The accumulator keeps its old contents. It is zeroed when a strip's first tile is about to be
+/// added, while the strip is in the cache.
+pub(crate) fn begin<A: Real>(team: &Team, state: &mut State<A>) {
+    state.in_place = false;
+    team.run(&mut state.scratch, state.blocks.iter_mut(), None, |_, block, _| {
+        block.max.fill(-A::INFINITY);
+        block.sum.fill(A::ZERO);
+        block.ties.fill(A::ZERO);
+    });
+}
+
+impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
+    /// Attends to the block tile by tile, with all queries.
+    pub(crate) fn attend_tiles(
+        &self,
+        team: &Team,
+        scratch: &mut [Scratch<Acc<E>>],
+        blocks: &mut [QueryBlock<Acc<E>>],
+        task_rows: usize,
+        tick: Tick<'_>,
+    ) {
+        let tasks = blocks.chunk_by_mut(QueryTask::same_task(task_rows)).filter_map(QueryTask::new);
+        team.run(scratch, tasks, Some(tick), |scratch, mut task, ticker| {
+            self.attend_task(scratch, &mut task, ticker)
+        });
+    }
+
+    /// Attends to all tiles of the block for one task.
+    fn attend_task(
+        &self,
+        scratch: &mut Scratch<Acc<E>>,
+        task: &mut QueryTask<'_, Acc<E>>,
+        ticker: &mut Ticker<'_>,
+    ) {
+        scratch.filled.fill(false);
+        for heads in self.heads_with_one_mask(task.kv_head) {
+            self.update_query_tiles(scratch, task.batch, heads.start, &task.rows);
+            let whole = std::mem::take(&mut scratch.task_tile);
+            scratch.mask_cache.rewind();
+            for keys in self.visibility.key_tiles(&whole, TILE) {
+                if ticker.should_stop() {
+                    break;
+                }
+                self.attend_kv_tile(scratch, task, &heads, &keys);
+            }
+            scratch.task_tile = whole;
+        }
+    }
+
+    /// Attends to one tile of keys with all strips and the given heads of a task.
+    fn attend_kv_tile(
+        &self,
+        scratch: &mut Scratch<Acc<E>>,
+        task: &mut QueryTask<'_, Acc<E>>,
+        heads: &Range<usize>,
+        keys: &Range<usize>,
+    ) {
+        let mut tiles = 0;
+        for (index, strip) in self.geometry.strips(task.rows.len()).enumerate() {
+            let Scratch { tile_mask, mask_cache, bits, strip_tiles, .. } = scratch;
+            let classify = |tile_mask: &mut TileMask| {
+                tile_mask.classify(
+                    LaneAxis::Queries,
+                    &self.visibility,
+                    &strip_tiles[index],
+                    keys.clone(),
+                    bits,
+                )
+            };
+            if !mask_cache.next_or_classify(tile_mask, classify) {
+                continue;
+            }
+            if tiles == 0 {
+                self.fill_keys(scratch, task.batch, task.kv_head, keys);
+            }
+            tiles += heads.len();
+            for head in heads.clone() {
+                let coord = self.coord(task.batch, head, &task.rows, index, &strip, keys);
+                if !std::mem::replace(&mut scratch.filled[coord.strip], true) {
+                    let lanes = &mut scratch.lanes_head
+                        [self.geometry.strip_range(&coord, self.packed_q_rows())];
+                    let Geometry { token, bf16_pairs, .. } = *self.geometry;
+                    pack_lanes(
+                        token,
+                        &self.q,
+                        (coord.batch, head),
+                        coord.queries.clone(),
+                        coord.width,
+                        lanes,
+                        bf16_pairs,
+                    );
+                    self.schedule_queries(&mut scratch.prefetcher, &task.rows, heads, &coord);
+                }
+                let (block, first) = task.block(strip.rows.start);
+                self.attend_tile(scratch, block, first, &coord);
+            }
+        }
+        // a guess: the next tile of keys is packed after as many tiles as this one had
+        scratch.prefetcher.spread(tiles, TILE + self.geometry.value_rows());
+    }
+
+    /// Schedules the prefetch of the queries that are usually packed next: the next head's, then
+    /// the next strip's.
+    fn schedule_queries(
+        &self,
+        prefetcher: &mut Prefetcher,
+        rows: &Range<usize>,
+        heads: &Range<usize>,
+        coord: &TileCoord,
+    ) {
+        let next = coord.queries.end..rows.end.min(coord.queries.end + self.geometry.strip_lanes());
+        (prefetcher.head, prefetcher.queries) = if coord.head + 1 < heads.end {
+            (coord.head + 1, coord.queries.clone())
+        } else {
+            (heads.start, next)
+        };
+    }
+
+    /// Returns the rows of a packed strip of queries.
+    const fn packed_q_rows(&self) -> usize {
+        self.geometry.packed_rows(self.geometry.dims.head_dim)
+    }
+
+    /// Attends to one tile of one head. `first` is the strip's first row in the block.
+    fn attend_tile(
+        &self,
+        scratch: &mut Scratch<Acc<E>>,
+        block: &mut QueryBlock<Acc<E>>,
+        first: usize,
+        coord: &TileCoord,
+    ) {
+        let (token, vectors) = (self.geometry.token, coord.vectors);
+        let Scratch {
+            rows_head,
+            rows_value,
+            lanes_head,
+            tiles,
+            tile_max,
+            rescale,
+            tile_mask,
+            head_mask,
+            prefetcher,
+            ..
+        } = scratch;
+        head_mask.clone_from(tile_mask);
+        let tile_mask = head_mask;
+        let queries = &lanes_head[self.geometry.strip_range(coord, self.packed_q_rows())];
+        let tile_max = &mut tile_max[..coord.width];
+        let tile_max_wanted = self.scores.is_identity(tile_mask).then_some(&mut *tile_max);
+        let [k, v] = [&self.k, &self.v]
+            .map(|source| PrefetchRows::of(source.plane(block.batch, block.kv_head)));
+        let q = PrefetchRows::of(self.q.plane(block.batch, prefetcher.head));
+        let mut cursor = prefetcher.cursor([k, v], q);
+        let tile_max_known = gemm_nn(
+            (token, vectors),
+            tile_mask,
+            rows_head,
+            queries,
+            &mut tiles.s,
+            tile_max_wanted,
+            &mut cursor,
+        );
+        self.scores.finish(coord, tile_mask, &mut tiles.s, None, &mut tiles.extra);
+
+        let first = block.lane(coord.head % self.geometry.dims.group(), first);
+        let lanes = first..first + coord.width;
+        let span = coord.span(tile_mask.rows());
+        let ties = (!self.scores.spec.normalize).then(|| &mut block.ties[lanes.clone()]);
+        let rescale = &mut rescale[..coord.width];
+        let probs = &mut tiles.s[span.clone()];
+        let (max, sum) = (&mut block.max[lanes.clone()], &mut block.sum[lanes.clone()]);
+        let value_rows = self.geometry.value_rows();
+        let sums = &mut block.sums[lanes.start * value_rows..lanes.end * value_rows];
+        if max.iter().all(|&max| max == -Acc::<E>::INFINITY) {
+            sums.fill(Acc::<E>::ZERO);
+        }
+        let (scale, tile_max) =
+            (self.scores.deferred_scale(), tile_max_known.then_some(&*tile_max));
+        let max_changed = Acc::<E>::run_kernel(
+            token,
+            vectors,
+            OnlineSoftmax { tile: probs, scale, tile_max, max, sum, ties, rescale },
+        );
+        if self.scores.fill_keep(coord, tile_mask.rows(), &mut tiles.extra) {
+            Acc::<E>::run(
+                token,
+                vectors,
+                MultiplyTile { tile: probs, by: &tiles.extra[span.clone()] },
+            );
+        }
+        if self.geometry.bf16_pairs {
+            interleave_rows(token, vectors, tile_mask.rows(), &mut tiles.s);
+        }
+        let probs = &tiles.s[span];
+        // if no maximum changed, all factors are 1
+        gemm_tn(
+            (token, vectors),
+            tile_mask,
+            rows_value,
+            probs,
+            sums,
+            max_changed.then_some(&*rescale),
+            &mut cursor,
+        );
+    }
+}

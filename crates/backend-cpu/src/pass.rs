@@ -1,0 +1,207 @@
+//! The passes: each call is dispatched to the typed function of its folder.
+
+use annulus_core::{
+    BackwardInputs, BackwardMode, BackwardPass, Block, DType, Error, ForwardPass, Gradients, Host,
+    HostBuffer, Inputs, Outputs, RangePairs, RankShard, Readers, Reduction, Result, Tick,
+};
+use half::{bf16, f16};
+
+use crate::{
+    backward, decode, forward,
+    tile::input::Acc,
+    workspace::{
+        records,
+        state::{Summed, TypedState, Workspace},
+    },
+};
+
+/// Evaluates `$call` with `$team` bound to the workspace's threads, `$state` to its state and
+/// `$element` to its element type.
+macro_rules! by_dtype {
+    ($workspace:expr, |$team:ident, $state:ident: State<$element:ident>| $call:expr) => {{
+        let Workspace { team: $team, dtype, state } = &mut *$workspace;
+        match dtype {
+            DType::F64 => by_dtype!(@ state, $state, $element, f64, $call),
+            DType::F32 => by_dtype!(@ state, $state, $element, f32, $call),
+            DType::Bf16 => by_dtype!(@ state, $state, $element, bf16, $call),
+            DType::F16 => by_dtype!(@ state, $state, $element, f16, $call),
+        }
+    }};
+    (@ $all:ident, $state:ident, $element:ident, $type:ty, $call:expr) => {{
+        type $element = $type;
+        let $state = Acc::<$element>::state($all)?;
+        $call
+    }};
+}
+
+/// Evaluates `$call` with `$state` bound to the state of either accumulator type.
+macro_rules! by_sums {
+    ($workspace:expr, |$team:ident, $state:ident| $call:expr) => {{
+        let Workspace { team: $team, state, .. } = &mut *$workspace;
+        match state {
+            TypedState::F32($state) => $call,
+            TypedState::F64($state) => $call,
+        }
+    }};
+}
+
+/// Packs K and V of the local block, or notes that the pass reads them from the caller's tensors.
+fn local_kv(
+    workspace: &mut Workspace,
+    inputs: &Inputs<'_, Host>,
+    into: &mut HostBuffer,
+    readers: Readers,
+) -> Result<()> {
+    let in_place = readers == Readers::Local;
+    by_sums!(workspace, |_team, state| state.in_place = in_place);
+    if in_place {
+        return Ok(());
+    }
+    by_dtype!(workspace, |team, state: State<E>| records::pack::<E>(team, state, inputs, into))
+}
+
+impl annulus_core::Workspace for Workspace {
+    type Space = Host;
+    type Forward<'p> = Forward<'p>;
+    type Backward<'p> = Backward<'p>;
+
+    fn update(&mut self, shard: &RankShard) -> Result<()> {
+        let threads = self.team.threads();
+        by_sums!(self, |_team, state| {
+            if !state.update(shard) {
+                **state = state.recreate(shard, threads)?;
+            }
+        });
+        Ok(())
+    }
+
+    fn forward<'p>(&'p mut self, inputs: Inputs<'p, Host>) -> Result<Forward<'p>> {
+        by_sums!(self, |team, state| forward::tiles::begin(team, state));
+        Ok(Forward { workspace: self, inputs })
+    }
+
+    fn backward<'p>(
+        &'p mut self,
+        inputs: BackwardInputs<'p, Host>,
+        mode: BackwardMode,
+    ) -> Result<Backward<'p>> {
+        if !by_sums!(self, |_team, state| state.backward) {
+            return Err(Error::internal("a backward pass in a workspace for forward only"));
+        }
+        by_dtype!(self, |team, state: State<E>| backward::begin::begin::<E>(
+            team, state, &inputs, mode
+        ))?;
+        Ok(Backward { workspace: self, inputs, mode })
+    }
+}
+
+/// A forward pass.
+pub struct Forward<'p> {
+    workspace: &'p mut Workspace,
+    inputs: Inputs<'p, Host>,
+}
+
+impl ForwardPass<Host> for Forward<'_> {
+    /// With [`Readers::Local`], copies nothing: the pass reads K and V from the caller's tensors.
+    fn local_kv(&mut self, into: &mut HostBuffer, readers: Readers) -> Result<()> {
+        local_kv(self.workspace, &self.inputs, into, readers)
+    }
+
+    fn attend(&mut self, kv: &Block<'_, Host>, tick: Tick<'_>) -> Result<()> {
+        let inputs = &self.inputs;
+        by_dtype!(self.workspace, |team, state: State<E>| decode::attend::attend::<E>(
+            team, state, inputs, kv, tick
+        ))
+    }
+
+    fn finish(self, outputs: &mut Outputs<'_, Host>) -> Result<()> {
+        let inputs = &self.inputs;
+        by_dtype!(self.workspace, |team, state: State<E>| forward::finish::finish::<E>(
+            team, state, inputs, outputs
+        ))
+    }
+}
+
+/// A backward pass.
+pub struct Backward<'p> {
+    workspace: &'p mut Workspace,
+    inputs: BackwardInputs<'p, Host>,
+    mode: BackwardMode,
+}
+
+impl BackwardPass<Host> for Backward<'_> {
+    /// As [`Forward`].
+    fn local_kv(&mut self, into: &mut HostBuffer, readers: Readers) -> Result<()> {
+        local_kv(self.workspace, &self.inputs.forward, into, readers)
+    }
+
+    fn local_queries(&mut self, into: &mut HostBuffer) -> Result<()> {
+        let inputs = &self.inputs;
+        by_dtype!(self.workspace, |team, state: State<E>| records::pack_queries::<E>(
+            team, state, inputs, into
+        ))
+    }
+
+    /// One pass: computes the scores once for dQ, dK and dV. Two passes: computes them for each,
+    /// as dK and dV of other ranks' queries are computed apart from dQ too.
+    fn attend_kv(
+        &mut self,
+        kv: &Block<'_, Host>,
+        dkv: Option<&mut HostBuffer>,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        let inputs = &self.inputs;
+        match (self.mode, dkv) {
+            (BackwardMode::OnePass, Some(dkv)) => {
+                by_dtype!(self.workspace, |team, state: State<E>| {
+                    backward::calls::backward_fused::<E>(team, state, inputs, kv, dkv, tick)
+                })
+            }
+            (BackwardMode::OnePass, None) => {
+                Err(Error::internal("dQ without dK and dV in a one-pass backward"))
+            }
+            (BackwardMode::TwoPass, dkv) => by_dtype!(self.workspace, |team, state: State<E>| {
+                backward::dq::backward_dq::<E>(team, state, inputs, kv, &mut *tick)?;
+                match dkv {
+                    // no kernel follows one that was stopped
+                    Some(dkv) if tick().is_continue() => {
+                        backward::calls::backward_dkv::<E>(team, state, inputs, kv, dkv, tick)
+                    }
+                    _ => Ok(()),
+                }
+            }),
+        }
+    }
+
+    fn attend_queries(
+        &mut self,
+        queries: &Block<'_, Host>,
+        dkv: &mut HostBuffer,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        let inputs = &self.inputs.forward;
+        by_dtype!(self.workspace, |team, state: State<E>| {
+            backward::calls::backward_dkv_from_queries::<E>(team, state, inputs, queries, dkv, tick)
+        })
+    }
+
+    fn reduce(
+        &mut self,
+        into: &mut HostBuffer,
+        from: &HostBuffer,
+        (): &(),
+        pairs: &RangePairs,
+        reduction: Reduction,
+    ) -> Result<()> {
+        by_sums!(self.workspace, |team, state| {
+            records::reduce_gradients(team, state, into, from, pairs, reduction)
+        })
+    }
+
+    fn finish(self, dkv: &HostBuffer, gradients: &mut Gradients<'_, Host>) -> Result<()> {
+        let inputs = &self.inputs.forward;
+        by_dtype!(self.workspace, |team, state: State<E>| backward::finish::finish::<E>(
+            team, state, inputs, dkv, gradients
+        ))
+    }
+}

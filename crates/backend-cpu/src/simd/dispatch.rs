@@ -1,0 +1,321 @@
+//! Kernel dispatch: the one place where the choice of an instruction set becomes a call.
+//!
+//! ```text
+//! Cpu::isa_for(spec) → Isa → IsaToken::new (checks the processor) → run…(kernel)
+//! run…:  match isa { Avx512 => unsafe { avx512::<K>(kernel) }, … }
+//! avx512:  #[target_feature(enable = …)] fn { kernel.run::<FUSED, ROWS, VECTORS, WIDTH>() }
+//! ```
+//! Hot loops are generic bodies, compiled once per instruction set. An [`ArrayKernel`] works on
+//! fixed-size arrays that the compiler vectorises. A [`Kernel`], for the hottest loops, works on
+//! [`Vector`]s that stay in registers. An [`IsaToken`] proves that the machine has the
+//! instructions: its only constructor checks the processor.
+//!
+//! # Source
+//! The layout of memchr: one generic algorithm, thin `#[target_feature]` leaves, runtime detection
+//! once.
+
+use annulus_core::Result;
+
+use crate::simd::{
+    float::Float,
+    isa::Isa,
+    vector::{Array, Bf16Pairs, Vector},
+};
+
+#[cfg(target_arch = "x86_64")]
+use crate::simd::avx512;
+#[cfg(target_arch = "aarch64")]
+use crate::simd::neon;
+
+/// Proof that this machine has an instruction set.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct IsaToken {
+    // invariant: available, because `IsaToken::new` is the only constructor
+    isa: Isa,
+}
+
+/// Hot loop over fixed-size arrays, vectorised by the compiler.
+///
+/// The body must be `#[inline(always)]`, so that it is compiled for the instruction set of its
+/// caller. `FUSED`: use fused multiply-adds. Register tiles have `ROWS` × `VECTORS` vectors of
+/// `WIDTH` elements (64 bytes on every machine).
+pub(crate) trait ArrayKernel {
+    type Output;
+    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(
+        self,
+    ) -> Self::Output;
+}
+
+/// Hot loop over vectors that stay in registers, for accumulators of type `A`.
+///
+/// The body must be `#[inline(always)]`, as for an [`ArrayKernel`]. Register tiles have `ROWS` ×
+/// `VECTORS` vectors.
+pub(crate) trait Kernel<A: Float> {
+    type Output;
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) -> Self::Output;
+}
+
+/// Hot loop that creates or masks pairs of bf16.
+pub(crate) trait PairKernel {
+    fn run<V: Bf16Pairs, const VECTORS: usize>(self);
+}
+
+/// Maximum rows of a register tile. Every instruction set's rows (2, 4 or 8) divide it, so that
+/// padding to it suits all of them.
+pub(crate) const MAX_REGISTER_ROWS: usize = 8;
+
+impl IsaToken {
+    pub(crate) fn new(isa: Isa) -> Result<Self> {
+        isa.require().map(|isa| Self { isa })
+    }
+
+    /// Returns the instruction set.
+    pub(crate) const fn isa(self) -> Isa {
+        self.isa
+    }
+
+    /// Returns the maximum width of a register tile in vectors.
+    ///
+    /// 4 × 4 or 8 × 2 accumulators of 512 bits take 16 of AVX-512's 32 registers. Elsewhere a
+    /// 64-byte vector takes two registers (AVX2) or four (NEON), so that 4 × 1 vectors take 8 of 16
+    /// or 16 of 32.
+    pub(crate) const fn max_vectors(self) -> usize {
+        match self.isa {
+            Isa::Avx512 | Isa::Avx512Bf16 => 4,
+            Isa::Avx2 | Isa::Neon | Isa::Portable => 1,
+        }
+    }
+
+    /// Runs `kernel` on a strip of `vectors` vectors of `WIDTH` elements.
+    pub(crate) fn run<K: ArrayKernel, const WIDTH: usize>(
+        self,
+        vectors: usize,
+        kernel: K,
+    ) -> K::Output {
+        debug_assert!((1..=self.max_vectors()).contains(&vectors));
+        match self.isa {
+            Isa::Portable => kernel.run::<false, 2, 1, WIDTH>(),
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: `self.isa` is `Avx2`, and a token exists only for an instruction set that
+            // `Isa::is_available` found on this machine: here AVX2 and FMA, which are all the
+            // features that `avx2` enables.
+            Isa::Avx2 => unsafe { avx2::<K, WIDTH>(kernel) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: `self.isa` is `Avx512` or `Avx512Bf16`, and a token exists only for an
+            // instruction set that `Isa::is_available` found on this machine: here AVX-512 F, VL,
+            // BW, DQ and FMA, which are all the features that `avx512` enables (AVX-512 F implies
+            // AVX2).
+            Isa::Avx512 | Isa::Avx512Bf16 => unsafe {
+                match vectors {
+                    1 => avx512::<K, 1, WIDTH>(kernel),
+                    2 => avx512::<K, 2, WIDTH>(kernel),
+                    3 => avx512::<K, 3, WIDTH>(kernel),
+                    _ => avx512::<K, 4, WIDTH>(kernel),
+                }
+            },
+            #[cfg(target_arch = "aarch64")]
+            // SAFETY: `self.isa` is `Neon`, and a token exists only for an instruction set that
+            // `Isa::is_available` found on this machine: NEON, which is all that `neon` enables.
+            Isa::Neon => unsafe { neon::<K, WIDTH>(kernel) },
+            // no token of another architecture's instruction set exists
+            #[cfg(target_arch = "x86_64")]
+            Isa::Neon => kernel.run::<false, 2, 1, WIDTH>(),
+            #[cfg(target_arch = "aarch64")]
+            Isa::Avx2 | Isa::Avx512 | Isa::Avx512Bf16 => kernel.run::<false, 2, 1, WIDTH>(),
+            #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+            Isa::Neon | Isa::Avx2 | Isa::Avx512 | Isa::Avx512Bf16 => {
+                kernel.run::<false, 2, 1, WIDTH>()
+            }
+        }
+    }
+
+    /// Runs `kernel` on a strip of `vectors` vectors of f32.
+    pub(crate) fn run_f32<K: Kernel<f32>>(self, vectors: usize, kernel: K) -> K::Output {
+        debug_assert!((1..=self.max_vectors()).contains(&vectors));
+        match self.isa {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as in `run`.
+            Isa::Avx512 | Isa::Avx512Bf16 => unsafe {
+                match vectors {
+                    1 => avx512_f32::<K, 8, 1>(kernel),
+                    2 => avx512_f32::<K, 8, 2>(kernel),
+                    3 => avx512_f32::<K, 4, 3>(kernel),
+                    _ => avx512_f32::<K, 4, 4>(kernel),
+                }
+            },
+            #[cfg(target_arch = "aarch64")]
+            // SAFETY: as in `run`.
+            Isa::Neon => unsafe { neon_f32(kernel) },
+            _ => self.run_arrays::<_, _, 16>(vectors, kernel),
+        }
+    }
+
+    /// Runs a product kernel on a strip of `vectors` vectors of bf16 pairs, on [`Isa::Avx512Bf16`]
+    /// only. A product step then adds two products.
+    pub(crate) fn run_bf16_products<K: Kernel<f32>>(self, vectors: usize, kernel: K) -> K::Output {
+        debug_assert!(self.isa == Isa::Avx512Bf16);
+        match self.isa {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: `self.isa` is `Avx512Bf16`, and a token exists only for an instruction set
+            // that `Isa::is_available` found on this machine: here BF16 beside the features named
+            // in `run`, which are all the features that `avx512_bf16_products` enables.
+            Isa::Avx512Bf16 => unsafe {
+                match vectors {
+                    1 => avx512_bf16_products::<K, 8, 1>(kernel),
+                    2 => avx512_bf16_products::<K, 8, 2>(kernel),
+                    3 => avx512_bf16_products::<K, 4, 3>(kernel),
+                    _ => avx512_bf16_products::<K, 4, 4>(kernel),
+                }
+            },
+            _ => self.run_arrays::<_, _, 16>(vectors, kernel),
+        }
+    }
+
+    /// Runs a kernel that creates or masks bf16 pairs.
+    pub(crate) fn run_pair_kernel<K: PairKernel>(self, vectors: usize, kernel: K) {
+        debug_assert!((1..=self.max_vectors()).contains(&vectors));
+        match self.isa {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as in `run_bf16_products`.
+            Isa::Avx512Bf16 => unsafe {
+                match vectors {
+                    1 => avx512_pair_kernel::<K, 1>(kernel),
+                    2 => avx512_pair_kernel::<K, 2>(kernel),
+                    3 => avx512_pair_kernel::<K, 3>(kernel),
+                    _ => avx512_pair_kernel::<K, 4>(kernel),
+                }
+            },
+            _ => kernel.run::<Array<f32, false, 16>, 1>(),
+        }
+    }
+
+    /// Runs `kernel` on a strip of `vectors` vectors of f64.
+    pub(crate) fn run_f64<K: Kernel<f64>>(self, vectors: usize, kernel: K) -> K::Output {
+        self.run_arrays::<_, _, 8>(vectors, kernel)
+    }
+
+    /// Runs `kernel` over [`Array`]s, whose registers the compiler allocates.
+    fn run_arrays<K: Kernel<A>, A: Float, const WIDTH: usize>(
+        self,
+        vectors: usize,
+        kernel: K,
+    ) -> K::Output {
+        self.run::<_, WIDTH>(vectors, OnArrays(kernel, std::marker::PhantomData))
+    }
+}
+
+/// Adapts a kernel over vectors to a kernel over arrays.
+struct OnArrays<K, A>(K, std::marker::PhantomData<A>);
+
+impl<K: Kernel<A>, A: Float> ArrayKernel for OnArrays<K, A> {
+    type Output = K::Output;
+
+    #[inline(always)]
+    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(
+        self,
+    ) -> K::Output {
+        self.0.run::<Array<A, FUSED, WIDTH>, ROWS, VECTORS>()
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512vl,avx512bw,avx512dq,avx2,fma")]
+fn avx512_f32<K: Kernel<f32>, const ROWS: usize, const VECTORS: usize>(kernel: K) -> K::Output {
+    kernel.run::<avx512::Zmm<false>, ROWS, VECTORS>()
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512bf16,avx512f,avx512vl,avx512bw,avx512dq,avx2,fma")]
+fn avx512_bf16_products<K: Kernel<f32>, const ROWS: usize, const VECTORS: usize>(
+    kernel: K,
+) -> K::Output {
+    kernel.run::<avx512::Zmm<true>, ROWS, VECTORS>()
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512bf16,avx512f,avx512vl,avx512bw,avx512dq,avx2,fma")]
+fn avx512_pair_kernel<K: PairKernel, const VECTORS: usize>(kernel: K) {
+    kernel.run::<avx512::Zmm<true>, VECTORS>();
+}
+
+#[cfg(target_arch = "aarch64")]
+#[target_feature(enable = "neon")]
+fn neon<K: ArrayKernel, const WIDTH: usize>(kernel: K) -> K::Output {
+    kernel.run::<true, 4, 1, WIDTH>()
+}
+
+#[cfg(target_arch = "aarch64")]
+#[target_feature(enable = "neon")]
+fn neon_f32<K: Kernel<f32>>(kernel: K) -> K::Output {
+    kernel.run::<neon::Quad, 4, 1>()
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+fn avx2<K: ArrayKernel, const WIDTH: usize>(kernel: K) -> K::Output {
+    kernel.run::<true, 4, 1, WIDTH>()
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512vl,avx512bw,avx512dq,avx2,fma")]
+fn avx512<K: ArrayKernel, const VECTORS: usize, const WIDTH: usize>(kernel: K) -> K::Output {
+    kernel.run::<true, 4, VECTORS, WIDTH>()
+}
+
+/// Type of scores, probabilities and accumulators, f32 or f64, with kernel dispatch.
+pub(crate) trait Real: Float {
+    /// Runs an array kernel on a strip of `vectors` vectors of [`Float::WIDTH`] elements.
+    fn run<K: ArrayKernel>(token: IsaToken, vectors: usize, kernel: K) -> K::Output;
+    /// Runs a kernel on a strip of `vectors` vectors of [`Float::WIDTH`] elements.
+    fn run_kernel<K: Kernel<Self>>(token: IsaToken, vectors: usize, kernel: K) -> K::Output;
+    /// Runs a product kernel, over pairs of bf16 if `pairs` (only on [`crate::Isa::Avx512Bf16`]).
+    fn run_products<K: Kernel<Self>>(
+        token: IsaToken,
+        pairs: bool,
+        vectors: usize,
+        kernel: K,
+    ) -> K::Output;
+}
+
+impl Real for f32 {
+    fn run<K: ArrayKernel>(token: IsaToken, vectors: usize, kernel: K) -> K::Output {
+        token.run::<K, 16>(vectors, kernel)
+    }
+
+    fn run_kernel<K: Kernel<Self>>(token: IsaToken, vectors: usize, kernel: K) -> K::Output {
+        token.run_f32(vectors, kernel)
+    }
+
+    fn run_products<K: Kernel<Self>>(
+        token: IsaToken,
+        pairs: bool,
+        vectors: usize,
+        kernel: K,
+    ) -> K::Output {
+        if pairs {
+            token.run_bf16_products(vectors, kernel)
+        } else {
+            token.run_f32(vectors, kernel)
+        }
+    }
+}
+
+impl Real for f64 {
+    fn run<K: ArrayKernel>(token: IsaToken, vectors: usize, kernel: K) -> K::Output {
+        token.run::<K, 8>(vectors, kernel)
+    }
+
+    fn run_kernel<K: Kernel<Self>>(token: IsaToken, vectors: usize, kernel: K) -> K::Output {
+        token.run_f64(vectors, kernel)
+    }
+
+    /// Ignores `pairs`: accumulators of type f64 have f64 inputs.
+    fn run_products<K: Kernel<Self>>(
+        token: IsaToken,
+        _: bool,
+        vectors: usize,
+        kernel: K,
+    ) -> K::Output {
+        token.run_f64(vectors, kernel)
+    }
+}

@@ -1,0 +1,159 @@
+//! Instruction sets of the kernels, and the choice of one.
+
+use annulus_core::{Error, Result};
+
+/// Instruction set that kernels are compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Isa {
+    /// Baseline of the compilation target. Products and sums are rounded separately.
+    Portable,
+    /// NEON of 64-bit ARM: 128-bit vectors, 32 registers.
+    Neon,
+    /// AVX2 with fused multiply-add: 256-bit vectors, 16 registers.
+    Avx2,
+    /// AVX-512 F, VL, BW, DQ: 512-bit vectors, 32 registers.
+    Avx512,
+    /// AVX-512 with BF16 dot products (`VDPBF16PS`) for bf16 inputs.
+    ///
+    /// Probabilities and dS are rounded to bf16 before their products; accumulators are f32.
+    /// Selected only by [`Isa::VARIABLE`], [`crate::Cpu::with_isa`] or
+    /// [`annulus_core::Precision::Default`].
+    Avx512Bf16,
+}
+
+impl Isa {
+    /// All instruction sets, narrowest first.
+    pub const ALL: [Self; 5] =
+        [Self::Portable, Self::Neon, Self::Avx2, Self::Avx512, Self::Avx512Bf16];
+
+    /// Environment variable that forces an instruction set: `avx512bf16`, `avx512`, `avx2`, `neon`
+    /// or `portable`.
+    pub const VARIABLE: &'static str = "ANNULUS_CPU_ISA";
+
+    /// Returns the name used in [`Isa::VARIABLE`] and in reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Portable => "portable",
+            Self::Neon => "neon",
+            Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
+            Self::Avx512Bf16 => "avx512bf16",
+        }
+    }
+
+    /// Returns true if this machine has the instructions.
+    pub fn is_available(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        let has = match self {
+            Self::Portable => true,
+            Self::Neon => false,
+            Self::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
+            Self::Avx512 => {
+                is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512vl")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("fma")
+            }
+            Self::Avx512Bf16 => {
+                Self::Avx512.is_available() && is_x86_feature_detected!("avx512bf16")
+            }
+        };
+        #[cfg(target_arch = "aarch64")]
+        let has = self == Self::Portable
+            || self == Self::Neon && std::arch::is_aarch64_feature_detected!("neon");
+        #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+        let has = self == Self::Portable;
+        has
+    }
+
+    /// Returns the instruction set, or an error if this machine lacks it.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    pub(crate) fn require(self) -> Result<Self> {
+        if self.is_available() {
+            Ok(self)
+        } else {
+            Err(Error::unsupported(self.name(), "this processor"))
+        }
+    }
+
+    /// Returns true if bf16 pair products are available and faster than f32 products.
+    ///
+    /// They have twice the rate on AMD's processors and half the rate on Intel's. The decision
+    /// reads the vendor name instead of a clock, so that it is the same in every run.
+    pub(crate) fn bf16_pairs_are_fast() -> bool {
+        #[cfg(target_arch = "x86_64")]
+        let amd = {
+            let name = std::arch::x86_64::__cpuid(0);
+            [name.ebx, name.edx, name.ecx].map(u32::to_le_bytes).as_flattened() == b"AuthenticAMD"
+        };
+        #[cfg(not(target_arch = "x86_64"))]
+        let amd = false;
+        amd && Self::Avx512Bf16.is_available()
+    }
+
+    /// Returns the instruction set that [`Isa::VARIABLE`] forces, if it is set.
+    ///
+    /// # Errors
+    /// As [`Isa::chosen`].
+    pub(crate) fn forced() -> Result<Option<Self>> {
+        Self::named(
+            std::env::var_os(Self::VARIABLE)
+                .map(|name| name.to_string_lossy().into_owned())
+                .as_deref(),
+        )
+    }
+
+    /// Returns the instruction set that [`Isa::VARIABLE`] forces, else the widest available one
+    /// that rounds only results.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] naming the variable if its value is not the name of an
+    /// instruction set, [`Error::Unsupported`] if the machine lacks the one that it names.
+    pub fn chosen() -> Result<Self> {
+        Ok(Self::forced()?.unwrap_or_else(Self::widest))
+    }
+
+    /// Returns the widest available instruction set that rounds only results, that is, any but
+    /// [`Isa::Avx512Bf16`].
+    pub(crate) fn widest() -> Self {
+        let exact = Self::ALL.into_iter().rev().filter(|&isa| isa != Self::Avx512Bf16);
+        exact.into_iter().find(|isa| isa.is_available()).unwrap_or(Self::Portable)
+    }
+
+    fn named(name: Option<&str>) -> Result<Option<Self>> {
+        let Some(name) = name.filter(|name| !name.is_empty()) else { return Ok(None) };
+        let isa = Self::ALL.into_iter().find(|isa| isa.name() == name);
+        let isa = isa.ok_or_else(|| {
+            Error::invalid(Self::VARIABLE, name, "avx512bf16, avx512, avx2, neon or portable")
+        })?;
+        isa.require().map(Some)
+    }
+}
+
+impl std::fmt::Display for Isa {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_forced_name_is_accepted_or_rejected() {
+        assert_eq!(Isa::named(Some("portable")), Ok(Some(Isa::Portable)));
+        assert_eq!(Isa::named(Some("")), Ok(None));
+        assert!(Isa::widest().is_available() && Isa::widest() != Isa::Avx512Bf16);
+        assert_eq!(Isa::named(Some("sse9")).unwrap_err().code(), 1);
+        for isa in Isa::ALL {
+            match Isa::named(Some(isa.name())) {
+                Ok(named) => assert!(named == Some(isa) && isa.is_available()),
+                Err(error) => assert!(error.code() == 2 && !isa.is_available()),
+            }
+        }
+    }
+}

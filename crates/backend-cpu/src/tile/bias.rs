@@ -1,0 +1,157 @@
+//! Bias of one tile: loads it from the caller's tensor into the layout of the scores.
+//!
+//! ```text
+//! tensor:           a row of keys per query
+//! queries in lanes: a row of queries per key     transposed by blocks of one vector × one vector
+//! keys in lanes:    a row of keys per query      copied
+//! ```
+//! Vector loads serve contiguous keys and biases broadcast along keys; other tensors are copied
+//! element by element.
+
+use std::ops::Range;
+
+use ndarray::{ArrayView1, ArrayView4, s};
+
+use crate::{
+    simd::{
+        dispatch::{IsaToken, Kernel, Real},
+        vector::{MAX_LANES, Vector},
+    },
+    tile::{coord::TileCoord, tile_mask::LaneAxis},
+};
+
+/// Returns the biases of one query, by key row, or one for all keys. Axes of length 1 are
+/// broadcast.
+fn bias_row<A>(
+    bias: ArrayView4<'_, A>,
+    batch: usize,
+    head: usize,
+    query: usize,
+) -> ArrayView1<'_, A> {
+    let (batches, heads, queries, _) = bias.dim();
+    let at = |len: usize, index: usize| if len == 1 { 0 } else { index };
+    bias.slice_move(s![at(batches, batch), at(heads, head), at(queries, query), ..])
+}
+
+/// Returns the index of key row `row` in a bias row of length `len`.
+pub(crate) const fn bias_column(len: usize, row: u64) -> usize {
+    if len == 1 { 0 } else { annulus_core::index(row) }
+}
+
+/// Writes the biases of the tile's queries and of its keys `first_key ..`, whose global rows are
+/// `key_rows`. Returns true if one of them is −∞.
+pub(crate) fn load_bias<A: Real>(
+    token: IsaToken,
+    bias: ArrayView4<'_, A>,
+    coord: &TileCoord,
+    (first_key, key_rows): (usize, &[u64]),
+    queries: Range<usize>,
+    into: &mut [A],
+) -> bool {
+    let line = |query: usize| bias_row(bias, coord.batch, coord.head, coord.queries.start + query);
+    let Some(&first_row) = key_rows.first() else { return false };
+    let one_for_all = bias.dim().3 == 1;
+    let is_consecutive = || key_rows.iter().zip(first_row..).all(|(&row, want)| row == want);
+    if one_for_all || bias.strides()[3] == 1 && is_consecutive() {
+        let (first, len) =
+            if one_for_all { (0, 1) } else { (annulus_core::index(first_row), key_rows.len()) };
+        let slice = |query: usize| {
+            line(query).to_slice().and_then(|line| line.get(first..first + len)).unwrap_or_default()
+        };
+        return A::run_kernel(
+            token,
+            1,
+            LoadBiasRows {
+                coord,
+                first_key,
+                keys: key_rows.len(),
+                one_for_all,
+                queries,
+                slice,
+                into,
+            },
+        );
+    }
+    let mut hides = false;
+    for query in queries {
+        let line = line(query);
+        for (key, &row) in (first_key..).zip(key_rows) {
+            let bias = line[bias_column(line.len(), row)];
+            into[coord.element(query, key)] = bias;
+            hides |= bias == -A::INFINITY;
+        }
+    }
+    hides
+}
+
+/// Loads rows of `keys` biases each, or of one for all keys. True if one of them is −∞.
+struct LoadBiasRows<'a, A, F> {
+    coord: &'a TileCoord,
+    first_key: usize,
+    keys: usize,
+    one_for_all: bool,
+    queries: Range<usize>,
+    slice: F,
+    into: &'a mut [A],
+}
+
+impl<'s, A: Real, F: Fn(usize) -> &'s [A]> Kernel<A> for LoadBiasRows<'_, A, F> {
+    type Output = bool;
+
+    #[inline(always)]
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) -> bool {
+        let Self { coord, first_key, keys, one_for_all, queries, slice, into } = self;
+        let zero = V::splat(A::ZERO);
+        // maximum of the negated biases; NaN is never larger
+        let mut max_negated = zero;
+        for first in queries.clone().step_by(V::WIDTH) {
+            let used = V::WIDTH.min(queries.end - first);
+            let lines: [&[A]; MAX_LANES] =
+                std::array::from_fn(|i| if i < used { slice(first + i) } else { &[] });
+            let mut ones = [zero; MAX_LANES];
+            for (line, into) in lines.iter().zip(&mut ones[..used]).filter(|_| one_for_all) {
+                *into = V::splat(line.first().copied().unwrap_or(A::ZERO));
+                max_negated = zero.minus(*into).if_larger(max_negated);
+            }
+            if coord.lane_axis == LaneAxis::Queries {
+                V::transpose(&mut ones);
+            }
+            for at in (0..keys).step_by(V::WIDTH) {
+                let mut block = ones;
+                for (line, into) in lines.iter().zip(&mut block[..used]).filter(|_| !one_for_all) {
+                    *into = load_padded(line.get(at..).unwrap_or_default());
+                    max_negated = zero.minus(*into).if_larger(max_negated);
+                }
+                // rows of the tile that receive this block, and their number
+                let rows = into[coord.element(first, first_key + at)..].chunks_mut(coord.width);
+                let count = match coord.lane_axis {
+                    LaneAxis::Queries => {
+                        if !one_for_all {
+                            V::transpose(&mut block);
+                        }
+                        V::WIDTH.min(keys - at)
+                    }
+                    LaneAxis::Keys => used,
+                };
+                for (row, line) in rows.zip(&block[..count]) {
+                    if let Some([into]) = V::row_mut::<1>(row) {
+                        line.store(into);
+                    }
+                }
+            }
+        }
+        // ∞ · 0 is NaN, which differs from 0; finite · 0 is 0
+        max_negated.times(zero).total() != A::ZERO
+    }
+}
+
+/// Loads the first elements of a slice, with 0 beyond its end.
+#[inline(always)]
+fn load_padded<A: Real, V: Vector<A>>(from: &[A]) -> V {
+    if let Some([whole]) = V::row::<1>(from) {
+        return V::load(whole);
+    }
+    let mut whole = [A::ZERO; MAX_LANES];
+    whole.iter_mut().zip(from).for_each(|(into, &element)| *into = element);
+    V::row::<1>(&whole).map_or(V::splat(A::ZERO), |[whole]| V::load(whole))
+}

@@ -1,0 +1,229 @@
+//! dS of one tile of 64 queries × 64 keys, and its contribution to dq: dQ += dS·K.
+//!
+//! ```text
+//! for each strip of keys:  dS[queries][lanes of the strip]  →  columns of the tile
+//! for each register tile:  sums[r][v] = Σ_k dS[r][k]·K[k][v]      dQ[r][v] += sums[r][v]
+//! ```
+//! Scores are computed with keys in lanes, while dq sums over keys. The strips of a tile are
+//! therefore placed side by side, and a row of queries meets all 64 keys in one chain of
+//! multiply-adds.
+
+use std::ops::Range;
+
+use annulus_core::Result;
+
+use crate::{
+    simd::{
+        dispatch::{ArrayKernel, IsaToken, Kernel, Real},
+        lanes::{strip, strip_mut, unrolled},
+        vector::Vector,
+    },
+    tile::{
+        aligned::Aligned,
+        bf16_pairs::{MaskedPairRow, as_pairs, as_pairs_mut, narrow_rows},
+        coord::TileCoord,
+        geometry::Geometry,
+        pack::Panel,
+        tile_mask::{TILE, TileMask},
+    },
+};
+
+/// dS of 64 queries × 64 keys, assembled from strips of keys.
+#[derive(Debug)]
+pub(crate) struct DsTile<A> {
+    elements: Aligned<A>,
+    /// Elements of a row: 64, or 32 pairs of bf16.
+    stride: usize,
+    /// Visible keys of each query.
+    lane_words: [u64; TILE],
+}
+
+impl<A: Real> DsTile<A> {
+    pub(crate) fn new(geometry: &Geometry, backward: bool) -> Result<Self> {
+        let stride = geometry.packed_rows(TILE);
+        Ok(Self {
+            elements: Aligned::zeroed(if backward { TILE * stride } else { 0 })?,
+            stride,
+            lane_words: [0; TILE],
+        })
+    }
+
+    /// Resets the tile to no visible pair.
+    pub(crate) fn clear(&mut self) {
+        self.elements.fill(A::ZERO);
+        self.lane_words.fill(0);
+    }
+
+    /// Inserts the visible rows of a strip whose first key is the tile's key `lane`.
+    pub(crate) fn insert_strip(
+        &mut self,
+        token: IsaToken,
+        coord: &TileCoord,
+        tile_mask: &TileMask,
+        lane: usize,
+        tile: &[A],
+    ) {
+        let rows = tile_mask.rows().clone();
+        for (index, into) in self.lane_words[rows.clone()].iter_mut().enumerate() {
+            *into |=
+                tile_mask.words().map_or(!0 >> (TILE - coord.width), |words| words[index]) << lane;
+        }
+        let from = &tile[coord.span(&rows)];
+        let into = &mut self.elements[rows.start * self.stride..rows.end * self.stride];
+        if self.stride == TILE {
+            A::run(token, coord.vectors, CopyStrip { from, into, lane });
+        } else {
+            narrow_rows(token, coord.vectors, from, into, self.stride, lane / 2);
+        }
+    }
+}
+
+/// Operands of dQ += dS·K besides the tile.
+pub(crate) struct DqUpdate<'a, A> {
+    /// Row of the tile that belongs to the first row of `into`.
+    pub(crate) first_row: usize,
+    /// Keys, one per row of whole vectors.
+    pub(crate) panel: &'a Panel<A>,
+    /// Rows of the panel that are the tile's keys.
+    pub(crate) keys: Range<usize>,
+    /// Rows of dq: a multiple of [`crate::simd::dispatch::MAX_REGISTER_ROWS`].
+    pub(crate) into: &'a mut [A],
+    /// Elements of a row of dq: whole vectors.
+    pub(crate) width: usize,
+}
+
+impl<A: Real> DsTile<A> {
+    /// Computes dQ += dS·K, in column ranges of nearly equal width that fit a register tile.
+    pub(crate) fn accumulate_dq(&self, token: IsaToken, of: DqUpdate<'_, A>) {
+        let DqUpdate { first_row, panel, keys, into, width } = of;
+        let vectors = width / A::WIDTH;
+        let strips = vectors.div_ceil(token.max_vectors());
+        let mut column = 0;
+        for strip in 0..strips {
+            let vectors = (vectors + strips - 1 - strip) / strips;
+            let kernel = DqProducts {
+                tile: self,
+                first_row,
+                panel,
+                keys: keys.clone(),
+                into: &mut *into,
+                width,
+                column,
+            };
+            if panel.holds_pairs() && !panel.finite() {
+                kernel.run_masked_pairs(token, vectors);
+            } else {
+                A::run_products(token, panel.holds_pairs(), vectors, kernel);
+            }
+            column += vectors * A::WIDTH;
+        }
+    }
+}
+
+/// Copies a strip into columns `lane ..` of a wider tile.
+struct CopyStrip<'a, A> {
+    from: &'a [A],
+    into: &'a mut [A],
+    lane: usize,
+}
+
+impl<A: Real> ArrayKernel for CopyStrip<'_, A> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) {
+        for (from, into) in
+            strip::<A, VECTORS, WIDTH>(self.from).iter().zip(self.into.chunks_exact_mut(TILE))
+        {
+            if let Some(into) = strip_mut::<A, VECTORS, WIDTH>(&mut into[self.lane..]).first_mut() {
+                *into = *from;
+            }
+        }
+    }
+}
+
+/// C\[i\]\[l\] += Σ_k A\[i\]\[k\]·B\[k\]\[l\] for the columns `column ..` of C and B.
+struct DqProducts<'a, A> {
+    tile: &'a DsTile<A>,
+    /// Row of the tile that belongs to the first row of C.
+    first_row: usize,
+    panel: &'a Panel<A>,
+    /// Rows of the panel.
+    keys: Range<usize>,
+    /// C: a multiple of [`crate::simd::dispatch::MAX_REGISTER_ROWS`] rows of `width` elements.
+    into: &'a mut [A],
+    width: usize,
+    column: usize,
+}
+
+impl<A: Real> Kernel<A> for DqProducts<'_, A> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
+        if !self.panel.finite() {
+            return self.run_masked::<V, VECTORS>();
+        }
+        let Self { tile, first_row, panel, keys, into, width, column } = self;
+        let b = panel.reduction_rows(&keys);
+        for (block, c) in into.chunks_exact_mut(ROWS * width).enumerate() {
+            let a = &tile.elements[(first_row + block * ROWS) * tile.stride..];
+            let a: [&[A]; ROWS] = std::array::from_fn(|r| &a[r * tile.stride..][..tile.stride]);
+            let mut sums = [[V::splat(A::ZERO); VECTORS]; ROWS];
+            for (k, b) in b.chunks_exact(panel.reduction_stride()).enumerate().take(tile.stride) {
+                let Some(b) = V::row::<VECTORS>(&b[column..]) else { break };
+                unrolled!(
+                    r < ROWS,
+                    v < VECTORS,
+                    sums[r][v] = V::splat(a[r][k]).product(V::load(&b[v]), sums[r][v])
+                );
+            }
+            unrolled!(r < ROWS, {
+                if let Some(c) = V::row_mut::<VECTORS>(&mut c[r * width + column..]) {
+                    unrolled!(v < VECTORS, V::load(&c[v]).plus(sums[r][v]).store(&mut c[v]));
+                }
+            });
+        }
+    }
+}
+
+impl<A: Real> DqProducts<'_, A> {
+    /// Computes the product over bf16 pairs with masked keys skipped, for panels that are not
+    /// finite.
+    fn run_masked_pairs(self, token: IsaToken, vectors: usize) {
+        let Self { tile, first_row, panel, keys, into, width, column } = self;
+        let (b, stride) =
+            (&as_pairs(panel.reduction_rows(&keys))[column..], panel.reduction_stride());
+        for (row, c) in (first_row..).zip(into.chunks_exact_mut(width)) {
+            let (a, c) = (
+                as_pairs(&tile.elements[row * tile.stride..][..tile.stride]),
+                &mut as_pairs_mut(c)[column..],
+            );
+            token.run_pair_kernel(
+                vectors,
+                MaskedPairRow { a, b, stride, visible: tile.lane_words[row], c },
+            );
+        }
+    }
+
+    /// Computes the product with masked keys skipped, for panels that are not finite.
+    #[inline(always)]
+    fn run_masked<V: Vector<A>, const VECTORS: usize>(self) {
+        let Self { tile, first_row, panel, keys, into, width, column } = self;
+        for (row, c) in (first_row..).zip(into.chunks_exact_mut(width)) {
+            let mut sums = [V::splat(A::ZERO); VECTORS];
+            for k in (0..keys.len()).filter(|k| tile.lane_words[row] >> k & 1 != 0) {
+                let Some(b) =
+                    V::row::<VECTORS>(&panel.rows(keys.start + k..keys.start + k + 1)[column..])
+                else {
+                    break;
+                };
+                let a = tile.elements[row * TILE + k];
+                unrolled!(v < VECTORS, sums[v] = V::splat(a).multiply_add(V::load(&b[v]), sums[v]));
+            }
+            if let Some(c) = V::row_mut::<VECTORS>(&mut c[column..]) {
+                unrolled!(v < VECTORS, V::load(&c[v]).plus(sums[v]).store(&mut c[v]));
+            }
+        }
+    }
+}

@@ -1,0 +1,183 @@
+//! Blocking parameters: splits rows into tasks, and tasks into strips one register tile wide.
+
+use std::ops::Range;
+
+use annulus_core::{DType, Dims, Spec};
+
+use crate::{
+    simd::{
+        dispatch::{IsaToken, Real},
+        isa::Isa,
+    },
+    tile::{
+        coord::TileCoord,
+        pack::{PanelFormat, padded},
+        tile_mask::TILE,
+    },
+};
+
+/// Maximum query rows (lanes) of a task per head. A packed tile of keys is reused by all rows of
+/// the task, so that packing it costs little.
+pub(crate) const WIDE_TASK_ROWS: usize = 2048;
+
+/// Maximum rows of a task under a narrow mask. Smaller tasks keep the rows that the next head reads
+/// in nearby cache lines and pages.
+pub(crate) const NARROW_TASK_ROWS: usize = 512;
+
+/// Maximum lanes of all heads of a task, so that its packed queries stay in the second-level cache
+/// (2,048 × 64 f32 are 512 KiB).
+const MAX_TASK_LANES: usize = 2048;
+
+/// Maximum elements of K and V in a [`Geometry::key_block`]: 512 KiB of f32, so that a key block's
+/// packed operands and accumulators stream from the second-level cache.
+const KEY_BLOCK_ELEMENTS: usize = 1 << 17;
+
+/// Maximum tiles of a [`Geometry::key_block`]: 512 keys. Against 128 keys this saved 5 % of forward
+/// and backward (`docs/performance.md`).
+const MAX_KEY_BLOCK_TILES: usize = 8;
+
+/// Rows of a block that lie in the lanes of one register tile.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Strip {
+    /// Rows of the block.
+    pub(crate) rows: Range<usize>,
+    /// Number of 64-byte vectors.
+    pub(crate) vectors: usize,
+    /// Number of lanes, of which the first `rows.len()` are used.
+    pub(crate) width: usize,
+}
+
+/// Lengths of one rank's shard that all kernels use.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Geometry {
+    pub(crate) dims: Dims,
+    pub(crate) token: IsaToken,
+    /// Lanes of a 64-byte vector.
+    vector_lanes: usize,
+    /// Vectors of a full strip.
+    strip_vectors: usize,
+    /// True if operands of products are pairs of bf16; see [`crate::tile::bf16_pairs`].
+    pub(crate) bf16_pairs: bool,
+}
+
+impl Geometry {
+    pub(crate) const fn new<A: Real>(spec: &Spec, token: IsaToken) -> Self {
+        let bf16_pairs =
+            matches!(token.isa(), Isa::Avx512Bf16) && matches!(spec.dtype, DType::Bf16);
+        Self {
+            dims: spec.dims,
+            token,
+            vector_lanes: A::WIDTH,
+            strip_vectors: token.max_vectors(),
+            bf16_pairs,
+        }
+    }
+
+    /// Returns the rows of a packed strip of vectors of length `dim`: one per element, or one per
+    /// pair of elements.
+    pub(crate) const fn packed_rows(&self, dim: usize) -> usize {
+        if self.bf16_pairs { dim.div_ceil(2) } else { dim }
+    }
+
+    /// Returns the format of panels; `interleaved` for panels that are also summed along their
+    /// rows.
+    pub(crate) const fn panel_format(&self, interleaved: bool) -> PanelFormat {
+        match (self.bf16_pairs, interleaved) {
+            (false, _) => PanelFormat::Widened,
+            (true, false) => PanelFormat::Pairs,
+            (true, true) => PanelFormat::InterleavedPairs,
+        }
+    }
+
+    /// Returns the same geometry with strips of which a whole number covers a tile of
+    /// [`crate::tile::tile_mask::TILE`] lanes.
+    pub(crate) const fn with_tile_aligned_strips(self) -> Self {
+        let mut strip_vectors = self.token.max_vectors();
+        while !TILE.is_multiple_of(strip_vectors * self.vector_lanes) {
+            strip_vectors -= 1;
+        }
+        Self { strip_vectors, ..self }
+    }
+
+    /// Returns the lanes of a full strip.
+    pub(crate) const fn strip_lanes(&self) -> usize {
+        self.strip_vectors * self.vector_lanes
+    }
+
+    /// Returns the number of keys, in whole tiles, that the fused backward processes for each
+    /// packed tile of queries.
+    ///
+    /// Larger blocks amortise the packing of queries and the update of dq. Smaller ones keep the
+    /// packed keys and their gradients in a near cache.
+    pub(crate) fn key_block(&self) -> usize {
+        let tiles = KEY_BLOCK_ELEMENTS / (self.head_rows() + self.value_rows()) / TILE;
+        TILE * tiles.clamp(1, MAX_KEY_BLOCK_TILES)
+    }
+
+    /// Returns head_dim rounded up to whole vectors.
+    pub(crate) const fn padded_head_dim(&self) -> usize {
+        self.dims.head_dim.next_multiple_of(self.vector_lanes)
+    }
+
+    /// Returns the lanes of `rows` rows: whole vectors.
+    pub(crate) const fn lanes(&self, rows: usize) -> usize {
+        rows.next_multiple_of(self.vector_lanes)
+    }
+
+    /// Iterates over the strips of a block of `rows` rows. Strip boundaries do not depend on the
+    /// block's size if that is a whole number of strips.
+    pub(crate) fn strips(&self, rows: usize) -> impl ExactSizeIterator<Item = Strip> + use<> {
+        let vector_lanes = self.vector_lanes;
+        let lanes = self.strip_lanes();
+        (0..rows.div_ceil(lanes)).map(move |index| {
+            let rows = index * lanes..rows.min((index + 1) * lanes);
+            let vectors = rows.len().div_ceil(vector_lanes);
+            Strip { rows, vectors, width: vectors * vector_lanes }
+        })
+    }
+
+    /// Returns the rows of a task: at most `most` (at least one strip), and few enough that `rows`
+    /// rows of every (batch row, KV head) plane give at least four tasks per thread where possible.
+    pub(crate) fn block_rows(
+        &self,
+        rows: usize,
+        heads: usize,
+        threads: usize,
+        most: usize,
+    ) -> usize {
+        let strip = self.strip_lanes();
+        let planes = self.dims.batch * self.dims.kv_heads;
+        let mut strips = (most / strip).max(1);
+        while strips > 1
+            && (strips * strip * heads > MAX_TASK_LANES
+                || rows.div_ceil(strips * strip) * planes < 4 * threads)
+        {
+            strips /= 2;
+        }
+        strips * strip
+    }
+
+    /// Returns the elements of a strip in the packed strips of a task, for vectors of `dim` rows.
+    pub(crate) const fn strip_range(&self, coord: &TileCoord, dim: usize) -> Range<usize> {
+        let first = coord.strip * self.strip_lanes() * dim;
+        first..first + coord.width * dim
+    }
+
+    /// Returns the query heads of the group of KV head `kv_head`.
+    pub(crate) const fn heads(&self, kv_head: usize) -> Range<usize> {
+        let group = self.dims.group();
+        kv_head * group..(kv_head + 1) * group
+    }
+
+    /// Returns the rows of a strip of q, k or their gradients: head_dim padded to whole register
+    /// tiles.
+    pub(crate) const fn head_rows(&self) -> usize {
+        padded(self.dims.head_dim)
+    }
+
+    /// Returns the rows of a strip of v, out or their gradients: value_dim padded to whole register
+    /// tiles.
+    pub(crate) const fn value_rows(&self) -> usize {
+        padded(self.dims.value_dim)
+    }
+}

@@ -1,0 +1,334 @@
+//! Packing: copies of a tile's vectors, widened to the accumulator type and laid out for
+//! [`crate::tile::gemm`].
+//!
+//! ```text
+//! Panel::fill:   rows of a tensor  →  [rows][dim padded]          the broadcast operand A
+//! pack_lanes:    rows of a tensor  →  [dim][lanes] (transposed)   the vector operand B, a strip
+//! each_lane:     [dim][lanes]      →  rows again
+//! ```
+//! Rows of one head lie heads × dim elements apart in the caller's tensor. A micro-kernel reads
+//! packed operands with unit stride, as in BLIS (Van Zee and van de Geijn 2015).
+
+use std::ops::Range;
+
+use annulus_core::Result;
+
+use crate::{
+    simd::{
+        dispatch::{IsaToken, Kernel, MAX_REGISTER_ROWS, Real},
+        float::Float,
+        lanes::unrolled,
+        vector::{MAX_LANES, Vector},
+    },
+    tile::{
+        aligned::Aligned,
+        bf16_pairs::{PackPairLanes, PackPairs, pairs_of},
+        input::{Input, Plane, Source},
+        tile_mask::TILE,
+    },
+};
+
+/// Rounds a count up to whole register tiles.
+pub(crate) const fn padded(count: usize) -> usize {
+    count.next_multiple_of(MAX_REGISTER_ROWS)
+}
+
+/// Returns `dim` rounded up to whole vectors.
+pub(crate) const fn padded_dim<A: Real>(dim: usize) -> usize {
+    dim.next_multiple_of(A::WIDTH)
+}
+
+/// Packed vectors, one per row: the broadcast operand. Elements beyond the dim and rows that were
+/// never packed are 0.
+#[derive(Debug)]
+pub(crate) struct Panel<A> {
+    elements: Aligned<A>,
+    stride: usize,
+    finite: bool,
+    /// True if elements are pairs of bf16; see [`crate::tile::bf16_pairs`].
+    pairs: bool,
+    /// Pairs along the rows, two rows per line, for [`PanelFormat::InterleavedPairs`]; else empty.
+    interleaved: Aligned<A>,
+    interleaved_stride: usize,
+}
+
+/// Format of a panel's elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum PanelFormat {
+    /// Elements widened to the accumulator type.
+    Widened,
+    /// Pairs of bf16 along the dims.
+    Pairs,
+    /// Pairs of bf16 along the dims, and a second copy with pairs along the rows.
+    InterleavedPairs,
+}
+
+impl<A: Real> Panel<A> {
+    pub(crate) fn new(dim: usize, format: PanelFormat) -> Result<Self> {
+        Self::with_stride(TILE, dim, padded(dim), format)
+    }
+
+    /// Allocates room for `rows` vectors of length `dim`. `stride` separates widened rows, and
+    /// lines of pairs along the rows.
+    pub(crate) fn with_stride(
+        rows: usize,
+        dim: usize,
+        stride: usize,
+        format: PanelFormat,
+    ) -> Result<Self> {
+        let pairs = format != PanelFormat::Widened;
+        let interleaved =
+            if format == PanelFormat::InterleavedPairs { rows.div_ceil(2) * stride } else { 0 };
+        let (interleaved, interleaved_stride) = (Aligned::zeroed(interleaved)?, stride);
+        let stride = if pairs { padded(dim.div_ceil(2)) } else { stride };
+        Ok(Self {
+            elements: Aligned::zeroed(rows * stride)?,
+            stride,
+            finite: true,
+            pairs,
+            interleaved,
+            interleaved_stride,
+        })
+    }
+
+    pub(crate) const fn stride(&self) -> usize {
+        self.stride
+    }
+
+    /// Returns true if the elements are pairs of bf16.
+    pub(crate) const fn holds_pairs(&self) -> bool {
+        self.pairs
+    }
+
+    /// Returns the distance between the rows of [`Panel::reduction_rows`].
+    pub(crate) const fn reduction_stride(&self) -> usize {
+        self.interleaved_stride
+    }
+
+    /// Returns the operand of a product that sums over the rows `rows`: these rows or, for pairs of
+    /// bf16, lines that hold two rows each.
+    pub(crate) fn reduction_rows(&self, rows: &Range<usize>) -> &[A] {
+        if self.pairs {
+            let pairs = pairs_of(rows);
+            &self.interleaved
+                [pairs.start * self.interleaved_stride..pairs.end * self.interleaved_stride]
+        } else {
+            self.rows(rows.clone())
+        }
+    }
+
+    /// Returns the rows `rows`, `stride` apart.
+    pub(crate) fn rows(&self, rows: Range<usize>) -> &[A] {
+        &self.elements[rows.start * self.stride..rows.end * self.stride]
+    }
+
+    /// Returns true if no packed element is NaN or infinite.
+    pub(crate) const fn finite(&self) -> bool {
+        self.finite
+    }
+
+    /// Packs the vectors `rows` of one head, at most as many as there is room for.
+    pub(crate) fn fill<E: Input<Accumulator = A>>(
+        &mut self,
+        token: IsaToken,
+        source: &Source<'_, E>,
+        batch: usize,
+        head: usize,
+        rows: Range<usize>,
+    ) {
+        if self.pairs {
+            let (rows_of_pairs, stride, interleaved, interleaved_stride) = (
+                &mut self.elements[..],
+                self.stride,
+                &mut self.interleaved[..],
+                self.interleaved_stride,
+            );
+            let kernel = PackPairs {
+                source,
+                batch,
+                head,
+                rows,
+                rows_of_pairs,
+                stride,
+                interleaved,
+                interleaved_stride,
+            };
+            self.finite = A::run(token, 1, kernel);
+        } else {
+            let (stride, plane) = (self.stride, source.plane(batch, head));
+            let into = &mut self.elements[..rows.len() * stride];
+            self.finite = A::run_kernel(token, 1, PackPanel { plane, rows, stride, into });
+        }
+    }
+}
+
+struct PackPanel<'a, 's, E: Input> {
+    plane: Plane<'s, E>,
+    rows: Range<usize>,
+    stride: usize,
+    into: &'a mut [E::Accumulator],
+}
+
+impl<E: Input> Kernel<E::Accumulator> for PackPanel<'_, '_, E> {
+    /// True if no element is NaN or infinite: Σ 0·x is NaN exactly if some x is not finite.
+    type Output = bool;
+
+    #[inline(always)]
+    fn run<V: Vector<E::Accumulator>, const ROWS: usize, const VECTORS: usize>(self) -> bool {
+        let zero = V::splat(E::Accumulator::ZERO);
+        // two sums hide the latency of the multiply-add
+        let mut probe = [zero; UNROLL];
+        let mut rest = E::Accumulator::ZERO;
+        for (row, into) in self.rows.zip(self.into.chunks_exact_mut(self.stride)) {
+            let Some(vector) = self.plane.slice(row) else {
+                for (into, &element) in into.iter_mut().zip(self.plane.vector(row)) {
+                    *into = element.widen();
+                    rest += *into * E::Accumulator::ZERO;
+                }
+                continue;
+            };
+            let (whole, into_whole) =
+                (vector.chunks_exact(UNROLL * V::WIDTH), V::strip_mut::<UNROLL>(into));
+            let taken = into_whole.len().min(whole.len()) * UNROLL * V::WIDTH;
+            for (from, into) in whole.zip(into_whole) {
+                unrolled!(i < UNROLL, {
+                    let elements = V::widen(&from[i * V::WIDTH..(i + 1) * V::WIDTH]);
+                    probe[i] = elements.multiply_add(zero, probe[i]);
+                    elements.store(&mut into[i]);
+                });
+            }
+            for (into, &element) in into[taken..].iter_mut().zip(&vector[taken..]) {
+                *into = element.widen();
+                rest += *into * E::Accumulator::ZERO;
+            }
+        }
+        probe[0].plus(probe[1]).total() + rest == E::Accumulator::ZERO
+    }
+}
+
+/// Vectors that [`PackPanel`] widens per step.
+const UNROLL: usize = 2;
+
+/// Packs the vectors `rows` of one head, transposed, into a strip of `width` lanes, one vector per
+/// lane.
+///
+/// With `pairs`, each row of the strip holds pairs of neighbouring dims. Lanes without a vector are
+/// 0.
+pub(crate) fn pack_lanes<E: Input>(
+    token: IsaToken,
+    source: &Source<'_, E>,
+    (batch, head): (usize, usize),
+    rows: Range<usize>,
+    width: usize,
+    strip: &mut [E::Accumulator],
+    pairs: bool,
+) {
+    let plane = source.plane(batch, head);
+    if pairs {
+        <E::Accumulator as Real>::run(token, 1, PackPairLanes { plane, rows, width, strip });
+    } else {
+        <E::Accumulator as Real>::run_kernel(token, 1, PackLanes { plane, rows, width, strip });
+    }
+}
+
+struct PackLanes<'a, 's, E: Input> {
+    plane: Plane<'s, E>,
+    rows: Range<usize>,
+    width: usize,
+    strip: &'a mut [E::Accumulator],
+}
+
+impl<E: Input> Kernel<E::Accumulator> for PackLanes<'_, '_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<E::Accumulator>, const ROWS: usize, const VECTORS: usize>(self) {
+        let Self { plane, rows, width, strip } = self;
+        for first in (0..width).step_by(V::WIDTH) {
+            let used = rows.len().saturating_sub(first).min(V::WIDTH);
+            for (chunk, lines) in strip.chunks_mut(V::WIDTH * width).enumerate() {
+                let mut block = [V::splat(E::Accumulator::ZERO); MAX_LANES];
+                for (row, into) in (rows.start + first..).zip(&mut block[..used]) {
+                    *into = match plane.slice(row) {
+                        Some(vector) => {
+                            V::widen(vector.get(chunk * V::WIDTH..).unwrap_or_default())
+                        }
+                        None => {
+                            let vector = plane.vector(row);
+                            let element = |i| {
+                                vector
+                                    .get(chunk * V::WIDTH + i)
+                                    .copied()
+                                    .unwrap_or(E::from_f64(0.0))
+                            };
+                            V::widen(&std::array::from_fn::<E, MAX_LANES, _>(element))
+                        }
+                    };
+                }
+                V::transpose(&mut block);
+                for (line, column) in lines.chunks_exact_mut(width).zip(block) {
+                    if let Some([into]) = V::row_mut::<1>(&mut line[first..]) {
+                        column.store(into);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Transposes a strip back: calls `take(lane, first, elements)` with consecutive elements
+/// `first ..` of each lane's vector, for the first `lanes` lanes and `dim` elements.
+pub(crate) fn each_lane<A: Real>(
+    token: IsaToken,
+    strip: &[A],
+    width: usize,
+    lanes: usize,
+    dim: usize,
+    take: impl FnMut(usize, usize, &[A]),
+) {
+    A::run_kernel(token, 1, EachLane { strip: &strip[..dim * width], width, lanes, take });
+}
+
+struct EachLane<'a, A, F> {
+    strip: &'a [A],
+    width: usize,
+    lanes: usize,
+    take: F,
+}
+
+/// Vectors of elements that [`EachLane`] passes per call: longer contiguous writes for the caller,
+/// at the price of a larger buffer.
+const VECTORS_PER_CALL: usize = 4;
+
+impl<A: Real, F: FnMut(usize, usize, &[A])> Kernel<A> for EachLane<'_, A, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(mut self) {
+        let mut rows = [[A::ZERO; VECTORS_PER_CALL * MAX_LANES]; MAX_LANES];
+        for first in (0..self.lanes).step_by(V::WIDTH) {
+            for (group, lines) in
+                self.strip.chunks(VECTORS_PER_CALL * V::WIDTH * self.width).enumerate()
+            {
+                for (chunk, lines) in lines.chunks(V::WIDTH * self.width).enumerate() {
+                    let mut block = [V::splat(A::ZERO); MAX_LANES];
+                    for (line, into) in lines.chunks_exact(self.width).zip(&mut block) {
+                        if let Some([line]) = V::row::<1>(&line[first..]) {
+                            *into = V::load(line);
+                        }
+                    }
+                    V::transpose(&mut block);
+                    for (row, column) in rows.iter_mut().zip(block).take(V::WIDTH) {
+                        if let Some([into]) = V::row_mut::<1>(&mut row[chunk * V::WIDTH..]) {
+                            column.store(into);
+                        }
+                    }
+                }
+                let dims = lines.len() / self.width;
+                for (lane, row) in rows.iter().enumerate().take(V::WIDTH.min(self.lanes - first)) {
+                    (self.take)(first + lane, group * VECTORS_PER_CALL * V::WIDTH, &row[..dims]);
+                }
+            }
+        }
+    }
+}

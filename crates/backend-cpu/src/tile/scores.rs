@@ -1,0 +1,286 @@
+//! Scores of one tile: the epilogue between QKᵀ and the softmax.
+//!
+//! ```text
+//! x = scale · round(q·k)
+//! s = cap·tanh(x / cap) + bias   or   cap·tanh((x + bias) / cap)      −∞ for masked pairs
+//! ```
+//! A tile without soft cap, bias, rounding and masked pairs skips the epilogue: softmax and score
+//! gradients read the products and apply the deferred scale themselves.
+
+use std::ops::Range;
+
+use annulus_core::{
+    BiasFunction, BiasOrder, DType, DropoutMask, Rows, Spec,
+    mask::{Key, Query},
+};
+use ndarray::ArrayView4;
+
+use crate::{
+    simd::{
+        dispatch::{ArrayKernel, IsaToken, Real},
+        lanes::{each_row_mut, map, select, strip, strip_mut, unrolled, zip},
+    },
+    tile::{
+        bias::load_bias,
+        coord::TileCoord,
+        dropout::{ExpandKeepBits, keep_bits},
+        tile_mask::{LaneAxis, TILE, TileMask, transpose},
+    },
+};
+
+/// Parameters of the scores between a range of queries and a range of keys.
+pub(crate) struct Scores<'a, A> {
+    pub(crate) spec: &'a Spec,
+    pub(crate) token: IsaToken,
+    pub(crate) queries: &'a Rows,
+    pub(crate) keys: &'a Rows,
+    /// `[b|1, heads|1, q rows|1, kv rows of the whole sequence|1]`.
+    pub(crate) bias: Option<ArrayView4<'a, A>>,
+}
+
+impl<A: Real> Scores<'_, A> {
+    /// Returns true if the QKᵀ tile needs an epilogue (bias, soft cap, rounding, non-positive
+    /// scale, unnormalised output). Otherwise the scale is deferred to the softmax.
+    fn needs_epilogue(&self) -> bool {
+        // a non-positive scale would not keep the order of the products, whose maximum the softmax
+        // uses; an unnormalised output compares scores with the maximum, bit for bit
+        self.has_bias()
+            || self.spec.soft_cap.is_some()
+            || self.spec.scale <= 0.0
+            || !self.spec.normalize
+            || self.rounding().is_some()
+    }
+
+    /// Returns the positive factor from elements of a finished tile to scores.
+    pub(crate) fn deferred_scale(&self) -> A {
+        if self.needs_epilogue() { A::ONE } else { A::from_f64(self.spec.scale) }
+    }
+
+    /// Returns true if scores have a bias, by tensor or by function.
+    pub(crate) const fn has_bias(&self) -> bool {
+        self.bias.is_some() || self.spec.bias_function.is_some()
+    }
+
+    /// Returns true if [`Scores::finish`] leaves the products of a tile with this mask unchanged.
+    pub(crate) fn is_identity(&self, tile_mask: &TileMask) -> bool {
+        !self.needs_epilogue() && tile_mask.words().is_none()
+    }
+
+    /// Returns true if ∂s/∂x differs from 1.
+    pub(crate) const fn has_soft_cap_slope(&self) -> bool {
+        self.spec.soft_cap.is_some()
+    }
+
+    /// Replaces the products in the visible rows of `tile` by scores / [`Scores::deferred_scale`].
+    ///
+    /// Writes ∂s/∂x to `soft_cap_slope`, if given and [`Scores::has_soft_cap_slope`] (0 for masked
+    /// pairs). `extra` is scratch.
+    pub(crate) fn finish(
+        &self,
+        coord: &TileCoord,
+        tile_mask: &mut TileMask,
+        tile: &mut [A],
+        mut soft_cap_slope: Option<&mut [A]>,
+        extra: &mut [A],
+    ) {
+        let has_bias = self.has_bias();
+        if has_bias {
+            self.fill_bias(coord, tile_mask, extra);
+        }
+        let span = coord.span(tile_mask.rows());
+        if self.needs_epilogue() {
+            let epilogue = ScoreEpilogue {
+                tile: &mut tile[span.clone()],
+                bias: has_bias.then(|| &extra[span.clone()]),
+                soft_cap_slope: soft_cap_slope
+                    .as_deref_mut()
+                    .map(|soft_cap_slope| &mut soft_cap_slope[span.clone()]),
+                round: self.rounding(),
+                scale: A::from_f64(self.spec.scale),
+                cap: self.spec.soft_cap.map(|cap| (A::from_f64(cap), A::from_f64(1.0 / cap))),
+                bias_first: self.spec.bias_order == BiasOrder::BeforeSoftCap,
+            };
+            A::run(self.token, coord.vectors, epilogue);
+        }
+        if let Some(words) = tile_mask.words() {
+            A::run(
+                self.token,
+                coord.vectors,
+                MaskFill { tile: &mut tile[span.clone()], words, value: -A::INFINITY },
+            );
+            if let Some(soft_cap_slope) = soft_cap_slope.filter(|_| self.has_soft_cap_slope()) {
+                A::run(
+                    self.token,
+                    coord.vectors,
+                    MaskFill { tile: &mut soft_cap_slope[span], words, value: A::ZERO },
+                );
+            }
+        }
+    }
+
+    /// Writes the dropout factor of each probability, 1/(1 − p) or 0, for the rows `rows`. Returns
+    /// false if there is no dropout.
+    pub(crate) fn fill_keep(&self, coord: &TileCoord, rows: &Range<usize>, keep: &mut [A]) -> bool {
+        let Some(mask) = self.spec.dropout.map(DropoutMask::new) else { return false };
+        let mut words = [0; TILE];
+        let plane = (coord.batch, coord.head, self.spec.dims.q_heads);
+        let (queries, keys) =
+            (&self.queries.rows()[coord.queries.clone()], &self.keys.rows()[coord.keys.clone()]);
+        keep_bits(self.token, &mask, plane, queries, keys, &mut words);
+        if coord.lane_axis == LaneAxis::Queries {
+            transpose(&mut words);
+        }
+        let expand = ExpandKeepBits {
+            tile: &mut keep[coord.span(rows)],
+            words: &words[rows.clone()],
+            keep_scale: A::from_f64(mask.keep_scale()),
+        };
+        A::run(self.token, coord.vectors, expand);
+        true
+    }
+
+    /// Returns the type to which products are rounded, if it is narrower than the accumulator.
+    fn rounding(&self) -> Option<DType> {
+        let (wanted, have) = (self.spec.logits_dtype, A::DTYPE);
+        (wanted.bytes() < have.bytes()).then_some(wanted)
+    }
+
+    /// Writes the bias of the visible rows, and masks out pairs with a bias of −∞.
+    fn fill_bias(&self, coord: &TileCoord, tile_mask: &mut TileMask, into: &mut [A]) {
+        let rows = tile_mask.rows().clone();
+        let (queries, keys) = coord.tile_ranges(&rows);
+        match self.bias {
+            Some(bias) => {
+                self.fill_bias_tensor(bias, coord, tile_mask, (queries.clone(), keys.clone()), into)
+            }
+            None => into[coord.span(&rows)].fill(A::ZERO),
+        }
+        if let Some(function) = &self.spec.bias_function {
+            self.add_bias_function(&**function, coord, tile_mask, (queries, keys), into);
+        }
+    }
+
+    /// Writes the bias tensor's elements.
+    fn fill_bias_tensor(
+        &self,
+        bias: ArrayView4<'_, A>,
+        coord: &TileCoord,
+        tile_mask: &mut TileMask,
+        (queries, keys): (Range<usize>, Range<usize>),
+        into: &mut [A],
+    ) {
+        let key_rows = &self.keys.rows()[coord.keys.clone()][keys.clone()];
+        if !load_bias(self.token, bias, coord, (keys.start, key_rows), queries.clone(), into) {
+            return;
+        }
+        for query in queries {
+            for key in keys.clone().filter(|&key| into[coord.element(query, key)] == -A::INFINITY) {
+                let (row, lane) = coord.row_and_lane(query, key);
+                tile_mask.hide(row, lane);
+            }
+        }
+    }
+
+    /// Adds the bias function to the visible pairs.
+    fn add_bias_function(
+        &self,
+        function: &dyn BiasFunction,
+        coord: &TileCoord,
+        tile_mask: &mut TileMask,
+        (queries, keys): (Range<usize>, Range<usize>),
+        into: &mut [A],
+    ) {
+        let positions = (self.queries.positions(coord.batch), self.keys.positions(coord.batch));
+        for query in queries {
+            let q = coord.queries.start + query;
+            let at = Query {
+                batch: coord.batch,
+                head: coord.head,
+                row: self.queries.rows()[q],
+                position: positions.0[q],
+            };
+            for key in keys.clone() {
+                let (row, lane) = coord.row_and_lane(query, key);
+                if !tile_mask.visible(row, lane) {
+                    continue;
+                }
+                let k = coord.keys.start + key;
+                let bias = A::from_f64(
+                    function.bias(&at, &Key { row: self.keys.rows()[k], position: positions.1[k] }),
+                );
+                if bias == -A::INFINITY {
+                    tile_mask.hide(row, lane);
+                }
+                into[coord.element(query, key)] += bias;
+            }
+        }
+    }
+}
+
+/// Rounds, scales, caps and biases a tile, in the order of the spec.
+struct ScoreEpilogue<'a, A> {
+    tile: &'a mut [A],
+    bias: Option<&'a [A]>,
+    soft_cap_slope: Option<&'a mut [A]>,
+    /// Rounds to this type before scaling.
+    round: Option<DType>,
+    scale: A,
+    /// cap and 1/cap.
+    cap: Option<(A, A)>,
+    bias_first: bool,
+}
+
+impl<A: Real> ArrayKernel for ScoreEpilogue<'_, A> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(
+        mut self,
+    ) {
+        // one vector at a time: the loop needs no register tile
+        let tile = strip_mut::<A, 1, WIDTH>(self.tile);
+        let bias = self.bias.map(strip::<A, 1, WIDTH>);
+        let mut soft_cap_slope = self.soft_cap_slope.as_deref_mut().map(strip_mut::<A, 1, WIDTH>);
+        for (index, [x]) in each_row_mut(tile).enumerate() {
+            if let Some(dtype) = self.round {
+                *x = map(*x, |x| x.rounded(dtype));
+            }
+            *x = map(*x, |x| self.scale * x);
+            let bias = bias.and_then(|bias| bias.get(index));
+            if let Some([bias]) = bias.filter(|_| self.bias_first) {
+                *x = zip(*x, *bias, |x, bias| x + bias);
+            }
+            if let Some((cap, inverse)) = self.cap {
+                let tanh = map(*x, |x| (x * inverse).tanh::<FUSED>());
+                *x = map(tanh, |tanh| cap * tanh);
+                if let Some([soft_cap_slope]) =
+                    soft_cap_slope.as_mut().and_then(|soft_cap_slope| soft_cap_slope.get_mut(index))
+                {
+                    *soft_cap_slope = map(tanh, |tanh| A::ONE - tanh * tanh);
+                }
+            }
+            if let Some([bias]) = bias.filter(|_| !self.bias_first) {
+                *x = zip(*x, *bias, |x, bias| x + bias);
+            }
+        }
+    }
+}
+
+/// Writes `value` to the masked pairs of a tile.
+struct MaskFill<'a, A> {
+    tile: &'a mut [A],
+    value: A,
+    words: &'a [u64],
+}
+
+impl<A: Real> ArrayKernel for MaskFill<'_, A> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FUSED: bool, const ROWS: usize, const VECTORS: usize, const WIDTH: usize>(self) {
+        for (row, &word) in each_row_mut(strip_mut::<A, VECTORS, WIDTH>(self.tile)).zip(self.words)
+        {
+            unrolled!(v < VECTORS, row[v] = select(word, v * WIDTH, row[v], [self.value; WIDTH]));
+        }
+    }
+}

@@ -1,0 +1,292 @@
+//! Tile mask: the visible pairs of one tile, one word of lane bits per row, for queries or keys in
+//! lanes.
+//!
+//! ```text
+//! classify:    Empty → skip the tile     Full → all rows, no words
+//!              Partial → words[row], and the range of rows with a visible pair
+//! row_ranges:  words → for each vector of lanes, the rows that hold its visible pairs
+//! ```
+//!
+//! # Source
+//! Full, partial and empty tiles as in FlexAttention (Dong et al. 2024).
+
+use std::ops::Range;
+
+use annulus_core::{QueryTile, TileBits, TileClass, Visibility};
+
+/// Rows of a tile, and its maximum number of lanes: the bits of a mask word.
+pub(crate) const TILE: usize = 64;
+
+/// Maximum vectors of a strip for [`TileMask::row_ranges`].
+pub(crate) const MAX_STRIP_VECTORS: usize = 4;
+
+/// Selects what lies in the lanes, queries or keys. The other side are the rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum LaneAxis {
+    Queries,
+    Keys,
+}
+
+/// Visible pairs of one tile.
+#[derive(Debug, Clone)]
+pub(crate) struct TileMask {
+    words: [u64; TILE],
+    /// Range of the rows with a visible pair. Rows outside it have none.
+    rows: Range<usize>,
+    /// True if every pair within `rows` is visible; `words` are then unspecified.
+    full: bool,
+}
+
+impl Default for TileMask {
+    fn default() -> Self {
+        Self { words: [0; TILE], rows: 0..0, full: true }
+    }
+}
+
+impl TileMask {
+    /// Classifies the tile of `queries` × `keys`. Returns false if it is empty.
+    pub(crate) fn classify(
+        &mut self,
+        lanes: LaneAxis,
+        visibility: &Visibility<'_>,
+        queries: &QueryTile,
+        keys: Range<usize>,
+        bits: &mut TileBits,
+    ) -> bool {
+        let rows = match lanes {
+            LaneAxis::Queries => keys.len(),
+            LaneAxis::Keys => queries.rows().len(),
+        };
+        match visibility.classify(queries, keys, bits) {
+            TileClass::Empty => return false,
+            TileClass::Full => {
+                self.rows = 0..rows;
+                self.full = true;
+            }
+            TileClass::Partial => {
+                self.words.fill(0);
+                self.words.iter_mut().zip(bits.lines()).for_each(|(word, &line)| *word = line);
+                if lanes == LaneAxis::Queries {
+                    transpose(&mut self.words);
+                }
+                let visible = |&row: &usize| self.words[row] != 0;
+                let first = (0..rows).find(visible).unwrap_or(0);
+                self.rows = first..(first..rows).rfind(visible).map_or(first, |last| last + 1);
+                self.full = false;
+            }
+        }
+        true
+    }
+
+    /// Returns the range of the rows with a visible pair.
+    pub(crate) const fn rows(&self) -> &Range<usize> {
+        &self.rows
+    }
+
+    /// Returns the lane bits of the rows if a pair within them is masked.
+    pub(crate) fn words(&self) -> Option<&[u64]> {
+        (!self.full).then(|| &self.words[self.rows.clone()])
+    }
+
+    /// Returns true if a pair of one of the rows is visible.
+    pub(crate) const fn visible(&self, row: usize, lane: usize) -> bool {
+        self.full || self.words[row] >> lane & 1 != 0
+    }
+
+    /// Returns which of the first `lanes` lanes are visible in some, and which in all, of the first
+    /// `rows` rows.
+    pub(crate) fn visible_lanes(&self, rows: usize, lanes: usize) -> (u64, u64) {
+        let all = !0u64 >> (TILE - lanes);
+        if self.full {
+            return (all, all);
+        }
+        self.words[..rows].iter().fold((0, all), |(some, all), word| (some | word, all & word))
+    }
+
+    /// Returns for each vector of `width` lanes the range of rows that holds its visible pairs;
+    /// `None` if no vector's range can be trimmed.
+    pub(crate) fn row_ranges(
+        &self,
+        vectors: usize,
+        width: usize,
+    ) -> Option<[Range<usize>; MAX_STRIP_VECTORS]> {
+        let words = self
+            .words()
+            .filter(|_| (2..=MAX_STRIP_VECTORS).contains(&vectors) && vectors * width <= TILE)?;
+        let mut row_ranges = [const { 0..0 }; MAX_STRIP_VECTORS];
+        for (v, range) in row_ranges.iter_mut().enumerate().take(vectors) {
+            let lanes = !0u64 >> (TILE - width) << (v * width);
+            let visible = |word: &u64| word & lanes != 0;
+            if let (Some(first), Some(last)) =
+                (words.iter().position(visible), words.iter().rposition(visible))
+            {
+                *range = self.rows.start + first..self.rows.start + last + 1;
+            }
+        }
+        let trimmed = row_ranges.iter().take(vectors).any(|range| *range != self.rows);
+        trimmed.then_some(row_ranges)
+    }
+
+    /// Masks out one more pair of one of the rows.
+    pub(crate) fn hide(&mut self, row: usize, lane: usize) {
+        if self.full {
+            self.full = false;
+            self.words.fill(!0);
+        }
+        self.words[row] &= !(1 << lane);
+    }
+}
+
+/// Cache of a task's tile masks in the order of its tiles. All heads with the same mask reuse them.
+#[derive(Debug)]
+pub(crate) struct TileMaskCache {
+    /// One entry per tile: false if the tile is empty, and its mask.
+    entries: Vec<(bool, TileMask)>,
+    next: usize,
+}
+
+impl TileMaskCache {
+    /// Maximum number of cached tiles, about 70 KiB. Every tile of a narrow mask fits; under a wide
+    /// mask, computing on a tile outweighs its classification.
+    const CAPACITY: usize = 128;
+
+    /// Creates an empty cache with its memory allocated.
+    pub(crate) fn new() -> Self {
+        Self { entries: Vec::with_capacity(Self::CAPACITY), next: 0 }
+    }
+
+    /// Empties the cache.
+    pub(crate) fn clear(&mut self) {
+        self.entries.clear();
+    }
+
+    /// Returns to the first tile.
+    pub(crate) const fn rewind(&mut self) {
+        self.next = 0;
+    }
+
+    /// Loads the mask of the next tile from the cache or, beyond it, from `classify`. Returns false
+    /// if the tile is empty.
+    pub(crate) fn next_or_classify(
+        &mut self,
+        tile_mask: &mut TileMask,
+        classify: impl FnOnce(&mut TileMask) -> bool,
+    ) -> bool {
+        let index = self.next;
+        self.next += 1;
+        if let Some((non_empty, cached)) = self.entries.get(index) {
+            if *non_empty {
+                tile_mask.clone_from(cached);
+            }
+            return *non_empty;
+        }
+        let non_empty = classify(tile_mask);
+        if index == self.entries.len() && index < Self::CAPACITY {
+            self.entries
+                .push((non_empty, if non_empty { tile_mask.clone() } else { TileMask::default() }));
+        }
+        non_empty
+    }
+}
+
+/// Transposes 64 × 64 bits recursively: exchanges the off-diagonal blocks of 32 × 32, then within
+/// the halves those of 16 × 16, and so on.
+///
+/// # Source
+/// Warren, "Hacker's Delight", section 7-3.
+pub(crate) fn transpose(words: &mut [u64; TILE]) {
+    let mut size = TILE / 2;
+    let mut mask = !0u64 >> size;
+    while size != 0 {
+        for block in (0..TILE).step_by(2 * size) {
+            for row in block..block + size {
+                let moved = (words[row] >> size ^ words[row + size]) & mask;
+                words[row + size] ^= moved;
+                words[row] ^= moved << size;
+            }
+        }
+        size /= 2;
+        mask ^= mask << size;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn transposing_exchanges_rows_and_lanes() {
+        // arbitrary bits without symmetry
+        let mut words: [u64; TILE] =
+            std::array::from_fn(|row| (row as u64 + 3).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let before = words;
+        transpose(&mut words);
+        for (row, before) in before.iter().enumerate() {
+            for (lane, word) in words.iter().enumerate() {
+                assert_eq!(word >> row & 1, before >> lane & 1);
+            }
+        }
+    }
+
+    #[test]
+    fn row_ranges_hold_the_visible_rows_of_each_vector() {
+        let causal = std::array::from_fn(|key| !0u64 << key);
+        let mut tile_mask = TileMask { words: causal, rows: 0..TILE, full: false };
+        let row_ranges = tile_mask.row_ranges(4, 16).unwrap();
+        assert_eq!(row_ranges, [0..16, 0..32, 0..48, 0..64]);
+        assert_eq!(tile_mask.row_ranges(2, 8).unwrap()[..2], [0..8, 0..16]);
+        assert!(tile_mask.row_ranges(1, 16).is_none());
+        tile_mask = TileMask {
+            words: std::array::from_fn(|key| causal[key] & 0xff << 16),
+            rows: 3..24,
+            full: false,
+        };
+        assert_eq!(tile_mask.row_ranges(4, 16).unwrap(), [0..0, 3..24, 0..0, 0..0]);
+        tile_mask = TileMask { words: [0x8000_8000_8000_8000; TILE], rows: 5..9, full: false };
+        assert!(tile_mask.row_ranges(4, 16).is_none());
+    }
+
+    #[test]
+    fn lanes_are_visible_in_some_or_all_rows() {
+        let words = std::array::from_fn(|row| [0b1100, 0b0110, !0][row.min(2)]);
+        let tile_mask = TileMask { words, rows: 0..2, full: false };
+        assert_eq!(tile_mask.visible_lanes(2, 4), (0b1110, 0b0100));
+        // a row without a visible pair
+        assert_eq!(TileMask { words: [0; TILE], ..tile_mask }.visible_lanes(2, 64), (0, 0));
+        assert_eq!(TileMask::default().visible_lanes(3, 5), (0b11111, 0b11111));
+    }
+
+    #[test]
+    fn masks_are_cached_until_the_cache_is_cleared() {
+        let mut mask_cache = TileMaskCache::new();
+        let mut classified = 0;
+        for round in 0..2 {
+            mask_cache.rewind();
+            for tile in 0..TileMaskCache::CAPACITY + 2 {
+                let mut tile_mask = TileMask::default();
+                let non_empty = mask_cache.next_or_classify(&mut tile_mask, |tile_mask| {
+                    classified += 1;
+                    tile_mask.rows = 0..tile;
+                    tile % 3 != 0
+                });
+                assert!(
+                    non_empty == (tile % 3 != 0) && (!non_empty || tile_mask.rows == (0..tile)),
+                    "round {round} tile {tile}"
+                );
+            }
+        }
+        assert_eq!(classified, TileMaskCache::CAPACITY + 4);
+        mask_cache.clear();
+        mask_cache.rewind();
+        assert!(mask_cache.next_or_classify(&mut TileMask::default(), |_| true));
+    }
+
+    #[test]
+    fn hiding_one_pair_masks_no_other() {
+        let mut tile_mask = TileMask { rows: 0..5, ..TileMask::default() };
+        assert!(tile_mask.words().is_none());
+        tile_mask.hide(3, 63);
+        assert!(!tile_mask.visible(3, 63) && tile_mask.visible(3, 62) && tile_mask.visible(2, 63));
+        assert_eq!(tile_mask.words().map(<[u64]>::len), Some(5));
+    }
+}

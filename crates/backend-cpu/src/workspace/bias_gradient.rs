@@ -1,0 +1,290 @@
+//! Gradient of the bias: Σ ∂L/∂s over all pairs that an element is broadcast to, in a fixed order.
+//!
+//! ```text
+//! fused pass:   a tile's dS is added where it is computed, in task order (`threads/`):
+//!               planes (batch row, KV head), then keys ascend; queries descend.
+//!               For a bias broadcast along queries each task sums over queries for its own keys,
+//!               and adds the sums when it ends.
+//! two passes:   tasks over queries that share an element (an axis has length 1) have one owner and
+//!               run one after another on one thread: planes, then queries ascend.
+//! ```
+
+use std::{ops::Range, sync::Mutex};
+
+use annulus_core::{Result, Spec, memory};
+use ndarray::{ArrayViewMut4, s};
+
+use crate::{
+    simd::dispatch::Real,
+    threads::lock::{get_mut, lock},
+    tile::{bias::bias_column, coord::TileCoord, tile_mask::TILE},
+    workspace::query_block::QueryBlock,
+};
+
+/// Returns the owner of the dbias elements of a block of queries. Without a bias or a backward
+/// pass, every block owns itself.
+pub(crate) const fn owner(
+    spec: &Spec,
+    backward: bool,
+    batch: usize,
+    kv_head: usize,
+    block: usize,
+    block_number: usize,
+) -> usize {
+    match spec.bias {
+        Some(shape) if backward => OwnerIndex::new(spec, shape).index(batch, kv_head, block),
+        _ => block_number,
+    }
+}
+
+/// Numbering of the owners.
+#[derive(Debug, Clone, Copy)]
+struct OwnerIndex {
+    /// Number of batch rows, or 1 if the bias is broadcast along them.
+    batches: usize,
+    kv_heads: usize,
+    by_block: bool,
+}
+
+impl OwnerIndex {
+    const fn new(spec: &Spec, [batches, heads, queries, _]: [usize; 4]) -> Self {
+        Self {
+            batches,
+            kv_heads: if heads == 1 { 1 } else { spec.dims.kv_heads },
+            by_block: queries != 1,
+        }
+    }
+
+    const fn index(self, batch: usize, kv_head: usize, block: usize) -> usize {
+        let batch = if self.batches == 1 { 0 } else { batch };
+        let kv_head = if self.kv_heads == 1 { 0 } else { kv_head };
+        let block = if self.by_block { block } else { 0 };
+        (block * self.batches + batch) * self.kv_heads + kv_head
+    }
+}
+
+/// Returns the number of query heads of a task with sums of their own, for a bias with `heads`
+/// heads.
+const fn own_heads(spec: &Spec, heads: usize) -> usize {
+    if heads == 1 { 1 } else { spec.dims.group() }
+}
+
+/// Sums of one owner: `[heads][queries][keys]`, with length 1 for every broadcast axis.
+#[derive(Debug)]
+pub(crate) struct BiasPartial<A> {
+    batch: usize,
+    heads: Range<usize>,
+    queries: Range<usize>,
+    keys: usize,
+    sums: Vec<A>,
+}
+
+/// Gradient of this rank's bias.
+#[derive(Debug)]
+pub(crate) struct BiasGradient<A> {
+    owners: OwnerIndex,
+    /// Rows of a block of queries.
+    q_rows: usize,
+    /// Query heads of a task with sums of their own: those of the group, or 1 if the bias is
+    /// broadcast along heads.
+    heads: usize,
+    /// True if the bias is broadcast along keys.
+    over_keys: bool,
+    /// One per owner, in owner order.
+    partials: Vec<Mutex<BiasPartial<A>>>,
+}
+
+impl<A: Real> BiasGradient<A> {
+    /// Allocates the sums for blocks of `q_rows` queries sorted by owner; `None` without a bias.
+    pub(crate) fn new(
+        spec: &Spec,
+        blocks: &[QueryBlock<A>],
+        q_rows: usize,
+    ) -> Result<Option<Self>> {
+        let Some(shape @ [batches, heads, queries, keys]) = spec.bias else { return Ok(None) };
+        let group = spec.dims.group();
+        let mut partials = Vec::new();
+        for tasks in blocks.chunk_by(|a, b| a.owner == b.owner) {
+            let first = &tasks[0];
+            let own_heads =
+                if heads == 1 { 0..1 } else { first.kv_head * group..(first.kv_head + 1) * group };
+            let own_queries = if queries == 1 { 0..1 } else { first.rows.clone() };
+            let len = own_heads.len() * own_queries.len() * keys;
+            let sums = memory::filled("partial sums of dbias", len, A::ZERO)?;
+            let batch = if batches == 1 { 0 } else { first.batch };
+            partials.push(Mutex::new(BiasPartial {
+                batch,
+                heads: own_heads,
+                queries: own_queries,
+                keys,
+                sums,
+            }));
+        }
+        Ok(Some(Self {
+            owners: OwnerIndex::new(spec, shape),
+            q_rows,
+            heads: own_heads(spec, heads),
+            over_keys: keys == 1,
+            partials,
+        }))
+    }
+
+    /// Returns the number of sums over all queries that a task holds in scratch, for `keys` keys:
+    /// one per head of the group and key.
+    pub(crate) fn lanes(spec: &Spec, keys: usize) -> usize {
+        match spec.bias {
+            Some([_, heads, 1, _]) => keys * own_heads(spec, heads),
+            _ => 0,
+        }
+    }
+
+    /// Returns true if the bias is broadcast along queries.
+    pub(crate) const fn over_queries(&self) -> bool {
+        !self.owners.by_block
+    }
+
+    /// Returns true if the bias is broadcast along keys.
+    pub(crate) const fn over_keys(&self) -> bool {
+        self.over_keys
+    }
+
+    /// Zeroes all sums.
+    pub(crate) fn clear(&mut self) {
+        self.partials.iter_mut().for_each(|partial| get_mut(partial).sums.fill(A::ZERO));
+    }
+
+    /// Iterates over the sums of each owner, in owner order.
+    pub(crate) fn partials(&mut self) -> impl Iterator<Item = &mut BiasPartial<A>> {
+        self.partials.iter_mut().map(get_mut)
+    }
+
+    /// Writes dbias. Owners cover every element, except that there are none without local queries;
+    /// dbias is then 0.
+    pub(crate) fn write(&self, mut into: ArrayViewMut4<'_, A>) {
+        if self.partials.is_empty() {
+            into.fill(A::ZERO);
+        }
+        for partial in &self.partials {
+            let partial = lock(partial);
+            let len = partial.queries.len() * partial.keys;
+            for (head, sums) in partial.heads.clone().zip(partial.sums.chunks_exact(len.max(1))) {
+                let mut into = into.slice_mut(s![partial.batch, head, partial.queries.clone(), ..]);
+                match into.as_slice_mut() {
+                    Some(into) => into.copy_from_slice(sums),
+                    None => into.iter_mut().zip(sums).for_each(|(into, &sum)| *into = sum),
+                }
+            }
+        }
+    }
+
+    /// Adds the visible rows of a dS tile with keys in lanes, whose keys have the global rows
+    /// `key_rows`.
+    ///
+    /// The terms go to the sums of the tile's queries or, for a bias broadcast along queries, to
+    /// `lanes`: the sums of the task, in which the tile's first key is number `lane`.
+    pub(crate) fn add(
+        &self,
+        coord: &TileCoord,
+        kv_head: usize,
+        rows: &Range<usize>,
+        tile: &[A],
+        key_rows: &[u64],
+        (lanes, lane): (&mut [A], usize),
+    ) {
+        let lines = rows.clone().map(|row| (row, &tile[row * coord.width..][..key_rows.len()]));
+        if self.over_queries() {
+            let first = coord.head % self.heads * (lanes.len() / self.heads) + lane;
+            let sums = &mut lanes[first..first + key_rows.len()];
+            lines.for_each(|(_, line)| sums.iter_mut().zip(line).for_each(|(sum, &ds)| *sum += ds));
+            return;
+        }
+        let is_consecutive = is_consecutive(key_rows);
+        let mut lines = lines.peekable();
+        // a tile may span blocks of different owners
+        while let Some(&(row, _)) = lines.peek() {
+            let block = (coord.queries.start + row) / self.q_rows;
+            let mut partial = lock(&self.partials[self.owners.index(coord.batch, kv_head, block)]);
+            while let Some((row, line)) =
+                lines.next_if(|&(row, _)| (coord.queries.start + row) / self.q_rows == block)
+            {
+                let sums = partial.row_sums(coord.head, coord.queries.start + row);
+                match sums {
+                    [sum] => *sum += total(line),
+                    _ if is_consecutive => {
+                        let sums = &mut sums[annulus_core::index(key_rows[0])..];
+                        sums.iter_mut().zip(line).for_each(|(sum, &ds)| *sum += ds);
+                    }
+                    _ => key_rows
+                        .iter()
+                        .zip(line)
+                        .for_each(|(&key, &ds)| sums[annulus_core::index(key)] += ds),
+                }
+            }
+        }
+    }
+
+    /// Adds a task's sums over all queries, for its keys with the global rows `key_rows`.
+    pub(crate) fn add_sums(&self, sums: &[A], (batch, kv_head): (usize, usize), key_rows: &[u64]) {
+        let Some(partial) = self.partials.get(self.owners.index(batch, kv_head, 0)) else { return };
+        let mut partial = lock(partial);
+        for (index, lanes) in sums.chunks_exact(sums.len() / self.heads).enumerate() {
+            let sums = partial.row_sums(kv_head * self.heads + index, 0);
+            for (lanes, key_rows) in lanes[..key_rows.len()].chunks(TILE).zip(key_rows.chunks(TILE))
+            {
+                match sums {
+                    // tile by tile, so that the sum does not depend on the partition of keys into
+                    // tasks
+                    [sum] => *sum += total(lanes),
+                    _ => key_rows
+                        .iter()
+                        .zip(lanes)
+                        .for_each(|(&key, &ds)| sums[annulus_core::index(key)] += ds),
+                }
+            }
+        }
+    }
+}
+
+/// Returns true if the rows are consecutive.
+fn is_consecutive(rows: &[u64]) -> bool {
+    rows.first().is_some_and(|&first| rows.iter().zip(first..).all(|(&row, want)| row == want))
+}
+
+/// Sums a row with sixteen partial sums, which the compiler vectorises.
+fn total<A: Real>(line: &[A]) -> A {
+    const SUMS: usize = 16;
+    let mut sums = [A::ZERO; SUMS];
+    for line in line.chunks(SUMS) {
+        sums.iter_mut().zip(line).for_each(|(sum, &ds)| *sum += ds);
+    }
+    sums.into_iter().fold(A::ZERO, |total, sum| total + sum)
+}
+
+impl<A: Real> BiasPartial<A> {
+    /// Returns the sums of one query, or the shared ones if the axis is broadcast.
+    fn row_sums(&mut self, head: usize, query: usize) -> &mut [A] {
+        let head = if self.heads.contains(&head) { head - self.heads.start } else { 0 };
+        let index = if self.queries.contains(&query) { query - self.queries.start } else { 0 };
+        &mut self.sums[(head * self.queries.len() + index) * self.keys..][..self.keys]
+    }
+
+    /// Adds the visible rows of a dS tile with queries in lanes. `key_rows` are the global rows of
+    /// the block's keys.
+    pub(crate) fn add(
+        &mut self,
+        coord: &TileCoord,
+        rows: &Range<usize>,
+        tile: &[A],
+        key_rows: &[u64],
+    ) {
+        let (queries, keys) = coord.tile_ranges(rows);
+        for query in queries {
+            let len = self.keys;
+            let line = self.row_sums(coord.head, coord.queries.start + query);
+            for key in keys.clone() {
+                line[bias_column(len, key_rows[coord.keys.start + key])] +=
+                    tile[coord.element(query, key)];
+            }
+        }
+    }
+}

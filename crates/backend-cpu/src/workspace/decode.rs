@@ -1,0 +1,95 @@
+//! Memory of split-KV decode: partial results of the splits, and scratch of a thread.
+
+use annulus_core::{Result, Spec};
+
+use crate::{
+    simd::dispatch::{IsaToken, Real},
+    tile::{aligned::Aligned, geometry::Geometry, pack::padded_dim, tile_mask::TILE},
+};
+
+/// Maximum splits of a block of keys. More splits balance better over threads; fewer need less
+/// memory for partial results.
+const MAX_SPLITS: usize = 64;
+
+/// Minimum keys of a split, except the last, so that merging costs little beside reading.
+const MIN_SPLIT_KEYS: usize = 512;
+
+/// Partial result of one split.
+#[derive(Debug)]
+pub(crate) struct SplitPartial<A> {
+    /// `[packed rows]`: query heads, and the queries of each.
+    pub(crate) max: Aligned<A>,
+    pub(crate) sum: Aligned<A>,
+    /// `[KV heads]` of packed queries (`decode/kernels.rs`) of vectors of length value_dim.
+    pub(crate) out: Aligned<A>,
+}
+
+/// Partial results of all splits of one workspace.
+#[derive(Debug)]
+pub(crate) struct Decode<A> {
+    pub(crate) partials: Vec<SplitPartial<A>>,
+}
+
+/// Scratch of one thread for decode.
+#[derive(Debug)]
+pub(crate) struct DecodeScratch<A> {
+    /// `[KV heads]` of packed queries (`decode/kernels.rs`) of vectors of length head_dim.
+    pub(crate) q: Aligned<A>,
+    /// Scores, then probabilities: `[packed rows][keys of a tile]`.
+    pub(crate) tile: Aligned<A>,
+    /// `[packed rows][lanes][lanes]`: products with as many keys as a vector has lanes, summed over
+    /// dims but not across lanes.
+    pub(crate) products: Aligned<A>,
+    /// `[packed rows]`: e^{m − m'}, by which the accumulator is rescaled.
+    pub(crate) rescale: Aligned<A>,
+}
+
+/// Returns true if a pass of `queries` queries runs as split-KV decode.
+pub(crate) fn is_decode<A: Real>(
+    token: IsaToken,
+    spec: &Spec,
+    queries: usize,
+    backward: bool,
+) -> bool {
+    // a full vector of queries is faster with queries in lanes; with few registers, half a vector
+    // is
+    let enough = if token.max_vectors() > 1 { A::WIDTH } else { A::WIDTH / 2 };
+    !backward && spec.normalize && (1..enough).contains(&queries)
+}
+
+/// Returns the keys of a tile: the lanes of a strip.
+pub(crate) const fn tile_keys(geometry: &Geometry) -> usize {
+    geometry.with_tile_aligned_strips().strip_lanes()
+}
+
+impl<A: Real> DecodeScratch<A> {
+    /// Allocates scratch for `queries` queries (0: none).
+    pub(crate) fn new(geometry: &Geometry, queries: usize) -> Result<Self> {
+        let packed = geometry.dims.q_heads * queries;
+        Ok(Self {
+            q: Aligned::zeroed(packed * padded_dim::<A>(geometry.dims.head_dim))?,
+            tile: Aligned::zeroed(packed * tile_keys(geometry))?,
+            products: Aligned::zeroed(packed * A::WIDTH * A::WIDTH)?,
+            rescale: Aligned::zeroed(packed)?,
+        })
+    }
+}
+
+/// Returns the keys of each split of a block of `keys` keys.
+pub(crate) fn split_keys(keys: usize) -> usize {
+    keys.div_ceil(MAX_SPLITS).next_multiple_of(TILE).max(MIN_SPLIT_KEYS)
+}
+
+impl<A: Real> Decode<A> {
+    /// Allocates partial results for `queries` queries and blocks of up to `keys` keys.
+    pub(crate) fn new(geometry: &Geometry, queries: usize, keys: usize) -> Result<Self> {
+        let dims = geometry.dims;
+        let splits = keys.div_ceil(split_keys(keys));
+        let packed = dims.q_heads * queries;
+        let partial = || {
+            let out = Aligned::zeroed(packed * padded_dim::<A>(dims.value_dim))?;
+            Ok(SplitPartial { max: Aligned::zeroed(packed)?, sum: Aligned::zeroed(packed)?, out })
+        };
+        Ok(Self { partials: (0..splits * dims.batch).map(|_| partial()).collect::<Result<_>>()? })
+    }
+}

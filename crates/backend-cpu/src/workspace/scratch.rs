@@ -1,0 +1,137 @@
+//! Scratch memory of one thread: O(tile), allocated with the workspace and reused by every task.
+
+use std::ops::Range;
+
+use annulus_core::{QueryTile, Result, Spec, TileBits};
+
+use crate::{
+    simd::dispatch::Real,
+    tile::{
+        aligned::Aligned,
+        ds_tile::DsTile,
+        geometry::Geometry,
+        pack::Panel,
+        prefetch::Prefetcher,
+        tile_mask::{TILE, TileMask, TileMaskCache},
+    },
+    workspace::{bias_gradient::BiasGradient, decode::DecodeScratch, statistics::TileStatistics},
+};
+
+/// Tiles of one thread: [`TILE`] rows, one strip wide.
+#[derive(Debug)]
+pub(crate) struct Tiles<A> {
+    /// Scores S, then probabilities P or score gradients dS.
+    pub(crate) s: Aligned<A>,
+    /// Gradients dP, then the probabilities that multiply dO in dV.
+    pub(crate) dp: Aligned<A>,
+    /// ∂s/∂x under a soft cap.
+    pub(crate) soft_cap_slope: Aligned<A>,
+    /// Biases, then dropout factors.
+    pub(crate) extra: Aligned<A>,
+}
+
+/// Scratch memory of one thread.
+#[derive(Debug)]
+pub(crate) struct Scratch<A> {
+    /// Vectors of length head_dim, one per row: keys, or queries where keys lie in lanes.
+    pub(crate) rows_head: Panel<A>,
+    /// Vectors of length value_dim, one per row: values, or dO.
+    pub(crate) rows_value: Panel<A>,
+    /// Keys of a key block, one per row of whole vectors, for dQ += dS·K.
+    pub(crate) rows_key: Panel<A>,
+    /// dS of a tile of 64 queries × 64 keys.
+    pub(crate) ds_tile: DsTile<A>,
+    /// Packed strips of vectors of length head_dim, one vector per lane.
+    pub(crate) lanes_head: Aligned<A>,
+    /// Packed strips of vectors of length value_dim.
+    pub(crate) lanes_value: Aligned<A>,
+    /// Accumulated dKᵀ in strips, where keys lie in lanes.
+    pub(crate) sums_head: Aligned<A>,
+    /// Accumulated dVᵀ in strips.
+    pub(crate) sums_value: Aligned<A>,
+    /// dbias summed over all queries, for the keys of a task. Empty unless the bias is broadcast
+    /// along queries.
+    pub(crate) sums_bias: Aligned<A>,
+    pub(crate) tiles: Tiles<A>,
+    /// Maximum score of each lane of a tile.
+    pub(crate) tile_max: Aligned<A>,
+    /// e^{m − m'} of each lane, by which the accumulator is rescaled.
+    pub(crate) rescale: Aligned<A>,
+    pub(crate) statistics: TileStatistics<A>,
+    /// Scratch of split-KV decode.
+    pub(crate) decode: DecodeScratch<A>,
+    pub(crate) prefetcher: Prefetcher,
+    /// Batch row, head and rows that `task_tile` and `strip_tiles` describe.
+    pub(crate) query_tiles_of: Option<(usize, usize, Range<usize>)>,
+    /// True for strips that are packed already.
+    pub(crate) filled: Vec<bool>,
+    /// Visibility of all queries of the task.
+    pub(crate) task_tile: QueryTile,
+    /// Visibility of the queries of each strip.
+    pub(crate) strip_tiles: Vec<QueryTile>,
+    pub(crate) bits: TileBits,
+    pub(crate) tile_mask: TileMask,
+    /// Tile masks of the rows in `query_tiles_of`, reused by all heads with the same mask.
+    pub(crate) mask_cache: TileMaskCache,
+    /// Copy of `tile_mask` for one head, from which a bias of −∞ removes pairs.
+    pub(crate) head_mask: TileMask,
+}
+
+impl<A: Real> Scratch<A> {
+    /// Allocates scratch for tasks of `q_rows` queries and `k_rows` keys, with `backward` also for
+    /// gradients, and for a decode pass of `decode_queries` queries (0: none).
+    pub(crate) fn new(
+        spec: &Spec,
+        geometry: &Geometry,
+        q_rows: usize,
+        k_rows: usize,
+        backward: bool,
+        decode_queries: usize,
+    ) -> Result<Self> {
+        let (head, value) = (geometry.dims.head_dim, geometry.dims.value_dim);
+        let strip = geometry.strip_lanes();
+        let q_lanes = q_rows * geometry.dims.group();
+        let k_lanes = if backward { k_rows.max(geometry.key_block()) } else { 0 };
+        let lanes = q_lanes.max(k_lanes);
+        let gradient = |elements: usize| if backward { elements } else { 0 };
+        let tile = |wanted: bool| Aligned::zeroed(if wanted { TILE * strip } else { 0 });
+        Ok(Self {
+            rows_head: Panel::new(head, geometry.panel_format(backward))?,
+            rows_value: Panel::new(value, geometry.panel_format(true))?,
+            rows_key: Panel::with_stride(
+                gradient(geometry.key_block()),
+                head,
+                geometry.padded_head_dim(),
+                geometry.panel_format(true),
+            )?,
+            ds_tile: DsTile::new(geometry, backward)?,
+            lanes_head: Aligned::zeroed(lanes * geometry.packed_rows(head))?,
+            lanes_value: Aligned::zeroed(gradient(lanes * geometry.packed_rows(value)))?,
+            sums_head: Aligned::zeroed(k_lanes * geometry.head_rows())?,
+            sums_value: Aligned::zeroed(k_lanes * geometry.value_rows())?,
+            sums_bias: Aligned::zeroed(gradient(BiasGradient::<A>::lanes(
+                spec,
+                geometry.key_block(),
+            )))?,
+            tiles: Tiles {
+                s: tile(true)?,
+                dp: tile(backward)?,
+                soft_cap_slope: tile(backward)?,
+                extra: tile(true)?,
+            },
+            tile_max: Aligned::zeroed(strip)?,
+            rescale: Aligned::zeroed(strip)?,
+            statistics: TileStatistics::new(gradient(TILE.max(strip)))?,
+            decode: DecodeScratch::new(geometry, decode_queries)?,
+            prefetcher: Prefetcher::default(),
+            query_tiles_of: None,
+            filled: vec![false; (lanes / strip).max(geometry.key_block() / A::WIDTH)],
+            task_tile: QueryTile::default(),
+            strip_tiles: (0..q_rows / strip).map(|_| QueryTile::default()).collect(),
+            bits: TileBits::default(),
+            tile_mask: TileMask::default(),
+            mask_cache: TileMaskCache::new(),
+            head_mask: TileMask::default(),
+        })
+    }
+}

@@ -1,0 +1,375 @@
+//! State that lives across calls: accumulators and softmax statistics of every query, row
+//! statistics for backward, and scratch for each thread.
+//!
+//! Memory beyond O(tile) per thread:
+//!
+//! * for each local query and query head, value_dim + 2 numbers. With a backward pass the vector is
+//!   max(value_dim, head_dim) long, because dq accumulates in the same memory;
+//! * for a backward pass, 2 more numbers per query and head (4 if the output is not normalised),
+//!   about 100 bytes per query for its visibility and, with a bias, one number per element of
+//!   dbias.
+//!
+//! Q, K and V are never copied whole. The size depends neither on the thread count nor on the mask:
+//! a new batch only changes the order of the query blocks and how many of them form a task.
+
+use std::sync::{Arc, Mutex};
+
+use annulus_core::{DType, Error, QueryTile, RankShard, Result, Visibility, memory};
+
+use crate::{
+    simd::{
+        dispatch::{IsaToken, Real},
+        isa::Isa,
+    },
+    threads::{ordered_reduction::OrderedReduction, team::Team},
+    tile::{
+        aligned::Aligned,
+        geometry::{Geometry, NARROW_TASK_ROWS, WIDE_TASK_ROWS},
+        pack::padded,
+        tile_mask::TILE,
+    },
+    workspace::{
+        bias_gradient::{BiasGradient, owner},
+        decode::{self, Decode},
+        query_block::QueryBlock,
+        query_tiles::QueryTileCache,
+        scratch::Scratch,
+        statistics::RowStatistics,
+    },
+};
+
+/// State of one plan on one rank, typed by its accumulators.
+#[derive(Debug)]
+pub struct Workspace {
+    /// Threads of the backend that created it.
+    pub(crate) team: Arc<Team>,
+    pub(crate) dtype: DType,
+    pub(crate) state: TypedState,
+}
+
+impl Workspace {
+    /// Returns the instruction set of the kernels that work in this workspace.
+    pub const fn isa(&self) -> Isa {
+        match &self.state {
+            TypedState::F32(state) => state.geometry.token.isa(),
+            TypedState::F64(state) => state.geometry.token.isa(),
+        }
+    }
+}
+
+/// State by accumulator type.
+#[derive(Debug)]
+pub(crate) enum TypedState {
+    F32(Box<State<f32>>),
+    F64(Box<State<f64>>),
+}
+
+/// Accumulator types of a workspace: wraps a typed state and takes it out again.
+pub(crate) trait Summed: Real {
+    /// Wraps a state of this type.
+    fn wrap(state: State<Self>) -> TypedState;
+    /// Returns the typed state, or [`Error::Internal`] if its accumulators have the other type.
+    fn state(state: &mut TypedState) -> Result<&mut State<Self>>;
+}
+
+macro_rules! impl_summed {
+    ($($type:ty => $variant:ident, not $other:ident);*) => { $(
+        impl Summed for $type {
+            fn wrap(state: State<Self>) -> TypedState {
+                TypedState::$variant(Box::new(state))
+            }
+
+            fn state(state: &mut TypedState) -> Result<&mut State<Self>> {
+                match state {
+                    TypedState::$variant(state) => Ok(state),
+                    TypedState::$other(_) => {
+                        Err(Error::internal("a workspace with accumulators of another type"))
+                    }
+                }
+            }
+        }
+    )* };
+}
+
+impl_summed!(f32 => F32, not F64; f64 => F64, not F32);
+
+/// Order of the query blocks, which is the order of the tasks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum BlockOrder {
+    /// Head by head, so that a head's keys stay in the cache. Late queries come first within a
+    /// head: they are the long tasks under a causal mask, and long tasks at the end would leave
+    /// threads idle.
+    Heads,
+    /// All heads of a range of rows before the next rows. With narrow masks the rows that the next
+    /// head reads are then still in nearby cache lines and pages.
+    Rows,
+    /// By owner, then by batch row, KV head and rows.
+    Owners,
+}
+
+/// Layout of dq in [`QueryBlock::sums`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum DqLayout {
+    /// `[heads of the group][strips][dims][lanes]`: written by the dq pass, with queries in lanes.
+    Strips,
+    /// `[heads of the group][rows][dims, whole vectors]`: written by the fused pass, with keys in
+    /// lanes.
+    Rows,
+}
+
+/// State of a workspace with accumulators of type `A`.
+#[derive(Debug)]
+pub(crate) struct State<A> {
+    pub(crate) shard: RankShard,
+    pub(crate) geometry: Geometry,
+    pub(crate) backward: bool,
+    /// True if queries attend to few of this rank's own keys; see [`is_narrow`].
+    narrow: bool,
+    /// Rows of a [`QueryBlock`].
+    pub(crate) q_rows: usize,
+    /// Rows of a [`crate::workspace::query_block::QueryTask`] under a wide mask, a multiple of
+    /// `q_rows`. Under a narrow mask a task is one block.
+    wide_rows: usize,
+    /// Keys of a task of the passes over keys.
+    pub(crate) k_rows: usize,
+    pub(crate) blocks: Vec<QueryBlock<A>>,
+    block_order: BlockOrder,
+    /// One per block. Holds the block's dq behind a lock while threads of the fused backward share
+    /// it, and is empty otherwise; see [`crate::backward::fused`].
+    pub(crate) shared_dq: Vec<Mutex<Aligned<A>>>,
+    pub(crate) ordered: OrderedReduction,
+    /// Index into `blocks`:
+    /// `block_index[(block of rows · batch + batch row) · kv_heads + kv head]`.
+    pub(crate) block_index: Vec<usize>,
+    pub(crate) scratch: Vec<Scratch<A>>,
+    pub(crate) statistics: RowStatistics<A>,
+    pub(crate) bias_gradient: Option<BiasGradient<A>>,
+    /// Layout of dq in the current backward pass.
+    pub(crate) dq_layout: DqLayout,
+    /// Visibility of each tile of queries, for the passes over keys.
+    pub(crate) query_tiles: QueryTileCache,
+    /// Present for workspaces of few queries without a backward pass.
+    pub(crate) decode: Option<Decode<A>>,
+    /// True if the pass reads K and V of its local block from the caller's tensors.
+    pub(crate) in_place: bool,
+}
+
+/// Returns true if the mask is narrow (sliding window, short documents), judged by the tile of
+/// queries in the middle and this rank's own keys.
+///
+/// Narrow: the 512 queries in the middle attend to tiles that hold at most 1,024 keys, and at most
+/// half of all keys. `tile` is scratch.
+fn is_narrow(shard: &RankShard, tile: &mut QueryTile) -> bool {
+    let (queries, keys) = (shard.queries.len(), shard.keys.len());
+    if queries < 2 * NARROW_TASK_ROWS || keys < 2 * NARROW_TASK_ROWS {
+        return false;
+    }
+    let visibility = Visibility {
+        mask: &*shard.spec.mask,
+        attention_mask: shard.attention_mask.as_deref(),
+        queries: &shard.queries,
+        keys: &shard.keys,
+    };
+    let first = queries / 2 / NARROW_TASK_ROWS * NARROW_TASK_ROWS;
+    visibility.query_tile(0, 0, first..queries.min(first + NARROW_TASK_ROWS), tile);
+    let visible_keys: usize = visibility.key_tiles(tile, TILE).map(|keys| keys.len()).sum();
+    visible_keys <= 2 * NARROW_TASK_ROWS && 2 * visible_keys <= keys
+}
+
+/// Sorts in place, without allocating.
+fn sort<A>(blocks: &mut [QueryBlock<A>], block_order: BlockOrder, wide_rows: usize) {
+    match block_order {
+        BlockOrder::Heads => blocks.sort_unstable_by_key(|block| {
+            (
+                block.batch,
+                block.kv_head,
+                std::cmp::Reverse(block.rows.start / wide_rows),
+                block.rows.start,
+            )
+        }),
+        BlockOrder::Rows => {
+            blocks.sort_unstable_by_key(|block| (block.batch, block.rows.start, block.kv_head))
+        }
+        BlockOrder::Owners => blocks.sort_unstable_by_key(|block| {
+            (block.owner, block.batch, block.kv_head, block.rows.start)
+        }),
+    }
+}
+
+impl<A: Real> State<A> {
+    pub(crate) fn new(
+        shard: &RankShard,
+        token: IsaToken,
+        threads: usize,
+        backward: bool,
+    ) -> Result<Self> {
+        let spec = &shard.spec;
+        let geometry = Geometry::new::<A>(spec, token);
+        let dims = spec.dims;
+        // with the two-pass backward, a dbias sum over queries and keys is accumulated block by
+        // block: the size of a block must not depend on the thread count
+        let block_threads =
+            if backward && matches!(spec.bias, Some([_, _, 1, 1])) { 1 } else { threads };
+        let block_rows =
+            |most| geometry.block_rows(shard.queries.len(), dims.group(), block_threads, most);
+        // the mask may change with the batch: wide tasks consist of whole narrow ones, so that one
+        // allocation serves both
+        let q_rows = block_rows(NARROW_TASK_ROWS);
+        let wide_rows = block_rows(WIDE_TASK_ROWS) / q_rows * q_rows;
+        let most_keys = annulus_core::index(shard.most_block_rows).max(shard.keys.len());
+        let k_rows = geometry.block_rows(most_keys, 1, threads, WIDE_TASK_ROWS);
+        let acc_rows = if backward {
+            padded(dims.head_dim.max(dims.value_dim)).max(geometry.padded_head_dim())
+        } else {
+            padded(dims.value_dim)
+        };
+        let batches = if shard.queries.is_empty() { 0 } else { dims.batch };
+        let all_blocks = batches * dims.kv_heads * shard.queries.len().div_ceil(q_rows);
+        let mut blocks = memory::list("the workspace", all_blocks)?;
+        // in the order of their owners, in which `BiasGradient::new` creates its partial sums
+        for batch in 0..batches {
+            for kv_head in 0..dims.kv_heads {
+                for first in (0..shard.queries.len()).step_by(q_rows) {
+                    let rows = first..shard.queries.len().min(first + q_rows);
+                    let owner = owner(spec, backward, batch, kv_head, first / q_rows, blocks.len());
+                    let lanes = geometry.lanes(rows.len());
+                    let all = lanes * dims.group();
+                    let ties = Aligned::zeroed(if spec.normalize { 0 } else { all })?;
+                    let sums = Aligned::zeroed(all * acc_rows)?;
+                    let (max, sum) = (Aligned::zeroed(all)?, Aligned::zeroed(all)?);
+                    blocks.push(QueryBlock {
+                        batch,
+                        kv_head,
+                        rows,
+                        lanes,
+                        owner,
+                        sums,
+                        max,
+                        sum,
+                        ties,
+                    });
+                }
+            }
+        }
+        let block_order = BlockOrder::Owners;
+        sort(&mut blocks, block_order, wide_rows);
+        let block_index = memory::filled("the workspace", blocks.len(), 0)?;
+        let bias_gradient = if backward { BiasGradient::new(spec, &blocks, q_rows)? } else { None };
+        let statistics = if backward {
+            RowStatistics::new(spec, shard.queries.len())?
+        } else {
+            RowStatistics::default()
+        };
+        let decode_queries = if decode::is_decode::<A>(token, spec, shard.queries.len(), backward) {
+            shard.queries.len()
+        } else {
+            0
+        };
+        let decode = if decode_queries > 0 {
+            Some(Decode::new(&geometry, decode_queries, most_keys)?)
+        } else {
+            None
+        };
+        let scratch = (0..threads)
+            .map(|_| Scratch::new(spec, &geometry, wide_rows, k_rows, backward, decode_queries))
+            .collect::<Result<_>>()?;
+        let mut shared_dq = memory::list("the workspace", if backward { blocks.len() } else { 0 })?;
+        for _ in blocks.iter().filter(|_| backward) {
+            shared_dq.push(Mutex::new(Aligned::zeroed(0)?));
+        }
+        let ordered = OrderedReduction::new(threads);
+        let shard = shard.clone();
+        let query_tiles = QueryTileCache::default();
+        let (dq_layout, in_place) = (DqLayout::Rows, false);
+        let mut state = Self {
+            shard,
+            geometry,
+            backward,
+            narrow: false,
+            q_rows,
+            wide_rows,
+            k_rows,
+            blocks,
+            block_order,
+            shared_dq,
+            ordered,
+            block_index,
+            scratch,
+            statistics,
+            bias_gradient,
+            dq_layout,
+            query_tiles,
+            decode,
+            in_place,
+        };
+        state.index_blocks();
+        state.update_narrow();
+        Ok(state)
+    }
+
+    /// Updates `narrow` for the current batch.
+    fn update_narrow(&mut self) {
+        if let Some(scratch) = self.scratch.first_mut() {
+            self.narrow = is_narrow(&self.shard, &mut scratch.task_tile);
+        }
+    }
+
+    /// Sorts the blocks for a forward pass; returns the rows of its tasks.
+    pub(crate) fn arrange_forward(&mut self) -> usize {
+        self.arrange(if self.narrow { BlockOrder::Rows } else { BlockOrder::Heads });
+        if self.narrow { self.q_rows } else { self.wide_rows }
+    }
+
+    /// Sorts the blocks for the dq pass; returns the rows of its tasks. With a bias, the blocks of
+    /// an owner are adjacent.
+    pub(crate) fn arrange_backward(&mut self) -> usize {
+        self.arrange(if self.bias_gradient.is_some() {
+            BlockOrder::Owners
+        } else {
+            BlockOrder::Heads
+        });
+        self.wide_rows
+    }
+
+    fn arrange(&mut self, block_order: BlockOrder) {
+        if std::mem::replace(&mut self.block_order, block_order) != block_order {
+            sort(&mut self.blocks, block_order, self.wide_rows);
+            self.index_blocks();
+        }
+    }
+
+    fn index_blocks(&mut self) {
+        let dims = self.geometry.dims;
+        for (index, block) in self.blocks.iter().enumerate() {
+            self.block_index[(block.rows.start / self.q_rows * dims.batch + block.batch)
+                * dims.kv_heads
+                + block.kv_head] = index;
+        }
+    }
+
+    /// Allocates a state for a new batch of the same plan.
+    pub(crate) fn recreate(&self, shard: &RankShard, threads: usize) -> Result<Self> {
+        Self::new(shard, self.geometry.token, threads, self.backward)
+    }
+
+    /// Adopts a new batch and returns true if this memory fits it; otherwise returns false and
+    /// changes nothing.
+    pub(crate) fn update(&mut self, shard: &RankShard) -> bool {
+        let fits = self.shard.queries.len() == shard.queries.len()
+            && self.shard.keys.len() == shard.keys.len()
+            && self.shard.most_block_rows == shard.most_block_rows;
+        if fits {
+            self.shard = shard.clone();
+            self.update_narrow();
+        }
+        fits
+    }
+
+    /// Iterates over the blocks of rows `index · q_rows ..`, in the order of batch row and KV head.
+    pub(crate) fn blocks_of_rows(&self, index: usize) -> impl Iterator<Item = &QueryBlock<A>> {
+        let planes = self.geometry.dims.batch * self.geometry.dims.kv_heads;
+        self.block_index[index * planes..(index + 1) * planes]
+            .iter()
+            .map(|&index| &self.blocks[index])
+    }
+}

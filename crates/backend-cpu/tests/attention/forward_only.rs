@@ -1,0 +1,186 @@
+//! Forward-only workspaces: split-KV decode, narrow masks, keys read in place.
+
+use std::sync::Arc;
+
+use annulus_core::{DType, Dims, Dropout, Layout, Readers, SinkShape, Spec, mask};
+use annulus_cpu::{Cpu, Isa};
+use ndarray::{Array2, s};
+
+use crate::support::{Case, Random};
+
+fn isas() -> impl Iterator<Item = Isa> {
+    Isa::ALL.into_iter().filter(|isa| isa.is_available())
+}
+
+fn assert_close<D: ndarray::Dimension>(
+    got: &ndarray::Array<f64, D>,
+    want: &ndarray::Array<f64, D>,
+    tolerance: f64,
+    what: &str,
+) {
+    let largest =
+        want.iter().filter(|x| x.is_finite()).fold(1.0, |largest: f64, x| largest.max(x.abs()));
+    for (got, want) in got.iter().zip(want) {
+        let close = (got - want).abs() <= tolerance * largest
+            || got == want
+            || got.is_nan() && want.is_nan();
+        assert!(close, "{what}: got {got}, want {want}");
+    }
+}
+
+/// A case of few queries with enough keys for several splits.
+fn long(seed: u64, dtype: DType) -> Case {
+    let q_len = [1, 3, 7, 12, 2][seed as usize % 5];
+    let dims = Dims {
+        q_len,
+        kv_len: 1500,
+        q_heads: 4,
+        value_dim: [16, 9][seed as usize % 2],
+        ..Dims::new(2, 0, 2, [20, 64][seed as usize / 2 % 2])
+    };
+    let mut spec = Spec::new(dims, dtype);
+    spec.alignment = annulus_core::Alignment::BottomRight;
+    spec.soft_cap = (seed % 4 == 1).then_some(3.0);
+    spec.dropout = (seed % 4 == 2).then_some(Dropout { probability: 0.3, seed });
+    spec.sinks = (seed % 3 == 1).then_some(SinkShape { per_head: true, count: 2 });
+    spec.mask = match seed % 3 {
+        0 => Arc::new(mask::Everything),
+        1 => Arc::new(mask::Causal::default()),
+        _ => mask::and(
+            Arc::new(mask::Causal::default()),
+            Arc::new(mask::Window::new(Some(700), None)),
+        ),
+    };
+    Case::new(spec, &mut Random(seed))
+}
+
+#[test]
+fn any_features_forward_only() {
+    for seed in 0..60 {
+        let case = Case::any(seed, if seed % 2 == 0 { DType::F32 } else { DType::F64 });
+        let want = case.oracle();
+        for isa in isas() {
+            let cpu = Cpu::new(2).unwrap().with_isa(isa).unwrap();
+            let ranks = 1 + seed as usize % 3;
+            let (out, lse) = case
+                .run_forward(
+                    &cpu,
+                    &Layout::Striped,
+                    ranks,
+                    if ranks == 1 { Readers::Local } else { Readers::Ring },
+                )
+                .unwrap();
+            assert_close(&out, &want.out, 2e-5, &format!("seed {seed} {isa} out"));
+            assert_close(&lse, &want.lse, 2e-5, &format!("seed {seed} {isa} lse"));
+        }
+    }
+}
+
+#[test]
+fn few_queries_over_many_keys() {
+    for (seed, dtype) in
+        (0..12).zip([DType::F32, DType::Bf16, DType::F64, DType::F16].into_iter().cycle())
+    {
+        let case = long(seed, dtype);
+        let want = case.oracle();
+        let tolerance =
+            [(DType::F64, 1e-11), (DType::F32, 1e-5), (DType::F16, 2e-3), (DType::Bf16, 1e-2)];
+        let tolerance = tolerance.into_iter().find(|(of, _)| *of == dtype).unwrap().1;
+        for isa in isas() {
+            let run = |threads, ranks, readers| {
+                let cpu = Cpu::new(threads).unwrap().with_isa(isa).unwrap();
+                case.run_forward(&cpu, &Layout::Contiguous, ranks, readers).unwrap()
+            };
+            let alone = run(1, 1, Readers::Local);
+            assert_close(&alone.0, &want.out, tolerance, &format!("seed {seed} {isa} out"));
+            assert_close(&alone.1, &want.lse, 2e-5, &format!("seed {seed} {isa} lse"));
+            // in place or packed, on any number of threads
+            assert!(
+                run(1, 1, Readers::Ring) == alone
+                    && run(2, 1, Readers::Local) == alone
+                    && run(5, 1, Readers::Ring) == alone,
+                "seed {seed} {isa}"
+            );
+            let two = run(2, 2, Readers::Ring);
+            assert_close(&two.0, &want.out, tolerance, &format!("seed {seed} {isa}, two ranks"));
+        }
+    }
+}
+
+#[test]
+fn few_queries_propagate_only_visible_nans() {
+    for dtype in [DType::F32, DType::F64] {
+        let mut clean = long(3, dtype);
+        let ids =
+            |len: usize| Array2::from_shape_fn((2, len), |(_, i)| if i % 7 == 3 { -1 } else { 0 });
+        let q_len = clean.spec.dims.q_len;
+        clean.batch.q_segment_ids = Some(Array2::zeros((2, q_len)));
+        clean.batch.kv_segment_ids = Some(ids(1500));
+        let mut poisoned = clean.clone();
+        for j in (3..1500).step_by(7) {
+            poisoned.k.slice_mut(s![.., j, .., ..]).fill(f64::NAN);
+            poisoned.v.slice_mut(s![.., j, .., ..]).fill(f64::INFINITY);
+        }
+        let mut with_nan = clean.clone();
+        with_nan.v[[1, 900, 1, 2]] = f64::NAN;
+        for isa in isas() {
+            let run = |case: &Case| {
+                case.run_forward(
+                    &Cpu::new(2).unwrap().with_isa(isa).unwrap(),
+                    &Layout::Contiguous,
+                    1,
+                    Readers::Local,
+                )
+                .unwrap()
+            };
+            let want = run(&clean);
+            assert!(run(&poisoned) == want);
+            let (out, lse) = run(&with_nan);
+            assert!(lse == want.1);
+            for ((index, got), want) in out.indexed_iter().zip(&want.0) {
+                // query heads 2 and 3 read KV head 1
+                let (b, _, head, element) = index;
+                assert!(
+                    if b == 1 && head >= 2 && element == 2 { got.is_nan() } else { got == want },
+                    "{index:?}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn narrow_masks_use_row_major_tasks_and_give_the_same_bits() {
+    let len = 1300;
+    let dims = Dims { q_heads: 4, ..Dims::new(2, len, 2, 20) };
+    for documents in [false, true] {
+        let mut spec = Spec::new(dims, DType::F32);
+        let window = mask::Window::new(Some(100), Some(3));
+        spec.mask = if documents { Arc::new(mask::Causal::default()) } else { Arc::new(window) };
+        let mut case = Case::new(spec, &mut Random(7));
+        if documents {
+            let ids = Array2::from_shape_fn((2, len), |(_, i)| (i / 300) as i32);
+            case.batch.q_segment_ids = Some(ids.clone());
+            case.batch.kv_segment_ids = Some(ids);
+        }
+        for isa in isas() {
+            let cpu = |threads| Cpu::new(threads).unwrap().with_isa(isa).unwrap();
+            // a workspace with a backward pass arranges its tasks head by head
+            let want = case.run(&cpu(2), &Layout::Contiguous, 1).unwrap();
+            for threads in [1, 3] {
+                let (out, lse) = case
+                    .run_forward(
+                        &cpu(threads),
+                        &Layout::Contiguous,
+                        1,
+                        if threads == 1 { Readers::Local } else { Readers::Ring },
+                    )
+                    .unwrap();
+                assert!(
+                    out == want.out && lse == want.lse,
+                    "{isa}, {threads} threads, documents {documents}"
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,517 @@
+// Host twin of primitives.cuh: the emulator runs a block as fibers, one per thread, cooperatively
+// on one host thread.
+//
+//   for each block of the grid:
+//       until all fibers have ended:
+//           for each warp, in an order drawn from a seed:
+//               resume its fibers until all of them wait at a barrier or an exchange
+//           if no fiber can run:  complete one asynchronous operation, else fail (deadlock)
+//
+// A fiber runs until it must wait: at a barrier for the block, at a shuffle for its warp. A warp
+// runs ahead of the others as far as barriers allow, so that a missing barrier makes it read data
+// that is not written yet. Shared memory is filled with NaN when a block starts.
+#pragma once
+
+#include <csetjmp>
+#include <cmath>
+#include <cstddef>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <ucontext.h>
+#include <vector>
+
+#define DEVICE static inline __attribute__((always_inline))
+#define METHOD inline __attribute__((always_inline))
+#define DEVICE_CALL static
+#define UNROLL
+
+// Unnamed namespace: several kernel libraries are loaded side by side, and a shared symbol would
+// let one resume fibers with the code of another.
+namespace emulated {
+namespace {
+
+const u32 WARP = 32;
+// Enough for a kernel's local arrays (accumulators of 256 dims) with every call inlined.
+const size_t STACK_BYTES = 64 * 1024;
+// Static shared memory per block: CUDA's limit.
+const size_t SHARED_BYTES = 48 * 1024;
+
+// State in which a fiber waits. `change`: resumed after every change of the block's state;
+// `others`: resumed after every other warp had its turn.
+enum class Wait { nothing, block, warp, change, others };
+
+// A pending cp.async copy. It completes when its thread waits for the group, not earlier.
+struct Copy {
+    u16* to;
+    const u16* from;  // null for zeros
+    u32 group;
+};
+
+struct Fiber {
+    jmp_buf at;
+    bool started = false, done;
+    Wait wait;
+    size_t shared_used;
+    u32 exchanges;
+    std::vector<Copy> copies;
+    u32 groups;
+    u64 changes_seen;
+};
+
+// Data that a lane passes to the other lanes of its warp.
+struct LaneWords {
+    u64 words[4];
+};
+
+struct Warp {
+    u32 arrived;
+    LaneWords slots[2][WARP];
+};
+
+// State of wgmma, TMA and mbarriers; defined in warpgroup_host.h.
+struct AsyncUnits;
+
+struct Block {
+    std::vector<Fiber> fibers = std::vector<Fiber>(THREADS);
+    std::vector<Warp> warps = std::vector<Warp>(THREADS / WARP);
+    // not initialized: only the stack pages that are used become resident
+    std::unique_ptr<char[]> stacks{new char[THREADS * STACK_BYTES]};
+    alignas(16) char shared[SHARED_BYTES];
+    jmp_buf scheduler;
+    u32 index[3];
+    u32 grid[3];
+    u32 thread;
+    u32 arrived;
+    bool any, any_latched;
+    // a rule was broken: the launch fails
+    bool fault;
+    void (*kernel)(const void*);
+    const void* arguments;
+    // dynamic shared memory of the launch
+    u32 dynamic_shared_bytes;
+    u32 mistake;
+    u64* seed;
+    u64 changes;
+    std::shared_ptr<AsyncUnits> async_units;
+};
+
+#ifdef ANNULUS_WARPGROUP
+// init: a block starts. step: completes one asynchronous operation; returns false if there is none.
+// finish: returns false if the block left an operation or an arrival behind.
+void init_async_units(Block& block);
+bool step_async_units(Block& block);
+bool finish_async_units(Block& block);
+#else
+inline void init_async_units(Block&) {}
+inline bool step_async_units(Block&) { return false; }
+inline bool finish_async_units(Block&) { return true; }
+#endif
+
+inline Block*& current() {
+    static thread_local Block* block = nullptr;
+    return block;
+}
+
+inline void pause(Wait wait) {
+    Block& block = *current();
+    Fiber& fiber = block.fibers[block.thread];
+    fiber.wait = wait;
+    if (!_setjmp(fiber.at)) _longjmp(block.scheduler, 1);
+}
+
+// Prints why a launch fails, if kernels are compiled with ANNULUS_TRACE.
+inline void trace(const char* why) {
+#ifdef ANNULUS_TRACE
+    std::fprintf(stderr, "emulated kernel: %s\n", why);
+#else
+    (void)why;
+#endif
+}
+
+// Fails the launch.
+inline void fault(const char* why) {
+    trace(why);
+    current()->fault = true;
+    pause(Wait::block);
+}
+
+inline void barrier() {
+    Block& block = *current();
+    if (++block.arrived < THREADS) {
+        pause(Wait::block);
+        return;
+    }
+    block.arrived = 0;
+    block.any_latched = block.any;
+    block.any = false;
+    for (Fiber& fiber : block.fibers)
+        if (fiber.wait == Wait::block) fiber.wait = Wait::nothing;
+    // the last arrival does not continue first: another warp may run ahead
+    pause(Wait::nothing);
+}
+
+// Passes `mine` to all lanes of the warp and returns everyone's data, valid until the lane's next
+// exchange but one. The last lane to arrive calls `last` before the others continue.
+inline const LaneWords* exchange(const LaneWords& mine, void last(const LaneWords*) = nullptr) {
+    Block& block = *current();
+    u32 lane = block.thread % WARP, first = block.thread - lane;
+    Warp& warp = block.warps[block.thread / WARP];
+    // a lane can be at most one exchange ahead of another, so two sets of slots are enough
+    LaneWords* slots = warp.slots[block.fibers[block.thread].exchanges++ % 2];
+    slots[lane] = mine;
+    if (++warp.arrived < WARP) {
+        pause(Wait::warp);
+    } else {
+        warp.arrived = 0;
+        if (last) last(slots);
+        for (u32 other = first; other < first + WARP; ++other)
+            if (block.fibers[other].wait == Wait::warp) block.fibers[other].wait = Wait::nothing;
+    }
+    return slots;
+}
+
+inline u32 lane() { return current()->thread % WARP; }
+
+template <typename T>
+inline T shuffle(T mine, u32 lanes) {
+    LaneWords lane_words = {};
+    std::memcpy(lane_words.words, &mine, sizeof mine);
+    u32 self = lane();
+    T other;
+    std::memcpy(&other, exchange(lane_words)[self ^ lanes].words, sizeof other);
+    return other;
+}
+
+// ldmatrix: lane 8·m + i passes the address of row i of matrix m.
+template <u32 count, bool transposed>
+inline void ldmatrix(u32 (&to)[count], const u16* row) {
+    LaneWords lane_words = {};
+    lane_words.words[0] = reinterpret_cast<u64>(row);
+    u32 self = lane();
+    const LaneWords* rows = exchange(lane_words);
+    for (u32 matrix = 0; matrix < count; ++matrix) {
+        u32 pair = 0;
+        for (u32 half = 0; half < 2; ++half) {
+            u32 y = self / 4, x = 2 * (self % 4) + half;
+            const u16* line =
+                reinterpret_cast<const u16*>(rows[8 * matrix + (transposed ? x : y)].words[0]);
+            pair |= u32(line[transposed ? y : x]) << (16 * half);
+        }
+        to[matrix] = pair;
+    }
+}
+
+// Computes an mma for the whole warp. Each lane passes its fragments and the address of its
+// accumulators.
+template <float widened(u16)>
+inline void mma_all(const LaneWords* all) {
+    bool nothing = true;
+    for (u32 of = 0; of < WARP; ++of)
+        nothing = nothing && !(all[of].words[0] | all[of].words[1] | all[of].words[2]);
+    // padding of a tile: adds nothing
+    if (nothing) return;
+    float left[16][16], right[16][8], acc[16][8];
+    for (u32 of = 0; of < WARP; ++of) {
+        const u64* words = all[of].words;
+        const float* mine = reinterpret_cast<const float*>(words[3]);
+        for (u32 index = 0; index < 4; ++index) {
+            u32 row = of / 4 + (index >= 2 ? 8 : 0), column = 2 * (of % 4) + index % 2;
+            acc[row][column] = mine[index];
+            // register `index / 2` of this half of the dims, then the halves of a register
+            for (u32 half = 0; half < 2; ++half)
+                left[row][8 * half + column] =
+                    widened(u16(words[half] >> (index >= 2 ? 32 : 0) >> (16 * (index % 2))));
+            right[column + (index >= 2 ? 8 : 0)][of / 4] =
+                widened(u16(words[2] >> (index >= 2 ? 32 : 0) >> (16 * (index % 2))));
+        }
+    }
+    for (u32 k = 0; k < 16; ++k)
+        for (u32 row = 0; row < 16; ++row)
+            for (u32 column = 0; column < 8; ++column)
+                acc[row][column] += left[row][k] * right[k][column];
+    for (u32 of = 0; of < WARP; ++of)
+        for (u32 index = 0; index < 4; ++index)
+            reinterpret_cast<float*>(all[of].words[3])[index] =
+                acc[of / 4 + (index >= 2 ? 8 : 0)][2 * (of % 4) + index % 2];
+}
+
+// mma.m16n8k16. The last lane to arrive computes for all.
+template <float widened(u16)>
+inline void mma(float (&acc)[4], const u32 (&left)[4], u32 first, u32 second) {
+    exchange({{left[0] | u64(left[1]) << 32, left[2] | u64(left[3]) << 32,
+               first | u64(second) << 32, reinterpret_cast<u64>(acc)}},
+             mma_all<widened>);
+}
+
+inline void* shared(size_t bytes) {
+    Block& block = *current();
+    size_t& used = block.fibers[block.thread].shared_used;
+    char* index = block.shared + used;
+    used += (bytes + 15) / 16 * 16;
+    if (used > SHARED_BYTES) fault("static shared memory exceeds 48 KB");
+    return index;
+}
+
+// Completes the copies of all groups of this thread, except the last `open`.
+inline void cp_async_wait(u32 open) {
+    Block& block = *current();
+    Fiber& fiber = block.fibers[block.thread];
+    size_t left = 0;
+    for (const Copy& copy : fiber.copies) {
+        if (copy.group + open >= fiber.groups) {
+            fiber.copies[left++] = copy;
+        } else if (copy.from) {
+            std::memcpy(copy.to, copy.from, 16);
+        } else {
+            std::memset(copy.to, 0, 16);
+        }
+    }
+    fiber.copies.resize(left);
+}
+
+// Main function of a fiber: runs one kernel's thread after another. The block's address is passed
+// in halves (makecontext takes ints). Between kernels the fiber may move to another host thread, so
+// nothing thread-local may be kept across the loop.
+inline void fiber_main(u32 low, u32 high, u32 thread) {
+    Block& block = *reinterpret_cast<Block*>(u64(low) | u64(high) << 32);
+    Fiber& fiber = block.fibers[thread];
+    for (;;) {
+        block.kernel(block.arguments);
+        fiber.done = true;
+        if (!_setjmp(fiber.at)) _longjmp(block.scheduler, 1);
+    }
+}
+
+inline u64 draw(u64& seed) {
+    u64 z = seed += 0x9e3779b97f4a7c15ull;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return z ^ (z >> 31);
+}
+
+inline std::vector<u32> shuffled(u32 count, u64& seed) {
+    std::vector<u32> order(count);
+    for (u32 index = 0; index < count; ++index) {
+        u32 other = draw(seed) % (index + 1);
+        order[index] = order[other];
+        order[other] = index;
+    }
+    return order;
+}
+
+// Runs fiber `thread` until it waits or ends.
+inline __attribute__((noinline)) void resume(Block& block, u32 thread) {
+    Fiber& fiber = block.fibers[thread];
+    block.thread = thread;
+    if (_setjmp(block.scheduler)) return;
+    if (fiber.started) _longjmp(fiber.at, 1);
+    fiber.started = true;
+    ucontext_t start;
+    getcontext(&start);
+    start.uc_stack.ss_sp = block.stacks.get() + thread * STACK_BYTES;
+    start.uc_stack.ss_size = STACK_BYTES;
+    start.uc_link = nullptr;
+    u64 address = reinterpret_cast<u64>(&block);
+    makecontext(&start, reinterpret_cast<void (*)()>(fiber_main), 3, u32(address),
+                u32(address >> 32), thread);
+    setcontext(&start);
+}
+
+// Idle blocks with their fibers, reused by later launches.
+struct Pool {
+    std::mutex mutex;
+    std::vector<std::unique_ptr<Block>> blocks;
+
+    std::unique_ptr<Block> take() {
+        std::lock_guard<std::mutex> held(mutex);
+        if (blocks.empty()) return std::make_unique<Block>();
+        std::unique_ptr<Block> block = std::move(blocks.back());
+        blocks.pop_back();
+        return block;
+    }
+
+    void give(std::unique_ptr<Block> block) {
+        std::lock_guard<std::mutex> held(mutex);
+        blocks.push_back(std::move(block));
+    }
+};
+
+inline Pool& pool() {
+    static Pool all;
+    return all;
+}
+
+// Runs one block. Returns true if it ran to its end.
+inline bool run_block(Block& block, u64& seed) {
+    std::memset(block.shared, 0xff, SHARED_BYTES);
+    block.arrived = 0;
+    block.any = block.fault = false;
+    for (Warp& warp : block.warps) warp.arrived = 0;
+    for (Fiber& fiber : block.fibers) {
+        fiber.done = false;
+        fiber.wait = Wait::nothing;
+        fiber.shared_used = 0;
+        fiber.exchanges = 0;
+        fiber.copies.clear();
+        fiber.groups = 0;
+    }
+    block.changes = 0;
+    block.seed = &seed;
+    init_async_units(block);
+    std::vector<u32> warps = shuffled(THREADS / WARP, seed), lanes = shuffled(WARP, seed);
+    u32 alive = THREADS;
+    while (alive > 0) {
+        bool moved = false;
+        for (Fiber& fiber : block.fibers)
+            if (fiber.wait == Wait::others) fiber.wait = Wait::nothing;
+        // each warp runs ahead of the others as far as barriers allow
+        for (u32 warp : warps)
+            for (bool ahead = true; ahead;) {
+                ahead = false;
+                for (u32 lane : lanes) {
+                    Fiber& fiber = block.fibers[warp * WARP + lane];
+                    bool changed =
+                        fiber.wait == Wait::change && fiber.changes_seen != block.changes;
+                    if (fiber.done || (fiber.wait != Wait::nothing && !changed)) continue;
+                    resume(block, warp * WARP + lane);
+                    moved = ahead = true;
+                    alive -= fiber.done;
+                }
+            }
+        if (block.fault) return false;
+        if (!moved && !step_async_units(block)) {
+            trace("deadlock: every fiber waits");
+            return false;
+        }
+    }
+    return finish_async_units(block);
+}
+
+}  // namespace
+}  // namespace emulated
+
+// Returns the threads per block of this library's kernels.
+extern "C" u32 annulus_threads() { return THREADS; }
+
+// Runs a grid. Returns 0, or 1 if a block failed.
+extern "C" int annulus_emulate(void (*kernel)(const void*), const void* arguments, const u32* grid,
+                               u32 dynamic_shared_bytes, u32 mistake, u64 seed) {
+    std::unique_ptr<emulated::Block> block = emulated::pool().take();
+    block->dynamic_shared_bytes = dynamic_shared_bytes;
+    block->mistake = mistake;
+    emulated::current() = block.get();
+    block->kernel = kernel;
+    block->arguments = arguments;
+    for (int axis = 0; axis < 3; ++axis) block->grid[axis] = grid[axis];
+    for (u32 z = 0; z < grid[2]; ++z)
+        for (u32 y = 0; y < grid[1]; ++y)
+            for (u32 x = 0; x < grid[0]; ++x) {
+                block->index[0] = x;
+                block->index[1] = y;
+                block->index[2] = z;
+                // fibers that are stuck are dropped with their block
+                if (!emulated::run_block(*block, seed)) return 1;
+            }
+    emulated::pool().give(std::move(block));
+    return 0;
+}
+
+#define KERNEL(name, Arguments)                                            \
+    static void name##_of_thread(const Arguments& a);                      \
+    extern "C" void name(const void* arguments) {                          \
+        name##_of_thread(*static_cast<const Arguments*>(arguments));       \
+    }                                                                      \
+    extern "C" u32 name##_argument_bytes() { return sizeof(Arguments); }   \
+    static void name##_of_thread(const Arguments& a)
+
+#define SHARED(type, name, count) \
+    type* name = static_cast<type*>(emulated::shared(sizeof(type) * (count)))
+
+DEVICE bool planted(u32 mistake) { return emulated::current()->mistake == mistake; }
+
+DEVICE u32 thread_index() { return emulated::current()->thread; }
+DEVICE u32 block_x() { return emulated::current()->index[0]; }
+DEVICE u32 block_y() { return emulated::current()->index[1]; }
+DEVICE u32 block_z() { return emulated::current()->index[2]; }
+DEVICE u32 blocks_x() { return emulated::current()->grid[0]; }
+
+DEVICE void barrier() { emulated::barrier(); }
+DEVICE bool barrier_any(bool mine) {
+    emulated::current()->any |= mine;
+    emulated::barrier();
+    return emulated::current()->any_latched;
+}
+
+DEVICE float shuffle_xor(float mine, u32 lanes) { return emulated::shuffle(mine, lanes); }
+DEVICE double shuffle_xor(double mine, u32 lanes) { return emulated::shuffle(mine, lanes); }
+
+DEVICE void ldmatrix_x4(u32 (&to)[4], const u16* row) { emulated::ldmatrix<4, false>(to, row); }
+DEVICE void ldmatrix_x4_trans(u32 (&to)[4], const u16* row) {
+    emulated::ldmatrix<4, true>(to, row);
+}
+
+DEVICE void cp_async_16(u16* to, const u16* from, bool in_range) {
+    emulated::Block& block = *emulated::current();
+    emulated::Fiber& fiber = block.fibers[block.thread];
+    // the device faults on a misaligned address
+    if ((reinterpret_cast<u64>(to) | (in_range ? reinterpret_cast<u64>(from) : 0)) % 16 != 0)
+        emulated::fault("cp.async of 16 bytes at a misaligned address");
+    fiber.copies.push_back({to, in_range ? from : nullptr, fiber.groups});
+}
+DEVICE void cp_async_commit() {
+    emulated::Block& block = *emulated::current();
+    ++block.fibers[block.thread].groups;
+}
+template <u32 open>
+DEVICE void cp_async_wait() {
+    emulated::cp_async_wait(open);
+}
+DEVICE float from_bf16(u16 x);
+DEVICE float from_f16(u16 x);
+DEVICE void mma_bf16(float (&acc)[4], const u32 (&left)[4], u32 first, u32 second) {
+    emulated::mma<from_bf16>(acc, left, first, second);
+}
+DEVICE void mma_f16(float (&acc)[4], const u32 (&left)[4], u32 first, u32 second) {
+    emulated::mma<from_f16>(acc, left, first, second);
+}
+
+DEVICE u16 to_bf16(float x);
+DEVICE u16 to_f16(float x);
+DEVICE u32 pack_bf16x2(float first, float second) {
+    return to_bf16(first) | u32(to_bf16(second)) << 16;
+}
+DEVICE u32 pack_f16x2(float first, float second) {
+    return to_f16(first) | u32(to_f16(second)) << 16;
+}
+DEVICE float exp2_approx(float x) {
+    float power = std::exp2(x);
+    return power < 1.17549435e-38f ? 0.0f : power;
+}
+
+DEVICE float multiply_add(float x, float y, float z) { return std::fma(x, y, z); }
+DEVICE double multiply_add(double x, double y, double z) { return std::fma(x, y, z); }
+DEVICE float exponential(float x) { return std::exp(x); }
+DEVICE double exponential(double x) { return std::exp(x); }
+DEVICE float logarithm(float x) { return std::log(x); }
+DEVICE double logarithm(double x) { return std::log(x); }
+DEVICE float hyperbolic_tangent(float x) { return std::tanh(x); }
+DEVICE double hyperbolic_tangent(double x) { return std::tanh(x); }
+
+DEVICE u32 bits_of(float x) {
+    u32 bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+DEVICE float float_of(u32 bits) {
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+DEVICE float truncated(double x) {
+    float nearest = static_cast<float>(x);
+    bool away = std::isfinite(x) && std::fabs(static_cast<double>(nearest)) > std::fabs(x);
+    return away ? std::nextafter(nearest, 0.0f) : nearest;
+}

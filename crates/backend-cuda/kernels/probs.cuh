@@ -1,0 +1,31 @@
+// Probabilities P as 16-bit elements, packed in pairs as MMA operands, with masked pairs marked.
+#pragma once
+
+#include "numbers.cuh"
+
+#if ANNULUS_DTYPE >= 2
+
+// Marks the probability of a masked pair: minus zero adds nothing to a finite product, and differs
+// from every probability of a visible pair (mark_masked turns a visible −0 into +0).
+#define MASKED 0x8000u
+
+DEVICE u32 narrow_pair(float first, float second) {
+#if ANNULUS_DTYPE == 2
+    return pack_bf16x2(first, second);
+#else
+    return pack_f16x2(first, second);
+#endif
+}
+
+// Marks the masked ones of a packed pair of probabilities.
+DEVICE u32 mark_masked(u32 pair, bool first_visible, bool second_visible) {
+    u32 first = pair & 0xffffu, second = pair >> 16;
+    first = !first_visible ? MASKED : first == MASKED ? 0 : first;
+    second = !second_visible ? MASKED : second == MASKED ? 0 : second;
+    return first | second << 16;
+}
+
+// eˣ as 2^(x·log₂e), for results that are rounded to 16 bits.
+DEVICE float fast_exp(float x) { return exp2_approx(x * 1.44269504088896341f); }
+
+#endif

@@ -1,0 +1,157 @@
+// Kernels that run once per query row: the forward epilogue (sinks, normalization, rounding), the
+// backward prologue (Δ), and the gradient of the sinks. One warp per row: a row is one head's
+// value_dim elements, at most 8 per lane.
+#pragma once
+
+#include "arguments.cuh"
+#include "numbers.cuh"
+
+#define LANES 32
+
+struct RowIndex {
+    u32 b, h, i;
+    bool exists;
+};
+
+// Row of this warp, in the order [batch, row, head].
+DEVICE RowIndex row_of_warp(const RowArguments& a) {
+    u64 row = u64(block_x()) * (THREADS / LANES) + thread_index() / LANES;
+    RowIndex at;
+    at.exists = row < u64(a.batches) * a.queries * a.q_heads;
+    at.h = u32(row % a.q_heads);
+    at.i = u32(row / a.q_heads % a.queries);
+    at.b = u32(row / a.q_heads / a.queries);
+    return at;
+}
+
+DEVICE u64 at_row(const Tensor& tensor, u32 b, u32 h, u32 i) {
+    return tensor.at +
+           u64(i64(b) * tensor.batch + i64(h) * tensor.head + i64(i) * tensor.row) * sizeof(Sum);
+}
+
+DEVICE Sum sink_of(const RowArguments& a, u32 h, u32 t) {
+    u32 line = a.sinks_lines > 1 ? h : 0;
+    return *reinterpret_cast<const Sum*>(
+        a.sinks.at + u64(i64(line) * a.sinks.head + i64(t) * a.sinks.row) * sizeof(Sum));
+}
+
+template <typename T>
+DEVICE T* element_of(const Tensor& tensor, u32 b, u32 h, u32 i, u32 x) {
+    return reinterpret_cast<T*>(tensor.at + u64(i64(b) * tensor.batch + i64(i) * tensor.row +
+                                                i64(h) * tensor.head + i64(x) * tensor.dim) *
+                                                sizeof(T));
+}
+
+// Forward epilogue of a row, with the sinks a_t:
+//
+//   m' = max(m, max_t a_t);  ℓ' = ℓ·e^{m − m'} + Σ_t e^{a_t − m'}
+//   out = O·e^{m − m'} / ℓ';  lse = m' + ln ℓ'
+//
+// Rounds to the element type once. Grid: rows, 8 per block.
+KERNEL(finish_forward, RowArguments) {
+    RowIndex at = row_of_warp(a);
+    if (!at.exists) return;
+    u64 row = (u64(at.b) * a.q_heads + at.h) * a.queries + at.i;
+    Sum none = -Sum(infinity());
+    Sum before = reinterpret_cast<const Sum*>(a.row_max)[row], max = before;
+    for (u32 t = 0; t < a.sinks_count; ++t) {
+        Sum sink = sink_of(a, at.h, t);
+        // a sink of −∞ contributes nothing
+        if (sink != none) max = larger(max, sink);
+    }
+    Sum rescale = max == before ? Sum(1) : exponential(before - max);
+    Sum sum = reinterpret_cast<const Sum*>(a.row_sum)[row] * rescale;
+    Sum ties = max == before ? reinterpret_cast<const Sum*>(a.row_ties)[row] : Sum(0);
+    for (u32 t = 0; t < a.sinks_count; ++t) {
+        Sum sink = sink_of(a, at.h, t);
+        if (sink == none || max == none) continue;
+        sum += exponential(sink - max);
+        ties += Sum(sink == max);
+    }
+    if (is_nan(sum)) {
+        // a NaN score is never the maximum, and a later block may have reset its acc: all is NaN
+        max = sum;
+        rescale = sum;
+        ties = 0;
+    }
+    bool divide = !(a.flags & UNNORMALIZED) && sum != Sum(0);
+    const Sum* acc = reinterpret_cast<const Sum*>(a.acc) +
+                     ((u64(at.b) * a.queries + at.i) * a.q_heads + at.h) * a.value_dim;
+    for (u32 x = thread_index() % LANES; x < a.value_dim; x += LANES) {
+        // if every visible score is −∞, acc holds 0 · v, which may be NaN
+        Sum value = max == none ? Sum(0) : acc[x] * rescale;
+        *element_of<Element>(a.out, at.b, at.h, at.i, x) = narrow(divide ? value / sum : value);
+    }
+    if (thread_index() % LANES == 0) {
+        *reinterpret_cast<Sum*>(at_row(a.lse, at.b, at.h, at.i)) = max + logarithm(sum);
+        if (a.max.at) *reinterpret_cast<Sum*>(at_row(a.max, at.b, at.h, at.i)) = max;
+        if (a.sum.at) *reinterpret_cast<Sum*>(at_row(a.sum, at.b, at.h, at.i)) = sum;
+        if (a.ties.at) *reinterpret_cast<Sum*>(at_row(a.ties, at.b, at.h, at.i)) = ties;
+    }
+}
+
+// Backward prologue: row statistics [lse, max, Δ, share]; see gradient.cuh. Grid: rows, 8 per
+// block.
+KERNEL(begin_backward, RowArguments) {
+    RowIndex at = row_of_warp(a);
+    Sum product = 0;
+    if (at.exists)
+        for (u32 x = thread_index() % LANES; x < a.value_dim; x += LANES)
+            product = multiply_add(widen(*element_of<const Element>(a.dout, at.b, at.h, at.i, x)),
+                            widen(*element_of<const Element>(a.out, at.b, at.h, at.i, x)), product);
+    for (u32 lanes = LANES / 2; lanes > 0; lanes /= 2) product += shuffle_xor(product, lanes);
+    if (!at.exists || thread_index() % LANES != 0) return;
+    Sum lse = *reinterpret_cast<const Sum*>(at_row(a.lse, at.b, at.h, at.i));
+    Sum dlse = 0, max = 0, delta, share = 0;
+    if (a.dlse.at && lse != -Sum(infinity()))
+        dlse = *reinterpret_cast<const Sum*>(at_row(a.dlse, at.b, at.h, at.i));
+    if (a.flags & UNNORMALIZED) {
+        max = *reinterpret_cast<const Sum*>(at_row(a.max, at.b, at.h, at.i));
+        share = product / *reinterpret_cast<const Sum*>(at_row(a.ties, at.b, at.h, at.i));
+        delta = -dlse;
+    } else {
+        delta = product - dlse;
+    }
+    u16* to = reinterpret_cast<u16*>(a.statistics.at) +
+              (i64(at.b) * a.statistics.batch + i64(at.i) * a.statistics.row +
+               i64(at.h) * a.statistics.head);
+    const u32 apart = sizeof(Sum) / 2;
+    store_sum(to, lse);
+    store_sum(to + apart, max);
+    store_sum(to + 2 * apart, delta);
+    store_sum(to + 3 * apart, share);
+}
+
+// dsinks of one sink a: −Σ ( [a = max]·share + e^{a − lse}·Δ ) over all rows that have the sink.
+// Grid: sinks × lines.
+KERNEL(sink_gradient, RowArguments) {
+    SHARED(Sum, parts, THREADS);
+    u32 t = block_x(), line = block_y();
+    Sum sink = *reinterpret_cast<const Sum*>(
+        a.sinks.at + u64(i64(line) * a.sinks.head + i64(t) * a.sinks.row) * sizeof(Sum));
+    u32 heads = a.sinks_lines > 1 ? 1 : a.q_heads;
+    u64 rows = u64(a.batches) * heads * a.queries;
+    Sum sum = 0;
+    for (u64 row = thread_index(); row < rows && sink != -Sum(infinity()); row += THREADS) {
+        u32 i = u32(row % a.queries), h = a.sinks_lines > 1 ? line : u32(row / a.queries % heads),
+            b = u32(row / a.queries / heads);
+        const u16* from =
+            reinterpret_cast<const u16*>(a.statistics.at) +
+            (i64(b) * a.statistics.batch + i64(i) * a.statistics.row + i64(h) * a.statistics.head);
+        const u32 apart = sizeof(Sum) / 2;
+        Sum lse = load_sum(from), max = load_sum(from + apart), delta = load_sum(from + 2 * apart),
+            share = load_sum(from + 3 * apart);
+        bool through_max = (a.flags & UNNORMALIZED) && sink == max;
+        sum -= (through_max ? share : Sum(0)) + exponential(sink - lse) * delta;
+    }
+    parts[thread_index()] = sum;
+    for (u32 half = THREADS / 2; half > 0; half /= 2) {
+        barrier();
+        if (thread_index() < half) parts[thread_index()] += parts[thread_index() + half];
+    }
+    barrier();
+    if (thread_index() == 0)
+        *reinterpret_cast<Sum*>(
+            a.dsinks.at + u64(i64(line) * a.dsinks.head + i64(t) * a.dsinks.row) * sizeof(Sum)) =
+            parts[0];
+}

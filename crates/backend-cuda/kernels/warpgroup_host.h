@@ -1,0 +1,382 @@
+// Host twin of warpgroup_primitives.cuh. Every asynchronous operation completes as late as the
+// rules allow, and its destination holds NaN until then:
+//
+//   TMA loads      complete when no fiber can run: first those whose mbarrier a thread waits for,
+//                  in an order drawn from the seed
+//   wgmma          computed when its group is waited for, from the A registers and the shared
+//                  memory of that moment; until then writes to the accumulators are lost
+//   async stores   (store_for_async_proxy) take effect at the thread's fence_proxy_async
+//
+// Descriptors are decoded bit by bit and shared memory is read through the swizzle, so a wrong
+// descriptor gives wrong numbers. A violation fails the launch: an mbarrier used before
+// mbarrier_init or fence_mbarrier_init, an arrival too many, wgmma without wgmma_fence, an address
+// out of bounds or misaligned, more registers than there are, an arrival left at a named barrier at
+// the end of the block.
+#pragma once
+
+#include <algorithm>
+#include <array>
+
+namespace emulated {
+namespace {
+
+// Registers per thread at launch: 64 K per multiprocessor, in units of 8.
+const u32 REGISTERS = 64 * 1024 / THREADS / 8 * 8;
+const u32 GUARD_BYTES = 1024;  // around dynamic shared memory, to detect writes beyond its end
+const u32 SWIZZLE_128 = 1;
+
+// Layout of the emulated driver's tensor map: mirrored in emulator/maps.rs.
+const u64 MAP_MAGIC = 0x70616d736e6e61ull;
+struct Map {
+    u64 magic, address;
+    u64 lengths[4];
+    u64 strides[4];  // bytes; the first is the element size
+    u32 box[4];
+};
+
+struct MbarrierState {
+    const Mbarrier* at;
+    u32 owner;
+    bool fenced;
+    u32 count, pending, parity;
+    i64 bytes;
+};
+
+struct TmaCopy {
+    u8* to;
+    Map map;
+    u32 first[4];
+    Mbarrier* mbarrier;
+};
+
+struct Store {
+    u16* to;
+    u32 words[4];
+};
+
+// A wgmma of one warp.
+struct Product {
+    std::array<float*, WARP> acc;
+    std::array<const u32*, WARP> left;  // null: the left operand is `left_descriptor`
+    u64 left_descriptor, right;
+    u32 columns, group, lanes;
+    bool add, is_f16;
+};
+
+// Accumulators with pending products: their values so far, and the number of products to come.
+struct PendingAcc {
+    float* at;
+    std::vector<float> values;
+    u32 products;
+};
+
+struct Lane {
+    std::vector<PendingAcc> pending;
+    std::vector<Store> stores;
+    u32 issued, groups, registers;
+    bool wgmma_fenced;
+    const Mbarrier* awaited;
+};
+
+struct NamedBarrier {
+    u32 arrived, expected;
+    u64 generation;
+    bool any, latched;
+};
+
+struct AsyncUnits {
+    std::vector<char> memory;
+    char* base;
+    std::vector<MbarrierState> mbarriers;
+    std::vector<TmaCopy> copies;
+    std::array<Lane, THREADS> lanes;
+    // pending products of a warp; `done` products were completed before them
+    std::array<std::vector<Product>, THREADS / WARP> products;
+    std::array<u32, THREADS / WARP> done;
+    std::array<NamedBarrier, 16> named;
+    i64 free_registers;
+};
+
+inline AsyncUnits& async_units() { return *current()->async_units; }
+inline Lane& own_lane() { return async_units().lanes[current()->thread]; }
+
+inline void changed() { ++current()->changes; }
+
+template <typename Over>
+inline void wait_until(Over over) {
+    Block& block = *current();
+    Fiber& fiber = block.fibers[block.thread];
+    while (!over()) {
+        fiber.changes_seen = block.changes;
+        pause(Wait::change);
+    }
+}
+
+void init_async_units(Block& block) {
+    if (!block.async_units) block.async_units = std::make_shared<AsyncUnits>();
+    AsyncUnits& all = *block.async_units;
+    all.memory.assign(block.dynamic_shared_bytes + 2 * GUARD_BYTES, char(0xff));
+    u64 start = reinterpret_cast<u64>(all.memory.data());
+    all.base = reinterpret_cast<char*>((start + 1023) / 1024 * 1024);
+    all.mbarriers.clear();
+    all.copies.clear();
+    for (Lane& lane : all.lanes) {
+        lane.pending.clear();
+        lane.stores.clear();
+        lane.issued = lane.groups = 0;
+        lane.registers = REGISTERS;
+        lane.wgmma_fenced = false;
+        lane.awaited = nullptr;
+    }
+    for (auto& products : all.products) products.clear();
+    all.done.fill(0);
+    all.named.fill(NamedBarrier{});
+    all.free_registers = 0;
+}
+
+bool finish_async_units(Block& block) {
+    AsyncUnits& all = *block.async_units;
+    // a load or a store that was not waited for, or a write past the end
+    bool whole = all.copies.empty();
+    for (const Lane& lane : all.lanes) whole = whole && lane.pending.empty() && lane.stores.empty();
+    for (const NamedBarrier& barrier : all.named) whole = whole && barrier.arrived == 0;
+    for (const char* at = all.base + block.dynamic_shared_bytes;
+         at < all.memory.data() + all.memory.size(); ++at)
+        whole = whole && *at == char(0xff);
+    if (!whole)
+        trace(
+            "an asynchronous operation was not waited for, or a write past the end of shared "
+            "memory");
+    return whole;
+}
+
+// Returns the offset of a shared-memory address, which is the address as wgmma and TMA use it.
+inline u32 offset_in_block(const void* at, u32 bytes) {
+    u64 offset = reinterpret_cast<u64>(at) - reinterpret_cast<u64>(async_units().base);
+    if (offset + bytes > current()->dynamic_shared_bytes) fault("address outside of shared memory");
+    return u32(offset);
+}
+
+// ---- mbarriers
+
+inline MbarrierState& mbarrier_state(const Mbarrier* mbarrier) {
+    for (MbarrierState& state : async_units().mbarriers) {
+        if (state.at != mbarrier) continue;
+        if (!state.fenced && state.owner != current()->thread)
+            fault("mbarrier without fence_mbarrier_init");
+        return state;
+    }
+    fault("mbarrier without mbarrier_init");
+    return async_units().mbarriers.front();
+}
+
+inline void complete_phase(MbarrierState& state) {
+    if (state.pending > 0 || state.bytes != 0) return;
+    state.parity ^= 1;
+    state.pending = state.count;
+}
+
+inline void mbarrier_arrive(Mbarrier* mbarrier, u32 bytes) {
+    MbarrierState& state = mbarrier_state(mbarrier);
+    state.bytes += bytes;
+    if (state.pending == 0) fault("mbarrier: more arrivals than it was initialized for");
+    --state.pending;
+    u32 before = state.parity;
+    complete_phase(state);
+    changed();
+    // let a thread that waited for this phase run first
+    if (state.parity != before) pause(Wait::others);
+}
+
+// ---- TMA loads
+
+inline u32 swizzled_128(u32 address) { return address ^ ((address >> 7 & 7) << 4); }
+
+inline void complete_copy(Block& block, const TmaCopy& copy) {
+    const Map& map = copy.map;
+    u32 start = u32(reinterpret_cast<char*>(copy.to) - block.async_units->base), index = 0;
+    for (u32 w = 0; w < map.box[3]; ++w)
+        for (u32 z = 0; z < map.box[2]; ++z)
+            for (u32 y = 0; y < map.box[1]; ++y)
+                for (u32 x = 0; x < map.box[0]; ++x, index += 2) {
+                    u64 at[4] = {u64(copy.first[0]) + x, u64(copy.first[1]) + y,
+                                 u64(copy.first[2]) + z, u64(copy.first[3]) + w};
+                    bool inside = true;
+                    u64 from = map.address;
+                    for (u32 axis = 0; axis < 4; ++axis) {
+                        inside = inside && at[axis] < map.lengths[axis];
+                        from += at[axis] * map.strides[axis];
+                    }
+                    u16 element = inside ? *reinterpret_cast<const u16*>(from) : u16(0);
+                    std::memcpy(block.async_units->base + swizzled_128(start + index), &element, 2);
+                }
+    for (MbarrierState& state : block.async_units->mbarriers)
+        if (state.at == copy.mbarrier) {
+            state.bytes -= index;
+            complete_phase(state);
+        }
+}
+
+bool step_async_units(Block& block) {
+    AsyncUnits& all = *block.async_units;
+    if (all.copies.empty()) return false;
+    auto is_awaited = [&](const TmaCopy& copy) {
+        return std::any_of(all.lanes.begin(), all.lanes.end(),
+                           [&](const Lane& lane) { return lane.awaited == copy.mbarrier; });
+    };
+    auto rest = std::partition(all.copies.begin(), all.copies.end(), is_awaited);
+    u64 count = rest == all.copies.begin() ? all.copies.size() : u64(rest - all.copies.begin());
+    auto which = all.copies.begin() + i64(draw(*block.seed) % count);
+    complete_copy(block, *which);
+    all.copies.erase(which);
+    ++block.changes;
+    return true;
+}
+
+}  // namespace
+}  // namespace emulated
+
+#include "wgmma_host.h"
+
+namespace emulated {
+namespace {
+
+// ---- named barriers
+
+inline NamedBarrier& arrive_at(u32 name, u32 threads, bool mine) {
+    if (name == 0 || name > 15 || threads % WARP != 0)
+        fault("named barrier: invalid name or thread count");
+    NamedBarrier& barrier = async_units().named[name];
+    if (barrier.arrived > 0 && barrier.expected != threads)
+        fault("named barrier: thread counts differ");
+    barrier.expected = threads;
+    barrier.any |= mine;
+    if (++barrier.arrived == threads) {
+        barrier.arrived = 0;
+        barrier.latched = barrier.any;
+        barrier.any = false;
+        ++barrier.generation;
+        changed();
+    }
+    return barrier;
+}
+
+inline bool arrive_and_wait(u32 name, u32 threads, bool mine) {
+    u64 before = async_units().named[name % 16].generation;
+    NamedBarrier& barrier = arrive_at(name, threads, mine);
+    wait_until([&] { return barrier.generation != before; });
+    return barrier.latched;
+}
+
+}  // namespace
+}  // namespace emulated
+
+DEVICE u8* dynamic_shared() { return reinterpret_cast<u8*>(emulated::async_units().base); }
+DEVICE u32 shared_address(const void* at) { return emulated::offset_in_block(at, 1); }
+
+DEVICE void warp_barrier() { emulated::exchange({}); }
+DEVICE void named_barrier(u32 name, u32 threads) {
+    emulated::arrive_and_wait(name, threads, false);
+}
+DEVICE void named_arrive(u32 name, u32 threads) { emulated::arrive_at(name, threads, false); }
+DEVICE bool named_barrier_any(u32 name, u32 threads, bool mine) {
+    return emulated::arrive_and_wait(name, threads, mine);
+}
+
+DEVICE void mbarrier_init(Mbarrier* mbarrier, u32 arrivals) {
+    emulated::offset_in_block(mbarrier, sizeof *mbarrier);
+    if (arrivals == 0 || reinterpret_cast<u64>(mbarrier) % 8 != 0)
+        emulated::fault("mbarrier_init: zero arrivals or misaligned");
+    emulated::async_units().mbarriers.push_back(
+        {mbarrier, emulated::current()->thread, false, arrivals, arrivals, 0, 0});
+}
+DEVICE void fence_mbarrier_init() {
+    for (emulated::MbarrierState& state : emulated::async_units().mbarriers)
+        state.fenced |= state.owner == emulated::current()->thread;
+}
+DEVICE void mbarrier_arrive(Mbarrier* mbarrier) { emulated::mbarrier_arrive(mbarrier, 0); }
+DEVICE void mbarrier_arrive_expect_tx(Mbarrier* mbarrier, u32 bytes) {
+    emulated::mbarrier_arrive(mbarrier, bytes);
+}
+DEVICE void mbarrier_wait(Mbarrier* mbarrier, u32 parity) {
+    emulated::mbarrier_state(mbarrier);
+    emulated::own_lane().awaited = mbarrier;
+    emulated::wait_until([&] { return emulated::mbarrier_state(mbarrier).parity != parity; });
+    emulated::own_lane().awaited = nullptr;
+}
+
+DEVICE void tma_load_box(u16* to, const TensorMap& map, Mbarrier* mbarrier, u32 x, u32 row,
+                         u32 head, u32 batch) {
+    emulated::TmaCopy copy = {reinterpret_cast<u8*>(to), {}, {x, row, head, batch}, mbarrier};
+    std::memcpy(&copy.map, &map, sizeof copy.map);
+    emulated::mbarrier_state(mbarrier);
+    // the argument structure of the kernel is aligned to 64 bytes, as the device requires of a map
+    if (copy.map.magic != emulated::MAP_MAGIC || reinterpret_cast<u64>(&map) % 64 != 0)
+        emulated::fault("TMA: invalid tensor map");
+    u32 bytes = 2;
+    for (u32 length : copy.map.box) bytes *= length;
+    if (emulated::offset_in_block(to, bytes) % 128 != 0)
+        emulated::fault("TMA: misaligned destination");
+    std::memset(to, 0xff, bytes);
+    emulated::async_units().copies.push_back(copy);
+}
+
+DEVICE void store_for_async_proxy(u16* to, const u32 (&words)[4]) {
+    if (emulated::offset_in_block(to, 16) % 16 != 0)
+        emulated::fault("16-byte store at a misaligned address");
+    emulated::own_lane().stores.push_back({to, {words[0], words[1], words[2], words[3]}});
+}
+DEVICE void fence_proxy_async() {
+    for (const emulated::Store& store : emulated::own_lane().stores)
+        std::memcpy(store.to, store.words, 16);
+    emulated::own_lane().stores.clear();
+}
+
+template <u32 count>
+DEVICE void setmaxnreg_dec() {
+    emulated::Lane& lane = emulated::own_lane();
+    if (count % 8 != 0 || count < 24 || count > lane.registers)
+        emulated::fault("setmaxnreg.dec: invalid count");
+    emulated::async_units().free_registers += lane.registers - count;
+    lane.registers = count;
+    emulated::changed();
+}
+template <u32 count>
+DEVICE void setmaxnreg_inc() {
+    emulated::Lane& lane = emulated::own_lane();
+    if (count % 8 != 0 || count > 256 || count < lane.registers)
+        emulated::fault("setmaxnreg.inc: invalid count");
+    emulated::wait_until(
+        [&] { return emulated::async_units().free_registers >= i64(count - lane.registers); });
+    emulated::async_units().free_registers -= count - lane.registers;
+    lane.registers = count;
+}
+
+DEVICE void wgmma_fence() { emulated::own_lane().wgmma_fenced = true; }
+DEVICE void wgmma_commit() { ++emulated::own_lane().groups; }
+template <u32 open>
+DEVICE void wgmma_wait() {
+    emulated::exchange({{open, 0, 0, 0}}, emulated::complete_products);
+    emulated::own_lane().wgmma_fenced = false;
+}
+template <u32 count>
+DEVICE void fence_operand(float (&)[count]) {}
+
+template <u32 count>
+DEVICE void wgmma_ss_bf16(float (&acc)[count], u64 left, u64 right, bool add) {
+    emulated::issue_product(acc, count, nullptr, left, right, add, false);
+}
+template <u32 count>
+DEVICE void wgmma_ss_f16(float (&acc)[count], u64 left, u64 right, bool add) {
+    emulated::issue_product(acc, count, nullptr, left, right, add, true);
+}
+template <u32 count>
+DEVICE void wgmma_rs_bf16(float (&acc)[count], const u32 (&left)[4], u64 right) {
+    emulated::issue_product(acc, count, left, 0, right, true, false);
+}
+template <u32 count>
+DEVICE void wgmma_rs_f16(float (&acc)[count], const u32 (&left)[4], u64 right) {
+    emulated::issue_product(acc, count, left, 0, right, true, true);
+}
+
+DEVICE float max_number(float x, float y) { return std::fmax(x, y); }

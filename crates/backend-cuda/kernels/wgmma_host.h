@@ -1,0 +1,142 @@
+// Host twin of wgmma (part of warpgroup_host.h). Every lane issues its part of a product; it is
+// computed when its group is waited for, from the contents of registers and shared memory then.
+#pragma once
+
+DEVICE float from_bf16(u16 x);
+DEVICE float from_f16(u16 x);
+
+namespace emulated {
+namespace {
+
+inline u32 field(u64 descriptor, u32 from) { return u32(descriptor >> from & 0x3fff) << 4; }
+
+// Reads an element of an operand in shared memory through its descriptor: `y` counts rows of 128
+// bytes, `x` elements along them, `leading` bytes to the next 64 elements.
+inline u16 element_of(Block& block, u64 descriptor, u32 y, u32 x) {
+    u32 at = field(descriptor, 0) + y / 8 * field(descriptor, 32) + y % 8 * 128 +
+             x / 64 * field(descriptor, 16) + x % 64 * 2;
+    bool supported = (descriptor >> 49 & 7) == 0 && descriptor >> 62 == SWIZZLE_128;
+    if (!supported || at + 2 > block.dynamic_shared_bytes) {
+        trace("wgmma: unsupported descriptor, or operand beyond shared memory");
+        block.fault = true;
+        return 0;
+    }
+    u16 element;
+    std::memcpy(&element, block.async_units->base + swizzled_128(at), 2);
+    return element;
+}
+
+inline PendingAcc& pending_of(Lane& lane, const float* acc) {
+    return *std::find_if(lane.pending.begin(), lane.pending.end(),
+                         [&](const PendingAcc& one) { return one.at == acc; });
+}
+
+__attribute__((optimize("O3"))) inline void multiply_accumulate(float (&acc)[16][128],
+                                                                const float (&left)[16][16],
+                                                                const float (&right)[16][128],
+                                                                u32 columns) {
+    for (u32 row = 0; row < 16; ++row)
+        for (u32 k = 0; k < 16; ++k)
+            for (u32 column = 0; column < columns; ++column)
+                acc[row][column] += left[row][k] * right[k][column];
+}
+
+inline void complete_product(Block& block, u32 warp, const Product& product) {
+    auto widened = [&](u16 x) { return product.is_f16 ? from_f16(x) : from_bf16(x); };
+    static thread_local float left[16][16], right[16][128], acc[16][128];
+    bool from_registers = product.left[0] != nullptr;
+    for (u32 k = 0; k < 16; ++k) {
+        for (u32 column = 0; column < product.columns; ++column) {
+            // SS: both operands are K-major, rows of the summed index
+            u16 element = from_registers ? element_of(block, product.right, k, column)
+                                         : element_of(block, product.right, column, k);
+            right[k][column] = widened(element);
+        }
+        for (u32 row = 0; row < 16; ++row) {
+            // A fragment: register row / 8 + 2·(column / 8), half column mod 2
+            u16 element = from_registers
+                              ? u16(product.left[row % 8 * 4 + k % 8 / 2][row / 8 + 2 * (k / 8)] >>
+                                    (16 * (k % 2)))
+                              : element_of(block, product.left_descriptor, warp % 4 * 16 + row, k);
+            left[row][k] = widened(element);
+        }
+    }
+    auto each = [&](auto what) {
+        for (u32 of = 0; of < WARP; ++of) {
+            std::vector<float>& values =
+                pending_of(block.async_units->lanes[warp * WARP + of], product.acc[of]).values;
+            for (u32 e = 0; e < product.columns / 2; ++e)
+                what(values[e], acc[of / 4 + 8 * (e / 2 % 2)][8 * (e / 4) + 2 * (of % 4) + e % 2]);
+        }
+    };
+    each([&](float& value, float& sum) { sum = product.add ? value : 0.0f; });
+    multiply_accumulate(acc, left, right, product.columns);
+    each([](float& value, float& sum) { value = sum; });
+    for (u32 of = 0; of < WARP; ++of) {
+        Lane& lane = block.async_units->lanes[warp * WARP + of];
+        PendingAcc& one = pending_of(lane, product.acc[of]);
+        if (--one.products > 0) continue;
+        std::copy(one.values.begin(), one.values.end(), one.at);
+        lane.pending.erase(lane.pending.begin() + (&one - lane.pending.data()));
+    }
+}
+
+// wgmma.wait_group for the whole warp: computes the products of all groups, except the last `open`.
+inline void complete_products(const LaneWords* lane_words) {
+    Block& block = *current();
+    u32 warp = block.thread / WARP;
+    std::vector<Product>& products = block.async_units->products[warp];
+    u32 open = u32(lane_words[0].words[0]), groups = block.async_units->lanes[warp * WARP].groups,
+        count = 0;
+    for (const Product& product : products) {
+        if (product.group + open >= groups) break;
+        if (product.lanes != WARP) {
+            trace("wgmma: not issued by all lanes");
+            block.fault = true;
+        }
+        if (block.fault) return;
+        complete_product(block, warp, product);
+        ++count;
+    }
+    products.erase(products.begin(), products.begin() + count);
+    block.async_units->done[warp] += count;
+}
+
+inline void issue_product(float* acc, u32 count, const u32* left, u64 left_descriptor, u64 right,
+                          bool add, bool is_f16) {
+    Block& block = *current();
+    Lane& lane = own_lane();
+    u32 warp = block.thread / WARP;
+    if (!lane.wgmma_fenced) fault("wgmma without wgmma.fence");
+    auto pending_acc = std::find_if(lane.pending.begin(), lane.pending.end(),
+                                    [&](const PendingAcc& one) { return one.at == acc; });
+    if (pending_acc == lane.pending.end()) {
+        lane.pending.push_back({acc, std::vector<float>(acc, acc + count), 1});
+        std::memset(acc, 0xff, count * sizeof *acc);
+    } else {
+        ++pending_acc->products;
+    }
+    std::vector<Product>& products = block.async_units->products[warp];
+    u32 index = lane.issued++ - block.async_units->done[warp];
+    if (index == products.size()) {
+        Product product = {};
+        product.left_descriptor = left_descriptor;
+        product.right = right;
+        product.columns = 2 * count;
+        product.group = lane.groups;
+        product.add = add;
+        product.is_f16 = is_f16;
+        products.push_back(product);
+    }
+    Product& product = products[index];
+    // descriptors, shapes and groups are uniform over the warp
+    if (product.left_descriptor != left_descriptor || product.right != right ||
+        product.columns != 2 * count || product.add != add || product.group != lane.groups)
+        fault("wgmma: operands differ between lanes");
+    product.acc[block.thread % WARP] = acc;
+    product.left[block.thread % WARP] = left;
+    ++product.lanes;
+}
+
+}  // namespace
+}  // namespace emulated

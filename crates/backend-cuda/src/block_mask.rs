@@ -1,0 +1,222 @@
+//! Block-sparse mask of the queries of one rank and one block of keys, in device memory.
+//!
+//! [`BlockSparseMask`] classifies the tiles on the host: empty tiles are not listed, consecutive full
+//! tiles form one run, a partial tile has a bitmask per query row. Kernels therefore contain no
+//! mask logic, and a new mask needs no new kernel. The result is cached, because the same blocks
+//! return in every pass.
+
+use std::sync::Arc;
+
+use annulus_core::{
+    BitmaskPolicy, BlockSparseMask, CsrTiles, Error, RankShard, Result, Rows, Tiling, Visibility,
+};
+use annulus_device_cuda::{CudaBuffer, Stream};
+
+use crate::arguments::{
+    Attention, BlockMaskAddresses, KEY_POSITIONS_PER_BATCH, QUERY_POSITIONS_PER_BATCH,
+};
+
+/// Visible tiles by query tile and by key tile, and per-row numbers that kernels need, in one
+/// device buffer.
+#[derive(Debug)]
+pub(crate) struct BlockMask {
+    buffer: CudaBuffer,
+    /// Byte offsets in the buffer: starts and runs of the lists.
+    by_queries: [u64; 2],
+    by_keys: [u64; 2],
+    bits: u64,
+    query_rows: u64,
+    key_rows: u64,
+    query_positions: u64,
+    key_positions: u64,
+    query_tiles: u32,
+    key_tiles: u32,
+    per_batch: bool,
+    per_head: bool,
+    queries: u32,
+    keys: u32,
+    flags: u32,
+}
+
+/// Block masks of the blocks that this rank has attended to.
+#[derive(Debug, Default)]
+pub(crate) struct BlockMaskCache {
+    entries: Vec<(Rows, Rows, [usize; 2], Arc<BlockMask>)>,
+}
+
+/// Entries kept: enough for a ring of 128 ranks whose forward and backward tiles differ. Beyond it
+/// the oldest entry is dropped.
+const CAPACITY: usize = 256;
+
+impl BlockMaskCache {
+    /// Drops all entries, because positions, ids or masks have changed.
+    pub(crate) fn clear(&mut self) {
+        self.entries.clear();
+    }
+
+    /// Returns the block mask for `tile` queries × keys per tile, building it on first use.
+    pub(crate) fn of(
+        &mut self,
+        shard: &RankShard,
+        queries: &Rows,
+        keys: &Rows,
+        tile: [usize; 2],
+        stream: &Stream,
+    ) -> Result<Arc<BlockMask>> {
+        if let Some((.., block_mask)) =
+            self.entries.iter().find(|(q, k, size, _)| q == queries && k == keys && *size == tile)
+        {
+            return Ok(Arc::clone(block_mask));
+        }
+        let block_mask = Arc::new(BlockMask::new(shard, queries, keys, tile, stream)?);
+        if self.entries.len() >= CAPACITY {
+            self.entries.remove(0);
+        }
+        self.entries.push((queries.clone(), keys.clone(), tile, Arc::clone(&block_mask)));
+        Ok(block_mask)
+    }
+}
+
+impl BlockMask {
+    fn new(
+        shard: &RankShard,
+        queries: &Rows,
+        keys: &Rows,
+        tile: [usize; 2],
+        stream: &Stream,
+    ) -> Result<Self> {
+        let dims = &shard.spec.dims;
+        let visibility = Visibility {
+            mask: shard.spec.mask.as_ref(),
+            attention_mask: shard.attention_mask.as_deref(),
+            queries,
+            keys,
+        };
+        let (per_batch, per_head) = (visibility.per_batch(), visibility.per_head());
+        let planes_of = |per: bool, all: usize| if per { all } else { 1 };
+        let (batches, heads) =
+            (planes_of(per_batch, dims.batch), planes_of(per_head, dims.q_heads));
+        let (batches, heads) = (0..batches, 0..heads);
+        let tiling = Tiling {
+            batches,
+            heads,
+            queries: 0..queries.len(),
+            keys: 0..keys.len(),
+            tile,
+            bitmasks: BitmaskPolicy::Partial,
+        };
+        let (mut block_sparse, mut lists) = (BlockSparseMask::default(), CsrTiles::default());
+        block_sparse.refill(&visibility, &tiling)?;
+        block_sparse.by_keys(&mut lists)?;
+        let mut upload = Upload::default();
+        let by_queries = upload.lists(block_sparse.by_queries());
+        let by_keys = upload.lists(&lists);
+        let bits = upload.u64s(block_sparse.bits().iter().copied());
+        let [query_rows, key_rows] =
+            [queries, keys].map(|rows| upload.u64s(rows.rows().iter().copied()));
+        let mut flags = 0;
+        let mut positions = |rows: &Rows, flag: u32| {
+            let per_batch = rows.per_batch();
+            flags |= if per_batch { flag } else { 0 };
+            let lists = (0..planes_of(per_batch, dims.batch))
+                .flat_map(|batch| rows.positions(batch).iter().map(|at| at.cast_unsigned()));
+            upload.u64s(lists)
+        };
+        let query_positions = positions(queries, QUERY_POSITIONS_PER_BATCH);
+        let key_positions = positions(keys, KEY_POSITIONS_PER_BATCH);
+        let buffer = CudaBuffer::new(stream.device(), upload.0.len() as u64)?;
+        // SAFETY: the buffer is new and as long as the bytes.
+        unsafe { stream.copy_to_device(buffer.address(), &upload.0)? };
+        let [query_tiles, key_tiles] = tiling.tiles();
+        let [query_tiles, key_tiles, queries, keys] =
+            [to_u32(query_tiles)?, to_u32(key_tiles)?, to_u32(queries.len())?, to_u32(keys.len())?];
+        Ok(Self {
+            buffer,
+            by_queries,
+            by_keys,
+            bits,
+            query_rows,
+            key_rows,
+            query_positions,
+            key_positions,
+            query_tiles,
+            key_tiles,
+            per_batch,
+            per_head,
+            queries,
+            keys,
+            flags,
+        })
+    }
+
+    /// Numbers of query tiles and key tiles.
+    pub(crate) const fn tiles(&self) -> [u32; 2] {
+        [self.query_tiles, self.key_tiles]
+    }
+
+    /// Returns true if there are no query rows or no key rows. False does not imply a visible pair.
+    pub(crate) const fn is_empty(&self) -> bool {
+        self.queries == 0 || self.keys == 0
+    }
+
+    /// Sets the mask fields of the arguments, with the lists by query tile or by key tile.
+    pub(crate) fn write_to(&self, arguments: &mut Attention, by_keys: bool) {
+        let at = |offset: u64| self.buffer.address() + offset;
+        let ([starts, runs], tiles) = if by_keys {
+            (self.by_keys, self.key_tiles)
+        } else {
+            (self.by_queries, self.query_tiles)
+        };
+        arguments.block_mask = BlockMaskAddresses {
+            starts: at(starts),
+            runs: at(runs),
+            bits: at(self.bits),
+            tiles,
+            per_batch: self.per_batch.into(),
+            per_head: self.per_head.into(),
+            reserved: 0,
+        };
+        arguments.query_rows = at(self.query_rows);
+        arguments.key_rows = at(self.key_rows);
+        arguments.query_positions = at(self.query_positions);
+        arguments.key_positions = at(self.key_positions);
+        arguments.queries = self.queries;
+        arguments.keys = self.keys;
+        arguments.flags |= self.flags;
+    }
+}
+
+/// Bytes of the device buffer; every part starts at a multiple of 8.
+#[derive(Default)]
+struct Upload(Vec<u8>);
+
+impl Upload {
+    fn u64s(&mut self, values: impl Iterator<Item = u64>) -> u64 {
+        self.0.resize(self.0.len().next_multiple_of(8), 0);
+        let start = self.0.len() as u64;
+        values.for_each(|value| self.0.extend_from_slice(&value.to_ne_bytes()));
+        start
+    }
+
+    /// Appends the lists; returns the offsets of their starts and runs.
+    fn lists(&mut self, lists: &CsrTiles) -> [u64; 2] {
+        let starts = self.u32s(lists.starts().iter().copied());
+        [starts, self.u32s(lists.runs().iter().flat_map(|run| [run.first, run.count, run.set]))]
+    }
+
+    fn u32s(&mut self, values: impl Iterator<Item = u32>) -> u64 {
+        self.0.resize(self.0.len().next_multiple_of(8), 0);
+        let start = self.0.len() as u64;
+        values.for_each(|value| self.0.extend_from_slice(&value.to_ne_bytes()));
+        start
+    }
+}
+
+/// Converts a count to u32.
+pub(crate) fn to_u32(count: usize) -> Result<u32> {
+    // u32::MAX is FULL_TILE
+    let converted = u32::try_from(count).ok().filter(|&count| count < u32::MAX);
+    converted.ok_or_else(|| {
+        Error::unsupported(format!("a list of {count} rows or tiles on one rank"), "cuda")
+    })
+}

@@ -1,0 +1,180 @@
+//! What every pass of a rank uses: stream, kernels, shard, and block-sparse masks.
+
+use std::sync::Arc;
+
+use annulus_core::{
+    BiasOrder, Block, DType, Dims, DropoutMask, Error, Inputs, RankShard, Result, Rows, Spec,
+};
+use annulus_device_cuda::{CudaBuffer, CudaSpace, Event, Stream};
+
+use crate::{
+    arguments::{
+        Attention, BIAS_BEFORE_CAP, Fill, HAS_BIAS, HAS_CAP, HAS_DROPOUT, HAS_SLOPES, UNNORMALIZED,
+        by_head, tensor,
+    },
+    block_mask::{BlockMask, BlockMaskCache, to_u32},
+    kernels::{Kernels, THREADS},
+    records::grid_of,
+};
+
+/// Part of a workspace that forward and backward passes share.
+#[derive(Debug)]
+pub(crate) struct PassContext {
+    pub(crate) stream: Stream,
+    pub(crate) kernels: Kernels,
+    pub(crate) shard: RankShard,
+    block_masks: BlockMaskCache,
+    /// Present if the spec has a bias function.
+    slopes: Option<CudaBuffer>,
+}
+
+impl PassContext {
+    pub(crate) fn new(stream: &Stream, kernels: Kernels, shard: &RankShard) -> Result<Self> {
+        let slopes = match slopes(&shard.spec)? {
+            Some(slopes) => {
+                let bytes: Vec<u8> = slopes.iter().flat_map(|slope| slope.to_ne_bytes()).collect();
+                let buffer = CudaBuffer::new(stream.device(), bytes.len() as u64)?;
+                // SAFETY: the buffer is new and as long as the slopes.
+                unsafe { stream.copy_to_device(buffer.address(), &bytes)? };
+                Some(buffer)
+            }
+            None => None,
+        };
+        Ok(Self {
+            stream: stream.clone(),
+            kernels,
+            shard: shard.clone(),
+            block_masks: BlockMaskCache::default(),
+            slopes,
+        })
+    }
+
+    /// Changes the batch. All masks are dropped, because rows, ids or masks differ.
+    pub(crate) fn update(&mut self, shard: &RankShard) {
+        self.shard = shard.clone();
+        self.block_masks.clear();
+    }
+
+    pub(crate) fn spec(&self) -> &Spec {
+        &self.shard.spec
+    }
+
+    /// Type of sums.
+    pub(crate) fn sums(&self) -> DType {
+        self.spec().dtype.accumulator()
+    }
+
+    /// Number of this rank's query rows.
+    pub(crate) fn queries(&self) -> usize {
+        self.shard.queries.len()
+    }
+
+    /// Returns the block mask of this rank's queries and a block of keys.
+    pub(crate) fn mask_of_keys(&mut self, keys: &Rows, tile: [usize; 2]) -> Result<Arc<BlockMask>> {
+        let Self { stream, shard, block_masks, .. } = self;
+        block_masks.of(shard, &shard.queries, keys, tile, stream)
+    }
+
+    /// Returns the block mask of a block of queries and this rank's keys.
+    pub(crate) fn mask_of_queries(
+        &mut self,
+        queries: &Rows,
+        tile: [usize; 2],
+    ) -> Result<Arc<BlockMask>> {
+        let Self { stream, shard, block_masks, .. } = self;
+        block_masks.of(shard, queries, &shard.keys, tile, stream)
+    }
+
+    /// Makes later work wait for a block: until it has arrived, or another stream has finished
+    /// using it.
+    pub(crate) fn wait_for(&self, block: &Block<'_, CudaSpace>) -> Result<()> {
+        self.stream.wait_for(block.ready)
+    }
+
+    /// Records an event after the queued work and marks it as the last use of these buffers.
+    pub(crate) fn record_use(&self, touched: &[&CudaBuffer]) -> Result<Event> {
+        let event = self.stream.record()?;
+        touched.iter().for_each(|buffer| buffer.touched_before(&event));
+        Ok(event)
+    }
+
+    /// Sets every sum of a buffer of the workspace to `value`.
+    pub(crate) fn fill(&self, buffer: &CudaBuffer, value: f64) -> Result<()> {
+        let count = buffer.len() / self.sums().bytes() as u64;
+        let arguments = Fill { at: buffer.address(), count, value };
+        let kernel = &self.kernels.fill_sums;
+        // SAFETY: the buffer holds `count` sums; memory is freed only after queued work.
+        unsafe { kernel.launch(&self.stream, grid_of(count), THREADS, &arguments) }
+    }
+
+    /// Arguments common to all tile kernels and blocks; the caller sets operands and outputs.
+    pub(crate) fn common_arguments(&self, inputs: &Inputs<'_, CudaSpace>) -> Result<Attention> {
+        let spec = self.spec();
+        let Dims { batch, q_heads, kv_heads, head_dim, value_dim, .. } = spec.dims;
+        let bias = inputs.bias.as_ref().map(|bias| by_head(tensor(bias)));
+        let dropout = spec.dropout.map(DropoutMask::new);
+        let flag = |holds: bool, flag: u32| if holds { flag } else { 0 };
+        let flags = flag(bias.is_some(), HAS_BIAS)
+            | flag(spec.soft_cap.is_some(), HAS_CAP)
+            | flag(spec.bias_order == BiasOrder::BeforeSoftCap, BIAS_BEFORE_CAP)
+            | flag(dropout.is_some(), HAS_DROPOUT)
+            | flag(!spec.normalize, UNNORMALIZED)
+            | flag(self.slopes.is_some(), HAS_SLOPES);
+        let shape = local_bias(&self.shard).unwrap_or([1; 4]);
+        Ok(Attention {
+            bias: bias.unwrap_or_default(),
+            slopes: self.slopes.as_ref().map_or(0, CudaBuffer::address),
+            scale: spec.scale,
+            cap: spec.soft_cap.unwrap_or(1.0),
+            keep_scale: dropout.as_ref().map_or(1.0, DropoutMask::keep_scale),
+            batches: to_u32(batch)?,
+            q_heads: to_u32(q_heads)?,
+            kv_heads: to_u32(kv_heads)?,
+            head_dim: to_u32(head_dim)?,
+            value_dim: to_u32(value_dim)?,
+            flags,
+            rounding: rounding(spec),
+            dropout_key: dropout.as_ref().map_or([0; 2], DropoutMask::key),
+            dropout_threshold: dropout.as_ref().map_or(0, DropoutMask::threshold),
+            bias_shape: [
+                to_u32(shape[0])?,
+                to_u32(shape[1])?,
+                to_u32(shape[2])?,
+                to_u32(shape[3])?,
+            ],
+            ..Attention::default()
+        })
+    }
+}
+
+/// Shape of this rank's part of the bias.
+pub(crate) fn local_bias(shard: &RankShard) -> Option<[usize; 4]> {
+    let [batch, heads, rows, keys] = shard.spec.bias?;
+    Some([batch, heads, if rows == 1 { 1 } else { shard.queries.len() }, keys])
+}
+
+/// Returns the slopes of the bias function, one per query head.
+///
+/// # Errors
+/// [`Error::Unsupported`] for bias functions other than ALiBi.
+pub(crate) fn slopes(spec: &Spec) -> Result<Option<Vec<f64>>> {
+    let Some(function) = &spec.bias_function else { return Ok(None) };
+    let slopes = function
+        .distance_slopes()
+        .ok_or_else(|| Error::unsupported(format!("the bias function {function:?}"), "cuda"))?;
+    // a head beyond the list has slope 0
+    Ok(Some((0..spec.dims.q_heads).map(|head| slopes.get(head).copied().unwrap_or(0.0)).collect()))
+}
+
+/// Returns the element type to which QKᵀ products are rounded, as `Rounding` of
+/// `kernels/numbers.cuh`.
+fn rounding(spec: &Spec) -> u32 {
+    let sums = spec.dtype.accumulator();
+    match spec.logits_dtype {
+        same if same == sums => 0,
+        DType::F64 => 0,
+        DType::F32 => 1,
+        DType::Bf16 => 2,
+        DType::F16 => 3,
+    }
+}

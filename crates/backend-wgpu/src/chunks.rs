@@ -1,0 +1,178 @@
+//! Splits tile kernels into chunks whose bindings, lists and loops the device supports.
+
+use annulus_core::{Error, Result, Spec};
+
+use crate::{
+    block_mask::{Owner, WorkChunk, max_words_per_tile},
+    device::Gpu,
+    kernels::{TILE, TileVariant},
+    launch::ElementRange,
+    tiles::{Operand, Operands, RowsOf, TileKernel},
+};
+
+/// Upper bound of the words of lists per chunk, 16 MiB: tile masks take O(sequence length²) bits,
+/// which must not be allocated at once.
+const MAX_LIST_WORDS: u64 = 4 << 20;
+
+/// Problem size, and whether masks differ between batch rows and heads.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ProblemSize {
+    pub(crate) queries: usize,
+    pub(crate) keys: usize,
+    pub(crate) per_batch: bool,
+    pub(crate) per_head: bool,
+}
+
+/// Number of tiles that one workgroup iterates over.
+fn tiles_per_workgroup(
+    kind: TileKernel,
+    spec: &Spec,
+    [batches, heads, queries, keys]: [usize; 4],
+) -> usize {
+    let planes = match kind {
+        TileKernel::Forward | TileKernel::Queries => 1,
+        TileKernel::Keys { .. } => heads.min(spec.dims.group()),
+        // a bias shared by all batch rows and heads is owned by one workgroup
+        TileKernel::Bias(_) => batches * heads,
+    };
+    let tiles = if kind.owner() == Owner::Queries { keys } else { queries };
+    planes * tiles.div_ceil(TILE)
+}
+
+/// Upper bound of loop iterations per tile: each of at most four products has fewer than 100 per 32
+/// elements of its vectors.
+const fn loop_steps_per_tile(spec: &Spec) -> u64 {
+    let groups = TileVariant::groups(spec.dims.head_dim) + TileVariant::groups(spec.dims.value_dim);
+    128 + 2 * 100 * groups as u64
+}
+
+impl Operands<'_> {
+    /// Splits the work into chunks that the device supports.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if not even one tile fits.
+    pub(crate) fn cut(
+        &self,
+        gpu: &Gpu,
+        spec: &Spec,
+        kind: TileKernel,
+        size: ProblemSize,
+    ) -> Result<Vec<WorkChunk>> {
+        let ProblemSize { queries, keys, per_batch, per_head } = size;
+        let (batch, heads) = (spec.dims.batch, spec.dims.q_heads);
+        let groups = self.groups(kind);
+        let whole = |counts: [usize; 4]| {
+            let [batches, heads, queries, keys] = counts.map(|count| (0, count));
+            WorkChunk { batches, heads, queries, keys }
+        };
+        let bindings_fit = |counts: [usize; 4]| {
+            groups.iter().all(|(operands, _)| {
+                let bytes = operands.first().map_or(0, |operand| operand.bytes);
+                let (first, end) = element_span(operands, &whole(counts), spec);
+                ElementRange::bound_bytes(end - first, bytes, gpu.alignment())
+                    <= gpu.max_binding_bytes()
+            })
+        };
+        let words = |[batches, heads, queries, keys]: [usize; 4]| {
+            let planes = if per_batch { batches } else { 1 } * if per_head { heads } else { 1 };
+            let tiles = planes * queries.div_ceil(TILE) * keys.div_ceil(TILE);
+            tiles as u64 * max_words_per_tile(spec) as u64 + 2 * (queries + keys) as u64
+        };
+        let walk_fits = |counts: [usize; 4]| {
+            gpu.max_loop_steps().is_none_or(|most| {
+                tiles_per_workgroup(kind, spec, counts) as u64 * loop_steps_per_tile(spec) <= most
+            })
+        };
+        let most_words = MAX_LIST_WORDS.min((gpu.max_binding_bytes().saturating_sub(1024)) / 4);
+        let lists_fit = |counts: [usize; 4]| words(counts) <= most_words;
+        let mut step = [batch, heads, queries, keys].map(|count| count.max(1));
+        while !(bindings_fit(step) && lists_fit(step) && walk_fits(step)) {
+            // halve the axis whose split costs least first
+            let halve = |rows: usize| rows.div_ceil(2).next_multiple_of(TILE);
+            let before = step;
+            let walked = if kind.owner() == Owner::Queries { 3 } else { 2 };
+            if !walk_fits(step) {
+                if step[walked] > TILE {
+                    step[walked] = halve(step[walked]);
+                } else if step[0] > 1 {
+                    step[0] = 1;
+                } else {
+                    step[1] = 1;
+                }
+            } else if !lists_fit(step) && step[2] > 8 * TILE {
+                step[2] = halve(step[2]);
+            } else if step[0] > 1 {
+                step[0] = 1;
+            } else if step[2] > 8 * TILE {
+                step[2] = halve(step[2]);
+            } else if step[3] > 8 * TILE {
+                step[3] = halve(step[3]);
+            } else if step[1] > 1 {
+                step[1] = 1;
+            } else if step[2] > TILE {
+                step[2] = halve(step[2]);
+            } else if step[3] > TILE {
+                step[3] = halve(step[3]);
+            }
+            if step == before {
+                return Err(Error::unsupported(
+                    format!(
+                        "a tile of {TILE} rows of these tensors in a binding of {} bytes",
+                        gpu.max_binding_bytes()
+                    ),
+                    gpu.name(),
+                ));
+            }
+        }
+        let ranges = |count: usize, step: usize| {
+            (0..count).step_by(step).map(move |first| (first, step.min(count - first)))
+        };
+        let mut chunks = Vec::new();
+        for batches in ranges(batch, step[0]) {
+            for heads in ranges(heads, step[1]) {
+                for keys in ranges(keys, step[3]) {
+                    chunks.extend(ranges(queries, step[2]).map(|queries| WorkChunk {
+                        batches,
+                        heads,
+                        queries,
+                        keys,
+                    }));
+                }
+            }
+        }
+        Ok(chunks)
+    }
+}
+
+/// Returns the range (first, end) of elements that a chunk of these operands spans.
+pub(crate) fn element_span(operands: &[Operand<'_>], chunk: &WorkChunk, spec: &Spec) -> (u64, u64) {
+    let of = |operand: &Operand<'_>| {
+        let first = first_element(operand, chunk);
+        let (rows, heads) = match operand.rows {
+            RowsOf::Queries => (chunk.queries.1, chunk.heads.1),
+            RowsOf::Keys => (chunk.keys.1, spec.dims.kv_heads),
+        };
+        let last = |count: usize, distance: u64| (count as u64).saturating_sub(1) * distance;
+        let layout = operand.layout;
+        let end = first
+            + last(chunk.batches.1, layout.batch)
+            + last(rows, layout.row)
+            + last(heads, layout.head)
+            + operand.dim as u64;
+        (first, end)
+    };
+    operands.iter().map(of).reduce(|a, b| (a.0.min(b.0), a.1.max(b.1))).unwrap_or((0, 0))
+}
+
+/// Returns the first element of an operand in a chunk.
+pub(crate) const fn first_element(operand: &Operand<'_>, chunk: &WorkChunk) -> u64 {
+    let (rows, heads) = match operand.rows {
+        RowsOf::Queries => (chunk.queries.0, chunk.heads.0),
+        RowsOf::Keys => (chunk.keys.0, 0),
+    };
+    let layout = operand.layout;
+    layout.base
+        + chunk.batches.0 as u64 * layout.batch
+        + rows as u64 * layout.row
+        + heads as u64 * layout.head
+}

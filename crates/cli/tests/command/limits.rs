@@ -1,0 +1,235 @@
+//! Sizes beyond any machine, and machines without memory: one line, no file, no abort.
+
+use std::{
+    fs::File,
+    os::unix::fs::FileExt,
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use crate::support::{Folder, Said};
+
+/// Any of these takes no time; a test machine may be busy.
+const SOON: Duration = Duration::from_secs(60);
+
+/// Runs the command and ends it if it does not end by itself.
+fn soon(folder: &Folder, arguments: &str) -> Said {
+    let mut command = folder.command(arguments);
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    Said::from(wait(child, arguments).wait_with_output().unwrap())
+}
+
+fn wait(mut child: Child, arguments: &str) -> Child {
+    let began = Instant::now();
+    while child.try_wait().unwrap().is_none() {
+        if began.elapsed() > SOON {
+            child.kill().unwrap();
+            panic!("annulus {arguments} did not end within {SOON:?}");
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    child
+}
+
+/// Runs the command in an address space of so many KiB.
+fn limited(folder: &Folder, kibibytes: usize, arguments: &str) -> Said {
+    let inner = folder.command(arguments);
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -v \"$1\" && shift && exec \"$@\"", "sh", &kibibytes.to_string()]);
+    command.arg(inner.get_program()).args(inner.get_args());
+    for (name, value) in inner.get_envs() {
+        match value {
+            Some(value) => command.env(name, value),
+            None => command.env_remove(name),
+        };
+    }
+    let child = command.current_dir(folder.path(".")).stdout(Stdio::piped()).stderr(Stdio::piped());
+    Said::from(wait(child.spawn().unwrap(), arguments).wait_with_output().unwrap())
+}
+
+/// It succeeded, or failed on one line; no temporary file is left. Whether it succeeded.
+#[track_caller]
+fn ended_well(folder: &Folder, said: &Said, what: &str) -> bool {
+    assert!(said.code == 0 || said.code == 1, "{what}: {said:?}");
+    if said.code == 1 {
+        said.failed(1, &[]);
+    }
+    let left: Vec<String> =
+        folder.names().into_iter().filter(|name| name.contains("partial")).collect();
+    assert!(left.is_empty(), "{what}: {left:?}");
+    said.code == 0
+}
+
+/// Address spaces in which the program itself runs, from the least one on, in KiB.
+fn limits(folder: &Folder, step: usize, count: usize) -> Vec<usize> {
+    let runs = |limit: &usize| limited(folder, *limit, "--version").code == 0;
+    let least = (1..200).map(|number| number * 8192).find(runs).unwrap();
+    (1..=count).map(|number| least + number * step).collect()
+}
+
+#[test]
+fn attend_without_memory_ends_in_one_line() {
+    let folder = Folder::new("limits_attend");
+    folder.succeed(
+        "make --output in.st --q-len 1024 --heads 4 --head-dim 8 --bias bhqk --mask 0.5 --backward",
+    );
+    let (mut failed, mut succeeded) = (0, 0);
+    for limit in limits(&folder, 6 << 10, 24) {
+        for flags in ["--ranks 1 --threads 1", "--ranks 2 --threads 1", "--ranks 3 --threads 2"] {
+            let said = limited(
+                &folder,
+                limit,
+                &format!("attend --input in.st --output o.st {flags} --backward"),
+            );
+            let there = folder.path("o.st").exists();
+            if ended_well(&folder, &said, &format!("{limit} KiB, {flags}")) {
+                assert!(there);
+                std::fs::remove_file(folder.path("o.st")).unwrap();
+                succeeded += 1;
+            } else {
+                assert!(!there, "{said:?}");
+                failed += 1;
+            }
+        }
+    }
+    // a sweep that never fails, or always, has shown nothing
+    assert!(failed > 6 && succeeded > 6, "{failed} failed, {succeeded} succeeded");
+}
+
+#[test]
+fn memory_that_is_not_there_is_told_by_its_tensor() {
+    let folder = Folder::new("limits_named");
+    folder
+        .succeed("make --output in.st --q-len 2048 --heads 4 --head-dim 8 --bias bhqk --backward");
+    let mut named = 0;
+    for limit in limits(&folder, 12 << 10, 16) {
+        let said =
+            limited(&folder, limit, "attend --input in.st --output o.st --backward --threads 1");
+        ended_well(&folder, &said, &format!("{limit} KiB"));
+        // a bias, and its gradient, of 4 · 2048 · 2048 numbers
+        named += usize::from(said.err.contains("bias needs 67108864 bytes"));
+        assert!(!said.err.contains("asked for"), "{}", said.err);
+    }
+    assert!(named > 0);
+}
+
+#[test]
+fn other_subcommands_without_memory_end_in_one_line() {
+    let folder = Folder::new("limits_others");
+    for limit in limits(&folder, 8 << 10, 8) {
+        for arguments in [
+            "bench --q-len 512 --kv-len 8192 --heads 4 --ds 16 --what fwd+bwd --causal false --ranks 2",
+            "make --output m.st --q-len 4096 --heads 2 --head-dim 32 --backward",
+            "plan --causal --q-len 100000 --ranks 64",
+            "demo --len 512 --ranks 2",
+        ] {
+            let said = limited(&folder, limit, arguments);
+            ended_well(&folder, &said, &format!("{limit} KiB, {arguments}"));
+        }
+    }
+}
+
+#[test]
+fn a_problem_that_no_machine_holds_is_refused_before_it_begins() {
+    let folder = Folder::new("limits_vast");
+    let bench =
+        soon(&folder, "bench --q-len 16 --kv-len 1099511627776 --ds 8 --heads 1 --what fwd");
+    bench.failed(1, &["out of memory: a problem of this size (--kv-len 1099511627776) needs 70368744178752 bytes"]);
+
+    // sparse: 4 TiB of zeros that are nowhere
+    let (rows, name) = (1u64 << 38, folder.path("sparse.st"));
+    let bytes = rows * 16;
+    let header = format!(
+        r#"{{"query":{{"dtype":"F32","shape":[1,{rows},1,4],"data_offsets":[0,{bytes}]}},"key":{{"dtype":"F32","shape":[1,1,1,4],"data_offsets":[{bytes},{}]}},"value":{{"dtype":"F32","shape":[1,1,1,4],"data_offsets":[{},{}]}}}}"#,
+        bytes + 16,
+        bytes + 16,
+        bytes + 32,
+    );
+    let file = File::create(&name).unwrap();
+    file.write_all_at(&(header.len() as u64).to_le_bytes(), 0).unwrap();
+    file.write_all_at(header.as_bytes(), 8).unwrap();
+    file.set_len(8 + header.len() as u64 + bytes + 32).unwrap();
+    let said = soon(&folder, "attend --input sparse.st --output spo.st");
+    said.failed(1, &["out of memory: a problem of this size needs"]);
+    assert_eq!(folder.names(), ["sparse.st"]);
+}
+
+#[test]
+fn lengths_without_bound_end_in_one_line() {
+    let folder = Folder::new("limits_unbound");
+    for arguments in [
+        "bench --heads 4294967296",
+        "bench --batch 4294967296",
+        "bench --q-len 4294967296",
+        "bench --kv-len 4294967296",
+        "bench --documents 4294967296",
+        "bench --documents 9223372036854775808,9",
+        "bench --ns 4294967296 --causal true --window 5,0",
+        "make --output m.st --q-len 1099511627776",
+        "make --output m.st --batch 1099511627776",
+        "demo --len 4294967296",
+        "plan --q-len 4294967296 --ranks 4",
+        "plan --causal --q-len 1000000000000 --ranks 1024",
+    ] {
+        let said = soon(&folder, arguments);
+        assert!(said.code == 1 || said.code == 2, "{arguments}: {said:?}");
+        said.failed(said.code, &[]);
+        assert_eq!(folder.names(), [""; 0], "{arguments}");
+    }
+    // keys are planned in runs, and batch rows and heads that see alike at once
+    let planned = soon(&folder, "plan --q-len 16 --kv-len 4294967296 --ranks 64 --batch 4096");
+    assert_eq!(planned.code, 0, "{planned:?}");
+}
+
+#[test]
+fn tensors_of_nothing_end_at_once() {
+    let folder = Folder::new("limits_nothing");
+    let write = |shape: &str, more: &str| {
+        let entry = |name: &str| {
+            format!(r#""{name}":{{"dtype":"F32","shape":{shape},"data_offsets":[0,0]}}"#)
+        };
+        let header = format!(
+            "{{{},{},{},{}{more}}}",
+            entry("query"),
+            entry("key"),
+            entry("value"),
+            entry("dout")
+        );
+        let bytes = [&(header.len() as u64).to_le_bytes(), header.as_bytes()].concat();
+        std::fs::write(folder.path("in.st"), bytes).unwrap();
+    };
+    let lines = 1u64 << 40;
+    let integers = |name: &str, dtype: &str| {
+        format!(r#","{name}":{{"dtype":"{dtype}","shape":[{lines},0],"data_offsets":[0,0]}}"#)
+    };
+    let bias = format!(r#","bias":{{"dtype":"F32","shape":[{lines},2,0,0],"data_offsets":[0,0]}}"#);
+    let mask = format!(
+        r#","attention_mask":{{"dtype":"U8","shape":[{lines},1,0,0],"data_offsets":[0,0]}}"#
+    );
+    for (shape, more) in [
+        (format!("[{lines},0,2,4]"), String::new()),
+        (format!("[1,0,{lines},4]"), String::new()),
+        (
+            format!("[{lines},0,2,4]"),
+            integers("q_segment_ids", "I32") + &integers("kv_segment_ids", "I32"),
+        ),
+        (
+            format!("[{lines},0,2,4]"),
+            integers("q_positions", "I64") + &integers("kv_positions", "I64"),
+        ),
+        (format!("[{lines},0,2,4]"), bias),
+        (format!("[{lines},0,2,4]"), mask),
+        (format!("[{lines},0,{lines},4]"), String::new()),
+    ] {
+        write(&shape, &more);
+        for flags in [
+            "",
+            "--causal --ranks 3",
+            "--backward --ranks 2 --threads 2",
+            "--backward --unnormalized",
+        ] {
+            let said = soon(&folder, &format!("attend --input in.st --output o.st {flags}"));
+            ended_well(&folder, &said, &format!("{shape} {more} {flags}"));
+        }
+    }
+}

@@ -1,0 +1,115 @@
+//! Safetensors files as raw text, so that any part of them can be wrong.
+
+/// One entry of a header, every part of it JSON text.
+#[derive(Debug, Clone)]
+pub(super) struct Entry {
+    pub(super) name: String,
+    pub(super) dtype: String,
+    pub(super) shape: String,
+    pub(super) offsets: String,
+}
+
+/// A file: entries in order, and the data.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Model {
+    pub(super) entries: Vec<Entry>,
+    pub(super) data: Vec<u8>,
+    /// JSON text before the entries.
+    pub(super) before: String,
+}
+
+/// Bytes of an element.
+pub(super) fn width(dtype: &str) -> usize {
+    match dtype {
+        "F64" | "I64" | "U64" => 8,
+        "F32" | "I32" | "U32" => 4,
+        "F16" | "BF16" | "I16" | "U16" => 2,
+        _ => 1,
+    }
+}
+
+impl Model {
+    /// Adds a tensor of zeros.
+    pub(super) fn zeros(self, name: &str, dtype: &str, shape: &[usize]) -> Self {
+        let bytes = shape.iter().product::<usize>() * width(dtype);
+        self.tensor(name, dtype, shape, vec![0; bytes])
+    }
+
+    /// Adds a tensor of these integers.
+    pub(super) fn numbers(self, name: &str, dtype: &str, shape: &[usize], numbers: &[i64]) -> Self {
+        let bytes = numbers
+            .iter()
+            .flat_map(|number| number.to_le_bytes()[..width(dtype)].to_vec())
+            .collect();
+        self.tensor(name, dtype, shape, bytes)
+    }
+
+    /// Adds a tensor of these bytes.
+    pub(super) fn tensor(
+        mut self,
+        name: &str,
+        dtype: &str,
+        shape: &[usize],
+        bytes: Vec<u8>,
+    ) -> Self {
+        let begin = self.data.len();
+        self.data.extend(bytes);
+        self.entries.push(Entry {
+            name: serde_json::to_string(name).unwrap(),
+            dtype: format!("\"{dtype}\""),
+            shape: format!("{shape:?}"),
+            offsets: format!("[{begin},{}]", self.data.len()),
+        });
+        self
+    }
+
+    /// The number of the entry of this name.
+    pub(super) fn index(&self, name: &str) -> usize {
+        self.entries.iter().position(|entry| entry.name == format!("\"{name}\"")).unwrap()
+    }
+
+    /// The file without a tensor, whose data stays away too.
+    pub(super) fn without(&self, name: &str) -> Self {
+        let mut other = Self { before: self.before.clone(), ..Self::default() };
+        for entry in self.entries.iter().filter(|entry| entry.name != format!("\"{name}\"")) {
+            let (begin, end) = self.extent(entry);
+            let start = other.data.len();
+            other.data.extend(&self.data[begin..end]);
+            other.entries.push(Entry {
+                offsets: format!("[{start},{}]", other.data.len()),
+                ..entry.clone()
+            });
+        }
+        other
+    }
+
+    /// The file with a tensor of zeros in place of the one of this name.
+    pub(super) fn replaced(&self, name: &str, dtype: &str, shape: &[usize]) -> Self {
+        self.without(name).zeros(name, dtype, shape)
+    }
+
+    /// Begin and end of an entry that is as it was made.
+    pub(super) fn extent(&self, entry: &Entry) -> (usize, usize) {
+        let [begin, end]: [usize; 2] = serde_json::from_str(&entry.offsets).unwrap();
+        (begin, end)
+    }
+
+    /// The header's text.
+    pub(super) fn text(&self) -> String {
+        let entry = |Entry { name, dtype, shape, offsets }: &Entry| {
+            format!(r#"{name}:{{"dtype":{dtype},"shape":{shape},"data_offsets":{offsets}}}"#)
+        };
+        let entries: Vec<String> = self.entries.iter().map(entry).collect();
+        format!("{{{}{}}}", self.before, entries.join(","))
+    }
+
+    /// The file.
+    pub(super) fn bytes(&self) -> Vec<u8> {
+        with_header(self.text().as_bytes(), &self.data)
+    }
+}
+
+/// A file of this header and this data.
+pub(super) fn with_header(text: &[u8], data: &[u8]) -> Vec<u8> {
+    [&(text.len() as u64).to_le_bytes(), text, data].concat()
+}

@@ -1,0 +1,378 @@
+//! Outputs: where they go, what they replace, and that nothing of one that failed is left.
+
+use std::{
+    ffi::OsString,
+    fs::{File, Permissions},
+    io::Read,
+    os::unix::{
+        fs::{MetadataExt, PermissionsExt, symlink},
+        process::CommandExt,
+    },
+    path::Path,
+    process::{Command, Stdio},
+};
+
+use rustix::fs::{CWD, FileType, Mode, mknodat};
+
+use crate::{
+    files::Tensors,
+    support::{Folder, Said},
+};
+
+const ATTEND: &str = "attend --input in.safetensors --output";
+
+fn folder(name: &str) -> Folder {
+    let folder = Folder::new(name);
+    Tensors::qkv([4, 2, 4], [4, 2, 4], 4).write(&folder.path("in.safetensors"));
+    folder
+}
+
+/// Runs a line of shell in which `$annulus` is the command.
+fn shell(folder: &Folder, line: &str) -> Said {
+    let command = folder.command("");
+    let mut shell = Command::new("sh");
+    shell.args(["-c", line]).env("annulus", command.get_program()).current_dir(folder.path(""));
+    Said::from(shell.output().unwrap())
+}
+
+fn mode(path: &Path) -> u32 {
+    std::fs::metadata(path).unwrap().mode() & 0o7777
+}
+
+fn pipe(path: &Path) {
+    mknodat(CWD, path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+}
+
+#[test]
+fn a_replaced_file_keeps_its_mode_and_a_new_one_has_that_of_the_mask() {
+    let folder = folder("output_mode");
+    let out = folder.path("out.safetensors");
+    for wanted in [0o600, 0o640, 0o755, 0o666] {
+        std::fs::write(&out, "old").unwrap();
+        std::fs::set_permissions(&out, Permissions::from_mode(wanted)).unwrap();
+        folder.succeed(&format!("{ATTEND} out.safetensors"));
+        assert_eq!(mode(&out), wanted, "attend after {wanted:o}");
+        folder.succeed("make --output out.safetensors --q-len 4");
+        assert_eq!(mode(&out), wanted, "make after {wanted:o}");
+        folder.succeed("plan --q-len 4 --ranks 2 --json out.safetensors");
+        assert_eq!(mode(&out), wanted, "plan after {wanted:o}");
+    }
+    // a private input that is its own output stays private
+    let input = folder.path("in.safetensors");
+    std::fs::set_permissions(&input, Permissions::from_mode(0o600)).unwrap();
+    folder.succeed(&format!("{ATTEND} in.safetensors"));
+    assert_eq!(mode(&input), 0o600);
+
+    for (mask, wanted) in [("022", 0o644), ("027", 0o640), ("077", 0o600)] {
+        let line = format!(
+            "umask {mask}; $annulus make --output new.safetensors --q-len 4; $annulus plan --q-len 4 --ranks 2 --json new.json"
+        );
+        assert_eq!(shell(&folder, &line).code, 0);
+        for name in ["new.safetensors", "new.json"] {
+            assert_eq!(mode(&folder.path(name)), wanted, "{name} under {mask}");
+            std::fs::remove_file(folder.path(name)).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_replaced_file_keeps_its_owner_where_the_system_allows_it() {
+    let folder = folder("output_owner");
+    let out = folder.path("out.safetensors");
+    std::fs::write(&out, "old").unwrap();
+    let (user, group) = if rustix::process::geteuid().is_root() {
+        (4242, 4243)
+    } else {
+        (out.metadata().unwrap().uid(), out.metadata().unwrap().gid())
+    };
+    std::os::unix::fs::chown(&out, Some(user), Some(group)).unwrap();
+    folder.succeed(&format!("{ATTEND} out.safetensors"));
+    let metadata = out.metadata().unwrap();
+    assert_eq!((metadata.uid(), metadata.gid()), (user, group));
+}
+
+/// The command of a folder as a user who may not write everything, whoever runs this test.
+fn as_a_user(folder: &Folder, arguments: &str) -> Said {
+    if !rustix::process::geteuid().is_root() {
+        return folder.run(arguments);
+    }
+    // by an open file: that user may not walk to the program
+    let program = File::open(folder.command("").get_program()).unwrap();
+    let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&program));
+    // and is in the folder already
+    let mut command = Command::new(path);
+    command.args(arguments.split_whitespace()).current_dir(folder.path("")).uid(65534).gid(65534);
+    Said::from(command.output().unwrap())
+}
+
+#[test]
+fn a_file_that_may_not_be_written_is_refused_before_the_work() {
+    // where every user may go
+    let path = std::env::temp_dir().join(format!("annulus-read-only-{}", std::process::id()));
+    let folder = Folder::at(&path);
+    std::fs::set_permissions(&path, Permissions::from_mode(0o777)).unwrap();
+    Tensors::qkv([4, 2, 4], [4, 2, 4], 4).write(&folder.path("in.safetensors"));
+    std::fs::set_permissions(folder.path("in.safetensors"), Permissions::from_mode(0o644)).unwrap();
+    for name in ["out.safetensors", "out.json"] {
+        std::fs::write(folder.path(name), "old").unwrap();
+        std::fs::set_permissions(folder.path(name), Permissions::from_mode(0o444)).unwrap();
+    }
+    for arguments in [
+        &format!("{ATTEND} out.safetensors"),
+        "make --output out.safetensors --q-len 4",
+        "plan --q-len 4 --ranks 2 --json out.json",
+        "plan --q-len 4 --ranks 2 --svg out.json",
+    ] {
+        as_a_user(&folder, arguments).failed(1, &["out.", "Permission denied"]);
+    }
+    assert_eq!(std::fs::read(folder.path("out.safetensors")).unwrap(), b"old");
+    // one that may be written and not be replaced
+    if rustix::process::geteuid().is_root() {
+        std::fs::set_permissions(folder.path("out.safetensors"), Permissions::from_mode(0o666))
+            .unwrap();
+        std::fs::set_permissions(&path, Permissions::from_mode(0o1777)).unwrap();
+        as_a_user(&folder, &format!("{ATTEND} out.safetensors"))
+            .failed(1, &["out.safetensors", "belongs to user 0"]);
+    }
+    assert_eq!(folder.names(), ["in.safetensors", "out.json", "out.safetensors"]);
+    std::fs::remove_dir_all(path).unwrap();
+}
+
+#[test]
+fn names_as_long_as_the_file_system_has_them() {
+    let folder = folder("output_names");
+    for name in ["x".repeat(255), "ß".repeat(127)] {
+        for replaced in [false, true] {
+            folder.succeed(&format!("{ATTEND} {name}"));
+            assert!(folder.path(&name).exists(), "{replaced}");
+        }
+        std::fs::remove_file(folder.path(&name)).unwrap();
+        folder.succeed(&format!("plan --q-len 4 --ranks 2 --json {name}"));
+        std::fs::remove_file(folder.path(&name)).unwrap();
+    }
+    let long = "x".repeat(256);
+    folder.run(&format!("{ATTEND} {long}")).failed(1, &[&long, "File name too long"]);
+    assert_eq!(folder.names(), ["in.safetensors"]);
+}
+
+#[test]
+fn links_stay_links_and_those_without_an_end_are_refused() {
+    let folder = folder("output_links");
+    symlink("b", folder.path("a")).unwrap();
+    symlink("target.safetensors", folder.path("b")).unwrap();
+    for replaced in [false, true] {
+        folder.succeed(&format!("{ATTEND} a"));
+        assert!(folder.path("a").is_symlink() && folder.path("b").is_symlink(), "{replaced}");
+        assert!(
+            Tensors::read(&folder.path("target.safetensors")).all.contains_key("out"),
+            "{replaced}"
+        );
+        assert!(!folder.path("target.safetensors").is_symlink());
+    }
+    symlink("text.json", folder.path("c")).unwrap();
+    folder.succeed("plan --q-len 4 --ranks 2 --json c");
+    assert!(folder.path("c").is_symlink() && folder.path("text.json").is_file());
+
+    symlink("y", folder.path("x")).unwrap();
+    symlink("x", folder.path("y")).unwrap();
+    symlink("nowhere/out", folder.path("z")).unwrap();
+    for name in ["x", "y"] {
+        folder
+            .run(&format!("{ATTEND} {name}"))
+            .failed(1, &[&format!("--output {name}: "), "links"]);
+        folder
+            .run(&format!("plan --q-len 4 --ranks 2 --svg {name}"))
+            .failed(1, &[&format!("--svg {name}: "), "links"]);
+    }
+    folder.run(&format!("{ATTEND} z")).failed(1, &["annulus: --output z: ", "No such file"]);
+    folder.run(&format!("{ATTEND} new/")).failed(1, &["annulus: --output new/: ", "folder"]);
+    assert_eq!(
+        folder.names(),
+        ["a", "b", "c", "in.safetensors", "target.safetensors", "text.json", "x", "y", "z"]
+    );
+}
+
+#[test]
+fn standard_output_is_written_into_and_the_file_behind_it_stays() {
+    let folder = folder("output_stdout");
+    for path in ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1", "-"] {
+        let line = format!(
+            "(echo line1; $annulus plan --q-len 100 --ranks 2 --json {path}; echo line2) > log.txt"
+        );
+        assert_eq!(shell(&folder, &line).code, 0, "{path}");
+        let log = std::fs::read_to_string(folder.path("log.txt")).unwrap();
+        let json = log
+            .strip_prefix("line1\n")
+            .and_then(|log| log.strip_suffix("line2\n"))
+            .unwrap_or_else(|| panic!("{path}: {log}"));
+        assert!(serde_json::from_str::<serde_json::Value>(json).is_ok(), "{path}: {json}");
+    }
+    let said = shell(&folder, "$annulus plan --q-len 100 --ranks 2 --svg /dev/stdout");
+    assert!(said.out.starts_with("<svg ") && said.out.ends_with("</svg>\n"), "{said:?}");
+    let said = shell(&folder, "$annulus plan --q-len 100 --ranks 2 --json /dev/stderr");
+    assert!(
+        serde_json::from_str::<serde_json::Value>(&said.err).is_ok() && said.out.contains("work"),
+        "{said:?}"
+    );
+
+    // what is not written from front to back
+    for line in [
+        "$annulus attend --input in.safetensors --output /dev/stdout > log.txt",
+        "$annulus make --output /dev/stdout --q-len 4 > log.txt",
+        "$annulus attend --input in.safetensors --output log.txt > log.txt",
+        "$annulus plan --q-len 4 --ranks 2 --json log.txt > log.txt",
+        "$annulus plan --q-len 4 --ranks 2 --json log.txt 2>> log.txt >/dev/null; cat log.txt >&2; exit 1",
+        "$annulus attend --input in.safetensors --output /dev/fd/3 3> log.txt",
+    ] {
+        shell(&folder, line).failed(1, &["annulus: "]);
+    }
+    shell(&folder, "$annulus make --output /dev/stdout --q-len 4 > log.txt")
+        .failed(1, &["/dev/stdout", "standard output"]);
+    assert_eq!(folder.names(), ["in.safetensors", "log.txt"]);
+}
+
+#[test]
+fn pipes_and_devices_take_texts_and_no_tensors() {
+    let folder = folder("output_pipes");
+    pipe(&folder.path("pipe"));
+    let read = |mut from: File| {
+        std::thread::spawn(move || {
+            let mut text = String::new();
+            from.read_to_string(&mut text).unwrap();
+            text
+        })
+    };
+    for flag in ["--json", "--svg"] {
+        let path = folder.path("pipe");
+        let reader = std::thread::spawn(move || read(File::open(path).unwrap()).join().unwrap());
+        folder.succeed(&format!("plan --q-len 100 --ranks 2 {flag} pipe"));
+        let text = reader.join().unwrap();
+        assert!(text.starts_with('{') || text.starts_with("<svg "), "{flag}: {text}");
+        folder.succeed(&format!("plan --q-len 100 --ranks 2 {flag} /dev/null"));
+    }
+    // as `>(…)` of a shell has it
+    let said = shell(
+        &folder,
+        "$annulus plan --q-len 100 --ranks 2 --json /dev/fd/3 3>&1 >/dev/null | cat",
+    );
+    assert!(serde_json::from_str::<serde_json::Value>(&said.out).is_ok(), "{said:?}");
+    for target in ["pipe", "/dev/null", "/dev/full"] {
+        folder
+            .run(&format!("{ATTEND} {target}"))
+            .failed(1, &[&format!("--output {target}: is no ordinary file")]);
+        folder
+            .run(&format!("make --output {target} --q-len 4"))
+            .failed(1, &[&format!("--output {target}: is no ordinary file")]);
+    }
+    folder
+        .run("plan --q-len 100 --ranks 2 --json /dev/full")
+        .failed(1, &["annulus: --json /dev/full: No space left"]);
+    assert_eq!(folder.names(), ["in.safetensors", "pipe"]);
+}
+
+#[test]
+fn a_limit_of_file_sizes_is_an_error_and_no_death() {
+    let folder = folder("output_limit");
+    for arguments in [
+        "make --output big --q-len 4096",
+        "attend --input big.safetensors --output big",
+        "plan --q-len 999 --ranks 64 --json big",
+    ] {
+        if arguments.starts_with("attend") {
+            folder.succeed("make --output big.safetensors --q-len 1024");
+        }
+        shell(&folder, &format!("ulimit -f 8; $annulus {arguments}"))
+            .failed(1, &[" big: File too large"]);
+        assert!(
+            !folder.names().iter().any(|name| name == "big" || name.starts_with('.')),
+            "{:?}",
+            folder.names()
+        );
+    }
+}
+
+#[test]
+fn a_trace_folder_that_cannot_be_written_is_found_before_the_work() {
+    let folder = folder("output_trace_folder");
+    // hours of work
+    folder.zeros("big.safetensors", 1 << 20, 4, 16);
+    std::fs::create_dir_all(folder.path("taken/rank-1.json")).unwrap();
+    for (trace, words) in [
+        ("in.safetensors/x", "Not a directory"),
+        ("taken", "rank-1.json"),
+        ("/proc/none", "/proc/none"),
+    ] {
+        let arguments = format!(
+            "attend --input big.safetensors --output out.safetensors --ranks 2 --trace {trace}"
+        );
+        folder.run(&arguments).failed(1, &[words]);
+    }
+    // a folder that was made for traces goes with them
+    folder
+        .run("attend --input in.safetensors --output nowhere/out.safetensors --trace deep/er")
+        .failed(1, &["nowhere"]);
+    folder
+        .run(&format!("{ATTEND} out.safetensors --backward --trace deep/er"))
+        .failed(1, &["dout"]);
+    assert_eq!(folder.names(), ["big.safetensors", "in.safetensors", "taken"]);
+}
+
+#[test]
+fn a_trace_that_fails_in_the_end_takes_no_output_with_it() {
+    let folder = folder("output_trace_fails");
+    folder.succeed(&format!("{ATTEND} first --ranks 4 --trace sizes"));
+    let trace = folder.path("sizes/rank-0.json").metadata().unwrap().len();
+    let output = folder.path("first").metadata().unwrap().len();
+    // blocks of 512 bytes in one shell, of 1024 in another
+    let limit = output.div_ceil(512);
+    assert!(limit * 1024 < trace, "an output of {output} bytes, a trace of {trace}");
+    let said = shell(
+        &folder,
+        &format!("ulimit -f {limit}; $annulus {ATTEND} out.safetensors --ranks 4 --trace traces"),
+    );
+    said.failed(1, &["traces/rank-0.json: File too large"]);
+    assert!(said.out.contains("wrote out.safetensors"), "{said:?}");
+    assert!(Tensors::read(&folder.path("out.safetensors")).all.contains_key("out"));
+    // neither empty traces nor the folder that was made for them
+    assert_eq!(folder.names(), ["first", "in.safetensors", "out.safetensors", "sizes"]);
+}
+
+#[test]
+fn rows_in_turns_are_read_and_written_as_any_others() {
+    let folder = Folder::new("output_turns");
+    folder.succeed("make --output in.safetensors --batch 2 --q-len 613 --kv-len 401 --heads 4 --kv-heads 2 --head-dim 8 --backward --segments 3 --bias 1hqk");
+    let attend = |layout: &str, ranks: usize| {
+        folder.succeed(&format!(
+            "attend --input in.safetensors --output out.safetensors --backward --dtype f64 --layout {layout} --ranks {ranks} --unnormalized"
+        ));
+        Tensors::read(&folder.path("out.safetensors"))
+    };
+    let whole = attend("contiguous", 1);
+    for ranks in [2, 3, 7, 128] {
+        let turns = attend("striped", ranks);
+        assert_eq!(turns.all.len(), whole.all.len());
+        for name in whole.all.keys() {
+            for (got, want) in turns.numbers(name).iter().zip(whole.numbers(name)) {
+                assert!(
+                    (got - want).abs() <= 1e-9 * want.abs().max(1.0) || *got == want,
+                    "{name} on {ranks} ranks: {got} for {want}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_name_with_escapes_is_printed_without_them() {
+    let folder = folder("output_escapes");
+    let name = "out\u{1b}[2J\n.safetensors";
+    let mut command = folder.command("attend --input in.safetensors --output");
+    command.arg(OsString::from(name)).stdin(Stdio::null());
+    let said = Said::from(command.output().unwrap());
+    assert_eq!((said.code, said.err.as_str()), (0, ""), "{said:?}");
+    assert!(
+        said.out.contains(r"wrote out\u{1b}[2J\n.safetensors") && !said.out.contains('\u{1b}'),
+        "{said:?}"
+    );
+    assert!(folder.path(name).exists());
+}

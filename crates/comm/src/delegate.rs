@@ -1,0 +1,58 @@
+//! Wrappers hand on to `self.inner` what they do not watch.
+
+/// Inside `impl Control for Wrapper<T>`: the named methods of [`Control`](annulus_core::Control), done by `self.inner`.
+macro_rules! forward_control {
+    ($($method:ident)*) => { $( $crate::delegate::forward_control!(@ $method); )* };
+    (@ rank) => {
+        fn rank(&self) -> usize {
+            self.inner.rank()
+        }
+    };
+    (@ ranks) => {
+        fn ranks(&self) -> usize {
+            self.inner.ranks()
+        }
+    };
+    (@ start_all_gather) => {
+        fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> annulus_core::Result<()> {
+            self.inner.start_all_gather(round, bytes)
+        }
+    };
+    (@ try_all_gather) => {
+        fn try_all_gather(&mut self, round: u64) -> annulus_core::Result<Option<Vec<Vec<u8>>>> {
+            self.inner.try_all_gather(round)
+        }
+    };
+    (@ stragglers) => {
+        fn stragglers(&self, round: u64) -> Vec<usize> {
+            self.inner.stragglers(round)
+        }
+    };
+    (@ abort) => {
+        fn abort(&mut self, error: &annulus_core::Error) {
+            self.inner.abort(error);
+        }
+    };
+    (@ heartbeat) => {
+        fn heartbeat(&mut self, working: bool) {
+            self.inner.heartbeat(working);
+        }
+    };
+    (@ placement) => {
+        fn placement(&self) -> Option<&annulus_core::Placement> {
+            self.inner.placement()
+        }
+    };
+    (@ last_heard) => {
+        fn last_heard(&self, peer: usize) -> std::time::Instant {
+            self.inner.last_heard(peer)
+        }
+    };
+    (@ last_work) => {
+        fn last_work(&self) -> std::time::Instant {
+            self.inner.last_work()
+        }
+    };
+}
+
+pub(crate) use forward_control;

@@ -1,0 +1,174 @@
+//! The last KV block that a rank receives, if it is not forwarded, is split into up to four
+//! messages, so that computing on one part overlaps receiving the next.
+//!
+//! Every other block arrives while the tiles of the block before it are computed. Where the network
+//! is slower than those tiles, the last block would be waited for with nothing left to compute but
+//! itself: on two ranks that is half of the pass.
+//!
+//! ```text
+//! network   ├──── 1/2 ────┼─ 1/4 ─┼ 1/8 ┼ 1/8 ┤
+//! tiles     ├─ the block before ─┤├──── 1/2 ────┼─ 1/4 ─┼ 1/8 ┼ 1/8 ┤
+//! ```
+//! Sender and receiver derive the parts from the schedule. The parts halve, so that little is left
+//! to compute when the last arrives, and so that all parts but the first need no more memory than
+//! half a block.
+
+use std::ops::Range;
+
+use annulus_core::{Route, Schedule};
+
+/// Maximum number of parts of a block.
+pub(super) const MOST: usize = 4;
+
+/// Number of tags that a pass over so many ranks uses: one per step, and those of parts.
+pub(crate) const fn tags(ranks: usize) -> u64 {
+    (ranks + MOST) as u64
+}
+
+/// Rows at multiples of which a block is split if it has less than two KV tiles. Records have at
+/// least one byte per row, so parts still begin at multiples of 8 bytes.
+const SHORT_TILE: u64 = 8;
+
+/// Returns the number of rows at multiples of which a block of `rows` rows is split: the KV tile of
+/// the backends, or [`SHORT_TILE`] in a block that has not two of them.
+pub(super) const fn split_rows(rows: u64, kv_tile: u64) -> u64 {
+    if rows >= 2 * kv_tile { kv_tile } else { SHORT_TILE }
+}
+
+/// Returns the step in which the rank attends to the last block that it receives, if it does not
+/// forward that block.
+pub(super) fn last_block(schedule: &Schedule, ring_index: usize) -> Option<usize> {
+    let steps = &schedule.steps[ring_index];
+    let last = steps.iter().rposition(|step| !step.rows.is_empty()).filter(|&step| step > 0);
+    last.filter(|&step| schedule.route == Route::Direct || steps[step].before.sends.is_empty())
+}
+
+/// Splits a block of `rows` rows into parts; one part if it is too short for more.
+pub(super) fn parts(rows: u64, kv_tile: u64) -> Vec<Range<u64>> {
+    let tile = split_rows(rows, kv_tile);
+    let mut start = 0;
+    let mut parts = Vec::with_capacity(MOST);
+    for eighths in [4, 6, 7] {
+        let end = rows * eighths / 8 / tile * tile;
+        if start < end {
+            parts.push(start..end);
+            start = end;
+        }
+    }
+    parts.push(start..rows);
+    parts
+}
+
+/// Selects the elements `part` of the concatenation of `ranges`.
+pub(super) fn slice(ranges: &[Range<u64>], part: &Range<u64>) -> Vec<Range<u64>> {
+    let mut before = 0;
+    let mut kept = Vec::new();
+    for range in ranges {
+        let count = range.end - range.start;
+        let from = part.start.clamp(before, before + count);
+        let to = part.end.clamp(before, before + count);
+        if from < to {
+            kept.push(range.start + (from - before)..range.start + (to - before));
+        }
+        before += count;
+    }
+    kept
+}
+
+#[cfg(test)]
+mod tests {
+    use annulus_core::{
+        Alignment, Dims, Layout, Needs, Order, RingShards,
+        mask::{Causal, Everything, Mask},
+    };
+
+    use super::*;
+    use crate::ring::program::{RankProgram, RecordSizes};
+
+    #[test]
+    fn senders_and_receivers_divide_alike() {
+        let mut divided = 0;
+        for (ranks, route, causal) in (2..=9).flat_map(|ranks| {
+            let routes = [Route::RelayUp, Route::RelayDown, Route::Direct];
+            routes.into_iter().flat_map(move |route| [(ranks, route, false), (ranks, route, true)])
+        }) {
+            let mask: &dyn Mask = if causal { &Causal::default() } else { &Everything };
+            for layout in [Layout::Contiguous, Layout::Zigzag] {
+                let coordinates = RingShards::plain(
+                    &Dims::new(1, 301, 2, 16),
+                    Alignment::TopLeft,
+                    &layout,
+                    ranks,
+                );
+                let schedule =
+                    Schedule::build(&Needs::of_queries(mask, 2, 1, &coordinates), route, false);
+                let (mut sent, mut received) = (Vec::new(), Vec::new());
+                let order = Order::ascending(ranks);
+                for ring_index in 0..ranks {
+                    let sizes = RecordSizes { block: 8, gradient: 8, kv_tile: 64 };
+                    let program = RankProgram::new(&schedule, &order, ring_index, 0, sizes);
+                    for (number, step) in program.steps.iter().enumerate() {
+                        let transfers = &step.kv_in_parts;
+                        received.extend(transfers.receives.iter().map(|message| {
+                            (number, message.peer, ring_index, message.tag, message.bytes())
+                        }));
+                        sent.extend(transfers.sends.iter().map(|message| {
+                            (number, ring_index, message.peer, message.tag, message.bytes())
+                        }));
+                        assert_eq!(step.kv.bytes_sent(), step.kv_in_parts.bytes_sent());
+                        assert!(
+                            step.parts.is_empty()
+                                || step
+                                    .parts
+                                    .iter()
+                                    .fold(annulus_core::RowSet::new(), |all, part| all.union(part))
+                                    == step.rows
+                        );
+                        divided += usize::from(!step.parts.is_empty());
+                    }
+                }
+                sent.sort_unstable();
+                received.sort_unstable();
+                assert_eq!(
+                    sent, received,
+                    "{ranks} ranks, {route:?}, causal: {causal}, {layout:?}"
+                );
+            }
+        }
+        assert!(divided > 100, "{divided}");
+    }
+
+    #[test]
+    fn parts_halve_and_cover_all_rows() {
+        assert_eq!(parts(1024, 64), [0..512, 512..768, 768..896, 896..1024]);
+        assert_eq!(parts(200, 64), [0..64, 64..128, 128..200]);
+        assert_eq!(parts(128, 64), [0..64, 64..128]);
+        assert_eq!(parts(50, 32), [0..24, 24..32, 32..40, 40..50]);
+        assert_eq!(parts(200, 32), [0..96, 96..128, 128..160, 160..200]);
+        assert_eq!(parts(50, 64), [0..24, 24..32, 32..40, 40..50]);
+        assert_eq!(parts(16, 64), [0..8, 8..16]);
+        assert_eq!(parts(15, 64), [0..8, 8..15]);
+        assert_eq!(parts(9, 64), std::slice::from_ref(&(0..9)));
+        for rows in 1..1000 {
+            let parts = parts(rows, 64);
+            assert!(parts.len() <= MOST && parts.iter().all(|part| !part.is_empty()), "{rows}");
+            assert!(
+                parts[0].start == 0
+                    && parts[parts.len() - 1].end == rows
+                    && parts.windows(2).all(|two| two[0].end == two[1].start),
+                "{rows}"
+            );
+            // what the plan's memory for all but the first is
+            assert!(rows < 16 || parts[0].end * 4 >= rows, "{rows}");
+        }
+    }
+
+    #[test]
+    fn a_part_is_selected_across_ranges() {
+        let ranges = [10..14, 20..21, 30..40];
+        assert_eq!(slice(&ranges, &(0..15)), ranges);
+        assert_eq!(slice(&ranges, &(2..6)), [12..14, 20..21, 30..31]);
+        assert_eq!(slice(&ranges, &(3..5)), [13..14, 20..21]);
+        assert_eq!(slice(&ranges, &(5..5)), []);
+    }
+}

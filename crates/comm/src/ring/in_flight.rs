@@ -1,0 +1,154 @@
+//! Transfers in flight, and the only place where the ring waits.
+
+use std::{
+    ops::ControlFlow,
+    time::{Duration, Instant},
+};
+
+use annulus_core::{Arrived, Error, Incoming, MessageHeader, Outgoing, Result, Space, Transport};
+
+use crate::span::span;
+
+use super::{Report, program::Transfers};
+
+/// Minimum time between two polls of the transport by a kernel's tick. Kernels tick after every
+/// tile; polling that often would cost more than it moves.
+const TICK_EVERY: Duration = Duration::from_micros(200);
+/// Longest time of one wait, after which deadlines are checked again.
+const PATIENCE: Duration = Duration::from_millis(20);
+
+/// Transfers of one pass that have been posted and not yet completed.
+pub(crate) struct InFlight<'a, S: Space> {
+    transport: &'a mut dyn Transport<S>,
+    first_tag: u64,
+    expected: Vec<MessageHeader>,
+    incoming: Vec<Incoming<S>>,
+    last_tick: Instant,
+    failure: Option<Error>,
+    /// Exposed communication so far.
+    waited: Duration,
+}
+
+impl<'a, S: Space> InFlight<'a, S> {
+    /// Starts with nothing in flight. Tags of the pass start at `first_tag`.
+    pub(crate) fn new(transport: &'a mut dyn Transport<S>, first_tag: u64) -> Self {
+        Self {
+            transport,
+            first_tag,
+            expected: Vec::new(),
+            incoming: Vec::new(),
+            last_tick: Instant::now(),
+            failure: None,
+            waited: Duration::ZERO,
+        }
+    }
+
+    /// Posts one group: every send from `source` (required if there are sends), every receive into
+    /// a buffer from `take_buffer`.
+    pub(crate) fn post(
+        &mut self,
+        transfers: &Transfers,
+        source: Option<&(S::Buffer, S::Event)>,
+        mut take_buffer: impl FnMut(&MessageHeader) -> Result<S::Buffer>,
+    ) -> Result<()> {
+        if transfers.sends.is_empty() && transfers.receives.is_empty() {
+            return Ok(());
+        }
+        let tagged =
+            |hop: &MessageHeader| MessageHeader { tag: hop.tag + self.first_tag, ..hop.clone() };
+        for hop in &transfers.receives {
+            let buffer = take_buffer(hop)?;
+            let hop = tagged(hop);
+            self.expected.push(hop.clone());
+            self.incoming.push(Incoming { hop, buffer });
+        }
+        let mut sends = Vec::with_capacity(transfers.sends.len());
+        for hop in &transfers.sends {
+            let Some((buffer, ready)) = source else {
+                return Err(Error::internal(format!(
+                    "nothing to send to rank {} in step {}",
+                    hop.peer, hop.step
+                )));
+            };
+            sends.push(Outgoing { hop: tagged(hop), buffer, ready });
+        }
+        self.transport.post(&sends, &mut self.incoming)
+    }
+
+    /// Tick of a kernel: polls the transport, and breaks once a transfer has failed.
+    pub(crate) fn tick(&mut self) -> ControlFlow<()> {
+        if self.failure.is_some() {
+            return ControlFlow::Break(());
+        }
+        if self.last_tick.elapsed() < TICK_EVERY {
+            return ControlFlow::Continue(());
+        }
+        self.last_tick = Instant::now();
+        self.transport.control().heartbeat(true);
+        match self.transport.progress(Duration::ZERO) {
+            Ok(()) => ControlFlow::Continue(()),
+            Err(error) => {
+                self.failure = Some(error);
+                ControlFlow::Break(())
+            }
+        }
+    }
+
+    /// Returns the error that broke a kernel's tick, if any.
+    pub(crate) fn check(&mut self) -> Result<()> {
+        self.failure.take().map_or(Ok(()), Err)
+    }
+
+    /// Waits for the receive that was posted first.
+    pub(crate) fn wait_next(&mut self) -> Result<Arrived<S>> {
+        span!("wait");
+        self.check()?;
+        self.transport.control().heartbeat(true);
+        let Some(hop) = self.expected.first() else {
+            return Err(Error::internal("the schedule waits for a message that was not posted"));
+        };
+        let start = Instant::now();
+        let mut patience = Duration::ZERO;
+        let arrived = loop {
+            self.transport.progress(patience)?;
+            if let Some(arrived) = self.transport.take(hop)? {
+                break arrived;
+            }
+            patience = PATIENCE;
+        };
+        self.waited += start.elapsed();
+        self.expected.remove(0);
+        Ok(arrived)
+    }
+
+    /// Waits for all receives and sends. Returns the receives in the order in which they were
+    /// posted.
+    pub(crate) fn wait_all(&mut self) -> Result<Vec<(MessageHeader, Arrived<S>)>> {
+        span!("wait");
+        self.check()?;
+        self.transport.control().heartbeat(true);
+        let start = Instant::now();
+        let mut arrived: Vec<Option<Arrived<S>>> = self.expected.iter().map(|_| None).collect();
+        let mut patience = Duration::ZERO;
+        loop {
+            self.transport.progress(patience)?;
+            for (hop, slot) in
+                self.expected.iter().zip(&mut arrived).filter(|(_, slot)| slot.is_none())
+            {
+                *slot = self.transport.take(hop)?;
+            }
+            if arrived.iter().all(Option::is_some) && !self.transport.pending() {
+                break;
+            }
+            patience = PATIENCE;
+        }
+        self.waited += start.elapsed();
+        Ok(self.expected.drain(..).zip(arrived.into_iter().flatten()).collect())
+    }
+
+    /// Reports the pass so far; `bytes_predicted` is what the schedule sends.
+    pub(crate) fn report(&self, bytes_predicted: u64) -> Report {
+        let waiting_seconds = self.waited.as_secs_f64();
+        Report { waiting_seconds, bytes_predicted, ..Report::default() }
+    }
+}

@@ -1,0 +1,80 @@
+//! Planning: agreement on what is computed, then everything that a plan keeps.
+
+use std::sync::Arc;
+
+use annulus_core::{
+    Backend, Choice, Error, Passes, RankShard, Result, RingShards, Spec, Transport,
+};
+
+use super::{
+    RingOptions,
+    buffers::Buffers,
+    check, describe,
+    plan::{Agreed, RingPlan},
+};
+use crate::agreement;
+
+/// The parts of a [`super::Ring`] that all ranks have agreed upon.
+pub(super) struct Planned<B: Backend> {
+    pub(super) agreed: Agreed,
+    pub(super) plan: RingPlan,
+    pub(super) shard: RankShard,
+    pub(super) workspace: B::Workspace,
+    pub(super) buffers: Buffers<B::Space>,
+}
+
+impl<B: Backend> Planned<B> {
+    /// Plans, in gathers 0 and 1 of the transport.
+    pub(super) fn new(
+        backend: &B,
+        transport: &mut dyn Transport<B::Space>,
+        spec: Result<Spec>,
+        options: &RingOptions,
+    ) -> Result<Self> {
+        let rank = transport.control().rank();
+        let ranks = transport.control().ranks();
+        let checked = spec.and_then(|spec| {
+            spec.validate()?;
+            let capabilities = backend.capabilities(&spec)?;
+            check::two_pass(&spec, ranks)?;
+            check::reduction::<B::Space>(&spec, options, ranks)?;
+            if let Some(layout) = &options.layout {
+                layout.validate(spec.dims.q_len, spec.dims.kv_len, ranks)?;
+            }
+            Ok((spec, capabilities))
+        });
+        let placement = transport.control().placement().cloned();
+        let describe = |(spec, capabilities): &(Spec, _)| {
+            describe::plan(spec, options, capabilities, placement.as_ref())
+        };
+        let described = checked.as_ref().map(describe).map_err(Error::clone);
+        let largest = agreement::agree(transport, 0, described)?;
+        let (spec, capabilities) = checked?;
+
+        let Choice { layout, route, order } =
+            Choice::auto(&spec, ranks, options.layout.as_ref(), placement.as_ref());
+        let agreed = Agreed {
+            spec: Arc::new(spec),
+            layout,
+            route: options.route.unwrap_or(route),
+            order,
+            kv_tile: largest.first().copied().unwrap_or(capabilities.kv_tile),
+            backward: options.backward,
+        };
+        let planned = Self::locally(backend, agreed, rank, ranks);
+        agreement::close(transport, 1, planned.as_ref().map_err(Error::clone).map(|_| ()))?;
+        planned
+    }
+
+    /// The part of planning that needs no other rank.
+    fn locally(backend: &B, agreed: Agreed, rank: usize, ranks: usize) -> Result<Self> {
+        let (dims, alignment) = (&agreed.spec.dims, agreed.spec.alignment);
+        let shards = RingShards::plain(dims, alignment, &agreed.layout, ranks);
+        let plan = RingPlan::derive::<B::Space>(&agreed, agreed.order.ring_index(rank), shards)?;
+        let shard = plan.rank_shard(None);
+        let passes = if agreed.backward { Passes::Both } else { Passes::Forward };
+        let workspace = backend.workspace(&shard, passes)?;
+        let buffers = Buffers::allocate(backend, &agreed, &plan)?;
+        Ok(Self { agreed, plan, shard, workspace, buffers })
+    }
+}

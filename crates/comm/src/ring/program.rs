@@ -1,0 +1,242 @@
+//! The program of one rank: its ring steps, with all that does not depend on data worked out:
+//! which bytes of which buffer go where.
+
+use std::{ops::Range, sync::Arc};
+
+use annulus_core::{Channel, Group, Message, MessageHeader, Order, Route, RowSet, Schedule};
+
+use super::{
+    block_parts,
+    tail_overlap::{self, HomeReduce},
+};
+
+/// Pairs `(into, from)` of ranges of record numbers, of equal lengths.
+pub(crate) type RangePairs = Vec<(Range<u64>, Range<u64>)>;
+
+/// One ring step of a rank.
+#[derive(Debug)]
+pub(crate) struct RankStep {
+    /// Ring index of the owner of the step's block.
+    pub(crate) owner: usize,
+    /// The owner's local rows that are in the block.
+    pub(crate) rows: RowSet,
+    /// Blocks of the next step: sent from this step's block, or from the local block on a direct
+    /// route.
+    pub(crate) kv: Transfers,
+    /// The same, with each rank's last block in parts.
+    pub(crate) kv_in_parts: Transfers,
+    /// Rows of the parts in which this step's block then arrives. Empty if it arrives whole or is
+    /// the local block.
+    pub(crate) parts: Vec<RowSet>,
+    /// Gradients of this step's block.
+    pub(crate) gradients: Transfers,
+    /// Records of this step's dK/dV to which the partial sum that arrives is added.
+    pub(crate) partial_sum: RangePairs,
+    /// Reductions into the local dK/dV of the final gradients that are posted after this step, one
+    /// per message, in order.
+    pub(crate) home_reduces: Vec<HomeReduce>,
+}
+
+/// The steps of a rank, up to the last one with any work.
+#[derive(Debug, Default)]
+pub(crate) struct RankProgram {
+    pub(crate) steps: Vec<RankStep>,
+    /// Rows of the local block that are attended to in step 0 of a backward pass; the others, the
+    /// tail, come after the last step. See `tail_overlap.rs`.
+    pub(crate) head_rows: u64,
+    /// Reduction of the tail's gradients into the local dK/dV.
+    pub(crate) tail_reduce: HomeReduce,
+}
+
+/// One group of transfers. Tags count from 0 within a pass; the ring adds the first tag of the
+/// pass.
+#[derive(Debug, Default)]
+pub(crate) struct Transfers {
+    pub(crate) sends: Vec<MessageHeader>,
+    pub(crate) receives: Vec<MessageHeader>,
+}
+
+impl Transfers {
+    /// Returns the payload bytes that this rank sends.
+    pub(crate) fn bytes_sent(&self) -> u64 {
+        self.sends.iter().map(MessageHeader::bytes).sum()
+    }
+}
+
+/// Payload bytes that a rank sends with the blocks of these steps.
+pub(crate) fn kv_bytes_sent(steps: &[RankStep]) -> u64 {
+    steps.iter().map(|step| step.kv.bytes_sent()).sum()
+}
+
+/// Sizes by which rows become bytes and blocks are split.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RecordSizes {
+    /// Bytes of a record of the circulating block.
+    pub(crate) block: u64,
+    /// Bytes of a gradient record; 0 if no gradients travel.
+    pub(crate) gradient: u64,
+    /// Rows of a KV tile.
+    pub(crate) kv_tile: u64,
+}
+
+impl RankProgram {
+    /// Derives the program of the rank at `ring_index`. Messages name ranks; all else counts ring
+    /// indices.
+    pub(crate) fn new(
+        schedule: &Schedule,
+        order: &Order,
+        ring_index: usize,
+        head_rows: u64,
+        sizes: RecordSizes,
+    ) -> Self {
+        let steps = &schedule.steps[ring_index];
+        let active = tail_overlap::last_step(schedule, ring_index).map_or(1, |last| last + 1);
+        let steps = &steps[..active];
+        let local = &steps[0].rows;
+        let last_block = block_parts::last_block(schedule, ring_index);
+        let mut unwritten: RowSet = std::iter::once(head_rows..local.count()).collect();
+        let mut program = Vec::with_capacity(steps.len());
+        for (number, step) in steps.iter().enumerate() {
+            let source = if schedule.route == Route::Direct { local } else { &step.rows };
+            let addressing = Addressing { order, step: number, record_bytes: sizes.block };
+            let gradients = Addressing { record_bytes: sizes.gradient, ..addressing };
+            program.push(RankStep {
+                owner: step.owner,
+                rows: step.rows.clone(),
+                kv: addressing.transfers(&step.before, source),
+                kv_in_parts: addressing.transfers_in_parts(
+                    schedule,
+                    ring_index,
+                    source,
+                    sizes.kv_tile,
+                ),
+                parts: if last_block == Some(number) {
+                    row_parts(&step.rows, sizes.kv_tile)
+                } else {
+                    Vec::new()
+                },
+                gradients: gradients.transfers(&step.after, &step.rows),
+                partial_sum: number
+                    .checked_sub(1)
+                    .and_then(|previous| partial_sums(&steps[previous].after).next())
+                    .map(|message| pair(&step.rows, &message.rows))
+                    .unwrap_or_default(),
+                home_reduces: final_gradients(&step.after)
+                    .map(|message| HomeReduce::split(pair(local, &message.rows), &mut unwritten))
+                    .collect(),
+            });
+        }
+        let tail = vec![(head_rows..local.count(), 0..local.count() - head_rows)];
+        Self { steps: program, head_rows, tail_reduce: HomeReduce::split(tail, &mut unwritten) }
+    }
+
+    /// Returns the payload bytes of the gradients that this rank sends.
+    pub(crate) fn gradient_bytes_sent(&self) -> u64 {
+        self.steps.iter().map(|step| step.gradients.bytes_sent()).sum()
+    }
+}
+
+fn partial_sums(group: &Group) -> impl Iterator<Item = &Message> {
+    group.receives.iter().filter(|message| message.channel == Channel::PartialGrad)
+}
+
+fn final_gradients(group: &Group) -> impl Iterator<Item = &Message> {
+    group.receives.iter().filter(|message| message.channel == Channel::FinalGrad)
+}
+
+/// Rows of a block's parts; none if it is not split.
+fn row_parts(rows: &RowSet, kv_tile: u64) -> Vec<RowSet> {
+    let parts = block_parts::parts(rows.count(), kv_tile);
+    if parts.len() == 1 {
+        return Vec::new();
+    }
+    let select = |part| block_parts::slice(rows.ranges(), part).into_iter().collect();
+    parts.iter().map(select).collect()
+}
+
+/// Turns messages of a schedule, which name rows and ring indices, into messages of the wire, which
+/// name bytes and ranks.
+#[derive(Clone, Copy)]
+struct Addressing<'a> {
+    order: &'a Order,
+    step: usize,
+    record_bytes: u64,
+}
+
+impl Addressing<'_> {
+    /// Message number `part` of `message`. No message follows the parts in the same pass, so they
+    /// may use the tags of later steps.
+    fn message(&self, message: &Message, part: usize, records: &[Range<u64>]) -> MessageHeader {
+        let bytes = |records: &Range<u64>| {
+            records.start * self.record_bytes..records.end * self.record_bytes
+        };
+        MessageHeader {
+            peer: self.order.rank(message.peer),
+            channel: message.channel,
+            tag: (self.step + part) as u64,
+            step: self.step,
+            ranges: records.iter().map(bytes).collect::<Arc<[_]>>(),
+        }
+    }
+
+    fn transfers(&self, group: &Group, source: &RowSet) -> Transfers {
+        let send =
+            |message: &Message| self.message(message, 0, &source.record_ranges(&message.rows));
+        let receive = |message: &Message| {
+            self.message(message, 0, std::slice::from_ref(&(0..message.rows.count())))
+        };
+        Transfers {
+            sends: group.sends.iter().map(send).collect(),
+            receives: group.receives.iter().map(receive).collect(),
+        }
+    }
+
+    /// The transfers before a step; blocks that are the last which their receiver gets, in parts.
+    fn transfers_in_parts(
+        &self,
+        schedule: &Schedule,
+        ring_index: usize,
+        source: &RowSet,
+        kv_tile: u64,
+    ) -> Transfers {
+        let group = &schedule.steps[ring_index][self.step].before;
+        let parts = |receiver: usize, message: &Message| {
+            if block_parts::last_block(schedule, receiver) == Some(self.step + 1) {
+                block_parts::parts(message.rows.count(), kv_tile)
+            } else {
+                std::iter::once(0..message.rows.count()).collect()
+            }
+        };
+        let mut transfers = Transfers::default();
+        for message in &group.sends {
+            let records = source.record_ranges(&message.rows);
+            for (number, part) in parts(message.peer, message).iter().enumerate() {
+                let records = block_parts::slice(&records, part);
+                transfers.sends.push(self.message(message, number, &records));
+            }
+        }
+        for message in &group.receives {
+            for (number, part) in parts(ring_index, message).iter().enumerate() {
+                let records = 0..part.end - part.start;
+                let records = std::slice::from_ref(&records);
+                transfers.receives.push(self.message(message, number, records));
+            }
+        }
+        transfers
+    }
+}
+
+/// Pairs the record numbers of `rows` in a buffer of exactly `whole` with those in a buffer of
+/// exactly `rows`.
+fn pair(whole: &RowSet, rows: &RowSet) -> RangePairs {
+    let mut from = 0;
+    whole
+        .record_ranges(rows)
+        .into_iter()
+        .map(|into| {
+            let count = into.end - into.start;
+            from += count;
+            (into, from - count..from)
+        })
+        .collect()
+}

@@ -1,0 +1,83 @@
+//! Sums over ranks of the gradients that every rank has a part of: dsinks, and dbias of a bias that
+//! is broadcast over queries.
+
+use annulus_core::{Backend, Error, Gradients, Result, Space, Spec};
+
+use super::{Ring, RingOptions};
+use crate::agreement::gather;
+
+/// Numbers that are summed at a time. Every rank holds this many of every rank, 8 MiB of 128 ranks,
+/// however large the gradient is.
+const CHUNK: usize = 1 << 13;
+
+/// Returns true if ranks hold parts of dbias, which is then summed like dsinks.
+pub(super) fn bias_is_shared(spec: &Spec) -> bool {
+    spec.bias.is_some_and(|[_, _, q_len, _]| q_len == 1)
+}
+
+/// Returns true if a backward pass of this ring sums gradients over ranks.
+pub(super) fn is_needed(spec: &Spec, options: &RingOptions, ranks: usize) -> bool {
+    let shared = spec.sinks.is_some() || bias_is_shared(spec);
+    ranks > 1 && options.backward && !options.local_gradients && shared
+}
+
+impl<B: Backend> Ring<B> {
+    /// Sums this rank's parts of dsinks and of a shared dbias over all ranks.
+    pub(super) fn reduce_gradients(
+        &mut self,
+        gradients: &mut Gradients<'_, B::Space>,
+    ) -> Result<()> {
+        if !self.reduces {
+            return Ok(());
+        }
+        if let Some(dsinks) = &mut gradients.dsinks {
+            self.reduce_view(dsinks)?;
+        }
+        if let Some(dbias) = gradients.dbias.as_mut().filter(|_| bias_is_shared(&self.agreed.spec))
+        {
+            self.reduce_view(dbias)?;
+        }
+        Ok(())
+    }
+
+    fn reduce_view(&mut self, view: &mut <B::Space as Space>::ViewMut<'_>) -> Result<()> {
+        // a view in device memory was refused when the plan was made
+        let mut view = B::Space::host_view_mut(view)
+            .ok_or_else(|| Error::internal("a gradient in device memory cannot be summed"))?;
+        view.map_widened(CHUNK, |part| self.all_reduce(part))
+    }
+
+    /// Sums `part` over all ranks in ring order, so that every rank has the same bits.
+    ///
+    /// # Ordering
+    /// Collective.
+    ///
+    /// # Errors
+    /// As [`Ring::forward`].
+    pub fn sum_over_ranks(&mut self, part: &mut [f64]) -> Result<()> {
+        self.alive()?;
+        let result = self.all_reduce(part);
+        self.remember(result)
+    }
+
+    fn all_reduce(&mut self, part: &mut [f64]) -> Result<()> {
+        if self.ranks == 1 {
+            return Ok(());
+        }
+        let round = self.round();
+        let bytes: Vec<u8> = part.iter().flat_map(|number| number.to_le_bytes()).collect();
+        let all = gather(self.transport.as_mut(), round, &bytes)?;
+        part.fill(0.0);
+        let order = &self.agreed.order;
+        for (&peer, bytes) in order.ranks().iter().zip(order.by_ring_index(all)) {
+            if bytes.len() != part.len() * 8 {
+                let what = format!("{} numbers to sum, want {}", bytes.len() / 8, part.len());
+                return Err(Error::Comm { peer, step: 0, what });
+            }
+            for (sum, bytes) in part.iter_mut().zip(bytes.chunks_exact(8)) {
+                *sum += bytes.try_into().map_or(f64::NAN, f64::from_le_bytes);
+            }
+        }
+        Ok(())
+    }
+}

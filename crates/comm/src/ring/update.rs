@@ -1,0 +1,124 @@
+//! A new batch, on all ranks or on none.
+//!
+//! ```text
+//!  agree              same kind of batch, valid arguments         a refusal here changes nothing
+//!  gather             everybody's ids and positions
+//!  stage              schedule, rows, buffers: new ones beside the old ones
+//!  Workspace::update  in place
+//!  close              all succeeded?   yes: commit                no: the workspace is restored
+//! ```
+//! A rank that cannot restore its workspace aborts: then the plan is dead on all ranks. So no forward
+//! pass ever combines queries of one batch with keys of another.
+
+use std::sync::Arc;
+
+use annulus_core::{
+    Backend, Batch, DenseMask, Error, Passes, RankShard, Result, Shard, Side, Space, Workspace,
+};
+
+use super::{
+    Ring,
+    buffers::Buffers,
+    check, describe,
+    plan::{self, RingPlan},
+};
+use crate::agreement::{self, gather};
+
+/// A new batch before all ranks have agreed to put it in force.
+struct Staged<S: Space> {
+    plan: RingPlan,
+    shard: RankShard,
+    /// Present if those of the batch in force are too small.
+    buffers: Option<Buffers<S>>,
+}
+
+impl<B: Backend> Ring<B> {
+    /// Adapts the plan to `batch`; an error that is not fatal leaves the old batch in force.
+    pub(super) fn try_update(&mut self, batch: &Batch) -> Result<()> {
+        let agreed = &self.agreed;
+        let (spec, layout, dims) = (&agreed.spec, &agreed.layout, agreed.spec.dims);
+        let (q_rows, kv_rows) = (self.shard.queries.len(), self.shard.keys.len());
+        let checked = spec.validate_batch(batch, q_rows, kv_rows).and_then(|()| {
+            batch.validate_layout(&dims, layout, self.ring_index, self.ranks)?;
+            check::two_pass_mask(spec, batch, self.ranks)
+        });
+        let described = checked.map(|()| describe::batch(batch));
+        let round = self.round();
+        agreement::agree(self.transport.as_mut(), round, described)?;
+
+        let agreed = &self.agreed;
+        let shard = |side| {
+            let (alignment, layout) = (agreed.spec.alignment, &agreed.layout);
+            Shard::local(&dims, alignment, layout, side, self.ring_index, self.ranks, batch)
+        };
+        let message = plan::encode_shards([Side::Q, Side::Kv].map(shard));
+        let round = self.round();
+        // from here to the closing status no rank may return: the others would wait for it
+        let gathered = gather(self.transport.as_mut(), round, &message);
+        let gathered = gathered.map_err(agreement::mid_call)?;
+        let staged = self.stage(batch, &gathered);
+        // the workspace comes last, because it is the only part that is changed in place
+        let touched = staged.is_ok();
+        let staged = staged.and_then(|staged| {
+            self.workspace.update(&staged.shard)?;
+            Ok(staged)
+        });
+        let status = staged.as_ref().map_err(Error::clone).map(|_| ());
+        let round = self.round();
+        match (agreement::close(self.transport.as_mut(), round, status), staged) {
+            (Ok(()), Ok(staged)) => {
+                self.commit(staged);
+                Ok(())
+            }
+            (Err(refusal), _) | (_, Err(refusal)) => {
+                if touched && !refusal.is_fatal() {
+                    self.restore_workspace(&refusal)?;
+                }
+                Err(refusal)
+            }
+        }
+    }
+
+    /// Makes everything that a new batch needs beside what the batch in force uses.
+    fn stage(&self, batch: &Batch, gathered: &[Vec<u8>]) -> Result<Staged<B::Space>> {
+        let shards = plan::decode_shards(gathered, &self.agreed.order)?;
+        let plan = RingPlan::derive::<B::Space>(&self.agreed, self.ring_index, shards)?;
+        let mask = batch.attention_mask.as_ref().map(DenseMask::try_clone).transpose()?;
+        let shard = plan.rank_shard(mask.map(Arc::new));
+        let buffers = if self.buffers.fit(&self.agreed, &plan) {
+            None
+        } else {
+            Some(Buffers::allocate(&self.backend, &self.agreed, &plan)?)
+        };
+        Ok(Staged { plan, shard, buffers })
+    }
+
+    /// Puts a new batch in force. Cannot fail: all ranks have agreed to do this.
+    fn commit(&mut self, staged: Staged<B::Space>) {
+        let Staged { plan, shard, buffers } = staged;
+        self.plan = plan;
+        self.shard = shard;
+        if let Some(buffers) = buffers {
+            self.buffers = buffers;
+        }
+    }
+
+    /// Adapts the workspace to the batch in force again, after an update that some rank refused.
+    ///
+    /// # Errors
+    /// [`Error::Device`], which ends the plan: the workspace serves neither batch.
+    fn restore_workspace(&mut self, refusal: &Error) -> Result<()> {
+        let restored = self.workspace.update(&self.shard).or_else(|_| {
+            let passes = if self.agreed.backward { Passes::Both } else { Passes::Forward };
+            self.workspace = self.backend.workspace(&self.shard, passes)?;
+            Ok(())
+        });
+        let lost = |error: Error| {
+            let what = format!(
+                "the old batch could not be restored: {error}; the new one failed: {refusal}"
+            );
+            Error::Device { what }
+        };
+        restored.map_err(lost)
+    }
+}

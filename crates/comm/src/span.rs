@@ -1,0 +1,11 @@
+//! Spans of passes, ring steps and waits, with the feature `tracing`.
+
+/// Opens a span that ends with the scope. Without the feature it is nothing, its arguments included.
+macro_rules! span {
+    ($name:literal $(, $($field:tt)*)?) => {
+        #[cfg(feature = "tracing")]
+        let _span = tracing::debug_span!(target: "annulus", $name $(, $($field)*)?).entered();
+    };
+}
+
+pub(crate) use span;

@@ -1,0 +1,65 @@
+//! Host tensors in front of a device backend: [`OnHost`] over the mock device, whose memory no host
+//! slice can reach and whose work is done late.
+
+use std::time::Duration;
+
+use annulus_comm::{Checksum, Deadline, Staged, threads};
+use annulus_conformance::{
+    HostMemory, HostTensor, Memory, RingSubject, Station,
+    device::{Device, MockBackend, MockSpace},
+    suite,
+};
+use annulus_core::{DType, HostView, HostViewMut, HostViews, OnHost, Result};
+use ndarray::{Array4, ArrayView4};
+
+/// Tensors in host memory, blocks on the mock device.
+struct OnMock;
+
+impl Memory for OnMock {
+    type Space = HostViews<MockSpace>;
+    type Tensor = HostTensor;
+
+    fn upload(&self, numbers: ArrayView4<'_, f64>, dtype: DType) -> Result<HostTensor> {
+        HostMemory.upload(numbers, dtype)
+    }
+
+    fn download(&self, tensor: &HostTensor) -> Result<Array4<f64>> {
+        HostMemory.download(tensor)
+    }
+
+    fn view<'a>(&self, tensor: &'a HostTensor) -> HostView<'a> {
+        HostMemory.view(tensor)
+    }
+
+    fn view_mut<'a>(&self, tensor: &'a mut HostTensor) -> HostViewMut<'a> {
+        HostMemory.view_mut(tensor)
+    }
+}
+
+type Rank = Station<OnMock, OnHost<MockBackend>>;
+
+fn subject() -> impl annulus_conformance::Subject {
+    RingSubject::new("mock for host tensors", |ranks| -> Result<Vec<Rank>> {
+        let rank = |transport| {
+            let device = Device::new();
+            let staged =
+                Staged::<_, HostViews<MockSpace>>::new(Checksum::new(transport), device.clone());
+            Ok(Station {
+                memory: OnMock,
+                backend: OnHost::new(MockBackend::new(device.clone()), device),
+                transport: Box::new(Deadline::new(staged, Duration::from_secs(60))?),
+            })
+        };
+        threads::ring(ranks).into_iter().map(rank).collect()
+    })
+}
+
+#[test]
+fn random_cases_hold_for_host_tensors() {
+    suite::random_cases(&subject(), 3000..3100).unwrap();
+}
+
+#[test]
+fn bits_repeat_for_host_tensors() {
+    suite::same_bits_over_repeats(&subject(), 10).unwrap();
+}

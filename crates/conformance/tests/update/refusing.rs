@@ -1,0 +1,188 @@
+//! CPU ranks whose updates fail as they are told to, and a transport that refuses to carry one gather.
+
+use std::{
+    collections::VecDeque,
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, Instant},
+};
+
+use annulus_core::{
+    Arrived, Backend, BackwardInputs, BackwardMode, Capabilities, Control, Error, Host, HostBuffer,
+    Incoming, Inputs, MessageHeader, Outgoing, Passes, Placement, RankShard, Result, Spec,
+    Transport, Workspace,
+};
+use annulus_cpu::Cpu;
+
+/// Action of a rank in one call of [`Workspace::update`] or, once planned, [`Backend::workspace`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Act {
+    /// It works.
+    Apply,
+    /// It fails before anything has changed.
+    Refuse,
+    /// It fails after everything has changed.
+    ApplyThenRefuse,
+    /// The device fails.
+    Break,
+}
+
+/// The acts to come, first to last; then everything works. Clones share it.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Script(Arc<Mutex<VecDeque<Act>>>);
+
+impl Script {
+    pub(crate) fn set(&self, acts: &[Act]) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = acts.iter().copied().collect();
+    }
+
+    fn next(&self) -> Act {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).pop_front().unwrap_or(Act::Apply)
+    }
+}
+
+/// A CPU rank that follows a script.
+pub(crate) struct Refusing {
+    pub(crate) cpu: Cpu,
+    pub(crate) script: Script,
+}
+
+fn refused() -> Error {
+    Error::out_of_memory("a workspace", 1 << 40)
+}
+
+/// Does `work` as the script says.
+fn follow<T>(act: Act, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    match act {
+        Act::Apply => work(),
+        Act::Refuse => Err(refused()),
+        Act::ApplyThenRefuse => work().and(Err(refused())),
+        Act::Break => Err(Error::Device { what: "the device fell off".into() }),
+    }
+}
+
+/// The workspace of a CPU rank that follows a script.
+pub(crate) struct RefusingWorkspace {
+    inner: annulus_cpu::Workspace,
+    script: Script,
+}
+
+impl Backend for Refusing {
+    type Space = Host;
+    type Workspace = RefusingWorkspace;
+
+    fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
+        self.cpu.capabilities(spec)
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<HostBuffer> {
+        self.cpu.allocate(bytes)
+    }
+
+    fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<RefusingWorkspace> {
+        let inner = follow(self.script.next(), || self.cpu.workspace(shard, passes))?;
+        Ok(RefusingWorkspace { inner, script: self.script.clone() })
+    }
+}
+
+impl Workspace for RefusingWorkspace {
+    type Space = Host;
+    type Forward<'p> = annulus_cpu::Forward<'p>;
+    type Backward<'p> = annulus_cpu::Backward<'p>;
+
+    fn update(&mut self, shard: &RankShard) -> Result<()> {
+        follow(self.script.next(), || self.inner.update(shard))
+    }
+
+    fn forward<'p>(&'p mut self, inputs: Inputs<'p, Host>) -> Result<Self::Forward<'p>> {
+        self.inner.forward(inputs)
+    }
+
+    fn backward<'p>(
+        &'p mut self,
+        inputs: BackwardInputs<'p, Host>,
+        mode: BackwardMode,
+    ) -> Result<Self::Backward<'p>> {
+        self.inner.backward(inputs, mode)
+    }
+}
+
+/// A transport that does not carry this rank's part of one gather, as MPI does not one that is too long.
+pub(crate) struct Choking<T> {
+    pub(crate) inner: T,
+    pub(crate) round: Option<u64>,
+}
+
+impl<T: Transport<Host>> Transport<Host> for Choking<T> {
+    fn control(&mut self) -> &mut dyn Control {
+        self
+    }
+
+    fn post(
+        &mut self,
+        sends: &[Outgoing<'_, Host>],
+        receives: &mut Vec<Incoming<Host>>,
+    ) -> Result<()> {
+        self.inner.post(sends, receives)
+    }
+
+    fn progress(&mut self, patience: Duration) -> Result<()> {
+        self.inner.progress(patience)
+    }
+
+    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<Host>>> {
+        self.inner.take(hop)
+    }
+
+    fn pending(&self) -> bool {
+        self.inner.pending()
+    }
+
+    fn bytes_sent(&self) -> u64 {
+        self.inner.bytes_sent()
+    }
+}
+
+impl<T: Control> Control for Choking<T> {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn ranks(&self) -> usize {
+        self.inner.ranks()
+    }
+
+    fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+        if self.round == Some(round) {
+            return Err(Error::unsupported("a gather of so many bytes", "this transport"));
+        }
+        self.inner.start_all_gather(round, bytes)
+    }
+
+    fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
+        self.inner.try_all_gather(round)
+    }
+
+    fn stragglers(&self, round: u64) -> Vec<usize> {
+        self.inner.stragglers(round)
+    }
+
+    fn abort(&mut self, error: &Error) {
+        self.inner.abort(error);
+    }
+
+    fn heartbeat(&mut self, working: bool) {
+        self.inner.heartbeat(working);
+    }
+
+    fn placement(&self) -> Option<&Placement> {
+        self.inner.placement()
+    }
+
+    fn last_heard(&self, peer: usize) -> Instant {
+        self.inner.last_heard(peer)
+    }
+
+    fn last_work(&self) -> Instant {
+        self.inner.last_work()
+    }
+}

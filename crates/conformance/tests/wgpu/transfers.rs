@@ -1,0 +1,186 @@
+//! Bytes copied between host and device by whole passes of [`Wgpu::on_host`]: the tensors of the
+//! call, and what the ring sends.
+
+use annulus::{
+    Attention, Dims, Layout, Report, Ring, RingOptions,
+    comm::{
+        Deadline, Staged,
+        threads::{self, Threads, each_rank},
+    },
+};
+use annulus_core::{
+    BackwardInputs, BackwardMode, Gradients, HostView, HostViewMut, HostViews, Inputs, OnHost,
+    Outputs, Result,
+};
+use annulus_wgpu::{Copier, Gpu, Options, Transfers, Wgpu, WgpuSpace};
+use ndarray::Array4;
+
+use super::{DEADLINE, open};
+
+type HostRing = Ring<OnHost<Wgpu>>;
+
+const DIMS: Dims =
+    Dims { batch: 1, q_len: 96, kv_len: 96, q_heads: 2, kv_heads: 1, head_dim: 8, value_dim: 12 };
+
+fn ring(gpu: &Gpu, transport: Threads, mode: BackwardMode) -> Result<HostRing> {
+    let staged = Staged::<_, HostViews<WgpuSpace>>::new(transport, Copier::new(gpu.clone()));
+    let options =
+        RingOptions { layout: Some(Layout::Contiguous), backward: true, ..RingOptions::default() };
+    Ring::new(
+        Wgpu::on_host(gpu.clone()),
+        Box::new(Deadline::new(staged, DEADLINE)?),
+        Attention::new().backward_mode(mode).spec(DIMS),
+        options,
+    )
+}
+
+/// Tensors of one rank: of the shapes of q, k, v, out, lse.
+struct Tensors {
+    q: Array4<f32>,
+    k: Array4<f32>,
+    v: Array4<f32>,
+    out: Array4<f32>,
+    lse: Array4<f32>,
+}
+
+impl Tensors {
+    fn new(rows: usize, number: f32) -> Self {
+        let Dims { batch, q_heads, kv_heads, head_dim, value_dim, .. } = DIMS;
+        let of = |heads, dim| Array4::from_elem((batch, rows, heads, dim), number);
+        Self {
+            q: of(q_heads, head_dim),
+            k: of(kv_heads, head_dim),
+            v: of(kv_heads, value_dim),
+            out: of(q_heads, value_dim),
+            lse: Array4::from_elem((batch, q_heads, rows, 1), number),
+        }
+    }
+
+    fn inputs(&self) -> Inputs<'_, HostViews<WgpuSpace>> {
+        Inputs {
+            q: HostView::F32(self.q.view()),
+            k: HostView::F32(self.k.view()),
+            v: HostView::F32(self.v.view()),
+            bias: None,
+            sinks: None,
+        }
+    }
+
+    /// Bytes of q, k and v.
+    fn input_bytes(&self) -> u64 {
+        4 * (self.q.len() + self.k.len() + self.v.len()) as u64
+    }
+
+    /// Bytes of out and lse.
+    fn output_bytes(&self) -> u64 {
+        4 * (self.out.len() + self.lse.len()) as u64
+    }
+}
+
+/// One rank: its ring, and the tensors of a call and of its gradients.
+struct Rank {
+    ring: HostRing,
+    tensors: Tensors,
+    gradients: Tensors,
+}
+
+impl Rank {
+    fn new(gpu: &Gpu, transport: Threads, mode: BackwardMode) -> Result<Self> {
+        let ring = ring(gpu, transport, mode)?;
+        let rows = annulus_core::index(ring.q_rows().len());
+        Ok(Self { ring, tensors: Tensors::new(rows, 0.5), gradients: Tensors::new(rows, 0.25) })
+    }
+
+    fn forward(&mut self) -> Result<Report> {
+        let (mut out, mut lse) = (self.tensors.out.clone(), self.tensors.lse.clone());
+        let mut outputs = Outputs {
+            out: HostViewMut::F32(out.view_mut()),
+            lse: HostViewMut::F32(lse.view_mut()),
+            max: None,
+            sum: None,
+            ties: None,
+        };
+        let report = self.ring.forward(&self.tensors.inputs(), &mut outputs)?;
+        // equal scores: the mean of equal values
+        assert!(out.iter().all(|&out| (out - 0.5).abs() < 1e-6));
+        (self.tensors.out, self.tensors.lse) = (out, lse);
+        Ok(report)
+    }
+
+    fn backward(&mut self) -> Result<Report> {
+        let Self { ring, tensors, gradients } = self;
+        let dout = gradients.out.clone();
+        let inputs = BackwardInputs {
+            forward: tensors.inputs(),
+            out: HostView::F32(tensors.out.view()),
+            lse: HostView::F32(tensors.lse.view()),
+            max: None,
+            ties: None,
+            dout: HostView::F32(dout.view()),
+            dlse: None,
+        };
+        let report = ring.backward(
+            &inputs,
+            &mut Gradients {
+                dq: HostViewMut::F32(gradients.q.view_mut()),
+                dk: HostViewMut::F32(gradients.k.view_mut()),
+                dv: HostViewMut::F32(gradients.v.view_mut()),
+                dbias: None,
+                dsinks: None,
+            },
+        )?;
+        // every key has the weight 1 / 96 for 96 queries of two heads
+        assert!(gradients.v.iter().all(|&dv| (dv - 0.5).abs() < 1e-5));
+        Ok(report)
+    }
+}
+
+/// Runs a pass on all ranks; returns them, the copies, and the bytes that all ranks sent.
+fn measure(
+    gpu: &Gpu,
+    ranks: Vec<Rank>,
+    pass: fn(&mut Rank) -> Result<Report>,
+) -> (Vec<Rank>, Transfers, u64) {
+    let before = gpu.transfers();
+    let done = each_rank(ranks, |_, mut rank| {
+        let report = pass(&mut rank)?;
+        Ok((rank, report.bytes_sent))
+    });
+    let after = gpu.transfers();
+    let copied = Transfers {
+        to_device: after.to_device - before.to_device,
+        to_host: after.to_host - before.to_host,
+    };
+    let (ranks, sent): (Vec<_>, Vec<_>) = done.expect("a pass").into_iter().unzip();
+    (ranks, copied, sent.into_iter().sum())
+}
+
+/// A block crosses to the host once for each rank that it is sent to; on one rank, never.
+#[test]
+fn only_the_callers_tensors_and_what_is_sent_cross_to_the_host() {
+    for mode in [BackwardMode::OnePass, BackwardMode::TwoPass] {
+        for count in [1, 2] {
+            // a device of its own, on which no other test copies
+            let Some(gpu) = open(&Options::default()) else { return };
+            let ranks =
+                each_rank(threads::ring(count), |_, transport| Rank::new(&gpu, transport, mode));
+            let ranks = ranks.expect("a plan");
+            let input_bytes: u64 = ranks.iter().map(|rank| rank.tensors.input_bytes()).sum();
+            let output_bytes: u64 = ranks.iter().map(|rank| rank.tensors.output_bytes()).sum();
+            let dout_bytes: u64 = ranks.iter().map(|rank| 4 * rank.tensors.out.len() as u64).sum();
+
+            let (ranks, copied, sent) = measure(&gpu, ranks, Rank::forward);
+            assert_eq!(sent > 0, count > 1);
+            let want = Transfers { to_device: input_bytes + sent, to_host: output_bytes + sent };
+            assert_eq!(copied, want, "forward, {count} ranks");
+
+            let (_, copied, sent) = measure(&gpu, ranks, Rank::backward);
+            assert_eq!(sent > 0, count > 1);
+            let want = Transfers {
+                to_device: input_bytes + output_bytes + dout_bytes + sent,
+                to_host: input_bytes + sent,
+            };
+            assert_eq!(copied, want, "backward, {mode:?}, {count} ranks");
+        }
+    }
+}

@@ -1,0 +1,264 @@
+//! A few half-open intervals of key positions: what a mask lowers to for one query.
+
+use std::ops::Range;
+
+/// At most [`KeyIntervals::MOST`] sorted, disjoint, non-touching, non-empty half-open intervals of positions. Unbounded sides are `i64::MIN` and `i64::MAX`
+/// (no position may be `i64::MAX`).
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct KeyIntervals {
+    ranges: [Range<i64>; Self::MOST],
+    count: u8,
+}
+
+impl KeyIntervals {
+    /// The most intervals; a mask that needs more is made into bits.
+    pub const MOST: usize = 4;
+
+    /// No key.
+    pub const fn nothing() -> Self {
+        Self { ranges: [0..0, 0..0, 0..0, 0..0], count: 0 }
+    }
+
+    /// Every key.
+    pub const fn everything() -> Self {
+        Self { ranges: [i64::MIN..i64::MAX, 0..0, 0..0, 0..0], count: 1 }
+    }
+
+    /// One interval; empty if `lo >= hi`.
+    pub const fn one(lo: i64, hi: i64) -> Self {
+        if lo < hi {
+            Self { ranges: [lo..hi, 0..0, 0..0, 0..0], count: 1 }
+        } else {
+            Self::nothing()
+        }
+    }
+
+    /// The intervals in ascending order.
+    pub fn ranges(&self) -> &[Range<i64>] {
+        &self.ranges[..usize::from(self.count)]
+    }
+
+    /// Whether `position` is in one of them.
+    pub fn contains(&self, position: i64) -> bool {
+        self.ranges().iter().any(|range| range.contains(&position))
+    }
+
+    /// Positions in both; `None` if that takes more than [`KeyIntervals::MOST`] intervals.
+    pub fn and(&self, other: &Self) -> Option<Self> {
+        if let ([a], [b]) = (self.ranges(), other.ranges()) {
+            return Some(Self::one(a.start.max(b.start), a.end.min(b.end)));
+        }
+        // the common case, neighbouring rows: each interval overlaps its counterpart alone
+        if self.count == other.count
+            && self.pairwise(other, |a, b, next_a, next_b| {
+                a.end <= next_b.start && b.end <= next_a.start
+            })
+        {
+            let mut both = Self::nothing();
+            for (a, b) in self.ranges().iter().zip(other.ranges()) {
+                both.push(a.start.max(b.start)..a.end.min(b.end))?;
+            }
+            return Some(both);
+        }
+        let mut both = Self::nothing();
+        for a in self.ranges() {
+            for b in other.ranges() {
+                both.push(a.start.max(b.start)..a.end.min(b.end))?;
+            }
+        }
+        Some(both)
+    }
+
+    /// Positions in either; `None` if that takes more than [`KeyIntervals::MOST`] intervals.
+    pub fn or(&self, other: &Self) -> Option<Self> {
+        if let ([a], [b]) = (self.ranges(), other.ranges()) {
+            return Some(match (a.end < b.start, b.end < a.start) {
+                (true, _) => Self { ranges: [a.clone(), b.clone(), 0..0, 0..0], count: 2 },
+                (_, true) => Self { ranges: [b.clone(), a.clone(), 0..0, 0..0], count: 2 },
+                _ => Self::one(a.start.min(b.start), a.end.max(b.end)),
+            });
+        }
+        let mut either = Self::nothing();
+        merged(self.ranges(), other.ranges(), |range| either.push(range).is_some())
+            .then_some(either)
+    }
+
+    /// Positions in either and, where that would take more than [`KeyIntervals::MOST`] intervals, those between the intervals nearest to each other.
+    pub fn cover(&self, other: &Self) -> Self {
+        // the common case, neighbouring rows: each interval touches its counterpart alone
+        let touch = |a: &Range<i64>, b: &Range<i64>| a.start <= b.end && b.start <= a.end;
+        if self.count == other.count
+            && self.ranges().iter().zip(other.ranges()).all(|(a, b)| touch(a, b))
+            && self.pairwise(other, |a, b, next_a, next_b| {
+                a.end.max(b.end) < next_a.start.min(next_b.start)
+            })
+        {
+            let mut cover = self.clone();
+            for (a, b) in cover.ranges.iter_mut().zip(other.ranges()) {
+                *a = a.start.min(b.start)..a.end.max(b.end);
+            }
+            return cover;
+        }
+        if let Some(either) = self.or(other) {
+            return either;
+        }
+        // all intervals of both in order, overlapping ones as one; then the narrowest gaps close
+        let mut all = [const { 0..0 }; 2 * Self::MOST];
+        let mut count = 0;
+        merged(self.ranges(), other.ranges(), |range| {
+            if count > 0 && range.start <= all[count - 1].end {
+                all[count - 1].end = all[count - 1].end.max(range.end);
+            } else {
+                all[count] = range;
+                count += 1;
+            }
+            true
+        });
+        while count > Self::MOST {
+            let mut nearest = 1;
+            for i in 2..count {
+                let gap = |i: usize| all[i].start.abs_diff(all[i - 1].end);
+                nearest = if gap(i) < gap(nearest) { i } else { nearest };
+            }
+            all[nearest - 1].end = all[nearest].end;
+            all[nearest..count].rotate_left(1);
+            count -= 1;
+        }
+        let [first, second, third, fourth, ..] = all;
+        Self { ranges: [first, second, third, fourth], count: count as u8 }
+    }
+
+    /// Whether `holds` of every two counterparts and the two after them.
+    fn pairwise(
+        &self,
+        other: &Self,
+        holds: impl Fn(&Range<i64>, &Range<i64>, &Range<i64>, &Range<i64>) -> bool,
+    ) -> bool {
+        self.ranges()
+            .windows(2)
+            .zip(other.ranges().windows(2))
+            .all(|(a, b)| holds(&a[0], &b[0], &a[1], &b[1]))
+    }
+
+    /// Appends an interval that starts no earlier than the last, merging where they touch; `None` if there is no room.
+    fn push(&mut self, range: Range<i64>) -> Option<()> {
+        if range.start >= range.end {
+            return Some(());
+        }
+        let count = usize::from(self.count);
+        match self.ranges[..count].last_mut() {
+            Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
+            _ => {
+                *self.ranges.get_mut(count)? = range;
+                self.count += 1;
+            }
+        }
+        Some(())
+    }
+}
+
+/// Hands the intervals of both lists to `take` in order of their starts, as long as it answers true. Whether it did to the end.
+fn merged<'a>(
+    mut a: &'a [Range<i64>],
+    mut b: &'a [Range<i64>],
+    mut take: impl FnMut(Range<i64>) -> bool,
+) -> bool {
+    loop {
+        let from = match (a.first(), b.first()) {
+            (Some(x), Some(y)) if x.start <= y.start => &mut a,
+            (Some(_), None) => &mut a,
+            (_, Some(_)) => &mut b,
+            (None, None) => return true,
+        };
+        if let Some((first, rest)) = from.split_first() {
+            *from = rest;
+            if !take(first.clone()) {
+                return false;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Up to six intervals in -20..20, some at the unbounded ends, folded with `or` as long as they fit.
+    fn any_intervals() -> impl Strategy<Value = KeyIntervals> {
+        let end = prop_oneof![8 => -20i64..20, 1 => Just(i64::MIN), 1 => Just(i64::MAX)];
+        prop::collection::vec((end.clone(), end), 0..6).prop_map(|pairs| {
+            pairs.into_iter().fold(KeyIntervals::nothing(), |all, (a, b)| {
+                all.or(&KeyIntervals::one(a.min(b), a.max(b))).unwrap_or(all)
+            })
+        })
+    }
+
+    fn probes() -> impl Iterator<Item = i64> {
+        (-25..25).chain([i64::MIN, i64::MIN / 4, i64::MAX / 4, i64::MAX - 1])
+    }
+
+    /// How many intervals the positions where `inside` holds take, counted on a line that shows every end.
+    fn count(inside: impl Fn(i64) -> bool) -> usize {
+        let line: Vec<bool> = probes().take(50).map(inside).collect();
+        usize::from(line[0]) + line.windows(2).filter(|pair| !pair[0] && pair[1]).count()
+    }
+
+    fn is_canonical(spans: &KeyIntervals) -> bool {
+        spans.ranges().iter().all(|range| range.start < range.end)
+            && spans.ranges().windows(2).all(|pair| pair[0].end < pair[1].start)
+    }
+
+    proptest! {
+        #[test]
+        fn and_or_are_those_of_sets(a in any_intervals(), b in any_intervals()) {
+            let both = |p| a.contains(p) && b.contains(p);
+            let either = |p| a.contains(p) || b.contains(p);
+            for (got, want) in [(a.and(&b), &both as &dyn Fn(i64) -> bool), (a.or(&b), &either)] {
+                match got {
+                    Some(got) => {
+                        prop_assert!(is_canonical(&got));
+                        probes().for_each(|p| assert_eq!(got.contains(p), want(p)));
+                    }
+                    None => prop_assert!(count(want) > KeyIntervals::MOST),
+                }
+            }
+            prop_assert_eq!(a.and(&b), b.and(&a));
+            prop_assert_eq!(a.or(&b), b.or(&a));
+        }
+
+        #[test]
+        fn cover_holds_both_and_is_exact_where_it_can_be(a in any_intervals(), b in any_intervals()) {
+            let cover = a.cover(&b);
+            prop_assert!(is_canonical(&cover));
+            probes().for_each(|p| assert!(cover.contains(p) || !(a.contains(p) || b.contains(p))));
+            if let Some(exact) = a.or(&b) {
+                prop_assert_eq!(cover, exact);
+            }
+        }
+    }
+
+    #[test]
+    fn five_intervals_do_not_fit() {
+        let many = |from: i64| {
+            (0..4).fold(KeyIntervals::nothing(), |all, i| {
+                all.or(&KeyIntervals::one(from + 4 * i, from + 4 * i + 1)).unwrap_or(all)
+            })
+        };
+        assert_eq!(many(0).ranges().len(), 4);
+        assert_eq!(many(0).or(&many(2)), None);
+        // eight single positions 0, 2, 4, … 14: the gaps are equal, so the first ones close
+        assert_eq!(many(0).cover(&many(2)).ranges(), [0..9, 10..11, 12..13, 14..15]);
+        let holes = KeyIntervals::everything()
+            .and(&KeyIntervals::one(-5, 30))
+            .and_then(|all| all.or(&KeyIntervals::one(40, 50)));
+        assert_eq!(holes.map(|spans| spans.ranges().len()), Some(2));
+        // the seven pieces that two lists of four can leave
+        let comb = |from: i64| {
+            (0..4).fold(KeyIntervals::nothing(), |all, i| {
+                all.or(&KeyIntervals::one(from + 10 * i, from + 10 * i + 9)).unwrap_or(all)
+            })
+        };
+        assert_eq!(comb(0).and(&comb(5)), None);
+    }
+}

@@ -1,0 +1,183 @@
+//! Shards divided into rows of one segment with evenly spaced positions, which the needs are
+//! computed from without a list of all rows.
+
+use std::{collections::HashMap, ops::Range};
+
+use crate::{Mask, RingShards, Run, Runs, Shard};
+
+/// Consecutive local rows of one segment whose row numbers and positions are arithmetic runs.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct StridedRows {
+    /// First local row.
+    pub(crate) first: u64,
+    /// Number of rows, at least 1.
+    pub(crate) count: u64,
+    /// Row numbers in the unsharded sequence.
+    pub(crate) rows: Run,
+    /// Positions of the rows.
+    pub(crate) positions: Run,
+    /// Segment number ([`SegmentNumbers`]): queries attend only to keys of the same segment.
+    pub(crate) segment: usize,
+}
+
+/// Heads and batch rows for which the mask must be evaluated. If heads (or batch rows) do not
+/// differ, the first represents all.
+pub(crate) struct DistinctMasks {
+    heads: usize,
+    batch: usize,
+    repeats: u64,
+}
+
+impl DistinctMasks {
+    pub(crate) fn new(mask: &dyn Mask, heads: usize, batch: usize, shards: &RingShards) -> Self {
+        let differs = |shard: &Shard| shard.positions.len() > 1 || shard.segments.len() > 1;
+        let per_batch =
+            mask.per_batch() || shards.q.iter().chain(&shards.kv).any(|shard| differs(shard));
+        let distinct_heads = if mask.per_head() { heads } else { heads.min(1) };
+        let distinct_batch = if per_batch { batch } else { batch.min(1) };
+        let repeats = heads.saturating_mul(batch) as u64
+            / distinct_heads.saturating_mul(distinct_batch).max(1) as u64;
+        Self { heads: distinct_heads, batch: distinct_batch, repeats }
+    }
+
+    /// Returns the number of pairs of a head and a batch row that each evaluated pair represents.
+    pub(crate) const fn repeats(&self) -> u64 {
+        self.repeats
+    }
+
+    pub(crate) const fn heads(&self) -> Range<usize> {
+        0..self.heads
+    }
+
+    pub(crate) const fn batches(&self) -> Range<usize> {
+        0..self.batch
+    }
+}
+
+/// Dense numbers for the segment ids of one batch row. Only ids of keys have one, because queries
+/// of other ids attend to no key.
+pub(crate) struct SegmentNumbers {
+    /// `None` if one side has no ids: then all rows are in segment 0.
+    of_id: Option<HashMap<i64, usize>>,
+}
+
+impl SegmentNumbers {
+    pub(crate) fn new(shards: &RingShards) -> Self {
+        let ids = |shards: &[std::sync::Arc<Shard>]| {
+            shards.iter().any(|shard| !shard.segments.is_empty())
+        };
+        Self { of_id: (ids(&shards.q) && ids(&shards.kv)).then(HashMap::new) }
+    }
+
+    /// Returns the number of segments in the key shards passed so far.
+    pub(crate) fn len(&self) -> usize {
+        self.of_id.as_ref().map_or(1, HashMap::len)
+    }
+
+    /// Returns the keys of `shard` that are not padding, and assigns numbers to their ids.
+    pub(crate) fn key_rows(&mut self, shard: &Shard, batch: usize) -> Vec<StridedRows> {
+        let of_id = &mut self.of_id;
+        strided_rows(shard, batch, of_id.is_some(), |id| {
+            Some(of_id.as_mut().map_or(0, |of_id| {
+                let next = of_id.len();
+                *of_id.entry(id).or_insert(next)
+            }))
+        })
+    }
+
+    /// Returns the queries of `shard` for whose ids there are keys.
+    pub(crate) fn query_rows(&self, shard: &Shard, batch: usize) -> Vec<StridedRows> {
+        strided_rows(shard, batch, self.of_id.is_some(), |id| {
+            self.of_id.as_ref().map_or(Some(0), |of_id| of_id.get(&id).copied())
+        })
+    }
+}
+
+/// Divides a shard wherever a run of row numbers, positions or ids ends. Omits rows with a negative
+/// id or without a segment number.
+fn strided_rows(
+    shard: &Shard,
+    batch: usize,
+    with_ids: bool,
+    mut segment_of: impl FnMut(i64) -> Option<usize>,
+) -> Vec<StridedRows> {
+    fn list(lists: &[Runs], batch: usize) -> &[Run] {
+        let batch = if lists.len() > 1 { batch } else { 0 };
+        lists.get(batch).map(Runs::runs).unwrap_or_default()
+    }
+    let same_id = [Run { start: 0, step: 0, count: shard.rows.len() }];
+    let mut rows = RunCursor::new(shard.rows.runs());
+    let mut positions = RunCursor::new(list(&shard.positions, batch));
+    let mut ids = RunCursor::new(if with_ids { list(&shard.segments, batch) } else { &same_id });
+    let mut all = Vec::new();
+    let mut first = 0;
+    let mut last = None;
+    while let (Some(row), Some(position), Some(id)) = (rows.rest(), positions.rest(), ids.rest()) {
+        let count = row.count.min(position.count).min(if id.step == 0 { id.count } else { 1 });
+        // neighbours mostly share their id: cache the last look-up
+        let segment = match last {
+            Some((before, segment)) if before == id.start => segment,
+            _ if id.start < 0 => None,
+            _ => segment_of(id.start),
+        };
+        last = Some((id.start, segment));
+        if let Some(segment) = segment {
+            all.push(StridedRows {
+                first,
+                count,
+                rows: Run { count, ..row },
+                positions: Run { count, ..position },
+                segment,
+            });
+        }
+        first += count;
+        [&mut rows, &mut positions, &mut ids].into_iter().for_each(|cursor| cursor.skip(count));
+    }
+    all
+}
+
+/// A cursor over a list of runs.
+struct RunCursor<'a> {
+    /// The current run and those after it.
+    runs: &'a [Run],
+    /// Numbers of the current run before the cursor.
+    used: u64,
+}
+
+impl<'a> RunCursor<'a> {
+    const fn new(runs: &'a [Run]) -> Self {
+        Self { runs, used: 0 }
+    }
+
+    /// Returns the rest of the current run; `None` at the end of the list.
+    fn rest(&self) -> Option<Run> {
+        self.runs.first().map(|run| Run {
+            start: run.at(self.used),
+            step: run.step,
+            count: run.count - self.used,
+        })
+    }
+
+    /// Advances by `count`, at most to the end of the current run.
+    fn skip(&mut self, count: u64) {
+        self.used += count;
+        if self.runs.first().is_some_and(|run| run.count == self.used) {
+            self.runs = &self.runs[1..];
+            self.used = 0;
+        }
+    }
+}
+
+/// Returns the number of elements less than `bound` in an ascending or constant run.
+pub(crate) fn count_below(run: &Run, bound: i64) -> u64 {
+    if bound <= run.start {
+        return 0;
+    }
+    // bound > start, so the wrapped difference is exact as an unsigned number
+    let distance = bound.wrapping_sub(run.start).cast_unsigned();
+    match run.step.cast_unsigned() {
+        0 => run.count,
+        1 => distance.min(run.count),
+        step => distance.div_ceil(step).min(run.count),
+    }
+}

@@ -1,0 +1,126 @@
+//! Tensors and blocks of one pass on one rank, in the memory space of its backend.
+
+use std::sync::Arc;
+
+use crate::{DenseMask, Rows, Space, Spec};
+
+/// One rank's part of the attention, fixed when a plan is made or updated.
+#[derive(Debug, Clone)]
+pub struct RankShard {
+    /// What is computed.
+    pub spec: Arc<Spec>,
+    /// Query rows of this rank, in local order.
+    pub queries: Arc<Rows>,
+    /// Key rows of this rank, in local order.
+    pub keys: Arc<Rows>,
+    /// Dense mask `[b|1, heads|1, local q_len, global kv_len]`.
+    pub attention_mask: Option<Arc<DenseMask>>,
+    /// Maximum rows of a KV block, this rank's own included.
+    pub most_block_rows: u64,
+    /// Maximum rows of a query block, this rank's own included (two-pass backward).
+    pub most_query_rows: u64,
+}
+
+/// Inputs of a forward pass. q_len and kv_len of q, k and v count the rows of this rank.
+pub struct Inputs<'a, S: Space> {
+    /// `[b, local q_len, q_heads, d]`.
+    pub q: S::View<'a>,
+    /// `[b, local kv_len, kv_heads, d]`.
+    pub k: S::View<'a>,
+    /// `[b, local kv_len, kv_heads, dv]`.
+    pub v: S::View<'a>,
+    /// `[b|1, q_heads|1, local q_len|1, global kv_len|1]`, in the accumulator's type.
+    pub bias: Option<S::View<'a>>,
+    /// `[q_heads|1, sinks, 1, 1]`, in the accumulator's type.
+    pub sinks: Option<S::View<'a>>,
+}
+
+impl<S: Space> Inputs<'_, S> {
+    /// Borrows the same tensors for a shorter time. A pass borrows its inputs and its workspace for
+    /// one lifetime, and `Inputs` is invariant in its own.
+    pub fn reborrow(&self) -> Inputs<'_, S> {
+        Inputs {
+            q: S::reborrow(&self.q),
+            k: S::reborrow(&self.k),
+            v: S::reborrow(&self.v),
+            bias: self.bias.as_ref().map(S::reborrow),
+            sinks: self.sinks.as_ref().map(S::reborrow),
+        }
+    }
+}
+
+/// Outputs of a forward pass. Their contents before the pass have no effect.
+pub struct Outputs<'a, S: Space> {
+    /// `[b, local q_len, q_heads, dv]`, in the inputs' type.
+    pub out: S::ViewMut<'a>,
+    /// `[b, q_heads, local q_len, 1]`, in the accumulator's type, natural logarithm. −∞ for a query
+    /// without a visible key and without sinks.
+    pub lse: S::ViewMut<'a>,
+    /// Row maximum of the scores, shaped as lse. Present if and only if the output is not
+    /// normalised, like the two below.
+    pub max: Option<S::ViewMut<'a>>,
+    /// Row sum Σ e^(s − max), shaped as lse.
+    pub sum: Option<S::ViewMut<'a>>,
+    /// Number of keys and sinks that share the row maximum, shaped as lse.
+    pub ties: Option<S::ViewMut<'a>>,
+}
+
+/// Inputs of a backward pass.
+pub struct BackwardInputs<'a, S: Space> {
+    /// Inputs of the forward pass.
+    pub forward: Inputs<'a, S>,
+    /// Output of the forward pass.
+    pub out: S::View<'a>,
+    /// lse of the forward pass.
+    pub lse: S::View<'a>,
+    /// Row maximum of the forward pass. Present if and only if the output is not normalised.
+    pub max: Option<S::View<'a>>,
+    /// Ties of the forward pass. Present if and only if the output is not normalised.
+    pub ties: Option<S::View<'a>>,
+    /// ∂L/∂out, shaped and typed as out.
+    pub dout: S::View<'a>,
+    /// ∂L/∂lse, shaped and typed as lse; `None` is 0. Ignored for rows without a visible key and
+    /// without sinks.
+    pub dlse: Option<S::View<'a>>,
+}
+
+impl<S: Space> BackwardInputs<'_, S> {
+    /// Borrows the same tensors for a shorter time, as [`Inputs::reborrow`].
+    pub fn reborrow(&self) -> BackwardInputs<'_, S> {
+        BackwardInputs {
+            forward: self.forward.reborrow(),
+            out: S::reborrow(&self.out),
+            lse: S::reborrow(&self.lse),
+            max: self.max.as_ref().map(S::reborrow),
+            ties: self.ties.as_ref().map(S::reborrow),
+            dout: S::reborrow(&self.dout),
+            dlse: self.dlse.as_ref().map(S::reborrow),
+        }
+    }
+}
+
+/// Outputs of a backward pass. Their contents before the pass have no effect.
+pub struct Gradients<'a, S: Space> {
+    /// Shaped and typed as q.
+    pub dq: S::ViewMut<'a>,
+    /// Shaped and typed as k.
+    pub dk: S::ViewMut<'a>,
+    /// Shaped and typed as v.
+    pub dv: S::ViewMut<'a>,
+    /// This rank's part of ∂L/∂bias, shaped and typed as its bias. Present if and only if there is
+    /// a bias.
+    pub dbias: Option<S::ViewMut<'a>>,
+    /// This rank's part of ∂L/∂sinks, shaped and typed as the sinks. Present if and only if there
+    /// are sinks.
+    pub dsinks: Option<S::ViewMut<'a>>,
+}
+
+/// A block of rows in wire order: records of [`Spec::kv_row_layout`] or [`Spec::query_row_layout`].
+pub struct Block<'a, S: Space> {
+    /// At least `rows.len()` records.
+    pub buffer: &'a S::Buffer,
+    /// Event after which the buffer may be read.
+    pub ready: &'a S::Event,
+    /// Positions, segment ids and row numbers of the records, in the same order.
+    pub rows: &'a Rows,
+}
