@@ -1,17 +1,20 @@
-//! The mathematics of ring attention, without a device, a thread or a socket.
+//! Specs, masks, layouts, schedules and the seams of ring attention, as traits and data.
 //!
-//! This crate says *what* is computed and *who sends what to whom*; it computes nothing fast. Read it in this order:
+//! This crate defines which rows a rank owns, which keys each query attends to, and which messages
+//! the ranks exchange. It contains no device code, no thread and no network; backend crates compute
+//! the tiles and the comm crate moves the blocks. An order to read it in:
 //!
-//! | noun | file |
-//! |---|---|
-//! | shapes: [`Dims`], element types: [`DType`], [`Element`] | `dims.rs`, `dtype.rs` |
-//! | who sees whom: [`Mask`], [`KeyIntervals`], [`Batch`], [`Rows`], [`Visibility`], [`BlockSparseMask`] | `mask/`, `key_intervals.rs`, `batch.rs`, `shard/`, `rows.rs`, `visibility.rs`, `block_sparse_mask.rs` |
-//! | what is computed: [`Spec`] | `spec.rs` |
-//! | the running softmax: [`Partial`] | `partial.rs` |
-//! | the ring: [`Layout`], [`Needs`], [`Schedule`], [`Record`] | `layout.rs`, `needs/`, `schedule/`, `row_layout.rs` |
-//! | the two seams: [`Backend`], [`Transport`], over one memory [`Space`] | `backend.rs`, `transport.rs`, `space.rs` |
-//! | lists that grow with the sequence: [`memory`] | `memory.rs` |
-//! | the truth: [`oracle`] | `oracle/` |
+//! | concept | items | files |
+//! |---|---|---|
+//! | shapes and element types | [`Dims`], [`DType`], [`Element`] | `dims.rs`, `dtype.rs` |
+//! | what is computed | [`Spec`] | `spec.rs` |
+//! | visible pairs of query and key | [`Mask`], [`KeyIntervals`], [`Batch`], [`Visibility`], [`BlockSparseMask`] | `mask/`, `key_intervals.rs`, `batch.rs`, `visibility.rs`, `block_sparse_mask.rs` |
+//! | rows of a rank | [`Layout`], [`Rows`], [`Shard`] | `layout.rs`, `rows.rs`, `shard/` |
+//! | merge of partial results | [`Partial`] | `partial.rs` |
+//! | messages of the ring | [`Needs`], [`Schedule`], [`RowLayout`] | `needs/`, `schedule/`, `row_layout.rs` |
+//! | the two seams, over one memory [`Space`] | [`Backend`], [`Transport`] | `backend.rs`, `pass.rs`, `transport.rs`, `space.rs` |
+//! | allocation of lists that grow with the sequence | [`memory`] | `memory.rs` |
+//! | the f64 reference | [`oracle`] | `oracle/` |
 #![forbid(unsafe_code)]
 
 #[cfg(not(target_pointer_width = "64"))]

@@ -26,7 +26,7 @@ use crate::{
 /// How often events are looked at while nothing else happens.
 const POLL: Duration = Duration::from_micros(100);
 
-/// One rank's endpoint, of any space whose blocks are in CUDA memory. See the [module](self).
+/// One rank's endpoint, of any space whose blocks are in CUDA memory.
 pub struct DeviceMpi {
     inner: Mpi,
     stream: Stream,

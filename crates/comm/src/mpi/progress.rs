@@ -21,7 +21,7 @@ use annulus_core::{
 
 use super::Mpi;
 
-/// An endpoint whose messages also move while nobody calls it. See the [module](self).
+/// An endpoint whose messages also move while nobody calls it.
 ///
 /// # Examples
 /// On two ranks or more, under a launcher:

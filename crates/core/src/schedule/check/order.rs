@@ -71,7 +71,7 @@ fn check_progress(schedule: &Schedule) -> Result<(), Violation> {
             let index = next[rank];
             next[rank] += 1;
             let step = &steps[index / 2];
-            let group = if index % 2 == 0 { &step.before } else { &step.after };
+            let group = if index.is_multiple_of(2) { &step.before } else { &step.after };
             open[rank] = group.sends.len() + group.receives.len();
             let own_sends =
                 group.sends.iter().map(|message| (message, rank * ranks + message.peer));
