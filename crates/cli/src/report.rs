@@ -67,7 +67,7 @@ pub(crate) use complain;
 /// What a rank says of one that it waits for and does not hear. Where all wait for the same one, as in a gather, two of them say so: the first rank,
 /// and the next one after it.
 pub(crate) fn of_silence(rank: usize, ranks: usize) -> impl Fn(Silence) + Send + Sync + 'static {
-    move |Silence { peer, step, waited }| {
+    move |Silence { peer, step, waited, .. }| {
         if rank == 0 || rank == (peer + 1) % ranks {
             complain!(
                 "warning: rank {rank} has heard nothing of rank {peer} for {:.1} s (step {step})",

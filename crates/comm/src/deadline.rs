@@ -33,6 +33,7 @@ use crate::{delegate::forward_control, observed::ObservedClock};
 
 /// A peer that has been waited for, in vain, for a while.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Silence {
     /// Who is silent.
     pub peer: usize,

@@ -6,6 +6,7 @@ use crate::{Error, Result, Run, Runs, memory};
 
 /// How rows are dealt to ranks. Shards may be uneven or empty; nothing is ever padded.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Layout {
     /// Rank r holds one run of rows.
     Contiguous,

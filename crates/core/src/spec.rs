@@ -6,6 +6,7 @@ use crate::{Batch, BiasFunction, DType, Dims, Error, Mask, Result, RowField, Row
 
 /// Where query row i stands among the keys when lengths differ and no explicit positions are given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum Alignment {
     /// i' = i.
     #[default]
@@ -16,6 +17,7 @@ pub enum Alignment {
 
 /// Whether the bias is added before or after the soft cap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum BiasOrder {
     /// cap·tanh((x + bias)/cap).
     BeforeSoftCap,
@@ -27,6 +29,7 @@ pub enum BiasOrder {
 /// How products of f32 inputs are formed on matrix units; and whether weights and gradients of logits of bf16 inputs may be rounded to bf16 before
 /// they are multiplied, which `Default` allows where vectors multiply f32 at best half as fast.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum Precision {
     /// True f32.
     #[default]

@@ -78,11 +78,13 @@ impl RankFigures {
 
     /// What [`RankFigures::numbers`] made numbers of. Counts are exact up to 2⁵³.
     pub(super) fn of_numbers(numbers: &[f64]) -> Self {
-        let of_numbers = |&[seconds, waiting_seconds, sent, predicted]: &[f64; 4]| Report {
-            seconds,
-            waiting_seconds,
-            bytes_sent: sent as u64,
-            bytes_predicted: predicted as u64,
+        let of_numbers = |&[seconds, waiting_seconds, sent, predicted]: &[f64; 4]| {
+            let mut report = Report::default();
+            report.seconds = seconds;
+            report.waiting_seconds = waiting_seconds;
+            report.bytes_sent = sent as u64;
+            report.bytes_predicted = predicted as u64;
+            report
         };
         let (head, reports) = numbers.split_at(numbers.len().min(2));
         let peak = head.get(1).filter(|peak| !peak.is_nan()).map(|&peak| peak as u64);
@@ -263,12 +265,11 @@ mod tests {
 
     #[test]
     fn figures_survive_the_way_between_processes() {
-        let report = Report {
-            seconds: 0.25,
-            waiting_seconds: 0.125,
-            bytes_sent: 1 << 40,
-            bytes_predicted: 7,
-        };
+        let mut report = Report::default();
+        report.seconds = 0.25;
+        report.waiting_seconds = 0.125;
+        report.bytes_sent = 1 << 40;
+        report.bytes_predicted = 7;
         for (peak, reports) in
             [(None, vec![report]), (Some(3 << 33), vec![report, Report::default()])]
         {

@@ -44,6 +44,7 @@ use planning::Planned;
 
 /// Times and bytes of one pass on one rank.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[non_exhaustive]
 pub struct Report {
     /// Wall-clock time of the call.
     pub seconds: f64,
