@@ -31,6 +31,8 @@ pub(super) struct Figures {
     bytes_full_ring_total: u128,
     /// Work of the busiest rank over the mean.
     pub(super) work_max_over_mean: f64,
+    /// True if [`Schedule::check`] has proven the messages right: up to [`MOST_DETAILED_RANKS`].
+    pub(super) schedule_checked: bool,
     /// The mask in words.
     pub(super) mask: String,
     /// Queries.
@@ -182,6 +184,10 @@ impl Figures {
         let (heads, batch) = (spec.dims.q_heads, spec.dims.batch);
         let needs = Needs::of_queries(spec.mask.as_ref(), heads, batch, &coordinates);
         let schedule = Schedule::build(&needs, route, true);
+        let schedule_checked = ranks <= MOST_DETAILED_RANKS;
+        if schedule_checked {
+            schedule.check(&needs, true).map_err(Error::internal)?;
+        }
         let work = Work::of(spec.mask.as_ref(), heads, batch, &coordinates);
         let (block, gradient) = (spec.kv_row_layout(), spec.gradient_row_layout());
         let forward = |traffic: Traffic| traffic.block_rows * u128::from(block.bytes());
@@ -208,6 +214,7 @@ impl Figures {
             bytes_sent_total: forward_bytes.sent,
             bytes_full_ring_total: forward_bytes.full_ring,
             work_max_over_mean: work.max_over_mean(),
+            schedule_checked,
             mask,
             q_len: spec.dims.q_len,
             kv_len: spec.dims.kv_len,

@@ -101,6 +101,7 @@ fn plans_of_many_ranks_are_summaries() {
             && !svg.contains("NaN")
     );
     let many: Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(many["schedule_checked"], false);
     assert!(many["note"].as_str().unwrap().contains("more than 128 ranks"));
     let steps = many["steps"].as_array().unwrap();
     assert!(steps.len() == 200 && steps.iter().all(|step| step.get("ranks").is_none()));
@@ -112,6 +113,7 @@ fn plans_of_many_ranks_are_summaries() {
         "plan --causal --q-len 1000 --ranks 128 --layout contiguous --svg few.svg --json few.json",
     );
     let few: Value = serde_json::from_str(&read("few.json")).unwrap();
+    assert_eq!(few["schedule_checked"], true);
     assert!(few.get("note").is_none() && few["steps"][5]["ranks"].as_array().unwrap().len() == 128);
     assert!(!read("few.svg").contains("more than 128 ranks"));
 }
