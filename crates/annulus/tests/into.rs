@@ -168,7 +168,7 @@ fn a_ring_displays_what_it_does() {
         .unwrap();
     assert_eq!(
         ring.to_string(),
-        "Causal { offset: 0 }, 4 ranks, zigzag, RelayDown, 3 hops, 192.0 KiB sent forward, \
-         384.0 KiB backward"
+        "Causal { offset: 0 }, 4 ranks, zigzag, relay-down, 3 hops, 96.0 KiB sent forward, \
+         288.0 KiB backward"
     );
 }

@@ -349,18 +349,18 @@ impl<B: Backend> Ring<B> {
 
 impl<B: Backend> std::fmt::Display for Ring<B> {
     /// Writes mask, ranks, layout, route, and what this rank receives and sends: `Causal { offset: 0
-    /// }, 8 ranks, zigzag, RelayDown, 7 hops, 1.3 GiB sent forward, 2.6 GiB backward`.
+    /// }, 8 ranks, zigzag, relay-down, 7 hops, 1.3 GiB sent forward, 2.6 GiB backward`.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let program = &self.plan.program;
         let hops = program.steps.iter().filter(|step| !step.kv.receives.is_empty()).count();
         let forward = program::kv_bytes_sent(&program.steps);
         write!(
             f,
-            "{:?}, {} ranks, {}, {:?}, {hops} hops, {} sent forward",
+            "{:?}, {} ranks, {}, {}, {hops} hops, {} sent forward",
             self.spec().mask,
             self.ranks,
             self.layout().name(),
-            self.route(),
+            self.route().name(),
             Bytes(forward),
         )?;
         if self.agreed.backward {
