@@ -26,7 +26,31 @@ pub struct Batch {
     pub cum_seqlens_k: Option<Vec<i64>>,
 }
 
+/// Bytes that planning allocates per run of segment ids or positions: the run, its encoding, its
+/// copies in messages, and the entries of the searches for needed rows, each list with the room
+/// into which it grows.
+const PLANNING_BYTES_PER_RUN: u64 = 256;
+
 impl Batch {
+    /// Returns the bytes that planning allocates for segment ids and positions of this batch.
+    ///
+    /// Ids and positions are compressed to arithmetic runs: documents take a run each, ids in no
+    /// order a run per row.
+    pub fn planning_bytes(&self) -> u64 {
+        let ids = [&self.q_segment_ids, &self.kv_segment_ids].into_iter().flatten();
+        let positions = [&self.q_positions, &self.kv_positions].into_iter().flatten();
+        // without elements there may be any number of batch rows, and none to count
+        let ids = ids.filter(|ids| !ids.is_empty());
+        let positions = positions.filter(|positions| !positions.is_empty());
+        let ids = ids.flat_map(|ids| {
+            ids.rows().into_iter().map(|row| runs(row.iter().map(|&id| id.into())))
+        });
+        let positions = positions.flat_map(|positions| {
+            positions.rows().into_iter().map(|row| runs(row.iter().copied()))
+        });
+        ids.chain(positions).sum::<u64>().saturating_mul(PLANNING_BYTES_PER_RUN)
+    }
+
     /// Checks shapes and numbers; `q_rows` and `kv_rows` are the rows held here.
     ///
     /// # Errors
@@ -195,6 +219,24 @@ impl Batch {
     }
 }
 
+/// Returns the number of arithmetic runs of a list, found greedily.
+fn runs(numbers: impl Iterator<Item = i64>) -> u64 {
+    let mut runs = 0;
+    let mut last = 0i64;
+    let mut step = None;
+    for number in numbers {
+        let difference = number.checked_sub(last);
+        if runs == 0 || (step.is_some() && step != difference) || difference.is_none() {
+            runs += 1;
+            step = None;
+        } else {
+            step = difference;
+        }
+        last = number;
+    }
+    runs
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -219,6 +261,23 @@ mod tests {
 
     fn zeros<T: Clone + Default>(b: usize, rows: usize) -> Option<Array2<T>> {
         Some(Array2::from_elem((b, rows), T::default()))
+    }
+
+    #[test]
+    fn runs_are_counted_as_shards_compress_them() {
+        let ids = [vec![], vec![7], vec![0, 0, 1, 1, 1], vec![3, 5, 7, 8, 9, 9], vec![4, 1, 3, 0]];
+        for ids in ids {
+            let batch = Batch {
+                q_segment_ids: Array2::from_shape_vec((1, ids.len()), ids.clone()).ok(),
+                ..Batch::default()
+            };
+            let dims = Dims::new(1, ids.len(), 1, 1);
+            let layout = crate::Layout::Contiguous;
+            let (alignment, side) = (crate::Alignment::TopLeft, crate::Side::Q);
+            let shard = crate::Shard::local(&dims, alignment, &layout, side, 0, 1, &batch);
+            let runs = shard.segments[0].runs().len() as u64;
+            assert_eq!(batch.planning_bytes(), runs * PLANNING_BYTES_PER_RUN, "{ids:?}");
+        }
     }
 
     #[test]

@@ -87,6 +87,21 @@ pub fn zeros<T: Zeroable, S: IntoDimension>(what: &str, shape: S) -> Result<Arra
     Array::from_shape_vec(shape, zeros).map_err(|_| whole())
 }
 
+/// Fails unless `bytes` bytes can be allocated. They are freed again at once.
+///
+/// For computations that allocate many small lists whose total follows from the caller's lengths:
+/// checked as one, they fail as a whole before they begin. Another thread may take the memory in
+/// between.
+///
+/// # Errors
+/// As [`list`].
+pub fn check_available(what: &str, bytes: u64) -> Result<()> {
+    list::<u8>(what, crate::index(bytes)).map(|mut spare| {
+        // or the compiler leaves out what nothing reads
+        std::hint::black_box(&mut spare);
+    })
+}
+
 /// Fails if there is no memory left beside `len` elements that have just been made.
 fn leaves_headroom<T>(what: &str, len: usize) -> Result<()> {
     if len.saturating_mul(size_of::<T>()) >= LARGE {

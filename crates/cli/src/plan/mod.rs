@@ -135,7 +135,9 @@ fn print(figures: &Figures) {
     say!("backward  {}", figures.backward.in_words());
     say!("work      the busiest rank has {:.3} times the mean", figures.work_max_over_mean);
     if figures.schedule_checked {
-        say!("checked   each row arrives once where it is needed; each gradient reaches its owner once");
+        say!(
+            "checked   each row arrives once where it is needed; each gradient reaches its owner once"
+        );
     }
     say!("");
     say!(

@@ -7,6 +7,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use safetensors::{Dtype, tensor::TensorView};
+
 use crate::support::{Folder, Said};
 
 /// Any of these takes no time; a test machine may be busy.
@@ -94,6 +96,38 @@ fn attend_without_memory_ends_in_one_line() {
     }
     // a sweep that never fails, or always, has shown nothing
     assert!(failed > 6 && succeeded > 6, "{failed} failed, {succeeded} succeeded");
+}
+
+#[test]
+fn ids_in_no_order_without_memory_end_in_one_line() {
+    let folder = Folder::new("limits_ids");
+    // a run of ids per row: the most that planning allocates
+    let len = 1 << 17;
+    let numbers = |scale: i64| (0..len as i64).map(move |row| row * row % 1009 * scale);
+    let ids: Vec<u8> = numbers(1).flat_map(|id| (id as i32).to_le_bytes()).collect();
+    let positions: Vec<u8> = numbers(3).flat_map(i64::to_le_bytes).collect();
+    let rows = vec![0u8; len * 4];
+    let tensors = [
+        ("query", Dtype::F32, vec![1, len, 1, 1], &rows),
+        ("key", Dtype::F32, vec![1, len, 1, 1], &rows),
+        ("value", Dtype::F32, vec![1, len, 1, 1], &rows),
+        ("q_segment_ids", Dtype::I32, vec![1, len], &ids),
+        ("q_positions", Dtype::I64, vec![1, len], &positions),
+        ("kv_positions", Dtype::I64, vec![1, len], &positions),
+    ];
+    let tensors = tensors
+        .map(|(name, dtype, shape, bytes)| (name, TensorView::new(dtype, shape, bytes).unwrap()));
+    safetensors::serialize_to_file(tensors, None, &folder.path("in.st")).unwrap();
+    let mut failed = 0;
+    for limit in limits(&folder, 8 << 10, 16) {
+        let said = limited(
+            &folder,
+            limit,
+            "attend --input in.st --output o.st --causal --window 4 --threads 1 --ranks 1",
+        );
+        failed += usize::from(!ended_well(&folder, &said, &format!("{limit} KiB")));
+    }
+    assert!(failed > 4, "{failed} failed");
 }
 
 #[test]

@@ -14,6 +14,7 @@ use std::sync::Arc;
 
 use annulus_core::{
     Backend, Batch, DenseMask, Error, Passes, RankShard, Result, Shard, Side, Space, Workspace,
+    memory,
 };
 
 use super::{
@@ -23,6 +24,10 @@ use super::{
     plan::{self, RingPlan},
 };
 use crate::agreement::{self, gather};
+
+/// Bytes that planning allocates per byte of an encoded shard: those of [`Batch::planning_bytes`]
+/// per run, of which each takes at least three bytes.
+const BYTES_PER_ENCODED: u64 = 86;
 
 /// A new batch before all ranks have agreed to put it in force.
 struct Staged<S: Space> {
@@ -40,7 +45,8 @@ impl<B: Backend> Ring<B> {
         let (q_rows, kv_rows) = (self.shard.queries.len(), self.shard.keys.len());
         let checked = spec.validate_batch(batch, q_rows, kv_rows).and_then(|()| {
             batch.validate_layout(&dims, layout, self.ring_index, self.ranks)?;
-            check::two_pass_mask(spec, batch, self.ranks)
+            check::two_pass_mask(spec, batch, self.ranks)?;
+            memory::check_available("segment ids and positions", batch.planning_bytes())
         });
         let described = checked.map(|()| describe::batch(batch));
         let round = self.round();
@@ -81,6 +87,8 @@ impl<B: Backend> Ring<B> {
 
     /// Makes everything that a new batch needs beside what the batch in force uses.
     fn stage(&self, batch: &Batch, gathered: &[Vec<u8>]) -> Result<Staged<B::Space>> {
+        let bytes = gathered.iter().map(|shards| shards.len() as u64).sum::<u64>();
+        memory::check_available("the rows of all ranks", bytes.saturating_mul(BYTES_PER_ENCODED))?;
         let shards = plan::decode_shards(gathered, &self.agreed.order)?;
         let plan = RingPlan::derive::<B::Space>(&self.agreed, self.ring_index, shards)?;
         let mask = batch.attention_mask.as_ref().map(DenseMask::try_clone).transpose()?;

@@ -2,6 +2,7 @@
 
 use std::{
     panic::{self, AssertUnwindSafe},
+    sync::{Condvar, Mutex, PoisonError},
     thread,
 };
 
@@ -17,8 +18,8 @@ use annulus_core::{Error, Result, memory};
 /// Local. Returns when every thread has ended, so `work` may borrow.
 ///
 /// # Errors
-/// Those of `work`; [`Error::Device`] if a thread did not start, [`Error::Internal`] if one
-/// panicked.
+/// Those of `work`; [`Error::Device`] if a thread did not start, before `work` has begun on any;
+/// [`Error::Internal`] if one panicked.
 ///
 /// # Examples
 /// ```
@@ -35,30 +36,37 @@ pub fn each_rank<I: Send, T: Send>(
 ) -> Result<Vec<T>> {
     let items: Vec<I> = items.into_iter().collect();
     let work = &work;
-    let panicked = |_| Err(Error::internal("the thread of a rank panicked"));
+    let panicked = |()| Err(Error::internal("the thread of a rank panicked"));
     if items.len() == 1 {
         let run = |(rank, item)| {
-            panic::catch_unwind(AssertUnwindSafe(|| work(rank, item))).unwrap_or_else(panicked)
+            panic::catch_unwind(AssertUnwindSafe(|| work(rank, item)))
+                .unwrap_or_else(|_| panicked(()))
         };
         return items.into_iter().enumerate().map(run).collect();
     }
+    let gate = Gate::default();
     let results: Vec<Result<T>> = thread::scope(|scope| {
         let start = |(rank, item)| {
             // a thread that starts with the last memory ends the process with its first small list
             std::hint::black_box(memory::list::<u8>("the thread of a rank", STACK)?);
+            let gate = &gate;
             let thread = thread::Builder::new()
                 .name(format!("rank {rank}"))
-                .spawn_scoped(scope, move || work(rank, item));
+                .spawn_scoped(scope, move || gate.is_opened().then(|| work(rank, item)));
             thread.map_err(|error| Error::Device {
                 what: format!("the thread of rank {rank} did not start: {error}"),
             })
         };
-        // all are started before any is waited for
         let threads: Vec<_> = items.into_iter().enumerate().map(start).collect();
-        let wait = |thread: Result<thread::ScopedJoinHandle<'_, Result<T>>>| {
-            thread?.join().unwrap_or_else(panicked)
+        // A rank whose thread did not start sends nothing, and the others would wait for it until
+        // their deadline. So no rank begins before all threads have started.
+        gate.decide(threads.iter().all(Result::is_ok));
+        type Thread<'a, T> = thread::ScopedJoinHandle<'a, Option<Result<T>>>;
+        let wait = |thread: Result<Thread<'_, T>>| {
+            let result = thread.map(|thread| thread.join().unwrap_or_else(|_| Some(panicked(()))));
+            result.transpose()
         };
-        threads.into_iter().map(wait).collect()
+        threads.into_iter().filter_map(wait).map(Result::flatten).collect()
     });
     let mut values = Vec::with_capacity(results.len());
     let mut failed: Option<Error> = None;
@@ -74,6 +82,28 @@ pub fn each_rank<I: Send, T: Send>(
         }
     }
     failed.map_or(Ok(values), Err)
+}
+
+/// Holds threads back until it is decided whether they run.
+#[derive(Default)]
+struct Gate {
+    decision: Mutex<Option<bool>>,
+    decided: Condvar,
+}
+
+impl Gate {
+    fn decide(&self, open: bool) {
+        *self.decision.lock().unwrap_or_else(PoisonError::into_inner) = Some(open);
+        self.decided.notify_all();
+    }
+
+    /// Waits for the decision, which always comes: the thread that makes it only starts threads
+    /// before it.
+    fn is_opened(&self) -> bool {
+        let decision = self.decision.lock().unwrap_or_else(PoisonError::into_inner);
+        let decision = self.decided.wait_while(decision, |decision| decision.is_none());
+        decision.unwrap_or_else(PoisonError::into_inner).unwrap_or(false)
+    }
 }
 
 /// Bytes that a thread takes where nobody says otherwise.
@@ -97,6 +127,19 @@ mod tests {
         };
         assert_eq!(each_rank([(); 4], work), Err(Error::invalid("bias", 1, 2)));
         assert_eq!(each_rank([3, 4], |rank, item| Ok(rank + item)), Ok(vec![3, 5]));
+    }
+
+    #[test]
+    fn threads_run_only_if_the_gate_opens() {
+        for open in [false, true] {
+            let gate = Gate::default();
+            let ran = thread::scope(|scope| {
+                let threads: Vec<_> = (0..3).map(|_| scope.spawn(|| gate.is_opened())).collect();
+                gate.decide(open);
+                threads.into_iter().map(|thread| thread.join()).collect::<Vec<_>>()
+            });
+            assert!(ran.into_iter().all(|ran| ran.is_ok_and(|ran| ran == open)));
+        }
     }
 
     #[test]
