@@ -1,6 +1,6 @@
 #!/bin/bash
-# Runs one ring over all nodes of a Slurm job, with one rank per socket or memory domain. The threads
-# of a rank are the cores of its socket or domain.
+# Runs one ring over all nodes of a Slurm job, with one rank per socket or memory domain. The
+# threads of a rank are the cores of its socket or domain.
 #
 #   sbatch jobs/slurm.sh IN.safetensors OUT.safetensors [flags of `annulus attend`]
 #
