@@ -12,7 +12,7 @@ use annulus_comm::{
     threads::{self, each_rank},
 };
 use annulus_conformance::{
-    Case, Judge, RingSubject, Setting, Station, Subject,
+    Case, Judge, RankSetup, RingSubject, Setting, Subject,
     suite::{self, Poison, Scale, Verdict},
 };
 use annulus_core::{DType, Error, Inputs, Layout, Outputs, Result};
@@ -97,11 +97,11 @@ fn bits_repeat_under_message_delays() {
 }
 
 /// One rank of a ring over this machine's NCCL.
-fn over_nccl(inner: threads::Threads) -> Result<Station<CudaMemory, Cuda>> {
+fn over_nccl(inner: threads::Threads) -> Result<RankSetup<CudaMemory, Cuda>> {
     let backend = open()?;
     let nccl = Nccl::open(inner, backend.stream().device(), DEADLINE)?;
     let memory = CudaMemory(backend.stream().clone());
-    Ok(Station { memory, backend, transport: Box::new(Deadline::new(nccl, DEADLINE)?) })
+    Ok(RankSetup { memory, backend, transport: Box::new(Deadline::new(nccl, DEADLINE)?) })
 }
 
 #[test]

@@ -13,7 +13,7 @@ use annulus_comm::{
     nccl::Nccl,
     threads::{self, each_rank},
 };
-use annulus_conformance::{Case, Judge, RingSubject, Setting, Station, Subject, suite};
+use annulus_conformance::{Case, Judge, RankSetup, RingSubject, Setting, Subject, suite};
 use annulus_core::{
     Channel, DType, Dims, Error, Incoming, Layout, MessageHeader, Outgoing, Result, Transport,
 };
@@ -34,17 +34,17 @@ use crate::{
 };
 
 /// Backend and transport of one rank.
-fn station(inner: Threads) -> Result<Station<CudaMemory, Cuda>> {
+fn rank_setup(inner: Threads) -> Result<RankSetup<CudaMemory, Cuda>> {
     let backend = emulated(&[])?;
     let nccl = Nccl::with_symbols(inner, backend.stream().device(), Ok(nccl_symbols()), DEADLINE)?;
     let memory = CudaMemory(backend.stream().clone());
-    Ok(Station { memory, backend, transport: Box::new(Deadline::new(nccl, DEADLINE)?) })
+    Ok(RankSetup { memory, backend, transport: Box::new(Deadline::new(nccl, DEADLINE)?) })
 }
 
 fn subject() -> impl Subject {
     RingSubject::new("emulated cuda over nccl", |ranks| {
         // initialization waits for all ranks
-        each_rank(threads::ring(ranks), |_, inner| station(inner))
+        each_rank(threads::ring(ranks), |_, inner| rank_setup(inner))
     })
 }
 
