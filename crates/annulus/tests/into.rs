@@ -54,7 +54,7 @@ fn the_callers_tensors_get_the_bits_of_new_ones() {
             let new = ring.forward(&tensors).unwrap();
             let new_gradients = ring.backward(&tensors, &new, dout.view(), None).unwrap();
 
-            // every tensor in another order in memory, filled with what must not matter
+            // every tensor in another memory order, filled with numbers that must be overwritten
             let [q, k, v] = [&q, &k, &v].map(by_head);
             let strided = Tensors::new(view(&q), view(&k), view(&v))
                 .with_bias(bias.view())
@@ -108,7 +108,7 @@ fn the_callers_tensors_get_the_bits_of_new_ones() {
 }
 
 #[test]
-fn outputs_that_do_not_fit_are_refused_by_name_and_the_ring_lives() {
+fn outputs_that_do_not_fit_are_refused_by_name_and_the_plan_still_works() {
     let x = tensor(2, 0.3);
     let tensors = Tensors::new(x.view(), x.view(), x.view());
     let mut ring =
@@ -130,7 +130,7 @@ fn outputs_that_do_not_fit_are_refused_by_name_and_the_ring_lives() {
 }
 
 #[test]
-fn what_a_plan_would_ignore_is_refused() {
+fn options_without_effect_are_refused() {
     let dims = Dims::new(1, 8, 1, 4);
     let name = |attention: Attention| match attention.local_ring(dims, 2) {
         Err(Error::InvalidArgument { argument, .. }) => argument,
@@ -160,7 +160,7 @@ fn a_prefix_is_exempt_from_the_causal_mask() {
 }
 
 #[test]
-fn a_ring_displays_what_it_does() {
+fn a_ring_displays_its_mask_ranks_layout_and_route() {
     let ring = Attention::new()
         .causal(true)
         .layout(Layout::Zigzag)
