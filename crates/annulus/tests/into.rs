@@ -26,7 +26,9 @@ fn view(by_head: &Array4<f64>) -> ArrayView4<'_, f64> {
 
 #[test]
 fn the_callers_tensors_get_the_bits_of_new_ones() {
-    let (q, k, v) = (tensor(4, 0.3), tensor(2, 0.7), tensor(2, 1.1));
+    let q = tensor(4, 0.3);
+    let k = tensor(2, 0.7);
+    let v = tensor(2, 1.1);
     let dout = tensor(4, 0.9);
     let sinks = Array2::from_elem((4, 1), 0.2);
     for (unnormalized, bias_rows) in [(false, 1), (false, LEN), (true, LEN)] {
@@ -81,7 +83,9 @@ fn the_callers_tensors_get_the_bits_of_new_ones() {
             if unnormalized {
                 assert_eq!((Some(&max), Some(&sum)), (new.max.as_ref(), new.sum.as_ref()));
             }
-            let (mut dq, mut dk, mut dv) = (junk(&q), junk(&k), junk(&v));
+            let mut dq = junk(&q);
+            let mut dk = junk(&k);
+            let mut dv = junk(&v);
             let mut dbias = Array4::from_elem(bias.raw_dim(), f64::NAN);
             let mut dsinks = Array2::from_elem((4, 1), f64::NAN);
             let forward = ForwardView {

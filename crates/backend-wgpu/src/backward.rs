@@ -93,7 +93,9 @@ impl<'p> WgpuBackward<'p> {
             ],
         )?;
         let BackwardState { dq, statistics, bias } = state;
-        let (dims, rows, storage) = (shard.spec.dims, shard.queries.len(), tile.storage);
+        let dims = shard.spec.dims;
+        let rows = shard.queries.len();
+        let storage = tile.storage;
         let bytes = storage.bytes();
         let mut commands = Commands::new(gpu, arena);
         commands.clear(&dq.buffer);

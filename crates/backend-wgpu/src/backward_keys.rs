@@ -20,7 +20,8 @@ pub(crate) fn backward_dkv(
     let WgpuBackward { kernels, state, inputs } = pass;
     let RankKernels { gpu, shard, tile, arena, block_mask } = &mut **kernels;
     let BackwardState { statistics, .. } = state;
-    let (spec, rows) = (&shard.spec, shard.queries.len());
+    let spec = &shard.spec;
+    let rows = shard.queries.len();
     let (record, gradient, bytes) =
         (spec.kv_row_layout(), spec.gradient_row_layout(), tile.storage.bytes());
     let of_block =

@@ -21,7 +21,9 @@ pub(crate) fn backward_dq(
     let WgpuBackward { kernels, state, inputs } = pass;
     let RankKernels { gpu, shard, tile, arena, block_mask } = &mut **kernels;
     let BackwardState { dq, statistics, bias: dbias } = state;
-    let (spec, rows, record) = (&shard.spec, shard.queries.len(), shard.spec.kv_row_layout());
+    let spec = &shard.spec;
+    let rows = shard.queries.len();
+    let record = shard.spec.kv_row_layout();
     let bytes = tile.storage.bytes();
     let heads = spec.dims.q_heads;
     let of_block =

@@ -194,7 +194,8 @@ impl Gpu {
         level: Option<Level>,
         matrices: Option<Matrices>,
     ) -> Result<Self> {
-        let (info, limits) = (device.adapter_info(), device.limits());
+        let info = device.adapter_info();
+        let limits = device.limits();
         let available = Level::of_device(device.features(), info.subgroup_min_size, matrices);
         let proven = || {
             choose(PROOFS, AdapterKind::of(&info), &available)

@@ -31,7 +31,9 @@ pub(crate) fn write_outputs(
             ("ties", outputs.ties.as_deref()),
         ],
     )?;
-    let (spec, dims, rows) = (&shard.spec, shard.spec.dims, shard.queries.len());
+    let spec = &shard.spec;
+    let dims = shard.spec.dims;
+    let rows = shard.queries.len();
     let mut commands = Commands::new(gpu, arena);
     let items = (dims.batch * rows * dims.q_heads) as u64;
     let mut bindings = vec![
@@ -98,8 +100,11 @@ pub(crate) fn write_gradients(
             ("dsoftmax_aux", into.dsinks.as_deref()),
         ],
     )?;
-    let (spec, dims, bytes) = (&shard.spec, shard.spec.dims, tile.storage.bytes());
-    let (queries, keys) = (shard.queries.len(), shard.keys.len());
+    let spec = &shard.spec;
+    let dims = shard.spec.dims;
+    let bytes = tile.storage.bytes();
+    let queries = shard.queries.len();
+    let keys = shard.keys.len();
     let mut commands = Commands::new(gpu, arena);
     let vectors = Layout::dense(queries, dims.q_heads, dims.head_dim);
     let copy = Copy {

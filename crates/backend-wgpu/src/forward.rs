@@ -46,7 +46,9 @@ impl ForwardPass<WgpuSpace> for WgpuForward<'_> {
         let Self { kernels, state, inputs } = self;
         let RankKernels { gpu, shard, tile, arena, block_mask } = &mut **kernels;
         let ForwardState { acc, softmax_statistics } = state;
-        let (spec, rows, record) = (&shard.spec, shard.queries.len(), shard.spec.kv_row_layout());
+        let spec = &shard.spec;
+        let rows = shard.queries.len();
+        let record = shard.spec.kv_row_layout();
         let bytes = tile.storage.bytes();
         let of_block =
             |field| Some(records(Some(&kv.buffer.buffer), &record, field, bytes, RowsOf::Keys));

@@ -92,7 +92,8 @@ mod tests {
         let factor = |step: u32, most: u32| -> Square {
             (0..1024).map(|at| (at * step % most) as f32).collect()
         };
-        let (left, right) = (factor(PARAMS.left_step, 17), factor(PARAMS.right_step, 13));
+        let left = factor(PARAMS.left_step, 17);
+        let right = factor(PARAMS.right_step, 13);
         let both = |rows: &Square, columns: &Square| [rows.clone(), columns.clone()].concat();
         let (by_rows, by_columns) =
             (product(&left, &right, 32), product(&left, &transposed(&right), 32));

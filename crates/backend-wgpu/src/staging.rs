@@ -49,7 +49,8 @@ pub(crate) struct UploadBuffer(pub(crate) wgpu::Buffer);
 impl UploadBuffer {
     /// Returns the buffer to the pool once queued work has read it.
     pub(crate) fn return_to_pool(self, gpu: &Gpu) -> Result<()> {
-        let (pool, buffer) = (Arc::clone(&gpu.staging().uploads), self.0.clone());
+        let pool = Arc::clone(&gpu.staging().uploads);
+        let buffer = self.0.clone();
         gpu.guard(|_, _| {
             self.0.map_async(MapMode::Write, .., move |mapped| {
                 // mapping fails only if the device is lost

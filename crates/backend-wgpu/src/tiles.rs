@@ -130,7 +130,8 @@ impl<'a> Operands<'a> {
             (first, bases)
         }
         let q = one(&self.q, |bases| &mut bases.q);
-        let (k, v) = (one(&self.k, |bases| &mut bases.k), one(&self.v, |bases| &mut bases.v));
+        let k = one(&self.k, |bases| &mut bases.k);
+        let v = one(&self.v, |bases| &mut bases.v);
         let bias = one(&self.bias, |bases| &mut bases.bias);
         let acc = one(&self.acc, |bases| &mut bases.acc);
         let statistics = one(&self.statistics, |bases| &mut bases.statistics);
@@ -296,7 +297,8 @@ impl TilePass<'_> {
         shape: &GridShape,
         grid_width: u32,
     ) -> TileParams {
-        let (spec, dims) = (self.spec, &self.spec.dims);
+        let spec = self.spec;
+        let dims = &self.spec.dims;
         let layout = |operand: &Option<Operand<'_>>| {
             operand.map_or_else(Layout::default, |operand| operand.layout)
         };

@@ -179,7 +179,8 @@ fn check_fits(gpu: &Gpu, spec: &Spec, storage: Storage, passes: Passes) -> Resul
         let layout = Layout::dense(dims.q_len, dims.q_heads, dim);
         Some(Operand { buffer: None, layout, dim, bytes, rows: RowsOf::Queries })
     };
-    let (record, gradient) = (spec.kv_row_layout(), spec.gradient_row_layout());
+    let record = spec.kv_row_layout();
+    let gradient = spec.gradient_row_layout();
     let keys = |record, field, bytes| Some(records(None, record, field, bytes, RowsOf::Keys));
     let bytes = storage.bytes();
     let operands = Operands {

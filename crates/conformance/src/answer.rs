@@ -76,7 +76,8 @@ impl Answer {
     /// # Errors
     /// The first difference, as text.
     pub fn compare(&self, want: &Self, within: impl Fn(&str) -> f64) -> Result<(), String> {
-        let (got, want) = (self.arrays(), want.arrays());
+        let got = self.arrays();
+        let want = want.arrays();
         let names = |arrays: &[(&'static str, ArrayViewD<'_, f64>)]| {
             arrays.iter().map(|(name, _)| *name).collect::<Vec<_>>()
         };

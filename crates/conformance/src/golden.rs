@@ -157,7 +157,8 @@ impl Entry {
                 .cloned()
                 .ok_or_else(|| io(&path, format!("no tolerance for {dtype}")))
         };
-        let (tolerance_f32, tolerance_f64) = (tolerance("f32")?, tolerance("f64")?);
+        let tolerance_f32 = tolerance("f32")?;
+        let tolerance_f64 = tolerance("f64")?;
         let expected = tolerance_f64
             .keys()
             .map(|name| Ok((name.clone(), file.need(name, number)?)))

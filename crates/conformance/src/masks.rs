@@ -50,7 +50,8 @@ impl Mask for Masks {
     }
 
     fn visible(&self, query: &Query, key: &Key) -> bool {
-        let (i, j) = (i128::from(query.position), i128::from(key.position));
+        let i = i128::from(query.position);
+        let j = i128::from(key.position);
         let near = |[left, right]: [Option<u64>; 2]| {
             left.is_none_or(|left| i - i128::from(left) <= j)
                 && right.is_none_or(|right| j <= i + i128::from(right))

@@ -45,7 +45,8 @@ impl<S: Space, T: Transport<S>> Transport<S> for Placed<T> {
     }
 
     fn post(&mut self, sends: &[Outgoing<'_, S>], receives: &mut Vec<Incoming<S>>) -> Result<()> {
-        let (rank, nodes) = (self.inner.rank(), self.placement.nodes());
+        let rank = self.inner.rank();
+        let nodes = self.placement.nodes();
         let crosses = |hop: &&MessageHeader| {
             hop.channel == Channel::Kv && nodes.get(hop.peer) != nodes.get(rank)
         };

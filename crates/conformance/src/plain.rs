@@ -80,7 +80,8 @@ impl Row<'_> {
     /// Computes the row's output and statistics, and adds its terms to the gradients.
     fn compute(&self, visible: &[usize], answer: &mut Answer) {
         let [b, h, i] = self.at;
-        let (dtype, sums) = (self.spec.dtype, self.spec.dtype.accumulator());
+        let dtype = self.spec.dtype;
+        let sums = self.spec.dtype.accumulator();
         let pairs: Vec<(usize, Pair)> =
             visible.iter().filter_map(|&j| Some((j, self.pair(j)?))).collect();
         let sinks: Vec<f64> = self.sinks();
@@ -173,12 +174,11 @@ impl Row<'_> {
     /// Returns the pair with key `j`; `None` if its bias is −∞, which masks it.
     fn pair(&self, j: usize) -> Option<Pair> {
         let [b, h, i] = self.at;
-        let (spec, dtype) = (self.spec, self.spec.dtype);
+        let spec = self.spec;
+        let dtype = self.spec.dtype;
         let bias = self.bias(j)?;
-        let (q, k) = (
-            self.case.q.slice(s![b, i, h, ..]),
-            self.case.k.slice(s![b, j, spec.dims.kv_head(h), ..]),
-        );
+        let q = self.case.q.slice(s![b, i, h, ..]);
+        let k = self.case.k.slice(s![b, j, spec.dims.kv_head(h), ..]);
         let product = dtype.round(spec.logits_dtype.round(dot_of(dtype.accumulator(), q, k)));
         let x = dtype.round(spec.scale * product);
         let (before, after) =
@@ -205,7 +205,8 @@ impl Row<'_> {
             .bias
             .as_ref()
             .map_or(0.0, |bias| bias[broadcast(bias.dim().into(), [b, h, i, j])]);
-        let (query, key) = (self.sight.query(b, h, i)?, self.sight.key(b, j)?);
+        let query = self.sight.query(b, h, i)?;
+        let key = self.sight.key(b, j)?;
         let computed =
             self.spec.bias_function.as_ref().map_or(0.0, |function| function.bias(&query, &key));
         (tensor != f64::NEG_INFINITY && computed != f64::NEG_INFINITY).then_some(tensor + computed)

@@ -94,7 +94,8 @@ pub(crate) fn run_rank<M: TensorMemory, B: Backend<Space = M::Space>>(
     };
     let mut ring = Ring::new(backend, transport, case.attention().spec(case.spec.dims), options)?;
     let rows = |runs: &Runs| runs.iter().map(i64::cast_unsigned).collect::<Vec<u64>>();
-    let (q_rows, kv_rows) = (rows(ring.q_rows()), rows(ring.kv_rows()));
+    let q_rows = rows(ring.q_rows());
+    let kv_rows = rows(ring.kv_rows());
     if case.batch != Batch::default() {
         ring.update(&case.batch.select(&q_rows, &kv_rows)?)?;
     }
@@ -124,7 +125,8 @@ struct RankTensors<M: TensorMemory> {
 
 impl<M: TensorMemory> RankTensors<M> {
     fn upload(memory: &M, case: &Case, q_rows: &[usize], kv_rows: &[usize]) -> Result<Self> {
-        let (dtype, sums) = (case.spec.dtype, case.spec.dtype.accumulator());
+        let dtype = case.spec.dtype;
+        let sums = case.spec.dtype.accumulator();
         let upload = |tensor: &Array4<f64>, rows: &[usize]| {
             memory.upload(tensor.select(Axis(1), rows).view(), dtype)
         };
@@ -206,7 +208,9 @@ impl<M: TensorMemory> RankTensors<M> {
         ring: &mut Ring<B>,
         case: &Case,
     ) -> Result<ForwardTensors<M::Tensor>> {
-        let (dtype, sums, dims) = (case.spec.dtype, case.spec.dtype.accumulator(), case.spec.dims);
+        let dtype = case.spec.dtype;
+        let sums = case.spec.dtype.accumulator();
+        let dims = case.spec.dims;
         // outputs hold another number before the call: results must not depend on their
         // content
         let filled =
@@ -240,7 +244,8 @@ impl<M: TensorMemory> RankTensors<M> {
         case: &Case,
         made: &ForwardTensors<M::Tensor>,
     ) -> Result<[Option<M::Tensor>; 5]> {
-        let (dtype, sums) = (case.spec.dtype, case.spec.dtype.accumulator());
+        let dtype = case.spec.dtype;
+        let sums = case.spec.dtype.accumulator();
         let filled =
             |shape: [usize; 4], dtype| memory.upload(Array4::from_elem(shape, 77.0).view(), dtype);
         let Dims { batch, q_heads, kv_heads, head_dim, value_dim, .. } = case.spec.dims;

@@ -45,7 +45,8 @@ impl Cache {
 
     /// Hashes all inputs of an image to 128 bits.
     pub fn key<'a>(texts: impl Iterator<Item = &'a str>) -> String {
-        let (mut one, mut other) = (Fingerprint::new(), Fingerprint::new().number(1));
+        let mut one = Fingerprint::new();
+        let mut other = Fingerprint::new().number(1);
         for text in texts {
             one = digest(one, text.as_bytes());
             other = digest(other, text.as_bytes());

@@ -141,7 +141,8 @@ impl<A: Real> Scores<'_, A> {
 
     /// Returns the type to which products are rounded, if it is narrower than the accumulator.
     fn rounding(&self) -> Option<DType> {
-        let (wanted, have) = (self.spec.logits_dtype, A::DTYPE);
+        let wanted = self.spec.logits_dtype;
+        let have = A::DTYPE;
         (wanted.bytes() < have.bytes()).then_some(wanted)
     }
 

@@ -74,7 +74,9 @@ fn multiply(matrices: Matrices, most: &str, a: &str, b: &str) -> String {
     let size = matrices.size();
     let line = 32 / size;
     let named = |role: &str, element: &str| format!("coop_mat{size}x{size}<{element}, {role}>");
-    let (of_a, of_b, of_c) = (named("A", "f16"), named("B", "f16"), named("C", "f32"));
+    let of_a = named("A", "f16");
+    let of_b = named("B", "f16");
+    let of_c = named("C", "f32");
     format!(
         "    for (var n = 0u; n < matrix_rounds; n++) {{
         let matrix = n * subgroups + subgroup;
@@ -172,7 +174,9 @@ pub(super) fn accumulate(
     of: &Vectors,
     words: Words,
 ) -> String {
-    let (name, head, dim) = (of.name, of.head(), of.dim);
+    let name = of.name;
+    let head = of.head();
+    let dim = of.dim;
     let mut text = "let product_factor = params.keep_scale / PROB_SCALE;\n".to_owned();
     for group in 0..groups {
         let four = format!("{name}_columns(batch, {head}, column + j, {}u + 4u * tx)", 32 * group);

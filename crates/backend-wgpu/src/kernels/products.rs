@@ -155,7 +155,10 @@ fn accumulate(
     of: &Vectors,
     words: Words,
 ) -> String {
-    let (name, head, dim, general) = (of.name, of.head(), of.dim, variant.general);
+    let name = of.name;
+    let head = of.head();
+    let dim = of.dim;
+    let general = variant.general;
     let mut text = String::new();
     for group in 0..groups {
         let _infallible = write!(
@@ -371,7 +374,9 @@ fn functions(storage: Storage, vectors: &[(&Vectors, &str)]) -> String {
 
 /// Generates the forward kernel.
 pub(super) fn forward(variant: TileVariant) -> Source {
-    let (groups, general, on) = (variant.value_groups, variant.general, matrices::of(variant));
+    let groups = variant.value_groups;
+    let general = variant.general;
+    let on = matrices::of(variant);
     let mut text = Template::default();
     text.name(
         "LOAD_ACC",
@@ -517,7 +522,8 @@ fn score_gradients(general: bool, rows_are_keys: bool, then: &str) -> String {
 
 /// Generates the kernel of dQ.
 pub(super) fn backward_queries(variant: TileVariant) -> Source {
-    let (groups, on) = (variant.head_groups, matrices::of(variant));
+    let groups = variant.head_groups;
+    let on = matrices::of(variant);
     let mut text = Template::default();
     text.name("ROW_STATISTICS", statistics("row"));
     text.name(
@@ -621,7 +627,8 @@ pub(super) fn backward_keys(variant: TileVariant, from_records: bool) -> Source 
 
 /// Generates the kernel of dbias.
 pub(super) fn backward_bias(variant: TileVariant, axes: BiasAxes) -> Source {
-    let (rows_are_keys, on) = (axes == BiasAxes::Keys, matrices::of(variant));
+    let rows_are_keys = axes == BiasAxes::Keys;
+    let on = matrices::of(variant);
     let mut text = Template::default();
     text.flag("SUM_ROWS", axes != BiasAxes::Pairs);
     text.name("ROWS", if rows_are_keys { "params.keys" } else { "params.queries" });

@@ -65,7 +65,8 @@ impl StagedSpace for MockSpace {
         into: DeviceBuffer,
         ranges: &[Range<u64>],
     ) -> Result<Upload> {
-        let (slot, ranges) = (into.slot(), ranges.to_vec());
+        let slot = into.slot();
+        let ranges = ranges.to_vec();
         let bytes: u64 = ranges.iter().map(|range| range.end - range.start).sum();
         let front = from
             .bytes()

@@ -93,7 +93,8 @@ impl Pair<'_> {
                 .for_each(|tensor| *tensor = pick(tensor, 1, rows));
             self.run(&alone)
         };
-        let (a, b) = (separate(&first)?, separate(&second)?);
+        let a = separate(&first)?;
+        let b = separate(&second)?;
         let join = |a: &Array4<f64>, b: &Array4<f64>| {
             concatenate(Axis(1), &[a.view(), b.view()]).unwrap_or_default()
         };
@@ -199,7 +200,8 @@ impl Pair<'_> {
             });
         }
         let prefix: Vec<usize> = (0..17).collect();
-        let (a, b) = (self.run(&whole)?, self.run(&other)?);
+        let a = self.run(&whole)?;
+        let b = self.run(&other)?;
         // the same tiles are computed from the same numbers, hence the same bits
         for (name, a, b) in [("out", &a.out, &b.out), ("dq", &a.dq, &b.dq)] {
             ensure(pick(a, 1, &prefix) == pick(b, 1, &prefix), || {

@@ -102,7 +102,8 @@ impl Configuration {
         let [mask, _, dims, dtype, feature, backward, _] = self.values;
         let draw =
             &mut Draw::new(self.values.iter().fold(1, |seed, &value| seed * 64 + value as u64));
-        let (dims, feature) = (DIMS[dims], FEATURES[feature]);
+        let dims = DIMS[dims];
+        let feature = FEATURES[feature];
         let Dims { batch, q_len, kv_len, q_heads, .. } = dims;
         let mut spec = Spec::new(dims, DType::F64);
         match feature {
@@ -312,7 +313,8 @@ mod tests {
         // a configuration as text without its name
         let described = |values: [usize; FACTORS.len()]| {
             let configuration = Configuration { values };
-            let (case, setting) = (configuration.case(), configuration.setting(3));
+            let case = configuration.case();
+            let setting = configuration.setting(3);
             format!(
                 "{:?} {:?} {:?} {} {setting} {:?}",
                 case.spec,

@@ -497,8 +497,10 @@ mod tests {
 
     #[test]
     fn work_queued_behind_a_failure_never_runs() {
-        let (symbols, done) = (symbols(), Arc::new(AtomicUsize::new(0)));
-        let (mut context, mut stream) = (std::ptr::null_mut(), std::ptr::null_mut());
+        let symbols = symbols();
+        let done = Arc::new(AtomicUsize::new(0));
+        let mut context = std::ptr::null_mut();
+        let mut stream = std::ptr::null_mut();
         // SAFETY: every pointer is to a local of the right type, every handle is valid.
         unsafe {
             assert_eq!(

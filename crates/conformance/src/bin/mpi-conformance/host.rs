@@ -29,7 +29,8 @@ pub(crate) fn host(settings: &Settings) -> Verdict {
     let (universe, level) =
         mpi::initialize_with_threading(Threading::Funneled).ok_or("MPI was initialised already")?;
     let world = universe.world();
-    let (rank, ranks) = (world.rank(), world.size());
+    let rank = world.rank();
+    let ranks = world.size();
     let verdict = rings(settings, &world, level);
     let kept = verdict
         .as_ref()
@@ -109,7 +110,8 @@ fn plan(transport: Mpi) -> Result<Plan<Cpu>> {
 /// Runs forward and backward with all values 0.5: whatever the weights, every output is 0.5.
 fn pass(plan: &mut Plan<Cpu>) -> Result<()> {
     let tensor = |heads| Array4::<f32>::from_elem((1, index(plan.q_rows().len()), heads, 4), 0.5);
-    let (q, kv) = (tensor(2), tensor(1));
+    let q = tensor(2);
+    let kv = tensor(1);
     let tensors = Tensors::new(q.view(), kv.view(), kv.view());
     let forward = plan.forward(&tensors)?;
     plan.backward(&tensors, &forward, q.view(), None)?;

@@ -17,7 +17,8 @@ use crate::{
 /// Prints the medians of times and ratios, and the ratio of every round.
 pub(crate) fn measure(problem: &Problem) -> Result<()> {
     let mut everybody = Everybody::new()?;
-    let (rank, ranks) = (everybody.rank(), everybody.ranks());
+    let rank = everybody.rank();
+    let ranks = everybody.ranks();
     let mut ring =
         Timed::new(problem, Cpu::new(problem.threads)?, Mpi::world(Settings::default())?)?;
     let mut alone = if rank == 0 {
