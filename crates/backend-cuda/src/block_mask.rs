@@ -157,7 +157,7 @@ impl BlockMask {
         [self.query_tiles, self.key_tiles]
     }
 
-    /// Returns true if there are no query rows or no key rows. False does not imply a visible pair.
+    /// True if there are no query rows or no key rows. False does not imply a visible pair.
     pub(crate) const fn is_empty(&self) -> bool {
         self.queries == 0 || self.keys == 0
     }

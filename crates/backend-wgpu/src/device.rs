@@ -294,7 +294,7 @@ impl Gpu {
         self.0.max_loop_steps
     }
 
-    /// Returns true if buffers of one serve the other: the same device, at any level. wgpu cannot
+    /// True if buffers of one serve the other: the same device, at any level. wgpu cannot
     /// compare devices, because its ids are unique per instance only.
     pub(crate) fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0.lost.0, &other.0.lost.0)

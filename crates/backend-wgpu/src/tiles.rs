@@ -212,7 +212,7 @@ impl TilePass<'_> {
         Ok(ControlFlow::Continue(()))
     }
 
-    /// Returns true if the chunk is the first to write its KV heads.
+    /// True if the chunk is the first to write its KV heads.
     const fn begins_key_heads(&self, chunk: &WorkChunk) -> bool {
         chunk.queries.0 == 0 && chunk.heads.0.is_multiple_of(self.spec.dims.group())
     }

@@ -131,7 +131,7 @@ mod tests {
             fs::write(&file, damage).unwrap();
             assert_eq!(cache.get(&key, ImageKind::Cubin), None);
         }
-        // it is written anew, and no other file is left
+        // the entry is written anew, and no other file remains
         cache.put(&key, &image);
         assert_eq!(cache.get(&key, ImageKind::Cubin), Some(image));
         assert_eq!(fs::read_dir(&folder).unwrap().count(), 1);

@@ -80,14 +80,13 @@ impl Compiler {
         Ok(Self { symbols, version: (major, minor), architectures, cache })
     }
 
-    /// Version, major and minor.
+    /// Returns the version, major and minor.
     pub const fn version(&self) -> (i32, i32) {
         self.version
     }
 
     /// Chooses the target for `architecture`: the architecture itself; or, for a GPU newer than the
     /// compiler, PTX of the newest supported architecture.
-    ///
     ///
     /// # Errors
     /// [`Error::Unsupported`] if the compiler supports no architecture that the GPU can run.

@@ -96,7 +96,7 @@ impl<A: Real> Panel<A> {
         self.stride
     }
 
-    /// Returns true if the elements are pairs of bf16.
+    /// True if the elements are pairs of bf16.
     pub(crate) const fn holds_pairs(&self) -> bool {
         self.pairs
     }
@@ -123,7 +123,7 @@ impl<A: Real> Panel<A> {
         &self.elements[rows.start * self.stride..rows.end * self.stride]
     }
 
-    /// Returns true if no packed element is NaN or infinite.
+    /// True if no packed element is NaN or infinite.
     pub(crate) const fn finite(&self) -> bool {
         self.finite
     }

@@ -154,7 +154,7 @@ pub(crate) struct State<A> {
     pub(crate) in_place: bool,
 }
 
-/// Returns true if the mask is narrow (sliding window, short documents), judged by the tile of
+/// True if the mask is narrow (sliding window, short documents), judged by the tile of
 /// queries in the middle and this rank's own keys.
 ///
 /// Narrow: the 512 queries in the middle attend to tiles that hold at most 1,024 keys, and at most

@@ -46,7 +46,7 @@ fn gradients<T: Element>() -> Result<[Backward<T>; 2]> {
     ])
 }
 
-/// Returns true if the difference is within a few roundings of `largest`.
+/// True if the difference is within a few roundings of `largest`.
 fn close(got: f64, want: f64, largest: f64, epsilon: f64) -> bool {
     (got - want).abs() <= 16.0 * epsilon * largest
 }

@@ -21,7 +21,7 @@ use std::{
 use cudarc::driver::sys::CUstream;
 
 use self::links::{Links, State, Token};
-use super::functions::{is_device_memory, lock, push_until};
+use super::context::{is_device_memory, lock, push_until};
 use crate::nccl::{Config, IN_PROGRESS, NcclSymbols, RawCommunicator, SUCCESS, Status, UniqueId};
 
 const SYSTEM_ERROR: Status = 2;
