@@ -7,7 +7,7 @@ use crate::{
     device::Gpu,
     kernels::{TILE, TileVariant},
     launch::ElementRange,
-    tiles::{Operand, Operands, RowsOf, TileKernel},
+    operands::{Operand, Operands, RowsOf, TileKernel},
 };
 
 /// Upper bound of the words of lists per chunk, 16 MiB: tile masks take O(sequence length²) bits,

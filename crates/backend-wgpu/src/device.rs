@@ -21,7 +21,7 @@ use crate::{
     errors::{device_error, with_error_scopes},
     kernels::{Access, Source, Variant},
     level::Matrices,
-    staging::Staging,
+    pools::StagingPools,
 };
 
 /// Longest wait for the device: far longer than any submission, so that it expires only if the
@@ -65,7 +65,7 @@ struct Parts {
     max_loop_steps: Option<u64>,
     alignment: u64,
     pipelines: Mutex<HashMap<Variant, PipelineSlot>>,
-    staging: Staging,
+    staging: StagingPools,
     lost: LostReason,
     /// Bound to bindings that a plan does not use.
     nothing: wgpu::Buffer,
@@ -248,7 +248,7 @@ impl Gpu {
             )
             .max(4),
             pipelines: Mutex::default(),
-            staging: Staging::default(),
+            staging: StagingPools::default(),
             lost,
             nothing,
             device,
@@ -300,7 +300,7 @@ impl Gpu {
         Arc::ptr_eq(&self.0.lost.0, &other.0.lost.0)
     }
 
-    pub(crate) fn staging(&self) -> &Staging {
+    pub(crate) fn staging(&self) -> &StagingPools {
         &self.0.staging
     }
 

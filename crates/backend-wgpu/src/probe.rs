@@ -68,7 +68,11 @@ mod tests {
     fn refuses(products: &[f32]) -> bool {
         [Matrices::Eight, Matrices::Sixteen].into_iter().all(|matrices| {
             let refusal = judge(products, matrices, "a device");
-            matches!(refusal, Err(Error::Unsupported { what, by }) if what.contains(&format!("{0} × {0}", matrices.size())) && by == "a device")
+            let size = format!("{0} × {0}", matrices.size());
+            matches!(
+                &refusal,
+                Err(Error::Unsupported { what, by }) if what.contains(&size) && by == "a device"
+            )
         })
     }
 
@@ -150,8 +154,9 @@ mod tests {
         let matrices = gpu.matrices().unwrap();
         assert_eq!(gpu.probe(matrices), Ok(()));
         let refusal = gpu.probe_as(matrices, |products| products[5] = 0.0);
-        assert!(
-            matches!(refusal, Err(Error::Unsupported { what, .. }) if what.contains("wrong products"))
-        );
+        assert!(matches!(
+            refusal,
+            Err(Error::Unsupported { what, .. }) if what.contains("wrong products")
+        ));
     }
 }
