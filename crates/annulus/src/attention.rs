@@ -319,8 +319,8 @@ impl Attention {
         self
     }
 
-    /// Threads of each CPU rank that [`Attention::local_ring`] makes. Default: the cores of this
-    /// machine, divided by the ranks.
+    /// Threads of each CPU rank of [`Attention::local_ring`]. Default: the cores of this machine,
+    /// divided by the ranks.
     ///
     /// Plans with a backend of the caller's refuse it: their threads are the backend's
     /// ([`crate::Cpu::new`]).

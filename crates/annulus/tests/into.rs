@@ -26,7 +26,9 @@ fn view(by_head: &Array4<f64>) -> ArrayView4<'_, f64> {
 
 #[test]
 fn the_callers_tensors_get_the_bits_of_new_ones() {
-    let (q, k, v) = (tensor(4, 0.3), tensor(2, 0.7), tensor(2, 1.1));
+    let q = tensor(4, 0.3);
+    let k = tensor(2, 0.7);
+    let v = tensor(2, 1.1);
     let dout = tensor(4, 0.9);
     let sinks = Array2::from_elem((4, 1), 0.2);
     for (unnormalized, bias_rows) in [(false, 1), (false, LEN), (true, LEN)] {
@@ -54,7 +56,7 @@ fn the_callers_tensors_get_the_bits_of_new_ones() {
             let new = ring.forward(&tensors).unwrap();
             let new_gradients = ring.backward(&tensors, &new, dout.view(), None).unwrap();
 
-            // every tensor in another order in memory, filled with what must not matter
+            // every tensor in another memory order, filled with numbers that must be overwritten
             let [q, k, v] = [&q, &k, &v].map(by_head);
             let strided = Tensors::new(view(&q), view(&k), view(&v))
                 .with_bias(bias.view())
@@ -81,7 +83,9 @@ fn the_callers_tensors_get_the_bits_of_new_ones() {
             if unnormalized {
                 assert_eq!((Some(&max), Some(&sum)), (new.max.as_ref(), new.sum.as_ref()));
             }
-            let (mut dq, mut dk, mut dv) = (junk(&q), junk(&k), junk(&v));
+            let mut dq = junk(&q);
+            let mut dk = junk(&k);
+            let mut dv = junk(&v);
             let mut dbias = Array4::from_elem(bias.raw_dim(), f64::NAN);
             let mut dsinks = Array2::from_elem((4, 1), f64::NAN);
             let forward = ForwardView {
@@ -108,7 +112,7 @@ fn the_callers_tensors_get_the_bits_of_new_ones() {
 }
 
 #[test]
-fn outputs_that_do_not_fit_are_refused_by_name_and_the_ring_lives() {
+fn outputs_that_do_not_fit_are_refused_by_name_and_the_plan_still_works() {
     let x = tensor(2, 0.3);
     let tensors = Tensors::new(x.view(), x.view(), x.view());
     let mut ring =
@@ -130,7 +134,7 @@ fn outputs_that_do_not_fit_are_refused_by_name_and_the_ring_lives() {
 }
 
 #[test]
-fn what_a_plan_would_ignore_is_refused() {
+fn options_without_effect_are_refused() {
     let dims = Dims::new(1, 8, 1, 4);
     let name = |attention: Attention| match attention.local_ring(dims, 2) {
         Err(Error::InvalidArgument { argument, .. }) => argument,
@@ -160,7 +164,7 @@ fn a_prefix_is_exempt_from_the_causal_mask() {
 }
 
 #[test]
-fn a_ring_displays_what_it_does() {
+fn a_ring_displays_its_mask_ranks_layout_and_route() {
     let ring = Attention::new()
         .causal(true)
         .layout(Layout::Zigzag)

@@ -53,7 +53,7 @@ impl Level {
         }
     }
 
-    /// Returns true if a GPU of this architecture can run the level with this compiler's output.
+    /// True if a GPU of this architecture can run the level with this compiler's output.
     ///
     /// # Errors
     /// As [`Compiler::target`].

@@ -48,7 +48,8 @@ pub(crate) fn pack_kv(
 ) -> Result<Event> {
     let spec = context.spec();
     let Dims { batch, kv_heads, head_dim, value_dim, .. } = spec.dims;
-    let (record, rows) = (spec.kv_row_layout(), context.shard.keys.len());
+    let record = spec.kv_row_layout();
+    let rows = context.shard.keys.len();
     into.wait_on(&context.stream)?;
     for (index, (view, dim)) in
         [(&inputs.k, head_dim), (&inputs.v, value_dim)].into_iter().enumerate()
@@ -69,7 +70,8 @@ pub(crate) fn pack_queries(
 ) -> Result<Event> {
     let spec = context.spec();
     let Dims { batch, q_heads, head_dim, value_dim, .. } = spec.dims;
-    let (record, rows) = (spec.query_row_layout(), context.queries());
+    let record = spec.query_row_layout();
+    let rows = context.queries();
     into.wait_on(&context.stream)?;
     for (index, (view, dim)) in
         [(&inputs.forward.q, head_dim), (&inputs.dout, value_dim)].into_iter().enumerate()
@@ -126,7 +128,8 @@ pub(crate) fn reduce(
         add: (reduction == Reduction::Add).into(),
         reserved: 0,
     };
-    let (kernel, grid) = (&context.kernels.combine_records, [pairs.len() as u64, 1, 1]);
+    let kernel = &context.kernels.combine_records;
+    let grid = [pairs.len() as u64, 1, 1];
     // SAFETY: the ranges were checked against the buffers, which are freed only after queued work.
     unsafe { kernel.launch(&context.stream, grid, THREADS, &arguments)? };
     context.record_use(&[into, from])

@@ -53,7 +53,8 @@ impl CudaWorkspace {
         kernels: Kernels,
     ) -> Result<Self> {
         let context = PassContext::new(stream, kernels, shard)?;
-        let (sizes, device) = (Sizes::of(shard), stream.device());
+        let sizes = Sizes::of(shard);
+        let device = stream.device();
         let backward = match passes {
             Passes::Forward => None,
             Passes::Both => Some(BackwardState::new(&sizes, device)?),
@@ -108,7 +109,8 @@ impl Workspace for CudaWorkspace {
 
     /// Buffers that are large enough are kept.
     fn update(&mut self, shard: &RankShard) -> Result<()> {
-        let (sizes, device) = (Sizes::of(shard), self.context.stream.device());
+        let sizes = Sizes::of(shard);
+        let device = self.context.stream.device();
         self.forward.grow(&sizes, device)?;
         if let Some(state) = &mut self.backward {
             state.grow(&sizes, device)?;

@@ -95,7 +95,7 @@ mod tests {
         assert_eq!(chosen(&proofs[..1], &[Level::Plain, Level::Subgroup]), None);
     }
 
-    /// Returns true if the record exists and contains the level and its speedup.
+    /// True if the record exists and contains the level and its speedup.
     fn is_shown(proof: &Proof) -> bool {
         let record =
             std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(proof.record);

@@ -7,7 +7,7 @@ use crate::{
     device::Gpu,
     kernels::{TILE, TileVariant},
     launch::ElementRange,
-    tiles::{Operand, Operands, RowsOf, TileKernel},
+    operands::{Operand, Operands, RowsOf, TileKernel},
 };
 
 /// Upper bound of the words of lists per chunk, 16 MiB: tile masks take O(sequence length²) bits,
@@ -59,7 +59,8 @@ impl Operands<'_> {
         size: ProblemSize,
     ) -> Result<Vec<WorkChunk>> {
         let ProblemSize { queries, keys, per_batch, per_head } = size;
-        let (batch, heads) = (spec.dims.batch, spec.dims.q_heads);
+        let batch = spec.dims.batch;
+        let heads = spec.dims.q_heads;
         let groups = self.groups(kind);
         let whole = |counts: [usize; 4]| {
             let [batches, heads, queries, keys] = counts.map(|count| (0, count));

@@ -21,7 +21,7 @@ use crate::{
     errors::{device_error, with_error_scopes},
     kernels::{Access, Source, Variant},
     level::Matrices,
-    staging::Staging,
+    pools::StagingPools,
 };
 
 /// Longest wait for the device: far longer than any submission, so that it expires only if the
@@ -65,7 +65,7 @@ struct Parts {
     max_loop_steps: Option<u64>,
     alignment: u64,
     pipelines: Mutex<HashMap<Variant, PipelineSlot>>,
-    staging: Staging,
+    staging: StagingPools,
     lost: LostReason,
     /// Bound to bindings that a plan does not use.
     nothing: wgpu::Buffer,
@@ -194,7 +194,8 @@ impl Gpu {
         level: Option<Level>,
         matrices: Option<Matrices>,
     ) -> Result<Self> {
-        let (info, limits) = (device.adapter_info(), device.limits());
+        let info = device.adapter_info();
+        let limits = device.limits();
         let available = Level::of_device(device.features(), info.subgroup_min_size, matrices);
         let proven = || {
             choose(PROOFS, AdapterKind::of(&info), &available)
@@ -247,7 +248,7 @@ impl Gpu {
             )
             .max(4),
             pipelines: Mutex::default(),
-            staging: Staging::default(),
+            staging: StagingPools::default(),
             lost,
             nothing,
             device,
@@ -293,13 +294,13 @@ impl Gpu {
         self.0.max_loop_steps
     }
 
-    /// Returns true if buffers of one serve the other: the same device, at any level. wgpu cannot
+    /// True if buffers of one serve the other: the same device, at any level. wgpu cannot
     /// compare devices, because its ids are unique per instance only.
     pub(crate) fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0.lost.0, &other.0.lost.0)
     }
 
-    pub(crate) fn staging(&self) -> &Staging {
+    pub(crate) fn staging(&self) -> &StagingPools {
         &self.0.staging
     }
 

@@ -4,21 +4,21 @@
 use annulus_core::{Gradients, Outputs, Result};
 
 use crate::{
-    backward::WgpuBackward,
     copy::{Copy, Layout, LinearCopy, Side, bind_whole, launch_linear, rounding},
-    forward::WgpuForward,
     kernels::{BiasAxes, CopyMode, Variant, params::RowParams},
     launch::{BoundResource, Commands},
     memory::{GpuBuffer, WgpuSpace, check_tensors},
-    workspace::{BackwardState, ForwardState, RankKernels, bias_axes},
+    pass_context::{
+        BackwardContext, BackwardState, ForwardContext, ForwardState, RankKernels, bias_axes,
+    },
 };
 
 /// Writes out and statistics.
 pub(crate) fn write_outputs(
-    pass: WgpuForward<'_>,
+    pass: ForwardContext<'_>,
     outputs: &mut Outputs<'_, WgpuSpace>,
 ) -> Result<()> {
-    let WgpuForward { kernels, state, inputs } = pass;
+    let ForwardContext { kernels, state, inputs } = pass;
     let RankKernels { gpu, shard, tile, arena, .. } = kernels;
     let ForwardState { acc, softmax_statistics } = state;
     check_tensors(
@@ -31,7 +31,9 @@ pub(crate) fn write_outputs(
             ("ties", outputs.ties.as_deref()),
         ],
     )?;
-    let (spec, dims, rows) = (&shard.spec, shard.spec.dims, shard.queries.len());
+    let spec = &shard.spec;
+    let dims = shard.spec.dims;
+    let rows = shard.queries.len();
     let mut commands = Commands::new(gpu, arena);
     let items = (dims.batch * rows * dims.q_heads) as u64;
     let mut bindings = vec![
@@ -81,11 +83,11 @@ pub(crate) fn write_outputs(
 
 /// Rounds and writes the gradients.
 pub(crate) fn write_gradients(
-    pass: WgpuBackward<'_>,
+    pass: BackwardContext<'_>,
     dkv: &GpuBuffer,
     into: &Gradients<'_, WgpuSpace>,
 ) -> Result<()> {
-    let WgpuBackward { kernels, state, inputs } = pass;
+    let BackwardContext { kernels, state, inputs } = pass;
     let RankKernels { gpu, shard, tile, arena, .. } = kernels;
     let BackwardState { dq, statistics, bias } = state;
     check_tensors(
@@ -98,8 +100,11 @@ pub(crate) fn write_gradients(
             ("dsoftmax_aux", into.dsinks.as_deref()),
         ],
     )?;
-    let (spec, dims, bytes) = (&shard.spec, shard.spec.dims, tile.storage.bytes());
-    let (queries, keys) = (shard.queries.len(), shard.keys.len());
+    let spec = &shard.spec;
+    let dims = shard.spec.dims;
+    let bytes = tile.storage.bytes();
+    let queries = shard.queries.len();
+    let keys = shard.keys.len();
     let mut commands = Commands::new(gpu, arena);
     let vectors = Layout::dense(queries, dims.q_heads, dims.head_dim);
     let copy = Copy {

@@ -1,28 +1,34 @@
-//! Attention as one would write it down, every step rounded to one element type: what an implementation's error is measured by.
+//! Attention straight from its formulas, every step rounded to one element type: the yardstick for
+//! the error of an implementation.
 //!
 //! ```text
 //! X = ‹scale·‹Q Kᵀ››    S = ‹X + bias›, capped    P = ‹softmax(S)›    O = ‹P V›
-//! dP = ‹dO Vᵀ›    dS = ‹P ∘ ‹dP − ‹⟨dO, O⟩ − dlse›››    dQ = ‹scale·dX K›    dK = ‹scale·dXᵀ Q›    dV = ‹Pᵀ dO›
+//! dP = ‹dO Vᵀ›    dS = ‹P ∘ ‹dP − ‹⟨dO, O⟩ − dlse›››
+//! dQ = ‹scale·dX K›    dK = ‹scale·dXᵀ Q›    dV = ‹Pᵀ dO›
 //! ```
-//! ‹·› rounds to the element type; the sums of a product and of the softmax are kept in the accumulator's type and rounded at each term.
+//! ‹·› rounds to the element type. The sums of a product and of the softmax are kept in the
+//! accumulator's type and rounded after each term.
 //!
 //! # Source
-//! The rule is FlashAttention's: an implementation may err at most twice as much as this.
+//! FlashAttention's tests: an implementation's error may be at most twice that of this computation.
 
 use annulus_core::{BiasOrder, DType, Dims, DropoutMask, Result, Spec, oracle::Sight};
 use ndarray::{Array2, Array3, Array4, ArrayView1, s};
 
 use crate::{Answer, Case};
 
-/// A matrix of one head at a time: what is known of each visible pair.
+/// One visible pair of a row.
 #[derive(Clone, Copy)]
 struct Pair {
+    /// Logit.
     s: f64,
+    /// ds/dx of the soft cap; 1 without one.
     slope: f64,
+    /// Dropout factor: 0, or 1/(1 − probability).
     keep: f64,
 }
 
-/// Computes a case in the element type of its spec, the plain way.
+/// Computes a case in the element type of its spec.
 ///
 /// # Errors
 /// [`annulus_core::Error::InvalidArgument`] if the parts of the case do not fit each other.
@@ -47,13 +53,13 @@ pub fn plain(case: &Case) -> Result<Answer> {
     for b in 0..batch {
         for h in 0..q_heads {
             for i in 0..q_len {
-                let seen: Vec<usize> =
+                let visible: Vec<usize> =
                     (0..spec.dims.kv_len).filter(|&j| sight.visible(b, h, i, j)).collect();
-                Row { case, spec, sight: &sight, at: [b, h, i] }.compute(&seen, &mut answer);
+                Row { case, spec, sight: &sight, at: [b, h, i] }.compute(&visible, &mut answer);
             }
         }
     }
-    // sums over rows end in the element type like everything else
+    // dk and dv are summed over queries in the accumulator's type and rounded once, here
     answer.dk.mapv_inplace(|x| spec.dtype.round(x));
     answer.dv.mapv_inplace(|x| spec.dtype.round(x));
     if spec.normalize {
@@ -62,6 +68,7 @@ pub fn plain(case: &Case) -> Result<Answer> {
     Ok(answer)
 }
 
+/// One query row of one head: `at` is [batch, head, query].
 struct Row<'a> {
     case: &'a Case,
     spec: &'a Spec,
@@ -70,33 +77,33 @@ struct Row<'a> {
 }
 
 impl Row<'_> {
-    fn compute(&self, seen: &[usize], answer: &mut Answer) {
+    /// Computes the row's output and statistics, and adds its terms to the gradients.
+    fn compute(&self, visible: &[usize], answer: &mut Answer) {
         let [b, h, i] = self.at;
-        let (dtype, sums) = (self.spec.dtype, self.spec.dtype.accumulator());
+        let dtype = self.spec.dtype;
+        let sums = self.spec.dtype.accumulator();
         let pairs: Vec<(usize, Pair)> =
-            seen.iter().filter_map(|&j| Some((j, self.pair(j)?))).collect();
+            visible.iter().filter_map(|&j| Some((j, self.pair(j)?))).collect();
         let sinks: Vec<f64> = self.sinks();
         let logits = || pairs.iter().map(|(_, pair)| pair.s).chain(sinks.iter().copied());
         let max =
             logits().fold(f64::NEG_INFINITY, |max, s| if s > max || s.is_nan() { s } else { max });
-        let [lse_place, max_place, sum_place, ties_place] =
-            [Some(&mut answer.lse), answer.max.as_mut(), answer.sum.as_mut(), answer.ties.as_mut()];
-        let put = |place: Option<&mut Array3<f64>>, number: f64| {
-            place.into_iter().for_each(|array| array[self.at] = number)
+        let put = |array: Option<&mut Array3<f64>>, number: f64| {
+            array.into_iter().for_each(|array| array[self.at] = number)
         };
-        put(max_place, max);
+        put(answer.max.as_mut(), max);
         if max == f64::NEG_INFINITY {
-            put(lse_place, max);
+            put(Some(&mut answer.lse), max);
             return;
         }
         let weight = |s: f64| sums.round((s - max).exp());
         let sum = logits().fold(0.0, |sum, s| sums.round(sum + weight(s)));
         let ties = logits().filter(|&s| s == max).count() as f64;
-        put(lse_place, sums.round(max + sums.round(sum.ln())));
-        put(sum_place, sum);
-        put(ties_place, ties);
+        put(Some(&mut answer.lse), sums.round(max + sums.round(sum.ln())));
+        put(answer.sum.as_mut(), sum);
+        put(answer.ties.as_mut(), ties);
 
-        // P: what multiplies the values
+        // P, the factor of V
         let p = |s: f64| {
             dtype.round(if self.spec.normalize { sums.round(weight(s) / sum) } else { weight(s) })
         };
@@ -144,9 +151,9 @@ impl Row<'_> {
                 *dv = sums.round(*dv + sums.round(weight * dout));
             }
             if let Some(dbias) = &mut answer.dbias {
-                let place = broadcast(dbias.dim().into(), [b, h, i, j]);
-                dbias[place] = sums.round(
-                    dbias[place]
+                let index = broadcast(dbias.dim().into(), [b, h, i, j]);
+                dbias[index] = sums.round(
+                    dbias[index]
                         + if self.spec.bias_order == BiasOrder::BeforeSoftCap { dx } else { ds },
                 );
             }
@@ -164,14 +171,14 @@ impl Row<'_> {
         }
     }
 
+    /// Returns the pair with key `j`; `None` if its bias is −∞, which masks it.
     fn pair(&self, j: usize) -> Option<Pair> {
         let [b, h, i] = self.at;
-        let (spec, dtype) = (self.spec, self.spec.dtype);
+        let spec = self.spec;
+        let dtype = self.spec.dtype;
         let bias = self.bias(j)?;
-        let (q, k) = (
-            self.case.q.slice(s![b, i, h, ..]),
-            self.case.k.slice(s![b, j, spec.dims.kv_head(h), ..]),
-        );
+        let q = self.case.q.slice(s![b, i, h, ..]);
+        let k = self.case.k.slice(s![b, j, spec.dims.kv_head(h), ..]);
         let product = dtype.round(spec.logits_dtype.round(dot_of(dtype.accumulator(), q, k)));
         let x = dtype.round(spec.scale * product);
         let (before, after) =
@@ -190,6 +197,7 @@ impl Row<'_> {
         Some(Pair { s: dtype.round(capped + after), slope, keep })
     }
 
+    /// Returns the bias of the pair with key `j`, tensor and function; `None` if either is −∞.
     fn bias(&self, j: usize) -> Option<f64> {
         let [b, h, i] = self.at;
         let tensor = self
@@ -197,12 +205,14 @@ impl Row<'_> {
             .bias
             .as_ref()
             .map_or(0.0, |bias| bias[broadcast(bias.dim().into(), [b, h, i, j])]);
-        let (query, key) = (self.sight.query(b, h, i)?, self.sight.key(b, j)?);
+        let query = self.sight.query(b, h, i)?;
+        let key = self.sight.key(b, j)?;
         let computed =
             self.spec.bias_function.as_ref().map_or(0.0, |function| function.bias(&query, &key));
         (tensor != f64::NEG_INFINITY && computed != f64::NEG_INFINITY).then_some(tensor + computed)
     }
 
+    /// Returns the sinks of this head, without those of −∞.
     fn sinks(&self) -> Vec<f64> {
         let Some(sinks) = &self.case.sinks else { return Vec::new() };
         let line = sinks.row(if sinks.nrows() == 1 { 0 } else { self.at[1] });

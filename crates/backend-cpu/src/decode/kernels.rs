@@ -65,7 +65,8 @@ impl PackedQueries {
 
     /// Returns the block that starts with packed row `first`, if there is one.
     const fn block(&self, first: usize) -> Option<Range<usize>> {
-        let (left, mut count) = (self.len.saturating_sub(first), self.block_len);
+        let left = self.len.saturating_sub(first);
+        let mut count = self.block_len;
         while count > left {
             count /= 2;
         }
@@ -244,7 +245,8 @@ impl<E: Input> QkDots<'_, '_, E> {
         [&'r [E]; ROWS]: LockstepChunks<'r, E>,
     {
         let DecodeTile { batch, packed, .. } = *self.tile;
-        let (padded_dim, square) = (self.dim.next_multiple_of(V::WIDTH), V::WIDTH * V::WIDTH);
+        let padded_dim = self.dim.next_multiple_of(V::WIDTH);
+        let square = V::WIDTH * V::WIDTH;
         let prefetch = self.prefetch.rows::<ROWS>(batch, row);
         for kv_head in 0..rows[0].len() / self.dim {
             let keys = head_vectors(&rows, kv_head, self.dim);

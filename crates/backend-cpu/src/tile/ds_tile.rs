@@ -195,10 +195,8 @@ impl<A: Real> DqProducts<'_, A> {
         let (b, stride) =
             (&as_pairs(panel.reduction_rows(&keys))[column..], panel.reduction_stride());
         for (row, c) in (first_row..).zip(into.chunks_exact_mut(width)) {
-            let (a, c) = (
-                as_pairs(&tile.elements[row * tile.stride..][..tile.stride]),
-                &mut as_pairs_mut(c)[column..],
-            );
+            let a = as_pairs(&tile.elements[row * tile.stride..][..tile.stride]);
+            let c = &mut as_pairs_mut(c)[column..];
             token.run_pair_kernel(
                 vectors,
                 MaskedPairRow { a, b, stride, visible: tile.lane_words[row], c },

@@ -79,7 +79,8 @@ impl Case {
         let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = spec.dims;
         let rounded =
             |array: Array4<f64>, dtype: annulus_core::DType| array.mapv(|x| dtype.round(x));
-        let (input, sums) = (spec.dtype, spec.dtype.accumulator());
+        let input = spec.dtype;
+        let sums = spec.dtype.accumulator();
         let q = rounded(random.array([batch, q_len, q_heads, head_dim], 2.0), input);
         let k = rounded(random.array([batch, kv_len, kv_heads, head_dim], 2.0), input);
         let v = rounded(random.array([batch, kv_len, kv_heads, value_dim], 1.0), input);
@@ -331,7 +332,8 @@ impl<E: Element> Rank<E> {
         let numbers = |side, len| -> Vec<u64> {
             layout.shard(side, len, rank, ranks).iter().map(i64::cast_unsigned).collect()
         };
-        let (q_rows, kv_rows) = (numbers(Side::Q, dims.q_len), numbers(Side::Kv, dims.kv_len));
+        let q_rows = numbers(Side::Q, dims.q_len);
+        let kv_rows = numbers(Side::Kv, dims.kv_len);
         let batch = case.batch.select(&q_rows, &kv_rows).unwrap();
         let shard = |side| {
             let shard = Shard::local(&dims, spec.alignment, layout, side, rank, ranks, &batch);
@@ -477,11 +479,13 @@ impl<'a, E: Element> Ring<'a, E> {
         for (r, mut pass) in passes.into_iter().enumerate() {
             for t in 0..count {
                 let owner = (r + t) % count;
-                let (buffer, rows) = (&self.blocks[owner], &*self.ranks[owner].shard.keys);
+                let buffer = &self.blocks[owner];
+                let rows = &*self.ranks[owner].shard.keys;
                 pass.attend(&Block { buffer, ready: &(), rows }, &mut keep_going)?;
             }
             let rank = &self.ranks[r];
-            let (mut out, mut lse) = (rank.out.clone(), rank.lse.clone());
+            let mut out = rank.out.clone();
+            let mut lse = rank.lse.clone();
             let (mut max, mut sum, mut ties) =
                 (rank.max.clone(), rank.sum.clone(), rank.ties.clone());
             pass.finish(&mut Outputs::<Host> {
@@ -502,7 +506,9 @@ impl<'a, E: Element> Ring<'a, E> {
     /// One pass of all ranks, or two. With `fused` unset, a one-pass case is computed by the kernels
     /// of two passes, which then write dK and dV of every block.
     fn backward(mut self, fused: bool) -> Result<Outcome> {
-        let (spec, ranks, blocks) = (&self.case.spec, &self.ranks, &self.blocks);
+        let spec = &self.case.spec;
+        let ranks = &self.ranks;
+        let blocks = &self.blocks;
         let mode = if fused { spec.backward } else { BackwardMode::TwoPass };
         let mut passes = Vec::new();
         for (rank, workspace) in ranks.iter().zip(&mut self.workspaces) {
@@ -527,7 +533,8 @@ impl<'a, E: Element> Ring<'a, E> {
                 part.bytes_mut().unwrap().fill(0x55);
                 pass.attend_kv(&block, Some(&mut part), &mut keep_going)?;
                 // in two parts, as pieces of a ring arrive
-                let (half, rows) = (keys.len() as u64 / 2, keys.len() as u64);
+                let half = keys.len() as u64 / 2;
+                let rows = keys.len() as u64;
                 let pairs = [(0..half, 0..half), (half..rows, half..rows)];
                 pass.reduce(&mut gradients[owner], &part, &(), &pairs, Reduction::Add)?;
             }
@@ -543,7 +550,8 @@ impl<'a, E: Element> Ring<'a, E> {
             for (r, pass) in passes.iter_mut().enumerate() {
                 for t in 0..ranks.len() {
                     let owner = (r + t) % ranks.len();
-                    let (buffer, rows) = (&query_blocks[owner], &*ranks[owner].shard.queries);
+                    let buffer = &query_blocks[owner];
+                    let rows = &*ranks[owner].shard.queries;
                     let block = Block { buffer, ready: &(), rows };
                     pass.attend_queries(&block, &mut gradients[r], &mut keep_going)?;
                 }
@@ -577,7 +585,9 @@ impl Case {
         };
         for ((rank, pass), dkv) in ranks.iter().zip(passes).zip(dkv) {
             let full = |array: &Array4<E>| Array4::from_elem(array.raw_dim(), E::from_f64(7.0));
-            let (mut dq, mut dk, mut dv) = (full(&rank.q), full(&rank.k), full(&rank.v));
+            let mut dq = full(&rank.q);
+            let mut dk = full(&rank.k);
+            let mut dv = full(&rank.v);
             let mut dbias = rank.bias.clone();
             let mut dsinks = rank.sinks.clone();
             let mut gradients = Gradients::<Host> {
@@ -592,7 +602,8 @@ impl Case {
                     .map(|dsinks| -> HostViewMut<'_> { Element::view_mut(dsinks.view_mut()) }),
             };
             pass.finish(dkv, &mut gradients)?;
-            let (q_rows, kv_rows) = (rank.shard.queries.rows(), rank.shard.keys.rows());
+            let q_rows = rank.shard.queries.rows();
+            let kv_rows = rank.shard.keys.rows();
             scatter(&rank.out, &mut all.out, 1, q_rows);
             scatter(&dq, &mut all.dq, 1, q_rows);
             scatter(&dk, &mut all.dk, 1, kv_rows);

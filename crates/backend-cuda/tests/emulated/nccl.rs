@@ -13,7 +13,7 @@ use annulus_comm::{
     nccl::Nccl,
     threads::{self, each_rank},
 };
-use annulus_conformance::{Case, Judge, RingSubject, Setting, Station, Subject, suite};
+use annulus_conformance::{Case, Judge, RankSetup, RingSubject, Setting, Subject, suite};
 use annulus_core::{
     Channel, DType, Dims, Error, Incoming, Layout, MessageHeader, Outgoing, Result, Transport,
 };
@@ -34,17 +34,17 @@ use crate::{
 };
 
 /// Backend and transport of one rank.
-fn station(inner: Threads) -> Result<Station<CudaMemory, Cuda>> {
+fn rank_setup(inner: Threads) -> Result<RankSetup<CudaMemory, Cuda>> {
     let backend = emulated(&[])?;
     let nccl = Nccl::with_symbols(inner, backend.stream().device(), Ok(nccl_symbols()), DEADLINE)?;
     let memory = CudaMemory(backend.stream().clone());
-    Ok(Station { memory, backend, transport: Box::new(Deadline::new(nccl, DEADLINE)?) })
+    Ok(RankSetup { memory, backend, transport: Box::new(Deadline::new(nccl, DEADLINE)?) })
 }
 
 fn subject() -> impl Subject {
     RingSubject::new("emulated cuda over nccl", |ranks| {
         // initialization waits for all ranks
-        each_rank(threads::ring(ranks), |_, inner| station(inner))
+        each_rank(threads::ring(ranks), |_, inner| rank_setup(inner))
     })
 }
 
@@ -81,7 +81,10 @@ fn typed_tensors_in_host_memory_are_attended_over_nccl() {
             ((i * 7 + h * 3 + c + shift) % 11) as f32 * 0.1
         })
     };
-    let (q, k, v, dout) = (x(2, 0), x(1, 1), x(1, 2), x(2, 3));
+    let q = x(2, 0);
+    let k = x(1, 1);
+    let v = x(1, 2);
+    let dout = x(2, 3);
     let tensors = Tensors::new(q.view(), k.view(), v.view());
     let attention = Attention::new().causal(true);
     let mut ring = LocalRing::with_transports(&attention, dims, 3, |_, inner| {
@@ -91,7 +94,8 @@ fn typed_tensors_in_host_memory_are_attended_over_nccl() {
     })
     .unwrap();
     let mut alone = attention.local_ring(dims, 1).unwrap();
-    let (out, want) = (ring.forward(&tensors).unwrap(), alone.forward(&tensors).unwrap());
+    let out = ring.forward(&tensors).unwrap();
+    let want = alone.forward(&tensors).unwrap();
     let gradients = ring.backward(&tensors, &out, dout.view(), None).unwrap();
     let wanted = alone.backward(&tensors, &want, dout.view(), None).unwrap();
     let close = |got: &Array4<f32>, want: &Array4<f32>| {
@@ -151,7 +155,8 @@ fn a_part_that_has_come_is_there_while_the_next_has_not() {
         };
         let tags = [4, 5, 6];
         if rank == 1 {
-            let (buffer, ready) = (CudaBuffer::new(&device, 8)?, stream.record()?);
+            let buffer = CudaBuffer::new(&device, 8)?;
+            let ready = stream.record()?;
             let parts = tags.map(|tag| Outgoing { hop: hop(tag), buffer: &buffer, ready: &ready });
             nccl.post(&parts, &mut Vec::new())?;
             while !finished.load(Ordering::Acquire) {
@@ -437,7 +442,8 @@ fn a_borrowed_communicator_must_fit_and_outlives_the_ring() {
     let device = Device::with_symbols(emulator::symbols(), next_device()).unwrap();
     let symbols = nccl_symbols();
     let make = |ranks, rank| {
-        let (mut id, mut communicator) = (UniqueId([0; UniqueId::BYTES]), std::ptr::null_mut());
+        let mut id = UniqueId([0; UniqueId::BYTES]);
+        let mut communicator = std::ptr::null_mut();
         // SAFETY: pointers to locals; the emulator does not read the last one.
         unsafe {
             (symbols.unique_id)(&raw mut id);

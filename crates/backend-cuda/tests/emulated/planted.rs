@@ -77,7 +77,7 @@ fn a_mask_that_is_off_by_one_is_caught() {
 
 // Passes as numbered in `kernels/matrix.cuh`: 2 computes dQ, 3 computes dK and dV.
 
-/// Returns true if the case fails in this gradient, which implies a correct output.
+/// True if the case fails in this gradient, which implies a correct output.
 fn caught_in_backward(options: &'static [&'static str], gradient: &str) -> bool {
     verdict(DType::Bf16, options).is_err_and(|wrong| wrong.contains(gradient))
 }

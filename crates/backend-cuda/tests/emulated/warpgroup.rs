@@ -140,7 +140,8 @@ fn masked_non_finite_values_change_nothing_in_a_later_tile() {
     case.v[[0, 360, 0, 3]] = f64::NAN;
     case.v[[0, 385, 0, 7]] = f64::INFINITY;
     let answers = on_warpgroups(0).run(&case, &Setting::ALONE, 1).unwrap();
-    let (out, want) = (&answers[0].out, case.truth().unwrap().forward.out);
+    let out = &answers[0].out;
+    let want = case.truth().unwrap().forward.out;
     for (index, (got, want)) in out.iter().zip(&want).enumerate() {
         assert!(
             got == want || (got - want).abs() < 0.05 || (got.is_nan() && want.is_nan()),

@@ -46,7 +46,8 @@ unsafe extern "C" fn refuse(
 /// once.
 pub(crate) fn refused() -> Result<String> {
     let mpi = Mpi::world(Settings::default())?;
-    let (rank, last) = (mpi.rank(), mpi.ranks() - 1);
+    let rank = mpi.rank();
+    let last = mpi.ranks() - 1;
     let device = Device::with_symbols(emulator::symbols(), 0)?;
     let symbols = if rank == last {
         NcclSymbols { init_rank: refuse, ..nccl_symbols() }

@@ -19,6 +19,8 @@ pub(crate) mod matrices;
 pub(crate) mod params;
 mod products;
 mod template;
+mod tile_kernels;
+mod vectors;
 
 use annulus_core::DType;
 
@@ -198,12 +200,12 @@ impl Variant {
             line(text, wgsl, RowParams::WGSL, size_of::<RowParams>(), bindings)
         };
         match self {
-            Self::Forward(variant) => products::forward(variant),
-            Self::BackwardQueries(variant) => products::backward_queries(variant),
+            Self::Forward(variant) => tile_kernels::forward(variant),
+            Self::BackwardQueries(variant) => tile_kernels::backward_queries(variant),
             Self::BackwardKeys(variant, from_records) => {
-                products::backward_keys(variant, from_records)
+                tile_kernels::backward_keys(variant, from_records)
             }
-            Self::BackwardBias(variant, axes) => products::backward_bias(variant, axes),
+            Self::BackwardBias(variant, axes) => tile_kernels::backward_bias(variant, axes),
             Self::Copy(mode) => {
                 let mut text = Template::default();
                 let (storage, by_row) = match mode {
