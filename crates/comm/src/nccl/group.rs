@@ -6,7 +6,7 @@ use annulus_core::{Arrived, Incoming, MessageHeader, Outgoing, Result, Space};
 use annulus_device_cuda::{CudaBuffer, CudaSpace, Event, Stream};
 
 use super::{Side, comm, communicator::Communicator};
-use crate::cuda_gather::{self, Scratch};
+use crate::cuda_gather::{self, DeviceStaging};
 
 /// A group that is posted and not yet launched.
 #[derive(Default)]
@@ -19,7 +19,7 @@ pub(super) struct Group {
 pub(super) struct GroupInFlight {
     sends: Vec<Side>,
     receives: Vec<Side>,
-    /// Scratch of each receive of several byte ranges.
+    /// DeviceStaging of each receive of several byte ranges.
     landing: Vec<Option<CudaBuffer>>,
     /// Event after its work, once NCCL has accepted it.
     done: Option<Event>,
@@ -85,7 +85,7 @@ impl Group {
         self,
         communicator: &Communicator,
         stream: &Stream,
-        scratch: &mut Scratch,
+        staging: &mut DeviceStaging,
     ) -> Result<GroupInFlight> {
         let (peer, step) = self.first().unwrap_or_default();
         let mut used = Vec::new();
@@ -95,7 +95,7 @@ impl Group {
             let at = match whole(hop) {
                 Some(start) => buffer.address() + start,
                 None => {
-                    let one = scratch.take(hop.bytes(), stream)?;
+                    let one = staging.take(hop.bytes(), stream)?;
                     cuda_gather::gather(stream, hop, buffer, &one)?;
                     used.push(one);
                     used.last().map_or(0, CudaBuffer::address)
@@ -109,7 +109,7 @@ impl Group {
             // after work that was enqueued on it earlier
             buffer.wait_on(stream)?;
             let one =
-                if whole(hop).is_some() { None } else { Some(scratch.take(hop.bytes(), stream)?) };
+                if whole(hop).is_some() { None } else { Some(staging.take(hop.bytes(), stream)?) };
             let at = one
                 .as_ref()
                 .map_or_else(|| buffer.address() + whole(hop).unwrap_or(0), CudaBuffer::address);
@@ -125,7 +125,7 @@ impl Group {
             let queued = unsafe { communicator.group(&outgoing, &incoming, stream) };
             queued.map_err(|(named, what)| comm(named.unwrap_or(peer), step, what))?;
         }
-        used.into_iter().for_each(|one| scratch.give(one));
+        used.into_iter().for_each(|one| staging.give(one));
         let sends = self.sends.into_iter().map(|(side, _)| side).collect();
         Ok(GroupInFlight { sends, receives: self.receives, landing, done: None })
     }
@@ -145,11 +145,11 @@ impl GroupInFlight {
     }
 
     /// Records the event of a group that NCCL has accepted: later work in the stream runs after it.
-    pub(super) fn mark(&mut self, stream: &Stream, scratch: &mut Scratch) -> Result<()> {
+    pub(super) fn mark(&mut self, stream: &Stream, staging: &mut DeviceStaging) -> Result<()> {
         for ((hop, buffer), landing) in self.receives.iter().zip(&mut self.landing) {
             if let Some(one) = landing.take() {
                 cuda_gather::scatter(stream, hop, buffer, &one)?;
-                scratch.give(one);
+                staging.give(one);
             }
         }
         let done = stream.record()?;

@@ -47,7 +47,7 @@ use self::{
     communicator::{Communicator, State},
     group::{Group, GroupInFlight},
 };
-use crate::{cuda_gather::Scratch, delegate::forward_control, ranges};
+use crate::{cuda_gather::DeviceStaging, delegate::forward_control, ranges};
 
 /// Interval between polls of groups in flight.
 const POLL: Duration = Duration::from_micros(100);
@@ -61,7 +61,7 @@ pub struct Nccl<T> {
     inner: T,
     communicator: Communicator,
     stream: Stream,
-    scratch: Scratch,
+    staging: DeviceStaging,
     /// In the order in which they were posted.
     posted: VecDeque<Group>,
     /// Launched, and not yet accepted by NCCL.
@@ -160,7 +160,7 @@ impl<T: Transport<Host>> Nccl<T> {
             inner,
             communicator,
             stream,
-            scratch: Scratch::default(),
+            staging: DeviceStaging::default(),
             posted: VecDeque::new(),
             entering: None,
             in_flight: Vec::new(),
@@ -216,12 +216,12 @@ impl<T: Transport<Host>> Nccl<T> {
                 State::Good => {}
             }
             if let Some(mut accepted) = self.entering.take() {
-                accepted.mark(&self.stream, &mut self.scratch)?;
+                accepted.mark(&self.stream, &mut self.staging)?;
                 self.in_flight.push(accepted);
             }
             let Some(group) = self.posted.pop_front() else { break };
             self.entering =
-                Some(group.hand_over(&self.communicator, &self.stream, &mut self.scratch)?);
+                Some(group.hand_over(&self.communicator, &self.stream, &mut self.staging)?);
         }
         let mut place = 0;
         while let Some(in_flight) = self.in_flight.get_mut(place) {
@@ -379,5 +379,5 @@ impl<T: std::fmt::Debug> std::fmt::Debug for Nccl<T> {
     }
 }
 
-/// Buffer of a message in one piece: the caller's, or scratch of the message's length.
+/// Buffer of a message in one piece: the caller's, or staging of the message's length.
 type Side = (MessageHeader, CudaBuffer);

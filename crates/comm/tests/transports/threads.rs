@@ -74,7 +74,7 @@ fn a_message_of_another_length_is_an_error() {
             Error::Comm {
                 peer: 0,
                 step: 7,
-                what: "message Travel 7 truncated: got 3 bytes, want 4".into()
+                what: "message PartialGrad 7 truncated: got 3 bytes, want 4".into()
             }
         );
         assert_eq!(b.progress(Duration::ZERO).unwrap_err(), error, "and stays one");
@@ -96,7 +96,7 @@ fn a_message_that_comes_twice_is_an_error() {
             let error = b.progress(Duration::ZERO).unwrap_err();
             assert_eq!(
                 error,
-                Error::Comm { peer: 0, step: 3, what: "duplicate message Home 3".into() }
+                Error::Comm { peer: 0, step: 3, what: "duplicate message FinalGrad 3".into() }
             );
         }
     });

@@ -334,7 +334,7 @@ fn duplicate(mut transport: Mpi, rank: usize) -> Result<Verdict> {
         }
         _ => {}
     }
-    expect(&mut transport, rank, "duplicate message Block 3")
+    expect(&mut transport, rank, "duplicate message Kv 3")
 }
 
 fn early_duplicate(mut transport: Mpi, rank: usize) -> Result<Verdict> {
@@ -342,7 +342,7 @@ fn early_duplicate(mut transport: Mpi, rank: usize) -> Result<Verdict> {
         send(&mut transport, block(1, 3, 100))?;
         send(&mut transport, block(1, 3, 100))?;
     }
-    expect(&mut transport, rank, "duplicate message Block 3")
+    expect(&mut transport, rank, "duplicate message Kv 3")
 }
 
 fn abort(mut transport: Mpi, rank: usize) -> Result<Verdict> {
