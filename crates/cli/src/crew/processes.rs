@@ -127,7 +127,7 @@ impl World {
 
     pub(super) fn gather(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         self.round += 1;
-        agreement::gather(&mut self.endpoint, self.round, bytes)
+        agreement::all_gather(&mut self.endpoint, self.round, bytes)
     }
 
     /// As [`World::gather`]; the loss of a process is taken for granted after `patience`.

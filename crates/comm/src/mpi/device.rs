@@ -27,6 +27,7 @@ use crate::{
     cuda_gather::{self, DeviceStaging},
     delegate::forward_control,
     ranges,
+    staging::is_same_message,
 };
 
 /// Interval between polls of events while no other call polls them: small beside the transfer of a
@@ -262,9 +263,7 @@ impl<S: Space<Buffer = CudaBuffer, Event = Event>> Transport<S> for DeviceMpi {
 
     fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<S>>> {
         self.check_alive()?;
-        let same = |other: &MessageHeader| {
-            (other.peer, other.channel, other.tag) == (hop.peer, hop.channel, hop.tag)
-        };
+        let same = |other: &MessageHeader| is_same_message(other, hop);
         if let Some(index) = self.arrived.iter().position(|(other, ..)| same(other)) {
             let (_, buffer, ready) = self.arrived.swap_remove(index);
             return Ok(Some(Arrived { buffer, ready }));
@@ -287,7 +286,10 @@ impl<S: Space<Buffer = CudaBuffer, Event = Event>> Transport<S> for DeviceMpi {
 }
 
 impl Control for DeviceMpi {
-    forward_control! { rank ranks placement start_all_gather try_all_gather stragglers abort heartbeat last_heard last_work }
+    forward_control! {
+        rank ranks placement start_all_gather try_all_gather stragglers abort heartbeat last_heard
+        last_work
+    }
 }
 
 impl std::fmt::Debug for DeviceMpi {

@@ -169,7 +169,7 @@ mod tests {
     #[test]
     fn thousands_of_ranks_are_mapped_in_linear_time() {
         let started = std::time::Instant::now();
-        let record = |rank| Record {
+        let record = |rank: usize| Record {
             first_rank_on_node: rank % 30_000,
             host: String::new(),
             cores: Vec::new(),

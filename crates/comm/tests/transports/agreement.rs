@@ -1,6 +1,6 @@
 //! Every rank learns the same.
 
-use annulus_comm::{Descriptor, agree, barrier, close, gather};
+use annulus_comm::{Descriptor, agree, all_gather, barrier, close};
 use annulus_core::{Control, Error, Result};
 
 use crate::common::*;
@@ -129,7 +129,7 @@ fn a_rank_that_left_before_it_agreed_is_missed() {
             if endpoint.rank() == 1 {
                 None
             } else {
-                Some(gather(&mut endpoint, 0, &[1]).unwrap_err())
+                Some(all_gather(&mut endpoint, 0, &[1]).unwrap_err())
             }
         },
     );

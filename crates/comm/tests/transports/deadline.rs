@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_comm::{Deadline, Threads, barrier, gather, threads};
+use annulus_comm::{Deadline, Threads, all_gather, barrier, threads};
 use annulus_core::{Channel, Control, Error, Result, Transport};
 
 use crate::common::*;
@@ -90,7 +90,7 @@ fn a_rank_that_neither_works_nor_lives_is_named() {
 fn idle_hours_before_a_call_do_not_count() {
     let results = on_ring(2, bounded, |mut endpoint| {
         thread::sleep(DEADLINE * 3 / 2);
-        gather(&mut endpoint, 0, &[]).map(drop)
+        all_gather(&mut endpoint, 0, &[]).map(drop)
     });
     assert_eq!(results, [Ok(()), Ok(())]);
 }

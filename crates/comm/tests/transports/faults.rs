@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_comm::{Checksum, Deadline, Fault, Injection, Threads, close, gather};
+use annulus_comm::{Checksum, Deadline, Fault, Injection, Threads, all_gather, close};
 use annulus_core::{
     Channel, Control, Error, Host, HostBuffer, Incoming, Outgoing, Result, Transport,
 };
@@ -33,7 +33,7 @@ fn relay(transport: &mut dyn Transport<Host>) -> Result<()> {
 
 fn try_relay(transport: &mut dyn Transport<Host>) -> Result<()> {
     let (rank, ranks) = (transport.rank(), transport.ranks());
-    assert_eq!(gather(transport, 0, &[u8::try_from(rank).unwrap()])?.len(), ranks);
+    assert_eq!(all_gather(transport, 0, &[u8::try_from(rank).unwrap()])?.len(), ranks);
     let (next, previous) = ((rank + 1) % ranks, (rank + ranks - 1) % ranks);
     let mut block = buffer(&[u8::try_from(rank).unwrap(); 100]);
     for step in 0..ranks - 1 {
