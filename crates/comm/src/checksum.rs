@@ -1,9 +1,9 @@
 //! Detection of corruption on the wire: a wrapper that sends a checksum with every payload.
 //!
-//! Each message becomes `payload ‖ checksum` in a staging buffer. This costs two more copies: it is a
-//! tool to find faults, not a default. The checksum covers the payload and its length, sender and
-//! receiver, channel and tag, so a message that is delivered in place of another is detected too. Any
-//! single flipped bit changes it, because each word is mixed in by a bijection.
+//! Each message becomes `payload ‖ checksum` in a staging buffer. This costs two more copies: it is
+//! a tool to find faults, not a default. The checksum covers the payload and its length, sender and
+//! receiver, channel and tag, so a message that is delivered in place of another is detected too.
+//! Any single flipped bit changes it, because each word is mixed in by a bijection.
 
 use std::time::Duration;
 
@@ -32,7 +32,8 @@ pub struct Checksum<T> {
 }
 
 impl<T: Transport<Host>> Checksum<T> {
-    /// Sends and verifies a checksum with every message of `inner`. All ranks of a ring must use it.
+    /// Sends and verifies a checksum with every message of `inner`. All ranks of a ring must use
+    /// it.
     pub fn new(inner: T) -> Self {
         Self {
             inner,
@@ -93,8 +94,8 @@ fn with_checksum(hop: &MessageHeader) -> MessageHeader {
     MessageHeader { ranges: ranges::front(hop.bytes() + CHECKSUM_BYTES), ..hop.clone() }
 }
 
-/// Computes the checksum: h ← rotate((h ⊕ word) · odd) over the words of the header (sender, receiver,
-/// channel, tag, length) and of the payload.
+/// Computes the checksum: h ← rotate((h ⊕ word) · odd) over the words of the header (sender,
+/// receiver, channel, tag, length) and of the payload.
 ///
 /// The multiplier is 2⁶⁴ divided by the golden ratio, rounded to odd; the rotation carries its high
 /// bits, which depend on all bits of the word, into the low ones.

@@ -1,9 +1,9 @@
 //! Bounded waits: a wrapper that ends every wait at the deadline.
 //!
 //! The deadline bounds **silence**, not slowness: the wait for a rank that computes for an hour and
-//! sends heartbeats meanwhile goes on; that for a rank that sends nothing for the deadline ends. Two
-//! clocks run while this rank waits for something (a posted receive, a send in flight, an all-gather),
-//! and both start no earlier than the wait itself:
+//! sends heartbeats meanwhile goes on; that for a rank that sends nothing for the deadline ends.
+//! Two clocks run while this rank waits for something (a posted receive, a send in flight, an
+//! all-gather), and both start no earlier than the wait itself:
 //!
 //! | condition that held for the deadline | rank that the error names |
 //! |---|---|
@@ -11,17 +11,17 @@
 //! | no rank of the ring did any work, and some rank was silent for half of that time | that rank, even if this one does not wait for it: it died, and the others wait for each other in consequence |
 //! | no rank of the ring did any work, and all are alive | the peer that this rank waits for and that is silent for longest: a message was lost |
 //!
-//! Either is [`Error::Timeout`] here. It is sent to all ranks as an abort, and is [`Error::Aborted`]
-//! there. Both are returned by [`Transport::progress`], within half a second after the deadline if it
-//! is called that often.
+//! Either is [`Error::Timeout`] here. It is sent to all ranks as an abort, and is
+//! [`Error::Aborted`] there. Both are returned by [`Transport::progress`], within half a second
+//! after the deadline if it is called that often.
 //!
-//! Only time in which this rank polled counts: a process that was suspended, or stopped by a debugger,
-//! does not hold that time against its peers. A gap between two polls counts for a sixteenth of the
-//! deadline at most (a quarter of the least one).
+//! Only time in which this rank polled counts: a process that was suspended, or stopped by a
+//! debugger, does not hold that time against its peers. A gap between two polls counts for a
+//! sixteenth of the deadline at most (a quarter of the least one).
 //!
-//! Waits send heartbeats themselves, at least every eighth of the deadline. A rank that computes must
-//! call [`Control::heartbeat`] with `working` between tiles; more than one call in each eighth of the
-//! deadline costs a reading of the clock and sends nothing.
+//! Waits send heartbeats themselves, at least every eighth of the deadline. A rank that computes
+//! must call [`Control::heartbeat`] with `working` between tiles; more than one call in each eighth
+//! of the deadline costs a reading of the clock and sends nothing.
 
 use std::{
     collections::BTreeMap,
@@ -126,8 +126,8 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
         })
     }
 
-    /// Calls `warning` when a peer has been silent for a quarter of the deadline: once, until its next
-    /// message.
+    /// Calls `warning` when a peer has been silent for a quarter of the deadline: once, until its
+    /// next message.
     #[must_use]
     pub fn with_warning(mut self, warning: impl FnMut(Silence) + Send + 'static) -> Self {
         self.warning = Some(Box::new(warning));
@@ -172,7 +172,8 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
         for (&round, &since) in &self.all_gathers {
             let mut stragglers = self.inner.stragglers(round);
             if stragglers.is_empty() {
-                // all have started it and it is not complete: some rank does not receive its messages
+                // all have started it and it is not complete: some rank does not receive its
+                // messages
                 stragglers = (0..self.inner.ranks()).collect();
             }
             let step = self.step;
@@ -181,13 +182,14 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
         waits
     }
 
-    /// Returns the observed time without a message from `peer`, counted from `since` at the earliest.
+    /// Returns the observed time without a message from `peer`, counted from `since` at the
+    /// earliest.
     fn silence(&self, now: Instant, peer: usize, since: Instant) -> Duration {
         self.observed.elapsed(self.inner.last_heard(peer).max(since), now)
     }
 
-    /// Returns the timeout once a clock has reached the deadline. Does nothing if the last check was a
-    /// short time ago, because it takes O(ranks) time.
+    /// Returns the timeout once a clock has reached the deadline. Does nothing if the last check
+    /// was a short time ago, because it takes O(ranks) time.
     fn check_clocks(&mut self) -> Result<()> {
         let now = Instant::now();
         self.observed.poll(now);

@@ -1,8 +1,8 @@
-//! Fault injection: a wrapper that drops, delays, truncates, duplicates or corrupts messages, or dies.
-//! For tests of everything above the transport.
+//! Fault injection: a wrapper that drops, delays, truncates, duplicates or corrupts messages, or
+//! dies. For tests of everything above the transport.
 //!
-//! The errors below are returned by the other ranks, each within its deadline + 1 s, if they wrap their
-//! transport in [`Deadline`](crate::Deadline) and abort on errors:
+//! The errors below are returned by the other ranks, each within its deadline + 1 s, if they wrap
+//! their transport in [`Deadline`](crate::Deadline) and abort on errors:
 //!
 //! | fault | error |
 //! |---|---|
@@ -15,8 +15,8 @@
 //! | a rank dies and its endpoint stays | [`Error::Timeout`] with that rank on some rank that needs it |
 //! | a rank dies and its endpoint is dropped | [`Error::PeerLost`] with that rank on every rank that needs it |
 //!
-//! All ranks that do not detect the fault themselves return [`Error::Aborted`] with the text of the first
-//! of these errors.
+//! All ranks that do not detect the fault themselves return [`Error::Aborted`] with the text of the
+//! first of these errors.
 
 use std::{
     sync::Arc,
@@ -65,8 +65,8 @@ pub enum Injection {
         /// Upper bound of the delays.
         most: Duration,
     },
-    /// The endpoint dies at the first post of this step or a later one: from then on it sends neither
-    /// blocks nor heartbeats nor its abort, and its own calls return [`Error::Device`].
+    /// The endpoint dies at the first post of this step or a later one: from then on it sends
+    /// neither blocks nor heartbeats nor its abort, and its own calls return [`Error::Device`].
     Die {
         /// The ring step.
         step: usize,

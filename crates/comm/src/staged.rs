@@ -3,8 +3,8 @@
 //! ```text
 //! device buffer ──download──▶ staging ──inner──▶ staging ──upload──▶ device buffer
 //! ```
-//! No call waits for the device: [`Transport::progress`] polls the copies, and starts the next step of
-//! a transfer once its copy has completed.
+//! No call waits for the device: [`Transport::progress`] polls the copies, and starts the next step
+//! of a transfer once its copy has completed.
 
 use std::time::Duration;
 
@@ -87,8 +87,8 @@ impl<T: Transport<Host>, D: StagedSpace> Staged<T, D> {
         Ok(moved)
     }
 
-    /// Starts the upload of every message that the inner transport has received. Returns true if there
-    /// were any.
+    /// Starts the upload of every message that the inner transport has received. Returns true if
+    /// there were any.
     fn upload_arrived(&mut self) -> Result<bool> {
         let mut moved = false;
         let mut position = 0;

@@ -56,8 +56,8 @@ pub struct Event {
     pub end: Duration,
 }
 
-/// Longest gap between two waits that are recorded as one: more than the time between two polls of one
-/// wait, less than a tile takes.
+/// Longest gap between two waits that are recorded as one: more than the time between two polls of
+/// one wait, less than a tile takes.
 const MERGED_GAP: Duration = Duration::from_micros(50);
 
 /// Handle to the log of a rank. Clones share the log.
@@ -220,8 +220,8 @@ impl std::fmt::Display for Quoted<'_> {
 pub struct Trace<T> {
     inner: T,
     log: TraceLog,
-    /// Sends that were in flight at the last poll. Behind a lock because [`Transport::pending`], which
-    /// takes `&self`, may be the last poll.
+    /// Sends that were in flight at the last poll. Behind a lock because [`Transport::pending`],
+    /// which takes `&self`, may be the last poll.
     sends: Mutex<Vec<(MessageHeader, Instant)>>,
     /// Receives that were posted and not yet taken.
     receives: Vec<(MessageHeader, Instant)>,

@@ -2,12 +2,12 @@
 
 use annulus_core::{Fingerprint, Result};
 
-/// Longest text in a message, in bytes: an error of this library in full, so that an agreement stays
-/// one short message per rank.
+/// Longest text in a message, in bytes: an error of this library in full, so that an agreement
+/// stays one short message per rank.
 pub(super) const LONGEST_TEXT: usize = 400;
 
-/// Arguments of a collective call, as named numbers that must be equal on all ranks, or of which the
-/// ranks agree on the largest.
+/// Arguments of a collective call, as named numbers that must be equal on all ranks, or of which
+/// the ranks agree on the largest.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Descriptor {
     pub(super) fields: Vec<Field>,
@@ -35,8 +35,8 @@ impl Descriptor {
         self
     }
 
-    /// Adds a field that an error shows as `text`. Only `value` is compared. The text is sent too, so
-    /// keep it to a few words.
+    /// Adds a field that an error shows as `text`. Only `value` is compared. The text is sent too,
+    /// so keep it to a few words.
     #[must_use]
     pub fn field_as(mut self, name: &'static str, value: u64, text: impl ToString) -> Self {
         let text = Some(text.to_string());
@@ -44,7 +44,8 @@ impl Descriptor {
         self
     }
 
-    /// Adds a field that may differ: [`agree`](super::agree) returns the largest value of all ranks.
+    /// Adds a field that may differ: [`agree`](super::agree) returns the largest value of all
+    /// ranks.
     #[must_use]
     pub fn largest(mut self, name: &'static str, value: u64) -> Self {
         self.fields.push(Field { name, value, text: None, largest: true });

@@ -1,8 +1,8 @@
 //! Agreement: a collective call succeeds on all ranks or fails on all ranks.
 //!
 //! Before a call every rank packs its arguments into a [`Descriptor`], or the error for which it
-//! refuses them. After one all-gather all ranks hold the same bytes and derive the same verdict from
-//! them, in this order:
+//! refuses them. After one all-gather all ranks hold the same bytes and derive the same verdict
+//! from them, in this order:
 //!
 //! | contents of the gathered bytes | error |
 //! |---|---|
@@ -103,8 +103,8 @@ pub fn agree<S: Space>(
 /// # Ordering
 /// As [`all_gather`].
 /// # Errors
-/// This rank's own, if it has one. Otherwise, with the lowest rank that failed: [`Error::Aborted`] if
-/// its plan is dead, else [`Error::Refused`].
+/// This rank's own, if it has one. Otherwise, with the lowest rank that failed: [`Error::Aborted`]
+/// if its plan is dead, else [`Error::Refused`].
 pub fn close<S: Space>(
     transport: &mut dyn Transport<S>,
     round: u64,

@@ -13,8 +13,8 @@ use super::{
     requests::{Address, LONGEST_PIECE, Mode},
 };
 
-/// Minimum interval between heartbeats, which limits their cost where kernels tick often: a fifth of
-/// the interval at the shortest deadline (1 s / 8).
+/// Minimum interval between heartbeats, which limits their cost where kernels tick often: a fifth
+/// of the interval at the shortest deadline (1 s / 8).
 const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(25);
 
 impl Mpi {
@@ -117,8 +117,8 @@ impl Control for Mpi {
         if std::mem::replace(&mut self.abort_sent, true) || self.enter().is_err() {
             return;
         }
-        // another rank's abort is forwarded with its rank, so that all ranks name one origin even if
-        // some of its own frames were lost
+        // another rank's abort is forwarded with its rank, so that all ranks name one origin even
+        // if some of its own frames were lost
         let (rank, what) = match error {
             Error::Aborted { rank, what } => (*rank as u64, what.clone()),
             error => (self.rank as u64, error.to_string()),

@@ -25,8 +25,8 @@ impl FirstRanks {
     /// Collective over **all** ranks of the job.
     /// # Errors
     /// [`Error::InvalidArgument`] if the job has fewer ranks or MPI is not alive,
-    /// [`Error::Unsupported`] on a thread that may not call MPI, [`Error::Comm`] if MPI fails or not
-    /// all ranks come within `patience`.
+    /// [`Error::Unsupported`] on a thread that may not call MPI, [`Error::Comm`] if MPI fails or
+    /// not all ranks come within `patience`.
     pub fn of_world(count: usize, patience: Duration) -> Result<Option<Self>> {
         // the wait for a duplicate is bounded, that for a split is not: once the duplicate exists
         // all ranks have come, so the split follows at once

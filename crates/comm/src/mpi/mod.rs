@@ -193,8 +193,8 @@ impl Mpi {
     /// Collective over the ranks.
     /// # Errors
     /// [`Error::InvalidArgument`] if MPI is not alive or a setting is out of range;
-    /// [`Error::Unsupported`] on a thread that may not call MPI, or for more ranks than MPI has tags
-    /// for; [`Error::Comm`] if MPI fails or not all ranks come within [`Settings::patience`].
+    /// [`Error::Unsupported`] on a thread that may not call MPI, or for more ranks than MPI has
+    /// tags for; [`Error::Comm`] if MPI fails or not all ranks come within [`Settings::patience`].
     pub fn world(settings: Settings) -> Result<Self> {
         Self::over(ParentCommunicator::world(), settings)
     }
@@ -206,7 +206,8 @@ impl Mpi {
     /// # Errors
     /// As [`Mpi::world`]; [`Error::InvalidArgument`] for a null or an inter-communicator.
     /// # Safety
-    /// The handle is null or that of a live communicator of the MPI that this program is linked with.
+    /// The handle is null or that of a live communicator of the MPI that this program is linked
+    /// with.
     #[expect(unsafe_code, reason = "no handle can be checked")]
     pub unsafe fn over_communicator(
         communicator: Communication,
@@ -216,7 +217,8 @@ impl Mpi {
         Self::over(unsafe { ParentCommunicator::from_raw(communicator) }, settings)
     }
 
-    /// Creates the endpoint of a ring of the ranks of a communicator of a Fortran or Python program.
+    /// Creates the endpoint of a ring of the ranks of a communicator of a Fortran or Python
+    /// program.
     ///
     /// # Ordering
     /// As [`Mpi::world`].

@@ -3,12 +3,12 @@
 //!
 //! Many MPIs move a long message only inside their calls. A CPU kernel ticks between tiles and
 //! needs nothing else. A kernel that does not return for longer than the network's buffers last
-//! (some milliseconds) leaves the network idle. [`Progress`] polls the endpoint meanwhile; messages,
-//! their order and all results stay the same. It takes time from a core, so it pays where one is
-//! idle.
+//! (some milliseconds) leaves the network idle. [`Progress`] polls the endpoint meanwhile;
+//! messages, their order and all results stay the same. It takes time from a core, so it pays where
+//! one is idle.
 //!
-//! The thread sends no heartbeats: those must come from the computing thread, or a rank whose kernel
-//! hangs would appear alive.
+//! The thread sends no heartbeats: those must come from the computing thread, or a rank whose
+//! kernel hangs would appear alive.
 
 use std::{
     sync::{

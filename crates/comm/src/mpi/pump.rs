@@ -234,8 +234,8 @@ impl Mpi {
                         .is_ok_and(|rank| self.all_gather(round).put(rank, part));
                     if !is_new {
                         let what = format!(
-                            "a part of all-gather {round} of rank {rank}, which is no rank or had one: \
-                             rounds only grow"
+                            "a part of all-gather {round} of rank {rank}, which has sent one or is \
+                             no rank: rounds only grow"
                         );
                         return Err(Error::Comm { peer, step: self.step, what });
                     }

@@ -90,7 +90,8 @@ fn within<R: Send + 'static>(
     begin(device, call).recv_timeout(deadline).ok()
 }
 
-/// Starts a call on a thread of its own with the device current. Returns the receiver of its result.
+/// Starts a call on a thread of its own with the device current. Returns the receiver of its
+/// result.
 fn begin<R: Send + 'static>(
     device: &Device,
     call: impl FnOnce() -> R + Send + 'static,
@@ -126,8 +127,8 @@ pub(super) fn unique_id(symbols: &NcclSymbols, device: &Device) -> Result<Unique
 }
 
 impl Communicator {
-    /// Creates a communicator of all ranks that have this id. `poll` is called meanwhile; its error,
-    /// such as the failure of another rank, ends the wait.
+    /// Creates a communicator of all ranks that have this id. `poll` is called meanwhile; its
+    /// error, such as the failure of another rank, ends the wait.
     pub(super) fn join(
         symbols: NcclSymbols,
         device: &Device,
@@ -232,8 +233,8 @@ impl Communicator {
     /// The failure, with the peer if it concerns one message.
     ///
     /// # Safety
-    /// Every address is that of as many bytes of the device's memory, which stay allocated until the
-    /// stream's work is done.
+    /// Every address is that of as many bytes of the device's memory, which stay allocated until
+    /// the stream's work is done.
     pub(super) unsafe fn group(
         &self,
         sends: &[Transfer],

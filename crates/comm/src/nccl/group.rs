@@ -30,7 +30,8 @@ pub(super) struct Group {
     receives: Vec<Side>,
 }
 
-/// A group that is launched. It co-owns all memory that NCCL reads or writes, until its work is done.
+/// A group that is launched. It co-owns all memory that NCCL reads or writes, until its work is
+/// done.
 pub(super) struct GroupInFlight {
     sends: Vec<Side>,
     receives: Vec<Side>,
@@ -174,8 +175,8 @@ impl GroupInFlight {
             }
         }
         let done = stream.record()?;
-        // a buffer that is sent keeps its last use, which may be a kernel's: it has no writer while it
-        // is co-owned here
+        // a buffer that is sent keeps its last use, which may be a kernel's: it has no writer while
+        // it is co-owned here
         for receive in &self.receives {
             receive.buffer.touched_before(&done);
         }

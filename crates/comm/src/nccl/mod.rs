@@ -1,19 +1,19 @@
-//! Transport of CUDA memory from device to device: grouped sends and receives of NCCL in a stream of
-//! their own.
+//! Transport of CUDA memory from device to device: grouped sends and receives of NCCL in a stream
+//! of their own.
 //!
 //! ```text
-//! compute stream        ─ready─▶                                            ─event─▶ compute stream
-//! communication stream          [gather] ─▶ sends and receives ─▶ [scatter]
+//! compute stream         ready ┐                                            ┌▶ event
+//! communication stream         └▶ [gather] ─▶ sends, receives ─▶ [scatter] ─┘
 //! ```
-//! A host transport carries the control messages (agreement, heartbeats, aborts), and rank 0's unique
-//! id when the communicator is created. No call waits for a peer: the communicator
-//! is non-blocking, and [`Transport::progress`] polls its state, launches the next group once the
-//! one before was accepted, and polls finished groups. A message of several byte ranges is gathered
+//! A host transport carries the control messages (agreement, heartbeats, aborts), and rank 0's
+//! unique id when the communicator is created. No call waits for a peer: the communicator is
+//! non-blocking, and [`Transport::progress`] polls its state, launches the next group once the one
+//! before was accepted, and polls finished groups. A message of several byte ranges is gathered
 //! into a buffer on the device, because sender and receiver may divide it differently.
 //!
 //! The messages of a group arrive together. So the parts of a block that is split
-//! (`ring/block_parts.rs`) are groups of their own, and computing on one part overlaps receiving the
-//! next.
+//! (`ring/block_parts.rs`) are groups of their own, and computing on one part overlaps receiving
+//! the next.
 //!
 //! # Errors
 //! | cause | error |
@@ -53,8 +53,8 @@ use crate::{
 
 /// Interval between polls of groups in flight: small beside the transfer of a block.
 const POLL: Duration = Duration::from_micros(100);
-/// Longest wait in one poll of the host transport while the communicator is created, after which the
-/// deadline is checked again.
+/// Longest wait in one poll of the host transport while the communicator is created, after which
+/// the deadline is checked again.
 const PATIENCE: Duration = Duration::from_millis(20);
 /// Rounds of the all-gathers that create the communicator; those of a ring count up from 0.
 const ROUNDS: [u64; 2] = [u64::MAX, u64::MAX - 1];
@@ -177,8 +177,8 @@ impl<T: Transport<Host>> Nccl<T> {
         self.failed.clone().map_or(Ok(()), Err)
     }
 
-    /// Records a fatal error, aborts all ranks, and abandons the groups in flight. An invalid argument
-    /// is not fatal.
+    /// Records a fatal error, aborts all ranks, and abandons the groups in flight. An invalid
+    /// argument is not fatal.
     fn remember<R>(&mut self, result: Result<R>) -> Result<R> {
         result.map_err(|error| if error.is_fatal() { self.die(error) } else { error })
     }
@@ -203,7 +203,8 @@ impl<T: Transport<Host>> Nccl<T> {
         error
     }
 
-    /// Peer and step for an error of NCCL's that names no peer: those of the first message in flight.
+    /// Peer and step for an error of NCCL's that names no peer: those of the first message in
+    /// flight.
     fn waited_for(&self) -> (usize, usize) {
         let under_way = self.in_flight.iter().chain(&self.entering).find_map(GroupInFlight::first);
         under_way
@@ -359,7 +360,8 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
 
 impl<T: Transport<Host>> Control for Nccl<T> {
     forward_control! {
-        rank ranks placement start_all_gather try_all_gather stragglers heartbeat last_heard last_work
+        rank ranks placement start_all_gather try_all_gather stragglers heartbeat last_heard
+        last_work
     }
 
     fn abort(&mut self, error: &Error) {

@@ -21,7 +21,8 @@ use annulus_core::{Route, Schedule};
 /// hide little more, and would cost one more message.
 pub(super) const MOST: usize = 4;
 
-/// Returns the number of tags that a pass over `ranks` ranks uses: one per step, and those of parts.
+/// Returns the number of tags that a pass over `ranks` ranks uses: one per step, and those of
+/// parts.
 pub(crate) const fn tags(ranks: usize) -> u64 {
     (ranks + MOST) as u64
 }

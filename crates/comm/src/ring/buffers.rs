@@ -40,8 +40,8 @@ impl Sizes {
         let Agreed { spec, route, backward, .. } = agreed;
         let communicates = plan.shards.kv.len() > 1;
         let two_pass = *backward && spec.backward == BackwardMode::TwoPass;
-        // a relay reuses the local block's buffer once it is sent; the direct route sends from it in
-        // every step, and so needs a third buffer
+        // a relay reuses the local block's buffer once it is sent; the direct route sends from it
+        // in every step, and so needs a third buffer
         let stock = |local: usize, received: u64, later: [u64; MOST - 1], bytes: u64| {
             let local = local as u64;
             let whole = match (communicates, route) {
@@ -85,8 +85,8 @@ fn later_parts(steps: &[RankStep]) -> [u64; MOST - 1] {
     rows
 }
 
-/// Returns the sizes of the buffers for partial sums: one is computed while the last one is sent and
-/// another arrives. The tail of the local block follows the last arrival, so it needs a further
+/// Returns the sizes of the buffers for partial sums: one is computed while the last one is sent
+/// and another arrives. The tail of the local block follows the last arrival, so it needs a further
 /// buffer only if it is longer than a block.
 fn partial_sums(plan: &RingPlan) -> Vec<u64> {
     let mut rows = vec![plan.most_received; 3];

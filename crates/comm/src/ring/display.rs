@@ -7,8 +7,8 @@ use annulus_core::Backend;
 use super::{Ring, program};
 
 impl<B: Backend> fmt::Display for Ring<B> {
-    /// Writes mask, ranks, layout, route, and what this rank receives and sends: `Causal { offset: 0
-    /// }, 8 ranks, zigzag, RelayDown, 7 hops, 1.3 GiB sent forward, 2.6 GiB backward`.
+    /// Writes mask, ranks, layout, route, and what this rank receives and sends: `Causal { offset:
+    /// 0 }, 8 ranks, zigzag, RelayDown, 7 hops, 1.3 GiB sent forward, 2.6 GiB backward`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let program = &self.plan.program;
         let hops = program.steps.iter().filter(|step| !step.kv.receives.is_empty()).count();

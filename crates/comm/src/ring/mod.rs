@@ -109,8 +109,9 @@ pub struct RingOptions {
 }
 
 impl<B: Backend> Ring<B> {
-    /// Creates a plan, after an agreement of all ranks on every field of the spec and the options. An
-    /// error in `spec` enters the agreement too, so that the other ranks do not wait for this one.
+    /// Creates a plan, after an agreement of all ranks on every field of the spec and the options.
+    /// An error in `spec` enters the agreement too, so that the other ranks do not wait for this
+    /// one.
     ///
     /// # Ordering
     /// Collective over the transport's ranks.
@@ -154,7 +155,8 @@ impl<B: Backend> Ring<B> {
     /// rank's rows.
     ///
     /// # Ordering
-    /// Collective. Ranks exchange their rows' ids and positions as runs; the layout and the route stay.
+    /// Collective. Ranks exchange their rows' ids and positions as runs; the layout and the route
+    /// stay.
     /// # Errors
     /// [`Error::InvalidArgument`], [`Error::OutOfMemory`] here and [`Error::Refused`] elsewhere,
     /// [`Error::RankMismatch`]: the old batch stays in force on all ranks.
@@ -224,9 +226,9 @@ impl<B: Backend> Ring<B> {
         })
     }
 
-    /// Refuses the call that the other ranks make, on a rank that cannot make it, for example because
-    /// it lacks the memory for its arguments. Returns `why`, or the error of a dead plan. The other
-    /// ranks get [`Error::Refused`], nothing is computed, and the plan can still be used.
+    /// Refuses the call that the other ranks make, on a rank that cannot make it, for example
+    /// because it lacks the memory for its arguments. Returns `why`, or the error of a dead plan.
+    /// The other ranks get [`Error::Refused`], nothing is computed, and the plan can still be used.
     ///
     /// # Ordering
     /// Collective, in place of [`Ring::forward`] or [`Ring::backward`].
@@ -264,8 +266,8 @@ impl<B: Backend> Ring<B> {
         self.agreed.route
     }
 
-    /// Returns the rank of each ring index. Layout, schedule and work count ring indices, messages name
-    /// ranks. The two differ only where ranks of several nodes alternate.
+    /// Returns the rank of each ring index. Layout, schedule and work count ring indices, messages
+    /// name ranks. The two differ only where ranks of several nodes alternate.
     pub const fn order(&self) -> &Order {
         &self.agreed.order
     }

@@ -1,4 +1,5 @@
-//! The plan of one rank: what every rank derives alike from the rows of all ranks, and its own steps.
+//! The plan of one rank: what every rank derives alike from the rows of all ranks, and its own
+//! steps.
 
 use std::sync::Arc;
 
@@ -151,8 +152,8 @@ impl RingPlan {
     }
 }
 
-/// Derives the schedule of keys and values: of forward, of a one-pass backward with gradients, and of the first
-/// pass of a two-pass backward.
+/// Derives the schedule of keys and values: of forward, of a one-pass backward with gradients, and
+/// of the first pass of a two-pass backward.
 pub(super) fn kv_schedule(agreed: &Agreed, shards: &RingShards) -> Schedule {
     Schedule::build(&kv_needs(&agreed.spec, shards), agreed.route, gradients_travel(agreed))
 }
@@ -206,8 +207,8 @@ pub(super) fn decode_shards(messages: &[Vec<u8>], order: &Order) -> Result<RingS
     Ok(RingShards { q: order.by_ring_index(gathered.q), kv: order.by_ring_index(gathered.kv) })
 }
 
-/// Returns the route of queries for a route of keys: a query shard is sent in the opposite direction,
-/// because its users are the owners of the keys that it attends to.
+/// Returns the route of queries for a route of keys: a query shard is sent in the opposite
+/// direction, because its users are the owners of the keys that it attends to.
 const fn reverse(route: Route) -> Route {
     match route {
         Route::RelayUp => Route::RelayDown,

@@ -22,8 +22,8 @@ pub(crate) struct RankStep {
     pub(crate) kv: Transfers,
     /// As `kv`, with the last block of each rank in parts.
     pub(crate) kv_in_parts: Transfers,
-    /// Rows of the parts in which `kv_in_parts` delivers this step's block. Empty if it arrives whole
-    /// or is the local block.
+    /// Rows of the parts in which `kv_in_parts` delivers this step's block. Empty if it arrives
+    /// whole or is the local block.
     pub(crate) parts: Vec<RowSet>,
     /// Gradients of this step's block.
     pub(crate) gradients: Transfers,
@@ -169,8 +169,8 @@ struct Addressing<'a> {
 }
 
 impl Addressing<'_> {
-    /// Returns part number `part` of `message`. No message of the pass follows the parts, so they may
-    /// use the tags of later steps.
+    /// Returns part number `part` of `message`. No message of the pass follows the parts, so they
+    /// may use the tags of later steps.
     fn message(&self, message: &Message, part: usize, records: &[Range<u64>]) -> MessageHeader {
         let bytes = |records: &Range<u64>| {
             records.start * self.record_bytes..records.end * self.record_bytes

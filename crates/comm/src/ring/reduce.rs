@@ -1,13 +1,13 @@
-//! All-reduce of gradients of which every rank computes a summand: dsinks, and dbias of a bias that is
-//! broadcast over queries.
+//! All-reduce of gradients of which every rank computes a summand: dsinks, and dbias of a bias that
+//! is broadcast over queries.
 
 use annulus_core::{Backend, Error, Gradients, Result, Space, Spec};
 
 use super::{Ring, RingOptions};
 use crate::agreement::all_gather;
 
-/// Numbers per all-gather: an all-reduce of a gradient of any size then takes 64 KiB per rank, 8 MiB
-/// on 128 ranks.
+/// Numbers per all-gather: an all-reduce of a gradient of any size then takes 64 KiB per rank, 8
+/// MiB on 128 ranks.
 const CHUNK: usize = 1 << 13;
 
 /// Returns true if every rank computes a summand of dbias, like of dsinks.

@@ -1,17 +1,17 @@
 //! The ring loop: forward, backward in one pass, backward in two.
 //!
 //! ```text
-//! forward                            backward, one pass                   backward, two passes
-//! kv = pack(k, v)                    kv = pack(k, v)                      kv = pack(k, v)
-//! for each ring step:                for each ring step:                  for each ring step:
-//!   post: kv →, next kv ←              post: kv →, next kv ←                post: kv →, next kv ←
-//!   (m, l, acc) += attend(q, kv)       dq += …, dkv = attend(q, kv)         dq += attend(q, kv)
-//!   wait; kv = next kv                 wait; kv = next kv                   wait; kv = next kv
-//! out, lse = finish                    dkv += partial sum that arrived    q = pack(q, dout, statistics)
-//!                                      post: dkv → next user or owner     for each ring step:
-//!                                    dk, dv = local dkv + final gradients   post: q →, next q ←
-//!                                                                           dkv += attend(q, k, v)
-//!                                                                           wait; q = next q
+//! forward                          backward, one pass                 backward, two passes
+//! kv = pack(k, v)                  kv = pack(k, v)                    kv = pack(k, v)
+//! for each ring step:              for each ring step:                for each ring step:
+//!   post: kv →, next kv ←            post: kv →, next kv ←              post: kv →, next kv ←
+//!   (m, l, acc) += attend(q, kv)     dq += …, dkv = attend(q, kv)       dq += attend(q, kv)
+//!   wait; kv = next kv               wait; kv = next kv                 wait; kv = next kv
+//! out, lse = finish                  dkv += partial sum that arrived  q = pack(q, dout, lse, delta)
+//!                                    post: dkv → next user or owner   for each ring step:
+//!                                  dk, dv = local dkv + final           post: q →, next q ←
+//!                                           gradients                   dkv += attend(q, k, v)
+//!                                                                       wait; q = next q
 //! ```
 //! A post returns at once, so transfers overlap the tiles of the same step. The accumulators of the
 //! queries never leave the device between the start and the finish of a pass. In one pass, the
@@ -20,9 +20,9 @@
 //!
 //! # Source
 //! Liu et al. 2023, Ring Attention with Blockwise Transformers, section 3, without the last hop and
-//! with final gradients that are sent directly to the owner. The loop of zhuzilin/ring-flash-attention
-//! (`ring_flash_attn_forward`, `ring_flash_attn_backward`) is the one-pass case of relay up without
-//! a mask-aware schedule.
+//! with final gradients that are sent directly to the owner. The loop of
+//! zhuzilin/ring-flash-attention (`ring_flash_attn_forward`, `ring_flash_attn_backward`) is the
+//! one-pass case of relay up without a mask-aware schedule.
 
 use annulus_core::{
     Arrived, Backend, BackwardInputs, BackwardMode, BackwardPass, Block, Channel, Error,
@@ -224,8 +224,8 @@ impl<B: Backend> Ring<B> {
         Ok(first.followed_by(second))
     }
 
-    /// Returns the readers of the local block. On a ring of one rank only the backend reads it, which
-    /// may then use the inputs instead of a packed block.
+    /// Returns the readers of the local block. On a ring of one rank only the backend reads it,
+    /// which may then use the inputs instead of a packed block.
     const fn kv_readers(&self) -> Readers {
         if self.ranks == 1 { Readers::Local } else { Readers::Ring }
     }

@@ -2,10 +2,9 @@
 //! overlap with.
 //!
 //! ```text
-//! step 0           tiles of the head rows of the local block   overlap the first block's arrival
-//! steps 1 …        tiles of the blocks that arrive             overlap blocks, and gradients of the
-//!                                                              step before
-//! after the last   tiles of the tail rows of the local block   overlap the last final gradients
+//! step 0           tiles of the local block's head rows   overlap the first block's arrival
+//! steps 1 …        tiles of the blocks that arrive        overlap blocks and gradients
+//! after the last   tiles of the local block's tail rows   overlap the last final gradients
 //! ```
 //! Without the tail no rank would compute while the last gradients are transferred. Each rank
 //! splits its own rows when a plan is created; no message depends on it.

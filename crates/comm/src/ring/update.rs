@@ -7,8 +7,8 @@
 //!  Workspace::update  in place
 //!  close              all succeeded?   yes: commit                no: the workspace is restored
 //! ```
-//! A rank that cannot restore its workspace aborts: then the plan is dead on all ranks. So no forward
-//! pass ever combines queries of one batch with keys of another.
+//! A rank that cannot restore its workspace aborts: then the plan is dead on all ranks. So no
+//! forward pass ever combines queries of one batch with keys of another.
 
 use std::sync::Arc;
 

@@ -7,8 +7,8 @@ use std::{
 
 use annulus_core::{Error, Result, memory};
 
-/// Runs `work(rank, item)` for every item, each on its own thread, or on the calling one if there is
-/// only one item. Returns all results, or the most informative error.
+/// Runs `work(rank, item)` for every item, each on its own thread, or on the calling one if there
+/// is only one item. Returns all results, or the most informative error.
 ///
 /// An error that a rank detected itself takes precedence over one that only repeats another rank's
 /// ([`Error::Refused`], [`Error::Aborted`], [`Error::PeerLost`]).

@@ -1,4 +1,5 @@
-//! State shared by the endpoints of one ring of threads: inboxes, heartbeats, receipts, and the abort.
+//! State shared by the endpoints of one ring of threads: inboxes, heartbeats, receipts, and the
+//! abort.
 //!
 //! | state | written by | read by |
 //! |---|---|---|

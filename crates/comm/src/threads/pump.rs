@@ -91,8 +91,8 @@ impl Threads {
         moved
     }
 
-    /// Receives all messages of the inbox, and delivers early ones whose receives were posted since.
-    /// Returns true if there were any.
+    /// Receives all messages of the inbox, and delivers early ones whose receives were posted
+    /// since. Returns true if there were any.
     fn drain(&mut self) -> Result<bool> {
         let mut moved = false;
         let mut index = 0;
@@ -147,7 +147,8 @@ impl Threads {
         }
     }
 
-    /// Copies a message to the buffer of receive number `receive`, and releases the sender's buffer.
+    /// Copies a message to the buffer of receive number `receive`, and releases the sender's
+    /// buffer.
     fn deliver(&mut self, receive: usize, data: Data) -> Result<()> {
         let PostedReceive { hop, buffer, arrived } = &mut self.receives[receive];
         let MessageHeader { peer, step, .. } = *hop;
@@ -188,8 +189,8 @@ impl Threads {
         std::mem::replace(&mut self.consumed, total) != total
     }
 
-    /// Returns the step of a message from or to `peer` that can no longer complete, because `peer` has
-    /// left.
+    /// Returns the step of a message from or to `peer` that can no longer complete, because `peer`
+    /// has left.
     fn missing_from(&self, peer: usize) -> Option<usize> {
         if !self.mailboxes.has_left(peer) {
             return None;
@@ -211,8 +212,8 @@ impl Threads {
         self.all_gathers.entry(round).or_insert_with(|| AllGather { parts: vec![None; ranks] })
     }
 
-    /// Checks a receive before it is posted; `last` is the tag of the previous one from its peer on its
-    /// channel.
+    /// Checks a receive before it is posted; `last` is the tag of the previous one from its peer on
+    /// its channel.
     pub(super) fn check_receive(&self, incoming: &Incoming<Host>, last: Option<u64>) -> Result<()> {
         let MessageHeader { peer, step, channel, tag, .. } = incoming.hop;
         ranges::check(&incoming.hop, self.mailboxes.ranks(), Host::size(&incoming.buffer))?;
