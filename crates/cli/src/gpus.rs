@@ -147,7 +147,7 @@ fn seat(endpoint: &Endpoint) -> Seat {
         Endpoint::Process(endpoint) => {
             let place = endpoint
                 .nodes()
-                .places()
+                .locations()
                 .get(endpoint.rank())
                 .map_or(0, |place| place.rank_on_node);
             Seat { place, is_thread: false }

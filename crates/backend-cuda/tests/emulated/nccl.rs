@@ -461,7 +461,7 @@ fn a_borrowed_communicator_must_fit_and_outlives_the_ring() {
             Ok(ring) => drop(ring),
             Err(error) => assert_eq!(
                 (ranks, error.to_string().as_str()),
-                (2, "communicator: got (1, 2), want (0, 1)")
+                (2, "communicator: got rank 1 of 2, want rank 0 of 1")
             ),
         }
         // SAFETY: not destroyed yet.

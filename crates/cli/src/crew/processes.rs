@@ -18,7 +18,7 @@ use std::{
 
 use annulus_comm::{
     Deadline, Descriptor, agreement,
-    mpi::{FirstRanks, Launch, Mpi, NodeMap, Place, Settings},
+    mpi::{FirstRanks, Launch, Mpi, NodeMap, RankLocation, Settings},
 };
 use annulus_core::{Control, Error, Host, Result, Transport};
 
@@ -93,9 +93,9 @@ impl World {
 
     /// How many ranks of this node may run on cores of this one's, itself among them.
     pub(super) fn sharers(&self) -> usize {
-        let places = self.nodes.places();
+        let places = self.nodes.locations();
         let Some(mine) = places.get(self.rank()) else { return 1 };
-        let meets = |other: &Place| {
+        let meets = |other: &RankLocation| {
             let unknown = mine.cores.is_empty() || other.cores.is_empty();
             let common = |run: &RangeInclusive<usize>| {
                 mine.cores.iter().any(|own| own.start() <= run.end() && run.start() <= own.end())
@@ -127,7 +127,7 @@ impl World {
 
     pub(super) fn gather(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         self.round += 1;
-        agreement::gather(&mut self.endpoint, self.round, bytes)
+        agreement::all_gather(&mut self.endpoint, self.round, bytes)
     }
 
     /// As [`World::gather`]; the loss of a process is taken for granted after `patience`.

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, ops::RangeInclusive};
 
-use annulus_comm::mpi::{GpuAwareness, Place};
+use annulus_comm::mpi::{GpuAwareness, RankLocation};
 
 use super::Findings;
 use crate::{crew::World, failure::Outcome};
@@ -36,12 +36,12 @@ pub(super) fn of_job(world: &World, findings: &mut Findings) -> Outcome {
         "ranks",
         &format!(
             "{} on {} node{}",
-            nodes.places().len(),
+            nodes.locations().len(),
             nodes.nodes(),
             if nodes.nodes() == 1 { "" } else { "s" }
         ),
     );
-    for (rank, place) in nodes.places().iter().enumerate() {
+    for (rank, place) in nodes.locations().iter().enumerate() {
         let cores = if place.cores.is_empty() {
             "cores unknown".to_owned()
         } else {
@@ -51,7 +51,7 @@ pub(super) fn of_job(world: &World, findings: &mut Findings) -> Outcome {
     }
     let yields = std::env::var(OPENMPI_YIELDS).is_ok_and(|value| value.trim() == "1");
     let advice = if library.contains("Open MPI") { Some(yields) } else { None };
-    warnings(nodes.places(), advice).iter().for_each(|warning| line("warning", warning));
+    warnings(nodes.locations(), advice).iter().for_each(|warning| line("warning", warning));
     Ok(())
 }
 
@@ -65,10 +65,10 @@ fn listed(cores: &[RangeInclusive<usize>]) -> String {
 }
 
 /// What will make the job slow, node by node. `openmpi_yields`: whether OpenMPI was told to yield, where it is OpenMPI.
-fn warnings(places: &[Place], openmpi_yields: Option<bool>) -> Vec<String> {
+fn warnings(places: &[RankLocation], openmpi_yields: Option<bool>) -> Vec<String> {
     let mut warnings = Vec::new();
     for node in places.iter().map(|place| place.node).collect::<BTreeSet<_>>() {
-        let here: Vec<&Place> = places.iter().filter(|place| place.node == node).collect();
+        let here: Vec<&RankLocation> = places.iter().filter(|place| place.node == node).collect();
         let all: BTreeSet<usize> =
             here.iter().flat_map(|place| place.cores.iter().cloned().flatten()).collect();
         // where the system does not say there is nothing to warn of
@@ -107,8 +107,8 @@ fn warnings(places: &[Place], openmpi_yields: Option<bool>) -> Vec<String> {
 mod tests {
     use super::*;
 
-    fn places(of: &[(usize, &[RangeInclusive<usize>])]) -> Vec<Place> {
-        let place = |&(node, cores): &(usize, &[RangeInclusive<usize>])| Place {
+    fn places(of: &[(usize, &[RangeInclusive<usize>])]) -> Vec<RankLocation> {
+        let place = |&(node, cores): &(usize, &[RangeInclusive<usize>])| RankLocation {
             node,
             host: format!("host{node}"),
             rank_on_node: 0,

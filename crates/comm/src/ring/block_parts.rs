@@ -2,8 +2,8 @@
 //! messages, so that computing on one part overlaps receiving the next.
 //!
 //! Every other block arrives while the tiles of the block before it are computed. Where the network
-//! is slower than those tiles, the last block would be waited for with nothing left to compute but
-//! itself: on two ranks that is half of the pass.
+//! is slower than those tiles, a rank would wait for the whole last block before it computes on it:
+//! on two ranks that is half of the pass.
 //!
 //! ```text
 //! network   ├──── 1/2 ────┼─ 1/4 ─┼ 1/8 ┼ 1/8 ┤
@@ -17,10 +17,12 @@ use std::ops::Range;
 
 use annulus_core::{Route, Schedule};
 
-/// Maximum number of parts of a block.
+/// Maximum number of parts of a block: the last one is then an eighth of it. A further part would
+/// hide little more, and would cost one more message.
 pub(super) const MOST: usize = 4;
 
-/// Number of tags that a pass over so many ranks uses: one per step, and those of parts.
+/// Returns the number of tags that a pass over `ranks` ranks uses: one per step, and those of
+/// parts.
 pub(crate) const fn tags(ranks: usize) -> u64 {
     (ranks + MOST) as u64
 }
@@ -158,7 +160,7 @@ mod tests {
                     && parts.windows(2).all(|two| two[0].end == two[1].start),
                 "{rows}"
             );
-            // what the plan's memory for all but the first is
+            // the first part is at least a quarter of the block
             assert!(rows < 16 || parts[0].end * 4 >= rows, "{rows}");
         }
     }

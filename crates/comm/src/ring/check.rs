@@ -7,6 +7,7 @@ use annulus_core::{
 
 use super::{RingOptions, reduce};
 
+/// Dtype and shape of a tensor.
 type Described = (DType, [usize; 4]);
 
 /// Shapes of this rank's tensors.
@@ -23,9 +24,12 @@ pub(super) struct Shapes {
 
 impl Shapes {
     pub(super) fn of(shard: &RankShard) -> Self {
-        let (spec, dims) = (&shard.spec, &shard.spec.dims);
-        let (q_rows, kv_rows) = (shard.queries.len(), shard.keys.len());
-        let (dtype, sums) = (spec.dtype, spec.dtype.accumulator());
+        let spec = &shard.spec;
+        let dims = &spec.dims;
+        let q_rows = shard.queries.len();
+        let kv_rows = shard.keys.len();
+        let dtype = spec.dtype;
+        let sums = spec.dtype.accumulator();
         Self {
             q: (dtype, [dims.batch, q_rows, dims.q_heads, dims.head_dim]),
             k: (dtype, [dims.batch, kv_rows, dims.kv_heads, dims.head_dim]),
@@ -77,6 +81,7 @@ impl Shapes {
     }
 }
 
+/// Checks dtype and shape of a tensor.
 fn same(name: &str, got: Described, want: Described) -> Result<()> {
     if got == want { Ok(()) } else { Err(Error::invalid(name, show(got), show(want))) }
 }

@@ -12,7 +12,7 @@ use crate::span::span;
 use super::{Report, program::Transfers};
 
 /// Minimum time between two polls of the transport by a kernel's tick. Kernels tick after every
-/// tile; polling that often would cost more than it moves.
+/// tile, some in a few microseconds, in which a poll has little to move.
 const TICK_EVERY: Duration = Duration::from_micros(200);
 /// Longest time of one wait, after which deadlines are checked again.
 const PATIENCE: Duration = Duration::from_millis(20);

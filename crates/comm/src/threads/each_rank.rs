@@ -1,4 +1,4 @@
-//! One thread a rank: how a whole ring runs in one process.
+//! One thread per rank: a whole ring in one process.
 
 use std::{
     panic::{self, AssertUnwindSafe},
@@ -8,10 +8,10 @@ use std::{
 
 use annulus_core::{Error, Result, memory};
 
-/// Runs `work(rank, item)` for every item, each on a thread of its own; a single item on the calling
-/// thread. Returns all results, or the most informative error.
+/// Runs `work(rank, item)` for every item, each on its own thread, or on the calling one if there
+/// is only one item. Returns all results, or the most informative error.
 ///
-/// An error that a rank found itself comes before one that only repeats another rank's
+/// An error that a rank detected itself takes precedence over one that only repeats another rank's
 /// ([`Error::Refused`], [`Error::Aborted`], [`Error::PeerLost`]).
 ///
 /// # Ordering
@@ -47,7 +47,8 @@ pub fn each_rank<I: Send, T: Send>(
     let gate = Gate::default();
     let results: Vec<Result<T>> = thread::scope(|scope| {
         let start = |(rank, item)| {
-            // a thread that starts with the last memory ends the process with its first small list
+            // a thread that starts with the last free memory would end the process with its first
+            // small allocation, so the size of a stack is tried first
             std::hint::black_box(memory::list::<u8>("the thread of a rank", STACK)?);
             let gate = &gate;
             let thread = thread::Builder::new()
@@ -57,6 +58,7 @@ pub fn each_rank<I: Send, T: Send>(
                 what: format!("the thread of rank {rank} did not start: {error}"),
             })
         };
+        // collected, so that all threads start before the first is joined
         let threads: Vec<_> = items.into_iter().enumerate().map(start).collect();
         // A rank whose thread did not start sends nothing, and the others would wait for it until
         // their deadline. So no rank begins before all threads have started.
@@ -106,10 +108,10 @@ impl Gate {
     }
 }
 
-/// Bytes that a thread takes where nobody says otherwise.
+/// Default stack of a Rust thread, in bytes.
 const STACK: usize = 2 << 20;
 
-/// Whether an error only repeats what another rank found.
+/// Returns true if an error only repeats what another rank detected.
 const fn is_echo(error: &Error) -> bool {
     matches!(error, Error::Refused { .. } | Error::Aborted { .. } | Error::PeerLost { .. })
 }
@@ -119,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_rank_that_failed_is_heard_before_those_that_only_noticed() {
+    fn the_error_of_the_rank_that_failed_takes_precedence() {
         let work = |rank, ()| match rank {
             1 => Err(Error::PeerLost { peer: 2, step: 0 }),
             2 => Err(Error::invalid("bias", 1, 2)),
@@ -148,7 +150,7 @@ mod tests {
             if item == 1 { std::panic::resume_unwind(Box::new("a panic")) } else { Ok(()) }
         });
         assert!(matches!(result, Err(Error::Internal { .. })));
-        // a single rank, which has no thread of its own, too
+        // also of a single rank, which runs on the calling thread
         let result: Result<Vec<()>> =
             each_rank([0], |_, _| std::panic::resume_unwind(Box::new("a panic")));
         assert!(matches!(result, Err(Error::Internal { .. })));

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use annulus_comm::{
-    Deadline, gather,
+    Deadline, all_gather,
     mpi::{Mpi, Settings},
 };
 use annulus_core::{Control, Host, Result};
@@ -36,7 +36,7 @@ impl Harness {
     /// Returns every rank's bytes. Collective.
     pub(crate) fn gather(&mut self, bytes: &[u8]) -> std::result::Result<Vec<Vec<u8>>, String> {
         self.round += 1;
-        gather::<Host>(&mut self.endpoint, self.round, bytes)
+        all_gather::<Host>(&mut self.endpoint, self.round, bytes)
             .map_err(|error| format!("the harness: {error}"))
     }
 

@@ -7,7 +7,7 @@ use std::{
 };
 
 use annulus_comm::{
-    barrier, gather,
+    all_gather, barrier,
     mpi::{Mpi, Settings},
 };
 use annulus_conformance::Draw;
@@ -248,7 +248,7 @@ fn gathers(mut transport: Mpi, rank: usize) -> Result<Verdict> {
             )));
         }
         for (number, all) in [
-            (first, gather::<Host>(&mut transport, first, &part(rank, first))?),
+            (first, all_gather::<Host>(&mut transport, first, &part(rank, first))?),
             (second, collect(&mut transport, second)?),
         ] {
             if all != (0..transport.ranks()).map(|rank| part(rank, number)).collect::<Vec<_>>() {
@@ -394,7 +394,7 @@ fn left_out(mut transport: Mpi, rank: usize) -> Result<Verdict> {
     if rank == last {
         return Ok(Ok(()));
     }
-    let lost = gather::<Host>(&mut transport, 2, &[1; 10]).map(drop);
+    let lost = all_gather::<Host>(&mut transport, 2, &[1; 10]).map(drop);
     // until every rank has the error: one that leaves earlier would itself be lost to the others
     std::thread::sleep(Duration::from_millis(50));
     Ok(ensure(matches!(lost, Err(Error::PeerLost { peer, .. }) if peer == last), || {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use annulus::{Attention, Backward, Dims, Forward, Plan, Tensors};
 use annulus_comm::{
-    Deadline, gather,
+    Deadline, all_gather,
     mpi::{Mpi, Settings},
 };
 use annulus_core::{Backend, Control, Host, Result, Transport};
@@ -113,7 +113,7 @@ impl Everybody {
                 .map(|bytes| bytes.try_into().map_or(f64::NAN, f64::from_le_bytes));
             std::array::from_fn(|_| numbers.next().unwrap_or(f64::NAN))
         };
-        Ok(gather::<Host>(&mut self.endpoint, self.round, &bytes)?
+        Ok(all_gather::<Host>(&mut self.endpoint, self.round, &bytes)?
             .into_iter()
             .map(decode)
             .collect())

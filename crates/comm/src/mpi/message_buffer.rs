@@ -1,4 +1,6 @@
-//! What a message lies in. Of a device's memory nothing but the address is used here: only an MPI that says so, or is said to, can read it.
+//! Memory of a message: a host buffer, or CUDA memory for an MPI that accepts it.
+//!
+//! Of CUDA memory only the address is used here; MPI reads and writes it.
 
 use std::ops::Range;
 
@@ -6,14 +8,15 @@ use annulus_core::{Host, HostBuffer, Space, index};
 #[cfg(feature = "cuda")]
 use annulus_device_cuda::CudaBuffer;
 
-/// Bytes that MPI reads or writes, owned or co-owned. They do not move when this moves.
-pub(super) enum Memory {
+/// Bytes that MPI reads or writes, owned or co-owned. They stay in place when this value moves.
+pub(super) enum MessageBuffer {
     Host(HostBuffer),
     #[cfg(feature = "cuda")]
     Device(CudaBuffer),
 }
 
-impl Memory {
+impl MessageBuffer {
+    /// Returns its size in bytes.
     pub(super) fn size(&self) -> u64 {
         match self {
             Self::Host(buffer) => Host::size(buffer),
@@ -22,7 +25,7 @@ impl Memory {
         }
     }
 
-    /// Where these bytes begin, for MPI to read; `None` if it has not all of them.
+    /// Returns the address of these bytes, for MPI to read; `None` if they exceed the buffer.
     pub(super) fn start(&self, bytes: &Range<u64>) -> Option<*const u8> {
         match self {
             Self::Host(buffer) => {
@@ -33,7 +36,7 @@ impl Memory {
         }
     }
 
-    /// As [`Memory::start`], for MPI to write; `None` also while somebody else co-owns them.
+    /// As [`MessageBuffer::start`], for MPI to write; `None` also while the buffer is co-owned.
     pub(super) fn start_mut(&mut self, bytes: &Range<u64>) -> Option<*mut u8> {
         match self {
             Self::Host(buffer) => buffer
@@ -45,7 +48,7 @@ impl Memory {
         }
     }
 
-    /// Itself, if it is the host's.
+    /// Returns the host buffer; `None` for device memory.
     pub(super) fn into_host(self) -> Option<HostBuffer> {
         match self {
             Self::Host(buffer) => Some(buffer),
