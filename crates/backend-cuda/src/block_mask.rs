@@ -204,7 +204,7 @@ impl Upload {
     /// Appends the lists; returns the offsets of their starts and runs.
     fn lists(&mut self, lists: &CsrTiles) -> [u64; 2] {
         let starts = self.u32s(lists.starts().iter().copied());
-        [starts, self.u32s(lists.runs().iter().flat_map(|run| [run.first, run.count, run.set]))]
+        [starts, self.u32s(lists.runs().iter().flat_map(|run| [run.first, run.count, run.bitmask]))]
     }
 
     fn u32s(&mut self, values: impl Iterator<Item = u32>) -> u64 {

@@ -108,7 +108,7 @@ impl BlockMask {
         words.clear();
         words.extend_from_slice(lists.starts());
         self.runs = words.len() as u32;
-        words.extend(lists.runs().iter().flat_map(|run| [run.first, run.count, run.set]));
+        words.extend(lists.runs().iter().flat_map(|run| [run.first, run.count, run.bitmask]));
         self.bits = words.len() as u32;
         // 32 keys take the lower half of a u64
         words.extend(self.block_sparse.bits().iter().map(|&line| line as u32));
@@ -199,7 +199,7 @@ mod tests {
                             if owner == Owner::Queries { (own, other) } else { (other, own) };
                         for row in 0..TILE {
                             let bits = block_mask.bits as usize + row;
-                            let word = if edge == TileRun::EVERYTHING {
+                            let word = if edge == TileRun::FULL {
                                 u32::MAX
                             } else {
                                 block_mask.words[bits + TILE * edge as usize]

@@ -12,7 +12,7 @@
 //! # Source
 //! FlashAttention's tests: an implementation's error may be at most twice that of this computation.
 
-use annulus_core::{BiasOrder, DType, Dims, DropoutMask, Result, Spec, oracle::Sight};
+use annulus_core::{BiasOrder, DType, Dims, DropoutMask, Result, Spec, oracle::PairVisibility};
 use ndarray::{Array2, Array3, Array4, ArrayView1, s};
 
 use crate::{Answer, Case};
@@ -35,7 +35,7 @@ struct Pair {
 pub fn plain(case: &Case) -> Result<Answer> {
     let spec = &case.spec;
     let problem = case.problem();
-    let sight = problem.sight()?;
+    let visibility = problem.visibility()?;
     let Dims { batch, q_len, q_heads, value_dim, .. } = spec.dims;
     let statistics = || Array3::zeros((batch, q_heads, q_len));
     let mut answer = Answer {
@@ -54,8 +54,9 @@ pub fn plain(case: &Case) -> Result<Answer> {
         for h in 0..q_heads {
             for i in 0..q_len {
                 let visible: Vec<usize> =
-                    (0..spec.dims.kv_len).filter(|&j| sight.visible(b, h, i, j)).collect();
-                Row { case, spec, sight: &sight, at: [b, h, i] }.compute(&visible, &mut answer);
+                    (0..spec.dims.kv_len).filter(|&j| visibility.visible(b, h, i, j)).collect();
+                Row { case, spec, visibility: &visibility, at: [b, h, i] }
+                    .compute(&visible, &mut answer);
             }
         }
     }
@@ -72,7 +73,7 @@ pub fn plain(case: &Case) -> Result<Answer> {
 struct Row<'a> {
     case: &'a Case,
     spec: &'a Spec,
-    sight: &'a Sight<'a>,
+    visibility: &'a PairVisibility<'a>,
     at: [usize; 3],
 }
 
@@ -205,8 +206,8 @@ impl Row<'_> {
             .bias
             .as_ref()
             .map_or(0.0, |bias| bias[broadcast(bias.dim().into(), [b, h, i, j])]);
-        let query = self.sight.query(b, h, i)?;
-        let key = self.sight.key(b, j)?;
+        let query = self.visibility.query(b, h, i)?;
+        let key = self.visibility.key(b, j)?;
         let computed =
             self.spec.bias_function.as_ref().map_or(0.0, |function| function.bias(&query, &key));
         (tensor != f64::NEG_INFINITY && computed != f64::NEG_INFINITY).then_some(tensor + computed)

@@ -1,8 +1,8 @@
 //! Host tensors in front of a device backend.
 //!
 //! ```text
-//! caller's tensors ──upload──▶ q, k, v, …      pass on the device      out, lse, … ──download──▶ caller's tensors
-//!                                              blocks: device buffers, on any transport of the device's space
+//! host tensors ──upload──▶ q, k, v, …    pass on the device    out, … ──download──▶ host tensors
+//!                                        blocks: device buffers, for any transport of the space
 //! ```
 //! Inputs are uploaded when a pass starts and outputs are downloaded when it finishes. Between them
 //! nothing is copied: queries, accumulators, gradients and blocks stay on the device.

@@ -170,7 +170,7 @@ pub(crate) fn count(text: &str) -> Result<usize, String> {
 
 /// A head or value dim.
 pub(crate) fn dim(text: &str) -> Result<usize, String> {
-    count_to(Dims::MOST_DIM, text)
+    count_to(Dims::MAX_DIM, text)
 }
 
 /// As [`count`], in 64 bits.

@@ -55,7 +55,7 @@ pub(super) struct Rows<'p, 'a> {
 
 impl<'p, 'a> Rows<'p, 'a> {
     pub(super) fn new(problem: &'p Problem<'a>) -> Result<Self> {
-        Ok(Self { problem, visibility: problem.sight()? })
+        Ok(Self { problem, visibility: problem.visibility()? })
     }
 
     pub(super) fn row(&self, b: usize, h: usize, i: usize) -> Softmax {
