@@ -3,7 +3,7 @@
 use clap::{Args, Command};
 use clap_complete::Shell;
 
-use crate::{failure::Outcome, report::say};
+use crate::{failure::Outcome, stdout::say};
 
 const EXAMPLES: &str = "Examples:
   annulus completions bash > ~/.local/share/bash-completion/completions/annulus

@@ -14,7 +14,7 @@ use crate::{
     },
     failure::{Failure, Outcome},
     input::SinksForm,
-    report::say,
+    stdout::say,
 };
 
 const EXAMPLES: &str = "Examples:

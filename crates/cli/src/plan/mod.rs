@@ -17,7 +17,8 @@ use crate::{
     },
     failure::Outcome,
     file,
-    report::{bytes, count, grouped, say},
+    report::{bytes, count, grouped},
+    stdout::say,
 };
 use figures::Figures;
 

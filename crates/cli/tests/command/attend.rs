@@ -185,7 +185,7 @@ fn lengths_may_be_zero_and_strangers_are_noted() {
     let said = folder.run("attend --input in.safetensors --output out.safetensors --ranks 2");
     assert_eq!(
         (said.code, said.err.as_str()),
-        (0, "annulus: note: in.safetensors: not an input, left alone: querry\n")
+        (0, "annulus: note: in.safetensors: not an input tensor, ignored: querry\n")
     );
     assert_eq!(Tensors::read(&folder.path("out.safetensors")).all["out"].1, [1, 0, 2, 4]);
     Tensors::qkv([3, 2, 4], [0, 2, 4], 4).write(&folder.path("in.safetensors"));

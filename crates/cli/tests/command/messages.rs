@@ -76,7 +76,7 @@ fn names_in_a_file_do_not_reach_the_terminal_as_they_are() {
     harmless(&said);
     assert_eq!((said.code, said.err.lines().count()), (0, 1), "{said:?}");
     assert!(
-        said.err.contains(r"left alone: evil\n\u{1b}[2J\u{1b}[31mannulus: fake message\r"),
+        said.err.contains(r"ignored: evil\n\u{1b}[2J\u{1b}[31mannulus: fake message\r"),
         "{said:?}"
     );
     // refused: a hole, a shape that does not fit, a field that is missing, two of the name, a dtype
@@ -122,7 +122,7 @@ fn a_message_is_never_longer_than_a_screen() {
         (
             0,
             format!(r#","{long}":{{"dtype":"F32","shape":[1],"data_offsets":[384,388]}}"#),
-            vec!["left alone", "(1048576 bytes)"],
+            vec!["ignored: ", "(1048576 bytes)"],
         ),
         (
             1,

@@ -310,7 +310,7 @@ fn traces() -> Vec<Case> {
     let of = |value: &Value| text(&value.to_string());
     let whole = trace().to_string();
     let mut cases = vec![merge("a good trace", of(&trace()), Expected::Taken)];
-    let no_trace = || words(&["rank-0.json: is no trace of a rank"]);
+    let no_trace = || words(&["rank-0.json: is not a trace of a rank"]);
     for tenth in 0..10 {
         cases.push(merge(
             format!("cut at {tenth}/10"),
