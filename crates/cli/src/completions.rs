@@ -1,4 +1,4 @@
-//! `annulus completions`: the script by which a shell completes the command's flags.
+//! `annulus completions`: prints shell completions.
 
 use clap::{Args, Command};
 use clap_complete::Shell;
@@ -14,7 +14,7 @@ const EXAMPLES: &str = "Examples:
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct CompletionsFlags {
-    /// The shell
+    /// Shell
     #[arg(value_enum, value_name = "SHELL")]
     shell: Shell,
 }

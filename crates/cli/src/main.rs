@@ -80,7 +80,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    memory::keep_address_space();
+    memory::limit_arenas();
     let arguments: Vec<OsString> = std::env::args_os().collect();
     let mut tree = refusal::with_negative_numbers(CommandLine::command());
     let parsed = tree

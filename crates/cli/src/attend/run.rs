@@ -25,7 +25,7 @@ use super::{
 use crate::{
     backend::{BackendChoice, with_backend},
     failure::{Failure, Outcome},
-    file::{self, Manner, Output},
+    file::{self, Output, Staging},
     input::{Input, OutputGradients, Share},
     job::{Endpoint, Job, RankBackend},
     memory::{self, peak_bytes},
@@ -208,18 +208,23 @@ impl AttendRun<'_> {
                 self.output.display(),
             ))?;
             // fails on some file systems, and where a process may not open another one's files
-            if let Ok(output) = self.open_as(job, tensors, Manner::Nameless) {
+            if let Ok(output) = self.open_as(job, tensors, Staging::Unnamed) {
                 return Ok(output);
             }
         }
         // other nodes can open the file only by its name
-        let manner = if job.is_mpi() { Manner::Named } else { Manner::Best };
-        self.open_as(job, tensors, manner)
+        let staging = if job.is_mpi() { Staging::Named } else { Staging::Best };
+        self.open_as(job, tensors, staging)
     }
 
-    fn open_as(&self, job: &mut Job, tensors: &[file::Planned], manner: Manner) -> Outcome<Output> {
+    fn open_as(
+        &self,
+        job: &mut Job,
+        tensors: &[file::Planned],
+        staging: Staging,
+    ) -> Outcome<Output> {
         let made = if job.is_leader() {
-            Output::create_in_manner(self.output, tensors, manner).map(Some)
+            Output::create_staged(self.output, tensors, staging).map(Some)
         } else {
             Ok(None)
         };

@@ -97,7 +97,7 @@ fn plans_of_many_ranks_are_summaries() {
     );
     assert!(
         svg.contains("more than 128 ranks")
-            && svg.contains("1 run of rows in 4")
+            && svg.contains("1 of 4 runs of rows")
             && !svg.contains("NaN")
     );
     let many: Value = serde_json::from_str(&json).unwrap();

@@ -45,8 +45,8 @@ fn files_that_are_no_safetensors_files() {
     let cases: Vec<(Vec<u8>, &str)> = vec![
         (Vec::new(), "truncated"),
         (vec![1, 2, 3], "truncated"),
-        (u64::MAX.to_le_bytes().to_vec(), "claims"),
-        (100_000_001u64.to_le_bytes().to_vec(), "claims"),
+        (u64::MAX.to_le_bytes().to_vec(), "is not a safetensors file"),
+        (100_000_001u64.to_le_bytes().to_vec(), "is not a safetensors file"),
         (1000u64.to_le_bytes().to_vec(), "truncated"),
         (raw("not json", 0), "malformed"),
         (raw("[]", 0), "malformed"),
@@ -57,7 +57,7 @@ fn files_that_are_no_safetensors_files() {
         (raw(&format!("{{{tensor}}}"), 5), "after its last tensor"),
         (raw(&second(2, 6), 6), "overlaps"),
         (raw(&second(0, 4), 4), "overlaps"),
-        (raw(&second(5, 9), 9), "hole"),
+        (raw(&second(5, 9), 9), "gap"),
         (raw(&format!("{{{tensor},{tensor}}}"), 4), "two tensors"),
         (raw(&one("F8_E4M3", "[1,1,1,1]", "1"), 1), "F8_E4M3"),
         (raw(&one("C64", "[1,1,1,1]", "8"), 8), "C64"),
@@ -163,10 +163,12 @@ fn outputs_that_cannot_be_written() {
     folder
         .run("attend --input in.safetensors --output nowhere/out.safetensors")
         .failed(1, &["nowhere", "No such file"]);
-    folder.run("attend --input in.safetensors --output .").failed(1, &["no ordinary file"]);
+    folder
+        .run("attend --input in.safetensors --output .")
+        .failed(1, &["is a directory, want a regular file"]);
     folder
         .run("attend --input in.safetensors --output /dev/null")
-        .failed(1, &["/dev/null", "no ordinary file"]);
+        .failed(1, &["/dev/null", "is a device, want a regular file"]);
     folder.run("make --output nowhere/in.safetensors --q-len 8").failed(1, &["nowhere"]);
     folder.run("plan --q-len 8 --ranks 2 --svg nowhere/ring.svg").failed(1, &["nowhere"]);
     assert_eq!(folder.names(), ["in.safetensors"]);

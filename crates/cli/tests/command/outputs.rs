@@ -259,10 +259,10 @@ fn pipes_and_devices_take_texts_and_no_tensors() {
     for target in ["pipe", "/dev/null", "/dev/full"] {
         folder
             .run(&format!("{ATTEND} {target}"))
-            .failed(1, &[&format!("--output {target}: is no ordinary file")]);
+            .failed(1, &[&format!("--output {target}: is a "), "want a regular file"]);
         folder
             .run(&format!("make --output {target} --q-len 4"))
-            .failed(1, &[&format!("--output {target}: is no ordinary file")]);
+            .failed(1, &[&format!("--output {target}: is a "), "want a regular file"]);
     }
     folder
         .run("plan --q-len 100 --ranks 2 --json /dev/full")

@@ -263,7 +263,7 @@ fn lengths() -> Vec<Case> {
                 format!("a header of {length} bytes"),
                 "",
                 bytes,
-                words(&["malformed safetensors header|truncated|claims"]),
+                words(&["malformed safetensors header|truncated|is not a safetensors file"]),
             )
         })
         .collect()
@@ -557,12 +557,12 @@ fn offsets() -> Vec<Case> {
             model.entries[later].offsets = format!("[{},{}]", begin + 8, end + 8);
         }
         model.data.extend([0; 8]);
-        cases.push(refused(format!("a hole before {name}"), &model, &[name, "hole"]));
+        cases.push(refused(format!("a gap before {name}"), &model, &[name, "gap"]));
     }
     // strangers too
     for (rule, offsets, word) in [
         ("overlaps", "[0,4]", "overlap"),
-        ("leaves a hole", "[3080,3084]", "hole"),
+        ("leaves a gap", "[3080,3084]", "gap"),
         ("is reversed", "[4,0]", "4..0"),
     ] {
         for dtype in ["F32", "F8_E4M3"] {
