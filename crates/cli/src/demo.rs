@@ -195,7 +195,8 @@ fn verify(input: &Input, output: &Path, attention: &Attention) -> Outcome {
         }
     }
     say!(
-        "verified {samples} rows against the f64 oracle: largest error {worst:.2e}, {TOLERANCE:.0e} allowed"
+        "verified {samples} rows against the f64 oracle: largest error {worst:.2e}, \
+         {TOLERANCE:.0e} allowed"
     );
     if worst <= TOLERANCE {
         return Ok(());

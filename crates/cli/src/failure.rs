@@ -63,8 +63,8 @@ impl Failure {
         Self::Usage(format!("{flag}: got {got}, want {want}"))
     }
 
-    /// Converts an error of a subcommand all of whose arguments come from flags: an invalid argument
-    /// is an invalid command line.
+    /// Converts an error of a subcommand all of whose arguments come from flags: an invalid
+    /// argument is an invalid command line.
     pub(crate) fn of_flags(error: Error) -> Self {
         match error {
             Error::InvalidArgument { .. } => Self::Usage(bounded(&error).to_string()),

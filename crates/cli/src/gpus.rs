@@ -180,7 +180,8 @@ fn number(link: Link, first: Option<usize>, rank: NodeRank, count: usize) -> Res
         let first = first.unwrap_or(0);
         let by = || {
             format!(
-                "this machine, which has {count}, counted from 0 and used from {first}; --transport threads lets ranks share one"
+                "this machine, which has {count}, counted from 0 and used from {first}; with \
+                 --transport threads ranks share GPUs"
             )
         };
         let what = || format!("transport nccl of rank {index} without a GPU of its own");

@@ -181,8 +181,8 @@ impl Input {
         &self.tensors
     }
 
-    /// Returns the shape of the sink logits in the given form; `None` if the file has none. Without a
-    /// form `[heads, sinks]` is per head, and `[n]` is an error because it is ambiguous.
+    /// Returns the shape of the sink logits in the given form; `None` if the file has none. Without
+    /// a form `[heads, sinks]` is per head, and `[n]` is an error because it is ambiguous.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] naming `softmax_aux`.
@@ -287,7 +287,8 @@ impl Input {
         })
     }
 
-    /// Reads ids, positions and packed lengths of all rows, without the dense mask: O(sequence length).
+    /// Reads ids, positions and packed lengths of all rows, without the dense mask: O(sequence
+    /// length).
     ///
     /// # Errors
     /// As [`Input::batch`]; [`Error::InvalidArgument`] if they are inconsistent.

@@ -341,7 +341,8 @@ pub(crate) fn watch() {
     // with a handler installed, the write fails with "File too large"
     if let Err(error) = flag::register(SIGXFSZ, Arc::new(AtomicBool::new(false))) {
         complain!(
-            "warning: cannot handle SIGXFSZ ({error}); a write past the file size limit ends the command"
+            "warning: cannot handle SIGXFSZ ({error}); a write past the file size limit ends the \
+             command"
         );
     }
 }

@@ -59,7 +59,8 @@ const EXAMPLES: &str = "Examples:
 /// Exact attention over sequences that do not fit one device: KV shards are sent around a ring
 /// of ranks
 #[derive(Debug, Parser)]
-#[command(name = "annulus", version = VERSION, after_help = EXAMPLES, subcommand_required = true, arg_required_else_help = true)]
+#[command(name = "annulus", version = VERSION, after_help = EXAMPLES, subcommand_required = true,
+    arg_required_else_help = true)]
 struct CommandLine {
     #[command(subcommand)]
     command: Command,

@@ -53,7 +53,8 @@ pub(crate) fn list<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
     }
 }
 
-/// Formats `text` in at most `most` bytes, escaped. If it is longer, its length replaces the middle.
+/// Formats `text` in at most `most` bytes, escaped. If it is longer, its length replaces the
+/// middle.
 pub(crate) fn fitted(text: &str, most: usize) -> String {
     let mut whole = String::new();
     for letter in text.chars() {
@@ -99,7 +100,8 @@ fn push(text: &mut String, letter: char) {
 const fn is_hidden(letter: char) -> bool {
     matches!(letter,
         '\0'..='\u{1f}' | '\u{7f}'..='\u{9f}' | '\u{ad}' | '\u{61c}' | '\u{180e}'
-        | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
+        | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}'
+        | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
 }
 
 /// Formats an error of a JSON text, after the path of the invalid value.

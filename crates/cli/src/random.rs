@@ -1,5 +1,5 @@
-//! Counter-based random numbers: each depends only on a seed, a tensor's name and an element's index,
-//! so a file does not depend on the order in which it is written.
+//! Counter-based random numbers: each depends only on a seed, a tensor's name and an element's
+//! index, so a file does not depend on the order in which it is written.
 
 /// Stream of the numbers of one tensor.
 #[derive(Debug, Clone, Copy)]
@@ -24,8 +24,8 @@ impl Stream {
         (self.bits(index) >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// Returns a standard normal number. Elements 2i and 2i + 1 are the cosine and the sine branch of
-    /// one pair of uniform numbers.
+    /// Returns a standard normal number. Elements 2i and 2i + 1 are the cosine and the sine branch
+    /// of one pair of uniform numbers.
     ///
     /// # Source
     /// Box and Muller 1958.

@@ -53,7 +53,8 @@ pub(crate) fn warn_of_silence(
     move |Silence { peer, step, waited }| {
         if rank == 0 || rank == (peer + 1) % ranks {
             complain!(
-                "warning: rank {rank} has received nothing from rank {peer} for {:.1} s (step {step})",
+                "warning: rank {rank} has received nothing from rank {peer} for {:.1} s \
+                 (step {step})",
                 waited.as_secs_f64()
             );
         }

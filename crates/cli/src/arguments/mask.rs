@@ -13,7 +13,8 @@ pub(crate) struct MaskFlags {
     /// Causal mask: visible if j <= i
     #[arg(long)]
     pub(crate) causal: bool,
-    /// Sliding window: visible if i-L <= j <= i+R; a side may be `none`; one number is for both sides
+    /// Sliding window: visible if i-L <= j <= i+R; a side may be `none`; one number is for both
+    /// sides
     #[arg(long, value_name = "L,R", allow_hyphen_values = true)]
     pub(crate) window: Option<Window>,
     /// Exempt the first N keys from the window (attention sinks of StreamingLLM); needs --window

@@ -135,8 +135,8 @@ fn hyphen_value(unknown: &str, command: &Command, arguments: &[OsString]) -> Opt
         .then(|| format!("{before}: got {}, want a value without a leading hyphen", quoted(&value)))
 }
 
-/// Formats the error of the first argument that is not UTF-8. Values of path flags are skipped: they
-/// may have any bytes.
+/// Formats the error of the first argument that is not UTF-8. Values of path flags are skipped:
+/// they may have any bytes.
 fn not_utf8(command: &Command, arguments: &[OsString]) -> String {
     let name = |at: usize| {
         let bytes = arguments[at].as_encoded_bytes();

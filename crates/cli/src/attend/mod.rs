@@ -108,7 +108,8 @@ struct ScoreFlags {
     #[arg(long, value_enum)]
     sinks: Option<SinksForm>,
     /// Drop each probability with probability P
-    #[arg(long, value_name = "P", value_parser = probability, requires = "seed", allow_hyphen_values = true)]
+    #[arg(long, value_name = "P", value_parser = probability, requires = "seed",
+        allow_hyphen_values = true)]
     dropout: Option<f64>,
     /// Seed of the dropout
     #[arg(long, value_name = "N", requires = "dropout", value_parser = whole_u64)]
@@ -146,7 +147,8 @@ struct RingFlags {
     #[arg(long, value_enum, default_value = "auto")]
     layout: LayoutName,
     /// Deadline: fail after S seconds without a message or heartbeat of a peer
-    #[arg(long, value_name = "S", default_value = "120", value_parser = silence, allow_hyphen_values = true)]
+    #[arg(long, value_name = "S", default_value = "120", value_parser = silence,
+        allow_hyphen_values = true)]
     deadline: Duration,
     /// Write a trace of each rank into this folder, for Perfetto or chrome://tracing;
     /// `annulus trace merge` joins them

@@ -45,8 +45,8 @@ impl Progress {
         Self { bar: ProgressBar::hidden(), phase: Arc::default() }
     }
 
-    /// Starts a phase in which the ranks of this process receive `blocks` blocks. Without blocks only
-    /// the elapsed time is shown.
+    /// Starts a phase in which the ranks of this process receive `blocks` blocks. Without blocks
+    /// only the elapsed time is shown.
     pub(crate) fn phase(&self, name: &'static str, blocks: usize) {
         let template = if blocks > 0 {
             "{msg:9} {wide_bar} {pos}/{len} blocks {elapsed}"

@@ -90,7 +90,9 @@ impl AttendRun<'_> {
         } else {
             Progress::hidden()
         };
-        let summary = with_backend!(&self.backend, self.threads, make => self.phases::<T, _>(job, &progress, make));
+        let summary = with_backend!(&self.backend, self.threads, make => {
+            self.phases::<T, _>(job, &progress, make)
+        });
         progress.finish();
         summary
     }

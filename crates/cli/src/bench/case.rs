@@ -174,8 +174,8 @@ impl<'a> Case<'a> {
         flags.apply(Attention::new()).dtype(self.dtype).precision(self.flags.precision.into())
     }
 
-    /// Counts the visible pairs, all heads and batch rows; n²/2 for plain causal, as the benchmarks of
-    /// other libraries do.
+    /// Counts the visible pairs, all heads and batch rows; n²/2 for plain causal, as the benchmarks
+    /// of other libraries do.
     fn pairs(&self) -> Result<f64> {
         let Dims { batch, q_len, kv_len, q_heads, .. } = self.dims;
         let plain = self.flags.window.is_none() && self.flags.documents.is_empty();

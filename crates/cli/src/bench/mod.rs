@@ -21,8 +21,9 @@ use crate::{
 };
 use case::Case;
 
-const EXAMPLES: &str = "Fields of a line: peer what dtype threads batch heads head_dim n causal ms gflops
-gflops_cpu kv_heads q_len kv_len ranks layout window documents align precision pairs backend clock.
+const EXAMPLES: &str = "\
+Fields of a line: peer what dtype threads batch heads head_dim n causal ms gflops gflops_cpu
+kv_heads q_len kv_len ranks layout window documents align precision pairs backend clock.
 
   ms          the least time of 2 to 8 rounds, by the clock that `clock` names: `device` for
               timestamps in the queue of a GPU that has them, `host` for the wall clock
@@ -39,8 +40,8 @@ Examples:
   annulus bench --ns 8192 --causal true --window 1023,0 --ranks 4
   mpirun -n 4 annulus bench --ns 8192 --causal true --threads 2
 
-Under a launcher (mpirun, mpiexec, srun) every process is a rank; ms is the time of the slowest rank,
-and the CPU time is that of all processes.";
+Under a launcher (mpirun, mpiexec, srun) every process is a rank; ms is the time of the slowest
+rank, and the CPU time is that of all processes.";
 
 /// Measures forward and backward passes; prints one JSON line for each case
 #[derive(Debug, Args)]

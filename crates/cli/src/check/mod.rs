@@ -265,8 +265,8 @@ fn compute_on_threads(
 }
 
 impl Count {
-    /// Counts the verdicts of a unit. An error that is equal on all rings is an error of the case and
-    /// is printed once.
+    /// Counts the verdicts of a unit. An error that is equal on all rings is an error of the case
+    /// and is printed once.
     fn unit(
         &mut self,
         Unit { id, case, dtype }: &Unit,

@@ -111,7 +111,8 @@ fn try_judge<T: Element, B: Backend<Space: HostTensors>>(
     make: impl Fn(Endpoint) -> Result<RankBackend<B>>,
 ) -> Result<Verdict> {
     let opened = Opened::new::<T>(folder, case);
-    // created even if the file could not be opened: dropping it tells the other ranks to stop waiting
+    // created even if the file could not be opened: dropping it tells the other ranks to stop
+    // waiting
     let endpoint = Endpoint::Process(Box::new(group.ring(settings.clone())?));
     let Opened { input, sinks, attention } = opened?;
     let (backend, transport) = make(endpoint)?;

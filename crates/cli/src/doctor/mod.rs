@@ -196,7 +196,8 @@ fn of_adapters() -> Vec<String> {
     adapters.into_iter().map(words).collect()
 }
 
-/// Describes the level of an adapter's kernels, the reason for it, and the levels that can be forced.
+/// Describes the level of an adapter's kernels, the reason for it, and the levels that can be
+/// forced.
 #[cfg(feature = "wgpu")]
 fn levels(
     adapter: &annulus_wgpu::Adapter,

@@ -83,7 +83,8 @@ fn warnings(locations: &[Place], openmpi_yields: Option<bool>) -> Vec<String> {
         let cores = all.len();
         if ranks > 1 && cores == 1 {
             warnings.push(format!(
-                "all {ranks} ranks of {host} are bound to one core ({}): bind each to its own cores, or bind none (OpenMPI: --bind-to none)",
+                "all {ranks} ranks of {host} are bound to one core ({}): bind each to its own \
+                 cores, or bind none (OpenMPI: --bind-to none)",
                 all.first().copied().unwrap_or_default()
             ));
         } else if ranks > cores {
@@ -97,7 +98,8 @@ fn warnings(locations: &[Place], openmpi_yields: Option<bool>) -> Vec<String> {
             here.iter().find(|location| location.core_count() == Some(1)).filter(|_| cores > ranks)
         {
             warnings.push(format!(
-                "rank {} of {host} is bound to one core of {cores}: it has one thread (OpenMPI: --map-by slot:PE=N binds to N)",
+                "rank {} of {host} is bound to one core of {cores}: it has one thread \
+                 (OpenMPI: --map-by slot:PE=N binds to N)",
                 bound.rank_on_node
             ));
         }

@@ -1,5 +1,5 @@
-//! Header of a safetensors file: the tensors and the ranges of their bytes, checked before any data is
-//! read.
+//! Header of a safetensors file: the tensors and the ranges of their bytes, checked before any data
+//! is read.
 
 use std::{collections::BTreeMap, fs::File, os::unix::fs::FileExt, path::Path};
 
@@ -192,7 +192,8 @@ pub(super) fn read(file: &File, path: &Path) -> Result<Header> {
         return Err(io(
             path,
             format!(
-                "is not a safetensors file: a header of {length} bytes, more than {MOST_HEADER_BYTES}"
+                "is not a safetensors file: its header length is {length}, want at most \
+                 {MOST_HEADER_BYTES}"
             ),
         ));
     }
@@ -283,7 +284,8 @@ fn reversed(path: &Path, name: &str, raw: &RawEntry) -> annulus_core::Error {
     )
 }
 
-/// Creates the entry of a tensor whose byte range is within the file; `data` is the start of the data.
+/// Creates the entry of a tensor whose byte range is within the file; `data` is the start of the
+/// data.
 ///
 /// # Errors
 /// As [`read`].

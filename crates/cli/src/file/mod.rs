@@ -1,8 +1,8 @@
-//! Files: safetensors files, of which each rank reads and writes its own rows by positioned I/O; and
-//! text files.
+//! Files: safetensors files, of which each rank reads and writes its own rows by positioned I/O;
+//! and text files.
 //!
-//! A safetensors file is `[u64 header length][JSON header][data]`, little-endian. It is never held in
-//! memory as a whole: the header is parsed, and each rank reads only its rows of each tensor. An
+//! A safetensors file is `[u64 header length][JSON header][data]`, little-endian. It is never held
+//! in memory as a whole: the header is parsed, and each rank reads only its rows of each tensor. An
 //! output has no name, or a temporary one, until it is complete.
 
 mod header;

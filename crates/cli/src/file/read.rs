@@ -215,8 +215,8 @@ impl Tensors {
         self.get(name).ok_or_else(|| self.unsupported(name).unwrap_or_else(missing))
     }
 
-    /// Reads strided rows densely into `into`. Rows with small gaps are read together into `span` and
-    /// copied from there.
+    /// Reads strided rows densely into `into`. Rows with small gaps are read together into `span`
+    /// and copied from there.
     fn read_strided(
         &self,
         name: &str,
@@ -279,8 +279,8 @@ struct Scratch {
     dense: Vec<u8>,
 }
 
-/// Number of elements of the given rows. Cannot overflow: the header has been checked to describe as
-/// many bytes as the file has for the whole tensor.
+/// Number of elements of the given rows. Cannot overflow: the header has been checked to describe
+/// as many bytes as the file has for the whole tensor.
 fn local_elements(entry: &Entry, axis: usize, rows: &Runs) -> usize {
     let others =
         entry.shape.iter().enumerate().filter(|&(index, _)| index != axis).map(|(_, &len)| len);

@@ -57,8 +57,8 @@ impl StridedRows {
     }
 }
 
-/// Calls `visit` for the rows `rows` along `axis` of a tensor of this shape, in the row-major order of
-/// the local tensor with these rows. Adjacent rows are merged into one.
+/// Calls `visit` for the rows `rows` along `axis` of a tensor of this shape, in the row-major order
+/// of the local tensor with these rows. Adjacent rows are merged into one.
 ///
 /// # Errors
 /// The first of `visit`.

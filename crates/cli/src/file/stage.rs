@@ -1,5 +1,5 @@
-//! Staged output file: unnamed, or under a temporary name, until it is complete and gets the name of
-//! its target.
+//! Staged output file: unnamed, or under a temporary name, until it is complete and gets the name
+//! of its target.
 //!
 //! ```text
 //!  unnamed  O_TMPFILE                   removed by the system with the last open descriptor
@@ -73,8 +73,8 @@ impl Staged {
     /// Creates the staged file.
     ///
     /// # Errors
-    /// As [`resolve`]; [`annulus_core::Error::Io`] if the target is not a regular file, or no file can
-    /// be created in its folder.
+    /// As [`resolve`]; [`annulus_core::Error::Io`] if the target is not a regular file, or no file
+    /// can be created in its folder.
     pub(super) fn create(named: &Path, staging: Staging) -> Result<Self> {
         match resolve(named)? {
             Target::File { folder, path, exists } => {
@@ -135,8 +135,8 @@ impl Staged {
             io(
                 &at,
                 format!(
-                    "{error}: rank 0 created this file; the output must be on a file system shared by \
-                     all ranks"
+                    "{error}: rank 0 created this file; the output must be on a file system shared \
+                     by all ranks"
                 ),
             )
         };

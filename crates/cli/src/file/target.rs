@@ -27,8 +27,8 @@ const STICKY: u32 = 0o1000;
 /// Target of a path after its symbolic links.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Target {
-    /// Regular file: its folder and its path, without symbolic links. `exists` is true for an existing
-    /// file.
+    /// Regular file: its folder and its path, without symbolic links. `exists` is true for an
+    /// existing file.
     File { folder: PathBuf, path: PathBuf, exists: bool },
     /// Standard output.
     Stdout,
@@ -38,8 +38,8 @@ pub(super) enum Target {
     Stream(String),
 }
 
-/// Resolves a path. Symbolic links are followed, so that a link is kept and its target is created or
-/// replaced.
+/// Resolves a path. Symbolic links are followed, so that a link is kept and its target is created
+/// or replaced.
 ///
 /// # Errors
 /// [`annulus_core::Error::Io`] if the folder is missing, the path names a folder, the links form a

@@ -20,8 +20,8 @@ use super::{
 };
 use crate::failure::io;
 
-/// Bytes of one write of rows that alternate between ranks: large enough that the time of the system
-/// call does not matter.
+/// Bytes of one write of rows that alternate between ranks: large enough that the time of the
+/// system call does not matter.
 const WINDOW_BYTES: usize = 1 << 20;
 
 /// Tensor of a file to write.
@@ -68,8 +68,8 @@ impl Output {
     /// Creates the file in its full size, with its header, as [`Staging::Best`].
     ///
     /// # Errors
-    /// [`Error::Io`] if the folder is missing or not writable, the target is not a regular file or not
-    /// writable, or the disk is full.
+    /// [`Error::Io`] if the folder is missing or not writable, the target is not a regular file or
+    /// not writable, or the disk is full.
     pub(crate) fn create(target: &Path, tensors: &[Planned]) -> Result<Self> {
         Self::create_staged(target, tensors, Staging::Best)
     }
@@ -117,8 +117,8 @@ impl Output {
     /// process, and each rank calls this with the index of its own part.
     ///
     /// A rank writes the contiguous rows of its part. Strided rows, which alternate between parts,
-    /// are gathered from all parts into windows of a megabyte, and each rank writes an equal range of
-    /// the tensor: one system call for each window instead of one for each row.
+    /// are gathered from all parts into windows of a megabyte, and each rank writes an equal range
+    /// of the tensor: one system call for each window instead of one for each row.
     ///
     /// # Errors
     /// [`Error::Io`]; [`Error::InvalidArgument`] if the file was created without such a tensor.
@@ -308,8 +308,8 @@ impl<'a, T: Element> StridedRun<'a, T> {
         strided
     }
 
-    /// Calls `each` with the number and the values of every row of the run that is in `rows` of line
-    /// `line`.
+    /// Calls `each` with the number and the values of every row of the run that is in `rows` of
+    /// line `line`.
     fn for_each_row(
         &self,
         line: usize,
@@ -337,8 +337,9 @@ pub(crate) fn identity(target: &Path) -> Option<u64> {
     Some(Fingerprint::new().number(folder.dev()).number(folder.ino()).bytes(name).finish())
 }
 
-/// Returns the header's bytes, the entries and the size of the file; `None` from 2⁶³ bytes on. Tensors
-/// are ordered by descending element size and the header is padded, so that all are aligned.
+/// Returns the header's bytes, the entries and the size of the file; `None` from 2⁶³ bytes on.
+/// Tensors are ordered by descending element size and the header is padded, so that all are
+/// aligned.
 fn header(tensors: &[Planned]) -> Option<(Vec<u8>, BTreeMap<&'static str, Entry>, u64)> {
     let mut ordered: Vec<&Planned> = tensors.iter().collect();
     ordered.sort_by_key(|tensor| (std::cmp::Reverse(tensor.kind.bytes()), tensor.name));

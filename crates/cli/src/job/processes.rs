@@ -9,7 +9,7 @@
 //! |---|---|---|
 //! | success | rank 0 | is finalised |
 //! | a rank failed, and all agreed on it | rank 0, naming the rank | is finalised |
-//! | a rank was lost | rank 0; if rank 0 was lost, each rank that detects it | is not finalised, which would wait for the lost rank |
+//! | a rank was lost | rank 0, or ranks that lost rank 0 | is not finalised, which would block |
 
 use std::{
     ops::RangeInclusive,

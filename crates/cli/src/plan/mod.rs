@@ -66,8 +66,8 @@ pub(crate) struct PlanFlags {
     /// ranks
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
-    /// Write the figures as JSON; `-`, /dev/stdout or no FILE for standard output, which replaces the
-    /// table. For more than 128 ranks the steps are sums over ranks
+    /// Write the figures as JSON; `-`, /dev/stdout or no FILE for standard output, which replaces
+    /// the table. For more than 128 ranks the steps are sums over ranks
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
     json: Option<PathBuf>,
     #[command(flatten)]

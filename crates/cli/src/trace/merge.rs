@@ -32,8 +32,8 @@ struct RunMark {
 /// Joins the files of `folder` into `out`. Returns the numbers of ranks and of events.
 ///
 /// # Errors
-/// [`annulus_core::Error::Io`] naming the file that is missing, is not a trace of a rank, or belongs
-/// to another run than that of rank 0.
+/// [`annulus_core::Error::Io`] naming the file that is missing, is not a trace of a rank, or
+/// belongs to another run than that of rank 0.
 pub(super) fn merge(folder: &Path, out: &Path) -> Result<(usize, usize)> {
     let document = Document::create(out)?;
     let mut text = String::from("{\"displayTimeUnit\":\"ms\",\"traceEvents\":[");

@@ -1,4 +1,5 @@
-//! Picture of a ring as SVG: tile map, work of each rank, predicted bytes, step timeline and legend.
+//! Picture of a ring as SVG: tile map, work of each rank, predicted bytes, step timeline and
+//! legend.
 
 mod axis;
 mod colour;

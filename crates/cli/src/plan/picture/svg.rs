@@ -54,7 +54,8 @@ impl Svg {
     pub(super) fn frame(&mut self, area: Area, stroke: &str) {
         let Area { x, y, width, height } = area;
         self.push(format_args!(
-            "<rect x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\" fill=\"none\" stroke=\"{stroke}\"/>",
+            "<rect x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\" fill=\"none\" \
+             stroke=\"{stroke}\"/>",
             short(x),
             short(y),
             short(width),

@@ -54,7 +54,8 @@ pub(super) fn draw(svg: &mut Svg, area: Area, figures: &Figures) {
     } else {
         let steps = counted(per_column as u64, "step", "steps");
         format!(
-            "{bar}; more than {MOST_DETAILED_RANKS} ranks: a box is {per_line} ranks and {steps}{idle}"
+            "{bar}; more than {MOST_DETAILED_RANKS} ranks: a box is {per_line} ranks and \
+             {steps}{idle}"
         )
     };
     svg.text((area.x, area.y + 33.0), 12.0, Anchor::Start, "#555", &explanation);
