@@ -1,4 +1,4 @@
-//! An input file as an attention problem: which tensors it has, what lengths they make, and one rank's rows of them.
+//! Input file of an attention: its tensors, the lengths that they determine, and one rank's rows.
 
 use annulus::Tensors as Borrowed;
 use std::{
@@ -16,7 +16,7 @@ use crate::{
     file::{Kind, Tensors},
 };
 
-/// Every tensor name that means something in an input file.
+/// Names of input tensors.
 const INPUT_NAMES: [&str; 14] = [
     "query",
     "key",
@@ -33,11 +33,11 @@ const INPUT_NAMES: [&str; 14] = [
     "q_positions",
     "kv_positions",
 ];
-/// Every name that an output file, or a case with its expected results, may have besides.
+/// Names of output tensors, which the file of a case has too.
 const OUTPUT_NAMES: [&str; 9] =
     ["out", "lse", "max", "sum", "dq", "dk", "dv", "dbias", "dsoftmax_aux"];
 
-/// An open input file whose tensors fit each other.
+/// Open input file with consistent tensors.
 #[derive(Debug)]
 pub(crate) struct Input {
     path: PathBuf,
@@ -46,16 +46,16 @@ pub(crate) struct Input {
     pub(crate) dims: Dims,
     /// Element type of query.
     pub(crate) dtype: DType,
-    /// Shape of the bias, if there is one.
+    /// Shape of the bias `[b|1, h|1, q|1, k|1]`, if there is one.
     pub(crate) bias: Option<[usize; 4]>,
 }
 
-/// How the file's sink logits are to be understood.
+/// Form of the file's sink logits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum SinksForm {
-    /// All heads share them: `[sinks]`.
+    /// Shared by all heads: `[sinks]`.
     Shared,
-    /// Each query head has its own: `[heads, sinks]`, or `[heads]` for one a head.
+    /// One set per query head: `[heads, sinks]`, or `[heads]` for one sink per head.
     PerHead,
 }
 
@@ -70,7 +70,7 @@ pub(crate) struct Share<T: Element> {
 }
 
 impl<T: Element> Share<T> {
-    /// The tensors as a plan takes them.
+    /// Borrows the tensors for a plan.
     pub(crate) fn tensors(&self) -> Borrowed<'_, T> {
         Borrowed {
             q: self.q.view(),
@@ -82,7 +82,7 @@ impl<T: Element> Share<T> {
     }
 }
 
-/// One rank's rows of what the loss says of the output.
+/// One rank's rows of the output gradients.
 #[derive(Debug)]
 pub(crate) struct OutputGradients<T: Element> {
     /// ∂L/∂out.
@@ -91,13 +91,13 @@ pub(crate) struct OutputGradients<T: Element> {
 }
 
 impl<T: Element> OutputGradients<T> {
-    /// ∂L/∂lse, if the file has it.
+    /// Borrows ∂L/∂lse, if the file has it.
     pub(crate) fn dlse_view(&self) -> Option<ArrayView3<'_, T::Accumulator>> {
         self.dlse.as_ref().map(|dlse| dlse.view())
     }
 }
 
-/// The tensor that has a length, by the name of that length.
+/// (length, tensor) pairs: the tensor that determines each length.
 const LENGTHS: [(&str, &str); 7] = [
     ("batch", "query"),
     ("q_len", "query"),
@@ -108,7 +108,7 @@ const LENGTHS: [(&str, &str); 7] = [
     ("value_dim", "value"),
 ];
 
-/// An error about a tensor, or a length that tensors make, with the file before its name.
+/// Adds the file to an error about a tensor, or about a length that a tensor determines.
 fn name_file(path: &Path, error: Error) -> Error {
     let Error::InvalidArgument { argument, got, want } = &error else { return error };
     if let Some((length, tensor)) = LENGTHS.iter().find(|(length, _)| length == argument) {
@@ -122,7 +122,7 @@ fn name_file(path: &Path, error: Error) -> Error {
 }
 
 impl Input {
-    /// Opens a file and checks that its tensors are there and fit each other. Reads no data.
+    /// Opens a file and checks that its tensors are complete and consistent. Reads only the header.
     ///
     /// # Errors
     /// As [`Tensors::open`]; [`Error::InvalidArgument`] naming the tensor.
@@ -132,7 +132,7 @@ impl Input {
 
     fn of_tensors(path: &Path) -> Result<Self> {
         let tensors = Tensors::open(path)?;
-        tensors.refuse_foreign(&INPUT_NAMES)?;
+        tensors.check_dtypes(&INPUT_NAMES)?;
         let shape4 = |name| {
             tensors
                 .need(name, 4)
@@ -153,7 +153,7 @@ impl Input {
         Ok(input)
     }
 
-    /// Names in the file that mean nothing here: most likely a slip.
+    /// Lists tensors with unknown names, which are most likely misspelled.
     pub(crate) fn unknown_names(&self) -> Vec<&str> {
         self.tensors
             .names()
@@ -161,27 +161,28 @@ impl Input {
             .collect()
     }
 
-    /// The file.
+    /// Path of the file.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The error with this file's name before a tensor's, or before a length that tensors make.
+    /// Adds this file to an error about a tensor, or about a length that a tensor determines.
     pub(crate) fn named(&self, error: Error) -> Error {
         name_file(&self.path, error)
     }
 
-    /// Whether the file has this tensor.
+    /// True if the file has this tensor.
     pub(crate) fn has(&self, name: &str) -> bool {
         self.tensors.get(name).is_some()
     }
 
-    /// The file's tensors themselves.
+    /// Tensors of the file.
     pub(crate) const fn tensors(&self) -> &Tensors {
         &self.tensors
     }
 
-    /// The shape of the file's sink logits under this reading; `None` if the file has none. The form is never guessed from a length.
+    /// Returns the shape of the sink logits in the given form; `None` if the file has none. Without
+    /// a form `[heads, sinks]` is per head, and `[n]` is an error because it is ambiguous.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] naming `softmax_aux`.
@@ -209,14 +210,16 @@ impl Input {
                 return wrong(format!("[{heads}, sinks] or [{heads}] for --sinks per-head"));
             }
             (None, [_]) => {
-                return wrong("--sinks shared or --sinks per-head to say what it means".into());
+                return wrong(
+                    "--sinks shared or --sinks per-head, because the shape is ambiguous".into(),
+                );
             }
             (None, _) => return wrong(format!("[{heads}, sinks], or --sinks shared and [sinks]")),
         };
         Ok(Some(SinkShape { per_head, count }))
     }
 
-    /// One rank's rows of the float tensors, rounded once to `T`.
+    /// Reads one rank's rows of the float tensors, rounded once to `T`.
     ///
     /// # Errors
     /// [`Error::Io`], [`Error::OutOfMemory`].
@@ -242,8 +245,8 @@ impl Input {
             self.array::<T::Accumulator, _>("softmax_aux", 0, &whole(first), [lines, shape.count])
         });
         let Dims { batch, q_heads, kv_heads, head_dim, value_dim, .. } = self.dims;
-        let (q_len, kv_len) =
-            (annulus_core::index(q_rows.len()), annulus_core::index(kv_rows.len()));
+        let q_len = annulus_core::index(q_rows.len());
+        let kv_len = annulus_core::index(kv_rows.len());
         Ok(Share {
             q: self.array("query", 1, q_rows, [batch, q_len, q_heads, head_dim])?,
             k: self.array("key", 1, kv_rows, [batch, kv_len, kv_heads, head_dim])?,
@@ -253,7 +256,7 @@ impl Input {
         })
     }
 
-    /// One rank's rows of what comes with the batch.
+    /// Reads one rank's rows of the dense mask, ids and positions.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] naming the tensor, [`Error::Io`], [`Error::OutOfMemory`].
@@ -284,10 +287,11 @@ impl Input {
         })
     }
 
-    /// Ids, positions and packed lengths of all rows: small beside the tensors. Not the dense mask.
+    /// Reads ids, positions and packed lengths of all rows, without the dense mask: O(sequence
+    /// length).
     ///
     /// # Errors
-    /// As [`Input::batch`]; [`Error::InvalidArgument`] if they have no meaning.
+    /// As [`Input::batch`]; [`Error::InvalidArgument`] if they are inconsistent.
     pub(crate) fn coordinates(&self) -> Result<Batch> {
         let all = |len: usize| Runs::counting(0, len as u64);
         let batch = self.coordinates_of(&all(self.dims.q_len), &all(self.dims.kv_len))?;
@@ -295,7 +299,7 @@ impl Input {
         Ok(batch)
     }
 
-    /// One rank's rows of ∂L/∂out and, if the file has it, ∂L/∂lse.
+    /// Reads one rank's rows of ∂L/∂out and, if the file has it, ∂L/∂lse.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if there is no `dout`; [`Error::Io`]; [`Error::OutOfMemory`].
@@ -341,7 +345,7 @@ impl Input {
             .map_err(|error| Error::invalid(name, error, "a dense tensor"))
     }
 
-    /// The dense mask of these query rows. Read a line at a time: only its bits are kept.
+    /// Reads the dense mask of these query rows line by line and keeps it as bits.
     fn attention_mask(&self, q_rows: &Runs) -> Result<Option<DenseMask>> {
         const NAME: &str = "attention_mask";
         let Some(entry) = self.tensors.get(NAME) else { return Ok(None) };
@@ -385,7 +389,7 @@ impl Input {
                 return Err(Error::invalid(
                     name,
                     format!("shape {:?}", entry.shape),
-                    format!("{want:?}, as query and key make it"),
+                    format!("{want:?}, to match query and key"),
                 ));
             }
         }
@@ -430,7 +434,7 @@ impl Input {
                 return Err(Error::invalid(
                     name,
                     got.name(),
-                    format!("{}, as query", Kind::Float(self.dtype).name()),
+                    format!("{}, the dtype of query", Kind::Float(self.dtype).name()),
                 ));
             }
         }

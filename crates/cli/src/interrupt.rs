@@ -1,9 +1,8 @@
-//! Signals, and what must not outlive the command: temporary files and folders, which a signal that
-//! ends the command removes.
+//! Signals, and the temporary files and folders that a signal removes before it ends the command.
 //!
-//! SIGHUP, SIGINT and SIGTERM end the command with 128 and their number, unless whoever started it
-//! had them ignored (`nohup`, `trap "" INT`): such a signal stays ignored. SIGXFSZ ends nothing: a
-//! write past the limit of file sizes is an error like any other.
+//! SIGHUP, SIGINT and SIGTERM end the command with exit code 128 plus their number. A signal that
+//! was ignored when the command started (`nohup`, `trap "" INT`) stays ignored. SIGXFSZ does not
+//! end the command: a write past the limit of file sizes returns an error instead.
 
 use std::{
     fs::{File, OpenOptions},
@@ -25,7 +24,7 @@ use signal_hook::{
 
 use crate::{
     failure::io,
-    launcher::speaks,
+    launcher::is_leader_output,
     message,
     report::{complain, end_progress},
 };
@@ -33,36 +32,36 @@ use crate::{
 static STATE: Mutex<State> =
     Mutex::new(State { leftovers: Vec::new(), begun: false, written: Vec::new() });
 
-/// Everything that the command has on the disk at this moment. A change holds the lock until the
-/// disk has changed too, so that a signal comes before both or after both.
+/// Files and folders that the command has on disk. A change of one of them holds the lock until the
+/// disk has changed too, so a signal is handled before both changes or after both.
 #[derive(Debug)]
 struct State {
-    /// To be removed, the last one first.
+    /// Temporary files and folders; they are removed in reverse order.
     leftovers: Vec<Leftover>,
-    /// An output was begun.
+    /// True once an output was created.
     begun: bool,
-    /// Outputs that have their names.
+    /// Complete outputs.
     written: Vec<PathBuf>,
 }
 
-/// Something that is removed unless it is finished.
+/// Temporary file or folder, removed unless it is completed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Leftover {
     /// A file.
     File(PathBuf),
-    /// A folder with all that is in it.
+    /// A folder and its content.
     Folder(PathBuf),
-    /// A folder, if there is nothing in it.
+    /// A folder, removed only if it is empty.
     EmptyFolder(PathBuf),
 }
 
 impl Leftover {
-    /// Removes it. Somebody may have removed it before; if it cannot be removed the user is told.
+    /// Removes it, and prints an error if that fails. A missing file is no error.
     fn remove(&self) {
         let (path, removed) = match self {
             Self::File(path) => (path, std::fs::remove_file(path)),
             Self::Folder(path) => (path, std::fs::remove_dir_all(path)),
-            // somebody else's files are in it
+            // it is not empty: the files in it are not of this command
             Self::EmptyFolder(path) => (path, std::fs::remove_dir(path).or(Ok(()))),
         };
         match removed {
@@ -79,9 +78,9 @@ impl State {
         self.leftovers.retain(|other| other != leftover);
     }
 
-    /// Says what an interrupt has done, which is true whenever the signal came.
+    /// Formats the message of an interrupt: the outputs that were complete before it.
     fn after_interrupt(&self) -> String {
-        let goes = |path: &&PathBuf| {
+        let is_removed = |path: &&PathBuf| {
             self.leftovers.iter().any(
                 |leftover| matches!(leftover, Leftover::Folder(folder) if path.starts_with(folder)),
             )
@@ -89,7 +88,7 @@ impl State {
         let written: Vec<String> = self
             .written
             .iter()
-            .filter(|path| !goes(path))
+            .filter(|path| !is_removed(path))
             .map(|path| message::path(path))
             .collect();
         match (written.is_empty(), self.begun) {
@@ -107,12 +106,13 @@ fn state() -> MutexGuard<'static, State> {
     STATE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// From now on an interrupt of this command has the words for one whose output is not written yet.
+/// Records that an output was created, so that the message of an interrupt mentions outputs.
 pub(crate) fn begin_output() {
     state().begun = true;
 }
 
-/// Gives an output its name by `name`, which happens before an interrupt or not at all.
+/// Gives an output its final name by calling `name`. An interrupt is handled before that call or
+/// after it.
 ///
 /// # Errors
 /// Those of `name`.
@@ -126,15 +126,15 @@ pub(crate) fn commit<T>(
     Ok(named)
 }
 
-/// The temporary name of a file. Dropping it removes the file; so does an interrupt.
+/// Temporary name of a file. Dropping it, or an interrupt, removes the file.
 #[derive(Debug)]
 pub(crate) struct Unfinished {
     path: PathBuf,
 }
 
 impl Unfinished {
-    /// Makes an empty file in `folder`, of a name that no other file has. `mode` are its
-    /// permissions before the user's mask.
+    /// Creates an empty file in `folder` under a new temporary name. `mode` has its permissions
+    /// before the umask.
     ///
     /// # Errors
     /// The folder is missing or not writable.
@@ -144,11 +144,11 @@ impl Unfinished {
         })
     }
 
-    /// Finds such a name, under which `make` puts something. It is short whatever the output is
-    /// called, so that an output may have the longest name that its file system takes.
+    /// Calls `make` with temporary names until one is free. They are short and independent of the
+    /// output's name, which may have the maximum length of the file system.
     ///
     /// # Errors
-    /// Those of `make`, which is called again with another name if it finds the name taken.
+    /// Those of `make`, except `AlreadyExists`, after which it is called with another name.
     pub(crate) fn name_in<T>(
         folder: &Path,
         make: impl Fn(&Path) -> std::io::Result<T>,
@@ -157,7 +157,7 @@ impl Unfinished {
         let mut state = state();
         loop {
             let count = COUNT.fetch_add(1, Ordering::Relaxed);
-            // one may be left by a killed process of the same number
+            // a killed process with the same PID may have left this name
             let path = folder.join(format!(".annulus-{}-{count}.partial", std::process::id()));
             match make(&path) {
                 Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
@@ -170,8 +170,8 @@ impl Unfinished {
         }
     }
 
-    /// Takes the file `path`, which another process has made, for one of this process's own: dropping it removes the file here too, so
-    /// that it goes even if the one that made it cannot remove it any more.
+    /// Opens the temporary file `path` of another process. Dropping the result removes the file
+    /// too, in case the process that created it was killed.
     pub(crate) fn join(path: PathBuf) -> std::io::Result<(Self, File)> {
         let mut state = state();
         let file = OpenOptions::new().write(true).open(&path)?;
@@ -184,15 +184,15 @@ impl Unfinished {
         &self.path
     }
 
-    /// Lets go of a file that another process has given its final name.
+    /// Releases a file that another process has given its final name.
     pub(crate) fn forget(self) {
         state().forget(&Leftover::File(self.path.clone()));
     }
 
-    /// Gives the file its final name. An interrupt comes before it or after it, never in between.
+    /// Gives the file its final name. An interrupt is handled before the rename or after it.
     ///
     /// # Errors
-    /// Those of the system; then the file is removed.
+    /// Those of the rename; then the file is removed.
     pub(crate) fn rename_to(self, target: &Path) -> std::io::Result<()> {
         let mut state = state();
         let renamed = std::fs::rename(&self.path, target);
@@ -200,7 +200,7 @@ impl Unfinished {
             state.forget(&Leftover::File(self.path.clone()));
             state.written.push(target.to_owned());
         }
-        // dropping this takes the lock again
+        // `self` is dropped below and locks the state again
         drop(state);
         renamed
     }
@@ -217,15 +217,14 @@ impl Drop for Unfinished {
     }
 }
 
-/// Folders that were made for files which may never come: those that are empty in the end are
-/// removed.
+/// Folders that this command created for its outputs. Dropping it removes those that are empty.
 #[derive(Debug)]
 pub(crate) struct MadeFolders {
     made: Vec<PathBuf>,
 }
 
 impl MadeFolders {
-    /// Makes `path` and the folders that it is in, where they are missing.
+    /// Creates `path` and its missing parent folders.
     ///
     /// # Errors
     /// [`annulus_core::Error::Io`] naming the folder.
@@ -243,7 +242,7 @@ impl MadeFolders {
                     state.leftovers.push(Leftover::EmptyFolder(folder.to_owned()));
                     folders.made.push(folder.to_owned());
                 }
-                // by another rank in this moment
+                // another rank has created it meanwhile
                 Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
                 Err(error) => {
                     drop(state);
@@ -266,7 +265,7 @@ impl Drop for MadeFolders {
     }
 }
 
-/// A folder for files that somebody may or may not want to keep.
+/// Folder of the files of a demo: kept, or removed at the end.
 #[derive(Debug)]
 pub(crate) struct Scratch {
     path: PathBuf,
@@ -274,20 +273,20 @@ pub(crate) struct Scratch {
 }
 
 impl Scratch {
-    /// A folder that stays, made if it is not there.
+    /// Creates a folder that is kept, or opens it.
     pub(crate) fn kept(path: &Path) -> Result<Self> {
         std::fs::create_dir_all(path).map_err(|error| io(path, error))?;
         Ok(Self { path: path.to_owned(), kept: true })
     }
 
-    /// A new folder of this process that goes with the value, or with an interrupt.
+    /// Creates a temporary folder. Dropping it, or an interrupt, removes it.
     pub(crate) fn temporary(name: &str) -> Result<Self> {
-        // as outputs are named, so that what is written into it is known to be in it
+        // canonical, as the paths of outputs are, so that outputs in it are recognised
         let temp = std::env::temp_dir();
         let temp = std::fs::canonicalize(&temp).map_err(|error| io(&temp, error))?;
         let path = temp.join(format!("{name}-{}", std::process::id()));
         let mut state = state();
-        // not if it exists: it would be somebody else's
+        // an existing folder belongs to another process: an error
         std::fs::create_dir(&path).map_err(|error| io(&path, error))?;
         state.leftovers.push(Leftover::Folder(path.clone()));
         Ok(Self { path, kept: false })
@@ -310,18 +309,19 @@ impl Drop for Scratch {
     }
 }
 
-/// Removes what is unfinished and ends the process.
-pub(crate) fn leave(code: i32) -> ! {
-    leave_from(&state(), code)
+/// Removes all temporary files and exits.
+pub(crate) fn exit(code: i32) -> ! {
+    exit_from(&state(), code)
 }
 
-/// As [`leave`]. The lock is held to the end: a rename that waits for it never happens.
-fn leave_from(state: &State, code: i32) -> ! {
+/// As [`exit`]. The lock on `state` is held until the process ends, so a rename that waits for it
+/// never happens.
+fn exit_from(state: &State, code: i32) -> ! {
     state.leftovers.iter().rev().for_each(Leftover::remove);
     std::process::exit(code)
 }
 
-/// From now on a signal that ends the command removes what is unfinished first.
+/// Installs the handlers of signals.
 pub(crate) fn watch() {
     let ignored = ignored_signals();
     let watched: Vec<i32> =
@@ -334,39 +334,42 @@ pub(crate) fn watch() {
         })
     });
     if let Err(error) = watching {
-        complain!("warning: cannot watch for interrupts ({error}); one may leave a .partial file");
+        complain!(
+            "warning: cannot handle signals ({error}); an interrupt may leave a .partial file"
+        );
     }
-    // the write that caused it fails with "File too large"
+    // with a handler installed, the write fails with "File too large"
     if let Err(error) = flag::register(SIGXFSZ, Arc::new(AtomicBool::new(false))) {
         complain!(
-            "warning: cannot watch for SIGXFSZ ({error}); a limit of file sizes ends the command"
+            "warning: cannot handle SIGXFSZ ({error}); a write past the file size limit ends the \
+             command"
         );
     }
 }
 
-/// Ends the command by a signal, as shells have it: with 128 and its number.
+/// Ends the command after a signal with exit code 128 plus its number, as shells do.
 fn end_by(signal: i32) -> ! {
-    // first the lock: after these words no output gets its name
+    // locked before the message is printed: no output gets its name after it
     let state = state();
     end_progress();
-    if speaks() {
+    if is_leader_output() {
         complain!("{}", state.after_interrupt());
     }
-    leave_from(&state, 128 + signal)
+    exit_from(&state, 128 + signal)
 }
 
-/// The signals that were ignored when this process began, and still are: nothing but [`watch`]
-/// changes them.
+/// Returns a predicate: true for a signal that is ignored since the start of this process. Only
+/// [`watch`] changes the handling of signals, so the present state is that of the start.
 ///
-/// Linux lists them in `/proc/self/status`. Elsewhere a system call reads them, for which this
-/// program has no safe function: there none counts as ignored.
+/// Linux lists the ignored signals in `/proc/self/status`. On other systems only an unsafe system
+/// call returns them, so none is treated as ignored.
 fn ignored_signals() -> impl Fn(i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = ignored_mask(&status).unwrap_or_default();
     move |signal| (1..=64).contains(&signal) && mask >> (signal - 1) & 1 == 1
 }
 
-/// The mask of ignored signals: bit n − 1 for signal n.
+/// Parses the mask of ignored signals: bit n − 1 for signal n.
 fn ignored_mask(status: &str) -> Option<u64> {
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"))?;
     u64::from_str_radix(mask.trim(), 16).ok()
@@ -377,19 +380,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_mask_of_ignored_signals_is_read() {
+    fn the_mask_of_ignored_signals_is_parsed() {
         assert_eq!(
             ignored_mask("SigBlk:\t0000000000000001\nSigIgn:\t0000000000001003\n"),
             Some(0x1003)
         );
         assert_eq!(ignored_mask("Name:\tannulus\n"), None);
-        // the runtime of every Rust program has SIGPIPE ignored
+        // Rust's runtime ignores SIGPIPE
         #[cfg(target_os = "linux")]
         assert!(ignored_signals()(signal_hook::consts::SIGPIPE));
     }
 
     #[test]
-    fn what_is_said_of_an_interrupt_is_never_false() {
+    fn the_message_of_an_interrupt_lists_complete_outputs() {
         let path = |name: &str| PathBuf::from(name);
         let mut state = State { leftovers: Vec::new(), begun: false, written: Vec::new() };
         assert_eq!(state.after_interrupt(), "interrupted");

@@ -1,4 +1,5 @@
-//! The picture of a ring: tile map, work of each rank, predicted bytes, step timeline and legend, as one SVG.
+//! Picture of a ring as SVG: tile map, work of each rank, predicted bytes, step timeline and
+//! legend.
 
 mod axis;
 mod colour;
@@ -13,7 +14,7 @@ use super::figures::Figures;
 use crate::report::count;
 use svg::{Anchor, Area, Svg};
 
-/// Margin around everything.
+/// Margin of the picture, in pixels like all lengths here.
 const MARGIN: f64 = 32.0;
 /// Width of the whole picture.
 const WIDTH: f64 = 1240.0;
@@ -24,7 +25,7 @@ const MAP: f64 = 560.0;
 pub(super) fn draw(spec: &Spec, figures: &Figures) -> String {
     let mut svg = Svg::default();
     let title = figures.title();
-    // a bold letter is about 0.62 of its size wide
+    // a bold character is about 0.62 of its font size wide
     let size = ((WIDTH - 2.0 * MARGIN) / (0.62 * title.chars().count() as f64)).min(20.0);
     svg.heading((MARGIN, 46.0), size, &title);
     svg.text((MARGIN, 70.0), 13.0, Anchor::Start, "#555", &figures.hops_in_words());
@@ -51,7 +52,7 @@ pub(super) fn draw(spec: &Spec, figures: &Figures) -> String {
     svg.finish(WIDTH, below + timeline::height(figures.ranks) + MARGIN, &title)
 }
 
-/// Predicted bytes and work, in words.
+/// Draws the predicted bytes and the work as text.
 fn facts(svg: &mut Svg, (x, y): (f64, f64), spec: &Spec, figures: &Figures) {
     svg.heading((x, y + 14.0), 15.0, "Predicted");
     let dims = spec.dims;
@@ -68,7 +69,7 @@ fn facts(svg: &mut Svg, (x, y): (f64, f64), spec: &Spec, figures: &Figures) {
         (
             "tensors",
             format!(
-                "batch {}, {} query heads, {} key heads, dim {}, {}",
+                "batch {}, {} query heads, {} KV heads, dim {}, {}",
                 dims.batch,
                 dims.q_heads,
                 dims.kv_heads,
@@ -84,19 +85,21 @@ fn facts(svg: &mut Svg, (x, y): (f64, f64), spec: &Spec, figures: &Figures) {
     }
 }
 
-/// What colours mean.
+/// Draws the legend of the colours.
 fn legend(svg: &mut Svg, area: Area, figures: &Figures) {
-    let (ranks, steps) = (figures.ranks, figures.busy_steps());
+    let ranks = figures.ranks;
+    let steps = figures.busy_steps();
     svg.heading((area.x, area.y + 14.0), 15.0, "Colours");
-    let (size, names) = (22.0, 150.0);
+    let size = 22.0;
+    let names = 150.0;
     let x = area.x + names;
     let mut swatches = |y: f64, count: usize, colour: &dyn Fn(usize) -> (String, &'static str)| {
         let shown = count.min(8);
-        for place in 0..shown {
-            // of many, evenly spaced ones
-            let number = place * count.saturating_sub(1) / (shown - 1).max(1);
+        for index in 0..shown {
+            // evenly spaced ones, if there are more than 8
+            let number = index * count.saturating_sub(1) / (shown - 1).max(1);
             let swatch =
-                Area { x: x + place as f64 * (size + 18.0), y, width: size + 14.0, height: 18.0 };
+                Area { x: x + index as f64 * (size + 18.0), y, width: size + 14.0, height: 18.0 };
             let (fill, ink) = colour(number);
             svg.rect(swatch, &fill, 1.0);
             svg.text(
@@ -112,15 +115,15 @@ fn legend(svg: &mut Svg, area: Area, figures: &Figures) {
     swatches(area.y + 50.0, steps, &|step| {
         (colour::of(0, ranks, step, steps), colour::ink(step, steps))
     });
-    svg.text((area.x, area.y + 39.0), 12.0, Anchor::Start, "#333", "hue: who computes");
-    svg.text((area.x, area.y + 64.0), 12.0, Anchor::Start, "#333", "lightness: in which step");
-    svg.text((area.x, area.y + 89.0), 12.0, Anchor::Start, "#333", "paler tile: partly visible");
+    svg.text((area.x, area.y + 39.0), 12.0, Anchor::Start, "#333", "hue: computing rank");
+    svg.text((area.x, area.y + 64.0), 12.0, Anchor::Start, "#333", "lightness: ring step");
+    svg.text((area.x, area.y + 89.0), 12.0, Anchor::Start, "#333", "paler: partial tile");
     svg.rect(Area { x, y: area.y + 75.0, width: size + 14.0, height: 18.0 }, "#f1f1f1", 1.0);
     svg.text(
         (x + size + 24.0, area.y + 89.0),
         12.0,
         Anchor::Start,
         "#333",
-        "nothing visible: neither computed nor sent for",
+        "empty tile: neither computed nor sent",
     );
 }

@@ -1,4 +1,4 @@
-//! How much each rank computes and sends.
+//! Bar chart of the work and the bytes sent of each rank.
 
 use super::{
     colour,
@@ -6,18 +6,18 @@ use super::{
 };
 use crate::{plan::figures::Figures, report::bytes};
 
-/// The least height at which a bar has a text of its own.
+/// The least distance of text lines, in pixels: of lower bars only some have a text.
 const READABLE: f64 = 15.0;
 
-/// Draws a bar a rank into `area`.
+/// Draws one bar for each rank into `area`.
 pub(super) fn draw(svg: &mut Svg, area: Area, figures: &Figures) {
     svg.heading((area.x, area.y + 14.0), 15.0, "Work of each rank");
     let most = figures.work_max_over_mean;
-    let subtitle = format!(
-        "visible pairs over the mean; the busiest rank has {most:.3}; bytes sent in a forward pass"
-    );
+    let subtitle = format!("visible pairs / mean; maximum {most:.3}; bytes sent in a forward pass");
     svg.text((area.x, area.y + 33.0), 12.0, Anchor::Start, "#555", &subtitle);
-    let (names, figures_width, top) = (46.0, 160.0, area.y + 44.0);
+    let names = 46.0;
+    let figures_width = 160.0;
+    let top = area.y + 44.0;
     let height = ((area.y + area.height - top) / figures.ranks as f64).min(26.0);
     let width = area.width - names - figures_width;
     let every = (READABLE / height).ceil().max(1.0) as usize;
@@ -45,7 +45,7 @@ pub(super) fn draw(svg: &mut Svg, area: Area, figures: &Figures) {
             svg.text((area.x + names + width + 8.0, baseline), 11.0, Anchor::Start, "#333", &words);
         }
     }
-    // where a perfectly even deal would end every bar
+    // the mean: the end of all bars if the work were balanced
     if most > 0.0 {
         let x = area.x + names + width / most;
         svg.line((x, top), (x, top + figures.ranks as f64 * height), "#111");

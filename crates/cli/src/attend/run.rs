@@ -1,5 +1,7 @@
-//! One job: plan, read, fit, forward, write, backward, write. Every phase is each rank's of the crew, and the next starts when all ranks did
-//! theirs, so that a rank that cannot read or write its rows leaves no other waiting for it.
+//! The phases of one attention over files: plan, read, update, forward, write, backward, write.
+//!
+//! A phase starts when all ranks have finished the one before. So a rank that cannot read or write
+//! its rows fails the job on all ranks, and no rank waits for it on the ring.
 
 use std::{ffi::OsStr, os::unix::ffi::OsStrExt, path::Path, time::Instant};
 
@@ -21,141 +23,149 @@ use super::{
     summary::{Pass, RankFigures, Summary},
 };
 use crate::{
-    crew::{Crew, Endpoint},
-    engine::{Engine, Wired, with_backend},
+    backend::{BackendChoice, with_backend},
     failure::{Failure, Outcome},
-    file::{self, Manner, Output},
+    file::{self, Output, Staging},
     input::{Input, OutputGradients, Share},
+    job::{Endpoint, Job, RankBackend},
     memory::{self, peak_bytes},
     message, pairs,
     report::{self, complain},
-    trace::{Run, Traces},
+    trace::{RunId, Traces},
 };
 
-/// What to do, in full.
+/// Arguments of one attention over files.
 #[derive(Debug)]
-pub(crate) struct Job<'a> {
-    /// The definition.
+pub(crate) struct AttendRun<'a> {
+    /// Definition of the attention.
     pub(crate) attention: Attention,
-    /// Shape of the sinks that it has.
+    /// Shape of its sink logits.
     pub(crate) sinks: Option<SinkShape>,
-    /// What computes.
-    pub(crate) engine: Engine,
-    /// Threads of each rank.
+    /// Opened backend.
+    pub(crate) backend: BackendChoice,
+    /// Threads per rank.
     pub(crate) threads: usize,
-    /// The layout, or `None` to choose one from the mask.
+    /// Layout; `None` chooses one from the mask.
     pub(crate) layout: Option<Layout>,
-    /// Whether gradients are computed.
+    /// True to compute gradients.
     pub(crate) backward: bool,
-    /// The file to write.
+    /// File to write.
     pub(crate) output: &'a Path,
-    /// Where traces go, if they are written.
+    /// Folder of the traces; `None` writes none.
     pub(crate) trace: Option<&'a Path>,
-    /// The file to read.
+    /// File to read.
     pub(crate) input: &'a Input,
     /// Print errors only: no progress bar on a terminal, no notes.
     pub(crate) quiet: bool,
 }
 
-/// A rank that has a plan.
+/// Rank after the phase plan.
 struct Planned<B: Backend<Space: HostTensors>> {
     plan: Plan<B>,
     log: TraceLog,
 }
 
-/// A rank that has read its rows.
+/// Rank after the phase read.
 struct Rank<T: Element, B: Backend<Space: HostTensors>> {
     plan: Plan<B>,
     log: TraceLog,
     batch: Batch,
     share: Share<T>,
+    /// Visible pairs of its queries, all heads and batch rows.
     pairs: f64,
+    /// Reports of the passes so far.
     reports: Vec<Report>,
 }
 
-impl Job<'_> {
-    /// Runs the job; the output file appears if and only if all of it succeeds.
+impl AttendRun<'_> {
+    /// Computes attention in `T`. The output file appears if and only if all phases succeed.
     ///
     /// # Ordering
-    /// Collective over the processes of the crew.
+    /// Collective over the processes of the job.
     /// # Errors
-    /// Whatever a rank or a file reports.
-    pub(super) fn run_as<T: Element>(&self, crew: &mut Crew) -> Outcome<Summary> {
-        let progress =
-            if crew.leads() && !self.quiet { Progress::on_terminal() } else { Progress::nowhere() };
-        let summary = with_backend!(&self.engine, self.threads, make => self.phases::<T, _>(crew, &progress, make));
+    /// Those of the ranks and of the files.
+    pub(super) fn run_as<T: Element>(&self, job: &mut Job) -> Outcome<Summary> {
+        let progress = if job.is_leader() && !self.quiet {
+            Progress::on_terminal()
+        } else {
+            Progress::hidden()
+        };
+        let summary = with_backend!(&self.backend, self.threads, make => {
+            self.phases::<T, _>(job, &progress, make)
+        });
         progress.finish();
         summary
     }
 
     fn phases<T: Element, B: Backend<Space: HostTensors>>(
         &self,
-        crew: &mut Crew,
+        job: &mut Job,
         progress: &Progress,
-        make: impl Fn(Endpoint) -> Result<Wired<B>> + Sync,
+        make: impl Fn(Endpoint) -> Result<RankBackend<B>> + Sync,
     ) -> Outcome<Summary> {
         let input = self.input;
         let fields = Descriptor::new()
             .field("backward", self.backward.into())
             .field("trace", self.trace.is_some().into());
-        crew.same(fields)?;
-        let start = crew.moment()?;
-        let processes = if crew.is_of_processes() { crew.ranks() } else { 1 };
+        job.require_same(fields)?;
+        let start = job.synchronized_now()?;
+        let processes = if job.is_mpi() { job.ranks() } else { 1 };
         let prepared = self.prepare().and_then(|(spec, tensors)| {
-            self.held(&spec, processes).must_fit()?;
+            self.tensors_held(&spec, processes).must_fit()?;
             Ok((spec, tensors))
         });
-        let (spec, tensors) = crew.agree(prepared.map_err(Failure::from))?;
-        let output = self.open(crew, &tensors)?;
-        let traces = self.trace.map(|folder| Traces::create(folder, crew)).transpose()?;
+        let (spec, tensors) = job.agree(prepared.map_err(Failure::from))?;
+        let output = self.open(job, &tensors)?;
+        let traces = self.trace.map(|folder| Traces::create(folder, job)).transpose()?;
 
         progress.phase("plan", 0);
-        let endpoints = crew.endpoints()?;
+        let endpoints = job.endpoints()?;
         let ranks =
-            crew.each(endpoints, |_, endpoint| self.plan(make(endpoint)?, start, progress))?;
+            job.run_phase(endpoints, |_, endpoint| self.plan(make(endpoint)?, start, progress))?;
         progress.phase("read", 0);
-        let all = crew.ranks();
-        let mut ranks = crew.each_apart(ranks, |_, rank| self.read::<T, B>(&spec, all, rank))?;
-        crew.each(&mut ranks, |_, rank| rank.fit().map_err(|error| input.named(error)))?;
-        // what came with the batch may have changed the schedule
+        let all = job.ranks();
+        let mut ranks =
+            job.run_local_phase(ranks, |_, rank| self.read::<T, B>(&spec, all, rank))?;
+        job.run_phase(&mut ranks, |_, rank| rank.update().map_err(|error| input.named(error)))?;
+        // after the update: segment ids and positions may have changed the schedule
         let blocks = blocks(ranks.iter().map(|rank| &rank.plan));
-        self.count(&mut ranks);
-        // nothing is wrong with the input: a refusal is one line
+        self.count_pairs(&mut ranks);
+        // printed only now: a refused input prints nothing but its error
         let unknown = input.unknown_names();
-        if crew.leads() && !self.quiet && !unknown.is_empty() {
+        if job.is_leader() && !self.quiet && !unknown.is_empty() {
             complain!(
-                "note: {}: not an input, left alone: {}",
+                "note: {}: not an input tensor, ignored: {}",
                 message::path(input.path()),
                 message::list(unknown)
             );
         }
 
         progress.phase("forward", blocks[0]);
-        let forwards = crew.each(&mut ranks, |_, rank| rank.forward())?;
+        let forwards = job.run_phase(&mut ranks, |_, rank| rank.forward())?;
         progress.phase("write", 0);
-        write(crew, &ranks, &forwards, |all, own, _| write_forward(&output, all, own))?;
+        write(job, &ranks, &forwards, |all, own, _| write_forward(&output, all, own))?;
         if self.backward {
             progress.phase("read", 0);
-            let gradients = crew.each_apart(&mut ranks, |_, rank| {
+            let gradients = job.run_local_phase(&mut ranks, |_, rank| {
                 input.output_gradients::<T>(rank.plan.q_rows()).map_err(|error| input.named(error))
             })?;
             progress.phase("backward", blocks[1]);
             let items = ranks.iter_mut().zip(forwards.iter().zip(gradients));
-            let gradients = crew.each(items, |_, (rank, (forward, of_output))| {
+            let gradients = job.run_phase(items, |_, (rank, (forward, of_output))| {
                 rank.backward(forward, &of_output)
             })?;
             progress.phase("write", 0);
-            write(crew, &ranks, &gradients, |all, own, rank| {
+            write(job, &ranks, &gradients, |all, own, rank| {
                 write_backward(&output, &spec, all, own, rank)
             })?;
         }
-        let figures = self.figures(crew, &ranks)?;
-        let run = traces.is_some().then(|| Run::agreed(crew)).transpose()?;
-        // whatever fails before leaves no output, and nothing that fails after it takes it away
-        finish(crew, output)?;
+        let figures = self.figures(job, &ranks)?;
+        let run = traces.is_some().then(|| RunId::agree(job)).transpose()?;
+        // an error before this leaves no output, an error after it keeps the output
+        finish(job, output)?;
         let bytes = tensors.iter().map(file::Planned::bytes).sum();
         let mut summary = self.summary(
-            crew.ranks(),
+            job.ranks(),
             ranks.first().map(|rank| &rank.plan),
             T::DTYPE.name(),
             &figures,
@@ -164,7 +174,7 @@ impl Job<'_> {
         );
         if let (Some(traces), Some(run)) = (traces, run) {
             let logs = ranks.iter().map(|rank| rank.log.clone()).collect();
-            summary.untraced = traces.write(crew, logs, &run).err();
+            summary.untraced = traces.write(job, logs, &run).err();
         }
         Ok(summary)
     }
@@ -176,8 +186,8 @@ impl Job<'_> {
         Ok((spec, tensors))
     }
 
-    /// Every tensor that the ranks of one process hold at once, of `processes` processes.
-    fn held(&self, spec: &Spec, processes: usize) -> memory::Tensors {
+    /// Size of the tensors that one of `processes` processes holds at the same time.
+    fn tensors_held(&self, spec: &Spec, processes: usize) -> memory::Tensors {
         let mut held = memory::Tensors::of(&spec.dims, spec.dtype, self.backward);
         if let Some(bias) = spec.bias {
             held =
@@ -186,44 +196,51 @@ impl Job<'_> {
         held.shared_by(processes)
     }
 
-    /// One file for all ranks: made by the first, opened by the others.
-    fn open(&self, crew: &mut Crew, tensors: &[file::Planned]) -> Outcome<Output> {
-        if crew.shares_a_node() {
-            // paths may differ from node to node, but not here
+    /// Opens the output file of all ranks: rank 0 creates it, the others open it.
+    ///
+    /// # Ordering
+    /// Collective over the processes of the job.
+    fn open(&self, job: &mut Job, tensors: &[file::Planned]) -> Outcome<Output> {
+        if job.is_on_one_node() {
+            // on one node all ranks must name the same file; paths on other nodes may differ
             let identity = file::identity(self.output).unwrap_or_default();
-            crew.same(Descriptor::new().field_as("output", identity, self.output.display()))?;
-            // not on every file system; and processes may not be allowed to open each other's files
-            if let Ok(output) = self.open_as(crew, tensors, Manner::Nameless) {
+            job.require_same(Descriptor::new().field_as(
+                "output",
+                identity,
+                self.output.display(),
+            ))?;
+            // fails on some file systems, and where a process may not open another one's files
+            if let Ok(output) = self.open_as(job, tensors, Staging::Unnamed) {
                 return Ok(output);
             }
         }
-        // what other nodes open must have a name
-        let manner = if crew.is_of_processes() { Manner::Named } else { Manner::Best };
-        self.open_as(crew, tensors, manner)
+        // other nodes can open the file only by its name
+        let staging = if job.is_mpi() { Staging::Named } else { Staging::Best };
+        self.open_as(job, tensors, staging)
     }
 
     fn open_as(
         &self,
-        crew: &mut Crew,
+        job: &mut Job,
         tensors: &[file::Planned],
-        manner: Manner,
+        staging: Staging,
     ) -> Outcome<Output> {
-        let made = if crew.leads() {
-            Output::create_in_manner(self.output, tensors, manner).map(Some)
+        let made = if job.is_leader() {
+            Output::create_staged(self.output, tensors, staging).map(Some)
         } else {
             Ok(None)
         };
-        let made = crew.agree(made.map_err(Failure::from))?;
+        let made = job.agree(made.map_err(Failure::from))?;
         let mine = made.as_ref().map(Output::handle).unwrap_or_default();
-        let handles = crew.share(mine.as_bytes())?;
+        let handles = job.all_gather(mine.as_bytes())?;
         let handle = OsStr::from_bytes(handles.first().map_or(&[], Vec::as_slice));
         let opened = made.map_or_else(|| Output::join(self.output, tensors, handle), Ok);
-        crew.agree(opened.map_err(Failure::from))
+        job.agree(opened.map_err(Failure::from))
     }
 
     fn plan<B: Backend<Space: HostTensors>>(
         &self,
-        (backend, transport): Wired<B>,
+        (backend, transport): RankBackend<B>,
         start: Instant,
         progress: &Progress,
     ) -> Result<Planned<B>> {
@@ -233,13 +250,14 @@ impl Job<'_> {
             .attention
             .clone()
             .layout(self.layout.clone())
-            .on_silence(report::of_silence(transport.rank(), transport.ranks()));
+            .on_silence(report::warn_of_silence(transport.rank(), transport.ranks()));
         let transport = Watched::new(transport, progress.clone());
         let plan = Plan::new(&attention, self.input.dims, backend, transport)?;
         Ok(Planned { plan, log })
     }
 
-    /// One rank reads its rows. Where there is a dense mask, it counts the pairs that they see.
+    /// Reads the rows of one rank. With a dense mask, also counts the visible pairs of its queries:
+    /// later phases have no dense mask.
     fn read<T: Element, B: Backend<Space: HostTensors>>(
         &self,
         spec: &Spec,
@@ -264,7 +282,7 @@ impl Job<'_> {
                 spec.alignment,
                 plan.ring().layout(),
                 Side::Q,
-                place(&plan),
+                ring_index(&plan),
                 ranks,
                 &batch,
             );
@@ -273,32 +291,34 @@ impl Job<'_> {
         Ok(Rank { plan, log, batch, share, pairs, reports: Vec::new() })
     }
 
-    /// Counts the pairs that each rank's queries see, where no dense mask has done it.
-    fn count<T: Element, B: Backend<Space: HostTensors>>(&self, ranks: &mut [Rank<T, B>]) {
+    /// Counts the visible pairs of each rank without a dense mask, with which [`AttendRun::read`]
+    /// has counted them.
+    fn count_pairs<T: Element, B: Backend<Space: HostTensors>>(&self, ranks: &mut [Rank<T, B>]) {
         if self.input.has("attention_mask") {
             return;
         }
-        // of all ranks at once: each knows all rows' positions and ids
+        // one computation for all ranks: each plan has the positions and ids of all rows
         let work = ranks.first().map(|rank| rank.plan.ring().work());
         for rank in ranks {
-            rank.pairs = work.as_ref().map_or(0.0, |work| work.of_rank(place(&rank.plan)) as f64);
+            rank.pairs =
+                work.as_ref().map_or(0.0, |work| work.of_rank(ring_index(&rank.plan)) as f64);
         }
     }
 
-    /// What every rank of the job has to tell, in the order of ranks.
+    /// All-gathers the figures of every rank, by rank.
     fn figures<T: Element, B: Backend<Space: HostTensors>>(
         &self,
-        crew: &mut Crew,
+        job: &mut Job,
         ranks: &[Rank<T, B>],
     ) -> Outcome<Vec<RankFigures>> {
-        // peak memory is the process's, so its ranks' together
+        // the peak is that of the process, so of all its ranks together
         let peak = peak_bytes();
         let mine: Vec<RankFigures> = ranks
             .iter()
             .map(|rank| RankFigures { pairs: rank.pairs, peak, reports: rank.reports.clone() })
             .collect();
         let numbers: Vec<f64> = mine.iter().flat_map(RankFigures::numbers).collect();
-        let all = crew.share_numbers(&numbers)?.concat();
+        let all = job.all_gather_numbers(&numbers)?.concat();
         Ok(all.chunks(numbers.len() / mine.len().max(1)).map(RankFigures::of_numbers).collect())
     }
 
@@ -311,14 +331,14 @@ impl Job<'_> {
         start: Instant,
         bytes: u64,
     ) -> Summary {
-        // pairs are summed over heads and batch rows already
+        // 2 flops for each element of q·k and of p·v; pairs include all heads and batch rows
         let per_pair = 2.0 * (self.input.dims.head_dim + self.input.dims.value_dim) as f64;
         let (layout, route) = plan
             .map_or(("no", "no"), |plan| (plan.ring().layout().name(), plan.ring().route().name()));
         Summary {
             ranks: count,
             threads: self.threads,
-            backend: self.engine.description(),
+            backend: self.backend.description(),
             layout,
             route,
             dtype,
@@ -327,7 +347,7 @@ impl Job<'_> {
                 .into_iter()
                 .enumerate()
                 .take(1 + usize::from(self.backward))
-                .map(|(place, (name, flops))| Pass::new(name, place, flops, figures))
+                .map(|(index, (name, flops))| Pass::new(name, index, flops, figures))
                 .collect(),
             seconds: start.elapsed().as_secs_f64(),
             peak: figures.iter().filter_map(|rank| rank.peak).max(),
@@ -338,10 +358,10 @@ impl Job<'_> {
     }
 }
 
-/// The ranks of this process write what their passes gave: each its share, as `write` does it for
-/// all of them, the number of this one among them, and its rank.
+/// Writes the arrays `given` of this process's ranks. Each rank calls `write(all, own, rank)` with
+/// the arrays of all ranks of the process, its index among them and its rank.
 fn write<T: Element, B: Backend<Space: HostTensors>, G: Sync>(
-    crew: &mut Crew,
+    job: &mut Job,
     ranks: &[Rank<T, B>],
     given: &[G],
     write: impl Fn(&[Given<'_, G>], usize, usize) -> Result<()> + Sync,
@@ -353,7 +373,7 @@ fn write<T: Element, B: Backend<Space: HostTensors>, G: Sync>(
     let all: Vec<Given<'_, G>> = ranks.iter().zip(given).map(of_rank).collect();
     let logs: Vec<(usize, TraceLog)> =
         ranks.iter().map(|rank| rank.log.clone()).enumerate().collect();
-    crew.each_apart(logs, |rank, (own, log)| {
+    job.run_local_phase(logs, |rank, (own, log)| {
         let begin = Instant::now();
         write(&all, own, rank)?;
         log.span("write", 0, begin);
@@ -362,23 +382,26 @@ fn write<T: Element, B: Backend<Space: HostTensors>, G: Sync>(
     Ok(())
 }
 
-/// The whole file takes its name when all that every rank has written is on the disk.
-fn finish(crew: &mut Crew, output: Output) -> Outcome {
-    crew.each_apart([&output], |_, output| output.sync())?;
-    if crew.leads() {
+/// Gives the output file its name once the data of all ranks is on the disk.
+///
+/// # Ordering
+/// Collective over the processes of the job.
+fn finish(job: &mut Job, output: Output) -> Outcome {
+    job.run_local_phase([&output], |_, output| output.sync())?;
+    if job.is_leader() {
         let finished = output.finish();
-        return crew.agree(finished.map_err(Failure::from));
+        return job.agree(finished.map_err(Failure::from));
     }
-    crew.agree(Ok(()))?;
+    job.agree(Ok(()))?;
     output.forget();
     Ok(())
 }
 
 impl<T: Element, B: Backend<Space: HostTensors>> Rank<T, B> {
-    /// Fits the plan to what came with the batch.
-    fn fit(&mut self) -> Result<()> {
+    /// Updates the plan with the masks, ids and positions of the batch.
+    fn update(&mut self) -> Result<()> {
         let batch = std::mem::take(&mut self.batch);
-        // the same on all ranks: it follows from the file alone
+        // equal on all ranks, because it depends only on the file
         if batch == Batch::default() { Ok(()) } else { self.plan.update(&batch) }
     }
 
@@ -408,20 +431,20 @@ impl<T: Element, B: Backend<Space: HostTensors>> Rank<T, B> {
     }
 }
 
-/// Blocks that these ranks receive in a forward and in a backward pass.
+/// Number of blocks that these ranks receive in a forward and in a backward pass.
 pub(super) fn blocks<'a, B: Backend<Space: HostTensors> + 'a>(
     plans: impl Iterator<Item = &'a Plan<B>> + Clone,
 ) -> [usize; 2] {
     let Some(schedule) = plans.clone().next().map(|plan| plan.ring().schedule()) else {
         return [0, 0];
     };
-    let steps = || plans.clone().filter_map(|plan| schedule.steps.get(place(plan))).flatten();
+    let steps = || plans.clone().filter_map(|plan| schedule.steps.get(ring_index(plan))).flatten();
     let before: usize = steps().map(|step| step.before.receives.len()).sum();
     [before, before + steps().map(|step| step.after.receives.len()).sum::<usize>()]
 }
 
-/// Where a rank stands on its ring: schedule and work go by places.
-fn place<B: Backend<Space: HostTensors>>(plan: &Plan<B>) -> usize {
+/// Ring index of a plan's rank, by which schedules and work are indexed.
+fn ring_index<B: Backend<Space: HostTensors>>(plan: &Plan<B>) -> usize {
     let ring = plan.ring();
     ring.order().ring_index(ring.rank())
 }

@@ -1,14 +1,15 @@
-//! The processes of a job under MPI: what they tell each other beside the rings, and how they end.
+//! The processes of an MPI job: their control messages beside the rings, and the end of the job.
 //!
-//! Every process has an endpoint over all of them for the life of the job. What is said on it is small: how a phase went, a file's temporary
-//! name, a few numbers. While a process reads or writes its rows for itself, this endpoint says that it is alive.
+//! Every process has an endpoint over all processes for the whole job. It carries small messages:
+//! the status of a phase, the temporary name of a file, a few numbers. While a process reads or
+//! writes files, it sends heartbeats on this endpoint.
 //!
-//! # How a job ends
-//! | what happened | who says it | MPI |
+//! # End of a job
+//! | event | printed by | MPI |
 //! |---|---|---|
-//! | all went well | rank 0 | is finalised |
-//! | a rank failed and all know | rank 0, naming the rank | is finalised |
-//! | a rank was lost | rank 0; if it is the one that was lost, whoever found that out | is left as it is: finalising would wait for the lost one |
+//! | success | rank 0 | is finalised |
+//! | a rank failed, and all agreed on it | rank 0, naming the rank | is finalised |
+//! | a rank was lost | rank 0, or ranks that lost rank 0 | is not finalised, which would block |
 
 use std::{
     ops::RangeInclusive,
@@ -24,122 +25,138 @@ use annulus_core::{Control, Error, Host, Result, Transport};
 
 use super::Endpoint;
 use crate::{
-    failure::{Failure, LINGER, Outcome},
-    launcher,
-    report::{complain, of_silence},
+    failure::{Failure, Outcome, SILENT_EXIT_DELAY},
+    launcher::{self, LaunchedRank},
+    report::{complain, warn_of_silence},
 };
 
-/// How long a process whose command line makes no sense waits for the others to hear of it.
-pub(super) const REFUSAL: Duration = Duration::from_secs(10);
-/// How long ranks whose ring died wait for each other, to find out whether all of them are still there.
-const ROLL_CALL: Duration = Duration::from_secs(2);
-/// How long MPI may take to finalise a job that has failed.
-const LEAVING: Duration = Duration::from_secs(5);
-/// How often a process that is busy with itself gives a sign of life.
-const BEAT: Duration = Duration::from_millis(2);
+/// Deadline of the agreement on a refused command line. The command ends in any case, so this is
+/// far below the default.
+pub(super) const REFUSAL_DEADLINE: Duration = Duration::from_secs(10);
+/// Deadline of the agreement after a fatal error, in which a lost rank does not answer. The live
+/// ranks have failed at nearly the same time, so they answer sooner than this.
+const AFTER_FATAL_DEADLINE: Duration = Duration::from_secs(2);
+/// The longest time that MPI may take to finalise a job that has failed.
+const FINALIZE_DEADLINE: Duration = Duration::from_secs(5);
+/// Interval of heartbeats during local work: short beside the least deadline of 1 s.
+const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(2);
 
 /// All processes of the job.
 pub(crate) struct World {
     endpoint: Deadline<Mpi, Host>,
     nodes: NodeMap,
-    patience: Duration,
+    deadline: Duration,
+    /// Number of the last collective on `endpoint`.
     round: u64,
-    // last: MPI must outlive the endpoint
+    // dropped last: MPI must outlive the endpoint
     launch: Launch,
 }
 
 impl World {
-    /// Begins MPI, and meets the other processes.
+    /// Initialises MPI and creates an endpoint over all processes.
     ///
+    /// # Ordering
+    /// Collective over the processes.
     /// # Errors
-    /// Whatever MPI reports; [`Error::InvalidArgument`] if the launcher has started another number of processes than MPI sees.
-    pub(super) fn begin(patience: Duration) -> Result<Self> {
+    /// Errors of MPI; [`Error::InvalidArgument`] if MPI's world has another number of processes
+    /// than the launcher started.
+    pub(super) fn init(deadline: Duration) -> Result<Self> {
         let launch = Launch::begin()?;
-        let endpoint = Mpi::world(Settings { patience, ..Settings::default() })?;
+        let endpoint = Mpi::world(Settings { patience: deadline, ..Settings::default() })?;
         let nodes = endpoint.nodes().clone();
-        let (rank, ranks) = (endpoint.rank(), endpoint.ranks());
-        let endpoint = Deadline::new(endpoint, patience)?.with_warning(of_silence(rank, ranks));
-        let expected = launcher::place().and_then(|place| Some((place.by, place.size?)));
-        if let Some((by, size)) = expected.filter(|&(_, size)| size != ranks) {
+        let rank = endpoint.rank();
+        let ranks = endpoint.ranks();
+        let endpoint =
+            Deadline::new(endpoint, deadline)?.with_warning(warn_of_silence(rank, ranks));
+        let launched = launcher::launched_rank();
+        let other = launched.filter(|launched| launched.ranks.is_some_and(|count| count != ranks));
+        if let Some(LaunchedRank { launcher, ranks: Some(count), .. }) = other {
             let library = launch.library()?;
             let library = library.lines().next().unwrap_or_default().trim();
-            let got = format!("{ranks} in MPI's world, {size} started by a launcher ({by})");
+            let got = format!("{ranks} in MPI's world, {count} started by a launcher ({launcher})");
             return Err(Error::invalid(
                 "processes",
                 got,
                 format!("the launcher of the MPI that this command was built with: {library}"),
             ));
         }
-        Ok(Self { endpoint, nodes, patience, round: 0, launch })
+        Ok(Self { endpoint, nodes, deadline, round: 0, launch })
     }
 
+    /// Rank of this process.
     pub(crate) fn rank(&self) -> usize {
         self.endpoint.rank()
     }
 
+    /// Number of processes.
     pub(crate) fn ranks(&self) -> usize {
         self.endpoint.ranks()
     }
 
-    /// Where every process runs.
+    /// Node, host and cores of every process.
     pub(crate) const fn nodes(&self) -> &NodeMap {
         &self.nodes
     }
 
-    /// MPI, from its beginning to its end.
+    /// The MPI library, initialised.
     pub(crate) const fn launch(&self) -> &Launch {
         &self.launch
     }
 
-    /// How many ranks of this node may run on cores of this one's, itself among them.
-    pub(super) fn sharers(&self) -> usize {
-        let places = self.nodes.locations();
-        let Some(mine) = places.get(self.rank()) else { return 1 };
-        let meets = |other: &RankLocation| {
+    /// Number of ranks of this node that may run on a core of this rank, itself included. Ranks
+    /// whose cores are unknown count as sharing.
+    pub(super) fn ranks_sharing_cores(&self) -> usize {
+        let locations = self.nodes.locations();
+        let Some(mine) = locations.get(self.rank()) else { return 1 };
+        let overlaps = |other: &RankLocation| {
             let unknown = mine.cores.is_empty() || other.cores.is_empty();
             let common = |run: &RangeInclusive<usize>| {
                 mine.cores.iter().any(|own| own.start() <= run.end() && run.start() <= own.end())
             };
             other.node == mine.node && (unknown || other.cores.iter().any(common))
         };
-        places.iter().filter(|other| meets(other)).count()
+        locations.iter().filter(|other| overlaps(other)).count()
     }
 
-    /// This process's endpoint of a new ring of all.
+    /// Creates a ring of all processes and returns the endpoint of this one.
+    ///
+    /// # Ordering
+    /// Collective over the processes.
     pub(super) fn endpoint(&self) -> Result<Endpoint> {
         Ok(Endpoint::Process(Box::new(Mpi::world(self.settings())?)))
     }
 
-    /// The first `count` processes, of which rings can be made; `None` if this one is not among them.
+    /// Returns the group of the first `count` processes, or `None` if this one is not in it.
     ///
     /// # Ordering
-    /// Collective over all processes.
+    /// Collective over the processes.
     /// # Errors
     /// As [`FirstRanks::of_world`].
     pub(crate) fn first_ranks(&self, count: usize) -> Result<Option<FirstRanks>> {
-        FirstRanks::of_world(count, self.patience)
+        FirstRanks::of_world(count, self.deadline)
     }
 
-    /// How this job's endpoints behave.
+    /// Settings of this job's endpoints.
     pub(crate) fn settings(&self) -> Settings {
-        Settings { patience: self.patience, ..Settings::default() }
+        Settings { patience: self.deadline, ..Settings::default() }
     }
 
-    pub(super) fn gather(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+    pub(super) fn all_gather(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         self.round += 1;
         agreement::all_gather(&mut self.endpoint, self.round, bytes)
     }
 
-    /// As [`World::gather`]; the loss of a process is taken for granted after `patience`.
-    fn gather_within(&mut self, bytes: &[u8], patience: Duration) -> Result<Vec<Vec<u8>>> {
+    /// As [`World::all_gather`]; returns [`Error::PeerLost`] after `deadline`.
+    fn all_gather_within(&mut self, bytes: &[u8], deadline: Duration) -> Result<Vec<Vec<u8>>> {
         self.round += 1;
-        let (round, started) = (self.round, Instant::now());
+        let round = self.round;
+        let started = Instant::now();
         self.endpoint.start_all_gather(round, bytes)?;
         loop {
             if let Some(parts) = self.endpoint.try_all_gather(round)? {
                 return Ok(parts);
             }
-            if started.elapsed() >= patience {
+            if started.elapsed() >= deadline {
                 let peer = self.endpoint.stragglers(round).first().copied().unwrap_or_default();
                 return Err(Error::PeerLost { peer, step: 0 });
             }
@@ -147,7 +164,7 @@ impl World {
         }
     }
 
-    pub(super) fn same(&mut self, descriptor: Descriptor) -> Outcome {
+    pub(super) fn require_same(&mut self, descriptor: Descriptor) -> Outcome {
         self.round += 1;
         agreement::agree(&mut self.endpoint, self.round, Ok(descriptor))?;
         Ok(())
@@ -156,21 +173,25 @@ impl World {
     pub(super) fn agree<T>(&mut self, mine: Outcome<T>) -> Outcome<T> {
         let status = mine.as_ref().err().map(Status::of);
         let bytes = status.as_ref().map_or_else(Vec::new, Status::encode);
-        // a ring that died may have died of a rank that did
+        // a fatal error may come from a rank that was lost and does not answer
         let gathered = if status.is_some_and(|status| status.fatal) {
-            self.gather_within(&bytes, ROLL_CALL)
+            self.all_gather_within(&bytes, AFTER_FATAL_DEADLINE)
         } else {
-            self.gather(&bytes)
+            self.all_gather(&bytes)
         };
         match (gathered, mine) {
-            (Ok(all), mine) => judge(&all).map_or(mine, Err),
+            (Ok(all), mine) => common_failure(&all).map_or(mine, Err),
             (Err(_), Err(own)) => Err(own),
             (Err(lost), Ok(_)) => Err(lost.into()),
         }
     }
 
-    /// Does `work`, which is no affair of MPI's, on a thread of its own, and says meanwhile that this process is alive.
-    pub(super) fn beating<T: Send>(
+    /// Runs `work`, which does not call MPI, on a thread of its own, and sends heartbeats
+    /// meanwhile.
+    ///
+    /// # Errors
+    /// Those of `work`; [`Error::Device`] if the thread does not start, or panics.
+    pub(super) fn with_heartbeat<T: Send>(
         &mut self,
         work: impl FnOnce() -> Result<T> + Send,
     ) -> Result<T> {
@@ -179,12 +200,12 @@ impl World {
             let worker = worker.map_err(|error| Error::Device {
                 what: format!("a thread did not start: {error}"),
             })?;
-            let mut moving = Ok(());
+            let mut beating = Ok(());
             while !worker.is_finished() {
-                match moving {
-                    Ok(()) => moving = self.alive(BEAT),
-                    // whoever waits for this one next hears of it then
-                    Err(_) => thread::sleep(BEAT),
+                match beating {
+                    Ok(()) => beating = self.heartbeat(HEARTBEAT_INTERVAL),
+                    // the next collective returns the error again
+                    Err(_) => thread::sleep(HEARTBEAT_INTERVAL),
                 }
             }
             worker.join().unwrap_or_else(|_| {
@@ -193,22 +214,26 @@ impl World {
         })
     }
 
-    /// Says that this process works, and hears what there is to hear.
+    /// Sends a heartbeat, then receives messages for at most `wait`.
     ///
     /// # Errors
     /// The loss of a process.
-    pub(crate) fn alive(&mut self, patience: Duration) -> Result<()> {
+    pub(crate) fn heartbeat(&mut self, wait: Duration) -> Result<()> {
         self.endpoint.heartbeat(true);
-        self.endpoint.progress(patience)
+        self.endpoint.progress(wait)
     }
 
-    /// Leaves MPI, as all processes do. Should MPI not let go of a job that has failed, the process ends with `code` all the same.
-    pub(super) fn leave(self, code: u8) {
+    /// Finalises MPI. After a failure, which is a `code` other than 0, the process exits with
+    /// `code` if finalising takes longer than [`FINALIZE_DEADLINE`].
+    ///
+    /// # Ordering
+    /// Collective over the processes.
+    pub(super) fn finalize(self, code: u8) {
         let Self { endpoint, launch, .. } = self;
         if code != 0 {
-            // it ends with the process
-            drop(thread::Builder::new().name("leaving".into()).spawn(move || {
-                thread::sleep(LEAVING);
+            // detached: the thread ends with the process
+            drop(thread::Builder::new().name("finalize".into()).spawn(move || {
+                thread::sleep(FINALIZE_DEADLINE);
                 std::process::exit(i32::from(code));
             }));
         }
@@ -216,7 +241,7 @@ impl World {
         drop(launch);
     }
 
-    /// Says what failed if it is this process's to say, and leaves.
+    /// Prints the failure if this process is the one to print it, and ends MPI.
     pub(super) fn fail(mut self, failure: Failure) -> Failure {
         let rank = self.rank();
         if let Failure::Agreed { rank: failed, what, code } = &failure {
@@ -227,42 +252,43 @@ impl World {
                 };
             }
             let code = *code;
-            self.leave(code);
-            return Failure::Told(code);
+            self.finalize(code);
+            return Failure::Printed(code);
         }
         if let Failure::Library(error) = &failure {
             self.endpoint.abort(error);
         }
-        let speaks = rank == 0 || finds_rank_0_lost(&failure);
-        if speaks {
+        if rank == 0 || is_loss_of_rank_0(&failure) {
             match &failure {
                 Failure::Library(Error::Aborted { rank, what }) => complain!("rank {rank}: {what}"),
                 failure => complain!("rank {rank}: {}", failure.text()),
             };
         } else {
-            thread::sleep(LINGER);
+            thread::sleep(SILENT_EXIT_DELAY);
         }
         let Self { endpoint, launch, .. } = self;
         drop(endpoint);
         launch.abandon();
-        Failure::Told(failure.code())
+        Failure::Printed(failure.code())
     }
 }
 
-fn finds_rank_0_lost(failure: &Failure) -> bool {
+fn is_loss_of_rank_0(failure: &Failure) -> bool {
     matches!(
         failure,
         Failure::Library(Error::Timeout { peer: 0, .. } | Error::PeerLost { peer: 0, .. })
     )
 }
 
-/// A failure on its way to the other ranks: `[code][fatal][echo][text]`.
+/// Failure of one rank as a message: `[code][fatal][echo][text]`.
 struct Status {
+    /// The exit code.
     code: u8,
-    /// The ring is dead.
+    /// True if the error ended the ring.
     fatal: bool,
-    /// It repeats what another rank said.
+    /// True if the error only repeats that of another rank.
     echo: bool,
+    /// The error as text.
     what: String,
 }
 
@@ -296,8 +322,9 @@ impl Status {
     }
 }
 
-/// The failure that says most, from every rank's status: that of the lowest rank that does not only repeat what another one said.
-fn judge(all: &[Vec<u8>]) -> Option<Failure> {
+/// Chooses one failure from the status of all ranks: that of the lowest rank whose error is not an
+/// echo. No rank is named if all failed with the same text.
+fn common_failure(all: &[Vec<u8>]) -> Option<Failure> {
     let failed: Vec<(usize, Status)> = all
         .iter()
         .enumerate()
@@ -319,14 +346,14 @@ mod tests {
     }
 
     fn judged(all: &[Vec<u8>]) -> Option<(Option<usize>, u8, String)> {
-        judge(all).map(|failure| match failure {
+        common_failure(all).map(|failure| match failure {
             Failure::Agreed { rank, code, what } => (rank, code, what),
             other => (None, other.code(), other.text()),
         })
     }
 
     #[test]
-    fn the_lowest_rank_that_found_something_is_named() {
+    fn the_lowest_rank_without_an_echo_is_named() {
         let own = status(&Failure::Usage("--ranks: no".into()));
         let echo =
             status(&Failure::Library(Error::Refused { rank: 2, what: "--ranks: no".into() }));
@@ -342,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn what_all_ranks_say_is_no_single_one_s() {
+    fn a_failure_of_all_ranks_names_none() {
         let own = status(&Failure::Usage("--ranks: no".into()));
         assert_eq!(judged(&[own.clone(), own.clone()]), Some((None, 2, "--ranks: no".into())));
         assert_eq!(judged(&[own]), Some((None, 2, "--ranks: no".into())));

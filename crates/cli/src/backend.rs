@@ -1,8 +1,8 @@
-//! What computes, once it has been found and opened, and how its blocks travel.
+//! The backend that `--backend` chooses, opened.
 
 use std::time::Duration;
 
-use annulus_core::{Backend, Error, Transport};
+use annulus_core::Error;
 use annulus_cpu::Isa;
 
 #[cfg(feature = "cuda")]
@@ -12,24 +12,21 @@ use crate::{
     failure::{Failure, Outcome},
 };
 
-/// A rank's backend, and the transport of its blocks.
-pub(crate) type Wired<B> = (B, Box<dyn Transport<<B as Backend>::Space>>);
-
-/// A backend that can make ranks.
+/// Opened backend, from which the ranks of this process are created.
 #[derive(Debug)]
-pub(crate) enum Engine {
+pub(crate) enum BackendChoice {
     /// Host memory and SIMD.
     Cpu,
-    /// A GPU; all ranks of this process share it.
+    /// One GPU, shared by all ranks of this process.
     #[cfg(feature = "wgpu")]
     Wgpu(annulus_wgpu::Gpu),
-    /// NVIDIA GPUs; the ranks of this process share them.
+    /// NVIDIA GPUs, shared by the ranks of this process.
     #[cfg(feature = "cuda")]
     Cuda(Gpus),
 }
 
-impl Engine {
-    /// Its name on the command line.
+impl BackendChoice {
+    /// Name on the command line.
     pub(crate) const fn name(&self) -> &'static str {
         match self {
             Self::Cpu => "cpu",
@@ -40,7 +37,7 @@ impl Engine {
         }
     }
 
-    /// Its name and, where there is a choice, how blocks travel between ranks that have been made.
+    /// Describes the backend by its name and, for CUDA, by the transport of its blocks.
     pub(crate) fn description(&self) -> String {
         match self {
             #[cfg(feature = "cuda")]
@@ -49,26 +46,28 @@ impl Engine {
         }
     }
 
-    /// Finds what the flags name, before anything is read. Ranks that have to find each other wait no longer than `patience`.
+    /// Opens the backend that the flags name. Subcommands do this before they read any file.
+    /// `deadline` bounds the rendezvous of NCCL's ranks.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] naming what this build, or this machine, has; [`Failure::Usage`] if the environment names no instruction set or no level, or
-    /// a device is chosen where there is nothing to choose.
+    /// [`Error::Unsupported`] naming what this build or this machine has; [`Failure::Usage`] if an
+    /// environment variable forces an unknown instruction set or level, or if a device is given for
+    /// a backend without devices.
     pub(crate) fn open(
         name: BackendName,
         device: Option<usize>,
         transport: TransportName,
-        patience: Duration,
+        deadline: Duration,
     ) -> Outcome<Self> {
         #[cfg(not(feature = "cuda"))]
-        let _: Duration = patience;
+        let _: Duration = deadline;
         if transport == TransportName::Nccl {
             if !cfg!(feature = "nccl") {
                 return Err(transport.missing());
             }
             if name != BackendName::Cuda {
                 let by = format!(
-                    "backend {}, whose blocks are in host memory; --backend cuda has it",
+                    "backend {}, whose blocks are in host memory; use --backend cuda",
                     of_flag(name)
                 );
                 return Err(Error::unsupported("transport nccl", by).into());
@@ -83,41 +82,35 @@ impl Engine {
             (BackendName::Cpu, None) => Isa::chosen().map(|_| Self::Cpu).map_err(Failure::of_flags),
             #[cfg(feature = "wgpu")]
             (BackendName::Wgpu, device) => {
-                let options = annulus_wgpu::Options {
-                    number: device.unwrap_or(0),
-                    ..annulus_wgpu::Options::default()
-                };
+                let number = device.unwrap_or(0);
+                let options = annulus_wgpu::Options { number, ..annulus_wgpu::Options::default() };
                 let opened = annulus_wgpu::Gpu::open(&options);
                 Ok(Self::Wgpu(opened.map_err(|error| Failure::of_flags(of_device(device, error)))?))
             }
             #[cfg(not(feature = "wgpu"))]
-            (BackendName::Wgpu, _) => {
-                let with = "`cargo build --release -p annulus-cli --features wgpu` makes one that has wgpu";
-                Err(Error::unsupported(
-                    "backend wgpu",
-                    format!("this build, which has: {}; {with}", backends()),
-                )
-                .into())
-            }
+            (BackendName::Wgpu, _) => Err(not_in_this_build("wgpu").into()),
             #[cfg(feature = "cuda")]
-            (BackendName::Cuda, device) => match Gpus::open(device, transport, patience) {
+            (BackendName::Cuda, device) => match Gpus::open(device, transport, deadline) {
                 Err(Failure::Library(error)) => Err(of_device(device, error).into()),
                 opened => opened.map(Self::Cuda),
             },
             #[cfg(not(feature = "cuda"))]
-            (BackendName::Cuda, _) => {
-                let with = "`cargo build --release -p annulus-cli --features cuda` makes one that has cuda";
-                Err(Error::unsupported(
-                    "backend cuda",
-                    format!("this build, which has: {}; {with}", backends()),
-                )
-                .into())
-            }
+            (BackendName::Cuda, _) => Err(not_in_this_build("cuda").into()),
         }
     }
 }
 
-/// The error of opening a device, with the flag that names it.
+/// Error for a backend that this build does not have, with the command that builds it.
+#[cfg(not(all(feature = "wgpu", feature = "cuda")))]
+fn not_in_this_build(backend: &str) -> Error {
+    let with = format!("`cargo build --release -p annulus-cli --features {backend}` adds it");
+    Error::unsupported(
+        format!("backend {backend}"),
+        format!("this build, which has: {}; {with}", backends()),
+    )
+}
+
+/// Adds the flag `--device` to an error of opening a device.
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 fn of_device(device: Option<usize>, error: Error) -> Error {
     match (device, error) {
@@ -131,7 +124,7 @@ fn of_device(device: Option<usize>, error: Error) -> Error {
     }
 }
 
-/// A backend as the command line names it.
+/// Returns a backend's name on the command line.
 const fn of_flag(name: BackendName) -> &'static str {
     match name {
         BackendName::Cpu => "cpu",
@@ -140,7 +133,7 @@ const fn of_flag(name: BackendName) -> &'static str {
     }
 }
 
-/// The backends of this build.
+/// Lists the backends of this build.
 pub(crate) const fn backends() -> &'static str {
     match (cfg!(feature = "wgpu"), cfg!(feature = "cuda")) {
         (false, false) => "cpu",
@@ -150,31 +143,29 @@ pub(crate) const fn backends() -> &'static str {
     }
 }
 
-/// Evaluates `$body` with `$make`, a function that makes of a rank's endpoint its backend (of `$threads` threads, where it has threads) and the
-/// transport of its blocks.
+/// Evaluates `$body` with a function `$make`, which creates a rank's backend and the transport of
+/// its blocks from the rank's endpoint. On the CPU the backend has `$threads` threads. A macro,
+/// because the type of the backend differs between the branches.
 macro_rules! with_backend {
-    ($engine:expr, $threads:expr, $make:ident => $body:expr) => {
-        match $engine {
-            $crate::engine::Engine::Cpu => {
-                let $make = |endpoint: $crate::crew::Endpoint| {
+    ($backend:expr, $threads:expr, $make:ident => $body:expr) => {
+        match $backend {
+            $crate::backend::BackendChoice::Cpu => {
+                let $make = |endpoint: $crate::job::Endpoint| {
                     Ok::<_, annulus_core::Error>((annulus::Cpu::new($threads)?, endpoint.of_host()))
                 };
                 $body
             }
             #[cfg(feature = "wgpu")]
-            $crate::engine::Engine::Wgpu(gpu) => {
-                let $make = |endpoint: $crate::crew::Endpoint| {
-                    let copier = annulus_wgpu::Copier::new(gpu.clone());
-                    let backend = annulus_wgpu::Wgpu::on_host(gpu.clone());
-                    let staged: $crate::engine::Wired<annulus_core::OnHost<annulus_wgpu::Wgpu>> =
-                        (backend, Box::new(annulus_comm::Staged::new(endpoint.of_host(), copier)));
-                    Ok::<_, annulus_core::Error>(staged)
+            $crate::backend::BackendChoice::Wgpu(gpu) => {
+                let $make = |endpoint: $crate::job::Endpoint| {
+                    let rank = annulus::devices::wgpu_rank(gpu, endpoint.of_host());
+                    Ok::<_, annulus_core::Error>(rank)
                 };
                 $body
             }
             #[cfg(feature = "cuda")]
-            $crate::engine::Engine::Cuda(gpus) => {
-                let $make = |endpoint: $crate::crew::Endpoint| gpus.rank(endpoint);
+            $crate::backend::BackendChoice::Cuda(gpus) => {
+                let $make = |endpoint: $crate::job::Endpoint| gpus.rank(endpoint);
                 $body
             }
         }
