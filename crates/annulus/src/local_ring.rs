@@ -409,6 +409,11 @@ impl<B: Backend<Space: HostTensors>> LocalRing<B> {
         self.ranks[0].ring()
     }
 
+    /// Returns the ring engines of all ranks, in their order.
+    pub fn rings(&self) -> impl Iterator<Item = &Ring<B>> {
+        self.ranks.iter().map(Plan::ring)
+    }
+
     fn check<T: Element>(&self, tensors: &Tensors<'_, T>) -> Result<()> {
         let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = self.dims;
         same_shape("q", tensors.q.shape(), &[batch, q_len, q_heads, head_dim])?;
