@@ -47,6 +47,9 @@ unsafe impl Versioned for annulus_batch {
     const FIRST_BYTES: usize = 64;
 }
 
+// fields are appended, never removed
+const _: () = assert!(size_of::<annulus_batch>() >= annulus_batch::FIRST_BYTES);
+
 impl annulus_batch {
     /// Copies what the tensors hold.
     ///

@@ -147,8 +147,11 @@ pub struct annulus_options {
 // SAFETY: repr(C), begins with its size, and all fields are numbers, which may be 0
 unsafe impl Versioned for annulus_options {
     const NAME: &'static str = "options";
-    const FIRST_BYTES: usize = 296;
+    const FIRST_BYTES: usize = 248;
 }
+
+// fields are appended, never removed
+const _: () = assert!(size_of::<annulus_options>() >= annulus_options::FIRST_BYTES);
 
 impl annulus_options {
     fn defaults() -> Self {

@@ -53,6 +53,9 @@ unsafe impl Versioned for annulus_forward_args {
     const FIRST_BYTES: usize = 88;
 }
 
+// fields are appended, never removed
+const _: () = assert!(size_of::<annulus_forward_args>() >= annulus_forward_args::FIRST_BYTES);
+
 /// The tensors of a backward pass. Lengths and types: as of [`annulus_forward_args`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -98,6 +101,9 @@ unsafe impl Versioned for annulus_backward_args {
     const NAME: &'static str = "args";
     const FIRST_BYTES: usize = 136;
 }
+
+// fields are appended, never removed
+const _: () = assert!(size_of::<annulus_backward_args>() >= annulus_backward_args::FIRST_BYTES);
 
 /// Computes out and lse, in place. Reads and writes the caller's tensors and copies none of them,
 /// except the rows of an in-process ring whose ranks hold several ranges of rows (zigzag).

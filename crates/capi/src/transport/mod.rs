@@ -112,6 +112,9 @@ unsafe impl Versioned for annulus_transport {
     const FIRST_BYTES: usize = 64;
 }
 
+// fields are appended, never removed
+const _: () = assert!(size_of::<annulus_transport>() >= annulus_transport::FIRST_BYTES);
+
 /// One rank's endpoint over the host's functions.
 pub(crate) struct HostTransport {
     rank: usize,
