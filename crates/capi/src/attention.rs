@@ -154,8 +154,7 @@ pub unsafe extern "C" fn annulus_attention_set_bias_function(
                 return Err(Error::invalid("bias", "NULL", "a function"));
             };
             let function = HostBias { name, bias, context: Context::new(context) };
-            description.attention =
-                description.attention.clone().bias_function(Arc::new(function));
+            description.attention = description.attention.clone().bias_function(Arc::new(function));
             Ok(())
         })
     })

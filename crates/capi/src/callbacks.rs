@@ -40,9 +40,8 @@ pub type annulus_bias_function =
 
 /// Is called, on a thread that waits within a call of annulus, when rank `peer` has been silent for
 /// `waited_seconds`, a quarter of the deadline, in ring step `step`: once per silence.
-pub type annulus_silence_function = Option<
-    unsafe extern "C" fn(context: *mut c_void, peer: i64, step: i64, waited_seconds: f64),
->;
+pub type annulus_silence_function =
+    Option<unsafe extern "C" fn(context: *mut c_void, peer: i64, step: i64, waited_seconds: f64)>;
 
 /// The mask depends on the query head.
 pub const ANNULUS_MASK_PER_HEAD: u32 = 1;

@@ -72,10 +72,8 @@ mod tests {
     fn tensor(first: usize, dims: [i64; 4], strides: [i64; 4]) -> Checked {
         let data = std::ptr::without_provenance_mut(0x10000 + 4 * first);
         // SAFETY: a tensor on the stack, whose elements are never read
-        unsafe {
-            Checked::read("x", &annulus_tensor { data, dtype: ANNULUS_F32, dims, strides })
-        }
-        .unwrap()
+        unsafe { Checked::read("x", &annulus_tensor { data, dtype: ANNULUS_F32, dims, strides }) }
+            .unwrap()
     }
 
     fn elements(tensor: &Checked) -> HashSet<usize> {

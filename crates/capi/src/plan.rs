@@ -286,10 +286,7 @@ pub unsafe extern "C" fn annulus_plan_ranks(plan: *const annulus_plan, ranks: *m
 /// # Safety
 /// `layout` points to a writable number.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn annulus_plan_layout(
-    plan: *const annulus_plan,
-    layout: *mut i32,
-) -> c_int {
+pub unsafe extern "C" fn annulus_plan_layout(plan: *const annulus_plan, layout: *mut i32) -> c_int {
     let of = |planned: &Planned| {
         Ok(match planned.ring().layout() {
             Layout::Contiguous => ANNULUS_LAYOUT_CONTIGUOUS,

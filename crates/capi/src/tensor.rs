@@ -204,11 +204,7 @@ impl Checked {
         }
         let names = ELEMENT_TYPES.iter().filter(|element| constants.contains(&element.constant));
         let names: Vec<&str> = names.map(|element| element.name).collect();
-        Err(Error::invalid(
-            format!("{}.dtype", self.name),
-            self.element.name,
-            names.join(" or "),
-        ))
+        Err(Error::invalid(format!("{}.dtype", self.name), self.element.name, names.join(" or ")))
     }
 
     /// Checks that this can be written: no element has two indices.
@@ -336,12 +332,7 @@ impl Checked {
 mod tests {
     use super::*;
 
-    fn tensor(
-        data: *mut c_void,
-        dtype: i32,
-        dims: [i64; 4],
-        strides: [i64; 4],
-    ) -> Result<Checked> {
+    fn tensor(data: *mut c_void, dtype: i32, dims: [i64; 4], strides: [i64; 4]) -> Result<Checked> {
         // SAFETY: a tensor on the stack
         unsafe { Checked::read("q", &annulus_tensor { data, dtype, dims, strides }) }
     }

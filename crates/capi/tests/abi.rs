@@ -22,7 +22,8 @@ fn folder() -> &'static Path {
 
 /// A program that prints every constant, and size and offsets of every struct, of the header.
 fn program(header: &str) -> String {
-    let mut code = String::from("#include <stdio.h>\n#include <stddef.h>\n#include \"annulus.h\"\n");
+    let mut code =
+        String::from("#include <stdio.h>\n#include <stddef.h>\n#include \"annulus.h\"\n");
     code.push_str("int main(void) {\n");
     let mut in_struct: Option<&str> = None;
     for line in header.lines() {
@@ -31,9 +32,15 @@ fn program(header: &str) -> String {
             if let Some((name, _)) = rest.split_once(' ') {
                 writeln!(code, "printf(\"{name} %lld\\n\", (long long)({name}));").unwrap();
             }
-        } else if let Some(rest) = line.strip_prefix("typedef struct ").filter(|_| line.ends_with('{')) {
+        } else if let Some(rest) =
+            line.strip_prefix("typedef struct ").filter(|_| line.ends_with('{'))
+        {
             let name = rest.trim_end_matches(" {");
-            writeln!(code, "printf(\"{name} size %zu align %zu\\n\", sizeof({name}), _Alignof({name}));").unwrap();
+            writeln!(
+                code,
+                "printf(\"{name} size %zu align %zu\\n\", sizeof({name}), _Alignof({name}));"
+            )
+            .unwrap();
             in_struct = Some(name);
         } else if line.starts_with('}') {
             in_struct = None;

@@ -9,15 +9,8 @@ use std::{fs, path::Path};
 use annulus::{Attention, Dims, Tensors, ndarray::Array3, ndarray::Array4};
 use common::{Workspace, run};
 
-const DIMS: Dims = Dims {
-    batch: 2,
-    q_len: 37,
-    kv_len: 37,
-    q_heads: 4,
-    kv_heads: 2,
-    head_dim: 8,
-    value_dim: 6,
-};
+const DIMS: Dims =
+    Dims { batch: 2, q_len: 37, kv_len: 37, q_heads: 4, kv_heads: 2, head_dim: 8, value_dim: 6 };
 
 fn source(name: &str) -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c").join(name)
@@ -38,8 +31,9 @@ fn by_rust(ranks: usize) -> Vec<u8> {
     let k = numbers(2, (batch, kv_len, kv_heads, head_dim));
     let v = numbers(3, (batch, kv_len, kv_heads, value_dim));
     let dout = numbers(4, (batch, q_len, q_heads, value_dim));
-    let dlse =
-        Array3::from_shape_fn((batch, q_heads, q_len), |(b, head, row)| value(5, [b, row, head, 0]));
+    let dlse = Array3::from_shape_fn((batch, q_heads, q_len), |(b, head, row)| {
+        value(5, [b, row, head, 0])
+    });
     let mut ring = Attention::new().causal(true).threads(1).local_ring(DIMS, ranks).unwrap();
     let tensors = Tensors::new(q.view(), k.view(), v.view());
     let forward = ring.forward(&tensors).unwrap();

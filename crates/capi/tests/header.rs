@@ -53,7 +53,10 @@ fn config() -> Config {
         line_length: 100,
         enumeration: EnumConfig::default(),
         defines: [("feature = mpi".to_owned(), "ANNULUS_MPI".to_owned())].into(),
-        export: cbindgen::ExportConfig { exclude: vec!["MPI_Comm".to_owned()], ..Default::default() },
+        export: cbindgen::ExportConfig {
+            exclude: vec!["MPI_Comm".to_owned()],
+            ..Default::default()
+        },
         ..Config::default()
     }
 }

@@ -16,15 +16,8 @@ use annulus::{
 use annulus_capi::*;
 use ndarray::{Array, Array2, Array3, Array4, Dimension, array};
 
-const DIMS: Dims = Dims {
-    batch: 2,
-    q_len: 23,
-    kv_len: 23,
-    q_heads: 4,
-    kv_heads: 2,
-    head_dim: 8,
-    value_dim: 6,
-};
+const DIMS: Dims =
+    Dims { batch: 2, q_len: 23, kv_len: 23, q_heads: 4, kv_heads: 2, head_dim: 8, value_dim: 6 };
 const RANKS: usize = 3;
 
 fn last_error() -> String {
@@ -37,7 +30,10 @@ fn ok(status: i32) {
 }
 
 /// Numbers that look random and are the same everywhere.
-fn numbers<T: Element, D: Dimension>(seed: u64, shape: impl ndarray::ShapeBuilder<Dim = D>) -> Array<T, D> {
+fn numbers<T: Element, D: Dimension>(
+    seed: u64,
+    shape: impl ndarray::ShapeBuilder<Dim = D>,
+) -> Array<T, D> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     Array::from_shape_simple_fn(shape, || {
         state ^= state << 13;
@@ -174,7 +170,8 @@ fn by_c<T: Element>(case: &Case, data: &Data<T>) -> Answer {
     let [q, k, v] = &tensors;
     let bias = data.bias.as_ref().map(tensor);
     let sinks = data.sinks.as_ref().map(tensor);
-    let pointer = |tensor: &Option<annulus_tensor>| tensor.as_ref().map_or(ptr::null(), ptr::from_ref);
+    let pointer =
+        |tensor: &Option<annulus_tensor>| tensor.as_ref().map_or(ptr::null(), ptr::from_ref);
     let results = [tensor(&out), tensor(&lse), tensor(&max), tensor(&sum), tensor(&ties)];
     let given = |index: usize| {
         if index < 2 || unnormalized { &raw const results[index] } else { ptr::null() }
@@ -200,8 +197,7 @@ fn by_c<T: Element>(case: &Case, data: &Data<T>) -> Answer {
     let dsinks = data.sinks.as_ref().map(|sinks| Array2::from_elem(sinks.raw_dim(), seven));
     let gradients = [tensor(&dq), tensor(&dk), tensor(&dv), tensor(&data.dout)];
     let dlse = tensor(&data.dlse);
-    let (dbias_tensor, dsinks_tensor) =
-        (dbias.as_ref().map(tensor), dsinks.as_ref().map(tensor));
+    let (dbias_tensor, dsinks_tensor) = (dbias.as_ref().map(tensor), dsinks.as_ref().map(tensor));
     let backward = annulus_backward_args {
         struct_size: size_of::<annulus_backward_args>() as u64,
         q,
@@ -253,7 +249,8 @@ fn update(plan: *mut annulus_plan, batch: &Batch) {
     let at = at.map(|at| at.as_ref().map(|at| described(at, ANNULUS_I64)));
     let cum = lens.each_ref().map(|lens| lens.as_ref().map(|lens| described(lens, ANNULUS_I64)));
     let mask_tensor = mask.as_ref().map(|mask| described(mask, ANNULUS_BOOL));
-    let pointer = |tensor: &Option<annulus_tensor>| tensor.as_ref().map_or(ptr::null(), ptr::from_ref);
+    let pointer =
+        |tensor: &Option<annulus_tensor>| tensor.as_ref().map_or(ptr::null(), ptr::from_ref);
     let batch = annulus_batch {
         struct_size: size_of::<annulus_batch>() as u64,
         q_segment_ids: pointer(&ids[0]),
@@ -523,8 +520,7 @@ fn rings() -> Vec<Case> {
         Case {
             // SAFETY: the lists have the lengths that are said
             add: |attention| unsafe {
-                let thirds =
-                    |first: i64| (0..23).filter(move |row| row * 7 % 3 == first);
+                let thirds = |first: i64| (0..23).filter(move |row| row * 7 % 3 == first);
                 let rows: Vec<i64> = thirds(1).chain(thirds(0)).chain(thirds(2)).collect();
                 let counts = [1, 0, 2].map(|first| thirds(first).count() as i64);
                 let (counts, rows) = (counts.as_ptr(), rows.as_ptr());
@@ -578,11 +574,7 @@ fn batches() -> Vec<Case> {
         ),
         with(
             "segment ids",
-            Batch {
-                q_segment_ids: Some(ids),
-                kv_segment_ids: Some(other),
-                ..Batch::default()
-            },
+            Batch { q_segment_ids: Some(ids), kv_segment_ids: Some(other), ..Batch::default() },
         ),
         with(
             "positions",
@@ -722,7 +714,10 @@ fn a_plan_tells_what_it_chose() {
     }
     assert_eq!((rank, ranks, layout), (0, 3, ANNULUS_LAYOUT_ZIGZAG));
     assert_eq!(*facade.ring().layout(), Layout::Zigzag);
-    assert_eq!(route, 1 + Route::ALL.iter().position(|&r| r == facade.ring().route()).unwrap() as i32);
+    assert_eq!(
+        route,
+        1 + Route::ALL.iter().position(|&r| r == facade.ring().route()).unwrap() as i32
+    );
     assert!(rows.iter().copied().eq(0..23));
     // more than the keys and values of all ranks, and than their gradients in f32
     assert!(bytes >= 2 * 2 * 23 * 2 * (8 + 6) * 4, "{bytes}");

@@ -102,8 +102,7 @@ pub struct annulus_transport {
     >,
     /// Ends a request that is not done. After it returned 0 the request does not exist any more and
     /// its bytes are not touched any more; if it fails annulus leaks the bytes.
-    pub cancel:
-        Option<unsafe extern "C" fn(context: *mut c_void, request: *mut c_void) -> c_int>,
+    pub cancel: Option<unsafe extern "C" fn(context: *mut c_void, request: *mut c_void) -> c_int>,
 }
 
 // SAFETY: repr(C), begins with its size; numbers may be 0, pointers null and functions None
@@ -255,10 +254,8 @@ impl HostTransport {
     /// A buffer of at least `bytes` bytes that nobody else owns.
     fn take_staging(&mut self, bytes: u64) -> Result<HostBuffer> {
         let fitting = self.staging.iter().position(|buffer| Host::size(buffer) >= bytes);
-        fitting.map_or_else(
-            || HostBuffer::zeroed(bytes),
-            |index| Ok(self.staging.swap_remove(index)),
-        )
+        fitting
+            .map_or_else(|| HostBuffer::zeroed(bytes), |index| Ok(self.staging.swap_remove(index)))
     }
 
     /// The bytes of a hop of several ranges, in one.

@@ -100,9 +100,8 @@ impl Requests {
         let bytes = range.end - range.start;
         // SAFETY: the host's function; the bytes lie in `buffer`, which is kept below (A) and only
         // read (C); the request lives in a local until it is stored
-        let code = unsafe {
-            send(context.pointer(), peer as i64, tag, data, bytes, &raw mut request)
-        };
+        let code =
+            unsafe { send(context.pointer(), peer as i64, tag, data, bytes, &raw mut request) };
         check("send", code, (peer, step))?;
         self.all.push(InFlight { request, buffer, label, about: (peer, step) });
         Ok(())
@@ -128,9 +127,8 @@ impl Requests {
         let bytes = range.end - range.start;
         // SAFETY: the host's function; the bytes lie in `buffer`, which is kept below (A) and not
         // touched until the request is done (B); the request lives in a local until it is stored
-        let code = unsafe {
-            recv(context.pointer(), peer as i64, tag, data, bytes, &raw mut request)
-        };
+        let code =
+            unsafe { recv(context.pointer(), peer as i64, tag, data, bytes, &raw mut request) };
         check("recv", code, (peer, step))?;
         self.all.push(InFlight { request, buffer, label, about: (peer, step) });
         Ok(())
@@ -138,7 +136,10 @@ impl Requests {
 
     /// Gives back the first message from index `from` on that is done, and the index at which to go
     /// on. Messages before it were tested.
-    pub(super) fn next_done(&mut self, mut from: usize) -> Result<Option<(Label, HostBuffer, usize)>> {
+    pub(super) fn next_done(
+        &mut self,
+        mut from: usize,
+    ) -> Result<Option<(Label, HostBuffer, usize)>> {
         while let Some(message) = self.all.get(from) {
             let mut done = 0;
             // SAFETY: the host's function, for a request that it made and that is not done

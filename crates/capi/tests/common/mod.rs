@@ -14,7 +14,8 @@ pub(crate) struct Workspace {
 
 impl Workspace {
     pub(crate) fn new(name: &str) -> Self {
-        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
+        let folder =
+            Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
         fs::create_dir_all(&folder).unwrap();
         let library = library();
         for link in ["libannulus.so", "libannulus.so.0"] {
