@@ -10,7 +10,7 @@
  * Structs begin with their size, so that fields can be appended; set everything else to 0, or by
  * annulus_options_init. Units: strides in elements, times in seconds, sizes in bytes.
  *
- * Define ANNULUS_MPI before including this header to declare annulus_plan_create_mpi.
+ * Define ANNULUS_WITH_MPI before including this header to declare annulus_plan_create_mpi.
  *
  * Made by cbindgen from crates/capi/src.
  */
@@ -20,7 +20,7 @@
 #define ANNULUS_H
 
 #include <stdint.h>
-#ifdef ANNULUS_MPI
+#ifdef ANNULUS_WITH_MPI
 #include <mpi.h>
 #endif
 
@@ -945,11 +945,11 @@ int annulus_plan_create_mpi_f(const struct annulus_attention *attention,
                               int32_t communicator,
                               struct annulus_plan **plan);
 
-#if defined(ANNULUS_MPI)
+#if defined(ANNULUS_WITH_MPI)
 /**
  * As annulus_plan_create_mpi_f, of a communicator as C has it.
  *
- * Only in a library with the feature mpi. The header declares it where ANNULUS_MPI is defined, and
+ * Only in a library with the feature mpi. The header declares it where ANNULUS_WITH_MPI is defined, and
  * then includes mpi.h.
  *
  * Errors

@@ -254,7 +254,7 @@ class plan {
   static plan over_threads(const attention &of, std::int64_t ranks) {
     return made(of, [&](auto out) { return annulus_plan_create_threads(of.get(), ranks, out); });
   }
-#ifdef ANNULUS_MPI
+#ifdef ANNULUS_WITH_MPI
   /* This rank of a ring over a communicator. Collective. */
   static plan over_mpi(const attention &of, MPI_Comm communicator) {
     return made(of, [&](auto out) { return annulus_plan_create_mpi(of.get(), communicator, out); });

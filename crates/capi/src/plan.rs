@@ -162,7 +162,7 @@ pub unsafe extern "C" fn annulus_plan_create_mpi_f(
 
 /// As [`annulus_plan_create_mpi_f`], of a communicator as C has it.
 ///
-/// Only in a library with the feature mpi. The header declares it where ANNULUS_MPI is defined, and
+/// Only in a library with the feature mpi. The header declares it where ANNULUS_WITH_MPI is defined, and
 /// then includes mpi.h.
 ///
 /// # Errors

@@ -2,7 +2,7 @@
 //! constants. After a change that keeps [`annulus_capi::ANNULUS_ABI_VERSION`]'s promise:
 //!
 //! ```text
-//! ANNULUS_WRITE_ABI=1 cargo test -p annulus-capi --test abi
+//! ANNULUS_UPDATE=1 cargo test -p annulus-capi --test abi
 //! ```
 
 #![cfg(target_os = "linux")]
@@ -75,7 +75,7 @@ fn layouts_and_values_are_the_committed_ones() {
     }
     assert!(layouts.contains("annulus_transport.cancel offset 56 size 8"), "{layouts}");
     let file = folder().join("tests/abi.txt");
-    if std::env::var_os("ANNULUS_WRITE_ABI").is_some() {
+    if std::env::var_os("ANNULUS_UPDATE").is_some() {
         fs::write(&file, &layouts).unwrap();
     }
     let committed = fs::read_to_string(&file).unwrap();

@@ -1,7 +1,7 @@
 //! `include/annulus.h` is what cbindgen makes of the sources. After a change:
 //!
 //! ```text
-//! ANNULUS_WRITE_HEADER=1 cargo test -p annulus-capi --test header
+//! ANNULUS_UPDATE=1 cargo test -p annulus-capi --test header
 //! ```
 
 use std::{fs, path::Path};
@@ -33,7 +33,7 @@ const TITLE: &str = "\
  * Structs begin with their size, so that fields can be appended; set everything else to 0, or by
  * annulus_options_init. Units: strides in elements, times in seconds, sizes in bytes.
  *
- * Define ANNULUS_MPI before including this header to declare annulus_plan_create_mpi.
+ * Define ANNULUS_WITH_MPI before including this header to declare annulus_plan_create_mpi.
  *
  * Made by cbindgen from crates/capi/src.
  */
@@ -46,13 +46,13 @@ fn config() -> Config {
         include_guard: Some("ANNULUS_H".to_owned()),
         no_includes: true,
         sys_includes: vec!["stdint.h".to_owned()],
-        after_includes: Some("#ifdef ANNULUS_MPI\n#include <mpi.h>\n#endif".to_owned()),
+        after_includes: Some("#ifdef ANNULUS_WITH_MPI\n#include <mpi.h>\n#endif".to_owned()),
         cpp_compat: true,
         documentation_style: DocumentationStyle::Doxy,
         style: Style::Both,
         line_length: 100,
         enumeration: EnumConfig::default(),
-        defines: [("feature = mpi".to_owned(), "ANNULUS_MPI".to_owned())].into(),
+        defines: [("feature = mpi".to_owned(), "ANNULUS_WITH_MPI".to_owned())].into(),
         export: cbindgen::ExportConfig {
             exclude: vec!["MPI_Comm".to_owned()],
             ..Default::default()
@@ -93,14 +93,14 @@ fn plain(header: &str) -> String {
 fn the_committed_header_is_that_of_the_sources() {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("include/annulus.h");
     let generated = generate();
-    if std::env::var_os("ANNULUS_WRITE_HEADER").is_some() {
+    if std::env::var_os("ANNULUS_UPDATE").is_some() {
         fs::write(&file, &generated).unwrap();
     }
     let committed = fs::read_to_string(&file).unwrap();
     let differs = committed.lines().zip(generated.lines()).position(|(a, b)| a != b);
     assert!(
         committed == generated,
-        "line {:?} differs: run ANNULUS_WRITE_HEADER=1 cargo test -p annulus-capi --test header",
+        "line {:?} differs: run ANNULUS_UPDATE=1 cargo test -p annulus-capi --test header",
         differs.map(|line| line + 1)
     );
 }
