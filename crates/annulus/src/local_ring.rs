@@ -408,6 +408,11 @@ impl<B: Backend<Space: HostTensors>> LocalRing<B> {
         self.ranks[0].ring()
     }
 
+    /// Returns the ring engines of all ranks, in their order.
+    pub fn rings(&self) -> impl Iterator<Item = &Ring<B>> {
+        self.ranks.iter().map(Plan::ring)
+    }
+
     fn check<T: Element>(&self, tensors: &Tensors<'_, T>) -> Result<()> {
         let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = self.dims;
         same_shape("q", tensors.q.shape(), &[batch, q_len, q_heads, head_dim])?;
@@ -415,8 +420,10 @@ impl<B: Backend<Space: HostTensors>> LocalRing<B> {
         same_shape("v", tensors.v.shape(), &[batch, kv_len, kv_heads, value_dim])?;
         match (&tensors.bias, self.ring().spec().bias) {
             (Some(bias), Some(shape)) => same_shape("bias", bias.shape(), &shape),
-            // one without the other: the ranks report it
-            _ => Ok(()),
+            // it has no known shape, so its rows cannot be dealt to the ranks
+            (Some(bias), None) => Err(undeclared("bias", bias.shape())),
+            // the ranks report it
+            (None, _) => Ok(()),
         }
     }
 
@@ -474,14 +481,21 @@ fn check_gradients<T: Element>(
     same_shape("dq", gradients.dq.shape(), tensors.q.shape())?;
     same_shape("dk", gradients.dk.shape(), tensors.k.shape())?;
     same_shape("dv", gradients.dv.shape(), tensors.v.shape())?;
-    if let (Some(dbias), Some(bias)) = (&gradients.dbias, &tensors.bias) {
-        same_shape("dbias", dbias.shape(), bias.shape())?;
+    match (&gradients.dbias, &tensors.bias) {
+        (Some(dbias), Some(bias)) => same_shape("dbias", dbias.shape(), bias.shape())?,
+        (Some(dbias), None) => return Err(undeclared("dbias", dbias.shape())),
+        // the ranks report it
+        (None, _) => {}
     }
     if let (Some(dsinks), Some(sinks)) = (&gradients.dsoftmax_aux, &tensors.softmax_aux) {
         same_shape("dsoftmax_aux", dsinks.shape(), sinks.shape())?;
     }
     // one without the other: the ranks report it
     Ok(())
+}
+
+fn undeclared(name: &str, shape: &[usize]) -> Error {
+    Error::invalid(name, format!("{shape:?}"), "none, because the attention has no bias tensor")
 }
 
 fn same_shape(name: &str, got: &[usize], want: &[usize]) -> Result<()> {

@@ -118,6 +118,13 @@ impl<S: Space> Buffers<S> {
         })
     }
 
+    /// Returns the bytes of all buffers, between passes.
+    pub(super) fn bytes(&self) -> u64 {
+        let Self { blocks, queries, gradients, final_gradients, home, rows: _ } = self;
+        let lists = [blocks, queries, gradients, final_gradients];
+        lists.into_iter().flatten().chain(home).map(S::size).sum()
+    }
+
     /// Returns true if the buffers are large enough for this plan of the same ring.
     pub(super) fn fit(&self, agreed: &Agreed, plan: &RingPlan) -> bool {
         let sizes = Sizes::of(agreed, plan);

@@ -283,6 +283,12 @@ impl<B: Backend> Ring<B> {
         &self.plan.shards.kv[self.ring_index].rows
     }
 
+    /// Returns the bytes of this rank's message buffers: blocks of keys, values and queries, and
+    /// their gradients in flight. The backend's own memory is not in it.
+    pub fn buffer_bytes(&self) -> u64 {
+        self.buffers.bytes()
+    }
+
     /// Derives the schedule of keys and values, by ring index. A plan keeps only its own rank's
     /// steps.
     pub fn schedule(&self) -> Schedule {
