@@ -31,7 +31,7 @@ pub(crate) enum Planned {
     /// All ranks, as threads of this process, over whole tensors.
     Ring(LocalRing),
     /// One rank, over its own rows.
-    Rank(Plan<Cpu>),
+    Rank(Box<Plan<Cpu>>),
 }
 
 impl Planned {
@@ -84,7 +84,7 @@ fn over<T: Transport<Host> + 'static>(
 ) -> Result<*mut annulus_plan> {
     let Description { attention, dims, threads, .. } = description;
     let plan = Plan::new(attention, *dims, Cpu::new(*threads)?, transport)?;
-    Ok(PLANS.insert(Planned::Rank(plan)))
+    Ok(PLANS.insert(Planned::Rank(Box::new(plan))))
 }
 
 /// Plans a ring of `ranks` ranks in this process, over whole tensors.
@@ -287,13 +287,12 @@ pub unsafe extern "C" fn annulus_plan_ranks(plan: *const annulus_plan, ranks: *m
 /// `layout` points to a writable number.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn annulus_plan_layout(plan: *const annulus_plan, layout: *mut i32) -> c_int {
-    let of = |planned: &Planned| {
-        Ok(match planned.ring().layout() {
-            Layout::Contiguous => ANNULUS_LAYOUT_CONTIGUOUS,
-            Layout::Zigzag => ANNULUS_LAYOUT_ZIGZAG,
-            Layout::Striped => ANNULUS_LAYOUT_STRIPED,
-            Layout::Custom(_) => ANNULUS_LAYOUT_CUSTOM,
-        })
+    let of = |planned: &Planned| match planned.ring().layout() {
+        Layout::Contiguous => Ok(ANNULUS_LAYOUT_CONTIGUOUS),
+        Layout::Zigzag => Ok(ANNULUS_LAYOUT_ZIGZAG),
+        Layout::Striped => Ok(ANNULUS_LAYOUT_STRIPED),
+        Layout::Custom(_) => Ok(ANNULUS_LAYOUT_CUSTOM),
+        other => Err(Error::internal(format!("the layout {} has no number", other.name()))),
     };
     // SAFETY: as the caller promises
     unsafe { answer(plan, "layout", layout, of) }

@@ -120,9 +120,9 @@ impl<S: Space> Buffers<S> {
 
     /// Returns the bytes of all buffers, between passes.
     pub(super) fn bytes(&self) -> u64 {
-        let Self { blocks, queries, gradients, final_gradients, home, rows: _ } = self;
+        let Self { blocks, queries, gradients, final_gradients, local_dkv, rows: _ } = self;
         let lists = [blocks, queries, gradients, final_gradients];
-        lists.into_iter().flatten().chain(home).map(S::size).sum()
+        lists.into_iter().flatten().chain(local_dkv).map(S::size).sum()
     }
 
     /// Returns true if the buffers are large enough for this plan of the same ring.
