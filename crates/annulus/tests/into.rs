@@ -133,6 +133,32 @@ fn outputs_that_do_not_fit_are_refused_by_name_and_the_plan_still_works() {
     assert!(ring.forward(&tensors).is_ok());
 }
 
+/// Its rows were dealt to the ranks before they were asked, which ended the ring by a panic.
+#[test]
+fn a_bias_that_was_not_declared_is_refused_and_the_ring_lives() {
+    let x = tensor(2, 0.3);
+    let small = Array4::<f64>::zeros((2, 4, 4, 8));
+    let tensors = Tensors::new(x.view(), x.view(), x.view());
+    let biased = Tensors::new(x.view(), x.view(), x.view()).with_bias(small.view());
+    for layout in [Layout::Contiguous, Layout::Zigzag] {
+        let attention = Attention::new().dtype(annulus::DType::F64).layout(layout);
+        let mut ring = attention.local_ring(Dims::new(2, LEN, 2, 8), 3).unwrap();
+        let name = |error: Error| match error {
+            Error::InvalidArgument { argument, .. } => argument,
+            other => panic!("{other}"),
+        };
+        assert_eq!(name(ring.forward(&biased).unwrap_err()), "bias");
+        let forward = ring.forward(&tensors).unwrap();
+        let mut good = ring.backward(&tensors, &forward, x.view(), None).unwrap();
+        let mut dbias = small.clone();
+        let gradients = BackwardViewMut { dbias: Some(dbias.view_mut()), ..good.view_mut() };
+        let dout = x.view();
+        let refused = ring.backward_into(&tensors, &forward.view(), dout, None, gradients);
+        assert_eq!(name(refused.unwrap_err()), "dbias");
+        assert!(ring.forward(&tensors).is_ok());
+    }
+}
+
 #[test]
 fn options_without_effect_are_refused() {
     let dims = Dims::new(1, 8, 1, 4);

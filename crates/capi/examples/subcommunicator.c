@@ -1,5 +1,5 @@
 /* Half of the ranks of an MPI program compute causal attention over their own communicator. */
-#include <annulus.h> /* with -DANNULUS_MPI: pkg-config --cflags annulus-mpi */
+#include <annulus.h> /* with -DANNULUS_WITH_MPI: pkg-config --cflags annulus-mpi */
 #include <stdio.h>
 #include <stdlib.h>
 

@@ -104,3 +104,49 @@ fn the_committed_header_is_that_of_the_sources() {
         differs.map(|line| line + 1)
     );
 }
+
+/// Names of the fields of a struct of the header, in order.
+fn fields<'a>(header: &'a str, name: &str) -> Vec<&'a str> {
+    let (_, body) = header.split_once(&format!("typedef struct {name} {{\n")).unwrap();
+    let (body, _) = body.split_once(&format!("\n}} {name};")).unwrap();
+    let lines = body.lines().filter_map(|line| line.strip_prefix("  "));
+    let declarations = lines.filter(|line| !line.starts_with(['/', ' ']));
+    let field = |line: &'a str| match line.split_once("(*") {
+        Some((_, rest)) => rest.split(')').next(),
+        None => line.trim_end_matches(';').rsplit([' ', '*']).next()?.split('[').next(),
+    };
+    declarations.filter_map(field).collect()
+}
+
+#[test]
+fn the_fortran_module_has_the_constants_and_fields_of_the_header() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let header = fs::read_to_string(folder.join("include/annulus.h")).unwrap();
+    let module = fs::read_to_string(folder.join("fortran/annulus.f90")).unwrap();
+    let defines = header.lines().filter_map(|line| line.strip_prefix("#define "));
+    let mut constants = 0;
+    for (name, value) in defines.filter_map(|rest| rest.split_once(' ')) {
+        assert!(module.contains(&format!(":: {name} = {value}\n")), "{name} = {value}");
+        constants += 1;
+    }
+    assert!(constants > 40);
+    for name in [
+        "annulus_options",
+        "annulus_tensor",
+        "annulus_batch",
+        "annulus_pair",
+        "annulus_transport",
+        "annulus_forward_args",
+        "annulus_backward_args",
+    ] {
+        let (_, body) = module.split_once(&format!("type, bind(c) :: {name}\n")).unwrap();
+        let (body, _) = body.split_once("end type").unwrap();
+        let in_module: Vec<&str> = body
+            .lines()
+            .filter_map(|line| line.split_once(":: "))
+            .filter_map(|(_, rest)| rest.split([' ', '(']).next())
+            .collect();
+        assert!(in_module.len() > 3);
+        assert_eq!(in_module, fields(&header, name), "{name}");
+    }
+}

@@ -3,7 +3,9 @@
  * MPI_Fint of another communicator with the ranks in reverse, and by callbacks over MPI, all at once.
  * The host's error handler stays. Rank 0 of the first half writes its results to FILE.
  */
-#define ANNULUS_WITH_MPI
+#ifndef ANNULUS_WITH_MPI
+#error "pkg-config annulus-mpi and annulus::mpi define ANNULUS_WITH_MPI"
+#endif
 #include "case.h"
 
 #include <mpi.h>
