@@ -49,6 +49,7 @@ mod kernels;
 mod level;
 mod pass_context;
 mod records;
+mod state;
 mod workspace;
 
 pub use annulus_device_cuda as device;
