@@ -159,9 +159,9 @@ fn the_machines_libraries_load_or_their_absence_is_a_one_line_error() {
 #[test]
 fn out_of_memory_reports_free_bytes_and_is_not_fatal() {
     let device = device(|symbols| symbols.allocate = full).unwrap();
-    let told = CudaBuffer::new(&device, 12).unwrap_err();
+    let error = CudaBuffer::new(&device, 12).unwrap_err();
     assert_eq!(
-        told,
+        error,
         Error::OutOfMemory { what: "a device buffer".into(), asked: 12, free: Some(1 << 30) }
     );
     assert_eq!(device.failure(), None);
