@@ -1,4 +1,5 @@
-//! The rows of one rank as parts of whole tensors: borrowed in place if a layout permits, else copied.
+//! The rows of one rank as parts of whole tensors: borrowed in place if the layout permits, else
+//! copied.
 
 use std::ops::Range;
 

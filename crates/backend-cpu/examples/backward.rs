@@ -158,7 +158,8 @@ fn time<E: Element<Accumulator = f32>>(spec: &Spec, threads: usize, rounds: usiz
     }
     let [[forward_cpu, forward], [backward_cpu, backward]] = least;
     println!(
-        r#"{{"forward_cpu_ms":{forward_cpu:.3},"forward_ms":{forward:.3},"backward_cpu_ms":{backward_cpu:.3},"backward_ms":{backward:.3}}}"#
+        "{{\"forward_cpu_ms\":{forward_cpu:.3},\"forward_ms\":{forward:.3},\
+         \"backward_cpu_ms\":{backward_cpu:.3},\"backward_ms\":{backward:.3}}}"
     );
     Ok(())
 }

@@ -93,7 +93,10 @@ impl Limits {
 
 /// Defines the two loops over vectors of `$width` elements.
 macro_rules! loops {
-    ($(#[$attribute:meta])* $width:literal, $splat:ident, $load:ident, $add:ident, $fused:ident, $first:expr) => {
+    (
+        $(#[$attribute:meta])* $width:literal, $splat:ident, $load:ident, $add:ident,
+        $fused:ident, $first:expr
+    ) => {
         $(#[$attribute])*
         pub(super) fn multiply_add(factor: f32) -> f32 {
             let factor = $splat(factor);

@@ -189,7 +189,8 @@ fn measure(
     for (what, seconds, products) in [("fwd", forward, 2.0), ("bwd", backward, 5.0)] {
         let flops = products * 2.0 * pairs * dim as f64;
         println!(
-            "{{\"peer\":\"annulus-cuda\",\"gpu\":\"{cuda}\",\"level\":\"{level}\",\"what\":\"{what}\",\"dtype\":\"{}\",\"batch\":{batch},\"heads\":{heads},\"head_dim\":{dim},\
+            "{{\"peer\":\"annulus-cuda\",\"gpu\":\"{cuda}\",\"level\":\"{level}\",\"what\":\"{what}\",\
+             \"dtype\":\"{}\",\"batch\":{batch},\"heads\":{heads},\"head_dim\":{dim},\
              \"n\":{len},\"causal\":{causal},\"ms\":{:.4},\"tflops\":{:.2}}}",
             dtype.name(),
             seconds * 1e3,

@@ -16,10 +16,10 @@ use crate::{
     kernels::THREADS,
     pass_context::{PassContext, local_bias},
     records,
-    workspace::BackwardState,
+    state::BackwardState,
 };
 
-/// A backward pass under way.
+/// A backward pass in progress.
 pub struct CudaBackward<'p> {
     context: &'p mut PassContext,
     state: &'p mut BackwardState,

@@ -1,9 +1,9 @@
 //! Block-sparse mask of the queries of one rank and one block of keys, in device memory.
 //!
-//! [`BlockSparseMask`] classifies the tiles on the host: empty tiles are not listed, consecutive full
-//! tiles form one run, a partial tile has a bitmask per query row. Kernels therefore contain no
-//! mask logic, and a new mask needs no new kernel. The result is cached, because the same blocks
-//! return in every pass.
+//! [`BlockSparseMask`] classifies the tiles on the host: empty tiles are not listed, consecutive
+//! full tiles form one run, a partial tile has a bitmask per query row. Kernels therefore contain
+//! no mask logic, and a new mask needs no new kernel. The result is cached, because the same blocks
+//! arrive in every pass.
 
 use std::sync::Arc;
 

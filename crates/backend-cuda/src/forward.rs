@@ -13,10 +13,10 @@ use crate::{
     kernels::THREADS,
     pass_context::PassContext,
     records,
-    workspace::ForwardState,
+    state::ForwardState,
 };
 
-/// A forward pass under way.
+/// A forward pass in progress.
 pub struct CudaForward<'p> {
     context: &'p mut PassContext,
     state: &'p ForwardState,

@@ -75,9 +75,7 @@ mod tests {
             assert_eq!(Level::named(level.name().as_ref()), Ok(level));
         }
         let error = Level::named("4".as_ref()).unwrap_err();
-        assert!(
-            matches!(&error, Error::InvalidArgument { argument, .. } if argument == Level::VARIABLE),
-            "{error}"
-        );
+        let Error::InvalidArgument { argument, .. } = &error else { panic!("{error}") };
+        assert_eq!(argument, Level::VARIABLE);
     }
 }

@@ -8,18 +8,9 @@ use annulus_device_cuda::{CudaBuffer, CudaSpace, Event, Kernel};
 use crate::{
     arguments::{Combine, Copy, Tensor, field, tensor},
     block_mask::to_u32,
-    kernels::THREADS,
+    kernels::{THREADS, grid_of},
     pass_context::PassContext,
 };
-
-/// Upper bound of the grid of grid-stride kernels: 31 blocks for each of the 132
-/// multiprocessors of an H100.
-const MAX_BLOCKS: u64 = 4096;
-
-/// Grid for `elements` elements.
-pub(crate) fn grid_of(elements: u64) -> [u64; 3] {
-    [elements.div_ceil(u64::from(THREADS)).min(MAX_BLOCKS), 1, 1]
-}
 
 /// Copies a tensor to another of the shape `[batch, rows, heads, dim]`.
 pub(crate) fn copy(

@@ -89,7 +89,8 @@ fn every_variant_compiles_for_every_architecture_as_recorded() {
     let mut table = String::new();
     writeln!(
         table,
-        "NVRTC {}.{}: target, element type, dim | kernel: registers, bytes of shared memory, bytes spilled",
+        "NVRTC {}.{}: target, element type, dim | kernel: registers, bytes of shared memory, \
+         bytes spilled",
         compiler.version().0,
         compiler.version().1
     )

@@ -51,7 +51,7 @@ fn random_cases_hold() {
 }
 
 #[test]
-fn random_cases_hold_where_tensors_are_in_host_memory() {
+fn random_cases_hold_for_tensors_in_host_memory() {
     suite::random_cases(&common::hosted("hosted cuda over staged threads", open), 400..500)
         .unwrap();
 }
@@ -105,7 +105,7 @@ fn over_nccl(inner: threads::Threads) -> Result<RankSetup<CudaMemory, Cuda>> {
 }
 
 #[test]
-fn nccl_rings_hold_of_one_rank_and_of_several_on_one_gpu_where_it_allows_them() {
+fn nccl_rings_hold_on_one_rank_and_on_several_if_nccl_permits_them_on_one_gpu() {
     let subject = RingSubject::new("cuda over nccl", |ranks| {
         each_rank(threads::ring(ranks), |_, inner| over_nccl(inner))
     });

@@ -14,7 +14,8 @@
 //! | device memory: [`annulus_core::DeviceSpace`] | `memory.rs` |
 //! | copies from and to the host: [`annulus_core::StagedSpace`] | `staged.rs`, `staging.rs` |
 //! | idle staging buffers | `pools.rs` |
-//! | adapters, device, command batches | `adapter.rs`, `device.rs`, `launch.rs` |
+//! | adapters, device, pipelines | `adapter.rs`, `device.rs`, `pipelines.rs` |
+//! | command batches | `launch.rs` |
 //! | errors, timing | `errors.rs`, `stopwatch.rs` |
 //! | levels, default level, check of cooperative matrices | `level.rs`, `choice.rs`, `probe.rs` |
 //! | kernels in WGSL | `kernels/` |
@@ -53,6 +54,7 @@ mod level;
 mod memory;
 mod operands;
 mod pass_context;
+mod pipelines;
 mod pools;
 mod probe;
 mod records;

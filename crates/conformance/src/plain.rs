@@ -77,6 +77,27 @@ struct Row<'a> {
     at: [usize; 3],
 }
 
+/// Softmax statistics of one row, rounded to the accumulator's type.
+#[derive(Clone, Copy)]
+struct Softmax {
+    sums: DType,
+    max: f64,
+    sum: f64,
+    ties: f64,
+}
+
+impl Softmax {
+    /// Returns e^(s − max).
+    fn weight(&self, s: f64) -> f64 {
+        self.sums.round((s - self.max).exp())
+    }
+
+    /// Returns the probability e^(s − max) / sum.
+    fn prob(&self, s: f64) -> f64 {
+        self.sums.round(self.weight(s) / self.sum)
+    }
+}
+
 impl Row<'_> {
     /// Computes the row's output and statistics, and adds its terms to the gradients.
     fn compute(&self, visible: &[usize], answer: &mut Answer) {
@@ -85,28 +106,10 @@ impl Row<'_> {
         let sums = self.spec.dtype.accumulator();
         let pairs: Vec<(usize, Pair)> =
             visible.iter().filter_map(|&j| Some((j, self.pair(j)?))).collect();
-        let sinks: Vec<f64> = self.sinks();
-        let logits = || pairs.iter().map(|(_, pair)| pair.s).chain(sinks.iter().copied());
-        let max =
-            logits().fold(f64::NEG_INFINITY, |max, s| if s > max || s.is_nan() { s } else { max });
-        let put = |array: Option<&mut Array3<f64>>, number: f64| {
-            array.into_iter().for_each(|array| array[self.at] = number)
-        };
-        put(answer.max.as_mut(), max);
-        if max == f64::NEG_INFINITY {
-            put(Some(&mut answer.lse), max);
-            return;
-        }
-        let weight = |s: f64| sums.round((s - max).exp());
-        let sum = logits().fold(0.0, |sum, s| sums.round(sum + weight(s)));
-        let ties = logits().filter(|&s| s == max).count() as f64;
-        put(Some(&mut answer.lse), sums.round(max + sums.round(sum.ln())));
-        put(answer.sum.as_mut(), sum);
-        put(answer.ties.as_mut(), ties);
-
+        let Some(softmax) = self.softmax(&pairs, answer) else { return };
         // P, the factor of V
         let p = |s: f64| {
-            dtype.round(if self.spec.normalize { sums.round(weight(s) / sum) } else { weight(s) })
+            dtype.round(if self.spec.normalize { softmax.prob(s) } else { softmax.weight(s) })
         };
         let kv_head = self.spec.dims.kv_head(h);
         let weights: Vec<f64> =
@@ -118,28 +121,56 @@ impl Row<'_> {
                 .map(|(&(j, _), &weight)| (weight, self.case.v[[b, j, kv_head, x]]));
             answer.out[[b, i, h, x]] = dtype.round(dot(sums, products));
         }
+        self.add_gradients(&pairs, &weights, softmax, answer);
+    }
 
+    /// Computes the row's statistics; `None` if every logit is −∞.
+    fn softmax(&self, pairs: &[(usize, Pair)], answer: &mut Answer) -> Option<Softmax> {
+        let sums = self.spec.dtype.accumulator();
+        let sinks = self.sinks();
+        let logits = || pairs.iter().map(|(_, pair)| pair.s).chain(sinks.iter().copied());
+        let max =
+            logits().fold(f64::NEG_INFINITY, |max, s| if s > max || s.is_nan() { s } else { max });
+        let put = |array: Option<&mut Array3<f64>>, number: f64| {
+            array.into_iter().for_each(|array| array[self.at] = number)
+        };
+        put(answer.max.as_mut(), max);
+        if max == f64::NEG_INFINITY {
+            put(Some(&mut answer.lse), max);
+            return None;
+        }
+        let mut softmax = Softmax { sums, max, sum: 0.0, ties: 0.0 };
+        softmax.sum = logits().fold(0.0, |sum, s| sums.round(sum + softmax.weight(s)));
+        softmax.ties = logits().filter(|&s| s == max).count() as f64;
+        put(Some(&mut answer.lse), sums.round(max + sums.round(softmax.sum.ln())));
+        put(answer.sum.as_mut(), softmax.sum);
+        put(answer.ties.as_mut(), softmax.ties);
+        Some(softmax)
+    }
+
+    /// Computes the row's dq, and adds its terms to dk, dv, dbias and dsinks. `weights` are the
+    /// factors of V.
+    fn add_gradients(
+        &self,
+        pairs: &[(usize, Pair)],
+        weights: &[f64],
+        softmax: Softmax,
+        answer: &mut Answer,
+    ) {
+        let [b, h, i] = self.at;
+        let dtype = self.spec.dtype;
+        let sums = self.spec.dtype.accumulator();
+        let kv_head = self.spec.dims.kv_head(h);
         let dout = self.case.dout.slice(s![b, i, h, ..]);
         let out = answer.out.slice(s![b, i, h, ..]).to_owned();
         let dout_out = dtype.round(dot_of(sums, dout, out.view()));
-        let dlse = self.case.dlse.as_ref().map_or(0.0, |dlse| dlse[self.at]);
-        let slope = |s: f64, dp: f64| {
-            let share = dtype.round(sums.round(weight(s) / sum));
-            if self.spec.normalize {
-                return dtype.round(share * dtype.round(dp - dtype.round(dout_out - dlse)));
-            }
-            let through_max = if s == max { dtype.round(dout_out / ties) } else { 0.0 };
-            dtype.round(
-                dtype.round(dtype.round(weight(s)) * dp) - through_max + dtype.round(share * dlse),
-            )
-        };
         let mut dq = vec![0.0; self.spec.dims.head_dim];
-        for (&(j, pair), &weight) in pairs.iter().zip(&weights) {
+        for (&(j, pair), &weight) in pairs.iter().zip(weights) {
             let dp = dtype.round(
                 pair.keep
                     * dtype.round(dot_of(sums, dout, self.case.v.slice(s![b, j, kv_head, ..]))),
             );
-            let ds = slope(pair.s, dp);
+            let ds = self.ds(softmax, dout_out, pair.s, dp);
             let dx = dtype.round(ds * pair.slope);
             let scaled = dtype.round(self.spec.scale * dx);
             for (x, dq) in dq.iter_mut().enumerate() {
@@ -167,9 +198,25 @@ impl Row<'_> {
             for (t, &sink) in
                 sinks.row(line).iter().enumerate().filter(|(_, sink)| **sink != f64::NEG_INFINITY)
             {
-                dsinks[[line, t]] = sums.round(dsinks[[line, t]] + slope(sink, 0.0));
+                let ds = self.ds(softmax, dout_out, sink, 0.0);
+                dsinks[[line, t]] = sums.round(dsinks[[line, t]] + ds);
             }
         }
+    }
+
+    /// Returns the gradient of a logit `s` from dp and ⟨dO, O⟩.
+    fn ds(&self, softmax: Softmax, dout_out: f64, s: f64, dp: f64) -> f64 {
+        let dtype = self.spec.dtype;
+        let dlse = self.case.dlse.as_ref().map_or(0.0, |dlse| dlse[self.at]);
+        let prob = dtype.round(softmax.prob(s));
+        if self.spec.normalize {
+            return dtype.round(prob * dtype.round(dp - dtype.round(dout_out - dlse)));
+        }
+        let through_max = if s == softmax.max { dtype.round(dout_out / softmax.ties) } else { 0.0 };
+        dtype.round(
+            dtype.round(dtype.round(softmax.weight(s)) * dp) - through_max
+                + dtype.round(prob * dlse),
+        )
     }
 
     /// Returns the pair with key `j`; `None` if its bias is −∞, which masks it.

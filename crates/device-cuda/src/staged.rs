@@ -6,8 +6,8 @@
 //! upload      host buffer ──memcpy──▶ pinned ──last use of the target──▶ copy stream
 //!             ──▶ device buffer
 //! ```
-//! The copies overlap kernels because they have a stream of their own. They are asynchronous because
-//! the memory is pinned: a copy from or to pageable memory blocks the calling thread.
+//! The copies overlap kernels because they have a stream of their own. They are asynchronous
+//! because the memory is pinned: a copy from or to pageable memory blocks the calling thread.
 
 use std::ops::Range;
 

@@ -26,7 +26,10 @@ use std::ops::Range;
 use annulus_core::Tick;
 
 use crate::{
-    decode::kernels::{DecodeTile, PackedQueries, PrefetchStream, PvSums, QkDots},
+    decode::{
+        kernels::{DecodeTile, PrefetchStream, PvSums, QkDots},
+        packed_queries::PackedQueries,
+    },
     forward::query_pass::QueryPass,
     simd::{dispatch::Real, float::Float},
     threads::team::{Team, Ticker},

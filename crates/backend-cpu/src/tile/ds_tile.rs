@@ -5,8 +5,8 @@
 //! for each register tile:  sums[r][v] = Σ_k dS[r][k]·K[k][v]      dQ[r][v] += sums[r][v]
 //! ```
 //! Scores are computed with keys in lanes, while dq sums over keys. The strips of a tile are
-//! therefore placed side by side, and a row of queries meets all 64 keys in one chain of
-//! multiply-adds.
+//! therefore stored side by side, so that one chain of multiply-adds sums over all 64 keys of a row
+//! of queries.
 
 use std::ops::Range;
 

@@ -1,4 +1,4 @@
-//! State that lives across calls: accumulators and softmax statistics of every query, row
+//! State that is kept across calls: accumulators and softmax statistics of every query, row
 //! statistics for backward, and scratch for each thread.
 //!
 //! Memory beyond O(tile) per thread:

@@ -9,7 +9,10 @@ use annulus_core::{
 use annulus_cpu::Cpu;
 use ndarray::{Array4, s};
 
-use crate::support::{Case, Random, Rank, keep_going};
+use crate::{
+    ranks::{Rank, keep_going},
+    support::{Case, Random},
+};
 
 fn forward(
     cpu: &Cpu,

@@ -86,7 +86,7 @@ unsafe extern "C" fn launch(
 }
 
 #[test]
-fn a_borrowed_context_and_stream_serve_and_are_left_alone() {
+fn a_borrowed_context_and_stream_are_used_and_never_released() {
     let symbols = Symbols {
         context_retain: retain,
         context_release: release,

@@ -74,7 +74,7 @@ fn random_cases_hold_over_nccl() {
 }
 
 #[test]
-fn typed_tensors_in_host_memory_are_attended_over_nccl() {
+fn typed_tensors_in_host_memory_hold_over_nccl() {
     let dims = Dims { kv_heads: 1, ..Dims::new(1, 100, 2, 16) };
     let x = |heads, shift: usize| {
         Array4::from_shape_fn((1, 100, heads, 16), |(_, i, h, c)| {
@@ -138,7 +138,7 @@ fn losing_the_third() -> NcclSymbols {
 }
 
 #[test]
-fn a_part_that_has_come_is_there_while_the_next_has_not() {
+fn a_received_part_can_be_taken_while_the_next_is_pending() {
     let finished = AtomicBool::new(false);
     let run = |rank: usize, inner: Threads| -> Result<Vec<bool>> {
         let device = Device::with_symbols(emulator::symbols(), next_device())?;
@@ -166,19 +166,19 @@ fn a_part_that_has_come_is_there_while_the_next_has_not() {
         }
         let incoming = |tag| Ok(Incoming { hop: hop(tag), buffer: CudaBuffer::new(&device, 8)? });
         nccl.post(&[], &mut tags.map(incoming).into_iter().collect::<Result<_>>()?)?;
-        let mut came = vec![false; 3];
+        let mut received = vec![false; 3];
         let began = Instant::now();
-        while !(came[0] && came[1]) && began.elapsed() < Duration::from_secs(20) {
+        while !(received[0] && received[1]) && began.elapsed() < Duration::from_secs(20) {
             nccl.progress(Duration::from_millis(1))?;
-            for (came, tag) in came.iter_mut().zip(tags).filter(|(came, _)| !**came) {
-                *came = nccl.take(&hop(tag))?.is_some();
+            for (received, tag) in received.iter_mut().zip(tags).filter(|(done, _)| !**done) {
+                *received = nccl.take(&hop(tag))?.is_some();
             }
         }
         finished.store(true, Ordering::Release);
-        Ok(came)
+        Ok(received)
     };
-    let came = each_rank(threads::ring(2), run).unwrap().remove(0);
-    assert_eq!(came, [true, true, false]);
+    let received = each_rank(threads::ring(2), run).unwrap().remove(0);
+    assert_eq!(received, [true, true, false]);
 }
 
 /// Errors of two ranks that open endpoints with these tables, and the time it took.
@@ -228,7 +228,7 @@ fn a_machine_without_nccl_is_refused_on_all_ranks() {
 }
 
 #[test]
-fn a_communicator_that_cannot_be_made_is_an_error_on_all_ranks() {
+fn a_communicator_that_cannot_be_created_is_an_error_on_all_ranks() {
     unsafe extern "C" fn refuse(
         _: *mut RawCommunicator,
         _: c_int,
@@ -260,14 +260,14 @@ fn a_communicator_that_is_never_ready_is_an_error_at_the_deadline() {
     let never = || Ok(with(|symbols| symbols.async_error = busy));
     let (errors, took) = meet([never(), never()], Duration::from_millis(500));
     for error in errors {
-        let said = error.unwrap().to_string();
-        assert!(said.contains("ncclCommInitRankConfig did not end before the deadline"), "{said}");
+        let text = error.unwrap().to_string();
+        assert!(text.contains("ncclCommInitRankConfig did not end before the deadline"), "{text}");
     }
     assert!(took < Duration::from_secs(10), "{took:?}");
 }
 
 #[test]
-fn a_peer_that_does_not_come_is_named_at_the_deadline() {
+fn a_peer_that_does_not_join_is_named_at_the_deadline() {
     let mut ring = threads::ring(2);
     let device = Device::with_symbols(emulator::symbols(), next_device()).unwrap();
     let error =
@@ -317,14 +317,14 @@ fn swap(table: NcclSymbols, deadline: Duration) -> (Vec<Result<Vec<u8>>>, Durati
         unsafe { stream.copy_to_host(&mut got, arrived.buffer.address(), DEADLINE)? };
         Ok(got)
     };
-    let said = each_rank(threads::ring(2), |rank, inner| Ok(run(rank, inner)));
-    (said.unwrap_or_else(|error| vec![Err(error)]), began.elapsed())
+    let results = each_rank(threads::ring(2), |rank, inner| Ok(run(rank, inner)));
+    (results.unwrap_or_else(|error| vec![Err(error)]), began.elapsed())
 }
 
 #[test]
-fn messages_in_pieces_arrive_in_one() {
-    let (said, _) = swap(nccl_symbols(), DEADLINE);
-    assert_eq!(said, [Ok((104..112).collect()), Ok(vec![0, 1, 10, 11, 12, 13, 14, 15])]);
+fn a_message_in_pieces_arrives_complete() {
+    let (results, _) = swap(nccl_symbols(), DEADLINE);
+    assert_eq!(results, [Ok((104..112).collect()), Ok(vec![0, 1, 10, 11, 12, 13, 14, 15])]);
 }
 
 /// NCCL functions with which a transfer fails after it was posted.
@@ -351,12 +351,10 @@ fn failing() -> NcclSymbols {
 
 #[test]
 fn an_asynchronous_failure_aborts_the_ring_on_both_sides() {
-    let (said, took) = swap(failing(), DEADLINE);
-    let [first, second] = [0, 1].map(|rank: usize| said[rank].clone().unwrap_err());
-    assert!(
-        matches!(&second, Error::Comm { peer: 0, step: 3, what } if what.contains("remote process exited")),
-        "{second}"
-    );
+    let (results, took) = swap(failing(), DEADLINE);
+    let [first, second] = [0, 1].map(|rank: usize| results[rank].clone().unwrap_err());
+    let Error::Comm { peer: 0, step: 3, what } = &second else { panic!("{second}") };
+    assert!(what.contains("remote process exited"), "{second}");
     assert!(matches!(&first, Error::Aborted { rank: 1, .. }), "{first}");
     assert!(took < Duration::from_secs(10), "{took:?}");
 }
@@ -369,8 +367,8 @@ fn an_abort_that_hangs_is_reported_in_time() {
     }
     let mut table = failing();
     table.abort = hang;
-    let (said, took) = swap(table, DEADLINE);
-    let second = said[1].clone().unwrap_err().to_string();
+    let (results, took) = swap(table, DEADLINE);
+    let second = results[1].clone().unwrap_err().to_string();
     assert!(
         second.contains("remote process exited")
             && second.contains("ncclCommAbort did not return within 1.0 s"),
@@ -391,12 +389,10 @@ fn a_group_that_is_refused_names_the_call() {
     ) -> Status {
         4
     }
-    let (said, _) = swap(with(|symbols| symbols.send = refuse), DEADLINE);
-    let second = said[1].clone().unwrap_err();
-    assert!(
-        matches!(&second, Error::Comm { peer: 0, step: 3, what } if what.starts_with("ncclSend: invalid argument")),
-        "{second}"
-    );
+    let (results, _) = swap(with(|symbols| symbols.send = refuse), DEADLINE);
+    let second = results[1].clone().unwrap_err();
+    let Error::Comm { peer: 0, step: 3, what } = &second else { panic!("{second}") };
+    assert!(what.starts_with("ncclSend: invalid argument"), "{second}");
 }
 
 #[test]
@@ -424,13 +420,13 @@ fn a_transfer_that_is_never_accepted_ends_at_the_deadline() {
         // SAFETY: the arguments are those of NCCL's function.
         unsafe { (nccl_symbols().async_error)(communicator, status) }
     }
-    let (said, took) = swap(
+    let (results, took) = swap(
         with(|symbols| {
             (symbols.group_start, symbols.group_end, symbols.async_error) = (start, end, state)
         }),
         Duration::from_secs(1),
     );
-    for error in said {
+    for error in results {
         let error = error.unwrap_err();
         assert!(matches!(error, Error::Timeout { .. } | Error::Aborted { .. }), "{error}");
     }

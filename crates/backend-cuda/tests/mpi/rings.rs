@@ -164,9 +164,10 @@ pub(crate) fn all() -> Result<String> {
             }
         }
     }
-    let said = format!(
-        "device memory over mpi: {rings} rings of {} ranks, staged, from device memory, mixed, by nccl",
+    let summary = format!(
+        "device memory over mpi: {rings} rings of {} ranks, staged, from device memory, mixed, \
+         by nccl",
         here.ranks()
     );
-    Ok(if here.rank() == 0 { said } else { String::new() })
+    Ok(if here.rank() == 0 { summary } else { String::new() })
 }

@@ -170,20 +170,21 @@ fn visible_nan(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdic
     Ok(())
 }
 
-/// NaN and ±∞ in keys and values that no query attends to, masked in every possible way, change no
-/// bit.
-fn masked_poison(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdict {
-    let masked = [3, 4, 11, 20];
-    let is_masked = move |j: usize| masked.contains(&j);
-    let positions = move |j: usize| if is_masked(j) { 500 + j as i64 } else { j as i64 };
-    let ways: [(&str, Masks, Batch, bool); 5] = [
+/// Keys that the cases of [`masked_poison`] mask.
+const MASKED: [usize; 4] = [3, 4, 11, 20];
+
+/// Returns every way to mask the keys [`MASKED`] for all queries: name, masks, batch, and true if a
+/// bias of −∞ masks them.
+fn ways_to_mask() -> [(&'static str, Masks, Batch, bool); 5] {
+    let positions = |j: usize| if MASKED.contains(&j) { 500 + j as i64 } else { j as i64 };
+    [
         (
             "segment padding",
             Masks::default(),
             Batch {
                 q_segment_ids: Some(Array2::from_shape_fn((2, 21), |(_, i)| i32::from(i > 9))),
                 kv_segment_ids: Some(Array2::from_shape_fn((2, 21), |(_, j)| {
-                    if is_masked(j) { -1 } else { i32::from(j > 9) }
+                    if MASKED.contains(&j) { -1 } else { i32::from(j > 9) }
                 })),
                 ..Batch::default()
             },
@@ -194,7 +195,7 @@ fn masked_poison(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verd
             causal(),
             Batch {
                 attention_mask: Some(DenseMask::from_fn([1, 1, 21, 21], |[_, _, _, j]| {
-                    !is_masked(j)
+                    !MASKED.contains(&j)
                 })),
                 ..Batch::default()
             },
@@ -212,18 +213,22 @@ fn masked_poison(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verd
         (
             "a mask object",
             Masks {
-                objects: vec![Arc::new(Predicate::of_pairs(
-                    "not the poisoned keys",
-                    move |_, key| !is_masked(annulus_core::index(key.row)),
-                ))],
+                objects: vec![Arc::new(Predicate::of_pairs("not the poisoned keys", |_, key| {
+                    !MASKED.contains(&annulus_core::index(key.row))
+                }))],
                 ..Masks::default()
             },
             Batch::default(),
             false,
         ),
         ("a bias of −∞", Masks::default(), Batch::default(), true),
-    ];
-    for (way, masks, batch, by_bias) in ways {
+    ]
+}
+
+/// NaN and ±∞ in keys and values that no query attends to, masked in every possible way, change no
+/// bit.
+fn masked_poison(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdict {
+    for (way, masks, batch, by_bias) in ways_to_mask() {
         let modes = if by_bias || batch.attention_mask.is_some() {
             &[BackwardMode::OnePass][..]
         } else {
@@ -237,14 +242,14 @@ fn masked_poison(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verd
             clean.batch = batch.clone();
             if by_bias {
                 clean.bias = Some(Array4::from_shape_fn((1, 1, 21, 21), |(.., j)| {
-                    if is_masked(j) { f64::NEG_INFINITY } else { 0.5 }
+                    if MASKED.contains(&j) { f64::NEG_INFINITY } else { 0.5 }
                 }));
             }
             let want = run(subject, &clean, setting)?;
             judge(&clean)?.check(&want)?;
             for poison in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
                 let mut poisoned = clean.clone();
-                for j in masked {
+                for j in MASKED {
                     poisoned.k.index_axis_mut(Axis(1), j).fill(poison);
                     poisoned.v.index_axis_mut(Axis(1), j).fill(poison);
                 }

@@ -55,6 +55,15 @@ pub(crate) fn measure(problem: &Problem) -> Result<()> {
             }
         }
     }
+    if rank == 0 {
+        print(problem, ranks, &times);
+    }
+    Ok(())
+}
+
+/// Prints the line of a measurement. `times` are seconds of the ring, seconds alone and their ratio,
+/// then the same of CPU seconds.
+fn print(problem: &Problem, ranks: usize, times: &[Vec<f64>; 6]) {
     let [
         (of_ring, ring_spread),
         (of_alone, alone_spread),
@@ -65,35 +74,32 @@ pub(crate) fn measure(problem: &Problem) -> Result<()> {
     ] = times.each_ref().map(|times| middle(times));
     // backward has 2.5 times the products of forward
     let gflops = 3.5 * problem.forward_flops() / 1e9;
-    if rank == 0 {
-        println!(
-            "{}",
-            json!({
-                "what": "ring-tax",
-                "ranks": ranks,
-                "threads_of_a_rank": problem.threads,
-                "threads_alone": problem.threads * ranks,
-                "q_len": problem.q_len,
-                "heads": problem.heads,
-                "head_dim": problem.dim,
-                "causal": problem.causal,
-                "layout": problem.layout.name(),
-                "dtype": "f32",
-                "rounds": problem.rounds,
-                "ring_seconds": of_ring,
-                "ring_spread": ring_spread,
-                "ring_gflops": gflops / of_ring,
-                "alone_seconds": of_alone,
-                "alone_spread": alone_spread,
-                "alone_gflops": gflops / of_alone,
-                "ring_of_alone": ratio,
-                "ring_of_alone_spread": ratio_spread,
-                "ring_of_alone_rounds": times[2],
-                "ring_core_seconds": ring_cores,
-                "alone_core_seconds": alone_cores,
-                "ring_of_alone_by_core_seconds": of_cores,
-            })
-        );
-    }
-    Ok(())
+    println!(
+        "{}",
+        json!({
+            "what": "ring-tax",
+            "ranks": ranks,
+            "threads_of_a_rank": problem.threads,
+            "threads_alone": problem.threads * ranks,
+            "q_len": problem.q_len,
+            "heads": problem.heads,
+            "head_dim": problem.dim,
+            "causal": problem.causal,
+            "layout": problem.layout.name(),
+            "dtype": "f32",
+            "rounds": problem.rounds,
+            "ring_seconds": of_ring,
+            "ring_spread": ring_spread,
+            "ring_gflops": gflops / of_ring,
+            "alone_seconds": of_alone,
+            "alone_spread": alone_spread,
+            "alone_gflops": gflops / of_alone,
+            "ring_of_alone": ratio,
+            "ring_of_alone_spread": ratio_spread,
+            "ring_of_alone_rounds": times[2],
+            "ring_core_seconds": ring_cores,
+            "alone_core_seconds": alone_cores,
+            "ring_of_alone_by_core_seconds": of_cores,
+        })
+    );
 }
