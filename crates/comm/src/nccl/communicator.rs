@@ -304,7 +304,8 @@ impl Communicator {
         if !self.owned || std::mem::replace(&mut self.gone, true) {
             return Ok(());
         }
-        let (symbols, handle) = (self.symbols, self.handle);
+        let symbols = self.symbols;
+        let handle = self.handle;
         // SAFETY: alive, and not touched after this.
         let returned =
             within(GIVE_UP, &self.device, move || unsafe { (symbols.abort)(handle.raw()) });
@@ -319,7 +320,8 @@ impl Communicator {
             // a drop has no caller to report a hang to
             self.abort().unwrap_or_default();
         } else if self.owned && !std::mem::replace(&mut self.gone, true) {
-            let (symbols, handle) = (self.symbols, self.handle);
+            let symbols = self.symbols;
+            let handle = self.handle;
             // SAFETY: alive, and not touched after this.
             within(GIVE_UP, &self.device, move || unsafe { (symbols.destroy)(handle.raw()) });
         }
