@@ -99,7 +99,7 @@ fn begin<R: Send + 'static>(
     let (sender, receiver) = channel();
     let device = device.clone();
     std::thread::spawn(move || {
-        // on a failed device the call reports that itself; an abort is due all the same
+        // an error is ignored: on a failed device the call reports it, and an abort must still run
         device.make_current().unwrap_or_default();
         // the waiting thread may have given up
         sender.send(call()).unwrap_or_default();
