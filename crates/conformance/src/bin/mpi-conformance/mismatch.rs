@@ -110,7 +110,7 @@ fn plans() -> Vec<(&'static str, Ask, Ask)> {
     // where a machine multiplies pairs of bf16, weights may be rounded
     if Isa::Avx512Bf16.is_available() {
         let halves = || Ask::of(Attention::new().dtype(DType::Bf16));
-        all.push(("weights rounded to", halves(), Ask { isa: Isa::Avx512Bf16, ..halves() }));
+        all.push(("probabilities rounded to", halves(), Ask { isa: Isa::Avx512Bf16, ..halves() }));
     }
     all
 }
