@@ -80,7 +80,7 @@ impl AllGather {
     }
 
     /// Returns true if this rank has started it and has messages left to send.
-    pub(super) fn is_owed(&self) -> bool {
+    pub(super) fn has_messages_left(&self) -> bool {
         self.number.is_some() && self.reach < self.parts.len()
     }
 
@@ -172,7 +172,7 @@ mod tests {
                     in_flight.push(message);
                 }
             }
-            prop_assert!(gathers.iter().all(|gather| gather.is_complete() && !gather.is_owed()));
+            prop_assert!(gathers.iter().all(|gather| gather.is_complete() && !gather.has_messages_left()));
             prop_assert!(!gathers[0].put(ranks, Vec::new()));
             prop_assert_eq!(arrived, ranks * ranks.next_power_of_two().ilog2() as usize);
         }
@@ -185,12 +185,12 @@ mod tests {
         let mut gather = AllGather::new(4);
         assert!(gather.put(2, Vec::new()));
         assert_eq!(gather.next(1), None);
-        assert!(!gather.is_owed() && !gather.is_complete() && !gather.is_incomplete());
+        assert!(!gather.has_messages_left() && !gather.is_complete() && !gather.is_incomplete());
         assert!(gather.put(1, Vec::new()));
         gather.number = Some(3);
-        assert!(gather.is_owed());
+        assert!(gather.has_messages_left());
         let next = [gather.next(1), gather.next(1), gather.next(1)];
         assert_eq!(next, [message(0, &[1]), message(3, &[1, 2]), None]);
-        assert!(!gather.is_owed() && !gather.is_complete() && gather.is_incomplete());
+        assert!(!gather.has_messages_left() && !gather.is_complete() && gather.is_incomplete());
     }
 }

@@ -17,9 +17,11 @@ impl Drop for Mpi {
             return;
         }
         let is_healthy = self.failed.is_none() && self.receives.is_empty() && !thread::panicking();
-        let owed = self.all_gathers.iter().filter(|(_, gather)| gather.is_owed());
-        let owed = owed.map(|(&round, _)| round).collect();
-        let Ok(frame) = (Frame::Leave { started: self.started, owed }).encode() else { return };
+        let unfinished = self.all_gathers.iter().filter(|(_, gather)| gather.has_messages_left());
+        let unfinished = unfinished.map(|(&round, _)| round).collect();
+        let Ok(frame) = (Frame::Leave { started: self.started, unfinished }).encode() else {
+            return;
+        };
         // also to ranks that have left: they may be waiting for it in their drop
         let rank = self.rank;
         for peer in (0..self.ranks).filter(|&peer| peer != rank) {

@@ -13,9 +13,9 @@ pub(super) enum Frame {
     GatherParts { round: u64, parts: Vec<(u64, Vec<u8>)> },
     /// `rank` failed first, with the error text `what`.
     Abort { rank: u64, what: String },
-    /// The sender's last frame. It has started `started` all-gathers, and has not sent all that
-    /// other ranks need of the rounds `owed`.
-    Leave { started: u64, owed: Vec<u64> },
+    /// The sender's last frame. It has started `started` all-gathers, and of the rounds
+    /// `unfinished` has not sent all that other ranks need.
+    Leave { started: u64, unfinished: Vec<u64> },
 }
 
 /// Longest error text in a frame, in bytes: long enough for the messages of this library, and below
@@ -49,8 +49,8 @@ impl Frame {
                     .unwrap_or(0);
                 (3, &[*rank], &what.as_bytes()[..end])
             }
-            Self::Leave { started, owed } => {
-                listed = owed.iter().flat_map(|round| round.to_le_bytes()).collect();
+            Self::Leave { started, unfinished } => {
+                listed = unfinished.iter().flat_map(|round| round.to_le_bytes()).collect();
                 (4, &[*started], &listed)
             }
         };
@@ -97,7 +97,7 @@ fn read(bytes: &[u8]) -> Option<Frame> {
             rank: next()?,
             what: String::from_utf8_lossy(std::mem::take(&mut rest)).into_owned(),
         },
-        4 => Frame::Leave { started: next()?, owed: numbers(std::mem::take(&mut rest))? },
+        4 => Frame::Leave { started: next()?, unfinished: numbers(std::mem::take(&mut rest))? },
         _ => return None,
     };
     rest.is_empty().then_some(frame)
@@ -160,7 +160,7 @@ mod tests {
                 parts: vec![(4, vec![1, 2, 3]), (5, vec![]), (0, vec![7; 20])],
             },
             Frame::Abort { rank: 2, what: "é".into() },
-            Frame::Leave { started: 3, owed: vec![1, u64::MAX] },
+            Frame::Leave { started: 3, unfinished: vec![1, u64::MAX] },
         ];
         for frame in frames {
             let buffer = frame.encode().unwrap();

@@ -40,7 +40,7 @@ pub(super) struct Departure {
     /// Number of all-gathers that it had started.
     pub(super) started: u64,
     /// Rounds of which it had not sent all that other ranks need.
-    pub(super) owed: Vec<u64>,
+    pub(super) unfinished: Vec<u64>,
 }
 
 impl Peer {
@@ -175,7 +175,7 @@ mod tests {
     use super::*;
 
     fn departure() -> Departure {
-        Departure { at: Instant::now(), started: 3, owed: vec![1] }
+        Departure { at: Instant::now(), started: 3, unfinished: vec![1] }
     }
 
     proptest! {

@@ -92,7 +92,7 @@ impl Mpi {
         let missing = left.iter().find_map(|&peer| self.missing_from(peer));
         // after those: a rank that left within an all-gather may have done so because it lost
         // another one, which is then the one to name
-        match missing.or_else(|| left.iter().find_map(|&peer| self.owed_by(peer))) {
+        match missing.or_else(|| left.iter().find_map(|&peer| self.unfinished_by(peer))) {
             Some(PeerStep { peer, step }) => Err(Error::PeerLost { peer, step }),
             None => Ok(moved),
         }
@@ -246,8 +246,8 @@ impl Mpi {
                 let rank = usize::try_from(rank).unwrap_or(usize::MAX);
                 return Err(Error::Aborted { rank, what });
             }
-            Frame::Leave { started, owed } => {
-                self.peers.leave(peer, Departure { at: Instant::now(), started, owed });
+            Frame::Leave { started, unfinished } => {
+                self.peers.leave(peer, Departure { at: Instant::now(), started, unfinished });
             }
         }
         Ok(())
@@ -341,12 +341,12 @@ impl Mpi {
 
     /// Returns the current step if `peer` has left without forwarding all parts of an all-gather
     /// that is incomplete here.
-    fn owed_by(&self, peer: usize) -> Option<PeerStep> {
+    fn unfinished_by(&self, peer: usize) -> Option<PeerStep> {
         let departure = self.peers[peer].departure()?;
         let is_incomplete =
             |round: &u64| self.all_gathers.get(round).is_some_and(AllGather::is_incomplete);
-        let owes = departure.owed.iter().any(is_incomplete);
-        owes.then_some(PeerStep { peer, step: self.step })
+        let is_unfinished = departure.unfinished.iter().any(is_incomplete);
+        is_unfinished.then_some(PeerStep { peer, step: self.step })
     }
 }
 
@@ -365,7 +365,7 @@ mod tests {
     }
 
     fn departure() -> Departure {
-        Departure { at: Instant::now(), started: 9, owed: Vec::new() }
+        Departure { at: Instant::now(), started: 9, unfinished: Vec::new() }
     }
 
     /// Rank 0 of three, with one frame of all-gather 7 in flight to rank 1.

@@ -230,10 +230,9 @@ impl<K> Requests<K> {
         // SAFETY: rules 1 and 2 (the caller has entered); all that MPI writes to lives through the
         // call
         let code = unsafe {
-            let (any, every) = (ffi::RSMPI_ANY_SOURCE, ffi::RSMPI_ANY_TAG);
             ffi::MPI_Improbe(
-                any,
-                every,
+                ffi::RSMPI_ANY_SOURCE,
+                ffi::RSMPI_ANY_TAG,
                 communicator.raw(),
                 &raw mut found,
                 message.as_mut_ptr(),

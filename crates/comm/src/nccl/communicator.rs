@@ -99,7 +99,7 @@ fn begin<R: Send + 'static>(
     let (sender, receiver) = channel();
     let device = device.clone();
     std::thread::spawn(move || {
-        // on a failed device the call reports that itself; an abort is due all the same
+        // an error is ignored: on a failed device the call reports it, and an abort must still run
         device.make_current().unwrap_or_default();
         // the waiting thread may have given up
         sender.send(call()).unwrap_or_default();
@@ -304,7 +304,8 @@ impl Communicator {
         if !self.owned || std::mem::replace(&mut self.gone, true) {
             return Ok(());
         }
-        let (symbols, handle) = (self.symbols, self.handle);
+        let symbols = self.symbols;
+        let handle = self.handle;
         // SAFETY: alive, and not touched after this.
         let returned =
             within(GIVE_UP, &self.device, move || unsafe { (symbols.abort)(handle.raw()) });
@@ -319,7 +320,8 @@ impl Communicator {
             // a drop has no caller to report a hang to
             self.abort().unwrap_or_default();
         } else if self.owned && !std::mem::replace(&mut self.gone, true) {
-            let (symbols, handle) = (self.symbols, self.handle);
+            let symbols = self.symbols;
+            let handle = self.handle;
             // SAFETY: alive, and not touched after this.
             within(GIVE_UP, &self.device, move || unsafe { (symbols.destroy)(handle.raw()) });
         }

@@ -135,7 +135,7 @@ impl<T: Transport<Host>> Nccl<T> {
     ///
     /// # Safety
     /// * `communicator` is a communicator of the library of `symbols` on `device`;
-    /// * it outlives this, and nobody else uses it meanwhile.
+    /// * it outlives this, and no other code uses it meanwhile.
     pub unsafe fn borrowed(
         mut inner: T,
         device: &Device,
@@ -324,8 +324,8 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
         let pumped = self.pump();
         self.remember(pumped)?;
         let patience = if self.is_busy() { patience.min(POLL) } else { patience };
-        let heard = self.inner.progress(patience);
-        self.remember(heard)?;
+        let progressed = self.inner.progress(patience);
+        self.remember(progressed)?;
         let pumped = self.pump();
         self.remember(pumped)
     }

@@ -19,12 +19,12 @@ use annulus_core::{Route, Schedule};
 
 /// Maximum number of parts of a block: the last one is then an eighth of it. A further part would
 /// hide little more, and would cost one more message.
-pub(super) const MOST: usize = 4;
+pub(super) const MAX_PARTS: usize = 4;
 
 /// Returns the number of tags that a pass over `ranks` ranks uses: one per step, and those of
 /// parts.
 pub(crate) const fn tags(ranks: usize) -> u64 {
-    (ranks + MOST) as u64
+    (ranks + MAX_PARTS) as u64
 }
 
 /// Rows at multiples of which a block is split if it has less than two KV tiles. Records have at
@@ -49,7 +49,7 @@ pub(super) fn last_block(schedule: &Schedule, ring_index: usize) -> Option<usize
 pub(super) fn parts(rows: u64, kv_tile: u64) -> Vec<Range<u64>> {
     let tile = split_rows(rows, kv_tile);
     let mut start = 0;
-    let mut parts = Vec::with_capacity(MOST);
+    let mut parts = Vec::with_capacity(MAX_PARTS);
     for eighths in [4, 6, 7] {
         let end = rows * eighths / 8 / tile * tile;
         if start < end {
@@ -153,7 +153,10 @@ mod tests {
         assert_eq!(parts(9, 64), std::slice::from_ref(&(0..9)));
         for rows in 1..1000 {
             let parts = parts(rows, 64);
-            assert!(parts.len() <= MOST && parts.iter().all(|part| !part.is_empty()), "{rows}");
+            assert!(
+                parts.len() <= MAX_PARTS && parts.iter().all(|part| !part.is_empty()),
+                "{rows}"
+            );
             assert!(
                 parts[0].start == 0
                     && parts[parts.len() - 1].end == rows

@@ -5,7 +5,7 @@ use annulus_core::{
 };
 
 use super::{
-    block_parts::MOST,
+    block_parts::MAX_PARTS,
     plan::{Agreed, RingPlan},
     program::RankStep,
 };
@@ -42,7 +42,7 @@ impl Sizes {
         let two_pass = *backward && spec.backward == BackwardMode::TwoPass;
         // a relay reuses the local block's buffer once it is sent; the direct route sends from it
         // in every step, and so needs a third buffer
-        let stock = |local: usize, received: u64, later: [u64; MOST - 1], bytes: u64| {
+        let stock = |local: usize, received: u64, later: [u64; MAX_PARTS - 1], bytes: u64| {
             let local = local as u64;
             let whole = match (communicates, route) {
                 (false, _) => return vec![local * bytes],
@@ -78,8 +78,8 @@ impl Sizes {
 }
 
 /// Returns the rows of the parts of the last block but the first, which uses a block's buffer.
-fn later_parts(steps: &[RankStep]) -> [u64; MOST - 1] {
-    let mut rows = [0; MOST - 1];
+fn later_parts(steps: &[RankStep]) -> [u64; MAX_PARTS - 1] {
+    let mut rows = [0; MAX_PARTS - 1];
     let parts = steps.iter().flat_map(|step| step.parts.iter().skip(1));
     rows.iter_mut().zip(parts).for_each(|(rows, part)| *rows = part.count());
     rows

@@ -3,6 +3,7 @@
 //! | file | content |
 //! |---|---|
 //! | `ring_loop.rs` | the loops: forward, backward in one pass, backward in two |
+//! | `one_pass.rs` | a step of the one-pass backward |
 //! | `blocks.rs`, `buffers.rs` | double buffering of blocks; the plan's memory |
 //! | `in_flight.rs` | transfers in flight; the only place that waits |
 //! | `plan.rs`, `program.rs`, `planning.rs`, `update.rs` | from rows to the messages of one rank |
@@ -23,6 +24,7 @@ mod describe;
 mod display;
 mod home_reduce;
 mod in_flight;
+mod one_pass;
 mod plan;
 mod planning;
 mod program;
@@ -217,8 +219,11 @@ impl<B: Backend> Ring<B> {
         let checked = if self.agreed.backward {
             shapes.backward_inputs(inputs).and_then(|()| shapes.gradients(gradients))
         } else {
-            let (got, want) = ("a plan made for forward only", "a plan made with backward");
-            Err(Error::invalid("backward", got, want))
+            Err(Error::invalid(
+                "backward",
+                "a plan made for forward only",
+                "a plan made with backward",
+            ))
         };
         self.call("backward", checked, |ring, first_tag| {
             let report = ring.backward_loop(inputs, gradients, first_tag)?;

@@ -57,7 +57,8 @@ fn share_of_work(spec: &Spec, queries: &Rows, keys: &Rows, share: f64) -> f64 {
     let mut visible = vec![0u32; keys.len().min(SAMPLES)];
     let positions = keys.positions(0);
     for query in spread(queries.len()) {
-        let (row, position) = (queries.rows()[query], queries.positions(0)[query]);
+        let row = queries.rows()[query];
+        let position = queries.positions(0)[query];
         let segment = queries.segments(0).map(|segments| segments[query]);
         let bound = spec.mask.bound(&Query { batch: 0, head: 0, row, position });
         for (visible, key) in visible.iter_mut().zip(spread(keys.len())) {

@@ -41,7 +41,9 @@ impl<B: Backend> Ring<B> {
     /// Adapts the plan to `batch`; an error that is not fatal leaves the old batch in force.
     pub(super) fn try_update(&mut self, batch: &Batch) -> Result<()> {
         let agreed = &self.agreed;
-        let (spec, layout, dims) = (&agreed.spec, &agreed.layout, agreed.spec.dims);
+        let spec = &agreed.spec;
+        let layout = &agreed.layout;
+        let dims = spec.dims;
         let q_rows = self.shard.queries.len();
         let kv_rows = self.shard.keys.len();
         let checked = spec.validate_batch(batch, q_rows, kv_rows).and_then(|()| {
@@ -55,7 +57,8 @@ impl<B: Backend> Ring<B> {
 
         let agreed = &self.agreed;
         let shard = |side| {
-            let (alignment, layout) = (agreed.spec.alignment, &agreed.layout);
+            let alignment = agreed.spec.alignment;
+            let layout = &agreed.layout;
             Shard::local(&dims, alignment, layout, side, self.ring_index, self.ranks, batch)
         };
         let message = plan::encode_shards([Side::Q, Side::Kv].map(shard));

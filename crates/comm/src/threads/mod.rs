@@ -17,7 +17,7 @@
 //! | the endpoint of a rank that this one waits for was dropped | [`Error::PeerLost`] |
 //! | a rank called [`Control::abort`] | [`Error::Aborted`] on every other rank, its own error on itself |
 //!
-//! After any but [`Error::InvalidArgument`] the endpoint is dead and returns the same error again.
+//! After a fatal error ([`Error::is_fatal`]) the endpoint is dead and returns the same error again.
 
 mod each_rank;
 mod mailboxes;

@@ -97,7 +97,7 @@ impl Threads {
         let mut moved = false;
         let mut index = 0;
         while let Some(data) = self.early.get(index) {
-            let (peer, channel, tag) = (data.from, data.channel, data.tag);
+            let &Data { from: peer, channel, tag, .. } = data;
             match self.receives.iter().position(|receive| receive.is_for(peer, channel, tag)) {
                 Some(receive) => {
                     let data = self.early.remove(index);
@@ -123,7 +123,7 @@ impl Threads {
                 Ok(())
             }
             Envelope::Data(data) => {
-                let (peer, channel, tag) = (data.from, data.channel, data.tag);
+                let Data { from: peer, channel, tag, .. } = data;
                 let posted = self
                     .receives
                     .iter()

@@ -80,8 +80,7 @@ fn run(case: &Case) -> (Vec<Result<()>>, Duration) {
         },
         move |mut stack| {
             let result = relay(&mut stack);
-            // whoever is told that all is well may leave; the dead stay in the way, unless they
-            // crashed
+            // a rank that succeeded may leave; a dead one stays, unless it crashed
             let stays = (result.is_err() && stack.rank() == faulty && !crashes).then_some(stack);
             (result, started.elapsed(), stays)
         },
