@@ -18,7 +18,7 @@ pub(super) struct OutputSlots<'p, D: DeviceSpace> {
     pub(super) ties: &'p mut Slot<D>,
 }
 
-/// Forward pass of [`OnHost`].
+/// Forward pass of [`crate::OnHost`].
 pub struct OnHostForward<'p, P, D: DeviceSpace> {
     pub(super) pass: P,
     pub(super) context: &'p D::Context,
@@ -93,7 +93,7 @@ impl<P: ForwardPass<D>, D: DeviceSpace> ForwardPass<HostViews<D>> for OnHostForw
     }
 }
 
-/// Backward pass of [`OnHost`].
+/// Backward pass of [`crate::OnHost`].
 pub struct OnHostBackward<'p, P, D: DeviceSpace> {
     pub(super) pass: P,
     pub(super) context: &'p D::Context,

@@ -60,8 +60,8 @@ impl<'a> PartialSums<'a> {
         self.intervals.within(rows).for_each(|interval| self.partial.insert(interval, rank));
     }
 
-    /// Delivers the gradients that `rank` sends in step `t`: partial gradients to `next_user`, final
-    /// gradients to the owner.
+    /// Delivers the gradients that `rank` sends in step `t`: partial gradients to `next_user`,
+    /// final gradients to the owner.
     fn send(
         &mut self,
         rank: usize,
