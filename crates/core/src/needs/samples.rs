@@ -37,7 +37,8 @@ impl Mask for Sample {
     }
 
     fn visible(&self, query: &Query, key: &Key) -> bool {
-        let (i, j) = (query.position, key.position);
+        let i = query.position;
+        let j = key.position;
         match *self {
             Self::Full => true,
             Self::Causal => j <= i,
@@ -165,8 +166,8 @@ impl Problem {
             all
         };
         for batch in 0..self.batch {
-            let (queries, keys) =
-                (expanded(&self.shards.q, batch), expanded(&self.shards.kv, batch));
+            let queries = expanded(&self.shards.q, batch);
+            let keys = expanded(&self.shards.kv, batch);
             for &(user, i, (row, position, q_id)) in &queries {
                 for head in 0..self.heads {
                     let query = Query { batch, head, row, position };
