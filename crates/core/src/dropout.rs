@@ -43,10 +43,13 @@ const fn halves(number: u64) -> (u32, u32) {
 /// ```
 /// use annulus_core::{Dropout, DropoutMask};
 /// let mask = DropoutMask::new(Dropout { probability: 0.25, seed: 7 });
-/// let (batch, head, q_heads, i) = (0, 2, 8, 5);
-/// // `words` serves four keys, `keep` one
-/// let words = mask.words(batch, head, q_heads, i, 3);
-/// assert_eq!(mask.keeps(words[1]), mask.keep(batch, head, q_heads, i, 13));
+/// let batch = 0;
+/// let head = 2;
+/// let q_heads = 8;
+/// let row = 5;
+/// // `words` serves four keys, here 12 to 15; `keep` serves one
+/// let words = mask.words(batch, head, q_heads, row, 3);
+/// assert_eq!(mask.keeps(words[1]), mask.keep(batch, head, q_heads, row, 13));
 /// assert_eq!(mask.keep_scale(), 1.0 / 0.75);
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -142,11 +145,12 @@ mod tests {
     fn the_counter_has_the_documented_layout() {
         let mask = mask(0.5, 0x0123_4567_89ab_cdef);
         assert_eq!(mask.key(), [0x89ab_cdef, 0x0123_4567]);
-        let (i, j4) = (0x0003_0000_0005, 0x0002_0000_0007);
+        let i = 0x0003_0000_0005;
+        let quad = 0x0002_0000_0007;
         let want = philox4x32_10([5, 7, (3 << 16) + 2, 2 * 6 + 4], mask.key());
-        assert_eq!(mask.words(2, 4, 6, i, j4), want);
+        assert_eq!(mask.words(2, 4, 6, i, quad), want);
         for (word, want) in want.into_iter().enumerate() {
-            assert_eq!(mask.keep(2, 4, 6, i, 4 * j4 + word as u64), want >= 1 << 31);
+            assert_eq!(mask.keep(2, 4, 6, i, 4 * quad + word as u64), want >= 1 << 31);
         }
     }
 

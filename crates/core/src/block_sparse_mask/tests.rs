@@ -36,6 +36,28 @@ fn expanded(
     Ok(tiles)
 }
 
+/// Compares one bitmask with the pairs of its tile. Bits beyond the last query or key must be 0.
+fn check_bitmask(
+    visibility: &Visibility<'_>,
+    tiling: &Tiling,
+    tile: &QueryTile,
+    keys: Range<usize>,
+    bits: &[u64],
+) -> std::result::Result<(), TestCaseError> {
+    let words = tiling.words();
+    for row in 0..tiling.tile[0] {
+        for key in 0..64 * words {
+            let q = tile.rows.start + row;
+            let k = keys.start + key;
+            let exists = tile.rows.contains(&q) && keys.contains(&k);
+            let pair = exists && visibility.pair(tile.batch, tile.head, q, k);
+            prop_assert_eq!(bits[row * words + key / 64] >> (key % 64) & 1 != 0, pair);
+        }
+    }
+    Ok(())
+}
+
+/// Compares all lists and bitmasks with the class and the pairs of every tile.
 fn checked(visibility: &Visibility<'_>, tiling: &Tiling) -> std::result::Result<(), TestCaseError> {
     let mut block_sparse = BlockSparseMask::default();
     let mut by_keys = CsrTiles::default();
@@ -53,7 +75,6 @@ fn checked(visibility: &Visibility<'_>, tiling: &Tiling) -> std::result::Result<
     block_sparse.by_keys(&mut by_keys).unwrap();
     let [query_tiles, key_tiles] = tiling.tiles();
     let [tall, wide] = tiling.tile;
-    let words = tiling.words();
     prop_assert_eq!(block_sparse.by_queries().starts().len(), tiling.planes() * query_tiles + 1);
     prop_assert_eq!(by_keys.starts().len(), tiling.planes() * key_tiles + 1);
     let mut tile = QueryTile::default();
@@ -78,16 +99,9 @@ fn checked(visibility: &Visibility<'_>, tiling: &Tiling) -> std::result::Result<
                     _ => bitmasks,
                 };
                 if bitmask == bitmasks {
-                    let lines =
-                        &block_sparse.bits()[bitmasks as usize * tall * words..][..tall * words];
-                    for (row, key) in
-                        (0..tall).flat_map(|row| (0..64 * words).map(move |key| (row, key)))
-                    {
-                        let exists = row < rows.len() && key < keys.len();
-                        let pair = exists
-                            && visibility.pair(batch, head, rows.start + row, keys.start + key);
-                        prop_assert_eq!(lines[row * words + key / 64] >> (key % 64) & 1 != 0, pair);
-                    }
+                    let size = tall * tiling.words();
+                    let bits = &block_sparse.bits()[bitmasks as usize * size..][..size];
+                    check_bitmask(visibility, tiling, &tile, keys, bits)?;
                     bitmasks += 1;
                 }
                 want.push((key_tile, bitmask));
@@ -108,7 +122,7 @@ fn checked(visibility: &Visibility<'_>, tiling: &Tiling) -> std::result::Result<
             );
         }
     }
-    prop_assert_eq!(block_sparse.bits().len(), bitmasks as usize * tall * words);
+    prop_assert_eq!(block_sparse.bits().len(), bitmasks as usize * tall * tiling.words());
     Ok(())
 }
 

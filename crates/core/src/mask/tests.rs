@@ -104,7 +104,8 @@ proptest! {
     #[test]
     fn and_or_are_logical(a in any_mask(), b in any_mask(), i in position(), j in position()) {
         let (query, key) = pair(0, i, j);
-        let (x, y) = (a.visible(&query, &key), b.visible(&query, &key));
+        let x = a.visible(&query, &key);
+        let y = b.visible(&query, &key);
         prop_assert_eq!(and(a.clone(), b.clone()).visible(&query, &key), x && y);
         prop_assert_eq!(or(a, b).visible(&query, &key), x || y);
     }

@@ -126,7 +126,8 @@ impl<'p, 'a> Rows<'p, 'a> {
             .as_ref()
             .map_or(0.0, |bias| bias[broadcast(bias.dim().into(), [b, h, i, j])]);
         let function = self.problem.spec.bias_function.as_ref();
-        let (query, key) = (self.visibility.query(b, h, i)?, self.visibility.key(b, j)?);
+        let query = self.visibility.query(b, h, i)?;
+        let key = self.visibility.key(b, j)?;
         let computed = function.map_or(0.0, |function| function.bias(&query, &key));
         (tensor != f64::NEG_INFINITY && computed != f64::NEG_INFINITY).then_some(tensor + computed)
     }

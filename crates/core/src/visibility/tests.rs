@@ -94,6 +94,42 @@ pub(crate) fn problems() -> impl Strategy<Value = (SharedMask, (Rows, Rows), Opt
     })
 }
 
+/// Computes the class of a tile from its pairs. Compares the pairs with `bits`, if any, and with
+/// those of the batch row and head that represent them.
+fn enumerated_class(
+    visibility: &Visibility<'_>,
+    tile: &QueryTile,
+    keys: Range<usize>,
+    bits: Option<&TileBits>,
+) -> std::result::Result<TileClass, TestCaseError> {
+    let QueryTile { batch, head, rows, .. } = tile;
+    let distinct_batch = if visibility.per_batch() { *batch } else { 0 };
+    let distinct_head = if visibility.per_head() { *head } else { 0 };
+    let mut visible = 0;
+    for (row, q) in rows.clone().enumerate() {
+        for (index, k) in keys.clone().enumerate() {
+            let pair = visibility.pair(*batch, *head, q, k);
+            visible += usize::from(pair);
+            prop_assert!(
+                bits.is_none_or(|bits| bits.visible(row, index) == pair),
+                "{batch} {head} {q} {k}"
+            );
+            prop_assert_eq!(pair, visibility.pair(distinct_batch, distinct_head, q, k));
+        }
+    }
+    if let Some(bits) = bits {
+        prop_assert_eq!(bits.lines().len(), rows.len() * bits.words());
+        // no bits beyond the last key
+        let set: u32 = bits.lines().iter().map(|word| word.count_ones()).sum();
+        prop_assert_eq!(set as usize, visible);
+    }
+    Ok(match visible {
+        0 => TileClass::Empty,
+        _ if visible == rows.len() * keys.len() => TileClass::Full,
+        _ => TileClass::Partial,
+    })
+}
+
 /// Compares all tiles with their pairs. Returns the numbers of empty, full and partial tiles.
 fn checked(
     visibility: &Visibility<'_>,
@@ -107,8 +143,6 @@ fn checked(
     bounds.refill(visibility, BATCH, HEADS, height).unwrap();
     for batch in 0..BATCH {
         for head in 0..HEADS {
-            let distinct_batch = if visibility.per_batch() { batch } else { 0 };
-            let distinct_head = if visibility.per_head() { head } else { 0 };
             for q0 in (0..visibility.queries.len()).step_by(height) {
                 let rows = q0..visibility.queries.len().min(q0 + height);
                 visibility.query_tile(batch, head, rows.clone(), &mut tile);
@@ -116,36 +150,10 @@ fn checked(
                 for k0 in (0..visibility.keys.len()).step_by(width) {
                     let keys = k0..visibility.keys.len().min(k0 + width);
                     let class = visibility.classify(&tile, keys.clone(), &mut bits);
-                    let mut visible = 0;
-                    for (row, q) in rows.clone().enumerate() {
-                        for (index, k) in keys.clone().enumerate() {
-                            let pair = visibility.pair(batch, head, q, k);
-                            visible += usize::from(pair);
-                            prop_assert!(
-                                class != TileClass::Partial || bits.visible(row, index) == pair,
-                                "{} {} {} {}",
-                                batch,
-                                head,
-                                q,
-                                k
-                            );
-                            let represented = visibility.pair(distinct_batch, distinct_head, q, k);
-                            prop_assert_eq!(pair, represented);
-                        }
-                    }
-                    let want = match visible {
-                        0 => TileClass::Empty,
-                        _ if visible == rows.len() * keys.len() => TileClass::Full,
-                        _ => TileClass::Partial,
-                    };
+                    let mask = (class == TileClass::Partial).then_some(&bits);
+                    let want = enumerated_class(visibility, &tile, keys.clone(), mask)?;
                     prop_assert_eq!(class, want);
                     counts[want as usize] += 1;
-                    if class == TileClass::Partial {
-                        prop_assert_eq!(bits.lines().len(), rows.len() * bits.words());
-                        // no bits beyond the last key
-                        let set: u32 = bits.lines().iter().map(|word| word.count_ones()).sum();
-                        prop_assert_eq!(set as usize, visible);
-                    }
                     if class != TileClass::Empty {
                         prop_assert!(listed.contains(&keys));
                         prop_assert!(
