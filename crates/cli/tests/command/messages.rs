@@ -83,8 +83,7 @@ fn names_in_a_file_are_escaped() {
         format!(r#",{quoted}:{{"dtype":"F32","shape":[1],"data_offsets":[388,392]}}"#),
         format!(r#",{quoted}:{{"dtype":"F32","shape":[2],"data_offsets":[384,388]}}"#),
         format!(r#",{quoted}:{{"dtype":"F32","shape":[2]}}"#),
-        format!(r#",{quoted}:{{"dtype":"U8","shape":[0],"data_offsets":[384,384]}}"#)
-            .repeat(2),
+        format!(r#",{quoted}:{{"dtype":"U8","shape":[0],"data_offsets":[384,384]}}"#).repeat(2),
         format!(r#","bias":{{"dtype":{quoted},"shape":[1,1,1,1],"data_offsets":[384,392]}}"#),
         format!(r#","bias":{{"dtype":"F32","shape":[{quoted}],"data_offsets":[384,388]}}"#),
     ] {
