@@ -157,11 +157,9 @@ fn verify(input: &Input, output: &Path, attention: &Attention) -> Outcome {
         Array::from_shape_vec((dims.batch, dims.q_len, heads, dim), values)
             .map_err(|error| Error::invalid(name, error, "a dense tensor"))
     };
-    let (q, k, v) = (
-        load("query", dims.q_heads, dims.head_dim)?,
-        load("key", dims.kv_heads, dims.head_dim)?,
-        load("value", dims.kv_heads, dims.value_dim)?,
-    );
+    let q = load("query", dims.q_heads, dims.head_dim)?;
+    let k = load("key", dims.kv_heads, dims.head_dim)?;
+    let v = load("value", dims.kv_heads, dims.value_dim)?;
     let spec = attention.spec(dims)?;
     let batch = Batch::default();
     let problem = Problem {

@@ -150,7 +150,8 @@ mod tests {
     fn tensors_that_do_not_fit_are_refused_with_both_sizes() {
         let dims = Dims { kv_heads: 2, value_dim: 3, ..Dims::new(2, 10, 4, 5) };
         // query and out, key and value, lse; twice the first two where there is a backward pass
-        let (queries, keys) = (2 * 10 * 4 * (5 + 3) * 2, 2 * 10 * 2 * (5 + 3) * 2);
+        let queries = 2 * 10 * 4 * (5 + 3) * 2;
+        let keys = 2 * 10 * 2 * (5 + 3) * 2;
         let lse = 2 * 10 * 4 * 4;
         assert_eq!(Tensors::of(&dims, DType::Bf16, false).bytes, queries + keys + lse);
         let both = Tensors::of(&dims, DType::Bf16, true);

@@ -85,10 +85,8 @@ mod tests {
         let ids = Array2::from_shape_fn((2, 9), |(b, i)| [0, 0, 1, 1, -1, 1, 0, 2, 2][(i + b) % 9]);
         let dense = DenseMask::from_fn([1, 3, 9, 9], |[_, h, q, k]| (q * 5 + k * 3 + h) % 4 != 0);
         for batch in [Batch::default(), Batch { q_segment_ids: Some(ids), ..Batch::default() }] {
-            let (queries, keys) = (
-                rows(&whole(&spec, Side::Q, &batch)).unwrap(),
-                rows(&whole(&spec, Side::Kv, &batch)).unwrap(),
-            );
+            let queries = rows(&whole(&spec, Side::Q, &batch)).unwrap();
+            let keys = rows(&whole(&spec, Side::Kv, &batch)).unwrap();
             let count = |attention_mask: Option<&DenseMask>| {
                 let visibility = Visibility {
                     mask: spec.mask.as_ref(),

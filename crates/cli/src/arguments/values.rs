@@ -142,7 +142,8 @@ pub(crate) fn share(text: &str) -> Result<f64, String> {
 
 /// Parses a deadline in seconds: at least the library's minimum, at most 10⁶ s (11 days).
 pub(crate) fn silence(text: &str) -> Result<Duration, String> {
-    let (least, most) = (deadline::LEAST.as_secs_f64(), 1e6);
+    let least = deadline::LEAST.as_secs_f64();
+    let most = 1e6;
     let seconds = number(text).filter(|seconds| (least..=most).contains(seconds));
     seconds
         .map(Duration::from_secs_f64)

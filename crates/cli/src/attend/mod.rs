@@ -1,8 +1,10 @@
 //! `annulus attend`: computes attention of the tensors in a file on a ring of ranks.
 
 mod output;
-pub(crate) mod progress;
-pub(crate) mod run;
+mod progress;
+mod ranks;
+mod run;
+mod shared_output;
 mod summary;
 
 use std::{

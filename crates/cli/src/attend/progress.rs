@@ -185,7 +185,7 @@ mod tests {
     use ndarray::Array4;
 
     use super::*;
-    use crate::attend::run::blocks;
+    use crate::attend::ranks::blocks;
 
     /// Returns (received, planned) numbers of blocks of a forward and of a backward pass.
     fn arrived(attention: &Attention, ranks: usize, len: usize) -> [(usize, usize); 2] {

@@ -3,33 +3,30 @@
 //! A phase starts when all ranks have finished the one before. So a rank that cannot read or write
 //! its rows fails the job on all ranks, and no rank waits for it on the ring.
 
-use std::{ffi::OsStr, os::unix::ffi::OsStrExt, path::Path, time::Instant};
+use std::{path::Path, time::Instant};
 
 use annulus::{
-    Attention, Backward, Forward, Plan, Report,
-    comm::{
-        Descriptor,
-        trace::{Trace, TraceLog},
-    },
+    Attention, Plan,
+    comm::{Descriptor, trace::Trace},
 };
 use annulus_core::{
-    Backend, Batch, Control, Element, HostTensors, Layout, Result, Rows, Shard, Side, SinkShape,
-    Spec,
+    Backend, Control, Element, HostTensors, Layout, Result, Rows, Shard, Side, SinkShape, Spec,
 };
 
 use super::{
-    output::{Given, planned, write_backward, write_forward},
+    output::{planned, write_backward, write_forward},
     progress::{Progress, Watched},
+    ranks::{self, PlannedRank, Rank},
+    shared_output,
     summary::{Pass, RankFigures, Summary},
 };
 use crate::{
     backend::{BackendChoice, with_backend},
     failure::{Failure, Outcome},
-    file::{self, Output, Staging},
-    input::{Input, OutputGradients, Share},
+    file::{self, Output},
+    input::Input,
     job::{Endpoint, Job, RankBackend},
-    memory::{self, peak_bytes},
-    message, pairs,
+    memory, message, pairs,
     report::{self, complain},
     trace::{RunId, Traces},
 };
@@ -59,24 +56,6 @@ pub(crate) struct AttendRun<'a> {
     pub(crate) quiet: bool,
 }
 
-/// Rank after the phase plan.
-struct Planned<B: Backend<Space: HostTensors>> {
-    plan: Plan<B>,
-    log: TraceLog,
-}
-
-/// Rank after the phase read.
-struct Rank<T: Element, B: Backend<Space: HostTensors>> {
-    plan: Plan<B>,
-    log: TraceLog,
-    batch: Batch,
-    share: Share<T>,
-    /// Visible pairs of its queries, all heads and batch rows.
-    pairs: f64,
-    /// Reports of the passes so far.
-    reports: Vec<Report>,
-}
-
 impl AttendRun<'_> {
     /// Computes attention in `T`. The output file appears if and only if all phases succeed.
     ///
@@ -103,7 +82,6 @@ impl AttendRun<'_> {
         progress: &Progress,
         make: impl Fn(Endpoint) -> Result<RankBackend<B>> + Sync,
     ) -> Outcome<Summary> {
-        let input = self.input;
         let fields = Descriptor::new()
             .field("backward", self.backward.into())
             .field("trace", self.trace.is_some().into());
@@ -115,63 +93,27 @@ impl AttendRun<'_> {
             Ok((spec, tensors))
         });
         let (spec, tensors) = job.agree(prepared.map_err(Failure::from))?;
-        let output = self.open(job, &tensors)?;
+        let output = shared_output::open(job, self.output, &tensors)?;
         let traces = self.trace.map(|folder| Traces::create(folder, job)).transpose()?;
 
         progress.phase("plan", 0);
         let endpoints = job.endpoints()?;
-        let ranks =
+        let planned =
             job.run_phase(endpoints, |_, endpoint| self.plan(make(endpoint)?, start, progress))?;
-        progress.phase("read", 0);
-        let all = job.ranks();
-        let mut ranks =
-            job.run_local_phase(ranks, |_, rank| self.read::<T, B>(&spec, all, rank))?;
-        job.run_phase(&mut ranks, |_, rank| rank.update().map_err(|error| input.named(error)))?;
-        // after the update: segment ids and positions may have changed the schedule
-        let blocks = blocks(ranks.iter().map(|rank| &rank.plan));
-        self.count_pairs(&mut ranks);
+        let mut ranks = self.read_ranks::<T, B>(job, progress, &spec, planned)?;
         // printed only now: a refused input prints nothing but its error
-        let unknown = input.unknown_names();
-        if job.is_leader() && !self.quiet && !unknown.is_empty() {
-            complain!(
-                "note: {}: not an input tensor, ignored: {}",
-                message::path(input.path()),
-                message::list(unknown)
-            );
+        if job.is_leader() && !self.quiet {
+            self.note_unknown_tensors();
         }
+        self.run_passes(job, progress, &mut ranks, &output, &spec)?;
 
-        progress.phase("forward", blocks[0]);
-        let forwards = job.run_phase(&mut ranks, |_, rank| rank.forward())?;
-        progress.phase("write", 0);
-        write(job, &ranks, &forwards, |all, own, _| write_forward(&output, all, own))?;
-        if self.backward {
-            progress.phase("read", 0);
-            let gradients = job.run_local_phase(&mut ranks, |_, rank| {
-                input.output_gradients::<T>(rank.plan.q_rows()).map_err(|error| input.named(error))
-            })?;
-            progress.phase("backward", blocks[1]);
-            let items = ranks.iter_mut().zip(forwards.iter().zip(gradients));
-            let gradients = job.run_phase(items, |_, (rank, (forward, of_output))| {
-                rank.backward(forward, &of_output)
-            })?;
-            progress.phase("write", 0);
-            write(job, &ranks, &gradients, |all, own, rank| {
-                write_backward(&output, &spec, all, own, rank)
-            })?;
-        }
-        let figures = self.figures(job, &ranks)?;
+        let figures = ranks::gather_figures(job, &ranks)?;
         let run = traces.is_some().then(|| RunId::agree(job)).transpose()?;
         // an error before this leaves no output, an error after it keeps the output
-        finish(job, output)?;
+        shared_output::finish(job, output)?;
         let bytes = tensors.iter().map(file::Planned::bytes).sum();
-        let mut summary = self.summary(
-            job.ranks(),
-            ranks.first().map(|rank| &rank.plan),
-            T::DTYPE.name(),
-            &figures,
-            start,
-            bytes,
-        );
+        let plan = ranks.first().map(|rank| &rank.plan);
+        let mut summary = self.summary(job.ranks(), plan, T::DTYPE.name(), &figures, start, bytes);
         if let (Some(traces), Some(run)) = (traces, run) {
             let logs = ranks.iter().map(|rank| rank.log.clone()).collect();
             summary.untraced = traces.write(job, logs, &run).err();
@@ -179,6 +121,75 @@ impl AttendRun<'_> {
         Ok(summary)
     }
 
+    /// Reads the rows of this process's ranks, updates their plans and counts their pairs.
+    fn read_ranks<T: Element, B: Backend<Space: HostTensors>>(
+        &self,
+        job: &mut Job,
+        progress: &Progress,
+        spec: &Spec,
+        planned: Vec<PlannedRank<B>>,
+    ) -> Outcome<Vec<Rank<T, B>>> {
+        progress.phase("read", 0);
+        let all = job.ranks();
+        let mut ranks =
+            job.run_local_phase(planned, |_, rank| self.read::<T, B>(spec, all, rank))?;
+        job.run_phase(&mut ranks, |_, rank| {
+            rank.update().map_err(|error| self.input.named(error))
+        })?;
+        // with a dense mask `read` has counted them
+        if !self.input.has("attention_mask") {
+            ranks::count_pairs(&mut ranks);
+        }
+        Ok(ranks)
+    }
+
+    /// Runs the forward pass and, if requested, the backward pass, and writes their results.
+    fn run_passes<T: Element, B: Backend<Space: HostTensors>>(
+        &self,
+        job: &mut Job,
+        progress: &Progress,
+        ranks: &mut [Rank<T, B>],
+        output: &Output,
+        spec: &Spec,
+    ) -> Outcome {
+        // counted after the update, because segment ids and positions may change the schedule
+        let [in_forward, in_backward] = ranks::blocks(ranks.iter().map(|rank| &rank.plan));
+        progress.phase("forward", in_forward);
+        let forwards = job.run_phase(&mut *ranks, |_, rank| rank.forward())?;
+        progress.phase("write", 0);
+        ranks::write(job, ranks, &forwards, |all, own, _| write_forward(output, all, own))?;
+        if !self.backward {
+            return Ok(());
+        }
+        progress.phase("read", 0);
+        let gradients = job.run_local_phase(&mut *ranks, |_, rank| {
+            let gradients = self.input.output_gradients::<T>(rank.plan.q_rows());
+            gradients.map_err(|error| self.input.named(error))
+        })?;
+        progress.phase("backward", in_backward);
+        let items = ranks.iter_mut().zip(forwards.iter().zip(gradients));
+        let gradients = job.run_phase(items, |_, (rank, (forward, of_output))| {
+            rank.backward(forward, &of_output)
+        })?;
+        progress.phase("write", 0);
+        ranks::write(job, ranks, &gradients, |all, own, rank| {
+            write_backward(output, spec, all, own, rank)
+        })
+    }
+
+    /// Prints a note on tensors with unknown names, if the input has some.
+    fn note_unknown_tensors(&self) {
+        let unknown = self.input.unknown_names();
+        if !unknown.is_empty() {
+            complain!(
+                "note: {}: not an input tensor, ignored: {}",
+                message::path(self.input.path()),
+                message::list(unknown)
+            );
+        }
+    }
+
+    /// Returns the definition and the tensors of the output.
     fn prepare(&self) -> Result<(Spec, Vec<file::Planned>)> {
         let named = |error| self.input.named(error);
         let spec = self.attention.spec(self.input.dims).map_err(named)?;
@@ -196,54 +207,13 @@ impl AttendRun<'_> {
         held.shared_by(processes)
     }
 
-    /// Opens the output file of all ranks: rank 0 creates it, the others open it.
-    ///
-    /// # Ordering
-    /// Collective over the processes of the job.
-    fn open(&self, job: &mut Job, tensors: &[file::Planned]) -> Outcome<Output> {
-        if job.is_on_one_node() {
-            // on one node all ranks must name the same file; paths on other nodes may differ
-            let identity = file::identity(self.output).unwrap_or_default();
-            job.require_same(Descriptor::new().field_as(
-                "output",
-                identity,
-                self.output.display(),
-            ))?;
-            // fails on some file systems, and where a process may not open another one's files
-            if let Ok(output) = self.open_as(job, tensors, Staging::Unnamed) {
-                return Ok(output);
-            }
-        }
-        // other nodes can open the file only by its name
-        let staging = if job.is_mpi() { Staging::Named } else { Staging::Best };
-        self.open_as(job, tensors, staging)
-    }
-
-    fn open_as(
-        &self,
-        job: &mut Job,
-        tensors: &[file::Planned],
-        staging: Staging,
-    ) -> Outcome<Output> {
-        let made = if job.is_leader() {
-            Output::create_staged(self.output, tensors, staging).map(Some)
-        } else {
-            Ok(None)
-        };
-        let made = job.agree(made.map_err(Failure::from))?;
-        let mine = made.as_ref().map(Output::handle).unwrap_or_default();
-        let handles = job.all_gather(mine.as_bytes())?;
-        let handle = OsStr::from_bytes(handles.first().map_or(&[], Vec::as_slice));
-        let opened = made.map_or_else(|| Output::join(self.output, tensors, handle), Ok);
-        job.agree(opened.map_err(Failure::from))
-    }
-
+    /// Creates the plan of one rank, with a trace and the progress bar around its transport.
     fn plan<B: Backend<Space: HostTensors>>(
         &self,
         (backend, transport): RankBackend<B>,
         start: Instant,
         progress: &Progress,
-    ) -> Result<Planned<B>> {
+    ) -> Result<PlannedRank<B>> {
         let transport = Trace::new(transport, start);
         let log = transport.log();
         let attention = self
@@ -253,7 +223,7 @@ impl AttendRun<'_> {
             .on_silence(report::warn_of_silence(transport.rank(), transport.ranks()));
         let transport = Watched::new(transport, progress.clone());
         let plan = Plan::new(&attention, self.input.dims, backend, transport)?;
-        Ok(Planned { plan, log })
+        Ok(PlannedRank { plan, log })
     }
 
     /// Reads the rows of one rank. With a dense mask, also counts the visible pairs of its queries:
@@ -262,9 +232,9 @@ impl AttendRun<'_> {
         &self,
         spec: &Spec,
         ranks: usize,
-        rank: Planned<B>,
+        rank: PlannedRank<B>,
     ) -> Result<Rank<T, B>> {
-        let Planned { plan, log } = rank;
+        let PlannedRank { plan, log } = rank;
         let begin = Instant::now();
         let named = |error| self.input.named(error);
         let batch = self.input.batch(plan.q_rows(), plan.kv_rows()).map_err(named)?;
@@ -282,44 +252,13 @@ impl AttendRun<'_> {
                 spec.alignment,
                 plan.ring().layout(),
                 Side::Q,
-                ring_index(&plan),
+                ranks::ring_index(&plan),
                 ranks,
                 &batch,
             );
             pairs = pairs::visible_under(dense, spec, &pairs::rows(&queries)?, &keys);
         }
         Ok(Rank { plan, log, batch, share, pairs, reports: Vec::new() })
-    }
-
-    /// Counts the visible pairs of each rank without a dense mask, with which [`AttendRun::read`]
-    /// has counted them.
-    fn count_pairs<T: Element, B: Backend<Space: HostTensors>>(&self, ranks: &mut [Rank<T, B>]) {
-        if self.input.has("attention_mask") {
-            return;
-        }
-        // one computation for all ranks: each plan has the positions and ids of all rows
-        let work = ranks.first().map(|rank| rank.plan.ring().work());
-        for rank in ranks {
-            rank.pairs =
-                work.as_ref().map_or(0.0, |work| work.of_rank(ring_index(&rank.plan)) as f64);
-        }
-    }
-
-    /// All-gathers the figures of every rank, by rank.
-    fn figures<T: Element, B: Backend<Space: HostTensors>>(
-        &self,
-        job: &mut Job,
-        ranks: &[Rank<T, B>],
-    ) -> Outcome<Vec<RankFigures>> {
-        // the peak is that of the process, so of all its ranks together
-        let peak = peak_bytes();
-        let mine: Vec<RankFigures> = ranks
-            .iter()
-            .map(|rank| RankFigures { pairs: rank.pairs, peak, reports: rank.reports.clone() })
-            .collect();
-        let numbers: Vec<f64> = mine.iter().flat_map(RankFigures::numbers).collect();
-        let all = job.all_gather_numbers(&numbers)?.concat();
-        Ok(all.chunks(numbers.len() / mine.len().max(1)).map(RankFigures::of_numbers).collect())
     }
 
     fn summary<B: Backend<Space: HostTensors>>(
@@ -356,95 +295,4 @@ impl AttendRun<'_> {
             untraced: None,
         }
     }
-}
-
-/// Writes the arrays `given` of this process's ranks. Each rank calls `write(all, own, rank)` with
-/// the arrays of all ranks of the process, its index among them and its rank.
-fn write<T: Element, B: Backend<Space: HostTensors>, G: Sync>(
-    job: &mut Job,
-    ranks: &[Rank<T, B>],
-    given: &[G],
-    write: impl Fn(&[Given<'_, G>], usize, usize) -> Result<()> + Sync,
-) -> Outcome {
-    let of_rank = |(rank, arrays): (_, _)| {
-        let rank: &Rank<T, B> = rank;
-        Given { q_rows: rank.plan.q_rows(), kv_rows: rank.plan.kv_rows(), arrays }
-    };
-    let all: Vec<Given<'_, G>> = ranks.iter().zip(given).map(of_rank).collect();
-    let logs: Vec<(usize, TraceLog)> =
-        ranks.iter().map(|rank| rank.log.clone()).enumerate().collect();
-    job.run_local_phase(logs, |rank, (own, log)| {
-        let begin = Instant::now();
-        write(&all, own, rank)?;
-        log.span("write", 0, begin);
-        Ok(())
-    })?;
-    Ok(())
-}
-
-/// Gives the output file its name once the data of all ranks is on the disk.
-///
-/// # Ordering
-/// Collective over the processes of the job.
-fn finish(job: &mut Job, output: Output) -> Outcome {
-    job.run_local_phase([&output], |_, output| output.sync())?;
-    if job.is_leader() {
-        let finished = output.finish();
-        return job.agree(finished.map_err(Failure::from));
-    }
-    job.agree(Ok(()))?;
-    output.forget();
-    Ok(())
-}
-
-impl<T: Element, B: Backend<Space: HostTensors>> Rank<T, B> {
-    /// Updates the plan with the masks, ids and positions of the batch.
-    fn update(&mut self) -> Result<()> {
-        let batch = std::mem::take(&mut self.batch);
-        // equal on all ranks, because it depends only on the file
-        if batch == Batch::default() { Ok(()) } else { self.plan.update(&batch) }
-    }
-
-    fn forward(&mut self) -> Result<Forward<T>> {
-        let begin = Instant::now();
-        let forward = self.plan.forward(&self.share.tensors())?;
-        self.log.span("forward", 0, begin);
-        self.reports.extend(&forward.reports);
-        Ok(forward)
-    }
-
-    fn backward(
-        &mut self,
-        forward: &Forward<T>,
-        of_output: &OutputGradients<T>,
-    ) -> Result<Backward<T>> {
-        let begin = Instant::now();
-        let gradients = self.plan.backward(
-            &self.share.tensors(),
-            forward,
-            of_output.dout.view(),
-            of_output.dlse_view(),
-        )?;
-        self.log.span("backward", 0, begin);
-        self.reports.extend(&gradients.reports);
-        Ok(gradients)
-    }
-}
-
-/// Number of blocks that these ranks receive in a forward and in a backward pass.
-pub(super) fn blocks<'a, B: Backend<Space: HostTensors> + 'a>(
-    plans: impl Iterator<Item = &'a Plan<B>> + Clone,
-) -> [usize; 2] {
-    let Some(schedule) = plans.clone().next().map(|plan| plan.ring().schedule()) else {
-        return [0, 0];
-    };
-    let steps = || plans.clone().filter_map(|plan| schedule.steps.get(ring_index(plan))).flatten();
-    let before: usize = steps().map(|step| step.before.receives.len()).sum();
-    [before, before + steps().map(|step| step.after.receives.len()).sum::<usize>()]
-}
-
-/// Ring index of a plan's rank, by which schedules and work are indexed.
-fn ring_index<B: Backend<Space: HostTensors>>(plan: &Plan<B>) -> usize {
-    let ring = plan.ring();
-    ring.order().ring_index(ring.rank())
 }

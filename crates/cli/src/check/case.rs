@@ -136,7 +136,8 @@ impl<T: Element> Loaded<T> {
     fn new(folder: &Path, case: &Case) -> Result<Self> {
         let Opened { input, sinks, attention } = Opened::new::<T>(folder, case)?;
         let all = |len: usize| Runs::counting(0, len as u64);
-        let (q_rows, kv_rows) = (all(input.dims.q_len), all(input.dims.kv_len));
+        let q_rows = all(input.dims.q_len);
+        let kv_rows = all(input.dims.kv_len);
         let named = |error| input.named(error);
         Ok(Self {
             attention,

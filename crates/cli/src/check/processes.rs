@@ -203,7 +203,8 @@ fn merge_ring<'a>(verdicts: impl Iterator<Item = &'a RankVerdict>) -> Verdict {
             RankVerdict::Passed => continue,
             RankVerdict::Wrong(arrays) => {
                 for (name, error, tolerance) in arrays {
-                    let (error, tolerance) = (f64::from_bits(*error), f64::from_bits(*tolerance));
+                    let error = f64::from_bits(*error);
+                    let tolerance = f64::from_bits(*tolerance);
                     let worst = wrong.entry(name.clone()).or_insert((error, tolerance));
                     // a NaN stays: no comparison with it is true
                     if error.is_nan() || error > worst.0 {

@@ -186,8 +186,7 @@ fn of_adapters() -> Vec<String> {
     let words = |adapter: annulus_wgpu::Adapter| {
         let kind = if adapter.software { ", software" } else { "" };
         let (least, most) = adapter.subgroups;
-        let (number, name, api, driver) =
-            (adapter.number, &adapter.name, &adapter.api, &adapter.driver);
+        let annulus_wgpu::Adapter { number, name, api, driver, .. } = &adapter;
         let level = levels(&adapter, &forced);
         format!(
             "device {number}: {name} ({api}, {driver}{kind}), subgroups {least} to {most}, {level}"
@@ -203,7 +202,8 @@ fn levels(
     adapter: &annulus_wgpu::Adapter,
     forced: &annulus_core::Result<Option<annulus_wgpu::Level>>,
 ) -> String {
-    let (variable, chosen) = (annulus_wgpu::Level::VARIABLE, adapter.chosen.name());
+    let variable = annulus_wgpu::Level::VARIABLE;
+    let chosen = adapter.chosen.name();
     let at = match forced {
         Ok(None) => adapter.record.map_or_else(
             || format!("level {chosen}"),

@@ -178,6 +178,55 @@ impl<'de> Deserialize<'de> for Metadata {
 /// tensors overlap or leave gaps; [`annulus_core::Error::InvalidArgument`] naming the file and the
 /// tensor if the bytes of a tensor do not match its shape.
 pub(super) fn read(file: &File, path: &Path) -> Result<Header> {
+    let Parsed { entries, start, bytes } = parse(file, path)?;
+    let mut header = Header::default();
+    let mut ranges = Vec::new();
+    for (name, raw) in entries.0 {
+        let [begin, end] = raw.data_offsets;
+        if begin > end {
+            return Err(reversed(path, &name, &raw));
+        }
+        if end > bytes {
+            let what = format!(
+                "tensor {} ends at byte {end} of {bytes} bytes of data",
+                message::name(&name)
+            );
+            return Err(io(path, format!("is truncated: {what}")));
+        }
+        let new = match Kind::named(&raw.dtype) {
+            Some(kind) => {
+                let entry = entry(path, &name, kind, &raw, start)?;
+                header.entries.insert(name.clone(), entry).is_none()
+                    && !header.unsupported.contains_key(&name)
+            }
+            None => {
+                header.unsupported.insert(name.clone(), raw.dtype).is_none()
+                    && !header.entries.contains_key(&name)
+            }
+        };
+        if !new {
+            return Err(io(path, format!("has two tensors named {}", message::name(&name))));
+        }
+        ranges.push((begin, end, name));
+    }
+    check_ranges(path, ranges, bytes)?;
+    Ok(header)
+}
+
+/// Header text as JSON, and the extent of the data after it.
+struct Parsed {
+    entries: RawHeader,
+    /// Offset of the data from the start of the file.
+    start: u64,
+    /// Bytes of the data.
+    bytes: u64,
+}
+
+/// Reads and parses the text of the header.
+///
+/// # Errors
+/// [`annulus_core::Error::Io`] if the file is not a safetensors file or is truncated.
+fn parse(file: &File, path: &Path) -> Result<Parsed> {
     let file_bytes = file.metadata().map_err(|error| io(path, error))?.len();
     if file_bytes < 8 {
         return Err(io(
@@ -197,52 +246,30 @@ pub(super) fn read(file: &File, path: &Path) -> Result<Header> {
             ),
         ));
     }
-    let data = 8 + length;
-    if data > file_bytes {
+    let start = 8 + length;
+    if start > file_bytes {
         return Err(io(
             path,
-            format!("is truncated: {file_bytes} bytes, but the header ends at {data}"),
+            format!("is truncated: {file_bytes} bytes, but the header ends at {start}"),
         ));
     }
     let mut text = vec![0; annulus_core::index(length)];
     file.read_exact_at(&mut text, 8).map_err(|error| changed(path, &error))?;
-    let raw: RawHeader = serde_json::from_slice(&text)
+    let entries = serde_json::from_slice(&text)
         .map_err(|error| io(path, format!("has a malformed safetensors header: {error}")))?;
+    Ok(Parsed { entries, start, bytes: file_bytes - start })
+}
 
-    let mut header = Header::default();
-    let mut extents = Vec::new();
-    let held = file_bytes - data;
-    for (name, raw) in raw.0 {
-        let [begin, end] = raw.data_offsets;
-        if begin > end {
-            return Err(reversed(path, &name, &raw));
-        }
-        if end > held {
-            let what = format!(
-                "tensor {} ends at byte {end} of {held} bytes of data",
-                message::name(&name)
-            );
-            return Err(io(path, format!("is truncated: {what}")));
-        }
-        let new = match Kind::named(&raw.dtype) {
-            Some(kind) => {
-                let entry = entry(path, &name, kind, &raw, data)?;
-                header.entries.insert(name.clone(), entry).is_none()
-                    && !header.unsupported.contains_key(&name)
-            }
-            None => {
-                header.unsupported.insert(name.clone(), raw.dtype).is_none()
-                    && !header.entries.contains_key(&name)
-            }
-        };
-        if !new {
-            return Err(io(path, format!("has two tensors named {}", message::name(&name))));
-        }
-        extents.push((begin, end, name));
-    }
-    extents.sort();
+/// Checks that the byte ranges of the tensors cover the `bytes` bytes of data without overlaps and
+/// gaps.
+///
+/// # Errors
+/// [`annulus_core::Error::Io`] naming the first tensor that does not start where the one before it
+/// ends.
+fn check_ranges(path: &Path, mut ranges: Vec<(u64, u64, String)>, bytes: u64) -> Result<()> {
+    ranges.sort();
     let mut expected = 0;
-    for (begin, end, name) in extents {
+    for (begin, end, name) in ranges {
         if begin != expected {
             let what = if begin < expected {
                 "overlaps the tensor before it"
@@ -259,8 +286,8 @@ pub(super) fn read(file: &File, path: &Path) -> Result<Header> {
         }
         expected = end;
     }
-    match held - expected {
-        0 => Ok(header),
+    match bytes - expected {
+        0 => Ok(()),
         more => Err(io(path, format!("has {more} bytes after its last tensor"))),
     }
 }

@@ -171,15 +171,7 @@ impl Figures {
         layout: Option<&Layout>,
         mask: String,
     ) -> Result<Self> {
-        let queries = spec.dims.q_len as u64
-            * if spec.mask.per_head() { spec.dims.q_heads as u64 } else { 1 };
-        if queries > MOST_QUERIES {
-            return Err(Error::invalid(
-                "q_len",
-                spec.dims.q_len,
-                format!("at most {MOST_QUERIES}, because plan counts the pairs of each query"),
-            ));
-        }
+        check_queries(spec)?;
         let Choice { layout, route, .. } = Choice::auto(spec, ranks, layout, None);
         let shards = RingShards::plain(&spec.dims, spec.alignment, &layout, ranks);
         let heads = spec.dims.q_heads;
@@ -282,6 +274,20 @@ impl Figures {
             hops => format!("{} hops; {route}", grouped(hops as u64)),
         }
     }
+}
+
+/// Checks that the pairs of every query can be counted in some seconds.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] for more queries than [`MOST_QUERIES`].
+fn check_queries(spec: &Spec) -> Result<()> {
+    // equal heads are counted once
+    let heads = if spec.mask.per_head() { spec.dims.q_heads as u64 } else { 1 };
+    if spec.dims.q_len as u64 * heads <= MOST_QUERIES {
+        return Ok(());
+    }
+    let want = format!("at most {MOST_QUERIES}, because plan counts the pairs of each query");
+    Err(Error::invalid("q_len", spec.dims.q_len, want))
 }
 
 impl Bytes {

@@ -62,8 +62,8 @@ pub(crate) fn run(command: &TraceCommand) -> Outcome {
     let TraceCommand::Merge(MergeFlags { folder, output, quiet }) = command;
     let (ranks, events) = merge::merge(folder, output)?;
     if !quiet {
-        let (events, ranks) =
-            (counted(events as u64, "event", "events"), counted(ranks as u64, "rank", "ranks"));
+        let events = counted(events as u64, "event", "events");
+        let ranks = counted(ranks as u64, "rank", "ranks");
         say!("wrote {}: {events} of {ranks}", message::path(output));
     }
     Ok(())

@@ -7,7 +7,7 @@ use annulus_core::{Mask, Shard, Spec, mask::Key, mask::Query};
 use super::{
     axis::{Axis, Cell},
     colour,
-    svg::{Anchor, Area, Svg},
+    svg::{Anchor, Area, Svg, at},
 };
 use crate::plan::figures::Figures;
 
@@ -25,26 +25,18 @@ pub(super) fn draw(svg: &mut Svg, area: Area, spec: &Spec, figures: &Figures) {
         width: area.width - margin,
         height: area.height - margin,
     };
-    let order = |axis: &Axis| {
-        let order = if axis.in_sequence { "in sequence" } else { "grouped by rank" };
-        if axis.stride == 1 {
-            order.to_owned()
-        } else {
-            format!("{order}, 1 of {} runs of rows", axis.stride)
-        }
-    };
     svg.text(
-        (plot.x + plot.width / 2.0, area.y + 11.0),
+        at(plot.x + plot.width / 2.0, area.y + 11.0),
         13.0,
         Anchor::Middle,
         "#333",
-        &format!("keys, {} →", order(&keys)),
+        &format!("keys, {} →", order_of(&keys)),
     );
     svg.upward(
-        (area.x + 11.0, plot.y + plot.height / 2.0),
+        at(area.x + 11.0, plot.y + plot.height / 2.0),
         13.0,
         "#333",
-        &format!("← queries, {}", order(&queries)),
+        &format!("← queries, {}", order_of(&queries)),
     );
     svg.rect(plot, "#f1f1f1", 1.0);
     strip(svg, &keys, figures.ranks, Area { y: plot.y - STRIP - 2.0, height: STRIP, ..plot }, true);
@@ -57,7 +49,7 @@ pub(super) fn draw(svg: &mut Svg, area: Area, spec: &Spec, figures: &Figures) {
     );
     if queries.cells.is_empty() || keys.cells.is_empty() {
         svg.text(
-            (plot.x + plot.width / 2.0, plot.y + plot.height / 2.0),
+            at(plot.x + plot.width / 2.0, plot.y + plot.height / 2.0),
             13.0,
             Anchor::Middle,
             "#333",
@@ -65,6 +57,28 @@ pub(super) fn draw(svg: &mut Svg, area: Area, spec: &Spec, figures: &Figures) {
         );
         return;
     }
+    draw_tiles(svg, plot, [&queries, &keys], spec, figures);
+    svg.frame(plot, "#999");
+}
+
+/// Describes the order of rows on an axis.
+fn order_of(axis: &Axis) -> String {
+    let order = if axis.in_sequence { "in sequence" } else { "grouped by rank" };
+    if axis.stride == 1 {
+        order.to_owned()
+    } else {
+        format!("{order}, 1 of {} runs of rows", axis.stride)
+    }
+}
+
+/// Draws the tiles that are not empty into `plot`.
+fn draw_tiles(
+    svg: &mut Svg,
+    plot: Area,
+    [queries, keys]: [&Axis; 2],
+    spec: &Spec,
+    figures: &Figures,
+) {
     let height = plot.height / queries.cells.len() as f64;
     let width = plot.width / keys.cells.len() as f64;
     let steps = figures.busy_steps();
@@ -100,7 +114,6 @@ pub(super) fn draw(svg: &mut Svg, area: Area, spec: &Spec, figures: &Figures) {
             }
         }
     }
-    svg.frame(plot, "#999");
 }
 
 /// Number of shades of a tile.
@@ -148,7 +161,7 @@ fn strip(svg: &mut Svg, axis: &Axis, ranks: usize, area: Area, across: bool) {
         let room = if across { part.width } else { part.height };
         if room >= 16.0 {
             svg.text(
-                (part.x + part.width / 2.0, part.y + part.height / 2.0 + 4.0),
+                at(part.x + part.width / 2.0, part.y + part.height / 2.0 + 4.0),
                 11.0,
                 Anchor::Middle,
                 "#fff",

@@ -12,7 +12,7 @@ use annulus_core::Spec;
 
 use super::figures::Figures;
 use crate::report::count;
-use svg::{Anchor, Area, Svg};
+use svg::{Anchor, Area, Point, Svg, at};
 
 /// Margin of the picture, in pixels like all lengths here.
 const MARGIN: f64 = 32.0;
@@ -27,14 +27,14 @@ pub(super) fn draw(spec: &Spec, figures: &Figures) -> String {
     let title = figures.title();
     // a bold character is about 0.62 of its font size wide
     let size = ((WIDTH - 2.0 * MARGIN) / (0.62 * title.chars().count() as f64)).min(20.0);
-    svg.heading((MARGIN, 46.0), size, &title);
-    svg.text((MARGIN, 70.0), 13.0, Anchor::Start, "#555", &figures.hops_in_words());
+    svg.heading(at(MARGIN, 46.0), size, &title);
+    svg.text(at(MARGIN, 70.0), 13.0, Anchor::Start, "#555", &figures.hops_in_words());
 
     let top = 92.0;
     map::draw(&mut svg, Area { x: MARGIN, y: top, width: MAP, height: MAP }, spec, figures);
     let right = MARGIN + MAP + 44.0;
     let width = WIDTH - MARGIN - right;
-    facts(&mut svg, (right, top), spec, figures);
+    facts(&mut svg, at(right, top), spec, figures);
     legend(&mut svg, Area { x: right, y: top + 112.0, width, height: 84.0 }, figures);
     work::draw(&mut svg, Area { x: right, y: top + 222.0, width, height: MAP - 222.0 }, figures);
 
@@ -53,8 +53,8 @@ pub(super) fn draw(spec: &Spec, figures: &Figures) -> String {
 }
 
 /// Draws the predicted bytes and the work as text.
-fn facts(svg: &mut Svg, (x, y): (f64, f64), spec: &Spec, figures: &Figures) {
-    svg.heading((x, y + 14.0), 15.0, "Predicted");
+fn facts(svg: &mut Svg, Point { x, y }: Point, spec: &Spec, figures: &Figures) {
+    svg.heading(at(x, y + 14.0), 15.0, "Predicted");
     let dims = spec.dims;
     let lines = [
         ("forward", figures.forward.in_words()),
@@ -80,8 +80,8 @@ fn facts(svg: &mut Svg, (x, y): (f64, f64), spec: &Spec, figures: &Figures) {
     ];
     for (line, (name, words)) in lines.iter().enumerate() {
         let y = y + 36.0 + 19.0 * line as f64;
-        svg.text((x, y), 12.0, Anchor::Start, "#555", name);
-        svg.text((x + 72.0, y), 12.0, Anchor::Start, "#111", words);
+        svg.text(at(x, y), 12.0, Anchor::Start, "#555", name);
+        svg.text(at(x + 72.0, y), 12.0, Anchor::Start, "#111", words);
     }
 }
 
@@ -89,7 +89,7 @@ fn facts(svg: &mut Svg, (x, y): (f64, f64), spec: &Spec, figures: &Figures) {
 fn legend(svg: &mut Svg, area: Area, figures: &Figures) {
     let ranks = figures.ranks;
     let steps = figures.busy_steps();
-    svg.heading((area.x, area.y + 14.0), 15.0, "Colours");
+    svg.heading(at(area.x, area.y + 14.0), 15.0, "Colours");
     let size = 22.0;
     let names = 150.0;
     let x = area.x + names;
@@ -103,7 +103,7 @@ fn legend(svg: &mut Svg, area: Area, figures: &Figures) {
             let (fill, ink) = colour(number);
             svg.rect(swatch, &fill, 1.0);
             svg.text(
-                (swatch.x + swatch.width / 2.0, swatch.y + 13.0),
+                at(swatch.x + swatch.width / 2.0, swatch.y + 13.0),
                 11.0,
                 Anchor::Middle,
                 ink,
@@ -115,12 +115,12 @@ fn legend(svg: &mut Svg, area: Area, figures: &Figures) {
     swatches(area.y + 50.0, steps, &|step| {
         (colour::of(0, ranks, step, steps), colour::ink(step, steps))
     });
-    svg.text((area.x, area.y + 39.0), 12.0, Anchor::Start, "#333", "hue: computing rank");
-    svg.text((area.x, area.y + 64.0), 12.0, Anchor::Start, "#333", "lightness: ring step");
-    svg.text((area.x, area.y + 89.0), 12.0, Anchor::Start, "#333", "paler: partial tile");
+    svg.text(at(area.x, area.y + 39.0), 12.0, Anchor::Start, "#333", "hue: computing rank");
+    svg.text(at(area.x, area.y + 64.0), 12.0, Anchor::Start, "#333", "lightness: ring step");
+    svg.text(at(area.x, area.y + 89.0), 12.0, Anchor::Start, "#333", "paler: partial tile");
     svg.rect(Area { x, y: area.y + 75.0, width: size + 14.0, height: 18.0 }, "#f1f1f1", 1.0);
     svg.text(
-        (x + size + 24.0, area.y + 89.0),
+        at(x + size + 24.0, area.y + 89.0),
         12.0,
         Anchor::Start,
         "#333",

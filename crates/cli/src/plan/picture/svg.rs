@@ -21,6 +21,20 @@ pub(super) struct Area {
     pub(super) height: f64,
 }
 
+/// Point, in pixels.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Point {
+    /// Distance from the left edge.
+    pub(super) x: f64,
+    /// Distance from the top edge.
+    pub(super) y: f64,
+}
+
+/// Returns the point (x, y).
+pub(super) const fn at(x: f64, y: f64) -> Point {
+    Point { x, y }
+}
+
 /// Horizontal alignment of a text to its point.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Anchor {
@@ -64,42 +78,37 @@ impl Svg {
     }
 
     /// Adds a line.
-    pub(super) fn line(&mut self, from: (f64, f64), to: (f64, f64), stroke: &str) {
+    pub(super) fn line(&mut self, from: Point, to: Point, stroke: &str) {
         self.push(format_args!(
             "<line x1=\"{}\" y1=\"{}\" x2=\"{}\" y2=\"{}\" stroke=\"{stroke}\"/>",
-            short(from.0),
-            short(from.1),
-            short(to.0),
-            short(to.1)
+            short(from.x),
+            short(from.y),
+            short(to.x),
+            short(to.y)
         ));
     }
 
     /// Adds a text of `size` pixels with its baseline at `at`.
-    pub(super) fn text(
-        &mut self,
-        at: (f64, f64),
-        size: f64,
-        anchor: Anchor,
-        fill: &str,
-        text: &str,
-    ) {
+    pub(super) fn text(&mut self, at: Point, size: f64, anchor: Anchor, fill: &str, text: &str) {
         self.text_with(at, size, anchor, fill, text, "");
     }
 
     /// Adds a bold text.
-    pub(super) fn heading(&mut self, at: (f64, f64), size: f64, text: &str) {
+    pub(super) fn heading(&mut self, at: Point, size: f64, text: &str) {
         self.text_with(at, size, Anchor::Start, "#111", text, " font-weight=\"600\"");
     }
 
     /// Adds a centred text that is rotated to read upwards.
-    pub(super) fn upward(&mut self, at: (f64, f64), size: f64, fill: &str, text: &str) {
-        let turn = format!(" transform=\"rotate(-90 {} {})\"", short(at.0), short(at.1));
+    pub(super) fn upward(&mut self, at: Point, size: f64, fill: &str, text: &str) {
+        let turn = format!(" transform=\"rotate(-90 {} {})\"", short(at.x), short(at.y));
         self.text_with(at, size, Anchor::Middle, fill, text, &turn);
     }
 
     /// Returns the document.
     pub(super) fn finish(self, width: f64, height: f64, title: &str) -> String {
-        let (width, height, title) = (short(width), short(height), escape(title));
+        let width = short(width);
+        let height = short(height);
+        let title = escape(title);
         format!(
             "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" \
              viewBox=\"0 0 {width} {height}\" shape-rendering=\"crispEdges\" \
@@ -111,7 +120,7 @@ impl Svg {
 
     fn text_with(
         &mut self,
-        at: (f64, f64),
+        at: Point,
         size: f64,
         anchor: Anchor,
         fill: &str,
@@ -125,8 +134,8 @@ impl Svg {
         };
         self.push(format_args!(
             "<text x=\"{}\" y=\"{}\" font-size=\"{}\"{anchor} fill=\"{fill}\"{more}>{}</text>",
-            short(at.0),
-            short(at.1),
+            short(at.x),
+            short(at.y),
             short(size),
             escape(text)
         ));

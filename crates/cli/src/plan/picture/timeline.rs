@@ -4,7 +4,7 @@
 
 use super::{
     colour,
-    svg::{Anchor, Area, Svg},
+    svg::{Anchor, Area, Svg, at},
 };
 use crate::{
     plan::figures::{Figures, MOST_DETAILED_RANKS, Send, StepFigures, StepOfRank},
@@ -36,29 +36,12 @@ pub(super) fn height(ranks: usize) -> f64 {
 
 /// Draws the timeline.
 pub(super) fn draw(svg: &mut Svg, area: Area, figures: &Figures) {
-    svg.heading((area.x, area.y + 14.0), 15.0, "Step by step");
+    svg.heading(at(area.x, area.y + 14.0), 15.0, "Step by step");
     let steps = &figures.steps[..figures.busy_steps()];
-    let idle = figures.steps.len() - steps.len();
-    let idle = match idle {
-        0 => String::new(),
-        1 => "; the last step is empty".to_owned(),
-        _ => format!("; the last {idle} steps are empty"),
-    };
-    let bar = "bar: visible pairs, relative to the largest box";
     let per_line = ranks_per_line(figures.ranks);
     let per_column = if per_line == 1 { 1 } else { steps.len().div_ceil(GROUPS).max(1) };
-    let explanation = if per_line == 1 {
-        format!(
-            "{bar}; number: owner of the block; arrow: receiver and bytes of the block sent{idle}"
-        )
-    } else {
-        let steps = counted(per_column as u64, "step", "steps");
-        format!(
-            "{bar}; more than {MOST_DETAILED_RANKS} ranks: a box is {per_line} ranks and \
-             {steps}{idle}"
-        )
-    };
-    svg.text((area.x, area.y + 33.0), 12.0, Anchor::Start, "#555", &explanation);
+    let explanation = explanation(figures, per_line, per_column);
+    svg.text(at(area.x, area.y + 33.0), 12.0, Anchor::Start, "#555", &explanation);
     let names = 56.0;
     let top = area.y + 62.0;
     let lines = figures.ranks.div_ceil(per_line);
@@ -70,7 +53,7 @@ pub(super) fn draw(svg: &mut Svg, area: Area, figures: &Figures) {
     for number in (0..lines).step_by(every_line) {
         let y = top + (number as f64 + 0.5) * line + 4.0;
         svg.text(
-            (area.x + names - 6.0, y),
+            at(area.x + names - 6.0, y),
             11.0,
             Anchor::End,
             "#333",
@@ -89,7 +72,7 @@ pub(super) fn draw(svg: &mut Svg, area: Area, figures: &Figures) {
         let step = number * per_column;
         if number.is_multiple_of(every_column) {
             svg.text(
-                (x + column / 2.0, top - 6.0),
+                at(x + column / 2.0, top - 6.0),
                 11.0,
                 Anchor::Middle,
                 "#333",
@@ -103,6 +86,25 @@ pub(super) fn draw(svg: &mut Svg, area: Area, figures: &Figures) {
             draw_box(svg, room, figures, step, of_rank, most);
         }
     }
+}
+
+/// Explains the boxes of `per_line` ranks and `per_column` steps.
+fn explanation(figures: &Figures, per_line: usize, per_column: usize) -> String {
+    let idle = match figures.steps.len() - figures.busy_steps() {
+        0 => String::new(),
+        1 => "; the last step is empty".to_owned(),
+        idle => format!("; the last {idle} steps are empty"),
+    };
+    let bar = "bar: visible pairs, relative to the largest box";
+    if per_line == 1 {
+        return format!(
+            "{bar}; number: owner of the block; arrow: receiver and bytes of the block sent{idle}"
+        );
+    }
+    let steps = counted(per_column as u64, "step", "steps");
+    format!(
+        "{bar}; more than {MOST_DETAILED_RANKS} ranks: a box is {per_line} ranks and {steps}{idle}"
+    )
 }
 
 /// Sums the boxes of `per_line` neighbouring ranks and `per_column` successive steps, by column. A
@@ -167,13 +169,19 @@ fn draw_box(
     match text {
         TextPosition::Above => {
             let baseline = room.y + 11.5;
-            svg.text((room.x + 4.0, baseline), 11.0, Anchor::Start, "#111", &owner);
+            svg.text(at(room.x + 4.0, baseline), 11.0, Anchor::Start, "#111", &owner);
             if let Some(words) = sends_in_words(&of_rank.sends, room.width) {
-                svg.text((room.x + room.width - 4.0, baseline), 10.0, Anchor::End, "#444", &words);
+                svg.text(
+                    at(room.x + room.width - 4.0, baseline),
+                    10.0,
+                    Anchor::End,
+                    "#444",
+                    &words,
+                );
             }
         }
         TextPosition::Left => svg.text(
-            (room.x + 4.0, room.y + room.height / 2.0 + 4.0),
+            at(room.x + 4.0, room.y + room.height / 2.0 + 4.0),
             11.0,
             Anchor::Start,
             "#111",

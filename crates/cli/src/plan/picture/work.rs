@@ -2,7 +2,7 @@
 
 use super::{
     colour,
-    svg::{Anchor, Area, Svg},
+    svg::{Anchor, Area, Svg, at},
 };
 use crate::{plan::figures::Figures, report::bytes};
 
@@ -11,10 +11,10 @@ const READABLE: f64 = 15.0;
 
 /// Draws one bar for each rank into `area`.
 pub(super) fn draw(svg: &mut Svg, area: Area, figures: &Figures) {
-    svg.heading((area.x, area.y + 14.0), 15.0, "Work of each rank");
+    svg.heading(at(area.x, area.y + 14.0), 15.0, "Work of each rank");
     let most = figures.work_max_over_mean;
     let subtitle = format!("visible pairs / mean; maximum {most:.3}; bytes sent in a forward pass");
-    svg.text((area.x, area.y + 33.0), 12.0, Anchor::Start, "#555", &subtitle);
+    svg.text(at(area.x, area.y + 33.0), 12.0, Anchor::Start, "#555", &subtitle);
     let names = 46.0;
     let figures_width = 160.0;
     let top = area.y + 44.0;
@@ -35,19 +35,25 @@ pub(super) fn draw(svg: &mut Svg, area: Area, figures: &Figures) {
         if rank.rank.is_multiple_of(every) {
             let baseline = y + height / 2.0 + 4.0;
             svg.text(
-                (area.x + names - 6.0, baseline),
+                at(area.x + names - 6.0, baseline),
                 11.0,
                 Anchor::End,
                 "#333",
                 &format!("rank {}", rank.rank),
             );
             let words = format!("{:.2} × mean, {}", rank.work_over_mean, bytes(rank.bytes_sent));
-            svg.text((area.x + names + width + 8.0, baseline), 11.0, Anchor::Start, "#333", &words);
+            svg.text(
+                at(area.x + names + width + 8.0, baseline),
+                11.0,
+                Anchor::Start,
+                "#333",
+                &words,
+            );
         }
     }
     // the mean: the end of all bars if the work were balanced
     if most > 0.0 {
         let x = area.x + names + width / most;
-        svg.line((x, top), (x, top + figures.ranks as f64 * height), "#111");
+        svg.line(at(x, top), at(x, top + figures.ranks as f64 * height), "#111");
     }
 }
