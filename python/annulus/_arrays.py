@@ -58,11 +58,16 @@ def tensor(name: str, value: Any, *, writable: bool = False) -> Tensor:
     return Tensor(array, dtype, library(value))
 
 
-def element_type(name: str, value: Any) -> str:
-    """Returns the name of an array's element type, also of a traced JAX array."""
+def described(name: str, value: Any) -> tuple[tuple[int, ...], str]:
+    """Returns the shape of an array of floats, and the name of its element type; also of a traced
+    JAX array.
+    """
     if library(value) == "jax":
-        return dtype_name(name, value.dtype)
-    return tensor(name, value).dtype
+        if value.dtype.name not in FLOATS:
+            raise invalid(name, f"elements {value.dtype.name}", f"one of {', '.join(FLOATS)}")
+        return tuple(value.shape), value.dtype.name
+    found = tensor(name, value)
+    return found.array.shape, found.dtype
 
 
 def integers(name: str, value: Any, dtype: str, axes: int) -> np.ndarray[Any, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from . import _arrays, _check
 from ._annulus import BiasFunction, Mask
 from ._errors import invalid, unsupported
-from ._plan import Attention, Forward, Plan, Rows
+from ._plan import Attention, Forward, Plan, Rows, agreed, check_communicator
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,31 +29,15 @@ class Call:
         self, query: Any, key: Any, value: Any, bias: Any, softmax_aux: Any, *, forward_only: bool
     ) -> Plan:
         """Plans for tensors; with a communicator, collectively."""
-        tensors = {
-            name: _arrays.tensor(name, array)
-            for name, array in (("query", query), ("key", key), ("value", value))
-        }
-        for name, given in tensors.items():
-            if given.array.ndim != 4:
-                want = "4: [batch, seq, heads, dim]"
-                raise invalid(name, f"{given.array.ndim} axes", want)
-        shapes = {name: given.array.shape for name, given in tensors.items()}
-        (batch, q_len, q_heads, head_dim), (_, kv_len, kv_heads, _) = shapes["query"], shapes["key"]
-        want = {"key": (batch, kv_len, kv_heads, head_dim), "value": shapes["key"][:3]}
-        for name, shape in want.items():
-            if shapes[name][: len(shape)] != shape:
-                raise invalid(name, f"shape {shapes[name]}", f"{shape}")
-        if len({given.dtype for given in tensors.values()}) > 1:
-            types = ", ".join(f"{name} {given.dtype}" for name, given in tensors.items())
-            raise invalid("query", types, "one element type")
-        bias_shape = None if bias is None else list(_arrays.tensor("bias", bias).array.shape)
-        sinks = None if softmax_aux is None else _arrays.tensor("softmax_aux", softmax_aux)
-        layout = self.layout
+        shapes = agreed(self.comm, lambda: Shapes.of(query, key, value, bias, softmax_aux))
+        batch, q_len, q_heads, head_dim = shapes.query
+        _, kv_len, kv_heads, value_dim = shapes.value
+        bias_shape, layout = shapes.bias, self.layout
         if self.comm is not None:
             # the caller has dealt the rows already
             layout = "contiguous" if layout is None else layout
             told = self.comm.allgather((q_len, kv_len))
-            if bias_shape is not None and len(bias_shape) == 4 and bias_shape[2] == q_len != 1:
+            if bias_shape is not None and bias_shape[2:3] == [q_len] and q_len != 1:
                 bias_shape[2] = sum(q for q, _ in told)
             q_len, kv_len = sum(q for q, _ in told), sum(kv for _, kv in told)
         return Plan(
@@ -64,10 +48,10 @@ class Call:
             q_heads=q_heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            value_dim=shapes["value"][3],
-            dtype=tensors["query"].dtype,
+            value_dim=value_dim,
+            dtype=shapes.dtype,
             bias_shape=bias_shape,
-            softmax_aux_shape=None if sinks is None else sinks.array.shape,
+            softmax_aux_shape=shapes.softmax_aux,
             ranks=self.ranks,
             comm=self.comm,
             layout=layout,
@@ -76,6 +60,44 @@ class Call:
             deadline=self.deadline,
             backward_mode="two_pass" if self.fused_backward is False else "one_pass",
             forward_only=forward_only,
+        )
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Shapes of the tensors of a call, and their element type."""
+
+    query: tuple[int, ...]
+    value: tuple[int, ...]
+    bias: list[int] | None
+    softmax_aux: tuple[int, ...] | None
+    dtype: str
+
+    @staticmethod
+    def of(query: Any, key: Any, value: Any, bias: Any, softmax_aux: Any) -> Shapes:
+        """Reads and compares the shapes of tensors."""
+        given = {"query": query, "key": key, "value": value}
+        described = {name: _arrays.described(name, array) for name, array in given.items()}
+        shapes = {name: shape for name, (shape, _) in described.items()}
+        for name, shape in shapes.items():
+            if len(shape) != 4:
+                raise invalid(name, f"{len(shape)} axes", "4: [batch, seq, heads, dim]")
+        want = (shapes["query"][0], *shapes["key"][1:3], shapes["query"][3])
+        if shapes["key"] != want:
+            raise invalid("key", f"shape {shapes['key']}", f"{want}, as query")
+        if shapes["value"][:3] != want[:3]:
+            raise invalid("value", f"shape {shapes['value']}", f"{want[:3]} and any dim, as key")
+        dtype = described["query"][1]
+        for name, (_, found) in described.items():
+            if found != dtype:
+                raise invalid(name, f"elements {found}", f"{dtype}, as query")
+        sinks = None if softmax_aux is None else _arrays.described("softmax_aux", softmax_aux)[0]
+        return Shapes(
+            query=shapes["query"],
+            value=shapes["value"],
+            bias=None if bias is None else list(_arrays.described("bias", bias)[0]),
+            softmax_aux=sinks,
+            dtype=dtype,
         )
 
 
@@ -287,48 +309,56 @@ def ring_attention(
     Raises:
         annulus.Error: As ``flash_attention``.
     """
-    _refuse(
-        axis_name=axis_name,
-        query_chunk_size=query_chunk_size,
-        key_chunk_size=key_chunk_size,
-        causal_block_size=causal_block_size,
-        fwd_params=fwd_params,
-        bwd_params=bwd_params,
-        policy=policy,
-        prevent_cse=prevent_cse,
-    )
-    if float32_logits is not None:
-        if logits_dtype is not None:
-            raise invalid("float32_logits", float32_logits, "None, since logits_dtype is given")
-        of_query = _arrays.element_type("query", query)
-        logits_dtype = "float32" if _check.boolean("float32_logits", float32_logits) else of_query
-    call = Call(
-        Attention(
-            causal=causal,
-            sliding_window=sliding_window,
-            attention_sink_size=attention_sink_size,
-            chunk_size=chunk_size,
-            prefix_len=prefix_len,
-            mask=mask_builder,
-            alignment=alignment,
-            softmax_scale=softmax_scale,
-            logits_soft_cap=logits_soft_cap,
-            bias_function=bias_function,
-            bias_order=bias_order,
-            normalize_output=normalize_output,
-            dropout_prob=dropout_prob,
-            dropout_seed=dropout_seed,
-            logits_dtype=logits_dtype,
-            precision=precision,
-        ),
-        ranks=ranks,
-        comm=comm,
-        layout=layout,
-        route=route,
-        threads=threads,
-        deadline=deadline,
-        fused_backward=fused_backward,
-    )
+    if comm is not None:
+        check_communicator(comm)
+
+    def build() -> Call:
+        _refuse(
+            axis_name=axis_name,
+            query_chunk_size=query_chunk_size,
+            key_chunk_size=key_chunk_size,
+            causal_block_size=causal_block_size,
+            fwd_params=fwd_params,
+            bwd_params=bwd_params,
+            policy=policy,
+            prevent_cse=prevent_cse,
+        )
+        rounded_to = logits_dtype
+        if float32_logits is not None:
+            if logits_dtype is not None:
+                raise invalid("float32_logits", float32_logits, "None, since logits_dtype is given")
+            _, of_query = _arrays.described("query", query)
+            in_f32 = _check.boolean("float32_logits", float32_logits)
+            rounded_to = "float32" if in_f32 else of_query
+        return Call(
+            Attention(
+                causal=causal,
+                sliding_window=sliding_window,
+                attention_sink_size=attention_sink_size,
+                chunk_size=chunk_size,
+                prefix_len=prefix_len,
+                mask=mask_builder,
+                alignment=alignment,
+                softmax_scale=softmax_scale,
+                logits_soft_cap=logits_soft_cap,
+                bias_function=bias_function,
+                bias_order=bias_order,
+                normalize_output=normalize_output,
+                dropout_prob=dropout_prob,
+                dropout_seed=dropout_seed,
+                logits_dtype=rounded_to,
+                precision=precision,
+            ),
+            ranks=ranks,
+            comm=comm,
+            layout=layout,
+            route=route,
+            threads=threads,
+            deadline=deadline,
+            fused_backward=fused_backward,
+        )
+
+    call = agreed(comm, build)
     batch = {
         "q_segment_ids": q_segment_ids,
         "kv_segment_ids": kv_segment_ids,
@@ -358,13 +388,17 @@ def attend(
     if return_max_sum and call.attention.normalize_output:
         raise invalid("return_max_sum", True, "False, since normalize_output is true")
     if _is_traced(*tensors, *batch.values()):
-        from . import jax as of_jax
+        if return_max_sum:
+            raise unsupported("return_max_sum", "max and sum have no gradient in JAX")
+        from .jax import attend as attend_traced
 
-        results = of_jax.attend(call, tensors, batch)
+        results = attend_traced(call, tensors, batch)
     elif _requires_grad(*tensors):
-        from . import torch as of_torch
+        if return_max_sum:
+            raise unsupported("return_max_sum", "max and sum have no gradient in torch")
+        from .torch import attend as attend_with_gradient
 
-        results = of_torch.attend(call, tensors, batch)
+        results = attend_with_gradient(call, tensors, batch)
     else:
         if call.fused_backward is not None and _arrays.library(tensors[0]) == "numpy":
             want = "None: a call on these arrays has no backward pass, see Plan"

@@ -65,3 +65,10 @@ def window(value: Any) -> tuple[int | None, int | None]:
     else:
         left = right = value
     return integer_or_none("sliding_window", left), integer_or_none("sliding_window", right)
+
+
+def choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
+    """Returns one of some names."""
+    if value not in choices:
+        raise invalid(name, repr(value), f"one of {', '.join(choices)}")
+    return str(value)

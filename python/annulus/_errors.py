@@ -18,6 +18,7 @@ class Error(Exception):
         super().__init__(message)
         self.code = code
         self.argument = argument
+        self._got_want = (message, "a valid argument")
 
     @property
     def is_fatal(self) -> bool:
@@ -55,9 +56,24 @@ def from_code(code: int, message: str, argument: str | None) -> Error:
 
 def invalid(argument: str, got: object, want: object) -> InvalidArgument:
     """Returns the exception of an argument without meaning."""
-    return InvalidArgument(f"{argument}: got {got}, want {want}", INVALID_ARGUMENT, argument)
+    message = f"{argument}: got {got}, want {want}"
+    error = InvalidArgument(message, INVALID_ARGUMENT, argument)
+    error._got_want = (str(got), str(want))
+    return error
 
 
 def unsupported(argument: str, why: str) -> Unsupported:
     """Returns the exception of an argument that is not supported."""
     return Unsupported(f"{argument} is not supported: {why}", UNSUPPORTED, argument)
+
+
+def argument_got_want(error: Exception) -> tuple[str, str, str]:
+    """Returns what an error of an argument says, in three parts."""
+    if isinstance(error, Error):
+        return (error.argument or "an argument", *error._got_want)
+    return type(error).__name__, str(error), "a valid argument"
+
+
+def refused(rank: int, what: str) -> Error:
+    """Returns the exception of a call that another rank refused."""
+    return Error(f"rank {rank} refused the call: {what}", REFUSED)

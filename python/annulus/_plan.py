@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from . import _annulus, _arrays, _check
 from ._annulus import BiasFunction, Mask
 from ._arrays import Tensor, accumulator, empty, given_back, tensor
-from ._errors import invalid, unsupported
+from ._errors import argument_got_want, invalid, refused, unsupported
 
+T = TypeVar("T")
 Rows = Sequence[Sequence[int]]
+ALIGNMENTS = ("top_left", "bottom_right")
+BIAS_ORDERS = ("after_soft_cap", "before_soft_cap")
+PRECISIONS = ("highest", "high", "default")
+LAYOUTS = ("contiguous", "zigzag", "striped")
+ROUTES = ("relay_up", "relay_down", "direct")
+BACKWARD_MODES = ("one_pass", "two_pass")
+Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +89,7 @@ class Attention:
         logits = self.logits_dtype
         # names of NumPy, members of jax.lax.Precision
         precision = getattr(self.precision, "name", self.precision)
+        precision = "highest" if precision is None else str(precision).lower()
         return {
             "causal": _check.boolean("causal", self.causal),
             "window_left": left,
@@ -87,16 +98,16 @@ class Attention:
             "chunk_size": _check.integer_or_none("chunk_size", self.chunk_size, least=1),
             "prefix_len": _check.integer_or_none("prefix_len", self.prefix_len),
             "mask": self.mask,
-            "alignment": str(self.alignment),
+            "alignment": _check.choice("alignment", self.alignment, ALIGNMENTS),
             "softmax_scale": _check.number_or_none("softmax_scale", self.softmax_scale),
             "logits_soft_cap": _check.number_or_none("logits_soft_cap", self.logits_soft_cap),
             "bias_function": self.bias_function,
-            "bias_order": str(self.bias_order),
+            "bias_order": _check.choice("bias_order", self.bias_order, BIAS_ORDERS),
             "normalize_output": _check.boolean("normalize_output", self.normalize_output),
             "dropout_prob": _check.number("dropout_prob", self.dropout_prob),
             "dropout_seed": _check.integer_or_none("dropout_seed", self.dropout_seed) or 0,
             "logits_dtype": None if logits is None else _arrays.dtype_name("logits_dtype", logits),
-            "precision": "highest" if precision is None else str(precision).lower(),
+            "precision": _check.choice("precision", precision, PRECISIONS),
         }
 
 
@@ -217,51 +228,58 @@ class Plan:
         forward_only: bool = False,
         local_gradients: bool = False,
     ) -> None:
-        lengths = {
-            "batch": batch,
-            "q_len": q_len,
-            "kv_len": q_len if kv_len is None else kv_len,
-            "q_heads": q_heads,
-            "kv_heads": q_heads if kv_heads is None else kv_heads,
-            "head_dim": head_dim,
-            "value_dim": head_dim if value_dim is None else value_dim,
-        }
-        self._lengths = {name: _check.integer(name, value) for name, value in lengths.items()}
-        self._dtype = _arrays.dtype_name("dtype", dtype)
-        self._normalized = attention.normalize_output
-        config = {
-            **attention._config(),
-            "dtype": self._dtype,
-            "bias": _bias_shape(bias_shape),
-            "softmax_aux": _sinks(softmax_aux_shape, self._lengths["q_heads"]),
-            "layout": _layout(layout),
-            "route": route,
-            "deadline": _check.number_or_none("deadline", deadline),
-            "backward_mode": str(backward_mode),
-            "forward_only": _check.boolean("forward_only", forward_only),
-            "local_gradients": _check.boolean("local_gradients", local_gradients),
-        }
-        threads = _check.integer_or_none("threads", threads, least=1)
-        if comm is None:
-            count = 1 if ranks is None else _check.integer("ranks", ranks, least=1)
-            self._plan = _annulus.Plan.local(config, self._lengths, count, threads)
-        else:
-            if ranks is not None:
+        def prepare() -> tuple[dict[str, Any], int | None]:
+            if not isinstance(attention, Attention):
+                raise invalid("attention", repr(attention), "an annulus.Attention")
+            if ranks is not None and comm is not None:
                 raise invalid("ranks", ranks, "None, since comm has its own ranks")
-            handle = _fortran_handle(comm)
-            self._plan = _annulus.Plan.over_mpi(config, self._lengths, handle, threads)
+            lengths = {
+                "batch": batch,
+                "q_len": q_len,
+                "kv_len": q_len if kv_len is None else kv_len,
+                "q_heads": q_heads,
+                "kv_heads": q_heads if kv_heads is None else kv_heads,
+                "head_dim": head_dim,
+                "value_dim": head_dim if value_dim is None else value_dim,
+            }
+            self._lengths = {name: _check.integer(name, value) for name, value in lengths.items()}
+            self._dtype = _arrays.dtype_name("dtype", dtype)
+            self._normalized = attention.normalize_output
+            config = {
+                **attention._config(),
+                "dtype": self._dtype,
+                "bias": _bias_shape(bias_shape),
+                "softmax_aux": _sinks(softmax_aux_shape, self._lengths["q_heads"]),
+                "layout": _layout(layout),
+                "route": None if route is None else _check.choice("route", route, ROUTES),
+                "deadline": _check.number_or_none("deadline", deadline),
+                "backward_mode": _check.choice("backward_mode", backward_mode, BACKWARD_MODES),
+                "forward_only": _check.boolean("forward_only", forward_only),
+                "local_gradients": _check.boolean("local_gradients", local_gradients),
+            }
+            return config, _check.integer_or_none("threads", threads, least=1)
+
+        handle = None if comm is None else _fortran_handle(comm)
+        config, own_threads = agreed(comm, prepare)
+        if handle is None:
+            count = 1 if ranks is None else _check.integer("ranks", ranks, least=1)
+            self._plan = _annulus.Plan.local(config, self._lengths, count, own_threads)
+        else:
+            self._plan = _annulus.Plan.over_mpi(config, self._lengths, handle, own_threads)
         self._q_rows = _spelled(self._plan.q_rows())
         self._kv_rows = _spelled(self._plan.kv_rows())
 
     @property
-    def q_rows(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def q_rows(self) -> Numbers:
         """Global query rows of the tensors that this process passes, in their order."""
-        return self._q_rows.copy()
+        rows: Numbers = self._q_rows.copy()
+        return rows
 
     @property
-    def kv_rows(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def kv_rows(self) -> Numbers:
         """Global key rows of the tensors that this process passes, in their order."""
-        return self._kv_rows.copy()
+        rows: Numbers = self._kv_rows.copy()
+        return rows
 
     @property
     def rank(self) -> int:
@@ -332,7 +350,8 @@ class Plan:
             "cum_seqlens_q": cum_seqlens_q,
             "cum_seqlens_k": cum_seqlens_k,
         }
-        self._plan.update(batch_arrays(given))
+        with self._collective():
+            self._plan.update(batch_arrays(given))
 
     def forward(
         self,
@@ -355,18 +374,19 @@ class Plan:
             softmax_aux: As ``softmax_aux_shape``.
             out, lse: Arrays to write instead of new ones. They overlap nothing.
         """
-        inputs = self._inputs(query, key, value, bias, softmax_aux)
-        acc = accumulator(self._dtype)
-        lengths, rows = self._lengths, len(self._q_rows)
-        statistics = (lengths["batch"], lengths["q_heads"], rows)
-        whole = (lengths["batch"], rows, lengths["q_heads"], lengths["value_dim"])
-        arrays = {
-            "out": _output("out", out, whole, self._dtype),
-            "lse": _output("lse", lse, statistics, acc),
-        }
-        if not self._normalized:
-            arrays |= {name: empty(statistics, acc) for name in ("max", "sum", "ties")}
-        reports = self._plan.forward({**inputs.arrays, **arrays})
+        with self._collective():
+            inputs = self._inputs(query, key, value, bias, softmax_aux)
+            acc = accumulator(self._dtype)
+            lengths, rows = self._lengths, len(self._q_rows)
+            statistics = (lengths["batch"], lengths["q_heads"], rows)
+            whole = (lengths["batch"], rows, lengths["q_heads"], lengths["value_dim"])
+            arrays = {
+                "out": _output("out", out, whole, self._dtype),
+                "lse": _output("lse", lse, statistics, acc),
+            }
+            if not self._normalized:
+                arrays |= {name: empty(statistics, acc) for name in ("max", "sum", "ties")}
+            reports = self._plan.forward({**inputs.arrays, **arrays})
         like = inputs.query.library
         results = {name: given_back(array, acc, like) for name, array in arrays.items()}
         results["out"] = given_back(arrays["out"], self._dtype, like) if out is None else out
@@ -397,23 +417,24 @@ class Plan:
             dout: Shape and element type of out.
             dlse: Shape and element type of lse. Default: 0.
         """
-        inputs = self._inputs(query, key, value, bias, softmax_aux)
-        acc = accumulator(self._dtype)
-        arrays = dict(inputs.arrays)
-        arrays["out"] = self._of_dtype("out", forward.out).array
-        arrays["dout"] = self._of_dtype("dout", dout).array
-        given = {"lse": forward.lse, "max": forward.max, "sum": forward.sum, "ties": forward.ties}
-        for name, array in {**given, "dlse": dlse}.items():
-            if array is not None:
-                arrays[name] = _arrays.converted(tensor(name, array), acc)
-        gradients = {
-            f"d{short}": empty(arrays[name].shape, self._dtype)
-            for short, name in (("q", "query"), ("k", "key"), ("v", "value"))
-        }
-        for name in ("bias", "softmax_aux"):
-            if name in arrays:
-                gradients[f"d{name}"] = empty(arrays[name].shape, acc)
-        reports = self._plan.backward({**arrays, **gradients})
+        with self._collective():
+            inputs = self._inputs(query, key, value, bias, softmax_aux)
+            acc = accumulator(self._dtype)
+            arrays = dict(inputs.arrays)
+            arrays["out"] = self._of_dtype("out", forward.out).array
+            arrays["dout"] = self._of_dtype("dout", dout).array
+            given = {"lse": forward.lse, "max": forward.max, "sum": forward.sum, "ties": forward.ties}
+            for name, array in {**given, "dlse": dlse}.items():
+                if array is not None:
+                    arrays[name] = _arrays.converted(tensor(name, array), acc)
+            gradients = {
+                f"d{short}": empty(arrays[name].shape, self._dtype)
+                for short, name in (("q", "query"), ("k", "key"), ("v", "value"))
+            }
+            for name in ("bias", "softmax_aux"):
+                if name in arrays:
+                    gradients[f"d{name}"] = empty(arrays[name].shape, acc)
+            reports = self._plan.backward({**arrays, **gradients})
         like = inputs.query.library
         results = {
             name: given_back(array, self._dtype, like) for name, array in gradients.items()
@@ -424,6 +445,16 @@ class Plan:
                 own = _arrays.converted(Tensor(array, acc, like), source.dtype)
                 results[f"d{name}"] = given_back(own, source.dtype, like)
         return Gradients(**results, reports=_reports(reports))
+
+    @contextmanager
+    def _collective(self) -> Iterator[None]:
+        """Lets the other ranks of a call know if its arguments are refused here."""
+        self._plan.begin()
+        try:
+            yield
+        except Exception as error:
+            self._plan.refuse(*argument_got_want(error))
+            raise
 
     def _of_dtype(self, name: str, value: Any) -> Tensor:
         given = tensor(name, value)
@@ -458,13 +489,6 @@ class _Inputs:
     softmax_aux: Tensor | None
 
 
-BATCH = tuple(
-    name
-    for side in ("q", "kv")
-    for name in (f"{side}_segment_ids", f"{side}_positions")
-) + ("attention_mask", "cum_seqlens_q", "cum_seqlens_k")
-
-
 def batch_arrays(given: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
     """Returns the arrays of a batch that are given, in the element types of the module."""
     arrays = {}
@@ -479,6 +503,26 @@ def batch_arrays(given: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
             ids = name.endswith("segment_ids")
             arrays[name] = _arrays.integers(name, value, "int32" if ids else "int64", 2)
     return arrays
+
+
+def agreed(comm: Any, work: Callable[[], T]) -> T:
+    """Returns the result of ``work``, or raises on all ranks if it fails on one.
+
+    Collective over ``comm``, unless that is None.
+    """
+    if comm is None:
+        return work()
+    try:
+        result, failure = work(), None
+    except Exception as error:
+        failure = error
+    told = comm.allgather(None if failure is None else str(failure))
+    if failure is not None:
+        raise failure
+    for rank, what in enumerate(told):
+        if what is not None:
+            raise refused(rank, what)
+    return result
 
 
 def _output(
@@ -516,7 +560,7 @@ def _sinks(shape: Sequence[int] | None, q_heads: int) -> tuple[bool, int] | None
 
 def _layout(layout: Any) -> Any:
     if layout is None or isinstance(layout, str):
-        return layout
+        return None if layout is None else _check.choice("layout", layout, LAYOUTS)
     want = "a name, or (query rows, key rows) of every rank"
     if not isinstance(layout, (tuple, list)) or len(layout) != 2:
         raise invalid("layout", repr(layout), want)
@@ -526,12 +570,17 @@ def _layout(layout: Any) -> Any:
     )
 
 
+def check_communicator(comm: Any) -> None:
+    """Checks that a communicator is one of mpi4py's."""
+    if not hasattr(comm, "py2f") or not hasattr(comm, "allgather"):
+        raise invalid("comm", repr(comm), "an mpi4py communicator")
+
+
 def _fortran_handle(comm: Any) -> int:
     if not _annulus.HAS_MPI:
         why = 'this build has no MPI; pip install ./python -C build-args="--features mpi"'
         raise unsupported("comm", why)
-    if not hasattr(comm, "py2f"):
-        raise invalid("comm", repr(comm), "an mpi4py communicator")
+    check_communicator(comm)
     from mpi4py import MPI
 
     own, other = _annulus.mpi_library(), MPI.Get_library_version()
@@ -540,7 +589,7 @@ def _fortran_handle(comm: Any) -> int:
     return int(comm.py2f())
 
 
-def _spelled(runs: list[tuple[int, int, int]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _spelled(runs: list[tuple[int, int, int]]) -> Numbers:
     parts = [start + step * np.arange(count, dtype=np.int64) for start, step, count in runs]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
@@ -548,5 +597,3 @@ def _spelled(runs: list[tuple[int, int, int]]) -> np.ndarray[Any, np.dtype[np.in
 def _reports(reports: list[tuple[float, float, int, int]]) -> tuple[Report, ...]:
     return tuple(Report(*report) for report in reports)
 
-
-FIELDS = frozenset(field.name for field in fields(Attention))

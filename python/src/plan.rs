@@ -2,7 +2,10 @@
 
 use std::{
     num::NonZero,
-    sync::{Arc, Mutex, MutexGuard, TryLockError},
+    sync::{
+        Arc, Mutex, MutexGuard, TryLockError,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
 };
 
@@ -43,6 +46,8 @@ pub(crate) struct Plan {
     callbacks: Vec<Arc<Callback>>,
     /// True if ranks are threads of their own.
     elsewhere: bool,
+    /// True once a call has reached the ring, which then tells the other ranks of errors.
+    entered: AtomicBool,
 }
 
 #[pymethods]
@@ -131,6 +136,32 @@ impl Plan {
         }
     }
 
+    /// Begins a call, of which the arguments are yet to be checked.
+    fn begin(&self) {
+        self.entered.store(false, Ordering::Relaxed);
+    }
+
+    /// Ends a call whose arguments were refused: over MPI, takes part in it so that the other ranks
+    /// do not wait. Does nothing if the call has reached the ring.
+    fn refuse(&self, py: Python<'_>, argument: String, got: String, want: String) -> PyResult<()> {
+        if self.entered.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let mut guard = self.lock(py)?;
+        let engine = opened(guard.as_mut())?;
+        let why = annulus::Error::InvalidArgument { argument, got, want };
+        self.run(py, || {
+            match engine {
+                // the ranks of this process have not been called
+                Engine::Local(_) => drop(why),
+                // the caller raises what it has refused
+                #[cfg(feature = "mpi")]
+                Engine::Rank(plan) => drop(plan.ring_mut().refuse(why)),
+            }
+            Ok(())
+        })
+    }
+
     /// Global query rows of this process.
     fn q_rows(&self, py: Python<'_>) -> PyResult<Vec<(i64, i64, u64)>> {
         self.rows(py, Side::Q)
@@ -172,7 +203,14 @@ impl Plan {
 
 impl Plan {
     fn empty(dtype: DType, callbacks: Vec<Arc<Callback>>, elsewhere: bool) -> Self {
-        Self { engine: Mutex::default(), dtype, signals: Arc::default(), callbacks, elsewhere }
+        Self {
+            engine: Mutex::default(),
+            dtype,
+            signals: Arc::default(),
+            callbacks,
+            elsewhere,
+            entered: AtomicBool::new(false),
+        }
     }
 
     fn filled(mut self, engine: Engine) -> PyResult<Self> {
@@ -183,6 +221,7 @@ impl Plan {
     /// Runs `work` without the GIL. An exception of a mask or bias function is the cause of the
     /// error that it leads to.
     fn run<T: Send>(&self, py: Python<'_>, work: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
+        self.entered.store(true, Ordering::Relaxed);
         self.signals.run(py, self.elsewhere, work).inspect_err(|error| {
             let cause = self.callbacks.iter().find_map(|callback| callback.take_raised());
             if let Some(cause) = cause {
