@@ -15,6 +15,8 @@ jax = pytest.importorskip("jax")
 jax.config.update("jax_enable_x64", True)
 jnp = jax.numpy
 
+import annulus.jax  # noqa: E402  (imports jax)
+
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_gradients(golden: Case, ranks: int) -> None:
@@ -53,7 +55,6 @@ def test_jit_gives_the_eager_bits(dtype: str) -> None:
     def attend(q: Any, k: Any, v: Any) -> Any:
         return annulus.jax.ring_attention(q, k, v, causal=True, sliding_window=20, ranks=2)
 
-    import annulus.jax
 
     eager, jitted = attend(q, k, v), jax.jit(attend)(q, k, v)
     assert isinstance(eager, jax.Array) and eager.dtype == jitted.dtype == dtype
