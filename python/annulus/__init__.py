@@ -6,9 +6,9 @@
     out = annulus.ring_attention(query, key, value, causal=True, ranks=4)
     out = annulus.ring_attention(query, key, value, causal=True, comm=MPI.COMM_WORLD)
 
-Arrays are ``[batch, seq, heads, dim]``, of NumPy, torch (CPU), JAX (CPU) or anything with DLPack or
-the buffer protocol. ``Attention`` and ``Plan`` serve repeated and backward passes; ``annulus.torch``
-and ``annulus.jax`` have gradients.
+Arrays are ``[batch, seq, heads, dim]``, of NumPy, torch (CPU), JAX (CPU) or anything with DLPack
+or the buffer protocol. ``Attention`` and ``Plan`` serve repeated and backward passes;
+``annulus.torch`` and ``annulus.jax`` have gradients.
 """
 
 from . import biases, masks

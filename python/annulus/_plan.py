@@ -423,7 +423,12 @@ class Plan:
             arrays = dict(inputs.arrays)
             arrays["out"] = self._of_dtype("out", forward.out).array
             arrays["dout"] = self._of_dtype("dout", dout).array
-            given = {"lse": forward.lse, "max": forward.max, "sum": forward.sum, "ties": forward.ties}
+            given = {
+                "lse": forward.lse,
+                "max": forward.max,
+                "sum": forward.sum,
+                "ties": forward.ties,
+            }
             for name, array in {**given, "dlse": dlse}.items():
                 if array is not None:
                     arrays[name] = _arrays.converted(tensor(name, array), acc)
@@ -436,9 +441,7 @@ class Plan:
                     gradients[f"d{name}"] = empty(arrays[name].shape, acc)
             reports = self._plan.backward({**arrays, **gradients})
         like = inputs.query.library
-        results = {
-            name: given_back(array, self._dtype, like) for name, array in gradients.items()
-        }
+        results = {name: given_back(array, self._dtype, like) for name, array in gradients.items()}
         for name, source in (("bias", inputs.bias), ("softmax_aux", inputs.softmax_aux)):
             if source is not None:
                 array = gradients[f"d{name}"].reshape(source.array.shape)
@@ -525,9 +528,7 @@ def agreed(comm: Any, work: Callable[[], T]) -> T:
     return result
 
 
-def _output(
-    name: str, given: Any, shape: tuple[int, ...], dtype: str
-) -> np.ndarray[Any, Any]:
+def _output(name: str, given: Any, shape: tuple[int, ...], dtype: str) -> np.ndarray[Any, Any]:
     if given is None:
         return empty(shape, dtype)
     if _arrays.library(given) == "jax":
@@ -596,4 +597,3 @@ def _spelled(runs: list[tuple[int, int, int]]) -> Numbers:
 
 def _reports(reports: list[tuple[float, float, int, int]]) -> tuple[Report, ...]:
     return tuple(Report(*report) for report in reports)
-

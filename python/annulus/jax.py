@@ -1,8 +1,8 @@
 """Attention with gradients for JAX, also under ``jax.jit``.
 
-``annulus.flash_attention`` and ``annulus.ring_attention`` route traced arrays here. The pass runs on
-the host as a pure callback (``jax.pure_callback``), and its gradient is a custom VJP. A jitted call
-gives the bits of an eager one.
+``annulus.flash_attention`` and ``annulus.ring_attention`` route traced arrays here. The pass runs
+on the host as a pure callback (``jax.pure_callback``), and its gradient is a custom VJP. A jitted
+call gives the bits of an eager one.
 """
 
 from __future__ import annotations

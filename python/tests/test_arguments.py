@@ -14,45 +14,57 @@ from annulus import biases, masks
 
 N = 24
 Q, K, V = random(1, N, 4, 8), random(1, N, 2, 8, seed=1), random(1, N, 2, 8, seed=2)
-I, J = np.arange(N)[:, None], np.arange(N)[None, :]
+ROWS, KEYS = np.arange(N)[:, None], np.arange(N)[None, :]
 
 
 @pytest.mark.parametrize(
     ("arguments", "visible"),
     [
-        ({"causal": True}, J <= I),
-        ({"sliding_window": 3}, abs(I - J) <= 3),
-        ({"sliding_window": 3, "causal": True}, (J <= I) & (I - J <= 3)),
-        ({"sliding_window": (None, 1)}, J <= I + 1),
-        ({"sliding_window": (2, 0), "attention_sink_size": 4}, ((J <= I) & (I - J <= 2)) | (J < 4)),
-        ({"chunk_size": 7}, (I // 7 == J // 7) & (J <= I)),
-        ({"prefix_len": 5}, (J < 5) | (J <= I)),
-        ({"mask_builder": masks.causal(-2)}, J <= I - 2),
-        ({"mask_builder": masks.local((1, 2), offset=3)}, (J >= I + 2) & (J <= I + 5)),
-        ({"mask_builder": masks.full() & masks.chunked_causal(5)}, (I // 5 == J // 5) & (J <= I)),
-        ({"mask_builder": masks.causal() | masks.prefix(9)}, (J < 9) | (J <= I)),
-        ({"mask_builder": masks.dense(((I * J) % 3 == 0)[None, None])}, (I * J) % 3 == 0),
-        ({"mask_builder": masks.function("even", lambda i, j: (i + j) % 2 == 0)}, (I + J) % 2 == 0),
+        ({"causal": True}, KEYS <= ROWS),
+        ({"sliding_window": 3}, abs(ROWS - KEYS) <= 3),
+        ({"sliding_window": 3, "causal": True}, (KEYS <= ROWS) & (ROWS - KEYS <= 3)),
+        ({"sliding_window": (None, 1)}, KEYS <= ROWS + 1),
+        (
+            {"sliding_window": (2, 0), "attention_sink_size": 4},
+            ((KEYS <= ROWS) & (ROWS - KEYS <= 2)) | (KEYS < 4),
+        ),
+        ({"chunk_size": 7}, (ROWS // 7 == KEYS // 7) & (KEYS <= ROWS)),
+        ({"prefix_len": 5}, (KEYS < 5) | (KEYS <= ROWS)),
+        ({"mask_builder": masks.causal(-2)}, KEYS <= ROWS - 2),
+        ({"mask_builder": masks.local((1, 2), offset=3)}, (KEYS >= ROWS + 2) & (KEYS <= ROWS + 5)),
+        (
+            {"mask_builder": masks.full() & masks.chunked_causal(5)},
+            (ROWS // 5 == KEYS // 5) & (KEYS <= ROWS),
+        ),
+        ({"mask_builder": masks.causal() | masks.prefix(9)}, (KEYS < 9) | (KEYS <= ROWS)),
+        (
+            {"mask_builder": masks.dense(((ROWS * KEYS) % 3 == 0)[None, None])},
+            (ROWS * KEYS) % 3 == 0,
+        ),
+        (
+            {"mask_builder": masks.function("even", lambda i, j: (i + j) % 2 == 0)},
+            (ROWS + KEYS) % 2 == 0,
+        ),
         (
             {
                 "mask_builder": masks.function(
                     "band", lambda i, j: abs(i - j) < 3, intervals=lambda i: [(i - 2, i + 3)]
                 )
             },
-            abs(I - J) < 3,
+            abs(ROWS - KEYS) < 3,
         ),
         (
             {"mask_builder": masks.per_head([masks.causal(h) for h in range(4)])},
-            np.stack([J <= I + h for h in range(4)]),
+            np.stack([KEYS <= ROWS + h for h in range(4)]),
         ),
-        ({"q_segment_ids": (np.arange(N) // 9)[None]}, I // 9 == J // 9),
-        ({"kv_segment_ids": (np.arange(N) // 9 - 1)[None]}, (I // 9 == J // 9) & (I >= 9)),
-        ({"attention_mask": (I * J % 5 - 1)[None, None]}, I * J % 5 != 1),
+        ({"q_segment_ids": (np.arange(N) // 9)[None]}, ROWS // 9 == KEYS // 9),
+        ({"kv_segment_ids": (np.arange(N) // 9 - 1)[None]}, (ROWS // 9 == KEYS // 9) & (ROWS >= 9)),
+        ({"attention_mask": (ROWS * KEYS % 5 - 1)[None, None]}, ROWS * KEYS % 5 != 1),
         (
             {"cum_seqlens_q": np.array([0, 10, 20]), "sliding_window": (None, 0)},
-            (I // 10 == J // 10) & (J <= I) & (I < 20) & (J < 20),
+            (ROWS // 10 == KEYS // 10) & (KEYS <= ROWS) & (ROWS < 20) & (KEYS < 20),
         ),
-        ({"q_positions": np.arange(N)[None] - 4, "causal": True}, J <= I - 4),
+        ({"q_positions": np.arange(N)[None] - 4, "causal": True}, KEYS <= ROWS - 4),
     ],
 )
 def test_masks(arguments: dict[str, Any], visible: Any) -> None:
@@ -67,14 +79,14 @@ def test_masks(arguments: dict[str, Any], visible: Any) -> None:
 
 def test_bias_functions() -> None:
     slopes = [0.5, 0.25, 0.125, 0.0]
-    tensor = np.stack([-slope * abs(I - J) for slope in slopes])[None].astype("f4")
+    tensor = np.stack([-slope * abs(ROWS - KEYS) for slope in slopes])[None].astype("f4")
     want = annulus.flash_attention(Q, K, V, bias=tensor)
     python = biases.function("alibi", lambda head, i, j: -slopes[head] * abs(i - j))
     for function in (biases.alibi(slopes), python):
         got = annulus.ring_attention(Q, K, V, bias_function=function, ranks=2)
         assert abs(got - want).max() < 1e-6
     published = annulus.flash_attention(Q, K, V, bias_function=biases.alibi(4))
-    tensor = np.stack([-(2.0 ** (-2 * (h + 1))) * abs(I - J) for h in range(4)])[None]
+    tensor = np.stack([-(2.0 ** (-2 * (h + 1))) * abs(ROWS - KEYS) for h in range(4)])[None]
     assert abs(published - annulus.flash_attention(Q, K, V, bias=tensor)).max() < 1e-6
 
 

@@ -55,7 +55,6 @@ def test_jit_gives_the_eager_bits(dtype: str) -> None:
     def attend(q: Any, k: Any, v: Any) -> Any:
         return annulus.jax.ring_attention(q, k, v, causal=True, sliding_window=20, ranks=2)
 
-
     eager, jitted = attend(q, k, v), jax.jit(attend)(q, k, v)
     assert isinstance(eager, jax.Array) and eager.dtype == jitted.dtype == dtype
     assert (eager == jitted).all()
@@ -95,9 +94,7 @@ def test_arguments_are_refused_while_tracing() -> None:
         jax.jit(lambda q, k, v: annulus.flash_attention(q, k[:, :, :, :8], v))(q, k, v)
     with pytest.raises(annulus.Unsupported, match="return_max_sum"):
         jax.jit(
-            lambda q: annulus.flash_attention(
-                q, k, v, normalize_output=False, return_max_sum=True
-            )
+            lambda q: annulus.flash_attention(q, k, v, normalize_output=False, return_max_sum=True)
         )(q)
     with pytest.raises(annulus.InvalidArgument, match="query: got elements int32"):
         annulus.flash_attention(q.astype("int32"), k, v)

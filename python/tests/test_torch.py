@@ -64,7 +64,6 @@ def test_gradcheck(ranks: int, fused_backward: bool) -> None:
             return_lse=True,
         )
 
-
     assert torch.autograd.gradcheck(attend, (*inputs, bias))
 
 
