@@ -1,0 +1,37 @@
+"""Exact attention, forward and backward, over sequences that do not fit one device.
+
+    import annulus
+
+    out = annulus.flash_attention(query, key, value, causal=True)
+    out = annulus.ring_attention(query, key, value, causal=True, ranks=4)
+    out = annulus.ring_attention(query, key, value, causal=True, comm=MPI.COMM_WORLD)
+
+Arrays are ``[batch, seq, heads, dim]``, of NumPy, torch (CPU), JAX (CPU) or anything with DLPack
+or the buffer protocol. ``Attention`` and ``Plan`` serve repeated and backward passes;
+``annulus.torch`` and ``annulus.jax`` have gradients.
+"""
+
+from . import biases, masks
+from ._annulus import HAS_MPI
+from ._calls import flash_attention, ring_attention
+from ._errors import Error, InvalidArgument, OutOfMemory, Unsupported
+from ._plan import Attention, Forward, Gradients, Plan, Report
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "HAS_MPI",
+    "Attention",
+    "Error",
+    "Forward",
+    "Gradients",
+    "InvalidArgument",
+    "OutOfMemory",
+    "Plan",
+    "Report",
+    "Unsupported",
+    "biases",
+    "flash_attention",
+    "masks",
+    "ring_attention",
+]

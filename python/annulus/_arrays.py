@@ -1,0 +1,198 @@
+"""Arrays of NumPy, torch, JAX and others as NumPy arrays without copies, and back.
+
+NumPy has no bfloat16. Inside the package such an array is a view of 16-bit unsigned integers, with
+its element type beside it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ._errors import invalid, unsupported
+
+FLOATS = ("float64", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An array, the name of its element type, and the library that it came from."""
+
+    array: np.ndarray[Any, Any]
+    dtype: str
+    library: str
+
+
+def library(value: object) -> str:
+    """Returns the library of an array: ``torch``, ``jax`` or ``numpy`` for all others."""
+    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return "torch"
+    if jax is not None and isinstance(value, jax.Array):
+        return "jax"
+    return "numpy"
+
+
+def tensor(name: str, value: Any, *, writable: bool = False) -> Tensor:
+    """Views an array of floats. Copies only strides that are no multiple of the element's size,
+    unaligned elements and foreign byte orders, and never an array that is to be written.
+    """
+    array, dtype = _as_numpy(name, value)
+    if dtype not in FLOATS:
+        raise invalid(name, f"elements {dtype}", f"one of {', '.join(FLOATS)}")
+    fits = (
+        array.dtype.isnative
+        and array.flags.aligned
+        and all(stride % array.itemsize == 0 for stride in array.strides)
+    )
+    if writable and not (fits and array.flags.writeable):
+        raise invalid(name, "an array that cannot be written in place", "a writable, aligned one")
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    elif not fits:
+        array = array.copy()
+    return Tensor(array, dtype, library(value))
+
+
+def described(name: str, value: Any) -> tuple[tuple[int, ...], str]:
+    """Returns the shape of an array of floats, and the name of its element type; also of a traced
+    JAX array.
+    """
+    if library(value) == "jax":
+        if value.dtype.name not in FLOATS:
+            raise invalid(name, f"elements {value.dtype.name}", f"one of {', '.join(FLOATS)}")
+        return tuple(value.shape), value.dtype.name
+    found = tensor(name, value)
+    return found.array.shape, found.dtype
+
+
+def integers(name: str, value: Any, dtype: str, axes: int) -> np.ndarray[Any, Any]:
+    """Returns an array of integers of an element type, which holds all their values."""
+    array, found = _as_numpy(name, value if not isinstance(value, Sequence) else np.asarray(value))
+    if array.dtype.kind not in "iu":
+        raise invalid(name, f"elements {found}", "integers")
+    if array.ndim != axes:
+        raise invalid(name, f"{array.ndim} axes", f"{axes} axes")
+    limits = np.iinfo(dtype)
+    if array.size and not (limits.min <= int(array.min()) <= int(array.max()) <= limits.max):
+        raise invalid(name, f"numbers {array.min()} to {array.max()}", f"numbers that fit {dtype}")
+    return np.ascontiguousarray(array, dtype=dtype)
+
+
+def visible_pairs(name: str, value: Any) -> np.ndarray[Any, Any]:
+    """Returns a dense mask as bytes: 1 where it is not zero."""
+    array, found = _as_numpy(name, value)
+    if array.dtype.kind not in "iub":
+        raise invalid(name, f"elements {found}", "bools or integers, non-zero where visible")
+    if array.ndim != 4:
+        want = "4: [batch or 1, q_heads or 1, q_len, kv_len]"
+        raise invalid(name, f"{array.ndim} axes", want)
+    return np.ascontiguousarray(array != 0).view(np.uint8)
+
+
+def empty(shape: tuple[int, ...], dtype: str) -> np.ndarray[Any, Any]:
+    """Returns an array of an element type, not initialised."""
+    return np.empty(shape, "uint16" if dtype == "bfloat16" else dtype)
+
+
+def accumulator(dtype: str) -> str:
+    """Returns the element type of sums, lse, bias and sinks."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+def converted(given: Tensor, dtype: str) -> np.ndarray[Any, Any]:
+    """Returns a tensor in another element type; the tensor's own array if it has that type."""
+    if given.dtype == dtype:
+        return given.array
+    array = given.array
+    if given.dtype == "bfloat16":
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    if dtype != "bfloat16":
+        return array.astype(dtype)
+    bits = array.astype(np.float32).view(np.uint32)
+    # to nearest, ties to even; a NaN keeps its upper bits, of which one says that it is quiet
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    quiet = (bits >> 16) | 0x40
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return np.where(is_nan, quiet, rounded).astype(np.uint16)
+
+
+def given_back(array: np.ndarray[Any, Any], dtype: str, like: str) -> Any:
+    """Returns an array as one of a library."""
+    if like == "torch":
+        import torch
+
+        if dtype == "bfloat16":
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(array)
+    if dtype == "bfloat16":
+        array = array.view(_bfloat16())
+    if like == "jax":
+        import jax.numpy
+
+        return jax.numpy.asarray(array)
+    return array
+
+
+def dtype_name(argument: str, value: Any) -> str:
+    """Returns the name of an element type that NumPy, torch or JAX would understand."""
+    name = str(value).removeprefix("torch.") if not isinstance(value, type) else value.__name__
+    if name not in FLOATS:
+        try:
+            name = np.dtype(value).name
+        except TypeError:
+            pass
+    if name not in FLOATS:
+        raise invalid(argument, value, f"one of {', '.join(FLOATS)}")
+    return name
+
+
+def _as_numpy(name: str, value: Any) -> tuple[np.ndarray[Any, Any], str]:
+    found = library(value)
+    if found == "torch":
+        return _of_torch(name, value)
+    if found == "jax":
+        places = {device.platform for device in value.devices()}
+        if places != {"cpu"}:
+            raise unsupported(name, f"a JAX array on {', '.join(sorted(places))}; want one on cpu")
+        array = np.asarray(value)
+    elif isinstance(value, np.ndarray):
+        array = value
+    elif hasattr(value, "__array_interface__") or hasattr(value, "__array__"):
+        array = np.asarray(value)
+    elif hasattr(value, "__dlpack__"):
+        array = np.from_dlpack(value)
+    else:
+        try:
+            array = np.asarray(memoryview(value))
+        except TypeError:
+            want = "an array, or anything with DLPack or the buffer protocol"
+            raise invalid(name, f"a {type(value).__name__}", want) from None
+    if array.dtype.name == "bfloat16":
+        return array.view(np.uint16), "bfloat16"
+    return array, array.dtype.name
+
+
+def _of_torch(name: str, value: Any) -> tuple[np.ndarray[Any, Any], str]:
+    import torch
+
+    if value.device.type != "cpu" or value.layout != torch.strided:
+        place = f"{value.device} ({value.layout})"
+        raise unsupported(name, f"a torch tensor on {place}; want a dense one on cpu")
+    value = value.detach()
+    if value.dtype == torch.bfloat16:
+        return value.view(torch.int16).numpy().view(np.uint16), "bfloat16"
+    array: np.ndarray[Any, Any] = value.numpy()
+    return array, array.dtype.name
+
+
+def _bfloat16() -> Any:
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise unsupported("bfloat16", "NumPy needs the package ml_dtypes for it") from None
+    return ml_dtypes.bfloat16

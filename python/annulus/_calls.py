@@ -1,0 +1,452 @@
+"""Attention in one call, with the parameter names of other libraries."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from . import _arrays, _check
+from ._annulus import BiasFunction, Mask
+from ._errors import invalid, unsupported
+from ._plan import Attention, Forward, Plan, Rows, agreed, check_communicator
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What a call computes, without its tensors."""
+
+    attention: Attention
+    ranks: int | None = None
+    comm: Any = None
+    layout: str | tuple[Rows, Rows] | None = None
+    route: str | None = None
+    threads: int | None = None
+    deadline: float | None = None
+    fused_backward: bool | None = None
+
+    def plan(
+        self, query: Any, key: Any, value: Any, bias: Any, softmax_aux: Any, *, forward_only: bool
+    ) -> Plan:
+        """Plans for tensors; with a communicator, collectively."""
+        shapes = agreed(self.comm, lambda: Shapes.of(query, key, value, bias, softmax_aux))
+        batch, q_len, q_heads, head_dim = shapes.query
+        _, kv_len, kv_heads, value_dim = shapes.value
+        bias_shape, layout = shapes.bias, self.layout
+        if self.comm is not None:
+            # the caller has dealt the rows already
+            layout = "contiguous" if layout is None else layout
+            told = self.comm.allgather((q_len, kv_len))
+            if bias_shape is not None and bias_shape[2:3] == [q_len] and q_len != 1:
+                bias_shape[2] = sum(q for q, _ in told)
+            q_len, kv_len = sum(q for q, _ in told), sum(kv for _, kv in told)
+        return Plan(
+            self.attention,
+            batch=batch,
+            q_len=q_len,
+            kv_len=kv_len,
+            q_heads=q_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            dtype=shapes.dtype,
+            bias_shape=bias_shape,
+            softmax_aux_shape=shapes.softmax_aux,
+            ranks=self.ranks,
+            comm=self.comm,
+            layout=layout,
+            route=self.route,
+            threads=self.threads,
+            deadline=self.deadline,
+            backward_mode="two_pass" if self.fused_backward is False else "one_pass",
+            forward_only=forward_only,
+        )
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Shapes of the tensors of a call, and their element type."""
+
+    query: tuple[int, ...]
+    value: tuple[int, ...]
+    bias: list[int] | None
+    softmax_aux: tuple[int, ...] | None
+    dtype: str
+
+    @staticmethod
+    def of(query: Any, key: Any, value: Any, bias: Any, softmax_aux: Any) -> Shapes:
+        """Reads and compares the shapes of tensors."""
+        given = {"query": query, "key": key, "value": value}
+        described = {name: _arrays.described(name, array) for name, array in given.items()}
+        shapes = {name: shape for name, (shape, _) in described.items()}
+        for name, shape in shapes.items():
+            if len(shape) != 4:
+                raise invalid(name, f"{len(shape)} axes", "4: [batch, seq, heads, dim]")
+        want = (shapes["query"][0], *shapes["key"][1:3], shapes["query"][3])
+        if shapes["key"] != want:
+            raise invalid("key", f"shape {shapes['key']}", f"{want}, as query")
+        if shapes["value"][:3] != want[:3]:
+            raise invalid("value", f"shape {shapes['value']}", f"{want[:3]} and any dim, as key")
+        dtype = described["query"][1]
+        for name, (_, found) in described.items():
+            if found != dtype:
+                raise invalid(name, f"elements {found}", f"{dtype}, as query")
+        sinks = None if softmax_aux is None else _arrays.described("softmax_aux", softmax_aux)[0]
+        return Shapes(
+            query=shapes["query"],
+            value=shapes["value"],
+            bias=None if bias is None else list(_arrays.described("bias", bias)[0]),
+            softmax_aux=sinks,
+            dtype=dtype,
+        )
+
+
+def flash_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any = None,
+    bias: Any = None,
+    softmax_scale: float | None = None,
+    dropout_prob: float = 0.0,
+    causal: bool = False,
+    dropout_seed: int | None = None,
+    cum_seqlens_q: Any = None,
+    cum_seqlens_k: Any = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_aux: Any = None,
+    normalize_output: bool = True,
+    precision: Any = None,
+    logits_dtype: Any = None,
+    *,
+    q_segment_ids: Any = None,
+    kv_segment_ids: Any = None,
+    q_positions: Any = None,
+    kv_positions: Any = None,
+    attention_sink_size: int = 0,
+    chunk_size: int | None = None,
+    prefix_len: int | None = None,
+    mask_builder: Mask | None = None,
+    bias_function: BiasFunction | None = None,
+    bias_order: str = "after_soft_cap",
+    alignment: str = "top_left",
+    threads: int | None = None,
+    fwd_params: None = None,
+    bwd_params: None = None,
+    return_lse: bool = False,
+    return_max_sum: bool = False,
+) -> Any:
+    """Computes attention over whole arrays on the CPU.
+
+    Arrays of NumPy, torch (CPU), JAX (CPU) and anything with DLPack or the buffer protocol, in
+    float64, float32, bfloat16 or float16, with any strides, are read in place; outputs are arrays
+    of query's library. Torch tensors that require gradients, and traced JAX arrays, go through
+    ``annulus.torch`` and ``annulus.jax``, so that the call has a gradient.
+
+    Every call plans anew; programs with many passes keep a ``Plan``.
+
+    Args:
+        query: ``[batch, q_len, q_heads, head_dim]``.
+        key: ``[batch, kv_len, kv_heads, head_dim]``; q_heads is a multiple of kv_heads.
+        value: ``[batch, kv_len, kv_heads, value_dim]``.
+        attention_mask: ``[batch or 1, q_heads or 1, q_len, kv_len]``, bools or integers: visible
+            only if not zero. Floats are refused.
+        bias: ``[batch or 1, q_heads or 1, q_len or 1, kv_len or 1]``, floats; −∞ masks its pair.
+        softmax_scale: Factor of ⟨q, k⟩, any finite number. Default: 1/√head_dim.
+        dropout_prob: Probability with which an attention probability is dropped, below 1.
+        causal: Visible only if j' ≤ i'.
+        dropout_seed: Seed of dropout, an unsigned 64-bit number. Default: 0.
+        cum_seqlens_q, cum_seqlens_k: ``[sequences + 1]``, ascending from 0: packed sequences, in
+            which positions restart at 0. One given serves for both.
+        sliding_window: (left, right), both ends included; None opens a side. One integer stands
+            for both sides.
+        logits_soft_cap: cap · tanh(x / cap), with cap above 0.
+        softmax_aux: Learnable sinks, ``[sinks]`` shared by all heads or ``[q_heads, sinks]``.
+        normalize_output: False leaves out the division by the sum.
+        precision: ``highest``, ``high`` or ``default``: rounding that is permitted. Default: none.
+        logits_dtype: ⟨q, k⟩ is rounded to it before scale, bias and cap. Default: none.
+        q_segment_ids, kv_segment_ids: ``[batch, len]``, integers: visible only if equal and not
+            negative. One given serves for both.
+        q_positions, kv_positions: ``[batch, len]``, explicit positions.
+        attention_sink_size: Number of first keys that are exempt from the sliding window.
+        chunk_size: Chunked causal attention: ⌊i'/size⌋ = ⌊j'/size⌋ and j' ≤ i'.
+        prefix_len: Prefix-LM: j' < prefix_len or j' ≤ i'.
+        mask_builder: One more condition, of ``annulus.masks``.
+        bias_function: A bias of ``annulus.biases``, which has no gradient.
+        bias_order: ``after_soft_cap`` or ``before_soft_cap``: the order of bias and soft cap.
+        alignment: ``top_left``: query i has position i. ``bottom_right``: i + kv_len − q_len.
+        threads: Threads that compute. Default: the cores of the machine.
+        fwd_params, bwd_params: Tile sizes of other libraries; refused, since kernels choose theirs.
+        return_lse: Returns (out, lse), with lse ``[batch, q_heads, q_len]``.
+        return_max_sum: Appends max and sum, shape of lse. Only with ``normalize_output=False``.
+
+    Returns:
+        out, ``[batch, q_len, q_heads, value_dim]``; or a tuple, see ``return_lse`` and
+        ``return_max_sum``.
+
+    Raises:
+        ValueError: An argument has no meaning; the message and ``.argument`` name it.
+        NotImplementedError: An argument is not supported.
+        MemoryError: Memory could not be had.
+        annulus.Error: Anything else. All of these are ``annulus.Error``.
+    """
+    _refuse(fwd_params=fwd_params, bwd_params=bwd_params)
+    call = Call(
+        Attention(
+            causal=causal,
+            sliding_window=sliding_window,
+            attention_sink_size=attention_sink_size,
+            chunk_size=chunk_size,
+            prefix_len=prefix_len,
+            mask=mask_builder,
+            alignment=alignment,
+            softmax_scale=softmax_scale,
+            logits_soft_cap=logits_soft_cap,
+            bias_function=bias_function,
+            bias_order=bias_order,
+            normalize_output=normalize_output,
+            dropout_prob=dropout_prob,
+            dropout_seed=dropout_seed,
+            logits_dtype=logits_dtype,
+            precision=precision,
+        ),
+        threads=threads,
+    )
+    batch = {
+        "q_segment_ids": q_segment_ids,
+        "kv_segment_ids": kv_segment_ids,
+        "q_positions": q_positions,
+        "kv_positions": kv_positions,
+        "attention_mask": attention_mask,
+        "cum_seqlens_q": cum_seqlens_q,
+        "cum_seqlens_k": cum_seqlens_k,
+    }
+    tensors = (query, key, value, bias, softmax_aux)
+    return attend(call, tensors, batch, return_lse=return_lse, return_max_sum=return_max_sum)
+
+
+def ring_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    q_segment_ids: Any = None,
+    kv_segment_ids: Any = None,
+    softmax_aux: Any = None,
+    bias: Any = None,
+    mask_builder: Mask | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    causal: bool = False,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    *,
+    ranks: int | None = None,
+    layout: str | tuple[Rows, Rows] | None = None,
+    comm: Any = None,
+    return_lse: bool = False,
+    return_max_sum: bool = False,
+    attention_mask: Any = None,
+    cum_seqlens_q: Any = None,
+    cum_seqlens_k: Any = None,
+    q_positions: Any = None,
+    kv_positions: Any = None,
+    attention_sink_size: int = 0,
+    prefix_len: int | None = None,
+    bias_function: BiasFunction | None = None,
+    bias_order: str = "after_soft_cap",
+    alignment: str = "top_left",
+    normalize_output: bool = True,
+    dropout_prob: float = 0.0,
+    dropout_seed: int | None = None,
+    precision: Any = None,
+    logits_dtype: Any = None,
+    float32_logits: bool | None = None,
+    fused_backward: bool | None = None,
+    route: str | None = None,
+    threads: int | None = None,
+    deadline: float | None = None,
+    axis_name: None = None,
+    query_chunk_size: None = None,
+    key_chunk_size: None = None,
+    causal_block_size: None = None,
+    fwd_params: None = None,
+    bwd_params: None = None,
+    policy: None = None,
+    prevent_cse: None = None,
+) -> Any:
+    """Computes attention over a ring of ranks: of this process, or of an mpi4py communicator.
+
+    The result is that of ``flash_attention``, whose documentation defines the parameters that both
+    have, up to the order of rounding.
+
+    With ``comm`` every rank passes its own rows and calls with the same parameters; the arrays of
+    all ranks are one sequence, dealt by ``layout``. bias has this rank's queries × all keys, as has
+    attention_mask; cum_seqlens are whole. A ring over many calls keeps a ``Plan``.
+
+    Args:
+        query: ``[batch, q_len, q_heads, head_dim]``; with comm, q_len counts this rank's rows.
+        key: ``[batch, kv_len, kv_heads, head_dim]``.
+        value: ``[batch, kv_len, kv_heads, value_dim]``.
+        chunk_size: Chunked causal attention (a mask, not a tile size).
+        ranks: Ranks in this process. Default: 1.
+        layout: ``contiguous``, ``zigzag``, ``striped``, or the rows of every rank as (query rows,
+            key rows). Default: chosen by the mask; with comm, contiguous.
+        comm: An mpi4py communicator.
+        float32_logits: True is ``logits_dtype=float32``; False is query's element type.
+        fused_backward: Form of the backward pass, of torch and JAX calls: True for one pass (keys,
+            values and their gradients travel), False for two. Default: one pass. Refused for other
+            arrays, whose call has no backward pass.
+        route: ``relay_up``, ``relay_down`` or ``direct``. Default: chosen by the mask.
+        threads: Threads of each rank. Default: the cores, divided by the ranks on the machine.
+        deadline: Seconds of silence of the ring after which a call fails. Default: 120.
+        axis_name, query_chunk_size, key_chunk_size, causal_block_size, fwd_params, bwd_params,
+            policy, prevent_cse: Parameters of other libraries that mean nothing here; refused.
+
+    Returns:
+        out, ``[batch, q_len, q_heads, value_dim]``; or a tuple, see ``flash_attention``.
+
+    Raises:
+        annulus.Error: As ``flash_attention``.
+    """
+    if comm is not None:
+        check_communicator(comm)
+
+    def build() -> Call:
+        _refuse(
+            axis_name=axis_name,
+            query_chunk_size=query_chunk_size,
+            key_chunk_size=key_chunk_size,
+            causal_block_size=causal_block_size,
+            fwd_params=fwd_params,
+            bwd_params=bwd_params,
+            policy=policy,
+            prevent_cse=prevent_cse,
+        )
+        rounded_to = logits_dtype
+        if float32_logits is not None:
+            if logits_dtype is not None:
+                raise invalid("float32_logits", float32_logits, "None, since logits_dtype is given")
+            _, of_query = _arrays.described("query", query)
+            in_f32 = _check.boolean("float32_logits", float32_logits)
+            rounded_to = "float32" if in_f32 else of_query
+        return Call(
+            Attention(
+                causal=causal,
+                sliding_window=sliding_window,
+                attention_sink_size=attention_sink_size,
+                chunk_size=chunk_size,
+                prefix_len=prefix_len,
+                mask=mask_builder,
+                alignment=alignment,
+                softmax_scale=softmax_scale,
+                logits_soft_cap=logits_soft_cap,
+                bias_function=bias_function,
+                bias_order=bias_order,
+                normalize_output=normalize_output,
+                dropout_prob=dropout_prob,
+                dropout_seed=dropout_seed,
+                logits_dtype=rounded_to,
+                precision=precision,
+            ),
+            ranks=ranks,
+            comm=comm,
+            layout=layout,
+            route=route,
+            threads=threads,
+            deadline=deadline,
+            fused_backward=fused_backward,
+        )
+
+    call = agreed(comm, build)
+    batch = {
+        "q_segment_ids": q_segment_ids,
+        "kv_segment_ids": kv_segment_ids,
+        "q_positions": q_positions,
+        "kv_positions": kv_positions,
+        "attention_mask": attention_mask,
+        "cum_seqlens_q": cum_seqlens_q,
+        "cum_seqlens_k": cum_seqlens_k,
+    }
+    tensors = (query, key, value, bias, softmax_aux)
+    return attend(call, tensors, batch, return_lse=return_lse, return_max_sum=return_max_sum)
+
+
+Tensors = tuple[Any, Any, Any, Any, Any]
+"""query, key, value, bias or None, softmax_aux or None."""
+
+
+def attend(
+    call: Call,
+    tensors: Tensors,
+    batch: dict[str, Any],
+    *,
+    return_lse: bool,
+    return_max_sum: bool,
+) -> Any:
+    """Computes a call, with a gradient where the arrays are of a library that has some."""
+    if return_max_sum and call.attention.normalize_output:
+        raise invalid("return_max_sum", True, "False, since normalize_output is true")
+    if _is_traced(*tensors, *batch.values()):
+        if return_max_sum:
+            raise unsupported("return_max_sum", "max and sum have no gradient in JAX")
+        from .jax import attend as attend_traced
+
+        results = attend_traced(call, tensors, batch)
+    elif _requires_grad(*tensors):
+        if return_max_sum:
+            raise unsupported("return_max_sum", "max and sum have no gradient in torch")
+        from .torch import attend as attend_with_gradient
+
+        results = attend_with_gradient(call, tensors, batch)
+    else:
+        if call.fused_backward is not None and _arrays.library(tensors[0]) == "numpy":
+            want = "None: a call on these arrays has no backward pass, see Plan"
+            raise invalid("fused_backward", call.fused_backward, want)
+        with plan_of(call, tensors, batch, forward_only=True) as plan:
+            forward = pass_forward(plan, tensors)
+        results = (forward.out, forward.lse, forward.max, forward.sum)
+    chosen = [results[0]]
+    if _check.boolean("return_lse", return_lse):
+        chosen.append(results[1])
+    if _check.boolean("return_max_sum", return_max_sum):
+        chosen += results[2:4]
+    return chosen[0] if len(chosen) == 1 else tuple(chosen)
+
+
+def plan_of(call: Call, tensors: Tensors, batch: dict[str, Any], *, forward_only: bool) -> Plan:
+    """Plans a call and adapts the plan to its batch."""
+    plan = call.plan(*tensors, forward_only=forward_only)
+    if any(value is not None for value in batch.values()):
+        plan.update(**batch)
+    return plan
+
+
+def pass_forward(plan: Plan, tensors: Tensors) -> Forward:
+    """Runs a forward pass."""
+    query, key, value, bias, softmax_aux = tensors
+    return plan.forward(query, key, value, bias=bias, softmax_aux=softmax_aux)
+
+
+def _is_traced(*values: Any) -> bool:
+    jax = sys.modules.get("jax")
+    return jax is not None and any(isinstance(value, jax.core.Tracer) for value in values)
+
+
+def _requires_grad(*values: Any) -> bool:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.is_grad_enabled():
+        return False
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+
+
+def _refuse(**given: Any) -> None:
+    """Refuses parameters of other libraries that mean nothing here."""
+    why = {
+        "axis_name": "the ring is given by ranks= or comm=",
+        "policy": "a backward pass keeps query, key, value, out and lse",
+        "prevent_cse": "nothing is recomputed by the compiler",
+    }
+    for name, value in given.items():
+        if value is not None:
+            raise unsupported(name, why.get(name, "kernels choose their tile sizes"))

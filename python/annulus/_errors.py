@@ -1,0 +1,79 @@
+"""Exceptions. Each is an ``annulus.Error``, and the built-in exception that fits."""
+
+from __future__ import annotations
+
+
+class Error(Exception):
+    """An error of annulus.
+
+    Codes 1 to 19 are the caller's fault and leave a plan usable, 20 to 39 are resources, and from
+    40 on the plan is dead.
+
+    Attributes:
+        code: Stable integer of this kind of error.
+        argument: Name of the argument, if the error is about one.
+    """
+
+    def __init__(self, message: str, code: int, argument: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.argument = argument
+        self._got_want = (message, "a valid argument")
+
+    @property
+    def is_fatal(self) -> bool:
+        """True if the plan that raised this cannot be used any more."""
+        return self.code >= 40
+
+
+class InvalidArgument(Error, ValueError):
+    """An argument has a value or shape that has no meaning. Nothing was written."""
+
+
+class Unsupported(Error, NotImplementedError):
+    """A meaningful combination that cannot be computed here. Nothing was written."""
+
+
+class OutOfMemory(Error, MemoryError):
+    """Memory could not be had."""
+
+
+INVALID_ARGUMENT = 1
+UNSUPPORTED = 2
+REFUSED = 4
+OUT_OF_MEMORY = 20
+
+
+def from_code(code: int, message: str, argument: str | None) -> Error:
+    """Returns the exception of an error of the extension module."""
+    classes: dict[int, type[Error]] = {
+        INVALID_ARGUMENT: InvalidArgument,
+        UNSUPPORTED: Unsupported,
+        OUT_OF_MEMORY: OutOfMemory,
+    }
+    return classes.get(code, Error)(message, code, argument)
+
+
+def invalid(argument: str, got: object, want: object) -> InvalidArgument:
+    """Returns the exception of an argument without meaning."""
+    message = f"{argument}: got {got}, want {want}"
+    error = InvalidArgument(message, INVALID_ARGUMENT, argument)
+    error._got_want = (str(got), str(want))
+    return error
+
+
+def unsupported(argument: str, why: str) -> Unsupported:
+    """Returns the exception of an argument that is not supported."""
+    return Unsupported(f"{argument} is not supported: {why}", UNSUPPORTED, argument)
+
+
+def argument_got_want(error: Exception) -> tuple[str, str, str]:
+    """Returns what an error of an argument says, in three parts."""
+    if isinstance(error, Error):
+        return (error.argument or "an argument", *error._got_want)
+    return type(error).__name__, str(error), "a valid argument"
+
+
+def refused(rank: int, what: str) -> Error:
+    """Returns the exception of a call that another rank refused."""
+    return Error(f"rank {rank} refused the call: {what}", REFUSED)

@@ -1,0 +1,101 @@
+"""Masks over positions, for ``mask_builder=``. ``a & b`` and ``a | b`` combine masks.
+
+i' and j' are the positions of a query and of a key: their row numbers, unless ``cum_seqlens`` or
+explicit positions say otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from . import _arrays
+from ._annulus import Mask
+from ._check import integer, integer_or_none
+
+__all__ = [
+    "Mask",
+    "causal",
+    "chunked_causal",
+    "dense",
+    "full",
+    "function",
+    "local",
+    "per_head",
+    "prefix",
+]
+
+
+def full() -> Mask:
+    """Every pair is visible."""
+    return Mask.full()
+
+
+def causal(offset: int = 0) -> Mask:
+    """Visible if j' ≤ i' + offset."""
+    return Mask.causal(integer("offset", offset, least=None))
+
+
+def local(
+    window: tuple[int | None, int | None], *, offset: int = 0, first_visible: int = 0
+) -> Mask:
+    """Visible if i' + offset − left ≤ j' ≤ i' + offset + right, or if j' < first_visible.
+
+    Args:
+        window: (left, right); ``None`` opens a side.
+        offset: Shifts the window.
+        first_visible: Number of first positions that every query attends to; 0 for none.
+    """
+    left, right = window
+    return Mask.local(
+        integer_or_none("window", left),
+        integer_or_none("window", right),
+        integer("first_visible", first_visible),
+        integer("offset", offset, least=None),
+    )
+
+
+def chunked_causal(size: int) -> Mask:
+    """Visible if ⌊i'/size⌋ = ⌊j'/size⌋ and j' ≤ i'."""
+    return Mask.chunked_causal(integer("size", size, least=1))
+
+
+def prefix(length: int) -> Mask:
+    """Visible if j' < length or j' ≤ i'."""
+    return Mask.prefix(integer("length", length))
+
+
+def dense(visible: Any) -> Mask:
+    """Visible where an array is not zero, by row numbers.
+
+    Args:
+        visible: ``[batch or 1, q_heads or 1, q_len, kv_len]`` of the whole sequence, bools or
+            integers.
+    """
+    return Mask.dense(_arrays.visible_pairs("visible", visible))
+
+
+def per_head(masks: Sequence[Mask]) -> Mask:
+    """One mask for each query head."""
+    return Mask.per_head(list(masks))
+
+
+def function(
+    name: str,
+    visible: Callable[[int, int], bool],
+    *,
+    intervals: Callable[[int], Sequence[tuple[int, int]]] | None = None,
+) -> Mask:
+    """A mask that is a Python function.
+
+    Without ``intervals`` the kernels call ``visible`` for every pair, under the GIL, about a
+    million pairs a second: a mask for tests and small sequences. With ``intervals`` they call that
+    once for each query, and empty and full tiles cost nothing.
+
+    Args:
+        name: Ranks agree on it in place of the function: give functions that differ two names.
+        visible: ``visible(i', j')``; a pure function.
+        intervals: The same as at most four half-open intervals of key positions,
+            ``intervals(i') = [(low, high), …]``.
+    """
+    return Mask.function(name, visible, intervals)

@@ -1,0 +1,49 @@
+//! The extension module `annulus._annulus`: plans over arrays that Python owns.
+//!
+//! | file | content |
+//! |---|---|
+//! | `array.rs` | views of arrays, and the checks that make them sound |
+//! | `config.rs` | the parameters of an attention and of a plan, as `annulus/_plan.py` passes them |
+//! | `errors.rs` | annulus errors as Python exceptions |
+//! | `masks.rs` | masks and bias functions |
+//! | `plan.rs` | the class `Plan` |
+//! | `signals.rs` | Ctrl-C during a pass |
+//!
+//! The module is private. The package in `annulus/` checks and names arguments, allocates outputs
+//! and converts arrays; this module checks again whatever memory safety depends on.
+
+mod array;
+mod config;
+mod errors;
+mod masks;
+mod plan;
+mod signals;
+
+/// Plans over arrays that Python owns.
+#[pyo3::pymodule]
+mod _annulus {
+    #[cfg(feature = "mpi")]
+    use pyo3::prelude::*;
+
+    #[pymodule_export]
+    use super::masks::{BiasFunction, Mask};
+    #[pymodule_export]
+    use super::plan::Plan;
+
+    /// True if the module was built with the feature `mpi`.
+    #[pymodule_export]
+    const HAS_MPI: bool = cfg!(feature = "mpi");
+
+    /// Returns the text with which the MPI that this module is linked with names itself.
+    #[cfg(feature = "mpi")]
+    #[pyfunction]
+    fn mpi_library(py: Python<'_>) -> PyResult<String> {
+        let library = annulus::comm::mpi::Launch::begin().and_then(|launch| {
+            let library = launch.library();
+            // MPI belongs to mpi4py, which finalises it
+            launch.abandon();
+            library
+        });
+        library.map_err(|error| super::errors::raise(py, &error))
+    }
+}

@@ -1,0 +1,243 @@
+//! Masks and bias functions, as objects that Python combines and passes to plans.
+
+use std::{
+    fmt,
+    panic::resume_unwind,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use annulus::{
+    Alibi, DenseMask, Fingerprint, KeyIntervals,
+    mask::{
+        Causal, ChunkedCausal, Dense, Everything, Key, Mask as Visibility, PerHead, Prefix, Query,
+        SharedMask, Window, and, or,
+    },
+    ndarray::Ix4,
+};
+use pyo3::{exceptions::PyTypeError, prelude::*};
+
+use crate::{array::Array, errors::raise};
+
+/// A function of Python's that kernels call, and the first exception that it raised.
+pub(crate) struct Callback {
+    name: String,
+    function: Py<PyAny>,
+    /// Key intervals of a query position, for a mask.
+    intervals: Option<Py<PyAny>>,
+    raised: Mutex<Option<PyErr>>,
+}
+
+impl Callback {
+    /// Takes the exception that ended the last pass.
+    pub(crate) fn take_raised(&self) -> Option<PyErr> {
+        self.raised.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// Calls Python. An exception is kept and unwinds to the ring, which ends the pass.
+    fn call<T>(&self, call: impl FnOnce(Python<'_>) -> PyResult<T>) -> T {
+        Python::attach(call).unwrap_or_else(|error| {
+            let message = format!("{} raised {error}", self.name);
+            self.raised.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+            resume_unwind(Box::new(message))
+        })
+    }
+}
+
+impl fmt::Debug for Callback {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)
+    }
+}
+
+/// A mask that is a function of positions.
+#[derive(Debug)]
+struct OfPositions(Arc<Callback>);
+
+impl Visibility for OfPositions {
+    fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
+        into.text("python mask").text(&self.0.name)
+    }
+
+    fn visible(&self, query: &Query, key: &Key) -> bool {
+        self.0
+            .call(|py| self.0.function.bind(py).call1((query.position, key.position))?.is_truthy())
+    }
+
+    fn intervals(&self, query: &Query) -> Option<KeyIntervals> {
+        let intervals = self.0.intervals.as_ref()?;
+        let ranges: Vec<(i64, i64)> =
+            self.0.call(|py| intervals.bind(py).call1((query.position,))?.extract());
+        let parts = ranges.into_iter().map(|(low, high)| KeyIntervals::one(low, high));
+        parts.into_iter().try_fold(KeyIntervals::nothing(), |all, part| all.or(&part))
+    }
+}
+
+/// A bias that is a function of head and positions.
+#[derive(Debug)]
+struct BiasOfPositions(Arc<Callback>);
+
+impl annulus::BiasFunction for BiasOfPositions {
+    fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
+        into.text("python bias").text(&self.0.name)
+    }
+
+    fn bias(&self, query: &Query, key: &Key) -> f64 {
+        self.0.call(|py| {
+            let arguments = (query.head, query.position, key.position);
+            self.0.function.bind(py).call1(arguments)?.extract()
+        })
+    }
+}
+
+/// A mask over positions. `a & b` and `a | b` combine masks.
+#[pyclass(frozen, module = "annulus._annulus")]
+pub(crate) struct Mask {
+    mask: SharedMask,
+    callbacks: Vec<Arc<Callback>>,
+}
+
+impl Mask {
+    /// Returns the mask for a plan.
+    pub(crate) fn shared(&self) -> SharedMask {
+        Arc::clone(&self.mask)
+    }
+
+    /// Returns the functions of Python's in it.
+    pub(crate) fn callbacks(&self) -> &[Arc<Callback>] {
+        &self.callbacks
+    }
+
+    fn of(mask: impl Visibility) -> Self {
+        Self { mask: Arc::new(mask), callbacks: Vec::new() }
+    }
+
+    fn both(&self, other: &Self) -> Vec<Arc<Callback>> {
+        self.callbacks.iter().chain(&other.callbacks).cloned().collect()
+    }
+}
+
+#[pymethods]
+impl Mask {
+    #[staticmethod]
+    fn full() -> Self {
+        Self::of(Everything)
+    }
+
+    #[staticmethod]
+    fn causal(offset: i64) -> Self {
+        Self::of(Causal { offset })
+    }
+
+    #[staticmethod]
+    fn local(left: Option<u64>, right: Option<u64>, first_visible: u64, offset: i64) -> Self {
+        Self::of(Window { left, right, first_visible, offset })
+    }
+
+    #[staticmethod]
+    fn chunked_causal(size: u64) -> Self {
+        Self::of(ChunkedCausal { size })
+    }
+
+    #[staticmethod]
+    fn prefix(len: u64) -> Self {
+        Self::of(Prefix { len })
+    }
+
+    /// `visible` holds one byte for each pair, 0 if it is masked.
+    #[staticmethod]
+    fn dense(visible: Bound<'_, PyAny>) -> PyResult<Self> {
+        let py = visible.py();
+        Ok(Self::of(Dense(Arc::new(dense_mask(py, "mask", visible)?))))
+    }
+
+    #[staticmethod]
+    fn per_head(masks: Vec<PyRef<'_, Self>>) -> Self {
+        let callbacks = masks.iter().flat_map(|mask| mask.callbacks.clone()).collect();
+        let masks = masks.iter().map(|mask| mask.shared()).collect();
+        Self { mask: Arc::new(PerHead(masks)), callbacks }
+    }
+
+    #[staticmethod]
+    fn function(name: String, visible: Py<PyAny>, intervals: Option<Py<PyAny>>) -> Self {
+        let raised = Mutex::default();
+        let callback = Arc::new(Callback { name, function: visible, intervals, raised });
+        Self { mask: Arc::new(OfPositions(Arc::clone(&callback))), callbacks: vec![callback] }
+    }
+
+    fn __and__(&self, other: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let other = operand(other)?;
+        Ok(Self { mask: and(self.shared(), other.shared()), callbacks: self.both(&other) })
+    }
+
+    fn __or__(&self, other: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let other = operand(other)?;
+        Ok(Self { mask: or(self.shared(), other.shared()), callbacks: self.both(&other) })
+    }
+
+    fn __repr__(&self) -> String {
+        format!("{:?}", self.mask)
+    }
+}
+
+fn operand<'py>(other: &Bound<'py, PyAny>) -> PyResult<PyRef<'py, Mask>> {
+    other.extract().map_err(|_| PyTypeError::new_err("masks combine with masks only"))
+}
+
+/// A bias that is computed from positions.
+#[pyclass(frozen, module = "annulus._annulus")]
+pub(crate) struct BiasFunction {
+    function: Arc<dyn annulus::BiasFunction>,
+    callbacks: Vec<Arc<Callback>>,
+}
+
+impl BiasFunction {
+    /// Returns the function for a plan.
+    pub(crate) fn shared(&self) -> Arc<dyn annulus::BiasFunction> {
+        Arc::clone(&self.function)
+    }
+
+    /// Returns the functions of Python's in it.
+    pub(crate) fn callbacks(&self) -> &[Arc<Callback>] {
+        &self.callbacks
+    }
+}
+
+#[pymethods]
+impl BiasFunction {
+    #[staticmethod]
+    fn alibi(slopes: Vec<f64>) -> Self {
+        Self { function: Arc::new(Alibi { slopes }), callbacks: Vec::new() }
+    }
+
+    #[staticmethod]
+    fn published_alibi(heads: usize) -> Self {
+        Self { function: Arc::new(Alibi::published(heads)), callbacks: Vec::new() }
+    }
+
+    #[staticmethod]
+    fn function(name: String, function: Py<PyAny>) -> Self {
+        let raised = Mutex::default();
+        let callback = Arc::new(Callback { name, function, intervals: None, raised });
+        Self {
+            function: Arc::new(BiasOfPositions(Arc::clone(&callback))),
+            callbacks: vec![callback],
+        }
+    }
+
+    fn __repr__(&self) -> String {
+        format!("{:?}", self.function)
+    }
+}
+
+/// Packs an array of bytes, one for each pair, into bits.
+pub(crate) fn dense_mask(
+    py: Python<'_>,
+    name: &'static str,
+    visible: Bound<'_, PyAny>,
+) -> PyResult<DenseMask> {
+    let array = Array::new(name, visible)?;
+    let view = array.view::<u8, Ix4>()?;
+    let shape = view.dim().into();
+    py.detach(|| DenseMask::try_from_fn(shape, |index| view[index] != 0))
+        .map_err(|error| raise(py, &error))
+}

@@ -1,0 +1,462 @@
+//! The class `Plan`: a ring in this process, or one rank of a ring over MPI.
+
+use std::{
+    num::NonZero,
+    sync::{
+        Arc, Mutex, MutexGuard, TryLockError,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+};
+
+use annulus::{
+    BackwardViewMut, Batch, Cpu, DType, Dims, Element, ForwardView, ForwardViewMut, LocalRing,
+    Report, Result, Runs, Tensors,
+    half::{bf16, f16},
+    ndarray::{ArrayView4, Dimension, Ix2, Ix3, Ix4},
+};
+use annulus_core::Side;
+use pyo3::{exceptions::PyRuntimeError, prelude::*, types::PyDict};
+
+use crate::{
+    array::{Array, Outputs, Plain},
+    config::{Config, Lengths, batch},
+    errors::{invalid, raise},
+    masks::Callback,
+    signals::{Interruptible, Signals},
+};
+
+/// The ranks that a plan has in this process.
+enum Engine {
+    Local(LocalRing<Cpu>),
+    #[cfg(feature = "mpi")]
+    Rank(annulus::Plan<Cpu>),
+}
+
+/// Seconds, waiting seconds, bytes sent and bytes predicted of one rank.
+type PyReport = (f64, f64, u64, u64);
+
+/// A plan, made once and used for many passes.
+#[pyclass(frozen, module = "annulus._annulus")]
+pub(crate) struct Plan {
+    /// `None` once closed.
+    engine: Mutex<Option<Engine>>,
+    dtype: DType,
+    signals: Arc<Signals>,
+    callbacks: Vec<Arc<Callback>>,
+    /// True if ranks are threads of their own.
+    elsewhere: bool,
+    /// True once a call has reached the ring, which then tells the other ranks of errors.
+    entered: AtomicBool,
+}
+
+#[pymethods]
+impl Plan {
+    /// Plans a ring of `ranks` ranks in this process.
+    #[staticmethod]
+    fn local(
+        py: Python<'_>,
+        config: Config<'_>,
+        lengths: Lengths,
+        ranks: usize,
+        threads: Option<usize>,
+    ) -> PyResult<Self> {
+        let (attention, callbacks) = config.attention(py)?;
+        let threads = threads.unwrap_or_else(|| machine_threads(ranks));
+        let (dtype, dims) = (config.element(py)?, Dims::from(lengths));
+        let made = Self::empty(dtype, callbacks, ranks > 1);
+        let signals = &made.signals;
+        let ring = made.run(py, || {
+            LocalRing::with_transports(&attention, dims, ranks, |_, endpoint| {
+                let endpoint = Interruptible::new(endpoint, Arc::clone(signals));
+                Ok((Cpu::new(threads)?, endpoint))
+            })
+        })?;
+        made.filled(Engine::Local(ring))
+    }
+
+    /// Plans this process as one rank of the ring over a communicator, named as Fortran names it.
+    ///
+    /// The caller has compared `mpi_library` with the MPI of the communicator.
+    #[cfg(feature = "mpi")]
+    #[staticmethod]
+    fn over_mpi(
+        py: Python<'_>,
+        config: Config<'_>,
+        lengths: Lengths,
+        communicator: i32,
+        threads: Option<usize>,
+    ) -> PyResult<Self> {
+        use annulus::comm::mpi::{Mpi, Settings};
+
+        let (attention, callbacks) = config.attention(py)?;
+        let (dtype, dims) = (config.element(py)?, Dims::from(lengths));
+        let made = Self::empty(dtype, callbacks, false);
+        let signals = &made.signals;
+        let plan = made.run(py, || {
+            // SAFETY: the package passes `comm.py2f()` of a communicator object that it holds, of
+            // the MPI that this module is linked with, which it has compared
+            let endpoint = unsafe { Mpi::over_fortran(communicator, Settings::default()) }?;
+            let threads = threads.unwrap_or_else(|| machine_threads(node_ranks(&endpoint)));
+            let endpoint = Interruptible::new(endpoint, Arc::clone(signals));
+            annulus::Plan::new(&attention, dims, Cpu::new(threads)?, endpoint)
+        })?;
+        made.filled(Engine::Rank(plan))
+    }
+
+    /// Adapts the plan to a batch.
+    fn update(&self, py: Python<'_>, given: &Bound<'_, PyDict>) -> PyResult<()> {
+        let batch: Batch = batch(py, given)?;
+        let mut guard = self.lock(py)?;
+        let engine = opened(guard.as_mut())?;
+        self.run(py, || match engine {
+            Engine::Local(ring) => ring.update(&batch),
+            #[cfg(feature = "mpi")]
+            Engine::Rank(plan) => plan.update(&batch),
+        })
+    }
+
+    /// Computes out and lse. `arrays` names inputs and outputs.
+    fn forward(&self, py: Python<'_>, arrays: &Bound<'_, PyDict>) -> PyResult<Vec<PyReport>> {
+        match self.dtype {
+            DType::F64 => self.forward_of::<f64>(py, arrays),
+            DType::F32 => self.forward_of::<f32>(py, arrays),
+            DType::Bf16 => self.forward_of::<bf16>(py, arrays),
+            DType::F16 => self.forward_of::<f16>(py, arrays),
+        }
+    }
+
+    /// Computes gradients. `arrays` names inputs and outputs.
+    fn backward(&self, py: Python<'_>, arrays: &Bound<'_, PyDict>) -> PyResult<Vec<PyReport>> {
+        match self.dtype {
+            DType::F64 => self.backward_of::<f64>(py, arrays),
+            DType::F32 => self.backward_of::<f32>(py, arrays),
+            DType::Bf16 => self.backward_of::<bf16>(py, arrays),
+            DType::F16 => self.backward_of::<f16>(py, arrays),
+        }
+    }
+
+    /// Begins a call, of which the arguments are yet to be checked.
+    fn begin(&self) {
+        self.entered.store(false, Ordering::Relaxed);
+    }
+
+    /// Ends a call whose arguments were refused: over MPI, takes part in it so that the other ranks
+    /// do not wait. Does nothing if the call has reached the ring.
+    fn refuse(&self, py: Python<'_>, argument: String, got: String, want: String) -> PyResult<()> {
+        if self.entered.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let mut guard = self.lock(py)?;
+        let engine = opened(guard.as_mut())?;
+        let why = annulus::Error::InvalidArgument { argument, got, want };
+        self.run(py, || {
+            match engine {
+                // the ranks of this process have not been called
+                Engine::Local(_) => drop(why),
+                // the caller raises what it has refused
+                #[cfg(feature = "mpi")]
+                Engine::Rank(plan) => drop(plan.ring_mut().refuse(why)),
+            }
+            Ok(())
+        })
+    }
+
+    /// Global query rows of this process.
+    fn q_rows(&self, py: Python<'_>) -> PyResult<Vec<(i64, i64, u64)>> {
+        self.rows(py, Side::Q)
+    }
+
+    /// Global key rows of this process.
+    fn kv_rows(&self, py: Python<'_>) -> PyResult<Vec<(i64, i64, u64)>> {
+        self.rows(py, Side::Kv)
+    }
+
+    /// Rank, number of ranks, layout, route.
+    fn ring(&self, py: Python<'_>) -> PyResult<(usize, usize, &'static str, String)> {
+        let guard = self.lock(py)?;
+        let ring = match opened(guard.as_ref())? {
+            Engine::Local(ring) => ring.ring(),
+            #[cfg(feature = "mpi")]
+            Engine::Rank(plan) => plan.ring(),
+        };
+        Ok((ring.rank(), ring.ranks(), ring.layout().name(), format!("{:?}", ring.route())))
+    }
+
+    /// Mask, ranks, layout, route, hops and bytes.
+    fn describe(&self, py: Python<'_>) -> PyResult<String> {
+        let guard = self.lock(py)?;
+        Ok(match opened(guard.as_ref())? {
+            Engine::Local(ring) => ring.to_string(),
+            #[cfg(feature = "mpi")]
+            Engine::Rank(plan) => plan.to_string(),
+        })
+    }
+
+    /// Frees the plan. Over MPI it waits a second at most for the other ranks to do the same.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        let engine = self.lock(py)?.take();
+        py.detach(|| drop(engine));
+        Ok(())
+    }
+}
+
+impl Plan {
+    fn empty(dtype: DType, callbacks: Vec<Arc<Callback>>, elsewhere: bool) -> Self {
+        Self {
+            engine: Mutex::default(),
+            dtype,
+            signals: Arc::default(),
+            callbacks,
+            elsewhere,
+            entered: AtomicBool::new(false),
+        }
+    }
+
+    fn filled(mut self, engine: Engine) -> PyResult<Self> {
+        self.engine = Mutex::new(Some(engine));
+        Ok(self)
+    }
+
+    /// Runs `work` without the GIL. An exception of a mask or bias function is the cause of the
+    /// error that it leads to.
+    fn run<T: Send>(&self, py: Python<'_>, work: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
+        self.entered.store(true, Ordering::Relaxed);
+        self.signals.run(py, self.elsewhere, work).inspect_err(|error| {
+            let cause = self.callbacks.iter().find_map(|callback| callback.take_raised());
+            if let Some(cause) = cause {
+                error.set_cause(py, Some(cause));
+            }
+        })
+    }
+
+    /// Locks the plan, or refuses: a call that waits for another one would wait for the GIL too.
+    fn lock(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Option<Engine>>> {
+        match self.engine.try_lock() {
+            Ok(guard) => Ok(guard),
+            Err(TryLockError::WouldBlock) => {
+                Err(PyRuntimeError::new_err("the plan is in use by another call"))
+            }
+            Err(TryLockError::Poisoned(_)) => {
+                Err(raise(py, &annulus::Error::internal("a call of this plan panicked")))
+            }
+        }
+    }
+
+    /// Rows as runs of start, step and count: all rows of a ring in this process.
+    fn rows(&self, py: Python<'_>, side: Side) -> PyResult<Vec<(i64, i64, u64)>> {
+        let guard = self.lock(py)?;
+        let rows = match opened(guard.as_ref())? {
+            Engine::Local(ring) => {
+                let Dims { q_len, kv_len, .. } = ring.ring().spec().dims;
+                Runs::counting(0, if side == Side::Q { q_len } else { kv_len } as u64)
+            }
+            #[cfg(feature = "mpi")]
+            Engine::Rank(plan) if side == Side::Q => plan.q_rows().clone(),
+            #[cfg(feature = "mpi")]
+            Engine::Rank(plan) => plan.kv_rows().clone(),
+        };
+        Ok(rows.runs().iter().map(|run| (run.start, run.step, run.count)).collect())
+    }
+
+    fn forward_of<T>(&self, py: Python<'_>, arrays: &Bound<'_, PyDict>) -> PyResult<Vec<PyReport>>
+    where
+        T: Element + Plain,
+        T::Accumulator: Plain,
+    {
+        let inputs = Inputs::read(arrays)?;
+        let outputs = Statistics::read(arrays)?;
+        Outputs(outputs.all()).check(&inputs.all())?;
+        let tensors = inputs.tensors::<T>()?;
+        // SAFETY: `check` has accepted the arrays, and each is viewed once
+        let views = unsafe {
+            ForwardViewMut {
+                out: outputs.out.view_mut::<T, Ix4>()?,
+                lse: outputs.lse.view_mut::<T::Accumulator, Ix3>()?,
+                max: view_mut(&outputs.max)?,
+                sum: view_mut(&outputs.sum)?,
+                ties: view_mut(&outputs.ties)?,
+            }
+        };
+        let mut guard = self.lock(py)?;
+        let engine = opened(guard.as_mut())?;
+        let reports = self.run(py, || match engine {
+            Engine::Local(ring) => ring.forward_into(&tensors, views),
+            #[cfg(feature = "mpi")]
+            Engine::Rank(plan) => plan.forward_into(&tensors, views).map(|report| vec![report]),
+        })?;
+        Ok(reports.iter().map(spelled).collect())
+    }
+
+    fn backward_of<T>(&self, py: Python<'_>, arrays: &Bound<'_, PyDict>) -> PyResult<Vec<PyReport>>
+    where
+        T: Element + Plain,
+        T::Accumulator: Plain,
+    {
+        let inputs = Inputs::read(arrays)?;
+        let forward = Statistics::read(arrays)?;
+        let (dout, dlse) = (needed(arrays, "dout")?, array(arrays, "dlse")?);
+        let names = ["dq", "dk", "dv"].map(|name| needed(arrays, name));
+        let [dq, dk, dv] = names;
+        let (dq, dk, dv) = (dq?, dk?, dv?);
+        let (dbias, dsinks) = (array(arrays, "dbias")?, array(arrays, "dsoftmax_aux")?);
+        let mut read = inputs.all();
+        read.extend(forward.all());
+        read.push(&dout);
+        read.extend(&dlse);
+        let mut written = vec![&dq, &dk, &dv];
+        written.extend(&dbias);
+        written.extend(&dsinks);
+        Outputs(written).check(&read)?;
+        let tensors = inputs.tensors::<T>()?;
+        let forward = ForwardView {
+            out: forward.out.view::<T, Ix4>()?,
+            lse: forward.lse.view::<T::Accumulator, Ix3>()?,
+            max: view(&forward.max)?,
+            ties: view(&forward.ties)?,
+        };
+        let dout: ArrayView4<'_, T> = dout.view()?;
+        let dlse = view::<T::Accumulator, Ix3>(&dlse)?;
+        // SAFETY: `check` has accepted the arrays, and each is viewed once
+        let views = unsafe {
+            BackwardViewMut {
+                dq: dq.view_mut::<T, Ix4>()?,
+                dk: dk.view_mut::<T, Ix4>()?,
+                dv: dv.view_mut::<T, Ix4>()?,
+                dbias: view_mut(&dbias)?,
+                dsoftmax_aux: view_mut::<T::Accumulator, Ix2>(&dsinks)?,
+            }
+        };
+        let mut guard = self.lock(py)?;
+        let engine = opened(guard.as_mut())?;
+        let reports = self.run(py, || match engine {
+            Engine::Local(ring) => ring.backward_into(&tensors, &forward, dout, dlse, views),
+            #[cfg(feature = "mpi")]
+            Engine::Rank(plan) => {
+                plan.backward_into(&tensors, &forward, dout, dlse, views).map(|report| vec![report])
+            }
+        })?;
+        Ok(reports.iter().map(spelled).collect())
+    }
+}
+
+/// q, k, v, bias and sinks.
+struct Inputs<'py> {
+    q: Array<'py>,
+    k: Array<'py>,
+    v: Array<'py>,
+    bias: Option<Array<'py>>,
+    softmax_aux: Option<Array<'py>>,
+}
+
+impl<'py> Inputs<'py> {
+    fn read(arrays: &Bound<'py, PyDict>) -> PyResult<Self> {
+        Ok(Self {
+            q: needed(arrays, "query")?,
+            k: needed(arrays, "key")?,
+            v: needed(arrays, "value")?,
+            bias: array(arrays, "bias")?,
+            softmax_aux: array(arrays, "softmax_aux")?,
+        })
+    }
+
+    fn all(&self) -> Vec<&Array<'py>> {
+        let mut all = vec![&self.q, &self.k, &self.v];
+        all.extend(&self.bias);
+        all.extend(&self.softmax_aux);
+        all
+    }
+
+    fn tensors<T>(&self) -> PyResult<Tensors<'_, T>>
+    where
+        T: Element + Plain,
+        T::Accumulator: Plain,
+    {
+        Ok(Tensors {
+            q: self.q.view()?,
+            k: self.k.view()?,
+            v: self.v.view()?,
+            bias: view(&self.bias)?,
+            softmax_aux: view(&self.softmax_aux)?,
+        })
+    }
+}
+
+/// Outputs of a forward pass, which a backward pass reads.
+struct Statistics<'py> {
+    out: Array<'py>,
+    lse: Array<'py>,
+    max: Option<Array<'py>>,
+    sum: Option<Array<'py>>,
+    ties: Option<Array<'py>>,
+}
+
+impl<'py> Statistics<'py> {
+    fn read(arrays: &Bound<'py, PyDict>) -> PyResult<Self> {
+        Ok(Self {
+            out: needed(arrays, "out")?,
+            lse: needed(arrays, "lse")?,
+            max: array(arrays, "max")?,
+            sum: array(arrays, "sum")?,
+            ties: array(arrays, "ties")?,
+        })
+    }
+
+    fn all(&self) -> Vec<&Array<'py>> {
+        let mut all = vec![&self.out, &self.lse];
+        all.extend(&self.max);
+        all.extend(&self.sum);
+        all.extend(&self.ties);
+        all
+    }
+}
+
+fn array<'py>(arrays: &Bound<'py, PyDict>, name: &'static str) -> PyResult<Option<Array<'py>>> {
+    let given = arrays.get_item(name)?.filter(|array| !array.is_none());
+    given.map(|given| Array::new(name, given)).transpose()
+}
+
+fn needed<'py>(arrays: &Bound<'py, PyDict>, name: &'static str) -> PyResult<Array<'py>> {
+    array(arrays, name)?.ok_or_else(|| invalid(arrays.py(), name, "nothing", "an array"))
+}
+
+fn view<'a, T: Plain, D: Dimension>(
+    array: &'a Option<Array<'_>>,
+) -> PyResult<Option<annulus::ndarray::ArrayView<'a, T, D>>> {
+    array.as_ref().map(Array::view).transpose()
+}
+
+/// Views an output that there may be.
+///
+/// # Safety
+/// As [`Array::view_mut`].
+unsafe fn view_mut<'a, T: Plain, D: Dimension>(
+    array: &'a Option<Array<'_>>,
+) -> PyResult<Option<annulus::ndarray::ArrayViewMut<'a, T, D>>> {
+    // SAFETY: as the caller vouches
+    array.as_ref().map(|array| unsafe { array.view_mut() }).transpose()
+}
+
+fn opened<T>(engine: Option<T>) -> PyResult<T> {
+    engine.ok_or_else(|| PyRuntimeError::new_err("the plan is closed"))
+}
+
+fn spelled(report: &Report) -> PyReport {
+    (report.seconds, report.waiting_seconds, report.bytes_sent, report.bytes_predicted)
+}
+
+/// Threads of each of `ranks` ranks on this machine.
+fn machine_threads(ranks: usize) -> usize {
+    let cores = thread::available_parallelism().map_or(1, NonZero::get);
+    cores.checked_div(ranks).unwrap_or(1).max(1)
+}
+
+/// Ranks of the ring on the node of this one.
+#[cfg(feature = "mpi")]
+fn node_ranks(endpoint: &annulus::comm::mpi::Mpi) -> usize {
+    use annulus_core::Control;
+
+    let places = endpoint.nodes().places();
+    let own = places.get(endpoint.rank()).map(|place| place.node);
+    places.iter().filter(|place| Some(place.node) == own).count()
+}

@@ -1,0 +1,105 @@
+"""Arguments of golden cases, comparison, and a naive attention in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from golden import Case
+
+import annulus
+
+BATCH = (
+    "attention_mask",
+    "q_segment_ids",
+    "kv_segment_ids",
+    "cum_seqlens_q",
+    "cum_seqlens_k",
+    "q_positions",
+    "kv_positions",
+)
+ATTENTION = (
+    "causal",
+    "sliding_window",
+    "attention_sink_size",
+    "chunk_size",
+    "logits_soft_cap",
+    "softmax_scale",
+    "normalize_output",
+    "bias_order",
+    "alignment",
+    "dropout_prob",
+    "dropout_seed",
+)
+
+
+def floats(case: Case, dtype: str) -> dict[str, np.ndarray[Any, Any]]:
+    """The float tensors of a case in an element type."""
+    names = ("query", "key", "value", "dout", "dlse", "bias", "softmax_aux")
+    return {name: case.tensors[name].astype(dtype) for name in names if name in case.tensors}
+
+
+def batch(case: Case) -> dict[str, np.ndarray[Any, Any]]:
+    """The tensors of a case's batch."""
+    return {name: case.tensors[name] for name in BATCH if name in case.tensors}
+
+
+def plan(case: Case, dtype: str, **options: Any) -> annulus.Plan:
+    """A plan of a case."""
+    batch_, q_len, q_heads, head_dim = case.tensors["query"].shape
+    _, kv_len, kv_heads, value_dim = case.tensors["value"].shape
+    shapes = {
+        f"{name}_shape": case.tensors[name].shape
+        for name in ("bias", "softmax_aux")
+        if name in case.tensors
+    }
+    return annulus.Attention(**case.arguments).plan(
+        batch=batch_,
+        q_len=q_len,
+        q_heads=q_heads,
+        head_dim=head_dim,
+        kv_len=kv_len,
+        kv_heads=kv_heads,
+        value_dim=value_dim,
+        dtype=dtype,
+        threads=1,
+        **shapes,
+        **options,
+    )
+
+
+def check(case: Case, dtype: str, got: dict[str, Any]) -> None:
+    """Asserts that results are as expected: within the case's tolerance, −∞ where −∞ is."""
+    bounds = case.tolerance["f32" if dtype == "float32" else "f64"]
+    for name, result in got.items():
+        want = case.expected[name]
+        result = np.asarray(result, dtype=np.float64)
+        assert result.shape == want.shape, f"{name}: {result.shape}, want {want.shape}"
+        with np.errstate(invalid="ignore"):
+            apart = np.where(result == want, 0.0, abs(result - want))
+        most = apart.max(initial=0.0)
+        assert most <= bounds[name], f"{name} is off by {most}, at most {bounds[name]}"
+        assert not np.isnan(apart).any(), f"{name} has a NaN"
+
+
+def naive(
+    query: Any, key: Any, value: Any, visible: Any, scale: float | None = None
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """out and lse in float64, of a mask that broadcasts to [batch, heads, q_len, kv_len]."""
+    q, k, v = (np.asarray(array).astype(np.float64) for array in (query, key, value))
+    group = q.shape[2] // k.shape[2]
+    k, v = np.repeat(k, group, 2), np.repeat(v, group, 2)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    scores = np.where(visible, np.einsum("bihd,bjhd->bhij", q, k) * scale, -np.inf)
+    most = scores.max(-1, keepdims=True)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        weights = np.nan_to_num(np.exp(scores - most))
+        total = weights.sum(-1, keepdims=True)
+        lse = np.where(total > 0, most + np.log(total), -np.inf)[..., 0]
+    out = np.einsum("bhij,bjhd->bihd", weights / np.where(total > 0, total, 1), v)
+    return out, lse
+
+
+def random(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
+    """Normally distributed numbers."""
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)

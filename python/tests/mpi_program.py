@@ -1,0 +1,189 @@
+"""One rank of an MPI program: every golden case over mpi4py's communicator, a communicator of some
+of the ranks, calls that are refused on one rank, and the ring in one call.
+
+    mpirun -n 3 python tests/mpi_program.py
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+from golden import Case, folder, read
+from helpers import batch, check, floats, naive, plan, random
+from mpi4py import MPI
+
+import annulus
+
+WORLD = MPI.COMM_WORLD
+RANK, RANKS = WORLD.rank, WORLD.size
+
+
+def whole(parts: Any, rows: Any, axis: int, length: int) -> Any:
+    """Puts the rows of all ranks together; None on other ranks than 0."""
+    told = WORLD.gather((np.asarray(parts), np.asarray(rows)))
+    if told is None:
+        return None
+    first = np.moveaxis(told[0][0], axis, 0)
+    result = np.full((length, *first.shape[1:]), np.nan, first.dtype)
+    for part, own in told:
+        result[own] = np.moveaxis(part, axis, 0)
+    assert not np.isnan(result).any() or length == 0
+    return np.moveaxis(result, 0, axis)
+
+
+def golden(case: Case, layout: str) -> None:
+    """A case over the world, against what is expected and against the bits of a ring of threads."""
+    given = floats(case, "float64")
+    with plan(case, "float64", comm=WORLD, layout=layout) as ring:
+        q_rows, kv_rows = ring.q_rows, ring.kv_rows
+        mine = dict(given)
+        for name in ("query", "dout"):
+            mine[name] = given[name][:, q_rows]
+        for name in ("key", "value"):
+            mine[name] = given[name][:, kv_rows]
+        if "bias" in given and given["bias"].shape[2] > 1:
+            mine["bias"] = given["bias"][:, :, q_rows]
+        if "dlse" in given:
+            mine["dlse"] = given["dlse"][:, :, q_rows]
+        brought = batch(case)
+        for name in ("q_segment_ids", "q_positions"):
+            if name in brought:
+                brought[name] = brought[name][:, q_rows]
+        for name in ("kv_segment_ids", "kv_positions"):
+            if name in brought:
+                brought[name] = brought[name][:, kv_rows]
+        if "attention_mask" in brought:
+            brought["attention_mask"] = brought["attention_mask"][:, :, q_rows]
+        if brought:
+            ring.update(**brought)
+        dout, dlse = mine.pop("dout"), mine.pop("dlse", None)
+        forward = ring.forward(**mine)
+        gradients = ring.backward(**mine, forward=forward, dout=dout, dlse=dlse)
+    q_len, kv_len = given["query"].shape[1], given["key"].shape[1]
+    got = {
+        "out": whole(forward.out, q_rows, 1, q_len),
+        "lse": whole(forward.lse, q_rows, 2, q_len),
+        "dq": whole(gradients.dq, q_rows, 1, q_len),
+        "dk": whole(gradients.dk, kv_rows, 1, kv_len),
+        "dv": whole(gradients.dv, kv_rows, 1, kv_len),
+    }
+    if gradients.dbias is not None:
+        by_row = given["bias"].shape[2] > 1
+        got["dbias"] = whole(gradients.dbias, q_rows, 2, q_len) if by_row else gradients.dbias
+    if gradients.dsoftmax_aux is not None:
+        got["dsoftmax_aux"] = gradients.dsoftmax_aux
+    if RANK > 0:
+        return
+    assert set(got) == set(case.expected)
+    check(case, "float64", got)
+    dout, dlse = given.pop("dout"), given.pop("dlse", None)
+    with plan(case, "float64", ranks=RANKS, layout=layout) as threads:
+        if batch(case):
+            threads.update(**batch(case))
+        forward = threads.forward(**given)
+        gradients = threads.backward(**given, forward=forward, dout=dout, dlse=dlse)
+    for name, array in got.items():
+        same = getattr(forward if name in ("out", "lse") else gradients, name)
+        assert np.array_equal(same, array), f"{name} has other bits than a ring of threads"
+
+
+def sub_communicator() -> None:
+    """Two rings at once, of the even and of the odd ranks."""
+    part = WORLD.Split(RANK % 2, RANK)
+    x = random(1, 40, 2, 8, seed=RANK % 2)
+    ring = annulus.Attention(causal=True).plan(
+        batch=1, q_len=40, q_heads=2, head_dim=8, comm=part, threads=1
+    )
+    assert (ring.rank, ring.ranks) == (part.rank, part.size)
+    # the plan has a duplicate
+    part.Free()
+    rows = ring.q_rows
+    forward = ring.forward(*[x[:, rows]] * 3)
+    want, _ = naive(x, x, x, np.tri(40, dtype=bool))
+    assert abs(forward.out - want[:, rows]).max() < 2e-6
+    ring.close()
+
+
+def refusals() -> None:
+    """What one rank refuses is an error on all, at once, and the plan goes on."""
+    lengths: dict[str, Any] = {"batch": 1, "q_len": 30, "q_heads": 2, "head_dim": 8, "threads": 1}
+    x = random(1, 30, 2, 8)
+
+    def fails(code: int, other: int, text: str, work: Any) -> None:
+        """Fails with a code on rank 1, and with the other one elsewhere."""
+        began = MPI.Wtime()
+        try:
+            work()
+        except annulus.Error as error:
+            assert error.code == (code if RANK == 1 else other), (RANK, error)
+            assert text in str(error), (RANK, error)
+        else:
+            raise AssertionError(f"no error: {text}")
+        assert MPI.Wtime() - began < 10
+
+    def planned(causal: Any = False, **options: Any) -> annulus.Plan:
+        return annulus.Attention(causal=causal).plan(**lengths, **options, comm=WORLD)
+
+    fails(3, 3, "differs between ranks", lambda: planned(causal=RANK == 1))
+    fails(1, 4, "layout", lambda: planned(layout="odd" if RANK == 1 else None))
+    fails(1, 4, "deadline", lambda: planned(deadline=0.5 if RANK == 1 else None))
+    with planned() as ring:
+        rows = ring.q_rows
+        q = x[:, rows]
+        good = ring.forward(q, q, q).out
+        wrong = q.astype("f8") if RANK == 1 else q
+        fails(1, 4, "key", lambda: ring.forward(q, wrong, q))
+        short = q[:, 1:] if RANK == 1 else q
+        fails(1, 4, "", lambda: ring.forward(q, short, q))
+        ids = np.zeros((1, len(rows) + RANK % 2), int)
+        fails(1, 4, "q_segment_ids", lambda: ring.update(q_segment_ids=ids))
+        mask = np.zeros((1, 1, len(rows), 30), "f4" if RANK == 1 else "i4")
+        fails(1, 4, "attention_mask", lambda: ring.update(attention_mask=mask))
+        assert (ring.forward(q, q, q).out == good).all()
+    contiguous = np.array_split(np.arange(30), RANKS)
+    q = x[:, contiguous[RANK]]
+    wrong = "yes" if RANK == 1 else True
+    fails(1, 4, "causal", lambda: annulus.ring_attention(q, q, q, causal=wrong, comm=WORLD))
+    wrong = q[0] if RANK == 1 else q
+    fails(1, 4, "query", lambda: annulus.ring_attention(wrong, q, q, comm=WORLD))
+
+
+def one_call() -> None:
+    """Rows that are dealt contiguously, with a bias of own queries × all keys."""
+    x, bias = random(2, 30, 4, 8), random(1, 1, 30, 30, seed=1)
+    edges = [30 * rank // RANKS for rank in range(RANKS + 1)]
+    own = slice(edges[RANK], edges[RANK + 1])
+    q = x[:, own]
+    options: dict[str, Any] = {"causal": True, "sliding_window": (9, 0), "threads": 1}
+    out, lse = annulus.ring_attention(
+        q, q, q, bias=bias[:, :, own], **options, comm=WORLD, return_lse=True
+    )
+    want, want_lse = annulus.flash_attention(x, x, x, bias=bias, **options, return_lse=True)
+    assert abs(out - want[:, own]).max() < 2e-6 and abs(lse - want_lse[:, :, own]).max() < 2e-6
+
+
+def main() -> None:
+    found = folder()
+    cases = [] if found is None else read(found)
+    for index, case in enumerate(cases):
+        golden(case, ("contiguous", "zigzag", "striped")[index % 3])
+    sub_communicator()
+    one_call()
+    if RANKS > 1:
+        refusals()
+    WORLD.Barrier()
+    if RANK == 0:
+        print(f"passed on {RANKS} ranks: {len(cases)} golden cases", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BaseException as error:
+        print(f"rank {RANK}: {error!r}", file=sys.stderr, flush=True)
+        import traceback
+
+        traceback.print_exc()
+        WORLD.Abort(1)

@@ -1,0 +1,57 @@
+"""Rings over mpi4py, of two and three processes. Skipped without the feature `mpi`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import annulus
+
+needs_mpi = pytest.mark.skipif(not annulus.HAS_MPI, reason="a build without the feature mpi")
+
+
+def launch(ranks: int, program: str, limit: int = 300) -> str:
+    """Runs a program on some ranks, and returns what it printed."""
+    mpirun = shutil.which("mpirun.openmpi") or shutil.which("mpirun")
+    assert mpirun, "a build with the feature mpi, and no mpirun"
+    result = subprocess.run(
+        [mpirun, "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
+        + ["-n", str(ranks), sys.executable, str(Path(__file__).parent / program)],
+        capture_output=True,
+        text=True,
+        timeout=limit,
+        # in a container the tests may run as root
+        env={
+            **os.environ,
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        },
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@needs_mpi
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_ring_of_processes(ranks: int) -> None:
+    assert f"passed on {ranks} ranks" in launch(ranks, "mpi_program.py")
+
+
+@pytest.mark.skipif(annulus.HAS_MPI, reason="a build with the feature mpi")
+def test_a_build_without_mpi_names_the_communicator() -> None:
+    class Communicator:
+        def py2f(self) -> int:
+            return 0
+
+        def allgather(self, value: object) -> list[object]:
+            return [value]
+
+    x = np.zeros((1, 4, 1, 2), np.float32)
+    with pytest.raises(annulus.Unsupported, match="^comm is not supported: .*--features mpi"):
+        annulus.ring_attention(x, x, x, comm=Communicator())

@@ -1,0 +1,169 @@
+"""Plans: repeated passes, batches, closing, threads, and Ctrl-C."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import naive, random
+
+import annulus
+
+N = 64
+Q, K, V = random(1, N, 4, 16), random(1, N, 2, 16, seed=1), random(1, N, 2, 16, seed=2)
+LENGTHS: dict[str, Any] = {"batch": 1, "q_len": N, "q_heads": 4, "kv_heads": 2, "head_dim": 16}
+
+
+def test_a_plan_serves_many_passes() -> None:
+    with annulus.Attention(causal=True).plan(**LENGTHS, ranks=2) as plan:
+        assert (plan.rank, plan.ranks, plan.layout, plan.dtype) == (0, 2, "zigzag", "float32")
+        assert (plan.q_rows == np.arange(N)).all() and (plan.kv_rows == np.arange(N)).all()
+        assert "2 ranks, zigzag" in str(plan)
+        first = plan.forward(Q, K, V)
+        assert (plan.forward(Q, K, V).out == first.out).all()
+        other = plan.forward(-Q, K, V)
+        assert (other.out != first.out).any()
+        assert len(first.reports) == 2 and first.reports[0].seconds > 0
+        assert first.reports[0].bytes_sent == first.reports[0].bytes_predicted > 0
+        gradients = plan.backward(Q, K, V, first, np.ones_like(first.out))
+        again = plan.backward(Q, K, V, first, np.ones_like(first.out))
+        assert (gradients.dk == again.dk).all() and gradients.dbias is None
+
+
+def test_batches_change_and_go_away() -> None:
+    ids = (np.arange(N) // 20)[None]
+    with annulus.Attention().plan(**LENGTHS, ranks=3) as plan:
+        whole = plan.forward(Q, K, V).out
+        plan.update(q_segment_ids=ids)
+        want, _ = naive(Q, K, V, ids.T == ids)
+        assert abs(plan.forward(Q, K, V).out - want).max() < 2e-6
+        with pytest.raises(annulus.InvalidArgument, match="q_segment_ids"):
+            plan.update(q_segment_ids=ids[:, 1:])
+        assert abs(plan.forward(Q, K, V).out - want).max() < 2e-6
+        plan.update()
+        assert (plan.forward(Q, K, V).out == whole).all()
+
+
+def test_gradients_against_differences() -> None:
+    q, k, v = (x.astype("f8") for x in (Q, K, V))
+    dout, dlse = random(1, N, 4, 16, seed=3, dtype="f8"), random(1, 4, N, seed=4, dtype="f8")
+    attention = annulus.Attention(causal=True, sliding_window=(9, 0), logits_soft_cap=3.0)
+    with attention.plan(**LENGTHS, dtype="float64", ranks=2, backward_mode="two_pass") as plan:
+
+        def loss(q: Any) -> float:
+            forward = plan.forward(q, k, v)
+            return float((forward.out * dout).sum() + (forward.lse * dlse).sum())
+
+        gradients = plan.backward(q, k, v, plan.forward(q, k, v), dout, dlse)
+        direction = random(*q.shape, seed=5, dtype="f8")
+        slope = (loss(q + 1e-6 * direction) - loss(q - 1e-6 * direction)) / 2e-6
+        assert abs(slope - (gradients.dq * direction).sum()) < 1e-6
+
+
+def test_a_closed_plan_and_a_forward_only_plan_refuse() -> None:
+    plan = annulus.Attention().plan(**LENGTHS, forward_only=True)
+    forward = plan.forward(Q, K, V)
+    with pytest.raises(annulus.InvalidArgument, match="backward"):
+        plan.backward(Q, K, V, forward, forward.out)
+    with pytest.raises(annulus.InvalidArgument, match="query: got elements float64"):
+        plan.forward(Q.astype("f8"), K, V)
+    with pytest.raises(annulus.InvalidArgument, match="^q: got"):
+        plan.forward(Q[:, 1:], K, V)
+    plan.close()
+    plan.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        plan.forward(Q, K, V)
+
+
+def test_other_python_threads_run_during_a_pass() -> None:
+    q, k, v = (random(1, 4096, 4, 64, seed=seed) for seed in range(3))
+    ticks = []
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.wait(0.001):
+            ticks.append(time.monotonic())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    began = time.monotonic()
+    annulus.flash_attention(q, k, v, threads=1)
+    ended = time.monotonic()
+    done.set()
+    thread.join()
+    during = [at for at in ticks if began < at < ended]
+    assert len(during) >= 5, f"{len(during)} ticks in {ended - began:.3f} s"
+
+
+def test_a_plan_in_use_refuses_a_second_call() -> None:
+    # the mask function runs during the pass, on a thread of the ring's
+    refused = []
+
+    def visible(i: int, j: int) -> bool:
+        if not refused:
+            with pytest.raises(RuntimeError, match="in use"):
+                plans[0].forward(Q, K, V)
+            refused.append(True)
+        return j <= i
+
+    mask = annulus.masks.function("calls the plan", visible)
+    plans: list[Any] = [annulus.Attention(mask=mask).plan(**LENGTHS, ranks=1)]
+    refused.clear()
+    plans[0].forward(Q, K, V)
+    assert refused
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+import numpy as np
+import annulus
+
+ranks = int(sys.argv[1])
+x = np.random.default_rng(0).standard_normal((1, 65536, 4, 64)).astype("f4")
+plan = annulus.Attention().plan(
+    batch=1, q_len=65536, q_heads=4, head_dim=64, ranks=ranks, threads=1)
+small = annulus.Attention().plan(batch=1, q_len=8, q_heads=4, head_dim=64)
+sent = []
+def press():
+    sent.append(time.monotonic())
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Timer(0.5, press).start()
+try:
+    plan.forward(x, x, x)
+except KeyboardInterrupt:
+    late = time.monotonic() - sent[0]
+else:
+    sys.exit("the pass was not interrupted")
+assert late < 1.5, late
+try:
+    plan.forward(x, x, x)
+except annulus.Error as error:
+    assert error.code == 45 and error.is_fatal, error
+else:
+    sys.exit("a plan that was interrupted is dead")
+small.forward(x[:, :8], x[:, :8], x[:, :8])
+print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_ends_a_pass(ranks: int) -> None:
+    # a pass of a minute
+    result = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(ranks)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.stdout == "interrupted\n", result.stderr
+
+
+def test_importing_the_package_imports_neither_torch_nor_jax() -> None:
+    code = "import sys, annulus; print(sorted({'jax', 'torch', 'mpi4py'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "[]\n", result.stderr

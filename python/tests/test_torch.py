@@ -1,0 +1,120 @@
+"""Every golden case through autograd, gradcheck in float64, element types, torch.compile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from golden import Case
+from helpers import batch, check, floats, naive, random
+
+import annulus
+
+torch = pytest.importorskip("torch")
+
+import annulus.torch  # noqa: E402  (imports torch)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_gradients(golden: Case, ranks: int) -> None:
+    given = {name: torch.tensor(array) for name, array in floats(golden, "float64").items()}
+    dout, dlse = given.pop("dout"), given.pop("dlse", None)
+    for tensor in given.values():
+        tensor.requires_grad_()
+    ids = {name: torch.tensor(array) for name, array in batch(golden).items()}
+    out, lse = annulus.ring_attention(
+        **given, **ids, **golden.arguments, ranks=ranks, threads=1, return_lse=True
+    )
+    cotangents = (dout, torch.zeros_like(lse) if dlse is None else dlse)
+    names = {"query": "dq", "key": "dk", "value": "dv"}
+    gradients = torch.autograd.grad((out, lse), list(given.values()), cotangents)
+    got = {
+        names.get(name, f"d{name}"): gradient.numpy()
+        for name, gradient in zip(given, gradients, strict=True)
+    }
+    assert set(got) | {"out", "lse"} == set(golden.expected)
+    check(golden, "float64", {"out": out.detach(), "lse": lse.detach(), **got})
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("fused_backward", [True, False])
+def test_gradcheck(ranks: int, fused_backward: bool) -> None:
+    def tensor(*shape: int) -> Any:
+        return torch.tensor(random(*shape, seed=sum(shape), dtype="f8"), requires_grad=True)
+
+    # causal, grouped-query heads, sinks, bias, window and dropout
+    inputs = (tensor(1, 7, 4, 3), tensor(1, 7, 2, 3), tensor(1, 7, 2, 5), tensor(4, 2))
+    bias = tensor(1, 4, 1, 7) if not fused_backward else tensor(1, 4, 7, 7)
+
+    def attend(q: Any, k: Any, v: Any, sinks: Any, bias: Any) -> Any:
+        return annulus.torch.ring_attention(
+            q,
+            k,
+            v,
+            softmax_aux=sinks,
+            bias=bias,
+            causal=True,
+            sliding_window=(4, 0),
+            dropout_prob=0.2,
+            dropout_seed=11,
+            ranks=ranks,
+            threads=1,
+            fused_backward=fused_backward,
+            return_lse=True,
+        )
+
+    assert torch.autograd.gradcheck(attend, (*inputs, bias))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+def test_element_types_and_strides(dtype: str) -> None:
+    kind = getattr(torch, dtype)
+
+    def tensor(heads: int) -> Any:
+        # [batch, heads, seq, dim] in memory, as most models have it
+        return torch.tensor(random(2, heads, 33, 16, seed=heads)).to(kind).transpose(1, 2)
+
+    q, k, v = tensor(4), tensor(2), tensor(2)
+    assert not q.is_contiguous()
+    out, lse = annulus.flash_attention(q, k, v, causal=True, return_lse=True)
+    assert out.dtype == kind
+    assert lse.dtype == (torch.float64 if dtype == "float64" else torch.float32)
+    want, want_lse = naive(*(x.double().numpy() for x in (q, k, v)), np.tri(33, dtype=bool))
+    bound = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2, "float16": 3e-3}[dtype]
+    assert abs(out.double().numpy() - want).max() < bound
+    assert abs(lse.double().numpy() - want_lse).max() < max(bound / 100, 1e-5)
+    q, k, v = (tensor.requires_grad_() for tensor in (q, k, v))
+    annulus.flash_attention(q, k, v, causal=True).float().square().sum().backward()
+    assert q.grad.dtype == k.grad.dtype == v.grad.dtype == kind
+    assert q.grad.shape == q.shape and bool((q.grad != 0).any())
+
+
+def test_inference_needs_no_gradient_and_compile_gives_the_eager_bits() -> None:
+
+    q, k, v = (torch.tensor(random(1, 40, heads, 8, seed=heads)) for heads in (4, 2, 2))
+
+    def model(q: Any, k: Any, v: Any) -> Any:
+        return annulus.torch.flash_attention(q * 2, k, v, causal=True) + 1
+
+    eager = model(q, k, v)
+    assert (torch.compile(model, backend="eager")(q, k, v) == eager).all()
+    with torch.no_grad():
+        q.requires_grad_()
+        out = annulus.flash_attention(q * 2, k, v, causal=True)
+        assert not out.requires_grad and (out + 1 == eager).all()
+
+
+def test_tensors_that_are_not_supported_are_named() -> None:
+    q, k, v = (torch.tensor(random(1, 8, 2, 4, seed=seed)) for seed in range(3))
+    with pytest.raises(annulus.Unsupported, match="key.*meta"):
+        annulus.flash_attention(q, k.to("meta"), v)
+    with pytest.raises(annulus.InvalidArgument, match="value: got elements float64"):
+        annulus.flash_attention(q, k, v.double())
+
+    with pytest.raises(annulus.InvalidArgument, match="query: got a ndarray"):
+        annulus.torch.flash_attention(q.numpy(), k, v)
+    with pytest.raises(annulus.Unsupported, match="return_max_sum"):
+        annulus.flash_attention(
+            q.requires_grad_(), k, v, normalize_output=False, return_max_sum=True
+        )
