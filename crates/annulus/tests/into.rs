@@ -190,6 +190,29 @@ fn a_prefix_is_exempt_from_the_causal_mask() {
 }
 
 #[test]
+fn a_block_size_changes_messages_and_no_result() {
+    let q = tensor(2, 0.3);
+    let tensors = Tensors::new(q.view(), q.view(), q.view());
+    let dims = Dims::new(2, LEN, 2, 8);
+    let attention = Attention::new().dtype(annulus::DType::F64).layout(Layout::Contiguous);
+    let outputs = |size: Option<u64>| {
+        let mut ring = attention.clone().kv_block_size(size).local_ring(dims, 2).unwrap();
+        let forward = ring.forward(&tensors).unwrap();
+        let gradients = ring.backward(&tensors, &forward, q.view(), None).unwrap();
+        (forward.out, gradients.dq, gradients.dk)
+    };
+    // a tile holds the whole block, which by default travels in parts of less than a tile
+    let one_part = outputs(Some(1));
+    assert_eq!(outputs(Some(u64::MAX)), one_part);
+    let default = outputs(None);
+    assert_ne!(one_part.0, default.0, "the order of sums is another");
+    let pairs = [(&one_part.0, &default.0), (&one_part.1, &default.1), (&one_part.2, &default.2)];
+    assert!(pairs.iter().all(|(a, b)| (*a - *b).iter().all(|difference| difference.abs() < 1e-13)));
+    let refused = attention.clone().kv_block_size(0).local_ring(dims, 2).unwrap_err();
+    assert!(refused.to_string().contains("kv_block_size"), "{refused}");
+}
+
+#[test]
 fn a_ring_displays_its_mask_ranks_layout_and_route() {
     let ring = Attention::new()
         .causal(true)

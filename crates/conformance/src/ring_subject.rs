@@ -91,6 +91,7 @@ pub(crate) fn run_rank<M: TensorMemory, B: Backend<Space = M::Space>>(
         backward: true,
         // a ring cannot reduce gradients in device memory: `compute` sums them over ranks
         local_gradients: true,
+        kv_block_size: None,
     };
     let mut ring = Ring::new(backend, transport, case.attention().spec(case.spec.dims), options)?;
     let rows = |runs: &Runs| runs.iter().map(i64::cast_unsigned).collect::<Vec<u64>>();

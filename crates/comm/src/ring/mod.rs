@@ -109,6 +109,10 @@ pub struct RingOptions {
     /// True to leave the sums over ranks of dsinks, and of dbias broadcast over queries, to the
     /// caller: every rank then returns its own part.
     pub local_gradients: bool,
+    /// Hint: rows at multiples of which a KV block is split, so that computing on one part overlaps
+    /// receiving the next. It is rounded up to the KV tile of the backends, which is the default.
+    /// All ranks use the largest of theirs. Results change by rounding at most.
+    pub kv_block_size: Option<u64>,
 }
 
 impl<B: Backend> Ring<B> {

@@ -9,6 +9,7 @@ use annulus_core::{
 };
 
 use super::{
+    block_parts::SplitSize,
     program::{RankProgram, RankStep, RecordSizes},
     tail_overlap,
 };
@@ -20,8 +21,8 @@ pub(super) struct Agreed {
     pub(super) route: Route,
     /// Rank of each ring index.
     pub(super) order: Order,
-    /// Largest KV tile of all backends, in rows.
-    pub(super) kv_tile: u64,
+    /// Rows at multiples of which blocks are split.
+    pub(super) split: SplitSize,
     /// True if the plan serves backward passes.
     pub(super) backward: bool,
 }
@@ -55,7 +56,7 @@ impl RingPlan {
         ring_index: usize,
         shards: RingShards,
     ) -> Result<Self> {
-        let Agreed { spec, order, kv_tile, backward, .. } = agreed;
+        let Agreed { spec, order, split, backward, .. } = agreed;
         let rows = |shard: &Shard| {
             let mut rows = Rows::default();
             shard.expand(&RowSet::all(shard.rows.len()), &mut rows).map(|()| Arc::new(rows))
@@ -73,14 +74,14 @@ impl RingPlan {
         }
         let head_rows = if S::HAS_PARTS {
             let shard = (&*queries, &*keys);
-            tail_overlap::head_rows(spec, &schedule, ring_index, shard, *kv_tile)
+            tail_overlap::head_rows(spec, &schedule, ring_index, shard, split.of_tiles())
         } else {
             keys.len() as u64
         };
         let sizes = RecordSizes {
             block: spec.kv_row_layout().bytes(),
             gradient: spec.gradient_row_layout().bytes(),
-            kv_tile: *kv_tile,
+            split: *split,
         };
         let program = RankProgram::new(&schedule, order, ring_index, head_rows, sizes);
         let query_steps = if *backward && spec.backward == BackwardMode::TwoPass {
@@ -160,11 +161,14 @@ pub(super) fn kv_schedule(agreed: &Agreed, shards: &RingShards) -> Schedule {
 
 /// Derives the steps in which queries circulate, the second pass of a two-pass backward.
 fn query_steps(agreed: &Agreed, ring_index: usize, shards: &RingShards) -> Vec<RankStep> {
-    let Agreed { spec, route, order, kv_tile, .. } = agreed;
+    let Agreed { spec, route, order, split, .. } = agreed;
     let needs = Needs::of_keys(spec.mask.as_ref(), spec.dims.q_heads, spec.dims.batch, shards);
     let schedule = Schedule::build(&needs, reverse(*route), false);
-    let sizes =
-        RecordSizes { block: spec.query_row_layout().bytes(), gradient: 0, kv_tile: *kv_tile };
+    let sizes = RecordSizes {
+        block: spec.query_row_layout().bytes(),
+        gradient: 0,
+        split: split.of_tiles(),
+    };
     let all = shards.q[ring_index].rows.len();
     RankProgram::new(&schedule, order, ring_index, all, sizes).steps
 }

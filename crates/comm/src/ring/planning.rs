@@ -8,6 +8,7 @@ use annulus_core::{
 
 use super::{
     RingOptions,
+    block_parts::SplitSize,
     buffers::Buffers,
     check, describe,
     plan::{Agreed, RingPlan},
@@ -58,7 +59,11 @@ impl<B: Backend> Planned<B> {
             layout,
             route: options.route.unwrap_or(route),
             order,
-            kv_tile: largest.first().copied().unwrap_or(capabilities.kv_tile),
+            // in the order of `describe::plan`
+            split: SplitSize {
+                kv_tile: largest.first().copied().unwrap_or(capabilities.kv_tile).max(1),
+                kv_block: largest.get(1).copied().unwrap_or_default(),
+            },
             backward: options.backward,
         };
         let planned = Self::locally(backend, agreed, rank, ranks);

@@ -6,7 +6,7 @@ use std::{ops::Range, sync::Arc};
 use annulus_core::{Channel, Group, Message, MessageHeader, Order, Route, RowSet, Schedule};
 
 use super::{
-    block_parts,
+    block_parts::{self, SplitSize},
     home_reduce::{HomeReduce, RangePairs},
 };
 
@@ -72,8 +72,8 @@ pub(crate) struct RecordSizes {
     pub(crate) block: u64,
     /// Bytes of a gradient record; 0 if no gradients travel.
     pub(crate) gradient: u64,
-    /// Rows of a KV tile.
-    pub(crate) kv_tile: u64,
+    /// Rows at multiples of which blocks are split.
+    pub(crate) split: SplitSize,
 }
 
 impl RankProgram {
@@ -105,10 +105,10 @@ impl RankProgram {
                     schedule,
                     ring_index,
                     source,
-                    sizes.kv_tile,
+                    sizes.split,
                 ),
                 parts: if last_block == Some(number) {
-                    row_parts(&step.rows, sizes.kv_tile)
+                    row_parts(&step.rows, sizes.split)
                 } else {
                     Vec::new()
                 },
@@ -150,8 +150,8 @@ fn final_gradients(group: &Group) -> impl Iterator<Item = &Message> {
 }
 
 /// Returns the rows of each part of a block; none if it is not split.
-fn row_parts(rows: &RowSet, kv_tile: u64) -> Vec<RowSet> {
-    let parts = block_parts::parts(rows.count(), kv_tile);
+fn row_parts(rows: &RowSet, split: SplitSize) -> Vec<RowSet> {
+    let parts = block_parts::parts(rows.count(), split);
     if parts.len() == 1 {
         return Vec::new();
     }
@@ -202,12 +202,12 @@ impl Addressing<'_> {
         schedule: &Schedule,
         ring_index: usize,
         source: &RowSet,
-        kv_tile: u64,
+        split: SplitSize,
     ) -> Transfers {
         let group = &schedule.steps[ring_index][self.step].before;
         let parts = |receiver: usize, message: &Message| {
             if block_parts::last_block(schedule, receiver) == Some(self.step + 1) {
-                block_parts::parts(message.rows.count(), kv_tile)
+                block_parts::parts(message.rows.count(), split)
             } else {
                 std::iter::once(0..message.rows.count()).collect()
             }

@@ -11,7 +11,7 @@
 
 use annulus_core::{Group, Message, Rows, Schedule, Spec, mask::Query};
 
-use super::{block_parts::split_rows, program::last_step};
+use super::{block_parts::SplitSize, program::last_step};
 
 /// Number of queries and of keys that are sampled to estimate work: head and tail are rounded to
 /// tiles, so an error of some percent is of no consequence.
@@ -26,7 +26,7 @@ pub(super) fn head_rows(
     schedule: &Schedule,
     ring_index: usize,
     shard: (&Rows, &Rows),
-    kv_tile: u64,
+    split: SplitSize,
 ) -> u64 {
     let (queries, keys) = shard;
     let all = keys.len() as u64;
@@ -37,7 +37,7 @@ pub(super) fn head_rows(
     let bytes = |group: &Group, record: u64| rows(&group.sends).max(rows(&group.receives)) * record;
     let first = bytes(&steps[0].before, spec.kv_row_layout().bytes());
     let after = bytes(&steps[last].after, spec.gradient_row_layout().bytes());
-    let tile = split_rows(all, kv_tile);
+    let tile = split.of(all);
     if after == 0 || all < 2 * tile {
         return all;
     }
@@ -102,7 +102,7 @@ mod tests {
                 layout: layout.clone(),
                 route,
                 order: Order::ascending(2),
-                kv_tile: 64,
+                split: SplitSize { kv_tile: 64, kv_block: 0 },
                 backward: true,
             };
             let plan = RingPlan::derive::<Host>(&agreed, rank, coordinates).unwrap();
