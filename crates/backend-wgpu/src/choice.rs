@@ -91,7 +91,7 @@ mod tests {
         assert_eq!(chosen(&proofs, &Level::ALL), Some(Level::Matrix));
         assert_eq!(chosen(&proofs, &[Level::Plain, Level::Subgroup]), Some(Level::Subgroup));
         assert_eq!(chosen(&proofs, &[Level::Plain]), None);
-        // a proof of `matrix` says nothing of `subgroup` alone
+        // a proof of `matrix` is none of `subgroup` alone
         assert_eq!(chosen(&proofs[..1], &[Level::Plain, Level::Subgroup]), None);
     }
 

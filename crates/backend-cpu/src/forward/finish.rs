@@ -94,10 +94,10 @@ impl<E: Input<Accumulator: Summed>> Rows<'_, E> {
     ) {
         let batch = block.batch;
         let depth = geometry.value_rows();
-        for (place, head) in geometry.heads(block.kv_head).enumerate() {
+        for (group_head, head) in geometry.heads(block.kv_head).enumerate() {
             let mut out = self.out.index_axis_mut(Axis(0), batch);
             let mut out = out.index_axis_mut(Axis(1), head);
-            let first = block.lane(place, strip.rows.start);
+            let first = block.lane(group_head, strip.rows.start);
             let sums = &block.sums[first * depth..(first + strip.width) * depth];
             let mut factors = [None; TILE];
             let mut ends = [End::default(); TILE];
@@ -138,14 +138,14 @@ impl<E: Input<Accumulator: Summed>> Rows<'_, E> {
                 strip.width,
                 strip.rows.len(),
                 dim,
-                |lane, place, sums| {
+                |lane, first, sums| {
                     let mut out = out.index_axis_mut(Axis(0), strip.rows.start + lane);
                     let factor = factors[lane];
                     match out.as_slice_mut() {
-                        Some(out) => scale(&mut out[place..], sums, factor),
+                        Some(out) => scale(&mut out[first..], sums, factor),
                         None => out
                             .iter_mut()
-                            .skip(place)
+                            .skip(first)
                             .zip(sums)
                             .for_each(|(out, &sum)| *out = scaled(sum, factor)),
                     }

@@ -1,5 +1,5 @@
-//! A rank that joins a ring after the others stopped waiting. Every rank gets an error. Those that
-//! stopped waiting are told not to use the communicator again. All other communicators work.
+//! A rank that joins a ring after the others stopped waiting. Every rank gets an error. On ranks
+//! that stopped waiting it forbids further use of the communicator. All other communicators work.
 //!
 //! The communicator itself is lost: Open MPI duplicates it in several rounds, and matches a
 //! collective operation that the host starts meanwhile with one of them.
