@@ -109,7 +109,7 @@ struct ScoreFlags {
     /// Form of softmax_aux: sink logits shared by all heads, or one set per head
     #[arg(long, value_enum)]
     sinks: Option<SinksForm>,
-    /// Drop each probability with probability P
+    /// Dropout: set each softmax probability to 0 with probability P
     #[arg(long, value_name = "P", value_parser = probability, requires = "seed",
         allow_hyphen_values = true)]
     dropout: Option<f64>,
@@ -128,7 +128,7 @@ struct ScoreFlags {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Ring")]
 struct RingFlags {
-    /// Backend
+    /// Compute backend
     #[arg(long, value_enum, default_value = "cpu")]
     backend: BackendName,
     /// Device number, counted from 0 as `annulus doctor` lists them. Default: the first; with cuda

@@ -27,10 +27,9 @@ kv_heads q_len kv_len ranks layout window documents align precision pairs backen
 
   ms          the least time of 2 to 8 rounds, by the clock that `clock` names: `device` for
               timestamps in the queue of a GPU that has them, `host` for the wall clock
-  gflops      FLOPs by ms. FLOPs are 4·pairs·head_dim for fwd and 3.5 times that for fwd+bwd
+  gflops      FLOPs / ms. FLOPs are 4·pairs·head_dim for fwd and 3.5 times that for fwd+bwd
   pairs       visible pairs, all heads and batch rows; for plain causal n²/2, as is usual
-  gflops_cpu  FLOPs by the least CPU time of the process, divided by the threads of all ranks: it
-              is meaningful on a busy machine, too
+  gflops_cpu  FLOPs / (least CPU time / threads of all ranks), which holds on a busy machine too
 
 Examples:
   annulus bench
@@ -98,7 +97,7 @@ pub(crate) struct BenchFlags {
     /// Threads per rank, 1 to 1024; all ranks together at most 128 per core
     #[arg(long, value_name = "N", default_value = "1", value_parser = threads)]
     threads: usize,
-    /// Backend
+    /// Compute backend
     #[arg(long, value_enum, default_value = "cpu")]
     backend: BackendName,
     /// Device number, counted from 0 as `annulus doctor` lists them. Default: the first; with cuda

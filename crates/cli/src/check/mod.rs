@@ -50,7 +50,7 @@ pub(crate) struct CheckFlags {
     /// Folder with index.json in the format annulus-cases-1
     #[arg(value_name = "DIR")]
     folder: PathBuf,
-    /// Backend
+    /// Compute backend
     #[arg(long, value_enum, default_value = "cpu")]
     backend: BackendName,
     /// Device number, counted from 0 as `annulus doctor` lists them. Default: the first; with cuda
