@@ -31,7 +31,7 @@ pub(crate) enum Planned {
     /// All ranks, as threads of this process, over whole tensors.
     Ring(LocalRing),
     /// One rank, over its own rows.
-    Rank(Plan<Cpu>),
+    Rank(Box<Plan<Cpu>>),
 }
 
 impl Planned {
@@ -84,7 +84,7 @@ fn over<T: Transport<Host> + 'static>(
 ) -> Result<*mut annulus_plan> {
     let Description { attention, dims, threads, .. } = description;
     let plan = Plan::new(attention, *dims, Cpu::new(*threads)?, transport)?;
-    Ok(PLANS.insert(Planned::Rank(plan)))
+    Ok(PLANS.insert(Planned::Rank(Box::new(plan))))
 }
 
 /// Plans a ring of `ranks` ranks in this process, over whole tensors.
