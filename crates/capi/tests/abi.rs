@@ -4,7 +4,7 @@
 //! ```text
 //! ANNULUS_UPDATE=1 cargo test -p annulus-capi --test abi
 //! ```
-#![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![cfg(target_os = "linux")]
 
 mod common;

@@ -1,5 +1,5 @@
 //! Programs of C, compiled with `cc` against the shared library and `annulus.h`.
-#![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![cfg(target_os = "linux")]
 
 mod common;

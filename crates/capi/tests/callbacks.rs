@@ -1,6 +1,6 @@
 //! A ring over functions of the host: the bits of an in-process ring, and what a host that fails, or
 //! a rank that leaves, does to the others. The host here carries messages between threads.
-#![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::{
     collections::HashMap,
@@ -13,7 +13,9 @@ use std::{
     thread,
 };
 
-use annulus::{Attention, Dims, Tensors, ndarray::Array3, ndarray::Array4};
+use annulus::{
+    Attention, BackwardMode, Dims, Layout, Route, Tensors, ndarray::Array3, ndarray::Array4,
+};
 use annulus_capi::*;
 
 const DIMS: Dims =
@@ -195,6 +197,18 @@ type Share = (Vec<i64>, [Array4<f32>; 4]);
 
 /// The plan of one rank over callbacks.
 fn plan(transport: &annulus_transport, route: i32, deadline: f64) -> (i32, *mut annulus_plan) {
+    plan_with(transport, |options| {
+        options.causal = 1;
+        options.route = route;
+        options.deadline_seconds = deadline;
+    })
+}
+
+/// The plan of one rank over callbacks, with options.
+fn plan_with(
+    transport: &annulus_transport,
+    set: impl Fn(&mut annulus_options),
+) -> (i32, *mut annulus_plan) {
     // SAFETY: numbers may be 0
     let mut options: annulus_options = unsafe { std::mem::zeroed() };
     let (mut attention, mut plan) = (ptr::null_mut(), ptr::null_mut());
@@ -208,9 +222,7 @@ fn plan(transport: &annulus_transport, route: i32, deadline: f64) -> (i32, *mut 
         options.kv_heads = 1;
         options.head_dim = 4;
         options.value_dim = 4;
-        options.causal = 1;
-        options.deadline_seconds = deadline;
-        options.route = route;
+        set(&mut options);
         ok(annulus_attention_create(&raw const options, &raw mut attention));
         let status = annulus_plan_create_callbacks(attention, transport, &raw mut plan);
         ok(annulus_attention_destroy(attention));
@@ -285,51 +297,76 @@ fn on_all<R: Send>(
     (results, wire)
 }
 
-fn by_rust(ranks: usize) -> [Array4<f32>; 4] {
+fn by_rust(attention: &Attention, ranks: usize) -> [Array4<f32>; 4] {
     let all: Vec<i64> = (0..DIMS.q_len as i64).collect();
     let (q, k, v, dout) =
         (input(1, &all, 2), input(2, &all, 1), input(3, &all, 1), input(4, &all, 2));
-    let mut ring = Attention::new().causal(true).threads(1).local_ring(DIMS, ranks).unwrap();
+    let mut ring = attention.clone().threads(1).local_ring(DIMS, ranks).unwrap();
     let tensors = Tensors::new(q.view(), k.view(), v.view());
     let forward = ring.forward(&tensors).unwrap();
     let gradients = ring.backward(&tensors, &forward, dout.view(), None).unwrap();
     [forward.out, gradients.dq, gradients.dk, gradients.dv]
 }
 
+/// Compares a ring over callbacks with an in-process ring of as many ranks.
+fn compare(name: &str, ranks: i64, attention: &Attention, set: fn(&mut annulus_options)) {
+    let want = by_rust(attention, ranks as usize);
+    let run = |host: &Host| {
+        let (status, plan) = plan_with(&transport(host, ranks), set);
+        ok(status);
+        let first = passes(plan, false);
+        // a warm plan
+        let second = passes(plan, false);
+        ok(first.0);
+        ok(second.0);
+        assert!(first.1 == second.1, "{name}");
+        ok(annulus_plan_destroy(plan));
+        second.1
+    };
+    let (shares, wire) = on_all(ranks, |_| usize::MAX, run);
+    let axis = annulus::ndarray::Axis(1);
+    for (rows, parts) in &shares {
+        for (part, want) in parts.iter().zip(&want) {
+            for (i, &row) in rows.iter().enumerate() {
+                let same = part.index_axis(axis, i) == want.index_axis(axis, row as usize);
+                assert!(same, "{name}: row {row} of {ranks} ranks");
+            }
+        }
+    }
+    assert_eq!(shares.iter().map(|(rows, _)| rows.len()).sum::<usize>(), DIMS.q_len, "{name}");
+    assert_eq!(wire.messages.load(Ordering::Relaxed) > 0, ranks > 1, "{name}");
+    // nothing is in flight after all have left
+    assert_eq!(wire.live.load(Ordering::Relaxed), 0, "{name}");
+}
+
 #[test]
 fn a_ring_over_callbacks_gives_the_bits_of_a_ring_of_threads() {
     for ranks in [1, 2, 3, 5] {
-        let want = by_rust(ranks as usize);
-        let (shares, wire) = on_all(
-            ranks,
-            |_| usize::MAX,
-            |host| {
-                let (status, plan) = plan(&transport(host, ranks), ANNULUS_ROUTE_AUTO, 20.0);
-                ok(status);
-                let first = passes(plan, false);
-                // a warm plan
-                let second = passes(plan, false);
-                ok(first.0);
-                ok(second.0);
-                assert!(first.1 == second.1);
-                ok(annulus_plan_destroy(plan));
-                second.1
-            },
-        );
-        for (rows, parts) in &shares {
-            for (part, want) in parts.iter().zip(&want) {
-                for (i, &row) in rows.iter().enumerate() {
-                    let same = part.index_axis(annulus::ndarray::Axis(1), i)
-                        == want.index_axis(annulus::ndarray::Axis(1), row as usize);
-                    assert!(same, "row {row} of {ranks} ranks");
-                }
-            }
-        }
-        assert_eq!(shares.iter().map(|(rows, _)| rows.len()).sum::<usize>(), DIMS.q_len);
-        assert_eq!(wire.messages.load(Ordering::Relaxed) > 0, ranks > 1);
-        // nothing is in flight after all have left
-        assert_eq!(wire.live.load(Ordering::Relaxed), 0);
+        compare("causal", ranks, &Attention::new().causal(true), |options| options.causal = 1);
     }
+    // hops of several ranges of rows, in every direction
+    let striped = Attention::new().sliding_window(5, 2).layout(Layout::Striped);
+    compare("striped, direct", 3, &striped.clone().route(Route::Direct), |options| {
+        options.window_left = 5;
+        options.window_right = 2;
+        options.layout = ANNULUS_LAYOUT_STRIPED;
+        options.route = ANNULUS_ROUTE_DIRECT;
+    });
+    let zigzag = Attention::new().sliding_window(9, 0).layout(Layout::Zigzag);
+    compare("zigzag, down", 4, &zigzag.clone().route(Route::RelayDown), |options| {
+        options.window_left = 9;
+        options.window_right = 0;
+        options.layout = ANNULUS_LAYOUT_ZIGZAG;
+        options.route = ANNULUS_ROUTE_RELAY_DOWN;
+    });
+    let two_pass = zigzag.route(Route::Direct).backward_mode(BackwardMode::TwoPass);
+    compare("zigzag, direct, two passes", 4, &two_pass, |options| {
+        options.window_left = 9;
+        options.window_right = 0;
+        options.layout = ANNULUS_LAYOUT_ZIGZAG;
+        options.route = ANNULUS_ROUTE_DIRECT;
+        options.backward_mode = ANNULUS_BACKWARD_TWO_PASS;
+    });
 }
 
 #[test]

@@ -3,7 +3,7 @@
 //! ```text
 //! ANNULUS_UPDATE=1 cargo test -p annulus-capi --test header
 //! ```
-#![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::{fs, path::Path};
 

@@ -1,6 +1,6 @@
 //! Every option of the C interface against the facade: the same bits, forward and backward, and
 //! other bits than without the option, so that none is ignored.
-#![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::{
     ffi::{CStr, c_void},
