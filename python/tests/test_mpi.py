@@ -43,6 +43,12 @@ def test_a_ring_of_processes(ranks: int) -> None:
     assert f"passed on {ranks} ranks" in launch(ranks, "mpi_program.py")
 
 
+@needs_mpi
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ctrl_c_on_one_rank_ends_the_pass_on_all(ranks: int) -> None:
+    assert launch(ranks, "interrupted_program.py").count("ended") == ranks
+
+
 @pytest.mark.skipif(annulus.HAS_MPI, reason="a build with the feature mpi")
 def test_a_build_without_mpi_names_the_communicator() -> None:
     class Communicator:
