@@ -17,6 +17,9 @@ from ._errors import invalid, unsupported
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 
+DLPACK_CPU = 1
+"""``kDLCPU`` of dlpack.h."""
+
 
 @dataclass(frozen=True)
 class Tensor:
@@ -165,6 +168,8 @@ def _as_numpy(name: str, value: Any) -> tuple[np.ndarray[Any, Any], str]:
     elif hasattr(value, "__array_interface__") or hasattr(value, "__array__"):
         array = np.asarray(value)
     elif hasattr(value, "__dlpack__"):
+        if int(value.__dlpack_device__()[0]) != DLPACK_CPU:
+            raise unsupported(name, "an array in the memory of a device; want one on the CPU")
         array = np.from_dlpack(value)
     else:
         try:

@@ -36,10 +36,12 @@ class Call:
         if self.comm is not None:
             # the caller has dealt the rows already
             layout = "contiguous" if layout is None else layout
-            told = self.comm.allgather((q_len, kv_len))
-            if bias_shape is not None and bias_shape[2:3] == [q_len] and q_len != 1:
-                bias_shape[2] = sum(q for q, _ in told)
-            q_len, kv_len = sum(q for q, _ in told), sum(kv for _, kv in told)
+            bias_rows = bias_shape[2] if bias_shape is not None and len(bias_shape) == 4 else None
+            told = self.comm.allgather((q_len, kv_len, bias_rows))
+            q_lens = [q for q, _, _ in told]
+            q_len, kv_len = sum(q_lens), sum(kv for _, kv, _ in told)
+            if bias_shape is not None and bias_rows is not None:
+                bias_shape[2] = _global_rows(q_lens, [rows for _, _, rows in told])
         return Plan(
             self.attention,
             batch=batch,
@@ -61,6 +63,16 @@ class Call:
             backward_mode="two_pass" if self.fused_backward is False else "one_pass",
             forward_only=forward_only,
         )
+
+
+def _global_rows(q_lens: list[int], bias_rows: list[int | None]) -> int:
+    """Returns the query rows of the whole bias, from the rows that every rank passes of it."""
+    if any(rows != 1 for rows in bias_rows):
+        return sum(q_lens)
+    if max(q_lens) == 1 < sum(q_lens):
+        got = "one row on every rank, of one query each"
+        raise invalid("bias", got, "a Plan, whose bias_shape says if it is broadcast")
+    return 1
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ use crate::{
 enum Engine {
     Local(LocalRing<Cpu>),
     #[cfg(feature = "mpi")]
-    Rank(annulus::Plan<Cpu>),
+    Rank(Box<annulus::Plan<Cpu>>),
 }
 
 /// Seconds, waiting seconds, bytes sent and bytes predicted of one rank.
@@ -101,7 +101,7 @@ impl Plan {
             let endpoint = Interruptible::new(endpoint, Arc::clone(signals));
             annulus::Plan::new(&attention, dims, Cpu::new(threads)?, endpoint)
         })?;
-        made.filled(Engine::Rank(plan))
+        made.filled(Engine::Rank(Box::new(plan)))
     }
 
     /// Adapts the plan to a batch.

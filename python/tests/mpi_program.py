@@ -150,18 +150,26 @@ def refusals() -> None:
     fails(1, 4, "query", lambda: annulus.ring_attention(wrong, q, q, comm=WORLD))
 
 
-def one_call() -> None:
+def one_call(length: int) -> None:
     """Rows that are dealt contiguously, with a bias of own queries × all keys."""
-    x, bias = random(2, 30, 4, 8), random(1, 1, 30, 30, seed=1)
-    edges = [30 * rank // RANKS for rank in range(RANKS + 1)]
+    x, bias = random(2, length, 4, 8), random(1, 1, length, length, seed=1)
+    edges = [length * rank // RANKS for rank in range(RANKS + 1)]
     own = slice(edges[RANK], edges[RANK + 1])
     q = x[:, own]
     options: dict[str, Any] = {"causal": True, "sliding_window": (9, 0), "threads": 1}
-    out, lse = annulus.ring_attention(
-        q, q, q, bias=bias[:, :, own], **options, comm=WORLD, return_lse=True
-    )
-    want, want_lse = annulus.flash_attention(x, x, x, bias=bias, **options, return_lse=True)
-    assert abs(out - want[:, own]).max() < 2e-6 and abs(lse - want_lse[:, :, own]).max() < 2e-6
+    for given, local in ((bias, bias[:, :, own]), (bias[:, :, :1], bias[:, :, :1])):
+        out, lse = annulus.ring_attention(
+            q, q, q, bias=local, **options, comm=WORLD, return_lse=True
+        )
+        want, want_lse = annulus.flash_attention(x, x, x, bias=given, **options, return_lse=True)
+        assert abs(out - want[:, own]).max() < 2e-6 and abs(lse - want_lse[:, :, own]).max() < 2e-6
+    if RANKS > 1:
+        try:
+            annulus.ring_attention(*[x[:, :1]] * 3, bias=bias[:, :, :1, :RANKS], comm=WORLD)
+        except annulus.InvalidArgument as error:
+            assert error.argument == "bias" and "a Plan" in str(error), error
+        else:
+            raise AssertionError("one row may be a rank's own, or that of all")
 
 
 def main() -> None:
@@ -170,7 +178,9 @@ def main() -> None:
     for index, case in enumerate(cases):
         golden(case, ("contiguous", "zigzag", "striped")[index % 3])
     sub_communicator()
-    one_call()
+    one_call(30)
+    # some ranks have one row
+    one_call(RANKS + 1)
     if RANKS > 1:
         refusals()
     WORLD.Barrier()

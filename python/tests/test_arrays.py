@@ -107,6 +107,16 @@ def test_dlpack_and_the_buffer_protocol() -> None:
         annulus.flash_attention([1.0], k, v)
 
 
+def test_memory_of_a_device_is_refused_by_name() -> None:
+    class OnDevice(DLPack):
+        def __dlpack_device__(self) -> Any:
+            return (2, 0)
+
+    q, k, v = tensors()
+    with pytest.raises(annulus.Unsupported, match="^key is not supported: .* device"):
+        annulus.flash_attention(q, OnDevice(k), v)
+
+
 def planned(**options: Any) -> annulus.Plan:
     return annulus.Attention(causal=True).plan(
         batch=1, q_len=33, kv_len=40, q_heads=4, kv_heads=2, head_dim=16, value_dim=8, **options

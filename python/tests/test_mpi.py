@@ -43,6 +43,20 @@ def test_a_ring_of_processes(ranks: int) -> None:
     assert f"passed on {ranks} ranks" in launch(ranks, "mpi_program.py")
 
 
+@needs_mpi
+def test_the_example_gives_the_same_on_every_number_of_ranks() -> None:
+    said = [launch(ranks, "../examples/ring_of_processes.py") for ranks in (1, 2, 3)]
+    results = {text.partition(" on ")[0] for text in said}
+    assert len(results) == 1 and results.pop().startswith("loss "), said
+    assert "sent 0 bytes" in said[0] and "sent 0 bytes" not in said[1]
+
+
+@needs_mpi
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ctrl_c_on_one_rank_ends_the_pass_on_all(ranks: int) -> None:
+    assert launch(ranks, "interrupted_program.py").count("ended") == ranks
+
+
 @pytest.mark.skipif(annulus.HAS_MPI, reason="a build with the feature mpi")
 def test_a_build_without_mpi_names_the_communicator() -> None:
     class Communicator:
