@@ -444,7 +444,7 @@ fn a_rank_that_leaves_is_missed() {
                 let status = passes(plan, false).0;
                 // by its goodbye, or by the abort of the other rank that noticed it
                 assert!([ANNULUS_PEER_LOST, ANNULUS_ABORTED].contains(&status), "{}", message());
-                assert!(message().contains("rank 2 is gone"), "{}", message());
+                assert!(message().contains("connection to rank 2 lost"), "{}", message());
             }
             ok(annulus_plan_destroy(plan));
         },

@@ -51,13 +51,14 @@ pub enum Error {
     },
     /// An allocation failed.
     #[error(
-        "out of memory: {what} needs {asked} bytes{}",
+        "out of memory: {what}{}{}",
+        if *asked > 0 { format!(" needs {asked} bytes") } else { String::new() },
         free.map(|free| format!(", {free} free")).unwrap_or_default()
     )]
     OutOfMemory {
         /// Tensor, or part of the plan, that was to be allocated.
         what: String,
-        /// Number of bytes requested.
+        /// Number of bytes requested; 0 if the device does not report it.
         asked: u64,
         /// Number of free bytes, if the device reports it.
         free: Option<u64>,

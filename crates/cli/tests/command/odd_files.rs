@@ -128,7 +128,7 @@ fn inconsistent_tensors_are_named() {
         (packed(good(), "cum_seqlens_q", &[1, 6]), "", &["cum_seqlens_q", "first number"]),
         (packed(good(), "cum_seqlens_q", &[0, 4, 3]), "", &["cum_seqlens_q", "ascending"]),
         (packed(good(), "cum_seqlens_k", &[0, 7]), "", &["cum_seqlens_k", "at most 6"]),
-        (packed(good(), "cum_seqlens_k", &[]), "", &["cum_seqlens_k", "from 0"]),
+        (packed(good(), "cum_seqlens_k", &[]), "", &["cum_seqlens_k", "0 as the first number"]),
         (
             packed(packed(good(), "cum_seqlens_q", &[0, 6]), "cum_seqlens_k", &[0, 3, 6]),
             "",
