@@ -44,11 +44,13 @@ struct Rank<T: Element, B: Backend<Space: HostTensors>> {
     dout: Array4<T>,
 }
 
-/// Properties of the measurement that a line has beside the case.
+/// Measurement of one case, as its line has it.
 #[derive(Debug)]
-struct Measured {
-    backend: &'static str,
-    clock: Clock,
+struct Measured<'a> {
+    least: Least,
+    backend: &'a str,
+    clock: &'a Clock,
+    ranks: usize,
     layout: &'static str,
     /// Visible pairs, all heads and batch rows.
     pairs: f64,
@@ -103,9 +105,8 @@ impl<'a> Case<'a> {
         backend: &BackendChoice,
     ) -> Outcome {
         let clock = Clock::of(backend, job)?;
-        let mut measured = Measured { backend: backend.name(), clock, layout: "", pairs: 0.0 };
         with_backend!(backend, self.flags.threads, make => {
-            self.run_on::<T, _>(job, passes, &mut measured, make)
+            self.run_on::<T, _>(job, passes, backend.name(), &clock, make)
         })
     }
 
@@ -113,7 +114,8 @@ impl<'a> Case<'a> {
         &self,
         job: &mut Job,
         passes: &[Passes],
-        measured: &mut Measured,
+        backend: &str,
+        clock: &Clock,
         make: impl Fn(Endpoint) -> Result<RankBackend<B>> + Sync,
     ) -> Outcome {
         let named = |error| {
@@ -129,19 +131,19 @@ impl<'a> Case<'a> {
         let held =
             memory::Tensors::of(&self.dims, self.dtype, passes.contains(&Passes::ForwardBackward));
         job.agree(held.shared_by(processes).must_fit().map_err(named))?;
-        measured.pairs = job.agree(self.pairs().map_err(named))?;
+        let pairs = job.agree(self.pairs().map_err(named))?;
         for &passes in passes {
             let attention = if passes == Passes::Forward {
                 self.attention().forward_only(true)
             } else {
                 self.attention()
             };
-            let layout = self.flags.layout.layout();
+            let chosen = self.flags.layout.layout();
             let endpoints = job.endpoints()?;
             let mut ranks = job.run_phase(endpoints, |_, endpoint| {
                 let (backend, transport) = make(endpoint)?;
                 let mut plan = Plan::new(
-                    &attention.clone().layout(layout.clone()),
+                    &attention.clone().layout(chosen.clone()),
                     self.dims,
                     backend,
                     transport,
@@ -153,12 +155,14 @@ impl<'a> Case<'a> {
             })?;
             let least = least(job, |job| match &mut ranks[..] {
                 // a single rank needs no thread of its own
-                [only] if job.ranks() == 1 => Ok(vec![only.round(passes, &measured.clock)?]),
-                ranks => job.run_phase(ranks, |_, rank| rank.round(passes, &measured.clock)),
+                [only] if job.ranks() == 1 => Ok(vec![only.round(passes, clock)?]),
+                ranks => job.run_phase(ranks, |_, rank| rank.round(passes, clock)),
             })?;
-            measured.layout = ranks.first().map_or("", |rank| rank.plan.ring().layout().name());
+            let layout = ranks.first().map_or("", |rank| rank.plan.ring().layout().name());
             if job.is_leader() {
-                say!("{}", self.line(passes, least, measured, job.ranks()));
+                let ranks = job.ranks();
+                let measured = Measured { least, backend, clock, ranks, layout, pairs };
+                say!("{}", self.line(passes, &measured));
             }
         }
         Ok(())
@@ -187,9 +191,9 @@ impl<'a> Case<'a> {
     }
 
     /// Formats the JSON line.
-    fn line(&self, passes: Passes, least: Least, measured: &Measured, ranks: usize) -> String {
+    fn line(&self, passes: Passes, measured: &Measured<'_>) -> String {
         let BenchFlags { threads, window, documents, .. } = self.flags;
-        let Measured { backend, clock, layout, pairs } = measured;
+        let Measured { least, backend, clock, ranks, layout, pairs } = measured;
         let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = self.dims;
         // the backward pass has 5 matrix products, the forward pass 2
         let (name, factor) = match passes {
