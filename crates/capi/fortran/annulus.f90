@@ -25,6 +25,7 @@ module annulus
   public :: annulus_plan_route, annulus_plan_workspace_bytes, annulus_plan_q_rows
   public :: annulus_plan_kv_rows, annulus_plan_update, annulus_tensor_of
   public :: annulus_forward, annulus_backward, annulus_forward_c, annulus_backward_c
+  public :: annulus_forward_start, annulus_backward_start, annulus_plan_test, annulus_plan_wait
 
   integer(c_int32_t), parameter, public :: ANNULUS_SUCCESS = 0
   integer(c_int32_t), parameter, public :: ANNULUS_INVALID_ARGUMENT = 1
@@ -396,6 +397,35 @@ module annulus
       type(annulus_backward_args), intent(in) :: args
       integer(c_int) :: status
     end function annulus_backward_c
+    ! Starts a pass on a thread of its own; annulus_plan_test or annulus_plan_wait ends it. The arrays
+    ! have ASYNCHRONOUS and TARGET, and stay as they are until then.
+    function annulus_forward_start(plan, args) bind(c) result(status)
+      import :: annulus_forward_args, c_int, c_ptr
+      type(c_ptr), value :: plan
+      type(annulus_forward_args), intent(in) :: args
+      integer(c_int) :: status
+    end function annulus_forward_start
+
+    function annulus_backward_start(plan, args) bind(c) result(status)
+      import :: annulus_backward_args, c_int, c_ptr
+      type(c_ptr), value :: plan
+      type(annulus_backward_args), intent(in) :: args
+      integer(c_int) :: status
+    end function annulus_backward_start
+
+    ! done is 1 if the pass that was started has ended; the status is then that of the pass.
+    function annulus_plan_test(plan, done) bind(c) result(status)
+      import :: c_int, c_int32_t, c_ptr
+      type(c_ptr), value :: plan
+      integer(c_int32_t), intent(out) :: done
+      integer(c_int) :: status
+    end function annulus_plan_test
+
+    function annulus_plan_wait(plan) bind(c) result(status)
+      import :: c_int, c_ptr
+      type(c_ptr), value :: plan
+      integer(c_int) :: status
+    end function annulus_plan_wait
   end interface
 
   ! Describes an array, without copying it. The array outlives the tensor, and has TARGET.

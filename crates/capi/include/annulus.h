@@ -487,8 +487,8 @@ typedef void (*annulus_silence_function)(void *context,
  * Every function returns 0, or another number if it failed, which ends the plan and is named in its
  * error. Messages from one rank to another with the same tag are received in the order in which
  * they were sent; a message has the length of its receive. None of the functions waits. They are
- * called on the thread that calls annulus, within that call, never two at once for one plan; they do
- * not unwind and call no function of annulus.
+ * called on the thread that calls annulus, within that call, or on that of a pass that was started;
+ * never two at once for one plan. They do not unwind and call no function of annulus.
  *
  * The messages of one plan meet no others: another plan, or the host's own traffic, has another
  * context with another communicator or other tags.
@@ -1089,7 +1089,8 @@ int annulus_plan_kv_rows(const struct annulus_plan *plan,
 int annulus_plan_update(struct annulus_plan *plan, const struct annulus_batch *batch);
 
 /**
- * Destroys a plan. If a call is using it, it is destroyed when that call ends.
+ * Destroys a plan. If a call is using it, it is destroyed when that call ends; a pass under way is
+ * waited for.
  *
  * Local: a rank that failed can do it alone. Over MPI and callbacks it waits up to one second for
  * the other ranks to do the same, so that nothing is in flight. After MPI_Finalize it is harmless.
@@ -1132,6 +1133,59 @@ int annulus_forward(struct annulus_plan *plan,
  * As annulus_forward.
  */
 int annulus_backward(struct annulus_plan *plan, const struct annulus_backward_args *args);
+
+/**
+ * Starts annulus_forward on a thread of its own, so that the program can do something else.
+ *
+ * annulus_plan_test or annulus_plan_wait ends the pass and returns its status, also that of
+ * tensors that do not fit. Until then no other call uses the plan. `args` and its tensor structs are
+ * copied; the elements are not.
+ *
+ * Collective over the ranks, which may start or call the pass. Over MPI it needs
+ * MPI_THREAD_MULTIPLE. Over callbacks, the host's functions are called on the thread of the pass.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT for a plan that is not alive or has a pass under way, ANNULUS_UNSUPPORTED
+ * below MPI_THREAD_MULTIPLE, ANNULUS_DEVICE if no thread starts: the pass is not started, and the
+ * other ranks are not told.
+ *
+ * Safety
+ * As annulus_forward; the elements live, and nobody else writes inputs or touches outputs, until
+ * the pass has ended.
+ */
+int annulus_forward_start(struct annulus_plan *plan,
+                          const struct annulus_forward_args *args);
+
+/**
+ * Starts annulus_backward on a thread of its own. Rules: as of annulus_forward_start.
+ *
+ * Errors
+ * As annulus_forward_start.
+ *
+ * Safety
+ * As annulus_forward_start.
+ */
+int annulus_backward_start(struct annulus_plan *plan, const struct annulus_backward_args *args);
+
+/**
+ * Writes 1 to `*done` and returns the status of the pass if the pass that was started has ended;
+ * else writes 0 and returns 0. Does not wait. Local.
+ *
+ * Errors
+ * Those of the pass; ANNULUS_INVALID_ARGUMENT if none is under way.
+ *
+ * Safety
+ * `done` points to a writable number.
+ */
+int annulus_plan_test(struct annulus_plan *plan, int32_t *done);
+
+/**
+ * Waits for the pass that was started, and returns its status.
+ *
+ * Errors
+ * Those of the pass; ANNULUS_INVALID_ARGUMENT if none is under way.
+ */
+int annulus_plan_wait(struct annulus_plan *plan);
 
 #ifdef __cplusplus
 }  // extern "C"

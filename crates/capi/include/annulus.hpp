@@ -293,6 +293,45 @@ class plan {
   /* Computes out and lse. Collective. */
   template <class T>
   void forward(const forward_tensors<T> &of) {
+    const annulus_forward_args all = arguments(of);
+    detail::check(annulus_forward(get(), &all));
+  }
+  /* Computes the gradients. Collective. */
+  template <class T>
+  void backward(const backward_tensors<T> &of) {
+    const annulus_backward_args all = arguments(of);
+    detail::check(annulus_backward(get(), &all));
+  }
+  /* Starts a pass on a thread of its own. The elements stay as they are until it has ended. */
+  template <class T>
+  void forward_start(const forward_tensors<T> &of) {
+    const annulus_forward_args all = arguments(of);
+    detail::check(annulus_forward_start(get(), &all));
+  }
+  template <class T>
+  void backward_start(const backward_tensors<T> &of) {
+    const annulus_backward_args all = arguments(of);
+    detail::check(annulus_backward_start(get(), &all));
+  }
+  /* True if the pass that was started has ended; throws what it failed with. */
+  bool test() { return number<std::int32_t>(annulus_plan_test) != 0; }
+  /* Waits for the pass that was started; throws what it failed with. */
+  void wait() { detail::check(annulus_plan_wait(get())); }
+  annulus_plan *get() const noexcept { return handle_.get(); }
+
+ private:
+  plan() = default;
+  template <class Make>
+  static plan made(const attention &of, Make make) {
+    plan made;
+    annulus_plan *handle = nullptr;
+    detail::check(make(&handle));
+    made.handle_.reset(handle);
+    made.functions_ = of.functions_;
+    return made;
+  }
+  template <class T>
+  static annulus_forward_args arguments(const forward_tensors<T> &of) {
     annulus_forward_args all{};
     all.struct_size = sizeof all;
     all.q = of.q.get();
@@ -305,11 +344,10 @@ class plan {
     all.max = detail::get(of.max);
     all.sum = detail::get(of.sum);
     all.ties = detail::get(of.ties);
-    detail::check(annulus_forward(get(), &all));
+    return all;
   }
-  /* Computes the gradients. Collective. */
   template <class T>
-  void backward(const backward_tensors<T> &of) {
+  static annulus_backward_args arguments(const backward_tensors<T> &of) {
     annulus_backward_args all{};
     all.struct_size = sizeof all;
     all.q = of.q.get();
@@ -328,20 +366,7 @@ class plan {
     all.dv = of.dv.get();
     all.dbias = detail::get(of.dbias);
     all.dsoftmax_aux = detail::get(of.dsoftmax_aux);
-    detail::check(annulus_backward(get(), &all));
-  }
-  annulus_plan *get() const noexcept { return handle_.get(); }
-
- private:
-  plan() = default;
-  template <class Make>
-  static plan made(const attention &of, Make make) {
-    plan made;
-    annulus_plan *handle = nullptr;
-    detail::check(make(&handle));
-    made.handle_.reset(handle);
-    made.functions_ = of.functions_;
-    return made;
+    return all;
   }
   template <class N, class Read>
   N number(Read read) const {

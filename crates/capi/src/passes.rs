@@ -10,7 +10,7 @@ use ndarray::{ArrayView3, ArrayView4};
 
 use crate::{
     overlap,
-    plan::{PLANS, Planned, annulus_plan},
+    plan::{PLANS, Pass, Planned, annulus_plan},
     status::guard,
     tensor::{Checked, annulus_tensor},
     versioned::{self, Versioned},
@@ -126,12 +126,13 @@ pub unsafe extern "C" fn annulus_forward(
 ) -> c_int {
     guard(|| {
         // SAFETY: as the caller promises, for all four
-        PLANS.with(plan, |planned| unsafe {
+        PLANS.with(plan, |state| unsafe {
+            let planned = state.planned()?;
             match planned.spec().dtype {
-                DType::F32 => planned.forward::<f32>(args),
-                DType::F64 => planned.forward::<f64>(args),
-                DType::F16 => planned.forward::<f16>(args),
-                DType::Bf16 => planned.forward::<bf16>(args),
+                DType::F32 => planned.forward(forward_tensors::<f32>(args)),
+                DType::F64 => planned.forward(forward_tensors::<f64>(args)),
+                DType::F16 => planned.forward(forward_tensors::<f16>(args)),
+                DType::Bf16 => planned.forward(forward_tensors::<bf16>(args)),
             }
         })
     })
@@ -155,12 +156,13 @@ pub unsafe extern "C" fn annulus_backward(
 ) -> c_int {
     guard(|| {
         // SAFETY: as the caller promises, for all four
-        PLANS.with(plan, |planned| unsafe {
+        PLANS.with(plan, |state| unsafe {
+            let planned = state.planned()?;
             match planned.spec().dtype {
-                DType::F32 => planned.backward::<f32>(args),
-                DType::F64 => planned.backward::<f64>(args),
-                DType::F16 => planned.backward::<f16>(args),
-                DType::Bf16 => planned.backward::<bf16>(args),
+                DType::F32 => planned.backward(backward_tensors::<f32>(args)),
+                DType::F64 => planned.backward(backward_tensors::<f64>(args)),
+                DType::F16 => planned.backward(backward_tensors::<f16>(args)),
+                DType::Bf16 => planned.backward(backward_tensors::<bf16>(args)),
             }
         })
     })
@@ -303,13 +305,8 @@ unsafe fn backward_tensors<'a, T: Element>(
 }
 
 impl Planned {
-    /// Runs a forward pass.
-    ///
-    /// # Safety
-    /// As [`annulus_forward`].
-    unsafe fn forward<T: Element>(&mut self, args: *const annulus_forward_args) -> Result<()> {
-        // SAFETY: as the caller promises
-        let viewed = unsafe { forward_tensors::<T>(args) };
+    /// Runs a forward pass. Where its tensors were refused, the other ranks are told.
+    fn forward<T: Element>(&mut self, viewed: Result<ForwardTensors<'_, T>>) -> Result<()> {
         match (self, viewed) {
             (Self::Ring(ring), viewed) => {
                 let (tensors, outputs) = viewed?;
@@ -323,13 +320,8 @@ impl Planned {
         }
     }
 
-    /// Runs a backward pass.
-    ///
-    /// # Safety
-    /// As [`annulus_backward`].
-    unsafe fn backward<T: Element>(&mut self, args: *const annulus_backward_args) -> Result<()> {
-        // SAFETY: as the caller promises
-        let viewed = unsafe { backward_tensors::<T>(args) };
+    /// Runs a backward pass. Where its tensors were refused, the other ranks are told.
+    fn backward<T: Element>(&mut self, viewed: Result<BackwardTensors<'_, T>>) -> Result<()> {
         match (self, viewed) {
             (Self::Ring(ring), viewed) => {
                 let BackwardTensors { tensors, forward, dout, dlse, gradients } = viewed?;
@@ -342,4 +334,120 @@ impl Planned {
             (Self::Rank(plan), Err(error)) => Err(plan.ring_mut().refuse(error)),
         }
     }
+}
+
+/// A forward pass that runs later, over tensors that are checked now.
+///
+/// # Safety
+/// As [`annulus_forward_start`].
+unsafe fn later_forward<T: Element>(args: *const annulus_forward_args) -> Pass {
+    // SAFETY: the caller promises that the tensors live until the pass has ended
+    let viewed = unsafe { forward_tensors::<'static, T>(args) };
+    Box::new(move |planned| planned.forward(viewed))
+}
+
+/// A backward pass that runs later, over tensors that are checked now.
+///
+/// # Safety
+/// As [`annulus_backward_start`].
+unsafe fn later_backward<T: Element>(args: *const annulus_backward_args) -> Pass {
+    // SAFETY: the caller promises that the tensors live until the pass has ended
+    let viewed = unsafe { backward_tensors::<'static, T>(args) };
+    Box::new(move |planned| planned.backward(viewed))
+}
+
+/// Starts [`annulus_forward`] on a thread of its own, so that the program can do something else.
+///
+/// [`annulus_plan_test`] or [`annulus_plan_wait`] ends the pass and returns its status, also that of
+/// tensors that do not fit. Until then no other call uses the plan. `args` and its tensor structs are
+/// copied; the elements are not.
+///
+/// Collective over the ranks, which may start or call the pass. Over MPI it needs
+/// MPI_THREAD_MULTIPLE. Over callbacks, the host's functions are called on the thread of the pass.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT for a plan that is not alive or has a pass under way, ANNULUS_UNSUPPORTED
+/// below MPI_THREAD_MULTIPLE, ANNULUS_DEVICE if no thread starts: the pass is not started, and the
+/// other ranks are not told.
+///
+/// # Safety
+/// As [`annulus_forward`]; the elements live, and nobody else writes inputs or touches outputs, until
+/// the pass has ended.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_forward_start(
+    plan: *mut annulus_plan,
+    args: *const annulus_forward_args,
+) -> c_int {
+    guard(|| {
+        // SAFETY: as the caller promises, for all four
+        PLANS.with(plan, |state| unsafe {
+            let pass = match state.planned()?.spec().dtype {
+                DType::F32 => later_forward::<f32>(args),
+                DType::F64 => later_forward::<f64>(args),
+                DType::F16 => later_forward::<f16>(args),
+                DType::Bf16 => later_forward::<bf16>(args),
+            };
+            state.start(pass)
+        })
+    })
+}
+
+/// Starts [`annulus_backward`] on a thread of its own. Rules: as of [`annulus_forward_start`].
+///
+/// # Errors
+/// As [`annulus_forward_start`].
+///
+/// # Safety
+/// As [`annulus_forward_start`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_backward_start(
+    plan: *mut annulus_plan,
+    args: *const annulus_backward_args,
+) -> c_int {
+    guard(|| {
+        // SAFETY: as the caller promises, for all four
+        PLANS.with(plan, |state| unsafe {
+            let pass = match state.planned()?.spec().dtype {
+                DType::F32 => later_backward::<f32>(args),
+                DType::F64 => later_backward::<f64>(args),
+                DType::F16 => later_backward::<f16>(args),
+                DType::Bf16 => later_backward::<bf16>(args),
+            };
+            state.start(pass)
+        })
+    })
+}
+
+/// Writes 1 to `*done` and returns the status of the pass if the pass that was started has ended;
+/// else writes 0 and returns 0. Does not wait. Local.
+///
+/// # Errors
+/// Those of the pass; ANNULUS_INVALID_ARGUMENT if none is under way.
+///
+/// # Safety
+/// `done` points to a writable number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_plan_test(plan: *mut annulus_plan, done: *mut i32) -> c_int {
+    guard(|| {
+        let done = versioned::check_pointer("done", done.cast_const())?;
+        PLANS.with(plan, |state| {
+            // SAFETY: not NULL, aligned, writable as the caller promises
+            unsafe { done.write(0) };
+            let ended = state.finish(false);
+            if !matches!(ended, Ok(None)) {
+                // SAFETY: as above
+                unsafe { done.write(1) };
+            }
+            ended.map(drop)
+        })
+    })
+}
+
+/// Waits for the pass that was started, and returns its status.
+///
+/// # Errors
+/// Those of the pass; ANNULUS_INVALID_ARGUMENT if none is under way.
+#[unsafe(no_mangle)]
+pub extern "C" fn annulus_plan_wait(plan: *mut annulus_plan) -> c_int {
+    guard(|| PLANS.with(plan, |state| state.finish(true).map(drop)))
 }

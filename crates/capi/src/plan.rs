@@ -1,6 +1,11 @@
 //! The handle of a plan: creation over each kind of ring, queries, update, destruction.
 
-use std::{ffi::c_int, slice};
+use std::{
+    ffi::c_int,
+    slice,
+    sync::mpsc,
+    thread::{self, JoinHandle},
+};
 
 use annulus::{Batch, Cpu, Error, Layout, LocalRing, Plan, Result, Route, Runs, Spec};
 use annulus_core::{Host, Transport};
@@ -24,7 +29,7 @@ pub struct annulus_plan {
     _opaque: [u8; 0],
 }
 
-pub(crate) static PLANS: Handles<Planned> = Handles::new("plan");
+pub(crate) static PLANS: Handles<PlanState> = Handles::new("plan");
 
 /// What is behind the handle of a plan.
 pub(crate) enum Planned {
@@ -32,6 +37,100 @@ pub(crate) enum Planned {
     Ring(LocalRing),
     /// One rank, over its own rows.
     Rank(Box<Plan<Cpu>>),
+}
+
+/// What is behind the handle of a plan: the plan, or the thread that runs a pass of it.
+pub(crate) struct PlanState {
+    /// The plan, unless a pass is under way.
+    planned: Option<Planned>,
+    /// The pass under way. The thread returns the plan.
+    pass: Option<JoinHandle<Result<(Planned, Result<()>)>>>,
+    /// True if passes may run on another thread than this one.
+    any_thread: bool,
+}
+
+/// A pass that runs later, on a thread of its own.
+pub(crate) type Pass = Box<dyn FnOnce(&mut Planned) -> Result<()> + Send>;
+
+impl PlanState {
+    fn new(planned: Planned, any_thread: bool) -> Self {
+        Self { planned: Some(planned), pass: None, any_thread }
+    }
+
+    /// The plan.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] while a pass is under way; [`Error::Poisoned`] after a panic.
+    pub(crate) fn planned(&mut self) -> Result<&mut Planned> {
+        let is_running = self.pass.is_some();
+        self.planned.as_mut().ok_or_else(|| {
+            if is_running {
+                let got = "one with a pass under way";
+                Error::invalid("plan", got, "annulus_plan_wait before another call")
+            } else {
+                Error::Poisoned { first: "a pass panicked".to_owned() }
+            }
+        })
+    }
+
+    /// Starts a pass on a thread of its own.
+    ///
+    /// # Errors
+    /// As [`PlanState::planned`]; [`Error::Unsupported`] if MPI forbids another thread;
+    /// [`Error::Device`] if no thread starts.
+    pub(crate) fn start(&mut self, pass: Pass) -> Result<()> {
+        self.planned()?;
+        if !self.any_thread {
+            let what = "a pass on a thread of its own";
+            return Err(Error::unsupported(what, "an MPI below MPI_THREAD_MULTIPLE"));
+        }
+        // the plan is handed over only once the thread exists
+        let (sender, receiver) = mpsc::sync_channel::<(Planned, Pass)>(1);
+        let run = move || {
+            let Ok((mut planned, pass)) = receiver.recv() else {
+                return Err(Error::internal("a pass without a plan"));
+            };
+            let result = pass(&mut planned);
+            Ok((planned, result))
+        };
+        let failed = |error| Error::Device { what: format!("no thread for a pass: {error}") };
+        let thread = thread::Builder::new().name("annulus pass".to_owned()).spawn(run);
+        let thread = thread.map_err(failed)?;
+        if let Some(planned) = self.planned.take() {
+            sender.send((planned, pass)).map_err(Error::internal)?;
+        }
+        self.pass = Some(thread);
+        Ok(())
+    }
+
+    /// Ends the pass under way; `None` if it is not done and `waits` is false.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if there is none; those of the pass.
+    pub(crate) fn finish(&mut self, waits: bool) -> Result<Option<()>> {
+        let Some(pass) = self.pass.take_if(|pass| waits || pass.is_finished()) else {
+            return match self.pass {
+                Some(_) => Ok(None),
+                None => {
+                    let want = "annulus_forward_start or annulus_backward_start before";
+                    Err(Error::invalid("plan", "one without a pass under way", want))
+                }
+            };
+        };
+        let joined = pass.join().map_err(|_| Error::internal("a pass panicked"))?;
+        let (planned, result) = joined?;
+        self.planned = Some(planned);
+        result.map(Some)
+    }
+}
+
+impl Drop for PlanState {
+    fn drop(&mut self) {
+        // the pass uses tensors of the caller's, which it frees next
+        if let Some(pass) = self.pass.take() {
+            drop(pass.join());
+        }
+    }
 }
 
 impl Planned {
@@ -77,14 +176,15 @@ fn description(attention: *const annulus_attention) -> Result<Description> {
     Ok(description)
 }
 
-/// Plans one rank over a transport.
+/// Plans one rank over a transport, which serves any thread or only this one.
 fn over<T: Transport<Host> + 'static>(
     description: &Description,
     transport: T,
+    any_thread: bool,
 ) -> Result<*mut annulus_plan> {
     let Description { attention, dims, threads, .. } = description;
     let plan = Plan::new(attention, *dims, Cpu::new(*threads)?, transport)?;
-    Ok(PLANS.insert(Planned::Rank(Box::new(plan))))
+    Ok(PLANS.insert(PlanState::new(Planned::Rank(Box::new(plan)), any_thread)))
 }
 
 /// Plans a ring of `ranks` ranks in this process, over whole tensors.
@@ -109,7 +209,7 @@ pub unsafe extern "C" fn annulus_plan_create_threads(
         let make = || {
             let Description { attention, dims, threads, .. } = description(attention)?;
             let ring = attention.threads(threads).local_ring(dims, length("ranks", ranks)?)?;
-            Ok(PLANS.insert(Planned::Ring(ring)))
+            Ok(PLANS.insert(PlanState::new(Planned::Ring(ring), true)))
         };
         // SAFETY: as the caller promises
         unsafe { create("plan", plan, make) }
@@ -147,7 +247,8 @@ pub unsafe extern "C" fn annulus_plan_create_mpi_f(
             let settings = settings(&description);
             // SAFETY: as the caller promises
             let ring = unsafe { annulus::comm::mpi::Mpi::over_fortran(communicator, settings) }?;
-            over(&description, ring)
+            let any_thread = ring.any_thread();
+            over(&description, ring, any_thread)
         };
         #[cfg(not(feature = "mpi"))]
         let make = || {
@@ -184,7 +285,8 @@ pub unsafe extern "C" fn annulus_plan_create_mpi(
             // SAFETY: as the caller promises
             let ring =
                 unsafe { annulus::comm::mpi::Mpi::over_communicator(communicator, settings) }?;
-            over(&description, ring)
+            let any_thread = ring.any_thread();
+            over(&description, ring, any_thread)
         };
         // SAFETY: as the caller promises
         unsafe { create("plan", plan, make) }
@@ -226,7 +328,7 @@ pub unsafe extern "C" fn annulus_plan_create_callbacks(
             let description = description(attention)?;
             // SAFETY: as the caller promises
             let transport = unsafe { HostTransport::new(versioned::read(transport)?) }?;
-            over(&description, transport)
+            over(&description, transport, true)
         };
         // SAFETY: as the caller promises
         unsafe { create("plan", plan, make) }
@@ -245,7 +347,7 @@ unsafe fn answer<T>(
 ) -> c_int {
     guard(|| {
         let out = check_pointer(name, out.cast_const())?;
-        let value = PLANS.with(plan, |planned| of(planned))?;
+        let value = PLANS.with(plan, |state| state.planned().and_then(|planned| of(planned)))?;
         // SAFETY: not NULL, aligned, writable as the caller promises
         unsafe { out.write(value) };
         Ok(())
@@ -399,7 +501,7 @@ unsafe fn write_rows(
     guard(|| {
         let count = check_pointer("count", count.cast_const())?;
         let room = length("capacity", capacity)?;
-        let all = PLANS.with(plan, |planned| Ok(of(planned)))?;
+        let all = PLANS.with(plan, |state| Ok(of(state.planned()?)))?;
         // SAFETY: not NULL, aligned, writable as the caller promises
         unsafe { count.write(all.len().cast_signed()) };
         if rows.is_null() && room == 0 {
@@ -436,7 +538,8 @@ pub unsafe extern "C" fn annulus_plan_update(
     batch: *const annulus_batch,
 ) -> c_int {
     guard(|| {
-        PLANS.with(plan, |planned| {
+        PLANS.with(plan, |state| {
+            let planned = state.planned()?;
             if batch.is_null() {
                 return planned.update(Ok(Batch::default()));
             }
@@ -447,7 +550,8 @@ pub unsafe extern "C" fn annulus_plan_update(
     })
 }
 
-/// Destroys a plan. If a call is using it, it is destroyed when that call ends.
+/// Destroys a plan. If a call is using it, it is destroyed when that call ends; a pass under way is
+/// waited for.
 ///
 /// Local: a rank that failed can do it alone. Over MPI and callbacks it waits up to one second for
 /// the other ranks to do the same, so that nothing is in flight. After MPI_Finalize it is harmless.

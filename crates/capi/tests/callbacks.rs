@@ -14,7 +14,8 @@ use std::{
 };
 
 use annulus::{
-    Attention, BackwardMode, Dims, Layout, Route, Tensors, ndarray::Array3, ndarray::Array4,
+    Attention, BackwardMode, Dims, Layout, Route, Tensors, ndarray::Array2, ndarray::Array3,
+    ndarray::Array4,
 };
 use annulus_capi::*;
 
@@ -241,6 +242,15 @@ fn rows(plan: *mut annulus_plan) -> Vec<i64> {
 
 /// Runs both passes on one rank; the status of the first that fails. `drop_q` passes NULL as q.
 fn passes(plan: *mut annulus_plan, drop_q: bool) -> (i32, Share) {
+    passes_with(plan, drop_q, None)
+}
+
+/// As [`passes`], with one sink and its gradient.
+fn passes_with(
+    plan: *mut annulus_plan,
+    drop_q: bool,
+    sinks: Option<&[Array2<f32>; 2]>,
+) -> (i32, Share) {
     let rows = rows(plan);
     let (q, k, v, dout) =
         (input(1, &rows, 2), input(2, &rows, 1), input(3, &rows, 1), input(4, &rows, 2));
@@ -258,6 +268,8 @@ fn passes(plan: *mut annulus_plan, drop_q: bool) -> (i32, Share) {
     forward.v = &raw const inputs[2];
     forward.out = &raw const inputs[3];
     forward.lse = &raw const lse_tensor;
+    let sinks = sinks.map(|sinks| sinks.each_ref().map(tensor));
+    forward.softmax_aux = sinks.as_ref().map_or(ptr::null(), |sinks| &raw const sinks[0]);
     // SAFETY: the arrays outlive the calls, and nobody touches them meanwhile
     let status = unsafe { annulus_forward(plan, &raw const forward) };
     if status != 0 {
@@ -270,6 +282,8 @@ fn passes(plan: *mut annulus_plan, drop_q: bool) -> (i32, Share) {
         inputs.each_ref().map(ptr::from_ref);
     [backward.dq, backward.dk, backward.dv] = gradients.each_ref().map(ptr::from_ref);
     backward.lse = &raw const lse_tensor;
+    backward.softmax_aux = forward.softmax_aux;
+    backward.dsoftmax_aux = sinks.as_ref().map_or(ptr::null(), |sinks| &raw const sinks[1]);
     // SAFETY: as above
     let status = unsafe { annulus_backward(plan, &raw const backward) };
     (status, (rows, [out, dq, dk, dv]))
@@ -451,4 +465,67 @@ fn a_rank_that_leaves_is_missed() {
     );
     // long before the deadline
     assert!(began.elapsed().as_secs() < 10);
+}
+
+#[test]
+fn local_gradients_are_the_parts_of_the_sum() {
+    let of_sinks = |is_local: bool| {
+        let run = |host: &Host| {
+            let (status, plan) = plan_with(&transport(host, 3), |options| {
+                options.causal = 1;
+                options.sinks = 1;
+                options.local_gradients = is_local.into();
+            });
+            ok(status);
+            let sinks = [Array2::from_elem((1, 1), 0.5), Array2::from_elem((1, 1), 7.0)];
+            ok(passes_with(plan, false, Some(&sinks)).0);
+            ok(annulus_plan_destroy(plan));
+            sinks[1][[0, 0]]
+        };
+        on_all(3, |_| usize::MAX, run).0
+    };
+    let (parts, sums) = (of_sinks(true), of_sinks(false));
+    assert!(sums.iter().all(|&sum| sum == sums[0]), "{sums:?}");
+    let sum: f32 = parts.iter().sum();
+    assert!((sum - sums[0]).abs() < 1e-4 * sums[0].abs().max(1.0), "{parts:?} {sums:?}");
+    assert!(parts.iter().all(|&part| part != sums[0]), "{parts:?} {sums:?}");
+}
+
+/// Ranks that were told to be silent, by the function of [`annulus_attention_on_silence`].
+unsafe extern "C" fn count_silence(context: *mut c_void, peer: i64, step: i64, waited: f64) {
+    assert!(peer == 1 && step >= 0 && (0.4..10.0).contains(&waited), "{peer} {step} {waited}");
+    // SAFETY: the context is a counter that outlives the plan
+    unsafe { &*context.cast::<AtomicUsize>() }.fetch_add(1, Ordering::Relaxed);
+}
+
+#[test]
+fn a_silent_rank_is_told_of_and_waited_for() {
+    let silences = AtomicUsize::new(0);
+    let run = |host: &Host| {
+        // SAFETY: numbers may be 0
+        let mut options: annulus_options = unsafe { std::mem::zeroed() };
+        let (mut attention, mut plan) = (ptr::null_mut(), ptr::null_mut());
+        let transport = transport(host, 2);
+        // SAFETY: all pointers are to locals, or to the counter
+        unsafe {
+            ok(annulus_options_init(&raw mut options, size_of::<annulus_options>() as u64));
+            [options.batch, options.kv_heads, options.q_heads] = [1, 1, 2];
+            [options.q_len, options.kv_len] = [DIMS.q_len as i64; 2];
+            [options.head_dim, options.value_dim] = [4; 2];
+            options.deadline_seconds = 4.0;
+            ok(annulus_attention_create(&raw const options, &raw mut attention));
+            let counter = ptr::from_ref(&silences).cast_mut().cast();
+            ok(annulus_attention_on_silence(attention, Some(count_silence), counter));
+            ok(annulus_plan_create_callbacks(attention, &raw const transport, &raw mut plan));
+        }
+        ok(annulus_attention_destroy(attention));
+        if host.rank == 1 {
+            // more than a quarter of the deadline, less than the deadline
+            thread::sleep(std::time::Duration::from_millis(1800));
+        }
+        ok(passes(plan, false).0);
+        ok(annulus_plan_destroy(plan));
+    };
+    on_all(2, |_| usize::MAX, run);
+    assert_eq!(silences.load(Ordering::Relaxed), 1);
 }

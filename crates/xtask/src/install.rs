@@ -185,7 +185,12 @@ fn link(target: &str, at: &Path) -> Result<()> {
     if at.symlink_metadata().is_ok() {
         fs::remove_file(at).map_err(|error| told(at, error))?;
     }
-    std::os::unix::fs::symlink(target, at).map_err(|error| told(at, error))
+    #[cfg(unix)]
+    let linked = std::os::unix::fs::symlink(target, at);
+    // a system without symbolic links for everybody gets a copy
+    #[cfg(not(unix))]
+    let linked = fs::copy(at.with_file_name(target), at).map(drop);
+    linked.map_err(|error| told(at, error))
 }
 
 fn write(file: &Path, text: &str) -> Result<()> {

@@ -54,8 +54,8 @@ pub const ANNULUS_TRANSPORT_TAGS: i32 = 5;
 /// Every function returns 0, or another number if it failed, which ends the plan and is named in its
 /// error. Messages from one rank to another with the same tag are received in the order in which
 /// they were sent; a message has the length of its receive. None of the functions waits. They are
-/// called on the thread that calls annulus, within that call, never two at once for one plan; they do
-/// not unwind and call no function of annulus.
+/// called on the thread that calls annulus, within that call, or on that of a pass that was started;
+/// never two at once for one plan. They do not unwind and call no function of annulus.
 ///
 /// The messages of one plan meet no others: another plan, or the host's own traffic, has another
 /// context with another communicator or other tags.

@@ -154,6 +154,9 @@ static void handles_are_checked(void) {
   REFUSED(annulus_plan_update(plan, NULL), "plan: got 0x");
   REFUSED(annulus_forward(plan, NULL), "plan: got 0x");
   REFUSED(annulus_backward(plan, NULL), "plan: got 0x");
+  REFUSED(annulus_forward_start(plan, NULL), "plan: got 0x");
+  REFUSED(annulus_backward_start(plan, NULL), "plan: got 0x");
+  REFUSED(annulus_plan_wait(plan), "plan: got 0x");
   REFUSED(annulus_plan_destroy(NULL), "plan: got NULL");
   OK(annulus_plan_destroy(other));
   OK(annulus_attention_destroy(attention));
@@ -260,6 +263,30 @@ static void tensors_are_checked(int64_t ranks) {
   back.dsoftmax_aux = NULL;
   OK(annulus_backward(plan, &back));
 
+  /* passes that are started */
+  int32_t done = 7;
+  int64_t count = 0;
+  REFUSED(annulus_plan_wait(plan), "plan: got one without a pass");
+  REFUSED(annulus_plan_test(plan, &done), "plan: got one without a pass");
+  REFUSED(annulus_plan_test(plan, NULL), "done: got NULL");
+  OK(annulus_forward_start(plan, &args));
+  REFUSED(annulus_forward(plan, &args), "plan: got one with a pass under way");
+  REFUSED(annulus_backward_start(plan, &back), "plan: got one with a pass under way");
+  REFUSED(annulus_plan_update(plan, NULL), "plan: got one with a pass under way");
+  REFUSED(annulus_plan_ranks(plan, &count), "plan: got one with a pass under way");
+  OK(annulus_plan_wait(plan));
+  REFUSED(annulus_plan_wait(plan), "plan: got one without a pass");
+  /* what the pass refuses comes when it has ended */
+  args.q = NULL;
+  OK(annulus_forward_start(plan, &args));
+  REFUSED(annulus_plan_wait(plan), "q: got NULL");
+  OK(annulus_forward_start(plan, &args));
+  int status;
+  do status = annulus_plan_test(plan, &done);
+  while (done == 0);
+  REFUSED(status, "q: got NULL");
+  args.q = &q;
+
   int32_t ids[BATCH * LEN] = {0};
   annulus_tensor segments = {ids, ANNULUS_I32, {BATCH, LEN, 1, 1}, {LEN, 1, 0, 0}};
   annulus_batch batch = {.struct_size = sizeof batch, .q_segment_ids = &segments};
@@ -275,6 +302,8 @@ static void tensors_are_checked(int64_t ranks) {
   REFUSED(annulus_plan_update(plan, &batch), "batch.struct_size");
   /* the plan lives */
   OK(annulus_forward(plan, &args));
+  /* destroying waits for the pass, after which its tensors can be freed */
+  OK(annulus_forward_start(plan, &args));
   OK(annulus_plan_destroy(plan));
   free_part(&p);
 }

@@ -120,8 +120,19 @@ static inline void free_part(part *p) {
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
-/* Runs both passes. Queries and keys of a rank are the same rows. */
-static inline void run_part(annulus_plan *plan, part *p) {
+/* Ends the pass that was started, by looking now and then. */
+static inline void end_pass(annulus_plan *plan) {
+  int32_t done = 7;
+  long looks = 0;
+  do {
+    OK(annulus_plan_test(plan, &done));
+    looks++;
+  } while (done == 0);
+  CHECK(done == 1 && looks > 0);
+}
+
+/* Runs both passes, on threads of their own if `starts`. Queries and keys are the same rows. */
+static inline void run_part_by(annulus_plan *plan, part *p, int starts) {
   int64_t n = p->count;
   annulus_tensor q = rows_tensor(p->q, n, Q_HEADS, HEAD_DIM);
   annulus_tensor k = rows_tensor(p->k, n, KV_HEADS, HEAD_DIM);
@@ -134,13 +145,25 @@ static inline void run_part(annulus_plan *plan, part *p) {
   annulus_tensor dv = rows_tensor(p->dv, n, KV_HEADS, VALUE_DIM);
   annulus_forward_args forward = {
       .struct_size = sizeof forward, .q = &q, .k = &k, .v = &v, .out = &out, .lse = &lse};
-  OK(annulus_forward(plan, &forward));
+  if (starts) {
+    OK(annulus_forward_start(plan, &forward));
+    end_pass(plan);
+  } else {
+    OK(annulus_forward(plan, &forward));
+  }
   annulus_backward_args backward = {.struct_size = sizeof backward,
                                     .q = &q, .k = &k, .v = &v, .out = &out, .lse = &lse,
                                     .dout = &dout, .dlse = &dlse,
                                     .dq = &dq, .dk = &dk, .dv = &dv};
-  OK(annulus_backward(plan, &backward));
+  if (starts) {
+    OK(annulus_backward_start(plan, &backward));
+    OK(annulus_plan_wait(plan));
+  } else {
+    OK(annulus_backward(plan, &backward));
+  }
 }
+
+static inline void run_part(annulus_plan *plan, part *p) { run_part_by(plan, p, 0); }
 
 /* Results of all rows, in the order in which the Rust test has them. */
 typedef struct {

@@ -84,6 +84,12 @@ int main(int count, char **arguments) {
       view<float>(dq.data(), of_q), view<float>(dk.data(), of_k), view<float>(dv.data(), of_v)};
   tensors.dlse = view<const float>(dlse.data(), of_lse);
   plan.backward(tensors);
+  const auto first = dq;
+  plan.forward_start<float>({q_view, k_view, v_view, out_view, lse_view});
+  while (!plan.test()) continue;
+  plan.backward_start(tensors);
+  plan.wait();
+  check(first == dq, "passes on threads of their own");
 
   std::ofstream file(arguments[2], std::ios::binary);
   for (const auto *all : {&out, &lse, &dq, &dk, &dv})
@@ -106,6 +112,7 @@ int main(int count, char **arguments) {
     annulus::attention none(wrong);
   }, "dtype");
   refused([&] { annulus::plan::over_threads(attention, 0); }, "ranks");
+  refused([&] { plan.wait(); }, "plan: got one without a pass");
 
   // a mask, a layout and a bias of the host's; the plan outlives the attention that has them
   auto masked = [&] {

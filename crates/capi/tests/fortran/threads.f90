@@ -33,16 +33,20 @@ program threads
   implicit none
   character(len=1000) :: ranks_text, path
   integer(c_int64_t) :: ranks, count, i
-  integer(c_int32_t) :: layout
+  integer(c_int32_t) :: layout, done
+  type(annulus_tensor), target :: tensors(5)
+  type(annulus_forward_args) :: arguments
   type(annulus_options) :: options
   type(c_ptr) :: attention, plan, masked, windowed
-  real(c_float), target :: out(value_dim, q_heads, length, batch), lse(length, q_heads, batch)
+  real(c_float), target, asynchronous :: out(value_dim, q_heads, length, batch)
+  real(c_float), target, asynchronous :: lse(length, q_heads, batch)
   real(c_float), target :: dq(head_dim, q_heads, length, batch)
   real(c_float), target :: dk(head_dim, kv_heads, length, batch)
   real(c_float), target :: dv(value_dim, kv_heads, length, batch)
   real(c_float), target :: by_mask(value_dim, q_heads, length, batch)
   real(c_float), target :: by_window(value_dim, q_heads, length, batch)
-  real(c_float), allocatable, target :: q(:, :, :, :), k(:, :, :, :), v(:, :, :, :), wide(:, :, :, :)
+  real(c_float), allocatable, target, asynchronous :: q(:, :, :, :), k(:, :, :, :), v(:, :, :, :)
+  real(c_float), allocatable, target :: wide(:, :, :, :)
   real(c_double), allocatable :: q64(:, :, :, :), k64(:, :, :, :), v64(:, :, :, :)
   real(c_double), allocatable :: out64(:, :, :, :), lse64(:, :, :)
   integer(c_int32_t), target :: ids(length, batch)
@@ -67,6 +71,25 @@ program threads
   wide = -7
   call ok(annulus_forward(plan, q, k, v, wide(:, 2::2, :, :), lse))
   call check(all(wide(:, 2::2, :, :) == out) .and. all(wide(:, 1::2, :, :) == -7), 'a section')
+
+  ! a pass on a thread of its own
+  out = -7
+  tensors = [annulus_tensor_of(q), annulus_tensor_of(k), annulus_tensor_of(v), &
+             annulus_tensor_of(out), annulus_tensor_of(lse)]
+  arguments%struct_size = int(c_sizeof(arguments), c_int64_t)
+  arguments%q = c_loc(tensors(1))
+  arguments%k = c_loc(tensors(2))
+  arguments%v = c_loc(tensors(3))
+  arguments%out = c_loc(tensors(4))
+  arguments%lse = c_loc(tensors(5))
+  call ok(annulus_forward_start(plan, arguments))
+  done = 0
+  do while (done == 0)
+    call ok(annulus_plan_test(plan, done))
+  end do
+  call check(all(wide(:, 2::2, :, :) == out), 'a pass that was started')
+  call ok(annulus_forward_start(plan, arguments))
+  call ok(annulus_plan_wait(plan))
 
   ! errors name what they refuse
   call check(annulus_forward(plan, q, k, k, out, lse) == ANNULUS_INVALID_ARGUMENT, 'refused')
