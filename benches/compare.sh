@@ -1,25 +1,33 @@
 #!/usr/bin/env bash
-# Ratios of annulus to peers on this machine: peers and annulus take turns on one pinned core, the best CPU time of all rounds counts.
+# Compares annulus with peers: both run in turns on one pinned core, and the best CPU time of all
+# rounds counts.
 #
 #   usage: benches/compare.sh OUT_FOLDER ROUNDS PEER_COMMAND... [-- BENCH_FLAGS...]...
-#   e.g.   benches/compare.sh /tmp/out 3 "python3 ../shared/peers/bench_torch.py --ns 1024,2048 --dtypes f32,bf16" -- --ns 1024,2048 --dtype f32,bf16
+#   e.g.   benches/compare.sh /tmp/out 3 \
+#            "python3 ../shared/peers/bench_torch.py --ns 1024,2048 --dtypes f32,bf16" \
+#            -- --ns 1024,2048 --dtype f32,bf16
 #
-# Each -- begins the flags of one more `annulus bench` (`-- --dtype f32 -- --dtype bf16 --precision default`); without --what and --threads they mean
-# fwd,fwd+bwd and 1. A bench of N threads is pinned to cores 0 to N - 1, all else to $ANNULUS_BENCH_CORE (1). A peer command prints one JSON line a
-# case: peer what dtype threads batch heads head_dim n causal gflops_cpu; a word "none" in its place is no peer. What the core can do at most
-# (multiply-adds, reading) is measured in every round, so that rates can be set against it. Everything that was printed is kept in
-# OUT_FOLDER/lines.jsonl; the tables go to standard output and OUT_FOLDER/ratios.md, the picture to OUT_FOLDER/rates.svg. Needs taskset and python3.
+# PEER_COMMAND  prints one JSON line per case, with the fields: peer what dtype threads batch heads
+#               head_dim n causal gflops_cpu. The word "none" stands for no peer.
+# BENCH_FLAGS   flags of one `annulus bench`; default of --what: fwd,fwd+bwd; of --threads: 1. Each
+#               -- begins another one (`-- --dtype f32 -- --dtype bf16 --precision default`).
+#
+# A bench of N > 1 threads is pinned to cores 0 to N - 1, everything else to $ANNULUS_BENCH_CORE
+# (default: 1). Each round also measures the limits of the core, multiply-adds and reads. Writes all
+# lines to OUT_FOLDER/lines.jsonl, the tables to standard output and OUT_FOLDER/ratios.md, and the
+# picture to OUT_FOLDER/rates.svg. Needs taskset and python3.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ $# -ge 3 ] || { sed -n '2,13p' "$0"; exit 2; }
-out=$1 rounds=$2
+[ $# -ge 3 ] || { sed -n '2,18p' "$0"; exit 2; }
+out=$1
+rounds=$2
 shift 2
 peers=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
   [ "$1" = none ] || peers+=("$1")
   shift
 done
-# flags of a bench are kept as one word each, quoted
+# the flags of a bench are one word of the array, quoted for `bash -c`
 benches=()
 while [ "${1:-}" = -- ]; do
   shift
@@ -50,7 +58,8 @@ for ((round = 1; round <= rounds; round++)); do
     else
       flags+=" --threads 1"
     fi
-    taskset -c "$cores" bash -c "target/release/annulus bench $flags" | tee -a "$out/lines.jsonl" > "$out/last"
+    taskset -c "$cores" bash -c "target/release/annulus bench $flags" |
+      tee -a "$out/lines.jsonl" > "$out/last"
   done
 done
 rm -f "$out/last"

@@ -1,16 +1,81 @@
 #!/usr/bin/env python3
-"""Joins bench lines of annulus and its peers, case by case, into tables (standard input or files of JSON lines).
+"""Joins bench lines (JSON lines) of annulus and its peers into Markdown tables, case by case.
 
-The best gflops_cpu of each (peer, case) counts; a ratio above 1 means that annulus is faster. Lines of annulus that allow weights to be rounded
-(`--precision default`) are cases of their own, set against the same lines of peers; windows, packed documents, grouped heads and other numbers of
-queries than of keys have no peer. "of full" is the share of annulus' own rate without a mask, as many key heads as query heads, in the same run;
-"read" is how fast few queries read keys and values, and its share of the best plain reading. With several threads the clock on the wall counts, and
-a second table sets them against one thread. Rates of multiply-adds and of reading are those that the lines hold.
+usage: ratios.py [LINES.jsonl]...     default: standard input
+
+The best rate of each (peer, case) counts: per second of CPU time with one thread, of elapsed time
+with several. A ratio above 1 means that annulus is faster. Columns:
+
+    of LIMIT   share of the rate of multiply-adds in registers, from the same lines
+    of full    share of annulus' own rate without a mask and with as many KV heads as query heads
+    read GB/s  rate at which few queries read keys and values, and its share of the read rate of
+               the same lines
+
+Lines of annulus that may round probabilities (`--precision default`) are cases of their own, beside
+the same lines of the peers. Windows, packed documents, grouped heads, and lengths of queries and
+keys that differ have no peer. A second table compares several threads with one.
 """
+
 import json
 import sys
+from typing import NamedTuple
 
+# bytes of an element
 SIZES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2}
+NONE = "–"
+
+
+class Case(NamedTuple):
+    """One computation, without the program that performs it."""
+
+    what: str
+    dtype: str
+    rounded: bool
+    threads: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    n: int
+    kv_len: int
+    mask: str
+
+    @staticmethod
+    def of(line):
+        mask = "causal" if line["causal"] else "full"
+        if line.get("window"):
+            sides = ("none" if side is None else str(side) for side in line["window"])
+            mask = "window " + ",".join(sides)
+        if line.get("documents"):
+            lengths = line["documents"]
+            equal = len(set(lengths)) == 1
+            mask = (f"{len(lengths)}×{lengths[0]} " if equal else "documents ") + mask
+        return Case(
+            what=line["what"],
+            dtype=line["dtype"],
+            rounded=line.get("precision", "highest") == "default" and line["dtype"] == "bf16",
+            threads=line["threads"],
+            heads=line["heads"],
+            kv_heads=line.get("kv_heads", line["heads"]),
+            head_dim=line["head_dim"],
+            n=line["n"],
+            kv_len=line.get("kv_len", line["n"]),
+            mask=mask,
+        )
+
+    def dtype_name(self):
+        return self.dtype + (", rounded probabilities" if self.rounded else "")
+
+    def reads_only(self):
+        """True if the rate of reading keys and values is meaningful: a few queries, no mask."""
+        return self.n < self.kv_len and self.what == "fwd" and self.mask == "full"
+
+    def read_rate(self, gflops):
+        """GB/s of keys and values at a rate of GFLOP/s.
+
+        A pair of query and key costs 4 FLOPs per query head and element of the head dim. A key and
+        its value are read once, 2 elements per KV head and element of the head dim.
+        """
+        return gflops * 2 * SIZES[self.dtype] * self.kv_heads / (4 * self.n * self.heads)
 
 
 def lines(paths):
@@ -20,69 +85,97 @@ def lines(paths):
                 yield json.loads(line)
 
 
-def case(line):
-    """What is timed, but for who does it: (what, dtype, rounded, threads, heads, kv_heads, head_dim, n, kv_len, mask)."""
-    mask = "causal" if line["causal"] else "full"
-    if line.get("window"):
-        mask = "window " + ",".join("none" if side is None else str(side) for side in line["window"])
-    if line.get("documents"):
-        lengths = line["documents"]
-        alike = len(set(lengths)) == 1
-        mask = ("%d×%d " % (len(lengths), lengths[0]) if alike else "documents ") + mask
-    rounded = line.get("precision", "highest") == "default" and line["dtype"] == "bf16"
-    kv_heads, kv_len = line.get("kv_heads", line["heads"]), line.get("kv_len", line["n"])
-    return (line["what"], line["dtype"], rounded, line["threads"], line["heads"], kv_heads, line["head_dim"], line["n"], kv_len, mask)
+class Rates:
+    """The best rates of all lines, in GFLOP/s and GB/s."""
+
+    def __init__(self, all_lines):
+        # by (peer, case): of CPU time with one thread, of elapsed time with several
+        self.best = {}
+        # by (peer, case): always of elapsed time, to compare several threads with one
+        self.elapsed = {}
+        self.multiply_add = 0.0
+        self.read = 0.0
+        for line in all_lines:
+            if "limit" in line:
+                self.multiply_add = max(self.multiply_add, line.get("gflops", 0.0))
+                self.read = max(self.read, line.get("gigabytes_per_second", 0.0))
+                continue
+            key = (line["peer"], Case.of(line))
+            rate = line["gflops_cpu" if line["threads"] == 1 else "gflops"]
+            self.best[key] = max(self.best.get(key, 0.0), rate)
+            self.elapsed[key] = max(self.elapsed.get(key, 0.0), line["gflops"])
 
 
-def few(case):
-    return case[7] < case[8]
-
-
-best, multiply_add, read = {}, 0.0, 0.0
-for line in lines(sys.argv[1:]):
-    if "limit" in line:
-        multiply_add = max(multiply_add, line.get("gflops", 0.0))
-        read = max(read, line.get("gigabytes_per_second", 0.0))
-        continue
-    rate = line["gflops_cpu" if line["threads"] == 1 else "gflops"]
-    best[line["peer"], case(line)] = max(best.get((line["peer"], case(line)), 0.0), rate)
-    # what several threads are set against
-    best["wall " + line["peer"], case(line)] = max(best.get(("wall " + line["peer"], case(line)), 0.0), line["gflops"])
-
-names = sorted({peer for peer, _ in best if peer.startswith("annulus-")})
-if not names:
-    sys.exit("ratios.py: needs lines of annulus")
-ours = names[0]
-peers = sorted({peer for peer, _ in best if not peer.startswith(("annulus-", "wall "))})
-cases = sorted({of for name, of in best if name == ours}, key=str)
-
-titles = ["what", "dtype", "heads", "head dim", "n", "mask", ours + " GFLOP/s"]
-titles += ["of %.1f" % multiply_add] * bool(multiply_add) + ["of full"]
-titles += [title for peer in peers for title in (peer + " GFLOP/s", "ratio")] + ["read GB/s (of %.1f)" % read] * bool(read)
-print("| " + " | ".join(titles) + " |")
-print("|---" * len(titles) + "|")
-for of in cases:
-    what, dtype, rounded, threads, heads, kv_heads, head_dim, n, kv_len, mask = of
-    mine = best[ours, of]
-    row = [what, dtype + ", rounded weights" * rounded, str(heads) if heads == kv_heads else "%d:%d" % (heads, kv_heads), head_dim]
-    row += ["%d × %d" % (n, kv_len) if n != kv_len else n, mask + (", %d threads" % threads) * (threads > 1), "%.1f" % mine]
-    if multiply_add:
-        row.append("%.0f %%" % (100 * mine / multiply_add / threads))
-    full = best.get((ours, (what, dtype, rounded, threads, heads, heads, head_dim, n, kv_len, "full")))
-    row.append("–" if full is None else "%.0f %%" % (100 * mine / full))
+def print_cases(rates, ours, peers, cases):
+    titles = ["what", "dtype", "heads", "head dim", "n", "mask", ours + " GFLOP/s"]
+    if rates.multiply_add:
+        titles.append(f"of {rates.multiply_add:.1f}")
+    titles.append("of full")
     for peer in peers:
-        theirs = best.get((peer, (what, dtype, False) + of[3:]))
-        row += ["–", "–"] if theirs is None else ["%.1f" % theirs, "%.2f" % (mine / theirs)]
-    if read:
-        # 4 operations a pair and element, of each of which keys and values hold two elements a key head
-        bandwidth = mine * 2 * SIZES[dtype] * kv_heads / (4 * n * heads)
-        row.append("%.1f (%.0f %%)" % (bandwidth, 100 * bandwidth / read) if few(of) and what == "fwd" and mask == "full" else "–")
-    print("| " + " | ".join(map(str, row)) + " |")
+        titles += [peer + " GFLOP/s", "ratio"]
+    if rates.read:
+        titles.append(f"read GB/s (of {rates.read:.1f})")
+    print("| " + " | ".join(titles) + " |")
+    print("|---" * len(titles) + "|")
+    for case in cases:
+        own_rate = rates.best[ours, case]
+        row = [
+            case.what,
+            case.dtype_name(),
+            case.heads if case.heads == case.kv_heads else f"{case.heads}:{case.kv_heads}",
+            case.head_dim,
+            case.n if case.n == case.kv_len else f"{case.n} × {case.kv_len}",
+            case.mask + (f", {case.threads} threads" if case.threads > 1 else ""),
+            f"{own_rate:.1f}",
+        ]
+        if rates.multiply_add:
+            row.append(f"{100 * own_rate / rates.multiply_add / case.threads:.0f} %")
+        full = rates.best.get((ours, case._replace(kv_heads=case.heads, mask="full")))
+        row.append(NONE if full is None else f"{100 * own_rate / full:.0f} %")
+        for peer in peers:
+            peer_rate = rates.best.get((peer, case._replace(rounded=False)))
+            if peer_rate is None:
+                row += [NONE, NONE]
+            else:
+                row += [f"{peer_rate:.1f}", f"{own_rate / peer_rate:.2f}"]
+        if rates.read:
+            read = case.read_rate(own_rate)
+            share = 100 * read / rates.read
+            row.append(f"{read:.1f} ({share:.0f} %)" if case.reads_only() else NONE)
+        print("| " + " | ".join(map(str, row)) + " |")
 
-several = [of for of in cases if of[3] > 1 and ("wall " + ours, of[:3] + (1,) + of[4:]) in best]
-if several:
-    print("\n| what | dtype | head dim | n | mask | threads | GFLOP/s on the wall | one thread | ratio |")
-    print("|---" * 9 + "|")
-    for of in several:
-        many, one = best[ours, of], best["wall " + ours, of[:3] + (1,) + of[4:]]
-        print("| %s | %s | %d | %d | %s | %d | %.1f | %.1f | %.2f |" % (of[0], of[1] + ", rounded weights" * of[2], of[6], of[7], of[9], of[3], many, one, many / one))
+
+def print_threads(rates, ours, cases):
+    several = [
+        case
+        for case in cases
+        if case.threads > 1 and (ours, case._replace(threads=1)) in rates.elapsed
+    ]
+    if not several:
+        return
+    titles = ["what", "dtype", "head dim", "n", "mask", "threads"]
+    titles += ["GFLOP/s, elapsed time", "one thread", "ratio"]
+    print("\n| " + " | ".join(titles) + " |")
+    print("|---" * len(titles) + "|")
+    for case in several:
+        many = rates.best[ours, case]
+        one = rates.elapsed[ours, case._replace(threads=1)]
+        row = [case.what, case.dtype_name(), case.head_dim, case.n, case.mask, case.threads]
+        row += [f"{many:.1f}", f"{one:.1f}", f"{many / one:.2f}"]
+        print("| " + " | ".join(map(str, row)) + " |")
+
+
+def main():
+    rates = Rates(lines(sys.argv[1:]))
+    names = sorted({peer for peer, _ in rates.best})
+    own_names = [peer for peer in names if peer.startswith("annulus-")]
+    if not own_names:
+        sys.exit("ratios.py: needs lines of annulus")
+    ours = own_names[0]
+    peers = [peer for peer in names if not peer.startswith("annulus-")]
+    cases = sorted({case for peer, case in rates.best if peer == ours}, key=str)
+    print_cases(rates, ours, peers, cases)
+    print_threads(rates, ours, cases)
+
+
+main()

@@ -1,10 +1,16 @@
 #!/usr/bin/env bash
-# Forward and backward TFLOP/s of every level that a wgpu adapter can run, beside a plain matrix product's in the same run (the roof). JSON lines.
+# Measures forward and backward TFLOP/s of every level that a wgpu adapter can run, and of a plain
+# matrix product in the same run (the roof). Prints JSON lines.
 #
-#   usage: benches/wgpu-levels.sh [name=value]...     as `wgpu-levels` takes them: device=0 dims=64,128 lens=4096,8192,16384,32768 heads=16
-#                                                      seconds=2 rounds=7 roof=4096; on a software adapter lens=256 heads=1 roof=256 is plenty
+#   usage: benches/wgpu-levels.sh [name=value]...     names as in `wgpu-levels`; default:
+#                                                     device=0 dims=64,128 heads=16
+#                                                     lens=4096,8192,16384,32768
+#                                                     seconds=2 rounds=7 roof=4096
 #
-#   ANNULUS_BENCH_RUNNER  what runs the program, such as scripts/with-lavapipe (default: nothing)
+# A software adapter needs smaller sizes, such as lens=256 heads=1 roof=256.
+#
+#   ANNULUS_BENCH_RUNNER  command that runs the program, such as scripts/with-lavapipe (default:
+#                         none)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo build -q --release -p annulus-conformance --features wgpu --bin wgpu-levels

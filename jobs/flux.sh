@@ -1,9 +1,10 @@
 #!/bin/bash
-# One ring over all nodes of a Flux job: one rank for each socket (or whatever owns memory of its own), all cores of it as that rank's threads.
+# Runs one ring over all nodes of a Flux job, with one rank per socket or memory domain. The threads
+# of a rank are the cores of its socket or domain.
 #
 #   flux batch jobs/flux.sh IN.safetensors OUT.safetensors [flags of `annulus attend`]
 #
-# Lines that a site must look at are marked "site".
+# Lines marked "site" need the site's values.
 #FLUX: --job-name=annulus
 #FLUX: --nodes=4
 #FLUX: --nslots=8
@@ -12,20 +13,27 @@
 #FLUX: --time-limit=1h
 set -euo pipefail
 [ $# -ge 2 ] || { echo "usage: flux batch jobs/flux.sh IN OUT [flags]" >&2; exit 2; }
-input=$1 output=$2
+input=$1
+output=$2
 shift 2
 
 # site: the MPI that the command was built with
 # module load openmpi
 annulus=${ANNULUS:-annulus}
 
-# as many as in the head
-ranks=${ANNULUS_RANKS:-8} threads=${ANNULUS_THREADS:-32}
-# site: flux-shell's plugin for that MPI's start-up: pmix for OpenMPI 5, none for those that speak PMI-1 (MPICH, OpenMPI 4 built with flux)
+# the values of --nslots and --cores-per-slot
+ranks=${ANNULUS_RANKS:-8}
+threads=${ANNULUS_THREADS:-32}
+# site: the plugin of flux-shell that starts this MPI: pmix for OpenMPI 5; none for an MPI that uses
+# PMI-1 (MPICH, OpenMPI 4 built with Flux)
 options=()
 [ -z "${ANNULUS_FLUX_PMI:-}" ] || options=(-o "pmi=$ANNULUS_FLUX_PMI")
-run() { flux run --ntasks="$ranks" --cores-per-task="$threads" -o cpu-affinity=per-task -o exit-on-error "${options[@]}" "$@"; }
+run() {
+  flux run --ntasks="$ranks" --cores-per-task="$threads" \
+    -o cpu-affinity=per-task -o exit-on-error "${options[@]}" "$@"
+}
 
-# who runs where, and settings that are known to be bad
+# prints the host and cores of each rank, and warns of settings that are known to be slow
 run "$annulus" doctor
-run "$annulus" attend --transport mpi --threads "$threads" --input "$input" --output "$output" "$@"
+run "$annulus" attend --transport mpi --threads "$threads" \
+  --input "$input" --output "$output" "$@"

@@ -1,14 +1,14 @@
-//! Gives the command its version: that of the package and, where it can be known, the commit.
+//! Sets the version of the command: that of the package and, if it is known, the commit.
 //!
-//! The commit is `ANNULUS_COMMIT` from the environment, or that of the repository which the package
-//! stands in. Its files are read; no program is run. A package out of an archive has no commit.
+//! The commit is `ANNULUS_COMMIT` of the environment, or that of the repository that contains the
+//! package, whose files are read without running git. A package from an archive has no commit.
 
 use std::{
     env, fs,
     path::{Path, PathBuf},
 };
 
-/// Digits of a commit that tell it from any other of a repository of this size.
+/// Digits of an abbreviated commit: unique even in the largest repositories, such as Linux's.
 const DIGITS: usize = 12;
 
 fn main() {
@@ -23,11 +23,11 @@ fn main() {
     println!("cargo:rustc-env=ANNULUS_VERSION={version}");
 }
 
-/// The commit that is checked out in the repository of the folder `package`.
+/// Returns the commit that is checked out in the repository of the folder `package`.
 fn of_repository(package: &Path) -> Option<String> {
-    // crates/cli of the repository, and no other repository that an archive was unpacked in
+    // the package is crates/cli; a repository that an unpacked archive is in does not count
     let dot_git = package.join("../../.git");
-    // of a worktree, a file that names the folder
+    // in a worktree, .git is a file with the path of the folder
     let git = match fs::read_to_string(&dot_git) {
         Ok(text) => package.join("../..").join(text.strip_prefix("gitdir:")?.trim()),
         Err(_) => dot_git,
@@ -38,7 +38,7 @@ fn of_repository(package: &Path) -> Option<String> {
         Some(text)
     };
     let head = read(git.join("HEAD"))?;
-    // grows with every commit, also where the branch's own file does not exist yet
+    // changes with every commit, even if the branch is only in packed-refs
     let log = git.join("logs/HEAD");
     if log.exists() {
         println!("cargo:rerun-if-changed={}", log.display());
@@ -53,7 +53,7 @@ fn of_repository(package: &Path) -> Option<String> {
     packed.lines().find_map(|line| short(line.strip_suffix(reference)?.strip_suffix(' ')?))
 }
 
-/// The first digits of a commit; `None` of anything else.
+/// Abbreviates a commit; `None` if the text is not one.
 fn short(commit: &str) -> Option<String> {
     let digits = commit.trim().get(..DIGITS)?;
     digits.bytes().all(|digit| digit.is_ascii_hexdigit()).then(|| digits.to_owned())

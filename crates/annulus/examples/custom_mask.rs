@@ -42,7 +42,7 @@ fn main() -> Result<()> {
 
     let band = Attention::new().mask(Arc::new(Band)).local_ring(dims, 2)?.forward(&tensors)?;
 
-    // the name stands for the closure: give two closures that differ two names
+    // ranks compare closures by name: different closures need different names
     let closure = Predicate::of_positions("band of 7", |i, j| i.abs_diff(j) <= 7);
     let same = Attention::new().mask(Arc::new(closure)).local_ring(dims, 2)?.forward(&tensors)?;
     assert_eq!(band.lse, same.lse);

@@ -1,5 +1,5 @@
-//! One rank of an MPI program: every process holds its own rows, and annulus duplicates the
-//! communicator, so that its messages never meet the program's.
+//! One rank of an MPI program: every process has its own rows only. annulus duplicates the
+//! communicator, so that its messages are never matched with the program's.
 //!
 //! ```sh
 //! cargo build --release -p annulus --features mpi --example mpi

@@ -15,7 +15,8 @@ const DIM: usize = 16;
 
 fn main() -> Result<()> {
     let x = tensor(0.3);
-    let (k, v) = (tensor(0.7), tensor(1.1));
+    let k = tensor(0.7);
+    let v = tensor(1.1);
     let mut ring = Attention::new().causal(true).local_ring(Dims::new(1, LEN, 1, DIM), 2)?;
 
     // what attention returns with the true projection is the target
@@ -24,8 +25,11 @@ fn main() -> Result<()> {
     let target = ring.forward(&Tensors::new(q.view(), k.view(), v.view()))?.out;
 
     let mut w = Array2::<f32>::zeros((DIM, DIM));
-    let (mut out, mut lse) = (tensor(0.0), Array3::zeros((1, 1, LEN)));
-    let (mut dq, mut dk, mut dv) = (tensor(0.0), tensor(0.0), tensor(0.0));
+    let mut out = tensor(0.0);
+    let mut lse = Array3::zeros((1, 1, LEN));
+    let mut dq = tensor(0.0);
+    let mut dk = tensor(0.0);
+    let mut dv = tensor(0.0);
     let mut losses = Vec::new();
     for _ in 0..60 {
         let q = project(&x, w.view());

@@ -1,5 +1,5 @@
-//! One rank at a time, as a process of a parallel program sees it: each rank holds its own rows and
-//! nothing else. Here the two ranks are threads; `mpi.rs` has the same body in processes.
+//! The body of one rank, as a process of a parallel program runs it: each rank has its own rows
+//! only. Here the two ranks are threads; `mpi.rs` has the same body in processes.
 //!
 //! ```sh
 //! cargo run --release -p annulus --example two_ranks_threads

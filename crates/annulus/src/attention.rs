@@ -62,6 +62,7 @@ pub struct Attention {
     local_gradients: bool,
     layout: Option<Layout>,
     route: Option<Route>,
+    kv_block_size: Option<u64>,
     deadline: Option<Duration>,
     silence_hook: Option<SilenceHook>,
     threads: Option<usize>,
@@ -302,6 +303,18 @@ impl Attention {
         self
     }
 
+    /// Hint: rows at multiples of which a KV block is split into messages, so that computing on one
+    /// part overlaps receiving the next. Default: the KV tile of the backend (64 on the CPU), to
+    /// multiples of which it is rounded up.
+    ///
+    /// Larger parts make fewer and longer messages. Results change by rounding at most. Ranks may
+    /// differ: all use the largest. The tile sizes of the kernels are fixed when they are compiled.
+    #[must_use]
+    pub fn kv_block_size(mut self, rows: impl Into<Option<u64>>) -> Self {
+        self.kv_block_size = rows.into();
+        self
+    }
+
     /// Longest silence of the ring before a call fails, at least 1 s. Default: 120 s.
     #[must_use]
     pub fn deadline(mut self, deadline: impl Into<Option<Duration>>) -> Self {
@@ -319,8 +332,8 @@ impl Attention {
         self
     }
 
-    /// Threads of each CPU rank that [`Attention::local_ring`] makes. Default: the cores of this
-    /// machine, divided by the ranks.
+    /// Threads of each CPU rank of [`Attention::local_ring`]. Default: the cores of this machine,
+    /// divided by the ranks.
     ///
     /// Plans with a backend of the caller's refuse it: their threads are the backend's
     /// ([`crate::Cpu::new`]).
@@ -356,6 +369,9 @@ impl Attention {
         };
         let spec = Spec { scale: self.softmax_scale.unwrap_or(spec.scale), ..spec };
         spec.validate()?;
+        if self.kv_block_size == Some(0) {
+            return Err(Error::invalid("kv_block_size", 0, "at least 1"));
+        }
         if let Some(deadline) = self.deadline.filter(|&deadline| deadline < deadline::LEAST) {
             return Err(Error::invalid(
                 "deadline",
@@ -385,6 +401,7 @@ impl Attention {
             route: self.route,
             backward: !self.forward_only,
             local_gradients: self.local_gradients,
+            kv_block_size: self.kv_block_size,
         }
     }
 

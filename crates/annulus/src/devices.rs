@@ -1,10 +1,10 @@
-//! Ranks on GPUs: the backend for tensors in host memory, and the transport of its blocks, which are
-//! in device memory.
+//! Ranks on GPUs: the backend for tensors in host memory, and the transport of its blocks, which
+//! are in device memory.
 //!
 //! | function | blocks travel |
 //! |---|---|
 //! | [`wgpu_rank`], [`cuda_rank`] | staged through host memory, over any host transport |
-//! | [`cuda_rank_over_nccl`] | from GPU to GPU; the host transport brings the ranks together |
+//! | [`cuda_rank_over_nccl`] | from GPU to GPU; the host transport carries the control messages |
 //! | [`cuda_rank_over_mpi`] | by MPI from device memory if the library takes it, else staged |
 
 use annulus_comm::Staged;
@@ -15,7 +15,7 @@ use annulus_core::{Backend, Host, OnHost, Transport};
 /// A backend and the transport of its blocks, as [`crate::Plan::new`] takes them.
 pub type Rank<B> = (B, Box<dyn Transport<<B as Backend>::Space>>);
 
-/// Makes a rank on a wgpu device.
+/// Creates a rank on a wgpu device.
 #[cfg(feature = "wgpu")]
 pub fn wgpu_rank<T: Transport<Host> + 'static>(
     gpu: &annulus_wgpu::Gpu,
@@ -25,7 +25,7 @@ pub fn wgpu_rank<T: Transport<Host> + 'static>(
     (annulus_wgpu::Wgpu::on_host(gpu.clone()), Box::new(Staged::new(transport, copier)))
 }
 
-/// Makes a rank on an NVIDIA GPU, its blocks staged through pinned host memory.
+/// Creates a rank on an NVIDIA GPU whose blocks are staged through pinned host memory.
 ///
 /// # Errors
 /// [`crate::Error::Device`], [`crate::Error::OutOfMemory`].
@@ -38,7 +38,8 @@ pub fn cuda_rank<T: Transport<Host> + 'static>(
     Ok((cuda.on_host(), Box::new(Staged::new(transport, copier))))
 }
 
-/// Makes a rank on an NVIDIA GPU, its blocks sent by NCCL. Every rank needs a GPU of its own.
+/// Creates a rank on an NVIDIA GPU whose blocks are sent by NCCL. Every rank needs a GPU of its
+/// own.
 ///
 /// # Ordering
 /// Collective over the ranks of `transport`, for at most `deadline`.
@@ -55,8 +56,8 @@ pub fn cuda_rank_over_nccl<T: Transport<Host> + 'static>(
     Ok((cuda.on_host(), Box::new(nccl)))
 }
 
-/// Makes a rank on an NVIDIA GPU over MPI. Returns true beside it if MPI reads and writes device
-/// memory; see [`annulus_comm::mpi::GpuAwareness`] for how that is decided.
+/// Creates a rank on an NVIDIA GPU over MPI. Returns true beside it if MPI reads and writes device
+/// memory; [`annulus_comm::mpi::GpuAwareness`] decides that.
 ///
 /// # Errors
 /// As [`annulus_comm::mpi::DeviceMpi::new`] and [`annulus_comm::mpi::GpuAwareness::decides`].

@@ -12,7 +12,7 @@
 //! The result equals ordinary attention up to the order of rounding.
 //!
 //! * [`Attention`] is the builder: masks, scale, bias, sinks, dropout.
-//! * [`Attention::local_ring`] makes a [`LocalRing`], a whole ring in this process.
+//! * [`Attention::local_ring`] plans a [`LocalRing`], a whole ring in this process.
 //! * [`Plan`] is one rank of a ring over any transport, which is what an MPI process holds.
 //! * [`flash_attention`] and [`ring_attention`] plan and compute in one call.
 //!
@@ -33,6 +33,7 @@ pub mod devices;
 mod local_ring;
 mod one_call;
 mod plan;
+mod rank_tensors;
 mod tensors;
 
 pub use annulus_comm::ring::{Report, Ring, RingOptions};

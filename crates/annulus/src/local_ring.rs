@@ -1,6 +1,6 @@
 //! A whole ring in one process: one thread per rank, whole tensors in, whole tensors out.
 
-use std::{num::NonZero, ops::Range, thread};
+use std::{num::NonZero, thread};
 
 use annulus_comm::{
     ring::{Report, Ring},
@@ -10,21 +10,21 @@ use annulus_core::{
     Backend, Batch, Dims, Element, Error, Host, HostTensors, Result, Runs, Transport, index, memory,
 };
 use annulus_cpu::Cpu;
-use ndarray::{
-    Array2, Array4, ArrayView, ArrayView2, ArrayView3, ArrayView4, ArrayViewMut, Axis, CowArray,
-    Dimension, Ix3, Ix4, RemoveAxis, Slice,
-};
+use ndarray::{ArrayView3, ArrayView4, Axis};
 
 use crate::{
     Attention, Backward, BackwardViewMut, Forward, ForwardView, ForwardViewMut, Plan, Tensors,
     plan::{zero_gradients, zero_outputs},
+    rank_tensors::{
+        BackwardRankTensors, BackwardTensors, RankTensors, SharedGradients, contiguous, put_rows,
+    },
 };
 
 /// A whole ring in this process, planned once and used for many passes.
 ///
-/// [`Attention::local_ring`] makes one of CPU ranks. Every call starts one thread per rank (none for
-/// one rank) and returns when all ranks have ended. An error that ends the plan of one rank ends the
-/// whole: later calls return [`Error::Poisoned`].
+/// [`Attention::local_ring`] creates one of CPU ranks. Every call starts one thread per rank (none
+/// for one rank) and returns when all ranks have ended. An error that ends the plan of one rank
+/// ends the whole: later calls return [`Error::Poisoned`].
 ///
 /// A rank reads the caller's tensors in place where its rows are one range of constant step
 /// ([`crate::Layout::Contiguous`], [`crate::Layout::Striped`]), and writes them in place where they
@@ -145,9 +145,9 @@ impl<B: Backend<Space: HostTensors>> LocalRing<B> {
                     runs.iter().map(i64::cast_unsigned),
                 )
             };
-            let share = || batch.select(&rows(plan.q_rows())?, &rows(plan.kv_rows())?);
-            match share() {
-                Ok(share) => plan.update(&share),
+            let of_rank = || batch.select(&rows(plan.q_rows())?, &rows(plan.kv_rows())?);
+            match of_rank() {
+                Ok(batch) => plan.update(&batch),
                 Err(error) => Err(plan.ring_mut().refuse(error)),
             }
         })
@@ -224,8 +224,8 @@ impl<B: Backend<Space: HostTensors>> LocalRing<B> {
         parts: Vec<ForwardViewMut<'_, T>>,
     ) -> Result<Vec<Report>> {
         each_rank(self.ranks.iter_mut().zip(parts), |_, (plan, outputs)| {
-            match Share::of(tensors, plan.q_rows(), plan.kv_rows()) {
-                Ok(share) => plan.forward_into(&share.tensors(), outputs),
+            match RankTensors::of(tensors, plan.q_rows(), plan.kv_rows()) {
+                Ok(rank) => plan.forward_into(&rank.tensors(), outputs),
                 Err(error) => Err(plan.ring_mut().refuse(error)),
             }
         })
@@ -279,8 +279,8 @@ impl<B: Backend<Space: HostTensors>> LocalRing<B> {
         Ok(gradients)
     }
 
-    /// Computes the gradients as [`LocalRing::backward`] does, into tensors of the caller's. Returns
-    /// one report per rank.
+    /// Computes the gradients as [`LocalRing::backward`] does, into tensors of the caller's.
+    /// Returns one report per rank.
     ///
     /// # Shapes
     /// As [`LocalRing::backward`], and [`BackwardViewMut`] with all rows. Any strides.
@@ -317,8 +317,8 @@ impl<B: Backend<Space: HostTensors>> LocalRing<B> {
             return self.backward_parts(&whole, parts);
         }
         let zeros = |plan: &Plan<B>| {
-            let share = Share::of(tensors, plan.q_rows(), plan.kv_rows())?;
-            zero_gradients(&share.tensors())
+            let rank = RankTensors::of(tensors, plan.q_rows(), plan.kv_rows())?;
+            zero_gradients(&rank.tensors())
         };
         let mut parts = self.ranks.iter().map(zeros).collect::<Result<Vec<Backward<T>>>>()?;
         let views = parts.iter_mut().map(Backward::view_mut).collect();
@@ -347,23 +347,22 @@ impl<B: Backend<Space: HostTensors>> LocalRing<B> {
         inputs: &BackwardTensors<'_, T>,
         parts: Vec<BackwardViewMut<'_, T>>,
     ) -> Result<Vec<Report>> {
-        each_rank(self.ranks.iter_mut().zip(parts), |_, (plan, gradients)| match BackwardShare::of(
-            inputs,
-            plan.q_rows(),
-            plan.kv_rows(),
-        ) {
-            Ok(share) => plan.backward_into(
-                &share.share.tensors(),
-                &share.forward(),
-                share.dout.view(),
-                share.dlse.as_ref().map(|dlse| dlse.view()),
-                gradients,
-            ),
-            Err(error) => Err(plan.ring_mut().refuse(error)),
+        each_rank(self.ranks.iter_mut().zip(parts), |_, (plan, gradients)| {
+            match BackwardRankTensors::of(inputs, plan.q_rows(), plan.kv_rows()) {
+                Ok(rank) => plan.backward_into(
+                    &rank.inputs.tensors(),
+                    &rank.forward(),
+                    rank.dout.view(),
+                    rank.dlse.as_ref().map(|dlse| dlse.view()),
+                    gradients,
+                ),
+                Err(error) => Err(plan.ring_mut().refuse(error)),
+            }
         })
     }
 
-    /// Gradients that are summed over ranks, for all ranks but the first, which writes the caller's.
+    /// Allocates gradients that are summed over ranks, for all ranks but the first, which writes
+    /// those of the caller.
     fn shared_gradients<T: Element>(
         &self,
         tensors: &Tensors<'_, T>,
@@ -409,6 +408,11 @@ impl<B: Backend<Space: HostTensors>> LocalRing<B> {
         self.ranks[0].ring()
     }
 
+    /// Returns the ring engines of all ranks, in their order.
+    pub fn rings(&self) -> impl Iterator<Item = &Ring<B>> {
+        self.ranks.iter().map(Plan::ring)
+    }
+
     fn check<T: Element>(&self, tensors: &Tensors<'_, T>) -> Result<()> {
         let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = self.dims;
         same_shape("q", tensors.q.shape(), &[batch, q_len, q_heads, head_dim])?;
@@ -416,8 +420,10 @@ impl<B: Backend<Space: HostTensors>> LocalRing<B> {
         same_shape("v", tensors.v.shape(), &[batch, kv_len, kv_heads, value_dim])?;
         match (&tensors.bias, self.ring().spec().bias) {
             (Some(bias), Some(shape)) => same_shape("bias", bias.shape(), &shape),
-            // one without the other: the ranks report it
-            _ => Ok(()),
+            // it has no known shape, so its rows cannot be dealt to the ranks
+            (Some(bias), None) => Err(undeclared("bias", bias.shape())),
+            // the ranks report it
+            (None, _) => Ok(()),
         }
     }
 
@@ -475,8 +481,11 @@ fn check_gradients<T: Element>(
     same_shape("dq", gradients.dq.shape(), tensors.q.shape())?;
     same_shape("dk", gradients.dk.shape(), tensors.k.shape())?;
     same_shape("dv", gradients.dv.shape(), tensors.v.shape())?;
-    if let (Some(dbias), Some(bias)) = (&gradients.dbias, &tensors.bias) {
-        same_shape("dbias", dbias.shape(), bias.shape())?;
+    match (&gradients.dbias, &tensors.bias) {
+        (Some(dbias), Some(bias)) => same_shape("dbias", dbias.shape(), bias.shape())?,
+        (Some(dbias), None) => return Err(undeclared("dbias", dbias.shape())),
+        // the ranks report it
+        (None, _) => {}
     }
     if let (Some(dsinks), Some(sinks)) = (&gradients.dsoftmax_aux, &tensors.softmax_aux) {
         same_shape("dsoftmax_aux", dsinks.shape(), sinks.shape())?;
@@ -485,243 +494,14 @@ fn check_gradients<T: Element>(
     Ok(())
 }
 
+fn undeclared(name: &str, shape: &[usize]) -> Error {
+    Error::invalid(name, format!("{shape:?}"), "none, because the attention has no bias tensor")
+}
+
 fn same_shape(name: &str, got: &[usize], want: &[usize]) -> Result<()> {
     if got == want {
         Ok(())
     } else {
         Err(Error::invalid(name, format!("{got:?}"), format!("{want:?}")))
-    }
-}
-
-/// One rank's rows of the whole tensors: views, or copies where the rows are several runs.
-struct Share<'a, T: Element> {
-    q: CowArray<'a, T, Ix4>,
-    k: CowArray<'a, T, Ix4>,
-    v: CowArray<'a, T, Ix4>,
-    bias: Option<CowArray<'a, T::Accumulator, Ix4>>,
-    softmax_aux: Option<ArrayView2<'a, T::Accumulator>>,
-}
-
-impl<'a, T: Element> Share<'a, T> {
-    fn of(tensors: &Tensors<'a, T>, q_rows: &Runs, kv_rows: &Runs) -> Result<Self> {
-        let all = Runs::counting(0, 1);
-        let bias = |bias: ArrayView4<'a, T::Accumulator>| {
-            let rows = if bias.dim().2 == 1 { &all } else { q_rows };
-            get_rows("bias", bias, Axis(2), rows)
-        };
-        Ok(Self {
-            q: get_rows("q", tensors.q, Axis(1), q_rows)?,
-            k: get_rows("k", tensors.k, Axis(1), kv_rows)?,
-            v: get_rows("v", tensors.v, Axis(1), kv_rows)?,
-            bias: tensors.bias.map(bias).transpose()?,
-            softmax_aux: tensors.softmax_aux,
-        })
-    }
-
-    fn tensors(&self) -> Tensors<'_, T> {
-        Tensors {
-            q: self.q.view(),
-            k: self.k.view(),
-            v: self.v.view(),
-            bias: self.bias.as_ref().map(|bias| bias.view()),
-            softmax_aux: self.softmax_aux.as_ref().map(|sinks| sinks.view()),
-        }
-    }
-}
-
-/// Inputs of a backward pass over whole tensors.
-struct BackwardTensors<'a, T: Element> {
-    tensors: Tensors<'a, T>,
-    forward: ForwardView<'a, T>,
-    dout: ArrayView4<'a, T>,
-    dlse: Option<ArrayView3<'a, T::Accumulator>>,
-}
-
-/// One rank's rows of them.
-struct BackwardShare<'a, T: Element> {
-    share: Share<'a, T>,
-    out: CowArray<'a, T, Ix4>,
-    lse: CowArray<'a, T::Accumulator, Ix3>,
-    max: Option<CowArray<'a, T::Accumulator, Ix3>>,
-    ties: Option<CowArray<'a, T::Accumulator, Ix3>>,
-    dout: CowArray<'a, T, Ix4>,
-    dlse: Option<CowArray<'a, T::Accumulator, Ix3>>,
-}
-
-impl<'a, T: Element> BackwardShare<'a, T> {
-    fn of(inputs: &BackwardTensors<'a, T>, q_rows: &Runs, kv_rows: &Runs) -> Result<Self> {
-        let BackwardTensors { tensors, forward, dout, dlse } = inputs;
-        let statistics = |name, array| get_rows(name, array, Axis(2), q_rows);
-        Ok(Self {
-            share: Share::of(tensors, q_rows, kv_rows)?,
-            out: get_rows("out", forward.out, Axis(1), q_rows)?,
-            lse: statistics("lse", forward.lse)?,
-            max: forward.max.map(|max| statistics("max", max)).transpose()?,
-            ties: forward.ties.map(|ties| statistics("ties", ties)).transpose()?,
-            dout: get_rows("dout", *dout, Axis(1), q_rows)?,
-            dlse: dlse.map(|dlse| statistics("dlse", dlse)).transpose()?,
-        })
-    }
-
-    fn forward(&self) -> ForwardView<'_, T> {
-        ForwardView {
-            out: self.out.view(),
-            lse: self.lse.view(),
-            max: self.max.as_ref().map(|max| max.view()),
-            ties: self.ties.as_ref().map(|ties| ties.view()),
-        }
-    }
-}
-
-/// A rank's own copy of gradients that are summed over ranks.
-struct SharedGradients<T: Element> {
-    dbias: Option<Array4<T::Accumulator>>,
-    dsoftmax_aux: Option<Array2<T::Accumulator>>,
-}
-
-impl<'a, T: Element> ForwardViewMut<'a, T> {
-    /// Splits the outputs into the rows of each rank.
-    fn split(self, blocks: &[Range<usize>]) -> Vec<Self> {
-        let Self { out, lse, max, sum, ties } = self;
-        let mut max = max.map(|max| split_rows(max, Axis(2), blocks).into_iter());
-        let mut sum = sum.map(|sum| split_rows(sum, Axis(2), blocks).into_iter());
-        let mut ties = ties.map(|ties| split_rows(ties, Axis(2), blocks).into_iter());
-        let parts = split_rows(out, Axis(1), blocks).into_iter();
-        parts
-            .zip(split_rows(lse, Axis(2), blocks))
-            .map(|(out, lse)| Self {
-                out,
-                lse,
-                max: max.as_mut().and_then(Iterator::next),
-                sum: sum.as_mut().and_then(Iterator::next),
-                ties: ties.as_mut().and_then(Iterator::next),
-            })
-            .collect()
-    }
-}
-
-impl<'a, T: Element> BackwardViewMut<'a, T> {
-    /// Splits the gradients into the rows of each rank. Gradients that are summed over ranks go to
-    /// the first rank, and to `shared` of the others.
-    fn split(
-        self,
-        q_blocks: &[Range<usize>],
-        kv_blocks: &[Range<usize>],
-        shared: &'a mut [SharedGradients<T>],
-    ) -> Vec<Self> {
-        let Self { dq, dk, dv, mut dbias, mut dsoftmax_aux } = self;
-        let bias_is_shared = dbias.as_ref().is_some_and(|dbias| dbias.dim().2 == 1);
-        let mut dbias_rows = dbias
-            .take_if(|_| !bias_is_shared)
-            .map(|dbias| split_rows(dbias, Axis(2), q_blocks).into_iter());
-        let mut shared = shared.iter_mut();
-        let dkv =
-            split_rows(dk, Axis(1), kv_blocks).into_iter().zip(split_rows(dv, Axis(1), kv_blocks));
-        split_rows(dq, Axis(1), q_blocks)
-            .into_iter()
-            .zip(dkv)
-            .enumerate()
-            .map(|(rank, (dq, (dk, dv)))| {
-                let of_others = if rank == 0 { None } else { shared.next() };
-                let (own_dbias, own_dsinks) = match of_others {
-                    Some(own) => (
-                        own.dbias.as_mut().map(|dbias| dbias.view_mut()),
-                        own.dsoftmax_aux.as_mut().map(|dsinks| dsinks.view_mut()),
-                    ),
-                    None => (dbias.take(), dsoftmax_aux.take()),
-                };
-                let rows = dbias_rows.as_mut().and_then(Iterator::next);
-                Self { dq, dk, dv, dbias: rows.or(own_dbias), dsoftmax_aux: own_dsinks }
-            })
-            .collect()
-    }
-}
-
-/// Returns the rows of each rank if every rank's are contiguous and in the order of ranks.
-fn contiguous<B: Backend<Space: HostTensors>>(
-    ranks: &[Plan<B>],
-    rows: impl Fn(&Plan<B>) -> &Runs,
-) -> Option<Vec<Range<usize>>> {
-    let mut next = 0;
-    let mut blocks = Vec::with_capacity(ranks.len());
-    for plan in ranks {
-        let rows = rows(plan);
-        match rows.runs() {
-            [] => {}
-            [run] if run.start == next && (run.step == 1 || run.count == 1) => {}
-            _ => return None,
-        }
-        let first = next;
-        next += rows.len().cast_signed();
-        blocks.push(index(first.cast_unsigned())..index(next.cast_unsigned()));
-    }
-    Some(blocks)
-}
-
-/// Splits a tensor into adjacent blocks of rows.
-fn split_rows<'a, T, D: Dimension>(
-    whole: ArrayViewMut<'a, T, D>,
-    axis: Axis,
-    blocks: &[Range<usize>],
-) -> Vec<ArrayViewMut<'a, T, D>> {
-    let mut parts = Vec::with_capacity(blocks.len());
-    let mut rest = whole;
-    for block in blocks {
-        let (part, after) = rest.split_at(axis, block.len());
-        parts.push(part);
-        rest = after;
-    }
-    parts
-}
-
-/// Slices of the global rows `rows`: for each the index of its first row among them, its length,
-/// itself.
-fn slices(rows: &Runs) -> impl Iterator<Item = (usize, usize, Slice)> + '_ {
-    let mut before = 0;
-    rows.runs().iter().map(move |run| {
-        let count = index(run.count);
-        before += count;
-        // a slice of negative step goes from its end to its start
-        let last = run.at(run.count.saturating_sub(1));
-        let (low, high) = (run.start.min(last) as isize, run.start.max(last) as isize);
-        let step = if run.step == 0 { 1 } else { run.step as isize };
-        (before - count, count, Slice::new(low, Some(high + 1), step))
-    })
-}
-
-/// Returns the rows `rows` of `array`, in that order: a view if they are one run, else a copy.
-fn get_rows<'a, T: Element, D: Dimension + RemoveAxis>(
-    name: &str,
-    array: ArrayView<'a, T, D>,
-    axis: Axis,
-    rows: &Runs,
-) -> Result<CowArray<'a, T, D>> {
-    let mut all = slices(rows);
-    if let (Some((_, _, only)), None) = (all.next(), all.next()) {
-        let mut view = array;
-        view.slice_axis_inplace(axis, only);
-        return Ok(view.into());
-    }
-    let mut shape = array.raw_dim();
-    shape[axis.index()] = index(rows.len());
-    let mut own = memory::zeros(name, shape)?;
-    for (first, count, slice) in slices(rows) {
-        let into = Slice::new(first as isize, Some((first + count) as isize), 1);
-        own.slice_axis_mut(axis, into).assign(&array.slice_axis(axis, slice));
-    }
-    Ok(own.into())
-}
-
-/// Writes `part` to the rows `rows` of `whole`.
-fn put_rows<T: Clone, D: Dimension + RemoveAxis>(
-    whole: &mut ArrayViewMut<'_, T, D>,
-    axis: Axis,
-    rows: &Runs,
-    part: ArrayView<'_, T, D>,
-) {
-    for (first, count, slice) in slices(rows) {
-        let source =
-            part.slice_axis(axis, Slice::new(first as isize, Some((first + count) as isize), 1));
-        whole.slice_axis_mut(axis, slice).assign(&source);
     }
 }

@@ -55,9 +55,9 @@ pub struct Plan<B: Backend<Space: HostTensors>> {
 }
 
 impl<B: Backend<Space: HostTensors>> Plan<B> {
-    /// Plans `attention` on this rank of `transport`. With the default layout and route, the ranks of
-    /// a node are adjacent on the ring.
-    /// [`Attention::threads`] is refused: the backend has its own.
+    /// Plans `attention` on this rank of `transport`. With the default layout and route, the ranks
+    /// of a node are adjacent on the ring. [`Attention::threads`] is refused: the backend has its
+    /// own.
     ///
     /// # Shapes
     /// `dims` are the global lengths, the same on every rank.
@@ -66,8 +66,14 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
     /// Collective.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) and [`Error::Unsupported`](crate::Error::Unsupported) here, then [`Error::Refused`](crate::Error::Refused)
-    /// elsewhere; [`Error::RankMismatch`](crate::Error::RankMismatch) on all ranks; [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+    /// [`Error::InvalidArgument`] and [`Error::Unsupported`] here, then [`Error::Refused`]
+    /// elsewhere; [`Error::RankMismatch`] on all ranks; [`Error::OutOfMemory`].
+    ///
+    /// [`Error::InvalidArgument`]: crate::Error::InvalidArgument
+    /// [`Error::OutOfMemory`]: crate::Error::OutOfMemory
+    /// [`Error::RankMismatch`]: crate::Error::RankMismatch
+    /// [`Error::Refused`]: crate::Error::Refused
+    /// [`Error::Unsupported`]: crate::Error::Unsupported
     pub fn new<T: Transport<B::Space> + 'static>(
         attention: &Attention,
         dims: Dims,
@@ -95,10 +101,15 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
     /// Collective. Ranks exchange the ids and positions of their rows as runs.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument), which names the tensor, [`Error::Unsupported`](crate::Error::Unsupported) and
-    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) here, [`Error::Refused`](crate::Error::Refused) elsewhere; [`Error::RankMismatch`](crate::Error::RankMismatch): the old
-    /// batch stays in force on all ranks.
-    /// As [`Plan::forward`] if communication fails.
+    /// [`Error::InvalidArgument`], which names the tensor, [`Error::Unsupported`] and
+    /// [`Error::OutOfMemory`] here, [`Error::Refused`] elsewhere; [`Error::RankMismatch`]: the old
+    /// batch stays in force on all ranks. As [`Plan::forward`] if communication fails.
+    ///
+    /// [`Error::InvalidArgument`]: crate::Error::InvalidArgument
+    /// [`Error::OutOfMemory`]: crate::Error::OutOfMemory
+    /// [`Error::RankMismatch`]: crate::Error::RankMismatch
+    /// [`Error::Refused`]: crate::Error::Refused
+    /// [`Error::Unsupported`]: crate::Error::Unsupported
     pub fn update(&mut self, batch: &Batch) -> Result<()> {
         self.ring.update(batch)
     }
@@ -112,13 +123,24 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
     /// Collective.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) here and [`Error::Refused`](crate::Error::Refused) elsewhere if a tensor does not fit
-    /// the plan, and [`Error::RankMismatch`](crate::Error::RankMismatch): nothing was done on any rank. [`Error::Comm`](crate::Error::Comm),
-    /// [`Error::Timeout`](crate::Error::Timeout), [`Error::PeerLost`](crate::Error::PeerLost), [`Error::Aborted`](crate::Error::Aborted), [`Error::Device`](crate::Error::Device) and
-    /// [`Error::Internal`](crate::Error::Internal) end the plan; later calls return [`Error::Poisoned`](crate::Error::Poisoned).
+    /// [`Error::InvalidArgument`] here and [`Error::Refused`] elsewhere if a tensor does not fit
+    /// the plan, and [`Error::RankMismatch`]: nothing was done on any rank. [`Error::Comm`],
+    /// [`Error::Timeout`], [`Error::PeerLost`], [`Error::Aborted`], [`Error::Device`] and
+    /// [`Error::Internal`] end the plan; later calls return [`Error::Poisoned`].
     ///
     /// # Source
     /// Liu et al. 2023, Ring Attention with Blockwise Transformers, section 3.
+    ///
+    /// [`Error::Aborted`]: crate::Error::Aborted
+    /// [`Error::Comm`]: crate::Error::Comm
+    /// [`Error::Device`]: crate::Error::Device
+    /// [`Error::Internal`]: crate::Error::Internal
+    /// [`Error::InvalidArgument`]: crate::Error::InvalidArgument
+    /// [`Error::PeerLost`]: crate::Error::PeerLost
+    /// [`Error::Poisoned`]: crate::Error::Poisoned
+    /// [`Error::RankMismatch`]: crate::Error::RankMismatch
+    /// [`Error::Refused`]: crate::Error::Refused
+    /// [`Error::Timeout`]: crate::Error::Timeout
     pub fn forward<T: Element>(&mut self, tensors: &Tensors<'_, T>) -> Result<Forward<T>> {
         let mut forward = self.zero_outputs().map_err(|error| self.ring.refuse(error))?;
         let report = self.forward_into(tensors, forward.view_mut())?;
@@ -165,11 +187,12 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
     /// Collective.
     ///
     /// # Errors
-    /// As [`Plan::forward`]. [`Error::InvalidArgument`](crate::Error::InvalidArgument) also of a plan that is forward
-    /// only.
+    /// As [`Plan::forward`]. [`Error::InvalidArgument`] also of a plan that is forward only.
     ///
     /// # Source
     /// Dao 2023, FlashAttention-2, algorithm 2.
+    ///
+    /// [`Error::InvalidArgument`]: crate::Error::InvalidArgument
     pub fn backward<T: Element>(
         &mut self,
         tensors: &Tensors<'_, T>,

@@ -26,7 +26,9 @@ fn view(by_head: &Array4<f64>) -> ArrayView4<'_, f64> {
 
 #[test]
 fn the_callers_tensors_get_the_bits_of_new_ones() {
-    let (q, k, v) = (tensor(4, 0.3), tensor(2, 0.7), tensor(2, 1.1));
+    let q = tensor(4, 0.3);
+    let k = tensor(2, 0.7);
+    let v = tensor(2, 1.1);
     let dout = tensor(4, 0.9);
     let sinks = Array2::from_elem((4, 1), 0.2);
     for (unnormalized, bias_rows) in [(false, 1), (false, LEN), (true, LEN)] {
@@ -54,7 +56,7 @@ fn the_callers_tensors_get_the_bits_of_new_ones() {
             let new = ring.forward(&tensors).unwrap();
             let new_gradients = ring.backward(&tensors, &new, dout.view(), None).unwrap();
 
-            // every tensor in another order in memory, filled with what must not matter
+            // every tensor in another memory order, filled with numbers that must be overwritten
             let [q, k, v] = [&q, &k, &v].map(by_head);
             let strided = Tensors::new(view(&q), view(&k), view(&v))
                 .with_bias(bias.view())
@@ -81,7 +83,9 @@ fn the_callers_tensors_get_the_bits_of_new_ones() {
             if unnormalized {
                 assert_eq!((Some(&max), Some(&sum)), (new.max.as_ref(), new.sum.as_ref()));
             }
-            let (mut dq, mut dk, mut dv) = (junk(&q), junk(&k), junk(&v));
+            let mut dq = junk(&q);
+            let mut dk = junk(&k);
+            let mut dv = junk(&v);
             let mut dbias = Array4::from_elem(bias.raw_dim(), f64::NAN);
             let mut dsinks = Array2::from_elem((4, 1), f64::NAN);
             let forward = ForwardView {
@@ -108,7 +112,7 @@ fn the_callers_tensors_get_the_bits_of_new_ones() {
 }
 
 #[test]
-fn outputs_that_do_not_fit_are_refused_by_name_and_the_ring_lives() {
+fn outputs_that_do_not_fit_are_refused_by_name_and_the_plan_still_works() {
     let x = tensor(2, 0.3);
     let tensors = Tensors::new(x.view(), x.view(), x.view());
     let mut ring =
@@ -129,8 +133,34 @@ fn outputs_that_do_not_fit_are_refused_by_name_and_the_ring_lives() {
     assert!(ring.forward(&tensors).is_ok());
 }
 
+/// Its rows were dealt to the ranks before they were asked, which ended the ring by a panic.
 #[test]
-fn what_a_plan_would_ignore_is_refused() {
+fn a_bias_that_was_not_declared_is_refused_and_the_ring_lives() {
+    let x = tensor(2, 0.3);
+    let small = Array4::<f64>::zeros((2, 4, 4, 8));
+    let tensors = Tensors::new(x.view(), x.view(), x.view());
+    let biased = Tensors::new(x.view(), x.view(), x.view()).with_bias(small.view());
+    for layout in [Layout::Contiguous, Layout::Zigzag] {
+        let attention = Attention::new().dtype(annulus::DType::F64).layout(layout);
+        let mut ring = attention.local_ring(Dims::new(2, LEN, 2, 8), 3).unwrap();
+        let name = |error: Error| match error {
+            Error::InvalidArgument { argument, .. } => argument,
+            other => panic!("{other}"),
+        };
+        assert_eq!(name(ring.forward(&biased).unwrap_err()), "bias");
+        let forward = ring.forward(&tensors).unwrap();
+        let mut good = ring.backward(&tensors, &forward, x.view(), None).unwrap();
+        let mut dbias = small.clone();
+        let gradients = BackwardViewMut { dbias: Some(dbias.view_mut()), ..good.view_mut() };
+        let dout = x.view();
+        let refused = ring.backward_into(&tensors, &forward.view(), dout, None, gradients);
+        assert_eq!(name(refused.unwrap_err()), "dbias");
+        assert!(ring.forward(&tensors).is_ok());
+    }
+}
+
+#[test]
+fn options_without_effect_are_refused() {
     let dims = Dims::new(1, 8, 1, 4);
     let name = |attention: Attention| match attention.local_ring(dims, 2) {
         Err(Error::InvalidArgument { argument, .. }) => argument,
@@ -160,7 +190,30 @@ fn a_prefix_is_exempt_from_the_causal_mask() {
 }
 
 #[test]
-fn a_ring_displays_what_it_does() {
+fn a_block_size_changes_messages_and_no_result() {
+    let q = tensor(2, 0.3);
+    let tensors = Tensors::new(q.view(), q.view(), q.view());
+    let dims = Dims::new(2, LEN, 2, 8);
+    let attention = Attention::new().dtype(annulus::DType::F64).layout(Layout::Contiguous);
+    let outputs = |size: Option<u64>| {
+        let mut ring = attention.clone().kv_block_size(size).local_ring(dims, 2).unwrap();
+        let forward = ring.forward(&tensors).unwrap();
+        let gradients = ring.backward(&tensors, &forward, q.view(), None).unwrap();
+        (forward.out, gradients.dq, gradients.dk)
+    };
+    // a tile holds the whole block, which by default travels in parts of less than a tile
+    let one_part = outputs(Some(1));
+    assert_eq!(outputs(Some(u64::MAX)), one_part);
+    let default = outputs(None);
+    assert_ne!(one_part.0, default.0, "the order of sums is another");
+    let pairs = [(&one_part.0, &default.0), (&one_part.1, &default.1), (&one_part.2, &default.2)];
+    assert!(pairs.iter().all(|(a, b)| (*a - *b).iter().all(|difference| difference.abs() < 1e-13)));
+    let refused = attention.clone().kv_block_size(0).local_ring(dims, 2).unwrap_err();
+    assert!(refused.to_string().contains("kv_block_size"), "{refused}");
+}
+
+#[test]
+fn a_ring_displays_its_mask_ranks_layout_and_route() {
     let ring = Attention::new()
         .causal(true)
         .layout(Layout::Zigzag)
@@ -168,7 +221,7 @@ fn a_ring_displays_what_it_does() {
         .unwrap();
     assert_eq!(
         ring.to_string(),
-        "Causal { offset: 0 }, 4 ranks, zigzag, RelayDown, 3 hops, 192.0 KiB sent forward, \
-         384.0 KiB backward"
+        "Causal { offset: 0 }, 4 ranks, zigzag, relay-down, 3 hops, 96.0 KiB sent forward, \
+         288.0 KiB backward"
     );
 }

@@ -30,7 +30,8 @@ fn main() -> Result<()> {
         Some(text) => text.parse().map_err(|_| Error::invalid(name, text, "a number")),
         None => Ok(otherwise),
     };
-    let (heads, n) = (number("heads", 8)?, number("n", 2048)?);
+    let heads = number("heads", 8)?;
+    let n = number("n", 2048)?;
     let dims = Dims {
         q_heads: heads,
         ..Dims::new(number("batch", 1)?, n, number("kv-heads", heads)?, number("d", 64)?)
@@ -53,7 +54,8 @@ fn main() -> Result<()> {
             Error::invalid("bias", format!("{axes:?}"), "four axes, each x or 1")
         })?);
     }
-    let (threads, rounds) = (number("threads", 1)?, number("rounds", 5)?);
+    let threads = number("threads", 1)?;
+    let rounds = number("rounds", 5)?;
     match dtype {
         "f32" => time::<f32>(&spec, threads, rounds),
         "bf16" => time::<bf16>(&spec, threads, rounds),
@@ -77,10 +79,14 @@ fn time<E: Element<Accumulator = f32>>(spec: &Spec, threads: usize, rounds: usiz
             |(b, i, h, c)| E::from_f64(((b + i * 7 + h * 3 + c * 5) % 11) as f64 / 11.0 - 0.5);
         Array4::from_shape_fn((batch, q_len, heads, head_dim), element)
     };
-    let (q, k, v) = (tensor(q_heads), tensor(kv_heads), tensor(kv_heads));
+    let q = tensor(q_heads);
+    let k = tensor(kv_heads);
+    let v = tensor(kv_heads);
     let bias = spec.bias.map(|shape| Array4::from_elem(shape, 0.25));
     let rows = Arc::new(Rows::counting(q_len as u64, 0)?);
-    let (queries, keys, most) = (rows.clone(), rows.clone(), q_len as u64);
+    let queries = rows.clone();
+    let keys = rows.clone();
+    let most = q_len as u64;
     let shard = RankShard {
         spec: Arc::new(spec.clone()),
         queries,
@@ -101,8 +107,12 @@ fn time<E: Element<Accumulator = f32>>(spec: &Spec, threads: usize, rounds: usiz
         bias: bias.as_ref().map(|b| HostView::F32(b.view())),
         sinks: None,
     };
-    let (mut out, mut lse) = (q.clone(), Array4::zeros((batch, q_heads, q_len, 1)));
-    let (mut dq, mut dk, mut dv, mut dbias) = (q.clone(), k.clone(), v.clone(), bias.clone());
+    let mut out = q.clone();
+    let mut lse = Array4::zeros((batch, q_heads, q_len, 1));
+    let mut dq = q.clone();
+    let mut dk = k.clone();
+    let mut dv = v.clone();
+    let mut dbias = bias.clone();
     let mut tick = || ControlFlow::Continue(());
     let mut least = [[f64::INFINITY; 2]; 2];
     for _ in 0..rounds.max(1) {
@@ -148,7 +158,8 @@ fn time<E: Element<Accumulator = f32>>(spec: &Spec, threads: usize, rounds: usiz
     }
     let [[forward_cpu, forward], [backward_cpu, backward]] = least;
     println!(
-        r#"{{"forward_cpu_ms":{forward_cpu:.3},"forward_ms":{forward:.3},"backward_cpu_ms":{backward_cpu:.3},"backward_ms":{backward:.3}}}"#
+        "{{\"forward_cpu_ms\":{forward_cpu:.3},\"forward_ms\":{forward:.3},\
+         \"backward_cpu_ms\":{backward_cpu:.3},\"backward_ms\":{backward:.3}}}"
     );
     Ok(())
 }

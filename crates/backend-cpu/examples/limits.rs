@@ -93,10 +93,14 @@ impl Limits {
 
 /// Defines the two loops over vectors of `$width` elements.
 macro_rules! loops {
-    ($(#[$attribute:meta])* $width:literal, $splat:ident, $load:ident, $add:ident, $fused:ident, $first:expr) => {
+    (
+        $(#[$attribute:meta])* $width:literal, $splat:ident, $load:ident, $add:ident,
+        $fused:ident, $first:expr
+    ) => {
         $(#[$attribute])*
         pub(super) fn multiply_add(factor: f32) -> f32 {
-            let (factor, term) = ($splat(factor), $splat(1e-3));
+            let factor = $splat(factor);
+            let term = $splat(1e-3);
             let mut sums = [$splat(1.0); SUMS];
             for _ in 0..STEPS {
                 for sum in &mut sums {

@@ -123,7 +123,8 @@ impl Backend for Cpu {
 
     fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<Workspace> {
         let token = IsaToken::new(self.isa_for(&shard.spec)?)?;
-        let (threads, backward) = (self.team.threads(), passes == Passes::Both);
+        let threads = self.team.threads();
+        let backward = passes == Passes::Both;
         let state = match shard.spec.dtype.accumulator() {
             DType::F64 => Summed::wrap(State::<f64>::new(shard, token, threads, backward)?),
             _ => Summed::wrap(State::<f32>::new(shard, token, threads, backward)?),

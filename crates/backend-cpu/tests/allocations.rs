@@ -113,7 +113,8 @@ fn rows_of(spec: &Spec, document: Option<usize>) -> Arc<Rows> {
 
 /// Runs forward and backward; returns the bytes that they allocate.
 fn pass(workspace: &mut Workspace, t: &mut Tensors) -> usize {
-    let (mut out, mut lse) = (t.q.clone(), t.lines.clone());
+    let mut out = t.q.clone();
+    let mut lse = t.lines.clone();
     let (mut dq, mut dk, mut dv, mut dbias, mut dsinks) =
         (t.q.clone(), t.k.clone(), t.v.clone(), t.bias.clone(), t.sinks.clone());
     let mut tick = || ControlFlow::Continue(());

@@ -139,15 +139,20 @@ fn measure(
     causal: bool,
 ) -> Result<()> {
     let Settings { batch, heads, seconds, .. } = *settings;
-    let (stream, sums) = (cuda.stream(), dtype.accumulator());
+    let stream = cuda.stream();
+    let sums = dtype.accumulator();
     let attention = Attention::new().causal(causal).dtype(dtype);
     let transport =
         Staged::<_, CudaSpace>::new(threads::ring(1).remove(0), CudaCopier::new(stream.device())?);
     let spec = attention.spec(Dims::new(batch, len, heads, dim));
     let mut ring = Ring::new(cuda.clone(), Box::new(transport), spec, attention.ring_options())?;
-    let (shape, statistics) = ([batch, len, heads, dim], [batch, heads, len, 1]);
+    let shape = [batch, len, heads, dim];
+    let statistics = [batch, heads, len, 1];
     let [q, k, v, dout] = [1, 2, 3, 4].map(|salt| tensor(stream, dtype, shape, salt));
-    let (q, k, v, dout) = (q?, k?, v?, dout?);
+    let q = q?;
+    let k = k?;
+    let v = v?;
+    let dout = dout?;
     let [mut out, mut dq, mut dk, mut dv] = {
         let made = || CudaTensor::uninitialized(stream, dtype, shape);
         [made()?, made()?, made()?, made()?]
@@ -184,7 +189,8 @@ fn measure(
     for (what, seconds, products) in [("fwd", forward, 2.0), ("bwd", backward, 5.0)] {
         let flops = products * 2.0 * pairs * dim as f64;
         println!(
-            "{{\"peer\":\"annulus-cuda\",\"gpu\":\"{cuda}\",\"level\":\"{level}\",\"what\":\"{what}\",\"dtype\":\"{}\",\"batch\":{batch},\"heads\":{heads},\"head_dim\":{dim},\
+            "{{\"peer\":\"annulus-cuda\",\"gpu\":\"{cuda}\",\"level\":\"{level}\",\"what\":\"{what}\",\
+             \"dtype\":\"{}\",\"batch\":{batch},\"heads\":{heads},\"head_dim\":{dim},\
              \"n\":{len},\"causal\":{causal},\"ms\":{:.4},\"tflops\":{:.2}}}",
             dtype.name(),
             seconds * 1e3,

@@ -150,14 +150,16 @@ pub(crate) struct Combine {
 
 /// Describes a caller's tensor `[batch, row, head, dim]`; an axis of length 1 gets stride 0.
 pub(crate) fn tensor(view: &CudaView<'_>) -> Tensor {
-    let (shape, strides) = (view.shape(), view.strides());
+    let shape = view.shape();
+    let strides = view.strides();
     let strides = std::array::from_fn(|axis| if shape[axis] == 1 { 0 } else { strides[axis] });
     Tensor { at: view.address(), strides }
 }
 
 /// As [`tensor`], for outputs.
 pub(crate) fn tensor_mut(view: &CudaViewMut<'_>) -> Tensor {
-    let (shape, strides) = (view.shape(), view.strides());
+    let shape = view.shape();
+    let strides = view.strides();
     let strides = std::array::from_fn(|axis| if shape[axis] == 1 { 0 } else { strides[axis] });
     Tensor { at: view.address(), strides }
 }
@@ -170,7 +172,9 @@ pub(crate) fn by_head(view: Tensor) -> Tensor {
 
 /// Describes a dense tensor `[batch, row, head, dim]`.
 pub(crate) const fn dense(at: u64, rows: usize, heads: usize, dim: usize) -> Tensor {
-    let (rows, heads, dim) = (rows as i64, heads as i64, dim as i64);
+    let rows = rows as i64;
+    let heads = heads as i64;
+    let dim = dim as i64;
     Tensor { at, strides: [rows * heads * dim, heads * dim, dim, 1] }
 }
 

@@ -125,8 +125,11 @@ impl Cuda {
 
     /// Returns the kernels for a spec, compiling and loading them on first use.
     fn kernels(&self, spec: &Spec) -> Result<Kernels> {
-        let (variant, forward) = (Variant::of(spec)?, self.forward_variant(spec)?);
-        let (device, compiler, options) = (self.stream.device(), &self.compiler, &self.options);
+        let variant = Variant::of(spec)?;
+        let forward = self.forward_variant(spec)?;
+        let device = self.stream.device();
+        let compiler = &self.compiler;
+        let options = &self.options;
         let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
         let kernels = get_or_make(&mut cache.kernels, variant, || {
             Kernels::new(device, compiler, variant, self.level, options)
@@ -188,7 +191,8 @@ impl Backend for Cuda {
         slopes(spec)?;
         let variants = [Variant::of(spec)?, self.forward_variant(spec)?];
         self.compiler.target(self.stream.device().architecture())?;
-        let (version, level) = (self.compiler.version(), self.level.name());
+        let version = self.compiler.version();
+        let level = self.level.name();
         Ok(Capabilities {
             name: "cuda",
             // e^x and tanh are implemented by the compiler's library

@@ -16,10 +16,10 @@ use crate::{
     kernels::THREADS,
     pass_context::{PassContext, local_bias},
     records,
-    workspace::BackwardState,
+    state::BackwardState,
 };
 
-/// A backward pass under way.
+/// A backward pass in progress.
 pub struct CudaBackward<'p> {
     context: &'p mut PassContext,
     state: &'p mut BackwardState,
@@ -59,7 +59,8 @@ impl<'p> CudaBackward<'p> {
     /// Arguments of a block of keys, but for the lists of its block mask.
     fn kv_arguments(&self, kv: &Block<'_, CudaSpace>) -> Result<Attention> {
         let Self { context, state, inputs } = self;
-        let (record, bytes) = (context.spec().kv_row_layout(), context.spec().dtype.bytes());
+        let record = context.spec().kv_row_layout();
+        let bytes = context.spec().dtype.bytes();
         let [k, v] = [0, 1].map(|index| field(kv.buffer.address(), &record, index, bytes));
         Ok(Attention {
             q: tensor(&inputs.forward.q),
@@ -76,7 +77,8 @@ impl<'p> CudaBackward<'p> {
     /// Arguments of a block of queries, but for the lists of its block mask.
     fn query_arguments(&self, queries: &Block<'_, CudaSpace>) -> Result<Attention> {
         let Self { context, inputs, .. } = self;
-        let (record, bytes) = (context.spec().query_row_layout(), context.spec().dtype.bytes());
+        let record = context.spec().query_row_layout();
+        let bytes = context.spec().dtype.bytes();
         let at = queries.buffer.address();
         Ok(Attention {
             q: field(at, &record, 0, bytes),
@@ -163,15 +165,18 @@ impl BackwardPass<CudaSpace> for CudaBackward<'_> {
     /// Rounds and writes the gradients.
     fn finish(self, dkv: &CudaBuffer, gradients: &mut Gradients<'_, CudaSpace>) -> Result<()> {
         let Self { context, state, inputs } = self;
-        let (kernels, spec) = (&context.kernels, context.spec());
+        let kernels = &context.kernels;
+        let spec = context.spec();
         let Dims { batch, q_heads, kv_heads, head_dim, value_dim, .. } = spec.dims;
-        let (queries, keys) = (context.queries(), context.shard.keys.len());
+        let queries = context.queries();
+        let keys = context.shard.keys.len();
         let round = |from: Tensor, to: Tensor, shape: [usize; 4]| {
             records::copy(context, &kernels.round_sums, from, to, shape)
         };
         let dq = dense(state.dq.address(), queries, q_heads, head_dim);
         round(dq, tensor_mut(&gradients.dq), [batch, queries, q_heads, head_dim])?;
-        let (record, bytes) = (spec.gradient_row_layout(), context.sums().bytes());
+        let record = spec.gradient_row_layout();
+        let bytes = context.sums().bytes();
         let [dk, dv] = [0, 1].map(|index| field(dkv.address(), &record, index, bytes));
         round(dk, tensor_mut(&gradients.dk), [batch, keys, kv_heads, head_dim])?;
         round(dv, tensor_mut(&gradients.dv), [batch, keys, kv_heads, value_dim])?;

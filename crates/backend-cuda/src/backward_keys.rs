@@ -18,8 +18,10 @@ pub(crate) fn launch(
     block_mask: &BlockMask,
     records: &CudaBuffer,
 ) -> Result<()> {
-    let (spec, kernels) = (context.spec(), &context.kernels);
-    let (record, bytes) = (spec.gradient_row_layout(), context.sums().bytes());
+    let spec = context.spec();
+    let kernels = &context.kernels;
+    let record = spec.gradient_row_layout();
+    let bytes = context.sums().bytes();
     block_mask.write_to(arguments, true);
     [arguments.dk, arguments.dv] =
         [0, 1].map(|index| field(records.address(), &record, index, bytes));

@@ -13,7 +13,8 @@ pub(crate) fn launch(
     arguments: &mut Attention,
     block_mask: &BlockMask,
 ) -> Result<()> {
-    let (spec, kernels) = (context.spec(), &context.kernels);
+    let spec = context.spec();
+    let kernels = &context.kernels;
     block_mask.write_to(arguments, false);
     let Dims { batch, q_heads, .. } = spec.dims;
     let grid = [u64::from(block_mask.tiles()[0]), q_heads as u64, batch as u64];

@@ -1,9 +1,9 @@
 //! Block-sparse mask of the queries of one rank and one block of keys, in device memory.
 //!
-//! [`BlockSparseMask`] classifies the tiles on the host: empty tiles are not listed, consecutive full
-//! tiles form one run, a partial tile has a bitmask per query row. Kernels therefore contain no
-//! mask logic, and a new mask needs no new kernel. The result is cached, because the same blocks
-//! return in every pass.
+//! [`BlockSparseMask`] classifies the tiles on the host: empty tiles are not listed, consecutive
+//! full tiles form one run, a partial tile has a bitmask per query row. Kernels therefore contain
+//! no mask logic, and a new mask needs no new kernel. The result is cached, because the same blocks
+//! arrive in every pass.
 
 use std::sync::Arc;
 
@@ -92,11 +92,13 @@ impl BlockMask {
             queries,
             keys,
         };
-        let (per_batch, per_head) = (visibility.per_batch(), visibility.per_head());
+        let per_batch = visibility.per_batch();
+        let per_head = visibility.per_head();
         let planes_of = |per: bool, all: usize| if per { all } else { 1 };
         let (batches, heads) =
             (planes_of(per_batch, dims.batch), planes_of(per_head, dims.q_heads));
-        let (batches, heads) = (0..batches, 0..heads);
+        let batches = 0..batches;
+        let heads = 0..heads;
         let tiling = Tiling {
             batches,
             heads,
@@ -105,7 +107,8 @@ impl BlockMask {
             tile,
             bitmasks: BitmaskPolicy::Partial,
         };
-        let (mut block_sparse, mut lists) = (BlockSparseMask::default(), CsrTiles::default());
+        let mut block_sparse = BlockSparseMask::default();
+        let mut lists = CsrTiles::default();
         block_sparse.refill(&visibility, &tiling)?;
         block_sparse.by_keys(&mut lists)?;
         let mut upload = Upload::default();
@@ -154,7 +157,7 @@ impl BlockMask {
         [self.query_tiles, self.key_tiles]
     }
 
-    /// Returns true if there are no query rows or no key rows. False does not imply a visible pair.
+    /// True if there are no query rows or no key rows. False does not imply a visible pair.
     pub(crate) const fn is_empty(&self) -> bool {
         self.queries == 0 || self.keys == 0
     }
@@ -201,7 +204,7 @@ impl Upload {
     /// Appends the lists; returns the offsets of their starts and runs.
     fn lists(&mut self, lists: &CsrTiles) -> [u64; 2] {
         let starts = self.u32s(lists.starts().iter().copied());
-        [starts, self.u32s(lists.runs().iter().flat_map(|run| [run.first, run.count, run.set]))]
+        [starts, self.u32s(lists.runs().iter().flat_map(|run| [run.first, run.count, run.bitmask]))]
     }
 
     fn u32s(&mut self, values: impl Iterator<Item = u32>) -> u64 {

@@ -8,7 +8,7 @@ use crate::{
     block_mask::to_u32,
     kernels::THREADS,
     pass_context::PassContext,
-    workspace::ForwardState,
+    state::ForwardState,
 };
 
 /// Rows per thread block: one per warp.

@@ -13,10 +13,10 @@ use crate::{
     kernels::THREADS,
     pass_context::PassContext,
     records,
-    workspace::ForwardState,
+    state::ForwardState,
 };
 
-/// A forward pass under way.
+/// A forward pass in progress.
 pub struct CudaForward<'p> {
     context: &'p mut PassContext,
     state: &'p ForwardState,
@@ -57,7 +57,8 @@ impl ForwardPass<CudaSpace> for CudaForward<'_> {
         }
         context.wait_for(kv)?;
         let spec = context.spec();
-        let (record, bytes) = (spec.kv_row_layout(), spec.dtype.bytes());
+        let record = spec.kv_row_layout();
+        let bytes = spec.dtype.bytes();
         let mut arguments = context.common_arguments(inputs)?;
         block_mask.write_to(&mut arguments, false);
         arguments.q = tensor(&inputs.q);

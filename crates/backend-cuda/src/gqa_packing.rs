@@ -6,7 +6,7 @@
 //! ```
 //! With few queries (decoding) a tile of one head is mostly empty, and every head of the group
 //! reads the same keys and values again. Packed tiles are full and read them once. The order of a
-//! row's sums does not change, so the output is bitwise the same. Level 0 does not pack: the
+//! row's sums does not change, so the output is bitwise the same. Level `plain` does not pack: the
 //! registers for a row's query and head would prevent a second block per multiprocessor on compute
 //! capability 8.0.
 //!

@@ -47,6 +47,15 @@ const WARPGROUP_HEADERS: [Header; 5] = [
 /// Threads per block of the general kernels; `THREADS` of `kernels/primitives.cuh`.
 pub(crate) const THREADS: u32 = 256;
 
+/// Upper bound of the grid of grid-stride kernels: 31 blocks for each of the 132
+/// multiprocessors of an H100.
+const MAX_BLOCKS: u64 = 4096;
+
+/// Grid for `elements` elements.
+pub(crate) fn grid_of(elements: u64) -> [u64; 3] {
+    [elements.div_ceil(u64::from(THREADS)).min(MAX_BLOCKS), 1, 1]
+}
+
 /// Kernels on tensor cores: forward, dQ, dK and dV.
 const MATRIX_KERNELS: [&str; 3] =
     ["forward_matrix", "backward_queries_matrix", "backward_keys_matrix"];

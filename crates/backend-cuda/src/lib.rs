@@ -11,8 +11,9 @@
 //! | [`annulus_core::ForwardPass`]: tiles | `forward.rs`, `forward_warpgroup.rs` |
 //! | forward: row epilogue | `finish.rs` |
 //! | [`annulus_core::BackwardPass`]: prologue, blocks, end | `backward.rs` |
-//! | backward: dQ; dbias; dK and dV | `backward_queries.rs`; `bias_gradient.rs`; `backward_keys.rs` |
-//! | stream, kernels and masks of both passes | `pass_context.rs` |
+//! | backward: dQ; dbias | `backward_queries.rs`; `bias_gradient.rs` |
+//! | backward: dK and dV | `backward_keys.rs` |
+//! | stream, kernels and masks of both passes; their memory | `pass_context.rs`, `state.rs` |
 //! | block-sparse mask; GQA packing | `block_mask.rs`, `gqa_packing.rs` |
 //! | wire records, kernel arguments | `records.rs`, `arguments.rs` |
 //! | kernel variants and their compilation | `kernels.rs`, `level.rs` |
@@ -49,6 +50,7 @@ mod kernels;
 mod level;
 mod pass_context;
 mod records;
+mod state;
 mod workspace;
 
 pub use annulus_device_cuda as device;

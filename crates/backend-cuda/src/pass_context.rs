@@ -1,4 +1,4 @@
-//! What every pass of a rank uses: stream, kernels, shard, and block-sparse masks.
+//! State that all passes of a rank share: stream, kernels, shard, and block-sparse masks.
 
 use std::sync::Arc;
 
@@ -13,8 +13,7 @@ use crate::{
         by_head, tensor,
     },
     block_mask::{BlockMask, BlockMaskCache, to_u32},
-    kernels::{Kernels, THREADS},
-    records::grid_of,
+    kernels::{Kernels, THREADS, grid_of},
 };
 
 /// Part of a workspace that forward and backward passes share.

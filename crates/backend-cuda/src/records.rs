@@ -8,18 +8,9 @@ use annulus_device_cuda::{CudaBuffer, CudaSpace, Event, Kernel};
 use crate::{
     arguments::{Combine, Copy, Tensor, field, tensor},
     block_mask::to_u32,
-    kernels::THREADS,
+    kernels::{THREADS, grid_of},
     pass_context::PassContext,
 };
-
-/// Upper bound of the grid of grid-stride kernels: 31 blocks for each of the 132
-/// multiprocessors of an H100.
-const MAX_BLOCKS: u64 = 4096;
-
-/// Grid for `elements` elements.
-pub(crate) fn grid_of(elements: u64) -> [u64; 3] {
-    [elements.div_ceil(u64::from(THREADS)).min(MAX_BLOCKS), 1, 1]
-}
 
 /// Copies a tensor to another of the shape `[batch, rows, heads, dim]`.
 pub(crate) fn copy(
@@ -48,7 +39,8 @@ pub(crate) fn pack_kv(
 ) -> Result<Event> {
     let spec = context.spec();
     let Dims { batch, kv_heads, head_dim, value_dim, .. } = spec.dims;
-    let (record, rows) = (spec.kv_row_layout(), context.shard.keys.len());
+    let record = spec.kv_row_layout();
+    let rows = context.shard.keys.len();
     into.wait_on(&context.stream)?;
     for (index, (view, dim)) in
         [(&inputs.k, head_dim), (&inputs.v, value_dim)].into_iter().enumerate()
@@ -69,7 +61,8 @@ pub(crate) fn pack_queries(
 ) -> Result<Event> {
     let spec = context.spec();
     let Dims { batch, q_heads, head_dim, value_dim, .. } = spec.dims;
-    let (record, rows) = (spec.query_row_layout(), context.queries());
+    let record = spec.query_row_layout();
+    let rows = context.queries();
     into.wait_on(&context.stream)?;
     for (index, (view, dim)) in
         [(&inputs.forward.q, head_dim), (&inputs.dout, value_dim)].into_iter().enumerate()
@@ -126,7 +119,8 @@ pub(crate) fn reduce(
         add: (reduction == Reduction::Add).into(),
         reserved: 0,
     };
-    let (kernel, grid) = (&context.kernels.combine_records, [pairs.len() as u64, 1, 1]);
+    let kernel = &context.kernels.combine_records;
+    let grid = [pairs.len() as u64, 1, 1];
     // SAFETY: the ranges were checked against the buffers, which are freed only after queued work.
     unsafe { kernel.launch(&context.stream, grid, THREADS, &arguments)? };
     context.record_use(&[into, from])

@@ -34,7 +34,8 @@ fn kernels(log: &str) -> Vec<(String, u64, u64, u64)> {
             .and_then(|number| number.parse().ok())
             .unwrap_or(0)
     };
-    let (mut name, mut spilled) = (String::new(), 0);
+    let mut name = String::new();
+    let mut spilled = 0;
     for line in log.lines() {
         if let Some((_, rest)) = line.split_once("Compiling entry function '") {
             name = rest.split('\'').next().unwrap_or_default().to_owned();
@@ -88,7 +89,8 @@ fn every_variant_compiles_for_every_architecture_as_recorded() {
     let mut table = String::new();
     writeln!(
         table,
-        "NVRTC {}.{}: target, element type, dim | kernel: registers, bytes of shared memory, bytes spilled",
+        "NVRTC {}.{}: target, element type, dim | kernel: registers, bytes of shared memory, \
+         bytes spilled",
         compiler.version().0,
         compiler.version().1
     )
@@ -103,7 +105,8 @@ fn every_variant_compiles_for_every_architecture_as_recorded() {
     };
     let every: Vec<_> = ARCHITECTURES.iter().flat_map(on).collect();
     let jobs: Vec<_> = every.iter().copied().filter(chosen).collect();
-    let (next, lines) = (AtomicUsize::new(0), Mutex::new(vec![String::new(); jobs.len()]));
+    let next = AtomicUsize::new(0);
+    let lines = Mutex::new(vec![String::new(); jobs.len()]);
     let work = || {
         loop {
             let index = next.fetch_add(1, Ordering::Relaxed);

@@ -12,7 +12,7 @@ use annulus_comm::{
     threads::{self, each_rank},
 };
 use annulus_conformance::{
-    Case, Judge, RingSubject, Setting, Station, Subject,
+    Case, Judge, RankSetup, RingSubject, Setting, Subject,
     suite::{self, Poison, Scale, Verdict},
 };
 use annulus_core::{DType, Error, Inputs, Layout, Outputs, Result};
@@ -51,7 +51,7 @@ fn random_cases_hold() {
 }
 
 #[test]
-fn random_cases_hold_where_tensors_are_in_host_memory() {
+fn random_cases_hold_for_tensors_in_host_memory() {
     suite::random_cases(&common::hosted("hosted cuda over staged threads", open), 400..500)
         .unwrap();
 }
@@ -97,15 +97,15 @@ fn bits_repeat_under_message_delays() {
 }
 
 /// One rank of a ring over this machine's NCCL.
-fn over_nccl(inner: threads::Threads) -> Result<Station<CudaMemory, Cuda>> {
+fn over_nccl(inner: threads::Threads) -> Result<RankSetup<CudaMemory, Cuda>> {
     let backend = open()?;
     let nccl = Nccl::open(inner, backend.stream().device(), DEADLINE)?;
     let memory = CudaMemory(backend.stream().clone());
-    Ok(Station { memory, backend, transport: Box::new(Deadline::new(nccl, DEADLINE)?) })
+    Ok(RankSetup { memory, backend, transport: Box::new(Deadline::new(nccl, DEADLINE)?) })
 }
 
 #[test]
-fn nccl_rings_hold_of_one_rank_and_of_several_on_one_gpu_where_it_allows_them() {
+fn nccl_rings_hold_on_one_rank_and_on_several_if_nccl_permits_them_on_one_gpu() {
     let subject = RingSubject::new("cuda over nccl", |ranks| {
         each_rank(threads::ring(ranks), |_, inner| over_nccl(inner))
     });
@@ -135,13 +135,13 @@ fn nccl_rings_hold_of_one_rank_and_of_several_on_one_gpu_where_it_allows_them() 
 
 #[test]
 fn keys_past_two_to_the_31_elements_are_attended_to() {
-    let (cuda, dims) = (
-        open().unwrap(),
-        Dims { q_len: 64, kv_len: (1 << 31) / 128 + 64, ..Dims::new(1, 64, 1, 128) },
-    );
-    let (stream, bytes) = (cuda.stream(), dims.kv_len * 128 * 2);
+    let cuda = open().unwrap();
+    let dims = Dims { q_len: 64, kv_len: (1 << 31) / 128 + 64, ..Dims::new(1, 64, 1, 128) };
+    let stream = cuda.stream();
+    let bytes = dims.kv_len * 128 * 2;
     // keys, values, the block into which both are packed, and slack
-    let (room, free) = (5 * bytes as u64, stream.device().free_bytes().unwrap());
+    let room = 5 * bytes as u64;
+    let free = stream.device().free_bytes().unwrap();
     if free < room {
         eprintln!("NOT RUN: keys past 2^31 elements: {free} bytes are free, {room} are needed");
         return;

@@ -13,25 +13,21 @@ use crate::{
     kernels::{Variant, params::RowParams},
     launch::{BoundResource, Commands, ElementRange},
     memory::{GpuBuffer, Queued, Tensor, WgpuSpace, check_inputs, check_tensors},
+    pass_context::{BackwardContext, BackwardState, RankKernels},
     records::{pack_kv, pack_queries, reduce_gradients},
-    workspace::{BackwardState, RankKernels},
 };
 
-/// A backward pass under way.
-pub struct WgpuBackward<'p> {
-    pub(crate) kernels: &'p mut RankKernels,
-    pub(crate) state: &'p BackwardState,
-    pub(crate) inputs: BackwardInputs<'p, WgpuSpace>,
-}
+/// A backward pass in progress.
+pub struct WgpuBackward<'p>(BackwardContext<'p>);
 
 impl BackwardPass<WgpuSpace> for WgpuBackward<'_> {
     /// Packs for either kind of readers, as the forward pass.
     fn local_kv(&mut self, into: &mut GpuBuffer, _: Readers) -> Result<Queued> {
-        pack_kv(self.kernels, &self.inputs.forward, into)
+        pack_kv(self.0.kernels, &self.0.inputs.forward, into)
     }
 
     fn local_queries(&mut self, into: &mut GpuBuffer) -> Result<Queued> {
-        pack_queries(self, into)
+        pack_queries(&mut self.0, into)
     }
 
     fn attend_kv(
@@ -40,9 +36,9 @@ impl BackwardPass<WgpuSpace> for WgpuBackward<'_> {
         dkv: Option<&mut GpuBuffer>,
         tick: Tick<'_>,
     ) -> Result<Queued> {
-        let flow = backward_dq(self, kv, &mut *tick)?;
+        let flow = backward_dq(&mut self.0, kv, &mut *tick)?;
         if let Some(dkv) = dkv.filter(|_| flow.is_continue()) {
-            backward_dkv(self, kv, dkv, tick)?;
+            backward_dkv(&mut self.0, kv, dkv, tick)?;
         }
         Ok(Queued)
     }
@@ -53,7 +49,7 @@ impl BackwardPass<WgpuSpace> for WgpuBackward<'_> {
         dkv: &mut GpuBuffer,
         tick: Tick<'_>,
     ) -> Result<()> {
-        backward_dkv_from_queries(self, queries, dkv, tick)
+        backward_dkv_from_queries(&mut self.0, queries, dkv, tick)
     }
 
     fn reduce(
@@ -64,11 +60,11 @@ impl BackwardPass<WgpuSpace> for WgpuBackward<'_> {
         pairs: &RangePairs,
         reduction: Reduction,
     ) -> Result<Queued> {
-        reduce_gradients(self.kernels, into, from, pairs, reduction)
+        reduce_gradients(self.0.kernels, into, from, pairs, reduction)
     }
 
     fn finish(self, dkv: &GpuBuffer, gradients: &mut Gradients<'_, WgpuSpace>) -> Result<()> {
-        write_gradients(self, dkv, gradients)
+        write_gradients(self.0, dkv, gradients)
     }
 }
 
@@ -93,7 +89,9 @@ impl<'p> WgpuBackward<'p> {
             ],
         )?;
         let BackwardState { dq, statistics, bias } = state;
-        let (dims, rows, storage) = (shard.spec.dims, shard.queries.len(), tile.storage);
+        let dims = shard.spec.dims;
+        let rows = shard.queries.len();
+        let storage = tile.storage;
         let bytes = storage.bytes();
         let mut commands = Commands::new(gpu, arena);
         commands.clear(&dq.buffer);
@@ -144,6 +142,6 @@ impl<'p> WgpuBackward<'p> {
             )?;
         }
         commands.submit()?;
-        Ok(Self { kernels, state, inputs })
+        Ok(Self(BackwardContext { kernels, state, inputs }))
     }
 }

@@ -3,24 +3,24 @@
 use annulus_core::{Block, Result, Tick, Visibility};
 
 use crate::{
-    backward::WgpuBackward,
     memory::{GpuBuffer, WgpuSpace},
-    operands::{bias, floats, records, tensor},
-    tiles::{Operands, RowsOf, TileKernel, TilePass},
-    workspace::{BackwardState, RankKernels},
+    operands::{Operands, RowsOf, TileKernel, bias, floats, records, tensor},
+    pass_context::{BackwardContext, BackwardState, RankKernels},
+    tiles::TilePass,
 };
 
 /// Computes the local queries' part of dK and dV of a KV block, and writes it to `dkv`.
 pub(crate) fn backward_dkv(
-    pass: &mut WgpuBackward<'_>,
+    pass: &mut BackwardContext<'_>,
     kv: &Block<'_, WgpuSpace>,
     dkv: &GpuBuffer,
     tick: Tick<'_>,
 ) -> Result<()> {
-    let WgpuBackward { kernels, state, inputs } = pass;
+    let BackwardContext { kernels, state, inputs } = pass;
     let RankKernels { gpu, shard, tile, arena, block_mask } = &mut **kernels;
     let BackwardState { statistics, .. } = state;
-    let (spec, rows) = (&shard.spec, shard.queries.len());
+    let spec = &shard.spec;
+    let rows = shard.queries.len();
     let (record, gradient, bytes) =
         (spec.kv_row_layout(), spec.gradient_row_layout(), tile.storage.bytes());
     let of_block =
@@ -60,12 +60,12 @@ pub(crate) fn backward_dkv(
 
 /// Adds a query block's part of dK and dV of the local keys to `dkv`.
 pub(crate) fn backward_dkv_from_queries(
-    pass: &mut WgpuBackward<'_>,
+    pass: &mut BackwardContext<'_>,
     queries: &Block<'_, WgpuSpace>,
     dkv: &GpuBuffer,
     tick: Tick<'_>,
 ) -> Result<()> {
-    let WgpuBackward { kernels, inputs, .. } = pass;
+    let BackwardContext { kernels, inputs, .. } = pass;
     let RankKernels { gpu, shard, tile, arena, block_mask } = &mut **kernels;
     let spec = &shard.spec;
     let (record, gradient, bytes) =

@@ -5,23 +5,24 @@ use std::ops::ControlFlow;
 use annulus_core::{Block, Result, Tick, Visibility};
 
 use crate::{
-    backward::WgpuBackward,
     memory::WgpuSpace,
-    operands::{bias, dbias_operand, floats, records, tensor},
-    tiles::{Operands, RowsOf, TileKernel, TilePass},
-    workspace::{BackwardState, RankKernels, bias_axes},
+    operands::{Operands, RowsOf, TileKernel, bias, dbias_operand, floats, records, tensor},
+    pass_context::{BackwardContext, BackwardState, RankKernels, bias_axes},
+    tiles::TilePass,
 };
 
 /// Adds one KV block's contribution to dQ and dbias. Returns `Break` if the tick did.
 pub(crate) fn backward_dq(
-    pass: &mut WgpuBackward<'_>,
+    pass: &mut BackwardContext<'_>,
     kv: &Block<'_, WgpuSpace>,
     tick: Tick<'_>,
 ) -> Result<ControlFlow<()>> {
-    let WgpuBackward { kernels, state, inputs } = pass;
+    let BackwardContext { kernels, state, inputs } = pass;
     let RankKernels { gpu, shard, tile, arena, block_mask } = &mut **kernels;
     let BackwardState { dq, statistics, bias: dbias } = state;
-    let (spec, rows, record) = (&shard.spec, shard.queries.len(), shard.spec.kv_row_layout());
+    let spec = &shard.spec;
+    let rows = shard.queries.len();
+    let record = shard.spec.kv_row_layout();
     let bytes = tile.storage.bytes();
     let heads = spec.dims.q_heads;
     let of_block =

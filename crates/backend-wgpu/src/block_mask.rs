@@ -108,7 +108,7 @@ impl BlockMask {
         words.clear();
         words.extend_from_slice(lists.starts());
         self.runs = words.len() as u32;
-        words.extend(lists.runs().iter().flat_map(|run| [run.first, run.count, run.set]));
+        words.extend(lists.runs().iter().flat_map(|run| [run.first, run.count, run.bitmask]));
         self.bits = words.len() as u32;
         // 32 keys take the lower half of a u64
         words.extend(self.block_sparse.bits().iter().map(|&line| line as u32));
@@ -139,17 +139,17 @@ fn add_biases(
     let Some(function) = &spec.bias_function else { return };
     let tiles = tiling.tiles()[0];
     for list in 0..tiling.planes() * tiles {
-        let (plane, rows) = (list / tiles, tiling.rows_of(list % tiles));
-        let (batch, head) = (
-            tiling.batches.start + plane / tiling.heads.len(),
-            tiling.heads.start + plane % tiling.heads.len(),
-        );
+        let plane = list / tiles;
+        let rows = tiling.rows_of(list % tiles);
+        let batch = tiling.batches.start + plane / tiling.heads.len();
+        let head = tiling.heads.start + plane % tiling.heads.len();
         for run in lists.list(list) {
             let keys = tiling.keys_of(run.first as usize);
             for q in rows.start..rows.start + TILE {
                 for k in keys.start..keys.start + TILE {
                     let value = if q < rows.end && k < keys.end {
-                        let (of_queries, of_keys) = (visibility.queries, visibility.keys);
+                        let of_queries = visibility.queries;
+                        let of_keys = visibility.keys;
                         let query = Query {
                             batch,
                             head,
@@ -177,7 +177,8 @@ mod tests {
 
     #[test]
     fn lists_of_both_sides_have_the_same_pairs() {
-        let (queries, keys) = (Rows::counting(70, 5).unwrap(), Rows::counting(100, 0).unwrap());
+        let queries = Rows::counting(70, 5).unwrap();
+        let keys = Rows::counting(100, 0).unwrap();
         let mask = Causal { offset: 0 };
         let visibility =
             Visibility { mask: &mask, attention_mask: None, queries: &queries, keys: &keys };
@@ -198,7 +199,7 @@ mod tests {
                             if owner == Owner::Queries { (own, other) } else { (other, own) };
                         for row in 0..TILE {
                             let bits = block_mask.bits as usize + row;
-                            let word = if edge == TileRun::EVERYTHING {
+                            let word = if edge == TileRun::FULL {
                                 u32::MAX
                             } else {
                                 block_mask.words[bits + TILE * edge as usize]

@@ -91,11 +91,11 @@ mod tests {
         assert_eq!(chosen(&proofs, &Level::ALL), Some(Level::Matrix));
         assert_eq!(chosen(&proofs, &[Level::Plain, Level::Subgroup]), Some(Level::Subgroup));
         assert_eq!(chosen(&proofs, &[Level::Plain]), None);
-        // a proof of `matrix` says nothing of `subgroup` alone
+        // a proof of `matrix` is none of `subgroup` alone
         assert_eq!(chosen(&proofs[..1], &[Level::Plain, Level::Subgroup]), None);
     }
 
-    /// Returns true if the record exists and contains the level and its speedup.
+    /// True if the record exists and contains the level and its speedup.
     fn is_shown(proof: &Proof) -> bool {
         let record =
             std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(proof.record);

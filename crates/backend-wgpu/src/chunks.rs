@@ -7,7 +7,7 @@ use crate::{
     device::Gpu,
     kernels::{TILE, TileVariant},
     launch::ElementRange,
-    tiles::{Operand, Operands, RowsOf, TileKernel},
+    operands::{Operand, Operands, RowsOf, TileKernel},
 };
 
 /// Upper bound of the words of lists per chunk, 16 MiB: tile masks take O(sequence length²) bits,
@@ -59,7 +59,8 @@ impl Operands<'_> {
         size: ProblemSize,
     ) -> Result<Vec<WorkChunk>> {
         let ProblemSize { queries, keys, per_batch, per_head } = size;
-        let (batch, heads) = (spec.dims.batch, spec.dims.q_heads);
+        let batch = spec.dims.batch;
+        let heads = spec.dims.q_heads;
         let groups = self.groups(kind);
         let whole = |counts: [usize; 4]| {
             let [batches, heads, queries, keys] = counts.map(|count| (0, count));
@@ -87,33 +88,8 @@ impl Operands<'_> {
         let lists_fit = |counts: [usize; 4]| words(counts) <= most_words;
         let mut step = [batch, heads, queries, keys].map(|count| count.max(1));
         while !(bindings_fit(step) && lists_fit(step) && walk_fits(step)) {
-            // halve the axis whose split costs least first
-            let halve = |rows: usize| rows.div_ceil(2).next_multiple_of(TILE);
             let before = step;
-            let walked = if kind.owner() == Owner::Queries { 3 } else { 2 };
-            if !walk_fits(step) {
-                if step[walked] > TILE {
-                    step[walked] = halve(step[walked]);
-                } else if step[0] > 1 {
-                    step[0] = 1;
-                } else {
-                    step[1] = 1;
-                }
-            } else if !lists_fit(step) && step[2] > 8 * TILE {
-                step[2] = halve(step[2]);
-            } else if step[0] > 1 {
-                step[0] = 1;
-            } else if step[2] > 8 * TILE {
-                step[2] = halve(step[2]);
-            } else if step[3] > 8 * TILE {
-                step[3] = halve(step[3]);
-            } else if step[1] > 1 {
-                step[1] = 1;
-            } else if step[2] > TILE {
-                step[2] = halve(step[2]);
-            } else if step[3] > TILE {
-                step[3] = halve(step[3]);
-            }
+            step = halved(step, kind, walk_fits(step), lists_fit(step));
             if step == before {
                 return Err(Error::unsupported(
                     format!(
@@ -124,24 +100,60 @@ impl Operands<'_> {
                 ));
             }
         }
-        let ranges = |count: usize, step: usize| {
-            (0..count).step_by(step).map(move |first| (first, step.min(count - first)))
-        };
-        let mut chunks = Vec::new();
-        for batches in ranges(batch, step[0]) {
-            for heads in ranges(heads, step[1]) {
-                for keys in ranges(keys, step[3]) {
-                    chunks.extend(ranges(queries, step[2]).map(|queries| WorkChunk {
-                        batches,
-                        heads,
-                        queries,
-                        keys,
-                    }));
-                }
+        Ok(chunks_of([batch, heads, queries, keys], step))
+    }
+}
+
+/// Halves the axis of [batches, heads, queries, keys] whose split costs least. Returns `step`
+/// unchanged if no axis can be split further.
+fn halved(mut step: [usize; 4], kind: TileKernel, walk_fits: bool, lists_fit: bool) -> [usize; 4] {
+    let halve = |rows: usize| rows.div_ceil(2).next_multiple_of(TILE);
+    let walked = if kind.owner() == Owner::Queries { 3 } else { 2 };
+    if !walk_fits {
+        if step[walked] > TILE {
+            step[walked] = halve(step[walked]);
+        } else if step[0] > 1 {
+            step[0] = 1;
+        } else {
+            step[1] = 1;
+        }
+    } else if !lists_fit && step[2] > 8 * TILE {
+        step[2] = halve(step[2]);
+    } else if step[0] > 1 {
+        step[0] = 1;
+    } else if step[2] > 8 * TILE {
+        step[2] = halve(step[2]);
+    } else if step[3] > 8 * TILE {
+        step[3] = halve(step[3]);
+    } else if step[1] > 1 {
+        step[1] = 1;
+    } else if step[2] > TILE {
+        step[2] = halve(step[2]);
+    } else if step[3] > TILE {
+        step[3] = halve(step[3]);
+    }
+    step
+}
+
+/// Splits [batches, heads, queries, keys] into chunks of at most `step` each, queries innermost.
+fn chunks_of([batch, heads, queries, keys]: [usize; 4], step: [usize; 4]) -> Vec<WorkChunk> {
+    let ranges = |count: usize, step: usize| {
+        (0..count).step_by(step).map(move |first| (first, step.min(count - first)))
+    };
+    let mut chunks = Vec::new();
+    for batches in ranges(batch, step[0]) {
+        for heads in ranges(heads, step[1]) {
+            for keys in ranges(keys, step[3]) {
+                chunks.extend(ranges(queries, step[2]).map(|queries| WorkChunk {
+                    batches,
+                    heads,
+                    queries,
+                    keys,
+                }));
             }
         }
-        Ok(chunks)
     }
+    chunks
 }
 
 /// Returns the range (first, end) of elements that a chunk of these operands spans.

@@ -140,7 +140,8 @@ impl Copy<'_> {
             let (from_bound, from_base) = of_from.bind(gpu, from.buffer)?;
             let (into_bound, into_base) = of_into.bind(gpu, into.buffer)?;
             let mut bindings = vec![from_bound, into_bound];
-            let (mut factors_base, mut factors) = (0, Layout::default());
+            let mut factors_base = 0;
+            let mut factors = Layout::default();
             if let Some((side, element_range)) = of_factors {
                 let (bound, base) = element_range.bind(gpu, side.buffer)?;
                 bindings.push(bound);

@@ -19,9 +19,10 @@ use crate::{
     adapter::{adapters, matrices},
     choice::{AdapterKind, PROOFS, choose},
     errors::{device_error, with_error_scopes},
-    kernels::{Access, Source, Variant},
+    kernels::Variant,
     level::Matrices,
-    staging::Staging,
+    pipelines::{Pipeline, compile},
+    pools::StagingPools,
 };
 
 /// Longest wait for the device: far longer than any submission, so that it expires only if the
@@ -65,7 +66,7 @@ struct Parts {
     max_loop_steps: Option<u64>,
     alignment: u64,
     pipelines: Mutex<HashMap<Variant, PipelineSlot>>,
-    staging: Staging,
+    staging: StagingPools,
     lost: LostReason,
     /// Bound to bindings that a plan does not use.
     nothing: wgpu::Buffer,
@@ -88,14 +89,6 @@ impl LostReason {
 
 /// A compiled kernel, or `None` until it is compiled under the lock.
 type PipelineSlot = Arc<Mutex<Option<Arc<Pipeline>>>>;
-
-/// A compiled kernel.
-pub(crate) struct Pipeline {
-    pub(crate) pipeline: wgpu::ComputePipeline,
-    pub(crate) layout: wgpu::BindGroupLayout,
-    /// Size of the uniform parameters in bytes.
-    pub(crate) params: usize,
-}
 
 impl Gpu {
     /// Opens an adapter with its full limits.
@@ -194,7 +187,8 @@ impl Gpu {
         level: Option<Level>,
         matrices: Option<Matrices>,
     ) -> Result<Self> {
-        let (info, limits) = (device.adapter_info(), device.limits());
+        let info = device.adapter_info();
+        let limits = device.limits();
         let available = Level::of_device(device.features(), info.subgroup_min_size, matrices);
         let proven = || {
             choose(PROOFS, AdapterKind::of(&info), &available)
@@ -204,18 +198,7 @@ impl Gpu {
         if !available.contains(&level) {
             return Err(Error::unsupported(format!("wgpu level {}", level.name()), info.name));
         }
-        for (what, has, needs) in [
-            ("invocations a workgroup", limits.max_compute_invocations_per_workgroup, 64),
-            ("bytes of workgroup memory", limits.max_compute_workgroup_storage_size, 16 << 10),
-            ("storage buffers a kernel", limits.max_storage_buffers_per_shader_stage, 8),
-        ] {
-            if has < needs {
-                return Err(Error::unsupported(
-                    format!("wgpu with {has} {what} (it takes {needs})"),
-                    info.name,
-                ));
-            }
-        }
+        check_limits(&limits, &info.name)?;
         let reason_slot = lost.clone();
         device.set_device_lost_callback(move |reason, what| {
             reason_slot.set_once(|| format!("the device is lost ({reason:?}): {what}"))
@@ -247,7 +230,7 @@ impl Gpu {
             )
             .max(4),
             pipelines: Mutex::default(),
-            staging: Staging::default(),
+            staging: StagingPools::default(),
             lost,
             nothing,
             device,
@@ -293,13 +276,13 @@ impl Gpu {
         self.0.max_loop_steps
     }
 
-    /// Returns true if buffers of one serve the other: the same device, at any level. wgpu cannot
+    /// True if buffers of one serve the other: the same device, at any level. wgpu cannot
     /// compare devices, because its ids are unique per instance only.
     pub(crate) fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0.lost.0, &other.0.lost.0)
     }
 
-    pub(crate) fn staging(&self) -> &Staging {
+    pub(crate) fn staging(&self) -> &StagingPools {
         &self.0.staging
     }
 
@@ -402,68 +385,28 @@ impl Gpu {
         if let Some(pipeline) = &*slot {
             return Ok(Arc::clone(pipeline));
         }
-        let Source { wgsl, bindings, params } = variant.source();
-        let name = variant.name();
-        let made = self.guard(|device, _| {
-            let uniform = wgpu::BindGroupLayoutEntry {
-                binding: 0,
-                visibility: wgpu::ShaderStages::COMPUTE,
-                ty: wgpu::BindingType::Buffer {
-                    ty: wgpu::BufferBindingType::Uniform,
-                    has_dynamic_offset: false,
-                    min_binding_size: None,
-                },
-                count: None,
-            };
-            let storage = |(number, access): (u32, &Access)| wgpu::BindGroupLayoutEntry {
-                binding: number,
-                ty: wgpu::BindingType::Buffer {
-                    ty: wgpu::BufferBindingType::Storage { read_only: *access == Access::Read },
-                    has_dynamic_offset: false,
-                    min_binding_size: None,
-                },
-                ..uniform
-            };
-            let entries: Vec<_> =
-                std::iter::once(uniform).chain((1..).zip(&bindings).map(storage)).collect();
-            let layout = device.create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor {
-                label: Some(name),
-                entries: &entries,
-            });
-            let whole = device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
-                label: Some(name),
-                bind_group_layouts: &[Some(&layout)],
-                immediate_size: 0,
-            });
-            let text = wgpu::ShaderModuleDescriptor {
-                label: Some(name),
-                source: wgpu::ShaderSource::Wgsl(wgsl.into()),
-            };
-            let checks = wgpu::ShaderRuntimeChecks {
-                force_loop_bounding: false,
-                ..wgpu::ShaderRuntimeChecks::checked()
-            };
-            // SAFETY: only the check for endless loops is disabled. The sources are ours, and every
-            // loop counts an unsigned variable up to a bound that is fixed before the loop.
-            let module = unsafe { device.create_shader_module_trusted(text, checks) };
-            let pipeline = device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
-                label: Some(name),
-                layout: Some(&whole),
-                module: &module,
-                entry_point: Some("main"),
-                // kernels write workgroup memory before they read it
-                compilation_options: wgpu::PipelineCompilationOptions {
-                    zero_initialize_workgroup_memory: false,
-                    ..Default::default()
-                },
-                cache: None,
-            });
-            Pipeline { pipeline, layout, params }
-        })?;
-        let made = Arc::new(made);
-        *slot = Some(Arc::clone(&made));
-        Ok(made)
+        let source = variant.source();
+        let compiled = Arc::new(self.guard(|device, _| compile(device, variant.name(), source))?);
+        *slot = Some(Arc::clone(&compiled));
+        Ok(compiled)
     }
+}
+
+/// Returns an error if the device's limits are too small for the kernels.
+fn check_limits(limits: &wgpu::Limits, name: &str) -> Result<()> {
+    for (what, has, needs) in [
+        ("invocations a workgroup", limits.max_compute_invocations_per_workgroup, 64),
+        ("bytes of workgroup memory", limits.max_compute_workgroup_storage_size, 16 << 10),
+        ("storage buffers a kernel", limits.max_storage_buffers_per_shader_stage, 8),
+    ] {
+        if has < needs {
+            return Err(Error::unsupported(
+                format!("wgpu with {has} {what} (it takes {needs})"),
+                name,
+            ));
+        }
+    }
+    Ok(())
 }
 
 impl std::fmt::Debug for Parts {

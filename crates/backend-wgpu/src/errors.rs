@@ -60,6 +60,9 @@ mod tests {
             ScopedErrors { memory: memory(), ..none() }.into_error(),
             Some(Error::out_of_memory("the device", 0))
         );
+        // the driver reports no number of bytes
+        let message = Error::out_of_memory("the device", 0).to_string();
+        assert_eq!(message, "out of memory: the device");
         // using a buffer whose allocation failed is also a validation error
         let both =
             ScopedErrors { memory: memory(), validation: validation(), internal: internal() }

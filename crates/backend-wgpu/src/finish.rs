@@ -1,24 +1,25 @@
 //! Epilogues. Forward: adds the sinks, normalizes, rounds once and writes. Backward: rounds once
 //! and writes. Kernels: `finish_rows.wgsl`, `copy.wgsl`, `sinks.wgsl`, `bias_rows.wgsl`.
 
-use annulus_core::{Gradients, Outputs, Result};
+use annulus_core::{Gradients, Outputs, Result, Spec};
 
 use crate::{
-    backward::WgpuBackward,
     copy::{Copy, Layout, LinearCopy, Side, bind_whole, launch_linear, rounding},
-    forward::WgpuForward,
+    device::Gpu,
     kernels::{BiasAxes, CopyMode, Variant, params::RowParams},
     launch::{BoundResource, Commands},
-    memory::{GpuBuffer, WgpuSpace, check_tensors},
-    workspace::{BackwardState, ForwardState, RankKernels, bias_axes},
+    memory::{GpuBuffer, Tensor, WgpuSpace, check_tensors},
+    pass_context::{
+        BackwardContext, BackwardState, ForwardContext, ForwardState, RankKernels, bias_axes,
+    },
 };
 
 /// Writes out and statistics.
 pub(crate) fn write_outputs(
-    pass: WgpuForward<'_>,
+    pass: ForwardContext<'_>,
     outputs: &mut Outputs<'_, WgpuSpace>,
 ) -> Result<()> {
-    let WgpuForward { kernels, state, inputs } = pass;
+    let ForwardContext { kernels, state, inputs } = pass;
     let RankKernels { gpu, shard, tile, arena, .. } = kernels;
     let ForwardState { acc, softmax_statistics } = state;
     check_tensors(
@@ -31,7 +32,9 @@ pub(crate) fn write_outputs(
             ("ties", outputs.ties.as_deref()),
         ],
     )?;
-    let (spec, dims, rows) = (&shard.spec, shard.spec.dims, shard.queries.len());
+    let spec = &shard.spec;
+    let dims = shard.spec.dims;
+    let rows = shard.queries.len();
     let mut commands = Commands::new(gpu, arena);
     let items = (dims.batch * rows * dims.q_heads) as u64;
     let mut bindings = vec![
@@ -81,11 +84,11 @@ pub(crate) fn write_outputs(
 
 /// Rounds and writes the gradients.
 pub(crate) fn write_gradients(
-    pass: WgpuBackward<'_>,
+    pass: BackwardContext<'_>,
     dkv: &GpuBuffer,
     into: &Gradients<'_, WgpuSpace>,
 ) -> Result<()> {
-    let WgpuBackward { kernels, state, inputs } = pass;
+    let BackwardContext { kernels, state, inputs } = pass;
     let RankKernels { gpu, shard, tile, arena, .. } = kernels;
     let BackwardState { dq, statistics, bias } = state;
     check_tensors(
@@ -98,8 +101,11 @@ pub(crate) fn write_gradients(
             ("dsoftmax_aux", into.dsinks.as_deref()),
         ],
     )?;
-    let (spec, dims, bytes) = (&shard.spec, shard.spec.dims, tile.storage.bytes());
-    let (queries, keys) = (shard.queries.len(), shard.keys.len());
+    let spec = &shard.spec;
+    let dims = shard.spec.dims;
+    let bytes = tile.storage.bytes();
+    let queries = shard.queries.len();
+    let keys = shard.keys.len();
     let mut commands = Commands::new(gpu, arena);
     let vectors = Layout::dense(queries, dims.q_heads, dims.head_dim);
     let copy = Copy {
@@ -136,50 +142,66 @@ pub(crate) fn write_gradients(
         copy.launch(gpu, &mut commands)?;
     }
     if let (Some(shape), Some(sums), Some(dbias)) = (spec.bias, bias, &into.dbias) {
-        let [batches, heads, of_queries, _] = shape;
-        let lines = (batches * heads) as u64;
-        if bias_axes(shape) == BiasAxes::Queries && of_queries == 1 {
-            let bindings =
-                vec![BoundResource::whole(&sums.buffer), BoundResource::whole(&dbias.buffer)];
-            commands.launch(Variant::BiasRows, lines, bindings, |grid_width| RowParams {
-                count: lines as u32,
-                grid_width,
-                all_rows: queries as u32,
-                ..RowParams::default()
-            })?;
-        } else {
-            let count = dbias.shape.iter().map(|&len| len as u64).product();
-            let linear = LinearCopy { from: 0, into: 0, count };
-            launch_linear(
-                gpu,
-                &mut commands,
-                &sums.buffer,
-                &dbias.buffer,
-                linear,
-                4,
-                CopyMode::Raw { half: false },
-            )?;
-        }
+        write_dbias(gpu, &mut commands, shape, queries, sums, dbias)?;
     }
-    if let (Some(shape), Some(sinks), Some(dsinks)) =
-        (spec.sinks, inputs.forward.sinks, &into.dsinks)
-    {
-        let count = (shape.count * if shape.per_head { dims.q_heads } else { 1 }) as u64;
-        let bindings = vec![
-            BoundResource::whole(&statistics.buffer),
-            BoundResource::whole(&sinks.buffer),
-            BoundResource::whole(&dsinks.buffer),
-        ];
-        commands.launch(Variant::Sinks, count, bindings, |grid_width| RowParams {
-            count: count as u32,
-            grid_width,
-            all_rows: (dims.batch * queries) as u32,
-            heads: dims.q_heads as u32,
-            sinks: shape.count as u32,
-            sinks_head: u32::from(shape.per_head),
-            normalize: u32::from(spec.normalize),
-            ..RowParams::default()
-        })?;
+    if let (Some(sinks), Some(dsinks)) = (inputs.forward.sinks, &into.dsinks) {
+        write_dsinks(&mut commands, spec, queries, statistics, sinks, dsinks)?;
     }
     commands.submit()
+}
+
+/// Writes dbias; sums over the rows of a bias that has neither a query nor a key axis.
+fn write_dbias(
+    gpu: &Gpu,
+    commands: &mut Commands<'_>,
+    shape: [usize; 4],
+    queries: usize,
+    sums: &GpuBuffer,
+    dbias: &Tensor,
+) -> Result<()> {
+    let [batches, heads, of_queries, _] = shape;
+    let lines = (batches * heads) as u64;
+    if bias_axes(shape) == BiasAxes::Queries && of_queries == 1 {
+        let bindings =
+            vec![BoundResource::whole(&sums.buffer), BoundResource::whole(&dbias.buffer)];
+        return commands.launch(Variant::BiasRows, lines, bindings, |grid_width| RowParams {
+            count: lines as u32,
+            grid_width,
+            all_rows: queries as u32,
+            ..RowParams::default()
+        });
+    }
+    let count = dbias.shape.iter().map(|&len| len as u64).product();
+    let linear = LinearCopy { from: 0, into: 0, count };
+    let mode = CopyMode::Raw { half: false };
+    launch_linear(gpu, commands, &sums.buffer, &dbias.buffer, linear, 4, mode)
+}
+
+/// Computes dsinks from the row statistics of `queries` local queries.
+fn write_dsinks(
+    commands: &mut Commands<'_>,
+    spec: &Spec,
+    queries: usize,
+    statistics: &GpuBuffer,
+    sinks: &Tensor,
+    dsinks: &Tensor,
+) -> Result<()> {
+    let Some(shape) = spec.sinks else { return Ok(()) };
+    let dims = &spec.dims;
+    let count = (shape.count * if shape.per_head { dims.q_heads } else { 1 }) as u64;
+    let bindings = vec![
+        BoundResource::whole(&statistics.buffer),
+        BoundResource::whole(&sinks.buffer),
+        BoundResource::whole(&dsinks.buffer),
+    ];
+    commands.launch(Variant::Sinks, count, bindings, |grid_width| RowParams {
+        count: count as u32,
+        grid_width,
+        all_rows: (dims.batch * queries) as u32,
+        heads: dims.q_heads as u32,
+        sinks: shape.count as u32,
+        sinks_head: u32::from(shape.per_head),
+        normalize: u32::from(spec.normalize),
+        ..RowParams::default()
+    })
 }

@@ -6,18 +6,14 @@ use crate::{
     finish::write_outputs,
     launch::Commands,
     memory::{GpuBuffer, Queued, WgpuSpace, check_inputs},
-    operands::{bias, floats, records, tensor},
+    operands::{Operands, RowsOf, TileKernel, bias, floats, records, tensor},
+    pass_context::{ForwardContext, ForwardState, RankKernels},
     records::pack_kv,
-    tiles::{Operands, RowsOf, TileKernel, TilePass},
-    workspace::{ForwardState, RankKernels},
+    tiles::TilePass,
 };
 
-/// A forward pass under way.
-pub struct WgpuForward<'p> {
-    pub(crate) kernels: &'p mut RankKernels,
-    pub(crate) state: &'p ForwardState,
-    pub(crate) inputs: Inputs<'p, WgpuSpace>,
-}
+/// A forward pass in progress.
+pub struct WgpuForward<'p>(ForwardContext<'p>);
 
 impl<'p> WgpuForward<'p> {
     /// Sets the softmax statistics to those of no key. The kernels then ignore the accumulator, so
@@ -31,7 +27,7 @@ impl<'p> WgpuForward<'p> {
         let mut commands = Commands::new(&kernels.gpu, &mut kernels.arena);
         commands.clear(&state.softmax_statistics.buffer);
         commands.submit()?;
-        Ok(Self { kernels, state, inputs })
+        Ok(Self(ForwardContext { kernels, state, inputs }))
     }
 }
 
@@ -39,14 +35,16 @@ impl ForwardPass<WgpuSpace> for WgpuForward<'_> {
     /// Packs for either kind of readers: the kernels read keys and values from one binding, so not
     /// from two tensors.
     fn local_kv(&mut self, into: &mut GpuBuffer, _: Readers) -> Result<Queued> {
-        pack_kv(self.kernels, &self.inputs, into)
+        pack_kv(self.0.kernels, &self.0.inputs, into)
     }
 
     fn attend(&mut self, kv: &Block<'_, WgpuSpace>, tick: Tick<'_>) -> Result<()> {
-        let Self { kernels, state, inputs } = self;
+        let ForwardContext { kernels, state, inputs } = &mut self.0;
         let RankKernels { gpu, shard, tile, arena, block_mask } = &mut **kernels;
         let ForwardState { acc, softmax_statistics } = state;
-        let (spec, rows, record) = (&shard.spec, shard.queries.len(), shard.spec.kv_row_layout());
+        let spec = &shard.spec;
+        let rows = shard.queries.len();
+        let record = shard.spec.kv_row_layout();
         let bytes = tile.storage.bytes();
         let of_block =
             |field| Some(records(Some(&kv.buffer.buffer), &record, field, bytes, RowsOf::Keys));
@@ -78,6 +76,6 @@ impl ForwardPass<WgpuSpace> for WgpuForward<'_> {
     }
 
     fn finish(self, outputs: &mut Outputs<'_, WgpuSpace>) -> Result<()> {
-        write_outputs(self, outputs)
+        write_outputs(self.0, outputs)
     }
 }

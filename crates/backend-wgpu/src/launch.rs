@@ -6,10 +6,7 @@ use std::sync::Arc;
 use annulus_core::{Error, Result};
 use wgpu::BufferUsages;
 
-use crate::{
-    device::{Gpu, Pipeline},
-    kernels::Variant,
-};
+use crate::{device::Gpu, kernels::Variant, pipelines::Pipeline};
 
 /// Memory for uniform parameters and lists, on host and device. Reused by every batch, which is
 /// safe because the queue runs them in order.

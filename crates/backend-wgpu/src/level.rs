@@ -128,7 +128,8 @@ mod tests {
 
     #[test]
     fn matrices_are_chosen_by_size_type_and_subgroup() {
-        let (f16, f32) = (CooperativeScalarType::F16, CooperativeScalarType::F32);
+        let f16 = CooperativeScalarType::F16;
+        let f32 = CooperativeScalarType::F32;
         let both = [offer(8, f32), offer(16, f32)];
         assert_eq!(Matrices::of_device(&both, 32, 32), Some(Matrices::Sixteen));
         assert_eq!(Matrices::of_device(&both, 8, 32), Some(Matrices::Eight));

@@ -4,6 +4,7 @@
 //! | role | file |
 //! |---|---|
 //! | [`annulus_core::Backend`], [`annulus_core::Workspace`] | `backend.rs`, `workspace.rs` |
+//! | state of a rank and of a pass | `pass_context.rs` |
 //! | forward pass: tiles | `forward.rs` |
 //! | backward pass: prologue; dQ and dbias | `backward.rs`; `backward_queries.rs` |
 //! | backward pass: dK and dV | `backward_keys.rs` |
@@ -12,7 +13,9 @@
 //! | operands, wire records, strided copies | `operands.rs`, `records.rs`, `copy.rs` |
 //! | device memory: [`annulus_core::DeviceSpace`] | `memory.rs` |
 //! | copies from and to the host: [`annulus_core::StagedSpace`] | `staged.rs`, `staging.rs` |
-//! | adapters, device, command batches | `adapter.rs`, `device.rs`, `launch.rs` |
+//! | idle staging buffers | `pools.rs` |
+//! | adapters, device, pipelines | `adapter.rs`, `device.rs`, `pipelines.rs` |
+//! | command batches | `launch.rs` |
 //! | errors, timing | `errors.rs`, `stopwatch.rs` |
 //! | levels, default level, check of cooperative matrices | `level.rs`, `choice.rs`, `probe.rs` |
 //! | kernels in WGSL | `kernels/` |
@@ -50,6 +53,9 @@ mod launch;
 mod level;
 mod memory;
 mod operands;
+mod pass_context;
+mod pipelines;
+mod pools;
 mod probe;
 mod records;
 mod staged;

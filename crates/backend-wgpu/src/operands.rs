@@ -1,11 +1,157 @@
-//! Operands of the tile kernels in the layouts that passes have: dense tensors, dense f32 buffers,
-//! wire records, biases.
+//! The tile kernels and their operands, in the layouts that passes have: dense tensors, dense f32
+//! buffers, wire records, biases.
 
 use crate::{
+    Level,
+    block_mask::Owner,
     copy::Layout,
+    kernels::{BiasAxes, Storage, TileVariant, Variant},
     memory::Tensor,
-    tiles::{Operand, RowsOf},
 };
+
+/// A tensor of vectors that a kernel reads or writes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Operand<'a> {
+    /// `None` if only the size matters.
+    pub(crate) buffer: Option<&'a wgpu::Buffer>,
+    pub(crate) layout: Layout,
+    /// Elements per vector.
+    pub(crate) dim: usize,
+    /// Bytes per element.
+    pub(crate) bytes: u64,
+    pub(crate) rows: RowsOf,
+}
+
+/// Rows and heads of an operand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum RowsOf {
+    /// Query rows; query heads of the chunk.
+    Queries,
+    /// Key rows; all KV heads.
+    Keys,
+}
+
+/// Operands of a tile kernel.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Operands<'a> {
+    pub(crate) q: Option<Operand<'a>>,
+    pub(crate) k: Option<Operand<'a>>,
+    pub(crate) v: Option<Operand<'a>>,
+    pub(crate) dout: Option<Operand<'a>>,
+    pub(crate) statistics: Option<Operand<'a>>,
+    /// Accumulator of O, dQ or dK.
+    pub(crate) acc: Option<Operand<'a>>,
+    /// Accumulator of dV.
+    pub(crate) dv: Option<Operand<'a>>,
+    pub(crate) bias: Option<Operand<'a>>,
+    /// Gradient of the bias.
+    pub(crate) dbias: Option<Operand<'a>>,
+}
+
+/// Tile kernels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum TileKernel {
+    Forward,
+    Queries,
+    /// `from_records`: the queries are wire records. `add`: accumulate instead of overwrite.
+    Keys {
+        from_records: bool,
+        add: bool,
+    },
+    Bias(BiasAxes),
+}
+
+impl TileKernel {
+    /// Rows that a workgroup owns, so that it alone writes their outputs.
+    pub(crate) const fn owner(self) -> Owner {
+        match self {
+            Self::Forward | Self::Queries => Owner::Queries,
+            Self::Keys { .. } => Owner::Keys,
+            Self::Bias(axes) => match axes {
+                BiasAxes::Keys => Owner::Keys,
+                _ => Owner::Queries,
+            },
+        }
+    }
+
+    /// Selects the kernel variant.
+    pub(crate) fn variant(self, tile: TileVariant) -> Variant {
+        // only forward reduces over rows, so the others are the same at every level
+        let alike = TileVariant { level: Level::Plain, ..tile };
+        match self {
+            Self::Forward => Variant::Forward(tile),
+            Self::Queries => Variant::BackwardQueries(alike),
+            Self::Keys { from_records, .. } => {
+                Variant::BackwardKeys(alike, from_records && tile.storage != Storage::F32)
+            }
+            Self::Bias(axes) => {
+                Variant::BackwardBias(TileVariant { matrices: None, ..alike }, axes)
+            }
+        }
+    }
+}
+
+/// Offsets of operands within their bindings.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Bases {
+    pub(crate) q: u32,
+    pub(crate) k: u32,
+    pub(crate) v: u32,
+    pub(crate) dout: u32,
+    pub(crate) statistics: u32,
+    pub(crate) acc: u32,
+    pub(crate) dv: u32,
+    pub(crate) bias: u32,
+    pub(crate) dbias: u32,
+}
+
+/// Operands that share one binding, and the offsets to set for each.
+pub(crate) type BindingGroup<'a> = (Vec<Operand<'a>>, Vec<fn(&mut Bases) -> &mut u32>);
+
+impl<'a> Operands<'a> {
+    /// Returns the bindings after the block mask, in order; an empty one is unused.
+    pub(crate) fn groups(&self, kind: TileKernel) -> Vec<BindingGroup<'a>> {
+        fn one<'a>(
+            operand: &Option<Operand<'a>>,
+            base: fn(&mut Bases) -> &mut u32,
+        ) -> BindingGroup<'a> {
+            operand.map_or_else(|| (Vec::new(), Vec::new()), |operand| (vec![operand], vec![base]))
+        }
+        fn pair<'a>(mut first: BindingGroup<'a>, second: BindingGroup<'a>) -> BindingGroup<'a> {
+            first.0.extend(second.0);
+            first.1.extend(second.1);
+            first
+        }
+        let q = one(&self.q, |bases| &mut bases.q);
+        let k = one(&self.k, |bases| &mut bases.k);
+        let v = one(&self.v, |bases| &mut bases.v);
+        let bias = one(&self.bias, |bases| &mut bases.bias);
+        let acc = one(&self.acc, |bases| &mut bases.acc);
+        let statistics = one(&self.statistics, |bases| &mut bases.statistics);
+        let dout = one(&self.dout, |bases| &mut bases.dout);
+        match kind {
+            TileKernel::Forward => vec![q, pair(k, v), bias, acc, statistics],
+            TileKernel::Queries => vec![q, pair(k, v), bias, acc, statistics, dout],
+            TileKernel::Keys { .. } => vec![
+                q,
+                k,
+                v,
+                bias,
+                pair(acc, one(&self.dv, |bases| &mut bases.dv)),
+                statistics,
+                dout,
+            ],
+            TileKernel::Bias(_) => vec![
+                q,
+                pair(k, v),
+                bias,
+                one(&self.dbias, |bases| &mut bases.dbias),
+                statistics,
+                dout,
+            ],
+        }
+    }
+}
 
 /// Operand for a dense tensor.
 pub(crate) fn tensor(tensor: &Tensor, rows: RowsOf) -> Operand<'_> {

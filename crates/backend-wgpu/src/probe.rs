@@ -68,7 +68,11 @@ mod tests {
     fn refuses(products: &[f32]) -> bool {
         [Matrices::Eight, Matrices::Sixteen].into_iter().all(|matrices| {
             let refusal = judge(products, matrices, "a device");
-            matches!(refusal, Err(Error::Unsupported { what, by }) if what.contains(&format!("{0} × {0}", matrices.size())) && by == "a device")
+            let size = format!("{0} × {0}", matrices.size());
+            matches!(
+                &refusal,
+                Err(Error::Unsupported { what, by }) if what.contains(&size) && by == "a device"
+            )
         })
     }
 
@@ -92,7 +96,8 @@ mod tests {
         let factor = |step: u32, most: u32| -> Square {
             (0..1024).map(|at| (at * step % most) as f32).collect()
         };
-        let (left, right) = (factor(PARAMS.left_step, 17), factor(PARAMS.right_step, 13));
+        let left = factor(PARAMS.left_step, 17);
+        let right = factor(PARAMS.right_step, 13);
         let both = |rows: &Square, columns: &Square| [rows.clone(), columns.clone()].concat();
         let (by_rows, by_columns) =
             (product(&left, &right, 32), product(&left, &transposed(&right), 32));
@@ -149,8 +154,9 @@ mod tests {
         let matrices = gpu.matrices().unwrap();
         assert_eq!(gpu.probe(matrices), Ok(()));
         let refusal = gpu.probe_as(matrices, |products| products[5] = 0.0);
-        assert!(
-            matches!(refusal, Err(Error::Unsupported { what, .. }) if what.contains("wrong products"))
-        );
+        assert!(matches!(
+            refusal,
+            Err(Error::Unsupported { what, .. }) if what.contains("wrong products")
+        ));
     }
 }

@@ -3,13 +3,12 @@
 use annulus_core::{Inputs, RangePairs, Reduction, Result, RowLayout, Spec, index};
 
 use crate::{
-    backward::WgpuBackward,
     copy::{Copy, Layout, LinearCopy, Side, launch_linear},
     device::Gpu,
     kernels::CopyMode,
     launch::Commands,
     memory::{GpuBuffer, Queued, Tensor, WgpuSpace},
-    workspace::RankKernels,
+    pass_context::{BackwardContext, RankKernels},
 };
 
 /// Records the copy of a tensor into field `field` of records.
@@ -53,8 +52,8 @@ pub(crate) fn pack_kv(
 }
 
 /// Writes Q, dO and row statistics as records of [`Spec::query_row_layout`].
-pub(crate) fn pack_queries(pass: &mut WgpuBackward<'_>, into: &GpuBuffer) -> Result<Queued> {
-    let WgpuBackward { kernels, state, inputs } = pass;
+pub(crate) fn pack_queries(pass: &mut BackwardContext<'_>, into: &GpuBuffer) -> Result<Queued> {
+    let BackwardContext { kernels, state, inputs } = pass;
     let RankKernels { gpu, shard, tile, arena, .. } = &mut **kernels;
     let (record, rows, dims) =
         (shard.spec.query_row_layout(), shard.queries.len(), shard.spec.dims);

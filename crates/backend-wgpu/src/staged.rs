@@ -198,7 +198,8 @@ mod tests {
         let mut copier = Copier::new(gpu.clone());
         let into = GpuBuffer::new(&gpu, "block", 1000).unwrap();
         let ways: [&[Range<u64>]; 2] = [&[0..400, 600..604], &[2..306, 410..412, 700..798]];
-        let (mut buffers, mut scratch) = (Vec::new(), Vec::new());
+        let mut buffers = Vec::new();
+        let mut scratch = Vec::new();
         for step in 0..40_u64 {
             let ranges = ways[index(step % 2)];
             let total: u64 = ranges.iter().map(|range| range.end - range.start).sum();

@@ -6,10 +6,7 @@
 
 use std::{
     ops::Range,
-    sync::{
-        Arc, Mutex,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::{Arc, Mutex, atomic::Ordering},
     thread,
     time::{Duration, Instant},
 };
@@ -20,19 +17,11 @@ use wgpu::{BufferUsages, MapMode};
 use crate::{
     device::{Gpu, PATIENCE, lock},
     errors::device_error,
+    pools::{StagingPools, take_fitting},
 };
 
 /// Interval between polls of a copy: a trade-off between latency and load on the host.
 const POLL: Duration = Duration::from_micros(50);
-
-/// Pools of one device, and the bytes that went through them.
-#[derive(Debug, Default)]
-pub(crate) struct Staging {
-    uploads: Arc<Mutex<Vec<wgpu::Buffer>>>,
-    downloads: Mutex<Vec<wgpu::Buffer>>,
-    bytes_to_device: AtomicU64,
-    bytes_to_host: AtomicU64,
-}
 
 /// Bytes copied between host and device, as returned by [`Gpu::transfers`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -49,7 +38,8 @@ pub(crate) struct UploadBuffer(pub(crate) wgpu::Buffer);
 impl UploadBuffer {
     /// Returns the buffer to the pool once queued work has read it.
     pub(crate) fn return_to_pool(self, gpu: &Gpu) -> Result<()> {
-        let (pool, buffer) = (Arc::clone(&gpu.staging().uploads), self.0.clone());
+        let pool = Arc::clone(&gpu.staging().uploads);
+        let buffer = self.0.clone();
         gpu.guard(|_, _| {
             self.0.map_async(MapMode::Write, .., move |mapped| {
                 // mapping fails only if the device is lost
@@ -68,18 +58,11 @@ pub(crate) struct PendingRead {
     mapped: Arc<Mutex<Option<Result<(), String>>>>,
 }
 
-/// Takes the smallest buffer of a pool that holds `bytes`.
-fn take_fitting(pool: &mut Vec<wgpu::Buffer>, bytes: u64) -> Option<wgpu::Buffer> {
-    let fitting = pool.iter().enumerate().filter(|(_, buffer)| buffer.size() >= bytes);
-    let index = fitting.min_by_key(|(_, buffer)| buffer.size()).map(|(index, _)| index)?;
-    Some(pool.swap_remove(index))
-}
-
 impl Gpu {
     /// Returns the bytes copied through this handle and its clones so far, in whole words of 4
     /// bytes.
     pub fn transfers(&self) -> Transfers {
-        let Staging { bytes_to_device, bytes_to_host, .. } = self.staging();
+        let StagingPools { bytes_to_device, bytes_to_host, .. } = self.staging();
         Transfers {
             to_device: bytes_to_device.load(Ordering::Relaxed),
             to_host: bytes_to_host.load(Ordering::Relaxed),

@@ -15,7 +15,7 @@ pub struct Stopwatch {
 }
 
 impl Stopwatch {
-    /// Returns true if the device supports timestamps.
+    /// True if the device supports timestamps.
     pub fn is_there(gpu: &Gpu) -> bool {
         gpu.device().features().contains(Features::TIMESTAMP_QUERY)
     }

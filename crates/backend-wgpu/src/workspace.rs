@@ -12,12 +12,12 @@ use crate::{
     copy::Layout,
     device::Gpu,
     forward::WgpuForward,
-    kernels::{BiasAxes, Storage, TileVariant},
+    kernels::{Storage, TileVariant},
     launch::Arena,
     level::Matrices,
     memory::{GpuBuffer, WgpuSpace},
-    operands::{bias, records},
-    tiles::{Operand, Operands, RowsOf, TileKernel},
+    operands::{Operand, Operands, RowsOf, TileKernel, bias, records},
+    pass_context::{BackwardState, ForwardState, RankKernels},
 };
 
 /// Workspace on the device: softmax statistics, accumulators, gradients in f32, and scratch for
@@ -28,37 +28,6 @@ pub struct WgpuWorkspace {
     forward: ForwardState,
     /// `None` in a workspace for [`Passes::Forward`].
     backward: Option<BackwardState>,
-}
-
-/// Device, shard and kernel variant of one rank, and memory for the parameters of launches: common
-/// to all passes of a workspace.
-#[derive(Debug)]
-pub(crate) struct RankKernels {
-    pub(crate) gpu: Gpu,
-    pub(crate) shard: RankShard,
-    pub(crate) tile: TileVariant,
-    pub(crate) arena: Arena,
-    pub(crate) block_mask: BlockMask,
-}
-
-/// State of a forward pass.
-#[derive(Debug)]
-pub(crate) struct ForwardState {
-    /// Accumulator of O, `[b, rows, q_heads, value_dim]`.
-    pub(crate) acc: GpuBuffer,
-    /// (m, ℓ, ties, any key attended to), `[b, rows, q_heads, 4]`.
-    pub(crate) softmax_statistics: GpuBuffer,
-}
-
-/// State of a backward pass.
-#[derive(Debug)]
-pub(crate) struct BackwardState {
-    /// dQ / scale, `[b, rows, q_heads, head_dim]`.
-    pub(crate) dq: GpuBuffer,
-    /// (lse, max, Δ, share), `[b, rows, q_heads, 4]`.
-    pub(crate) statistics: GpuBuffer,
-    /// dbias: shaped as the bias, or one number per query row if the bias has no key axis.
-    pub(crate) bias: Option<GpuBuffer>,
 }
 
 impl WgpuWorkspace {
@@ -163,15 +132,6 @@ pub(crate) fn matrices(gpu: &Gpu, spec: &Spec) -> Option<Matrices> {
     gpu.matrices().filter(|_| spec.dtype == DType::F16 && spec.normalize)
 }
 
-/// Reduction of the gradient of a bias of this shape.
-pub(crate) const fn bias_axes([_, _, queries, keys]: [usize; 4]) -> BiasAxes {
-    match (queries, keys) {
-        (_, 1) => BiasAxes::Queries,
-        (1, _) => BiasAxes::Keys,
-        _ => BiasAxes::Pairs,
-    }
-}
-
 /// Checks that at least one tile of every pass fits the device's bindings.
 fn check_fits(gpu: &Gpu, spec: &Spec, storage: Storage, passes: Passes) -> Result<()> {
     let dims = &spec.dims;
@@ -179,7 +139,8 @@ fn check_fits(gpu: &Gpu, spec: &Spec, storage: Storage, passes: Passes) -> Resul
         let layout = Layout::dense(dims.q_len, dims.q_heads, dim);
         Some(Operand { buffer: None, layout, dim, bytes, rows: RowsOf::Queries })
     };
-    let (record, gradient) = (spec.kv_row_layout(), spec.gradient_row_layout());
+    let record = spec.kv_row_layout();
+    let gradient = spec.gradient_row_layout();
     let keys = |record, field, bytes| Some(records(None, record, field, bytes, RowsOf::Keys));
     let bytes = storage.bytes();
     let operands = Operands {

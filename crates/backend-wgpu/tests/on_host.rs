@@ -220,7 +220,8 @@ fn backward(
     let mut queries = backend.allocate(rows * problem.spec.query_row_layout().bytes())?;
     let [mut dkv, mut fresh, zeros] = [(); 3]
         .map(|()| backend.allocate(rows * problem.spec.gradient_row_layout().bytes()).unwrap());
-    let (out, lse) = (results.out.clone(), results.lse.clone());
+    let out = results.out.clone();
+    let lse = results.lse.clone();
     let saved = Results { out, lse, ..Results::junk(problem) };
     let mut pass = workspace.backward(problem.backward_inputs(&saved), mode)?;
     let ready = pass.local_kv(&mut block, Readers::Ring)?;
@@ -271,7 +272,8 @@ fn transfers(gpu: &Gpu, work: impl FnOnce()) -> Transfers {
 #[test]
 fn a_rank_alone_copies_its_inputs_and_outputs_only() {
     let Some(gpu) = open() else { return };
-    let (backend, problem) = (Wgpu::on_host(gpu.clone()), Problem::new());
+    let backend = Wgpu::on_host(gpu.clone());
+    let problem = Problem::new();
     assert_eq!(backend.capabilities(&problem.spec).unwrap().kv_tile, 32);
     let mut workspace = backend.workspace(&problem.shard(), Passes::Both).unwrap();
     let mut results = Results::junk(&problem);
@@ -299,7 +301,8 @@ fn a_rank_alone_copies_its_inputs_and_outputs_only() {
 #[test]
 fn a_broken_tick_stops_the_kernels_that_follow() {
     let Some(gpu) = open() else { return };
-    let (backend, problem) = (Wgpu::on_host(gpu), Problem::new());
+    let backend = Wgpu::on_host(gpu);
+    let problem = Problem::new();
     let shard = problem.shard();
     let rows = shard.keys.len() as u64;
     let mut workspace = backend.workspace(&shard, Passes::Both).unwrap();
@@ -322,7 +325,8 @@ fn a_broken_tick_stops_the_kernels_that_follow() {
 #[test]
 fn a_workspace_for_forward_refuses_a_backward_pass() {
     let Some(gpu) = open() else { return };
-    let (backend, problem) = (Wgpu::on_host(gpu), Problem::new());
+    let backend = Wgpu::on_host(gpu);
+    let problem = Problem::new();
     let mut workspace = backend.workspace(&problem.shard(), Passes::Forward).unwrap();
     let results = Results::junk(&problem);
     let inputs = problem.backward_inputs(&results);
@@ -354,7 +358,8 @@ fn tensors_of_any_strides_return_unchanged() {
 fn tensors_of_another_shape_type_or_device_are_refused() {
     let (Some(gpu), Some(other)) = (open(), open()) else { return };
     let mut tensor = WgpuSpace::tensor(&gpu, DType::F32, [1, 2, 3, 4]).unwrap();
-    let (shorter, wider) = (Array4::zeros((1, 2, 3, 3)), Array4::zeros((1, 2, 3, 4)));
+    let shorter = Array4::zeros((1, 2, 3, 3));
+    let wider = Array4::zeros((1, 2, 3, 4));
     let alike = Array4::zeros((1, 2, 3, 4));
     for (gpu, from) in [
         (&gpu, HostView::F32(shorter.view())),

@@ -1,9 +1,9 @@
-//! `annulus completions`: the script by which a shell completes the command's flags.
+//! `annulus completions`: prints shell completions.
 
 use clap::{Args, Command};
 use clap_complete::Shell;
 
-use crate::{failure::Outcome, report::say};
+use crate::{failure::Outcome, stdout::say};
 
 const EXAMPLES: &str = "Examples:
   annulus completions bash > ~/.local/share/bash-completion/completions/annulus
@@ -14,7 +14,7 @@ const EXAMPLES: &str = "Examples:
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct CompletionsFlags {
-    /// The shell
+    /// Shell
     #[arg(value_enum, value_name = "SHELL")]
     shell: Shell,
 }

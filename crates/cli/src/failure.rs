@@ -1,4 +1,4 @@
-//! How the command fails: one line on standard error, and an exit code.
+//! Failures of the command: one line on standard error and an exit code.
 
 use std::{path::Path, process::ExitCode, time::Duration};
 
@@ -6,63 +6,65 @@ use annulus_core::Error;
 
 pub(crate) use crate::message::one_line;
 use crate::{
-    launcher::speaks,
+    launcher::is_leader_output,
     message::{self, fitted},
     report::complain,
 };
 
-/// The most bytes of what an error quotes of each kind: what was given, and what is wrong with it.
+/// The most bytes of a quoted value. With the other two limits the longest message fits a screen,
+/// [`message::MOST_MESSAGE_BYTES`].
 const MOST_QUOTED_BYTES: usize = 400;
-/// The most bytes of a sentence that another part of the program, the system or another rank wrote.
+/// The most bytes of a sentence that the library, the system or another rank wrote.
 const MOST_SENTENCE_BYTES: usize = 1000;
-/// The most bytes of an argument: a path and the name of a tensor.
+/// The most bytes of an argument's name: a path of at most 640 bytes and a tensor's name of at most
+/// 160.
 const MOST_ARGUMENT_BYTES: usize = 820;
 
-/// How long a process that has nothing to say stays for the one that has.
-pub(crate) const LINGER: Duration = Duration::from_millis(500);
+/// Delay before a process exits that prints nothing. A launcher may kill the job as soon as one
+/// process fails, so the process that prints the error needs time to do so.
+pub(crate) const SILENT_EXIT_DELAY: Duration = Duration::from_millis(500);
 
-/// What every subcommand returns.
+/// Result of a subcommand.
 pub(crate) type Outcome<T = ()> = Result<T, Failure>;
 
-/// Why the command did not do what was asked.
+/// Failure of the command.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// The command line has no meaning: exit code 2. Nothing was touched.
+    /// Invalid command line: exit code 2. No file was changed.
     Usage(String),
-    /// The library, a file or a rank failed: exit code 1.
+    /// Error of the library, of a file or of a rank: exit code 1.
     Library(Error),
-    /// What was to be verified did not hold, and the lines already printed say so: exit code 1.
+    /// Failed check whose lines are already printed: exit code 1.
     Reported,
-    /// The same on all processes of a job: what the rank `rank` failed with, or, where none is named, all of them.
+    /// Failure on which all processes of a job have agreed.
     #[cfg(feature = "mpi")]
     Agreed {
-        /// Who, if not all.
+        /// The rank that failed; `None` if all did.
         rank: Option<usize>,
-        /// The exit code.
+        /// Exit code.
         code: u8,
-        /// Why; empty if the lines already printed say it.
+        /// The error; empty if it is already printed.
         what: String,
     },
-    /// It has been said, or is another process's to say; the exit code.
+    /// Failure that this or another process has printed, with its exit code.
     #[cfg(feature = "mpi")]
-    Told(u8),
+    Printed(u8),
 }
 
 impl Failure {
-    /// A flag whose value has no meaning.
+    /// Creates the failure of an invalid value of a flag.
     pub(crate) fn usage(
         flag: &str,
         got: impl std::fmt::Display,
         want: impl std::fmt::Display,
     ) -> Self {
-        let (got, want) = (
-            fitted(&got.to_string(), MOST_QUOTED_BYTES),
-            fitted(&want.to_string(), MOST_SENTENCE_BYTES),
-        );
+        let got = fitted(&got.to_string(), MOST_QUOTED_BYTES);
+        let want = fitted(&want.to_string(), MOST_SENTENCE_BYTES);
         Self::Usage(format!("{flag}: got {got}, want {want}"))
     }
 
-    /// For subcommands whose every argument is a flag: there an invalid argument is a bad command line.
+    /// Converts an error of a subcommand all of whose arguments come from flags: an invalid
+    /// argument is an invalid command line.
     pub(crate) fn of_flags(error: Error) -> Self {
         match error {
             Error::InvalidArgument { .. } => Self::Usage(bounded(&error).to_string()),
@@ -70,32 +72,31 @@ impl Failure {
         }
     }
 
-    /// Prints the one line, if there is one and no other process prints it, and gives the exit code.
+    /// Prints the failure, unless another process does, and returns the exit code.
     pub(crate) fn report(&self) -> ExitCode {
         let what = self.text();
         if what.is_empty() {
             return ExitCode::from(self.code());
         }
-        if speaks() {
+        if is_leader_output() {
             complain!("{what}");
         } else {
-            // a launcher may end a job as soon as one process fails: the one that speaks comes first
-            std::thread::sleep(LINGER);
+            std::thread::sleep(SILENT_EXIT_DELAY);
         }
         ExitCode::from(self.code())
     }
 
-    /// The exit code.
+    /// Exit code.
     pub(crate) const fn code(&self) -> u8 {
         match self {
             Self::Usage(_) => 2,
             Self::Library(_) | Self::Reported => 1,
             #[cfg(feature = "mpi")]
-            Self::Agreed { code, .. } | Self::Told(code) => *code,
+            Self::Agreed { code, .. } | Self::Printed(code) => *code,
         }
     }
 
-    /// The one line, and what to do about it; empty if nothing is left to say.
+    /// Formats the failure as one line, with advice; empty if it is already printed.
     pub(crate) fn text(&self) -> String {
         match self {
             Self::Usage(what) => one_line(what),
@@ -108,7 +109,7 @@ impl Failure {
             #[cfg(feature = "mpi")]
             Self::Agreed { what, .. } => what.clone(),
             #[cfg(feature = "mpi")]
-            Self::Told(_) => String::new(),
+            Self::Printed(_) => String::new(),
         }
     }
 }
@@ -119,12 +120,13 @@ impl From<Error> for Failure {
     }
 }
 
-/// A file failed: `path: what`.
+/// Creates an error of a file: `path: what`.
 pub(crate) fn io(path: &Path, what: impl std::fmt::Display) -> Error {
     Error::Io { path: message::path(path), what: what.to_string() }
 }
 
-/// A tensor of a file, or what several of them make together, has no meaning: `path: argument: …`.
+/// Creates an error of a tensor in a file, or of a length that tensors determine:
+/// `path: argument: …`.
 pub(crate) fn of_file(
     path: &Path,
     argument: &str,
@@ -134,12 +136,12 @@ pub(crate) fn of_file(
     Error::invalid(format!("{}: {}", message::path(path), message::name(argument)), got, want)
 }
 
-/// The error as one line, without advice.
+/// Formats an error as one line, without advice.
 pub(crate) fn text(error: &Error) -> String {
     one_line(&bounded(error).to_string())
 }
 
-/// The error with everything that it quotes cut to what a message has room for.
+/// Truncates the texts of an error to the limits above.
 fn bounded(error: &Error) -> Error {
     let quoted = |text: &str| fitted(text, MOST_QUOTED_BYTES);
     let sentence = |text: &str| fitted(text, MOST_SENTENCE_BYTES);
@@ -167,14 +169,14 @@ fn bounded(error: &Error) -> Error {
     }
 }
 
-/// What to do about it, where the error itself does not say what would be right.
+/// Advice for errors that do not already name a valid value.
 fn advice(error: &Error) -> &'static str {
     match error {
-        Error::Unsupported { .. } => "`annulus doctor` lists what this build can do",
+        Error::Unsupported { .. } => "`annulus doctor` lists the features of this build",
         Error::RankMismatch { .. } => "give every rank the same arguments",
         Error::OutOfMemory { .. } => "use more ranks, shorter sequences or a smaller --dtype",
-        Error::Timeout { .. } => "look at that rank, or raise --deadline",
-        Error::PeerLost { .. } | Error::Aborted { .. } => "look at that rank's own message",
+        Error::Timeout { .. } => "check that rank, or raise --deadline",
+        Error::PeerLost { .. } | Error::Aborted { .. } => "see the message of that rank",
         _ => "",
     }
 }
@@ -184,7 +186,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_long_argument_hides_neither_what_is_wrong_nor_what_would_be_right() {
+    fn long_arguments_are_truncated_and_keep_got_and_want() {
         let long = "x".repeat(1 << 20);
         let error = Error::invalid(&long, format!("shape {:?}", vec![1; 100_000]), "4 dimensions");
         let text = Failure::Library(error).text();
@@ -205,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_s_error_says_what_is_wrong_and_gives_no_advice_that_may_not_fit() {
+    fn errors_of_files_carry_no_advice() {
         let denied = std::io::Error::from(std::io::ErrorKind::PermissionDenied);
         assert_eq!(Failure::Library(io(Path::new("a"), denied)).text(), "a: permission denied");
         let text =
@@ -215,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn an_invalid_flag_is_usage_and_a_dead_device_is_not() {
+    fn an_invalid_argument_is_a_usage_failure_and_a_device_error_is_not() {
         assert!(matches!(
             Failure::of_flags(Error::invalid("ranks", 0, "at least 1")),
             Failure::Usage(_)

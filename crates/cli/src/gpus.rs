@@ -1,4 +1,4 @@
-//! NVIDIA GPUs: which rank computes on which, and how blocks go from one to another.
+//! NVIDIA GPUs: assigns one to each rank, and chooses the transport of blocks between them.
 
 use std::{
     collections::BTreeMap,
@@ -20,56 +20,64 @@ use annulus::{
 use annulus_core::Error;
 use annulus_core::{Control, OnHost, Result};
 
-use crate::{arguments::ring::TransportName, crew::Endpoint, engine::Wired, failure::Outcome};
+use crate::{
+    arguments::ring::TransportName,
+    failure::Outcome,
+    job::{Endpoint, RankBackend},
+};
 
-/// The GPUs that this process sees.
+/// GPUs that are visible to this process.
 #[derive(Debug)]
 pub(crate) struct Gpus {
-    /// As the command line has it.
+    /// Number given by `--device`.
     first: Option<usize>,
+    /// Number of visible GPUs.
     count: usize,
-    /// By number. Ranks on one GPU share its stream and its kernels.
+    /// Opened GPUs by number. Ranks on one GPU share its stream and its kernels.
     opened: Mutex<BTreeMap<usize, Cuda>>,
+    /// Transport that the flags request.
     link: Link,
-    /// What became of it.
-    words: OnceLock<&'static str>,
-    /// How long ranks wait for each other when they meet.
+    /// Description of the transport in use, set when the first rank is created.
+    link_in_use: OnceLock<&'static str>,
+    /// Deadline of the rendezvous of NCCL's ranks.
     #[cfg(feature = "nccl")]
-    patience: Duration,
+    deadline: Duration,
 }
 
-/// How blocks travel.
+/// Transport of blocks between GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Link {
-    /// By the transport of the ranks: through pinned memory, or, over an MPI that takes it, from device memory.
+    /// The transport of the ranks: staged through pinned host memory, or with a GPU-aware MPI from
+    /// device memory.
     Host,
-    /// By NCCL.
+    /// NCCL.
     #[cfg(feature = "nccl")]
     Nccl,
 }
 
-/// Where a rank is.
+/// A rank among the ranks of its node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Seat {
-    /// Among the ranks of its node.
-    place: usize,
-    /// Whether those are threads of this process.
+struct NodeRank {
+    /// Index among the ranks of its node.
+    index: usize,
+    /// True if the ranks are threads of this process.
     is_thread: bool,
 }
 
 impl Gpus {
-    /// Looks for what the flags ask for, and opens the first GPU of this process.
+    /// Opens GPU number `first`, by default 0, and loads NCCL if `transport` is NCCL.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] naming what this machine lacks: driver, GPU, compute capability, compiler, NCCL; [`Error::InvalidArgument`] if it has
-    /// fewer GPUs.
+    /// [`annulus_core::Error::Unsupported`] naming what is missing: driver, GPU, compute
+    /// capability, compiler or NCCL; [`annulus_core::Error::InvalidArgument`] if there are too few
+    /// GPUs.
     pub(crate) fn open(
         first: Option<usize>,
         transport: TransportName,
-        patience: Duration,
+        deadline: Duration,
     ) -> Outcome<Self> {
         #[cfg(not(feature = "nccl"))]
-        let _: Duration = patience;
+        let _: Duration = deadline;
         let number = first.unwrap_or(0);
         let cuda = Cuda::open(number)?;
         let link = match transport {
@@ -82,22 +90,23 @@ impl Gpus {
             count: Device::count()?,
             opened: Mutex::new(BTreeMap::from([(number, cuda)])),
             link,
-            words: OnceLock::new(),
+            link_in_use: OnceLock::new(),
             #[cfg(feature = "nccl")]
-            patience,
+            deadline,
         })
     }
 
-    /// The backend of a rank, and the transport of its blocks.
+    /// Creates the backend of a rank and the transport of its blocks.
     ///
     /// # Ordering
     /// With NCCL, collective over the ranks.
     /// # Errors
-    /// As [`Gpus::open`]; as `Nccl::open`; [`Error::Unsupported`] if NCCL has not a GPU for every rank of this process.
-    pub(crate) fn rank(&self, endpoint: Endpoint) -> Result<Wired<OnHost<Cuda>>> {
-        let number = number(self.link, self.first, seat(&endpoint), self.count);
-        // who waits for this rank hears why it does not come
-        let cuda = match number.and_then(|number| self.on(number)) {
+    /// As [`Gpus::open`] and `Nccl::open`; [`annulus_core::Error::Unsupported`] if NCCL has no GPU
+    /// for each rank of this process.
+    pub(crate) fn rank(&self, endpoint: Endpoint) -> Result<RankBackend<OnHost<Cuda>>> {
+        let number = number(self.link, self.first, node_rank(&endpoint), self.count);
+        // the abort sends the reason to the ranks that wait for this one
+        let cuda = match number.and_then(|number| self.device(number)) {
             Ok(cuda) => cuda,
             Err(error) => {
                 endpoint.of_host().abort(&error);
@@ -105,31 +114,31 @@ impl Gpus {
             }
         };
         let staged = "staged through the host";
-        let (words, rank) = match (self.link, endpoint) {
+        let (description, rank) = match (self.link, endpoint) {
             #[cfg(feature = "nccl")]
             (Link::Nccl, endpoint) => {
-                ("over nccl", cuda_rank_over_nccl(cuda, endpoint.of_host(), self.patience)?)
+                ("over nccl", cuda_rank_over_nccl(cuda, endpoint.of_host(), self.deadline)?)
             }
             #[cfg(feature = "mpi")]
             (Link::Host, Endpoint::Process(endpoint)) => {
                 let (rank, takes_device_memory) = cuda_rank_over_mpi(cuda, *endpoint)?;
-                let over_mpi = "over an mpi that takes device memory";
+                let over_mpi = "over gpu-aware mpi";
                 (if takes_device_memory { over_mpi } else { staged }, rank)
             }
             (Link::Host, endpoint) => (staged, cuda_rank(cuda, endpoint.of_host())?),
         };
-        // the same for all ranks of this process
-        let _: &&str = self.words.get_or_init(|| words);
+        // equal for all ranks of this process
+        let _: &&str = self.link_in_use.get_or_init(|| description);
         Ok(rank)
     }
 
-    /// How blocks travel, once a rank was made.
+    /// Describes the transport of blocks. It is known once a rank has been created.
     pub(crate) fn link(&self) -> &'static str {
-        self.words.get().copied().unwrap_or("not linked yet")
+        self.link_in_use.get().copied().unwrap_or("not linked yet")
     }
 
-    /// The GPU of this number.
-    fn on(&self, number: usize) -> Result<Cuda> {
+    /// Returns the GPU of this number, which is opened once.
+    fn device(&self, number: usize) -> Result<Cuda> {
         let mut opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(cuda) = opened.get(&number) {
             return Ok(cuda.clone());
@@ -140,60 +149,65 @@ impl Gpus {
     }
 }
 
-fn seat(endpoint: &Endpoint) -> Seat {
+fn node_rank(endpoint: &Endpoint) -> NodeRank {
     match endpoint {
-        Endpoint::Thread(endpoint) => Seat { place: endpoint.rank(), is_thread: true },
+        Endpoint::Thread(endpoint) => NodeRank { index: endpoint.rank(), is_thread: true },
         #[cfg(feature = "mpi")]
         Endpoint::Process(endpoint) => {
-            let place = endpoint
-                .nodes()
-                .places()
-                .get(endpoint.rank())
-                .map_or(0, |place| place.rank_on_node);
-            Seat { place, is_thread: false }
+            let nodes = endpoint.nodes();
+            let location = nodes.locations().get(endpoint.rank());
+            let index = location.map_or(0, |location| location.rank_on_node);
+            NodeRank { index, is_thread: false }
         }
     }
 }
 
-/// The GPU of a rank, of `count` that its process sees. Where none is asked for, the ranks of a node take turns; NCCL wants one for every rank, and
-/// counts those of processes itself, for each process may be shown another GPU as the first.
-fn number(
-    link: Link,
-    first: Option<usize>,
-    Seat { place, is_thread }: Seat,
-    count: usize,
-) -> Result<usize> {
+/// Returns the number of a rank's GPU, out of the `count` visible ones.
+///
+/// | ranks | with `--device` | without |
+/// |---|---|---|
+/// | threads over NCCL | `first + index` | `index`: NCCL needs one GPU for each rank |
+/// | all others | `first` | `index mod count`: round robin over the ranks of the node |
+///
+/// For processes NCCL itself checks that their GPUs differ: a launcher may make another GPU visible
+/// to each process, all of them number 0.
+///
+/// # Errors
+/// [`annulus_core::Error::Unsupported`] if threads over NCCL are more than GPUs.
+fn number(link: Link, first: Option<usize>, rank: NodeRank, count: usize) -> Result<usize> {
+    let NodeRank { index, is_thread } = rank;
     #[cfg(feature = "nccl")]
     if link == Link::Nccl && is_thread {
         let first = first.unwrap_or(0);
         let by = || {
             format!(
-                "this machine, which has {count}, counted from 0 and used from {first}; --transport threads lets ranks share one"
+                "this machine, which has {count}, counted from 0 and used from {first}; with \
+                 --transport threads ranks share GPUs"
             )
         };
-        let what = || format!("transport nccl of rank {place} without a GPU of its own");
-        return Some(first + place)
+        let what = || format!("transport nccl of rank {index} without a GPU of its own");
+        return Some(first + index)
             .filter(|&number| number < count)
             .ok_or_else(|| Error::unsupported(what(), by()));
     }
     #[cfg(not(feature = "nccl"))]
     let _: (Link, bool) = (link, is_thread);
-    Ok(first.unwrap_or(place % count.max(1)))
+    Ok(first.unwrap_or(index % count.max(1)))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn seat(place: usize, is_thread: bool) -> Seat {
-        Seat { place, is_thread }
+    const fn of_node(index: usize, is_thread: bool) -> NodeRank {
+        NodeRank { index, is_thread }
     }
 
     #[test]
-    fn ranks_take_turns_on_the_gpus_of_their_node() {
+    fn ranks_use_the_gpus_of_their_node_round_robin() {
         let numbers = |first, is_thread| {
             (0..4)
-                .map(|rank| number(Link::Host, first, seat(rank, is_thread), 2))
+                .map(|rank| number(Link::Host, first, of_node(rank, is_thread), 2))
                 .collect::<Result<Vec<_>>>()
         };
         assert_eq!(numbers(None, true).unwrap(), [0, 1, 0, 1]);
@@ -203,13 +217,13 @@ mod tests {
 
     #[cfg(feature = "nccl")]
     #[test]
-    fn nccl_has_a_gpu_for_every_rank_or_says_so() {
-        assert_eq!(number(Link::Nccl, None, seat(1, true), 2), Ok(1));
-        assert_eq!(number(Link::Nccl, Some(1), seat(1, true), 3), Ok(2));
-        // a process may see no GPU but its own
-        assert_eq!(number(Link::Nccl, None, seat(5, false), 1), Ok(0));
-        assert_eq!(number(Link::Nccl, Some(3), seat(5, false), 4), Ok(3));
-        let error = number(Link::Nccl, None, seat(2, true), 2).unwrap_err().to_string();
+    fn nccl_needs_one_gpu_for_each_rank() {
+        assert_eq!(number(Link::Nccl, None, of_node(1, true), 2), Ok(1));
+        assert_eq!(number(Link::Nccl, Some(1), of_node(1, true), 3), Ok(2));
+        // one GPU is visible to each process
+        assert_eq!(number(Link::Nccl, None, of_node(5, false), 1), Ok(0));
+        assert_eq!(number(Link::Nccl, Some(3), of_node(5, false), 4), Ok(3));
+        let error = number(Link::Nccl, None, of_node(2, true), 2).unwrap_err().to_string();
         assert!(
             error.contains("rank 2 without a GPU of its own")
                 && error.contains("--transport threads"),

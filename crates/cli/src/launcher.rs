@@ -1,88 +1,117 @@
-//! What the environment says of the launcher that started this process: `mpirun`, `mpiexec`, `srun` and their kin leave a rank and a size.
+//! Detects the launcher of this process (`mpirun`, `mpiexec`, `srun`) from the environment
+//! variables in which launchers pass a rank and the number of ranks.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The variables of each launcher: what it is called, a rank, a number of ranks. The first whose rank is set speaks.
-const VARIABLES: [(&str, &str, Option<&str>); 7] = [
-    ("OpenMPI", "OMPI_COMM_WORLD_RANK", Some("OMPI_COMM_WORLD_SIZE")),
-    ("MVAPICH", "MV2_COMM_WORLD_RANK", Some("MV2_COMM_WORLD_SIZE")),
-    ("PMI", "PMI_RANK", Some("PMI_SIZE")),
-    ("Flux", "FLUX_TASK_RANK", Some("FLUX_JOB_SIZE")),
-    ("JSM", "JSM_NAMESPACE_RANK", Some("JSM_NAMESPACE_SIZE")),
-    // of a step: a batch script has a SLURM_PROCID as well, and is no rank of anything
-    ("Slurm", "SLURM_PROCID", Some("SLURM_STEP_NUM_TASKS")),
-    // names no size of its own
-    ("PMIx", "PMIX_RANK", None),
+/// Environment variables of one launcher.
+#[derive(Debug)]
+struct Variables {
+    launcher: &'static str,
+    /// Has the rank of this process.
+    rank: &'static str,
+    /// Has the number of processes, if there is such a variable.
+    ranks: Option<&'static str>,
+}
+
+const fn variables(
+    launcher: &'static str,
+    rank: &'static str,
+    ranks: Option<&'static str>,
+) -> Variables {
+    Variables { launcher, rank, ranks }
+}
+
+/// Known launchers, in order of precedence.
+const LAUNCHERS: [Variables; 7] = [
+    variables("OpenMPI", "OMPI_COMM_WORLD_RANK", Some("OMPI_COMM_WORLD_SIZE")),
+    variables("MVAPICH", "MV2_COMM_WORLD_RANK", Some("MV2_COMM_WORLD_SIZE")),
+    variables("PMI", "PMI_RANK", Some("PMI_SIZE")),
+    variables("Flux", "FLUX_TASK_RANK", Some("FLUX_JOB_SIZE")),
+    variables("JSM", "JSM_NAMESPACE_RANK", Some("JSM_NAMESPACE_SIZE")),
+    // not SLURM_NTASKS: a batch script has it and SLURM_PROCID, but is not a task of a job step
+    variables("Slurm", "SLURM_PROCID", Some("SLURM_STEP_NUM_TASKS")),
+    variables("PMIx", "PMIX_RANK", None),
 ];
 
-/// This process's place, as its launcher has it.
+/// Rank of this process according to its launcher.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Place {
-    /// The launcher.
-    pub(crate) by: &'static str,
-    /// This process.
+pub(crate) struct LaunchedRank {
+    /// Name of the launcher.
+    pub(crate) launcher: &'static str,
+    /// Rank of this process.
     pub(crate) rank: usize,
-    /// All processes; `None` if the launcher does not say.
-    pub(crate) size: Option<usize>,
+    /// Number of processes; `None` if no variable has it.
+    pub(crate) ranks: Option<usize>,
 }
 
-/// This process's place, if a launcher has started it.
-pub(crate) fn place() -> Option<Place> {
-    place_in(|name| std::env::var(name).ok())
+impl LaunchedRank {
+    /// Returns the number of processes for a message: `several` if it is unknown.
+    pub(crate) fn count(&self) -> String {
+        self.ranks.map_or_else(|| "several".to_owned(), |ranks| ranks.to_string())
+    }
 }
 
-/// This process's place, if it is one of several.
-pub(crate) fn among_others() -> Option<Place> {
-    place().filter(|place| place.size != Some(1))
+/// Returns the rank of this process, if a launcher started it.
+pub(crate) fn launched_rank() -> Option<LaunchedRank> {
+    rank_in(|name| std::env::var(name).ok())
 }
 
-fn place_in(variable: impl Fn(&str) -> Option<String>) -> Option<Place> {
+/// As [`launched_rank`], but `None` for the only process of a job.
+pub(crate) fn one_of_several() -> Option<LaunchedRank> {
+    launched_rank().filter(|launched| launched.ranks != Some(1))
+}
+
+fn rank_in(variable: impl Fn(&str) -> Option<String>) -> Option<LaunchedRank> {
     let number = |name: &str| variable(name)?.trim().parse::<usize>().ok();
-    let places = VARIABLES.iter().filter_map(|&(by, rank, size)| {
-        Some(Place { by, rank: number(rank)?, size: size.and_then(number) })
+    let found = LAUNCHERS.iter().filter_map(|&Variables { launcher, rank, ranks }| {
+        Some(LaunchedRank { launcher, rank: number(rank)?, ranks: ranks.and_then(number) })
     });
-    // one that knows the size says more
-    let (sized, unsized_ones): (Vec<_>, Vec<_>) = places.partition(|place| place.size.is_some());
-    sized.into_iter().next().or_else(|| unsized_ones.into_iter().find(|place| place.by == "PMIx"))
+    // a launcher with a known size takes precedence: OpenMPI and Slurm set PMIX_RANK too. Of the
+    // others only PMIx counts, which never has a size
+    let (sized, unsized_ones): (Vec<_>, Vec<_>) = found.partition(|found| found.ranks.is_some());
+    let pmix = || unsized_ones.into_iter().find(|found| found.launcher == "PMIx");
+    sized.into_iter().next().or_else(pmix)
 }
 
-/// Set where this process is for itself, whatever its launcher says.
-static ALONE: AtomicBool = AtomicBool::new(false);
+/// True after [`force_single`].
+static SINGLE: AtomicBool = AtomicBool::new(false);
 
-/// From now on this process speaks for itself: it shares nothing with the others that its launcher has started.
-pub(crate) fn stand_alone() {
-    ALONE.store(true, Ordering::Relaxed);
+/// Makes this process independent of the others that its launcher started, as
+/// `--transport threads` does: it prints its own output.
+pub(crate) fn force_single() {
+    SINGLE.store(true, Ordering::Relaxed);
 }
 
-/// Whether this process is the one that says what all of them would say.
-pub(crate) fn speaks() -> bool {
-    ALONE.load(Ordering::Relaxed) || among_others().is_none_or(|place| place.rank == 0)
+/// True if this process prints what is printed once per job: rank 0, or a single process.
+pub(crate) fn is_leader_output() -> bool {
+    SINGLE.load(Ordering::Relaxed) || one_of_several().is_none_or(|launched| launched.rank == 0)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn of(variables: &[(&str, &str)]) -> Option<Place> {
-        place_in(|name| {
+    fn of(variables: &[(&str, &str)]) -> Option<LaunchedRank> {
+        rank_in(|name| {
             variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
         })
     }
 
     #[test]
-    fn every_launcher_is_known_by_its_variables() {
+    fn every_launcher_is_detected_by_its_variables() {
         assert_eq!(of(&[]), None);
-        for (by, rank, size) in VARIABLES {
-            let place = of(&[(rank, "3"), (size.unwrap_or("ANOTHER"), "8")]);
-            assert_eq!(place, Some(Place { by, rank: 3, size: size.map(|_| 8) }), "{by}");
+        for Variables { launcher, rank, ranks } in LAUNCHERS {
+            let found = of(&[(rank, "3"), (ranks.unwrap_or("ANOTHER"), "8")]);
+            let want = LaunchedRank { launcher, rank: 3, ranks: ranks.map(|_| 8) };
+            assert_eq!(found, Some(want), "{launcher}");
         }
-        // OpenMPI and Slurm leave the variables of PMIx as well, and those have no size
+        // Slurm sets the rank of PMIx as well
         let both = of(&[("PMIX_RANK", "1"), ("SLURM_PROCID", "1"), ("SLURM_STEP_NUM_TASKS", "2")]);
-        assert_eq!(both, Some(Place { by: "Slurm", rank: 1, size: Some(2) }));
+        assert_eq!(both, Some(LaunchedRank { launcher: "Slurm", rank: 1, ranks: Some(2) }));
     }
 
     #[test]
-    fn a_batch_script_and_nonsense_are_no_launcher() {
+    fn a_batch_script_and_a_malformed_rank_are_ignored() {
         assert_eq!(of(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4")]), None);
         assert_eq!(of(&[("PMI_RANK", "x"), ("PMI_SIZE", "4")]), None);
     }

@@ -1,25 +1,30 @@
-//! The `annulus` command: exact attention over files, and what goes with it.
+//! The `annulus` command: exact ring attention over files, with planning, checking and benchmarks.
 //!
-//! Every subcommand is one file or folder of this crate. Errors are one line on standard error; the exit code is 2 if the command line
-//! has no meaning, 1 if something failed, 128 and the number of the signal
-//! after an interrupt (130 SIGINT, 143 SIGTERM, 129 SIGHUP).
+//! Every subcommand is one file or folder of this crate. An error is one line on standard error.
+//!
+//! | exit code | meaning |
+//! |---|---|
+//! | 0 | success |
+//! | 1 | a file, the library or a rank failed, or a check did not pass |
+//! | 2 | the command line is invalid |
+//! | 128 + n | ended by signal n: 129 SIGHUP, 130 SIGINT, 143 SIGTERM |
 #![forbid(unsafe_code)]
 
 mod arguments;
 mod attend;
+mod backend;
 mod bench;
 mod check;
 mod completions;
-mod crew;
 mod demo;
 mod doctor;
-mod engine;
 mod failure;
 mod file;
 #[cfg(feature = "cuda")]
 mod gpus;
 mod input;
 mod interrupt;
+mod job;
 mod launcher;
 mod make;
 mod memory;
@@ -28,6 +33,7 @@ mod pairs;
 mod plan;
 mod random;
 mod report;
+mod stdout;
 mod trace;
 
 use std::{ffi::OsString, path::Path, process::ExitCode};
@@ -37,22 +43,24 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand, error::ErrorKind}
 use arguments::{names, refusal};
 use failure::{Failure, Outcome};
 
-/// The version and, where the build knew it, the commit.
+/// Version and, if the build script found it, the commit.
 const VERSION: &str = env!("ANNULUS_VERSION");
 
 const EXAMPLES: &str = "Examples:
-  annulus demo                                        see it work
+  annulus demo                                        # a first run
   annulus make --output in.safetensors --q-len 4096
   annulus attend --input in.safetensors --output out.safetensors --causal --ranks 4
   annulus plan --causal --q-len 65536 --ranks 8 --svg ring.svg
   annulus check cases/
   mpirun -n 4 annulus attend --input in.safetensors --output out.safetensors --causal
 
-Each subcommand's --help has more.";
+`annulus SUBCOMMAND --help` has more.";
 
-/// Exact attention over sequences that do not fit one device: keys and values travel around a ring of ranks
+/// Exact attention over sequences that do not fit one device: KV shards are sent around a ring
+/// of ranks
 #[derive(Debug, Parser)]
-#[command(name = "annulus", version = VERSION, after_help = EXAMPLES, subcommand_required = true, arg_required_else_help = true)]
+#[command(name = "annulus", version = VERSION, after_help = EXAMPLES, subcommand_required = true,
+    arg_required_else_help = true)]
 struct CommandLine {
     #[command(subcommand)]
     command: Command,
@@ -73,7 +81,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    memory::keep_address_space();
+    memory::limit_arenas();
     let arguments: Vec<OsString> = std::env::args_os().collect();
     let mut tree = refusal::with_negative_numbers(CommandLine::command());
     let parsed = tree
@@ -91,7 +99,7 @@ fn main() -> ExitCode {
 }
 
 impl Command {
-    /// The files that flags name, for errors that are about one of them.
+    /// Paths that flags name, so that an error about one of them can name the flag.
     fn paths(&self) -> Vec<(&'static str, &Path)> {
         match self {
             Self::Attend(flags) => flags.paths(),
@@ -111,32 +119,30 @@ fn run(command: &Command) -> Outcome {
         Command::Check(flags) => check::run(flags),
         Command::Bench(flags) => bench::run(flags),
         Command::Doctor(flags) => doctor::run(flags),
-        Command::Plan(flags) => alone("plan").and_then(|()| plan::run(flags)),
-        Command::Demo(flags) => alone("demo").and_then(|()| demo::run(flags)),
-        Command::Make(flags) => alone("make").and_then(|()| make::run(flags)),
-        Command::Trace(command) => alone("trace").and_then(|()| trace::run(command)),
-        Command::Completions(flags) => {
-            alone("completions").and_then(|()| completions::run(flags, CommandLine::command()))
-        }
+        Command::Plan(flags) => require_single("plan").and_then(|()| plan::run(flags)),
+        Command::Demo(flags) => require_single("demo").and_then(|()| demo::run(flags)),
+        Command::Make(flags) => require_single("make").and_then(|()| make::run(flags)),
+        Command::Trace(command) => require_single("trace").and_then(|()| trace::run(command)),
+        Command::Completions(flags) => require_single("completions")
+            .and_then(|()| completions::run(flags, CommandLine::command())),
     }
 }
 
-/// Refuses a subcommand that is for one process, where a launcher has started several that would all do the same.
-fn alone(subcommand: &str) -> Outcome {
-    launcher::among_others().map_or(Ok(()), |place| {
-        let size = place.size.map_or_else(|| "several".to_owned(), |size| size.to_string());
+/// Refuses a single-process subcommand under a launcher of several processes, each of which would
+/// do the same work.
+fn require_single(subcommand: &str) -> Outcome {
+    launcher::one_of_several().map_or(Ok(()), |launched| {
         Err(Failure::usage(
             subcommand,
-            format!("{size} processes (started through {})", place.by),
+            format!("{} processes (started through {})", launched.count(), launched.launcher),
             "one, started without the launcher",
         ))
     })
 }
 
-/// Help and version as they are; anything else as one line that says where help is.
+/// Prints help or the version, or an error of the command line as one line.
 fn refuse(error: &clap::Error, tree: &clap::Command, arguments: &[OsString]) -> ExitCode {
-    // nothing is left to do if nobody can read it
-    let printed = || !launcher::speaks() || error.print().is_ok();
+    let printed = || !launcher::is_leader_output() || error.print().is_ok();
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion if printed() => ExitCode::SUCCESS,
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => ExitCode::FAILURE,
@@ -144,6 +150,6 @@ fn refuse(error: &clap::Error, tree: &clap::Command, arguments: &[OsString]) -> 
             printed();
             ExitCode::from(2)
         }
-        _ => crew::refuse(refusal::of(error, tree, arguments)).report(),
+        _ => job::refuse(refusal::of(error, tree, arguments)).report(),
     }
 }

@@ -1,9 +1,9 @@
-//! Text from outside (names in files, paths, flag values, the system's own words) before it is
-//! printed.
+//! Escapes and truncates external text (names in files, paths, flag values, errors of the system)
+//! before it is printed.
 //!
-//! Everything that the command prints passes through this file: no control character of such a text
-//! reaches the terminal, and no message on standard error is longer than a screen. A long name
-//! keeps its beginning and its end; its length stands in the middle.
+//! All output of the command passes through this file. Control characters are escaped, and no
+//! message on standard error is longer than a screen. A long text keeps its beginning and its end,
+//! with its length between them.
 
 use std::{fmt, io, path::Path};
 
@@ -12,16 +12,16 @@ use std::{fmt, io, path::Path};
 pub(crate) const MOST_MESSAGE_BYTES: usize = 24 * 80;
 /// Bytes of `annulus: `, of the newline, and of a `rank N: ` before the text.
 const FRAME_BYTES: usize = 40;
-/// The most bytes of a name: several of them fit one message.
+/// The most bytes of a name: a list of [`MOST_LISTED`] names fits one message.
 const MOST_NAME_BYTES: usize = 160;
-/// The most bytes of a path: two names of the longest kind that file systems have, and some
+/// The most bytes of a path: two names of the maximum length of file systems, 255, and some
 /// folders.
 const MOST_PATH_BYTES: usize = 640;
 /// The most names of a list.
 const MOST_LISTED: usize = 8;
 
-/// A message as one line of at most a screen: runs of white space become one space, other control
-/// characters their escapes.
+/// Formats a message as one line of at most a screen: white space becomes single spaces, and other
+/// control characters are escaped.
 pub(crate) fn one_line(text: &str) -> String {
     line_of(text, MOST_MESSAGE_BYTES - FRAME_BYTES)
 }
@@ -32,18 +32,18 @@ pub(crate) fn line_of(text: &str, most: usize) -> String {
     fitted(&words.join(" "), most)
 }
 
-/// A name from outside: control characters as their escapes, the middle of a long one left out.
+/// Formats an external name: escaped, and without its middle if it is long.
 pub(crate) fn name(name: &str) -> String {
-    // nothing would be read as a mistake of this program
+    // quotes make an empty name visible
     if name.is_empty() { "\"\"".to_owned() } else { fitted(name, MOST_NAME_BYTES) }
 }
 
-/// A path, as [`name`].
+/// Formats a path as [`name`] does.
 pub(crate) fn path(path: &Path) -> String {
     fitted(&path.to_string_lossy(), MOST_PATH_BYTES)
 }
 
-/// The first few of some names, and the number of the others.
+/// Formats the first few names and the number of the others.
 pub(crate) fn list<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
     let mut names = names.into_iter();
     let shown: Vec<String> = names.by_ref().take(MOST_LISTED).map(name).collect();
@@ -53,8 +53,8 @@ pub(crate) fn list<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
     }
 }
 
-/// `text` without control characters in at most `most` bytes; what is left out of the middle is
-/// replaced by the length of the whole.
+/// Formats `text` in at most `most` bytes, escaped. If it is longer, its length replaces the
+/// middle.
 pub(crate) fn fitted(text: &str, most: usize) -> String {
     let mut whole = String::new();
     for letter in text.chars() {
@@ -70,7 +70,8 @@ fn without_middle(text: &str, most: usize) -> String {
     let mark = format!("…({} bytes)…", text.len());
     let room = most.saturating_sub(mark.len());
     let take = |letters: &mut dyn Iterator<Item = char>, room: usize| {
-        let (mut taken, mut bytes) = (Vec::new(), 0);
+        let mut taken = Vec::new();
+        let mut bytes = 0;
         for letter in letters {
             let mut shown = String::new();
             push(&mut shown, letter);
@@ -82,29 +83,31 @@ fn without_middle(text: &str, most: usize) -> String {
         }
         taken
     };
-    // the end of a message often has what would have been right
+    // both ends are kept: errors often end with the valid values
     let head = take(&mut text.chars(), room / 2).concat();
     let mut tail = take(&mut text.chars().rev(), room - room / 2);
     tail.reverse();
     head + &mark + &tail.concat()
 }
 
-/// Appends a letter, or the escape of one that a terminal acts on or does not show.
+/// Appends a character, escaped if it is a control character or invisible.
 fn push(text: &mut String, letter: char) {
     if is_hidden(letter) { text.extend(letter.escape_default()) } else { text.push(letter) }
 }
 
-/// True of control characters, and of those that change the direction of text or cannot be seen.
+/// True for control characters, and for characters that are invisible or change the direction of
+/// text.
 const fn is_hidden(letter: char) -> bool {
     matches!(letter,
-        '\0'..='\u{1f}' | '\u{7f}'..='\u{9f}' | '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'
-        | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
+        '\0'..='\u{1f}' | '\u{7f}'..='\u{9f}' | '\u{ad}' | '\u{61c}' | '\u{180e}'
+        | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}'
+        | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
 }
 
-/// Describes an error of a JSON text, after the path of the value at fault.
+/// Formats an error of a JSON text, after the path of the invalid value.
 pub(crate) fn of_json(error: &serde_path_to_error::Error<serde_json::Error>) -> String {
     let path = error.path().to_string();
-    // a lone dot is the whole text
+    // "." is the path of the whole text
     if path == "." {
         error.inner().to_string()
     } else {
@@ -112,7 +115,7 @@ pub(crate) fn of_json(error: &serde_path_to_error::Error<serde_json::Error>) -> 
     }
 }
 
-/// Writes `text` with its line breaks, and every other control character as its escape.
+/// Writes `text` with its line breaks and all other control characters escaped.
 ///
 /// # Errors
 /// Those of `out`.
@@ -153,7 +156,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whatever_is_quoted_stays_one_line() {
+    fn quoted_text_is_one_escaped_line() {
         assert_eq!(one_line("a\n\n  b\tc\u{1b}[0m"), r"a b c\u{1b}[0m");
         assert_eq!(
             name("evil\n\u{1b}[2J\r\u{7}\0\u{9b}\u{202e}x"),
@@ -164,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn long_texts_keep_both_ends_and_say_their_length() {
+    fn long_texts_keep_both_ends_and_show_their_length() {
         for letter in ["x", "ß", "\u{1b}", "🦀"] {
             let long = format!("query{}key", letter.repeat(1 << 20));
             let shown = name(&long);
@@ -183,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_says_how_many_it_leaves_out() {
+    fn a_list_shows_the_number_of_omitted_names() {
         assert_eq!(list(["a", "b"]), "a, b");
         let many: Vec<String> = (0..1_500_000).map(|number| number.to_string()).collect();
         assert_eq!(
@@ -193,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_of_the_program_keep_their_breaks_and_lose_their_escapes() {
+    fn printed_text_keeps_line_breaks_and_is_escaped() {
         let mut out = Vec::new();
         write_visible(&mut out, format_args!("{{\n  {}\n}}", "a\u{1b}[2J\r")).unwrap();
         assert_eq!(String::from_utf8(out).unwrap(), "{\n  a\\u{1b}[2J\\r\n}");

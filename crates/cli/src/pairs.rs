@@ -1,4 +1,4 @@
-//! How many (query, key) pairs an attention computes: the visible ones, exactly. What GFLOP/s are counted from.
+//! Counts the visible (query, key) pairs of an attention, from which FLOPs are computed.
 
 use std::sync::Arc;
 
@@ -6,22 +6,24 @@ use annulus_core::{
     Batch, DenseMask, Layout, Result, RingShards, RowSet, Rows, Shard, Side, Spec, Visibility, Work,
 };
 
-/// Visible pairs of the whole problem, summed over batch rows and heads, as the mask and the batch's ids have it; `batch` is whole.
+/// Counts the visible pairs of the whole problem under its mask and the ids of the batch, all heads
+/// and batch rows. `batch` has all rows.
 pub(crate) fn visible(spec: &Spec, batch: &Batch) -> f64 {
     let shard = |side| vec![Arc::new(whole(spec, side, batch))];
     let coordinates = RingShards { q: shard(Side::Q), kv: shard(Side::Kv) };
     Work::of(spec.mask.as_ref(), spec.dims.q_heads, spec.dims.batch, &coordinates).total() as f64
 }
 
-/// Visible pairs of some queries where there is a dense mask too, pair by pair.
+/// Counts the visible pairs of `queries` under a dense mask too, all heads and batch rows. Takes
+/// O(queries · keys) for each batch row and head that differs.
 pub(crate) fn visible_under(dense: &DenseMask, spec: &Spec, queries: &Rows, keys: &Rows) -> f64 {
     let visibility =
         Visibility { mask: spec.mask.as_ref(), attention_mask: Some(dense), queries, keys };
     if queries.is_empty() || keys.is_empty() {
-        // of any number of batch rows
+        // empty `Rows` have no definite number of batch rows
         return 0.0;
     }
-    // what does not differ is counted once
+    // equal batch rows and heads are counted once and multiplied
     let batches = if queries.per_batch() || keys.per_batch() || spec.mask.per_batch() {
         spec.dims.batch
     } else {
@@ -39,12 +41,12 @@ pub(crate) fn visible_under(dense: &DenseMask, spec: &Spec, queries: &Rows, keys
     counted * (spec.dims.batch / batches * (spec.dims.q_heads / heads)) as f64
 }
 
-/// All rows of one side, of a whole batch.
+/// Shard that holds all rows of one side.
 pub(crate) fn whole(spec: &Spec, side: Side, batch: &Batch) -> Shard {
     Shard::local(&spec.dims, spec.alignment, &Layout::Contiguous, side, 0, 1, batch)
 }
 
-/// A shard's rows, spelled out.
+/// Expands a shard to the position and ids of each row.
 ///
 /// # Errors
 /// [`annulus_core::Error::OutOfMemory`].
@@ -63,9 +65,9 @@ mod tests {
     };
     use ndarray::Array2;
 
-    /// Against the definition, pair by pair.
+    /// Compares with the definition, pair by pair.
     #[test]
-    fn counts_are_those_of_the_definition() {
+    fn counts_equal_those_of_the_definition() {
         let dims = Dims {
             batch: 2,
             q_len: 9,
@@ -83,10 +85,8 @@ mod tests {
         let ids = Array2::from_shape_fn((2, 9), |(b, i)| [0, 0, 1, 1, -1, 1, 0, 2, 2][(i + b) % 9]);
         let dense = DenseMask::from_fn([1, 3, 9, 9], |[_, h, q, k]| (q * 5 + k * 3 + h) % 4 != 0);
         for batch in [Batch::default(), Batch { q_segment_ids: Some(ids), ..Batch::default() }] {
-            let (queries, keys) = (
-                rows(&whole(&spec, Side::Q, &batch)).unwrap(),
-                rows(&whole(&spec, Side::Kv, &batch)).unwrap(),
-            );
+            let queries = rows(&whole(&spec, Side::Q, &batch)).unwrap();
+            let keys = rows(&whole(&spec, Side::Kv, &batch)).unwrap();
             let count = |attention_mask: Option<&DenseMask>| {
                 let visibility = Visibility {
                     mask: spec.mask.as_ref(),

@@ -1,40 +1,43 @@
-//! Random numbers that depend on a seed, a tensor's name and an element's number only: the same file whatever the order of writing.
+//! Counter-based random numbers: each depends only on a seed, a tensor's name and an element's
+//! index, so a file does not depend on the order in which it is written.
 
-/// One tensor's stream of numbers.
+/// Stream of the numbers of one tensor.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Stream {
     key: u64,
 }
 
 impl Stream {
-    /// The stream of the tensor `name` under `seed`.
+    /// Creates the stream of the tensor `name` for `seed`.
     pub(crate) fn new(seed: u64, name: &str) -> Self {
         let name = annulus_core::Fingerprint::new().bytes(name.as_bytes()).finish();
         Self { key: mix(seed ^ mix(name)) }
     }
 
-    /// 64 uniform bits.
+    /// Returns 64 uniform bits.
     pub(crate) fn bits(self, index: u64) -> u64 {
         mix(self.key.wrapping_add(index.wrapping_mul(0x9e37_79b9_7f4a_7c15)))
     }
 
-    /// Uniform in `[0, 1)`.
+    /// Returns a uniform number in `[0, 1)`.
     pub(crate) fn uniform(self, index: u64) -> f64 {
         (self.bits(index) >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// Standard normal: element `index`, where elements 2i and 2i + 1 come of one pair of uniforms.
+    /// Returns a standard normal number. Elements 2i and 2i + 1 are the cosine and the sine branch
+    /// of one pair of uniform numbers.
     ///
     /// # Source
     /// Box and Muller 1958.
     pub(crate) fn normal(self, index: u64) -> f64 {
-        let (u, v) = (self.uniform(index & !1), self.uniform(index | 1));
+        let u = self.uniform(index & !1);
+        let v = self.uniform(index | 1);
         let (sin, cos) = (v * std::f64::consts::TAU).sin_cos();
         (-2.0 * (1.0 - u).ln()).sqrt() * if index.is_multiple_of(2) { cos } else { sin }
     }
 }
 
-/// A bijection of 64 bits that leaves no pattern.
+/// Mixes 64 bits bijectively: the finalizer of SplitMix64.
 ///
 /// # Source
 /// Steele, Lea and Flood 2014 (SplitMix64), with Stafford's constants.

@@ -1,4 +1,4 @@
-//! What is printed: lines on standard output, and numbers as people read them.
+//! Messages on standard error, and numbers in the form in which they are printed.
 
 use std::{
     io::Write,
@@ -8,46 +8,26 @@ use std::{
 use annulus_comm::Silence;
 use indicatif::ProgressBar;
 
-/// The progress bar that is drawn on standard error now.
-static BAR: Mutex<Option<ProgressBar>> = Mutex::new(None);
-
 use crate::message;
 
-/// Prints a line. If that fails the command ends and nothing unfinished is left: without a word if the reader stopped reading, else
-/// (a full disk) with a complaint.
-pub(crate) fn line(text: std::fmt::Arguments<'_>) {
-    let mut out = std::io::stdout().lock();
-    let written =
-        message::write_visible(&mut out, format_args!("{text}\n")).and_then(|()| out.flush());
-    if let Err(error) = written {
-        if error.kind() != std::io::ErrorKind::BrokenPipe {
-            complain!("cannot write to standard output: {error}");
-        }
-        crate::interrupt::leave(1);
-    }
-}
+/// Progress bar on standard error, if one is drawn.
+static BAR: Mutex<Option<ProgressBar>> = Mutex::new(None);
 
-/// As `println!`, but never panics.
-macro_rules! say {
-    ($($text:tt)*) => { $crate::report::line(format_args!($($text)*)) };
-}
-pub(crate) use say;
-
-/// Prints one line of at most a screen on standard error, in one piece. If nobody can read it,
-/// there is nobody to tell.
-pub(crate) fn complaint(text: std::fmt::Arguments<'_>) -> bool {
+/// Prints one line of at most a screen on standard error by a single write. Returns false if the
+/// write failed.
+pub(crate) fn print_message(text: std::fmt::Arguments<'_>) -> bool {
     let text = format!("annulus: {}\n", message::one_line(&text.to_string()));
     let print = || std::io::stderr().lock().write_all(text.as_bytes()).is_ok();
     let bar = bar().clone();
     bar.map_or_else(print, |bar| bar.suspend(print))
 }
 
-/// From now on messages on standard error are printed above this bar, or, with `None`, above none.
-pub(crate) fn draw_around(new: Option<ProgressBar>) {
+/// Sets the progress bar above which messages are printed; `None` if there is none.
+pub(crate) fn set_progress_bar(new: Option<ProgressBar>) {
     *bar() = new;
 }
 
-/// Wipes the progress bar, if there is one, for good: the process is about to end.
+/// Removes the progress bar before the process ends.
 pub(crate) fn end_progress() {
     if let Some(bar) = bar().take() {
         bar.finish_and_clear();
@@ -60,29 +40,33 @@ fn bar() -> std::sync::MutexGuard<'static, Option<ProgressBar>> {
 
 /// As `eprintln!` with the command's name, but never panics.
 macro_rules! complain {
-    ($($text:tt)*) => { $crate::report::complaint(format_args!($($text)*)) };
+    ($($text:tt)*) => { $crate::report::print_message(format_args!($($text)*)) };
 }
 pub(crate) use complain;
 
-/// What a rank says of one that it waits for and does not hear. Where all wait for the same one, as in a gather, two of them say so: the first rank,
-/// and the next one after it.
-pub(crate) fn of_silence(rank: usize, ranks: usize) -> impl Fn(Silence) + Send + Sync + 'static {
+/// Returns a callback that warns of a peer without heartbeats. In an all-gather all ranks wait for
+/// the same peer, so only rank 0 and the next rank on the ring print the warning.
+pub(crate) fn warn_of_silence(
+    rank: usize,
+    ranks: usize,
+) -> impl Fn(Silence) + Send + Sync + 'static {
     move |Silence { peer, step, waited, .. }| {
         if rank == 0 || rank == (peer + 1) % ranks {
             complain!(
-                "warning: rank {rank} has heard nothing of rank {peer} for {:.1} s (step {step})",
+                "warning: rank {rank} has received nothing from rank {peer} for {:.1} s \
+                 (step {step})",
                 waited.as_secs_f64()
             );
         }
     }
 }
 
-/// Bytes in binary units, three digits.
+/// Formats bytes in binary units with three digits.
 pub(crate) fn bytes(bytes: impl Into<u128>) -> String {
     scaled(bytes.into() as f64, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"])
 }
 
-/// A count: in full while it is short, else three digits and a word, or a power of ten.
+/// Formats a count: all digits below a million, else three digits and a word or a power of ten.
 pub(crate) fn count(count: f64) -> String {
     if count < 1e6 {
         return grouped(count as u64);
@@ -94,7 +78,7 @@ pub(crate) fn count(count: f64) -> String {
     scaled(count, 1000.0, &words).trim_end().to_owned()
 }
 
-/// Bytes in binary units and, where that is another number, in full.
+/// Formats bytes in binary units and, from 1 KiB on, also all digits.
 pub(crate) fn exact_bytes(number: u64) -> String {
     if number < 1024 {
         bytes(number)
@@ -103,12 +87,12 @@ pub(crate) fn exact_bytes(number: u64) -> String {
     }
 }
 
-/// A count with its noun: `1 query`, `65 536 queries`.
+/// Formats a count with its noun: `1 query`, `65 536 queries`.
 pub(crate) fn counted(number: u64, one: &str, several: &str) -> String {
     format!("{} {}", grouped(number), if number == 1 { one } else { several })
 }
 
-/// A whole number with its digits in groups of three.
+/// Formats an integer with its digits in groups of three.
 pub(crate) fn grouped(number: u64) -> String {
     let digits = number.to_string();
     let (head, groups) = digits.as_bytes().split_at(digits.len() % 3);
@@ -120,7 +104,7 @@ fn scaled(mut number: f64, step: f64, units: &[&str]) -> String {
     let mut units = units.iter();
     let mut unit = units.next().unwrap_or(&"");
     let whole = number < step;
-    // 999.9 would round up to a fourth digit
+    // 999.5 and more would be rounded up to four digits
     while number >= step * 0.9995 {
         let Some(next) = units.next() else { break };
         number /= step;

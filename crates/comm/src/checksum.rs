@@ -1,8 +1,9 @@
-//! Corruption that the network did not notice: a wrapper that sends a checksum behind every payload.
+//! Detection of corruption on the wire: a wrapper that sends a checksum with every payload.
 //!
-//! Each message becomes `payload ‖ checksum` in a staging buffer (two more copies: this is a tool for finding faults, not a default).
-//! The checksum covers the payload, its length, and who sent it to whom as what, so that a message in the wrong place is found as well.
-//! Any single flipped bit changes it, for each word is mixed in by a bijection.
+//! Each message becomes `payload ‖ checksum` in a staging buffer. This costs two more copies: it is
+//! a tool to find faults, not a default. The checksum covers the payload and its length, sender and
+//! receiver, channel and tag, so a message that is delivered in place of another is detected too.
+//! Any single flipped bit changes it, because each word is mixed in by a bijection.
 
 use std::time::Duration;
 
@@ -11,30 +12,28 @@ use annulus_core::{
     Space, Transport, index,
 };
 
-use crate::{delegate::forward_control, ranges, staging::Staging};
+use crate::{
+    delegate::forward_control,
+    ranges,
+    staging::{StagedReceive, Staging, is_same_message},
+};
 
 /// Bytes of a checksum.
 const CHECKSUM_BYTES: u64 = 8;
 
-/// A transport that verifies what arrives: a payload that differs from what was sent is [`Error::Comm`] "checksum mismatch …".
-#[derive(Debug)]
+/// A transport that verifies every message. A payload that differs from the one that was sent is
+/// [`Error::Comm`] "checksum mismatch …".
 pub struct Checksum<T> {
     inner: T,
     staging: Staging,
-    receives: Vec<Receive>,
+    receives: Vec<StagedReceive<Host>>,
     bytes_sent: u64,
     failed: Option<Error>,
 }
 
-#[derive(Debug)]
-struct Receive {
-    hop: MessageHeader,
-    buffer: HostBuffer,
-    staged: MessageHeader,
-}
-
 impl<T: Transport<Host>> Checksum<T> {
-    /// Sends and verifies a checksum with every message of `inner`. All ranks of a ring must do so.
+    /// Sends and verifies a checksum with every message of `inner`. All ranks of a ring must use
+    /// it.
     pub fn new(inner: T) -> Self {
         Self {
             inner,
@@ -45,23 +44,23 @@ impl<T: Transport<Host>> Checksum<T> {
         }
     }
 
-    /// Payload and checksum in a staging buffer.
+    /// Copies the payload to a staging buffer and appends its checksum.
     fn stage(&mut self, send: &Outgoing<'_, Host>) -> Result<(MessageHeader, HostBuffer)> {
         ranges::check(&send.hop, self.inner.ranks(), Host::size(send.buffer))?;
         let bytes = send.hop.bytes();
         let mut staged = self.staging.take(bytes + CHECKSUM_BYTES)?;
-        let whole = staged.bytes_mut().ok_or_else(|| in_use(&send.hop))?;
-        ranges::copy(send.buffer.bytes(), &send.hop.ranges, whole, &ranges::front(bytes));
-        let (payload, checksum) = whole.split_at_mut(index(bytes));
+        let message = staged.bytes_mut().ok_or_else(|| in_use(&send.hop))?;
+        ranges::copy(send.buffer.bytes(), &send.hop.ranges, message, &ranges::front(bytes));
+        let (payload, checksum) = message.split_at_mut(index(bytes));
         let digest = digest(self.inner.rank(), send.hop.peer, &send.hop, payload);
         checksum[..index(CHECKSUM_BYTES)].copy_from_slice(&digest.to_le_bytes());
         Ok((with_checksum(&send.hop), staged))
     }
 
-    /// Verifies a message and copies it to where it was wanted.
+    /// Verifies a message and copies its payload to the posted buffer.
     fn verify(
         &mut self,
-        Receive { hop, mut buffer, .. }: Receive,
+        StagedReceive { hop, mut buffer, .. }: StagedReceive<Host>,
         staged: HostBuffer,
     ) -> Result<HostBuffer> {
         let (payload, checksum) = staged.bytes().split_at(index(hop.bytes()));
@@ -90,12 +89,16 @@ fn in_use(hop: &MessageHeader) -> Error {
     }
 }
 
-/// The hop of a staged message.
+/// Returns the message that carries `hop` and its checksum.
 fn with_checksum(hop: &MessageHeader) -> MessageHeader {
     MessageHeader { ranges: ranges::front(hop.bytes() + CHECKSUM_BYTES), ..hop.clone() }
 }
 
-/// h ← rotate((h ⊕ word) · odd), over who, what, how long, and the payload's words.
+/// Computes the checksum: h ← rotate((h ⊕ word) · odd) over the words of the header (sender,
+/// receiver, channel, tag, length) and of the payload.
+///
+/// The multiplier is 2⁶⁴ divided by the golden ratio, rounded to odd; the rotation carries its high
+/// bits, which depend on all bits of the word, into the low ones.
 fn digest(from: usize, to: usize, hop: &MessageHeader, payload: &[u8]) -> u64 {
     let mix = |digest: u64, word: u64| {
         (digest ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)
@@ -150,7 +153,7 @@ impl<T: Transport<Host>> Transport<Host> for Checksum<T> {
             self.staging.lend(buffer);
         }
         let posted = receives.drain(..).zip(staged_hops);
-        self.receives.extend(posted.map(|(Incoming { hop, buffer }, staged)| Receive {
+        self.receives.extend(posted.map(|(Incoming { hop, buffer }, staged)| StagedReceive {
             hop,
             buffer,
             staged,
@@ -169,15 +172,14 @@ impl<T: Transport<Host>> Transport<Host> for Checksum<T> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
-        let is_it = |receive: &Receive| {
-            (receive.hop.peer, receive.hop.channel, receive.hop.tag)
-                == (hop.peer, hop.channel, hop.tag)
-        };
-        let Some(place) = self.receives.iter().position(is_it) else {
+        let is_same = |receive: &StagedReceive<Host>| is_same_message(&receive.hop, hop);
+        let Some(position) = self.receives.iter().position(is_same) else {
             return self.inner.take(hop);
         };
-        let Some(arrived) = self.inner.take(&self.receives[place].staged)? else { return Ok(None) };
-        let receive = self.receives.swap_remove(place);
+        let Some(arrived) = self.inner.take(&self.receives[position].staged)? else {
+            return Ok(None);
+        };
+        let receive = self.receives.swap_remove(position);
         let verified = self.verify(receive, arrived.buffer);
         self.failed = verified.as_ref().err().cloned();
         verified.map(|buffer| Some(Arrived { buffer, ready: () }))
@@ -193,7 +195,16 @@ impl<T: Transport<Host>> Transport<Host> for Checksum<T> {
 }
 
 impl<T: Transport<Host>> Control for Checksum<T> {
-    forward_control! { rank ranks placement start_all_gather try_all_gather stragglers abort heartbeat last_heard last_work }
+    forward_control! {
+        rank ranks placement start_all_gather try_all_gather stragglers abort heartbeat last_heard
+        last_work
+    }
+}
+
+impl<T: std::fmt::Debug> std::fmt::Debug for Checksum<T> {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("Checksum").field("inner", &self.inner).finish_non_exhaustive()
+    }
 }
 
 #[cfg(test)]
@@ -203,23 +214,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn any_flipped_bit_and_any_other_address_is_noticed() {
+    fn any_flipped_bit_and_any_other_header_changes_the_checksum() {
         let hop =
             MessageHeader { peer: 1, channel: Channel::Kv, tag: 9, step: 0, ranges: Arc::from([]) };
         let mut payload: Vec<u8> = (0..37).collect();
-        let sound = digest(0, 1, &hop, &payload);
+        let correct = digest(0, 1, &hop, &payload);
         for bit in 0..8 * payload.len() {
             payload[bit / 8] ^= 1 << (bit % 8);
-            assert_ne!(digest(0, 1, &hop, &payload), sound);
+            assert_ne!(digest(0, 1, &hop, &payload), correct);
             payload[bit / 8] ^= 1 << (bit % 8);
         }
-        assert_ne!(digest(1, 0, &hop, &payload), sound);
-        assert_ne!(digest(0, 1, &MessageHeader { tag: 10, ..hop.clone() }, &payload), sound);
+        assert_ne!(digest(1, 0, &hop, &payload), correct);
+        assert_ne!(digest(0, 1, &MessageHeader { tag: 10, ..hop.clone() }, &payload), correct);
         assert_ne!(
             digest(0, 1, &MessageHeader { channel: Channel::FinalGrad, ..hop.clone() }, &payload),
-            sound
+            correct
         );
         payload.push(0);
-        assert_ne!(digest(0, 1, &hop, &payload), sound, "a longer payload of zeros");
+        assert_ne!(digest(0, 1, &hop, &payload), correct, "a longer payload of zeros");
     }
 }

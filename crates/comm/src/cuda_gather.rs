@@ -1,19 +1,21 @@
-//! Messages that lie in pieces of a buffer of CUDA memory, and travel in one: the two sides of a message may be cut differently.
+//! Gathering and scattering on the device: messages of several byte ranges of CUDA memory are
+//! transferred in one range, because sender and receiver may divide them differently.
 
 #![expect(
     unsafe_code,
-    reason = "copies of device memory are promises that the compiler cannot check"
+    reason = "copies of device memory, whose addresses the compiler cannot check"
 )]
 
 use annulus_core::{MessageHeader, Result, index};
 use annulus_device_cuda::{CudaBuffer, Stream};
 
-/// Buffers on the device for such messages in one piece. All work on them that is not a peer's is in one stream, so that they serve again at once.
+/// Buffers on the device for such messages. All work on them is in one stream, but for the
+/// transfers themselves, during which they are co-owned; so they can be reused at once.
 #[derive(Default)]
-pub(crate) struct Scratch(Vec<CudaBuffer>);
+pub(crate) struct DeviceStaging(Vec<CudaBuffer>);
 
-impl Scratch {
-    /// A buffer of at least `bytes` that nobody co-owns; the smallest there is.
+impl DeviceStaging {
+    /// Takes the smallest buffer of at least `bytes` bytes without another owner, or a new one.
     pub(crate) fn take(&mut self, bytes: u64, stream: &Stream) -> Result<CudaBuffer> {
         let fitting = self
             .0
@@ -21,55 +23,58 @@ impl Scratch {
             .enumerate()
             .filter(|(_, buffer)| buffer.len() >= bytes && !buffer.is_shared());
         match fitting.min_by_key(|(_, buffer)| buffer.len()) {
-            Some((place, _)) => Ok(self.0.swap_remove(place)),
+            Some((index, _)) => Ok(self.0.swap_remove(index)),
             None => CudaBuffer::new(stream.device(), bytes),
         }
     }
 
-    /// Gives it back. Whoever still co-owns it keeps it from being taken.
+    /// Returns a buffer. It is not taken again while it has another owner.
     pub(crate) fn give(&mut self, buffer: CudaBuffer) {
         self.0.push(buffer);
     }
 }
 
-/// Copies the pieces of `hop` in `pieces` to the front of `one`.
+/// Copies the ranges of `hop` in `buffer` to the front of `staged`.
 pub(crate) fn gather(
     stream: &Stream,
     hop: &MessageHeader,
-    pieces: &CudaBuffer,
-    one: &CudaBuffer,
+    buffer: &CudaBuffer,
+    staged: &CudaBuffer,
 ) -> Result<()> {
-    each(hop, pieces, one, |piece, at, bytes| {
-        // SAFETY: see `each`; both are kept until the work is done.
-        unsafe { stream.copy_on_device(at, piece, bytes) }
+    for_each_range(hop, buffer, staged, |range, at, bytes| {
+        // SAFETY: see `for_each_range`; both buffers are kept until the work is done.
+        unsafe { stream.copy_on_device(at, range, bytes) }
     })
 }
 
-/// Copies the front of `one` to the pieces of `hop` in `pieces`.
+/// Copies the front of `staged` to the ranges of `hop` in `buffer`.
 pub(crate) fn scatter(
     stream: &Stream,
     hop: &MessageHeader,
-    pieces: &CudaBuffer,
-    one: &CudaBuffer,
+    buffer: &CudaBuffer,
+    staged: &CudaBuffer,
 ) -> Result<()> {
-    each(hop, pieces, one, |piece, at, bytes| {
-        // SAFETY: see `each`; both are kept until the work is done.
-        unsafe { stream.copy_on_device(piece, at, bytes) }
+    for_each_range(hop, buffer, staged, |range, at, bytes| {
+        // SAFETY: see `for_each_range`; both buffers are kept until the work is done.
+        unsafe { stream.copy_on_device(range, at, bytes) }
     })
 }
 
-/// Calls with the address of each piece, that of its bytes in `one`, and their number. The ranges lie within `pieces`, as was checked when they were
-/// posted, and together within `one`.
-fn each(
+/// Calls `copy` for each range with its address in `buffer`, the address of its bytes in `staged`,
+/// and its length.
+///
+/// The ranges lie within `buffer`, as was checked when they were posted, and their sum within
+/// `staged`.
+fn for_each_range(
     hop: &MessageHeader,
-    pieces: &CudaBuffer,
-    one: &CudaBuffer,
+    buffer: &CudaBuffer,
+    staged: &CudaBuffer,
     mut copy: impl FnMut(u64, u64, usize) -> Result<()>,
 ) -> Result<()> {
-    let mut at = one.address();
+    let mut at = staged.address();
     for range in hop.ranges.iter() {
         let bytes = range.end - range.start;
-        copy(pieces.address() + range.start, at, index(bytes))?;
+        copy(buffer.address() + range.start, at, index(bytes))?;
         at += bytes;
     }
     Ok(())

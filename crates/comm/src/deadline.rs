@@ -1,24 +1,27 @@
-//! No wait without an end: a wrapper that bounds every wait by the deadline.
+//! Bounded waits: a wrapper that ends every wait at the deadline.
 //!
-//! The deadline is **silence**, not slowness: a rank that computes for an hour and beats meanwhile is waited for; one that says nothing
-//! for the deadline is not. Two clocks run while this rank waits for something (a posted receive, a send that is not done, a gather), and
-//! both start no earlier than the wait itself:
+//! The deadline bounds **silence**, not slowness: the wait for a rank that computes for an hour and
+//! sends heartbeats meanwhile goes on; that for a rank that sends nothing for the deadline ends.
+//! Two clocks run while this rank waits for something (a posted receive, a send in flight, an
+//! all-gather), and both start no earlier than the wait itself:
 //!
-//! | what lasted for the deadline | who is named |
+//! | condition that held for the deadline | rank that the error names |
 //! |---|---|
-//! | nothing was heard of a peer that is waited for | that peer; of several, the one silent for longest |
-//! | nobody in the ring did any work, and some rank was silent for half of that time | that rank, be it waited for here or not: it died, and the others wait for each other in consequence |
-//! | nobody in the ring did any work, and all are alive | the peer that is waited for and silent for longest: a message was lost |
+//! | no message arrived from a peer that this rank waits for | that peer; of several, the one silent for longest |
+//! | no rank of the ring did any work, and some rank was silent for half of that time | that rank, even if this one does not wait for it: it died, and the others wait for each other in consequence |
+//! | no rank of the ring did any work, and all are alive | the peer that this rank waits for and that is silent for longest: a message was lost |
 //!
-//! Either is [`Error::Timeout`] here, and goes to all ranks as an abort, so [`Error::Aborted`] there. Both come from
-//! [`Transport::progress`], within half a second after the deadline, given that it is called.
+//! Either is [`Error::Timeout`] here. It is sent to all ranks as an abort, and is
+//! [`Error::Aborted`] there. Both are returned by [`Transport::progress`], within half a second
+//! after the deadline if it is called that often.
 //!
-//! Only time in which this rank polled counts: a process that was suspended or stopped by a debugger
-//! does not hold that time against its peers. A gap between two polls counts for a sixteenth of the
-//! deadline at most (a quarter of the least one).
+//! Only time in which this rank polled counts: a process that was suspended, or stopped by a
+//! debugger, does not hold that time against its peers. A gap between two polls counts for a
+//! sixteenth of the deadline at most (a quarter of the least one).
 //!
-//! Waits beat by themselves, at least every eighth of the deadline. Who computes must beat with `working` between tiles
-//! ([`Control::heartbeat`]); beats beyond one each eighth of the deadline cost a look at the clock and go no further.
+//! Waits send heartbeats themselves, at least every eighth of the deadline. A rank that computes
+//! must call [`Control::heartbeat`] with `working` between tiles; more than one call in each eighth
+//! of the deadline costs a reading of the clock and sends nothing.
 
 use std::{
     collections::BTreeMap,
@@ -29,59 +32,64 @@ use annulus_core::{
     Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Result, Space, Transport,
 };
 
-use crate::{delegate::forward_control, observed::ObservedClock};
+use crate::{delegate::forward_control, observed::ObservedClock, staging::is_same_message};
 
-/// A peer that has been waited for, in vain, for a while.
+/// A peer that this rank waits for and that is silent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Silence {
-    /// Who is silent.
+    /// The silent peer.
     pub peer: usize,
-    /// The ring step that waits.
+    /// Ring step of the wait.
     pub step: usize,
-    /// For how long nothing was heard.
+    /// Observed time since its last message, counted from the start of the wait at the earliest.
     pub waited: Duration,
 }
 
-/// A peer that is waited for, in which step, since when.
-type Wait = (usize, usize, Instant);
+/// A wait for one peer.
+#[derive(Clone, Copy)]
+struct Wait {
+    peer: usize,
+    step: usize,
+    since: Instant,
+}
 
 type Warning = Box<dyn FnMut(Silence) + Send>;
 
-/// A transport of which no wait outlasts the deadline. See the [module](self).
+/// A transport whose waits end at the deadline. See the [module](self).
 pub struct Deadline<T, S: Space = Host> {
     inner: T,
     deadline: Duration,
-    /// Posted, and not yet seen to have arrived.
+    /// Receives that had not arrived at the last poll, with the times of their posts.
     receives: Vec<(MessageHeader, Instant)>,
-    /// Arrived, and not yet taken by the caller.
+    /// Receives that have arrived and were not yet taken by the caller.
     arrived: Vec<(MessageHeader, Arrived<S>)>,
-    /// Per peer the first send since all were last done: its step and when it was posted.
-    sends: BTreeMap<usize, (usize, Instant)>,
-    /// Offered and not yet collected.
-    gathers: BTreeMap<u64, Instant>,
-    /// The step posted last: the one to name where a gather waits.
+    /// Wait for the sends to each peer: that for the first one since none was in flight.
+    sends: BTreeMap<usize, Wait>,
+    /// Start of each all-gather that was not yet collected, by round.
+    all_gathers: BTreeMap<u64, Instant>,
+    /// Step of the last post, which the error of an all-gather names.
     step: usize,
     observed: ObservedClock,
-    last_judged: Instant,
-    last_beat: Instant,
-    last_working_beat: Option<Instant>,
+    last_check: Instant,
+    last_heartbeat: Instant,
+    last_working_heartbeat: Option<Instant>,
     warning: Option<Warning>,
     warned: Vec<bool>,
     failed: Option<Error>,
 }
 
-/// The deadline where none was asked for.
+/// Default deadline: far longer than any pause of a working rank, and short beside a training run.
 pub const DEFAULT: Duration = Duration::from_secs(120);
 
-/// The least deadline: below it a busy machine looks like a dead one.
+/// Least deadline: on a busy machine a working rank may be silent for a good part of a second.
 pub const LEAST: Duration = Duration::from_secs(1);
 
-/// Signs of life in each deadline.
-const BEATS: u32 = 8;
+/// Heartbeats in each deadline: several, so that one which is late does not matter.
+const HEARTBEATS: u32 = 8;
 
-/// The longest single wait of the inner transport: how late a timeout may be noticed.
-const GLANCE: Duration = Duration::from_millis(250);
+/// Longest single wait of the inner transport, which bounds how late a timeout is detected.
+const LONGEST_POLL: Duration = Duration::from_millis(250);
 
 impl<T: Transport<S>, S: Space> Deadline<T, S> {
     /// Bounds every wait of `inner`.
@@ -98,53 +106,54 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
         }
         let warned = vec![false; inner.ranks()];
         let now = Instant::now();
-        let beat_every = deadline / BEATS;
-        // waits poll this often; twice that is no gap yet
-        let regular = 2 * beat_every.min(GLANCE);
+        let heartbeat_interval = deadline / HEARTBEATS;
+        // waits poll once per interval; a gap of twice that is still regular
+        let regular_gap = 2 * heartbeat_interval.min(LONGEST_POLL);
         Ok(Self {
             inner,
             deadline,
             receives: Vec::new(),
             arrived: Vec::new(),
             sends: BTreeMap::new(),
-            gathers: BTreeMap::new(),
+            all_gathers: BTreeMap::new(),
             step: 0,
-            observed: ObservedClock::new(now, regular.max(deadline / 16), deadline),
-            last_judged: now,
-            last_beat: now,
-            last_working_beat: None,
+            observed: ObservedClock::new(now, regular_gap.max(deadline / 16), deadline),
+            last_check: now,
+            last_heartbeat: now,
+            last_working_heartbeat: None,
             warning: None,
             warned,
             failed: None,
         })
     }
 
-    /// Has `warning` called when a peer was silent for a quarter of the deadline: once, until it is heard again.
+    /// Calls `warning` when a peer has been silent for a quarter of the deadline: once, until its
+    /// next message.
     #[must_use]
     pub fn with_warning(mut self, warning: impl FnMut(Silence) + Send + 'static) -> Self {
         self.warning = Some(Box::new(warning));
         self
     }
 
-    /// The deadline.
+    /// Returns the deadline.
     pub fn deadline(&self) -> Duration {
         self.deadline
     }
 
-    fn beat_every(&self) -> Duration {
-        self.deadline / BEATS
+    fn heartbeat_interval(&self) -> Duration {
+        self.deadline / HEARTBEATS
     }
 
-    /// Moves what has arrived out of the receives that are waited for.
-    fn sweep(&mut self) -> Result<()> {
-        let mut place = 0;
-        while let Some((hop, _)) = self.receives.get(place) {
+    /// Takes all receives that have arrived from the inner transport.
+    fn collect_arrived(&mut self) -> Result<()> {
+        let mut position = 0;
+        while let Some((hop, _)) = self.receives.get(position) {
             match self.inner.take(hop)? {
                 Some(arrived) => {
-                    let (hop, _) = self.receives.swap_remove(place);
+                    let (hop, _) = self.receives.swap_remove(position);
                     self.arrived.push((hop, arrived));
                 }
-                None => place += 1,
+                None => position += 1,
             }
         }
         if !self.inner.pending() {
@@ -153,57 +162,65 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
         Ok(())
     }
 
-    /// Everything that is waited for.
+    /// Returns all waits of this rank.
     fn waits(&self) -> Vec<Wait> {
-        let receives = self.receives.iter().map(|(hop, since)| (hop.peer, hop.step, *since));
-        let sends = self.sends.iter().map(|(&peer, &(step, since))| (peer, step, since));
-        let mut waits: Vec<_> = receives.chain(sends).collect();
-        for (&round, &since) in &self.gathers {
-            let missing = self.inner.stragglers(round);
-            // all have offered and still it is not done: then somebody does not take what is offered to it
-            let missing =
-                if missing.is_empty() { (0..self.inner.ranks()).collect() } else { missing };
-            waits.extend(missing.into_iter().map(|peer| (peer, self.step, since)));
+        let receives = self.receives.iter().map(|(hop, since)| Wait {
+            peer: hop.peer,
+            step: hop.step,
+            since: *since,
+        });
+        let mut waits: Vec<Wait> = receives.chain(self.sends.values().copied()).collect();
+        for (&round, &since) in &self.all_gathers {
+            let mut stragglers = self.inner.stragglers(round);
+            if stragglers.is_empty() {
+                // all have started it and it is not complete: some rank does not receive its
+                // messages
+                stragglers = (0..self.inner.ranks()).collect();
+            }
+            let step = self.step;
+            waits.extend(stragglers.into_iter().map(|peer| Wait { peer, step, since }));
         }
         waits
     }
 
-    /// The observed time without a word of `peer`, counted from `since` at the earliest.
+    /// Returns the observed time without a message from `peer`, counted from `since` at the
+    /// earliest.
     fn silence(&self, now: Instant, peer: usize, since: Instant) -> Duration {
         self.observed.elapsed(self.inner.last_heard(peer).max(since), now)
     }
 
-    /// Reads both clocks, now and then.
-    fn judge(&mut self) -> Result<()> {
+    /// Returns the timeout once a clock has reached the deadline. Does nothing if the last check
+    /// was a short time ago, because it takes O(ranks) time.
+    fn check_clocks(&mut self) -> Result<()> {
         let now = Instant::now();
         self.observed.poll(now);
-        let idle = self.receives.is_empty() && self.sends.is_empty() && self.gathers.is_empty();
-        if idle
-            || now.saturating_duration_since(self.last_judged)
-                < (self.deadline / 64).min(GLANCE / 4)
-        {
+        let waits_for_nothing =
+            self.receives.is_empty() && self.sends.is_empty() && self.all_gathers.is_empty();
+        let interval = (self.deadline / 64).min(LONGEST_POLL / 4);
+        if waits_for_nothing || now.saturating_duration_since(self.last_check) < interval {
             return Ok(());
         }
-        self.last_judged = now;
-        let (rank, waits) = (self.inner.rank(), self.waits());
-        let silence = |&(peer, step, since): &Wait| Silence {
+        self.last_check = now;
+        let rank = self.inner.rank();
+        let waits = self.waits();
+        let silence = |&Wait { peer, step, since }: &Wait| Silence {
             peer,
             step,
             waited: self.silence(now, peer, since),
         };
-        let silences: Vec<_> =
-            waits.iter().filter(|(peer, ..)| *peer != rank).map(silence).collect();
+        let silences: Vec<_> = waits.iter().filter(|wait| wait.peer != rank).map(silence).collect();
         self.warn(&silences);
-        let began = waits.iter().map(|&(_, _, since)| since).min().unwrap_or(now);
+        let began = waits.iter().map(|wait| wait.since).min().unwrap_or(now);
         let Some(error) = self.overdue(now, &silences, began) else { return Ok(()) };
         self.inner.abort(&error);
         self.failed = Some(error.clone());
         Err(error)
     }
 
-    /// The timeout, if one of the two clocks has run out; the waits began at `began`.
+    /// Returns the timeout if one of the two clocks has reached the deadline. The waits began at
+    /// `began`.
     fn overdue(&self, now: Instant, silences: &[Silence], began: Instant) -> Option<Error> {
-        // the lowest rank of equals, so that a stuck ring reads alike on all ranks
+        // the lowest rank of equals, so that a stuck ring reports the same on all ranks
         let worst = silences
             .iter()
             .min_by_key(|silence| (std::cmp::Reverse(silence.waited), silence.peer))?;
@@ -220,6 +237,7 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
         timeout(if silent >= self.deadline / 2 { peer } else { worst.peer }, idle)
     }
 
+    /// Calls the warning for every peer whose silence has reached a quarter of the deadline.
     fn warn(&mut self, silences: &[Silence]) {
         let Some(warning) = &mut self.warning else { return };
         for &silence in silences {
@@ -248,7 +266,8 @@ impl<T: Transport<S>, S: Space> Transport<S> for Deadline<T, S> {
         }
         for Outgoing { hop, .. } in sends {
             self.step = hop.step;
-            self.sends.entry(hop.peer).or_insert((hop.step, now));
+            let wait = Wait { peer: hop.peer, step: hop.step, since: now };
+            self.sends.entry(hop.peer).or_insert(wait);
         }
         Ok(())
     }
@@ -258,20 +277,18 @@ impl<T: Transport<S>, S: Space> Transport<S> for Deadline<T, S> {
             return Err(error.clone());
         }
         self.heartbeat(false);
-        self.inner.progress(patience.min(self.beat_every()).min(GLANCE))?;
-        self.sweep()?;
-        self.judge()
+        self.inner.progress(patience.min(self.heartbeat_interval()).min(LONGEST_POLL))?;
+        self.collect_arrived()?;
+        self.check_clocks()
     }
 
     fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<S>>> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
-        let same = |other: &MessageHeader| {
-            (other.peer, other.channel, other.tag) == (hop.peer, hop.channel, hop.tag)
-        };
-        if let Some(place) = self.arrived.iter().position(|(other, _)| same(other)) {
-            return Ok(Some(self.arrived.swap_remove(place).1));
+        let same = |other: &MessageHeader| is_same_message(other, hop);
+        if let Some(position) = self.arrived.iter().position(|(other, _)| same(other)) {
+            return Ok(Some(self.arrived.swap_remove(position).1));
         }
         let taken = self.inner.take(hop)?;
         if taken.is_some() {
@@ -294,7 +311,7 @@ impl<T: Transport<S>, S: Space> Control for Deadline<T, S> {
 
     fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
         self.inner.start_all_gather(round, bytes)?;
-        self.gathers.insert(round, Instant::now());
+        self.all_gathers.insert(round, Instant::now());
         Ok(())
     }
 
@@ -304,20 +321,21 @@ impl<T: Transport<S>, S: Space> Control for Deadline<T, S> {
         }
         let collected = self.inner.try_all_gather(round)?;
         if collected.is_some() {
-            self.gathers.remove(&round);
+            self.all_gathers.remove(&round);
         }
         Ok(collected)
     }
 
     fn heartbeat(&mut self, working: bool) {
-        let (now, every) = (Instant::now(), self.beat_every());
-        let due = |last: Instant| now.saturating_duration_since(last) >= every;
-        if working && self.last_working_beat.is_none_or(due) {
-            self.last_working_beat = Some(now);
-            self.last_beat = now;
+        let now = Instant::now();
+        let interval = self.heartbeat_interval();
+        let due = |last: Instant| now.saturating_duration_since(last) >= interval;
+        if working && self.last_working_heartbeat.is_none_or(due) {
+            self.last_working_heartbeat = Some(now);
+            self.last_heartbeat = now;
             self.inner.heartbeat(true);
-        } else if due(self.last_beat) {
-            self.last_beat = now;
+        } else if due(self.last_heartbeat) {
+            self.last_heartbeat = now;
             self.inner.heartbeat(false);
         }
     }

@@ -1,6 +1,7 @@
-//! Wrappers hand on to `self.inner` what they do not watch.
+//! Delegation of methods that a wrapper leaves to its inner transport.
 
-/// Inside `impl Control for Wrapper<T>`: the named methods of [`Control`](annulus_core::Control), done by `self.inner`.
+/// Expands, inside `impl Control for Wrapper<T>`, to the named methods of
+/// [`Control`](annulus_core::Control), each of which calls that of `self.inner`.
 macro_rules! forward_control {
     ($($method:ident)*) => { $( $crate::delegate::forward_control!(@ $method); )* };
     (@ rank) => {

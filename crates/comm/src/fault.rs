@@ -1,19 +1,22 @@
-//! Faults on purpose: a wrapper that loses, delays, cuts, repeats or spoils messages, or dies. For tests of everything above it.
+//! Fault injection: a wrapper that drops, delays, truncates, duplicates or corrupts messages, or
+//! dies. For tests of everything above the transport.
 //!
-//! What the other ranks then return, each by its deadline + 1 s, where they wrap their transport in [`Deadline`](crate::Deadline) and abort on errors:
+//! The errors below are returned by the other ranks, each within its deadline + 1 s, if they wrap
+//! their transport in [`Deadline`](crate::Deadline) and abort on errors:
 //!
 //! | fault | error |
 //! |---|---|
-//! | a message is dropped | [`Error::Timeout`] with its sender on its receiver, if no other rank that waits in consequence comes first |
+//! | a message is dropped | [`Error::Timeout`] with its sender on its receiver, unless another rank that waits in consequence times out first |
 //! | a message is delayed by less than the deadline | none |
 //! | a message is delayed beyond the deadline | as if it was dropped |
 //! | a message is truncated | [`Error::Comm`] "… truncated …" on its receiver |
-//! | a message is duplicated | [`Error::Comm`] "duplicate message …" on its receiver, unless it has left before the copy comes |
-//! | a message is corrupted | [`Error::Comm`] "checksum mismatch …" on its receiver under [`Checksum`](crate::Checksum); without it, nobody can know |
-//! | a rank dies and falls silent | [`Error::Timeout`] with that rank on some rank that needs it |
+//! | a message is duplicated | [`Error::Comm`] "duplicate message …" on its receiver, unless it has left before the copy arrives |
+//! | a message is corrupted | [`Error::Comm`] "checksum mismatch …" on its receiver under [`Checksum`](crate::Checksum); without it, undetected |
+//! | a rank dies and its endpoint stays | [`Error::Timeout`] with that rank on some rank that needs it |
 //! | a rank dies and its endpoint is dropped | [`Error::PeerLost`] with that rank on every rank that needs it |
 //!
-//! and [`Error::Aborted`], with the first of these in its text, on all ranks that do not see it themselves.
+//! All ranks that do not detect the fault themselves return [`Error::Aborted`] with the text of the
+//! first of these errors.
 
 use std::{
     sync::Arc,
@@ -27,55 +30,55 @@ use annulus_core::{
 
 use crate::{delegate::forward_control, ranges};
 
-/// What goes wrong. Sends are counted from 0 over the endpoint's life.
+/// A fault. Sends count from 0 over the endpoint's life.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Injection {
-    /// Send number `send` never leaves.
+    /// Send number `send` is never sent.
     Drop {
-        /// Which.
+        /// Number of the send.
         send: u64,
     },
-    /// Send number `send` leaves later.
+    /// Send number `send` is sent later.
     Delay {
-        /// Which.
+        /// Number of the send.
         send: u64,
-        /// How much later.
+        /// The delay.
         by: Duration,
     },
-    /// Of send number `send` only the first half of its bytes leave. One without bytes stays as it is.
+    /// Of send number `send` only the first half of the bytes is sent. An empty one is unchanged.
     Truncate {
-        /// Which.
+        /// Number of the send.
         send: u64,
     },
-    /// Send number `send` leaves twice.
+    /// Send number `send` is sent twice.
     Duplicate {
-        /// Which.
+        /// Number of the send.
         send: u64,
     },
-    /// One bit of send number `send` is flipped on its way. One without bytes stays as it is.
+    /// One bit of send number `send` is flipped. An empty one is unchanged.
     Corrupt {
-        /// Which.
+        /// Number of the send.
         send: u64,
     },
-    /// Every send leaves later, by a random time.
+    /// Every send is delayed by a random time.
     DelayAll {
-        /// The longest such time.
+        /// Upper bound of the delays.
         most: Duration,
     },
-    /// On posting something of this step or a later one, the endpoint dies: nothing leaves it any more, neither data nor beats nor its abort, and
-    /// its own calls return [`Error::Device`].
+    /// The endpoint dies at the first post of this step or a later one: from then on it sends
+    /// neither blocks nor heartbeats nor its abort, and its own calls return [`Error::Device`].
     Die {
         /// The ring step.
         step: usize,
     },
-    /// The same, on offering to this gather or a later one.
+    /// The endpoint dies at the start of this all-gather or a later one.
     DieInGather {
-        /// The gather.
+        /// Round of the all-gather.
         round: u64,
     },
 }
 
-/// A transport that fails as it was told to. See the [module](self).
+/// A transport with injected faults. See the [module](self).
 #[derive(Debug)]
 pub struct Fault<T> {
     inner: T,
@@ -93,7 +96,7 @@ struct Sending {
     buffer: HostBuffer,
 }
 
-/// SplitMix64: small, seeded, and good enough to choose bits and delays.
+/// SplitMix64 (Steele et al. 2014): a small seeded generator, sufficient to choose bits and delays.
 #[derive(Debug, Clone, Copy)]
 struct Random(u64);
 
@@ -105,14 +108,14 @@ impl Random {
         mixed ^ (mixed >> 31)
     }
 
-    /// A number below `end`; 0 if there is none.
+    /// Returns a number below `end`; 0 if there is none.
     fn below(&mut self, end: u64) -> u64 {
         self.next() % end.max(1)
     }
 }
 
 impl<T: Transport<Host>> Fault<T> {
-    /// Makes `inner` fail in these ways; the same seed makes the same choices.
+    /// Injects these faults into `inner`. The same seed chooses the same bits and delays.
     pub fn new(inner: T, seed: u64, injections: impl Into<Vec<Injection>>) -> Self {
         Self {
             inner,
@@ -143,13 +146,14 @@ impl<T: Transport<Host>> Fault<T> {
         Err(error)
     }
 
-    /// What becomes of one send: what leaves now; what leaves later is put aside.
+    /// Applies the faults to one send: adds its copies to `now`, or to `self.delayed`.
     fn inject(&mut self, send: &Outgoing<'_, Host>, now: &mut Vec<Sending>) -> Result<()> {
         let number = self.sends;
         self.sends += 1;
         self.bytes_sent += send.hop.bytes();
         let mut sending = Sending { hop: send.hop.clone(), buffer: send.buffer.clone() };
-        let (mut copies, mut delay) = (1, Duration::ZERO);
+        let mut copies = 1;
+        let mut delay = Duration::ZERO;
         for injection in self.injections.clone() {
             match injection {
                 Injection::Drop { send } if send == number => copies = 0,
@@ -178,18 +182,18 @@ impl<T: Transport<Host>> Fault<T> {
         Ok(())
     }
 
-    /// Puts a spoilt copy in the place of a message.
+    /// Replaces the bytes of a message by a copy with one flipped bit.
     fn corrupt(&mut self, sending: &mut Sending) -> Result<()> {
         let bytes = sending.hop.bytes();
         let whole = ranges::front(bytes);
-        let mut spoilt = HostBuffer::zeroed(bytes)?;
-        if let (Some(to), true) = (spoilt.bytes_mut(), bytes > 0) {
+        let mut corrupted = HostBuffer::zeroed(bytes)?;
+        if let (Some(to), true) = (corrupted.bytes_mut(), bytes > 0) {
             ranges::copy(sending.buffer.bytes(), &sending.hop.ranges, to, &whole);
             let bit = self.random.below(8 * bytes);
             to[index(bit / 8)] ^= 1 << (bit % 8);
         }
         sending.hop.ranges = whole;
-        sending.buffer = spoilt;
+        sending.buffer = corrupted;
         Ok(())
     }
 
@@ -202,7 +206,7 @@ impl<T: Transport<Host>> Fault<T> {
     }
 }
 
-/// The ranges of the first half of a message's bytes.
+/// Returns the ranges of the first half of a message's bytes.
 fn first_half(hop: &MessageHeader) -> Arc<[std::ops::Range<u64>]> {
     let mut left = hop.bytes() / 2;
     let cut = |range: &std::ops::Range<u64>| {
@@ -279,7 +283,11 @@ impl<T: Transport<Host>> Control for Fault<T> {
 
     fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
         self.check_alive()?;
-        if self.injections.iter().any(|injection| matches!(injection, Injection::DieInGather { round: first } if round >= *first)) {
+        let dies = |injection: &Injection| match injection {
+            Injection::DieInGather { round: first } => round >= *first,
+            _ => false,
+        };
+        if self.injections.iter().any(dies) {
             return self.die(format!("gather {round}"));
         }
         self.inner.start_all_gather(round, bytes)

@@ -1,20 +1,20 @@
-//! How the ranks of a ring reach each other: transports, and wrappers of transports.
+//! Transports between the ranks of a ring, wrappers of transports, and the ring engine.
 //!
-//! | what | file |
+//! | content | file |
 //! |---|---|
-//! | one rank a thread: [`threads`] | `threads/` |
-//! | one rank a process, with the feature `mpi`: `mpi` | `mpi/` |
+//! | ranks as threads: [`threads`] | `threads/` |
+//! | ranks as processes, with the feature `mpi`: `mpi` | `mpi/` |
 //! | CUDA memory from device to device, with the feature `nccl`: `nccl` | `nccl/` |
-//! | what all ranks must know of each other: [`agree`], [`close`], [`gather`] | `agreement.rs` |
-//! | one rank of a ring, the engine: [`ring`] | `ring/` |
-//! | no wait without an end: [`Deadline`] | `deadline.rs` |
-//! | corruption is noticed: [`Checksum`] | `checksum.rs` |
-//! | what happened when, and its picture: [`Trace`] | `trace.rs` |
-//! | a host transport for a device's memory: [`Staged`] | `staged.rs` |
-//! | faults on purpose, and the error that each must cause: [`Fault`] | `fault.rs` |
+//! | agreement on arguments and status: [`agree`], [`close`], [`all_gather`] | `agreement/` |
+//! | the engine of one rank of a ring: [`ring`] | `ring/` |
+//! | wrapper: bounds every wait, [`Deadline`] | `deadline.rs` |
+//! | wrapper: detects corruption, [`Checksum`] | `checksum.rs` |
+//! | wrapper: records times, [`Trace`] | `trace.rs` |
+//! | wrapper: device memory over a host transport, [`Staged`] | `staged.rs` |
+//! | wrapper: injects faults, [`Fault`] | `fault.rs` |
 //!
-//! A wrapper is a transport around a transport. Put [`Deadline`] outermost, and [`Fault`], in tests, next to the wire:
-//! `Deadline<Trace<Checksum<Fault<Threads>>>>`.
+//! A wrapper is a transport around a transport. Put [`Deadline`] outermost and, in tests, [`Fault`]
+//! innermost: `Deadline<Trace<Checksum<Fault<Threads>>>>`.
 #![cfg_attr(not(any(feature = "mpi", feature = "cuda")), forbid(unsafe_code))]
 #![cfg_attr(any(feature = "mpi", feature = "cuda"), deny(unsafe_code))]
 
@@ -28,7 +28,7 @@ pub mod fault;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 #[cfg(feature = "nccl")]
-#[allow(unsafe_code, reason = "NCCL's functions are promises that the compiler cannot check")]
+#[allow(unsafe_code, reason = "calls of the C interface of NCCL")]
 pub mod nccl;
 mod observed;
 mod ranges;
@@ -39,7 +39,7 @@ mod staging;
 pub mod threads;
 pub mod trace;
 
-pub use agreement::{Descriptor, WIRE_VERSION, agree, barrier, close, gather};
+pub use agreement::{Descriptor, WIRE_VERSION, agree, all_gather, barrier, close};
 pub use checksum::Checksum;
 pub use deadline::{Deadline, Silence};
 pub use fault::{Fault, Injection};

@@ -9,7 +9,8 @@
 //!  time     ────────────────────────────────────────▶
 //!  observed ══════════                     ══════════    of the gap, `longest` at its end
 //! ```
-//! That bit of each gap bounds the wait of a rank that always polls late: it fails too, only later.
+//! The counted part of each gap bounds the wait of a rank that always polls late: it ends too, only
+//! later.
 
 use std::{
     collections::VecDeque,
@@ -17,7 +18,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Measures observed time. Every instant is handed in, so a test needs no real time.
+/// Measures observed time. Every instant is an argument, so a test needs no real time.
 #[derive(Debug)]
 pub(crate) struct ObservedClock {
     last_poll: Instant,
@@ -47,7 +48,7 @@ impl ObservedClock {
         }
     }
 
-    /// The observed part of the time from `then` to `now`.
+    /// Returns the observed part of the time from `then` to `now`.
     pub(crate) fn elapsed(&self, then: Instant, now: Instant) -> Duration {
         let within = |gap: &Range<Instant>| {
             let start = gap.start.max(then);
@@ -83,7 +84,7 @@ mod tests {
         let resumed = start + ms(10_200);
         clock.poll(resumed);
         assert_eq!(clock.elapsed(start, resumed), ms(300));
-        // a sign of life from within the gap: the process may have been stopped right after it
+        // a message from within the gap: the process may have been suspended right after it
         assert_eq!(clock.elapsed(start + ms(250), resumed), LONGEST);
         assert_eq!(clock.elapsed(resumed - ms(30), resumed), ms(30));
         clock.poll(resumed + ms(90));
@@ -91,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn who_always_polls_late_still_comes_to_an_end() {
+    fn the_wait_of_a_rank_that_always_polls_late_ends() {
         let start = Instant::now();
         let mut clock = ObservedClock::new(start, LONGEST, HORIZON);
         let polls = (1..).find(|&poll| {

@@ -4,7 +4,8 @@ use std::{ops::Range, sync::Arc};
 
 use annulus_core::{Error, MessageHeader, Result, index};
 
-/// Copies the bytes of the ranges `from_ranges` of `from`, one after another, into the ranges `to_ranges` of `to`.
+/// Copies the bytes of the ranges `from_ranges` of `from`, one after another, into the ranges
+/// `to_ranges` of `to`.
 ///
 /// Stops where the shorter side ends; callers have compared the lengths and the bounds.
 pub(crate) fn copy(
@@ -13,8 +14,10 @@ pub(crate) fn copy(
     to: &mut [u8],
     to_ranges: &[Range<u64>],
 ) {
-    let (mut sources, mut targets) = (from_ranges.iter().cloned(), to_ranges.iter().cloned());
-    let (mut source, mut target) = (0..0, 0..0);
+    let mut sources = from_ranges.iter().cloned();
+    let mut targets = to_ranges.iter().cloned();
+    let mut source = 0..0;
+    let mut target = 0..0;
     loop {
         while source.start == source.end {
             let Some(next) = sources.next() else { return };
@@ -32,12 +35,13 @@ pub(crate) fn copy(
     }
 }
 
-/// The one range of a message of `bytes` bytes in the front of its buffer.
+/// Returns the one range of a message of `bytes` bytes at the front of a buffer.
 pub(crate) fn front(bytes: u64) -> Arc<[Range<u64>]> {
     std::iter::once(0..bytes).collect()
 }
 
-/// Checks that a hop can be posted: a rank of this ring at the other end, and ranges that lie in a buffer of `size` bytes.
+/// Checks that a message can be posted: its peer is a rank of this ring, and its ranges lie in a
+/// buffer of `size` bytes.
 pub(crate) fn check(hop: &MessageHeader, ranks: usize, size: u64) -> Result<()> {
     if hop.peer >= ranks {
         return Err(Error::invalid("hop.peer", hop.peer, format!("a rank below {ranks}")));
@@ -57,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranges_are_cut_where_either_side_is_cut() {
+    fn either_side_may_divide_the_bytes() {
         let from: Vec<u8> = (0..20).collect();
         let mut to = vec![0; 12];
         copy(&from, &[1..4, 4..4, 10..16], &mut to, &[0..0, 2..7, 8..12]);
@@ -65,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_copies_nothing() {
+    fn empty_ranges_copy_nothing() {
         let mut to = [7; 2];
         copy(&[1, 2], std::slice::from_ref(&(1..1)), &mut to, &[]);
         assert_eq!(to, [7, 7]);

@@ -1,6 +1,7 @@
 //! Spans of passes, ring steps and waits, with the feature `tracing`.
 
-/// Opens a span that ends with the scope. Without the feature it is nothing, its arguments included.
+/// Opens a span that ends with the scope. Without the feature it expands to nothing, and its
+/// arguments are not evaluated.
 macro_rules! span {
     ($name:literal $(, $($field:tt)*)?) => {
         #[cfg(feature = "tracing")]

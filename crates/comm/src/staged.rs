@@ -1,20 +1,26 @@
-//! A host transport for a device's memory: a wrapper that copies through host memory, asynchronously and polled.
+//! Device memory over a host transport: a wrapper that copies through host memory asynchronously.
 //!
 //! ```text
 //! device buffer ──download──▶ staging ──inner──▶ staging ──upload──▶ device buffer
 //! ```
-//! Nothing here waits for the device: [`Transport::progress`] looks whether a copy has finished, and goes on with what comes next.
+//! No call waits for the device: [`Transport::progress`] polls the copies, and starts the next step
+//! of a transfer once its copy has completed.
 
 use std::time::Duration;
 
 use annulus_core::{
-    Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Result, Space, StagedSpace,
+    Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Result, StagedSpace,
     Transport,
 };
 
-use crate::{delegate::forward_control, ranges, staging::Staging};
+use crate::{
+    delegate::forward_control,
+    ranges,
+    staging::{StagedReceive, Staging, is_same_message},
+};
 
-/// How often copies are polled while nothing else happens.
+/// Interval between polls of copies while the inner transport is idle: small beside the copy of a
+/// block.
 const POLL: Duration = Duration::from_micros(100);
 
 /// A transport for the memory space `D` over the host transport `T`. See the [module](self).
@@ -22,41 +28,33 @@ pub struct Staged<T, D: StagedSpace> {
     inner: T,
     copier: D::Copier,
     staging: Staging,
-    /// Sends that are still copied to the host, in the order in which they were posted.
+    /// Sends whose copies to the host have not completed, in the order in which they were posted.
     downloads: Vec<(MessageHeader, D::Download)>,
-    /// Receives whose bytes are not on the host yet.
-    receives: Vec<Receive<D>>,
+    /// Receives that the inner transport has not completed.
+    receives: Vec<StagedReceive<D>>,
     uploads: Vec<(MessageHeader, D::Upload)>,
     arrived: Vec<(MessageHeader, Arrived<D>)>,
     bytes_sent: u64,
     failed: Option<Error>,
 }
 
-struct Receive<D: Space> {
-    hop: MessageHeader,
-    buffer: D::Buffer,
-    staged: MessageHeader,
-}
-
 impl<T: Transport<Host>, D: StagedSpace> Staged<T, D> {
-    /// Sends what lies in `D` over `inner`.
+    /// Sends and receives buffers of `D` over `inner`.
     pub fn new(inner: T, copier: D::Copier) -> Self {
-        let (downloads, receives, uploads, arrived) =
-            (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         Self {
             inner,
             copier,
             staging: Staging::default(),
-            downloads,
-            receives,
-            uploads,
-            arrived,
+            downloads: Vec::new(),
+            receives: Vec::new(),
+            uploads: Vec::new(),
+            arrived: Vec::new(),
             bytes_sent: 0,
             failed: None,
         }
     }
 
-    /// Remembers what killed this endpoint. A bad argument does not.
+    /// Records the error that ends this endpoint, if it is fatal.
     fn remember<R>(&mut self, result: Result<R>) -> Result<R> {
         if let Err(error) = &result
             && error.is_fatal()
@@ -70,65 +68,67 @@ impl<T: Transport<Host>, D: StagedSpace> Staged<T, D> {
         self.failed.clone().map_or(Ok(()), Err)
     }
 
-    /// Hands finished downloads to the wire.
+    /// Sends the messages whose copies to the host have completed. Returns true if there were any.
     fn send_downloaded(&mut self) -> Result<bool> {
         let mut moved = false;
-        let mut place = 0;
-        while let Some((_, download)) = self.downloads.get_mut(place) {
+        let mut position = 0;
+        while let Some((_, download)) = self.downloads.get_mut(position) {
             match D::downloaded(&mut self.copier, download)? {
                 Some(buffer) => {
-                    let (hop, _) = self.downloads.remove(place);
+                    let (hop, _) = self.downloads.remove(position);
                     self.inner
                         .post(&[Outgoing { hop, buffer: &buffer, ready: &() }], &mut Vec::new())?;
                     self.staging.lend(buffer);
                     moved = true;
                 }
-                None => place += 1,
+                None => position += 1,
             }
         }
         Ok(moved)
     }
 
-    /// Takes what came over the wire and starts its upload.
+    /// Starts the upload of every message that the inner transport has received. Returns true if
+    /// there were any.
     fn upload_arrived(&mut self) -> Result<bool> {
         let mut moved = false;
-        let mut place = 0;
-        while let Some(receive) = self.receives.get(place) {
+        let mut position = 0;
+        while let Some(receive) = self.receives.get(position) {
             match self.inner.take(&receive.staged)? {
                 Some(Arrived { buffer: staged, .. }) => {
-                    let Receive { hop, buffer, .. } = self.receives.swap_remove(place);
+                    let StagedReceive { hop, buffer, .. } = self.receives.swap_remove(position);
                     let upload = D::upload(&mut self.copier, staged, buffer, &hop.ranges)?;
                     self.uploads.push((hop, upload));
                     moved = true;
                 }
-                None => place += 1,
+                None => position += 1,
             }
         }
         Ok(moved)
     }
 
+    /// Ends the receives whose uploads have completed. Returns true if there were any.
     fn finish_uploads(&mut self) -> Result<bool> {
         let mut moved = false;
-        let mut place = 0;
-        while let Some((_, upload)) = self.uploads.get_mut(place) {
+        let mut position = 0;
+        while let Some((_, upload)) = self.uploads.get_mut(position) {
             match D::uploaded(&mut self.copier, upload)? {
                 Some((staged, arrived)) => {
-                    let (hop, _) = self.uploads.swap_remove(place);
+                    let (hop, _) = self.uploads.swap_remove(position);
                     self.staging.give(staged);
                     self.arrived.push((hop, arrived));
                     moved = true;
                 }
-                None => place += 1,
+                None => position += 1,
             }
         }
         Ok(moved)
     }
 
-    /// Does everything that can be done without waiting; whether anything was.
+    /// Advances all copies without waiting. Returns true if any has completed.
     fn pump(&mut self) -> Result<bool> {
         let sent = self.send_downloaded()?;
-        let came = self.upload_arrived()?;
-        Ok(self.finish_uploads()? || came || sent)
+        let received = self.upload_arrived()?;
+        Ok(self.finish_uploads()? || received || sent)
     }
 
     fn try_post(
@@ -150,7 +150,7 @@ impl<T: Transport<Host>, D: StagedSpace> Staged<T, D> {
         let hops: Vec<MessageHeader> = staged.iter().map(|incoming| incoming.hop.clone()).collect();
         self.inner.post(&[], &mut staged)?;
         let posted = receives.drain(..).zip(hops);
-        self.receives.extend(posted.map(|(Incoming { hop, buffer }, staged)| Receive {
+        self.receives.extend(posted.map(|(Incoming { hop, buffer }, staged)| StagedReceive {
             hop,
             buffer,
             staged,
@@ -165,7 +165,7 @@ impl<T: Transport<Host>, D: StagedSpace> Staged<T, D> {
     }
 }
 
-/// The hop of the same message in a staging buffer.
+/// Returns the message `hop` at the front of a staging buffer.
 fn in_front(hop: &MessageHeader) -> MessageHeader {
     MessageHeader { ranges: ranges::front(hop.bytes()), ..hop.clone() }
 }
@@ -198,11 +198,9 @@ impl<T: Transport<Host>, D: StagedSpace> Transport<D> for Staged<T, D> {
 
     fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<D>>> {
         self.check_alive()?;
-        let same = |other: &MessageHeader| {
-            (other.peer, other.channel, other.tag) == (hop.peer, hop.channel, hop.tag)
-        };
-        if let Some(place) = self.arrived.iter().position(|(other, _)| same(other)) {
-            return Ok(Some(self.arrived.swap_remove(place).1));
+        let same = |other: &MessageHeader| is_same_message(other, hop);
+        if let Some(position) = self.arrived.iter().position(|(other, _)| same(other)) {
+            return Ok(Some(self.arrived.swap_remove(position).1));
         }
         if self.receives.iter().any(|receive| same(&receive.hop))
             || self.uploads.iter().any(|(other, _)| same(other))
@@ -223,7 +221,10 @@ impl<T: Transport<Host>, D: StagedSpace> Transport<D> for Staged<T, D> {
 }
 
 impl<T: Transport<Host>, D: StagedSpace> Control for Staged<T, D> {
-    forward_control! { rank ranks placement start_all_gather try_all_gather stragglers abort heartbeat last_heard last_work }
+    forward_control! {
+        rank ranks placement start_all_gather try_all_gather stragglers abort heartbeat last_heard
+        last_work
+    }
 }
 
 impl<T: std::fmt::Debug, D: StagedSpace> std::fmt::Debug for Staged<T, D> {

@@ -1,7 +1,7 @@
-//! When each message was posted and taken, and how long this rank waited: a wrapper that writes it down, and the picture of it.
+//! Times of messages and waits of a rank: a wrapper that records them, and a file that shows them.
 //!
-//! The picture is a trace in the form that Perfetto and `chrome://tracing` open: one process a rank, waits and computation on one line,
-//! transfers on lines of their own.
+//! The file is in the trace-event format that Perfetto and `chrome://tracing` open: one process per
+//! rank, waits and computation in one row, transfers in rows of their own.
 
 use std::{
     borrow::Cow,
@@ -16,47 +16,51 @@ use annulus_core::{
 
 use crate::delegate::forward_control;
 
-/// What happened between the begin and the end of an [`Event`].
+/// Kind of an [`Event`].
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum What {
-    /// A message was under way to a peer: from its post until this rank saw that all its sends are done.
+pub enum EventKind {
+    /// A send, from its post until a poll found that no send of this rank is in flight.
     Send {
         /// The receiver.
         peer: usize,
-        /// What it carries.
+        /// Channel of the message.
         channel: Channel,
     },
-    /// A message was awaited: from the post of the receive until it was taken.
+    /// A receive, from its post until it was taken.
     Receive {
         /// The sender.
         peer: usize,
-        /// What it carries.
+        /// Channel of the message.
         channel: Channel,
     },
-    /// This rank could do nothing but wait for the transport.
+    /// Exposed communication: this rank waited for the transport.
     Wait,
-    /// A gather: from this rank's offer until it had everybody's.
-    Gather,
-    /// Something that the caller did, in its words.
+    /// An all-gather, from its start until the parts of all ranks had arrived.
+    AllGather,
+    /// An activity of the caller, by its name.
     Span(Cow<'static, str>),
 }
 
-/// One line of the record.
+/// One recorded activity.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Event {
-    /// What happened.
-    pub what: What,
-    /// The ring step.
+    /// Kind of the activity.
+    pub kind: EventKind,
+    /// Ring step.
     pub step: usize,
-    /// Payload.
+    /// Payload bytes.
     pub bytes: u64,
-    /// Since the zero of the record.
+    /// Start, as time since the zero of the log.
     pub begin: Duration,
-    /// Since the zero of the record.
+    /// End, as time since the zero of the log.
     pub end: Duration,
 }
 
-/// A handle to a rank's record; clones share it.
+/// Longest gap between two waits that are recorded as one: more than the time between two polls of
+/// one wait, less than a tile takes.
+const MERGED_GAP: Duration = Duration::from_micros(50);
+
+/// Handle to the log of a rank. Clones share the log.
 #[derive(Debug, Clone)]
 pub struct TraceLog {
     rank: usize,
@@ -65,54 +69,55 @@ pub struct TraceLog {
 }
 
 impl TraceLog {
-    /// The rank whose record this is.
+    /// Returns the rank that recorded this log.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// What was recorded so far, in the order in which it began.
+    /// Returns the events so far, in the order of their starts.
     pub fn events(&self) -> Vec<Event> {
         let mut events = self.lock().clone();
         events.sort_by_key(|event| event.begin);
         events
     }
 
-    /// How long this rank could do nothing but wait.
+    /// Returns the total time of exposed communication.
     pub fn waited(&self) -> Duration {
         self.lock()
             .iter()
-            .filter(|event| event.what == What::Wait)
+            .filter(|event| event.kind == EventKind::Wait)
             .map(|event| event.end - event.begin)
             .sum()
     }
 
-    /// Forgets what was recorded.
+    /// Removes all events.
     pub fn clear(&self) {
         self.lock().clear();
     }
 
-    /// Records what the caller did from `begin` until now, such as the tiles of a step.
+    /// Records an activity of the caller from `begin` until now, such as the tiles of a step.
     pub fn span(&self, name: impl Into<Cow<'static, str>>, step: usize, begin: Instant) {
-        self.push(What::Span(name.into()), step, 0, begin);
+        self.push(EventKind::Span(name.into()), step, 0, begin);
     }
 
     fn since_zero(&self, at: Instant) -> Duration {
         at.saturating_duration_since(self.zero)
     }
 
-    fn push(&self, what: What, step: usize, bytes: u64, begin: Instant) {
-        let (begin, end) = (self.since_zero(begin), self.since_zero(Instant::now()));
+    fn push(&self, kind: EventKind, step: usize, bytes: u64, begin: Instant) {
+        let begin = self.since_zero(begin);
+        let end = self.since_zero(Instant::now());
         let mut events = self.lock();
-        // a wait is many short looks at the transport: one line is enough
-        if let (What::Wait, Some(last)) = (&what, events.last_mut())
-            && last.what == What::Wait
+        // a wait consists of many short polls of the transport, which are merged into one event
+        if let (EventKind::Wait, Some(last)) = (&kind, events.last_mut())
+            && last.kind == EventKind::Wait
             && last.step == step
-            && begin.saturating_sub(last.end) < Duration::from_micros(50)
+            && begin.saturating_sub(last.end) < MERGED_GAP
         {
             last.end = end;
             return;
         }
-        events.push(Event { what, step, bytes, begin, end });
+        events.push(Event { kind, step, bytes, begin, end });
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<Event>> {
@@ -120,12 +125,12 @@ impl TraceLog {
     }
 }
 
-/// The content of a lock, whether or not somebody panicked with it: a record is never half written.
+/// Locks `mutex`, poisoned or not: no panic leaves its content in a partial state.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Writes the records of some ranks as one trace-event file.
+/// Writes the logs of several ranks as one trace-event file.
 ///
 /// # Errors
 /// Those of the writer.
@@ -134,10 +139,8 @@ pub fn write_chrome(mut writer: impl Write, logs: &[TraceLog]) -> io::Result<()>
     let mut separator = "\n";
     for log in logs {
         let rank = log.rank;
-        write!(
-            writer,
-            "{separator}{{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":{rank},\"args\":{{\"name\":\"rank {rank}\"}}}}"
-        )?;
+        write!(writer, "{separator}{{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":{rank},")?;
+        write!(writer, "\"args\":{{\"name\":\"rank {rank}\"}}}}")?;
         separator = ",\n";
         for (number, event) in log.events().into_iter().enumerate() {
             write_event(&mut writer, rank, number, &event)?;
@@ -152,34 +155,32 @@ fn write_event(
     number: usize,
     event: &Event,
 ) -> io::Result<()> {
-    let Event { what, step, bytes, begin, end } = event;
-    let (begin, length, end) = (Micros(*begin), Micros(end.saturating_sub(*begin)), Micros(*end));
-    let name = match what {
-        What::Send { peer, channel } => Cow::from(format!("{channel:?} to {peer}")),
-        What::Receive { peer, channel } => Cow::from(format!("{channel:?} from {peer}")),
-        What::Wait => Cow::from("wait"),
-        What::Gather => Cow::from("gather"),
-        What::Span(name) => name.clone(),
+    let Event { kind, step, bytes, begin, end } = event;
+    let duration = Micros(end.saturating_sub(*begin));
+    let begin = Micros(*begin);
+    let end = Micros(*end);
+    let name = match kind {
+        EventKind::Send { peer, channel } => Cow::from(format!("{channel:?} to {peer}")),
+        EventKind::Receive { peer, channel } => Cow::from(format!("{channel:?} from {peer}")),
+        EventKind::Wait => Cow::from("wait"),
+        EventKind::AllGather => Cow::from("gather"),
+        EventKind::Span(name) => name.clone(),
     };
     let name = Quoted(&name);
     let arguments = format!("\"args\":{{\"step\":{step},\"bytes\":{bytes}}}");
-    if let What::Wait | What::Span(_) = what {
-        return write!(
-            writer,
-            ",\n{{\"ph\":\"X\",\"name\":{name},\"pid\":{rank},\"tid\":0,\"ts\":{begin},\"dur\":{length},{arguments}}}"
-        );
+    if let EventKind::Wait | EventKind::Span(_) = kind {
+        write!(writer, ",\n{{\"ph\":\"X\",\"name\":{name},\"pid\":{rank},\"tid\":0,")?;
+        return write!(writer, "\"ts\":{begin},\"dur\":{duration},{arguments}}}");
     }
-    // transfers overlap, so they are pairs of marks that share an id
-    let category = match what {
-        What::Send { .. } => "send",
-        What::Receive { .. } => "receive",
+    // transfers overlap, so each is a pair of asynchronous events with a common id
+    let category = match kind {
+        EventKind::Send { .. } => "send",
+        EventKind::Receive { .. } => "receive",
         _ => "gather",
     };
     for (phase, at) in [("b", begin), ("e", end)] {
-        write!(
-            writer,
-            ",\n{{\"ph\":\"{phase}\",\"cat\":\"{category}\",\"id\":\"{rank}.{number}\",\"name\":{name},"
-        )?;
+        write!(writer, ",\n{{\"ph\":\"{phase}\",\"cat\":\"{category}\",")?;
+        write!(writer, "\"id\":\"{rank}.{number}\",\"name\":{name},")?;
         write!(writer, "\"pid\":{rank},\"tid\":0,\"ts\":{at},{arguments}}}")?;
     }
     Ok(())
@@ -214,21 +215,23 @@ impl std::fmt::Display for Quoted<'_> {
     }
 }
 
-/// A transport that records what it does. See the [module](self).
+/// A transport that records its messages and waits. See the [module](self).
 #[derive(Debug)]
 pub struct Trace<T> {
     inner: T,
     log: TraceLog,
-    /// Posted and not yet seen to be done; behind a lock because a look at [`Transport::pending`] may be the last that is taken.
+    /// Sends that were in flight at the last poll. Behind a lock because [`Transport::pending`],
+    /// which takes `&self`, may be the last poll.
     sends: Mutex<Vec<(MessageHeader, Instant)>>,
-    /// Posted and not yet taken.
+    /// Receives that were posted and not yet taken.
     receives: Vec<(MessageHeader, Instant)>,
-    gathers: Vec<(u64, Instant)>,
+    all_gathers: Vec<(u64, Instant)>,
     step: usize,
 }
 
 impl<T: Control> Trace<T> {
-    /// Records what `inner` does. Ranks of one machine that are given the same `zero` share a time axis.
+    /// Records the messages and waits of `inner`. Ranks of one machine with the same `zero` share a
+    /// time axis.
     pub fn new(inner: T, zero: Instant) -> Self {
         let log = TraceLog { rank: inner.rank(), zero, events: Arc::default() };
         Self {
@@ -236,12 +239,12 @@ impl<T: Control> Trace<T> {
             log,
             sends: Mutex::default(),
             receives: Vec::new(),
-            gathers: Vec::new(),
+            all_gathers: Vec::new(),
             step: 0,
         }
     }
 
-    /// The record, to keep when the transport is gone.
+    /// Returns a handle to the log, which may outlive the transport.
     pub fn log(&self) -> TraceLog {
         self.log.clone()
     }
@@ -272,7 +275,7 @@ impl<S: Space, T: Transport<S>> Transport<S> for Trace<T> {
         let begin = Instant::now();
         let progressed = self.inner.progress(patience);
         if !patience.is_zero() {
-            self.log.push(What::Wait, self.step, 0, begin);
+            self.log.push(EventKind::Wait, self.step, 0, begin);
         }
         self.pending();
         progressed
@@ -284,7 +287,7 @@ impl<S: Space, T: Transport<S>> Transport<S> for Trace<T> {
         if let (Some(_), Some(posted)) = (&taken, posted) {
             let (hop, begin) = self.receives.swap_remove(posted);
             self.log.push(
-                What::Receive { peer: hop.peer, channel: hop.channel },
+                EventKind::Receive { peer: hop.peer, channel: hop.channel },
                 hop.step,
                 hop.bytes(),
                 begin,
@@ -298,7 +301,7 @@ impl<S: Space, T: Transport<S>> Transport<S> for Trace<T> {
         if !pending {
             for (hop, begin) in lock(&self.sends).drain(..) {
                 self.log.push(
-                    What::Send { peer: hop.peer, channel: hop.channel },
+                    EventKind::Send { peer: hop.peer, channel: hop.channel },
                     hop.step,
                     hop.bytes(),
                     begin,
@@ -317,17 +320,17 @@ impl<T: Control> Control for Trace<T> {
     forward_control! { rank ranks placement stragglers abort heartbeat last_heard last_work }
 
     fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
-        self.gathers.push((round, Instant::now()));
+        self.all_gathers.push((round, Instant::now()));
         self.inner.start_all_gather(round, bytes)
     }
 
     fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
         let collected = self.inner.try_all_gather(round)?;
-        let offered = self.gathers.iter().position(|&(of, _)| of == round);
-        if let (Some(parts), Some(offered)) = (&collected, offered) {
-            let (_, begin) = self.gathers.swap_remove(offered);
+        let started = self.all_gathers.iter().position(|&(started, _)| started == round);
+        if let (Some(parts), Some(started)) = (&collected, started) {
+            let (_, begin) = self.all_gathers.swap_remove(started);
             let bytes = parts.iter().map(|part| part.len() as u64).sum();
-            self.log.push(What::Gather, self.step, bytes, begin);
+            self.log.push(EventKind::AllGather, self.step, bytes, begin);
         }
         Ok(collected)
     }

@@ -1,4 +1,5 @@
-//! What somebody computed for a case, widened to f64, and how two such answers compare.
+//! The outputs and gradients that one subject computed for a case, widened to f64, and their
+//! comparison.
 
 use ndarray::{Array2, Array3, Array4, ArrayViewD};
 
@@ -9,13 +10,14 @@ use crate::Truth;
 pub struct Answer {
     /// `[b, q_len, q_heads, dv]`.
     pub out: Array4<f64>,
-    /// `[b, q_heads, q_len]`, as the three below, which are there where the output is not normalised.
+    /// `[b, q_heads, q_len]`, as the three below, which are present if the output is not
+    /// normalised.
     pub lse: Array3<f64>,
     /// Largest logit.
     pub max: Option<Array3<f64>>,
     /// Σ e^{s − max}.
     pub sum: Option<Array3<f64>>,
-    /// How many share the largest logit.
+    /// Number of pairs and sinks that share the largest logit.
     pub ties: Option<Array3<f64>>,
     /// `[b, q_len, q_heads, d]`.
     pub dq: Array4<f64>,
@@ -23,14 +25,14 @@ pub struct Answer {
     pub dk: Array4<f64>,
     /// `[b, kv_len, kv_heads, dv]`.
     pub dv: Array4<f64>,
-    /// As the bias.
+    /// Shape of the bias.
     pub dbias: Option<Array4<f64>>,
-    /// As the sinks.
+    /// Shape of the sinks.
     pub dsinks: Option<Array2<f64>>,
 }
 
 impl Answer {
-    /// The oracle's answer, for a case that is normalised or not.
+    /// The oracle's answer for a case; with `normalize` it has no `max`, `sum` and `ties`.
     pub fn of(truth: Truth, normalize: bool) -> Self {
         let Truth { forward, backward } = truth;
         let unnormalized = |statistics: Array3<f64>| (!normalize).then_some(statistics);
@@ -48,7 +50,7 @@ impl Answer {
         }
     }
 
-    /// Every array that is there, by name.
+    /// Returns every array that is present, with its name.
     pub fn arrays(&self) -> Vec<(&'static str, ArrayViewD<'_, f64>)> {
         let mut all = vec![
             ("out", self.out.view().into_dyn()),
@@ -68,12 +70,14 @@ impl Answer {
         all
     }
 
-    /// Compares array by array; `within` says how far apart numbers of an array may be. Infinities must meet themselves, NaN must meet NaN.
+    /// Compares array by array. `within` is the largest difference allowed in an array of that
+    /// name. An infinity equals only itself; NaN equals NaN.
     ///
     /// # Errors
-    /// What differs, as text.
+    /// The first difference, as text.
     pub fn compare(&self, want: &Self, within: impl Fn(&str) -> f64) -> Result<(), String> {
-        let (got, want) = (self.arrays(), want.arrays());
+        let got = self.arrays();
+        let want = want.arrays();
         let names = |arrays: &[(&'static str, ArrayViewD<'_, f64>)]| {
             arrays.iter().map(|(name, _)| *name).collect::<Vec<_>>()
         };
@@ -103,10 +107,10 @@ impl Answer {
         Ok(())
     }
 
-    /// Compares to the bit (every NaN is the same NaN).
+    /// Compares bit for bit; every NaN counts as the same NaN.
     ///
     /// # Errors
-    /// What differs, as text.
+    /// The first array that differs, as text.
     pub fn same_bits(&self, other: &Self) -> Result<(), String> {
         let bits = |x: &f64| if x.is_nan() { u64::MAX } else { x.to_bits() };
         for ((name, a), (other_name, b)) in self.arrays().iter().zip(&other.arrays()) {

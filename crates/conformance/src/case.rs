@@ -1,4 +1,4 @@
-//! One attention with everything that it needs, in f64, and the truth about it.
+//! One attention with all its tensors in f64, and the oracle's results for it.
 
 use std::sync::Arc;
 
@@ -14,13 +14,13 @@ use crate::{Draw, Masks};
 /// Spec, batch and global tensors.
 #[derive(Debug, Clone)]
 pub struct Case {
-    /// Its name in failures.
+    /// Name in failures.
     pub name: String,
-    /// What is computed, with [`Case::masks`] as its mask.
+    /// The attention to compute, with [`Case::masks`] as its mask.
     pub spec: Spec,
-    /// Who sees whom, besides what the batch hides. Changing it means [`Case::masked`].
+    /// Masks besides those of the batch. Changed with [`Case::masked`], which updates the spec too.
     pub masks: Masks,
-    /// Of the whole sequence.
+    /// Per-call masks and positions of the whole sequence.
     pub batch: Batch,
     /// `[b, q_len, q_heads, d]`.
     pub q: Array4<f64>,
@@ -38,7 +38,7 @@ pub struct Case {
     pub dlse: Option<Array3<f64>>,
 }
 
-/// What the oracle says of a case.
+/// The oracle's results for a case.
 #[derive(Debug, Clone)]
 pub struct Truth {
     /// Outputs.
@@ -48,7 +48,7 @@ pub struct Truth {
 }
 
 impl Case {
-    /// A case of this spec under these masks, with its tensors drawn.
+    /// Creates a case of this spec and these masks, with random tensors.
     pub fn new(name: impl Into<String>, spec: Spec, masks: Masks, draw: &mut Draw) -> Self {
         let empty = || Array4::zeros((0, 0, 0, 0));
         let mut case = Self {
@@ -68,7 +68,7 @@ impl Case {
         case
     }
 
-    /// The case as a user asks for it.
+    /// Returns the attention of the case, as options that a user sets.
     pub fn attention(&self) -> Attention {
         let spec = &self.spec;
         let attention = Attention::new()
@@ -87,11 +87,14 @@ impl Case {
             Some(function) => attention.bias_function(Arc::clone(function)),
             None => attention,
         };
-        let dropout = spec.dropout.map_or((0.0, 0), |dropout| (dropout.probability, dropout.seed));
-        self.masks.ask(attention.dropout(dropout.0, dropout.1))
+        let attention = match spec.dropout {
+            Some(dropout) => attention.dropout(dropout.probability, dropout.seed),
+            None => attention,
+        };
+        self.masks.apply(attention)
     }
 
-    /// The same case under other masks.
+    /// Returns the case with other masks.
     #[must_use]
     pub fn masked(mut self, masks: Masks) -> Self {
         self.spec.mask = Arc::new(masks.clone());
@@ -99,15 +102,17 @@ impl Case {
         self
     }
 
-    /// The same case with its inputs rounded to `dtype` (bias, sinks and dlse to the accumulator's), so that the truth about it is the truth
-    /// about what a computation in `dtype` is given.
+    /// Returns the case with its inputs rounded to `dtype` (bias, sinks and dlse to its
+    /// accumulator), so that the oracle computes from the numbers that a computation in `dtype`
+    /// receives.
     #[must_use]
     pub fn in_dtype(&self, dtype: DType) -> Self {
         fn rounded<D: Dimension>(tensor: &Array<f64, D>, dtype: DType) -> Array<f64, D> {
             tensor.mapv(|x| dtype.round(x))
         }
         let sums = dtype.accumulator();
-        // a rounding that was asked for stays; one that came with the old type goes with it
+        // a rounding of logits that the spec requires stays; the default one follows the element
+        // type
         let narrowed = self.spec.logits_dtype != self.spec.dtype.accumulator();
         let logits_dtype = if narrowed { self.spec.logits_dtype } else { sums };
         Self {
@@ -125,7 +130,8 @@ impl Case {
         }
     }
 
-    /// The same case with every number of its tensors moved by some per cent, so that other roundings happen.
+    /// Returns the case with every tensor element changed by about 5 %, so that other roundings
+    /// occur.
     #[must_use]
     pub fn nearby(&self, draw: &mut Draw) -> Self {
         fn moved<D: Dimension>(tensor: &Array<f64, D>, draw: &mut Draw) -> Array<f64, D> {
@@ -147,7 +153,7 @@ impl Case {
         Self { name: self.name.clone(), ..near.in_dtype(self.spec.dtype) }
     }
 
-    /// The case as the oracle wants it.
+    /// Returns the case in the form that the oracle takes.
     pub fn problem(&self) -> Problem<'_> {
         Problem {
             spec: &self.spec,
@@ -160,7 +166,7 @@ impl Case {
         }
     }
 
-    /// Asks the oracle.
+    /// Computes the oracle's results.
     ///
     /// # Errors
     /// [`annulus_core::Error::InvalidArgument`] if the parts do not fit each other.

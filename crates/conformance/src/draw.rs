@@ -1,4 +1,4 @@
-//! Numbers that are random enough for tests and the same everywhere.
+//! Pseudo-random numbers for tests, the same on every machine.
 
 use ndarray::{Array, Dimension, ShapeBuilder};
 
@@ -10,12 +10,12 @@ use ndarray::{Array, Dimension, ShapeBuilder};
 pub struct Draw(u64);
 
 impl Draw {
-    /// A generator that gives the same numbers for the same seed.
+    /// Creates a generator; the same seed gives the same numbers.
     pub const fn new(seed: u64) -> Self {
         Self(seed)
     }
 
-    /// The next 64 bits.
+    /// Returns the next 64 bits.
     pub const fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut z = self.0;
@@ -24,38 +24,38 @@ impl Draw {
         z ^ (z >> 31)
     }
 
-    /// A number in `0..count`.
+    /// Returns a number in `0..count`.
     pub const fn below(&mut self, count: usize) -> usize {
         annulus_core::index(self.bits() % count as u64)
     }
 
-    /// True once in `every` draws.
+    /// True with probability 1 / `every`.
     pub const fn once_in(&mut self, every: usize) -> bool {
         self.below(every) == 0
     }
 
-    /// One of these.
+    /// Returns one of `choices`.
     pub fn pick<T: Clone>(&mut self, choices: &[T]) -> T {
         choices[self.below(choices.len())].clone()
     }
 
-    /// A number in 0..1.
+    /// Returns a number in [0, 1) with 53 random bits, as many as an f64 holds.
     pub fn uniform(&mut self) -> f64 {
         (self.bits() >> 11) as f64 / 2f64.powi(53)
     }
 
-    /// A standard normal number (Box–Muller).
+    /// Returns a standard normal number (Box–Muller).
     pub fn normal(&mut self) -> f64 {
         let radius = (-2.0 * (1.0 - self.uniform()).ln()).sqrt();
         radius * (std::f64::consts::TAU * self.uniform()).cos()
     }
 
-    /// Standard normal numbers.
+    /// Returns an array of standard normal numbers.
     pub fn tensor<D: Dimension, S: ShapeBuilder<Dim = D>>(&mut self, shape: S) -> Array<f64, D> {
         Array::from_shape_simple_fn(shape, || self.normal())
     }
 
-    /// The numbers `0..count` in another order.
+    /// Returns a permutation of `0..count` (Fisher–Yates).
     pub fn permutation(&mut self, count: usize) -> Vec<usize> {
         let mut order: Vec<usize> = (0..count).collect();
         (1..count).rev().for_each(|last| order.swap(last, self.below(last + 1)));

@@ -1,4 +1,5 @@
-//! Cases of the format `annulus-cases-1`: inputs, parameters, and expected arrays that this project did not compute.
+//! Cases of the format `annulus-cases-1`: inputs, parameters, and expected arrays that other
+//! implementations computed.
 
 use std::{
     collections::HashMap,
@@ -14,12 +15,12 @@ use serde::Deserialize;
 
 use crate::{Answer, Case, Masks};
 
-/// A case and what is expected of it.
+/// A case and its expected arrays.
 #[derive(Debug)]
 pub struct Golden {
     /// Inputs and parameters.
     pub case: Case,
-    /// `out lse dq dk dv` and, where there are such inputs, `dbias dsoftmax_aux`.
+    /// `out lse dq dk dv` and, if there are such inputs, `dbias dsoftmax_aux`.
     pub expected: HashMap<String, ArrayD<f64>>,
     /// Largest |got − want| of each when computed in f32.
     pub tolerance_f32: HashMap<String, f64>,
@@ -27,15 +28,15 @@ pub struct Golden {
     pub tolerance_f64: HashMap<String, f64>,
 }
 
-/// Where the cases lie: `ANNULUS_GOLDEN`, or the folder `golden` in a folder `shared` beside the workspace or one of its parents. `None` if
-/// `ANNULUS_GOLDEN=skip` says that they may be missing.
+/// Returns the folder of the cases: `ANNULUS_GOLDEN`, or the folder `shared/golden` beside the
+/// workspace or one of its parents; `None` with `ANNULUS_GOLDEN=skip`.
 ///
 /// # Errors
 /// [`Error::Io`] if there is no such folder.
 pub fn folder() -> Result<Option<PathBuf>> {
     match std::env::var("ANNULUS_GOLDEN") {
         Ok(skip) if skip == "skip" => return Ok(None),
-        // a relative one is meant from the workspace
+        // relative to the workspace
         Ok(folder) => {
             return Ok(Some(Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(folder)));
         }
@@ -47,10 +48,7 @@ pub fn folder() -> Result<Option<PathBuf>> {
         .map(|parent| parent.join("shared/golden"))
         .find(|folder| folder.join("index.json").is_file());
     let missing = || {
-        io(
-            here,
-            "no ../shared/golden here or above; ANNULUS_GOLDEN=DIR says where it is, ANNULUS_GOLDEN=skip does without",
-        )
+        io(here, "no shared/golden here or above; set ANNULUS_GOLDEN to its folder, or to `skip`")
     };
     found.map(Some).ok_or_else(missing)
 }
@@ -69,10 +67,10 @@ pub fn read(folder: &Path) -> Result<Vec<Golden>> {
     index.cases.into_iter().map(|entry| entry.read(folder)).collect()
 }
 
-/// Compares an answer with what is expected.
+/// Compares an answer with the expected arrays.
 ///
 /// # Errors
-/// The first array that is too far off, as text.
+/// The first array whose error is above its tolerance, as text.
 pub fn check(
     answer: &Answer,
     expected: &HashMap<String, ArrayD<f64>>,
@@ -95,7 +93,7 @@ pub fn check(
             .copied()
             .unwrap_or(0.0);
         if most > bound {
-            return Err(format!("{name} is off by {most:e}, at most {bound:e}"));
+            return Err(format!("{name} has the error {most:e}, at most {bound:e}"));
         }
     }
     Ok(())
@@ -159,7 +157,8 @@ impl Entry {
                 .cloned()
                 .ok_or_else(|| io(&path, format!("no tolerance for {dtype}")))
         };
-        let (tolerance_f32, tolerance_f64) = (tolerance("f32")?, tolerance("f64")?);
+        let tolerance_f32 = tolerance("f32")?;
+        let tolerance_f64 = tolerance("f64")?;
         let expected = tolerance_f64
             .keys()
             .map(|name| Ok((name.clone(), file.need(name, number)?)))

@@ -1,14 +1,18 @@
-//! Is an answer good enough? FlashAttention's rule, for every element type.
+//! Bounds for the error of an answer: FlashAttention's rule, extended to every element type.
 //!
 //! ```text
 //! |got − want| ≤ 2·(largest error of the plain computation in the same type)
 //!              + 4·(its mean square error)^½ · min(1, 64/n)
 //!              + (16 + 4·largest |lse|)·ε·(magnitude of what is summed up)
 //! ```
-//! `want` is the oracle's, n the numbers in the array. The largest error of very few numbers (a dbias of one, a dsinks of two) is itself a matter of
-//! chance: so it is taken over up to 16 computations of nearby inputs, with some standard deviations to spare. The last term is for arrays that the
-//! plain computation happens to get exactly right. For f64, whose plain computation would be the oracle itself, the plain error is that of
-//! f32, scaled by the ratio of the two ε.
+//! `want` is the oracle's number, n the count of numbers in the array.
+//!
+//! - The largest error of very few numbers (a dbias of one, a dsinks of two) is itself random. It
+//!   is therefore taken over up to 16 computations of nearby inputs, and some standard deviations
+//!   are added.
+//! - The last term covers arrays that the plain computation happens to get exactly right.
+//! - For f64 the plain computation would be the oracle itself. Its error is that of f32, scaled by
+//!   the ratio of the two ε.
 
 use std::collections::HashMap;
 
@@ -17,7 +21,7 @@ use ndarray::{ArrayView4, ArrayViewD};
 
 use crate::{Answer, Case, Draw, plain};
 
-/// What a case's answers must be, and how nearly.
+/// The oracle's answer to a case and the error that each array may have.
 #[derive(Debug, Clone)]
 pub struct Judge {
     want: Answer,
@@ -25,7 +29,7 @@ pub struct Judge {
 }
 
 impl Judge {
-    /// Asks the oracle and computes the plain way.
+    /// Computes the oracle's answer, and the bounds from plain computations.
     ///
     /// # Errors
     /// [`annulus_core::Error::InvalidArgument`] if the parts of the case do not fit each other.
@@ -58,7 +62,7 @@ impl Judge {
         Ok(Self { want, bounds })
     }
 
-    /// What the oracle says.
+    /// Returns the oracle's answer.
     pub const fn want(&self) -> &Answer {
         &self.want
     }
@@ -66,12 +70,13 @@ impl Judge {
     /// Compares an answer with the oracle's.
     ///
     /// # Errors
-    /// The first number that is too far off, as text.
+    /// The first number whose error is too large, as text.
     pub fn check(&self, got: &Answer) -> Result<(), String> {
         got.compare(&self.want, |name| self.bounds.get(name).copied().unwrap_or(0.0))
     }
 
-    /// Compares two answers to the same question, each of which may be off by as much as the rule allows.
+    /// Compares two answers to the same case, each of which may have the error that the rule
+    /// allows.
     ///
     /// # Errors
     /// As [`Judge::check`].
@@ -80,17 +85,20 @@ impl Judge {
     }
 }
 
-/// Plain computations of nearby inputs are added until every array has this many numbers to judge by, but at most so many computations.
+/// Plain computations of nearby inputs are repeated until every array has this many errors: enough
+/// for the largest of them to be stable.
 const NUMBERS: usize = 128;
+/// Limit of these repetitions, which arrays of fewer than 8 numbers reach.
 const COMPUTATIONS: usize = 16;
 
-/// How far plain computations were off in one array.
+/// Errors of the plain computations in one array.
 #[derive(Debug, Clone, Copy, Default)]
 struct Errors {
     computations: usize,
-    /// In one computation.
+    /// Numbers in one computation.
     numbers: usize,
     largest: f64,
+    /// Sum of squares.
     squares: f64,
 }
 
@@ -121,7 +129,7 @@ impl Errors {
     }
 }
 
-/// The distance from 1 to the next number.
+/// Returns the distance from 1 to the next larger number of `dtype`.
 pub const fn epsilon(dtype: DType) -> f64 {
     match dtype {
         DType::F64 => f64::EPSILON,
@@ -131,13 +139,13 @@ pub const fn epsilon(dtype: DType) -> f64 {
     }
 }
 
-/// Some ε of the size of the terms that make each array, by name.
+/// Returns by name some ε of the magnitude of the terms that each array sums.
 fn floors(case: &Case, want: &Answer) -> HashMap<&'static str, f64> {
     let wide = epsilon(case.spec.dtype.accumulator());
     let most = |numbers: &mut dyn Iterator<Item = &f64>| {
         numbers.filter(|x| x.is_finite()).fold(0.0, |most: f64, x| most.max(x.abs()))
     };
-    // a logit of size s is known to s·ε, and so e^s is
+    // a logit of size s has an error of s·ε, and so e^s has the relative error s·ε
     let sums = wide * (16.0 + 4.0 * most(&mut want.lse.iter()));
     let narrow = 16.0 * epsilon(case.spec.dtype) + sums;
     let norm = |tensor: ArrayView4<'_, f64>| {
@@ -150,7 +158,7 @@ fn floors(case: &Case, want: &Answer) -> HashMap<&'static str, f64> {
             .filter(|length| length.is_finite())
             .fold(0.0, f64::max)
     };
-    // ds is made of dout·v, dout·out and dlse
+    // dS is a sum of dO·V, dO·O and dlse
     let kept = case.spec.dropout.map_or(1.0, |dropout| 1.0 / (1.0 - dropout.probability));
     let ds = norm(case.dout.view()) * kept * (norm(case.v.view()) + norm(want.out.view()))
         + case.dlse.as_ref().map_or(0.0, |dlse| most(&mut dlse.iter()));

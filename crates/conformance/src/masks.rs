@@ -1,4 +1,5 @@
-//! The masks of a case, twice: as the oracle sees them (straight from the table of their meaning) and as a user asks for them.
+//! The masks of a case in two forms: a predicate for the oracle, written down from the definitions
+//! in `docs/semantics.md`, and options of [`Attention`] for the subject.
 
 use std::sync::Arc;
 
@@ -8,14 +9,14 @@ use annulus_core::{
     mask::{Key, Query},
 };
 
-/// Everything in a case that hides pairs, besides what its batch hides. All are and-ed.
+/// The mask conditions of a case besides those of its batch. A pair is visible if all hold.
 #[derive(Debug, Clone, Default)]
 pub struct Masks {
-    /// j' ≤ i'.
+    /// Positions j' ≤ i'.
     pub causal: bool,
     /// i' − l ≤ j' ≤ i' + r; `None` is unbounded.
     pub window: Option<[Option<u64>; 2]>,
-    /// j' below it is exempt from the window.
+    /// Keys with j' below this number are exempt from the window.
     pub first_visible: u64,
     /// ⌊i'/C⌋ = ⌊j'/C⌋ and j' ≤ i'.
     pub chunk: Option<u64>,
@@ -26,10 +27,10 @@ pub struct Masks {
 }
 
 impl Masks {
-    /// Asks for them as a user does.
-    pub fn ask(&self, attention: Attention) -> Attention {
+    /// Sets these masks as options of `attention`.
+    pub fn apply(&self, attention: Attention) -> Attention {
         let [left, right] = self.window.unwrap_or_default();
-        // refused without a window, from which the first keys are exempt
+        // an attention sink size without a window is refused
         let windowed = left.is_some() || right.is_some();
         let attention = attention
             .causal(self.causal)
@@ -41,15 +42,16 @@ impl Masks {
     }
 }
 
-/// The predicate, without any lowering.
+/// The predicate only. It has no intervals, so that the oracle does not share the code of subjects.
 impl Mask for Masks {
     fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
-        // the oracle runs on no ring: nothing compares it
+        // constant: fingerprints are compared between ranks, and the oracle runs on none
         into.text("conformance")
     }
 
     fn visible(&self, query: &Query, key: &Key) -> bool {
-        let (i, j) = (i128::from(query.position), i128::from(key.position));
+        let i = i128::from(query.position);
+        let j = i128::from(key.position);
         let near = |[left, right]: [Option<u64>; 2]| {
             left.is_none_or(|left| i - i128::from(left) <= j)
                 && right.is_none_or(|right| j <= i + i128::from(right))

@@ -1,4 +1,4 @@
-//! Ways into and out of a memory space, so that one suite can drive any backend.
+//! Upload and download of a test's tensors, so that one suite can drive any backend.
 
 use annulus_core::{DType, Element, Host, HostView, HostViewMut, Result, Space};
 use half::{bf16, f16};
@@ -6,29 +6,29 @@ use ndarray::{Array4, ArrayView4};
 
 use crate::device::{Device, DeviceTensor, MockSpace};
 
-/// What a test needs of a memory space.
-pub trait Memory: Send {
-    /// The space.
+/// A memory space with the transfers that a test needs.
+pub trait TensorMemory: Send {
+    /// The space of the backend.
     type Space: Space;
-    /// A caller's tensor in it.
+    /// A caller's tensor in this space.
     type Tensor;
 
-    /// Rounds numbers to `dtype` and puts them there.
+    /// Rounds numbers to `dtype` and copies them to a new tensor.
     ///
     /// # Errors
-    /// Whatever the device says.
+    /// Those of the device.
     fn upload(&self, numbers: ArrayView4<'_, f64>, dtype: DType) -> Result<Self::Tensor>;
 
-    /// Widens the numbers of a tensor, once what was queued is done.
+    /// Waits for the queued work, then returns a tensor's numbers widened to f64.
     ///
     /// # Errors
-    /// Whatever the device says.
+    /// Those of the device.
     fn download(&self, tensor: &Self::Tensor) -> Result<Array4<f64>>;
 
-    /// Borrows a tensor for the seam.
+    /// Borrows a tensor as input of a pass.
     fn view<'a>(&self, tensor: &'a Self::Tensor) -> <Self::Space as Space>::View<'a>;
 
-    /// Borrows a tensor for writing.
+    /// Borrows a tensor as output of a pass.
     fn view_mut<'a>(&self, tensor: &'a mut Self::Tensor) -> <Self::Space as Space>::ViewMut<'a>;
 }
 
@@ -49,7 +49,7 @@ pub enum HostTensor {
     F16(Array4<f16>),
 }
 
-impl Memory for HostMemory {
+impl TensorMemory for HostMemory {
     type Space = Host;
     type Tensor = HostTensor;
 
@@ -90,7 +90,7 @@ impl Memory for HostMemory {
     }
 }
 
-impl Memory for Device {
+impl TensorMemory for Device {
     type Space = MockSpace;
     type Tensor = DeviceTensor;
 

@@ -1,4 +1,5 @@
-//! Ranks on nodes that are made up, and what goes from one to another.
+//! A transport that reports an invented placement of its ranks, and records the blocks that cross
+//! nodes.
 
 use std::{
     collections::BTreeSet,
@@ -11,18 +12,19 @@ use annulus_core::{
     Transport,
 };
 
-/// The (sender, receiver) pairs on different nodes between which blocks went. Clones share it.
+/// The (sender, receiver) pairs on different nodes between which KV blocks were sent. Clones share
+/// one set.
 #[derive(Debug, Clone, Default)]
 pub struct Crossings(Arc<Mutex<BTreeSet<(usize, usize)>>>);
 
 impl Crossings {
-    /// The pairs so far.
+    /// Returns the pairs recorded so far.
     pub fn pairs(&self) -> BTreeSet<(usize, usize)> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
-/// A transport that says it has its ranks on these nodes.
+/// Reports `placement` instead of the inner transport's and forwards everything else.
 #[derive(Debug)]
 pub struct Placed<T> {
     inner: T,
@@ -31,7 +33,7 @@ pub struct Placed<T> {
 }
 
 impl<T> Placed<T> {
-    /// `crossings` is told of what this rank sends.
+    /// Wraps `inner`; the blocks that this rank sends are recorded in `crossings`.
     pub const fn new(inner: T, placement: Placement, crossings: Crossings) -> Self {
         Self { inner, placement, crossings }
     }
@@ -43,7 +45,8 @@ impl<S: Space, T: Transport<S>> Transport<S> for Placed<T> {
     }
 
     fn post(&mut self, sends: &[Outgoing<'_, S>], receives: &mut Vec<Incoming<S>>) -> Result<()> {
-        let (rank, nodes) = (self.inner.rank(), self.placement.nodes());
+        let rank = self.inner.rank();
+        let nodes = self.placement.nodes();
         let crosses = |hop: &&MessageHeader| {
             hop.channel == Channel::Kv && nodes.get(hop.peer) != nodes.get(rank)
         };

@@ -1,35 +1,41 @@
-//! Attention as one would write it down, every step rounded to one element type: what an implementation's error is measured by.
+//! Attention straight from its formulas, every step rounded to one element type: the yardstick for
+//! the error of an implementation.
 //!
 //! ```text
 //! X = ‹scale·‹Q Kᵀ››    S = ‹X + bias›, capped    P = ‹softmax(S)›    O = ‹P V›
-//! dP = ‹dO Vᵀ›    dS = ‹P ∘ ‹dP − ‹⟨dO, O⟩ − dlse›››    dQ = ‹scale·dX K›    dK = ‹scale·dXᵀ Q›    dV = ‹Pᵀ dO›
+//! dP = ‹dO Vᵀ›    dS = ‹P ∘ ‹dP − ‹⟨dO, O⟩ − dlse›››
+//! dQ = ‹scale·dX K›    dK = ‹scale·dXᵀ Q›    dV = ‹Pᵀ dO›
 //! ```
-//! ‹·› rounds to the element type; the sums of a product and of the softmax are kept in the accumulator's type and rounded at each term.
+//! ‹·› rounds to the element type. The sums of a product and of the softmax are kept in the
+//! accumulator's type and rounded after each term.
 //!
 //! # Source
-//! The rule is FlashAttention's: an implementation may err at most twice as much as this.
+//! FlashAttention's tests: an implementation's error may be at most twice that of this computation.
 
-use annulus_core::{BiasOrder, DType, Dims, DropoutMask, Result, Spec, oracle::Sight};
+use annulus_core::{BiasOrder, DType, Dims, DropoutMask, Result, Spec, oracle::PairVisibility};
 use ndarray::{Array2, Array3, Array4, ArrayView1, s};
 
 use crate::{Answer, Case};
 
-/// A matrix of one head at a time: what is known of each visible pair.
+/// One visible pair of a row.
 #[derive(Clone, Copy)]
 struct Pair {
+    /// Logit.
     s: f64,
+    /// ds/dx of the soft cap; 1 without one.
     slope: f64,
+    /// Dropout factor: 0, or 1/(1 − probability).
     keep: f64,
 }
 
-/// Computes a case in the element type of its spec, the plain way.
+/// Computes a case in the element type of its spec.
 ///
 /// # Errors
 /// [`annulus_core::Error::InvalidArgument`] if the parts of the case do not fit each other.
 pub fn plain(case: &Case) -> Result<Answer> {
     let spec = &case.spec;
     let problem = case.problem();
-    let sight = problem.sight()?;
+    let visibility = problem.visibility()?;
     let Dims { batch, q_len, q_heads, value_dim, .. } = spec.dims;
     let statistics = || Array3::zeros((batch, q_heads, q_len));
     let mut answer = Answer {
@@ -47,13 +53,14 @@ pub fn plain(case: &Case) -> Result<Answer> {
     for b in 0..batch {
         for h in 0..q_heads {
             for i in 0..q_len {
-                let seen: Vec<usize> =
-                    (0..spec.dims.kv_len).filter(|&j| sight.visible(b, h, i, j)).collect();
-                Row { case, spec, sight: &sight, at: [b, h, i] }.compute(&seen, &mut answer);
+                let visible: Vec<usize> =
+                    (0..spec.dims.kv_len).filter(|&j| visibility.visible(b, h, i, j)).collect();
+                Row { case, spec, visibility: &visibility, at: [b, h, i] }
+                    .compute(&visible, &mut answer);
             }
         }
     }
-    // sums over rows end in the element type like everything else
+    // dk and dv are summed over queries in the accumulator's type and rounded once, here
     answer.dk.mapv_inplace(|x| spec.dtype.round(x));
     answer.dv.mapv_inplace(|x| spec.dtype.round(x));
     if spec.normalize {
@@ -62,43 +69,47 @@ pub fn plain(case: &Case) -> Result<Answer> {
     Ok(answer)
 }
 
+/// One query row of one head: `at` is [batch, head, query].
 struct Row<'a> {
     case: &'a Case,
     spec: &'a Spec,
-    sight: &'a Sight<'a>,
+    visibility: &'a PairVisibility<'a>,
     at: [usize; 3],
 }
 
-impl Row<'_> {
-    fn compute(&self, seen: &[usize], answer: &mut Answer) {
-        let [b, h, i] = self.at;
-        let (dtype, sums) = (self.spec.dtype, self.spec.dtype.accumulator());
-        let pairs: Vec<(usize, Pair)> =
-            seen.iter().filter_map(|&j| Some((j, self.pair(j)?))).collect();
-        let sinks: Vec<f64> = self.sinks();
-        let logits = || pairs.iter().map(|(_, pair)| pair.s).chain(sinks.iter().copied());
-        let max =
-            logits().fold(f64::NEG_INFINITY, |max, s| if s > max || s.is_nan() { s } else { max });
-        let [lse_place, max_place, sum_place, ties_place] =
-            [Some(&mut answer.lse), answer.max.as_mut(), answer.sum.as_mut(), answer.ties.as_mut()];
-        let put = |place: Option<&mut Array3<f64>>, number: f64| {
-            place.into_iter().for_each(|array| array[self.at] = number)
-        };
-        put(max_place, max);
-        if max == f64::NEG_INFINITY {
-            put(lse_place, max);
-            return;
-        }
-        let weight = |s: f64| sums.round((s - max).exp());
-        let sum = logits().fold(0.0, |sum, s| sums.round(sum + weight(s)));
-        let ties = logits().filter(|&s| s == max).count() as f64;
-        put(lse_place, sums.round(max + sums.round(sum.ln())));
-        put(sum_place, sum);
-        put(ties_place, ties);
+/// Softmax statistics of one row, rounded to the accumulator's type.
+#[derive(Clone, Copy)]
+struct Softmax {
+    sums: DType,
+    max: f64,
+    sum: f64,
+    ties: f64,
+}
 
-        // P: what multiplies the values
+impl Softmax {
+    /// Returns e^(s − max).
+    fn weight(&self, s: f64) -> f64 {
+        self.sums.round((s - self.max).exp())
+    }
+
+    /// Returns the probability e^(s − max) / sum.
+    fn prob(&self, s: f64) -> f64 {
+        self.sums.round(self.weight(s) / self.sum)
+    }
+}
+
+impl Row<'_> {
+    /// Computes the row's output and statistics, and adds its terms to the gradients.
+    fn compute(&self, visible: &[usize], answer: &mut Answer) {
+        let [b, h, i] = self.at;
+        let dtype = self.spec.dtype;
+        let sums = self.spec.dtype.accumulator();
+        let pairs: Vec<(usize, Pair)> =
+            visible.iter().filter_map(|&j| Some((j, self.pair(j)?))).collect();
+        let Some(softmax) = self.softmax(&pairs, answer) else { return };
+        // P, the factor of V
         let p = |s: f64| {
-            dtype.round(if self.spec.normalize { sums.round(weight(s) / sum) } else { weight(s) })
+            dtype.round(if self.spec.normalize { softmax.prob(s) } else { softmax.weight(s) })
         };
         let kv_head = self.spec.dims.kv_head(h);
         let weights: Vec<f64> =
@@ -110,28 +121,56 @@ impl Row<'_> {
                 .map(|(&(j, _), &weight)| (weight, self.case.v[[b, j, kv_head, x]]));
             answer.out[[b, i, h, x]] = dtype.round(dot(sums, products));
         }
+        self.add_gradients(&pairs, &weights, softmax, answer);
+    }
 
+    /// Computes the row's statistics; `None` if every logit is −∞.
+    fn softmax(&self, pairs: &[(usize, Pair)], answer: &mut Answer) -> Option<Softmax> {
+        let sums = self.spec.dtype.accumulator();
+        let sinks = self.sinks();
+        let logits = || pairs.iter().map(|(_, pair)| pair.s).chain(sinks.iter().copied());
+        let max =
+            logits().fold(f64::NEG_INFINITY, |max, s| if s > max || s.is_nan() { s } else { max });
+        let put = |array: Option<&mut Array3<f64>>, number: f64| {
+            array.into_iter().for_each(|array| array[self.at] = number)
+        };
+        put(answer.max.as_mut(), max);
+        if max == f64::NEG_INFINITY {
+            put(Some(&mut answer.lse), max);
+            return None;
+        }
+        let mut softmax = Softmax { sums, max, sum: 0.0, ties: 0.0 };
+        softmax.sum = logits().fold(0.0, |sum, s| sums.round(sum + softmax.weight(s)));
+        softmax.ties = logits().filter(|&s| s == max).count() as f64;
+        put(Some(&mut answer.lse), sums.round(max + sums.round(softmax.sum.ln())));
+        put(answer.sum.as_mut(), softmax.sum);
+        put(answer.ties.as_mut(), softmax.ties);
+        Some(softmax)
+    }
+
+    /// Computes the row's dq, and adds its terms to dk, dv, dbias and dsinks. `weights` are the
+    /// factors of V.
+    fn add_gradients(
+        &self,
+        pairs: &[(usize, Pair)],
+        weights: &[f64],
+        softmax: Softmax,
+        answer: &mut Answer,
+    ) {
+        let [b, h, i] = self.at;
+        let dtype = self.spec.dtype;
+        let sums = self.spec.dtype.accumulator();
+        let kv_head = self.spec.dims.kv_head(h);
         let dout = self.case.dout.slice(s![b, i, h, ..]);
         let out = answer.out.slice(s![b, i, h, ..]).to_owned();
         let dout_out = dtype.round(dot_of(sums, dout, out.view()));
-        let dlse = self.case.dlse.as_ref().map_or(0.0, |dlse| dlse[self.at]);
-        let slope = |s: f64, dp: f64| {
-            let share = dtype.round(sums.round(weight(s) / sum));
-            if self.spec.normalize {
-                return dtype.round(share * dtype.round(dp - dtype.round(dout_out - dlse)));
-            }
-            let through_max = if s == max { dtype.round(dout_out / ties) } else { 0.0 };
-            dtype.round(
-                dtype.round(dtype.round(weight(s)) * dp) - through_max + dtype.round(share * dlse),
-            )
-        };
         let mut dq = vec![0.0; self.spec.dims.head_dim];
-        for (&(j, pair), &weight) in pairs.iter().zip(&weights) {
+        for (&(j, pair), &weight) in pairs.iter().zip(weights) {
             let dp = dtype.round(
                 pair.keep
                     * dtype.round(dot_of(sums, dout, self.case.v.slice(s![b, j, kv_head, ..]))),
             );
-            let ds = slope(pair.s, dp);
+            let ds = self.ds(softmax, dout_out, pair.s, dp);
             let dx = dtype.round(ds * pair.slope);
             let scaled = dtype.round(self.spec.scale * dx);
             for (x, dq) in dq.iter_mut().enumerate() {
@@ -144,9 +183,9 @@ impl Row<'_> {
                 *dv = sums.round(*dv + sums.round(weight * dout));
             }
             if let Some(dbias) = &mut answer.dbias {
-                let place = broadcast(dbias.dim().into(), [b, h, i, j]);
-                dbias[place] = sums.round(
-                    dbias[place]
+                let index = broadcast(dbias.dim().into(), [b, h, i, j]);
+                dbias[index] = sums.round(
+                    dbias[index]
                         + if self.spec.bias_order == BiasOrder::BeforeSoftCap { dx } else { ds },
                 );
             }
@@ -159,19 +198,35 @@ impl Row<'_> {
             for (t, &sink) in
                 sinks.row(line).iter().enumerate().filter(|(_, sink)| **sink != f64::NEG_INFINITY)
             {
-                dsinks[[line, t]] = sums.round(dsinks[[line, t]] + slope(sink, 0.0));
+                let ds = self.ds(softmax, dout_out, sink, 0.0);
+                dsinks[[line, t]] = sums.round(dsinks[[line, t]] + ds);
             }
         }
     }
 
+    /// Returns the gradient of a logit `s` from dp and ⟨dO, O⟩.
+    fn ds(&self, softmax: Softmax, dout_out: f64, s: f64, dp: f64) -> f64 {
+        let dtype = self.spec.dtype;
+        let dlse = self.case.dlse.as_ref().map_or(0.0, |dlse| dlse[self.at]);
+        let prob = dtype.round(softmax.prob(s));
+        if self.spec.normalize {
+            return dtype.round(prob * dtype.round(dp - dtype.round(dout_out - dlse)));
+        }
+        let through_max = if s == softmax.max { dtype.round(dout_out / softmax.ties) } else { 0.0 };
+        dtype.round(
+            dtype.round(dtype.round(softmax.weight(s)) * dp) - through_max
+                + dtype.round(prob * dlse),
+        )
+    }
+
+    /// Returns the pair with key `j`; `None` if its bias is −∞, which masks it.
     fn pair(&self, j: usize) -> Option<Pair> {
         let [b, h, i] = self.at;
-        let (spec, dtype) = (self.spec, self.spec.dtype);
+        let spec = self.spec;
+        let dtype = self.spec.dtype;
         let bias = self.bias(j)?;
-        let (q, k) = (
-            self.case.q.slice(s![b, i, h, ..]),
-            self.case.k.slice(s![b, j, spec.dims.kv_head(h), ..]),
-        );
+        let q = self.case.q.slice(s![b, i, h, ..]);
+        let k = self.case.k.slice(s![b, j, spec.dims.kv_head(h), ..]);
         let product = dtype.round(spec.logits_dtype.round(dot_of(dtype.accumulator(), q, k)));
         let x = dtype.round(spec.scale * product);
         let (before, after) =
@@ -190,6 +245,7 @@ impl Row<'_> {
         Some(Pair { s: dtype.round(capped + after), slope, keep })
     }
 
+    /// Returns the bias of the pair with key `j`, tensor and function; `None` if either is −∞.
     fn bias(&self, j: usize) -> Option<f64> {
         let [b, h, i] = self.at;
         let tensor = self
@@ -197,12 +253,14 @@ impl Row<'_> {
             .bias
             .as_ref()
             .map_or(0.0, |bias| bias[broadcast(bias.dim().into(), [b, h, i, j])]);
-        let (query, key) = (self.sight.query(b, h, i)?, self.sight.key(b, j)?);
+        let query = self.visibility.query(b, h, i)?;
+        let key = self.visibility.key(b, j)?;
         let computed =
             self.spec.bias_function.as_ref().map_or(0.0, |function| function.bias(&query, &key));
         (tensor != f64::NEG_INFINITY && computed != f64::NEG_INFINITY).then_some(tensor + computed)
     }
 
+    /// Returns the sinks of this head, without those of −∞.
     fn sinks(&self) -> Vec<f64> {
         let Some(sinks) = &self.case.sinks else { return Vec::new() };
         let line = sinks.row(if sinks.nrows() == 1 { 0 } else { self.at[1] });

@@ -1,4 +1,4 @@
-//! Random cases: any combination of features, small and awkward sizes.
+//! Random cases: any combination of features, at small and awkward sizes.
 
 use std::sync::Arc;
 
@@ -12,7 +12,8 @@ use ndarray::{Array2, Array3};
 use crate::{Case, Draw, Masks};
 
 impl Case {
-    /// The case number `seed`. Every feature has a fair chance; a third of all cases have a few features only.
+    /// Returns the case number `seed`. Two thirds of the cases have each feature with probability
+    /// 1/3 (rare ones 1/6), the others with 1/8 (1/16), so that most features are absent.
     pub fn random(seed: u64) -> Self {
         let draw = &mut Draw::new(seed);
         let dims = random_dims(draw);
@@ -57,7 +58,8 @@ impl Case {
         }
         case.draw_tensors(draw);
         if case.spec.logits_dtype == DType::Bf16 {
-            // products that every sum gets exactly, or a sum's last bit could decide which way a logit is rounded
+            // multiples of 1/4 have exact products and sums: no order of summation changes the
+            // rounding of a logit
             [&mut case.q, &mut case.k]
                 .into_iter()
                 .for_each(|tensor| tensor.mapv_inplace(|x| (4.0 * x).round() / 4.0));
@@ -69,7 +71,8 @@ impl Case {
             case.dlse = Some(draw.tensor((batch, q_heads, q_len)));
         }
         case.batch = random_batch(&dims, every, draw);
-        // what a two-pass backward cannot do over several ranks is a typed error, held elsewhere
+        // several ranks refuse the others in a two-pass backward; `bad_input` and `update` test
+        // that
         let two_pass_can =
             case.spec.bias.is_none_or(|shape| shape[2] == 1) && case.batch.attention_mask.is_none();
         if two_pass_can && draw.once_in(3) {
@@ -85,7 +88,7 @@ fn random_dims(draw: &mut Draw) -> Dims {
     let kv_len = if draw.once_in(2) { q_len } else { draw.pick(&lengths) };
     let (q_heads, kv_heads) = draw.pick(&[(1, 1), (2, 1), (2, 2), (4, 2), (3, 3)]);
     let (head_dim, value_dim) = draw.pick(&[(4, 4), (8, 8), (1, 3), (7, 5), (16, 2)]);
-    // an empty side is a problem too
+    // an empty side is a valid problem
     let (q_len, kv_len) = if draw.once_in(25) {
         draw.pick(&[(0, kv_len), (q_len, 0), (0, 0)])
     } else {
@@ -188,7 +191,7 @@ fn random_batch(dims: &Dims, every: usize, draw: &mut Draw) -> Batch {
 }
 
 impl Case {
-    /// Draws every tensor anew for the spec as it is now.
+    /// Draws every tensor anew for the current spec.
     pub fn draw_tensors(&mut self, draw: &mut Draw) {
         let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = self.spec.dims;
         self.q = draw.tensor((batch, q_len, q_heads, head_dim));

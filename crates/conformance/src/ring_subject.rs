@@ -1,4 +1,5 @@
-//! Any backend over any transport, driven through the engine with raw views: one thread a rank, this rank's rows only.
+//! Any backend over any transport, driven through [`Ring`] with raw views: one thread a rank, each
+//! with its own rows only.
 
 use std::marker::PhantomData;
 
@@ -9,19 +10,19 @@ use annulus_core::{
 };
 use ndarray::{Array3, Array4, ArrayView4, Axis, Dimension, RemoveAxis};
 
-use crate::{Answer, Case, Memory, Setting, Subject};
+use crate::{Answer, Case, Setting, Subject, TensorMemory};
 
-/// What one rank is made of.
-pub struct Station<M: Memory, B: Backend<Space = M::Space>> {
-    /// Where its tensors live.
+/// Everything that one rank of a [`RingSubject`] is built from.
+pub struct RankSetup<M: TensorMemory, B: Backend<Space = M::Space>> {
+    /// TensorMemory of its tensors.
     pub memory: M,
-    /// What computes.
+    /// Computes its tiles.
     pub backend: B,
-    /// What sends.
+    /// Sends and receives its blocks.
     pub transport: Box<dyn Transport<M::Space>>,
 }
 
-/// A ring of stations, made anew for each run by `make(ranks)`.
+/// A ring of ranks, built anew for each run by `make(ranks)`.
 pub struct RingSubject<M, B, F> {
     name: String,
     make: F,
@@ -30,11 +31,11 @@ pub struct RingSubject<M, B, F> {
 
 impl<M, B, F> RingSubject<M, B, F>
 where
-    M: Memory,
+    M: TensorMemory,
     B: Backend<Space = M::Space>,
-    F: Fn(usize) -> Result<Vec<Station<M, B>>>,
+    F: Fn(usize) -> Result<Vec<RankSetup<M, B>>>,
 {
-    /// A subject of this name.
+    /// Creates a subject of this name.
     pub fn new(name: impl Into<String>, make: F) -> Self {
         Self { name: name.into(), make, kinds: PhantomData }
     }
@@ -42,72 +43,76 @@ where
 
 impl<M, B, F> Subject for RingSubject<M, B, F>
 where
-    M: Memory,
+    M: TensorMemory,
     B: Backend<Space = M::Space>,
-    F: Fn(usize) -> Result<Vec<Station<M, B>>>,
+    F: Fn(usize) -> Result<Vec<RankSetup<M, B>>>,
 {
     fn name(&self) -> String {
         self.name.clone()
     }
 
     fn run(&self, case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>> {
-        let stations = (self.make)(setting.ranks)?;
+        let setups = (self.make)(setting.ranks)?;
         let rank =
-            |station| -> RankJob<'_> { Box::new(move || run_rank(case, setting, station, times)) };
-        run_ranks(case, times, stations.into_iter().map(rank).collect())
+            |setup| -> RankJob<'_> { Box::new(move || run_rank(case, setting, setup, times)) };
+        run_ranks(case, times, setups.into_iter().map(rank).collect())
     }
 }
 
-/// One rank's whole life.
-pub(crate) type RankJob<'a> = Box<dyn FnOnce() -> Result<Vec<Part>> + Send + 'a>;
+/// All work of one rank: planning and every call.
+pub(crate) type RankJob<'a> = Box<dyn FnOnce() -> Result<Vec<RankAnswer>> + Send + 'a>;
 
-/// Runs every rank on a thread of its own and puts their answers together.
+/// Runs every rank on a thread of its own and assembles their answers, one for each call.
 pub(crate) fn run_ranks(case: &Case, times: usize, ranks: Vec<RankJob<'_>>) -> Result<Vec<Answer>> {
-    let parts = each_rank(ranks, |_, rank| rank())?;
-    Ok((0..times).map(|time| assemble(case, parts.iter().map(|part| &part[time]))).collect())
+    let answers = each_rank(ranks, |_, rank| rank())?;
+    Ok((0..times)
+        .map(|time| assemble(case, answers.iter().map(|of_rank| &of_rank[time])))
+        .collect())
 }
 
-/// What one rank computed of its rows.
-pub(crate) struct Part {
+/// The answer for the rows of one rank.
+pub(crate) struct RankAnswer {
     q_rows: Vec<usize>,
     kv_rows: Vec<usize>,
     answer: Answer,
 }
 
 /// Plans on this rank, then computes its rows `times` times.
-pub(crate) fn run_rank<M: Memory, B: Backend<Space = M::Space>>(
+pub(crate) fn run_rank<M: TensorMemory, B: Backend<Space = M::Space>>(
     case: &Case,
     setting: &Setting,
-    station: Station<M, B>,
+    setup: RankSetup<M, B>,
     times: usize,
-) -> Result<Vec<Part>> {
-    let Station { memory, backend, transport } = station;
+) -> Result<Vec<RankAnswer>> {
+    let RankSetup { memory, backend, transport } = setup;
     let options = RingOptions {
         layout: setting.layout.clone(),
         route: setting.route,
         backward: true,
-        // the ring cannot sum gradients in device memory: `compute` does
+        // a ring cannot reduce gradients in device memory: `compute` sums them over ranks
         local_gradients: true,
+        kv_block_size: None,
     };
     let mut ring = Ring::new(backend, transport, case.attention().spec(case.spec.dims), options)?;
     let rows = |runs: &Runs| runs.iter().map(i64::cast_unsigned).collect::<Vec<u64>>();
-    let (q_rows, kv_rows) = (rows(ring.q_rows()), rows(ring.kv_rows()));
+    let q_rows = rows(ring.q_rows());
+    let kv_rows = rows(ring.kv_rows());
     if case.batch != Batch::default() {
         ring.update(&case.batch.select(&q_rows, &kv_rows)?)?;
     }
     let [q_rows, kv_rows] =
         [q_rows, kv_rows].map(|rows| rows.into_iter().map(index).collect::<Vec<usize>>());
-    let share = Share::upload(&memory, case, &q_rows, &kv_rows)?;
-    let mut parts = Vec::new();
+    let tensors = RankTensors::upload(&memory, case, &q_rows, &kv_rows)?;
+    let mut answers = Vec::new();
     for _ in 0..times {
-        let answer = share.compute(&memory, &mut ring, case)?;
-        parts.push(Part { q_rows: q_rows.clone(), kv_rows: kv_rows.clone(), answer });
+        let answer = tensors.compute(&memory, &mut ring, case)?;
+        answers.push(RankAnswer { q_rows: q_rows.clone(), kv_rows: kv_rows.clone(), answer });
     }
-    Ok(parts)
+    Ok(answers)
 }
 
-/// One rank's tensors.
-struct Share<M: Memory> {
+/// The tensors of one rank, uploaded to its memory.
+struct RankTensors<M: TensorMemory> {
     q: M::Tensor,
     k: M::Tensor,
     v: M::Tensor,
@@ -119,9 +124,10 @@ struct Share<M: Memory> {
     bias_shape: Option<[usize; 4]>,
 }
 
-impl<M: Memory> Share<M> {
+impl<M: TensorMemory> RankTensors<M> {
     fn upload(memory: &M, case: &Case, q_rows: &[usize], kv_rows: &[usize]) -> Result<Self> {
-        let (dtype, sums) = (case.spec.dtype, case.spec.dtype.accumulator());
+        let dtype = case.spec.dtype;
+        let sums = case.spec.dtype.accumulator();
         let upload = |tensor: &Array4<f64>, rows: &[usize]| {
             memory.upload(tensor.select(Axis(1), rows).view(), dtype)
         };
@@ -172,7 +178,7 @@ impl<M: Memory> Share<M> {
         if let Some(dsinks) = &mut dsinks {
             sum_over_ranks(ring, sums, dsinks)?;
         }
-        let Made { out, lse, max, sum, ties } = made;
+        let ForwardTensors { out, lse, max, sum, ties } = made;
         Ok(Answer {
             out: memory.download(&out)?,
             lse: rows(Some(lse))?.unwrap_or_default(),
@@ -202,15 +208,18 @@ impl<M: Memory> Share<M> {
         memory: &M,
         ring: &mut Ring<B>,
         case: &Case,
-    ) -> Result<Made<M::Tensor>> {
-        let (dtype, sums, dims) = (case.spec.dtype, case.spec.dtype.accumulator(), case.spec.dims);
-        // what a call is given to write to must not matter
-        let junk =
+    ) -> Result<ForwardTensors<M::Tensor>> {
+        let dtype = case.spec.dtype;
+        let sums = case.spec.dtype.accumulator();
+        let dims = case.spec.dims;
+        // outputs hold another number before the call: results must not depend on their
+        // content
+        let filled =
             |shape: [usize; 4], dtype| memory.upload(Array4::from_elem(shape, 77.0).view(), dtype);
-        let statistics = || junk([dims.batch, dims.q_heads, self.q_rows, 1], sums);
+        let statistics = || filled([dims.batch, dims.q_heads, self.q_rows, 1], sums);
         let unnormalized = || (!case.spec.normalize).then(statistics).transpose();
-        let mut made = Made {
-            out: junk([dims.batch, self.q_rows, dims.q_heads, dims.value_dim], dtype)?,
+        let mut made = ForwardTensors {
+            out: filled([dims.batch, self.q_rows, dims.q_heads, dims.value_dim], dtype)?,
             lse: statistics()?,
             max: unnormalized()?,
             sum: unnormalized()?,
@@ -228,25 +237,26 @@ impl<M: Memory> Share<M> {
         Ok(made)
     }
 
-    /// dq, dk, dv, dbias, dsinks.
+    /// Returns dq, dk, dv, dbias, dsinks.
     fn backward<B: Backend<Space = M::Space>>(
         &self,
         memory: &M,
         ring: &mut Ring<B>,
         case: &Case,
-        made: &Made<M::Tensor>,
+        made: &ForwardTensors<M::Tensor>,
     ) -> Result<[Option<M::Tensor>; 5]> {
-        let (dtype, sums) = (case.spec.dtype, case.spec.dtype.accumulator());
-        let junk =
+        let dtype = case.spec.dtype;
+        let sums = case.spec.dtype.accumulator();
+        let filled =
             |shape: [usize; 4], dtype| memory.upload(Array4::from_elem(shape, 77.0).view(), dtype);
         let Dims { batch, q_heads, kv_heads, head_dim, value_dim, .. } = case.spec.dims;
         let kv_rows = index(ring.kv_rows().len());
-        let mut dq = junk([batch, self.q_rows, q_heads, head_dim], dtype)?;
-        let mut dk = junk([batch, kv_rows, kv_heads, head_dim], dtype)?;
-        let mut dv = junk([batch, kv_rows, kv_heads, value_dim], dtype)?;
-        let mut dbias = self.bias_shape.map(|shape| junk(shape, sums)).transpose()?;
+        let mut dq = filled([batch, self.q_rows, q_heads, head_dim], dtype)?;
+        let mut dk = filled([batch, kv_rows, kv_heads, head_dim], dtype)?;
+        let mut dv = filled([batch, kv_rows, kv_heads, value_dim], dtype)?;
+        let mut dbias = self.bias_shape.map(|shape| filled(shape, sums)).transpose()?;
         let sinks_shape = case.sinks.as_ref().map(|sinks| [sinks.nrows(), sinks.ncols(), 1, 1]);
-        let mut dsinks = sinks_shape.map(|shape| junk(shape, sums)).transpose()?;
+        let mut dsinks = sinks_shape.map(|shape| filled(shape, sums)).transpose()?;
         let inputs = BackwardInputs {
             forward: self.inputs(memory),
             out: memory.view(&made.out),
@@ -269,8 +279,8 @@ impl<M: Memory> Share<M> {
     }
 }
 
-/// What forward wrote.
-struct Made<T> {
+/// Output and statistics of a forward pass, in the memory of one rank.
+struct ForwardTensors<T> {
     out: T,
     lse: T,
     max: Option<T>,
@@ -278,7 +288,7 @@ struct Made<T> {
     ties: Option<T>,
 }
 
-/// What went over the wire is what the schedule predicts.
+/// Returns an error unless the bytes sent are those that the schedule predicts.
 fn check_bytes(pass: &str, report: annulus::Report) -> Result<()> {
     if report.bytes_sent == report.bytes_predicted {
         return Ok(());
@@ -291,7 +301,7 @@ fn check_bytes(pass: &str, report: annulus::Report) -> Result<()> {
     })
 }
 
-/// Adds up every rank's part, in the type that a caller is given.
+/// Sums every rank's contribution, rounded to the type of the gradient.
 fn sum_over_ranks<B: Backend, D: Dimension>(
     ring: &mut Ring<B>,
     sums: DType,
@@ -299,20 +309,20 @@ fn sum_over_ranks<B: Backend, D: Dimension>(
 ) -> Result<()> {
     let mut numbers: Vec<f64> = part.iter().copied().collect();
     ring.sum_over_ranks(&mut numbers)?;
-    part.iter_mut().zip(numbers).for_each(|(place, number)| *place = sums.round(number));
+    part.iter_mut().zip(numbers).for_each(|(element, number)| *element = sums.round(number));
     Ok(())
 }
 
-/// Puts every rank's rows where they belong.
-fn assemble<'a>(case: &Case, parts: impl Iterator<Item = &'a Part>) -> Answer {
+/// Copies the rows of every rank to their row numbers in the whole sequence.
+fn assemble<'a>(case: &Case, answers: impl Iterator<Item = &'a RankAnswer>) -> Answer {
     fn put<D: RemoveAxis>(
         whole: &mut ndarray::Array<f64, D>,
         axis: usize,
         rows: &[usize],
         part: &ndarray::Array<f64, D>,
     ) {
-        for (place, &row) in rows.iter().enumerate() {
-            whole.index_axis_mut(Axis(axis), row).assign(&part.index_axis(Axis(axis), place));
+        for (local, &row) in rows.iter().enumerate() {
+            whole.index_axis_mut(Axis(axis), row).assign(&part.index_axis(Axis(axis), local));
         }
     }
     let Dims { batch, q_len, q_heads, value_dim, .. } = case.spec.dims;
@@ -329,7 +339,7 @@ fn assemble<'a>(case: &Case, parts: impl Iterator<Item = &'a Part>) -> Answer {
         dbias: case.bias.as_ref().map(|bias| Array4::zeros(bias.raw_dim())),
         dsinks: None,
     };
-    for Part { q_rows, kv_rows, answer } in parts {
+    for RankAnswer { q_rows, kv_rows, answer } in answers {
         put(&mut whole.out, 1, q_rows, &answer.out);
         put(&mut whole.lse, 2, q_rows, &answer.lse);
         for (whole, part) in [
@@ -348,7 +358,7 @@ fn assemble<'a>(case: &Case, parts: impl Iterator<Item = &'a Part>) -> Answer {
             let over_queries = case.spec.bias.is_some_and(|shape| shape[2] == 1);
             if over_queries { whole.assign(part) } else { put(whole, 2, q_rows, part) }
         }
-        // already summed over ranks, the same on each
+        // already summed over ranks: the same on each
         whole.dsinks.clone_from(&answer.dsinks);
     }
     whole

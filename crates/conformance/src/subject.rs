@@ -1,4 +1,4 @@
-//! Who is examined: anything that can compute a case over a ring.
+//! Subjects of the suite: anything that can compute a case over a ring.
 
 use annulus::{Attention, Backward, Forward, LocalRing, Tensors};
 use annulus_core::{Batch, DType, Element, Layout, Result, Route};
@@ -7,14 +7,14 @@ use ndarray::{Array, Dimension};
 
 use crate::{Answer, Case};
 
-/// How a case is spread over ranks.
+/// The ranks, layout and route on which a case is computed.
 #[derive(Debug, Clone)]
 pub struct Setting {
     /// Ranks, at least 1.
     pub ranks: usize,
     /// `None`: chosen from the mask.
     pub layout: Option<Layout>,
-    /// `None`: chosen from the mask.
+    /// `None`: chosen from the mask by the library.
     pub route: Option<Route>,
 }
 
@@ -22,7 +22,7 @@ impl Setting {
     /// One rank.
     pub const ALONE: Self = Self { ranks: 1, layout: None, route: None };
 
-    /// This layout over `ranks` ranks.
+    /// `ranks` ranks with this layout.
     pub const fn new(ranks: usize, layout: Layout) -> Self {
         Self { ranks, layout: Some(layout), route: None }
     }
@@ -35,12 +35,12 @@ impl std::fmt::Display for Setting {
     }
 }
 
-/// Something that computes cases.
+/// An implementation under test.
 pub trait Subject {
-    /// Its name in failures.
+    /// Returns its name, for failures.
     fn name(&self) -> String;
 
-    /// The element types that it can compute.
+    /// Returns the element types that it can compute.
     fn dtypes(&self) -> &[DType] {
         &[DType::F32, DType::F64, DType::Bf16, DType::F16]
     }
@@ -48,11 +48,11 @@ pub trait Subject {
     /// Plans once, then computes forward and backward `times` times.
     ///
     /// # Errors
-    /// Whatever the subject says.
+    /// The errors of the implementation.
     fn run(&self, case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>>;
 }
 
-/// The facade: [`Attention`] → [`LocalRing`], whole tensors, CPU ranks in threads.
+/// The facade on whole tensors: [`Attention`] → [`LocalRing`], one CPU thread a rank.
 #[derive(Debug, Clone, Copy)]
 pub struct Facade;
 
@@ -71,14 +71,14 @@ impl Subject for Facade {
     }
 }
 
-/// The question as a user asks it.
-pub(crate) fn ask(case: &Case, setting: &Setting) -> Attention {
+/// The options of a case and setting, as a user sets them.
+pub(crate) fn options(case: &Case, setting: &Setting) -> Attention {
     let attention = case.attention().threads(1);
     setting.route.map_or(attention.clone(), |route| attention.route(route))
 }
 
 fn run_plan<T: Element>(case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>> {
-    let mut plan = ask(case, setting)
+    let mut plan = options(case, setting)
         .layout(setting.layout.clone())
         .local_ring(case.spec.dims, setting.ranks)?;
     if case.batch != Batch::default() {
@@ -107,7 +107,7 @@ fn run_plan<T: Element>(case: &Case, setting: &Setting, times: usize) -> Result<
     (0..times).map(|_| once(&mut plan)).collect()
 }
 
-/// Widens what the facade returns.
+/// Widens the results of the facade to f64.
 pub fn answer<T: Element>(forward: &Forward<T>, backward: &Backward<T>) -> Answer {
     Answer {
         out: widen(&forward.out),

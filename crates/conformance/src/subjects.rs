@@ -1,4 +1,4 @@
-//! The pairs of backend and transport that are examined here.
+//! The pairs of backend and transport that the suite examines.
 
 use std::time::Duration;
 
@@ -7,25 +7,25 @@ use annulus_core::{BackwardMode, Result};
 use annulus_cpu::Cpu;
 
 use crate::{
-    Answer, Case, HostMemory, RingSubject, Setting, Station, Subject,
+    Answer, Case, HostMemory, RankSetup, RingSubject, Setting, Subject,
     device::{Device, MockBackend, MockSpace, device_ring},
     ring_subject::{RankJob, run_rank, run_ranks},
 };
 
-/// No test waits longer than this for a peer that is silent.
+/// Longest wait for a silent peer: far above any test's time, so that only a deadlock reaches it.
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// The mock device, its blocks copied from device to device.
+/// The mock device; blocks are copied from device to device.
 pub fn mock() -> impl Subject {
     RingSubject::new(
         "mock over device copies",
-        |ranks| -> Result<Vec<Station<Device, MockBackend>>> {
+        |ranks| -> Result<Vec<RankSetup<Device, MockBackend>>> {
             let devices: Vec<Device> = (0..ranks).map(|_| Device::new()).collect();
             let endpoints = device_ring(&devices).into_iter().zip(devices);
             endpoints
                 .map(|(transport, memory)| {
                     let backend = MockBackend::new(memory.clone());
-                    Ok(Station {
+                    Ok(RankSetup {
                         memory,
                         backend,
                         transport: Box::new(Deadline::new(transport, DEADLINE)?),
@@ -36,15 +36,16 @@ pub fn mock() -> impl Subject {
     )
 }
 
-/// The mock device, its blocks staged through host memory and checked on arrival, each message up to `delay` late.
+/// The mock device; blocks are staged through host memory and verified on arrival, each message
+/// delayed by up to `delay`.
 pub fn mock_staged(delay: Duration) -> impl Subject {
     RingSubject::new(
         "mock over staged threads",
-        move |ranks| -> Result<Vec<Station<Device, MockBackend>>> {
+        move |ranks| -> Result<Vec<RankSetup<Device, MockBackend>>> {
             threads::ring(ranks)
                 .into_iter()
                 .enumerate()
-                .map(|(rank, transport)| mock_station(rank, transport, delay))
+                .map(|(rank, transport)| mock_rank(rank, transport, delay))
                 .collect()
         },
     )
@@ -52,32 +53,35 @@ pub fn mock_staged(delay: Duration) -> impl Subject {
 
 /// The CPU over a ring of threads.
 pub fn cpu() -> impl Subject {
-    RingSubject::new("cpu over threads", |ranks| -> Result<Vec<Station<HostMemory, Cpu>>> {
-        let station = |transport| {
+    RingSubject::new("cpu over threads", |ranks| -> Result<Vec<RankSetup<HostMemory, Cpu>>> {
+        let setup = |transport| {
             let transport = Box::new(Deadline::new(transport, DEADLINE)?);
-            Ok(Station { memory: HostMemory, backend: Cpu::new(1)?, transport })
+            Ok(RankSetup { memory: HostMemory, backend: Cpu::new(1)?, transport })
         };
-        threads::ring(ranks).into_iter().map(station).collect()
+        threads::ring(ranks).into_iter().map(setup).collect()
     })
 }
 
-/// The CPU with two threads a rank, over a ring of threads whose messages are checked on arrival and each up to `delay` late.
+/// The CPU with two threads a rank over a ring of threads; messages are verified on arrival and
+/// each is delayed by up to `delay`.
 pub fn cpu_delayed(delay: Duration) -> impl Subject {
     RingSubject::new(
         "cpu over delayed threads",
-        move |ranks| -> Result<Vec<Station<HostMemory, Cpu>>> {
+        move |ranks| -> Result<Vec<RankSetup<HostMemory, Cpu>>> {
             threads::ring(ranks)
                 .into_iter()
                 .enumerate()
-                .map(|(rank, transport)| cpu_station(rank, transport, delay))
+                .map(|(rank, transport)| cpu_rank(rank, transport, delay))
                 .collect()
         },
     )
 }
 
-/// Even ranks compute on the CPU, odd ones on a mock device: the wire format is the schedule's, not a backend's.
+/// A ring whose even ranks compute on the CPU and odd ranks on a mock device: the wire format
+/// belongs to the schedule, not to a backend.
 ///
-/// An unnormalised two-pass backward is done in one pass here: a row's largest logit would have to be found again by another backend, to the bit.
+/// An unnormalised two-pass backward is run in one pass: its second pass finds the row maximum
+/// again by comparing bits, and another backend rounds its logits otherwise.
 #[derive(Debug, Clone, Copy)]
 pub struct Mixed;
 
@@ -94,11 +98,11 @@ impl Subject for Mixed {
         let case = &case;
         let job = |(rank, transport): (usize, Threads)| -> Result<RankJob<'_>> {
             if rank.is_multiple_of(2) {
-                let station = cpu_station(rank, transport, Duration::ZERO)?;
-                Ok(Box::new(move || run_rank(case, setting, station, times)))
+                let setup = cpu_rank(rank, transport, Duration::ZERO)?;
+                Ok(Box::new(move || run_rank(case, setting, setup, times)))
             } else {
-                let station = mock_station(rank, transport, Duration::ZERO)?;
-                Ok(Box::new(move || run_rank(case, setting, station, times)))
+                let setup = mock_rank(rank, transport, Duration::ZERO)?;
+                Ok(Box::new(move || run_rank(case, setting, setup, times)))
             }
         };
         let jobs = threads::ring(setting.ranks)
@@ -110,27 +114,27 @@ impl Subject for Mixed {
     }
 }
 
-fn cpu_station(
+fn cpu_rank(
     rank: usize,
     transport: Threads,
     delay: Duration,
-) -> Result<Station<HostMemory, Cpu>> {
+) -> Result<RankSetup<HostMemory, Cpu>> {
     let late = Checksum::new(Fault::random_delays(transport, rank as u64, delay));
-    Ok(Station {
+    Ok(RankSetup {
         memory: HostMemory,
         backend: Cpu::new(2)?,
         transport: Box::new(Deadline::new(late, DEADLINE)?),
     })
 }
 
-fn mock_station(
+fn mock_rank(
     rank: usize,
     transport: Threads,
     delay: Duration,
-) -> Result<Station<Device, MockBackend>> {
+) -> Result<RankSetup<Device, MockBackend>> {
     let memory = Device::new();
     let backend = MockBackend::new(memory.clone());
     let late = Checksum::new(Fault::random_delays(transport, rank as u64, delay));
     let staged = Staged::<_, MockSpace>::new(late, memory.clone());
-    Ok(Station { memory, backend, transport: Box::new(Deadline::new(staged, DEADLINE)?) })
+    Ok(RankSetup { memory, backend, transport: Box::new(Deadline::new(staged, DEADLINE)?) })
 }

@@ -12,17 +12,17 @@ use annulus_wgpu::{Copier, Gpu, Tensor, Wgpu, WgpuSpace};
 use ndarray::{Array4, ArrayView4};
 
 use crate::{
-    Answer, Case, HostMemory, HostTensor, Memory, Setting, Station, Subject,
+    Answer, Case, HostMemory, HostTensor, RankSetup, Setting, Subject, TensorMemory,
     ring_subject::{RankJob, run_rank, run_ranks},
 };
 
-/// Longest wait for a silent peer.
+/// Longest wait for a silent peer: far above any test's time.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 /// Element types of the backend.
 const DTYPES: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
 
-impl Memory for Gpu {
+impl TensorMemory for Gpu {
     type Space = WgpuSpace;
     type Tensor = Tensor;
 
@@ -47,7 +47,7 @@ impl Memory for Gpu {
 #[derive(Debug, Clone, Copy)]
 struct HostViewMemory;
 
-impl Memory for HostViewMemory {
+impl TensorMemory for HostViewMemory {
     type Space = HostViews<WgpuSpace>;
     type Tensor = HostTensor;
 
@@ -88,26 +88,25 @@ pub struct WgpuRing {
 }
 
 impl WgpuRing {
-    /// All ranks on this device, with tensors in its memory.
+    /// Creates a ring with all ranks on this device and tensors in its memory.
     pub fn new(gpu: Gpu) -> Self {
         Self { gpu, ranks: Ranks::OnDevice, dtypes: DTYPES.to_vec() }
     }
 
-    /// Restricts the element types. Each has kernels of its own, which take a driver seconds to
-    /// compile.
+    /// Restricts the element types: each has its own kernels, which a driver compiles for seconds.
     #[must_use]
     pub fn only(self, dtypes: &[DType]) -> Self {
         Self { dtypes: dtypes.to_vec(), ..self }
     }
 
-    /// All ranks on this device, with tensors in host memory ([`Wgpu::on_host`]).
+    /// Creates a ring with all ranks on this device and tensors in host memory ([`Wgpu::on_host`]).
     pub fn on_host(gpu: Gpu) -> Self {
         Self { ranks: Ranks::OnHost, ..Self::new(gpu) }
     }
 
-    /// Odd ranks on this device, even ranks on the CPU.
+    /// Creates a ring with odd ranks on this device and even ranks on the CPU.
     ///
-    /// The backward pass of an unnormalized output is one-pass here: in two passes one backend
+    /// The backward pass of an unnormalized output runs in one pass here: in two passes one backend
     /// would have to reproduce the row maxima of the other bit for bit.
     pub fn mixed(gpu: Gpu) -> Self {
         Self { ranks: Ranks::Mixed, ..Self::new(gpu) }
@@ -123,27 +122,27 @@ impl WgpuRing {
     ) -> Result<RankJob<'a>> {
         let checked = Checksum::new(transport);
         if self.ranks == Ranks::Mixed && rank.is_multiple_of(2) {
-            let station = Station {
+            let setup = RankSetup {
                 memory: HostMemory,
                 backend: Cpu::new(1)?,
                 transport: Box::new(Deadline::new(checked, DEADLINE)?),
             };
-            return Ok(Box::new(move || run_rank(case, setting, station, times)));
+            return Ok(Box::new(move || run_rank(case, setting, setup, times)));
         }
         if self.ranks == Ranks::OnHost {
-            let station = Station {
+            let setup = RankSetup {
                 memory: HostViewMemory,
                 backend: Wgpu::on_host(self.gpu.clone()),
                 transport: self.staged(checked)?,
             };
-            return Ok(Box::new(move || run_rank(case, setting, station, times)));
+            return Ok(Box::new(move || run_rank(case, setting, setup, times)));
         }
-        let station = Station {
+        let setup = RankSetup {
             memory: self.gpu.clone(),
             backend: Wgpu::new(self.gpu.clone()),
             transport: self.staged(checked)?,
         };
-        Ok(Box::new(move || run_rank(case, setting, station, times)))
+        Ok(Box::new(move || run_rank(case, setting, setup, times)))
     }
 
     /// Stages blocks of the space `S` through host memory for `inner`.

@@ -1,5 +1,6 @@
-//! Bad input, through the facade: each gives a typed error that names the argument, what it got and what it wants; nothing is computed,
-//! nobody panics or hangs, and a plan that refused a call still works.
+//! Bad input through the facade: each gives a typed error that names the argument, its value and
+//! the values allowed. Nothing is computed, no rank panics or hangs, and a plan that refused a call
+//! still works.
 
 use std::{sync::Arc, thread, time::Duration};
 
@@ -15,7 +16,7 @@ use ndarray::{Array2, Array3, Array4};
 const DIMS: Dims =
     Dims { batch: 2, q_len: 6, kv_len: 6, q_heads: 4, kv_heads: 2, head_dim: 3, value_dim: 5 };
 
-/// An error must be a refusal of this argument, and say what it got and wants.
+/// Requires that `result` refuses this argument, with its value and the values allowed.
 #[track_caller]
 fn refused<T: std::fmt::Debug>(what: &str, argument: &str, result: Result<T>) {
     match result {
@@ -40,7 +41,7 @@ fn unsupported<T: std::fmt::Debug>(what: &str, result: Result<T>) {
     );
 }
 
-/// One rank, and a ring of three.
+/// Plans a ring of one rank, and one of three.
 fn plans(attention: &Attention, dims: Dims) -> [Result<LocalRing>; 2] {
     [1, 3].map(|ranks| attention.clone().layout(Layout::Zigzag).local_ring(dims, ranks))
 }
@@ -174,7 +175,7 @@ fn batches_that_do_not_fit() {
             works(&mut plan);
         }
     }
-    // given for one side only, with unequal lengths
+    // given for one side only, while the lengths differ
     let unequal = Dims { kv_len: 7, ..DIMS };
     let cases = [
         ("q_segment_ids", Batch { q_segment_ids: ids(2, 6), ..batch() }),
@@ -196,7 +197,7 @@ fn batches_that_do_not_fit() {
     );
 }
 
-/// Whole tensors for [`DIMS`].
+/// Tensors of the whole sequence for [`DIMS`].
 struct Whole {
     q: Array4<f32>,
     k: Array4<f32>,
@@ -224,14 +225,14 @@ impl Whole {
     }
 }
 
-/// The plan, made for no extras, computes.
+/// Requires that a plan without bias and sinks still computes.
 #[track_caller]
 fn works(plan: &mut LocalRing) {
     let whole = Whole::new();
-    let forward = plan.forward(&whole.tensors()).expect("a plan that refused still works");
+    let forward = plan.forward(&whole.tensors()).expect("a plan works after a refusal");
     let backward = plan
         .backward(&whole.tensors(), &forward, whole.dout.view(), None)
-        .expect("a plan that refused still works");
+        .expect("a plan works after a refusal");
     assert!(forward.out.iter().chain(&backward.dk).all(|x| x.is_finite()));
 }
 
@@ -239,13 +240,13 @@ fn works(plan: &mut LocalRing) {
 fn tensors_that_do_not_fit() {
     let whole = Whole::new();
     let good = whole.tensors();
-    let (q, k, v) = (
-        Array4::<f32>::zeros((2, 5, 4, 3)),
-        Array4::<f32>::zeros((2, 6, 4, 3)),
-        Array4::<f32>::zeros((1, 6, 2, 5)),
-    );
-    let (per_head, other_bias) = (Array2::<f32>::zeros((4, 2)), Array4::<f32>::zeros((1, 1, 6, 5)));
-    let (bias, sinks) = (Array4::<f32>::zeros((1, 1, 6, 6)), Array2::<f32>::zeros((1, 2)));
+    let q = Array4::<f32>::zeros((2, 5, 4, 3));
+    let k = Array4::<f32>::zeros((2, 6, 4, 3));
+    let v = Array4::<f32>::zeros((1, 6, 2, 5));
+    let per_head = Array2::<f32>::zeros((4, 2));
+    let other_bias = Array4::<f32>::zeros((1, 1, 6, 5));
+    let bias = Array4::<f32>::zeros((1, 1, 6, 6));
+    let sinks = Array2::<f32>::zeros((1, 2));
     for plan in plans(&Attention::new(), DIMS) {
         let mut plan = plan.unwrap();
         refused("q of another length", "q", plan.forward(&Tensors::new(q.view(), good.k, good.v)));
@@ -262,8 +263,8 @@ fn tensors_that_do_not_fit() {
             plan.forward(&good.clone().with_softmax_aux(sinks.view())),
         );
         let wide = Array4::<f64>::zeros((2, 6, 4, 3));
-        let (wide_k, wide_v) =
-            (Array4::<f64>::zeros((2, 6, 2, 3)), Array4::<f64>::zeros((2, 6, 2, 5)));
+        let wide_k = Array4::<f64>::zeros((2, 6, 2, 3));
+        let wide_v = Array4::<f64>::zeros((2, 6, 2, 5));
         refused(
             "f64 for an f32 plan",
             "q",
@@ -301,7 +302,8 @@ fn gradients_that_do_not_fit() {
     for plan in plans(&Attention::new(), DIMS) {
         let mut plan = plan.unwrap();
         let forward = plan.forward(&good).unwrap();
-        let (dout, dlse) = (Array4::<f32>::zeros((2, 6, 4, 3)), Array3::<f32>::zeros((2, 4, 5)));
+        let dout = Array4::<f32>::zeros((2, 6, 4, 3));
+        let dlse = Array3::<f32>::zeros((2, 4, 5));
         refused("dout of another dim", "dout", plan.backward(&good, &forward, dout.view(), None));
         refused(
             "dlse of another length",
@@ -321,7 +323,7 @@ fn gradients_that_do_not_fit() {
         let mut other = forward.clone();
         other.max = Some(forward.lse.clone());
         refused(
-            "a max that is not wanted",
+            "a max of a normalised output",
             "max",
             plan.backward(&good, &other, whole.dout.view(), None),
         );
@@ -346,7 +348,7 @@ fn gradients_that_do_not_fit() {
     }
 }
 
-/// Makes one plan a rank, all at once.
+/// Plans on every rank of a ring at once.
 fn ring(
     attentions: &[Attention],
     dims: &[Dims],
@@ -374,7 +376,7 @@ fn ring(
 #[test]
 fn ranks_that_would_round_weights_differently() {
     if !Isa::Avx512Bf16.is_available() {
-        eprintln!("NOT RUN: this processor multiplies no pairs of bf16");
+        eprintln!("NOT RUN: this processor has no bf16 dot products");
         return;
     }
     let attention = Attention::new().dtype(DType::Bf16);
@@ -408,7 +410,7 @@ fn ranks_that_would_round_weights_differently() {
 fn ranks_that_disagree() {
     let plain = Attention::new;
     let zigzag = Some(Layout::Zigzag);
-    // what rank 2 of 3 says otherwise than the others
+    // the arguments of rank 2 of 3, which differ from the others'
     let cases = [
         ("mask", plain().causal(true), DIMS, zigzag.clone()),
         ("mask", plain().sliding_window(2, None), DIMS, zigzag.clone()),

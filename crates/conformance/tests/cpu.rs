@@ -1,5 +1,6 @@
-//! The CPU backend over threads. In full: mask family × ranks × layout at tiny sizes (dims, element types and other features dealt out at
-//! random, see `suite/matrix.rs`), the awkward sizes, every numeric rule, every relation. Sampled: random configurations.
+//! The CPU backend over threads. In full: mask family × ranks × layout at tiny sizes (dims, element
+//! types and other features at random, see `suite/matrix.rs`), the awkward sizes, every numeric
+//! rule, every relation. Sampled: random configurations.
 
 use std::time::Duration;
 
@@ -62,9 +63,13 @@ fn different_backends_share_a_ring() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig {
+        cases: 64,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
 
-    /// A seed that fails belongs into the range of known ones.
+    /// A failing seed is to be added to `known_random_cases_hold_on_the_cpu`.
     #[test]
     fn any_random_case_holds_on_the_cpu(seed in any::<u64>()) {
         prop_assert_eq!(suite::random_cases(&cpu(), std::iter::once(seed)), Ok(()));

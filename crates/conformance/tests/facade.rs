@@ -1,5 +1,6 @@
-//! The facade, as a user sees it: whole tensors in, whole tensors out. Every golden case over 1, 3 and 7 ranks in f32 and f64 (the
-//! command `annulus check` runs all ranks and layouts), an eighth of the matrix, 100 random cases.
+//! The facade, called as a user calls it: whole tensors in, whole tensors out. Every golden case
+//! over 1, 3 and 7 ranks in f32 and f64 (the command `annulus check` runs all ranks and layouts),
+//! an eighth of the matrix, 100 random cases.
 
 use annulus_conformance::{
     Answer, Facade, Setting, Subject, golden, suite,

@@ -1,5 +1,6 @@
-//! The engine under faults: whatever goes wrong on the wire, every rank returns a documented error by deadline + 1 s, names what broke, and its plan
-//! is dead afterwards. Faults that must do no harm do none. (The transports' own faults are held in `annulus-comm`.)
+//! The ring under faults of messages: every rank returns a documented error by deadline + 1 s that
+//! names the fault, and its plan is dead afterwards. Delays cause no failure. `annulus-comm` tests
+//! the transports' own faults.
 
 use std::{
     thread,
@@ -17,7 +18,7 @@ const DEADLINE: Duration = Duration::from_secs(1);
 const DIMS: Dims =
     Dims { batch: 1, q_len: 16, kv_len: 16, q_heads: 2, kv_heads: 1, head_dim: 4, value_dim: 4 };
 
-/// What one rank went through: its first error, when, and what its plan says afterwards.
+/// One rank's first error, its time, and the error of the next call.
 #[derive(Debug)]
 struct Fate {
     error: Option<Error>,
@@ -25,7 +26,7 @@ struct Fate {
     next: Option<Error>,
 }
 
-/// Forward and backward of full attention, three hops each way; rank 1 suffers the fault.
+/// Runs forward and backward of full attention, three hops each way; rank 1 has the fault.
 fn run(injection: Injection) -> Vec<Fate> {
     let rank = |(rank, endpoint)| {
         let injections = if rank == 1 { vec![injection] } else { Vec::new() };
@@ -47,7 +48,7 @@ fn run(injection: Injection) -> Vec<Fate> {
         let ranks: Vec<_> = threads::ring(RANKS)
             .into_iter()
             .enumerate()
-            .map(|part| scope.spawn(move || rank(part)))
+            .map(|endpoint| scope.spawn(move || rank(endpoint)))
             .collect();
         ranks
             .into_iter()
@@ -59,21 +60,23 @@ fn run(injection: Injection) -> Vec<Fate> {
 fn passes(plan: &mut Plan<Cpu>) -> Result<()> {
     let rows = annulus_core::index(plan.q_rows().len());
     let tensor = |heads| Array4::<f32>::from_elem((1, rows, heads, 4), 0.5);
-    let (q, kv) = (tensor(2), tensor(1));
+    let q = tensor(2);
+    let kv = tensor(1);
     let tensors = Tensors::new(q.view(), kv.view(), kv.view());
     let forward = plan.forward(&tensors)?;
     plan.backward(&tensors, &forward, q.view(), None).map(drop)
 }
 
-/// Every rank failed in time with an error of the family "the plan is dead", and stays dead; `root` is what at least one rank saw itself.
+/// Requires that every rank failed in time with a fatal error and stays dead, and that at least one
+/// rank's own error is `root`.
 fn assert_all_fail(injection: Injection, root: fn(usize, &Error) -> bool) {
     let fates = run(injection);
-    let mut seen = false;
+    let mut found = false;
     for (rank, fate) in fates.iter().enumerate() {
         let error = fate
             .error
             .as_ref()
-            .unwrap_or_else(|| panic!("{injection:?}: rank {rank} noticed nothing: {fates:?}"));
+            .unwrap_or_else(|| panic!("{injection:?}: rank {rank} has no error: {fates:?}"));
         assert!(error.is_fatal(), "{injection:?}: rank {rank}: {error}");
         assert!(
             fate.after <= DEADLINE + Duration::from_secs(1),
@@ -82,12 +85,12 @@ fn assert_all_fail(injection: Injection, root: fn(usize, &Error) -> bool) {
         );
         assert!(
             matches!(&fate.next, Some(Error::Poisoned { .. })),
-            "{injection:?}: rank {rank} goes on: {:?}",
+            "{injection:?}: rank {rank} continues: {:?}",
             fate.next
         );
-        seen |= root(rank, error);
+        found |= root(rank, error);
     }
-    assert!(seen, "{injection:?}: nobody names the cause: {fates:?}");
+    assert!(found, "{injection:?}: no rank names the cause: {fates:?}");
 }
 
 fn assert_none_fails(injection: Injection) {
@@ -96,10 +99,10 @@ fn assert_none_fails(injection: Injection) {
     }
 }
 
-/// The first and the last send of a forward pass, and two of the backward pass.
+/// The first and the last send of a forward pass, and two of the backward pass, by number.
 const SENDS: [u64; 4] = [0, 2, 4, 6];
 
-/// Waits cost no work: all at once.
+/// Runs the cases concurrently: most of their time is waiting.
 fn at_once<T: Send>(cases: impl IntoIterator<Item = T>, check: impl Fn(T) + Sync) {
     let check = &check;
     thread::scope(|scope| {
@@ -110,28 +113,28 @@ fn at_once<T: Send>(cases: impl IntoIterator<Item = T>, check: impl Fn(T) + Sync
 }
 
 #[test]
-fn a_message_that_never_comes_is_a_timeout() {
+fn a_message_that_never_arrives_is_a_timeout() {
     at_once(SENDS, |send| {
         assert_all_fail(Injection::Drop { send }, |_, error| matches!(error, Error::Timeout { .. }))
     });
 }
 
 #[test]
-fn a_message_that_comes_spoilt_is_named_by_its_receiver() {
+fn the_receiver_of_a_damaged_message_names_its_sender() {
+    fn truncated(_: usize, error: &Error) -> bool {
+        matches!(error, Error::Comm { peer: 1, what, .. } if what.contains("truncated"))
+    }
+    fn corrupted(_: usize, error: &Error) -> bool {
+        matches!(error, Error::Comm { peer: 1, what, .. } if what.contains("checksum"))
+    }
     for send in SENDS {
-        assert_all_fail(
-            Injection::Truncate { send },
-            |_, error| matches!(error, Error::Comm { peer: 1, what, .. } if what.contains("truncated")),
-        );
-        assert_all_fail(
-            Injection::Corrupt { send },
-            |_, error| matches!(error, Error::Comm { peer: 1, what, .. } if what.contains("checksum")),
-        );
+        assert_all_fail(Injection::Truncate { send }, truncated);
+        assert_all_fail(Injection::Corrupt { send }, corrupted);
     }
 }
 
 #[test]
-fn a_message_that_comes_twice_is_an_error_or_nothing() {
+fn a_message_that_arrives_twice_is_an_error_or_nothing() {
     for send in SENDS {
         for fate in run(Injection::Duplicate { send }) {
             let documented = match &fate.error {
@@ -145,7 +148,7 @@ fn a_message_that_comes_twice_is_an_error_or_nothing() {
 }
 
 #[test]
-fn a_rank_that_dies_is_missed() {
+fn a_rank_that_dies_is_lost_to_the_others() {
     at_once(0..3, |step| {
         assert_all_fail(Injection::Die { step }, |rank, error| {
             rank != 1 && matches!(error, Error::Timeout { .. } | Error::PeerLost { .. })
@@ -154,7 +157,7 @@ fn a_rank_that_dies_is_missed() {
 }
 
 #[test]
-fn messages_that_come_late_do_no_harm() {
+fn messages_that_arrive_late_cause_no_failure() {
     at_once(SENDS, |send| {
         assert_none_fails(Injection::Delay { send, by: Duration::from_millis(300) })
     });

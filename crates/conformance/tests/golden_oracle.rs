@@ -1,4 +1,4 @@
-//! The oracle against answers that were computed elsewhere.
+//! The oracle compared with golden answers, which were computed elsewhere.
 
 use annulus_conformance::{Answer, golden};
 

@@ -1,10 +1,11 @@
-//! The mock device over its own transport and over a staged one: nothing between the seams assumes host memory, or that work is done when a
-//! call returns. A fifth of the matrix, 300 random cases, and every rule; over the staged transport a smaller sample.
+//! The mock device over its own transport and over a staged one: no code between the backend and
+//! transport traits assumes host memory, or that work is done when a call returns. A fifth of the
+//! matrix, 300 random cases, and every rule; over the staged transport a smaller sample.
 
 use std::time::Duration;
 
 use annulus_conformance::{
-    Case, RingSubject, Setting, Station, Subject,
+    Case, RankSetup, RingSubject, Setting, Subject,
     device::{Device, DeviceTransport, MockBackend, device_ring},
     subjects::{mock, mock_staged},
     suite::{self, Poison, Scale},
@@ -55,17 +56,17 @@ fn messages_that_overtake_each_other_change_no_bit_on_the_mock_device() {
 }
 
 #[test]
-fn a_plan_that_is_gone_leaves_no_memory_behind() {
+fn a_dropped_plan_frees_its_memory() {
     let devices: Vec<Device> = (0..3).map(|_| Device::new()).collect();
     let kept = devices.clone();
-    let ring = RingSubject::new("mock", move |_| -> Result<Vec<Station<Device, MockBackend>>> {
+    let ring = RingSubject::new("mock", move |_| -> Result<Vec<RankSetup<Device, MockBackend>>> {
         let endpoints = device_ring(&devices).into_iter().zip(devices.clone());
-        let station = |(transport, memory): (DeviceTransport, Device)| Station {
+        let setup = |(transport, memory): (DeviceTransport, Device)| RankSetup {
             backend: MockBackend::new(memory.clone()),
             memory,
             transport: Box::new(transport),
         };
-        Ok(endpoints.map(station).collect())
+        Ok(endpoints.map(setup).collect())
     });
     ring.run(&Case::random(4), &Setting::new(3, Layout::Zigzag), 2).unwrap();
     for device in kept {

@@ -1,11 +1,11 @@
-//! Host tensors in front of a device backend: [`OnHost`] over the mock device, whose memory no host
-//! slice can reach and whose work is done late.
+//! Host tensors for a device backend: [`OnHost`] over the mock device, whose memory the host cannot
+//! access and whose work is asynchronous.
 
 use std::time::Duration;
 
 use annulus_comm::{Checksum, Deadline, Staged, threads};
 use annulus_conformance::{
-    HostMemory, HostTensor, Memory, RingSubject, Station,
+    HostMemory, HostTensor, RankSetup, RingSubject, TensorMemory,
     device::{Device, MockBackend, MockSpace},
     suite,
 };
@@ -15,7 +15,7 @@ use ndarray::{Array4, ArrayView4};
 /// Tensors in host memory, blocks on the mock device.
 struct OnMock;
 
-impl Memory for OnMock {
+impl TensorMemory for OnMock {
     type Space = HostViews<MockSpace>;
     type Tensor = HostTensor;
 
@@ -36,7 +36,7 @@ impl Memory for OnMock {
     }
 }
 
-type Rank = Station<OnMock, OnHost<MockBackend>>;
+type Rank = RankSetup<OnMock, OnHost<MockBackend>>;
 
 fn subject() -> impl annulus_conformance::Subject {
     RingSubject::new("mock for host tensors", |ranks| -> Result<Vec<Rank>> {
@@ -44,7 +44,7 @@ fn subject() -> impl annulus_conformance::Subject {
             let device = Device::new();
             let staged =
                 Staged::<_, HostViews<MockSpace>>::new(Checksum::new(transport), device.clone());
-            Ok(Station {
+            Ok(RankSetup {
                 memory: OnMock,
                 backend: OnHost::new(MockBackend::new(device.clone()), device),
                 transport: Box::new(Deadline::new(staged, Duration::from_secs(60))?),

@@ -39,7 +39,7 @@ use annulus_wgpu::{
     Copier, Gpu, Level, Options, Stopwatch, Tensor, Wgpu, WgpuSpace, wgpu::Features,
 };
 
-/// Returns true if the absence of `what` is a failure.
+/// True if the absence of `what` is a failure.
 fn is_required(what: &str) -> bool {
     std::env::var("ANNULUS_REQUIRE").unwrap_or_default().split(',').any(|name| name == what)
 }
@@ -109,7 +109,7 @@ fn a_visible_nan_does_not_depend_on_the_ranks_on_wgpu() {
 }
 
 #[test]
-fn related_questions_have_related_answers_on_wgpu() {
+fn the_metamorphic_relations_hold_on_wgpu() {
     let Some(gpu) = gpu() else { return };
     suite::metamorphic(&WgpuRing::new(gpu).only(F32)).unwrap();
 }
@@ -152,8 +152,8 @@ fn every_level_holds() {
 fn the_level_is_the_chosen_one_unless_another_is_forced() {
     let Some(adapter) = gpu().and_then(|_| Gpu::list().into_iter().next()) else { return };
     assert!(adapter.levels.contains(&adapter.chosen) && adapter.levels[0] == Level::Plain);
-    let unasked = Level::forced().unwrap().unwrap_or(adapter.chosen);
-    assert_eq!(open(&Options::default()).map(|gpu| gpu.level()), Some(unasked));
+    let default_level = Level::forced().unwrap().unwrap_or(adapter.chosen);
+    assert_eq!(open(&Options::default()).map(|gpu| gpu.level()), Some(default_level));
     let Some(plain) = open(&Options { level: Some(Level::Plain), ..Options::default() }) else {
         return;
     };
@@ -163,7 +163,7 @@ fn the_level_is_the_chosen_one_unless_another_is_forced() {
 }
 
 #[test]
-fn matrices_hold_where_there_are_any() {
+fn the_matrix_level_holds_if_the_adapter_has_it() {
     let Some(adapter) = Gpu::list().into_iter().next() else { return };
     let options = Options { level: Some(Level::Matrix), ..Options::default() };
     if !adapter.levels.contains(&Level::Matrix) {
@@ -172,9 +172,10 @@ fn matrices_hold_where_there_are_any() {
             "ANNULUS_REQUIRE has matrix, and {} has none",
             adapter.name
         );
-        assert!(
-            matches!(Gpu::open(&options), Err(Error::Unsupported { what, by }) if what.contains("matrix") && by == adapter.name)
-        );
+        assert!(matches!(
+            Gpu::open(&options),
+            Err(Error::Unsupported { what, by }) if what.contains("matrix") && by == adapter.name
+        ));
         return;
     }
     let Some(gpu) = open(&options) else { return };
@@ -190,13 +191,20 @@ fn matrices_hold_where_there_are_any() {
     let Some(plain) = open(&Options { level: Some(Level::Plain), ..Options::default() }) else {
         return;
     };
-    let told = threads::each_rank(threads::ring(2), |rank, transport| {
+    let errors = threads::each_rank(threads::ring(2), |rank, transport| {
         let gpu = if rank == 0 { &plain } else { &gpu };
         Ok(self::ring(gpu, transport, &Attention::new().dtype(DType::F16), Dims::new(1, 8, 1, 8))
             .err())
     });
-    let told = told.expect("every rank answers");
-    assert!(told.iter().all(|error| matches!(error, Some(Error::RankMismatch { field, .. }) if field.contains("rounded"))), "{told:?}");
+    let errors = errors.expect("every rank answers");
+    let fields: Vec<_> = errors
+        .into_iter()
+        .map(|error| match error {
+            Some(Error::RankMismatch { field, .. }) => field,
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    assert!(fields.iter().all(|field| field.contains("rounded")), "{fields:?}");
     // element types without matrices
     suite::random_cases(&WgpuRing::new(gpu).only(&[DType::F32, DType::Bf16]), 0..4).unwrap();
 }
@@ -204,7 +212,7 @@ fn matrices_hold_where_there_are_any() {
 /// Longest silence of a rank: a driver may take seconds to compile a kernel.
 const DEADLINE: Duration = Duration::from_secs(30);
 
-/// Makes one rank's ring over a device of its own or a shared one.
+/// Creates one rank's ring over a device of its own or a shared one.
 fn ring(gpu: &Gpu, transport: Threads, attention: &Attention, dims: Dims) -> Result<Ring<Wgpu>> {
     let staged = Staged::<_, WgpuSpace>::new(transport, Copier::new(gpu.clone()));
     let transport = Box::new(Deadline::new(staged, DEADLINE)?);
@@ -219,11 +227,9 @@ fn ring(gpu: &Gpu, transport: Threads, attention: &Attention, dims: Dims) -> Res
 fn forward(gpu: &Gpu, ring: &mut Ring<Wgpu>, dims: Dims) -> Result<()> {
     let rows = annulus_core::index(ring.q_rows().len());
     let tensor = |heads, dim| Tensor::zeros(gpu, [dims.batch, rows, heads, dim], DType::F32);
-    let (q, k, v) = (
-        tensor(dims.q_heads, dims.head_dim)?,
-        tensor(dims.kv_heads, dims.head_dim)?,
-        tensor(dims.kv_heads, dims.value_dim)?,
-    );
+    let q = tensor(dims.q_heads, dims.head_dim)?;
+    let k = tensor(dims.kv_heads, dims.head_dim)?;
+    let v = tensor(dims.kv_heads, dims.value_dim)?;
     let mut out = tensor(dims.q_heads, dims.value_dim)?;
     let mut lse = Tensor::zeros(gpu, [dims.batch, dims.q_heads, rows, 1], DType::F32)?;
     let inputs = Inputs { q: &q, k: &k, v: &v, bias: None, sinks: None };
@@ -237,29 +243,30 @@ fn forward(gpu: &Gpu, ring: &mut Ring<Wgpu>, dims: Dims) -> Result<()> {
 }
 
 #[test]
-fn what_it_cannot_do_is_an_error_at_plan_time() {
+fn an_unsupported_problem_is_an_error_at_plan_time() {
     let Some(gpu) = gpu() else { return };
     let plan = |attention: Attention, dims| {
         let [transport] = <[Threads; 1]>::try_from(threads::ring(1)).expect("one rank");
         ring(&gpu, transport, &attention, dims).err()
     };
     let dims = Dims::new(1, 8, 2, 8);
-    assert!(
-        matches!(plan(Attention::new().dtype(DType::F64), dims), Some(Error::Unsupported { what, .. }) if what.contains("f64"))
-    );
-    assert!(
-        matches!(plan(Attention::new(), Dims { head_dim: 257, ..dims }), Some(Error::Unsupported { what, .. }) if what.contains("257"))
-    );
-    assert!(
-        matches!(plan(Attention::new(), Dims { value_dim: 300, ..dims }), Some(Error::Unsupported { what, .. }) if what.contains("300"))
-    );
+    let refused = |attention: Attention, dims, text: &str| {
+        let error = plan(attention, dims);
+        assert!(
+            matches!(&error, Some(Error::Unsupported { what, .. }) if what.contains(text)),
+            "{error:?}"
+        );
+    };
+    refused(Attention::new().dtype(DType::F64), dims, "f64");
+    refused(Attention::new(), Dims { head_dim: 257, ..dims }, "257");
+    refused(Attention::new(), Dims { value_dim: 300, ..dims }, "300");
     assert_eq!(plan(Attention::new(), Dims { head_dim: 256, value_dim: 255, ..dims }), None);
     let elsewhere = Gpu::open(&Options { number: 1000, ..Options::default() });
     assert!(matches!(elsewhere, Err(Error::Unsupported { what, .. }) if what.contains("1000")));
 }
 
 #[test]
-fn a_stopwatch_tells_time_where_the_device_has_timestamps() {
+fn a_stopwatch_measures_time_if_the_device_has_timestamps() {
     let Some(gpu) = gpu() else { return };
     let watch = Stopwatch::start(&gpu).expect("a stopwatch");
     assert_eq!(watch.is_some(), gpu.device().features().contains(Features::TIMESTAMP_QUERY));
@@ -268,7 +275,7 @@ fn a_stopwatch_tells_time_where_the_device_has_timestamps() {
     let before = std::time::Instant::now();
     suite::random_cases(&WgpuRing::new(gpu).only(F32), 0..1).unwrap();
     let passed = watch.stop().expect("its time");
-    // more than nothing, and at most the host's time with the waiting before and after
+    // more than zero, and at most the host's time plus its waits before and after
     assert!(
         passed > Duration::ZERO && passed < before.elapsed() + Duration::from_secs(60),
         "{passed:?}"

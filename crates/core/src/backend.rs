@@ -1,15 +1,19 @@
-//! The first seam: how a device computes the tiles of one rank.
+//! Interface of a backend, which computes the tiles of one rank on a device.
 //!
-//! A pass is a value, so that the order of calls is a matter of types:
+//! A pass is a value, so that the compiler checks the order of calls:
 //!
 //! ```text
-//! Backend ──workspace──▶ Workspace ──forward───▶ ForwardPass:  local_kv, attend…, finish
-//!                                  └─backward──▶ BackwardPass: local_kv, attend_kv…, reduce…, finish
-//!                                                (two passes:  local_queries, attend_queries… after it)
+//! Backend ──workspace──▶ Workspace
+//!
+//! Workspace ──forward──▶ ForwardPass     local_kv, attend…, finish
+//! Workspace ─backward──▶ BackwardPass    local_kv, attend_kv…,
+//!                                        local_queries, attend_queries…   (two-pass only)
+//!                                        reduce…, finish
 //! ```
-//! The ring has checked every argument before a backend gets it. A backend reports only what the
-//! ring cannot foresee (out of memory, a lost device) and, when a plan is made, what it does not
-//! support. It knows no ranks, only blocks of rows. Calls return once their work is enqueued.
+//! The ring validates every argument before it calls a backend. A backend therefore returns only
+//! errors of the device (out of memory, a lost device) and, when a plan is made, unsupported
+//! features. It has no notion of ranks, only of blocks of rows. Calls return once their work is
+//! enqueued.
 
 use std::{ops::ControlFlow, ops::Range};
 
@@ -23,17 +27,17 @@ use crate::{
 /// as possible; its results are then never read.
 pub type Tick<'a> = &'a mut dyn FnMut() -> ControlFlow<()>;
 
-/// What a backend can do with a [`Spec`], and what other ranks must know of how it does it.
+/// Properties of a backend for one [`Spec`], which ranks compare when a plan is made.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Capabilities {
-    /// Name in errors and on the command line.
+    /// Name of the backend in errors and on the command line.
     pub name: &'static str,
-    /// Identifies the arithmetic that determines the scores bit for bit. Compared between ranks only
-    /// where one rank must reproduce another's row maximum exactly: the two-pass backward of an
-    /// output that is not normalised.
+    /// Identifies the arithmetic that determines the scores bit for bit. Ranks compare it only if
+    /// one must reproduce another's row maximum exactly: in the two-pass backward of an output that
+    /// is not normalised.
     pub numerics_id: String,
-    /// Type to which P and dS are rounded before their products, if not the accumulator's and if
-    /// the choice is the machine's. Equal on all ranks.
+    /// Type to which P and dS are rounded before their products, if it is narrower than the
+    /// accumulator's and depends on the machine. Must be equal on all ranks.
     pub probs_dtype: Option<DType>,
     /// Rows of a KV tile. Blocks are divided at multiples of the largest tile of all ranks, so that
     /// no kernel computes a tile in two parts.
@@ -58,26 +62,26 @@ pub enum Readers {
     Ring,
 }
 
-/// What becomes of the records in the target of [`BackwardPass::reduce`].
+/// Operation of [`BackwardPass::reduce`] on the target's records.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reduction {
-    /// They are overwritten.
+    /// Overwrites them.
     Copy,
-    /// They are added to.
+    /// Adds to them.
     Add,
 }
 
 /// Pairs `(into, from)` of ranges of record numbers, of equal lengths.
 pub type RangePairs = [(Range<u64>, Range<u64>)];
 
-/// The tiles of one kind of device. A backend serves one rank.
+/// Computes the tiles of one rank on one kind of device.
 pub trait Backend: Send + 'static {
     /// Memory space of its blocks and tensors.
     type Space: Space;
-    /// Its workspace.
+    /// Workspace of a plan.
     type Workspace: Workspace<Space = Self::Space>;
 
-    /// Checks that the backend supports `spec`, for any shard of it, and describes how.
+    /// Checks that the backend supports `spec` with any shard, and returns its properties.
     ///
     /// # Errors
     /// [`crate::Error::Unsupported`] naming the feature.
@@ -110,9 +114,9 @@ pub trait Workspace: Send + 'static {
     where
         Self: 'p;
 
-    /// Adapts the workspace to a new batch of the same spec; keeps what memory it can.
+    /// Adapts the workspace to a new batch of the same spec. Reuses memory if possible.
     ///
-    /// Another rank may still refuse the batch: then the ring calls this again with the old one.
+    /// If another rank then rejects the batch, the ring calls this again with the old one.
     ///
     /// # Errors
     /// As [`Backend::allocate`]. The ring then updates the workspace again or replaces it before it
@@ -174,15 +178,16 @@ pub trait BackwardPass<S: Space> {
     /// [`crate::Error::Device`].
     fn local_kv(&mut self, into: &mut S::Buffer, readers: Readers) -> Result<S::Event>;
 
-    /// Packs this rank's queries as records of [`Spec::query_row_layout`], in local order (two passes).
+    /// Packs this rank's queries as records of [`Spec::query_row_layout`], in local order, for a
+    /// two-pass backward.
     ///
     /// # Errors
     /// [`crate::Error::Device`].
     fn local_queries(&mut self, into: &mut S::Buffer) -> Result<S::Event>;
 
     /// Accumulates dQ and dbias of one KV block. With `dkv`, also **writes** (does not add) the
-    /// local queries' part of its dK and dV as records of [`Spec::gradient_row_layout`], in the block's
-    /// order. `dkv` is `None` only in a two-pass backward, for blocks of other ranks.
+    /// local queries' contribution to its dK and dV as records of [`Spec::gradient_row_layout`], in
+    /// the block's order. `dkv` is `None` only in a two-pass backward, for blocks of other ranks.
     ///
     /// # Errors
     /// [`crate::Error::Device`].
@@ -193,8 +198,8 @@ pub trait BackwardPass<S: Space> {
         tick: Tick<'_>,
     ) -> Result<S::Event>;
 
-    /// **Adds** a query block's part of the local dK and dV to `dkv`, records of
-    /// [`Spec::gradient_row_layout`] of all local keys (two passes).
+    /// **Adds** the contribution of a query block to the local dK and dV in `dkv`, records of
+    /// [`Spec::gradient_row_layout`] of all local keys, for a two-pass backward.
     ///
     /// # Errors
     /// [`crate::Error::Device`].

@@ -1,4 +1,4 @@
-//! A bias that is a function of positions, such as ALiBi, so that no `[q_len, kv_len]` tensor exists.
+//! Biases computed from positions, such as ALiBi, without a tensor of O(q_len · kv_len) elements.
 
 use std::{fmt, sync::Arc};
 
@@ -9,8 +9,8 @@ use crate::{
 
 /// An additive bias that is a function of query and key positions.
 pub trait BiasFunction: std::fmt::Debug + Send + Sync {
-    /// Adds all that the bias depends on to a fingerprint: a name, and the numbers that it was made
-    /// with. Ranks refuse to plan with different fingerprints.
+    /// Adds all that the bias depends on to a fingerprint: its name and its parameters. If the
+    /// fingerprints of ranks differ, creating a plan fails.
     fn fingerprint(&self, into: Fingerprint) -> Fingerprint;
 
     /// Returns the bias of one pair; −∞ masks it.
@@ -29,12 +29,13 @@ pub trait BiasFunction: std::fmt::Debug + Send + Sync {
 /// Press et al. 2022.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Alibi {
-    /// One slope a query head.
+    /// Slope of each query head.
     pub slopes: Vec<f64>,
 }
 
 impl Alibi {
-    /// The published slopes for `heads` heads: 2^(−8·(h+1)/n) for the largest power of two n ≤ heads, then every other one of 2n's.
+    /// Creates the published slopes of `heads` heads: 2^(−8·(h+1)/n), h < n, for the largest power
+    /// of two n ≤ heads, then every second of those for 2n heads.
     pub fn published(heads: usize) -> Self {
         let geometric =
             |count: usize| (1..=count).map(move |h| (-8.0 * h as f64 / count as f64).exp2());
@@ -51,7 +52,7 @@ impl BiasFunction for Alibi {
     }
 
     fn bias(&self, query: &Query, key: &Key) -> f64 {
-        // a head without a slope has none
+        // a head without a slope has no bias
         let slope = self.slopes.get(query.head).copied().unwrap_or(0.0);
         -slope * query.position.abs_diff(key.position) as f64
     }
@@ -63,8 +64,10 @@ impl BiasFunction for Alibi {
 
 type Function = dyn Fn(usize, i64, i64) -> f64 + Send + Sync;
 
-/// A bias that is any closure of (head, i', j'), with a name. Ranks agree on the **name**: give two closures that differ two names, and
-/// write what a closure captures into it.
+/// A bias defined by a closure of (head, i', j') and identified by a name.
+///
+/// Ranks compare only the **name**. Closures that differ need different names, and the name must
+/// contain the values that a closure captures.
 ///
 /// # Examples
 /// ```
@@ -80,7 +83,7 @@ pub struct PositionBias {
 }
 
 impl PositionBias {
-    /// The bias `function(head, i', j')`.
+    /// Creates the bias `function(head, i', j')`.
     pub fn new(
         name: impl Into<String>,
         function: impl Fn(usize, i64, i64) -> f64 + Send + Sync + 'static,
@@ -125,7 +128,7 @@ mod tests {
         // 8 heads: 1/2, 1/4, … 1/256
         let eight: Vec<f64> = (1..=8).map(|h| 0.5f64.powi(h)).collect();
         assert_slopes(&Alibi::published(8).slopes, &eight);
-        // 12 heads: those of 8, then the 1st, 3rd, 5th and 7th of 16 heads: 2^-0.5, 2^-1.5, 2^-2.5, 2^-3.5
+        // 12 heads: those of 8 heads, then the 1st, 3rd, 5th and 7th of 16 heads: 2^-0.5 to 2^-3.5
         let twelve: Vec<f64> =
             eight.iter().copied().chain((0..4).map(|h| (-0.5 - f64::from(h)).exp2())).collect();
         assert_slopes(&Alibi::published(12).slopes, &twelve);
@@ -135,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn alibi_falls_off_on_both_sides_and_never_overflows() {
+    fn alibi_is_symmetric_and_does_not_overflow() {
         let alibi = Alibi { slopes: vec![0.5, 0.25] };
         assert_eq!(
             [bias(&alibi, 0, 3, 9), bias(&alibi, 1, 9, 3), bias(&alibi, 1, -2, -2)],
@@ -147,11 +150,9 @@ mod tests {
     }
 
     #[test]
-    fn closures_are_told_apart_by_name() {
-        let (a, b) = (
-            PositionBias::new("a", |head, i, j| (head as i64 + i - j) as f64),
-            PositionBias::new("b", |_, _, _| 0.0),
-        );
+    fn closures_are_distinguished_by_name() {
+        let a = PositionBias::new("a", |head, i, j| (head as i64 + i - j) as f64);
+        let b = PositionBias::new("b", |_, _, _| 0.0);
         assert_eq!(bias(&a, 2, 7, 4), 5.0);
         assert_ne!(format!("{a:?}"), format!("{b:?}"));
     }

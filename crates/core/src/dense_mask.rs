@@ -1,4 +1,4 @@
-//! Masks given as a bit a pair.
+//! Dense masks: one bit per pair.
 
 use ndarray::ArrayView4;
 
@@ -8,7 +8,8 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// What a dense mask may be given as: booleans and integers. Not floats: an additive mask would be read upside down.
+/// Element types of a dense mask: booleans and integers. Floating-point types are excluded, because
+/// the zeros of an additive mask would be read as masked.
 pub trait MaskElement: Copy + Default + PartialEq + sealed::Sealed {}
 
 macro_rules! mask_elements {
@@ -18,11 +19,11 @@ macro_rules! mask_elements {
 }
 mask_elements!(bool i8 i16 i32 i64 u8 u16 u32 u64);
 
-/// A dense mask `[b|1, heads|1, q rows, kv rows]`, one bit a pair, looked up by row number.
+/// A dense mask `[b|1, heads|1, q rows, kv rows]`, one bit per pair, indexed by row number.
 #[derive(Clone, PartialEq, Eq)]
 pub struct DenseMask {
     shape: [usize; 4],
-    /// 64-bit words a query row
+    /// Number of 64-bit words per query row.
     words: usize,
     bits: Vec<u64>,
 }
@@ -34,20 +35,21 @@ impl DenseMask {
         self.bits.iter().fold(into, |into, &word| into.number(word))
     }
 
-    /// From booleans or integers: any non-zero value, negative included, is visible.
+    /// Creates a mask from booleans or integers: every non-zero value is visible, also a negative
+    /// one. Panics or aborts if the allocation fails; see [`DenseMask::try_from_fn`].
     pub fn from_integers<T: MaskElement>(mask: ArrayView4<'_, T>) -> Self {
         Self::from_fn(mask.dim().into(), |index| mask[index] != T::default())
     }
 
-    /// From a predicate of `[batch, head, query row, key row]`. Memory that cannot be had ends the
-    /// process, as with the standard collections: see [`DenseMask::try_from_fn`].
+    /// Creates a mask from a predicate of `[batch, head, query row, key row]`. Panics or aborts if
+    /// the allocation fails, as the standard collections do; see [`DenseMask::try_from_fn`].
     pub fn from_fn(shape: [usize; 4], visible: impl Fn([usize; 4]) -> bool) -> Self {
         let words = shape[3].div_ceil(64);
         let bits = vec![0u64; shape[0] * shape[1] * shape[2] * words];
         Self { shape, words, bits }.filled(visible)
     }
 
-    /// As [`DenseMask::from_fn`], for shapes of any size.
+    /// As [`DenseMask::from_fn`], with an error if the allocation fails.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
@@ -57,11 +59,12 @@ impl DenseMask {
         Ok(Self { shape, words, bits }.filled(visible))
     }
 
-    /// Words of a mask, as many as can be counted.
+    /// Returns the number of words of a mask, or `usize::MAX` if it overflows.
     fn all_words([batch, heads, queries, _]: [usize; 4], words: usize) -> usize {
         [batch, heads, queries].into_iter().fold(words, usize::saturating_mul)
     }
 
+    /// Sets the bits of all visible pairs.
     fn filled(self, visible: impl Fn([usize; 4]) -> bool) -> Self {
         let Self { shape, words, mut bits } = self;
         if bits.is_empty() {
@@ -80,7 +83,7 @@ impl DenseMask {
         Self { shape, words, bits }
     }
 
-    /// A copy.
+    /// Copies the mask, with an error if the allocation fails.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
@@ -89,12 +92,13 @@ impl DenseMask {
         Ok(Self { shape: self.shape, words: self.words, bits })
     }
 
-    /// `[b|1, heads|1, q rows, kv rows]`.
+    /// Returns `[b|1, heads|1, q rows, kv rows]`.
     pub const fn shape(&self) -> [usize; 4] {
         self.shape
     }
 
-    /// The bits of one query row, 64 keys a word, lowest bit first. `batch` and `head` are broadcast; a row that is not there has no bits.
+    /// Returns the bits of one query row, 64 keys per word, lowest bit first; none if there is no
+    /// such row. `batch` and `head` are broadcast.
     pub fn line(&self, batch: usize, head: usize, q: usize) -> &[u64] {
         let b = if self.shape[0] == 1 { 0 } else { batch };
         let h = if self.shape[1] == 1 { 0 } else { head };
@@ -105,14 +109,16 @@ impl DenseMask {
         &self.bits[first..first + self.words]
     }
 
-    /// Whether query row `q` sees key row `k`. `batch` and `head` are broadcast; a row that is not there sees nothing and is not seen.
+    /// Returns true if query row `q` attends to key row `k`; false if there is no such row. `batch`
+    /// and `head` are broadcast.
     pub fn visible(&self, batch: usize, head: usize, q: usize, k: usize) -> bool {
         self.line(batch, head, q).get(k / 64).is_some_and(|word| word >> (k % 64) & 1 != 0)
     }
 
-    /// Checks that this is a mask for `q_rows` query rows and all keys, broadcast or not. Errors name `argument`.
+    /// Checks that the shape is `[b|1, q_heads|1, q_rows, kv_len]`. Errors name `argument`.
     pub(crate) fn validate(&self, argument: &str, dims: &Dims, q_rows: usize) -> Result<()> {
-        let (got, want) = (self.shape, [dims.batch, dims.q_heads, q_rows, dims.kv_len]);
+        let got = self.shape;
+        let want = [dims.batch, dims.q_heads, q_rows, dims.kv_len];
         if (got[0] != 1 && got[0] != want[0])
             || (got[1] != 1 && got[1] != want[1])
             || got[2..] != want[2..]
@@ -120,13 +126,14 @@ impl DenseMask {
             return Err(Error::invalid(
                 argument,
                 format!("{got:?}"),
-                format!("{want:?}, or 1 in place of batch or heads"),
+                format!("{want:?}, where batch or heads may be 1"),
             ));
         }
         Ok(())
     }
 
-    /// The same mask with only the query rows `rows`, in that order.
+    /// Returns the mask of the query rows `rows`, in that order. A row that does not exist attends
+    /// to no key.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
@@ -140,14 +147,9 @@ impl DenseMask {
         for b in 0..shape[0] {
             for h in 0..shape[1] {
                 for &q in rows {
-                    // a row that is not there sees nothing
-                    bits.extend(
-                        self.line(b, h, crate::index(q))
-                            .iter()
-                            .copied()
-                            .chain(std::iter::repeat(0))
-                            .take(self.words),
-                    );
+                    let line = self.line(b, h, crate::index(q)).iter().copied();
+                    // zeros for a row that does not exist
+                    bits.extend(line.chain(std::iter::repeat(0)).take(self.words));
                 }
             }
         }
@@ -155,11 +157,11 @@ impl DenseMask {
     }
 }
 
-/// A mask's name where there is no memory for it.
-const WHAT: &str = "attention_mask, a bit a pair,";
+/// Name of a mask in [`Error::OutOfMemory`].
+const WHAT: &str = "attention_mask with one bit per pair";
 
 impl std::fmt::Debug for DenseMask {
-    /// Shape and a digest of the bits: enough for ranks to agree, short enough to print.
+    /// Writes the shape and a digest of the bits.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let digest = self
             .bits
@@ -178,24 +180,32 @@ mod tests {
 
     proptest! {
         #[test]
-        fn bits_are_the_numbers_broadcast(shape in (1usize..3, 1usize..3, 0usize..5, 0usize..140), seed in any::<u64>(), pick in prop::collection::vec(0u64..7, 0..6)) {
-            let number = |b, h, q, k| ((b * 7 + h * 5 + q * 3 + k) as u64).wrapping_mul(seed | 1) as i32 >> 30;
+        fn bits_are_the_nonzero_elements_broadcast(
+            shape in (1usize..3, 1usize..3, 0usize..5, 0usize..140),
+            seed in any::<u64>(),
+            selected in prop::collection::vec(0u64..7, 0..6),
+        ) {
+            let number = |b, h, q, k| {
+                ((b * 7 + h * 5 + q * 3 + k) as u64).wrapping_mul(seed | 1) as i32 >> 30
+            };
             let numbers = Array4::from_shape_fn(shape, |(b, h, q, k)| number(b, h, q, k));
             let mask = DenseMask::from_integers(numbers.view());
-            prop_assert_eq!(&mask, &DenseMask::from_integers(numbers.mapv(|number| number != 0).view()));
-            let part = mask.select_queries(&pick).unwrap();
+            let booleans = numbers.mapv(|number| number != 0);
+            prop_assert_eq!(&mask, &DenseMask::from_integers(booleans.view()));
+            let part = mask.select_queries(&selected).unwrap();
             prop_assert_eq!(&mask.try_clone().unwrap(), &mask);
             for b in 0..2 {
                 for h in 0..2 {
-                    // one batch row or head serves for all
-                    let (own_b, own_h) = (b % shape.0, h % shape.1);
                     for k in 0..150 {
-                        let want = |q| q < shape.2 && k < shape.3 && number(own_b, own_h, q, k) != 0;
+                        let want = |q| {
+                            let exists = q < shape.2 && k < shape.3;
+                            exists && number(b % shape.0, h % shape.1, q, k) != 0
+                        };
                         for q in 0..6 {
                             prop_assert_eq!(mask.visible(b, h, q, k), want(q));
                         }
-                        for (place, &q) in pick.iter().enumerate() {
-                            prop_assert_eq!(part.visible(b, h, place, k), want(q as usize));
+                        for (index, &q) in selected.iter().enumerate() {
+                            prop_assert_eq!(part.visible(b, h, index, k), want(q as usize));
                         }
                     }
                 }
@@ -205,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_tell_masks_apart_by_their_text() {
+    fn the_debug_text_distinguishes_masks() {
         let text =
             |hole| format!("{:?}", DenseMask::from_fn([1, 1, 9, 9], |[_, _, q, k]| (q, k) != hole));
         assert_eq!(text((3, 3)), text((3, 3)));

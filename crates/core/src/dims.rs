@@ -1,35 +1,37 @@
-//! The six lengths of a problem and the offsets they make, all in 64 bits.
+//! Lengths of the tensors of a problem, and offsets in them, in 64 bits.
 
 use crate::{Error, Result};
 
-/// Lengths of the *global* tensors, whatever the number of ranks.
+/// Lengths of the *global* tensors, independent of the number of ranks.
 ///
 /// # Shapes
-/// q `[batch, q_len, q_heads, head_dim]` · k `[batch, kv_len, kv_heads, head_dim]` · v `[batch, kv_len, kv_heads, value_dim]` ·
-/// out `[batch, q_len, q_heads, value_dim]` · lse `[batch, q_heads, q_len]`
+/// q `[batch, q_len, q_heads, head_dim]` · k `[batch, kv_len, kv_heads, head_dim]` ·
+/// v `[batch, kv_len, kv_heads, value_dim]` · out `[batch, q_len, q_heads, value_dim]` ·
+/// lse `[batch, q_heads, q_len]`
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Dims {
-    /// Independent problems.
+    /// Number of batch rows, which are independent of each other.
     pub batch: usize,
-    /// Queries, 0 or more.
+    /// Number of queries. May be 0.
     pub q_len: usize,
-    /// Keys, 0 or more.
+    /// Number of keys. May be 0.
     pub kv_len: usize,
-    /// Query heads, a multiple of `kv_heads`.
+    /// Number of query heads, a multiple of `kv_heads`.
     pub q_heads: usize,
-    /// Key and value heads.
+    /// Number of KV heads.
     pub kv_heads: usize,
-    /// Dim of queries and keys.
+    /// Elements per query or key.
     pub head_dim: usize,
-    /// Dim of values and outputs.
+    /// Elements per value or output.
     pub value_dim: usize,
 }
 
 impl Dims {
-    /// Largest head dim or value dim.
-    pub const MOST_DIM: usize = 512;
+    /// Largest head dim or value dim. It bounds the shared memory and the registers that kernels
+    /// need for a tile; the limit of FlashAttention is 256.
+    pub const MAX_DIM: usize = 512;
 
-    /// Self-attention with one length, `heads` query and key heads and one head dim.
+    /// Creates the dims of multi-head self-attention.
     pub const fn new(batch: usize, len: usize, heads: usize, dim: usize) -> Self {
         Self {
             batch,
@@ -60,7 +62,7 @@ impl Dims {
         Self { value_dim, ..self }
     }
 
-    /// Checks that the lengths mean something and that every tensor's byte count fits 63 bits.
+    /// Checks the range of every length and that the byte count of every tensor is below 2⁶³.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] naming the field.
@@ -78,8 +80,8 @@ impl Dims {
             }
         }
         for (name, value) in [("head_dim", self.head_dim), ("value_dim", self.value_dim)] {
-            if value > Self::MOST_DIM {
-                return Err(Error::invalid(name, value, format!("at most {}", Self::MOST_DIM)));
+            if value > Self::MAX_DIM {
+                return Err(Error::invalid(name, value, format!("at most {}", Self::MAX_DIM)));
             }
         }
         if !self.q_heads.is_multiple_of(self.kv_heads) {
@@ -94,19 +96,16 @@ impl Dims {
             ("kv_len", self.kv_len, self.kv_heads, self.head_dim.max(self.value_dim)),
         ];
         for (name, len, heads, dim) in tensors {
-            // 8 bytes an element, twice for a key/value pair: the largest thing ever addressed; a
-            // length of 0 leaves its batch rows and heads, which are counted too
+            // 16 bytes per element: f64 keys and values together are the largest block. A length of
+            // 0 counts as 1, because loops over batch rows and heads need their product in range
             let bytes = [len.max(1), heads, dim, 16]
                 .iter()
                 .try_fold(self.batch as u64, |product, &x| product.checked_mul(x as u64));
             if bytes.is_none_or(|bytes| bytes > i64::MAX as u64) {
                 if len == 0 {
-                    let lines = format!("{} with {heads} heads", self.batch);
-                    return Err(Error::invalid(
-                        "batch",
-                        lines,
-                        "fewer than 2^59 lines of all heads",
-                    ));
+                    let got = format!("{} with {heads} heads of dim {dim}", self.batch);
+                    let want = "batch · heads · dim below 2^59";
+                    return Err(Error::invalid("batch", got, want));
                 }
                 return Err(Error::invalid(name, len, "a tensor of less than 2^63 bytes"));
             }
@@ -114,23 +113,23 @@ impl Dims {
         Ok(())
     }
 
-    /// Query heads that share a key head.
+    /// Returns the number of query heads per KV head.
     pub const fn group(&self) -> usize {
         self.q_heads / self.kv_heads
     }
 
-    /// The key head that query head `head` reads.
+    /// Returns the KV head of query head `head`.
     pub const fn kv_head(&self, head: usize) -> usize {
         head / self.group()
     }
 
-    /// Element offset of `q[batch, row, head, 0]` in a dense tensor.
+    /// Returns the element offset of `q[batch, row, head, 0]` in a dense tensor.
     pub const fn q_offset(&self, batch: usize, row: usize, head: usize) -> u64 {
         ((batch as u64 * self.q_len as u64 + row as u64) * self.q_heads as u64 + head as u64)
             * self.head_dim as u64
     }
 
-    /// Element offset of `k[batch, row, head, 0]` in a dense tensor.
+    /// Returns the element offset of `k[batch, row, head, 0]` in a dense tensor.
     pub const fn k_offset(&self, batch: usize, row: usize, head: usize) -> u64 {
         ((batch as u64 * self.kv_len as u64 + row as u64) * self.kv_heads as u64 + head as u64)
             * self.head_dim as u64
@@ -164,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_without_meaning_are_refused_by_name() {
+    fn errors_name_the_invalid_length() {
         let good = Dims::new(1, 4, 2, 8);
         good.validate().unwrap();
         Dims { q_len: 0, kv_len: 0, ..good }.validate().unwrap();
@@ -181,7 +180,7 @@ mod tests {
         assert_eq!(name(Dims { value_dim: 0, ..good }), "value_dim");
         assert_eq!(name(Dims { q_len: usize::MAX, ..good }), "q_len");
         assert_eq!(name(Dims { kv_len: 1 << 60, ..good }), "kv_len");
-        // lines that cannot be counted, of no rows
+        // batch · heads overflows although the tensors have no rows
         assert_eq!(
             name(Dims { batch: 1 << 40, q_heads: 1 << 40, q_len: 0, kv_len: 0, ..good }),
             "batch"

@@ -1,18 +1,23 @@
-//! Which attention weights are dropped: a pure function of seed, batch row, head and row numbers, whatever the tile, layout or rank.
+//! Dropout masks: a pure function of seed, batch row, head and row numbers, so that tile, layout
+//! and number of ranks have no effect.
 //!
 //! ```text
-//! words = Philox4×32-10(key     = (seed low, seed high),
-//!                       counter = (i low, ⌊j/4⌋ low, (i high)·2¹⁶ + (⌊j/4⌋ high), batch·q_heads + head))
-//! dropped iff words[j mod 4] < ⌊p·2³²⌋
+//! key     = (seed low, seed high)
+//! counter = (i low, ⌊j/4⌋ low, (i high)·2¹⁶ + (⌊j/4⌋ high), batch·q_heads + head)
+//! words   = Philox4×32-10(key, counter)
+//!
+//! the probability of (i, j) is dropped iff words[j mod 4] < ⌊p·2³²⌋
 //! ```
-//! i and j are **row numbers**, not positions; "low" and "high" are 32-bit halves.
+//! i and j are **row numbers**, not positions; "low" and "high" are 32-bit halves. One evaluation
+//! covers four keys.
 
 use crate::Dropout;
 
-/// Ten rounds of Philox 4×32: four random words that depend on nothing but their arguments.
+/// Computes Philox 4×32 with ten rounds, a counter-based random number generator.
 ///
 /// # Source
-/// Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+/// Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; multipliers and Weyl
+/// constants are those of its library, Random123.
 pub const fn philox4x32_10(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     const MULTIPLIERS: [u32; 2] = [0xd251_1f53, 0xcd9e_8d57];
     const WEYL: [u32; 2] = [0x9e37_79b9, 0xbb67_ae85];
@@ -27,21 +32,24 @@ pub const fn philox4x32_10(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4]
     counter
 }
 
-/// The low and the high 32 bits.
+/// Returns the low and the high 32 bits.
 const fn halves(number: u64) -> (u32, u32) {
     (number as u32, (number >> 32) as u32)
 }
 
-/// A dropout mask, computed where it is asked for and stored nowhere.
+/// A dropout mask. It is never stored: each kernel computes the words of its tile.
 ///
 /// # Examples
 /// ```
 /// use annulus_core::{Dropout, DropoutMask};
 /// let mask = DropoutMask::new(Dropout { probability: 0.25, seed: 7 });
-/// let (batch, head, q_heads, i) = (0, 2, 8, 5);
-/// // four keys a call, or one
-/// let words = mask.words(batch, head, q_heads, i, 3);
-/// assert_eq!(mask.keeps(words[1]), mask.keep(batch, head, q_heads, i, 13));
+/// let batch = 0;
+/// let head = 2;
+/// let q_heads = 8;
+/// let row = 5;
+/// // `words` serves four keys, here 12 to 15; `keep` serves one
+/// let words = mask.words(batch, head, q_heads, row, 3);
+/// assert_eq!(mask.keeps(words[1]), mask.keep(batch, head, q_heads, row, 13));
 /// assert_eq!(mask.keep_scale(), 1.0 / 0.75);
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -52,30 +60,30 @@ pub struct DropoutMask {
 }
 
 impl DropoutMask {
-    /// The mask of a dropout whose probability [`crate::Spec::validate`] has checked: 0 ≤ p < 1.
+    /// Creates the mask of a dropout with 0 ≤ p < 1, as [`crate::Spec::validate`] checks.
     pub fn new(dropout: Dropout) -> Self {
         let (low, high) = halves(dropout.seed);
-        // exact: p·2³² only moves the exponent of p, and p < 1 keeps it below 2³²
+        // exact: multiplication by 2³² changes only the exponent of p, and p < 1 bounds the product
         let threshold = (dropout.probability * 2f64.powi(32)).floor() as u32;
         Self { key: [low, high], threshold, keep_scale: 1.0 / (1.0 - dropout.probability) }
     }
 
-    /// What a kept weight is multiplied by: 1/(1 − p).
+    /// Returns the factor of kept probabilities, 1/(1 − p).
     pub const fn keep_scale(&self) -> f64 {
         self.keep_scale
     }
 
-    /// ⌊p·2³²⌋: a weight is dropped if its word is below.
+    /// Returns ⌊p·2³²⌋. A probability is dropped if its word is less.
     pub const fn threshold(&self) -> u32 {
         self.threshold
     }
 
-    /// Philox's key, for kernels that run it themselves.
+    /// Returns the key of Philox, for kernels that compute it on a device.
     pub const fn key(&self) -> [u32; 2] {
         self.key
     }
 
-    /// The words of query row `row_i` and the four key rows 4·`block_j` … 4·`block_j` + 3.
+    /// Returns the words of query row `row_i` and key rows 4·`block_j` to 4·`block_j` + 3.
     pub const fn words(
         &self,
         batch: usize,
@@ -90,12 +98,12 @@ impl DropoutMask {
         philox4x32_10([i_low, j_low, (i_high << 16).wrapping_add(j_high), plane], self.key)
     }
 
-    /// Whether the weight of this word is kept.
+    /// Returns true if the probability with this word is kept.
     pub const fn keeps(&self, word: u32) -> bool {
         word >= self.threshold
     }
 
-    /// Whether the weight of query row `row_i` and key row `row_j` is kept.
+    /// Returns true if the probability of query row `row_i` and key row `row_j` is kept.
     pub const fn keep(
         &self,
         batch: usize,
@@ -118,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn philox_gives_its_published_test_vectors() {
+    fn philox_computes_the_published_test_vectors() {
         let vectors = [
             ([0; 4], [0; 2], [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]),
             ([u32::MAX; 4], [u32::MAX; 2], [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]),
@@ -134,14 +142,15 @@ mod tests {
     }
 
     #[test]
-    fn the_counter_is_laid_out_as_promised() {
+    fn the_counter_has_the_documented_layout() {
         let mask = mask(0.5, 0x0123_4567_89ab_cdef);
         assert_eq!(mask.key(), [0x89ab_cdef, 0x0123_4567]);
-        let (i, j4) = (0x0003_0000_0005, 0x0002_0000_0007);
+        let i = 0x0003_0000_0005;
+        let quad = 0x0002_0000_0007;
         let want = philox4x32_10([5, 7, (3 << 16) + 2, 2 * 6 + 4], mask.key());
-        assert_eq!(mask.words(2, 4, 6, i, j4), want);
+        assert_eq!(mask.words(2, 4, 6, i, quad), want);
         for (word, want) in want.into_iter().enumerate() {
-            assert_eq!(mask.keep(2, 4, 6, i, 4 * j4 + word as u64), want >= 1 << 31);
+            assert_eq!(mask.keep(2, 4, 6, i, 4 * quad + word as u64), want >= 1 << 31);
         }
     }
 
@@ -161,8 +170,10 @@ mod tests {
     }
 
     #[test]
-    fn the_share_of_kept_weights_is_right_in_every_row_column_head_and_batch_row() {
-        let (n, heads, batch) = (256u64, 3, 2);
+    fn keep_rates_match_the_probability_in_every_row_and_column() {
+        let n = 256u64;
+        let heads = 3;
+        let batch = 2;
         for probability in [0.1, 0.5, 0.9] {
             let mask = mask(probability, 42);
             let mut rows = vec![0u32; batch * heads * n as usize];
@@ -181,11 +192,9 @@ mod tests {
                     }
                 }
             }
-            let (mean, deviation) = (
-                n as f64 * (1.0 - probability),
-                (n as f64 * probability * (1.0 - probability)).sqrt(),
-            );
-            // 3072 lines: the largest of so many normal deviates stays below 5
+            let mean = n as f64 * (1.0 - probability);
+            let deviation = (n as f64 * probability * (1.0 - probability)).sqrt();
+            // 3072 rows and columns: the largest of as many normal deviates is below 5
             for line in rows.iter().chain(&columns) {
                 assert!(
                     (f64::from(*line) - mean).abs() < 5.0 * deviation,
@@ -195,7 +204,7 @@ mod tests {
             let total: f64 = rows.iter().map(|&row| f64::from(row)).sum();
             let count = rows.len() as f64;
             assert!((total - count * mean).abs() < 4.0 * deviation * count.sqrt());
-            // two independent coins agree with probability p² + (1 − p)²
+            // independent draws of two heads agree with probability p² + (1 − p)²
             let pairs = count * n as f64;
             let agree = probability * probability + (1.0 - probability) * (1.0 - probability);
             assert!(

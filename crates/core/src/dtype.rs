@@ -1,4 +1,4 @@
-//! Element types of the tensors and what their sums are kept in.
+//! Element types of the tensors, and the types of their accumulators.
 
 use half::{bf16, f16};
 use ndarray::{ArrayView4, ArrayViewMut4};
@@ -8,18 +8,18 @@ use crate::{HostView, HostViewMut};
 /// The element type of q, k, v, out and their gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum DType {
-    /// 64-bit IEEE, summed in f64.
+    /// IEEE binary64, accumulated in f64.
     F64,
-    /// 32-bit IEEE, summed in f32.
+    /// IEEE binary32, accumulated in f32.
     F32,
-    /// bfloat16, summed in f32.
+    /// bfloat16, accumulated in f32.
     Bf16,
-    /// 16-bit IEEE, summed in f32.
+    /// IEEE binary16, accumulated in f32.
     F16,
 }
 
 impl DType {
-    /// Bytes of one element.
+    /// Returns the number of bytes of one element.
     pub const fn bytes(self) -> usize {
         match self {
             Self::F64 => 8,
@@ -28,7 +28,8 @@ impl DType {
         }
     }
 
-    /// The type that sums, lse, bias, sinks and travelling gradients have: f64 for f64, else f32.
+    /// Returns the type of accumulators, lse, bias, sinks and dK/dV records: f64 for f64, otherwise
+    /// f32.
     pub const fn accumulator(self) -> Self {
         match self {
             Self::F64 => Self::F64,
@@ -36,7 +37,7 @@ impl DType {
         }
     }
 
-    /// The name on the command line and in files: `f64`, `f32`, `bf16`, `f16`.
+    /// Returns the name on the command line and in files: `f64`, `f32`, `bf16`, `f16`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::F64 => "f64",
@@ -75,17 +76,17 @@ mod sealed {
 pub trait Element:
     sealed::Sealed + bytemuck::Pod + Copy + Send + Sync + PartialEq + std::fmt::Debug + 'static
 {
-    /// The type of its sums, lse, bias and sinks.
+    /// Type of accumulators, lse, bias and sinks.
     type Accumulator: Element;
-    /// Its tag.
+    /// Element type as a value.
     const DTYPE: DType;
     /// Widens exactly.
     fn to_f64(self) -> f64;
     /// Rounds to nearest, ties to even.
     fn from_f64(value: f64) -> Self;
-    /// Wraps a tensor for the seam.
+    /// Wraps a tensor as a view of any element type.
     fn view(view: ArrayView4<'_, Self>) -> HostView<'_>;
-    /// Wraps a writable tensor for the seam.
+    /// Wraps a writable tensor as a view of any element type.
     fn view_mut(view: ArrayViewMut4<'_, Self>) -> HostViewMut<'_>;
     /// Unwraps a tensor; `None` if it holds another element type.
     fn array(view: HostView<'_>) -> Option<ArrayView4<'_, Self>>;
@@ -129,7 +130,7 @@ impl Element for f32 {
     fn to_f64(self) -> f64 {
         f64::from(self)
     }
-    #[expect(clippy::cast_possible_truncation, reason = "rounding to f32 is what this does")]
+    #[expect(clippy::cast_possible_truncation, reason = "rounds to f32")]
     fn from_f64(value: f64) -> Self {
         value as f32
     }
@@ -162,13 +163,14 @@ impl Element for f16 {
 /// Rounds to odd: an inexact value becomes the neighbour whose last bit is 1.
 ///
 /// Rounding the result to nearest in a type of at least two bits less is then the one rounding of
-/// `value` itself: the last bit says on which side of a tie it lies. `half` 2.7 rounds an f64 from
-/// its upper 32 bits alone, so ties that only lower bits break go the wrong way.
+/// `value` itself: the last bit records on which side of a tie it is. `half` 2.7 rounds an f64
+/// from its upper 32 bits alone, so it rounds values wrongly that differ from a tie in the lower
+/// bits only.
 ///
 /// # Source
 /// Boldo, Melquiond 2008, Emulation of FMA and correctly rounded sums: proved algorithms using
 /// rounding to odd, theorem 3.
-#[expect(clippy::cast_possible_truncation, reason = "the rounding is what this is about")]
+#[expect(clippy::cast_possible_truncation, reason = "the rounding error is corrected below")]
 fn to_odd(value: f64) -> f32 {
     let nearest = value as f32;
     if f64::from(nearest) == value || value.is_nan() {
@@ -183,12 +185,12 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// The two numbers of a type around the finite `value`, and the limit between them, by the
-    /// type's definition: `digits` of significand, exponents from `least`, no largest exponent.
+    /// Returns the numbers next to the finite |`value`| in a type with `digits` bits of
+    /// significand, exponents from `least` on and no largest exponent.
     fn neighbours(value: f64, digits: i32, least: i32) -> (f64, f64) {
         let exponent = if value == 0.0 { least } else { exponent(value).max(least) };
         let unit = 2f64.powi((exponent - digits + 1).max(-1074));
-        // exact: division by a power of two, of a number of at most 53 bits
+        // exact: a division by a power of two
         let low = (value.abs() / unit).floor() * unit;
         (low, low + unit)
     }
@@ -198,8 +200,8 @@ mod tests {
         if biased == 0 { -1023 } else { biased - 1023 }
     }
 
-    /// Nearest, ties to even, by comparing with both neighbours exactly.
-    fn defined(value: f64, digits: i32, least: i32, largest: f64) -> f64 {
+    /// Rounds to nearest, ties to even, by exact comparisons with both neighbours.
+    fn expected(value: f64, digits: i32, least: i32, largest: f64) -> f64 {
         if value.is_nan() || value.is_infinite() {
             return value;
         }
@@ -223,17 +225,17 @@ mod tests {
         let largest = [f64::from(f32::MAX), bf16::MAX.to_f64(), f16::MAX.to_f64()];
         same(
             <f32 as Element>::from_f64(value).to_f64(),
-            defined(value, 24, -126, largest[0]),
+            expected(value, 24, -126, largest[0]),
             "f32",
         );
         same(
             <bf16 as Element>::from_f64(value).to_f64(),
-            defined(value, 8, -126, largest[1]),
+            expected(value, 8, -126, largest[1]),
             "bf16",
         );
         same(
             <f16 as Element>::from_f64(value).to_f64(),
-            defined(value, 11, -14, largest[2]),
+            expected(value, 11, -14, largest[2]),
             "f16",
         );
         for (dtype, digits, least, largest) in [
@@ -241,14 +243,15 @@ mod tests {
             (DType::Bf16, 8, -126, largest[1]),
             (DType::F16, 11, -14, largest[2]),
         ] {
-            same(dtype.round(value), defined(value, digits, least, largest), dtype.name());
+            same(dtype.round(value), expected(value, digits, least, largest), dtype.name());
         }
     }
 
-    /// Every number of 16 bits, every tie between two of them, and what lies a last bit beside a
-    /// tie, as f64 and as f32; the largest, the smallest, NaN whose payload is in its low bits.
+    /// Tests every number of 16 bits, every tie between two of them, and the neighbours of each tie
+    /// in f64 and in f32; also the largest and smallest numbers, and NaN with a payload in the low
+    /// bits.
     #[test]
-    fn ties_that_only_low_bits_break_are_rounded_once() {
+    fn values_next_to_ties_are_rounded_once() {
         for bits in 0..=u16::MAX {
             for (value, next) in [
                 (f16::from_bits(bits).to_f64(), f16::from_bits(bits.wrapping_add(1)).to_f64()),
@@ -281,7 +284,7 @@ mod tests {
         #[test]
         fn any_f64_is_rounded_to_the_nearer_neighbour(bits in any::<u64>(), near in -160i32..140) {
             check(f64::from_bits(bits));
-            // of an exponent that the narrow types have
+            // the same significand with an exponent in the range of the narrow types
             let significand = f64::from_bits((bits & !(0x7ff << 52)) | 1023 << 52);
             check(significand * 2f64.powi(near));
         }

@@ -1,129 +1,140 @@
-//! The one error type, in three families: the caller's fault and nothing happened; a resource; the plan is dead.
+//! The error type of all crates. Errors form three families: invalid calls, which have no effect;
+//! missing resources; and failures after which the plan is unusable.
 
 use std::time::Duration;
 
-/// The result of everything in annulus that can fail.
+/// Result of a fallible function of annulus.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What went wrong, with enough to act on. [`Error::code`] is stable across versions.
+/// Any error of annulus. [`Error::code`] is stable across versions.
 #[non_exhaustive]
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Error {
-    /// An argument has a value or shape that has no meaning. Nothing was written.
+    /// An argument has an invalid value or shape. Nothing was written.
     #[error("{argument}: got {got}, want {want}")]
     InvalidArgument {
-        /// The argument's name as the caller knows it.
+        /// Name of the argument in the public interface.
         argument: String,
-        /// What was given.
+        /// Value or shape that was passed.
         got: String,
-        /// What would have been accepted.
+        /// Values or shapes that are accepted.
         want: String,
     },
-    /// A meaningful combination that this backend, transport or build cannot do. Nothing was written.
+    /// A valid combination that this backend, transport or build does not implement. Nothing was
+    /// written.
     #[error("{what} is not supported by {by}")]
     Unsupported {
-        /// The feature or combination.
+        /// Feature or combination.
         what: String,
-        /// Who cannot do it.
+        /// Backend, transport or build that lacks it.
         by: String,
     },
-    /// A collective call was given different arguments on different ranks. The same error on every rank.
+    /// The arguments of a collective call differ between ranks. Every rank returns the same error.
     #[error("{field} differs between ranks: rank {rank} has {got}, rank 0 has {rank0}")]
     RankMismatch {
-        /// The field of the agreed descriptor.
+        /// Field of the spec or of the call's arguments.
         field: String,
-        /// The lowest rank that differs from rank 0.
+        /// Lowest rank whose value differs from that of rank 0.
         rank: usize,
-        /// That rank's value.
+        /// Value of `rank`.
         got: String,
-        /// Rank 0's value.
+        /// Value of rank 0.
         rank0: String,
     },
-    /// Another rank refused its arguments, so the collective call did nothing anywhere.
+    /// Another rank rejected its arguments, so the collective call had no effect on any rank.
     #[error("rank {rank} refused the call: {what}")]
     Refused {
-        /// The lowest rank that refused.
+        /// Lowest rank that rejected its arguments.
         rank: usize,
-        /// Its error, as text.
+        /// Error of that rank, as text.
         what: String,
     },
-    /// Memory could not be had.
-    #[error("out of memory: {what} needs {asked} bytes{}", free.map(|free| format!(", {free} free")).unwrap_or_default())]
+    /// An allocation failed.
+    #[error(
+        "out of memory: {what}{}{}",
+        if *asked > 0 { format!(" needs {asked} bytes") } else { String::new() },
+        free.map(|free| format!(", {free} free")).unwrap_or_default()
+    )]
     OutOfMemory {
-        /// The tensor that was to be allocated, by its name, or a part of the plan.
+        /// Tensor, or part of the plan, that was to be allocated.
         what: String,
-        /// Bytes asked for.
+        /// Number of bytes requested; 0 if the device does not report it.
         asked: u64,
-        /// Bytes free, where the device tells.
+        /// Number of free bytes, if the device reports it.
         free: Option<u64>,
     },
     /// A file could not be read or written.
     #[error("{path}: {what}")]
     Io {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// What the system said.
+        /// Message of the operating system.
         what: String,
     },
-    /// The device failed; the plan is dead.
+    /// The device failed. The plan is unusable.
     #[error("device failed: {what}")]
     Device {
-        /// What the device said.
+        /// Message of the device.
         what: String,
     },
-    /// A contradiction within annulus, which is a defect to be reported, or a panic, also in a mask
-    /// or bias function of the caller's. The plan is dead.
+    /// A violated invariant, which is a defect of annulus, or a panic, also in a mask or bias
+    /// function of the caller. The plan is unusable.
     #[error("internal error: {what}")]
     Internal {
-        /// The contradiction.
+        /// The violated invariant, or the message of the panic.
         what: String,
     },
-    /// A transfer failed; the plan is dead.
+    /// A transfer failed. The plan is unusable.
     #[error("communication with rank {peer} failed in step {step}: {what}")]
     Comm {
-        /// The other end of the transfer.
+        /// Rank at the other end of the transfer.
         peer: usize,
-        /// The ring step.
+        /// Ring step of the transfer.
         step: usize,
-        /// What failed.
+        /// Cause of the failure.
         what: String,
     },
-    /// A peer was silent, or the whole ring made no progress, for as long as the deadline; the plan is dead.
-    #[error("rank {peer} did not deliver in step {step} within the deadline (waited {:.1} s)", waited.as_secs_f64())]
+    /// A peer sent nothing, or no rank of the ring made progress, within the deadline. The plan is
+    /// unusable.
+    #[error(
+        "rank {peer} did not deliver in step {step} within the deadline (waited {:.1} s)",
+        waited.as_secs_f64()
+    )]
     Timeout {
-        /// The peer that was waited for.
+        /// Rank that this rank waited for.
         peer: usize,
-        /// The ring step.
+        /// Ring step in which it waited.
         step: usize,
-        /// How long.
+        /// Time waited.
         waited: Duration,
     },
-    /// A peer is gone; the plan is dead.
-    #[error("rank {peer} is gone (noticed in step {step})")]
+    /// The connection to a peer was lost. The plan is unusable.
+    #[error("connection to rank {peer} lost (detected in step {step})")]
     PeerLost {
-        /// The peer.
+        /// Rank of the peer.
         peer: usize,
-        /// The ring step in which it was noticed.
+        /// Ring step in which the loss was detected.
         step: usize,
     },
-    /// Another rank failed in mid-call and said so; the plan is dead. The same origin on every rank.
+    /// Another rank failed during the call and aborted it on all ranks. The plan is unusable. Every
+    /// rank reports the same origin.
     #[error("rank {rank} aborted: {what}")]
     Aborted {
-        /// The rank that failed first.
+        /// Rank that failed first.
         rank: usize,
-        /// Its error, as text.
+        /// Error of that rank, as text.
         what: String,
     },
-    /// An earlier call killed this plan.
+    /// An earlier call failed and left the plan unusable.
     #[error("the plan is poisoned by an earlier failure: {first}")]
     Poisoned {
-        /// That failure, as text.
+        /// Error of the earlier call, as text.
         first: String,
     },
 }
 
 impl Error {
-    /// Builds [`Error::InvalidArgument`] from anything printable.
+    /// Creates [`Error::InvalidArgument`] from printable values.
     pub fn invalid(argument: impl Into<String>, got: impl ToString, want: impl ToString) -> Self {
         Self::InvalidArgument {
             argument: argument.into(),
@@ -132,22 +143,23 @@ impl Error {
         }
     }
 
-    /// Builds [`Error::Unsupported`].
+    /// Creates [`Error::Unsupported`].
     pub fn unsupported(what: impl Into<String>, by: impl Into<String>) -> Self {
         Self::Unsupported { what: what.into(), by: by.into() }
     }
 
-    /// Builds [`Error::OutOfMemory`] where nobody says what is free.
+    /// Creates [`Error::OutOfMemory`] with an unknown number of free bytes.
     pub fn out_of_memory(what: impl Into<String>, asked: u64) -> Self {
         Self::OutOfMemory { what: what.into(), asked, free: None }
     }
 
-    /// Builds [`Error::Internal`].
+    /// Creates [`Error::Internal`].
     pub fn internal(what: impl ToString) -> Self {
         Self::Internal { what: what.to_string() }
     }
 
-    /// The stable integer of this kind of error: 1–19 the caller's fault, 20–39 a resource, 40–59 the plan is dead.
+    /// Returns the stable code of this kind of error: 1–19 for invalid calls, 20–39 for missing
+    /// resources, 40–59 for failures after which the plan is unusable.
     pub const fn code(&self) -> i32 {
         match self {
             Self::InvalidArgument { .. } => 1,
@@ -166,7 +178,7 @@ impl Error {
         }
     }
 
-    /// Whether the plan that returned this can still be used.
+    /// Returns true if the plan that returned this error is unusable.
     pub const fn is_fatal(&self) -> bool {
         self.code() >= 40
     }

@@ -1,6 +1,11 @@
-//! A 64-bit digest by which ranks notice that their arguments differ (FNV-1a; not a defence against an adversary).
+//! 64-bit digests of arguments, by which ranks detect that theirs differ.
+//!
+//! The digest is FNV-1a, which detects mistakes but no deliberate collisions.
 
-/// A running FNV-1a digest.
+/// An FNV-1a digest of the data added so far.
+///
+/// # Source
+/// Fowler, Noll, Vo: offset basis and prime of the 64-bit variant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fingerprint(u64);
 
@@ -11,12 +16,12 @@ impl Default for Fingerprint {
 }
 
 impl Fingerprint {
-    /// The digest of nothing.
+    /// Creates the digest of no data.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Digests more bytes.
+    /// Adds bytes.
     pub fn bytes(mut self, bytes: &[u8]) -> Self {
         for &byte in bytes {
             self.0 = (self.0 ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
@@ -24,17 +29,17 @@ impl Fingerprint {
         self
     }
 
-    /// Digests one number.
+    /// Adds a number, in little-endian order.
     pub fn number(self, number: u64) -> Self {
         self.bytes(&number.to_le_bytes())
     }
 
-    /// Digests a text and its length, so that neighbouring texts do not run together.
+    /// Adds a text and its length, so that ("ab", "c") and ("a", "bc") differ.
     pub fn text(self, text: &str) -> Self {
         self.number(text.len() as u64).bytes(text.as_bytes())
     }
 
-    /// Digests a number or its absence.
+    /// Adds a number or its absence.
     pub fn optional(self, number: Option<u64>) -> Self {
         match number {
             Some(number) => self.number(1).number(number),
@@ -42,7 +47,7 @@ impl Fingerprint {
         }
     }
 
-    /// The digest.
+    /// Returns the digest.
     pub const fn finish(self) -> u64 {
         self.0
     }

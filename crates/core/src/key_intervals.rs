@@ -1,30 +1,35 @@
-//! A few half-open intervals of key positions: what a mask lowers to for one query.
+//! Key intervals: what a mask lowers to for one query.
 
 use std::ops::Range;
 
-/// At most [`KeyIntervals::MOST`] sorted, disjoint, non-touching, non-empty half-open intervals of positions. Unbounded sides are `i64::MIN` and `i64::MAX`
-/// (no position may be `i64::MAX`).
+/// At most [`KeyIntervals::MAX`] half-open intervals of key positions.
+///
+/// They are sorted, disjoint, non-touching and not empty. An unbounded side is `i64::MIN` or
+/// `i64::MAX`, which is no position. They are stored inline, so that lowering a mask does not
+/// allocate.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct KeyIntervals {
-    ranges: [Range<i64>; Self::MOST],
+    ranges: [Range<i64>; Self::MAX],
     count: u8,
 }
 
 impl KeyIntervals {
-    /// The most intervals; a mask that needs more is made into bits.
-    pub const MOST: usize = 4;
+    /// Maximum number of intervals. A mask that needs more is evaluated pair by pair.
+    ///
+    /// Two suffice for a window with exempt first keys; four leave room for combinations of masks.
+    pub const MAX: usize = 4;
 
-    /// No key.
+    /// Returns the empty set.
     pub const fn nothing() -> Self {
         Self { ranges: [0..0, 0..0, 0..0, 0..0], count: 0 }
     }
 
-    /// Every key.
+    /// Returns the set of all positions.
     pub const fn everything() -> Self {
         Self { ranges: [i64::MIN..i64::MAX, 0..0, 0..0, 0..0], count: 1 }
     }
 
-    /// One interval; empty if `lo >= hi`.
+    /// Returns the interval `lo..hi`; the empty set if `lo >= hi`.
     pub const fn one(lo: i64, hi: i64) -> Self {
         if lo < hi {
             Self { ranges: [lo..hi, 0..0, 0..0, 0..0], count: 1 }
@@ -33,22 +38,22 @@ impl KeyIntervals {
         }
     }
 
-    /// The intervals in ascending order.
+    /// Returns the intervals in ascending order.
     pub fn ranges(&self) -> &[Range<i64>] {
         &self.ranges[..usize::from(self.count)]
     }
 
-    /// Whether `position` is in one of them.
+    /// Returns true if `position` is in one of the intervals.
     pub fn contains(&self, position: i64) -> bool {
         self.ranges().iter().any(|range| range.contains(&position))
     }
 
-    /// Positions in both; `None` if that takes more than [`KeyIntervals::MOST`] intervals.
+    /// Returns the intersection; `None` if it needs more than [`KeyIntervals::MAX`] intervals.
     pub fn and(&self, other: &Self) -> Option<Self> {
         if let ([a], [b]) = (self.ranges(), other.ranges()) {
             return Some(Self::one(a.start.max(b.start), a.end.min(b.end)));
         }
-        // the common case, neighbouring rows: each interval overlaps its counterpart alone
+        // common case, the intervals of neighbouring rows: each overlaps only its counterpart
         if self.count == other.count
             && self.pairwise(other, |a, b, next_a, next_b| {
                 a.end <= next_b.start && b.end <= next_a.start
@@ -69,7 +74,7 @@ impl KeyIntervals {
         Some(both)
     }
 
-    /// Positions in either; `None` if that takes more than [`KeyIntervals::MOST`] intervals.
+    /// Returns the union; `None` if it needs more than [`KeyIntervals::MAX`] intervals.
     pub fn or(&self, other: &Self) -> Option<Self> {
         if let ([a], [b]) = (self.ranges(), other.ranges()) {
             return Some(match (a.end < b.start, b.end < a.start) {
@@ -79,13 +84,14 @@ impl KeyIntervals {
             });
         }
         let mut either = Self::nothing();
-        merged(self.ranges(), other.ranges(), |range| either.push(range).is_some())
+        for_each_merged(self.ranges(), other.ranges(), |range| either.push(range).is_some())
             .then_some(either)
     }
 
-    /// Positions in either and, where that would take more than [`KeyIntervals::MOST`] intervals, those between the intervals nearest to each other.
+    /// Returns the union, or a superset if the union needs more than [`KeyIntervals::MAX`]
+    /// intervals. The superset closes the narrowest gaps.
     pub fn cover(&self, other: &Self) -> Self {
-        // the common case, neighbouring rows: each interval touches its counterpart alone
+        // common case, the intervals of neighbouring rows: each touches only its counterpart
         let touch = |a: &Range<i64>, b: &Range<i64>| a.start <= b.end && b.start <= a.end;
         if self.count == other.count
             && self.ranges().iter().zip(other.ranges()).all(|(a, b)| touch(a, b))
@@ -102,10 +108,10 @@ impl KeyIntervals {
         if let Some(either) = self.or(other) {
             return either;
         }
-        // all intervals of both in order, overlapping ones as one; then the narrowest gaps close
-        let mut all = [const { 0..0 }; 2 * Self::MOST];
+        // merge all intervals of both in order, then close the narrowest gaps
+        let mut all = [const { 0..0 }; 2 * Self::MAX];
         let mut count = 0;
-        merged(self.ranges(), other.ranges(), |range| {
+        for_each_merged(self.ranges(), other.ranges(), |range| {
             if count > 0 && range.start <= all[count - 1].end {
                 all[count - 1].end = all[count - 1].end.max(range.end);
             } else {
@@ -114,7 +120,7 @@ impl KeyIntervals {
             }
             true
         });
-        while count > Self::MOST {
+        while count > Self::MAX {
             let mut nearest = 1;
             for i in 2..count {
                 let gap = |i: usize| all[i].start.abs_diff(all[i - 1].end);
@@ -128,7 +134,8 @@ impl KeyIntervals {
         Self { ranges: [first, second, third, fourth], count: count as u8 }
     }
 
-    /// Whether `holds` of every two counterparts and the two after them.
+    /// Returns true if `holds(a, b, next_a, next_b)` for all counterparts a, b and their
+    /// successors.
     fn pairwise(
         &self,
         other: &Self,
@@ -140,7 +147,8 @@ impl KeyIntervals {
             .all(|(a, b)| holds(&a[0], &b[0], &a[1], &b[1]))
     }
 
-    /// Appends an interval that starts no earlier than the last, merging where they touch; `None` if there is no room.
+    /// Appends an interval that starts no earlier than the last one, and merges the two if they
+    /// touch. Returns `None` if there are too many.
     fn push(&mut self, range: Range<i64>) -> Option<()> {
         if range.start >= range.end {
             return Some(());
@@ -157,11 +165,12 @@ impl KeyIntervals {
     }
 }
 
-/// Hands the intervals of both lists to `take` in order of their starts, as long as it answers true. Whether it did to the end.
-fn merged<'a>(
+/// Calls `accept` with the intervals of both lists in the order of their starts. Stops and returns
+/// false as soon as it returns false.
+fn for_each_merged<'a>(
     mut a: &'a [Range<i64>],
     mut b: &'a [Range<i64>],
-    mut take: impl FnMut(Range<i64>) -> bool,
+    mut accept: impl FnMut(Range<i64>) -> bool,
 ) -> bool {
     loop {
         let from = match (a.first(), b.first()) {
@@ -172,7 +181,7 @@ fn merged<'a>(
         };
         if let Some((first, rest)) = from.split_first() {
             *from = rest;
-            if !take(first.clone()) {
+            if !accept(first.clone()) {
                 return false;
             }
         }
@@ -184,7 +193,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Up to six intervals in -20..20, some at the unbounded ends, folded with `or` as long as they fit.
+    /// Returns the union of up to six intervals within −20..20 or with unbounded sides, as far as
+    /// they fit.
     fn any_intervals() -> impl Strategy<Value = KeyIntervals> {
         let end = prop_oneof![8 => -20i64..20, 1 => Just(i64::MIN), 1 => Just(i64::MAX)];
         prop::collection::vec((end.clone(), end), 0..6).prop_map(|pairs| {
@@ -198,20 +208,21 @@ mod tests {
         (-25..25).chain([i64::MIN, i64::MIN / 4, i64::MAX / 4, i64::MAX - 1])
     }
 
-    /// How many intervals the positions where `inside` holds take, counted on a line that shows every end.
+    /// Counts the intervals of the positions for which `inside` is true. The probes include
+    /// positions around every end.
     fn count(inside: impl Fn(i64) -> bool) -> usize {
         let line: Vec<bool> = probes().take(50).map(inside).collect();
         usize::from(line[0]) + line.windows(2).filter(|pair| !pair[0] && pair[1]).count()
     }
 
-    fn is_canonical(spans: &KeyIntervals) -> bool {
-        spans.ranges().iter().all(|range| range.start < range.end)
-            && spans.ranges().windows(2).all(|pair| pair[0].end < pair[1].start)
+    fn is_canonical(intervals: &KeyIntervals) -> bool {
+        intervals.ranges().iter().all(|range| range.start < range.end)
+            && intervals.ranges().windows(2).all(|pair| pair[0].end < pair[1].start)
     }
 
     proptest! {
         #[test]
-        fn and_or_are_those_of_sets(a in any_intervals(), b in any_intervals()) {
+        fn and_is_the_intersection_and_or_the_union(a in any_intervals(), b in any_intervals()) {
             let both = |p| a.contains(p) && b.contains(p);
             let either = |p| a.contains(p) || b.contains(p);
             for (got, want) in [(a.and(&b), &both as &dyn Fn(i64) -> bool), (a.or(&b), &either)] {
@@ -220,7 +231,7 @@ mod tests {
                         prop_assert!(is_canonical(&got));
                         probes().for_each(|p| assert_eq!(got.contains(p), want(p)));
                     }
-                    None => prop_assert!(count(want) > KeyIntervals::MOST),
+                    None => prop_assert!(count(want) > KeyIntervals::MAX),
                 }
             }
             prop_assert_eq!(a.and(&b), b.and(&a));
@@ -228,7 +239,10 @@ mod tests {
         }
 
         #[test]
-        fn cover_holds_both_and_is_exact_where_it_can_be(a in any_intervals(), b in any_intervals()) {
+        fn cover_contains_both_and_is_the_union_if_it_fits(
+            a in any_intervals(),
+            b in any_intervals(),
+        ) {
             let cover = a.cover(&b);
             prop_assert!(is_canonical(&cover));
             probes().for_each(|p| assert!(cover.contains(p) || !(a.contains(p) || b.contains(p))));
@@ -247,13 +261,13 @@ mod tests {
         };
         assert_eq!(many(0).ranges().len(), 4);
         assert_eq!(many(0).or(&many(2)), None);
-        // eight single positions 0, 2, 4, … 14: the gaps are equal, so the first ones close
+        // eight single positions 0, 2, 4, … 14: the gaps are equal, so the first ones are closed
         assert_eq!(many(0).cover(&many(2)).ranges(), [0..9, 10..11, 12..13, 14..15]);
         let holes = KeyIntervals::everything()
             .and(&KeyIntervals::one(-5, 30))
             .and_then(|all| all.or(&KeyIntervals::one(40, 50)));
-        assert_eq!(holes.map(|spans| spans.ranges().len()), Some(2));
-        // the seven pieces that two lists of four can leave
+        assert_eq!(holes.map(|intervals| intervals.ranges().len()), Some(2));
+        // an intersection of seven intervals
         let comb = |from: i64| {
             (0..4).fold(KeyIntervals::nothing(), |all, i| {
                 all.or(&KeyIntervals::one(from + 10 * i, from + 10 * i + 9)).unwrap_or(all)

@@ -1,33 +1,34 @@
-//! Which global rows a rank holds, for any length and any number of ranks.
+//! Layouts: the assignment of rows to ranks, for any length and any number of ranks.
 
 use std::sync::Arc;
 
 use crate::{Error, Result, Run, Runs, memory};
 
-/// How rows are dealt to ranks. Shards may be uneven or empty; nothing is ever padded.
+/// Assignment of rows to ranks. Shards may have different lengths or be empty. No rows are padded.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Layout {
-    /// Rank r holds one run of rows.
+    /// Divides the rows into one chunk per rank.
     Contiguous,
-    /// The rows are cut into 2·ranks chunks; rank r holds chunks r and 2·ranks − 1 − r. Balances causal masks.
+    /// Divides the rows into 2·ranks chunks and assigns chunks r and 2·ranks − 1 − r to rank r.
+    /// Balances the work of a causal mask.
     Zigzag,
-    /// Rank r holds rows r, r + ranks, r + 2·ranks, …
+    /// Assigns rows r, r + ranks, r + 2·ranks, … to rank r.
     Striped,
-    /// Whatever the caller says.
+    /// Assigns rows by a list of the caller.
     Custom(Arc<CustomLayout>),
 }
 
-/// Rows of every rank, in local order, for queries and for keys.
+/// Rows of every rank, in local order, on both sides.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CustomLayout {
-    /// `q[rank]`: the global query rows of that rank.
+    /// Query rows, `q[rank]`.
     pub q: Vec<Runs>,
-    /// `kv[rank]`: the global key rows of that rank.
+    /// Key rows, `kv[rank]`.
     pub kv: Vec<Runs>,
 }
 
-/// Which of the two sequences a layout is asked about.
+/// One of the two sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
     /// Queries.
@@ -37,7 +38,7 @@ pub enum Side {
 }
 
 impl Layout {
-    /// The name on the command line.
+    /// Returns the name on the command line.
     pub const fn name(&self) -> &'static str {
         match self {
             Self::Contiguous => "contiguous",
@@ -47,17 +48,18 @@ impl Layout {
         }
     }
 
-    /// The global rows of `rank`, in local order; none if there is no such rank.
+    /// Returns the row numbers of `rank`, in local order; none if there is no such rank.
     ///
     /// # Source
-    /// Zigzag: Zhu 2024 (ring-flash-attention), Llama 3's context parallelism; striped: Brandon et al. 2023.
+    /// Zigzag: Zhu 2024, ring-flash-attention; context parallelism of Llama 3. Striped: Brandon et
+    /// al. 2023, Striped Attention.
     pub fn shard(&self, side: Side, len: usize, rank: usize, ranks: usize) -> Runs {
         let mut runs = Runs::new();
         if rank >= ranks {
             return runs;
         }
         let mut chunk = |index: usize, chunks: usize| {
-            // chunk boundaries ⌊len·i/chunks⌋: sizes differ by at most one
+            // chunks start at ⌊len·i/chunks⌋, so that their sizes differ by at most one
             let edge = |i: usize| (len as u128 * i as u128 / chunks as u128) as i64;
             runs.push_run(Run {
                 start: edge(index),
@@ -86,10 +88,12 @@ impl Layout {
         runs
     }
 
-    /// Checks that there are ranks and, of a custom layout, that every row is on exactly one of them.
+    /// Checks that there are ranks and that a custom layout assigns every row to exactly one of
+    /// them.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] naming `ranks` or `layout`; [`Error::OutOfMemory`] if there is no room for a bit a row.
+    /// [`Error::InvalidArgument`] naming `ranks` or `layout`; [`Error::OutOfMemory`] of the bitmap
+    /// of a custom layout's rows.
     pub fn validate(&self, q_len: usize, kv_len: usize, ranks: usize) -> Result<()> {
         if ranks == 0 {
             return Err(Error::invalid("ranks", 0, "at least 1"));
@@ -100,32 +104,35 @@ impl Layout {
                 return Err(Error::invalid(
                     "layout",
                     format!("{} shards of {name}", shards.len()),
-                    format!("{ranks}, one a rank"),
+                    format!("{ranks}, one per rank"),
                 ));
             }
-            every_row_once(name, shards, len)?;
+            check_partition(name, shards, len)?;
         }
         Ok(())
     }
 }
 
-/// Ends after `len` + 1 rows at most, however many a run claims to have: a row is new, or it is an error.
-fn every_row_once(name: &str, shards: &[Runs], len: usize) -> Result<()> {
+/// Checks that the shards contain every row of `0..len` once.
+///
+/// Reads at most `len` + 1 rows, even of a run with a larger count: each row is either new or an
+/// error.
+fn check_partition(name: &str, shards: &[Runs], len: usize) -> Result<()> {
     let words = len.div_ceil(64);
-    let mut seen: Vec<u64> = memory::filled("a bit a row of the layout", words, 0)?;
+    let mut assigned: Vec<u64> = memory::filled("the bitmap of the layout's rows", words, 0)?;
     let refuse =
         |got| Err(Error::invalid("layout", got, format!("every {name} row of 0..{len} once")));
     for row in shards.iter().flat_map(Runs::iter) {
-        let Some(place) = usize::try_from(row).ok().filter(|&place| place < len) else {
+        let Some(index) = usize::try_from(row).ok().filter(|&index| index < len) else {
             return refuse(format!("{name} row {row}"));
         };
-        let bit = 1 << (place % 64);
-        if seen[place / 64] & bit != 0 {
+        let bit = 1 << (index % 64);
+        if assigned[index / 64] & bit != 0 {
             return refuse(format!("{name} row {row} twice"));
         }
-        seen[place / 64] |= bit;
+        assigned[index / 64] |= bit;
     }
-    match (0..len).find(|row| seen[row / 64] >> (row % 64) & 1 == 0) {
+    match (0..len).find(|row| assigned[row / 64] >> (row % 64) & 1 == 0) {
         Some(row) => refuse(format!("no rank for {name} row {row}")),
         None => Ok(()),
     }
@@ -146,8 +153,8 @@ mod tests {
         rows.iter().copied().collect()
     }
 
-    /// The same rows as a custom layout, whose check is independent of how they were dealt.
-    fn spelled_out(layout: &Layout, len: usize, ranks: usize) -> Layout {
+    /// Returns the same rows as a custom layout, whose check does not use the layout's formula.
+    fn as_custom(layout: &Layout, len: usize, ranks: usize) -> Layout {
         let shards = |side| (0..ranks).map(|rank| layout.shard(side, len, rank, ranks)).collect();
         custom(shards(Side::Q), shards(Side::Kv))
     }
@@ -157,11 +164,14 @@ mod tests {
         fn shards_partition_the_rows_evenly(len in 0usize..200, ranks in 1usize..70) {
             for layout in &LAYOUTS {
                 layout.validate(len, len, ranks).unwrap();
-                spelled_out(layout, len, ranks).validate(len, len, ranks).unwrap();
-                let counts: Vec<u64> = (0..ranks).map(|rank| layout.shard(Side::Q, len, rank, ranks).len()).collect();
-                let (least, most) = (counts.iter().min().unwrap(), counts.iter().max().unwrap());
-                // a rank has one chunk, or two of which each may be one longer than another rank's
-                prop_assert!(most - least <= if matches!(layout, Layout::Zigzag) { 2 } else { 1 }, "{layout:?} {counts:?}");
+                as_custom(layout, len, ranks).validate(len, len, ranks).unwrap();
+                let counts: Vec<u64> =
+                    (0..ranks).map(|rank| layout.shard(Side::Q, len, rank, ranks).len()).collect();
+                let least = counts.iter().min().unwrap();
+                let most = counts.iter().max().unwrap();
+                // chunks differ by at most one row, and a zigzag shard has two chunks
+                let chunks = if matches!(layout, Layout::Zigzag) { 2 } else { 1 };
+                prop_assert!(most - least <= chunks, "{layout:?} {counts:?}");
             }
         }
     }
@@ -170,7 +180,7 @@ mod tests {
     fn fewer_rows_than_ranks_leave_ranks_empty() {
         for layout in &LAYOUTS {
             for (len, ranks) in [(0, 1), (0, 5), (1, 2), (3, 8), (7, 64)] {
-                spelled_out(layout, len, ranks).validate(len, len, ranks).unwrap();
+                as_custom(layout, len, ranks).validate(len, len, ranks).unwrap();
                 let empty = (0..ranks)
                     .filter(|&rank| layout.shard(Side::Kv, len, rank, ranks).is_empty())
                     .count();
@@ -183,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn shards_are_what_the_layouts_say() {
+    fn shards_have_the_documented_rows() {
         let rows =
             |layout: &Layout, rank| layout.shard(Side::Q, 8, rank, 2).iter().collect::<Vec<_>>();
         assert_eq!(
@@ -198,14 +208,14 @@ mod tests {
             (rows(&Layout::Striped, 0), rows(&Layout::Striped, 1)),
             (vec![0, 2, 4, 6], vec![1, 3, 5, 7])
         );
-        let dealt = custom(vec![runs(&[3, 1]), runs(&[0, 2])], vec![runs(&[]), runs(&[0])]);
-        dealt.validate(4, 1, 2).unwrap();
-        assert_eq!(dealt.shard(Side::Q, 4, 0, 2).iter().collect::<Vec<_>>(), [3, 1]);
-        assert!(dealt.shard(Side::Kv, 1, 0, 2).is_empty());
+        let custom = custom(vec![runs(&[3, 1]), runs(&[0, 2])], vec![runs(&[]), runs(&[0])]);
+        custom.validate(4, 1, 2).unwrap();
+        assert_eq!(custom.shard(Side::Q, 4, 0, 2).iter().collect::<Vec<_>>(), [3, 1]);
+        assert!(custom.shard(Side::Kv, 1, 0, 2).is_empty());
     }
 
     #[test]
-    fn long_sequences_are_dealt_without_overflow() {
+    fn long_sequences_are_divided_without_overflow() {
         let len = 1usize << 40;
         for layout in &LAYOUTS {
             let total: u64 = (0..48).map(|rank| layout.shard(Side::Q, len, rank, 48).len()).sum();
@@ -214,40 +224,43 @@ mod tests {
     }
 
     #[test]
-    fn bad_layouts_are_refused_with_what_is_wrong() {
-        let told = |layout: &Layout, q_len, kv_len, ranks| {
+    fn errors_state_the_fault_of_a_layout() {
+        let message = |layout: &Layout, q_len, kv_len, ranks| {
             layout.validate(q_len, kv_len, ranks).unwrap_err().to_string()
         };
-        assert_eq!(told(&Layout::Contiguous, 4, 4, 0), "ranks: got 0, want at least 1");
+        assert_eq!(message(&Layout::Contiguous, 4, 4, 0), "ranks: got 0, want at least 1");
         let good = runs(&[0, 1]);
         let one = |rows: &[i64]| custom(vec![good.clone()], vec![runs(rows)]);
         one(&[1, 0]).validate(2, 2, 1).unwrap();
-        assert_eq!(told(&one(&[0, 1]), 2, 2, 3), "layout: got 1 shards of q, want 3, one a rank");
         assert_eq!(
-            told(&one(&[0, 0]), 2, 2, 1),
+            message(&one(&[0, 1]), 2, 2, 3),
+            "layout: got 1 shards of q, want 3, one per rank"
+        );
+        assert_eq!(
+            message(&one(&[0, 0]), 2, 2, 1),
             "layout: got kv row 0 twice, want every kv row of 0..2 once"
         );
         assert_eq!(
-            told(&one(&[0, 2]), 2, 2, 1),
+            message(&one(&[0, 2]), 2, 2, 1),
             "layout: got kv row 2, want every kv row of 0..2 once"
         );
         assert_eq!(
-            told(&one(&[-1, 0]), 2, 2, 1),
+            message(&one(&[-1, 0]), 2, 2, 1),
             "layout: got kv row -1, want every kv row of 0..2 once"
         );
         assert_eq!(
-            told(&one(&[0]), 2, 2, 1),
+            message(&one(&[0]), 2, 2, 1),
             "layout: got no rank for kv row 1, want every kv row of 0..2 once"
         );
         assert_eq!(
-            told(&one(&[]), 3, 0, 1),
+            message(&one(&[]), 3, 0, 1),
             "layout: got no rank for q row 2, want every q row of 0..3 once"
         );
-        // a run that claims more rows than there are numbers, and a length beyond any memory
+        // a run that overflows, and a length for which no machine has memory
         let mut endless = Runs::new();
         endless.push_run(Run { start: 0, step: 1, count: u64::MAX });
         assert_eq!(
-            told(&custom(vec![endless], vec![runs(&[])]), 2, 0, 1),
+            message(&custom(vec![endless], vec![runs(&[])]), 2, 0, 1),
             "layout: got q row 2, want every q row of 0..2 once"
         );
         let vast = custom(vec![runs(&[])], vec![runs(&[])]).validate(usize::MAX, 0, 1);

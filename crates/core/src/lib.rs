@@ -94,7 +94,8 @@ pub use tile_bounds_table::TileBoundsTable;
 pub use transport::{Arrived, Channel, Control, Incoming, MessageHeader, Outgoing, Transport};
 pub use visibility::Visibility;
 
-/// A global number as an index. Exact: the crate refuses to build where `usize` is narrower than 64 bits.
+/// Converts a 64-bit number to an index. The conversion is exact, because the crate compiles only
+/// for targets with a `usize` of 64 bits.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "usize is 64 bits wide, see the compile_error above"

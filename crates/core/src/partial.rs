@@ -1,25 +1,31 @@
-//! What is known of one query row after some of its keys: the running softmax, and how two of them become one.
+//! Partial results of attention: the online softmax of one query row over some of its keys, and the
+//! merge of two of them.
 //!
 //! ```text
-//! m = max(m₁, m₂)      acc = acc₁·e^{m₁ − m} + acc₂·e^{m₂ − m}      sum = sum₁·e^{m₁ − m} + sum₂·e^{m₂ − m}
+//! m   = max(m₁, m₂)
+//! acc = acc₁·e^{m₁ − m} + acc₂·e^{m₂ − m}
+//! sum = sum₁·e^{m₁ − m} + sum₂·e^{m₂ − m}
 //! ```
 //!
-//! Over disjoint sets of keys this is a commutative monoid, so keys may be cut and folded in any way. It is total: nothing makes it panic, and finite
-//! sums never make a NaN. Two choices see to that. The factor of the larger maximum is the number 1 and not e⁰ of a difference, so −∞
-//! meets −∞ without ∞ − ∞. A missing element of the shorter `acc` is 0, so the identity needs no dim.
+//! Over disjoint sets of keys, the merge is a commutative monoid, so keys may be split and merged
+//! in any way. It never panics, and results with finite sums merge without NaN, for two reasons:
+//!
+//! * The factor of the larger maximum is the constant 1 instead of e^{m − m}, so two maxima of −∞
+//!   need no ∞ − ∞.
+//! * A missing element of the shorter `acc` is 0, so the identity needs no dim.
 
 use crate::Element;
 
-/// One row's running softmax, unnormalised: acc = Σ e^{s_j − max}·v_j, sum = Σ e^{s_j − max}.
+/// Unnormalised partial result of one query row: acc = Σ e^{s_j − max}·v_j, sum = Σ e^{s_j − max}.
 ///
-/// A finished `(out, lse)` is the same thing with max = lse and sum = 1, see [`Partial::from_out`]. `T` is f32 or f64: accumulators are
-/// never narrower.
+/// A final `(out, lse)` is the partial result with max = lse and sum = 1, see
+/// [`Partial::from_out`]. `T` is f32 or f64, the types of accumulators.
 ///
 /// # Examples
 /// ```
 /// use annulus_core::Partial;
 ///
-/// // logits 1 and 3 with values 10 and 20, met one by one
+/// // scores 1 and 3 with values 10 and 20, computed separately
 /// let one = Partial::new(vec![10.0], 1.0, 1.0);
 /// let other = Partial::new(vec![20.0], 3.0, 1.0);
 /// let (out, lse) = one.merge(&other).out();
@@ -35,12 +41,12 @@ pub struct Partial<T> {
 }
 
 impl<T: Element<Accumulator = T>> Partial<T> {
-    /// What is known before any key: (0, −∞).
+    /// Returns the partial result of no keys: acc = 0, max = −∞, sum = 0.
     pub fn identity() -> Self {
         Self { acc: Vec::new(), max: T::from_f64(f64::NEG_INFINITY), sum: T::from_f64(0.0) }
     }
 
-    /// From a running softmax.
+    /// Creates a partial result from accumulator and softmax statistics.
     ///
     /// # Shapes
     /// acc `[dv]`.
@@ -48,78 +54,89 @@ impl<T: Element<Accumulator = T>> Partial<T> {
         Self { acc, max, sum }
     }
 
-    /// From a finished row; lse = −∞ says that it saw nothing, and `out` is then 0 wherever it is not NaN.
+    /// Creates a partial result from a final row, out `[dv]` and lse.
+    ///
+    /// lse = −∞ denotes a row without visible keys. Its accumulator is 0, except that NaN is kept.
     pub fn from_out(out: Vec<T>, lse: T) -> Self {
-        let nothing = lse.to_f64() == f64::NEG_INFINITY;
+        let is_empty = lse.to_f64() == f64::NEG_INFINITY;
         let zero_or_nan = |x: T| if x.to_f64().is_nan() { x } else { T::from_f64(0.0) };
-        let acc = if nothing { out.into_iter().map(zero_or_nan).collect() } else { out };
-        Self { acc, max: lse, sum: T::from_f64(if nothing { 0.0 } else { 1.0 }) }
+        let acc = if is_empty { out.into_iter().map(zero_or_nan).collect() } else { out };
+        Self { acc, max: lse, sum: T::from_f64(if is_empty { 0.0 } else { 1.0 }) }
     }
 
-    /// Σ e^{s_j − max}·v_j, `[dv]`.
+    /// Returns the accumulator Σ e^{s_j − max}·v_j, `[dv]`.
     pub fn acc(&self) -> &[T] {
         &self.acc
     }
 
-    /// The largest logit; −∞ before any key.
+    /// Returns the row maximum; −∞ without keys.
     pub const fn max(&self) -> T {
         self.max
     }
 
-    /// Σ e^{s_j − max}.
+    /// Returns the row sum Σ e^{s_j − max}.
     pub const fn sum(&self) -> T {
         self.sum
     }
 
-    /// Folds two disjoint sets of keys into one.
+    /// Merges the partial results of two disjoint sets of keys.
     ///
-    /// Exact where one side is the identity; commutative to the bit; associative within 4 ulp (of the sum of magnitudes, where elements of acc
-    /// cancel). f32 is computed in f64 and rounded once.
+    /// The merge is exact if one side is the identity, commutative bit for bit, and associative
+    /// within 4 ulp of the sum of magnitudes. f32 is computed in f64 and rounded once.
     ///
     /// # Source
-    /// Milakov, Gimelshein 2018, §3; Dao et al. 2022, §3.1.
+    /// Milakov, Gimelshein 2018, Online normalizer calculation for softmax, §3; Dao et al. 2022,
+    /// FlashAttention, §3.1.
     #[must_use]
     pub fn merge(&self, other: &Self) -> Self {
-        let (a, b) = (self.max.to_f64(), other.max.to_f64());
-        let max = if a.is_nan() || b.is_nan() { f64::NAN } else { a.max(b) };
-        let (for_self, for_other) = (factor(a, max), factor(b, max));
-        let join = |x: T, y: T| rounded(x.to_f64() * for_self + y.to_f64() * for_other);
+        let own_max = self.max.to_f64();
+        let other_max = other.max.to_f64();
+        let is_nan = own_max.is_nan() || other_max.is_nan();
+        let max = if is_nan { f64::NAN } else { own_max.max(other_max) };
+        let own_factor = exp_difference(own_max, max);
+        let other_factor = exp_difference(other_max, max);
+        let add = |x: T, y: T| rounded(x.to_f64() * own_factor + y.to_f64() * other_factor);
         let element = |acc: &[T], index: usize| acc.get(index).copied().unwrap_or(T::from_f64(0.0));
         let dim = self.acc.len().max(other.acc.len());
         Self {
             acc: (0..dim)
-                .map(|index| join(element(&self.acc, index), element(&other.acc, index)))
+                .map(|index| add(element(&self.acc, index), element(&other.acc, index)))
                 .collect(),
             max: rounded(max),
-            sum: join(self.sum, other.sum),
+            sum: add(self.sum, other.sum),
         }
     }
 
-    /// The finished row: out = acc / sum, lse = max + ln sum; (0, −∞) where nothing was seen.
+    /// Returns the final row: out = acc / sum, lse = max + ln sum; (0, −∞) without keys.
     pub fn out(&self) -> (Vec<T>, T) {
         let sum = self.sum.to_f64();
-        // nothing seen: acc is 0 already, and a NaN in it stays
+        // without keys, acc is 0 or NaN: division by 1 returns it unchanged
         let divisor = if sum == 0.0 { 1.0 } else { sum };
         let out = self.acc.iter().map(|x| rounded(x.to_f64() / divisor)).collect();
         (out, rounded(self.max.to_f64() + sum.ln()))
     }
 }
 
-/// e^{from − to} for to ≥ from, or 1 where they are equal, be it ±∞.
+/// Computes e^{from − to} for from ≤ to; 1 if they are equal, also if both are infinite.
 ///
-/// The difference is rounded, and e to its power would be wrong by as many ulp as it is large; what the rounding lost is put back to first order.
-fn factor(from: f64, to: f64) -> f64 {
+/// The relative error of e^d is the absolute error of d, so rounding a large difference d would
+/// cost |d| / 2 ulp. The rounding error of d is computed exactly and applied to first order.
+///
+/// # Source
+/// Two-Diff of Shewchuk 1997, Adaptive Precision Floating-Point Arithmetic and Fast Robust
+/// Geometric Predicates, §2.3, after Knuth's TwoSum.
+fn exp_difference(from: f64, to: f64) -> f64 {
     if from == to {
         return 1.0;
     }
     let difference = from - to;
     let virtual_to = from - difference;
-    let lost = (from - (difference + virtual_to)) + (virtual_to - to);
+    let rounding_error = (from - (difference + virtual_to)) + (virtual_to - to);
     let power = difference.exp();
-    if power > 0.0 { power + power * lost } else { power }
+    if power > 0.0 { power + power * rounding_error } else { power }
 }
 
-/// Rounds, and gives every NaN the same bits, so that commuted sums are the same to the bit.
+/// Rounds to `T`. Replaces every NaN by one NaN, so that the merge is commutative bit for bit.
 fn rounded<T: Element>(value: f64) -> T {
     T::from_f64(if value.is_nan() { f64::NAN } else { value })
 }

@@ -7,7 +7,7 @@ use crate::{DenseMask, Rows, Space, Spec};
 /// One rank's part of the attention, fixed when a plan is made or updated.
 #[derive(Debug, Clone)]
 pub struct RankShard {
-    /// What is computed.
+    /// Definition of the attention.
     pub spec: Arc<Spec>,
     /// Query rows of this rank, in local order.
     pub queries: Arc<Rows>,

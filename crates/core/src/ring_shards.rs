@@ -1,20 +1,20 @@
-//! Positions and segment ids of every rank's rows: what a rank must know of the others' rows to plan a ring.
+//! Row numbers, positions and segment ids of all ranks, from which a rank computes the schedule.
 
 use std::sync::Arc;
 
 use crate::{Alignment, Batch, Dims, Layout, Shard, Side};
 
-/// Every rank's rows of both sides.
+/// Shards of all ranks on both sides. The lists are indexed by ring index.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RingShards {
-    /// `q[rank]`.
+    /// Query rows, `q[ring_index]`.
     pub q: Vec<Arc<Shard>>,
-    /// `kv[rank]`.
+    /// Key rows, `kv[ring_index]`.
     pub kv: Vec<Arc<Shard>>,
 }
 
 impl RingShards {
-    /// RingShards that follow from the problem alone: no batch.
+    /// Computes the shards of dims, alignment and layout, without a batch.
     pub fn plain(dims: &Dims, alignment: Alignment, layout: &Layout, ranks: usize) -> Self {
         let shards = |side| {
             (0..ranks)

@@ -1,41 +1,47 @@
-//! What a list of rows looks like from afar, so that most tiles are classified without looking at their rows.
+//! Compact description of the positions and segment ids of a list of rows, by which most tiles are
+//! classified without reading their rows.
 //!
-//! Two views, made in one pass when rows are refilled. **Stretches** say the list exactly: neighbouring rows whose positions rise by one step and
-//! whose segment id is the same. **Extents** bound it: least and greatest position and segment id of every 64 rows, and of every 4096.
+//! Refilling a list computes two descriptions in one pass:
+//!
+//! * **Strided runs** are exact: consecutive rows of one segment whose positions ascend by a
+//!   constant step.
+//! * **Bounds** are the least and greatest position and segment id of each chunk of 64 rows and of
+//!   each group of 4096.
 
 use std::ops::Range;
 
 use crate::{Result, memory};
 
-/// Neighbouring rows at positions `position, position + step, …` with one segment id. It ends where the next begins.
+/// Consecutive rows of one segment at positions `position, position + step, …`, up to the first
+/// row of the next run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct StridedRun {
-    /// Local index of its first row.
+    /// Local index of the first row.
     pub(crate) first: usize,
-    /// Position of its first row.
+    /// Position of the first row.
     pub(crate) position: i64,
-    /// 0 or more.
+    /// Difference of consecutive positions, at least 0.
     pub(crate) step: i64,
-    /// Segment id; 0 if there are none.
+    /// Segment id; 0 without segment ids.
     pub(crate) segment: i64,
 }
 
-/// Bounds of positions and segment ids of some rows.
+/// Bounds of the positions and segment ids of some rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Bounds {
     /// Least and greatest position.
     pub(crate) positions: (i64, i64),
-    /// Least and greatest segment id; unbounded if there are none.
+    /// Least and greatest segment id; unbounded without segment ids.
     pub(crate) segments: (i64, i64),
 }
 
 impl Bounds {
-    /// Of no rows.
+    /// Bounds of no rows: the identity of [`Bounds::union`].
     pub(crate) const NONE: Self =
         Self { positions: (i64::MAX, i64::MIN), segments: (i64::MAX, i64::MIN) };
 
-    /// Of the rows of both.
-    pub(crate) fn with(self, other: Self) -> Self {
+    /// Returns the bounds of the rows of both.
+    pub(crate) fn union(self, other: Self) -> Self {
         let both = |a: (i64, i64), b: (i64, i64)| (a.0.min(b.0), a.1.max(b.1));
         Self {
             positions: both(self.positions, other.positions),
@@ -44,59 +50,66 @@ impl Bounds {
     }
 }
 
-/// Rows a chunk.
+/// Rows per chunk. 64 is the usual width of a key tile, so most tiles are one or two chunks.
 pub(crate) const CHUNK: usize = 64;
-/// Rows a group of chunks.
+/// Rows per group: 64 chunks, so that a scan of a long sequence visits 1/64 of its chunks.
 pub(crate) const GROUP: usize = 64 * CHUNK;
-/// A step other than 0 or 1 is taken up only for this many rows: indices by division cost more than a few comparisons.
-const FEW: usize = 8;
+/// Least number of rows with an equal step other than 0 or 1 that start a run. Indices in such a
+/// run take a division, which costs more than comparing a few rows one by one.
+const MIN_STRIDED_ROWS: usize = 8;
 
-/// The outline of one list of rows.
+/// Bounds of one chunk, and the index of the run that contains its first row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Chunk {
+    bounds: Bounds,
+    first_run: usize,
+}
+
+/// Strided runs and bounds of one list of rows.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct RowBounds {
     len: usize,
-    stretches: Vec<StridedRun>,
-    /// per chunk: its extent, and which stretch its first row is in
-    chunks: Vec<(Bounds, usize)>,
+    runs: Vec<StridedRun>,
+    chunks: Vec<Chunk>,
     groups: Vec<Bounds>,
 }
 
 impl RowBounds {
-    /// Describes rows at `positions` with the segment ids `segments` (none, or as many). Keeps its memory.
+    /// Computes runs and bounds of rows at `positions` with the ids `segments` (empty, or one per
+    /// row). Reuses its memory.
     pub(crate) fn refill(&mut self, positions: &[i64], segments: &[i64]) -> Result<()> {
         self.len = positions.len();
-        self.stretches.clear();
+        self.runs.clear();
         self.chunks.clear();
         self.groups.clear();
-        const WHAT: &str = "outlines of the rows";
+        const WHAT: &str = "bounds of the rows";
         memory::reserve(WHAT, &mut self.chunks, self.len.div_ceil(CHUNK))?;
         memory::reserve(WHAT, &mut self.groups, self.len.div_ceil(GROUP))?;
         for first in (0..self.len).step_by(CHUNK) {
             let rows = first..self.len.min(first + CHUNK);
-            let chunk = if self.goes_on(positions, segments, rows.clone()) {
-                // ascending and of one segment: the ends say all
-                let extent = Bounds {
+            let chunk = if self.continues_last_run(positions, segments, rows.clone()) {
+                // positions ascend within one segment, so the first and the last row are the bounds
+                let bounds = Bounds {
                     positions: (positions[first], positions[rows.end - 1]),
-                    segments: bounds_of(segments.get(first)),
+                    segments: segment_bounds(segments.get(first)),
                 };
-                (extent, self.stretches.len() - 1)
+                Chunk { bounds, first_run: self.runs.len() - 1 }
             } else {
-                memory::reserve(WHAT, &mut self.stretches, rows.len())?;
-                self.describe(positions, segments, rows)
+                memory::reserve(WHAT, &mut self.runs, rows.len())?;
+                self.push_runs(positions, segments, rows)
             };
             self.chunks.push(chunk);
         }
-        self.groups.extend(
-            self.chunks
-                .chunks(GROUP / CHUNK)
-                .map(|chunks| chunks.iter().fold(Bounds::NONE, |all, chunk| all.with(chunk.0))),
-        );
+        self.groups.extend(self.chunks.chunks(GROUP / CHUNK).map(union_of));
         Ok(())
     }
 
-    /// Whether all `rows` belong to the last stretch. Branch-free over the rows, so that it runs at the speed of memory.
-    fn goes_on(&self, positions: &[i64], segments: &[i64], rows: Range<usize>) -> bool {
-        let Some(last) = self.stretches.last() else { return false };
+    /// Returns true if all `rows` belong to the last run.
+    ///
+    /// The loop over the rows has no branch, so that it is vectorised and limited by memory
+    /// bandwidth.
+    fn continues_last_run(&self, positions: &[i64], segments: &[i64], rows: Range<usize>) -> bool {
+        let Some(last) = self.runs.last() else { return false };
         let before = &positions[rows.start - 1..rows.end - 1];
         let here = &positions[rows.clone()];
         let off_step = here
@@ -111,95 +124,86 @@ impl RowBounds {
         off_step | off_segment == 0
     }
 
-    /// Appends the stretches of `rows`.
-    fn describe(
-        &mut self,
-        positions: &[i64],
-        segments: &[i64],
-        rows: Range<usize>,
-    ) -> (Bounds, usize) {
-        let mut extent = Bounds::NONE;
-        let first = rows.start;
-        let mut first_in = 0;
+    /// Appends the runs of `rows`, one chunk.
+    fn push_runs(&mut self, positions: &[i64], segments: &[i64], rows: Range<usize>) -> Chunk {
+        let mut bounds = Bounds::NONE;
+        let first_row = rows.start;
+        let mut first_run = 0;
         for row in rows {
-            let (position, segment) = (positions[row], segments.get(row).copied().unwrap_or(0));
-            let goes_on = self.stretches.last().is_some_and(|last| {
+            let position = positions[row];
+            let segment = segments.get(row).copied().unwrap_or(0);
+            let continues = self.runs.last().is_some_and(|last| {
                 segment == last.segment
                     && positions[row - 1].checked_add(last.step) == Some(position)
             });
-            if !goes_on {
-                self.stretches.push(StridedRun {
-                    first: row,
-                    position,
-                    step: step_from(&positions[row..]),
-                    segment,
-                });
+            if !continues {
+                let step = step_from(&positions[row..]);
+                self.runs.push(StridedRun { first: row, position, step, segment });
             }
-            if row == first {
-                first_in = self.stretches.len() - 1;
+            if row == first_row {
+                first_run = self.runs.len() - 1;
             }
-            extent = extent.with(Bounds {
+            bounds = bounds.union(Bounds {
                 positions: (position, position),
-                segments: bounds_of(segments.get(row)),
+                segments: segment_bounds(segments.get(row)),
             });
         }
-        (extent, first_in)
+        Chunk { bounds, first_run }
     }
 
-    /// Bounds of the rows `rows`, perhaps with some of their neighbours in the same chunks.
-    pub(crate) fn extent(&self, rows: &Range<usize>) -> Bounds {
-        self.chunks[rows.start / CHUNK..rows.end.div_ceil(CHUNK)]
-            .iter()
-            .fold(Bounds::NONE, |all, chunk| all.with(chunk.0))
+    /// Returns bounds of `rows`: those of all chunks that contain one of them.
+    pub(crate) fn of(&self, rows: &Range<usize>) -> Bounds {
+        union_of(&self.chunks[rows.start / CHUNK..rows.end.div_ceil(CHUNK)])
     }
 
-    /// Bounds of group `group`: the rows `group·GROUP .. (group + 1)·GROUP`.
-    pub(crate) fn group(&self, group: usize) -> Bounds {
+    /// Returns the bounds of the rows `group·GROUP .. (group + 1)·GROUP`.
+    pub(crate) fn of_group(&self, group: usize) -> Bounds {
         self.groups[group]
     }
 
-    /// The rows `rows` as stretches, cut to fit: which of them, and the stretch from there on.
-    pub(crate) fn stretches(
+    /// Divides `rows` into strided runs. Returns each part with a run that starts at its first row.
+    pub(crate) fn strided_runs(
         &self,
         rows: Range<usize>,
     ) -> impl Iterator<Item = (Range<usize>, StridedRun)> + '_ {
-        let from =
-            self.chunks.get(rows.start / CHUNK).map_or(self.stretches.len(), |chunk| chunk.1);
-        let tail = &self.stretches[from..];
-        let from = from
-            + tail
+        let of_chunk =
+            self.chunks.get(rows.start / CHUNK).map_or(self.runs.len(), |chunk| chunk.first_run);
+        // the last run that starts at or before the first row
+        let from = of_chunk
+            + self.runs[of_chunk..]
                 .iter()
                 .take(CHUNK)
-                .take_while(|stretch| stretch.first <= rows.start)
+                .take_while(|run| run.first <= rows.start)
                 .count()
                 .saturating_sub(1);
-        self.stretches[from..].iter().enumerate().map_while(move |(place, stretch)| {
-            let end = self
-                .stretches
-                .get(from + place + 1)
-                .map_or(self.len, |next| next.first)
-                .min(rows.end);
-            let first = stretch.first.max(rows.start);
-            let position = stretch
-                .position
-                .wrapping_add(stretch.step.wrapping_mul((first - stretch.first) as i64));
-            (first < end).then_some((first..end, StridedRun { first, position, ..*stretch }))
+        self.runs[from..].iter().enumerate().map_while(move |(index, run)| {
+            let next = self.runs.get(from + index + 1);
+            let end = next.map_or(self.len, |next| next.first).min(rows.end);
+            let first = run.first.max(rows.start);
+            let position =
+                run.position.wrapping_add(run.step.wrapping_mul((first - run.first) as i64));
+            (first < end).then_some((first..end, StridedRun { first, position, ..*run }))
         })
     }
 }
 
-/// One id's bounds; those of a row without one meet every id.
-fn bounds_of(segment: Option<&i64>) -> (i64, i64) {
+fn union_of(chunks: &[Chunk]) -> Bounds {
+    chunks.iter().fold(Bounds::NONE, |all, chunk| all.union(chunk.bounds))
+}
+
+/// Returns the bounds of one segment id. Without an id they are unbounded, so that they overlap
+/// with every id.
+fn segment_bounds(segment: Option<&i64>) -> (i64, i64) {
     segment.map_or((i64::MIN, i64::MAX), |&segment| (segment, segment))
 }
 
-/// The step by which positions rise from the first of them on.
+/// Returns the step of the run that starts at the first of `positions`.
 fn step_from(positions: &[i64]) -> i64 {
     let step_at = |i: usize| positions.get(i + 1).and_then(|next| next.checked_sub(positions[i]));
     match step_at(0) {
         Some(step @ 0..=1) => step,
-        Some(step) if step > 1 && (1..FEW).all(|i| step_at(i) == Some(step)) => step,
-        // alone
+        Some(step) if step > 1 && (1..MIN_STRIDED_ROWS).all(|i| step_at(i) == Some(step)) => step,
+        // a run of one row, unless the next position is one more
         _ => 1,
     }
 }
@@ -209,7 +213,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Lists as they come: runs of steps −1, 0, 1, 4, … of a few rows or of many, with segment ids that stay for a while.
+    /// Returns positions in runs of steps −1, 0, 1, 4 and 7, short and long, and segment ids that
+    /// are constant over a few rows or many.
     fn lists() -> impl Strategy<Value = (Vec<i64>, Vec<i64>)> {
         let runs = prop::collection::vec(
             (-50i64..50, prop_oneof![Just(-1i64), Just(0), Just(1), Just(4), Just(7)], 1usize..90),
@@ -233,52 +238,58 @@ mod tests {
 
     proptest! {
         #[test]
-        fn stretches_say_the_list_and_extents_bound_it((positions, segments) in lists(), (before, _) in lists(), cut in 0usize..600, count in 0usize..200) {
-            let mut outline = RowBounds::default();
-            // refilling leaves nothing behind
-            outline.refill(&before, &[]).unwrap();
-            outline.refill(&positions, &segments).unwrap();
+        fn runs_equal_the_list_and_bounds_contain_it(
+            (positions, segments) in lists(),
+            (before, _) in lists(),
+            cut in 0usize..600,
+            count in 0usize..200,
+        ) {
+            let mut row_bounds = RowBounds::default();
+            // no trace of an earlier list remains
+            row_bounds.refill(&before, &[]).unwrap();
+            row_bounds.refill(&positions, &segments).unwrap();
             let rows = cut.min(positions.len())..(cut + count).min(positions.len());
             let segment = |row: usize| segments.get(row).copied().unwrap_or(0);
             let mut next = rows.start;
-            for (part, stretch) in outline.stretches(rows.clone()) {
+            for (part, run) in row_bounds.strided_runs(rows.clone()) {
                 prop_assert_eq!(part.start, next);
                 next = part.end;
                 for (i, row) in part.enumerate() {
-                    prop_assert_eq!(stretch.position + stretch.step * i as i64, positions[row]);
-                    prop_assert_eq!(stretch.segment, segment(row));
+                    prop_assert_eq!(run.position + run.step * i as i64, positions[row]);
+                    prop_assert_eq!(run.segment, segment(row));
                 }
             }
             prop_assert_eq!(next, rows.end);
-            let chunked = rows.start / CHUNK * CHUNK..rows.end.next_multiple_of(CHUNK).min(positions.len());
             if !rows.is_empty() {
-                let extent = outline.extent(&rows);
-                prop_assert_eq!(Some(extent.positions.0), positions[chunked.clone()].iter().copied().min());
-                prop_assert_eq!(Some(extent.positions.1), positions[chunked.clone()].iter().copied().max());
-                let ids = segments.get(chunked).unwrap_or_default().iter().copied();
-                prop_assert_eq!(extent.segments.0, ids.clone().min().unwrap_or(i64::MIN));
-                prop_assert_eq!(extent.segments.1, ids.max().unwrap_or(i64::MAX));
+                let first = rows.start / CHUNK * CHUNK;
+                let end = rows.end.next_multiple_of(CHUNK).min(positions.len());
+                let bounds = row_bounds.of(&rows);
+                let of_chunks = positions[first..end].iter().copied();
+                prop_assert_eq!(Some(bounds.positions.0), of_chunks.clone().min());
+                prop_assert_eq!(Some(bounds.positions.1), of_chunks.max());
+                let ids = segments.get(first..end).unwrap_or_default().iter().copied();
+                prop_assert_eq!(bounds.segments.0, ids.clone().min().unwrap_or(i64::MIN));
+                prop_assert_eq!(bounds.segments.1, ids.max().unwrap_or(i64::MAX));
             }
         }
     }
 
     #[test]
-    fn usual_lists_are_one_stretch() {
-        let stretches = |positions: Vec<i64>| {
-            let mut outline = RowBounds::default();
-            outline.refill(&positions, &[]).unwrap();
-            outline.stretches(0..positions.len()).count()
+    fn common_lists_have_few_runs() {
+        let runs = |positions: Vec<i64>| {
+            let mut row_bounds = RowBounds::default();
+            row_bounds.refill(&positions, &[]).unwrap();
+            row_bounds.strided_runs(0..positions.len()).count()
         };
-        assert_eq!(stretches((7..1000).collect()), 1);
-        assert_eq!(stretches((0..1000).map(|i| 3 + 8 * i).collect()), 1);
-        assert_eq!(stretches(vec![4; 100]), 1);
+        assert_eq!(runs((7..1000).collect()), 1);
+        assert_eq!(runs((0..1000).map(|i| 3 + 8 * i).collect()), 1);
+        assert_eq!(runs(vec![4; 100]), 1);
         // zigzag
-        assert_eq!(stretches((0..100).chain(700..800).collect()), 2);
-        // groups are bounded too
-        let mut outline = RowBounds::default();
-        outline.refill(&(0..10_000).collect::<Vec<_>>(), &[]).unwrap();
+        assert_eq!(runs((0..100).chain(700..800).collect()), 2);
+        let mut row_bounds = RowBounds::default();
+        row_bounds.refill(&(0..10_000).collect::<Vec<_>>(), &[]).unwrap();
         assert_eq!(
-            (0..3).map(|group| outline.group(group).positions).collect::<Vec<_>>(),
+            (0..3).map(|group| row_bounds.of_group(group).positions).collect::<Vec<_>>(),
             [(0, 4095), (4096, 8191), (8192, 9999)]
         );
     }

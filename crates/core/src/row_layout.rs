@@ -1,22 +1,28 @@
-//! The wire format of one row: the schedule's, not a backend's, so that ranks with different backends share a ring.
+//! Wire format of one row. It is independent of the backend, so that ranks with different backends
+//! can exchange blocks.
 
 use crate::DType;
 
-/// One tensor's share of a record: `[batch][heads][dim]` elements, in that order.
+/// Part of a record that one tensor fills: elements `[batch, heads, dim]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowField {
-    /// Heads.
+    /// Number of heads.
     pub heads: usize,
-    /// Elements a head.
+    /// Number of elements per head.
     pub dim: usize,
     /// Element type.
     pub dtype: DType,
 }
 
-/// What travels for one row: its fields one after another. A block of n rows is n records in ascending local order, with no padding.
+/// Layout of the record of one row: its fields, one after another without padding.
 ///
-/// Keys and values: `[k: kv_heads × head_dim][v: kv_heads × value_dim]` in the inputs' type; their gradients: the same in the accumulator's type;
-/// queries of the two-pass backward: `[q][dout][row statistics]`.
+/// A block of n rows consists of n records in ascending local order. The records are:
+///
+/// | block | fields | element type |
+/// |---|---|---|
+/// | keys and values | k `[b, kv_heads, d]`, v `[b, kv_heads, dv]` | that of the inputs |
+/// | their gradients | dk, dv in the same shapes | that of the accumulator |
+/// | queries, two-pass backward | q, dout, row statistics | inputs, inputs, accumulator |
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RowLayout {
     batch: usize,
@@ -24,22 +30,22 @@ pub struct RowLayout {
 }
 
 impl RowLayout {
-    /// A record of these fields.
+    /// Creates the layout of records with `fields` for `batch` batch rows.
     pub fn new(batch: usize, fields: Vec<RowField>) -> Self {
         Self { batch, fields }
     }
 
-    /// Bytes of one row.
+    /// Returns the number of bytes of one record.
     pub fn bytes(&self) -> u64 {
         self.fields.iter().map(|field| self.field_bytes(field)).sum()
     }
 
-    /// The fields in order.
+    /// Returns the fields in order.
     pub fn fields(&self) -> &[RowField] {
         &self.fields
     }
 
-    /// Byte offset within a record of element 0 of head `head` of batch row `batch` of field `field`.
+    /// Returns the byte offset in a record of element `[batch, head, 0]` of field `field`.
     pub fn offset(&self, field: usize, batch: usize, head: usize) -> u64 {
         let before: u64 = self.fields[..field].iter().map(|field| self.field_bytes(field)).sum();
         let RowField { heads, dim, dtype } = self.fields[field];
@@ -56,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fields_lie_one_after_another() {
+    fn fields_are_stored_one_after_another() {
         let field = |heads, dim, dtype| RowField { heads, dim, dtype };
         let record = RowLayout::new(2, vec![field(3, 5, DType::Bf16), field(3, 7, DType::F32)]);
         assert_eq!(record.bytes(), 2 * 3 * 5 * 2 + 2 * 3 * 7 * 4);

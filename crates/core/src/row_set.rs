@@ -1,70 +1,71 @@
-//! Sets of local row indices as sorted, disjoint, non-touching half-open ranges.
+//! Sets of local rows as sorted, disjoint, non-touching half-open ranges.
 
 use std::ops::Range;
 
-/// A set of local row indices of one rank.
+/// A set of local rows of one rank.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub struct RowSet {
     ranges: Vec<Range<u64>>,
 }
 
 impl RowSet {
-    /// The empty set.
+    /// Creates the empty set.
     pub const fn new() -> Self {
         Self { ranges: Vec::new() }
     }
 
-    /// The rows `0..count`.
+    /// Creates the set of rows `0..count`.
     pub fn all(count: u64) -> Self {
         std::iter::once(0..count).collect()
     }
 
-    /// The ranges in ascending order.
+    /// Returns the ranges in ascending order.
     pub fn ranges(&self) -> &[Range<u64>] {
         &self.ranges
     }
 
-    /// How many rows.
+    /// Returns the number of rows.
     pub fn count(&self) -> u64 {
         self.ranges.iter().map(|range| range.end - range.start).sum()
     }
 
-    /// Whether there are none.
+    /// Returns true if the set is empty.
     pub const fn is_empty(&self) -> bool {
         self.ranges.is_empty()
     }
 
-    /// Whether `row` is in the set.
+    /// Returns true if `row` is in the set. O(log ranges).
     pub fn contains(&self, row: u64) -> bool {
         let after = self.ranges.partition_point(|range| range.end <= row);
         self.ranges.get(after).is_some_and(|range| range.start <= row)
     }
 
-    /// The rows in ascending order.
+    /// Returns the rows in ascending order.
     pub fn iter(&self) -> impl Iterator<Item = u64> + '_ {
         self.ranges.iter().cloned().flatten()
     }
 
-    /// Rows of either.
+    /// Returns the rows that are in `self` or in `other`.
     pub fn union(&self, other: &Self) -> Self {
         self.ranges.iter().chain(&other.ranges).cloned().collect()
     }
 
-    /// Rows of both.
+    /// Returns the rows that are in `self` and in `other`.
     pub fn intersection(&self, other: &Self) -> Self {
         let mut ranges = Vec::new();
-        let (mut i, mut j) = (0, 0);
+        let mut i = 0;
+        let mut j = 0;
         while let (Some(a), Some(b)) = (self.ranges.get(i), other.ranges.get(j)) {
-            let (start, end) = (a.start.max(b.start), a.end.min(b.end));
-            if start < end {
-                ranges.push(start..end);
+            let both = a.start.max(b.start)..a.end.min(b.end);
+            if !both.is_empty() {
+                ranges.push(both);
             }
             if a.end <= b.end { i += 1 } else { j += 1 }
         }
         Self { ranges }
     }
 
-    /// Rows of `self` that are not in `other`.
+    /// Returns the rows of `self` that are not in `other`.
     pub fn difference(&self, other: &Self) -> Self {
         let mut ranges = Vec::new();
         for range in &self.ranges {
@@ -87,16 +88,18 @@ impl RowSet {
         Self { ranges }
     }
 
-    /// Whether every row of `other` is here.
+    /// Returns true if every row of `other` is in `self`.
     pub fn contains_all(&self, other: &Self) -> bool {
         other.difference(self).is_empty()
     }
 
-    /// Where the rows `part` (a subset of `self`) lie in a buffer that holds exactly the rows of `self` in ascending order:
-    /// ranges of places, in order.
+    /// Returns the record numbers of the rows `part`, a subset of `self`, in a buffer that holds
+    /// one record per row of `self` in ascending order.
     pub fn record_ranges(&self, part: &Self) -> Vec<Range<u64>> {
-        let mut places: Vec<Range<u64>> = Vec::new();
-        let (mut before, mut i) = (0, 0);
+        let mut records: Vec<Range<u64>> = Vec::new();
+        // number of rows in the ranges of `self` before range i
+        let mut before = 0;
+        let mut i = 0;
         for range in &part.ranges {
             while let Some(own) = self.ranges.get(i).filter(|own| own.end <= range.start) {
                 before += own.end - own.start;
@@ -105,18 +108,18 @@ impl RowSet {
             if let Some(own) = self.ranges.get(i) {
                 let start = before + (range.start - own.start);
                 let end = start + (range.end - range.start);
-                match places.last_mut() {
+                match records.last_mut() {
                     Some(last) if last.end == start => last.end = end,
-                    _ => places.push(start..end),
+                    _ => records.push(start..end),
                 }
             }
         }
-        places
+        records
     }
 }
 
 impl FromIterator<Range<u64>> for RowSet {
-    /// Any ranges, in any order, overlapping or empty.
+    /// Creates the union of any ranges, which may be unordered, overlapping or empty.
     fn from_iter<I: IntoIterator<Item = Range<u64>>>(ranges: I) -> Self {
         let mut all: Vec<Range<u64>> =
             ranges.into_iter().filter(|range| range.start < range.end).collect();
@@ -147,7 +150,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn behaves_as_a_set((a, x) in set(), (b, y) in set()) {
+        fn operations_match_those_of_a_btree_set((a, x) in set(), (b, y) in set()) {
             let rows = |set: &RowSet| set.iter().collect::<BTreeSet<_>>();
             prop_assert_eq!(rows(&a), x.clone());
             prop_assert_eq!(a.count(), x.len() as u64);
@@ -164,11 +167,12 @@ mod tests {
         }
 
         #[test]
-        fn places_point_at_the_rows((a, x) in set(), (b, _) in set()) {
+        fn records_are_those_of_the_rows((a, x) in set(), (b, _) in set()) {
             let part = a.intersection(&b);
-            let order: Vec<u64> = x.into_iter().collect();
-            let found: Vec<u64> = a.record_ranges(&part).into_iter().flatten().map(|place| order[place as usize]).collect();
-            prop_assert_eq!(found, part.iter().collect::<Vec<_>>());
+            let row_of_record: Vec<u64> = x.into_iter().collect();
+            let records = a.record_ranges(&part).into_iter().flatten();
+            let rows: Vec<u64> = records.map(|record| row_of_record[record as usize]).collect();
+            prop_assert_eq!(rows, part.iter().collect::<Vec<_>>());
         }
     }
 }

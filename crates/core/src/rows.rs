@@ -1,23 +1,25 @@
-//! What a mask must know of a set of rows: row number, position and segment id of each.
+//! Row number, position and segment id of each row of a list: the inputs of a mask.
 
 use std::ops::Range;
 
 use crate::{Result, memory, row_bounds::RowBounds};
 
-/// One rank's rows, or one block's, in local order. Refilled in place from compact runs, so that a ring step allocates nothing.
+/// Rows of one rank or of one block, in local order.
+///
+/// [`crate::Shard::expand`] refills the lists in place, so that a ring step does not allocate.
 #[derive(Debug, Clone, Default)]
 pub struct Rows {
     rows: Vec<u64>,
-    /// one list shared by all batch rows, or one a batch row
+    /// One list for all batch rows, or one per batch row.
     positions: Vec<i64>,
-    /// none, one list shared by all batch rows, or one a batch row
+    /// No list, one for all batch rows, or one per batch row.
     segments: Vec<i64>,
-    /// one shared by all batch rows, or one a batch row; some may be left over from an earlier filling
-    outlines: Vec<RowBounds>,
+    /// One element for all batch rows, or one per batch row; further elements are unused.
+    bounds: Vec<RowBounds>,
 }
 
 impl Rows {
-    /// Rows `0..count` at positions `offset, offset + 1, …`, without segment ids.
+    /// Creates rows `0..count` at positions `offset, offset + 1, …`, without segment ids.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -31,7 +33,8 @@ impl Rows {
         Ok(counting)
     }
 
-    /// Empties the lists and makes room for so many row numbers, positions and segment ids.
+    /// Clears the lists and allocates room for the given numbers of row numbers, positions and
+    /// segment ids.
     pub(crate) fn reserve(&mut self, counts: [u64; 3]) -> Result<()> {
         let [rows, positions, segments] = counts.map(crate::index);
         self.rows.clear();
@@ -42,12 +45,15 @@ impl Rows {
         memory::reserve("segment ids", &mut self.segments, segments)
     }
 
-    /// Empties the lists and lets `fill` append to them: row numbers, positions (`rows` or `batch × rows` of them), segment
-    /// ids (none, `rows` or `batch × rows` of them).
+    /// Clears the lists, calls `fill` to append row numbers, positions and segment ids, and
+    /// computes the bounds of the rows.
+    ///
+    /// # Shapes
+    /// row numbers `[rows]`; positions `[rows]` or `[batch, rows]`; segment ids `[0]`, `[rows]` or
+    /// `[batch, rows]`
     ///
     /// # Errors
-    /// [`crate::Error::OutOfMemory`] for what follows from the lists; the lists themselves grow in
-    /// `fill`.
+    /// [`crate::Error::OutOfMemory`] of the bounds. `fill` itself grows the lists without an error.
     pub fn refill(
         &mut self,
         fill: impl FnOnce(&mut Vec<u64>, &mut Vec<i64>, &mut Vec<i64>),
@@ -59,62 +65,63 @@ impl Rows {
         debug_assert!(self.positions.len().is_multiple_of(self.rows.len().max(1)));
         debug_assert!(self.segments.len().is_multiple_of(self.rows.len().max(1)));
         let lists = self.positions.len().max(self.segments.len()) / self.rows.len().max(1);
-        if self.outlines.len() < lists {
-            memory::reserve("outlines of the rows", &mut self.outlines, lists)?;
-            self.outlines.resize_with(lists, RowBounds::default);
+        if self.bounds.len() < lists {
+            memory::reserve("bounds of the rows", &mut self.bounds, lists)?;
+            self.bounds.resize_with(lists, RowBounds::default);
         }
-        for (batch, outline) in self.outlines.iter_mut().enumerate().take(lists) {
+        for (batch, bounds) in self.bounds.iter_mut().enumerate().take(lists) {
             let segments = if self.segments.is_empty() {
                 &[]
             } else {
                 Self::of_batch(&self.segments, self.rows.len(), batch)
             };
-            outline.refill(Self::of_batch(&self.positions, self.rows.len(), batch), segments)?;
+            bounds.refill(Self::of_batch(&self.positions, self.rows.len(), batch), segments)?;
         }
         Ok(())
     }
 
-    /// How many rows.
+    /// Returns the number of rows.
     pub const fn len(&self) -> usize {
         self.rows.len()
     }
 
-    /// Whether there are none.
+    /// Returns true if there are no rows.
     pub const fn is_empty(&self) -> bool {
         self.rows.is_empty()
     }
 
-    /// Row numbers in the unsharded sequence.
+    /// Returns the row numbers in the unsharded sequence.
     pub fn rows(&self) -> &[u64] {
         &self.rows
     }
 
-    /// Positions of the rows in batch row `batch`.
+    /// Returns the positions of the rows in batch row `batch`.
     pub fn positions(&self, batch: usize) -> &[i64] {
         Self::of_batch(&self.positions, self.rows.len(), batch)
     }
 
-    /// Segment ids of the rows in batch row `batch`; `None` if there are none at all.
+    /// Returns the segment ids of the rows in batch row `batch`; `None` without segment ids.
     pub fn segments(&self, batch: usize) -> Option<&[i64]> {
         (!self.segments.is_empty()).then(|| Self::of_batch(&self.segments, self.rows.len(), batch))
     }
 
-    /// Whether batch rows differ in positions or segment ids.
+    /// Returns true if positions or segment ids may differ between batch rows.
     pub const fn per_batch(&self) -> bool {
         self.positions.len() > self.rows.len() || self.segments.len() > self.rows.len()
     }
 
-    /// Whether the row numbers of `rows` count up one by one, so that bits by row number can be taken a word at a time.
-    pub(crate) fn count_up(&self, rows: Range<usize>) -> bool {
+    /// Returns true if the row numbers of `rows` are consecutive. A dense mask can then be read one
+    /// word at a time.
+    pub(crate) fn are_consecutive(&self, rows: Range<usize>) -> bool {
         let rows = &self.rows[rows];
         rows.iter()
             .zip(rows.iter().skip(1))
             .fold(true, |all, (here, next)| all & (here.wrapping_add(1) == *next))
     }
 
-    /// What the rows look like from afar in batch row `batch`. There must be rows.
-    pub(crate) fn outline(&self, batch: usize) -> &RowBounds {
-        &self.outlines[if self.per_batch() { batch } else { 0 }]
+    /// Returns strided runs and bounds of the rows, at least one, in batch row `batch`.
+    pub(crate) fn row_bounds(&self, batch: usize) -> &RowBounds {
+        &self.bounds[if self.per_batch() { batch } else { 0 }]
     }
 
     fn of_batch(list: &[i64], rows: usize, batch: usize) -> &[i64] {
@@ -124,7 +131,7 @@ impl Rows {
 }
 
 impl PartialEq for Rows {
-    /// By row numbers, positions and segment ids: all else follows from them.
+    /// Compares row numbers, positions and segment ids. The bounds follow from them.
     fn eq(&self, other: &Self) -> bool {
         (&self.rows, &self.positions, &self.segments)
             == (&other.rows, &other.positions, &other.segments)

@@ -1,31 +1,34 @@
-//! Arithmetic runs: the compact form of row numbers, positions and segment ids.
+//! Arithmetic runs: the compact representation of row numbers, positions and segment ids.
 
-/// `count` numbers `start, start + step, start + 2·step, …`.
+/// An arithmetic sequence: `count` numbers `start, start + step, start + 2·step, …`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Run {
-    /// The first number.
+    /// First number.
     pub start: i64,
-    /// The difference of neighbours; 0 repeats the first.
+    /// Difference of consecutive numbers. 0 repeats the first.
     pub step: i64,
-    /// How many.
+    /// Number of elements.
     pub count: u64,
 }
 
 impl Run {
-    /// The number at `index`.
+    /// Returns the number at `index`. It wraps around on overflow.
     pub const fn at(&self, index: u64) -> i64 {
         self.start.wrapping_add(self.step.wrapping_mul(index.cast_signed()))
     }
 
-    /// The indices of this run whose numbers lie in `lo..hi`, as a half-open range (numbers are monotone, so it is one range).
+    /// Returns the indices of the numbers in `lo..hi`. They form one range, because the sequence is
+    /// monotone.
     pub fn indices_within(&self, lo: i64, hi: i64) -> std::ops::Range<u64> {
         if lo >= hi || self.count == 0 {
             return 0..0;
         }
-        // in 128 bits: lo and hi may be i64::MIN and i64::MAX for "unbounded"
-        let (start, step, count) =
-            (i128::from(self.start), i128::from(self.step), i128::from(self.count));
-        let (lo, hi) = (i128::from(lo), i128::from(hi));
+        // 128 bits, because lo and hi may be i64::MIN and i64::MAX, which mean "unbounded"
+        let start = i128::from(self.start);
+        let step = i128::from(self.step);
+        let count = i128::from(self.count);
+        let lo = i128::from(lo);
+        let hi = i128::from(hi);
         let ceil_div = |a: i128, b: i128| a.div_euclid(b) + i128::from(a.rem_euclid(b) != 0);
         let (first, end) = match step {
             0 if (lo..hi).contains(&start) => (0, count),
@@ -33,13 +36,12 @@ impl Run {
             _ if step > 0 => (ceil_div(lo - start, step), ceil_div(hi - start, step)),
             _ => ((start - hi).div_euclid(-step) + 1, (start - lo).div_euclid(-step) + 1),
         };
-        let clip = |x: i128| u64::try_from(x.clamp(0, count)).unwrap_or(0);
-        let (first, end) = (clip(first), clip(end));
-        first..end.max(first)
+        let clamp = |x: i128| u64::try_from(x.clamp(0, count)).unwrap_or(0);
+        clamp(first)..clamp(end).max(clamp(first))
     }
 }
 
-/// A list of numbers as maximal runs, found greedily.
+/// A list of numbers, stored as arithmetic runs. [`Runs::push`] extends the last run if possible.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub struct Runs {
     runs: Vec<Run>,
@@ -47,19 +49,19 @@ pub struct Runs {
 }
 
 impl Runs {
-    /// The empty list.
+    /// Creates the empty list.
     pub const fn new() -> Self {
         Self { runs: Vec::new(), len: 0 }
     }
 
-    /// `start, start + 1, …`, `count` of them.
+    /// Creates the list of `count` numbers `start, start + 1, …`.
     pub fn counting(start: i64, count: u64) -> Self {
         let mut runs = Self::new();
         runs.push_run(Run { start, step: 1, count });
         runs
     }
 
-    /// Appends one number, growing the last run where it fits.
+    /// Appends one number. Extends the last run if the number continues it.
     pub fn push(&mut self, number: i64) {
         self.len += 1;
         match self.runs.last_mut() {
@@ -77,7 +79,7 @@ impl Runs {
         }
     }
 
-    /// Appends a whole run as it is.
+    /// Appends a run without merging it with the last.
     pub fn push_run(&mut self, run: Run) {
         if run.count > 0 {
             self.len += run.count;
@@ -85,22 +87,22 @@ impl Runs {
         }
     }
 
-    /// How many numbers.
+    /// Returns the number of elements.
     pub const fn len(&self) -> u64 {
         self.len
     }
 
-    /// Whether there are none.
+    /// Returns true if the list is empty.
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The runs in order.
+    /// Returns the runs in order.
     pub fn runs(&self) -> &[Run] {
         &self.runs
     }
 
-    /// The numbers in order.
+    /// Returns the numbers in order.
     pub fn iter(&self) -> impl Iterator<Item = i64> + '_ {
         self.runs.iter().flat_map(|run| (0..run.count).map(move |index| run.at(index)))
     }
@@ -121,14 +123,20 @@ mod tests {
 
     proptest! {
         #[test]
-        fn runs_give_back_the_numbers(numbers in prop::collection::vec(-5i64..5, 0..40)) {
+        fn runs_contain_the_numbers_pushed(numbers in prop::collection::vec(-5i64..5, 0..40)) {
             let runs: Runs = numbers.iter().copied().collect();
             prop_assert_eq!(runs.len(), numbers.len() as u64);
             prop_assert_eq!(runs.iter().collect::<Vec<_>>(), numbers.clone());
         }
 
         #[test]
-        fn indices_within_are_exact(start in -20i64..20, step in -4i64..5, count in 0u64..12, lo in -60i64..60, hi in -60i64..60) {
+        fn indices_within_are_exact(
+            start in -20i64..20,
+            step in -4i64..5,
+            count in 0u64..12,
+            lo in -60i64..60,
+            hi in -60i64..60,
+        ) {
             let run = Run { start, step, count };
             let range = run.indices_within(lo, hi);
             for index in 0..count {

@@ -1,4 +1,4 @@
-//! A memory space: the one thing that a backend and a transport of one rank share.
+//! Memory spaces: the type of memory that the backend and the transport of one rank have in common.
 
 use std::{ops::Range, sync::Arc};
 
@@ -6,24 +6,30 @@ use ndarray::{ArrayView4, ArrayViewMut4};
 
 use crate::{DType, Element, Result, memory};
 
-/// Where a rank's blocks live. A backend computes in it and a transport sends from it; neither knows more of the other.
+/// A kind of memory, with the types of blocks and of the caller's tensors in it.
+///
+/// A backend computes in it and a transport sends from it. They have nothing else in common.
 pub trait Space: Sized + 'static {
-    /// Plan-owned bytes. A clone co-owns the same bytes, so that a transport may hold them while they are in flight.
+    /// Buffer of a block, owned by the plan. A clone shares ownership of the same bytes, so that a
+    /// transport can own them while they are in flight.
     type Buffer: Clone + Send + Sync + std::fmt::Debug + 'static;
-    /// A caller's tensor, borrowed for reading.
+    /// Tensor of the caller, borrowed for reading.
     type View<'a>: Copy;
-    /// A caller's tensor, borrowed for writing.
+    /// Tensor of the caller, borrowed for writing.
     type ViewMut<'a>;
-    /// "Everything enqueued so far": after it, a buffer may be read. `()` where work is done when a call returns.
+    /// Event after all work enqueued so far, after which a buffer may be read. `()` if work is
+    /// complete when a call returns.
     type Event: Clone + Send + std::fmt::Debug + 'static;
 
-    /// Whether [`Space::part`] gives the part that begins at any multiple of 8 bytes; else it gives none.
+    /// True if [`Space::part`] returns parts that start at multiples of 8 bytes; false if it
+    /// returns none.
     const HAS_PARTS: bool = false;
 
-    /// The bytes that a buffer holds.
+    /// Returns the size of a buffer in bytes.
     fn size(buffer: &Self::Buffer) -> u64;
 
-    /// A buffer that is these bytes of another one and co-owns them all, for reading; `None` if that has not all of them.
+    /// Returns a buffer that consists of `bytes` of another one, for reading, and shares ownership
+    /// of the whole. `None` if the range is out of bounds or misaligned.
     fn part(_buffer: &Self::Buffer, _bytes: Range<u64>) -> Option<Self::Buffer> {
         None
     }
@@ -34,15 +40,15 @@ pub trait Space: Sized + 'static {
     /// Borrows the same tensor for a shorter time.
     fn reborrow<'short>(view: &'short Self::View<'_>) -> Self::View<'short>;
 
-    /// Borrows a tensor that the host can read and write; `None` of one in device memory.
+    /// Borrows a tensor as a view in host memory; `None` if it is in device memory.
     fn host_view_mut<'short>(_view: &'short mut Self::ViewMut<'_>) -> Option<HostViewMut<'short>> {
         None
     }
 
-    /// Element type and lengths of a tensor, which the ring checks before it calls a backend.
+    /// Returns element type and shape of a tensor. The ring checks them before it calls a backend.
     fn describe(view: &Self::View<'_>) -> (DType, [usize; 4]);
 
-    /// As [`Space::describe`], of a writable tensor.
+    /// As [`Space::describe`], for a writable tensor.
     fn describe_mut(view: &Self::ViewMut<'_>) -> (DType, [usize; 4]);
 }
 
@@ -84,7 +90,7 @@ impl Space for Host {
     }
 }
 
-/// A space whose tensors are in host memory, wherever its blocks live.
+/// A space whose tensors are in host memory. Its blocks may be in device memory.
 pub trait HostTensors:
     for<'a> Space<View<'a> = HostView<'a>, ViewMut<'a> = HostViewMut<'a>>
 {
@@ -92,17 +98,18 @@ pub trait HostTensors:
 
 impl<S: for<'a> Space<View<'a> = HostView<'a>, ViewMut<'a> = HostViewMut<'a>>> HostTensors for S {}
 
-/// Host bytes, aligned to 8, that a plan and a transport can co-own. They can be written only while one of them owns them.
+/// Bytes in host memory, aligned to 8, with shared ownership. They can be written only while they
+/// have one owner.
 #[derive(Debug, Clone)]
 pub struct HostBuffer {
     words: Arc<Vec<u64>>,
-    /// The first byte, a multiple of 8.
+    /// Offset of the first byte, a multiple of 8.
     start: usize,
     len: usize,
 }
 
 impl HostBuffer {
-    /// `len` zero bytes.
+    /// Allocates `len` bytes of zeros.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -112,20 +119,22 @@ impl HostBuffer {
         Ok(Self { words: Arc::new(words), start: 0, len: bytes })
     }
 
-    /// The bytes.
+    /// Returns the bytes.
     pub fn bytes(&self) -> &[u8] {
         &bytemuck::cast_slice(&self.words)[self.start..self.start + self.len]
     }
 
-    /// The bytes for writing, or `None` while somebody else co-owns them.
+    /// Returns the bytes for writing; `None` while they have another owner.
     pub fn bytes_mut(&mut self) -> Option<&mut [u8]> {
         let words = Arc::get_mut(&mut self.words)?;
         Some(&mut bytemuck::cast_slice_mut(words)[self.start..self.start + self.len])
     }
 
-    /// These bytes of it, co-owned; `None` if it has not all of them, or they would not be aligned to 8.
+    /// Returns a buffer of the bytes `bytes` that shares their ownership; `None` if the range is
+    /// out of bounds or its start is not a multiple of 8.
     pub fn part(&self, bytes: Range<u64>) -> Option<Self> {
-        let (start, end) = (usize::try_from(bytes.start).ok()?, usize::try_from(bytes.end).ok()?);
+        let start = usize::try_from(bytes.start).ok()?;
+        let end = usize::try_from(bytes.end).ok()?;
         let fits = start <= end && end <= self.len && start.is_multiple_of(8);
         fits.then(|| Self {
             words: Arc::clone(&self.words),
@@ -134,7 +143,7 @@ impl HostBuffer {
         })
     }
 
-    /// Whether somebody else co-owns the bytes (a transfer is in flight, or a part is used).
+    /// Returns true if the bytes have another owner: a transfer in flight or a part.
     pub fn is_shared(&self) -> bool {
         Arc::strong_count(&self.words) > 1
     }
@@ -156,7 +165,7 @@ macro_rules! views {
         }
 
         impl $name<'_> {
-            /// The element type.
+            /// Returns the element type.
             pub const fn dtype(&self) -> DType {
                 match self {
                     Self::F64(_) => DType::F64,
@@ -166,7 +175,7 @@ macro_rules! views {
                 }
             }
 
-            /// The four lengths.
+            /// Returns the four lengths.
             pub fn shape(&self) -> [usize; 4] {
                 let shape = match self {
                     Self::F64(view) => view.shape(),
@@ -181,9 +190,10 @@ macro_rules! views {
 }
 
 views!(
-    /// A four-dimensional tensor in host memory, borrowed, of any element type and any strides.
+    /// A four-dimensional tensor in host memory, borrowed, of any element type and strides.
     ///
-    /// Tensors of fewer dimensions stand at the seam with axes of length 1: lse `[b, heads, q_len, 1]`, sinks `[1 or heads, sinks, 1, 1]`.
+    /// Tensors of fewer dimensions have axes of length 1: lse is `[b, heads, q_len, 1]`, sinks are
+    /// `[heads|1, sinks, 1, 1]`.
     HostView, ArrayView4, Clone, Copy
 );
 impl HostView<'_> {
@@ -214,8 +224,8 @@ impl HostViewMut<'_> {
         }
     }
 
-    /// Replaces the elements, at most `chunk` at a time in logical order: they are widened to f64,
-    /// changed by `map`, and rounded to the element type.
+    /// Replaces the elements in logical order, at most `chunk` at a time: widens them to f64, calls
+    /// `map`, and rounds the results to the element type.
     ///
     /// # Errors
     /// Those of `map`; [`crate::Error::OutOfMemory`].
@@ -258,7 +268,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_part_is_those_bytes_and_keeps_the_whole_from_being_written() {
+    fn a_part_has_the_bytes_of_its_range_and_makes_the_whole_read_only() {
         let mut whole = HostBuffer::zeroed(40).unwrap();
         whole.bytes_mut().unwrap().iter_mut().zip(0..).for_each(|(byte, number)| *byte = number);
         let part = whole.part(8..37).unwrap();

@@ -1,21 +1,21 @@
-//! What is computed: every number and choice that all ranks must share.
+//! Definition of one attention: every number and option that must be equal on all ranks.
 
 use std::sync::Arc;
 
 use crate::{Batch, BiasFunction, DType, Dims, Error, Mask, Result, RowField, RowLayout};
 
-/// Where query row i stands among the keys when lengths differ and no explicit positions are given.
+/// Position i' of query row i, if q_len and kv_len differ and the batch has no explicit positions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Alignment {
     /// i' = i.
     #[default]
     TopLeft,
-    /// i' = i + kv_len − q_len: the last query sees what the last key sees.
+    /// i' = i + kv_len − q_len: the last query has the position of the last key.
     BottomRight,
 }
 
-/// Whether the bias is added before or after the soft cap.
+/// Order of bias and soft cap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum BiasOrder {
@@ -26,97 +26,105 @@ pub enum BiasOrder {
     AfterSoftCap,
 }
 
-/// How products of f32 inputs are formed on matrix units; and whether weights and gradients of logits of bf16 inputs may be rounded to bf16 before
-/// they are multiplied, which `Default` allows where vectors multiply f32 at best half as fast.
+/// Rounding that backends are permitted to add to matrix products.
+///
+/// For f32 inputs, the levels are those of matrix units; all present backends compute these
+/// products in f32 at every level. For bf16 inputs, [`Precision::Default`] permits rounding P and
+/// dS to bf16 before their products. The CPU backend does so on processors that multiply bf16 at
+/// least twice as fast as f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Precision {
-    /// True f32.
+    /// No rounding: products of f32.
     #[default]
     Highest,
-    /// Three-term split.
+    /// Three products of narrower terms into which f32 operands are split.
     High,
-    /// One tf32 product.
+    /// One product of tf32.
     Default,
 }
 
-/// How the backward pass crosses the ring.
+/// Number of times that the backward pass passes blocks around the ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum BackwardMode {
-    /// Keys and values travel again, their gradients one step behind.
+    /// KV blocks travel again, and their dK/dV accumulators follow one step behind.
     #[default]
     OnePass,
-    /// Keys and values travel for dq, then queries travel for dk and dv; no accumulator crosses the ring.
+    /// KV blocks travel for dQ, then query blocks travel for dK and dV. No accumulator is sent.
     TwoPass,
 }
 
 /// Shape of the learnable sink logits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SinkShape {
-    /// Whether each query head has its own (`[q_heads, count]`), or all share (`[1, count]`).
+    /// True if each query head has its own sinks (`[q_heads, count]`), false if all heads share
+    /// them (`[1, count]`).
     pub per_head: bool,
-    /// Sinks a head.
+    /// Number of sinks per head.
     pub count: usize,
 }
 
 impl SinkShape {
-    /// `count` sinks shared by all heads: `[1, count]`.
+    /// Returns the shape of `count` sinks shared by all heads: `[1, count]`.
     pub const fn shared(count: usize) -> Self {
         Self { per_head: false, count }
     }
 
-    /// `count` sinks for each query head: `[q_heads, count]`.
+    /// Returns the shape of `count` sinks per query head: `[q_heads, count]`.
     pub const fn per_head(count: usize) -> Self {
         Self { per_head: true, count }
     }
 }
 
-/// Dropout of attention weights; the mask is a pure function of seed, batch row, head and row numbers.
+/// Dropout of probabilities. The dropout mask is a pure function of seed, batch row, head and row
+/// numbers (see [`crate::DropoutMask`]), so it does not depend on layout or number of ranks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Dropout {
-    /// Share of weights dropped, in `0 ≤ p < 1`.
+    /// Probability with which an element of P is dropped, 0 ≤ p < 1.
     pub probability: f64,
-    /// Seed.
+    /// Seed of the random numbers.
     pub seed: u64,
 }
 
-/// The whole definition of one attention, without its tensors.
+/// The definition of one attention without its tensors. Equal on all ranks.
 #[derive(Debug, Clone)]
 pub struct Spec {
-    /// Global lengths.
+    /// Lengths of the global tensors.
     pub dims: Dims,
     /// Element type of q, k, v, out and their gradients.
     pub dtype: DType,
-    /// Who sees whom by position and row number; segment ids, dense masks and `cum_seqlens` come with a [`Batch`].
+    /// Visible pairs by position and row number. Segment ids, dense masks and `cum_seqlens` belong
+    /// to a [`Batch`].
     pub mask: Arc<dyn Mask>,
-    /// Positions of queries when lengths differ.
+    /// Positions of queries if q_len and kv_len differ.
     pub alignment: Alignment,
-    /// Multiplies q·k; any finite number.
+    /// Factor of q·k, any finite number.
     pub scale: f64,
-    /// cap in cap·tanh(x/cap), finite and > 0.
+    /// cap in cap·tanh(x/cap), finite and > 0. `None`: no soft cap.
     pub soft_cap: Option<f64>,
-    /// Global shape `[b|1, q_heads|1, q_len|1, kv_len|1]` of the additive bias tensor, if there is one.
+    /// Global shape `[b|1, q_heads|1, q_len|1, kv_len|1]` of the additive bias tensor. `None`: no
+    /// tensor.
     pub bias: Option<[usize; 4]>,
-    /// A bias computed from positions, added to the tensor if both are given. No gradient.
+    /// Bias computed from positions. Added to the tensor if both are given. It has no gradient.
     pub bias_function: Option<Arc<dyn BiasFunction>>,
-    /// Whether biases come before or after the soft cap.
+    /// Order of biases and soft cap.
     pub bias_order: BiasOrder,
-    /// Learnable sink logits, if there are any.
+    /// Shape of the learnable sink logits. `None`: no sinks.
     pub sinks: Option<SinkShape>,
-    /// Whether out is divided by the sum; if not, max and sum are returned too.
+    /// True if out is divided by the row sum. If false, row maximum and row sum are outputs too.
     pub normalize: bool,
-    /// Dropout of weights, if any.
+    /// Dropout of probabilities. `None`: no dropout.
     pub dropout: Option<Dropout>,
-    /// Type to which q·k is rounded before scale, bias and cap.
+    /// Type to which q·k is rounded before scale, bias and soft cap.
     pub logits_dtype: DType,
-    /// Of products on matrix units.
+    /// Permitted rounding of matrix products.
     pub precision: Precision,
-    /// How the backward pass crosses the ring.
+    /// Number of passes around the ring in the backward pass.
     pub backward: BackwardMode,
 }
 
 impl Spec {
-    /// Full attention over `dims`: scale 1/√head_dim and nothing else.
+    /// Creates the spec of full attention over `dims` with scale 1/√head_dim and default options.
     pub fn new(dims: Dims, dtype: DType) -> Self {
         Self {
             dims,
@@ -137,10 +145,10 @@ impl Spec {
         }
     }
 
-    /// Checks every number against its meaning.
+    /// Checks the range of every field.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] naming the field.
+    /// [`Error::InvalidArgument`] naming the argument of the public interface.
     pub fn validate(&self) -> Result<()> {
         self.dims.validate()?;
         self.mask.validate(&self.dims)?;
@@ -157,15 +165,15 @@ impl Spec {
                 return Err(Error::invalid(
                     "bias",
                     format!("{shape:?}"),
-                    format!("{full:?}, or 1 in place of any length"),
+                    format!("{full:?}, where any length may be 1"),
                 ));
             }
         }
         if let Some(sinks) = self.sinks.filter(|sinks| sinks.count == 0) {
-            let of = if sinks.per_head { "of each head" } else { "shared by all heads" };
+            let owner = if sinks.per_head { "per head" } else { "shared by all heads" };
             return Err(Error::invalid(
                 "softmax_aux",
-                format!("0 sinks {of}"),
+                format!("0 sinks {owner}"),
                 "at least one sink, or no softmax_aux",
             ));
         }
@@ -177,18 +185,19 @@ impl Spec {
         Ok(())
     }
 
-    /// What travels for one key row: k and v in the inputs' type.
+    /// Returns the wire format of one key row: k and v in the inputs' type.
     pub fn kv_row_layout(&self) -> RowLayout {
-        self.pair_record(self.dtype)
+        self.key_and_value_layout(self.dtype)
     }
 
-    /// What travels for one key row's gradient: dk and dv in the accumulator's type.
+    /// Returns the wire format of the gradients of one key row: dk and dv in the accumulator's
+    /// type.
     pub fn gradient_row_layout(&self) -> RowLayout {
-        self.pair_record(self.dtype.accumulator())
+        self.key_and_value_layout(self.dtype.accumulator())
     }
 
-    /// What travels for one query row in the two-pass backward: q and dout in the inputs' type, and [`Spec::ROW_STATISTICS`]
-    /// numbers a head in the accumulator's.
+    /// Returns the wire format of one query row in the two-pass backward: q and dout in the inputs'
+    /// type, and [`Spec::ROW_STATISTICS`] numbers per head in the accumulator's type.
     pub fn query_row_layout(&self) -> RowLayout {
         let Dims { batch, q_heads, head_dim, value_dim, .. } = self.dims;
         let field = |dim, dtype| RowField { heads: q_heads, dim, dtype };
@@ -202,21 +211,29 @@ impl Spec {
         )
     }
 
-    /// Numbers that backward keeps for one query row and head: `[lse, max, delta, share]`.
+    /// Number of row statistics of one query row and head in the backward pass:
+    /// `[lse, max, delta, share]`.
     ///
-    /// Normalised: delta = ⟨dout, out⟩ − dlse, the others unused. Unnormalised: delta = −dlse, share = ⟨dout, out⟩ / ties
-    /// (what each of the row's largest logits loses).
+    /// | output | delta | max | share |
+    /// |---|---|---|---|
+    /// | normalised | ⟨dout, out⟩ − dlse | unused | unused |
+    /// | not normalised | −dlse | row maximum | ⟨dout, out⟩ / ties |
+    ///
+    /// `share` is subtracted from dS of each score that equals the row maximum, because the output
+    /// depends on the maximum too.
     pub const ROW_STATISTICS: usize = 4;
 
-    /// Checks what this rank was given of a batch against the spec; `q_rows` and `kv_rows` are the rows it holds.
+    /// Checks this rank's part of a batch against the spec. The rank owns `q_rows` query rows and
+    /// `kv_rows` key rows.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] naming the tensor.
+    /// As [`Batch::validate`].
     pub fn validate_batch(&self, batch: &Batch, q_rows: usize, kv_rows: usize) -> Result<()> {
         batch.validate(&self.dims, q_rows, kv_rows)
     }
 
-    fn pair_record(&self, dtype: DType) -> RowLayout {
+    /// Returns the layout of one vector per KV head of the keys' dim, then of the values' dim.
+    fn key_and_value_layout(&self, dtype: DType) -> RowLayout {
         let Dims { batch, kv_heads: heads, head_dim, value_dim, .. } = self.dims;
         RowLayout::new(
             batch,

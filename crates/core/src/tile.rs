@@ -1,22 +1,28 @@
-//! What a tile is: its class, its bits, and what its queries see.
+//! Tiles: their class, their mask as bits, and the key intervals of their queries.
 
 use std::ops::Range;
 
 use crate::{KeyIntervals, row_bounds::Bounds};
 
-/// What a mask does to a rectangle of (query, key) pairs. Exact: no `Empty` tile has a visible pair, no `Full` tile a hidden one, every `Edge`
-/// tile has both.
+/// Class of a tile, exact: an empty tile has no visible pair, a full tile no masked pair, a partial
+/// tile both.
+///
+/// # Source
+/// The three classes of FlexAttention (Dong et al. 2024) and FlashMask (Wang et al. 2024).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum TileClass {
-    /// No pair is visible: it costs nothing.
+    /// No pair is visible. Kernels skip the tile.
     Empty,
-    /// Every pair is visible: no mask code runs.
+    /// Every pair is visible. Kernels apply no mask.
     Full,
-    /// Some are: the bits say which.
+    /// Some pairs are visible. Kernels apply the tile mask.
     Partial,
 }
 
-/// One bit a pair of a tile: `words` 64-bit words a query row, lowest bit = first key of the tile.
+/// Tile mask: one bit per pair, set if the pair is visible.
+///
+/// A query row has [`TileBits::words`] 64-bit words; the lowest bit of the first word is the first
+/// key of the tile. Bits beyond the last key are 0.
 #[derive(Debug, Clone, Default)]
 pub struct TileBits {
     words: usize,
@@ -24,27 +30,27 @@ pub struct TileBits {
 }
 
 impl TileBits {
-    /// The bits of query `row` of the tile.
+    /// Returns the bits of query `row` of the tile.
     pub fn line(&self, row: usize) -> &[u64] {
         &self.bits[row * self.words..][..self.words]
     }
 
-    /// Whether query `row` of the tile sees key `key` of the tile.
+    /// Returns true if query `row` of the tile attends to key `key` of the tile.
     pub fn visible(&self, row: usize, key: usize) -> bool {
         self.line(row)[key / 64] >> (key % 64) & 1 != 0
     }
 
-    /// 64-bit words a query row.
+    /// Returns the number of 64-bit words per query row.
     pub const fn words(&self) -> usize {
         self.words
     }
 
-    /// The lines of all query rows, one after another.
+    /// Returns the bits of all query rows, one row after another.
     pub fn lines(&self) -> &[u64] {
         &self.bits
     }
 
-    /// All bits 0. Keeps its memory.
+    /// Resizes the mask and clears all bits. Reuses its memory.
     pub(crate) fn reset(&mut self, rows: usize, keys: usize) {
         self.words = keys.div_ceil(64);
         self.bits.clear();
@@ -55,7 +61,7 @@ impl TileBits {
         &mut self.bits[row * self.words..][..self.words]
     }
 
-    /// Sets the bits of the keys `keys`, at least one, of query `row`.
+    /// Sets the bits of query `row` for `keys`, at least one key.
     pub(crate) fn set(&mut self, row: usize, keys: Range<usize>) {
         let first = !0u64 << (keys.start % 64);
         let last = !0u64 >> (63 - (keys.end - 1) % 64);
@@ -72,64 +78,68 @@ impl TileBits {
     }
 }
 
-/// What one query sees by the spec's mask, and its segment.
+/// Key intervals of one query by the spec's mask, and its segment id.
 #[derive(Debug, Clone)]
-pub(crate) struct SeenBy {
-    /// The key positions that it sees; if `opaque`, only among them.
-    pub(crate) spans: KeyIntervals,
-    /// Whether the mask must be asked about each pair.
-    pub(crate) opaque: bool,
-    /// Its segment id; 0 if there are none.
+pub(crate) struct QueryIntervals {
+    /// Key positions that the query attends to, or a superset of them if `is_bound`.
+    pub(crate) intervals: KeyIntervals,
+    /// True if the mask does not lower to intervals: it must be evaluated for every pair within
+    /// them.
+    pub(crate) is_bound: bool,
+    /// Segment id; 0 without segment ids.
     pub(crate) segment: i64,
 }
 
-/// Bounds of what some queries see: no key outside is seen by any of them.
+/// Bounds of the keys that some queries attend to. None of the queries attends to a key outside.
 #[derive(Debug, Clone)]
 pub(crate) struct TileBounds {
-    /// Of key positions.
-    pub(crate) spans: KeyIntervals,
-    /// Least and greatest segment id; unbounded if there are none.
+    /// Cover of the queries' key positions.
+    pub(crate) intervals: KeyIntervals,
+    /// Least and greatest segment id; unbounded without segment ids.
     pub(crate) segments: (i64, i64),
 }
 
 impl Default for TileBounds {
+    /// Returns the bounds of no queries.
     fn default() -> Self {
-        Self { spans: KeyIntervals::nothing(), segments: Bounds::NONE.segments }
+        Self { intervals: KeyIntervals::nothing(), segments: Bounds::NONE.segments }
     }
 }
 
 impl TileBounds {
-    /// Takes in one more query.
-    pub(crate) fn add(&mut self, spans: &KeyIntervals, segment: Option<i64>) {
-        self.spans = self.spans.cover(spans);
+    /// Extends the bounds by one query.
+    pub(crate) fn add(&mut self, intervals: &KeyIntervals, segment: Option<i64>) {
+        self.intervals = self.intervals.cover(intervals);
         let (least, greatest) = segment.map_or((i64::MIN, i64::MAX), |segment| (segment, segment));
         self.segments = (self.segments.0.min(least), self.segments.1.max(greatest));
     }
 
-    /// Whether any of these queries might see any of these keys.
-    pub(crate) fn meets(&self, keys: &Bounds) -> bool {
+    /// Returns false if none of the queries attends to a key within `keys`.
+    pub(crate) fn may_attend_to(&self, keys: &Bounds) -> bool {
         self.segments.0 <= keys.segments.1
             && keys.segments.0 <= self.segments.1
             && self
-                .spans
+                .intervals
                 .ranges()
                 .iter()
                 .any(|range| range.start <= keys.positions.1 && keys.positions.0 < range.end)
     }
 }
 
-/// What a tile of queries sees, worked out once and then asked of many key tiles.
+/// Key intervals of a tile of queries. They are computed once and then compared with many tiles of
+/// keys, see [`crate::Visibility::query_tile`].
 #[derive(Debug, Clone)]
 pub struct QueryTile {
     pub(crate) batch: usize,
     pub(crate) head: usize,
     pub(crate) rows: Range<usize>,
-    /// of each row
-    pub(crate) seen: Vec<SeenBy>,
-    /// of all rows together
-    pub(crate) hull: TileBounds,
-    /// key positions that every row sees for certain, if it has the same segment
-    pub(crate) core: KeyIntervals,
+    /// One entry per row.
+    pub(crate) queries: Vec<QueryIntervals>,
+    /// Bounds of the keys of all rows. Tiles of keys outside are empty.
+    pub(crate) bounds: TileBounds,
+    /// Key positions that every row attends to if its segment id equals the key's. Tiles of keys
+    /// within are full.
+    pub(crate) common: KeyIntervals,
 }
 
 impl Default for QueryTile {
@@ -138,27 +148,27 @@ impl Default for QueryTile {
             batch: 0,
             head: 0,
             rows: 0..0,
-            seen: Vec::new(),
-            hull: TileBounds::default(),
-            core: KeyIntervals::nothing(),
+            queries: Vec::new(),
+            bounds: TileBounds::default(),
+            common: KeyIntervals::nothing(),
         }
     }
 }
 
 impl QueryTile {
-    /// The local query rows.
+    /// Returns the local query rows.
     pub const fn rows(&self) -> &Range<usize> {
         &self.rows
     }
 
-    /// Whether every row sees every key within `keys` for certain.
-    pub(crate) fn sees_all(&self, keys: &Bounds) -> bool {
-        // one id on both sides, or none at all (then both are unbounded)
-        let one_segment = self.hull.segments == keys.segments
+    /// Returns true only if every row attends to every key within `keys`.
+    pub(crate) fn attends_to_all(&self, keys: &Bounds) -> bool {
+        // one id on both sides, or no ids (then both are unbounded)
+        let one_segment = self.bounds.segments == keys.segments
             && (keys.segments.0 == keys.segments.1 || keys.segments == (i64::MIN, i64::MAX));
         one_segment
             && self
-                .core
+                .common
                 .ranges()
                 .iter()
                 .any(|range| range.start <= keys.positions.0 && keys.positions.1 < range.end)

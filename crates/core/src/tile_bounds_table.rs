@@ -1,24 +1,25 @@
-//! What every query tile may see, for passes that go over the keys first.
+//! Bounds of all query tiles, for loops over the tiles of keys.
 
 use std::ops::Range;
 
 use crate::{Result, Rows, Visibility, memory, tile::TileBounds};
 
-/// Bounds of what each tile of `height` queries sees: made once for a set of queries, then good for every block of keys of the same batch.
+/// Bounds of the keys that each tile of `height` queries attends to. They are computed once for the
+/// queries of a rank and hold for every KV block of the same batch.
 #[derive(Debug, Clone, Default)]
 pub struct TileBoundsTable {
     height: usize,
     queries: usize,
-    /// 1 where all heads see alike
+    /// 1 if the bounds of all heads are equal.
     heads: usize,
-    /// 1 where all batch rows see alike
+    /// 1 if the bounds of all batch rows are equal.
     batches: usize,
-    /// `[batches, heads, tiles]`
-    hulls: Vec<TileBounds>,
+    /// `[batches, heads, tiles]`.
+    bounds: Vec<TileBounds>,
 }
 
 impl TileBoundsTable {
-    /// Works out the bounds for tiles of `height` queries. Keeps its memory.
+    /// Computes the bounds of tiles of `height` queries. Reuses its memory.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -31,41 +32,39 @@ impl TileBoundsTable {
     ) -> Result<()> {
         self.height = height.max(1);
         self.queries = visibility.queries.len();
-        // a dense mask changes no bounds, so what it depends on does not matter
+        // the bounds do not depend on a dense mask, so its batch rows and heads have no effect
         self.heads = if visibility.mask.per_head() { heads } else { heads.min(1) };
         self.batches = if visibility.mask.per_batch() || visibility.queries.per_batch() {
             batches
         } else {
             batches.min(1)
         };
-        self.hulls.clear();
+        self.bounds.clear();
         let tiles = self.queries.div_ceil(self.height);
-        memory::reserve(
-            "bounds of query tiles",
-            &mut self.hulls,
-            self.batches * self.heads * tiles,
-        )?;
+        let count = self.batches * self.heads * tiles;
+        memory::reserve("bounds of query tiles", &mut self.bounds, count)?;
         if tiles == 0 {
             return Ok(());
         }
         for batch in 0..self.batches {
             for head in 0..self.heads {
                 for first in (0..self.queries).step_by(self.height) {
-                    let mut hull = TileBounds::default();
+                    let mut bounds = TileBounds::default();
                     for q in first..self.queries.min(first + self.height) {
                         let segment = visibility.segment(batch, q);
                         if segment.is_none_or(|segment| segment >= 0) {
-                            hull.add(&visibility.intervals(batch, head, q).0, segment);
+                            bounds.add(&visibility.intervals(batch, head, q).0, segment);
                         }
                     }
-                    self.hulls.push(hull);
+                    self.bounds.push(bounds);
                 }
             }
         }
         Ok(())
     }
 
-    /// The query tiles of which some row may see some of the keys `tile`, in order. Those left out are all [`crate::TileClass::Empty`].
+    /// Returns, in ascending order, the query tiles that are not certainly empty for the keys
+    /// `tile`. All omitted tiles are [`crate::TileClass::Empty`].
     pub fn query_tiles<'s>(
         &'s self,
         batch: usize,
@@ -74,15 +73,17 @@ impl TileBoundsTable {
         tile: Range<usize>,
     ) -> impl DoubleEndedIterator<Item = Range<usize>> + 's {
         let tiles = self.queries.div_ceil(self.height.max(1));
-        let first = (if self.batches == 1 { 0 } else { batch * self.heads }
-            + if self.heads == 1 { 0 } else { head })
-            * tiles;
-        let extent = (!tile.is_empty()).then(|| keys.outline(batch).extent(&tile));
-        let may_see = move |hull: &TileBounds| extent.as_ref().is_some_and(|keys| hull.meets(keys));
-        self.hulls[first..first + tiles]
+        let batch_offset = if self.batches == 1 { 0 } else { batch * self.heads };
+        let head_offset = if self.heads == 1 { 0 } else { head };
+        let first = (batch_offset + head_offset) * tiles;
+        let key_bounds = (!tile.is_empty()).then(|| keys.row_bounds(batch).of(&tile));
+        let may_attend = move |bounds: &TileBounds| {
+            key_bounds.as_ref().is_some_and(|keys| bounds.may_attend_to(keys))
+        };
+        self.bounds[first..first + tiles]
             .iter()
             .enumerate()
-            .filter(move |(_, hull)| may_see(hull))
+            .filter(move |(_, bounds)| may_attend(bounds))
             .map(|(index, _)| {
                 let start = index * self.height;
                 start..self.queries.min(start + self.height)

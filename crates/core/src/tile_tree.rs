@@ -1,22 +1,36 @@
-//! What tiles of keys look like from afar: bounds of one tile, of 8, of 64, and so on, so that what a tile of queries sees alike is told at once.
+//! Bounds tree over the key tiles of a block: finds the full and the empty tiles of a query tile
+//! without a test of every tile.
+//!
+//! A node of level l bounds 8^l neighbouring tiles. The search starts at the largest node and
+//! descends only into nodes that are neither full nor empty, so it takes O(log tiles) tests per
+//! interval of a query tile.
 
 use std::ops::Range;
 
 use crate::{QueryTile, Visibility, row_bounds::Bounds};
 
-/// Each level bounds 2³ times as many tiles as the one below.
+/// Binary logarithm of the fan-out: a node has 8 children.
 const BITS: u32 = 3;
 
-/// Bounds of positions and segment ids of tiles `0, 1, …` of some keys, level by level.
+/// Bounds of the positions and segment ids of key tiles `0, 1, …`, level by level.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct TileTree {
     tiles: usize,
-    /// tiles, eights of tiles, …, everything
+    /// Tiles, nodes of 8 tiles, nodes of 64 tiles, …, the root.
     levels: Vec<Vec<Bounds>>,
 }
 
+/// Neighbouring key tiles, as found by [`TileTree::ranges`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct TileRange {
+    pub(crate) tiles: Range<usize>,
+    /// True if all tiles are full. Otherwise there is one tile, whose class is not yet known.
+    pub(crate) is_full: bool,
+}
+
 impl TileTree {
-    /// Bounds tiles of `width` of the keys `keys`, as batch row `batch` has them. Keeps its memory.
+    /// Computes the bounds of tiles of `width` of the keys `keys` in batch row `batch`. Reuses its
+    /// memory.
     pub(crate) fn refill(
         &mut self,
         visibility: &Visibility<'_>,
@@ -37,12 +51,13 @@ impl TileTree {
                 Some(below) => level.extend(
                     below
                         .chunks(1 << BITS)
-                        .map(|tiles| tiles.iter().fold(Bounds::NONE, |all, &one| all.with(one))),
+                        .map(|tiles| tiles.iter().fold(Bounds::NONE, |all, &one| all.union(one))),
                 ),
                 None => {
                     let starts = keys.clone().step_by(width);
                     level.extend(starts.map(|first| {
-                        visibility.keys.outline(batch).extent(&(first..keys.end.min(first + width)))
+                        let tile = first..keys.end.min(first + width);
+                        visibility.keys.row_bounds(batch).of(&tile)
                     }));
                 }
             }
@@ -54,35 +69,36 @@ impl TileTree {
         self.levels.truncate(height);
     }
 
-    /// The tiles of which `tile` may see some, in order, as ranges: `true`, and it sees all of all of them; or `false`, and one tile that must be
-    /// looked at. Those left out are all [`crate::TileClass::Empty`].
+    /// Returns, in ascending order, the key tiles that are not certainly empty for `tile`. All
+    /// omitted tiles are [`crate::TileClass::Empty`].
     pub(crate) fn ranges<'s>(
         &'s self,
         visibility: &Visibility<'_>,
         tile: &'s QueryTile,
-    ) -> impl Iterator<Item = (Range<usize>, bool)> + 's {
-        let is_decided_by_spans = visibility.attention_mask.is_none();
+    ) -> impl Iterator<Item = TileRange> + 's {
+        // with a dense mask, bounds never prove that a tile is full
+        let without_dense = visibility.attention_mask.is_none();
         let mut at = 0;
         std::iter::from_fn(move || {
             while at < self.tiles {
-                // the largest stretch that begins here: what contains it has been looked into
+                // the largest node that starts at this tile; its ancestors have been descended into
                 let top = self.levels.len() - 1;
                 let mut level =
                     if at == 0 { top } else { top.min((at.trailing_zeros() / BITS) as usize) };
                 loop {
                     let shift = BITS as usize * level;
                     let end = self.tiles.min(((at >> shift) + 1) << shift);
-                    let extent = &self.levels[level][at >> shift];
-                    let meets = tile.hull.meets(extent);
-                    let is_full = meets && is_decided_by_spans && tile.sees_all(extent);
-                    if meets && !is_full && level > 0 {
+                    let bounds = &self.levels[level][at >> shift];
+                    let may_be_visible = tile.bounds.may_attend_to(bounds);
+                    let is_full = may_be_visible && without_dense && tile.attends_to_all(bounds);
+                    if may_be_visible && !is_full && level > 0 {
                         level -= 1;
                         continue;
                     }
-                    let range = at..end;
+                    let tiles = at..end;
                     at = end;
-                    if meets {
-                        return Some((range, is_full));
+                    if may_be_visible {
+                        return Some(TileRange { tiles, is_full });
                     }
                     break;
                 }

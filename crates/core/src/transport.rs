@@ -1,16 +1,18 @@
-//! The second seam: how blocks reach peers.
+//! Interface of a transport, which moves blocks between the ranks of a ring.
 //!
-//! Object safe, and nothing in it blocks except [`Transport::progress`], for no longer than its patience. Deadlines, checksums, traces and faults
-//! are wrappers of the same trait, never flags inside it.
+//! Both traits are object safe. Only [`Transport::progress`] blocks, for at most its `patience`.
+//! Deadlines, checksums, traces and fault injection are wrappers of the same trait instead of
+//! options of each transport, so that each is implemented once.
 
 use std::{ops::Range, sync::Arc, time::Duration, time::Instant};
 
 use crate::{Error, Placement, Result, Space};
 
-/// What a message carries. Messages of different channels never overtake each other's meaning: they are matched by channel and tag.
+/// Content of a message. Sends are matched with receives by channel and tag, so messages of
+/// different channels may overtake each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Channel {
-    /// Keys and values, or the queries of the second pass of a two-pass backward.
+    /// A KV block, or a query block in the second pass of a two-pass backward.
     Kv,
     /// A partial sum of dK and dV, sent to the next rank that adds to it.
     PartialGrad,
@@ -18,125 +20,139 @@ pub enum Channel {
     FinalGrad,
 }
 
-/// One message of one call: who is at the other end, what it is, and which bytes of the local buffer.
+/// One message of one call: peer, content and bytes of the local buffer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MessageHeader {
-    /// The other end: the receiver of a send, the sender of a receive.
+    /// Receiver of a send, or sender of a receive.
     pub peer: usize,
-    /// What it carries.
+    /// Content of the message.
     pub channel: Channel,
-    /// Unique per (sender, receiver, channel) over a plan's life; both ends count alike, and it only grows.
+    /// Sequence number per sender, receiver and channel. It increases over the lifetime of a plan,
+    /// and both ranks compute the same number.
     pub tag: u64,
-    /// The ring step, for errors and traces.
+    /// Ring step, for errors and traces.
     pub step: usize,
-    /// Byte ranges of the local buffer, in order: they are sent (or filled) one after another.
+    /// Byte ranges of the local buffer, sent or filled one after another.
     pub ranges: Arc<[Range<u64>]>,
 }
 
 impl MessageHeader {
-    /// Bytes of the message.
+    /// Returns the number of bytes of the message.
     pub fn bytes(&self) -> u64 {
         self.ranges.iter().map(|range| range.end - range.start).sum()
     }
 }
 
-/// A send. The transport co-owns the buffer until the bytes are gone.
+/// A send. The transport co-owns the buffer until the bytes are sent.
 pub struct Outgoing<'a, S: Space> {
-    /// Where to and which bytes.
+    /// Receiver and byte ranges.
     pub hop: MessageHeader,
-    /// The bytes.
+    /// Buffer that holds the bytes.
     pub buffer: &'a S::Buffer,
-    /// After this they may be read.
+    /// Event after which the buffer may be read.
     pub ready: &'a S::Event,
 }
 
-/// A receive. The transport owns the buffer until it gives it back with [`Transport::take`].
+/// A receive. The transport owns the buffer until [`Transport::take`] returns it.
 pub struct Incoming<S: Space> {
-    /// Where from and which bytes.
+    /// Sender and byte ranges.
     pub hop: MessageHeader,
-    /// Where the bytes go; nobody else owns it.
+    /// Buffer to be filled, without other owners.
     pub buffer: S::Buffer,
 }
 
 /// A finished receive.
 #[derive(Debug)]
 pub struct Arrived<S: Space> {
-    /// The buffer that was posted.
+    /// Buffer of the posted receive, filled.
     pub buffer: S::Buffer,
-    /// After this it may be read.
+    /// Event after which the buffer may be read.
     pub ready: S::Event,
 }
 
-/// Moves blocks between the ranks of one ring. It is its own [`Control`], so that a wrapper can watch (and delegate) both halves.
+/// Moves blocks between the ranks of one ring. [`Control`] is a supertrait, so that one wrapper
+/// covers blocks and control messages.
 pub trait Transport<S: Space>: Control {
-    /// Small host messages beside the blocks: `self`, as the trait object of its other half.
+    /// Returns `self` as the trait object for control messages.
     fn control(&mut self) -> &mut dyn Control;
 
-    /// Starts one group of transfers (`ncclGroup`, `MPI_Startall`). Every rank's schedule pairs each send with a receive of the same
-    /// group. `receives` is drained.
+    /// Starts one group of transfers, as `ncclGroupEnd` or `MPI_Startall`, and drains `receives`.
+    ///
+    /// Does not block. The schedule pairs each send with a receive of the same group on the peer,
+    /// so a transport may use synchronous sends.
     ///
     /// # Errors
     /// [`Error::Comm`], [`Error::PeerLost`].
     fn post(&mut self, sends: &[Outgoing<'_, S>], receives: &mut Vec<Incoming<S>>) -> Result<()>;
 
-    /// Moves what can be moved; waits at most `patience` for something to do.
+    /// Advances the posted transfers. Waits at most `patience` if none can be advanced.
     ///
     /// # Errors
-    /// Whatever killed a transfer: [`Error::Comm`], [`Error::Timeout`], [`Error::PeerLost`], [`Error::Aborted`].
+    /// [`Error::Comm`], [`Error::Timeout`], [`Error::PeerLost`] of a failed transfer;
+    /// [`Error::Aborted`] if another rank failed.
     fn progress(&mut self, patience: Duration) -> Result<()>;
 
-    /// The posted receive `hop`, if it has arrived. Each is given back once.
+    /// Returns the buffer of a posted receive once it has arrived, and only once. `None` before
+    /// that. Does not block.
     ///
     /// # Errors
     /// As [`Transport::progress`].
-    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<S>>>;
+    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<S>>>;
 
-    /// Whether sends are still in flight. A call drains them before it returns.
+    /// Returns true if a send is in flight. The ring waits for all sends before a call returns.
     fn pending(&self) -> bool;
 
-    /// Payload bytes of all sends posted since the ring was made.
+    /// Returns the payload bytes of all sends posted since the transport was created.
     fn bytes_sent(&self) -> u64;
 }
 
-/// Small host messages: agreement, ids of a new batch, closing status, abort, signs of life.
+/// Small host messages: agreement on arguments, shards of a new batch, closing status, abort,
+/// heartbeats.
 pub trait Control: Send {
-    /// This rank.
+    /// Returns this rank.
     fn rank(&self) -> usize;
 
-    /// All ranks.
+    /// Returns the number of ranks.
     fn ranks(&self) -> usize;
 
-    /// Starts the gather number `round` (both ends count alike) with this rank's bytes. Does not block.
+    /// Starts all-gather number `round` with this rank's bytes. Does not block.
+    ///
+    /// Collective: all ranks start the same rounds in ascending order.
     ///
     /// # Errors
     /// [`Error::Comm`], [`Error::PeerLost`].
     fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()>;
 
-    /// Every rank's bytes of gather `round`, once all have offered. Does not block; [`Transport::progress`] moves it.
+    /// Returns the bytes of every rank, by rank, once all-gather `round` is complete; `None` before
+    /// that. Does not block; [`Transport::progress`] advances it.
     ///
     /// # Errors
     /// [`Error::Aborted`], [`Error::PeerLost`].
     fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>>;
 
-    /// Ranks that have not offered to gather `round` yet.
+    /// Returns the ranks whose bytes of all-gather `round` have not arrived.
     fn stragglers(&self, round: u64) -> Vec<usize>;
 
-    /// Tells every rank that this one failed. Never blocks, never fails; the first abort wins and [`Transport::progress`] of every
-    /// other rank then returns it.
+    /// Sends `error` to every rank as the end of the call. Neither blocks nor fails.
+    ///
+    /// The first abort has priority: [`Transport::progress`] of every other rank returns it.
     fn abort(&mut self, error: &Error);
 
-    /// Says that this rank lives; with `working`, also that it has done some work (a tile, a transfer) since the last beat.
+    /// Sends a heartbeat. `working` states that this rank has computed a tile or finished a
+    /// transfer since its last heartbeat.
     fn heartbeat(&mut self, working: bool);
 
-    /// Which node each rank is on, where that is known; the same on all ranks. A transport within one process has nothing to say.
+    /// Returns the node of each rank, equal on all ranks. `None` if unknown or if all ranks are in
+    /// one process.
     fn placement(&self) -> Option<&Placement> {
         None
     }
 
-    /// When something was last heard of `peer`, be it a beat or data.
+    /// Returns the time at which the last heartbeat or data of `peer` arrived.
     fn last_heard(&self, peer: usize) -> Instant;
 
-    /// When any rank was last known to do work. A ring in which nobody works is stuck, however alive its ranks are.
+    /// Returns the last time at which any rank is known to have worked. If all ranks send
+    /// heartbeats but none works, the ring is deadlocked.
     fn last_work(&self) -> Instant;
 }
 
@@ -173,7 +189,7 @@ impl<T: Control + ?Sized> Control for Box<T> {
     }
 }
 
-/// A transport chosen at run time takes the same wrappers as one that is known when the program is compiled.
+/// Allows wrapping a transport that is chosen at run time.
 impl<S: Space, T: Transport<S> + ?Sized> Transport<S> for Box<T> {
     fn control(&mut self) -> &mut dyn Control {
         (**self).control()
@@ -184,8 +200,8 @@ impl<S: Space, T: Transport<S> + ?Sized> Transport<S> for Box<T> {
     fn progress(&mut self, patience: Duration) -> Result<()> {
         (**self).progress(patience)
     }
-    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<S>>> {
-        (**self).take(hop)
+    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<S>>> {
+        (**self).take(header)
     }
     fn pending(&self) -> bool {
         (**self).pending()

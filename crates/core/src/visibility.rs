@@ -1,9 +1,16 @@
-//! Who sees whom between the queries of one rank and the keys of one block, tile by tile.
+//! Visible pairs between the queries of one rank and the keys of one block, tile by tile.
 //!
-//! [`Visibility::pair`] is the meaning: the spec's mask and the segment ids and the batch's dense mask. Everything else here gives the same answers
-//! for whole tiles, cheaply. Per query tile, once: each row's [`KeyIntervals`], the hull of all (outside it: `Empty`) and the core common to all (inside it:
-//! `Full`). Per key tile: hull and core against the bounds of the keys, a few comparisons; only where those do not decide are bits made, an
-//! interval of a stretch of keys at a time, and counted.
+//! [`Visibility::pair`] is the definition: the conjunction of the spec's mask, the segment ids and
+//! the batch's dense mask. All other functions give the same result for whole tiles at less cost:
+//!
+//! ```text
+//! once per query tile    intervals of each row, their cover (bounds) and intersection (common)
+//! per key tile           keys outside the bounds      → empty
+//!                        keys within the intersection → full
+//!                        otherwise                    → set one bit per pair and count the bits
+//! ```
+//! The first two tests take a few comparisons with the bounds of the keys. Bits are set for an
+//! interval of a strided run of keys at a time.
 
 use std::ops::Range;
 
@@ -11,24 +18,24 @@ use crate::{
     DenseMask, KeyIntervals, Mask, QueryTile, Rows, TileBits, TileClass,
     mask::{Key, Query},
     row_bounds::{GROUP, StridedRun},
-    tile::{SeenBy, TileBounds},
+    tile::{QueryIntervals, TileBounds},
 };
 
-/// The whole mask between the queries of one rank and the keys of one block.
+/// The complete mask between the queries of one rank and the keys of one block.
 #[derive(Debug, Clone, Copy)]
 pub struct Visibility<'a> {
-    /// The spec's mask.
+    /// Mask of the spec.
     pub mask: &'a dyn Mask,
-    /// The batch's dense mask: its query rows are the local ones, its key rows the global ones.
+    /// Dense mask of the batch, `[b|1, heads|1, local q_len, global kv_len]`.
     pub attention_mask: Option<&'a DenseMask>,
-    /// The query rows.
+    /// Query rows of this rank.
     pub queries: &'a Rows,
-    /// The key rows.
+    /// Key rows of the block.
     pub keys: &'a Rows,
 }
 
 impl Visibility<'_> {
-    /// Whether local query row `q` sees key `k` of the block.
+    /// Returns true if local query row `q` attends to key `k` of the block.
     pub fn pair(&self, batch: usize, head: usize, q: usize, k: usize) -> bool {
         let query = self.query(batch, head, q);
         let key = self.key(batch, k);
@@ -40,70 +47,73 @@ impl Visibility<'_> {
         same_segment && self.mask.visible(&query, &key) && self.attention_mask.is_none_or(in_dense)
     }
 
-    /// Whether heads see differently; if not, what holds for one head holds for all.
+    /// Returns true if the mask may differ between heads. Otherwise results for one head hold for
+    /// all.
     pub fn per_head(&self) -> bool {
         self.mask.per_head() || self.attention_mask.is_some_and(|mask| mask.shape()[1] > 1)
     }
 
-    /// Whether batch rows see differently; if not, what holds for one holds for all.
+    /// Returns true if the mask may differ between batch rows. Otherwise results for one batch row
+    /// hold for all.
     pub fn per_batch(&self) -> bool {
         let dense = self.attention_mask.is_some_and(|mask| mask.shape()[0] > 1);
         self.mask.per_batch() || dense || self.queries.per_batch() || self.keys.per_batch()
     }
 
-    /// Works out what the queries `rows` see. The tile then serves for every block of keys of the same batch.
+    /// Computes the key intervals of the queries `rows`. They hold for every KV block of the same
+    /// batch.
     pub fn query_tile(&self, batch: usize, head: usize, rows: Range<usize>, into: &mut QueryTile) {
         into.batch = batch;
         into.head = head;
         into.rows = rows.clone();
-        into.seen.clear();
-        into.hull = TileBounds::default();
-        into.core = KeyIntervals::everything();
+        into.queries.clear();
+        into.bounds = TileBounds::default();
+        into.common = KeyIntervals::everything();
         for q in rows {
-            let (spans, opaque) = self.intervals(batch, head, q);
+            let (intervals, is_bound) = self.intervals(batch, head, q);
             let segment = self.segment(batch, q);
             match segment {
-                Some(..0) => into.core = KeyIntervals::nothing(),
-                _ => into.hull.add(&spans, segment),
+                // padding attends to no key
+                Some(..0) => into.common = KeyIntervals::nothing(),
+                _ => into.bounds.add(&intervals, segment),
             }
-            into.core = if opaque {
+            into.common = if is_bound {
                 KeyIntervals::nothing()
             } else {
-                into.core.and(&spans).unwrap_or(KeyIntervals::nothing())
+                into.common.and(&intervals).unwrap_or(KeyIntervals::nothing())
             };
-            // whether or not this block's keys have ids: the next block's may, where a rank without keys made the tile
+            // also if the keys of this block have no ids: those of another block may have ids, if
+            // this block is that of a rank without keys
             let segment = self.queries.segments(batch).map_or(0, |segments| segments[q]);
-            into.seen.push(SeenBy { spans, opaque, segment });
+            into.queries.push(QueryIntervals { intervals, is_bound, segment });
         }
     }
 
-    /// The class of `tile` × `keys`; `bits` are set if it is [`TileClass::Partial`] and mean nothing otherwise.
+    /// Classifies the tile of `tile` × `keys`. Writes its mask to `bits` if it is
+    /// [`TileClass::Partial`]; otherwise the contents of `bits` are unspecified.
     pub fn classify(&self, tile: &QueryTile, keys: Range<usize>, bits: &mut TileBits) -> TileClass {
         if keys.is_empty() || tile.rows.is_empty() {
             return TileClass::Empty;
         }
-        let extent = self.keys.outline(tile.batch).extent(&keys);
-        if !tile.hull.meets(&extent) {
+        let key_bounds = self.keys.row_bounds(tile.batch).of(&keys);
+        if !tile.bounds.may_attend_to(&key_bounds) {
             return TileClass::Empty;
         }
-        if self.attention_mask.is_none() && tile.sees_all(&extent) {
+        if self.attention_mask.is_none() && tile.attends_to_all(&key_bounds) {
             return TileClass::Full;
         }
         bits.reset(tile.rows.len(), keys.len());
-        self.set_spans(tile, keys.clone(), bits);
+        self.set_interval_bits(tile, keys.clone(), bits);
         let mut count = 0;
-        for (row, seen) in tile.seen.iter().enumerate() {
+        for (row, query_intervals) in tile.queries.iter().enumerate() {
             let line = bits.line_mut(row);
+            let q = tile.rows.start + row;
             if let Some(mask) = self.attention_mask {
-                self.keep_dense(
-                    mask.line(tile.batch, tile.head, tile.rows.start + row),
-                    &keys,
-                    line,
-                );
+                self.retain_dense(mask.line(tile.batch, tile.head, q), &keys, line);
             }
-            if seen.opaque {
-                let query = self.query(tile.batch, tile.head, tile.rows.start + row);
-                keep(line, |key| {
+            if query_intervals.is_bound {
+                let query = self.query(tile.batch, tile.head, q);
+                retain(line, |key| {
                     self.mask.visible(&query, &self.key(tile.batch, keys.start + key))
                 });
             }
@@ -116,33 +126,36 @@ impl Visibility<'_> {
         }
     }
 
-    /// The key tiles `0..width, width..2·width, …` of which `tile` may see some, in order. Those left out are all [`TileClass::Empty`]; keys far
-    /// outside are passed over 4096 at a time.
+    /// Returns, in ascending order, the key tiles `0..width, width..2·width, …` that are not
+    /// certainly empty. All omitted tiles are [`TileClass::Empty`].
+    ///
+    /// Skips keys outside the bounds in groups of 4096.
     pub fn key_tiles<'s>(
         &'s self,
         tile: &'s QueryTile,
         width: usize,
     ) -> impl Iterator<Item = Range<usize>> + 's {
-        let (len, width) = (self.keys.len(), width.max(1));
+        let len = self.keys.len();
+        let width = width.max(1);
         let mut start = 0;
-        // the group that was last found to be worth a closer look
-        let mut looked_at = None;
+        // the last group within the bounds, so that its tiles are not compared with it again
+        let mut entered = None;
         std::iter::from_fn(move || {
             while start < len {
                 let keys = start..len.min(start + width);
-                let outline = self.keys.outline(tile.batch);
+                let row_bounds = self.keys.row_bounds(tile.batch);
                 let group = start / GROUP;
                 let group_end = len.min((group + 1) * GROUP);
-                if looked_at != Some(group) && keys.end <= group_end {
-                    if !tile.hull.meets(&outline.group(group)) {
-                        // the tile that lies across the group's end, if any, is looked at by itself
+                if entered != Some(group) && keys.end <= group_end {
+                    if !tile.bounds.may_attend_to(&row_bounds.of_group(group)) {
+                        // a tile that crosses the end of the group is tested by itself
                         start = if group_end == len { len } else { group_end / width * width };
                         continue;
                     }
-                    looked_at = Some(group);
+                    entered = Some(group);
                 }
                 start = keys.end;
-                if tile.hull.meets(&outline.extent(&keys)) {
+                if tile.bounds.may_attend_to(&row_bounds.of(&keys)) {
                     return Some(keys);
                 }
             }
@@ -150,54 +163,55 @@ impl Visibility<'_> {
         })
     }
 
-    /// What the mask's lowering says of query `q`: key positions, and whether it sees only some among them.
+    /// Lowers the mask for query `q`. Returns key positions, and true if they are only a bound
+    /// ([`Mask::bound`]).
     pub(crate) fn intervals(&self, batch: usize, head: usize, q: usize) -> (KeyIntervals, bool) {
         let query = self.query(batch, head, q);
         self.mask
             .intervals(&query)
-            .map_or_else(|| (self.mask.bound(&query), true), |spans| (spans, false))
+            .map_or_else(|| (self.mask.bound(&query), true), |intervals| (intervals, false))
     }
 
-    /// The segment id of query `q`, if segment ids count at all.
+    /// Returns the segment id of query `q`; `None` if queries or keys have no segment ids.
     pub(crate) fn segment(&self, batch: usize, q: usize) -> Option<i64> {
         self.keys.segments(batch).and(self.queries.segments(batch)).map(|segments| segments[q])
     }
 
-    /// Sets the bits of the pairs that spans and segment ids allow.
-    fn set_spans(&self, tile: &QueryTile, keys: Range<usize>, bits: &mut TileBits) {
+    /// Sets the bits of the pairs that are visible by key intervals and segment ids.
+    fn set_interval_bits(&self, tile: &QueryTile, keys: Range<usize>, bits: &mut TileBits) {
         let segmented = self.segment(tile.batch, tile.rows.start).is_some();
-        for (part, stretch) in self.keys.outline(tile.batch).stretches(keys.clone()) {
-            let place = part.start - keys.start;
-            for (row, seen) in tile.seen.iter().enumerate() {
-                if segmented && (seen.segment != stretch.segment || seen.segment < 0) {
+        for (part, run) in self.keys.row_bounds(tile.batch).strided_runs(keys.clone()) {
+            let first_key = part.start - keys.start;
+            for (row, query) in tile.queries.iter().enumerate() {
+                if segmented && (query.segment != run.segment || query.segment < 0) {
                     continue;
                 }
                 if part.len() == 1 {
-                    // keys in disorder
-                    bits.line_mut(row)[place / 64] |=
-                        u64::from(seen.spans.contains(stretch.position)) << (place % 64);
+                    // a run of one row, as among unordered keys: needs no range
+                    bits.line_mut(row)[first_key / 64] |=
+                        u64::from(query.intervals.contains(run.position)) << (first_key % 64);
                     continue;
                 }
-                for range in seen.spans.ranges() {
-                    let within = indices_within(&stretch, part.len(), range);
+                for range in query.intervals.ranges() {
+                    let within = indices_within(&run, part.len(), range);
                     if !within.is_empty() {
-                        bits.set(row, place + within.start..place + within.end);
+                        bits.set(row, first_key + within.start..first_key + within.end);
                     }
                 }
             }
         }
     }
 
-    /// Keeps in `line` only the keys that the dense mask's line allows.
-    fn keep_dense(&self, dense: &[u64], keys: &Range<usize>, line: &mut [u64]) {
+    /// Clears the bits of `line` for keys that the dense mask's line `dense` masks.
+    fn retain_dense(&self, dense: &[u64], keys: &Range<usize>, line: &mut [u64]) {
         let rows = &self.keys.rows()[keys.clone()];
-        if self.keys.count_up(keys.clone()) {
+        if self.keys.are_consecutive(keys.clone()) {
             let first = crate::index(rows[0]);
-            for (place, word) in line.iter_mut().enumerate() {
-                *word &= word_at(dense, first + 64 * place);
+            for (index, word) in line.iter_mut().enumerate() {
+                *word &= word_at(dense, first + 64 * index);
             }
         } else {
-            keep(line, |key| word_at(dense, crate::index(rows[key])) & 1 != 0);
+            retain(line, |key| word_at(dense, crate::index(rows[key])) & 1 != 0);
         }
     }
 
@@ -215,35 +229,35 @@ impl Visibility<'_> {
     }
 }
 
-/// Clears the bits of `line` of which `wanted` says no.
-fn keep(line: &mut [u64], wanted: impl Fn(usize) -> bool) {
-    for (place, word) in line.iter_mut().enumerate() {
+/// Clears the set bits of `line` for which `visible` returns false.
+fn retain(line: &mut [u64], visible: impl Fn(usize) -> bool) {
+    for (index, word) in line.iter_mut().enumerate() {
         let mut left = *word;
         while left != 0 {
             let bit = left.trailing_zeros() as usize;
             left &= left - 1;
-            if !wanted(64 * place + bit) {
+            if !visible(64 * index + bit) {
                 *word &= !(1 << bit);
             }
         }
     }
 }
 
-/// 64 bits of `line` from bit `first` on; 0 beyond its end.
+/// Returns the 64 bits of `line` that start at bit `first`; bits beyond its end are 0.
 fn word_at(line: &[u64], first: usize) -> u64 {
-    let word = |place| line.get(place).copied().unwrap_or(0);
+    let word = |index| line.get(index).copied().unwrap_or(0);
     match first % 64 {
         0 => word(first / 64),
         shift => word(first / 64) >> shift | word(first / 64 + 1) << (64 - shift),
     }
 }
 
-/// Which of the `count` rows of a stretch have positions within `range`.
-fn indices_within(stretch: &StridedRun, count: usize, range: &Range<i64>) -> Range<usize> {
-    // how many rows come before `end`
+/// Returns the indices of the first `count` rows of a run whose positions are in `range`.
+fn indices_within(run: &StridedRun, count: usize, range: &Range<i64>) -> Range<usize> {
+    // number of rows with positions less than `end`; positions ascend
     let before = |end: i64| {
-        let distance = end.saturating_sub(stretch.position);
-        let rows = match stretch.step {
+        let distance = end.saturating_sub(run.position);
+        let rows = match run.step {
             _ if distance <= 0 => 0,
             1 => distance.unsigned_abs(),
             0 => u64::MAX,

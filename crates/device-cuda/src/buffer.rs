@@ -70,12 +70,12 @@ impl CudaBuffer {
         self.0.len
     }
 
-    /// Returns true if the length is 0.
+    /// True if the length is 0.
     pub fn is_empty(&self) -> bool {
         self.0.len == 0
     }
 
-    /// Returns true if there is another owner.
+    /// True if there is another owner.
     pub fn is_shared(&self) -> bool {
         Arc::strong_count(&self.0) > 1
     }

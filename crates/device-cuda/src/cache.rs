@@ -45,7 +45,8 @@ impl Cache {
 
     /// Hashes all inputs of an image to 128 bits.
     pub fn key<'a>(texts: impl Iterator<Item = &'a str>) -> String {
-        let (mut one, mut other) = (Fingerprint::new(), Fingerprint::new().number(1));
+        let mut one = Fingerprint::new();
+        let mut other = Fingerprint::new().number(1);
         for text in texts {
             one = digest(one, text.as_bytes());
             other = digest(other, text.as_bytes());
@@ -130,7 +131,7 @@ mod tests {
             fs::write(&file, damage).unwrap();
             assert_eq!(cache.get(&key, ImageKind::Cubin), None);
         }
-        // it is written anew, and no other file is left
+        // the entry is written anew, and no other file remains
         cache.put(&key, &image);
         assert_eq!(cache.get(&key, ImageKind::Cubin), Some(image));
         assert_eq!(fs::read_dir(&folder).unwrap().count(), 1);

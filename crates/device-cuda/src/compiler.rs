@@ -62,7 +62,9 @@ impl Compiler {
     /// # Errors
     /// [`Error::Device`] if a call fails.
     pub fn with_symbols(symbols: CompilerSymbols, cache: Option<Cache>) -> Result<Self> {
-        let (mut major, mut minor, mut count) = (0, 0, 0);
+        let mut major = 0;
+        let mut minor = 0;
+        let mut count = 0;
         // SAFETY: the table's functions have NVRTC's signatures and semantics; all pointers are to
         // locals.
         unsafe {
@@ -78,14 +80,13 @@ impl Compiler {
         Ok(Self { symbols, version: (major, minor), architectures, cache })
     }
 
-    /// Version, major and minor.
+    /// Returns the version, major and minor.
     pub const fn version(&self) -> (i32, i32) {
         self.version
     }
 
     /// Chooses the target for `architecture`: the architecture itself; or, for a GPU newer than the
     /// compiler, PTX of the newest supported architecture.
-    ///
     ///
     /// # Errors
     /// [`Error::Unsupported`] if the compiler supports no architecture that the GPU can run.
@@ -154,7 +155,8 @@ impl Compiler {
             CString::new(text)
                 .map_err(|_| Error::invalid("program", program.name, "text without a NUL"))
         };
-        let (source, name) = (text(program.source)?, text(program.name)?);
+        let source = text(program.source)?;
+        let name = text(program.name)?;
         let names =
             program.headers.iter().map(|(name, _)| text(name)).collect::<Result<Vec<_>>>()?;
         let texts =

@@ -134,7 +134,8 @@ impl Device {
     /// # Errors
     /// [`Error::Device`].
     pub fn free_bytes(&self) -> Result<u64> {
-        let (mut free, mut total) = (0, 0);
+        let mut free = 0;
+        let mut total = 0;
         // SAFETY: both point to locals.
         self.call("cuMemGetInfo", |symbols| unsafe {
             (symbols.memory_info)(&raw mut free, &raw mut total)

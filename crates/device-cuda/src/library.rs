@@ -60,9 +60,15 @@ macro_rules! table {
             /// # Safety
             /// The library is the one that the table describes, so that every function has its
             /// type.
-            pub(crate) unsafe fn of(library: &'static libloading::Library) -> annulus_core::Result<Self> {
+            pub(crate) unsafe fn of(
+                library: &'static libloading::Library,
+            ) -> annulus_core::Result<Self> {
+                use $crate::library::function;
+
                 // SAFETY: as required of the caller.
-                unsafe { Ok(Self { $($field: $crate::library::function(library, $what, stringify!($symbol))?,)* }) }
+                unsafe {
+                    Ok(Self { $($field: function(library, $what, stringify!($symbol))?,)* })
+                }
             }
         }
     };

@@ -140,7 +140,8 @@ impl Kernel {
             // SAFETY: one parameter, which the driver copies before it returns; the rest as
             // required of the caller.
             unsafe {
-                let (more, none) = (self.shared_bytes, std::ptr::null_mut());
+                let more = self.shared_bytes;
+                let none = std::ptr::null_mut();
                 (symbols.launch)(
                     self.handle,
                     x,

@@ -52,7 +52,9 @@ table! {
     NcclSymbols of "NCCL" {
         version = ncclGetVersion(*mut c_int) -> Status;
         unique_id = ncclGetUniqueId(*mut UniqueId) -> Status;
-        init_rank = ncclCommInitRankConfig(*mut RawCommunicator, c_int, UniqueId, c_int, *mut Config) -> Status;
+        init_rank = ncclCommInitRankConfig(
+            *mut RawCommunicator, c_int, UniqueId, c_int, *mut Config
+        ) -> Status;
         count = ncclCommCount(RawCommunicator, *mut c_int) -> Status;
         user_rank = ncclCommUserRank(RawCommunicator, *mut c_int) -> Status;
         async_error = ncclCommGetAsyncError(RawCommunicator, *mut Status) -> Status;

@@ -2,11 +2,12 @@
 //! through pinned memory, polled.
 //!
 //! ```text
-//! device buffer ──ready──▶ copy stream ──▶ pinned ──memcpy──▶ host buffer     download
-//! host buffer ──memcpy──▶ pinned ──last use of the target──▶ copy stream ──▶ device buffer     upload
+//! download    device buffer ──ready──▶ copy stream ──▶ pinned ──memcpy──▶ host buffer
+//! upload      host buffer ──memcpy──▶ pinned ──last use of the target──▶ copy stream
+//!             ──▶ device buffer
 //! ```
-//! A stream of their own lets copies run beside kernels. Pinned memory lets them run without the
-//! host: a copy from or to pageable memory blocks the calling thread.
+//! The copies overlap kernels because they have a stream of their own. They are asynchronous
+//! because the memory is pinned: a copy from or to pageable memory blocks the calling thread.
 
 use std::ops::Range;
 
@@ -30,7 +31,7 @@ impl CudaCopier {
         Ok(Self { stream: Stream::new(device)?, free: Vec::new() })
     }
 
-    /// Takes the smallest free pinned buffer of at least `bytes`, or allocates one.
+    /// Returns the smallest free pinned buffer of at least `bytes`, or allocates one.
     fn pinned(&mut self, bytes: u64) -> Result<PinnedBuffer> {
         let bytes = index(bytes);
         let fitting =
@@ -42,7 +43,7 @@ impl CudaCopier {
     }
 }
 
-/// A copy to the host under way.
+/// A copy to the host in progress.
 #[derive(Debug)]
 pub struct CudaDownload {
     done: Event,
@@ -52,7 +53,7 @@ pub struct CudaDownload {
     _from: CudaBuffer,
 }
 
-/// A copy from the host under way.
+/// A copy from the host in progress.
 #[derive(Debug)]
 pub struct CudaUpload {
     done: Event,

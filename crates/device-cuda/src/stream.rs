@@ -268,7 +268,7 @@ impl Stream {
 }
 
 impl Event {
-    /// Returns true if the work before the event is done. Never blocks.
+    /// True if the work before the event is done. Never blocks.
     ///
     /// # Errors
     /// [`Error::Device`] if work failed.

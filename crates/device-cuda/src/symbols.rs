@@ -21,7 +21,9 @@ table! {
         device_count = cuDeviceGetCount(*mut c_int) -> CUresult;
         device_get = cuDeviceGet(*mut CUdevice, c_int) -> CUresult;
         device_name = cuDeviceGetName(*mut c_char, c_int, CUdevice) -> CUresult;
-        device_attribute = cuDeviceGetAttribute(*mut c_int, CUdevice_attribute, CUdevice) -> CUresult;
+        device_attribute = cuDeviceGetAttribute(
+            *mut c_int, CUdevice_attribute, CUdevice
+        ) -> CUresult;
         context_retain = cuDevicePrimaryCtxRetain(*mut CUcontext, CUdevice) -> CUresult;
         context_release = cuDevicePrimaryCtxRelease_v2(CUdevice) -> CUresult;
         context_set = cuCtxSetCurrent(CUcontext) -> CUresult;
@@ -30,9 +32,13 @@ table! {
         free = cuMemFree_v2(CUdeviceptr) -> CUresult;
         allocate_host = cuMemAllocHost_v2(*mut *mut c_void, usize) -> CUresult;
         free_host = cuMemFreeHost(*mut c_void) -> CUresult;
-        copy_to_device = cuMemcpyHtoDAsync_v2(CUdeviceptr, *const c_void, usize, CUstream) -> CUresult;
+        copy_to_device = cuMemcpyHtoDAsync_v2(
+            CUdeviceptr, *const c_void, usize, CUstream
+        ) -> CUresult;
         copy_to_host = cuMemcpyDtoHAsync_v2(*mut c_void, CUdeviceptr, usize, CUstream) -> CUresult;
-        copy_on_device = cuMemcpyDtoDAsync_v2(CUdeviceptr, CUdeviceptr, usize, CUstream) -> CUresult;
+        copy_on_device = cuMemcpyDtoDAsync_v2(
+            CUdeviceptr, CUdeviceptr, usize, CUstream
+        ) -> CUresult;
         fill = cuMemsetD8Async(CUdeviceptr, c_uchar, usize, CUstream) -> CUresult;
         stream_create = cuStreamCreate(*mut CUstream, c_uint) -> CUresult;
         stream_destroy = cuStreamDestroy_v2(CUstream) -> CUresult;
@@ -45,12 +51,16 @@ table! {
         module_unload = cuModuleUnload(CUmodule) -> CUresult;
         module_function = cuModuleGetFunction(*mut CUfunction, CUmodule, *const c_char) -> CUresult;
         launch = cuLaunchKernel(
-            CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream, *mut *mut c_void, *mut *mut c_void
+            CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream,
+            *mut *mut c_void, *mut *mut c_void
         ) -> CUresult;
-        function_attribute = cuFuncSetAttribute(CUfunction, CUfunction_attribute, c_int) -> CUresult;
+        function_attribute = cuFuncSetAttribute(
+            CUfunction, CUfunction_attribute, c_int
+        ) -> CUresult;
         tensor_map = cuTensorMapEncodeTiled(
-            *mut CUtensorMap, CUtensorMapDataType, c_uint, *mut c_void, *const u64, *const u64, *const c_uint, *const c_uint,
-            CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill
+            *mut CUtensorMap, CUtensorMapDataType, c_uint, *mut c_void, *const u64, *const u64,
+            *const c_uint, *const c_uint, CUtensorMapInterleave, CUtensorMapSwizzle,
+            CUtensorMapL2promotion, CUtensorMapFloatOOBfill
         ) -> CUresult;
     }
 }
@@ -62,7 +72,8 @@ table! {
         architecture_count = nvrtcGetNumSupportedArchs(*mut c_int) -> nvrtcResult;
         architectures = nvrtcGetSupportedArchs(*mut c_int) -> nvrtcResult;
         create = nvrtcCreateProgram(
-            *mut nvrtcProgram, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char
+            *mut nvrtcProgram, *const c_char, *const c_char, c_int, *const *const c_char,
+            *const *const c_char
         ) -> nvrtcResult;
         destroy = nvrtcDestroyProgram(*mut nvrtcProgram) -> nvrtcResult;
         compile = nvrtcCompileProgram(nvrtcProgram, c_int, *const *const c_char) -> nvrtcResult;

@@ -54,7 +54,8 @@ impl TensorMap {
                 "lengths from 1 to 2³², boxes of 1 to 256 rows",
             ));
         }
-        let (box_lengths, box_strides) = ([Self::DIMS, rows, 1, 1], [1; 4]);
+        let box_lengths = [Self::DIMS, rows, 1, 1];
+        let box_strides = [1; 4];
         let mut map = CUtensorMap { opaque: [0; 16] };
         // SAFETY: `map` is a local, aligned as its type; every list has the length for four axes.
         let made = device.call_unchecked(|symbols| unsafe {

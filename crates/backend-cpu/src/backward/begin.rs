@@ -43,7 +43,8 @@ pub(crate) fn begin<E: Input<Accumulator: Summed>>(
         ties: inputs.ties.map(|ties| array("ties", ties)).transpose()?,
         normalize: shard.spec.normalize,
     };
-    let (len, heads) = (statistics.rows.max(1), shard.spec.dims.q_heads);
+    let len = statistics.rows.max(1);
+    let heads = shard.spec.dims.q_heads;
     let RowStatistics { lse, max, delta, share, .. } = statistics;
     let mut optional = (max.chunks_mut(len), share.chunks_mut(len));
     let lines = lse.chunks_mut(len).zip(delta.chunks_mut(len)).enumerate();
@@ -82,7 +83,8 @@ struct StatisticsInputs<'a, E: Input> {
 impl<E: Input> StatisticsInputs<'_, E> {
     /// Computes the statistics of one batch row and head.
     fn fill(&self, batch: usize, head: usize, into: &mut StatisticsRow<'_, Acc<E>>) {
-        let (out, dout) = (Source::tensor(self.out), Source::tensor(self.dout));
+        let out = Source::tensor(self.out);
+        let dout = Source::tensor(self.dout);
         for row in 0..into.lse.len() {
             let at = [batch, head, row, 0];
             let of =
@@ -113,7 +115,8 @@ fn dot<E: Input>(
     b: &Source<'_, E>,
     [batch, row, head]: [usize; 3],
 ) -> f64 {
-    let (a, b) = (a.vector(batch, row, head), b.vector(batch, row, head));
+    let a = a.vector(batch, row, head);
+    let b = b.vector(batch, row, head);
     if let (Some(a), Some(b)) = (a.to_slice(), b.to_slice()) {
         return Acc::<E>::run(token, 1, Dot { a, b });
     }

@@ -69,7 +69,8 @@ fn attend_block<E: Input<Accumulator: Summed>>(
     let (k, v): (Source<'_, E>, Source<'_, E>) =
         keys_and_values(shard, &inputs.forward, block, *in_place)?;
     let attention_mask = shard.attention_mask.as_deref();
-    let (queries, keys) = (&*shard.queries, block.rows);
+    let queries = &*shard.queries;
+    let keys = block.rows;
     let visibility = Visibility { mask: &*spec.mask, attention_mask, queries, keys };
     let bias = inputs.forward.bias.map(|bias| array("bias", bias)).transpose()?;
     let gradient_row_layout = spec.gradient_row_layout();
@@ -124,7 +125,8 @@ pub(crate) fn backward_dkv_from_queries<E: Input<Accumulator: Summed>>(
     let bytes = block.buffer.bytes();
     let source = |field| Source::<E>::records(bytes, block.rows.len(), &record, field);
     let attention_mask = shard.attention_mask.as_deref();
-    let (queries, keys) = (block.rows, &*shard.keys);
+    let queries = block.rows;
+    let keys = &*shard.keys;
     let visibility = Visibility { mask: &*spec.mask, attention_mask, queries, keys };
     let bias = inputs.bias.map(|bias| array("bias", bias)).transpose()?;
     let gradient_row_layout = spec.gradient_row_layout();

@@ -92,7 +92,8 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
         sums: &mut [Acc<E>],
         tick: Tick<'_>,
     ) {
-        let (batch, kv_heads) = (self.geometry.dims.batch, self.geometry.dims.kv_heads);
+        let batch = self.geometry.dims.batch;
+        let kv_heads = self.geometry.dims.kv_heads;
         let len = self.visibility.keys.len();
         // early keys first: they are the long tasks under a causal mask
         let tasks = (0..len).step_by(self.k_rows).flat_map(move |first| {
@@ -200,7 +201,8 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
                 self.statistics.load(line, queries.clone(), &mut scratch.statistics);
             }
             let Strip { vectors, width, .. } = strip;
-            let (batch, queries) = (task.batch, queries.clone());
+            let batch = task.batch;
+            let queries = queries.clone();
             let coord = TileCoord {
                 batch,
                 head,
@@ -236,10 +238,8 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
         reduction: Option<(&TaskReduction<'_, Acc<E>>, usize)>,
     ) {
         let geometry = self.geometry;
-        let (head_dim, value_dim) = (
-            geometry.packed_rows(geometry.dims.head_dim),
-            geometry.packed_rows(geometry.dims.value_dim),
-        );
+        let head_dim = geometry.packed_rows(geometry.dims.head_dim);
+        let value_dim = geometry.packed_rows(geometry.dims.value_dim);
         let Scratch {
             rows_head,
             rows_value,
@@ -329,7 +329,8 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
         let record = &self.gradient_row_layout;
         let size = size_of::<Acc<E>>() as u64;
         let at = |bytes: u64| annulus_core::index(bytes / size);
-        let (len, scale) = (at(record.bytes()), Acc::<E>::from_f64(spec.scale));
+        let len = at(record.bytes());
+        let scale = Acc::<E>::from_f64(spec.scale);
         let fields = [
             (0, spec.dims.head_dim, self.geometry.head_rows(), &scratch.sums_head, scale),
             (

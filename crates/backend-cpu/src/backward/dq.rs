@@ -54,7 +54,8 @@ pub(crate) fn backward_dq<E: Input<Accumulator: Summed>>(
     QueryPass::<E>::invalidate_query_tiles(scratch);
     // one thread works all tasks of an owner, because they add to the same part of dbias
     let mut partials = bias_gradient.as_mut().map(|gradient| gradient.partials());
-    let (same_task, owned) = (QueryTask::same_task(task_rows), partials.is_some());
+    let same_task = QueryTask::same_task(task_rows);
+    let owned = partials.is_some();
     let same_owner = |a: &QueryBlock<_>, b: &QueryBlock<_>| {
         if owned { a.owner == b.owner } else { same_task(a, b) }
     };

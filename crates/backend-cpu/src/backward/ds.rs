@@ -39,7 +39,8 @@ pub(crate) fn score_gradients<A: Real>(
     tiles: &mut Tiles<A>,
     cursor: &mut PrefetchCursor<'_>,
 ) {
-    let (token, vectors) = (scores.token, coord.vectors);
+    let token = scores.token;
+    let vectors = coord.vectors;
     let (panel, lanes) = operands.s;
     gemm_nn((token, vectors), tile_mask, panel, lanes, &mut tiles.s, None, cursor);
     scores.finish(
@@ -66,7 +67,8 @@ pub(crate) fn score_gradients<A: Real>(
         delta: &statistics.delta[used.clone()],
         share: &statistics.share[used],
     };
-    let (s, dp) = (&mut tiles.s[span.clone()], &mut tiles.dp[span]);
+    let s = &mut tiles.s[span.clone()];
+    let dp = &mut tiles.dp[span];
     let normalize = scores.spec.normalize;
     let scale = scores.deferred_scale();
     A::run_kernel(

@@ -40,7 +40,8 @@ pub(crate) fn finish<E: Input<Accumulator: Summed>>(
     let mut scratch = std::mem::take(&mut state.scratch);
     write_dq(team, state, &mut scratch, &mut dq);
     let record = state.shard.spec.gradient_row_layout();
-    let (rows, token) = (state.shard.keys.len(), state.geometry.token);
+    let rows = state.shard.keys.len();
+    let token = state.geometry.token;
     for (field, tensor) in [(0, &mut dk), (1, &mut dv)] {
         let source = Source::<Acc<E>>::records(final_grad.bytes(), rows, &record, field)?;
         let chunks = tensor.axis_chunks_iter_mut(Axis(1), TILE).enumerate();
@@ -160,7 +161,8 @@ fn write_dsinks<A: Real>(
     sinks: ArrayView4<'_, A>,
     mut into: ArrayViewMut4<'_, A>,
 ) {
-    let (lines, count) = (sinks.dim().0, sinks.dim().1);
+    let lines = sinks.dim().0;
+    let count = sinks.dim().1;
     let all = statistics.lse.len().checked_div(statistics.rows).unwrap_or(0);
     for line in 0..lines {
         for sink in 0..count {

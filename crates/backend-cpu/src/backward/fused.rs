@@ -79,7 +79,8 @@ pub(super) fn run_fused<E: Input<Accumulator: Summed>>(
     let records = Mutex::new(records);
     team.run(scratch, tasks, Some(tick), |scratch, (task, plane, keys), ticker| {
         let reduction = TaskReduction { to, slot: ordered.slot(task, chain(plane)), plane };
-        let (batch, kv_head) = (plane / to.batch_and_kv_heads.1, plane % to.batch_and_kv_heads.1);
+        let batch = plane / to.batch_and_kv_heads.1;
+        let kv_head = plane % to.batch_and_kv_heads.1;
         for first in keys.clone().step_by(pass.k_rows) {
             let task = KeyTask { batch, kv_head, keys: first..keys.end.min(first + pass.k_rows) };
             scratch.rows_key.fill(pass.geometry.token, &pass.k, batch, kv_head, task.keys.clone());

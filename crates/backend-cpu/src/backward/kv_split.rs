@@ -110,7 +110,8 @@ mod tests {
                 }
             }
             assert!(ends.iter().all(|&end| end == len), "{ends:?}");
-            let (all, most) = (tiles.iter().sum::<usize>(), tiles.iter().max().copied().unwrap());
+            let all = tiles.iter().sum::<usize>();
+            let most = tiles.iter().max().copied().unwrap();
             assert!(
                 most <= all.div_ceil(threads) + 1,
                 "{planes} planes, {threads} threads: {tiles:?}"

@@ -13,6 +13,7 @@
 use std::ops::Range;
 
 use crate::{
+    decode::packed_queries::{MAX_PACKED, ONE, PackedQueries, TWO},
     simd::{
         dispatch::{Kernel, Real},
         float::Float,
@@ -21,9 +22,7 @@ use crate::{
         vector::{MAX_LANES, Vector},
     },
     tile::{
-        geometry::Geometry,
         input::{Input, Source},
-        pack::padded_dim,
         tile_mask::TileMask,
     },
 };
@@ -31,67 +30,6 @@ use crate::{
 /// Keys or values per step, if a register tile has as many rows: 4 × 4 accumulators are 16
 /// registers, and four rows keep more loads in flight than one.
 const KEY_UNROLL: usize = 4;
-
-/// Maximum packed rows per block, with 32 registers.
-const MAX_PACKED: usize = 4;
-
-const TWO: usize = 2;
-const ONE: usize = 1;
-
-/// Packed rows of one KV head, in blocks that are worked in lockstep. Each block is a strip,
-/// `[dim / lanes][packed rows][lanes]`.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct PackedQueries {
-    len: usize,
-    block_len: usize,
-}
-
-impl PackedQueries {
-    /// Describes the packed rows of a group with `queries` queries.
-    pub(crate) const fn of_group(geometry: &Geometry, queries: usize) -> Self {
-        let block_len = match (geometry.token.max_vectors(), geometry.lanes(1)) {
-            (MAX_PACKED.., MAX_LANES) => MAX_PACKED,
-            // f64 vectors are left to the compiler, which takes two registers for each
-            (MAX_PACKED.., _) => TWO,
-            _ => ONE,
-        };
-        Self { len: geometry.dims.group() * queries, block_len }
-    }
-
-    /// Returns the number of packed rows.
-    pub(crate) const fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Returns the block that starts with packed row `first`, if there is one.
-    const fn block(&self, first: usize) -> Option<Range<usize>> {
-        let (left, mut count) = (self.len.saturating_sub(first), self.block_len);
-        while count > left {
-            count /= 2;
-        }
-        if count == 0 { None } else { Some(first..first + count) }
-    }
-
-    /// Iterates over the blocks in order: [`MAX_PACKED`], two or one packed rows.
-    fn blocks(self) -> impl Iterator<Item = Range<usize>> {
-        std::iter::successors(self.block(0), move |block| self.block(block.end))
-    }
-
-    /// Returns the element ranges, one per register, of the vector of length `dim` of one packed
-    /// row. The last is padded.
-    pub(crate) fn vectors<A: Real>(
-        self,
-        packed_row: usize,
-        dim: usize,
-    ) -> impl Iterator<Item = Range<usize>> {
-        let block = self.blocks().find(|block| block.contains(&packed_row)).unwrap_or_default();
-        let first =
-            block.start * padded_dim::<A>(dim) + packed_row.saturating_sub(block.start) * A::WIDTH;
-        (0..dim.div_ceil(A::WIDTH))
-            .map(move |vector| first + vector * block.len() * A::WIDTH)
-            .map(|first| first..first + A::WIDTH)
-    }
-}
 
 /// Visible keys of a tile.
 #[derive(Debug)]
@@ -244,12 +182,14 @@ impl<E: Input> QkDots<'_, '_, E> {
         [&'r [E]; ROWS]: LockstepChunks<'r, E>,
     {
         let DecodeTile { batch, packed, .. } = *self.tile;
-        let (padded_dim, square) = (self.dim.next_multiple_of(V::WIDTH), V::WIDTH * V::WIDTH);
+        let padded_dim = self.dim.next_multiple_of(V::WIDTH);
+        let square = V::WIDTH * V::WIDTH;
         let prefetch = self.prefetch.rows::<ROWS>(batch, row);
         for kv_head in 0..rows[0].len() / self.dim {
             let keys = head_vectors(&rows, kv_head, self.dim);
             for block in packed.blocks() {
-                let packed = kv_head * packed.len + block.start..kv_head * packed.len + block.end;
+                let packed =
+                    kv_head * packed.len() + block.start..kv_head * packed.len() + block.end;
                 let q = &self.q[packed.start * padded_dim..packed.end * padded_dim];
                 let into = &mut self.products[packed.start * square..packed.end * square];
                 match packed.len() {
@@ -385,7 +325,8 @@ impl<E: Input> PvSums<'_, '_, E> {
         for kv_head in 0..rows[0].len() / self.dim {
             let values = head_vectors(&rows, kv_head, self.dim);
             for block in packed.blocks() {
-                let packed = kv_head * packed.len + block.start..kv_head * packed.len + block.end;
+                let packed =
+                    kv_head * packed.len() + block.start..kv_head * packed.len() + block.end;
                 let probs = &self.probs[packed.start * width + key..];
                 let out = &mut self.out[packed.start * padded_dim..packed.end * padded_dim];
                 let mut visible = [true; MAX_PACKED];
@@ -449,36 +390,4 @@ fn add_weighted<E: Input, V: Vector<E::Accumulator>, const ROWS: usize, const PA
             sum.store(&mut out[l]);
         }
     });
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn blocks_cover_all_packed_queries_and_their_vectors() {
-        for (len, block_len, want) in [
-            (1, 4, vec![1]),
-            (3, 4, vec![2, 1]),
-            (7, 4, vec![4, 2, 1]),
-            (12, 4, vec![4, 4, 4]),
-            (3, 1, vec![1, 1, 1]),
-        ] {
-            let packed = PackedQueries { len, block_len };
-            assert_eq!(packed.blocks().map(|block| block.len()).collect::<Vec<_>>(), want);
-            let mut elements: Vec<usize> = (0..len)
-                .flat_map(|packed_row| packed.vectors::<f32>(packed_row, 40).flatten())
-                .collect();
-            elements.sort_unstable();
-            assert!(elements.iter().copied().eq(0..len * padded_dim::<f32>(40)));
-        }
-        // in a block of four, the registers of one packed row are four vectors apart
-        let products = |packed_row| {
-            PackedQueries { len: 7, block_len: 4 }
-                .vectors::<f32>(packed_row, 32)
-                .collect::<Vec<_>>()
-        };
-        assert_eq!(products(3), [48..64, 112..128]);
-        assert_eq!(products(6), [192..208, 208..224]);
-    }
 }

@@ -2,4 +2,5 @@
 
 pub(crate) mod attend;
 pub(crate) mod kernels;
+pub(crate) mod packed_queries;
 pub(crate) mod split_kv;

@@ -26,7 +26,10 @@ use std::ops::Range;
 use annulus_core::Tick;
 
 use crate::{
-    decode::kernels::{DecodeTile, PackedQueries, PrefetchStream, PvSums, QkDots},
+    decode::{
+        kernels::{DecodeTile, PrefetchStream, PvSums, QkDots},
+        packed_queries::PackedQueries,
+    },
     forward::query_pass::QueryPass,
     simd::{dispatch::Real, float::Float},
     threads::team::{Team, Ticker},
@@ -107,16 +110,19 @@ impl<A: Real> SplitPartial<A> {
 
     /// Merges the partial result for the heads of `block` into its accumulator.
     fn merge(&self, geometry: &Geometry, block: &mut QueryBlock<A>) {
-        let (queries, dim) = (block.rows.len(), geometry.dims.value_dim);
+        let queries = block.rows.len();
+        let dim = geometry.dims.value_dim;
         let packed = PackedQueries::of_group(geometry, queries);
         let group_start = block.kv_head * packed.len();
         let out = &self.out[group_start * padded_dim::<A>(dim)..];
         for packed_row in 0..packed.len() {
-            let (index, query) = (packed_row / queries, packed_row % queries);
+            let index = packed_row / queries;
+            let query = packed_row % queries;
             let (max, sum) =
                 (self.max[group_start + packed_row], self.sum[group_start + packed_row]);
             let lane = block.lane(index, 0) + query;
-            let (old_max, old_sum) = (block.max[lane], block.sum[lane]);
+            let old_max = block.max[lane];
+            let old_sum = block.sum[lane];
             let new = if max > old_max { max } else { old_max };
             // subtract 0 where nothing is visible yet: −∞ − −∞ would be NaN
             let base = if new == -A::INFINITY { A::ZERO } else { new };
@@ -172,7 +178,8 @@ impl<E: Input<Accumulator: Summed>> SplitTask<'_, '_, E> {
 
     /// Widens the queries of all heads into packed rows.
     fn pack_queries(&self, decode: &mut DecodeScratch<Acc<E>>) {
-        let (dims, queries) = (self.pass.geometry.dims, self.queries.len());
+        let dims = self.pass.geometry.dims;
+        let queries = self.queries.len();
         let packed = PackedQueries::of_group(self.pass.geometry, queries);
         let group_len = packed.len() * padded_dim::<Acc<E>>(dims.head_dim);
         for (kv_head, into) in decode.q.chunks_exact_mut(group_len).enumerate() {
@@ -195,7 +202,8 @@ impl<E: Input<Accumulator: Summed>> SplitTask<'_, '_, E> {
         keys: &Range<usize>,
     ) {
         let pass = self.pass;
-        let (token, dims) = (pass.geometry.token, pass.geometry.dims);
+        let token = pass.geometry.token;
+        let dims = pass.geometry.dims;
         let Scratch { decode, tiles, tile_mask, .. } = scratch;
         let queries = self.queries.len();
         let packed = PackedQueries::of_group(pass.geometry, queries);
@@ -210,7 +218,8 @@ impl<E: Input<Accumulator: Summed>> SplitTask<'_, '_, E> {
             keys: visible_keys,
             width,
         };
-        let (keys_dim, values_dim) = (dims.head_dim, dims.value_dim);
+        let keys_dim = dims.head_dim;
+        let values_dim = dims.value_dim;
         let dots = QkDots {
             tile: &tile,
             source: &pass.k,
@@ -222,7 +231,8 @@ impl<E: Input<Accumulator: Summed>> SplitTask<'_, '_, E> {
         };
         Acc::<E>::run_kernel(token, 1, dots);
         for (head, scores) in decode.tile.chunks_exact_mut(queries * width).enumerate() {
-            let (queries, keys) = (self.queries.clone(), keys.clone());
+            let queries = self.queries.clone();
+            let keys = keys.clone();
             let head_start = head * queries.len();
             let vectors = width / Acc::<E>::WIDTH;
             let used = keys.len();
@@ -274,7 +284,8 @@ impl<E: Input<Accumulator: Summed>> SplitTask<'_, '_, E> {
             }
         }
         let prefetch = PrefetchStream { source: &pass.k, dim: keys_dim, after: width };
-        let (probs, out) = (&decode.tile[..], &mut partial.out[..]);
+        let probs = &decode.tile[..];
+        let out = &mut partial.out[..];
         let sums = PvSums {
             tile: &tile,
             source: &pass.v,

@@ -45,7 +45,9 @@ pub(crate) fn finish<E: Input<Accumulator: Summed>>(
     let mut sum = sum.as_mut().map(|sum| sum.axis_chunks_iter_mut(Axis(2), rows));
     let mut ties = ties.as_mut().map(|ties| ties.axis_chunks_iter_mut(Axis(2), rows));
     let items = out.axis_chunks_iter_mut(Axis(1), rows).enumerate().map(|(index, out)| {
-        let (max, sum, ties) = (max.as_mut(), sum.as_mut(), ties.as_mut());
+        let max = max.as_mut();
+        let sum = sum.as_mut();
+        let ties = ties.as_mut();
         Rows {
             index,
             out,
@@ -90,11 +92,12 @@ impl<E: Input<Accumulator: Summed>> Rows<'_, E> {
         strip: &Strip,
         sinks: Option<ArrayView4<'_, Acc<E>>>,
     ) {
-        let (batch, depth) = (block.batch, geometry.value_rows());
-        for (place, head) in geometry.heads(block.kv_head).enumerate() {
+        let batch = block.batch;
+        let depth = geometry.value_rows();
+        for (group_head, head) in geometry.heads(block.kv_head).enumerate() {
             let mut out = self.out.index_axis_mut(Axis(0), batch);
             let mut out = out.index_axis_mut(Axis(1), head);
-            let first = block.lane(place, strip.rows.start);
+            let first = block.lane(group_head, strip.rows.start);
             let sums = &block.sums[first * depth..(first + strip.width) * depth];
             let mut factors = [None; TILE];
             let mut ends = [End::default(); TILE];
@@ -135,14 +138,14 @@ impl<E: Input<Accumulator: Summed>> Rows<'_, E> {
                 strip.width,
                 strip.rows.len(),
                 dim,
-                |lane, place, sums| {
+                |lane, first, sums| {
                     let mut out = out.index_axis_mut(Axis(0), strip.rows.start + lane);
                     let factor = factors[lane];
                     match out.as_slice_mut() {
-                        Some(out) => scale(&mut out[place..], sums, factor),
+                        Some(out) => scale(&mut out[first..], sums, factor),
                         None => out
                             .iter_mut()
-                            .skip(place)
+                            .skip(first)
                             .zip(sums)
                             .for_each(|(out, &sum)| *out = scaled(sum, factor)),
                     }
@@ -198,7 +201,8 @@ struct End {
 
 impl End {
     fn of<A: Real>(max: A, sum: A, ties: A, sinks: impl Iterator<Item = f64> + Clone) -> Self {
-        let (seen_max, seen_sum) = (max.to_f64(), sum.to_f64());
+        let seen_max = max.to_f64();
+        let seen_sum = sum.to_f64();
         let max = sinks.clone().fold(seen_max, |max, sink| if sink > max { sink } else { max });
         if max == f64::NEG_INFINITY
             && seen_sum == 0.0

@@ -58,7 +58,8 @@ impl<'a, E: Input<Accumulator: Summed>> QueryPass<'a, E> {
     ) -> Result<Self> {
         let spec = &*shard.spec;
         let attention_mask = shard.attention_mask.as_deref();
-        let (queries, keys) = (&*shard.queries, block.rows);
+        let queries = &*shard.queries;
+        let keys = block.rows;
         let bias = inputs.bias.map(|bias| array::<Acc<E>>("bias", bias)).transpose()?;
         let (k, v) = keys_and_values(shard, inputs, block, in_place)?;
         Ok(Self {

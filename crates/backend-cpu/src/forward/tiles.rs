@@ -173,7 +173,8 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         first: usize,
         coord: &TileCoord,
     ) {
-        let (token, vectors) = (self.geometry.token, coord.vectors);
+        let token = self.geometry.token;
+        let vectors = coord.vectors;
         let Scratch {
             rows_head,
             rows_value,
@@ -212,7 +213,8 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
         let ties = (!self.scores.spec.normalize).then(|| &mut block.ties[lanes.clone()]);
         let rescale = &mut rescale[..coord.width];
         let probs = &mut tiles.s[span.clone()];
-        let (max, sum) = (&mut block.max[lanes.clone()], &mut block.sum[lanes.clone()]);
+        let max = &mut block.max[lanes.clone()];
+        let sum = &mut block.sum[lanes.clone()];
         let value_rows = self.geometry.value_rows();
         let sums = &mut block.sums[lanes.start * value_rows..lanes.end * value_rows];
         if max.iter().all(|&max| max == -Acc::<E>::INFINITY) {

@@ -104,31 +104,34 @@ impl<const PAIRS: bool> Vector<f32> for Zmm<PAIRS> {
         unsafe {
             let mut twos = [_mm512_setzero_ps(); MAX_LANES];
             unrolled!(i < EIGHT, {
-                let (a, b) = (block[2 * i].0, block[2 * i + 1].0);
+                let a = block[2 * i].0;
+                let b = block[2 * i + 1].0;
                 twos[2 * i] = _mm512_unpacklo_ps(a, b);
                 twos[2 * i + 1] = _mm512_unpackhi_ps(a, b);
             });
             // rows 4i ..: each vector holds columns c, c + 4, c + 8 and c + 12 of four rows
             let mut fours = [_mm512_setzero_ps(); MAX_LANES];
             unrolled!(i < EIGHT, {
-                let (four, column) = (i / 2 * 4, i % 2);
-                let (a, b) = (
-                    _mm512_castps_pd(twos[four + column]),
-                    _mm512_castps_pd(twos[four + column + 2]),
-                );
+                let four = i / 2 * 4;
+                let column = i % 2;
+                let a = _mm512_castps_pd(twos[four + column]);
+                let b = _mm512_castps_pd(twos[four + column + 2]);
                 fours[four + 2 * column] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
                 fours[four + 2 * column + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
             });
             // rows 8i ..: each vector holds columns c and c + 8 of eight rows
             let mut eights = [_mm512_setzero_ps(); MAX_LANES];
             unrolled!(i < EIGHT, {
-                let (eight, column) = (i / 4 * 8, i % 4);
-                let (a, b) = (fours[eight + column], fours[eight + column + 4]);
+                let eight = i / 4 * 8;
+                let column = i % 4;
+                let a = fours[eight + column];
+                let b = fours[eight + column + 4];
                 eights[eight + column] = _mm512_shuffle_f32x4::<0b10_00_10_00>(a, b);
                 eights[eight + column + 4] = _mm512_shuffle_f32x4::<0b11_01_11_01>(a, b);
             });
             unrolled!(i < EIGHT, {
-                let (a, b) = (eights[i], eights[i + 8]);
+                let a = eights[i];
+                let b = eights[i + 8];
                 block[i].0 = _mm512_shuffle_f32x4::<0b10_00_10_00>(a, b);
                 block[i + 8].0 = _mm512_shuffle_f32x4::<0b11_01_11_01>(a, b);
             });

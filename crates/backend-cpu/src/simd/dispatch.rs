@@ -1,4 +1,4 @@
-//! Kernel dispatch: the one place where the choice of an instruction set becomes a call.
+//! Kernel dispatch: the only calls that depend on the chosen instruction set.
 //!
 //! ```text
 //! Cpu::isa_for(spec) → Isa → IsaToken::new (checks the processor) → run…(kernel)

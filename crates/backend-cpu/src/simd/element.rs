@@ -74,7 +74,8 @@ mod tests {
     #[test]
     fn every_16_bit_float_is_widened_exactly() {
         for bits in 0..=u16::MAX {
-            let (half, brain) = (f16::from_bits(bits), bf16::from_bits(bits));
+            let half = f16::from_bits(bits);
+            let brain = bf16::from_bits(bits);
             for (got, want) in [(half.widen(), half.to_f32()), (brain.widen(), brain.to_f32())] {
                 assert!(
                     got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan(),

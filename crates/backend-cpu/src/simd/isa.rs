@@ -41,7 +41,7 @@ impl Isa {
         }
     }
 
-    /// Returns true if this machine has the instructions.
+    /// True if this machine has the instructions.
     pub fn is_available(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         let has = match self {
@@ -79,7 +79,7 @@ impl Isa {
         }
     }
 
-    /// Returns true if bf16 pair products are available and faster than f32 products.
+    /// True if bf16 pair products are available and faster than f32 products.
     ///
     /// They have twice the rate on AMD's processors and half the rate on Intel's. The decision
     /// reads the vendor name instead of a clock, so that it is the same in every run.

@@ -4,12 +4,16 @@ use crate::simd::float::Float;
 
 /// Repeats `body` for each of the first few indices, unrolled by hand.
 ///
-/// A loop would read better. But the compiler unrolls the inner loop over lanes, then vectorises
-/// across the outer one, with gathers.
+/// Not a loop: the compiler would unroll the inner loop over lanes and vectorise across the outer
+/// one, with gathers.
 macro_rules! unrolled {
-    ($i:ident < $count:ident, $j:ident < $more:ident, $body:expr) => { unrolled!($i < $count, unrolled!($j < $more, $body)) };
+    ($i:ident < $count:ident, $j:ident < $more:ident, $body:expr) => {
+        unrolled!($i < $count, unrolled!($j < $more, $body))
+    };
     ($i:ident < $count:ident, $body:expr) => { unrolled!(@ $i, $count, $body, 0 1 2 3 4 5 6 7) };
-    (@ $i:ident, $count:ident, $body:expr, $($n:literal)*) => {{ $( if $n < $count { let $i = $n; $body; } )* }};
+    (@ $i:ident, $count:ident, $body:expr, $($n:literal)*) => {{
+        $( if $n < $count { let $i = $n; $body; } )*
+    }};
 }
 pub(crate) use unrolled;
 

@@ -55,7 +55,7 @@ pub(crate) trait Vector<A: Float>: Copy {
     fn select(self, word: u64, other: Self) -> Self;
     /// Returns `then` in the lanes where self equals `b`, else `other`.
     fn if_equal(self, b: Self, then: Self, other: Self) -> Self;
-    /// Returns true if all lanes equal those of `b`.
+    /// True if all lanes equal those of `b`.
     fn all_equal(self, b: Self) -> bool;
     /// Sums all lanes pairwise, by halves.
     fn total(self) -> A;

@@ -134,7 +134,9 @@ impl Team {
             Busy { count: Mutex::new(others.len().min(self.threads - 1)), changed: Condvar::new() };
         pool.in_place_scope(|scope| {
             for scratch in others.iter_mut().take(self.threads - 1) {
-                let (work_items, busy, stop) = (&work_items, &busy, &stop);
+                let work_items = &work_items;
+                let busy = &busy;
+                let stop = &stop;
                 scope.spawn(move |_| {
                     let _guard = BusyGuard(busy);
                     work_items(scratch, &mut Ticker { stop, last: Instant::now(), tick: None });

@@ -66,10 +66,13 @@ impl PairKernel for InterleaveRows<'_> {
     #[inline(always)]
     fn run<V: Bf16Pairs, const VECTORS: usize>(self) {
         let tile = V::strip_mut::<VECTORS>(self.tile);
-        let (count, skip, zero) = (tile.len(), usize::from(self.odd), V::splat(0.0));
+        let count = tile.len();
+        let skip = usize::from(self.odd);
+        let zero = V::splat(0.0);
         for pair in 0..(count + skip).div_ceil(2) {
             // a line is written only after its two rows have been read
-            let (low, high) = ((2 * pair).checked_sub(skip), 2 * pair + 1 - skip);
+            let low = (2 * pair).checked_sub(skip);
+            let high = 2 * pair + 1 - skip;
             unrolled!(v < VECTORS, {
                 let first = low.map_or(zero, |low| V::load(&tile[low][v]));
                 let second = if high < count { V::load(&tile[high][v]) } else { zero };
@@ -137,7 +140,9 @@ pub(crate) struct MaskedPairProducts<'a> {
 impl PairKernel for MaskedPairProducts<'_> {
     #[inline(always)]
     fn run<V: Bf16Pairs, const VECTORS: usize>(self) {
-        let (b, skip, zero) = (V::strip::<VECTORS>(self.b), usize::from(self.odd), V::splat(0.0));
+        let b = V::strip::<VECTORS>(self.b);
+        let skip = usize::from(self.odd);
+        let zero = V::splat(0.0);
         let rescale = self.rescale.and_then(V::row::<VECTORS>);
         let visible =
             |row: Option<usize>| row.and_then(|row| self.lane_words.get(row)).copied().unwrap_or(0);
@@ -148,7 +153,8 @@ impl PairKernel for MaskedPairProducts<'_> {
                     let a = V::splat(self.a[pair * self.stride + i]);
                     let (low, high) =
                         (visible((2 * pair).checked_sub(skip)), visible(Some(2 * pair + 1 - skip)));
-                    let (low, high) = (low >> (v * WIDTH), high >> (v * WIDTH));
+                    let low = low >> (v * WIDTH);
+                    let high = high >> (v * WIDTH);
                     let one = a.masked(LOW).select(low, a.masked(HIGH));
                     let a = a.select(low & high, one).select(low | high, zero);
                     sum = a.product(V::load(&b[v]), sum);
@@ -365,7 +371,8 @@ mod tests {
             let made =
                 both(vectors, |token, tile| {
                     let rows = tile.clone();
-                    let (rows, into) = (&rows[..2 * vectors * WIDTH], &mut tile[..2 * 40]);
+                    let rows = &rows[..2 * vectors * WIDTH];
+                    let into = &mut tile[..2 * 40];
                     into.fill(0.0);
                     match (token, vectors) {
                         (Some(token), _) => narrow_rows(token, vectors, rows, into, 40, 8),

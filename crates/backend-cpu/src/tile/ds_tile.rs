@@ -5,8 +5,8 @@
 //! for each register tile:  sums[r][v] = Σ_k dS[r][k]·K[k][v]      dQ[r][v] += sums[r][v]
 //! ```
 //! Scores are computed with keys in lanes, while dq sums over keys. The strips of a tile are
-//! therefore placed side by side, and a row of queries meets all 64 keys in one chain of
-//! multiply-adds.
+//! therefore stored side by side, so that one chain of multiply-adds sums over all 64 keys of a row
+//! of queries.
 
 use std::ops::Range;
 
@@ -195,10 +195,8 @@ impl<A: Real> DqProducts<'_, A> {
         let (b, stride) =
             (&as_pairs(panel.reduction_rows(&keys))[column..], panel.reduction_stride());
         for (row, c) in (first_row..).zip(into.chunks_exact_mut(width)) {
-            let (a, c) = (
-                as_pairs(&tile.elements[row * tile.stride..][..tile.stride]),
-                &mut as_pairs_mut(c)[column..],
-            );
+            let a = as_pairs(&tile.elements[row * tile.stride..][..tile.stride]);
+            let c = &mut as_pairs_mut(c)[column..];
             token.run_pair_kernel(
                 vectors,
                 MaskedPairRow { a, b, stride, visible: tile.lane_words[row], c },

@@ -72,7 +72,8 @@ pub(crate) fn gemm_nn<A: Real>(
     let tile_max = tile_max.filter(|_| padded_rows == *rows);
     let wanted = tile_max.is_some();
     let c = &mut tile[padded_rows.start * width..padded_rows.end * width];
-    let (a, stride) = (panel.rows(padded_rows.clone()), panel.stride());
+    let a = panel.rows(padded_rows.clone());
+    let stride = panel.stride();
     match tile_mask.row_ranges(vectors, A::WIDTH) {
         Some(row_ranges) => {
             let row_ranges = row_ranges.map(|rows| {
@@ -116,7 +117,8 @@ pub(crate) fn gemm_tn<A: Real>(
     epilogue: &mut impl Epilogue,
 ) {
     let rows = tile_mask.rows();
-    let (a, stride) = (panel.reduction_rows(rows), panel.reduction_stride());
+    let a = panel.reduction_rows(rows);
+    let stride = panel.reduction_stride();
     // rows per line of `probs`
     let step = if panel.holds_pairs() { 2 } else { 1 };
     let first = rows.start / step;
@@ -128,12 +130,10 @@ pub(crate) fn gemm_tn<A: Real>(
     match tile_mask.words().filter(|_| !panel.finite()) {
         Some(words) if panel.holds_pairs() => {
             let GemmTn { a, stride, b, c, rescale, .. } = gemm;
-            let (a, b, c, rescale) = (
-                bf16_pairs::as_pairs(a),
-                bf16_pairs::as_pairs(b),
-                bf16_pairs::as_pairs_mut(c),
-                rescale.map(bf16_pairs::as_pairs),
-            );
+            let a = bf16_pairs::as_pairs(a);
+            let b = bf16_pairs::as_pairs(b);
+            let c = bf16_pairs::as_pairs_mut(c);
+            let rescale = rescale.map(bf16_pairs::as_pairs);
             token.run_pair_kernel(
                 vectors,
                 MaskedPairProducts {

@@ -61,8 +61,10 @@ impl<'a, E: Element> Source<'a, E> {
         let size = size_of::<E>() as u64;
         let at = |bytes: u64| annulus_core::index(bytes / size);
         let shape = record.fields()[field];
-        let (heads, dim) = (shape.heads, shape.dim);
-        let (first, stride) = (at(record.offset(field, 0, 0)), at(record.bytes()));
+        let heads = shape.heads;
+        let dim = shape.dim;
+        let first = at(record.offset(field, 0, 0));
+        let stride = at(record.bytes());
         Ok(Self::Vectors {
             elements,
             first,
@@ -170,7 +172,8 @@ pub(crate) fn elements_mut<'a, E: Element>(
     rows: usize,
     record: &RowLayout,
 ) -> Result<&'a mut [E]> {
-    let (len, got) = (annulus_core::index(record.bytes()) * rows, bytes.len());
+    let len = annulus_core::index(record.bytes()) * rows;
+    let got = bytes.len();
     let records = bytes.get_mut(..len).ok_or_else(|| short_buffer(got, len))?;
     bytemuck::try_cast_slice_mut(records).map_err(Error::internal)
 }

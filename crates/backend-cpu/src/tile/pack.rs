@@ -79,7 +79,8 @@ impl<A: Real> Panel<A> {
         let pairs = format != PanelFormat::Widened;
         let interleaved =
             if format == PanelFormat::InterleavedPairs { rows.div_ceil(2) * stride } else { 0 };
-        let (interleaved, interleaved_stride) = (Aligned::zeroed(interleaved)?, stride);
+        let interleaved = Aligned::zeroed(interleaved)?;
+        let interleaved_stride = stride;
         let stride = if pairs { padded(dim.div_ceil(2)) } else { stride };
         Ok(Self {
             elements: Aligned::zeroed(rows * stride)?,
@@ -95,7 +96,7 @@ impl<A: Real> Panel<A> {
         self.stride
     }
 
-    /// Returns true if the elements are pairs of bf16.
+    /// True if the elements are pairs of bf16.
     pub(crate) const fn holds_pairs(&self) -> bool {
         self.pairs
     }
@@ -122,7 +123,7 @@ impl<A: Real> Panel<A> {
         &self.elements[rows.start * self.stride..rows.end * self.stride]
     }
 
-    /// Returns true if no packed element is NaN or infinite.
+    /// True if no packed element is NaN or infinite.
     pub(crate) const fn finite(&self) -> bool {
         self.finite
     }
@@ -137,12 +138,10 @@ impl<A: Real> Panel<A> {
         rows: Range<usize>,
     ) {
         if self.pairs {
-            let (rows_of_pairs, stride, interleaved, interleaved_stride) = (
-                &mut self.elements[..],
-                self.stride,
-                &mut self.interleaved[..],
-                self.interleaved_stride,
-            );
+            let rows_of_pairs = &mut self.elements[..];
+            let stride = self.stride;
+            let interleaved = &mut self.interleaved[..];
+            let interleaved_stride = self.interleaved_stride;
             let kernel = PackPairs {
                 source,
                 batch,
@@ -155,7 +154,8 @@ impl<A: Real> Panel<A> {
             };
             self.finite = A::run(token, 1, kernel);
         } else {
-            let (stride, plane) = (self.stride, source.plane(batch, head));
+            let stride = self.stride;
+            let plane = source.plane(batch, head);
             let into = &mut self.elements[..rows.len() * stride];
             self.finite = A::run_kernel(token, 1, PackPanel { plane, rows, stride, into });
         }

@@ -39,7 +39,7 @@ pub(crate) struct Scores<'a, A> {
 }
 
 impl<A: Real> Scores<'_, A> {
-    /// Returns true if the QKᵀ tile needs an epilogue (bias, soft cap, rounding, non-positive
+    /// True if the QKᵀ tile needs an epilogue (bias, soft cap, rounding, non-positive
     /// scale, unnormalised output). Otherwise the scale is deferred to the softmax.
     fn needs_epilogue(&self) -> bool {
         // a non-positive scale would not keep the order of the products, whose maximum the softmax
@@ -56,17 +56,17 @@ impl<A: Real> Scores<'_, A> {
         if self.needs_epilogue() { A::ONE } else { A::from_f64(self.spec.scale) }
     }
 
-    /// Returns true if scores have a bias, by tensor or by function.
+    /// True if scores have a bias, by tensor or by function.
     pub(crate) const fn has_bias(&self) -> bool {
         self.bias.is_some() || self.spec.bias_function.is_some()
     }
 
-    /// Returns true if [`Scores::finish`] leaves the products of a tile with this mask unchanged.
+    /// True if [`Scores::finish`] leaves the products of a tile with this mask unchanged.
     pub(crate) fn is_identity(&self, tile_mask: &TileMask) -> bool {
         !self.needs_epilogue() && tile_mask.words().is_none()
     }
 
-    /// Returns true if ∂s/∂x differs from 1.
+    /// True if ∂s/∂x differs from 1.
     pub(crate) const fn has_soft_cap_slope(&self) -> bool {
         self.spec.soft_cap.is_some()
     }
@@ -141,7 +141,8 @@ impl<A: Real> Scores<'_, A> {
 
     /// Returns the type to which products are rounded, if it is narrower than the accumulator.
     fn rounding(&self) -> Option<DType> {
-        let (wanted, have) = (self.spec.logits_dtype, A::DTYPE);
+        let wanted = self.spec.logits_dtype;
+        let have = A::DTYPE;
         (wanted.bytes() < have.bytes()).then_some(wanted)
     }
 

@@ -100,7 +100,8 @@ fn count_ties<A: Real, V: Vector<A>, const VECTORS: usize>(
     max: &[V; VECTORS],
     ties: &mut [V::Memory; VECTORS],
 ) {
-    let (none, one) = (V::splat(A::ZERO), V::splat(A::ONE));
+    let none = V::splat(A::ZERO);
+    let one = V::splat(A::ONE);
     let mut reached = [none; VECTORS];
     for row in vector::each_row::<A, V, _>(tile) {
         unrolled!(

@@ -88,7 +88,7 @@ impl TileMask {
         (!self.full).then(|| &self.words[self.rows.clone()])
     }
 
-    /// Returns true if a pair of one of the rows is visible.
+    /// True if a pair of one of the rows is visible.
     pub(crate) const fn visible(&self, row: usize, lane: usize) -> bool {
         self.full || self.words[row] >> lane & 1 != 0
     }

@@ -138,12 +138,12 @@ impl<A: Real> BiasGradient<A> {
         }
     }
 
-    /// Returns true if the bias is broadcast along queries.
+    /// True if the bias is broadcast along queries.
     pub(crate) const fn over_queries(&self) -> bool {
         !self.owners.by_block
     }
 
-    /// Returns true if the bias is broadcast along keys.
+    /// True if the bias is broadcast along keys.
     pub(crate) const fn over_keys(&self) -> bool {
         self.over_keys
     }
@@ -245,7 +245,7 @@ impl<A: Real> BiasGradient<A> {
     }
 }
 
-/// Returns true if the rows are consecutive.
+/// True if the rows are consecutive.
 fn is_consecutive(rows: &[u64]) -> bool {
     rows.first().is_some_and(|&first| rows.iter().zip(first..).all(|(&row, want)| row == want))
 }

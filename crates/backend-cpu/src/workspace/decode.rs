@@ -44,7 +44,7 @@ pub(crate) struct DecodeScratch<A> {
     pub(crate) rescale: Aligned<A>,
 }
 
-/// Returns true if a pass of `queries` queries runs as split-KV decode.
+/// True if a pass of `queries` queries runs as split-KV decode.
 pub(crate) fn is_decode<A: Real>(
     token: IsaToken,
     spec: &Spec,

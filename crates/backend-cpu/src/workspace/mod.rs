@@ -1,4 +1,4 @@
-//! Memory that lives across calls: state of a plan, scratch of a thread, blocks in wire order.
+//! Memory that is kept across calls: state of a plan, scratch of a thread, blocks in wire order.
 
 pub(crate) mod bias_gradient;
 pub(crate) mod decode;

@@ -58,7 +58,8 @@ impl<'a, A> QueryTask<'a, A> {
 
     /// Creates the task of these blocks; `None` if there are none.
     pub(crate) fn new(blocks: &'a mut [QueryBlock<A>]) -> Option<Self> {
-        let (first, last) = (blocks.first()?, blocks.last()?);
+        let first = blocks.first()?;
+        let last = blocks.last()?;
         Some(Self {
             batch: first.batch,
             kv_head: first.kv_head,

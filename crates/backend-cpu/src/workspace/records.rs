@@ -31,7 +31,8 @@ pub(crate) fn pack<E: Input<Accumulator: Summed>>(
     into: &mut HostBuffer,
 ) -> Result<()> {
     let record = state.shard.spec.kv_row_layout();
-    let (k, v) = (array::<E>("k", inputs.k)?, array::<E>("v", inputs.v)?);
+    let k = array::<E>("k", inputs.k)?;
+    let v = array::<E>("v", inputs.v)?;
     let (len, v_at) =
         (annulus_core::index(record.bytes()), annulus_core::index(record.offset(1, 0, 0)));
     let chunks =
@@ -79,7 +80,8 @@ pub(crate) fn pack_queries<E: Input<Accumulator: Summed>>(
     into: &mut HostBuffer,
 ) -> Result<()> {
     let State { shard, statistics, scratch, .. } = state;
-    let (q, dout) = (array::<E>("q", inputs.forward.q)?, array::<E>("dout", inputs.dout)?);
+    let q = array::<E>("q", inputs.forward.q)?;
+    let dout = array::<E>("dout", inputs.dout)?;
     let QueryRecord { len, dout_at, statistics_at } = QueryRecord::of(&shard.spec);
     let lines = shard.spec.dims.batch * shard.spec.dims.q_heads;
     let chunks = records_mut(into, len * shard.queries.len())?.chunks_mut(TILE * len).enumerate();
@@ -159,7 +161,8 @@ pub(crate) fn reduce_gradients<A: Real>(
         }
     };
     for (to, of) in pairs {
-        let (into, from) = (&mut into[span(to)], &from[span(of)]);
+        let into = &mut into[span(to)];
+        let from = &from[span(of)];
         if into.len() < MIN_PARALLEL_ELEMENTS {
             reduce(into, from);
         } else {

@@ -88,7 +88,8 @@ impl<A: Real> Scratch<A> {
         backward: bool,
         decode_queries: usize,
     ) -> Result<Self> {
-        let (head, value) = (geometry.dims.head_dim, geometry.dims.value_dim);
+        let head = geometry.dims.head_dim;
+        let value = geometry.dims.value_dim;
         let strip = geometry.strip_lanes();
         let q_lanes = q_rows * geometry.dims.group();
         let k_lanes = if backward { k_rows.max(geometry.key_block()) } else { 0 };

@@ -1,4 +1,4 @@
-//! State that lives across calls: accumulators and softmax statistics of every query, row
+//! State that is kept across calls: accumulators and softmax statistics of every query, row
 //! statistics for backward, and scratch for each thread.
 //!
 //! Memory beyond O(tile) per thread:
@@ -154,13 +154,14 @@ pub(crate) struct State<A> {
     pub(crate) in_place: bool,
 }
 
-/// Returns true if the mask is narrow (sliding window, short documents), judged by the tile of
+/// True if the mask is narrow (sliding window, short documents), judged by the tile of
 /// queries in the middle and this rank's own keys.
 ///
 /// Narrow: the 512 queries in the middle attend to tiles that hold at most 1,024 keys, and at most
 /// half of all keys. `tile` is scratch.
 fn is_narrow(shard: &RankShard, tile: &mut QueryTile) -> bool {
-    let (queries, keys) = (shard.queries.len(), shard.keys.len());
+    let queries = shard.queries.len();
+    let keys = shard.keys.len();
     if queries < 2 * NARROW_TASK_ROWS || keys < 2 * NARROW_TASK_ROWS {
         return false;
     }
@@ -236,7 +237,8 @@ impl<A: Real> State<A> {
                     let all = lanes * dims.group();
                     let ties = Aligned::zeroed(if spec.normalize { 0 } else { all })?;
                     let sums = Aligned::zeroed(all * acc_rows)?;
-                    let (max, sum) = (Aligned::zeroed(all)?, Aligned::zeroed(all)?);
+                    let max = Aligned::zeroed(all)?;
+                    let sum = Aligned::zeroed(all)?;
                     blocks.push(QueryBlock {
                         batch,
                         kv_head,
@@ -280,7 +282,8 @@ impl<A: Real> State<A> {
         let ordered = OrderedReduction::new(threads);
         let shard = shard.clone();
         let query_tiles = QueryTileCache::default();
-        let (dq_layout, in_place) = (DqLayout::Rows, false);
+        let dq_layout = DqLayout::Rows;
+        let in_place = false;
         let mut state = Self {
             shard,
             geometry,

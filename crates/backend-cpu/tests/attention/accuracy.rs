@@ -37,7 +37,10 @@ fn same_dtype_attention(case: &Case, dtype: DType) -> Four {
     let mut all = [case.q.clone(), case.q.clone(), case.k.clone(), case.v.clone()];
     for (b, h) in (0..dims.batch).flat_map(|b| (0..dims.q_heads).map(move |h| (b, h))) {
         let of = |tensor: &Array4<f64>| tensor.slice(s![b, .., h, ..]).to_owned();
-        let (q, k, v, dout) = (of(&case.q), of(&case.k), of(&case.v), of(&case.dout));
+        let q = of(&case.q);
+        let k = of(&case.k);
+        let v = of(&case.v);
+        let dout = of(&case.dout);
         let x = round(q.dot(&k.t()) * spec.scale);
         let tanh = spec.soft_cap.map(|cap| x.mapv(|x| (x / cap).tanh()));
         let scores = tanh.as_ref().map_or(x.clone(), |tanh| round(tanh * spec.soft_cap.unwrap()));

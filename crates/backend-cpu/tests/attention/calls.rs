@@ -9,7 +9,10 @@ use annulus_core::{
 use annulus_cpu::Cpu;
 use ndarray::{Array4, s};
 
-use crate::support::{Case, Random, Rank, keep_going};
+use crate::{
+    ranks::{Rank, keep_going},
+    support::{Case, Random},
+};
 
 fn forward(
     cpu: &Cpu,
@@ -35,7 +38,8 @@ fn finish(
     rank: &Rank<f32>,
     pass: annulus_cpu::Forward<'_>,
 ) -> annulus_core::Result<(Array4<f32>, Array4<f32>)> {
-    let (mut out, mut lse) = (rank.out.clone(), rank.lse.clone());
+    let mut out = rank.out.clone();
+    let mut lse = rank.lse.clone();
     let outputs = &mut Outputs {
         out: Element::view_mut(out.view_mut()),
         lse: Element::view_mut(lse.view_mut()),
@@ -64,7 +68,9 @@ fn strides_change_no_bit() {
         memory = memory.slice(s![..;-1, ..;-1, ..;-1, ..;-1]).as_standard_layout().into_owned();
         memory
     };
-    let (q, k, v) = (scattered(&rank.q), scattered(&rank.k), scattered(&rank.v));
+    let q = scattered(&rank.q);
+    let k = scattered(&rank.k);
+    let v = scattered(&rank.v);
     let view = |array| -> ndarray::ArrayView4<'_, f32> {
         let array: &Array4<f32> = array;
         array.slice(s![..;-1, ..;-1, ..;-1, ..;-1]).permuted_axes([0, 3, 1, 2])
@@ -125,7 +131,9 @@ fn a_break_ends_a_backward_pass_whose_threads_wait_for_each_other() {
             if stopped {
                 continue;
             }
-            let (mut dq, mut dk, mut dv) = (rank.q.clone(), rank.k.clone(), rank.v.clone());
+            let mut dq = rank.q.clone();
+            let mut dk = rank.k.clone();
+            let mut dv = rank.v.clone();
             let mut gradients = Gradients::<Host> {
                 dq: Element::view_mut(dq.view_mut()),
                 dk: Element::view_mut(dk.view_mut()),
@@ -144,7 +152,8 @@ fn a_break_ends_a_backward_pass_whose_threads_wait_for_each_other() {
 
 #[test]
 fn a_workspace_adopts_a_new_batch() {
-    let (short, long) = (rank(Dims::new(1, 30, 1, 4)), rank(Dims::new(1, 90, 1, 4)));
+    let short = rank(Dims::new(1, 30, 1, 4));
+    let long = rank(Dims::new(1, 90, 1, 4));
     let cpu = Cpu::new(1).unwrap();
     let mut workspace = cpu.workspace(&short.shard, Passes::Forward).unwrap();
     for rank in [&long, &short, &short] {

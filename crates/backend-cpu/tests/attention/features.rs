@@ -18,7 +18,7 @@ fn isas() -> impl Iterator<Item = Isa> {
     Isa::ALL.into_iter().filter(|isa| isa.is_available())
 }
 
-/// Returns true if the case runs on several ranks: with two passes, mask and bias rows of received
+/// True if the case runs on several ranks: with two passes, mask and bias rows of received
 /// queries are not available.
 fn crosses_ranks(case: &Case) -> bool {
     case.spec.backward == annulus_core::BackwardMode::OnePass

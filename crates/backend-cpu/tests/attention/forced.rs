@@ -5,7 +5,10 @@ use std::process::Command;
 use annulus_core::{Backend, DType, Dims, Layout, Spec};
 use annulus_cpu::{Cpu, Isa};
 
-use crate::support::{Case, Random, Rank};
+use crate::{
+    ranks::Rank,
+    support::{Case, Random},
+};
 
 /// Set for the child processes of this test.
 const CHILD: &str = "ANNULUS_TEST_OF_FORCED_ISA";

@@ -9,5 +9,6 @@ mod features;
 mod forced;
 mod forward_only;
 mod numbers;
+mod ranks;
 mod support;
 mod threads;

@@ -40,10 +40,8 @@ fn masked_rows_never_affect_results() {
         let clean = padded(seed, [DType::F32, DType::F64, DType::Bf16][seed as usize / 4]);
         for poison in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
             let mut case = clean.clone();
-            let (q_ids, kv_ids) = (
-                case.batch.q_segment_ids.clone().unwrap(),
-                case.batch.kv_segment_ids.clone().unwrap(),
-            );
+            let q_ids = case.batch.q_segment_ids.clone().unwrap();
+            let kv_ids = case.batch.kv_segment_ids.clone().unwrap();
             for ((b, i), _) in q_ids.indexed_iter().filter(|&(_, &id)| id < 0) {
                 case.q.slice_mut(s![b, i, .., ..]).fill(poison);
                 case.dout.slice_mut(s![b, i, .., ..]).fill(poison);
@@ -54,10 +52,8 @@ fn masked_rows_never_affect_results() {
                 case.v.slice_mut(s![b, j, .., ..]).fill(poison);
             }
             for cpu in cpus() {
-                let (got, want) = (
-                    case.run(&cpu, &Layout::Striped, 2).unwrap(),
-                    clean.run(&cpu, &Layout::Striped, 2).unwrap(),
-                );
+                let got = case.run(&cpu, &Layout::Striped, 2).unwrap();
+                let want = clean.run(&cpu, &Layout::Striped, 2).unwrap();
                 got.assert_close(&want, 0.0, &format!("seed {seed} {poison} {:?}", cpu.isa()));
                 for ((b, i), _) in q_ids.indexed_iter().filter(|&(_, &id)| id < 0) {
                     assert!(
@@ -98,7 +94,8 @@ fn a_visible_nan_propagates_and_a_masked_one_does_not() {
         spec.normalize = !seed.is_multiple_of(4);
         spec.bias = seed.is_multiple_of(3).then_some([1, 1, 130, 130]);
         let mut case = Case::new(spec, random);
-        let (row, head) = (random.below(130), random.below(2));
+        let row = random.below(130);
+        let head = random.below(2);
         let tensor = [&mut case.q, &mut case.k, &mut case.v, &mut case.dout]
             .into_iter()
             .nth(seed as usize % 4)

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use annulus_comm::{Checksum, Deadline, Fault, Staged, threads};
 use annulus_conformance::{
-    Case, HostMemory, HostTensor, Judge, Memory, RingSubject, Setting, Station, Subject,
+    Case, HostMemory, HostTensor, Judge, RankSetup, RingSubject, Setting, Subject, TensorMemory,
 };
 use annulus_core::{
     DType, Dims, Element, Error, HostView, HostViewMut, HostViews, OnHost, Result, Spec,
@@ -23,7 +23,7 @@ pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
 /// Tensors in CUDA memory.
 pub(crate) struct CudaMemory(pub(crate) Stream);
 
-impl Memory for CudaMemory {
+impl TensorMemory for CudaMemory {
     type Space = CudaSpace;
     type Tensor = CudaTensor;
 
@@ -68,7 +68,7 @@ impl Memory for CudaMemory {
 /// Tensors in host memory, blocks on the device.
 pub(crate) struct TensorsOnHost;
 
-impl Memory for TensorsOnHost {
+impl TensorMemory for TensorsOnHost {
     type Space = HostViews<CudaSpace>;
     type Tensor = HostTensor;
 
@@ -92,30 +92,30 @@ impl Memory for TensorsOnHost {
 /// Ring with one rank per backend from `make`, blocks staged through pinned host memory, each
 /// message delayed by up to `delay`.
 pub(crate) fn staged(name: &str, delay: Duration, make: impl Fn() -> Result<Cuda>) -> impl Subject {
-    RingSubject::new(name, move |ranks| -> Result<Vec<Station<CudaMemory, Cuda>>> {
-        let station = |(rank, transport)| {
+    RingSubject::new(name, move |ranks| -> Result<Vec<RankSetup<CudaMemory, Cuda>>> {
+        let setup = |(rank, transport)| {
             let backend = make()?;
             let late = Checksum::new(Fault::random_delays(transport, rank as u64, delay));
             let staged =
                 Staged::<_, CudaSpace>::new(late, CudaCopier::new(backend.stream().device())?);
             let memory = CudaMemory(backend.stream().clone());
-            Ok(Station { memory, backend, transport: Box::new(Deadline::new(staged, DEADLINE)?) })
+            Ok(RankSetup { memory, backend, transport: Box::new(Deadline::new(staged, DEADLINE)?) })
         };
-        threads::ring(ranks).into_iter().enumerate().map(station).collect()
+        threads::ring(ranks).into_iter().enumerate().map(setup).collect()
     })
 }
 
 /// As [`staged`] without delay, for tensors in host memory.
 pub(crate) fn hosted(name: &str, make: impl Fn() -> Result<Cuda>) -> impl Subject {
-    RingSubject::new(name, move |ranks| -> Result<Vec<Station<TensorsOnHost, OnHost<Cuda>>>> {
-        let station = |transport| {
+    RingSubject::new(name, move |ranks| -> Result<Vec<RankSetup<TensorsOnHost, OnHost<Cuda>>>> {
+        let setup = |transport| {
             let cuda = make()?;
             let copier = CudaCopier::new(cuda.stream().device())?;
             let staged = Staged::<_, HostViews<CudaSpace>>::new(transport, copier);
             let transport = Box::new(Deadline::new(staged, DEADLINE)?);
-            Ok(Station { memory: TensorsOnHost, backend: cuda.on_host(), transport })
+            Ok(RankSetup { memory: TensorsOnHost, backend: cuda.on_host(), transport })
         };
-        threads::ring(ranks).into_iter().map(station).collect()
+        threads::ring(ranks).into_iter().map(setup).collect()
     })
 }
 

@@ -86,7 +86,7 @@ unsafe extern "C" fn launch(
 }
 
 #[test]
-fn a_borrowed_context_and_stream_serve_and_are_left_alone() {
+fn a_borrowed_context_and_stream_are_used_and_never_released() {
     let symbols = Symbols {
         context_retain: retain,
         context_release: release,
@@ -96,8 +96,10 @@ fn a_borrowed_context_and_stream_serve_and_are_left_alone() {
     };
     let lent = Mutex::new(Vec::new());
     let subject = staged("emulated cuda in lent streams", Duration::ZERO, || {
-        let (ordinal, own) = (next_device(), emulator::symbols());
-        let (mut context, mut stream) = (std::ptr::null_mut(), std::ptr::null_mut());
+        let ordinal = next_device();
+        let own = emulator::symbols();
+        let mut context = std::ptr::null_mut();
+        let mut stream = std::ptr::null_mut();
         // SAFETY: pointers to locals. Context and stream outlive the run.
         let stream = unsafe {
             assert_eq!(

@@ -52,7 +52,7 @@ fn a_visible_nan_does_not_depend_on_the_ranks_on_the_emulated_device() {
 }
 
 #[test]
-fn random_cases_hold_where_tensors_are_in_host_memory() {
+fn random_cases_hold_for_tensors_in_host_memory() {
     suite::random_cases(&plain_hosted(), 100..120).unwrap();
 }
 

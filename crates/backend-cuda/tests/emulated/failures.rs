@@ -108,7 +108,7 @@ fn refusal(driver: Result<Symbols, Error>, compiler: Result<CompilerSymbols, Err
 fn a_missing_driver_gpu_or_compiler_is_a_one_line_error() {
     let good = || Ok(emulator::compiler_symbols());
     let missing = |what: &str| Error::unsupported("CUDA", format!("this machine: {what}"));
-    let said = [
+    let texts = [
         refusal(Err(missing("no driver (libcuda.so.1 was not found)")), good()),
         refusal(Ok(driver(|symbols| symbols.init = no_device)), good()),
         refusal(Ok(driver(|symbols| symbols.init = mismatch)), good()),
@@ -123,17 +123,20 @@ fn a_missing_driver_gpu_or_compiler_is_a_one_line_error() {
         ),
     ];
     assert_eq!(
-        said,
+        texts,
         [
             "CUDA is not supported by this machine: no driver (libcuda.so.1 was not found)",
             "CUDA is not supported by this machine: no GPU",
-            "CUDA is not supported by this machine: the driver does not start (CUDA_ERROR_SYSTEM_DRIVER_MISMATCH)",
-            "CUDA is not supported by this machine: emulated GPU has compute capability 7.5, 8.0 or newer is needed",
-            "CUDA is not supported by this machine: no run-time compiler (libnvrtc.so was not found)",
+            "CUDA is not supported by this machine: the driver does not start \
+             (CUDA_ERROR_SYSTEM_DRIVER_MISMATCH)",
+            "CUDA is not supported by this machine: emulated GPU has compute capability 7.5, \
+             8.0 or newer is needed",
+            "CUDA is not supported by this machine: no run-time compiler (libnvrtc.so was not \
+             found)",
             "compute capability 8.0 is not supported by NVRTC 0.0",
         ]
     );
-    assert_eq!(refusal(Ok(driver(|symbols| symbols.device_count = none)), good()), said[1]);
+    assert_eq!(refusal(Ok(driver(|symbols| symbols.device_count = none)), good()), texts[1]);
     let error = Device::with_symbols(emulator::symbols(), emulator::DEVICES).unwrap_err();
     assert!(
         matches!(&error, Error::InvalidArgument { argument, .. } if argument == "device"),
@@ -142,7 +145,7 @@ fn a_missing_driver_gpu_or_compiler_is_a_one_line_error() {
 }
 
 #[test]
-fn the_real_libraries_are_there_or_missing_in_one_line() {
+fn the_machines_libraries_load_or_their_absence_is_a_one_line_error() {
     for (error, word) in [
         (Symbols::system().err(), "no driver"),
         (CompilerSymbols::system().err(), "no run-time compiler"),
@@ -156,16 +159,16 @@ fn the_real_libraries_are_there_or_missing_in_one_line() {
 #[test]
 fn out_of_memory_reports_free_bytes_and_is_not_fatal() {
     let device = device(|symbols| symbols.allocate = full).unwrap();
-    let told = CudaBuffer::new(&device, 12).unwrap_err();
+    let error = CudaBuffer::new(&device, 12).unwrap_err();
     assert_eq!(
-        told,
+        error,
         Error::OutOfMemory { what: "a device buffer".into(), asked: 12, free: Some(1 << 30) }
     );
     assert_eq!(device.failure(), None);
 }
 
 #[test]
-fn the_first_failure_is_the_answer_from_then_on() {
+fn the_first_failure_is_returned_by_every_later_call() {
     let device = device(|symbols| symbols.event_query = worse_and_worse).unwrap();
     let stream = Stream::new(&device).unwrap();
     let first = stream.synchronize(Duration::from_secs(1)).unwrap_err();
@@ -196,7 +199,7 @@ fn a_compiler_error_names_the_file() {
 }
 
 #[test]
-fn a_gpu_newer_than_the_compiler_gets_ptx_and_an_unknown_one_an_error() {
+fn ptx_is_compiled_for_newer_gpus_and_unknown_ones_are_refused() {
     // the emulated compiler supports 8.0 only
     let compiler = compiler().unwrap();
     let target = |major, minor| compiler.target(Architecture { major, minor });
@@ -213,14 +216,14 @@ fn unsupported_specs_are_refused_at_plan_time() {
     let spec = Spec::new(Dims::new(1, 8, 2, 64), DType::F32);
     assert_eq!(cuda.capabilities(&spec).unwrap().kv_tile, 64);
     let wide = Spec { dims: Dims { value_dim: Variant::MAX_DIM + 1, ..spec.dims }, ..spec.clone() };
-    assert!(
-        matches!(cuda.capabilities(&wide), Err(Error::Unsupported { what, .. }) if what.contains("257"))
-    );
+    let refused = |spec: &Spec, text: &str| {
+        let result = cuda.capabilities(spec);
+        matches!(result, Err(Error::Unsupported { what, .. }) if what.contains(text))
+    };
+    assert!(refused(&wide, "257"));
     let function = std::sync::Arc::new(PositionBias::new("some", |_, _, _| 0.0));
     let biased = Spec { bias_function: Some(function), ..spec };
-    assert!(
-        matches!(cuda.capabilities(&biased), Err(Error::Unsupported { what, .. }) if what.contains("some"))
-    );
+    assert!(refused(&biased, "some"));
 }
 
 #[test]
@@ -234,7 +237,7 @@ fn a_write_past_the_end_is_detected_by_the_emulator() {
 }
 
 #[test]
-fn host_tensors_of_any_strides_are_copied_and_others_than_the_device_tensor_refused() {
+fn host_tensors_of_any_strides_are_copied_and_other_shapes_refused() {
     let (device, other) = (device(|_| ()).unwrap(), device(|_| ()).unwrap());
     let [stream, elsewhere] = [&device, &other].map(|device| Stream::new(device).unwrap());
     let mut tensor = CudaSpace::tensor(&stream, DType::F32, [2, 3, 4, 5]).unwrap();

@@ -13,7 +13,7 @@ use annulus_comm::{
     nccl::Nccl,
     threads::{self, each_rank},
 };
-use annulus_conformance::{Case, Judge, RingSubject, Setting, Station, Subject, suite};
+use annulus_conformance::{Case, Judge, RankSetup, RingSubject, Setting, Subject, suite};
 use annulus_core::{
     Channel, DType, Dims, Error, Incoming, Layout, MessageHeader, Outgoing, Result, Transport,
 };
@@ -34,17 +34,17 @@ use crate::{
 };
 
 /// Backend and transport of one rank.
-fn station(inner: Threads) -> Result<Station<CudaMemory, Cuda>> {
+fn rank_setup(inner: Threads) -> Result<RankSetup<CudaMemory, Cuda>> {
     let backend = emulated(&[])?;
     let nccl = Nccl::with_symbols(inner, backend.stream().device(), Ok(nccl_symbols()), DEADLINE)?;
     let memory = CudaMemory(backend.stream().clone());
-    Ok(Station { memory, backend, transport: Box::new(Deadline::new(nccl, DEADLINE)?) })
+    Ok(RankSetup { memory, backend, transport: Box::new(Deadline::new(nccl, DEADLINE)?) })
 }
 
 fn subject() -> impl Subject {
     RingSubject::new("emulated cuda over nccl", |ranks| {
         // initialization waits for all ranks
-        each_rank(threads::ring(ranks), |_, inner| station(inner))
+        each_rank(threads::ring(ranks), |_, inner| rank_setup(inner))
     })
 }
 
@@ -74,14 +74,17 @@ fn random_cases_hold_over_nccl() {
 }
 
 #[test]
-fn typed_tensors_in_host_memory_are_attended_over_nccl() {
+fn typed_tensors_in_host_memory_hold_over_nccl() {
     let dims = Dims { kv_heads: 1, ..Dims::new(1, 100, 2, 16) };
     let x = |heads, shift: usize| {
         Array4::from_shape_fn((1, 100, heads, 16), |(_, i, h, c)| {
             ((i * 7 + h * 3 + c + shift) % 11) as f32 * 0.1
         })
     };
-    let (q, k, v, dout) = (x(2, 0), x(1, 1), x(1, 2), x(2, 3));
+    let q = x(2, 0);
+    let k = x(1, 1);
+    let v = x(1, 2);
+    let dout = x(2, 3);
     let tensors = Tensors::new(q.view(), k.view(), v.view());
     let attention = Attention::new().causal(true);
     let mut ring = LocalRing::with_transports(&attention, dims, 3, |_, inner| {
@@ -91,7 +94,8 @@ fn typed_tensors_in_host_memory_are_attended_over_nccl() {
     })
     .unwrap();
     let mut alone = attention.local_ring(dims, 1).unwrap();
-    let (out, want) = (ring.forward(&tensors).unwrap(), alone.forward(&tensors).unwrap());
+    let out = ring.forward(&tensors).unwrap();
+    let want = alone.forward(&tensors).unwrap();
     let gradients = ring.backward(&tensors, &out, dout.view(), None).unwrap();
     let wanted = alone.backward(&tensors, &want, dout.view(), None).unwrap();
     let close = |got: &Array4<f32>, want: &Array4<f32>| {
@@ -134,7 +138,7 @@ fn losing_the_third() -> NcclSymbols {
 }
 
 #[test]
-fn a_part_that_has_come_is_there_while_the_next_has_not() {
+fn a_received_part_can_be_taken_while_the_next_is_pending() {
     let finished = AtomicBool::new(false);
     let run = |rank: usize, inner: Threads| -> Result<Vec<bool>> {
         let device = Device::with_symbols(emulator::symbols(), next_device())?;
@@ -151,7 +155,8 @@ fn a_part_that_has_come_is_there_while_the_next_has_not() {
         };
         let tags = [4, 5, 6];
         if rank == 1 {
-            let (buffer, ready) = (CudaBuffer::new(&device, 8)?, stream.record()?);
+            let buffer = CudaBuffer::new(&device, 8)?;
+            let ready = stream.record()?;
             let parts = tags.map(|tag| Outgoing { hop: hop(tag), buffer: &buffer, ready: &ready });
             nccl.post(&parts, &mut Vec::new())?;
             while !finished.load(Ordering::Acquire) {
@@ -161,19 +166,19 @@ fn a_part_that_has_come_is_there_while_the_next_has_not() {
         }
         let incoming = |tag| Ok(Incoming { hop: hop(tag), buffer: CudaBuffer::new(&device, 8)? });
         nccl.post(&[], &mut tags.map(incoming).into_iter().collect::<Result<_>>()?)?;
-        let mut came = vec![false; 3];
+        let mut received = vec![false; 3];
         let began = Instant::now();
-        while !(came[0] && came[1]) && began.elapsed() < Duration::from_secs(20) {
+        while !(received[0] && received[1]) && began.elapsed() < Duration::from_secs(20) {
             nccl.progress(Duration::from_millis(1))?;
-            for (came, tag) in came.iter_mut().zip(tags).filter(|(came, _)| !**came) {
-                *came = nccl.take(&hop(tag))?.is_some();
+            for (received, tag) in received.iter_mut().zip(tags).filter(|(done, _)| !**done) {
+                *received = nccl.take(&hop(tag))?.is_some();
             }
         }
         finished.store(true, Ordering::Release);
-        Ok(came)
+        Ok(received)
     };
-    let came = each_rank(threads::ring(2), run).unwrap().remove(0);
-    assert_eq!(came, [true, true, false]);
+    let received = each_rank(threads::ring(2), run).unwrap().remove(0);
+    assert_eq!(received, [true, true, false]);
 }
 
 /// Errors of two ranks that open endpoints with these tables, and the time it took.
@@ -223,7 +228,7 @@ fn a_machine_without_nccl_is_refused_on_all_ranks() {
 }
 
 #[test]
-fn a_communicator_that_cannot_be_made_is_an_error_on_all_ranks() {
+fn a_communicator_that_cannot_be_created_is_an_error_on_all_ranks() {
     unsafe extern "C" fn refuse(
         _: *mut RawCommunicator,
         _: c_int,
@@ -255,14 +260,14 @@ fn a_communicator_that_is_never_ready_is_an_error_at_the_deadline() {
     let never = || Ok(with(|symbols| symbols.async_error = busy));
     let (errors, took) = meet([never(), never()], Duration::from_millis(500));
     for error in errors {
-        let said = error.unwrap().to_string();
-        assert!(said.contains("ncclCommInitRankConfig did not end before the deadline"), "{said}");
+        let text = error.unwrap().to_string();
+        assert!(text.contains("ncclCommInitRankConfig did not end before the deadline"), "{text}");
     }
     assert!(took < Duration::from_secs(10), "{took:?}");
 }
 
 #[test]
-fn a_peer_that_does_not_come_is_named_at_the_deadline() {
+fn a_peer_that_does_not_join_is_named_at_the_deadline() {
     let mut ring = threads::ring(2);
     let device = Device::with_symbols(emulator::symbols(), next_device()).unwrap();
     let error =
@@ -312,14 +317,14 @@ fn swap(table: NcclSymbols, deadline: Duration) -> (Vec<Result<Vec<u8>>>, Durati
         unsafe { stream.copy_to_host(&mut got, arrived.buffer.address(), DEADLINE)? };
         Ok(got)
     };
-    let said = each_rank(threads::ring(2), |rank, inner| Ok(run(rank, inner)));
-    (said.unwrap_or_else(|error| vec![Err(error)]), began.elapsed())
+    let results = each_rank(threads::ring(2), |rank, inner| Ok(run(rank, inner)));
+    (results.unwrap_or_else(|error| vec![Err(error)]), began.elapsed())
 }
 
 #[test]
-fn messages_in_pieces_arrive_in_one() {
-    let (said, _) = swap(nccl_symbols(), DEADLINE);
-    assert_eq!(said, [Ok((104..112).collect()), Ok(vec![0, 1, 10, 11, 12, 13, 14, 15])]);
+fn a_message_in_pieces_arrives_complete() {
+    let (results, _) = swap(nccl_symbols(), DEADLINE);
+    assert_eq!(results, [Ok((104..112).collect()), Ok(vec![0, 1, 10, 11, 12, 13, 14, 15])]);
 }
 
 /// NCCL functions with which a transfer fails after it was posted.
@@ -346,12 +351,10 @@ fn failing() -> NcclSymbols {
 
 #[test]
 fn an_asynchronous_failure_aborts_the_ring_on_both_sides() {
-    let (said, took) = swap(failing(), DEADLINE);
-    let [first, second] = [0, 1].map(|rank: usize| said[rank].clone().unwrap_err());
-    assert!(
-        matches!(&second, Error::Comm { peer: 0, step: 3, what } if what.contains("remote process exited")),
-        "{second}"
-    );
+    let (results, took) = swap(failing(), DEADLINE);
+    let [first, second] = [0, 1].map(|rank: usize| results[rank].clone().unwrap_err());
+    let Error::Comm { peer: 0, step: 3, what } = &second else { panic!("{second}") };
+    assert!(what.contains("remote process exited"), "{second}");
     assert!(matches!(&first, Error::Aborted { rank: 1, .. }), "{first}");
     assert!(took < Duration::from_secs(10), "{took:?}");
 }
@@ -364,8 +367,8 @@ fn an_abort_that_hangs_is_reported_in_time() {
     }
     let mut table = failing();
     table.abort = hang;
-    let (said, took) = swap(table, DEADLINE);
-    let second = said[1].clone().unwrap_err().to_string();
+    let (results, took) = swap(table, DEADLINE);
+    let second = results[1].clone().unwrap_err().to_string();
     assert!(
         second.contains("remote process exited")
             && second.contains("ncclCommAbort did not return within 1.0 s"),
@@ -386,12 +389,10 @@ fn a_group_that_is_refused_names_the_call() {
     ) -> Status {
         4
     }
-    let (said, _) = swap(with(|symbols| symbols.send = refuse), DEADLINE);
-    let second = said[1].clone().unwrap_err();
-    assert!(
-        matches!(&second, Error::Comm { peer: 0, step: 3, what } if what.starts_with("ncclSend: invalid argument")),
-        "{second}"
-    );
+    let (results, _) = swap(with(|symbols| symbols.send = refuse), DEADLINE);
+    let second = results[1].clone().unwrap_err();
+    let Error::Comm { peer: 0, step: 3, what } = &second else { panic!("{second}") };
+    assert!(what.starts_with("ncclSend: invalid argument"), "{second}");
 }
 
 #[test]
@@ -419,13 +420,13 @@ fn a_transfer_that_is_never_accepted_ends_at_the_deadline() {
         // SAFETY: the arguments are those of NCCL's function.
         unsafe { (nccl_symbols().async_error)(communicator, status) }
     }
-    let (said, took) = swap(
+    let (results, took) = swap(
         with(|symbols| {
             (symbols.group_start, symbols.group_end, symbols.async_error) = (start, end, state)
         }),
         Duration::from_secs(1),
     );
-    for error in said {
+    for error in results {
         let error = error.unwrap_err();
         assert!(matches!(error, Error::Timeout { .. } | Error::Aborted { .. }), "{error}");
     }
@@ -437,7 +438,8 @@ fn a_borrowed_communicator_must_fit_and_outlives_the_ring() {
     let device = Device::with_symbols(emulator::symbols(), next_device()).unwrap();
     let symbols = nccl_symbols();
     let make = |ranks, rank| {
-        let (mut id, mut communicator) = (UniqueId([0; UniqueId::BYTES]), std::ptr::null_mut());
+        let mut id = UniqueId([0; UniqueId::BYTES]);
+        let mut communicator = std::ptr::null_mut();
         // SAFETY: pointers to locals; the emulator does not read the last one.
         unsafe {
             (symbols.unique_id)(&raw mut id);
@@ -455,7 +457,7 @@ fn a_borrowed_communicator_must_fit_and_outlives_the_ring() {
             Ok(ring) => drop(ring),
             Err(error) => assert_eq!(
                 (ranks, error.to_string().as_str()),
-                (2, "communicator: got (1, 2), want (0, 1)")
+                (2, "communicator: got rank 1 of 2, want rank 0 of 1")
             ),
         }
         // SAFETY: not destroyed yet.

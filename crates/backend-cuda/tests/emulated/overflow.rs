@@ -23,7 +23,9 @@ fn gradients<T: Element>() -> Result<[Backward<T>; 2]> {
             T::from_f64(scale(i) * (((i * 7 + x * 3 + shift) % 11) as f64 / 5.0 - 1.0))
         })
     };
-    let (q, k, v) = (tensor(&|_| 1.0, 0), tensor(&|_| 1e-3, 1), tensor(&|_| 4.0, 2));
+    let q = tensor(&|_| 1.0, 0);
+    let k = tensor(&|_| 1e-3, 1);
+    let v = tensor(&|_| 4.0, 2);
     // parallel to v, so that dout·v does not cancel
     let dout = Array4::from_shape_fn(v.dim(), |(_, i, _, x)| {
         T::from_f64(if i < ROWS / 2 { 1.0 } else { 3e4 } * v[[0, i % 5, 0, x]].to_f64() / 4.0)
@@ -36,14 +38,15 @@ fn gradients<T: Element>() -> Result<[Backward<T>; 2]> {
         Ok((cuda.on_host(), Staged::<_, HostViews<CudaSpace>>::new(endpoint, copier)))
     })?;
     let mut on_cpu = attention.local_ring(dims, 1)?;
-    let (forward, want) = (on_device.forward(&tensors)?, on_cpu.forward(&tensors)?);
+    let forward = on_device.forward(&tensors)?;
+    let want = on_cpu.forward(&tensors)?;
     Ok([
         on_device.backward(&tensors, &forward, dout.view(), None)?,
         on_cpu.backward(&tensors, &want, dout.view(), None)?,
     ])
 }
 
-/// Returns true if the difference is within a few roundings of `largest`.
+/// True if the difference is within a few roundings of `largest`.
 fn close(got: f64, want: f64, largest: f64, epsilon: f64) -> bool {
     (got - want).abs() <= 16.0 * epsilon * largest
 }

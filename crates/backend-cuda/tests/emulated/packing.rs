@@ -148,7 +148,7 @@ fn packed_heads_launch_fewer_blocks() {
 fn a_head_off_by_one_is_caught_with_gqa_packing() {
     let planted = || subject(&["-DPLANTED_PACKED_HEAD"], Duration::ZERO);
     for (dims, caught) in [(dims(5, 8, 2), true), (dims(5, 4, 4), false)] {
-        let said = verdict(&planted(), &full(dims, DType::Bf16));
-        assert_eq!(said.is_err_and(|wrong| wrong.contains("out[")), caught, "{dims:?}");
+        let verdict = verdict(&planted(), &full(dims, DType::Bf16));
+        assert_eq!(verdict.is_err_and(|wrong| wrong.contains("out[")), caught, "{dims:?}");
     }
 }

@@ -55,7 +55,7 @@ fn a_barrier_that_was_removed_is_caught() {
 }
 
 #[test]
-fn a_wait_that_comes_one_stage_late_is_caught() {
+fn a_wait_one_stage_late_is_caught() {
     for dtype in DTYPES {
         assert!(
             verdict(dtype, &["-DPLANTED_LATE_WAIT"]).is_err_and(|wrong| wrong.contains("out[")),
@@ -77,7 +77,7 @@ fn a_mask_that_is_off_by_one_is_caught() {
 
 // Passes as numbered in `kernels/matrix.cuh`: 2 computes dQ, 3 computes dK and dV.
 
-/// Returns true if the case fails in this gradient, which implies a correct output.
+/// True if the case fails in this gradient, which implies a correct output.
 fn caught_in_backward(options: &'static [&'static str], gradient: &str) -> bool {
     verdict(DType::Bf16, options).is_err_and(|wrong| wrong.contains(gradient))
 }
@@ -89,7 +89,7 @@ fn a_barrier_that_was_removed_from_a_backward_pass_is_caught() {
 }
 
 #[test]
-fn a_wait_that_comes_one_stage_late_in_a_backward_pass_is_caught() {
+fn a_wait_one_stage_late_in_a_backward_pass_is_caught() {
     assert!(caught_in_backward(&["-DPLANTED_LATE_WAIT=2"], "dq["));
     assert!(caught_in_backward(&["-DPLANTED_LATE_WAIT=3"], "dk["));
 }
@@ -101,7 +101,7 @@ fn a_mask_that_is_off_by_one_in_a_backward_pass_is_caught() {
 }
 
 #[test]
-fn a_barrier_that_only_some_reach_is_an_error_and_no_hang() {
+fn a_barrier_that_only_some_threads_reach_is_an_error_not_a_hang() {
     let wrong = verdict(DType::F64, &["-DPLANTED_SPLIT_BARRIER"]);
     assert!(
         wrong.as_ref().is_err_and(|wrong| wrong.contains("CUDA_ERROR_LAUNCH_FAILED")),

@@ -184,7 +184,9 @@ impl Tensors {
             dout: self.view(3, HEADS),
             dlse: None,
         };
-        let (dq, dk, dv) = (self.view_mut(5, HEADS), self.view_mut(6, 1), self.view_mut(7, 1));
+        let dq = self.view_mut(5, HEADS);
+        let dk = self.view_mut(6, 1);
+        let dv = self.view_mut(7, 1);
         ring.backward(&inputs, &mut Gradients { dq, dk, dv, dbias: None, dsinks: None })?;
         cuda.stream().synchronize(DEADLINE)?;
         Ok([(4, HEADS), (5, HEADS), (6, 1), (7, 1)]
@@ -240,8 +242,14 @@ fn held(
             shape,
         )
     };
-    let (q, k, v, dout) = (zeros()?, zeros()?, zeros()?, zeros()?);
-    let (mut out, mut dq, mut dk, mut dv) = (zeros()?, zeros()?, zeros()?, zeros()?);
+    let q = zeros()?;
+    let k = zeros()?;
+    let v = zeros()?;
+    let dout = zeros()?;
+    let mut out = zeros()?;
+    let mut dq = zeros()?;
+    let mut dk = zeros()?;
+    let mut dv = zeros()?;
     let mut lse = CudaTensor::uninitialized(stream, DType::F32, [1, heads, len, 1])?;
     let tensors = emulator::most_bytes(ordinal);
     let mut ring = ring(&cuda, &attention, Dims::new(1, len, heads, dim))?;

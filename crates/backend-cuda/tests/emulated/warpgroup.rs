@@ -16,7 +16,7 @@ use crate::{
 };
 
 #[test]
-fn levels_are_refused_where_they_cannot_run_and_variants_name_the_kernels() {
+fn unsupported_levels_are_refused_and_variants_name_the_kernels() {
     let spec =
         |dtype, head_dim| Spec::new(Dims { value_dim: 80, ..Dims::new(1, 8, 2, head_dim) }, dtype);
     let name = |cuda: &Cuda, spec: &Spec| cuda.forward_variant(spec).unwrap().to_string();
@@ -37,7 +37,7 @@ fn levels_are_refused_where_they_cannot_run_and_variants_name_the_kernels() {
         assert_eq!(tile(&cuda, &spec(dtype, head_dim)), want, "{dtype} {head_dim}");
     }
     assert_eq!(tile(&cuda, &Spec::new(Dims::new(1, 8, 2, 32), DType::F32)), 32);
-    // never chosen by default, and refused where it cannot run
+    // never chosen by default, and refused by other architectures
     let unasked = Cuda::on(cuda.stream().clone(), compiler().unwrap(), Vec::new());
     assert_eq!(
         (unasked.level(), name(&unasked, &spec(DType::Bf16, 72)).as_str()),
@@ -140,7 +140,8 @@ fn masked_non_finite_values_change_nothing_in_a_later_tile() {
     case.v[[0, 360, 0, 3]] = f64::NAN;
     case.v[[0, 385, 0, 7]] = f64::INFINITY;
     let answers = on_warpgroups(0).run(&case, &Setting::ALONE, 1).unwrap();
-    let (out, want) = (&answers[0].out, case.truth().unwrap().forward.out);
+    let out = &answers[0].out;
+    let want = case.truth().unwrap().forward.out;
     for (index, (got, want)) in out.iter().zip(&want).enumerate() {
         assert!(
             got == want || (got - want).abs() < 0.05 || (got.is_nan() && want.is_nan()),

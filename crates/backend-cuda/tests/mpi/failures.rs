@@ -46,7 +46,8 @@ unsafe extern "C" fn refuse(
 /// once.
 pub(crate) fn refused() -> Result<String> {
     let mpi = Mpi::world(Settings::default())?;
-    let (rank, last) = (mpi.rank(), mpi.ranks() - 1);
+    let rank = mpi.rank();
+    let last = mpi.ranks() - 1;
     let device = Device::with_symbols(emulator::symbols(), 0)?;
     let symbols = if rank == last {
         NcclSymbols { init_rank: refuse, ..nccl_symbols() }
@@ -54,17 +55,17 @@ pub(crate) fn refused() -> Result<String> {
         nccl_symbols()
     };
     let began = Instant::now();
-    let said = Nccl::with_symbols(mpi, &device, Ok(symbols), DEADLINE)
+    let text = Nccl::with_symbols(mpi, &device, Ok(symbols), DEADLINE)
         .err()
         .map(|error| error.to_string())
         .unwrap_or_default();
     let took = began.elapsed();
     let why = "ncclCommInitRankConfig: unhandled system error (status 2)";
     let right =
-        said.contains(why) && (rank == last || said.starts_with(&format!("rank {last} aborted: ")));
+        text.contains(why) && (rank == last || text.starts_with(&format!("rank {last} aborted: ")));
     if !right || took > DEADLINE / 2 {
         return Err(wrong(format!(
-            "rank {rank} of a ring of which rank {last} cannot join: {said:?} after {took:?}"
+            "rank {rank} of a ring of which rank {last} cannot join: {text:?} after {took:?}"
         )));
     }
     Ok(if rank == 0 {

@@ -34,8 +34,8 @@ fn run(arguments: &[&str]) -> Result<String> {
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     match run(&arguments.iter().map(String::as_str).collect::<Vec<_>>()) {
-        Ok(said) => {
-            print!("{said}{}", if said.is_empty() { "" } else { "\n" });
+        Ok(text) => {
+            print!("{text}{}", if text.is_empty() { "" } else { "\n" });
             ExitCode::SUCCESS
         }
         Err(error) => {

@@ -104,7 +104,10 @@ pub(crate) fn attend(
 ) -> Result<[[Array4<f32>; 4]; 2]> {
     let [q_rows, kv_rows] = [plan.q_rows(), plan.kv_rows()]
         .map(|rows| rows.iter().map(|row| row as usize).collect::<Vec<_>>());
-    let (q, k, v, dout) = (numbers(2, 0), numbers(1, 1), numbers(1, 2), numbers(2, 3));
+    let q = numbers(2, 0);
+    let k = numbers(1, 1);
+    let v = numbers(1, 2);
+    let dout = numbers(2, 3);
     let of = |whole: &Array4<f32>, rows: &[usize]| whole.select(Axis(1), rows);
     let share = (of(&q, &q_rows), of(&k, &kv_rows), of(&v, &kv_rows), of(&dout, &q_rows));
     let tensors = Tensors::new(share.0.view(), share.1.view(), share.2.view());
@@ -161,9 +164,10 @@ pub(crate) fn all() -> Result<String> {
             }
         }
     }
-    let said = format!(
-        "device memory over mpi: {rings} rings of {} ranks, staged, from device memory, mixed, by nccl",
+    let summary = format!(
+        "device memory over mpi: {rings} rings of {} ranks, staged, from device memory, mixed, \
+         by nccl",
         here.ranks()
     );
-    Ok(if here.rank() == 0 { said } else { String::new() })
+    Ok(if here.rank() == 0 { summary } else { String::new() })
 }

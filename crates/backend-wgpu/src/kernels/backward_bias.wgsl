@@ -78,7 +78,7 @@ fn main(
         }
         for (var r = 0u; r < 4u; r++) {
             if (row + r < {{ROWS}}) {
-                let at = target_row + {{ROW_PLACE}};
+                let at = target_row + {{ROW_OFFSET}};
                 dbias[at] = dbias[at] + sum[r];
             }
         }

@@ -10,8 +10,8 @@ use std::fmt::Write;
 use super::{
     Access, Source, TileVariant,
     params::ProbeParams,
-    products::{Vectors, Words},
     template::Template,
+    vectors::{Vectors, Words},
 };
 use crate::level::Matrices;
 
@@ -51,13 +51,23 @@ fn products_of(row: u32, column: u32) -> vec4<f32> {{
 // Four elements of a vector.
 fn right_of(j: u32, column: u32) -> vec4<f32> {{
     let at = 32u * j + column;
-    return vec4<f32>(f32(right_half[at]), f32(right_half[at + 1u]), f32(right_half[at + 2u]), f32(right_half[at + 3u]));
+    return vec4<f32>(
+        f32(right_half[at]),
+        f32(right_half[at + 1u]),
+        f32(right_half[at + 2u]),
+        f32(right_half[at + 3u]),
+    );
 }}
 
 // Factors of vector `j` in four rows.
 fn factors_of(row: u32, j: u32) -> vec4<f32> {{
     let at = 32u * row + j;
-    return vec4<f32>(f32(tile_half[at]), f32(tile_half[at + 32u]), f32(tile_half[at + 64u]), f32(tile_half[at + 96u]));
+    return vec4<f32>(
+        f32(tile_half[at]),
+        f32(tile_half[at + 32u]),
+        f32(tile_half[at + 64u]),
+        f32(tile_half[at + 96u]),
+    );
 }}
 
 // Marks elements that are not finite.
@@ -74,7 +84,9 @@ fn multiply(matrices: Matrices, most: &str, a: &str, b: &str) -> String {
     let size = matrices.size();
     let line = 32 / size;
     let named = |role: &str, element: &str| format!("coop_mat{size}x{size}<{element}, {role}>");
-    let (of_a, of_b, of_c) = (named("A", "f16"), named("B", "f16"), named("C", "f32"));
+    let of_a = named("A", "f16");
+    let of_b = named("B", "f16");
+    let of_c = named("C", "f32");
     format!(
         "    for (var n = 0u; n < matrix_rounds; n++) {{
         let matrix = n * subgroups + subgroup;
@@ -99,7 +111,12 @@ fn multiply(matrices: Matrices, most: &str, a: &str, b: &str) -> String {
 pub(super) fn count(matrices: Matrices) -> String {
     let all = (32 / matrices.size()).pow(2);
     format!(
-        "if (lane == 0u) {{ rounds = {all}u / subgroups; atomicStore(&non_finite, 0u); }}\nlet matrix_rounds = workgroupUniformLoad(&rounds);\n"
+        "if (lane == 0u) {{
+    rounds = {all}u / subgroups;
+    atomicStore(&non_finite, 0u);
+}}
+let matrix_rounds = workgroupUniformLoad(&rounds);
+"
     )
 }
 
@@ -155,7 +172,8 @@ pub(super) fn store_tile(prefix: &str) -> String {
         for c in 0..4 {
             let _infallible = writeln!(
                 text,
-                "tile_half[32u * (4u * ty + {r}u) + 4u * tx + {c}u] = f16({prefix}{r}[{c}] * prob_factor);"
+                "tile_half[32u * (4u * ty + {r}u) + 4u * tx + {c}u] =
+    f16({prefix}{r}[{c}] * prob_factor);"
             );
         }
     }
@@ -172,7 +190,9 @@ pub(super) fn accumulate(
     of: &Vectors,
     words: Words,
 ) -> String {
-    let (name, head, dim) = (of.name, of.head(), of.dim);
+    let name = of.name;
+    let head = of.head();
+    let dim = of.dim;
     let mut text = "let product_factor = params.keep_scale / PROB_SCALE;\n".to_owned();
     for group in 0..groups {
         let four = format!("{name}_columns(batch, {head}, column + j, {}u + 4u * tx)", 32 * group);
@@ -185,7 +205,9 @@ pub(super) fn accumulate(
         let four = {four};
         let lanes = non_finite_lanes(four);
         if (any(lanes)) {{ atomicStore(&non_finite, 1u); }}
-        for (var c = 0u; c < 4u; c++) {{ right_half[32u * j + 4u * tx + c] = select(f16(four[c]), 0.0h, lanes[c]); }}
+        for (var c = 0u; c < 4u; c++) {{
+            right_half[32u * j + 4u * tx + c] = select(f16(four[c]), 0.0h, lanes[c]);
+        }}
     }}
     for (var n = lane; n < 1024u; n = n + 64u) {{ products[n] = 0.0; }}
     workgroupBarrier();
@@ -202,7 +224,8 @@ pub(super) fn accumulate(
             let sum = format!("{prefix}{group}_{r}");
             let _infallible = writeln!(
                 text,
-                "    {sum} = fma(vec4<f32>(product_factor), products_of(4u * ty + {r}u, 4u * tx), {sum});"
+                "    {sum} =
+        fma(vec4<f32>(product_factor), products_of(4u * ty + {r}u, 4u * tx), {sum});"
             );
         }
         let _infallible = write!(
@@ -222,7 +245,11 @@ pub(super) fn accumulate(
             let bit = words.bit(r);
             let _infallible = writeln!(
                 text,
-                "            {sum} = select({sum}, fma(vec4<f32>(a[{r}]), four, {sum}), lanes & vec4<bool>(({bit}) != 0u));"
+                "            {sum} = select(
+                {sum},
+                fma(vec4<f32>(a[{r}]), four, {sum}),
+                lanes & vec4<bool>(({bit}) != 0u),
+            );"
             );
         }
         text.push_str("        }\n    }\n}\n");

@@ -19,6 +19,8 @@ pub(crate) mod matrices;
 pub(crate) mod params;
 mod products;
 mod template;
+mod tile_kernels;
+mod vectors;
 
 use annulus_core::DType;
 
@@ -188,48 +190,19 @@ impl Variant {
     /// Generates the text.
     pub(crate) fn source(self) -> Source {
         use Access::{Read, Write};
-        let line =
-            |text: &Template, wgsl: &str, params: &str, size: usize, bindings: &[Access]| Source {
-                wgsl: format!("{params}{ARITHMETIC}{}", text.expand(wgsl)),
-                bindings: bindings.to_vec(),
-                params: size,
-            };
-        let of_rows = |text: &Template, wgsl: &str, bindings: &[Access]| {
-            line(text, wgsl, RowParams::WGSL, size_of::<RowParams>(), bindings)
+        let of_rows = |text: &Template, wgsl: &str, bindings: &[Access]| Source {
+            wgsl: format!("{}{ARITHMETIC}{}", RowParams::WGSL, text.expand(wgsl)),
+            bindings: bindings.to_vec(),
+            params: size_of::<RowParams>(),
         };
         match self {
-            Self::Forward(variant) => products::forward(variant),
-            Self::BackwardQueries(variant) => products::backward_queries(variant),
+            Self::Forward(variant) => tile_kernels::forward(variant),
+            Self::BackwardQueries(variant) => tile_kernels::backward_queries(variant),
             Self::BackwardKeys(variant, from_records) => {
-                products::backward_keys(variant, from_records)
+                tile_kernels::backward_keys(variant, from_records)
             }
-            Self::BackwardBias(variant, axes) => products::backward_bias(variant, axes),
-            Self::Copy(mode) => {
-                let mut text = Template::default();
-                let (storage, by_row) = match mode {
-                    CopyMode::Rounded(storage) => (storage, false),
-                    CopyMode::ByRow(storage) => (storage, true),
-                    CopyMode::Raw { .. } | CopyMode::Added => (Storage::F32, false),
-                };
-                let half = mode == CopyMode::Raw { half: true };
-                let raw = matches!(mode, CopyMode::Raw { .. } | CopyMode::Added);
-                text.flag("RAW", raw)
-                    .flag("ADD", mode == CopyMode::Added)
-                    .flag("ROW_FACTORS", by_row)
-                    .flag("FROM_HALF", half);
-                text.flag("INTO_HALF", half || storage != Storage::F32);
-                text.name("TO_BITS", storage.conversions().1)
-                    .name("FROM_BITS", storage.conversions().0);
-                let bindings: &[Access] =
-                    if by_row { &[Read, Write, Read] } else { &[Read, Write] };
-                line(
-                    &text,
-                    include_str!("copy.wgsl"),
-                    CopyParams::WGSL,
-                    size_of::<CopyParams>(),
-                    bindings,
-                )
-            }
+            Self::BackwardBias(variant, axes) => tile_kernels::backward_bias(variant, axes),
+            Self::Copy(mode) => copy_source(mode),
             Self::FinishRows { normalize } => {
                 let mut text = Template::default();
                 text.flag("UNNORMALIZED", !normalize);
@@ -258,6 +231,34 @@ impl Variant {
                 of_rows(&Template::default(), include_str!("bias_rows.wgsl"), &[Read, Write])
             }
         }
+    }
+}
+
+/// Generates the text of a copy.
+fn copy_source(mode: CopyMode) -> Source {
+    let mut text = Template::default();
+    let (storage, by_row) = match mode {
+        CopyMode::Rounded(storage) => (storage, false),
+        CopyMode::ByRow(storage) => (storage, true),
+        CopyMode::Raw { .. } | CopyMode::Added => (Storage::F32, false),
+    };
+    let half = mode == CopyMode::Raw { half: true };
+    let raw = matches!(mode, CopyMode::Raw { .. } | CopyMode::Added);
+    text.flag("RAW", raw)
+        .flag("ADD", mode == CopyMode::Added)
+        .flag("ROW_FACTORS", by_row)
+        .flag("FROM_HALF", half)
+        .flag("INTO_HALF", half || storage != Storage::F32);
+    text.name("TO_BITS", storage.conversions().1).name("FROM_BITS", storage.conversions().0);
+    let bindings = if by_row {
+        vec![Access::Read, Access::Write, Access::Read]
+    } else {
+        vec![Access::Read, Access::Write]
+    };
+    Source {
+        wgsl: format!("{}{ARITHMETIC}{}", CopyParams::WGSL, text.expand(include_str!("copy.wgsl"))),
+        bindings,
+        params: size_of::<CopyParams>(),
     }
 }
 

@@ -12,8 +12,11 @@ macro_rules! params {
 
         impl $name {
             /// The struct in WGSL.
-            pub(crate) const WGSL: &'static str =
-                concat!("struct Params {\n", $("    ", stringify!($field), ": ", stringify!($kind), ",\n",)* "}\n");
+            pub(crate) const WGSL: &'static str = concat!(
+                "struct Params {\n",
+                $("    ", stringify!($field), ": ", stringify!($kind), ",\n",)*
+                "}\n"
+            );
         }
     };
 }

@@ -69,7 +69,8 @@ fn translate(
         return Ok(());
     }
     let dx12 = hlsl::Options { shader_model: hlsl::ShaderModel::V6_0, ..hlsl::Options::default() };
-    let (mut text, of_pipeline) = (String::new(), hlsl::PipelineOptions::default());
+    let mut text = String::new();
+    let of_pipeline = hlsl::PipelineOptions::default();
     let result = hlsl::Writer::new(&mut text, &dx12, &of_pipeline)
         .write(module, info, None)
         .map_err(|error| format!("HLSL: {error}"))?;

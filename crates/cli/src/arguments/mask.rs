@@ -1,4 +1,4 @@
-//! Flags that say who sees whom: shared by `attend` and `plan`.
+//! Flags of the mask, shared by `attend` and `plan`.
 
 use annulus::{Alignment, Attention};
 use clap::{Args, ValueEnum};
@@ -6,45 +6,45 @@ use clap::{Args, ValueEnum};
 use super::values::{Window, count_u64, whole_u64};
 use crate::failure::{Failure, Outcome};
 
-/// The mask flags. All conditions are and-ed.
+/// Mask flags. A pair is visible if every condition holds.
 #[derive(Debug, Clone, Default, Args)]
-#[command(next_help_heading = "Mask (all conditions are and-ed)")]
+#[command(next_help_heading = "Mask (a pair is visible if every condition holds)")]
 pub(crate) struct MaskFlags {
-    /// Hide keys after the query: visible when j <= i
+    /// Causal mask: visible if j <= i
     #[arg(long)]
     pub(crate) causal: bool,
-    /// Sliding window: visible when i-L <= j <= i+R; a side may be `none`; one number stands for both
+    /// Sliding window: visible if i-L <= j <= i+R; a side may be `none`; one number is for both
+    /// sides
     #[arg(long, value_name = "L,R", allow_hyphen_values = true)]
     pub(crate) window: Option<Window>,
-    /// Exempt the first N keys from the window (attention sinks of streaming models); needs --window
+    /// Exempt the first N keys from the window (attention sinks of StreamingLLM); needs --window
     #[arg(long, value_name = "N", value_parser = whole_u64)]
     pub(crate) first_visible: Option<u64>,
-    /// Chunked causal: visible when i and j are in the same chunk of C rows and j <= i
+    /// Chunked causal: visible if i and j are in the same chunk of C rows and j <= i
     #[arg(long, value_name = "C", value_parser = count_u64)]
     pub(crate) chunk: Option<u64>,
-    /// Prefix-LM: visible when j < N or j <= i
+    /// Prefix-LM: visible if j < N or j <= i
     #[arg(long, value_name = "N", conflicts_with = "causal", value_parser = whole_u64)]
     pub(crate) prefix: Option<u64>,
-    /// Where queries stand among the keys when lengths differ
+    /// Alignment of query positions to key positions for different lengths
     #[arg(long, value_enum, default_value = "top-left")]
     pub(crate) align: AlignmentName,
 }
 
-/// Alignments by name.
+/// Names of alignments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub(crate) enum AlignmentName {
-    /// Query i stands at key i.
+    /// Query i has the position of key i.
     #[default]
     TopLeft,
-    /// The last query stands at the last key.
+    /// The last query has the position of the last key.
     BottomRight,
 }
 
 impl MaskFlags {
-    /// Adds the flags to a definition.
+    /// Adds the mask to a definition.
     pub(crate) fn apply(&self, attention: Attention) -> Attention {
-        let (left, right) =
-            self.window.map_or((None, None), |Window { left, right }| (left, right));
+        let Window { left, right } = self.window.unwrap_or(Window { left: None, right: None });
         attention
             .causal(self.causal)
             .sliding_window(left, right)
@@ -57,22 +57,22 @@ impl MaskFlags {
             })
     }
 
-    /// Refuses a flag that does nothing without another one.
+    /// Refuses `--first-visible` without `--window`.
     ///
     /// # Errors
-    /// [`Failure::Usage`] naming both.
+    /// [`Failure::Usage`] naming both flags.
     pub(crate) fn check(&self) -> Outcome {
         if self.first_visible.is_some() && self.window.is_none() {
             return Err(Failure::usage(
                 "--first-visible",
                 "no --window",
-                "a --window, which the first keys are exempt from",
+                "a --window, from which the first keys are exempt",
             ));
         }
         Ok(())
     }
 
-    /// The flags as one would say them.
+    /// Describes the mask in words.
     pub(crate) fn describe(&self) -> String {
         let mut words = Vec::new();
         if self.causal {

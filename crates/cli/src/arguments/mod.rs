@@ -1,4 +1,4 @@
-//! What the command line says, in types.
+//! Types of the command line's values, and its errors.
 
 pub(crate) mod mask;
 pub(crate) mod names;

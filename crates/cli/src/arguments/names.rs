@@ -1,5 +1,4 @@
-//! Flags by the names that the library has for their values: errors of the library that a flag
-//! causes name the flag.
+//! Names the flag in errors of the library that a flag's value has caused.
 
 use std::path::Path;
 
@@ -7,7 +6,7 @@ use annulus_core::{Dims, Error};
 
 use crate::{failure::Failure, message};
 
-/// The library's arguments and the flags that set them.
+/// Arguments of the library and the flags that set them.
 const FLAGS: [(&str, &str); 12] = [
     ("batch", "--batch"),
     ("q_len", "--q-len"),
@@ -23,25 +22,24 @@ const FLAGS: [(&str, &str); 12] = [
     ("chunk_size", "--chunk"),
 ];
 
-/// Flags of a subcommand that sets some arguments by other flags: argument, flag.
+/// (argument, flag) pairs of a subcommand that sets some arguments by other flags.
 pub(crate) type Others = &'static [(&'static str, &'static str)];
 
-/// The failure of a subcommand whose lengths come from flags: an invalid argument is a command line
-/// without a meaning, told by its flag.
+/// Converts an error of a subcommand whose lengths come from flags. An invalid argument becomes an
+/// invalid command line that names the flag.
 pub(crate) fn of_flags(error: Error, dims: &Dims, others: Others) -> Failure {
     let Error::InvalidArgument { argument, got, want } = error else { return error.into() };
     let flag = |name: &str| {
         others.iter().chain(&FLAGS).find(|(known, _)| *known == name).map(|(_, flag)| *flag)
     };
-    // a tensor of too many bytes: the largest of its lengths is most likely the slip
+    // a tensor of too many bytes: its largest length is most likely the mistake
     if want.contains("2^63 bytes") {
-        let (len, heads) = if argument == "kv_len" {
-            (dims.kv_len, dims.kv_heads)
+        let batch = ("batch", dims.batch);
+        let lengths = if argument == "kv_len" {
+            [("kv_len", dims.kv_len), batch, ("kv_heads", dims.kv_heads)]
         } else {
-            (dims.q_len, dims.q_heads)
+            [(argument.as_str(), dims.q_len), batch, ("q_heads", dims.q_heads)]
         };
-        let heads_name = if argument == "kv_len" { "kv_heads" } else { "q_heads" };
-        let lengths = [(argument.as_str(), len), ("batch", dims.batch), (heads_name, heads)];
         let largest = lengths.into_iter().max_by_key(|(_, len)| *len);
         if let Some((flag, got)) = largest.and_then(|(name, len)| Some((flag(name)?, len))) {
             return Failure::usage(flag, got, want);
@@ -51,7 +49,8 @@ pub(crate) fn of_flags(error: Error, dims: &Dims, others: Others) -> Failure {
     Failure::usage(flag(&argument).unwrap_or(&argument), got, want)
 }
 
-/// Names the largest length where a problem is too large for the memory, or a file for the disk.
+/// Adds the flag of the largest length to the error of a problem that is too large for the memory,
+/// or of a file that is too large for the disk.
 pub(crate) fn of_size(failure: Failure, dims: &Dims, others: Others) -> Failure {
     let lengths = [
         ("batch", dims.batch),
@@ -60,7 +59,7 @@ pub(crate) fn of_size(failure: Failure, dims: &Dims, others: Others) -> Failure 
         ("q_heads", dims.q_heads),
         ("kv_heads", dims.kv_heads),
     ];
-    // of equal ones the first
+    // reversed: of equal lengths `max_by_key` returns the last
     let largest = lengths.into_iter().rev().max_by_key(|(_, len)| *len);
     let Some((name, len)) = largest else { return failure };
     let flag = others
@@ -77,7 +76,7 @@ pub(crate) fn of_size(failure: Failure, dims: &Dims, others: Others) -> Failure 
             })
         }
         Failure::Library(Error::Io { path, what })
-            if what.starts_with("needs ") || what.starts_with("would pass ") =>
+            if what.starts_with("needs ") || what.starts_with("would have ") =>
         {
             Failure::Library(Error::Io { path, what: format!("{what} ({flag} {len})") })
         }
@@ -85,14 +84,14 @@ pub(crate) fn of_size(failure: Failure, dims: &Dims, others: Others) -> Failure 
     }
 }
 
-/// Names the flag where a file that failed is the value of one.
+/// Adds the flag to an error of a file whose path is the value of a flag.
 pub(crate) fn of_paths(failure: Failure, flags: &[(&str, &Path)]) -> Failure {
     let Failure::Library(Error::Io { path, what }) = failure else { return failure };
-    let is_it = |of_flag: &Path| {
+    let is_failed = |of_flag: &Path| {
         message::path(of_flag) == path
             || std::fs::canonicalize(of_flag).is_ok_and(|found| message::path(&found) == path)
     };
-    let path = match flags.iter().find(|(_, of_flag)| is_it(of_flag)) {
+    let path = match flags.iter().find(|(_, of_flag)| is_failed(of_flag)) {
         Some((flag, _)) => format!("{flag} {path}"),
         None => path,
     };
@@ -103,7 +102,7 @@ pub(crate) fn of_paths(failure: Failure, flags: &[(&str, &Path)]) -> Failure {
 mod tests {
     use super::*;
 
-    fn said(dims: Dims, others: Others) -> String {
+    fn text_of(dims: Dims, others: Others) -> String {
         of_flags(dims.validate().unwrap_err(), &dims, others).text()
     }
 
@@ -111,24 +110,24 @@ mod tests {
     fn library_arguments_are_named_by_their_flags() {
         let dims = Dims::new(1, 16, 8, 64);
         assert_eq!(
-            said(Dims { q_heads: 3, kv_heads: 2, ..dims }, &[]),
+            text_of(Dims { q_heads: 3, kv_heads: 2, ..dims }, &[]),
             "--heads: got 3, want a multiple of --kv-heads (2)"
         );
-        assert!(said(Dims { head_dim: 513, ..dims }, &[]).starts_with("--head-dim: got 513, "));
+        assert!(text_of(Dims { head_dim: 513, ..dims }, &[]).starts_with("--head-dim: got 513, "));
         assert!(
-            said(Dims { head_dim: 513, ..dims }, &[("head_dim", "--ds")])
+            text_of(Dims { head_dim: 513, ..dims }, &[("head_dim", "--ds")])
                 .starts_with("--ds: got 513, ")
         );
         assert!(
-            said(Dims { batch: 1 << 63, ..dims }, &[])
+            text_of(Dims { batch: 1 << 63, ..dims }, &[])
                 .starts_with("--batch: got 9223372036854775808, ")
         );
-        assert!(said(Dims { kv_len: 1 << 62, ..dims }, &[]).starts_with("--kv-len: got "));
-        assert!(said(Dims { q_heads: 1 << 62, ..dims }, &[]).starts_with("--heads: got "));
+        assert!(text_of(Dims { kv_len: 1 << 62, ..dims }, &[]).starts_with("--kv-len: got "));
+        assert!(text_of(Dims { q_heads: 1 << 62, ..dims }, &[]).starts_with("--heads: got "));
     }
 
     #[test]
-    fn files_of_flags_are_named_with_them() {
+    fn files_of_flags_are_named_with_the_flag() {
         let error =
             |path: &str| Failure::Library(Error::Io { path: path.into(), what: "broken".into() });
         let flags = [("--input", Path::new("a.st")), ("--output", Path::new("b.st"))];

@@ -1,8 +1,8 @@
-//! Command lines without a meaning, each as one line that names the flag at fault.
+//! Errors of the command line, each as one line that names the flag at fault.
 //!
-//! clap's own messages quote values in full and raw, spread over several lines, and name no flag
-//! where a value is not UTF-8 or begins with a hyphen. The line here has the form of every other
-//! message, `--flag: got VALUE, want WHAT`, and a bounded length.
+//! clap's messages have several lines, quote values without limit or escapes, and name no flag if a
+//! value is not UTF-8 or begins with a hyphen. The lines here have the form of all other messages,
+//! `--flag: got VALUE, want WHAT`, and a bounded length.
 
 use std::ffi::OsString;
 
@@ -17,13 +17,13 @@ use crate::{
     message::{self, one_line},
 };
 
-/// Bytes of a quoted value: enough to recognise it, about a line of a terminal.
+/// The most bytes of a quoted value: about one line of a terminal.
 const MOST_QUOTED_BYTES: usize = 100;
-/// Bytes of clap's own text: a message of several lines that quotes nothing of a user's is shorter.
+/// The most bytes of clap's text: its messages without a quoted value are shorter.
 const MOST_TEXT_BYTES: usize = 800;
 
-/// Returns the command tree in which every flag with a value also takes one that is a negative
-/// number, so that the flag's own parser judges it.
+/// Allows negative numbers as values of all flags, so that the flag's parser refuses them with a
+/// message that names the flag.
 pub(crate) fn with_negative_numbers(command: Command) -> Command {
     command
         .mut_args(|argument| {
@@ -33,28 +33,29 @@ pub(crate) fn with_negative_numbers(command: Command) -> Command {
         .mut_subcommands(with_negative_numbers)
 }
 
-/// Returns the line for a command line that clap has refused, and the subcommand whose help has more.
+/// Converts an error of clap into one line that also names the help of the subcommand.
 pub(crate) fn of(error: &Error, root: &Command, arguments: &[OsString]) -> Failure {
     let (command, path) = subcommand(root, arguments);
     let what = what(error, command, arguments);
     Failure::Usage(format!("{what}; try `{path} --help`"))
 }
 
-/// Returns a value of a user's as it may stand in a message: printable and short.
+/// Formats a value for a message: printable and short.
 fn quoted(value: &str) -> String {
     if value.is_empty() { "nothing".to_owned() } else { message::fitted(value, MOST_QUOTED_BYTES) }
 }
 
-/// The innermost subcommand of a command line, and its name in full.
+/// Returns the innermost subcommand of a command line, and its full name.
 fn subcommand<'a>(root: &'a Command, arguments: &[OsString]) -> (&'a Command, String) {
-    let (mut command, mut path) = (root, root.get_name().to_owned());
+    let mut command = root;
+    let mut path = root.get_name().to_owned();
     for argument in arguments.iter().skip(1) {
         match command.find_subcommand(argument) {
             Some(found) => {
                 command = found;
                 path = format!("{path} {}", found.get_name());
             }
-            // a flag may precede a subcommand
+            // flags may precede the subcommand
             None if argument.as_encoded_bytes().starts_with(b"-") => {}
             None => break,
         }
@@ -62,13 +63,14 @@ fn subcommand<'a>(root: &'a Command, arguments: &[OsString]) -> (&'a Command, St
     (command, path)
 }
 
+/// Formats the error without the reference to the help.
 fn what(error: &Error, command: &Command, arguments: &[OsString]) -> String {
     let text_of = |kind| match error.get(kind) {
         Some(ContextValue::String(text)) => Some(text.as_str()),
         _ => None,
     };
     let argument = text_of(ContextKind::InvalidArg).unwrap_or_default();
-    // `--ranks <N>`
+    // the flag of `--ranks <N>`
     let flag = argument.split(' ').next().unwrap_or_default().trim_end_matches("...");
     match error.kind() {
         ErrorKind::InvalidValue | ErrorKind::ValueValidation if !flag.is_empty() => {
@@ -100,7 +102,7 @@ fn what(error: &Error, command: &Command, arguments: &[OsString]) -> String {
     }
 }
 
-/// clap's text without usage and tips on help, which follow it.
+/// Returns clap's text without usage and help, which follow it.
 fn text(error: &Error) -> String {
     let text = error.to_string();
     let what = text
@@ -111,7 +113,7 @@ fn text(error: &Error) -> String {
     message::line_of(what.strip_prefix("error: ").unwrap_or(what), MOST_TEXT_BYTES)
 }
 
-/// `a, b or c`.
+/// Joins values as `a, b or c`.
 fn alternatives(values: &[String]) -> String {
     match values {
         [first @ .., last] if !first.is_empty() => format!("{} or {last}", first.join(", ")),
@@ -119,20 +121,22 @@ fn alternatives(values: &[String]) -> String {
     }
 }
 
-/// A value that begins with a hyphen is taken for a flag: the flag before it is named.
+/// Formats the error of a value that begins with a hyphen, which clap parses as an unknown flag.
+/// `None` if the argument before it is not a flag with a value.
 fn hyphen_value(unknown: &str, command: &Command, arguments: &[OsString]) -> Option<String> {
-    let at = arguments
+    let index = arguments
         .iter()
         .position(|argument| argument.to_str().is_some_and(|text| text.starts_with(unknown)))?;
-    let before = arguments.get(at.checked_sub(1)?)?.to_str()?;
+    let before = arguments.get(index.checked_sub(1)?)?.to_str()?;
     let flag = flag_named(command, before)?;
-    let value = arguments[at].to_string_lossy();
-    flag.get_action().takes_values().then(|| {
-        format!("{before}: got {}, want a value that begins with no hyphen", quoted(&value))
-    })
+    let value = arguments[index].to_string_lossy();
+    flag.get_action()
+        .takes_values()
+        .then(|| format!("{before}: got {}, want a value without a leading hyphen", quoted(&value)))
 }
 
-/// Names the first argument that is not UTF-8, paths apart, which may be any bytes.
+/// Formats the error of the first argument that is not UTF-8. Values of path flags are skipped:
+/// they may have any bytes.
 fn not_utf8(command: &Command, arguments: &[OsString]) -> String {
     let name = |at: usize| {
         let bytes = arguments[at].as_encoded_bytes();
@@ -155,9 +159,9 @@ fn not_utf8(command: &Command, arguments: &[OsString]) -> String {
         .clone()
         .find(|&at| name(at).is_none_or(|name| !is_path(name)))
         .or_else(|| wrong.clone().next());
-    let Some(at) = at else { return "a command line in UTF-8 is wanted".to_owned() };
+    let Some(at) = at else { return "want a command line in UTF-8".to_owned() };
     let written = arguments[at].to_string_lossy();
-    // of `--flag=value` only the value is at fault
+    // quote only the value of `--flag=value`
     let value = written
         .split_once('=')
         .filter(|(flag, _)| name(at) == Some(flag))
@@ -169,7 +173,7 @@ fn not_utf8(command: &Command, arguments: &[OsString]) -> String {
     }
 }
 
-/// The flag that is written so on the command line.
+/// Finds the flag of a command-line argument by its name or alias.
 fn flag_named<'a>(command: &'a Command, written: &str) -> Option<&'a Arg> {
     let name = written.strip_prefix("--")?;
     let is_alias =
@@ -204,11 +208,11 @@ mod tests {
     }
 
     #[test]
-    fn the_flag_and_the_subcommand_are_named_whatever_the_value_is() {
+    fn errors_name_the_flag_and_the_subcommand() {
         let cases: [(&[&[u8]], &str); 8] = [
             (&[b"--count", b"x"], "--count: got x, want a whole number"),
             (&[b"--count", b"-1"], "--count: got -1, want a whole number"),
-            (&[b"--count", b"-inf"], "--count: got -inf, want a value that begins with no hyphen"),
+            (&[b"--count", b"-inf"], "--count: got -inf, want a value without a leading hyphen"),
             (&[b"--count", b""], "--count: got nothing, want a whole number"),
             (&[b"--count", b"\x1b[2J\n"], "--count: got \\u{1b}[2J\\n, want a whole number"),
             (&[b"--file", b"\xff", b"--count", b"\xff"], "--count: got \u{fffd}, want UTF-8"),
@@ -222,15 +226,15 @@ mod tests {
     }
 
     #[test]
-    fn a_value_of_any_length_is_quoted_in_part() {
+    fn long_values_are_truncated() {
         let long = "y".repeat(100_000);
         for arguments in [
             &[&b"--count"[..], long.as_bytes()][..],
             &[long.as_bytes()],
             &[format!("--{long}").as_bytes()],
         ] {
-            let said = refused(arguments);
-            assert!(said.len() < 300 && said.contains("yyy") && said.contains('…'), "{said}");
+            let text = refused(arguments);
+            assert!(text.len() < 300 && text.contains("yyy") && text.contains('…'), "{text}");
         }
     }
 }

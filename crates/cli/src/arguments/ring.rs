@@ -1,14 +1,14 @@
-//! Flags that say on what, and by whom, the work is done.
+//! Flags that choose the backend, the transport and the number of threads.
 
 use annulus_core::Error;
 use clap::ValueEnum;
 
 use crate::{
     failure::{Failure, Outcome},
-    launcher,
+    launcher::{self, LaunchedRank},
 };
 
-/// Backends by name, whether or not this build has them.
+/// Names of backends, including those that this build does not have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum BackendName {
     /// Host memory and SIMD.
@@ -19,54 +19,55 @@ pub(crate) enum BackendName {
     Cuda,
 }
 
-/// Transports by name, whether or not this build has them.
+/// Names of transports, including those that this build does not have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum TransportName {
     /// MPI if a launcher has started several processes, else threads.
     Auto,
-    /// One rank a thread of this process.
+    /// Each rank is a thread of this process.
     Threads,
-    /// One rank a process of an MPI program.
+    /// Each rank is a process of an MPI job.
     Mpi,
-    /// NVIDIA GPUs among themselves, a GPU a rank; ranks are as with auto.
+    /// NCCL between NVIDIA GPUs, one for each rank; ranks are threads or processes as with auto.
     Nccl,
 }
 
-/// What the ranks of a ring are.
+/// Kinds of ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Means {
+pub(crate) enum RankKind {
     /// Threads of this process.
     Threads,
-    /// Processes of an MPI program.
+    /// Processes of an MPI job.
     Processes,
 }
 
-/// What makes a command that has MPI.
-pub(crate) const WITH_MPI: &str =
-    "`cargo build --release -p annulus-cli --features mpi` makes one that has mpi";
+/// Command that builds a binary with MPI, for messages.
+pub(crate) const WITH_MPI: &str = "`cargo build --release -p annulus-cli --features mpi` adds it";
 
 impl TransportName {
-    /// What the ranks are by this name, where this process is.
+    /// Returns the kind of ranks that the transport implies under the launcher of this process.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] naming what this build has, also where `auto` finds a launcher for which it has nothing: several processes that
-    /// know nothing of each other would all do the same.
-    pub(crate) fn means(self) -> Outcome<Means> {
-        match (self, launcher::among_others()) {
+    /// [`Error::Unsupported`] naming what this build has. Also for `auto` under a launcher in a
+    /// build without MPI: the processes could not communicate, so each would do all the work.
+    pub(crate) fn rank_kind(self) -> Outcome<RankKind> {
+        match (self, launcher::one_of_several()) {
             (Self::Nccl, _) if !cfg!(feature = "nccl") => Err(self.missing()),
             (Self::Mpi, _) | (Self::Auto | Self::Nccl, Some(_)) if cfg!(feature = "mpi") => {
-                Ok(Means::Processes)
+                Ok(RankKind::Processes)
             }
-            (Self::Auto | Self::Nccl, None) => Ok(Means::Threads),
+            (Self::Auto | Self::Nccl, None) => Ok(RankKind::Threads),
             (Self::Threads, _) => {
-                launcher::stand_alone();
-                Ok(Means::Threads)
+                launcher::force_single();
+                Ok(RankKind::Threads)
             }
-            (Self::Auto | Self::Nccl, Some(place)) => {
-                let size = place.size.map_or_else(|| "several".to_owned(), |size| size.to_string());
-                let what = format!("a job of {size} processes (started through {})", place.by);
+            (Self::Auto | Self::Nccl, Some(launched)) => {
+                let LaunchedRank { launcher, .. } = launched;
+                let count = launched.count();
+                let what = format!("a job of {count} processes (started through {launcher})");
                 let by = format!(
-                    "this build, which has: threads; {WITH_MPI}, and --transport threads lets each process work for itself"
+                    "this build, which has no mpi; {WITH_MPI}, and with --transport threads \
+                     the processes are independent of each other"
                 );
                 Err(Error::unsupported(what, by).into())
             }
@@ -74,13 +75,13 @@ impl TransportName {
         }
     }
 
-    /// That this build does not have it.
+    /// Error for a transport that this build does not have.
     pub(crate) fn missing(self) -> Failure {
         if self == Self::Mpi {
             let by = format!("this build, which has: {}; {WITH_MPI}", transports());
             return Error::unsupported("transport mpi", by).into();
         }
-        let with = "`cargo build --release -p annulus-cli --features nccl` makes one that has nccl";
+        let with = "`cargo build --release -p annulus-cli --features nccl` adds it";
         Error::unsupported(
             "transport nccl",
             format!("this build, which has: {}; {with}", transports()),
@@ -89,7 +90,7 @@ impl TransportName {
     }
 }
 
-/// The transports of this build.
+/// Lists the transports of this build.
 pub(crate) const fn transports() -> &'static str {
     match (cfg!(feature = "mpi"), cfg!(feature = "nccl")) {
         (false, false) => "threads",
@@ -99,23 +100,26 @@ pub(crate) const fn transports() -> &'static str {
     }
 }
 
-/// The most threads of all ranks together.
+/// The most threads of all ranks together: far above the cores of a node, and far below the number
+/// of threads that systems allow a process.
 const MOST_THREADS: usize = 4096;
 /// The most threads of all ranks for each core. Threads of a rank wait for each other at every
-/// tile: on one core 256 tokens on 1024 threads take 2 s, and on 4096 threads over 9 minutes.
+/// tile, so many threads for each core are slow: measured on one core with 256 tokens, 1024 threads
+/// take 2 s and 4096 threads over 9 minutes.
 const MOST_THREADS_PER_CORE: usize = 128;
 
-/// Threads of each rank: as asked, or the machine's shared among the ranks.
+/// Returns the number of threads per rank: `requested`, or an equal part of the cores.
 ///
 /// # Errors
-/// [`Failure::Usage`] if all ranks together would start more than the machine's cores can run.
-pub(crate) fn threads_per_rank(asked: Option<usize>, ranks: usize) -> Outcome<usize> {
-    threads_on(cores(), asked, ranks)
+/// [`Failure::Usage`] if all ranks together would have more than [`MOST_THREADS`] threads, or more
+/// than [`MOST_THREADS_PER_CORE`] for each core.
+pub(crate) fn threads_per_rank(requested: Option<usize>, ranks: usize) -> Outcome<usize> {
+    threads_on(cores(), requested, ranks)
 }
 
-fn threads_on(cores: usize, asked: Option<usize>, ranks: usize) -> Outcome<usize> {
-    let threads = asked.unwrap_or_else(|| (cores / ranks.max(1)).max(1));
-    // a rank has a thread of its own in any case
+fn threads_on(cores: usize, requested: Option<usize>, ranks: usize) -> Outcome<usize> {
+    let threads = requested.unwrap_or_else(|| (cores / ranks.max(1)).max(1));
+    // one thread for each rank is always allowed
     let most = cores.saturating_mul(MOST_THREADS_PER_CORE).min(MOST_THREADS).max(ranks);
     let all = threads.saturating_mul(ranks);
     if all <= most {
@@ -132,7 +136,7 @@ fn threads_on(cores: usize, asked: Option<usize>, ranks: usize) -> Outcome<usize
     Err(Failure::usage("--threads", got, want))
 }
 
-/// Threads that this machine runs at once.
+/// Number of threads that run in parallel on this machine.
 pub(crate) fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
 }
@@ -151,7 +155,7 @@ mod tests {
             let failure = threads_on(cores, Some(threads), ranks).unwrap_err().text();
             assert!(failure.starts_with(&format!("--threads: got {threads}, ")), "{failure}");
         }
-        // as many ranks as the command allows always start
+        // the largest number of ranks that the flags accept
         assert_eq!(threads_on(1, Some(1), 128).ok(), Some(1));
     }
 }

@@ -1,4 +1,4 @@
-//! The values that flags take, judged before any file is opened.
+//! Values of flags, parsed and validated before any file is opened.
 
 use std::{str::FromStr, time::Duration};
 
@@ -6,20 +6,19 @@ use annulus::comm::deadline;
 use annulus_core::{DType, Dims, Layout, Precision};
 use clap::ValueEnum;
 
-/// The most ranks that `plan` draws: a schedule has a step for every pair of ranks.
+/// The most ranks of `plan`: a schedule has a step for every pair of ranks, so a million here.
 const MOST_PLANNED_RANKS: usize = 1024;
-/// The most ranks in one process: each has a schedule of its own, so that memory grows with the
-/// third power of this.
+/// The most ranks in one process. Each has its own schedule of O(ranks²), so memory is O(ranks³).
 const MOST_RANKS: usize = 128;
-/// The most threads of one rank. The machine's cores bound it further, where threads are started.
+/// The most threads of one rank. [`super::ring::threads_per_rank`] bounds it further by the cores.
 const MOST_THREADS: usize = 1024;
 
-/// A sliding window: `L,R`, where a side may be `none`; one number stands for both sides.
+/// Sliding window `L,R`. A side may be `none`; one number is for both sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Window {
-    /// Keys before the query; `None`: all.
+    /// Visible keys before the query; `None` is no bound.
     pub(crate) left: Option<u64>,
-    /// Keys after the query; `None`: all.
+    /// Visible keys after the query; `None` is no bound.
     pub(crate) right: Option<u64>,
 }
 
@@ -45,14 +44,14 @@ impl std::fmt::Display for Window {
     }
 }
 
-/// Precisions by name.
+/// Names of precisions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum PrecisionName {
-    /// True f32 products, whatever the inputs.
+    /// f32 products for all inputs.
     Highest,
-    /// f32 in three terms on matrix units.
+    /// f32 products as three products on matrix units.
     High,
-    /// One product on matrix units; weights of bf16 inputs rounded where that is faster.
+    /// One product on matrix units; probabilities of bf16 inputs are rounded where that is faster.
     Default,
 }
 
@@ -66,16 +65,16 @@ impl From<PrecisionName> for Precision {
     }
 }
 
-/// Element types by name.
+/// Names of element types.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum DTypeName {
-    /// 64-bit IEEE, summed in f64.
+    /// 64-bit IEEE, accumulated in f64.
     F64,
-    /// 32-bit IEEE, summed in f32.
+    /// 32-bit IEEE, accumulated in f32.
     F32,
-    /// bfloat16, summed in f32.
+    /// bfloat16, accumulated in f32.
     Bf16,
-    /// 16-bit IEEE, summed in f32.
+    /// 16-bit IEEE, accumulated in f32.
     F16,
 }
 
@@ -90,21 +89,21 @@ impl From<DTypeName> for DType {
     }
 }
 
-/// Layouts by name.
+/// Names of layouts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum LayoutName {
     /// Chosen from the mask.
     Auto,
-    /// Rank r holds one run of rows.
+    /// Rank r owns one run of rows.
     Contiguous,
-    /// Rank r holds chunks r and 2·ranks − 1 − r of 2·ranks.
+    /// Rank r owns chunks r and 2·ranks − 1 − r of 2·ranks.
     Zigzag,
-    /// Rank r holds rows r, r + ranks, …
+    /// Rank r owns rows r, r + ranks, …
     Striped,
 }
 
 impl LayoutName {
-    /// The layout, or `None` to choose it from the mask.
+    /// Returns the layout; `None` chooses one from the mask.
     pub(crate) const fn layout(self) -> Option<Layout> {
         match self {
             Self::Auto => None,
@@ -115,42 +114,43 @@ impl LayoutName {
     }
 }
 
-/// A finite number.
+/// Parses a finite number.
 pub(crate) fn finite(text: &str) -> Result<f64, String> {
     number(text).filter(|number| number.is_finite()).ok_or_else(|| "want a finite number".into())
 }
 
-/// A finite number above 0.
+/// Parses a finite number above 0.
 pub(crate) fn positive(text: &str) -> Result<f64, String> {
     number(text)
         .filter(|number| number.is_finite() && *number > 0.0)
         .ok_or_else(|| "want a finite number above 0".into())
 }
 
-/// A probability below 1.
+/// Parses a probability below 1.
 pub(crate) fn probability(text: &str) -> Result<f64, String> {
     number(text)
         .filter(|number| (0.0..1.0).contains(number))
         .ok_or_else(|| "want a probability from 0 to below 1".into())
 }
 
-/// A share from 0 to 1, both included.
+/// Parses a probability from 0 to 1, both included.
 pub(crate) fn share(text: &str) -> Result<f64, String> {
     number(text)
         .filter(|number| (0.0..=1.0).contains(number))
         .ok_or_else(|| "want a probability from 0 to 1".into())
 }
 
-/// Seconds of silence: at least what the ring takes for a failure, at most some days.
+/// Parses a deadline in seconds: at least the library's minimum, at most 10⁶ s (11 days).
 pub(crate) fn silence(text: &str) -> Result<Duration, String> {
-    let (least, most) = (deadline::LEAST.as_secs_f64(), 1e6);
+    let least = deadline::LEAST.as_secs_f64();
+    let most = 1e6;
     let seconds = number(text).filter(|seconds| (least..=most).contains(seconds));
     seconds
         .map(Duration::from_secs_f64)
         .ok_or_else(|| format!("want seconds, from {least} to {most}"))
 }
 
-/// A whole number from 0.
+/// Parses a whole number from 0.
 pub(crate) fn whole(text: &str) -> Result<usize, String> {
     text.parse().map_err(|_| "want a whole number from 0 to 2^64 - 1".into())
 }
@@ -160,7 +160,7 @@ pub(crate) fn whole_u64(text: &str) -> Result<u64, String> {
     whole(text).map(|number| number as u64)
 }
 
-/// A count from 1.
+/// Parses a count from 1.
 pub(crate) fn count(text: &str) -> Result<usize, String> {
     text.parse()
         .ok()
@@ -168,9 +168,9 @@ pub(crate) fn count(text: &str) -> Result<usize, String> {
         .ok_or_else(|| "want a whole number from 1 to 2^64 - 1".into())
 }
 
-/// A head or value dim.
+/// Parses a head or value dim.
 pub(crate) fn dim(text: &str) -> Result<usize, String> {
-    count_to(Dims::MOST_DIM, text)
+    count_to(Dims::MAX_DIM, text)
 }
 
 /// As [`count`], in 64 bits.
@@ -178,22 +178,22 @@ pub(crate) fn count_u64(text: &str) -> Result<u64, String> {
     count(text).map(|count| count as u64)
 }
 
-/// A number of ranks in this process.
+/// Parses a number of ranks of this process.
 pub(crate) fn ranks(text: &str) -> Result<usize, String> {
     count_to(MOST_RANKS, text)
 }
 
-/// A number of ranks that are only planned.
+/// Parses a number of ranks of `plan`.
 pub(crate) fn planned_ranks(text: &str) -> Result<usize, String> {
     count_to(MOST_PLANNED_RANKS, text)
 }
 
-/// A number of sink logits of a head.
+/// Parses a number of sink logits per head.
 pub(crate) fn sinks_count(text: &str) -> Result<usize, String> {
     count_to(1 << 16, text)
 }
 
-/// A number of threads of one rank.
+/// Parses a number of threads of one rank.
 pub(crate) fn threads(text: &str) -> Result<usize, String> {
     count_to(MOST_THREADS, text)
 }
@@ -214,7 +214,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn windows() {
+    fn windows_are_parsed_and_printed() {
         let window = |left, right| Ok(Window { left, right });
         assert_eq!("7,2".parse(), window(Some(7), Some(2)));
         assert_eq!("none,0".parse(), window(None, Some(0)));
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_without_meaning_are_refused() {
+    fn numbers_out_of_range_are_refused() {
         assert_eq!(finite("-0.5"), Ok(-0.5));
         for bad in ["nan", "inf", "x", ""] {
             assert!(

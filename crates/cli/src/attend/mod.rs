@@ -1,8 +1,10 @@
-//! `annulus attend`: attention over a file, on a ring of ranks, into a file.
+//! `annulus attend`: computes attention of the tensors in a file on a ring of ranks.
 
-pub(crate) mod job;
 mod output;
-pub(crate) mod progress;
+mod progress;
+mod ranks;
+mod run;
+mod shared_output;
 mod summary;
 
 use std::{
@@ -24,13 +26,13 @@ use crate::{
             threads, whole, whole_u64,
         },
     },
-    crew::Crew,
-    engine::Engine,
+    backend::BackendChoice,
     failure::{Failure, Outcome, of_file},
     input::{Input, SinksForm},
-    report::say,
+    job::Job,
+    stdout::say,
 };
-pub(crate) use job::Job;
+pub(crate) use run::AttendRun;
 pub(crate) use summary::Summary;
 
 const EXAMPLES: &str = "Input tensors, by name:
@@ -51,25 +53,26 @@ Examples:
   annulus attend --input in.safetensors --output out.safetensors --scale -0.5 --trace traces/
   mpirun -n 4 annulus attend --input in.safetensors --output out.safetensors --causal
 
-Under a launcher (mpirun, mpiexec, srun) every process is a rank: it reads its rows of the input and writes its rows of the output, which must be
-on a file system that all of them see.";
+Under a launcher (mpirun, mpiexec, srun) every process is a rank. It reads its rows of the input
+and writes its rows of the output, which must be on a file system shared by all processes.";
 
-/// Computes attention, and its gradients, of a safetensors file on a ring of ranks
+/// Computes attention and its gradients from a safetensors file on a ring of ranks
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct AttendFlags {
-    /// The file with query, key, value and what else there is (see below)
+    /// File with query, key, value and the optional tensors (see below)
     #[arg(long, alias = "in", value_name = "FILE")]
     input: PathBuf,
-    /// The file to write: whole, or not at all; it may be the input
+    /// File to write. It appears only when it is complete, and it may be the input
     ///
-    /// A file that is there is replaced: it keeps its permissions, and its owner and group where
-    /// the system allows that; its other hard links keep the old content. One that may not be
-    /// written is an error. A symbolic link stays, and what it leads to is made or replaced. Pipes,
-    /// devices and standard output are refused: the file is not written from front to back.
+    /// An existing file is replaced. The new file has its permissions, and its owner and group
+    /// where the system allows that; other hard links keep the old content. A file without write
+    /// permission is an error. A symbolic link is kept, and its target is created or replaced.
+    /// Pipes, devices and standard output are refused, because the file is not written
+    /// sequentially.
     #[arg(long, alias = "out", value_name = "FILE")]
     output: PathBuf,
-    /// Compute the gradients too; the input must have dout, which `annulus make --backward` writes
+    /// Also compute the gradients; the input must have dout (`annulus make --backward` writes it)
     #[arg(long)]
     backward: bool,
     /// Print the summary as one JSON object
@@ -78,89 +81,93 @@ pub(crate) struct AttendFlags {
     /// Print errors only: no summary, no progress bar, no notes
     #[arg(long, short, conflicts_with = "json")]
     quiet: bool,
-    /// Element type to compute in; that of query if not said
+    /// Element type to compute in. Default: that of query
     #[arg(long, value_enum)]
     dtype: Option<DTypeName>,
     #[command(flatten)]
     mask: MaskFlags,
     #[command(flatten)]
-    logits: LogitFlags,
+    scores: ScoreFlags,
     #[command(flatten)]
     ring: RingFlags,
 }
 
-/// What becomes of a logit.
+/// Flags of the scores and probabilities.
 #[derive(Debug, Clone, Args)]
-#[command(next_help_heading = "Logits and weights")]
-struct LogitFlags {
-    /// Multiplies q·k; 1/sqrt(d) if not said
+#[command(next_help_heading = "Scores and probabilities")]
+struct ScoreFlags {
+    /// Softmax scale, the factor of q·k. Default: 1/sqrt(head dim)
     #[arg(long, value_name = "X", value_parser = finite, allow_hyphen_values = true)]
     scale: Option<f64>,
-    /// Logits become X·tanh(logit/X)
+    /// Soft cap of the scores: X·tanh(score/X)
     #[arg(long, value_name = "X", value_parser = positive, allow_hyphen_values = true)]
     soft_cap: Option<f64>,
     /// Add the bias before or after the soft cap; needs --soft-cap and an input with a bias.
     /// Default: after
     #[arg(long, value_enum)]
     bias_order: Option<BiasOrderName>,
-    /// What softmax_aux means: sink logits shared by all heads, or of each head
+    /// Form of softmax_aux: sink logits shared by all heads, or one set per head
     #[arg(long, value_enum)]
     sinks: Option<SinksForm>,
-    /// Drop each weight with this probability
-    #[arg(long, value_name = "P", value_parser = probability, requires = "seed", allow_hyphen_values = true)]
+    /// Dropout: set each softmax probability to 0 with probability P
+    #[arg(long, value_name = "P", value_parser = probability, requires = "seed",
+        allow_hyphen_values = true)]
     dropout: Option<f64>,
     /// Seed of the dropout
     #[arg(long, value_name = "N", requires = "dropout", value_parser = whole_u64)]
     seed: Option<u64>,
-    /// What products may leave out; `default` lets weights of bf16 inputs be rounded to bf16
+    /// Precision of matrix products; `default` may round probabilities to bf16 for bf16 inputs
     #[arg(long, value_enum, default_value = "highest")]
     precision: PrecisionName,
-    /// Leave the output undivided, and write max and sum
+    /// Write the unnormalized output, and the softmax statistics max and sum
     #[arg(long)]
     unnormalized: bool,
 }
 
-/// Who does the work.
+/// Flags of the ring.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Ring")]
 struct RingFlags {
-    /// What computes
+    /// Compute backend
     #[arg(long, value_enum, default_value = "cpu")]
     backend: BackendName,
-    /// Which device, counted from 0 as `annulus doctor` lists them; the first if not said
+    /// Device number, counted from 0 as `annulus doctor` lists them. Default: the first; with cuda
+    /// the ranks of a node use its GPUs in turn
     #[arg(long, value_name = "N", value_parser = whole)]
     device: Option<usize>,
-    /// How ranks reach each other
+    /// Transport between ranks
     #[arg(long, value_enum, default_value = "auto")]
     transport: TransportName,
-    /// Ranks of the ring, 1 to 128. Default: 1; under MPI the processes of the job, no more and no fewer
+    /// Ranks of the ring, 1 to 128. Default: 1. Under MPI always the number of processes
     #[arg(long, value_name = "N", value_parser = ranks)]
     ranks: Option<usize>,
-    /// Threads of each rank, 1 to 1024, and of all ranks at most 128 for each core. Default: the cores
-    /// shared among the ranks
+    /// Threads per rank, 1 to 1024; all ranks together at most 128 per core. Default: the cores
+    /// divided by the ranks
     #[arg(long, value_name = "N", value_parser = threads)]
     threads: Option<usize>,
-    /// How rows are dealt to ranks; auto chooses from the mask
+    /// Assignment of rows to ranks; auto chooses it from the mask
     #[arg(long, value_enum, default_value = "auto")]
     layout: LayoutName,
-    /// Fail after this many seconds of silence on the ring
-    #[arg(long, value_name = "S", default_value = "120", value_parser = silence, allow_hyphen_values = true)]
+    /// Deadline: fail after S seconds without a message or heartbeat of a peer
+    #[arg(long, value_name = "S", default_value = "120", value_parser = silence,
+        allow_hyphen_values = true)]
     deadline: Duration,
-    /// Write a trace of each rank into this folder, for Perfetto or chrome://tracing; `annulus trace merge` joins them
+    /// Write a trace of each rank into this folder, for Perfetto or chrome://tracing;
+    /// `annulus trace merge` joins them
     ///
-    /// The traces take their names after the output: where one cannot be written the output is
-    /// there all the same.
+    /// Traces are completed after the output, so a trace that cannot be written does not affect the
+    /// output.
     #[arg(long, value_name = "DIR")]
     trace: Option<PathBuf>,
 }
 
 impl RingFlags {
-    fn engine(&self) -> Outcome<Engine> {
-        Engine::open(self.backend, self.device, self.transport, self.deadline)
+    fn open_backend(&self) -> Outcome<BackendChoice> {
+        BackendChoice::open(self.backend, self.device, self.transport, self.deadline)
     }
 }
 
-/// Bias orders by name.
+/// Names of bias orders.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum BiasOrderName {
     /// cap·tanh((x + bias)/cap).
@@ -172,17 +179,17 @@ enum BiasOrderName {
 /// Runs `annulus attend`.
 pub(crate) fn run(flags: &AttendFlags) -> Outcome {
     flags.check()?;
-    let engine = flags.ring.engine()?;
-    let mut crew = Crew::form("attend", flags.ring.transport, flags.ring.deadline)?;
-    let done = flags.attend(&mut crew, engine);
-    crew.end(done)
+    let backend = flags.ring.open_backend()?;
+    let mut job = Job::start("attend", flags.ring.transport, flags.ring.deadline)?;
+    let done = flags.attend(&mut job, backend);
+    job.end(done)
 }
 
 impl AttendFlags {
-    /// Refuses flags that do nothing without others.
+    /// Refuses flags that have no effect without another flag.
     fn check(&self) -> Outcome {
         self.mask.check()?;
-        if self.logits.bias_order.is_some() && self.logits.soft_cap.is_none() {
+        if self.scores.bias_order.is_some() && self.scores.soft_cap.is_none() {
             return Err(Failure::usage(
                 "--bias-order",
                 "no --soft-cap",
@@ -192,20 +199,20 @@ impl AttendFlags {
         Ok(())
     }
 
-    fn attend(&self, crew: &mut Crew, engine: Engine) -> Outcome {
+    fn attend(&self, job: &mut Job, backend: BackendChoice) -> Outcome {
         let RingFlags { ranks, threads, layout, trace, .. } = &self.ring;
-        crew.enlist(*ranks, 1)?;
-        let threads = crew.threads(*threads)?;
-        let input = crew.agree(Input::open(&self.input).map_err(Failure::from))?;
+        job.set_ranks(*ranks, 1)?;
+        let threads = job.threads(*threads)?;
+        let input = job.agree(Input::open(&self.input).map_err(Failure::from))?;
         let dtype = self.dtype.map_or(input.dtype, DType::from);
-        crew.agree(self.needed_tensors(&input))?;
+        job.agree(self.needed_tensors(&input))?;
         let sinks =
-            input.sinks(self.logits.sinks).map_err(|error| Failure::from(input.named(error)));
-        let sinks = crew.agree(sinks)?;
-        let job = Job {
+            input.sinks(self.scores.sinks).map_err(|error| Failure::from(input.named(error)));
+        let sinks = job.agree(sinks)?;
+        let run = AttendRun {
             attention: self.attention(&input, dtype, sinks),
             sinks,
-            engine,
+            backend,
             threads,
             layout: layout.layout(),
             backward: self.backward,
@@ -214,8 +221,8 @@ impl AttendFlags {
             input: &input,
             quiet: self.quiet,
         };
-        let summary = job.run(crew, dtype)?;
-        if crew.leads() {
+        let summary = run.execute(job, dtype)?;
+        if job.is_leader() {
             match (self.quiet, self.json) {
                 (true, _) => {}
                 (false, true) => say!("{}", summary.json()),
@@ -225,7 +232,7 @@ impl AttendFlags {
         summary.untraced.map_or(Ok(()), Err)
     }
 
-    /// Checks that the input has the tensors that the flags speak of.
+    /// Checks that the input has the tensors that the flags require.
     fn needed_tensors(&self, input: &Input) -> Outcome {
         let needed = |name: &str, with: &str, made_by: &str| {
             let want = format!(
@@ -236,13 +243,13 @@ impl AttendFlags {
         if self.backward && !input.has("dout") {
             return needed("dout", "--backward", "--backward");
         }
-        if self.logits.bias_order.is_some() && !input.has("bias") {
+        if self.scores.bias_order.is_some() && !input.has("bias") {
             return needed("bias", "--bias-order", "--bias");
         }
         Ok(())
     }
 
-    /// The files that flags name.
+    /// Paths that flags name.
     pub(crate) fn paths(&self) -> Vec<(&'static str, &Path)> {
         let trace = self.ring.trace.iter().map(|folder| ("--trace", folder.as_path()));
         [("--input", self.input.as_path()), ("--output", self.output.as_path())]
@@ -252,37 +259,41 @@ impl AttendFlags {
     }
 }
 
-impl Job<'_> {
-    /// Runs the job in `dtype`, which its attention has too.
-    pub(crate) fn run(&self, crew: &mut Crew, dtype: DType) -> Outcome<Summary> {
+impl AttendRun<'_> {
+    /// Computes attention in `dtype`, which must be that of `self.attention`.
+    ///
+    /// # Ordering
+    /// Collective over the processes of the job.
+    pub(crate) fn execute(&self, job: &mut Job, dtype: DType) -> Outcome<Summary> {
         match dtype {
-            DType::F64 => self.run_as::<f64>(crew),
-            DType::F32 => self.run_as::<f32>(crew),
-            DType::Bf16 => self.run_as::<bf16>(crew),
-            DType::F16 => self.run_as::<f16>(crew),
+            DType::F64 => self.run_as::<f64>(job),
+            DType::F32 => self.run_as::<f32>(job),
+            DType::Bf16 => self.run_as::<bf16>(job),
+            DType::F16 => self.run_as::<f16>(job),
         }
     }
 }
 
 impl AttendFlags {
+    /// Returns the definition of the attention that the flags and the input's tensors describe.
     fn attention(&self, input: &Input, dtype: DType, sinks: Option<SinkShape>) -> Attention {
-        let logits = &self.logits;
+        let scores = &self.scores;
         let attention =
             self.mask.apply(Attention::new()).dtype(dtype).deadline(self.ring.deadline).bias_order(
-                match logits.bias_order {
+                match scores.bias_order {
                     Some(BiasOrderName::Before) => BiasOrder::BeforeSoftCap,
                     Some(BiasOrderName::After) | None => BiasOrder::AfterSoftCap,
                 },
             );
-        let dropout = logits.dropout.zip(logits.seed).unwrap_or_default();
+        let dropout = scores.dropout.zip(scores.seed).unwrap_or_default();
         attention
-            .precision(logits.precision.into())
-            .softmax_scale(logits.scale)
-            .logits_soft_cap(logits.soft_cap)
+            .precision(scores.precision.into())
+            .softmax_scale(scores.scale)
+            .logits_soft_cap(scores.soft_cap)
             .bias(input.bias)
             .softmax_aux(sinks)
             .dropout(dropout.0, dropout.1)
-            .unnormalized(logits.unnormalized)
+            .unnormalized(scores.unnormalized)
             .forward_only(!self.backward)
     }
 }

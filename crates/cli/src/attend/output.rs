@@ -1,4 +1,4 @@
-//! Outputs of a job: the plan of the file, and each rank's rows of it.
+//! Output file: its tensors, and each rank's rows of them.
 
 use annulus::{Backward, Forward};
 use annulus_core::{Dims, Element, Error, Result, Runs, Spec};
@@ -9,7 +9,7 @@ use crate::{
     input::Input,
 };
 
-/// Results of one rank's passes, with the rows that they are of.
+/// Arrays of one rank's pass, with the rows that it owns.
 #[derive(Debug)]
 pub(super) struct Given<'a, G> {
     pub(super) q_rows: &'a Runs,
@@ -17,13 +17,14 @@ pub(super) struct Given<'a, G> {
     pub(super) arrays: &'a G,
 }
 
-/// The tensors of the output file.
+/// Returns the tensors of the output file.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] if gradients are wanted and the input has no `dout`.
+/// [`Error::InvalidArgument`] with `backward` if the input has no `dout`.
 pub(super) fn planned(spec: &Spec, input: &Input, backward: bool) -> Result<Vec<Planned>> {
     let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = spec.dims;
-    let (data, sums) = (Kind::Float(spec.dtype), Kind::Float(spec.dtype.accumulator()));
+    let data = Kind::Float(spec.dtype);
+    let sums = Kind::Float(spec.dtype.accumulator());
     let planned = |name, kind, shape: &[usize]| Planned { name, kind, shape: shape.to_vec() };
     let rows = [batch, q_heads, q_len];
     let mut all = vec![
@@ -36,7 +37,7 @@ pub(super) fn planned(spec: &Spec, input: &Input, backward: bool) -> Result<Vec<
     if backward {
         if !input.has("dout") {
             let want =
-                "a tensor named dout, or no --backward (`annulus make --backward` makes one)";
+                "a tensor named dout, or no --backward (`annulus make --backward` writes one)";
             return Err(Error::invalid("dout", "no such tensor", want));
         }
         input.tensors().need("dout", 4)?;
@@ -52,7 +53,7 @@ pub(super) fn planned(spec: &Spec, input: &Input, backward: bool) -> Result<Vec<
     Ok(all)
 }
 
-/// Writes what forward gave: the share of the rank `own` among the ranks of this process.
+/// Writes the arrays of a forward pass: the part of rank number `own` of this process.
 ///
 /// # Errors
 /// [`Error::Io`].
@@ -67,9 +68,8 @@ pub(super) fn write_forward<T: Element>(
     write(output, "sum", 2, own, all, |of| Some((of.q_rows, of.arrays.sum.as_ref()?)))
 }
 
-/// Writes the gradients: the share of the rank `own` among the ranks of this process. What is the
-/// same on all ranks of the ring is written by rank 0; `rank` is this one, and `spec` the
-/// definition.
+/// Writes the gradients: the part of rank number `own` of this process, which has `rank` on the
+/// ring. Gradients that are equal on all ranks are written by rank 0.
 ///
 /// # Errors
 /// [`Error::Io`].
@@ -97,8 +97,8 @@ pub(super) fn write_backward<T: Element>(
     Ok(())
 }
 
-/// Writes the rank `own`'s share of one array of all, which `array` finds with its rows where there
-/// is one.
+/// Writes one tensor: the part of rank number `own`. `array` returns the rows and values of a rank,
+/// or `None` if there are none.
 fn write<'a, G, T: Element, D: Dimension + 'a>(
     output: &Output,
     name: &str,

@@ -1,7 +1,7 @@
-//! A progress bar, on a terminal only, that moves when blocks arrive.
+//! Progress bar on a terminal: counts the blocks that the ranks of this process receive.
 //!
-//! The last block that reaches a rank may come in several messages. The bar counts it once: a
-//! block is known by its sender, its channel and its ring step.
+//! A block may be split into several messages. The bar counts it once, by its sender, channel and
+//! ring step.
 
 use std::{
     collections::BTreeSet,
@@ -20,33 +20,33 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::report;
 
-/// The bar. Clones share it; it draws nothing where standard error is no terminal.
+/// Progress bar, shared by its clones. It is hidden where standard error is not a terminal.
 #[derive(Debug, Clone)]
 pub(crate) struct Progress {
     bar: ProgressBar,
-    /// The number of the phase, from which a rank knows that its count starts anew.
+    /// Number of the phase. A rank clears its set of counted blocks when it changes.
     phase: Arc<AtomicU64>,
 }
 
 impl Progress {
-    /// A bar that is drawn on a terminal, and wiped before a message is printed there.
+    /// Creates a bar on the terminal of standard error. Messages are printed above it.
     pub(crate) fn on_terminal() -> Self {
         let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr());
-        // a thread, and one that does not start ends the program: not where nothing is drawn
+        // the tick needs a thread, whose failure to start would end the program: only if visible
         if !bar.is_hidden() {
             bar.enable_steady_tick(Duration::from_millis(200));
         }
-        report::draw_around(Some(bar.clone()));
+        report::set_progress_bar(Some(bar.clone()));
         Self { bar, phase: Arc::default() }
     }
 
-    /// A bar that is never drawn.
-    pub(crate) fn nowhere() -> Self {
+    /// Creates a bar that is never drawn.
+    pub(crate) fn hidden() -> Self {
         Self { bar: ProgressBar::hidden(), phase: Arc::default() }
     }
 
-    /// Starts a phase in which `blocks` blocks will arrive at the ranks of this process. If none
-    /// will, only the time is shown.
+    /// Starts a phase in which the ranks of this process receive `blocks` blocks. Without blocks
+    /// only the elapsed time is shown.
     pub(crate) fn phase(&self, name: &'static str, blocks: usize) {
         let template = if blocks > 0 {
             "{msg:9} {wide_bar} {pos}/{len} blocks {elapsed}"
@@ -62,32 +62,32 @@ impl Progress {
         self.bar.set_position(0);
     }
 
-    /// Wipes the bar.
+    /// Removes the bar.
     pub(crate) fn finish(&self) {
         self.bar.finish_and_clear();
-        report::draw_around(None);
+        report::set_progress_bar(None);
     }
 
-    /// Blocks that have arrived in this phase.
+    /// Number of blocks received in this phase.
     #[cfg(test)]
     pub(super) fn blocks(&self) -> usize {
         annulus_core::index(self.bar.position())
     }
 }
 
-/// A transport that moves the bar with every block it delivers, and changes nothing.
+/// Transport that advances the bar with every block it delivers.
 #[derive(Debug)]
 pub(crate) struct Watched<T> {
     inner: T,
     progress: Progress,
-    /// The phase that `counted` is of.
+    /// Phase of `counted`.
     phase: u64,
-    /// Blocks of which some part has arrived: sender, channel and ring step.
+    /// Blocks of which a message has arrived: sender, channel and ring step.
     counted: BTreeSet<(usize, Channel, usize)>,
 }
 
 impl<T> Watched<T> {
-    /// Watches `inner`.
+    /// Wraps `inner`.
     pub(crate) const fn new(inner: T, progress: Progress) -> Self {
         Self { inner, progress, phase: 0, counted: BTreeSet::new() }
     }
@@ -185,12 +185,12 @@ mod tests {
     use ndarray::Array4;
 
     use super::*;
-    use crate::attend::job::blocks;
+    use crate::attend::ranks::blocks;
 
-    /// Blocks that arrive in a forward and in a backward pass, beside those that the plan counts.
+    /// Returns (received, planned) numbers of blocks of a forward and of a backward pass.
     fn arrived(attention: &Attention, ranks: usize, len: usize) -> [(usize, usize); 2] {
         let dims = Dims::new(1, len, 2, 8);
-        let progress = Progress::nowhere();
+        let progress = Progress::hidden();
         let mut plans = each_rank(ring(ranks), |_, endpoint| {
             Plan::new(attention, dims, Cpu::new(1)?, Watched::new(endpoint, progress.clone()))
         })
@@ -218,8 +218,8 @@ mod tests {
     }
 
     #[test]
-    fn the_bar_ends_at_its_total_whatever_parts_a_block_comes_in() {
-        // long enough that the last block of each rank comes in four parts
+    fn a_block_in_several_messages_is_counted_once() {
+        // long enough that the last block of each rank is split into four messages
         for ranks in [1, 3, 4] {
             for attention in [
                 Attention::new(),

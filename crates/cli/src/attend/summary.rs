@@ -1,67 +1,70 @@
-//! What a job says when it is done.
+//! Summary of an attention over files: times, rates and bytes, as text or JSON.
 
 use annulus::Report;
 use serde_json::{Value, json};
 
 use crate::{
     failure::Failure,
-    report::{bytes, count, counted, exact_bytes, say},
+    report::{bytes, count, counted, exact_bytes},
+    stdout::say,
 };
 
-/// What one rank has to tell.
+/// Figures of one rank.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct RankFigures {
     /// Visible pairs of its queries, all heads and batch rows.
     pub(super) pairs: f64,
-    /// The most bytes that its process has held.
+    /// Peak memory of its process, in bytes.
     pub(super) peak: Option<u64>,
-    /// Of the forward pass, and of the backward pass if there was one.
+    /// Reports of the forward pass and, if there was one, of the backward pass.
     pub(super) reports: Vec<Report>,
 }
 
-/// The figures of one pass over the ring.
+/// Figures of one pass of all ranks.
 #[derive(Debug, Clone)]
 pub(crate) struct Pass {
     name: &'static str,
+    /// Floating-point operations of all ranks.
     flops: f64,
+    /// Reports by rank.
     reports: Vec<Report>,
     /// GFLOP/s of each rank.
     rates: Vec<f64>,
 }
 
-/// The figures of a job.
+/// Figures of the whole run.
 #[derive(Debug)]
 pub(crate) struct Summary {
     /// Ranks of the ring.
     pub(super) ranks: usize,
-    /// Threads of each rank.
+    /// Threads per rank.
     pub(super) threads: usize,
-    /// The backend and how blocks travel.
+    /// Backend and transport of its blocks.
     pub(super) backend: String,
-    /// The layout's name.
+    /// Name of the layout.
     pub(super) layout: &'static str,
-    /// The route's name.
+    /// Name of the route.
     pub(super) route: &'static str,
-    /// The element type's name.
+    /// Name of the element type.
     pub(super) dtype: &'static str,
     /// Visible pairs, all heads and batch rows.
     pub(super) pairs: f64,
-    /// Forward, and backward if there was one.
+    /// Forward pass and, if there was one, backward pass.
     pub(super) passes: Vec<Pass>,
-    /// From the first byte read to the last written.
+    /// Seconds from the start of the plan to the completed output file.
     pub(super) seconds: f64,
-    /// The most bytes that a process has held.
+    /// Largest peak memory of a process, in bytes.
     pub(super) peak: Option<u64>,
-    /// The file.
+    /// Path of the output file.
     pub(super) output: String,
-    /// Its bytes of data.
+    /// Bytes of its tensors.
     pub(super) output_bytes: u64,
-    /// Why there are no traces, if there should be. The output is there all the same.
+    /// Error of writing the traces. The output file is complete in any case.
     pub(crate) untraced: Option<Failure>,
 }
 
 impl RankFigures {
-    /// As numbers that can be shared.
+    /// Encodes the figures as numbers for an all-gather.
     pub(super) fn numbers(&self) -> Vec<f64> {
         let of_report = |report: &Report| {
             [
@@ -76,7 +79,7 @@ impl RankFigures {
         numbers
     }
 
-    /// What [`RankFigures::numbers`] made numbers of. Counts are exact up to 2⁵³.
+    /// Decodes [`RankFigures::numbers`]. Counts are exact up to 2⁵³.
     pub(super) fn of_numbers(numbers: &[f64]) -> Self {
         let of_numbers = |&[seconds, waiting_seconds, sent, predicted]: &[f64; 4]| {
             let mut report = Report::default();
@@ -94,15 +97,15 @@ impl RankFigures {
 }
 
 impl Pass {
-    /// Pass number `place` of what the ranks report, of so many floating point operations a pair.
+    /// Collects the figures of pass number `index` from those of all ranks.
     pub(super) fn new(
         name: &'static str,
-        place: usize,
+        index: usize,
         flops_per_pair: f64,
         ranks: &[RankFigures],
     ) -> Self {
         let of_rank =
-            |rank: &RankFigures| Some((*rank.reports.get(place)?, flops_per_pair * rank.pairs));
+            |rank: &RankFigures| Some((*rank.reports.get(index)?, flops_per_pair * rank.pairs));
         let (reports, flops): (Vec<Report>, Vec<f64>) = ranks.iter().filter_map(of_rank).unzip();
         let rates = reports
             .iter()
@@ -116,11 +119,12 @@ impl Pass {
         self.reports.iter().map(of).collect()
     }
 
-    /// Prints the slowest rank's time, the rate and the bytes of all, the share of all ranks' time
-    /// that was spent waiting; then, of several ranks, the least, the mean and the most of each.
+    /// Prints the time of the slowest rank, the rate and the bytes of all ranks, and the exposed
+    /// communication as a share of the time of all ranks. For several ranks, a second line has the
+    /// least, the mean and the most of each figure.
     fn print(&self) {
-        let (seconds, waiting) =
-            (self.each(|report| report.seconds), self.each(|report| report.waiting_seconds));
+        let seconds = self.each(|report| report.seconds);
+        let waiting = self.each(|report| report.waiting_seconds);
         let sum = |all: &[f64]| all.iter().sum::<f64>();
         let slowest = seconds.iter().copied().fold(0.0, f64::max);
         let share = |waiting: f64, seconds: f64| {
@@ -140,7 +144,7 @@ impl Pass {
                 .map(|(&waiting, &seconds)| share(waiting, seconds))
                 .collect();
             say!(
-                "{:<9} a rank (least, mean, most): {} s, {} GFLOP/s, waiting {} %, sent {}",
+                "{:<9} per rank (least, mean, most): {} s, {} GFLOP/s, waiting {} %, sent {}",
                 "",
                 spread(&seconds, decimals(3)),
                 spread(&self.rates, decimals(1)),
@@ -183,7 +187,7 @@ impl Pass {
 }
 
 impl Summary {
-    /// Prints it.
+    /// Prints the summary as text.
     pub(crate) fn print(&self) {
         let Self { backend, layout, route, dtype, .. } = self;
         let ranks = counted(self.ranks as u64, "rank", "ranks");
@@ -198,14 +202,14 @@ impl Summary {
         let memory =
             self.peak.map(|peak| format!(", peak memory {}", bytes(peak))).unwrap_or_default();
         say!(
-            "wrote {} ({}) in {:.3} s in all{memory}",
+            "wrote {} ({}), total time {:.3} s{memory}",
             self.output,
             bytes(self.output_bytes),
             self.seconds
         );
     }
 
-    /// Returns it as one line of JSON.
+    /// Formats the summary as one line of JSON.
     pub(crate) fn json(&self) -> String {
         json!({
             "ranks": self.ranks,
@@ -224,7 +228,7 @@ impl Summary {
         .to_string()
     }
 
-    /// Whether in every pass every rank sent exactly the bytes that its schedule predicts.
+    /// True if in every pass every rank sent exactly the bytes that its schedule predicts.
     pub(crate) fn bytes_as_predicted(&self) -> bool {
         self.passes
             .iter()
@@ -237,7 +241,7 @@ fn rate(flops: f64, seconds: f64) -> f64 {
     if seconds > 0.0 { flops / seconds / 1e9 } else { 0.0 }
 }
 
-/// Bytes sent, and those predicted where they differ, in units and once in full.
+/// Formats the bytes sent, and the bytes predicted if they differ.
 fn against_prediction(sent: u64, predicted: u64) -> String {
     if sent == predicted {
         return format!("{} as predicted", exact_bytes(sent));
@@ -245,7 +249,7 @@ fn against_prediction(sent: u64, predicted: u64) -> String {
     format!("{}, but {} predicted", exact_bytes(sent), exact_bytes(predicted))
 }
 
-/// Least, mean and most of some numbers.
+/// Formats the least, the mean and the most of some numbers.
 fn spread(numbers: &[f64], written: impl Fn(f64) -> String) -> String {
     let (least, most) = numbers
         .iter()
@@ -254,7 +258,7 @@ fn spread(numbers: &[f64], written: impl Fn(f64) -> String) -> String {
     [least, mean, most].map(written).join(", ")
 }
 
-/// A number with so many digits behind the point.
+/// Returns a formatter for numbers with `digits` decimals.
 fn decimals(digits: usize) -> impl Fn(f64) -> String {
     move |number| format!("{number:.digits$}")
 }
@@ -264,7 +268,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figures_survive_the_way_between_processes() {
+    fn figures_are_encoded_and_decoded_without_loss() {
         let mut report = Report::default();
         report.seconds = 0.25;
         report.waiting_seconds = 0.125;
@@ -279,13 +283,13 @@ mod tests {
     }
 
     #[test]
-    fn a_spread_is_least_mean_most() {
+    fn a_spread_has_least_mean_and_most() {
         assert_eq!(spread(&[2.0, 1.0, 6.0], decimals(1)), "1.0, 3.0, 6.0");
         assert_eq!(spread(&[4.0], decimals(0)), "4, 4, 4");
     }
 
     #[test]
-    fn bytes_are_in_units_and_once_in_full() {
+    fn bytes_are_in_binary_units_and_in_full() {
         assert_eq!(
             against_prediction(37_748_736, 37_748_736),
             "36.0 MiB (37 748 736 bytes) as predicted"

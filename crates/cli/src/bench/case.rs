@@ -1,4 +1,4 @@
-//! One case of a bench: its tensors, its ring, its line.
+//! One case of a benchmark: creates its tensors and its ring, measures it, and prints its line.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use ndarray::Array4;
 use serde_json::{Map, Value, json};
 
 use super::{
-    BenchFlags, What,
+    BenchFlags, Lengths, Passes,
     clock::{Clock, Least, least},
 };
 use crate::{
@@ -16,25 +16,26 @@ use crate::{
         mask::{AlignmentName, MaskFlags},
         names,
     },
-    crew::{Crew, Endpoint},
-    engine::{Engine, Wired, with_backend},
+    backend::{BackendChoice, with_backend},
     failure::Outcome,
+    job::{Endpoint, Job, RankBackend},
     memory, pairs,
     random::Stream,
-    report::say,
+    stdout::say,
 };
 
-/// One case.
+/// Shape and mask of one case.
 #[derive(Debug)]
 pub(super) struct Case<'a> {
     flags: &'a BenchFlags,
     dims: Dims,
     dtype: DType,
     causal: bool,
+    /// Packed documents as cumulative lengths.
     batch: Batch,
 }
 
-/// One rank with its rows.
+/// Plan of one rank with its tensors.
 struct Rank<T: Element, B: Backend<Space: HostTensors>> {
     plan: Plan<B>,
     q: Array4<T>,
@@ -43,13 +44,23 @@ struct Rank<T: Element, B: Backend<Space: HostTensors>> {
     dout: Array4<T>,
 }
 
+/// Properties of the measurement that a line has beside the case.
+#[derive(Debug)]
+struct Measured {
+    backend: &'static str,
+    clock: Clock,
+    layout: &'static str,
+    /// Visible pairs, all heads and batch rows.
+    pairs: f64,
+}
+
 impl<'a> Case<'a> {
-    /// A case of these lengths.
+    /// Creates a case.
     pub(super) fn new(
         flags: &'a BenchFlags,
         dtype: DType,
         head_dim: usize,
-        (q_len, kv_len): (usize, usize),
+        Lengths { q_len, kv_len }: Lengths,
         causal: bool,
     ) -> Self {
         let dims = Dims {
@@ -79,28 +90,31 @@ impl<'a> Case<'a> {
         }
     }
 
-    /// Times it on the ring of the crew and prints a line for each of `what`.
+    /// Measures the case on a ring of the job's ranks and prints a line for each of `passes`.
     ///
     /// # Ordering
     /// Collective over the processes.
     /// # Errors
-    /// Whatever a rank reports.
+    /// Those of the ranks.
     pub(super) fn run<T: Element>(
         &self,
-        crew: &mut Crew,
-        what: &[What],
-        engine: &Engine,
+        job: &mut Job,
+        passes: &[Passes],
+        backend: &BackendChoice,
     ) -> Outcome {
-        let clock = Clock::of(engine, crew)?;
-        with_backend!(engine, self.flags.threads, make => self.run_on::<T, _>(crew, what, (engine.name(), &clock), make))
+        let clock = Clock::of(backend, job)?;
+        let mut measured = Measured { backend: backend.name(), clock, layout: "", pairs: 0.0 };
+        with_backend!(backend, self.flags.threads, make => {
+            self.run_on::<T, _>(job, passes, &mut measured, make)
+        })
     }
 
     fn run_on<T: Element, B: Backend<Space: HostTensors>>(
         &self,
-        crew: &mut Crew,
-        what: &[What],
-        (name, clock): (&str, &Clock),
-        make: impl Fn(Endpoint) -> Result<Wired<B>> + Sync,
+        job: &mut Job,
+        passes: &[Passes],
+        measured: &mut Measured,
+        make: impl Fn(Endpoint) -> Result<RankBackend<B>> + Sync,
     ) -> Outcome {
         let named = |error| {
             names::of_size(
@@ -109,21 +123,22 @@ impl<'a> Case<'a> {
                 self.flags.names(),
             )
         };
-        let processes = if crew.is_of_processes() { crew.ranks() } else { 1 };
-        // the first: what does not fit is not counted row by row
-        crew.agree(self.attention().spec(self.dims).map(drop).map_err(named))?;
-        let held = memory::Tensors::of(&self.dims, self.dtype, what.contains(&What::Both));
-        crew.agree(held.shared_by(processes).must_fit().map_err(named))?;
-        let pairs = crew.agree(self.pairs().map_err(named))?;
-        for &what in what {
-            let attention = if what == What::Forward {
+        let processes = if job.is_mpi() { job.ranks() } else { 1 };
+        // before the pairs, whose count takes O(sequence length)
+        job.agree(self.attention().spec(self.dims).map(drop).map_err(named))?;
+        let held =
+            memory::Tensors::of(&self.dims, self.dtype, passes.contains(&Passes::ForwardBackward));
+        job.agree(held.shared_by(processes).must_fit().map_err(named))?;
+        measured.pairs = job.agree(self.pairs().map_err(named))?;
+        for &passes in passes {
+            let attention = if passes == Passes::Forward {
                 self.attention().forward_only(true)
             } else {
                 self.attention()
             };
             let layout = self.flags.layout.layout();
-            let endpoints = crew.endpoints()?;
-            let mut ranks = crew.each(endpoints, |_, endpoint| {
+            let endpoints = job.endpoints()?;
+            let mut ranks = job.run_phase(endpoints, |_, endpoint| {
                 let (backend, transport) = make(endpoint)?;
                 let mut plan = Plan::new(
                     &attention.clone().layout(layout.clone()),
@@ -136,14 +151,14 @@ impl<'a> Case<'a> {
                 }
                 Rank::<T, B>::new(plan, &self.dims)
             })?;
-            let least = least(crew, |crew| match &mut ranks[..] {
-                // nobody else to run beside
-                [only] if crew.ranks() == 1 => Ok(vec![only.pass(what, clock)?]),
-                ranks => crew.each(ranks, |_, rank| rank.pass(what, clock)),
+            let least = least(job, |job| match &mut ranks[..] {
+                // a single rank needs no thread of its own
+                [only] if job.ranks() == 1 => Ok(vec![only.round(passes, &measured.clock)?]),
+                ranks => job.run_phase(ranks, |_, rank| rank.round(passes, &measured.clock)),
             })?;
-            let layout = ranks.first().map_or("", |rank| rank.plan.ring().layout().name());
-            if crew.leads() {
-                say!("{}", self.line(what, (least, name, clock), pairs, crew, layout));
+            measured.layout = ranks.first().map_or("", |rank| rank.plan.ring().layout().name());
+            if job.is_leader() {
+                say!("{}", self.line(passes, least, measured, job.ranks()));
             }
         }
         Ok(())
@@ -159,7 +174,8 @@ impl<'a> Case<'a> {
         flags.apply(Attention::new()).dtype(self.dtype).precision(self.flags.precision.into())
     }
 
-    /// Visible pairs, all heads and batch rows; n²/2 for plain causal, as the peers count.
+    /// Counts the visible pairs, all heads and batch rows; n²/2 for plain causal, as the benchmarks
+    /// of other libraries do.
     fn pairs(&self) -> Result<f64> {
         let Dims { batch, q_len, kv_len, q_heads, .. } = self.dims;
         let plain = self.flags.window.is_none() && self.flags.documents.is_empty();
@@ -170,21 +186,17 @@ impl<'a> Case<'a> {
         Ok(pairs::visible(&self.attention().spec(self.dims)?, &self.batch))
     }
 
-    fn line(
-        &self,
-        what: What,
-        (least, backend, clock): (Least, &str, &Clock),
-        pairs: f64,
-        crew: &Crew,
-        layout: &str,
-    ) -> String {
-        let (BenchFlags { threads, window, documents, .. }, ranks) = (self.flags, crew.ranks());
+    /// Formats the JSON line.
+    fn line(&self, passes: Passes, least: Least, measured: &Measured, ranks: usize) -> String {
+        let BenchFlags { threads, window, documents, .. } = self.flags;
+        let Measured { backend, clock, layout, pairs } = measured;
         let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = self.dims;
-        let (name, passes) = match what {
-            What::Forward => ("fwd", 1.0),
-            What::Both => ("fwd+bwd", 3.5),
+        // the backward pass has 5 matrix products, the forward pass 2
+        let (name, factor) = match passes {
+            Passes::Forward => ("fwd", 1.0),
+            Passes::ForwardBackward => ("fwd+bwd", 3.5),
         };
-        let flops = passes * 2.0 * pairs * (head_dim + value_dim) as f64;
+        let flops = factor * 2.0 * pairs * (head_dim + value_dim) as f64;
         let rounded = |number: f64, scale: f64| {
             if number.is_finite() { json!((number * scale).round() / scale) } else { Value::Null }
         };
@@ -226,7 +238,7 @@ impl<'a> Case<'a> {
 }
 
 impl<T: Element, B: Backend<Space: HostTensors>> Rank<T, B> {
-    /// A rank with random tensors.
+    /// Creates a rank with random tensors. Their values do not depend on the number of ranks.
     ///
     /// # Errors
     /// [`annulus_core::Error::OutOfMemory`].
@@ -244,7 +256,8 @@ impl<T: Element, B: Backend<Space: HostTensors>> Rank<T, B> {
             }
             Ok(tensor)
         };
-        let (q_rows, kv_rows) = (plan.q_rows(), plan.kv_rows());
+        let q_rows = plan.q_rows();
+        let kv_rows = plan.kv_rows();
         Ok(Self {
             q: normal("query", q_rows, dims.q_heads, dims.head_dim)?,
             k: normal("key", kv_rows, dims.kv_heads, dims.head_dim)?,
@@ -254,12 +267,12 @@ impl<T: Element, B: Backend<Space: HostTensors>> Rank<T, B> {
         })
     }
 
-    /// One round: how long it took.
-    fn pass(&mut self, what: What, clock: &Clock) -> Result<Duration> {
+    /// Runs one round of the passes and returns its time.
+    fn round(&mut self, passes: Passes, clock: &Clock) -> Result<Duration> {
         let tensors = Tensors::new(self.q.view(), self.k.view(), self.v.view());
         clock.time(|| {
             let forward: Forward<T> = self.plan.forward(&tensors)?;
-            if what == What::Both {
+            if passes == Passes::ForwardBackward {
                 self.plan.backward(&tensors, &forward, self.dout.view(), None)?;
             }
             Ok(())

@@ -1,49 +1,51 @@
-//! The least time of a few rounds, by the device's clock or the host's, and their least CPU time.
+//! Measures the least time of a few rounds by the device's or the host's clock, and the least CPU
+//! time.
 
 use std::time::{Duration, Instant};
 
 use annulus_core::Result;
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::{crew::Crew, engine::Engine, failure::Outcome};
+use crate::{backend::BackendChoice, failure::Outcome, job::Job};
 
-/// Rounds go on for this long …
+/// Time after which no further round starts: it bounds a case of long rounds.
 const BUDGET: Duration = Duration::from_millis(1500);
-/// … but no more than this many …
+/// The most rounds: of short rounds the least of 8 is stable.
 const MOST_ROUNDS: usize = 8;
-/// … and no fewer than this many.
+/// The least number of rounds, so that there is a minimum even of rounds longer than the budget.
 const LEAST_ROUNDS: usize = 2;
 
-/// Whose clock tells how long a pass takes.
+/// Clock of a measurement.
 #[derive(Debug, Clone)]
 pub(super) enum Clock {
-    /// That of the host: what a caller waits.
+    /// Wall clock of the host: the time that a caller waits.
     Host,
-    /// That of the device: from a timestamp in its queue before all work of the pass to one after it. Of what the host does, what the device waits for is in it.
+    /// Timestamps in the device's queue before and after all work of the pass. Includes host work
+    /// only where the device waits for it.
     #[cfg(feature = "wgpu")]
     Device(annulus_wgpu::Gpu),
 }
 
 impl Clock {
-    /// That of what computes, if all processes have one.
+    /// Chooses the device's clock if the devices of all processes have one, else the host's.
     ///
     /// # Ordering
     /// Collective over the processes.
     /// # Errors
     /// The loss of a process.
-    pub(super) fn of(engine: &Engine, crew: &mut Crew) -> Outcome<Self> {
-        let own = match engine {
+    pub(super) fn of(backend: &BackendChoice, job: &mut Job) -> Outcome<Self> {
+        let own = match backend {
             #[cfg(feature = "wgpu")]
-            Engine::Wgpu(gpu) if annulus_wgpu::Stopwatch::is_there(gpu) => {
+            BackendChoice::Wgpu(gpu) if annulus_wgpu::Stopwatch::is_there(gpu) => {
                 Self::Device(gpu.clone())
             }
             _ => Self::Host,
         };
-        let all = crew.share_numbers(&[f64::from(u8::from(!matches!(own, Self::Host)))])?;
+        let all = job.all_gather_numbers(&[f64::from(u8::from(!matches!(own, Self::Host)))])?;
         Ok(if all.iter().flatten().all(|&has| has != 0.0) { own } else { Self::Host })
     }
 
-    /// Its name in a line.
+    /// Name in a line.
     pub(super) const fn name(&self) -> &'static str {
         match self {
             Self::Host => "host",
@@ -52,7 +54,7 @@ impl Clock {
         }
     }
 
-    /// How long `work` takes.
+    /// Runs `work` and returns its time.
     pub(super) fn time(&self, work: impl FnOnce() -> Result<()>) -> Result<Duration> {
         #[cfg(feature = "wgpu")]
         if let Self::Device(gpu) = self
@@ -67,43 +69,45 @@ impl Clock {
     }
 }
 
-/// What a case took.
+/// Least times of a case, in seconds.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Least {
-    /// Seconds by the [`Clock`], of the slowest rank.
+    /// Time of the slowest rank, by the [`Clock`].
     pub(super) wall: f64,
-    /// Seconds of all threads of all processes.
+    /// CPU time of all threads of all processes.
     pub(super) cpu: f64,
 }
 
-/// Runs `work`, which gives each rank's time, once to warm up and then a few times more; the least of each clock, as the peers' benches do it.
+/// Runs `work`, which returns the time of each rank, once to warm up and then [`LEAST_ROUNDS`] to
+/// [`MOST_ROUNDS`] times. Returns the least time of each clock.
 ///
 /// # Ordering
 /// Collective over the processes.
 /// # Errors
 /// Those of `work`; the loss of a process.
 pub(super) fn least(
-    crew: &mut Crew,
-    mut work: impl FnMut(&mut Crew) -> Outcome<Vec<Duration>>,
+    job: &mut Job,
+    mut work: impl FnMut(&mut Job) -> Outcome<Vec<Duration>>,
 ) -> Outcome<Least> {
-    work(crew)?;
+    work(job)?;
     let mut least = Least { wall: f64::INFINITY, cpu: f64::INFINITY };
-    let (mut spent, mut rounds) = (0.0, 0);
-    // all processes know the same numbers, so they stop in the same round
+    let mut spent = 0.0;
+    let mut rounds = 0;
+    // `spent` is equal on all processes, so they stop after the same round
     while rounds < LEAST_ROUNDS || (spent < BUDGET.as_secs_f64() && rounds < MOST_ROUNDS) {
         let before = cpu_seconds();
-        let slowest = work(crew)?.into_iter().max().unwrap_or_default();
-        let all = crew.share_numbers(&[slowest.as_secs_f64(), cpu_seconds() - before])?;
-        let wall = all.iter().map(|of| of[0]).fold(0.0, f64::max);
+        let slowest = work(job)?.into_iter().max().unwrap_or_default();
+        let all = job.all_gather_numbers(&[slowest.as_secs_f64(), cpu_seconds() - before])?;
+        let wall = all.iter().map(|times| times[0]).fold(0.0, f64::max);
         least.wall = least.wall.min(wall);
-        least.cpu = least.cpu.min(all.iter().map(|of| of[1]).sum());
+        least.cpu = least.cpu.min(all.iter().map(|times| times[1]).sum());
         spent += wall;
         rounds += 1;
     }
     Ok(least)
 }
 
-/// CPU time of this process, all threads.
+/// CPU time of all threads of this process, in seconds.
 fn cpu_seconds() -> f64 {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
@@ -114,17 +118,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn work_is_done_and_its_error_is_told() {
-        let (mut rounds, mut crew) = (0, Crew::of_threads(2));
-        let least = least(&mut crew, |_| {
+    fn rounds_are_bounded_and_errors_returned() {
+        let mut rounds = 0;
+        let mut job = Job::of_threads(2);
+        let least = least(&mut job, |_| {
             rounds += 1;
             Ok(vec![Duration::ZERO, Duration::from_millis(rounds)])
         });
-        // the first round only warms up
+        // the warm-up round is not measured
         assert!(least.is_ok_and(|least| least.wall == 0.002 && least.cpu >= 0.0));
         assert_eq!(rounds, 1 + MOST_ROUNDS as u64);
         assert!(
-            super::least(&mut crew, |_| Err(annulus_core::Error::invalid("x", 1, 2).into()))
+            super::least(&mut job, |_| Err(annulus_core::Error::invalid("x", 1, 2).into()))
                 .is_err()
         );
     }

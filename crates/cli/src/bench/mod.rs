@@ -1,4 +1,4 @@
-//! `annulus bench`: time and arithmetic rate, one JSON line a case, in the fields that scripts compare.
+//! `annulus bench`: measures time and arithmetic rate, one JSON line for each case.
 
 mod case;
 mod clock;
@@ -15,17 +15,21 @@ use crate::{
         ring::{BackendName, TransportName},
         values::{DTypeName, LayoutName, PrecisionName, Window, count, dim, ranks, threads, whole},
     },
-    crew::{Crew, PATIENCE},
-    engine::Engine,
+    backend::BackendChoice,
     failure::{Failure, Outcome},
+    job::{DEFAULT_DEADLINE, Job},
 };
 use case::Case;
 
-const EXAMPLES: &str = "Fields of a line: peer what dtype threads batch heads head_dim n causal ms gflops gflops_cpu kv_heads q_len \
-kv_len ranks layout window documents align precision pairs backend clock. ms is the least time of a few rounds, by the clock that `clock` names: \
-`device` is by timestamps in the queue of a GPU that has them, `host` the wall clock. FLOPs are 4·pairs·head_dim for fwd \
-and 3.5 times that for fwd+bwd, where pairs are the visible ones (for plain causal n²/2, as is usual). gflops_cpu is from the least CPU \
-time of the process, divided by the threads of all ranks: it holds on a busy machine.
+const EXAMPLES: &str = "\
+Fields of a line: peer what dtype threads batch heads head_dim n causal ms gflops gflops_cpu
+kv_heads q_len kv_len ranks layout window documents align precision pairs backend clock.
+
+  ms          the least time of 2 to 8 rounds, by the clock that `clock` names: `device` for
+              timestamps in the queue of a GPU that has them, `host` for the wall clock
+  gflops      FLOPs / ms. FLOPs are 4·pairs·head_dim for fwd and 3.5 times that for fwd+bwd
+  pairs       visible pairs, all heads and batch rows; for plain causal n²/2, as is usual
+  gflops_cpu  FLOPs / (least CPU time / threads of all ranks), which holds on a busy machine too
 
 Examples:
   annulus bench
@@ -35,26 +39,29 @@ Examples:
   annulus bench --ns 8192 --causal true --window 1023,0 --ranks 4
   mpirun -n 4 annulus bench --ns 8192 --causal true --threads 2
 
-Under a launcher (mpirun, mpiexec, srun) every process is a rank; ms is the slowest rank's time, and the CPU time that of all processes.";
+Under a launcher (mpirun, mpiexec, srun) every process is a rank; ms is the time of the slowest
+rank, and the CPU time is that of all processes.";
 
-/// Times forward and backward passes; prints one JSON line a case
+/// Measures forward and backward passes; prints one JSON line for each case
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct BenchFlags {
-    /// What to time
+    /// Passes to measure
     #[arg(long, value_enum, default_value = "fwd,fwd+bwd", value_delimiter = ',')]
-    what: Vec<What>,
+    what: Vec<Passes>,
     /// Element types
     #[arg(long, value_enum, default_value = "f32", value_delimiter = ',')]
     dtype: Vec<DTypeName>,
-    /// What products may leave out; `default` lets weights of bf16 inputs be rounded to bf16
+    /// Precision of matrix products; `default` may round probabilities to bf16 for bf16 inputs
     #[arg(long, value_enum, default_value = "highest")]
     precision: PrecisionName,
-    /// Lengths of queries and keys
-    #[arg(long, value_name = "N,N,...", default_value = "1024,2048", value_delimiter = ',', value_parser = count)]
+    /// Sequence lengths, for queries and keys
+    #[arg(long, value_name = "N,N,...", default_value = "1024,2048", value_delimiter = ',',
+        value_parser = count)]
     ns: Vec<usize>,
     /// Head dims, 1 to 512
-    #[arg(long, value_name = "D,D,...", default_value = "64", value_delimiter = ',', value_parser = dim)]
+    #[arg(long, value_name = "D,D,...", default_value = "64", value_delimiter = ',',
+        value_parser = dim)]
     ds: Vec<usize>,
     /// Batch rows
     #[arg(long, default_value = "1", value_parser = count)]
@@ -62,19 +69,21 @@ pub(crate) struct BenchFlags {
     /// Query heads
     #[arg(long, default_value = "8", value_parser = count)]
     heads: usize,
-    /// Key heads. Default: as many as query heads
+    /// KV heads. Default: as many as query heads
     #[arg(long, value_parser = count)]
     kv_heads: Option<usize>,
-    /// With a causal mask (`--causal`, as in attend), without (`--causal false`) or both in turn.
-    /// Default: false,true
-    #[arg(long, value_name = "BOOL,BOOL", default_value = "false,true", hide_default_value = true, default_missing_value = "true",
-        num_args = 0..=1, value_delimiter = ',', action = clap::ArgAction::Set)]
+    /// Causal mask: `--causal` or `--causal true`, `--causal false`, or both in turn. Default:
+    /// false,true
+    #[arg(long, value_name = "BOOL,BOOL", default_value = "false,true", hide_default_value = true,
+        default_missing_value = "true", num_args = 0..=1, value_delimiter = ',',
+        action = clap::ArgAction::Set)]
     causal: Vec<bool>,
     /// Sliding window: L,R, each a number or `none`
     #[arg(long, value_name = "L,R", allow_hyphen_values = true)]
     window: Option<Window>,
     /// Packed documents of these lengths, instead of --ns
-    #[arg(long, value_name = "LEN,LEN,...", value_delimiter = ',', value_parser = count, conflicts_with_all = ["ns", "q_len", "kv_len"])]
+    #[arg(long, value_name = "LEN,LEN,...", value_delimiter = ',', value_parser = count,
+        conflicts_with_all = ["ns", "q_len", "kv_len"])]
     documents: Vec<usize>,
     /// Queries, instead of --ns
     #[arg(long, value_name = "N", value_parser = count, conflicts_with = "ns")]
@@ -82,68 +91,77 @@ pub(crate) struct BenchFlags {
     /// Keys, instead of --ns
     #[arg(long, value_name = "N", value_parser = count, conflicts_with = "ns")]
     kv_len: Option<usize>,
-    /// Where queries stand among the keys when lengths differ
+    /// Alignment of query positions to key positions for different lengths
     #[arg(long, value_enum, default_value = "top-left")]
     align: AlignmentName,
-    /// Threads of each rank, 1 to 1024, and of all ranks at most 128 for each core
+    /// Threads per rank, 1 to 1024; all ranks together at most 128 per core
     #[arg(long, value_name = "N", default_value = "1", value_parser = threads)]
     threads: usize,
-    /// What computes
+    /// Compute backend
     #[arg(long, value_enum, default_value = "cpu")]
     backend: BackendName,
-    /// Which device, counted from 0 as `annulus doctor` lists them; the first if not said
+    /// Device number, counted from 0 as `annulus doctor` lists them. Default: the first; with cuda
+    /// the ranks of a node use its GPUs in turn
     #[arg(long, value_name = "N", value_parser = whole)]
     device: Option<usize>,
-    /// How ranks reach each other
+    /// Transport between ranks
     #[arg(long, value_enum, default_value = "auto")]
     transport: TransportName,
-    /// Ranks of the ring, 1 to 128. Default: 1; under MPI the processes of the job, no more and no fewer
+    /// Ranks of the ring, 1 to 128. Default: 1. Under MPI always the number of processes
     #[arg(long, value_name = "N", value_parser = ranks)]
     ranks: Option<usize>,
-    /// How rows are dealt to ranks
+    /// Assignment of rows to ranks; auto chooses it from the mask
     #[arg(long, value_enum, default_value = "auto")]
     layout: LayoutName,
 }
 
-/// What is timed.
+/// Passes of one round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum What {
+enum Passes {
     /// A forward pass.
     #[value(name = "fwd")]
     Forward,
     /// A forward and a backward pass.
     #[value(name = "fwd+bwd")]
-    Both,
+    ForwardBackward,
+}
+
+/// Sequence lengths of one case.
+#[derive(Debug, Clone, Copy)]
+struct Lengths {
+    q_len: usize,
+    kv_len: usize,
 }
 
 /// Runs `annulus bench`.
 pub(crate) fn run(flags: &BenchFlags) -> Outcome {
-    let engine = Engine::open(flags.backend, flags.device, flags.transport, PATIENCE)?;
-    let mut crew = Crew::form("bench", flags.transport, PATIENCE)?;
-    let done = bench(flags, &mut crew, &engine);
-    crew.end(done)
+    let backend =
+        BackendChoice::open(flags.backend, flags.device, flags.transport, DEFAULT_DEADLINE)?;
+    let mut job = Job::start("bench", flags.transport, DEFAULT_DEADLINE)?;
+    let done = bench(flags, &mut job, &backend);
+    job.end(done)
 }
 
-fn bench(flags: &BenchFlags, crew: &mut Crew, engine: &Engine) -> Outcome {
-    crew.enlist(flags.ranks, 1)?;
-    crew.threads(Some(flags.threads))?;
-    // whatever differs would not be timed together
+fn bench(flags: &BenchFlags, job: &mut Job, backend: &BackendChoice) -> Outcome {
+    job.set_ranks(flags.ranks, 1)?;
+    job.threads(Some(flags.threads))?;
+    // the processes of a ring must measure the same cases
     let all = format!("{flags:?}");
-    crew.same(Descriptor::new().field_as(
+    job.require_same(Descriptor::new().field_as(
         "command line",
         Fingerprint::new().bytes(all.as_bytes()).finish(),
         "another one",
     ))?;
     for &dtype in &flags.dtype {
         for &head_dim in &flags.ds {
-            for (q_len, kv_len) in crew.agree(flags.lengths())? {
+            for lengths in job.agree(flags.lengths())? {
                 for &causal in &flags.causal {
-                    let case = Case::new(flags, dtype.into(), head_dim, (q_len, kv_len), causal);
+                    let case = Case::new(flags, dtype.into(), head_dim, lengths, causal);
                     match DType::from(dtype) {
-                        DType::F64 => case.run::<f64>(crew, &flags.what, engine),
-                        DType::F32 => case.run::<f32>(crew, &flags.what, engine),
-                        DType::Bf16 => case.run::<bf16>(crew, &flags.what, engine),
-                        DType::F16 => case.run::<f16>(crew, &flags.what, engine),
+                        DType::F64 => case.run::<f64>(job, &flags.what, backend),
+                        DType::F32 => case.run::<f32>(job, &flags.what, backend),
+                        DType::Bf16 => case.run::<bf16>(job, &flags.what, backend),
+                        DType::F16 => case.run::<f16>(job, &flags.what, backend),
                     }?;
                 }
             }
@@ -153,7 +171,7 @@ fn bench(flags: &BenchFlags, crew: &mut Crew, engine: &Engine) -> Outcome {
 }
 
 impl BenchFlags {
-    /// The flags that set arguments which other subcommands set by others.
+    /// Flags of arguments that other subcommands set by another flag.
     pub(super) fn names(&self) -> Others {
         if self.q_len.is_none() && self.kv_len.is_some() {
             return &[("head_dim", "--ds"), ("value_dim", "--ds"), ("q_len", "--kv-len")];
@@ -175,21 +193,28 @@ impl BenchFlags {
         }
     }
 
-    /// The (q_len, kv_len) to time.
-    fn lengths(&self) -> Outcome<Vec<(usize, usize)>> {
+    /// Returns the lengths to measure.
+    ///
+    /// # Errors
+    /// [`Failure::Usage`] if documents are longer than 2⁶³ together.
+    fn lengths(&self) -> Outcome<Vec<Lengths>> {
         if !self.documents.is_empty() {
             let total = self.documents.iter().try_fold(0usize, |sum, &len| sum.checked_add(len));
             let total = total.filter(|&total| i64::try_from(total).is_ok());
             let total = total.ok_or_else(|| {
-                Failure::usage("--documents", "lengths past 2^63 in all", "shorter documents")
+                Failure::usage(
+                    "--documents",
+                    "lengths of 2^63 or more together",
+                    "shorter documents",
+                )
             })?;
-            return Ok(vec![(total, total)]);
+            return Ok(vec![Lengths { q_len: total, kv_len: total }]);
         }
         Ok(match (self.q_len, self.kv_len) {
-            (None, None) => self.ns.iter().map(|&n| (n, n)).collect(),
+            (None, None) => self.ns.iter().map(|&n| Lengths { q_len: n, kv_len: n }).collect(),
             (q_len, kv_len) => {
                 let one = q_len.or(kv_len).unwrap_or(1);
-                vec![(q_len.unwrap_or(one), kv_len.unwrap_or(one))]
+                vec![Lengths { q_len: q_len.unwrap_or(one), kv_len: kv_len.unwrap_or(one) }]
             }
         })
     }

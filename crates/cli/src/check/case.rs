@@ -1,4 +1,4 @@
-//! One case in one element type: loaded once, computed on every ring that was asked for, forward and backward.
+//! One case in one element type: loads it once and computes it on every ring, forward and backward.
 
 use std::{collections::BTreeMap, path::Path, time::Duration};
 
@@ -12,62 +12,75 @@ use super::{
     index::Case,
 };
 use crate::{
-    crew::Endpoint,
-    engine::{Engine, with_backend},
+    backend::{BackendChoice, with_backend},
     failure::of_file,
     input::{Input, OutputGradients, Share},
+    job::Endpoint,
 };
 
-/// A case computes in moments, and kernels are compiled in less than a minute: a ring that is silent for this long is stuck.
+/// Deadline of the rings. Cases compute in well under a second, and kernels compile in less than a
+/// minute, so a longer silence is a deadlock.
 pub(super) const DEADLINE: Duration = Duration::from_secs(120);
 
-/// A ring to compute on.
+/// Ring to compute on.
 #[derive(Debug, Clone)]
 pub(super) struct Ring {
-    /// Ranks.
+    /// Number of ranks.
     pub(super) ranks: usize,
-    /// The layout, or `None` to choose one from the mask.
+    /// Layout; `None` chooses one from the mask.
     pub(super) layout: Option<Layout>,
 }
 
-/// How one case went on one ring.
+/// Result of one case on one ring.
 #[derive(Debug)]
 pub(super) enum Verdict {
     /// Every array is within its tolerance.
     Passed,
-    /// These arrays are not: array, error, tolerance.
-    Wrong(Vec<(String, f64, f64)>),
-    /// It could not be computed.
+    /// Some arrays exceed their tolerance.
+    Wrong(Vec<WrongArray>),
+    /// The computation failed.
     Failed(Error),
 }
 
-/// Everything that a case needs, in memory.
+/// Array whose error exceeds its tolerance.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct WrongArray {
+    /// Name of the array.
+    pub(super) name: String,
+    /// Its largest error; NaN or infinite where it cannot be compared.
+    pub(super) error: f64,
+    /// The largest error that passes.
+    pub(super) tolerance: f64,
+}
+
+/// Case with all its arrays in memory.
 struct Loaded<T: Element> {
     input: Input,
     attention: Attention,
     share: Share<T>,
     batch: Batch,
     gradients: OutputGradients<T>,
+    /// Tolerance and expected values, by array.
     expected: BTreeMap<String, (f64, Expected)>,
 }
 
-/// Computes `case` in `T` on every ring.
+/// Computes `case` in `T` on every ring and returns a verdict for each.
 pub(super) fn run<T: Element>(
     folder: &Path,
     case: &Case,
     rings: &[Ring],
-    engine: &Engine,
+    backend: &BackendChoice,
 ) -> Vec<Verdict> {
     match Loaded::<T>::new(folder, case) {
         Ok(loaded) => rings
             .iter()
-            .map(|ring| loaded.judge(case, ring, engine).unwrap_or_else(Verdict::Failed))
+            .map(|ring| loaded.judge(case, ring, backend).unwrap_or_else(Verdict::Failed))
             .collect(),
         Err(error) => rings.iter().map(|_| Verdict::Failed(error.clone())).collect(),
     }
 }
 
-/// A case's file, and what it makes of the case.
+/// Opened file of a case, with the attention that it defines.
 pub(super) struct Opened {
     pub(super) input: Input,
     pub(super) sinks: Option<SinkShape>,
@@ -75,16 +88,17 @@ pub(super) struct Opened {
 }
 
 impl Opened {
-    /// Opens the file of a case that is to be computed in `T`.
+    /// Opens the file of a case to be computed in `T`.
     pub(super) fn new<T: Element>(folder: &Path, case: &Case) -> Result<Self> {
         let input = Input::open(&folder.join(&case.file))?;
         if input.dims != case.dims() {
-            let (got, want) = (lengths(case.dims()), lengths(input.dims));
+            let got = lengths(case.dims());
+            let want = lengths(input.dims);
             return Err(of_file(
                 &folder.join(&case.file),
                 "dims",
                 format!("{got} in the index"),
-                format!("{want}, as its tensors have it"),
+                format!("{want}, the lengths of its tensors"),
             ));
         }
         let sinks = input.sinks(case.sinks_form()).map_err(|error| input.named(error))?;
@@ -94,15 +108,19 @@ impl Opened {
     }
 }
 
-/// Lengths with their names.
+/// Formats lengths with their names.
 fn lengths(dims: Dims) -> String {
     let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = dims;
     format!(
-        "batch {batch}, q_len {q_len}, kv_len {kv_len}, q_heads {q_heads}, kv_heads {kv_heads}, head_dim {head_dim}, value_dim {value_dim}"
+        "batch {batch}, q_len {q_len}, kv_len {kv_len}, q_heads {q_heads}, kv_heads {kv_heads}, \
+         head_dim {head_dim}, value_dim {value_dim}"
     )
 }
 
-/// The arrays that a case judges in `T`, with their tolerances.
+/// Returns the tolerances of a case in `T`, by array.
+///
+/// # Errors
+/// [`Error::Unsupported`] if it has none.
 pub(super) fn tolerances<T: Element>(case: &Case) -> Result<&BTreeMap<String, f64>> {
     let tolerances =
         case.tolerance.get(T::DTYPE.name()).filter(|tolerances| !tolerances.is_empty());
@@ -118,7 +136,8 @@ impl<T: Element> Loaded<T> {
     fn new(folder: &Path, case: &Case) -> Result<Self> {
         let Opened { input, sinks, attention } = Opened::new::<T>(folder, case)?;
         let all = |len: usize| Runs::counting(0, len as u64);
-        let (q_rows, kv_rows) = (all(input.dims.q_len), all(input.dims.kv_len));
+        let q_rows = all(input.dims.q_len);
+        let kv_rows = all(input.dims.kv_len);
         let named = |error| input.named(error);
         Ok(Self {
             attention,
@@ -130,7 +149,7 @@ impl<T: Element> Loaded<T> {
         })
     }
 
-    /// Tolerance and wanted numbers of every array that the case judges.
+    /// Loads the expected values of every array that the case has a tolerance for.
     fn expected(input: &Input, case: &Case) -> Result<BTreeMap<String, (f64, Expected)>> {
         let load = |(name, &tolerance): (&String, &f64)| {
             Ok((name.clone(), (tolerance, Expected::whole(input, name)?)))
@@ -138,8 +157,8 @@ impl<T: Element> Loaded<T> {
         tolerances::<T>(case)?.iter().map(load).collect()
     }
 
-    fn judge(&self, case: &Case, ring: &Ring, engine: &Engine) -> Result<Verdict> {
-        with_backend!(engine, 1, make => {
+    fn judge(&self, case: &Case, ring: &Ring, backend: &BackendChoice) -> Result<Verdict> {
+        with_backend!(backend, 1, make => {
             let make = |_, endpoint| make(Endpoint::Thread(Box::new(endpoint)));
             let attention = self.attention.clone().layout(ring.layout.clone());
             self.judge_ring(LocalRing::with_transports(&attention, case.dims(), ring.ranks, make)?)
@@ -164,24 +183,30 @@ impl<T: Element> Loaded<T> {
         let mut wrong = Vec::new();
         for (name, (tolerance, want)) in &self.expected {
             let error = error_of(name, want, &forward, &backward)?;
-            // a NaN is within no tolerance
-            let within = error <= *tolerance;
-            if !within {
-                wrong.push((name.clone(), error, *tolerance));
-            }
+            wrong.extend(exceeding(name, error, *tolerance));
         }
         Ok(if wrong.is_empty() { Verdict::Passed } else { Verdict::Wrong(wrong) })
     }
 }
 
-/// The largest error of one of the arrays that a forward and a backward pass give.
+/// Returns a [`WrongArray`] if the error exceeds the tolerance, as a NaN always does.
+pub(super) fn exceeding(name: &str, error: f64, tolerance: f64) -> Option<WrongArray> {
+    let within = error <= tolerance;
+    (!within).then(|| WrongArray { name: name.to_owned(), error, tolerance })
+}
+
+/// Returns the largest error of one array of a forward or a backward pass.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] if this attention has no such array; [`Error::Unsupported`] if no
+/// attention has.
 pub(super) fn error_of<T: Element>(
     name: &str,
     want: &Expected,
     forward: &Forward<T>,
     backward: &Backward<T>,
 ) -> Result<f64> {
-    let missing = || Error::invalid(name, "nothing", "an array that this attention gives");
+    let missing = || Error::invalid(name, "nothing", "an array that this attention computes");
     Ok(match name {
         "out" => largest_error(&forward.out, want),
         "lse" => largest_error(&forward.lse, want),

@@ -1,21 +1,21 @@
-//! Whether an array is what was expected.
+//! Compares arrays with their expected values.
 
 use annulus_core::{Element, Result, Runs};
 use ndarray::{Array, Dimension};
 
 use crate::input::Input;
 
-/// An expected array.
+/// Expected values of an array.
 #[derive(Debug)]
 pub(super) struct Expected {
-    /// Its lengths.
+    /// Shape.
     pub(super) shape: Vec<usize>,
-    /// Its numbers, the last axis fastest.
+    /// Values in row-major order.
     pub(super) numbers: Vec<f64>,
 }
 
 impl Expected {
-    /// The array `name` of a case's file.
+    /// Reads the array `name` of a case's file.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if there is none; as [`crate::file::Tensors::floats`].
@@ -24,7 +24,7 @@ impl Expected {
         Self::rows(input, name, 0, &Runs::counting(0, rows))
     }
 
-    /// The rows `rows` along `axis` of the array `name` of a case's file.
+    /// Reads the rows `rows` along `axis` of the array `name` of a case's file.
     ///
     /// # Errors
     /// As [`Expected::whole`].
@@ -42,9 +42,10 @@ impl Expected {
     }
 }
 
-/// Largest error of `got`, with the rules of the cases: −∞ must meet −∞, and NaN never passes. Infinite or NaN where that fails.
+/// Returns the largest absolute error of `got`. Infinite values must be equal, else the error is
+/// infinite; so it is if the shapes differ. The error is NaN if any value is NaN.
 pub(super) fn largest_error<T: Element, D: Dimension>(got: &Array<T, D>, want: &Expected) -> f64 {
-    // per-head sinks of one a head may be a list or a column: the same numbers in the same order
+    // one sink per head may have the shape [heads] or [heads, 1]: axes of length 1 do not count
     let without_ones =
         |shape: &[usize]| shape.iter().copied().filter(|&len| len != 1).collect::<Vec<_>>();
     if without_ones(got.shape()) != without_ones(&want.shape) {
@@ -53,7 +54,7 @@ pub(super) fn largest_error<T: Element, D: Dimension>(got: &Array<T, D>, want: &
     let mut worst = 0.0;
     for (got, &want) in got.iter().zip(&want.numbers) {
         let got = got.to_f64();
-        // equal infinities differ by nothing; any other difference with an infinity is infinite, with a NaN it is NaN
+        // ∞ − ∞ would be NaN
         let error = if got == want { 0.0 } else { (got - want).abs() };
         if error.is_nan() {
             return f64::NAN;
@@ -74,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn infinities_meet_and_nan_never_passes() {
+    fn infinities_must_be_equal_and_nan_never_passes() {
         let none = f64::NEG_INFINITY;
         assert_eq!(error(&[1.0f32, f32::NEG_INFINITY], &[1.5, none]), 0.5);
         assert_eq!(error(&[0.0f64], &[none]), f64::INFINITY);

@@ -1,11 +1,12 @@
-//! Names by pattern: `*` stands for any letters, `?` for one.
+//! Patterns of names: `*` matches any characters, `?` matches one.
 
-/// Whether all of `name` fits `pattern`.
-pub(super) fn fits(pattern: &str, name: &str) -> bool {
+/// True if `pattern` matches the whole of `name`. Backtracks to the last `*` only, so the time is
+/// O(pattern length · name length).
+pub(super) fn matches(pattern: &str, name: &str) -> bool {
     let (pattern, name): (Vec<char>, Vec<char>) =
         (pattern.chars().collect(), name.chars().collect());
     let (mut p, mut n) = (0, 0);
-    // after a star: where to go on if what follows it does not fit here
+    // (pattern index after the last `*`, name index at which its match ended)
     let mut retry = None;
     while n < name.len() {
         match pattern.get(p) {
@@ -28,7 +29,7 @@ pub(super) fn fits(pattern: &str, name: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::fits;
+    use super::matches;
 
     #[test]
     fn patterns() {
@@ -40,12 +41,12 @@ mod tests {
             ("*_gqa*", "mask_causal_gqa"),
             ("a*b*c", "abbbc"),
         ] {
-            assert!(fits(pattern, name), "{pattern} {name}");
+            assert!(matches(pattern, name), "{pattern} {name}");
         }
         for (pattern, name) in
             [("", "a"), ("causal", "causal2"), ("c?", "c"), ("*b", "abc"), ("a*b*c", "acb")]
         {
-            assert!(!fits(pattern, name), "{pattern} {name}");
+            assert!(!matches(pattern, name), "{pattern} {name}");
         }
     }
 }

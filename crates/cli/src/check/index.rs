@@ -1,4 +1,4 @@
-//! The index of a folder of cases, format `annulus-cases-1`.
+//! Index of a folder of cases in the format `annulus-cases-1`.
 
 use std::{
     collections::BTreeMap,
@@ -16,7 +16,7 @@ use crate::{
     message,
 };
 
-/// The format that this file understands.
+/// Name of the format.
 const FORMAT: &str = "annulus-cases-1";
 
 /// The file `index.json`. Cases are parsed one by one, so that a malformed one fails alone.
@@ -26,17 +26,17 @@ pub(super) struct Index {
     pub(super) cases: Vec<serde_json::Value>,
 }
 
-/// One case.
+/// Case of an index.
 #[derive(Debug, Deserialize)]
 pub(super) struct Case {
-    /// Its name, which whoever reads the index has already.
+    /// Name, required by the format. Callers read it before the case is parsed.
     #[serde(rename = "id")]
     _id: String,
-    /// The safetensors file beside the index.
+    /// Safetensors file, relative to the folder of the index.
     pub(super) file: String,
     dims: Object<CaseDims>,
     params: Object<Params>,
-    /// Largest error allowed for each expected array, by element type.
+    /// Tolerance of each expected array, by element type.
     pub(super) tolerance: BTreeMap<String, BTreeMap<String, f64>>,
 }
 
@@ -65,7 +65,7 @@ struct Params {
     alignment: Align,
     dropout_prob: f64,
     dropout_seed: Option<u64>,
-    /// parameters that a later version of the format may add: never ignored
+    /// Unknown parameters, which a later version of the format may add. They are refused.
     #[serde(flatten)]
     unknown: BTreeMap<String, serde_json::Value>,
 }
@@ -95,14 +95,14 @@ impl Index {
     /// Reads the index of a folder.
     ///
     /// # Errors
-    /// [`Error::Io`] if it is not there, malformed or of another format.
+    /// [`Error::Io`] if it is missing, malformed or of another format.
     pub(super) fn read(folder: &Path) -> Result<Self> {
         let path = Self::path(folder);
         let text = read_text(&path)?;
         let mut json = serde_json::Deserializer::from_str(&text);
         let index: std::result::Result<Object<Self>, _> =
             serde_path_to_error::deserialize(&mut json);
-        let wrong = |what: String| io(&path, format!("is no index of cases: {what}"));
+        let wrong = |what: String| io(&path, format!("is not an index of cases: {what}"));
         let Object(index) = index.map_err(|error| wrong(message::of_json(&error)))?;
         json.end().map_err(|error| wrong(error.to_string()))?;
         if index.format == FORMAT {
@@ -112,14 +112,14 @@ impl Index {
         }
     }
 
-    /// The file that a folder's index is in.
+    /// Path of a folder's index.
     pub(super) fn path(folder: &Path) -> PathBuf {
         folder.join("index.json")
     }
 }
 
 impl Case {
-    /// Reads a case of the index `path`.
+    /// Parses a case of the index `path`.
     ///
     /// # Errors
     /// [`Error::Io`] naming the index, the case and the field.
@@ -130,13 +130,13 @@ impl Case {
         case.map(|Object(case)| case).map_err(wrong)
     }
 
-    /// The lengths.
+    /// Lengths.
     pub(super) const fn dims(&self) -> Dims {
         let CaseDims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = self.dims.0;
         Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim }
     }
 
-    /// How its sink logits are to be understood.
+    /// Form of its sink logits.
     pub(super) fn sinks_form(&self) -> Option<SinksForm> {
         self.params.0.softmax_aux.map(|sinks| match sinks {
             Sinks::Shared => SinksForm::Shared,
@@ -144,10 +144,11 @@ impl Case {
         })
     }
 
-    /// The definition, but for the shapes of bias and sinks.
+    /// Returns the definition without the shapes of bias and sinks, which the file has.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for parameters that this version does not know; [`Error::InvalidArgument`].
+    /// [`Error::Unsupported`] for unknown parameters; [`Error::InvalidArgument`] for a dropout
+    /// without a seed.
     pub(super) fn attention(&self, dtype: DType) -> Result<Attention> {
         let Object(params) = &self.params;
         if !params.unknown.is_empty() {
@@ -169,7 +170,7 @@ impl Case {
             attention = attention.causal(true);
         }
         if let Some([left, right]) = params.sliding_window {
-            // without a window there is nothing to be exempt from
+            // the attention sink is an exemption from the window
             attention = attention
                 .sliding_window(left, right)
                 .attention_sink_size(params.attention_sink_size);

@@ -1,4 +1,4 @@
-//! `annulus check`: every case of a folder, on every ring that is asked for, forward and backward.
+//! `annulus check`: computes every case of a folder on every requested ring, forward and backward.
 
 mod case;
 mod compare;
@@ -21,13 +21,14 @@ use crate::{
         ring::{BackendName, TransportName, cores},
         values::{LayoutName, ranks, whole},
     },
-    crew::{Crew, PATIENCE},
-    engine::Engine,
+    backend::BackendChoice,
     failure::{self, Failure, Outcome},
+    job::{DEFAULT_DEADLINE, Job},
     message,
-    report::{complain, say},
+    report::complain,
+    stdout::say,
 };
-use case::{Ring, Verdict};
+use case::{Ring, Verdict, WrongArray};
 use index::{Case, Index};
 
 const EXAMPLES: &str = "Examples:
@@ -36,25 +37,27 @@ const EXAMPLES: &str = "Examples:
   annulus check cases/ --ranks 1,2,3,4,7,33 --layout auto,contiguous,zigzag,striped
   mpirun -n 4 annulus check cases/ --ranks 1,2,3,4
 
-Under a launcher (mpirun, mpiexec, srun) a ring of N ranks is made of the first N processes; the others wait.";
+Under a launcher (mpirun, mpiexec, srun) the first N processes form a ring of N ranks; the others
+wait.";
 
-/// Computes every case of a folder on every ring asked for, forward and backward, against its expected arrays
+/// Computes every case of a folder on every requested ring, and compares with its expected arrays
 ///
-/// A line is printed for every failure, and last `N passed, N failed`. The exit code is 1 if any failed, if no case matched, or if a case
-/// is unsupported.
+/// Each failure is a line; the last line is `N passed, N failed`. The exit code is 1 if a case
+/// failed or is unsupported, or if no case matched.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct CheckFlags {
-    /// A folder with index.json in the format annulus-cases-1
+    /// Folder with index.json in the format annulus-cases-1
     #[arg(value_name = "DIR")]
     folder: PathBuf,
-    /// What computes
+    /// Compute backend
     #[arg(long, value_enum, default_value = "cpu")]
     backend: BackendName,
-    /// Which device, counted from 0 as `annulus doctor` lists them; the first if not said
+    /// Device number, counted from 0 as `annulus doctor` lists them. Default: the first; with cuda
+    /// the ranks of a node use its GPUs in turn
     #[arg(long, value_name = "N", value_parser = whole)]
     device: Option<usize>,
-    /// How ranks reach each other
+    /// Transport between ranks
     #[arg(long, value_enum, default_value = "auto")]
     transport: TransportName,
     /// Ring sizes, each 1 to 128; they may exceed the number of rows. Default: 1,2,3,4,7; under MPI
@@ -67,18 +70,18 @@ pub(crate) struct CheckFlags {
     /// Element types to compute in
     #[arg(long, value_enum, default_value = "f32,f64", value_delimiter = ',')]
     dtype: Vec<CheckedDType>,
-    /// Only cases whose id fits this pattern of * and ?
+    /// Only cases whose id matches this pattern of * and ?
     #[arg(long, value_name = "GLOB", default_value = "*")]
     case: String,
-    /// Count unsupported cases apart instead of as failed
+    /// Count unsupported cases separately instead of as failed
     #[arg(long)]
     skip_unsupported: bool,
 }
 
-/// Element types that cases have tolerances for.
+/// Element types for which cases have tolerances.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum CheckedDType {
-    /// Inputs as they are.
+    /// Inputs of f32, unchanged.
     F32,
     /// Inputs widened exactly.
     F64,
@@ -93,7 +96,7 @@ impl CheckedDType {
     }
 }
 
-/// What is counted.
+/// Counts of verdicts.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Count {
     passed: usize,
@@ -103,70 +106,80 @@ struct Count {
     first: Option<String>,
 }
 
-/// A case to compute in one element type: its id as it is printed.
-type Unit = (String, Result<Case>, CheckedDType);
+/// Case to compute in one element type.
+struct Unit {
+    /// Id as it is printed.
+    id: String,
+    /// The case, or the error of parsing it.
+    case: Result<Case>,
+    dtype: CheckedDType,
+}
 
-/// Ring sizes of threads, where no flag says them.
+/// Default ring sizes of threads: a prime and a power of two beside the smallest.
 const SIZES: [usize; 5] = [1, 2, 3, 4, 7];
 
 /// Runs `annulus check`.
 pub(crate) fn run(flags: &CheckFlags) -> Outcome {
-    let engine = Engine::open(flags.backend, flags.device, flags.transport, PATIENCE)?;
-    let mut crew = Crew::form("check", flags.transport, PATIENCE)?;
-    let done = check(flags, &mut crew, &engine);
-    crew.end(done)
+    let backend =
+        BackendChoice::open(flags.backend, flags.device, flags.transport, DEFAULT_DEADLINE)?;
+    let mut job = Job::start("check", flags.transport, DEFAULT_DEADLINE)?;
+    let done = check(flags, &mut job, &backend);
+    job.end(done)
 }
 
-fn check(flags: &CheckFlags, crew: &mut Crew, engine: &Engine) -> Outcome {
-    let sizes = crew.agree(flags.sizes(crew))?;
-    let index = crew.agree(Index::read(&flags.folder).map_err(Failure::from))?;
+fn check(flags: &CheckFlags, job: &mut Job, backend: &BackendChoice) -> Outcome {
+    let sizes = job.agree(flags.sizes(job))?;
+    let index = job.agree(Index::read(&flags.folder).map_err(Failure::from))?;
     let rings: Vec<(Ring, String)> = sizes
         .iter()
         .flat_map(|&ranks| flags.layout.iter().map(move |&layout| ring(ranks, layout)))
         .collect();
     let units = units(&index, flags);
     if units.is_empty() {
-        if crew.leads() {
+        if job.is_leader() {
             let pattern = message::name(&flags.case);
             complain!(
-                "--case: got {pattern}, want the id of a case of {} or a pattern of it",
+                "--case: got {pattern}, want the id, or a pattern of ids, of a case in {}",
                 message::path(&Index::path(&flags.folder))
             );
             say!("0 passed, 0 failed");
         }
         return Err(Failure::Reported);
     }
-    let verdicts = compute(&flags.folder, &units, &rings, crew, engine)?;
+    let verdicts = compute(&flags.folder, &units, &rings, job, backend)?;
     let mut count = Count::default();
     for (unit, verdicts) in units.iter().zip(verdicts) {
         count.unit(unit, &rings, verdicts, flags.skip_unsupported);
     }
-    // where ranks are processes the first has every verdict, and the others follow it
+    // with MPI only rank 0 has the verdicts; the others agree with it below
     let failed = count.failed > 0;
-    if crew.leads() {
+    if job.is_leader() {
         if flags.skip_unsupported {
             say!("{} unsupported", count.skipped);
         }
         say!("{} passed, {} failed", count.passed, count.failed);
         if let Some(first) = &count.first {
-            complain!("{} failed, the first: {first}", count.failed);
+            complain!("{} failed; first: {first}", count.failed);
         }
     }
-    crew.agree(if failed { Err(Failure::Reported) } else { Ok(()) })
+    job.agree(if failed { Err(Failure::Reported) } else { Ok(()) })
 }
 
 impl CheckFlags {
-    /// The files that flags name.
+    /// Paths that flags name.
     pub(crate) fn paths(&self) -> Vec<(&'static str, &Path)> {
         vec![("DIR", &self.folder)]
     }
 
-    /// The ring sizes: as asked, or those that fit the crew.
-    fn sizes(&self, crew: &Crew) -> Outcome<Vec<usize>> {
-        if !crew.is_of_processes() {
+    /// Returns the ring sizes: as requested, or the defaults for the kind of ranks.
+    ///
+    /// # Errors
+    /// [`Failure::Usage`] if a ring would be larger than the number of processes.
+    fn sizes(&self, job: &Job) -> Outcome<Vec<usize>> {
+        if !job.is_mpi() {
             return Ok(if self.ranks.is_empty() { SIZES.to_vec() } else { self.ranks.clone() });
         }
-        let all = crew.ranks();
+        let all = job.ranks();
         match self.ranks.iter().find(|&&ranks| ranks > all) {
             Some(ranks) => Err(Failure::usage(
                 "--ranks",
@@ -185,75 +198,78 @@ fn ring(ranks: usize, layout: LayoutName) -> (Ring, String) {
     (Ring { ranks, layout: layout.layout() }, format!("ranks={ranks} layout={name}"))
 }
 
-/// Every case that matches, in every element type. A case that cannot be read fails in all of them.
+/// Returns every matching case in every element type. A malformed case becomes a unit that fails.
 fn units(index: &Index, flags: &CheckFlags) -> Vec<Unit> {
     let mut units = Vec::new();
     let path = Index::path(&flags.folder);
     for (number, value) in index.cases.iter().enumerate() {
-        // a case without an id is malformed, and fails as such
+        // a case without an id is malformed and fails
         let id = value.get("id").and_then(serde_json::Value::as_str);
         let id = id.map_or_else(|| format!("(no id, number {number})"), str::to_owned);
-        if !glob::fits(&flags.case, &id) {
+        if !glob::matches(&flags.case, &id) {
             continue;
         }
         for &dtype in &flags.dtype {
-            units.push((message::name(&id), Case::read(&path, &id, value), dtype));
+            units.push(Unit { id: message::name(&id), case: Case::read(&path, &id, value), dtype });
         }
     }
     units
 }
 
-/// Every unit's verdicts, a ring each; where ranks are processes, on the first of them, and none on the others.
+/// Returns the verdicts of every unit, by ring. With MPI rank 0 returns them, and the others none.
+///
+/// # Ordering
+/// Collective over the processes.
 fn compute(
     folder: &Path,
     units: &[Unit],
     rings: &[(Ring, String)],
-    crew: &mut Crew,
-    engine: &Engine,
+    job: &mut Job,
+    backend: &BackendChoice,
 ) -> Outcome<Vec<Vec<Verdict>>> {
     let rings: Vec<Ring> = rings.iter().map(|(ring, _)| ring.clone()).collect();
     #[cfg(feature = "mpi")]
-    if crew.is_of_processes() {
-        return processes::compute(folder, units, &rings, crew, engine);
+    if job.is_mpi() {
+        return processes::compute(folder, units, &rings, job, backend);
     }
     #[cfg(not(feature = "mpi"))]
-    let _: &Crew = crew;
-    Ok(compute_on_threads(folder, units, &rings, engine)?)
+    let _: &Job = job;
+    Ok(compute_on_threads(folder, units, &rings, backend)?)
 }
 
-/// Every unit's verdicts, computed on as many threads as the machine runs at once.
+/// As [`compute`] for rings of threads, with one worker thread per core.
 fn compute_on_threads(
     folder: &Path,
     units: &[Unit],
     rings: &[Ring],
-    engine: &Engine,
+    backend: &BackendChoice,
 ) -> Result<Vec<Vec<Verdict>>> {
     let next = AtomicUsize::new(0);
-    let judge = |(_, case, dtype): &Unit| match (case, dtype) {
-        (Ok(case), CheckedDType::F32) => case::run::<f32>(folder, case, rings, engine),
-        (Ok(case), CheckedDType::F64) => case::run::<f64>(folder, case, rings, engine),
+    let judge = |unit: &Unit| match (&unit.case, unit.dtype) {
+        (Ok(case), CheckedDType::F32) => case::run::<f32>(folder, case, rings, backend),
+        (Ok(case), CheckedDType::F64) => case::run::<f64>(folder, case, rings, backend),
         (Err(error), _) => rings.iter().map(|_| Verdict::Failed(error.clone())).collect(),
     };
     let worker = |_, ()| {
         let mut done = Vec::new();
         loop {
-            let place = next.fetch_add(1, Ordering::Relaxed);
-            let Some(unit) = units.get(place) else { return Ok(done) };
-            done.push((place, judge(unit)));
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            let Some(unit) = units.get(index) else { return Ok(done) };
+            done.push((index, judge(unit)));
         }
     };
     let mut verdicts: Vec<_> =
         each_rank(vec![(); cores()], worker)?.into_iter().flatten().collect();
-    verdicts.sort_by_key(|&(place, _)| place);
+    verdicts.sort_by_key(|&(index, _)| index);
     Ok(verdicts.into_iter().map(|(_, verdicts)| verdicts).collect())
 }
 
 impl Count {
-    /// Counts the verdicts of a unit. What is wrong with the case itself, and so the same on every
-    /// ring, is printed once.
+    /// Counts the verdicts of a unit. An error that is equal on all rings is an error of the case
+    /// and is printed once.
     fn unit(
         &mut self,
-        (id, case, dtype): &Unit,
+        Unit { id, case, dtype }: &Unit,
         rings: &[(Ring, String)],
         verdicts: Vec<Verdict>,
         skip_unsupported: bool,
@@ -273,21 +289,20 @@ impl Count {
         }
     }
 
-    /// Counts one verdict, and prints a line for every way in which it is a failure, unless that
-    /// has been said.
-    fn add(&mut self, name: &str, verdict: &Verdict, skip_unsupported: bool, said: bool) {
+    /// Counts one verdict, and prints a line for each error in it unless `printed`.
+    fn add(&mut self, name: &str, verdict: &Verdict, skip_unsupported: bool, printed: bool) {
         match verdict {
             Verdict::Passed => self.passed += 1,
             Verdict::Failed(Error::Unsupported { .. }) if skip_unsupported => self.skipped += 1,
             Verdict::Failed(error) => {
                 self.failed += 1;
-                if !said {
+                if !printed {
                     self.fail(format!("{name}: {}", failure::text(error)));
                 }
             }
             Verdict::Wrong(arrays) => {
                 self.failed += 1;
-                for (array, error, tolerance) in arrays {
+                for WrongArray { name: array, error, tolerance } in arrays {
                     self.fail(format!(
                         "{name}: {} error {error:.3e} tolerance {tolerance:.3e}",
                         message::name(array)

@@ -1,7 +1,9 @@
-//! Checking over MPI: a ring of N ranks is made of the first N processes, each of which judges its own rows.
+//! Checks cases over MPI. The first N processes form a ring of N ranks, and each compares its own
+//! rows with the expected values.
 //!
-//! All processes go through the cases together. After each case they share their verdicts, so that whoever has no part in a ring waits for no longer
-//! than a case takes, and a failure that several ranks see is one failure.
+//! All processes iterate over the cases together. After each case they all-gather their verdicts.
+//! So a process outside a ring waits no longer than one case takes, and a failure of several ranks
+//! is counted once.
 
 use std::{
     collections::{BTreeMap, btree_map::Entry},
@@ -17,64 +19,69 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     CheckedDType, Unit,
-    case::{Opened, Ring, Verdict, error_of, tolerances},
+    case::{Opened, Ring, Verdict, WrongArray, error_of, exceeding, tolerances},
     compare::Expected,
     index::Case,
 };
 use crate::{
-    crew::{Crew, Endpoint},
-    engine::{Engine, Wired, with_backend},
+    backend::{BackendChoice, with_backend},
     failure::{Failure, Outcome},
+    job::{Endpoint, Job, RankBackend},
 };
 
-/// One rank's verdict on its way to the first: numbers as bits, for there may be a NaN among them.
+/// Verdict of one rank as a message. Numbers are encoded as bits, because JSON has no NaN.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-enum Said {
-    /// This process has no part in the ring, or nothing to complain of.
-    Fine,
-    /// These arrays are wrong: array, error, tolerance.
+enum RankVerdict {
+    /// The rank's rows pass, or the process is not in the ring.
+    Passed,
+    /// `(array, error, tolerance)` of arrays that exceed their tolerance.
     Wrong(Vec<(String, u64, u64)>),
-    /// `(what, by)` of what is not supported.
+    /// `(what, by)` of an [`Error::Unsupported`].
     Unsupported(String, String),
-    /// It could not be computed; whether this only repeats what another rank said.
+    /// Text of another error; true if it only repeats that of another rank.
     Failed(String, bool),
 }
 
-/// Every unit's verdicts, a ring each, on the first process; none on the others.
+/// Returns the verdicts of every unit, by ring, on rank 0; none on the others.
+///
+/// # Ordering
+/// Collective over the processes.
+/// # Errors
+/// The loss of a process.
 pub(super) fn compute(
     folder: &Path,
     units: &[Unit],
     rings: &[Ring],
-    crew: &mut Crew,
-    engine: &Engine,
+    job: &mut Job,
+    backend: &BackendChoice,
 ) -> Outcome<Vec<Vec<Verdict>>> {
-    let mut parts: BTreeMap<usize, Option<FirstRanks>> = BTreeMap::new();
+    let mut groups: BTreeMap<usize, Option<FirstRanks>> = BTreeMap::new();
     for ring in rings {
-        if let Entry::Vacant(entry) = parts.entry(ring.ranks) {
-            entry.insert(crew.first_ranks(ring.ranks)?);
+        if let Entry::Vacant(entry) = groups.entry(ring.ranks) {
+            entry.insert(job.first_ranks(ring.ranks)?);
         }
     }
-    let settings = crew.settings();
+    let settings = job.settings();
     let mut verdicts = Vec::new();
-    for (_, case, dtype) in units {
-        let mut said = Vec::new();
+    for Unit { case, dtype, .. } in units {
+        let mut own = Vec::new();
         for ring in rings {
-            let part = parts.get(&ring.ranks).and_then(Option::as_ref);
-            said.push(match (part, case, dtype) {
-                (None, ..) => Said::Fine,
-                (_, Err(error), _) => Said::of(&Verdict::Failed(error.clone())),
-                (Some(part), Ok(case), CheckedDType::F32) => {
-                    judge::<f32>(folder, case, ring, part, &settings, engine)
+            let group = groups.get(&ring.ranks).and_then(Option::as_ref);
+            own.push(match (group, case, dtype) {
+                (None, ..) => RankVerdict::Passed,
+                (_, Err(error), _) => RankVerdict::of(&Verdict::Failed(error.clone())),
+                (Some(group), Ok(case), CheckedDType::F32) => {
+                    judge::<f32>(folder, case, ring, group, &settings, backend)
                 }
-                (Some(part), Ok(case), CheckedDType::F64) => {
-                    judge::<f64>(folder, case, ring, part, &settings, engine)
+                (Some(group), Ok(case), CheckedDType::F64) => {
+                    judge::<f64>(folder, case, ring, group, &settings, backend)
                 }
             });
-            crew.alive()?;
+            job.heartbeat()?;
         }
-        let mine = serde_json::to_vec(&said).unwrap_or_default();
-        let all = crew.share(&mine)?;
-        if crew.leads() {
+        let own = serde_json::to_vec(&own).unwrap_or_default();
+        let all = job.all_gather(&own)?;
+        if job.is_leader() {
             verdicts.push(merge(&all, rings.len())?);
         }
     }
@@ -85,30 +92,34 @@ fn judge<T: Element>(
     folder: &Path,
     case: &Case,
     ring: &Ring,
-    part: &FirstRanks,
+    group: &FirstRanks,
     settings: &Settings,
-    engine: &Engine,
-) -> Said {
-    let verdict = with_backend!(engine, 1, make => try_judge::<T, _>(folder, case, ring, part, settings, make));
-    Said::of(&verdict.unwrap_or_else(Verdict::Failed))
+    backend: &BackendChoice,
+) -> RankVerdict {
+    let verdict = with_backend!(backend, 1, make => {
+        try_judge::<T, _>(folder, case, ring, group, settings, make)
+    });
+    RankVerdict::of(&verdict.unwrap_or_else(Verdict::Failed))
 }
 
 fn try_judge<T: Element, B: Backend<Space: HostTensors>>(
     folder: &Path,
     case: &Case,
     ring: &Ring,
-    part: &FirstRanks,
+    group: &FirstRanks,
     settings: &Settings,
-    make: impl Fn(Endpoint) -> Result<Wired<B>>,
+    make: impl Fn(Endpoint) -> Result<RankBackend<B>>,
 ) -> Result<Verdict> {
     let opened = Opened::new::<T>(folder, case);
-    // made even by a rank that has nothing to do on it: dropping it says goodbye to the others, who then wait no longer
-    let endpoint = Endpoint::Process(Box::new(part.ring(settings.clone())?));
+    // created even if the file could not be opened: dropping it tells the other ranks to stop
+    // waiting
+    let endpoint = Endpoint::Process(Box::new(group.ring(settings.clone())?));
     let Opened { input, sinks, attention } = opened?;
     let (backend, transport) = make(endpoint)?;
     let mut plan =
         Plan::new(&attention.clone().layout(ring.layout.clone()), input.dims, backend, transport)?;
-    let (q_rows, kv_rows) = (plan.q_rows().clone(), plan.kv_rows().clone());
+    let q_rows = plan.q_rows().clone();
+    let kv_rows = plan.kv_rows().clone();
     let named = |error| input.named(error);
     let share = input.share::<T>(sinks, &q_rows, &kv_rows).map_err(named)?;
     let batch = input.batch(&q_rows, &kv_rows).map_err(named)?;
@@ -120,34 +131,30 @@ fn try_judge<T: Element, B: Backend<Space: HostTensors>>(
     let forward = plan.forward(&tensors)?;
     let backward =
         plan.backward(&tensors, &forward, gradients.dout.view(), gradients.dlse_view())?;
-    let over_queries = input.bias.is_some_and(|shape| shape[2] == 1);
+    // the gradient of a bias without a query axis is equal on all ranks
+    let is_reduced = input.bias.is_some_and(|shape| shape[2] == 1);
     let mut wrong = Vec::new();
     for (name, &tolerance) in tolerances::<T>(case)? {
         let want = match name.as_str() {
             "out" | "dq" => Expected::rows(&input, name, 1, &q_rows)?,
             "dk" | "dv" => Expected::rows(&input, name, 1, &kv_rows)?,
             "lse" | "max" | "sum" => Expected::rows(&input, name, 2, &q_rows)?,
-            "dbias" if !over_queries => Expected::rows(&input, name, 2, &q_rows)?,
+            "dbias" if !is_reduced => Expected::rows(&input, name, 2, &q_rows)?,
             _ => Expected::whole(&input, name)?,
         };
-        let error = error_of(name, &want, &forward, &backward)?;
-        // a NaN is within no tolerance
-        let within = error <= tolerance;
-        if !within {
-            wrong.push((name.clone(), error, tolerance));
-        }
+        wrong.extend(exceeding(name, error_of(name, &want, &forward, &backward)?, tolerance));
     }
     Ok(if wrong.is_empty() { Verdict::Passed } else { Verdict::Wrong(wrong) })
 }
 
-impl Said {
+impl RankVerdict {
     fn of(verdict: &Verdict) -> Self {
         match verdict {
-            Verdict::Passed => Self::Fine,
+            Verdict::Passed => Self::Passed,
             Verdict::Wrong(arrays) => Self::Wrong(
                 arrays
                     .iter()
-                    .map(|(name, error, tolerance)| {
+                    .map(|WrongArray { name, error, tolerance }| {
                         (name.clone(), error.to_bits(), tolerance.to_bits())
                     })
                     .collect(),
@@ -166,45 +173,50 @@ impl Said {
     }
 }
 
-/// The verdicts of all rings from what every rank says of each.
+/// Merges the encoded verdicts of all ranks into one verdict for each ring.
+///
+/// # Errors
+/// [`Error::Comm`] if a rank sent another number of verdicts than `rings`.
 fn merge(all: &[Vec<u8>], rings: usize) -> Outcome<Vec<Verdict>> {
     let mut ranks = Vec::new();
     for (peer, bytes) in all.iter().enumerate() {
-        let said: Vec<Said> = serde_json::from_slice(bytes).unwrap_or_default();
-        if said.len() != rings {
+        let verdicts: Vec<RankVerdict> = serde_json::from_slice(bytes).unwrap_or_default();
+        if verdicts.len() != rings {
             return Err(Failure::from(Error::Comm {
                 peer,
                 step: 0,
-                what: format!("{} verdicts, want {rings}", said.len()),
+                what: format!("{} verdicts, want {rings}", verdicts.len()),
             }));
         }
-        ranks.push(said);
+        ranks.push(verdicts);
     }
-    Ok((0..rings)
-        .map(|ring| merge_one(ranks.iter().enumerate().map(|(rank, said)| (rank, &said[ring]))))
-        .collect())
+    Ok((0..rings).map(|ring| merge_ring(ranks.iter().map(|verdicts| &verdicts[ring]))).collect())
 }
 
-/// One verdict of all ranks': what a rank found itself comes before what it only repeats, and an array is as wrong as where it is worst.
-fn merge_one<'a>(said: impl Iterator<Item = (usize, &'a Said)>) -> Verdict {
+/// Merges the verdicts of all ranks of one ring, by rank. An error takes precedence over one that
+/// only repeats it, and the error of an array is the largest of all ranks.
+fn merge_ring<'a>(verdicts: impl Iterator<Item = &'a RankVerdict>) -> Verdict {
     let mut wrong: BTreeMap<String, (f64, f64)> = BTreeMap::new();
     let mut failed: Option<(bool, Error)> = None;
-    for (rank, said) in said {
-        let (echo, error) = match said {
-            Said::Fine => continue,
-            Said::Wrong(arrays) => {
+    for (rank, verdict) in verdicts.enumerate() {
+        let (echo, error) = match verdict {
+            RankVerdict::Passed => continue,
+            RankVerdict::Wrong(arrays) => {
                 for (name, error, tolerance) in arrays {
-                    let (error, tolerance) = (f64::from_bits(*error), f64::from_bits(*tolerance));
+                    let error = f64::from_bits(*error);
+                    let tolerance = f64::from_bits(*tolerance);
                     let worst = wrong.entry(name.clone()).or_insert((error, tolerance));
-                    // nothing is worse than a NaN
+                    // a NaN stays: no comparison with it is true
                     if error.is_nan() || error > worst.0 {
                         worst.0 = error;
                     }
                 }
                 continue;
             }
-            Said::Unsupported(what, by) => (false, Error::unsupported(what.clone(), by.clone())),
-            Said::Failed(what, echo) => (*echo, Error::Aborted { rank, what: what.clone() }),
+            RankVerdict::Unsupported(what, by) => {
+                (false, Error::unsupported(what.clone(), by.clone()))
+            }
+            RankVerdict::Failed(what, echo) => (*echo, Error::Aborted { rank, what: what.clone() }),
         };
         if failed.as_ref().is_none_or(|(first_echoes, _)| *first_echoes && !echo) {
             failed = Some((echo, error));
@@ -214,7 +226,10 @@ fn merge_one<'a>(said: impl Iterator<Item = (usize, &'a Said)>) -> Verdict {
         Some((_, error)) => Verdict::Failed(error),
         None if wrong.is_empty() => Verdict::Passed,
         None => Verdict::Wrong(
-            wrong.into_iter().map(|(name, (error, tolerance))| (name, error, tolerance)).collect(),
+            wrong
+                .into_iter()
+                .map(|(name, (error, tolerance))| WrongArray { name, error, tolerance })
+                .collect(),
         ),
     }
 }
@@ -223,37 +238,39 @@ fn merge_one<'a>(said: impl Iterator<Item = (usize, &'a Said)>) -> Verdict {
 mod tests {
     use super::*;
 
-    fn merged(said: &[Said]) -> Verdict {
-        merge_one(said.iter().enumerate())
+    fn merged(verdicts: &[RankVerdict]) -> Verdict {
+        merge_ring(verdicts.iter())
     }
 
     #[test]
-    fn a_failure_of_several_ranks_is_one() {
-        let wrong =
-            |error: f64| Said::Wrong(vec![("dk".into(), error.to_bits(), 1e-4f64.to_bits())]);
-        assert!(matches!(merged(&[Said::Fine, Said::Fine]), Verdict::Passed));
-        let Verdict::Wrong(arrays) = merged(&[wrong(0.5), Said::Fine, wrong(0.75)]) else {
+    fn wrong_arrays_of_several_ranks_are_one_failure() {
+        let wrong = |error: f64| {
+            RankVerdict::Wrong(vec![("dk".into(), error.to_bits(), 1e-4f64.to_bits())])
+        };
+        assert!(matches!(merged(&[RankVerdict::Passed, RankVerdict::Passed]), Verdict::Passed));
+        let Verdict::Wrong(arrays) = merged(&[wrong(0.5), RankVerdict::Passed, wrong(0.75)]) else {
             panic!()
         };
-        assert_eq!(arrays, [("dk".to_owned(), 0.75, 1e-4)]);
+        let want = WrongArray { name: "dk".to_owned(), error: 0.75, tolerance: 1e-4 };
+        assert_eq!(arrays, [want]);
         let Verdict::Wrong(arrays) = merged(&[wrong(f64::NAN), wrong(0.75)]) else { panic!() };
-        assert!(arrays[0].1.is_nan());
+        assert!(arrays[0].error.is_nan());
     }
 
     #[test]
-    fn who_found_it_is_heard() {
-        let said = [
-            Said::Failed("rank 1 refused the call: x".into(), true),
-            Said::Unsupported("x".into(), "y".into()),
-            Said::Fine,
+    fn an_error_takes_precedence_over_its_repetition() {
+        let verdicts = [
+            RankVerdict::Failed("rank 1 refused the call: x".into(), true),
+            RankVerdict::Unsupported("x".into(), "y".into()),
+            RankVerdict::Passed,
         ];
-        assert!(matches!(merged(&said), Verdict::Failed(Error::Unsupported { .. })));
-        let own = Said::Failed("x".into(), false);
+        assert!(matches!(merged(&verdicts), Verdict::Failed(Error::Unsupported { .. })));
+        let own = RankVerdict::Failed("x".into(), false);
         assert!(matches!(
-            merged(&[Said::Fine, own.clone(), own]),
+            merged(&[RankVerdict::Passed, own.clone(), own]),
             Verdict::Failed(Error::Aborted { rank: 1, .. })
         ));
-        let bytes = serde_json::to_vec(&said).unwrap();
-        assert_eq!(serde_json::from_slice::<Vec<Said>>(&bytes).unwrap(), said);
+        let bytes = serde_json::to_vec(&verdicts).unwrap();
+        assert_eq!(serde_json::from_slice::<Vec<RankVerdict>>(&bytes).unwrap(), verdicts);
     }
 }

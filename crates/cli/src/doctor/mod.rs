@@ -1,7 +1,7 @@
-//! `annulus doctor`: what this build and this machine have.
+//! `annulus doctor`: lists the features of this build, and the devices and cores of this machine.
 
 #[cfg(feature = "mpi")]
-mod job;
+mod mpi;
 
 use annulus_cpu::Isa;
 use clap::Args;
@@ -9,11 +9,11 @@ use clap::Args;
 use crate::{
     VERSION,
     arguments::ring::{TransportName, WITH_MPI, cores},
-    crew::{Crew, PATIENCE},
-    engine::backends,
+    backend::backends,
     failure::{Failure, Outcome},
+    job::{DEFAULT_DEADLINE, Job},
     launcher,
-    report::say,
+    stdout::say,
 };
 
 const EXAMPLES: &str = "Examples:
@@ -21,19 +21,20 @@ const EXAMPLES: &str = "Examples:
   annulus doctor --json
   mpirun -n 4 annulus doctor";
 
-/// Lists backends, transports, CPU features, threads and versions; under a launcher (mpirun, srun) also which rank runs where
+/// Lists backends, devices, transports, CPU features, threads and versions; under a launcher
+/// (mpirun, srun) also the node and the cores of each rank
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct DoctorFlags {
-    /// The transport whose ranks are listed
+    /// Transport whose ranks are listed
     #[arg(long, value_enum, default_value = "auto")]
     transport: TransportName,
-    /// Print the report as one JSON object: a list of texts for each name
+    /// Print the report as one JSON object: each name with a list of texts
     #[arg(long)]
     json: bool,
 }
 
-/// The report: names and what there is to say of each, in order.
+/// Report: lines of a name and a text, in order.
 #[derive(Debug, Default)]
 struct Findings(Vec<(String, String)>);
 
@@ -43,7 +44,7 @@ impl Findings {
         self.0.push((name.to_owned(), what.to_owned()));
     }
 
-    /// Prints it, as lines or as JSON.
+    /// Prints the report as lines or as JSON.
     fn print(&self, json: bool) {
         if !json {
             self.0.iter().for_each(|(name, what)| say!("{name:<12} {what}"));
@@ -61,54 +62,56 @@ impl Findings {
     }
 }
 
-/// Runs `annulus doctor`. What the machine has is printed also where the environment forces an
-/// instruction set that is not there.
+/// Runs `annulus doctor`. The report is printed even if the environment forces an instruction set
+/// that this machine lacks, which is an error afterwards.
 pub(crate) fn run(flags: &DoctorFlags) -> Outcome {
     let chosen = Isa::chosen().map_err(Failure::of_flags);
-    let lost = launcher::among_others()
+    let without_mpi = launcher::one_of_several()
         .filter(|_| flags.transport == TransportName::Auto && !cfg!(feature = "mpi"));
-    if let Some(place) = lost {
-        // of several processes that know nothing of each other, one speaks
-        if place.rank == 0 {
+    if let Some(launched) = without_mpi {
+        // the processes are independent of each other, so only the launcher's rank 0 prints
+        if launched.rank == 0 {
             let mut findings = of_build(chosen.as_ref().ok().copied());
-            let size = place.size.map_or_else(|| "several".to_owned(), |size| size.to_string());
             let warning = format!(
-                "a launcher ({}) started {size} processes, and this build has no mpi: {WITH_MPI}",
-                place.by
+                "a launcher ({}) started {} processes, and this build has no mpi: {WITH_MPI}",
+                launched.launcher,
+                launched.count()
             );
             findings.line("warning", &warning);
             findings.print(flags.json);
         }
         return chosen.map(|_| ());
     }
-    let mut crew = Crew::form("doctor", flags.transport, PATIENCE)?;
-    let told =
-        if crew.leads() { tell(&crew, chosen.as_ref().ok().copied(), flags.json) } else { Ok(()) };
-    let chosen = crew.agree(chosen);
-    crew.end(told.and(chosen.map(|_| ())))
+    let mut job = Job::start("doctor", flags.transport, DEFAULT_DEADLINE)?;
+    let printed = if job.is_leader() {
+        print(&job, chosen.as_ref().ok().copied(), flags.json)
+    } else {
+        Ok(())
+    };
+    let chosen = job.agree(chosen);
+    job.end(printed.and(chosen.map(|_| ())))
 }
 
-fn tell(crew: &Crew, isa: Option<Isa>, json: bool) -> Outcome {
-    #[cfg_attr(not(feature = "mpi"), expect(unused_mut, reason = "a job has more to say"))]
+fn print(job: &Job, isa: Option<Isa>, json: bool) -> Outcome {
+    #[cfg_attr(not(feature = "mpi"), expect(unused_mut, reason = "MPI adds lines"))]
     let mut findings = of_build(isa);
     #[cfg(feature = "mpi")]
-    if let Some(world) = crew.world() {
-        job::of_job(world, &mut findings)?;
+    if let Some(world) = job.world() {
+        mpi::add_findings(world, &mut findings)?;
     }
     #[cfg(not(feature = "mpi"))]
-    let _: &Crew = crew;
+    let _: &Job = job;
     findings.print(json);
     Ok(())
 }
 
-/// What one process knows by itself.
+/// Collects the findings about this build and this machine.
 fn of_build(isa: Option<Isa>) -> Findings {
     let mut findings = Findings::default();
     let mut line = |name: &str, what: &str| findings.line(name, what);
     line("annulus", VERSION);
     line("target", &format!("{} {}", std::env::consts::ARCH, std::env::consts::OS));
-    let (has_wgpu, has_cuda) = (cfg!(feature = "wgpu"), cfg!(feature = "cuda"));
-    let missing: Vec<&str> = [("wgpu", has_wgpu), ("cuda", has_cuda)]
+    let missing: Vec<&str> = [("wgpu", cfg!(feature = "wgpu")), ("cuda", cfg!(feature = "cuda"))]
         .into_iter()
         .filter(|(_, has)| !has)
         .map(|(name, _)| name)
@@ -138,34 +141,32 @@ fn of_build(isa: Option<Isa>) -> Findings {
     line("cpu", &cpu_features());
     let available: Vec<&str> =
         Isa::ALL.into_iter().filter(|isa| isa.is_available()).map(Isa::name).collect();
-    let chosen = isa.map_or("nothing: what is forced is not there", Isa::name);
+    let chosen = isa.map_or("none: the forced instruction set is not available", Isa::name);
     line(
         "tiles for",
-        &format!(
-            "{chosen} (this machine can: {}; {} forces one)",
-            available.join(" "),
-            Isa::VARIABLE
-        ),
+        &format!("{chosen} (available: {}; {} forces one)", available.join(" "), Isa::VARIABLE),
     );
-    line("threads", &format!("{} at once on this machine", cores()));
+    line("threads", &format!("{} run in parallel on this machine", cores()));
     findings
 }
 
-/// Each NVIDIA GPU and its compiler, or what is missing.
+/// Describes each NVIDIA GPU and its compiler, or what is missing.
 #[cfg(feature = "cuda")]
 fn of_gpus() -> Vec<String> {
     use annulus::cuda::{Cuda, device::Device};
-    let said = |number| {
+    let described = |number| {
         format!(
             "device {number}: {}",
             Cuda::open(number).map_or_else(|missing| missing.to_string(), |cuda| cuda.to_string())
         )
     };
-    Device::count()
-        .map_or_else(|missing| vec![missing.to_string()], |count| (0..count).map(said).collect())
+    Device::count().map_or_else(
+        |missing| vec![missing.to_string()],
+        |count| (0..count).map(described).collect(),
+    )
 }
 
-/// NCCL's version, or what is missing.
+/// Returns the version of NCCL, or what is missing.
 #[cfg(feature = "nccl")]
 fn of_nccl() -> String {
     use annulus::cuda::device::nccl::NcclSymbols;
@@ -174,19 +175,18 @@ fn of_nccl() -> String {
         .map_or_else(|missing| missing.to_string(), |number| format!("version {number}"))
 }
 
-/// Each adapter of wgpu, or that there is none.
+/// Describes each adapter of wgpu.
 #[cfg(feature = "wgpu")]
 fn of_adapters() -> Vec<String> {
     let adapters = annulus_wgpu::Gpu::list();
     if adapters.is_empty() {
-        return vec!["no adapter: no Vulkan, Metal or DX12 driver was found".to_owned()];
+        return vec!["no adapter: no Vulkan, Metal or DX12 driver found".to_owned()];
     }
     let forced = annulus_wgpu::Level::forced();
     let words = |adapter: annulus_wgpu::Adapter| {
-        let kind = if adapter.software { ", on the processor" } else { "" };
+        let kind = if adapter.software { ", software" } else { "" };
         let (least, most) = adapter.subgroups;
-        let (number, name, api, driver) =
-            (adapter.number, &adapter.name, &adapter.api, &adapter.driver);
+        let annulus_wgpu::Adapter { number, name, api, driver, .. } = &adapter;
         let level = levels(&adapter, &forced);
         format!(
             "device {number}: {name} ({api}, {driver}{kind}), subgroups {least} to {most}, {level}"
@@ -195,29 +195,33 @@ fn of_adapters() -> Vec<String> {
     adapters.into_iter().map(words).collect()
 }
 
-/// The level at which an adapter computes, why, and those that it could be made to compute at.
+/// Describes the level of an adapter's kernels, the reason for it, and the levels that can be
+/// forced.
 #[cfg(feature = "wgpu")]
 fn levels(
     adapter: &annulus_wgpu::Adapter,
     forced: &annulus_core::Result<Option<annulus_wgpu::Level>>,
 ) -> String {
-    let (variable, chosen) = (annulus_wgpu::Level::VARIABLE, adapter.chosen.name());
+    let variable = annulus_wgpu::Level::VARIABLE;
+    let chosen = adapter.chosen.name();
     let at = match forced {
         Ok(None) => adapter.record.map_or_else(
             || format!("level {chosen}"),
-            |record| format!("level {chosen} (shown to be faster in {record})"),
+            |record| format!("level {chosen} (measured as fastest in {record})"),
         ),
         Ok(Some(level)) if adapter.levels.contains(level) => {
             format!("level {} (forced; else {chosen})", level.name())
         }
-        Ok(Some(level)) => format!("no level, for {} is forced, which it cannot run", level.name()),
+        Ok(Some(level)) => {
+            format!("no level: {} is forced, which this adapter does not support", level.name())
+        }
         Err(wrong) => format!("no level: {wrong}"),
     };
     let all: Vec<&str> = adapter.levels.iter().map(|level| level.name()).collect();
     format!("{at}; {variable} forces one of: {}", all.join(" "))
 }
 
-/// What the CPU offers of what tiles could use.
+/// Lists the CPU features that SIMD kernels could use.
 #[cfg(target_arch = "x86_64")]
 fn cpu_features() -> String {
     macro_rules! found {
@@ -237,7 +241,7 @@ fn cpu_features() -> String {
     ))
 }
 
-/// What the CPU offers of what tiles could use.
+/// Lists the CPU features that SIMD kernels could use.
 #[cfg(target_arch = "aarch64")]
 fn cpu_features() -> String {
     macro_rules! found {
@@ -246,7 +250,7 @@ fn cpu_features() -> String {
     listed(&found!("neon", "fp16", "bf16", "sve", "sve2"))
 }
 
-/// What the CPU offers of what tiles could use.
+/// Lists the CPU features that SIMD kernels could use.
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 fn cpu_features() -> String {
     listed(&[])
@@ -255,5 +259,5 @@ fn cpu_features() -> String {
 fn listed(features: &[(&str, bool)]) -> String {
     let found: Vec<&str> =
         features.iter().filter(|(_, found)| *found).map(|&(name, _)| name).collect();
-    if found.is_empty() { "no feature that is looked for".into() } else { found.join(" ") }
+    if found.is_empty() { "no SIMD feature detected".into() } else { found.join(" ") }
 }

@@ -1,4 +1,5 @@
-//! The header of a safetensors file: what tensors there are and where their bytes lie, checked before a byte of data is read.
+//! Header of a safetensors file: the tensors and the ranges of their bytes, checked before any data
+//! is read.
 
 use std::{collections::BTreeMap, fs::File, os::unix::fs::FileExt, path::Path};
 
@@ -14,23 +15,23 @@ use crate::{
     message,
 };
 
-/// The largest header that is believed; the format's own limit.
+/// The largest header, the limit of the format's reference implementation.
 const MOST_HEADER_BYTES: u64 = 100_000_000;
 
-/// One tensor of a file.
+/// Tensor of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Entry {
     /// Element type.
     pub(crate) kind: Kind,
-    /// Lengths.
+    /// Shape.
     pub(crate) shape: Vec<usize>,
-    /// Where its bytes start, from the start of the file.
+    /// Offset of its bytes from the start of the file.
     pub(crate) offset: u64,
 }
 
 impl Entry {
-    /// Bytes of the whole tensor; `None` past 2⁶³. A length of 0 hides no product of the others:
-    /// every offset within a line fits too.
+    /// Returns the bytes of the whole tensor; `None` from 2⁶³ on. Lengths of 0 count as 1 in this
+    /// check, so that the product of any of the lengths fits.
     pub(crate) fn bytes(kind: Kind, shape: &[usize]) -> Option<u64> {
         let lengths = shape.iter().map(|&len| len.max(1) as u64);
         let bytes = lengths
@@ -41,16 +42,16 @@ impl Entry {
     }
 }
 
-/// All tensors of a file.
+/// Tensors of a file by name.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Header {
-    /// Those of a dtype that this program has.
+    /// Tensors of a supported dtype.
     pub(super) entries: BTreeMap<String, Entry>,
-    /// The dtypes of the others. Of these nothing but their place is known.
-    pub(super) foreign: BTreeMap<String, String>,
+    /// Dtypes of all other tensors. Only their byte ranges are checked.
+    pub(super) unsupported: BTreeMap<String, String>,
 }
 
-/// A tensor as the JSON text has it.
+/// Tensor in the JSON text.
 #[derive(Debug)]
 struct RawEntry {
     dtype: String,
@@ -70,13 +71,15 @@ impl<'de> Deserialize<'de> for RawEntry {
                 self,
                 mut map: A,
             ) -> std::result::Result<RawEntry, A::Error> {
-                let (mut dtype, mut shape, mut data_offsets) = (None, None, None);
+                let mut dtype = None;
+                let mut shape = None;
+                let mut data_offsets = None;
                 while let Some(field) = map.next_key::<String>()? {
                     match field.as_str() {
                         "dtype" => once(&mut dtype, "dtype", &mut map)?,
                         "shape" => once(&mut shape, "shape", &mut map)?,
                         "data_offsets" => once(&mut data_offsets, "data_offsets", &mut map)?,
-                        // a later version of the format may add some
+                        // a later version of the format may add fields
                         _ => drop(map.next_value::<IgnoredAny>()?),
                     }
                 }
@@ -92,7 +95,7 @@ impl<'de> Deserialize<'de> for RawEntry {
     }
 }
 
-/// Reads the value of a field that may come once.
+/// Reads the value of a field, and refuses a second one of the same name.
 fn once<'de, T: Deserialize<'de>, A: MapAccess<'de>>(
     value: &mut Option<T>,
     field: &'static str,
@@ -103,7 +106,7 @@ fn once<'de, T: Deserialize<'de>, A: MapAccess<'de>>(
     if value.replace(read).is_some() { Err(A::Error::duplicate_field(field)) } else { Ok(()) }
 }
 
-/// All entries in order of appearance, so that a name that comes twice is found.
+/// All tensors in order, not as a map, so that duplicate names are detected.
 struct RawHeader(Vec<(String, RawEntry)>);
 
 impl<'de> Deserialize<'de> for RawHeader {
@@ -118,7 +121,8 @@ impl<'de> Deserialize<'de> for RawHeader {
                 self,
                 mut map: A,
             ) -> std::result::Result<RawHeader, A::Error> {
-                let (mut entries, mut metadata) = (Vec::new(), None::<Metadata>);
+                let mut entries = Vec::new();
+                let mut metadata = None::<Metadata>;
                 while let Some(name) = map.next_key::<String>()? {
                     if name == METADATA {
                         once(&mut metadata, METADATA, &mut map)?;
@@ -141,10 +145,10 @@ impl<'de> Deserialize<'de> for RawHeader {
     }
 }
 
-/// The name of what is no tensor.
+/// Key of the header that is not a tensor.
 const METADATA: &str = "__metadata__";
 
-/// Texts by name, of which nothing is used.
+/// Metadata, which is checked to have only strings and is discarded.
 struct Metadata;
 
 impl<'de> Deserialize<'de> for Metadata {
@@ -170,13 +174,65 @@ impl<'de> Deserialize<'de> for Metadata {
 /// Reads and checks the header of `file`.
 ///
 /// # Errors
-/// [`annulus_core::Error::Io`] if the file is no safetensors file, truncated, or its tensors
-/// overlap or leave holes; [`annulus_core::Error::InvalidArgument`] naming the file and the tensor
-/// whose shape its bytes do not have.
+/// [`annulus_core::Error::Io`] if the file is not a safetensors file or is truncated, or if its
+/// tensors overlap or leave gaps; [`annulus_core::Error::InvalidArgument`] naming the file and the
+/// tensor if the bytes of a tensor do not match its shape.
 pub(super) fn read(file: &File, path: &Path) -> Result<Header> {
+    let Parsed { entries, start, bytes } = parse(file, path)?;
+    let mut header = Header::default();
+    let mut ranges = Vec::new();
+    for (name, raw) in entries.0 {
+        let [begin, end] = raw.data_offsets;
+        if begin > end {
+            return Err(reversed(path, &name, &raw));
+        }
+        if end > bytes {
+            let what = format!(
+                "tensor {} ends at byte {end} of {bytes} bytes of data",
+                message::name(&name)
+            );
+            return Err(io(path, format!("is truncated: {what}")));
+        }
+        let new = match Kind::named(&raw.dtype) {
+            Some(kind) => {
+                let entry = entry(path, &name, kind, &raw, start)?;
+                header.entries.insert(name.clone(), entry).is_none()
+                    && !header.unsupported.contains_key(&name)
+            }
+            None => {
+                header.unsupported.insert(name.clone(), raw.dtype).is_none()
+                    && !header.entries.contains_key(&name)
+            }
+        };
+        if !new {
+            return Err(io(path, format!("has two tensors named {}", message::name(&name))));
+        }
+        ranges.push((begin, end, name));
+    }
+    check_ranges(path, ranges, bytes)?;
+    Ok(header)
+}
+
+/// Header text as JSON, and the extent of the data after it.
+struct Parsed {
+    entries: RawHeader,
+    /// Offset of the data from the start of the file.
+    start: u64,
+    /// Bytes of the data.
+    bytes: u64,
+}
+
+/// Reads and parses the text of the header.
+///
+/// # Errors
+/// [`annulus_core::Error::Io`] if the file is not a safetensors file or is truncated.
+fn parse(file: &File, path: &Path) -> Result<Parsed> {
     let file_bytes = file.metadata().map_err(|error| io(path, error))?.len();
     if file_bytes < 8 {
-        return Err(io(path, format!("is truncated: {file_bytes} bytes, no safetensors header")));
+        return Err(io(
+            path,
+            format!("is truncated: {file_bytes} bytes, too short for a safetensors header"),
+        ));
     }
     let mut length = [0; 8];
     file.read_exact_at(&mut length, 0).map_err(|error| changed(path, &error))?;
@@ -185,61 +241,40 @@ pub(super) fn read(file: &File, path: &Path) -> Result<Header> {
         return Err(io(
             path,
             format!(
-                "is no safetensors file: its header claims {length} bytes, more than {MOST_HEADER_BYTES}"
+                "is not a safetensors file: its header length is {length}, want at most \
+                 {MOST_HEADER_BYTES}"
             ),
         ));
     }
-    let data = 8 + length;
-    if data > file_bytes {
+    let start = 8 + length;
+    if start > file_bytes {
         return Err(io(
             path,
-            format!("is truncated: {file_bytes} bytes, the header alone ends at {data}"),
+            format!("is truncated: {file_bytes} bytes, but the header ends at {start}"),
         ));
     }
     let mut text = vec![0; annulus_core::index(length)];
     file.read_exact_at(&mut text, 8).map_err(|error| changed(path, &error))?;
-    let raw: RawHeader = serde_json::from_slice(&text)
+    let entries = serde_json::from_slice(&text)
         .map_err(|error| io(path, format!("has a malformed safetensors header: {error}")))?;
+    Ok(Parsed { entries, start, bytes: file_bytes - start })
+}
 
-    let mut header = Header::default();
-    let mut extents = Vec::new();
-    let held = file_bytes - data;
-    for (name, raw) in raw.0 {
-        let [begin, end] = raw.data_offsets;
-        if begin > end {
-            return Err(reversed(path, &name, &raw));
-        }
-        if end > held {
-            let what = format!(
-                "tensor {} ends at byte {end} of the data, of which there are {held}",
-                message::name(&name)
-            );
-            return Err(io(path, format!("is truncated: {what}")));
-        }
-        let new = match Kind::named(&raw.dtype) {
-            Some(kind) => {
-                let entry = entry(path, &name, kind, &raw, data)?;
-                header.entries.insert(name.clone(), entry).is_none()
-                    && !header.foreign.contains_key(&name)
-            }
-            None => {
-                header.foreign.insert(name.clone(), raw.dtype).is_none()
-                    && !header.entries.contains_key(&name)
-            }
-        };
-        if !new {
-            return Err(io(path, format!("has two tensors named {}", message::name(&name))));
-        }
-        extents.push((begin, end, name));
-    }
-    extents.sort();
+/// Checks that the byte ranges of the tensors cover the `bytes` bytes of data without overlaps and
+/// gaps.
+///
+/// # Errors
+/// [`annulus_core::Error::Io`] naming the first tensor that does not start where the one before it
+/// ends.
+fn check_ranges(path: &Path, mut ranges: Vec<(u64, u64, String)>, bytes: u64) -> Result<()> {
+    ranges.sort();
     let mut expected = 0;
-    for (begin, end, name) in extents {
+    for (begin, end, name) in ranges {
         if begin != expected {
             let what = if begin < expected {
                 "overlaps the tensor before it"
             } else {
-                "leaves a hole before it"
+                "leaves a gap before it"
             };
             let name = message::name(&name);
             return Err(io(
@@ -251,31 +286,36 @@ pub(super) fn read(file: &File, path: &Path) -> Result<Header> {
         }
         expected = end;
     }
-    match held - expected {
-        0 => Ok(header),
+    match bytes - expected {
+        0 => Ok(()),
         more => Err(io(path, format!("has {more} bytes after its last tensor"))),
     }
 }
 
-/// A file that could not be read although its length said that it could.
+/// Creates the error of a read within the length that the file had.
 fn changed(path: &Path, error: &std::io::Error) -> annulus_core::Error {
     match error.kind() {
-        std::io::ErrorKind::UnexpectedEof => io(path, "became shorter while it was read"),
+        std::io::ErrorKind::UnexpectedEof => io(path, "was truncated while it was read"),
         _ => io(path, error),
     }
 }
 
+/// Creates the error of a tensor that ends before it begins.
 fn reversed(path: &Path, name: &str, raw: &RawEntry) -> annulus_core::Error {
     let [begin, end] = raw.data_offsets;
     of_file(
         path,
         name,
         format!("bytes {begin}..{end} for {} {:?}", message::name(&raw.dtype), raw.shape),
-        "offsets that ascend",
+        "ascending offsets",
     )
 }
 
-/// The entry of a tensor whose bytes lie in the file.
+/// Creates the entry of a tensor whose byte range is within the file; `data` is the start of the
+/// data.
+///
+/// # Errors
+/// As [`read`].
 fn entry(path: &Path, name: &str, kind: Kind, raw: &RawEntry, data: u64) -> Result<Entry> {
     let [begin, end] = raw.data_offsets;
     let shape: Vec<usize> = raw.shape.iter().map(|&len| annulus_core::index(len)).collect();
@@ -284,7 +324,7 @@ fn entry(path: &Path, name: &str, kind: Kind, raw: &RawEntry, data: u64) -> Resu
         let got = format!("bytes {begin}..{end} for {} of shape {shape:?}", kind.name());
         let want = want.map_or_else(
             || "a shape of less than 2^63 bytes".to_owned(),
-            |bytes| format!("{bytes} bytes, as shape and dtype make it"),
+            |bytes| format!("{bytes} bytes for this shape and dtype"),
         );
         return Err(of_file(path, name, got, want));
     }
@@ -297,7 +337,7 @@ mod tests {
     use annulus_core::DType;
 
     #[test]
-    fn a_length_of_zero_hides_no_overflow() {
+    fn a_length_of_zero_does_not_hide_overflow() {
         let bytes = |shape: &[usize]| Entry::bytes(Kind::Float(DType::F32), shape);
         assert_eq!(bytes(&[2, 3]), Some(24));
         assert_eq!(bytes(&[1 << 40, 0, 2, 4]), Some(0));

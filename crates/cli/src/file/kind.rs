@@ -1,12 +1,12 @@
-//! Element types of a file and their conversion to what a plan computes in.
+//! Element types of files, and their conversion to the element types of plans.
 
 use annulus_core::{DType, Element, Result, memory};
 use half::{bf16, f16};
 
-/// The element type of a tensor in a file.
+/// Element type of a tensor in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// One byte, 0 or 1.
+    /// Bool of one byte, 0 or 1.
     Bool,
     /// Unsigned, 8 bits.
     U8,
@@ -24,11 +24,11 @@ pub(crate) enum Kind {
     U64,
     /// Signed, 64 bits.
     I64,
-    /// A float.
+    /// Float.
     Float(DType),
 }
 
-/// Every kind with its name in a header.
+/// Kinds with their names in a header.
 const NAMES: [(Kind, &str); 13] = [
     (Kind::Bool, "BOOL"),
     (Kind::U8, "U8"),
@@ -46,17 +46,17 @@ const NAMES: [(Kind, &str); 13] = [
 ];
 
 impl Kind {
-    /// The kind of that name in a header.
+    /// Returns the kind with this name in a header.
     pub(crate) fn named(name: &str) -> Option<Self> {
         NAMES.iter().find(|(_, known)| *known == name).map(|&(kind, _)| kind)
     }
 
-    /// Every known name, for errors.
+    /// Lists all names, for errors.
     pub(crate) fn names() -> String {
         NAMES.map(|(_, name)| name).join(", ")
     }
 
-    /// Its name in a header.
+    /// Name in a header.
     pub(crate) fn name(self) -> &'static str {
         NAMES.iter().find(|(kind, _)| *kind == self).map_or("", |&(_, name)| name)
     }
@@ -72,7 +72,7 @@ impl Kind {
         }
     }
 
-    /// The float type, if it is one.
+    /// Returns the float type, if it is one.
     pub(crate) const fn float(self) -> Option<DType> {
         match self {
             Self::Float(dtype) => Some(dtype),
@@ -81,14 +81,14 @@ impl Kind {
     }
 }
 
-/// Turns little-endian bytes of a file into this machine's order, or back, in place.
+/// Converts little-endian bytes to the host's byte order, or back, in place.
 pub(crate) fn swap_if_big_endian(bytes: &mut [u8], element: usize) {
     if cfg!(target_endian = "big") {
         bytes.chunks_exact_mut(element).for_each(<[u8]>::reverse);
     }
 }
 
-/// Rounds floats of a file once to the wanted type. Lengths match: `bytes` holds `into.len()` elements.
+/// Converts floats of type `from` to `T`, each rounded once. `bytes` has `into.len()` elements.
 pub(crate) fn floats<T: Element>(from: DType, bytes: &[u8], into: &mut [T]) {
     fn each<T: Element, const N: usize>(
         bytes: &[u8],
@@ -107,7 +107,8 @@ pub(crate) fn floats<T: Element>(from: DType, bytes: &[u8], into: &mut [T]) {
     }
 }
 
-/// Widens integers of a file; `None` if they are floats, or do not fit (unsigned 64-bit numbers above 2⁶³).
+/// Converts integers of type `from`. `None` if they are floats, or if one does not fit: an unsigned
+/// number of 2⁶³ or more.
 ///
 /// # Errors
 /// [`annulus_core::Error::OutOfMemory`] naming the tensor `name`.
@@ -128,14 +129,14 @@ pub(crate) fn integers(name: &str, from: Kind, bytes: &[u8]) -> Result<Option<Ve
     Ok(fits.then_some(wide))
 }
 
-/// Bytes of a file on their way to numbers.
+/// Conversion of the bytes of a file to numbers.
 struct Widen<'a> {
     bytes: &'a [u8],
     wide: &'a mut Vec<i64>,
 }
 
 impl Widen<'_> {
-    /// Appends every element; false if one does not fit.
+    /// Appends every element; returns false if one does not fit.
     fn by<const N: usize>(&mut self, widen: impl Fn([u8; N]) -> Option<i64>) -> bool {
         self.wide.extend(self.bytes.as_chunks::<N>().0.iter().map_while(|chunk| widen(*chunk)));
         self.wide.len() == self.bytes.len() / N
@@ -147,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_and_kinds_are_one_to_one() {
+    fn kinds_and_names_correspond() {
         for (kind, name) in NAMES {
             assert_eq!(Kind::named(name), Some(kind));
             assert_eq!(kind.name(), name);
@@ -155,9 +156,9 @@ mod tests {
         assert_eq!(Kind::named("F8_E4M3"), None);
     }
 
-    /// Ties that only the low half of an f64, or an f32 on its way through one, breaks.
+    /// Checks values just above a tie, which a second rounding would round down.
     #[test]
-    fn low_bits_of_wider_floats_break_ties() {
+    fn wider_floats_are_rounded_once() {
         let one = |from, bytes: &[u8]| {
             let (mut narrow, mut half) = ([bf16::ZERO], [f16::ZERO]);
             floats(from, bytes, &mut narrow);
@@ -174,7 +175,7 @@ mod tests {
         let above_a_tie = 1.0 + 2f64.powi(-24) + 2f64.powi(-52);
         floats(DType::F64, &above_a_tie.to_le_bytes(), &mut narrow);
         assert_eq!(narrow[0], 1.0 + f32::EPSILON);
-        // and back, exactly
+        // widening is exact
         let mut wide = [0f64];
         floats(DType::Bf16, &bf16::from_bits(0x8001).to_le_bytes(), &mut wide);
         assert_eq!(wide[0], -2f64.powi(-133));
@@ -183,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn floats_are_rounded_once_and_integers_are_exact() {
+    fn nan_is_kept_and_integers_are_exact() {
         let mut into = [bf16::ZERO; 2];
         floats(DType::F32, bytemuck::cast_slice(&[1.0f32, f32::NAN]), &mut into);
         assert_eq!(into[0], bf16::ONE);

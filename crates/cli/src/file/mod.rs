@@ -1,10 +1,9 @@
-//! Files: tensors in safetensors files, read and written a rank's rows at a time by positioned
-//! reads and writes; texts as a whole.
+//! Files: safetensors files, of which each rank reads and writes its own rows by positioned I/O;
+//! and text files.
 //!
-//! A safetensors file is `[u64 header length][JSON header][data]`, little-endian. None is ever held
-//! in memory as a whole: the header is parsed, and of each tensor only the rows that a rank holds
-//! are read. An output of any kind grows under no name where the file system allows that, and takes
-//! its name when it is complete.
+//! A safetensors file is `[u64 header length][JSON header][data]`, little-endian. It is never held
+//! in memory as a whole: the header is parsed, and each rank reads only its rows of each tensor. An
+//! output has no name, or a temporary one, until it is complete.
 
 mod header;
 mod kind;
@@ -21,6 +20,6 @@ pub(crate) use kind::Kind;
 pub(crate) use object::Object;
 pub(crate) use read::Tensors;
 pub(crate) use regular::read_text;
-pub(crate) use stage::Manner;
+pub(crate) use stage::Staging;
 pub(crate) use text::{Document, is_standard_output, write_text};
 pub(crate) use write::{Output, Part, Planned, identity};

@@ -1,4 +1,4 @@
-//! Structs from JSON objects alone.
+//! Deserializes structs from JSON objects only.
 
 use std::{fmt, marker::PhantomData};
 
@@ -7,8 +7,8 @@ use serde::{
     de::{MapAccess, Visitor, value::MapAccessDeserializer},
 };
 
-/// A struct that is read from a JSON object: by itself serde also takes an array of its fields in
-/// their order.
+/// Struct that is deserialized from a JSON object only. By default serde also accepts an array of
+/// its fields.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Object<T>(pub(crate) T);
 
@@ -39,7 +39,7 @@ mod tests {
     }
 
     #[test]
-    fn an_array_is_no_object() {
+    fn only_an_object_is_accepted() {
         let Object(Pair { a, b }) = serde_json::from_str(r#"{"b":2,"a":1}"#).unwrap();
         assert_eq!((a, b), (1, 2));
         for text in ["[1,2]", "3", "null", "\"a\""] {

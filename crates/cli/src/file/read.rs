@@ -1,4 +1,4 @@
-//! Reading: of each tensor only the rows that are asked for, straight into the array that will be computed on.
+//! Reads rows of tensors from a safetensors file into dense arrays.
 
 use std::{
     fs::File,
@@ -14,23 +14,23 @@ use super::{
     kind,
     kind::Kind,
     regular,
-    rows::{Piece, pieces},
+    rows::{StridedRows, for_each_strided},
 };
 use crate::{
     failure::{io, of_file},
     message,
 };
 
-/// Bytes that are converted at a time.
+/// Bytes of a buffer of elements that are converted to another type.
 const CHUNK_BYTES: usize = 1 << 18;
-/// Bytes that are read at a time for rows that lie apart, those between them included. With
-/// [`CHUNK_BYTES`] the only memory beside the array itself.
+/// The most bytes of one read of strided rows, with the gaps between them. This and [`CHUNK_BYTES`]
+/// bound the memory beside the array itself.
 const SPAN_BYTES: usize = 1 << 20;
-/// The most bytes between two rows that are read and left unused. To copy so many takes about as
-/// long as one more call of the system.
+/// The largest gap between two rows that is read and discarded: copying 16 KiB takes about as long
+/// as a system call.
 const GAP_BYTES: u64 = 1 << 14;
 
-/// An open safetensors file. Ranks share it: every read is positioned.
+/// Open safetensors file. Ranks share it, because all reads are positioned.
 #[derive(Debug)]
 pub(crate) struct Tensors {
     path: PathBuf,
@@ -42,22 +42,23 @@ impl Tensors {
     /// Opens a file and checks its header.
     ///
     /// # Errors
-    /// [`Error::Io`] if it cannot be read or is malformed; [`Error::InvalidArgument`] naming a tensor that is.
+    /// [`Error::Io`] if it cannot be read or is malformed; [`Error::InvalidArgument`] naming a
+    /// malformed tensor.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let file = regular::open(path)?;
         let header = header::read(&file, path)?;
         Ok(Self { path: path.to_owned(), file, header })
     }
 
-    /// Refuses tensors of one of these names whose dtype this program does not have.
+    /// Checks that the tensors of these names have a supported dtype.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] naming the first.
-    pub(crate) fn refuse_foreign(&self, names: &[&str]) -> Result<()> {
-        names.iter().find_map(|name| self.foreign(name)).map_or(Ok(()), Err)
+    /// [`Error::InvalidArgument`] naming the first that has not.
+    pub(crate) fn check_dtypes(&self, names: &[&str]) -> Result<()> {
+        names.iter().find_map(|name| self.unsupported(name)).map_or(Ok(()), Err)
     }
 
-    /// An error about the tensor `name` of this file.
+    /// Creates an error about the tensor `name` of this file.
     fn invalid(
         &self,
         name: &str,
@@ -67,8 +68,9 @@ impl Tensors {
         of_file(&self.path, name, got, want)
     }
 
-    fn foreign(&self, name: &str) -> Option<Error> {
-        let dtype = self.header.foreign.get(name)?;
+    /// Returns the error for a tensor of an unsupported dtype, if `name` is one.
+    fn unsupported(&self, name: &str) -> Option<Error> {
+        let dtype = self.header.unsupported.get(name)?;
         Some(self.invalid(
             name,
             format!("dtype {}", message::name(dtype)),
@@ -76,17 +78,17 @@ impl Tensors {
         ))
     }
 
-    /// The tensor `name`, if the file has it.
+    /// Returns the tensor `name`, if the file has it.
     pub(crate) fn get(&self, name: &str) -> Option<&Entry> {
         self.header.entries.get(name)
     }
 
-    /// The names of all tensors.
+    /// Lists the names of all tensors.
     pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
-        self.header.entries.keys().chain(self.header.foreign.keys()).map(String::as_str)
+        self.header.entries.keys().chain(self.header.unsupported.keys()).map(String::as_str)
     }
 
-    /// The tensor `name`, which must have `dimensions` lengths.
+    /// Returns the tensor `name`, which must have `dimensions` axes.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] naming it.
@@ -102,7 +104,7 @@ impl Tensors {
         Ok(entry)
     }
 
-    /// The rows `rows` along `axis` of a float tensor, each element rounded once to `T`.
+    /// Reads the rows `rows` along `axis` of a float tensor, each element rounded once to `T`.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if it holds no floats; [`Error::Io`]; [`Error::OutOfMemory`].
@@ -120,21 +122,21 @@ impl Tensors {
         let mut values = memory::zeroed::<T>(name, local_elements(entry, axis, rows))?;
         let mut rest = &mut values[..];
         let mut scratch = Scratch::default();
-        pieces(&entry.shape, axis, rows, |piece| {
-            let (into, after) = std::mem::take(&mut rest).split_at_mut(piece.elements());
+        for_each_strided(&entry.shape, axis, rows, |strided| {
+            let (into, after) = std::mem::take(&mut rest).split_at_mut(strided.elements());
             rest = after;
             if from == T::DTYPE {
                 let raw = bytemuck::cast_slice_mut(into);
-                self.read_piece(name, entry, piece, raw, &mut scratch.span)?;
+                self.read_strided(name, entry, strided, raw, &mut scratch.span)?;
                 kind::swap_if_big_endian(raw, T::DTYPE.bytes());
                 return Ok(());
             }
             let mut into = into;
-            for part in piece.split(CHUNK_BYTES / from.bytes(), SPAN_BYTES / from.bytes()) {
+            for part in strided.split(CHUNK_BYTES / from.bytes(), SPAN_BYTES / from.bytes()) {
                 let (some, after) = std::mem::take(&mut into).split_at_mut(part.elements());
                 into = after;
                 scratch.dense.resize(some.len() * from.bytes(), 0);
-                self.read_piece(name, entry, part, &mut scratch.dense, &mut scratch.span)?;
+                self.read_strided(name, entry, part, &mut scratch.dense, &mut scratch.span)?;
                 kind::floats(from, &scratch.dense, some);
             }
             Ok(())
@@ -142,10 +144,11 @@ impl Tensors {
         Ok(values)
     }
 
-    /// The rows `rows` along `axis` of an integer or bool tensor.
+    /// Reads the rows `rows` along `axis` of an integer or bool tensor.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if it holds floats or numbers of 2⁶³ and more; [`Error::Io`]; [`Error::OutOfMemory`].
+    /// [`Error::InvalidArgument`] if it has floats or numbers of 2⁶³ and more; [`Error::Io`];
+    /// [`Error::OutOfMemory`].
     pub(crate) fn integers(&self, name: &str, axis: usize, rows: &Runs) -> Result<Vec<i64>> {
         let entry = self.entry(name)?;
         self.refuse_floats(name)?;
@@ -153,17 +156,17 @@ impl Tensors {
             memory::zeroed::<u8>(name, local_elements(entry, axis, rows) * entry.kind.bytes())?;
         let mut rest = &mut bytes[..];
         let mut span = Vec::new();
-        pieces(&entry.shape, axis, rows, |piece| {
+        for_each_strided(&entry.shape, axis, rows, |strided| {
             let (into, after) =
-                std::mem::take(&mut rest).split_at_mut(piece.elements() * entry.kind.bytes());
+                std::mem::take(&mut rest).split_at_mut(strided.elements() * entry.kind.bytes());
             rest = after;
-            self.read_piece(name, entry, piece, into, &mut span)
+            self.read_strided(name, entry, strided, into, &mut span)
         })?;
         kind::integers(name, entry.kind, &bytes)?
-            .ok_or_else(|| self.invalid(name, "a number above 2^63", "numbers of 63 bits"))
+            .ok_or_else(|| self.invalid(name, "a number of 2^63 or more", "numbers below 2^63"))
     }
 
-    /// As [`Tensors::integers`], for numbers that must fit 32 bits.
+    /// As [`Tensors::integers`], for numbers of 32 bits.
     ///
     /// # Errors
     /// As [`Tensors::integers`]; [`Error::InvalidArgument`] for a number that does not fit.
@@ -179,7 +182,7 @@ impl Tensors {
         Ok(narrow)
     }
 
-    /// Reads one line (the last axis) of an integer or bool tensor into `line`, as raw bytes of one element each.
+    /// Reads raw little-endian elements of the tensor `name` from element `first` on into `line`.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -188,7 +191,7 @@ impl Tensors {
         self.read(name, line, entry, first)
     }
 
-    /// Refuses a tensor of floats where only integers and bools have a meaning.
+    /// Checks that the tensor `name`, if there is one, has an integer or bool dtype.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] naming it.
@@ -201,7 +204,7 @@ impl Tensors {
         }
     }
 
-    /// The tensor `name`.
+    /// Returns the tensor `name`.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] naming it.
@@ -209,30 +212,30 @@ impl Tensors {
         let missing = || {
             self.invalid(name, "no such tensor", format!("a tensor named {}", message::name(name)))
         };
-        self.get(name).ok_or_else(|| self.foreign(name).unwrap_or_else(missing))
+        self.get(name).ok_or_else(|| self.unsupported(name).unwrap_or_else(missing))
     }
 
-    /// The rows of `piece`, one after the other. Rows that lie close together are read as one span,
-    /// `span`, and copied out of it.
-    fn read_piece(
+    /// Reads strided rows densely into `into`. Rows with small gaps are read together into `span`
+    /// and copied from there.
+    fn read_strided(
         &self,
         name: &str,
         entry: &Entry,
-        piece: Piece,
+        strided: StridedRows,
         into: &mut [u8],
         span: &mut Vec<u8>,
     ) -> Result<()> {
         let element = entry.kind.bytes();
-        let row_bytes = piece.row * element;
-        let gap_bytes = (piece.stride - piece.row as u64).saturating_mul(element as u64);
-        if piece.rows == 1 || gap_bytes > GAP_BYTES || row_bytes > SPAN_BYTES / 4 {
-            return (0..piece.rows as u64).zip(into.chunks_mut(row_bytes)).try_for_each(
-                |(row, into)| self.read(name, into, entry, piece.first + row * piece.stride),
+        let row_bytes = strided.row * element;
+        let gap_bytes = (strided.stride - strided.row as u64).saturating_mul(element as u64);
+        if strided.rows == 1 || gap_bytes > GAP_BYTES || row_bytes > SPAN_BYTES / 4 {
+            return (0..strided.rows as u64).zip(into.chunks_mut(row_bytes)).try_for_each(
+                |(row, into)| self.read(name, into, entry, strided.first + row * strided.stride),
             );
         }
         let stride_bytes = row_bytes + annulus_core::index(gap_bytes);
         let mut into = into;
-        for part in piece.split(usize::MAX, SPAN_BYTES / element) {
+        for part in strided.split(usize::MAX, SPAN_BYTES / element) {
             let (some, after) = std::mem::take(&mut into).split_at_mut(part.elements() * element);
             into = after;
             span.resize((part.rows - 1) * stride_bytes + row_bytes, 0);
@@ -244,7 +247,7 @@ impl Tensors {
         Ok(())
     }
 
-    /// Bytes from element `first` of `entry` on.
+    /// Reads bytes from element `first` of `entry` on.
     fn read(&self, name: &str, into: &mut [u8], entry: &Entry, first: u64) -> Result<()> {
         let offset = entry.offset + first * entry.kind.bytes() as u64;
         self.file.read_exact_at(into, offset).map_err(|error| match error.kind() {
@@ -257,7 +260,7 @@ impl Tensors {
                 io(
                     &self.path,
                     format!(
-                        "became shorter while it was read: {end}, tensor {} needs {wanted}",
+                        "was truncated while it was read: {end}, tensor {} needs {wanted}",
                         message::name(name)
                     ),
                 )
@@ -267,14 +270,17 @@ impl Tensors {
     }
 }
 
-/// Memory for what is on its way from the file to an array.
+/// Buffers of one read.
 #[derive(Debug, Default)]
 struct Scratch {
+    /// Rows with the gaps between them.
     span: Vec<u8>,
+    /// Rows in the element type of the file.
     dense: Vec<u8>,
 }
 
-/// Elements of the local tensor that holds these rows. Fits: the global one was measured against its bytes.
+/// Number of elements of the given rows. Cannot overflow: the header has been checked to describe
+/// as many bytes as the file has for the whole tensor.
 fn local_elements(entry: &Entry, axis: usize, rows: &Runs) -> usize {
     let others =
         entry.shape.iter().enumerate().filter(|&(index, _)| index != axis).map(|(_, &len)| len);
@@ -287,7 +293,7 @@ mod tests {
     use crate::file::{Output, Part, Planned};
     use annulus_core::{DType, Run};
 
-    /// The rows of one rank of a striped layout.
+    /// Returns the rows of one rank of a striped layout.
     fn every(step: u64, start: u64, len: u64) -> Runs {
         let mut rows = Runs::new();
         rows.push_run(Run {
@@ -302,7 +308,7 @@ mod tests {
         vec![Planned { name: "x", kind: Kind::Float(DType::F32), shape: shape.to_vec() }]
     }
 
-    /// Calls of the system that this thread has made to read and to write.
+    /// Returns the numbers of read and write system calls of this thread.
     #[cfg(target_os = "linux")]
     fn calls() -> [u64; 2] {
         let text = std::fs::read_to_string("/proc/thread-self/io").unwrap();
@@ -313,7 +319,7 @@ mod tests {
 
     #[test]
     #[cfg(target_os = "linux")]
-    fn rows_in_turns_take_no_call_each() {
+    fn striped_rows_need_few_system_calls() {
         let path =
             std::env::temp_dir().join(format!("annulus-turns-{}.safetensors", std::process::id()));
         let (ranks, len, heads) = (4u64, 100_000, 2);
@@ -349,11 +355,11 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_any_rows_make_the_whole() {
+    fn parts_of_any_rows_are_written_and_read() {
         let path =
             std::env::temp_dir().join(format!("annulus-parts-{}.safetensors", std::process::id()));
         let run = |start, step, count| Run { start, step, count };
-        // dense, in turns, backwards, one row alone; the third axis of a tensor of several lines
+        // contiguous, strided, descending and single rows
         let all = [
             vec![run(0, 1, 5), run(12, 3, 3)],
             vec![run(5, 2, 4)],
@@ -387,7 +393,7 @@ mod tests {
             let values: Vec<Vec<f32>> = rows.iter().map(local).collect();
             let parts: Vec<Part<'_, f32>> =
                 rows.iter().zip(&values).map(|(rows, values)| Part { rows, values }).collect();
-            // all ranks of one process, and each rank a process
+            // all ranks in one process, or one process per rank
             for together in [true, false] {
                 let output = Output::create(&path, &planned(&shape)).unwrap();
                 for own in 0..parts.len() {
@@ -413,7 +419,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_becomes_shorter_while_it_is_read_is_named_with_the_tensor() {
+    fn a_file_truncated_while_it_is_read_is_an_error_with_the_tensor() {
         let path = std::env::temp_dir()
             .join(format!("annulus-shorter-{}.safetensors", std::process::id()));
         Output::create(&path, &planned(&[1, 100, 2])).unwrap().finish().unwrap();
@@ -422,7 +428,7 @@ mod tests {
         let error = file.floats::<f32>("x", 1, &Runs::counting(0, 100)).unwrap_err().to_string();
         assert!(
             error.starts_with(&path.display().to_string())
-                && error.contains("became shorter")
+                && error.contains("was truncated")
                 && error.contains("tensor x"),
             "{error}"
         );

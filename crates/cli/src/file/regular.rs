@@ -1,4 +1,4 @@
-//! Opening files for reading: ordinary ones only, and without waiting for anybody.
+//! Opens regular files for reading, without blocking on pipes and devices.
 
 use std::{
     fs::{File, FileType, OpenOptions},
@@ -12,22 +12,21 @@ use rustix::fs::OFlags;
 
 use crate::failure::io;
 
-/// The largest text that is read as a whole. A trace of this size has some ten million events.
+/// The largest text file. A trace of this size has about ten million events.
 const MOST_TEXT_BYTES: u64 = 2 << 30;
 
-/// Opens an ordinary file. Anything else is refused without being waited for or read: a pipe, a
-/// device, a socket, a folder.
+/// Opens a regular file. Pipes, devices, sockets and folders are refused before they are opened.
 ///
 /// # Errors
 /// [`annulus_core::Error::Io`] naming the file.
 pub(crate) fn open(path: &Path) -> Result<File> {
-    let refuse = |kind: FileType| io(path, not_ordinary(kind));
-    // before it is opened: opening a device may do something
+    let refuse = |kind: FileType| io(path, not_regular(kind));
+    // checked before it is opened, because opening a device may have effects
     let kind = std::fs::metadata(path).map_err(|error| io(path, error))?.file_type();
     if !kind.is_file() {
         return Err(refuse(kind));
     }
-    // should a pipe have taken its place meanwhile, opening it does not wait for a writer
+    // non-blocking, in case a pipe has replaced the file since the check
     let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits().cast_signed();
     let file = OpenOptions::new()
         .read(true)
@@ -38,7 +37,7 @@ pub(crate) fn open(path: &Path) -> Result<File> {
     if kind.is_file() { Ok(file) } else { Err(refuse(kind)) }
 }
 
-/// Reads an ordinary file of UTF-8 text as a whole.
+/// Reads a regular file of UTF-8 text.
 ///
 /// # Errors
 /// [`annulus_core::Error::Io`] naming the file.
@@ -48,18 +47,18 @@ pub(crate) fn read_text(path: &Path) -> Result<String> {
     if bytes > MOST_TEXT_BYTES {
         return Err(io(
             path,
-            format!("has {bytes} bytes, want a text of at most {MOST_TEXT_BYTES}"),
+            format!("has {bytes} bytes, want text of at most {MOST_TEXT_BYTES} bytes"),
         ));
     }
     let mut text = Vec::new();
     file.take(MOST_TEXT_BYTES).read_to_end(&mut text).map_err(|error| io(path, error))?;
     String::from_utf8(text).map_err(|error| {
-        io(path, format!("is no UTF-8 text: byte {}", error.utf8_error().valid_up_to()))
+        io(path, format!("is not UTF-8 text: byte {}", error.utf8_error().valid_up_to()))
     })
 }
 
-/// Says that a file is no ordinary one, and of which kind it is.
-pub(super) fn not_ordinary(kind: FileType) -> String {
+/// Formats the error for a file that is not regular, with its kind.
+pub(super) fn not_regular(kind: FileType) -> String {
     let name = match () {
         () if kind.is_dir() => "a directory",
         () if kind.is_fifo() => "a pipe",
@@ -67,5 +66,5 @@ pub(super) fn not_ordinary(kind: FileType) -> String {
         () if kind.is_char_device() || kind.is_block_device() => "a device",
         () => "something else",
     };
-    format!("is no ordinary file but {name}")
+    format!("is {name}, want a regular file")
 }

@@ -1,11 +1,11 @@
-//! A file before it has its name: it grows under no name, or a temporary one, and takes its
-//! target's name when it is complete.
+//! Staged output file: unnamed, or under a temporary name, until it is complete and gets the name
+//! of its target.
 //!
 //! ```text
-//!  nameless  O_TMPFILE                    ends with the last process that has it open
-//!            linkat(target)               the target is missing: one step
-//!            linkat(temporary), rename    it is replaced: a link takes no name that is taken
-//!  named     O_EXCL(temporary), rename    no nameless files here, or other nodes open it by name
+//!  unnamed  O_TMPFILE                   removed by the system with the last open descriptor
+//!           linkat(target)              if the target is missing
+//!           linkat(temporary), rename   to replace the target: linkat fails on an existing name
+//!  named    O_EXCL(temporary), rename   without O_TMPFILE, or if other nodes open the file by name
 //! ```
 
 use std::{
@@ -26,151 +26,152 @@ use crate::{
     interrupt::{self, Unfinished},
 };
 
-/// Permissions of a new file, of which the system takes what the user's mask takes.
+/// Permissions of a new file, before the umask.
 const NEW_MODE: u32 = 0o666;
-/// Permissions of a file that will replace another, until it has that one's.
+/// Permissions of a file that replaces another, until it gets those of the other.
 const PRIVATE_MODE: u32 = 0o600;
 
-/// Kinds of temporary files.
+/// End of the errors for outputs that cannot be a stream.
+const NOT_SEQUENTIAL: &str = ": this output is not written sequentially";
+
+/// Kinds of staging.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Manner {
-    /// Nameless where the file system has such files, else named.
+pub(crate) enum Staging {
+    /// Unnamed if the file system supports it, else named.
     Best,
-    /// Nameless.
-    Nameless,
-    /// Named, so that processes of other machines can open it.
+    /// Unnamed: no file is left even if the process is killed.
+    Unnamed,
+    /// Named, so that processes on other nodes can open it.
     Named,
 }
 
-/// The state of a file before it has its name.
+/// Name of a staged file.
 #[derive(Debug)]
 enum Temporary {
-    /// Under a temporary one.
+    /// Temporary name.
     Named(Unfinished),
-    /// Nowhere.
-    Nameless,
-    /// Nowhere, and the process that has made it will name it.
-    Others,
+    /// None.
+    Unnamed,
+    /// None, in another process, which will name the file.
+    OfOther,
 }
 
-/// A file on its way. Dropped before [`Staged::commit`], it leaves nothing behind.
+/// Staged file. If it is dropped before [`Staged::commit`], no file is left.
 #[derive(Debug)]
 pub(super) struct Staged {
-    /// The path as the user wrote it, for messages.
+    /// Path as the user wrote it, for messages.
     named: PathBuf,
+    /// Folder of the target.
     folder: PathBuf,
+    /// The target.
     path: PathBuf,
     file: File,
     temporary: Temporary,
 }
 
 impl Staged {
-    /// Makes the temporary file.
+    /// Creates the staged file.
     ///
     /// # Errors
-    /// As [`resolve`]; [`annulus_core::Error::Io`] if the target is no ordinary file or no file can
-    /// be made in its folder.
-    pub(super) fn create(named: &Path, manner: Manner) -> Result<Self> {
+    /// As [`resolve`]; [`annulus_core::Error::Io`] if the target is not a regular file, or no file
+    /// can be created in its folder.
+    pub(super) fn create(named: &Path, staging: Staging) -> Result<Self> {
         match resolve(named)? {
             Target::File { folder, path, exists } => {
-                Self::create_in(named, folder, path, exists, manner)
+                Self::create_in(named, folder, path, exists, staging)
             }
-            Target::Output => Err(io(
-                named,
-                "is standard output, want an ordinary file: this output is not written from front to back",
-            )),
-            Target::Error => Err(io(
-                named,
-                "is standard error, want an ordinary file: this output is not written from front to back",
-            )),
-            Target::Stream(what) => {
-                Err(io(named, format!("{what}; this output is not written from front to back")))
+            Target::Stdout => {
+                Err(io(named, format!("is standard output, want a regular file{NOT_SEQUENTIAL}")))
             }
+            Target::Stderr => {
+                Err(io(named, format!("is standard error, want a regular file{NOT_SEQUENTIAL}")))
+            }
+            Target::Stream(what) => Err(io(named, format!("{what}{NOT_SEQUENTIAL}"))),
         }
     }
 
-    /// As [`Staged::create`], for a target that has been resolved.
+    /// As [`Staged::create`], for a resolved target.
     pub(super) fn create_in(
         named: &Path,
         folder: PathBuf,
         path: PathBuf,
         exists: bool,
-        manner: Manner,
+        staging: Staging,
     ) -> Result<Self> {
         let mode = if exists { PRIVATE_MODE } else { NEW_MODE };
-        let make_named = || {
+        let create_named = || {
             Unfinished::create_in(&folder, mode)
                 .map(|(unfinished, file)| (Temporary::Named(unfinished), file))
         };
-        let make_nameless = || nameless(&folder, mode).map(|file| (Temporary::Nameless, file));
-        let made = match manner {
-            Manner::Nameless => make_nameless(),
-            Manner::Named => make_named(),
-            // if the folder is at fault the second attempt says so
-            Manner::Best => make_nameless().or_else(|_| make_named()),
+        let create_unnamed = || unnamed(&folder, mode).map(|file| (Temporary::Unnamed, file));
+        let created = match staging {
+            Staging::Unnamed => create_unnamed(),
+            Staging::Named => create_named(),
+            // an error of the folder is returned by the second attempt
+            Staging::Best => create_unnamed().or_else(|_| create_named()),
         };
-        let (temporary, file) = made.map_err(|error| io(named, error))?;
+        let (temporary, file) = created.map_err(|error| io(named, error))?;
         interrupt::begin_output();
         Ok(Self { named: named.to_owned(), folder, path, file, temporary })
     }
 
-    /// Opens the temporary file that another process has made for the same target, by its
-    /// [`Staged::handle`].
+    /// Opens the staged file of another process for the same target by its [`Staged::handle`].
     ///
     /// # Errors
-    /// [`annulus_core::Error::Io`]: this process does not see it.
+    /// [`annulus_core::Error::Io`] if this process cannot open it.
     pub(super) fn join(named: &Path, handle: &OsStr) -> Result<Self> {
         let Target::File { folder, path, .. } = resolve(named)? else {
-            return Err(io(named, "is no ordinary file"));
+            return Err(io(named, "is not a regular file"));
         };
-        // a handle that is an absolute path is of a file without a name
+        // the handle of an unnamed file is an absolute path, which `join` returns unchanged
         let at = folder.join(handle);
         let opened = if Path::new(handle).is_absolute() {
-            File::options().write(true).open(&at).map(|file| (Temporary::Others, file))
+            File::options().write(true).open(&at).map(|file| (Temporary::OfOther, file))
         } else {
             Unfinished::join(at.clone())
                 .map(|(unfinished, file)| (Temporary::Named(unfinished), file))
         };
-        let unseen = |error| {
+        let cannot_open = |error| {
             io(
                 &at,
                 format!(
-                    "{error}: made by rank 0, and not seen here; the output must be on a file system of all ranks"
+                    "{error}: rank 0 created this file; the output must be on a file system shared \
+                     by all ranks"
                 ),
             )
         };
-        let (temporary, file) = opened.map_err(unseen)?;
+        let (temporary, file) = opened.map_err(cannot_open)?;
         interrupt::begin_output();
         Ok(Self { named: named.to_owned(), folder, path, file, temporary })
     }
 
-    /// By what another process can open the file: its name in the target's folder, or, as long as
-    /// this process lives, a path.
+    /// Returns the handle by which another process can open the file: its name in the target's
+    /// folder, or a path that is valid while this process runs.
     pub(super) fn handle(&self) -> OsString {
         match &self.temporary {
             Temporary::Named(unfinished) => {
                 unfinished.path().file_name().unwrap_or_default().to_owned()
             }
-            Temporary::Nameless | Temporary::Others => {
+            Temporary::Unnamed | Temporary::OfOther => {
                 format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd()).into()
             }
         }
     }
 
-    /// The file itself.
+    /// The open file.
     pub(super) const fn file(&self) -> &File {
         &self.file
     }
 
-    /// The path as the user wrote it.
+    /// Path as the user wrote it.
     pub(super) fn named(&self) -> &Path {
         &self.named
     }
 
-    /// Gives the complete file its name, and where it replaces another, that one's permissions.
+    /// Gives the complete file its name, and the permissions of a file that it replaces.
     ///
     /// # Errors
-    /// [`annulus_core::Error::Io`]; then nothing is left.
+    /// [`annulus_core::Error::Io`]; then no file is left.
     pub(super) fn commit(self) -> Result<()> {
         let named = self.named.clone();
         self.take_name().map_err(|error| io(&named, error))
@@ -178,7 +179,7 @@ impl Staged {
 
     fn take_name(self) -> std::io::Result<()> {
         let Self { folder, path, file, temporary, .. } = self;
-        if matches!(temporary, Temporary::Others) {
+        if matches!(temporary, Temporary::OfOther) {
             return Ok(());
         }
         let replaced = std::fs::symlink_metadata(&path).ok().filter(Metadata::is_file);
@@ -187,10 +188,10 @@ impl Staged {
         }
         match temporary {
             Temporary::Named(unfinished) => unfinished.rename_to(&path),
-            Temporary::Nameless | Temporary::Others => {
+            Temporary::Unnamed | Temporary::OfOther => {
                 if replaced.is_none() {
                     match interrupt::commit(&path, || link(&file, &path)) {
-                        // somebody has made it meanwhile
+                        // created by another process meanwhile: replace it below
                         Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
                         named => return named,
                     }
@@ -202,7 +203,7 @@ impl Staged {
         }
     }
 
-    /// Lets go of a file that another process has finished.
+    /// Releases a file that another process has completed.
     pub(super) fn forget(self) {
         if let Temporary::Named(unfinished) = self.temporary {
             unfinished.forget();
@@ -211,8 +212,8 @@ impl Staged {
 }
 
 /// Gives `file` the permissions of the file that it replaces, and its group and owner where the
-/// system allows it. A group that it cannot have gets no more than everybody. What the file system
-/// cannot do takes no finished work away: until it is done the file is its user's alone.
+/// system allows that. If the group cannot be kept, the new group gets no more than others have.
+/// Errors of `chmod` and `chown` are ignored: the file then stays private to its user.
 fn keep_permissions(file: &File, replaced: &Metadata) -> std::io::Result<()> {
     let own = file.metadata()?;
     let has_group = own.gid() == replaced.gid() || fchown(file, None, Some(replaced.gid())).is_ok();
@@ -220,15 +221,15 @@ fn keep_permissions(file: &File, replaced: &Metadata) -> std::io::Result<()> {
     let mode = if has_group { mode } else { mode & !0o070 | (mode & 0o007) << 3 & mode };
     drop(file.set_permissions(Permissions::from_mode(mode)));
     if own.uid() != replaced.uid() {
-        // last: the new owner's file is not this user's to change. For the superuser alone
+        // last, because only the owner may change permissions; allowed for the superuser only
         drop(fchown(file, Some(replaced.uid()), None));
     }
     Ok(())
 }
 
-/// A file without a name in `folder` that can be given one.
+/// Creates an unnamed file in the file system of `folder` that can be linked later.
 #[cfg(target_os = "linux")]
-fn nameless(folder: &Path, mode: u32) -> std::io::Result<File> {
+fn unnamed(folder: &Path, mode: u32) -> std::io::Result<File> {
     use rustix::fs::{CWD, Mode, OFlags, openat};
     let file: File = openat(
         CWD,
@@ -237,8 +238,9 @@ fn nameless(folder: &Path, mode: u32) -> std::io::Result<File> {
         Mode::from_raw_mode(mode),
     )?
     .into();
-    // without /proc it would never get a name, and that must not be found at the end of a job
-    let (own, by_handle) = (file.metadata()?, std::fs::metadata(handle_of(&file))?);
+    // linking needs /proc: checked now rather than at the end of a run
+    let own = file.metadata()?;
+    let by_handle = std::fs::metadata(handle_of(&file))?;
     let same = (own.dev(), own.ino()) == (by_handle.dev(), by_handle.ino());
     if same { Ok(file) } else { Err(std::io::ErrorKind::Unsupported.into()) }
 }
@@ -248,7 +250,7 @@ fn handle_of(file: &File) -> String {
     format!("/proc/self/fd/{}", file.as_raw_fd())
 }
 
-/// Gives a nameless file a name that is free.
+/// Gives an unnamed file a name; fails if the name exists.
 #[cfg(target_os = "linux")]
 fn link(file: &File, path: &Path) -> std::io::Result<()> {
     use rustix::fs::{AtFlags, CWD, linkat};
@@ -256,7 +258,7 @@ fn link(file: &File, path: &Path) -> std::io::Result<()> {
 }
 
 #[cfg(not(target_os = "linux"))]
-fn nameless(_: &Path, _: u32) -> std::io::Result<File> {
+fn unnamed(_: &Path, _: u32) -> std::io::Result<File> {
     Err(std::io::ErrorKind::Unsupported.into())
 }
 
@@ -269,7 +271,7 @@ fn link(_: &File, _: &Path) -> std::io::Result<()> {
 mod tests {
     use super::*;
 
-    /// A new folder, with its path as the system has it.
+    /// Creates a new folder and returns its canonical path.
     fn folder(name: &str) -> PathBuf {
         let path = std::env::temp_dir().join(format!("annulus-{name}-{}", std::process::id()));
         drop(std::fs::remove_dir_all(&path));
@@ -287,25 +289,25 @@ mod tests {
     }
 
     #[test]
-    fn both_kinds_of_temporary_files_become_the_target_or_nothing() {
+    fn staged_files_become_the_target_or_leave_nothing() {
         let folder = folder("stage");
         let target = folder.join("o".repeat(255));
-        for manner in [Manner::Best, Manner::Named, Manner::Nameless] {
+        for staging in [Staging::Best, Staging::Named, Staging::Unnamed] {
             for mode in [None, Some(0o600), Some(0o751)] {
                 if let Some(mode) = mode {
                     std::fs::write(&target, "old").unwrap();
                     std::fs::set_permissions(&target, Permissions::from_mode(mode)).unwrap();
                 }
                 let before = names(&folder);
-                drop(Staged::create(&target, manner).unwrap());
-                assert_eq!(names(&folder), before, "{manner:?} {mode:?}");
-                let staged = Staged::create(&target, manner).unwrap();
+                drop(Staged::create(&target, staging).unwrap());
+                assert_eq!(names(&folder), before, "{staging:?} {mode:?}");
+                let staged = Staged::create(&target, staging).unwrap();
                 std::io::Write::write_all(&mut staged.file(), b"new").unwrap();
                 staged.commit().unwrap();
-                assert_eq!(names(&folder), ["o".repeat(255)], "{manner:?} {mode:?}");
+                assert_eq!(names(&folder), ["o".repeat(255)], "{staging:?} {mode:?}");
                 assert_eq!(std::fs::read(&target).unwrap(), b"new");
                 let got = target.metadata().unwrap().mode() & 0o777;
-                assert!(mode.is_none_or(|mode| got == mode), "{got:o} for {mode:?} by {manner:?}");
+                assert!(mode.is_none_or(|mode| got == mode), "{got:o}, {mode:?} {staging:?}");
                 std::fs::remove_file(&target).unwrap();
             }
         }
@@ -316,8 +318,8 @@ mod tests {
     fn a_target_that_appears_meanwhile_is_replaced() {
         let folder = folder("stage-race");
         let target = folder.join("out");
-        for manner in [Manner::Best, Manner::Named] {
-            let staged = Staged::create(&target, manner).unwrap();
+        for staging in [Staging::Best, Staging::Named] {
+            let staged = Staged::create(&target, staging).unwrap();
             std::fs::write(&target, "another's").unwrap();
             staged.commit().unwrap();
             assert_eq!(

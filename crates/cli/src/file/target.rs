@@ -1,5 +1,4 @@
-//! The place that an output's path stands for: an ordinary file, or something that text is written
-//! into as a stream.
+//! Resolves the path of an output to a regular file or a stream.
 
 use std::{
     ffi::OsStr,
@@ -17,35 +16,35 @@ use std::{
 use annulus_core::Result;
 use rustix::fs::OFlags;
 
-use super::regular::not_ordinary;
+use super::regular::not_regular;
 use crate::failure::io;
 
-/// The most links that are followed, as Linux has it.
+/// The most symbolic links that are followed: Linux's limit.
 const MOST_LINKS: usize = 40;
-/// The bit of a folder in which only a file's owner may replace it.
+/// Mode bit of a folder in which only the owner of a file may replace it.
 const STICKY: u32 = 0o1000;
 
-/// The end of a path whose links have been followed.
+/// Target of a path after its symbolic links.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Target {
-    /// An ordinary file: its folder and its own path, neither of them a link; whether it is there
-    /// already.
+    /// Regular file: its folder and its path, without symbolic links. `exists` is true for an
+    /// existing file.
     File { folder: PathBuf, path: PathBuf, exists: bool },
     /// Standard output.
-    Output,
+    Stdout,
     /// Standard error.
-    Error,
-    /// A pipe or a device, and what is wrong with it where an ordinary file is wanted.
+    Stderr,
+    /// Pipe or device, with the error for outputs that need a regular file.
     Stream(String),
 }
 
-/// Finds the place. Links are followed, so that a link stays a link, and one to a missing file
-/// makes that file.
+/// Resolves a path. Symbolic links are followed, so that a link is kept and its target is created
+/// or replaced.
 ///
 /// # Errors
-/// [`annulus_core::Error::Io`]: the folder is missing, the path names a folder, the links lead
-/// nowhere, the file may not be written or replaced, or it is where standard output or standard
-/// error goes.
+/// [`annulus_core::Error::Io`] if the folder is missing, the path names a folder, the links form a
+/// cycle, the file may not be written or replaced, or standard output or standard error is
+/// redirected to it.
 pub(super) fn resolve(named: &Path) -> Result<Target> {
     let failed = |error| io(named, error);
     let mut path = named.to_owned();
@@ -58,7 +57,7 @@ pub(super) fn resolve(named: &Path) -> Result<Target> {
             let kind = std::fs::metadata(&path).map(|metadata| metadata.file_type());
             return Err(io(
                 named,
-                kind.map_or_else(|_| "names a folder, want a file".to_owned(), not_ordinary),
+                kind.map_or_else(|_| "names a folder, want a file".to_owned(), not_regular),
             ));
         };
         let folder = std::fs::canonicalize(folder_of(&path)).map_err(failed)?;
@@ -75,25 +74,24 @@ pub(super) fn resolve(named: &Path) -> Result<Target> {
                 path = folder.join(std::fs::read_link(&path).map_err(failed)?)
             }
             Ok(metadata) if metadata.is_file() => {
-                replaceable(named, &folder, &path, &metadata)?;
+                check_replaceable(named, &folder, &path, &metadata)?;
                 return Ok(Target::File { folder, path, exists: true });
             }
             Ok(metadata) if metadata.is_dir() => {
-                return Err(io(named, not_ordinary(metadata.file_type())));
+                return Err(io(named, not_regular(metadata.file_type())));
             }
-            Ok(metadata) => return Ok(Target::Stream(not_ordinary(metadata.file_type()))),
+            Ok(metadata) => return Ok(Target::Stream(not_regular(metadata.file_type()))),
         }
     }
-    Err(io(named, format!("is a link that leads to links, more than {MOST_LINKS} of them")))
+    Err(io(named, format!("has more than {MOST_LINKS} levels of symbolic links")))
 }
 
-/// The folder that a file is, or will be, in.
+/// Returns the folder of a file.
 fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// True of folders whose entries are open files of a process: `/dev/fd`, `/proc/PID/fd`,
-/// `/proc/PID/task/TID/fd`.
+/// True for folders of file descriptors: `/dev/fd`, `/proc/PID/fd`, `/proc/PID/task/TID/fd`.
 fn is_of_descriptors(folder: &Path) -> bool {
     let mut parts = folder.components();
     folder == Path::new("/dev/fd")
@@ -102,31 +100,33 @@ fn is_of_descriptors(folder: &Path) -> bool {
             && parts.next_back() == Some(Component::Normal(OsStr::new("fd"))))
 }
 
-/// An open file by its number. It is never replaced: whoever has it open would go on with the old
-/// one.
+/// Resolves the path of a file descriptor. A regular file is refused: processes that have it open
+/// would keep the old file after the replacement.
 fn of_descriptor(named: &Path, path: &Path) -> Result<Target> {
     let own =
         [Path::new("/dev/fd"), &Path::new("/proc").join(std::process::id().to_string()).join("fd")]
             .contains(&folder_of(path));
     match path.file_name().and_then(OsStr::to_str).filter(|_| own) {
-        Some("1") => return Ok(Target::Output),
-        Some("2") => return Ok(Target::Error),
+        Some("1") => return Ok(Target::Stdout),
+        Some("2") => return Ok(Target::Stderr),
         _ => {}
     }
     let metadata = std::fs::metadata(path).map_err(|error| io(named, error))?;
     if metadata.is_file() {
-        return Err(io(named, "is a file that a process has open, want a path of the file itself"));
+        return Err(io(named, "is a file descriptor of a process, want the path of the file"));
     }
     if metadata.is_dir() {
-        Err(io(named, not_ordinary(metadata.file_type())))
+        Err(io(named, not_regular(metadata.file_type())))
     } else {
-        Ok(Target::Stream(not_ordinary(metadata.file_type())))
+        Ok(Target::Stream(not_regular(metadata.file_type())))
     }
 }
 
-/// Refuses a file that may not be written, as every program that writes into it would, and one that
-/// cannot be replaced in the end.
-fn replaceable(named: &Path, folder: &Path, path: &Path, metadata: &Metadata) -> Result<()> {
+/// Checks that an existing file is writable and can be replaced.
+///
+/// # Errors
+/// As [`resolve`].
+fn check_replaceable(named: &Path, folder: &Path, path: &Path, metadata: &Metadata) -> Result<()> {
     let same = |stat: rustix::io::Result<rustix::fs::Stat>| {
         stat.is_ok_and(|stat| (stat.st_dev, stat.st_ino) == (metadata.dev(), metadata.ino()))
     };
@@ -135,7 +135,7 @@ fn replaceable(named: &Path, folder: &Path, path: &Path, metadata: &Metadata) ->
         ("error", rustix::fs::fstat(std::io::stderr().as_fd())),
     ] {
         if same(stat) {
-            return Err(io(named, format!("is where standard {stream} goes, want another file")));
+            return Err(io(named, format!("is the file of standard {stream}, want another file")));
         }
     }
     let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits().cast_signed();
@@ -148,7 +148,7 @@ fn replaceable(named: &Path, folder: &Path, path: &Path, metadata: &Metadata) ->
     let user = rustix::process::geteuid().as_raw();
     if of_folder.mode() & STICKY != 0 && ![0, metadata.uid(), of_folder.uid()].contains(&user) {
         let what = format!(
-            "belongs to user {}, who alone may replace it in {}",
+            "belongs to user {}, and only its owner may replace it in {}",
             metadata.uid(),
             crate::message::path(folder)
         );
@@ -162,7 +162,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn open_files_are_known_by_their_folders() {
+    fn folders_of_file_descriptors_are_detected() {
         for folder in ["/dev/fd", "/proc/7/fd", "/proc/7/task/8/fd"] {
             assert!(is_of_descriptors(Path::new(folder)), "{folder}");
         }

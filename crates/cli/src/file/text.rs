@@ -1,4 +1,5 @@
-//! Text outputs: a whole file or none; a pipe, a device or standard output is written as a stream.
+//! Text outputs: a file that appears when it is complete, or a stream (pipe, device, standard
+//! output).
 
 use std::{
     fs::{File, OpenOptions},
@@ -11,42 +12,44 @@ use annulus_core::Result;
 use rustix::fs::OFlags;
 
 use super::{
-    stage::{Manner, Staged},
+    stage::{Staged, Staging},
     target::{Target, resolve},
 };
 use crate::failure::io;
 
-/// A text on its way to its place. Dropped before [`Document::finish`], it leaves nothing behind.
+/// Text output under construction. If it is dropped before [`Document::finish`], no file is left.
 #[derive(Debug)]
 pub(crate) struct Document {
+    /// Path as the user wrote it, for messages.
     named: PathBuf,
-    place: Place,
+    sink: Sink,
 }
 
+/// Opened destination of a text.
 #[derive(Debug)]
-enum Place {
+enum Sink {
     File(Box<Staged>),
     Stream(File),
-    Output,
-    Error,
+    Stdout,
+    Stderr,
 }
 
 impl Document {
-    /// Finds out whether it can be written, before there is anything to write.
+    /// Opens the destination, so that an error is found before the text is computed.
     ///
     /// # Errors
-    /// [`annulus_core::Error::Io`]: the folder is missing or not writable, the file may not be
-    /// written.
+    /// [`annulus_core::Error::Io`] if the folder is missing or not writable, or the file is not
+    /// writable.
     pub(crate) fn create(named: &Path) -> Result<Self> {
-        let place = match resolve(named)? {
+        let sink = match resolve(named)? {
             Target::File { folder, path, exists } => {
-                Place::File(Box::new(Staged::create_in(named, folder, path, exists, Manner::Best)?))
+                Sink::File(Box::new(Staged::create_in(named, folder, path, exists, Staging::Best)?))
             }
-            Target::Output => Place::Output,
-            Target::Error => Place::Error,
+            Target::Stdout => Sink::Stdout,
+            Target::Stderr => Sink::Stderr,
             Target::Stream(_) => {
                 let flags = OFlags::NOCTTY.bits().cast_signed();
-                Place::Stream(
+                Sink::Stream(
                     OpenOptions::new()
                         .write(true)
                         .custom_flags(flags)
@@ -55,40 +58,40 @@ impl Document {
                 )
             }
         };
-        Ok(Self { named: named.to_owned(), place })
+        Ok(Self { named: named.to_owned(), sink })
     }
 
-    /// Writes the text and, of a file, gives it its name.
+    /// Writes the text, and gives a file its final name.
     ///
     /// # Errors
     /// [`annulus_core::Error::Io`]; then no file is left.
     pub(crate) fn finish(self, text: &[u8]) -> Result<()> {
-        let Self { named, place } = self;
-        let written = match place {
-            Place::File(staged) => {
+        let Self { named, sink } = self;
+        let written = match sink {
+            Sink::File(staged) => {
                 let mut file = staged.file();
                 file.seek(SeekFrom::Start(0))
                     .and_then(|_| file.write_all(text))
                     .map_err(|error| io(&named, error))?;
                 return staged.commit();
             }
-            Place::Stream(mut stream) => stream.write_all(text),
-            Place::Output => {
+            Sink::Stream(mut stream) => stream.write_all(text),
+            Sink::Stdout => {
                 let mut out = std::io::stdout().lock();
                 out.write_all(text).and_then(|()| out.flush())
             }
-            Place::Error => std::io::stderr().lock().write_all(text),
+            Sink::Stderr => std::io::stderr().lock().write_all(text),
         };
         written.map_err(|error| io(&named, error))
     }
 }
 
-/// True if a path stands for standard output.
+/// True if a path names standard output, such as `/dev/stdout`.
 pub(crate) fn is_standard_output(named: &Path) -> bool {
-    matches!(resolve(named), Ok(Target::Output))
+    matches!(resolve(named), Ok(Target::Stdout))
 }
 
-/// Writes a whole text file, or none; or a stream.
+/// Writes a text file or a stream.
 ///
 /// # Errors
 /// As [`Document::create`] and [`Document::finish`].

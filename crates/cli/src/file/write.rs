@@ -1,4 +1,4 @@
-//! Writing safetensors files: whole or not at all.
+//! Writes safetensors files, which appear only when they are complete.
 
 use std::{
     collections::BTreeMap,
@@ -14,48 +14,50 @@ use super::{
     header::Entry,
     kind,
     kind::Kind,
-    rows::pieces,
-    stage::{Manner, Staged},
+    rows::for_each_strided,
+    stage::{Staged, Staging},
     target::{Target, resolve},
 };
 use crate::failure::io;
 
-/// Bytes that are written at a time of rows that several ranks hold in turns.
+/// Bytes of one write of rows that alternate between ranks: large enough that the time of the
+/// system call does not matter.
 const WINDOW_BYTES: usize = 1 << 20;
 
-/// A tensor that a file is to have.
+/// Tensor of a file to write.
 #[derive(Debug, Clone)]
 pub(crate) struct Planned {
-    /// Its name.
+    /// Name.
     pub(crate) name: &'static str,
-    /// Its element type.
+    /// Element type.
     pub(crate) kind: Kind,
-    /// Its global lengths.
+    /// Global shape.
     pub(crate) shape: Vec<usize>,
 }
 
 impl Planned {
-    /// Bytes of the tensor; 0 past 2⁶³, which [`Output::create`] refuses.
+    /// Returns the bytes of the tensor; 0 from 2⁶³ on, which [`Output::create`] refuses.
     pub(crate) fn bytes(&self) -> u64 {
         Entry::bytes(self.kind, &self.shape).unwrap_or_default()
     }
 
-    /// Elements of the tensor.
+    /// Returns the number of elements.
     pub(crate) fn elements(&self) -> usize {
         annulus_core::index(self.bytes()) / self.kind.bytes()
     }
 }
 
-/// Rows of a tensor: one rank's.
+/// One rank's rows of a tensor.
 #[derive(Debug)]
 pub(crate) struct Part<'a, T> {
-    /// Their numbers in the whole tensor.
+    /// Row numbers in the whole tensor.
     pub(crate) rows: &'a Runs,
-    /// The local tensor, dense.
+    /// Values in row-major order.
     pub(crate) values: &'a [T],
 }
 
-/// A file on its way. Ranks share it: every write is positioned. Dropped before [`Output::finish`], it leaves nothing behind.
+/// Safetensors file under construction. Ranks share it, because all writes are positioned. If it is
+/// dropped before [`Output::finish`], no file is left.
 #[derive(Debug)]
 pub(crate) struct Output {
     staged: Staged,
@@ -63,28 +65,27 @@ pub(crate) struct Output {
 }
 
 impl Output {
-    /// Makes the file in its full size, with its header. It has no name until it is finished where
-    /// the file system has such files.
+    /// Creates the file in its full size, with its header, as [`Staging::Best`].
     ///
     /// # Errors
-    /// [`Error::Io`]: the folder is missing or not writable, the target is no ordinary file or may
-    /// not be written, the disk is full.
+    /// [`Error::Io`] if the folder is missing or not writable, the target is not a regular file or
+    /// not writable, or the disk is full.
     pub(crate) fn create(target: &Path, tensors: &[Planned]) -> Result<Self> {
-        Self::create_in_manner(target, tensors, Manner::Best)
+        Self::create_staged(target, tensors, Staging::Best)
     }
 
-    /// As [`Output::create`], in one of the two ways.
+    /// As [`Output::create`], with the given staging.
     ///
     /// # Errors
-    /// As [`Output::create`]; the file system has no nameless files.
-    pub(crate) fn create_in_manner(
+    /// As [`Output::create`]; [`Error::Io`] if the file system does not support the staging.
+    pub(crate) fn create_staged(
         target: &Path,
         tensors: &[Planned],
-        manner: Manner,
+        staging: Staging,
     ) -> Result<Self> {
         let (header, entries, end) =
-            header(tensors).ok_or_else(|| io(target, "would pass 2^63 bytes"))?;
-        let staged = Staged::create(target, manner)?;
+            header(tensors).ok_or_else(|| io(target, "would have 2^63 bytes or more"))?;
+        let staged = Staged::create(target, staging)?;
         let file = staged.file();
         file.set_len(end)
             .and_then(|()| file.write_all_at(&header, 0))
@@ -92,34 +93,35 @@ impl Output {
         Ok(Self { staged, entries })
     }
 
-    /// Opens the file that another process has made for the same target and tensors, by its
+    /// Opens the file that another process has created for the same target and tensors, by its
     /// [`Output::handle`].
     ///
     /// # Errors
-    /// [`Error::Io`]: this process does not see it, or it is another file.
+    /// [`Error::Io`] if this process cannot open it, or the file has another size.
     pub(crate) fn join(target: &Path, tensors: &[Planned], handle: &OsStr) -> Result<Self> {
         let (_, entries, end) =
-            header(tensors).ok_or_else(|| io(target, "would pass 2^63 bytes"))?;
+            header(tensors).ok_or_else(|| io(target, "would have 2^63 bytes or more"))?;
         let staged = Staged::join(target, handle)?;
         match staged.file().metadata().map_err(|error| io(target, error))?.len() {
             bytes if bytes == end => Ok(Self { staged, entries }),
-            bytes => Err(io(target, format!("has {bytes} bytes, rank 0 made it with {end}"))),
+            bytes => Err(io(target, format!("has {bytes} bytes, rank 0 created it with {end}"))),
         }
     }
 
-    /// By what another process can open the file before it has its name.
+    /// Returns the handle by which another process can open the unfinished file.
     pub(crate) fn handle(&self) -> OsString {
         self.staged.handle()
     }
 
-    /// Writes rows along `axis` of the tensor `name`, of which `parts` holds what each rank of this
-    /// process has. Each rank calls this with the number of its own part. Rows that lie together in
-    /// a part are written by its rank. Rows that parts hold in turns are collected from all of
-    /// them, and every rank writes its share of the tensor: a call of the system for a megabyte
-    /// instead of one for each row.
+    /// Writes rows along `axis` of the tensor `name`. `parts` has the rows of all ranks of this
+    /// process, and each rank calls this with the index of its own part.
+    ///
+    /// A rank writes the contiguous rows of its part. Strided rows, which alternate between parts,
+    /// are gathered from all parts into windows of a megabyte, and each rank writes an equal range
+    /// of the tensor: one system call for each window instead of one for each row.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::InvalidArgument`] if the file was not planned with such a tensor.
+    /// [`Error::Io`]; [`Error::InvalidArgument`] if the file was created without such a tensor.
     pub(crate) fn write_rows<T: Element>(
         &self,
         name: &str,
@@ -130,56 +132,59 @@ impl Output {
         let entry = self.entry(name, Some(T::DTYPE))?;
         let Some(part) = parts.get(own) else { return Ok(()) };
         let mut rest = part.values;
-        pieces(&entry.shape, axis, part.rows, |piece| {
-            let (from, after) = rest.split_at(piece.elements());
+        for_each_strided(&entry.shape, axis, part.rows, |strided| {
+            let (from, after) = rest.split_at(strided.elements());
             rest = after;
-            match (piece.rows, parts.len()) {
-                (1, _) => self.write(entry, piece.first, from),
-                // the rows between are other processes'
-                (_, 1) => from.chunks(piece.row).zip(0u64..).try_for_each(|(row, index)| {
-                    self.write(entry, piece.first + index * piece.stride, row)
+            match (strided.rows, parts.len()) {
+                (1, _) => self.write(entry, strided.first, from),
+                // the rows between belong to other processes
+                (_, 1) => from.chunks(strided.row).zip(0u64..).try_for_each(|(row, index)| {
+                    self.write(entry, strided.first + index * strided.stride, row)
                 }),
                 _ => Ok(()),
             }
         })?;
-        if parts.len() > 1 { self.write_in_turns(entry, axis, parts, own) } else { Ok(()) }
+        if parts.len() > 1 { self.write_strided(entry, axis, parts, own) } else { Ok(()) }
     }
 
-    /// One rank's share of the rows that parts hold in turns.
-    fn write_in_turns<T: Element>(
+    /// Writes the strided rows of all parts in the range of the tensor of rank number `own`.
+    fn write_strided<T: Element>(
         &self,
         entry: &Entry,
         axis: usize,
         parts: &[Part<'_, T>],
         own: usize,
     ) -> Result<()> {
-        let strided: Vec<Turns<'_, T>> = parts.iter().flat_map(Turns::of_part).collect();
+        let strided: Vec<StridedRun<'_, T>> = parts.iter().flat_map(StridedRun::of_part).collect();
         let inner: usize = entry.shape[axis + 1..].iter().product();
-        let (lines, len) = (entry.shape[..axis].iter().product::<usize>(), entry.shape[axis]);
+        let lines: usize = entry.shape[..axis].iter().product();
+        let len = entry.shape[axis];
         if strided.is_empty() || lines * len * inner == 0 {
             return Ok(());
         }
-        // rows of all lines, one line after the other
-        let share = |rank: usize| {
+        // row numbers count over all lines: line · len + row
+        let edge = |rank: usize| {
             (lines as u128 * len as u128 * rank as u128 / parts.len() as u128) as usize
         };
-        let (begin, end) = (share(own), share(own + 1));
+        let begin = edge(own);
+        let end = edge(own + 1);
         let window = (WINDOW_BYTES / (inner * T::DTYPE.bytes())).clamp(1, (end - begin).max(1));
-        let (mut rows, mut held) = (vec![T::zeroed(); window * inner], vec![false; window]);
+        let mut rows = vec![T::zeroed(); window * inner];
+        let mut held = vec![false; window];
         for first in (begin..end).step_by(window) {
             let last = (first + window).min(end);
             held.fill(false);
             for line in first / len..=(last - 1) / len {
                 let within = |row: usize| row.clamp(line * len, (line + 1) * len) - line * len;
-                for turns in &strided {
-                    turns.copy(line, within(first)..within(last), inner, |row, values| {
+                for run in &strided {
+                    run.for_each_row(line, within(first)..within(last), inner, |row, values| {
                         let index = line * len + row - first;
                         held[index] = true;
                         rows[index * inner..][..inner].copy_from_slice(values);
                     });
                 }
             }
-            // what is not held by these parts is another's to write
+            // other rows are contiguous in a part, or of other processes
             let mut index = 0;
             for run in held[..last - first].chunk_by(|a, b| a == b) {
                 if run[0] {
@@ -195,7 +200,7 @@ impl Output {
         Ok(())
     }
 
-    /// Writes elements of the tensor `name` from its element `first` on, whatever its axes.
+    /// Writes elements of the tensor `name` from element `first` on, in row-major order.
     ///
     /// # Errors
     /// As [`Output::write_rows`].
@@ -208,7 +213,7 @@ impl Output {
         self.write(self.entry(name, Some(T::DTYPE))?, first as u64, values)
     }
 
-    /// Writes little-endian bytes of the tensor `name` from its element `first` on.
+    /// Writes little-endian elements of the tensor `name` from element `first` on.
     ///
     /// # Errors
     /// As [`Output::write_rows`].
@@ -226,12 +231,12 @@ impl Output {
             Error::invalid(
                 name,
                 dtype.map_or("bytes", DType::name),
-                "a tensor that the file was made with",
+                "a tensor that the file was created with",
             )
         })
     }
 
-    /// Waits until what this process has written is on the disk.
+    /// Waits until the writes of this process are on the disk.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -242,20 +247,20 @@ impl Output {
     /// Gives the complete file its name.
     ///
     /// # Errors
-    /// [`Error::Io`]; then nothing is left.
+    /// [`Error::Io`]; then no file is left.
     pub(crate) fn finish(self) -> Result<()> {
         self.sync()?;
         self.staged.commit()
     }
 
-    /// Lets go of a file that another process has finished.
+    /// Releases a file that another process has completed.
     pub(crate) fn forget(self) {
         self.staged.forget();
     }
 
     fn write<T: Element>(&self, entry: &Entry, first: u64, values: &[T]) -> Result<()> {
-        let (bytes, offset): (&[u8], u64) =
-            (bytemuck::cast_slice(values), entry.offset + first * T::DTYPE.bytes() as u64);
+        let bytes: &[u8] = bytemuck::cast_slice(values);
+        let offset = entry.offset + first * T::DTYPE.bytes() as u64;
         if cfg!(target_endian = "little") {
             return self.write_at(bytes, offset);
         }
@@ -272,24 +277,26 @@ impl Output {
     }
 }
 
-/// Rows of a part at equal distances.
-struct Turns<'a, T> {
+/// Run of strided rows of a part.
+struct StridedRun<'a, T> {
     run: Run,
-    /// Rows of the part before these.
+    /// Number of rows of the part before the run.
     before: usize,
-    /// Rows of the part.
+    /// Number of rows of the part.
     len: usize,
+    /// Values of the part.
     values: &'a [T],
 }
 
-impl<'a, T: Element> Turns<'a, T> {
+impl<'a, T: Element> StridedRun<'a, T> {
+    /// Returns the strided runs of a part.
     fn of_part(part: &Part<'a, T>) -> Vec<Self> {
         let mut before = 0;
-        let mut turns = Vec::new();
+        let mut strided = Vec::new();
         for &run in part.rows.runs() {
-            // as `pieces` has it: any others are one row at a time
+            // the same condition as in `for_each_strided`
             if run.step > 1 && run.count > 1 {
-                turns.push(Self {
+                strided.push(Self {
                     run,
                     before,
                     len: annulus_core::index(part.rows.len()),
@@ -298,11 +305,12 @@ impl<'a, T: Element> Turns<'a, T> {
             }
             before += annulus_core::index(run.count);
         }
-        turns
+        strided
     }
 
-    /// Calls `each` with every one of these rows that lies in `rows` of line `line`.
-    fn copy(
+    /// Calls `each` with the number and the values of every row of the run that is in `rows` of
+    /// line `line`.
+    fn for_each_row(
         &self,
         line: usize,
         rows: Range<usize>,
@@ -320,8 +328,8 @@ impl<'a, T: Element> Turns<'a, T> {
     }
 }
 
-/// Identifies this target among all of the same machine, however its path is written;
-/// `None` where its folder cannot be found.
+/// Identifies a target on this machine independently of how its path is written: by the device and
+/// inode of its folder and its name. `None` if the folder does not exist.
 pub(crate) fn identity(target: &Path) -> Option<u64> {
     let Ok(Target::File { folder, path, .. }) = resolve(target) else { return None };
     let folder = std::fs::metadata(folder).ok()?;
@@ -329,7 +337,9 @@ pub(crate) fn identity(target: &Path) -> Option<u64> {
     Some(Fingerprint::new().number(folder.dev()).number(folder.ino()).bytes(name).finish())
 }
 
-/// Header bytes, entries and the size of the whole file. Wide elements come first and the header is padded, so that all are aligned.
+/// Returns the header's bytes, the entries and the size of the file; `None` from 2⁶³ bytes on.
+/// Tensors are ordered by descending element size and the header is padded, so that all are
+/// aligned.
 fn header(tensors: &[Planned]) -> Option<(Vec<u8>, BTreeMap<&'static str, Entry>, u64)> {
     let mut ordered: Vec<&Planned> = tensors.iter().collect();
     ordered.sort_by_key(|tensor| (std::cmp::Reverse(tensor.kind.bytes()), tensor.name));
@@ -339,7 +349,11 @@ fn header(tensors: &[Planned]) -> Option<(Vec<u8>, BTreeMap<&'static str, Entry>
     for tensor in ordered {
         let begin = end;
         end = begin.checked_add(Entry::bytes(tensor.kind, &tensor.shape)?)?;
-        let entry = serde_json::json!({ "dtype": tensor.kind.name(), "shape": tensor.shape, "data_offsets": [begin, end] });
+        let entry = serde_json::json!({
+            "dtype": tensor.kind.name(),
+            "shape": tensor.shape,
+            "data_offsets": [begin, end],
+        });
         json.insert(tensor.name.to_owned(), entry);
         entries.insert(
             tensor.name,

@@ -14,7 +14,7 @@ use crate::{
     },
     failure::{Failure, Outcome},
     input::SinksForm,
-    report::say,
+    stdout::say,
 };
 
 const EXAMPLES: &str = "Examples:
@@ -22,11 +22,11 @@ const EXAMPLES: &str = "Examples:
   annulus make --output train.safetensors --q-len 1000 --backward --bias 1hqk --sinks shared
   annulus make --output packed.safetensors --q-len 2048 --documents 512,1000,536";
 
-/// Makes an input file of standard normal numbers: the same file for the same arguments
+/// Writes an input file of standard normal numbers; equal arguments give equal files
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct MakeFlags {
-    /// The file to write: whole, or not at all; one that is there keeps its permissions
+    /// File to write. It appears only when it is complete; an existing file keeps its permissions
     #[arg(long, alias = "out", value_name = "FILE")]
     output: PathBuf,
     /// Print errors only
@@ -44,7 +44,7 @@ pub(crate) struct MakeFlags {
     /// Query heads
     #[arg(long, value_name = "N", default_value = "8", value_parser = count)]
     heads: usize,
-    /// Key heads. Default: as many as query heads
+    /// KV heads. Default: as many as query heads
     #[arg(long, value_name = "N", value_parser = count)]
     kv_heads: Option<usize>,
     /// Dim of queries and keys, 1 to 512
@@ -62,19 +62,20 @@ pub(crate) struct MakeFlags {
     /// Add dout and dlse, for `attend --backward`
     #[arg(long)]
     backward: bool,
-    /// Add an additive bias; a letter keeps an axis, a 1 broadcasts it: 11qk, bhqk, 1h1k, ...
+    /// Add a bias; a letter of bhqk keeps the axis, a 1 broadcasts it: 11qk, bhqk, 1h1k, ...
     #[arg(long, value_name = "AXES", value_parser = axes)]
     bias: Option<[bool; 4]>,
     /// Add sink logits (softmax_aux) of this form
     #[arg(long, value_enum)]
     sinks: Option<SinksForm>,
-    /// Sinks a head, 1 to 65536
-    #[arg(long, value_name = "N", default_value = "1", requires = "sinks", value_parser = sinks_count)]
+    /// Sinks per head, 1 to 65536
+    #[arg(long, value_name = "N", default_value = "1", requires = "sinks",
+        value_parser = sinks_count)]
     sinks_count: usize,
-    /// Add a dense mask [1, 1, q, k] in which a pair is visible with this probability, 0 to 1
+    /// Add a dense mask [1, 1, q, k] in which a pair is visible with probability P, 0 to 1
     #[arg(long, value_name = "P", value_parser = share)]
     mask: Option<f64>,
-    /// Add segment ids: about N segments a batch row, of random lengths
+    /// Add segment ids: about N segments of random lengths per batch row
     #[arg(long, value_name = "N", value_parser = count)]
     segments: Option<usize>,
     /// Add cum_seqlens_q and cum_seqlens_k: packed documents of these lengths
@@ -82,7 +83,7 @@ pub(crate) struct MakeFlags {
     documents: Vec<usize>,
 }
 
-/// What a made file has in it.
+/// Content of a generated file.
 #[derive(Debug, Clone)]
 pub(crate) struct Recipe {
     /// Lengths.
@@ -91,22 +92,22 @@ pub(crate) struct Recipe {
     pub(crate) dtype: DType,
     /// Seed.
     pub(crate) seed: u64,
-    /// With dout and dlse.
+    /// True to add dout and dlse.
     pub(crate) backward: bool,
-    /// Axes that the bias keeps, if there is one.
+    /// Axes that the bias keeps; `None` adds no bias.
     pub(crate) bias: Option<[bool; 4]>,
-    /// Sinks, if there are any.
+    /// Form and number of sinks; `None` adds none.
     pub(crate) sinks: Option<(SinksForm, usize)>,
-    /// Probability of a pair in the dense mask, if there is one.
+    /// Probability of a visible pair in the dense mask; `None` adds no mask.
     pub(crate) mask: Option<f64>,
-    /// Segments a batch row, if there are segment ids.
+    /// Segments per batch row; `None` adds no segment ids.
     pub(crate) segments: Option<usize>,
-    /// Lengths of packed documents; none: not packed.
+    /// Lengths of packed documents; empty without packing.
     pub(crate) documents: Vec<usize>,
 }
 
 impl Recipe {
-    /// Queries, keys and values, and nothing else.
+    /// Creates a recipe of queries, keys and values only.
     pub(crate) const fn new(dims: Dims, dtype: DType, seed: u64) -> Self {
         Self {
             dims,
@@ -137,7 +138,7 @@ pub(crate) fn run(flags: &MakeFlags) -> Outcome {
     dims.validate().map_err(|error| names::of_flags(error, &dims, &[]))?;
     let packed = flags.documents.iter().try_fold(0usize, |sum, &len| sum.checked_add(len));
     if packed.is_none_or(|packed| packed > dims.q_len.min(dims.kv_len)) {
-        let want = format!("at most {} in all (--q-len, --kv-len)", dims.q_len.min(dims.kv_len));
+        let want = format!("at most {} together (--q-len, --kv-len)", dims.q_len.min(dims.kv_len));
         return Err(Failure::usage("--documents", "more rows than there are", want));
     }
     let recipe = Recipe {
@@ -158,23 +159,23 @@ pub(crate) fn run(flags: &MakeFlags) -> Outcome {
 }
 
 impl MakeFlags {
-    /// The files that flags name.
+    /// Paths that flags name.
     pub(crate) fn paths(&self) -> Vec<(&'static str, &Path)> {
         vec![("--output", &self.output)]
     }
 }
 
-/// Makes the file of a recipe and returns its size in bytes.
+/// Writes the file of a recipe and returns the bytes of its tensors.
 pub(crate) fn make(recipe: &Recipe, out: &Path) -> Outcome<u64> {
     Ok(tensors::write(recipe, out)?)
 }
 
-/// Bytes of data that the file of a recipe has.
+/// Returns the bytes of the tensors of a recipe.
 pub(crate) fn bytes(recipe: &Recipe) -> u64 {
     tensors::bytes(recipe)
 }
 
-/// `11qk` and the like: which of the axes b, h, q, k are kept.
+/// Parses axes such as `11qk`: true for each of b, h, q, k that is kept.
 fn axes(text: &str) -> Result<[bool; 4], String> {
     let letters: Vec<char> = text.chars().collect();
     let kept: Option<Vec<bool>> = letters
@@ -184,7 +185,7 @@ fn axes(text: &str) -> Result<[bool; 4], String> {
         .collect();
     let kept =
         kept.filter(|_| letters.len() == 4).and_then(|kept| <[bool; 4]>::try_from(kept).ok());
-    kept.ok_or_else(|| "want four axes, each its letter of bhqk or a 1".into())
+    kept.ok_or_else(|| "want four axes, each the letter of bhqk or a 1".into())
 }
 
 #[cfg(test)]
@@ -192,7 +193,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn axes_of_a_bias() {
+    fn axes_of_a_bias_are_parsed() {
         assert_eq!(axes("11qk"), Ok([false, false, true, true]));
         assert_eq!(axes("bhqk"), Ok([true; 4]));
         assert!(axes("qk").is_err() && axes("hbqk").is_err() && axes("11qk1").is_err());

@@ -1,4 +1,4 @@
-//! The tensors of a made file, written a chunk at a time.
+//! Tensors of a generated file, written in chunks.
 
 use std::path::Path;
 
@@ -13,13 +13,13 @@ use crate::{
     random::Stream,
 };
 
-/// Elements that are made at a time.
+/// Elements of a chunk: 512 KiB in f64.
 const CHUNK: usize = 1 << 16;
 
-/// Writes the file and returns its bytes of data.
+/// Writes the file and returns the bytes of its tensors.
 pub(super) fn write(recipe: &Recipe, out: &Path) -> Result<u64> {
     let planned = planned(recipe);
-    // a disk is full at the end of a long time
+    // checked first: a full disk would be found only at the end
     must_fit_on_disk(out, bytes(recipe))?;
     let output = Output::create(out, &planned)?;
     for tensor in &planned {
@@ -29,14 +29,15 @@ pub(super) fn write(recipe: &Recipe, out: &Path) -> Result<u64> {
     Ok(planned.iter().map(Planned::bytes).sum())
 }
 
-/// Bytes of data that the file of a recipe has, as far as they can be counted.
+/// Returns the bytes of the tensors of a recipe, saturating.
 pub(super) fn bytes(recipe: &Recipe) -> u64 {
     planned(recipe).iter().fold(0, |sum: u64, tensor| sum.saturating_add(tensor.bytes()))
 }
 
 fn planned(recipe: &Recipe) -> Vec<Planned> {
     let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = recipe.dims;
-    let (data, sums) = (Kind::Float(recipe.dtype), Kind::Float(recipe.dtype.accumulator()));
+    let data = Kind::Float(recipe.dtype);
+    let sums = Kind::Float(recipe.dtype.accumulator());
     let planned = |name, kind, shape: &[usize]| Planned { name, kind, shape: shape.to_vec() };
     let mut all = vec![
         planned("query", data, &[batch, q_len, q_heads, head_dim]),
@@ -86,14 +87,15 @@ fn fill(output: &Output, tensor: &Planned, recipe: &Recipe) -> Result<()> {
             numbers(output, tensor, |index| i64::from(stream.uniform(index) < probability))
         }
         ("q_segment_ids" | "kv_segment_ids", _) => {
-            let (len, wanted) = (tensor.shape[1] as u64, recipe.segments.unwrap_or(1) as f64);
+            let len = tensor.shape[1] as u64;
+            let segments = recipe.segments.unwrap_or(1) as f64;
             let mut id = 0;
-            // a new segment starts at each row with the same probability, so that all rows are covered
+            // a new segment starts at each row with probability (segments − 1) / len
             numbers(output, tensor, |index| {
                 id = if index.is_multiple_of(len) {
                     0
                 } else {
-                    id + i64::from(stream.uniform(index) < (wanted - 1.0) / len as f64)
+                    id + i64::from(stream.uniform(index) < (segments - 1.0) / len as f64)
                 };
                 id
             })
@@ -124,9 +126,10 @@ fn floats<T: Element>(output: &Output, tensor: &Planned, stream: Stream) -> Resu
     Ok(())
 }
 
-/// Writes integers, made in order, in the tensor's own width.
+/// Writes the integers `number(index)`, called in order, in the width of the tensor's type.
 fn numbers(output: &Output, tensor: &Planned, mut number: impl FnMut(u64) -> i64) -> Result<()> {
-    let (elements, width) = (tensor.elements(), tensor.kind.bytes());
+    let elements = tensor.elements();
+    let width = tensor.kind.bytes();
     let mut chunk = Vec::with_capacity(CHUNK.min(elements) * width);
     for first in (0..elements).step_by(CHUNK) {
         chunk.clear();

@@ -1,4 +1,4 @@
-//! The figures of a ring: everything that is printed, written as JSON or drawn.
+//! Figures of a ring, which are printed, written as JSON or drawn.
 
 use annulus_core::{
     Choice, Error, Layout, Needs, Result, RingShards, Route, Schedule, Spec, Traffic, Work,
@@ -7,76 +7,79 @@ use serde::Serialize;
 
 use crate::report::{bytes, counted, grouped};
 
-/// The most ranks of which every step of every rank is written and drawn: 5 MB of either.
+/// The most ranks for which every step of every rank is written and drawn, up to 5 MB of each.
 pub(super) const MOST_DETAILED_RANKS: usize = 128;
 
-/// The most queries of a plan. What each of them sees is counted: a minute for a billion of them in
-/// an optimised build, and some seconds for these.
+/// The most queries of a plan. The visible pairs are counted query by query, which takes about a
+/// minute for 10⁹ queries in an optimised build, and some seconds for these.
 const MOST_QUERIES: u64 = 1 << 28;
 
-/// A ring in numbers.
+/// Figures of a ring.
 #[derive(Debug, Serialize)]
 pub(super) struct Figures {
-    /// Ranks.
+    /// Number of ranks.
     pub(super) ranks: usize,
-    /// How rows are dealt.
+    /// Name of the layout.
     pub(super) layout: &'static str,
-    /// Which way blocks go: `relay-up` (r to r + 1), `relay-down` (r to r − 1), `direct` (owner to user).
+    /// Name of the route: `relay-up` (r to r + 1), `relay-down` (r to r − 1) or `direct` (owner to
+    /// user).
     pub(super) direction: &'static str,
-    /// Steps in which any rank sends a block.
+    /// Number of steps in which any rank sends a block.
     pub(super) hops: usize,
     /// Payload bytes of a forward pass.
     bytes_sent_total: u128,
-    /// Payload bytes of a forward pass over the full, untrimmed ring.
+    /// Payload bytes of a forward pass that sends every row to every rank.
     bytes_full_ring_total: u128,
-    /// Work of the busiest rank over the mean.
+    /// Work of the busiest rank divided by the mean.
     pub(super) work_max_over_mean: f64,
+    /// True if [`Schedule::check`] has proven the messages right: up to [`MOST_DETAILED_RANKS`].
+    pub(super) schedule_checked: bool,
     /// The mask in words.
     pub(super) mask: String,
-    /// Queries.
+    /// Number of queries.
     pub(super) q_len: usize,
-    /// Keys.
+    /// Number of keys.
     pub(super) kv_len: usize,
     /// Visible pairs, all heads and batch rows.
     pub(super) pairs_total: u128,
     /// Bytes of the forward pass.
     pub(super) forward: Bytes,
-    /// Bytes of the backward pass: keys and values again, and gradients.
+    /// Bytes of the backward pass: KV blocks again, and their gradients.
     pub(super) backward: Bytes,
-    /// What each rank has to do.
+    /// Figures of each rank.
     pub(super) per_rank: Vec<RankFigures>,
-    /// The steps of each rank; a document of many ranks has [`StepSums`] instead.
+    /// Steps; a document of many ranks has [`StepSums`] instead.
     #[serde(skip)]
     pub(super) steps: Vec<StepFigures>,
-    /// The same, as the picture needs it.
+    /// The route of `direction`.
     #[serde(skip)]
     pub(super) route: Route,
-    /// Every rank's rows.
+    /// Shards of every rank.
     #[serde(skip)]
-    pub(super) coordinates: RingShards,
+    pub(super) shards: RingShards,
 }
 
 /// Bytes of one pass.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub(super) struct Bytes {
-    /// All ranks together.
+    /// Sent by all ranks.
     pub(super) sent: u128,
-    /// Of the full, untrimmed ring.
+    /// Sent if every row went to every rank.
     pub(super) full_ring: u128,
 }
 
-/// One rank.
+/// Figures of one rank.
 #[derive(Debug, Serialize)]
 pub(super) struct RankFigures {
-    /// Its number.
+    /// The rank.
     pub(super) rank: usize,
-    /// Query rows that it holds.
+    /// Query rows that it owns.
     pub(super) q_rows: u64,
-    /// Key rows that it holds.
+    /// Key rows that it owns.
     pub(super) kv_rows: u64,
     /// Visible pairs of its queries, all heads and batch rows.
     pub(super) pairs: u128,
-    /// The same over the mean of all ranks.
+    /// Its pairs divided by the mean of all ranks.
     pub(super) work_over_mean: f64,
     /// Payload bytes that it sends in a forward pass.
     pub(super) bytes_sent: u128,
@@ -84,81 +87,81 @@ pub(super) struct RankFigures {
     pub(super) backward_bytes_sent: u128,
 }
 
-/// One step.
+/// Figures of one ring step.
 #[derive(Debug, Serialize)]
 pub(super) struct StepFigures {
-    /// Its number.
+    /// Number of the step.
     pub(super) step: usize,
-    /// What each rank does in it.
+    /// Figures of each rank in it.
     pub(super) ranks: Vec<StepOfRank>,
 }
 
-/// One step, summed over ranks.
+/// Figures of one ring step, summed over ranks.
 #[derive(Debug, Serialize)]
 struct StepSums {
-    /// Its number.
+    /// Number of the step.
     step: usize,
     /// Visible pairs that all ranks compute.
     pairs: u128,
     /// Visible pairs that the busiest rank computes.
     busiest_pairs: u128,
-    /// Blocks that are sent meanwhile.
+    /// Blocks sent during the step.
     blocks_sent: usize,
-    /// Their payload.
+    /// Their payload bytes.
     bytes_sent: u128,
 }
 
-/// The figures as a document.
+/// JSON document of the figures.
 #[derive(Debug, Serialize)]
 struct Document<'a> {
     #[serde(flatten)]
     figures: &'a Figures,
-    /// Why the steps are sums, where they are.
+    /// Note that the steps are sums.
     #[serde(skip_serializing_if = "Option::is_none")]
     note: Option<String>,
     steps: Steps<'a>,
 }
 
-/// The steps of a document.
+/// Steps of a document.
 #[derive(Debug, Serialize)]
 #[serde(untagged)]
 enum Steps<'a> {
-    /// Rank by rank.
+    /// Every rank of every step.
     Detailed(&'a [StepFigures]),
-    /// Of more ranks than [`MOST_DETAILED_RANKS`].
+    /// Sums, for more than [`MOST_DETAILED_RANKS`] ranks.
     Summed(Vec<StepSums>),
 }
 
-/// One step of one rank.
+/// Figures of one rank in one step.
 #[derive(Debug, Serialize)]
 pub(super) struct StepOfRank {
     /// The rank.
     pub(super) rank: usize,
-    /// Whose block it attends.
+    /// Owner of the block that its queries attend to.
     pub(super) owner: usize,
-    /// How many of the owner's rows are there.
+    /// Number of the owner's rows in the block.
     pub(super) rows: u64,
     /// Visible pairs that it computes.
     pub(super) pairs: u128,
-    /// Blocks that it sends meanwhile.
+    /// Blocks that it sends during the step.
     pub(super) sends: Vec<Send>,
 }
 
-/// One block on its way in a forward pass.
+/// Message with one block of a forward pass.
 #[derive(Debug, Serialize)]
 pub(super) struct Send {
-    /// The receiver.
+    /// Receiving rank.
     pub(super) to: usize,
-    /// Whose rows.
+    /// Owner of the rows.
     pub(super) owner: usize,
-    /// How many.
+    /// Number of rows.
     pub(super) rows: u64,
-    /// Payload.
+    /// Payload bytes.
     pub(super) bytes: u128,
 }
 
 impl Figures {
-    /// Plans the ring of `spec`; `layout` is chosen from the mask if `None`.
+    /// Plans the ring of `spec`. `None` as `layout` chooses one from the mask.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for more queries than [`MOST_QUERIES`].
@@ -168,29 +171,27 @@ impl Figures {
         layout: Option<&Layout>,
         mask: String,
     ) -> Result<Self> {
-        let queries = spec.dims.q_len as u64
-            * if spec.mask.per_head() { spec.dims.q_heads as u64 } else { 1 };
-        if queries > MOST_QUERIES {
-            return Err(Error::invalid(
-                "q_len",
-                spec.dims.q_len,
-                format!("at most {MOST_QUERIES}, which plan goes through one by one"),
-            ));
-        }
+        check_queries(spec)?;
         let Choice { layout, route, .. } = Choice::auto(spec, ranks, layout, None);
-        let coordinates = RingShards::plain(&spec.dims, spec.alignment, &layout, ranks);
-        let (heads, batch) = (spec.dims.q_heads, spec.dims.batch);
-        let needs = Needs::of_queries(spec.mask.as_ref(), heads, batch, &coordinates);
+        let shards = RingShards::plain(&spec.dims, spec.alignment, &layout, ranks);
+        let heads = spec.dims.q_heads;
+        let batch = spec.dims.batch;
+        let needs = Needs::of_queries(spec.mask.as_ref(), heads, batch, &shards);
         let schedule = Schedule::build(&needs, route, true);
-        let work = Work::of(spec.mask.as_ref(), heads, batch, &coordinates);
-        let (block, gradient) = (spec.kv_row_layout(), spec.gradient_row_layout());
+        let schedule_checked = ranks <= MOST_DETAILED_RANKS;
+        if schedule_checked {
+            schedule.check(&needs, true).map_err(Error::internal)?;
+        }
+        let work = Work::of(spec.mask.as_ref(), heads, batch, &shards);
+        let block = spec.kv_row_layout();
+        let gradient = spec.gradient_row_layout();
         let forward = |traffic: Traffic| traffic.block_rows * u128::from(block.bytes());
         let backward = |traffic: Traffic| traffic.bytes(&block, &gradient);
         let mean = work.total() as f64 / ranks as f64;
         let per_rank = (0..ranks).map(|rank| RankFigures {
             rank,
-            q_rows: coordinates.q[rank].rows.len(),
-            kv_rows: coordinates.kv[rank].rows.len(),
+            q_rows: shards.q[rank].rows.len(),
+            kv_rows: shards.kv[rank].rows.len(),
             pairs: work.of_rank(rank),
             work_over_mean: if mean > 0.0 { work.of_rank(rank) as f64 / mean } else { 0.0 },
             bytes_sent: forward(schedule.sent_by(rank)),
@@ -208,6 +209,7 @@ impl Figures {
             bytes_sent_total: forward_bytes.sent,
             bytes_full_ring_total: forward_bytes.full_ring,
             work_max_over_mean: work.max_over_mean(),
+            schedule_checked,
             mask,
             q_len: spec.dims.q_len,
             kv_len: spec.dims.kv_len,
@@ -219,14 +221,14 @@ impl Figures {
                 .map(|step| StepFigures::new(step, &schedule, &work, block.bytes()))
                 .collect(),
             route,
-            coordinates,
+            shards,
         })
     }
 
-    /// Steps up to the last in which anything is computed or passed on; at least 1.
+    /// Number of steps up to the last in which a rank computes or forwards a block; at least 1.
     pub(super) fn busy_steps(&self) -> usize {
         let busy = |step: &StepFigures| {
-            step.ranks.iter().any(|at| at.pairs > 0 || (step.step > 0 && at.rows > 0))
+            step.ranks.iter().any(|of| of.pairs > 0 || (step.step > 0 && of.rows > 0))
         };
         self.steps.iter().rposition(busy).map_or(1, |last| last + 1).min(self.steps.len())
     }
@@ -236,7 +238,7 @@ impl Figures {
         self.ranks <= MOST_DETAILED_RANKS
     }
 
-    /// As JSON text.
+    /// Formats the figures as JSON.
     pub(super) fn json(&self) -> String {
         let detailed = self.is_detailed();
         let note = format!("steps are summed over ranks: more than {MOST_DETAILED_RANKS} ranks");
@@ -246,11 +248,11 @@ impl Figures {
             Steps::Summed(self.steps.iter().map(StepSums::of).collect())
         };
         let document = Document { figures: self, note: (!detailed).then_some(note), steps };
-        // every number is finite and every key a string: nothing here can fail to be JSON
+        // cannot fail: all numbers are finite and all keys are strings
         serde_json::to_string_pretty(&document).map(|text| text + "\n").unwrap_or_default()
     }
 
-    /// The ring in a line.
+    /// Describes the ring in one line.
     pub(super) fn title(&self) -> String {
         let Self { mask, layout, .. } = self;
         let queries = counted(self.q_len as u64, "query", "queries");
@@ -259,23 +261,37 @@ impl Figures {
         format!("{mask} · {queries} × {keys} · {ranks} · {layout} layout")
     }
 
-    /// How blocks go, in a line.
+    /// Describes the route in one line.
     pub(super) fn hops_in_words(&self) -> String {
-        let way = match self.route {
-            Route::RelayUp => "each rank hands blocks on to the next (relay-up)",
-            Route::RelayDown => "each rank hands blocks on to the one before (relay-down)",
-            Route::Direct => "owners send blocks straight to their users (direct)",
+        let route = match self.route {
+            Route::RelayUp => "each rank relays blocks to the next rank (relay-up)",
+            Route::RelayDown => "each rank relays blocks to the previous rank (relay-down)",
+            Route::Direct => "owners send blocks directly to the ranks that use them (direct)",
         };
         match self.hops {
-            0 => "no hop: every rank has all that it needs".to_owned(),
-            1 => format!("1 hop; {way}"),
-            hops => format!("{} hops; {way}", grouped(hops as u64)),
+            0 => "no hop: every rank owns all rows that it needs".to_owned(),
+            1 => format!("1 hop; {route}"),
+            hops => format!("{} hops; {route}", grouped(hops as u64)),
         }
     }
 }
 
+/// Checks that the pairs of every query can be counted in some seconds.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] for more queries than [`MOST_QUERIES`].
+fn check_queries(spec: &Spec) -> Result<()> {
+    // equal heads are counted once
+    let heads = if spec.mask.per_head() { spec.dims.q_heads as u64 } else { 1 };
+    if spec.dims.q_len as u64 * heads <= MOST_QUERIES {
+        return Ok(());
+    }
+    let want = format!("at most {MOST_QUERIES}, because plan counts the pairs of each query");
+    Err(Error::invalid("q_len", spec.dims.q_len, want))
+}
+
 impl Bytes {
-    /// Sent against the full ring, in words.
+    /// Formats the bytes sent and their share of the full ring's.
     pub(super) fn in_words(self) -> String {
         let Self { sent, full_ring } = self;
         let share = if full_ring > 0 {
@@ -293,11 +309,11 @@ impl Bytes {
 
 impl StepSums {
     fn of(step: &StepFigures) -> Self {
-        let sends = || step.ranks.iter().flat_map(|at| &at.sends);
+        let sends = || step.ranks.iter().flat_map(|of| &of.sends);
         Self {
             step: step.step,
-            pairs: step.ranks.iter().map(|at| at.pairs).sum(),
-            busiest_pairs: step.ranks.iter().map(|at| at.pairs).max().unwrap_or_default(),
+            pairs: step.ranks.iter().map(|of| of.pairs).sum(),
+            busiest_pairs: step.ranks.iter().map(|of| of.pairs).max().unwrap_or_default(),
             blocks_sent: sends().count(),
             bytes_sent: sends().map(|send| send.bytes).sum(),
         }
@@ -305,20 +321,20 @@ impl StepSums {
 }
 
 impl StepFigures {
-    fn new(step: usize, schedule: &Schedule, work: &Work, record_bytes: u64) -> Self {
+    fn new(step: usize, schedule: &Schedule, work: &Work, row_bytes: u64) -> Self {
         let of_rank = |(rank, steps): (usize, &Vec<annulus_core::Step>)| {
-            let at = steps.get(step)?;
-            let sends = at.before.sends.iter().map(|message| Send {
+            let of_step = steps.get(step)?;
+            let sends = of_step.before.sends.iter().map(|message| Send {
                 to: message.peer,
                 owner: message.owner,
                 rows: message.rows.count(),
-                bytes: u128::from(message.rows.count()) * u128::from(record_bytes),
+                bytes: u128::from(message.rows.count()) * u128::from(row_bytes),
             });
             let pairs = work.of_step(schedule.route, rank, step);
             Some(StepOfRank {
                 rank,
-                owner: at.owner,
-                rows: at.rows.count(),
+                owner: of_step.owner,
+                rows: of_step.rows.count(),
                 pairs,
                 sends: sends.collect(),
             })

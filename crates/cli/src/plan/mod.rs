@@ -1,4 +1,4 @@
-//! `annulus plan`: what a ring would do, as figures and as a picture, before anything runs.
+//! `annulus plan`: the schedule of a ring as figures and as a picture, without running it.
 
 mod figures;
 mod picture;
@@ -17,7 +17,8 @@ use crate::{
     },
     failure::Outcome,
     file,
-    report::{bytes, count, grouped, say},
+    report::{bytes, count, grouped},
+    stdout::say,
 };
 use figures::Figures;
 
@@ -26,8 +27,7 @@ const EXAMPLES: &str = "Examples:
   annulus plan --causal --window 4095,0 --q-len 1000000 --ranks 16 --svg ring.svg --json ring.json
   annulus plan --causal --q-len 131072 --ranks 64 --heads 32 --kv-heads 8 --dtype bf16 --json -";
 
-/// Shows which rank would compute what in which step, and predicts the bytes sent, without running
-/// anything
+/// Shows the work of each rank in each step and predicts the bytes sent, without running the ring
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct PlanFlags {
@@ -40,7 +40,7 @@ pub(crate) struct PlanFlags {
     /// Ranks of the ring, 1 to 1024
     #[arg(long, value_name = "P", value_parser = planned_ranks)]
     ranks: usize,
-    /// How rows are dealt to ranks; auto chooses from the mask
+    /// Assignment of rows to ranks; auto chooses it from the mask
     #[arg(long, value_enum, default_value = "auto")]
     layout: LayoutName,
     /// Batch rows
@@ -49,7 +49,7 @@ pub(crate) struct PlanFlags {
     /// Query heads
     #[arg(long, value_name = "N", default_value = "8", value_parser = from_one)]
     heads: usize,
-    /// Key heads. Default: as many as query heads
+    /// KV heads. Default: as many as query heads
     #[arg(long, value_name = "N", value_parser = from_one)]
     kv_heads: Option<usize>,
     /// Dim of queries and keys, 1 to 512
@@ -61,13 +61,13 @@ pub(crate) struct PlanFlags {
     /// Element type of queries, keys and values
     #[arg(long, value_enum, default_value = "f32")]
     dtype: DTypeName,
-    /// Draw the picture: tile map, work of each rank, step timeline. A pipe, a device or /dev/stdout
-    /// is written into. Of more than 128 ranks the map is a sample and the timeline is drawn in
-    /// groups of ranks
+    /// Draw tile map, work of each rank and step timeline as SVG. FILE may be a pipe, a device or
+    /// /dev/stdout. For more than 128 ranks the map is a sample, and the timeline shows groups of
+    /// ranks
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
-    /// Write the figures as JSON; `-`, /dev/stdout or no FILE for standard output, then without the
-    /// table. Of more than 128 ranks the steps are sums over ranks
+    /// Write the figures as JSON; `-`, /dev/stdout or no FILE for standard output, which replaces
+    /// the table. For more than 128 ranks the steps are sums over ranks
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
     json: Option<PathBuf>,
     #[command(flatten)]
@@ -84,7 +84,7 @@ pub(crate) fn run(flags: &PlanFlags) -> Outcome {
     let figures = figures.map_err(|error| names::of_flags(error, &dims, &[]))?;
     let json = figures.json();
     let printed = flags.json.as_deref() == Some(Path::new("-"));
-    // nothing else goes where a text goes
+    // a document on standard output replaces the table
     let to_standard_output = printed
         || [&flags.json, &flags.svg]
             .into_iter()
@@ -121,7 +121,7 @@ impl PlanFlags {
         self.mask.apply(Attention::new()).dtype(self.dtype.into()).spec(dims)
     }
 
-    /// The files that flags name.
+    /// Paths that flags name.
     pub(crate) fn paths(&self) -> Vec<(&'static str, &Path)> {
         let named = [("--svg", &self.svg), ("--json", &self.json)];
         named.into_iter().filter_map(|(flag, path)| Some((flag, path.as_deref()?))).collect()
@@ -134,6 +134,11 @@ fn print(figures: &Figures) {
     say!("forward   {}", figures.forward.in_words());
     say!("backward  {}", figures.backward.in_words());
     say!("work      the busiest rank has {:.3} times the mean", figures.work_max_over_mean);
+    if figures.schedule_checked {
+        say!(
+            "checked   each row arrives once where it is needed; each gradient reaches its owner once"
+        );
+    }
     say!("");
     say!(
         "{:>5} {:>13} {:>13} {:>16} {:>7} {:>12} {:>12}",

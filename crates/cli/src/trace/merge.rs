@@ -1,4 +1,4 @@
-//! Joining the traces of ranks: their events, one file after the other.
+//! Joins the traces of all ranks: concatenates their events.
 
 use std::path::Path;
 
@@ -13,7 +13,7 @@ use crate::{
     message,
 };
 
-/// A trace of one rank. Events are kept as they are written.
+/// Trace of one rank. Events are kept as raw JSON.
 #[derive(Debug, Deserialize)]
 struct Trace<'a> {
     #[serde(rename = "otherData")]
@@ -22,21 +22,24 @@ struct Trace<'a> {
     events: Vec<&'a RawValue>,
 }
 
-/// The run that a trace is of.
+/// Id of the run, as [`super::RunId`] writes it.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 struct RunMark {
     run: String,
     ranks: usize,
 }
 
-/// Joins the files of `folder` into `out`; returns how many ranks and how many events they are.
+/// Joins the files of `folder` into `out`. Returns the numbers of ranks and of events.
 ///
 /// # Errors
-/// [`annulus_core::Error::Io`] naming the file that is missing, is no trace of a rank, or is of another run than that of rank 0.
+/// [`annulus_core::Error::Io`] naming the file that is missing, is not a trace of a rank, or
+/// belongs to another run than that of rank 0.
 pub(super) fn merge(folder: &Path, out: &Path) -> Result<(usize, usize)> {
     let document = Document::create(out)?;
     let mut text = String::from("{\"displayTimeUnit\":\"ms\",\"traceEvents\":[");
-    let (mut count, mut first, mut rank) = (0, None::<RunMark>, 0);
+    let mut count = 0;
+    let mut first = None::<RunMark>;
+    let mut rank = 0;
     while first.as_ref().is_none_or(|first| rank < first.ranks) {
         let path = folder.join(rank_file(rank));
         let content = read_text(&path)?;
@@ -44,9 +47,10 @@ pub(super) fn merge(folder: &Path, out: &Path) -> Result<(usize, usize)> {
         let Object(run) = trace.run;
         let of = first.get_or_insert_with(|| run.clone());
         if *of != run {
-            let (own, other) = (message::name(&run.run), message::name(&of.run));
+            let own = message::name(&run.run);
+            let other = message::name(&of.run);
             let what = format!(
-                "is of another run ({own} of {} ranks) than {} ({other} of {} ranks)",
+                "belongs to another run ({own} of {} ranks) than {} ({other} of {} ranks)",
                 run.ranks,
                 rank_file(0),
                 of.ranks
@@ -65,9 +69,9 @@ pub(super) fn merge(folder: &Path, out: &Path) -> Result<(usize, usize)> {
     Ok((rank, count))
 }
 
-/// The trace of a rank that `content` is.
+/// Parses the trace of a rank.
 fn parse<'a>(path: &Path, content: &'a str) -> Result<Trace<'a>> {
-    let wrong = |what: String| io(path, format!("is no trace of a rank: {what}"));
+    let wrong = |what: String| io(path, format!("is not a trace of a rank: {what}"));
     let mut text = serde_json::Deserializer::from_str(content);
     let Object(trace): Object<Trace<'_>> = serde_path_to_error::deserialize(&mut text)
         .map_err(|error| wrong(message::of_json(&error)))?;

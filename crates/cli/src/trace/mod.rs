@@ -1,4 +1,4 @@
-//! `annulus trace`: the traces that the ranks of a job have left, each in a file of its own, as one.
+//! `annulus trace`, and the trace files of `annulus attend --trace`, one for each rank.
 
 mod merge;
 
@@ -11,22 +11,24 @@ use annulus::comm::trace::{TraceLog, write_chrome};
 use clap::{Args, Subcommand};
 
 use crate::{
-    crew::Crew,
     failure::{Failure, Outcome, io},
     file::Document,
     interrupt::MadeFolders,
+    job::Job,
     message,
-    report::{counted, say},
+    report::counted,
+    stdout::say,
 };
 
 const EXAMPLES: &str = "Examples:
   annulus attend --input in.safetensors --output out.safetensors --ranks 4 --trace traces/
   annulus trace merge traces/ --output trace.json
 
-Every rank counts time from a moment that all ranks meet in before the plan is made. Under MPI that meeting is a few messages long: the lines of
-two ranks may be shifted against each other by as much as a message takes, and by what their clocks drift apart during the job.";
+Time zero is a synchronization of all ranks before the plan is created. Under MPI the lines of two
+ranks may be shifted against each other by the latency of a message, and by the drift of their
+clocks during the job.";
 
-/// Works on traces that `annulus attend --trace` has written
+/// Processes traces of `annulus attend --trace`
 #[derive(Debug, Subcommand)]
 pub(crate) enum TraceCommand {
     Merge(MergeFlags),
@@ -36,10 +38,10 @@ pub(crate) enum TraceCommand {
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct MergeFlags {
-    /// The folder with rank-0.json, rank-1.json, …
+    /// Folder with rank-0.json, rank-1.json, …
     #[arg(value_name = "DIR")]
     folder: PathBuf,
-    /// The file to write, whole or not at all; a pipe, a device or /dev/stdout is written into
+    /// File to write, which appears only when it is complete; or a pipe, a device, /dev/stdout
     #[arg(long, alias = "out", value_name = "FILE")]
     output: PathBuf,
     /// Print errors only
@@ -48,7 +50,7 @@ pub(crate) struct MergeFlags {
 }
 
 impl TraceCommand {
-    /// The files that flags name.
+    /// Paths that flags name.
     pub(crate) fn paths(&self) -> Vec<(&'static str, &Path)> {
         let Self::Merge(flags) = self;
         vec![("DIR", &flags.folder), ("--output", &flags.output)]
@@ -60,40 +62,41 @@ pub(crate) fn run(command: &TraceCommand) -> Outcome {
     let TraceCommand::Merge(MergeFlags { folder, output, quiet }) = command;
     let (ranks, events) = merge::merge(folder, output)?;
     if !quiet {
-        let (events, ranks) =
-            (counted(events as u64, "event", "events"), counted(ranks as u64, "rank", "ranks"));
+        let events = counted(events as u64, "event", "events");
+        let ranks = counted(ranks as u64, "rank", "ranks");
         say!("wrote {}: {events} of {ranks}", message::path(output));
     }
     Ok(())
 }
 
-/// One run of a job: what tells the files of its ranks from those that an earlier run has left in the same folder.
+/// Identity of one run, by which its trace files are told from those that an earlier run left in
+/// the folder.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Run {
+pub(crate) struct RunId {
     id: u64,
     ranks: usize,
 }
 
-impl Run {
-    /// The run that all processes of the crew are in.
+impl RunId {
+    /// Creates the id of this run, equal on all processes: rank 0's, from its clock and PID.
     ///
     /// # Ordering
     /// Collective over the processes.
     /// # Errors
     /// The loss of a process.
-    pub(crate) fn agreed(crew: &mut Crew) -> Outcome<Self> {
+    pub(crate) fn agree(job: &mut Job) -> Outcome<Self> {
         let now =
             SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_nanos() as u64);
         let mine = now ^ u64::from(std::process::id()).rotate_left(40);
-        let all = crew.share(&mine.to_le_bytes())?;
+        let all = job.all_gather(&mine.to_le_bytes())?;
         let id = all
             .first()
             .and_then(|bytes| bytes.first_chunk::<8>())
             .map_or(mine, |bytes| u64::from_le_bytes(*bytes));
-        Ok::<_, Failure>(Self { id, ranks: crew.ranks() })
+        Ok::<_, Failure>(Self { id, ranks: job.ranks() })
     }
 
-    /// A trace of a rank of this run: the form allows further fields beside the events.
+    /// Adds the id to a rank's trace as `otherData`, a field that the Chrome trace format allows.
     pub(crate) fn mark(&self, events: Vec<u8>) -> Vec<u8> {
         let head =
             format!("{{\"otherData\":{{\"run\":\"{:016x}\",\"ranks\":{}}},", self.id, self.ranks)
@@ -102,29 +105,26 @@ impl Run {
     }
 }
 
-/// The trace files of this process's ranks, made before the job so that a folder that cannot be
-/// written is found then. They have no names until they are written; a folder that was made for
-/// them goes again if they never are.
+/// Trace files of this process's ranks. They are created before the passes, so that a folder that
+/// cannot be written is an early error. They get their names when they are complete; if they never
+/// are, a folder created for them is removed.
 #[derive(Debug)]
 pub(crate) struct Traces {
     files: Vec<Document>,
-    // dropped after the files that are in it
+    // dropped after the files in it
     _folder: MadeFolders,
 }
 
 impl Traces {
-    /// Makes the folder if it is missing, and the files in it.
+    /// Creates the folder if it is missing, and the files in it.
     ///
     /// # Ordering
     /// Collective over the processes.
     /// # Errors
     /// [`annulus_core::Error::Io`] naming the folder or the file.
-    pub(crate) fn create(folder: &Path, crew: &mut Crew) -> Outcome<Self> {
-        let own = if crew.is_of_processes() {
-            crew.first_rank()..crew.first_rank() + 1
-        } else {
-            0..crew.ranks()
-        };
+    pub(crate) fn create(folder: &Path, job: &mut Job) -> Outcome<Self> {
+        let own =
+            if job.is_mpi() { job.first_rank()..job.first_rank() + 1 } else { 0..job.ranks() };
         let make = || {
             let made = MadeFolders::create(folder)?;
             let files = own
@@ -132,7 +132,7 @@ impl Traces {
                 .collect::<annulus_core::Result<_>>()?;
             Ok(Self { files, _folder: made })
         };
-        crew.agree(make().map_err(|error: annulus_core::Error| error.into()))
+        job.agree(make().map_err(|error: annulus_core::Error| error.into()))
     }
 
     /// Writes the records of this process's ranks.
@@ -141,9 +141,9 @@ impl Traces {
     /// Collective over the processes.
     /// # Errors
     /// [`annulus_core::Error::Io`] naming the file.
-    pub(crate) fn write(self, crew: &mut Crew, logs: Vec<TraceLog>, run: &Run) -> Outcome {
+    pub(crate) fn write(self, job: &mut Job, logs: Vec<TraceLog>, run: &RunId) -> Outcome {
         let items: Vec<(Document, TraceLog)> = self.files.into_iter().zip(logs).collect();
-        crew.each_apart(items, |_, (file, log)| {
+        job.run_local_phase(items, |_, (file, log)| {
             let mut events = Vec::new();
             write_chrome(&mut events, std::slice::from_ref(&log))
                 .map_err(|error| io(Path::new(&rank_file(log.rank())), error))?;
@@ -153,7 +153,7 @@ impl Traces {
     }
 }
 
-/// The name of a rank's file.
+/// Returns the name of a rank's file.
 pub(crate) fn rank_file(rank: usize) -> String {
     format!("rank-{rank}.json")
 }

@@ -1,8 +1,8 @@
-//! Command lines without meaning: exit code 2, one line, nothing touched.
+//! Invalid command lines: exit code 2, one line, no file changed.
 
 use crate::{
     files::Tensors,
-    support::{Folder, Said},
+    support::{Folder, RunResult},
 };
 
 #[test]
@@ -99,7 +99,7 @@ fn bad_arguments_are_code_2_and_one_line() {
 }
 
 #[test]
-fn what_this_build_has_not_is_named() {
+fn missing_features_of_the_build_are_named() {
     let folder = Folder::new("unsupported");
     Tensors::qkv([4, 2, 4], [4, 2, 4], 4).write(&folder.path("in.safetensors"));
     let attend = "attend --input in.safetensors --output out.safetensors";
@@ -132,14 +132,14 @@ fn what_this_build_has_not_is_named() {
 }
 
 #[test]
-fn an_instruction_set_that_does_not_exist_is_refused_once_and_first() {
+fn an_unknown_instruction_set_is_refused_before_files_are_read() {
     let folder = Folder::new("instruction_set");
     for arguments in ["attend --input none --output none", "check none", "bench", "demo", "doctor"]
     {
-        let said = Said::from(
+        let result = RunResult::from(
             folder.command(arguments).env("ANNULUS_CPU_ISA", "abacus").output().unwrap(),
         );
-        said.failed(2, &["ANNULUS_CPU_ISA", "abacus", "portable"]);
+        result.failed(2, &["ANNULUS_CPU_ISA", "abacus", "portable"]);
     }
     assert!(folder.names().is_empty());
 }
@@ -159,9 +159,9 @@ fn every_help_has_examples() {
         "trace merge",
         "completions",
     ] {
-        let said = folder.succeed(&format!("{subcommand} --help"));
+        let result = folder.succeed(&format!("{subcommand} --help"));
         assert!(
-            said.out.contains("Example") && said.out.contains(&format!("annulus {subcommand}")),
+            result.out.contains("Example") && result.out.contains(&format!("annulus {subcommand}")),
             "{subcommand}"
         );
     }
@@ -174,12 +174,12 @@ fn every_help_has_examples() {
 }
 
 #[test]
-fn without_a_subcommand_there_is_help_and_code_2() {
+fn without_a_subcommand_help_is_printed_with_code_2() {
     let folder = Folder::new("no_subcommand");
     for (arguments, word) in [("", "Commands:"), ("trace", "merge")] {
-        let said = folder.run(arguments);
-        assert_eq!((said.code, said.out.as_str()), (2, ""), "{said:?}");
-        assert!(said.err.contains("Usage: annulus") && said.err.contains(word), "{said:?}");
+        let result = folder.run(arguments);
+        assert_eq!((result.code, result.out.as_str()), (2, ""), "{result:?}");
+        assert!(result.err.contains("Usage: annulus") && result.err.contains(word), "{result:?}");
     }
 }
 
@@ -194,14 +194,17 @@ fn arguments_that_are_not_utf8_are_named() {
     ] {
         let mut command = folder.command("");
         command.args(arguments.iter().map(|bytes| OsStr::from_bytes(bytes)));
-        Said::from(command.output().unwrap()).failed(2, &[word]);
+        RunResult::from(command.output().unwrap()).failed(2, &[word]);
     }
 }
 
 #[test]
-fn an_error_that_a_flag_mends_names_the_flag() {
+fn errors_name_the_flag_that_resolves_them() {
     let folder = Folder::new("mended_by_a_flag");
-    folder.succeed("make --output in.safetensors --q-len 8 --heads 2 --head-dim 4 --sinks shared --sinks-count 2");
+    folder.succeed(
+        "make --output in.safetensors --q-len 8 --heads 2 --head-dim 4 --sinks shared \
+         --sinks-count 2",
+    );
     let attend = "attend --input in.safetensors --output out.safetensors";
     let cases = [
         (
@@ -230,7 +233,7 @@ fn an_error_that_a_flag_mends_names_the_flag() {
 }
 
 #[test]
-fn what_is_too_large_names_the_largest_length() {
+fn problems_that_are_too_large_name_the_largest_length() {
     let folder = Folder::new("too_large");
     for (arguments, word) in [
         ("bench --what fwd --ns 8 --ds 64 --batch 4294967296", "--batch 4294967296"),
@@ -244,10 +247,10 @@ fn what_is_too_large_names_the_largest_length() {
 }
 
 #[test]
-fn threads_beyond_what_the_cores_run_are_refused() {
+fn too_many_threads_for_the_cores_are_refused() {
     let folder = Folder::new("threads");
     folder.succeed("make --output in.safetensors --q-len 256 --heads 1 --head-dim 4");
-    // 128 ranks of 33 threads are more than any machine may start
+    // 128 ranks of 33 threads exceed the limit of any number of cores
     folder
         .run("attend --input in.safetensors --output out.safetensors --ranks 128 --threads 33")
         .failed(2, &["--threads: got 33", "128 ranks"]);
@@ -256,7 +259,7 @@ fn threads_beyond_what_the_cores_run_are_refused() {
 }
 
 #[test]
-fn names_of_flags_are_the_same_everywhere_and_old_ones_still_work() {
+fn flags_have_equal_names_in_all_subcommands_and_aliases_work() {
     let folder = Folder::new("flag_names");
     folder.succeed("make --output a.safetensors --q-len 8 --heads 1 --head-dim 4 --mask 1");
     folder.succeed("make --out b.safetensors --q-len 8 --heads 1 --head-dim 4 --mask 1");
@@ -267,8 +270,11 @@ fn names_of_flags_are_the_same_everywhere_and_old_ones_still_work() {
     folder.succeed("attend --in a.safetensors --out c.safetensors --trace traces");
     folder.succeed("trace merge traces --output d.json");
     folder.succeed("trace merge traces --out e.json");
-    let said = folder.succeed("bench --what fwd --ns 16 --ds 8 --heads 1 --causal");
-    assert!(said.out.lines().count() == 1 && said.out.contains("\"causal\":true"), "{said:?}");
+    let result = folder.succeed("bench --what fwd --ns 16 --ds 8 --heads 1 --causal");
+    assert!(
+        result.out.lines().count() == 1 && result.out.contains("\"causal\":true"),
+        "{result:?}"
+    );
     for (help, words) in [
         ("attend", &["1 to 128"][..]),
         ("plan", &["1 to 1024", "--value-dim"]),
@@ -284,7 +290,7 @@ fn names_of_flags_are_the_same_everywhere_and_old_ones_still_work() {
 }
 
 #[test]
-fn quiet_says_nothing_and_json_is_one_object() {
+fn quiet_prints_nothing_and_json_is_one_object() {
     let folder = Folder::new("quiet");
     assert_eq!(
         folder
@@ -294,7 +300,8 @@ fn quiet_says_nothing_and_json_is_one_object() {
             .out,
         ""
     );
-    let attend = "attend --input in.safetensors --output out.safetensors --ranks 2 --backward --trace traces";
+    let attend = "attend --input in.safetensors --output out.safetensors --ranks 2 --backward \
+                  --trace traces";
     assert_eq!(folder.succeed(&format!("{attend} --quiet")).out, "");
     assert_eq!(folder.succeed("trace merge traces --output all.json -q").out, "");
     let summary: serde_json::Value =
@@ -306,7 +313,7 @@ fn quiet_says_nothing_and_json_is_one_object() {
     assert_eq!(summary["visible_pairs"], 2.0 * 64.0 * 64.0);
     let passes = summary["passes"].as_array().unwrap();
     assert_eq!((&passes[0]["pass"], &passes[1]["pass"]), (&"forward".into(), &"backward".into()));
-    // one hop of half of the keys and values of each rank
+    // one hop of the KV shard of each rank
     assert_eq!(passes[0]["bytes_sent"], 64 * 2 * 2 * 8 * 4);
     assert_eq!(passes[0]["bytes_predicted"], passes[0]["bytes_sent"]);
     assert_eq!(passes[0]["per_rank"].as_array().unwrap().len(), 2);
@@ -320,16 +327,16 @@ fn quiet_says_nothing_and_json_is_one_object() {
 }
 
 #[test]
-fn what_the_machine_has_is_printed_whatever_the_environment_forces() {
+fn doctor_prints_its_report_with_an_invalid_instruction_set() {
     let folder = Folder::new("doctor_bogus");
-    let said =
-        Said::from(folder.command("doctor").env("ANNULUS_CPU_ISA", "bogus").output().unwrap());
-    said.failed(2, &["ANNULUS_CPU_ISA", "bogus"]);
-    assert!(said.out.contains("this machine can: ") && said.out.contains("transports"), "{said:?}");
+    let result =
+        RunResult::from(folder.command("doctor").env("ANNULUS_CPU_ISA", "bogus").output().unwrap());
+    result.failed(2, &["ANNULUS_CPU_ISA", "bogus"]);
+    assert!(result.out.contains("available: ") && result.out.contains("transports"), "{result:?}");
 }
 
 #[test]
-fn the_demo_replaces_nothing_unasked() {
+fn the_demo_replaces_files_only_with_force() {
     let folder = Folder::new("demo_replaces");
     folder.succeed("demo --len 64 --ranks 2 --dir kept");
     let first = std::fs::read(folder.path("kept/input.safetensors")).unwrap();
@@ -342,7 +349,7 @@ fn the_demo_replaces_nothing_unasked() {
 }
 
 #[test]
-fn completions_know_every_flag() {
+fn completions_have_flags_of_all_subcommands() {
     let folder = Folder::new("completions");
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
         let script = folder.succeed(&format!("completions {shell}")).out;
@@ -354,7 +361,7 @@ fn completions_know_every_flag() {
 }
 
 #[test]
-fn the_version_names_the_commit_where_the_build_knew_it() {
+fn the_version_has_the_commit_of_a_repository() {
     let folder = Folder::new("version");
     let version = folder.succeed("--version").out;
     let package = concat!("annulus ", env!("CARGO_PKG_VERSION"));

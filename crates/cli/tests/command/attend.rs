@@ -1,4 +1,4 @@
-//! `attend` from file to file, held to the oracle.
+//! `attend` from file to file, compared with the oracle.
 
 use annulus::{Attention, BiasOrder, SinkShape};
 use annulus_core::{Batch, DType, DenseMask, Dims, oracle};
@@ -6,9 +6,10 @@ use ndarray::{Array, Array2, Array3, Array4};
 
 use crate::{files::Tensors, support::Folder};
 
-/// Everything that a made file can have.
-const MAKE: &str = "make --output in.safetensors --batch 2 --q-len 23 --kv-len 29 --heads 4 --kv-heads 2 --head-dim 6 --value-dim 5 --backward \
-                    --bias 1h1k --sinks per-head --sinks-count 2 --mask 0.7 --segments 3";
+/// Command line of an input with every optional tensor.
+const MAKE: &str = "make --output in.safetensors --batch 2 --q-len 23 --kv-len 29 --heads 4 \
+                    --kv-heads 2 --head-dim 6 --value-dim 5 --backward --bias 1h1k \
+                    --sinks per-head --sinks-count 2 --mask 0.7 --segments 3";
 const DIMS: Dims =
     Dims { batch: 2, q_len: 23, kv_len: 29, q_heads: 4, kv_heads: 2, head_dim: 6, value_dim: 5 };
 
@@ -17,7 +18,7 @@ fn array4(file: &Tensors, name: &str) -> Array4<f64> {
     Array::from_shape_vec([shape[0], shape[1], shape[2], shape[3]], file.numbers(name)).unwrap()
 }
 
-/// The made file as a batch.
+/// Batch of the input file.
 fn batch(file: &Tensors) -> Batch {
     let ids = |name: &str| {
         let (_, shape, bytes) = &file.all[name];
@@ -34,7 +35,7 @@ fn batch(file: &Tensors) -> Batch {
     }
 }
 
-/// What the oracle makes of the file, by the names of the output.
+/// Computes the output tensors with the oracle, by name.
 fn expected(file: &Tensors, attention: &Attention) -> Vec<(&'static str, Vec<f64>)> {
     let spec = attention
         .clone()
@@ -43,9 +44,12 @@ fn expected(file: &Tensors, attention: &Attention) -> Vec<(&'static str, Vec<f64
         .softmax_aux(SinkShape::per_head(2))
         .spec(DIMS)
         .unwrap();
-    let (batch, q, k, v) =
-        (batch(file), array4(file, "query"), array4(file, "key"), array4(file, "value"));
-    let (bias, dout) = (array4(file, "bias"), array4(file, "dout"));
+    let batch = batch(file);
+    let q = array4(file, "query");
+    let k = array4(file, "key");
+    let v = array4(file, "value");
+    let bias = array4(file, "bias");
+    let dout = array4(file, "dout");
     let sinks = Array2::from_shape_vec([4, 2], file.numbers("softmax_aux")).unwrap();
     let dlse = Array3::from_shape_vec([2, 4, 23], file.numbers("dlse")).unwrap();
     let problem = oracle::Problem {
@@ -90,11 +94,12 @@ fn same(got: &Tensors, want: &[(&'static str, Vec<f64>)], tolerance: f64) {
 }
 
 #[test]
-fn every_flag_reaches_the_result() {
+fn flags_change_the_result_as_the_oracle_does() {
     let folder = Folder::new("attend_all");
     folder.succeed(MAKE);
     let file = Tensors::read(&folder.path("in.safetensors"));
-    let attend = "attend --input in.safetensors --output out.safetensors --sinks per-head --backward --dtype f64";
+    let attend = "attend --input in.safetensors --output out.safetensors --sinks per-head \
+                  --backward --dtype f64";
     let window = || Attention::new().causal(true).sliding_window(9, None).attention_sink_size(2);
     let cases = [
         (attend.to_owned(), Attention::new()),
@@ -124,13 +129,13 @@ fn every_flag_reaches_the_result() {
         (format!("{attend} --causal --ranks 40"), Attention::new().causal(true)),
     ];
     for (arguments, attention) in cases {
-        let said = folder.succeed(&arguments);
+        let result = folder.succeed(&arguments);
         same(&Tensors::read(&folder.path("out.safetensors")), &expected(&file, &attention), 1e-10);
         assert!(
-            said.out.contains("forward")
-                && said.out.contains("backward")
-                && said.out.contains("wrote out.safetensors"),
-            "{said:?}"
+            result.out.contains("forward")
+                && result.out.contains("backward")
+                && result.out.contains("wrote out.safetensors"),
+            "{result:?}"
         );
         assert_eq!(folder.names(), ["in.safetensors", "out.safetensors"]);
     }
@@ -157,14 +162,17 @@ fn element_types_are_converted_on_reading() {
 }
 
 #[test]
-fn bytes_sent_are_those_predicted_and_the_file_may_replace_its_input() {
+fn bytes_sent_equal_the_prediction_and_the_output_may_be_the_input() {
     let folder = Folder::new("attend_bytes");
     folder.succeed("make --output x.safetensors --q-len 64 --heads 2 --head-dim 8");
-    let said = folder.succeed("attend --input x.safetensors --output x.safetensors --causal --ranks 4 --layout zigzag --trace traces");
-    // 3 hops of 3/4 of 64 rows of keys and values
+    let result = folder.succeed(
+        "attend --input x.safetensors --output x.safetensors --causal --ranks 4 --layout zigzag \
+         --trace traces",
+    );
+    // 3 hops of 3/4 of 64 rows, 2 tensors, 2 heads of dim 8, 4 bytes
     let bytes = 64 * 3 * 3 / 4 * 2 * 2 * 8 * 4;
     assert_eq!(bytes, 18 << 10);
-    assert!(said.out.contains("sent 18.0 KiB (18 432 bytes) as predicted"), "{said:?}");
+    assert!(result.out.contains("sent 18.0 KiB (18 432 bytes) as predicted"), "{result:?}");
     assert_eq!(folder.names(), ["traces", "x.safetensors"]);
     assert!(Tensors::read(&folder.path("x.safetensors")).all.contains_key("out"));
     for rank in 0..4 {
@@ -177,15 +185,15 @@ fn bytes_sent_are_those_predicted_and_the_file_may_replace_its_input() {
 }
 
 #[test]
-fn lengths_may_be_zero_and_strangers_are_noted() {
+fn lengths_may_be_zero_and_unknown_tensors_are_noted() {
     let folder = Folder::new("attend_empty");
     Tensors::qkv([0, 2, 4], [5, 2, 4], 4)
         .f32("querry", &[1], |_| 0.0)
         .write(&folder.path("in.safetensors"));
-    let said = folder.run("attend --input in.safetensors --output out.safetensors --ranks 2");
+    let result = folder.run("attend --input in.safetensors --output out.safetensors --ranks 2");
     assert_eq!(
-        (said.code, said.err.as_str()),
-        (0, "annulus: note: in.safetensors: not an input, left alone: querry\n")
+        (result.code, result.err.as_str()),
+        (0, "annulus: note: in.safetensors: not an input tensor, ignored: querry\n")
     );
     assert_eq!(Tensors::read(&folder.path("out.safetensors")).all["out"].1, [1, 0, 2, 4]);
     Tensors::qkv([3, 2, 4], [0, 2, 4], 4).write(&folder.path("in.safetensors"));
@@ -198,8 +206,11 @@ fn lengths_may_be_zero_and_strangers_are_noted() {
 #[test]
 fn the_demo_verifies_itself() {
     let folder = Folder::new("demo");
-    let said = folder.succeed("demo --len 300 --ranks 3 --dir kept");
-    assert!(said.out.contains("verified 128 rows") && said.out.contains("3 ranks"), "{said:?}");
+    let result = folder.succeed("demo --len 300 --ranks 3 --dir kept");
+    assert!(
+        result.out.contains("verified 128 rows") && result.out.contains("3 ranks"),
+        "{result:?}"
+    );
     assert_eq!(folder.names(), ["kept"]);
     assert_eq!(
         Tensors::read(&folder.path("kept/output.safetensors")).all["out"].1,

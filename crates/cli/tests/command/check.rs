@@ -1,4 +1,4 @@
-//! `check` on a folder of cases in the golden format that the test makes itself.
+//! `check` on a folder of cases that the test writes.
 
 use annulus::Attention;
 use annulus_core::{Batch, DType, Dims, oracle};
@@ -7,23 +7,27 @@ use serde_json::{Value, json};
 
 use crate::{
     files::Tensors,
-    support::{Folder, Said},
+    support::{Folder, RunResult},
 };
 
 const DIMS: Dims =
     Dims { batch: 1, q_len: 7, kv_len: 5, q_heads: 2, kv_heads: 1, head_dim: 4, value_dim: 3 };
 
-/// A causal case, in which the bottom-right alignment leaves two rows that see nothing.
+/// Causal case in which the bottom-right alignment leaves two rows without visible keys.
 fn case(id: &str) -> Value {
     let arrays = json!({ "out": 1e-4, "lse": 1e-4, "dq": 1e-4, "dk": 1e-4, "dv": 1e-4 });
     json!({
         "id": id,
         "file": format!("{id}.safetensors"),
-        "dims": { "batch": 1, "q_len": 7, "kv_len": 5, "q_heads": 2, "kv_heads": 1, "head_dim": 4, "value_dim": 3 },
+        "dims": {
+            "batch": 1, "q_len": 7, "kv_len": 5, "q_heads": 2, "kv_heads": 1, "head_dim": 4,
+            "value_dim": 3
+        },
         "params": {
-            "causal": true, "sliding_window": null, "attention_sink_size": 0, "chunk_size": null, "logits_soft_cap": null,
-            "softmax_scale": 0.7, "normalize_output": true, "softmax_aux": null, "bias_order": "after_soft_cap",
-            "alignment": "bottom_right", "dropout_prob": 0.0, "dropout_seed": null
+            "causal": true, "sliding_window": null, "attention_sink_size": 0, "chunk_size": null,
+            "logits_soft_cap": null, "softmax_scale": 0.7, "normalize_output": true,
+            "softmax_aux": null, "bias_order": "after_soft_cap", "alignment": "bottom_right",
+            "dropout_prob": 0.0, "dropout_seed": null
         },
         "tolerance": { "f32": arrays, "f64": arrays }
     })
@@ -41,9 +45,11 @@ fn tensors() -> Tensors {
         .align(annulus::Alignment::BottomRight)
         .spec(DIMS)
         .unwrap();
-    let (q, k, v) =
-        (array("query", [1, 7, 2, 4]), array("key", [1, 5, 1, 4]), array("value", [1, 5, 1, 3]));
-    let (dout, batch) = (array("dout", [1, 7, 2, 3]), Batch::default());
+    let q = array("query", [1, 7, 2, 4]);
+    let k = array("key", [1, 5, 1, 4]);
+    let v = array("value", [1, 5, 1, 3]);
+    let dout = array("dout", [1, 7, 2, 3]);
+    let batch = Batch::default();
     let problem = oracle::Problem {
         spec: &spec,
         batch: &batch,
@@ -68,7 +74,7 @@ fn write(folder: &Folder, cases: &[Value]) {
     std::fs::write(folder.path("index.json"), index.to_string()).unwrap();
 }
 
-/// A folder `cases` with one case that passes.
+/// Writes a folder `cases` with one case that passes.
 pub(crate) fn write_cases(folder: &Folder) {
     std::fs::create_dir(folder.path("cases")).unwrap();
     let index = json!({ "format": "annulus-cases-1", "cases": [case("one")] });
@@ -77,12 +83,12 @@ pub(crate) fn write_cases(folder: &Folder) {
 }
 
 #[track_caller]
-fn ends(said: &Said, code: i32, last: &str) {
-    assert_eq!((said.code, said.out.lines().last()), (code, Some(last)), "{said:?}");
+fn ends(result: &RunResult, code: i32, last: &str) {
+    assert_eq!((result.code, result.out.lines().last()), (code, Some(last)), "{result:?}");
 }
 
 #[test]
-fn right_cases_pass_on_every_ring() {
+fn correct_cases_pass_on_every_ring() {
     let folder = Folder::new("check_right");
     write(&folder, &[case("one"), case("two")]);
     tensors().write(&folder.path("one.safetensors"));
@@ -98,28 +104,28 @@ fn right_cases_pass_on_every_ring() {
 }
 
 #[test]
-fn wrong_arrays_are_told_with_error_and_tolerance() {
+fn wrong_arrays_are_printed_with_error_and_tolerance() {
     let folder = Folder::new("check_wrong");
     write(&folder, &[case("one")]);
     let flags = "check . --ranks 2 --layout zigzag --dtype f64";
     let mut off = tensors().numbers("dk");
     off[3] += 0.5;
     tensors().f64("dk", &[1, 5, 1, 4], off).write(&folder.path("one.safetensors"));
-    let said = folder.run(flags);
-    ends(&said, 1, "0 passed, 1 failed");
+    let result = folder.run(flags);
+    ends(&result, 1, "0 passed, 1 failed");
     assert!(
-        said.out.starts_with(
+        result.out.starts_with(
             "FAIL one ranks=2 layout=zigzag dtype=f64: dk error 5.000e-1 tolerance 1.000e-4\n"
         ),
-        "{said:?}"
+        "{result:?}"
     );
-    assert_eq!(said.out.lines().count(), 2);
-    // −∞ where a number is right, and a number where −∞ is
+    assert_eq!(result.out.lines().count(), 2);
+    // a finite value where −∞ is computed
     let mut lse = tensors().numbers("lse");
     lse[0] = 0.0;
     tensors().f64("lse", &[1, 2, 7], lse.clone()).write(&folder.path("one.safetensors"));
     assert!(folder.run(flags).out.contains("lse error inf"));
-    // what is expected as NaN never passes
+    // an expected NaN never passes
     lse[0] = f64::NAN;
     tensors().f64("lse", &[1, 2, 7], lse).write(&folder.path("one.safetensors"));
     assert!(folder.run(flags).out.contains("lse error NaN"));
@@ -151,15 +157,19 @@ fn malformed_and_unsupported_cases_fail_alone() {
     ];
     write(&folder, &cases);
     let flags = "check . --ranks 2 --layout contiguous --dtype f64";
-    let said = folder.run(flags);
-    ends(&said, 1, "1 passed, 8 failed");
-    assert_eq!(said.out.lines().filter(|line| line.starts_with("FAIL ")).count(), 8, "{said:?}");
-    assert!(said.out.contains("rotary is not supported"));
-    let said = folder.run(&format!("{flags} --case *e* --skip-unsupported"));
-    ends(&said, 1, "1 passed, 2 failed");
-    assert!(said.out.contains("2 unsupported"), "{said:?}");
-    let said = folder.succeed(&format!("{flags} --case parameter --skip-unsupported"));
-    assert_eq!(said.out, "1 unsupported\n0 passed, 0 failed\n");
+    let result = folder.run(flags);
+    ends(&result, 1, "1 passed, 8 failed");
+    assert_eq!(
+        result.out.lines().filter(|line| line.starts_with("FAIL ")).count(),
+        8,
+        "{result:?}"
+    );
+    assert!(result.out.contains("rotary is not supported"));
+    let result = folder.run(&format!("{flags} --case *e* --skip-unsupported"));
+    ends(&result, 1, "1 passed, 2 failed");
+    assert!(result.out.contains("2 unsupported"), "{result:?}");
+    let result = folder.succeed(&format!("{flags} --case parameter --skip-unsupported"));
+    assert_eq!(result.out, "1 unsupported\n0 passed, 0 failed\n");
 }
 
 #[test]
@@ -167,7 +177,7 @@ fn folders_without_an_index_are_refused() {
     let folder = Folder::new("check_no_index");
     folder.run("check .").failed(1, &["index.json", "No such file"]);
     std::fs::write(folder.path("index.json"), "{").unwrap();
-    folder.run("check .").failed(1, &["index.json", "no index of cases"]);
+    folder.run("check .").failed(1, &["index.json", "not an index of cases"]);
     std::fs::write(folder.path("index.json"), r#"{"format":"annulus-cases-9","cases":[]}"#)
         .unwrap();
     folder.run("check .").failed(1, &["annulus-cases-9", "annulus-cases-1"]);

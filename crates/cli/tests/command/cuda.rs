@@ -1,10 +1,11 @@
-//! What the command says of machines that lack something for CUDA: each its own line. The machines are mock libraries, found before the real ones.
+//! Errors of machines that lack a driver, a GPU, a compiler or NCCL. The machines are simulated
+//! with mock libraries, which are loaded before the real ones.
 
 use std::{fmt::Write as _, fs, process::Command};
 
-use crate::support::{Folder, Said};
+use crate::support::{Folder, RunResult};
 
-/// The functions that are asked for: their names in the tables.
+/// Returns the names of the library functions in a table of the sources.
 fn names(table: &str, prefix: &str) -> Vec<String> {
     let after = |line: &str| {
         line.split_once(" = ")
@@ -18,7 +19,7 @@ fn names(table: &str, prefix: &str) -> Vec<String> {
 
 const TABLES: &str = include_str!("../../../device-cuda/src/symbols.rs");
 
-/// A driver that has a GPU of compute capability 9.0 and does nothing.
+/// Driver functions that report one GPU of compute capability 9.0.
 const DRIVER: [(&str, &str); 3] = [
     ("cuDeviceGetCount", "int cuDeviceGetCount(int *count) { *count = 1; return 0; }"),
     (
@@ -27,11 +28,12 @@ const DRIVER: [(&str, &str); 3] = [
     ),
     (
         "cuDeviceGetAttribute",
-        "int cuDeviceGetAttribute(int *value, int which) { *value = which == 75 ? 9 : 0; return 0; }",
+        "int cuDeviceGetAttribute(int *value, int which) { *value = which == 75 ? 9 : 0; \
+         return 0; }",
     ),
 ];
 
-/// A compiler that knows that GPU, and does nothing.
+/// Compiler functions that report support of that GPU.
 const COMPILER: [(&str, &str); 3] = [
     (
         "nvrtcVersion",
@@ -44,13 +46,13 @@ const COMPILER: [(&str, &str); 3] = [
     ("nvrtcGetSupportedArchs", "int nvrtcGetSupportedArchs(int *list) { *list = 90; return 0; }"),
 ];
 
-/// A machine: what it has of each library by its file names, none where there is no text.
+/// Simulated machine: a folder of libraries, of which an empty file is a missing one.
 struct Machine {
     folder: Folder,
 }
 
 impl Machine {
-    /// A machine that has none of these libraries.
+    /// Creates a machine without any of these libraries.
     fn new(name: &str) -> Self {
         let folder = Folder::new(name);
         for library in [
@@ -62,13 +64,13 @@ impl Machine {
             "libnccl.so.2",
             "libnccl.so",
         ] {
-            // no library, and found before any real one
+            // not a library, but found before a real one
             fs::write(folder.path(library), "").unwrap();
         }
         Self { folder }
     }
 
-    /// Gives it a library with `functions`, all of which answer 0 but those that are written out.
+    /// Adds a library with `functions`, which return 0 unless `written` has their source.
     fn with(self, library: &str, functions: &[String], written: &[(&str, &str)]) -> Self {
         let mut source = String::new();
         for name in functions {
@@ -77,7 +79,8 @@ impl Machine {
                 None => writeln!(source, "int {name}() {{ return 0; }}").unwrap(),
             }
         }
-        let (from, to) = (self.folder.path("library.c"), self.folder.path(library));
+        let from = self.folder.path("library.c");
+        let to = self.folder.path(library);
         fs::write(&from, source).unwrap();
         let compiled = Command::new("cc")
             .args(["-shared", "-fPIC", "-o"])
@@ -97,8 +100,8 @@ impl Machine {
         self.with("libnvrtc.so.13", &names(TABLES, "nvrtc"), &[&COMPILER, written].concat())
     }
 
-    fn run(&self, arguments: &str) -> Said {
-        Said::from(
+    fn run(&self, arguments: &str) -> RunResult {
+        RunResult::from(
             self.folder
                 .command(arguments)
                 .env("LD_LIBRARY_PATH", self.folder.path("."))
@@ -107,7 +110,7 @@ impl Machine {
         )
     }
 
-    /// Computing on its GPU fails with this, and the doctor says the same.
+    /// Checks that computing on its GPU fails with `what`, and that doctor prints the same.
     fn lacks(&self, what: &str) {
         self.run("bench --backend cuda --ns 8").failed(1, &[what]);
         let doctor = self.run("doctor").out;
@@ -119,7 +122,7 @@ impl Machine {
 }
 
 #[test]
-fn what_a_machine_lacks_is_one_line_of_its_own() {
+fn each_missing_component_is_named() {
     let this_machine = |what: &str| format!("CUDA is not supported by this machine: {what}");
     Machine::new("cuda_no_driver").lacks(&this_machine("no driver (libcuda.so.1 was not found)"));
     let without_launch: Vec<String> =
@@ -133,7 +136,8 @@ fn what_a_machine_lacks_is_one_line_of_its_own() {
     Machine::new("cuda_old_gpu")
         .with_driver(&[(
             "cuDeviceGetAttribute",
-            "int cuDeviceGetAttribute(int *value, int which) { *value = which == 75 ? 7 : 5; return 0; }",
+            "int cuDeviceGetAttribute(int *value, int which) { *value = which == 75 ? 7 : 5; \
+             return 0; }",
         )])
         .lacks(&this_machine("X has compute capability 7.5, 8.0 or newer is needed"));
     Machine::new("cuda_no_compiler")
@@ -155,7 +159,7 @@ fn what_a_machine_lacks_is_one_line_of_its_own() {
 }
 
 #[test]
-fn what_a_machine_has_is_said_by_the_doctor() {
+fn doctor_lists_the_gpu_and_the_compiler() {
     let machine = Machine::new("cuda_all").with_driver(&[]).with_compiler(&[]);
     let doctor = machine.run("doctor").out;
     assert!(
@@ -170,7 +174,7 @@ fn what_a_machine_has_is_said_by_the_doctor() {
 
 #[cfg(feature = "nccl")]
 #[test]
-fn a_machine_whose_nccl_will_not_do_is_told_so() {
+fn missing_and_unsuitable_nccl_is_named() {
     const TABLE: &str = include_str!("../../../device-cuda/src/nccl.rs");
     let bench = "bench --backend cuda --transport nccl --ns 8 --ranks 2";
     let version = |number: u32| {

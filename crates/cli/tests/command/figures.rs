@@ -1,4 +1,4 @@
-//! `plan`, `bench` and `make`: the figures that they promise.
+//! Figures of `plan`, `bench` and `make`.
 
 use serde_json::Value;
 
@@ -13,7 +13,7 @@ fn share(plan: &Value) -> f64 {
 }
 
 #[test]
-fn predicted_bytes_are_those_of_the_theory() {
+fn predicted_bytes_match_the_theory() {
     let folder = Folder::new("plan_bytes");
     let contiguous = plan(&folder, "--causal --q-len 4096 --ranks 8 --layout contiguous");
     assert_eq!(share(&contiguous), 0.5);
@@ -27,7 +27,7 @@ fn predicted_bytes_are_those_of_the_theory() {
     assert!(zigzag["work_max_over_mean"].as_f64().unwrap() < 1.001);
     let window = plan(&folder, "--causal --window 511,0 --q-len 4096 --ranks 8");
     assert_eq!((&window["layout"], window["hops"].as_u64()), (&Value::from("contiguous"), Some(1)));
-    // 511 rows over each of 7 borders, of 7 hops of all 4096 rows
+    // 511 rows across each of 7 boundaries, relative to 7 hops of 4096 rows
     assert_eq!(share(&window), 511.0 / 4096.0);
     let full = plan(&folder, "--q-len 4096 --ranks 8");
     assert_eq!(share(&full), 1.0);
@@ -43,16 +43,17 @@ fn sums_past_64_bits_do_not_saturate() {
     // seven hops of 10⁸ · 10⁶ rows of 2 · 64 elements of 4 bytes
     let bytes = [&figures["bytes_sent_total"], &figures["forward"]["full_ring"]];
     assert!(bytes.iter().all(|bytes| bytes.as_f64() == Some(7e14 * 512.0)), "{bytes:?}");
-    let said = folder.succeed(&format!("plan {flags}"));
-    assert!(said.out.contains("the busiest rank has 1.000 times the mean"), "{}", said.out);
+    let result = folder.succeed(&format!("plan {flags}"));
+    assert!(result.out.contains("the busiest rank has 1.000 times the mean"), "{}", result.out);
 }
 
 #[test]
-fn the_figures_add_up() {
+fn figures_of_ranks_and_steps_add_up_to_the_totals() {
     let folder = Folder::new("plan_sums");
     let plan = plan(
         &folder,
-        "--causal --q-len 1000 --kv-len 1200 --ranks 5 --heads 4 --kv-heads 2 --head-dim 8 --dtype bf16",
+        "--causal --q-len 1000 --kv-len 1200 --ranks 5 --heads 4 --kv-heads 2 --head-dim 8 \
+         --dtype bf16",
     );
     assert_eq!(plan["ranks"], 5);
     let sum = |of: &str| {
@@ -68,27 +69,28 @@ fn the_figures_add_up() {
     assert_eq!(sum("pairs"), 4 * 1000 * 1001 / 2);
     assert_eq!(Some(sum("bytes_sent")), plan["bytes_sent_total"].as_u64());
     assert_eq!(Some(sum("backward_bytes_sent")), plan["backward"]["sent"].as_u64());
-    // every hop of the full ring carries all keys and values once
+    // each hop of the full ring sends all keys and values once
     assert_eq!(plan["bytes_full_ring_total"], 4 * 1200 * 2 * (8 + 8) * 2);
     let steps = plan["steps"].as_array().unwrap();
     assert_eq!(steps.len(), 5);
-    let boxes = || steps.iter().flat_map(|step| step["ranks"].as_array().unwrap());
-    assert_eq!(boxes().map(|at| at["pairs"].as_u64().unwrap()).sum::<u64>(), sum("pairs"));
-    let sends = boxes()
-        .flat_map(|at| at["sends"].as_array().unwrap())
+    let of_ranks = || steps.iter().flat_map(|step| step["ranks"].as_array().unwrap());
+    assert_eq!(of_ranks().map(|rank| rank["pairs"].as_u64().unwrap()).sum::<u64>(), sum("pairs"));
+    let sends = of_ranks()
+        .flat_map(|rank| rank["sends"].as_array().unwrap())
         .map(|send| send["bytes"].as_u64().unwrap())
         .sum::<u64>();
     assert_eq!(sends, sum("bytes_sent"));
 }
 
 #[test]
-fn plans_of_many_ranks_are_summaries() {
+fn plans_of_many_ranks_have_sums_of_steps() {
     let folder = Folder::new("plan_many_ranks");
     let read = |name: &str| std::fs::read_to_string(folder.path(name)).unwrap();
     folder.succeed(
         "plan --causal --q-len 3000 --ranks 200 --layout zigzag --svg many.svg --json many.json",
     );
-    let (svg, json) = (read("many.svg"), read("many.json"));
+    let svg = read("many.svg");
+    let json = read("many.json");
     assert!(
         svg.len() < 3_000_000 && json.len() < 300_000,
         "{} and {} bytes",
@@ -97,10 +99,11 @@ fn plans_of_many_ranks_are_summaries() {
     );
     assert!(
         svg.contains("more than 128 ranks")
-            && svg.contains("1 run of rows in 4")
+            && svg.contains("1 of 4 runs of rows")
             && !svg.contains("NaN")
     );
     let many: Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(many["schedule_checked"], false);
     assert!(many["note"].as_str().unwrap().contains("more than 128 ranks"));
     let steps = many["steps"].as_array().unwrap();
     assert!(steps.len() == 200 && steps.iter().all(|step| step.get("ranks").is_none()));
@@ -112,43 +115,47 @@ fn plans_of_many_ranks_are_summaries() {
         "plan --causal --q-len 1000 --ranks 128 --layout contiguous --svg few.svg --json few.json",
     );
     let few: Value = serde_json::from_str(&read("few.json")).unwrap();
+    assert_eq!(few["schedule_checked"], true);
     assert!(few.get("note").is_none() && few["steps"][5]["ranks"].as_array().unwrap().len() == 128);
     assert!(!read("few.svg").contains("more than 128 ranks"));
 }
 
 #[test]
-fn figures_have_one_style() {
+fn figures_are_formatted_alike() {
     let folder = Folder::new("plan_style");
-    let said = folder.succeed("plan --q-len 1 --ranks 1").out;
-    assert!(said.starts_with("full · 1 query × 1 key · 1 rank · "), "{said}");
-    let said = folder.succeed("plan --q-len 16384 --kv-len 8192 --ranks 2 --value-dim 32").out;
+    let result = folder.succeed("plan --q-len 1 --ranks 1").out;
+    assert!(result.starts_with("full · 1 query × 1 key · 1 rank · "), "{result}");
+    let result = folder.succeed("plan --q-len 16384 --kv-len 8192 --ranks 2 --value-dim 32").out;
     assert!(
-        said.starts_with("full · 16 384 queries × 8 192 keys · 2 ranks · ")
-            && said.contains(" 4 096 "),
-        "{said}"
+        result.starts_with("full · 16 384 queries × 8 192 keys · 2 ranks · ")
+            && result.contains(" 4 096 "),
+        "{result}"
     );
-    // half of the keys of 8 heads, 64 + 32 floats each, from both ranks
-    assert!(said.contains("forward   24.0 MiB sent"), "{said}");
+    // both KV shards, 8192 rows together, of 8 heads with 64 + 32 floats
+    assert!(result.contains("forward   24.0 MiB sent"), "{result}");
 }
 
 #[test]
-fn pictures_are_drawn_for_any_ring() {
+fn pictures_are_drawn_for_rings_of_any_size() {
     let folder = Folder::new("plan_svg");
     for (number, flags) in [
         "--q-len 0 --ranks 1",
         "--q-len 1 --ranks 3",
         "--causal --q-len 7 --ranks 64",
         "--causal --q-len 100000 --ranks 64 --layout striped",
-        "--causal --window 10,none --first-visible 2 --chunk 99 --align bottom-right --q-len 300 --kv-len 500 --ranks 7",
+        "--causal --window 10,none --first-visible 2 --chunk 99 --align bottom-right --q-len 300 \
+         --kv-len 500 --ranks 7",
         "--prefix 100 --q-len 1000 --ranks 4",
     ]
     .into_iter()
     .enumerate()
     {
-        let said = folder.succeed(&format!("plan {flags} --svg {number}.svg --json {number}.json"));
-        assert!(said.out.contains("work"));
+        let result =
+            folder.succeed(&format!("plan {flags} --svg {number}.svg --json {number}.json"));
+        assert!(result.out.contains("work"));
         let svg = std::fs::read_to_string(folder.path(&format!("{number}.svg"))).unwrap();
-        assert!(svg.starts_with("<svg ") && svg.ends_with("</svg>\n") && !svg.contains("NaN") && !svg.contains("inf"), "{flags}");
+        assert!(svg.starts_with("<svg ") && svg.ends_with("</svg>\n"), "{flags}");
+        assert!(!svg.contains("NaN") && !svg.contains("inf"), "{flags}");
         let json = std::fs::read_to_string(folder.path(&format!("{number}.json"))).unwrap();
         assert!(serde_json::from_str::<Value>(&json).is_ok());
     }
@@ -156,7 +163,7 @@ fn pictures_are_drawn_for_any_ring() {
 }
 
 #[test]
-fn a_reader_that_stops_reading_is_no_panic() {
+fn a_closed_pipe_ends_the_command_silently() {
     let folder = Folder::new("broken_pipe");
     let mut command = folder.command("plan --causal --q-len 100 --ranks 64 --json -");
     let mut child = command
@@ -170,12 +177,12 @@ fn a_reader_that_stops_reading_is_no_panic() {
 }
 
 #[test]
-fn bench_lines_have_the_fields_of_the_peers() {
+fn bench_lines_have_the_fields_of_the_other_benchmarks() {
     let folder = Folder::new("bench");
-    let said =
+    let result =
         folder.succeed("bench --ns 64 --ds 16 --heads 2 --causal false,true --dtype f32,bf16");
     let lines: Vec<Value> =
-        said.out.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        result.out.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!(lines.len(), 8);
     for line in &lines {
         for field in [
@@ -203,18 +210,22 @@ fn bench_lines_have_the_fields_of_the_peers() {
         (lines[0]["pairs"].as_f64(), lines[2]["pairs"].as_f64()),
         (Some(2.0 * 4096.0), Some(4096.0))
     );
-    let said = folder
+    let result = folder
         .succeed("bench --documents 10,20 --causal true --heads 2 --ds 8 --what fwd --ranks 2");
-    assert_eq!(serde_json::from_str::<Value>(&said.out).unwrap()["pairs"], 2.0 * (55.0 + 210.0));
-    let said = folder.succeed("bench --q-len 1 --kv-len 50 --align bottom-right --causal true --heads 2 --ds 8 --what fwd");
-    assert_eq!(serde_json::from_str::<Value>(&said.out).unwrap()["pairs"], 100.0);
+    assert_eq!(serde_json::from_str::<Value>(&result.out).unwrap()["pairs"], 2.0 * (55.0 + 210.0));
+    let result = folder.succeed(
+        "bench --q-len 1 --kv-len 50 --align bottom-right --causal true --heads 2 --ds 8 \
+         --what fwd",
+    );
+    assert_eq!(serde_json::from_str::<Value>(&result.out).unwrap()["pairs"], 100.0);
 }
 
 #[test]
-fn made_files_are_the_same_for_the_same_arguments() {
+fn equal_arguments_of_make_give_equal_files() {
     let folder = Folder::new("make");
-    let flags = "--q-len 50 --kv-len 60 --heads 4 --kv-heads 2 --head-dim 6 --value-dim 5 --dtype bf16 --backward --bias 1hqk --sinks per-head \
-                 --sinks-count 3 --mask 0.5 --segments 4 --documents 20,30";
+    let flags = "--q-len 50 --kv-len 60 --heads 4 --kv-heads 2 --head-dim 6 --value-dim 5 \
+                 --dtype bf16 --backward --bias 1hqk --sinks per-head --sinks-count 3 --mask 0.5 \
+                 --segments 4 --documents 20,30";
     folder.succeed(&format!("make --output a.safetensors {flags}"));
     folder.succeed(&format!("make --output b.safetensors {flags}"));
     folder.succeed(&format!("make --output c.safetensors {flags} --seed 1"));

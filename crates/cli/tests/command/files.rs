@@ -1,10 +1,10 @@
-//! Safetensors files by another implementation than the command's own.
+//! Safetensors files, read and written by the reference implementation.
 
 use std::{collections::BTreeMap, path::Path};
 
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 
-/// Tensors by name: element type, lengths, bytes.
+/// Tensors by name: element type, shape, bytes.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Tensors {
     pub(crate) all: BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>,
@@ -51,7 +51,7 @@ impl Tensors {
         )
     }
 
-    /// Random-looking query, key, value of batch 1.
+    /// Creates query, key and value of one batch row with pseudo-random values.
     pub(crate) fn qkv(q: [usize; 3], k: [usize; 3], value_dim: usize) -> Self {
         let wave =
             |phase: f32| move |index: usize| ((index * 37 + 11) as f32 * 0.618 + phase).sin();
@@ -77,7 +77,7 @@ impl Tensors {
         Self { all: all.collect() }
     }
 
-    /// The numbers of a float tensor, widened.
+    /// Returns the values of a float tensor, widened.
     pub(crate) fn numbers(&self, name: &str) -> Vec<f64> {
         let (dtype, _, bytes) = &self.all[name];
         match dtype {

@@ -1,4 +1,4 @@
-//! Signals: what ends the command, with which code, and that nothing of it is left.
+//! Signals: exit codes, messages and files after an interrupt.
 
 use std::{
     io::Read,
@@ -14,23 +14,22 @@ use rustix::{
 
 use crate::support::{Folder, with_default_signals};
 
-/// Longer than anything here takes, and shorter than the work that is interrupted.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// The longest time to wait for a state of a child: shorter than the work that is interrupted.
+const LIMIT: Duration = Duration::from_secs(60);
 
-/// Waits until `held` holds of a running child.
+/// Waits until `held` returns true for a running child, given its folder in /proc.
 #[track_caller]
 fn wait_until(child: &mut Child, mut held: impl FnMut(&Path) -> bool) {
     let started = Instant::now();
     let process = Path::new("/proc").join(child.id().to_string());
     while !held(&process) {
-        assert!(started.elapsed() < PATIENCE, "it never came to that");
+        assert!(started.elapsed() < LIMIT, "the state was not reached");
         assert!(child.try_wait().unwrap().is_none(), "it ended by itself");
         std::thread::sleep(Duration::from_millis(5));
     }
 }
 
-/// True once the process of this folder of /proc has begun an output in `folder`: a file that has
-/// no name yet.
+/// True once the process has created an output in `folder`: an unnamed or temporary file.
 fn has_begun(process: &Path, folder: &Path) -> bool {
     let Ok(open) = std::fs::read_dir(process.join("fd")) else { return false };
     open.flatten().filter_map(|entry| std::fs::read_link(entry.path()).ok()).any(|file| {
@@ -39,8 +38,8 @@ fn has_begun(process: &Path, folder: &Path) -> bool {
     })
 }
 
-/// True once the process of this folder of /proc watches its signals.
-fn watches(process: &Path) -> bool {
+/// True once the process handles signals.
+fn handles_signals(process: &Path) -> bool {
     let Ok(threads) = std::fs::read_dir(process.join("task")) else { return false };
     threads.flatten().any(|thread| {
         std::fs::read_to_string(thread.path().join("comm")).is_ok_and(|name| name == "signals\n")
@@ -51,7 +50,7 @@ fn send(child: &Child, signal: Signal) {
     kill_process(Pid::from_child(child), signal).unwrap();
 }
 
-/// A folder with an input that takes minutes.
+/// Creates a folder with an input for which attend takes minutes.
 fn folder(name: &str) -> Folder {
     let folder = Folder::new(name);
     folder.zeros("in.safetensors", 1 << 18, 4, 16);
@@ -67,7 +66,7 @@ fn attend(folder: &Folder) -> Command {
 }
 
 #[test]
-fn an_interrupt_leaves_no_half_file() {
+fn an_interrupt_leaves_no_partial_file() {
     for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)] {
         let folder = folder(&format!("interrupt_{code}"));
         let mut child = attend(&folder).spawn().unwrap();
@@ -85,13 +84,13 @@ fn an_interrupt_leaves_no_half_file() {
     }
 }
 
-/// True if the file system of `folder` has files without names, as every common one of Linux does.
-fn has_nameless_files(folder: &Folder) -> bool {
+/// True if the file system of `folder` supports unnamed files, as the common ones of Linux do.
+fn has_unnamed_files(folder: &Folder) -> bool {
     openat(CWD, folder.path(""), OFlags::TMPFILE | OFlags::WRONLY, Mode::RUSR).is_ok()
 }
 
 #[test]
-fn a_killed_command_leaves_no_half_file() {
+fn a_killed_command_leaves_no_output() {
     for signal in [Signal::KILL, Signal::QUIT, Signal::ABORT] {
         let folder = folder(&format!("killed_{}", signal.as_raw()));
         let attend = attend(&folder);
@@ -114,16 +113,16 @@ fn a_killed_command_leaves_no_half_file() {
         let mut left = folder.names();
         let traces = std::fs::read_dir(folder.path("traces")).unwrap();
         left.extend(traces.map(|entry| entry.unwrap().file_name().into_string().unwrap()));
-        if !has_nameless_files(&folder) {
-            // what has a name stays, and that name is no output's
+        if !has_unnamed_files(&folder) {
+            // a temporary file stays under its temporary name
             left.retain(|name| !name.starts_with(".annulus-"));
         }
         assert_eq!(left, ["in.safetensors", "traces"]);
     }
 }
 
-/// A command that waits for the reader of a pipe, and has written nothing.
-fn waiting(folder: &Folder, ignored: &str) -> Child {
+/// Starts a command that blocks until a pipe has a reader. `ignored` is a shell command before it.
+fn start_blocked(folder: &Folder, ignored: &str) -> Child {
     if !folder.path("pipe").exists() {
         mknodat(CWD, folder.path("pipe"), FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
     }
@@ -136,7 +135,7 @@ fn waiting(folder: &Folder, ignored: &str) -> Child {
     shell.current_dir(folder.path(""));
     let mut shell = with_default_signals(&shell);
     let mut child = shell.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-    wait_until(&mut child, watches);
+    wait_until(&mut child, handles_signals);
     child
 }
 
@@ -145,9 +144,9 @@ fn a_signal_that_is_ignored_at_the_start_stays_ignored() {
     let folder = Folder::new("interrupt_ignored");
     let all = [(Signal::HUP, "HUP", 129), (Signal::INT, "INT", 130), (Signal::TERM, "TERM", 143)];
     for (signal, name, _) in all {
-        let mut child = waiting(&folder, &format!("trap '' {name};"));
+        let mut child = start_blocked(&folder, &format!("trap '' {name};"));
         send(&child, signal);
-        // longer than an interrupt takes
+        // longer than the command needs to handle a signal
         std::thread::sleep(Duration::from_millis(300));
         assert!(child.try_wait().unwrap().is_none(), "{name} ended it");
         let mut json = String::new();
@@ -155,9 +154,9 @@ fn a_signal_that_is_ignored_at_the_start_stays_ignored() {
         assert!(json.starts_with('{'));
         let output = child.wait_with_output().unwrap();
         assert_eq!((output.status.code(), output.stderr), (Some(0), Vec::new()), "{name}");
-        // the others are none the less what they were
+        // the other signals still end the command
         for (other, _, code) in all.into_iter().filter(|(other, ..)| *other != signal) {
-            let child = waiting(&folder, &format!("trap '' {name};"));
+            let child = start_blocked(&folder, &format!("trap '' {name};"));
             send(&child, other);
             assert_eq!(child.wait_with_output().unwrap().status.code(), Some(code));
         }
@@ -165,10 +164,10 @@ fn a_signal_that_is_ignored_at_the_start_stays_ignored() {
 }
 
 #[test]
-fn a_command_that_writes_no_file_says_nothing_of_one() {
+fn an_interrupt_before_any_output_mentions_none() {
     let folder = Folder::new("interrupt_no_output");
     for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)] {
-        let child = waiting(&folder, "");
+        let child = start_blocked(&folder, "");
         send(&child, signal);
         let output = child.wait_with_output().unwrap();
         assert_eq!(output.status.code(), Some(code));
@@ -177,10 +176,10 @@ fn a_command_that_writes_no_file_says_nothing_of_one() {
 }
 
 #[test]
-fn an_interrupt_after_the_output_was_written_says_so() {
+fn an_interrupt_after_the_output_names_it() {
     let folder = Folder::new("interrupt_written");
     folder.succeed("make --output in.safetensors --q-len 8");
-    // a pipe that is full: the summary waits
+    // standard output is a full pipe, so that printing the summary blocks
     mknodat(CWD, folder.path("pipe"), FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
     let full: std::fs::File =
         openat(CWD, folder.path("pipe"), OFlags::RDWR | OFlags::NONBLOCK, Mode::empty())
@@ -196,11 +195,11 @@ fn an_interrupt_after_the_output_was_written_says_so() {
     send(&child, Signal::TERM);
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(143));
-    let said = String::from_utf8(output.stderr).unwrap();
+    let result = String::from_utf8(output.stderr).unwrap();
     assert!(
-        said.starts_with("annulus: interrupted; written before that: ")
-            && said.ends_with("/out.safetensors\n"),
-        "{said}"
+        result.starts_with("annulus: interrupted; written before that: ")
+            && result.ends_with("/out.safetensors\n"),
+        "{result}"
     );
     assert_eq!(folder.names(), ["in.safetensors", "out.safetensors", "pipe"]);
 }

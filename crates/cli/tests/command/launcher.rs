@@ -1,10 +1,9 @@
-//! Under a launcher, as its environment tells: one process must not do what all were asked to do together.
-//!
-//! Jobs of several processes are tested by `scripts/mpi-command`.
+//! Behaviour under the environment variables of a launcher, in single processes. Jobs of several
+//! processes are tested by `scripts/mpi-command`.
 
 use crate::{
     files::Tensors,
-    support::{Folder, Said},
+    support::{Folder, RunResult},
 };
 
 const ATTEND: &str = "attend --input in.safetensors --output out.safetensors";
@@ -15,11 +14,11 @@ fn folder(name: &str) -> Folder {
     folder
 }
 
-/// Runs the command as process `rank` of `size`, as launchers of PMI start them.
-fn run_as(folder: &Folder, arguments: &str, rank: usize, size: usize) -> Said {
+/// Runs the command as process `rank` of `size` of a PMI launcher.
+fn run_as(folder: &Folder, arguments: &str, rank: usize, size: usize) -> RunResult {
     let mut command = folder.command(arguments);
     command.env("PMI_RANK", rank.to_string()).env("PMI_SIZE", size.to_string());
-    Said::from(command.output().unwrap())
+    RunResult::from(command.output().unwrap())
 }
 
 #[test]
@@ -29,8 +28,8 @@ fn without_mpi_a_job_of_several_processes_is_refused_once() {
     for arguments in [ATTEND, "check .", "bench"] {
         run_as(&folder, arguments, 0, 4)
             .failed(1, &["4 processes", "PMI", "--features mpi", "--transport threads"]);
-        let said = run_as(&folder, arguments, 3, 4);
-        assert_eq!((said.code, said.out.as_str(), said.err.as_str()), (1, "", ""));
+        let result = run_as(&folder, arguments, 3, 4);
+        assert_eq!((result.code, result.out.as_str(), result.err.as_str()), (1, "", ""));
     }
     folder
         .run("bench --transport mpi")
@@ -41,20 +40,20 @@ fn without_mpi_a_job_of_several_processes_is_refused_once() {
 }
 
 #[test]
-fn one_process_and_those_that_stand_alone_are_rings_of_threads() {
+fn one_process_and_transport_threads_are_rings_of_threads() {
     let folder = folder("launcher_threads");
     let alone = run_as(&folder, &format!("{ATTEND} --ranks 2"), 0, 1);
     assert_eq!(alone.code, 0, "{alone:?}");
-    // each for itself: it says what it has to say, whatever its rank
-    let said = run_as(&folder, &format!("{ATTEND} --ranks 2 --transport threads"), 3, 4);
-    assert!(said.code == 0 && said.out.starts_with("2 ranks of "), "{said:?}");
-    let said =
+    // independent of the other processes: it prints its output on any rank
+    let result = run_as(&folder, &format!("{ATTEND} --ranks 2 --transport threads"), 3, 4);
+    assert!(result.code == 0 && result.out.starts_with("2 ranks of "), "{result:?}");
+    let result =
         run_as(&folder, "attend --input none --output out.safetensors --transport threads", 3, 4);
-    said.failed(1, &["none", "No such file"]);
+    result.failed(1, &["none", "No such file"]);
 }
 
 #[test]
-fn what_one_process_does_is_refused_to_several() {
+fn single_process_subcommands_are_refused_under_a_launcher() {
     let folder = folder("launcher_alone");
     for (arguments, word) in [
         ("make --output x.safetensors", "make"),

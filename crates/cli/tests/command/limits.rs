@@ -1,4 +1,4 @@
-//! Sizes beyond any machine, and machines without memory: one line, no file, no abort.
+//! Problems that are too large, and limited memory: an error of one line, no file, no abort.
 
 use std::{
     fs::File,
@@ -7,16 +7,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::support::{Folder, Said};
+use safetensors::{Dtype, tensor::TensorView};
 
-/// Any of these takes no time; a test machine may be busy.
+use crate::support::{Folder, RunResult};
+
+/// The longest time of a command that is refused at once, on a busy machine.
 const SOON: Duration = Duration::from_secs(60);
 
-/// Runs the command and ends it if it does not end by itself.
-fn soon(folder: &Folder, arguments: &str) -> Said {
+/// Runs the command, and kills it after [`SOON`].
+fn soon(folder: &Folder, arguments: &str) -> RunResult {
     let mut command = folder.command(arguments);
     let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    Said::from(wait(child, arguments).wait_with_output().unwrap())
+    RunResult::from(wait(child, arguments).wait_with_output().unwrap())
 }
 
 fn wait(mut child: Child, arguments: &str) -> Child {
@@ -31,8 +33,8 @@ fn wait(mut child: Child, arguments: &str) -> Child {
     child
 }
 
-/// Runs the command in an address space of so many KiB.
-fn limited(folder: &Folder, kibibytes: usize, arguments: &str) -> Said {
+/// Runs the command in an address space of `kibibytes` KiB.
+fn limited(folder: &Folder, kibibytes: usize, arguments: &str) -> RunResult {
     let inner = folder.command(arguments);
     let mut command = Command::new("sh");
     command.args(["-c", "ulimit -v \"$1\" && shift && exec \"$@\"", "sh", &kibibytes.to_string()]);
@@ -44,23 +46,24 @@ fn limited(folder: &Folder, kibibytes: usize, arguments: &str) -> Said {
         };
     }
     let child = command.current_dir(folder.path(".")).stdout(Stdio::piped()).stderr(Stdio::piped());
-    Said::from(wait(child.spawn().unwrap(), arguments).wait_with_output().unwrap())
+    RunResult::from(wait(child.spawn().unwrap(), arguments).wait_with_output().unwrap())
 }
 
-/// It succeeded, or failed on one line; no temporary file is left. Whether it succeeded.
+/// Checks that the command succeeded or failed with one line, and left no temporary file. Returns
+/// true if it succeeded.
 #[track_caller]
-fn ended_well(folder: &Folder, said: &Said, what: &str) -> bool {
-    assert!(said.code == 0 || said.code == 1, "{what}: {said:?}");
-    if said.code == 1 {
-        said.failed(1, &[]);
+fn ended_well(folder: &Folder, result: &RunResult, what: &str) -> bool {
+    assert!(result.code == 0 || result.code == 1, "{what}: {result:?}");
+    if result.code == 1 {
+        result.failed(1, &[]);
     }
     let left: Vec<String> =
         folder.names().into_iter().filter(|name| name.contains("partial")).collect();
     assert!(left.is_empty(), "{what}: {left:?}");
-    said.code == 0
+    result.code == 0
 }
 
-/// Address spaces in which the program itself runs, from the least one on, in KiB.
+/// Returns sizes of address spaces in KiB, from the least one in which the program starts.
 fn limits(folder: &Folder, step: usize, count: usize) -> Vec<usize> {
     let runs = |limit: &usize| limited(folder, *limit, "--version").code == 0;
     let least = (1..200).map(|number| number * 8192).find(runs).unwrap();
@@ -73,42 +76,75 @@ fn attend_without_memory_ends_in_one_line() {
     folder.succeed(
         "make --output in.st --q-len 1024 --heads 4 --head-dim 8 --bias bhqk --mask 0.5 --backward",
     );
-    let (mut failed, mut succeeded) = (0, 0);
+    let mut failed = 0;
+    let mut succeeded = 0;
     for limit in limits(&folder, 6 << 10, 24) {
         for flags in ["--ranks 1 --threads 1", "--ranks 2 --threads 1", "--ranks 3 --threads 2"] {
-            let said = limited(
+            let result = limited(
                 &folder,
                 limit,
                 &format!("attend --input in.st --output o.st {flags} --backward"),
             );
             let there = folder.path("o.st").exists();
-            if ended_well(&folder, &said, &format!("{limit} KiB, {flags}")) {
+            if ended_well(&folder, &result, &format!("{limit} KiB, {flags}")) {
                 assert!(there);
                 std::fs::remove_file(folder.path("o.st")).unwrap();
                 succeeded += 1;
             } else {
-                assert!(!there, "{said:?}");
+                assert!(!there, "{result:?}");
                 failed += 1;
             }
         }
     }
-    // a sweep that never fails, or always, has shown nothing
+    // the limits must include both outcomes
     assert!(failed > 6 && succeeded > 6, "{failed} failed, {succeeded} succeeded");
 }
 
 #[test]
-fn memory_that_is_not_there_is_told_by_its_tensor() {
+fn ids_in_no_order_without_memory_end_in_one_line() {
+    let folder = Folder::new("limits_ids");
+    // a run of ids per row: the most that planning allocates
+    let len = 1 << 17;
+    let numbers = |scale: i64| (0..len as i64).map(move |row| row * row % 1009 * scale);
+    let ids: Vec<u8> = numbers(1).flat_map(|id| (id as i32).to_le_bytes()).collect();
+    let positions: Vec<u8> = numbers(3).flat_map(i64::to_le_bytes).collect();
+    let rows = vec![0u8; len * 4];
+    let tensors = [
+        ("query", Dtype::F32, vec![1, len, 1, 1], &rows),
+        ("key", Dtype::F32, vec![1, len, 1, 1], &rows),
+        ("value", Dtype::F32, vec![1, len, 1, 1], &rows),
+        ("q_segment_ids", Dtype::I32, vec![1, len], &ids),
+        ("q_positions", Dtype::I64, vec![1, len], &positions),
+        ("kv_positions", Dtype::I64, vec![1, len], &positions),
+    ];
+    let tensors = tensors
+        .map(|(name, dtype, shape, bytes)| (name, TensorView::new(dtype, shape, bytes).unwrap()));
+    safetensors::serialize_to_file(tensors, None, &folder.path("in.st")).unwrap();
+    let mut failed = 0;
+    for limit in limits(&folder, 8 << 10, 16) {
+        let said = limited(
+            &folder,
+            limit,
+            "attend --input in.st --output o.st --causal --window 4 --threads 1 --ranks 1",
+        );
+        failed += usize::from(!ended_well(&folder, &said, &format!("{limit} KiB")));
+    }
+    assert!(failed > 4, "{failed} failed");
+}
+
+#[test]
+fn an_allocation_that_fails_names_its_tensor() {
     let folder = Folder::new("limits_named");
     folder
         .succeed("make --output in.st --q-len 2048 --heads 4 --head-dim 8 --bias bhqk --backward");
     let mut named = 0;
     for limit in limits(&folder, 12 << 10, 16) {
-        let said =
+        let result =
             limited(&folder, limit, "attend --input in.st --output o.st --backward --threads 1");
-        ended_well(&folder, &said, &format!("{limit} KiB"));
+        ended_well(&folder, &result, &format!("{limit} KiB"));
         // a bias, and its gradient, of 4 · 2048 · 2048 numbers
-        named += usize::from(said.err.contains("bias needs 67108864 bytes"));
-        assert!(!said.err.contains("asked for"), "{}", said.err);
+        named += usize::from(result.err.contains("bias needs 67108864 bytes"));
+        assert!(!result.err.contains("asked for"), "{}", result.err);
     }
     assert!(named > 0);
 }
@@ -118,44 +154,52 @@ fn other_subcommands_without_memory_end_in_one_line() {
     let folder = Folder::new("limits_others");
     for limit in limits(&folder, 8 << 10, 8) {
         for arguments in [
-            "bench --q-len 512 --kv-len 8192 --heads 4 --ds 16 --what fwd+bwd --causal false --ranks 2",
+            "bench --q-len 512 --kv-len 8192 --heads 4 --ds 16 --what fwd+bwd --causal false \
+             --ranks 2",
             "make --output m.st --q-len 4096 --heads 2 --head-dim 32 --backward",
             "plan --causal --q-len 100000 --ranks 64",
             "demo --len 512 --ranks 2",
         ] {
-            let said = limited(&folder, limit, arguments);
-            ended_well(&folder, &said, &format!("{limit} KiB, {arguments}"));
+            let result = limited(&folder, limit, arguments);
+            ended_well(&folder, &result, &format!("{limit} KiB, {arguments}"));
         }
     }
 }
 
 #[test]
-fn a_problem_that_no_machine_holds_is_refused_before_it_begins() {
+fn a_problem_larger_than_memory_is_refused_at_once() {
     let folder = Folder::new("limits_vast");
     let bench =
         soon(&folder, "bench --q-len 16 --kv-len 1099511627776 --ds 8 --heads 1 --what fwd");
-    bench.failed(1, &["out of memory: a problem of this size (--kv-len 1099511627776) needs 70368744178752 bytes"]);
+    let size = "a problem of this size (--kv-len 1099511627776) needs 70368744178752 bytes";
+    bench.failed(1, &["out of memory: ", size]);
 
-    // sparse: 4 TiB of zeros that are nowhere
-    let (rows, name) = (1u64 << 38, folder.path("sparse.st"));
+    // a sparse file of 4 TiB
+    let rows = 1u64 << 38;
+    let name = folder.path("sparse.st");
     let bytes = rows * 16;
+    let entry = |name: &str, rows: u64, begin: u64, end: u64| {
+        format!(
+            r#""{name}":{{"dtype":"F32","shape":[1,{rows},1,4],"data_offsets":[{begin},{end}]}}"#
+        )
+    };
     let header = format!(
-        r#"{{"query":{{"dtype":"F32","shape":[1,{rows},1,4],"data_offsets":[0,{bytes}]}},"key":{{"dtype":"F32","shape":[1,1,1,4],"data_offsets":[{bytes},{}]}},"value":{{"dtype":"F32","shape":[1,1,1,4],"data_offsets":[{},{}]}}}}"#,
-        bytes + 16,
-        bytes + 16,
-        bytes + 32,
+        r#"{{{},{},{}}}"#,
+        entry("query", rows, 0, bytes),
+        entry("key", 1, bytes, bytes + 16),
+        entry("value", 1, bytes + 16, bytes + 32),
     );
     let file = File::create(&name).unwrap();
     file.write_all_at(&(header.len() as u64).to_le_bytes(), 0).unwrap();
     file.write_all_at(header.as_bytes(), 8).unwrap();
     file.set_len(8 + header.len() as u64 + bytes + 32).unwrap();
-    let said = soon(&folder, "attend --input sparse.st --output spo.st");
-    said.failed(1, &["out of memory: a problem of this size needs"]);
+    let result = soon(&folder, "attend --input sparse.st --output spo.st");
+    result.failed(1, &["out of memory: a problem of this size needs"]);
     assert_eq!(folder.names(), ["sparse.st"]);
 }
 
 #[test]
-fn lengths_without_bound_end_in_one_line() {
+fn huge_lengths_end_in_one_line() {
     let folder = Folder::new("limits_unbound");
     for arguments in [
         "bench --heads 4294967296",
@@ -171,18 +215,18 @@ fn lengths_without_bound_end_in_one_line() {
         "plan --q-len 4294967296 --ranks 4",
         "plan --causal --q-len 1000000000000 --ranks 1024",
     ] {
-        let said = soon(&folder, arguments);
-        assert!(said.code == 1 || said.code == 2, "{arguments}: {said:?}");
-        said.failed(said.code, &[]);
+        let result = soon(&folder, arguments);
+        assert!(result.code == 1 || result.code == 2, "{arguments}: {result:?}");
+        result.failed(result.code, &[]);
         assert_eq!(folder.names(), [""; 0], "{arguments}");
     }
-    // keys are planned in runs, and batch rows and heads that see alike at once
+    // keys are planned in runs, and batch rows and heads with equal masks together
     let planned = soon(&folder, "plan --q-len 16 --kv-len 4294967296 --ranks 64 --batch 4096");
     assert_eq!(planned.code, 0, "{planned:?}");
 }
 
 #[test]
-fn tensors_of_nothing_end_at_once() {
+fn tensors_without_elements_end_at_once() {
     let folder = Folder::new("limits_nothing");
     let write = |shape: &str, more: &str| {
         let entry = |name: &str| {
@@ -228,8 +272,8 @@ fn tensors_of_nothing_end_at_once() {
             "--backward --ranks 2 --threads 2",
             "--backward --unnormalized",
         ] {
-            let said = soon(&folder, &format!("attend --input in.st --output o.st {flags}"));
-            ended_well(&folder, &said, &format!("{shape} {more} {flags}"));
+            let result = soon(&folder, &format!("attend --input in.st --output o.st {flags}"));
+            ended_well(&folder, &result, &format!("{shape} {more} {flags}"));
         }
     }
 }

@@ -1,6 +1,6 @@
-//! The command as a user has it: its exit codes, its files, its words.
+//! Runs the command and checks its exit codes, files and messages.
 
-#![allow(clippy::unwrap_used, reason = "what a test cannot do fails the test")]
+#![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 
 mod abuse;
 mod arguments;

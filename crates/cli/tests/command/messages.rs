@@ -1,5 +1,4 @@
-//! Text from outside on its way to the terminal: no control character, and never more than a
-//! screen.
+//! Messages with external text: without control characters, and at most a screen long.
 
 use std::ffi::OsStr;
 
@@ -7,27 +6,27 @@ use serde_json::json;
 
 use crate::{
     files::Tensors,
-    support::{Folder, Said},
+    support::{Folder, RunResult},
 };
 
 /// A screen of 24 lines of 80 columns.
 const SCREEN: usize = 24 * 80;
-/// A name that clears the screen, rings the bell, forges a line and turns the writing direction.
+/// Name that clears the screen, rings the bell, forges a line and reverses the text direction.
 const EVIL: &str =
     "evil\n\u{1b}[2J\u{1b}[31mannulus: fake message\r\u{7}\u{8}\0\u{9b}31m\u{202e}\u{2028}";
 
-/// Everything that was said is harmless, and what went to standard error fits a screen.
+/// Checks that the output has no control characters, and that standard error fits a screen.
 #[track_caller]
-fn harmless(said: &Said) {
-    for text in [&said.out, &said.err] {
+fn harmless(result: &RunResult) {
+    for text in [&result.out, &result.err] {
         let bad = text.chars().find(|&letter| {
             (letter.is_control() && letter != '\n') || matches!(letter, '\u{202e}' | '\u{2028}')
         });
         assert_eq!(bad, None, "{text:?}");
     }
-    assert!(said.err.len() <= SCREEN, "{} bytes: {}", said.err.len(), said.err);
-    assert!(said.err.lines().all(|line| line.starts_with("annulus: ")), "{:?}", said.err);
-    assert!(!said.out.lines().any(|line| line.starts_with("annulus: fake")), "{:?}", said.out);
+    assert!(result.err.len() <= SCREEN, "{} bytes: {}", result.err.len(), result.err);
+    assert!(result.err.lines().all(|line| line.starts_with("annulus: ")), "{:?}", result.err);
+    assert!(!result.out.lines().any(|line| line.starts_with("annulus: fake")), "{:?}", result.out);
 }
 
 fn folder(name: &str) -> Folder {
@@ -36,15 +35,15 @@ fn folder(name: &str) -> Folder {
     folder
 }
 
-/// Runs the command with arguments of any bytes.
-fn run<'a>(folder: &Folder, arguments: impl IntoIterator<Item = &'a str>) -> Said {
+/// Runs the command with arguments that may have white space.
+fn run<'a>(folder: &Folder, arguments: impl IntoIterator<Item = &'a str>) -> RunResult {
     let mut command = folder.command("");
     command.args(arguments.into_iter().map(OsStr::new));
-    Said::from(command.output().unwrap())
+    RunResult::from(command.output().unwrap())
 }
 
-/// A file of this header, with query, key and value of 4 rows in it, and this many bytes of data
-/// after them.
+/// Writes a file of query, key and value with 4 rows each, the header text `more` after them, and
+/// `data` more bytes of data.
 fn with_header(folder: &Folder, more: &str, data: usize) {
     let entry = |index: usize| {
         format!(
@@ -63,42 +62,40 @@ fn with_header(folder: &Folder, more: &str, data: usize) {
 const ATTEND: [&str; 5] = ["attend", "--input", "in.safetensors", "--output", "out.safetensors"];
 
 #[test]
-fn names_in_a_file_do_not_reach_the_terminal_as_they_are() {
+fn names_in_a_file_are_escaped() {
     let folder = folder("message_names");
     let quoted = serde_json::to_string(EVIL).unwrap();
-    // left alone, with a note
+    // ignored, with a note
     with_header(
         &folder,
         &format!(r#",{quoted}:{{"dtype":"F32","shape":[1],"data_offsets":[384,388]}}"#),
         4,
     );
-    let said = run(&folder, ATTEND);
-    harmless(&said);
-    assert_eq!((said.code, said.err.lines().count()), (0, 1), "{said:?}");
+    let result = run(&folder, ATTEND);
+    harmless(&result);
+    assert_eq!((result.code, result.err.lines().count()), (0, 1), "{result:?}");
     assert!(
-        said.err.contains(r"left alone: evil\n\u{1b}[2J\u{1b}[31mannulus: fake message\r"),
-        "{said:?}"
+        result.err.contains(r"ignored: evil\n\u{1b}[2J\u{1b}[31mannulus: fake message\r"),
+        "{result:?}"
     );
-    // refused: a hole, a shape that does not fit, a field that is missing, two of the name, a dtype
+    // refused: a gap, a wrong shape, a missing field, a duplicate name, an unknown dtype
     for more in [
         format!(r#",{quoted}:{{"dtype":"F32","shape":[1],"data_offsets":[388,392]}}"#),
         format!(r#",{quoted}:{{"dtype":"F32","shape":[2],"data_offsets":[384,388]}}"#),
         format!(r#",{quoted}:{{"dtype":"F32","shape":[2]}}"#),
-        format!(
-            r#",{quoted}:{{"dtype":"U8","shape":[0],"data_offsets":[384,384]}},{quoted}:{{"dtype":"U8","shape":[0],"data_offsets":[384,384]}}"#
-        ),
+        format!(r#",{quoted}:{{"dtype":"U8","shape":[0],"data_offsets":[384,384]}}"#).repeat(2),
         format!(r#","bias":{{"dtype":{quoted},"shape":[1,1,1,1],"data_offsets":[384,392]}}"#),
         format!(r#","bias":{{"dtype":"F32","shape":[{quoted}],"data_offsets":[384,388]}}"#),
     ] {
         with_header(&folder, &more, 8);
-        let said = run(&folder, ATTEND);
-        harmless(&said);
-        said.failed(1, &["in.safetensors", r"\n\u{1b}[2J\u{1b}[31mannulus: fake message"]);
+        let result = run(&folder, ATTEND);
+        harmless(&result);
+        result.failed(1, &["in.safetensors", r"\n\u{1b}[2J\u{1b}[31mannulus: fake message"]);
     }
 }
 
 #[test]
-fn a_message_is_never_longer_than_a_screen() {
+fn messages_are_at_most_a_screen_long() {
     let folder = folder("message_length");
     let mut many = String::new();
     for number in 0..300_000 {
@@ -107,13 +104,13 @@ fn a_message_is_never_longer_than_a_screen() {
         );
     }
     with_header(&folder, &many, 0);
-    let said = run(&folder, ATTEND);
-    harmless(&said);
+    let result = run(&folder, ATTEND);
+    harmless(&result);
     assert!(
-        said.code == 0
-            && said.err.contains("strange0, ")
-            && said.err.contains(" and 299992 more\n"),
-        "{said:?}"
+        result.code == 0
+            && result.err.contains("strange0, ")
+            && result.err.contains(" and 299992 more\n"),
+        "{result:?}"
     );
 
     let long = "n".repeat(1 << 20);
@@ -122,7 +119,7 @@ fn a_message_is_never_longer_than_a_screen() {
         (
             0,
             format!(r#","{long}":{{"dtype":"F32","shape":[1],"data_offsets":[384,388]}}"#),
-            vec!["left alone", "(1048576 bytes)"],
+            vec!["ignored: ", "(1048576 bytes)"],
         ),
         (
             1,
@@ -146,19 +143,19 @@ fn a_message_is_never_longer_than_a_screen() {
         ),
     ] {
         with_header(&folder, &more, 4);
-        let said = run(&folder, ATTEND);
-        harmless(&said);
-        assert_eq!(said.code, code, "{said:?}");
+        let result = run(&folder, ATTEND);
+        harmless(&result);
+        assert_eq!(result.code, code, "{result:?}");
         for word in words {
-            assert!(said.err.contains(word), "no {word} in {said:?}");
+            assert!(result.err.contains(word), "no {word} in {result:?}");
         }
     }
 }
 
 #[test]
-fn arguments_do_not_reach_the_terminal_as_they_are() {
+fn arguments_are_escaped() {
     let folder = folder("message_arguments");
-    // an argument may have 128 KiB, and may have no zero byte
+    // the system limits an argument to 128 KiB without NUL
     let evil = EVIL.replace('\0', "");
     for value in [evil.clone(), "v".repeat(100_000), evil.repeat(1000)] {
         for arguments in [
@@ -173,31 +170,32 @@ fn arguments_do_not_reach_the_terminal_as_they_are() {
             vec!["make", "--out", "x", "--bias", &value],
             vec!["trace", "merge", &value, "--out", "x"],
         ] {
-            let said = run(&folder, arguments.iter().copied());
-            harmless(&said);
-            assert!(said.code > 0 && said.err.lines().count() == 1, "{said:?}");
+            let result = run(&folder, arguments.iter().copied());
+            harmless(&result);
+            assert!(result.code > 0 && result.err.lines().count() == 1, "{result:?}");
         }
     }
     assert_eq!(folder.names(), ["in.safetensors"]);
 }
 
 #[test]
-fn a_case_that_cannot_be_read_is_reported_once_and_briefly() {
+fn a_malformed_case_is_reported_once() {
     let folder = folder("message_cases");
     for id in [EVIL.to_owned(), "c".repeat(1 << 20)] {
-        let index = json!({ "format": "annulus-cases-1", "cases": [{ "id": id, "file": "in.safetensors" }] });
+        let case = json!({ "id": id, "file": "in.safetensors" });
+        let index = json!({ "format": "annulus-cases-1", "cases": [case] });
         std::fs::write(folder.path("index.json"), index.to_string()).unwrap();
-        let said = folder.run("check .");
-        harmless(&said);
-        assert!(said.out.len() < 3 * SCREEN, "{} bytes", said.out.len());
+        let result = folder.run("check .");
+        harmless(&result);
+        assert!(result.out.len() < 3 * SCREEN, "{} bytes", result.out.len());
         // two element types
         assert_eq!(
-            said.out.lines().filter(|line| line.starts_with("FAIL ")).count(),
+            result.out.lines().filter(|line| line.starts_with("FAIL ")).count(),
             2,
-            "{said:?}"
+            "{result:?}"
         );
-        assert_eq!(said.out.lines().last(), Some("0 passed, 30 failed"));
-        said.failed(1, &["30 failed", "./index.json: case", "missing field `dims`"]);
+        assert_eq!(result.out.lines().last(), Some("0 passed, 30 failed"));
+        result.failed(1, &["30 failed", "./index.json: case", "missing field `dims`"]);
     }
     std::fs::write(folder.path("index.json"), r#"{"format":"annulus-cases-1","cases":[]}"#)
         .unwrap();

@@ -1,4 +1,5 @@
-//! Input files that are missing, malformed or do not fit: exit code 1, one line that names what is wrong, no output.
+//! Missing, malformed and inconsistent input files: exit code 1, one line that names the error, no
+//! output.
 
 use safetensors::Dtype;
 
@@ -6,7 +7,7 @@ use crate::{files::Tensors, support::Folder};
 
 const ATTEND: &str = "attend --input in.safetensors --output out.safetensors";
 
-/// A file of this header text and this many bytes of data.
+/// Returns a file with this header text and `data` bytes of zeros.
 fn raw(header: &str, data: usize) -> Vec<u8> {
     let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
     bytes.extend(header.as_bytes());
@@ -24,7 +25,7 @@ fn refused(folder: &Folder, flags: &str, words: &[&str]) {
 }
 
 #[test]
-fn files_that_are_no_safetensors_files() {
+fn files_that_are_not_safetensors_files_are_refused() {
     let folder = Folder::new("no_safetensors");
     refused(&folder, "", &["in.safetensors", "No such file"]);
     std::fs::create_dir(folder.path("in.safetensors")).unwrap();
@@ -33,8 +34,9 @@ fn files_that_are_no_safetensors_files() {
 
     let tensor = r#""query":{"dtype":"F32","shape":[1,1,1,1],"data_offsets":[0,4]}"#;
     let second = |begin, end| {
+        let shape = "[1,1,1,1]";
         format!(
-            r#"{{{tensor},"key":{{"dtype":"F32","shape":[1,1,1,1],"data_offsets":[{begin},{end}]}}}}"#
+            r#"{{{tensor},"key":{{"dtype":"F32","shape":{shape},"data_offsets":[{begin},{end}]}}}}"#
         )
     };
     let one = |dtype: &str, shape: &str, end: &str| {
@@ -45,8 +47,8 @@ fn files_that_are_no_safetensors_files() {
     let cases: Vec<(Vec<u8>, &str)> = vec![
         (Vec::new(), "truncated"),
         (vec![1, 2, 3], "truncated"),
-        (u64::MAX.to_le_bytes().to_vec(), "claims"),
-        (100_000_001u64.to_le_bytes().to_vec(), "claims"),
+        (u64::MAX.to_le_bytes().to_vec(), "is not a safetensors file"),
+        (100_000_001u64.to_le_bytes().to_vec(), "is not a safetensors file"),
         (1000u64.to_le_bytes().to_vec(), "truncated"),
         (raw("not json", 0), "malformed"),
         (raw("[]", 0), "malformed"),
@@ -57,7 +59,7 @@ fn files_that_are_no_safetensors_files() {
         (raw(&format!("{{{tensor}}}"), 5), "after its last tensor"),
         (raw(&second(2, 6), 6), "overlaps"),
         (raw(&second(0, 4), 4), "overlaps"),
-        (raw(&second(5, 9), 9), "hole"),
+        (raw(&second(5, 9), 9), "gap"),
         (raw(&format!("{{{tensor},{tensor}}}"), 4), "two tensors"),
         (raw(&one("F8_E4M3", "[1,1,1,1]", "1"), 1), "F8_E4M3"),
         (raw(&one("C64", "[1,1,1,1]", "8"), 8), "C64"),
@@ -73,7 +75,7 @@ fn files_that_are_no_safetensors_files() {
 }
 
 #[test]
-fn tensors_that_do_not_fit_are_named() {
+fn inconsistent_tensors_are_named() {
     let folder = Folder::new("misfits");
     let good = || Tensors::qkv([6, 4, 8], [6, 2, 8], 8).f32("dout", &[1, 6, 4, 8], |_| 1.0);
     let unequal = || Tensors::qkv([6, 4, 8], [5, 2, 8], 8);
@@ -126,7 +128,7 @@ fn tensors_that_do_not_fit_are_named() {
         (packed(good(), "cum_seqlens_q", &[1, 6]), "", &["cum_seqlens_q", "first number"]),
         (packed(good(), "cum_seqlens_q", &[0, 4, 3]), "", &["cum_seqlens_q", "ascending"]),
         (packed(good(), "cum_seqlens_k", &[0, 7]), "", &["cum_seqlens_k", "at most 6"]),
-        (packed(good(), "cum_seqlens_k", &[]), "", &["cum_seqlens_k", "from 0"]),
+        (packed(good(), "cum_seqlens_k", &[]), "", &["cum_seqlens_k", "0 as the first number"]),
         (
             packed(packed(good(), "cum_seqlens_q", &[0, 6]), "cum_seqlens_k", &[0, 3, 6]),
             "",
@@ -157,16 +159,18 @@ fn tensors_that_do_not_fit_are_named() {
 }
 
 #[test]
-fn outputs_that_cannot_be_written() {
+fn outputs_that_cannot_be_written_are_named() {
     let folder = Folder::new("no_output");
     Tensors::qkv([6, 4, 8], [6, 2, 8], 8).write(&folder.path("in.safetensors"));
     folder
         .run("attend --input in.safetensors --output nowhere/out.safetensors")
         .failed(1, &["nowhere", "No such file"]);
-    folder.run("attend --input in.safetensors --output .").failed(1, &["no ordinary file"]);
+    folder
+        .run("attend --input in.safetensors --output .")
+        .failed(1, &["is a directory, want a regular file"]);
     folder
         .run("attend --input in.safetensors --output /dev/null")
-        .failed(1, &["/dev/null", "no ordinary file"]);
+        .failed(1, &["/dev/null", "is a device, want a regular file"]);
     folder.run("make --output nowhere/in.safetensors --q-len 8").failed(1, &["nowhere"]);
     folder.run("plan --q-len 8 --ranks 2 --svg nowhere/ring.svg").failed(1, &["nowhere"]);
     assert_eq!(folder.names(), ["in.safetensors"]);

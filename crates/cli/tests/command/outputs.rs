@@ -1,4 +1,4 @@
-//! Outputs: where they go, what they replace, and that nothing of one that failed is left.
+//! Output files: replacement, permissions, links, streams, and no partial files after errors.
 
 use std::{
     ffi::OsString,
@@ -16,7 +16,7 @@ use rustix::fs::{CWD, FileType, Mode, mknodat};
 
 use crate::{
     files::Tensors,
-    support::{Folder, Said},
+    support::{Folder, RunResult},
 };
 
 const ATTEND: &str = "attend --input in.safetensors --output";
@@ -27,12 +27,12 @@ fn folder(name: &str) -> Folder {
     folder
 }
 
-/// Runs a line of shell in which `$annulus` is the command.
-fn shell(folder: &Folder, line: &str) -> Said {
+/// Runs a shell command line in which `$annulus` is the command.
+fn shell(folder: &Folder, line: &str) -> RunResult {
     let command = folder.command("");
     let mut shell = Command::new("sh");
     shell.args(["-c", line]).env("annulus", command.get_program()).current_dir(folder.path(""));
-    Said::from(shell.output().unwrap())
+    RunResult::from(shell.output().unwrap())
 }
 
 fn mode(path: &Path) -> u32 {
@@ -44,7 +44,7 @@ fn pipe(path: &Path) {
 }
 
 #[test]
-fn a_replaced_file_keeps_its_mode_and_a_new_one_has_that_of_the_mask() {
+fn a_replaced_file_keeps_its_mode_and_a_new_one_obeys_the_umask() {
     let folder = folder("output_mode");
     let out = folder.path("out.safetensors");
     for wanted in [0o600, 0o640, 0o755, 0o666] {
@@ -65,7 +65,8 @@ fn a_replaced_file_keeps_its_mode_and_a_new_one_has_that_of_the_mask() {
 
     for (mask, wanted) in [("022", 0o644), ("027", 0o640), ("077", 0o600)] {
         let line = format!(
-            "umask {mask}; $annulus make --output new.safetensors --q-len 4; $annulus plan --q-len 4 --ranks 2 --json new.json"
+            "umask {mask}; $annulus make --output new.safetensors --q-len 4; \
+             $annulus plan --q-len 4 --ranks 2 --json new.json"
         );
         assert_eq!(shell(&folder, &line).code, 0);
         for name in ["new.safetensors", "new.json"] {
@@ -91,23 +92,23 @@ fn a_replaced_file_keeps_its_owner_where_the_system_allows_it() {
     assert_eq!((metadata.uid(), metadata.gid()), (user, group));
 }
 
-/// The command of a folder as a user who may not write everything, whoever runs this test.
-fn as_a_user(folder: &Folder, arguments: &str) -> Said {
+/// Runs the command as an unprivileged user, even if the tests run as root.
+fn as_a_user(folder: &Folder, arguments: &str) -> RunResult {
     if !rustix::process::geteuid().is_root() {
         return folder.run(arguments);
     }
-    // by an open file: that user may not walk to the program
+    // through a file descriptor, because that user may lack access to the program's folder
     let program = File::open(folder.command("").get_program()).unwrap();
     let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&program));
-    // and is in the folder already
+    // the working folder is entered before the user changes
     let mut command = Command::new(path);
     command.args(arguments.split_whitespace()).current_dir(folder.path("")).uid(65534).gid(65534);
-    Said::from(command.output().unwrap())
+    RunResult::from(command.output().unwrap())
 }
 
 #[test]
-fn a_file_that_may_not_be_written_is_refused_before_the_work() {
-    // where every user may go
+fn an_output_without_write_permission_is_refused_at_once() {
+    // in a folder that every user can access
     let path = std::env::temp_dir().join(format!("annulus-read-only-{}", std::process::id()));
     let folder = Folder::at(&path);
     std::fs::set_permissions(&path, Permissions::from_mode(0o777)).unwrap();
@@ -126,7 +127,7 @@ fn a_file_that_may_not_be_written_is_refused_before_the_work() {
         as_a_user(&folder, arguments).failed(1, &["out.", "Permission denied"]);
     }
     assert_eq!(std::fs::read(folder.path("out.safetensors")).unwrap(), b"old");
-    // one that may be written and not be replaced
+    // writable, but not replaceable in a sticky folder of another user
     if rustix::process::geteuid().is_root() {
         std::fs::set_permissions(folder.path("out.safetensors"), Permissions::from_mode(0o666))
             .unwrap();
@@ -139,7 +140,7 @@ fn a_file_that_may_not_be_written_is_refused_before_the_work() {
 }
 
 #[test]
-fn names_as_long_as_the_file_system_has_them() {
+fn outputs_may_have_names_of_the_maximum_length() {
     let folder = folder("output_names");
     for name in ["x".repeat(255), "ß".repeat(127)] {
         for replaced in [false, true] {
@@ -156,7 +157,7 @@ fn names_as_long_as_the_file_system_has_them() {
 }
 
 #[test]
-fn links_stay_links_and_those_without_an_end_are_refused() {
+fn symbolic_links_are_kept_and_cycles_refused() {
     let folder = folder("output_links");
     symlink("b", folder.path("a")).unwrap();
     symlink("target.safetensors", folder.path("b")).unwrap();
@@ -193,7 +194,7 @@ fn links_stay_links_and_those_without_an_end_are_refused() {
 }
 
 #[test]
-fn standard_output_is_written_into_and_the_file_behind_it_stays() {
+fn standard_output_is_appended_to_and_not_replaced() {
     let folder = folder("output_stdout");
     for path in ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1", "-"] {
         let line = format!(
@@ -207,21 +208,23 @@ fn standard_output_is_written_into_and_the_file_behind_it_stays() {
             .unwrap_or_else(|| panic!("{path}: {log}"));
         assert!(serde_json::from_str::<serde_json::Value>(json).is_ok(), "{path}: {json}");
     }
-    let said = shell(&folder, "$annulus plan --q-len 100 --ranks 2 --svg /dev/stdout");
-    assert!(said.out.starts_with("<svg ") && said.out.ends_with("</svg>\n"), "{said:?}");
-    let said = shell(&folder, "$annulus plan --q-len 100 --ranks 2 --json /dev/stderr");
+    let result = shell(&folder, "$annulus plan --q-len 100 --ranks 2 --svg /dev/stdout");
+    assert!(result.out.starts_with("<svg ") && result.out.ends_with("</svg>\n"), "{result:?}");
+    let result = shell(&folder, "$annulus plan --q-len 100 --ranks 2 --json /dev/stderr");
     assert!(
-        serde_json::from_str::<serde_json::Value>(&said.err).is_ok() && said.out.contains("work"),
-        "{said:?}"
+        serde_json::from_str::<serde_json::Value>(&result.err).is_ok()
+            && result.out.contains("work"),
+        "{result:?}"
     );
 
-    // what is not written from front to back
+    // outputs that are not written sequentially, or whose file is open
     for line in [
         "$annulus attend --input in.safetensors --output /dev/stdout > log.txt",
         "$annulus make --output /dev/stdout --q-len 4 > log.txt",
         "$annulus attend --input in.safetensors --output log.txt > log.txt",
         "$annulus plan --q-len 4 --ranks 2 --json log.txt > log.txt",
-        "$annulus plan --q-len 4 --ranks 2 --json log.txt 2>> log.txt >/dev/null; cat log.txt >&2; exit 1",
+        "$annulus plan --q-len 4 --ranks 2 --json log.txt 2>> log.txt >/dev/null; cat log.txt >&2; \
+         exit 1",
         "$annulus attend --input in.safetensors --output /dev/fd/3 3> log.txt",
     ] {
         shell(&folder, line).failed(1, &["annulus: "]);
@@ -232,7 +235,7 @@ fn standard_output_is_written_into_and_the_file_behind_it_stays() {
 }
 
 #[test]
-fn pipes_and_devices_take_texts_and_no_tensors() {
+fn pipes_and_devices_accept_text_outputs_only() {
     let folder = folder("output_pipes");
     pipe(&folder.path("pipe"));
     let read = |mut from: File| {
@@ -250,19 +253,19 @@ fn pipes_and_devices_take_texts_and_no_tensors() {
         assert!(text.starts_with('{') || text.starts_with("<svg "), "{flag}: {text}");
         folder.succeed(&format!("plan --q-len 100 --ranks 2 {flag} /dev/null"));
     }
-    // as `>(…)` of a shell has it
-    let said = shell(
+    // as `>(…)` of a shell passes it
+    let result = shell(
         &folder,
         "$annulus plan --q-len 100 --ranks 2 --json /dev/fd/3 3>&1 >/dev/null | cat",
     );
-    assert!(serde_json::from_str::<serde_json::Value>(&said.out).is_ok(), "{said:?}");
+    assert!(serde_json::from_str::<serde_json::Value>(&result.out).is_ok(), "{result:?}");
     for target in ["pipe", "/dev/null", "/dev/full"] {
         folder
             .run(&format!("{ATTEND} {target}"))
-            .failed(1, &[&format!("--output {target}: is no ordinary file")]);
+            .failed(1, &[&format!("--output {target}: is a "), "want a regular file"]);
         folder
             .run(&format!("make --output {target} --q-len 4"))
-            .failed(1, &[&format!("--output {target}: is no ordinary file")]);
+            .failed(1, &[&format!("--output {target}: is a "), "want a regular file"]);
     }
     folder
         .run("plan --q-len 100 --ranks 2 --json /dev/full")
@@ -271,7 +274,7 @@ fn pipes_and_devices_take_texts_and_no_tensors() {
 }
 
 #[test]
-fn a_limit_of_file_sizes_is_an_error_and_no_death() {
+fn exceeding_the_file_size_limit_is_an_error() {
     let folder = folder("output_limit");
     for arguments in [
         "make --output big --q-len 4096",
@@ -292,9 +295,9 @@ fn a_limit_of_file_sizes_is_an_error_and_no_death() {
 }
 
 #[test]
-fn a_trace_folder_that_cannot_be_written_is_found_before_the_work() {
+fn a_trace_folder_that_cannot_be_written_is_refused_at_once() {
     let folder = folder("output_trace_folder");
-    // hours of work
+    // attend would take hours
     folder.zeros("big.safetensors", 1 << 20, 4, 16);
     std::fs::create_dir_all(folder.path("taken/rank-1.json")).unwrap();
     for (trace, words) in [
@@ -307,7 +310,7 @@ fn a_trace_folder_that_cannot_be_written_is_found_before_the_work() {
         );
         folder.run(&arguments).failed(1, &[words]);
     }
-    // a folder that was made for traces goes with them
+    // after an error, a folder created for traces is removed
     folder
         .run("attend --input in.safetensors --output nowhere/out.safetensors --trace deep/er")
         .failed(1, &["nowhere"]);
@@ -318,41 +321,45 @@ fn a_trace_folder_that_cannot_be_written_is_found_before_the_work() {
 }
 
 #[test]
-fn a_trace_that_fails_in_the_end_takes_no_output_with_it() {
+fn a_trace_that_fails_leaves_the_output_complete() {
     let folder = folder("output_trace_fails");
     folder.succeed(&format!("{ATTEND} first --ranks 4 --trace sizes"));
     let trace = folder.path("sizes/rank-0.json").metadata().unwrap().len();
     let output = folder.path("first").metadata().unwrap().len();
-    // blocks of 512 bytes in one shell, of 1024 in another
+    // shells count in blocks of 512 or of 1024 bytes
     let limit = output.div_ceil(512);
     assert!(limit * 1024 < trace, "an output of {output} bytes, a trace of {trace}");
-    let said = shell(
+    let result = shell(
         &folder,
         &format!("ulimit -f {limit}; $annulus {ATTEND} out.safetensors --ranks 4 --trace traces"),
     );
-    said.failed(1, &["traces/rank-0.json: File too large"]);
-    assert!(said.out.contains("wrote out.safetensors"), "{said:?}");
+    result.failed(1, &["traces/rank-0.json: File too large"]);
+    assert!(result.out.contains("wrote out.safetensors"), "{result:?}");
     assert!(Tensors::read(&folder.path("out.safetensors")).all.contains_key("out"));
-    // neither empty traces nor the folder that was made for them
+    // no empty traces, and no folder for them
     assert_eq!(folder.names(), ["first", "in.safetensors", "out.safetensors", "sizes"]);
 }
 
 #[test]
-fn rows_in_turns_are_read_and_written_as_any_others() {
+fn striped_layouts_give_the_result_of_one_rank() {
     let folder = Folder::new("output_turns");
-    folder.succeed("make --output in.safetensors --batch 2 --q-len 613 --kv-len 401 --heads 4 --kv-heads 2 --head-dim 8 --backward --segments 3 --bias 1hqk");
+    folder.succeed(
+        "make --output in.safetensors --batch 2 --q-len 613 --kv-len 401 --heads 4 --kv-heads 2 \
+         --head-dim 8 --backward --segments 3 --bias 1hqk",
+    );
     let attend = |layout: &str, ranks: usize| {
         folder.succeed(&format!(
-            "attend --input in.safetensors --output out.safetensors --backward --dtype f64 --layout {layout} --ranks {ranks} --unnormalized"
+            "attend --input in.safetensors --output out.safetensors --backward --dtype f64 \
+             --layout {layout} --ranks {ranks} --unnormalized"
         ));
         Tensors::read(&folder.path("out.safetensors"))
     };
     let whole = attend("contiguous", 1);
     for ranks in [2, 3, 7, 128] {
-        let turns = attend("striped", ranks);
-        assert_eq!(turns.all.len(), whole.all.len());
+        let striped = attend("striped", ranks);
+        assert_eq!(striped.all.len(), whole.all.len());
         for name in whole.all.keys() {
-            for (got, want) in turns.numbers(name).iter().zip(whole.numbers(name)) {
+            for (got, want) in striped.numbers(name).iter().zip(whole.numbers(name)) {
                 assert!(
                     (got - want).abs() <= 1e-9 * want.abs().max(1.0) || *got == want,
                     "{name} on {ranks} ranks: {got} for {want}"
@@ -363,16 +370,16 @@ fn rows_in_turns_are_read_and_written_as_any_others() {
 }
 
 #[test]
-fn a_name_with_escapes_is_printed_without_them() {
+fn control_characters_of_a_path_are_escaped() {
     let folder = folder("output_escapes");
     let name = "out\u{1b}[2J\n.safetensors";
     let mut command = folder.command("attend --input in.safetensors --output");
     command.arg(OsString::from(name)).stdin(Stdio::null());
-    let said = Said::from(command.output().unwrap());
-    assert_eq!((said.code, said.err.as_str()), (0, ""), "{said:?}");
+    let result = RunResult::from(command.output().unwrap());
+    assert_eq!((result.code, result.err.as_str()), (0, ""), "{result:?}");
     assert!(
-        said.out.contains(r"wrote out\u{1b}[2J\n.safetensors") && !said.out.contains('\u{1b}'),
-        "{said:?}"
+        result.out.contains(r"wrote out\u{1b}[2J\n.safetensors") && !result.out.contains('\u{1b}'),
+        "{result:?}"
     );
     assert!(folder.path(name).exists());
 }

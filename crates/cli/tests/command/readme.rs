@@ -1,13 +1,13 @@
-//! The README's lines for the command, copied one by one, in order, into an empty folder.
+//! Runs the command lines of the README in order, starting from an empty folder.
 
 use crate::{check::write_cases, support::Folder};
 
-/// The lines of the fenced blocks of the README's section on the command.
+/// Returns the lines of the fenced blocks in the README's section on the command.
 fn lines() -> Vec<String> {
     let readme = concat!(env!("CARGO_MANIFEST_DIR"), "/../../README.md");
     let text = std::fs::read_to_string(readme).unwrap();
     let section = text.split("\n## The command\n").nth(1).unwrap().split("\n## ").next().unwrap();
-    // every other piece is fenced
+    // every second part is a fenced block
     section
         .split("```")
         .skip(1)
@@ -27,7 +27,7 @@ fn lines_of_the_readme_run_in_order_from_an_empty_folder() {
     let cases = Folder::new("readme_cases");
     write_cases(&cases);
     let cases = cases.path("cases");
-    // those from the first under a launcher on are run by scripts/mpi-command
+    // scripts/mpi-command runs the lines from the first mpirun on
     for line in &lines[..under_a_launcher] {
         let arguments =
             line.strip_prefix("annulus ").unwrap().replace("DIR", cases.to_str().unwrap());

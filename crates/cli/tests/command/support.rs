@@ -1,11 +1,11 @@
-//! Running the command in a folder of its own.
+//! Runs the command in a folder of its own.
 
 use std::{
     path::{Path, PathBuf},
     process::{Command, Output},
 };
 
-/// The variables by which a command knows its place among the processes of a launcher.
+/// Variables in which launchers pass a rank.
 const LAUNCHERS: [&str; 7] = [
     "OMPI_COMM_WORLD_RANK",
     "MV2_COMM_WORLD_RANK",
@@ -16,21 +16,21 @@ const LAUNCHERS: [&str; 7] = [
     "PMIX_RANK",
 ];
 
-/// A folder of one test, empty at its start.
+/// Folder of one test, initially empty.
 pub(crate) struct Folder {
     path: PathBuf,
 }
 
-/// What the command said.
+/// Exit code and output of the command.
 #[derive(Debug)]
-pub(crate) struct Said {
+pub(crate) struct RunResult {
     pub(crate) code: i32,
     pub(crate) out: String,
     pub(crate) err: String,
 }
 
-/// Gives a command the signals of a login shell. Tests may run under `nohup` or in the background
-/// of a script, where SIGHUP, SIGINT or SIGQUIT is ignored, and children inherit that.
+/// Resets the signals of a command to their defaults. Under `nohup`, or in the background of a
+/// script, SIGHUP, SIGINT or SIGQUIT is ignored, and children inherit that.
 pub(crate) fn with_default_signals(command: &Command) -> Command {
     let mut env = Command::new("env");
     env.arg("--default-signal=HUP,INT,QUIT,TERM")
@@ -53,7 +53,7 @@ impl Folder {
         Self::at(&Path::new(env!("CARGO_TARGET_TMPDIR")).join(name))
     }
 
-    /// As [`Folder::new`], anywhere.
+    /// As [`Folder::new`], at any path.
     pub(crate) fn at(path: &Path) -> Self {
         if path.exists() {
             std::fs::remove_dir_all(path).unwrap();
@@ -62,13 +62,13 @@ impl Folder {
         Self { path: path.to_owned() }
     }
 
-    /// Makes a file of query, key and value that are all zero, `len` rows each, without writing
-    /// them.
+    /// Creates a sparse file of query, key and value, `len` rows of zeros each.
     pub(crate) fn zeros(&self, name: &str, len: usize, heads: usize, dim: usize) {
         let bytes = len * heads * dim * 4;
         let entry = |index: usize| {
             let offsets = [index * bytes, (index + 1) * bytes];
-            serde_json::json!({ "dtype": "F32", "shape": [1, len, heads, dim], "data_offsets": offsets })
+            let shape = [1, len, heads, dim];
+            serde_json::json!({ "dtype": "F32", "shape": shape, "data_offsets": offsets })
         };
         let header = serde_json::json!({ "query": entry(0), "key": entry(1), "value": entry(2) })
             .to_string();
@@ -87,33 +87,33 @@ impl Folder {
         self.path.join(name)
     }
 
-    /// Runs the command in this folder; arguments are separated by spaces.
-    pub(crate) fn run(&self, arguments: &str) -> Said {
-        Said::from(self.command(arguments).output().unwrap())
+    /// Runs the command in this folder with arguments separated by white space.
+    pub(crate) fn run(&self, arguments: &str) -> RunResult {
+        RunResult::from(self.command(arguments).output().unwrap())
     }
 
-    /// As [`Folder::run`], and it must succeed.
-    pub(crate) fn succeed(&self, arguments: &str) -> Said {
-        let said = self.run(arguments);
-        assert_eq!((said.code, said.err.as_str()), (0, ""), "annulus {arguments}");
-        said
+    /// As [`Folder::run`], and checks that it succeeds without a message.
+    pub(crate) fn succeed(&self, arguments: &str) -> RunResult {
+        let result = self.run(arguments);
+        assert_eq!((result.code, result.err.as_str()), (0, ""), "annulus {arguments}");
+        result
     }
 
     pub(crate) fn command(&self, arguments: &str) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_annulus"));
         command.args(arguments.split_whitespace()).current_dir(&self.path);
-        // whoever tests under a launcher tests single processes all the same
+        // the tests run single processes, even if they themselves run under a launcher
         for name in LAUNCHERS {
             command.env_remove(name);
         }
-        // Mesa complains on standard error where there is none
+        // without it Mesa prints a warning on standard error
         if std::env::var_os("XDG_RUNTIME_DIR").is_none() {
             command.env("XDG_RUNTIME_DIR", std::env::temp_dir());
         }
         command
     }
 
-    /// The names of all files here.
+    /// Lists the names of all files, sorted.
     pub(crate) fn names(&self) -> Vec<String> {
         let entries = std::fs::read_dir(&self.path).unwrap();
         let mut names: Vec<String> =
@@ -123,7 +123,7 @@ impl Folder {
     }
 }
 
-impl From<Output> for Said {
+impl From<Output> for RunResult {
     fn from(output: Output) -> Self {
         let text = |bytes| String::from_utf8(bytes).unwrap();
         Self {
@@ -134,8 +134,8 @@ impl From<Output> for Said {
     }
 }
 
-impl Said {
-    /// It must have failed with this code, on one line that has all of `words`.
+impl RunResult {
+    /// Checks that the command failed with this code and one line that has all of `words`.
     #[track_caller]
     pub(crate) fn failed(&self, code: i32, words: &[&str]) {
         assert_eq!(self.code, code, "{self:?}");

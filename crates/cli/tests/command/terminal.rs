@@ -1,4 +1,4 @@
-//! The progress bar as a terminal has it.
+//! Progress bar on a terminal.
 
 use std::{
     fs::File,
@@ -16,7 +16,8 @@ use rustix::{
 
 use crate::support::{Folder, with_default_signals};
 
-/// Starts a command whose standard error is a terminal of 80 columns, and what it writes there.
+/// Starts a command whose standard error is a terminal of 80 columns. Returns it and a thread that
+/// collects its output.
 fn start(mut command: Command) -> (Child, std::thread::JoinHandle<String>) {
     let terminal = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
     grantpt(&terminal).unwrap();
@@ -31,12 +32,13 @@ fn start(mut command: Command) -> (Child, std::thread::JoinHandle<String>) {
         .unwrap();
     command.env("TERM", "xterm").stdin(Stdio::null()).stdout(Stdio::null()).stderr(side);
     let child = command.spawn().unwrap();
-    // so that the terminal's other side is the child's alone, and ends with it
+    // closes this process's copy of the terminal, so that reading ends with the child
     drop(command);
     let reader = std::thread::spawn(move || {
-        let (mut terminal, mut all) = (File::from(terminal), Vec::new());
+        let mut terminal = File::from(terminal);
+        let mut all = Vec::new();
         let mut bytes = [0; 4096];
-        // a terminal whose other side is closed is an error
+        // reading fails after the other side is closed
         while let Ok(count @ 1..) = terminal.read(&mut bytes) {
             all.extend_from_slice(&bytes[..count]);
         }
@@ -45,17 +47,17 @@ fn start(mut command: Command) -> (Child, std::thread::JoinHandle<String>) {
     (child, reader)
 }
 
-/// Every `N/M blocks` that was drawn.
-fn drawn(said: &str) -> Vec<(u64, u64)> {
+/// Returns every `N/M blocks` that was drawn.
+fn drawn(result: &str) -> Vec<(u64, u64)> {
     let pair = |before: &str| {
         let (got, all) = before.rsplit(' ').next()?.split_once('/')?;
         Some((got.parse().ok()?, all.parse().ok()?))
     };
-    said.split(" blocks").filter_map(pair).collect()
+    result.split(" blocks").filter_map(pair).collect()
 }
 
 #[test]
-fn the_bar_never_passes_its_total() {
+fn the_bar_never_exceeds_its_total() {
     let folder = Folder::new("terminal_total");
     folder.succeed("make --output in.st --q-len 12000 --heads 2 --head-dim 32 --backward");
     for ranks in [3, 4] {
@@ -64,33 +66,33 @@ fn the_bar_never_passes_its_total() {
         ));
         let (mut child, reader) = start(command);
         assert!(child.wait().unwrap().success());
-        let said = reader.join().unwrap();
-        let drawn = drawn(&said);
-        assert!(drawn.iter().any(|(got, _)| *got > 0), "{said:?}");
+        let result = reader.join().unwrap();
+        let drawn = drawn(&result);
+        assert!(drawn.iter().any(|(got, _)| *got > 0), "{result:?}");
         assert!(drawn.iter().all(|(got, all)| got <= all), "{drawn:?}");
     }
 }
 
 #[test]
-fn an_interrupt_wipes_the_bar() {
+fn an_interrupt_removes_the_bar() {
     let folder = Folder::new("terminal_interrupt");
     folder.succeed("make --output in.st --q-len 60000 --heads 4 --kv-heads 1 --head-dim 16");
     let (mut child, reader) = start(with_default_signals(
         &folder.command("attend --input in.st --output out.st --ranks 2"),
     ));
     let started = Instant::now();
-    // it computes for minutes, and draws from the start
+    // the computation takes minutes, and the bar is drawn from the start
     while started.elapsed() < Duration::from_millis(1500) {
         assert!(child.try_wait().unwrap().is_none(), "it ended by itself");
         std::thread::sleep(Duration::from_millis(20));
     }
     kill_process(Pid::from_child(&child), Signal::INT).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(130));
-    let said = reader.join().unwrap();
+    let result = reader.join().unwrap();
     let (before, after) =
-        said.split_once("annulus: interrupted").unwrap_or_else(|| panic!("{said:?}"));
+        result.split_once("annulus: interrupted").unwrap_or_else(|| panic!("{result:?}"));
     let (_, line) =
-        before.rsplit_once("\u{1b}[2K").unwrap_or_else(|| panic!("never wiped: {said:?}"));
+        before.rsplit_once("\u{1b}[2K").unwrap_or_else(|| panic!("never wiped: {result:?}"));
     assert!(line.chars().all(|letter| letter == '\r'), "left on the line: {line:?}");
     assert!(!after.contains('\u{1b}'), "drawn again: {after:?}");
 }

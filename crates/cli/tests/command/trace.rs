@@ -1,4 +1,4 @@
-//! Traces: a file for each rank, and all of them joined.
+//! Traces of ranks, and their merge.
 
 use serde_json::Value;
 
@@ -13,13 +13,13 @@ fn events(folder: &Folder, name: &str) -> Vec<Value> {
 }
 
 #[test]
-fn the_traces_of_a_run_become_one() {
+fn traces_of_one_run_are_merged() {
     let folder = Folder::new("trace_merge");
     folder.succeed("make --output in.safetensors --q-len 24 --heads 2 --head-dim 4");
     folder.succeed(&format!("{ATTEND} 3"));
-    let said = folder.succeed("trace merge traces --output all.json");
+    let result = folder.succeed("trace merge traces --output all.json");
     let all = events(&folder, "all.json");
-    assert_eq!(said.out, format!("wrote all.json: {} events of 3 ranks\n", all.len()));
+    assert_eq!(result.out, format!("wrote all.json: {} events of 3 ranks\n", all.len()));
     let parts: Vec<Value> =
         (0..3).flat_map(|rank| events(&folder, &format!("traces/rank-{rank}.json"))).collect();
     assert_eq!(all, parts);
@@ -29,14 +29,14 @@ fn the_traces_of_a_run_become_one() {
             "rank {rank}"
         );
     }
-    // a later run of fewer ranks leaves the third file behind: it is no part of that run
+    // the third file is left from the run before
     folder.succeed(&format!("{ATTEND} 2"));
     assert!(folder.succeed("trace merge traces --output all.json").out.contains("of 2 ranks"));
     assert!(events(&folder, "all.json").iter().all(|event| event["pid"] != 2));
 }
 
 #[test]
-fn what_is_no_trace_of_one_run_is_refused() {
+fn traces_of_other_runs_and_malformed_ones_are_refused() {
     let folder = Folder::new("trace_refused");
     folder.run("trace merge traces --output all.json").failed(1, &["rank-0.json", "No such file"]);
     folder.succeed("make --output in.safetensors --q-len 24 --heads 2 --head-dim 4");
@@ -48,7 +48,7 @@ fn what_is_no_trace_of_one_run_is_refused() {
     std::fs::write(folder.path("traces/rank-1.json"), "{\"traceEvents\":[]}").unwrap();
     folder
         .run("trace merge traces --output all.json")
-        .failed(1, &["rank-1.json", "no trace of a rank"]);
+        .failed(1, &["rank-1.json", "not a trace of a rank"]);
     std::fs::remove_file(folder.path("traces/rank-1.json")).unwrap();
     folder.run("trace merge traces --output all.json").failed(1, &["rank-1.json", "No such file"]);
     folder.run("trace merge traces").failed(2, &["--output", "trace merge --help"]);

@@ -1,38 +1,39 @@
-//! `--backend wgpu` on whatever adapter there is. Where there is none these tests say NOT RUN, and with `ANNULUS_REQUIRE=wgpu` they fail.
+//! `--backend wgpu` on the first adapter. Without an adapter these tests print NOT RUN, and with
+//! `ANNULUS_REQUIRE=wgpu` they fail.
 
 use serde_json::Value;
 
 use crate::{
     files::Tensors,
-    support::{Folder, Said},
+    support::{Folder, RunResult},
 };
 
-/// Which level is forced.
+/// Variable that forces a level.
 const LEVEL: &str = "ANNULUS_WGPU_LEVEL";
 
 /// Runs the command, at the chosen level or a forced one.
-fn run(folder: &Folder, arguments: &str, level: Option<&str>) -> Said {
+fn run(folder: &Folder, arguments: &str, level: Option<&str>) -> RunResult {
     let mut command = folder.command(arguments);
     command.env_remove(LEVEL);
     if let Some(level) = level {
         command.env(LEVEL, level);
     }
-    Said::from(command.output().unwrap())
+    RunResult::from(command.output().unwrap())
 }
 
 #[track_caller]
-fn succeed(folder: &Folder, arguments: &str) -> Said {
-    let said = run(folder, arguments, None);
-    assert_eq!((said.code, said.err.as_str()), (0, ""), "annulus {arguments}");
-    said
+fn succeed(folder: &Folder, arguments: &str) -> RunResult {
+    let result = run(folder, arguments, None);
+    assert_eq!((result.code, result.err.as_str()), (0, ""), "annulus {arguments}");
+    result
 }
 
-/// The lines of `doctor` on adapters; none where there is nothing to test on.
+/// Returns the lines of `doctor` about adapters; empty without an adapter.
 fn adapters(folder: &Folder, level: Option<&str>) -> Vec<String> {
-    let said = run(folder, "doctor", level);
-    assert_eq!(said.code, 0, "{said:?}");
+    let result = run(folder, "doctor", level);
+    assert_eq!(result.code, 0, "{result:?}");
     let lines: Vec<String> =
-        said.out.lines().filter(|line| line.starts_with("wgpu ")).map(str::to_owned).collect();
+        result.out.lines().filter(|line| line.starts_with("wgpu ")).map(str::to_owned).collect();
     if lines.iter().any(|line| line.contains("no adapter")) {
         let required = std::env::var("ANNULUS_REQUIRE")
             .is_ok_and(|words| words.split(',').any(|word| word == "wgpu"));
@@ -40,23 +41,24 @@ fn adapters(folder: &Folder, level: Option<&str>) -> Vec<String> {
         eprintln!("NOT RUN: no Vulkan, Metal or DX12 adapter");
         return Vec::new();
     }
-    assert!(!lines.is_empty(), "{said:?}");
+    assert!(!lines.is_empty(), "{result:?}");
     lines
 }
 
-fn there_is_none(folder: &Folder) -> bool {
+fn has_no_adapter(folder: &Folder) -> bool {
     adapters(folder, None).is_empty()
 }
 
 #[test]
-fn attend_on_wgpu_writes_what_the_cpu_writes() {
+fn attend_on_wgpu_agrees_with_the_cpu() {
     let folder = Folder::new("wgpu_attend");
-    if there_is_none(&folder) {
+    if has_no_adapter(&folder) {
         return;
     }
     folder.succeed(
-        "make --output in.safetensors --batch 2 --q-len 43 --kv-len 39 --heads 4 --kv-heads 2 --head-dim 6 --value-dim 5 --backward --bias 1h1k \
-         --sinks per-head --sinks-count 2 --mask 0.7 --segments 3",
+        "make --output in.safetensors --batch 2 --q-len 43 --kv-len 39 --heads 4 --kv-heads 2 \
+         --head-dim 6 --value-dim 5 --backward --bias 1h1k --sinks per-head --sinks-count 2 \
+         --mask 0.7 --segments 3",
     );
     let attend = "attend --input in.safetensors --sinks per-head --backward --dtype f32";
     for flags in [
@@ -64,11 +66,11 @@ fn attend_on_wgpu_writes_what_the_cpu_writes() {
         "--unnormalized --soft-cap 2 --dropout 0.3 --seed 5 --ranks 2 --layout striped",
     ] {
         folder.succeed(&format!("{attend} {flags} --output cpu.safetensors"));
-        let said = succeed(
+        let result = succeed(
             &folder,
             &format!("{attend} {flags} --output wgpu.safetensors --backend wgpu --device 0"),
         );
-        assert!(said.out.contains("backward"), "{said:?}");
+        assert!(result.out.contains("backward"), "{result:?}");
         let [want, got] =
             ["cpu", "wgpu"].map(|name| Tensors::read(&folder.path(&format!("{name}.safetensors"))));
         assert_eq!(want.all.keys().collect::<Vec<_>>(), got.all.keys().collect::<Vec<_>>());
@@ -84,15 +86,15 @@ fn attend_on_wgpu_writes_what_the_cpu_writes() {
 }
 
 #[test]
-fn a_bench_on_wgpu_is_timed_by_the_device_where_it_has_timestamps() {
+fn bench_on_wgpu_uses_timestamps_of_the_device() {
     let folder = Folder::new("wgpu_bench");
-    if there_is_none(&folder) {
+    if has_no_adapter(&folder) {
         return;
     }
-    let said =
+    let result =
         succeed(&folder, "bench --backend wgpu --ns 64 --ds 8 --heads 2 --causal true --ranks 2");
     let lines: Vec<Value> =
-        said.out.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        result.out.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!(lines.len(), 2);
     let gpu = annulus_wgpu::Gpu::open(&annulus_wgpu::Options::default()).unwrap();
     let clock = if annulus_wgpu::Stopwatch::is_there(&gpu) { "device" } else { "host" };
@@ -102,7 +104,7 @@ fn a_bench_on_wgpu_is_timed_by_the_device_where_it_has_timestamps() {
             (&Value::from("wgpu"), &Value::from(clock)),
             "{line}"
         );
-        // a pass takes some time, and not half a minute at this size
+        // positive, and far below half a minute at this size
         assert!(line["ms"].as_f64().is_some_and(|ms| ms > 0.0 && ms < 30e3), "{line}");
         for field in [
             "what",
@@ -122,7 +124,7 @@ fn a_bench_on_wgpu_is_timed_by_the_device_where_it_has_timestamps() {
 }
 
 #[test]
-fn doctor_names_the_chosen_level_and_those_that_can_be_forced() {
+fn doctor_lists_the_chosen_level_and_all_supported_ones() {
     let folder = Folder::new("wgpu_doctor");
     let chosen = adapters(&folder, None);
     for (line, adapter) in chosen.iter().zip(annulus_wgpu::Gpu::list()) {
@@ -131,7 +133,7 @@ fn doctor_names_the_chosen_level_and_those_that_can_be_forced() {
         assert!(line.ends_with(&format!("{LEVEL} forces one of: {}", all.join(" "))), "{line}");
         assert_eq!(adapter.record.is_some(), adapter.chosen != annulus_wgpu::Level::Plain);
     }
-    // a forced level is told with the one that would be chosen, and is what computes
+    // a forced level is listed with the one that would be chosen
     for line in adapters(&folder, Some("plain")) {
         assert!(line.contains(", level plain (forced; else "), "{line}");
     }
@@ -146,9 +148,9 @@ fn doctor_names_the_chosen_level_and_those_that_can_be_forced() {
 }
 
 #[test]
-fn what_wgpu_cannot_do_is_one_line_and_no_file() {
+fn unsupported_requests_on_wgpu_are_refused() {
     let folder = Folder::new("wgpu_refusals");
-    if there_is_none(&folder) {
+    if has_no_adapter(&folder) {
         return;
     }
     Tensors::qkv([4, 2, 4], [4, 2, 4], 4).write(&folder.path("in.safetensors"));

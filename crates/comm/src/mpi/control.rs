@@ -1,4 +1,4 @@
-//! Small host messages: gathers, signs of life, the abort.
+//! Control messages over MPI: all-gathers, heartbeats, aborts.
 
 use std::time::{Duration, Instant};
 
@@ -6,65 +6,62 @@ use annulus_core::{Control, Error, HostBuffer, Placement, Result};
 
 use super::{
     Mpi,
+    all_gather::AllGather,
     frame::Frame,
-    gather::Gather,
-    memory::Memory,
-    pump::Label,
+    message_buffer::MessageBuffer,
+    messages::MessageKind,
     requests::{Address, LONGEST_PIECE, Mode},
 };
 
-/// Signs of life go out no more often than this, whoever calls.
-const BEAT_EVERY: Duration = Duration::from_millis(25);
+/// Minimum interval between heartbeats, which limits their cost where kernels tick often: a fifth
+/// of the interval at the shortest deadline (1 s / 8).
+const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(25);
 
 impl Mpi {
     /// Sends a frame to `peer`.
-    pub(super) fn say(&mut self, peer: usize, frame: &HostBuffer, label: Label) -> Result<()> {
-        // nobody need be there any more to receive what nobody waits for
-        let best_effort = matches!(label, Label::Beat { .. });
-        let mode = if best_effort { Mode::Standard } else { self.mode() };
-        self.say_as(mode, peer, frame, label)
+    pub(super) fn send_frame(
+        &mut self,
+        peer: usize,
+        frame: &HostBuffer,
+        kind: MessageKind,
+    ) -> Result<()> {
+        // no receive is required for a heartbeat: its receiver may have stopped polling
+        let is_optional = matches!(kind, MessageKind::Heartbeat { .. });
+        let mode = if is_optional { Mode::Standard } else { self.mode() };
+        self.send_frame_as(mode, peer, frame, kind)
     }
 
-    /// Sends a frame that may be the last, or be never received.
-    pub(super) fn say_as(
+    /// Sends a frame in the given mode: the standard one for a frame that may never be received.
+    pub(super) fn send_frame_as(
         &mut self,
         mode: Mode,
         peer: usize,
         frame: &HostBuffer,
-        label: Label,
+        kind: MessageKind,
     ) -> Result<()> {
         self.enter()?;
         let to = Address { peer, tag: 0, step: self.step, piece: LONGEST_PIECE };
         let Some(control) = &self.control else { return Ok(()) };
-        self.requests.send(
-            control,
-            mode,
-            to,
-            Memory::Host(frame.clone()),
-            0..frame.bytes().len() as u64,
-            label,
-        )
+        let range = 0..frame.bytes().len() as u64;
+        let frame = MessageBuffer::Host(frame.clone());
+        self.requests.send(control, mode, to, frame, range, kind)
     }
 
-    /// All other ranks that have not said goodbye.
-    pub(super) fn others(&self) -> Vec<usize> {
-        self.peers.staying(self.rank)
-    }
-
-    fn start_offer(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
-        // a frame of parts is cut behind the one that makes it long
+    fn try_start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+        // a frame of parts ends with the part that exceeds its size, so one may have half a piece
         if bytes.len() as u64 > LONGEST_PIECE / 2 {
             return Err(Error::unsupported(
-                format!("a gather of {} bytes a rank", bytes.len()),
+                format!("an all-gather of {} bytes per rank", bytes.len()),
                 "the transport over MPI",
             ));
         }
-        let (rank, number) = (self.rank, self.begun);
-        let gather = self.gather(round);
-        gather.put(rank, bytes.to_vec());
-        gather.number = Some(number);
-        self.begun += 1;
-        self.spread(round)
+        let rank = self.rank;
+        let number = self.started;
+        let all_gather = self.all_gather(round);
+        all_gather.put(rank, bytes.to_vec());
+        all_gather.number = Some(number);
+        self.started += 1;
+        self.forward_parts(round)
     }
 }
 
@@ -81,53 +78,56 @@ impl Control for Mpi {
         self.check_alive()?;
         self.enter()?;
         let rank = self.rank;
-        if self.gather(round).has(rank) {
+        if self.all_gather(round).has(rank) {
             return Err(Error::invalid(
                 "round",
                 round,
-                "a gather that this rank has not offered to",
+                "an all-gather that this rank has not started",
             ));
         }
         self.idle_since = Instant::now();
-        self.start_offer(round, bytes).inspect_err(|error| self.fail(error))
+        self.try_start_all_gather(round, bytes).inspect_err(|error| self.fail(error))
     }
 
     fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
         self.pump()?;
-        let Some(gather) = self.gathers.get(&round).filter(|gather| gather.number.is_some()) else {
+        let started = self.all_gathers.get(&round).filter(|started| started.number.is_some());
+        let Some(all_gather) = started else {
             return Err(Error::invalid(
                 "round",
                 round,
-                "a gather that this rank has offered to and not collected",
+                "an all-gather that this rank has started and not collected",
             ));
         };
-        // whoever has collected may leave, so what others need of it must have left before
-        if gather.unsent > 0 || !gather.is_whole() {
+        // a rank that has collected may leave, so its frames to other ranks must be sent before
+        if all_gather.unsent > 0 || !all_gather.is_complete() {
             return Ok(None);
         }
-        Ok(self.gathers.remove(&round).map(Gather::into_parts))
+        Ok(self.all_gathers.remove(&round).map(AllGather::into_parts))
     }
 
     fn stragglers(&self, round: u64) -> Vec<usize> {
         let missing =
-            |rank: &usize| self.gathers.get(&round).is_none_or(|gather| !gather.has(*rank));
+            |rank: &usize| self.all_gathers.get(&round).is_none_or(|started| !started.has(*rank));
         (0..self.ranks).filter(missing).collect()
     }
 
     fn abort(&mut self, error: &Error) {
         self.failed.get_or_insert_with(|| error.clone());
-        if std::mem::replace(&mut self.told_abort, true) || self.enter().is_err() {
+        if std::mem::replace(&mut self.abort_sent, true) || self.enter().is_err() {
             return;
         }
-        // what another rank began is passed on as its, so that all ranks name one origin even if some of its own messages were lost
+        // another rank's abort is forwarded with its rank, so that all ranks name one origin even
+        // if some of its own frames were lost
         let (rank, what) = match error {
             Error::Aborted { rank, what } => (*rank as u64, what.clone()),
             error => (self.rank as u64, error.to_string()),
         };
         let Ok(frame) = (Frame::Abort { rank, what }).encode() else { return };
-        for peer in self.others() {
-            // a rank that cannot be told finds out by the silence
-            drop(self.say_as(Mode::Standard, peer, &frame, Label::Said { peer }));
+        for peer in self.peers.staying(self.rank) {
+            let kind = MessageKind::FrameSend { peer };
+            // a rank that does not get it fails at its deadline
+            drop(self.send_frame_as(Mode::Standard, peer, &frame, kind));
         }
     }
 
@@ -136,23 +136,24 @@ impl Control for Mpi {
             self.count_work();
         }
         let now = Instant::now();
-        let early =
-            self.last_beat.is_some_and(|last| now.saturating_duration_since(last) < BEAT_EVERY);
-        if early || self.failed.is_some() || self.enter().is_err() {
+        let is_early = self
+            .last_heartbeat
+            .is_some_and(|last| now.saturating_duration_since(last) < HEARTBEAT_INTERVAL);
+        if is_early || self.failed.is_some() || self.enter().is_err() {
             return;
         }
-        self.last_beat = Some(now);
-        let frame = Frame::Beat { worked: self.worked }.encode();
-        let told = frame.and_then(|frame| {
-            for peer in self.others() {
-                // one at a time, so that a rank that does not listen costs no memory
-                if !std::mem::replace(&mut self.peers[peer].beating, true) {
-                    self.say(peer, &frame, Label::Beat { peer })?;
+        self.last_heartbeat = Some(now);
+        let frame = Frame::Heartbeat { work_count: self.work_count }.encode();
+        let sent = frame.and_then(|frame| {
+            for peer in self.peers.staying(self.rank) {
+                // one in flight per peer, so that one which does not poll costs no memory
+                if !std::mem::replace(&mut self.peers[peer].heartbeat_in_flight, true) {
+                    self.send_frame(peer, &frame, MessageKind::Heartbeat { peer })?;
                 }
             }
             Ok(())
         });
-        if let Err(error) = told {
+        if let Err(error) = sent {
             self.fail(&error);
         }
     }
@@ -162,7 +163,7 @@ impl Control for Mpi {
     }
 
     fn last_heard(&self, peer: usize) -> Instant {
-        if peer == self.rank { Instant::now() } else { self.peers.heard(peer) }
+        if peer == self.rank { Instant::now() } else { self.peers.last_heard(peer) }
     }
 
     fn last_work(&self) -> Instant {

@@ -1,13 +1,15 @@
-//! CUDA memory over an MPI that takes it: no byte goes by way of the host.
+//! CUDA memory over a GPU-aware MPI: no byte is copied through host memory.
 //!
 //! ```text
-//! compute stream ──ready──▶ [gather] ─▶ MPI_Isend ┄┄▶ MPI_Irecv ─▶ [scatter] ──event──▶ compute stream
+//! compute stream ─ready─▶ [gather] ─▶ MPI_Isend ┄▶ MPI_Irecv ─▶ [scatter] ─event─▶ compute stream
 //! ```
-//! MPI knows nothing of streams. So a message is handed to it when the device has made it, a receive when the device has no more use for what its buffer
-//! held, both by looking at events, never by waiting for them; and what has come is there for every stream. A hop of several byte ranges goes by way of a
-//! buffer on the device, for the two sides may be cut differently.
+//! MPI does not order its accesses with streams. So a message is passed to it once the device has
+//! written the bytes, and a receive once the device no longer uses the buffer. Both are found by
+//! polling events, never by waiting for them. What has arrived may be read by any stream. A message
+//! of several byte ranges goes through a buffer on the device, because sender and receiver may
+//! divide it differently.
 //!
-//! On the wire it is [`Mpi`] itself: ranks that use this and ranks that stage understand each other.
+//! The messages are those of [`Mpi`], so these ranks and ranks that stage can share a ring.
 
 use std::{collections::VecDeque, ops::Range, time::Duration};
 
@@ -16,68 +18,73 @@ use annulus_core::{
 };
 use annulus_device_cuda::{CudaBuffer, Device, Event, Stream};
 
-use super::{Memory, Mpi, contiguous};
+use super::{
+    Mpi,
+    message_buffer::MessageBuffer,
+    transfers::{ReceiveRequest, contiguous},
+};
 use crate::{
-    cuda_gather::{self, Scratch},
+    cuda_gather::{self, DeviceStaging},
     delegate::forward_control,
     ranges,
+    staging::is_same_message,
 };
 
-/// How often events are looked at while nothing else happens.
+/// Interval between polls of events while no other call polls them: small beside the transfer of a
+/// block, large beside the cost of a poll.
 const POLL: Duration = Duration::from_micros(100);
 
-/// One rank's endpoint, of any space whose blocks are in CUDA memory.
+/// Endpoint of one rank, of any space with blocks in CUDA memory.
 pub struct DeviceMpi {
     inner: Mpi,
     stream: Stream,
-    /// Where messages in pieces lie in one: free, or co-owned by one that is still sent.
-    scratch: Scratch,
-    /// Not made yet by the device.
-    sends: Vec<Sending>,
-    /// Whose buffers the device may still use, in the order in which they were posted.
-    waiting: VecDeque<Waiting>,
-    /// With MPI.
-    receives: Vec<Landing>,
+    staging: DeviceStaging,
+    /// Sends whose bytes the device has not written yet.
+    sends: Vec<WaitingSend>,
+    /// Receives whose buffers the device may still use, in the order in which they were posted.
+    waiting: VecDeque<WaitingReceive>,
+    /// Receives that were passed to MPI.
+    receives: Vec<DeviceReceive>,
     arrived: Vec<(MessageHeader, CudaBuffer, Event)>,
     bytes_sent: u64,
     failed: Option<Error>,
 }
 
-/// A message that leaves when `ready` has passed.
-struct Sending {
+/// A send that starts once `ready` has passed.
+struct WaitingSend {
     hop: MessageHeader,
     buffer: CudaBuffer,
     ready: Event,
 }
 
-/// A receive that begins when the device has no more use for `into`.
-struct Waiting {
-    landing: Landing,
+/// A receive that starts once the device no longer uses `into`.
+struct WaitingReceive {
+    receive: DeviceReceive,
     into: CudaBuffer,
 }
 
-/// A receive.
-struct Landing {
-    /// As it was posted.
+/// A receive into CUDA memory.
+struct DeviceReceive {
+    /// The message as the caller posted it.
     hop: MessageHeader,
-    /// As MPI has it.
-    posted: MessageHeader,
-    /// Where its pieces go in the end, if it lies in pieces.
-    pieces: Option<CudaBuffer>,
-    /// After what the device did with its buffer before.
+    /// The message as MPI receives it: one range.
+    contiguous: MessageHeader,
+    /// The caller's buffer, if the message arrives in a staging buffer.
+    scatter_into: Option<CudaBuffer>,
+    /// Event after the device's earlier use of the buffer.
     free: Event,
 }
 
 impl DeviceMpi {
-    /// Sends what lies in the memory of `device` over `inner`, whose MPI takes such memory.
+    /// Sends and receives memory of `device` over `inner`, whose MPI must accept such memory.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`Error::Device`] if no stream can be created.
     pub fn new(inner: Mpi, device: &Device) -> Result<Self> {
         Ok(Self {
             inner,
             stream: Stream::new(device)?,
-            scratch: Scratch::default(),
+            staging: DeviceStaging::default(),
             sends: Vec::new(),
             waiting: VecDeque::new(),
             receives: Vec::new(),
@@ -91,7 +98,7 @@ impl DeviceMpi {
         self.failed.clone().map_or(Ok(()), Err)
     }
 
-    /// Remembers what killed this endpoint. A bad argument does not.
+    /// Records the error that ends this endpoint, if it is fatal.
     fn remember<R>(&mut self, result: Result<R>) -> Result<R> {
         result.inspect_err(|error| {
             if error.is_fatal() {
@@ -114,78 +121,80 @@ impl DeviceMpi {
         receives
             .sort_by_key(|incoming| (incoming.hop.peer, incoming.hop.channel, incoming.hop.tag));
         for Incoming { hop, buffer } in receives.drain(..) {
-            // work that was queued on it earlier comes first
+            // work that was enqueued on the buffer earlier comes first
             buffer.wait_on(&self.stream)?;
-            let whole = contiguous(&hop.ranges);
-            let posted = in_one(&hop, whole.clone());
-            let (into, pieces) = if whole.is_some() {
+            let range = contiguous(&hop.ranges);
+            let is_contiguous = range.is_some();
+            let contiguous = with_range(&hop, range.unwrap_or(0..hop.bytes()));
+            let (into, scatter_into) = if is_contiguous {
                 (buffer, None)
             } else {
-                (self.scratch.take(hop.bytes(), &self.stream)?, Some(buffer))
+                (self.staging.take(hop.bytes(), &self.stream)?, Some(buffer))
             };
             let free = self.stream.record()?;
-            self.waiting
-                .push_back(Waiting { landing: Landing { hop, posted, pieces, free }, into });
+            let receive = DeviceReceive { hop, contiguous, scatter_into, free };
+            self.waiting.push_back(WaitingReceive { receive, into });
         }
         for Outgoing { hop, buffer, ready } in sends {
             self.bytes_sent += hop.bytes();
-            let whole = contiguous(&hop.ranges);
-            let posted = in_one(hop, whole.clone());
-            let (buffer, ready) = if whole.is_some() {
-                ((*buffer).clone(), (*ready).clone())
-            } else {
-                let one = self.scratch.take(hop.bytes(), &self.stream)?;
-                self.stream.wait_for(ready)?;
-                cuda_gather::gather(&self.stream, hop, buffer, &one)?;
-                self.scratch.give(one.clone());
-                (one, self.stream.record()?)
-            };
-            self.sends.push(Sending { hop: posted, buffer, ready });
+            if let Some(range) = contiguous(&hop.ranges) {
+                let hop = with_range(hop, range);
+                let buffer = (*buffer).clone();
+                self.sends.push(WaitingSend { hop, buffer, ready: (*ready).clone() });
+                continue;
+            }
+            let staged = self.staging.take(hop.bytes(), &self.stream)?;
+            self.stream.wait_for(ready)?;
+            cuda_gather::gather(&self.stream, hop, buffer, &staged)?;
+            self.staging.give(staged.clone());
+            let ready = self.stream.record()?;
+            let hop = with_range(hop, 0..hop.bytes());
+            self.sends.push(WaitingSend { hop, buffer: staged, ready });
         }
         Ok(())
     }
 
-    /// Hands to MPI what can be handed to it, and takes from it what has come.
+    /// Passes ready transfers to MPI, and takes what it has received.
     fn pump(&mut self) -> Result<()> {
-        // MPI asks whose memory it is
+        // MPI inquires about pointers in the current context
         self.stream.device().make_current()?;
-        let mut place = 0;
-        while let Some(send) = self.sends.get(place) {
+        let mut index = 0;
+        while let Some(send) = self.sends.get(index) {
             if send.ready.passed()? {
-                let Sending { hop, buffer, .. } = self.sends.remove(place);
+                let WaitingSend { hop, buffer, .. } = self.sends.remove(index);
                 self.inner.send_device(&hop, buffer)?;
             } else {
-                place += 1;
+                index += 1;
             }
         }
-        // in order: MPI's tags only grow
+        // in order, because tags of receives only grow
         while let Some(first) = self.waiting.front() {
-            if !first.landing.free.passed()? {
+            if !first.receive.free.passed()? {
                 break;
             }
-            if let Some(Waiting { landing, into }) = self.waiting.pop_front() {
-                self.inner.receive_device(landing.posted.clone(), into)?;
-                self.receives.push(landing);
+            if let Some(WaitingReceive { receive, into }) = self.waiting.pop_front() {
+                self.inner.receive_device(receive.contiguous.clone(), into)?;
+                self.receives.push(receive);
             }
         }
-        let mut place = 0;
-        while let Some(landing) = self.receives.get(place) {
-            let Some(buffer) = self.inner.take_device(&landing.posted)? else {
-                place += 1;
+        let mut index = 0;
+        while let Some(receive) = self.receives.get(index) {
+            let Some(buffer) = self.inner.take_device(&receive.contiguous)? else {
+                index += 1;
                 continue;
             };
-            let Landing { hop, pieces, free, .. } = self.receives.swap_remove(place);
-            match pieces {
-                // nothing of the device's is between the bytes and who reads them
+            let DeviceReceive { hop, scatter_into, free, .. } = self.receives.swap_remove(index);
+            match scatter_into {
+                // MPI has written the bytes: no work of the device is left to wait for
                 None => self.arrived.push((hop, buffer, free)),
-                Some(pieces) => {
-                    cuda_gather::scatter(&self.stream, &hop, &pieces, &buffer)?;
+                Some(into) => {
+                    cuda_gather::scatter(&self.stream, &hop, &into, &buffer)?;
                     let ready = self.stream.record()?;
-                    pieces.touched_before(&ready);
+                    into.touched_before(&ready);
                     buffer.touched_before(&ready);
-                    // whoever receives into it next waits for that
-                    self.scratch.give(buffer);
-                    self.arrived.push((hop, pieces, ready));
+                    // the next receive into it waits for the scatter
+                    self.staging.give(buffer);
+                    self.arrived.push((hop, into, ready));
                 }
             }
         }
@@ -193,32 +202,35 @@ impl DeviceMpi {
     }
 }
 
-/// The hop of the same message in one piece: that one, or the front of a buffer of its own.
-fn in_one(hop: &MessageHeader, whole: Option<Range<u64>>) -> MessageHeader {
-    let range = whole.unwrap_or(0..hop.bytes());
+/// Returns the message `hop` with the one byte range `range`.
+fn with_range(hop: &MessageHeader, range: Range<u64>) -> MessageHeader {
     MessageHeader { ranges: std::iter::once(range).collect(), ..hop.clone() }
 }
 
 impl Mpi {
-    /// Sends a hop of one range from device memory, which the device has written.
+    /// Sends a message of one range from device memory that the device has written.
     fn send_device(&mut self, hop: &MessageHeader, buffer: CudaBuffer) -> Result<()> {
         self.check_alive()?;
         self.enter()?;
         let range = contiguous(&hop.ranges).unwrap_or(0..0);
-        self.start_send_of(hop, Memory::Device(buffer), range).inspect_err(|error| self.fail(error))
+        self.start_contiguous_send(hop, MessageBuffer::Device(buffer), range)
+            .inspect_err(|error| self.fail(error))
     }
 
-    /// Receives a hop of one range into device memory, which the device does not use.
+    /// Receives a message of one range into device memory that the device does not use.
     fn receive_device(&mut self, hop: MessageHeader, buffer: CudaBuffer) -> Result<()> {
         self.check_alive()?;
         self.enter()?;
-        self.check_receives(std::iter::once((&hop, buffer.len(), buffer.is_shared())))?;
-        self.start(&[], vec![(hop, Memory::Device(buffer))]).inspect_err(|error| self.fail(error))
+        let request =
+            ReceiveRequest { hop: &hop, size: buffer.len(), is_shared: buffer.is_shared() };
+        self.check_receives(std::iter::once(request))?;
+        self.start(&[], vec![(hop, MessageBuffer::Device(buffer))])
+            .inspect_err(|error| self.fail(error))
     }
 
     fn take_device(&mut self, hop: &MessageHeader) -> Result<Option<CudaBuffer>> {
-        Ok(match self.take_memory(hop)? {
-            Some(Memory::Device(buffer)) => Some(buffer),
+        Ok(match self.take_buffer(hop)? {
+            Some(MessageBuffer::Device(buffer)) => Some(buffer),
             _ => None,
         })
     }
@@ -251,15 +263,13 @@ impl<S: Space<Buffer = CudaBuffer, Event = Event>> Transport<S> for DeviceMpi {
 
     fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<S>>> {
         self.check_alive()?;
-        let same = |other: &MessageHeader| {
-            (other.peer, other.channel, other.tag) == (hop.peer, hop.channel, hop.tag)
-        };
-        if let Some(place) = self.arrived.iter().position(|(other, ..)| same(other)) {
-            let (_, buffer, ready) = self.arrived.swap_remove(place);
+        let same = |other: &MessageHeader| is_same_message(other, hop);
+        if let Some(index) = self.arrived.iter().position(|(other, ..)| same(other)) {
+            let (_, buffer, ready) = self.arrived.swap_remove(index);
             return Ok(Some(Arrived { buffer, ready }));
         }
-        let posted = self.waiting.iter().map(|waiting| &waiting.landing).chain(&self.receives);
-        if posted.map(|landing| &landing.hop).any(same) {
+        let posted = self.waiting.iter().map(|waiting| &waiting.receive).chain(&self.receives);
+        if posted.map(|receive| &receive.hop).any(same) {
             return Ok(None);
         }
         let got = format!("{:?} {} from rank {}", hop.channel, hop.tag, hop.peer);
@@ -276,7 +286,10 @@ impl<S: Space<Buffer = CudaBuffer, Event = Event>> Transport<S> for DeviceMpi {
 }
 
 impl Control for DeviceMpi {
-    forward_control! { rank ranks placement start_all_gather try_all_gather stragglers abort heartbeat last_heard last_work }
+    forward_control! {
+        rank ranks placement start_all_gather try_all_gather stragglers abort heartbeat last_heard
+        last_work
+    }
 }
 
 impl std::fmt::Debug for DeviceMpi {

@@ -1,57 +1,54 @@
-//! How an endpoint is dropped: see "Life and death" of the [module](super).
+//! Dropping an endpoint: see "Lifetime" in the documentation of [`super`].
 
 use std::{
     thread,
     time::{Duration, Instant},
 };
 
-use super::{Mpi, frame::Frame, pump::Label, requests::Mode};
+use super::{Mpi, ffi::PeerStep, frame::Frame, messages::MessageKind, requests::Mode};
 
-/// How long a rank that failed stays to get its last words out.
-const LAST_WORDS: Duration = Duration::from_millis(100);
+/// Time for which a rank that failed stays to send its last frames: enough for short messages, and
+/// short beside the least deadline of 1 s.
+const LAST_FRAMES: Duration = Duration::from_millis(100);
 
 impl Drop for Mpi {
     fn drop(&mut self) {
         if self.enter().is_err() {
             return;
         }
-        let healthy = self.failed.is_none() && self.receives.is_empty() && !thread::panicking();
-        let owed = self
-            .gathers
-            .iter()
-            .filter(|(_, gather)| gather.owes())
-            .map(|(&round, _)| round)
-            .collect();
-        let Ok(goodbye) = (Frame::Goodbye { begun: self.begun, owed }).encode() else { return };
-        // those that have left as well: they may be waiting for it
+        let is_healthy = self.failed.is_none() && self.receives.is_empty() && !thread::panicking();
+        let unfinished = self.all_gathers.iter().filter(|(_, gather)| gather.has_messages_left());
+        let unfinished = unfinished.map(|(&round, _)| round).collect();
+        let Ok(frame) = (Frame::Leave { started: self.started, unfinished }).encode() else {
+            return;
+        };
+        // also to ranks that have left: they may be waiting for it in their drop
         let rank = self.rank;
         for peer in (0..self.ranks).filter(|&peer| peer != rank) {
-            // whoever is not told finds out by the silence
-            drop(self.say_as(Mode::Standard, peer, &goodbye, Label::Said { peer }));
+            let kind = MessageKind::FrameSend { peer };
+            // a rank that does not get it fails at its deadline
+            drop(self.send_frame_as(Mode::Standard, peer, &frame, kind));
         }
-        if healthy {
-            if self.part() {
-                [self.data.take(), self.control.take()]
-                    .into_iter()
-                    .flatten()
-                    .for_each(super::Communicator::free);
-            }
-        } else {
+        if !is_healthy {
             self.flush();
+        } else if self.wait_for_all_to_leave() {
+            let communicators = [self.data.take(), self.control.take()];
+            communicators.into_iter().flatten().for_each(super::Communicator::free);
         }
     }
 }
 
 impl Mpi {
-    /// Waits until every rank has said goodbye and nothing is in flight: then, and only then, can the communicators be freed.
-    fn part(&mut self) -> bool {
+    /// Waits until every rank has left and nothing is in flight. Only if it returns true may the
+    /// communicators be freed.
+    fn wait_for_all_to_leave(&mut self) -> bool {
         let started = Instant::now();
         loop {
-            let alone = self.peers.all_have_left(self.rank)
+            let is_done = self.peers.all_have_left(self.rank)
                 && self.requests.is_empty()
                 && self.early.is_empty();
-            if alone || started.elapsed() >= self.settings.farewell {
-                return alone;
+            if is_done || started.elapsed() >= self.settings.drop_patience {
+                return is_done;
             }
             if self.wait(Duration::from_millis(10)).is_err() {
                 return false;
@@ -59,12 +56,13 @@ impl Mpi {
         }
     }
 
-    /// Lets MPI move until this rank's last words are out.
+    /// Advances MPI until this rank's frames have left.
     fn flush(&mut self) {
         let started = Instant::now();
-        let speaking = |label: &Label| matches!(label, Label::Said { .. });
-        while self.requests.labels().any(speaking) && started.elapsed() < LAST_WORDS {
-            if self.requests.test((self.rank, self.step)).is_err() {
+        let is_frame = |kind: &MessageKind| matches!(kind, MessageKind::FrameSend { .. });
+        let at = PeerStep { peer: self.rank, step: self.step };
+        while self.requests.kinds().any(is_frame) && started.elapsed() < LAST_FRAMES {
+            if self.requests.test(at).is_err() {
                 return;
             }
             thread::sleep(Duration::from_millis(1));

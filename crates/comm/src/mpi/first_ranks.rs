@@ -1,4 +1,4 @@
-//! Rings of fewer ranks than the job has.
+//! Rings of the first ranks of a job.
 
 use std::time::Duration;
 
@@ -6,29 +6,31 @@ use annulus_core::{Error, Result};
 
 use super::{
     Mpi, NodeMap, Settings,
-    ffi::{Communicator, Foreign},
+    communicator::{Communicator, ParentCommunicator},
 };
 
-/// The first ranks of the job, as a communicator of their own over which rings are made, one after another or several at once.
+/// A communicator of the first ranks of the job, for any number of rings, also at the same time.
 ///
-/// It lives until `MPI_Finalize`: freeing it would be one more collective call that a lost rank never joins.
+/// It lives until `MPI_Finalize`: freeing it is collective, and would wait for a lost rank.
 pub struct FirstRanks {
     communicator: Communicator,
-    /// Found out once, for all rings.
+    /// Gathered once, for all rings.
     nodes: NodeMap,
 }
 
 impl FirstRanks {
-    /// The first `count` ranks of the job; `None` on the others.
+    /// Creates a communicator of the first `count` ranks of the job; `None` on the others.
     ///
     /// # Ordering
     /// Collective over **all** ranks of the job.
     /// # Errors
-    /// [`Error::InvalidArgument`] if the job has not so many ranks or MPI is not alive, [`Error::Unsupported`] on a thread that may not call MPI,
-    /// [`Error::Comm`] if MPI fails or not all ranks come within `patience`.
+    /// [`Error::InvalidArgument`] if the job has fewer ranks or MPI is not alive,
+    /// [`Error::Unsupported`] on a thread that may not call MPI, [`Error::Comm`] if MPI fails or
+    /// not all ranks come within `patience`.
     pub fn of_world(count: usize, patience: Duration) -> Result<Option<Self>> {
-        // a duplicate can be waited for; once it is made all ranks are here, and splitting it takes but a moment
-        let world = Communicator::duplicate(Foreign::world(), patience)?;
+        // the wait for a duplicate is bounded, that for a split is not: once the duplicate exists
+        // all ranks have come, so the split follows at once
+        let world = Communicator::duplicate(ParentCommunicator::world(), patience)?;
         if !(1..=world.ranks()).contains(&count) {
             return Err(Error::invalid(
                 "ranks",
@@ -40,24 +42,24 @@ impl FirstRanks {
         world.free();
         let Some(communicator) = first else { return Ok(None) };
         let ring =
-            Mpi::over(communicator.as_foreign(), Settings { patience, ..Settings::default() })?;
+            Mpi::over(communicator.as_parent(), Settings { patience, ..Settings::default() })?;
         let nodes = ring.nodes().clone();
         Ok(Some(Self { communicator, nodes }))
     }
 
-    /// How many they are.
+    /// Number of these ranks.
     pub const fn ranks(&self) -> usize {
         self.communicator.ranks()
     }
 
-    /// This rank's endpoint of a new ring of them.
+    /// Creates this rank's endpoint of a new ring of these ranks.
     ///
     /// # Ordering
     /// Collective over these ranks.
     /// # Errors
     /// As [`Mpi::world`].
     pub fn ring(&self, settings: Settings) -> Result<Mpi> {
-        let mut ring = Mpi::over_unmapped(self.communicator.as_foreign(), settings)?;
+        let mut ring = Mpi::over_unmapped(self.communicator.as_parent(), settings)?;
         ring.nodes = self.nodes.clone();
         Ok(ring)
     }

@@ -1,35 +1,37 @@
-//! Control messages, as bytes: a kind, then little-endian numbers, then whatever is left.
+//! Frames: control messages, encoded as a kind byte, little-endian numbers, and a payload.
 
 use annulus_core::{Channel, Error, HostBuffer, Result};
 
-/// What ranks tell each other beside the blocks.
+/// A control message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Frame {
-    /// "I live, and I have worked this many times."
-    Beat { worked: u64 },
-    /// "A message of this many bytes, in pieces of that many, is on its way to you."
+    /// The sender lives. `work_count` grows whenever it has done work.
+    Heartbeat { work_count: u64 },
+    /// The sender starts sending a message of `bytes` bytes in pieces of `piece` bytes.
     Announce { channel: Channel, tag: u64, step: u64, bytes: u64, piece: u64 },
-    /// Parts of a gather, each with its rank.
-    Offer { round: u64, parts: Vec<(u64, Vec<u8>)> },
-    /// "This rank failed first."
+    /// Parts of all-gather `round`, each with its rank.
+    GatherParts { round: u64, parts: Vec<(u64, Vec<u8>)> },
+    /// `rank` failed first, with the error text `what`.
     Abort { rank: u64, what: String },
-    /// "This is my last message. I have begun so many gathers, and not done my part of these."
-    Goodbye { begun: u64, owed: Vec<u64> },
+    /// The sender's last frame. It has started `started` all-gathers, and of the rounds
+    /// `unfinished` has not sent all that other ranks need.
+    Leave { started: u64, unfinished: Vec<u64> },
 }
 
-/// What is sent of an error's text at most.
+/// Longest error text in a frame, in bytes: long enough for the messages of this library, and below
+/// the eager limit of Open MPI (4 KiB in shared memory), so that an abort leaves at once.
 const LONGEST_TEXT: usize = 2000;
 
 impl Frame {
-    /// The frame in a buffer of its own.
+    /// Encodes the frame into a new buffer.
     pub(super) fn encode(&self) -> Result<HostBuffer> {
         let listed: Vec<u8>;
         let (kind, numbers, rest): (u8, &[u64], &[u8]) = match self {
-            Self::Beat { worked } => (0, &[*worked], &[]),
+            Self::Heartbeat { work_count } => (0, &[*work_count], &[]),
             Self::Announce { channel, tag, step, bytes, piece } => {
                 (1, &[number(*channel), *tag, *step, *bytes, *piece], &[])
             }
-            Self::Offer { round, parts } => {
+            Self::GatherParts { round, parts } => {
                 let numbers = |(rank, part): &(u64, Vec<u8>)| {
                     [rank.to_le_bytes(), (part.len() as u64).to_le_bytes()].concat()
                 };
@@ -47,14 +49,13 @@ impl Frame {
                     .unwrap_or(0);
                 (3, &[*rank], &what.as_bytes()[..end])
             }
-            Self::Goodbye { begun, owed } => {
-                listed = owed.iter().flat_map(|round| round.to_le_bytes()).collect();
-                (4, &[*begun], &listed)
+            Self::Leave { started, unfinished } => {
+                listed = unfinished.iter().flat_map(|round| round.to_le_bytes()).collect();
+                (4, &[*started], &listed)
             }
         };
-        let parts =
-            std::iter::once(kind).chain(numbers.iter().flat_map(|number| number.to_le_bytes()));
-        let head: Vec<u8> = parts.collect();
+        let numbers = numbers.iter().flat_map(|number| number.to_le_bytes());
+        let head: Vec<u8> = std::iter::once(kind).chain(numbers).collect();
         let mut buffer = HostBuffer::zeroed((head.len() + rest.len()) as u64)?;
         if let Some(bytes) = buffer.bytes_mut() {
             bytes[..head.len()].copy_from_slice(&head);
@@ -63,17 +64,18 @@ impl Frame {
         Ok(buffer)
     }
 
-    /// What `peer` sent.
+    /// Decodes a frame from `peer`.
     pub(super) fn decode(bytes: &[u8], peer: usize) -> Result<Self> {
-        let nonsense = || Error::Comm {
+        let malformed = || Error::Comm {
             peer,
             step: 0,
-            what: format!("a control message of {} bytes that makes no sense", bytes.len()),
+            what: format!("a malformed control message of {} bytes", bytes.len()),
         };
-        read(bytes).ok_or_else(nonsense)
+        read(bytes).ok_or_else(malformed)
     }
 }
 
+/// Decodes a frame; `None` if it is malformed.
 fn read(bytes: &[u8]) -> Option<Frame> {
     let (&kind, mut rest) = bytes.split_first()?;
     let mut next = || {
@@ -82,7 +84,7 @@ fn read(bytes: &[u8]) -> Option<Frame> {
         Some(u64::from_le_bytes(*number))
     };
     let frame = match kind {
-        0 => Frame::Beat { worked: next()? },
+        0 => Frame::Heartbeat { work_count: next()? },
         1 => Frame::Announce {
             channel: channel(next()?)?,
             tag: next()?,
@@ -90,25 +92,23 @@ fn read(bytes: &[u8]) -> Option<Frame> {
             bytes: next()?,
             piece: next()?,
         },
-        2 => Frame::Offer { round: next()?, parts: parts(std::mem::take(&mut rest))? },
+        2 => Frame::GatherParts { round: next()?, parts: parts(std::mem::take(&mut rest))? },
         3 => Frame::Abort {
             rank: next()?,
             what: String::from_utf8_lossy(std::mem::take(&mut rest)).into_owned(),
         },
-        4 => Frame::Goodbye { begun: next()?, owed: numbers(std::mem::take(&mut rest))? },
+        4 => Frame::Leave { started: next()?, unfinished: numbers(std::mem::take(&mut rest))? },
         _ => return None,
     };
     rest.is_empty().then_some(frame)
 }
 
-/// Parts, each behind its rank and its length.
+/// Decodes parts of an all-gather: rank, length and bytes of each.
 fn parts(mut bytes: &[u8]) -> Option<Vec<(u64, Vec<u8>)>> {
     let mut parts = Vec::new();
     while let Some((numbers, rest)) = bytes.split_first_chunk::<16>() {
-        let (rank, length) = (
-            u64::from_le_bytes(*numbers[..8].first_chunk()?),
-            u64::from_le_bytes(*numbers[8..].first_chunk()?),
-        );
+        let rank = u64::from_le_bytes(*numbers[..8].first_chunk()?);
+        let length = u64::from_le_bytes(*numbers[8..].first_chunk()?);
         let (part, rest) = rest.split_at_checked(usize::try_from(length).ok()?)?;
         parts.push((rank, part.to_vec()));
         bytes = rest;
@@ -121,10 +121,10 @@ fn numbers(bytes: &[u8]) -> Option<Vec<u64>> {
     rest.is_empty().then(|| numbers.iter().map(|number| u64::from_le_bytes(*number)).collect())
 }
 
-/// How many channels there are.
+/// Number of channels.
 pub(super) const CHANNELS: u64 = 3;
 
-/// The number of a channel on the wire.
+/// Returns the number of a channel on the wire.
 pub(super) const fn number(channel: Channel) -> u64 {
     match channel {
         Channel::Kv => 0,
@@ -147,20 +147,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn frames_come_back_as_they_were_and_cut_ones_are_errors() {
+    fn frames_round_trip_and_truncated_ones_are_errors() {
         let announce =
             |channel| Frame::Announce { channel, tag: u64::MAX, step: 3, bytes: 1 << 40, piece: 7 };
         let frames = [
-            Frame::Beat { worked: 7 },
+            Frame::Heartbeat { work_count: 7 },
             announce(Channel::Kv),
             announce(Channel::PartialGrad),
             announce(Channel::FinalGrad),
-            Frame::Offer {
+            Frame::GatherParts {
                 round: 9,
                 parts: vec![(4, vec![1, 2, 3]), (5, vec![]), (0, vec![7; 20])],
             },
             Frame::Abort { rank: 2, what: "é".into() },
-            Frame::Goodbye { begun: 3, owed: vec![1, u64::MAX] },
+            Frame::Leave { started: 3, unfinished: vec![1, u64::MAX] },
         ];
         for frame in frames {
             let buffer = frame.encode().unwrap();
@@ -174,8 +174,9 @@ mod tests {
         }
         assert!(Frame::decode(&[0, 0, 0, 0, 0, 0, 0, 0, 0, 1], 1).is_err());
         assert!(Frame::decode(&[5], 1).is_err());
-        // a part that is shorter than it says, a list that ends within a number
-        let whole = Frame::Offer { round: 9, parts: vec![(4, vec![1, 2, 3])] }.encode().unwrap();
+        // a part that is shorter than its length, a list that ends within a number
+        let parts = Frame::GatherParts { round: 9, parts: vec![(4, vec![1, 2, 3])] };
+        let whole = parts.encode().unwrap();
         assert!(Frame::decode(&whole.bytes()[..whole.bytes().len() - 1], 1).is_err());
         assert!(Frame::decode(&[[4].as_slice(), &[0; 12]].concat(), 1).is_err());
     }

@@ -1,4 +1,4 @@
-//! The state of every peer, with counters, so that a poll does not sweep over all ranks.
+//! State of every peer, with counters, so that a poll does not sweep over all ranks.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -10,69 +10,72 @@ use annulus_core::HostBuffer;
 
 use crate::observed::ObservedClock;
 
-/// Time in which messages from or to a rank that has said goodbye must complete.
+/// Time in which messages from or to a rank that has left must complete. Its own sends started
+/// before its last frame, so this only covers the time by which frames overtake blocks.
 const GRACE: Duration = Duration::from_millis(250);
 
-/// The state of one rank.
+/// State of one rank.
 pub(super) struct Peer {
-    pub(super) heard: Instant,
-    /// Number of its reports of work.
-    pub(super) worked: u64,
-    /// Frames from it that MPI has matched, and those that were obeyed.
+    /// Time at which a block or a frame last arrived from it.
+    pub(super) last_heard: Instant,
+    /// Work count of its last heartbeat.
+    pub(super) work_count: u64,
+    /// Frames from it that MPI has matched.
     pub(super) matched: u64,
-    pub(super) obeyed: u64,
-    /// Frames that overtook a longer one before them.
-    pub(super) ahead: BTreeMap<u64, HostBuffer>,
+    /// Frames from it that were processed.
+    pub(super) processed: u64,
+    /// Frames that completed before an earlier, longer one, by number.
+    pub(super) out_of_order: BTreeMap<u64, HostBuffer>,
     /// True while a heartbeat to it is in flight.
-    pub(super) beating: bool,
-    /// The steps of sends to it that are in flight.
+    pub(super) heartbeat_in_flight: bool,
+    /// Steps of the sends to it that are in flight.
     sends: VecDeque<usize>,
-    goodbye: Option<Goodbye>,
+    departure: Option<Departure>,
 }
 
-/// The last message of a rank.
+/// Last frame of a rank that has left.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Goodbye {
+pub(super) struct Departure {
     pub(super) at: Instant,
-    /// Gathers that it had begun by then.
-    pub(super) begun: u64,
-    /// Those of which it had not done its part.
-    pub(super) owed: Vec<u64>,
+    /// Number of all-gathers that it had started.
+    pub(super) started: u64,
+    /// Rounds of which it had not sent all that other ranks need.
+    pub(super) unfinished: Vec<u64>,
 }
 
 impl Peer {
     fn new(now: Instant) -> Self {
         Self {
-            heard: now,
-            worked: 0,
+            last_heard: now,
+            work_count: 0,
             matched: 0,
-            obeyed: 0,
-            ahead: BTreeMap::new(),
-            beating: false,
+            processed: 0,
+            out_of_order: BTreeMap::new(),
+            heartbeat_in_flight: false,
             sends: VecDeque::new(),
-            goodbye: None,
+            departure: None,
         }
     }
 
-    /// The goodbye of a rank that has left.
-    pub(super) const fn goodbye(&self) -> Option<&Goodbye> {
-        self.goodbye.as_ref()
+    /// Returns the last frame of a rank that has left.
+    pub(super) const fn departure(&self) -> Option<&Departure> {
+        self.departure.as_ref()
     }
 
-    /// The step of the oldest send to it that is in flight.
+    /// Returns the step of the oldest send to it that is in flight.
     pub(super) fn oldest_send(&self) -> Option<usize> {
         self.sends.front().copied()
     }
 }
 
-/// All ranks of a ring.
+/// State of all ranks of a ring.
 pub(super) struct Peers {
     all: Vec<Peer>,
-    /// Ranks that have said goodbye.
+    /// Ranks that have left.
     left: BTreeSet<usize>,
-    /// Sends to any rank that are in flight.
+    /// Number of sends in flight, to any rank.
     unsent: usize,
-    /// Runs once a rank has left.
+    /// Clock of [`GRACE`]; it runs once a rank has left.
     grace: ObservedClock,
 }
 
@@ -83,9 +86,9 @@ impl Peers {
         Self { all, left: BTreeSet::new(), unsent: 0, grace }
     }
 
-    /// The time of the last word of `peer`; now, if there is no such rank.
-    pub(super) fn heard(&self, peer: usize) -> Instant {
-        self.all.get(peer).map_or_else(Instant::now, |peer| peer.heard)
+    /// Returns the time at which a message last arrived from `peer`; now, if there is no such rank.
+    pub(super) fn last_heard(&self, peer: usize) -> Instant {
+        self.all.get(peer).map_or_else(Instant::now, |peer| peer.last_heard)
     }
 
     /// Counts a send as in flight.
@@ -108,17 +111,17 @@ impl Peers {
         self.unsent > 0
     }
 
-    /// Records a goodbye.
-    pub(super) fn leave(&mut self, peer: usize, goodbye: Goodbye) {
-        self.all[peer].goodbye = Some(goodbye);
+    /// Records that `peer` has left.
+    pub(super) fn leave(&mut self, peer: usize, departure: Departure) {
+        self.all[peer].departure = Some(departure);
         self.left.insert(peer);
     }
 
     pub(super) fn has_left(&self, peer: usize) -> bool {
-        self.all[peer].goodbye.is_some()
+        self.all[peer].departure.is_some()
     }
 
-    /// Ranks that have said goodbye, ascending; polls the clock of their grace.
+    /// Returns the ranks that have left, ascending, and polls the clock of [`GRACE`].
     pub(super) fn poll_left(&mut self) -> Vec<usize> {
         if !self.left.is_empty() {
             self.grace.poll(Instant::now());
@@ -126,22 +129,22 @@ impl Peers {
         self.left.iter().copied().collect()
     }
 
-    /// Returns true if nothing that is in flight from or to this rank can still be expected.
-    pub(super) fn is_overdue(&self, goodbye: &Goodbye) -> bool {
-        self.grace.elapsed(goodbye.at, Instant::now()) >= GRACE
+    /// Returns true if messages in flight from or to this rank have had [`GRACE`] to complete.
+    pub(super) fn is_overdue(&self, departure: &Departure) -> bool {
+        self.grace.elapsed(departure.at, Instant::now()) >= GRACE
     }
 
-    /// All ranks but `rank` that have not said goodbye, ascending.
+    /// Returns all ranks but `rank` that have not left, ascending.
     pub(super) fn staying(&self, rank: usize) -> Vec<usize> {
         (0..self.all.len()).filter(|&peer| peer != rank && !self.has_left(peer)).collect()
     }
 
-    /// Returns true if no rank but `rank` stays.
+    /// Returns true if all ranks but `rank` have left.
     pub(super) fn all_have_left(&self, rank: usize) -> bool {
         self.left.iter().filter(|&&peer| peer != rank).count() + 1 >= self.all.len()
     }
 
-    /// Returns true if the counters are what sweeps over all ranks find.
+    /// Returns true if the counters equal the results of sweeps over all ranks.
     #[cfg(test)]
     fn agrees_with_a_sweep(&self) -> bool {
         let ranks = 0..self.all.len();
@@ -171,24 +174,27 @@ mod tests {
 
     use super::*;
 
-    fn goodbye() -> Goodbye {
-        Goodbye { at: Instant::now(), begun: 3, owed: vec![1] }
+    fn departure() -> Departure {
+        Departure { at: Instant::now(), started: 3, unfinished: vec![1] }
     }
 
     proptest! {
         #[test]
-        fn counters_are_what_a_sweep_over_all_ranks_finds(
+        fn counters_equal_the_results_of_sweeps_over_all_ranks(
             ranks in 1usize..20,
-            events in prop::collection::vec((0u8..5, any::<prop::sample::Index>(), 0usize..4), 0..200),
+            events in prop::collection::vec(
+                (0u8..5, any::<prop::sample::Index>(), 0usize..4),
+                0..200,
+            ),
         ) {
             let mut peers = Peers::new(ranks, Instant::now());
             for (event, peer, step) in events {
                 let peer = peer.index(ranks);
                 match event {
                     0 | 1 => peers.begin_send(peer, step),
-                    // some of them were never begun
+                    // some of these sends were never started
                     2 | 3 => peers.end_send(peer, step),
-                    _ => peers.leave(peer, goodbye()),
+                    _ => peers.leave(peer, departure()),
                 }
                 prop_assert!(peers.agrees_with_a_sweep());
                 let sending = (0..ranks).any(|peer| peers[peer].oldest_send().is_some());

@@ -1,10 +1,14 @@
-//! A thread that moves an endpoint's messages while the rank computes: for kernels that do not tick, where MPI lets any thread call it.
+//! A progress thread: advances an endpoint's messages while the rank computes, for kernels that do
+//! not tick, where MPI grants `MPI_THREAD_MULTIPLE`.
 //!
-//! Many MPIs move a long message only while somebody calls them. A CPU kernel ticks between tiles and so needs nothing else; a kernel that
-//! does not come back for longer than a network's buffers last (some milliseconds) leaves the network idle meanwhile. [`Progress`] looks after
-//! the endpoint in between: same messages, same order, same bits. It takes time from a core, so it is worth most where one is spare.
+//! Many MPIs move a long message only inside their calls. A CPU kernel ticks between tiles and
+//! needs nothing else. A kernel that does not return for longer than the network's buffers last
+//! (some milliseconds) leaves the network idle. [`Progress`] polls the endpoint meanwhile;
+//! messages, their order and all results stay the same. It takes time from a core, so it pays where
+//! one is idle.
 //!
-//! The thread never beats: a sign of life must come from whoever works, or a rank whose kernel is stuck would look alive.
+//! The thread sends no heartbeats: those must come from the computing thread, or a rank whose
+//! kernel hangs would appear alive.
 
 use std::{
     sync::{
@@ -21,7 +25,7 @@ use annulus_core::{
 
 use super::Mpi;
 
-/// An endpoint whose messages also move while nobody calls it.
+/// An endpoint that a thread of its own also polls.
 ///
 /// # Examples
 /// On two ranks or more, under a launcher:
@@ -38,28 +42,29 @@ use super::Mpi;
 /// # Ok::<(), annulus_core::Error>(())
 /// ```
 pub struct Progress {
-    shared: Arc<Shared>,
-    /// The endpoint's, which never changes.
+    cell: Arc<EndpointCell>,
+    /// The endpoint's placement, which never changes: a copy that can be borrowed without the lock.
     placement: Option<Placement>,
     thread: Option<JoinHandle<()>>,
 }
 
-struct Shared {
+/// An endpoint that the rank and its progress thread use in turn.
+struct EndpointCell {
     endpoint: Mutex<Mpi>,
     stop: AtomicBool,
 }
 
-impl Shared {
-    /// The endpoint, whether or not somebody panicked with it: it remembers by itself what has failed.
+impl EndpointCell {
+    /// Locks the endpoint. A poisoned lock is no error: the endpoint records its own failures.
     fn lock(&self) -> MutexGuard<'_, Mpi> {
         self.endpoint.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Looks after the endpoint until told to stop, or until it fails: then whoever uses it gets the error.
-    fn look_after(&self, every: Duration) {
+    /// Polls the endpoint until `stop` is set or the endpoint fails; its next user gets the error.
+    fn poll(&self, interval: Duration) {
         while !self.stop.load(Ordering::Acquire) {
-            thread::park_timeout(every);
-            // whoever holds it moves messages too
+            thread::park_timeout(interval);
+            // skipped while the rank uses the endpoint, because every call advances messages
             if let Ok(mut endpoint) = self.endpoint.try_lock()
                 && endpoint.progress(Duration::ZERO).is_err()
             {
@@ -70,45 +75,47 @@ impl Shared {
 }
 
 impl Progress {
-    /// How often to look, where nobody knows better: what a fast network brings in this time fits into its buffers.
+    /// Default interval between polls: well below the milliseconds for which the buffers of a
+    /// network last.
     pub const EVERY: Duration = Duration::from_micros(500);
 
-    /// Starts a thread that looks after `endpoint` that often.
+    /// Starts a thread that polls `endpoint` once per `interval`.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if MPI does not grant `MPI_THREAD_MULTIPLE`, [`Error::InvalidArgument`] if `every` is zero, [`Error::Device`] if the
-    /// thread cannot be started.
-    pub fn new(endpoint: Mpi, every: Duration) -> Result<Self> {
+    /// [`Error::Unsupported`] if MPI does not grant `MPI_THREAD_MULTIPLE`,
+    /// [`Error::InvalidArgument`] if `interval` is zero, [`Error::Device`] if the thread cannot be
+    /// started.
+    pub fn new(endpoint: Mpi, interval: Duration) -> Result<Self> {
         if !endpoint.any_thread() {
             return Err(Error::unsupported(
                 "a progress thread",
                 "an MPI without MPI_THREAD_MULTIPLE",
             ));
         }
-        if every.is_zero() {
-            return Err(Error::invalid("every", format!("{every:?}"), "more than nothing"));
+        if interval.is_zero() {
+            return Err(Error::invalid("interval", format!("{interval:?}"), "more than zero"));
         }
         let placement = endpoint.placement().cloned();
-        let shared =
-            Arc::new(Shared { endpoint: Mutex::new(endpoint), stop: AtomicBool::new(false) });
-        let looker = Arc::clone(&shared);
+        let cell =
+            Arc::new(EndpointCell { endpoint: Mutex::new(endpoint), stop: AtomicBool::new(false) });
+        let polled = Arc::clone(&cell);
         let thread = thread::Builder::new()
             .name("annulus-mpi-progress".to_owned())
-            .spawn(move || looker.look_after(every));
+            .spawn(move || polled.poll(interval));
         let thread = thread.map_err(|error| Error::Device {
             what: format!("the progress thread could not be started: {error}"),
         })?;
-        Ok(Self { shared, placement, thread: Some(thread) })
+        Ok(Self { cell, placement, thread: Some(thread) })
     }
 }
 
 impl Drop for Progress {
-    /// Ends the thread, so that the endpoint is dropped here, before whoever drops this ends MPI.
+    /// Ends the thread, so that the endpoint is dropped here and not after `MPI_Finalize`.
     fn drop(&mut self) {
-        self.shared.stop.store(true, Ordering::Release);
+        self.cell.stop.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take() {
             thread.thread().unpark();
-            // it sleeps no longer than `every`, and a panic of its would have poisoned nothing that matters
+            // a panic of the thread leaves nothing to handle: a poisoned lock is accepted
             drop(thread.join());
         }
     }
@@ -124,53 +131,53 @@ impl Transport<Host> for Progress {
         sends: &[Outgoing<'_, Host>],
         receives: &mut Vec<Incoming<Host>>,
     ) -> Result<()> {
-        self.shared.lock().post(sends, receives)
+        self.cell.lock().post(sends, receives)
     }
 
     fn progress(&mut self, patience: Duration) -> Result<()> {
-        self.shared.lock().progress(patience)
+        self.cell.lock().progress(patience)
     }
 
     fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<Host>>> {
-        self.shared.lock().take(hop)
+        self.cell.lock().take(hop)
     }
 
     fn pending(&self) -> bool {
-        self.shared.lock().pending()
+        self.cell.lock().pending()
     }
 
     fn bytes_sent(&self) -> u64 {
-        self.shared.lock().bytes_sent()
+        self.cell.lock().bytes_sent()
     }
 }
 
 impl Control for Progress {
     fn rank(&self) -> usize {
-        self.shared.lock().rank()
+        self.cell.lock().rank()
     }
 
     fn ranks(&self) -> usize {
-        self.shared.lock().ranks()
+        self.cell.lock().ranks()
     }
 
     fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
-        self.shared.lock().start_all_gather(round, bytes)
+        self.cell.lock().start_all_gather(round, bytes)
     }
 
     fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
-        self.shared.lock().try_all_gather(round)
+        self.cell.lock().try_all_gather(round)
     }
 
     fn stragglers(&self, round: u64) -> Vec<usize> {
-        self.shared.lock().stragglers(round)
+        self.cell.lock().stragglers(round)
     }
 
     fn abort(&mut self, error: &Error) {
-        self.shared.lock().abort(error);
+        self.cell.lock().abort(error);
     }
 
     fn heartbeat(&mut self, working: bool) {
-        self.shared.lock().heartbeat(working);
+        self.cell.lock().heartbeat(working);
     }
 
     fn placement(&self) -> Option<&Placement> {
@@ -178,11 +185,11 @@ impl Control for Progress {
     }
 
     fn last_heard(&self, peer: usize) -> Instant {
-        self.shared.lock().last_heard(peer)
+        self.cell.lock().last_heard(peer)
     }
 
     fn last_work(&self) -> Instant {
-        self.shared.lock().last_work()
+        self.cell.lock().last_work()
     }
 }
 
@@ -190,7 +197,7 @@ impl std::fmt::Debug for Progress {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         formatter
             .debug_struct("Progress")
-            .field("endpoint", &*self.shared.lock())
+            .field("endpoint", &*self.cell.lock())
             .finish_non_exhaustive()
     }
 }

@@ -1,4 +1,5 @@
-//! What an endpoint does whenever it is called: MPI moves, what is through is put where it belongs, frames are obeyed in their senders' order.
+//! Progress of an endpoint: advances MPI, delivers what has completed, and processes frames in the
+//! order in which their sender sent them.
 
 use std::{
     thread,
@@ -9,98 +10,25 @@ use annulus_core::{Channel, Error, MessageHeader, Result};
 
 use super::{
     Mpi,
+    all_gather::AllGather,
+    ffi::PeerStep,
     frame::Frame,
-    gather::Gather,
-    memory::Memory,
-    peers::Goodbye,
-    requests::{Landed, Trouble},
+    message_buffer::MessageBuffer,
+    messages::{Announcement, MessageKind, PostedReceive, ReceiveStage},
+    peers::Departure,
+    requests::{Completed, MessageError},
 };
 use crate::ranges;
 
-/// What a message in flight is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Label {
-    /// The bytes of a hop to `peer`.
-    Sent { peer: usize, step: usize },
-    /// The bytes of a hop from `peer`.
-    Receive { peer: usize, channel: Channel, tag: u64 },
-    /// Frame number `number` from `peer`.
-    Heard { peer: usize, number: u64 },
-    /// A frame to `peer` that nobody waits for.
-    Said { peer: usize },
-    /// A sign of life to `peer`.
-    Beat { peer: usize },
-    /// Parts of a gather to `peer`.
-    Offered { peer: usize, round: u64 },
-}
-
-impl Label {
-    const fn peer(&self) -> usize {
-        match self {
-            Self::Sent { peer, .. }
-            | Self::Receive { peer, .. }
-            | Self::Heard { peer, .. }
-            | Self::Said { peer }
-            | Self::Beat { peer }
-            | Self::Offered { peer, .. } => *peer,
-        }
-    }
-
-    /// Returns true for the bytes of a hop, false for a control message.
-    const fn is_of_a_hop(&self) -> bool {
-        matches!(self, Self::Sent { .. } | Self::Receive { .. })
-    }
-}
-
-/// A posted receive.
-pub(super) struct Receive {
-    pub(super) hop: MessageHeader,
-    /// The buffer that was posted, unless MPI has it.
-    pub(super) buffer: Option<Memory>,
-    pub(super) stage: Stage,
-}
-
-/// How far a receive is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Stage {
-    /// Its announcement has not come.
-    Posted,
-    /// MPI receives into its buffer.
-    Direct,
-    /// MPI receives into a staging buffer.
-    Staged,
-    /// The bytes are where they belong.
-    Arrived,
-}
-
-impl Receive {
-    pub(super) fn is_for(&self, peer: usize, channel: Channel, tag: u64) -> bool {
-        (self.hop.peer, self.hop.channel, self.hop.tag) == (peer, channel, tag)
-    }
-}
-
-/// An announcement whose receive is not posted yet, or waits its turn.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Early {
-    peer: usize,
-    channel: Channel,
-    tag: u64,
-    step: usize,
-    bytes: u64,
-    piece: u64,
-}
-
-impl Early {
-    fn is_for(&self, receive: &Receive) -> bool {
-        receive.is_for(self.peer, self.channel, self.tag)
-    }
-}
-
-/// While something has moved within this time, a wait only yields the core between two looks.
-const AWAKE: Duration = Duration::from_micros(200);
-/// Then it sleeps, an eighth as long as nothing has moved, within these bounds.
-const NAP: [Duration; 2] = [Duration::from_micros(50), Duration::from_millis(1)];
-/// Frames received between two tests of what is in flight.
+/// Time after the last progress for which a wait only yields the core between two polls: several
+/// times the latency of a short message, which a pause would prolong.
+const BUSY_TIME: Duration = Duration::from_micros(200);
+/// Shortest and longest pause between two polls of a longer wait. Within them a pause lasts an
+/// eighth of the idle time, so that it prolongs a wait by little, and by 1 ms at most.
+const SHORTEST_PAUSE: Duration = Duration::from_micros(50);
+const LONGEST_PAUSE: Duration = Duration::from_millis(1);
+/// Largest number of frames received between two tests of what is in flight, which bounds the
+/// memory of frames that have not completed.
 const MOST_FRAMES: usize = 256;
 
 impl Mpi {
@@ -113,16 +41,19 @@ impl Mpi {
                 break;
             }
             let idle = self.idle_since.elapsed();
-            if idle < AWAKE {
+            if idle < BUSY_TIME {
                 thread::yield_now();
             } else {
-                thread::sleep((idle / 8).clamp(NAP[0], NAP[1]).min(left));
+                thread::sleep((idle / 8).clamp(SHORTEST_PAUSE, LONGEST_PAUSE).min(left));
             }
         }
         Ok(())
     }
 
-    /// Does everything that can be done without waiting; whether anything was. An error is for good, unless it is the caller's.
+    /// Does everything that can be done without waiting. Returns true if there was anything to do.
+    ///
+    /// # Errors
+    /// A fatal one ([`Error::is_fatal`]) ends the endpoint.
     pub(super) fn pump(&mut self) -> Result<bool> {
         self.check_alive()?;
         self.enter()?;
@@ -133,7 +64,7 @@ impl Mpi {
         Ok(moved)
     }
 
-    /// Remembers what killed this endpoint. A bad argument does not.
+    /// Records the error that ends this endpoint, if it is fatal.
     pub(super) fn fail(&mut self, error: &Error) {
         if error.is_fatal() {
             self.failed.get_or_insert_with(|| error.clone());
@@ -141,87 +72,101 @@ impl Mpi {
     }
 
     fn try_pump(&mut self) -> Result<bool> {
-        let mut moved = self.land()?;
-        // until a miss: whoever judges peers by what they sent must have received all of it
+        let mut moved = self.deliver_completed()?;
+        // until no frame is left: `missing_from` judges peers by what they sent, so all of it must
+        // have been received
         loop {
-            let mut heard = 0;
-            while heard < MOST_FRAMES && self.listen()? {
-                heard += 1;
+            let mut frames = 0;
+            while frames < MOST_FRAMES && self.start_frame_receive()? {
+                frames += 1;
             }
-            if heard > 0 {
-                self.land()?;
+            if frames > 0 {
+                self.deliver_completed()?;
                 moved = true;
             }
-            if heard < MOST_FRAMES {
+            if frames < MOST_FRAMES {
                 break;
             }
         }
         let left = self.peers.poll_left();
-        let missed = left.iter().find_map(|&peer| self.missed(peer));
-        // one that left in the middle of a gather may have done so because of another that never came to it
-        match missed.or_else(|| left.iter().find_map(|&peer| self.owes(peer))) {
-            Some((peer, step)) => Err(Error::PeerLost { peer, step }),
+        let missing = left.iter().find_map(|&peer| self.missing_from(peer));
+        // after those: a rank that left within an all-gather may have done so because it lost
+        // another one, which is then the one to name
+        match missing.or_else(|| left.iter().find_map(|&peer| self.unfinished_by(peer))) {
+            Some(PeerStep { peer, step }) => Err(Error::PeerLost { peer, step }),
             None => Ok(moved),
         }
     }
 
-    /// Starts receiving the next frame, if there is one.
-    fn listen(&mut self) -> Result<bool> {
+    /// Starts receiving the next frame. Returns false if there is none.
+    fn start_frame_receive(&mut self) -> Result<bool> {
         let Some(control) = &self.control else { return Ok(false) };
-        let label = |peer: usize| Label::Heard { peer, number: self.peers[peer].matched };
-        let Some(peer) = self.requests.receive_any(control, label)? else { return Ok(false) };
+        let kind =
+            |peer: usize| MessageKind::FrameReceive { peer, number: self.peers[peer].matched };
+        let Some(peer) = self.requests.receive_any(control, kind)? else { return Ok(false) };
         self.peers[peer].matched += 1;
         Ok(true)
     }
 
-    /// Puts what is through where it belongs; whether anything was.
-    fn land(&mut self) -> Result<bool> {
-        let landed = self.requests.test((self.rank, self.step))?;
-        let moved = !landed.is_empty();
-        for message in landed {
-            self.accept(message)?;
+    /// Delivers all messages that have completed. Returns true if there were any.
+    fn deliver_completed(&mut self) -> Result<bool> {
+        let completed = self.requests.test(PeerStep { peer: self.rank, step: self.step })?;
+        let moved = !completed.is_empty();
+        for message in completed {
+            self.deliver(message)?;
         }
         Ok(moved)
     }
 
-    /// Accounts for a message that is through, be it delivered or lost with a rank that has left.
-    pub(super) fn accept(&mut self, landed: Landed<Label>) -> Result<()> {
-        let Landed { label, buffer, outcome } = landed;
-        let peer = label.peer();
+    /// Accounts for a message that has completed, or that was lost with a rank that has left.
+    pub(super) fn deliver(&mut self, completed: Completed<MessageKind>) -> Result<()> {
+        let Completed { kind, buffer, outcome } = completed;
+        let peer = kind.peer();
         let delivered = outcome.is_ok();
         match outcome {
             Ok(()) => {}
-            Err(Trouble::Length) => {
+            Err(MessageError::Length) => {
                 return Err(Error::Comm {
                     peer,
                     step: self.step,
-                    what: "a message has not the length that was announced".to_owned(),
+                    what: "a message differs in length from its announcement".to_owned(),
                 });
             }
             // a rank that has left needs no more frames
-            Err(Trouble::Fault(_)) if self.peers.has_left(peer) && !label.is_of_a_hop() => {}
-            Err(Trouble::Fault(fault)) => return Err(fault.into_error((peer, self.step))),
-        }
-        match label {
-            Label::Sent { step, .. } => self.peers.end_send(peer, step),
-            Label::Receive { channel, tag, .. } => return self.receive(peer, channel, tag, buffer),
-            Label::Heard { number, .. } if delivered => {
-                self.peers[peer].ahead.extend(buffer.into_host().map(|frame| (number, frame)));
-                return self.obey_all(peer);
+            Err(MessageError::Mpi(_)) if self.peers.has_left(peer) && !kind.is_data() => {}
+            Err(MessageError::Mpi(error)) => {
+                return Err(error.into_error(PeerStep { peer, step: self.step }));
             }
-            Label::Heard { .. } | Label::Said { .. } => {}
-            Label::Beat { .. } => self.peers[peer].beating = false,
-            Label::Offered { round, .. } => {
-                if let Some(gather) = self.gathers.get_mut(&round) {
-                    gather.unsent -= 1;
+        }
+        match kind {
+            MessageKind::DataSend { step, .. } => self.peers.end_send(peer, step),
+            MessageKind::DataReceive { channel, tag, .. } => {
+                return self.finish_receive(peer, channel, tag, buffer);
+            }
+            MessageKind::FrameReceive { number, .. } if delivered => {
+                let frame = buffer.into_host().map(|frame| (number, frame));
+                self.peers[peer].out_of_order.extend(frame);
+                return self.process_frames(peer);
+            }
+            MessageKind::FrameReceive { .. } | MessageKind::FrameSend { .. } => {}
+            MessageKind::Heartbeat { .. } => self.peers[peer].heartbeat_in_flight = false,
+            MessageKind::GatherParts { round, .. } => {
+                if let Some(all_gather) = self.all_gathers.get_mut(&round) {
+                    all_gather.unsent -= 1;
                 }
             }
         }
         Ok(())
     }
 
-    /// The bytes of a posted receive are here.
-    fn receive(&mut self, peer: usize, channel: Channel, tag: u64, landed: Memory) -> Result<()> {
+    /// Ends a posted receive, whose bytes have arrived in `arrived`.
+    fn finish_receive(
+        &mut self,
+        peer: usize,
+        channel: Channel,
+        tag: u64,
+        arrived: MessageBuffer,
+    ) -> Result<()> {
         let Some(receive) =
             self.receives.iter_mut().find(|receive| receive.is_for(peer, channel, tag))
         else {
@@ -231,168 +176,177 @@ impl Mpi {
                 what: format!("message {channel:?} {tag} without a receive"),
             });
         };
-        if receive.stage == Stage::Staged {
-            if let (Some(Memory::Host(into)), Memory::Host(landed)) = (&mut receive.buffer, landed)
+        if receive.stage == ReceiveStage::Staged {
+            if let (Some(MessageBuffer::Host(into)), MessageBuffer::Host(staged)) =
+                (&mut receive.buffer, arrived)
             {
                 if let Some(into) = into.bytes_mut() {
-                    ranges::copy(
-                        landed.bytes(),
-                        std::slice::from_ref(&(0..receive.hop.bytes())),
-                        into,
-                        &receive.hop.ranges,
-                    );
+                    let from = 0..receive.hop.bytes();
+                    let from = std::slice::from_ref(&from);
+                    ranges::copy(staged.bytes(), from, into, &receive.hop.ranges);
                 }
-                self.staging.give(landed);
+                self.staging.give(staged);
             }
         } else {
-            receive.buffer = Some(landed);
+            receive.buffer = Some(arrived);
         }
-        receive.stage = Stage::Arrived;
-        self.peers[peer].heard = Instant::now();
+        receive.stage = ReceiveStage::Arrived;
+        self.peers[peer].last_heard = Instant::now();
         self.count_work();
         self.match_early()
     }
 
-    /// Counts something done by this rank.
+    /// Counts work that this rank has done.
     pub(super) fn count_work(&mut self) {
-        self.worked += 1;
+        self.work_count += 1;
         self.last_work = Instant::now();
     }
 
-    /// Obeys the frames of `peer` in the order in which it sent them.
-    fn obey_all(&mut self, peer: usize) -> Result<()> {
+    /// Processes the frames of `peer` that have arrived, in the order in which it sent them.
+    fn process_frames(&mut self, peer: usize) -> Result<()> {
         while let Some(buffer) = {
-            let next = self.peers[peer].obeyed;
-            self.peers[peer].ahead.remove(&next)
+            let next = self.peers[peer].processed;
+            self.peers[peer].out_of_order.remove(&next)
         } {
-            self.peers[peer].obeyed += 1;
-            self.peers[peer].heard = Instant::now();
-            self.obey(peer, Frame::decode(buffer.bytes(), peer)?)?;
+            self.peers[peer].processed += 1;
+            self.peers[peer].last_heard = Instant::now();
+            self.process_frame(peer, Frame::decode(buffer.bytes(), peer)?)?;
         }
         Ok(())
     }
 
-    fn obey(&mut self, peer: usize, frame: Frame) -> Result<()> {
+    fn process_frame(&mut self, peer: usize, frame: Frame) -> Result<()> {
         match frame {
-            Frame::Beat { worked } => {
-                if worked > self.peers[peer].worked {
-                    self.peers[peer].worked = worked;
+            Frame::Heartbeat { work_count } => {
+                if work_count > self.peers[peer].work_count {
+                    self.peers[peer].work_count = work_count;
                     self.last_work = Instant::now();
                 }
             }
             Frame::Announce { channel, tag, step, bytes, piece } => {
                 let step = usize::try_from(step).unwrap_or(usize::MAX);
-                return self.hear_of(Early { peer, channel, tag, step, bytes, piece });
+                let announcement = Announcement { peer, channel, tag, step, bytes, piece };
+                return self.match_announcement(announcement);
             }
-            Frame::Offer { round, parts } => {
-                let step = self.step;
-                for (of, part) in parts {
-                    let fresh =
-                        usize::try_from(of).is_ok_and(|of| self.gather(round).put(of, part));
-                    if !fresh {
+            Frame::GatherParts { round, parts } => {
+                for (rank, part) in parts {
+                    let is_new = usize::try_from(rank)
+                        .is_ok_and(|rank| self.all_gather(round).put(rank, part));
+                    if !is_new {
                         let what = format!(
-                            "a part of gather {round} of rank {of}, which is no rank or had one: rounds only grow"
+                            "a part of all-gather {round} of rank {rank}, which has sent one or is \
+                             no rank: rounds only grow"
                         );
-                        return Err(Error::Comm { peer, step, what });
+                        return Err(Error::Comm { peer, step: self.step, what });
                     }
                 }
-                self.spread(round)?;
+                self.forward_parts(round)?;
             }
             Frame::Abort { rank, what } => {
-                return Err(Error::Aborted {
-                    rank: usize::try_from(rank).unwrap_or(usize::MAX),
-                    what,
-                });
+                let rank = usize::try_from(rank).unwrap_or(usize::MAX);
+                return Err(Error::Aborted { rank, what });
             }
-            Frame::Goodbye { begun, owed } => {
-                self.peers.leave(peer, Goodbye { at: Instant::now(), begun, owed });
+            Frame::Leave { started, unfinished } => {
+                self.peers.leave(peer, Departure { at: Instant::now(), started, unfinished });
             }
         }
         Ok(())
     }
 
-    /// A message is on its way: the one that is waited for, an early one, or one too many.
-    fn hear_of(&mut self, message: Early) -> Result<()> {
-        let Early { peer, channel, tag, step, bytes, piece } = message;
-        let waiting = |receive: &Receive| {
-            receive.is_for(peer, channel, tag) && receive.stage == Stage::Posted
+    /// Starts the receive of an announced message, or keeps the announcement for later.
+    ///
+    /// # Errors
+    /// [`Error::Comm`] if the message is a duplicate or has another length than its receive.
+    fn match_announcement(&mut self, announcement: Announcement) -> Result<()> {
+        let Announcement { peer, channel, tag, step, bytes, piece } = announcement;
+        let is_expected = |receive: &PostedReceive| {
+            announcement.is_for(receive) && receive.stage == ReceiveStage::Posted
         };
-        if let Some(place) = self.receives.iter().position(waiting) {
-            if self.waits_its_turn(peer, channel, tag) {
-                self.early.push(message);
+        if let Some(index) = self.receives.iter().position(is_expected) {
+            if self.follows_another(&announcement) {
+                self.early.push(announcement);
                 return Ok(());
             }
-            let MessageHeader { step, .. } = self.receives[place].hop;
-            let want = self.receives[place].hop.bytes();
+            let MessageHeader { step, .. } = self.receives[index].hop;
+            let want = self.receives[index].hop.bytes();
             if bytes != want {
                 let what =
                     format!("message {channel:?} {tag} truncated: got {bytes} bytes, want {want}");
                 return Err(Error::Comm { peer, step, what });
             }
-            return self.begin_receive(place, piece);
+            return self.begin_receive(index, piece);
         }
-        let late = self.last_tags.get(&(peer, channel)).is_some_and(|&last| tag <= last);
-        let twice = self
-            .early
-            .iter()
-            .any(|early| (early.peer, early.channel, early.tag) == (peer, channel, tag));
-        if late || twice {
+        let is_late = self.last_tags.get(&(peer, channel)).is_some_and(|&last| tag <= last);
+        if is_late || self.early.iter().any(|early| early.is_same(&announcement)) {
             return Err(Error::Comm {
                 peer,
                 step,
                 what: format!("duplicate message {channel:?} {tag}"),
             });
         }
-        self.early.push(message);
+        self.early.push(announcement);
         Ok(())
     }
 
-    /// Whether a message of the same peer and channel that was sent before this one is still to arrive. Each has the connection to itself: else
-    /// all parts of a block would arrive at the end.
-    fn waits_its_turn(&self, peer: usize, channel: Channel, tag: u64) -> bool {
-        let before =
+    /// Returns true if an earlier message of the same peer and channel has not arrived.
+    ///
+    /// Messages of a pair and channel are received one after another. Otherwise they would share
+    /// the bandwidth, and all parts of a block would arrive at the end.
+    fn follows_another(&self, announcement: &Announcement) -> bool {
+        let Announcement { peer, channel, tag, .. } = *announcement;
+        let is_before =
             |hop: &MessageHeader| (hop.peer, hop.channel) == (peer, channel) && hop.tag < tag;
-        self.receives.iter().any(|receive| before(&receive.hop) && receive.stage != Stage::Arrived)
+        self.receives
+            .iter()
+            .any(|receive| is_before(&receive.hop) && receive.stage != ReceiveStage::Arrived)
     }
 
-    /// Matches early messages with the receives that were posted since, or whose turn has come.
+    /// Matches early announcements with receives that were posted since, or that no longer follow
+    /// another one.
     pub(super) fn match_early(&mut self) -> Result<()> {
         let mut early = std::mem::take(&mut self.early);
         early.sort_by_key(|early| early.tag);
-        let posted = |early: &Early| self.receives.iter().any(|receive| early.is_for(receive));
-        let (matched, rest): (Vec<Early>, Vec<Early>) = early.into_iter().partition(posted);
+        let is_posted =
+            |early: &Announcement| self.receives.iter().any(|receive| early.is_for(receive));
+        let (matched, rest): (Vec<_>, Vec<_>) = early.into_iter().partition(is_posted);
         self.early = rest;
-        matched.into_iter().try_for_each(|early| self.hear_of(early))
+        matched.into_iter().try_for_each(|early| self.match_announcement(early))
     }
 
-    /// The peer and the step in which it is missed, if this peer left although something is still wanted of it.
-    fn missed(&self, peer: usize) -> Option<(usize, usize)> {
-        let goodbye = self.peers[peer].goodbye()?;
-        // everything that it said is known by now, but what it sent may take a little longer
-        let overdue = self.peers.is_overdue(goodbye);
-        let wanted = |receive: &&Receive| match receive.stage {
-            Stage::Posted => {
+    /// Returns the step in which a message from or to `peer`, which has left, can no longer
+    /// complete.
+    fn missing_from(&self, peer: usize) -> Option<PeerStep> {
+        let departure = self.peers[peer].departure()?;
+        // all its frames have been processed by now, but its blocks may take a little longer
+        let overdue = self.peers.is_overdue(departure);
+        let is_missing = |receive: &&PostedReceive| match receive.stage {
+            ReceiveStage::Posted => {
                 receive.hop.peer == peer
                     && (overdue || !self.early.iter().any(|early| early.is_for(receive)))
             }
-            Stage::Direct | Stage::Staged => receive.hop.peer == peer && overdue,
-            Stage::Arrived => false,
+            ReceiveStage::Direct | ReceiveStage::Staged => receive.hop.peer == peer && overdue,
+            ReceiveStage::Arrived => false,
         };
-        let receive = self.receives.iter().find(wanted).map(|receive| receive.hop.step);
+        let receive = self.receives.iter().find(is_missing).map(|receive| receive.hop.step);
         let send = || self.peers[peer].oldest_send().filter(|_| overdue);
-        // a rank that has done its part may leave while the part is still on its way through others
-        let begun = Some(goodbye.begun);
-        let gather =
-            || self.gathers.values().any(|gather| gather.is_waited_for() && gather.number >= begun);
+        // a rank that started an all-gather may leave while other ranks still forward its part
+        let started = Some(departure.started);
+        let gather = || {
+            let misses = |gather: &AllGather| gather.is_incomplete() && gather.number >= started;
+            self.all_gathers.values().any(misses)
+        };
         let step = receive.or_else(send).or_else(|| gather().then_some(self.step))?;
-        Some((peer, step))
+        Some(PeerStep { peer, step })
     }
 
-    /// Alike, if this peer left without sending on all that it should have of a gather that is still waited for.
-    fn owes(&self, peer: usize) -> Option<(usize, usize)> {
-        let goodbye = self.peers[peer].goodbye()?;
-        let waits = |round: &u64| self.gathers.get(round).is_some_and(Gather::is_waited_for);
-        goodbye.owed.iter().any(waits).then_some((peer, self.step))
+    /// Returns the current step if `peer` has left without forwarding all parts of an all-gather
+    /// that is incomplete here.
+    fn unfinished_by(&self, peer: usize) -> Option<PeerStep> {
+        let departure = self.peers[peer].departure()?;
+        let is_incomplete =
+            |round: &u64| self.all_gathers.get(round).is_some_and(AllGather::is_incomplete);
+        let is_unfinished = departure.unfinished.iter().any(is_incomplete);
+        is_unfinished.then_some(PeerStep { peer, step: self.step })
     }
 }
 
@@ -400,43 +354,48 @@ impl Mpi {
 mod tests {
     use annulus_core::HostBuffer;
 
-    use super::{super::ffi::Fault, *};
+    use super::{super::ffi::MpiError, *};
 
-    fn landed(label: Label, outcome: Result<(), Trouble>) -> Landed<Label> {
-        Landed { label, buffer: Memory::Host(HostBuffer::zeroed(0).unwrap()), outcome }
+    fn lost(kind: MessageKind) -> Completed<MessageKind> {
+        Completed {
+            kind,
+            buffer: MessageBuffer::Host(HostBuffer::zeroed(0).unwrap()),
+            outcome: Err(MessageError::Mpi(MpiError::PeerLost)),
+        }
     }
 
-    /// Rank 0 of three, with one frame of gather 7 on its way to rank 1.
-    fn offering() -> Mpi {
+    fn departure() -> Departure {
+        Departure { at: Instant::now(), started: 9, unfinished: Vec::new() }
+    }
+
+    /// Rank 0 of three, with one frame of all-gather 7 in flight to rank 1.
+    fn gathering() -> Mpi {
         let mut rank = Mpi::detached(0, 3);
-        rank.gather(7).unsent = 1;
+        rank.all_gather(7).unsent = 1;
         rank
     }
 
     #[test]
-    fn a_lost_part_of_a_gather_to_a_rank_that_has_left_is_no_longer_awaited() {
-        let lost =
-            || landed(Label::Offered { peer: 1, round: 7 }, Err(Trouble::Fault(Fault::Lost)));
-        let mut rank = offering();
-        rank.peers.leave(1, Goodbye { at: Instant::now(), begun: 9, owed: Vec::new() });
-        assert_eq!(rank.accept(lost()), Ok(()));
-        assert_eq!(rank.gather(7).unsent, 0);
-        // to a rank that is there, the same loss is an error
-        let mut rank = offering();
-        assert_eq!(rank.accept(lost()), Err(Error::PeerLost { peer: 1, step: 0 }));
+    fn a_part_of_an_all_gather_that_was_lost_with_its_receiver_counts_as_sent() {
+        let parts = MessageKind::GatherParts { peer: 1, round: 7 };
+        let mut rank = gathering();
+        rank.peers.leave(1, departure());
+        assert_eq!(rank.deliver(lost(parts)), Ok(()));
+        assert_eq!(rank.all_gather(7).unsent, 0);
+        // the same loss to a rank that has not left is an error
+        let mut rank = gathering();
+        assert_eq!(rank.deliver(lost(parts)), Err(Error::PeerLost { peer: 1, step: 0 }));
     }
 
     #[test]
-    fn a_frame_lost_with_a_rank_that_has_left_is_not_obeyed() {
-        let mut rank = offering();
-        rank.peers.leave(1, Goodbye { at: Instant::now(), begun: 9, owed: Vec::new() });
-        let heard = Label::Heard { peer: 1, number: 0 };
-        assert_eq!(rank.accept(landed(heard, Err(Trouble::Fault(Fault::Lost)))), Ok(()));
-        assert_eq!((rank.peers[1].ahead.len(), rank.peers[1].obeyed), (0, 0));
-        // its data were promised
+    fn a_frame_that_was_lost_with_its_sender_is_not_processed() {
+        let mut rank = gathering();
+        rank.peers.leave(1, departure());
+        assert_eq!(rank.deliver(lost(MessageKind::FrameReceive { peer: 1, number: 0 })), Ok(()));
+        assert_eq!((rank.peers[1].out_of_order.len(), rank.peers[1].processed), (0, 0));
+        // a lost block is an error
         rank.peers.begin_send(1, 5);
-        let sent = Label::Sent { peer: 1, step: 5 };
-        let error = rank.accept(landed(sent, Err(Trouble::Fault(Fault::Lost))));
+        let error = rank.deliver(lost(MessageKind::DataSend { peer: 1, step: 5 }));
         assert_eq!(error, Err(Error::PeerLost { peer: 1, step: 0 }));
     }
 }

@@ -1,18 +1,24 @@
-//! The leaf that calls MPI about messages: whoever is in flight keeps its bytes.
+//! Messages in flight: nonblocking sends and receives of MPI, which own their buffers.
 //!
-//! [`Requests`] owns (or, of a send, co-owns) the buffer of every message until all of its pieces are complete, and only then gives it back.
-//! A transfer that never completes keeps its buffer for ever: dropping a [`Requests`] with messages in flight **leaks** their buffers and
-//! requests, because an MPI that was given up may still write to them.
+//! [`Requests`] owns (or, of a send, co-owns) the buffer of every message until all of its pieces
+//! are complete, and only then returns it. A transfer that never completes keeps its buffer for
+//! ever: dropping a [`Requests`] with messages in flight **leaks** their buffers and requests,
+//! because MPI may still write to them.
 //!
 //! Invariants, besides the rules of [`super::ffi`]:
 //!
-//! * **A.** Each request in `requests` reads or writes bytes within the buffer of `messages[owners[i]]`, which stays there until `left` is 0,
-//!   i.e. until all requests of that owner are complete. A [`Memory`]'s bytes do not move when the handle moves.
-//! * **B.** The buffer of a receive was nobody else's when it was posted, and no reference to its bytes is made until it is given back.
-//! * **C.** The bytes of a send are only read: a [`HostBuffer`] that is co-owned (by `messages`) gives no mutable reference to anybody; who writes to
-//!   device memory by a kernel has seen the transfer end.
-//! * **D.** No message is longer than the receive that it meets, piece by piece: either MPI has told its length ([`Requests::receive_any`]), or the
-//!   sender, which runs this code too, has announced it and how it cuts it ([`Requests::receive`]). Some MPIs write past the end otherwise.
+//! * **A.** Each request in `requests` reads or writes bytes within the buffer of
+//!   `messages[owners[i]]`, which stays there until `incomplete` is 0, i.e. until all requests of
+//!   that message are complete. The bytes of a [`MessageBuffer`] do not move when the value moves.
+//! * **B.** The buffer of a receive had no other owner when it was posted, and no reference to its
+//!   bytes is created until it is returned.
+//! * **C.** The bytes of a send are only read. A [`HostBuffer`] that is co-owned (by `messages`)
+//!   yields no mutable reference; a kernel that writes to device memory is enqueued only after the
+//!   transfer has completed.
+//! * **D.** No message is longer than the receive that it matches, piece by piece. Either MPI has
+//!   reported its length ([`Requests::receive_any`]), or the sender, which runs this code too, has
+//!   announced the length of message and pieces ([`Requests::receive`]). Otherwise some MPIs write
+//!   past the end of the buffer.
 #![expect(unsafe_code, reason = "calls of the C interface of MPI")]
 
 use std::{collections::HashMap, ffi::c_int, mem, ops::Range};
@@ -21,104 +27,115 @@ use annulus_core::{Error, HostBuffer, Result, index};
 use mpi::ffi;
 
 use super::{
-    ffi::{About, Communicator, Fault, check, count, is_in_statuses},
-    memory::Memory,
+    communicator::Communicator,
+    ffi::{MpiError, PeerStep, check, count, is_error_in_status},
+    message_buffer::MessageBuffer,
 };
 
-/// MPI-3 counts in C ints: longer messages go in pieces of this many bytes.
+/// Longest piece of a message, in bytes. MPI 3 counts in C ints, and 2³⁰ is the largest power of
+/// two among them.
 pub(super) const LONGEST_PIECE: u64 = 1 << 30;
 
-/// How sends complete.
+/// Time at which a send completes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Mode {
-    /// When the bytes have left (`MPI_Isend`).
+    /// When the buffer may be reused (`MPI_Isend`).
     Standard,
-    /// When they are being received (`MPI_Issend`).
+    /// When, in addition, the receive has started (`MPI_Issend`).
     Synchronous,
 }
 
-/// The other end of a message and its envelope.
+/// Envelope of a message.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Address {
     pub(super) peer: usize,
     pub(super) tag: u64,
-    /// For errors.
+    /// Ring step, for errors.
     pub(super) step: usize,
     /// Bytes of a piece, at most [`LONGEST_PIECE`].
     pub(super) piece: u64,
 }
 
-struct Message<L> {
-    label: L,
-    buffer: Memory,
+struct InFlight<K> {
+    kind: K,
+    buffer: MessageBuffer,
     /// Requests that are not complete.
-    left: usize,
-    /// The first thing that went wrong with one of them.
-    outcome: Result<(), Trouble>,
+    incomplete: usize,
+    /// First failure of one of them.
+    outcome: Result<(), MessageError>,
 }
 
-/// What went wrong with a message.
+/// Failure of a message.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Trouble {
-    /// It has not the length of its receive.
+pub(super) enum MessageError {
+    /// Its length differs from that of its receive.
     Length,
-    /// MPI says so.
-    Fault(Fault),
+    /// MPI reported an error.
+    Mpi(MpiError),
 }
 
-/// A message that is through.
-pub(super) struct Landed<L> {
-    pub(super) label: L,
-    pub(super) buffer: Memory,
-    pub(super) outcome: Result<(), Trouble>,
+/// A message that has completed.
+pub(super) struct Completed<K> {
+    pub(super) kind: K,
+    pub(super) buffer: MessageBuffer,
+    pub(super) outcome: Result<(), MessageError>,
 }
 
-/// Messages in flight, each with a label of the caller's.
-pub(super) struct Requests<L> {
+/// Message of a request.
+#[derive(Clone, Copy)]
+struct RequestOwner {
+    message: u64,
+    /// Bytes that the request receives; `None` of a send.
+    want: Option<c_int>,
+}
+
+/// Messages in flight. The caller's `K` identifies a message when it completes.
+pub(super) struct Requests<K> {
     requests: Vec<ffi::MPI_Request>,
-    /// The message of each request, and the bytes that it receives (`None` of a send).
-    owners: Vec<(u64, Option<c_int>)>,
-    messages: HashMap<u64, Message<L>>,
-    next: u64,
-    /// Room for what `MPI_Testsome` says.
+    /// The owner of each request.
+    owners: Vec<RequestOwner>,
+    messages: HashMap<u64, InFlight<K>>,
+    /// Number of the message that was added last.
+    last: u64,
+    /// Output of `MPI_Testsome`, reused by every call.
     indices: Vec<c_int>,
     statuses: Vec<ffi::MPI_Status>,
 }
 
-// SAFETY: requests are numbers or pointers to memory of MPI's, which belongs to no thread; which thread may call MPI is checked by
-// `Communicator::enter` (rule 2). The buffers are `Send`.
-unsafe impl<L: Send> Send for Requests<L> {}
+// SAFETY: requests are numbers or pointers to memory of MPI's, which belongs to no thread; that the
+// thread may call MPI is checked by `Communicator::enter` (rule 2). The buffers are `Send`.
+unsafe impl<K: Send> Send for Requests<K> {}
 
-impl<L> Requests<L> {
+impl<K> Requests<K> {
     pub(super) fn new() -> Self {
         Self {
             requests: Vec::new(),
             owners: Vec::new(),
             messages: HashMap::new(),
-            next: 0,
+            last: 0,
             indices: Vec::new(),
             statuses: Vec::new(),
         }
     }
 
-    /// The labels of what is in flight.
-    pub(super) fn labels(&self) -> impl Iterator<Item = &L> {
-        self.messages.values().map(|message| &message.label)
+    /// Iterates over the kinds of all messages in flight.
+    pub(super) fn kinds(&self) -> impl Iterator<Item = &K> {
+        self.messages.values().map(|message| &message.kind)
     }
 
     pub(super) fn is_empty(&self) -> bool {
         self.messages.is_empty()
     }
 
-    /// Starts sending bytes of `buffer`. The caller has entered `communicator`.
+    /// Starts sending the bytes `range` of `buffer`. The caller has entered `communicator`.
     pub(super) fn send(
         &mut self,
         communicator: &Communicator,
         mode: Mode,
         to: Address,
-        buffer: Memory,
+        buffer: MessageBuffer,
         range: Range<u64>,
-        label: L,
+        kind: K,
     ) -> Result<()> {
         let Some(start) = buffer.start(&range) else {
             return Err(Error::Comm {
@@ -130,16 +147,18 @@ impl<L> Requests<L> {
         let pieces: Vec<(*const u8, c_int)> = pieces(range.end - range.start, to.piece)
             .map(|piece| (start.wrapping_add(index(piece.start)), length(&piece)))
             .collect();
-        let number = self.begin(label, buffer, pieces.len());
+        let number = self.begin(kind, buffer, pieces.len());
         for (start, length) in pieces {
             let start_send = match mode {
                 Mode::Standard => ffi::MPI_Isend,
                 Mode::Synchronous => ffi::MPI_Issend,
             };
             let [peer, tag] = envelope(to)?;
-            // SAFETY: rules 1 and 2 (the caller has entered); `length` bytes from `start` lie in `buffer`, which is in `messages` by now
-            // (invariant A) and is only read (C); the request lives in a local until it is stored
-            self.begin_request(number, None, (to.peer, to.step), |request| unsafe {
+            let at = PeerStep { peer: to.peer, step: to.step };
+            // SAFETY: rules 1 and 2 (the caller has entered); `length` bytes from `start` lie in
+            // `buffer`, which is in `messages` by now (invariant A) and is only read (C); the
+            // request lives in a local until it is stored
+            self.begin_request(number, None, at, |request| unsafe {
                 start_send(
                     start.cast(),
                     length,
@@ -154,17 +173,17 @@ impl<L> Requests<L> {
         Ok(())
     }
 
-    /// Starts receiving into bytes of `buffer`, which nobody else owns, a message that was announced to be as long. The caller has entered
-    /// `communicator`.
+    /// Starts receiving a message that was announced with the length of `range` into these bytes
+    /// of `buffer`, which has no other owner. The caller has entered `communicator`.
     pub(super) fn receive(
         &mut self,
         communicator: &Communicator,
         from: Address,
-        mut buffer: Memory,
+        mut buffer: MessageBuffer,
         range: Range<u64>,
-        label: L,
+        kind: K,
     ) -> Result<()> {
-        // one pointer for all pieces, so that none of them makes another one stale
+        // one pointer for all pieces: a further mutable reference would invalidate it
         let Some(start) = buffer.start_mut(&range) else {
             return Err(Error::Comm {
                 peer: from.peer,
@@ -173,12 +192,15 @@ impl<L> Requests<L> {
             });
         };
         let pieces: Vec<Range<u64>> = pieces(range.end - range.start, from.piece).collect();
-        let number = self.begin(label, buffer, pieces.len());
+        let number = self.begin(kind, buffer, pieces.len());
         for piece in pieces {
-            let (length, [peer, tag]) = (length(&piece), envelope(from)?);
-            // SAFETY: rules 1 and 2 (the caller has entered); the piece lies within the bytes behind `start`, which are of the buffer that is
-            // in `messages` by now (A) and that nobody reads or writes until it is given back (B); what comes is no longer (D)
-            self.begin_request(number, Some(length), (from.peer, from.step), |request| unsafe {
+            let length = length(&piece);
+            let [peer, tag] = envelope(from)?;
+            let at = PeerStep { peer: from.peer, step: from.step };
+            // SAFETY: rules 1 and 2 (the caller has entered); the piece lies within the bytes from
+            // `start`, which belong to the buffer that is in `messages` by now (A) and that is not
+            // read or written until it is returned (B); the message is not longer (D)
+            self.begin_request(number, Some(length), at, |request| unsafe {
                 let start = start.add(index(piece.start)).cast();
                 ffi::MPI_Irecv(
                     start,
@@ -194,50 +216,52 @@ impl<L> Requests<L> {
         Ok(())
     }
 
-    /// Starts receiving the next message on `communicator`, whoever sent it, whatever its length, if there is one. Says who sent it.
-    /// The caller has entered `communicator`.
+    /// Starts receiving the next message on `communicator`, from any rank and of any length, if
+    /// there is one. Returns its sender. The caller has entered `communicator`.
     pub(super) fn receive_any(
         &mut self,
         communicator: &Communicator,
-        label: impl FnOnce(usize) -> L,
+        kind: impl FnOnce(usize) -> K,
     ) -> Result<Option<usize>> {
-        let about = (communicator.rank(), 0);
         let mut found = 0;
         // SAFETY: a status is made of integers, for which zero is a value; MPI overwrites it
         let mut status: ffi::MPI_Status = unsafe { mem::zeroed() };
         let mut message = mem::MaybeUninit::uninit();
-        // SAFETY: rules 1 and 2 (the caller has entered); everything that MPI writes to lives through the call
+        // SAFETY: rules 1 and 2 (the caller has entered); all that MPI writes to lives through the
+        // call
         let code = unsafe {
-            let (any, every) = (ffi::RSMPI_ANY_SOURCE, ffi::RSMPI_ANY_TAG);
             ffi::MPI_Improbe(
-                any,
-                every,
+                ffi::RSMPI_ANY_SOURCE,
+                ffi::RSMPI_ANY_TAG,
                 communicator.raw(),
                 &raw mut found,
                 message.as_mut_ptr(),
                 &raw mut status,
             )
         };
-        check(code, about)?;
+        check(code, PeerStep::of(communicator.rank()))?;
         if found == 0 {
             return Ok(None);
         }
-        // SAFETY: `found`, so that MPI has written the message
+        // SAFETY: a message was found, so MPI has written its handle
         let mut message = unsafe { message.assume_init() };
-        let (peer, length) = (count(status.MPI_SOURCE), received(&status)?);
+        let peer = count(status.MPI_SOURCE);
+        let length = received(&status)?;
         let mut buffer = HostBuffer::zeroed(count(length) as u64)?;
         let start = buffer.bytes_mut().map_or(std::ptr::null_mut(), <[u8]>::as_mut_ptr);
-        let number = self.begin(label(peer), Memory::Host(buffer), 1);
-        // SAFETY: rules 1 and 2; `start` has room for `length` bytes of a buffer that was made a moment ago, is in `messages` by now (A) and is
-        // untouched until it is given back (B); the message was matched above and is received once
-        self.begin_request(number, Some(length), (peer, 0), |request| unsafe {
+        let number = self.begin(kind(peer), MessageBuffer::Host(buffer), 1);
+        // SAFETY: rules 1 and 2; `start` points to `length` bytes of a buffer that was allocated
+        // above, is in `messages` by now (A) and is untouched until it is returned (B); the message
+        // was matched above and is received once
+        self.begin_request(number, Some(length), PeerStep::of(peer), |request| unsafe {
             ffi::MPI_Imrecv(start.cast(), length, ffi::RSMPI_UINT8_T, &raw mut message, request)
         })?;
         Ok(Some(peer))
     }
 
-    /// Lets MPI move, and gives back what is through. The caller has entered the communicators of all messages.
-    pub(super) fn test(&mut self, about: About) -> Result<Vec<Landed<L>>> {
+    /// Advances MPI and returns the messages that have completed. `at` is reported with an error
+    /// that concerns no single message. The caller has entered the communicators of all messages.
+    pub(super) fn test(&mut self, at: PeerStep) -> Result<Vec<Completed<K>>> {
         if self.requests.is_empty() {
             return Ok(Vec::new());
         }
@@ -246,94 +270,117 @@ impl<L> Requests<L> {
         // SAFETY: a status is made of integers, for which zero is a value
         self.statuses.resize(self.requests.len(), unsafe { mem::zeroed() });
         let mut done = 0;
-        // SAFETY: rules 1 and 2 (the caller has entered); the three arrays have room for `all` entries; every request is ours and active
+        // SAFETY: rules 1 and 2 (the caller has entered); the three arrays have `all` entries;
+        // every request was started here and is active
         let code = unsafe {
-            let (requests, indices, statuses) =
-                (self.requests.as_mut_ptr(), self.indices.as_mut_ptr(), self.statuses.as_mut_ptr());
-            ffi::MPI_Testsome(all, requests, &raw mut done, indices, statuses)
+            ffi::MPI_Testsome(
+                all,
+                self.requests.as_mut_ptr(),
+                &raw mut done,
+                self.indices.as_mut_ptr(),
+                self.statuses.as_mut_ptr(),
+            )
         };
-        // with this code, and with this code only, each status says how its own request fared
-        let in_status = is_in_statuses(code);
+        // with this code, and with this code only, each status holds its own request's code
+        let in_status = is_error_in_status(code);
         if !in_status {
-            check(code, about)?;
+            check(code, at)?;
         }
         if done == ffi::MPI_UNDEFINED as c_int {
             return Ok(Vec::new());
         }
         let mut complete: Vec<usize> = Vec::with_capacity(count(done));
-        for entry in 0..count(done) {
-            let (place, status) = (count(self.indices[entry]), self.statuses[entry]);
-            let (owner, wanted) = self.owners[place];
-            let fault = if in_status { Fault::of(status.MPI_ERROR) } else { Ok(()) };
-            let outcome = match (fault, wanted) {
-                (Err(Fault::Long), _) => Err(Trouble::Length),
-                (Err(fault), _) => Err(Trouble::Fault(fault)),
-                (Ok(()), Some(wanted)) if received(&status)? != wanted => Err(Trouble::Length),
-                (Ok(()), _) => Ok(()),
-            };
-            if let Some(message) = self.messages.get_mut(&owner) {
-                message.left -= 1;
+        for (&request, status) in self.indices.iter().zip(&self.statuses).take(count(done)) {
+            let request = count(request);
+            let RequestOwner { message, want } = self.owners[request];
+            let code = if in_status { status.MPI_ERROR } else { ffi::MPI_SUCCESS as c_int };
+            let outcome = outcome(code, status, want)?;
+            if let Some(message) = self.messages.get_mut(&message) {
+                message.incomplete -= 1;
                 message.outcome = mem::replace(&mut message.outcome, Ok(())).and(outcome);
             }
-            complete.push(place);
+            complete.push(request);
         }
-        complete.sort_unstable_by(|a, b| b.cmp(a));
-        let mut landed = Vec::new();
-        for place in complete {
-            self.requests.swap_remove(place);
-            let (owner, _) = self.owners.swap_remove(place);
-            if self.messages.get(&owner).is_some_and(|message| message.left == 0)
-                && let Some(Message { label, buffer, outcome, .. }) = self.messages.remove(&owner)
-            {
-                landed.push(Landed { label, buffer, outcome });
-            }
-        }
-        Ok(landed)
+        Ok(self.remove(complete))
     }
 
-    /// Takes a message in, before its requests begin (invariant A).
-    fn begin(&mut self, label: L, buffer: Memory, left: usize) -> u64 {
-        self.next += 1;
-        self.messages.insert(self.next, Message { label, buffer, left, outcome: Ok(()) });
-        self.next
+    /// Removes requests that are complete. Returns the messages without any other request.
+    fn remove(&mut self, mut complete: Vec<usize>) -> Vec<Completed<K>> {
+        // descending, because `swap_remove` moves only requests with higher indices
+        complete.sort_unstable_by(|a, b| b.cmp(a));
+        let mut completed = Vec::new();
+        for request in complete {
+            self.requests.swap_remove(request);
+            let number = self.owners.swap_remove(request).message;
+            if self.messages.get(&number).is_some_and(|message| message.incomplete == 0)
+                && let Some(InFlight { kind, buffer, outcome, .. }) = self.messages.remove(&number)
+            {
+                completed.push(Completed { kind, buffer, outcome });
+            }
+        }
+        completed
+    }
+
+    /// Adds a message of `requests` requests, before they start (invariant A). Returns its number.
+    fn begin(&mut self, kind: K, buffer: MessageBuffer, requests: usize) -> u64 {
+        self.last += 1;
+        let message = InFlight { kind, buffer, incomplete: requests, outcome: Ok(()) };
+        self.messages.insert(self.last, message);
+        self.last
     }
 
     fn begin_request(
         &mut self,
-        owner: u64,
-        wanted: Option<c_int>,
-        about: About,
+        message: u64,
+        want: Option<c_int>,
+        at: PeerStep,
         start: impl FnOnce(*mut ffi::MPI_Request) -> c_int,
     ) -> Result<()> {
         // SAFETY: a constant of the linked MPI
         let mut request = unsafe { ffi::RSMPI_REQUEST_NULL };
-        check(start(&raw mut request), about)?;
+        check(start(&raw mut request), at)?;
         self.requests.push(request);
-        self.owners.push((owner, wanted));
+        self.owners.push(RequestOwner { message, want });
         Ok(())
     }
 }
 
-impl<L> Drop for Requests<L> {
+impl<K> Drop for Requests<K> {
     fn drop(&mut self) {
-        // MPI may still read and write: see the first lines
+        // leaked, because MPI may still read and write them
         self.messages.drain().for_each(|(_, message)| mem::forget(message.buffer));
     }
 }
 
-/// The pieces of a message, at least one.
+/// Returns the outcome of a request with this return code, which is to receive `want` bytes.
+fn outcome(
+    code: c_int,
+    status: &ffi::MPI_Status,
+    want: Option<c_int>,
+) -> Result<Result<(), MessageError>> {
+    Ok(match MpiError::check(code) {
+        Err(MpiError::Truncated) => Err(MessageError::Length),
+        Err(error) => Err(MessageError::Mpi(error)),
+        Ok(()) => match want {
+            Some(want) if received(status)? != want => Err(MessageError::Length),
+            _ => Ok(()),
+        },
+    })
+}
+
+/// Divides a message into pieces, at least one.
 fn pieces(bytes: u64, piece: u64) -> impl Iterator<Item = Range<u64>> {
     let piece = piece.clamp(1, LONGEST_PIECE);
     (0..bytes.div_ceil(piece).max(1))
         .map(move |number| number * piece..bytes.min((number + 1) * piece))
 }
 
-/// The length of a piece, which is at most [`LONGEST_PIECE`].
+/// Returns the length of a piece, which is at most [`LONGEST_PIECE`].
 fn length(piece: &Range<u64>) -> c_int {
     c_int::try_from(piece.end - piece.start).unwrap_or(c_int::MAX)
 }
 
-/// Peer and tag as MPI wants them.
+/// Converts peer and tag to C ints.
 fn envelope(address: Address) -> Result<[c_int; 2]> {
     let peer = c_int::try_from(address.peer)
         .map_err(|_| Error::invalid("peer", address.peer, "a rank"))?;
@@ -342,13 +389,14 @@ fn envelope(address: Address) -> Result<[c_int; 2]> {
     Ok([peer, tag])
 }
 
-/// The bytes that a receive got.
+/// Returns the number of bytes that a receive got.
 fn received(status: &ffi::MPI_Status) -> Result<c_int> {
     let mut bytes = 0;
-    // SAFETY: rules 1 and 2 (every caller has entered); MPI wrote the status, and the number lives through the call
+    // SAFETY: rules 1 and 2 (every caller has entered); MPI wrote the status, and the number lives
+    // through the call
     let code =
         unsafe { ffi::MPI_Get_count(&raw const *status, ffi::RSMPI_UINT8_T, &raw mut bytes) };
-    check(code, (0, 0))?;
+    check(code, PeerStep::of(0))?;
     Ok(bytes)
 }
 
@@ -357,7 +405,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pieces_cover_a_message_and_none_is_too_long_for_an_int() {
+    fn pieces_cover_a_message_and_each_length_fits_an_int() {
         let ends = |bytes, piece| {
             pieces(bytes, piece).map(|piece| (piece.start, piece.end)).collect::<Vec<_>>()
         };

@@ -1,7 +1,8 @@
-//! A non-blocking communicator, and calls that end at a deadline even if the library hangs.
+//! Non-blocking communicators, and calls that end at a deadline even if the library hangs.
 
 use std::{
     ffi::c_int,
+    fmt,
     sync::mpsc::{Receiver, RecvTimeoutError, channel},
     time::{Duration, Instant},
 };
@@ -14,9 +15,9 @@ use annulus_device_cuda::{
 
 use super::comm;
 
-/// Longest wait for an abort.
+/// Longest wait for an abort or a destruction, both of which end at once unless the library hangs.
 const GIVE_UP: Duration = Duration::from_secs(1);
-/// Interval between polls of a new communicator.
+/// Interval between polls of a new communicator, whose creation takes a good part of a second.
 const POLL: Duration = Duration::from_millis(1);
 
 /// State of a communicator.
@@ -27,10 +28,40 @@ pub(super) enum State {
     Busy,
 }
 
+/// This rank and the number of ranks of a communicator.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Membership {
+    pub(super) rank: usize,
+    pub(super) ranks: usize,
+}
+
+impl fmt::Display for Membership {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "rank {} of {}", self.rank, self.ranks)
+    }
+}
+
+/// A send or receive of contiguous device memory.
+#[derive(Clone, Copy)]
+pub(super) struct Transfer {
+    pub(super) address: u64,
+    pub(super) bytes: u64,
+    pub(super) peer: usize,
+}
+
+/// Failure to launch a group.
+pub(super) struct GroupError {
+    /// Peer of the message that failed; `None` if the failure concerns the group.
+    pub(super) peer: Option<usize>,
+    pub(super) what: String,
+}
+
+/// A communicator, created here or borrowed.
 pub(super) struct Communicator {
     symbols: NcclSymbols,
     device: Device,
     handle: Handle,
+    /// True if it was created here, and is therefore destroyed here.
     owned: bool,
     /// True once aborted or destroyed: the handle is then invalid.
     gone: bool,
@@ -59,7 +90,8 @@ fn within<R: Send + 'static>(
     begin(device, call).recv_timeout(deadline).ok()
 }
 
-/// Starts a call on a thread of its own with the device current. Returns the receiver of its result.
+/// Starts a call on a thread of its own with the device current. Returns the receiver of its
+/// result.
 fn begin<R: Send + 'static>(
     device: &Device,
     call: impl FnOnce() -> R + Send + 'static,
@@ -67,7 +99,7 @@ fn begin<R: Send + 'static>(
     let (sender, receiver) = channel();
     let device = device.clone();
     std::thread::spawn(move || {
-        // on a failed device the call reports that itself; an abort is due all the same
+        // an error is ignored: on a failed device the call reports it, and an abort must still run
         device.make_current().unwrap_or_default();
         // the waiting thread may have given up
         sender.send(call()).unwrap_or_default();
@@ -75,6 +107,7 @@ fn begin<R: Send + 'static>(
     receiver
 }
 
+/// Converts a status to NCCL's message, after the name of the function.
 fn check(symbols: &NcclSymbols, name: &str, status: Status) -> Result<(), String> {
     if status == SUCCESS || status == IN_PROGRESS {
         Ok(())
@@ -94,22 +127,23 @@ pub(super) fn unique_id(symbols: &NcclSymbols, device: &Device) -> Result<Unique
 }
 
 impl Communicator {
-    /// Creates a communicator of all ranks that have this id. `look` is polled meanwhile; its error (a
-    /// rank that has failed) ends the wait.
+    /// Creates a communicator of all ranks that have this id. `poll` is called meanwhile; its
+    /// error, such as the failure of another rank, ends the wait.
     pub(super) fn join(
         symbols: NcclSymbols,
         device: &Device,
         id: UniqueId,
-        (rank, ranks): (usize, usize),
+        Membership { rank, ranks }: Membership,
         until: Instant,
-        mut look: impl FnMut() -> Result<()>,
+        mut poll: impl FnMut() -> Result<()>,
     ) -> Result<Self> {
         let left = || until.saturating_duration_since(Instant::now());
         let number = |value: usize| {
             c_int::try_from(value)
                 .map_err(|_| Error::unsupported(format!("a ring of {ranks} ranks"), "NCCL"))
         };
-        let (own, all) = (number(rank)?, number(ranks)?);
+        let own = number(rank)?;
+        let all = number(ranks)?;
         let late =
             || comm(rank, 0, "ncclCommInitRankConfig did not end before the deadline".into());
         let call = move || {
@@ -120,35 +154,35 @@ impl Communicator {
                 unsafe { (symbols.init_rank)(&raw mut handle, all, id, own, &raw mut config) };
             (Handle(handle), status)
         };
-        let begun = begin(device, call);
+        let result = begin(device, call);
         let (handle, status) = loop {
-            match begun.recv_timeout(POLL) {
-                Ok(made) => break made,
-                Err(RecvTimeoutError::Timeout) if !left().is_zero() => look()?,
+            match result.recv_timeout(POLL) {
+                Ok(returned) => break returned,
+                Err(RecvTimeoutError::Timeout) if !left().is_zero() => poll()?,
                 Err(_) => return Err(late()),
             }
         };
-        let mut made =
+        let mut communicator =
             Self { symbols, device: device.clone(), handle, owned: true, gone: handle.0.is_null() };
-        let mut said =
+        let mut outcome =
             check(&symbols, "ncclCommInitRankConfig", status).map_err(|what| comm(rank, 0, what));
-        while said.is_ok() {
-            match made.state() {
-                Ok(State::Good) => return Ok(made),
-                Ok(State::Busy) if left().is_zero() => said = Err(late()),
+        while outcome.is_ok() {
+            match communicator.state() {
+                Ok(State::Good) => return Ok(communicator),
+                Ok(State::Busy) if left().is_zero() => outcome = Err(late()),
                 Ok(State::Busy) => {
-                    said = look();
+                    outcome = poll();
                     std::thread::sleep(POLL);
                 }
-                Err(what) => said = Err(comm(rank, 0, what)),
+                Err(what) => outcome = Err(comm(rank, 0, what)),
             }
         }
-        match (said, made.abort()) {
+        match (outcome, communicator.abort()) {
             (Err(Error::Comm { peer, step, what }), Err(hung)) => {
                 Err(comm(peer, step, format!("{what}; {hung}")))
             }
             (Err(error), _) => Err(error),
-            (Ok(()), _) => Ok(made),
+            (Ok(()), _) => Ok(communicator),
         }
     }
 
@@ -165,18 +199,18 @@ impl Communicator {
     }
 
     /// Returns this rank and the number of ranks.
-    pub(super) fn place(&self) -> Result<(usize, usize)> {
-        let (mut rank, mut ranks) = (0, 0);
-        // SAFETY: the communicator is alive, and both point to locals.
-        let (one, other) = unsafe {
-            (
-                (self.symbols.user_rank)(self.handle.0, &raw mut rank),
-                (self.symbols.count)(self.handle.0, &raw mut ranks),
-            )
-        };
-        check(&self.symbols, "ncclCommUserRank", one).map_err(|what| comm(0, 0, what))?;
-        check(&self.symbols, "ncclCommCount", other).map_err(|what| comm(0, 0, what))?;
-        Ok((rank.unsigned_abs() as usize, ranks.unsigned_abs() as usize))
+    pub(super) fn membership(&self) -> Result<Membership> {
+        let mut rank = 0;
+        // SAFETY: the communicator is alive, and the pointer is to a local.
+        let status = unsafe { (self.symbols.user_rank)(self.handle.0, &raw mut rank) };
+        check(&self.symbols, "ncclCommUserRank", status).map_err(|what| comm(0, 0, what))?;
+        let mut ranks = 0;
+        // SAFETY: the communicator is alive, and the pointer is to a local.
+        let status = unsafe { (self.symbols.count)(self.handle.0, &raw mut ranks) };
+        check(&self.symbols, "ncclCommCount", status).map_err(|what| comm(0, 0, what))?;
+        let rank = rank.unsigned_abs() as usize;
+        let ranks = ranks.unsigned_abs() as usize;
+        Ok(Membership { rank, ranks })
     }
 
     /// Returns its state, or its error.
@@ -187,77 +221,79 @@ impl Communicator {
         self.device.make_current().map_err(|error| error.to_string())?;
         let mut status = SUCCESS;
         // SAFETY: the communicator is alive, and the pointer is to a local.
-        let asked = unsafe { (self.symbols.async_error)(self.handle.0, &raw mut status) };
-        check(&self.symbols, "ncclCommGetAsyncError", asked)?;
+        let inquiry = unsafe { (self.symbols.async_error)(self.handle.0, &raw mut status) };
+        check(&self.symbols, "ncclCommGetAsyncError", inquiry)?;
         check(&self.symbols, "NCCL", status)?;
         Ok(if status == IN_PROGRESS { State::Busy } else { State::Good })
     }
 
-    /// Launches a group: address, bytes and peer of each message, in an order that both sides of a
-    /// pair derive alike.
+    /// Launches a group of transfers, in an order that both sides of a pair derive alike.
     ///
     /// # Errors
     /// The failure, with the peer if it concerns one message.
     ///
     /// # Safety
-    /// Every address is that of as many bytes of the device's memory, which stay allocated until the
-    /// stream's work is done.
+    /// Every address is that of as many bytes of the device's memory, which stay allocated until
+    /// the stream's work is done.
     pub(super) unsafe fn group(
         &self,
-        sends: &[(u64, u64, usize)],
-        receives: &[(u64, u64, usize)],
+        sends: &[Transfer],
+        receives: &[Transfer],
         stream: &Stream,
-    ) -> Result<(), (Option<usize>, String)> {
+    ) -> Result<(), GroupError> {
         let symbols = &self.symbols;
-        let nobody = |what: String| (None, what);
-        self.device.make_current().map_err(|error| nobody(error.to_string()))?;
+        let without_peer = |what: String| GroupError { peer: None, what };
+        self.device.make_current().map_err(|error| without_peer(error.to_string()))?;
         // SAFETY: no arguments.
-        check(symbols, "ncclGroupStart", unsafe { (symbols.group_start)() }).map_err(nobody)?;
-        let mut queued = Ok(());
-        for (send, &(at, bytes, peer)) in
-            sends.iter().map(|side| (true, side)).chain(receives.iter().map(|side| (false, side)))
-        {
-            let (Ok(bytes), Ok(number)) = (usize::try_from(bytes), c_int::try_from(peer)) else {
-                queued = Err((Some(peer), format!("a message of {bytes} bytes")));
-                break;
-            };
-            // SAFETY: as promised; the communicator is alive.
-            let (name, status) = unsafe {
-                if send {
-                    (
-                        "ncclSend",
-                        (symbols.send)(
-                            at as *const _,
-                            bytes,
-                            BYTES,
-                            number,
-                            self.handle.0,
-                            stream.handle(),
-                        ),
-                    )
-                } else {
-                    (
-                        "ncclRecv",
-                        (symbols.receive)(
-                            at as *mut _,
-                            bytes,
-                            BYTES,
-                            number,
-                            self.handle.0,
-                            stream.handle(),
-                        ),
-                    )
-                }
-            };
-            if let Err(what) = check(symbols, name, status) {
-                queued = Err((Some(peer), what));
-                break;
+        let started = unsafe { (symbols.group_start)() };
+        check(symbols, "ncclGroupStart", started).map_err(without_peer)?;
+        let enqueue_all = || {
+            for send in sends {
+                // SAFETY: as the caller promises.
+                unsafe { self.enqueue(true, send, stream) }?;
             }
-        }
+            for receive in receives {
+                // SAFETY: as the caller promises.
+                unsafe { self.enqueue(false, receive, stream) }?;
+            }
+            Ok(())
+        };
+        let enqueued = enqueue_all();
         // SAFETY: no arguments. A group that was started is ended, also after an error.
-        let ended =
-            check(symbols, "ncclGroupEnd", unsafe { (symbols.group_end)() }).map_err(nobody);
-        queued.and(ended)
+        let ended = unsafe { (symbols.group_end)() };
+        enqueued.and(check(symbols, "ncclGroupEnd", ended).map_err(without_peer))
+    }
+
+    /// Adds a send or a receive to the current group.
+    ///
+    /// # Safety
+    /// As [`Communicator::group`].
+    unsafe fn enqueue(
+        &self,
+        is_send: bool,
+        &Transfer { address, bytes, peer }: &Transfer,
+        stream: &Stream,
+    ) -> Result<(), GroupError> {
+        let with_peer = |what: String| GroupError { peer: Some(peer), what };
+        let (Ok(bytes), Ok(number)) = (usize::try_from(bytes), c_int::try_from(peer)) else {
+            return Err(with_peer(format!("a message of {bytes} bytes")));
+        };
+        let symbols = &self.symbols;
+        let communicator = self.handle.0;
+        let stream = stream.handle();
+        if is_send {
+            let from = address as *const _;
+            // SAFETY: as the caller promises; the communicator is alive.
+            let status =
+                unsafe { (symbols.send)(from, bytes, BYTES, number, communicator, stream) };
+            check(symbols, "ncclSend", status).map_err(with_peer)
+        } else {
+            let into = address as *mut _;
+            // SAFETY: as the caller promises; the communicator is alive.
+            let status =
+                unsafe { (symbols.receive)(into, bytes, BYTES, number, communicator, stream) };
+            check(symbols, "ncclRecv", status).map_err(with_peer)
+        }
     }
 
     /// Aborts the communicator and its work.
@@ -268,7 +304,8 @@ impl Communicator {
         if !self.owned || std::mem::replace(&mut self.gone, true) {
             return Ok(());
         }
-        let (symbols, handle) = (self.symbols, self.handle);
+        let symbols = self.symbols;
+        let handle = self.handle;
         // SAFETY: alive, and not touched after this.
         let returned =
             within(GIVE_UP, &self.device, move || unsafe { (symbols.abort)(handle.raw()) });
@@ -283,7 +320,8 @@ impl Communicator {
             // a drop has no caller to report a hang to
             self.abort().unwrap_or_default();
         } else if self.owned && !std::mem::replace(&mut self.gone, true) {
-            let (symbols, handle) = (self.symbols, self.handle);
+            let symbols = self.symbols;
+            let handle = self.handle;
             // SAFETY: alive, and not touched after this.
             within(GIVE_UP, &self.device, move || unsafe { (symbols.destroy)(handle.raw()) });
         }

@@ -5,22 +5,38 @@ use std::collections::BTreeMap;
 use annulus_core::{Arrived, Incoming, MessageHeader, Outgoing, Result, Space};
 use annulus_device_cuda::{CudaBuffer, CudaSpace, Event, Stream};
 
-use super::{Side, comm, communicator::Communicator};
-use crate::cuda_gather::{self, Scratch};
+use super::{
+    comm,
+    communicator::{Communicator, GroupError, Transfer},
+};
+use crate::cuda_gather::{self, DeviceStaging};
+
+/// A message and the caller's buffer of it.
+struct Side {
+    hop: MessageHeader,
+    buffer: CudaBuffer,
+}
+
+/// A send that may start once `ready` has passed.
+struct ReadySend {
+    side: Side,
+    ready: Event,
+}
 
 /// A group that is posted and not yet launched.
 #[derive(Default)]
 pub(super) struct Group {
-    sends: Vec<(Side, Event)>,
+    sends: Vec<ReadySend>,
     receives: Vec<Side>,
 }
 
-/// A group that is launched. It co-owns all memory that NCCL reads or writes, until its work is done.
+/// A group that is launched. It co-owns all memory that NCCL reads or writes, until its work is
+/// done.
 pub(super) struct GroupInFlight {
     sends: Vec<Side>,
     receives: Vec<Side>,
-    /// Scratch of each receive of several byte ranges.
-    landing: Vec<Option<CudaBuffer>>,
+    /// Staging buffer of each receive; `None` if it has one byte range.
+    staged: Vec<Option<CudaBuffer>>,
     /// Event after its work, once NCCL has accepted it.
     done: Option<Event>,
 }
@@ -28,13 +44,13 @@ pub(super) struct GroupInFlight {
 /// Receives that have completed.
 type Arrivals = Vec<(MessageHeader, Arrived<CudaSpace>)>;
 
-/// Order of messages that both ends of a pair derive alike.
+/// Returns the sort key of a message. Both ends of a pair derive the same order from it.
 fn order(hop: &MessageHeader) -> (usize, annulus_core::Channel, u64) {
     (hop.peer, hop.channel, hop.tag)
 }
 
-/// Address of a message in one piece.
-fn whole(hop: &MessageHeader) -> Option<u64> {
+/// Returns the offset of a message of one byte range in its buffer; `None` of several.
+fn contiguous_start(hop: &MessageHeader) -> Option<u64> {
     match &*hop.ranges {
         [only] => Some(only.start),
         _ => None,
@@ -53,14 +69,15 @@ pub(super) fn groups<S: Space<Buffer = CudaBuffer, Event = Event>>(
     let mut groups: BTreeMap<u64, Group> = BTreeMap::new();
     for Outgoing { hop, buffer, ready } in sends {
         let group = groups.entry(hop.tag).or_default();
-        group.sends.push(((hop.clone(), (*buffer).clone()), (*ready).clone()));
+        let side = Side { hop: hop.clone(), buffer: (*buffer).clone() };
+        group.sends.push(ReadySend { side, ready: (*ready).clone() });
     }
     for Incoming { hop, buffer } in receives.drain(..) {
-        groups.entry(hop.tag).or_default().receives.push((hop, buffer));
+        groups.entry(hop.tag).or_default().receives.push(Side { hop, buffer });
     }
     groups.into_values().map(|mut group| {
-        group.sends.sort_by_key(|((hop, _), _)| order(hop));
-        group.receives.sort_by_key(|(hop, _)| order(hop));
+        group.sends.sort_by_key(|send| order(&send.side.hop));
+        group.receives.sort_by_key(|receive| order(&receive.hop));
         group
     })
 }
@@ -68,12 +85,12 @@ pub(super) fn groups<S: Space<Buffer = CudaBuffer, Event = Event>>(
 impl Group {
     /// Peer and step of the first message.
     pub(super) fn first(&self) -> Option<(usize, usize)> {
-        let hops = self.receives.iter().chain(self.sends.iter().map(|(side, _)| side));
-        hops.map(|(hop, _)| (hop.peer, hop.step)).next()
+        let sends = self.sends.iter().map(|send| &send.side);
+        self.receives.iter().chain(sends).map(|side| (side.hop.peer, side.hop.step)).next()
     }
 
     pub(super) fn receives(&self) -> impl Iterator<Item = &MessageHeader> {
-        self.receives.iter().map(|(hop, _)| hop)
+        self.receives.iter().map(|receive| &receive.hop)
     }
 
     pub(super) fn sends(&self) -> bool {
@@ -85,59 +102,64 @@ impl Group {
         self,
         communicator: &Communicator,
         stream: &Stream,
-        scratch: &mut Scratch,
+        staging: &mut DeviceStaging,
     ) -> Result<GroupInFlight> {
         let (peer, step) = self.first().unwrap_or_default();
         let mut used = Vec::new();
         let mut outgoing = Vec::with_capacity(self.sends.len());
-        for ((hop, buffer), ready) in &self.sends {
+        for ReadySend { side: Side { hop, buffer }, ready } in &self.sends {
             stream.wait_for(ready)?;
-            let at = match whole(hop) {
+            let address = match contiguous_start(hop) {
                 Some(start) => buffer.address() + start,
                 None => {
-                    let one = scratch.take(hop.bytes(), stream)?;
-                    cuda_gather::gather(stream, hop, buffer, &one)?;
-                    used.push(one);
-                    used.last().map_or(0, CudaBuffer::address)
+                    let staged = staging.take(hop.bytes(), stream)?;
+                    cuda_gather::gather(stream, hop, buffer, &staged)?;
+                    let address = staged.address();
+                    used.push(staged);
+                    address
                 }
             };
-            outgoing.push((at, hop.bytes(), hop.peer));
+            outgoing.push(Transfer { address, bytes: hop.bytes(), peer: hop.peer });
         }
-        let (mut incoming, mut landing) =
-            (Vec::with_capacity(self.receives.len()), Vec::with_capacity(self.receives.len()));
-        for (hop, buffer) in &self.receives {
+        let mut incoming = Vec::with_capacity(self.receives.len());
+        let mut staged_receives = Vec::with_capacity(self.receives.len());
+        for Side { hop, buffer } in &self.receives {
             // after work that was enqueued on it earlier
             buffer.wait_on(stream)?;
-            let one =
-                if whole(hop).is_some() { None } else { Some(scratch.take(hop.bytes(), stream)?) };
-            let at = one
-                .as_ref()
-                .map_or_else(|| buffer.address() + whole(hop).unwrap_or(0), CudaBuffer::address);
-            incoming.push((at, hop.bytes(), hop.peer));
-            landing.push(one);
+            let (address, staged) = match contiguous_start(hop) {
+                Some(start) => (buffer.address() + start, None),
+                None => {
+                    let staged = staging.take(hop.bytes(), stream)?;
+                    (staged.address(), Some(staged))
+                }
+            };
+            incoming.push(Transfer { address, bytes: hop.bytes(), peer: hop.peer });
+            staged_receives.push(staged);
         }
-        // an empty message is sent by neither side
-        for side in [&mut outgoing, &mut incoming] {
-            side.retain(|&(_, bytes, _)| bytes > 0);
+        // both sides of an empty message leave it out
+        for transfers in [&mut outgoing, &mut incoming] {
+            transfers.retain(|transfer| transfer.bytes > 0);
         }
         if !outgoing.is_empty() || !incoming.is_empty() {
             // SAFETY: the ranges were checked against their buffers, which `GroupInFlight` keeps.
-            let queued = unsafe { communicator.group(&outgoing, &incoming, stream) };
-            queued.map_err(|(named, what)| comm(named.unwrap_or(peer), step, what))?;
+            let launched = unsafe { communicator.group(&outgoing, &incoming, stream) };
+            launched.map_err(|GroupError { peer: failed, what }| {
+                comm(failed.unwrap_or(peer), step, what)
+            })?;
         }
-        used.into_iter().for_each(|one| scratch.give(one));
-        let sends = self.sends.into_iter().map(|(side, _)| side).collect();
-        Ok(GroupInFlight { sends, receives: self.receives, landing, done: None })
+        used.into_iter().for_each(|staged| staging.give(staged));
+        let sends = self.sends.into_iter().map(|send| send.side).collect();
+        Ok(GroupInFlight { sends, receives: self.receives, staged: staged_receives, done: None })
     }
 }
 
 impl GroupInFlight {
     pub(super) fn first(&self) -> Option<(usize, usize)> {
-        self.receives.iter().chain(&self.sends).map(|(hop, _)| (hop.peer, hop.step)).next()
+        self.receives.iter().chain(&self.sends).map(|side| (side.hop.peer, side.hop.step)).next()
     }
 
     pub(super) fn receives(&self) -> impl Iterator<Item = &MessageHeader> {
-        self.receives.iter().map(|(hop, _)| hop)
+        self.receives.iter().map(|receive| &receive.hop)
     }
 
     pub(super) fn sends(&self) -> bool {
@@ -145,31 +167,31 @@ impl GroupInFlight {
     }
 
     /// Records the event of a group that NCCL has accepted: later work in the stream runs after it.
-    pub(super) fn mark(&mut self, stream: &Stream, scratch: &mut Scratch) -> Result<()> {
-        for ((hop, buffer), landing) in self.receives.iter().zip(&mut self.landing) {
-            if let Some(one) = landing.take() {
-                cuda_gather::scatter(stream, hop, buffer, &one)?;
-                scratch.give(one);
+    pub(super) fn mark(&mut self, stream: &Stream, staging: &mut DeviceStaging) -> Result<()> {
+        for (Side { hop, buffer }, staged) in self.receives.iter().zip(&mut self.staged) {
+            if let Some(staged) = staged.take() {
+                cuda_gather::scatter(stream, hop, buffer, &staged)?;
+                staging.give(staged);
             }
         }
         let done = stream.record()?;
-        // a buffer that is sent keeps its last use, which may be a kernel's: it has no writer while it
-        // is co-owned here
-        for (_, buffer) in &self.receives {
-            buffer.touched_before(&done);
+        // a buffer that is sent keeps its last use, which may be a kernel's: it has no writer while
+        // it is co-owned here
+        for receive in &self.receives {
+            receive.buffer.touched_before(&done);
         }
         self.done = Some(done);
         Ok(())
     }
 
-    /// Returns the receives once all work is done. Returns them once.
-    pub(super) fn landed(&mut self) -> Result<Option<Arrivals>> {
+    /// Takes the receives once all work is done.
+    pub(super) fn take_completed(&mut self) -> Result<Option<Arrivals>> {
         let Some(done) = self.done.as_ref() else { return Ok(None) };
         if !done.passed()? {
             return Ok(None);
         }
         let ready = done.clone();
-        let arrive = |(hop, buffer)| (hop, Arrived { buffer, ready: ready.clone() });
+        let arrive = |Side { hop, buffer }| (hop, Arrived { buffer, ready: ready.clone() });
         Ok(Some(self.receives.drain(..).map(arrive).collect()))
     }
 }

@@ -1,22 +1,22 @@
-//! Transport of CUDA memory from device to device: grouped sends and receives of NCCL in a stream of
-//! their own.
+//! Transport of CUDA memory from device to device: grouped sends and receives of NCCL in a stream
+//! of their own.
 //!
 //! ```text
-//! compute stream ──ready──▶ ┊ [gather] ─▶ group of sends and receives ─▶ [scatter] ┊ ──event──▶ compute stream
-//!                           ┊              communication stream                    ┊
+//! compute stream         ready ┐                                            ┌▶ event
+//! communication stream         └▶ [gather] ─▶ sends, receives ─▶ [scatter] ─┘
 //! ```
-//! Small messages (agreement, heartbeats, aborts) travel over a host transport, which also carries
-//! rank 0's unique id when the communicator is created. No call waits for a peer: the communicator
-//! is non-blocking, and [`Transport::progress`] polls its state, launches the next group once the
-//! one before was accepted, and polls finished groups. A message of several byte ranges is gathered
+//! A host transport carries the control messages (agreement, heartbeats, aborts), and rank 0's
+//! unique id when the communicator is created. No call waits for a peer: the communicator is
+//! non-blocking, and [`Transport::progress`] polls its state, launches the next group once the one
+//! before was accepted, and polls finished groups. A message of several byte ranges is gathered
 //! into a buffer on the device, because sender and receiver may divide it differently.
 //!
 //! The messages of a group arrive together. So the parts of a block that is split
-//! (`ring/block_parts.rs`) are groups of their own, and computing on one part overlaps receiving the
-//! next.
+//! (`ring/block_parts.rs`) are groups of their own, and computing on one part overlaps receiving
+//! the next.
 //!
 //! # Errors
-//! | what happened | error |
+//! | cause | error |
 //! |---|---|
 //! | the library or a function is missing, or its version too old | [`Error::Unsupported`] here, [`Error::Refused`] on other ranks |
 //! | a peer does not join, or the communicator is not ready before the deadline | [`Error::Timeout`], [`Error::Comm`] |
@@ -44,14 +44,17 @@ use annulus_device_cuda::{
 };
 
 use self::{
-    communicator::{Communicator, State},
+    communicator::{Communicator, Membership, State},
     group::{Group, GroupInFlight},
 };
-use crate::{cuda_gather::Scratch, delegate::forward_control, ranges};
+use crate::{
+    cuda_gather::DeviceStaging, delegate::forward_control, ranges, staging::is_same_message,
+};
 
-/// Interval between polls of groups in flight.
+/// Interval between polls of groups in flight: small beside the transfer of a block.
 const POLL: Duration = Duration::from_micros(100);
-/// Longest wait in one poll of the host transport while the communicator is created.
+/// Longest wait in one poll of the host transport while the communicator is created, after which
+/// the deadline is checked again.
 const PATIENCE: Duration = Duration::from_millis(20);
 /// Rounds of the all-gathers that create the communicator; those of a ring count up from 0.
 const ROUNDS: [u64; 2] = [u64::MAX, u64::MAX - 1];
@@ -61,10 +64,10 @@ pub struct Nccl<T> {
     inner: T,
     communicator: Communicator,
     stream: Stream,
-    scratch: Scratch,
-    /// In the order in which they were posted.
+    staging: DeviceStaging,
+    /// Groups that wait for NCCL to accept the one before, in the order of their posts.
     posted: VecDeque<Group>,
-    /// Launched, and not yet accepted by NCCL.
+    /// Group that is launched and not yet accepted by NCCL.
     entering: Option<GroupInFlight>,
     in_flight: Vec<GroupInFlight>,
     arrived: Vec<(MessageHeader, Arrived<CudaSpace>)>,
@@ -112,12 +115,12 @@ impl<T: Transport<Host>> Nccl<T> {
         let (symbols, _, stream) = able?;
         let id = <[u8; UniqueId::BYTES]>::try_from(id)
             .map_err(|id| comm(0, 0, format!("a unique id of {} bytes", id.len())))?;
-        let place = (inner.rank(), inner.ranks());
-        let made = Communicator::join(symbols, device, UniqueId(id), place, until, || {
+        let membership = Membership { rank: inner.rank(), ranks: inner.ranks() };
+        let joined = Communicator::join(symbols, device, UniqueId(id), membership, until, || {
             inner.progress(Duration::ZERO)
         });
-        // the other ranks wait in NCCL for this one
-        let communicator = made.inspect_err(|error| inner.abort(error))?;
+        // the other ranks wait in NCCL for this one, and do so until they are aborted
+        let communicator = joined.inspect_err(|error| inner.abort(error))?;
         share(&mut inner, ROUNDS[1], Ok(&[]), until)?;
         Ok(Self::of(inner, communicator, stream))
     }
@@ -132,7 +135,7 @@ impl<T: Transport<Host>> Nccl<T> {
     ///
     /// # Safety
     /// * `communicator` is a communicator of the library of `symbols` on `device`;
-    /// * it outlives this, and nobody else uses it meanwhile.
+    /// * it outlives this, and no other code uses it meanwhile.
     pub unsafe fn borrowed(
         mut inner: T,
         device: &Device,
@@ -143,12 +146,12 @@ impl<T: Transport<Host>> Nccl<T> {
         let until = Instant::now() + deadline;
         // SAFETY: as promised.
         let communicator = unsafe { Communicator::borrowed(symbols, device, communicator) };
-        let fits = communicator.place().and_then(|got| {
-            let want = (inner.rank(), inner.ranks());
+        let fits = communicator.membership().and_then(|got| {
+            let want = Membership { rank: inner.rank(), ranks: inner.ranks() };
             if got == want {
                 Stream::new(device)
             } else {
-                Err(Error::invalid("communicator", format!("{got:?}"), format!("{want:?}")))
+                Err(Error::invalid("communicator", got, want))
             }
         });
         share(&mut inner, ROUNDS[1], fits.as_ref().map(|_| [].as_slice()), until)?;
@@ -160,7 +163,7 @@ impl<T: Transport<Host>> Nccl<T> {
             inner,
             communicator,
             stream,
-            scratch: Scratch::default(),
+            staging: DeviceStaging::default(),
             posted: VecDeque::new(),
             entering: None,
             in_flight: Vec::new(),
@@ -174,12 +177,13 @@ impl<T: Transport<Host>> Nccl<T> {
         self.failed.clone().map_or(Ok(()), Err)
     }
 
-    /// Records a fatal error, aborts all ranks, and abandons the groups in flight. An invalid argument
-    /// is not fatal.
+    /// Records a fatal error, aborts all ranks, and abandons the groups in flight. An invalid
+    /// argument is not fatal.
     fn remember<R>(&mut self, result: Result<R>) -> Result<R> {
         result.map_err(|error| if error.is_fatal() { self.die(error) } else { error })
     }
 
+    /// Ends the endpoint with `error`, or returns the error that has ended it before.
     fn die(&mut self, error: Error) -> Error {
         if let Some(first) = &self.failed {
             return first.clone();
@@ -199,7 +203,8 @@ impl<T: Transport<Host>> Nccl<T> {
         error
     }
 
-    /// Peer and step for an error of NCCL's that names no peer: those of the first message in flight.
+    /// Peer and step for an error of NCCL's that names no peer: those of the first message in
+    /// flight.
     fn waited_for(&self) -> (usize, usize) {
         let under_way = self.in_flight.iter().chain(&self.entering).find_map(GroupInFlight::first);
         under_way
@@ -216,32 +221,33 @@ impl<T: Transport<Host>> Nccl<T> {
                 State::Good => {}
             }
             if let Some(mut accepted) = self.entering.take() {
-                accepted.mark(&self.stream, &mut self.scratch)?;
+                accepted.mark(&self.stream, &mut self.staging)?;
                 self.in_flight.push(accepted);
             }
             let Some(group) = self.posted.pop_front() else { break };
             self.entering =
-                Some(group.hand_over(&self.communicator, &self.stream, &mut self.scratch)?);
+                Some(group.hand_over(&self.communicator, &self.stream, &mut self.staging)?);
         }
-        let mut place = 0;
-        while let Some(in_flight) = self.in_flight.get_mut(place) {
-            match in_flight.landed()? {
+        let mut index = 0;
+        while let Some(in_flight) = self.in_flight.get_mut(index) {
+            match in_flight.take_completed()? {
                 Some(arrived) => {
                     self.arrived.extend(arrived);
-                    self.in_flight.remove(place);
+                    self.in_flight.remove(index);
                 }
-                None => place += 1,
+                None => index += 1,
             }
         }
         Ok(())
     }
 
+    /// Returns true while any group is posted or in flight.
     fn is_busy(&self) -> bool {
         !self.posted.is_empty() || self.entering.is_some() || !self.in_flight.is_empty()
     }
 }
 
-/// Gathers the value of every rank. Returns this rank's error, or that of the lowest rank with one.
+/// Gathers the values of all ranks. Returns this rank's error, or that of the lowest rank with one.
 fn share<T: Transport<Host>>(
     inner: &mut T,
     round: u64,
@@ -269,10 +275,10 @@ fn share<T: Transport<Host>>(
     if let Err(own) = mine {
         return Err(own.clone());
     }
-    let mut whole = Vec::with_capacity(parts.len());
+    let mut values = Vec::with_capacity(parts.len());
     for (rank, part) in parts.into_iter().enumerate() {
         match part.split_first() {
-            Some((0, bytes)) => whole.push(bytes.to_vec()),
+            Some((0, bytes)) => values.push(bytes.to_vec()),
             _ => {
                 return Err(Error::Refused {
                     rank,
@@ -281,10 +287,11 @@ fn share<T: Transport<Host>>(
             }
         }
     }
-    Ok(whole)
+    Ok(values)
 }
 
-pub(crate) fn comm(peer: usize, step: usize, what: String) -> Error {
+/// Creates an [`Error::Comm`].
+fn comm(peer: usize, step: usize, what: String) -> Error {
     Error::Comm { peer, step, what }
 }
 
@@ -317,19 +324,17 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
         let pumped = self.pump();
         self.remember(pumped)?;
         let patience = if self.is_busy() { patience.min(POLL) } else { patience };
-        let heard = self.inner.progress(patience);
-        self.remember(heard)?;
+        let progressed = self.inner.progress(patience);
+        self.remember(progressed)?;
         let pumped = self.pump();
         self.remember(pumped)
     }
 
     fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<S>>> {
         self.check_alive()?;
-        let same = |other: &MessageHeader| {
-            (other.peer, other.channel, other.tag) == (hop.peer, hop.channel, hop.tag)
-        };
-        if let Some(place) = self.arrived.iter().position(|(other, _)| same(other)) {
-            let (_, Arrived { buffer, ready }) = self.arrived.swap_remove(place);
+        let same = |other: &MessageHeader| is_same_message(other, hop);
+        if let Some(index) = self.arrived.iter().position(|(other, _)| same(other)) {
+            let (_, Arrived { buffer, ready }) = self.arrived.swap_remove(index);
             return Ok(Some(Arrived { buffer, ready }));
         }
         let posted = self.posted.iter().flat_map(Group::receives);
@@ -354,7 +359,10 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
 }
 
 impl<T: Transport<Host>> Control for Nccl<T> {
-    forward_control! { rank ranks placement start_all_gather try_all_gather stragglers heartbeat last_heard last_work }
+    forward_control! {
+        rank ranks placement start_all_gather try_all_gather stragglers heartbeat last_heard
+        last_work
+    }
 
     fn abort(&mut self, error: &Error) {
         self.die(error.clone());
@@ -363,7 +371,7 @@ impl<T: Transport<Host>> Control for Nccl<T> {
 
 impl<T> Drop for Nccl<T> {
     fn drop(&mut self) {
-        // memory that is freed later would wait for work in flight
+        // aborted if work is in flight, because freeing its memory would wait for that work
         let under_way = self.entering.is_some() || !self.in_flight.is_empty();
         self.communicator.leave(under_way);
     }
@@ -378,6 +386,3 @@ impl<T: std::fmt::Debug> std::fmt::Debug for Nccl<T> {
             .finish_non_exhaustive()
     }
 }
-
-/// Buffer of a message in one piece: the caller's, or scratch of the message's length.
-type Side = (MessageHeader, CudaBuffer);

@@ -2,8 +2,8 @@
 //! messages, so that computing on one part overlaps receiving the next.
 //!
 //! Every other block arrives while the tiles of the block before it are computed. Where the network
-//! is slower than those tiles, the last block would be waited for with nothing left to compute but
-//! itself: on two ranks that is half of the pass.
+//! is slower than those tiles, a rank would wait for the whole last block before it computes on it:
+//! on two ranks that is half of the pass.
 //!
 //! ```text
 //! network   ├──── 1/2 ────┼─ 1/4 ─┼ 1/8 ┼ 1/8 ┤
@@ -17,22 +17,47 @@ use std::ops::Range;
 
 use annulus_core::{Route, Schedule};
 
-/// Maximum number of parts of a block.
-pub(super) const MOST: usize = 4;
+/// Maximum number of parts of a block: the last one is then an eighth of it. A further part would
+/// hide little more, and would cost one more message.
+pub(super) const MAX_PARTS: usize = 4;
 
-/// Number of tags that a pass over so many ranks uses: one per step, and those of parts.
+/// Returns the number of tags that a pass over `ranks` ranks uses: one per step, and those of
+/// parts.
 pub(crate) const fn tags(ranks: usize) -> u64 {
-    (ranks + MOST) as u64
+    (ranks + MAX_PARTS) as u64
 }
 
 /// Rows at multiples of which a block is split if it has less than two KV tiles. Records have at
 /// least one byte per row, so parts still begin at multiples of 8 bytes.
 const SHORT_TILE: u64 = 8;
 
-/// Returns the number of rows at multiples of which a block of `rows` rows is split: the KV tile of
-/// the backends, or [`SHORT_TILE`] in a block that has not two of them.
-pub(super) const fn split_rows(rows: u64, kv_tile: u64) -> u64 {
-    if rows >= 2 * kv_tile { kv_tile } else { SHORT_TILE }
+/// Rows at multiples of which blocks are split, agreed between the ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct SplitSize {
+    /// Largest KV tile of the backends.
+    pub(crate) kv_tile: u64,
+    /// Largest [`super::RingOptions::kv_block_size`], 0 if no rank has one.
+    pub(crate) kv_block: u64,
+}
+
+impl SplitSize {
+    /// Returns the default for these tiles: the block size of the options is that of KV blocks.
+    pub(super) const fn of_tiles(self) -> Self {
+        Self { kv_block: 0, ..self }
+    }
+
+    /// Returns the number of rows at multiples of which a block of `rows` rows is split: the given
+    /// block size, rounded up to KV tiles; by default a KV tile, or [`SHORT_TILE`] in a block that
+    /// has less than two of them.
+    pub(super) const fn of(self, rows: u64) -> u64 {
+        if self.kv_block > 0 {
+            self.kv_block.div_ceil(self.kv_tile).saturating_mul(self.kv_tile)
+        } else if rows >= 2 * self.kv_tile {
+            self.kv_tile
+        } else {
+            SHORT_TILE
+        }
+    }
 }
 
 /// Returns the step in which the rank attends to the last block that it receives, if it does not
@@ -44,10 +69,10 @@ pub(super) fn last_block(schedule: &Schedule, ring_index: usize) -> Option<usize
 }
 
 /// Splits a block of `rows` rows into parts; one part if it is too short for more.
-pub(super) fn parts(rows: u64, kv_tile: u64) -> Vec<Range<u64>> {
-    let tile = split_rows(rows, kv_tile);
+pub(super) fn parts(rows: u64, split: SplitSize) -> Vec<Range<u64>> {
+    let tile = split.of(rows);
     let mut start = 0;
-    let mut parts = Vec::with_capacity(MOST);
+    let mut parts = Vec::with_capacity(MAX_PARTS);
     for eighths in [4, 6, 7] {
         let end = rows * eighths / 8 / tile * tile;
         if start < end {
@@ -85,6 +110,21 @@ mod tests {
     use super::*;
     use crate::ring::program::{RankProgram, RecordSizes};
 
+    fn tiles_of(kv_tile: u64) -> SplitSize {
+        SplitSize { kv_tile, kv_block: 0 }
+    }
+
+    #[test]
+    fn a_block_size_replaces_the_default_and_keeps_tiles_whole() {
+        let of = |kv_block| SplitSize { kv_tile: 64, kv_block };
+        assert_eq!(parts(1024, of(64)), parts(1024, tiles_of(64)));
+        assert_eq!(parts(1024, of(200)), [0..512, 512..768, 768..1024]);
+        assert_eq!(parts(1024, of(500)), [0..512, 512..1024]);
+        assert_eq!(parts(1024, of(1000)), std::slice::from_ref(&(0..1024)));
+        assert_eq!(parts(100, of(1)), [0..64, 64..100]);
+        assert_eq!(parts(1024, of(u64::MAX)), std::slice::from_ref(&(0..1024)));
+    }
+
     #[test]
     fn senders_and_receivers_divide_alike() {
         let mut divided = 0;
@@ -105,7 +145,7 @@ mod tests {
                 let (mut sent, mut received) = (Vec::new(), Vec::new());
                 let order = Order::ascending(ranks);
                 for ring_index in 0..ranks {
-                    let sizes = RecordSizes { block: 8, gradient: 8, kv_tile: 64 };
+                    let sizes = RecordSizes { block: 8, gradient: 8, split: tiles_of(64) };
                     let program = RankProgram::new(&schedule, &order, ring_index, 0, sizes);
                     for (number, step) in program.steps.iter().enumerate() {
                         let transfers = &step.kv_in_parts;
@@ -140,25 +180,28 @@ mod tests {
 
     #[test]
     fn parts_halve_and_cover_all_rows() {
-        assert_eq!(parts(1024, 64), [0..512, 512..768, 768..896, 896..1024]);
-        assert_eq!(parts(200, 64), [0..64, 64..128, 128..200]);
-        assert_eq!(parts(128, 64), [0..64, 64..128]);
-        assert_eq!(parts(50, 32), [0..24, 24..32, 32..40, 40..50]);
-        assert_eq!(parts(200, 32), [0..96, 96..128, 128..160, 160..200]);
-        assert_eq!(parts(50, 64), [0..24, 24..32, 32..40, 40..50]);
-        assert_eq!(parts(16, 64), [0..8, 8..16]);
-        assert_eq!(parts(15, 64), [0..8, 8..15]);
-        assert_eq!(parts(9, 64), std::slice::from_ref(&(0..9)));
+        assert_eq!(parts(1024, tiles_of(64)), [0..512, 512..768, 768..896, 896..1024]);
+        assert_eq!(parts(200, tiles_of(64)), [0..64, 64..128, 128..200]);
+        assert_eq!(parts(128, tiles_of(64)), [0..64, 64..128]);
+        assert_eq!(parts(50, tiles_of(32)), [0..24, 24..32, 32..40, 40..50]);
+        assert_eq!(parts(200, tiles_of(32)), [0..96, 96..128, 128..160, 160..200]);
+        assert_eq!(parts(50, tiles_of(64)), [0..24, 24..32, 32..40, 40..50]);
+        assert_eq!(parts(16, tiles_of(64)), [0..8, 8..16]);
+        assert_eq!(parts(15, tiles_of(64)), [0..8, 8..15]);
+        assert_eq!(parts(9, tiles_of(64)), std::slice::from_ref(&(0..9)));
         for rows in 1..1000 {
-            let parts = parts(rows, 64);
-            assert!(parts.len() <= MOST && parts.iter().all(|part| !part.is_empty()), "{rows}");
+            let parts = parts(rows, tiles_of(64));
+            assert!(
+                parts.len() <= MAX_PARTS && parts.iter().all(|part| !part.is_empty()),
+                "{rows}"
+            );
             assert!(
                 parts[0].start == 0
                     && parts[parts.len() - 1].end == rows
                     && parts.windows(2).all(|two| two[0].end == two[1].start),
                 "{rows}"
             );
-            // what the plan's memory for all but the first is
+            // the first part is at least a quarter of the block
             assert!(rows < 16 || parts[0].end * 4 >= rows, "{rows}");
         }
     }

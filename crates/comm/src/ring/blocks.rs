@@ -1,4 +1,4 @@
-//! Blocks that circulate: the current one, the one that arrives, and which buffer is free when.
+//! Blocks that circulate: double buffering of the current block and the one that arrives.
 
 use std::sync::Arc;
 
@@ -24,7 +24,7 @@ pub(super) struct Blocks<'a, S: Space> {
 }
 
 impl<'a, S: Space> Blocks<'a, S> {
-    /// Starts with the local block, packed and `ready`.
+    /// Starts with the local block, which is packed once `ready` has passed.
     pub(super) fn new(
         local: S::Buffer,
         ready: S::Event,

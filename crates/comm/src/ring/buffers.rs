@@ -5,7 +5,7 @@ use annulus_core::{
 };
 
 use super::{
-    block_parts::MOST,
+    block_parts::MAX_PARTS,
     plan::{Agreed, RingPlan},
     program::RankStep,
 };
@@ -18,11 +18,11 @@ pub(super) struct Buffers<S: Space> {
     pub(super) queries: Vec<S::Buffer>,
     /// Partial sums of dK and dV, computed here or in flight.
     pub(super) gradients: Vec<S::Buffer>,
-    /// The gradients that arrive from their last user.
+    /// Final gradients that arrive.
     pub(super) final_gradients: Vec<S::Buffer>,
     /// dK and dV of the local keys.
-    pub(super) home: Option<S::Buffer>,
-    /// Rows of the current block, overwritten in every step.
+    pub(super) local_dkv: Option<S::Buffer>,
+    /// Row numbers, positions and segment ids of the current block, overwritten in every step.
     pub(super) rows: Rows,
 }
 
@@ -32,7 +32,7 @@ struct Sizes {
     queries: Vec<u64>,
     gradients: Vec<u64>,
     final_gradients: Vec<u64>,
-    home: Option<u64>,
+    local_dkv: Option<u64>,
 }
 
 impl Sizes {
@@ -40,9 +40,9 @@ impl Sizes {
         let Agreed { spec, route, backward, .. } = agreed;
         let communicates = plan.shards.kv.len() > 1;
         let two_pass = *backward && spec.backward == BackwardMode::TwoPass;
-        // a relay reuses the local block's buffer as soon as it is sent; the direct route keeps it
-        // for later users
-        let stock = |local: usize, received: u64, later: [u64; MOST - 1], bytes: u64| {
+        // a relay reuses the local block's buffer once it is sent; the direct route sends from it
+        // in every step, and so needs a third buffer
+        let stock = |local: usize, received: u64, later: [u64; MAX_PARTS - 1], bytes: u64| {
             let local = local as u64;
             let whole = match (communicates, route) {
                 (false, _) => return vec![local * bytes],
@@ -51,8 +51,8 @@ impl Sizes {
             };
             whole.into_iter().chain(later).map(|rows| rows * bytes).collect()
         };
-        let travels = *backward && communicates && !two_pass;
-        let home = plan.gradient_bytes(plan.keys.len() as u64);
+        let sends_gradients = *backward && communicates && !two_pass;
+        let local_dkv = plan.gradient_bytes(plan.keys.len() as u64);
         Self {
             blocks: stock(
                 plan.keys.len(),
@@ -70,24 +70,24 @@ impl Sizes {
             } else {
                 Vec::new()
             },
-            gradients: if travels { partial_sums(plan) } else { Vec::new() },
-            final_gradients: if travels { vec![home] } else { Vec::new() },
-            home: backward.then_some(home),
+            gradients: if sends_gradients { partial_sums(plan) } else { Vec::new() },
+            final_gradients: if sends_gradients { vec![local_dkv] } else { Vec::new() },
+            local_dkv: backward.then_some(local_dkv),
         }
     }
 }
 
-/// Rows of the parts of the last block but the first, which has a whole block's buffer.
-fn later_parts(steps: &[RankStep]) -> [u64; MOST - 1] {
-    let mut rows = [0; MOST - 1];
+/// Returns the rows of the parts of the last block but the first, which uses a block's buffer.
+fn later_parts(steps: &[RankStep]) -> [u64; MAX_PARTS - 1] {
+    let mut rows = [0; MAX_PARTS - 1];
     let parts = steps.iter().flat_map(|step| step.parts.iter().skip(1));
     rows.iter_mut().zip(parts).for_each(|(rows, part)| *rows = part.count());
     rows
 }
 
-/// One partial sum is computed while the last one is sent and another arrives. The tail of the local
-/// block comes when nothing arrives any more, so it needs a buffer of its own only if it is longer
-/// than a block.
+/// Returns the sizes of the buffers for partial sums: one is computed while the last one is sent
+/// and another arrives. The tail of the local block follows the last arrival, so it needs a further
+/// buffer only if it is longer than a block.
 fn partial_sums(plan: &RingPlan) -> Vec<u64> {
     let mut rows = vec![plan.most_received; 3];
     rows.extend((plan.tail_rows() > plan.most_received).then(|| plan.tail_rows()));
@@ -113,9 +113,16 @@ impl<S: Space> Buffers<S> {
             queries: many(sizes.queries)?,
             gradients: many(sizes.gradients)?,
             final_gradients: many(sizes.final_gradients)?,
-            home: sizes.home.map(|bytes| backend.allocate(bytes)).transpose()?,
+            local_dkv: sizes.local_dkv.map(|bytes| backend.allocate(bytes)).transpose()?,
             rows: Rows::default(),
         })
+    }
+
+    /// Returns the bytes of all buffers, between passes.
+    pub(super) fn bytes(&self) -> u64 {
+        let Self { blocks, queries, gradients, final_gradients, local_dkv, rows: _ } = self;
+        let lists = [blocks, queries, gradients, final_gradients];
+        lists.into_iter().flatten().chain(local_dkv).map(S::size).sum()
     }
 
     /// Returns true if the buffers are large enough for this plan of the same ring.
@@ -127,7 +134,7 @@ impl<S: Space> Buffers<S> {
             want.sort_unstable();
             have.len() == want.len() && have.iter().zip(&want).all(|(have, want)| have >= want)
         };
-        // the local rows, and with them `final_gradients` and `home`, never change
+        // `final_gradients` and `local_dkv` fit: the number of local rows never changes
         fits(&self.blocks, sizes.blocks)
             && fits(&self.queries, sizes.queries)
             && fits(&self.gradients, sizes.gradients)

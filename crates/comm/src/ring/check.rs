@@ -7,6 +7,7 @@ use annulus_core::{
 
 use super::{RingOptions, reduce};
 
+/// Dtype and shape of a tensor.
 type Described = (DType, [usize; 4]);
 
 /// Shapes of this rank's tensors.
@@ -23,9 +24,12 @@ pub(super) struct Shapes {
 
 impl Shapes {
     pub(super) fn of(shard: &RankShard) -> Self {
-        let (spec, dims) = (&shard.spec, &shard.spec.dims);
-        let (q_rows, kv_rows) = (shard.queries.len(), shard.keys.len());
-        let (dtype, sums) = (spec.dtype, spec.dtype.accumulator());
+        let spec = &shard.spec;
+        let dims = &spec.dims;
+        let q_rows = shard.queries.len();
+        let kv_rows = shard.keys.len();
+        let dtype = spec.dtype;
+        let sums = spec.dtype.accumulator();
         Self {
             q: (dtype, [dims.batch, q_rows, dims.q_heads, dims.head_dim]),
             k: (dtype, [dims.batch, kv_rows, dims.kv_heads, dims.head_dim]),
@@ -41,57 +45,61 @@ impl Shapes {
     }
 
     pub(super) fn inputs<S: Space>(&self, inputs: &Inputs<'_, S>) -> Result<()> {
-        same("q", S::describe(&inputs.q), self.q)?;
-        same("k", S::describe(&inputs.k), self.k)?;
-        same("v", S::describe(&inputs.v), self.v)?;
-        maybe("bias", inputs.bias.as_ref().map(S::describe), self.bias)?;
-        maybe("softmax_aux", inputs.sinks.as_ref().map(S::describe), self.sinks)
+        check_tensor("q", S::describe(&inputs.q), self.q)?;
+        check_tensor("k", S::describe(&inputs.k), self.k)?;
+        check_tensor("v", S::describe(&inputs.v), self.v)?;
+        check_optional("bias", inputs.bias.as_ref().map(S::describe), self.bias)?;
+        check_optional("softmax_aux", inputs.sinks.as_ref().map(S::describe), self.sinks)
     }
 
     pub(super) fn outputs<S: Space>(&self, outputs: &Outputs<'_, S>) -> Result<()> {
         let statistics = (!self.normalize).then_some(self.lse);
-        same("out", S::describe_mut(&outputs.out), self.out)?;
-        same("lse", S::describe_mut(&outputs.lse), self.lse)?;
-        maybe("max", outputs.max.as_ref().map(S::describe_mut), statistics)?;
-        maybe("sum", outputs.sum.as_ref().map(S::describe_mut), statistics)?;
-        maybe("ties", outputs.ties.as_ref().map(S::describe_mut), statistics)
+        check_tensor("out", S::describe_mut(&outputs.out), self.out)?;
+        check_tensor("lse", S::describe_mut(&outputs.lse), self.lse)?;
+        check_optional("max", outputs.max.as_ref().map(S::describe_mut), statistics)?;
+        check_optional("sum", outputs.sum.as_ref().map(S::describe_mut), statistics)?;
+        check_optional("ties", outputs.ties.as_ref().map(S::describe_mut), statistics)
     }
 
     pub(super) fn backward_inputs<S: Space>(&self, inputs: &BackwardInputs<'_, S>) -> Result<()> {
         self.inputs(&inputs.forward)?;
         let statistics = (!self.normalize).then_some(self.lse);
-        same("out", S::describe(&inputs.out), self.out)?;
-        same("lse", S::describe(&inputs.lse), self.lse)?;
-        maybe("max", inputs.max.as_ref().map(S::describe), statistics)?;
-        maybe("ties", inputs.ties.as_ref().map(S::describe), statistics)?;
-        same("dout", S::describe(&inputs.dout), self.out)?;
-        inputs.dlse.as_ref().map_or(Ok(()), |dlse| same("dlse", S::describe(dlse), self.lse))
+        check_tensor("out", S::describe(&inputs.out), self.out)?;
+        check_tensor("lse", S::describe(&inputs.lse), self.lse)?;
+        check_optional("max", inputs.max.as_ref().map(S::describe), statistics)?;
+        check_optional("ties", inputs.ties.as_ref().map(S::describe), statistics)?;
+        check_tensor("dout", S::describe(&inputs.dout), self.out)?;
+        inputs
+            .dlse
+            .as_ref()
+            .map_or(Ok(()), |dlse| check_tensor("dlse", S::describe(dlse), self.lse))
     }
 
     pub(super) fn gradients<S: Space>(&self, gradients: &Gradients<'_, S>) -> Result<()> {
-        same("dq", S::describe_mut(&gradients.dq), self.q)?;
-        same("dk", S::describe_mut(&gradients.dk), self.k)?;
-        same("dv", S::describe_mut(&gradients.dv), self.v)?;
-        maybe("dbias", gradients.dbias.as_ref().map(S::describe_mut), self.bias)?;
-        maybe("dsoftmax_aux", gradients.dsinks.as_ref().map(S::describe_mut), self.sinks)
+        check_tensor("dq", S::describe_mut(&gradients.dq), self.q)?;
+        check_tensor("dk", S::describe_mut(&gradients.dk), self.k)?;
+        check_tensor("dv", S::describe_mut(&gradients.dv), self.v)?;
+        check_optional("dbias", gradients.dbias.as_ref().map(S::describe_mut), self.bias)?;
+        check_optional("dsoftmax_aux", gradients.dsinks.as_ref().map(S::describe_mut), self.sinks)
     }
 }
 
-fn same(name: &str, got: Described, want: Described) -> Result<()> {
-    if got == want { Ok(()) } else { Err(Error::invalid(name, show(got), show(want))) }
+/// Checks dtype and shape of a tensor.
+fn check_tensor(name: &str, got: Described, want: Described) -> Result<()> {
+    if got == want { Ok(()) } else { Err(Error::invalid(name, describe(got), describe(want))) }
 }
 
 /// Checks a tensor that is present if and only if the plan has one.
-fn maybe(name: &str, got: Option<Described>, want: Option<Described>) -> Result<()> {
+fn check_optional(name: &str, got: Option<Described>, want: Option<Described>) -> Result<()> {
     match (got, want) {
-        (Some(got), Some(want)) => same(name, got, want),
+        (Some(got), Some(want)) => check_tensor(name, got, want),
         (None, None) => Ok(()),
-        (Some(got), None) => Err(Error::invalid(name, show(got), "nothing: the plan has none")),
-        (None, Some(want)) => Err(Error::invalid(name, "nothing", show(want))),
+        (Some(got), None) => Err(Error::invalid(name, describe(got), "nothing: the plan has none")),
+        (None, Some(want)) => Err(Error::invalid(name, "nothing", describe(want))),
     }
 }
 
-fn show((dtype, shape): Described) -> String {
+fn describe((dtype, shape): Described) -> String {
     format!("{dtype} {shape:?}")
 }
 

@@ -65,6 +65,7 @@ pub(super) fn plan(
     d.field("backward", u64::from(options.backward))
         .field("local_gradients", u64::from(options.local_gradients))
         .largest("kv_tile", capabilities.kv_tile)
+        .largest("kv_block_size", options.kv_block_size.unwrap_or_default())
 }
 
 /// Describes a batch, but for the rows, which differ by rank.

@@ -12,8 +12,8 @@ use crate::span::span;
 use super::{Report, program::Transfers};
 
 /// Minimum time between two polls of the transport by a kernel's tick. Kernels tick after every
-/// tile; polling that often would cost more than it moves.
-const TICK_EVERY: Duration = Duration::from_micros(200);
+/// tile, which may take only some microseconds, in which a poll has little to move.
+const TICK_INTERVAL: Duration = Duration::from_micros(200);
 /// Longest time of one wait, after which deadlines are checked again.
 const PATIENCE: Duration = Duration::from_millis(20);
 
@@ -80,7 +80,7 @@ impl<'a, S: Space> InFlight<'a, S> {
         if self.failure.is_some() {
             return ControlFlow::Break(());
         }
-        if self.last_tick.elapsed() < TICK_EVERY {
+        if self.last_tick.elapsed() < TICK_INTERVAL {
             return ControlFlow::Continue(());
         }
         self.last_tick = Instant::now();

@@ -1,14 +1,17 @@
-//! The ring engine: one rank's part of attention whose keys and values travel.
+//! The ring engine: one rank of attention over keys and values that circulate.
 //!
 //! | file | content |
 //! |---|---|
 //! | `ring_loop.rs` | the loops: forward, backward in one pass, backward in two |
+//! | `one_pass.rs` | a step of the one-pass backward |
 //! | `blocks.rs`, `buffers.rs` | double buffering of blocks; the plan's memory |
 //! | `in_flight.rs` | transfers in flight; the only place that waits |
 //! | `plan.rs`, `program.rs`, `planning.rs`, `update.rs` | from rows to the messages of one rank |
 //! | `block_parts.rs`, `tail_overlap.rs` | overlap of the last block, and of the last gradients |
+//! | `home_reduce.rs` | reduction of final gradients into the local dK/dV |
 //! | `reduce.rs` | sums of dsinks and dbias over ranks |
 //! | `check.rs`, `describe.rs` | arguments, before anything is sent |
+//! | `display.rs` | the plan as text |
 //!
 //! The engine is independent of what a tile computes ([`Backend`]) and of how bytes move
 //! ([`Transport`]).
@@ -18,7 +21,10 @@ mod blocks;
 mod buffers;
 mod check;
 mod describe;
+mod display;
+mod home_reduce;
 mod in_flight;
+mod one_pass;
 mod plan;
 mod planning;
 mod program;
@@ -67,9 +73,10 @@ impl Report {
     }
 }
 
-/// One rank of a ring: a plan that is made once and used for many forward and backward passes.
+/// One rank of a ring: a plan that is created once and used for many forward and backward passes.
 ///
-/// Every method that takes `&mut self` is collective: all ranks call it in the same order. It succeeds on all ranks or fails on all.
+/// Every method that takes `&mut self` is collective: all ranks call it in the same order, and it
+/// succeeds on all ranks or fails on all.
 pub struct Ring<B: Backend> {
     backend: B,
     transport: Box<dyn Transport<B::Space>>,
@@ -102,17 +109,22 @@ pub struct RingOptions {
     /// True to leave the sums over ranks of dsinks, and of dbias broadcast over queries, to the
     /// caller: every rank then returns its own part.
     pub local_gradients: bool,
+    /// Hint: rows at multiples of which a KV block is split, so that computing on one part overlaps
+    /// receiving the next. It is rounded up to the KV tile of the backends, which is the default.
+    /// All ranks use the largest of theirs. Results change by rounding at most.
+    pub kv_block_size: Option<u64>,
 }
 
 impl<B: Backend> Ring<B> {
-    /// Makes a plan. Agrees with every rank on every field first, so that nothing differs by accident; an error in making this rank's `spec`
-    /// enters the agreement too, so that the other ranks do not wait for it.
+    /// Creates a plan, after an agreement of all ranks on every field of the spec and the options.
+    /// An error in `spec` enters the agreement too, so that the other ranks do not wait for this
+    /// one.
     ///
     /// # Ordering
     /// Collective over the transport's ranks.
     /// # Errors
-    /// [`Error::InvalidArgument`], [`Error::Unsupported`] here and [`Error::Refused`] on the other ranks; [`Error::RankMismatch`] on all
-    /// ranks; [`Error::OutOfMemory`].
+    /// [`Error::InvalidArgument`], [`Error::Unsupported`] or [`Error::OutOfMemory`] here and
+    /// [`Error::Refused`] on the other ranks; [`Error::RankMismatch`] on all ranks.
     pub fn new(
         backend: B,
         mut transport: Box<dyn Transport<B::Space>>,
@@ -146,10 +158,12 @@ impl<B: Backend> Ring<B> {
         })
     }
 
-    /// Adapts the plan to a new batch: segment ids, positions, dense mask, packed lengths of this rank's rows.
+    /// Adapts the plan to a new batch: segment ids, positions, dense mask, packed lengths of this
+    /// rank's rows.
     ///
     /// # Ordering
-    /// Collective. Ranks exchange their rows' ids and positions as runs; the layout and the route stay.
+    /// Collective. Ranks exchange their rows' ids and positions as runs; the layout and the route
+    /// stay.
     /// # Errors
     /// [`Error::InvalidArgument`], [`Error::OutOfMemory`] here and [`Error::Refused`] elsewhere,
     /// [`Error::RankMismatch`]: the old batch stays in force on all ranks.
@@ -168,12 +182,13 @@ impl<B: Backend> Ring<B> {
     /// Computes out and lse of this rank's queries over all keys.
     ///
     /// # Shapes
-    /// As [`Inputs`] and [`Outputs`] say, with this rank's rows.
+    /// [`Inputs`] and [`Outputs`], with this rank's rows.
     /// # Ordering
     /// Collective.
     /// # Errors
-    /// [`Error::InvalidArgument`] here and [`Error::Refused`] elsewhere, [`Error::RankMismatch`]: nothing was written, the plan lives.
-    /// [`Error::Comm`], [`Error::Timeout`], [`Error::PeerLost`], [`Error::Aborted`], [`Error::Device`]: the plan is dead.
+    /// [`Error::InvalidArgument`] here and [`Error::Refused`] elsewhere, [`Error::RankMismatch`]:
+    /// nothing was written, and the plan can still be used. [`Error::Comm`], [`Error::Timeout`],
+    /// [`Error::PeerLost`], [`Error::Aborted`], [`Error::Device`]: the plan is dead.
     pub fn forward(
         &mut self,
         inputs: &Inputs<'_, B::Space>,
@@ -208,8 +223,11 @@ impl<B: Backend> Ring<B> {
         let checked = if self.agreed.backward {
             shapes.backward_inputs(inputs).and_then(|()| shapes.gradients(gradients))
         } else {
-            let (got, want) = ("a plan made for forward only", "a plan made with backward");
-            Err(Error::invalid("backward", got, want))
+            Err(Error::invalid(
+                "backward",
+                "a plan made for forward only",
+                "a plan made with backward",
+            ))
         };
         self.call("backward", checked, |ring, first_tag| {
             let report = ring.backward_loop(inputs, gradients, first_tag)?;
@@ -218,9 +236,9 @@ impl<B: Backend> Ring<B> {
         })
     }
 
-    /// Takes part in the call that the other ranks make, as a rank that cannot make it, for want of
-    /// memory for what the call is given. Gives back why: the other ranks' error is
-    /// [`Error::Refused`], nothing is done, and the plan lives.
+    /// Refuses the call that the other ranks make, on a rank that cannot make it, for example
+    /// because it lacks the memory for its arguments. Returns `why`, or the error of a dead plan.
+    /// The other ranks get [`Error::Refused`], nothing is computed, and the plan can still be used.
     ///
     /// # Ordering
     /// Collective, in place of [`Ring::forward`] or [`Ring::backward`].
@@ -233,45 +251,51 @@ impl<B: Backend> Ring<B> {
         self.remember(agreed).err().unwrap_or(why)
     }
 
-    /// This rank.
+    /// Returns this rank.
     pub const fn rank(&self) -> usize {
         self.rank
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     pub const fn ranks(&self) -> usize {
         self.ranks
     }
 
-    /// What is computed.
+    /// Returns the spec.
     pub fn spec(&self) -> &Spec {
         &self.agreed.spec
     }
 
-    /// Layout: assignment of rows to ranks.
+    /// Returns the layout.
     pub const fn layout(&self) -> &Layout {
         &self.agreed.layout
     }
 
-    /// Route of the blocks.
+    /// Returns the route of the blocks.
     pub const fn route(&self) -> Route {
         self.agreed.route
     }
 
-    /// Rank of each ring index. Layout, schedule and work count ring indices, messages name ranks.
-    /// The two differ only where ranks of several nodes alternate.
+    /// Returns the rank of each ring index. Layout, schedule and work count ring indices, messages
+    /// name ranks. The two differ only where ranks of several nodes alternate.
     pub const fn order(&self) -> &Order {
         &self.agreed.order
     }
 
-    /// Global query rows of this rank, in the order of its tensors.
+    /// Returns the global query rows of this rank, in the order of its tensors.
     pub fn q_rows(&self) -> &Runs {
         &self.plan.shards.q[self.ring_index].rows
     }
 
-    /// Global key rows of this rank, in the order of its tensors.
+    /// Returns the global key rows of this rank, in the order of its tensors.
     pub fn kv_rows(&self) -> &Runs {
         &self.plan.shards.kv[self.ring_index].rows
+    }
+
+    /// Returns the bytes of this rank's message buffers: blocks of keys, values and queries, and
+    /// their gradients in flight. The backend's own memory is not in it.
+    pub fn buffer_bytes(&self) -> u64 {
+        self.buffers.bytes()
     }
 
     /// Derives the schedule of keys and values, by ring index. A plan keeps only its own rank's
@@ -305,18 +329,20 @@ impl<B: Backend> Ring<B> {
             checked.map(|()| describe::call(name)),
         );
         self.remember(agreed)?;
-        // a gather is exposed communication
+        // the wait for an all-gather is exposed communication
         let mut gathering = start.elapsed();
-        let (first_tag, sent_before) = (self.next_tag, self.transport.bytes_sent());
+        let first_tag = self.next_tag;
+        let sent_before = self.transport.bytes_sent();
         // a two-pass backward circulates two kinds of blocks
         self.next_tag += 2 * block_parts::tags(self.ranks);
         let result = caught(|| pass(self, first_tag));
         if let Err(error) = &result {
-            // its buffers are where the pass left them, so any error ends the plan
+            // the pass has not returned its buffers to the stock, so any error ends the plan
             self.poisoned = Some(error.to_string());
             self.transport.control().abort(error);
         }
-        let (round, closing) = (self.round(), Instant::now());
+        let closing = Instant::now();
+        let round = self.round();
         let result = result.and_then(|report| {
             agreement::close(self.transport.as_mut(), round, Ok(())).map(|()| report)
         });
@@ -328,15 +354,18 @@ impl<B: Backend> Ring<B> {
         Ok(report)
     }
 
+    /// Returns the number of the next all-gather.
     fn round(&mut self) -> u64 {
         self.next_round += 1;
         self.next_round - 1
     }
 
+    /// Returns an error if the plan is dead.
     fn alive(&self) -> Result<()> {
         self.poisoned.as_ref().map_or(Ok(()), |first| Err(Error::Poisoned { first: first.clone() }))
     }
 
+    /// Records a fatal error, which ends the plan.
     fn remember<T>(&mut self, result: Result<T>) -> Result<T> {
         if let Err(error) = &result
             && error.is_fatal()
@@ -344,57 +373,6 @@ impl<B: Backend> Ring<B> {
             self.poisoned = Some(error.to_string());
         }
         result
-    }
-}
-
-impl<B: Backend> std::fmt::Display for Ring<B> {
-    /// Writes mask, ranks, layout, route, and what this rank receives and sends: `Causal { offset: 0
-    /// }, 8 ranks, zigzag, RelayDown, 7 hops, 1.3 GiB sent forward, 2.6 GiB backward`.
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let program = &self.plan.program;
-        let hops = program.steps.iter().filter(|step| !step.kv.receives.is_empty()).count();
-        let forward = program::kv_bytes_sent(&program.steps);
-        write!(
-            f,
-            "{:?}, {} ranks, {}, {:?}, {hops} hops, {} sent forward",
-            self.spec().mask,
-            self.ranks,
-            self.layout().name(),
-            self.route(),
-            Bytes(forward),
-        )?;
-        if self.agreed.backward {
-            let queries = program::kv_bytes_sent(&self.plan.query_steps);
-            let backward = forward + program.gradient_bytes_sent() + queries;
-            write!(f, ", {} backward", Bytes(backward))?;
-        }
-        Ok(())
-    }
-}
-
-/// A number of bytes in the largest binary unit of which it has one.
-struct Bytes(u64);
-
-impl std::fmt::Display for Bytes {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let units = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
-        match (self.0.max(1).ilog2() / 10) as usize {
-            0 => write!(f, "{} B", self.0),
-            unit => {
-                write!(f, "{:.1} {}", self.0 as f64 / (1u64 << (10 * unit)) as f64, units[unit - 1])
-            }
-        }
-    }
-}
-
-impl<B: Backend> std::fmt::Debug for Ring<B> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Ring")
-            .field("rank", &self.rank)
-            .field("ranks", &self.ranks)
-            .field("layout", &self.layout().name())
-            .field("route", &self.route())
-            .finish_non_exhaustive()
     }
 }
 

@@ -1,4 +1,5 @@
-//! The plan of one rank: what all ranks derive alike from everybody's rows, and this rank's part.
+//! The plan of one rank: what every rank derives alike from the rows of all ranks, and its own
+//! steps.
 
 use std::sync::Arc;
 
@@ -8,19 +9,20 @@ use annulus_core::{
 };
 
 use super::{
+    block_parts::SplitSize,
     program::{RankProgram, RankStep, RecordSizes},
     tail_overlap,
 };
 
-/// What all ranks have agreed upon for the life of the ring.
+/// Settings of a ring, equal on all ranks.
 pub(super) struct Agreed {
     pub(super) spec: Arc<Spec>,
     pub(super) layout: Layout,
     pub(super) route: Route,
     /// Rank of each ring index.
     pub(super) order: Order,
-    /// Largest KV tile of all backends, in rows.
-    pub(super) kv_tile: u64,
+    /// Rows at multiples of which blocks are split.
+    pub(super) split: SplitSize,
     /// True if the plan serves backward passes.
     pub(super) backward: bool,
 }
@@ -54,16 +56,17 @@ impl RingPlan {
         ring_index: usize,
         shards: RingShards,
     ) -> Result<Self> {
-        let Agreed { spec, route, order, kv_tile, backward, .. } = agreed;
+        let Agreed { spec, order, split, backward, .. } = agreed;
         let rows = |shard: &Shard| {
             let mut rows = Rows::default();
             shard.expand(&RowSet::all(shard.rows.len()), &mut rows).map(|()| Arc::new(rows))
         };
-        let (queries, keys) = (rows(&shards.q[ring_index])?, rows(&shards.kv[ring_index])?);
-        // The steps of all ranks are derived, and all but this rank's dropped: kept, they would
-        // take O(ranks³) for the ranks of one process.
+        let queries = rows(&shards.q[ring_index])?;
+        let keys = rows(&shards.kv[ring_index])?;
+        // The steps of all ranks are derived and those of the others dropped: kept, they would take
+        // O(ranks³) memory in a process that runs all ranks.
         let schedule = kv_schedule(agreed, &shards);
-        // O(ranks³), and no input can violate it: in debug builds only
+        // in debug builds only, because it takes O(ranks³) time and no input can violate it
         if cfg!(debug_assertions) {
             let needs = kv_needs(spec, &shards);
             let gradients = gradients_travel(agreed);
@@ -71,47 +74,37 @@ impl RingPlan {
         }
         let head_rows = if S::HAS_PARTS {
             let shard = (&*queries, &*keys);
-            tail_overlap::head_rows(spec, &schedule, ring_index, shard, *kv_tile)
+            tail_overlap::head_rows(spec, &schedule, ring_index, shard, split.of_tiles())
         } else {
             keys.len() as u64
         };
         let sizes = RecordSizes {
             block: spec.kv_row_layout().bytes(),
             gradient: spec.gradient_row_layout().bytes(),
-            kv_tile: *kv_tile,
+            split: *split,
         };
         let program = RankProgram::new(&schedule, order, ring_index, head_rows, sizes);
         let query_steps = if *backward && spec.backward == BackwardMode::TwoPass {
-            let (mask, dims) = (spec.mask.as_ref(), &spec.dims);
-            let needs = Needs::of_keys(mask, dims.q_heads, dims.batch, &shards);
-            let schedule = Schedule::build(&needs, reverse(*route), false);
-            let sizes = RecordSizes {
-                block: spec.query_row_layout().bytes(),
-                gradient: 0,
-                kv_tile: *kv_tile,
-            };
-            let all = queries.len() as u64;
-            RankProgram::new(&schedule, order, ring_index, all, sizes).steps
+            query_steps(agreed, ring_index, &shards)
         } else {
             Vec::new()
         };
         let most = |steps: &[RankStep]| {
             steps.iter().skip(1).map(|step| step.rows.count()).max().unwrap_or(0)
         };
-        let (most_received, most_queries_received) = (most(&program.steps), most(&query_steps));
         Ok(Self {
+            most_received: most(&program.steps),
+            most_queries_received: most(&query_steps),
             shards,
             program,
             query_steps,
             queries,
             keys,
-            most_received,
-            most_queries_received,
             spec: Arc::clone(spec),
         })
     }
 
-    /// Returns this rank's shard as its backend gets it.
+    /// Returns the input of this rank's backend.
     pub(super) fn rank_shard(&self, attention_mask: Option<Arc<DenseMask>>) -> RankShard {
         RankShard {
             spec: Arc::clone(&self.spec),
@@ -123,38 +116,69 @@ impl RingPlan {
         }
     }
 
-    /// Bytes of so many KV records.
+    /// Returns the bytes of `rows` KV records.
     pub(super) fn kv_bytes(&self, rows: u64) -> u64 {
         rows * self.spec.kv_row_layout().bytes()
     }
 
-    /// Bytes of the local KV block.
+    /// Returns the bytes of the local KV block.
     pub(super) fn local_kv_bytes(&self) -> u64 {
         self.kv_bytes(self.keys.len() as u64)
     }
 
-    /// Bytes of the local query block.
+    /// Returns the bytes of the local query block.
     pub(super) fn local_query_bytes(&self) -> u64 {
         self.queries.len() as u64 * self.spec.query_row_layout().bytes()
     }
 
-    /// Bytes of so many gradient records.
+    /// Returns the bytes of `rows` gradient records.
     pub(super) fn gradient_bytes(&self, rows: u64) -> u64 {
         rows * self.spec.gradient_row_layout().bytes()
     }
+
+    /// Returns the number of tail rows of the local block.
+    pub(super) fn tail_rows(&self) -> u64 {
+        self.keys.len() as u64 - self.program.head_rows
+    }
+
+    /// Returns the tail as local rows.
+    pub(super) fn tail_set(&self) -> RowSet {
+        std::iter::once(self.program.head_rows..self.keys.len() as u64).collect()
+    }
+
+    /// Returns the tail's records within the buffer `local_kv` of the whole local block.
+    pub(super) fn tail_of<S: Space>(&self, local_kv: &S::Buffer) -> Result<S::Buffer> {
+        let tail = self.kv_bytes(self.program.head_rows)..self.local_kv_bytes();
+        S::part(local_kv, tail).ok_or_else(|| Error::internal("a block that cannot be split"))
+    }
 }
 
-/// Schedule of keys and values: of forward, of a one-pass backward with gradients, and of the first
-/// pass of a two-pass backward.
+/// Derives the schedule of keys and values: of forward, of a one-pass backward with gradients, and
+/// of the first pass of a two-pass backward.
 pub(super) fn kv_schedule(agreed: &Agreed, shards: &RingShards) -> Schedule {
     Schedule::build(&kv_needs(&agreed.spec, shards), agreed.route, gradients_travel(agreed))
 }
 
-/// The keys that each rank's queries attend to.
+/// Derives the steps in which queries circulate, the second pass of a two-pass backward.
+fn query_steps(agreed: &Agreed, ring_index: usize, shards: &RingShards) -> Vec<RankStep> {
+    let Agreed { spec, route, order, split, .. } = agreed;
+    let needs = Needs::of_keys(spec.mask.as_ref(), spec.dims.q_heads, spec.dims.batch, shards);
+    let schedule = Schedule::build(&needs, reverse(*route), false);
+    let sizes = RecordSizes {
+        block: spec.query_row_layout().bytes(),
+        gradient: 0,
+        split: split.of_tiles(),
+    };
+    let all = shards.q[ring_index].rows.len();
+    RankProgram::new(&schedule, order, ring_index, all, sizes).steps
+}
+
+/// Returns the keys that each rank's queries attend to.
 fn kv_needs(spec: &Spec, shards: &RingShards) -> Needs {
     Needs::of_queries(spec.mask.as_ref(), spec.dims.q_heads, spec.dims.batch, shards)
 }
 
+/// Returns true if partial gradients are sent: in a one-pass backward.
 fn gradients_travel(agreed: &Agreed) -> bool {
     agreed.backward && agreed.spec.backward == BackwardMode::OnePass
 }
@@ -171,12 +195,12 @@ pub(super) fn encode_shards(shards: [Shard; 2]) -> Vec<u8> {
 
 /// Decodes every rank's [`encode_shards`], in ring order.
 pub(super) fn decode_shards(messages: &[Vec<u8>], order: &Order) -> Result<RingShards> {
-    let mut coordinates = RingShards { q: Vec::new(), kv: Vec::new() };
+    let mut gathered = RingShards { q: Vec::new(), kv: Vec::new() };
     for (peer, message) in messages.iter().enumerate() {
         let broken =
             || Error::Comm { peer, step: 0, what: "the ids of its rows are malformed".into() };
         let mut rest = &message[..];
-        for shards in [&mut coordinates.q, &mut coordinates.kv] {
+        for shards in [&mut gathered.q, &mut gathered.kv] {
             let (len, after) = rest.split_first_chunk::<8>().ok_or_else(broken)?;
             let len = usize::try_from(u64::from_le_bytes(*len)).map_err(|_| broken())?;
             let (encoded, after) = after.split_at_checked(len).ok_or_else(broken)?;
@@ -184,13 +208,11 @@ pub(super) fn decode_shards(messages: &[Vec<u8>], order: &Order) -> Result<RingS
             rest = after;
         }
     }
-    Ok(RingShards {
-        q: order.by_ring_index(coordinates.q),
-        kv: order.by_ring_index(coordinates.kv),
-    })
+    Ok(RingShards { q: order.by_ring_index(gathered.q), kv: order.by_ring_index(gathered.kv) })
 }
 
-/// Queries travel against the direction in which keys travel to the queries that attend to them.
+/// Returns the route of queries for a route of keys: a query shard is sent in the opposite
+/// direction, because its users are the owners of the keys that it attends to.
 const fn reverse(route: Route) -> Route {
     match route {
         Route::RelayUp => Route::RelayDown,

@@ -8,6 +8,7 @@ use annulus_core::{
 
 use super::{
     RingOptions,
+    block_parts::SplitSize,
     buffers::Buffers,
     check, describe,
     plan::{Agreed, RingPlan},
@@ -24,7 +25,7 @@ pub(super) struct Planned<B: Backend> {
 }
 
 impl<B: Backend> Planned<B> {
-    /// Plans, in gathers 0 and 1 of the transport.
+    /// Plans, in all-gathers 0 and 1 of the transport.
     pub(super) fn new(
         backend: &B,
         transport: &mut dyn Transport<B::Space>,
@@ -58,7 +59,11 @@ impl<B: Backend> Planned<B> {
             layout,
             route: options.route.unwrap_or(route),
             order,
-            kv_tile: largest.first().copied().unwrap_or(capabilities.kv_tile),
+            // in the order of `describe::plan`
+            split: SplitSize {
+                kv_tile: largest.first().copied().unwrap_or(capabilities.kv_tile).max(1),
+                kv_block: largest.get(1).copied().unwrap_or_default(),
+            },
             backward: options.backward,
         };
         let planned = Self::locally(backend, agreed, rank, ranks);
@@ -66,10 +71,10 @@ impl<B: Backend> Planned<B> {
         planned
     }
 
-    /// The part of planning that needs no other rank.
+    /// Does the part of planning that needs no other rank.
     fn locally(backend: &B, agreed: Agreed, rank: usize, ranks: usize) -> Result<Self> {
-        let (dims, alignment) = (&agreed.spec.dims, agreed.spec.alignment);
-        let shards = RingShards::plain(dims, alignment, &agreed.layout, ranks);
+        let spec = &agreed.spec;
+        let shards = RingShards::plain(&spec.dims, spec.alignment, &agreed.layout, ranks);
         let plan = RingPlan::derive::<B::Space>(&agreed, agreed.order.ring_index(rank), shards)?;
         let shard = plan.rank_shard(None);
         let passes = if agreed.backward { Passes::Both } else { Passes::Forward };

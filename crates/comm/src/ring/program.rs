@@ -1,17 +1,14 @@
-//! The program of one rank: its ring steps, with all that does not depend on data worked out:
-//! which bytes of which buffer go where.
+//! The program of one rank: its ring steps, with the byte ranges of all messages. It depends on the
+//! mask and the layout, not on tensors, so it is derived once per plan or batch.
 
 use std::{ops::Range, sync::Arc};
 
 use annulus_core::{Channel, Group, Message, MessageHeader, Order, Route, RowSet, Schedule};
 
 use super::{
-    block_parts,
-    tail_overlap::{self, HomeReduce},
+    block_parts::{self, SplitSize},
+    home_reduce::{HomeReduce, RangePairs},
 };
-
-/// Pairs `(into, from)` of ranges of record numbers, of equal lengths.
-pub(crate) type RangePairs = Vec<(Range<u64>, Range<u64>)>;
 
 /// One ring step of a rank.
 #[derive(Debug)]
@@ -23,10 +20,10 @@ pub(crate) struct RankStep {
     /// Blocks of the next step: sent from this step's block, or from the local block on a direct
     /// route.
     pub(crate) kv: Transfers,
-    /// The same, with each rank's last block in parts.
+    /// As `kv`, with the last block of each rank in parts.
     pub(crate) kv_in_parts: Transfers,
-    /// Rows of the parts in which this step's block then arrives. Empty if it arrives whole or is
-    /// the local block.
+    /// Rows of the parts in which `kv_in_parts` delivers this step's block. Empty if it arrives
+    /// whole or is the local block.
     pub(crate) parts: Vec<RowSet>,
     /// Gradients of this step's block.
     pub(crate) gradients: Transfers,
@@ -63,7 +60,7 @@ impl Transfers {
     }
 }
 
-/// Payload bytes that a rank sends with the blocks of these steps.
+/// Returns the payload bytes that a rank sends with the blocks of these steps.
 pub(crate) fn kv_bytes_sent(steps: &[RankStep]) -> u64 {
     steps.iter().map(|step| step.kv.bytes_sent()).sum()
 }
@@ -75,8 +72,8 @@ pub(crate) struct RecordSizes {
     pub(crate) block: u64,
     /// Bytes of a gradient record; 0 if no gradients travel.
     pub(crate) gradient: u64,
-    /// Rows of a KV tile.
-    pub(crate) kv_tile: u64,
+    /// Rows at multiples of which blocks are split.
+    pub(crate) split: SplitSize,
 }
 
 impl RankProgram {
@@ -90,7 +87,7 @@ impl RankProgram {
         sizes: RecordSizes,
     ) -> Self {
         let steps = &schedule.steps[ring_index];
-        let active = tail_overlap::last_step(schedule, ring_index).map_or(1, |last| last + 1);
+        let active = last_step(schedule, ring_index).map_or(1, |last| last + 1);
         let steps = &steps[..active];
         let local = &steps[0].rows;
         let last_block = block_parts::last_block(schedule, ring_index);
@@ -108,10 +105,10 @@ impl RankProgram {
                     schedule,
                     ring_index,
                     source,
-                    sizes.kv_tile,
+                    sizes.split,
                 ),
                 parts: if last_block == Some(number) {
-                    row_parts(&step.rows, sizes.kv_tile)
+                    row_parts(&step.rows, sizes.split)
                 } else {
                     Vec::new()
                 },
@@ -136,6 +133,14 @@ impl RankProgram {
     }
 }
 
+/// Returns the last step in which this rank computes, sends or receives.
+pub(super) fn last_step(schedule: &Schedule, ring_index: usize) -> Option<usize> {
+    let idle = |group: &Group| group.sends.is_empty() && group.receives.is_empty();
+    schedule.steps[ring_index]
+        .iter()
+        .rposition(|step| !(step.rows.is_empty() && idle(&step.before) && idle(&step.after)))
+}
+
 fn partial_sums(group: &Group) -> impl Iterator<Item = &Message> {
     group.receives.iter().filter(|message| message.channel == Channel::PartialGrad)
 }
@@ -144,9 +149,9 @@ fn final_gradients(group: &Group) -> impl Iterator<Item = &Message> {
     group.receives.iter().filter(|message| message.channel == Channel::FinalGrad)
 }
 
-/// Rows of a block's parts; none if it is not split.
-fn row_parts(rows: &RowSet, kv_tile: u64) -> Vec<RowSet> {
-    let parts = block_parts::parts(rows.count(), kv_tile);
+/// Returns the rows of each part of a block; none if it is not split.
+fn row_parts(rows: &RowSet, split: SplitSize) -> Vec<RowSet> {
+    let parts = block_parts::parts(rows.count(), split);
     if parts.len() == 1 {
         return Vec::new();
     }
@@ -164,7 +169,7 @@ struct Addressing<'a> {
 }
 
 impl Addressing<'_> {
-    /// Message number `part` of `message`. No message follows the parts in the same pass, so they
+    /// Returns part number `part` of `message`. No message of the pass follows the parts, so they
     /// may use the tags of later steps.
     fn message(&self, message: &Message, part: usize, records: &[Range<u64>]) -> MessageHeader {
         let bytes = |records: &Range<u64>| {
@@ -191,18 +196,18 @@ impl Addressing<'_> {
         }
     }
 
-    /// The transfers before a step; blocks that are the last which their receiver gets, in parts.
+    /// Returns the transfers before a step. A block that is the last of its receiver is in parts.
     fn transfers_in_parts(
         &self,
         schedule: &Schedule,
         ring_index: usize,
         source: &RowSet,
-        kv_tile: u64,
+        split: SplitSize,
     ) -> Transfers {
         let group = &schedule.steps[ring_index][self.step].before;
         let parts = |receiver: usize, message: &Message| {
             if block_parts::last_block(schedule, receiver) == Some(self.step + 1) {
-                block_parts::parts(message.rows.count(), kv_tile)
+                block_parts::parts(message.rows.count(), split)
             } else {
                 std::iter::once(0..message.rows.count()).collect()
             }

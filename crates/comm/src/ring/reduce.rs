@@ -1,16 +1,16 @@
-//! Sums over ranks of the gradients that every rank has a part of: dsinks, and dbias of a bias that
+//! All-reduce of gradients of which every rank computes a summand: dsinks, and dbias of a bias that
 //! is broadcast over queries.
 
 use annulus_core::{Backend, Error, Gradients, Result, Space, Spec};
 
 use super::{Ring, RingOptions};
-use crate::agreement::gather;
+use crate::agreement::all_gather;
 
-/// Numbers that are summed at a time. Every rank holds this many of every rank, 8 MiB of 128 ranks,
-/// however large the gradient is.
+/// Numbers per all-gather: an all-reduce of a gradient of any size then takes 64 KiB per rank, 8
+/// MiB on 128 ranks.
 const CHUNK: usize = 1 << 13;
 
-/// Returns true if ranks hold parts of dbias, which is then summed like dsinks.
+/// Returns true if every rank computes a summand of dbias, like of dsinks.
 pub(super) fn bias_is_shared(spec: &Spec) -> bool {
     spec.bias.is_some_and(|[_, _, q_len, _]| q_len == 1)
 }
@@ -22,7 +22,7 @@ pub(super) fn is_needed(spec: &Spec, options: &RingOptions, ranks: usize) -> boo
 }
 
 impl<B: Backend> Ring<B> {
-    /// Sums this rank's parts of dsinks and of a shared dbias over all ranks.
+    /// Sums dsinks and a shared dbias over all ranks.
     pub(super) fn reduce_gradients(
         &mut self,
         gradients: &mut Gradients<'_, B::Space>,
@@ -66,7 +66,7 @@ impl<B: Backend> Ring<B> {
         }
         let round = self.round();
         let bytes: Vec<u8> = part.iter().flat_map(|number| number.to_le_bytes()).collect();
-        let all = gather(self.transport.as_mut(), round, &bytes)?;
+        let all = all_gather(self.transport.as_mut(), round, &bytes)?;
         part.fill(0.0);
         let order = &self.agreed.order;
         for (&peer, bytes) in order.ranks().iter().zip(order.by_ring_index(all)) {

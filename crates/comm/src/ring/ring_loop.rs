@@ -1,17 +1,17 @@
 //! The ring loop: forward, backward in one pass, backward in two.
 //!
 //! ```text
-//! forward                            backward, one pass                   backward, two passes
-//! kv = pack(k, v)                    kv = pack(k, v)                      kv = pack(k, v)
-//! for each ring step:                for each ring step:                  for each ring step:
-//!   post: kv →, next kv ←              post: kv →, next kv ←                post: kv →, next kv ←
-//!   (m, l, acc) += attend(q, kv)       dq += …, dkv = attend(q, kv)         dq += attend(q, kv)
-//!   wait; kv = next kv                 wait; kv = next kv                   wait; kv = next kv
-//! out, lse = finish                    dkv += partial sum that arrived    q = pack(q, dout, statistics)
-//!                                      post: dkv → next user or owner     for each ring step:
-//!                                    dk, dv = local dkv + what came home    post: q →, next q ←
-//!                                                                           dkv += attend(q, k, v)
-//!                                                                           wait; q = next q
+//! forward                          backward, one pass                 backward, two passes
+//! kv = pack(k, v)                  kv = pack(k, v)                    kv = pack(k, v)
+//! for each ring step:              for each ring step:                for each ring step:
+//!   post: kv →, next kv ←            post: kv →, next kv ←              post: kv →, next kv ←
+//!   (m, l, acc) += attend(q, kv)     dq += …, dkv = attend(q, kv)       dq += attend(q, kv)
+//!   wait; kv = next kv               wait; kv = next kv                 wait; kv = next kv
+//! out, lse = finish                  dkv += partial sum that arrived  q = pack(q, dout, statistics)
+//!                                    post: dkv → next user or owner   for each ring step:
+//!                                  dk, dv = local dkv + final           post: q →, next q ←
+//!                                           gradients                   dkv += attend(q, k, v)
+//!                                                                       wait; q = next q
 //! ```
 //! A post returns at once, so transfers overlap the tiles of the same step. The accumulators of the
 //! queries never leave the device between the start and the finish of a pass. In one pass, the
@@ -20,14 +20,13 @@
 //!
 //! # Source
 //! Liu et al. 2023, Ring Attention with Blockwise Transformers, section 3, without the last hop and
-//! with gradients that go directly home. The loop of zhuzilin/ring-flash-attention
-//! (`ring_flash_attn_forward`, `ring_flash_attn_backward`) is the one-pass case of relay up without
-//! a mask-aware schedule.
+//! with final gradients that are sent directly to the owner. The loop of
+//! zhuzilin/ring-flash-attention (`ring_flash_attn_forward`, `ring_flash_attn_backward`) is the
+//! one-pass case of relay up without a mask-aware schedule.
 
 use annulus_core::{
-    Arrived, Backend, BackwardInputs, BackwardMode, BackwardPass, Block, Channel, Error,
-    ForwardPass, Gradients, Inputs, MessageHeader, Outputs, Readers, Reduction, Result, RowSet,
-    Space, Workspace,
+    Backend, BackwardInputs, BackwardMode, BackwardPass, Error, ForwardPass, Gradients, Inputs,
+    Outputs, Readers, Result, Space, Workspace,
 };
 
 use crate::span::span;
@@ -36,12 +35,14 @@ use super::{
     Report, Ring, block_parts,
     blocks::{Blocks, circulate},
     buffers::{GradientBuffers, take_buffer},
+    home_reduce::HomeReduce,
     in_flight::InFlight,
+    one_pass::OnePass,
     program,
-    tail_overlap::HomeReduce,
 };
 
 impl<B: Backend> Ring<B> {
+    /// Runs the forward pass.
     pub(super) fn forward_loop(
         &mut self,
         inputs: &Inputs<'_, B::Space>,
@@ -56,7 +57,8 @@ impl<B: Backend> Ring<B> {
         let mut kv = take_buffer::<B::Space>(&mut buffers.blocks, plan.local_kv_bytes())?;
         let ready = pass.local_kv(&mut kv, readers)?;
         let blocks = Blocks::new(kv, ready, agreed.route, &mut buffers.blocks);
-        let (steps, shards) = (&plan.program.steps, &plan.shards.kv);
+        let steps = &plan.program.steps;
+        let shards = &plan.shards.kv;
         circulate(steps, shards, blocks, &mut in_flight, &mut buffers.rows, |_, kv, tick| {
             pass.attend(kv, tick)
         })?;
@@ -65,129 +67,81 @@ impl<B: Backend> Ring<B> {
         Ok(in_flight.report(program::kv_bytes_sent(steps)))
     }
 
+    /// Runs the backward pass of this plan's mode. A ring of one rank always takes one pass.
     pub(super) fn backward_loop(
         &mut self,
         inputs: &BackwardInputs<'_, B::Space>,
         gradients: &mut Gradients<'_, B::Space>,
         first_tag: u64,
     ) -> Result<Report> {
-        // dK and dV of the local keys
-        let mut home = self
+        let mut local_dkv = self
             .buffers
-            .home
+            .local_dkv
             .take()
             .ok_or_else(|| Error::internal("the plan has no gradient buffer"))?;
         let two_passes = self.agreed.spec.backward == BackwardMode::TwoPass && self.ranks > 1;
         let report = if two_passes {
-            self.backward_two_pass(inputs, &mut home, gradients, first_tag)?
+            self.backward_two_pass(inputs, &mut local_dkv, gradients, first_tag)?
         } else {
-            self.backward_one_pass(inputs, &mut home, gradients, first_tag)?
+            self.backward_one_pass(inputs, &mut local_dkv, gradients, first_tag)?
         };
-        self.buffers.home = Some(home);
+        self.buffers.local_dkv = Some(local_dkv);
         Ok(report)
     }
 
     fn backward_one_pass(
         &mut self,
         inputs: &BackwardInputs<'_, B::Space>,
-        home: &mut <B::Space as Space>::Buffer,
+        local_dkv: &mut <B::Space as Space>::Buffer,
         gradients: &mut Gradients<'_, B::Space>,
         first_tag: u64,
     ) -> Result<Report> {
         let readers = self.kv_readers();
         let Self { agreed, workspace, transport, plan, buffers, ring_index, .. } = self;
-        let (program, shards, rows) = (&plan.program, &plan.shards.kv, &mut buffers.rows);
-        let mut sums =
-            GradientBuffers::<B::Space>::new(&mut buffers.gradients, &mut buffers.final_gradients);
-        let mut in_flight = InFlight::new(transport.as_mut(), first_tag);
         let mut pass = workspace.backward(inputs.reborrow(), BackwardMode::OnePass)?;
 
         let mut kv = take_buffer::<B::Space>(&mut buffers.blocks, plan.local_kv_bytes())?;
         let ready = pass.local_kv(&mut kv, readers)?;
         let mut blocks = Blocks::new(kv, ready, agreed.route, &mut buffers.blocks);
-        let head = RowSet::all(program.head_rows);
+        let mut one_pass = OnePass {
+            pass,
+            plan,
+            in_flight: InFlight::new(transport.as_mut(), first_tag),
+            sums: GradientBuffers::new(&mut buffers.gradients, &mut buffers.final_gradients),
+            local_dkv,
+            rows: &mut buffers.rows,
+        };
         // reductions of the final gradients that were posted in the step before
-        let mut coming_home: &[HomeReduce] = &[];
-        for (number, step) in program.steps.iter().enumerate() {
+        let mut posted_reduces: &[HomeReduce] = &[];
+        for (number, step) in plan.program.steps.iter().enumerate() {
             span!("step", step = number, owner = step.owner);
-            blocks.post_next(&step.kv, &mut in_flight)?;
-            let mut dkv = None;
-            if let Some((buffer, ready)) = blocks.current() {
-                let local = number == 0;
-                shards[step.owner].expand(if local { &head } else { &step.rows }, rows)?;
-                let block = Block { buffer, ready, rows };
-                if local {
-                    pass.attend_kv(&block, Some(home), &mut || in_flight.tick())?;
-                } else {
-                    let mut sum = sums.take(plan.gradient_bytes(step.rows.count()))?;
-                    let ready = pass.attend_kv(&block, Some(&mut sum), &mut || in_flight.tick())?;
-                    dkv = Some((sum, ready));
-                }
-            }
-            let mut home_reduces = coming_home.iter();
-            for (message, arrived) in in_flight.wait_all()? {
-                match message.channel {
-                    Channel::Kv => blocks.arrive(arrived),
-                    Channel::PartialGrad => {
-                        let (sum, ready) = dkv.as_mut().ok_or_else(|| unexpected(&message))?;
-                        *ready = pass.reduce(
-                            sum,
-                            &arrived.buffer,
-                            &arrived.ready,
-                            &step.partial_sum,
-                            Reduction::Add,
-                        )?;
-                        sums.put_back(arrived.buffer);
-                    }
-                    Channel::FinalGrad => {
-                        let reduce = home_reduces.next().ok_or_else(|| unexpected(&message))?;
-                        reduce.run(&mut pass, home, &arrived)?;
-                        sums.put_back_final(arrived.buffer);
-                    }
-                }
-            }
-            // everything sent in the step before has gone
-            sums.recycle_sent();
-            in_flight.post(&step.gradients, dkv.as_ref(), |message| sums.take_for(message))?;
-            sums.sent(dkv);
-            coming_home = &step.home_reduces;
+            blocks.post_next(&step.kv, &mut one_pass.in_flight)?;
+            let mut dkv = match blocks.current() {
+                Some(block) if number == 0 => one_pass.attend_head(step, block)?,
+                Some(block) => one_pass.attend(step, block)?,
+                None => None,
+            };
+            one_pass.receive(step, posted_reduces, &mut blocks, dkv.as_mut())?;
+            one_pass.post_gradients(step, dkv)?;
+            posted_reduces = &step.home_reduces;
             blocks.advance();
         }
         blocks.put_back();
+        // the tail of the local block overlaps the last final gradients; see `tail_overlap.rs`
+        let tail = one_pass.attend_tail(*ring_index, &mut buffers.blocks)?;
+        one_pass.receive_last(posted_reduces, tail)?;
 
-        // the tail of the local block overlaps the last gradients; see `tail_overlap.rs`
-        let mut tail = None;
-        if plan.tail_rows() > 0 {
-            let mut kv = take_buffer::<B::Space>(&mut buffers.blocks, plan.local_kv_bytes())?;
-            let ready = pass.local_kv(&mut kv, Readers::Ring)?;
-            let part = plan.tail_of::<B::Space>(&kv)?;
-            shards[*ring_index].expand(&plan.tail_set(), rows)?;
-            let block = Block { buffer: &part, ready: &ready, rows };
-            let mut sum = sums.take(plan.gradient_bytes(plan.tail_rows()))?;
-            let ready = pass.attend_kv(&block, Some(&mut sum), &mut || in_flight.tick())?;
-            drop(part);
-            buffers.blocks.push(kv);
-            tail = Some(Arrived { buffer: sum, ready });
-        }
-        for ((_, arrived), reduce) in in_flight.wait_all()?.into_iter().zip(coming_home) {
-            reduce.run(&mut pass, home, &arrived)?;
-            sums.put_back_final(arrived.buffer);
-        }
-        if let Some(tail) = tail {
-            program.tail_reduce.run(&mut pass, home, &tail)?;
-            sums.put_back(tail.buffer);
-        }
-        sums.recycle_sent();
-
-        pass.finish(home, gradients)?;
-        let bytes = program::kv_bytes_sent(&program.steps) + program.gradient_bytes_sent();
+        let OnePass { pass, in_flight, local_dkv, .. } = one_pass;
+        pass.finish(local_dkv, gradients)?;
+        let steps = &plan.program.steps;
+        let bytes = program::kv_bytes_sent(steps) + plan.program.gradient_bytes_sent();
         Ok(in_flight.report(bytes))
     }
 
     fn backward_two_pass(
         &mut self,
         inputs: &BackwardInputs<'_, B::Space>,
-        home: &mut <B::Space as Space>::Buffer,
+        local_dkv: &mut <B::Space as Space>::Buffer,
         gradients: &mut Gradients<'_, B::Space>,
         first_tag: u64,
     ) -> Result<Report> {
@@ -199,10 +153,11 @@ impl<B: Backend> Ring<B> {
         let mut kv = take_buffer::<B::Space>(&mut buffers.blocks, plan.local_kv_bytes())?;
         let ready = pass.local_kv(&mut kv, Readers::Ring)?;
         let blocks = Blocks::new(kv, ready, agreed.route, &mut buffers.blocks);
-        let (steps, shards) = (&plan.program.steps, &plan.shards.kv);
+        let steps = &plan.program.steps;
+        let shards = &plan.shards.kv;
         circulate(steps, shards, blocks, &mut in_flight, rows, |step, kv, tick| {
-            // the local queries' part of the local dK and dV needs no second pass
-            let dkv = (step == 0).then_some(&mut *home);
+            // the local queries add to the local dK and dV here, so the second pass skips them
+            let dkv = (step == 0).then_some(&mut *local_dkv);
             pass.attend_kv(kv, dkv, tick).map(drop)
         })?;
         let first = in_flight.report(program::kv_bytes_sent(steps));
@@ -212,24 +167,21 @@ impl<B: Backend> Ring<B> {
         let mut q = take_buffer::<B::Space>(&mut buffers.queries, plan.local_query_bytes())?;
         let ready = pass.local_queries(&mut q)?;
         let blocks = Blocks::new(q, ready, agreed.route, &mut buffers.queries);
-        let (steps, shards) = (&plan.query_steps, &plan.shards.q);
+        let steps = &plan.query_steps;
+        let shards = &plan.shards.q;
         circulate(steps, shards, blocks, &mut in_flight, rows, |step, q, tick| match step {
             0 => Ok(()),
-            _ => pass.attend_queries(q, home, tick),
+            _ => pass.attend_queries(q, local_dkv, tick),
         })?;
         let second = in_flight.report(program::kv_bytes_sent(steps));
 
-        pass.finish(home, gradients)?;
+        pass.finish(local_dkv, gradients)?;
         Ok(first.followed_by(second))
     }
 
-    /// A ring of one rank need not pack its block if the backend reads it from the inputs.
+    /// Returns the readers of the local block. On a ring of one rank only the backend reads it,
+    /// which may then use the inputs instead of a packed block.
     const fn kv_readers(&self) -> Readers {
         if self.ranks == 1 { Readers::Local } else { Readers::Ring }
     }
-}
-
-fn unexpected(message: &MessageHeader) -> Error {
-    let what = format!("a message of {:?} that no step expects", message.channel);
-    Error::Comm { peer: message.peer, step: message.step, what }
 }

@@ -1,23 +1,20 @@
-//! The local block's backward in two parts, so that the last gradients have tiles to overlap with.
+//! The backward pass of the local block in two parts, so that the last gradients have tiles to
+//! overlap with.
 //!
 //! ```text
-//! step 0            tiles of the head rows of the local block    ← overlap the first block's arrival
-//! steps 1 …         tiles of the blocks that arrive              ← overlap blocks, and gradients of the step before
-//! after the last    tiles of the tail rows of the local block    ← overlap the last gradients on their way home
+//! step 0           tiles of the local block's head rows   overlap the first block's arrival
+//! steps 1 …        tiles of the blocks that arrive        overlap blocks and gradients
+//! after the last   tiles of the local block's tail rows   overlap the last final gradients
 //! ```
-//! Without the tail the last gradients would travel while no rank computes. Each rank splits its
-//! own rows when a plan is made; no message depends on it.
+//! Without the tail no rank would compute while the last gradients are transferred. Each rank
+//! splits its own rows when a plan is created; no message depends on it.
 
-use std::ops::Range;
+use annulus_core::{Group, Message, Rows, Schedule, Spec, mask::Query};
 
-use annulus_core::{
-    Arrived, BackwardPass, Error, Group, Message, Reduction, Result, RowSet, Rows, Schedule, Space,
-    Spec, mask::Query,
-};
+use super::{block_parts::SplitSize, program::last_step};
 
-use super::{block_parts::split_rows, plan::RingPlan, program::RangePairs};
-
-/// Number of queries and of keys that are sampled to estimate work.
+/// Number of queries and of keys that are sampled to estimate work: head and tail are rounded to
+/// tiles, so an error of some percent is of no consequence.
 const SAMPLES: usize = 64;
 
 /// Returns the number of rows of the local block that are attended to in step 0; all of them if
@@ -29,7 +26,7 @@ pub(super) fn head_rows(
     schedule: &Schedule,
     ring_index: usize,
     shard: (&Rows, &Rows),
-    kv_tile: u64,
+    split: SplitSize,
 ) -> u64 {
     let (queries, keys) = shard;
     let all = keys.len() as u64;
@@ -40,7 +37,7 @@ pub(super) fn head_rows(
     let bytes = |group: &Group, record: u64| rows(&group.sends).max(rows(&group.receives)) * record;
     let first = bytes(&steps[0].before, spec.kv_row_layout().bytes());
     let after = bytes(&steps[last].after, spec.gradient_row_layout().bytes());
-    let tile = split_rows(all, kv_tile);
+    let tile = split.of(all);
     if after == 0 || all < 2 * tile {
         return all;
     }
@@ -48,14 +45,6 @@ pub(super) fn head_rows(
     let rows = share_of_work(spec, queries, keys, share) * all as f64;
     // at least a tile each
     ((rows / tile as f64).round() as u64 * tile).clamp(tile, (all - 1) / tile * tile)
-}
-
-/// Returns the last step in which this rank computes, sends or receives.
-pub(super) fn last_step(schedule: &Schedule, ring_index: usize) -> Option<usize> {
-    let idle = |group: &Group| group.sends.is_empty() && group.receives.is_empty();
-    schedule.steps[ring_index]
-        .iter()
-        .rposition(|step| !(step.rows.is_empty() && idle(&step.before) && idle(&step.after)))
 }
 
 /// Returns the share of the keys that makes up the share `share` of the work, estimated by the
@@ -68,7 +57,8 @@ fn share_of_work(spec: &Spec, queries: &Rows, keys: &Rows, share: f64) -> f64 {
     let mut visible = vec![0u32; keys.len().min(SAMPLES)];
     let positions = keys.positions(0);
     for query in spread(queries.len()) {
-        let (row, position) = (queries.rows()[query], queries.positions(0)[query]);
+        let row = queries.rows()[query];
+        let position = queries.positions(0)[query];
         let segment = queries.segments(0).map(|segments| segments[query]);
         let bound = spec.mask.bound(&Query { batch: 0, head: 0, row, position });
         for (visible, key) in visible.iter_mut().zip(spread(keys.len())) {
@@ -88,79 +78,6 @@ fn share_of_work(spec: &Spec, queries: &Rows, keys: &Rows, share: f64) -> f64 {
     share
 }
 
-/// A reduction of gradient records into the local dK/dV.
-#[derive(Debug, Default)]
-pub(crate) struct HomeReduce {
-    /// First records of their rows: copied.
-    pub(crate) copied: RangePairs,
-    /// All others.
-    pub(crate) added: RangePairs,
-}
-
-impl HomeReduce {
-    /// Splits `pairs` by whether their rows are `unwritten`, and removes them from that set.
-    pub(super) fn split(pairs: RangePairs, unwritten: &mut RowSet) -> Self {
-        let mut home = Self::default();
-        for (into, from) in pairs {
-            let mut next = into.start;
-            let from_of = |rows: &Range<u64>| {
-                from.start + (rows.start - into.start)..from.start + (rows.end - into.start)
-            };
-            let begin = unwritten.ranges().partition_point(|range| range.end <= into.start);
-            for range in
-                unwritten.ranges()[begin..].iter().take_while(|range| range.start < into.end)
-            {
-                let copied = range.start.max(into.start)..range.end.min(into.end);
-                if next < copied.start {
-                    home.added.push((next..copied.start, from_of(&(next..copied.start))));
-                }
-                next = copied.end;
-                home.copied.push((copied.clone(), from_of(&copied)));
-            }
-            if next < into.end {
-                home.added.push((next..into.end, from_of(&(next..into.end))));
-            }
-        }
-        *unwritten =
-            unwritten.difference(&home.copied.iter().map(|(into, _)| into.clone()).collect());
-        home
-    }
-
-    /// Reduces the records of a buffer into the local dK/dV.
-    pub(super) fn run<S: Space>(
-        &self,
-        pass: &mut impl BackwardPass<S>,
-        home: &mut S::Buffer,
-        arrived: &Arrived<S>,
-    ) -> Result<()> {
-        let Arrived { buffer, ready } = arrived;
-        for (pairs, reduction) in [(&self.copied, Reduction::Copy), (&self.added, Reduction::Add)] {
-            if !pairs.is_empty() {
-                pass.reduce(home, buffer, ready, pairs, reduction)?;
-            }
-        }
-        Ok(())
-    }
-}
-
-impl RingPlan {
-    /// Returns the number of tail rows of the local block.
-    pub(super) fn tail_rows(&self) -> u64 {
-        self.keys.len() as u64 - self.program.head_rows
-    }
-
-    /// Returns the tail as local rows.
-    pub(super) fn tail_set(&self) -> RowSet {
-        std::iter::once(self.program.head_rows..self.keys.len() as u64).collect()
-    }
-
-    /// Returns the tail's records in a buffer with the whole local block.
-    pub(super) fn tail_of<S: Space>(&self, local_kv: &S::Buffer) -> Result<S::Buffer> {
-        let tail = self.kv_bytes(self.program.head_rows)..self.local_kv_bytes();
-        S::part(local_kv, tail).ok_or_else(|| Error::internal("a block that cannot be split"))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use annulus_core::{
@@ -168,28 +85,10 @@ mod tests {
     };
 
     use super::*;
-    use crate::ring::plan::Agreed;
-
-    fn set(ranges: &[Range<u64>]) -> RowSet {
-        ranges.iter().cloned().collect()
-    }
+    use crate::ring::plan::{Agreed, RingPlan};
 
     #[test]
-    fn the_first_records_of_a_row_are_written_and_all_others_added() {
-        let mut unwritten = set(&[4..8, 10..20]);
-        // rows 2..6 and 7..12 came, as records 0..4 and 4..9
-        let home = HomeReduce::split(vec![(2..6, 0..4), (7..12, 4..9)], &mut unwritten);
-        assert_eq!(home.copied, [(4..6, 2..4), (7..8, 4..5), (10..12, 7..9)]);
-        assert_eq!(home.added, [(2..4, 0..2), (8..10, 5..7)]);
-        assert_eq!(unwritten, set(&[6..7, 12..20]));
-        let again = HomeReduce::split(vec![(4..7, 0..3)], &mut unwritten);
-        assert_eq!((again.copied, again.added), (vec![(6..7, 2..3)], vec![(4..6, 0..2)]));
-        let rest = HomeReduce::split(vec![(12..20, 0..8)], &mut unwritten);
-        assert!(rest.added.is_empty() && rest.copied == [(12..20, 0..8)] && unwritten.is_empty());
-    }
-
-    #[test]
-    fn both_parts_have_the_work_of_what_they_hide() {
+    fn head_and_tail_have_the_work_that_overlaps_their_transfers() {
         let head = |causal: bool, layout: &Layout, route, rank, n: usize| {
             let spec = Spec::new(Dims::new(1, n, 2, 16), DType::F32);
             let spec = if causal {
@@ -203,18 +102,19 @@ mod tests {
                 layout: layout.clone(),
                 route,
                 order: Order::ascending(2),
-                kv_tile: 64,
+                split: SplitSize { kv_tile: 64, kv_block: 0 },
                 backward: true,
             };
             let plan = RingPlan::derive::<Host>(&agreed, rank, coordinates).unwrap();
             (plan.program.head_rows, plan.keys.len() as u64)
         };
-        // as many bytes of gradients as of keys and values; every key is seen by all
+        // as many bytes of gradients as of keys and values; all queries attend to every key
         assert_eq!(head(false, &Layout::Contiguous, Route::RelayUp, 0, 1024), (256, 512));
-        // the first of the two chunks is seen by 3 times as many queries as the second: 0.5 = (3 of 4)·(x of the chunk, all of its queries seen …)
+        // half of the work is less than half of the rows: three times as many visible pairs have a
+        // key of the first of the two chunks as have one of the second
         let (rows, all) = head(true, &Layout::Zigzag, Route::RelayDown, 0, 4096);
         assert!((576..=768).contains(&rows) && all == 2048, "{rows} of {all}");
-        // rank 0 needs no block of rank 1's, and sends one; gradients of its own come home
+        // rank 0 needs no block of rank 1, sends its own, and receives its final gradients
         let (rows, all) = head(true, &Layout::Contiguous, Route::RelayUp, 0, 1024);
         assert!(0 < rows && rows < all, "{rows} of {all}");
         // too short to be divided

@@ -2,18 +2,19 @@
 //!
 //! ```text
 //!  agree              same kind of batch, valid arguments         a refusal here changes nothing
-//!  gather             everybody's ids and positions
+//!  all-gather         ids and positions of all ranks
 //!  stage              schedule, rows, buffers: new ones beside the old ones
 //!  Workspace::update  in place
 //!  close              all succeeded?   yes: commit                no: the workspace is restored
 //! ```
-//! A rank that cannot restore its workspace aborts: then the plan is dead on all ranks. So no forward
-//! pass ever combines queries of one batch with keys of another.
+//! A rank that cannot restore its workspace aborts: then the plan is dead on all ranks. So no
+//! forward pass ever combines queries of one batch with keys of another.
 
 use std::sync::Arc;
 
 use annulus_core::{
     Backend, Batch, DenseMask, Error, Passes, RankShard, Result, Shard, Side, Space, Workspace,
+    memory,
 };
 
 use super::{
@@ -22,10 +23,14 @@ use super::{
     check, describe,
     plan::{self, RingPlan},
 };
-use crate::agreement::{self, gather};
+use crate::agreement::{self, all_gather};
+
+/// Bytes that planning allocates per byte of an encoded shard: those of [`Batch::planning_bytes`]
+/// per run, of which each takes at least three bytes.
+const BYTES_PER_ENCODED: u64 = 86;
 
 /// A new batch before all ranks have agreed to put it in force.
-struct Staged<S: Space> {
+struct StagedBatch<S: Space> {
     plan: RingPlan,
     shard: RankShard,
     /// Present if those of the batch in force are too small.
@@ -36,11 +41,15 @@ impl<B: Backend> Ring<B> {
     /// Adapts the plan to `batch`; an error that is not fatal leaves the old batch in force.
     pub(super) fn try_update(&mut self, batch: &Batch) -> Result<()> {
         let agreed = &self.agreed;
-        let (spec, layout, dims) = (&agreed.spec, &agreed.layout, agreed.spec.dims);
-        let (q_rows, kv_rows) = (self.shard.queries.len(), self.shard.keys.len());
+        let spec = &agreed.spec;
+        let layout = &agreed.layout;
+        let dims = spec.dims;
+        let q_rows = self.shard.queries.len();
+        let kv_rows = self.shard.keys.len();
         let checked = spec.validate_batch(batch, q_rows, kv_rows).and_then(|()| {
             batch.validate_layout(&dims, layout, self.ring_index, self.ranks)?;
-            check::two_pass_mask(spec, batch, self.ranks)
+            check::two_pass_mask(spec, batch, self.ranks)?;
+            memory::check_available("segment ids and positions", batch.planning_bytes())
         });
         let described = checked.map(|()| describe::batch(batch));
         let round = self.round();
@@ -48,13 +57,14 @@ impl<B: Backend> Ring<B> {
 
         let agreed = &self.agreed;
         let shard = |side| {
-            let (alignment, layout) = (agreed.spec.alignment, &agreed.layout);
+            let alignment = agreed.spec.alignment;
+            let layout = &agreed.layout;
             Shard::local(&dims, alignment, layout, side, self.ring_index, self.ranks, batch)
         };
         let message = plan::encode_shards([Side::Q, Side::Kv].map(shard));
         let round = self.round();
         // from here to the closing status no rank may return: the others would wait for it
-        let gathered = gather(self.transport.as_mut(), round, &message);
+        let gathered = all_gather(self.transport.as_mut(), round, &message);
         let gathered = gathered.map_err(agreement::mid_call)?;
         let staged = self.stage(batch, &gathered);
         // the workspace comes last, because it is the only part that is changed in place
@@ -79,8 +89,10 @@ impl<B: Backend> Ring<B> {
         }
     }
 
-    /// Makes everything that a new batch needs beside what the batch in force uses.
-    fn stage(&self, batch: &Batch, gathered: &[Vec<u8>]) -> Result<Staged<B::Space>> {
+    /// Creates everything that a new batch needs, and changes nothing of the batch in force.
+    fn stage(&self, batch: &Batch, gathered: &[Vec<u8>]) -> Result<StagedBatch<B::Space>> {
+        let bytes = gathered.iter().map(|shards| shards.len() as u64).sum::<u64>();
+        memory::check_available("the rows of all ranks", bytes.saturating_mul(BYTES_PER_ENCODED))?;
         let shards = plan::decode_shards(gathered, &self.agreed.order)?;
         let plan = RingPlan::derive::<B::Space>(&self.agreed, self.ring_index, shards)?;
         let mask = batch.attention_mask.as_ref().map(DenseMask::try_clone).transpose()?;
@@ -90,12 +102,12 @@ impl<B: Backend> Ring<B> {
         } else {
             Some(Buffers::allocate(&self.backend, &self.agreed, &plan)?)
         };
-        Ok(Staged { plan, shard, buffers })
+        Ok(StagedBatch { plan, shard, buffers })
     }
 
     /// Puts a new batch in force. Cannot fail: all ranks have agreed to do this.
-    fn commit(&mut self, staged: Staged<B::Space>) {
-        let Staged { plan, shard, buffers } = staged;
+    fn commit(&mut self, staged: StagedBatch<B::Space>) {
+        let StagedBatch { plan, shard, buffers } = staged;
         self.plan = plan;
         self.shard = shard;
         if let Some(buffers) = buffers {

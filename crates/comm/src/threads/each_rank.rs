@@ -1,24 +1,25 @@
-//! One thread a rank: how a whole ring runs in one process.
+//! One thread per rank: a whole ring in one process.
 
 use std::{
     panic::{self, AssertUnwindSafe},
+    sync::{Condvar, Mutex, PoisonError},
     thread,
 };
 
 use annulus_core::{Error, Result, memory};
 
-/// Runs `work(rank, item)` for every item, each on a thread of its own; a single item on the calling
-/// thread. Returns all results, or the most informative error.
+/// Runs `work(rank, item)` for every item, each on its own thread, or on the calling one if there
+/// is only one item. Returns all results, or the most informative error.
 ///
-/// An error that a rank found itself comes before one that only repeats another rank's
+/// An error that a rank detected itself takes precedence over one that only repeats another rank's
 /// ([`Error::Refused`], [`Error::Aborted`], [`Error::PeerLost`]).
 ///
 /// # Ordering
 /// Local. Returns when every thread has ended, so `work` may borrow.
 ///
 /// # Errors
-/// Those of `work`; [`Error::Device`] if a thread did not start, [`Error::Internal`] if one
-/// panicked.
+/// Those of `work`; [`Error::Device`] if a thread did not start, before `work` has begun on any;
+/// [`Error::Internal`] if one panicked.
 ///
 /// # Examples
 /// ```
@@ -35,30 +36,39 @@ pub fn each_rank<I: Send, T: Send>(
 ) -> Result<Vec<T>> {
     let items: Vec<I> = items.into_iter().collect();
     let work = &work;
-    let panicked = |_| Err(Error::internal("the thread of a rank panicked"));
+    let panicked = |()| Err(Error::internal("the thread of a rank panicked"));
     if items.len() == 1 {
         let run = |(rank, item)| {
-            panic::catch_unwind(AssertUnwindSafe(|| work(rank, item))).unwrap_or_else(panicked)
+            panic::catch_unwind(AssertUnwindSafe(|| work(rank, item)))
+                .unwrap_or_else(|_| panicked(()))
         };
         return items.into_iter().enumerate().map(run).collect();
     }
+    let gate = Gate::default();
     let results: Vec<Result<T>> = thread::scope(|scope| {
         let start = |(rank, item)| {
-            // a thread that starts with the last memory ends the process with its first small list
+            // a thread that starts with the last free memory would end the process with its first
+            // small allocation, so the size of a stack is tried first
             std::hint::black_box(memory::list::<u8>("the thread of a rank", STACK)?);
+            let gate = &gate;
             let thread = thread::Builder::new()
                 .name(format!("rank {rank}"))
-                .spawn_scoped(scope, move || work(rank, item));
+                .spawn_scoped(scope, move || gate.is_opened().then(|| work(rank, item)));
             thread.map_err(|error| Error::Device {
                 what: format!("the thread of rank {rank} did not start: {error}"),
             })
         };
-        // all are started before any is waited for
+        // collected, so that all threads start before the first is joined
         let threads: Vec<_> = items.into_iter().enumerate().map(start).collect();
-        let wait = |thread: Result<thread::ScopedJoinHandle<'_, Result<T>>>| {
-            thread?.join().unwrap_or_else(panicked)
+        // A rank whose thread did not start sends nothing, and the others would wait for it until
+        // their deadline. So no rank begins before all threads have started.
+        gate.decide(threads.iter().all(Result::is_ok));
+        type Thread<'a, T> = thread::ScopedJoinHandle<'a, Option<Result<T>>>;
+        let wait = |thread: Result<Thread<'_, T>>| {
+            let result = thread.map(|thread| thread.join().unwrap_or_else(|_| Some(panicked(()))));
+            result.transpose()
         };
-        threads.into_iter().map(wait).collect()
+        threads.into_iter().filter_map(wait).map(Result::flatten).collect()
     });
     let mut values = Vec::with_capacity(results.len());
     let mut failed: Option<Error> = None;
@@ -76,10 +86,32 @@ pub fn each_rank<I: Send, T: Send>(
     failed.map_or(Ok(values), Err)
 }
 
-/// Bytes that a thread takes where nobody says otherwise.
+/// Holds threads back until it is decided whether they run.
+#[derive(Default)]
+struct Gate {
+    decision: Mutex<Option<bool>>,
+    decided: Condvar,
+}
+
+impl Gate {
+    fn decide(&self, open: bool) {
+        *self.decision.lock().unwrap_or_else(PoisonError::into_inner) = Some(open);
+        self.decided.notify_all();
+    }
+
+    /// Waits for the decision, which always comes: the thread that makes it only starts threads
+    /// before it.
+    fn is_opened(&self) -> bool {
+        let decision = self.decision.lock().unwrap_or_else(PoisonError::into_inner);
+        let decision = self.decided.wait_while(decision, |decision| decision.is_none());
+        decision.unwrap_or_else(PoisonError::into_inner).unwrap_or(false)
+    }
+}
+
+/// Default stack of a Rust thread, in bytes.
 const STACK: usize = 2 << 20;
 
-/// Whether an error only repeats what another rank found.
+/// Returns true if an error only repeats what another rank detected.
 const fn is_echo(error: &Error) -> bool {
     matches!(error, Error::Refused { .. } | Error::Aborted { .. } | Error::PeerLost { .. })
 }
@@ -89,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_rank_that_failed_is_heard_before_those_that_only_noticed() {
+    fn the_error_of_the_rank_that_failed_takes_precedence() {
         let work = |rank, ()| match rank {
             1 => Err(Error::PeerLost { peer: 2, step: 0 }),
             2 => Err(Error::invalid("bias", 1, 2)),
@@ -100,12 +132,25 @@ mod tests {
     }
 
     #[test]
+    fn threads_run_only_if_the_gate_opens() {
+        for open in [false, true] {
+            let gate = Gate::default();
+            let ran = thread::scope(|scope| {
+                let threads: Vec<_> = (0..3).map(|_| scope.spawn(|| gate.is_opened())).collect();
+                gate.decide(open);
+                threads.into_iter().map(|thread| thread.join()).collect::<Vec<_>>()
+            });
+            assert!(ran.into_iter().all(|ran| ran.is_ok_and(|ran| ran == open)));
+        }
+    }
+
+    #[test]
     fn a_panic_is_an_error() {
         let result = each_rank([0, 1], |_, item| {
             if item == 1 { std::panic::resume_unwind(Box::new("a panic")) } else { Ok(()) }
         });
         assert!(matches!(result, Err(Error::Internal { .. })));
-        // a single rank, which has no thread of its own, too
+        // also of a single rank, which runs on the calling thread
         let result: Result<Vec<()>> =
             each_rank([0], |_, _| std::panic::resume_unwind(Box::new("a panic")));
         assert!(matches!(result, Err(Error::Internal { .. })));

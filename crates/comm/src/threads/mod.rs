@@ -1,26 +1,27 @@
-//! One rank a thread: messages over bounded channels, in host memory.
+//! Ranks as threads: messages over bounded channels, in host memory.
 //!
-//! A send hands the receiver a co-owning reference to the sender's buffer. The receiver copies the bytes straight into the buffer that it
-//! posted (one copy, no staging), gives its reference up and counts the message as consumed; then the send is done. So a send completes
-//! only when it was received, as under `MPI_Ssend`: a schedule that finishes here does not lean on buffering.
+//! A send passes the receiver a co-owning reference to the sender's buffer. The receiver copies the
+//! bytes directly into the buffer that it posted (one copy, no staging), releases the reference and
+//! counts the message as consumed, which completes the send. So a send completes only once it was
+//! received, as with `MPI_Ssend`: a schedule that finishes here needs no buffering.
 //!
-//! Nothing blocks but [`Transport::progress`]: what does not fit into a peer's inbox waits in an outbox.
+//! Only [`Transport::progress`] blocks: what does not fit into a peer's inbox waits in an outbox.
 //!
 //! # Errors
-//! | what happened | error |
+//! | cause | error |
 //! |---|---|
-//! | a message has another length than the receive that was posted for it | [`Error::Comm`] "… truncated: got x bytes, want y" |
-//! | a message has a tag that was received before | [`Error::Comm`] "duplicate message …" |
-//! | a receive is posted with a tag that is not above the last one's, or in a buffer that somebody else co-owns | [`Error::Comm`] |
-//! | a hop names no rank of this ring, or bytes outside its buffer; a round or hop is asked for that was never begun | [`Error::InvalidArgument`], nothing was done |
-//! | an endpoint was dropped that this one still waits for | [`Error::PeerLost`] |
+//! | a message has another length than its posted receive | [`Error::Comm`] "… truncated: got x bytes, want y" |
+//! | a message repeats a tag | [`Error::Comm`] "duplicate message …" |
+//! | the tag of a receive is not above the last one's, or its buffer is co-owned | [`Error::Comm`] |
+//! | a message names no rank of this ring, or bytes outside its buffer; a round or message was never started | [`Error::InvalidArgument`], without effect |
+//! | the endpoint of a rank that this one waits for was dropped | [`Error::PeerLost`] |
 //! | a rank called [`Control::abort`] | [`Error::Aborted`] on every other rank, its own error on itself |
 //!
-//! After any but [`Error::InvalidArgument`] the endpoint is dead and returns the same error again.
+//! After a fatal error ([`Error::is_fatal`]) the endpoint is dead and returns the same error again.
 
 mod each_rank;
+mod mailboxes;
 mod pump;
-mod shared;
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
@@ -37,10 +38,10 @@ use annulus_core::{
 };
 
 pub use self::each_rank::each_rank;
-use self::shared::{Data, Envelope, Shared};
+use self::mailboxes::{Data, Envelope, Mailboxes};
 use crate::ranges;
 
-/// Makes a ring of `ranks` endpoints, number r for rank r. Each may be sent to its own thread.
+/// Creates a ring of `ranks` endpoints, in the order of ranks. Each may be moved to its own thread.
 ///
 /// # Examples
 /// ```
@@ -49,88 +50,92 @@ use crate::ranges;
 /// assert_eq!(ring.iter().map(|endpoint| endpoint.rank()).collect::<Vec<_>>(), [0, 1, 2]);
 /// ```
 pub fn ring(ranks: usize) -> Vec<Threads> {
-    // room for a gather and for a step's messages from everybody; more goes through the outboxes
+    // capacity for an all-gather and for the messages of a step; more goes through the outboxes
     let (inboxes, receivers): (Vec<_>, Vec<_>) =
         (0..ranks).map(|_| sync_channel(16 + 2 * ranks)).unzip();
-    let shared = Arc::new(Shared::new(inboxes));
+    let mailboxes = Arc::new(Mailboxes::new(inboxes));
     let endpoint = |(rank, inbox)| Threads {
         rank,
-        shared: Arc::clone(&shared),
+        mailboxes: Arc::clone(&mailboxes),
         inbox,
         outboxes: (0..ranks).map(|_| VecDeque::new()).collect(),
         receives: Vec::new(),
         early: Vec::new(),
         last_tags: HashMap::new(),
-        sends: (0..ranks).map(|_| Sends::default()).collect(),
-        gathers: BTreeMap::new(),
+        sends: (0..ranks).map(|_| PeerSends::default()).collect(),
+        all_gathers: BTreeMap::new(),
         step: 0,
-        consumed_seen: 0,
+        consumed: 0,
         bytes_sent: 0,
         failed: None,
     };
     receivers.into_iter().enumerate().map(endpoint).collect()
 }
 
-/// One rank's endpoint of a ring of threads, made by [`ring`].
+/// Endpoint of one rank of a ring of threads, created by [`ring`].
 pub struct Threads {
     rank: usize,
-    shared: Arc<Shared>,
+    mailboxes: Arc<Mailboxes>,
     inbox: Receiver<Envelope>,
-    /// What did not fit into each peer's inbox.
+    /// Messages that did not fit into each peer's inbox.
     outboxes: Vec<VecDeque<Envelope>>,
-    /// Posted and not yet taken.
-    receives: Vec<Receive>,
-    /// Came before its receive was posted.
+    /// Receives that were posted and not yet taken.
+    receives: Vec<PostedReceive>,
+    /// Messages that arrived before their receives were posted.
     early: Vec<Data>,
-    /// The last tag that was posted for a receive.
+    /// Tag of the last posted receive, by peer and channel.
     last_tags: HashMap<(usize, Channel), u64>,
-    /// To each peer.
-    sends: Vec<Sends>,
-    gathers: BTreeMap<u64, Gather>,
-    /// The step that was posted last.
+    /// Sends to each peer.
+    sends: Vec<PeerSends>,
+    all_gathers: BTreeMap<u64, AllGather>,
+    /// Step of the last post.
     step: usize,
-    consumed_seen: u64,
+    /// Number of messages of this rank that had been consumed at the last poll.
+    consumed: u64,
     bytes_sent: u64,
     failed: Option<Error>,
 }
 
-struct Receive {
+struct PostedReceive {
     hop: MessageHeader,
     buffer: HostBuffer,
     arrived: bool,
 }
 
-impl Receive {
+impl PostedReceive {
     fn is_for(&self, peer: usize, channel: Channel, tag: u64) -> bool {
         (self.hop.peer, self.hop.channel, self.hop.tag) == (peer, channel, tag)
     }
 }
 
-/// Sends to one peer: how many ever, and the steps of those that may not be consumed yet.
+/// Sends to one peer.
 #[derive(Default)]
-struct Sends {
+struct PeerSends {
+    /// Number of all sends so far.
     posted: u64,
+    /// Steps of those that were not consumed at the last poll.
     steps: VecDeque<usize>,
 }
 
-struct Gather {
+/// State of one all-gather.
+struct AllGather {
+    /// Parts that have arrived, by rank.
     parts: Vec<Option<Arc<[u8]>>>,
 }
 
 impl std::fmt::Debug for Threads {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (rank, ranks) = (self.rank, self.shared.ranks());
         formatter
             .debug_struct("Threads")
-            .field("rank", &rank)
-            .field("ranks", &ranks)
+            .field("rank", &self.rank)
+            .field("ranks", &self.mailboxes.ranks())
             .finish_non_exhaustive()
     }
 }
 
 impl Drop for Threads {
     fn drop(&mut self) {
-        self.shared.leave(self.rank);
+        self.mailboxes.leave(self.rank);
     }
 }
 
@@ -148,9 +153,9 @@ impl Transport<Host> for Threads {
             return Err(error.clone());
         }
         for send in sends {
-            ranges::check(&send.hop, self.shared.ranks(), Host::size(send.buffer))?;
+            ranges::check(&send.hop, self.mailboxes.ranks(), Host::size(send.buffer))?;
         }
-        // within a group the order means nothing
+        // the caller may list the receives of a group in any order
         receives
             .sort_by_key(|incoming| (incoming.hop.peer, incoming.hop.channel, incoming.hop.tag));
         let mut previous = None;
@@ -167,7 +172,7 @@ impl Transport<Host> for Threads {
         for Incoming { hop, buffer } in receives.drain(..) {
             self.step = hop.step;
             self.last_tags.insert((hop.peer, hop.channel), hop.tag);
-            self.receives.push(Receive { hop, buffer, arrived: false });
+            self.receives.push(PostedReceive { hop, buffer, arrived: false });
         }
         for Outgoing { hop, buffer, .. } in sends {
             self.step = hop.step;
@@ -192,14 +197,14 @@ impl Transport<Host> for Threads {
         if self.pump()? || patience.is_zero() {
             return Ok(());
         }
-        // nobody tells when a full inbox has room again
+        // no message tells when a full inbox has space again, so an outbox is polled
         let blocked = self.outboxes.iter().any(|outbox| !outbox.is_empty());
         let patience = if blocked { patience.min(Duration::from_millis(1)) } else { patience };
-        self.shared.fall_asleep(self.rank);
+        self.mailboxes.mark_asleep(self.rank);
         let moved = self.pump();
         let envelope =
             if let Ok(false) = moved { self.inbox.recv_timeout(patience).ok() } else { None };
-        self.shared.awake(self.rank);
+        self.mailboxes.mark_awake(self.rank);
         moved?;
         if let Some(envelope) = envelope {
             self.accept(envelope).inspect_err(|error| self.fail(error))?;
@@ -211,16 +216,16 @@ impl Transport<Host> for Threads {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
-        let Some(place) =
+        let Some(index) =
             self.receives.iter().position(|receive| receive.is_for(hop.peer, hop.channel, hop.tag))
         else {
             let got = format!("{:?} {} from rank {}", hop.channel, hop.tag, hop.peer);
             return Err(Error::invalid("hop", got, "a receive that was posted and not yet taken"));
         };
-        if !self.receives[place].arrived {
+        if !self.receives[index].arrived {
             return Ok(None);
         }
-        let Receive { buffer, .. } = self.receives.swap_remove(place);
+        let PostedReceive { buffer, .. } = self.receives.swap_remove(index);
         Ok(Some(Arrived { buffer, ready: () }))
     }
 
@@ -228,7 +233,7 @@ impl Transport<Host> for Threads {
         self.sends
             .iter()
             .enumerate()
-            .any(|(peer, sends)| sends.posted > self.shared.consumed(self.rank, peer))
+            .any(|(peer, sends)| sends.posted > self.mailboxes.consumed(self.rank, peer))
     }
 
     fn bytes_sent(&self) -> u64 {
@@ -242,69 +247,75 @@ impl Control for Threads {
     }
 
     fn ranks(&self) -> usize {
-        self.shared.ranks()
+        self.mailboxes.ranks()
     }
 
     fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
-        let (rank, bytes) = (self.rank, Arc::<[u8]>::from(bytes));
-        if self.gather(round).parts[rank].is_some() {
+        let from = self.rank;
+        let bytes = Arc::<[u8]>::from(bytes);
+        let own = &mut self.all_gather(round).parts[from];
+        if own.is_some() {
             return Err(Error::invalid(
                 "round",
                 round,
-                "a gather that this rank has not offered to",
+                "an all-gather that this rank has not started",
             ));
         }
-        self.gather(round).parts[rank] = Some(Arc::clone(&bytes));
-        for peer in (0..self.ranks()).filter(|&peer| peer != rank) {
-            self.dispatch(peer, Envelope::Offer { from: rank, round, bytes: Arc::clone(&bytes) });
+        *own = Some(Arc::clone(&bytes));
+        for peer in (0..self.ranks()).filter(|&peer| peer != from) {
+            let bytes = Arc::clone(&bytes);
+            self.dispatch(peer, Envelope::GatherPart { from, round, bytes });
         }
         Ok(())
     }
 
     fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
         self.pump()?;
-        let rank = self.rank;
-        let Some(gather) = self.gathers.get(&round).filter(|gather| gather.parts[rank].is_some())
-        else {
+        let is_started = |all_gather: &&AllGather| all_gather.parts[self.rank].is_some();
+        let Some(AllGather { parts }) = self.all_gathers.get(&round).filter(is_started) else {
             return Err(Error::invalid(
                 "round",
                 round,
-                "a gather that this rank has offered to and not collected",
+                "an all-gather that this rank has started and not collected",
             ));
         };
-        // whoever has collected may leave, so its own part must have left before
-        let unsent = |envelope: &Envelope| matches!(envelope, Envelope::Offer { round: of, .. } if *of == round);
-        if gather.parts.iter().any(Option::is_none) || self.outboxes.iter().flatten().any(unsent) {
+        // a rank that has collected may leave, so its own part must have been sent before
+        let is_unsent = |envelope: &Envelope| match envelope {
+            Envelope::GatherPart { round: unsent, .. } => *unsent == round,
+            _ => false,
+        };
+        if parts.iter().any(Option::is_none) || self.outboxes.iter().flatten().any(is_unsent) {
             return Ok(None);
         }
-        let parts = self.gathers.remove(&round).map(|gather| gather.parts).unwrap_or_default();
-        Ok(Some(parts.iter().flatten().map(|part| part.to_vec()).collect()))
+        let parts = parts.iter().flatten().map(|part| part.to_vec()).collect();
+        self.all_gathers.remove(&round);
+        Ok(Some(parts))
     }
 
     fn stragglers(&self, round: u64) -> Vec<usize> {
         let missing = |rank: &usize| {
-            self.gathers.get(&round).is_none_or(|gather| gather.parts[*rank].is_none())
+            self.all_gathers.get(&round).is_none_or(|started| started.parts[*rank].is_none())
         };
         (0..self.ranks()).filter(missing).collect()
     }
 
     fn abort(&mut self, error: &Error) {
         self.failed.get_or_insert_with(|| error.clone());
-        self.shared.abort(self.rank, error.to_string());
+        self.mailboxes.abort(self.rank, error.to_string());
     }
 
     fn heartbeat(&mut self, working: bool) {
-        self.shared.heartbeat(self.rank, working);
+        self.mailboxes.heartbeat(self.rank, working);
     }
 
     fn last_heard(&self, peer: usize) -> Instant {
-        self.shared.last_heard(peer)
+        self.mailboxes.last_heard(peer)
     }
 
     fn last_work(&self) -> Instant {
-        self.shared.last_work()
+        self.mailboxes.last_work()
     }
 }

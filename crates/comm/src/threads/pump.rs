@@ -1,17 +1,21 @@
-//! What an endpoint does whenever it is called: outboxes to inboxes, inboxes to posted buffers, receipts, failures.
+//! Progress of an endpoint: moves messages from outboxes to inboxes and from the inbox to posted
+//! buffers, counts receipts, and detects failures.
 
 use std::sync::mpsc::TrySendError;
 
 use annulus_core::{Error, Host, Incoming, MessageHeader, Result, Space};
 
 use super::{
-    Gather, Receive, Threads,
-    shared::{Data, Envelope},
+    AllGather, PostedReceive, Threads,
+    mailboxes::{Data, Envelope},
 };
 use crate::ranges;
 
 impl Threads {
-    /// Does everything that can be done without waiting; whether anything was. An error is for good.
+    /// Does everything that can be done without waiting. Returns true if there was anything to do.
+    ///
+    /// # Errors
+    /// A fatal one ([`Error::is_fatal`]) ends the endpoint.
     pub(super) fn pump(&mut self) -> Result<bool> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
@@ -19,7 +23,7 @@ impl Threads {
         self.try_pump().inspect_err(|error| self.fail(error))
     }
 
-    /// Remembers what killed this endpoint. A bad argument does not.
+    /// Records the error that ends this endpoint, if it is fatal.
     pub(super) fn fail(&mut self, error: &Error) {
         if error.is_fatal() {
             self.failed.get_or_insert_with(|| error.clone());
@@ -31,12 +35,13 @@ impl Threads {
         let mut moved = self.flush();
         moved |= self.drain()?;
         moved |= self.count_receipts();
-        if let Some((peer, _)) = (0..self.shared.ranks()).find_map(|peer| self.missed(peer)) {
-            // what it did before it left is visible by now: its last messages, its last receipts, its abort
+        let lost = (0..self.mailboxes.ranks()).find(|&peer| self.missing_from(peer).is_some());
+        if let Some(peer) = lost {
+            // its last messages, its last receipts and its abort are visible by now
             self.drain()?;
             self.count_receipts();
             self.check_abort()?;
-            if let Some((peer, step)) = self.missed(peer) {
+            if let Some(step) = self.missing_from(peer) {
                 return Err(Error::PeerLost { peer, step });
             }
         }
@@ -44,7 +49,7 @@ impl Threads {
     }
 
     fn check_abort(&self) -> Result<()> {
-        match self.shared.aborted() {
+        match self.mailboxes.aborted() {
             Some((rank, what)) if *rank != self.rank => {
                 Err(Error::Aborted { rank: *rank, what: what.clone() })
             }
@@ -52,12 +57,13 @@ impl Threads {
         }
     }
 
-    /// Puts an envelope into a peer's inbox, behind those that wait for room in it.
+    /// Sends an envelope to a peer, after those that wait in its outbox.
     pub(super) fn dispatch(&mut self, peer: usize, envelope: Envelope) {
         self.outboxes[peer].push_back(envelope);
         self.flush_to(peer);
     }
 
+    /// Moves envelopes from all outboxes to inboxes. Returns true if there were any.
     fn flush(&mut self) -> bool {
         let mut moved = false;
         for peer in 0..self.outboxes.len() {
@@ -69,35 +75,36 @@ impl Threads {
     fn flush_to(&mut self, peer: usize) -> bool {
         let mut moved = false;
         while let Some(envelope) = self.outboxes[peer].pop_front() {
-            match self.shared.inbox(peer).try_send(envelope) {
+            match self.mailboxes.inbox(peer).try_send(envelope) {
                 Ok(()) => moved = true,
                 Err(TrySendError::Full(envelope)) => {
                     self.outboxes[peer].push_front(envelope);
                     break;
                 }
-                // whether the peer still owes anything is judged in `missed`
+                // the peer has left; `missing_from` decides if that is an error
                 Err(TrySendError::Disconnected(_)) => self.outboxes[peer].clear(),
             }
         }
         if moved {
-            self.shared.heartbeat(self.rank, false);
+            self.mailboxes.heartbeat(self.rank, false);
         }
         moved
     }
 
-    /// Takes in what has come; also matches early messages with the receives that were posted since.
+    /// Receives all messages of the inbox, and delivers early ones whose receives were posted
+    /// since. Returns true if there were any.
     fn drain(&mut self) -> Result<bool> {
         let mut moved = false;
-        let mut place = 0;
-        while let Some(data) = self.early.get(place) {
-            let (peer, channel, tag) = (data.from, data.channel, data.tag);
+        let mut index = 0;
+        while let Some(data) = self.early.get(index) {
+            let &Data { from: peer, channel, tag, .. } = data;
             match self.receives.iter().position(|receive| receive.is_for(peer, channel, tag)) {
                 Some(receive) => {
-                    let data = self.early.remove(place);
+                    let data = self.early.remove(index);
                     self.deliver(receive, data)?;
                     moved = true;
                 }
-                None => place += 1,
+                None => index += 1,
             }
         }
         while let Ok(envelope) = self.inbox.try_recv() {
@@ -107,15 +114,16 @@ impl Threads {
         Ok(moved)
     }
 
+    /// Processes one envelope.
     pub(super) fn accept(&mut self, envelope: Envelope) -> Result<()> {
         match envelope {
             Envelope::Wake => Ok(()),
-            Envelope::Offer { from, round, bytes } => {
-                self.gather(round).parts[from] = Some(bytes);
+            Envelope::GatherPart { from, round, bytes } => {
+                self.all_gather(round).parts[from] = Some(bytes);
                 Ok(())
             }
             Envelope::Data(data) => {
-                let (peer, channel, tag) = (data.from, data.channel, data.tag);
+                let Data { from: peer, channel, tag, .. } = data;
                 let posted = self
                     .receives
                     .iter()
@@ -123,13 +131,10 @@ impl Threads {
                 if let Some(receive) = posted {
                     return self.deliver(receive, data);
                 }
-                let late = self.last_tags.get(&(peer, channel)).is_some_and(|&last| tag <= last);
-                if late
-                    || self
-                        .early
-                        .iter()
-                        .any(|early| (early.from, early.channel, early.tag) == (peer, channel, tag))
-                {
+                let is_same =
+                    |early: &Data| (early.from, early.channel, early.tag) == (peer, channel, tag);
+                let is_late = self.last_tags.get(&(peer, channel)).is_some_and(|&last| tag <= last);
+                if is_late || self.early.iter().any(is_same) {
                     return Err(Error::Comm {
                         peer,
                         step: data.step,
@@ -142,11 +147,13 @@ impl Threads {
         }
     }
 
-    /// Copies a message to where it was wanted, and lets go of the sender's buffer.
+    /// Copies a message to the buffer of receive number `receive`, and releases the sender's
+    /// buffer.
     fn deliver(&mut self, receive: usize, data: Data) -> Result<()> {
-        let Receive { hop, buffer, arrived } = &mut self.receives[receive];
-        let (peer, step) = (hop.peer, hop.step);
-        let (got, want) = (data.bytes(), hop.bytes());
+        let PostedReceive { hop, buffer, arrived } = &mut self.receives[receive];
+        let MessageHeader { peer, step, .. } = *hop;
+        let got = data.bytes();
+        let want = hop.bytes();
         if got != want {
             let what = format!(
                 "message {:?} {} truncated: got {got} bytes, want {want}",
@@ -164,50 +171,52 @@ impl Threads {
         ranges::copy(data.buffer.bytes(), &data.ranges, bytes, &hop.ranges);
         *arrived = true;
         drop(data);
-        self.shared.count_consumed(peer, self.rank);
-        self.shared.heartbeat(self.rank, true);
+        self.mailboxes.count_consumed(peer, self.rank);
+        self.mailboxes.heartbeat(self.rank, true);
         Ok(())
     }
 
-    /// Forgets sends that were consumed; whether there were any.
+    /// Removes sends that were consumed. Returns true if there were any.
     fn count_receipts(&mut self) -> bool {
         let mut total = 0;
         for (peer, sends) in self.sends.iter_mut().enumerate() {
-            let consumed = self.shared.consumed(self.rank, peer);
+            let consumed = self.mailboxes.consumed(self.rank, peer);
             total += consumed;
             while sends.steps.len() as u64 > sends.posted - consumed {
                 sends.steps.pop_front();
             }
         }
-        std::mem::replace(&mut self.consumed_seen, total) != total
+        std::mem::replace(&mut self.consumed, total) != total
     }
 
-    /// The peer and the step in which it is missed, if this peer left although something is still wanted of it.
-    fn missed(&self, peer: usize) -> Option<(usize, usize)> {
-        if !self.shared.has_left(peer) {
+    /// Returns the step of a message from or to `peer` that can no longer complete, because `peer`
+    /// has left.
+    fn missing_from(&self, peer: usize) -> Option<usize> {
+        if !self.mailboxes.has_left(peer) {
             return None;
         }
         let receive =
             self.receives.iter().find(|receive| receive.hop.peer == peer && !receive.arrived);
         let receive = receive.map(|receive| receive.hop.step);
         let send = || self.sends[peer].steps.front().copied();
-        let gather = || {
-            self.gathers
-                .values()
-                .any(|gather| gather.parts[self.rank].is_some() && gather.parts[peer].is_none())
+        let misses = |all_gather: &AllGather| {
+            all_gather.parts[self.rank].is_some() && all_gather.parts[peer].is_none()
         };
-        let step = receive.or_else(send).or_else(|| gather().then_some(self.step))?;
-        Some((peer, step))
+        let all_gather = || self.all_gathers.values().any(misses).then_some(self.step);
+        receive.or_else(send).or_else(all_gather)
     }
 
-    pub(super) fn gather(&mut self, round: u64) -> &mut Gather {
-        let ranks = self.shared.ranks();
-        self.gathers.entry(round).or_insert_with(|| Gather { parts: vec![None; ranks] })
+    /// Returns the state of all-gather `round`, created by its first use.
+    pub(super) fn all_gather(&mut self, round: u64) -> &mut AllGather {
+        let ranks = self.mailboxes.ranks();
+        self.all_gathers.entry(round).or_insert_with(|| AllGather { parts: vec![None; ranks] })
     }
 
+    /// Checks a receive before it is posted; `last` is the tag of the previous one from its peer on
+    /// its channel.
     pub(super) fn check_receive(&self, incoming: &Incoming<Host>, last: Option<u64>) -> Result<()> {
         let MessageHeader { peer, step, channel, tag, .. } = incoming.hop;
-        ranges::check(&incoming.hop, self.shared.ranks(), Host::size(&incoming.buffer))?;
+        ranges::check(&incoming.hop, self.mailboxes.ranks(), Host::size(&incoming.buffer))?;
         if last.is_some_and(|last| tag <= last) {
             return Err(Error::Comm {
                 peer,

@@ -1,11 +1,11 @@
-//! Every rank learns the same.
+//! Agreement: all ranks derive the same verdict.
 
-use annulus_comm::{Descriptor, agree, barrier, close, gather};
+use annulus_comm::{Descriptor, agree, all_gather, barrier, close};
 use annulus_core::{Control, Error, Result};
 
 use crate::common::*;
 
-/// What every rank of a ring gets from one agreement.
+/// Returns the result of one agreement on every rank of a ring.
 fn verdicts(ranks: usize, local: fn(usize) -> Result<Descriptor>) -> Vec<Result<Vec<u64>>> {
     on_ring(
         ranks,
@@ -18,7 +18,7 @@ fn verdicts(ranks: usize, local: fn(usize) -> Result<Descriptor>) -> Vec<Result<
 }
 
 #[test]
-fn equal_descriptors_agree_whatever_their_texts() {
+fn equal_descriptors_with_different_texts_agree() {
     for ranks in [1, 2, 5] {
         let local =
             |rank: usize| Ok(Descriptor::new().field("q_len", 1 << 40).field_as("dtype", 3, rank));
@@ -70,14 +70,15 @@ fn other_fields_are_a_mismatch_too() {
         })
     };
     for verdict in verdicts(3, local) {
-        assert!(
-            matches!(verdict, Err(Error::RankMismatch { field, rank: 1, .. }) if field == "set of fields")
-        );
+        let Err(Error::RankMismatch { field, rank: 1, .. }) = verdict else {
+            panic!("{verdict:?}")
+        };
+        assert_eq!(field, "set of fields");
     }
 }
 
 #[test]
-fn a_refusal_is_kept_at_home_and_named_elsewhere() {
+fn a_rank_keeps_its_own_refusal_and_the_others_name_it() {
     fn refusal(rank: usize) -> Error {
         Error::invalid("softmax_scale", format!("NaN on rank {rank}"), "a finite number")
     }
@@ -92,7 +93,7 @@ fn a_refusal_is_kept_at_home_and_named_elsewhere() {
 }
 
 #[test]
-fn everybody_learns_at_closing_whether_all_succeeded() {
+fn a_close_returns_the_failure_of_any_rank_on_all_ranks() {
     let outcomes = |failure: Option<Error>| {
         on_ring(
             4,
@@ -121,7 +122,7 @@ fn everybody_learns_at_closing_whether_all_succeeded() {
 }
 
 #[test]
-fn a_rank_that_left_before_it_agreed_is_missed() {
+fn a_rank_that_left_before_the_agreement_is_lost() {
     let results = on_ring(
         3,
         |endpoint| endpoint,
@@ -129,12 +130,12 @@ fn a_rank_that_left_before_it_agreed_is_missed() {
             if endpoint.rank() == 1 {
                 None
             } else {
-                Some(gather(&mut endpoint, 0, &[1]).unwrap_err())
+                Some(all_gather(&mut endpoint, 0, &[1]).unwrap_err())
             }
         },
     );
     let lost = Some(Error::PeerLost { peer: 1, step: 0 });
-    // whoever fails first leaves as well, so the other may miss either
+    // the first rank that fails leaves as well, so the other may lose either
     assert!(results[1].is_none() && (results[0] == lost || results[2] == lost), "{results:?}");
     assert!(results.iter().flatten().all(|error| matches!(error, Error::PeerLost { step: 0, .. })));
 }

@@ -12,13 +12,14 @@ use annulus_core::{
     Channel, Error, Host, HostBuffer, Incoming, MessageHeader, Outgoing, Result, Transport,
 };
 
-/// No test needs longer; a ring that does is stuck.
+/// Time limit of a test. A ring that exceeds it is stuck.
 pub(crate) const WATCHDOG: Duration = Duration::from_secs(30);
 
-/// Runs `body` on every rank, each in its own thread, and joins them all; what each returned (its endpoint, too, if it likes).
+/// Runs `body` on every rank, each in its own thread, and joins them all. Returns the results; a
+/// body may return its endpoint to keep it alive.
 ///
 /// # Panics
-/// If some rank is not done when the watchdog barks, or panicked.
+/// If some rank panics or exceeds [`WATCHDOG`].
 pub(crate) fn on_ring<T, R: Send + 'static>(
     ranks: usize,
     wrap: impl Fn(Threads) -> T + Send + Sync + 'static,
@@ -50,15 +51,16 @@ pub(crate) fn on_ring<T, R: Send + 'static>(
     results.into_iter().map(|result| result.expect("a rank panicked")).collect()
 }
 
-/// Runs a test that plays several ranks by itself, or that starts its own threads, under the same watchdog.
+/// Runs a test that simulates several ranks, or that starts its own threads, under the same
+/// watchdog.
 ///
 /// # Panics
-/// If it is not done when the watchdog barks, or panicked.
+/// If it panics or exceeds [`WATCHDOG`].
 pub(crate) fn watched(body: impl FnOnce() + Send + 'static) {
     let (report, done) = mpsc::channel();
     let handle = thread::spawn(move || {
         body();
-        // whoever barked has stopped listening
+        // the receiver is gone if the watchdog has fired
         report.send(()).ok();
     });
     if let Err(mpsc::RecvTimeoutError::Timeout) = done.recv_timeout(WATCHDOG) {
@@ -107,7 +109,7 @@ pub(crate) fn wait_for(
     }
 }
 
-/// Progresses until every send is done.
+/// Progresses until every send has completed.
 pub(crate) fn drain(transport: &mut dyn Transport<Host>) -> Result<()> {
     while transport.pending() {
         transport.progress(Duration::from_millis(20))?;
@@ -115,7 +117,7 @@ pub(crate) fn drain(transport: &mut dyn Transport<Host>) -> Result<()> {
     Ok(())
 }
 
-/// Progresses until something goes wrong.
+/// Progresses until it fails, and returns the error.
 pub(crate) fn wait_for_error(transport: &mut dyn Transport<Host>) -> Error {
     loop {
         if let Err(error) = transport.progress(Duration::from_millis(20)) {

@@ -1,4 +1,4 @@
-//! Silence ends a wait; slowness does not.
+//! Deadlines: silence ends a wait, slowness does not.
 
 use std::{
     sync::{Arc, Mutex},
@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_comm::{Deadline, Threads, barrier, gather, threads};
+use annulus_comm::{Deadline, Threads, all_gather, barrier, threads};
 use annulus_core::{Channel, Control, Error, Result, Transport};
 
 use crate::common::*;
@@ -26,8 +26,9 @@ fn a_deadline_below_a_second_is_refused() {
     });
 }
 
-/// Rank 1 is busy for `busy`, saying `say` every so often; rank 0 waits for its message, rank 2 in a gather.
-fn wait_while(busy: Duration, say: fn(&mut Deadline<Threads>)) -> Vec<Result<()>> {
+/// Rank 1 computes for `busy` and calls `tick` every 10 ms. Rank 0 waits for its message, rank 2 in
+/// an all-gather.
+fn wait_while(busy: Duration, tick: fn(&mut Deadline<Threads>)) -> Vec<Result<()>> {
     on_ring(3, bounded, move |mut endpoint| {
         let rank = endpoint.rank();
         let message = |peer| hop(peer, Channel::Kv, 4, &[0..8]);
@@ -39,7 +40,7 @@ fn wait_while(busy: Duration, say: fn(&mut Deadline<Threads>)) -> Vec<Result<()>
             let started = Instant::now();
             while started.elapsed() < busy {
                 thread::sleep(Duration::from_millis(10));
-                say(&mut endpoint);
+                tick(&mut endpoint);
             }
             let block = buffer(&[1; 8]);
             send(&mut endpoint, message(0), &block)?;
@@ -50,7 +51,7 @@ fn wait_while(busy: Duration, say: fn(&mut Deadline<Threads>)) -> Vec<Result<()>
 }
 
 #[test]
-fn a_rank_that_works_is_waited_for_beyond_the_deadline() {
+fn the_wait_for_a_working_rank_exceeds_the_deadline() {
     assert_eq!(
         wait_while(DEADLINE * 2, |endpoint| endpoint.heartbeat(true)),
         [Ok(()), Ok(()), Ok(())]
@@ -58,7 +59,7 @@ fn a_rank_that_works_is_waited_for_beyond_the_deadline() {
 }
 
 #[test]
-fn ranks_that_live_but_do_nothing_are_not() {
+fn the_wait_for_ranks_that_live_but_do_no_work_ends() {
     let started = Instant::now();
     let results = wait_while(DEADLINE * 2, |endpoint| endpoint.heartbeat(false));
     assert!(results.iter().all(Result::is_err), "{results:?}");
@@ -70,7 +71,7 @@ fn ranks_that_live_but_do_nothing_are_not() {
 }
 
 #[test]
-fn a_rank_that_neither_works_nor_lives_is_named() {
+fn a_silent_rank_is_named() {
     let results = wait_while(DEADLINE * 2, |_| ());
     for result in &results[..] {
         assert!(
@@ -87,16 +88,16 @@ fn a_rank_that_neither_works_nor_lives_is_named() {
 }
 
 #[test]
-fn idle_hours_before_a_call_do_not_count() {
+fn idle_time_before_a_call_does_not_count() {
     let results = on_ring(2, bounded, |mut endpoint| {
         thread::sleep(DEADLINE * 3 / 2);
-        gather(&mut endpoint, 0, &[]).map(drop)
+        all_gather(&mut endpoint, 0, &[]).map(drop)
     });
     assert_eq!(results, [Ok(()), Ok(())]);
 }
 
 /// Rank 0 posts a receive and stops for three deadlines, as a suspended process does. Rank 1 stops
-/// with it, and starts again `later` than rank 0, or not before that one has given up.
+/// with it, and starts again `later` than rank 0, or only after that one has failed.
 fn stop_together(later: Option<Duration>) -> Vec<(Result<()>, Duration)> {
     on_ring(2, bounded, move |mut endpoint| {
         let message = |peer| hop(peer, Channel::Kv, 4, &[0..8]);
@@ -117,7 +118,7 @@ fn stop_together(later: Option<Duration>) -> Vec<(Result<()>, Duration)> {
         thread::sleep(DEADLINE * 3);
         let resumed = Instant::now();
         if endpoint.rank() == 1 {
-            // alive, but without a word, until the other one has given up
+            // alive but silent until the other one has failed
             thread::sleep(later.unwrap_or(DEADLINE * 4));
         }
         (begun.and_then(|()| run(&mut endpoint)), resumed.elapsed())
@@ -131,7 +132,7 @@ fn time_in_which_a_rank_did_not_poll_is_not_its_peers_silence() {
 }
 
 #[test]
-fn a_rank_that_stays_silent_after_such_a_time_is_found() {
+fn a_rank_that_stays_silent_after_such_a_time_is_detected() {
     let results = stop_together(None);
     let (error, after) = &results[0];
     assert!(matches!(error, Err(Error::Timeout { peer: 1, .. })), "{results:?}");
@@ -139,7 +140,7 @@ fn a_rank_that_stays_silent_after_such_a_time_is_found() {
 }
 
 #[test]
-fn a_rank_that_polls_rarely_still_finds_a_silent_one() {
+fn a_rank_that_polls_rarely_still_detects_a_silent_one() {
     let results = on_ring(2, bounded, |mut endpoint| {
         let message = hop(1, Channel::Kv, 4, &[0..8]);
         if endpoint.rank() == 1 {
@@ -161,11 +162,11 @@ fn a_rank_that_polls_rarely_still_finds_a_silent_one() {
 }
 
 #[test]
-fn a_quarter_of_the_deadline_is_time_for_one_warning() {
+fn one_warning_follows_a_quarter_of_the_deadline() {
     watched(|| {
         let warnings = Arc::new(Mutex::new(Vec::new()));
         let [mut a, b]: [Threads; 2] = threads::ring(2).try_into().unwrap();
-        let heard = Arc::clone(&warnings);
+        let recorded = Arc::clone(&warnings);
         let sleeper = thread::spawn(move || {
             let mut b = b;
             thread::sleep(DEADLINE / 2);
@@ -175,7 +176,7 @@ fn a_quarter_of_the_deadline_is_time_for_one_warning() {
             }
         });
         a.heartbeat(true);
-        let mut a = bounded(a).with_warning(move |silence| heard.lock().unwrap().push(silence));
+        let mut a = bounded(a).with_warning(move |silence| recorded.lock().unwrap().push(silence));
         assert_eq!(a.deadline(), DEADLINE);
         barrier(&mut a, 3).unwrap();
         sleeper.join().unwrap();

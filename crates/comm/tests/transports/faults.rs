@@ -1,11 +1,12 @@
-//! The fault matrix: whatever goes wrong on one rank, every other returns the documented error within the deadline and a second.
+//! The fault matrix: for every fault on one rank, every other rank returns the documented error
+//! within the deadline and a second.
 
 use std::{
     thread,
     time::{Duration, Instant},
 };
 
-use annulus_comm::{Checksum, Deadline, Fault, Injection, Threads, close, gather};
+use annulus_comm::{Checksum, Deadline, Fault, Injection, Threads, all_gather, close};
 use annulus_core::{
     Channel, Control, Error, Host, HostBuffer, Incoming, Outgoing, Result, Transport,
 };
@@ -13,7 +14,7 @@ use annulus_core::{
 use crate::common::*;
 
 const DEADLINE: Duration = Duration::from_secs(1);
-/// The machine may be busy with the rest of the matrix when the deadline has passed.
+/// Time after the deadline: the machine may be busy with the other cases.
 const SLACK: Duration = Duration::from_secs(1);
 
 type Stack = Deadline<Checksum<Fault<Threads>>>;
@@ -22,7 +23,8 @@ fn stack(endpoint: Threads, injections: &[Injection]) -> Stack {
     Deadline::new(Checksum::new(Fault::new(endpoint, 7, injections)), DEADLINE).unwrap()
 }
 
-/// A ring in small: agrees, relays every rank's block once around, and closes; on failure tells the others.
+/// A minimal ring: gathers, relays every rank's block around the ring, and closes. Aborts on
+/// failure.
 fn relay(transport: &mut dyn Transport<Host>) -> Result<()> {
     let outcome = try_relay(transport);
     if let Err(error) = &outcome {
@@ -33,7 +35,7 @@ fn relay(transport: &mut dyn Transport<Host>) -> Result<()> {
 
 fn try_relay(transport: &mut dyn Transport<Host>) -> Result<()> {
     let (rank, ranks) = (transport.rank(), transport.ranks());
-    assert_eq!(gather(transport, 0, &[u8::try_from(rank).unwrap()])?.len(), ranks);
+    assert_eq!(all_gather(transport, 0, &[u8::try_from(rank).unwrap()])?.len(), ranks);
     let (next, previous) = ((rank + 1) % ranks, (rank + ranks - 1) % ranks);
     let mut block = buffer(&[u8::try_from(rank).unwrap(); 100]);
     for step in 0..ranks - 1 {
@@ -59,11 +61,11 @@ struct Case {
     ranks: usize,
     faulty: usize,
     injection: Injection,
-    /// A dead endpoint is dropped (a crash), or stays as a silent one.
+    /// True if the dead endpoint is dropped, as in a crash; else it stays and is silent.
     crashes: bool,
 }
 
-/// What every rank returned, and when the last of them did.
+/// Returns the result of every rank, and the time of the last one.
 fn run(case: &Case) -> (Vec<Result<()>>, Duration) {
     let &Case { ranks, faulty, injection, crashes } = case;
     let started = Instant::now();
@@ -78,7 +80,7 @@ fn run(case: &Case) -> (Vec<Result<()>>, Duration) {
         },
         move |mut stack| {
             let result = relay(&mut stack);
-            // whoever is told that all is well may leave; the dead stay in the way, unless they crashed
+            // a rank that succeeded may leave; a dead one stays, unless it crashed
             let stays = (result.is_err() && stack.rank() == faulty && !crashes).then_some(stack);
             (result, started.elapsed(), stays)
         },
@@ -87,7 +89,7 @@ fn run(case: &Case) -> (Vec<Result<()>>, Duration) {
     (results.into_iter().map(|(result, ..)| result).collect(), last)
 }
 
-/// The case in words, for failures.
+/// Describes a case, for failures.
 fn name(case: &Case) -> String {
     format!(
         "{:?} on rank {} of {}, crashes: {}",
@@ -95,15 +97,15 @@ fn name(case: &Case) -> String {
     )
 }
 
-/// Runs all cases at once and holds every result against `documented`, which judges the errors of the survivors: those seen by
-/// a rank itself, with the text of what the others were told.
-fn matrix(cases: Vec<Case>, documented: fn(&Case, rank: usize, seen: &Error) -> bool) {
+/// Runs all cases at once. `documented` checks each error that a surviving rank detected itself;
+/// the other ranks must have been aborted with the text of one of these.
+fn matrix(cases: Vec<Case>, documented: fn(&Case, rank: usize, detected: &Error) -> bool) {
     let judge = move |case: Case| {
         let (results, last) = run(&case);
         let name = name(&case);
         assert!(last < DEADLINE + SLACK, "{name}: {last:?}");
         let dies = matches!(case.injection, Injection::Die { .. } | Injection::DieInGather { .. });
-        let mut seen = Vec::new();
+        let mut detected = Vec::new();
         for (rank, result) in results.iter().enumerate() {
             let error = result.as_ref().expect_err(&name);
             match error {
@@ -111,14 +113,17 @@ fn matrix(cases: Vec<Case>, documented: fn(&Case, rank: usize, seen: &Error) -> 
                     assert!(what.contains("injected"), "{name}: {error}")
                 }
                 Error::Aborted { .. } => {}
-                error if documented(&case, rank, error) => seen.push((rank, error.to_string())),
+                error if documented(&case, rank, error) => detected.push((rank, error.to_string())),
                 other => panic!("{name}: rank {rank} returned {other}"),
             }
         }
-        assert!(!seen.is_empty(), "{name}: nobody saw it: {results:?}");
+        assert!(!detected.is_empty(), "{name}: not detected: {results:?}");
         for error in results.iter().filter_map(|result| result.as_ref().err()) {
             if let Error::Aborted { rank, what } = error {
-                assert!(seen.contains(&(*rank, what.clone())), "{name}: {error} but {seen:?}");
+                assert!(
+                    detected.contains(&(*rank, what.clone())),
+                    "{name}: {error} but {detected:?}"
+                );
             }
         }
     };
@@ -126,7 +131,8 @@ fn matrix(cases: Vec<Case>, documented: fn(&Case, rank: usize, seen: &Error) -> 
     cases.into_iter().for_each(|case| case.join().unwrap());
 }
 
-/// Each of these faults on a rank in the first, a middle and the last place of several rings.
+/// Returns cases with each of these faults on the first, a middle or the last rank of several
+/// rings.
 fn cases(injections: impl Fn(usize) -> Vec<Injection>, crashes: bool) -> Vec<Case> {
     let mut cases = Vec::new();
     for (ranks, faulty) in [(2, 0), (2, 1), (3, 1), (5, 4), (8, 3)] {
@@ -137,7 +143,7 @@ fn cases(injections: impl Fn(usize) -> Vec<Injection>, crashes: bool) -> Vec<Cas
     cases
 }
 
-/// The first and the last send of a rank: one each step.
+/// Returns the numbers of the first and the last send of a rank, which sends once per step.
 fn first_and_last(ranks: usize) -> [u64; 2] {
     [0, ranks as u64 - 2]
 }
@@ -148,27 +154,27 @@ fn a_lost_message_is_a_timeout() {
         let late = first_and_last(ranks).map(|send| Injection::Delay { send, by: 20 * DEADLINE });
         first_and_last(ranks).map(|send| Injection::Drop { send }).into_iter().chain(late).collect()
     };
-    // everybody is alive, so whoever looks first names the peer that it waits for
-    matrix(
-        cases(lost, false),
-        |_, rank, seen| matches!(seen, Error::Timeout { peer, waited, .. } if *peer != rank && *waited >= DEADLINE),
-    );
+    // all ranks are alive, so the first one to time out names the peer that it waits for
+    matrix(cases(lost, false), |_, rank, detected| match detected {
+        Error::Timeout { peer, waited, .. } => *peer != rank && *waited >= DEADLINE,
+        _ => false,
+    });
 }
 
 #[test]
-fn a_spoilt_message_is_noticed_by_its_receiver() {
-    let spoilt = |ranks| first_and_last(ranks).into_iter().flat_map(spoil).collect();
-    fn spoil(send: u64) -> [Injection; 3] {
+fn a_corrupted_message_is_detected_by_its_receiver() {
+    let corrupted = |ranks| first_and_last(ranks).into_iter().flat_map(corruptions).collect();
+    fn corruptions(send: u64) -> [Injection; 3] {
         [Injection::Truncate { send }, Injection::Duplicate { send }, Injection::Corrupt { send }]
     }
-    matrix(cases(spoilt, false), |case, rank, seen| {
+    matrix(cases(corrupted, false), |case, rank, detected| {
         let (send, words) = match case.injection {
             Injection::Truncate { send } => (send, "truncated: got 44 bytes, want 88"),
             Injection::Duplicate { send } => (send, "duplicate message"),
             Injection::Corrupt { send } => (send, "checksum mismatch"),
             _ => return false,
         };
-        let Error::Comm { peer, step, what } = seen else { return false };
+        let Error::Comm { peer, step, what } = detected else { return false };
         rank == (case.faulty + 1) % case.ranks
             && *peer == case.faulty
             && *step as u64 == send
@@ -177,7 +183,7 @@ fn a_spoilt_message_is_noticed_by_its_receiver() {
 }
 
 #[test]
-fn a_silent_death_is_a_timeout_that_names_the_dead() {
+fn a_silent_death_is_a_timeout_that_names_the_dead_rank() {
     let deaths = |ranks: usize| {
         [Injection::DieInGather { round: 0 }, Injection::DieInGather { round: 1 }]
             .into_iter()
@@ -186,7 +192,7 @@ fn a_silent_death_is_a_timeout_that_names_the_dead() {
     };
     matrix(
         cases(deaths, false),
-        |case, _, seen| matches!(seen, Error::Timeout { peer, .. } if *peer == case.faulty),
+        |case, _, detected| matches!(detected, Error::Timeout { peer, .. } if *peer == case.faulty),
     );
 }
 
@@ -201,7 +207,7 @@ fn a_crash_is_a_lost_peer() {
     };
     matrix(
         cases(deaths, true),
-        |case, _, seen| matches!(seen, Error::PeerLost { peer, .. } if *peer == case.faulty),
+        |case, _, detected| matches!(detected, Error::PeerLost { peer, .. } if *peer == case.faulty),
     );
 }
 
@@ -222,7 +228,7 @@ fn delays_within_the_deadline_are_no_failure() {
 }
 
 #[test]
-fn without_a_checksum_corruption_passes_unseen() {
+fn without_a_checksum_corruption_is_undetected() {
     let ends = on_ring(
         2,
         |endpoint| Fault::new(endpoint, 1, [Injection::Corrupt { send: 0 }]),

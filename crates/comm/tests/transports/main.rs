@@ -1,7 +1,8 @@
-//! Transports and their wrappers, tested through the seam alone. No test can hang: every ring runs under a watchdog.
+//! Transports and their wrappers, tested through the trait `Transport` alone. Every ring runs under
+//! a watchdog, so no test hangs.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
-#![expect(clippy::single_range_in_vec_init, reason = "a hop of one range is meant")]
+#![expect(clippy::single_range_in_vec_init, reason = "a message of one byte range is meant")]
 
 mod agreement;
 mod common;

@@ -1,4 +1,4 @@
-//! Random message patterns arrive intact, whatever the order in which they are posted and taken.
+//! Random message patterns arrive intact, in any order of posts and takes.
 
 use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
@@ -9,7 +9,8 @@ use proptest::prelude::*;
 
 use crate::common::*;
 
-/// One message: who, whom, on which channel, and the lengths of the ranges on either side (the same in all).
+/// A message. `cuts` are the lengths of its byte ranges at the sender and at the receiver, with
+/// equal sums.
 #[derive(Debug, Clone)]
 pub(crate) struct Message {
     pub(crate) from: usize,
@@ -19,7 +20,8 @@ pub(crate) struct Message {
     pub(crate) cuts: [Vec<u64>; 2],
 }
 
-/// Random messages among `ranks`, grouped: tags count each (sender, receiver, channel) upwards from group to group.
+/// Generates groups of random messages among `ranks`. The tags of each (sender, receiver, channel)
+/// grow from group to group.
 pub(crate) fn messages(ranks: usize) -> impl Strategy<Value = Vec<Vec<Message>>> {
     let channel =
         prop_oneof![Just(Channel::Kv), Just(Channel::PartialGrad), Just(Channel::FinalGrad)];
@@ -34,8 +36,9 @@ pub(crate) fn messages(ranks: usize) -> impl Strategy<Value = Vec<Vec<Message>>>
             Vec<u64>,
             Vec<u64>,
         )| {
-            // the shorter side gets what it lacks
-            let (sent, received) = (here.iter().sum::<u64>(), there.iter().sum::<u64>());
+            // the shorter side gets a further range
+            let sent = here.iter().sum::<u64>();
+            let received = there.iter().sum::<u64>();
             if sent < received {
                 here.push(received - sent)
             } else {
@@ -49,7 +52,7 @@ pub(crate) fn messages(ranks: usize) -> impl Strategy<Value = Vec<Vec<Message>>>
     })
 }
 
-/// Ranges of these lengths with a hole of three bytes before each.
+/// Returns ranges of these lengths with a gap of three bytes before each.
 fn ranges(cuts: &[u64]) -> Arc<[Range<u64>]> {
     let mut end = 0;
     let range = |&length: &u64| {
@@ -60,34 +63,35 @@ fn ranges(cuts: &[u64]) -> Arc<[Range<u64>]> {
     cuts.iter().map(range).collect()
 }
 
-/// The n-th byte of a message, different for every message.
-fn byte(message: &Message, place: u64) -> u8 {
+/// Returns byte `offset` of a message; every message has other bytes.
+fn byte(message: &Message, offset: u64) -> u8 {
     let mix = (message.from as u64) << 40
         ^ (message.to as u64) << 32
         ^ (message.channel as u64) << 24
         ^ message.tag << 16
-        ^ place;
+        ^ offset;
     (mix.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8
 }
 
 fn filled(message: &Message) -> HostBuffer {
     let ranges = ranges(&message.cuts[0]);
     let mut buffer = HostBuffer::zeroed(ranges.last().map_or(0, |range| range.end)).unwrap();
-    for (place, at) in ranges.iter().cloned().flatten().enumerate() {
-        buffer.bytes_mut().unwrap()[at as usize] = byte(message, place as u64);
+    for (offset, at) in ranges.iter().cloned().flatten().enumerate() {
+        buffer.bytes_mut().unwrap()[at as usize] = byte(message, offset as u64);
     }
     buffer
 }
 
 fn verify(message: &Message, buffer: &HostBuffer) {
     let mut expected = vec![0; buffer.bytes().len()];
-    for (place, at) in ranges(&message.cuts[1]).iter().cloned().flatten().enumerate() {
-        expected[at as usize] = byte(message, place as u64);
+    for (offset, at) in ranges(&message.cuts[1]).iter().cloned().flatten().enumerate() {
+        expected[at as usize] = byte(message, offset as u64);
     }
     assert_eq!(buffer.bytes(), expected, "{message:?}");
 }
 
-/// Plays one rank's part of the pattern: all receives of a group posted before, after or beside its sends, taken backwards or forwards.
+/// Sends and receives one rank's messages. `order` selects, for each group, if its receives are
+/// posted before, after or with its sends, and in which order they are posted and taken.
 pub(crate) fn play(transport: &mut dyn Transport<Host>, groups: &[Vec<Message>], order: u64) {
     let rank = transport.control().rank();
     let hop = |message: &Message, peer, side: usize| MessageHeader {
@@ -154,7 +158,7 @@ pub(crate) fn play(transport: &mut dyn Transport<Host>, groups: &[Vec<Message>],
     drain(transport).unwrap();
 }
 
-/// Payload bytes that `rank` sends.
+/// Returns the payload bytes that `rank` sends.
 pub(crate) fn payload(groups: &[Vec<Message>], rank: usize) -> u64 {
     groups
         .iter()
@@ -165,8 +169,12 @@ pub(crate) fn payload(groups: &[Vec<Message>], rank: usize) -> u64 {
 }
 
 proptest! {
-    // a stuck ring shrinks at the pace of the watchdog: not for long
-    #![proptest_config(ProptestConfig { cases: 48, max_shrink_time: 10_000, ..ProptestConfig::default() })]
+    // of a stuck ring every step of shrinking takes as long as the watchdog, so it is limited
+    #![proptest_config(ProptestConfig {
+        cases: 48,
+        max_shrink_time: 10_000,
+        ..ProptestConfig::default()
+    })]
 
     #[test]
     fn messages_arrive_intact_in_any_order(groups in messages(4), order: u64) {

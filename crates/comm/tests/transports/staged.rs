@@ -1,4 +1,5 @@
-//! A device that the host cannot touch, whose copies take a while: staged transfers deliver and never wait for it.
+//! `Staged` over a mock device whose memory the host cannot access and whose copies take several
+//! polls.
 
 use std::{
     ops::Range,
@@ -14,14 +15,14 @@ use annulus_core::{
 
 use crate::common::*;
 
-/// Memory behind a lock; only copies reach it.
+/// Device memory, behind a lock: only copies access it.
 #[derive(Debug, Clone, Copy)]
-struct Far;
+struct Mock;
 
 #[derive(Debug, Clone)]
-struct FarBuffer(Arc<Mutex<Vec<u8>>>);
+struct MockBuffer(Arc<Mutex<Vec<u8>>>);
 
-impl FarBuffer {
+impl MockBuffer {
     fn new(bytes: Vec<u8>) -> Self {
         Self(Arc::new(Mutex::new(bytes)))
     }
@@ -30,14 +31,14 @@ impl FarBuffer {
     }
 }
 
-impl Space for Far {
-    type Buffer = FarBuffer;
+impl Space for Mock {
+    type Buffer = MockBuffer;
     type View<'a> = ();
     type ViewMut<'a> = ();
-    /// The number of the last operation that was enqueued.
+    /// Number of the last operation that was enqueued.
     type Event = u64;
 
-    fn size(buffer: &FarBuffer) -> u64 {
+    fn size(buffer: &MockBuffer) -> u64 {
         buffer.0.lock().unwrap().len() as u64
     }
     fn reborrow((): &()) {}
@@ -49,7 +50,7 @@ impl Space for Far {
     }
 }
 
-/// A queue in which every copy needs a few polls; it fails on demand.
+/// A queue in which every copy takes `polls` polls, and which fails if it is `broken`.
 #[derive(Debug, Default)]
 struct Queue {
     polls: u32,
@@ -57,7 +58,7 @@ struct Queue {
     broken: bool,
 }
 
-/// A copy that is done when it was polled often enough.
+/// A copy that completes after `polls` polls.
 struct Copy<T> {
     result: Option<T>,
     polls: u32,
@@ -73,24 +74,25 @@ impl<T> Copy<T> {
     }
 }
 
-impl StagedSpace for Far {
+impl StagedSpace for Mock {
     type Copier = Queue;
     type Download = Copy<HostBuffer>;
     type Upload = Copy<(HostBuffer, Arrived<Self>)>;
 
     fn download(
         queue: &mut Queue,
-        from: &FarBuffer,
+        from: &MockBuffer,
         ready: &u64,
         ranges: &[Range<u64>],
         mut into: HostBuffer,
     ) -> Result<Self::Download> {
-        assert_eq!(*ready, 77, "the sender's event is what the copy waits for");
-        let (from, mut at) = (from.bytes(), 0);
+        assert_eq!(*ready, 77, "the copy waits for the sender's event");
+        let from = from.bytes();
+        let mut at = 0;
         for range in ranges {
-            let piece = &from[index(range.start)..index(range.end)];
-            into.bytes_mut().unwrap()[at..at + piece.len()].copy_from_slice(piece);
-            at += piece.len();
+            let bytes = &from[index(range.start)..index(range.end)];
+            into.bytes_mut().unwrap()[at..at + bytes.len()].copy_from_slice(bytes);
+            at += bytes.len();
         }
         Ok(Copy { result: Some(into), polls: queue.polls })
     }
@@ -102,7 +104,7 @@ impl StagedSpace for Far {
     fn upload(
         queue: &mut Queue,
         from: HostBuffer,
-        into: FarBuffer,
+        into: MockBuffer,
         ranges: &[Range<u64>],
     ) -> Result<Self::Upload> {
         let mut at = 0;
@@ -125,11 +127,11 @@ impl StagedSpace for Far {
     }
 }
 
-fn staged(endpoint: Threads, polls: u32) -> Staged<Threads, Far> {
+fn staged(endpoint: Threads, polls: u32) -> Staged<Threads, Mock> {
     Staged::new(endpoint, Queue { polls, ..Queue::default() })
 }
 
-fn wait(transport: &mut dyn Transport<Far>, hop: &MessageHeader) -> Result<Arrived<Far>> {
+fn wait(transport: &mut dyn Transport<Mock>, hop: &MessageHeader) -> Result<Arrived<Mock>> {
     loop {
         match transport.take(hop)? {
             Some(arrived) => return Ok(arrived),
@@ -139,7 +141,7 @@ fn wait(transport: &mut dyn Transport<Far>, hop: &MessageHeader) -> Result<Arriv
 }
 
 #[test]
-fn blocks_travel_round_a_ring_of_far_memories() {
+fn blocks_circulate_through_device_memory() {
     let ranks = 4;
     on_ring(
         ranks,
@@ -150,13 +152,13 @@ fn blocks_travel_round_a_ring_of_far_memories() {
         move |mut endpoint| {
             let rank = endpoint.rank();
             let (next, previous) = ((rank + 1) % ranks, (rank + ranks - 1) % ranks);
-            let mut block = FarBuffer::new(vec![u8::try_from(rank).unwrap(); 30]);
+            let mut block = MockBuffer::new(vec![u8::try_from(rank).unwrap(); 30]);
             for step in 0..ranks - 1 {
                 let tag = step as u64;
                 let to = hop(next, Channel::Kv, tag, &[0..10, 20..30]);
                 let from = hop(previous, Channel::Kv, tag, &[5..25]);
                 let mut receives =
-                    vec![Incoming { hop: from.clone(), buffer: FarBuffer::new(vec![0; 30]) }];
+                    vec![Incoming { hop: from.clone(), buffer: MockBuffer::new(vec![0; 30]) }];
                 endpoint
                     .post(&[Outgoing { hop: to, buffer: &block, ready: &77 }], &mut receives)
                     .unwrap();
@@ -171,8 +173,8 @@ fn blocks_travel_round_a_ring_of_far_memories() {
                 while endpoint.pending() {
                     endpoint.progress(Duration::from_millis(20)).unwrap();
                 }
-                block = FarBuffer::new(vec![owner; 30]);
-                assert!(endpoint.take(&from).is_err(), "each is given back once");
+                block = MockBuffer::new(vec![owner; 30]);
+                assert!(endpoint.take(&from).is_err(), "a receive is taken once");
             }
             assert_eq!(endpoint.bytes_sent(), 3 * 20);
         },
@@ -180,11 +182,11 @@ fn blocks_travel_round_a_ring_of_far_memories() {
 }
 
 #[test]
-fn a_copy_that_never_ends_blocks_nobody() {
+fn no_call_blocks_on_a_copy_that_never_ends() {
     watched(|| {
         let [a, _b]: [Threads; 2] = annulus_comm::threads::ring(2).try_into().unwrap();
         let mut a = staged(a, u32::MAX);
-        let block = FarBuffer::new(vec![1; 8]);
+        let block = MockBuffer::new(vec![1; 8]);
         a.post(
             &[Outgoing { hop: hop(1, Channel::FinalGrad, 1, &[0..8]), buffer: &block, ready: &77 }],
             &mut Vec::new(),
@@ -198,12 +200,12 @@ fn a_copy_that_never_ends_blocks_nobody() {
 }
 
 #[test]
-fn a_broken_device_is_an_error_that_stays() {
+fn the_error_of_a_broken_device_is_permanent() {
     watched(|| {
         let [a, _b]: [Threads; 2] = annulus_comm::threads::ring(2).try_into().unwrap();
-        let mut a: Staged<Threads, Far> =
+        let mut a: Staged<Threads, Mock> =
             Staged::new(a, Queue { polls: 3, enqueued: 0, broken: true });
-        let block = FarBuffer::new(vec![1; 8]);
+        let block = MockBuffer::new(vec![1; 8]);
         let outgoing = |peer| Outgoing {
             hop: hop(peer, Channel::FinalGrad, 1, &[0..8]),
             buffer: &block,
@@ -214,7 +216,7 @@ fn a_broken_device_is_an_error_that_stays() {
             Err(Error::InvalidArgument { .. })
         ));
         a.post(&[outgoing(1)], &mut Vec::new()).unwrap();
-        let error = Transport::<Far>::progress(&mut a, Duration::ZERO).unwrap_err();
+        let error = Transport::<Mock>::progress(&mut a, Duration::ZERO).unwrap_err();
         assert_eq!(error, Error::Device { what: "the queue broke".into() });
         assert_eq!(a.post(&[], &mut Vec::new()).unwrap_err(), error);
         assert_eq!(a.take(&hop(1, Channel::FinalGrad, 1, &[])).unwrap_err(), error);

@@ -1,4 +1,4 @@
-//! What the module documentation of `threads` promises, line by line.
+//! The module documentation of `threads`, tested line by line.
 
 use std::{
     thread,
@@ -16,7 +16,7 @@ fn pair() -> (Threads, Threads) {
 }
 
 #[test]
-fn a_send_is_done_when_it_was_received_and_its_buffer_is_free_again() {
+fn a_send_completes_once_received_and_frees_its_buffer() {
     watched(|| {
         let (mut a, mut b) = pair();
         let mut block = buffer(&[1, 2, 3, 4, 5]);
@@ -24,7 +24,7 @@ fn a_send_is_done_when_it_was_received_and_its_buffer_is_free_again() {
         assert!(a.pending() && block.bytes_mut().is_none());
         let hop = hop(0, Kv, 1, &[1..4]);
         b.progress(Duration::ZERO).unwrap();
-        assert!(a.pending(), "nobody wanted it yet");
+        assert!(a.pending(), "its receive is not posted yet");
         receive(&mut b, &hop, 4).unwrap();
         assert!(b.take(&hop).unwrap().is_none());
         b.progress(Duration::ZERO).unwrap();
@@ -34,13 +34,13 @@ fn a_send_is_done_when_it_was_received_and_its_buffer_is_free_again() {
         assert_eq!(
             b.take(&hop).unwrap_err().code(),
             Error::invalid("", "", "").code(),
-            "each is given back once"
+            "a receive is taken once"
         );
     });
 }
 
 #[test]
-fn waiting_ends_when_the_peer_acts() {
+fn a_message_and_a_receipt_end_a_wait() {
     watched(|| {
         let (mut a, mut b) = pair();
         let patience = Duration::from_secs(20);
@@ -58,7 +58,10 @@ fn waiting_ends_when_the_peer_acts() {
         receive(&mut b, &wanted, 4).unwrap();
         assert_eq!(wait_for(&mut b, &wanted).unwrap().bytes(), [1, 2, 3, 4]);
         sender.join().unwrap();
-        assert!(started.elapsed() < patience / 2, "a message and a receipt both wake a sleeper");
+        assert!(
+            started.elapsed() < patience / 2,
+            "a message and a receipt both wake a waiting rank"
+        );
     });
 }
 
@@ -74,16 +77,16 @@ fn a_message_of_another_length_is_an_error() {
             Error::Comm {
                 peer: 0,
                 step: 7,
-                what: "message Travel 7 truncated: got 3 bytes, want 4".into()
+                what: "message PartialGrad 7 truncated: got 3 bytes, want 4".into()
             }
         );
-        assert_eq!(b.progress(Duration::ZERO).unwrap_err(), error, "and stays one");
+        assert_eq!(b.progress(Duration::ZERO).unwrap_err(), error, "and is permanent");
         assert_eq!(b.start_all_gather(1, &[]).unwrap_err(), error);
     });
 }
 
 #[test]
-fn a_message_that_comes_twice_is_an_error() {
+fn a_duplicate_message_is_an_error() {
     watched(|| {
         for taken in [false, true] {
             let (mut a, mut b) = pair();
@@ -96,14 +99,14 @@ fn a_message_that_comes_twice_is_an_error() {
             let error = b.progress(Duration::ZERO).unwrap_err();
             assert_eq!(
                 error,
-                Error::Comm { peer: 0, step: 3, what: "duplicate message Home 3".into() }
+                Error::Comm { peer: 0, step: 3, what: "duplicate message FinalGrad 3".into() }
             );
         }
     });
 }
 
 #[test]
-fn bad_hops_are_refused_and_nothing_happens() {
+fn invalid_messages_are_refused_without_effect() {
     watched(|| {
         let (mut a, _b) = pair();
         let block = buffer(&[0; 8]);
@@ -125,7 +128,7 @@ fn bad_hops_are_refused_and_nothing_happens() {
 }
 
 #[test]
-fn tags_of_receives_only_grow_but_a_group_has_no_order() {
+fn tags_of_receives_grow_and_a_group_may_be_posted_in_any_order() {
     watched(|| {
         let (mut a, _b) = pair();
         let incoming = |tag| Incoming::<Host> {
@@ -157,7 +160,7 @@ fn a_receive_needs_a_buffer_of_its_own() {
 }
 
 #[test]
-fn a_peer_that_left_is_missed_only_by_those_who_need_it() {
+fn a_peer_that_left_is_lost_only_for_ranks_that_wait_for_it() {
     watched(|| {
         let (mut a, mut b) = pair();
         send(&mut a, hop(1, Kv, 1, &[0..1]), &buffer(&[7])).unwrap();
@@ -167,7 +170,7 @@ fn a_peer_that_left_is_missed_only_by_those_who_need_it() {
         a.progress(Duration::ZERO).unwrap();
         assert_eq!(a.try_all_gather(1).unwrap().unwrap(), [[1], [2]]);
         drop(a);
-        // what it sent before it left still counts
+        // a message that it sent before it left still arrives
         let wanted = hop(0, Kv, 1, &[0..1]);
         receive(&mut b, &wanted, 1).unwrap();
         assert_eq!(wait_for(&mut b, &wanted).unwrap().bytes(), [7]);
@@ -182,7 +185,7 @@ fn a_peer_that_left_is_missed_only_by_those_who_need_it() {
 }
 
 #[test]
-fn a_lost_receiver_or_gatherer_is_missed_too() {
+fn a_lost_receiver_or_all_gather_member_is_an_error() {
     watched(|| {
         let (mut a, b) = pair();
         send(&mut a, hop(1, Kv, 6, &[0..1]), &buffer(&[7])).unwrap();
@@ -199,7 +202,7 @@ fn a_lost_receiver_or_gatherer_is_missed_too() {
 }
 
 #[test]
-fn the_first_abort_reaches_everybody_and_the_origin_keeps_its_own_error() {
+fn the_first_abort_reaches_all_ranks_and_its_origin_keeps_its_own_error() {
     let failure = Error::Device { what: "fell over".into() };
     let expected = failure.clone();
     let errors = on_ring(
@@ -222,7 +225,7 @@ fn the_first_abort_reaches_everybody_and_the_origin_keeps_its_own_error() {
 }
 
 #[test]
-fn gathers_of_many_rounds_keep_apart_however_small_the_inboxes() {
+fn many_all_gathers_at_once_exceed_the_inboxes_and_stay_separate() {
     let ranks = 7;
     let rounds = 40;
     let gathered = on_ring(
@@ -230,7 +233,7 @@ fn gathers_of_many_rounds_keep_apart_however_small_the_inboxes() {
         |endpoint| endpoint,
         move |mut endpoint| {
             let rank = u8::try_from(endpoint.rank()).unwrap();
-            // far more than an inbox holds
+            // far more messages than an inbox holds
             for round in 0..rounds {
                 endpoint
                     .start_all_gather(round, &vec![rank; usize::try_from(round).unwrap()])
@@ -257,7 +260,7 @@ fn gathers_of_many_rounds_keep_apart_however_small_the_inboxes() {
 }
 
 #[test]
-fn beats_are_heard_and_work_is_told_from_life() {
+fn heartbeats_report_life_and_work_separately() {
     watched(|| {
         let (mut a, b) = pair();
         let (heard, worked) = (b.last_heard(0), b.last_work());

@@ -1,4 +1,4 @@
-//! Wrappers change nothing about what arrives, alone or stacked.
+//! Wrappers, alone or stacked, deliver the same bytes as the transport inside.
 
 use std::time::{Duration, Instant};
 
@@ -9,28 +9,38 @@ use proptest::prelude::*;
 use crate::{common::*, patterns::*};
 
 proptest! {
-    // a stuck ring shrinks at the pace of the watchdog: not for long
-    #![proptest_config(ProptestConfig { cases: 24, max_shrink_time: 10_000, ..ProptestConfig::default() })]
+    // of a stuck ring every step of shrinking takes as long as the watchdog, so it is limited
+    #![proptest_config(ProptestConfig {
+        cases: 24,
+        max_shrink_time: 10_000,
+        ..ProptestConfig::default()
+    })]
 
     #[test]
-    fn stacked_wrappers_deliver_the_same_bytes_under_random_delays(groups in messages(3), order: u64, seed: u64) {
+    fn stacked_wrappers_deliver_the_same_bytes_under_random_delays(
+        groups in messages(3),
+        order: u64,
+        seed: u64,
+    ) {
         on_ring(
             3,
             move |endpoint| {
                 let late = Fault::random_delays(endpoint, seed, Duration::from_millis(2));
-                let boxed: Box<dyn Transport<Host>> = Box::new(Trace::new(Checksum::new(late), Instant::now()));
+                let traced = Trace::new(Checksum::new(late), Instant::now());
+                let boxed: Box<dyn Transport<Host>> = Box::new(traced);
                 Deadline::new(boxed, Duration::from_secs(10)).unwrap()
             },
             move |mut endpoint| {
                 play(&mut endpoint, &groups, order);
-                assert_eq!(endpoint.bytes_sent(), payload(&groups, endpoint.rank()), "payload only");
+                let payload = payload(&groups, endpoint.rank());
+                assert_eq!(endpoint.bytes_sent(), payload, "payload only");
                 barrier(&mut endpoint, 1).unwrap();
             },
         );
     }
 }
 
-/// Plays one pattern on traced endpoints.
+/// Sends the messages of one pattern over traced endpoints.
 fn traced(groups: Vec<Vec<Message>>) -> Vec<TraceLog> {
     let zero = Instant::now();
     on_ring(
@@ -90,7 +100,7 @@ fn a_trace_file_is_valid_json_with_every_message_in_it() {
 }
 
 #[test]
-fn a_trace_tells_how_long_a_rank_waited() {
+fn a_trace_reports_the_waiting_time_of_a_rank() {
     let waited = on_ring(
         2,
         |endpoint| Trace::new(endpoint, Instant::now()),

@@ -1,4 +1,5 @@
-//! The mock backend: every call only queues work, which reads and writes device memory when its turn comes.
+//! The mock backend: every call only queues work, which reads and writes device memory when the
+//! device executes it.
 
 use std::{
     ops::Range,
@@ -14,11 +15,11 @@ use ndarray::{Array4, Axis};
 
 use super::{
     kernel::{Keys, Queries, State, pack, unpack},
-    memory::{Device, DeviceBuffer, DeviceEvent, Memory, fault, lock},
+    memory::{Device, DeviceBuffer, DeviceEvent, SlotTable, fault, lock},
     tensor::{MockSpace, Tag},
 };
 
-/// A backend for [`MockSpace`] that supports everything, slowly.
+/// A backend for [`MockSpace`] that supports every feature, computed pair by pair.
 #[derive(Debug, Clone)]
 pub struct MockBackend {
     device: Device,
@@ -43,13 +44,17 @@ impl MockWorkspace {
         &self,
         reads: &[u64],
         writes: &[u64],
-        work: impl FnOnce(&mut State, &mut Memory) -> Result<()> + Send + 'static,
+        work: impl FnOnce(&mut State, &mut SlotTable) -> Result<()> + Send + 'static,
     ) -> Result<DeviceEvent> {
         let state = Arc::clone(&self.state);
         self.device.enqueue(reads, writes, move |memory| work(&mut lock(&state), memory))
     }
 
-    /// Returns a block's slot and rows, if it may be read in this device's order.
+    /// Returns a block's slot and rows.
+    ///
+    /// # Errors
+    /// [`annulus_core::Error::Device`] if its event belongs to another device, which this device's
+    /// queue does not order.
     fn block(&self, block: &Block<'_, MockSpace>) -> Result<(u64, Rows)> {
         self.check_event(block.ready)?;
         Ok((block.buffer.slot(), block.rows.clone()))
@@ -59,28 +64,32 @@ impl MockWorkspace {
         if event.is_of(&self.device) { Ok(()) } else { Err(fault("an event of another device")) }
     }
 
-    /// Packs k and v as records.
+    /// Packs k and v as rows of a KV block.
     fn pack_kv(&self, k: Tag, v: Tag, into: &DeviceBuffer) -> Result<DeviceEvent> {
         let slot = target(into)?;
         self.enqueue(&[k.slot, v.slot], &[slot], move |state, memory| {
-            let (k, v) = (k.read(memory)?, v.read(memory)?);
+            let k = k.read(memory)?;
+            let v = v.read(memory)?;
             let record = state.shard.spec.kv_row_layout();
             memory.write(slot, 0, &pack(&record, state.shard.keys.len(), &[&k, &v]))
         })
     }
 }
 
-/// Returns the slot of a buffer that may be written.
+/// Returns the slot of a buffer to write.
+///
+/// # Errors
+/// [`annulus_core::Error::Device`] while a transport co-owns the buffer, which may still send it.
 fn target(buffer: &DeviceBuffer) -> Result<u64> {
     if buffer.is_shared() {
-        Err(fault("a buffer is to be written while a transport co-owns it"))
+        Err(fault("a buffer to write is co-owned by a transport"))
     } else {
         Ok(buffer.slot())
     }
 }
 
 /// Unpacks a block of keys and values.
-fn keys<'a>(state: &State, memory: &mut Memory, slot: u64, rows: &'a Rows) -> Result<Keys<'a>> {
+fn keys<'a>(state: &State, memory: &mut SlotTable, slot: u64, rows: &'a Rows) -> Result<Keys<'a>> {
     let spec = &state.shard.spec;
     let mut fields =
         unpack(&spec.kv_row_layout(), spec.dims.batch, rows.len(), memory.bytes(slot)?)?
@@ -100,7 +109,7 @@ impl Backend for MockBackend {
             name: "mock",
             numerics_id: "mock".into(),
             probs_dtype: None,
-            // not that of any other backend, so that rings of several agree on the largest
+            // other than that of any other backend: a mixed ring must agree on the largest
             kv_tile: 16,
         })
     }
@@ -121,7 +130,7 @@ impl Workspace for MockWorkspace {
     type Backward<'p> = MockBackward<'p>;
 
     fn update(&mut self, shard: &RankShard) -> Result<()> {
-        // work that is still queued keeps the state that it was queued for
+        // queued work keeps the state for which it was queued
         self.state = Arc::new(Mutex::new(State::new(shard.clone())));
         Ok(())
     }
@@ -142,7 +151,9 @@ impl Workspace for MockWorkspace {
         _: BackwardMode,
     ) -> Result<MockBackward<'p>> {
         let read = read_inputs(&inputs.forward);
-        let (out, lse, dout) = (inputs.out.tag, inputs.lse.tag, inputs.dout.tag);
+        let out = inputs.out.tag;
+        let lse = inputs.lse.tag;
+        let dout = inputs.dout.tag;
         let [max, ties, dlse] = [&inputs.max, &inputs.ties, &inputs.dlse]
             .map(|view| view.as_ref().map(|view| view.tag));
         let mut reads = slots(&inputs.forward);
@@ -152,8 +163,11 @@ impl Workspace for MockWorkspace {
             read(state, memory)?;
             state.dout = dout.read(memory)?;
             let mut maybe = |tag: Option<Tag>| tag.map(|tag| tag.read(memory)).transpose();
-            let (max, ties, dlse) = (maybe(max)?, maybe(ties)?, maybe(dlse)?);
-            let (out, lse) = (out.read(memory)?, lse.read(memory)?);
+            let max = maybe(max)?;
+            let ties = maybe(ties)?;
+            let dlse = maybe(dlse)?;
+            let out = out.read(memory)?;
+            let lse = lse.read(memory)?;
             state.begin_backward(&out, &lse, max.zip(ties), dlse.as_ref());
             Ok(())
         })?;
@@ -187,7 +201,8 @@ impl ForwardPass<MockSpace> for MockForward<'_> {
     }
 
     fn finish(self, outputs: &mut Outputs<'_, MockSpace>) -> Result<()> {
-        let (out, lse) = (outputs.out.tag, outputs.lse.tag);
+        let out = outputs.out.tag;
+        let lse = outputs.lse.tag;
         let [max, sum, ties] = [&outputs.max, &outputs.sum, &outputs.ties]
             .map(|view| view.as_ref().map(|view| view.tag));
         let writes: Vec<u64> = [Some(out), Some(lse), max, sum, ties]
@@ -256,9 +271,9 @@ impl BackwardPass<MockSpace> for MockBackward<'_> {
         let dkv = dkv.map(|dkv| target(dkv)).transpose()?;
         self.workspace.enqueue(&[slot], dkv.as_slice(), move |state, memory| {
             let keys = keys(state, memory, slot, &rows)?;
-            state.attend_queries(&keys);
+            state.backward_dq(&keys);
             let Some(dkv) = dkv else { return Ok(()) };
-            let [dk, dv] = state.attend_keys(&state.own_queries(), &keys);
+            let [dk, dv] = state.backward_dkv(&state.local_queries(), &keys);
             let record = state.shard.spec.gradient_row_layout();
             memory.write(dkv, 0, &pack(&record, rows.len(), &[&dk, &dv]))
         })
@@ -273,14 +288,12 @@ impl BackwardPass<MockSpace> for MockBackward<'_> {
         if tick().is_break() {
             return Ok(());
         }
-        let ((slot, rows), home, k, v) = (
-            self.workspace.block(queries)?,
-            target(dkv)?,
-            self.inputs.forward.k.tag,
-            self.inputs.forward.v.tag,
-        );
+        let (slot, rows) = self.workspace.block(queries)?;
+        let dkv = target(dkv)?;
+        let k = self.inputs.forward.k.tag;
+        let v = self.inputs.forward.v.tag;
         self.workspace
-            .enqueue(&[slot, k.slot, v.slot, home], &[home], move |state, memory| {
+            .enqueue(&[slot, k.slot, v.slot, dkv], &[dkv], move |state, memory| {
                 let spec = Arc::clone(&state.shard.spec);
                 let fields = unpack(
                     &spec.query_row_layout(),
@@ -291,19 +304,19 @@ impl BackwardPass<MockSpace> for MockBackward<'_> {
                 let [q, dout, statistics] = &fields[..] else {
                     return Err(fault("a query record without its three fields"));
                 };
-                let own = Arc::clone(&state.shard.keys);
-                let keys = Keys { rows: &own, k: k.read(memory)?, v: v.read(memory)? };
+                let local = Arc::clone(&state.shard.keys);
+                let keys = Keys { rows: &local, k: k.read(memory)?, v: v.read(memory)? };
                 let [dk, dv] =
-                    state.attend_keys(&Queries { rows: &rows, q, dout, statistics }, &keys);
+                    state.backward_dkv(&Queries { rows: &rows, q, dout, statistics }, &keys);
                 let record = spec.gradient_row_layout();
-                let before = unpack(&record, spec.dims.batch, own.len(), memory.bytes(home)?)?;
+                let before = unpack(&record, spec.dims.batch, local.len(), memory.bytes(dkv)?)?;
                 let [old_dk, old_dv] = &before[..] else {
                     return Err(fault("a gradient record without its two fields"));
                 };
                 memory.write(
-                    home,
+                    dkv,
                     0,
-                    &pack(&record, own.len(), &[&(old_dk + &dk), &(old_dv + &dv)]),
+                    &pack(&record, local.len(), &[&(old_dk + &dk), &(old_dv + &dv)]),
                 )
             })
             .map(drop)
@@ -318,10 +331,12 @@ impl BackwardPass<MockSpace> for MockBackward<'_> {
         reduction: Reduction,
     ) -> Result<DeviceEvent> {
         self.workspace.check_event(ready)?;
-        let (target, source, pairs) = (target(into)?, from.slot(), pairs.to_vec());
+        let source = from.slot();
+        let target = target(into)?;
+        let pairs = pairs.to_vec();
         self.workspace.enqueue(&[source, target], &[target], move |state, memory| {
-            let (record, batch) =
-                (state.shard.spec.gradient_row_layout(), state.shard.spec.dims.batch);
+            let record = state.shard.spec.gradient_row_layout();
+            let batch = state.shard.spec.dims.batch;
             for (to, source_rows) in pairs {
                 if to.end - to.start != source_rows.end - source_rows.start {
                     return Err(fault(format!("{source_rows:?} does not fit {to:?}")));
@@ -337,7 +352,8 @@ impl BackwardPass<MockSpace> for MockBackward<'_> {
                         .map(<[u8]>::to_vec)
                         .ok_or_else(|| fault("records past the end"))
                 };
-                let (new, old) = (part(source, &source_rows)?, part(target, &to)?);
+                let new = part(source, &source_rows)?;
+                let old = part(target, &to)?;
                 let sum: Vec<Array4<f64>> = unpack(&record, batch, rows, &new)?
                     .into_iter()
                     .zip(unpack(&record, batch, rows, &old)?)
@@ -362,15 +378,15 @@ impl BackwardPass<MockSpace> for MockBackward<'_> {
             .flatten()
             .map(|tag| tag.slot)
             .collect();
-        let home = dkv.slot();
+        let dkv = dkv.slot();
         self.workspace
-            .enqueue(&[home], &writes, move |state, memory| {
+            .enqueue(&[dkv], &writes, move |state, memory| {
                 let spec = Arc::clone(&state.shard.spec);
                 let fields = unpack(
                     &spec.gradient_row_layout(),
                     spec.dims.batch,
                     state.shard.keys.len(),
-                    memory.bytes(home)?,
+                    memory.bytes(dkv)?,
                 )?;
                 let [dk_numbers, dv_numbers] = &fields[..] else {
                     return Err(fault("a gradient record without its two fields"));
@@ -390,12 +406,13 @@ impl BackwardPass<MockSpace> for MockBackward<'_> {
     }
 }
 
-/// Reads q, bias and sinks into the state.
+/// Returns work that reads q, bias and sinks into the state.
 fn read_inputs(
     inputs: &Inputs<'_, MockSpace>,
-) -> impl FnOnce(&mut State, &mut Memory) -> Result<()> + Send + use<> {
-    let (q, bias, sinks) =
-        (inputs.q.tag, inputs.bias.map(|bias| bias.tag), inputs.sinks.map(|sinks| sinks.tag));
+) -> impl FnOnce(&mut State, &mut SlotTable) -> Result<()> + Send + use<> {
+    let q = inputs.q.tag;
+    let bias = inputs.bias.map(|bias| bias.tag);
+    let sinks = inputs.sinks.map(|sinks| sinks.tag);
     move |state, memory| {
         state.q = q.read(memory)?;
         state.bias = bias.map(|bias| bias.read(memory)).transpose()?;
@@ -406,7 +423,7 @@ fn read_inputs(
     }
 }
 
-/// What [`read_inputs`] reads.
+/// Returns the slots that [`read_inputs`] reads.
 fn slots(inputs: &Inputs<'_, MockSpace>) -> Vec<u64> {
     [Some(inputs.q), inputs.bias, inputs.sinks]
         .into_iter()

@@ -1,6 +1,13 @@
-//! The arithmetic of the mock backend: attention pair by pair, in f64, on numbers that have been read from device memory.
+//! The arithmetic of the mock backend: attention pair by pair in f64, on numbers that were read
+//! from device memory.
 //!
-//! Logits are rounded to the accumulator's type, so that backward finds again which of them was the largest.
+//! ```text
+//! forward    acc ← acc·e^{m − m'} + Σ_j keep·e^{s_j − m'}·v_j
+//!            ℓ ← ℓ·e^{m − m'} + Σ_j e^{s_j − m'}
+//! backward   ds = p·(dp − delta)    dx = ds·∂s/∂x    dq += scale·dx·k    dk += scale·dx·q
+//! ```
+//! Logits are rounded to the accumulator's type, so that an unnormalised backward finds the same
+//! row maximum as forward.
 
 use annulus_core::{
     BiasOrder, DType, Dims, DropoutMask, RankShard, Result, RowLayout, Rows, Spec, Visibility,
@@ -13,33 +20,33 @@ use super::{
     tensor::{decode, encode},
 };
 
-/// What stays on the device across a ring.
+/// The data of a pass that stay on the device over all ring steps.
 pub(super) struct State {
     pub(super) shard: RankShard,
     pub(super) q: Array4<f64>,
     pub(super) bias: Option<Array4<f64>>,
     pub(super) sinks: Option<Array2<f64>>,
-    /// `[b, shard q_len, q_heads, dv]`.
+    /// Accumulator, `[b, shard q_len, q_heads, dv]`.
     pub(super) acc: Array4<f64>,
-    /// `[b, q_heads, shard q_len]`, as the two below.
+    /// Row maximum, `[b, q_heads, shard q_len]`; sum and ties have the same shape.
     pub(super) max: Array3<f64>,
     pub(super) sum: Array3<f64>,
     pub(super) ties: Array3<f64>,
     pub(super) dout: Array4<f64>,
-    /// `[b, shard q_len, q_heads, lse max delta share]`.
+    /// `[b, shard q_len, q_heads, 4]`: lse, max, delta, and the gradient of max divided by ties.
     pub(super) statistics: Array4<f64>,
     pub(super) dq: Array4<f64>,
     pub(super) dbias: Option<Array4<f64>>,
 }
 
-/// Keys and values, unpacked: `[b, rows, kv_heads, d]` and `[b, rows, kv_heads, dv]`.
+/// A block of keys `[b, rows, kv_heads, d]` and values `[b, rows, kv_heads, dv]`, unpacked.
 pub(super) struct Keys<'a> {
     pub(super) rows: &'a Rows,
     pub(super) k: Array4<f64>,
     pub(super) v: Array4<f64>,
 }
 
-/// Queries of the backward pass: this rank's, or ones that travelled here.
+/// Queries of a backward pass: those of this rank, or a block of another's.
 pub(super) struct Queries<'a> {
     pub(super) rows: &'a Rows,
     pub(super) q: &'a Array4<f64>,
@@ -47,7 +54,7 @@ pub(super) struct Queries<'a> {
     pub(super) statistics: &'a Array4<f64>,
 }
 
-/// A visible pair.
+/// A visible pair: key index, logit, ∂s/∂x and dropout factor.
 struct Pair {
     j: usize,
     logit: f64,
@@ -55,12 +62,13 @@ struct Pair {
     keep: f64,
 }
 
-/// One pair's share of the gradients.
-struct Slope {
+/// The gradients of one pair: ds of its logit, dx of the logit before bias and soft cap.
+struct PairGradient {
+    /// [batch, head, query, key].
     at: [usize; 4],
     ds: f64,
     dx: f64,
-    /// Weight of dout_i in dv_j.
+    /// Factor of dO_i in dV_j.
     weight: f64,
 }
 
@@ -84,7 +92,7 @@ impl State {
         }
     }
 
-    /// Every row has seen nothing.
+    /// Resets the accumulator and the softmax statistics.
     pub(super) fn begin(&mut self) {
         let Dims { batch, q_heads, value_dim, .. } = self.shard.spec.dims;
         let rows = self.shard.queries.len();
@@ -94,15 +102,15 @@ impl State {
         self.ties = Array3::zeros((batch, q_heads, rows));
     }
 
-    /// Folds in one block.
+    /// Adds one KV block to the online softmax.
     pub(super) fn attend(&mut self, keys: &Keys<'_>) {
         let dims = self.shard.spec.dims;
         for [b, h, i] in self.every_row() {
             let pairs = self.pairs(&self.shard.queries, &self.q, keys, [b, h, i]);
             let logits: Vec<f64> = pairs.iter().map(|pair| pair.logit).collect();
-            let max = self.fold([b, h, i], &logits);
+            let max = self.rescale([b, h, i], &logits);
             for pair in &pairs {
-                // a logit of −∞ has the weight 0, also before any other was seen
+                // a logit of −∞ has the weight 0, also while the maximum is −∞
                 let base = if max == f64::NEG_INFINITY { 0.0 } else { max };
                 let weight = pair.keep * (pair.logit - base).exp();
                 self.acc
@@ -112,18 +120,18 @@ impl State {
         }
     }
 
-    /// Folds in the sinks and divides where that is asked for; lse.
+    /// Adds the sinks, divides by the sum if the output is normalised, and returns lse.
     pub(super) fn finish(&mut self) -> Array3<f64> {
         for [b, h, i] in self.every_row() {
             let sinks = self.sinks_of(h);
-            self.fold([b, h, i], &sinks);
+            self.rescale([b, h, i], &sinks);
             let sum = self.sum[[b, h, i]];
             if sum.is_nan() {
                 self.max[[b, h, i]] = f64::NAN;
                 self.ties[[b, h, i]] = 0.0;
                 self.acc.slice_mut(s![b, i, h, ..]).fill(f64::NAN);
             } else if self.max[[b, h, i]] == f64::NEG_INFINITY {
-                // what was summed are products of 0
+                // the accumulator holds 0·v, which is NaN for an infinite v
                 self.acc.slice_mut(s![b, i, h, ..]).fill(0.0);
             } else if self.shard.spec.normalize && sum != 0.0 {
                 self.acc.slice_mut(s![b, i, h, ..]).mapv_inplace(|x| x / sum);
@@ -132,8 +140,9 @@ impl State {
         &self.max + &self.sum.ln()
     }
 
-    /// Rescales a row to a new largest logit and adds these to its sum; the largest logit.
-    fn fold(&mut self, [b, h, i]: [usize; 3], logits: &[f64]) -> f64 {
+    /// Adds logits to a row's maximum, sum and ties, rescales its accumulator to the new maximum,
+    /// and returns that maximum.
+    fn rescale(&mut self, [b, h, i]: [usize; 3], logits: &[f64]) -> f64 {
         let old = self.max[[b, h, i]];
         let larger =
             |max: f64, &logit: &f64| if logit > max || logit.is_nan() { logit } else { max };
@@ -152,7 +161,7 @@ impl State {
         max
     }
 
-    /// Row statistics from what forward left; dq, dbias ← 0.
+    /// Computes the row statistics from the results of forward; sets dq and dbias to 0.
     pub(super) fn begin_backward(
         &mut self,
         out: &Array4<f64>,
@@ -178,29 +187,34 @@ impl State {
         }
     }
 
-    /// dq (and dbias) of this rank's queries from one block.
-    pub(super) fn attend_queries(&mut self, keys: &Keys<'_>) {
+    /// Adds one block's terms to dq and dbias of this rank's queries.
+    pub(super) fn backward_dq(&mut self, keys: &Keys<'_>) {
         let spec = &self.shard.spec;
-        let (mut dq, mut dbias) = (std::mem::take(&mut self.dq), self.dbias.take());
-        self.slopes(&self.own_queries(), keys, |Slope { at: [b, h, i, j], ds, dx, .. }| {
+        let mut dq = std::mem::take(&mut self.dq);
+        let mut dbias = self.dbias.take();
+        self.pair_gradients(&self.local_queries(), keys, |pair| {
+            let PairGradient { at: [b, h, i, j], ds, dx, .. } = pair;
             let k = keys.k.slice(s![b, j, spec.dims.kv_head(h), ..]);
             dq.slice_mut(s![b, i, h, ..]).scaled_add(spec.scale * dx, &k);
             if let Some(dbias) = &mut dbias {
-                let place = broadcast(
+                let index = broadcast(
                     dbias.dim().into(),
                     [b, h, i, annulus_core::index(keys.rows.rows()[j])],
                 );
-                dbias[place] += if spec.bias_order == BiasOrder::BeforeSoftCap { dx } else { ds };
+                dbias[index] += if spec.bias_order == BiasOrder::BeforeSoftCap { dx } else { ds };
             }
         });
-        (self.dq, self.dbias) = (dq, dbias);
+        self.dq = dq;
+        self.dbias = dbias;
     }
 
-    /// dk, dv of a block from these queries.
-    pub(super) fn attend_keys(&self, queries: &Queries<'_>, keys: &Keys<'_>) -> [Array4<f64>; 2] {
+    /// Returns dk and dv of a block from these queries.
+    pub(super) fn backward_dkv(&self, queries: &Queries<'_>, keys: &Keys<'_>) -> [Array4<f64>; 2] {
         let spec = &self.shard.spec;
-        let (mut dk, mut dv) = (Array4::zeros(keys.k.raw_dim()), Array4::zeros(keys.v.raw_dim()));
-        self.slopes(queries, keys, |Slope { at: [b, h, i, j], dx, weight, .. }| {
+        let mut dk = Array4::zeros(keys.k.raw_dim());
+        let mut dv = Array4::zeros(keys.v.raw_dim());
+        self.pair_gradients(queries, keys, |pair| {
+            let PairGradient { at: [b, h, i, j], dx, weight, .. } = pair;
             let kv_head = spec.dims.kv_head(h);
             dk.slice_mut(s![b, j, kv_head, ..])
                 .scaled_add(spec.scale * dx, &queries.q.slice(s![b, i, h, ..]));
@@ -210,7 +224,7 @@ impl State {
         [dk, dv]
     }
 
-    /// This rank's part of ∂L/∂sinks.
+    /// Returns the sum of dsinks over this rank's queries.
     pub(super) fn dsinks(&self) -> Option<Array2<f64>> {
         let sinks = self.sinks.as_ref()?;
         let mut dsinks = Array2::zeros(sinks.raw_dim());
@@ -228,8 +242,8 @@ impl State {
         Some(dsinks)
     }
 
-    /// This rank's queries.
-    pub(super) fn own_queries(&self) -> Queries<'_> {
+    /// Returns this rank's queries.
+    pub(super) fn local_queries(&self) -> Queries<'_> {
         Queries {
             rows: &self.shard.queries,
             q: &self.q,
@@ -238,7 +252,13 @@ impl State {
         }
     }
 
-    fn slopes(&self, queries: &Queries<'_>, keys: &Keys<'_>, mut visit: impl FnMut(Slope)) {
+    /// Calls `visit` for every visible pair of these queries and keys.
+    fn pair_gradients(
+        &self,
+        queries: &Queries<'_>,
+        keys: &Keys<'_>,
+        mut visit: impl FnMut(PairGradient),
+    ) {
         let spec = &self.shard.spec;
         for b in 0..spec.dims.batch {
             for h in 0..spec.dims.q_heads {
@@ -261,7 +281,7 @@ impl State {
                             let e = (pair.logit - max).exp();
                             (e * dp - if pair.logit == max { share } else { 0.0 } - p * delta, e)
                         };
-                        visit(Slope {
+                        visit(PairGradient {
                             at: [b, h, i, pair.j],
                             ds,
                             dx: ds * pair.slope,
@@ -273,7 +293,7 @@ impl State {
         }
     }
 
-    /// The visible pairs of one query with a block.
+    /// Returns the visible pairs of one query with a block.
     fn pairs(
         &self,
         rows: &Rows,
@@ -335,7 +355,7 @@ impl State {
     }
 }
 
-/// s and ∂s/∂x of one pair.
+/// Returns s and ∂s/∂x of one pair.
 fn logit(spec: &Spec, dot: f64, bias: f64) -> (f64, f64) {
     let sums = spec.dtype.accumulator();
     let x = spec.scale * if spec.logits_dtype == sums { dot } else { spec.logits_dtype.round(dot) };
@@ -352,7 +372,7 @@ fn broadcast(shape: [usize; 4], index: [usize; 4]) -> [usize; 4] {
     std::array::from_fn(|axis| if shape[axis] == 1 { 0 } else { index[axis] })
 }
 
-/// The fields of `rows` records, each `[b, rows, heads, dim]`.
+/// Unpacks the fields of `rows` rows of a block, each `[b, rows, heads, dim]`.
 pub(super) fn unpack(
     record: &RowLayout,
     batch: usize,
@@ -371,15 +391,15 @@ pub(super) fn unpack(
     fields
         .map(|(index, field)| {
             let mut array = Array4::zeros((batch, rows, field.heads, field.dim));
-            for (at, place) in array.indexed_iter_mut() {
-                *place = number(index, field.dtype, at.into())?;
+            for (at, element) in array.indexed_iter_mut() {
+                *element = number(index, field.dtype, at.into())?;
             }
             Ok(array)
         })
         .collect()
 }
 
-/// Records of these fields, in shard order.
+/// Packs these fields as the rows of a block, in shard order.
 pub(super) fn pack(record: &RowLayout, rows: usize, fields: &[&Array4<f64>]) -> Vec<u8> {
     let mut bytes = Vec::new();
     for row in 0..rows {

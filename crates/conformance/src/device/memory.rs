@@ -1,4 +1,4 @@
-//! Memory behind handles, and a queue of work on it.
+//! Device memory behind handles, and a queue of work on it.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -13,14 +13,15 @@ use annulus_core::{Error, Result, index};
 
 /// One device: its memory and its queue. A clone is the same device.
 #[derive(Debug, Clone, Default)]
-pub struct Device(Arc<Parts>);
+pub struct Device(Arc<DeviceState>);
 
 #[derive(Default)]
-struct Parts {
-    /// Locked while work runs, so that work runs in order whoever polls.
+struct DeviceState {
+    /// Locked while work runs, so that work runs in order whichever thread polls.
     queue: Mutex<Queue>,
-    memory: Mutex<Memory>,
-    /// Slots whose last owner is gone. Apart from `memory`, because an owner may go while work runs.
+    memory: Mutex<SlotTable>,
+    /// Slots whose last owner was dropped. Locked apart from `memory`, because an owner may be
+    /// dropped while work runs.
     freed: Mutex<Vec<u64>>,
     next_slot: AtomicU64,
 }
@@ -33,20 +34,20 @@ struct Queue {
     failure: Option<Error>,
 }
 
-type Work = Box<dyn FnOnce(&mut Memory) -> Result<()> + Send>;
+type Work = Box<dyn FnOnce(&mut SlotTable) -> Result<()> + Send>;
 
-/// All bytes of a device, as its work sees them.
+/// The bytes of all allocations of a device, accessible to its work.
 #[derive(Default)]
-pub(super) struct Memory {
+pub(super) struct SlotTable {
     slots: HashMap<u64, Slot>,
 }
 
 #[derive(Default)]
 struct Slot {
     bytes: Vec<u8>,
-    /// Number of the last queued work that writes it.
+    /// Number of the last queued work that writes the slot.
     written_by: u64,
-    /// Number of the last queued work that touches it.
+    /// Number of the last queued work that reads or writes the slot.
     touched_by: u64,
 }
 
@@ -61,7 +62,7 @@ struct Allocation {
     len: u64,
 }
 
-/// "All work that was queued before": a number in the order of one device's work.
+/// All work queued so far, as a number in the order of one device's work.
 #[derive(Debug, Clone)]
 pub struct DeviceEvent {
     device: Device,
@@ -69,12 +70,12 @@ pub struct DeviceEvent {
 }
 
 impl Device {
-    /// A device with nothing on it.
+    /// Creates a device without allocations.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Zero bytes.
+    /// Allocates `len` zero bytes.
     pub fn allocate(&self, len: u64) -> DeviceBuffer {
         self.apply_frees();
         let slot = self.0.next_slot.fetch_add(1, Ordering::Relaxed);
@@ -84,7 +85,7 @@ impl Device {
         DeviceBuffer(Arc::new(Allocation { device: self.clone(), slot, len }))
     }
 
-    /// Slots that are still owned: a plan that is gone must have left none.
+    /// Returns the number of slots that are still owned; 0 after every plan is dropped.
     pub fn allocations(&self) -> usize {
         self.apply_frees();
         lock(&self.0.memory).slots.len()
@@ -95,7 +96,7 @@ impl Device {
         &self,
         reads: &[u64],
         writes: &[u64],
-        work: impl FnOnce(&mut Memory) -> Result<()> + Send + 'static,
+        work: impl FnOnce(&mut SlotTable) -> Result<()> + Send + 'static,
     ) -> Result<DeviceEvent> {
         let mut queue = lock(&self.0.queue);
         if let Some(failure) = &queue.failure {
@@ -114,12 +115,12 @@ impl Device {
         Ok(DeviceEvent { device: self.clone(), number })
     }
 
-    /// An event after all work so far.
+    /// Returns an event after all work so far.
     pub fn now(&self) -> DeviceEvent {
         DeviceEvent { device: self.clone(), number: lock(&self.0.queue).issued }
     }
 
-    /// Does all queued work.
+    /// Executes all queued work.
     ///
     /// # Errors
     /// [`Error::Device`] if some of it failed.
@@ -128,7 +129,7 @@ impl Device {
         Ok(())
     }
 
-    /// Does one piece of queued work; whether there was one.
+    /// Executes one item of queued work. True if there was one.
     fn poll(&self) -> Result<bool> {
         let mut queue = lock(&self.0.queue);
         if let Some(failure) = &queue.failure {
@@ -144,7 +145,8 @@ impl Device {
     /// Copies bytes to the host.
     ///
     /// # Errors
-    /// [`Error::Device`] if work that writes the buffer is still queued, or the bytes are not there.
+    /// [`Error::Device`] if work that writes the buffer is still queued, or a range is past its
+    /// end.
     pub fn read(&self, buffer: &DeviceBuffer, ranges: &[Range<u64>]) -> Result<Vec<u8>> {
         let done = lock(&self.0.queue).done;
         let mut memory = lock(&self.0.memory);
@@ -169,7 +171,7 @@ impl Device {
     /// Copies bytes from the host to the start of a buffer.
     ///
     /// # Errors
-    /// [`Error::Device`] if work that touches the buffer is still queued, or there is no room.
+    /// [`Error::Device`] if work that uses the buffer is still queued, or it is too small.
     pub fn write(&self, buffer: &DeviceBuffer, bytes: &[u8]) -> Result<()> {
         let done = lock(&self.0.queue).done;
         let mut memory = lock(&self.0.memory);
@@ -194,29 +196,29 @@ impl Device {
     }
 }
 
-impl std::fmt::Debug for Parts {
+impl std::fmt::Debug for DeviceState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Device").finish_non_exhaustive()
     }
 }
 
-impl Memory {
-    /// A slot's bytes.
+impl SlotTable {
+    /// Returns the bytes of a slot.
     pub(super) fn bytes(&mut self, slot: u64) -> Result<&mut [u8]> {
         Ok(&mut self.slot(slot)?.bytes)
     }
 
     /// Writes bytes from this offset on.
     pub(super) fn write(&mut self, slot: u64, offset: u64, bytes: &[u8]) -> Result<()> {
-        let place = self
+        let target = self
             .bytes(slot)?
             .get_mut(index(offset)..)
-            .and_then(|place| place.get_mut(..bytes.len()));
-        place.ok_or_else(|| fault("written past the end"))?.copy_from_slice(bytes);
+            .and_then(|target| target.get_mut(..bytes.len()));
+        target.ok_or_else(|| fault("written past the end"))?.copy_from_slice(bytes);
         Ok(())
     }
 
-    /// Scatters `from` to these ranges, one after another.
+    /// Copies consecutive parts of `from` to these ranges.
     pub(super) fn scatter(
         &mut self,
         slot: u64,
@@ -241,22 +243,22 @@ impl Memory {
 }
 
 impl DeviceBuffer {
-    /// The number that the device's work knows it by.
+    /// Returns the number that identifies the buffer in the device's work.
     pub(super) fn slot(&self) -> u64 {
         self.0.slot
     }
 
-    /// Bytes.
+    /// Returns the size in bytes.
     pub(super) fn len(&self) -> u64 {
         self.0.len
     }
 
-    /// Where it is.
+    /// Returns the device that holds the buffer.
     pub fn device(&self) -> &Device {
         &self.0.device
     }
 
-    /// Whether somebody else co-owns it.
+    /// True if another handle co-owns the buffer.
     pub fn is_shared(&self) -> bool {
         Arc::strong_count(&self.0) > 1
     }
@@ -269,12 +271,13 @@ impl Drop for Allocation {
 }
 
 impl DeviceEvent {
-    /// Whether it is one of this device's.
+    /// True if the event belongs to this device.
     pub(super) fn is_of(&self, device: &Device) -> bool {
         Arc::ptr_eq(&self.device.0, &device.0)
     }
 
-    /// Whether it has passed. Each question lets the device do one piece of work, so waiting is asking again.
+    /// True if the event has passed. Each call executes at most one item of work, so that a loop
+    /// over it waits.
     ///
     /// # Errors
     /// [`Error::Device`] if work failed.
@@ -286,12 +289,12 @@ impl DeviceEvent {
     }
 }
 
-/// What the device says when it is misused.
+/// Creates the error of a misuse of the device.
 pub(super) fn fault(what: impl Into<String>) -> Error {
     Error::Device { what: what.into() }
 }
 
-/// A thread that panicked under the lock has failed its test already; what it left is no worse than that.
+/// Locks, also after a panic of another thread, which has failed its test already.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

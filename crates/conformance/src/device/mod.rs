@@ -1,13 +1,16 @@
-//! A device that is none: memory that no host slice can reach, work that happens later, and a backend and a transport for it.
+//! A mock device: its memory is inaccessible to the host, and its work is asynchronous.
 //!
-//! It exists to prove that nothing between the seams assumes host memory, or that work is done when a call returns:
+//! It proves that no code between the backend and transport traits assumes host memory, or that
+//! work is done when a call returns:
 //!
-//! * **memory** (`memory.rs`): buffers are handles; their bytes are reached by the device's own copies only;
-//! * **time** (`memory.rs`): work is queued and done later, in order, a piece at each poll. An event is a number in that order.
-//!   Whoever reads or writes a buffer from outside before its last event has passed gets an error, never stale bytes;
-//! * **tensors** (`tensor.rs`): the views at the seam are tags: a handle, a type and a shape;
-//! * **backend** (`backend.rs`, `kernel.rs`): every feature, computed pair by pair in f64, slowly;
-//! * **transport** (`transport.rs`): copies from one device to another; `staged.rs` lets [`annulus_comm::Staged`] go through the host.
+//! * **memory** (`memory.rs`): buffers are handles; only the device's own copies reach their bytes;
+//! * **time** (`memory.rs`): work is queued and executed later, in order, one item at each poll. An
+//!   event is a number in that order. Reading or writing a buffer from outside before its last
+//!   event has passed is an error and never gives stale bytes;
+//! * **tensors** (`tensor.rs`): the views of a pass are tags: a handle, a type and a shape;
+//! * **backend** (`backend.rs`, `kernel.rs`): every feature, computed pair by pair in f64;
+//! * **transport** (`transport.rs`): copies from one device to another; `staged.rs` connects
+//!   [`annulus_comm::Staged`], which copies through host memory.
 
 mod backend;
 mod kernel;

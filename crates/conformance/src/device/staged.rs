@@ -1,4 +1,5 @@
-//! How [`annulus_comm::Staged`] reaches the mock device: copies that are started, then polled.
+//! [`StagedSpace`] of the mock device, for [`annulus_comm::Staged`]: copies that are started, then
+//! polled.
 
 use std::ops::Range;
 
@@ -9,7 +10,7 @@ use super::{
     tensor::MockSpace,
 };
 
-/// A copy to the host under way.
+/// A copy to the host in progress.
 pub struct Download {
     from: DeviceBuffer,
     ready: DeviceEvent,
@@ -17,7 +18,7 @@ pub struct Download {
     into: Option<HostBuffer>,
 }
 
-/// A copy from the host under way.
+/// A copy from the host in progress.
 pub struct Upload {
     done: DeviceEvent,
     sides: Option<(HostBuffer, DeviceBuffer)>,
@@ -48,11 +49,11 @@ impl StagedSpace for MockSpace {
             return Ok(None);
         }
         let Some(mut into) = copy.into.take() else {
-            return Err(fault("a download was asked for twice"));
+            return Err(fault("a download was polled after its end"));
         };
         let bytes = copier.read(&copy.from, &copy.ranges)?;
-        let place = into.bytes_mut().and_then(|place| place.get_mut(..bytes.len()));
-        place
+        let target = into.bytes_mut().and_then(|target| target.get_mut(..bytes.len()));
+        target
             .ok_or_else(|| fault("a staging buffer that is shared or too small"))?
             .copy_from_slice(&bytes);
         Ok(Some(into))
@@ -64,7 +65,8 @@ impl StagedSpace for MockSpace {
         into: DeviceBuffer,
         ranges: &[Range<u64>],
     ) -> Result<Upload> {
-        let (slot, ranges) = (into.slot(), ranges.to_vec());
+        let slot = into.slot();
+        let ranges = ranges.to_vec();
         let bytes: u64 = ranges.iter().map(|range| range.end - range.start).sum();
         let front = from
             .bytes()
@@ -81,7 +83,7 @@ impl StagedSpace for MockSpace {
             return Ok(None);
         }
         let Some((from, buffer)) = copy.sides.take() else {
-            return Err(fault("an upload was asked for twice"));
+            return Err(fault("an upload was polled after its end"));
         };
         Ok(Some((from, Arrived { buffer, ready: copy.done.clone() })))
     }

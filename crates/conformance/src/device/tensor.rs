@@ -1,4 +1,4 @@
-//! The memory space: tensors on the device, and the tags by which they cross the seam.
+//! The memory space of the mock device: tensors in its memory, and the tags that views consist of.
 
 use std::marker::PhantomData;
 
@@ -6,9 +6,9 @@ use annulus_core::{DType, DeviceSpace, Element, Error, HostView, HostViewMut, Re
 use half::{bf16, f16};
 use ndarray::{Array4, ArrayView4};
 
-use super::memory::{Device, DeviceBuffer, DeviceEvent, Memory, fault};
+use super::memory::{Device, DeviceBuffer, DeviceEvent, SlotTable, fault};
 
-/// The mock device's memory space.
+/// The memory space of the mock device.
 #[derive(Debug, Clone, Copy)]
 pub struct MockSpace;
 
@@ -44,7 +44,7 @@ impl DeviceSpace for MockSpace {
     }
 
     fn upload(device: &Device, from: HostView<'_>, into: &mut DeviceTensor) -> Result<()> {
-        // a tensor that queued work still uses is not overwritten but replaced
+        // replaced, not overwritten: queued work may still use the old tensor
         *into = DeviceTensor::upload(device, widened(from).view(), from.dtype())?;
         Ok(())
     }
@@ -87,7 +87,7 @@ pub struct DeviceTensor {
     tag: Tag,
 }
 
-/// A tensor as the device's work knows it.
+/// A tensor as the device's work addresses it.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Tag {
     pub(super) slot: u64,
@@ -95,7 +95,7 @@ pub(super) struct Tag {
     pub(super) shape: [usize; 4],
 }
 
-/// A borrowed tensor: a tag, nothing that a host could look into.
+/// A tensor borrowed for reading: a tag, without access for the host.
 #[derive(Debug, Clone, Copy)]
 pub struct DeviceView<'a> {
     pub(super) tag: Tag,
@@ -113,7 +113,7 @@ impl DeviceTensor {
     /// Rounds numbers to `dtype` and copies them to the device.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`Error::Device`] as of [`Device::write`].
     pub fn upload(device: &Device, numbers: ArrayView4<'_, f64>, dtype: DType) -> Result<Self> {
         let buffer = device.allocate((numbers.len() * dtype.bytes()) as u64);
         let mut bytes = Vec::with_capacity(numbers.len() * dtype.bytes());
@@ -122,15 +122,15 @@ impl DeviceTensor {
         Ok(Self { tag: Tag { slot: buffer.slot(), dtype, shape: numbers.dim().into() }, buffer })
     }
 
-    /// Zeros.
+    /// Creates a tensor of zeros.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`Error::Device`] as of [`Device::write`].
     pub fn zeros(device: &Device, shape: [usize; 4], dtype: DType) -> Result<Self> {
         Self::upload(device, Array4::zeros(shape).view(), dtype)
     }
 
-    /// Copies the numbers to the host, once all work that writes them is done.
+    /// Copies the numbers to the host, widened to f64.
     ///
     /// # Errors
     /// [`Error::Device`] if such work is still queued.
@@ -139,25 +139,25 @@ impl DeviceTensor {
         numbers(self.tag, &self.buffer.device().read(&self.buffer, std::slice::from_ref(&whole))?)
     }
 
-    /// Borrows it for reading.
+    /// Borrows the tensor for reading.
     pub const fn view(&self) -> DeviceView<'_> {
         DeviceView { tag: self.tag, borrow: PhantomData }
     }
 
-    /// Borrows it for writing.
+    /// Borrows the tensor for writing.
     pub const fn view_mut(&mut self) -> DeviceViewMut<'_> {
         DeviceViewMut { tag: self.tag, borrow: PhantomData }
     }
 }
 
 impl Tag {
-    /// Reads the tensor, within the device's work.
-    pub(super) fn read(self, memory: &mut Memory) -> Result<Array4<f64>> {
+    /// Reads the tensor; called by the device's work.
+    pub(super) fn read(self, memory: &mut SlotTable) -> Result<Array4<f64>> {
         numbers(self, memory.bytes(self.slot)?)
     }
 
-    /// Writes the tensor, within the device's work.
-    pub(super) fn write(self, memory: &mut Memory, numbers: ArrayView4<'_, f64>) -> Result<()> {
+    /// Rounds and writes the tensor; called by the device's work.
+    pub(super) fn write(self, memory: &mut SlotTable, numbers: ArrayView4<'_, f64>) -> Result<()> {
         if numbers.dim() != self.shape.into() {
             return Err(fault(format!(
                 "{:?} numbers for a tensor of {:?}",
@@ -189,7 +189,7 @@ pub(super) fn encode(number: f64, dtype: DType, into: &mut Vec<u8>) {
     }
 }
 
-/// Widens the number of these bytes; NaN if there are too few.
+/// Widens the number in these bytes; NaN if there are too few.
 pub(super) fn decode(dtype: DType, bytes: &[u8]) -> f64 {
     match dtype {
         DType::F64 => bytes.try_into().map_or(f64::NAN, f64::from_le_bytes),

@@ -1,7 +1,9 @@
-//! A transport of the mock device's memory: from one device to another, without a host buffer of anybody's.
+//! A transport for the memory of the mock device: copies from one device to another without a host
+//! buffer.
 //!
-//! A send leaves a parcel: a handle, the ranges and the event after which they may be read. The receiver polls that event, then has its
-//! own device write the bytes where the receive was posted; the arrival's event is that work's. Control messages go over a ring of threads.
+//! A send posts a handle, the ranges and the event after which they may be read. The receiver polls
+//! that event. Its own device then queues the write to the posted receive, and the event of that
+//! work is the arrival's. Control messages go over a ring of threads.
 
 use std::{
     collections::HashMap,
@@ -23,42 +25,42 @@ use super::{
     tensor::MockSpace,
 };
 
-/// Sender, receiver, channel, tag.
+/// Sender, receiver, channel and tag of a message.
 type Address = (usize, usize, Channel, u64);
 
-/// What a send leaves for its receiver.
-struct Parcel {
+/// A send that its receiver has not taken.
+struct PostedSend {
     buffer: DeviceBuffer,
     ranges: Arc<[Range<u64>]>,
     ready: DeviceEvent,
     taken: Arc<AtomicBool>,
 }
 
-type Parcels = Arc<Mutex<HashMap<Address, Parcel>>>;
+type PostedSends = Arc<Mutex<HashMap<Address, PostedSend>>>;
 
-/// One rank's endpoint, made by [`device_ring`].
+/// One rank's endpoint, created by [`device_ring`].
 pub struct DeviceTransport {
     device: Device,
     control: Threads,
-    parcels: Parcels,
-    receives: Vec<Receive>,
+    posted: PostedSends,
+    receives: Vec<PostedReceive>,
     sends: Vec<Arc<AtomicBool>>,
     bytes_sent: u64,
 }
 
-struct Receive {
+struct PostedReceive {
     hop: MessageHeader,
     buffer: DeviceBuffer,
     arrived: Option<DeviceEvent>,
 }
 
-/// Makes a ring with one endpoint for each device.
+/// Creates a ring with one endpoint for each device.
 pub fn device_ring(devices: &[Device]) -> Vec<DeviceTransport> {
-    let parcels = Parcels::default();
+    let posted = PostedSends::default();
     let endpoint = |(control, device): (Threads, &Device)| DeviceTransport {
         device: device.clone(),
         control,
-        parcels: Arc::clone(&parcels),
+        posted: Arc::clone(&posted),
         receives: Vec::new(),
         sends: Vec::new(),
         bytes_sent: 0,
@@ -67,31 +69,33 @@ pub fn device_ring(devices: &[Device]) -> Vec<DeviceTransport> {
 }
 
 impl DeviceTransport {
-    /// Moves every parcel that is here and ready; whether there was one.
+    /// Receives every message whose send is posted and ready. True if there was one.
     fn pump(&mut self) -> Result<bool> {
         let rank = self.rank();
         let mut moved = false;
         for receive in self.receives.iter_mut().filter(|receive| receive.arrived.is_none()) {
             let address = (receive.hop.peer, rank, receive.hop.channel, receive.hop.tag);
-            let Some(parcel) = lock(&self.parcels).remove(&address) else { continue };
-            if !parcel.ready.poll()? {
-                lock(&self.parcels).insert(address, parcel);
+            let Some(send) = lock(&self.posted).remove(&address) else { continue };
+            if !send.ready.poll()? {
+                lock(&self.posted).insert(address, send);
                 continue;
             }
-            let bytes = parcel.buffer.device().read(&parcel.buffer, &parcel.ranges)?;
+            let bytes = send.buffer.device().read(&send.buffer, &send.ranges)?;
             let MessageHeader { peer, step, ranges, .. } = &receive.hop;
             if bytes.len() as u64 != receive.hop.bytes() {
                 let what =
                     format!("message of {} bytes, want {}", bytes.len(), receive.hop.bytes());
                 return Err(Error::Comm { peer: *peer, step: *step, what });
             }
-            let (slot, ranges) = (receive.buffer.slot(), Arc::clone(ranges));
+            let slot = receive.buffer.slot();
+            let ranges = Arc::clone(ranges);
             receive.arrived = Some(
                 self.device
                     .enqueue(&[], &[slot], move |memory| memory.scatter(slot, &ranges, &bytes))?,
             );
-            // the handle goes before the word: whoever reads `taken` may post this buffer as a receive at once
-            let Parcel { buffer, taken, .. } = parcel;
+            // the handle is dropped first: once `taken` is set, the sender may receive into this
+            // buffer
+            let PostedSend { buffer, taken, .. } = send;
             drop(buffer);
             taken.store(true, Ordering::Release);
             moved = true;
@@ -119,18 +123,18 @@ impl Transport<MockSpace> for DeviceTransport {
                     what: "the buffer of a receive is in use".into(),
                 });
             }
-            self.receives.push(Receive { hop, buffer, arrived: None });
+            self.receives.push(PostedReceive { hop, buffer, arrived: None });
         }
         for Outgoing { hop, buffer, ready } in sends {
             let taken = Arc::new(AtomicBool::new(false));
-            let parcel = Parcel {
+            let send = PostedSend {
                 buffer: (*buffer).clone(),
                 ranges: Arc::clone(&hop.ranges),
                 ready: (*ready).clone(),
                 taken: Arc::clone(&taken),
             };
             let address = (self.rank(), hop.peer, hop.channel, hop.tag);
-            if lock(&self.parcels).insert(address, parcel).is_some() {
+            if lock(&self.posted).insert(address, send).is_some() {
                 return Err(Error::Comm {
                     peer: hop.peer,
                     step: hop.step,
@@ -144,7 +148,7 @@ impl Transport<MockSpace> for DeviceTransport {
     }
 
     fn progress(&mut self, patience: Duration) -> Result<()> {
-        // parcels wake nobody, so the control's wait must be short
+        // a posted send wakes no receiver, so the wait for control messages must be short
         let patience =
             if self.pump()? { Duration::ZERO } else { patience.min(Duration::from_micros(200)) };
         Transport::<Host>::progress(&mut self.control, patience)?;
@@ -156,11 +160,11 @@ impl Transport<MockSpace> for DeviceTransport {
         let missing = || {
             Error::invalid("hop", format!("{hop:?}"), "a receive that was posted and not yet taken")
         };
-        let place = posted.ok_or_else(missing)?;
-        if self.receives[place].arrived.is_none() {
+        let found = posted.ok_or_else(missing)?;
+        if self.receives[found].arrived.is_none() {
             return Ok(None);
         }
-        let Receive { buffer, arrived, .. } = self.receives.swap_remove(place);
+        let PostedReceive { buffer, arrived, .. } = self.receives.swap_remove(found);
         Ok(arrived.map(|ready| Arrived { buffer, ready }))
     }
 

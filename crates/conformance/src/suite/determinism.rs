@@ -1,11 +1,11 @@
-//! Same inputs, ranks and layout: the same bits, however often and whatever arrives first.
+//! Same inputs, ranks and layout: the same bits at every repetition and in any order of arrivals.
 
 use annulus_core::{DType, Dims, Layout, SinkShape, Spec};
 
 use super::{Verdict, ensure};
 use crate::{Answer, Case, Draw, Masks, Setting, Subject};
 
-/// A case in which everything is summed over ranks: GQA, sinks, a bias that is broadcast over queries.
+/// A case with every sum over ranks: GQA, sinks, a bias that is broadcast over queries.
 fn summed_everywhere() -> Case {
     let draw = &mut Draw::new(7);
     let dims = Dims {
@@ -26,7 +26,7 @@ fn summed_everywhere() -> Case {
     case.in_dtype(DType::F32)
 }
 
-fn all_the_same(
+fn same_bits(
     subject: &dyn Subject,
     setting: &Setting,
     answers: &[Answer],
@@ -40,7 +40,7 @@ fn all_the_same(
     Ok(())
 }
 
-/// One plan called many times, and a plan made anew.
+/// Repeats one plan many times, then plans again: every answer has the same bits.
 ///
 /// # Errors
 /// The array that differed.
@@ -57,13 +57,13 @@ pub fn same_bits_over_repeats(subject: &dyn Subject, times: usize) -> Verdict {
             format!("{}: {} answers for {times} calls", subject.name(), answers.len())
         })?;
         let Some(first) = answers.first() else { continue };
-        all_the_same(subject, &setting, &answers, first)?;
-        all_the_same(subject, &setting, &subject.run(&case, &setting, 1).map_err(text)?, first)?;
+        same_bits(subject, &setting, &answers, first)?;
+        same_bits(subject, &setting, &subject.run(&case, &setting, 1).map_err(text)?, first)?;
     }
     Ok(())
 }
 
-/// The same work with messages that come when they like: `delayed` must give the bits of `prompt`, every time.
+/// Runs the same case with delayed messages: `delayed` must give the bits of `prompt` every time.
 ///
 /// # Errors
 /// The array that differed.
@@ -76,7 +76,7 @@ pub fn same_bits_under_delay(prompt: &dyn Subject, delayed: &dyn Subject, times:
         ensure(answers.len() == times && want.len() == 1, || {
             format!("{}: {} answers", delayed.name(), answers.len())
         })?;
-        all_the_same(delayed, &setting, &answers, &want[0])?;
+        same_bits(delayed, &setting, &answers, &want[0])?;
     }
     Ok(())
 }

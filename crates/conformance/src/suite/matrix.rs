@@ -1,8 +1,10 @@
-//! Mask family × ranks × layout, with dims, GQA, element type, features and batches dealt out over that product.
+//! Mask family × ranks × layout, with dims, GQA, element type, features and batches sampled over
+//! that product.
 //!
-//! The product of masks, ranks and layouts is run in full at tiny sizes. Dims (raggedness, GQA, odd head dims), element types and the
-//! other features are dealt to its members by a random number each, so that any two values of any two of them meet with near certainty
-//! but not all combinations do. [`sizes`] are fewer and larger; [`random_cases`] combine everything at random.
+//! The product of masks, ranks and layouts is run in full at tiny sizes. Every member draws its
+//! dims (raggedness, GQA, odd head dims), element type and other features at random. Any two values
+//! of two of them are therefore combined almost certainly, but not all combinations are. [`sizes`]
+//! are fewer and larger; [`random_cases`] combine everything at random.
 
 use std::sync::Arc;
 
@@ -16,17 +18,18 @@ use ndarray::Array2;
 use super::{LAYOUTS, Verdict, examine, judge};
 use crate::{Case, Draw, Masks, Setting, Subject};
 
-/// How much of a product is run.
+/// Sampled part of a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scale {
-    /// All of it.
+    /// Every member.
     Full,
     /// One member in this many.
     OneIn(usize),
 }
 
 impl Scale {
-    const fn takes(self, number: usize) -> bool {
+    /// True if member `number` is in the sample.
+    const fn includes(self, number: usize) -> bool {
         match self {
             Self::Full => true,
             Self::OneIn(every) => number.is_multiple_of(every),
@@ -34,20 +37,21 @@ impl Scale {
     }
 }
 
+/// 33 ranks are more than most cases have rows, so that some ranks own none.
 const RANKS: [usize; 9] = [1, 2, 3, 4, 5, 7, 8, 16, 33];
 pub(super) const DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::Bf16, DType::F16];
 
-/// Every mask family × every number of ranks × every layout (a random one among them).
+/// Runs every mask family × every number of ranks × every layout, a random one included.
 ///
 /// # Errors
-/// The first member that is wrong.
+/// The first member whose answer is wrong.
 pub fn matrix(subject: &dyn Subject, scale: Scale) -> Verdict {
     let mut number = 0;
     for family in 0..FAMILIES {
         for ranks in RANKS {
             for layout in 0..=LAYOUTS.len() {
                 number += 1;
-                if !scale.takes(number) {
+                if !scale.includes(number) {
                     continue;
                 }
                 let draw = &mut Draw::new(number as u64);
@@ -64,14 +68,14 @@ pub fn matrix(subject: &dyn Subject, scale: Scale) -> Verdict {
     Ok(())
 }
 
-/// Awkward sizes up to 113 × 203, each under one mask, a few ranks and every layout.
+/// Runs awkward sizes up to 113 × 203, each with one mask, a few ranks and every layout.
 ///
 /// # Errors
-/// The first that is wrong.
+/// The first size whose answer is wrong.
 pub fn sizes(subject: &dyn Subject, scale: Scale) -> Verdict {
     let lengths = [(1, 1), (1, 65), (63, 63), (65, 65), (33, 17), (63, 7), (113, 203)];
     for (number, (q_len, kv_len)) in
-        lengths.into_iter().enumerate().filter(|(number, _)| scale.takes(*number))
+        lengths.into_iter().enumerate().filter(|(number, _)| scale.includes(*number))
     {
         let draw = &mut Draw::new(number as u64);
         let dims =
@@ -86,10 +90,10 @@ pub fn sizes(subject: &dyn Subject, scale: Scale) -> Verdict {
     Ok(())
 }
 
-/// Random cases on random settings, by seed.
+/// Runs random cases on random settings, both drawn from the seed.
 ///
 /// # Errors
-/// The first that is wrong.
+/// The first case whose answer is wrong.
 pub fn random_cases(subject: &dyn Subject, seeds: impl Iterator<Item = u64>) -> Verdict {
     for seed in seeds {
         let draw = &mut Draw::new(!seed);
@@ -100,7 +104,7 @@ pub fn random_cases(subject: &dyn Subject, seeds: impl Iterator<Item = u64>) -> 
             1 => Some(random_layout(&case.spec.dims, ranks, draw)),
             named => Some(LAYOUTS[named - 2].clone()),
         };
-        // one side's ids serve for both only where a rank holds the same rows of both
+        // ids of one side serve for both only if every rank owns the same rows of both
         let lone_ids = case.batch.q_segment_ids.is_some() != case.batch.kv_segment_ids.is_some();
         let layout = layout.filter(|layout| !(lone_ids && matches!(layout, Layout::Custom(_))));
         let route =
@@ -118,12 +122,12 @@ fn dims(draw: &mut Draw) -> Dims {
     Dims { batch: draw.pick(&[1, 2]), q_len, kv_len, q_heads, kv_heads, head_dim, value_dim }
 }
 
-/// Mask families.
+/// Number of mask families.
 pub(super) const FAMILIES: usize = 13;
-/// The one whose batch has a dense mask.
+/// The family whose batch has a dense mask.
 pub(super) const DENSE_BATCH: usize = 12;
 
-/// A case whose mask is of this family, with some other features.
+/// Returns a case of this mask family, with some other features.
 fn featured(family: usize, dims: Dims, draw: &mut Draw) -> Case {
     let mut spec = Spec::new(dims, DType::F64);
     spec.alignment = draw.pick(&[Alignment::TopLeft, Alignment::BottomRight]);
@@ -150,7 +154,7 @@ fn featured(family: usize, dims: Dims, draw: &mut Draw) -> Case {
     case
 }
 
-/// The mask objects of a family, which a batch of the same family may add to.
+/// Returns the masks of a family; the batch of the family may mask further pairs.
 pub(super) fn masks(family: usize, dims: &Dims, draw: &mut Draw) -> Masks {
     let plain = Masks::default();
     let causal = Masks { causal: true, ..Masks::default() };
@@ -188,12 +192,13 @@ pub(super) fn masks(family: usize, dims: &Dims, draw: &mut Draw) -> Masks {
                 bits >> ((h * 17 + i * 5 + j * 3) % 61) & 1 != 0
             })))))
         }
-        // what the batch hides, under a causal mask: 10 segment ids, 11 packed lengths or positions, 12 a dense mask
+        // masks of the batch under a causal mask: 10 segment ids, 11 packed lengths or positions,
+        // 12 dense
         _ => causal,
     }
 }
 
-/// What the batch of a family hides.
+/// Returns the batch of a family.
 pub(super) fn batch(family: usize, dims: &Dims, draw: &mut Draw) -> Batch {
     let Dims { batch, q_len, kv_len, .. } = *dims;
     let mut made = Batch::default();
@@ -204,12 +209,14 @@ pub(super) fn batch(family: usize, dims: &Dims, draw: &mut Draw) -> Batch {
                     if row % 11 == 10 { -1 } else { ((row + b) * 3 / len) as i32 }
                 })
             };
-            (made.q_segment_ids, made.kv_segment_ids) = (Some(ids(q_len)), Some(ids(kv_len)));
+            made.q_segment_ids = Some(ids(q_len));
+            made.kv_segment_ids = Some(ids(kv_len));
         }
         11 if draw.once_in(2) => {
             let thirds =
                 |len: usize| vec![0, len as i64 / 3, len as i64 / 3, len as i64 - len as i64 / 9];
-            (made.cum_seqlens_q, made.cum_seqlens_k) = (Some(thirds(q_len)), Some(thirds(kv_len)));
+            made.cum_seqlens_q = Some(thirds(q_len));
+            made.cum_seqlens_k = Some(thirds(kv_len));
         }
         11 => {
             let mut positions = |len: usize| {
@@ -217,8 +224,8 @@ pub(super) fn batch(family: usize, dims: &Dims, draw: &mut Draw) -> Batch {
                     (row as i64 * 5 + b as i64) % 23 - 3 + draw.below(2) as i64
                 })
             };
-            (made.q_positions, made.kv_positions) =
-                (Some(positions(q_len)), Some(positions(kv_len)));
+            made.q_positions = Some(positions(q_len));
+            made.kv_positions = Some(positions(kv_len));
         }
         12 => {
             let bits = draw.bits();
@@ -232,7 +239,7 @@ pub(super) fn batch(family: usize, dims: &Dims, draw: &mut Draw) -> Batch {
     made
 }
 
-/// Rows dealt to ranks at random, in random order: uneven and empty shards among them.
+/// Assigns rows to ranks at random and in random order, so that shards are uneven or empty.
 pub(super) fn random_layout(dims: &Dims, ranks: usize, draw: &mut Draw) -> Layout {
     let mut deal = |len: usize| {
         let mut shards = vec![Vec::new(); ranks];

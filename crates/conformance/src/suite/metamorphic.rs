@@ -1,4 +1,4 @@
-//! Two questions whose answers must be related, whatever the answers are.
+//! Pairs of problems whose results are related, whatever the results are.
 
 use annulus_core::{Batch, DType, Dims, SinkShape, Spec};
 use ndarray::{Array, Array2, Array4, Axis, Dimension, RemoveAxis, concatenate};
@@ -9,10 +9,10 @@ use crate::{Answer, Case, Draw, Masks, Setting, Subject};
 const DIMS: Dims =
     Dims { batch: 2, q_len: 26, kv_len: 26, q_heads: 4, kv_heads: 2, head_dim: 8, value_dim: 6 };
 
-/// Every relation in f32 and f64, where the subject can compute them, alone and over a few ranks.
+/// Checks every relation in f32 and f64, if the subject computes them, on 1, 2, 3 and 5 ranks.
 ///
 /// # Errors
-/// The first relation that does not hold, and where.
+/// The first relation that does not hold, with its element type and setting.
 pub fn metamorphic(subject: &dyn Subject) -> Verdict {
     let [contiguous, zigzag, striped] = LAYOUTS;
     for dtype in
@@ -34,19 +34,19 @@ pub fn metamorphic(subject: &dyn Subject) -> Verdict {
             relation("a constant bias = none", pair.constant_bias())?;
             relation("permuted heads = permuted answers", pair.permuted_heads())?;
             relation("duplicated keys = lse + ln 2", pair.duplicated_keys())?;
-            relation("a causal prefix does not know what follows", pair.causal_prefix())?;
+            relation("a causal prefix does not depend on later rows", pair.causal_prefix())?;
             relation(
                 "permuted rows with their positions = permuted answers",
                 pair.permuted_rows(),
             )?;
-            relation("batch rows do not know each other", pair.batch_rows())?;
+            relation("batch rows are independent", pair.batch_rows())?;
             relation("larger queries = a larger scale", pair.scaled_queries())?;
         }
     }
     Ok(())
 }
 
-/// Asks two questions of one subject.
+/// Two problems computed by one subject.
 struct Pair<'a> {
     subject: &'a dyn Subject,
     dtype: DType,
@@ -57,7 +57,7 @@ fn causal() -> Masks {
     Masks { causal: true, ..Masks::default() }
 }
 
-/// Rows `order` of an axis.
+/// Selects the rows `order` of an axis.
 fn pick<D: RemoveAxis>(array: &Array<f64, D>, axis: usize, order: &[usize]) -> Array<f64, D> {
     array.select(Axis(axis), order)
 }
@@ -73,7 +73,7 @@ impl Pair<'_> {
         run(self.subject, case, self.setting)
     }
 
-    /// Both are answers to `case`, computed in two ways.
+    /// Compares two answers to `case` that were computed in different ways.
     fn same(&self, case: &Case, a: &Answer, b: &Answer) -> Verdict {
         judge(case)?.check_equal(a, b)
     }
@@ -85,14 +85,16 @@ impl Pair<'_> {
         packed.batch.cum_seqlens_k = Some(vec![0, 10, 26]);
         let separate = |rows: &[usize]| {
             let mut alone = packed.clone();
-            (alone.batch, alone.spec.dims.q_len, alone.spec.dims.kv_len) =
-                (Batch::default(), rows.len(), rows.len());
+            alone.batch = Batch::default();
+            alone.spec.dims.q_len = rows.len();
+            alone.spec.dims.kv_len = rows.len();
             [&mut alone.q, &mut alone.k, &mut alone.v, &mut alone.dout]
                 .into_iter()
                 .for_each(|tensor| *tensor = pick(tensor, 1, rows));
             self.run(&alone)
         };
-        let (a, b) = (separate(&first)?, separate(&second)?);
+        let a = separate(&first)?;
+        let b = separate(&second)?;
         let join = |a: &Array4<f64>, b: &Array4<f64>| {
             concatenate(Axis(1), &[a.view(), b.view()]).unwrap_or_default()
         };
@@ -119,7 +121,8 @@ impl Pair<'_> {
             self.case(causal(), |spec| spec.sinks = Some(SinkShape { per_head: true, count: 3 }));
         with.sinks.iter_mut().for_each(|sinks| sinks.fill(f64::NEG_INFINITY));
         let mut without = with.clone();
-        (without.spec.sinks, without.sinks) = (None, None);
+        without.spec.sinks = None;
+        without.sinks = None;
         let mut got = self.run(&with)?;
         let dsinks = got.dsinks.take();
         ensure(dsinks.is_some_and(|dsinks| dsinks.iter().all(|&x| x == 0.0)), || {
@@ -132,10 +135,11 @@ impl Pair<'_> {
         let mut with = self.case(causal(), |spec| spec.bias = Some([1, 1, 26, 26]));
         with.bias.iter_mut().for_each(|bias| bias.fill(1.75));
         let mut without = with.clone();
-        (without.spec.bias, without.bias) = (None, None);
+        without.spec.bias = None;
+        without.bias = None;
         let mut got = self.run(&with)?;
         let dbias = got.dbias.take().map_or(f64::NAN, |dbias| dbias.sum());
-        // every row's ds sums to 0, so the sum of all does
+        // every row of dS sums to 0, so the sum of all is 0 up to rounding
         ensure(dbias.abs() < if self.dtype == DType::F64 { 1e-11 } else { 1e-2 }, || {
             format!("dbias sums to {dbias}")
         })?;
@@ -145,11 +149,14 @@ impl Pair<'_> {
 
     fn permuted_heads(&self) -> Verdict {
         let case = self.case(causal(), |_| {});
-        // swaps the two kv heads, and the query heads within and with their groups
-        let (heads, kv_heads) = ([3, 2, 1, 0], [1, 0]);
+        // swaps the two KV heads, and the query heads within and with their groups
+        let heads = [3, 2, 1, 0];
+        let kv_heads = [1, 0];
         let mut permuted = case.clone();
-        (permuted.q, permuted.dout) = (pick(&case.q, 2, &heads), pick(&case.dout, 2, &heads));
-        (permuted.k, permuted.v) = (pick(&case.k, 2, &kv_heads), pick(&case.v, 2, &kv_heads));
+        permuted.q = pick(&case.q, 2, &heads);
+        permuted.dout = pick(&case.dout, 2, &heads);
+        permuted.k = pick(&case.k, 2, &kv_heads);
+        permuted.v = pick(&case.v, 2, &kv_heads);
         let answer = self.run(&case)?;
         let want = Answer {
             out: pick(&answer.out, 2, &heads),
@@ -169,15 +176,17 @@ impl Pair<'_> {
         let double = |tensor: &Array4<f64>| {
             concatenate(Axis(1), &[tensor.view(), tensor.view()]).unwrap_or_default()
         };
-        (twice.k, twice.v) = (double(&once.k), double(&once.v));
+        twice.k = double(&once.k);
+        twice.v = double(&once.v);
         let mut got = self.run(&twice)?;
         got.lse -= std::f64::consts::LN_2;
-        // each copy gets half
+        // each copy receives half of the gradient
         let halves = |tensor: &Array4<f64>| {
             let (a, b) = tensor.view().split_at(Axis(1), 26);
             &a + &b
         };
-        (got.dk, got.dv) = (halves(&got.dk), halves(&got.dv));
+        got.dk = halves(&got.dk);
+        got.dv = halves(&got.dv);
         self.same(&once, &got, &self.run(&once)?)
     }
 
@@ -191,8 +200,9 @@ impl Pair<'_> {
             });
         }
         let prefix: Vec<usize> = (0..17).collect();
-        let (a, b) = (self.run(&whole)?, self.run(&other)?);
-        // the same tiles are computed from the same numbers: the same bits
+        let a = self.run(&whole)?;
+        let b = self.run(&other)?;
+        // the same tiles are computed from the same numbers, hence the same bits
         for (name, a, b) in [("out", &a.out, &b.out), ("dq", &a.dq, &b.dq)] {
             ensure(pick(a, 1, &prefix) == pick(b, 1, &prefix), || {
                 format!("{name} of the prefix changed")
@@ -207,12 +217,15 @@ impl Pair<'_> {
         let case =
             self.case(Masks { window: Some([Some(7), Some(0)]), ..Masks::default() }, |_| {});
         let draw = &mut Draw::new(11);
-        let (q_order, kv_order) = (draw.permutation(26), draw.permutation(26));
+        let q_order = draw.permutation(26);
+        let kv_order = draw.permutation(26);
         let positions =
             |order: &[usize]| Array2::from_shape_fn((2, 26), |(_, row)| order[row] as i64);
         let mut permuted = case.clone();
-        (permuted.q, permuted.dout) = (pick(&case.q, 1, &q_order), pick(&case.dout, 1, &q_order));
-        (permuted.k, permuted.v) = (pick(&case.k, 1, &kv_order), pick(&case.v, 1, &kv_order));
+        permuted.q = pick(&case.q, 1, &q_order);
+        permuted.dout = pick(&case.dout, 1, &q_order);
+        permuted.k = pick(&case.k, 1, &kv_order);
+        permuted.v = pick(&case.v, 1, &kv_order);
         permuted.batch.q_positions = Some(positions(&q_order));
         permuted.batch.kv_positions = Some(positions(&kv_order));
         let answer = self.run(&case)?;
@@ -253,7 +266,7 @@ impl Pair<'_> {
     fn scaled_queries(&self) -> Verdict {
         let case = self.case(causal(), |_| {});
         let mut scaled = case.clone();
-        // a power of two: no rounding
+        // a power of two scales without rounding
         scaled.q *= 4.0;
         scaled.spec.scale /= 4.0;
         let mut got = self.run(&scaled)?;

@@ -1,4 +1,4 @@
-//! The checks that any [`Subject`] must pass, each a function that says what is wrong.
+//! The checks that any [`Subject`] must pass. Each is a function that returns the first failure.
 
 mod determinism;
 mod matrix;
@@ -18,20 +18,21 @@ use annulus_core::Layout;
 
 use crate::{Answer, Case, Judge, Setting, Subject};
 
-/// Nothing, or what is wrong.
+/// `Ok`, or the failure as text.
 pub type Verdict = Result<(), String>;
 
-/// The layouts that have a name.
+/// The layouts that have a name, in the order in which the suite numbers them.
 pub const LAYOUTS: [Layout; 3] = [Layout::Contiguous, Layout::Zigzag, Layout::Striped];
 
 /// Runs a case once.
 pub(crate) fn run(subject: &dyn Subject, case: &Case, setting: &Setting) -> Result<Answer, String> {
-    let place = || format!("{}: {} on {setting}", subject.name(), case.name);
-    let answers = subject.run(case, setting, 1).map_err(|error| format!("{}: {error}", place()))?;
-    answers.into_iter().next().ok_or_else(|| format!("{}: no answer", place()))
+    let context = || format!("{}: {} on {setting}", subject.name(), case.name);
+    let failed = |error| format!("{}: {error}", context());
+    let answers = subject.run(case, setting, 1).map_err(failed)?;
+    answers.into_iter().next().ok_or_else(|| format!("{}: no answer", context()))
 }
 
-/// Runs a case once and holds it against the oracle.
+/// Runs a case once and compares its answer with the oracle's.
 pub(crate) fn examine(
     subject: &dyn Subject,
     judge: &Judge,
@@ -44,12 +45,12 @@ pub(crate) fn examine(
         .map_err(|wrong| format!("{}: {} on {setting}: {wrong}", subject.name(), case.name))
 }
 
-/// Makes a judge.
+/// Creates the judge of a case.
 pub(crate) fn judge(case: &Case) -> Result<Judge, String> {
     Judge::new(case).map_err(|error| format!("{}: {error}", case.name))
 }
 
-/// An error unless `holds`.
+/// Returns an error unless `holds`.
 pub(crate) fn ensure(holds: bool, what: impl FnOnce() -> String) -> Verdict {
     if holds { Ok(()) } else { Err(what()) }
 }

@@ -4,7 +4,7 @@
 //! ```text
 //! visible logit NaN or +∞, sink NaN or +∞   out, lse, max, sum of the row are NaN
 //! visible logit −∞                          weight 0
-//! every visible logit −∞, no sinks          as a row that sees no key
+//! every visible logit −∞, no sinks          as a row without a visible key
 //! ```
 
 use std::sync::Arc;
@@ -77,9 +77,9 @@ fn hold(subject: &dyn Subject, cases: Vec<Case>, dtype: DType, settings: &[Setti
     for case in cases {
         let case = case.in_dtype(dtype);
         let judge = judge(&case)?;
-        // a case without a NaN would hold for the wrong reason
+        // without a NaN in the expected answer the case would test nothing
         let any = judge.want().arrays().iter().any(|(_, array)| array.iter().any(|x| x.is_nan()));
-        ensure(any, || format!("{}: no NaN in what the oracle says", case.name))?;
+        ensure(any, || format!("{}: the oracle's answer has no NaN", case.name))?;
         settings.iter().try_for_each(|setting| examine(subject, &judge, &case, setting))?;
     }
     Ok(())
@@ -114,24 +114,27 @@ fn causal() -> Masks {
     Masks { causal: true, ..Masks::default() }
 }
 
-/// The row that lost its NaN on two ranks: its own block, all NaN, came before a finite one.
+/// The row that lost its NaN on two ranks: its own block, all NaN, was merged before a finite one.
 fn lost_nan() -> Case {
     let dims = Dims::new(1, 2, 1, 1);
     let mut case = case("k = [1, NaN]".into(), dims, causal(), |spec| spec.normalize = false);
     case.q.fill(1.0);
-    (case.k[[0, 0, 0, 0]], case.k[[0, 1, 0, 0]]) = (1.0, f64::NAN);
-    (case.v[[0, 0, 0, 0]], case.v[[0, 1, 0, 0]]) = (3.0, 5.0);
+    case.k[[0, 0, 0, 0]] = 1.0;
+    case.k[[0, 1, 0, 0]] = f64::NAN;
+    case.v[[0, 0, 0, 0]] = 3.0;
+    case.v[[0, 1, 0, 0]] = 5.0;
     case
 }
 
-/// The first or the last keys NaN, whole blocks of them on any ranks; many queries and one.
+/// The first or the last keys are NaN, whole blocks of them on any number of ranks; for many
+/// queries and for one.
 fn blocks(normalize: bool) -> Vec<Case> {
     let half = DIMS.kv_len / 2;
     let windowed = Masks { window: Some([Some(6), None]), ..causal() };
     let one = Dims { q_len: 1, kv_len: 40, ..DIMS };
     let mut cases = Vec::new();
-    for (place, rows) in [("first", 0..half), ("last", half..DIMS.kv_len)] {
-        let of = |what: &str| format!("the {place} keys NaN, {what}, normalised: {normalize}");
+    for (which, rows) in [("first", 0..half), ("last", half..DIMS.kv_len)] {
+        let of = |mask: &str| format!("the {which} keys NaN, {mask}, normalised: {normalize}");
         let whole = case(of("causal"), DIMS, causal(), |spec| spec.normalize = normalize);
         let near = case(of("a window"), DIMS, windowed.clone(), |spec| spec.normalize = normalize);
         let decode = case(of("one query"), one, causal(), |spec| {
@@ -148,8 +151,8 @@ fn blocks(normalize: bool) -> Vec<Case> {
     cases
 }
 
-/// A tenth of the rows of queries, keys and values poisoned, in one element or in all; many of
-/// them are hidden.
+/// A fortieth of the rows of queries, keys and values poisoned, a third of them in every element
+/// and the others in one; many of them are masked.
 fn random(seed: u64, normalize: bool, poison: Poison) -> Case {
     let draw = &mut Draw::new(seed);
     let name = format!("random poison {seed}, normalised: {normalize}");
@@ -200,12 +203,12 @@ fn random(seed: u64, normalize: bool, poison: Poison) -> Case {
             }
         }
     }
-    // one that is surely seen: a query's own position, if by nothing else than its whole row
+    // one NaN query row, so that the expected answer has a NaN
     case.q.index_axis_mut(Axis(1), 2).fill(f64::NAN);
     case
 }
 
-/// A sink of one head that is NaN or +∞; some rows see nothing but their sinks.
+/// Sinks of NaN and +∞ in two heads; some rows attend to nothing but their sinks.
 fn of_sinks(normalize: bool, poison: Poison) -> Case {
     let masks = Masks { window: Some([Some(3), Some(0)]), ..Masks::default() };
     let name = format!("a sink, normalised: {normalize}");
@@ -221,7 +224,7 @@ fn of_sinks(normalize: bool, poison: Poison) -> Case {
     case
 }
 
-/// Logits of −∞: those of the first half of the keys, which are all that the first rows see.
+/// Logits of −∞ or +∞ for the first half of the keys; the first rows attend to no others.
 fn weightless(normalize: bool) -> Case {
     let name = format!("logits of −∞, normalised: {normalize}");
     let mut case = case(name, DIMS, causal(), |spec| spec.normalize = normalize);

@@ -1,4 +1,4 @@
-//! The numeric rules of the house, one function each.
+//! The numeric rules of `docs/semantics.md`, one function each.
 
 use std::sync::Arc;
 
@@ -11,10 +11,10 @@ use ndarray::{Array2, Array4, Axis};
 use super::{LAYOUTS, Verdict, ensure, examine, judge, run};
 use crate::{Answer, Case, Draw, Masks, Setting, Subject, epsilon};
 
-/// Every rule on every element type, over a few ranks and layouts.
+/// Checks every rule in every element type, over a few ranks and layouts.
 ///
 /// # Errors
-/// The first rule that is broken, and how.
+/// The first rule that is broken, with the failure.
 pub fn numeric_rules(subject: &dyn Subject) -> Verdict {
     for &dtype in subject.dtypes() {
         for setting in settings() {
@@ -24,21 +24,22 @@ pub fn numeric_rules(subject: &dyn Subject) -> Verdict {
     Ok(())
 }
 
-/// Every rule on one element type and one setting: for subjects that are too slow for [`numeric_rules`].
+/// Checks every rule in one element type and one setting, for subjects that are too slow for
+/// [`numeric_rules`].
 ///
 /// # Errors
 /// As [`numeric_rules`].
 pub fn numeric_rules_on(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdict {
     let rule = |name: &str, verdict: Verdict| verdict.map_err(|wrong| format!("{name}: {wrong}"));
-    rule("a row that sees nothing", empty_rows(subject, dtype, setting))?;
-    rule("a row that sees sinks only", sinks_only(subject, dtype, setting))?;
+    rule("a row without a visible key", empty_rows(subject, dtype, setting))?;
+    rule("a row that attends to sinks only", sinks_only(subject, dtype, setting))?;
     rule("a visible NaN stays in its row", visible_nan(subject, dtype, setting))?;
-    rule("what is hidden cannot be felt", hidden_poison(subject, dtype, setting))?;
-    rule("a hidden query cannot be felt", hidden_queries(subject, dtype, setting))?;
+    rule("a masked key changes no bit", masked_poison(subject, dtype, setting))?;
+    rule("a masked query changes no bit", masked_queries(subject, dtype, setting))?;
     rule("lse is a natural logarithm", lse_base(subject, dtype, setting))?;
-    rule("a bias of −∞ hides", infinite_bias(subject, dtype, setting))?;
+    rule("a bias of −∞ masks", infinite_bias(subject, dtype, setting))?;
     rule("large logits do not overflow", extreme_logits(subject, dtype, setting))?;
-    rule("sums are wide and rounded once", wide_sums(subject, dtype, setting))
+    rule("sums are kept in the accumulator and rounded once", wide_sums(subject, dtype, setting))
 }
 
 fn settings() -> [Setting; 4] {
@@ -65,9 +66,9 @@ fn causal() -> Masks {
     Masks { causal: true, ..Masks::default() }
 }
 
-/// out = 0, lse = −∞, gradients 0; what is asked of such a row (dout, dlse) is ignored, be it NaN.
+/// out = 0, lse = −∞, gradients 0; dout and dlse of such a row are ignored, even if they are NaN.
 fn empty_rows(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdict {
-    // bottom-right with more queries than keys: rows 0..9 stand before key 0
+    // bottom-right with 9 more queries than keys: the positions of rows 0..9 precede key 0
     let dims = Dims { kv_len: 12, ..DIMS };
     for normalize in [true, false] {
         let mut case = case("rows before key 0", dims, dtype, causal(), |spec| {
@@ -84,7 +85,7 @@ fn empty_rows(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdict
         case.dlse = Some(dlse);
         let judge = judge(&case)?;
         examine(subject, &judge, &case, setting)?;
-        // the oracle itself, so that this cannot pass by agreeing on nonsense
+        // checks the oracle itself: agreement with it would not reveal its error
         let want = judge.want();
         for row in 0..9 {
             ensure(
@@ -114,7 +115,7 @@ fn empty_rows(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdict
     Ok(())
 }
 
-/// out = 0, lse = ln Σ e^a, whose gradient flows to the sinks; a sink of −∞ is none.
+/// out = 0, lse = ln Σ e^sink, whose gradient is that of the sinks; a sink of −∞ counts as none.
 fn sinks_only(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdict {
     for per_head in [false, true] {
         let mut case = case("padding with sinks", DIMS, dtype, Masks::default(), |spec| {
@@ -130,16 +131,16 @@ fn sinks_only(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdict
         examine(subject, &judge, &case, setting)?;
         let sinks = case.sinks.iter().flatten().next().copied().unwrap_or(f64::NAN);
         ensure((judge.want().lse[[0, 0, 0]] - sinks).abs() < 1e-12, || {
-            "lse of one sink is that sink".into()
+            "lse of one sink is not that sink".into()
         })?;
     }
     Ok(())
 }
 
-/// A NaN in a query makes its row NaN and no other; one in a key, the rows that see it.
+/// A NaN in a query makes its row NaN and no other; one in a key, the rows that attend to it.
 fn visible_nan(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdict {
     let clean = case(
-        "a NaN that is seen",
+        "a visible NaN",
         DIMS,
         dtype,
         Masks { window: Some([Some(4), None]), ..causal() },
@@ -169,19 +170,21 @@ fn visible_nan(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdic
     Ok(())
 }
 
-/// NaN and ±∞ in keys and values that nobody sees, hidden in every way there is: not a bit changes.
-fn hidden_poison(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdict {
-    let hidden = [3, 4, 11, 20];
-    let is_hidden = move |j: usize| hidden.contains(&j);
-    let positions = move |j: usize| if is_hidden(j) { 500 + j as i64 } else { j as i64 };
-    let ways: [(&str, Masks, Batch, bool); 5] = [
+/// Keys that the cases of [`masked_poison`] mask.
+const MASKED: [usize; 4] = [3, 4, 11, 20];
+
+/// Returns every way to mask the keys [`MASKED`] for all queries: name, masks, batch, and true if a
+/// bias of −∞ masks them.
+fn ways_to_mask() -> [(&'static str, Masks, Batch, bool); 5] {
+    let positions = |j: usize| if MASKED.contains(&j) { 500 + j as i64 } else { j as i64 };
+    [
         (
             "segment padding",
             Masks::default(),
             Batch {
                 q_segment_ids: Some(Array2::from_shape_fn((2, 21), |(_, i)| i32::from(i > 9))),
                 kv_segment_ids: Some(Array2::from_shape_fn((2, 21), |(_, j)| {
-                    if is_hidden(j) { -1 } else { i32::from(j > 9) }
+                    if MASKED.contains(&j) { -1 } else { i32::from(j > 9) }
                 })),
                 ..Batch::default()
             },
@@ -192,7 +195,7 @@ fn hidden_poison(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verd
             causal(),
             Batch {
                 attention_mask: Some(DenseMask::from_fn([1, 1, 21, 21], |[_, _, _, j]| {
-                    !is_hidden(j)
+                    !MASKED.contains(&j)
                 })),
                 ..Batch::default()
             },
@@ -210,18 +213,22 @@ fn hidden_poison(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verd
         (
             "a mask object",
             Masks {
-                objects: vec![Arc::new(Predicate::of_pairs(
-                    "not the poisoned keys",
-                    move |_, key| !is_hidden(annulus_core::index(key.row)),
-                ))],
+                objects: vec![Arc::new(Predicate::of_pairs("not the poisoned keys", |_, key| {
+                    !MASKED.contains(&annulus_core::index(key.row))
+                }))],
                 ..Masks::default()
             },
             Batch::default(),
             false,
         ),
         ("a bias of −∞", Masks::default(), Batch::default(), true),
-    ];
-    for (way, masks, batch, by_bias) in ways {
+    ]
+}
+
+/// NaN and ±∞ in keys and values that no query attends to, masked in every possible way, change no
+/// bit.
+fn masked_poison(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdict {
+    for (way, masks, batch, by_bias) in ways_to_mask() {
         let modes = if by_bias || batch.attention_mask.is_some() {
             &[BackwardMode::OnePass][..]
         } else {
@@ -235,20 +242,20 @@ fn hidden_poison(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verd
             clean.batch = batch.clone();
             if by_bias {
                 clean.bias = Some(Array4::from_shape_fn((1, 1, 21, 21), |(.., j)| {
-                    if is_hidden(j) { f64::NEG_INFINITY } else { 0.5 }
+                    if MASKED.contains(&j) { f64::NEG_INFINITY } else { 0.5 }
                 }));
             }
             let want = run(subject, &clean, setting)?;
             judge(&clean)?.check(&want)?;
             for poison in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
                 let mut poisoned = clean.clone();
-                for j in hidden {
+                for j in MASKED {
                     poisoned.k.index_axis_mut(Axis(1), j).fill(poison);
                     poisoned.v.index_axis_mut(Axis(1), j).fill(poison);
                 }
                 let got = run(subject, &poisoned, setting)?;
                 got.same_bits(&want).map_err(|wrong| {
-                    format!("{poison} behind {way}, {mode:?}, {dtype}, {setting}: {wrong}")
+                    format!("{poison} masked by {way}, {mode:?}, {dtype}, {setting}: {wrong}")
                 })?;
             }
         }
@@ -256,21 +263,21 @@ fn hidden_poison(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verd
     Ok(())
 }
 
-/// NaN in queries that see nothing, and in their dout: the gradients of keys do not change by a bit.
-fn hidden_queries(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdict {
-    let hidden = [0, 7, 8, 19];
+/// NaN in queries without a visible key: the gradients of keys do not change by a bit.
+fn masked_queries(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdict {
+    let masked = [0, 7, 8, 19];
     for mode in [BackwardMode::OnePass, BackwardMode::TwoPass] {
         let mut clean = case("padding queries", DIMS, dtype, causal(), |spec| {
             spec.sinks = Some(SinkShape { per_head: true, count: 1 });
             spec.backward = mode;
         });
         clean.batch.q_segment_ids =
-            Some(Array2::from_shape_fn((2, 21), |(_, i)| if hidden.contains(&i) { -1 } else { 0 }));
+            Some(Array2::from_shape_fn((2, 21), |(_, i)| if masked.contains(&i) { -1 } else { 0 }));
         clean.batch.kv_segment_ids = Some(Array2::zeros((2, 21)));
         let want = run(subject, &clean, setting)?;
         judge(&clean)?.check(&want)?;
         let mut poisoned = clean.clone();
-        hidden.iter().for_each(|&i| poisoned.q.index_axis_mut(Axis(1), i).fill(f64::NAN));
+        masked.iter().for_each(|&i| poisoned.q.index_axis_mut(Axis(1), i).fill(f64::NAN));
         let got = run(subject, &poisoned, setting)?;
         got.same_bits(&want).map_err(|wrong| {
             format!("NaN in padding queries, {mode:?}, {dtype}, {setting}: {wrong}")
@@ -279,7 +286,7 @@ fn hidden_queries(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Ver
     Ok(())
 }
 
-/// n keys of logit 0 have lse ln n, of logit c have c + ln n.
+/// n equal logits c have the lse c + ln n.
 fn lse_base(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdict {
     let mut case = case("equal logits", DIMS, dtype, causal(), |spec| spec.scale = 0.0);
     case.spec.bias = Some([1, 1, 1, 1]);
@@ -295,7 +302,7 @@ fn lse_base(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdict {
     Ok(())
 }
 
-/// Whole rows and parts of rows, in both orders of bias and cap.
+/// Bias of −∞ on whole rows and on parts of rows, in both orders of bias and soft cap.
 fn infinite_bias(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdict {
     for order in [BiasOrder::BeforeSoftCap, BiasOrder::AfterSoftCap] {
         let mut case = case("−∞ in the bias", DIMS, dtype, Masks::default(), |spec| {
@@ -318,9 +325,9 @@ fn infinite_bias(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verd
     Ok(())
 }
 
-/// Logits of some thousands: the largest key takes all, nothing becomes NaN.
+/// Logits of some thousands: the largest key takes all the weight, and nothing becomes NaN.
 fn extreme_logits(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdict {
-    // far within the range of f16 inputs; logits differ by hundreds
+    // the inputs are far within the range of f16; the logits differ by hundreds
     let mut case = case(
         "large logits",
         DIMS,
@@ -336,7 +343,8 @@ fn extreme_logits(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Ver
     })
 }
 
-/// Ones summed over many keys and ranks: out is exactly one, and dv counts queries, in every element type.
+/// Ones summed over many keys and ranks: out is one, and dv the number of queries, up to the
+/// rounding of the accumulator.
 fn wide_sums(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdict {
     let dims = Dims {
         batch: 1,
@@ -351,7 +359,7 @@ fn wide_sums(subject: &dyn Subject, dtype: DType, setting: &Setting) -> Verdict 
     case.v.fill(1.0);
     case.dout.fill(300.0);
     let answer = run(subject, &case, setting)?;
-    // with 300 terms a sum kept in bf16 or f16 would stall at 256 or lose digits
+    // with 300 terms a sum kept in bf16 would stall at 256, and one kept in f16 would lose digits
     let tolerance = |one: f64| one * (epsilon(dtype) / 2.0 + 300.0 * epsilon(dtype.accumulator()));
     let worst = |numbers: &Array4<f64>, want: f64| {
         numbers.iter().map(|x| (x - want).abs()).fold(0.0, f64::max)

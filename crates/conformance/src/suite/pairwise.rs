@@ -1,20 +1,22 @@
-//! A covering array: few configurations in which any two choices about different things meet at least once.
+//! A covering array: few configurations in which any two values of different factors occur together
+//! at least once.
 //!
 //! | factor | values |
 //! |---|---|
 //! | mask | the families of `matrix.rs` |
-//! | layout | contiguous, zigzag, striped, dealt at random, the last rank without rows, chosen from the mask |
+//! | layout | contiguous, zigzag, striped, random, last rank without rows, chosen from the mask |
 //! | dims | raggedness, GQA, odd head dims, batch, fewer rows than ranks |
 //! | dtype | f32, f64, bf16, f16 |
-//! | feature | one of those that change what is computed, or none |
+//! | feature | one option that changes the result, or none |
 //! | backward | one pass or two, with or without a gradient of lse |
 //! | route | chosen from the mask, relay up, relay down, direct |
 //!
-//! Every configuration runs forward and backward. Two things never meet, because over several ranks a two-pass backward refuses them: it and
-//! a dense mask or a bias with a query axis.
+//! Every configuration runs forward and backward. A two-pass backward is never combined with a
+//! dense mask or with a bias that has a query axis, because several ranks refuse it.
 //!
 //! # Source
-//! Cohen et al. 1997 (AETG): one configuration after the other, each begun with a pair that is still missing and filled up greedily.
+//! Cohen et al. 1997 (AETG): one configuration after the other, each started with an uncovered pair
+//! and completed greedily.
 
 use std::sync::Arc;
 
@@ -26,7 +28,7 @@ use annulus_core::{
 use super::{LAYOUTS, Verdict, examine, judge, matrix};
 use crate::{Case, Draw, Setting, Subject};
 
-/// The factors, and how many values each has.
+/// The factors, with their number of values.
 const FACTORS: [(&str, usize); 7] = [
     ("mask", matrix::FAMILIES),
     ("layout", 6),
@@ -40,7 +42,7 @@ const MASK: usize = 0;
 const FEATURE: usize = 4;
 const BACKWARD: usize = 5;
 
-/// Batch, lengths, heads, head dims.
+/// Dims of batch, lengths, heads and head dims that differ in raggedness and GQA.
 const DIMS: [Dims; 6] = [
     dims(1, [17, 17], [2, 1], [7, 5]),
     dims(2, [24, 24], [4, 2], [8, 8]),
@@ -95,12 +97,13 @@ pub struct Configuration {
 }
 
 impl Configuration {
-    /// The case; the same for the same configuration.
+    /// Returns the case; the same configuration gives the same case.
     pub fn case(&self) -> Case {
         let [mask, _, dims, dtype, feature, backward, _] = self.values;
         let draw =
             &mut Draw::new(self.values.iter().fold(1, |seed, &value| seed * 64 + value as u64));
-        let (dims, feature) = (DIMS[dims], FEATURES[feature]);
+        let dims = DIMS[dims];
+        let feature = FEATURES[feature];
         let Dims { batch, q_len, kv_len, q_heads, .. } = dims;
         let mut spec = Spec::new(dims, DType::F64);
         match feature {
@@ -111,10 +114,11 @@ impl Configuration {
             Feature::Alibi => spec.bias_function = Some(Arc::new(Alibi::published(q_heads))),
             Feature::SharedSinks => spec.sinks = Some(SinkShape { per_head: false, count: 2 }),
             Feature::SinksPerHead => spec.sinks = Some(SinkShape { per_head: true, count: 1 }),
-            // with a bias, or its order would mean nothing
+            // with a bias, whose order would otherwise have no effect
             Feature::SoftCap => {
-                (spec.soft_cap, spec.bias_order, spec.bias) =
-                    (Some(2.0), BiasOrder::BeforeSoftCap, Some([1, 1, 1, kv_len]));
+                spec.soft_cap = Some(2.0);
+                spec.bias_order = BiasOrder::BeforeSoftCap;
+                spec.bias = Some([1, 1, 1, kv_len]);
             }
             Feature::Dropout => {
                 spec.dropout = Some(Dropout { probability: 0.4, seed: draw.bits() })
@@ -127,7 +131,8 @@ impl Configuration {
         }
         let mut case = Case::new(self.to_string(), spec, matrix::masks(mask, &dims, draw), draw);
         if feature == Feature::RoundedLogits {
-            // products that every sum gets exactly, or a sum's last bit could decide which way a logit is rounded
+            // multiples of 1/4 have exact products and sums: no order of summation changes the
+            // rounding of a logit
             [&mut case.q, &mut case.k]
                 .into_iter()
                 .for_each(|tensor| tensor.mapv_inplace(|x| (4.0 * x).round() / 4.0));
@@ -139,7 +144,7 @@ impl Configuration {
         case.in_dtype(matrix::DTYPES[dtype])
     }
 
-    /// How it is spread over `ranks` ranks; the same for the same configuration.
+    /// Returns its setting over `ranks` ranks; the same configuration gives the same setting.
     pub fn setting(&self, ranks: usize) -> Setting {
         let [_, layout, dims, .., route] = self.values;
         let dims = DIMS[dims];
@@ -165,12 +170,12 @@ impl std::fmt::Display for Configuration {
     }
 }
 
-/// All rows on the ranks before the last, which takes part with none.
+/// Distributes all rows over the ranks before the last, which owns none.
 fn last_rank_empty(dims: &Dims, ranks: usize) -> Layout {
     let holders = (ranks - 1).max(1);
     let deal = |len: usize| {
         let runs = |rank| {
-            let edge = |place: usize| (len * place / holders) as i64;
+            let edge = |holder: usize| (len * holder / holders) as i64;
             if rank < holders { (edge(rank)..edge(rank + 1)).collect() } else { Runs::new() }
         };
         (0..ranks).map(runs).collect()
@@ -178,7 +183,7 @@ fn last_rank_empty(dims: &Dims, ranks: usize) -> Layout {
     Layout::Custom(Arc::new(CustomLayout { q: deal(dims.q_len), kv: deal(dims.kv_len) }))
 }
 
-/// Two values of two factors that may meet, the lower factor first.
+/// True if two values of different factors may be combined, the lower factor first.
 fn may_meet(factor: usize, value: usize, other_factor: usize, other: usize) -> bool {
     let two_pass = other_factor == BACKWARD && other % 2 == 1;
     let refused = (factor == MASK && value == matrix::DENSE_BATCH)
@@ -186,10 +191,11 @@ fn may_meet(factor: usize, value: usize, other_factor: usize, other: usize) -> b
     !(two_pass && refused)
 }
 
-/// Configurations such that any two values of different factors that may meet do.
+/// Returns configurations that cover every allowed pair of values of different factors.
 pub fn pairwise() -> Vec<Configuration> {
     let factors = FACTORS.len();
-    // met[a][x][b][y], a < b: whether value x of factor a has met value y of factor b, or may not
+    // met[a][x][b][y], a < b: true if value x of factor a was combined with value y of factor b, or
+    // may not be
     let row = |a: usize, x: usize| {
         (0..factors)
             .map(|b| (0..FACTORS[b].1).map(|y| b <= a || !may_meet(a, x, b, y)).collect())
@@ -214,7 +220,8 @@ pub fn pairwise() -> Vec<Configuration> {
                 best = Some((gain, values));
             }
         }
-        // every missing pair can be filled up: values that refuse each other always have others beside them
+        // every uncovered pair can be completed: values that exclude each other leave others of
+        // both factors
         let Some((_, values)) = best else { break };
         pairs(&values).for_each(|[(a, x), (b, y)]| met[a][x][b][y] = true);
         all.push(Configuration { values: values.map(Option::unwrap_or_default) });
@@ -232,14 +239,15 @@ fn first_missing(met: &[Vec<Vec<Vec<bool>>>]) -> Option<[Value; 2]> {
     all.into_iter().find(|&[(a, x), (b, y)]| !met[a][x][b][y])
 }
 
-/// Pairs of the values that are set, the lower factor first.
+/// Returns the pairs of the values that are set, the lower factor first.
 fn pairs(values: &[Option<usize>; FACTORS.len()]) -> impl Iterator<Item = [Value; 2]> {
     let set: Vec<Value> =
         values.iter().enumerate().filter_map(|(factor, value)| Some((factor, (*value)?))).collect();
     (0..set.len()).flat_map(move |b| (0..b).map(|a| [set[a], set[b]]).collect::<Vec<_>>())
 }
 
-/// The value of `factor` that meets most others for the first time, a random one of equals; `None` if none may.
+/// Returns the value of `factor` that covers most new pairs, a random one of equals; `None` if none
+/// is allowed.
 fn fill(
     met: &[Vec<Vec<Vec<bool>>>],
     values: &[Option<usize>; FACTORS.len()],
@@ -260,10 +268,10 @@ fn fill(
     Some(draw.pick(&best))
 }
 
-/// Every configuration, on numbers of ranks that take turns.
+/// Runs every configuration, on each of the numbers of ranks in turn.
 ///
 /// # Errors
-/// The first that is wrong.
+/// The first configuration whose answer is wrong.
 pub fn pairwise_cases(subject: &dyn Subject, ranks: &[usize]) -> Verdict {
     for (configuration, &ranks) in pairwise().iter().zip(ranks.iter().cycle()) {
         let case = configuration.case();
@@ -279,7 +287,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_pair_of_values_that_may_meet_does_and_no_other() {
+    fn pairs_are_covered_exactly_if_they_are_allowed() {
         let all = pairwise();
         assert!(all.len() <= 400, "{} configurations", all.len());
         let two_pass = [1, 3];
@@ -301,11 +309,12 @@ mod tests {
     }
 
     #[test]
-    fn every_value_makes_a_difference() {
-        // what a configuration is, as text without its name
-        let told = |values: [usize; FACTORS.len()]| {
+    fn every_value_changes_the_case_or_the_setting() {
+        // a configuration as text without its name
+        let described = |values: [usize; FACTORS.len()]| {
             let configuration = Configuration { values };
-            let (case, setting) = (configuration.case(), configuration.setting(3));
+            let case = configuration.case();
+            let setting = configuration.setting(3);
             format!(
                 "{:?} {:?} {:?} {} {setting} {:?}",
                 case.spec,
@@ -319,7 +328,7 @@ mod tests {
             let of = |value| {
                 let mut values = [1, 0, 1, 0, 0, 0, 0];
                 values[factor] = value;
-                told(values)
+                described(values)
             };
             assert_eq!((0..count).map(of).collect::<BTreeSet<_>>().len(), count, "{name}");
         }

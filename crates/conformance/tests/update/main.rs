@@ -1,6 +1,7 @@
-//! An `update` happens on all ranks or on none: after a refusal every rank computes the old batch, to
-//! the oracle's numbers; what cannot be undone ends the plan on all ranks. Three ranks of unequal
-//! shards, so that batches differ in what travels and in how much memory it needs.
+//! An `update` takes effect on all ranks or on none. After a refusal every rank computes the old
+//! batch, to the oracle's numbers. If the old batch cannot be restored, the plan ends on all ranks.
+//! The three ranks have unequal shards, so that batches differ in their messages and in the memory
+//! that they need.
 
 mod refusing;
 
@@ -33,7 +34,7 @@ const RANKS: usize = 3;
 const DIMS: Dims =
     Dims { batch: 2, q_len: 10, kv_len: 10, q_heads: 4, kv_heads: 2, head_dim: 8, value_dim: 8 };
 
-/// Segments that begin at these rows.
+/// Returns a batch of segments that start at these rows.
 fn segments(begins: &[usize]) -> Batch {
     let segment = |row| {
         i32::try_from(begins.iter().filter(|&&begin| begin <= row).count()).expect("a few segments")
@@ -46,7 +47,8 @@ fn segments(begins: &[usize]) -> Batch {
     }
 }
 
-/// No segments; each rank's rows a segment, so that nothing travels; segments across shards; positions.
+/// Returns four batches: no segments; one segment a rank, so that no block is sent; segments across
+/// shards; positions.
 fn batches() -> [Batch; 4] {
     let reversed = || {
         Some(Array2::from_shape_fn((DIMS.batch, DIMS.q_len), |(_, row)| (DIMS.q_len - row) as i64))
@@ -55,7 +57,7 @@ fn batches() -> [Batch; 4] {
     [Batch::default(), segments(&[4, 7]), segments(&[2, 5]), positions]
 }
 
-/// Causal attention in f64 under this batch.
+/// Returns causal attention in f64 with this batch.
 fn case(batch: &Batch, backward: BackwardMode) -> Case {
     let spec = Spec { backward, ..Spec::new(DIMS, DType::F64) };
     let mut case =
@@ -74,7 +76,7 @@ fn plan_of(attention: &Attention, scripts: &[Script]) -> LocalRing<Refusing> {
         .expect("a plan")
 }
 
-/// Forward and backward of a case's tensors.
+/// Runs forward and backward of a case.
 fn compute(plan: &mut LocalRing<Refusing>, case: &Case) -> Result<Answer> {
     let [q, k, v, dout] = [&case.q, &case.k, &case.v, &case.dout].map(narrow::<f64, _>);
     let tensors = Tensors::new(q.view(), k.view(), v.view());
@@ -83,11 +85,11 @@ fn compute(plan: &mut LocalRing<Refusing>, case: &Case) -> Result<Answer> {
     Ok(answer(&forward, &backward))
 }
 
-/// Refuses on `rank` the update from each batch to each other one, with these acts, and holds every
-/// answer against the oracle.
+/// Refuses on `rank` the update from each batch to each other one, with these acts, and compares
+/// every answer with the oracle.
 fn refuse_everywhere(attention: &Attention, backward: BackwardMode, rank: usize, acts: &[Act]) {
     let cases = batches().map(|batch| case(&batch, backward));
-    let judges = cases.each_ref().map(|case| Judge::new(case).expect("a case that makes sense"));
+    let judges = cases.each_ref().map(|case| Judge::new(case).expect("a valid case"));
     let scripts = scripts();
     let mut plan = plan_of(attention, &scripts);
     for old in 0..cases.len() {
@@ -118,7 +120,7 @@ fn an_update_that_one_rank_refuses_leaves_the_old_batch_in_force_on_all() {
     for rank in 0..RANKS {
         refuse_everywhere(&attention, BackwardMode::OnePass, rank, &[Act::Refuse]);
         refuse_everywhere(&attention, BackwardMode::OnePass, rank, &[Act::ApplyThenRefuse]);
-        // the old batch has to be fitted anew as well
+        // the update back to the old batch fails too
         refuse_everywhere(
             &attention,
             BackwardMode::OnePass,
@@ -129,7 +131,7 @@ fn an_update_that_one_rank_refuses_leaves_the_old_batch_in_force_on_all() {
 }
 
 #[test]
-fn so_it_does_where_blocks_go_straight_and_where_queries_travel() {
+fn it_does_so_on_the_direct_route_and_in_a_two_pass_backward() {
     let attention = Attention::new().dtype(DType::F64).causal(true);
     refuse_everywhere(
         &attention.clone().route(Route::Direct),
@@ -145,7 +147,7 @@ fn so_it_does_where_blocks_go_straight_and_where_queries_travel() {
     );
 }
 
-/// One rank's view of a plan: rows, layout, schedule, work.
+/// Returns the state of one rank's plan as text: rows, layout, schedule, work.
 fn state<B: Backend<Space = Host>>(plan: &Plan<B>) -> String {
     let ring = plan.ring();
     format!(
@@ -158,7 +160,7 @@ fn state<B: Backend<Space = Host>>(plan: &Plan<B>) -> String {
     )
 }
 
-/// On every rank: an update to segments, one that `rank` refuses by its own arguments, and another good one.
+/// Runs on every rank an update to segments, one whose arguments `rank` refuses, and a valid one.
 #[test]
 fn an_argument_that_one_rank_refuses_changes_nothing_on_any() {
     let bad = |batch: Batch| Batch { q_positions: Some(Array2::zeros((DIMS.batch, 1))), ..batch };
@@ -202,7 +204,8 @@ fn an_argument_that_one_rank_refuses_changes_nothing_on_any() {
     .unwrap();
 }
 
-/// The errors of an update of every rank, and of a forward pass after it, within the deadline of ten seconds.
+/// Returns every rank's error of an update and of the forward pass after it. Both must fail before
+/// the deadline.
 fn doomed<B: Backend<Space = Host>>(
     attention: &Attention,
     make: impl Fn(usize) -> Result<B> + Sync,
@@ -236,7 +239,8 @@ fn an_old_batch_that_cannot_be_restored_ends_the_plan_on_all_ranks() {
     let scripts = scripts();
     let make = |rank: usize| Ok(Refusing { cpu: Cpu::new(1)?, script: scripts[rank].clone() });
     let script = |rank: usize| match rank {
-        // the new batch fits, but neither is the old one fitted again nor is there memory for a new workspace
+        // the new batch is applied; the update back to the old one fails, and so does a new
+        // workspace
         0 => scripts[rank].set(&[Act::Apply, Act::Refuse, Act::Refuse]),
         1 => scripts[rank].set(&[Act::Refuse]),
         _ => {}
@@ -247,10 +251,10 @@ fn an_old_batch_that_cannot_be_restored_ends_the_plan_on_all_ranks() {
         "{errors:?}"
     );
     assert!(matches!(&errors[1][0], Error::OutOfMemory { .. }), "{errors:?}");
-    // whichever comes first: rank 1's refusal, or rank 0's abort in consequence
-    let told =
+    // rank 1's refusal or rank 0's abort in consequence, in any order
+    let refused_or_aborted =
         matches!(&errors[2][0], Error::Refused { rank: 1, .. } | Error::Aborted { rank: 0, .. });
-    assert!(told, "{errors:?}");
+    assert!(refused_or_aborted, "{errors:?}");
     assert!(errors.iter().all(|[_, forward]| forward.is_fatal()), "{errors:?}");
 }
 
@@ -267,7 +271,7 @@ fn a_device_that_fails_in_an_update_ends_the_plan_on_all_ranks() {
     assert!(errors.iter().flatten().all(Error::is_fatal), "{errors:?}");
 }
 
-/// A causal mask whose lowering panics on rank 1, once it is armed.
+/// A causal mask whose intervals panic on rank 1 once it is armed.
 #[derive(Debug)]
 struct Panicking(AtomicBool);
 
@@ -294,7 +298,7 @@ fn a_mask_that_panics_in_an_update_ends_the_plan_on_all_ranks() {
     let arm = |_| mask.0.store(true, Ordering::Relaxed);
     let errors = doomed(&attention, |_| Cpu::new(1), |_| None, arm);
     assert!(
-        matches!(&errors[1][0], Error::Device { what } if what.contains("thirteen")),
+        matches!(&errors[1][0], Error::Internal { what } if what.contains("thirteen")),
         "{errors:?}"
     );
     assert!(errors.iter().flatten().all(Error::is_fatal), "{errors:?}");
@@ -302,7 +306,7 @@ fn a_mask_that_panics_in_an_update_ends_the_plan_on_all_ranks() {
 
 #[test]
 fn ids_that_cannot_be_sent_on_one_rank_do_not_leave_the_others_waiting() {
-    // rounds 0 and 1 make the plan, 2 agrees on the update, 3 exchanges ids
+    // rounds 0 and 1 plan, 2 compares the arguments of the update, 3 gathers ids
     let errors =
         doomed(&Attention::new(), |_| Cpu::new(1), |rank| (rank == 1).then_some(3), |_| ());
     assert!(
@@ -314,7 +318,7 @@ fn ids_that_cannot_be_sent_on_one_rank_do_not_leave_the_others_waiting() {
 }
 
 #[test]
-fn a_mask_that_panics_while_a_plan_is_made_is_an_error_on_all_ranks() {
+fn a_mask_that_panics_during_planning_is_an_error_on_all_ranks() {
     let mask = Arc::new(Panicking(AtomicBool::new(true)));
     let attention = Attention::new().mask(mask).deadline(Duration::from_secs(10));
     let errors = each_rank(ring(RANKS), |_, transport| {

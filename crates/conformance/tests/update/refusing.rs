@@ -1,4 +1,4 @@
-//! CPU ranks whose updates fail as they are told to, and a transport that refuses to carry one gather.
+//! CPU ranks whose updates fail by a script, and a transport that refuses one all-gather.
 
 use std::{
     collections::VecDeque,
@@ -13,20 +13,21 @@ use annulus_core::{
 };
 use annulus_cpu::Cpu;
 
-/// Action of a rank in one call of [`Workspace::update`] or, once planned, [`Backend::workspace`].
+/// Action of a rank in one call of [`Workspace::update`] or, once planned, of
+/// [`Backend::workspace`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Act {
-    /// It works.
+    /// The call succeeds.
     Apply,
-    /// It fails before anything has changed.
+    /// The call fails before it changes anything.
     Refuse,
-    /// It fails after everything has changed.
+    /// The call fails after it changed everything.
     ApplyThenRefuse,
     /// The device fails.
     Break,
 }
 
-/// The acts to come, first to last; then everything works. Clones share it.
+/// The next acts, in order; after them every call succeeds. Clones share one script.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Script(Arc<Mutex<VecDeque<Act>>>);
 
@@ -50,7 +51,7 @@ fn refused() -> Error {
     Error::out_of_memory("a workspace", 1 << 40)
 }
 
-/// Does `work` as the script says.
+/// Runs or refuses `work` by the script.
 fn follow<T>(act: Act, work: impl FnOnce() -> Result<T>) -> Result<T> {
     match act {
         Act::Apply => work(),
@@ -106,7 +107,8 @@ impl Workspace for RefusingWorkspace {
     }
 }
 
-/// A transport that does not carry this rank's part of one gather, as MPI does not one that is too long.
+/// A transport that refuses this rank's part of one all-gather, as MPI refuses one that is too
+/// long.
 pub(crate) struct Choking<T> {
     pub(crate) inner: T,
     pub(crate) round: Option<u64>,

@@ -14,7 +14,7 @@ fn without_drivers(test: &str, required: &str) -> Output {
         .args(["--exact", test, "--nocapture"])
         .env("ANNULUS_REQUIRE", required)
         .env_remove("RUST_BACKTRACE");
-    // older loaders read the second
+    // older Vulkan loaders read only the second variable
     command
         .env("VK_DRIVER_FILES", "/nowhere/none.json")
         .env("VK_ICD_FILENAMES", "/nowhere/none.json");
@@ -22,26 +22,27 @@ fn without_drivers(test: &str, required: &str) -> Output {
 }
 
 #[test]
-fn without_a_driver_tests_say_so_or_fail_where_one_is_required() {
+fn without_a_driver_tests_print_not_run_or_fail_if_one_is_required() {
     let test = "random_cases_hold_on_wgpu";
-    let said = without_drivers(test, "");
-    let errors = String::from_utf8_lossy(&said.stderr);
-    assert!(said.status.success() && errors.contains("NOT RUN"), "{errors}");
-    let said = without_drivers(test, "golden,wgpu");
-    let all = [said.stdout, said.stderr].concat();
+    let output = without_drivers(test, "");
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && errors.contains("NOT RUN"), "{errors}");
+    let output = without_drivers(test, "golden,wgpu");
+    let all = [output.stdout, output.stderr].concat();
     let all = String::from_utf8_lossy(&all);
-    assert!(!said.status.success() && all.contains("ANNULUS_REQUIRE has wgpu"), "{all}");
+    assert!(!output.status.success() && all.contains("ANNULUS_REQUIRE has wgpu"), "{all}");
 }
 
 /// Opens a device, or checks the error if there is none.
 #[test]
-fn a_device_opens_or_the_error_says_what_is_missing() {
+fn a_device_opens_or_the_error_names_what_is_missing() {
     if Gpu::list().is_empty() {
         let error = Gpu::open(&Options::default()).expect_err("there is none");
-        assert!(
-            matches!(&error, Error::Unsupported { what, by } if what == "wgpu device 0" && by.contains("driver")),
-            "{error}"
+        let expected = matches!(
+            &error,
+            Error::Unsupported { what, by } if what == "wgpu device 0" && by.contains("driver")
         );
+        assert!(expected, "{error}");
         println!("NO DRIVER: {error}");
     } else {
         Gpu::open(&Options::default()).expect("the first adapter opens");
@@ -50,7 +51,7 @@ fn a_device_opens_or_the_error_says_what_is_missing() {
 
 #[test]
 fn without_a_driver_opening_is_one_error() {
-    let said = without_drivers("absence::a_device_opens_or_the_error_says_what_is_missing", "");
-    let told = String::from_utf8_lossy(&said.stdout);
-    assert!(said.status.success() && told.contains("NO DRIVER"), "{told}");
+    let output = without_drivers("absence::a_device_opens_or_the_error_names_what_is_missing", "");
+    let printed = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && printed.contains("NO DRIVER"), "{printed}");
 }

@@ -10,7 +10,7 @@ use ndarray::Array4;
 
 use super::gpu;
 
-/// Compares an answer of the device with the oracle.
+/// Requires that the device's answer agrees with the oracle's.
 fn holds(ring: &WgpuRing, case: &Case, setting: &Setting) {
     let answer = ring.run(case, setting, 1).expect("an answer").remove(0);
     Judge::new(case)
@@ -23,8 +23,8 @@ fn holds(ring: &WgpuRing, case: &Case, setting: &Setting) {
 fn head_dims_from_1_to_256_hold() {
     let Some(gpu) = gpu() else { return };
     let ring = WgpuRing::new(gpu);
-    // the smallest and the largest kernels, which lavapipe compiles slowly; golden cases cover the
-    // others
+    // the smallest and the largest kernels; golden cases cover the others, because lavapipe
+    // compiles each for seconds
     let dims = [(1, 256), (33, 32), (256, 31)];
     for (number, (head_dim, value_dim)) in dims.into_iter().enumerate() {
         let dims =
@@ -83,9 +83,7 @@ fn dropout_drops_the_pairs_that_the_cpu_drops() {
     let got = WgpuRing::new(gpu).run(&case, &setting, 1).unwrap().remove(0);
     let dropped = |out: &Array4<f64>| out.mapv(|weight| weight == 0.0);
     assert!(dropped(&want.out) == dropped(&got.out), "other pairs were dropped");
-    let (kept, visible) = (
-        got.out.iter().filter(|&&weight| weight != 0.0).count() as f64,
-        f64::from(2 * 2 * 32 * 33 / 2),
-    );
+    let kept = got.out.iter().filter(|&&weight| weight != 0.0).count() as f64;
+    let visible = f64::from(2 * 2 * 32 * 33 / 2);
     assert!((kept / visible - 0.63).abs() < 0.05, "{kept} of {visible} were kept");
 }

@@ -1,4 +1,4 @@
-//! Devices, buffers and errors that a caller or another library made.
+//! Devices, buffers and errors of a caller or of another library.
 
 use annulus::{
     Attention, Dims, Error,
@@ -43,34 +43,34 @@ fn alone() -> Threads {
 const DIMS: Dims = Dims::new(1, 40, 2, 8);
 
 #[test]
-fn a_device_of_somebody_else_serves_too() {
+fn a_callers_device_is_adopted() {
     let Some((device, queue)) = foreign(Limits::default()) else { return };
-    let gpu = Gpu::adopt(device, queue, None).expect("it is a good device");
+    let gpu = Gpu::adopt(device, queue, None).expect("a device with default limits");
     // it was opened without subgroups
     assert_eq!(gpu.level(), Level::Plain);
     suite::random_cases(&WgpuRing::new(gpu).only(F32), 400..408).unwrap();
 }
 
 #[test]
-fn a_device_that_lacks_something_is_refused() {
+fn a_device_with_small_limits_or_without_features_is_refused() {
     let Some((device, queue)) = foreign(Limits::downlevel_defaults()) else { return };
-    let told = Gpu::adopt(device, queue, None);
+    let adopted = Gpu::adopt(device, queue, None);
     assert!(
-        matches!(&told, Err(Error::Unsupported { what, .. }) if what.contains("it takes")),
-        "{told:?}"
+        matches!(&adopted, Err(Error::Unsupported { what, .. }) if what.contains("it takes")),
+        "{adopted:?}"
     );
     for level in [Level::Subgroup, Level::Matrix] {
         let Some((device, queue)) = foreign(Limits::default()) else { return };
-        let told = Gpu::adopt(device, queue, Some(level));
+        let adopted = Gpu::adopt(device, queue, Some(level));
         assert!(
-            matches!(&told, Err(Error::Unsupported { what, .. }) if what.contains(level.name())),
-            "{told:?}"
+            matches!(&adopted, Err(Error::Unsupported { what, .. }) if what.contains(level.name())),
+            "{adopted:?}"
         );
     }
 }
 
 #[test]
-fn a_buffer_of_somebody_else_serves_if_it_is_large_enough_and_may_be_used() {
+fn a_callers_buffer_is_adopted_if_its_size_and_usages_suffice() {
     let Some(gpu) = gpu() else { return };
     let buffer = |size, usage| {
         gpu.device().create_buffer(&BufferDescriptor {
@@ -84,9 +84,8 @@ fn a_buffer_of_somebody_else_serves_if_it_is_large_enough_and_may_be_used() {
     let adopt = |buffer, dtype| Tensor::adopt(&gpu, buffer, [1, 3, 2, 5], dtype);
     let zeros = adopt(buffer(120, all), DType::F32).unwrap().download::<f32>().unwrap();
     assert!(zeros.shape() == [1, 3, 2, 5] && zeros.iter().all(|&x| x == 0.0));
-    assert!(
-        matches!(adopt(buffer(116, all), DType::F32), Err(Error::InvalidArgument { got, .. }) if got.contains("116"))
-    );
+    let small = adopt(buffer(116, all), DType::F32);
+    assert!(matches!(small, Err(Error::InvalidArgument { got, .. }) if got.contains("116")));
     assert!(matches!(
         adopt(buffer(120, BufferUsages::STORAGE), DType::F32),
         Err(Error::InvalidArgument { .. })
@@ -101,7 +100,10 @@ fn a_tensor_of_another_device_is_an_error_that_ends_the_plan() {
     let (Some(gpu), Some(other)) = (gpu(), open(&Options::default())) else { return };
     let mut ring = ring(&gpu, alone(), &Attention::new(), DIMS).expect("a plan");
     let tensor = |gpu: &Gpu| Tensor::zeros(gpu, [1, 40, 2, 8], DType::F32).unwrap();
-    let (q, k, v, mut out) = (tensor(&other), tensor(&gpu), tensor(&gpu), tensor(&gpu));
+    let q = tensor(&other);
+    let k = tensor(&gpu);
+    let v = tensor(&gpu);
+    let mut out = tensor(&gpu);
     let mut lse = Tensor::zeros(&gpu, [1, 2, 40, 1], DType::F32).unwrap();
     let mut pass = |ring: &mut annulus::Ring<_>| {
         let inputs = Inputs { q: &q, k: &k, v: &v, bias: None, sinks: None };
@@ -111,10 +113,10 @@ fn a_tensor_of_another_device_is_an_error_that_ends_the_plan() {
         )
         .err()
     };
-    let told = pass(&mut ring);
+    let error = pass(&mut ring);
     assert!(
-        matches!(&told, Some(Error::InvalidArgument { argument, .. }) if argument == "query"),
-        "{told:?}"
+        matches!(&error, Some(Error::InvalidArgument { argument, .. }) if argument == "query"),
+        "{error:?}"
     );
     assert!(matches!(pass(&mut ring), Some(Error::Poisoned { .. })));
     // the devices still work
@@ -125,9 +127,9 @@ fn a_tensor_of_another_device_is_an_error_that_ends_the_plan() {
 }
 
 #[test]
-fn blocks_that_another_device_would_copy_are_an_error_on_every_rank() {
+fn a_copier_of_another_device_is_an_error_on_every_rank() {
     let (Some(gpu), Some(other)) = (gpu(), open(&Options::default())) else { return };
-    let told = each_rank(threads::ring(2), |rank, transport| {
+    let errors = each_rank(threads::ring(2), |rank, transport| {
         let copier = Copier::new(if rank == 0 { gpu.clone() } else { other.clone() });
         let transport =
             Box::new(Deadline::new(Staged::<_, WgpuSpace>::new(transport, copier), DEADLINE)?);
@@ -141,10 +143,10 @@ fn blocks_that_another_device_would_copy_are_an_error_on_every_rank() {
     })
     .expect("every rank answers");
     assert!(
-        matches!(&told[1], Some(Error::InvalidArgument { argument, .. }) if argument == "block"),
-        "{told:?}"
+        matches!(&errors[1], Some(Error::InvalidArgument { argument, .. }) if argument == "block"),
+        "{errors:?}"
     );
-    assert!(told[0].as_ref().is_some_and(Error::is_fatal), "{told:?}");
+    assert!(errors[0].as_ref().is_some_and(Error::is_fatal), "{errors:?}");
 }
 
 #[test]
@@ -159,23 +161,23 @@ fn a_device_serves_at_several_levels_at_once() {
         forward(&gpu, &mut ring, DIMS).expect("a pass");
     }
     gpu.device().destroy();
-    // and a loss of the device
-    let told = gpu.at(Level::Plain).and_then(|at| at.synchronize()).err();
-    assert!(matches!(told, Some(Error::Device { .. })), "{told:?}");
+    // they share the loss of the device too
+    let error = gpu.at(Level::Plain).and_then(|at| at.synchronize()).err();
+    assert!(matches!(error, Some(Error::Device { .. })), "{error:?}");
 }
 
 #[test]
-fn memory_that_cannot_be_had_is_told_with_how_much_it_was() {
+fn an_allocation_that_fails_is_an_error_with_its_size() {
     let Some(gpu) = gpu() else { return };
-    let told = Tensor::zeros(&gpu, [1, 1 << 30, 1 << 7, 1 << 8], DType::F32).err();
+    let error = Tensor::zeros(&gpu, [1, 1 << 30, 1 << 7, 1 << 8], DType::F32).err();
     assert!(
-        matches!(told, Some(Error::OutOfMemory { asked, free: Some(_), .. }) if asked == 1 << 47),
-        "{told:?}"
+        matches!(error, Some(Error::OutOfMemory { asked, free: Some(_), .. }) if asked == 1 << 47),
+        "{error:?}"
     );
 }
 
 #[test]
-fn an_error_that_nobody_waits_for_is_no_panic_and_ends_what_comes_after() {
+fn an_error_outside_of_error_scopes_does_not_panic_and_fails_later_calls() {
     let Some(gpu) = open(&Options::default()) else { return };
     let size = gpu.device().limits().max_buffer_size + 4;
     // another user of the device allocates too much, outside of error scopes
@@ -185,7 +187,10 @@ fn an_error_that_nobody_waits_for_is_no_panic_and_ends_what_comes_after() {
         usage: BufferUsages::STORAGE,
         mapped_at_creation: false,
     }));
-    let told = Tensor::zeros(&gpu, [1, 1, 1, 1], DType::F32).err();
-    assert!(matches!(&told, Some(Error::Device { what }) if what.contains("no call")), "{told:?}");
+    let error = Tensor::zeros(&gpu, [1, 1, 1, 1], DType::F32).err();
+    assert!(
+        matches!(&error, Some(Error::Device { what }) if what.contains("no call")),
+        "{error:?}"
+    );
     assert!(gpu.synchronize().is_err());
 }

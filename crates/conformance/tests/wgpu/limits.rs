@@ -11,7 +11,7 @@ use annulus_wgpu::{Gpu, Options};
 
 use super::{gpu, open, ring};
 
-/// A case of two groups of heads, two batch rows and a bias of all axes, long enough to be cut.
+/// A case of two GQA groups, two batch rows and a bias on all axes, long enough to be split.
 fn long_case() -> Case {
     let dims = Dims {
         batch: 2,
@@ -29,7 +29,7 @@ fn long_case() -> Case {
 }
 
 #[test]
-fn tensors_larger_than_a_binding_are_worked_in_parts() {
+fn tensors_larger_than_a_binding_are_processed_in_parts() {
     let Some(whole) = gpu() else { return };
     // the bias alone has 720 000 bytes
     let Some(small) = open(&Options { most_binding_bytes: Some(80 << 10), ..Options::default() })
@@ -47,8 +47,9 @@ fn tensors_larger_than_a_binding_are_worked_in_parts() {
 }
 
 #[test]
-fn more_workgroups_than_a_line_of_the_grid_has_are_folded() {
-    // instead of 65 535; the query tiles are 64 workgroups, and no kernel has more than 20 × 20
+fn workgroups_beyond_one_axis_of_the_grid_use_a_second_axis() {
+    // the default limit is 65 535; the query tiles are 64 workgroups, and no kernel has more than
+    // 20 × 20
     let Some(narrow) = open(&Options { most_groups_a_line: Some(20), ..Options::default() }) else {
         return;
     };
@@ -74,7 +75,7 @@ fn more_workgroups_than_a_line_of_the_grid_has_are_folded() {
 }
 
 #[test]
-fn more_than_65_535_workgroups_are_folded() {
+fn more_than_65_535_workgroups_use_a_second_axis() {
     let Some(gpu) = gpu() else { return };
     // a workgroup copies 64 elements: 66 000 workgroups for the keys alone
     let dims = Dims {
@@ -90,8 +91,8 @@ fn more_than_65_535_workgroups_are_folded() {
 }
 
 #[test]
-fn no_tile_of_a_long_row_is_left_out() {
-    // Mesa before 23 leaves loops early: here after some 15 000 keys, with longer vectors after a
+fn every_tile_of_a_long_row_is_computed() {
+    // Mesa before 23 leaves loops early: here after about 15 000 keys, with longer vectors after a
     // few thousand
     let Some(gpu) = gpu() else { return };
     let dims = Dims {
@@ -107,7 +108,7 @@ fn no_tile_of_a_long_row_is_left_out() {
     holds(gpu, Dims { q_len: 17_000, kv_len: 1, ..dims });
 }
 
-/// Runs a whole pass and compares it with the oracle.
+/// Runs forward and backward and compares the answer with the oracle's.
 fn holds(gpu: Gpu, dims: Dims) {
     let case = Case::new("long", Spec::new(dims, DType::F64), Masks::default(), &mut Draw::new(7))
         .in_dtype(DType::F32);
@@ -118,7 +119,7 @@ fn holds(gpu: Gpu, dims: Dims) {
 #[test]
 fn limits_that_are_too_small_are_an_error_at_plan_time_on_every_rank() {
     let Some(plenty) = gpu() else { return };
-    // one tile of these keys takes 32 rows of 32 KiB in one binding
+    // one tile of these keys is 32 rows of 32 KiB in one binding
     let dims = Dims {
         batch: 1,
         q_len: 64,

@@ -1,4 +1,4 @@
-//! Devices that are lost, before a pass and in the middle of one.
+//! Devices that are lost, before a pass and during one.
 
 use std::{
     sync::{
@@ -17,24 +17,25 @@ use annulus_wgpu::{Gpu, Options, Tensor, Wgpu};
 
 use super::{DEADLINE, gpu, open, ring};
 
-/// Time at which rank 1's device is destroyed: before a pass, or in the middle of one, by a mask
-/// when it is evaluated for keys of another rank.
+/// Time at which rank 1's device is destroyed: before a pass, or during one, when the mask is
+/// evaluated for keys of another rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Doom {
     BeforeThePass,
-    InMidRing,
-    InBackward,
+    DuringForward,
+    DuringBackward,
 }
 
-/// Destroys rank 1's device; checks every rank's errors of the pass that fails and of the next one.
+/// Destroys rank 1's device; checks every rank's errors of the pass that fails and of the next.
 fn lose(doom: Doom) {
     let dims = Dims::new(1, 96, 2, 8);
     let Some(healthy) = gpu() else { return };
     let Some(doomed) = open(&Options::default()) else { return };
     let armed = Arc::new(AtomicBool::new(false));
     let attention = || {
-        let (gpu, armed) = (doomed.clone(), Arc::clone(&armed));
-        // everything is visible; rank 1 has rows 32 … 63
+        let gpu = doomed.clone();
+        let armed = Arc::clone(&armed);
+        // every pair is visible; rank 1 owns rows 32 … 63
         let visible = move |i: i64, j: i64| {
             if (32..64).contains(&i)
                 && !(32..64).contains(&j)
@@ -49,8 +50,9 @@ fn lose(doom: Doom) {
     let fates = each_rank(threads::ring(3), |rank, transport| {
         let gpu = if rank == 1 { &doomed } else { &healthy };
         let mut ring = ring(gpu, transport, &attention(), dims)?;
-        let (inputs, mut outputs, mut gradients) =
-            (tensors(gpu, &ring, dims)?, outputs(gpu, &ring, dims)?, tensors(gpu, &ring, dims)?);
+        let inputs = tensors(gpu, &ring, dims)?;
+        let mut outputs = outputs(gpu, &ring, dims)?;
+        let mut gradients = tensors(gpu, &ring, dims)?;
         let [q, k, v] = &inputs;
         let inputs = Inputs { q, k, v, bias: None, sinks: None };
         let [out, lse] = &mut outputs;
@@ -59,12 +61,12 @@ fn lose(doom: Doom) {
         if rank == 1 {
             match doom {
                 Doom::BeforeThePass => gpu.device().destroy(),
-                Doom::InMidRing | Doom::InBackward => armed.store(true, Ordering::SeqCst),
+                Doom::DuringForward | Doom::DuringBackward => armed.store(true, Ordering::SeqCst),
             }
         }
         // the tensors exist already, so the error is the ring's
         let mut pass = || match doom {
-            Doom::InBackward => {
+            Doom::DuringBackward => {
                 let inputs = BackwardInputs {
                     forward: inputs.reborrow(),
                     out: &outputs[0],
@@ -87,8 +89,8 @@ fn lose(doom: Doom) {
         let errors = (pass(), pass());
         Ok((errors, start.elapsed()))
     })
-    .expect("every rank comes to its end");
-    assert!(!armed.load(Ordering::SeqCst), "{doom:?} never came");
+    .expect("every rank returns");
+    assert!(!armed.load(Ordering::SeqCst), "{doom:?}: the mask was not evaluated");
     for (rank, ((first, second), after)) in fates.iter().enumerate() {
         assert!(*after < DEADLINE, "rank {rank} took {after:?}");
         assert!(first.as_ref().is_some_and(Error::is_fatal), "rank {rank}: {first:?}");
@@ -107,13 +109,13 @@ fn a_device_that_is_destroyed_ends_every_plan_before_the_deadline() {
 }
 
 #[test]
-fn a_device_that_is_destroyed_in_mid_ring_ends_every_plan_before_the_deadline() {
-    lose(Doom::InMidRing);
+fn a_device_that_is_destroyed_during_forward_ends_every_plan_before_the_deadline() {
+    lose(Doom::DuringForward);
 }
 
 #[test]
-fn a_device_that_is_destroyed_in_backward_ends_every_plan_before_the_deadline() {
-    lose(Doom::InBackward);
+fn a_device_that_is_destroyed_during_backward_ends_every_plan_before_the_deadline() {
+    lose(Doom::DuringBackward);
 }
 
 fn tensors(gpu: &Gpu, ring: &Ring<Wgpu>, dims: Dims) -> Result<[Tensor; 3]> {

@@ -34,7 +34,7 @@ fn ring(gpu: &Gpu, transport: Threads, mode: BackwardMode) -> Result<HostRing> {
     )
 }
 
-/// Tensors of one rank: of the shapes of q, k, v, out, lse.
+/// Tensors of one rank with the shapes of q, k, v, out and lse.
 struct Tensors {
     q: Array4<f32>,
     k: Array4<f32>,
@@ -92,7 +92,8 @@ impl Rank {
     }
 
     fn forward(&mut self) -> Result<Report> {
-        let (mut out, mut lse) = (self.tensors.out.clone(), self.tensors.lse.clone());
+        let mut out = self.tensors.out.clone();
+        let mut lse = self.tensors.lse.clone();
         let mut outputs = Outputs {
             out: HostViewMut::F32(out.view_mut()),
             lse: HostViewMut::F32(lse.view_mut()),
@@ -101,9 +102,10 @@ impl Rank {
             ties: None,
         };
         let report = self.ring.forward(&self.tensors.inputs(), &mut outputs)?;
-        // equal scores: the mean of equal values
+        // equal scores: every output is the mean of equal values
         assert!(out.iter().all(|&out| (out - 0.5).abs() < 1e-6));
-        (self.tensors.out, self.tensors.lse) = (out, lse);
+        self.tensors.out = out;
+        self.tensors.lse = lse;
         Ok(report)
     }
 
@@ -129,7 +131,7 @@ impl Rank {
                 dsinks: None,
             },
         )?;
-        // every key has the weight 1 / 96 for 96 queries of two heads
+        // every key has the weight 1 / 96 in each of 96 queries of two heads
         assert!(gradients.v.iter().all(|&dv| (dv - 0.5).abs() < 1e-5));
         Ok(report)
     }
@@ -155,9 +157,9 @@ fn measure(
     (ranks, copied, sent.into_iter().sum())
 }
 
-/// A block crosses to the host once for each rank that it is sent to; on one rank, never.
+/// A block is copied to the host once for each rank that receives it; with one rank, never.
 #[test]
-fn only_the_callers_tensors_and_what_is_sent_cross_to_the_host() {
+fn only_the_callers_tensors_and_sent_blocks_are_copied_to_the_host() {
     for mode in [BackwardMode::OnePass, BackwardMode::TwoPass] {
         for count in [1, 2] {
             // a device of its own, on which no other test copies

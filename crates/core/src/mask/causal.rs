@@ -1,12 +1,13 @@
-//! j' ≤ i' + offset.
+//! Causal mask: j' ≤ i' + offset.
 
 use super::{Key, Mask, Query, clip};
 use crate::{Fingerprint, KeyIntervals};
 
-/// A query sees the keys that do not come after it: j' ≤ i' + offset.
+/// Causal mask: a query attends to the keys at j' ≤ i' + offset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Causal {
-    /// How far ahead a query sees; negative hides its nearest past too. 0 is the ordinary causal mask.
+    /// Number of later positions that are visible. A negative offset also masks the nearest earlier
+    /// positions. 0 is the ordinary causal mask.
     pub offset: i64,
 }
 

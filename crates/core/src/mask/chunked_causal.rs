@@ -1,21 +1,22 @@
-//! ⌊i'/size⌋ = ⌊j'/size⌋ and j' ≤ i'.
+//! Chunked causal mask: ⌊i'/size⌋ = ⌊j'/size⌋ and j' ≤ i'.
 
 use super::{Key, Mask, Query, clip};
 use crate::{Dims, Error, Fingerprint, KeyIntervals, Result};
 
-/// Causal within chunks of `size` positions: ⌊i'/size⌋ = ⌊j'/size⌋ and j' ≤ i'. Negative positions divide with floor.
+/// Causal mask within chunks of `size` positions: ⌊i'/size⌋ = ⌊j'/size⌋ and j' ≤ i'. The division
+/// rounds down for negative positions too.
 ///
 /// # Source
-/// Llama 4's chunked attention.
+/// Chunked attention of Llama 4.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkedCausal {
-    /// Positions a chunk, at least 1.
+    /// Positions per chunk, at least 1.
     pub size: u64,
 }
 
 impl ChunkedCausal {
     fn chunk(&self, position: i64) -> i128 {
-        // a size of 0 never passes `validate`; here it must only not divide by zero
+        // `validate` rejects a size of 0; before it, a division by zero must not panic
         i128::from(position).div_euclid(i128::from(self.size.max(1)))
     }
 }

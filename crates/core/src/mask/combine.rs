@@ -1,19 +1,20 @@
-//! Masks joined by and, by or.
+//! Conjunctions and disjunctions of masks.
 
 use std::{any::Any, sync::Arc};
 
 use super::{Everything, Key, Mask, Query, SharedMask};
 use crate::{Dims, Fingerprint, KeyIntervals, Result};
 
-/// Visible where all of the masks say so; everywhere if there is none.
+/// Conjunction: a pair is visible if it is visible under every mask. Of no masks: every pair.
 #[derive(Debug, Clone)]
 pub struct And(pub Vec<SharedMask>);
 
-/// Visible where any of the masks says so; nowhere if there is none.
+/// Disjunction: a pair is visible if it is visible under some mask. Of no masks: no pair.
 #[derive(Debug, Clone)]
 pub struct Or(pub Vec<SharedMask>);
 
-/// Both masks at once, flat: ands of ands are one [`And`], and [`Everything`] drops out.
+/// Returns the conjunction of two masks. Nested [`And`]s are merged into one, and [`Everything`] is
+/// omitted.
 pub fn and(a: SharedMask, b: SharedMask) -> SharedMask {
     let mut parts = Vec::new();
     for mask in [a, b] {
@@ -33,7 +34,8 @@ pub fn and(a: SharedMask, b: SharedMask) -> SharedMask {
     }
 }
 
-/// Either mask, flat: ors of ors are one [`Or`], and [`Everything`] swallows the rest.
+/// Returns the disjunction of two masks. Nested [`Or`]s are merged into one. If a mask is
+/// [`Everything`], so is the result.
 pub fn or(a: SharedMask, b: SharedMask) -> SharedMask {
     let mut parts = Vec::new();
     for mask in [a, b] {
@@ -70,7 +72,7 @@ impl Mask for And {
         let mut all = Some(KeyIntervals::everything());
         for mask in &self.0 {
             let part = mask.intervals(query);
-            // nothing stays nothing, even beside a mask that cannot be said in intervals
+            // the empty mask is absorbing, also beside a mask without intervals
             if part.as_ref().is_some_and(|part| part.ranges().is_empty()) {
                 return part;
             }
@@ -81,7 +83,7 @@ impl Mask for And {
 
     fn bound(&self, query: &Query) -> KeyIntervals {
         let parts = self.0.iter().map(|mask| mask.bound(query));
-        // where both take too many intervals, either alone is a bound too
+        // each bound alone is a bound of the conjunction too, if both need too many intervals
         parts.fold(KeyIntervals::everything(), |all, part| all.and(&part).unwrap_or(all))
     }
 
@@ -112,7 +114,7 @@ impl Mask for Or {
         let mut any = Some(KeyIntervals::nothing());
         for mask in &self.0 {
             let part = mask.intervals(query);
-            // everything stays everything, even beside a mask that cannot be said in intervals
+            // the full mask is absorbing, also beside a mask without intervals
             if part.as_ref().is_some_and(|part| *part == KeyIntervals::everything()) {
                 return part;
             }

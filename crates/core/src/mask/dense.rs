@@ -1,12 +1,15 @@
-//! Bits by row number.
+//! Dense mask of the spec: one bit per pair of row numbers.
 
 use std::sync::Arc;
 
 use super::{Key, Mask, Query};
 use crate::{DenseMask, Dims, Fingerprint, KeyIntervals, Result};
 
-/// A dense mask that belongs to the problem, not to a batch: every rank has all its query and key rows. Looked up by row number, whatever
-/// the positions; broadcast over batch rows and heads where it has one of them.
+/// A dense mask of the spec. Every rank has all its query and key rows, in contrast to
+/// [`crate::Batch::attention_mask`].
+///
+/// It is indexed by row numbers instead of positions, and broadcast over batch rows or heads if it
+/// has one of them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Dense(pub Arc<DenseMask>);
 

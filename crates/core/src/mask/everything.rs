@@ -1,9 +1,9 @@
-//! The mask that hides nothing.
+//! The mask of full attention.
 
 use super::{Key, Mask, Query};
 use crate::{Fingerprint, KeyIntervals};
 
-/// Every query sees every key.
+/// Full attention: every query attends to every key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Everything;
 

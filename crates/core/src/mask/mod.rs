@@ -1,8 +1,10 @@
-//! Who may see whom: pure predicates on positions and row numbers, closed under and/or, with a lowering to intervals.
+//! Masks: pure predicates on positions and row numbers, closed under conjunction and disjunction.
 //!
-//! A mask has two views. [`Mask::visible`] is its meaning. [`Mask::intervals`] is its *lowering*: for one query the key **positions** that
-//! it sees, as at most a few half-open intervals, or `None` where it cannot be said so (dense masks, closures): then bits are made
-//! lazily, a tile at a time, from `visible`. Kernels only ever see intervals, segment ids and bits, so a new mask is never a new kernel.
+//! A mask has a definition and a lowering. [`Mask::visible`] is the definition.
+//! [`Mask::intervals`] lowers the mask to the key **positions** that one query attends to, as a few
+//! half-open intervals. It is `None` for dense masks and closures; their bits are computed from
+//! `visible`, one tile at a time. Kernels read intervals, segment ids and bits only, so a new mask
+//! needs no new kernel.
 
 use std::{any::Any, sync::Arc};
 
@@ -30,20 +32,20 @@ pub use predicate::Predicate;
 pub use prefix::Prefix;
 pub use window::Window;
 
-/// A query as a mask sees it.
+/// Properties of a query on which a mask can depend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Query {
     /// Batch row.
     pub batch: usize,
     /// Query head.
     pub head: usize,
-    /// Row number in the unsharded sequence: bias tensors, dense masks and dropout go by it.
+    /// Row number in the unsharded sequence: the index in bias tensors, dense masks and dropout.
     pub row: u64,
-    /// Position i': what causal, windows and chunks compare.
+    /// Position i', which causal masks, windows and chunks compare.
     pub position: i64,
 }
 
-/// A key as a mask sees it.
+/// Properties of a key on which a mask can depend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Key {
     /// Row number in the unsharded sequence.
@@ -55,11 +57,11 @@ pub struct Key {
 /// A pure predicate on (query, key) pairs: visible or masked.
 ///
 /// # Examples
-/// A custom mask is a name and one function; a third makes it fast:
+/// A custom mask needs a fingerprint, the predicate and its lowering:
 /// ```
 /// use annulus_core::{Fingerprint, Mask, KeyIntervals, mask::{Key, Query}};
 ///
-/// /// Every query sees the keys at the two positions before its own.
+/// /// Every query attends to the keys at the two positions before its own.
 /// #[derive(Debug)]
 /// struct TwoBefore;
 ///
@@ -78,45 +80,48 @@ pub struct Key {
 /// }
 /// ```
 pub trait Mask: Any + std::fmt::Debug + Send + Sync {
-    /// Adds all that the mask depends on to a fingerprint: a name, and the numbers that it was made
-    /// with. Ranks refuse to plan with different fingerprints.
+    /// Adds all that the mask depends on to a fingerprint: its name and its parameters. If the
+    /// fingerprints of ranks differ, creating a plan fails.
     fn fingerprint(&self, into: Fingerprint) -> Fingerprint;
 
     /// Returns true if `query` attends to `key`.
     fn visible(&self, query: &Query, key: &Key) -> bool;
 
-    /// The key positions that `query` sees, exactly; `None` if they are no few intervals of positions.
+    /// Returns exactly the key positions that `query` attends to; `None` if they are not a few
+    /// intervals.
     fn intervals(&self, query: &Query) -> Option<KeyIntervals>;
 
-    /// Key positions among which are all that `query` sees: exact where [`Mask::intervals`] is, else as tight as is cheap. Tiles outside cost nothing.
+    /// Returns a superset of the key positions that `query` attends to: [`Mask::intervals`] if it
+    /// is not `None`. Tiles outside are skipped, so a tight bound saves time.
     fn bound(&self, query: &Query) -> KeyIntervals {
         self.intervals(query).unwrap_or_else(KeyIntervals::everything)
     }
 
-    /// Whether the answer depends on the query's head.
+    /// Returns true if the result depends on the query's head.
     fn per_head(&self) -> bool {
         false
     }
 
-    /// Whether the answer depends on the batch row other than through positions.
+    /// Returns true if the result depends on the batch row other than through positions.
     fn per_batch(&self) -> bool {
         false
     }
 
-    /// Checks the mask's own numbers.
+    /// Checks the parameters of the mask.
     ///
     /// # Errors
     /// [`crate::Error::InvalidArgument`] naming the field.
     fn validate(&self, _dims: &Dims) -> Result<()> {
-        // a mask without numbers is right for any dims
+        // a mask without parameters is valid for any dims
         Ok(())
     }
 }
 
-/// A shared mask.
+/// A mask with shared ownership.
 pub type SharedMask = Arc<dyn Mask>;
 
-/// A number of any size as a position. Positions lie within ±`i64::MAX / 4`, so the clipped number compares with them as the true one does.
+/// Clamps a number to the range of positions. Positions lie within ±`i64::MAX / 4`, so the clamped
+/// number compares with them as the number itself does.
 fn clip(number: i128) -> i64 {
     if number >= i128::from(i64::MAX) {
         i64::MAX

@@ -1,9 +1,9 @@
-//! One mask a query head.
+//! A mask for each query head.
 
 use super::{Key, Mask, Query, SharedMask};
 use crate::{Dims, Error, Fingerprint, KeyIntervals, Result};
 
-/// Query head h goes by mask h.
+/// A list of masks, one per query head: head h uses mask h.
 #[derive(Debug, Clone)]
 pub struct PerHead(pub Vec<SharedMask>);
 
@@ -38,7 +38,7 @@ impl Mask for PerHead {
             return Err(Error::invalid(
                 "mask",
                 format!("{} masks", self.0.len()),
-                format!("{}, one a query head", dims.q_heads),
+                format!("{}, one per query head", dims.q_heads),
             ));
         }
         self.0.iter().try_for_each(|mask| mask.validate(dims))

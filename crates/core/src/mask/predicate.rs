@@ -1,4 +1,4 @@
-//! Any closure as a mask.
+//! A mask defined by a closure.
 
 use std::{fmt, sync::Arc};
 
@@ -7,7 +7,10 @@ use crate::{Fingerprint, KeyIntervals};
 
 type Function = dyn Fn(&Query, &Key) -> bool + Send + Sync;
 
-/// A closure with a name. Ranks agree on the **name**: give two closures that differ two names, and write what a closure captures into it.
+/// A mask defined by a closure and identified by a name.
+///
+/// Ranks compare only the **name**. Closures that differ need different names, and the name must
+/// contain the values that a closure captures.
 ///
 /// # Examples
 /// ```
@@ -22,7 +25,8 @@ pub struct Predicate {
 }
 
 impl Predicate {
-    /// A mask that may depend on all that is known of a pair. It is asked anew for every batch row and head.
+    /// Creates a mask that may depend on all fields of query and key. It is evaluated for every
+    /// batch row and head.
     pub fn of_pairs(
         name: impl Into<String>,
         visible: impl Fn(&Query, &Key) -> bool + Send + Sync + 'static,
@@ -30,7 +34,8 @@ impl Predicate {
         Self { name: name.into(), by_position_only: false, visible: Arc::new(visible) }
     }
 
-    /// A mask on the positions (i', j') alone. It is asked once for all heads.
+    /// Creates a mask of the positions (i', j') alone. It is evaluated once for all heads, and for
+    /// all batch rows with equal positions.
     pub fn of_positions(
         name: impl Into<String>,
         visible: impl Fn(i64, i64) -> bool + Send + Sync + 'static,

@@ -1,15 +1,17 @@
-//! j' < len or j' ≤ i': a prefix that all see, causal after it.
+//! Prefix mask: j' < len or j' ≤ i'.
 
 use super::{Key, Mask, Query, clip};
 use crate::{Fingerprint, KeyIntervals};
 
-/// The mask of a prefix language model: every query sees the first `len` positions, and is causal beyond: j' < len or j' ≤ i'.
+/// Mask of a prefix language model: the first `len` positions are visible to every query, later
+/// positions causally. j' < len or j' ≤ i'.
 ///
 /// # Source
-/// Raffel et al. 2020.
+/// Raffel et al. 2020, Exploring the Limits of Transfer Learning with a Unified Text-to-Text
+/// Transformer, §3.2.1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Prefix {
-    /// Positions that every query sees.
+    /// Number of positions that are visible to every query.
     pub len: u64,
 }
 

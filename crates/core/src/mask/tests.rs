@@ -1,4 +1,4 @@
-//! The two views of every mask are held equal: `visible` and the lowering to intervals.
+//! Every mask's predicate compared with its lowering to intervals and with its formula.
 
 use std::sync::Arc;
 
@@ -14,7 +14,13 @@ fn position() -> impl Strategy<Value = i64> {
 }
 
 fn offset() -> impl Strategy<Value = i64> {
-    prop_oneof![4 => Just(0i64), 6 => -9i64..9, 1 => any::<i64>(), 1 => Just(i64::MAX), 1 => Just(i64::MIN)]
+    prop_oneof![
+        4 => Just(0i64),
+        6 => -9i64..9,
+        1 => any::<i64>(),
+        1 => Just(i64::MAX),
+        1 => Just(i64::MIN)
+    ]
 }
 
 fn size() -> impl Strategy<Value = u64> {
@@ -43,7 +49,7 @@ fn leaf() -> impl Strategy<Value = SharedMask> {
     ]
 }
 
-/// Any mask, nested up to three deep.
+/// Returns any mask, with up to three levels of combinations.
 pub(crate) fn any_mask() -> impl Strategy<Value = SharedMask> {
     leaf().prop_recursive(3, 12, 3, |inner| {
         let shared = |mask: Arc<dyn Mask>| mask;
@@ -68,17 +74,28 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
     #[test]
-    fn the_lowering_is_the_mask(mask in any_mask(), head in 0usize..2, i in position(), keys in prop::collection::vec(position(), 40)) {
+    fn the_lowering_equals_the_predicate(
+        mask in any_mask(),
+        head in 0usize..2,
+        i in position(),
+        keys in prop::collection::vec(position(), 40),
+    ) {
         let (query, _) = pair(head, i, 0);
-        let (spans, bound) = (mask.intervals(&query), mask.bound(&query));
-        // around the query and around the lowering's own ends, where mistakes of one live
-        let ends = bound.ranges().iter().flat_map(|range| [range.start, range.end]).flat_map(|end| (-1..=1).map(move |d| end.saturating_add(d)));
-        let near = (-2..=2).map(|d| i + d);
-        for j in keys.into_iter().chain(ends.filter(|end| end.unsigned_abs() <= FAR as u64)).chain(near) {
+        let intervals = mask.intervals(&query);
+        let bound = mask.bound(&query);
+        // also near the query and near the ends of the bound, to detect off-by-one errors
+        let near_query = (-2..=2).map(|d| i + d);
+        let near_ends = bound
+            .ranges()
+            .iter()
+            .flat_map(|range| [range.start, range.end])
+            .flat_map(|end| (-1..=1).map(move |d| end.saturating_add(d)))
+            .filter(|end| end.unsigned_abs() <= FAR as u64);
+        for j in keys.into_iter().chain(near_ends).chain(near_query) {
             let (query, key) = pair(head, i, j);
             let visible = mask.visible(&query, &key);
-            if let Some(spans) = &spans {
-                prop_assert_eq!(visible, spans.contains(j), "{:?} i={} j={}", &mask, i, j);
+            if let Some(intervals) = &intervals {
+                prop_assert_eq!(visible, intervals.contains(j), "{:?} i={} j={}", &mask, i, j);
             }
             prop_assert!(!visible || bound.contains(j), "{:?} i={} j={}", &mask, i, j);
         }
@@ -87,30 +104,51 @@ proptest! {
     #[test]
     fn and_or_are_logical(a in any_mask(), b in any_mask(), i in position(), j in position()) {
         let (query, key) = pair(0, i, j);
-        let (x, y) = (a.visible(&query, &key), b.visible(&query, &key));
+        let x = a.visible(&query, &key);
+        let y = b.visible(&query, &key);
         prop_assert_eq!(and(a.clone(), b.clone()).visible(&query, &key), x && y);
         prop_assert_eq!(or(a, b).visible(&query, &key), x || y);
     }
 
-    /// The formulas of the table in SEMANTICS, in 128 bits so that nothing clips.
+    /// The formulas of the table in `docs/semantics.md`, in 128 bits so that no number is clamped.
     #[test]
-    fn masks_mean_what_the_table_says(i in position(), j in position(), offset in offset(), left in size(), right in size(), n in size()) {
+    fn masks_equal_their_formulas(
+        i in position(),
+        j in position(),
+        offset in offset(),
+        left in size(),
+        right in size(),
+        n in size(),
+    ) {
         let (query, key) = pair(0, i, j);
-        let (p, k, c) = (i128::from(i), i128::from(j), i128::from(i) + i128::from(offset));
-        let (l, r, first, size) = (i128::from(left), i128::from(right), i128::from(n), i128::from(n.max(1)));
-        prop_assert_eq!(Causal { offset }.visible(&query, &key), k <= c);
-        let window = |left, right, first_visible| Window { left, right, first_visible, offset }.visible(&query, &key);
-        prop_assert_eq!(window(Some(left), Some(right), 0), c - l <= k && k <= c + r);
-        prop_assert_eq!(window(None, Some(right), 0), k <= c + r);
-        prop_assert_eq!(window(Some(left), None, 0), c - l <= k);
-        prop_assert_eq!(window(Some(left), Some(right), n), (c - l <= k && k <= c + r) || (n > 0 && k < first));
-        prop_assert_eq!(ChunkedCausal { size: n.max(1) }.visible(&query, &key), p.div_euclid(size) == k.div_euclid(size) && k <= p);
+        let p = i128::from(i);
+        let k = i128::from(j);
+        let centre = p + i128::from(offset);
+        let from = centre - i128::from(left);
+        let to = centre + i128::from(right);
+        prop_assert_eq!(Causal { offset }.visible(&query, &key), k <= centre);
+        let window = |left, right, first_visible| {
+            Window { left, right, first_visible, offset }.visible(&query, &key)
+        };
+        let first = i128::from(n);
+        prop_assert_eq!(window(Some(left), Some(right), 0), from <= k && k <= to);
+        prop_assert_eq!(window(None, Some(right), 0), k <= to);
+        prop_assert_eq!(window(Some(left), None, 0), from <= k);
+        prop_assert_eq!(
+            window(Some(left), Some(right), n),
+            (from <= k && k <= to) || (n > 0 && k < first)
+        );
+        let size = i128::from(n.max(1));
+        prop_assert_eq!(
+            ChunkedCausal { size: n.max(1) }.visible(&query, &key),
+            p.div_euclid(size) == k.div_euclid(size) && k <= p
+        );
         prop_assert_eq!(Prefix { len: n }.visible(&query, &key), k < first || k <= p);
     }
 }
 
 #[test]
-fn combinators_are_flat_and_drop_everything() {
+fn combinations_are_flat_and_omit_everything() {
     let causal: SharedMask = Arc::new(Causal::default());
     let window: SharedMask = Arc::new(Window::new(Some(3), None));
     let everything: SharedMask = Arc::new(Everything);
@@ -128,12 +166,12 @@ fn combinators_are_flat_and_drop_everything() {
         text(or(causal.clone(), either.clone())),
         text(Arc::new(Or(vec![causal.clone(), causal, window])))
     );
-    // an or inside an and stays whole
+    // a disjunction within a conjunction is not merged
     assert_eq!(text(and(both, either.clone())).matches("Or(").count(), 1);
 }
 
 #[test]
-fn a_mask_that_cannot_be_said_in_intervals_still_has_a_bound() {
+fn a_mask_without_intervals_has_a_bound() {
     let odd: SharedMask = Arc::new(Predicate::of_positions("odd", |i, j| (i + j) % 2 != 0));
     let causal: SharedMask = Arc::new(Causal::default());
     let (query, _) = pair(0, 7, 0);
@@ -147,7 +185,7 @@ fn a_mask_that_cannot_be_said_in_intervals_still_has_a_bound() {
 }
 
 #[test]
-fn a_dense_mask_goes_by_row_number() {
+fn a_dense_mask_is_indexed_by_row_number() {
     let bits = DenseMask::from_fn([2, 1, 3, 70], |[b, _, q, k]| (b + q + k) % 3 == 0);
     let mask = Dense(Arc::new(bits));
     for (b, q, k) in [(0, 0, 0), (1, 2, 69), (1, 0, 68), (0, 1, 64)] {
@@ -165,7 +203,7 @@ fn a_dense_mask_goes_by_row_number() {
 }
 
 #[test]
-fn numbers_without_meaning_are_refused() {
+fn invalid_parameters_are_refused() {
     let dims = Dims { kv_heads: 2, ..Dims::new(2, 8, 4, 16) };
     let shared = |mask: ChunkedCausal| -> SharedMask { Arc::new(mask) };
     let dense =
@@ -176,7 +214,7 @@ fn numbers_without_meaning_are_refused() {
     };
     let bad = shared(ChunkedCausal { size: 0 });
     assert_eq!(argument(bad.clone()).as_deref(), Some("chunk_size"));
-    // also where it hides inside another
+    // also inside another mask
     assert_eq!(
         argument(and(bad.clone(), Arc::new(Causal::default()))).as_deref(),
         Some("chunk_size")
@@ -199,7 +237,7 @@ fn numbers_without_meaning_are_refused() {
 }
 
 #[test]
-fn closures_are_told_apart_by_name() {
+fn closures_are_distinguished_by_name() {
     let a = Predicate::of_positions("a", |_, _| true);
     let b = Predicate::of_pairs("b", |query, _| query.head == 0);
     assert_ne!(format!("{a:?}"), format!("{b:?}"));

@@ -1,31 +1,35 @@
-//! i' + offset − left ≤ j' ≤ i' + offset + right, and the first keys always.
+//! Sliding-window mask: i' + offset − left ≤ j' ≤ i' + offset + right, or j' < first_visible.
 
 use super::{Key, Mask, Query, clip};
 use crate::{Fingerprint, KeyIntervals};
 
-/// A query sees the keys near it, both ends included: i' + offset − left ≤ j' ≤ i' + offset + right. A side that is `None` is unbounded.
+/// Sliding window, both ends included: i' + offset − left ≤ j' ≤ i' + offset + right. A side that
+/// is `None` is unbounded.
 ///
 /// # Source
-/// Beltagy et al. 2020 (window); Xiao et al. 2023 (first keys stay visible).
+/// Beltagy et al. 2020, Longformer (window); Xiao et al. 2023, Efficient Streaming Language Models
+/// with Attention Sinks (the first keys stay visible).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Window {
-    /// How far back; `None` = to the first key.
+    /// Number of earlier positions in the window. `None`: all.
     pub left: Option<u64>,
-    /// How far ahead; `None` = to the last key.
+    /// Number of later positions in the window. `None`: all.
     pub right: Option<u64>,
-    /// Keys at positions j' < `first_visible` are exempt from this window (from nothing else); 0 exempts none.
+    /// Keys at positions j' < `first_visible` are visible outside the window too, unless another
+    /// mask masks them. 0: none.
     pub first_visible: u64,
-    /// Shifts the window.
+    /// Shift of the window.
     pub offset: i64,
 }
 
 impl Window {
-    /// The window (left, right), not shifted, without exempt keys.
+    /// Creates the window (left, right) without a shift and without exempt keys.
     pub const fn new(left: Option<u64>, right: Option<u64>) -> Self {
         Self { left, right, first_visible: 0, offset: 0 }
     }
 
-    /// First and last position within the window proper, in 128 bits: any offset and any side fit.
+    /// Returns the first and last position of the window itself. In 128 bits, because the sum of a
+    /// position, an offset and a side can exceed 64.
     fn ends(&self, query: &Query) -> (i128, i128) {
         let centre = i128::from(query.position) + i128::from(self.offset);
         let first = self.left.map_or(i128::from(i64::MIN), |left| centre - i128::from(left));
@@ -33,7 +37,8 @@ impl Window {
         (first, last)
     }
 
-    /// The position before which all keys are exempt; `i64::MIN` if none is. Not 0, or negative positions would be exempt.
+    /// Returns the position before which all keys are exempt. It is `i64::MIN` if none is: with 0,
+    /// negative positions would be exempt.
     fn exempt_before(&self) -> i64 {
         if self.first_visible == 0 { i64::MIN } else { clip(self.first_visible.into()) }
     }

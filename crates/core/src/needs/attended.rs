@@ -12,7 +12,7 @@ use crate::{KeyIntervals, Run};
 pub(super) struct AttendedPositions {
     /// `open[i]` is the union of the latest queries' i-th intervals. The i-th intervals of
     /// neighbours mostly overlap, so most queries only extend it.
-    open: [Range<i64>; KeyIntervals::MOST],
+    open: [Range<i64>; KeyIntervals::MAX],
     /// Segment of the open intervals.
     segment: usize,
     /// After `close`: sorted by segment and start, disjoint and non-touching within a segment.

@@ -21,6 +21,14 @@ struct Entry {
     runs: Range<usize>,
 }
 
+/// Keys of one segment and one rank, before they are sorted.
+struct KeyRun {
+    segment: usize,
+    rank: usize,
+    /// Positions, ascending.
+    positions: Run,
+}
+
 struct SortedRun {
     run: Run,
     /// Keys of the entry in earlier runs.
@@ -30,47 +38,45 @@ struct SortedRun {
 impl KeyIndex {
     /// Sorts the keys of batch row `batch`, and adds their segment ids to `segments`.
     pub(crate) fn new(shards: &RingShards, batch: usize, segments: &mut SegmentNumbers) -> Self {
-        let mut keys: Vec<(usize, usize, Run)> = Vec::new();
+        let mut keys: Vec<KeyRun> = Vec::new();
         for (rank, shard) in shards.kv.iter().enumerate() {
-            keys.extend(
-                segments
-                    .key_rows(shard, batch)
-                    .iter()
-                    .map(|rows| (rows.segment, rank, ascending(&rows.positions))),
-            );
+            keys.extend(segments.key_rows(shard, batch).iter().map(|rows| KeyRun {
+                segment: rows.segment,
+                rank,
+                positions: ascending(&rows.positions),
+            }));
         }
-        keys.sort_unstable_by_key(|(segment, rank, run)| (*segment, *rank, run.start));
+        keys.sort_unstable_by_key(|keys| (keys.segment, keys.rank, keys.positions.start));
         let mut index =
             Self { first: vec![0; segments.len() + 1], entries: Vec::new(), runs: Vec::new() };
-        for of_entry in keys.chunk_by(|a, b| (a.0, a.1) == (b.0, b.1)) {
-            let (segment, rank, _) = of_entry[0];
-            index.first[segment + 1] += 1;
-            index.push_entry(rank, of_entry);
+        for of_entry in keys.chunk_by(|a, b| (a.segment, a.rank) == (b.segment, b.rank)) {
+            index.first[of_entry[0].segment + 1] += 1;
+            index.push_entry(of_entry);
         }
         // prefix sums turn the numbers of entries into first indices
         (1..index.first.len()).for_each(|segment| index.first[segment] += index.first[segment - 1]);
         index
     }
 
-    fn push_entry(&mut self, rank: usize, keys: &[(usize, usize, Run)]) {
+    /// Appends the entry of `keys`, which belong to one segment and one rank.
+    fn push_entry(&mut self, keys: &[KeyRun]) {
         let begin = self.runs.len();
         let mut count = 0;
         let mut push = |run: Run| {
             self.runs.push(SortedRun { run, before: count });
             count += run.count;
         };
-        if keys.is_sorted_by(|(.., a), (.., b)| a.at(a.count - 1) <= b.start) {
-            keys.iter().for_each(|&(.., run)| push(run));
+        let runs = keys.iter().map(|keys| keys.positions);
+        if runs.clone().is_sorted_by(|a, b| a.at(a.count - 1) <= b.start) {
+            runs.for_each(&mut push);
         } else {
             // interleaved runs: sort the positions themselves
-            let mut positions: Vec<i64> = keys
-                .iter()
-                .flat_map(|(.., run)| (0..run.count).map(|index| run.at(index)))
-                .collect();
+            let mut positions: Vec<i64> =
+                runs.flat_map(|run| (0..run.count).map(move |index| run.at(index))).collect();
             positions.sort_unstable();
             positions.into_iter().collect::<Runs>().runs().iter().for_each(|&run| push(run));
         }
-        self.entries.push(Entry { rank, runs: begin..self.runs.len() });
+        self.entries.push(Entry { rank: keys[0].rank, runs: begin..self.runs.len() });
     }
 
     /// Calls `found(rank, count)` for every rank with keys of `segment`, with the number of these

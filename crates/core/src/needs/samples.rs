@@ -37,7 +37,8 @@ impl Mask for Sample {
     }
 
     fn visible(&self, query: &Query, key: &Key) -> bool {
-        let (i, j) = (query.position, key.position);
+        let i = query.position;
+        let j = key.position;
         match *self {
             Self::Full => true,
             Self::Causal => j <= i,
@@ -165,8 +166,8 @@ impl Problem {
             all
         };
         for batch in 0..self.batch {
-            let (queries, keys) =
-                (expanded(&self.shards.q, batch), expanded(&self.shards.kv, batch));
+            let queries = expanded(&self.shards.q, batch);
+            let keys = expanded(&self.shards.kv, batch);
             for &(user, i, (row, position, q_id)) in &queries {
                 for head in 0..self.heads {
                     let query = Query { batch, head, row, position };
@@ -183,8 +184,8 @@ impl Problem {
     }
 }
 
-/// Any mask, layout and lengths, up to 9 ranks, with or without ids and explicit positions, each
-/// one list or one per batch row.
+/// Returns any mask, layout and lengths on up to 9 ranks, with or without ids and explicit
+/// positions, each with one list or one per batch row.
 pub(crate) fn problems() -> impl Strategy<Value = Problem> {
     let numbers = |numbers: std::ops::Range<i64>, len| prop::collection::vec(numbers, len);
     (0..Sample::ALL.len(), 1usize..10, 0usize..24, 0usize..24, 1usize..4, 0usize..4).prop_flat_map(
@@ -194,66 +195,74 @@ pub(crate) fn problems() -> impl Strategy<Value = Problem> {
                     prop::collection::vec(numbers(range.clone(), len), lists)
                 })
             };
-            // runs as well as noise: ids divided by 4 are unordered, but often repeat
-            let ids = (lists(-3..12, q_len), lists(-3..12, kv_len), any::<bool>());
-            let positions = (lists(-10..30, q_len), lists(-10..30, kv_len));
-            let assigned =
-                (prop::collection::vec(0..ranks, q_len), prop::collection::vec(0..ranks, kv_len));
-            (ids, positions, assigned).prop_map(
-                move |(
-                    (q_ids, kv_ids, sorted),
-                    (q_positions, kv_positions),
-                    (q_assigned, kv_assigned),
-                )| {
-                    let custom = |assigned: &[usize]| -> Vec<Runs> {
-                        let of_rank = |rank| {
-                            (0..assigned.len())
-                                .rev()
-                                .filter(|&row| assigned[row] == rank)
-                                .map(|row| row as i64)
-                                .collect()
-                        };
-                        (0..ranks).map(of_rank).collect()
-                    };
-                    let custom = Layout::Custom(Arc::new(CustomLayout {
-                        q: custom(&q_assigned),
-                        kv: custom(&kv_assigned),
-                    }));
-                    let layout = [Layout::Contiguous, Layout::Zigzag, Layout::Striped, custom]
-                        [layout]
-                        .clone();
-                    let side_shards = |side, len, ids: &[Vec<i64>], positions: &[Vec<i64>]| {
-                        let pick = |lists: &[Vec<i64>], rows: &Runs| {
-                            lists
-                                .iter()
-                                .map(|list| rows.iter().map(|row| list[row as usize]).collect())
-                                .collect::<Vec<Runs>>()
-                        };
-                        let mut ids: Vec<Vec<i64>> = ids
-                            .iter()
-                            .map(|ids| ids.iter().map(|id| id.div_euclid(4)).collect())
-                            .collect();
-                        if sorted {
-                            ids.iter_mut().for_each(|ids| ids.sort_unstable());
-                        }
-                        let shard = |rank| {
-                            let rows = layout.shard(side, len, rank, ranks);
-                            let positions = if positions.is_empty() {
-                                vec![rows.clone()]
-                            } else {
-                                pick(positions, &rows)
-                            };
-                            Arc::new(Shard { segments: pick(&ids, &rows), positions, rows })
-                        };
-                        (0..ranks).map(shard).collect()
-                    };
-                    let shards = RingShards {
-                        q: side_shards(Side::Q, q_len, &q_ids, &q_positions),
-                        kv: side_shards(Side::Kv, kv_len, &kv_ids, &kv_positions),
-                    };
-                    Problem { mask: Sample::ALL[mask], heads: 2, batch, shards }
-                },
-            )
+            let side = |len| {
+                let assigned = prop::collection::vec(0..ranks, len);
+                (lists(-3..12, len), lists(-10..30, len), assigned)
+                    .prop_map(|(ids, positions, assigned)| SideRows { ids, positions, assigned })
+            };
+            (side(q_len), side(kv_len), any::<bool>()).prop_map(move |(q, kv, sorted)| {
+                let custom = Layout::Custom(Arc::new(CustomLayout {
+                    q: q.custom_shards(ranks),
+                    kv: kv.custom_shards(ranks),
+                }));
+                let layouts = [Layout::Contiguous, Layout::Zigzag, Layout::Striped, custom];
+                let layout = &layouts[layout];
+                let shards = RingShards {
+                    q: q.shards(layout, Side::Q, ranks, sorted),
+                    kv: kv.shards(layout, Side::Kv, ranks, sorted),
+                };
+                Problem { mask: Sample::ALL[mask], heads: 2, batch, shards }
+            })
         },
     )
+}
+
+/// Random properties of all rows of one side.
+#[derive(Debug, Clone)]
+struct SideRows {
+    /// Segment ids times 4: no list, one, or one per batch row.
+    ids: Vec<Vec<i64>>,
+    /// Explicit positions: no list, one, or one per batch row.
+    positions: Vec<Vec<i64>>,
+    /// Rank of each row in a custom layout.
+    assigned: Vec<usize>,
+}
+
+impl SideRows {
+    /// Returns the rows of each rank in descending order, for a custom layout.
+    fn custom_shards(&self, ranks: usize) -> Vec<Runs> {
+        let of_rank = |rank| {
+            (0..self.assigned.len())
+                .rev()
+                .filter(|&row| self.assigned[row] == rank)
+                .map(|row| row as i64)
+                .collect()
+        };
+        (0..ranks).map(of_rank).collect()
+    }
+
+    fn shards(&self, layout: &Layout, side: Side, ranks: usize, sorted: bool) -> Vec<Arc<Shard>> {
+        let select = |lists: &[Vec<i64>], rows: &Runs| {
+            lists
+                .iter()
+                .map(|list| rows.iter().map(|row| list[row as usize]).collect())
+                .collect::<Vec<Runs>>()
+        };
+        // divided by 4, random ids form runs of equal ids, but are unordered
+        let mut ids: Vec<Vec<i64>> =
+            self.ids.iter().map(|ids| ids.iter().map(|id| id.div_euclid(4)).collect()).collect();
+        if sorted {
+            ids.iter_mut().for_each(|ids| ids.sort_unstable());
+        }
+        let shard = |rank| {
+            let rows = layout.shard(side, self.assigned.len(), rank, ranks);
+            let positions = if self.positions.is_empty() {
+                vec![rows.clone()]
+            } else {
+                select(&self.positions, &rows)
+            };
+            Arc::new(Shard { segments: select(&ids, &rows), positions, rows })
+        };
+        (0..ranks).map(shard).collect()
+    }
 }

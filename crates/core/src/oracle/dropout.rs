@@ -19,7 +19,8 @@ pub(super) fn dropped(
     i: usize,
     j: usize,
 ) -> bool {
-    let (i, quad) = (i as u64, j as u64 / 4);
+    let i = i as u64;
+    let quad = j as u64 / 4;
     let key = [low(dropout.seed), high(dropout.seed)];
     let counter =
         [low(i), low(quad), (high(i) << 16) + high(quad), low((b * dims.q_heads + h) as u64)];

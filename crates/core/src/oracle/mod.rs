@@ -29,10 +29,9 @@ mod tests;
 use ndarray::{Array3, Array4, ArrayRef4, ArrayView1, ArrayView2, ArrayView4, ArrayViewMut1, Axis};
 
 use crate::{Batch, Dims, Error, Result, Spec};
-use pair_visibility::PairVisibility;
 
 pub use backward::{Backward, backward};
-pub use pair_visibility::PairVisibility as Sight;
+pub use pair_visibility::PairVisibility;
 pub use row::Row;
 
 /// One attention with all its tensors, unsharded and converted to f64.
@@ -159,7 +158,7 @@ impl Problem<'_> {
     ///
     /// # Errors
     /// As [`Problem::validate`].
-    pub fn sight(&self) -> Result<PairVisibility<'_>> {
+    pub fn visibility(&self) -> Result<PairVisibility<'_>> {
         self.validate()?;
         Ok(PairVisibility::new(self.spec, self.batch))
     }

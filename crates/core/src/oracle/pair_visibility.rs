@@ -95,7 +95,8 @@ impl<'a> PairVisibility<'a> {
         let (Some(query), Some(key)) = (self.query(batch, head, i), self.key(batch, j)) else {
             return false;
         };
-        let (of_query, of_key) = (&self.queries[batch][i], &self.keys[batch][j]);
+        let of_query = &self.queries[batch][i];
+        let of_key = &self.keys[batch][j];
         let by_mask = self.spec.mask.visible(&query, &key);
         let by_segment =
             of_query.segment == of_key.segment && of_query.segment.is_none_or(|id| id >= 0);

@@ -55,7 +55,7 @@ pub(super) struct Rows<'p, 'a> {
 
 impl<'p, 'a> Rows<'p, 'a> {
     pub(super) fn new(problem: &'p Problem<'a>) -> Result<Self> {
-        Ok(Self { problem, visibility: problem.sight()? })
+        Ok(Self { problem, visibility: problem.visibility()? })
     }
 
     pub(super) fn row(&self, b: usize, h: usize, i: usize) -> Softmax {
@@ -126,7 +126,8 @@ impl<'p, 'a> Rows<'p, 'a> {
             .as_ref()
             .map_or(0.0, |bias| bias[broadcast(bias.dim().into(), [b, h, i, j])]);
         let function = self.problem.spec.bias_function.as_ref();
-        let (query, key) = (self.visibility.query(b, h, i)?, self.visibility.key(b, j)?);
+        let query = self.visibility.query(b, h, i)?;
+        let key = self.visibility.key(b, j)?;
         let computed = function.map_or(0.0, |function| function.bias(&query, &key));
         (tensor != f64::NEG_INFINITY && computed != f64::NEG_INFINITY).then_some(tensor + computed)
     }

@@ -179,26 +179,56 @@ pub enum Violation {
     },
 }
 
+/// One send or receive of a schedule.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct MessageEnd<'a> {
+    pub(super) message: &'a Message,
+    pub(super) is_send: bool,
+    /// Rank whose list contains the message.
+    pub(super) rank: usize,
+    pub(super) step: usize,
+    /// True for the group before the tiles, false for the group after them.
+    pub(super) before_tiles: bool,
+}
+
+impl MessageEnd<'_> {
+    /// Returns the sender.
+    pub(super) const fn from(&self) -> usize {
+        if self.is_send { self.rank } else { self.message.peer }
+    }
+
+    /// Returns the receiver.
+    pub(super) const fn to(&self) -> usize {
+        if self.is_send { self.message.peer } else { self.rank }
+    }
+
+    /// Describes the message in an error.
+    pub(super) fn transfer(&self) -> Transfer {
+        if self.is_send {
+            Transfer::sent(self.rank, self.step, self.message)
+        } else {
+            Transfer::received(self.rank, self.step, self.message)
+        }
+    }
+}
+
 impl Schedule {
-    /// Returns every send (`true`) and receive, with its rank, its step and the index of its group
-    /// in the order A(0) B(0) A(1) …
-    pub(super) fn messages(&self) -> impl Iterator<Item = (bool, usize, usize, usize, &Message)> {
+    /// Returns all sends and receives, in the order A(0) B(0) A(1) … of each rank.
+    pub(super) fn messages(&self) -> impl Iterator<Item = MessageEnd<'_>> {
         self.steps.iter().enumerate().flat_map(|(rank, steps)| {
-            steps.iter().enumerate().flat_map(move |(t, step)| {
-                [(2 * t, &step.before), (2 * t + 1, &step.after)].into_iter().flat_map(
-                    move |(group_index, group)| {
-                        let sends = group
-                            .sends
-                            .iter()
-                            .map(move |message| (true, rank, t, group_index, message));
-                        sends.chain(
-                            group
-                                .receives
-                                .iter()
-                                .map(move |message| (false, rank, t, group_index, message)),
-                        )
-                    },
-                )
+            steps.iter().enumerate().flat_map(move |(step, groups)| {
+                let groups = [(true, &groups.before), (false, &groups.after)];
+                groups.into_iter().flat_map(move |(before_tiles, group)| {
+                    let end = move |is_send, message| MessageEnd {
+                        message,
+                        is_send,
+                        rank,
+                        step,
+                        before_tiles,
+                    };
+                    let sends = group.sends.iter().map(move |message| end(true, message));
+                    sends.chain(group.receives.iter().map(move |message| end(false, message)))
+                })
             })
         })
     }

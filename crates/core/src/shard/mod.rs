@@ -16,7 +16,8 @@ mod packing;
 #[cfg(test)]
 mod tests;
 
-use packing::PackedSequences;
+use ndarray::Array2;
+use packing::{PackedSequences, SequenceRun};
 
 use crate::{Alignment, Batch, Dims, Layout, Result, RowSet, Rows, Run, Runs, Side};
 
@@ -61,57 +62,16 @@ impl Shard {
         let rows = layout.shard(side, len, rank, ranks);
         let bottom_right = side == Side::Q && alignment == Alignment::BottomRight;
         if rows.is_empty() {
-            // without rows, all batch rows are alike: one empty list of each kind
+            // without rows, the lists of all batch rows are equal: one empty list of each kind
             let packed = batch.cum_seqlens_q.is_some() || batch.cum_seqlens_k.is_some();
             let segments = (ids.is_some() || packed).then(Runs::new).into_iter().collect();
             return Self { rows, positions: vec![Runs::new()], segments };
         }
-        // the packed sequence of each row, in runs
         let packed =
             PackedSequences::of(batch, side, bottom_right).map(|packed| packed.divide(&rows));
-        let positions = match (explicit, &packed) {
-            (Some(positions), _) => positions
-                .rows()
-                .into_iter()
-                .map(|batch_row| compress(batch_row.iter().copied()))
-                .collect(),
-            (None, Some(parts)) => vec![concatenated(parts.iter().map(|part| part.positions))],
-            (None, None) => {
-                let shift = if bottom_right { dims.kv_len as i64 - dims.q_len as i64 } else { 0 };
-                vec![concatenated(
-                    rows.runs().iter().map(|run| Run { start: run.start + shift, ..*run }),
-                )]
-            }
-        };
-        let segments = match (ids, &packed) {
-            (None, None) => Vec::new(),
-            (None, Some(parts)) => {
-                vec![concatenated(parts.iter().map(|part| Run {
-                    start: part.sequence.unwrap_or(-1),
-                    step: 0,
-                    count: part.positions.count,
-                }))]
-            }
-            (Some(ids), None) => ids
-                .rows()
-                .into_iter()
-                .map(|batch_row| compress(batch_row.iter().map(|&id| i64::from(id).max(-1))))
-                .collect(),
-            (Some(ids), Some(parts)) => {
-                let sequences = || {
-                    parts.iter().flat_map(|part| (0..part.positions.count).map(|_| part.sequence))
-                };
-                // sequence in the high half, id in the low half
-                let both = |(sequence, &id): (Option<i64>, &i32)| match sequence {
-                    Some(sequence) if id >= 0 => sequence << 32 | i64::from(id),
-                    _ => -1,
-                };
-                ids.rows()
-                    .into_iter()
-                    .map(|batch_row| compress(sequences().zip(batch_row).map(both)))
-                    .collect()
-            }
-        };
+        let shift = if bottom_right { dims.kv_len as i64 - dims.q_len as i64 } else { 0 };
+        let positions = positions(&rows, explicit.as_ref(), packed.as_deref(), shift);
+        let segments = segments(ids, packed.as_deref());
         Self { rows, positions: shared_if_equal(positions), segments: shared_if_equal(segments) }
     }
 
@@ -129,6 +89,61 @@ impl Shard {
                 .for_each(|list| append(list, set, positions, |position| position));
             self.segments.iter().for_each(|list| append(list, set, segments, |segment| segment));
         })
+    }
+}
+
+/// Computes positions: one list per batch row if they are explicit, otherwise one for all.
+fn positions(
+    rows: &Runs,
+    explicit: Option<&Array2<i64>>,
+    packed: Option<&[SequenceRun]>,
+    shift: i64,
+) -> Vec<Runs> {
+    match (explicit, packed) {
+        (Some(positions), _) => positions
+            .rows()
+            .into_iter()
+            .map(|batch_row| compress(batch_row.iter().copied()))
+            .collect(),
+        (None, Some(parts)) => vec![concatenated(parts.iter().map(|part| part.positions))],
+        (None, None) => {
+            let shifted = rows.runs().iter().map(|run| Run { start: run.start + shift, ..*run });
+            vec![concatenated(shifted)]
+        }
+    }
+}
+
+/// Computes segment ids: one list per batch row if there are ids, one for all batch rows if there
+/// are only packed sequences, otherwise none. Ids of padding become −1.
+fn segments(ids: Option<&Array2<i32>>, packed: Option<&[SequenceRun]>) -> Vec<Runs> {
+    match (ids, packed) {
+        (None, None) => Vec::new(),
+        (None, Some(parts)) => {
+            let sequences = parts.iter().map(|part| Run {
+                start: part.sequence.unwrap_or(-1),
+                step: 0,
+                count: part.positions.count,
+            });
+            vec![concatenated(sequences)]
+        }
+        (Some(ids), None) => ids
+            .rows()
+            .into_iter()
+            .map(|batch_row| compress(batch_row.iter().map(|&id| i64::from(id).max(-1))))
+            .collect(),
+        (Some(ids), Some(parts)) => {
+            let sequences =
+                || parts.iter().flat_map(|part| (0..part.positions.count).map(|_| part.sequence));
+            // sequence in the high half, id in the low half
+            let both = |(sequence, &id): (Option<i64>, &i32)| match sequence {
+                Some(sequence) if id >= 0 => sequence << 32 | i64::from(id),
+                _ => -1,
+            };
+            ids.rows()
+                .into_iter()
+                .map(|batch_row| compress(sequences().zip(batch_row).map(both)))
+                .collect()
+        }
     }
 }
 

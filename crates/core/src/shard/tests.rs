@@ -39,9 +39,11 @@ fn problem() -> impl Strategy<Value = (Dims, Batch)> {
                 ((state >> 33) % below) as i64
             };
             let mut ids = |len| Array2::from_shape_fn((BATCH, len), |_| random(4) as i32 - 1);
-            let (q_ids, k_ids) = (ids(dims.q_len), ids(dims.kv_len));
+            let q_ids = ids(dims.q_len);
+            let k_ids = ids(dims.kv_len);
             let mut positions = |len| Array2::from_shape_fn((BATCH, len), |_| random(50) - 25);
-            let (q_positions, k_positions) = (positions(dims.q_len), positions(dims.kv_len));
+            let q_positions = positions(dims.q_len);
+            let k_positions = positions(dims.kv_len);
             let batch = Batch {
                 q_segment_ids: (with_ids & 1 != 0).then_some(q_ids),
                 kv_segment_ids: (with_ids & 2 != 0).then_some(k_ids),
@@ -110,10 +112,8 @@ fn naive(
         Side::Kv => (&batch.kv_positions, &batch.kv_segment_ids, &batch.q_segment_ids),
     };
     let ids = own_ids.as_ref().or(other_ids.as_ref());
-    let (q_ends, k_ends) = (
-        batch.cum_seqlens_q.as_ref().or(batch.cum_seqlens_k.as_ref()),
-        batch.cum_seqlens_k.as_ref().or(batch.cum_seqlens_q.as_ref()),
-    );
+    let q_ends = batch.cum_seqlens_q.as_ref().or(batch.cum_seqlens_k.as_ref());
+    let k_ends = batch.cum_seqlens_k.as_ref().or(batch.cum_seqlens_q.as_ref());
     let bottom_right = side == Side::Q && alignment == Alignment::BottomRight;
     let mut position = row as i64;
     let mut sequence = None;

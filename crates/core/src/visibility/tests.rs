@@ -1,4 +1,4 @@
-//! Everything that is said of tiles, held against [`Visibility::pair`], one pair at a time.
+//! Classes, tile masks and lists of tiles compared with [`Visibility::pair`] of every pair.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::{
 pub(crate) const BATCH: usize = 2;
 pub(crate) const HEADS: usize = 2;
 
-/// Numbers as they come: counting, striding, in blocks that start over, repeating, in disorder.
+/// Returns positions: consecutive, strided, in blocks that restart at 0, repeated or unordered.
 fn numbers(len: usize) -> impl Strategy<Value = Vec<i64>> {
     let counting = (-9i64..9, 1i64..5).prop_map(move |(start, step)| {
         (0..len as i64).map(|i| start + step * i).collect::<Vec<_>>()
@@ -23,11 +23,11 @@ fn numbers(len: usize) -> impl Strategy<Value = Vec<i64>> {
     });
     let stairs =
         (1i64..40).prop_map(move |width| (0..len as i64).map(|i| i / width).collect::<Vec<_>>());
-    let disorder = prop::collection::vec(-20i64..20, len);
-    prop_oneof![4 => counting, 2 => blocks, 1 => stairs, 1 => disorder]
+    let unordered = prop::collection::vec(-20i64..20, len);
+    prop_oneof![4 => counting, 2 => blocks, 1 => stairs, 1 => unordered]
 }
 
-/// Segment ids that stay for a while; some are padding.
+/// Returns segment ids that are constant over runs of rows; some rows are padding.
 fn segments(len: usize) -> impl Strategy<Value = Vec<i64>> {
     let runs = prop::collection::vec((-1i64..3, 1usize..150), 1..5);
     runs.prop_map(move |runs| {
@@ -37,7 +37,8 @@ fn segments(len: usize) -> impl Strategy<Value = Vec<i64>> {
     })
 }
 
-/// Rows of up to 200 of `total`, in order, strided or in disorder, alike or not for the two batch rows.
+/// Returns up to 200 of `total` rows: consecutive, strided or unordered, with equal or different
+/// positions and ids in the two batch rows.
 pub(crate) fn rows(total: usize, with_segments: bool) -> impl Strategy<Value = Rows> {
     (1usize..200, 0..3, any::<bool>(), any::<bool>()).prop_flat_map(
         move |(len, order, own_positions, own_segments)| {
@@ -72,28 +73,76 @@ pub(crate) fn dense(q: usize, kv: usize) -> impl Strategy<Value = Option<DenseMa
             0 => true,
             1 => q / 64 != k / 64,
             _ => {
-                (b as u64 + 3 * h as u64 + q as u64 * 31 + k as u64).wrapping_mul(seed | 1) >> 62
-                    != 0
+                let pair = b as u64 + 3 * h as u64 + q as u64 * 31 + k as u64;
+                pair.wrapping_mul(seed | 1) >> 62 != 0
             }
         })
     }))
 }
 
+/// Returns a mask, query rows, key rows and, in some cases, a dense mask of the queries.
+pub(crate) fn problems() -> impl Strategy<Value = (SharedMask, (Rows, Rows), Option<DenseMask>)> {
+    let sides = (any_mask(), any::<bool>(), any::<bool>()).prop_flat_map(
+        |(mask, with_segments, with_dense)| {
+            let sides = (rows(700, with_segments), rows(700, with_segments));
+            (Just(mask), sides, Just(with_dense))
+        },
+    );
+    sides.prop_flat_map(|(mask, (queries, keys), with_dense)| {
+        let dense = if with_dense { dense(queries.len(), 700).boxed() } else { Just(None).boxed() };
+        (Just(mask), Just((queries, keys)), dense)
+    })
+}
+
+/// Computes the class of a tile from its pairs. Compares the pairs with `bits`, if any, and with
+/// those of the batch row and head that represent them.
+fn enumerated_class(
+    visibility: &Visibility<'_>,
+    tile: &QueryTile,
+    keys: Range<usize>,
+    bits: Option<&TileBits>,
+) -> std::result::Result<TileClass, TestCaseError> {
+    let QueryTile { batch, head, rows, .. } = tile;
+    let distinct_batch = if visibility.per_batch() { *batch } else { 0 };
+    let distinct_head = if visibility.per_head() { *head } else { 0 };
+    let mut visible = 0;
+    for (row, q) in rows.clone().enumerate() {
+        for (index, k) in keys.clone().enumerate() {
+            let pair = visibility.pair(*batch, *head, q, k);
+            visible += usize::from(pair);
+            prop_assert!(
+                bits.is_none_or(|bits| bits.visible(row, index) == pair),
+                "{batch} {head} {q} {k}"
+            );
+            prop_assert_eq!(pair, visibility.pair(distinct_batch, distinct_head, q, k));
+        }
+    }
+    if let Some(bits) = bits {
+        prop_assert_eq!(bits.lines().len(), rows.len() * bits.words());
+        // no bits beyond the last key
+        let set: u32 = bits.lines().iter().map(|word| word.count_ones()).sum();
+        prop_assert_eq!(set as usize, visible);
+    }
+    Ok(match visible {
+        0 => TileClass::Empty,
+        _ if visible == rows.len() * keys.len() => TileClass::Full,
+        _ => TileClass::Partial,
+    })
+}
+
+/// Compares all tiles with their pairs. Returns the numbers of empty, full and partial tiles.
 fn checked(
     visibility: &Visibility<'_>,
     height: usize,
     width: usize,
 ) -> std::result::Result<[usize; 3], TestCaseError> {
-    let (mut tile, mut bits, mut hulls) =
-        (QueryTile::default(), TileBits::default(), TileBoundsTable::default());
+    let mut tile = QueryTile::default();
+    let mut bits = TileBits::default();
+    let mut bounds = TileBoundsTable::default();
     let mut counts = [0; 3];
-    hulls.refill(visibility, BATCH, HEADS, height).unwrap();
+    bounds.refill(visibility, BATCH, HEADS, height).unwrap();
     for batch in 0..BATCH {
         for head in 0..HEADS {
-            let alike = (
-                if visibility.per_batch() { batch } else { 0 },
-                if visibility.per_head() { head } else { 0 },
-            );
             for q0 in (0..visibility.queries.len()).step_by(height) {
                 let rows = q0..visibility.queries.len().min(q0 + height);
                 visibility.query_tile(batch, head, rows.clone(), &mut tile);
@@ -101,39 +150,14 @@ fn checked(
                 for k0 in (0..visibility.keys.len()).step_by(width) {
                     let keys = k0..visibility.keys.len().min(k0 + width);
                     let class = visibility.classify(&tile, keys.clone(), &mut bits);
-                    let mut seen = 0;
-                    for (row, q) in rows.clone().enumerate() {
-                        for (place, k) in keys.clone().enumerate() {
-                            let pair = visibility.pair(batch, head, q, k);
-                            seen += usize::from(pair);
-                            prop_assert!(
-                                class != TileClass::Partial || bits.visible(row, place) == pair,
-                                "{} {} {} {}",
-                                batch,
-                                head,
-                                q,
-                                k
-                            );
-                            prop_assert_eq!(pair, visibility.pair(alike.0, alike.1, q, k));
-                        }
-                    }
-                    let want = match seen {
-                        0 => TileClass::Empty,
-                        _ if seen == rows.len() * keys.len() => TileClass::Full,
-                        _ => TileClass::Partial,
-                    };
+                    let mask = (class == TileClass::Partial).then_some(&bits);
+                    let want = enumerated_class(visibility, &tile, keys.clone(), mask)?;
                     prop_assert_eq!(class, want);
                     counts[want as usize] += 1;
-                    if class == TileClass::Partial {
-                        prop_assert_eq!(bits.lines().len(), rows.len() * bits.words());
-                        // no bits beyond the last key
-                        let set: u32 = bits.lines().iter().map(|word| word.count_ones()).sum();
-                        prop_assert_eq!(set as usize, seen);
-                    }
                     if class != TileClass::Empty {
                         prop_assert!(listed.contains(&keys));
                         prop_assert!(
-                            hulls
+                            bounds
                                 .query_tiles(batch, head, visibility.keys, keys)
                                 .any(|tile| tile == rows)
                         );
@@ -150,48 +174,73 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(150))]
 
     #[test]
-    fn tiles_are_what_their_pairs_are(
-        (mask, (queries, keys), dense) in (any_mask(), any::<bool>(), any::<bool>()).prop_flat_map(|(mask, with_segments, with_dense)| {
-            let sides = (rows(700, with_segments), rows(700, with_segments));
-            (Just(mask), sides, Just(with_dense))
-        }).prop_flat_map(|(mask, (queries, keys), with_dense)| {
-            let dense = if with_dense { dense(queries.len(), 700).boxed() } else { Just(None).boxed() };
-            (Just(mask), Just((queries, keys)), dense)
-        }),
+    fn tiles_match_their_pairs(
+        (mask, (queries, keys), dense) in problems(),
         height in prop_oneof![Just(64usize), 1usize..100],
         width in prop_oneof![Just(64usize), Just(128), 1usize..200],
     ) {
-        let visibility = Visibility { mask: &*mask, attention_mask: dense.as_ref(), queries: &queries, keys: &keys };
+        let visibility = Visibility {
+            mask: &*mask,
+            attention_mask: dense.as_ref(),
+            queries: &queries,
+            keys: &keys,
+        };
         checked(&visibility, height, width)?;
     }
 
-    /// As a plan has it: shards of a packed batch, whole blocks and trimmed ones.
+    /// Shards of a packed batch as in a plan; the block of keys has all rows or some.
     #[test]
-    fn tiles_of_packed_shards_are_what_their_pairs_are(
-        sizes in prop::collection::vec((0i64..60, 0i64..60), 1..5), spare in (0usize..20, 0usize..20),
-        mask in any_mask(), layout in prop_oneof![Just(Layout::Contiguous), Just(Layout::Zigzag), Just(Layout::Striped)],
-        bottom_right in any::<bool>(), ranks in 1usize..5, trim in 0u64..30,
+    fn tiles_of_packed_shards_match_their_pairs(
+        sizes in prop::collection::vec((0i64..60, 0i64..60), 1..5),
+        spare in (0usize..20, 0usize..20),
+        mask in any_mask(),
+        layout in prop_oneof![
+            Just(Layout::Contiguous),
+            Just(Layout::Zigzag),
+            Just(Layout::Striped)
+        ],
+        bottom_right in any::<bool>(),
+        ranks in 1usize..5,
+        trim in 0u64..30,
     ) {
         let ends = |pick: fn(&(i64, i64)) -> i64| -> Vec<i64> {
-            std::iter::once(0).chain(sizes.iter().scan(0, |sum, pair| { *sum += pick(pair); Some(*sum) })).collect()
+            let running_sums = sizes.iter().scan(0, |sum, pair| {
+                *sum += pick(pair);
+                Some(*sum)
+            });
+            std::iter::once(0).chain(running_sums).collect()
         };
-        let (q_ends, k_ends) = (ends(|pair| pair.0), ends(|pair| pair.1));
+        let q_ends = ends(|pair| pair.0);
+        let k_ends = ends(|pair| pair.1);
         let last = |ends: &[i64]| ends.last().copied().unwrap_or(0) as usize;
-        let dims = Dims { q_len: last(&q_ends) + spare.0, kv_len: last(&k_ends) + spare.1, ..Dims::new(BATCH, 0, HEADS, 8) };
-        let batch = Batch { cum_seqlens_q: Some(q_ends), cum_seqlens_k: Some(k_ends), ..Batch::default() };
+        let dims = Dims {
+            q_len: last(&q_ends) + spare.0,
+            kv_len: last(&k_ends) + spare.1,
+            ..Dims::new(BATCH, 0, HEADS, 8)
+        };
+        let batch = Batch {
+            cum_seqlens_q: Some(q_ends),
+            cum_seqlens_k: Some(k_ends),
+            ..Batch::default()
+        };
         let alignment = if bottom_right { Alignment::BottomRight } else { Alignment::TopLeft };
         let shard = |side, rank| Shard::local(&dims, alignment, &layout, side, rank, ranks, &batch);
-        let (mut queries, mut keys) = (Rows::default(), Rows::default());
-        let (q, kv) = (shard(Side::Q, 0), shard(Side::Kv, ranks - 1));
+        let mut queries = Rows::default();
+        let q = shard(Side::Q, 0);
         q.expand(&RowSet::all(q.rows.len()), &mut queries).unwrap();
+        let mut keys = Rows::default();
+        let kv = shard(Side::Kv, ranks - 1);
         let all = kv.rows.len();
-        kv.expand(&[0..all.min(10), trim.min(all)..all].into_iter().collect(), &mut keys).unwrap();
-        checked(&Visibility { mask: &*mask, attention_mask: None, queries: &queries, keys: &keys }, 16, 24)?;
+        let some: RowSet = [0..all.min(10), trim.min(all)..all].into_iter().collect();
+        kv.expand(&some, &mut keys).unwrap();
+        let visibility =
+            Visibility { mask: &*mask, attention_mask: None, queries: &queries, keys: &keys };
+        checked(&visibility, 16, 24)?;
     }
 }
 
 #[test]
-fn usual_tiles_are_decided_without_bits() {
+fn common_masks_have_the_expected_classes() {
     let rows = Rows::counting(1024, 0).unwrap();
     let count = |mask: SharedMask| {
         let visibility =
@@ -200,7 +249,7 @@ fn usual_tiles_are_decided_without_bits() {
             .unwrap_or_else(|error| panic!("{error}"))
             .map(|count| count / (BATCH * HEADS))
     };
-    // [empty, full, edge]
+    // [empty, full, partial]
     assert_eq!(count(Arc::new(Everything)), [0, 256, 0]);
     assert_eq!(count(Arc::new(Causal::default())), [120, 120, 16]);
     assert_eq!(
@@ -210,7 +259,7 @@ fn usual_tiles_are_decided_without_bits() {
 }
 
 #[test]
-fn a_window_passes_over_far_keys() {
+fn key_tiles_outside_a_window_are_skipped() {
     let rows = Rows::counting(65_536, 0).unwrap();
     let mask = and(
         Arc::new(Causal::default()),
@@ -221,23 +270,23 @@ fn a_window_passes_over_far_keys() {
     visibility.query_tile(0, 0, 40_000..40_064, &mut tile);
     let tiles: Vec<_> = visibility.key_tiles(&tile, 64).collect();
     assert_eq!(tiles.first(), Some(&(0..64)));
-    // 1000 back from 40 000 and up to 40 063
-    assert_eq!((tiles[1].clone(), tiles.last().cloned()), (38_976..39_040, Some(40_000..40_064)));
+    // from 40 000 − 1000 to 40 063
+    assert_eq!(tiles[1], 38_976..39_040);
+    assert_eq!(tiles.last(), Some(&(40_000..40_064)));
     assert_eq!(tiles.len(), 1 + (40_064 - 38_976) / 64);
-    // a width that divides neither groups nor chunks: the tile before the window shares a chunk of 64 with it
+    // a width that divides neither groups nor chunks: the tile before the window has a chunk in
+    // common with it
     let wide: Vec<_> = visibility.key_tiles(&tile, 1000).collect();
     assert_eq!(wide, [0..1000, 38_000..39_000, 39_000..40_000, 40_000..41_000]);
-    let mut hulls = TileBoundsTable::default();
-    hulls.refill(&visibility, 1, 1, 64).unwrap();
-    let queries: Vec<_> = hulls.query_tiles(0, 0, &rows, 40_000..40_064).collect();
-    assert_eq!(
-        (queries.first().cloned(), queries.last().cloned()),
-        (Some(40_000..40_064), Some(41_024..41_088))
-    );
+    let mut bounds = TileBoundsTable::default();
+    bounds.refill(&visibility, 1, 1, 64).unwrap();
+    let queries: Vec<_> = bounds.query_tiles(0, 0, &rows, 40_000..40_064).collect();
+    assert_eq!(queries.first(), Some(&(40_000..40_064)));
+    assert_eq!(queries.last(), Some(&(41_024..41_088)));
 }
 
 #[test]
-fn a_tile_made_by_a_rank_without_keys_knows_its_segments() {
+fn a_query_tile_of_a_rank_without_keys_has_segment_ids() {
     let with = |segments: &[i64]| {
         let mut rows = Rows::default();
         rows.refill(|rows, positions, ids| {
@@ -248,8 +297,11 @@ fn a_tile_made_by_a_rank_without_keys_knows_its_segments() {
         .unwrap();
         rows
     };
-    let (queries, none, keys) = (with(&[0, 1, -1]), with(&[]), with(&[1, 1]));
-    let (mut tile, mut bits) = (QueryTile::default(), TileBits::default());
+    let queries = with(&[0, 1, -1]);
+    let none = with(&[]);
+    let keys = with(&[1, 1]);
+    let mut tile = QueryTile::default();
+    let mut bits = TileBits::default();
     let visibility =
         |keys| Visibility { mask: &Everything, attention_mask: None, queries: &queries, keys };
     visibility(&none).query_tile(0, 0, 0..3, &mut tile);
@@ -259,16 +311,16 @@ fn a_tile_made_by_a_rank_without_keys_knows_its_segments() {
 }
 
 #[test]
-fn a_dense_part_is_asked_only_within_the_bounds_of_the_rest() {
-    // a closure that fails where it must not be asked
-    let picky = Predicate::of_positions("picky", |i, j| {
-        assert!(j <= i, "asked about a hidden pair");
+fn a_predicate_is_evaluated_only_within_the_bounds_of_the_other_masks() {
+    let partial = Predicate::of_positions("partial", |i, j| {
+        assert!(j <= i, "evaluated for a pair that the causal mask masks");
         (i + j) % 2 == 0
     });
-    let mask = and(Arc::new(picky), Arc::new(Causal::default()));
+    let mask = and(Arc::new(partial), Arc::new(Causal::default()));
     let rows = Rows::counting(200, 0).unwrap();
     let visibility = Visibility { mask: &*mask, attention_mask: None, queries: &rows, keys: &rows };
-    let (mut tile, mut bits) = (QueryTile::default(), TileBits::default());
+    let mut tile = QueryTile::default();
+    let mut bits = TileBits::default();
     let mut classes = Vec::new();
     visibility.query_tile(0, 0, 64..128, &mut tile);
     for k0 in [0, 64, 128] {

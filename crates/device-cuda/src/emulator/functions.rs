@@ -1,13 +1,8 @@
 //! Emulated driver functions. Every handle is the address of an object that its own function frees.
 
 use std::{
-    cell::Cell,
-    collections::HashMap,
     ffi::{c_char, c_int, c_uchar, c_uint, c_void},
-    sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
-        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
-    },
+    sync::{Arc, Mutex},
 };
 
 use cudarc::driver::sys::{
@@ -15,64 +10,19 @@ use cudarc::driver::sys::{
 };
 
 use super::{
+    context::{
+        CURRENT, Context, DEVICES, EmulatedStream, context_of, drain, lock, push, with_context,
+    },
     maps::tensor_map,
-    memory::Memory,
     modules::{function_attribute, launch, module_function, module_load, module_unload},
     work::{Mark, Queue, Step, Work},
 };
 use crate::Symbols;
 
-/// Number of devices. Each has its own memory and its own failure, so that tests are independent.
-pub const DEVICES: usize = 4096;
-
-/// State of one device.
-#[derive(Default)]
-pub(super) struct Context {
-    memory: Mutex<Memory>,
-    queues: Mutex<Vec<Weak<Queue>>>,
-    failed: AtomicBool,
-    pub(super) mistake: AtomicU32,
-    /// Thread blocks launched so far, by kernel.
-    pub(super) blocks: Mutex<HashMap<String, u64>>,
-}
-
-impl Context {
-    /// Marks the device as failed and drops all queued work, because the memory it would access may
-    /// be freed from now on.
-    fn fail(&self) {
-        self.failed.store(true, Ordering::Relaxed);
-        self.queues().iter().for_each(|queue| queue.discard());
-    }
-
-    fn queues(&self) -> Vec<Arc<Queue>> {
-        lock(&self.queues).iter().filter_map(Weak::upgrade).collect()
-    }
-}
-
-struct EmulatedStream {
-    context: &'static Context,
-    queue: Arc<Queue>,
-}
-
+/// Object behind an event's handle; without a mark until it is recorded.
 #[derive(Default)]
 struct EmulatedEvent {
     mark: Mutex<Option<Arc<Mark>>>,
-}
-
-thread_local! {
-    static CURRENT: Cell<Option<&'static Context>> = const { Cell::new(None) };
-}
-
-pub(super) static SEED: AtomicU64 = AtomicU64::new(1);
-
-fn contexts() -> &'static [OnceLock<&'static Context>] {
-    static CONTEXTS: OnceLock<Vec<OnceLock<&'static Context>>> = OnceLock::new();
-    CONTEXTS.get_or_init(|| (0..DEVICES).map(|_| OnceLock::new()).collect())
-}
-
-fn context_of(ordinal: usize) -> Option<&'static Context> {
-    // a device exists until the process ends, like a GPU
-    Some(*contexts().get(ordinal)?.get_or_init(|| Box::leak(Box::default())))
 }
 
 /// Returns the emulated driver, with devices of compute capability 8.0.
@@ -114,34 +64,6 @@ pub fn symbols() -> Symbols {
 /// Returns the emulated driver with devices of compute capability 9.0.
 pub fn hopper_symbols() -> Symbols {
     Symbols { device_attribute: hopper_attribute, ..symbols() }
-}
-
-/// Sets the seed of the order in which threads run.
-pub fn set_seed(seed: u64) {
-    SEED.store(seed, Ordering::Relaxed);
-}
-
-/// Plants a mistake in the kernels of device `ordinal`, by its number in the kernel's `Mistake`; 0
-/// removes it.
-pub fn plant(ordinal: usize, mistake: u32) {
-    if let Some(context) = context_of(ordinal) {
-        context.mistake.store(mistake, Ordering::Relaxed);
-    }
-}
-
-/// Returns the number of thread blocks of a kernel that were launched on device `ordinal`.
-pub fn blocks(ordinal: usize, kernel: &str) -> u64 {
-    context_of(ordinal).map_or(0, |context| lock(&context.blocks).get(kernel).copied().unwrap_or(0))
-}
-
-/// Returns the number of live allocations of device `ordinal`.
-pub fn allocations(ordinal: usize) -> usize {
-    context_of(ordinal).map_or(0, |context| lock(&context.memory).len())
-}
-
-/// Returns the peak of allocated bytes of device `ordinal`, pinned host memory included.
-pub fn most_bytes(ordinal: usize) -> usize {
-    context_of(ordinal).map_or(0, |context| lock(&context.memory).most_bytes())
 }
 
 unsafe extern "C" fn init(_: c_uint) -> CUresult {
@@ -437,68 +359,18 @@ unsafe extern "C" fn event_query(event: CUevent) -> CUresult {
     })
 }
 
-/// Calls with the current context, unless it has failed.
-pub(super) fn with_context(call: impl FnOnce(&'static Context) -> CUresult) -> CUresult {
-    match CURRENT.get() {
-        None => CUresult::CUDA_ERROR_INVALID_CONTEXT,
-        Some(context) if context.failed.load(Ordering::Relaxed) => {
-            CUresult::CUDA_ERROR_LAUNCH_FAILED
-        }
-        Some(context) => call(context),
-    }
-}
-
-pub(super) fn push(stream: CUstream, work: impl FnOnce() -> bool + Send + 'static) -> CUresult {
-    // SAFETY: a valid handle.
-    let stream = unsafe { &*stream.cast::<EmulatedStream>() };
-    stream.queue.push(Work::Run(Box::new(work)));
-    CUresult::CUDA_SUCCESS
-}
-
-fn drain(context: &Context, stream: CUstream) -> CUresult {
-    // SAFETY: a valid handle.
-    let stream = unsafe { &*stream.cast::<EmulatedStream>() };
-    if stream.queue.drain() == Step::Failed {
-        context.fail();
-        return CUresult::CUDA_ERROR_LAUNCH_FAILED;
-    }
-    CUresult::CUDA_SUCCESS
-}
-
-/// Queues an operation that is attempted until it completes.
-///
-/// # Safety
-/// `stream` is a valid handle.
-#[cfg(all(feature = "nccl", target_os = "linux"))]
-pub(super) unsafe fn push_until(
-    stream: CUstream,
-    attempt: impl FnMut() -> Option<bool> + Send + 'static,
-) {
-    // SAFETY: as required of the caller.
-    let stream = unsafe { &*stream.cast::<EmulatedStream>() };
-    stream.queue.push(Work::Attempt(Box::new(attempt)));
-}
-
-/// Returns true if the bytes are memory of this thread's current device.
-#[cfg(all(feature = "nccl", target_os = "linux"))]
-pub(super) fn is_device_memory(address: u64, bytes: usize) -> bool {
-    CURRENT.get().is_some_and(|context| lock(&context.memory).holds(address, bytes))
-}
-
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::AtomicUsize;
+    use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
 
     #[test]
     fn work_queued_behind_a_failure_never_runs() {
-        let (symbols, done) = (symbols(), Arc::new(AtomicUsize::new(0)));
-        let (mut context, mut stream) = (std::ptr::null_mut(), std::ptr::null_mut());
+        let symbols = symbols();
+        let done = Arc::new(AtomicUsize::new(0));
+        let mut context = std::ptr::null_mut();
+        let mut stream = std::ptr::null_mut();
         // SAFETY: every pointer is to a local of the right type, every handle is valid.
         unsafe {
             assert_eq!(

@@ -59,7 +59,7 @@ impl Memory {
         }
     }
 
-    /// Returns true if the bytes lie within one allocation.
+    /// True if the bytes lie within one allocation.
     pub(super) fn holds(&self, address: u64, bytes: usize) -> bool {
         let before = self.allocations.range(..=address).next_back();
         before.is_some_and(|(start, len)| address + bytes as u64 <= start + *len as u64)

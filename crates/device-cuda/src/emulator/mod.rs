@@ -14,12 +14,13 @@
 //! * **Compute capability 9.0** (`maps.rs`, the `hopper_` tables): tensor maps in the emulator's
 //!   own layout, decoded by `warpgroup_host.h` of the kernels, where TMA, wgmma and mbarriers
 //!   complete as late as the rules allow.
-//! * **Failure** (`functions.rs`): a failed device returns its error from every later call, like
+//! * **Failure** (`context.rs`): a failed device returns its error from every later call, like
 //!   CUDA.
 //!
 //! Not emulated: bank conflicts, races within a warp, timing.
 
 mod compiler;
+mod context;
 mod functions;
 mod maps;
 mod memory;
@@ -29,8 +30,7 @@ mod nccl;
 mod work;
 
 pub use compiler::{compiler_symbols, hopper_compiler_symbols};
-pub use functions::{
-    DEVICES, allocations, blocks, hopper_symbols, most_bytes, plant, set_seed, symbols,
-};
+pub use context::{DEVICES, allocations, blocks, most_bytes, plant, set_seed};
+pub use functions::{hopper_symbols, symbols};
 #[cfg(all(feature = "nccl", target_os = "linux"))]
 pub use nccl::nccl_symbols;

@@ -13,7 +13,7 @@ use libloading::Library;
 
 use super::{
     compiler::unwrap_image,
-    functions::{SEED, lock, push, with_context},
+    context::{SEED, lock, push, with_context},
 };
 
 struct EmulatedModule {
@@ -26,8 +26,9 @@ type Entry = unsafe extern "C" fn(*const c_void);
 type Emulate =
     unsafe extern "C" fn(Entry, *const c_void, *const c_uint, c_uint, c_uint, u64) -> c_int;
 
-/// Dynamic shared memory per launch: without an attribute, and the most that the attribute may set.
+/// Dynamic shared memory of a launch without the attribute, as on every GPU.
 const SHARED_DEFAULT: u32 = 48 * 1024;
+/// Largest value of the attribute, as on compute capability 9.0.
 const SHARED_MAX: u32 = 227 * 1024;
 
 struct EmulatedFunction {

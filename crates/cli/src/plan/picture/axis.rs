@@ -1,42 +1,43 @@
-//! How an axis of the tile map is cut: cells of neighbouring rows, coarse enough to be seen.
+//! Divides an axis of the tile map into cells of neighbouring rows.
 
 use std::ops::Range;
 
 use annulus_core::{Shard, index};
 
-/// About as many cells as an axis has.
+/// Approximate number of cells of an axis: about 6 pixels each.
 const CELLS: usize = 96;
-/// The most runs of neighbouring rows that each have a cell. Of more, evenly spaced ones are drawn:
-/// a cell would be narrower than 4 pixels, and the tiles would be more than 16 384.
+/// The most runs of rows with a cell each: more would be narrower than 4 pixels, and make more than
+/// 16 384 tiles. Of more runs, evenly spaced ones are drawn.
 const MOST_RUNS: usize = 128;
 
-/// One axis of the map.
+/// Axis of the map.
 #[derive(Debug)]
 pub(super) struct Axis {
-    /// The cells in order.
+    /// Cells in order.
     pub(super) cells: Vec<Cell>,
-    /// Whether rows stand in the order of the sequence; if not, they are grouped by rank.
+    /// True if rows are in the order of the sequence; else they are grouped by rank.
     pub(super) in_sequence: bool,
-    /// Cells that each drawn one stands for.
+    /// Number of cells that each drawn cell represents.
     pub(super) stride: usize,
 }
 
 /// Neighbouring rows of one rank.
 #[derive(Debug, Clone)]
 pub(super) struct Cell {
-    /// The rank that holds them.
+    /// Owner of the rows.
     pub(super) rank: usize,
-    /// First and last row number, a few in between: what the cell is judged by.
+    /// Row numbers at which visibility is evaluated.
     pub(super) samples: Vec<i64>,
-    /// Row numbers that it spans.
+    /// Range of row numbers that it spans.
     pub(super) rows: Range<i64>,
 }
 
-/// Rows that a cell is judged by.
+/// The most sampled rows of a cell.
 const SAMPLES: u64 = 4;
 
 impl Axis {
-    /// Cuts the rows of all ranks. Rows that are dealt one by one are grouped by rank if they are too many to be seen.
+    /// Divides the rows of all ranks. If rows alternate between ranks and are too many for a cell
+    /// each, they are grouped by rank.
     pub(super) fn new(shards: &[&Shard], len: usize) -> Self {
         let runs = || {
             shards
@@ -46,7 +47,7 @@ impl Axis {
         };
         let neighbours = runs().all(|(_, run)| run.step == 1 || run.count <= 1);
         let in_sequence = neighbours || len <= CELLS;
-        // as many cells a run as make about CELLS in all
+        // cells per run, for about CELLS together
         let share = if len <= CELLS { usize::MAX } else { CELLS.div_ceil(runs().count().max(1)) };
         let mut cells = Vec::new();
         for (rank, run) in runs() {
@@ -56,11 +57,12 @@ impl Axis {
                     index((u128::from(run.count) * u128::from(part) / u128::from(parts)) as u64)
                         as u64
                 };
-                let (first, end) = (edge(part), edge(part + 1));
+                let first = edge(part);
+                let end = edge(part + 1);
                 let samples = SAMPLES.min(end - first);
                 // the middles of equal parts
                 let sample =
-                    |at: u64| run.at(first + ((end - first) * (2 * at + 1)) / (2 * samples));
+                    |index: u64| run.at(first + ((end - first) * (2 * index + 1)) / (2 * samples));
                 cells.push(Cell {
                     rank,
                     samples: (0..samples).map(sample).collect(),

@@ -1,38 +1,42 @@
-//! Colours: a hue says which rank computes, its lightness in which step.
+//! Colours: the hue is that of the computing rank, the lightness that of the ring step.
 
-/// Lightness of the first and of the last step, in percent.
+/// Lightness of the first and of the last step, in percent: dark enough for white text, and light
+/// enough to differ from the background.
 const LIGHTNESS: (f64, f64) = (38.0, 84.0);
 
-/// The colour of what `rank` of `ranks` computes in step `step` of the `steps` in which anything is computed.
+/// Returns the colour of `rank` of `ranks` in step `step` of `steps`.
 pub(super) fn of(rank: usize, ranks: usize, step: usize, steps: usize) -> String {
     let share = step as f64 / steps.saturating_sub(1).max(1) as f64;
     shade(rank, ranks, LIGHTNESS.0 + (LIGHTNESS.1 - LIGHTNESS.0) * share.min(1.0))
 }
 
-/// The colour of a rank by itself.
+/// Returns the colour of a rank without a step.
 pub(super) fn of_rank(rank: usize, ranks: usize) -> String {
     shade(rank, ranks, 50.0)
 }
 
-/// Black or white: whichever is read better on the colour of that step.
+/// Returns the colour of text on the colour of a step: white on dark, black on light.
 pub(super) fn ink(step: usize, steps: usize) -> &'static str {
     if step * 5 < steps.saturating_sub(1).max(1) * 2 { "#fff" } else { "#111" }
 }
 
 fn shade(rank: usize, ranks: usize, lightness: f64) -> String {
-    // blue first; yellow is hard to see on white, so it is passed quickly
+    // starts at blue, which contrasts with white
     let turn = rank as f64 / ranks.max(1) as f64;
     let hue = (215.0 + 360.0 * turn) % 360.0;
     let (red, green, blue) = rgb(hue, 0.62, lightness / 100.0);
     format!("#{red:02x}{green:02x}{blue:02x}")
 }
 
-/// Hue in degrees, saturation and lightness in 0..1, as bytes.
+/// Converts hue in degrees, saturation and lightness in 0..1 to bytes.
+///
+/// # Source
+/// CSS Color 4, section 7.1: the formula of HSL to sRGB.
 fn rgb(hue: f64, saturation: f64, lightness: f64) -> (u8, u8, u8) {
-    let reach = saturation * lightness.min(1.0 - lightness);
+    let amplitude = saturation * lightness.min(1.0 - lightness);
     let channel = |offset: f64| {
-        let place = (offset + hue / 30.0) % 12.0;
-        let value = lightness - reach * (place - 3.0).min(9.0 - place).clamp(-1.0, 1.0);
+        let k = (offset + hue / 30.0) % 12.0;
+        let value = lightness - amplitude * (k - 3.0).min(9.0 - k).clamp(-1.0, 1.0);
         (value * 255.0).round().clamp(0.0, 255.0) as u8
     };
     (channel(0.0), channel(8.0), channel(4.0))
@@ -43,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn hues_are_right_and_steps_get_lighter() {
+    fn hues_convert_to_rgb_and_colours_differ() {
         assert_eq!(rgb(0.0, 1.0, 0.5), (255, 0, 0));
         assert_eq!(rgb(120.0, 1.0, 0.5), (0, 255, 0));
         assert_eq!(rgb(240.0, 1.0, 0.5), (0, 0, 255));

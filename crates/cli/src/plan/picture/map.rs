@@ -1,4 +1,4 @@
-//! The tile map: queries down, keys across; the colour of a tile says which rank computes it and in which step.
+//! Tile map: queries down, keys across. The colour of a tile is that of its rank and ring step.
 
 use std::{ops::Range, sync::Arc};
 
@@ -7,17 +7,17 @@ use annulus_core::{Mask, Shard, Spec, mask::Key, mask::Query};
 use super::{
     axis::{Axis, Cell},
     colour,
-    svg::{Anchor, Area, Svg},
+    svg::{Anchor, Area, Svg, at},
 };
 use crate::plan::figures::Figures;
 
-/// Width of the strips that say who holds which rows.
+/// Width of the strips that show the owners of rows.
 const STRIP: f64 = 16.0;
 
-/// Draws the map into `area`, which includes the strips and the names of the axes.
+/// Draws the map into `area`, including the strips and the labels of the axes.
 pub(super) fn draw(svg: &mut Svg, area: Area, spec: &Spec, figures: &Figures) {
-    let queries = Axis::new(&shards(&figures.coordinates.q), spec.dims.q_len);
-    let keys = Axis::new(&shards(&figures.coordinates.kv), spec.dims.kv_len);
+    let queries = Axis::new(&shards(&figures.shards.q), spec.dims.q_len);
+    let keys = Axis::new(&shards(&figures.shards.kv), spec.dims.kv_len);
     let margin = 20.0 + STRIP;
     let plot = Area {
         x: area.x + margin,
@@ -25,26 +25,18 @@ pub(super) fn draw(svg: &mut Svg, area: Area, spec: &Spec, figures: &Figures) {
         width: area.width - margin,
         height: area.height - margin,
     };
-    let order = |axis: &Axis| {
-        let order = if axis.in_sequence { "in sequence" } else { "grouped by rank" };
-        if axis.stride == 1 {
-            order.to_owned()
-        } else {
-            format!("{order}, 1 run of rows in {}", axis.stride)
-        }
-    };
     svg.text(
-        (plot.x + plot.width / 2.0, area.y + 11.0),
+        at(plot.x + plot.width / 2.0, area.y + 11.0),
         13.0,
         Anchor::Middle,
         "#333",
-        &format!("keys, {} →", order(&keys)),
+        &format!("keys, {} →", order_of(&keys)),
     );
     svg.upward(
-        (area.x + 11.0, plot.y + plot.height / 2.0),
+        at(area.x + 11.0, plot.y + plot.height / 2.0),
         13.0,
         "#333",
-        &format!("← queries, {}", order(&queries)),
+        &format!("← queries, {}", order_of(&queries)),
     );
     svg.rect(plot, "#f1f1f1", 1.0);
     strip(svg, &keys, figures.ranks, Area { y: plot.y - STRIP - 2.0, height: STRIP, ..plot }, true);
@@ -57,7 +49,7 @@ pub(super) fn draw(svg: &mut Svg, area: Area, spec: &Spec, figures: &Figures) {
     );
     if queries.cells.is_empty() || keys.cells.is_empty() {
         svg.text(
-            (plot.x + plot.width / 2.0, plot.y + plot.height / 2.0),
+            at(plot.x + plot.width / 2.0, plot.y + plot.height / 2.0),
             13.0,
             Anchor::Middle,
             "#333",
@@ -65,22 +57,45 @@ pub(super) fn draw(svg: &mut Svg, area: Area, spec: &Spec, figures: &Figures) {
         );
         return;
     }
+    draw_tiles(svg, plot, [&queries, &keys], spec, figures);
+    svg.frame(plot, "#999");
+}
+
+/// Describes the order of rows on an axis.
+fn order_of(axis: &Axis) -> String {
+    let order = if axis.in_sequence { "in sequence" } else { "grouped by rank" };
+    if axis.stride == 1 {
+        order.to_owned()
+    } else {
+        format!("{order}, 1 of {} runs of rows", axis.stride)
+    }
+}
+
+/// Draws the tiles that are not empty into `plot`.
+fn draw_tiles(
+    svg: &mut Svg,
+    plot: Area,
+    [queries, keys]: [&Axis; 2],
+    spec: &Spec,
+    figures: &Figures,
+) {
     let height = plot.height / queries.cells.len() as f64;
     let width = plot.width / keys.cells.len() as f64;
     let steps = figures.busy_steps();
-    let offset = figures.coordinates.q.iter().find_map(|shard| {
+    let offset = figures.shards.q.iter().find_map(|shard| {
         Some(shard.positions.first()?.iter().next()? - shard.rows.iter().next()?)
     });
     for (line, cell) in queries.cells.iter().enumerate() {
-        let seen = |key: &Cell| visible_share(spec.mask.as_ref(), cell, key, offset.unwrap_or(0));
+        let visible =
+            |key: &Cell| visible_share(spec.mask.as_ref(), cell, key, offset.unwrap_or(0));
         let mut tiles = keys
             .cells
             .iter()
             .enumerate()
-            .map(|(column, key)| (column, key.rank, quantised(seen(key))))
+            .map(|(column, key)| (column, key.rank, quantised(visible(key))))
             .peekable();
         while let Some((first, owner, share)) = tiles.next() {
-            // equal neighbours are one rectangle
+            // neighbouring tiles of one owner and shade are one rectangle
             let mut end = first + 1;
             while tiles.next_if(|&(_, next, other)| next == owner && other == share).is_some() {
                 end += 1;
@@ -93,32 +108,32 @@ pub(super) fn draw(svg: &mut Svg, area: Area, spec: &Spec, figures: &Figures) {
                     width: (end - first) as f64 * width,
                     height,
                 };
-                // what is hardly visible must still be seen
+                // from 0.4 on, so that a tile with few visible pairs still has a colour
                 let opacity = 0.4 + 0.6 * f64::from(share) / f64::from(SHADES);
                 svg.rect(tile, &colour::of(cell.rank, figures.ranks, step, steps), opacity);
             }
         }
     }
-    svg.frame(plot, "#999");
 }
 
-/// Shades of a partly visible tile.
+/// Number of shades of a tile.
 const SHADES: u8 = 4;
 
-/// A share as one of few shades; nothing visible is 0, anything visible at least 1.
+/// Rounds a share to a shade: 0 for an empty tile, at least 1 for any other.
 fn quantised(share: f64) -> u8 {
     if share > 0.0 { ((share * f64::from(SHADES)).round() as u8).clamp(1, SHADES) } else { 0 }
 }
 
-/// Which part of a tile is visible, judged by a few of its query rows. `offset` is where query row 0 stands.
+/// Estimates the visible share of a tile from a few of its query rows. `offset` is the position of
+/// query row 0.
 fn visible_share(mask: &dyn Mask, queries: &Cell, keys: &Cell, offset: i64) -> f64 {
     let of_query = |&row: &i64| {
         let query = Query { batch: 0, head: 0, row: row.cast_unsigned(), position: row + offset };
-        if let Some(spans) = mask.intervals(&query) {
-            let seen = |range: &Range<i64>| {
+        if let Some(intervals) = mask.intervals(&query) {
+            let visible = |range: &Range<i64>| {
                 (range.end.min(keys.rows.end) - range.start.max(keys.rows.start)).max(0)
             };
-            return spans.ranges().iter().map(seen).sum::<i64>() as f64
+            return intervals.ranges().iter().map(visible).sum::<i64>() as f64
                 / (keys.rows.end - keys.rows.start) as f64;
         }
         let visible =
@@ -128,13 +143,14 @@ fn visible_share(mask: &dyn Mask, queries: &Cell, keys: &Cell, offset: i64) -> f
     queries.samples.iter().map(of_query).sum::<f64>() / queries.samples.len() as f64
 }
 
-/// Who holds which rows, along one side of the map.
+/// Draws the owners of rows along one side of the map.
 fn strip(svg: &mut Svg, axis: &Axis, ranks: usize, area: Area, across: bool) {
     let cells = axis.cells.len() as f64;
     let mut first = 0;
     for group in axis.cells.chunk_by(|a, b| a.rank == b.rank) {
-        let (start, share, rank) =
-            (first as f64 / cells, group.len() as f64 / cells, group[0].rank);
+        let start = first as f64 / cells;
+        let share = group.len() as f64 / cells;
+        let rank = group[0].rank;
         first += group.len();
         let part = if across {
             Area { x: area.x + start * area.width, width: share * area.width, ..area }
@@ -145,7 +161,7 @@ fn strip(svg: &mut Svg, axis: &Axis, ranks: usize, area: Area, across: bool) {
         let room = if across { part.width } else { part.height };
         if room >= 16.0 {
             svg.text(
-                (part.x + part.width / 2.0, part.y + part.height / 2.0 + 4.0),
+                at(part.x + part.width / 2.0, part.y + part.height / 2.0 + 4.0),
                 11.0,
                 Anchor::Middle,
                 "#fff",

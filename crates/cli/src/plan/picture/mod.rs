@@ -1,4 +1,5 @@
-//! The picture of a ring: tile map, work of each rank, predicted bytes, step timeline and legend, as one SVG.
+//! Picture of a ring as SVG: tile map, work of each rank, predicted bytes, step timeline and
+//! legend.
 
 mod axis;
 mod colour;
@@ -11,9 +12,9 @@ use annulus_core::Spec;
 
 use super::figures::Figures;
 use crate::report::count;
-use svg::{Anchor, Area, Svg};
+use svg::{Anchor, Area, Point, Svg, at};
 
-/// Margin around everything.
+/// Margin of the picture, in pixels like all lengths here.
 const MARGIN: f64 = 32.0;
 /// Width of the whole picture.
 const WIDTH: f64 = 1240.0;
@@ -24,16 +25,16 @@ const MAP: f64 = 560.0;
 pub(super) fn draw(spec: &Spec, figures: &Figures) -> String {
     let mut svg = Svg::default();
     let title = figures.title();
-    // a bold letter is about 0.62 of its size wide
+    // a bold character is about 0.62 of its font size wide
     let size = ((WIDTH - 2.0 * MARGIN) / (0.62 * title.chars().count() as f64)).min(20.0);
-    svg.heading((MARGIN, 46.0), size, &title);
-    svg.text((MARGIN, 70.0), 13.0, Anchor::Start, "#555", &figures.hops_in_words());
+    svg.heading(at(MARGIN, 46.0), size, &title);
+    svg.text(at(MARGIN, 70.0), 13.0, Anchor::Start, "#555", &figures.hops_in_words());
 
     let top = 92.0;
     map::draw(&mut svg, Area { x: MARGIN, y: top, width: MAP, height: MAP }, spec, figures);
     let right = MARGIN + MAP + 44.0;
     let width = WIDTH - MARGIN - right;
-    facts(&mut svg, (right, top), spec, figures);
+    facts(&mut svg, at(right, top), spec, figures);
     legend(&mut svg, Area { x: right, y: top + 112.0, width, height: 84.0 }, figures);
     work::draw(&mut svg, Area { x: right, y: top + 222.0, width, height: MAP - 222.0 }, figures);
 
@@ -51,9 +52,9 @@ pub(super) fn draw(spec: &Spec, figures: &Figures) -> String {
     svg.finish(WIDTH, below + timeline::height(figures.ranks) + MARGIN, &title)
 }
 
-/// Predicted bytes and work, in words.
-fn facts(svg: &mut Svg, (x, y): (f64, f64), spec: &Spec, figures: &Figures) {
-    svg.heading((x, y + 14.0), 15.0, "Predicted");
+/// Draws the predicted bytes and the work as text.
+fn facts(svg: &mut Svg, Point { x, y }: Point, spec: &Spec, figures: &Figures) {
+    svg.heading(at(x, y + 14.0), 15.0, "Predicted");
     let dims = spec.dims;
     let lines = [
         ("forward", figures.forward.in_words()),
@@ -68,7 +69,7 @@ fn facts(svg: &mut Svg, (x, y): (f64, f64), spec: &Spec, figures: &Figures) {
         (
             "tensors",
             format!(
-                "batch {}, {} query heads, {} key heads, dim {}, {}",
+                "batch {}, {} query heads, {} KV heads, dim {}, {}",
                 dims.batch,
                 dims.q_heads,
                 dims.kv_heads,
@@ -79,28 +80,30 @@ fn facts(svg: &mut Svg, (x, y): (f64, f64), spec: &Spec, figures: &Figures) {
     ];
     for (line, (name, words)) in lines.iter().enumerate() {
         let y = y + 36.0 + 19.0 * line as f64;
-        svg.text((x, y), 12.0, Anchor::Start, "#555", name);
-        svg.text((x + 72.0, y), 12.0, Anchor::Start, "#111", words);
+        svg.text(at(x, y), 12.0, Anchor::Start, "#555", name);
+        svg.text(at(x + 72.0, y), 12.0, Anchor::Start, "#111", words);
     }
 }
 
-/// What colours mean.
+/// Draws the legend of the colours.
 fn legend(svg: &mut Svg, area: Area, figures: &Figures) {
-    let (ranks, steps) = (figures.ranks, figures.busy_steps());
-    svg.heading((area.x, area.y + 14.0), 15.0, "Colours");
-    let (size, names) = (22.0, 150.0);
+    let ranks = figures.ranks;
+    let steps = figures.busy_steps();
+    svg.heading(at(area.x, area.y + 14.0), 15.0, "Colours");
+    let size = 22.0;
+    let names = 150.0;
     let x = area.x + names;
     let mut swatches = |y: f64, count: usize, colour: &dyn Fn(usize) -> (String, &'static str)| {
         let shown = count.min(8);
-        for place in 0..shown {
-            // of many, evenly spaced ones
-            let number = place * count.saturating_sub(1) / (shown - 1).max(1);
+        for index in 0..shown {
+            // evenly spaced ones, if there are more than 8
+            let number = index * count.saturating_sub(1) / (shown - 1).max(1);
             let swatch =
-                Area { x: x + place as f64 * (size + 18.0), y, width: size + 14.0, height: 18.0 };
+                Area { x: x + index as f64 * (size + 18.0), y, width: size + 14.0, height: 18.0 };
             let (fill, ink) = colour(number);
             svg.rect(swatch, &fill, 1.0);
             svg.text(
-                (swatch.x + swatch.width / 2.0, swatch.y + 13.0),
+                at(swatch.x + swatch.width / 2.0, swatch.y + 13.0),
                 11.0,
                 Anchor::Middle,
                 ink,
@@ -112,15 +115,15 @@ fn legend(svg: &mut Svg, area: Area, figures: &Figures) {
     swatches(area.y + 50.0, steps, &|step| {
         (colour::of(0, ranks, step, steps), colour::ink(step, steps))
     });
-    svg.text((area.x, area.y + 39.0), 12.0, Anchor::Start, "#333", "hue: who computes");
-    svg.text((area.x, area.y + 64.0), 12.0, Anchor::Start, "#333", "lightness: in which step");
-    svg.text((area.x, area.y + 89.0), 12.0, Anchor::Start, "#333", "paler tile: partly visible");
+    svg.text(at(area.x, area.y + 39.0), 12.0, Anchor::Start, "#333", "hue: computing rank");
+    svg.text(at(area.x, area.y + 64.0), 12.0, Anchor::Start, "#333", "lightness: ring step");
+    svg.text(at(area.x, area.y + 89.0), 12.0, Anchor::Start, "#333", "paler: partial tile");
     svg.rect(Area { x, y: area.y + 75.0, width: size + 14.0, height: 18.0 }, "#f1f1f1", 1.0);
     svg.text(
-        (x + size + 24.0, area.y + 89.0),
+        at(x + size + 24.0, area.y + 89.0),
         12.0,
         Anchor::Start,
         "#333",
-        "nothing visible: neither computed nor sent for",
+        "empty tile: neither computed nor sent",
     );
 }

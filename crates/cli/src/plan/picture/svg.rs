@@ -1,14 +1,14 @@
-//! The few shapes that the picture is made of, as SVG text.
+//! Writes rectangles, lines and text as SVG.
 
 use std::fmt::Write;
 
-/// A drawing under way.
+/// SVG document under construction.
 #[derive(Debug, Default)]
 pub(super) struct Svg {
     body: String,
 }
 
-/// A rectangle.
+/// Rectangle, in pixels.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Area {
     /// Left edge.
@@ -21,19 +21,33 @@ pub(super) struct Area {
     pub(super) height: f64,
 }
 
-/// Where a text stands relative to its point.
+/// Point, in pixels.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Point {
+    /// Distance from the left edge.
+    pub(super) x: f64,
+    /// Distance from the top edge.
+    pub(super) y: f64,
+}
+
+/// Returns the point (x, y).
+pub(super) const fn at(x: f64, y: f64) -> Point {
+    Point { x, y }
+}
+
+/// Horizontal alignment of a text to its point.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Anchor {
-    /// It starts there.
+    /// The text starts at the point.
     Start,
-    /// It is centred there.
+    /// The text is centred at the point.
     Middle,
-    /// It ends there.
+    /// The text ends at the point.
     End,
 }
 
 impl Svg {
-    /// A filled rectangle.
+    /// Adds a filled rectangle.
     pub(super) fn rect(&mut self, area: Area, fill: &str, opacity: f64) {
         let Area { x, y, width, height } = area;
         let opacity = if opacity < 1.0 {
@@ -50,11 +64,12 @@ impl Svg {
         ));
     }
 
-    /// The outline of a rectangle.
+    /// Adds the outline of a rectangle.
     pub(super) fn frame(&mut self, area: Area, stroke: &str) {
         let Area { x, y, width, height } = area;
         self.push(format_args!(
-            "<rect x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\" fill=\"none\" stroke=\"{stroke}\"/>",
+            "<rect x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\" fill=\"none\" \
+             stroke=\"{stroke}\"/>",
             short(x),
             short(y),
             short(width),
@@ -62,46 +77,42 @@ impl Svg {
         ));
     }
 
-    /// A line.
-    pub(super) fn line(&mut self, from: (f64, f64), to: (f64, f64), stroke: &str) {
+    /// Adds a line.
+    pub(super) fn line(&mut self, from: Point, to: Point, stroke: &str) {
         self.push(format_args!(
             "<line x1=\"{}\" y1=\"{}\" x2=\"{}\" y2=\"{}\" stroke=\"{stroke}\"/>",
-            short(from.0),
-            short(from.1),
-            short(to.0),
-            short(to.1)
+            short(from.x),
+            short(from.y),
+            short(to.x),
+            short(to.y)
         ));
     }
 
-    /// A text of `size` pixels whose baseline is at `y`.
-    pub(super) fn text(
-        &mut self,
-        at: (f64, f64),
-        size: f64,
-        anchor: Anchor,
-        fill: &str,
-        text: &str,
-    ) {
+    /// Adds a text of `size` pixels with its baseline at `at`.
+    pub(super) fn text(&mut self, at: Point, size: f64, anchor: Anchor, fill: &str, text: &str) {
         self.text_with(at, size, anchor, fill, text, "");
     }
 
-    /// A bold text.
-    pub(super) fn heading(&mut self, at: (f64, f64), size: f64, text: &str) {
+    /// Adds a bold text.
+    pub(super) fn heading(&mut self, at: Point, size: f64, text: &str) {
         self.text_with(at, size, Anchor::Start, "#111", text, " font-weight=\"600\"");
     }
 
-    /// A text that reads upwards, centred.
-    pub(super) fn upward(&mut self, at: (f64, f64), size: f64, fill: &str, text: &str) {
-        let turn = format!(" transform=\"rotate(-90 {} {})\"", short(at.0), short(at.1));
+    /// Adds a centred text that is rotated to read upwards.
+    pub(super) fn upward(&mut self, at: Point, size: f64, fill: &str, text: &str) {
+        let turn = format!(" transform=\"rotate(-90 {} {})\"", short(at.x), short(at.y));
         self.text_with(at, size, Anchor::Middle, fill, text, &turn);
     }
 
-    /// The whole document.
+    /// Returns the document.
     pub(super) fn finish(self, width: f64, height: f64, title: &str) -> String {
-        let (width, height, title) = (short(width), short(height), escape(title));
+        let width = short(width);
+        let height = short(height);
+        let title = escape(title);
         format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" viewBox=\"0 0 {width} {height}\" \
-             shape-rendering=\"crispEdges\" font-family=\"DejaVu Sans, Helvetica, Arial, sans-serif\">\n<title>{title}</title>\n\
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" \
+             viewBox=\"0 0 {width} {height}\" shape-rendering=\"crispEdges\" \
+             font-family=\"DejaVu Sans, Helvetica, Arial, sans-serif\">\n<title>{title}</title>\n\
              <rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>\n{}</svg>\n",
             self.body
         )
@@ -109,7 +120,7 @@ impl Svg {
 
     fn text_with(
         &mut self,
-        at: (f64, f64),
+        at: Point,
         size: f64,
         anchor: Anchor,
         fill: &str,
@@ -123,8 +134,8 @@ impl Svg {
         };
         self.push(format_args!(
             "<text x=\"{}\" y=\"{}\" font-size=\"{}\"{anchor} fill=\"{fill}\"{more}>{}</text>",
-            short(at.0),
-            short(at.1),
+            short(at.x),
+            short(at.y),
             short(size),
             escape(text)
         ));
@@ -137,7 +148,7 @@ impl Svg {
     }
 }
 
-/// A number with at most two decimals and no useless zeros.
+/// Formats a number with at most two decimals and without trailing zeros.
 fn short(number: f64) -> String {
     let text = format!("{number:.2}");
     text.trim_end_matches('0').trim_end_matches('.').to_owned()

@@ -1,19 +1,20 @@
-//! The step timeline: a line a rank, a column a step. In each box a bar for the work, whose block
-//! it is, and what is sent meanwhile. Of many ranks a box is the sum of several ranks and steps.
+//! Step timeline: one line per rank, one column per ring step. Each box has a bar for the work, the
+//! owner of the block, and the blocks that are sent. For many ranks a box is the sum of several
+//! ranks and steps.
 
 use super::{
     colour,
-    svg::{Anchor, Area, Svg},
+    svg::{Anchor, Area, Svg, at},
 };
 use crate::{
     plan::figures::{Figures, MOST_DETAILED_RANKS, Send, StepFigures, StepOfRank},
     report::{bytes, counted},
 };
 
-/// Lines, and columns, of a timeline of more ranks than are drawn one by one.
+/// Number of lines and of columns of a timeline of groups: about 7 by 17 pixels each.
 const GROUPS: usize = 64;
 
-/// Height of a line: tall enough for two lines of text, or for a bar only.
+/// Height of a line, in pixels: for two lines of text, one line, or only a bar.
 fn line_height(lines: usize) -> f64 {
     match lines {
         0..=12 => 34.0,
@@ -22,7 +23,7 @@ fn line_height(lines: usize) -> f64 {
     }
 }
 
-/// Ranks that share a line.
+/// Number of ranks of a line.
 const fn ranks_per_line(ranks: usize) -> usize {
     if ranks <= MOST_DETAILED_RANKS { 1 } else { ranks.div_ceil(GROUPS) }
 }
@@ -35,27 +36,14 @@ pub(super) fn height(ranks: usize) -> f64 {
 
 /// Draws the timeline.
 pub(super) fn draw(svg: &mut Svg, area: Area, figures: &Figures) {
-    svg.heading((area.x, area.y + 14.0), 15.0, "Step by step");
+    svg.heading(at(area.x, area.y + 14.0), 15.0, "Step by step");
     let steps = &figures.steps[..figures.busy_steps()];
-    let idle = figures.steps.len() - steps.len();
-    let idle = match idle {
-        0 => String::new(),
-        1 => "; in the last step nothing is left to do".to_owned(),
-        _ => format!("; in the last {idle} steps nothing is left to do"),
-    };
-    let says = "bar: pairs computed, against the busiest box; number: whose block it is; arrow: to whom a block goes meanwhile, and its bytes";
     let per_line = ranks_per_line(figures.ranks);
     let per_column = if per_line == 1 { 1 } else { steps.len().div_ceil(GROUPS).max(1) };
-    let says = if per_line == 1 {
-        format!("{says}{idle}")
-    } else {
-        let steps = counted(per_column as u64, "step", "steps");
-        format!(
-            "bar: pairs computed, against the busiest box; a box is {per_line} ranks and {steps}, for there are more than {MOST_DETAILED_RANKS} ranks{idle}"
-        )
-    };
-    svg.text((area.x, area.y + 33.0), 12.0, Anchor::Start, "#555", &says);
-    let (names, top) = (56.0, area.y + 62.0);
+    let explanation = explanation(figures, per_line, per_column);
+    svg.text(at(area.x, area.y + 33.0), 12.0, Anchor::Start, "#555", &explanation);
+    let names = 56.0;
+    let top = area.y + 62.0;
     let lines = figures.ranks.div_ceil(per_line);
     let columns = steps.len().div_ceil(per_column);
     let line = line_height(lines);
@@ -65,7 +53,7 @@ pub(super) fn draw(svg: &mut Svg, area: Area, figures: &Figures) {
     for number in (0..lines).step_by(every_line) {
         let y = top + (number as f64 + 0.5) * line + 4.0;
         svg.text(
-            (area.x + names - 6.0, y),
+            at(area.x + names - 6.0, y),
             11.0,
             Anchor::End,
             "#333",
@@ -78,29 +66,49 @@ pub(super) fn draw(svg: &mut Svg, area: Area, figures: &Figures) {
         1 => steps.iter().map(|step| step.ranks.as_slice()).collect(),
         _ => grouped.iter().map(Vec::as_slice).collect(),
     };
-    let most = columns.iter().copied().flatten().map(|at| at.pairs).max().unwrap_or(0);
+    let most = columns.iter().copied().flatten().map(|of| of.pairs).max().unwrap_or(0);
     for (number, boxes) in columns.into_iter().enumerate() {
-        let (x, step) = (area.x + names + number as f64 * column, number * per_column);
+        let x = area.x + names + number as f64 * column;
+        let step = number * per_column;
         if number.is_multiple_of(every_column) {
             svg.text(
-                (x + column / 2.0, top - 6.0),
+                at(x + column / 2.0, top - 6.0),
                 11.0,
                 Anchor::Middle,
                 "#333",
                 &format!("step {step}"),
             );
         }
-        for at in boxes {
+        for of_rank in boxes {
             let gap = if line >= 10.0 && column >= 10.0 { 2.0 } else { 0.3 };
-            let y = top + (at.rank / per_line) as f64 * line + gap / 2.0;
+            let y = top + (of_rank.rank / per_line) as f64 * line + gap / 2.0;
             let room = Area { x: x + gap / 2.0, y, width: column - gap, height: line - gap };
-            draw_box(svg, room, figures, step, at, most);
+            draw_box(svg, room, figures, step, of_rank, most);
         }
     }
 }
 
-/// Sums the boxes of `per_line` neighbouring ranks and `per_column` successive steps, column by
-/// column. A sum carries the first rank of its line, whose colour it has, and no text.
+/// Explains the boxes of `per_line` ranks and `per_column` steps.
+fn explanation(figures: &Figures, per_line: usize, per_column: usize) -> String {
+    let idle = match figures.steps.len() - figures.busy_steps() {
+        0 => String::new(),
+        1 => "; the last step is empty".to_owned(),
+        idle => format!("; the last {idle} steps are empty"),
+    };
+    let bar = "bar: visible pairs, relative to the largest box";
+    if per_line == 1 {
+        return format!(
+            "{bar}; number: owner of the block; arrow: receiver and bytes of the block sent{idle}"
+        );
+    }
+    let steps = counted(per_column as u64, "step", "steps");
+    format!(
+        "{bar}; more than {MOST_DETAILED_RANKS} ranks: a box is {per_line} ranks and {steps}{idle}"
+    )
+}
+
+/// Sums the boxes of `per_line` neighbouring ranks and `per_column` successive steps, by column. A
+/// sum has the first rank of its line, which determines its colour, and no text.
 fn in_groups(
     steps: &[StepFigures],
     per_line: usize,
@@ -116,10 +124,10 @@ fn in_groups(
             sends: Vec::new(),
         };
         let mut boxes: Vec<StepOfRank> = (0..lines).map(empty).collect();
-        for at in steps.iter().flat_map(|step| &step.ranks) {
-            if let Some(sum) = boxes.get_mut(at.rank / per_line) {
-                sum.pairs += at.pairs;
-                sum.rows += at.rows;
+        for of_rank in steps.iter().flat_map(|step| &step.ranks) {
+            if let Some(sum) = boxes.get_mut(of_rank.rank / per_line) {
+                sum.pairs += of_rank.pairs;
+                sum.rows += of_rank.rows;
             }
         }
         boxes
@@ -127,63 +135,70 @@ fn in_groups(
     steps.chunks(per_column).map(column).collect()
 }
 
+/// Draws one box into `room`, with the bar relative to `most` pairs.
 fn draw_box(
     svg: &mut Svg,
     room: Area,
     figures: &Figures,
     step: usize,
-    at: &StepOfRank,
+    of_rank: &StepOfRank,
     most: u128,
 ) {
     svg.rect(room, "#f1f1f1", 1.0);
-    // text has a place of its own, above the bar or left of it, so that it never stands half on a colour
-    let place = match (room.width, room.height) {
-        (22.0.., 28.0..) => Place::Above,
-        (40.0.., 14.0..) => Place::Left,
-        _ => Place::Nowhere,
+    // text is above the bar or left of it: text on a bar would be half on its colour
+    let text = match (room.width, room.height) {
+        (22.0.., 28.0..) => TextPosition::Above,
+        (40.0.., 14.0..) => TextPosition::Left,
+        _ => TextPosition::Hidden,
     };
-    let bar = match place {
-        Place::Above => Area { y: room.y + 15.0, height: room.height - 15.0, ..room },
-        Place::Left => Area { x: room.x + 22.0, width: room.width - 22.0, ..room },
-        Place::Nowhere => room,
+    let bar = match text {
+        TextPosition::Above => Area { y: room.y + 15.0, height: room.height - 15.0, ..room },
+        TextPosition::Left => Area { x: room.x + 22.0, width: room.width - 22.0, ..room },
+        TextPosition::Hidden => room,
     };
-    if at.pairs > 0 {
-        // what there is, is seen
-        let width = (bar.width * at.pairs as f64 / most as f64).max(1.5);
+    if of_rank.pairs > 0 {
+        // at least 1.5 pixels, so that the least work is visible
+        let width = (bar.width * of_rank.pairs as f64 / most as f64).max(1.5);
         svg.rect(
             Area { width, ..bar },
-            &colour::of(at.rank, figures.ranks, step, figures.busy_steps()),
+            &colour::of(of_rank.rank, figures.ranks, step, figures.busy_steps()),
             1.0,
         );
     }
-    let owner = if at.rows == 0 { "–".to_owned() } else { at.owner.to_string() };
-    match place {
-        Place::Above => {
+    let owner = if of_rank.rows == 0 { "–".to_owned() } else { of_rank.owner.to_string() };
+    match text {
+        TextPosition::Above => {
             let baseline = room.y + 11.5;
-            svg.text((room.x + 4.0, baseline), 11.0, Anchor::Start, "#111", &owner);
-            if let Some(words) = sends_in_words(&at.sends, room.width) {
-                svg.text((room.x + room.width - 4.0, baseline), 10.0, Anchor::End, "#444", &words);
+            svg.text(at(room.x + 4.0, baseline), 11.0, Anchor::Start, "#111", &owner);
+            if let Some(words) = sends_in_words(&of_rank.sends, room.width) {
+                svg.text(
+                    at(room.x + room.width - 4.0, baseline),
+                    10.0,
+                    Anchor::End,
+                    "#444",
+                    &words,
+                );
             }
         }
-        Place::Left => svg.text(
-            (room.x + 4.0, room.y + room.height / 2.0 + 4.0),
+        TextPosition::Left => svg.text(
+            at(room.x + 4.0, room.y + room.height / 2.0 + 4.0),
             11.0,
             Anchor::Start,
             "#111",
             &owner,
         ),
-        Place::Nowhere => {}
+        TextPosition::Hidden => {}
     }
 }
 
-/// Where the text of a box stands.
-enum Place {
+/// Position of a box's text relative to its bar.
+enum TextPosition {
     Above,
     Left,
-    Nowhere,
+    Hidden,
 }
 
-/// What is sent, as far as there is room for it beside the owner.
+/// Describes the blocks that are sent, as far as there is room beside the owner.
 fn sends_in_words(sends: &[Send], width: f64) -> Option<String> {
     let sent = bytes(sends.iter().map(|send| send.bytes).sum::<u128>());
     let words = match sends {

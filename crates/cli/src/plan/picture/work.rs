@@ -1,23 +1,23 @@
-//! How much each rank computes and sends.
+//! Bar chart of the work and the bytes sent of each rank.
 
 use super::{
     colour,
-    svg::{Anchor, Area, Svg},
+    svg::{Anchor, Area, Svg, at},
 };
 use crate::{plan::figures::Figures, report::bytes};
 
-/// The least height at which a bar has a text of its own.
+/// The least distance of text lines, in pixels: of lower bars only some have a text.
 const READABLE: f64 = 15.0;
 
-/// Draws a bar a rank into `area`.
+/// Draws one bar for each rank into `area`.
 pub(super) fn draw(svg: &mut Svg, area: Area, figures: &Figures) {
-    svg.heading((area.x, area.y + 14.0), 15.0, "Work of each rank");
+    svg.heading(at(area.x, area.y + 14.0), 15.0, "Work of each rank");
     let most = figures.work_max_over_mean;
-    let subtitle = format!(
-        "visible pairs over the mean; the busiest rank has {most:.3}; bytes sent in a forward pass"
-    );
-    svg.text((area.x, area.y + 33.0), 12.0, Anchor::Start, "#555", &subtitle);
-    let (names, figures_width, top) = (46.0, 160.0, area.y + 44.0);
+    let subtitle = format!("visible pairs / mean; maximum {most:.3}; bytes sent in a forward pass");
+    svg.text(at(area.x, area.y + 33.0), 12.0, Anchor::Start, "#555", &subtitle);
+    let names = 46.0;
+    let figures_width = 160.0;
+    let top = area.y + 44.0;
     let height = ((area.y + area.height - top) / figures.ranks as f64).min(26.0);
     let width = area.width - names - figures_width;
     let every = (READABLE / height).ceil().max(1.0) as usize;
@@ -35,19 +35,25 @@ pub(super) fn draw(svg: &mut Svg, area: Area, figures: &Figures) {
         if rank.rank.is_multiple_of(every) {
             let baseline = y + height / 2.0 + 4.0;
             svg.text(
-                (area.x + names - 6.0, baseline),
+                at(area.x + names - 6.0, baseline),
                 11.0,
                 Anchor::End,
                 "#333",
                 &format!("rank {}", rank.rank),
             );
             let words = format!("{:.2} × mean, {}", rank.work_over_mean, bytes(rank.bytes_sent));
-            svg.text((area.x + names + width + 8.0, baseline), 11.0, Anchor::Start, "#333", &words);
+            svg.text(
+                at(area.x + names + width + 8.0, baseline),
+                11.0,
+                Anchor::Start,
+                "#333",
+                &words,
+            );
         }
     }
-    // where a perfectly even deal would end every bar
+    // the mean: the end of all bars if the work were balanced
     if most > 0.0 {
         let x = area.x + names + width / most;
-        svg.line((x, top), (x, top + figures.ranks as f64 * height), "#111");
+        svg.line(at(x, top), at(x, top + figures.ranks as f64 * height), "#111");
     }
 }

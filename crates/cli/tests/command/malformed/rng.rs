@@ -1,4 +1,4 @@
-//! Numbers that look random, the same on every run.
+//! Pseudo-random numbers, equal on every run.
 
 /// SplitMix64 (Steele, Lea, Flood 2014).
 #[derive(Debug)]
@@ -17,7 +17,7 @@ impl Rng {
         mixed ^ (mixed >> 31)
     }
 
-    /// A number below `end`.
+    /// Returns a number below `end`.
     pub(super) fn below(&mut self, end: usize) -> usize {
         (self.next() % end.max(1) as u64) as usize
     }

@@ -7,7 +7,7 @@ use super::{
     writer::{Entry, Model, width, with_header},
 };
 
-/// The tensors of [`good`], with their axes.
+/// Tensors of [`good`] with their shapes.
 const SHAPES: [(&str, [usize; 4]); 4] = [
     ("query", [1, 6, 4, 8]),
     ("key", [1, 6, 2, 8]),
@@ -15,15 +15,15 @@ const SHAPES: [(&str, [usize; 4]); 4] = [
     ("dout", [1, 6, 4, 8]),
 ];
 
-/// Of tensors that do not fit each other, either may be named.
+/// Alternatives for inconsistent tensors, of which any may be named.
 const ANY: &str = "query|key|value|dout";
 
-/// Query, key, value and dout that fit.
+/// Consistent query, key, value and dout.
 fn good() -> Model {
     SHAPES.iter().fold(Model::default(), |model, (name, shape)| model.zeros(name, "F32", shape))
 }
 
-/// [`good`] with one of everything that a file may have besides, and the flags that it needs.
+/// [`good`] with every optional tensor, for the flags [`FULL`].
 fn full() -> Model {
     good()
         .zeros("dlse", "F32", &[1, 4, 6])
@@ -39,7 +39,7 @@ fn full() -> Model {
 /// Flags of [`full`].
 const FULL: &str = "--backward --sinks per-head";
 
-/// JSON values of every kind, none of which a dtype, a shape or offsets may be.
+/// JSON values that are neither a dtype nor a shape nor offsets.
 const VALUES: [&str; 14] = [
     "null",
     "true",
@@ -82,28 +82,28 @@ fn refused(rule: String, model: &Model, groups: &[&str]) -> Case {
     Case::attend(rule, "--backward", model.bytes(), words(groups))
 }
 
-fn taken(rule: impl Into<String>, flags: &str, model: &Model) -> Case {
-    Case::attend(rule, flags, model.bytes(), Expected::Taken)
+fn accepted(rule: impl Into<String>, flags: &str, model: &Model) -> Case {
+    Case::attend(rule, flags, model.bytes(), Expected::Accepted)
 }
 
-/// Files that are odd, and right.
+/// Files that are unusual and valid.
 fn odd() -> Vec<Case> {
     let mut cases = vec![
-        taken("good", "--backward", &good()),
-        taken("full", FULL, &full()),
-        taken("full, striped", &format!("{FULL} --ranks 3 --layout striped"), &full()),
+        accepted("good", "--backward", &good()),
+        accepted("full", FULL, &full()),
+        accepted("full, striped", &format!("{FULL} --ranks 3 --layout striped"), &full()),
     ];
-    // what is not known is left alone, whatever its dtype and its name
+    // unknown tensors are ignored, of any dtype and name
     for dtype in
         ["F8_E4M3", "F8_E5M2", "F4", "F6_E2M3", "C64", "U128", "float32", "", "f32", "\u{1b}[2J"]
     {
         let mut model = good().tensor("strange", "U8", &[16], vec![1; 16]);
         let last = model.entries.len() - 1;
         model.entries[last].dtype = serde_json::to_string(dtype).unwrap();
-        cases.push(taken(format!("a strange tensor of dtype {dtype:?}"), "", &model));
-        // whose lengths say nothing of its bytes
+        cases.push(accepted(format!("a strange tensor of dtype {dtype:?}"), "", &model));
+        // of an unknown dtype, so that the shape does not determine the bytes
         model.entries[last].shape = "[3,18446744073709551615]".into();
-        cases.push(taken(
+        cases.push(accepted(
             format!("a strange tensor of dtype {dtype:?} and of any shape"),
             "",
             &model,
@@ -125,7 +125,7 @@ fn odd() -> Vec<Case> {
         "%s%n",
         long.as_str(),
     ] {
-        cases.push(taken(
+        cases.push(accepted(
             format!("a strange name {:?}", &name[..name.len().min(40)]),
             "",
             &good().zeros(name, "F32", &[1]),
@@ -133,12 +133,12 @@ fn odd() -> Vec<Case> {
     }
     let mut escaped = good();
     escaped.entries[0].name = r#""qu\u0065ry""#.into();
-    cases.push(taken("a known name with an escape", "--backward", &escaped));
+    cases.push(accepted("a known name with an escape", "--backward", &escaped));
     let mut ones = good().zeros("strange", "F32", &[1]);
     ones.entries[4].shape = format!("[{}]", vec!["1"; 100_000].join(","));
-    cases.push(taken("a shape of 100000 ones", "", &ones));
-    cases.push(taken("a number without axes", "", &good().zeros("strange", "F64", &[])));
-    cases.push(taken("nothing in it", "", &good().zeros("strange", "F64", &[3, 0, 5])));
+    cases.push(accepted("a shape of 100000 ones", "", &ones));
+    cases.push(accepted("a number without axes", "", &good().zeros("strange", "F64", &[])));
+    cases.push(accepted("nothing in it", "", &good().zeros("strange", "F64", &[3, 0, 5])));
     let text = good().text();
     for (rule, text) in [
         ("spaces after the header", format!("{text}{}", " ".repeat(64))),
@@ -151,27 +151,27 @@ fn odd() -> Vec<Case> {
             rule,
             "--backward",
             with_header(text.as_bytes(), &good().data),
-            Expected::Taken,
+            Expected::Accepted,
         ));
     }
-    // a first tensor of an odd number of bytes: the others are not aligned
+    // an odd number of bytes before the other tensors
     let unaligned =
         SHAPES.iter().fold(Model::default().zeros("a", "U8", &[3]), |model, (name, shape)| {
             model.zeros(name, "F32", shape)
         });
-    cases.push(taken("tensors that are not aligned", "--backward", &unaligned));
-    // in any order, and the header in another than the data
+    cases.push(accepted("tensors that are not aligned", "--backward", &unaligned));
+    // entries in another order than their data
     let mut reversed = good();
     reversed.entries.reverse();
-    cases.push(taken("entries in reverse", "--backward", &reversed));
+    cases.push(accepted("entries in reverse", "--backward", &reversed));
     for bits in [0x7fc0_0000u32, 0x7f80_0000, 0xff80_0000, 0xffc0_0001] {
         let bias = bits.to_le_bytes().repeat(36);
-        cases.push(taken(
+        cases.push(accepted(
             format!("a bias of {bits:x}"),
             "--backward",
             &good().tensor("bias", "F32", &[1, 1, 6, 6], bias.clone()),
         ));
-        cases.push(taken(
+        cases.push(accepted(
             format!("queries of {bits:x}"),
             "",
             &good().without("query").tensor(
@@ -182,7 +182,7 @@ fn odd() -> Vec<Case> {
             ),
         ));
     }
-    cases.push(taken(
+    cases.push(accepted(
         "no queries",
         "--ranks 3",
         &good().without("dout").replaced("query", "F32", &[1, 0, 4, 8]),
@@ -192,13 +192,14 @@ fn odd() -> Vec<Case> {
         "F32",
         &[1, 0, 2, 8],
     );
-    cases.push(taken("no keys", "--ranks 3", &empty));
+    cases.push(accepted("no keys", "--ranks 3", &empty));
     cases
 }
 
-/// Cut at every boundary of the structure, and around it.
+/// Files that end at, or near, every boundary of the structure.
 fn truncated() -> Vec<Case> {
-    let (model, bytes) = (full(), full().bytes());
+    let model = full();
+    let bytes = model.bytes();
     let data = bytes.len() - model.data.len();
     let mut cuts: Vec<usize> =
         vec![0, 1, 7, 8, 9, 8 + (data - 8) / 3, 8 + (data - 8) / 2, data - 1, data];
@@ -225,7 +226,7 @@ fn truncated() -> Vec<Case> {
     cases
 }
 
-/// A header length that is not the header's.
+/// Files with a wrong header length.
 fn lengths() -> Vec<Case> {
     let bytes = good().bytes();
     let right = good().text().len() as u64;
@@ -263,13 +264,13 @@ fn lengths() -> Vec<Case> {
                 format!("a header of {length} bytes"),
                 "",
                 bytes,
-                words(&["malformed safetensors header|truncated|claims"]),
+                words(&["malformed safetensors header|truncated|is not a safetensors file"]),
             )
         })
         .collect()
 }
 
-/// Headers that are no JSON object of tensors.
+/// Headers that are not a JSON object of tensors.
 fn texts() -> Vec<Case> {
     let text = good().text();
     let deep = [("[", 100_000), ("{\"a\":", 100_000), ("[{\"a\":", 20_000)];
@@ -350,7 +351,7 @@ fn texts() -> Vec<Case> {
     cases
 }
 
-/// A field of a known tensor is missing, doubled or of another type.
+/// Tensors with a missing, duplicate or invalid field.
 fn fields() -> Vec<Case> {
     let mut cases = Vec::new();
     for (index, (name, _)) in SHAPES.iter().enumerate() {
@@ -431,7 +432,7 @@ fn fields() -> Vec<Case> {
     cases
 }
 
-/// Names that are missing, come twice, or are nearly right.
+/// Missing, duplicate and misspelled names.
 fn names() -> Vec<Case> {
     let mut cases = Vec::new();
     for (name, _) in SHAPES {
@@ -455,7 +456,7 @@ fn names() -> Vec<Case> {
             model.entries[4].name = again;
             cases.push(refused(format!("two {name}"), &model, &[name, "two tensors named"]));
         }
-        // one of a known and one of an unknown dtype
+        // the second of an unknown dtype
         let mut model = good().zeros("again", "F32", &[0]);
         model.entries[4].name = format!("\"{name}\"");
         model.entries[4].dtype = "\"F8_E4M3\"".into();
@@ -468,7 +469,7 @@ fn names() -> Vec<Case> {
     cases
 }
 
-/// Metadata that are no map of strings.
+/// Metadata that is not a map of strings.
 fn metadata() -> Vec<Case> {
     let values = [
         "null",
@@ -493,7 +494,7 @@ fn metadata() -> Vec<Case> {
     cases
 }
 
-/// Tensors that overlap, leave holes, or lie outside of the file.
+/// Tensors that overlap, leave gaps, or exceed the file.
 fn offsets() -> Vec<Case> {
     let mut cases = Vec::new();
     for (index, (name, _)) in SHAPES.iter().enumerate() {
@@ -529,40 +530,40 @@ fn offsets() -> Vec<Case> {
             with(
                 &format!("is {by} bytes late"),
                 format!("[{},{}]", begin + by, end + by),
-                &[ANY, "hole|truncated|overlap"],
+                &[ANY, "gap|truncated|overlap"],
             );
             if begin >= by {
                 with(
                     &format!("is {by} bytes early"),
                     format!("[{},{}]", begin - by, end - by),
-                    &[ANY, "hole|overlap"],
+                    &[ANY, "gap|overlap"],
                 );
             }
         }
-        // where another is
+        // the bytes of another tensor
         for (other, (other_name, shape)) in SHAPES.iter().enumerate() {
             if other != index && SHAPES[index].1 == *shape {
                 let (begin, end) = good().extent(&good().entries[other]);
                 with(
                     &format!("is where {other_name} is"),
                     format!("[{begin},{end}]"),
-                    &[ANY, "hole|overlap"],
+                    &[ANY, "gap|overlap"],
                 );
             }
         }
-        // a hole, and bytes for it
+        // a gap of 8 bytes
         let mut model = good();
         for later in index..4 {
             let (begin, end) = model.extent(&model.entries[later]);
             model.entries[later].offsets = format!("[{},{}]", begin + 8, end + 8);
         }
         model.data.extend([0; 8]);
-        cases.push(refused(format!("a hole before {name}"), &model, &[name, "hole"]));
+        cases.push(refused(format!("a gap before {name}"), &model, &[name, "gap"]));
     }
-    // strangers too
+    // unknown tensors
     for (rule, offsets, word) in [
         ("overlaps", "[0,4]", "overlap"),
-        ("leaves a hole", "[3080,3084]", "hole"),
+        ("leaves a gap", "[3080,3084]", "gap"),
         ("is reversed", "[4,0]", "4..0"),
     ] {
         for dtype in ["F32", "F8_E4M3"] {
@@ -582,7 +583,7 @@ fn offsets() -> Vec<Case> {
     cases
 }
 
-/// Shapes that are not those of the bytes, or of anything.
+/// Shapes that do not match the bytes, or overflow.
 fn shapes() -> Vec<Case> {
     let mut cases = Vec::new();
     for (index, (name, shape)) in SHAPES.iter().enumerate() {
@@ -592,7 +593,7 @@ fn shapes() -> Vec<Case> {
             format!("[{b},{s},{h},9223372036854775808]"),
             format!("[{b},18446744073709551615,{h},{d}]"),
             format!("[{b},{s},{h},{d},18446744073709551615]"),
-            // of so many bytes in 64 bits
+            // whose bytes overflow 64 bits to the right number
             format!("[{b},{s},{h},{}]", (1u64 << 62) + d as u64),
             format!("[4611686018427387904,4,{b},{s},{h},{d}]"),
             format!("[0,18446744073709551615,{h},{d}]"),
@@ -611,7 +612,7 @@ fn shapes() -> Vec<Case> {
                 &[name, "shape"],
             ));
         }
-        // the right bytes in other axes
+        // other axes for the same bytes
         for wrong in [
             vec![b * s * h * d],
             vec![s, h, d],
@@ -624,7 +625,7 @@ fn shapes() -> Vec<Case> {
             model.entries[index].shape = format!("{wrong:?}");
             cases.push(refused(format!("{name} of shape {wrong:?}"), &model, &[name, "shape"]));
         }
-        // nothing of very much: it ends, whatever it is taken for
+        // no elements, with a huge length
         for zero in 0..4 {
             for huge in 0..4 {
                 let mut lens = [2u64, 2, 2, 4];
@@ -642,7 +643,7 @@ fn shapes() -> Vec<Case> {
     cases
 }
 
-/// Tensors that do not fit each other.
+/// Inconsistent tensors.
 fn relations() -> Vec<Case> {
     let mut cases = Vec::new();
     for (name, shape) in SHAPES {
@@ -664,7 +665,7 @@ fn relations() -> Vec<Case> {
         .replaced("key", "F32", &[0, 6, 2, 8])
         .replaced("value", "F32", &[0, 6, 2, 8]);
     cases.push(Case::attend("no batch rows", "", none.bytes(), words(&["query: batch"])));
-    // the rest of a file, one tensor at a time: every axis too short, too long, missing, one more
+    // optional tensors, one at a time, with a wrong length or number of axes
     let flags = |name: &str| {
         if name == "softmax_aux" { "--backward --sinks per-head" } else { "--backward" }
     };
@@ -680,7 +681,7 @@ fn relations() -> Vec<Case> {
     ] {
         for axis in 0..shape.len() {
             for len in [0, 2, 3, 5, 7] {
-                // sinks may be any number but none
+                // any number of sinks but 0 is valid
                 let free = name == "softmax_aux" && axis == 1 && len > 0;
                 let mut other = shape.clone();
                 other[axis] = len;
@@ -702,7 +703,7 @@ fn relations() -> Vec<Case> {
             [shape.clone(), vec![1]].concat(),
             shape[1..].to_vec(),
         ] {
-            // sinks of one a head may be a list
+            // one sink per head may have the shape [heads]
             if name != "softmax_aux" || other.len() != 1 || other[0] != 4 {
                 let model = good().zeros(name, dtype, &other);
                 cases.push(Case::attend(
@@ -719,7 +720,7 @@ fn relations() -> Vec<Case> {
 
 const INTEGERS: [&str; 9] = ["BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"];
 
-/// Dtypes that a tensor may not have.
+/// Invalid dtypes of tensors.
 fn dtypes() -> Vec<Case> {
     let mut cases = Vec::new();
     let strange =
@@ -727,12 +728,10 @@ fn dtypes() -> Vec<Case> {
     let model = full();
     for entry in &model.entries {
         let name: String = serde_json::from_str(&entry.name).unwrap();
-        let (shape, own): (Vec<usize>, String) = (
-            serde_json::from_str(&entry.shape).unwrap(),
-            serde_json::from_str(&entry.dtype).unwrap(),
-        );
+        let shape: Vec<usize> = serde_json::from_str(&entry.shape).unwrap();
+        let own: String = serde_json::from_str(&entry.dtype).unwrap();
         let rest = model.without(&name);
-        // a float of any width is read as a float; nothing else is
+        // floats are accepted in any width, and never integers for floats
         let others: &[&str] =
             if own.starts_with('F') { &INTEGERS } else { &["F16", "BF16", "F32", "F64"] };
         for dtype in others {
@@ -755,7 +754,7 @@ fn dtypes() -> Vec<Case> {
                 words(&[&name, "dtype", "want one of"]),
             ));
         }
-        // another width for the same bytes
+        // a dtype of another width for the same bytes
         let wider = if width(&own) == 8 { "I32" } else { "I64" };
         let mut other = model.clone();
         let index = other.index(&name);
@@ -767,7 +766,7 @@ fn dtypes() -> Vec<Case> {
             words(&[&name, "shape"]),
         ));
     }
-    // keys and values are of the dtype of query
+    // key and value must have the dtype of query
     for name in ["key", "value"] {
         for dtype in ["F16", "BF16", "F64"] {
             let other = good().replaced(name, dtype, &[1, 6, 2, 8]);
@@ -777,7 +776,7 @@ fn dtypes() -> Vec<Case> {
     cases
 }
 
-/// Ids, positions and packed lengths without a meaning.
+/// Invalid ids, positions and packed lengths.
 fn integers() -> Vec<Case> {
     let mut cases = Vec::new();
     for name in ["q_segment_ids", "kv_segment_ids"] {
@@ -852,7 +851,7 @@ fn integers() -> Vec<Case> {
     cases
 }
 
-/// Sink logits that the flags do not fit.
+/// Sink logits that do not match the flags.
 fn sinks() -> Vec<Case> {
     let sinks = |shape: &[usize]| good().zeros("softmax_aux", "F32", shape);
     [
@@ -889,7 +888,7 @@ fn sinks() -> Vec<Case> {
     .collect()
 }
 
-/// Inputs that are no ordinary files.
+/// Inputs that are not regular files.
 fn other_files() -> Vec<Case> {
     let link = |to: &str| Content::Link(to.into());
     [
@@ -915,7 +914,7 @@ fn other_files() -> Vec<Case> {
     .collect()
 }
 
-/// Headers with a few bytes changed, taken away or doubled.
+/// Headers with a few bytes changed, removed or repeated.
 fn random() -> Vec<Case> {
     let mut rng = Rng::new(20_261_122);
     let (model, text) = (full(), full().text().into_bytes());

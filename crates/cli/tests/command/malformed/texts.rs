@@ -10,17 +10,21 @@ pub(super) fn cases() -> Vec<Case> {
 
 const CHECK: &str = "check . --ranks 2 --layout contiguous --dtype f64";
 
-/// A case that passes, of a file whose queries see nothing but zeros.
+/// Case that passes: all its tensors are zero.
 fn good() -> Value {
     let arrays = json!({ "out": 1e-4 });
     json!({
         "id": "one",
         "file": "one.safetensors",
-        "dims": { "batch": 1, "q_len": 3, "kv_len": 3, "q_heads": 1, "kv_heads": 1, "head_dim": 4, "value_dim": 4 },
+        "dims": {
+            "batch": 1, "q_len": 3, "kv_len": 3, "q_heads": 1, "kv_heads": 1, "head_dim": 4,
+            "value_dim": 4
+        },
         "params": {
-            "causal": true, "sliding_window": [1, null], "attention_sink_size": 0, "chunk_size": 3, "logits_soft_cap": 2.0,
-            "softmax_scale": 0.7, "normalize_output": true, "softmax_aux": null, "bias_order": "after_soft_cap",
-            "alignment": "bottom_right", "dropout_prob": 0.0, "dropout_seed": 1
+            "causal": true, "sliding_window": [1, null], "attention_sink_size": 0, "chunk_size": 3,
+            "logits_soft_cap": 2.0, "softmax_scale": 0.7, "normalize_output": true,
+            "softmax_aux": null, "bias_order": "after_soft_cap", "alignment": "bottom_right",
+            "dropout_prob": 0.0, "dropout_seed": 1
         },
         "tolerance": { "f32": arrays, "f64": arrays }
     })
@@ -36,7 +40,7 @@ fn index(cases: &Value) -> Vec<u8> {
     json!({ "format": "annulus-cases-1", "cases": cases }).to_string().into_bytes()
 }
 
-/// A run of `check` on an index and the file of [`good`].
+/// Run of `check` on an index and the file of [`good`].
 fn check(
     rule: impl Into<String>,
     index: Content,
@@ -66,12 +70,12 @@ fn of_index(rule: impl Into<String>, index: impl Into<Vec<u8>>, expected: Expect
 /// Indexes that are malformed as a whole.
 fn indexes() -> Vec<Case> {
     let text = String::from_utf8(index(&json!([good()]))).unwrap();
-    let mut cases = vec![of_index("a good index", text.clone(), Expected::Taken)];
+    let mut cases = vec![of_index("a good index", text.clone(), Expected::Accepted)];
     for tenth in 0..10 {
         cases.push(of_index(
             format!("cut at {tenth}/10"),
             &text.as_bytes()[..text.len() * tenth / 10],
-            words(&["no index of cases"]),
+            words(&["not an index of cases"]),
         ));
     }
     for bad in [
@@ -89,19 +93,19 @@ fn indexes() -> Vec<Case> {
         "{\"format\":\"annulus-cases-1\",\"cases\":3}",
         "{\"format\":\"annulus-cases-1\",\"cases\":[],\"cases\":[]}",
     ] {
-        cases.push(of_index(format!("index {bad}"), bad, words(&["no index of cases"])));
+        cases.push(of_index(format!("index {bad}"), bad, words(&["not an index of cases"])));
     }
     cases.push(of_index("more after it", format!("{text} x"), words(&["trailing"])));
     cases.push(of_index(
-        "no UTF-8",
+        "not UTF-8",
         [text.as_bytes(), &[0xff]].concat(),
-        words(&["no UTF-8", "byte"]),
+        words(&["not UTF-8", "byte"]),
     ));
-    cases.push(of_index("very deep", "[".repeat(100_000), words(&["no index of cases"])));
+    cases.push(of_index("very deep", "[".repeat(100_000), words(&["not an index of cases"])));
     cases.push(of_index(
         "deep in a case",
         text.replacen("[{", &format!("[{}", "[".repeat(100_000)), 1),
-        words(&["no index of cases"]),
+        words(&["not an index of cases"]),
     ));
     for format in ["annulus-cases-9", "", "annulus-cases-1 ", "\u{1b}[2J"] {
         let text = json!({ "format": format, "cases": [good()] }).to_string();
@@ -133,7 +137,7 @@ fn indexes() -> Vec<Case> {
     cases
 }
 
-/// Cases with a field that is missing or wrong.
+/// Cases with a missing or invalid field.
 fn cases_of_an_index() -> Vec<Case> {
     let mut cases = Vec::new();
     let values = [
@@ -174,7 +178,7 @@ fn cases_of_an_index() -> Vec<Case> {
         for value in &values {
             let mut case = good();
             *case.pointer_mut(path).unwrap() = value.clone();
-            // these have another meaning, and some of them a good one
+            // values of a valid type: refused or accepted
             let expected = match (field, value) {
                 ("id" | "file", Value::String(_))
                 | ("causal" | "normalize_output", Value::Bool(_)) => Expected::Either,
@@ -187,7 +191,7 @@ fn cases_of_an_index() -> Vec<Case> {
             let either = matches!(expected, Expected::Either);
             let mut case = of_index(format!("{path} is {value}"), index(&json!([case])), expected);
             if either {
-                // what is named depends on the meaning
+                // the file that is named depends on the value
                 case.file = "annulus";
             }
             cases.push(case);
@@ -195,7 +199,7 @@ fn cases_of_an_index() -> Vec<Case> {
         let mut case = good();
         let parent = &path[..path.len() - field.len() - 1];
         case.pointer_mut(parent).unwrap().as_object_mut().unwrap().remove(field);
-        // what may be null may be missing; a case that judges nothing is another matter
+        // optional fields, and tolerances, without which a case is unsupported
         if !["sliding_window", "chunk_size", "softmax_aux", "logits_soft_cap", "f64", "out"]
             .contains(&field)
         {
@@ -231,7 +235,7 @@ fn cases_of_an_index() -> Vec<Case> {
     let mut case = good();
     case["params"]["sliding_window"] = json!([-1, 2]);
     cases.push(of_index("a negative window", index(&json!([case])), words(&["sliding_window"])));
-    // behind a good one
+    // after a valid case
     let mut case = good();
     case["dims"]["q_len"] = json!("x");
     cases.push(of_index(
@@ -242,7 +246,7 @@ fn cases_of_an_index() -> Vec<Case> {
     cases
 }
 
-/// Cases of files that are wrong.
+/// Cases with malformed files.
 fn files_of_cases() -> Vec<Case> {
     let of_file = |rule: &str, file: Content, groups: &[&str]| {
         check(rule, Content::File(index(&json!([good()]))), file, "one.safetensors", words(groups))
@@ -290,9 +294,13 @@ fn files_of_cases() -> Vec<Case> {
     cases
 }
 
-/// A trace of rank 0 of one.
+/// Trace of a single rank.
 fn trace() -> Value {
-    json!({ "otherData": { "run": "17", "ranks": 1 }, "traceEvents": [{ "name": "forward", "pid": 0, "ts": 1.5 }], "displayTimeUnit": "ms" })
+    json!({
+        "otherData": { "run": "17", "ranks": 1 },
+        "traceEvents": [{ "name": "forward", "pid": 0, "ts": 1.5 }],
+        "displayTimeUnit": "ms"
+    })
 }
 
 fn merge(rule: impl Into<String>, content: Content, expected: Expected) -> Case {
@@ -309,8 +317,8 @@ fn traces() -> Vec<Case> {
     let text = |text: &str| Content::File(text.as_bytes().to_vec());
     let of = |value: &Value| text(&value.to_string());
     let whole = trace().to_string();
-    let mut cases = vec![merge("a good trace", of(&trace()), Expected::Taken)];
-    let no_trace = || words(&["rank-0.json: is no trace of a rank"]);
+    let mut cases = vec![merge("a good trace", of(&trace()), Expected::Accepted)];
+    let no_trace = || words(&["rank-0.json: is not a trace of a rank"]);
     for tenth in 0..10 {
         cases.push(merge(
             format!("cut at {tenth}/10"),
@@ -351,8 +359,8 @@ fn traces() -> Vec<Case> {
             let mut other = trace();
             *other.pointer_mut(path).unwrap() = value.clone();
             let expected = match (field, value) {
-                ("run", Value::String(_)) | ("0", Value::Object(_)) => Expected::Taken,
-                ("traceEvents", Value::Array(all)) if all.is_empty() => Expected::Taken,
+                ("run", Value::String(_)) | ("0", Value::Object(_)) => Expected::Accepted,
+                ("traceEvents", Value::Array(all)) if all.is_empty() => Expected::Accepted,
                 ("ranks", Value::Number(number)) if number.as_u64() == Some(3) => {
                     words(&["rank-1.json", "No such file"])
                 }
@@ -380,9 +388,9 @@ fn traces() -> Vec<Case> {
         no_trace(),
     ));
     cases.push(merge(
-        "no UTF-8",
+        "not UTF-8",
         Content::File([whole.as_bytes(), &[0xff]].concat()),
-        words(&["rank-0.json", "no UTF-8"]),
+        words(&["rank-0.json", "not UTF-8"]),
     ));
     for (content, word) in [
         (Content::Folder, "directory"),
@@ -406,7 +414,7 @@ fn traces() -> Vec<Case> {
         ("of another run", of(&other), "another run"),
         ("of another number of ranks", of(&trace()), "another run"),
         ("that is a pipe", Content::Pipe, "a pipe"),
-        ("that is empty", text(""), "no trace of a rank"),
+        ("that is empty", text(""), "not a trace of a rank"),
     ] {
         let mut case =
             merge(format!("a second trace {rule}"), of(&two), words(&["rank-1.json", word]));
@@ -416,7 +424,7 @@ fn traces() -> Vec<Case> {
     cases
 }
 
-/// Texts with a few bytes changed, taken away or doubled.
+/// Texts with a few bytes changed, removed or repeated.
 fn random() -> Vec<Case> {
     let mut rng = Rng::new(17);
     let mut changed = |text: &[u8]| {
@@ -435,7 +443,8 @@ fn random() -> Vec<Case> {
         }
         text
     };
-    let (index, trace) = (index(&json!([good()])), trace().to_string());
+    let index = index(&json!([good()]));
+    let trace = trace().to_string();
     let mut cases = Vec::new();
     for number in 0..60 {
         let mut case =

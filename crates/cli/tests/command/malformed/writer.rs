@@ -1,6 +1,6 @@
-//! Safetensors files as raw text, so that any part of them can be wrong.
+//! Safetensors files from raw text, so that any part of them can be malformed.
 
-/// One entry of a header, every part of it JSON text.
+/// Entry of a header; all parts are JSON text.
 #[derive(Debug, Clone)]
 pub(super) struct Entry {
     pub(super) name: String,
@@ -9,7 +9,7 @@ pub(super) struct Entry {
     pub(super) offsets: String,
 }
 
-/// A file: entries in order, and the data.
+/// File: entries in order, and the data.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Model {
     pub(super) entries: Vec<Entry>,
@@ -18,7 +18,7 @@ pub(super) struct Model {
     pub(super) before: String,
 }
 
-/// Bytes of an element.
+/// Returns the bytes of an element.
 pub(super) fn width(dtype: &str) -> usize {
     match dtype {
         "F64" | "I64" | "U64" => 8,
@@ -63,12 +63,12 @@ impl Model {
         self
     }
 
-    /// The number of the entry of this name.
+    /// Returns the index of the entry of this name.
     pub(super) fn index(&self, name: &str) -> usize {
         self.entries.iter().position(|entry| entry.name == format!("\"{name}\"")).unwrap()
     }
 
-    /// The file without a tensor, whose data stays away too.
+    /// Returns the file without a tensor and its data.
     pub(super) fn without(&self, name: &str) -> Self {
         let mut other = Self { before: self.before.clone(), ..Self::default() };
         for entry in self.entries.iter().filter(|entry| entry.name != format!("\"{name}\"")) {
@@ -83,18 +83,18 @@ impl Model {
         other
     }
 
-    /// The file with a tensor of zeros in place of the one of this name.
+    /// Returns the file with a tensor of zeros instead of the one of this name.
     pub(super) fn replaced(&self, name: &str, dtype: &str, shape: &[usize]) -> Self {
         self.without(name).zeros(name, dtype, shape)
     }
 
-    /// Begin and end of an entry that is as it was made.
+    /// Returns begin and end of a well-formed entry.
     pub(super) fn extent(&self, entry: &Entry) -> (usize, usize) {
         let [begin, end]: [usize; 2] = serde_json::from_str(&entry.offsets).unwrap();
         (begin, end)
     }
 
-    /// The header's text.
+    /// Returns the text of the header.
     pub(super) fn text(&self) -> String {
         let entry = |Entry { name, dtype, shape, offsets }: &Entry| {
             format!(r#"{name}:{{"dtype":{dtype},"shape":{shape},"data_offsets":{offsets}}}"#)
@@ -103,13 +103,13 @@ impl Model {
         format!("{{{}{}}}", self.before, entries.join(","))
     }
 
-    /// The file.
+    /// Returns the bytes of the file.
     pub(super) fn bytes(&self) -> Vec<u8> {
         with_header(self.text().as_bytes(), &self.data)
     }
 }
 
-/// A file of this header and this data.
+/// Returns a file with this header and this data.
 pub(super) fn with_header(text: &[u8], data: &[u8]) -> Vec<u8> {
     [&(text.len() as u64).to_le_bytes(), text, data].concat()
 }

@@ -1,7 +1,9 @@
-//! Bytes over the wire: what the transport counted, what the schedule predicts, and what a count of every visible pair says must be sent.
+//! Bytes sent: the transport's count, the schedule's prediction, and a count from every visible
+//! pair.
 //!
-//! The last is derived from [`Mask::visible`], documents and the layouts' definitions alone: on a relay a row goes as far as its last user, its
-//! gradient from the first user to the last and home; on a direct route each goes to, and comes from, every user.
+//! The last is derived from [`Mask::visible`], documents and the layouts' definitions only. On a
+//! relay a row is forwarded to its last user, and its gradient from the first user to the last and
+//! then to the owner. On a direct route each is sent to, and returned by, every user.
 
 use std::collections::BTreeSet;
 
@@ -15,19 +17,20 @@ use ndarray::{Array2, Array4};
 
 use crate::harness::{Harness, Verdict, ensure};
 
-/// Rows of a rank; even, so that a zigzag has chunks of one size.
+/// Rows of a rank; even, so that the chunks of a zigzag layout have one size.
 const SHARD: usize = 16;
 
-/// Who sees whom, how rows are dealt, and what part of the full ring is sent.
+/// Masks, layout, and the bytes sent as a fraction of a full ring's.
 struct Scenario {
     name: &'static str,
     attention: Attention,
     mask: Box<dyn Mask>,
-    /// The document of a row, or one for all.
+    /// Returns the document of a row.
     document: fn(usize) -> i32,
     layout: Layout,
-    /// (numerator, denominator), and the steps in which blocks are sent.
+    /// (numerator, denominator); `None` if not published.
     share: Option<(usize, usize)>,
+    /// Steps in which blocks are sent; `None` if not checked.
     hops: Option<usize>,
 }
 
@@ -54,12 +57,12 @@ fn scenarios(ranks: usize) -> [Scenario; 4] {
             hops: Some(1),
             ..causal("window, contiguous", |_| 0, Layout::Contiguous, Some((1, ranks)))
         },
-        // documents of 25 rows lie across the edges of shards
+        // documents of 25 rows cross the ends of shards
         causal("packed documents, contiguous", |row| (row / 25) as i32, Layout::Contiguous, None),
     ]
 }
 
-/// The bytes of a forward and of a backward pass, over all ranks.
+/// Bytes of a forward and of a backward pass, summed over ranks where not stated otherwise.
 type Bytes = [u64; 2];
 
 pub(crate) fn all(harness: &mut Harness, settings: &Settings) -> Verdict {
@@ -75,12 +78,13 @@ pub(crate) fn all(harness: &mut Harness, settings: &Settings) -> Verdict {
         let (route, hops, [sent, predicted]) = measured?;
         let sum = |harness: &mut Harness, mine: Bytes| -> std::result::Result<Bytes, String> {
             let all = harness.gather(&mine.map(u64::to_le_bytes).concat())?;
-            let number = |bytes: &Vec<u8>, place: usize| {
-                bytes[8 * place..].first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
+            let number = |bytes: &Vec<u8>, pass: usize| {
+                bytes[8 * pass..].first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
             };
-            Ok([0, 1].map(|place| all.iter().map(|bytes| number(bytes, place)).sum()))
+            Ok([0, 1].map(|pass| all.iter().map(|bytes| number(bytes, pass)).sum()))
         };
-        let (sent, predicted) = (sum(harness, sent)?, sum(harness, predicted)?);
+        let sent = sum(harness, sent)?;
+        let predicted = sum(harness, predicted)?;
         let counted = count(&scenario, route, ranks);
         // blocks and gradients are f32, so a full ring's backward is twice its forward
         let full = ((ranks - 1) * ranks * SHARD) as u64 * ROW_BYTES;
@@ -95,7 +99,8 @@ pub(crate) fn all(harness: &mut Harness, settings: &Settings) -> Verdict {
         let what = || {
             let Scenario { name, share, .. } = &scenario;
             format!(
-                "{name}, {route:?}: sent {sent:?}, predicted {predicted:?}, counted {counted:?}, {hops} hops; {share:?} of {full}"
+                "{name}, {route:?}: sent {sent:?}, predicted {predicted:?}, counted {counted:?}, \
+                 {hops} hops; {share:?} of {full}"
             )
         };
         harness.share(ensure(right, what))?;
@@ -115,10 +120,11 @@ fn dims(ranks: usize) -> Dims {
     }
 }
 
-/// Keys and values of a row, or their gradients: one head of 3 and 5 numbers of f32.
+/// Bytes of a row's keys and values, or of their gradients: one KV head of 3 and 5 numbers of f32.
 const ROW_BYTES: u64 = (3 + 5) * 4;
 
-/// Forward and backward: the route, the steps with transfers of blocks, and this rank's bytes, sent and predicted.
+/// Runs forward and backward. Returns the route, the steps in which blocks are sent, and this
+/// rank's bytes: sent, then predicted.
 fn measure(
     scenario: &Scenario,
     settings: &Settings,
@@ -132,8 +138,8 @@ fn measure(
         Mpi::world(settings.clone())?,
     )?;
     let rows: Vec<i64> = plan.q_rows().iter().collect();
-    let ids = Array2::from_shape_fn((1, rows.len()), |(_, place)| {
-        (scenario.document)(index(rows[place].cast_unsigned()))
+    let ids = Array2::from_shape_fn((1, rows.len()), |(_, local)| {
+        (scenario.document)(index(rows[local].cast_unsigned()))
     });
     plan.update(&Batch {
         q_segment_ids: Some(ids.clone()),
@@ -141,7 +147,10 @@ fn measure(
         ..Batch::default()
     })?;
     let tensor = |heads, dim| Array4::<f32>::from_elem((1, rows.len(), heads, dim), 0.5);
-    let (q, k, v, dout) = (tensor(2, 3), tensor(1, 3), tensor(1, 5), tensor(2, 5));
+    let q = tensor(2, 3);
+    let k = tensor(1, 3);
+    let v = tensor(1, 5);
+    let dout = tensor(2, 5);
     let tensors = Tensors::new(q.view(), k.view(), v.view());
     let forward = plan.forward(&tensors)?;
     let backward = plan.backward(&tensors, &forward, dout.view(), None)?;
@@ -151,30 +160,31 @@ fn measure(
     Ok((plan.ring().route(), plan.ring().schedule().hops(), bytes))
 }
 
-/// What must be sent, row by row.
+/// Counts the bytes that must be sent, row by row.
 fn count(scenario: &Scenario, route: Route, ranks: usize) -> Bytes {
     let len = SHARD * ranks;
-    let holder = |row: usize| match scenario.layout {
+    let owner = |row: usize| match scenario.layout {
         Layout::Zigzag => {
             let chunk = row / (SHARD / 2);
             chunk.min(2 * ranks - 1 - chunk)
         }
         _ => row / SHARD,
     };
-    let distance = |from: usize, to: usize| if route == Route::RelayDown { from + ranks - to } else { to + ranks - from } % ranks;
+    let distance = |from: usize, to: usize| match route {
+        Route::RelayDown => (from + ranks - to) % ranks,
+        _ => (to + ranks - from) % ranks,
+    };
     let mut rows: Bytes = [0, 0];
     for key in 0..len {
-        let sees = |query: &usize| {
-            let (q, k) = (
-                Query { batch: 0, head: 0, row: *query as u64, position: *query as i64 },
-                Key { row: key as u64, position: key as i64 },
-            );
+        let visible = |query: &usize| {
+            let q = Query { batch: 0, head: 0, row: *query as u64, position: *query as i64 };
+            let k = Key { row: key as u64, position: key as i64 };
             (scenario.document)(*query) == (scenario.document)(key) && scenario.mask.visible(&q, &k)
         };
         let users: BTreeSet<usize> = (0..len)
-            .filter(sees)
-            .map(|query| distance(holder(key), holder(query)))
-            .filter(|&far| far > 0)
+            .filter(visible)
+            .map(|query| distance(owner(key), owner(query)))
+            .filter(|&distance| distance > 0)
             .collect();
         let (Some(&first), Some(&last)) = (users.first(), users.last()) else { continue };
         let [blocks, gradients] = match route {

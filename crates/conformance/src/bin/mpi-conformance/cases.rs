@@ -1,4 +1,5 @@
-//! Cases over a ring of processes: the numbers of the oracle, the bits of the ring of threads. (That bytes are as predicted, every run checks.)
+//! Cases over a ring of processes: the oracle's numbers, and the bits of the ring of threads. Every
+//! run also compares the bytes sent with the prediction.
 
 use std::sync::Arc;
 
@@ -7,7 +8,7 @@ use annulus_comm::{
     mpi::{Mpi, Settings},
 };
 use annulus_conformance::{
-    Answer, Case, Crossings, Draw, HostMemory, Judge, Placed, RingSubject, Setting, Station,
+    Answer, Case, Crossings, Draw, HostMemory, Judge, Placed, RankSetup, RingSubject, Setting,
     Subject, golden, subjects, suite,
 };
 use annulus_core::{CustomLayout, DType, Host, Layout, Placement, Result, Route, Runs, Transport};
@@ -16,13 +17,14 @@ use ndarray::ArrayViewMutD;
 
 use crate::harness::{Harness, Verdict};
 
+/// Longest wait for a silent peer: far above the time of any case.
 const DEADLINE: std::time::Duration = std::time::Duration::from_secs(60);
 
-/// The CPU over MPI: this process's rank only, so that the rows of an answer that are other ranks' are zero. With `nodes`, rank r says that it is on
-/// node r mod `nodes`.
+/// The CPU over MPI, with this process's rank only: other ranks' rows of an answer are zero. With
+/// `nodes`, rank r reports that it is on node r mod `nodes`.
 fn subject(settings: &Settings, nodes: Option<usize>) -> impl Subject + use<> {
     let settings = settings.clone();
-    RingSubject::new("cpu over mpi", move |ranks| -> Result<Vec<Station<HostMemory, Cpu>>> {
+    RingSubject::new("cpu over mpi", move |ranks| -> Result<Vec<RankSetup<HostMemory, Cpu>>> {
         let mpi = Mpi::world(settings.clone())?;
         let transport: Box<dyn Transport<Host>> = match nodes {
             None => Box::new(Deadline::new(mpi, DEADLINE)?),
@@ -34,17 +36,20 @@ fn subject(settings: &Settings, nodes: Option<usize>) -> impl Subject + use<> {
                 )?)
             }
         };
-        Ok(vec![Station { memory: HostMemory, backend: Cpu::new(1)?, transport }])
+        Ok(vec![RankSetup { memory: HostMemory, backend: Cpu::new(1)?, transport }])
     })
 }
 
-/// Every configuration of the covering array.
+/// Runs every configuration of the covering array.
 pub(crate) fn pairs(harness: &mut Harness, settings: &Settings) -> Verdict {
-    let (here, dealt) = (subject(settings, None), subject(settings, Some(2)));
+    let unplaced = subject(settings, None);
+    let on_two_nodes = subject(settings, Some(2));
     for (number, configuration) in suite::pairwise().into_iter().enumerate() {
-        let (case, setting) = (configuration.case(), configuration.setting(harness.ranks()));
-        let subject: &dyn Subject = if number % 2 == 0 { &here } else { &dealt };
-        // once an MPI: synchronous sends must give the bits of the ring of threads as well, and those are the ones that were judged
+        let case = configuration.case();
+        let setting = configuration.setting(harness.ranks());
+        let subject: &dyn Subject = if number % 2 == 0 { &unplaced } else { &on_two_nodes };
+        // one judgement a configuration: with synchronous sends the bits are compared with those of
+        // the ring of threads, which the run without them compares with the oracle
         let judged =
             |answer: &Answer| Judge::new(&case).map_err(|error| error.to_string())?.check(answer);
         let check = |answer: &Answer| if settings.synchronous { Ok(()) } else { judged(answer) };
@@ -65,7 +70,7 @@ pub(crate) fn all(harness: &mut Harness, settings: &Settings, seeds: u64) -> Ver
             DType::Bf16,
             DType::F16,
         ]));
-        // one side's ids serve for both only where a rank holds the same rows of both
+        // ids of one side serve for both only if every rank owns the same rows of both
         let lone_ids = case.batch.q_segment_ids.is_some() != case.batch.kv_segment_ids.is_some();
         let layout = match draw.below(5) {
             0 => None,
@@ -107,7 +112,7 @@ fn golden_cases(harness: &mut Harness, subject: &dyn Subject) -> Verdict {
     Ok(())
 }
 
-/// Runs a case on all ranks; rank 0 looks at the answer.
+/// Runs a case on all ranks; rank 0 checks the merged answer.
 fn examine(
     harness: &mut Harness,
     subject: &dyn Subject,
@@ -127,20 +132,21 @@ fn examine(
     if harness.rank() != 0 {
         return Ok(());
     }
-    // what is not a rank's own is zero there, and what is all ranks' is the same on all
-    let merged = |place: usize| {
-        let bits = all.iter().filter_map(|bytes| bytes.get(8 * place..)?.first_chunk::<8>());
+    // rows of other ranks are zero bits, and values common to all ranks are equal, so `|` merges
+    // them
+    let merged = |n: usize| {
+        let bits = all.iter().filter_map(|bytes| bytes.get(8 * n..)?.first_chunk::<8>());
         bits.fold(0, |merged, bits| merged | u64::from_le_bytes(*bits))
     };
-    for (place, number) in arrays_mut(&mut answer).into_iter().flatten().enumerate() {
-        *number = f64::from_bits(merged(place));
+    for (n, number) in arrays_mut(&mut answer).into_iter().flatten().enumerate() {
+        *number = f64::from_bits(merged(n));
     }
     check(&answer)?;
     let threads =
         subjects::cpu().run(case, setting, 1).map_err(|error| format!("over threads: {error}"))?;
     answer
         .same_bits(threads.first().ok_or("no answer over threads")?)
-        .map_err(|wrong| format!("not as over threads: {wrong}"))
+        .map_err(|wrong| format!("other than over threads: {wrong}"))
 }
 
 fn arrays_mut(answer: &mut Answer) -> Vec<ArrayViewMutD<'_, f64>> {
@@ -161,7 +167,7 @@ fn arrays_mut(answer: &mut Answer) -> Vec<ArrayViewMutD<'_, f64>> {
     all
 }
 
-/// Rows dealt to ranks at random: uneven and empty shards among them.
+/// Assigns rows to ranks at random, so that shards are uneven or empty.
 fn random_layout(case: &Case, ranks: usize, draw: &mut Draw) -> Layout {
     let mut deal = |len: usize| {
         let mut shards = vec![Vec::new(); ranks];

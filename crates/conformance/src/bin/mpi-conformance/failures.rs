@@ -1,4 +1,4 @@
-//! What goes wrong beyond the wire: ranks that are slow, that panic, that die.
+//! Failures of ranks, not of messages: slow, panicking and killed ranks.
 
 use std::{
     sync::{Arc, Mutex, PoisonError},
@@ -20,16 +20,17 @@ use crate::{
 
 const DIMS: Dims =
     Dims { batch: 1, q_len: 24, kv_len: 24, q_heads: 2, kv_heads: 1, head_dim: 4, value_dim: 4 };
-/// Of the plans that lose a rank.
+/// Deadline of the plans that lose a rank.
 const DEADLINE: Duration = Duration::from_secs(1);
-/// Of the ring that waits for a slow one.
+/// Deadline of the ring with a slow rank, which is silent for half of it.
 const SLOW_DEADLINE: Duration = Duration::from_secs(3);
 
 fn tensor(rows: usize, heads: usize) -> Array4<f32> {
     Array4::from_elem((1, rows, heads, 4), 0.5)
 }
 
-/// The last rank says nothing for half of the deadline: all others are warned of it, once, at a quarter; and nothing fails.
+/// The last rank is silent for half of the deadline: every other rank warns of it once, at a
+/// quarter, and nothing fails.
 pub(crate) fn slow(harness: &mut Harness, settings: &Settings) -> Verdict {
     let last = harness.ranks() - 1;
     let warnings: Arc<Mutex<Vec<Silence>>> = Arc::default();
@@ -49,14 +50,15 @@ pub(crate) fn slow(harness: &mut Harness, settings: &Settings) -> Verdict {
     };
     let waited = wait().map_err(|error| error.to_string());
     let warnings = warnings.lock().unwrap_or_else(PoisonError::into_inner).clone();
-    // the one that slept was itself warned of nobody
-    let right = match &warnings[..] {
+    // the silent rank itself warns of no other
+    let expected = match &warnings[..] {
         [Silence { peer, waited, .. }] => {
             *peer == last && (SLOW_DEADLINE / 4..SLOW_DEADLINE / 2).contains(waited)
         }
         warnings => warnings.is_empty() && harness.rank() == last,
     };
-    harness.share(ensure(right && waited.is_ok(), || format!("{waited:?}, warnings {warnings:?}")))
+    harness
+        .share(ensure(expected && waited.is_ok(), || format!("{waited:?}, warnings {warnings:?}")))
 }
 
 /// The last rank panics while the others wait for it.
@@ -68,7 +70,8 @@ pub(crate) fn panic(harness: &mut Harness, settings: &Settings) -> Verdict {
     harness.share(Ok(()))
 }
 
-/// Rank 1 is killed before its first, a middle or its last transfer of a pass; the others report, and leave MPI as it is.
+/// Rank 1 is killed before its first, a middle or its last transfer of a pass; every other rank
+/// reports the loss and exits without `MPI_Finalize`.
 pub(crate) fn lost(
     launch: Launch,
     mut harness: Harness,
@@ -76,7 +79,7 @@ pub(crate) fn lost(
     pass: &str,
     moment: &str,
 ) -> Verdict {
-    // full attention posts alike on every rank
+    // with full attention every rank posts the same number of groups
     let counts = plan(settings, None, Duration::from_secs(30))
         .and_then(|mut plan| passes(&mut plan))
         .map_err(|error| error.to_string());
@@ -107,7 +110,7 @@ pub(crate) fn lost(
         if right { "survivor" } else { "WRONG" },
         harness.rank()
     );
-    // dropped endpoints wait for nobody after a failure; the harness has not failed, so it is left alone
+    // endpoints wait for no rank after a failure; the harness has not failed, so it is not dropped
     drop(plan);
     std::mem::forget(harness);
     launch.abandon();
@@ -124,13 +127,14 @@ fn plan(settings: &Settings, kill_at: Option<u64>, deadline: Duration) -> Result
     )
 }
 
-/// Forward and backward of full attention; how many groups were posted after each.
+/// Runs forward and backward of full attention; returns the number of groups posted after each.
 fn passes(plan: &mut Plan<Cpu>) -> Result<[u64; 2]> {
     let rows = index(plan.q_rows().len());
-    let (q, kv) = (tensor(rows, 2), tensor(rows, 1));
+    let q = tensor(rows, 2);
+    let kv = tensor(rows, 1);
     let tensors = Tensors::new(q.view(), kv.view(), kv.view());
     let forward = plan.forward(&tensors)?;
-    let between = mortal::posts();
+    let after_forward = mortal::posts();
     plan.backward(&tensors, &forward, q.view(), None)?;
-    Ok([between, mortal::posts()])
+    Ok([after_forward, mortal::posts()])
 }

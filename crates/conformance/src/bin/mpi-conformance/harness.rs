@@ -1,19 +1,20 @@
-//! What the ranks of a test tell each other about it, over an endpoint of its own.
+//! Exchange of verdicts between the ranks of a test, over an endpoint of its own.
 
 use std::time::Duration;
 
 use annulus_comm::{
-    Deadline, gather,
+    Deadline, all_gather,
     mpi::{Mpi, Settings},
 };
 use annulus_core::{Control, Host, Result};
 
-/// Nothing, or what is wrong.
+/// `Ok`, or the failure as text.
 pub(crate) type Verdict = std::result::Result<(), String>;
 
-/// No rank of a test waits longer than this for the others.
+/// Longest wait of a rank for the others, which may compute a slow case meanwhile.
 const DEADLINE: Duration = Duration::from_secs(120);
 
+/// One rank of a test.
 pub(crate) struct Harness {
     endpoint: Deadline<Mpi, Host>,
     round: u64,
@@ -32,14 +33,14 @@ impl Harness {
         self.endpoint.ranks()
     }
 
-    /// Every rank's bytes.
+    /// Returns every rank's bytes. Collective.
     pub(crate) fn gather(&mut self, bytes: &[u8]) -> std::result::Result<Vec<Vec<u8>>, String> {
         self.round += 1;
-        gather::<Host>(&mut self.endpoint, self.round, bytes)
+        all_gather::<Host>(&mut self.endpoint, self.round, bytes)
             .map_err(|error| format!("the harness: {error}"))
     }
 
-    /// The first verdict that is not good, on every rank.
+    /// Returns the first failure of any rank, the same on every rank. Collective.
     pub(crate) fn share(&mut self, verdict: Verdict) -> Verdict {
         let text = verdict.err().unwrap_or_default();
         let all = self.gather(text.as_bytes())?;
@@ -50,7 +51,7 @@ impl Harness {
     }
 }
 
-/// An error unless `holds`.
+/// Returns an error unless `holds`.
 pub(crate) fn ensure(holds: bool, what: impl FnOnce() -> String) -> Verdict {
     if holds { Ok(()) } else { Err(what()) }
 }

@@ -1,4 +1,5 @@
-//! A program that has begun MPI itself, asks for `MPI_THREAD_FUNNELED`, and hands in communicators of its own.
+//! A host program that initialises MPI itself, with `MPI_THREAD_FUNNELED`, and passes its own
+//! communicators to rings.
 
 use std::time::Duration;
 
@@ -28,7 +29,8 @@ pub(crate) fn host(settings: &Settings) -> Verdict {
     let (universe, level) =
         mpi::initialize_with_threading(Threading::Funneled).ok_or("MPI was initialised already")?;
     let world = universe.world();
-    let (rank, ranks) = (world.rank(), world.size());
+    let rank = world.rank();
+    let ranks = world.size();
     let verdict = rings(settings, &world, level);
     let kept = verdict
         .as_ref()
@@ -40,10 +42,10 @@ pub(crate) fn host(settings: &Settings) -> Verdict {
     drop(launch);
     let alive = !mpi::is_finalized();
     drop(universe);
-    // an endpoint outlives MPI: using it is an error, dropping it nothing at all
+    // an endpoint may outlive MPI: its use is an error, its drop does nothing
     let late = kept.map(|mut kept| (kept.progress(Duration::ZERO), kept.start_all_gather(1, &[])));
     verdict?;
-    ensure(borrowed && alive, || "a launch that began nothing ended MPI".to_owned())?;
+    ensure(borrowed && alive, || "a launch that did not initialise MPI ended it".to_owned())?;
     let refused = |result: &Result<()>| matches!(result, Err(Error::InvalidArgument { .. }));
     ensure(late.as_ref().is_some_and(|(a, b)| refused(a) && refused(b)), || {
         format!("after MPI_Finalize: {late:?}")
@@ -54,7 +56,8 @@ pub(crate) fn host(settings: &Settings) -> Verdict {
     Ok(())
 }
 
-/// Two plans at once on two communicators: a part of the world in reverse order, and the world.
+/// Runs two plans at once on two communicators: a half of the world in reverse order, and the
+/// world.
 #[expect(unsafe_code, reason = "the handles of live communicators")]
 fn rings(settings: &Settings, world: &impl Communicator, level: Threading) -> Verdict {
     let text = |error: Error| error.to_string();
@@ -73,8 +76,8 @@ fn rings(settings: &Settings, world: &impl Communicator, level: Threading) -> Ve
     ensure(parted.ranks() == (world.size() as usize + 1 - world.rank() as usize % 2) / 2, || {
         format!("{} ranks in a part", parted.ranks())
     })?;
-    ensure(whole.rank() == world.rank() as usize, || "another rank than MPI's".to_owned())?;
-    // another thread may use it only if MPI says so
+    ensure(whole.rank() == world.rank() as usize, || "not MPI's rank number".to_owned())?;
+    // another thread may use the endpoint only with MPI_THREAD_MULTIPLE
     let elsewhere =
         std::thread::scope(|scope| scope.spawn(|| parted.progress(Duration::ZERO)).join());
     let elsewhere = elsewhere.map_err(|_| "a thread panicked")?;
@@ -82,9 +85,9 @@ fn rings(settings: &Settings, world: &impl Communicator, level: Threading) -> Ve
     ensure(elsewhere.is_ok() == allowed, || {
         format!("on another thread, {level:?}: {elsewhere:?}")
     })?;
-    // the host's communicator is the host's: it may go, and ours stay
+    // the host may free its communicator: an endpoint uses a duplicate
     drop(part);
-    // a round that no plan will use
+    // a round number that no plan uses
     barrier::<Host>(&mut parted, u64::MAX).map_err(text)?;
     let mut plans = [plan(parted).map_err(text)?, plan(whole).map_err(text)?];
     for turn in 0..3 {
@@ -92,7 +95,7 @@ fn rings(settings: &Settings, world: &impl Communicator, level: Threading) -> Ve
             pass(plan).map_err(|error| format!("turn {turn}: {error}"))?;
         }
     }
-    // SAFETY: a null handle is allowed, and refused
+    // SAFETY: a null handle is allowed; the function refuses it
     let null = unsafe { Mpi::over_communicator(mpi::ffi::RSMPI_COMM_NULL, settings.clone()) };
     ensure(matches!(null, Err(Error::InvalidArgument { .. })), || {
         format!("{null:?} for a null communicator")
@@ -104,15 +107,16 @@ fn plan(transport: Mpi) -> Result<Plan<Cpu>> {
     Plan::new(&attention.clone().layout(Layout::Zigzag), DIMS, Cpu::new(1)?, transport)
 }
 
-/// Equal values give themselves, whatever the weights.
+/// Runs forward and backward with all values 0.5: whatever the weights, every output is 0.5.
 fn pass(plan: &mut Plan<Cpu>) -> Result<()> {
     let tensor = |heads| Array4::<f32>::from_elem((1, index(plan.q_rows().len()), heads, 4), 0.5);
-    let (q, kv) = (tensor(2), tensor(1));
+    let q = tensor(2);
+    let kv = tensor(1);
     let tensors = Tensors::new(q.view(), kv.view(), kv.view());
     let forward = plan.forward(&tensors)?;
     plan.backward(&tensors, &forward, q.view(), None)?;
     match forward.out.iter().find(|&&out| (out - 0.5).abs() > 1e-6) {
-        Some(out) => Err(Error::Device { what: format!("a mean of halves is {out}") }),
+        Some(out) => Err(Error::Device { what: format!("a weighted mean of 0.5 is {out}") }),
         None => Ok(()),
     }
 }

@@ -1,8 +1,8 @@
-//! A rank that comes to a ring later than the others wait: every rank gets an error, those that gave
-//! up are told not to use the communicator again, and all others work on.
+//! A rank that joins a ring after the others stopped waiting. Every rank gets an error. On ranks
+//! that stopped waiting it forbids further use of the communicator. All other communicators work.
 //!
-//! The communicator itself is lost: Open MPI duplicates it in several rounds, and matches a collective
-//! operation that the host begins meanwhile with one of them.
+//! The communicator itself is lost: Open MPI duplicates it in several rounds, and matches a
+//! collective operation that the host starts meanwhile with one of them.
 
 use std::{
     ffi::{c_int, c_void},
@@ -16,16 +16,17 @@ use mpi::{ffi, topology::Communicator};
 
 use crate::harness::{Verdict, ensure};
 
-/// Time that ranks wait for each other, and the further delay of the last one.
+/// Time that ranks wait for each other.
 const PATIENCE: Duration = Duration::from_secs(2);
+/// Further delay of the last rank.
 const LATE: Duration = Duration::from_secs(1);
-/// The end of a sum over another communicator.
+/// Limit for a sum over another communicator: longer means that it hangs.
 const HANGS: Duration = Duration::from_secs(10);
 
 pub(crate) fn host_late(settings: &Settings) -> Verdict {
     let universe = mpi::initialize().ok_or("MPI was initialised already")?;
     let world = universe.world();
-    // never freed, which would be one more collective operation
+    // never freed: that would be another collective operation
     let host = world.duplicate();
     let verdict = late(settings, &host).and_then(|()| sum(&world));
     std::mem::forget(host);
@@ -49,19 +50,21 @@ fn late(settings: &Settings, host: &impl Communicator) -> Verdict {
     };
     let warns = error.to_string().contains("begin no collective operation on it any more");
     let fails = matches!(error, Error::Comm { .. });
-    // the late one has joined the others' duplication, and misses them at the next, which is ours
+    // the last rank joins the others' duplication, and times out in the next one, which is
+    // annulus's
     ensure(fails && warns != last, || format!("rank {}: {error}", host.rank()))
 }
 
-/// All ranks + 1, summed over a communicator that was not handed in. It also lets MPI move on the
-/// ranks that gave up, so that the late one can join their duplication.
-#[expect(unsafe_code, reason = "a collective operation that can be given up")]
+/// Sums all ranks + 1 over a communicator that no ring uses. It also drives MPI on the ranks that
+/// stopped waiting, so that the late one can join their duplication.
+#[expect(unsafe_code, reason = "a collective operation with a time limit, which rsmpi lacks")]
 fn sum(world: &impl Communicator) -> Verdict {
     let mine: c_int = world.rank() + 1;
     let mut all: c_int = 0;
     // SAFETY: a constant of the linked MPI
     let mut request = unsafe { ffi::RSMPI_REQUEST_NULL };
-    // SAFETY: the communicator is live; both numbers live until the request is complete, or the process ends
+    // SAFETY: the communicator is live; both numbers live until the request is complete or the
+    // process ends
     unsafe {
         let from = (&raw const mine).cast::<c_void>();
         let into = (&raw mut all).cast::<c_void>();

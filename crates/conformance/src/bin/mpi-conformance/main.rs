@@ -1,20 +1,21 @@
-//! The transport over MPI, examined by as many processes as a launcher starts. One word says what; `scripts/mpi-test` runs them all.
+//! Conformance tests of the transport over MPI, run by as many processes as a launcher starts. One
+//! word selects the test; `scripts/mpi-test` runs all of them.
 //!
-//! | word | what must hold |
+//! | word | requirement |
 //! |---|---|
-//! | `messages` | the transport's contract: any pattern arrives intact, every misuse is its typed error, gathers, aborts, goodbyes |
+//! | `messages` | the transport's contract: any pattern arrives intact; every misuse is its typed error; all-gathers, aborts, dropped endpoints |
 //! | `cases SEEDS` | random and golden cases over the ring: the oracle's numbers, the bits of the ring of threads, the predicted bytes |
-//! | `pairs` | a covering array of all choices: as `cases`, on nodes that are made up every other time |
-//! | `bytes` | what the transport counts = what the schedule predicts = a count of every visible pair, and the published shares |
+//! | `pairs` | a covering array of all choices: as `cases`, every other time with an invented placement on two nodes |
+//! | `bytes` | the transport's count = the schedule's prediction = a count of every visible pair, and the published fractions |
 //! | `mismatch` | a field that differs on one rank is the same error on all, in under a second, before any data moves |
 //! | `host` | a host program's own `MPI_Init_thread(FUNNELED)` and sub-communicators, two rings at once, one dropped after `MPI_Finalize` |
-//! | `host-split` | a communicator that was split off has the world's highest tag, and a ring over it works |
-//! | `host-late` | the last rank comes too late: an error on all, and other communicators work on |
-//! | `lost PASS MOMENT` | rank 1 is killed: every other rank names it by deadline + 1 s (the launcher must let them run on) |
-//! | `slow` | the last rank is silent for half of the deadline: it is warned of, once, and nothing fails |
-//! | `panic` | the last rank panics: the job ends with a status that is not 0 |
+//! | `host-split` | a communicator from a split has the world's highest tag, and a ring over it works |
+//! | `host-late` | the last rank comes too late: an error on all ranks, and other communicators still work |
+//! | `lost PASS MOMENT` | rank 1 is killed: every other rank names it by deadline + 1 s (the launcher must keep them running) |
+//! | `slow` | the last rank is silent for half of the deadline: one warning names it, and nothing fails |
+//! | `panic` | the last rank panics: the job ends with a status other than 0 |
 //!
-//! `--synchronous` lets every send be an `MPI_Issend`; `--piece-bytes N` cuts messages into pieces.
+//! `--synchronous` makes every send an `MPI_Issend`; `--piece-bytes N` splits messages into pieces.
 
 mod bytes;
 mod cases;
@@ -33,8 +34,8 @@ use annulus_comm::mpi::{Launch, Settings};
 
 use self::harness::{Harness, Verdict};
 
-const WORDS: &str = "want messages, cases SEEDS, pairs, bytes, mismatch, host, host-split, host-late, \
-    lost PASS MOMENT, slow or panic";
+const USAGE: &str = "want messages, cases SEEDS, pairs, bytes, mismatch, host, host-split, \
+    host-late, lost PASS MOMENT, slow or panic";
 
 fn main() -> ExitCode {
     let mut words: Vec<String> = std::env::args().skip(1).collect();
@@ -49,22 +50,22 @@ fn main() -> ExitCode {
 
 fn settings(words: &mut Vec<String>) -> Result<Settings, String> {
     let mut settings = Settings::default();
-    if let Some(place) = words.iter().position(|word| word == "--synchronous") {
-        words.remove(place);
+    if let Some(found) = words.iter().position(|word| word == "--synchronous") {
+        words.remove(found);
         settings.synchronous = true;
     }
-    if let Some(place) = words.iter().position(|word| word == "--piece-bytes") {
-        let number = words.get(place + 1).ok_or("--piece-bytes wants a number")?;
+    if let Some(found) = words.iter().position(|word| word == "--piece-bytes") {
+        let number = words.get(found + 1).ok_or("--piece-bytes wants a number")?;
         settings.piece_bytes =
             number.parse().map_err(|error| format!("--piece-bytes {number}: {error}"))?;
-        words.drain(place..place + 2);
+        words.drain(found..found + 2);
     }
     Ok(settings)
 }
 
 fn run(words: &[String], settings: &Settings) -> Verdict {
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
-    // host programs that initialise MPI themselves
+    // these initialise MPI themselves, as a host program does
     match words[..] {
         ["host"] => return host::host(settings),
         ["host-split"] => return split::host_split(settings),
@@ -86,9 +87,9 @@ fn run(words: &[String], settings: &Settings) -> Verdict {
         ["mismatch"] => mismatch::all(&mut harness, settings),
         ["lost", pass, moment] => return failures::lost(launch, harness, settings, pass, moment),
         ["panic"] => failures::panic(&mut harness, settings),
-        _ => Err(WORDS.to_owned()),
+        _ => Err(USAGE.to_owned()),
     };
-    // every rank ends as the worst one did
+    // every rank exits with the first failure of any
     let verdict = harness.share(verdict);
     if let (Ok(()), 0) = (&verdict, harness.rank()) {
         let library = launch.library().map_err(|error| error.to_string())?;

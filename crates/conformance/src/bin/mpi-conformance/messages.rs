@@ -7,7 +7,7 @@ use std::{
 };
 
 use annulus_comm::{
-    barrier, gather,
+    all_gather, barrier,
     mpi::{Mpi, Settings},
 };
 use annulus_conformance::Draw;
@@ -19,8 +19,9 @@ use annulus_core::{
 use crate::harness::{Harness, Verdict, ensure};
 
 const CHANNELS: [Channel; 3] = [Channel::Kv, Channel::PartialGrad, Channel::FinalGrad];
+/// Longest wait of one `progress`; short, so that errors and limits are checked often.
 const GLANCE: Duration = Duration::from_millis(20);
-/// No check takes longer.
+/// Longest time of any check: longer means that it hangs.
 const LIMIT: Duration = Duration::from_secs(30);
 
 type Check = fn(Mpi, usize) -> Result<Verdict>;
@@ -29,13 +30,13 @@ pub(crate) fn all(harness: &mut Harness, settings: &Settings) -> Verdict {
     let checks: [(&str, usize, Check); 10] = [
         ("patterns", 1, |mut mpi, _| patterns(&mut mpi, 0..30).map(Ok)),
         ("gathers", 1, gathers),
-        ("a short message", 2, |mpi, rank| odd_length(mpi, rank, 8, 16)),
-        ("a long message", 2, |mpi, rank| odd_length(mpi, rank, 70_000, 16)),
+        ("a message shorter than its receive", 2, |mpi, rank| wrong_length(mpi, rank, 8, 16)),
+        ("a message longer than its receive", 2, |mpi, rank| wrong_length(mpi, rank, 70_000, 16)),
         ("a duplicate", 2, duplicate),
         ("an early duplicate", 2, early_duplicate),
         ("an abort", 2, abort),
-        ("an endpoint that is dropped", 2, dropped),
-        ("a gather that a rank never comes to", 2, left_out),
+        ("a dropped endpoint", 2, dropped),
+        ("an all-gather that a rank never joins", 2, left_out),
         ("bad arguments", 1, bad_arguments),
     ];
     for (name, least, check) in checks {
@@ -50,6 +51,7 @@ pub(crate) fn all(harness: &mut Harness, settings: &Settings) -> Verdict {
     harness.share(many_in_turn(settings))
 }
 
+/// One message; `cuts` are the lengths of its ranges on the sender and on the receiver.
 struct Message {
     from: usize,
     to: usize,
@@ -58,7 +60,8 @@ struct Message {
     cuts: [Vec<u64>; 2],
 }
 
-/// Random messages among all ranks, to themselves too; the same on every rank. Tags of a channel only grow.
+/// Draws random messages among all ranks, also of a rank to itself; the same on every rank. The
+/// tags of a channel increase.
 fn group(ranks: usize, draw: &mut Draw, tag: &mut u64) -> Vec<Message> {
     let count = draw.below(12);
     (0..count)
@@ -67,9 +70,9 @@ fn group(ranks: usize, draw: &mut Draw, tag: &mut u64) -> Vec<Message> {
             let most = draw.pick(&[40, 40, 5000, 300_000]);
             let mut cuts = [(); 2]
                 .map(|()| (0..draw.below(4)).map(|_| draw.below(most) as u64).collect::<Vec<_>>());
-            let [here, there] = [0, 1].map(|side| cuts[side].iter().sum::<u64>());
-            let lacking = usize::from(here > there);
-            cuts[lacking].push(here.abs_diff(there));
+            let [sent, received] = [0, 1].map(|side| cuts[side].iter().sum::<u64>());
+            let shorter = usize::from(sent > received);
+            cuts[shorter].push(sent.abs_diff(received));
             Message {
                 from: draw.below(ranks),
                 to: draw.below(ranks),
@@ -81,24 +84,25 @@ fn group(ranks: usize, draw: &mut Draw, tag: &mut u64) -> Vec<Message> {
         .collect()
 }
 
-/// Ranges of these lengths with a hole of three bytes before each, but for every third.
+/// Returns ranges of these lengths with a gap of three bytes before each, except every third.
 fn ranges(cuts: &[u64]) -> Arc<[Range<u64>]> {
     let mut end = 0;
-    let range = |(place, &length): (usize, &u64)| {
-        let start = end + if place % 3 == 2 { 0 } else { 3 };
+    let range = |(number, &length): (usize, &u64)| {
+        let start = end + if number % 3 == 2 { 0 } else { 3 };
         end = start + length;
         start..end
     };
     cuts.iter().enumerate().map(range).collect()
 }
 
-/// The n-th byte of a message, different for every message.
-fn byte(message: &Message, place: usize) -> u8 {
+/// Returns byte number `n` of a message, different for every message.
+fn byte(message: &Message, n: usize) -> u8 {
     let mix =
-        (message.from as u64) << 56 ^ (message.to as u64) << 48 ^ message.tag << 32 ^ place as u64;
+        (message.from as u64) << 56 ^ (message.to as u64) << 48 ^ message.tag << 32 ^ n as u64;
     (mix.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8
 }
 
+/// Returns a buffer with the message in its ranges on one side.
 fn bytes(message: &Message, side: usize) -> Result<HostBuffer> {
     let ranges = ranges(&message.cuts[side]);
     let mut buffer = HostBuffer::zeroed(ranges.last().map_or(0, |range| range.end))?;
@@ -108,7 +112,7 @@ fn bytes(message: &Message, side: usize) -> Result<HostBuffer> {
             .cloned()
             .flatten()
             .enumerate()
-            .for_each(|(place, at)| bytes[index(at)] = byte(message, place));
+            .for_each(|(n, at)| bytes[index(at)] = byte(message, n));
     }
     Ok(buffer)
 }
@@ -123,10 +127,13 @@ fn hop(message: &Message, peer: usize, side: usize) -> MessageHeader {
     }
 }
 
-/// Plays this rank's part of random patterns: sends and receives of a group in any order, receives before or after sends.
+/// Sends and receives this rank's messages of random groups, in any order, receives before or after
+/// sends.
 fn patterns(transport: &mut Mpi, seeds: Range<u64>) -> Result<()> {
-    let (rank, ranks) = (transport.rank(), transport.ranks());
-    let (mut tag, mut payload) = (0, transport.bytes_sent());
+    let rank = transport.rank();
+    let ranks = transport.ranks();
+    let mut tag = 0;
+    let mut payload = transport.bytes_sent();
     for seed in seeds {
         let messages = group(ranks, &mut Draw::new(seed), &mut tag);
         let own = &mut Draw::new(seed << 8 | rank as u64);
@@ -168,7 +175,7 @@ fn patterns(transport: &mut Mpi, seeds: Range<u64>) -> Result<()> {
             let buffer = wait_for(transport, &hop(message, message.from, 1))?;
             if buffer.bytes() != bytes(message, 1)?.bytes() {
                 return Err(failure(format!(
-                    "seed {seed}: a message from {} to {rank} came spoilt",
+                    "seed {seed}: a message from {} to {rank} arrived with wrong bytes",
                     message.from
                 )));
             }
@@ -176,8 +183,8 @@ fn patterns(transport: &mut Mpi, seeds: Range<u64>) -> Result<()> {
         drain(transport)?;
         drop(sends);
         if buffers.iter().any(HostBuffer::is_shared) {
-            // a staged or a landed send lets go of the caller's buffer
-            return Err(failure(format!("seed {seed}: a buffer is held after its send is done")));
+            // a send that was staged or received must release the caller's buffer
+            return Err(failure(format!("seed {seed}: a buffer is shared after its send ended")));
         }
     }
     if transport.bytes_sent() != payload {
@@ -186,7 +193,7 @@ fn patterns(transport: &mut Mpi, seeds: Range<u64>) -> Result<()> {
     Ok(())
 }
 
-/// Something wrong that is no error of the transport's.
+/// Returns a failure of a check as an error.
 fn failure(what: String) -> Error {
     Error::Device { what }
 }
@@ -198,7 +205,7 @@ fn wait_for(transport: &mut Mpi, hop: &MessageHeader) -> Result<HostBuffer> {
             return Ok(arrived.buffer);
         }
         if started.elapsed() > LIMIT {
-            return Err(failure(format!("{hop:?} did not come")));
+            return Err(failure(format!("{hop:?} did not arrive")));
         }
         transport.progress(GLANCE)?;
     }
@@ -225,26 +232,27 @@ fn wait_for_error(transport: &mut Mpi) -> Result<Error> {
     Err(failure("nothing went wrong".to_owned()))
 }
 
-/// Gathers of very different lengths, two of them begun before either is collected.
+/// All-gathers of very different lengths, two of them started before either is complete.
 fn gathers(mut transport: Mpi, rank: usize) -> Result<Verdict> {
     let part = |rank: usize, round: u64| {
         vec![rank as u8 ^ round as u8; (rank * 77_777 * round as usize) % 400_000]
     };
     for round in [1, 2, 3] {
-        let (first, second) = (2 * round, 2 * round + 1);
+        let first = 2 * round;
+        let second = first + 1;
         transport.start_all_gather(second, &part(rank, second))?;
         let missing = transport.stragglers(first);
         if !missing.contains(&rank) {
             return Ok(Err(format!(
-                "gather {first} misses {missing:?}, rank {rank} has not offered"
+                "gather {first} waits for {missing:?}, but rank {rank} has not started it"
             )));
         }
         for (number, all) in [
-            (first, gather::<Host>(&mut transport, first, &part(rank, first))?),
+            (first, all_gather::<Host>(&mut transport, first, &part(rank, first))?),
             (second, collect(&mut transport, second)?),
         ] {
             if all != (0..transport.ranks()).map(|rank| part(rank, number)).collect::<Vec<_>>() {
-                return Ok(Err(format!("gather {number} came spoilt")));
+                return Ok(Err(format!("gather {number} returned wrong bytes")));
             }
         }
     }
@@ -282,7 +290,7 @@ fn receive(transport: &mut Mpi, hop: &MessageHeader) -> Result<()> {
     )
 }
 
-/// Stays until some rank aborts: what it sent before must not be lost with it.
+/// Keeps the endpoint until some rank aborts: dropped earlier, its sent messages could be lost.
 fn stay(transport: &mut Mpi) -> Result<Verdict> {
     let error = wait_for_error(transport)?;
     Ok(ensure(matches!(error, Error::Aborted { .. } | Error::PeerLost { .. }), || {
@@ -290,7 +298,7 @@ fn stay(transport: &mut Mpi) -> Result<Verdict> {
     }))
 }
 
-/// Expects this error on rank 1, which then aborts; all others see that.
+/// Expects this error on rank 1, which then aborts; all other ranks wait for the abort.
 fn expect(transport: &mut Mpi, rank: usize, what: &str) -> Result<Verdict> {
     if rank != 1 {
         return stay(transport);
@@ -307,17 +315,17 @@ fn expect(transport: &mut Mpi, rank: usize, what: &str) -> Result<Verdict> {
     ))
 }
 
-fn odd_length(mut transport: Mpi, rank: usize, sent: u64, wanted: u64) -> Result<Verdict> {
+fn wrong_length(mut transport: Mpi, rank: usize, sent: u64, wanted: u64) -> Result<Verdict> {
     match rank {
         0 => send(&mut transport, block(1, 3, sent))?,
-        // refused at once if the announcement is here already; the endpoint says it again
+        // refused at once if the announcement has arrived; `expect` reads the error again
         1 => drop(receive(&mut transport, &block(0, 3, wanted))),
         _ => {}
     }
     expect(
         &mut transport,
         rank,
-        &format!("message Block 3 truncated: got {sent} bytes, want {wanted}"),
+        &format!("message Kv 3 truncated: got {sent} bytes, want {wanted}"),
     )
 }
 
@@ -329,12 +337,12 @@ fn duplicate(mut transport: Mpi, rank: usize) -> Result<Verdict> {
         }
         1 => {
             receive(&mut transport, &block(0, 3, 100))?;
-            // it may be refused before it can be taken
+            // the duplicate may be refused before the first message is taken
             drop(wait_for(&mut transport, &block(0, 3, 100)));
         }
         _ => {}
     }
-    expect(&mut transport, rank, "duplicate message Block 3")
+    expect(&mut transport, rank, "duplicate message Kv 3")
 }
 
 fn early_duplicate(mut transport: Mpi, rank: usize) -> Result<Verdict> {
@@ -342,7 +350,7 @@ fn early_duplicate(mut transport: Mpi, rank: usize) -> Result<Verdict> {
         send(&mut transport, block(1, 3, 100))?;
         send(&mut transport, block(1, 3, 100))?;
     }
-    expect(&mut transport, rank, "duplicate message Block 3")
+    expect(&mut transport, rank, "duplicate message Kv 3")
 }
 
 fn abort(mut transport: Mpi, rank: usize) -> Result<Verdict> {
@@ -351,12 +359,12 @@ fn abort(mut transport: Mpi, rank: usize) -> Result<Verdict> {
     if rank == last {
         transport.abort(&cause);
         return Ok(ensure(transport.progress(GLANCE) == Err(cause), || {
-            "its own abort is not its own error".to_owned()
+            "progress after an abort does not return its cause".to_owned()
         }));
     }
     let error = wait_for_error(&mut transport)?;
     let want = Error::Aborted { rank: last, what: cause.to_string() };
-    // passed on, as the engine does: the origin stays
+    // aborts again, as the ring loop does: the first rank that failed remains the origin
     transport.abort(&error);
     Ok(ensure(error == want, || format!("got {error:?}, want {want:?}")))
 }
@@ -365,7 +373,7 @@ fn dropped(mut transport: Mpi, rank: usize) -> Result<Verdict> {
     barrier::<Host>(&mut transport, 1)?;
     let last = transport.ranks() - 1;
     if rank == last {
-        // so that the others are waiting by now
+        // until the others wait
         std::thread::sleep(Duration::from_millis(20));
         return Ok(Ok(()));
     }
@@ -378,15 +386,16 @@ fn dropped(mut transport: Mpi, rank: usize) -> Result<Verdict> {
     }))
 }
 
-/// Whoever waits for the last rank's part, directly or through others, is told that it has left.
+/// A rank that needs the last rank's bytes, directly or through others, gets an error that names
+/// it.
 fn left_out(mut transport: Mpi, rank: usize) -> Result<Verdict> {
     barrier::<Host>(&mut transport, 1)?;
     let last = transport.ranks() - 1;
     if rank == last {
         return Ok(Ok(()));
     }
-    let lost = gather::<Host>(&mut transport, 2, &[1; 10]).map(drop);
-    // until all have been told: whoever leaves now owes its part to others
+    let lost = all_gather::<Host>(&mut transport, 2, &[1; 10]).map(drop);
+    // until every rank has the error: one that leaves earlier would itself be lost to the others
     std::thread::sleep(Duration::from_millis(50));
     Ok(ensure(matches!(lost, Err(Error::PeerLost { peer, .. }) if peer == last), || {
         format!("got {lost:?}, want rank {last} lost")
@@ -414,7 +423,7 @@ fn bad_arguments(mut transport: Mpi, rank: usize) -> Result<Verdict> {
     {
         return Ok(Err(format!("{result:?} for a bad argument")));
     }
-    // none of that has hurt it
+    // the endpoint still works
     barrier::<Host>(&mut transport, 2)?;
     receive(&mut transport, &block(rank, 4, 8))?;
     let error = receive(&mut transport, &block(rank, 4, 8));
@@ -424,12 +433,13 @@ fn bad_arguments(mut transport: Mpi, rank: usize) -> Result<Verdict> {
     ))
 }
 
-/// Two rings over the same ranks keep their messages apart.
+/// Two rings over the same ranks match their messages separately.
 fn two_at_once(settings: &Settings) -> Result<()> {
     let mut rings = [Mpi::world(settings.clone())?, Mpi::world(settings.clone())?];
     let rank = rings[0].rank();
-    let (next, previous) =
-        ((rank + 1) % rings[0].ranks(), (rank + rings[0].ranks() - 1) % rings[0].ranks());
+    let ranks = rings[0].ranks();
+    let next = (rank + 1) % ranks;
+    let previous = (rank + ranks - 1) % ranks;
     for (number, ring) in rings.iter_mut().enumerate() {
         receive(ring, &block(previous, 1, 1000 + number as u64))?;
     }
@@ -443,7 +453,7 @@ fn two_at_once(settings: &Settings) -> Result<()> {
     Ok(())
 }
 
-/// Endpoints made and dropped many times over: their communicators are freed, and quickly.
+/// Endpoints created and dropped many times: their communicators are freed without a wait.
 fn many_in_turn(settings: &Settings) -> Verdict {
     let started = Instant::now();
     for _ in 0..50 {

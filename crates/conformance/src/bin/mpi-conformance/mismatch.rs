@@ -1,4 +1,5 @@
-//! Arguments that differ: the same error on all ranks, in under a second, before any data moves. Every field that ranks agree on is here.
+//! Arguments that differ between ranks: the same error on all, in under a second, before any data
+//! moves. Every field that ranks compare is tested.
 
 use std::{
     collections::BTreeSet,
@@ -26,21 +27,22 @@ use crate::{
 
 const DIMS: Dims =
     Dims { batch: 1, q_len: 24, kv_len: 24, q_heads: 2, kv_heads: 1, head_dim: 4, value_dim: 4 };
+/// Limit for the error. Far below the deadline, so that no error comes from a timeout.
 const AT_ONCE: Duration = Duration::from_secs(1);
 const DEADLINE: Duration = Duration::from_secs(20);
 
-/// What a rank asks for.
+/// The arguments of one rank's plan.
 #[derive(Clone)]
-struct Ask {
+struct Arguments {
     attention: Attention,
     dims: Dims,
     layout: Option<Layout>,
     isa: Isa,
-    /// Nodes of the ranks, one number for all or for each its own.
+    /// True if the placement has all ranks on one node, false if each has its own.
     together: bool,
 }
 
-impl Ask {
+impl Arguments {
     fn of(attention: Attention) -> Self {
         let isa = Isa::Portable;
         Self {
@@ -53,18 +55,19 @@ impl Ask {
     }
 }
 
-/// Every field of a plan, with what all ranks but the last ask for, and what the last one does.
-fn plans() -> Vec<(&'static str, Ask, Ask)> {
-    let plain = || Ask::of(Attention::new());
-    let dims = |name, dims| (name, plain(), Ask { dims, ..plain() });
+/// Returns every field of a plan with the arguments of all ranks but the last, then those of the
+/// last.
+fn plans() -> Vec<(&'static str, Arguments, Arguments)> {
+    let plain = || Arguments::of(Attention::new());
+    let dims = |name, dims| (name, plain(), Arguments { dims, ..plain() });
     let odd = |name, change: fn(Attention) -> Attention| {
-        (name, plain(), Ask::of(change(Attention::new())))
+        (name, plain(), Arguments::of(change(Attention::new())))
     };
     let both = |name, usual: fn(Attention) -> Attention, odd: fn(Attention) -> Attention| {
-        (name, Ask::of(usual(Attention::new())), Ask::of(odd(Attention::new())))
+        (name, Arguments::of(usual(Attention::new())), Arguments::of(odd(Attention::new())))
     };
     let exact =
-        || Ask::of(Attention::new().unnormalized(true).backward_mode(BackwardMode::TwoPass));
+        || Arguments::of(Attention::new().unnormalized(true).backward_mode(BackwardMode::TwoPass));
     let mut all = vec![
         dims("batch", Dims { batch: 2, ..DIMS }),
         dims("q_len", Dims { q_len: 25, ..DIMS }),
@@ -96,28 +99,30 @@ fn plans() -> Vec<(&'static str, Ask, Ask)> {
         odd("logits_dtype", |a| a.logits_dtype(DType::Bf16)),
         odd("precision", |a| a.precision(Precision::High)),
         odd("backward_mode", |a| a.backward_mode(BackwardMode::TwoPass)),
-        ("layout", plain(), Ask { layout: Some(Layout::Zigzag), ..plain() }),
+        ("layout", plain(), Arguments { layout: Some(Layout::Zigzag), ..plain() }),
         odd("route", |a| a.route(Route::Direct)),
-        ("placement", plain(), Ask { together: false, ..plain() }),
+        ("placement", plain(), Arguments { together: false, ..plain() }),
         odd("backward", |a| a.forward_only(true)),
         odd("local_gradients", |a| a.local_gradients(true)),
     ];
-    // where a machine has one instruction set only, its arithmetic cannot differ
+    // on a machine with one instruction set the arithmetic of ranks cannot differ
     if let Some(isa) = Isa::ALL.into_iter().find(|&isa| isa != Isa::Portable && isa.is_available())
     {
-        all.push(("backend", exact(), Ask { isa, ..exact() }));
+        all.push(("backend", exact(), Arguments { isa, ..exact() }));
     }
-    // where a machine multiplies pairs of bf16, weights may be rounded
+    // with bf16 dot products the probabilities are rounded to bf16
     if Isa::Avx512Bf16.is_available() {
-        let halves = || Ask::of(Attention::new().dtype(DType::Bf16));
-        all.push(("weights rounded to", halves(), Ask { isa: Isa::Avx512Bf16, ..halves() }));
+        let halves = || Arguments::of(Attention::new().dtype(DType::Bf16));
+        let odd = Arguments { isa: Isa::Avx512Bf16, ..halves() };
+        all.push(("probabilities rounded to", halves(), odd));
     }
     all
 }
 
-/// Every field of a batch, alike; and which call it is.
+/// Returns every field of a batch that ranks compare, with a batch that sets it.
 fn batches(rows: usize) -> Vec<(&'static str, Batch)> {
-    let (ids, positions) = (Some(Array2::zeros((1, rows))), Some(Array2::zeros((1, rows))));
+    let ids = Some(Array2::zeros((1, rows)));
+    let positions = Some(Array2::zeros((1, rows)));
     let plain = Batch::default;
     vec![
         ("q_segment_ids given", Batch { q_segment_ids: ids.clone(), ..plain() }),
@@ -158,9 +163,9 @@ pub(crate) fn all(harness: &mut Harness, settings: &Settings) -> Verdict {
     let mut named = BTreeSet::new();
     for (name, usual, odd) in plans() {
         named.insert(name.to_owned());
-        let ask = if harness.rank() == last { odd } else { usual };
+        let arguments = if harness.rank() == last { odd } else { usual };
         let started = Instant::now();
-        let made = plan(&ask, settings, last + 1).map(|_| "a plan");
+        let made = plan(&arguments, settings, last + 1).map(|_| "a plan");
         judge(harness, name, started.elapsed(), &made)?;
     }
     named.extend(one_plan(harness, settings)?);
@@ -170,20 +175,21 @@ pub(crate) fn all(harness: &mut Harness, settings: &Settings) -> Verdict {
     many_fields(harness, settings, last)
 }
 
-fn plan(ask: &Ask, settings: &Settings, ranks: usize) -> Result<Plan<Cpu>> {
-    let nodes = (0..ranks).map(|rank| if ask.together { 0 } else { rank }).collect();
+fn plan(arguments: &Arguments, settings: &Settings, ranks: usize) -> Result<Plan<Cpu>> {
+    let nodes = (0..ranks).map(|rank| if arguments.together { 0 } else { rank }).collect();
     let placed =
         Placed::new(Mpi::world(settings.clone())?, Placement::new(nodes), Crossings::default());
     let transport = Mortal::new(placed, None);
     Plan::new(
-        &ask.attention.clone().layout(ask.layout.clone()),
-        ask.dims,
-        Cpu::new(1)?.with_isa(ask.isa)?,
+        &arguments.attention.clone().layout(arguments.layout.clone()),
+        arguments.dims,
+        Cpu::new(1)?.with_isa(arguments.isa)?,
         transport,
     )
 }
 
-/// `result` is the mismatch of this field, in time, before data moved, and reads alike on all ranks.
+/// Requires that `result` is the mismatch of this field, came in time and before data moved, and is
+/// the same on all ranks.
 fn judge<T: std::fmt::Debug>(
     harness: &mut Harness,
     name: &str,
@@ -191,14 +197,17 @@ fn judge<T: std::fmt::Debug>(
     result: &Result<T>,
 ) -> Verdict {
     let last = harness.ranks() - 1;
-    let named = matches!(result, Err(Error::RankMismatch { field, rank, .. }) if field == name && *rank == last);
+    let named = matches!(
+        result,
+        Err(Error::RankMismatch { field, rank, .. }) if field == name && *rank == last
+    );
     let right = named && took < AT_ONCE && mortal::posts() == 0;
     same_everywhere(harness, result, right, || {
         format!("{name}: {result:?} after {took:?} and {} groups of transfers", mortal::posts())
     })
 }
 
-/// `result` reads alike on all ranks, and is `right` on each.
+/// Requires that `right` holds on every rank, and that `result` is the same on all.
 fn same_everywhere<T: std::fmt::Debug>(
     harness: &mut Harness,
     result: &Result<T>,
@@ -207,23 +216,24 @@ fn same_everywhere<T: std::fmt::Debug>(
 ) -> Verdict {
     harness.share(ensure(right, &what))?;
     let all = harness.gather(format!("{result:?}").as_bytes())?;
-    ensure(all.iter().all(|text| *text == all[0]), || format!("{}: different on some rank", what()))
+    ensure(all.iter().all(|text| *text == all[0]), || format!("{}: not the same on all", what()))
 }
 
-/// Batches and calls that differ, on one plan that outlives them all.
+/// Checks batches and calls that differ between ranks, on one plan that stays usable.
 fn one_plan(
     harness: &mut Harness,
     settings: &Settings,
 ) -> std::result::Result<Vec<String>, String> {
     let last = harness.ranks() - 1;
-    let made =
-        plan(&Ask::of(Attention::new()), settings, last + 1).map_err(|error| error.to_string());
+    let made = plan(&Arguments::of(Attention::new()), settings, last + 1)
+        .map_err(|error| error.to_string());
     harness.share(made.as_ref().map(drop).map_err(Clone::clone))?;
     let mut plan = made?;
     let rows = index(plan.q_rows().len());
     let mut named = Vec::new();
     let all = batches(rows);
-    // lengths are given on both sides or not at all, so their keys differ from lengths that were given too
+    // packed lengths are given for both sides or not at all, so only given key lengths can differ
+    // alone
     let usual = |name| if name == "cum_seqlens_k" { all[4].1.clone() } else { Batch::default() };
     for (name, odd) in &all {
         let batch = if harness.rank() == last { odd.clone() } else { usual(*name) };
@@ -233,7 +243,8 @@ fn one_plan(
         named.push((*name).to_owned());
     }
     let tensor = |heads| Array4::<f32>::from_elem((1, rows, heads, 4), 0.5);
-    let (q, kv) = (tensor(2), tensor(1));
+    let q = tensor(2);
+    let kv = tensor(1);
     let tensors = Tensors::new(q.view(), kv.view(), kv.view());
     let forward = plan.forward(&tensors).map_err(|error| error.to_string());
     harness.share(forward.as_ref().map(drop).map_err(Clone::clone))?;
@@ -250,7 +261,8 @@ fn one_plan(
     Ok(named)
 }
 
-/// The last rank is of another version, as far as the others can tell; what it would say itself is its version's affair.
+/// The last rank imitates another version: it sends that version's numbers and nothing else,
+/// because the other ranks fail on them first.
 fn versions(
     harness: &mut Harness,
     settings: &Settings,
@@ -274,9 +286,12 @@ fn versions(
             other_version().map_err(text)
         } else {
             let started = Instant::now();
-            let made = plan(&Ask::of(Attention::new()), settings, last + 1).map(|_| "a plan");
+            let made = plan(&Arguments::of(Attention::new()), settings, last + 1).map(|_| "a plan");
             let took = started.elapsed();
-            let right = matches!(&made, Err(Error::RankMismatch { field, rank, .. }) if field == name && *rank == last);
+            let right = matches!(
+                &made,
+                Err(Error::RankMismatch { field, rank, .. }) if field == name && *rank == last
+            );
             ensure(right && took < AT_ONCE && mortal::posts() == 0, || {
                 format!("{name}: {made:?} after {took:?}")
             })
@@ -287,7 +302,7 @@ fn versions(
     Ok(named)
 }
 
-/// Each of 40 fields, over one endpoint: a mismatch is no failure of the transport's.
+/// Lets each of 40 fields differ in turn, over one endpoint: a mismatch does not end the transport.
 fn many_fields(harness: &mut Harness, settings: &Settings, last: usize) -> Verdict {
     const NAMES: [&str; 40] = [
         "f00", "f01", "f02", "f03", "f04", "f05", "f06", "f07", "f08", "f09", "f10", "f11", "f12",
@@ -297,11 +312,11 @@ fn many_fields(harness: &mut Harness, settings: &Settings, last: usize) -> Verdi
     ];
     let mut transport = Mpi::world(settings.clone()).map_err(|error| error.to_string())?;
     for (odd, name) in NAMES.into_iter().enumerate() {
-        let value = |place: usize| u64::from(place == odd && harness.rank() == last);
+        let value = |number: usize| u64::from(number == odd && harness.rank() == last);
         let descriptor = NAMES
             .into_iter()
             .enumerate()
-            .fold(Descriptor::new(), |d, (place, name)| d.field(name, value(place)));
+            .fold(Descriptor::new(), |d, (number, name)| d.field(name, value(number)));
         let agreed = agree::<Host>(&mut transport, odd as u64, Ok(descriptor));
         let want = Error::RankMismatch {
             field: name.to_owned(),

@@ -1,4 +1,5 @@
-//! An endpoint that counts the groups of transfers which it posts, and whose process can be killed at one of them.
+//! An endpoint that counts the groups of transfers that it posts, and can kill its process at one
+//! of them.
 
 use std::{
     sync::atomic::{AtomicU64, Ordering},
@@ -9,20 +10,21 @@ use annulus_core::{
     Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Placement, Result, Transport,
 };
 
-/// Groups that were posted since the last endpoint was made.
+/// Groups posted since the last endpoint was created or [`forget_posts`] was called.
 static POSTS: AtomicU64 = AtomicU64::new(0);
 
-/// Groups that were posted since the last endpoint was made, or since [`forget_posts`].
+/// Returns the number of groups posted since then.
 pub(crate) fn posts() -> u64 {
     POSTS.load(Ordering::Relaxed)
 }
 
-/// Counts from 0 again.
+/// Resets the count to 0.
 pub(crate) fn forget_posts() {
     POSTS.store(0, Ordering::Relaxed);
 }
 
-/// The endpoint. Its process dies, as if killed by the system, when it posts for the n-th time.
+/// Forwards to `inner`. Before it posts group `kill_at`, counted from 0, it kills its process with
+/// SIGKILL.
 pub(crate) struct Mortal<T> {
     inner: T,
     kill_at: Option<u64>,

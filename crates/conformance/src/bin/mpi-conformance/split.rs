@@ -1,5 +1,5 @@
-//! A communicator that a host has split off: Open MPI keeps `MPI_TAG_UB` on the world and its
-//! duplicates only, and the ring must still know it.
+//! A communicator from a host's split: Open MPI keeps `MPI_TAG_UB` on the world and its duplicates
+//! only, and the ring must still find it.
 
 use std::time::Duration;
 
@@ -35,7 +35,7 @@ fn split(settings: &Settings, world: &impl Communicator) -> Verdict {
         world.split_by_color(Color::with_value(world.rank() % 2)).ok_or("no part of the world")?;
     // SAFETY: the communicator is live, and of the MPI that this program is linked with
     let part = unsafe { Mpi::over_communicator(part.as_raw(), settings.clone()) }.map_err(text)?;
-    // more than MPI promises, or this test says nothing
+    // more than MPI guarantees: with equal limits this test would prove nothing
     ensure(all.last_tag() > 32_767, || format!("the world's tags end at {}", all.last_tag()))?;
     ensure(part.last_tag() == all.last_tag(), || {
         format!(
@@ -48,7 +48,7 @@ fn split(settings: &Settings, world: &impl Communicator) -> Verdict {
     pass(part).map_err(text)
 }
 
-/// Equal values give themselves, whatever the weights.
+/// Runs forward with all values 0.5: whatever the weights, every output is 0.5.
 fn pass(transport: Mpi) -> Result<()> {
     let attention = Attention::new().causal(true).deadline(Duration::from_secs(20));
     let mut plan =
@@ -58,7 +58,7 @@ fn pass(transport: Mpi) -> Result<()> {
     let kv = tensor(1);
     let forward = plan.forward(&Tensors::new(q.view(), kv.view(), kv.view()))?;
     match forward.out.iter().find(|&&out| (out - 0.5).abs() > 1e-6) {
-        Some(out) => Err(Error::Device { what: format!("a mean of halves is {out}") }),
+        Some(out) => Err(Error::Device { what: format!("a weighted mean of 0.5 is {out}") }),
         None => Ok(()),
     }
 }

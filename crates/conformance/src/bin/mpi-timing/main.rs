@@ -1,13 +1,21 @@
-//! How much of its communication a ring over MPI hides, and what a ring costs against one process. Under a launcher; rank 0 prints JSON lines.
+//! Measures the overlap of communication and computation of a ring over MPI, and its overhead
+//! against one process. Runs under a launcher; rank 0 prints JSON lines.
 //!
 //! ```text
-//! mpi-timing overlap [name=value …]    rounds in which the same pass runs whole, without messages, without tiles, and without either
-//! mpi-timing tax [name=value …]        rounds in which the ring and rank 0 alone, with as many threads as there are ranks, take turns
-//! mpi-timing ticks [rounds=…]          what looks at the transport cost a kernel while there are no messages
+//! mpi-timing overlap [name=value …]    rounds of one pass: whole, without messages, without tiles,
+//!                                      without both
+//! mpi-timing tax [name=value …]        rounds of the ring and of rank 0 alone, in turn; rank 0 has
+//!                                      as many threads as all ranks together
+//! mpi-timing ticks [rounds=…]          time that a kernel's checks of the transport take while
+//!                                      there are no messages
 //! ```
-//! Names: `q_len` (of the whole sequence), `heads`, `dim`, `rounds`, `layout` (contiguous, zigzag, striped), `mask` (causal, full),
-//! `threads` (of a rank), and for `overlap` `paced_ms`: then tiles compute nothing, but take as long as a device that computes a rank's whole forward
-//! pass in so many milliseconds, and no core, so that ranks do not compete for cores that they would not share. Inputs are f32. `tests/hosts/run` and `benches/ring-tax.sh` run it.
+//! Names: `q_len` (of the whole sequence), `heads`, `dim`, `rounds`, `layout` (contiguous, zigzag,
+//! striped), `mask` (causal, full), `threads` (of a rank), and for `overlap` `paced_ms`. Inputs are
+//! f32. `tests/hosts/run` and `benches/ring-tax.sh` run it.
+//!
+//! With `paced_ms` tiles compute nothing and use no core. They take the time of a device that
+//! computes a rank's forward pass in so many milliseconds, so that ranks on one host do not compete
+//! for cores.
 
 mod overlap;
 mod parts;
@@ -20,7 +28,7 @@ use std::process::ExitCode;
 use annulus::Layout;
 use annulus_comm::mpi::Launch;
 
-/// What is computed, and how often.
+/// The attention to compute and the number of rounds.
 #[derive(Debug, Clone)]
 pub(crate) struct Problem {
     pub(crate) q_len: usize,
@@ -30,7 +38,7 @@ pub(crate) struct Problem {
     pub(crate) threads: usize,
     pub(crate) layout: Layout,
     pub(crate) causal: bool,
-    /// If given, tiles stand in for the real ones: all of a rank's in a forward pass take this many milliseconds.
+    /// If given, tiles only wait: all tiles of a rank's forward pass take this many milliseconds.
     pub(crate) paced_ms: Option<usize>,
 }
 

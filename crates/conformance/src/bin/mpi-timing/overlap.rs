@@ -1,13 +1,15 @@
-//! How much of the communication hides under the tiles: hidden = 1 − (T_ring − T_compute) / T_comm, each the median of interleaved rounds.
+//! The part of the communication that the tiles hide: hidden = 1 − (T_ring − T_compute) / T_comm,
+//! each the median of interleaved rounds.
 //!
-//! | time | what runs on every rank |
+//! | time | measured on every rank |
 //! |---|---|
 //! | T_ring | the pass |
-//! | T_compute | the same pass, its tiles, gathers and buffers, but blocks never travel ([`Void`]) |
-//! | T_comm | the same pass without tiles, less what is left of it without tiles and without messages |
+//! | T_compute | the same pass with its tiles, gathers and buffers, but without messages ([`NoMessages`]) |
+//! | T_comm | the same pass without tiles, less its time without tiles and without messages |
 //!
-//! T_ring is measured three times: moved by the kernels' ticks, by a progress thread alone, and by nothing until the step ends. The ticks' own
-//! price is T_compute against the same with kernels that never tick.
+//! T_ring is measured three times: with progress by the kernels' ticks, by a progress thread only,
+//! and by nothing until a step ends. The cost of the ticks is T_compute against the same with
+//! kernels that never tick.
 
 use annulus::Forward;
 use annulus_comm::mpi::{Mpi, Progress, Settings};
@@ -17,11 +19,11 @@ use serde_json::json;
 
 use crate::{
     Problem,
-    parts::{Tiles, Timed as Backend, Void},
+    parts::{NoMessages, Tiles, Timed as Backend},
     ring::{Everybody, Timed, middle},
 };
 
-/// What runs, in the order of a round.
+/// The variants of the pass, in the order of a round.
 const WAYS: [&str; 7] =
     ["ticks", "nothing", "thread", "compute", "compute without ticks", "messages", "neither"];
 
@@ -36,7 +38,7 @@ pub(crate) fn measure(problem: &Problem) -> Result<()> {
         for (way, ring) in rings.iter_mut().enumerate() {
             let (taken, result) = everybody.time(|| ring.forward())?;
             of_forward.note(way, taken.seconds, &mut everybody, &result.reports)?;
-            // backward wants what a whole forward pass gave
+            // backward needs the results of a forward pass with tiles, which the first variant is
             let saved = real.get_or_insert(result);
             let (taken, result) = everybody.time(|| ring.backward(saved))?;
             of_backward.note(way, taken.seconds, &mut everybody, &result.reports)?;
@@ -55,7 +57,7 @@ pub(crate) fn measure(problem: &Problem) -> Result<()> {
 }
 
 fn rings(problem: &Problem) -> Result<Vec<Timed<Backend>>> {
-    // of a full mask every rank sees every key
+    // with a full mask every rank attends to every key
     let pace = |milliseconds: usize| Tiles::Paced(milliseconds as f64 / 1e3 / problem.q_len as f64);
     let tiles = problem.paced_ms.map_or(Tiles::Real, pace);
     let backend = |tiles, ticks| Ok(Backend::new(Cpu::new(problem.threads)?, tiles, ticks));
@@ -64,14 +66,15 @@ fn rings(problem: &Problem) -> Result<Vec<Timed<Backend>>> {
         Timed::new(problem, backend(tiles, true)?, mpi()?)?,
         Timed::new(problem, backend(tiles, false)?, mpi()?)?,
         Timed::new(problem, backend(tiles, false)?, Progress::new(mpi()?, Progress::EVERY)?)?,
-        Timed::new(problem, backend(tiles, true)?, Void::new(mpi()?))?,
-        Timed::new(problem, backend(tiles, false)?, Void::new(mpi()?))?,
+        Timed::new(problem, backend(tiles, true)?, NoMessages::new(mpi()?))?,
+        Timed::new(problem, backend(tiles, false)?, NoMessages::new(mpi()?))?,
         Timed::new(problem, backend(Tiles::Absent, true)?, mpi()?)?,
-        Timed::new(problem, backend(Tiles::Absent, true)?, Void::new(mpi()?))?,
+        Timed::new(problem, backend(Tiles::Absent, true)?, NoMessages::new(mpi()?))?,
     ])
 }
 
-/// One round of one pass: the slowest rank's seconds, the longest wait, the most bytes sent, each by way.
+/// One round of one pass, by variant: the slowest rank's seconds, the longest wait, the most bytes
+/// sent.
 #[derive(Debug, Clone, Copy, Default)]
 struct Round {
     seconds: [f64; WAYS.len()],
@@ -94,7 +97,7 @@ impl Round {
         Ok(())
     }
 
-    /// Of one of the first three ways.
+    /// Returns the hidden part of the communication in one of the first three variants.
     fn hidden(&self, way: usize) -> f64 {
         let [.., compute, _, messages, neither] = self.seconds;
         1.0 - (self.seconds[way] - compute) / (messages - neither)
@@ -104,7 +107,7 @@ impl Round {
 fn print(problem: &Problem, ranks: usize, what: &str, rounds: &[Round]) {
     let median = |of: &dyn Fn(&Round) -> f64| middle(&rounds.iter().map(of).collect::<Vec<_>>());
     let seconds = |way: usize| median(&|round| round.seconds[way]).0;
-    let [compute, deaf, messages, neither] = [3, 4, 5, 6].map(seconds);
+    let [compute, without_ticks, messages, neither] = [3, 4, 5, 6].map(seconds);
     let communication = messages - neither;
     let ways: serde_json::Map<_, _> = WAYS[..3]
         .iter()
@@ -113,9 +116,12 @@ fn print(problem: &Problem, ranks: usize, what: &str, rounds: &[Round]) {
             let (ring, spread) = median(&|round| round.seconds[way]);
             let (of_rounds, of_rounds_spread) = median(&|round| round.hidden(way));
             let numbers = json!({
-                "ring_seconds": ring, "ring_spread": spread, "waiting_seconds": median(&|round| round.waited[way]).0,
+                "ring_seconds": ring,
+                "ring_spread": spread,
+                "waiting_seconds": median(&|round| round.waited[way]).0,
                 "hidden": 1.0 - (ring - compute) / communication,
-                "hidden_median_of_rounds": of_rounds, "hidden_spread": of_rounds_spread,
+                "hidden_median_of_rounds": of_rounds,
+                "hidden_spread": of_rounds_spread,
             });
             ((*name).to_owned(), numbers)
         })
@@ -123,11 +129,24 @@ fn print(problem: &Problem, ranks: usize, what: &str, rounds: &[Round]) {
     println!(
         "{}",
         json!({
-            "what": what, "ranks": ranks, "threads_of_a_rank": problem.threads, "q_len": problem.q_len, "heads": problem.heads,
-            "head_dim": problem.dim, "causal": problem.causal, "layout": problem.layout.name(), "dtype": "f32", "rounds": problem.rounds, "paced_ms": problem.paced_ms,
-            "bytes_sent": median(&|round| round.bytes[0]).0, "compute_seconds": compute, "communication_seconds": communication,
-            "compute_of_communication": compute / communication, "compute_without_ticks_seconds": deaf,
-            "ticks_cost": median(&|round| round.seconds[3] / round.seconds[4] - 1.0).0, "moved_by": ways,
+            "what": what,
+            "ranks": ranks,
+            "threads_of_a_rank": problem.threads,
+            "q_len": problem.q_len,
+            "heads": problem.heads,
+            "head_dim": problem.dim,
+            "causal": problem.causal,
+            "layout": problem.layout.name(),
+            "dtype": "f32",
+            "rounds": problem.rounds,
+            "paced_ms": problem.paced_ms,
+            "bytes_sent": median(&|round| round.bytes[0]).0,
+            "compute_seconds": compute,
+            "communication_seconds": communication,
+            "compute_of_communication": compute / communication,
+            "compute_without_ticks_seconds": without_ticks,
+            "ticks_cost": median(&|round| round.seconds[3] / round.seconds[4] - 1.0).0,
+            "moved_by": ways,
         })
     );
 }

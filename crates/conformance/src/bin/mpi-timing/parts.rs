@@ -1,4 +1,5 @@
-//! A ring with something taken out of it, so that what is left can be timed: tiles that compute nothing or never tick, messages that never travel.
+//! Rings with a part removed, so that the rest can be timed: tiles that compute nothing or never
+//! tick, and a transport that sends nothing.
 
 use std::{
     ops::ControlFlow,
@@ -14,14 +15,15 @@ use annulus_core::{
 };
 use annulus_cpu::Cpu;
 
-/// What the tiles of a timed ring do.
+/// The work of the tiles of a timed ring.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Tiles {
-    /// Compute.
+    /// The CPU backend's.
     Real,
-    /// Take this many seconds for each key of a block in forward, 2.5 times as many in backward, and no core: as if a device did the work.
+    /// A wait without a core, as if a device computed: this many seconds for each key of a block in
+    /// forward, 2.5 times as many in backward.
     Paced(f64),
-    /// Nothing.
+    /// None.
     Absent,
 }
 
@@ -32,20 +34,20 @@ pub(crate) struct Timed {
     pace: Pace,
 }
 
-/// How the tiles of a timed ring run.
+/// The execution of the tiles of a timed ring.
 #[derive(Debug, Clone, Copy)]
 struct Pace {
     tiles: Tiles,
-    /// True if they tick.
+    /// True if the tiles call the ring's tick.
     ticks: bool,
 }
 
-/// Products of a pass over those of forward.
+/// Matrix products of a pass over those of forward: forward has 2, backward 5.
 const FORWARD: f64 = 1.0;
 const BACKWARD: f64 = 2.5;
 
-/// How often a paced tile ticks: as often as the CPU's tiles do at most.
-const BEAT: Duration = Duration::from_micros(200);
+/// Interval of the ticks of a paced tile: the least interval of the CPU's tiles.
+const TICK_EVERY: Duration = Duration::from_micros(200);
 
 impl Timed {
     pub(crate) const fn new(cpu: Cpu, tiles: Tiles, ticks: bool) -> Self {
@@ -54,7 +56,7 @@ impl Timed {
 }
 
 impl Pace {
-    /// Does `work`, or what stands for it, with the tick that tiles get.
+    /// Does `work`, or waits instead, with the ring's tick or one that does nothing.
     fn run(
         &self,
         block: &Block<'_, Host>,
@@ -67,14 +69,12 @@ impl Pace {
         match self.tiles {
             Tiles::Real => work(tick),
             Tiles::Paced(seconds) => {
-                let (start, whole) = (
-                    Instant::now(),
-                    Duration::from_secs_f64(seconds * products * block.rows.len() as f64),
-                );
+                let start = Instant::now();
+                let whole = Duration::from_secs_f64(seconds * products * block.rows.len() as f64);
                 while let Some(left) = whole.checked_sub(start.elapsed())
                     && tick().is_continue()
                 {
-                    thread::sleep(left.min(BEAT));
+                    thread::sleep(left.min(TICK_EVERY));
                 }
                 Ok(())
             }
@@ -195,19 +195,20 @@ impl<P: BackwardPass<Host>> BackwardPass<Host> for TimedPass<P> {
     }
 }
 
-/// A transport whose blocks never travel: a send is gone at once, a receive arrives at once with whatever its buffer held. Gathers do travel.
-pub(crate) struct Void<T> {
+/// A transport without messages: a send ends at once, and a receive arrives at once with the bytes
+/// that its buffer had. All-gathers use the inner transport.
+pub(crate) struct NoMessages<T> {
     inner: T,
     arrived: Vec<Incoming<Host>>,
 }
 
-impl<T> Void<T> {
+impl<T> NoMessages<T> {
     pub(crate) const fn new(inner: T) -> Self {
         Self { inner, arrived: Vec::new() }
     }
 }
 
-impl<T: Transport<Host>> Transport<Host> for Void<T> {
+impl<T: Transport<Host>> Transport<Host> for NoMessages<T> {
     fn control(&mut self) -> &mut dyn Control {
         self
     }
@@ -222,8 +223,8 @@ impl<T: Transport<Host>> Transport<Host> for Void<T> {
     }
 
     fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<Host>>> {
-        let place = self.arrived.iter().position(|incoming| incoming.hop == *hop);
-        Ok(place.map(|place| Arrived { buffer: self.arrived.swap_remove(place).buffer, ready: () }))
+        let found = self.arrived.iter().position(|incoming| incoming.hop == *hop);
+        Ok(found.map(|found| Arrived { buffer: self.arrived.swap_remove(found).buffer, ready: () }))
     }
 
     fn pending(&self) -> bool {
@@ -235,7 +236,7 @@ impl<T: Transport<Host>> Transport<Host> for Void<T> {
     }
 }
 
-impl<T: Control> Control for Void<T> {
+impl<T: Control> Control for NoMessages<T> {
     fn rank(&self) -> usize {
         self.inner.rank()
     }

@@ -1,10 +1,11 @@
-//! One rank of a timed ring, and how the ranks of a measurement start together and share what they measured.
+//! One rank of a timed ring, and the common start and exchange of times of all ranks of a
+//! measurement.
 
 use std::time::{Duration, Instant};
 
 use annulus::{Attention, Backward, Dims, Forward, Plan, Tensors};
 use annulus_comm::{
-    Deadline, gather,
+    Deadline, all_gather,
     mpi::{Mpi, Settings},
 };
 use annulus_core::{Backend, Control, Host, Result, Transport};
@@ -12,7 +13,7 @@ use ndarray::Array4;
 
 use crate::Problem;
 
-/// No wait of a measurement is longer.
+/// Longest wait for a silent peer.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 impl Problem {
@@ -25,7 +26,8 @@ impl Problem {
         if self.causal { attention.causal(true) } else { attention }
     }
 
-    /// Matrix-product operations of the visible pairs of a forward pass: 4·heads·dim a pair.
+    /// Returns the FLOPs of the matrix products of a forward pass: 4·heads·dim for each visible
+    /// pair.
     pub(crate) fn forward_flops(&self) -> f64 {
         let n = self.q_len as f64;
         let pairs = if self.causal { n * (n + 1.0) / 2.0 } else { n * n };
@@ -73,7 +75,7 @@ impl<B: Backend<Space = Host>> Timed<B> {
     }
 }
 
-/// A number in −1…1 that depends on nothing but these: every rank makes its rows alike, wherever they are.
+/// Returns a number in −1…1 that is a hash of `of`, so that a row has the same numbers on any rank.
 fn number(of: [i64; 4]) -> f32 {
     let mixed = of.into_iter().fold(0x9e37_79b9_7f4a_7c15u64, |mixed, part| {
         let mixed = (mixed ^ part.cast_unsigned()).wrapping_mul(0xff51_afd7_ed55_8ccd);
@@ -82,7 +84,7 @@ fn number(of: [i64; 4]) -> f32 {
     (mixed >> 40) as f32 / (1u64 << 23) as f32 - 1.0
 }
 
-/// All ranks of a measurement.
+/// The ranks of a measurement.
 pub(crate) struct Everybody {
     endpoint: Deadline<Mpi, Host>,
     round: u64,
@@ -101,7 +103,7 @@ impl Everybody {
         self.endpoint.ranks()
     }
 
-    /// Every rank's numbers, in the order of ranks.
+    /// Returns every rank's numbers, in the order of ranks. Collective.
     fn numbers<const N: usize>(&mut self, numbers: [f64; N]) -> Result<Vec<[f64; N]>> {
         self.round += 1;
         let bytes: Vec<u8> = numbers.into_iter().flat_map(f64::to_le_bytes).collect();
@@ -111,24 +113,25 @@ impl Everybody {
                 .map(|bytes| bytes.try_into().map_or(f64::NAN, f64::from_le_bytes));
             std::array::from_fn(|_| numbers.next().unwrap_or(f64::NAN))
         };
-        Ok(gather::<Host>(&mut self.endpoint, self.round, &bytes)?
+        Ok(all_gather::<Host>(&mut self.endpoint, self.round, &bytes)?
             .into_iter()
             .map(decode)
             .collect())
     }
 
-    /// The greatest of all ranks' numbers, place by place.
+    /// Returns the largest of all ranks' numbers, element by element. Collective.
     pub(crate) fn most<const N: usize>(&mut self, numbers: [f64; N]) -> Result<[f64; N]> {
         let all = self.numbers(numbers)?;
-        Ok(std::array::from_fn(|place| {
-            all.iter().map(|numbers| numbers[place]).fold(f64::NEG_INFINITY, f64::max)
+        Ok(std::array::from_fn(|n| {
+            all.iter().map(|numbers| numbers[n]).fold(f64::NEG_INFINITY, f64::max)
         }))
     }
 
-    /// Starts `work` on all ranks together.
+    /// Times `work`, which starts on all ranks together. Collective.
     pub(crate) fn time<T>(&mut self, work: impl FnOnce() -> Result<T>) -> Result<(Taken, T)> {
         self.most([0.0])?;
-        let (start, core_start) = (Instant::now(), core_seconds());
+        let start = Instant::now();
+        let core_start = core_seconds();
         let done = work()?;
         let all = self.numbers([start.elapsed().as_secs_f64(), core_seconds() - core_start])?;
         let seconds = all.iter().map(|numbers| numbers[0]).fold(0.0, f64::max);
@@ -136,33 +139,31 @@ impl Everybody {
     }
 }
 
-/// What some work took.
+/// Duration of some work.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Taken {
-    /// Of the slowest rank.
+    /// Seconds of the slowest rank.
     pub(crate) seconds: f64,
-    /// Of cores, by all ranks together: what others do on this machine hardly changes it.
+    /// CPU seconds of all ranks together, which other load of the machine hardly changes.
     pub(crate) core_seconds: f64,
 }
 
-/// Time that this process's threads have had a core.
+/// Returns the CPU time of this process's threads.
 fn core_seconds() -> f64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
-/// The median, and half the distance between the quartiles.
+/// Returns the median and half the distance between the quartiles.
 pub(crate) fn middle(numbers: &[f64]) -> (f64, f64) {
     let mut sorted = numbers.to_vec();
     sorted.sort_by(f64::total_cmp);
     let at = |share: f64| {
-        let place = share * (sorted.len().max(1) - 1) as f64;
-        let (below, above) = (place.floor() as usize, place.ceil() as usize);
-        let (a, b) = (
-            sorted.get(below).copied().unwrap_or(f64::NAN),
-            sorted.get(above).copied().unwrap_or(f64::NAN),
-        );
-        a + (b - a) * place.fract()
+        let position = share * (sorted.len().max(1) - 1) as f64;
+        let number = |n: f64| sorted.get(n as usize).copied().unwrap_or(f64::NAN);
+        let below = number(position.floor());
+        let above = number(position.ceil());
+        below + (above - below) * position.fract()
     };
     (at(0.5), (at(0.75) - at(0.25)) / 2.0)
 }

@@ -1,4 +1,5 @@
-//! What a ring costs: forward and backward on all ranks, in turns with rank 0 alone, which has as many threads as all ranks together.
+//! The cost of a ring: forward and backward on all ranks, in turn with rank 0 alone, which then has
+//! as many threads as all ranks together.
 
 use annulus_comm::{
     mpi::{Mpi, Settings},
@@ -13,10 +14,11 @@ use crate::{
     ring::{Everybody, Timed, middle},
 };
 
-/// Prints every round, then the median of each and of their ratio.
+/// Prints the medians of times and ratios, and the ratio of every round.
 pub(crate) fn measure(problem: &Problem) -> Result<()> {
     let mut everybody = Everybody::new()?;
-    let (rank, ranks) = (everybody.rank(), everybody.ranks());
+    let rank = everybody.rank();
+    let ranks = everybody.ranks();
     let mut ring =
         Timed::new(problem, Cpu::new(problem.threads)?, Mpi::world(Settings::default())?)?;
     let mut alone = if rank == 0 {
@@ -53,6 +55,15 @@ pub(crate) fn measure(problem: &Problem) -> Result<()> {
             }
         }
     }
+    if rank == 0 {
+        print(problem, ranks, &times);
+    }
+    Ok(())
+}
+
+/// Prints the line of a measurement. `times` are seconds of the ring, seconds alone and their ratio,
+/// then the same of CPU seconds.
+fn print(problem: &Problem, ranks: usize, times: &[Vec<f64>; 6]) {
     let [
         (of_ring, ring_spread),
         (of_alone, alone_spread),
@@ -61,21 +72,34 @@ pub(crate) fn measure(problem: &Problem) -> Result<()> {
         (alone_cores, _),
         (of_cores, _),
     ] = times.each_ref().map(|times| middle(times));
-    // backward takes 2.5 times the products of forward
+    // backward has 2.5 times the products of forward
     let gflops = 3.5 * problem.forward_flops() / 1e9;
-    if rank == 0 {
-        println!(
-            "{}",
-            json!({
-                "what": "ring-tax", "ranks": ranks, "threads_of_a_rank": problem.threads, "threads_alone": problem.threads * ranks,
-                "q_len": problem.q_len, "heads": problem.heads, "head_dim": problem.dim, "causal": problem.causal, "layout": problem.layout.name(),
-                "dtype": "f32", "rounds": problem.rounds,
-                "ring_seconds": of_ring, "ring_spread": ring_spread, "ring_gflops": gflops / of_ring,
-                "alone_seconds": of_alone, "alone_spread": alone_spread, "alone_gflops": gflops / of_alone,
-                "ring_of_alone": ratio, "ring_of_alone_spread": ratio_spread, "ring_of_alone_rounds": times[2],
-                "ring_core_seconds": ring_cores, "alone_core_seconds": alone_cores, "ring_of_alone_by_core_seconds": of_cores,
-            })
-        );
-    }
-    Ok(())
+    println!(
+        "{}",
+        json!({
+            "what": "ring-tax",
+            "ranks": ranks,
+            "threads_of_a_rank": problem.threads,
+            "threads_alone": problem.threads * ranks,
+            "q_len": problem.q_len,
+            "heads": problem.heads,
+            "head_dim": problem.dim,
+            "causal": problem.causal,
+            "layout": problem.layout.name(),
+            "dtype": "f32",
+            "rounds": problem.rounds,
+            "ring_seconds": of_ring,
+            "ring_spread": ring_spread,
+            "ring_gflops": gflops / of_ring,
+            "alone_seconds": of_alone,
+            "alone_spread": alone_spread,
+            "alone_gflops": gflops / of_alone,
+            "ring_of_alone": ratio,
+            "ring_of_alone_spread": ratio_spread,
+            "ring_of_alone_rounds": times[2],
+            "ring_core_seconds": ring_cores,
+            "alone_core_seconds": alone_cores,
+            "ring_of_alone_by_core_seconds": of_cores,
+        })
+    );
 }

@@ -6,12 +6,12 @@ use annulus_core::Result;
 use annulus_wgpu::{Gpu, Stopwatch};
 use rustix::time::{ClockId, clock_gettime};
 
-/// Mean time of one repetition.
+/// Mean times of one repetition.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Took {
     /// Device time by its timestamps, or time by the host's clock if it has none.
     pub(crate) seconds: f64,
-    /// CPU time of all threads of this process, in seconds. On a software adapter these include the
+    /// CPU time of all threads of this process, in seconds; on a software adapter also of the
     /// threads that compute.
     pub(crate) cpu: f64,
     /// Clock of `seconds`: "device" or "host".
@@ -43,12 +43,14 @@ pub(crate) fn repetitions(
 pub(crate) fn time(gpu: &Gpu, times: u32, mut work: impl FnMut() -> Result<()>) -> Result<Took> {
     gpu.synchronize()?;
     let watch = Stopwatch::start(gpu)?;
-    let (start, before) = (Instant::now(), cpu_seconds());
+    let start = Instant::now();
+    let before = cpu_seconds();
     (0..times).try_for_each(|_| work())?;
     gpu.synchronize()?;
-    let (host, cpu) = (start.elapsed(), cpu_seconds() - before);
+    let host = start.elapsed();
+    let cpu = cpu_seconds() - before;
     let (all, clock) =
-        watch.map_or(Ok((host, "host")), |watch| watch.stop().map(|told| (told, "device")))?;
+        watch.map_or(Ok((host, "host")), |watch| watch.stop().map(|device| (device, "device")))?;
     let each = |all: f64| all / f64::from(times);
     Ok(Took { seconds: each(all.as_secs_f64()), cpu: each(cpu), clock })
 }

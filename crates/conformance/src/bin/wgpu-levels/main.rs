@@ -99,7 +99,14 @@ fn print_roof(gpu: &Gpu, settings: &Settings) -> Result<()> {
     let tflops = 2.0 * (size as f64).powi(3) / seconds / 1e12;
     println!(
         "{}",
-        json!({"what": "matmul", "dtype": "f32", "len": size, "seconds": rounded(seconds), "tflops": rounded(tflops), "clock": clock})
+        json!({
+            "what": "matmul",
+            "dtype": "f32",
+            "len": size,
+            "seconds": rounded(seconds),
+            "tflops": rounded(tflops),
+            "clock": clock,
+        })
     );
     Ok(())
 }
@@ -147,7 +154,8 @@ fn compare(
                     .collect(),
             ))
         };
-        let (seconds, flops) = (of(|took| took.seconds), factor * problem.forward_flops());
+        let seconds = of(|took| took.seconds);
+        let flops = factor * problem.forward_flops();
         let mut line = json!({
             "what": name,
             "level": level.name(),
@@ -175,7 +183,13 @@ fn measure(settings: &Settings) -> Result<()> {
     };
     println!(
         "{}",
-        json!({"device": adapter.name, "driver": adapter.driver, "subgroups": adapter.subgroups, "chosen": adapter.chosen.name(), "rounds": settings.rounds})
+        json!({
+            "device": adapter.name,
+            "driver": adapter.driver,
+            "subgroups": adapter.subgroups,
+            "chosen": adapter.chosen.name(),
+            "rounds": settings.rounds,
+        })
     );
     // one device for all levels, opened for the highest
     let highest = adapter.levels.last().copied();

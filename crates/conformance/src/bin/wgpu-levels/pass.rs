@@ -49,8 +49,8 @@ pub(crate) struct Passes {
 }
 
 impl Passes {
-    /// Makes a plan for each of `gpus`, one device at different levels. There are as many KV heads
-    /// as query heads; inputs are random with unit variance.
+    /// Creates a plan for each of `gpus`, one device at different levels. There are as many KV
+    /// heads as query heads; inputs are uniform random numbers of unit variance.
     pub(crate) fn new(gpus: &[&Gpu], problem: &Problem) -> Result<Self> {
         let Problem { heads, len, dim, dtype, causal } = *problem;
         let attention = Attention::new().dtype(dtype);
@@ -82,7 +82,10 @@ impl Passes {
             });
             Tensor::upload_rounded(gpu, numbers.view(), dtype)
         };
-        let (q, k, v, dout) = (random()?, random()?, random()?, random()?);
+        let q = random()?;
+        let k = random()?;
+        let v = random()?;
+        let dout = random()?;
         let zeros = || Tensor::zeros(gpu, shape, dtype);
         let lse = Tensor::zeros(gpu, [1, heads, len, 1], DType::F32)?;
         Ok(Self {

@@ -61,7 +61,7 @@ pub(crate) struct Product {
 }
 
 impl Product {
-    /// `size`: a multiple of 64.
+    /// Creates a product of matrices of `size` × `size`; `size` is a multiple of 64.
     pub(crate) fn new(gpu: &Gpu, size: usize) -> Result<Self> {
         let device = gpu.device();
         let scope = device.push_error_scope(ErrorFilter::Validation);

@@ -110,7 +110,8 @@ impl Case {
 
     pub(super) fn random(seed: u64) -> Self {
         let draw = &mut Draw(seed);
-        let (q_len, kv_len) = (3 + draw.below(2), 3 + draw.below(3));
+        let q_len = 3 + draw.below(2);
+        let kv_len = 3 + draw.below(3);
         let kv_heads = 1 + draw.below(2);
         let dims = Dims {
             batch: 2,

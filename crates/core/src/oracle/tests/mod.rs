@@ -99,11 +99,13 @@ fn non_finite_keys_affect_only_the_queries_that_attend_to_them() {
     for poison in [f64::NAN, f64::INFINITY] {
         let mut case = Case::plain(Dims::new(1, 4, 1, 2), &mut Draw(5));
         case.spec.mask = Arc::new(Causal { width: 1 });
-        let (clean, clean_gradients) = (case.forward(), case.backward());
+        let clean = case.forward();
+        let clean_gradients = case.backward();
         // only queries 2 and 3 attend to key 2
         case.k[[0, 2, 0, 0]] = poison;
         case.v[[0, 2, 0, 1]] = poison;
-        let (forward, gradients) = (case.forward(), case.backward());
+        let forward = case.forward();
+        let gradients = case.backward();
         for i in [0, 1] {
             assert_eq!(forward.out.index_axis(Axis(1), i), clean.out.index_axis(Axis(1), i));
             assert_eq!(forward.lse[[0, 0, i]], clean.lse[[0, 0, i]]);
@@ -173,14 +175,10 @@ fn packed_sequences_restart_positions_and_are_aligned_separately() {
     case.batch.cum_seqlens_q = Some(vec![0, 1, 1, 3]);
     case.batch.cum_seqlens_k = Some(vec![0, 3, 4, 5]);
     let visible = |case: &Case| -> Vec<String> {
-        let row = |i| {
-            (0..6)
-                .map(
-                    |j| if case.problem().sight().unwrap().visible(0, 0, i, j) { 'x' } else { '.' },
-                )
-                .collect()
-        };
-        (0..4).map(row).collect()
+        let problem = case.problem();
+        let visibility = problem.visibility().unwrap();
+        let mark = |i, j| if visibility.visible(0, 0, i, j) { 'x' } else { '.' };
+        (0..4).map(|i| (0..6).map(|j| mark(i, j)).collect()).collect()
     };
     assert_eq!(visible(&case), ["x.....", "....x.", "....x.", "......"]);
     case.spec.alignment = Alignment::BottomRight;
@@ -196,9 +194,9 @@ fn ids_given_for_one_side_are_used_for_both() {
     let ids = array![[0, 0, 1], [-1, 5, 5]];
     let visible = |batch: Batch| -> Vec<bool> {
         let case = Case { batch, ..case.clone() };
-        (0..18)
-            .map(|n| case.problem().sight().unwrap().visible(n / 9, 0, n / 3 % 3, n % 3))
-            .collect()
+        let problem = case.problem();
+        let visibility = problem.visibility().unwrap();
+        (0..18).map(|n| visibility.visible(n / 9, 0, n / 3 % 3, n % 3)).collect()
     };
     let both = visible(Batch {
         q_segment_ids: Some(ids.clone()),
@@ -213,7 +211,7 @@ fn ids_given_for_one_side_are_used_for_both() {
     assert_eq!(visible(Batch { kv_segment_ids: Some(ids), ..Batch::default() }), both);
     case.spec.dims.kv_len = 4;
     case.batch.q_segment_ids = Some(array![[0, 0, 1], [-1, 5, 5]]);
-    assert!(case.problem().sight().is_err());
+    assert!(case.problem().visibility().is_err());
 }
 
 #[test]

@@ -1,10 +1,10 @@
 //! Contributions of gradients: each reaches the owner of its row exactly once.
 //!
-//! The rows of one owner are followed over all steps. Rows that every message and every need treats
-//! alike form one interval. For each interval the checker keeps the set of ranks whose
+//! The rows of one owner are followed over all steps. Consecutive rows that no message and no need
+//! separates form one interval. For each interval the checker keeps the set of ranks whose
 //! contributions the partial gradient contains.
 
-use super::super::Schedule;
+use super::super::{Schedule, Step};
 use super::{Transfer, Violation};
 use crate::{Channel, Needs, RowSet};
 
@@ -13,80 +13,125 @@ pub(super) fn check(schedule: &Schedule, needs: &Needs, owner: usize) -> Result<
     let users: Vec<usize> =
         (0..ranks).map(|step| schedule.route.user(owner, step, ranks)).collect();
     let intervals = RowIntervals::new(schedule, needs, owner, &users);
-    let mut partial = intervals.no_contributors();
-    let mut reached_owner = intervals.no_contributors();
+    let mut sums = PartialSums::new(&intervals, owner);
     let mut kept = None;
     for (t, &rank) in users.iter().enumerate() {
         // a rank that needs a row adds its contribution to the partial gradient that has arrived;
         // the owner's own contribution (t = 0) is never sent
         if t > 0 {
-            intervals
-                .within(needs.of(rank, owner))
-                .for_each(|interval| partial.insert(interval, rank));
+            sums.add(rank, needs.of(rank, owner));
         }
-        let mut next = intervals.no_contributors();
         let step = &schedule.steps[rank][t];
+        sums.send(rank, t, step, users.get(t + 1).copied())?;
+        let first_kept = sums.first_unsent(step);
+        kept = kept.or(first_kept.map(|row| Violation::Kept { rank, step: t, owner, row }));
+        sums.advance();
+    }
+    sums.check_owner(needs, &users)?;
+    // no contribution is lost, but a partial gradient was sent to a rank that does not send it on
+    kept.map_or(Ok(()), Err)
+}
+
+/// Contributors to the gradients of one owner's rows, in one step.
+struct PartialSums<'a> {
+    intervals: &'a RowIntervals,
+    owner: usize,
+    /// Contributors to the partial gradients of the current rank.
+    partial: Contributors,
+    /// Contributors to the partial gradients that the next rank has received.
+    next: Contributors,
+    /// Contributors to the final gradients that the owner has received.
+    reached_owner: Contributors,
+}
+
+impl<'a> PartialSums<'a> {
+    fn new(intervals: &'a RowIntervals, owner: usize) -> Self {
+        Self {
+            intervals,
+            owner,
+            partial: intervals.no_contributors(),
+            next: intervals.no_contributors(),
+            reached_owner: intervals.no_contributors(),
+        }
+    }
+
+    /// Adds the contribution of `rank` to `rows`.
+    fn add(&mut self, rank: usize, rows: &RowSet) {
+        self.intervals.within(rows).for_each(|interval| self.partial.insert(interval, rank));
+    }
+
+    /// Delivers the gradients that `rank` sends in step `t`: partial gradients to `next_user`,
+    /// final gradients to the owner.
+    fn send(
+        &mut self,
+        rank: usize,
+        t: usize,
+        step: &Step,
+        next_user: Option<usize>,
+    ) -> Result<(), Violation> {
         for message in &step.after.sends {
             let sent = || Transfer::sent(rank, t, message);
-            let expected = if message.channel == Channel::PartialGrad {
-                users.get(t + 1)
-            } else {
-                Some(&owner)
-            };
-            if message.owner != owner || !step.rows.contains_all(&message.rows) {
+            if message.owner != self.owner || !step.rows.contains_all(&message.rows) {
                 return Err(Violation::NotHeld(sent()));
             }
-            if expected != Some(&message.peer) {
+            let (expected, target) = if message.channel == Channel::PartialGrad {
+                (next_user, &mut self.next)
+            } else {
+                (Some(self.owner), &mut self.reached_owner)
+            };
+            if expected != Some(message.peer) {
                 return Err(Violation::Misdelivered(sent()));
             }
-            let to = if message.channel == Channel::PartialGrad {
-                &mut next
-            } else {
-                &mut reached_owner
-            };
-            for interval in intervals.within(&message.rows) {
-                if partial.is_empty(interval) {
+            for interval in self.intervals.within(&message.rows) {
+                if self.partial.is_empty(interval) {
                     return Err(Violation::NoContribution(sent()));
                 }
-                if !to.unite(interval, partial.of(interval)) {
+                if !target.unite(interval, self.partial.of(interval)) {
                     return Err(Violation::CountedTwice(sent()));
                 }
             }
         }
+        Ok(())
+    }
+
+    /// Returns the first row whose partial gradient the current rank does not send.
+    fn first_unsent(&self, step: &Step) -> Option<u64> {
         let sent =
             step.after.sends.iter().fold(RowSet::new(), |sent, message| sent.union(&message.rows));
-        let unsent = (0..intervals.count()).find(|&interval| {
-            !partial.is_empty(interval) && !sent.contains(intervals.first_row(interval))
-        });
-        kept = kept.or(unsent.map(|interval| Violation::Kept {
-            rank,
-            step: t,
-            owner,
-            row: intervals.first_row(interval),
-        }));
-        partial = next;
+        (0..self.intervals.count())
+            .filter(|&interval| !self.partial.is_empty(interval))
+            .map(|interval| self.intervals.first_row(interval))
+            .find(|&row| !sent.contains(row))
     }
-    let mut expected = intervals.no_contributors();
-    for &user in users.iter().filter(|&&user| user != owner) {
-        intervals
-            .within(needs.of(user, owner))
-            .for_each(|interval| expected.insert(interval, user));
+
+    /// Continues with the next rank.
+    fn advance(&mut self) {
+        let received = std::mem::replace(&mut self.next, self.intervals.no_contributors());
+        self.partial = received;
     }
-    let differs = |&interval: &usize| expected.of(interval) != reached_owner.of(interval);
-    match (0..intervals.count()).find(differs) {
-        Some(interval) => Err(Violation::Contributions {
-            owner,
-            row: intervals.first_row(interval),
-            got: reached_owner.count(interval),
-            want: expected.count(interval),
-        }),
-        // no contribution is lost, but a partial gradient was sent to a rank that does not send it
-        // on
-        None => kept.map_or(Ok(()), Err),
+
+    /// Checks that the owner has received the contributions of all other users.
+    fn check_owner(&self, needs: &Needs, users: &[usize]) -> Result<(), Violation> {
+        let intervals = self.intervals;
+        let mut expected = intervals.no_contributors();
+        for &user in users.iter().filter(|&&user| user != self.owner) {
+            intervals
+                .within(needs.of(user, self.owner))
+                .for_each(|interval| expected.insert(interval, user));
+        }
+        let differs = |&interval: &usize| expected.of(interval) != self.reached_owner.of(interval);
+        (0..intervals.count()).find(differs).map_or(Ok(()), |interval| {
+            Err(Violation::Contributions {
+                owner: self.owner,
+                row: intervals.first_row(interval),
+                got: self.reached_owner.count(interval),
+                want: expected.count(interval),
+            })
+        })
     }
 }
 
-/// The owner's rows, divided at every end of a range of a need or a message.
+/// The owner's rows, divided at both ends of every range of the needs and messages.
 struct RowIntervals {
     /// Interval i contains the rows `bounds[i]..bounds[i + 1]`.
     bounds: Vec<u64>,

@@ -61,22 +61,16 @@ impl Schedule {
 
     /// Checks that each message is well formed and in a group for its channel.
     fn check_messages(&self, needs: &Needs, gradients: bool) -> Result<(), Violation> {
-        for (is_send, rank, step, group_index, message) in self.messages() {
-            let transfer = || {
-                if is_send {
-                    Transfer::sent(rank, step, message)
-                } else {
-                    Transfer::received(rank, step, message)
-                }
-            };
+        for end in self.messages() {
+            let message = end.message;
             let held = needs.held.get(message.owner).copied().unwrap_or(0);
             let no_such_rows = message.rows.ranges().last().is_none_or(|last| last.end > held);
-            if message.peer == rank || message.peer >= self.steps.len() || no_such_rows {
-                return Err(Violation::Malformed(transfer()));
+            if message.peer == end.rank || message.peer >= self.steps.len() || no_such_rows {
+                return Err(Violation::Malformed(end.transfer()));
             }
-            let before_tiles = group_index % 2 == 0;
-            if before_tiles != (message.channel == Channel::Kv) || !(gradients || before_tiles) {
-                return Err(Violation::Group(transfer()));
+            let is_block = message.channel == Channel::Kv;
+            if end.before_tiles != is_block || !(gradients || end.before_tiles) {
+                return Err(Violation::Group(end.transfer()));
             }
         }
         Ok(())

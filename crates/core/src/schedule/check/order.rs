@@ -7,11 +7,11 @@
 //! * There are no tags: the n-th send from a to b is matched with the n-th receive of b from a.
 //! * A rank posts a group only when its previous group is complete.
 
-use std::collections::VecDeque;
+use std::{cmp::Ordering, collections::VecDeque};
 
-use super::super::{Message, Schedule};
+use super::super::{Message, Schedule, violation::MessageEnd};
 use super::{Transfer, Violation};
-use crate::{Channel, RowSet};
+use crate::Channel;
 
 pub(super) fn check(schedule: &Schedule) -> Result<(), Violation> {
     check_pairs(schedule)?;
@@ -20,34 +20,28 @@ pub(super) fn check(schedule: &Schedule) -> Result<(), Violation> {
 
 /// Checks that sends and receives of the same rows are equally many.
 fn check_pairs(schedule: &Schedule) -> Result<(), Violation> {
-    // from, to, channel, owner, rows
-    type Key<'a> = (usize, usize, Channel, usize, &'a [std::ops::Range<u64>]);
-    let mut ends: Vec<(Key<'_>, bool, usize)> = schedule
-        .messages()
-        .map(|(is_send, rank, step, _, message)| {
-            let (from, to) = if is_send { (rank, message.peer) } else { (message.peer, rank) };
-            ((from, to, message.channel, message.owner, message.rows.ranges()), is_send, step)
-        })
-        .collect();
-    let by_rows = |a: &[std::ops::Range<u64>], b: &[std::ops::Range<u64>]| {
-        a.iter()
-            .map(|range| (range.start, range.end))
-            .cmp(b.iter().map(|range| (range.start, range.end)))
-    };
-    ends.sort_by(|(a, ..), (b, ..)| {
-        (a.0, a.1, a.2, a.3).cmp(&(b.0, b.1, b.2, b.3)).then_with(|| by_rows(a.4, b.4))
-    });
-    for same in ends.chunk_by(|(a, ..), (b, ..)| a == b) {
-        let (sends, receives): (Vec<&(Key<'_>, bool, usize)>, Vec<_>) =
-            same.iter().partition(|(_, is_send, _)| *is_send);
-        if sends.len() != receives.len() {
-            let ((from, to, channel, owner, rows), _, step) =
-                if sends.len() > receives.len() { *sends[0] } else { *receives[0] };
-            let rows: RowSet = rows.iter().cloned().collect();
-            return Err(Violation::Unpaired(Transfer { from, to, step, channel, owner, rows }));
+    let mut ends: Vec<MessageEnd<'_>> = schedule.messages().collect();
+    ends.sort_by(compare_ends);
+    for same in ends.chunk_by(|a, b| compare_ends(a, b).is_eq()) {
+        let sends = same.iter().filter(|end| end.is_send).count();
+        let receives = same.len() - sends;
+        if sends != receives {
+            let unpaired = same.iter().find(|end| end.is_send == (sends > receives));
+            return unpaired.map_or(Ok(()), |end| Err(Violation::Unpaired(end.transfer())));
         }
     }
     Ok(())
+}
+
+/// Orders sends and receives by sender, receiver, channel, owner and rows.
+fn compare_ends(a: &MessageEnd<'_>, b: &MessageEnd<'_>) -> Ordering {
+    fn fields(end: &MessageEnd<'_>) -> (usize, usize, Channel, usize) {
+        (end.from(), end.to(), end.message.channel, end.message.owner)
+    }
+    fn rows<'a>(end: &MessageEnd<'a>) -> impl Iterator<Item = (u64, u64)> + use<'a> {
+        end.message.rows.ranges().iter().map(|range| (range.start, range.end))
+    }
+    fields(a).cmp(&fields(b)).then_with(|| rows(a).cmp(rows(b)))
 }
 
 /// Messages that are posted and not yet matched, each with the index of its group in the order

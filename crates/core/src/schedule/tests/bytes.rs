@@ -56,7 +56,8 @@ fn causal_zigzag_downwards_sends_three_quarters() {
 
 #[test]
 fn a_causal_window_within_a_shard_is_one_hop() {
-    let (ranks, shard) = (8, 16);
+    let ranks = 8;
+    let shard = 16;
     for (left, share) in [(shard, 0.125), (shard / 2, 0.0625), (1, 0.125 / 16.0)] {
         let window = masks(left as u64)[2].1.clone();
         for route in [Route::RelayUp, Route::Direct] {

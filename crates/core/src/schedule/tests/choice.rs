@@ -39,7 +39,8 @@ fn work(mask: &dyn Mask, len: usize, layout: &Layout, ranks: usize) -> Work {
 #[test]
 fn zigzag_balances_causal_work_in_every_step() {
     let causal = mask::Causal::default();
-    let (ranks, len) = (8, 1024);
+    let ranks = 8;
+    let len = 1024;
     let zigzag = work(&causal, len, &Layout::Zigzag, ranks);
     assert_eq!(zigzag.total(), 3 * 2 * (len * (len + 1) / 2) as u128);
     assert_eq!(zigzag.max_over_mean(), 1.0);
@@ -164,7 +165,8 @@ fn the_choice_follows_its_rule() {
 #[test]
 fn sampling_a_long_sequence_gives_the_same_choice() {
     let [full, causal, window, symmetric, chunked] = masks(4096).map(|(_, mask)| mask);
-    let (len, ranks) = (8 * 4096 * 8, 8);
+    let ranks = 8;
+    let len = ranks * 4096 * 8;
     assert_eq!(auto(full, len, ranks), ("contiguous", Route::RelayUp));
     assert_eq!(auto(causal, len, ranks), ("zigzag", Route::RelayDown));
     assert_eq!(auto(window, len, ranks), ("contiguous", Route::RelayUp));
@@ -191,7 +193,9 @@ fn a_placement_changes_only_the_ring_order() {
 #[test]
 fn counts_of_pairs_beyond_64_bits_are_exact() {
     // 10⁶ queries · 10⁶ keys · 10⁸ batch rows, an eighth on each rank
-    let (len, batch, ranks) = (1_000_000, 100_000_000, 8);
+    let len = 1_000_000;
+    let batch = 100_000_000;
+    let ranks = 8;
     let shards = samples::plain(len, &Layout::Contiguous, ranks);
     let work = Work::of(&mask::Everything, 1, batch, &shards);
     let of_rank = (len / ranks) as u128 * len as u128 * batch as u128;

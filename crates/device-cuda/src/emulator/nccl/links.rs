@@ -64,7 +64,7 @@ pub(super) struct Links {
     rank: usize,
     /// Present until all ranks are connected.
     listener: Option<UnixListener>,
-    /// Accepted sockets whose rank is not known yet.
+    /// Accepted sockets whose rank has not been received.
     unidentified: Vec<UnixStream>,
     /// By rank; `None` for this rank.
     links: Vec<Option<Link>>,
@@ -143,7 +143,7 @@ impl Links {
         for peer in (0..self.rank).filter(|&peer| self.links[peer].is_none()).collect::<Vec<_>>() {
             let socket =
                 address(&self.token, peer).and_then(|address| UnixStream::connect_addr(&address));
-            // on failure the peer is not there yet: retried at the next poll
+            // on failure the peer has no listener yet: retried at the next poll
             self.links[peer] = socket.ok().and_then(|socket| Link::new(socket, self.rank).ok());
         }
         while let Ok((socket, _)) = listener.accept() {
@@ -172,7 +172,7 @@ impl Links {
         }
     }
 
-    /// Sends Leave to all peers; `patiently` waits until earlier frames are written.
+    /// Sends Leave to all peers; with `patiently` it waits until earlier frames are written.
     pub(super) fn leave(&mut self, patiently: bool) {
         self.connect();
         self.listener = None;
@@ -228,7 +228,7 @@ impl Link {
         self.queue_frame(Kind::Data, message.len(), message)
     }
 
-    /// Returns true if all frames up to this position are written.
+    /// True if all frames up to this position are written.
     pub(super) fn has_written(&self, by: u64) -> bool {
         self.written >= by
     }

@@ -21,7 +21,7 @@ use std::{
 use cudarc::driver::sys::CUstream;
 
 use self::links::{Links, State, Token};
-use super::functions::{is_device_memory, lock, push_until};
+use super::context::{is_device_memory, lock, push_until};
 use crate::nccl::{Config, IN_PROGRESS, NcclSymbols, RawCommunicator, SUCCESS, Status, UniqueId};
 
 const SYSTEM_ERROR: Status = 2;
@@ -157,7 +157,8 @@ unsafe extern "C" fn async_error(communicator: RawCommunicator, status: *mut Sta
     let posted = std::mem::take(&mut *lock(&communicator.posted));
     *status = if state == State::Connecting || !posted.is_empty() { IN_PROGRESS } else { SUCCESS };
     for (stream, mut transfers) in posted {
-        let (links, aborted) = (Arc::clone(&communicator.links), Arc::clone(&communicator.aborted));
+        let links = Arc::clone(&communicator.links);
+        let aborted = Arc::clone(&communicator.aborted);
         // SAFETY: the stream is valid while the communicator is used.
         unsafe {
             push_until(stream as CUstream, move || {

@@ -1,0 +1,425 @@
+//! Sharding of a test problem over ranks, which are simulated one after another.
+
+use std::{ops::ControlFlow, sync::Arc};
+
+use annulus_core::{
+    Backend, BackwardInputs, BackwardMode, BackwardPass, Block, Dims, Element, ForwardPass,
+    Gradients, Host, HostBuffer, HostViewMut, Inputs, Layout, Outputs, Passes, RankShard, Readers,
+    Reduction, Result, RowSet, Rows, Shard, Side, Workspace,
+};
+use annulus_cpu::Cpu;
+use ndarray::{Array2, Array3, Array4, Axis};
+
+use crate::support::{Case, Outcome};
+
+impl Case {
+    /// Runs the case on a ring of `ranks` ranks.
+    pub(crate) fn run(&self, cpu: &Cpu, layout: &Layout, ranks: usize) -> Result<Outcome> {
+        self.run_backward(cpu, layout, ranks, true)
+    }
+
+    /// Runs the case; in the one-pass backward, `fused` selects the fused call or separate dq and
+    /// dkv calls.
+    pub(crate) fn run_backward(
+        &self,
+        cpu: &Cpu,
+        layout: &Layout,
+        ranks: usize,
+        fused: bool,
+    ) -> Result<Outcome> {
+        match self.spec.dtype {
+            annulus_core::DType::F64 => {
+                Ring::<f64>::new(self, cpu, layout, ranks, Passes::Both)?.run(fused)
+            }
+            annulus_core::DType::F32 => {
+                Ring::<f32>::new(self, cpu, layout, ranks, Passes::Both)?.run(fused)
+            }
+            annulus_core::DType::Bf16 => {
+                Ring::<half::bf16>::new(self, cpu, layout, ranks, Passes::Both)?.run(fused)
+            }
+            annulus_core::DType::F16 => {
+                Ring::<half::f16>::new(self, cpu, layout, ranks, Passes::Both)?.run(fused)
+            }
+        }
+    }
+
+    /// Returns out and lse of forward-only workspaces; `in_place` for a rank whose keys no other
+    /// rank reads.
+    pub(crate) fn run_forward(
+        &self,
+        cpu: &Cpu,
+        layout: &Layout,
+        ranks: usize,
+        readers: Readers,
+    ) -> Result<(Array4<f64>, Array3<f64>)> {
+        match self.spec.dtype {
+            annulus_core::DType::F64 => {
+                Ring::<f64>::new(self, cpu, layout, ranks, Passes::Forward)?.run_forward(readers)
+            }
+            annulus_core::DType::F32 => {
+                Ring::<f32>::new(self, cpu, layout, ranks, Passes::Forward)?.run_forward(readers)
+            }
+            annulus_core::DType::Bf16 => {
+                Ring::<half::bf16>::new(self, cpu, layout, ranks, Passes::Forward)?
+                    .run_forward(readers)
+            }
+            annulus_core::DType::F16 => {
+                Ring::<half::f16>::new(self, cpu, layout, ranks, Passes::Forward)?
+                    .run_forward(readers)
+            }
+        }
+    }
+}
+
+/// A tick that never stops a call.
+pub(crate) fn keep_going() -> ControlFlow<()> {
+    ControlFlow::Continue(())
+}
+
+/// One rank's shard.
+pub(crate) struct Rank<E: Element> {
+    pub(crate) shard: RankShard,
+    pub(crate) q: Array4<E>,
+    pub(crate) k: Array4<E>,
+    pub(crate) v: Array4<E>,
+    pub(crate) bias: Option<Array4<E::Accumulator>>,
+    pub(crate) sinks: Option<Array4<E::Accumulator>>,
+    pub(crate) dout: Array4<E>,
+    pub(crate) dlse: Option<Array4<E::Accumulator>>,
+    pub(crate) out: Array4<E>,
+    pub(crate) lse: Array4<E::Accumulator>,
+    pub(crate) max: Option<Array4<E::Accumulator>>,
+    pub(crate) sum: Option<Array4<E::Accumulator>>,
+    pub(crate) ties: Option<Array4<E::Accumulator>>,
+}
+
+pub(crate) fn typed<E: Element>(array: &Array4<f64>) -> Array4<E> {
+    array.mapv(E::from_f64)
+}
+
+fn rows_of(array: &Array4<f64>, axis: usize, rows: &[u64]) -> Array4<f64> {
+    let rows: Vec<usize> = rows.iter().map(|&row| row as usize).collect();
+    array.select(Axis(axis), &rows)
+}
+
+impl<E: Element> Rank<E> {
+    pub(crate) fn new(case: &Case, layout: &Layout, rank: usize, ranks: usize) -> Result<Self> {
+        let spec = &case.spec;
+        let dims = spec.dims;
+        let numbers = |side, len| -> Vec<u64> {
+            layout.shard(side, len, rank, ranks).iter().map(i64::cast_unsigned).collect()
+        };
+        let q_rows = numbers(Side::Q, dims.q_len);
+        let kv_rows = numbers(Side::Kv, dims.kv_len);
+        let batch = case.batch.select(&q_rows, &kv_rows).unwrap();
+        let shard = |side| {
+            let shard = Shard::local(&dims, spec.alignment, layout, side, rank, ranks, &batch);
+            let mut rows = Rows::default();
+            shard.expand(&RowSet::all(shard.rows.len()), &mut rows).unwrap();
+            Arc::new(rows)
+        };
+        let most = |side, len| {
+            (0..ranks).map(|rank| layout.shard(side, len, rank, ranks).len()).max().unwrap_or(0)
+        };
+        let rank_shard = RankShard {
+            spec: Arc::new(spec.clone()),
+            queries: shard(Side::Q),
+            keys: shard(Side::Kv),
+            attention_mask: batch.attention_mask.clone().map(Arc::new),
+            most_block_rows: most(Side::Kv, dims.kv_len),
+            most_query_rows: most(Side::Q, dims.q_len),
+        };
+        let lines = |wanted: bool| {
+            wanted.then(|| {
+                Array4::from_elem(
+                    (dims.batch, dims.q_heads, q_rows.len(), 1),
+                    E::Accumulator::from_f64(7.0),
+                )
+            })
+        };
+        let bias_rows = |bias: &Array4<f64>| {
+            if spec.bias.is_some_and(|shape| shape[2] == 1 && dims.q_len != 1) {
+                bias.clone()
+            } else {
+                rows_of(bias, 2, &q_rows)
+            }
+        };
+        Ok(Self {
+            q: typed(&rows_of(&case.q, 1, &q_rows)),
+            k: typed(&rows_of(&case.k, 1, &kv_rows)),
+            v: typed(&rows_of(&case.v, 1, &kv_rows)),
+            bias: case.bias.as_ref().map(|bias| typed(&bias_rows(bias))),
+            sinks: case
+                .sinks
+                .as_ref()
+                .map(|sinks| typed(&sinks.clone().insert_axis(Axis(2)).insert_axis(Axis(3)))),
+            dout: typed(&rows_of(&case.dout, 1, &q_rows)),
+            dlse: case
+                .dlse
+                .as_ref()
+                .map(|dlse| typed(&rows_of(&dlse.clone().insert_axis(Axis(3)), 2, &q_rows))),
+            out: Array4::from_elem(
+                (dims.batch, q_rows.len(), dims.q_heads, dims.value_dim),
+                E::from_f64(7.0),
+            ),
+            lse: lines(true).unwrap(),
+            max: lines(!spec.normalize),
+            sum: lines(!spec.normalize),
+            ties: lines(!spec.normalize),
+            shard: rank_shard,
+        })
+    }
+
+    pub(crate) fn inputs(&self) -> Inputs<'_, Host> {
+        Inputs {
+            q: E::view(self.q.view()),
+            k: E::view(self.k.view()),
+            v: E::view(self.v.view()),
+            bias: self.bias.as_ref().map(|bias| Element::view(bias.view())),
+            sinks: self.sinks.as_ref().map(|sinks| Element::view(sinks.view())),
+        }
+    }
+
+    pub(crate) fn backward_inputs(&self) -> BackwardInputs<'_, Host> {
+        BackwardInputs {
+            forward: self.inputs(),
+            out: E::view(self.out.view()),
+            lse: Element::view(self.lse.view()),
+            max: self.max.as_ref().map(|max| Element::view(max.view())),
+            ties: self.ties.as_ref().map(|ties| Element::view(ties.view())),
+            dout: E::view(self.dout.view()),
+            dlse: self.dlse.as_ref().map(|dlse| Element::view(dlse.view())),
+        }
+    }
+
+    /// Returns a zeroed buffer for the records of all keys.
+    pub(crate) fn keys_buffer(&self, record: annulus_core::RowLayout) -> Result<HostBuffer> {
+        HostBuffer::zeroed(record.bytes() * self.shard.keys.len() as u64)
+    }
+}
+
+struct Ring<'a, E: Element> {
+    case: &'a Case,
+    ranks: Vec<Rank<E>>,
+    workspaces: Vec<annulus_cpu::Workspace>,
+    /// K and V of each rank as records.
+    blocks: Vec<HostBuffer>,
+}
+
+impl<'a, E: Element> Ring<'a, E> {
+    fn new(
+        case: &'a Case,
+        cpu: &'a Cpu,
+        layout: &Layout,
+        ranks: usize,
+        passes: Passes,
+    ) -> Result<Self> {
+        cpu.capabilities(&case.spec)?;
+        let ranks = (0..ranks)
+            .map(|rank| Rank::new(case, layout, rank, ranks))
+            .collect::<Result<Vec<_>>>()?;
+        let workspaces =
+            ranks.iter().map(|rank| cpu.workspace(&rank.shard, passes)).collect::<Result<_>>()?;
+        let record = case.spec.kv_row_layout();
+        let blocks =
+            ranks.iter().map(|rank| rank.keys_buffer(record.clone())).collect::<Result<_>>()?;
+        Ok(Self { case, ranks, workspaces, blocks })
+    }
+
+    fn run(mut self, fused: bool) -> Result<Outcome> {
+        self.forward(Readers::Ring)?;
+        self.backward(fused)
+    }
+
+    fn run_forward(mut self, readers: Readers) -> Result<(Array4<f64>, Array3<f64>)> {
+        self.forward(readers)?;
+        let Dims { batch, q_len, q_heads, .. } = self.case.spec.dims;
+        let (mut out, mut lse) =
+            (Array4::zeros(self.case.dout.raw_dim()), Array4::zeros((batch, q_heads, q_len, 1)));
+        for rank in &self.ranks {
+            scatter(&rank.out, &mut out, 1, rank.shard.queries.rows());
+            scatter(&rank.lse, &mut lse, 2, rank.shard.queries.rows());
+        }
+        Ok((out, lse.index_axis_move(Axis(3), 0)))
+    }
+
+    fn forward(&mut self, readers: Readers) -> Result<()> {
+        let count = self.ranks.len();
+        let mut passes = Vec::new();
+        let ranks = self.ranks.iter().zip(&mut self.workspaces).zip(&mut self.blocks);
+        for ((rank, workspace), block) in ranks {
+            let mut pass = workspace.forward(rank.inputs())?;
+            pass.local_kv(block, readers)?;
+            passes.push(pass);
+        }
+        let mut outputs = Vec::new();
+        for (r, mut pass) in passes.into_iter().enumerate() {
+            for t in 0..count {
+                let owner = (r + t) % count;
+                let buffer = &self.blocks[owner];
+                let rows = &*self.ranks[owner].shard.keys;
+                pass.attend(&Block { buffer, ready: &(), rows }, &mut keep_going)?;
+            }
+            let rank = &self.ranks[r];
+            let mut out = rank.out.clone();
+            let mut lse = rank.lse.clone();
+            let (mut max, mut sum, mut ties) =
+                (rank.max.clone(), rank.sum.clone(), rank.ties.clone());
+            pass.finish(&mut Outputs::<Host> {
+                out: E::view_mut(out.view_mut()),
+                lse: Element::view_mut(lse.view_mut()),
+                max: max.as_mut().map(|max| Element::view_mut(max.view_mut())),
+                sum: sum.as_mut().map(|sum| Element::view_mut(sum.view_mut())),
+                ties: ties.as_mut().map(|ties| Element::view_mut(ties.view_mut())),
+            })?;
+            outputs.push((out, lse, max, sum, ties));
+        }
+        for (rank, outputs) in self.ranks.iter_mut().zip(outputs) {
+            (rank.out, rank.lse, rank.max, rank.sum, rank.ties) = outputs;
+        }
+        Ok(())
+    }
+
+    /// Runs one pass of all ranks, or two. With `fused` unset, a one-pass case is computed by the
+    /// kernels of two passes, which then write dK and dV of every block.
+    fn backward(mut self, fused: bool) -> Result<Outcome> {
+        let spec = &self.case.spec;
+        let ranks = &self.ranks;
+        let blocks = &self.blocks;
+        let mode = if fused { spec.backward } else { BackwardMode::TwoPass };
+        let mut passes = Vec::new();
+        for (rank, workspace) in ranks.iter().zip(&mut self.workspaces) {
+            passes.push(workspace.backward(rank.backward_inputs(), mode)?);
+        }
+        let record = spec.gradient_row_layout();
+        let mut gradients = ranks
+            .iter()
+            .map(|rank| rank.keys_buffer(record.clone()))
+            .collect::<Result<Vec<_>>>()?;
+        for (r, pass) in passes.iter_mut().enumerate() {
+            for t in 0..ranks.len() {
+                let owner = (r + t) % ranks.len();
+                let keys = &*ranks[owner].shard.keys;
+                let block = Block { buffer: &blocks[owner], ready: &(), rows: keys };
+                if spec.backward == BackwardMode::TwoPass {
+                    pass.attend_kv(&block, None, &mut keep_going)?;
+                    continue;
+                }
+                // arbitrary contents, which the call overwrites
+                let mut part = ranks[owner].keys_buffer(record.clone())?;
+                part.bytes_mut().unwrap().fill(0x55);
+                pass.attend_kv(&block, Some(&mut part), &mut keep_going)?;
+                // in two parts, as pieces of a ring arrive
+                let half = keys.len() as u64 / 2;
+                let rows = keys.len() as u64;
+                let pairs = [(0..half, 0..half), (half..rows, half..rows)];
+                pass.reduce(&mut gradients[owner], &part, &(), &pairs, Reduction::Add)?;
+            }
+        }
+        if spec.backward == BackwardMode::TwoPass {
+            let mut query_blocks = Vec::new();
+            for (rank, pass) in ranks.iter().zip(&mut passes) {
+                let rows = rank.shard.queries.len() as u64;
+                let mut queries = HostBuffer::zeroed(spec.query_row_layout().bytes() * rows)?;
+                pass.local_queries(&mut queries)?;
+                query_blocks.push(queries);
+            }
+            for (r, pass) in passes.iter_mut().enumerate() {
+                for t in 0..ranks.len() {
+                    let owner = (r + t) % ranks.len();
+                    let buffer = &query_blocks[owner];
+                    let rows = &*ranks[owner].shard.queries;
+                    let block = Block { buffer, ready: &(), rows };
+                    pass.attend_queries(&block, &mut gradients[r], &mut keep_going)?;
+                }
+            }
+        }
+        self.case.gather(ranks, passes, &gradients)
+    }
+}
+
+impl Case {
+    /// Finishes the passes of all ranks and assembles their rows.
+    fn gather<E: Element>(
+        &self,
+        ranks: &[Rank<E>],
+        passes: Vec<annulus_cpu::Backward<'_>>,
+        dkv: &[HostBuffer],
+    ) -> Result<Outcome> {
+        let case = self;
+        let Dims { batch, q_len, q_heads, .. } = case.spec.dims;
+        let line = || Array3::zeros((batch, q_heads, q_len));
+        let mut all = Outcome {
+            out: Array4::zeros(case.dout.raw_dim()),
+            lse: line(),
+            max: (!case.spec.normalize).then(line),
+            sum: (!case.spec.normalize).then(line),
+            dq: Array4::zeros(case.q.raw_dim()),
+            dk: Array4::zeros(case.k.raw_dim()),
+            dv: Array4::zeros(case.v.raw_dim()),
+            dbias: case.bias.as_ref().map(|bias| Array4::zeros(bias.raw_dim())),
+            dsinks: case.sinks.as_ref().map(|sinks| Array2::zeros(sinks.raw_dim())),
+        };
+        for ((rank, pass), dkv) in ranks.iter().zip(passes).zip(dkv) {
+            let full = |array: &Array4<E>| Array4::from_elem(array.raw_dim(), E::from_f64(7.0));
+            let mut dq = full(&rank.q);
+            let mut dk = full(&rank.k);
+            let mut dv = full(&rank.v);
+            let mut dbias = rank.bias.clone();
+            let mut dsinks = rank.sinks.clone();
+            let mut gradients = Gradients::<Host> {
+                dq: E::view_mut(dq.view_mut()),
+                dk: E::view_mut(dk.view_mut()),
+                dv: E::view_mut(dv.view_mut()),
+                dbias: dbias
+                    .as_mut()
+                    .map(|dbias| -> HostViewMut<'_> { Element::view_mut(dbias.view_mut()) }),
+                dsinks: dsinks
+                    .as_mut()
+                    .map(|dsinks| -> HostViewMut<'_> { Element::view_mut(dsinks.view_mut()) }),
+            };
+            pass.finish(dkv, &mut gradients)?;
+            let q_rows = rank.shard.queries.rows();
+            let kv_rows = rank.shard.keys.rows();
+            scatter(&rank.out, &mut all.out, 1, q_rows);
+            scatter(&dq, &mut all.dq, 1, q_rows);
+            scatter(&dk, &mut all.dk, 1, kv_rows);
+            scatter(&dv, &mut all.dv, 1, kv_rows);
+            let statistics = [
+                (Some(&rank.lse), Some(&mut all.lse)),
+                (rank.max.as_ref(), all.max.as_mut()),
+                (rank.sum.as_ref(), all.sum.as_mut()),
+            ];
+            for (from, into) in statistics {
+                let (Some(from), Some(into)) = (from, into) else { continue };
+                for (local, &row) in q_rows.iter().enumerate() {
+                    let line = from.index_axis(Axis(2), local);
+                    into.index_axis_mut(Axis(2), row as usize)
+                        .assign(&line.index_axis(Axis(2), 0).mapv(Element::to_f64));
+                }
+            }
+            if let (Some(from), Some(into)) = (&dbias, &mut all.dbias) {
+                let from = from.mapv(Element::to_f64);
+                if into.shape()[2] == 1 && q_len != 1 {
+                    *into += &from;
+                } else {
+                    for (local, &row) in q_rows.iter().enumerate() {
+                        let mut line = into.index_axis_mut(Axis(2), row as usize);
+                        line += &from.index_axis(Axis(2), local);
+                    }
+                }
+            }
+            if let (Some(from), Some(into)) = (&dsinks, &mut all.dsinks) {
+                *into += &from.index_axis(Axis(3), 0).index_axis(Axis(2), 0).mapv(Element::to_f64);
+            }
+        }
+        Ok(all)
+    }
+}
+
+fn scatter<E: Element>(from: &Array4<E>, into: &mut Array4<f64>, axis: usize, rows: &[u64]) {
+    for (local, &row) in rows.iter().enumerate() {
+        into.index_axis_mut(Axis(axis), row as usize)
+            .assign(&from.index_axis(Axis(axis), local).mapv(E::to_f64));
+    }
+}

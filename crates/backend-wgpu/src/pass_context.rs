@@ -1,0 +1,65 @@
+//! State of one rank and of its passes in device memory.
+
+use annulus_core::{BackwardInputs, Inputs, RankShard};
+
+use crate::{
+    block_mask::BlockMask,
+    device::Gpu,
+    kernels::{BiasAxes, TileVariant},
+    launch::Arena,
+    memory::{GpuBuffer, WgpuSpace},
+};
+
+/// Device, shard and kernel variant of one rank, and memory for the parameters of launches: common
+/// to all passes of a workspace.
+#[derive(Debug)]
+pub(crate) struct RankKernels {
+    pub(crate) gpu: Gpu,
+    pub(crate) shard: RankShard,
+    pub(crate) tile: TileVariant,
+    pub(crate) arena: Arena,
+    pub(crate) block_mask: BlockMask,
+}
+
+/// State of a forward pass.
+#[derive(Debug)]
+pub(crate) struct ForwardState {
+    /// Accumulator of O, `[b, rows, q_heads, value_dim]`.
+    pub(crate) acc: GpuBuffer,
+    /// (m, ℓ, ties, any key attended to), `[b, rows, q_heads, 4]`.
+    pub(crate) softmax_statistics: GpuBuffer,
+}
+
+/// State of a backward pass.
+#[derive(Debug)]
+pub(crate) struct BackwardState {
+    /// dQ / scale, `[b, rows, q_heads, head_dim]`.
+    pub(crate) dq: GpuBuffer,
+    /// (lse, max, Δ, share), `[b, rows, q_heads, 4]`.
+    pub(crate) statistics: GpuBuffer,
+    /// dbias: shaped as the bias, or one number per query row if the bias has no key axis.
+    pub(crate) bias: Option<GpuBuffer>,
+}
+
+/// A forward pass in progress: state and inputs.
+pub(crate) struct ForwardContext<'p> {
+    pub(crate) kernels: &'p mut RankKernels,
+    pub(crate) state: &'p ForwardState,
+    pub(crate) inputs: Inputs<'p, WgpuSpace>,
+}
+
+/// A backward pass in progress: state and inputs.
+pub(crate) struct BackwardContext<'p> {
+    pub(crate) kernels: &'p mut RankKernels,
+    pub(crate) state: &'p BackwardState,
+    pub(crate) inputs: BackwardInputs<'p, WgpuSpace>,
+}
+
+/// Reduction of the gradient of a bias of this shape.
+pub(crate) const fn bias_axes([_, _, queries, keys]: [usize; 4]) -> BiasAxes {
+    match (queries, keys) {
+        (_, 1) => BiasAxes::Queries,
+        (1, _) => BiasAxes::Keys,
+        _ => BiasAxes::Pairs,
+    }
+}

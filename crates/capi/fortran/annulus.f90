@@ -1,0 +1,1012 @@
+! annulus for Fortran 2008: the functions of annulus.h, and wrappers for arrays of real(c_float) and
+! real(c_double).
+!
+! An array of Fortran has the axes of the C tensor in reverse: q(head_dim, q_heads, q_len, batch),
+! lse(q_len, q_heads, batch), bias(kv_len, q_len, q_heads, batch), softmax_aux(sinks, q_heads),
+! segment ids and positions (rows, batch). Arrays are of any shape and stride, and are read and
+! written in place; a stride below 0 is refused.
+!
+! Every function returns a status: ANNULUS_SUCCESS, or another number that annulus_message explains.
+! Row numbers and ranks count from 0, as in C. A communicator is an integer: comm of module mpi,
+! comm%MPI_VAL of module mpi_f08. The comments of annulus.h define everything else.
+module annulus
+  use, intrinsic :: iso_c_binding
+  implicit none
+  private
+
+  public :: annulus_options, annulus_tensor, annulus_batch, annulus_pair, annulus_transport
+  public :: annulus_forward_args, annulus_backward_args
+  public :: annulus_options_default, annulus_message, annulus_error_text, annulus_version_text
+  public :: annulus_attention_create, annulus_attention_destroy, annulus_attention_add_mask
+  public :: annulus_attention_set_bias_function, annulus_attention_set_alibi
+  public :: annulus_attention_set_custom_layout, annulus_attention_on_silence
+  public :: annulus_plan_create_threads, annulus_plan_create_mpi, annulus_plan_create_callbacks
+  public :: annulus_plan_destroy, annulus_plan_rank, annulus_plan_ranks, annulus_plan_layout
+  public :: annulus_plan_route, annulus_plan_workspace_bytes, annulus_plan_q_rows
+  public :: annulus_plan_kv_rows, annulus_plan_update, annulus_tensor_of
+  public :: annulus_forward, annulus_backward, annulus_forward_c, annulus_backward_c
+
+  integer(c_int32_t), parameter, public :: ANNULUS_SUCCESS = 0
+  integer(c_int32_t), parameter, public :: ANNULUS_INVALID_ARGUMENT = 1
+  integer(c_int32_t), parameter, public :: ANNULUS_UNSUPPORTED = 2
+  integer(c_int32_t), parameter, public :: ANNULUS_RANK_MISMATCH = 3
+  integer(c_int32_t), parameter, public :: ANNULUS_REFUSED = 4
+  integer(c_int32_t), parameter, public :: ANNULUS_OUT_OF_MEMORY = 20
+  integer(c_int32_t), parameter, public :: ANNULUS_IO = 21
+  integer(c_int32_t), parameter, public :: ANNULUS_DEVICE = 40
+  integer(c_int32_t), parameter, public :: ANNULUS_COMM = 41
+  integer(c_int32_t), parameter, public :: ANNULUS_TIMEOUT = 42
+  integer(c_int32_t), parameter, public :: ANNULUS_PEER_LOST = 43
+  integer(c_int32_t), parameter, public :: ANNULUS_ABORTED = 44
+  integer(c_int32_t), parameter, public :: ANNULUS_POISONED = 45
+  integer(c_int32_t), parameter, public :: ANNULUS_INTERNAL = 46
+  integer(c_int32_t), parameter, public :: ANNULUS_ABI_VERSION = 0
+  integer(c_int32_t), parameter, public :: ANNULUS_F32 = 1
+  integer(c_int32_t), parameter, public :: ANNULUS_F64 = 2
+  integer(c_int32_t), parameter, public :: ANNULUS_F16 = 3
+  integer(c_int32_t), parameter, public :: ANNULUS_BF16 = 4
+  integer(c_int32_t), parameter, public :: ANNULUS_I8 = 5
+  integer(c_int32_t), parameter, public :: ANNULUS_I16 = 6
+  integer(c_int32_t), parameter, public :: ANNULUS_I32 = 7
+  integer(c_int32_t), parameter, public :: ANNULUS_I64 = 8
+  integer(c_int32_t), parameter, public :: ANNULUS_U8 = 9
+  integer(c_int32_t), parameter, public :: ANNULUS_BOOL = 10
+  integer(c_int32_t), parameter, public :: ANNULUS_NONE = -1
+  integer(c_int32_t), parameter, public :: ANNULUS_ALIGN_TOP_LEFT = 0
+  integer(c_int32_t), parameter, public :: ANNULUS_ALIGN_BOTTOM_RIGHT = 1
+  integer(c_int32_t), parameter, public :: ANNULUS_BIAS_AFTER_SOFT_CAP = 0
+  integer(c_int32_t), parameter, public :: ANNULUS_BIAS_BEFORE_SOFT_CAP = 1
+  integer(c_int32_t), parameter, public :: ANNULUS_PRECISION_HIGHEST = 0
+  integer(c_int32_t), parameter, public :: ANNULUS_PRECISION_HIGH = 1
+  integer(c_int32_t), parameter, public :: ANNULUS_PRECISION_DEFAULT = 2
+  integer(c_int32_t), parameter, public :: ANNULUS_BACKWARD_ONE_PASS = 0
+  integer(c_int32_t), parameter, public :: ANNULUS_BACKWARD_TWO_PASS = 1
+  integer(c_int32_t), parameter, public :: ANNULUS_LAYOUT_AUTO = 0
+  integer(c_int32_t), parameter, public :: ANNULUS_LAYOUT_CONTIGUOUS = 1
+  integer(c_int32_t), parameter, public :: ANNULUS_LAYOUT_ZIGZAG = 2
+  integer(c_int32_t), parameter, public :: ANNULUS_LAYOUT_STRIPED = 3
+  integer(c_int32_t), parameter, public :: ANNULUS_LAYOUT_CUSTOM = 4
+  integer(c_int32_t), parameter, public :: ANNULUS_ROUTE_AUTO = 0
+  integer(c_int32_t), parameter, public :: ANNULUS_ROUTE_RELAY_UP = 1
+  integer(c_int32_t), parameter, public :: ANNULUS_ROUTE_RELAY_DOWN = 2
+  integer(c_int32_t), parameter, public :: ANNULUS_ROUTE_DIRECT = 3
+  integer(c_int32_t), parameter, public :: ANNULUS_MASK_PER_HEAD = 1
+  integer(c_int32_t), parameter, public :: ANNULUS_MASK_PER_BATCH = 2
+  integer(c_int32_t), parameter, public :: ANNULUS_TRANSPORT_TAGS = 5
+
+  ! The definition of an attention. annulus_options_default sets the defaults.
+  type, bind(c) :: annulus_options
+    integer(c_int64_t) :: struct_size = 0
+    integer(c_int64_t) :: batch = 0
+    integer(c_int64_t) :: q_len = 0
+    integer(c_int64_t) :: kv_len = 0
+    integer(c_int64_t) :: q_heads = 0
+    integer(c_int64_t) :: kv_heads = 0
+    integer(c_int64_t) :: head_dim = 0
+    integer(c_int64_t) :: value_dim = 0
+    integer(c_int32_t) :: dtype = 0
+    integer(c_int32_t) :: causal = 0
+    integer(c_int64_t) :: window_left = 0
+    integer(c_int64_t) :: window_right = 0
+    integer(c_int64_t) :: attention_sink_size = 0
+    integer(c_int64_t) :: chunk_size = 0
+    integer(c_int64_t) :: prefix_len = 0
+    integer(c_int32_t) :: alignment = 0
+    integer(c_int32_t) :: bias_order = 0
+    integer(c_int32_t) :: has_softmax_scale = 0
+    integer(c_int32_t) :: unnormalized = 0
+    real(c_double) :: softmax_scale = 0.0_c_double
+    real(c_double) :: logits_soft_cap = 0.0_c_double
+    integer(c_int64_t) :: bias_dims(4) = 0
+    integer(c_int64_t) :: sinks = 0
+    integer(c_int32_t) :: sinks_per_head = 0
+    integer(c_int32_t) :: logits_dtype = 0
+    real(c_double) :: dropout_prob = 0.0_c_double
+    integer(c_int64_t) :: dropout_seed = 0
+    integer(c_int32_t) :: precision = 0
+    integer(c_int32_t) :: backward_mode = 0
+    integer(c_int32_t) :: forward_only = 0
+    integer(c_int32_t) :: local_gradients = 0
+    integer(c_int32_t) :: layout = 0
+    integer(c_int32_t) :: route = 0
+    real(c_double) :: deadline_seconds = 0.0_c_double
+    integer(c_int64_t) :: threads = 0
+  end type annulus_options
+
+  ! A tensor of C; annulus_tensor_of makes one of an array.
+  type, bind(c) :: annulus_tensor
+    type(c_ptr) :: data = c_null_ptr
+    integer(c_int32_t) :: dtype = 0
+    integer(c_int64_t) :: dims(4) = 0
+    integer(c_int64_t) :: strides(4) = 0
+  end type annulus_tensor
+
+  ! Segment ids, positions, packed lengths and a dense mask.
+  type, bind(c) :: annulus_batch
+    integer(c_int64_t) :: struct_size = 0
+    type(c_ptr) :: q_segment_ids = c_null_ptr
+    type(c_ptr) :: kv_segment_ids = c_null_ptr
+    type(c_ptr) :: q_positions = c_null_ptr
+    type(c_ptr) :: kv_positions = c_null_ptr
+    type(c_ptr) :: attention_mask = c_null_ptr
+    type(c_ptr) :: cum_seqlens_q = c_null_ptr
+    type(c_ptr) :: cum_seqlens_k = c_null_ptr
+  end type annulus_batch
+
+  ! One pair of query and key, as a callback gets it.
+  type, bind(c) :: annulus_pair
+    integer(c_int64_t) :: batch = 0
+    integer(c_int64_t) :: head = 0
+    integer(c_int64_t) :: q_row = 0
+    integer(c_int64_t) :: kv_row = 0
+    integer(c_int64_t) :: q_position = 0
+    integer(c_int64_t) :: kv_position = 0
+  end type annulus_pair
+
+  ! The host's functions that carry messages.
+  type, bind(c) :: annulus_transport
+    integer(c_int64_t) :: struct_size = 0
+    type(c_ptr) :: context = c_null_ptr
+    integer(c_int64_t) :: rank = 0
+    integer(c_int64_t) :: ranks = 0
+    type(c_funptr) :: send = c_null_funptr
+    type(c_funptr) :: recv = c_null_funptr
+    type(c_funptr) :: test = c_null_funptr
+    type(c_funptr) :: cancel = c_null_funptr
+  end type annulus_transport
+
+  ! The tensors of a forward pass.
+  type, bind(c) :: annulus_forward_args
+    integer(c_int64_t) :: struct_size = 0
+    type(c_ptr) :: q = c_null_ptr
+    type(c_ptr) :: k = c_null_ptr
+    type(c_ptr) :: v = c_null_ptr
+    type(c_ptr) :: bias = c_null_ptr
+    type(c_ptr) :: softmax_aux = c_null_ptr
+    type(c_ptr) :: out = c_null_ptr
+    type(c_ptr) :: lse = c_null_ptr
+    type(c_ptr) :: max = c_null_ptr
+    type(c_ptr) :: sum = c_null_ptr
+    type(c_ptr) :: ties = c_null_ptr
+  end type annulus_forward_args
+
+  ! The tensors of a backward pass.
+  type, bind(c) :: annulus_backward_args
+    integer(c_int64_t) :: struct_size = 0
+    type(c_ptr) :: q = c_null_ptr
+    type(c_ptr) :: k = c_null_ptr
+    type(c_ptr) :: v = c_null_ptr
+    type(c_ptr) :: bias = c_null_ptr
+    type(c_ptr) :: softmax_aux = c_null_ptr
+    type(c_ptr) :: out = c_null_ptr
+    type(c_ptr) :: lse = c_null_ptr
+    type(c_ptr) :: max = c_null_ptr
+    type(c_ptr) :: ties = c_null_ptr
+    type(c_ptr) :: dout = c_null_ptr
+    type(c_ptr) :: dlse = c_null_ptr
+    type(c_ptr) :: dq = c_null_ptr
+    type(c_ptr) :: dk = c_null_ptr
+    type(c_ptr) :: dv = c_null_ptr
+    type(c_ptr) :: dbias = c_null_ptr
+    type(c_ptr) :: dsoftmax_aux = c_null_ptr
+  end type annulus_backward_args
+
+  interface
+    function c_options_init(options, struct_size) &
+        bind(c, name="annulus_options_init") result(status)
+      import :: annulus_options, c_int, c_int64_t
+      type(annulus_options), intent(out) :: options
+      integer(c_int64_t), value :: struct_size
+      integer(c_int) :: status
+    end function c_options_init
+
+    function c_last_error() bind(c, name="annulus_last_error") result(text)
+      import :: c_ptr
+      type(c_ptr) :: text
+    end function c_last_error
+
+    function c_error_string(status) bind(c, name="annulus_error_string") result(text)
+      import :: c_int, c_ptr
+      integer(c_int), value :: status
+      type(c_ptr) :: text
+    end function c_error_string
+
+    function c_version() bind(c, name="annulus_version") result(text)
+      import :: c_ptr
+      type(c_ptr) :: text
+    end function c_version
+
+    function c_strlen(text) bind(c, name="strlen") result(length)
+      import :: c_ptr, c_size_t
+      type(c_ptr), value :: text
+      integer(c_size_t) :: length
+    end function c_strlen
+
+    ! Describes an attention; attention is its handle.
+    function annulus_attention_create(options, attention) bind(c) result(status)
+      import :: annulus_options, c_int, c_ptr
+      type(annulus_options), intent(in) :: options
+      type(c_ptr), intent(out) :: attention
+      integer(c_int) :: status
+    end function annulus_attention_create
+
+    function annulus_attention_destroy(attention) bind(c) result(status)
+      import :: c_int, c_ptr
+      type(c_ptr), value :: attention
+      integer(c_int) :: status
+    end function annulus_attention_destroy
+
+    function c_add_mask(attention, name, flags, visible, context) &
+        bind(c, name="annulus_attention_add_mask") result(status)
+      import :: c_char, c_funptr, c_int, c_int32_t, c_ptr
+      type(c_ptr), value :: attention
+      character(kind=c_char), intent(in) :: name(*)
+      integer(c_int32_t), value :: flags
+      type(c_funptr), value :: visible
+      type(c_ptr), value :: context
+      integer(c_int) :: status
+    end function c_add_mask
+
+    function c_set_bias_function(attention, name, bias, context) &
+        bind(c, name="annulus_attention_set_bias_function") result(status)
+      import :: c_char, c_funptr, c_int, c_ptr
+      type(c_ptr), value :: attention
+      character(kind=c_char), intent(in) :: name(*)
+      type(c_funptr), value :: bias
+      type(c_ptr), value :: context
+      integer(c_int) :: status
+    end function c_set_bias_function
+
+    function c_set_alibi(attention, slopes, count) &
+        bind(c, name="annulus_attention_set_alibi") result(status)
+      import :: c_double, c_int, c_int64_t, c_ptr
+      type(c_ptr), value :: attention
+      real(c_double), intent(in) :: slopes(*)
+      integer(c_int64_t), value :: count
+      integer(c_int) :: status
+    end function c_set_alibi
+
+    ! Sets the rows of every rank, which count from 0, for ANNULUS_LAYOUT_CUSTOM.
+    function annulus_attention_set_custom_layout(attention, ranks, q_counts, q_rows, kv_counts, &
+        kv_rows) bind(c) result(status)
+      import :: c_int, c_int64_t, c_ptr
+      type(c_ptr), value :: attention
+      integer(c_int64_t), value :: ranks
+      integer(c_int64_t), intent(in) :: q_counts(*), q_rows(*), kv_counts(*), kv_rows(*)
+      integer(c_int) :: status
+    end function annulus_attention_set_custom_layout
+
+    function annulus_attention_on_silence(attention, silence, context) bind(c) result(status)
+      import :: c_funptr, c_int, c_ptr
+      type(c_ptr), value :: attention
+      type(c_funptr), value :: silence
+      type(c_ptr), value :: context
+      integer(c_int) :: status
+    end function annulus_attention_on_silence
+
+    ! Plans a ring of threads in this process, over whole arrays.
+    function annulus_plan_create_threads(attention, ranks, plan) bind(c) result(status)
+      import :: c_int, c_int64_t, c_ptr
+      type(c_ptr), value :: attention
+      integer(c_int64_t), value :: ranks
+      type(c_ptr), intent(out) :: plan
+      integer(c_int) :: status
+    end function annulus_plan_create_threads
+
+    ! Plans this rank of a ring over a communicator: comm, or comm%MPI_VAL of mpi_f08. Collective.
+    function annulus_plan_create_mpi(attention, comm, plan) &
+        bind(c, name="annulus_plan_create_mpi_f") result(status)
+      import :: c_int, c_int32_t, c_ptr
+      type(c_ptr), value :: attention
+      integer(c_int32_t), value :: comm
+      type(c_ptr), intent(out) :: plan
+      integer(c_int) :: status
+    end function annulus_plan_create_mpi
+
+    function annulus_plan_create_callbacks(attention, transport, plan) bind(c) result(status)
+      import :: annulus_transport, c_int, c_ptr
+      type(c_ptr), value :: attention
+      type(annulus_transport), intent(in) :: transport
+      type(c_ptr), intent(out) :: plan
+      integer(c_int) :: status
+    end function annulus_plan_create_callbacks
+
+    function annulus_plan_destroy(plan) bind(c) result(status)
+      import :: c_int, c_ptr
+      type(c_ptr), value :: plan
+      integer(c_int) :: status
+    end function annulus_plan_destroy
+
+    ! This rank.
+    function annulus_plan_rank(plan, rank) bind(c) result(status)
+      import :: c_int, c_int64_t, c_ptr
+      type(c_ptr), value :: plan
+      integer(c_int64_t), intent(out) :: rank
+      integer(c_int) :: status
+    end function annulus_plan_rank
+
+    ! The number of ranks.
+    function annulus_plan_ranks(plan, ranks) bind(c) result(status)
+      import :: c_int, c_int64_t, c_ptr
+      type(c_ptr), value :: plan
+      integer(c_int64_t), intent(out) :: ranks
+      integer(c_int) :: status
+    end function annulus_plan_ranks
+
+    ! The layout in force.
+    function annulus_plan_layout(plan, layout) bind(c) result(status)
+      import :: c_int, c_int32_t, c_ptr
+      type(c_ptr), value :: plan
+      integer(c_int32_t), intent(out) :: layout
+      integer(c_int) :: status
+    end function annulus_plan_layout
+
+    ! The route in force.
+    function annulus_plan_route(plan, route) bind(c) result(status)
+      import :: c_int, c_int32_t, c_ptr
+      type(c_ptr), value :: plan
+      integer(c_int32_t), intent(out) :: route
+      integer(c_int) :: status
+    end function annulus_plan_route
+
+    ! Bytes of the plan's message buffers.
+    function annulus_plan_workspace_bytes(plan, bytes) bind(c) result(status)
+      import :: c_int, c_int64_t, c_ptr
+      type(c_ptr), value :: plan
+      integer(c_int64_t), intent(out) :: bytes
+      integer(c_int) :: status
+    end function annulus_plan_workspace_bytes
+
+    function c_q_rows(plan, rows, capacity, count) &
+        bind(c, name="annulus_plan_q_rows") result(status)
+      import :: c_int, c_int64_t, c_ptr
+      type(c_ptr), value :: plan, rows
+      integer(c_int64_t), value :: capacity
+      integer(c_int64_t), intent(out) :: count
+      integer(c_int) :: status
+    end function c_q_rows
+
+    function c_kv_rows(plan, rows, capacity, count) &
+        bind(c, name="annulus_plan_kv_rows") result(status)
+      import :: c_int, c_int64_t, c_ptr
+      type(c_ptr), value :: plan, rows
+      integer(c_int64_t), value :: capacity
+      integer(c_int64_t), intent(out) :: count
+      integer(c_int) :: status
+    end function c_kv_rows
+
+    function c_update(plan, batch) bind(c, name="annulus_plan_update") result(status)
+      import :: c_int, c_ptr
+      type(c_ptr), value :: plan, batch
+      integer(c_int) :: status
+    end function c_update
+
+    ! The forward pass over tensors of annulus_tensor_of, for every element type.
+    function annulus_forward_c(plan, args) bind(c, name="annulus_forward") result(status)
+      import :: annulus_forward_args, c_int, c_ptr
+      type(c_ptr), value :: plan
+      type(annulus_forward_args), intent(in) :: args
+      integer(c_int) :: status
+    end function annulus_forward_c
+
+    ! The backward pass over tensors of annulus_tensor_of, for every element type.
+    function annulus_backward_c(plan, args) bind(c, name="annulus_backward") result(status)
+      import :: annulus_backward_args, c_int, c_ptr
+      type(c_ptr), value :: plan
+      type(annulus_backward_args), intent(in) :: args
+      integer(c_int) :: status
+    end function annulus_backward_c
+  end interface
+
+  ! Describes an array, without copying it. The array outlives the tensor, and has TARGET.
+  interface annulus_tensor_of
+    module procedure tensor2_r32
+    module procedure tensor3_r32
+    module procedure tensor4_r32
+    module procedure tensor2_r64
+    module procedure tensor3_r64
+    module procedure tensor4_r64
+    module procedure tensor1_i32
+    module procedure tensor2_i32
+    module procedure tensor4_i32
+    module procedure tensor1_i64
+    module procedure tensor2_i64
+    module procedure tensor4_bool
+  end interface annulus_tensor_of
+
+  ! Computes out and lse. Collective.
+  interface annulus_forward
+    module procedure forward_r32, forward_r64
+  end interface annulus_forward
+
+  ! Computes the gradients. Collective.
+  interface annulus_backward
+    module procedure backward_r32, backward_r64
+  end interface annulus_backward
+
+contains
+
+  ! Sets the defaults of all options.
+  function annulus_options_default(options) result(status)
+    type(annulus_options), intent(out) :: options
+    integer(c_int) :: status
+    status = c_options_init(options, int(c_sizeof(options), c_int64_t))
+  end function annulus_options_default
+
+  ! Returns the message of the last call that failed on this thread.
+  function annulus_message() result(text)
+    character(len=:), allocatable :: text
+    text = text_of(c_last_error())
+  end function annulus_message
+
+  ! Returns the short text of a status.
+  function annulus_error_text(status) result(text)
+    integer(c_int), intent(in) :: status
+    character(len=:), allocatable :: text
+    text = text_of(c_error_string(status))
+  end function annulus_error_text
+
+  ! Returns the version of the library.
+  function annulus_version_text() result(text)
+    character(len=:), allocatable :: text
+    text = text_of(c_version())
+  end function annulus_version_text
+
+  function text_of(pointer) result(text)
+    type(c_ptr), intent(in) :: pointer
+    character(len=:), allocatable :: text
+    character(kind=c_char), pointer :: letters(:)
+    integer(c_size_t) :: i
+    call c_f_pointer(pointer, letters, [c_strlen(pointer)])
+    allocate (character(len=size(letters)) :: text)
+    do i = 1, size(letters, kind=c_size_t)
+      text(i:i) = letters(i)
+    end do
+  end function text_of
+
+  ! The letters of a text, with the zero that ends a text of C.
+  pure function c_text(text) result(letters)
+    character(len=*), intent(in) :: text
+    character(kind=c_char) :: letters(len_trim(text) + 1)
+    integer :: i
+    do i = 1, len_trim(text)
+      letters(i) = text(i:i)
+    end do
+    letters(len_trim(text) + 1) = c_null_char
+  end function c_text
+
+  ! Adds a mask: c_funloc of a function with bind(c), integer(c_int32_t), of (context, pair), both
+  ! type(c_ptr), value.
+  function annulus_attention_add_mask(attention, name, flags, visible, context) result(status)
+    type(c_ptr), intent(in) :: attention
+    character(len=*), intent(in) :: name
+    integer(c_int32_t), intent(in) :: flags
+    type(c_funptr), intent(in) :: visible
+    type(c_ptr), intent(in) :: context
+    integer(c_int) :: status
+    status = c_add_mask(attention, c_text(name), flags, visible, context)
+  end function annulus_attention_add_mask
+
+  ! Sets a bias: c_funloc of a function with bind(c), real(c_double), of (context, pair), both
+  ! type(c_ptr), value.
+  function annulus_attention_set_bias_function(attention, name, bias, context) result(status)
+    type(c_ptr), intent(in) :: attention
+    character(len=*), intent(in) :: name
+    type(c_funptr), intent(in) :: bias
+    type(c_ptr), intent(in) :: context
+    integer(c_int) :: status
+    status = c_set_bias_function(attention, c_text(name), bias, context)
+  end function annulus_attention_set_bias_function
+
+  ! Sets the slopes of ALiBi, one per query head.
+  function annulus_attention_set_alibi(attention, slopes) result(status)
+    type(c_ptr), intent(in) :: attention
+    real(c_double), intent(in) :: slopes(:)
+    integer(c_int) :: status
+    status = c_set_alibi(attention, slopes, size(slopes, kind=c_int64_t))
+  end function annulus_attention_set_alibi
+
+  ! Returns the global query rows of this rank, which count from 0, in the order of its arrays.
+  function annulus_plan_q_rows(plan, rows) result(status)
+    type(c_ptr), intent(in) :: plan
+    integer(c_int64_t), allocatable, target, intent(out) :: rows(:)
+    integer(c_int) :: status
+    integer(c_int64_t) :: count, room
+    status = c_q_rows(plan, c_null_ptr, 0_c_int64_t, count)
+    if (status /= ANNULUS_SUCCESS) return
+    ! one more, so that there is a first element to point to
+    room = count + 1
+    allocate (rows(room))
+    status = c_q_rows(plan, c_loc(rows), room, count)
+    rows = rows(:count)
+  end function annulus_plan_q_rows
+
+  ! Returns the global key rows of this rank, which count from 0, in the order of its arrays.
+  function annulus_plan_kv_rows(plan, rows) result(status)
+    type(c_ptr), intent(in) :: plan
+    integer(c_int64_t), allocatable, target, intent(out) :: rows(:)
+    integer(c_int) :: status
+    integer(c_int64_t) :: count, room
+    status = c_kv_rows(plan, c_null_ptr, 0_c_int64_t, count)
+    if (status /= ANNULUS_SUCCESS) return
+    ! one more, so that there is a first element to point to
+    room = count + 1
+    allocate (rows(room))
+    status = c_kv_rows(plan, c_loc(rows), room, count)
+    rows = rows(:count)
+  end function annulus_plan_kv_rows
+
+  ! Bytes from one address to another.
+  function distance(from, to) result(bytes)
+    type(c_ptr), intent(in) :: from, to
+    integer(c_int64_t) :: bytes
+    bytes = int(transfer(to, 0_c_intptr_t) - transfer(from, 0_c_intptr_t), c_int64_t)
+  end function distance
+
+  function tensor2_r32(array) result(tensor)
+    real(c_float), intent(in), target :: array(:,:)
+    type(annulus_tensor) :: tensor
+    integer(c_int64_t) :: length(2), stride(2)
+    length = shape(array, kind=c_int64_t)
+    stride = 0
+    if (all(length > 0)) then
+      tensor%data = c_loc(array(1, 1))
+      if (length(1) > 1) stride(1) = distance(tensor%data, c_loc(array(2, 1))) / 4
+      if (length(2) > 1) stride(2) = distance(tensor%data, c_loc(array(1, 2))) / 4
+    end if
+    tensor%dtype = ANNULUS_F32
+    tensor%dims = 1
+    tensor%dims(:2) = length(2:1:-1)
+    tensor%strides(:2) = stride(2:1:-1)
+  end function tensor2_r32
+
+  function tensor3_r32(array) result(tensor)
+    real(c_float), intent(in), target :: array(:,:,:)
+    type(annulus_tensor) :: tensor
+    integer(c_int64_t) :: length(3), stride(3)
+    length = shape(array, kind=c_int64_t)
+    stride = 0
+    if (all(length > 0)) then
+      tensor%data = c_loc(array(1, 1, 1))
+      if (length(1) > 1) stride(1) = distance(tensor%data, c_loc(array(2, 1, 1))) / 4
+      if (length(2) > 1) stride(2) = distance(tensor%data, c_loc(array(1, 2, 1))) / 4
+      if (length(3) > 1) stride(3) = distance(tensor%data, c_loc(array(1, 1, 2))) / 4
+    end if
+    tensor%dtype = ANNULUS_F32
+    tensor%dims = 1
+    tensor%dims(:3) = length(3:1:-1)
+    tensor%strides(:3) = stride(3:1:-1)
+  end function tensor3_r32
+
+  function tensor4_r32(array) result(tensor)
+    real(c_float), intent(in), target :: array(:,:,:,:)
+    type(annulus_tensor) :: tensor
+    integer(c_int64_t) :: length(4), stride(4)
+    length = shape(array, kind=c_int64_t)
+    stride = 0
+    if (all(length > 0)) then
+      tensor%data = c_loc(array(1, 1, 1, 1))
+      if (length(1) > 1) stride(1) = distance(tensor%data, c_loc(array(2, 1, 1, 1))) / 4
+      if (length(2) > 1) stride(2) = distance(tensor%data, c_loc(array(1, 2, 1, 1))) / 4
+      if (length(3) > 1) stride(3) = distance(tensor%data, c_loc(array(1, 1, 2, 1))) / 4
+      if (length(4) > 1) stride(4) = distance(tensor%data, c_loc(array(1, 1, 1, 2))) / 4
+    end if
+    tensor%dtype = ANNULUS_F32
+    tensor%dims = 1
+    tensor%dims(:4) = length(4:1:-1)
+    tensor%strides(:4) = stride(4:1:-1)
+  end function tensor4_r32
+
+  function tensor2_r64(array) result(tensor)
+    real(c_double), intent(in), target :: array(:,:)
+    type(annulus_tensor) :: tensor
+    integer(c_int64_t) :: length(2), stride(2)
+    length = shape(array, kind=c_int64_t)
+    stride = 0
+    if (all(length > 0)) then
+      tensor%data = c_loc(array(1, 1))
+      if (length(1) > 1) stride(1) = distance(tensor%data, c_loc(array(2, 1))) / 8
+      if (length(2) > 1) stride(2) = distance(tensor%data, c_loc(array(1, 2))) / 8
+    end if
+    tensor%dtype = ANNULUS_F64
+    tensor%dims = 1
+    tensor%dims(:2) = length(2:1:-1)
+    tensor%strides(:2) = stride(2:1:-1)
+  end function tensor2_r64
+
+  function tensor3_r64(array) result(tensor)
+    real(c_double), intent(in), target :: array(:,:,:)
+    type(annulus_tensor) :: tensor
+    integer(c_int64_t) :: length(3), stride(3)
+    length = shape(array, kind=c_int64_t)
+    stride = 0
+    if (all(length > 0)) then
+      tensor%data = c_loc(array(1, 1, 1))
+      if (length(1) > 1) stride(1) = distance(tensor%data, c_loc(array(2, 1, 1))) / 8
+      if (length(2) > 1) stride(2) = distance(tensor%data, c_loc(array(1, 2, 1))) / 8
+      if (length(3) > 1) stride(3) = distance(tensor%data, c_loc(array(1, 1, 2))) / 8
+    end if
+    tensor%dtype = ANNULUS_F64
+    tensor%dims = 1
+    tensor%dims(:3) = length(3:1:-1)
+    tensor%strides(:3) = stride(3:1:-1)
+  end function tensor3_r64
+
+  function tensor4_r64(array) result(tensor)
+    real(c_double), intent(in), target :: array(:,:,:,:)
+    type(annulus_tensor) :: tensor
+    integer(c_int64_t) :: length(4), stride(4)
+    length = shape(array, kind=c_int64_t)
+    stride = 0
+    if (all(length > 0)) then
+      tensor%data = c_loc(array(1, 1, 1, 1))
+      if (length(1) > 1) stride(1) = distance(tensor%data, c_loc(array(2, 1, 1, 1))) / 8
+      if (length(2) > 1) stride(2) = distance(tensor%data, c_loc(array(1, 2, 1, 1))) / 8
+      if (length(3) > 1) stride(3) = distance(tensor%data, c_loc(array(1, 1, 2, 1))) / 8
+      if (length(4) > 1) stride(4) = distance(tensor%data, c_loc(array(1, 1, 1, 2))) / 8
+    end if
+    tensor%dtype = ANNULUS_F64
+    tensor%dims = 1
+    tensor%dims(:4) = length(4:1:-1)
+    tensor%strides(:4) = stride(4:1:-1)
+  end function tensor4_r64
+
+  function tensor1_i32(array) result(tensor)
+    integer(c_int32_t), intent(in), target :: array(:)
+    type(annulus_tensor) :: tensor
+    integer(c_int64_t) :: length(1), stride(1)
+    length = shape(array, kind=c_int64_t)
+    stride = 0
+    if (all(length > 0)) then
+      tensor%data = c_loc(array(1))
+      if (length(1) > 1) stride(1) = distance(tensor%data, c_loc(array(2))) / 4
+    end if
+    tensor%dtype = ANNULUS_I32
+    tensor%dims = 1
+    tensor%dims(:1) = length(1:1:-1)
+    tensor%strides(:1) = stride(1:1:-1)
+  end function tensor1_i32
+
+  function tensor2_i32(array) result(tensor)
+    integer(c_int32_t), intent(in), target :: array(:,:)
+    type(annulus_tensor) :: tensor
+    integer(c_int64_t) :: length(2), stride(2)
+    length = shape(array, kind=c_int64_t)
+    stride = 0
+    if (all(length > 0)) then
+      tensor%data = c_loc(array(1, 1))
+      if (length(1) > 1) stride(1) = distance(tensor%data, c_loc(array(2, 1))) / 4
+      if (length(2) > 1) stride(2) = distance(tensor%data, c_loc(array(1, 2))) / 4
+    end if
+    tensor%dtype = ANNULUS_I32
+    tensor%dims = 1
+    tensor%dims(:2) = length(2:1:-1)
+    tensor%strides(:2) = stride(2:1:-1)
+  end function tensor2_i32
+
+  function tensor4_i32(array) result(tensor)
+    integer(c_int32_t), intent(in), target :: array(:,:,:,:)
+    type(annulus_tensor) :: tensor
+    integer(c_int64_t) :: length(4), stride(4)
+    length = shape(array, kind=c_int64_t)
+    stride = 0
+    if (all(length > 0)) then
+      tensor%data = c_loc(array(1, 1, 1, 1))
+      if (length(1) > 1) stride(1) = distance(tensor%data, c_loc(array(2, 1, 1, 1))) / 4
+      if (length(2) > 1) stride(2) = distance(tensor%data, c_loc(array(1, 2, 1, 1))) / 4
+      if (length(3) > 1) stride(3) = distance(tensor%data, c_loc(array(1, 1, 2, 1))) / 4
+      if (length(4) > 1) stride(4) = distance(tensor%data, c_loc(array(1, 1, 1, 2))) / 4
+    end if
+    tensor%dtype = ANNULUS_I32
+    tensor%dims = 1
+    tensor%dims(:4) = length(4:1:-1)
+    tensor%strides(:4) = stride(4:1:-1)
+  end function tensor4_i32
+
+  function tensor1_i64(array) result(tensor)
+    integer(c_int64_t), intent(in), target :: array(:)
+    type(annulus_tensor) :: tensor
+    integer(c_int64_t) :: length(1), stride(1)
+    length = shape(array, kind=c_int64_t)
+    stride = 0
+    if (all(length > 0)) then
+      tensor%data = c_loc(array(1))
+      if (length(1) > 1) stride(1) = distance(tensor%data, c_loc(array(2))) / 8
+    end if
+    tensor%dtype = ANNULUS_I64
+    tensor%dims = 1
+    tensor%dims(:1) = length(1:1:-1)
+    tensor%strides(:1) = stride(1:1:-1)
+  end function tensor1_i64
+
+  function tensor2_i64(array) result(tensor)
+    integer(c_int64_t), intent(in), target :: array(:,:)
+    type(annulus_tensor) :: tensor
+    integer(c_int64_t) :: length(2), stride(2)
+    length = shape(array, kind=c_int64_t)
+    stride = 0
+    if (all(length > 0)) then
+      tensor%data = c_loc(array(1, 1))
+      if (length(1) > 1) stride(1) = distance(tensor%data, c_loc(array(2, 1))) / 8
+      if (length(2) > 1) stride(2) = distance(tensor%data, c_loc(array(1, 2))) / 8
+    end if
+    tensor%dtype = ANNULUS_I64
+    tensor%dims = 1
+    tensor%dims(:2) = length(2:1:-1)
+    tensor%strides(:2) = stride(2:1:-1)
+  end function tensor2_i64
+
+  function tensor4_bool(array) result(tensor)
+    logical(c_bool), intent(in), target :: array(:,:,:,:)
+    type(annulus_tensor) :: tensor
+    integer(c_int64_t) :: length(4), stride(4)
+    length = shape(array, kind=c_int64_t)
+    stride = 0
+    if (all(length > 0)) then
+      tensor%data = c_loc(array(1, 1, 1, 1))
+      if (length(1) > 1) stride(1) = distance(tensor%data, c_loc(array(2, 1, 1, 1))) / 1
+      if (length(2) > 1) stride(2) = distance(tensor%data, c_loc(array(1, 2, 1, 1))) / 1
+      if (length(3) > 1) stride(3) = distance(tensor%data, c_loc(array(1, 1, 2, 1))) / 1
+      if (length(4) > 1) stride(4) = distance(tensor%data, c_loc(array(1, 1, 1, 2))) / 1
+    end if
+    tensor%dtype = ANNULUS_BOOL
+    tensor%dims = 1
+    tensor%dims(:4) = length(4:1:-1)
+    tensor%strides(:4) = stride(4:1:-1)
+  end function tensor4_bool
+
+  ! Adapts the plan to a batch, which stays in force; without arguments it removes the last one.
+  ! Collective.
+  function annulus_plan_update(plan, q_segment_ids, kv_segment_ids, q_positions, kv_positions, &
+      attention_mask, cum_seqlens_q, cum_seqlens_k) result(status)
+    type(c_ptr), intent(in) :: plan
+    integer(c_int32_t), intent(in), target, optional :: q_segment_ids(:, :), kv_segment_ids(:, :)
+    integer(c_int64_t), intent(in), target, optional :: q_positions(:, :), kv_positions(:, :)
+    logical(c_bool), intent(in), target, optional :: attention_mask(:, :, :, :)
+    integer(c_int64_t), intent(in), target, optional :: cum_seqlens_q(:), cum_seqlens_k(:)
+    integer(c_int) :: status
+    type(annulus_tensor), target :: tensors(7)
+    type(annulus_batch), target :: batch
+    batch%struct_size = int(c_sizeof(batch), c_int64_t)
+    if (present(q_segment_ids)) then
+      tensors(1) = annulus_tensor_of(q_segment_ids)
+      batch%q_segment_ids = c_loc(tensors(1))
+    end if
+    if (present(kv_segment_ids)) then
+      tensors(2) = annulus_tensor_of(kv_segment_ids)
+      batch%kv_segment_ids = c_loc(tensors(2))
+    end if
+    if (present(q_positions)) then
+      tensors(3) = annulus_tensor_of(q_positions)
+      batch%q_positions = c_loc(tensors(3))
+    end if
+    if (present(kv_positions)) then
+      tensors(4) = annulus_tensor_of(kv_positions)
+      batch%kv_positions = c_loc(tensors(4))
+    end if
+    if (present(attention_mask)) then
+      tensors(5) = annulus_tensor_of(attention_mask)
+      batch%attention_mask = c_loc(tensors(5))
+    end if
+    if (present(cum_seqlens_q)) then
+      tensors(6) = annulus_tensor_of(cum_seqlens_q)
+      batch%cum_seqlens_q = c_loc(tensors(6))
+    end if
+    if (present(cum_seqlens_k)) then
+      tensors(7) = annulus_tensor_of(cum_seqlens_k)
+      batch%cum_seqlens_k = c_loc(tensors(7))
+    end if
+    status = c_update(plan, c_loc(batch))
+  end function annulus_plan_update
+
+  function forward_r32(plan, q, k, v, out, lse, bias, softmax_aux, max, sum, ties) result(status)
+    type(c_ptr), intent(in) :: plan
+    real(c_float), intent(in), target :: q(:, :, :, :), k(:, :, :, :), v(:, :, :, :)
+    real(c_float), intent(inout), target :: out(:, :, :, :), lse(:, :, :)
+    real(c_float), intent(in), target, optional :: bias(:, :, :, :), softmax_aux(:, :)
+    real(c_float), intent(inout), target, optional :: max(:, :, :), sum(:, :, :), ties(:, :, :)
+    integer(c_int) :: status
+    type(annulus_tensor), target :: tensors(10)
+    type(annulus_forward_args) :: args
+    args%struct_size = int(c_sizeof(args), c_int64_t)
+    tensors(1) = annulus_tensor_of(q)
+    args%q = c_loc(tensors(1))
+    tensors(2) = annulus_tensor_of(k)
+    args%k = c_loc(tensors(2))
+    tensors(3) = annulus_tensor_of(v)
+    args%v = c_loc(tensors(3))
+    tensors(4) = annulus_tensor_of(out)
+    args%out = c_loc(tensors(4))
+    tensors(5) = annulus_tensor_of(lse)
+    args%lse = c_loc(tensors(5))
+    if (present(bias)) then
+      tensors(6) = annulus_tensor_of(bias)
+      args%bias = c_loc(tensors(6))
+    end if
+    if (present(softmax_aux)) then
+      tensors(7) = annulus_tensor_of(softmax_aux)
+      args%softmax_aux = c_loc(tensors(7))
+    end if
+    if (present(max)) then
+      tensors(8) = annulus_tensor_of(max)
+      args%max = c_loc(tensors(8))
+    end if
+    if (present(sum)) then
+      tensors(9) = annulus_tensor_of(sum)
+      args%sum = c_loc(tensors(9))
+    end if
+    if (present(ties)) then
+      tensors(10) = annulus_tensor_of(ties)
+      args%ties = c_loc(tensors(10))
+    end if
+    status = annulus_forward_c(plan, args)
+  end function forward_r32
+
+  function backward_r32(plan, q, k, v, out, lse, dout, dq, dk, dv, dlse, bias, softmax_aux, max, &
+      ties, dbias, dsoftmax_aux) result(status)
+    type(c_ptr), intent(in) :: plan
+    real(c_float), intent(in), target :: q(:, :, :, :), k(:, :, :, :), v(:, :, :, :)
+    real(c_float), intent(in), target :: out(:, :, :, :), lse(:, :, :), dout(:, :, :, :)
+    real(c_float), intent(inout), target :: dq(:, :, :, :), dk(:, :, :, :), dv(:, :, :, :)
+    real(c_float), intent(in), target, optional :: bias(:, :, :, :), softmax_aux(:, :)
+    real(c_float), intent(in), target, optional :: dlse(:, :, :), max(:, :, :), ties(:, :, :)
+    real(c_float), intent(inout), target, optional :: dbias(:, :, :, :), dsoftmax_aux(:, :)
+    integer(c_int) :: status
+    type(annulus_tensor), target :: tensors(16)
+    type(annulus_backward_args) :: args
+    args%struct_size = int(c_sizeof(args), c_int64_t)
+    tensors(1) = annulus_tensor_of(q)
+    args%q = c_loc(tensors(1))
+    tensors(2) = annulus_tensor_of(k)
+    args%k = c_loc(tensors(2))
+    tensors(3) = annulus_tensor_of(v)
+    args%v = c_loc(tensors(3))
+    tensors(4) = annulus_tensor_of(out)
+    args%out = c_loc(tensors(4))
+    tensors(5) = annulus_tensor_of(lse)
+    args%lse = c_loc(tensors(5))
+    tensors(6) = annulus_tensor_of(dout)
+    args%dout = c_loc(tensors(6))
+    tensors(7) = annulus_tensor_of(dq)
+    args%dq = c_loc(tensors(7))
+    tensors(8) = annulus_tensor_of(dk)
+    args%dk = c_loc(tensors(8))
+    tensors(9) = annulus_tensor_of(dv)
+    args%dv = c_loc(tensors(9))
+    if (present(dlse)) then
+      tensors(10) = annulus_tensor_of(dlse)
+      args%dlse = c_loc(tensors(10))
+    end if
+    if (present(bias)) then
+      tensors(11) = annulus_tensor_of(bias)
+      args%bias = c_loc(tensors(11))
+    end if
+    if (present(softmax_aux)) then
+      tensors(12) = annulus_tensor_of(softmax_aux)
+      args%softmax_aux = c_loc(tensors(12))
+    end if
+    if (present(max)) then
+      tensors(13) = annulus_tensor_of(max)
+      args%max = c_loc(tensors(13))
+    end if
+    if (present(ties)) then
+      tensors(14) = annulus_tensor_of(ties)
+      args%ties = c_loc(tensors(14))
+    end if
+    if (present(dbias)) then
+      tensors(15) = annulus_tensor_of(dbias)
+      args%dbias = c_loc(tensors(15))
+    end if
+    if (present(dsoftmax_aux)) then
+      tensors(16) = annulus_tensor_of(dsoftmax_aux)
+      args%dsoftmax_aux = c_loc(tensors(16))
+    end if
+    status = annulus_backward_c(plan, args)
+  end function backward_r32
+
+  function forward_r64(plan, q, k, v, out, lse, bias, softmax_aux, max, sum, ties) result(status)
+    type(c_ptr), intent(in) :: plan
+    real(c_double), intent(in), target :: q(:, :, :, :), k(:, :, :, :), v(:, :, :, :)
+    real(c_double), intent(inout), target :: out(:, :, :, :), lse(:, :, :)
+    real(c_double), intent(in), target, optional :: bias(:, :, :, :), softmax_aux(:, :)
+    real(c_double), intent(inout), target, optional :: max(:, :, :), sum(:, :, :), ties(:, :, :)
+    integer(c_int) :: status
+    type(annulus_tensor), target :: tensors(10)
+    type(annulus_forward_args) :: args
+    args%struct_size = int(c_sizeof(args), c_int64_t)
+    tensors(1) = annulus_tensor_of(q)
+    args%q = c_loc(tensors(1))
+    tensors(2) = annulus_tensor_of(k)
+    args%k = c_loc(tensors(2))
+    tensors(3) = annulus_tensor_of(v)
+    args%v = c_loc(tensors(3))
+    tensors(4) = annulus_tensor_of(out)
+    args%out = c_loc(tensors(4))
+    tensors(5) = annulus_tensor_of(lse)
+    args%lse = c_loc(tensors(5))
+    if (present(bias)) then
+      tensors(6) = annulus_tensor_of(bias)
+      args%bias = c_loc(tensors(6))
+    end if
+    if (present(softmax_aux)) then
+      tensors(7) = annulus_tensor_of(softmax_aux)
+      args%softmax_aux = c_loc(tensors(7))
+    end if
+    if (present(max)) then
+      tensors(8) = annulus_tensor_of(max)
+      args%max = c_loc(tensors(8))
+    end if
+    if (present(sum)) then
+      tensors(9) = annulus_tensor_of(sum)
+      args%sum = c_loc(tensors(9))
+    end if
+    if (present(ties)) then
+      tensors(10) = annulus_tensor_of(ties)
+      args%ties = c_loc(tensors(10))
+    end if
+    status = annulus_forward_c(plan, args)
+  end function forward_r64
+
+  function backward_r64(plan, q, k, v, out, lse, dout, dq, dk, dv, dlse, bias, softmax_aux, max, &
+      ties, dbias, dsoftmax_aux) result(status)
+    type(c_ptr), intent(in) :: plan
+    real(c_double), intent(in), target :: q(:, :, :, :), k(:, :, :, :), v(:, :, :, :)
+    real(c_double), intent(in), target :: out(:, :, :, :), lse(:, :, :), dout(:, :, :, :)
+    real(c_double), intent(inout), target :: dq(:, :, :, :), dk(:, :, :, :), dv(:, :, :, :)
+    real(c_double), intent(in), target, optional :: bias(:, :, :, :), softmax_aux(:, :)
+    real(c_double), intent(in), target, optional :: dlse(:, :, :), max(:, :, :), ties(:, :, :)
+    real(c_double), intent(inout), target, optional :: dbias(:, :, :, :), dsoftmax_aux(:, :)
+    integer(c_int) :: status
+    type(annulus_tensor), target :: tensors(16)
+    type(annulus_backward_args) :: args
+    args%struct_size = int(c_sizeof(args), c_int64_t)
+    tensors(1) = annulus_tensor_of(q)
+    args%q = c_loc(tensors(1))
+    tensors(2) = annulus_tensor_of(k)
+    args%k = c_loc(tensors(2))
+    tensors(3) = annulus_tensor_of(v)
+    args%v = c_loc(tensors(3))
+    tensors(4) = annulus_tensor_of(out)
+    args%out = c_loc(tensors(4))
+    tensors(5) = annulus_tensor_of(lse)
+    args%lse = c_loc(tensors(5))
+    tensors(6) = annulus_tensor_of(dout)
+    args%dout = c_loc(tensors(6))
+    tensors(7) = annulus_tensor_of(dq)
+    args%dq = c_loc(tensors(7))
+    tensors(8) = annulus_tensor_of(dk)
+    args%dk = c_loc(tensors(8))
+    tensors(9) = annulus_tensor_of(dv)
+    args%dv = c_loc(tensors(9))
+    if (present(dlse)) then
+      tensors(10) = annulus_tensor_of(dlse)
+      args%dlse = c_loc(tensors(10))
+    end if
+    if (present(bias)) then
+      tensors(11) = annulus_tensor_of(bias)
+      args%bias = c_loc(tensors(11))
+    end if
+    if (present(softmax_aux)) then
+      tensors(12) = annulus_tensor_of(softmax_aux)
+      args%softmax_aux = c_loc(tensors(12))
+    end if
+    if (present(max)) then
+      tensors(13) = annulus_tensor_of(max)
+      args%max = c_loc(tensors(13))
+    end if
+    if (present(ties)) then
+      tensors(14) = annulus_tensor_of(ties)
+      args%ties = c_loc(tensors(14))
+    end if
+    if (present(dbias)) then
+      tensors(15) = annulus_tensor_of(dbias)
+      args%dbias = c_loc(tensors(15))
+    end if
+    if (present(dsoftmax_aux)) then
+      tensors(16) = annulus_tensor_of(dsoftmax_aux)
+      args%dsoftmax_aux = c_loc(tensors(16))
+    end if
+    status = annulus_backward_c(plan, args)
+  end function backward_r64
+
+end module annulus

@@ -1,0 +1,1140 @@
+/*
+ * annulus: exact attention, forward and backward, over sequences that do not fit one device.
+ *
+ * annulus_options -> annulus_attention -> annulus_plan -> annulus_forward, annulus_backward
+ *
+ * Every function that can fail returns a status: 0, or a number whose text is that of
+ * annulus_error_string and whose details are those of annulus_last_error. Statuses from 1 to 19 are
+ * the caller's fault and leave the plan usable, 20 to 39 are resources, from 40 on the plan is dead.
+ * "Collective" means that all ranks make the call in the same order; "local" that one rank can.
+ * Structs begin with their size, so that fields can be appended; set everything else to 0, or by
+ * annulus_options_init. Units: strides in elements, times in seconds, sizes in bytes.
+ *
+ * Define ANNULUS_WITH_MPI before including this header to declare annulus_plan_create_mpi.
+ *
+ * Made by cbindgen from crates/capi/src.
+ */
+
+
+#ifndef ANNULUS_H
+#define ANNULUS_H
+
+#include <stdint.h>
+#ifdef ANNULUS_WITH_MPI
+#include <mpi.h>
+#endif
+
+/**
+ * The call succeeded.
+ */
+#define ANNULUS_SUCCESS 0
+
+/**
+ * An argument has a value or shape without meaning. Nothing was written; the plan lives.
+ */
+#define ANNULUS_INVALID_ARGUMENT 1
+
+/**
+ * A meaningful combination that this build cannot compute. Nothing was written; the plan lives.
+ */
+#define ANNULUS_UNSUPPORTED 2
+
+/**
+ * A collective call was given different arguments on different ranks. The same error on every
+ * rank; nothing was written; the plan lives.
+ */
+#define ANNULUS_RANK_MISMATCH 3
+
+/**
+ * Another rank refused its arguments. Nothing was written; the plan lives.
+ */
+#define ANNULUS_REFUSED 4
+
+/**
+ * Memory could not be allocated.
+ */
+#define ANNULUS_OUT_OF_MEMORY 20
+
+/**
+ * A file could not be read or written.
+ */
+#define ANNULUS_IO 21
+
+/**
+ * A device or a thread failed. The plan is dead.
+ */
+#define ANNULUS_DEVICE 40
+
+/**
+ * A transfer failed. The plan is dead.
+ */
+#define ANNULUS_COMM 41
+
+/**
+ * A rank was silent, or the whole ring made no progress, for the deadline. The plan is dead.
+ */
+#define ANNULUS_TIMEOUT 42
+
+/**
+ * A rank is gone. The plan is dead.
+ */
+#define ANNULUS_PEER_LOST 43
+
+/**
+ * Another rank failed and ended the call. The plan is dead.
+ */
+#define ANNULUS_ABORTED 44
+
+/**
+ * An earlier call ended this plan.
+ */
+#define ANNULUS_POISONED 45
+
+/**
+ * A defect of annulus, to be reported. The plan is dead.
+ */
+#define ANNULUS_INTERNAL 46
+
+/**
+ * Version of the binary interface: the number in the SONAME of the library.
+ *
+ * It changes when a function, a constant or a field of a struct changes or disappears. Added
+ * functions, and fields at the end of structs that begin with their size, do not change it.
+ */
+#define ANNULUS_ABI_VERSION 0
+
+/**
+ * 32-bit IEEE; sums, lse, bias and sinks in f32.
+ */
+#define ANNULUS_F32 1
+
+/**
+ * 64-bit IEEE; sums, lse, bias and sinks in f64.
+ */
+#define ANNULUS_F64 2
+
+/**
+ * 16-bit IEEE; sums, lse, bias and sinks in f32.
+ */
+#define ANNULUS_F16 3
+
+/**
+ * bfloat16; sums, lse, bias and sinks in f32.
+ */
+#define ANNULUS_BF16 4
+
+/**
+ * Signed 8-bit integer, for `attention_mask`.
+ */
+#define ANNULUS_I8 5
+
+/**
+ * Signed 16-bit integer, for `attention_mask`.
+ */
+#define ANNULUS_I16 6
+
+/**
+ * Signed 32-bit integer, for segment ids, `cum_seqlens` and `attention_mask`.
+ */
+#define ANNULUS_I32 7
+
+/**
+ * Signed 64-bit integer, for positions, `cum_seqlens` and `attention_mask`.
+ */
+#define ANNULUS_I64 8
+
+/**
+ * Unsigned 8-bit integer, for `attention_mask`.
+ */
+#define ANNULUS_U8 9
+
+/**
+ * One byte that is 0 (false) or not, as `bool` of C, for `attention_mask`.
+ */
+#define ANNULUS_BOOL 10
+
+/**
+ * No limit: a side of the sliding window that is open, or no prefix.
+ */
+#define ANNULUS_NONE -1
+
+/**
+ * Position of query i among the keys: i.
+ */
+#define ANNULUS_ALIGN_TOP_LEFT 0
+
+/**
+ * Position of query i among the keys: i + kv_len - q_len.
+ */
+#define ANNULUS_ALIGN_BOTTOM_RIGHT 1
+
+/**
+ * cap * tanh(x / cap) + bias.
+ */
+#define ANNULUS_BIAS_AFTER_SOFT_CAP 0
+
+/**
+ * cap * tanh((x + bias) / cap).
+ */
+#define ANNULUS_BIAS_BEFORE_SOFT_CAP 1
+
+/**
+ * No product is rounded.
+ */
+#define ANNULUS_PRECISION_HIGHEST 0
+
+/**
+ * Products may be split in three terms.
+ */
+#define ANNULUS_PRECISION_HIGH 1
+
+/**
+ * Probabilities of bf16 inputs may be rounded to bf16 before they are multiplied.
+ */
+#define ANNULUS_PRECISION_DEFAULT 2
+
+/**
+ * Keys and values travel again in the backward pass, their gradients one step behind.
+ */
+#define ANNULUS_BACKWARD_ONE_PASS 0
+
+/**
+ * Keys and values travel for dq, then queries for dk and dv.
+ */
+#define ANNULUS_BACKWARD_TWO_PASS 1
+
+/**
+ * The mask chooses the layout.
+ */
+#define ANNULUS_LAYOUT_AUTO 0
+
+/**
+ * Rank r holds one range of rows.
+ */
+#define ANNULUS_LAYOUT_CONTIGUOUS 1
+
+/**
+ * Of 2 * ranks chunks of rows, rank r holds chunks r and 2 * ranks - 1 - r.
+ */
+#define ANNULUS_LAYOUT_ZIGZAG 2
+
+/**
+ * Rank r holds rows r, r + ranks, r + 2 * ranks and so on.
+ */
+#define ANNULUS_LAYOUT_STRIPED 3
+
+/**
+ * The layout of annulus_attention_set_custom_layout.
+ */
+#define ANNULUS_LAYOUT_CUSTOM 4
+
+/**
+ * The mask chooses the route.
+ */
+#define ANNULUS_ROUTE_AUTO 0
+
+/**
+ * Blocks travel from rank r to rank r + 1.
+ */
+#define ANNULUS_ROUTE_RELAY_UP 1
+
+/**
+ * Blocks travel from rank r to rank r - 1.
+ */
+#define ANNULUS_ROUTE_RELAY_DOWN 2
+
+/**
+ * Blocks travel from their owner to each rank that needs them.
+ */
+#define ANNULUS_ROUTE_DIRECT 3
+
+/**
+ * The mask depends on the query head.
+ */
+#define ANNULUS_MASK_PER_HEAD 1
+
+/**
+ * The mask depends on the batch row other than through positions.
+ */
+#define ANNULUS_MASK_PER_BATCH 2
+
+/**
+ * Number of tags that annulus_transport is called with: 0 to 4.
+ */
+#define ANNULUS_TRANSPORT_TAGS 5
+
+/**
+ * The description of an attention. Opaque.
+ */
+typedef struct annulus_attention annulus_attention;
+
+/**
+ * A plan: made once, used for many passes. Opaque.
+ */
+typedef struct annulus_plan annulus_plan;
+
+/**
+ * The definition of one attention. annulus_options_init sets the defaults; the caller then sets
+ * the seven lengths and what differs.
+ *
+ * A pair of query and key is visible if every condition that is given holds; i' and j' are their
+ * positions. docs/semantics.md defines every parameter. Flags are 0 or 1.
+ */
+typedef struct annulus_options {
+  /**
+   * sizeof(annulus_options).
+   */
+  uint64_t struct_size;
+  /**
+   * Independent problems, at least 1.
+   */
+  int64_t batch;
+  /**
+   * Queries of the whole sequence, over all ranks; may be 0.
+   */
+  int64_t q_len;
+  /**
+   * Keys of the whole sequence, over all ranks; may be 0.
+   */
+  int64_t kv_len;
+  /**
+   * Query heads, a multiple of kv_heads.
+   */
+  int64_t q_heads;
+  /**
+   * Key and value heads, at least 1.
+   */
+  int64_t kv_heads;
+  /**
+   * Elements of a query and of a key, 1 to 512.
+   */
+  int64_t head_dim;
+  /**
+   * Elements of a value and of an output, 1 to 512.
+   */
+  int64_t value_dim;
+  /**
+   * Element type of q, k, v, out and their gradients: ANNULUS_F32 (default), ANNULUS_F64,
+   * ANNULUS_F16 or ANNULUS_BF16.
+   */
+  int32_t dtype;
+  /**
+   * Flag: visible only if j' <= i'. Default: 0.
+   */
+  int32_t causal;
+  /**
+   * Visible only if i' - window_left <= j'. Default: ANNULUS_NONE, an open side.
+   */
+  int64_t window_left;
+  /**
+   * Visible only if j' <= i' + window_right. Default: ANNULUS_NONE, an open side.
+   */
+  int64_t window_right;
+  /**
+   * Keys with j' below this number are exempt from the window, and from nothing else. Without a
+   * window it must be 0. Default: 0.
+   */
+  int64_t attention_sink_size;
+  /**
+   * Visible only if i' and j' are in the same chunk of this many positions and j' <= i'.
+   * Default: 0, no chunks.
+   */
+  int64_t chunk_size;
+  /**
+   * Visible only if j' < prefix_len or j' <= i'. Default: ANNULUS_NONE, no such condition.
+   */
+  int64_t prefix_len;
+  /**
+   * ANNULUS_ALIGN_TOP_LEFT (default) or ANNULUS_ALIGN_BOTTOM_RIGHT.
+   */
+  int32_t alignment;
+  /**
+   * ANNULUS_BIAS_AFTER_SOFT_CAP (default) or ANNULUS_BIAS_BEFORE_SOFT_CAP.
+   */
+  int32_t bias_order;
+  /**
+   * Flag: softmax_scale is the factor of q * k. Default: 0, the factor is 1 / sqrt(head_dim).
+   */
+  int32_t has_softmax_scale;
+  /**
+   * Flag: out is not divided by the row sum; max, sum and ties are outputs too. Default: 0.
+   */
+  int32_t unnormalized;
+  /**
+   * Factor of q * k, finite. Must be 0 unless has_softmax_scale is set.
+   */
+  double softmax_scale;
+  /**
+   * cap in cap * tanh(x / cap), finite and above 0. Default: 0, no cap.
+   */
+  double logits_soft_cap;
+  /**
+   * Shape of the additive bias tensor over the whole sequence,
+   * `[batch or 1, q_heads or 1, q_len or 1, kv_len or 1]`. Default: zeros, no bias.
+   */
+  int64_t bias_dims[4];
+  /**
+   * Learnable attention sinks of a head. Default: 0, none.
+   */
+  int64_t sinks;
+  /**
+   * Flag: every query head has sinks of its own. Default: 0, all share them.
+   */
+  int32_t sinks_per_head;
+  /**
+   * Type to which q * k is rounded before scale, bias and cap. Default: 0, the accumulator's.
+   */
+  int32_t logits_dtype;
+  /**
+   * Probability with which a pair is dropped, 0 <= p < 1. Default: 0.
+   */
+  double dropout_prob;
+  /**
+   * Seed of dropout. Must be 0 if dropout_prob is 0.
+   */
+  uint64_t dropout_seed;
+  /**
+   * ANNULUS_PRECISION_HIGHEST (default), ANNULUS_PRECISION_HIGH or ANNULUS_PRECISION_DEFAULT.
+   */
+  int32_t precision;
+  /**
+   * ANNULUS_BACKWARD_ONE_PASS (default) or ANNULUS_BACKWARD_TWO_PASS.
+   */
+  int32_t backward_mode;
+  /**
+   * Flag: no backward pass follows, which needs less memory. Default: 0.
+   */
+  int32_t forward_only;
+  /**
+   * Flag: dsoftmax_aux, and dbias broadcast over queries, are each rank's own part instead of the
+   * sum over ranks. Default: 0.
+   */
+  int32_t local_gradients;
+  /**
+   * ANNULUS_LAYOUT_AUTO (default), CONTIGUOUS, ZIGZAG, STRIPED or CUSTOM.
+   */
+  int32_t layout;
+  /**
+   * ANNULUS_ROUTE_AUTO (default), RELAY_UP, RELAY_DOWN or DIRECT.
+   */
+  int32_t route;
+  /**
+   * Longest silence of the ring before a call fails, in seconds, at least 1. Default: 0, which is
+   * 120 s.
+   */
+  double deadline_seconds;
+  /**
+   * Threads that each rank computes with. Default: 0, which is 1.
+   */
+  int64_t threads;
+} annulus_options;
+
+/**
+ * One pair of query and key, as a callback gets it.
+ */
+typedef struct annulus_pair {
+  /**
+   * Batch row. 0 for a mask without ANNULUS_MASK_PER_BATCH.
+   */
+  int64_t batch;
+  /**
+   * Query head. 0 for a mask without ANNULUS_MASK_PER_HEAD.
+   */
+  int64_t head;
+  /**
+   * Row number of the query in the whole sequence.
+   */
+  int64_t q_row;
+  /**
+   * Row number of the key in the whole sequence.
+   */
+  int64_t kv_row;
+  /**
+   * Position i' of the query.
+   */
+  int64_t q_position;
+  /**
+   * Position j' of the key.
+   */
+  int64_t kv_position;
+} annulus_pair;
+
+/**
+ * Returns 1 if the pair is visible, 0 if it is masked.
+ *
+ * A pure function: called any number of times, from several threads at once, during plan_create,
+ * plan_update, forward and backward. It does not unwind and calls no function of annulus.
+ */
+typedef int32_t (*annulus_mask_function)(void *context, const struct annulus_pair *pair);
+
+/**
+ * Returns the bias of the pair; -INFINITY masks it. Rules: as annulus_mask_function.
+ */
+typedef double (*annulus_bias_function)(void *context, const struct annulus_pair *pair);
+
+/**
+ * Is called, on a thread that waits within a call of annulus, when rank `peer` has been silent for
+ * `waited_seconds`, a quarter of the deadline, in ring step `step`: once per silence.
+ */
+typedef void (*annulus_silence_function)(void *context,
+                                         int64_t peer,
+                                         int64_t step,
+                                         double waited_seconds);
+
+/**
+ * The host's functions that carry messages between ranks.
+ *
+ * Every function returns 0, or another number if it failed, which ends the plan and is named in its
+ * error. Messages from one rank to another with the same tag are received in the order in which
+ * they were sent; a message has the length of its receive. None of the functions waits. They are
+ * called on the thread that calls annulus, within that call, never two at once for one plan; they do
+ * not unwind and call no function of annulus.
+ *
+ * The messages of one plan meet no others: another plan, or the host's own traffic, has another
+ * context with another communicator or other tags.
+ */
+typedef struct annulus_transport {
+  /**
+   * sizeof(annulus_transport).
+   */
+  uint64_t struct_size;
+  /**
+   * Passed to every function.
+   */
+  void *context;
+  /**
+   * This rank.
+   */
+  int64_t rank;
+  /**
+   * Number of ranks.
+   */
+  int64_t ranks;
+  /**
+   * Starts sending `bytes` bytes from `data` to rank `peer`, and writes a request to `*request`.
+   * The bytes stay unchanged until the request is done. If it fails there is no request.
+   */
+  int (*send)(void *context,
+              int64_t peer,
+              int32_t tag,
+              const void *data,
+              uint64_t bytes,
+              void **request);
+  /**
+   * Starts receiving `bytes` bytes from rank `peer` into `data`, and writes a request to
+   * `*request`. Nobody else uses the bytes until the request is done. If it fails there is no
+   * request.
+   */
+  int (*recv)(void *context, int64_t peer, int32_t tag, void *data, uint64_t bytes, void **request);
+  /**
+   * Moves messages, and writes 1 to `*done` if the request is done, else 0. A request that is
+   * done, or failed, does not exist any more, and its bytes are not touched any more.
+   */
+  int (*test)(void *context, void *request, int32_t *done);
+  /**
+   * Ends a request that is not done. After it returned 0 the request does not exist any more and
+   * its bytes are not touched any more; if it fails annulus leaks the bytes.
+   */
+  int (*cancel)(void *context, void *request);
+} annulus_transport;
+
+/**
+ * A tensor of the caller's, read or written in place.
+ *
+ * The element with the indices i is at `data + sum(i[a] * strides[a])`, in elements. Axes beyond
+ * those of a tensor have length 1: lse is `[batch, heads, seq, 1]`, segment ids
+ * `[batch, rows, 1, 1]`. The stride of an axis of length 1 is not read.
+ *
+ * Strides are 0 or more. A stride of 0 repeats an input; an output has no two indices for one
+ * element. `data` is a multiple of the size of an element; it may be NULL if a length is 0.
+ */
+typedef struct annulus_tensor {
+  /**
+   * First element.
+   */
+  void *data;
+  /**
+   * Element type, `ANNULUS_F32` to `ANNULUS_BOOL`.
+   */
+  int32_t dtype;
+  /**
+   * Lengths of the axes.
+   */
+  int64_t dims[4];
+  /**
+   * Distance of neighbours along each axis, in elements.
+   */
+  int64_t strides[4];
+} annulus_tensor;
+
+/**
+ * The part of a batch that decides which pairs are visible. NULL: no such condition.
+ *
+ * Over MPI or callbacks, `rows` are the rows of the calling rank in its local order; in an
+ * in-process ring they are all rows.
+ */
+typedef struct annulus_batch {
+  /**
+   * sizeof(annulus_batch).
+   */
+  uint64_t struct_size;
+  /**
+   * `[batch, q rows, 1, 1]`, ANNULUS_I32. A pair is visible only if both ids are equal and not
+   * negative. Ids of one side serve for both if the lengths agree.
+   */
+  const struct annulus_tensor *q_segment_ids;
+  /**
+   * `[batch, kv rows, 1, 1]`, ANNULUS_I32.
+   */
+  const struct annulus_tensor *kv_segment_ids;
+  /**
+   * Positions i', `[batch, q rows, 1, 1]`, ANNULUS_I64. Default: row numbers.
+   */
+  const struct annulus_tensor *q_positions;
+  /**
+   * Positions j', `[batch, kv rows, 1, 1]`, ANNULUS_I64. Default: row numbers.
+   */
+  const struct annulus_tensor *kv_positions;
+  /**
+   * `[batch or 1, q_heads or 1, q rows, all keys]`, an integer type or ANNULUS_BOOL. A pair is
+   * visible only if its element is not 0.
+   */
+  const struct annulus_tensor *attention_mask;
+  /**
+   * `[sequences + 1, 1, 1, 1]`, ANNULUS_I32 or ANNULUS_I64: first rows of packed sequences and
+   * the end of the last, ascending from 0, whole on every rank. Lengths of one side serve for
+   * both if q_len = kv_len.
+   */
+  const struct annulus_tensor *cum_seqlens_q;
+  /**
+   * `[sequences + 1, 1, 1, 1]`, ANNULUS_I32 or ANNULUS_I64.
+   */
+  const struct annulus_tensor *cum_seqlens_k;
+} annulus_batch;
+
+/**
+ * The tensors of a forward pass. q_len and kv_len are those of the whole sequence in an in-process
+ * ring, and the numbers of this rank's rows otherwise. T is the type of the options; A is f64 for
+ * f64 and f32 for the others.
+ */
+typedef struct annulus_forward_args {
+  /**
+   * sizeof(annulus_forward_args).
+   */
+  uint64_t struct_size;
+  /**
+   * Input `[batch, q_len, q_heads, head_dim]`, T.
+   */
+  const struct annulus_tensor *q;
+  /**
+   * Input `[batch, kv_len, kv_heads, head_dim]`, T.
+   */
+  const struct annulus_tensor *k;
+  /**
+   * Input `[batch, kv_len, kv_heads, value_dim]`, T.
+   */
+  const struct annulus_tensor *v;
+  /**
+   * Input, A: options.bias_dims, with this rank's queries and all keys. NULL without a bias.
+   */
+  const struct annulus_tensor *bias;
+  /**
+   * Input `[q_heads or 1, sinks, 1, 1]`, A. NULL without sinks.
+   */
+  const struct annulus_tensor *softmax_aux;
+  /**
+   * Output `[batch, q_len, q_heads, value_dim]`, T.
+   */
+  const struct annulus_tensor *out;
+  /**
+   * Output `[batch, q_heads, q_len, 1]`, A: natural logarithm of the row sum of e^score.
+   */
+  const struct annulus_tensor *lse;
+  /**
+   * Output as lse: row maximum. NULL unless options.unnormalized is set.
+   */
+  const struct annulus_tensor *max;
+  /**
+   * Output as lse: row sum. NULL unless options.unnormalized is set.
+   */
+  const struct annulus_tensor *sum;
+  /**
+   * Output as lse: number of keys and sinks that share the maximum. NULL unless
+   * options.unnormalized is set.
+   */
+  const struct annulus_tensor *ties;
+} annulus_forward_args;
+
+/**
+ * The tensors of a backward pass. Lengths and types: as of annulus_forward_args.
+ */
+typedef struct annulus_backward_args {
+  /**
+   * sizeof(annulus_backward_args).
+   */
+  uint64_t struct_size;
+  /**
+   * Input, as in the forward pass.
+   */
+  const struct annulus_tensor *q;
+  /**
+   * Input, as in the forward pass.
+   */
+  const struct annulus_tensor *k;
+  /**
+   * Input, as in the forward pass.
+   */
+  const struct annulus_tensor *v;
+  /**
+   * Input, as in the forward pass.
+   */
+  const struct annulus_tensor *bias;
+  /**
+   * Input, as in the forward pass.
+   */
+  const struct annulus_tensor *softmax_aux;
+  /**
+   * Input: output of the forward pass.
+   */
+  const struct annulus_tensor *out;
+  /**
+   * Input: output of the forward pass.
+   */
+  const struct annulus_tensor *lse;
+  /**
+   * Input: output of the forward pass. NULL unless options.unnormalized is set.
+   */
+  const struct annulus_tensor *max;
+  /**
+   * Input: output of the forward pass. NULL unless options.unnormalized is set.
+   */
+  const struct annulus_tensor *ties;
+  /**
+   * Input as out: gradient of the loss by out.
+   */
+  const struct annulus_tensor *dout;
+  /**
+   * Input as lse: gradient of the loss by lse. NULL: 0.
+   */
+  const struct annulus_tensor *dlse;
+  /**
+   * Output as q.
+   */
+  const struct annulus_tensor *dq;
+  /**
+   * Output as k.
+   */
+  const struct annulus_tensor *dk;
+  /**
+   * Output as v.
+   */
+  const struct annulus_tensor *dv;
+  /**
+   * Output as bias. NULL without a bias.
+   */
+  const struct annulus_tensor *dbias;
+  /**
+   * Output as softmax_aux. NULL without sinks.
+   */
+  const struct annulus_tensor *dsoftmax_aux;
+} annulus_backward_args;
+
+#ifdef __cplusplus
+extern "C" {
+#endif // __cplusplus
+
+/**
+ * Returns the message of the last call that failed on the calling thread, as UTF-8; empty if none
+ * has. It names the argument, what was given and what would have been accepted.
+ *
+ * The text lives until the next call that fails on this thread. Never NULL.
+ */
+const char *annulus_last_error(void);
+
+/**
+ * Returns a short text for a status, which never has to be freed; "unknown status" for a number
+ * that is no status. Never NULL.
+ */
+const char *annulus_error_string(int status);
+
+/**
+ * Returns ANNULUS_ABI_VERSION of the library that is loaded. A program compares it with that
+ * of its header.
+ */
+int annulus_abi_version(void);
+
+/**
+ * Returns the version of the library, such as "0.1.0", which never has to be freed.
+ */
+const char *annulus_version(void);
+
+/**
+ * Returns the features that the library was built with, separated by spaces: "" or "mpi". The text
+ * never has to be freed.
+ */
+const char *annulus_features(void);
+
+/**
+ * Sets the defaults of all options, and `struct_size`.
+ *
+ * `struct_size` is sizeof(annulus_options) of the header that the program was compiled with.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT for NULL or a size that no version of the struct has.
+ *
+ * Safety
+ * `options` is NULL or points to `struct_size` writable bytes.
+ */
+int annulus_options_init(struct annulus_options *options, uint64_t struct_size);
+
+/**
+ * Describes an attention: checks the options and returns a handle in `*attention`.
+ *
+ * Local. The handle is destroyed by annulus_attention_destroy; plans that were made of it live
+ * on. `*attention` is NULL if the call fails.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT, with the name of the option; ANNULUS_UNSUPPORTED for an option of a
+ * newer header.
+ *
+ * Safety
+ * `options` points to initialised options, `attention` to a writable pointer.
+ */
+int annulus_attention_create(const struct annulus_options *options,
+                             struct annulus_attention **attention);
+
+/**
+ * Adds a mask of the host's, as one more condition.
+ *
+ * `name` tells masks apart: ranks compare it, so two functions that differ, and two contexts that
+ * differ, have two names. `flags` is a sum of ANNULUS_MASK_PER_HEAD and ANNULUS_MASK_PER_BATCH;
+ * without them the function is called once for all heads and batch rows. `context` is passed back.
+ *
+ * The function and its context must live until this attention and all plans that were made of it
+ * are destroyed. See annulus_mask_function for what it may do.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT.
+ *
+ * Safety
+ * `name` is a text that ends with a zero byte, and the function is as said.
+ */
+int annulus_attention_add_mask(struct annulus_attention *attention,
+                               const char *name,
+                               uint32_t flags,
+                               annulus_mask_function visible,
+                               void *context);
+
+/**
+ * Sets a bias that the host computes from each pair, in place of an earlier one. It is added to the
+ * bias tensor, if there is one, and has no gradient.
+ *
+ * Name, context and function: as of annulus_attention_add_mask.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT.
+ *
+ * Safety
+ * As of annulus_attention_add_mask.
+ */
+int annulus_attention_set_bias_function(struct annulus_attention *attention,
+                                        const char *name,
+                                        annulus_bias_function bias,
+                                        void *context);
+
+/**
+ * Sets the bias -slope * |i' - j'| of ALiBi (Press et al. 2022), in place of another bias function.
+ *
+ * `slopes` has `count` numbers, one per query head.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT, also if `count` is not the number of query heads.
+ *
+ * Safety
+ * `slopes` points to `count` numbers.
+ */
+int annulus_attention_set_alibi(struct annulus_attention *attention,
+                                const double *slopes,
+                                int64_t count);
+
+/**
+ * Sets which rows each rank holds, for the layout ANNULUS_LAYOUT_CUSTOM.
+ *
+ * `q_rows` has the global query rows of rank 0 in its local order, then those of rank 1, and so on;
+ * `q_counts[r]` is the number of rows of rank r. `kv_counts` and `kv_rows` are alike for keys.
+ * Every row is on one rank. A plan of another number of ranks is refused.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT, with the row that is missing or there twice.
+ *
+ * Safety
+ * `q_counts` and `kv_counts` point to `ranks` numbers, `q_rows` and `kv_rows` to as many as these
+ * add up to.
+ */
+int annulus_attention_set_custom_layout(struct annulus_attention *attention,
+                                        int64_t ranks,
+                                        const int64_t *q_counts,
+                                        const int64_t *q_rows,
+                                        const int64_t *kv_counts,
+                                        const int64_t *kv_rows);
+
+/**
+ * Sets the function that is told of a rank that has been silent for a quarter of the deadline.
+ * NULL is refused: by default there is none.
+ *
+ * Function and context must live until this attention and all plans that were made of it are
+ * destroyed. The function does not unwind and calls no function of annulus.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT.
+ *
+ * Safety
+ * The function is as said.
+ */
+int annulus_attention_on_silence(struct annulus_attention *attention,
+                                 annulus_silence_function silence,
+                                 void *context);
+
+/**
+ * Destroys the handle of a description. Local. Plans that were made of it live on.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT for NULL, a foreign handle, or one that was destroyed.
+ */
+int annulus_attention_destroy(struct annulus_attention *attention);
+
+/**
+ * Plans a ring of `ranks` ranks in this process, over whole tensors.
+ *
+ * Every pass starts one thread per rank (none for one rank), each of which computes with
+ * `options.threads` threads, and returns when all have ended. `*plan` is NULL if the call fails.
+ *
+ * Local.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT, ANNULUS_UNSUPPORTED, ANNULUS_OUT_OF_MEMORY.
+ *
+ * Safety
+ * `plan` points to a writable pointer.
+ */
+int annulus_plan_create_threads(const struct annulus_attention *attention,
+                                int64_t ranks,
+                                struct annulus_plan **plan);
+
+/**
+ * Plans this rank of a ring over the ranks of a communicator of MPI, given as Fortran and
+ * MPI_Comm_c2f have it.
+ *
+ * Collective over the communicator. It is duplicated and neither changed nor freed; its error
+ * handler stays. Ranks wait for each other up to the deadline; if one does not arrive, the
+ * duplication stays pending on the communicator, on which no further collective may begin. MPI must
+ * be initialised, with MPI_THREAD_FUNNELED at least; below MPI_THREAD_MULTIPLE the plan is made and
+ * used on MPI's main thread. A handle that is not alive is refused locally, without the other
+ * ranks. `*plan` is NULL if the call fails.
+ *
+ * Errors
+ * ANNULUS_UNSUPPORTED in a library without the feature mpi (annulus_features).
+ * ANNULUS_INVALID_ARGUMENT before MPI_Init and after MPI_Finalize, and for a null or an
+ * inter-communicator. ANNULUS_REFUSED, ANNULUS_RANK_MISMATCH, ANNULUS_OUT_OF_MEMORY, ANNULUS_COMM.
+ *
+ * Safety
+ * The handle is that of MPI_COMM_NULL or of a communicator that lives. `plan` points to a writable
+ * pointer.
+ */
+int annulus_plan_create_mpi_f(const struct annulus_attention *attention,
+                              int32_t communicator,
+                              struct annulus_plan **plan);
+
+#if defined(ANNULUS_WITH_MPI)
+/**
+ * As annulus_plan_create_mpi_f, of a communicator as C has it.
+ *
+ * Only in a library with the feature mpi. The header declares it where ANNULUS_WITH_MPI is defined, and
+ * then includes mpi.h.
+ *
+ * Errors
+ * As annulus_plan_create_mpi_f.
+ *
+ * Safety
+ * As annulus_plan_create_mpi_f.
+ */
+int annulus_plan_create_mpi(const struct annulus_attention *attention,
+                            MPI_Comm communicator,
+                            struct annulus_plan **plan);
+#endif
+
+/**
+ * Plans this rank of a ring whose messages the host carries.
+ *
+ * Collective over the ranks. `transport` is copied; its functions and its context live until the
+ * plan is destroyed. `*plan` is NULL if the call fails.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT here and ANNULUS_REFUSED elsewhere; ANNULUS_RANK_MISMATCH;
+ * ANNULUS_OUT_OF_MEMORY; ANNULUS_COMM if a function of the host fails; ANNULUS_TIMEOUT.
+ *
+ * Safety
+ * `transport` points to an initialised transport, whose functions do what annulus_transport
+ * says. `plan` points to a writable pointer.
+ */
+int annulus_plan_create_callbacks(const struct annulus_attention *attention,
+                                  const struct annulus_transport *transport,
+                                  struct annulus_plan **plan);
+
+/**
+ * Writes this rank to `*rank`; 0 for an in-process ring. Local.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT.
+ *
+ * Safety
+ * `rank` points to a writable number.
+ */
+int annulus_plan_rank(const struct annulus_plan *plan, int64_t *rank);
+
+/**
+ * Writes the number of ranks to `*ranks`. Local.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT.
+ *
+ * Safety
+ * `ranks` points to a writable number.
+ */
+int annulus_plan_ranks(const struct annulus_plan *plan, int64_t *ranks);
+
+/**
+ * Writes the layout in force to `*layout`, a constant ANNULUS_LAYOUT_* other than AUTO. Local.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT.
+ *
+ * Safety
+ * `layout` points to a writable number.
+ */
+int annulus_plan_layout(const struct annulus_plan *plan, int32_t *layout);
+
+/**
+ * Writes the route in force to `*route`, a constant ANNULUS_ROUTE_* other than AUTO. Local.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT.
+ *
+ * Safety
+ * `route` points to a writable number.
+ */
+int annulus_plan_route(const struct annulus_plan *plan, int32_t *route);
+
+/**
+ * Writes the bytes of the plan's message buffers to `*bytes`: blocks of keys, values and queries,
+ * and their gradients in flight, of all ranks in this process. Local.
+ *
+ * This is the memory that the ring adds to attention on one rank. Not in it: the accumulators and
+ * the scratch memory of the CPU kernels, and the schedule.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT.
+ *
+ * Safety
+ * `bytes` points to a writable number.
+ */
+int annulus_plan_workspace_bytes(const struct annulus_plan *plan, uint64_t *bytes);
+
+/**
+ * Writes the global query rows of this rank, in the order of its tensors, to `rows`, and their
+ * number to `*count`. Local.
+ *
+ * `rows` has room for `capacity` numbers. With NULL as `rows` and 0 as `capacity` only the number
+ * is written. In an in-process ring these are all rows, because its tensors are whole.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT, also if there is too little room: then `*count` is written, and no row.
+ *
+ * Safety
+ * `rows` points to `capacity` writable numbers, `count` to one.
+ */
+int annulus_plan_q_rows(const struct annulus_plan *plan,
+                        int64_t *rows,
+                        int64_t capacity,
+                        int64_t *count);
+
+/**
+ * As annulus_plan_q_rows, of keys.
+ *
+ * Errors
+ * As annulus_plan_q_rows.
+ *
+ * Safety
+ * As annulus_plan_q_rows.
+ */
+int annulus_plan_kv_rows(const struct annulus_plan *plan,
+                         int64_t *rows,
+                         int64_t capacity,
+                         int64_t *count);
+
+/**
+ * Adapts the plan to a new batch, which stays in force until the next call: segment ids, positions,
+ * packed lengths, dense mask. NULL removes them all. The tensors are copied.
+ *
+ * Collective over the ranks. Layout and route stay; the schedule is derived anew.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT, with the name of the tensor, ANNULUS_UNSUPPORTED and
+ * ANNULUS_OUT_OF_MEMORY here, ANNULUS_REFUSED elsewhere; ANNULUS_RANK_MISMATCH: the old batch stays
+ * in force on all ranks. As annulus_forward if communication fails.
+ *
+ * Safety
+ * `batch` is NULL or points to an initialised batch, whose tensors nobody writes to meanwhile.
+ */
+int annulus_plan_update(struct annulus_plan *plan, const struct annulus_batch *batch);
+
+/**
+ * Destroys a plan. If a call is using it, it is destroyed when that call ends.
+ *
+ * Local: a rank that failed can do it alone. Over MPI and callbacks it waits up to one second for
+ * the other ranks to do the same, so that nothing is in flight. After MPI_Finalize it is harmless.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT for NULL, a foreign handle, or one that was destroyed.
+ */
+int annulus_plan_destroy(struct annulus_plan *plan);
+
+/**
+ * Computes out and lse, in place. Reads and writes the caller's tensors and copies none of them,
+ * except the rows of an in-process ring whose ranks hold several ranges of rows (zigzag).
+ *
+ * Collective over the ranks. Outputs share no element with another tensor of the call.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT here and ANNULUS_REFUSED elsewhere if a tensor does not fit the plan, and
+ * ANNULUS_RANK_MISMATCH: nothing was written, the plan lives. ANNULUS_COMM, ANNULUS_TIMEOUT,
+ * ANNULUS_PEER_LOST, ANNULUS_ABORTED, ANNULUS_DEVICE and ANNULUS_INTERNAL end the plan: later calls
+ * return ANNULUS_POISONED. A handle that is not alive is refused locally, without the other ranks.
+ *
+ * Safety
+ * `args` points to initialised arguments, which point to tensors whose elements are allocated and
+ * which nobody else writes to during the call; outputs are not read either.
+ */
+int annulus_forward(struct annulus_plan *plan,
+                    const struct annulus_forward_args *args);
+
+/**
+ * Computes the gradients, in place, from the inputs and outputs of the forward pass.
+ *
+ * dsoftmax_aux, and dbias if it is broadcast over queries, are sums over all ranks, unless
+ * options.local_gradients is set. Collective over the ranks. Outputs share no element with another
+ * tensor of the call.
+ *
+ * Errors
+ * As annulus_forward; ANNULUS_INVALID_ARGUMENT also of a plan with options.forward_only.
+ *
+ * Safety
+ * As annulus_forward.
+ */
+int annulus_backward(struct annulus_plan *plan, const struct annulus_backward_args *args);
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif  // __cplusplus
+
+#endif  /* ANNULUS_H */

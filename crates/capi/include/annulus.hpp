@@ -1,0 +1,370 @@
+/*
+ * annulus for C++17: handles that destroy themselves, views of tensors, exceptions.
+ *
+ * A header without a library of its own: everything calls annulus.h, whose documentation holds.
+ * Calls that fail throw annulus::error. Objects are moved, not copied.
+ */
+#ifndef ANNULUS_HPP
+#define ANNULUS_HPP
+
+#include "annulus.h"
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace annulus {
+
+/* A call that failed: its status, and annulus_last_error as what(). */
+class error : public std::runtime_error {
+ public:
+  error(int status, const std::string &message) : std::runtime_error(message), status_(status) {}
+  /* ANNULUS_INVALID_ARGUMENT and so on. */
+  int status() const noexcept { return status_; }
+  /* True if the plan that returned this cannot be used any more. */
+  bool is_fatal() const noexcept { return status_ >= ANNULUS_DEVICE; }
+
+ private:
+  int status_;
+};
+
+namespace detail {
+inline void check(int status) {
+  if (status != ANNULUS_SUCCESS) throw error(status, annulus_last_error());
+}
+}  // namespace detail
+
+/* 16-bit elements by their bits. */
+struct f16 {
+  std::uint16_t bits;
+};
+struct bf16 {
+  std::uint16_t bits;
+};
+
+/* Element type and accumulator of a type of C++. Specialise it for 16-bit types of your own. */
+template <class T>
+struct element;
+template <>
+struct element<float> {
+  static constexpr std::int32_t dtype = ANNULUS_F32;
+  using accumulator = float;
+};
+template <>
+struct element<double> {
+  static constexpr std::int32_t dtype = ANNULUS_F64;
+  using accumulator = double;
+};
+template <>
+struct element<f16> {
+  static constexpr std::int32_t dtype = ANNULUS_F16;
+  using accumulator = float;
+};
+template <>
+struct element<bf16> {
+  static constexpr std::int32_t dtype = ANNULUS_BF16;
+  using accumulator = float;
+};
+template <>
+struct element<std::int8_t> {
+  static constexpr std::int32_t dtype = ANNULUS_I8;
+};
+template <>
+struct element<std::int16_t> {
+  static constexpr std::int32_t dtype = ANNULUS_I16;
+};
+template <>
+struct element<std::int32_t> {
+  static constexpr std::int32_t dtype = ANNULUS_I32;
+};
+template <>
+struct element<std::int64_t> {
+  static constexpr std::int32_t dtype = ANNULUS_I64;
+};
+template <>
+struct element<std::uint8_t> {
+  static constexpr std::int32_t dtype = ANNULUS_U8;
+};
+template <>
+struct element<bool> {
+  static constexpr std::int32_t dtype = ANNULUS_BOOL;
+};
+
+/* Lengths or strides, in elements. Lengths that are not given are 1. */
+class extents {
+ public:
+  extents(std::int64_t a, std::int64_t b = 1, std::int64_t c = 1, std::int64_t d = 1)
+      : all_{a, b, c, d} {}
+  std::int64_t operator[](std::size_t axis) const { return all_[axis]; }
+
+ private:
+  std::array<std::int64_t, 4> all_;
+};
+
+/* A view of a tensor of the caller's: neither owns nor copies it. T is const for inputs. */
+template <class T>
+class view {
+ public:
+  /* Elements one after another, the last axis fastest. */
+  view(T *data, extents dims) : view(data, dims, packed(dims)) {}
+  view(T *data, extents dims, extents strides) : tensor_{} {
+    tensor_.data = const_cast<void *>(static_cast<const void *>(data));
+    tensor_.dtype = element<std::remove_const_t<T>>::dtype;
+    for (std::size_t axis = 0; axis < 4; axis++) {
+      tensor_.dims[axis] = dims[axis];
+      tensor_.strides[axis] = strides[axis];
+    }
+  }
+  /* A view for writing serves for reading. */
+  template <class U, class = std::enable_if_t<std::is_same_v<const U, T>>>
+  view(const view<U> &other) : tensor_(*other.get()) {}
+  const annulus_tensor *get() const noexcept { return &tensor_; }
+
+ private:
+  static extents packed(extents dims) {
+    return {dims[1] * dims[2] * dims[3], dims[2] * dims[3], dims[3], 1};
+  }
+  annulus_tensor tensor_;
+};
+
+namespace detail {
+template <class T>
+const annulus_tensor *get(const std::optional<view<T>> &tensor) noexcept {
+  return tensor ? tensor->get() : nullptr;
+}
+}  // namespace detail
+
+/* The options of annulus.h, with their defaults. */
+struct options : annulus_options {
+  options() { detail::check(annulus_options_init(this, sizeof(annulus_options))); }
+};
+
+/* Segment ids, positions, packed lengths and a dense mask; M is the type of the mask's elements. */
+template <class M = bool>
+struct batch {
+  std::optional<view<const std::int32_t>> q_segment_ids, kv_segment_ids;
+  std::optional<view<const std::int64_t>> q_positions, kv_positions;
+  std::optional<view<const M>> attention_mask;
+  std::optional<view<const std::int64_t>> cum_seqlens_q, cum_seqlens_k;
+};
+
+/* The tensors of a forward pass: {q, k, v, out, lse}, then those that the options ask for. */
+template <class T>
+struct forward_tensors {
+  using A = typename element<T>::accumulator;
+  view<const T> q, k, v;
+  view<T> out;
+  view<A> lse;
+  std::optional<view<const A>> bias = {}, softmax_aux = {};
+  std::optional<view<A>> max = {}, sum = {}, ties = {};
+};
+
+/* The tensors of a backward pass: {q, k, v, out, lse, dout, dq, dk, dv}, then the optional ones. */
+template <class T>
+struct backward_tensors {
+  using A = typename element<T>::accumulator;
+  view<const T> q, k, v, out;
+  view<const A> lse;
+  view<const T> dout;
+  view<T> dq, dk, dv;
+  std::optional<view<const A>> bias = {}, softmax_aux = {}, dlse = {}, max = {}, ties = {};
+  std::optional<view<A>> dbias = {}, dsoftmax_aux = {};
+};
+
+/* A mask and a bias of the host's. They must not throw: a program in which one does is terminated. */
+using mask_function = std::function<bool(const annulus_pair &)>;
+using bias_function = std::function<double(const annulus_pair &)>;
+
+/* The description of an attention. */
+class attention {
+ public:
+  explicit attention(const options &options) {
+    annulus_attention *made = nullptr;
+    detail::check(annulus_attention_create(&options, &made));
+    handle_.reset(made);
+  }
+  /* Adds a mask, as one more condition. Ranks compare the name. */
+  void add_mask(const std::string &name, std::uint32_t flags, mask_function visible) {
+    auto kept = std::make_shared<mask_function>(std::move(visible));
+    detail::check(annulus_attention_add_mask(get(), name.c_str(), flags, call_mask, kept.get()));
+    functions_.push_back(std::move(kept));
+  }
+  /* Sets a bias that is computed from each pair. */
+  void set_bias_function(const std::string &name, bias_function bias) {
+    auto kept = std::make_shared<bias_function>(std::move(bias));
+    detail::check(annulus_attention_set_bias_function(get(), name.c_str(), call_bias, kept.get()));
+    functions_.push_back(std::move(kept));
+  }
+  void set_alibi(const std::vector<double> &slopes) {
+    auto count = static_cast<std::int64_t>(slopes.size());
+    detail::check(annulus_attention_set_alibi(get(), slopes.data(), count));
+  }
+  /* Sets the rows of every rank, for ANNULUS_LAYOUT_CUSTOM. */
+  void set_custom_layout(const std::vector<std::vector<std::int64_t>> &q,
+                         const std::vector<std::vector<std::int64_t>> &kv) {
+    if (q.size() != kv.size())
+      throw error(ANNULUS_INVALID_ARGUMENT, "layout: got q and kv of unequal numbers of ranks");
+    auto [q_counts, q_rows] = flat(q);
+    auto [kv_counts, kv_rows] = flat(kv);
+    detail::check(annulus_attention_set_custom_layout(get(), static_cast<std::int64_t>(q.size()),
+                                                      q_counts.data(), q_rows.data(),
+                                                      kv_counts.data(), kv_rows.data()));
+  }
+  annulus_attention *get() const noexcept { return handle_.get(); }
+
+ private:
+  friend class plan;
+  using list = std::vector<std::int64_t>;
+  static std::pair<list, list> flat(const std::vector<list> &ranks) {
+    std::pair<list, list> all;
+    for (const list &rows : ranks) {
+      all.first.push_back(static_cast<std::int64_t>(rows.size()));
+      all.second.insert(all.second.end(), rows.begin(), rows.end());
+    }
+    return all;
+  }
+  static std::int32_t call_mask(void *context, const annulus_pair *pair) noexcept {
+    return (*static_cast<mask_function *>(context))(*pair) ? 1 : 0;
+  }
+  static double call_bias(void *context, const annulus_pair *pair) noexcept {
+    return (*static_cast<bias_function *>(context))(*pair);
+  }
+  struct destroy {
+    void operator()(annulus_attention *handle) const noexcept {
+      annulus_attention_destroy(handle);
+    }
+  };
+  std::unique_ptr<annulus_attention, destroy> handle_;
+  /* Plans share them, because they call them as long as they live. */
+  std::vector<std::shared_ptr<void>> functions_;
+};
+
+/* A plan, made once and used for many passes. */
+class plan {
+ public:
+  /* A ring of threads in this process, over whole tensors. */
+  static plan over_threads(const attention &of, std::int64_t ranks) {
+    return made(of, [&](auto out) { return annulus_plan_create_threads(of.get(), ranks, out); });
+  }
+#ifdef ANNULUS_WITH_MPI
+  /* This rank of a ring over a communicator. Collective. */
+  static plan over_mpi(const attention &of, MPI_Comm communicator) {
+    return made(of, [&](auto out) { return annulus_plan_create_mpi(of.get(), communicator, out); });
+  }
+#endif
+  /* This rank of a ring over functions of the host, whose context outlives the plan. Collective. */
+  static plan over_callbacks(const attention &of, const annulus_transport &host) {
+    return made(of, [&](auto out) { return annulus_plan_create_callbacks(of.get(), &host, out); });
+  }
+
+  std::int64_t rank() const { return number<std::int64_t>(annulus_plan_rank); }
+  std::int64_t ranks() const { return number<std::int64_t>(annulus_plan_ranks); }
+  std::int32_t layout() const { return number<std::int32_t>(annulus_plan_layout); }
+  std::int32_t route() const { return number<std::int32_t>(annulus_plan_route); }
+  std::uint64_t workspace_bytes() const {
+    return number<std::uint64_t>(annulus_plan_workspace_bytes);
+  }
+  /* Global rows of this rank, in the order of its tensors. */
+  std::vector<std::int64_t> q_rows() const { return rows(annulus_plan_q_rows); }
+  std::vector<std::int64_t> kv_rows() const { return rows(annulus_plan_kv_rows); }
+
+  /* Adapts the plan to a batch. Collective. */
+  template <class M>
+  void update(const batch<M> &to) {
+    annulus_batch all{};
+    all.struct_size = sizeof all;
+    all.q_segment_ids = detail::get(to.q_segment_ids);
+    all.kv_segment_ids = detail::get(to.kv_segment_ids);
+    all.q_positions = detail::get(to.q_positions);
+    all.kv_positions = detail::get(to.kv_positions);
+    all.attention_mask = detail::get(to.attention_mask);
+    all.cum_seqlens_q = detail::get(to.cum_seqlens_q);
+    all.cum_seqlens_k = detail::get(to.cum_seqlens_k);
+    detail::check(annulus_plan_update(get(), &all));
+  }
+  /* Computes out and lse. Collective. */
+  template <class T>
+  void forward(const forward_tensors<T> &of) {
+    annulus_forward_args all{};
+    all.struct_size = sizeof all;
+    all.q = of.q.get();
+    all.k = of.k.get();
+    all.v = of.v.get();
+    all.bias = detail::get(of.bias);
+    all.softmax_aux = detail::get(of.softmax_aux);
+    all.out = of.out.get();
+    all.lse = of.lse.get();
+    all.max = detail::get(of.max);
+    all.sum = detail::get(of.sum);
+    all.ties = detail::get(of.ties);
+    detail::check(annulus_forward(get(), &all));
+  }
+  /* Computes the gradients. Collective. */
+  template <class T>
+  void backward(const backward_tensors<T> &of) {
+    annulus_backward_args all{};
+    all.struct_size = sizeof all;
+    all.q = of.q.get();
+    all.k = of.k.get();
+    all.v = of.v.get();
+    all.bias = detail::get(of.bias);
+    all.softmax_aux = detail::get(of.softmax_aux);
+    all.out = of.out.get();
+    all.lse = of.lse.get();
+    all.max = detail::get(of.max);
+    all.ties = detail::get(of.ties);
+    all.dout = of.dout.get();
+    all.dlse = detail::get(of.dlse);
+    all.dq = of.dq.get();
+    all.dk = of.dk.get();
+    all.dv = of.dv.get();
+    all.dbias = detail::get(of.dbias);
+    all.dsoftmax_aux = detail::get(of.dsoftmax_aux);
+    detail::check(annulus_backward(get(), &all));
+  }
+  annulus_plan *get() const noexcept { return handle_.get(); }
+
+ private:
+  plan() = default;
+  template <class Make>
+  static plan made(const attention &of, Make make) {
+    plan made;
+    annulus_plan *handle = nullptr;
+    detail::check(make(&handle));
+    made.handle_.reset(handle);
+    made.functions_ = of.functions_;
+    return made;
+  }
+  template <class N, class Read>
+  N number(Read read) const {
+    N value{};
+    detail::check(read(get(), &value));
+    return value;
+  }
+  template <class Read>
+  std::vector<std::int64_t> rows(Read read) const {
+    std::int64_t count = 0;
+    detail::check(read(get(), nullptr, 0, &count));
+    std::vector<std::int64_t> all(static_cast<std::size_t>(count));
+    if (count > 0) detail::check(read(get(), all.data(), count, &count));
+    return all;
+  }
+  struct destroy {
+    void operator()(annulus_plan *handle) const noexcept { annulus_plan_destroy(handle); }
+  };
+  /* Destroyed after the handle, which calls them. */
+  std::vector<std::shared_ptr<void>> functions_;
+  std::unique_ptr<annulus_plan, destroy> handle_;
+};
+
+}  // namespace annulus
+
+#endif

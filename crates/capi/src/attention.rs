@@ -1,0 +1,300 @@
+//! The handle of a description, to which masks, functions and a layout are added.
+
+use std::{
+    ffi::{c_char, c_int, c_void},
+    slice,
+    sync::Arc,
+};
+
+use annulus::{Alibi, CustomLayout, Error, Layout, Result, Runs};
+
+use crate::{
+    callbacks::{
+        ANNULUS_MASK_PER_BATCH, ANNULUS_MASK_PER_HEAD, Context, HostBias, HostMask,
+        annulus_bias_function, annulus_mask_function, annulus_silence_function, name,
+    },
+    handle::Handles,
+    options::{CustomLayoutState, Description, annulus_options, length},
+    status::guard,
+    versioned::{self, check_pointer},
+};
+
+/// The description of an attention. Opaque.
+pub struct annulus_attention {
+    _opaque: [u8; 0],
+}
+
+pub(crate) static ATTENTIONS: Handles<Description> = Handles::new("attention");
+
+/// Reads a list of the caller's. NULL is an empty list.
+///
+/// # Safety
+/// `first` is NULL or points to `count` initialised elements, which nobody writes to during `'a`.
+pub(crate) unsafe fn list<'a, T>(name: &str, first: *const T, count: i64) -> Result<&'a [T]> {
+    let count = length(name, count)?;
+    if count == 0 {
+        return Ok(&[]);
+    }
+    let first = check_pointer(name, first)?;
+    let bytes = count.checked_mul(size_of::<T>()).filter(|&bytes| isize::try_from(bytes).is_ok());
+    if bytes.is_none_or(|bytes| first.addr().get().checked_add(bytes).is_none()) {
+        return Err(Error::invalid(name, format!("{count} elements"), "a list that fits memory"));
+    }
+    // SAFETY: not NULL, aligned, the length fits the address space, and the caller promises the rest
+    Ok(unsafe { slice::from_raw_parts(first.as_ptr(), count) })
+}
+
+/// Makes a handle with `make` and writes it to `*out`; writes NULL if that fails.
+///
+/// # Safety
+/// `out` is NULL, misaligned or points to a writable pointer.
+pub(crate) unsafe fn create<H>(
+    name: &str,
+    out: *mut *mut H,
+    make: impl FnOnce() -> Result<*mut H>,
+) -> Result<()> {
+    let out = check_pointer(name, out.cast_const())?;
+    // SAFETY: not NULL, aligned, writable as the caller promises
+    unsafe { out.write(std::ptr::null_mut()) };
+    let made = make()?;
+    // SAFETY: as above
+    unsafe { out.write(made) };
+    Ok(())
+}
+
+/// Describes an attention: checks the options and returns a handle in `*attention`.
+///
+/// Local. The handle is destroyed by [`annulus_attention_destroy`]; plans that were made of it live
+/// on. `*attention` is NULL if the call fails.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT, with the name of the option; ANNULUS_UNSUPPORTED for an option of a
+/// newer header.
+///
+/// # Safety
+/// `options` points to initialised options, `attention` to a writable pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_attention_create(
+    options: *const annulus_options,
+    attention: *mut *mut annulus_attention,
+) -> c_int {
+    guard(|| {
+        // SAFETY: as the caller promises
+        unsafe {
+            create("attention", attention, || {
+                // SAFETY: as the caller promises
+                let options = versioned::read(options)?;
+                Ok(ATTENTIONS.insert(Description::of(&options)?))
+            })
+        }
+    })
+}
+
+/// Adds a mask of the host's, as one more condition.
+///
+/// `name` tells masks apart: ranks compare it, so two functions that differ, and two contexts that
+/// differ, have two names. `flags` is a sum of ANNULUS_MASK_PER_HEAD and ANNULUS_MASK_PER_BATCH;
+/// without them the function is called once for all heads and batch rows. `context` is passed back.
+///
+/// The function and its context must live until this attention and all plans that were made of it
+/// are destroyed. See [`annulus_mask_function`] for what it may do.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT.
+///
+/// # Safety
+/// `name` is a text that ends with a zero byte, and the function is as said.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_attention_add_mask(
+    attention: *mut annulus_attention,
+    name: *const c_char,
+    flags: u32,
+    visible: annulus_mask_function,
+    context: *mut c_void,
+) -> c_int {
+    guard(|| {
+        ATTENTIONS.with(attention, |description| {
+            // SAFETY: as the caller promises
+            let name = unsafe { self::name(name) }?;
+            let Some(visible) = visible else {
+                return Err(Error::invalid("visible", "NULL", "a function"));
+            };
+            if flags & !(ANNULUS_MASK_PER_HEAD | ANNULUS_MASK_PER_BATCH) != 0 {
+                return Err(Error::invalid("flags", flags, "a sum of ANNULUS_MASK_* constants"));
+            }
+            let mask = HostMask { name, flags, visible, context: Context::new(context) };
+            description.attention = description.attention.clone().mask(Arc::new(mask));
+            Ok(())
+        })
+    })
+}
+
+/// Sets a bias that the host computes from each pair, in place of an earlier one. It is added to the
+/// bias tensor, if there is one, and has no gradient.
+///
+/// Name, context and function: as of [`annulus_attention_add_mask`].
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT.
+///
+/// # Safety
+/// As of [`annulus_attention_add_mask`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_attention_set_bias_function(
+    attention: *mut annulus_attention,
+    name: *const c_char,
+    bias: annulus_bias_function,
+    context: *mut c_void,
+) -> c_int {
+    guard(|| {
+        ATTENTIONS.with(attention, |description| {
+            // SAFETY: as the caller promises
+            let name = unsafe { self::name(name) }?;
+            let Some(bias) = bias else {
+                return Err(Error::invalid("bias", "NULL", "a function"));
+            };
+            let function = HostBias { name, bias, context: Context::new(context) };
+            description.attention = description.attention.clone().bias_function(Arc::new(function));
+            Ok(())
+        })
+    })
+}
+
+/// Sets the bias -slope * |i' - j'| of ALiBi (Press et al. 2022), in place of another bias function.
+///
+/// `slopes` has `count` numbers, one per query head.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT, also if `count` is not the number of query heads.
+///
+/// # Safety
+/// `slopes` points to `count` numbers.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_attention_set_alibi(
+    attention: *mut annulus_attention,
+    slopes: *const f64,
+    count: i64,
+) -> c_int {
+    guard(|| {
+        ATTENTIONS.with(attention, |description| {
+            // SAFETY: as the caller promises
+            let slopes = unsafe { list("slopes", slopes, count) }?;
+            let heads = description.dims.q_heads;
+            if slopes.len() != heads {
+                let got = format!("{} numbers", slopes.len());
+                return Err(Error::invalid("slopes", got, format!("{heads}, one per query head")));
+            }
+            let alibi = Alibi { slopes: slopes.to_vec() };
+            description.attention = description.attention.clone().bias_function(Arc::new(alibi));
+            Ok(())
+        })
+    })
+}
+
+/// Sets which rows each rank holds, for the layout ANNULUS_LAYOUT_CUSTOM.
+///
+/// `q_rows` has the global query rows of rank 0 in its local order, then those of rank 1, and so on;
+/// `q_counts[r]` is the number of rows of rank r. `kv_counts` and `kv_rows` are alike for keys.
+/// Every row is on one rank. A plan of another number of ranks is refused.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT, with the row that is missing or there twice.
+///
+/// # Safety
+/// `q_counts` and `kv_counts` point to `ranks` numbers, `q_rows` and `kv_rows` to as many as these
+/// add up to.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_attention_set_custom_layout(
+    attention: *mut annulus_attention,
+    ranks: i64,
+    q_counts: *const i64,
+    q_rows: *const i64,
+    kv_counts: *const i64,
+    kv_rows: *const i64,
+) -> c_int {
+    guard(|| {
+        ATTENTIONS.with(attention, |description| {
+            if description.custom_layout == CustomLayoutState::None {
+                let want = "options.layout = ANNULUS_LAYOUT_CUSTOM";
+                return Err(Error::invalid("layout", "another layout", want));
+            }
+            // SAFETY: as the caller promises
+            let (q, kv) = unsafe {
+                let q_counts = list("q_counts", q_counts, ranks)?;
+                let kv_counts = list("kv_counts", kv_counts, ranks)?;
+                (shards("q", q_counts, q_rows)?, shards("kv", kv_counts, kv_rows)?)
+            };
+            let layout = Layout::Custom(Arc::new(CustomLayout { q, kv }));
+            let dims = &description.dims;
+            layout.validate(dims.q_len, dims.kv_len, length("ranks", ranks)?)?;
+            description.attention = description.attention.clone().layout(layout);
+            description.custom_layout = CustomLayoutState::Given;
+            Ok(())
+        })
+    })
+}
+
+/// The rows of every rank.
+///
+/// # Safety
+/// `rows` points to as many numbers as `counts` add up to.
+unsafe fn shards(side: &str, counts: &[i64], rows: *const i64) -> Result<Vec<Runs>> {
+    let total = counts.iter().try_fold(0i64, |total, &count| {
+        length(&format!("{side}_counts"), count)?;
+        total.checked_add(count).ok_or_else(|| {
+            Error::invalid(format!("{side}_counts"), "more than 2^63 rows", "fewer rows")
+        })
+    })?;
+    // SAFETY: as the caller promises
+    let mut rest = unsafe { list(&format!("{side}_rows"), rows, total) }?;
+    let mut shards = Vec::with_capacity(counts.len());
+    for &count in counts {
+        let (own, others) = rest.split_at(length(side, count)?);
+        shards.push(own.iter().copied().collect());
+        rest = others;
+    }
+    Ok(shards)
+}
+
+/// Sets the function that is told of a rank that has been silent for a quarter of the deadline.
+/// NULL is refused: by default there is none.
+///
+/// Function and context must live until this attention and all plans that were made of it are
+/// destroyed. The function does not unwind and calls no function of annulus.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT.
+///
+/// # Safety
+/// The function is as said.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_attention_on_silence(
+    attention: *mut annulus_attention,
+    silence: annulus_silence_function,
+    context: *mut c_void,
+) -> c_int {
+    guard(|| {
+        ATTENTIONS.with(attention, |description| {
+            let Some(silence) = silence else {
+                return Err(Error::invalid("silence", "NULL", "a function"));
+            };
+            let context = Context::new(context);
+            let hook = move |said: annulus::comm::Silence| {
+                let (peer, step) = (said.peer as i64, said.step as i64);
+                // SAFETY: the host promised a function that may be called with its context
+                unsafe { silence(context.pointer(), peer, step, said.waited.as_secs_f64()) };
+            };
+            description.attention = description.attention.clone().on_silence(hook);
+            Ok(())
+        })
+    })
+}
+
+/// Destroys the handle of a description. Local. Plans that were made of it live on.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT for NULL, a foreign handle, or one that was destroyed.
+#[unsafe(no_mangle)]
+pub extern "C" fn annulus_attention_destroy(attention: *mut annulus_attention) -> c_int {
+    guard(|| ATTENTIONS.remove(attention))
+}

@@ -1,0 +1,38 @@
+//! The C interface of annulus: `libannulus.so`, `libannulus.a` and `include/annulus.h`.
+//!
+//! ```text
+//! annulus_options ─create─▶ annulus_attention ─plan_create_*─▶ annulus_plan ─▶ forward, backward
+//! ```
+//!
+//! The doc comments of all items named `annulus_*` are the documentation of the header, which
+//! cbindgen makes of them (`tests/header.rs`). Rules of every export:
+//!
+//! * It returns a status, [`annulus::Error::code`] or 0, and never unwinds ([`status`]).
+//! * A handle is a number that is never used twice, so a handle that is foreign or was destroyed is
+//!   found in a table and never dereferenced ([`handle`]).
+//! * A struct that may grow begins with its size ([`versioned`]).
+//! * A tensor is checked before a view of it is made ([`tensor`], [`overlap`]).
+#![allow(non_camel_case_types, reason = "types of the C interface have the names of C")]
+
+mod attention;
+mod batch;
+mod callbacks;
+mod handle;
+mod options;
+mod overlap;
+mod passes;
+mod plan;
+mod status;
+mod tensor;
+mod transport;
+mod versioned;
+
+pub use attention::*;
+pub use batch::*;
+pub use callbacks::*;
+pub use options::*;
+pub use passes::*;
+pub use plan::*;
+pub use status::*;
+pub use tensor::*;
+pub use transport::*;

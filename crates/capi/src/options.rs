@@ -1,0 +1,364 @@
+//! The options of an attention, and what the builder makes of them.
+
+use std::time::Duration;
+
+use annulus::{
+    Alignment, Attention, BackwardMode, BiasOrder, Dims, Error, Layout, Precision, Result, Route,
+    SinkShape,
+};
+
+use crate::{
+    status::guard,
+    tensor::{ANNULUS_F32, dtype},
+    versioned::{self, Versioned},
+};
+
+/// No limit: a side of the sliding window that is open, or no prefix.
+pub const ANNULUS_NONE: i64 = -1;
+
+/// Position of query i among the keys: i.
+pub const ANNULUS_ALIGN_TOP_LEFT: i32 = 0;
+/// Position of query i among the keys: i + kv_len - q_len.
+pub const ANNULUS_ALIGN_BOTTOM_RIGHT: i32 = 1;
+
+/// cap * tanh(x / cap) + bias.
+pub const ANNULUS_BIAS_AFTER_SOFT_CAP: i32 = 0;
+/// cap * tanh((x + bias) / cap).
+pub const ANNULUS_BIAS_BEFORE_SOFT_CAP: i32 = 1;
+
+/// No product is rounded.
+pub const ANNULUS_PRECISION_HIGHEST: i32 = 0;
+/// Products may be split in three terms.
+pub const ANNULUS_PRECISION_HIGH: i32 = 1;
+/// Probabilities of bf16 inputs may be rounded to bf16 before they are multiplied.
+pub const ANNULUS_PRECISION_DEFAULT: i32 = 2;
+
+/// Keys and values travel again in the backward pass, their gradients one step behind.
+pub const ANNULUS_BACKWARD_ONE_PASS: i32 = 0;
+/// Keys and values travel for dq, then queries for dk and dv.
+pub const ANNULUS_BACKWARD_TWO_PASS: i32 = 1;
+
+/// The mask chooses the layout.
+pub const ANNULUS_LAYOUT_AUTO: i32 = 0;
+/// Rank r holds one range of rows.
+pub const ANNULUS_LAYOUT_CONTIGUOUS: i32 = 1;
+/// Of 2 * ranks chunks of rows, rank r holds chunks r and 2 * ranks - 1 - r.
+pub const ANNULUS_LAYOUT_ZIGZAG: i32 = 2;
+/// Rank r holds rows r, r + ranks, r + 2 * ranks and so on.
+pub const ANNULUS_LAYOUT_STRIPED: i32 = 3;
+/// The layout of [`annulus_attention_set_custom_layout`](crate::annulus_attention_set_custom_layout).
+pub const ANNULUS_LAYOUT_CUSTOM: i32 = 4;
+
+/// The mask chooses the route.
+pub const ANNULUS_ROUTE_AUTO: i32 = 0;
+/// Blocks travel from rank r to rank r + 1.
+pub const ANNULUS_ROUTE_RELAY_UP: i32 = 1;
+/// Blocks travel from rank r to rank r - 1.
+pub const ANNULUS_ROUTE_RELAY_DOWN: i32 = 2;
+/// Blocks travel from their owner to each rank that needs them.
+pub const ANNULUS_ROUTE_DIRECT: i32 = 3;
+
+/// The definition of one attention. [`annulus_options_init`] sets the defaults; the caller then sets
+/// the seven lengths and what differs.
+///
+/// A pair of query and key is visible if every condition that is given holds; i' and j' are their
+/// positions. docs/semantics.md defines every parameter. Flags are 0 or 1.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct annulus_options {
+    /// sizeof(annulus_options).
+    pub struct_size: u64,
+    /// Independent problems, at least 1.
+    pub batch: i64,
+    /// Queries of the whole sequence, over all ranks; may be 0.
+    pub q_len: i64,
+    /// Keys of the whole sequence, over all ranks; may be 0.
+    pub kv_len: i64,
+    /// Query heads, a multiple of kv_heads.
+    pub q_heads: i64,
+    /// Key and value heads, at least 1.
+    pub kv_heads: i64,
+    /// Elements of a query and of a key, 1 to 512.
+    pub head_dim: i64,
+    /// Elements of a value and of an output, 1 to 512.
+    pub value_dim: i64,
+    /// Element type of q, k, v, out and their gradients: ANNULUS_F32 (default), ANNULUS_F64,
+    /// ANNULUS_F16 or ANNULUS_BF16.
+    pub dtype: i32,
+    /// Flag: visible only if j' <= i'. Default: 0.
+    pub causal: i32,
+    /// Visible only if i' - window_left <= j'. Default: ANNULUS_NONE, an open side.
+    pub window_left: i64,
+    /// Visible only if j' <= i' + window_right. Default: ANNULUS_NONE, an open side.
+    pub window_right: i64,
+    /// Keys with j' below this number are exempt from the window, and from nothing else. Without a
+    /// window it must be 0. Default: 0.
+    pub attention_sink_size: i64,
+    /// Visible only if i' and j' are in the same chunk of this many positions and j' <= i'.
+    /// Default: 0, no chunks.
+    pub chunk_size: i64,
+    /// Visible only if j' < prefix_len or j' <= i'. Default: ANNULUS_NONE, no such condition.
+    pub prefix_len: i64,
+    /// ANNULUS_ALIGN_TOP_LEFT (default) or ANNULUS_ALIGN_BOTTOM_RIGHT.
+    pub alignment: i32,
+    /// ANNULUS_BIAS_AFTER_SOFT_CAP (default) or ANNULUS_BIAS_BEFORE_SOFT_CAP.
+    pub bias_order: i32,
+    /// Flag: softmax_scale is the factor of q * k. Default: 0, the factor is 1 / sqrt(head_dim).
+    pub has_softmax_scale: i32,
+    /// Flag: out is not divided by the row sum; max, sum and ties are outputs too. Default: 0.
+    pub unnormalized: i32,
+    /// Factor of q * k, finite. Must be 0 unless has_softmax_scale is set.
+    pub softmax_scale: f64,
+    /// cap in cap * tanh(x / cap), finite and above 0. Default: 0, no cap.
+    pub logits_soft_cap: f64,
+    /// Shape of the additive bias tensor over the whole sequence,
+    /// `[batch or 1, q_heads or 1, q_len or 1, kv_len or 1]`. Default: zeros, no bias.
+    pub bias_dims: [i64; 4],
+    /// Learnable attention sinks of a head. Default: 0, none.
+    pub sinks: i64,
+    /// Flag: every query head has sinks of its own. Default: 0, all share them.
+    pub sinks_per_head: i32,
+    /// Type to which q * k is rounded before scale, bias and cap. Default: 0, the accumulator's.
+    pub logits_dtype: i32,
+    /// Probability with which a pair is dropped, 0 <= p < 1. Default: 0.
+    pub dropout_prob: f64,
+    /// Seed of dropout. Must be 0 if dropout_prob is 0.
+    pub dropout_seed: u64,
+    /// ANNULUS_PRECISION_HIGHEST (default), ANNULUS_PRECISION_HIGH or ANNULUS_PRECISION_DEFAULT.
+    pub precision: i32,
+    /// ANNULUS_BACKWARD_ONE_PASS (default) or ANNULUS_BACKWARD_TWO_PASS.
+    pub backward_mode: i32,
+    /// Flag: no backward pass follows, which needs less memory. Default: 0.
+    pub forward_only: i32,
+    /// Flag: dsoftmax_aux, and dbias broadcast over queries, are each rank's own part instead of the
+    /// sum over ranks. Default: 0.
+    pub local_gradients: i32,
+    /// ANNULUS_LAYOUT_AUTO (default), CONTIGUOUS, ZIGZAG, STRIPED or CUSTOM.
+    pub layout: i32,
+    /// ANNULUS_ROUTE_AUTO (default), RELAY_UP, RELAY_DOWN or DIRECT.
+    pub route: i32,
+    /// Longest silence of the ring before a call fails, in seconds, at least 1. Default: 0, which is
+    /// 120 s.
+    pub deadline_seconds: f64,
+    /// Threads that each rank computes with. Default: 0, which is 1.
+    pub threads: i64,
+}
+
+// SAFETY: repr(C), begins with its size, and all fields are numbers, which may be 0
+unsafe impl Versioned for annulus_options {
+    const NAME: &'static str = "options";
+    const FIRST_BYTES: usize = 248;
+}
+
+// fields are appended, never removed
+const _: () = assert!(size_of::<annulus_options>() >= annulus_options::FIRST_BYTES);
+
+impl annulus_options {
+    fn defaults() -> Self {
+        // SAFETY: numbers may be 0
+        let zeros: Self = unsafe { std::mem::zeroed() };
+        Self {
+            struct_size: size_of::<Self>() as u64,
+            dtype: ANNULUS_F32,
+            window_left: ANNULUS_NONE,
+            window_right: ANNULUS_NONE,
+            prefix_len: ANNULUS_NONE,
+            ..zeros
+        }
+    }
+}
+
+/// Sets the defaults of all options, and `struct_size`.
+///
+/// `struct_size` is sizeof(annulus_options) of the header that the program was compiled with.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT for NULL or a size that no version of the struct has.
+///
+/// # Safety
+/// `options` is NULL or points to `struct_size` writable bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_options_init(
+    options: *mut annulus_options,
+    struct_size: u64,
+) -> std::ffi::c_int {
+    guard(|| {
+        let options = versioned::check_pointer(annulus_options::NAME, options.cast_const())?;
+        let size = versioned::check_size::<annulus_options>(struct_size)?;
+        let defaults = annulus_options { struct_size, ..annulus_options::defaults() };
+        let known = size.min(size_of::<annulus_options>());
+        // SAFETY: the caller promises `size` writable bytes, `known` is no more; a struct on the
+        // stack is no part of them. Bytes of a newer header are 0: none, or the default
+        unsafe {
+            let bytes = options.as_ptr().cast::<u8>();
+            bytes.add(known).write_bytes(0, size - known);
+            bytes.copy_from_nonoverlapping((&raw const defaults).cast(), known);
+        }
+        Ok(())
+    })
+}
+
+/// Reads a length.
+pub(crate) fn length(name: &str, value: i64) -> Result<usize> {
+    usize::try_from(value).map_err(|_| Error::invalid(name, value, "0 or more"))
+}
+
+/// Reads a number of which [`ANNULUS_NONE`] says that there is none.
+fn optional(name: &str, value: i64) -> Result<Option<u64>> {
+    match value {
+        ANNULUS_NONE => Ok(None),
+        value => u64::try_from(value)
+            .map(Some)
+            .map_err(|_| Error::invalid(name, value, "0 or more, or ANNULUS_NONE")),
+    }
+}
+
+/// Reads a flag.
+pub(crate) fn flag(name: &str, value: i32) -> Result<bool> {
+    match value {
+        0 => Ok(false),
+        1 => Ok(true),
+        other => Err(Error::invalid(name, other, "0 or 1")),
+    }
+}
+
+/// Reads one of several constants, which count from 0.
+fn one_of<T: Copy>(name: &str, value: i32, all: &[T]) -> Result<T> {
+    let chosen = usize::try_from(value).ok().and_then(|value| all.get(value));
+    chosen.copied().ok_or_else(|| {
+        Error::invalid(name, value, format!("a constant from 0 to {}", all.len() - 1))
+    })
+}
+
+/// What a plan is made of, besides its transport.
+#[derive(Debug, Clone)]
+pub(crate) struct Description {
+    pub(crate) attention: Attention,
+    pub(crate) dims: Dims,
+    pub(crate) threads: usize,
+    /// Layout, until a custom one is given.
+    pub(crate) custom_layout: CustomLayoutState,
+}
+
+/// Whether there must be a custom layout, and is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum CustomLayoutState {
+    /// Another layout was chosen.
+    None,
+    /// It was chosen and not given yet.
+    Missing,
+    /// It was given.
+    Given,
+}
+
+impl Description {
+    pub(crate) fn of(options: &annulus_options) -> Result<Self> {
+        let dims = Dims {
+            batch: length("batch", options.batch)?,
+            q_len: length("q_len", options.q_len)?,
+            kv_len: length("kv_len", options.kv_len)?,
+            q_heads: length("q_heads", options.q_heads)?,
+            kv_heads: length("kv_heads", options.kv_heads)?,
+            head_dim: length("head_dim", options.head_dim)?,
+            value_dim: length("value_dim", options.value_dim)?,
+        };
+        let attention = masks(Attention::new(), options)?;
+        let attention = scores(attention, options)?;
+        let attention = ring(attention, options)?;
+        attention.spec(dims)?;
+        let custom_layout = if options.layout == ANNULUS_LAYOUT_CUSTOM {
+            CustomLayoutState::Missing
+        } else {
+            CustomLayoutState::None
+        };
+        let threads = length("threads", options.threads)?.max(1);
+        Ok(Self { attention, dims, threads, custom_layout })
+    }
+}
+
+fn masks(attention: Attention, options: &annulus_options) -> Result<Attention> {
+    let attention = attention
+        .causal(flag("causal", options.causal)?)
+        .sliding_window(
+            optional("window_left", options.window_left)?,
+            optional("window_right", options.window_right)?,
+        )
+        .attention_sink_size(length("attention_sink_size", options.attention_sink_size)? as u64)
+        .prefix_len(optional("prefix_len", options.prefix_len)?)
+        .align(one_of(
+            "alignment",
+            options.alignment,
+            &[Alignment::TopLeft, Alignment::BottomRight],
+        )?);
+    let chunk_size = length("chunk_size", options.chunk_size)? as u64;
+    Ok(attention.chunk_size((chunk_size > 0).then_some(chunk_size)))
+}
+
+fn scores(attention: Attention, options: &annulus_options) -> Result<Attention> {
+    let has_scale = flag("has_softmax_scale", options.has_softmax_scale)?;
+    if !has_scale && options.softmax_scale != 0.0 {
+        let want = "0, or has_softmax_scale = 1";
+        return Err(Error::invalid("softmax_scale", options.softmax_scale, want));
+    }
+    if options.dropout_prob == 0.0 && options.dropout_seed != 0 {
+        let want = "0, or a dropout_prob above 0";
+        return Err(Error::invalid("dropout_seed", options.dropout_seed, want));
+    }
+    let per_head = flag("sinks_per_head", options.sinks_per_head)?;
+    let sinks = match (length("sinks", options.sinks)?, per_head) {
+        (0, false) => None,
+        // refused by the spec, by name
+        (count, true) => Some(SinkShape::per_head(count)),
+        (count, false) => Some(SinkShape::shared(count)),
+    };
+    let bias = match options.bias_dims {
+        [0, 0, 0, 0] => None,
+        [batch, heads, queries, keys] => Some([
+            length("bias_dims", batch)?,
+            length("bias_dims", heads)?,
+            length("bias_dims", queries)?,
+            length("bias_dims", keys)?,
+        ]),
+    };
+    let orders = [BiasOrder::AfterSoftCap, BiasOrder::BeforeSoftCap];
+    let precisions = [Precision::Highest, Precision::High, Precision::Default];
+    let element = dtype("dtype", options.dtype)?;
+    let logits = match options.logits_dtype {
+        0 => element.accumulator(),
+        given => dtype("logits_dtype", given)?,
+    };
+    Ok(attention
+        .dtype(element)
+        .logits_dtype(logits)
+        .softmax_scale(has_scale.then_some(options.softmax_scale))
+        .logits_soft_cap((options.logits_soft_cap != 0.0).then_some(options.logits_soft_cap))
+        .bias(bias)
+        .bias_order(one_of("bias_order", options.bias_order, &orders)?)
+        .softmax_aux(sinks)
+        .unnormalized(flag("unnormalized", options.unnormalized)?)
+        .dropout(options.dropout_prob, options.dropout_seed)
+        .precision(one_of("precision", options.precision, &precisions)?))
+}
+
+fn ring(attention: Attention, options: &annulus_options) -> Result<Attention> {
+    let modes = [BackwardMode::OnePass, BackwardMode::TwoPass];
+    let layout = match options.layout {
+        ANNULUS_LAYOUT_AUTO | ANNULUS_LAYOUT_CUSTOM => None,
+        ANNULUS_LAYOUT_CONTIGUOUS => Some(Layout::Contiguous),
+        ANNULUS_LAYOUT_ZIGZAG => Some(Layout::Zigzag),
+        ANNULUS_LAYOUT_STRIPED => Some(Layout::Striped),
+        other => return Err(Error::invalid("layout", other, "a constant ANNULUS_LAYOUT_*")),
+    };
+    let routes = [None, Some(Route::RelayUp), Some(Route::RelayDown), Some(Route::Direct)];
+    let seconds = options.deadline_seconds;
+    let deadline = (seconds != 0.0).then(|| Duration::try_from_secs_f64(seconds)).transpose();
+    let deadline =
+        deadline.map_err(|_| Error::invalid("deadline_seconds", seconds, "at least 1, or 0"))?;
+    Ok(attention
+        .backward_mode(one_of("backward_mode", options.backward_mode, &modes)?)
+        .forward_only(flag("forward_only", options.forward_only)?)
+        .local_gradients(flag("local_gradients", options.local_gradients)?)
+        .layout(layout)
+        .route(one_of("route", options.route, &routes)?)
+        .deadline(deadline))
+}

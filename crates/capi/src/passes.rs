@@ -1,0 +1,345 @@
+//! The forward and the backward pass.
+
+use std::ffi::c_int;
+
+use annulus::{
+    BackwardViewMut, DType, Element, ForwardView, ForwardViewMut, Result, Tensors,
+    half::{bf16, f16},
+};
+use ndarray::{ArrayView3, ArrayView4};
+
+use crate::{
+    overlap,
+    plan::{PLANS, Planned, annulus_plan},
+    status::guard,
+    tensor::{Checked, annulus_tensor},
+    versioned::{self, Versioned},
+};
+
+/// The tensors of a forward pass. q_len and kv_len are those of the whole sequence in an in-process
+/// ring, and the numbers of this rank's rows otherwise. T is the type of the options; A is f64 for
+/// f64 and f32 for the others.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct annulus_forward_args {
+    /// sizeof(annulus_forward_args).
+    pub struct_size: u64,
+    /// Input `[batch, q_len, q_heads, head_dim]`, T.
+    pub q: *const annulus_tensor,
+    /// Input `[batch, kv_len, kv_heads, head_dim]`, T.
+    pub k: *const annulus_tensor,
+    /// Input `[batch, kv_len, kv_heads, value_dim]`, T.
+    pub v: *const annulus_tensor,
+    /// Input, A: options.bias_dims, with this rank's queries and all keys. NULL without a bias.
+    pub bias: *const annulus_tensor,
+    /// Input `[q_heads or 1, sinks, 1, 1]`, A. NULL without sinks.
+    pub softmax_aux: *const annulus_tensor,
+    /// Output `[batch, q_len, q_heads, value_dim]`, T.
+    pub out: *const annulus_tensor,
+    /// Output `[batch, q_heads, q_len, 1]`, A: natural logarithm of the row sum of e^score.
+    pub lse: *const annulus_tensor,
+    /// Output as lse: row maximum. NULL unless options.unnormalized is set.
+    pub max: *const annulus_tensor,
+    /// Output as lse: row sum. NULL unless options.unnormalized is set.
+    pub sum: *const annulus_tensor,
+    /// Output as lse: number of keys and sinks that share the maximum. NULL unless
+    /// options.unnormalized is set.
+    pub ties: *const annulus_tensor,
+}
+
+// SAFETY: repr(C), begins with its size, and pointers may be null
+unsafe impl Versioned for annulus_forward_args {
+    const NAME: &'static str = "args";
+    const FIRST_BYTES: usize = 88;
+}
+
+// fields are appended, never removed
+const _: () = assert!(size_of::<annulus_forward_args>() >= annulus_forward_args::FIRST_BYTES);
+
+/// The tensors of a backward pass. Lengths and types: as of [`annulus_forward_args`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct annulus_backward_args {
+    /// sizeof(annulus_backward_args).
+    pub struct_size: u64,
+    /// Input, as in the forward pass.
+    pub q: *const annulus_tensor,
+    /// Input, as in the forward pass.
+    pub k: *const annulus_tensor,
+    /// Input, as in the forward pass.
+    pub v: *const annulus_tensor,
+    /// Input, as in the forward pass.
+    pub bias: *const annulus_tensor,
+    /// Input, as in the forward pass.
+    pub softmax_aux: *const annulus_tensor,
+    /// Input: output of the forward pass.
+    pub out: *const annulus_tensor,
+    /// Input: output of the forward pass.
+    pub lse: *const annulus_tensor,
+    /// Input: output of the forward pass. NULL unless options.unnormalized is set.
+    pub max: *const annulus_tensor,
+    /// Input: output of the forward pass. NULL unless options.unnormalized is set.
+    pub ties: *const annulus_tensor,
+    /// Input as out: gradient of the loss by out.
+    pub dout: *const annulus_tensor,
+    /// Input as lse: gradient of the loss by lse. NULL: 0.
+    pub dlse: *const annulus_tensor,
+    /// Output as q.
+    pub dq: *const annulus_tensor,
+    /// Output as k.
+    pub dk: *const annulus_tensor,
+    /// Output as v.
+    pub dv: *const annulus_tensor,
+    /// Output as bias. NULL without a bias.
+    pub dbias: *const annulus_tensor,
+    /// Output as softmax_aux. NULL without sinks.
+    pub dsoftmax_aux: *const annulus_tensor,
+}
+
+// SAFETY: repr(C), begins with its size, and pointers may be null
+unsafe impl Versioned for annulus_backward_args {
+    const NAME: &'static str = "args";
+    const FIRST_BYTES: usize = 136;
+}
+
+// fields are appended, never removed
+const _: () = assert!(size_of::<annulus_backward_args>() >= annulus_backward_args::FIRST_BYTES);
+
+/// Computes out and lse, in place. Reads and writes the caller's tensors and copies none of them,
+/// except the rows of an in-process ring whose ranks hold several ranges of rows (zigzag).
+///
+/// Collective over the ranks. Outputs share no element with another tensor of the call.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT here and ANNULUS_REFUSED elsewhere if a tensor does not fit the plan, and
+/// ANNULUS_RANK_MISMATCH: nothing was written, the plan lives. ANNULUS_COMM, ANNULUS_TIMEOUT,
+/// ANNULUS_PEER_LOST, ANNULUS_ABORTED, ANNULUS_DEVICE and ANNULUS_INTERNAL end the plan: later calls
+/// return ANNULUS_POISONED. A handle that is not alive is refused locally, without the other ranks.
+///
+/// # Safety
+/// `args` points to initialised arguments, which point to tensors whose elements are allocated and
+/// which nobody else writes to during the call; outputs are not read either.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_forward(
+    plan: *mut annulus_plan,
+    args: *const annulus_forward_args,
+) -> c_int {
+    guard(|| {
+        // SAFETY: as the caller promises, for all four
+        PLANS.with(plan, |planned| unsafe {
+            match planned.spec().dtype {
+                DType::F32 => planned.forward::<f32>(args),
+                DType::F64 => planned.forward::<f64>(args),
+                DType::F16 => planned.forward::<f16>(args),
+                DType::Bf16 => planned.forward::<bf16>(args),
+            }
+        })
+    })
+}
+
+/// Computes the gradients, in place, from the inputs and outputs of the forward pass.
+///
+/// dsoftmax_aux, and dbias if it is broadcast over queries, are sums over all ranks, unless
+/// options.local_gradients is set. Collective over the ranks. Outputs share no element with another
+/// tensor of the call.
+///
+/// # Errors
+/// As [`annulus_forward`]; ANNULUS_INVALID_ARGUMENT also of a plan with options.forward_only.
+///
+/// # Safety
+/// As [`annulus_forward`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_backward(
+    plan: *mut annulus_plan,
+    args: *const annulus_backward_args,
+) -> c_int {
+    guard(|| {
+        // SAFETY: as the caller promises, for all four
+        PLANS.with(plan, |planned| unsafe {
+            match planned.spec().dtype {
+                DType::F32 => planned.backward::<f32>(args),
+                DType::F64 => planned.backward::<f64>(args),
+                DType::F16 => planned.backward::<f16>(args),
+                DType::Bf16 => planned.backward::<bf16>(args),
+            }
+        })
+    })
+}
+
+/// Inputs of both passes.
+struct Inputs {
+    q: Checked,
+    k: Checked,
+    v: Checked,
+    bias: Option<Checked>,
+    softmax_aux: Option<Checked>,
+}
+
+impl Inputs {
+    /// Reads `[q, k, v, bias, softmax_aux]`.
+    ///
+    /// # Safety
+    /// As [`Checked::read`], for each.
+    unsafe fn read([q, k, v, bias, softmax_aux]: [*const annulus_tensor; 5]) -> Result<Self> {
+        // SAFETY: as the caller promises
+        unsafe {
+            Ok(Self {
+                q: Checked::read("q", q)?,
+                k: Checked::read("k", k)?,
+                v: Checked::read("v", v)?,
+                bias: Checked::read_optional("bias", bias)?,
+                softmax_aux: Checked::read_optional("softmax_aux", softmax_aux)?,
+            })
+        }
+    }
+
+    const fn all(&self) -> [Option<Checked>; 5] {
+        [Some(self.q), Some(self.k), Some(self.v), self.bias, self.softmax_aux]
+    }
+
+    /// Views them.
+    ///
+    /// # Safety
+    /// As [`Checked::view4`], for each.
+    unsafe fn view<'a, T: Element>(&self) -> Result<Tensors<'a, T>> {
+        // SAFETY: as the caller promises
+        unsafe {
+            Ok(Tensors {
+                q: self.q.view4()?,
+                k: self.k.view4()?,
+                v: self.v.view4()?,
+                bias: self.bias.map(|bias| bias.view4()).transpose()?,
+                softmax_aux: self.softmax_aux.map(|sinks| sinks.view2()).transpose()?,
+            })
+        }
+    }
+}
+
+/// Views of a forward pass.
+type ForwardTensors<'a, T> = (Tensors<'a, T>, ForwardViewMut<'a, T>);
+
+/// Views of a backward pass.
+struct BackwardTensors<'a, T: Element> {
+    tensors: Tensors<'a, T>,
+    forward: ForwardView<'a, T>,
+    dout: ArrayView4<'a, T>,
+    dlse: Option<ArrayView3<'a, T::Accumulator>>,
+    gradients: BackwardViewMut<'a, T>,
+}
+
+/// Checks and views the tensors of a forward pass.
+///
+/// # Safety
+/// As [`annulus_forward`].
+unsafe fn forward_tensors<'a, T: Element>(
+    args: *const annulus_forward_args,
+) -> Result<ForwardTensors<'a, T>> {
+    // SAFETY: as the caller promises; the views of outputs share no element with another view,
+    // which `overlap::check` has proved before any is made
+    unsafe {
+        let args = versioned::read(args)?;
+        let inputs = Inputs::read([args.q, args.k, args.v, args.bias, args.softmax_aux])?;
+        let out = Checked::read("out", args.out)?;
+        let lse = Checked::read("lse", args.lse)?;
+        let max = Checked::read_optional("max", args.max)?;
+        let sum = Checked::read_optional("sum", args.sum)?;
+        let ties = Checked::read_optional("ties", args.ties)?;
+        overlap::check(&inputs.all(), &[Some(out), Some(lse), max, sum, ties])?;
+        let outputs = ForwardViewMut {
+            out: out.view4_mut()?,
+            lse: lse.view3_mut()?,
+            max: max.map(|max| max.view3_mut()).transpose()?,
+            sum: sum.map(|sum| sum.view3_mut()).transpose()?,
+            ties: ties.map(|ties| ties.view3_mut()).transpose()?,
+        };
+        Ok((inputs.view()?, outputs))
+    }
+}
+
+/// Checks and views the tensors of a backward pass.
+///
+/// # Safety
+/// As [`annulus_backward`].
+unsafe fn backward_tensors<'a, T: Element>(
+    args: *const annulus_backward_args,
+) -> Result<BackwardTensors<'a, T>> {
+    // SAFETY: as of `forward_tensors`
+    unsafe {
+        let args = versioned::read(args)?;
+        let inputs = Inputs::read([args.q, args.k, args.v, args.bias, args.softmax_aux])?;
+        let out = Checked::read("out", args.out)?;
+        let lse = Checked::read("lse", args.lse)?;
+        let max = Checked::read_optional("max", args.max)?;
+        let ties = Checked::read_optional("ties", args.ties)?;
+        let dout = Checked::read("dout", args.dout)?;
+        let dlse = Checked::read_optional("dlse", args.dlse)?;
+        let dq = Checked::read("dq", args.dq)?;
+        let dk = Checked::read("dk", args.dk)?;
+        let dv = Checked::read("dv", args.dv)?;
+        let dbias = Checked::read_optional("dbias", args.dbias)?;
+        let dsoftmax_aux = Checked::read_optional("dsoftmax_aux", args.dsoftmax_aux)?;
+        let gradients = [Some(dq), Some(dk), Some(dv), dbias, dsoftmax_aux];
+        overlap::check(&inputs.all(), &gradients)?;
+        overlap::check(&[Some(out), Some(lse), max, ties, Some(dout), dlse], &gradients)?;
+        Ok(BackwardTensors {
+            tensors: inputs.view()?,
+            forward: ForwardView {
+                out: out.view4()?,
+                lse: lse.view3()?,
+                max: max.map(|max| max.view3()).transpose()?,
+                ties: ties.map(|ties| ties.view3()).transpose()?,
+            },
+            dout: dout.view4()?,
+            dlse: dlse.map(|dlse| dlse.view3()).transpose()?,
+            gradients: BackwardViewMut {
+                dq: dq.view4_mut()?,
+                dk: dk.view4_mut()?,
+                dv: dv.view4_mut()?,
+                dbias: dbias.map(|dbias| dbias.view4_mut()).transpose()?,
+                dsoftmax_aux: dsoftmax_aux.map(|dsinks| dsinks.view2_mut()).transpose()?,
+            },
+        })
+    }
+}
+
+impl Planned {
+    /// Runs a forward pass.
+    ///
+    /// # Safety
+    /// As [`annulus_forward`].
+    unsafe fn forward<T: Element>(&mut self, args: *const annulus_forward_args) -> Result<()> {
+        // SAFETY: as the caller promises
+        let viewed = unsafe { forward_tensors::<T>(args) };
+        match (self, viewed) {
+            (Self::Ring(ring), viewed) => {
+                let (tensors, outputs) = viewed?;
+                ring.forward_into(&tensors, outputs).map(drop)
+            }
+            (Self::Rank(plan), Ok((tensors, outputs))) => {
+                plan.forward_into(&tensors, outputs).map(drop)
+            }
+            // the other ranks make the same call: they must not wait for this one
+            (Self::Rank(plan), Err(error)) => Err(plan.ring_mut().refuse(error)),
+        }
+    }
+
+    /// Runs a backward pass.
+    ///
+    /// # Safety
+    /// As [`annulus_backward`].
+    unsafe fn backward<T: Element>(&mut self, args: *const annulus_backward_args) -> Result<()> {
+        // SAFETY: as the caller promises
+        let viewed = unsafe { backward_tensors::<T>(args) };
+        match (self, viewed) {
+            (Self::Ring(ring), viewed) => {
+                let BackwardTensors { tensors, forward, dout, dlse, gradients } = viewed?;
+                ring.backward_into(&tensors, &forward, dout, dlse, gradients).map(drop)
+            }
+            (Self::Rank(plan), Ok(viewed)) => {
+                let BackwardTensors { tensors, forward, dout, dlse, gradients } = viewed;
+                plan.backward_into(&tensors, &forward, dout, dlse, gradients).map(drop)
+            }
+            (Self::Rank(plan), Err(error)) => Err(plan.ring_mut().refuse(error)),
+        }
+    }
+}

@@ -1,0 +1,460 @@
+//! The handle of a plan: creation over each kind of ring, queries, update, destruction.
+
+use std::{ffi::c_int, slice};
+
+use annulus::{Batch, Cpu, Error, Layout, LocalRing, Plan, Result, Route, Runs, Spec};
+use annulus_core::{Host, Transport};
+
+use crate::{
+    attention::{ATTENTIONS, annulus_attention, create},
+    batch::annulus_batch,
+    handle::Handles,
+    options::{
+        ANNULUS_LAYOUT_CONTIGUOUS, ANNULUS_LAYOUT_CUSTOM, ANNULUS_LAYOUT_STRIPED,
+        ANNULUS_LAYOUT_ZIGZAG, ANNULUS_ROUTE_DIRECT, ANNULUS_ROUTE_RELAY_DOWN,
+        ANNULUS_ROUTE_RELAY_UP, CustomLayoutState, Description, length,
+    },
+    status::guard,
+    transport::{HostTransport, annulus_transport},
+    versioned::{self, check_pointer},
+};
+
+/// A plan: made once, used for many passes. Opaque.
+pub struct annulus_plan {
+    _opaque: [u8; 0],
+}
+
+pub(crate) static PLANS: Handles<Planned> = Handles::new("plan");
+
+/// What is behind the handle of a plan.
+pub(crate) enum Planned {
+    /// All ranks, as threads of this process, over whole tensors.
+    Ring(LocalRing),
+    /// One rank, over its own rows.
+    Rank(Box<Plan<Cpu>>),
+}
+
+impl Planned {
+    /// The definition that the ranks agreed on.
+    pub(crate) fn spec(&self) -> &Spec {
+        self.ring().spec()
+    }
+
+    fn ring(&self) -> &annulus::Ring<Cpu> {
+        match self {
+            Self::Ring(ring) => ring.ring(),
+            Self::Rank(plan) => plan.ring(),
+        }
+    }
+
+    fn buffer_bytes(&self) -> u64 {
+        match self {
+            Self::Ring(ring) => ring.rings().map(annulus::Ring::buffer_bytes).sum(),
+            Self::Rank(plan) => plan.ring().buffer_bytes(),
+        }
+    }
+
+    fn update(&mut self, batch: Result<Batch>) -> Result<()> {
+        match (self, batch) {
+            (Self::Ring(ring), batch) => ring.update(&batch?),
+            (Self::Rank(plan), Ok(batch)) => plan.update(&batch),
+            // the other ranks make the same call: they must not wait for this one
+            (Self::Rank(plan), Err(error)) => Err(plan.ring_mut().refuse(error)),
+        }
+    }
+}
+
+/// Copies the description behind a handle, for a plan.
+fn description(attention: *const annulus_attention) -> Result<Description> {
+    let description = ATTENTIONS.with(attention, |description| Ok(description.clone()))?;
+    if description.custom_layout == CustomLayoutState::Missing {
+        return Err(Error::invalid(
+            "layout",
+            "ANNULUS_LAYOUT_CUSTOM without a layout",
+            "annulus_attention_set_custom_layout before the plan",
+        ));
+    }
+    Ok(description)
+}
+
+/// Plans one rank over a transport.
+fn over<T: Transport<Host> + 'static>(
+    description: &Description,
+    transport: T,
+) -> Result<*mut annulus_plan> {
+    let Description { attention, dims, threads, .. } = description;
+    let plan = Plan::new(attention, *dims, Cpu::new(*threads)?, transport)?;
+    Ok(PLANS.insert(Planned::Rank(Box::new(plan))))
+}
+
+/// Plans a ring of `ranks` ranks in this process, over whole tensors.
+///
+/// Every pass starts one thread per rank (none for one rank), each of which computes with
+/// `options.threads` threads, and returns when all have ended. `*plan` is NULL if the call fails.
+///
+/// Local.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT, ANNULUS_UNSUPPORTED, ANNULUS_OUT_OF_MEMORY.
+///
+/// # Safety
+/// `plan` points to a writable pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_plan_create_threads(
+    attention: *const annulus_attention,
+    ranks: i64,
+    plan: *mut *mut annulus_plan,
+) -> c_int {
+    guard(|| {
+        let make = || {
+            let Description { attention, dims, threads, .. } = description(attention)?;
+            let ring = attention.threads(threads).local_ring(dims, length("ranks", ranks)?)?;
+            Ok(PLANS.insert(Planned::Ring(ring)))
+        };
+        // SAFETY: as the caller promises
+        unsafe { create("plan", plan, make) }
+    })
+}
+
+/// Plans this rank of a ring over the ranks of a communicator of MPI, given as Fortran and
+/// MPI_Comm_c2f have it.
+///
+/// Collective over the communicator. It is duplicated and neither changed nor freed; its error
+/// handler stays. Ranks wait for each other up to the deadline; if one does not arrive, the
+/// duplication stays pending on the communicator, on which no further collective may begin. MPI must
+/// be initialised, with MPI_THREAD_FUNNELED at least; below MPI_THREAD_MULTIPLE the plan is made and
+/// used on MPI's main thread. A handle that is not alive is refused locally, without the other
+/// ranks. `*plan` is NULL if the call fails.
+///
+/// # Errors
+/// ANNULUS_UNSUPPORTED in a library without the feature mpi (annulus_features).
+/// ANNULUS_INVALID_ARGUMENT before MPI_Init and after MPI_Finalize, and for a null or an
+/// inter-communicator. ANNULUS_REFUSED, ANNULUS_RANK_MISMATCH, ANNULUS_OUT_OF_MEMORY, ANNULUS_COMM.
+///
+/// # Safety
+/// The handle is that of MPI_COMM_NULL or of a communicator that lives. `plan` points to a writable
+/// pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_plan_create_mpi_f(
+    attention: *const annulus_attention,
+    communicator: i32,
+    plan: *mut *mut annulus_plan,
+) -> c_int {
+    guard(|| {
+        #[cfg(feature = "mpi")]
+        let make = || {
+            let description = description(attention)?;
+            let settings = settings(&description);
+            // SAFETY: as the caller promises
+            let ring = unsafe { annulus::comm::mpi::Mpi::over_fortran(communicator, settings) }?;
+            over(&description, ring)
+        };
+        #[cfg(not(feature = "mpi"))]
+        let make = || {
+            description(attention)?;
+            let what = format!("a ring over the MPI communicator {communicator}");
+            Err(Error::unsupported(what, "a library without the feature mpi"))
+        };
+        // SAFETY: as the caller promises
+        unsafe { create("plan", plan, make) }
+    })
+}
+
+/// As [`annulus_plan_create_mpi_f`], of a communicator as C has it.
+///
+/// Only in a library with the feature mpi. The header declares it where ANNULUS_WITH_MPI is defined, and
+/// then includes mpi.h.
+///
+/// # Errors
+/// As [`annulus_plan_create_mpi_f`].
+///
+/// # Safety
+/// As [`annulus_plan_create_mpi_f`].
+#[cfg(feature = "mpi")]
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_plan_create_mpi(
+    attention: *const annulus_attention,
+    communicator: MPI_Comm,
+    plan: *mut *mut annulus_plan,
+) -> c_int {
+    guard(|| {
+        let make = || {
+            let description = description(attention)?;
+            let settings = settings(&description);
+            // SAFETY: as the caller promises
+            let ring =
+                unsafe { annulus::comm::mpi::Mpi::over_communicator(communicator, settings) }?;
+            over(&description, ring)
+        };
+        // SAFETY: as the caller promises
+        unsafe { create("plan", plan, make) }
+    })
+}
+
+/// A communicator, as mpi.h defines it.
+#[cfg(feature = "mpi")]
+pub type MPI_Comm = annulus::comm::mpi::Communication;
+
+#[cfg(feature = "mpi")]
+fn settings(description: &Description) -> annulus::comm::mpi::Settings {
+    annulus::comm::mpi::Settings {
+        patience: description.attention.effective_deadline(),
+        ..Default::default()
+    }
+}
+
+/// Plans this rank of a ring whose messages the host carries.
+///
+/// Collective over the ranks. `transport` is copied; its functions and its context live until the
+/// plan is destroyed. `*plan` is NULL if the call fails.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT here and ANNULUS_REFUSED elsewhere; ANNULUS_RANK_MISMATCH;
+/// ANNULUS_OUT_OF_MEMORY; ANNULUS_COMM if a function of the host fails; ANNULUS_TIMEOUT.
+///
+/// # Safety
+/// `transport` points to an initialised transport, whose functions do what [`annulus_transport`]
+/// says. `plan` points to a writable pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_plan_create_callbacks(
+    attention: *const annulus_attention,
+    transport: *const annulus_transport,
+    plan: *mut *mut annulus_plan,
+) -> c_int {
+    guard(|| {
+        let make = || {
+            let description = description(attention)?;
+            // SAFETY: as the caller promises
+            let transport = unsafe { HostTransport::new(versioned::read(transport)?) }?;
+            over(&description, transport)
+        };
+        // SAFETY: as the caller promises
+        unsafe { create("plan", plan, make) }
+    })
+}
+
+/// Writes a number to `*out`, computed from the plan.
+///
+/// # Safety
+/// `out` is NULL, misaligned or points to a writable value.
+unsafe fn answer<T>(
+    plan: *const annulus_plan,
+    name: &str,
+    out: *mut T,
+    of: impl FnOnce(&Planned) -> Result<T>,
+) -> c_int {
+    guard(|| {
+        let out = check_pointer(name, out.cast_const())?;
+        let value = PLANS.with(plan, |planned| of(planned))?;
+        // SAFETY: not NULL, aligned, writable as the caller promises
+        unsafe { out.write(value) };
+        Ok(())
+    })
+}
+
+/// Writes this rank to `*rank`; 0 for an in-process ring. Local.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT.
+///
+/// # Safety
+/// `rank` points to a writable number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_plan_rank(plan: *const annulus_plan, rank: *mut i64) -> c_int {
+    // SAFETY: as the caller promises
+    unsafe { answer(plan, "rank", rank, |planned| Ok(planned.ring().rank() as i64)) }
+}
+
+/// Writes the number of ranks to `*ranks`. Local.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT.
+///
+/// # Safety
+/// `ranks` points to a writable number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_plan_ranks(plan: *const annulus_plan, ranks: *mut i64) -> c_int {
+    // SAFETY: as the caller promises
+    unsafe { answer(plan, "ranks", ranks, |planned| Ok(planned.ring().ranks() as i64)) }
+}
+
+/// Writes the layout in force to `*layout`, a constant ANNULUS_LAYOUT_* other than AUTO. Local.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT.
+///
+/// # Safety
+/// `layout` points to a writable number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_plan_layout(plan: *const annulus_plan, layout: *mut i32) -> c_int {
+    let of = |planned: &Planned| match planned.ring().layout() {
+        Layout::Contiguous => Ok(ANNULUS_LAYOUT_CONTIGUOUS),
+        Layout::Zigzag => Ok(ANNULUS_LAYOUT_ZIGZAG),
+        Layout::Striped => Ok(ANNULUS_LAYOUT_STRIPED),
+        Layout::Custom(_) => Ok(ANNULUS_LAYOUT_CUSTOM),
+        other => Err(Error::internal(format!("the layout {} has no number", other.name()))),
+    };
+    // SAFETY: as the caller promises
+    unsafe { answer(plan, "layout", layout, of) }
+}
+
+/// Writes the route in force to `*route`, a constant ANNULUS_ROUTE_* other than AUTO. Local.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT.
+///
+/// # Safety
+/// `route` points to a writable number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_plan_route(plan: *const annulus_plan, route: *mut i32) -> c_int {
+    let of = |planned: &Planned| {
+        Ok(match planned.ring().route() {
+            Route::RelayUp => ANNULUS_ROUTE_RELAY_UP,
+            Route::RelayDown => ANNULUS_ROUTE_RELAY_DOWN,
+            Route::Direct => ANNULUS_ROUTE_DIRECT,
+        })
+    };
+    // SAFETY: as the caller promises
+    unsafe { answer(plan, "route", route, of) }
+}
+
+/// Writes the bytes of the plan's message buffers to `*bytes`: blocks of keys, values and queries,
+/// and their gradients in flight, of all ranks in this process. Local.
+///
+/// This is the memory that the ring adds to attention on one rank. Not in it: the accumulators and
+/// the scratch memory of the CPU kernels, and the schedule.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT.
+///
+/// # Safety
+/// `bytes` points to a writable number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_plan_workspace_bytes(
+    plan: *const annulus_plan,
+    bytes: *mut u64,
+) -> c_int {
+    // SAFETY: as the caller promises
+    unsafe { answer(plan, "bytes", bytes, |planned| Ok(planned.buffer_bytes())) }
+}
+
+/// Writes the global query rows of this rank, in the order of its tensors, to `rows`, and their
+/// number to `*count`. Local.
+///
+/// `rows` has room for `capacity` numbers. With NULL as `rows` and 0 as `capacity` only the number
+/// is written. In an in-process ring these are all rows, because its tensors are whole.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT, also if there is too little room: then `*count` is written, and no row.
+///
+/// # Safety
+/// `rows` points to `capacity` writable numbers, `count` to one.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_plan_q_rows(
+    plan: *const annulus_plan,
+    rows: *mut i64,
+    capacity: i64,
+    count: *mut i64,
+) -> c_int {
+    let of = |planned: &Planned| match planned {
+        Planned::Ring(ring) => Runs::counting(0, ring.ring().spec().dims.q_len as u64),
+        Planned::Rank(plan) => plan.q_rows().clone(),
+    };
+    // SAFETY: as the caller promises
+    unsafe { write_rows(plan, [rows, count], capacity, of) }
+}
+
+/// As [`annulus_plan_q_rows`], of keys.
+///
+/// # Errors
+/// As [`annulus_plan_q_rows`].
+///
+/// # Safety
+/// As [`annulus_plan_q_rows`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_plan_kv_rows(
+    plan: *const annulus_plan,
+    rows: *mut i64,
+    capacity: i64,
+    count: *mut i64,
+) -> c_int {
+    let of = |planned: &Planned| match planned {
+        Planned::Ring(ring) => Runs::counting(0, ring.ring().spec().dims.kv_len as u64),
+        Planned::Rank(plan) => plan.kv_rows().clone(),
+    };
+    // SAFETY: as the caller promises
+    unsafe { write_rows(plan, [rows, count], capacity, of) }
+}
+
+/// Writes row numbers to `rows` and their number to `count`.
+///
+/// # Safety
+/// `rows` points to `capacity` writable numbers or is NULL, `count` to one or is NULL.
+unsafe fn write_rows(
+    plan: *const annulus_plan,
+    [rows, count]: [*mut i64; 2],
+    capacity: i64,
+    of: impl FnOnce(&Planned) -> Runs,
+) -> c_int {
+    guard(|| {
+        let count = check_pointer("count", count.cast_const())?;
+        let room = length("capacity", capacity)?;
+        let all = PLANS.with(plan, |planned| Ok(of(planned)))?;
+        // SAFETY: not NULL, aligned, writable as the caller promises
+        unsafe { count.write(all.len().cast_signed()) };
+        if rows.is_null() && room == 0 {
+            return Ok(());
+        }
+        let rows = check_pointer("rows", rows.cast_const())?;
+        if (room as u64) < all.len() {
+            return Err(Error::invalid("capacity", capacity, format!("at least {}", all.len())));
+        }
+        let wanted = annulus_core::index(all.len());
+        // SAFETY: not NULL, aligned, and the caller promises `capacity` writable numbers, of which
+        // there are enough; the run list is not among them
+        let rows = unsafe { slice::from_raw_parts_mut(rows.as_ptr(), wanted) };
+        rows.iter_mut().zip(all.iter()).for_each(|(row, number)| *row = number);
+        Ok(())
+    })
+}
+
+/// Adapts the plan to a new batch, which stays in force until the next call: segment ids, positions,
+/// packed lengths, dense mask. NULL removes them all. The tensors are copied.
+///
+/// Collective over the ranks. Layout and route stay; the schedule is derived anew.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT, with the name of the tensor, ANNULUS_UNSUPPORTED and
+/// ANNULUS_OUT_OF_MEMORY here, ANNULUS_REFUSED elsewhere; ANNULUS_RANK_MISMATCH: the old batch stays
+/// in force on all ranks. As [`annulus_forward`](crate::annulus_forward) if communication fails.
+///
+/// # Safety
+/// `batch` is NULL or points to an initialised batch, whose tensors nobody writes to meanwhile.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_plan_update(
+    plan: *mut annulus_plan,
+    batch: *const annulus_batch,
+) -> c_int {
+    guard(|| {
+        PLANS.with(plan, |planned| {
+            if batch.is_null() {
+                return planned.update(Ok(Batch::default()));
+            }
+            // SAFETY: as the caller promises
+            let batch = unsafe { versioned::read(batch).and_then(|batch| batch.copy()) };
+            planned.update(batch)
+        })
+    })
+}
+
+/// Destroys a plan. If a call is using it, it is destroyed when that call ends.
+///
+/// Local: a rank that failed can do it alone. Over MPI and callbacks it waits up to one second for
+/// the other ranks to do the same, so that nothing is in flight. After MPI_Finalize it is harmless.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT for NULL, a foreign handle, or one that was destroyed.
+#[unsafe(no_mangle)]
+pub extern "C" fn annulus_plan_destroy(plan: *mut annulus_plan) -> c_int {
+    guard(|| PLANS.remove(plan))
+}

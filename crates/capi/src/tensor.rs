@@ -1,0 +1,411 @@
+//! Tensors of the caller: checked once, then viewed where they are.
+
+use std::ffi::c_void;
+
+use annulus::{DType, Element, Error, Result};
+use ndarray::{
+    ArrayView2, ArrayView3, ArrayView4, ArrayViewMut2, ArrayViewMut3, ArrayViewMut4, ShapeBuilder,
+};
+
+use crate::versioned::check_pointer;
+
+/// 32-bit IEEE; sums, lse, bias and sinks in f32.
+pub const ANNULUS_F32: i32 = 1;
+/// 64-bit IEEE; sums, lse, bias and sinks in f64.
+pub const ANNULUS_F64: i32 = 2;
+/// 16-bit IEEE; sums, lse, bias and sinks in f32.
+pub const ANNULUS_F16: i32 = 3;
+/// bfloat16; sums, lse, bias and sinks in f32.
+pub const ANNULUS_BF16: i32 = 4;
+/// Signed 8-bit integer, for `attention_mask`.
+pub const ANNULUS_I8: i32 = 5;
+/// Signed 16-bit integer, for `attention_mask`.
+pub const ANNULUS_I16: i32 = 6;
+/// Signed 32-bit integer, for segment ids, `cum_seqlens` and `attention_mask`.
+pub const ANNULUS_I32: i32 = 7;
+/// Signed 64-bit integer, for positions, `cum_seqlens` and `attention_mask`.
+pub const ANNULUS_I64: i32 = 8;
+/// Unsigned 8-bit integer, for `attention_mask`.
+pub const ANNULUS_U8: i32 = 9;
+/// One byte that is 0 (false) or not, as `bool` of C, for `attention_mask`.
+pub const ANNULUS_BOOL: i32 = 10;
+
+/// A tensor of the caller's, read or written in place.
+///
+/// The element with the indices i is at `data + sum(i[a] * strides[a])`, in elements. Axes beyond
+/// those of a tensor have length 1: lse is `[batch, heads, seq, 1]`, segment ids
+/// `[batch, rows, 1, 1]`. The stride of an axis of length 1 is not read.
+///
+/// Strides are 0 or more. A stride of 0 repeats an input; an output has no two indices for one
+/// element. `data` is a multiple of the size of an element; it may be NULL if a length is 0.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct annulus_tensor {
+    /// First element.
+    pub data: *mut c_void,
+    /// Element type, `ANNULUS_F32` to `ANNULUS_BOOL`.
+    pub dtype: i32,
+    /// Lengths of the axes.
+    pub dims: [i64; 4],
+    /// Distance of neighbours along each axis, in elements.
+    pub strides: [i64; 4],
+}
+
+/// Element type of a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ElementType {
+    pub(crate) constant: i32,
+    pub(crate) bytes: usize,
+    name: &'static str,
+}
+
+/// All element types: constant, bytes, name in errors.
+const ELEMENT_TYPES: [ElementType; 10] = [
+    ElementType { constant: ANNULUS_F32, bytes: 4, name: "f32" },
+    ElementType { constant: ANNULUS_F64, bytes: 8, name: "f64" },
+    ElementType { constant: ANNULUS_F16, bytes: 2, name: "f16" },
+    ElementType { constant: ANNULUS_BF16, bytes: 2, name: "bf16" },
+    ElementType { constant: ANNULUS_I8, bytes: 1, name: "i8" },
+    ElementType { constant: ANNULUS_I16, bytes: 2, name: "i16" },
+    ElementType { constant: ANNULUS_I32, bytes: 4, name: "i32" },
+    ElementType { constant: ANNULUS_I64, bytes: 8, name: "i64" },
+    ElementType { constant: ANNULUS_U8, bytes: 1, name: "u8" },
+    ElementType { constant: ANNULUS_BOOL, bytes: 1, name: "bool" },
+];
+
+impl ElementType {
+    fn of(constant: i32) -> Option<Self> {
+        ELEMENT_TYPES.into_iter().find(|element| element.constant == constant)
+    }
+}
+
+/// The constant of a floating-point type.
+pub(crate) const fn constant(dtype: DType) -> i32 {
+    match dtype {
+        DType::F32 => ANNULUS_F32,
+        DType::F64 => ANNULUS_F64,
+        DType::F16 => ANNULUS_F16,
+        DType::Bf16 => ANNULUS_BF16,
+    }
+}
+
+/// The floating-point type of a constant.
+pub(crate) fn dtype(name: &str, constant: i32) -> Result<DType> {
+    match constant {
+        ANNULUS_F32 => Ok(DType::F32),
+        ANNULUS_F64 => Ok(DType::F64),
+        ANNULUS_F16 => Ok(DType::F16),
+        ANNULUS_BF16 => Ok(DType::Bf16),
+        other => {
+            Err(Error::invalid(name, other, "ANNULUS_F32, ANNULUS_F64, ANNULUS_F16, ANNULUS_BF16"))
+        }
+    }
+}
+
+/// A tensor whose lengths and strides fit memory: every element lies within `extent` elements from
+/// an aligned `data`, which is not NULL unless there is no element.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Checked {
+    pub(crate) name: &'static str,
+    pub(crate) element: ElementType,
+    pub(crate) data: *mut u8,
+    pub(crate) dims: [usize; 4],
+    /// 0 for axes of length 0 and 1.
+    pub(crate) strides: [usize; 4],
+    /// Elements from the first to behind the last; 0 without elements.
+    pub(crate) extent: usize,
+}
+
+impl Checked {
+    /// Reads and checks a tensor.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] naming the tensor.
+    ///
+    /// # Safety
+    /// `tensor` is NULL, misaligned or points to a tensor.
+    pub(crate) unsafe fn read(name: &'static str, tensor: *const annulus_tensor) -> Result<Self> {
+        let tensor = check_pointer(name, tensor)?;
+        // SAFETY: not NULL, aligned, and the caller promises that it is a tensor
+        Self::of(name, unsafe { tensor.read() })
+    }
+
+    /// As [`Checked::read`]; `None` for NULL.
+    ///
+    /// # Safety
+    /// As [`Checked::read`].
+    pub(crate) unsafe fn read_optional(
+        name: &'static str,
+        tensor: *const annulus_tensor,
+    ) -> Result<Option<Self>> {
+        // SAFETY: as the caller promises
+        (!tensor.is_null()).then(|| unsafe { Self::read(name, tensor) }).transpose()
+    }
+
+    fn of(name: &'static str, tensor: annulus_tensor) -> Result<Self> {
+        let invalid = |field: &str, got: String, want: &str| {
+            Err(Error::invalid(format!("{name}.{field}"), got, want))
+        };
+        let Some(element) = ElementType::of(tensor.dtype) else {
+            return invalid("dtype", tensor.dtype.to_string(), "ANNULUS_F32 to ANNULUS_BOOL");
+        };
+        let (mut dims, mut strides) = ([0; 4], [0; 4]);
+        for (axis, (&len, &stride)) in tensor.dims.iter().zip(&tensor.strides).enumerate() {
+            let Ok(len) = usize::try_from(len) else {
+                return invalid("dims", format!("{:?}", tensor.dims), "lengths of 0 or more");
+            };
+            dims[axis] = len;
+            if len > 1 {
+                let Ok(stride) = usize::try_from(stride) else {
+                    return invalid("strides", format!("{:?}", tensor.strides), "0 or more");
+                };
+                strides[axis] = stride;
+            }
+        }
+        let empty = dims.contains(&0);
+        if empty {
+            strides = [0; 4];
+        }
+        let Some(extent) = extent(dims, strides).filter(|&extent| {
+            // also where no element is: ndarray counts the lengths that are not 0
+            let bytes = extent.checked_mul(element.bytes);
+            let elements = dims
+                .iter()
+                .filter(|&&len| len > 0)
+                .try_fold(element.bytes, |all, &len| all.checked_mul(len));
+            let end = bytes.and_then(|bytes| tensor.data.addr().checked_add(bytes));
+            bytes.is_some_and(|bytes| isize::try_from(bytes).is_ok())
+                && elements.is_some_and(|elements| isize::try_from(elements).is_ok())
+                && end.is_some()
+        }) else {
+            let got = format!("dims {:?}, strides {:?}", tensor.dims, tensor.strides);
+            return Err(Error::invalid(name, got, "a tensor that fits the address space"));
+        };
+        let data = tensor.data.cast::<u8>();
+        if !empty && data.is_null() {
+            return invalid("data", "NULL".to_owned(), "a pointer to the first element");
+        }
+        if !empty && !data.addr().is_multiple_of(element.bytes) {
+            let want = format!("an address that is a multiple of {}", element.bytes);
+            return invalid("data", format!("{data:p}"), &want);
+        }
+        Ok(Self { name, element, data, dims, strides, extent: if empty { 0 } else { extent } })
+    }
+
+    /// Checks the element type.
+    pub(crate) fn expect(&self, dtype: DType) -> Result<()> {
+        self.expect_constants(&[constant(dtype)])
+    }
+
+    /// Checks that the element type is one of these.
+    pub(crate) fn expect_constants(&self, constants: &[i32]) -> Result<()> {
+        if constants.contains(&self.element.constant) {
+            return Ok(());
+        }
+        let names = ELEMENT_TYPES.iter().filter(|element| constants.contains(&element.constant));
+        let names: Vec<&str> = names.map(|element| element.name).collect();
+        Err(Error::invalid(format!("{}.dtype", self.name), self.element.name, names.join(" or ")))
+    }
+
+    /// Checks that this can be written: no element has two indices.
+    ///
+    /// Sufficient and, but for exotic strides, necessary: each stride passes all elements that the
+    /// axes with smaller strides reach.
+    pub(crate) fn expect_no_overlap(&self) -> Result<()> {
+        let mut axes = [0, 1, 2, 3];
+        axes.sort_unstable_by_key(|&axis| self.strides[axis]);
+        let mut reached = 0;
+        for axis in axes {
+            if self.dims[axis] <= 1 || self.extent == 0 {
+                continue;
+            }
+            if self.strides[axis] <= reached {
+                return Err(Error::invalid(
+                    format!("{}.strides", self.name),
+                    format!("{:?} for dims {:?}", self.strides, self.dims),
+                    "strides with which no two elements of an output overlap",
+                ));
+            }
+            reached += (self.dims[axis] - 1) * self.strides[axis];
+        }
+        Ok(())
+    }
+
+    /// Checks that the axes from `rank` on have length 1.
+    fn expect_rank(&self, rank: usize) -> Result<()> {
+        if self.dims[rank..].iter().all(|&len| len == 1) {
+            return Ok(());
+        }
+        Err(Error::invalid(
+            format!("{}.dims", self.name),
+            format!("{:?}", self.dims),
+            format!("length 1 of the axes from {rank} on"),
+        ))
+    }
+
+    /// The first element, or an aligned address that is never read.
+    const fn pointer<T>(&self) -> *mut T {
+        if self.extent == 0 { std::ptr::dangling_mut() } else { self.data.cast() }
+    }
+}
+
+/// Elements from the first to behind the last, if they can be counted.
+fn extent(dims: [usize; 4], strides: [usize; 4]) -> Option<usize> {
+    dims.iter().zip(strides).try_fold(1usize, |extent, (&len, stride)| {
+        extent.checked_add(len.saturating_sub(1).checked_mul(stride)?)
+    })
+}
+
+macro_rules! views {
+    ($($read:ident $write:ident $view:ident $view_mut:ident $rank:literal [$($axis:literal)*])*) => {
+        impl Checked {
+            $(
+                /// Views the tensor, for reading.
+                ///
+                /// # Errors
+                /// [`Error::InvalidArgument`] for another element type or more axes.
+                ///
+                /// # Safety
+                /// The elements are initialised, and nobody writes to them during `'a`.
+                pub(crate) unsafe fn $read<'a, T: Element>(&self) -> Result<$view<'a, T>> {
+                    self.expect(T::DTYPE)?;
+                    self.expect_rank($rank)?;
+                    let shape = ($(self.dims[$axis],)*).strides(($(self.strides[$axis],)*));
+                    // SAFETY: `T` has the element type's size and alignment, which `data` is a
+                    // multiple of, and any bytes are a value of it; all elements lie within
+                    // `extent` of a pointer that is not null, which fits isize (`Checked::of`);
+                    // the rest is the caller's promise
+                    Ok(unsafe { $view::from_shape_ptr(shape, self.pointer::<T>().cast_const()) })
+                }
+
+                /// Views the tensor, for writing.
+                ///
+                /// # Errors
+                /// [`Error::InvalidArgument`] for another element type or more axes, or if two
+                /// indices have one element.
+                ///
+                /// # Safety
+                /// The elements are initialised, and nobody else reads or writes them during `'a`.
+                pub(crate) unsafe fn $write<'a, T: Element>(&self) -> Result<$view_mut<'a, T>> {
+                    self.expect(T::DTYPE)?;
+                    self.expect_rank($rank)?;
+                    self.expect_no_overlap()?;
+                    let shape = ($(self.dims[$axis],)*).strides(($(self.strides[$axis],)*));
+                    // SAFETY: as above, and no two indices have one element
+                    Ok(unsafe { $view_mut::from_shape_ptr(shape, self.pointer::<T>()) })
+                }
+            )*
+        }
+    };
+}
+views! {
+    view2 view2_mut ArrayView2 ArrayViewMut2 2 [0 1]
+    view3 view3_mut ArrayView3 ArrayViewMut3 3 [0 1 2]
+    view4 view4_mut ArrayView4 ArrayViewMut4 4 [0 1 2 3]
+}
+
+impl Checked {
+    /// Reads the element with these indices as an integer.
+    ///
+    /// # Safety
+    /// The indices are within the lengths, the element type is an integer or bool, and the elements
+    /// are initialised.
+    pub(crate) unsafe fn integer(&self, index: [usize; 4]) -> i64 {
+        let offset: usize =
+            index.iter().zip(self.strides).map(|(&index, stride)| index * stride).sum();
+        let element = self.data.wrapping_add(offset * self.element.bytes);
+        // SAFETY: the element lies in the tensor, which is aligned for its type (`Checked::of`) and
+        // initialised, as the caller promises; a bool is read as a byte
+        unsafe {
+            match self.element.constant {
+                ANNULUS_I8 => element.cast::<i8>().read().into(),
+                ANNULUS_I16 => element.cast::<i16>().read().into(),
+                ANNULUS_I32 => element.cast::<i32>().read().into(),
+                ANNULUS_I64 => element.cast::<i64>().read(),
+                _ => element.read().into(),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tensor(data: *mut c_void, dtype: i32, dims: [i64; 4], strides: [i64; 4]) -> Result<Checked> {
+        // SAFETY: a tensor on the stack
+        unsafe { Checked::read("q", &annulus_tensor { data, dtype, dims, strides }) }
+    }
+
+    fn told(tensor: Result<Checked>) -> String {
+        tensor.unwrap_err().to_string()
+    }
+
+    #[test]
+    fn tensors_without_meaning_are_refused_by_name() {
+        let mut numbers = [0f32; 24];
+        let data: *mut c_void = numbers.as_mut_ptr().cast();
+        let dims = [1, 2, 3, 4];
+        let packed = [24, 12, 4, 1];
+        assert!(tensor(data, ANNULUS_F32, dims, packed).is_ok());
+        let unknown = told(tensor(data, 99, dims, packed));
+        assert!(unknown.starts_with("q.dtype: got 99"), "{unknown}");
+        let negative = told(tensor(data, ANNULUS_F32, [1, -2, 3, 4], packed));
+        assert!(negative.starts_with("q.dims: got [1, -2, 3, 4]"), "{negative}");
+        let backwards = told(tensor(data, ANNULUS_F32, dims, [24, 12, 4, -1]));
+        assert!(backwards.starts_with("q.strides: got [24, 12, 4, -1]"), "{backwards}");
+        let null = told(tensor(std::ptr::null_mut(), ANNULUS_F32, dims, packed));
+        assert_eq!(null, "q.data: got NULL, want a pointer to the first element");
+        let odd = data.wrapping_byte_add(2);
+        assert!(told(tensor(odd, ANNULUS_F32, dims, packed)).ends_with("a multiple of 4"));
+        for (dims, strides) in [
+            ([1, i64::MAX, 2, 1], [1, 4, 2, 1]),
+            ([1, 2, 3, 4], [24, i64::MAX, 4, 1]),
+            ([i64::MAX, i64::MAX, 0, 1], [1, 1, 1, 1]),
+            ([1, 1 << 62, 1, 1], [0, 1, 0, 0]),
+            ([1, 1 << 40, 1 << 40, 1], [0, 0, 0, 0]),
+        ] {
+            let told = told(tensor(data, ANNULUS_F32, dims, strides));
+            assert!(told.ends_with("fits the address space"), "{dims:?} {strides:?}: {told}");
+        }
+        // nothing is read of an empty one
+        assert!(tensor(std::ptr::null_mut(), ANNULUS_F32, [1, 0, 3, 4], packed).is_ok());
+        // nor the stride of an axis of length 1
+        assert!(tensor(data, ANNULUS_F32, [1, 2, 3, 4], [-7, 12, 4, 1]).is_ok());
+    }
+
+    #[test]
+    fn outputs_whose_elements_overlap_are_refused() {
+        let mut numbers = [0f32; 64];
+        let data: *mut c_void = numbers.as_mut_ptr().cast();
+        let overlap = |dims, strides| {
+            tensor(data, ANNULUS_F32, dims, strides).unwrap().expect_no_overlap().is_err()
+        };
+        assert!(!overlap([1, 2, 3, 4], [0, 12, 4, 1]));
+        assert!(!overlap([1, 2, 3, 4], [0, 1, 2, 6]));
+        assert!(!overlap([1, 1, 1, 1], [0, 0, 0, 0]));
+        assert!(!overlap([1, 0, 3, 4], [0, 0, 0, 0]));
+        assert!(overlap([1, 2, 3, 4], [0, 0, 4, 1]));
+        assert!(overlap([1, 2, 3, 4], [0, 12, 3, 1]));
+        assert!(overlap([1, 2, 3, 4], [0, 1, 1, 1]));
+    }
+
+    #[test]
+    fn views_have_the_elements_of_their_strides() {
+        let mut numbers: Vec<f32> = (0..24u8).map(f32::from).collect();
+        let data: *mut c_void = numbers.as_mut_ptr().cast();
+        let heads_first = tensor(data, ANNULUS_F32, [1, 2, 3, 4], [0, 4, 8, 1]).unwrap();
+        // SAFETY: the vector outlives the view and is not touched meanwhile
+        let view = unsafe { heads_first.view4::<f32>() }.unwrap();
+        assert_eq!(view[[0, 1, 2, 3]], 4.0 + 16.0 + 3.0);
+        // SAFETY: refused
+        assert!(unsafe { heads_first.view4::<f64>() }.is_err());
+        // SAFETY: refused
+        let more = unsafe { heads_first.view3::<f32>() }.unwrap_err().to_string();
+        assert_eq!(more, "q.dims: got [1, 2, 3, 4], want length 1 of the axes from 3 on");
+        // SAFETY: as the first
+        let mut view = unsafe { heads_first.view4_mut::<f32>() }.unwrap();
+        view[[0, 1, 0, 0]] = -1.0;
+        assert_eq!(numbers[4], -1.0);
+    }
+}

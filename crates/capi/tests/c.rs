@@ -1,0 +1,61 @@
+//! Programs of C, compiled with `cc` against the shared library and `annulus.h`.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![cfg(target_os = "linux")]
+
+mod common;
+
+use std::{fs, path::Path};
+
+use annulus::{Attention, Dims, Tensors, ndarray::Array3, ndarray::Array4};
+use common::{Workspace, run};
+
+const DIMS: Dims =
+    Dims { batch: 2, q_len: 37, kv_len: 37, q_heads: 4, kv_heads: 2, head_dim: 8, value_dim: 6 };
+
+fn source(name: &str) -> std::path::PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c").join(name)
+}
+
+/// `value` of `case.h`.
+fn value(salt: usize, [b, row, head, c]: [usize; 4]) -> f32 {
+    ((row * 31 + head * 7 + c * 3 + b * 5 + salt * 11) % 17) as f32 / 8.0 - 1.0
+}
+
+/// Results of the facade, as bytes in the order of `results` in `case.h`.
+fn by_rust(ranks: usize) -> Vec<u8> {
+    let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = DIMS;
+    let numbers = |salt, shape: (usize, usize, usize, usize)| {
+        Array4::from_shape_fn(shape, |(b, row, head, c)| value(salt, [b, row, head, c]))
+    };
+    let q = numbers(1, (batch, q_len, q_heads, head_dim));
+    let k = numbers(2, (batch, kv_len, kv_heads, head_dim));
+    let v = numbers(3, (batch, kv_len, kv_heads, value_dim));
+    let dout = numbers(4, (batch, q_len, q_heads, value_dim));
+    let dlse = Array3::from_shape_fn((batch, q_heads, q_len), |(b, head, row)| {
+        value(5, [b, row, head, 0])
+    });
+    let mut ring = Attention::new().causal(true).threads(1).local_ring(DIMS, ranks).unwrap();
+    let tensors = Tensors::new(q.view(), k.view(), v.view());
+    let forward = ring.forward(&tensors).unwrap();
+    let gradients = ring.backward(&tensors, &forward, dout.view(), Some(dlse.view())).unwrap();
+    let all = forward.out.iter().chain(&forward.lse);
+    let all = all.chain(&gradients.dq).chain(&gradients.dk).chain(&gradients.dv);
+    all.flat_map(|number| number.to_ne_bytes()).collect()
+}
+
+#[test]
+fn a_causal_ring_gives_the_bits_of_rust() {
+    let workspace = Workspace::new("threads");
+    let program = workspace.compile(&source("threads.c"));
+    for ranks in [1, 2, 3, 7] {
+        let file = workspace.path("results");
+        run(workspace.command(&program).arg(ranks.to_string()).arg(&file));
+        assert!(fs::read(&file).unwrap() == by_rust(ranks), "{ranks} ranks");
+    }
+}
+
+#[test]
+fn arguments_without_meaning_give_a_status_and_a_message() {
+    let workspace = Workspace::new("bad");
+    run(&mut workspace.command(&workspace.compile(&source("bad.c"))));
+}

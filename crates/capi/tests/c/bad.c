@@ -1,0 +1,319 @@
+/* Arguments without meaning: each gives a status and a message that names it, and changes nothing. */
+#include <math.h>
+
+#include "case.h"
+
+static void refused_(int line, int status, int want, const char *name) {
+  const char *message = annulus_last_error();
+  if (status != want || strncmp(message, name, strlen(name)) != 0) {
+    fprintf(stderr, "line %d: got %d, %s; want %d, %s...\n", line, status, message, want, name);
+    exit(1);
+  }
+}
+#define REFUSED(call, name) refused_(__LINE__, (call), ANNULUS_INVALID_ARGUMENT, name)
+#define UNSUPPORTED(call, name) refused_(__LINE__, (call), ANNULUS_UNSUPPORTED, name)
+
+/* Sets one option and expects it to be refused by its name. */
+#define BAD_OPTION(field, bad, name)                                                              \
+  do {                                                                                            \
+    annulus_options options_ = case_options();                                                    \
+    options_.field = (bad);                                                                       \
+    annulus_attention *none_ = (annulus_attention *)&options_;                                    \
+    REFUSED(annulus_attention_create(&options_, &none_), name);                                   \
+    CHECK(none_ == NULL);                                                                         \
+  } while (0)
+
+static int32_t all_visible(void *context, const annulus_pair *pair) {
+  (void)context;
+  return pair->q_row >= 0;
+}
+
+static void options_are_checked(void) {
+  annulus_options options = case_options();
+  annulus_attention *attention = NULL;
+  REFUSED(annulus_options_init(NULL, sizeof options), "options");
+  REFUSED(annulus_options_init(&options, 8), "options.struct_size");
+  REFUSED(annulus_attention_create(NULL, &attention), "options");
+  REFUSED(annulus_attention_create(&options, NULL), "attention");
+  REFUSED(annulus_attention_create((annulus_options *)((char *)&options + 1), &attention),
+          "options");
+  BAD_OPTION(struct_size, 0, "options.struct_size");
+  BAD_OPTION(struct_size, 16, "options.struct_size");
+  BAD_OPTION(struct_size, UINT64_MAX, "options.struct_size");
+  BAD_OPTION(batch, 0, "batch");
+  BAD_OPTION(batch, -1, "batch");
+  BAD_OPTION(q_len, -1, "q_len");
+  BAD_OPTION(kv_len, INT64_MIN, "kv_len");
+  BAD_OPTION(q_heads, 3, "q_heads");
+  BAD_OPTION(kv_heads, 0, "kv_heads");
+  BAD_OPTION(head_dim, 513, "head_dim");
+  BAD_OPTION(value_dim, 0, "value_dim");
+  BAD_OPTION(dtype, 0, "dtype");
+  BAD_OPTION(dtype, ANNULUS_I32, "dtype");
+  BAD_OPTION(causal, 2, "causal");
+  BAD_OPTION(window_left, -2, "window_left");
+  BAD_OPTION(window_right, INT64_MIN, "window_right");
+  BAD_OPTION(attention_sink_size, 1, "attention_sink_size");
+  BAD_OPTION(chunk_size, -1, "chunk_size");
+  BAD_OPTION(prefix_len, -2, "prefix_len");
+  BAD_OPTION(alignment, 2, "alignment");
+  BAD_OPTION(bias_order, -1, "bias_order");
+  BAD_OPTION(has_softmax_scale, 7, "has_softmax_scale");
+  BAD_OPTION(softmax_scale, 0.5, "softmax_scale");
+  BAD_OPTION(unnormalized, -1, "unnormalized");
+  BAD_OPTION(logits_soft_cap, -1, "logits_soft_cap");
+  BAD_OPTION(logits_soft_cap, NAN, "logits_soft_cap");
+  BAD_OPTION(bias_dims[0], 5, "bias");
+  BAD_OPTION(bias_dims[3], -5, "bias_dims");
+  BAD_OPTION(sinks, -1, "sinks");
+  BAD_OPTION(sinks_per_head, 1, "softmax_aux");
+  BAD_OPTION(logits_dtype, ANNULUS_I8, "logits_dtype");
+  BAD_OPTION(dropout_prob, 1, "dropout_prob");
+  BAD_OPTION(dropout_prob, NAN, "dropout_prob");
+  BAD_OPTION(dropout_seed, 1, "dropout_seed");
+  BAD_OPTION(precision, 3, "precision");
+  BAD_OPTION(backward_mode, 2, "backward_mode");
+  BAD_OPTION(forward_only, 3, "forward_only");
+  BAD_OPTION(local_gradients, -3, "local_gradients");
+  BAD_OPTION(layout, 5, "layout");
+  BAD_OPTION(route, -1, "route");
+  BAD_OPTION(deadline_seconds, 0.5, "deadline");
+  BAD_OPTION(deadline_seconds, -1, "deadline_seconds");
+  BAD_OPTION(deadline_seconds, INFINITY, "deadline_seconds");
+  BAD_OPTION(threads, -1, "threads");
+
+  /* a struct of a newer header */
+  struct {
+    annulus_options known;
+    uint64_t newer;
+  } longer = {case_options(), 0};
+  longer.known.struct_size = sizeof longer;
+  OK(annulus_attention_create(&longer.known, &attention));
+  OK(annulus_attention_destroy(attention));
+  longer.newer = 1;
+  UNSUPPORTED(annulus_attention_create(&longer.known, &attention), "the field at byte");
+  OK(annulus_options_init(&longer.known, sizeof longer));
+  CHECK(longer.newer == 0 && longer.known.struct_size == sizeof longer);
+}
+
+static void handles_are_checked(void) {
+  annulus_attention *attention = case_attention();
+  annulus_plan *plan = (annulus_plan *)attention, *other = NULL;
+  int64_t count = 7;
+  int foreign = 0;
+
+  REFUSED(annulus_attention_add_mask(NULL, "x", 0, all_visible, NULL), "attention: got NULL");
+  REFUSED(annulus_attention_add_mask(attention, NULL, 0, all_visible, NULL), "name");
+  REFUSED(annulus_attention_add_mask(attention, "", 0, all_visible, NULL), "name");
+  REFUSED(annulus_attention_add_mask(attention, "\xff", 0, all_visible, NULL), "name");
+  REFUSED(annulus_attention_add_mask(attention, "x", 4, all_visible, NULL), "flags");
+  REFUSED(annulus_attention_add_mask(attention, "x", 0, NULL, NULL), "visible");
+  REFUSED(annulus_attention_set_bias_function(attention, "x", NULL, NULL), "bias");
+  REFUSED(annulus_attention_on_silence(attention, NULL, NULL), "silence");
+  double slopes[3] = {1, 2, 3};
+  REFUSED(annulus_attention_set_alibi(attention, slopes, 3), "slopes");
+  REFUSED(annulus_attention_set_alibi(attention, NULL, 4), "slopes: got NULL");
+  REFUSED(annulus_attention_set_alibi(attention, slopes, INT64_MAX), "slopes");
+  REFUSED(annulus_attention_set_custom_layout(attention, 1, &count, &count, &count, &count),
+          "layout");
+
+  REFUSED(annulus_plan_create_threads(NULL, 1, &plan), "attention: got NULL");
+  CHECK(plan == NULL);
+  REFUSED(annulus_plan_create_threads(attention, 0, &plan), "ranks");
+  REFUSED(annulus_plan_create_threads(attention, -3, &plan), "ranks");
+  REFUSED(annulus_plan_create_threads(attention, 1, NULL), "plan: got NULL");
+  REFUSED(annulus_plan_create_callbacks(attention, NULL, &plan), "transport: got NULL");
+  annulus_transport transport = {.struct_size = sizeof transport, .rank = 0, .ranks = 2};
+  REFUSED(annulus_plan_create_callbacks(attention, &transport, &plan), "transport.send");
+  transport.ranks = 0;
+  REFUSED(annulus_plan_create_callbacks(attention, &transport, &plan), "transport.ranks");
+  transport.ranks = 2;
+  transport.rank = 2;
+  REFUSED(annulus_plan_create_callbacks(attention, &transport, &plan), "transport.rank");
+  if (strstr(annulus_features(), "mpi") == NULL)
+    UNSUPPORTED(annulus_plan_create_mpi_f(attention, 0, &plan), "a ring over the MPI");
+  else /* MPI is not initialised */
+    REFUSED(annulus_plan_create_mpi_f(attention, 0, &plan), "MPI");
+  CHECK(plan == NULL);
+
+  OK(annulus_plan_create_threads(attention, 2, &plan));
+  OK(annulus_plan_create_threads(attention, 1, &other));
+  CHECK(plan != other);
+  /* a handle of another kind, one of the host's objects, one that was destroyed */
+  REFUSED(annulus_plan_ranks((annulus_plan *)attention, &count), "plan");
+  REFUSED(annulus_plan_ranks((annulus_plan *)&foreign, &count), "plan");
+  REFUSED(annulus_attention_destroy((annulus_attention *)plan), "attention");
+  REFUSED(annulus_plan_ranks(plan, NULL), "ranks: got NULL");
+  REFUSED(annulus_plan_ranks(plan, (int64_t *)((char *)&count + 1)), "ranks: got 0x");
+  REFUSED(annulus_plan_q_rows(plan, NULL, 5, &count), "rows");
+  REFUSED(annulus_plan_q_rows(plan, NULL, -1, &count), "capacity");
+  REFUSED(annulus_plan_q_rows(plan, NULL, 0, NULL), "count");
+  OK(annulus_plan_destroy(plan));
+  REFUSED(annulus_plan_destroy(plan), "plan: got 0x");
+  REFUSED(annulus_plan_ranks(plan, &count), "plan: got 0x");
+  REFUSED(annulus_plan_update(plan, NULL), "plan: got 0x");
+  REFUSED(annulus_forward(plan, NULL), "plan: got 0x");
+  REFUSED(annulus_backward(plan, NULL), "plan: got 0x");
+  REFUSED(annulus_plan_destroy(NULL), "plan: got NULL");
+  OK(annulus_plan_destroy(other));
+  OK(annulus_attention_destroy(attention));
+  REFUSED(annulus_attention_destroy(attention), "attention: got 0x");
+  REFUSED(annulus_plan_create_threads(attention, 1, &plan), "attention: got 0x");
+}
+
+static void layouts_are_checked(void) {
+  annulus_options options = case_options();
+  options.q_len = options.kv_len = 4;
+  options.layout = ANNULUS_LAYOUT_CUSTOM;
+  annulus_attention *attention = NULL;
+  annulus_plan *plan = NULL;
+  OK(annulus_attention_create(&options, &attention));
+  REFUSED(annulus_plan_create_threads(attention, 2, &plan), "layout");
+  int64_t counts[] = {1, 3}, rows[] = {2, 0, 1, 3}, twice[] = {2, 0, 1, 2}, wild[] = {1, -3};
+#define LAYOUT(q_counts, q_rows)                                                                  \
+  annulus_attention_set_custom_layout(attention, 2, q_counts, q_rows, counts, rows)
+  REFUSED(LAYOUT(counts, twice), "layout");
+  REFUSED(LAYOUT(wild, rows), "q_counts");
+  REFUSED(LAYOUT(NULL, rows), "q_counts: got NULL");
+  REFUSED(LAYOUT(counts, NULL), "q_rows: got NULL");
+  OK(LAYOUT(counts, rows));
+  REFUSED(annulus_plan_create_threads(attention, 3, &plan), "layout");
+  OK(annulus_plan_create_threads(attention, 2, &plan));
+  OK(annulus_plan_destroy(plan));
+  OK(annulus_attention_destroy(attention));
+}
+
+static void tensors_are_checked(int64_t ranks) {
+  annulus_attention *attention = case_attention();
+  annulus_plan *plan = NULL;
+  OK(annulus_plan_create_threads(attention, ranks, &plan));
+  OK(annulus_attention_destroy(attention));
+  part p = {.count = LEN};
+  for (int64_t row = 0; row < LEN; row++) p.rows[row] = row;
+  make_part(&p);
+
+  annulus_tensor q = rows_tensor(p.q, LEN, Q_HEADS, HEAD_DIM);
+  annulus_tensor k = rows_tensor(p.k, LEN, KV_HEADS, HEAD_DIM);
+  annulus_tensor v = rows_tensor(p.v, LEN, KV_HEADS, VALUE_DIM);
+  annulus_tensor out = rows_tensor(p.out, LEN, Q_HEADS, VALUE_DIM);
+  annulus_tensor lse = lse_tensor(p.lse, LEN);
+  annulus_forward_args args = {
+      .struct_size = sizeof args, .q = &q, .k = &k, .v = &v, .out = &out, .lse = &lse};
+#define BAD_TENSOR(tensor, field, bad, name)                                                      \
+  do {                                                                                            \
+    annulus_tensor good_ = tensor;                                                                \
+    tensor.field = (bad);                                                                         \
+    REFUSED(annulus_forward(plan, &args), name);                                                  \
+    tensor = good_;                                                                               \
+  } while (0)
+  REFUSED(annulus_forward(plan, NULL), "args");
+  args.struct_size = 8;
+  REFUSED(annulus_forward(plan, &args), "args.struct_size");
+  args.struct_size = sizeof args;
+  args.q = NULL;
+  REFUSED(annulus_forward(plan, &args), "q: got NULL");
+  args.q = (annulus_tensor *)((char *)&q + 1);
+  REFUSED(annulus_forward(plan, &args), "q: got 0x");
+  args.q = &q;
+  args.lse = NULL;
+  REFUSED(annulus_forward(plan, &args), "lse: got NULL");
+  args.lse = &lse;
+  args.bias = &q;
+  REFUSED(annulus_forward(plan, &args), "bias");
+  args.bias = NULL;
+  args.max = &lse;
+  REFUSED(annulus_forward(plan, &args), "max");
+  args.max = NULL;
+  BAD_TENSOR(q, data, NULL, "q.data");
+  BAD_TENSOR(q, data, (char *)p.q + 1, "q.data");
+  BAD_TENSOR(q, dtype, 0, "q.dtype");
+  BAD_TENSOR(q, dtype, ANNULUS_F16, "q.dtype");
+  BAD_TENSOR(q, dims[1], LEN - 1, "q");
+  BAD_TENSOR(q, dims[1], -LEN, "q.dims");
+  BAD_TENSOR(q, dims[1], INT64_MAX, "q: got dims");
+  BAD_TENSOR(v, strides[2], INT64_MIN, "v.strides");
+  BAD_TENSOR(v, strides[2], INT64_MAX, "v: got dims");
+  BAD_TENSOR(lse, dims[3], 2, "lse");
+  BAD_TENSOR(out, strides[1], 0, "out.strides");
+  BAD_TENSOR(out, strides[2], 1, "out.strides");
+  BAD_TENSOR(out, data, p.q, "out: got memory that q has");
+  BAD_TENSOR(out, data, p.q + 5, "out: got memory that q has");
+  BAD_TENSOR(lse, data, p.out, "lse: got memory that out has");
+  OK(annulus_forward(plan, &args));
+
+  annulus_tensor dout = rows_tensor(p.dout, LEN, Q_HEADS, VALUE_DIM);
+  annulus_tensor dq = rows_tensor(p.dq, LEN, Q_HEADS, HEAD_DIM);
+  annulus_tensor dk = rows_tensor(p.dk, LEN, KV_HEADS, HEAD_DIM);
+  annulus_tensor dv = rows_tensor(p.dv, LEN, KV_HEADS, VALUE_DIM);
+  annulus_backward_args back = {.struct_size = sizeof back, .q = &q, .k = &k, .v = &v,
+                                .out = &out, .lse = &lse, .dout = &dout,
+                                .dq = &dq, .dk = &dk, .dv = &dv};
+  back.dq = NULL;
+  REFUSED(annulus_backward(plan, &back), "dq: got NULL");
+  back.dq = &dk;
+  REFUSED(annulus_backward(plan, &back), "dk: got memory that dq has");
+  back.dq = &dout;
+  REFUSED(annulus_backward(plan, &back), "dq: got memory that dout has");
+  back.dq = &dq;
+  back.dsoftmax_aux = &lse;
+  REFUSED(annulus_backward(plan, &back), "dsoftmax_aux");
+  back.dsoftmax_aux = NULL;
+  OK(annulus_backward(plan, &back));
+
+  int32_t ids[BATCH * LEN] = {0};
+  annulus_tensor segments = {ids, ANNULUS_I32, {BATCH, LEN, 1, 1}, {LEN, 1, 0, 0}};
+  annulus_batch batch = {.struct_size = sizeof batch, .q_segment_ids = &segments};
+  OK(annulus_plan_update(plan, &batch));
+  segments.dtype = ANNULUS_I64;
+  segments.dims[0] = 1;
+  REFUSED(annulus_plan_update(plan, &batch), "q_segment_ids.dtype");
+  segments.dtype = ANNULUS_I32;
+  REFUSED(annulus_plan_update(plan, &batch), "q_segment_ids");
+  segments.dims[2] = 3;
+  REFUSED(annulus_plan_update(plan, &batch), "q_segment_ids.dims");
+  batch.struct_size = 1;
+  REFUSED(annulus_plan_update(plan, &batch), "batch.struct_size");
+  /* the plan lives */
+  OK(annulus_forward(plan, &args));
+  OK(annulus_plan_destroy(plan));
+  free_part(&p);
+}
+
+static void forward_only_plans_have_no_backward(void) {
+  annulus_options options = case_options();
+  options.forward_only = 1;
+  annulus_attention *attention = NULL;
+  annulus_plan *plan = NULL;
+  OK(annulus_attention_create(&options, &attention));
+  OK(annulus_plan_create_threads(attention, 2, &plan));
+  part p = {.count = LEN};
+  for (int64_t row = 0; row < LEN; row++) p.rows[row] = row;
+  make_part(&p);
+  annulus_tensor q = rows_tensor(p.q, LEN, Q_HEADS, HEAD_DIM);
+  annulus_tensor k = rows_tensor(p.k, LEN, KV_HEADS, HEAD_DIM);
+  annulus_tensor v = rows_tensor(p.v, LEN, KV_HEADS, VALUE_DIM);
+  annulus_tensor out = rows_tensor(p.out, LEN, Q_HEADS, VALUE_DIM);
+  annulus_tensor lse = lse_tensor(p.lse, LEN);
+  annulus_tensor dq = rows_tensor(p.dq, LEN, Q_HEADS, HEAD_DIM);
+  annulus_tensor dk = rows_tensor(p.dk, LEN, KV_HEADS, HEAD_DIM);
+  annulus_tensor dv = rows_tensor(p.dv, LEN, KV_HEADS, VALUE_DIM);
+  annulus_backward_args back = {.struct_size = sizeof back, .q = &q, .k = &k, .v = &v,
+                                .out = &out, .lse = &lse, .dout = &out,
+                                .dq = &dq, .dk = &dk, .dv = &dv};
+  REFUSED(annulus_backward(plan, &back), "backward");
+  OK(annulus_plan_destroy(plan));
+  OK(annulus_attention_destroy(attention));
+  free_part(&p);
+}
+
+int main(void) {
+  CHECK(strcmp(annulus_last_error(), "") == 0);
+  CHECK(strcmp(annulus_error_string(ANNULUS_TIMEOUT), annulus_error_string(-5)) != 0);
+  options_are_checked();
+  handles_are_checked();
+  layouts_are_checked();
+  tensors_are_checked(1);
+  tensors_are_checked(3);
+  forward_only_plans_have_no_backward();
+  return 0;
+}

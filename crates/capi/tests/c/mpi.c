@@ -1,0 +1,171 @@
+/*
+ * mpi FILE: both passes over a communicator of half the ranks of the job, by MPI_Comm, by
+ * MPI_Fint of another communicator with the ranks in reverse, and by callbacks over MPI, all at once.
+ * The host's error handler stays. Rank 0 of the first half writes its results to FILE.
+ */
+#ifndef ANNULUS_WITH_MPI
+#error "pkg-config annulus-mpi and annulus::mpi define ANNULUS_WITH_MPI"
+#endif
+#include "case.h"
+
+#include <mpi.h>
+
+/* The host's functions for annulus_plan_create_callbacks. */
+typedef struct {
+  MPI_Comm comm;
+  int calls;
+} carrier;
+
+static int start(void *context, int receives, int64_t peer, int32_t tag, void *data,
+                 uint64_t bytes, void **request) {
+  carrier *host = context;
+  MPI_Request *made = malloc(sizeof *made);
+  host->calls++;
+  int status = receives ? MPI_Irecv(data, (int)bytes, MPI_BYTE, (int)peer, tag, host->comm, made)
+                        : MPI_Isend(data, (int)bytes, MPI_BYTE, (int)peer, tag, host->comm, made);
+  *request = made;
+  return status;
+}
+
+static int carry_send(void *context, int64_t peer, int32_t tag, const void *data, uint64_t bytes,
+                      void **request) {
+  return start(context, 0, peer, tag, (void *)data, bytes, request);
+}
+
+static int carry_recv(void *context, int64_t peer, int32_t tag, void *data, uint64_t bytes,
+                      void **request) {
+  return start(context, 1, peer, tag, data, bytes, request);
+}
+
+static int carry_test(void *context, void *request, int32_t *done) {
+  (void)context;
+  int flag = 0, status = MPI_Test(request, &flag, MPI_STATUS_IGNORE);
+  if (flag || status != MPI_SUCCESS) free(request);
+  *done = flag;
+  return status;
+}
+
+static int carry_cancel(void *context, void *request) {
+  (void)context;
+  int status = MPI_Cancel(request);
+  if (status == MPI_SUCCESS) status = MPI_Wait(request, MPI_STATUS_IGNORE);
+  free(request);
+  return status;
+}
+
+/* Collects the parts of all ranks on rank 0. */
+static void collect(MPI_Comm comm, const results *own, results *all) {
+  /* rows of other ranks are 0: the bits of all, or-ed, are the whole */
+  MPI_Reduce(own, all, (int)(sizeof *own / 4), MPI_INT, MPI_BOR, 0, comm);
+}
+
+static void part_of(annulus_plan *plan, part *p) {
+  int64_t keys[LEN], count = 0;
+  OK(annulus_plan_q_rows(plan, p->rows, LEN, &p->count));
+  OK(annulus_plan_kv_rows(plan, keys, LEN, &count));
+  CHECK(count == p->count && memcmp(keys, p->rows, sizeof *keys * (size_t)count) == 0);
+  make_part(p);
+}
+
+int main(int count, char **arguments) {
+  CHECK(count == 2);
+  annulus_attention *attention = case_attention();
+  annulus_plan *plan = (annulus_plan *)attention, *reversed = NULL, *carried = NULL;
+  int status = annulus_plan_create_mpi(attention, MPI_COMM_WORLD, &plan);
+  CHECK(status == ANNULUS_INVALID_ARGUMENT && plan == NULL); /* before MPI_Init */
+
+  int level, world_rank, world, rank, ranks;
+  CHECK(MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &level) == MPI_SUCCESS);
+  MPI_Comm_rank(MPI_COMM_WORLD, &world_rank);
+  MPI_Comm_size(MPI_COMM_WORLD, &world);
+  MPI_Comm half, backwards;
+  MPI_Comm_split(MPI_COMM_WORLD, world_rank % 2, world_rank, &half);
+  MPI_Comm_rank(half, &rank);
+  MPI_Comm_size(half, &ranks);
+  MPI_Comm_split(half, 0, -rank, &backwards);
+  MPI_Errhandler before, after;
+  MPI_Comm_get_errhandler(half, &before);
+
+  CHECK(annulus_plan_create_mpi(attention, MPI_COMM_NULL, &plan) == ANNULUS_INVALID_ARGUMENT);
+  OK(annulus_plan_create_mpi(attention, half, &plan));
+  OK(annulus_plan_create_mpi_f(attention, MPI_Comm_c2f(backwards), &reversed));
+  carrier host = {MPI_COMM_NULL, 0};
+  MPI_Comm_dup(half, &host.comm);
+  annulus_transport transport = {sizeof transport, &host,      rank,       ranks,
+                                 carry_send,       carry_recv, carry_test, carry_cancel};
+  OK(annulus_plan_create_callbacks(attention, &transport, &carried));
+  MPI_Comm_get_errhandler(half, &after);
+  CHECK(before == after);
+
+  int64_t plan_rank, plan_ranks;
+  OK(annulus_plan_rank(reversed, &plan_rank));
+  OK(annulus_plan_ranks(reversed, &plan_ranks));
+  CHECK(plan_rank == ranks - 1 - rank && plan_ranks == ranks);
+
+  /* three plans at once, used in turn, beside traffic of the host's on the same communicator */
+  annulus_plan *plans[] = {plan, reversed, carried};
+  static results own[3], all[3];
+  for (int turn = 0; turn < 2; turn++)
+    for (int i = 0; i < 3; i++) {
+      int token = world_rank, sum = 0;
+      MPI_Request request;
+      MPI_Iallreduce(&token, &sum, 1, MPI_INT, MPI_SUM, half, &request);
+      part p = {.count = 0};
+      part_of(plans[i], &p);
+      run_part(plans[i], &p);
+      memset(&own[i], 0, sizeof own[i]);
+      put_part(&own[i], &p);
+      free_part(&p);
+      MPI_Wait(&request, MPI_STATUS_IGNORE);
+    }
+  for (int i = 0; i < 3; i++) {
+    collect(half, &own[i], &all[i]);
+    CHECK(rank != 0 || memcmp(&all[0], &all[i], sizeof all[0]) == 0);
+  }
+  CHECK(ranks == 1 || host.calls > 0);
+  if (world_rank == 0) write_results(arguments[1], &all[0]);
+
+  /* bad arguments of one rank are refused on all ranks of its plan, and the plan lives */
+  if (rank == 0)
+    CHECK(annulus_forward(plan, NULL) == ANNULUS_INVALID_ARGUMENT);
+  else {
+    part p = {.count = 0};
+    part_of(plan, &p);
+    annulus_tensor q = rows_tensor(p.q, p.count, Q_HEADS, HEAD_DIM);
+    annulus_tensor k = rows_tensor(p.k, p.count, KV_HEADS, HEAD_DIM);
+    annulus_tensor v = rows_tensor(p.v, p.count, KV_HEADS, VALUE_DIM);
+    annulus_tensor out = rows_tensor(p.out, p.count, Q_HEADS, VALUE_DIM);
+    annulus_tensor lse = lse_tensor(p.lse, p.count);
+    annulus_forward_args args = {
+        .struct_size = sizeof args, .q = &q, .k = &k, .v = &v, .out = &out, .lse = &lse};
+    CHECK(annulus_forward(plan, &args) == ANNULUS_REFUSED);
+    free_part(&p);
+  }
+  part p = {.count = 0};
+  part_of(plan, &p);
+  run_part(plan, &p);
+
+  OK(annulus_plan_destroy(carried));
+  OK(annulus_plan_destroy(reversed));
+  MPI_Comm_free(&host.comm);
+  MPI_Comm_free(&backwards);
+  MPI_Comm_free(&half);
+  MPI_Finalize();
+
+  /* one plan is left: it can be destroyed, and neither used nor made */
+  annulus_tensor q = rows_tensor(p.q, p.count, Q_HEADS, HEAD_DIM);
+  annulus_tensor k = rows_tensor(p.k, p.count, KV_HEADS, HEAD_DIM);
+  annulus_tensor v = rows_tensor(p.v, p.count, KV_HEADS, VALUE_DIM);
+  annulus_tensor out = rows_tensor(p.out, p.count, Q_HEADS, VALUE_DIM);
+  annulus_tensor lse = lse_tensor(p.lse, p.count);
+  annulus_forward_args args = {
+      .struct_size = sizeof args, .q = &q, .k = &k, .v = &v, .out = &out, .lse = &lse};
+  CHECK(annulus_forward(plan, &args) != ANNULUS_SUCCESS);
+  CHECK(strstr(annulus_last_error(), "MPI") != NULL);
+  OK(annulus_plan_destroy(plan));
+  CHECK(annulus_plan_create_mpi(attention, MPI_COMM_WORLD, &plan) == ANNULUS_INVALID_ARGUMENT);
+  CHECK(annulus_plan_create_mpi_f(attention, 0, &plan) == ANNULUS_INVALID_ARGUMENT);
+  OK(annulus_attention_destroy(attention));
+  free_part(&p);
+  return 0;
+}

@@ -1,0 +1,454 @@
+//! A ring over functions of the host: the bits of an in-process ring, and what a host that fails, or
+//! a rank that leaves, does to the others. The host here carries messages between threads.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::{
+    collections::HashMap,
+    ffi::{CStr, c_int, c_void},
+    ptr,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread,
+};
+
+use annulus::{
+    Attention, BackwardMode, Dims, Layout, Route, Tensors, ndarray::Array3, ndarray::Array4,
+};
+use annulus_capi::*;
+
+const DIMS: Dims =
+    Dims { batch: 1, q_len: 41, kv_len: 41, q_heads: 2, kv_heads: 1, head_dim: 4, value_dim: 4 };
+
+/// Sender, receiver and tag.
+type Key = (i64, i64, i32);
+
+/// What the hosts of all ranks share.
+#[derive(Default)]
+struct Wire {
+    /// All messages that were sent, in their order: message n is matched with receive n.
+    sent: Mutex<HashMap<Key, Vec<Vec<u8>>>>,
+    /// Messages of any kind that were sent.
+    messages: AtomicUsize,
+    /// Requests that exist.
+    live: AtomicUsize,
+}
+
+/// The host of one rank.
+struct Host {
+    wire: Arc<Wire>,
+    rank: i64,
+    /// Fails all sends after this many.
+    sends_left: AtomicUsize,
+}
+
+/// A request of the host's.
+enum Request {
+    Send,
+    Receive { key: Key, number: usize, data: *mut u8, bytes: usize },
+}
+
+thread_local! {
+    /// Receives that were posted, by sender and tag: messages are matched in this order.
+    static POSTED: std::cell::RefCell<HashMap<Key, usize>> = Default::default();
+}
+
+/// # Safety
+/// `context` is that of [`transport`].
+unsafe fn host<'a>(context: *mut c_void) -> &'a Host {
+    // SAFETY: as the caller promises; the host outlives its plan
+    unsafe { &*context.cast::<Host>() }
+}
+
+unsafe extern "C" fn send(
+    context: *mut c_void,
+    peer: i64,
+    tag: i32,
+    data: *const c_void,
+    bytes: u64,
+    request: *mut *mut c_void,
+) -> c_int {
+    assert!((0..ANNULUS_TRANSPORT_TAGS).contains(&tag) && bytes > 0);
+    // SAFETY: the context of `transport`
+    let host = unsafe { host(context) };
+    let left = host.sends_left.load(Ordering::Relaxed);
+    if left == 0 {
+        return 17;
+    }
+    host.sends_left.store(left - 1, Ordering::Relaxed);
+    // SAFETY: annulus passes as many readable bytes
+    let message = unsafe { std::slice::from_raw_parts(data.cast::<u8>(), bytes as usize) };
+    let key = (host.rank, peer, tag);
+    host.wire.sent.lock().unwrap().entry(key).or_default().push(message.to_vec());
+    host.wire.messages.fetch_add(1, Ordering::Relaxed);
+    host.wire.live.fetch_add(1, Ordering::Relaxed);
+    // SAFETY: annulus passes a writable pointer
+    unsafe { request.write(Box::into_raw(Box::new(Request::Send)).cast()) };
+    0
+}
+
+unsafe extern "C" fn recv(
+    context: *mut c_void,
+    peer: i64,
+    tag: i32,
+    data: *mut c_void,
+    bytes: u64,
+    request: *mut *mut c_void,
+) -> c_int {
+    // SAFETY: the context of `transport`
+    let host = unsafe { host(context) };
+    let key = (peer, host.rank, tag);
+    let number = POSTED.with_borrow_mut(|posted| {
+        let count = posted.entry(key).or_default();
+        *count += 1;
+        *count - 1
+    });
+    host.wire.live.fetch_add(1, Ordering::Relaxed);
+    let receive = Request::Receive { key, number, data: data.cast(), bytes: bytes as usize };
+    // SAFETY: annulus passes a writable pointer
+    unsafe { request.write(Box::into_raw(Box::new(receive)).cast()) };
+    0
+}
+
+unsafe extern "C" fn test(context: *mut c_void, request: *mut c_void, done: *mut i32) -> c_int {
+    // SAFETY: the context of `transport`
+    let host = unsafe { host(context) };
+    // SAFETY: a request of `send` or `recv` that was neither done nor cancelled
+    let is_done = match unsafe { &*request.cast::<Request>() } {
+        Request::Send => true,
+        &Request::Receive { key, number, data, bytes } => {
+            let sent = host.wire.sent.lock().unwrap();
+            match sent.get(&key).and_then(|queue| queue.get(number)) {
+                None => false,
+                Some(message) if message.len() != bytes => return 18,
+                Some(message) => {
+                    // SAFETY: annulus passed as many writable bytes
+                    unsafe { ptr::copy_nonoverlapping(message.as_ptr(), data, bytes) };
+                    true
+                }
+            }
+        }
+    };
+    if is_done {
+        // SAFETY: made by Box::into_raw, and never used again
+        drop(unsafe { Box::from_raw(request.cast::<Request>()) });
+        host.wire.live.fetch_sub(1, Ordering::Relaxed);
+    }
+    // SAFETY: annulus passes a writable number
+    unsafe { done.write(is_done.into()) };
+    0
+}
+
+unsafe extern "C" fn cancel(context: *mut c_void, request: *mut c_void) -> c_int {
+    // SAFETY: as of `test`
+    drop(unsafe { Box::from_raw(request.cast::<Request>()) });
+    // SAFETY: the context of `transport`
+    unsafe { host(context) }.wire.live.fetch_sub(1, Ordering::Relaxed);
+    0
+}
+
+fn transport(host: &Host, ranks: i64) -> annulus_transport {
+    annulus_transport {
+        struct_size: size_of::<annulus_transport>() as u64,
+        context: ptr::from_ref(host).cast_mut().cast(),
+        rank: host.rank,
+        ranks,
+        send: Some(send),
+        recv: Some(recv),
+        test: Some(test),
+        cancel: Some(cancel),
+    }
+}
+
+fn message() -> String {
+    // SAFETY: never NULL, ends with a zero byte, and nothing fails on this thread meanwhile
+    unsafe { CStr::from_ptr(annulus_last_error()) }.to_str().unwrap().to_owned()
+}
+
+fn ok(status: i32) {
+    assert_eq!(status, ANNULUS_SUCCESS, "{}", message());
+}
+
+fn value(salt: usize, [b, row, head, c]: [usize; 4]) -> f32 {
+    ((row * 31 + head * 7 + c * 3 + b * 5 + salt * 11) % 17) as f32 / 8.0 - 1.0
+}
+
+fn input(salt: usize, rows: &[i64], heads: usize) -> Array4<f32> {
+    Array4::from_shape_fn((1, rows.len(), heads, 4), |(b, i, head, c)| {
+        value(salt, [b, rows[i] as usize, head, c])
+    })
+}
+
+fn tensor<D: annulus::ndarray::Dimension>(
+    array: &annulus::ndarray::Array<f32, D>,
+) -> annulus_tensor {
+    let (mut dims, mut strides) = ([1; 4], [0; 4]);
+    for (axis, (&len, &stride)) in array.shape().iter().zip(array.strides()).enumerate() {
+        dims[axis] = len as i64;
+        strides[axis] = stride as i64;
+    }
+    let data = array.as_ptr().cast_mut().cast();
+    annulus_tensor { data, dtype: ANNULUS_F32, dims, strides }
+}
+
+/// Rows of a rank, and out, dq, dk and dv of them.
+type Share = (Vec<i64>, [Array4<f32>; 4]);
+
+/// The plan of one rank over callbacks.
+fn plan(transport: &annulus_transport, route: i32, deadline: f64) -> (i32, *mut annulus_plan) {
+    plan_with(transport, |options| {
+        options.causal = 1;
+        options.route = route;
+        options.deadline_seconds = deadline;
+    })
+}
+
+/// The plan of one rank over callbacks, with options.
+fn plan_with(
+    transport: &annulus_transport,
+    set: impl Fn(&mut annulus_options),
+) -> (i32, *mut annulus_plan) {
+    // SAFETY: numbers may be 0
+    let mut options: annulus_options = unsafe { std::mem::zeroed() };
+    let (mut attention, mut plan) = (ptr::null_mut(), ptr::null_mut());
+    // SAFETY: all pointers are to locals
+    unsafe {
+        ok(annulus_options_init(&raw mut options, size_of::<annulus_options>() as u64));
+        options.batch = 1;
+        options.q_len = DIMS.q_len as i64;
+        options.kv_len = DIMS.kv_len as i64;
+        options.q_heads = 2;
+        options.kv_heads = 1;
+        options.head_dim = 4;
+        options.value_dim = 4;
+        set(&mut options);
+        ok(annulus_attention_create(&raw const options, &raw mut attention));
+        let status = annulus_plan_create_callbacks(attention, transport, &raw mut plan);
+        ok(annulus_attention_destroy(attention));
+        (status, plan)
+    }
+}
+
+fn rows(plan: *mut annulus_plan) -> Vec<i64> {
+    let mut rows = vec![0; DIMS.q_len];
+    let mut count = 0;
+    // SAFETY: as many numbers as said
+    ok(unsafe { annulus_plan_q_rows(plan, rows.as_mut_ptr(), rows.len() as i64, &raw mut count) });
+    rows.truncate(count as usize);
+    rows
+}
+
+/// Runs both passes on one rank; the status of the first that fails. `drop_q` passes NULL as q.
+fn passes(plan: *mut annulus_plan, drop_q: bool) -> (i32, Share) {
+    let rows = rows(plan);
+    let (q, k, v, dout) =
+        (input(1, &rows, 2), input(2, &rows, 1), input(3, &rows, 1), input(4, &rows, 2));
+    let [out, dq] = [(); 2].map(|()| Array4::<f32>::zeros(q.raw_dim()));
+    let [dk, dv] = [(); 2].map(|()| Array4::<f32>::zeros(k.raw_dim()));
+    let lse = Array3::<f32>::zeros((1, 2, rows.len()));
+    let inputs = [&q, &k, &v, &out, &dout].map(tensor);
+    let gradients = [&dq, &dk, &dv].map(tensor);
+    let lse_tensor = tensor(&lse);
+    // SAFETY: pointers may be null
+    let mut forward: annulus_forward_args = unsafe { std::mem::zeroed() };
+    forward.struct_size = size_of::<annulus_forward_args>() as u64;
+    forward.q = if drop_q { ptr::null() } else { &raw const inputs[0] };
+    forward.k = &raw const inputs[1];
+    forward.v = &raw const inputs[2];
+    forward.out = &raw const inputs[3];
+    forward.lse = &raw const lse_tensor;
+    // SAFETY: the arrays outlive the calls, and nobody touches them meanwhile
+    let status = unsafe { annulus_forward(plan, &raw const forward) };
+    if status != 0 {
+        return (status, (rows, [out, dq, dk, dv]));
+    }
+    // SAFETY: pointers may be null
+    let mut backward: annulus_backward_args = unsafe { std::mem::zeroed() };
+    backward.struct_size = size_of::<annulus_backward_args>() as u64;
+    [backward.q, backward.k, backward.v, backward.out, backward.dout] =
+        inputs.each_ref().map(ptr::from_ref);
+    [backward.dq, backward.dk, backward.dv] = gradients.each_ref().map(ptr::from_ref);
+    backward.lse = &raw const lse_tensor;
+    // SAFETY: as above
+    let status = unsafe { annulus_backward(plan, &raw const backward) };
+    (status, (rows, [out, dq, dk, dv]))
+}
+
+/// Runs `rank` on a thread per rank; the results, and the wire.
+fn on_all<R: Send>(
+    ranks: i64,
+    sends_left: impl Fn(i64) -> usize,
+    rank: impl Fn(&Host) -> R + Sync,
+) -> (Vec<R>, Arc<Wire>) {
+    let wire = Arc::new(Wire::default());
+    let hosts: Vec<Host> = (0..ranks)
+        .map(|rank| Host {
+            wire: Arc::clone(&wire),
+            rank,
+            sends_left: AtomicUsize::new(sends_left(rank)),
+        })
+        .collect();
+    let rank = &rank;
+    let results = thread::scope(|scope| {
+        let threads: Vec<_> = hosts.iter().map(|host| scope.spawn(move || rank(host))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    (results, wire)
+}
+
+fn by_rust(attention: &Attention, ranks: usize) -> [Array4<f32>; 4] {
+    let all: Vec<i64> = (0..DIMS.q_len as i64).collect();
+    let (q, k, v, dout) =
+        (input(1, &all, 2), input(2, &all, 1), input(3, &all, 1), input(4, &all, 2));
+    let mut ring = attention.clone().threads(1).local_ring(DIMS, ranks).unwrap();
+    let tensors = Tensors::new(q.view(), k.view(), v.view());
+    let forward = ring.forward(&tensors).unwrap();
+    let gradients = ring.backward(&tensors, &forward, dout.view(), None).unwrap();
+    [forward.out, gradients.dq, gradients.dk, gradients.dv]
+}
+
+/// Compares a ring over callbacks with an in-process ring of as many ranks.
+fn compare(name: &str, ranks: i64, attention: &Attention, set: fn(&mut annulus_options)) {
+    let want = by_rust(attention, ranks as usize);
+    let run = |host: &Host| {
+        let (status, plan) = plan_with(&transport(host, ranks), set);
+        ok(status);
+        let first = passes(plan, false);
+        // a warm plan
+        let second = passes(plan, false);
+        ok(first.0);
+        ok(second.0);
+        assert!(first.1 == second.1, "{name}");
+        ok(annulus_plan_destroy(plan));
+        second.1
+    };
+    let (shares, wire) = on_all(ranks, |_| usize::MAX, run);
+    let axis = annulus::ndarray::Axis(1);
+    for (rows, parts) in &shares {
+        for (part, want) in parts.iter().zip(&want) {
+            for (i, &row) in rows.iter().enumerate() {
+                let same = part.index_axis(axis, i) == want.index_axis(axis, row as usize);
+                assert!(same, "{name}: row {row} of {ranks} ranks");
+            }
+        }
+    }
+    assert_eq!(shares.iter().map(|(rows, _)| rows.len()).sum::<usize>(), DIMS.q_len, "{name}");
+    assert_eq!(wire.messages.load(Ordering::Relaxed) > 0, ranks > 1, "{name}");
+    // nothing is in flight after all have left
+    assert_eq!(wire.live.load(Ordering::Relaxed), 0, "{name}");
+}
+
+#[test]
+fn a_ring_over_callbacks_gives_the_bits_of_a_ring_of_threads() {
+    for ranks in [1, 2, 3, 5] {
+        compare("causal", ranks, &Attention::new().causal(true), |options| options.causal = 1);
+    }
+    // hops of several ranges of rows, in every direction
+    let striped = Attention::new().sliding_window(5, 2).layout(Layout::Striped);
+    compare("striped, direct", 3, &striped.clone().route(Route::Direct), |options| {
+        options.window_left = 5;
+        options.window_right = 2;
+        options.layout = ANNULUS_LAYOUT_STRIPED;
+        options.route = ANNULUS_ROUTE_DIRECT;
+    });
+    let zigzag = Attention::new().sliding_window(9, 0).layout(Layout::Zigzag);
+    compare("zigzag, down", 4, &zigzag.clone().route(Route::RelayDown), |options| {
+        options.window_left = 9;
+        options.window_right = 0;
+        options.layout = ANNULUS_LAYOUT_ZIGZAG;
+        options.route = ANNULUS_ROUTE_RELAY_DOWN;
+    });
+    let two_pass = zigzag.route(Route::Direct).backward_mode(BackwardMode::TwoPass);
+    compare("zigzag, direct, two passes", 4, &two_pass, |options| {
+        options.window_left = 9;
+        options.window_right = 0;
+        options.layout = ANNULUS_LAYOUT_ZIGZAG;
+        options.route = ANNULUS_ROUTE_DIRECT;
+        options.backward_mode = ANNULUS_BACKWARD_TWO_PASS;
+    });
+}
+
+#[test]
+fn bad_arguments_of_one_rank_are_refused_on_all_and_the_plans_live() {
+    let (_, wire) = on_all(
+        3,
+        |_| usize::MAX,
+        |host| {
+            let (status, plan) = plan(&transport(host, 3), ANNULUS_ROUTE_DIRECT, 20.0);
+            ok(status);
+            let status = passes(plan, host.rank == 1).0;
+            if host.rank == 1 {
+                assert_eq!((status, message().as_str()), (1, "q: got NULL, want a pointer"));
+            } else {
+                assert_eq!(status, ANNULUS_REFUSED);
+                assert_eq!(message(), "rank 1 refused the call: q: got NULL, want a pointer");
+            }
+            ok(passes(plan, false).0);
+            ok(annulus_plan_destroy(plan));
+        },
+    );
+    assert_eq!(wire.live.load(Ordering::Relaxed), 0);
+}
+
+#[test]
+fn plans_that_differ_are_a_mismatch() {
+    on_all(
+        2,
+        |_| usize::MAX,
+        |host| {
+            let route = if host.rank == 0 { ANNULUS_ROUTE_DIRECT } else { ANNULUS_ROUTE_RELAY_UP };
+            let (status, plan) = plan(&transport(host, 2), route, 20.0);
+            assert_eq!(status, ANNULUS_RANK_MISMATCH, "{}", message());
+            assert!(plan.is_null());
+        },
+    );
+}
+
+#[test]
+fn a_host_that_fails_ends_the_plan_on_all_ranks() {
+    // rank 1 cannot tell the others, which find out by its silence; as many messages as planning needs, and a few more
+    for sends in [0, 1, 5, 9, 14, 20] {
+        let left = |rank| if rank == 1 { sends } else { usize::MAX };
+        let (statuses, wire) = on_all(3, left, |host| {
+            let (status, plan) = plan(&transport(host, 3), ANNULUS_ROUTE_AUTO, 1.5);
+            if status != 0 {
+                assert!(plan.is_null());
+                return (status, message());
+            }
+            let first = (0..100).map(|_| passes(plan, false).0).find(|&status| status != 0);
+            let (first, told) = (first.unwrap(), message());
+            assert_eq!(passes(plan, false).0, ANNULUS_POISONED);
+            ok(annulus_plan_destroy(plan));
+            (first, told)
+        });
+        for (rank, (status, told)) in statuses.iter().enumerate() {
+            assert!(*status >= 40, "rank {rank} after {sends} sends: {status} {told}");
+        }
+        let said = &statuses[1].1;
+        assert!(said.contains("the host's function send returned 17"), "{sends}: {said}");
+        assert_eq!(wire.live.load(Ordering::Relaxed), 0, "after {sends} sends");
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_is_missed() {
+    let began = std::time::Instant::now();
+    on_all(
+        3,
+        |_| usize::MAX,
+        |host| {
+            let (status, plan) = plan(&transport(host, 3), ANNULUS_ROUTE_AUTO, 20.0);
+            ok(status);
+            if host.rank != 2 {
+                let status = passes(plan, false).0;
+                // by its goodbye, or by the abort of the other rank that noticed it
+                assert!([ANNULUS_PEER_LOST, ANNULUS_ABORTED].contains(&status), "{}", message());
+                assert!(message().contains("connection to rank 2 lost"), "{}", message());
+            }
+            ok(annulus_plan_destroy(plan));
+        },
+    );
+    // long before the deadline
+    assert!(began.elapsed().as_secs() < 10);
+}

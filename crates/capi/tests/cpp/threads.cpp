@@ -1,0 +1,148 @@
+// threads RANKS FILE: the case of tests/c/case.h by annulus.hpp; and its exceptions and functions.
+#include <annulus.hpp>
+
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <iostream>
+#include <utility>
+
+namespace {
+
+constexpr std::int64_t batch = 2, len = 37, q_heads = 4, kv_heads = 2, head_dim = 8, value_dim = 6;
+
+void check(bool holds, const char *what) {
+  if (!holds) {
+    std::cerr << what << " does not hold; last error: " << annulus_last_error() << "\n";
+    std::exit(1);
+  }
+}
+
+float value(std::int64_t salt, std::int64_t b, std::int64_t row, std::int64_t head, std::int64_t c) {
+  return static_cast<float>((row * 31 + head * 7 + c * 3 + b * 5 + salt * 11) % 17 - 8) / 8.0f;
+}
+
+std::vector<float> numbers(std::int64_t salt, std::int64_t heads, std::int64_t dim) {
+  std::vector<float> all;
+  for (std::int64_t b = 0; b < batch; b++)
+    for (std::int64_t row = 0; row < len; row++)
+      for (std::int64_t head = 0; head < heads; head++)
+        for (std::int64_t c = 0; c < dim; c++) all.push_back(value(salt, b, row, head, c));
+  return all;
+}
+
+annulus::options options() {
+  annulus::options options;
+  options.batch = batch;
+  options.q_len = options.kv_len = len;
+  options.q_heads = q_heads;
+  options.kv_heads = kv_heads;
+  options.head_dim = head_dim;
+  options.value_dim = value_dim;
+  options.causal = 1;
+  return options;
+}
+
+template <class Call>
+void refused(Call call, const char *name) {
+  try {
+    call();
+  } catch (const annulus::error &error) {
+    check(error.status() == ANNULUS_INVALID_ARGUMENT && !error.is_fatal(), name);
+    check(std::strncmp(error.what(), name, std::strlen(name)) == 0, name);
+    return;
+  }
+  check(false, name);
+}
+
+}  // namespace
+
+int main(int count, char **arguments) {
+  check(count == 3, "threads RANKS FILE");
+  const annulus::attention attention(options());
+  auto made = annulus::plan::over_threads(attention, std::atoi(arguments[1]));
+  annulus::plan plan = std::move(made);
+  check(plan.q_rows().size() == len && plan.kv_rows()[1] == 1 && plan.rank() == 0, "rows");
+  check(plan.workspace_bytes() > 0, "bytes");
+
+  auto q = numbers(1, q_heads, head_dim), k = numbers(2, kv_heads, head_dim);
+  auto v = numbers(3, kv_heads, value_dim), dout = numbers(4, q_heads, value_dim);
+  std::vector<float> dlse;
+  for (std::int64_t b = 0; b < batch; b++)
+    for (std::int64_t head = 0; head < q_heads; head++)
+      for (std::int64_t row = 0; row < len; row++) dlse.push_back(value(5, b, row, head, 0));
+  std::vector<float> out(dout.size()), lse(dlse.size()), dq(q.size()), dk(k.size()), dv(v.size());
+  using annulus::view;
+  const annulus::extents of_q(batch, len, q_heads, head_dim), of_k(batch, len, kv_heads, head_dim);
+  const annulus::extents of_v(batch, len, kv_heads, value_dim);
+  const annulus::extents of_out(batch, len, q_heads, value_dim), of_lse(batch, q_heads, len);
+  const view<const float> q_view(q.data(), of_q), k_view(k.data(), of_k), v_view(v.data(), of_v);
+  const view<float> out_view(out.data(), of_out), lse_view(lse.data(), of_lse);
+  plan.forward<float>({q_view, k_view, v_view, out_view, lse_view});
+  annulus::backward_tensors<float> tensors{
+      q_view, k_view, v_view, out_view, lse_view, view<const float>(dout.data(), of_out),
+      view<float>(dq.data(), of_q), view<float>(dk.data(), of_k), view<float>(dv.data(), of_v)};
+  tensors.dlse = view<const float>(dlse.data(), of_lse);
+  plan.backward(tensors);
+
+  std::ofstream file(arguments[2], std::ios::binary);
+  for (const auto *all : {&out, &lse, &dq, &dk, &dv})
+    file.write(reinterpret_cast<const char *>(all->data()),
+               static_cast<std::streamsize>(all->size() * sizeof(float)));
+  file.close();
+  check(file.good(), "written");
+
+  // errors
+  refused([&] { plan.forward<float>({q_view, k_view, k_view, out_view, lse_view}); }, "v: got");
+  std::vector<double> doubles(q.size());
+  refused([&] {
+    view<double> d(doubles.data(), of_q);
+    view<double> statistics(doubles.data(), of_lse);
+    plan.forward<double>({d, d, d, d, statistics});
+  }, "out: got memory");
+  refused([] {
+    auto wrong = options();
+    wrong.dtype = 0;
+    annulus::attention none(wrong);
+  }, "dtype");
+  refused([&] { annulus::plan::over_threads(attention, 0); }, "ranks");
+
+  // a mask, a layout and a bias of the host's; the plan outlives the attention that has them
+  auto masked = [&] {
+    auto all = options();
+    all.causal = 0;
+    all.layout = ANNULUS_LAYOUT_CUSTOM;
+    annulus::attention description(all);
+    std::int64_t window = 3;
+    description.add_mask("window of 3", 0, [window](const annulus_pair &pair) {
+      return pair.kv_position <= pair.q_position && pair.q_position - pair.kv_position <= window;
+    });
+    description.set_bias_function("none", [](const annulus_pair &) { return 0.0; });
+    std::vector<std::vector<std::int64_t>> rows(2);
+    for (std::int64_t row = 0; row < len; row++) rows[row % 2].push_back(row);
+    description.set_custom_layout(rows, rows);
+    return annulus::plan::over_threads(description, 2);
+  }();
+  check(masked.layout() == ANNULUS_LAYOUT_CUSTOM && masked.ranks() == 2, "layout");
+  std::vector<float> by_mask(out.size()), by_window(out.size());
+  masked.forward<float>({q_view, k_view, v_view, view<float>(by_mask.data(), of_out), lse_view});
+  auto all = options();
+  all.window_left = 3;
+  all.layout = ANNULUS_LAYOUT_STRIPED;
+  auto windowed = annulus::plan::over_threads(annulus::attention(all), 2);
+  windowed.forward<float>({q_view, k_view, v_view, view<float>(by_window.data(), of_out), lse_view});
+  double furthest = 0;
+  for (std::size_t i = 0; i < by_mask.size(); i++)
+    furthest = std::max(furthest, std::abs(double(by_mask[i]) - double(by_window[i])));
+  check(furthest < 1e-5 && by_mask != out, "a mask of the host's is a window");
+
+  // a batch: every row is a sequence of its own, so out is v
+  std::vector<std::int32_t> ids(batch * len);
+  for (std::size_t i = 0; i < ids.size(); i++) ids[i] = static_cast<std::int32_t>(i % len);
+  annulus::batch<> alone;
+  alone.q_segment_ids = view<const std::int32_t>(ids.data(), {batch, len});
+  plan.update(alone);
+  plan.forward<float>({q_view, k_view, v_view, out_view, lse_view});
+  check(out[value_dim * 3 + 1] == v[value_dim + 1], "a row that attends to itself");
+  return 0;
+}

@@ -1,0 +1,62 @@
+! mpi FILE: the case of tests/c/case.h over a communicator of half the ranks of the job. Rank 0 of the
+! first half writes the results to FILE. With -DUSE_F08 by the module mpi_f08, else by mpi.
+program over_mpi
+#ifdef USE_F08
+  use mpi_f08
+#else
+  use mpi
+#endif
+  use case_of_tests
+  implicit none
+#ifdef USE_F08
+  type(MPI_Comm) :: half
+#else
+  integer :: half
+#endif
+  integer :: world_rank, rank, provided, error
+  character(len=1000) :: path
+  type(annulus_options) :: options
+  type(c_ptr) :: attention, plan
+  real(c_float), dimension(value_dim, q_heads, length, batch) :: out, all_out
+  real(c_float), dimension(length, q_heads, batch) :: lse, all_lse
+  real(c_float), dimension(head_dim, q_heads, length, batch) :: dq, all_dq
+  real(c_float), dimension(head_dim, kv_heads, length, batch) :: dk, all_dk
+  real(c_float), dimension(value_dim, kv_heads, length, batch) :: dv, all_dv
+
+  call get_command_argument(1, path)
+  call MPI_Init_thread(MPI_THREAD_FUNNELED, provided, error)
+  call MPI_Comm_rank(MPI_COMM_WORLD, world_rank, error)
+  call MPI_Comm_split(MPI_COMM_WORLD, mod(world_rank, 2), world_rank, half, error)
+  call MPI_Comm_rank(half, rank, error)
+  options = options_of_case()
+  call ok(annulus_attention_create(options, attention))
+#ifdef USE_F08
+  call ok(annulus_plan_create_mpi(attention, half%MPI_VAL, plan))
+#else
+  call ok(annulus_plan_create_mpi(attention, half, plan))
+#endif
+  call ok(annulus_attention_destroy(attention))
+  ! rows of other ranks are 0: the bits of all, or-ed, are the whole
+  out = 0; lse = 0; dq = 0; dk = 0; dv = 0
+  call run(plan, out, lse, dq, dk, dv)
+  call collect(out, all_out, size(out))
+  call collect(lse, all_lse, size(lse))
+  call collect(dq, all_dq, size(dq))
+  call collect(dk, all_dk, size(dk))
+  call collect(dv, all_dv, size(dv))
+  if (world_rank == 0) call write_results(trim(path), all_out, all_lse, all_dq, all_dk, all_dv)
+  call ok(annulus_plan_destroy(plan))
+  call MPI_Finalize(error)
+
+contains
+
+  subroutine collect(own, whole, count)
+    integer, intent(in) :: count
+    real(c_float), intent(in) :: own(count)
+    real(c_float), intent(out) :: whole(count)
+    integer :: bits(count), all_bits(count)
+    bits = transfer(own, bits)
+    call MPI_Reduce(bits, all_bits, count, MPI_INTEGER, MPI_BOR, 0, half, error)
+    whole = transfer(all_bits, whole)
+  end subroutine collect
+end program over_mpi

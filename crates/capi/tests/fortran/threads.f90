@@ -1,0 +1,132 @@
+! threads RANKS FILE: the case of tests/c/case.h by the Fortran module; and its errors and functions.
+module functions_of_host
+  use, intrinsic :: iso_c_binding
+  use annulus
+  implicit none
+  integer(c_int64_t), target :: width = 3
+
+contains
+
+  ! A window of `width` keys before the query.
+  function in_window(context, pair) bind(c) result(visible)
+    type(c_ptr), value :: context, pair
+    integer(c_int32_t) :: visible
+    type(annulus_pair), pointer :: of
+    integer(c_int64_t), pointer :: most
+    call c_f_pointer(pair, of)
+    call c_f_pointer(context, most)
+    visible = 0
+    if (of%kv_position <= of%q_position .and. of%q_position - of%kv_position <= most) visible = 1
+  end function in_window
+
+  function no_bias(context, pair) bind(c) result(bias)
+    type(c_ptr), value :: context, pair
+    real(c_double) :: bias
+    bias = 0
+    if (c_associated(context) .or. .not. c_associated(pair)) bias = 1000
+  end function no_bias
+end module functions_of_host
+
+program threads
+  use case_of_tests
+  use functions_of_host
+  implicit none
+  character(len=1000) :: ranks_text, path
+  integer(c_int64_t) :: ranks, count, i
+  integer(c_int32_t) :: layout
+  type(annulus_options) :: options
+  type(c_ptr) :: attention, plan, masked, windowed
+  real(c_float), target :: out(value_dim, q_heads, length, batch), lse(length, q_heads, batch)
+  real(c_float), target :: dq(head_dim, q_heads, length, batch)
+  real(c_float), target :: dk(head_dim, kv_heads, length, batch)
+  real(c_float), target :: dv(value_dim, kv_heads, length, batch)
+  real(c_float), target :: by_mask(value_dim, q_heads, length, batch)
+  real(c_float), target :: by_window(value_dim, q_heads, length, batch)
+  real(c_float), allocatable, target :: q(:, :, :, :), k(:, :, :, :), v(:, :, :, :), wide(:, :, :, :)
+  real(c_double), allocatable :: q64(:, :, :, :), k64(:, :, :, :), v64(:, :, :, :)
+  real(c_double), allocatable :: out64(:, :, :, :), lse64(:, :, :)
+  integer(c_int32_t), target :: ids(length, batch)
+
+  call get_command_argument(1, ranks_text)
+  call get_command_argument(2, path)
+  read (ranks_text, *) ranks
+  call check(len(annulus_version_text()) > 0, 'a version')
+  options = options_of_case()
+  call ok(annulus_attention_create(options, attention))
+  call ok(annulus_plan_create_threads(attention, ranks, plan))
+  call ok(annulus_plan_ranks(plan, count))
+  call check(count == ranks, 'ranks')
+  call run(plan, out, lse, dq, dk, dv)
+  call write_results(trim(path), out, lse, dq, dk, dv)
+
+  ! an array section of every second head is read and written in place
+  q = numbers(1, [(i, i=0, length - 1)], q_heads, head_dim)
+  k = numbers(2, [(i, i=0, length - 1)], kv_heads, head_dim)
+  v = numbers(3, [(i, i=0, length - 1)], kv_heads, value_dim)
+  allocate (wide(value_dim, 2*q_heads, length, batch))
+  wide = -7
+  call ok(annulus_forward(plan, q, k, v, wide(:, 2::2, :, :), lse))
+  call check(all(wide(:, 2::2, :, :) == out) .and. all(wide(:, 1::2, :, :) == -7), 'a section')
+
+  ! errors name what they refuse
+  call check(annulus_forward(plan, q, k, k, out, lse) == ANNULUS_INVALID_ARGUMENT, 'refused')
+  call check(index(annulus_message(), 'v: got') == 1, 'named')
+  call check(annulus_forward(plan, q, k, v, out, lse(length:1:-1, :, :)) &
+             == ANNULUS_INVALID_ARGUMENT, 'a negative stride')
+  call check(index(annulus_message(), 'lse.strides') == 1, 'named stride')
+
+  ! every row a sequence of its own: out is v
+  do i = 1, length
+    ids(i, :) = int(i, c_int32_t)
+  end do
+  call ok(annulus_plan_update(plan, q_segment_ids=ids))
+  call ok(annulus_forward(plan, q, k, v, out, lse))
+  call check(all(out(:, 1, :, :) == v(:, 1, :, :)), 'rows that attend to themselves')
+  call ok(annulus_plan_update(plan))
+  call ok(annulus_plan_destroy(plan))
+  call check(annulus_plan_destroy(plan) == ANNULUS_INVALID_ARGUMENT, 'double destroy')
+  call ok(annulus_attention_destroy(attention))
+
+  ! functions of the host: a window by callback is a window
+  options%causal = 0
+  call ok(annulus_attention_create(options, attention))
+  call ok(annulus_attention_add_mask(attention, 'window of 3', 0_c_int32_t, c_funloc(in_window), &
+                                     c_loc(width)))
+  call ok(annulus_attention_set_bias_function(attention, 'none', c_funloc(no_bias), c_null_ptr))
+  call ok(annulus_plan_create_threads(attention, ranks, masked))
+  call ok(annulus_attention_destroy(attention))
+  options%window_left = 3
+  options%window_right = 0
+  call ok(annulus_attention_create(options, attention))
+  call ok(annulus_plan_create_threads(attention, ranks, windowed))
+  call ok(annulus_attention_destroy(attention))
+  call ok(annulus_forward(masked, q, k, v, by_mask, lse))
+  call ok(annulus_forward(windowed, q, k, v, by_window, lse))
+  call check(maxval(abs(by_mask - by_window)) < 1e-5, 'a mask of the host is a window')
+  call check(any(by_mask /= out), 'which has an effect')
+  call ok(annulus_plan_destroy(masked))
+  call ok(annulus_plan_destroy(windowed))
+
+  ! double precision
+  options = options_of_case()
+  options%dtype = ANNULUS_F64
+  options%layout = ANNULUS_LAYOUT_CONTIGUOUS
+  call ok(annulus_attention_create(options, attention))
+  call ok(annulus_plan_create_threads(attention, ranks, plan))
+  call ok(annulus_plan_layout(plan, layout))
+  call check(layout == ANNULUS_LAYOUT_CONTIGUOUS, 'layout')
+  q64 = real(q, c_double)
+  k64 = real(k, c_double)
+  v64 = real(v, c_double)
+  allocate (out64(value_dim, q_heads, length, batch), lse64(length, q_heads, batch))
+  call ok(annulus_forward(plan, q64, k64, v64, out64, lse64))
+  call ok(annulus_plan_destroy(plan))
+  call ok(annulus_attention_destroy(attention))
+  options%dtype = ANNULUS_F32
+  call ok(annulus_attention_create(options, attention))
+  call ok(annulus_plan_create_threads(attention, ranks, plan))
+  call ok(annulus_forward(plan, q, k, v, out, lse))
+  call check(maxval(abs(out64 - out)) < 1e-5 .and. any(out64 /= out), 'double precision')
+  call ok(annulus_plan_destroy(plan))
+  call ok(annulus_attention_destroy(attention))
+end program threads

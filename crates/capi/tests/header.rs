@@ -1,0 +1,153 @@
+//! `include/annulus.h` is what cbindgen makes of the sources. After a change:
+//!
+//! ```text
+//! ANNULUS_UPDATE=1 cargo test -p annulus-capi --test header
+//! ```
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::{fs, path::Path};
+
+use cbindgen::{Builder, Config, DocumentationStyle, EnumConfig, Language, Style};
+
+/// Sources in the order in which a reader of the header wants them.
+const SOURCES: [&str; 8] = [
+    "status.rs",
+    "tensor.rs",
+    "options.rs",
+    "callbacks.rs",
+    "attention.rs",
+    "transport/mod.rs",
+    "batch.rs",
+    "plan.rs",
+];
+
+const TITLE: &str = "\
+/*
+ * annulus: exact attention, forward and backward, over sequences that do not fit one device.
+ *
+ * annulus_options -> annulus_attention -> annulus_plan -> annulus_forward, annulus_backward
+ *
+ * Every function that can fail returns a status: 0, or a number whose text is that of
+ * annulus_error_string and whose details are those of annulus_last_error. Statuses from 1 to 19 are
+ * the caller's fault and leave the plan usable, 20 to 39 are resources, from 40 on the plan is dead.
+ * \"Collective\" means that all ranks make the call in the same order; \"local\" that one rank can.
+ * Structs begin with their size, so that fields can be appended; set everything else to 0, or by
+ * annulus_options_init. Units: strides in elements, times in seconds, sizes in bytes.
+ *
+ * Define ANNULUS_WITH_MPI before including this header to declare annulus_plan_create_mpi.
+ *
+ * Made by cbindgen from crates/capi/src.
+ */
+";
+
+fn config() -> Config {
+    Config {
+        language: Language::C,
+        header: Some(TITLE.to_owned()),
+        include_guard: Some("ANNULUS_H".to_owned()),
+        no_includes: true,
+        sys_includes: vec!["stdint.h".to_owned()],
+        after_includes: Some("#ifdef ANNULUS_WITH_MPI\n#include <mpi.h>\n#endif".to_owned()),
+        cpp_compat: true,
+        documentation_style: DocumentationStyle::Doxy,
+        style: Style::Both,
+        line_length: 100,
+        enumeration: EnumConfig::default(),
+        defines: [("feature = mpi".to_owned(), "ANNULUS_WITH_MPI".to_owned())].into(),
+        export: cbindgen::ExportConfig {
+            exclude: vec!["MPI_Comm".to_owned()],
+            ..Default::default()
+        },
+        ..Config::default()
+    }
+}
+
+fn generate() -> String {
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut builder = Builder::new().with_config(config());
+    for source in SOURCES.into_iter().chain(["passes.rs"]) {
+        builder = builder.with_src(sources.join(source));
+    }
+    let mut header = Vec::new();
+    builder.generate().unwrap().write(&mut header);
+    plain(&String::from_utf8(header).unwrap())
+}
+
+/// Rewrites rustdoc's links and headings for a reader of C.
+fn plain(header: &str) -> String {
+    let mut text = String::new();
+    let mut rest = header;
+    while let Some((before, after)) = rest.split_once("[`") {
+        let (name, after) = after.split_once("`]").unwrap();
+        text.push_str(before);
+        text.push_str(name);
+        rest = match after.strip_prefix("(crate::") {
+            Some(target) => target.split_once(')').unwrap().1,
+            None => after,
+        };
+    }
+    text.push_str(rest);
+    text.replace(" * # ", " * ")
+}
+
+#[test]
+fn the_committed_header_is_that_of_the_sources() {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("include/annulus.h");
+    let generated = generate();
+    if std::env::var_os("ANNULUS_UPDATE").is_some() {
+        fs::write(&file, &generated).unwrap();
+    }
+    let committed = fs::read_to_string(&file).unwrap();
+    let differs = committed.lines().zip(generated.lines()).position(|(a, b)| a != b);
+    assert!(
+        committed == generated,
+        "line {:?} differs: run ANNULUS_UPDATE=1 cargo test -p annulus-capi --test header",
+        differs.map(|line| line + 1)
+    );
+}
+
+/// Names of the fields of a struct of the header, in order.
+fn fields<'a>(header: &'a str, name: &str) -> Vec<&'a str> {
+    let (_, body) = header.split_once(&format!("typedef struct {name} {{\n")).unwrap();
+    let (body, _) = body.split_once(&format!("\n}} {name};")).unwrap();
+    let lines = body.lines().filter_map(|line| line.strip_prefix("  "));
+    let declarations = lines.filter(|line| !line.starts_with(['/', ' ']));
+    let field = |line: &'a str| match line.split_once("(*") {
+        Some((_, rest)) => rest.split(')').next(),
+        None => line.trim_end_matches(';').rsplit([' ', '*']).next()?.split('[').next(),
+    };
+    declarations.filter_map(field).collect()
+}
+
+#[test]
+fn the_fortran_module_has_the_constants_and_fields_of_the_header() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let header = fs::read_to_string(folder.join("include/annulus.h")).unwrap();
+    let module = fs::read_to_string(folder.join("fortran/annulus.f90")).unwrap();
+    let defines = header.lines().filter_map(|line| line.strip_prefix("#define "));
+    let mut constants = 0;
+    for (name, value) in defines.filter_map(|rest| rest.split_once(' ')) {
+        assert!(module.contains(&format!(":: {name} = {value}\n")), "{name} = {value}");
+        constants += 1;
+    }
+    assert!(constants > 40);
+    for name in [
+        "annulus_options",
+        "annulus_tensor",
+        "annulus_batch",
+        "annulus_pair",
+        "annulus_transport",
+        "annulus_forward_args",
+        "annulus_backward_args",
+    ] {
+        let (_, body) = module.split_once(&format!("type, bind(c) :: {name}\n")).unwrap();
+        let (body, _) = body.split_once("end type").unwrap();
+        let in_module: Vec<&str> = body
+            .lines()
+            .filter_map(|line| line.split_once(":: "))
+            .filter_map(|(_, rest)| rest.split([' ', '(']).next())
+            .collect();
+        assert!(in_module.len() > 3);
+        assert_eq!(in_module, fields(&header, name), "{name}");
+    }
+}

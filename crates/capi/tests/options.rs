@@ -1,0 +1,727 @@
+//! Every option of the C interface against the facade: the same bits, forward and backward, and
+//! other bits than without the option, so that none is ignored.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::{
+    ffi::{CStr, c_void},
+    ptr,
+    sync::Arc,
+};
+
+use annulus::{
+    Alibi, Alignment, Attention, BackwardMode, Batch, BiasOrder, CustomLayout, DType, DenseMask,
+    Dims, Element, Layout, Precision, Route, Runs, SinkShape, Tensors,
+    half::{bf16, f16},
+    mask::Predicate,
+};
+use annulus_capi::*;
+use ndarray::{Array, Array2, Array3, Array4, Dimension, array};
+
+const DIMS: Dims =
+    Dims { batch: 2, q_len: 23, kv_len: 23, q_heads: 4, kv_heads: 2, head_dim: 8, value_dim: 6 };
+const RANKS: usize = 3;
+
+fn last_error() -> String {
+    // SAFETY: never NULL, ends with a zero byte, and nothing fails on this thread meanwhile
+    unsafe { CStr::from_ptr(annulus_last_error()) }.to_str().unwrap().to_owned()
+}
+
+fn ok(status: i32) {
+    assert_eq!(status, ANNULUS_SUCCESS, "{}", last_error());
+}
+
+/// Numbers that look random and are the same everywhere.
+fn numbers<T: Element, D: Dimension>(
+    seed: u64,
+    shape: impl ndarray::ShapeBuilder<Dim = D>,
+) -> Array<T, D> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    Array::from_shape_simple_fn(shape, || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        T::from_f64((state >> 11) as f64 / (1u64 << 52) as f64 - 1.0)
+    })
+}
+
+fn tensor<T: Element, D: Dimension>(array: &Array<T, D>) -> annulus_tensor {
+    let dtype = match T::DTYPE {
+        DType::F32 => ANNULUS_F32,
+        DType::F64 => ANNULUS_F64,
+        DType::F16 => ANNULUS_F16,
+        DType::Bf16 => ANNULUS_BF16,
+    };
+    described(array, dtype)
+}
+
+fn described<T, D: Dimension>(array: &Array<T, D>, dtype: i32) -> annulus_tensor {
+    let (mut dims, mut strides) = ([1; 4], [0; 4]);
+    for (axis, (&len, &stride)) in array.shape().iter().zip(array.strides()).enumerate() {
+        dims[axis] = len as i64;
+        strides[axis] = stride as i64;
+    }
+    annulus_tensor { data: array.as_ptr().cast_mut().cast::<c_void>(), dtype, dims, strides }
+}
+
+/// The tensors of both passes.
+struct Data<T: Element> {
+    q: Array4<T>,
+    k: Array4<T>,
+    v: Array4<T>,
+    bias: Option<Array4<T::Accumulator>>,
+    sinks: Option<Array2<T::Accumulator>>,
+    dout: Array4<T>,
+    dlse: Array3<T::Accumulator>,
+}
+
+impl<T: Element> Data<T> {
+    fn of(dims: Dims, bias: Option<[usize; 4]>, sinks: Option<SinkShape>) -> Self {
+        let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = dims;
+        let heads = |sinks: SinkShape| if sinks.per_head { q_heads } else { 1 };
+        Self {
+            q: numbers(1, (batch, q_len, q_heads, head_dim)),
+            k: numbers(2, (batch, kv_len, kv_heads, head_dim)),
+            v: numbers(3, (batch, kv_len, kv_heads, value_dim)),
+            bias: bias.map(|shape| numbers(4, shape)),
+            sinks: sinks.map(|sinks| numbers(5, (heads(sinks), sinks.count))),
+            dout: numbers(6, (batch, q_len, q_heads, value_dim)),
+            dlse: numbers(7, (batch, q_heads, q_len)),
+        }
+    }
+}
+
+/// Everything that both passes return, as numbers: `bits` tells −0 from 0 and NaN from NaN.
+#[derive(Debug, PartialEq)]
+struct Answer(Vec<(&'static str, Vec<u64>)>);
+
+fn bits<T: Element, D: Dimension>(array: &Array<T, D>) -> Vec<u64> {
+    array.iter().map(|number| number.to_f64().to_bits()).collect()
+}
+
+/// The answer of the facade.
+fn by_facade<T: Element>(
+    attention: &Attention,
+    dims: Dims,
+    data: &Data<T>,
+    batch: &Batch,
+) -> Answer {
+    let mut ring = attention.clone().dtype(T::DTYPE).threads(1).local_ring(dims, RANKS).unwrap();
+    ring.update(batch).unwrap();
+    let mut tensors = Tensors::new(data.q.view(), data.k.view(), data.v.view());
+    tensors.bias = data.bias.as_ref().map(|bias| bias.view());
+    tensors.softmax_aux = data.sinks.as_ref().map(|sinks| sinks.view());
+    let forward = ring.forward(&tensors).unwrap();
+    let dlse = Some(data.dlse.view());
+    let gradients = ring.backward(&tensors, &forward, data.dout.view(), dlse).unwrap();
+    let mut answer = vec![
+        ("out", bits(&forward.out)),
+        ("lse", bits(&forward.lse)),
+        ("dq", bits(&gradients.dq)),
+        ("dk", bits(&gradients.dk)),
+        ("dv", bits(&gradients.dv)),
+    ];
+    answer.extend(forward.max.iter().map(|max| ("max", bits(max))));
+    answer.extend(forward.sum.iter().map(|sum| ("sum", bits(sum))));
+    answer.extend(forward.ties.iter().map(|ties| ("ties", bits(ties))));
+    answer.extend(gradients.dbias.iter().map(|dbias| ("dbias", bits(dbias))));
+    answer.extend(gradients.dsoftmax_aux.iter().map(|dsinks| ("dsinks", bits(dsinks))));
+    Answer(answer)
+}
+
+fn options(dims: Dims) -> annulus_options {
+    let mut options = std::mem::MaybeUninit::<annulus_options>::uninit();
+    // SAFETY: as many writable bytes as said, all of which it sets
+    let mut options = unsafe {
+        ok(annulus_options_init(options.as_mut_ptr(), size_of::<annulus_options>() as u64));
+        options.assume_init()
+    };
+    options.batch = dims.batch as i64;
+    options.q_len = dims.q_len as i64;
+    options.kv_len = dims.kv_len as i64;
+    options.q_heads = dims.q_heads as i64;
+    options.kv_heads = dims.kv_heads as i64;
+    options.head_dim = dims.head_dim as i64;
+    options.value_dim = dims.value_dim as i64;
+    options
+}
+
+/// The answer of the C interface.
+fn by_c<T: Element>(case: &Case, data: &Data<T>) -> Answer {
+    let mut options = options(case.dims);
+    options.dtype = tensor(&data.q).dtype;
+    (case.options)(&mut options);
+    let (mut attention, mut plan) = (ptr::null_mut(), ptr::null_mut());
+    // SAFETY: all pointers are to locals
+    unsafe {
+        ok(annulus_attention_create(&raw const options, &raw mut attention));
+        (case.add)(attention);
+        ok(annulus_plan_create_threads(attention, RANKS as i64, &raw mut plan));
+    }
+    // the plan lives on
+    ok(annulus_attention_destroy(attention));
+    update(plan, &case.batch);
+
+    let Dims { batch, q_len, q_heads, value_dim, .. } = case.dims;
+    let unnormalized = options.unnormalized == 1;
+    let out = Array4::<T>::from_elem((batch, q_len, q_heads, value_dim), T::from_f64(7.0));
+    let seven = T::Accumulator::from_f64(7.0);
+    let statistics = || Array3::<T::Accumulator>::from_elem((batch, q_heads, q_len), seven);
+    let (lse, max, sum, ties) = (statistics(), statistics(), statistics(), statistics());
+    let tensors = [tensor(&data.q), tensor(&data.k), tensor(&data.v)];
+    let [q, k, v] = &tensors;
+    let bias = data.bias.as_ref().map(tensor);
+    let sinks = data.sinks.as_ref().map(tensor);
+    let pointer =
+        |tensor: &Option<annulus_tensor>| tensor.as_ref().map_or(ptr::null(), ptr::from_ref);
+    let results = [tensor(&out), tensor(&lse), tensor(&max), tensor(&sum), tensor(&ties)];
+    let given = |index: usize| {
+        if index < 2 || unnormalized { &raw const results[index] } else { ptr::null() }
+    };
+    let forward = annulus_forward_args {
+        struct_size: size_of::<annulus_forward_args>() as u64,
+        q,
+        k,
+        v,
+        bias: pointer(&bias),
+        softmax_aux: pointer(&sinks),
+        out: given(0),
+        lse: given(1),
+        max: given(2),
+        sum: given(3),
+        ties: given(4),
+    };
+    // SAFETY: the arrays outlive the call, and nobody touches them meanwhile
+    ok(unsafe { annulus_forward(plan, &raw const forward) });
+    let [dq, dk, dv] = [&data.q, &data.k, &data.v]
+        .map(|input| Array4::<T>::from_elem(input.raw_dim(), T::from_f64(7.0)));
+    let dbias = data.bias.as_ref().map(|bias| Array4::from_elem(bias.raw_dim(), seven));
+    let dsinks = data.sinks.as_ref().map(|sinks| Array2::from_elem(sinks.raw_dim(), seven));
+    let gradients = [tensor(&dq), tensor(&dk), tensor(&dv), tensor(&data.dout)];
+    let dlse = tensor(&data.dlse);
+    let (dbias_tensor, dsinks_tensor) = (dbias.as_ref().map(tensor), dsinks.as_ref().map(tensor));
+    let backward = annulus_backward_args {
+        struct_size: size_of::<annulus_backward_args>() as u64,
+        q,
+        k,
+        v,
+        bias: pointer(&bias),
+        softmax_aux: pointer(&sinks),
+        out: given(0),
+        lse: given(1),
+        max: given(2),
+        ties: given(4),
+        dout: &raw const gradients[3],
+        dlse: &raw const dlse,
+        dq: &raw const gradients[0],
+        dk: &raw const gradients[1],
+        dv: &raw const gradients[2],
+        dbias: pointer(&dbias_tensor),
+        dsoftmax_aux: pointer(&dsinks_tensor),
+    };
+    // SAFETY: as above
+    ok(unsafe { annulus_backward(plan, &raw const backward) });
+    ok(annulus_plan_destroy(plan));
+
+    let mut answer = vec![
+        ("out", bits(&out)),
+        ("lse", bits(&lse)),
+        ("dq", bits(&dq)),
+        ("dk", bits(&dk)),
+        ("dv", bits(&dv)),
+    ];
+    if unnormalized {
+        answer.extend([("max", bits(&max)), ("sum", bits(&sum)), ("ties", bits(&ties))]);
+    }
+    answer.extend(dbias.iter().map(|dbias| ("dbias", bits(dbias))));
+    answer.extend(dsinks.iter().map(|dsinks| ("dsinks", bits(dsinks))));
+    Answer(answer)
+}
+
+fn update(plan: *mut annulus_plan, batch: &Batch) {
+    let integers = |numbers: &Vec<i64>| Array::from_vec(numbers.clone());
+    let mask = batch.attention_mask.as_ref().map(|mask| {
+        let shape = mask.shape();
+        Array4::from_shape_fn(shape, |(b, h, q, k)| mask.visible(b, h, q, k))
+    });
+    let lens = [&batch.cum_seqlens_q, &batch.cum_seqlens_k].map(|lens| lens.as_ref().map(integers));
+    let ids = [&batch.q_segment_ids, &batch.kv_segment_ids];
+    let ids = ids.map(|ids| ids.as_ref().map(|ids| described(ids, ANNULUS_I32)));
+    let at = [&batch.q_positions, &batch.kv_positions];
+    let at = at.map(|at| at.as_ref().map(|at| described(at, ANNULUS_I64)));
+    let cum = lens.each_ref().map(|lens| lens.as_ref().map(|lens| described(lens, ANNULUS_I64)));
+    let mask_tensor = mask.as_ref().map(|mask| described(mask, ANNULUS_BOOL));
+    let pointer =
+        |tensor: &Option<annulus_tensor>| tensor.as_ref().map_or(ptr::null(), ptr::from_ref);
+    let batch = annulus_batch {
+        struct_size: size_of::<annulus_batch>() as u64,
+        q_segment_ids: pointer(&ids[0]),
+        kv_segment_ids: pointer(&ids[1]),
+        q_positions: pointer(&at[0]),
+        kv_positions: pointer(&at[1]),
+        attention_mask: pointer(&mask_tensor),
+        cum_seqlens_q: pointer(&cum[0]),
+        cum_seqlens_k: pointer(&cum[1]),
+    };
+    // SAFETY: the arrays outlive the call
+    ok(unsafe { annulus_plan_update(plan, &raw const batch) });
+}
+
+struct Case {
+    name: &'static str,
+    dims: Dims,
+    options: fn(&mut annulus_options),
+    /// What is added to the handle.
+    add: fn(*mut annulus_attention),
+    attention: Attention,
+    bias: Option<[usize; 4]>,
+    sinks: Option<SinkShape>,
+    batch: Batch,
+    /// True if the option must change no more than the order of rounding.
+    same: bool,
+}
+
+impl Case {
+    fn new(name: &'static str, options: fn(&mut annulus_options), attention: Attention) -> Self {
+        Self {
+            name,
+            dims: DIMS,
+            options,
+            add: |_| {},
+            attention,
+            bias: None,
+            sinks: None,
+            batch: Batch::default(),
+            same: false,
+        }
+    }
+
+    fn same(self) -> Self {
+        Self { same: true, ..self }
+    }
+}
+
+unsafe extern "C" fn odd_head_sees_even_keys(
+    context: *mut c_void,
+    pair: *const annulus_pair,
+) -> i32 {
+    assert_eq!(context.addr(), 77);
+    // SAFETY: annulus passes a pair that lives through the call
+    let pair = unsafe { &*pair };
+    (pair.head % 2 == 0 || pair.kv_row % 2 == 0).into()
+}
+
+unsafe extern "C" fn every_third_position(_: *mut c_void, pair: *const annulus_pair) -> i32 {
+    // SAFETY: annulus passes a pair that lives through the call
+    let pair = unsafe { &*pair };
+    assert_eq!((pair.batch, pair.head), (0, 0));
+    ((pair.q_position - pair.kv_position) % 3 == 0).into()
+}
+
+unsafe extern "C" fn per_row_bias(_: *mut c_void, pair: *const annulus_pair) -> f64 {
+    // SAFETY: annulus passes a pair that lives through the call
+    let pair = unsafe { &*pair };
+    (pair.head * 10 + pair.q_position - pair.kv_position) as f64 * 0.125
+}
+
+fn masks() -> Vec<Case> {
+    let new = Attention::new;
+    let longer = Dims { kv_len: 31, ..DIMS };
+    vec![
+        Case::new("causal", |o| o.causal = 1, new().causal(true)),
+        Case::new("window_left", |o| o.window_left = 3, new().sliding_window(3, None)),
+        Case::new("window_right", |o| o.window_right = 2, new().sliding_window(None, 2)),
+        Case::new(
+            "attention_sink_size",
+            |o| {
+                o.window_left = 3;
+                o.attention_sink_size = 2;
+            },
+            new().sliding_window(3, None).attention_sink_size(2),
+        ),
+        Case::new("chunk_size", |o| o.chunk_size = 5, new().chunk_size(5)),
+        Case::new("prefix_len", |o| o.prefix_len = 4, new().prefix_len(4)),
+        Case::new("prefix_len of 0", |o| o.prefix_len = 0, new().prefix_len(0)),
+        Case {
+            dims: longer,
+            ..Case::new(
+                "alignment",
+                |o| {
+                    o.causal = 1;
+                    o.alignment = ANNULUS_ALIGN_BOTTOM_RIGHT;
+                },
+                new().causal(true).align(Alignment::BottomRight),
+            )
+        },
+        Case {
+            // SAFETY: the name is a text, and the function lives as long as the program
+            add: |attention| unsafe {
+                let context = ptr::without_provenance_mut(77);
+                let flags = ANNULUS_MASK_PER_HEAD;
+                let visible = Some(odd_head_sees_even_keys as _);
+                let name = c"even keys".as_ptr();
+                ok(annulus_attention_add_mask(attention, name, flags, visible, context));
+            },
+            ..Case::new(
+                "a mask by head",
+                |_| {},
+                new().mask(Arc::new(Predicate::of_pairs("even keys", |query, key| {
+                    query.head % 2 == 0 || key.row % 2 == 0
+                }))),
+            )
+        },
+        Case {
+            // SAFETY: as above
+            add: |attention| unsafe {
+                let visible = Some(every_third_position as _);
+                let name = c"thirds".as_ptr();
+                ok(annulus_attention_add_mask(attention, name, 0, visible, ptr::null_mut()));
+            },
+            ..Case::new(
+                "a mask by position, and causal",
+                |o| o.causal = 1,
+                new()
+                    .causal(true)
+                    .mask(Arc::new(Predicate::of_positions("thirds", |i, j| (i - j) % 3 == 0))),
+            )
+        },
+    ]
+}
+
+fn scores() -> Vec<Case> {
+    let new = Attention::new;
+    let [batch, heads, queries, keys] = [DIMS.batch, DIMS.q_heads, DIMS.q_len, DIMS.kv_len];
+    vec![
+        Case::new(
+            "softmax_scale",
+            |o| {
+                o.has_softmax_scale = 1;
+                o.softmax_scale = -0.5;
+            },
+            new().softmax_scale(-0.5),
+        ),
+        Case::new("a scale of 0", |o| o.has_softmax_scale = 1, new().softmax_scale(0.0)),
+        Case::new("logits_soft_cap", |o| o.logits_soft_cap = 0.75, new().logits_soft_cap(0.75)),
+        Case {
+            bias: Some([batch, heads, queries, keys]),
+            ..Case::new(
+                "bias",
+                |o| o.bias_dims = [o.batch, o.q_heads, o.q_len, o.kv_len],
+                new().bias([batch, heads, queries, keys]),
+            )
+        },
+        Case {
+            bias: Some([1, heads, 1, keys]),
+            ..Case::new(
+                "a bias that is broadcast, before the cap",
+                |o| {
+                    o.bias_dims = [1, o.q_heads, 1, o.kv_len];
+                    o.logits_soft_cap = 0.5;
+                    o.bias_order = ANNULUS_BIAS_BEFORE_SOFT_CAP;
+                },
+                new()
+                    .bias([1, heads, 1, keys])
+                    .logits_soft_cap(0.5)
+                    .bias_order(BiasOrder::BeforeSoftCap),
+            )
+        },
+        Case {
+            // SAFETY: as of the masks
+            add: |attention| unsafe {
+                let slopes = [0.5, 0.25, 0.125, 1.0];
+                ok(annulus_attention_set_alibi(attention, slopes.as_ptr(), 4));
+            },
+            ..Case::new(
+                "alibi",
+                |_| {},
+                new().bias_function(Arc::new(Alibi { slopes: vec![0.5, 0.25, 0.125, 1.0] })),
+            )
+        },
+        Case {
+            // SAFETY: as of the masks
+            add: |attention| unsafe {
+                let (name, bias) = (c"rows".as_ptr(), Some(per_row_bias as _));
+                let null = ptr::null_mut();
+                ok(annulus_attention_set_bias_function(attention, name, bias, null));
+            },
+            ..Case::new(
+                "a bias function",
+                |_| {},
+                new().bias_function(Arc::new(annulus_core::PositionBias::new(
+                    "rows",
+                    |head, i, j| (head as i64 * 10 + i - j) as f64 * 0.125,
+                ))),
+            )
+        },
+        Case {
+            sinks: Some(SinkShape::shared(2)),
+            ..Case::new("sinks", |o| o.sinks = 2, new().softmax_aux(SinkShape::shared(2)))
+        },
+        Case {
+            sinks: Some(SinkShape::per_head(1)),
+            ..Case::new(
+                "sinks_per_head",
+                |o| {
+                    o.sinks = 1;
+                    o.sinks_per_head = 1;
+                },
+                new().softmax_aux(SinkShape::per_head(1)),
+            )
+        },
+        Case::new("unnormalized", |o| o.unnormalized = 1, new().unnormalized(true)),
+        Case::new(
+            "dropout",
+            |o| {
+                o.dropout_prob = 0.25;
+                o.dropout_seed = 1 << 40;
+            },
+            new().dropout(0.25, 1 << 40),
+        ),
+        Case::new(
+            "logits_dtype",
+            |o| o.logits_dtype = ANNULUS_BF16,
+            new().logits_dtype(DType::Bf16),
+        ),
+    ]
+}
+
+fn rings() -> Vec<Case> {
+    let new = || Attention::new().causal(true);
+    let runs = |rows: &[i64]| rows.iter().copied().collect::<Runs>();
+    let shards = || {
+        let thirds = |first: i64| (0..23).filter(|row| row * 7 % 3 == first).collect::<Vec<_>>();
+        vec![runs(&thirds(1)), runs(&thirds(0)), runs(&thirds(2))]
+    };
+    vec![
+        Case::new(
+            "contiguous",
+            |o| {
+                o.causal = 1;
+                o.layout = ANNULUS_LAYOUT_CONTIGUOUS;
+            },
+            new().layout(Layout::Contiguous),
+        ),
+        Case::new(
+            "zigzag, relay down",
+            |o| {
+                o.causal = 1;
+                o.layout = ANNULUS_LAYOUT_ZIGZAG;
+                o.route = ANNULUS_ROUTE_RELAY_DOWN;
+            },
+            new().layout(Layout::Zigzag).route(Route::RelayDown),
+        ),
+        Case::new(
+            "striped, relay up",
+            |o| {
+                o.causal = 1;
+                o.layout = ANNULUS_LAYOUT_STRIPED;
+                o.route = ANNULUS_ROUTE_RELAY_UP;
+            },
+            new().layout(Layout::Striped).route(Route::RelayUp),
+        ),
+        Case {
+            // SAFETY: the lists have the lengths that are said
+            add: |attention| unsafe {
+                let thirds = |first: i64| (0..23).filter(move |row| row * 7 % 3 == first);
+                let rows: Vec<i64> = thirds(1).chain(thirds(0)).chain(thirds(2)).collect();
+                let counts = [1, 0, 2].map(|first| thirds(first).count() as i64);
+                let (counts, rows) = (counts.as_ptr(), rows.as_ptr());
+                ok(annulus_attention_set_custom_layout(attention, 3, counts, rows, counts, rows));
+            },
+            ..Case::new(
+                "custom layout, direct",
+                |o| {
+                    o.causal = 1;
+                    o.layout = ANNULUS_LAYOUT_CUSTOM;
+                    o.route = ANNULUS_ROUTE_DIRECT;
+                },
+                new()
+                    .layout(Layout::Custom(Arc::new(CustomLayout { q: shards(), kv: shards() })))
+                    .route(Route::Direct),
+            )
+        },
+        Case::new(
+            "two passes, a deadline, two threads",
+            |o| {
+                o.causal = 1;
+                o.backward_mode = ANNULUS_BACKWARD_TWO_PASS;
+                o.deadline_seconds = 30.0;
+                o.threads = 2;
+            },
+            new().backward_mode(BackwardMode::TwoPass),
+        ),
+        Case::new(
+            "precision",
+            |o| {
+                o.causal = 1;
+                o.precision = ANNULUS_PRECISION_DEFAULT;
+            },
+            new().precision(Precision::Default),
+        )
+        .same(),
+    ]
+}
+
+fn batches() -> Vec<Case> {
+    let ids = Array2::from_shape_fn((2, 23), |(b, row)| (row as i32 / (5 + b as i32)) - 1);
+    let positions = Array2::from_shape_fn((2, 23), |(b, row)| (row as i64 * 3) % (7 + b as i64));
+    let dense = DenseMask::from_fn([1, 4, 23, 23], |[_, h, q, k]| (h + q * 3 + k * 5) % 4 != 0);
+    let causal = || Case::new("", |o| o.causal = 1, Attention::new().causal(true));
+    let other = Array2::from_shape_fn((2, 23), |(_, row)| row as i32 / 4);
+    let with = |name, batch| Case { name, batch, ..causal() };
+    vec![
+        with(
+            "segment ids of one side",
+            Batch { q_segment_ids: Some(ids.clone()), ..Batch::default() },
+        ),
+        with(
+            "segment ids",
+            Batch { q_segment_ids: Some(ids), kv_segment_ids: Some(other), ..Batch::default() },
+        ),
+        with(
+            "positions",
+            Batch {
+                q_positions: Some(positions.clone()),
+                kv_positions: Some(positions),
+                ..Batch::default()
+            },
+        ),
+        with("attention_mask", Batch { attention_mask: Some(dense), ..Batch::default() }),
+        with(
+            "cum_seqlens",
+            Batch {
+                cum_seqlens_q: Some(vec![0, 4, 20]),
+                cum_seqlens_k: Some(vec![0, 7, 21]),
+                ..Batch::default()
+            },
+        ),
+    ]
+}
+
+fn check<T: Element>(cases: &[Case]) {
+    for case in cases {
+        let data = Data::<T>::of(case.dims, case.bias, case.sinks);
+        let want = by_facade(&case.attention, case.dims, &data, &case.batch);
+        let got = by_c(case, &data);
+        let names = |answer: &Answer| answer.0.iter().map(|(name, _)| *name).collect::<Vec<_>>();
+        assert_eq!(names(&got), names(&want), "{}", case.name);
+        let differs = got.0.iter().zip(&want.0).find(|(got, want)| got != want);
+        let differs = differs.map(|((name, _), _)| name);
+        assert_eq!(differs, None, "{} in {}", case.name, T::DTYPE);
+        if case.same {
+            continue;
+        }
+        // the inputs alone give another answer
+        let plain = Data { bias: None, sinks: None, ..Data::<T>::of(case.dims, None, None) };
+        let without = by_facade(&Attention::new(), case.dims, &plain, &Batch::default());
+        let has_effect = got.0[..5] != without.0[..5];
+        assert!(has_effect, "{} has no effect in {}", case.name, T::DTYPE);
+    }
+}
+
+#[test]
+fn masks_give_the_bits_of_the_facade() {
+    check::<f32>(&masks());
+}
+
+#[test]
+fn scores_give_the_bits_of_the_facade() {
+    check::<f32>(&scores());
+    check::<f64>(&scores());
+}
+
+#[test]
+fn layouts_and_routes_give_the_bits_of_the_facade() {
+    check::<f32>(&rings());
+}
+
+#[test]
+fn batches_give_the_bits_of_the_facade() {
+    check::<f32>(&batches());
+}
+
+#[test]
+fn all_element_types_give_the_bits_of_the_facade() {
+    let some = || {
+        let all = [masks(), scores(), batches()];
+        all.into_iter().flat_map(|cases| cases.into_iter().step_by(4)).collect::<Vec<_>>()
+    };
+    check::<f16>(&some());
+    check::<bf16>(&some());
+    check::<f64>(&some());
+}
+
+#[test]
+fn a_batch_of_32_bit_lengths_is_that_of_64_bits_and_null_removes_it() {
+    let data = Data::<f32>::of(DIMS, None, None);
+    let case = &batches()[4];
+    let want = by_c(case, &data);
+    let none = by_c(&Case::new("", |o| o.causal = 1, Attention::new()), &data);
+    assert!(want != none, "cum_seqlens have no effect");
+
+    let mut options = options(DIMS);
+    options.causal = 1;
+    let (mut attention, mut plan) = (ptr::null_mut(), ptr::null_mut());
+    let lens = [array![0i32, 4, 20], array![0i32, 7, 21]];
+    let tensors = lens.each_ref().map(|lens| described(lens, ANNULUS_I32));
+    // SAFETY: numbers and null pointers
+    let mut batch: annulus_batch = unsafe { std::mem::zeroed() };
+    batch.struct_size = size_of::<annulus_batch>() as u64;
+    batch.cum_seqlens_q = &raw const tensors[0];
+    batch.cum_seqlens_k = &raw const tensors[1];
+    let out = Array4::<f32>::zeros((2, 23, 4, 6));
+    let lse = Array3::<f32>::zeros((2, 4, 23));
+    let all = [tensor(&data.q), tensor(&data.k), tensor(&data.v), tensor(&out), tensor(&lse)];
+    // SAFETY: null pointers
+    let mut args: annulus_forward_args = unsafe { std::mem::zeroed() };
+    args.struct_size = size_of::<annulus_forward_args>() as u64;
+    [args.q, args.k, args.v, args.out, args.lse] = all.each_ref().map(ptr::from_ref);
+    // SAFETY: all pointers are to locals, which nobody touches meanwhile
+    unsafe {
+        ok(annulus_attention_create(&raw const options, &raw mut attention));
+        ok(annulus_plan_create_threads(attention, RANKS as i64, &raw mut plan));
+        ok(annulus_plan_update(plan, &raw const batch));
+        ok(annulus_forward(plan, &raw const args));
+        assert!(bits(&out) == want.0[0].1, "lengths of 32 bits");
+        ok(annulus_plan_update(plan, ptr::null()));
+        ok(annulus_forward(plan, &raw const args));
+        assert!(bits(&out) == none.0[0].1, "no batch");
+    }
+    ok(annulus_plan_destroy(plan));
+    ok(annulus_attention_destroy(attention));
+}
+
+#[test]
+fn a_plan_tells_what_it_chose() {
+    let options = annulus_options { causal: 1, ..options(DIMS) };
+    let (mut attention, mut plan) = (ptr::null_mut(), ptr::null_mut());
+    let facade = Attention::new().causal(true).threads(1).local_ring(DIMS, RANKS).unwrap();
+    let (mut rank, mut ranks, mut count) = (7, 7, 7);
+    let (mut layout, mut route, mut bytes) = (7, 7, 7);
+    let mut rows = [7; 23];
+    // SAFETY: all pointers are to locals
+    unsafe {
+        ok(annulus_attention_create(&raw const options, &raw mut attention));
+        ok(annulus_plan_create_threads(attention, RANKS as i64, &raw mut plan));
+        ok(annulus_plan_rank(plan, &raw mut rank));
+        ok(annulus_plan_ranks(plan, &raw mut ranks));
+        ok(annulus_plan_layout(plan, &raw mut layout));
+        ok(annulus_plan_route(plan, &raw mut route));
+        ok(annulus_plan_workspace_bytes(plan, &raw mut bytes));
+        ok(annulus_plan_q_rows(plan, ptr::null_mut(), 0, &raw mut count));
+        assert_eq!(count, 23);
+        let status = annulus_plan_kv_rows(plan, rows.as_mut_ptr(), 22, &raw mut count);
+        assert_eq!((status, count, rows[0]), (ANNULUS_INVALID_ARGUMENT, 23, 7));
+        ok(annulus_plan_kv_rows(plan, rows.as_mut_ptr(), 23, &raw mut count));
+    }
+    assert_eq!((rank, ranks, layout), (0, 3, ANNULUS_LAYOUT_ZIGZAG));
+    assert_eq!(*facade.ring().layout(), Layout::Zigzag);
+    assert_eq!(
+        route,
+        1 + Route::ALL.iter().position(|&r| r == facade.ring().route()).unwrap() as i32
+    );
+    assert!(rows.iter().copied().eq(0..23));
+    // more than the keys and values of all ranks, and than their gradients in f32
+    assert!(bytes >= 2 * 2 * 23 * 2 * (8 + 6) * 4, "{bytes}");
+    ok(annulus_plan_destroy(plan));
+    ok(annulus_attention_destroy(attention));
+}

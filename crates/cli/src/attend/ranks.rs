@@ -1,0 +1,135 @@
+//! Ranks of this process in an attention over files: their plans, rows, passes and figures.
+
+use std::time::Instant;
+
+use annulus::{Backward, Forward, Plan, Report, comm::trace::TraceLog};
+use annulus_core::{Backend, Batch, Element, HostTensors, Result};
+
+use super::{output::Given, summary::RankFigures};
+use crate::{
+    failure::Outcome,
+    input::{OutputGradients, Share},
+    job::Job,
+    memory::peak_bytes,
+};
+
+/// Rank after the phase plan.
+pub(super) struct PlannedRank<B: Backend<Space: HostTensors>> {
+    pub(super) plan: Plan<B>,
+    pub(super) log: TraceLog,
+}
+
+/// Rank after the phase read.
+pub(super) struct Rank<T: Element, B: Backend<Space: HostTensors>> {
+    pub(super) plan: Plan<B>,
+    pub(super) log: TraceLog,
+    pub(super) batch: Batch,
+    pub(super) share: Share<T>,
+    /// Visible pairs of its queries, all heads and batch rows.
+    pub(super) pairs: f64,
+    /// Reports of the passes so far.
+    pub(super) reports: Vec<Report>,
+}
+
+impl<T: Element, B: Backend<Space: HostTensors>> Rank<T, B> {
+    /// Updates the plan with the masks, ids and positions of the batch.
+    pub(super) fn update(&mut self) -> Result<()> {
+        let batch = std::mem::take(&mut self.batch);
+        // equal on all ranks, because it depends only on the file
+        if batch == Batch::default() { Ok(()) } else { self.plan.update(&batch) }
+    }
+
+    /// Runs the forward pass.
+    pub(super) fn forward(&mut self) -> Result<Forward<T>> {
+        let begin = Instant::now();
+        let forward = self.plan.forward(&self.share.tensors())?;
+        self.log.span("forward", 0, begin);
+        self.reports.extend(&forward.reports);
+        Ok(forward)
+    }
+
+    /// Runs the backward pass.
+    pub(super) fn backward(
+        &mut self,
+        forward: &Forward<T>,
+        of_output: &OutputGradients<T>,
+    ) -> Result<Backward<T>> {
+        let begin = Instant::now();
+        let gradients = self.plan.backward(
+            &self.share.tensors(),
+            forward,
+            of_output.dout.view(),
+            of_output.dlse_view(),
+        )?;
+        self.log.span("backward", 0, begin);
+        self.reports.extend(&gradients.reports);
+        Ok(gradients)
+    }
+}
+
+/// Counts the visible pairs of each rank, for inputs without a dense mask.
+pub(super) fn count_pairs<T: Element, B: Backend<Space: HostTensors>>(ranks: &mut [Rank<T, B>]) {
+    // one computation for all ranks: each plan has the positions and ids of all rows
+    let work = ranks.first().map(|rank| rank.plan.ring().work());
+    for rank in ranks {
+        rank.pairs = work.as_ref().map_or(0.0, |work| work.of_rank(ring_index(&rank.plan)) as f64);
+    }
+}
+
+/// All-gathers the figures of every rank, by rank.
+pub(super) fn gather_figures<T: Element, B: Backend<Space: HostTensors>>(
+    job: &mut Job,
+    ranks: &[Rank<T, B>],
+) -> Outcome<Vec<RankFigures>> {
+    // the peak is that of the process, so of all its ranks together
+    let peak = peak_bytes();
+    let mine: Vec<RankFigures> = ranks
+        .iter()
+        .map(|rank| RankFigures { pairs: rank.pairs, peak, reports: rank.reports.clone() })
+        .collect();
+    let numbers: Vec<f64> = mine.iter().flat_map(RankFigures::numbers).collect();
+    let all = job.all_gather_numbers(&numbers)?.concat();
+    Ok(all.chunks(numbers.len() / mine.len().max(1)).map(RankFigures::of_numbers).collect())
+}
+
+/// Writes the arrays `given` of this process's ranks. Each rank calls `write(all, own, rank)` with
+/// the arrays of all ranks of the process, its index among them and its rank.
+pub(super) fn write<T: Element, B: Backend<Space: HostTensors>, G: Sync>(
+    job: &mut Job,
+    ranks: &[Rank<T, B>],
+    given: &[G],
+    write: impl Fn(&[Given<'_, G>], usize, usize) -> Result<()> + Sync,
+) -> Outcome {
+    let of_rank = |(rank, arrays): (_, _)| {
+        let rank: &Rank<T, B> = rank;
+        Given { q_rows: rank.plan.q_rows(), kv_rows: rank.plan.kv_rows(), arrays }
+    };
+    let all: Vec<Given<'_, G>> = ranks.iter().zip(given).map(of_rank).collect();
+    let logs: Vec<(usize, TraceLog)> =
+        ranks.iter().map(|rank| rank.log.clone()).enumerate().collect();
+    job.run_local_phase(logs, |rank, (own, log)| {
+        let begin = Instant::now();
+        write(&all, own, rank)?;
+        log.span("write", 0, begin);
+        Ok(())
+    })?;
+    Ok(())
+}
+
+/// Number of blocks that these ranks receive in a forward and in a backward pass.
+pub(crate) fn blocks<'a, B: Backend<Space: HostTensors> + 'a>(
+    plans: impl Iterator<Item = &'a Plan<B>> + Clone,
+) -> [usize; 2] {
+    let Some(schedule) = plans.clone().next().map(|plan| plan.ring().schedule()) else {
+        return [0, 0];
+    };
+    let steps = || plans.clone().filter_map(|plan| schedule.steps.get(ring_index(plan))).flatten();
+    let before: usize = steps().map(|step| step.before.receives.len()).sum();
+    [before, before + steps().map(|step| step.after.receives.len()).sum::<usize>()]
+}
+
+/// Ring index of a plan's rank, by which schedules and work are indexed.
+pub(super) fn ring_index<B: Backend<Space: HostTensors>>(plan: &Plan<B>) -> usize {
+    let ring = plan.ring();
+    ring.order().ring_index(ring.rank())
+}

@@ -1,0 +1,174 @@
+//! The backend that `--backend` chooses, opened.
+
+use std::time::Duration;
+
+use annulus_core::Error;
+use annulus_cpu::Isa;
+
+#[cfg(feature = "cuda")]
+use crate::gpus::Gpus;
+use crate::{
+    arguments::ring::{BackendName, TransportName},
+    failure::{Failure, Outcome},
+};
+
+/// Opened backend, from which the ranks of this process are created.
+#[derive(Debug)]
+pub(crate) enum BackendChoice {
+    /// Host memory and SIMD.
+    Cpu,
+    /// One GPU, shared by all ranks of this process.
+    #[cfg(feature = "wgpu")]
+    Wgpu(annulus_wgpu::Gpu),
+    /// NVIDIA GPUs, shared by the ranks of this process.
+    #[cfg(feature = "cuda")]
+    Cuda(Gpus),
+}
+
+impl BackendChoice {
+    /// Name on the command line.
+    pub(crate) const fn name(&self) -> &'static str {
+        match self {
+            Self::Cpu => "cpu",
+            #[cfg(feature = "wgpu")]
+            Self::Wgpu(_) => "wgpu",
+            #[cfg(feature = "cuda")]
+            Self::Cuda(_) => "cuda",
+        }
+    }
+
+    /// Describes the backend by its name and, for CUDA, by the transport of its blocks.
+    pub(crate) fn description(&self) -> String {
+        match self {
+            #[cfg(feature = "cuda")]
+            Self::Cuda(gpus) => format!("{}, blocks {}", self.name(), gpus.link()),
+            _ => self.name().to_owned(),
+        }
+    }
+
+    /// Opens the backend that the flags name. Subcommands do this before they read any file.
+    /// `deadline` bounds the rendezvous of NCCL's ranks.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] naming what this build or this machine has; [`Failure::Usage`] if an
+    /// environment variable forces an unknown instruction set or level, or if a device is given for
+    /// a backend without devices.
+    pub(crate) fn open(
+        name: BackendName,
+        device: Option<usize>,
+        transport: TransportName,
+        deadline: Duration,
+    ) -> Outcome<Self> {
+        #[cfg(not(feature = "cuda"))]
+        let _: Duration = deadline;
+        if transport == TransportName::Nccl {
+            if !cfg!(feature = "nccl") {
+                return Err(transport.missing());
+            }
+            if name != BackendName::Cuda {
+                let by = format!(
+                    "backend {}, whose blocks are in host memory; use --backend cuda",
+                    of_flag(name)
+                );
+                return Err(Error::unsupported("transport nccl", by).into());
+            }
+        }
+        match (name, device) {
+            (BackendName::Cpu, Some(device)) => Err(Failure::usage(
+                "--device",
+                device,
+                "nothing: the backend cpu has no devices to choose from",
+            )),
+            (BackendName::Cpu, None) => Isa::chosen().map(|_| Self::Cpu).map_err(Failure::of_flags),
+            #[cfg(feature = "wgpu")]
+            (BackendName::Wgpu, device) => {
+                let number = device.unwrap_or(0);
+                let options = annulus_wgpu::Options { number, ..annulus_wgpu::Options::default() };
+                let opened = annulus_wgpu::Gpu::open(&options);
+                Ok(Self::Wgpu(opened.map_err(|error| Failure::of_flags(of_device(device, error)))?))
+            }
+            #[cfg(not(feature = "wgpu"))]
+            (BackendName::Wgpu, _) => Err(not_in_this_build("wgpu").into()),
+            #[cfg(feature = "cuda")]
+            (BackendName::Cuda, device) => match Gpus::open(device, transport, deadline) {
+                Err(Failure::Library(error)) => Err(of_device(device, error).into()),
+                opened => opened.map(Self::Cuda),
+            },
+            #[cfg(not(feature = "cuda"))]
+            (BackendName::Cuda, _) => Err(not_in_this_build("cuda").into()),
+        }
+    }
+}
+
+/// Error for a backend that this build does not have, with the command that builds it.
+#[cfg(not(all(feature = "wgpu", feature = "cuda")))]
+fn not_in_this_build(backend: &str) -> Error {
+    let with = format!("`cargo build --release -p annulus-cli --features {backend}` adds it");
+    Error::unsupported(
+        format!("backend {backend}"),
+        format!("this build, which has: {}; {with}", backends()),
+    )
+}
+
+/// Adds the flag `--device` to an error of opening a device.
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+fn of_device(device: Option<usize>, error: Error) -> Error {
+    match (device, error) {
+        (Some(device), Error::Unsupported { what, by }) => {
+            Error::Unsupported { what: format!("--device {device}: {what}"), by }
+        }
+        (Some(device), Error::InvalidArgument { argument, got, want }) => {
+            Error::InvalidArgument { argument: format!("--device {device}: {argument}"), got, want }
+        }
+        (_, error) => error,
+    }
+}
+
+/// Returns a backend's name on the command line.
+const fn of_flag(name: BackendName) -> &'static str {
+    match name {
+        BackendName::Cpu => "cpu",
+        BackendName::Wgpu => "wgpu",
+        BackendName::Cuda => "cuda",
+    }
+}
+
+/// Lists the backends of this build.
+pub(crate) const fn backends() -> &'static str {
+    match (cfg!(feature = "wgpu"), cfg!(feature = "cuda")) {
+        (false, false) => "cpu",
+        (true, false) => "cpu, wgpu",
+        (false, true) => "cpu, cuda",
+        (true, true) => "cpu, wgpu, cuda",
+    }
+}
+
+/// Evaluates `$body` with a function `$make`, which creates a rank's backend and the transport of
+/// its blocks from the rank's endpoint. On the CPU the backend has `$threads` threads. A macro,
+/// because the type of the backend differs between the branches.
+macro_rules! with_backend {
+    ($backend:expr, $threads:expr, $make:ident => $body:expr) => {
+        match $backend {
+            $crate::backend::BackendChoice::Cpu => {
+                let $make = |endpoint: $crate::job::Endpoint| {
+                    Ok::<_, annulus_core::Error>((annulus::Cpu::new($threads)?, endpoint.of_host()))
+                };
+                $body
+            }
+            #[cfg(feature = "wgpu")]
+            $crate::backend::BackendChoice::Wgpu(gpu) => {
+                let $make = |endpoint: $crate::job::Endpoint| {
+                    let rank = annulus::devices::wgpu_rank(gpu, endpoint.of_host());
+                    Ok::<_, annulus_core::Error>(rank)
+                };
+                $body
+            }
+            #[cfg(feature = "cuda")]
+            $crate::backend::BackendChoice::Cuda(gpus) => {
+                let $make = |endpoint: $crate::job::Endpoint| gpus.rank(endpoint);
+                $body
+            }
+        }
+    };
+}
+pub(crate) use with_backend;

@@ -1,0 +1,151 @@
+//! Findings about an MPI job: the library, node and cores of each rank, and slow settings.
+
+use std::{collections::BTreeSet, ops::RangeInclusive};
+
+use annulus_comm::mpi::{GpuAwareness, RankLocation};
+
+use super::Findings;
+use crate::{failure::Outcome, job::World};
+
+/// Variable that makes waiting ranks of OpenMPI yield their core.
+const OPENMPI_YIELDS: &str = "OMPI_MCA_mpi_yield_when_idle";
+
+/// Adds the findings about the job to the report.
+///
+/// # Errors
+/// Those of MPI.
+pub(super) fn add_findings(world: &World, findings: &mut Findings) -> Outcome {
+    let mut line = |name: &str, what: &str| findings.line(name, what);
+    let launch = world.launch();
+    let nodes = world.nodes();
+    let library = launch.library()?;
+    let library = library.lines().next().unwrap_or_default().trim().to_owned();
+    line("mpi", &library);
+    line("mpi threads", &launch.thread_level()?.to_string());
+    let aware = launch.gpu_awareness();
+    let blocks = aware.decides().map_or_else(
+        |error| error.to_string(),
+        |takes| {
+            format!(
+                "CUDA memory {}",
+                if takes { "is passed to mpi" } else { "is staged through the host" }
+            )
+        },
+    );
+    line("gpu-aware", &format!("{aware}: {blocks} ({} decides, 1 or 0)", GpuAwareness::VARIABLE));
+    line(
+        "ranks",
+        &format!(
+            "{} on {} node{}",
+            nodes.locations().len(),
+            nodes.nodes(),
+            if nodes.nodes() == 1 { "" } else { "s" }
+        ),
+    );
+    for (rank, location) in nodes.locations().iter().enumerate() {
+        let cores = if location.cores.is_empty() {
+            "cores unknown".to_owned()
+        } else {
+            format!("cores {}", listed(&location.cores))
+        };
+        let node = format!("{} (node {}), {cores}", location.host, location.node);
+        line(&format!("rank {rank}"), &node);
+    }
+    let yields = std::env::var(OPENMPI_YIELDS).is_ok_and(|value| value.trim() == "1");
+    let advice = if library.contains("Open MPI") { Some(yields) } else { None };
+    warnings(nodes.locations(), advice).iter().for_each(|warning| line("warning", warning));
+    Ok(())
+}
+
+/// Formats cores as Linux does: `0-3,8`.
+fn listed(cores: &[RangeInclusive<usize>]) -> String {
+    let run = |run: &RangeInclusive<usize>| match (run.start(), run.end()) {
+        (first, last) if first == last => first.to_string(),
+        (first, last) => format!("{first}-{last}"),
+    };
+    cores.iter().map(run).collect::<Vec<_>>().join(",")
+}
+
+/// Lists settings that make the job slow, by node. `openmpi_yields` is true if waiting ranks yield
+/// their core, and `None` if the library is not OpenMPI.
+fn warnings(locations: &[RankLocation], openmpi_yields: Option<bool>) -> Vec<String> {
+    let mut warnings = Vec::new();
+    for node in locations.iter().map(|location| location.node).collect::<BTreeSet<_>>() {
+        let here: Vec<&RankLocation> =
+            locations.iter().filter(|location| location.node == node).collect();
+        let all: BTreeSet<usize> =
+            here.iter().flat_map(|location| location.cores.iter().cloned().flatten()).collect();
+        // unknown cores: nothing can be said about their use
+        if here.iter().any(|location| location.cores.is_empty()) {
+            continue;
+        }
+        let host = here.first().map_or("", |location| location.host.as_str());
+        let ranks = here.len();
+        let cores = all.len();
+        if ranks > 1 && cores == 1 {
+            warnings.push(format!(
+                "all {ranks} ranks of {host} are bound to one core ({}): bind each to its own \
+                 cores, or bind none (OpenMPI: --bind-to none)",
+                all.first().copied().unwrap_or_default()
+            ));
+        } else if ranks > cores {
+            let remedy = match openmpi_yields {
+                Some(true) => continue,
+                Some(false) => "; with --mca mpi_yield_when_idle 1 waiting ranks yield their core",
+                None => "; ranks that wait in MPI occupy a core",
+            };
+            warnings.push(format!("{ranks} ranks share {cores} cores of {host}{remedy}"));
+        } else if let Some(bound) =
+            here.iter().find(|location| location.core_count() == Some(1)).filter(|_| cores > ranks)
+        {
+            warnings.push(format!(
+                "rank {} of {host} is bound to one core of {cores}: it has one thread \
+                 (OpenMPI: --map-by slot:PE=N binds to N)",
+                bound.rank_on_node
+            ));
+        }
+    }
+    warnings
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn locations(of: &[(usize, &[RangeInclusive<usize>])]) -> Vec<RankLocation> {
+        let location = |&(node, cores): &(usize, &[RangeInclusive<usize>])| RankLocation {
+            node,
+            host: format!("host{node}"),
+            rank_on_node: 0,
+            cores: cores.to_vec(),
+        };
+        of.iter().map(location).collect()
+    }
+
+    #[test]
+    fn slow_bindings_are_warned_of_by_node() {
+        let warned = |of: &[(usize, &[RangeInclusive<usize>])], yields| {
+            warnings(&locations(of), yields).join("\n")
+        };
+        assert_eq!(warned(&[(0, &[0..=3]), (0, &[0..=3])], Some(false)), "");
+        assert_eq!(warned(&[(0, &[0..=0]), (0, &[1..=1])], Some(false)), "");
+        assert!(
+            warned(&[(1, &[4..=4]), (1, &[4..=4]), (0, &[0..=9])], Some(true))
+                .starts_with("all 2 ranks of host1 are bound to one core (4)")
+        );
+        let crowded = &[(0, &[0..=1][..]), (0, &[0..=1]), (0, &[0..=1])];
+        assert!(
+            warned(crowded, Some(false))
+                .contains("3 ranks share 2 cores of host0; with --mca mpi_yield_when_idle 1")
+        );
+        assert!(warned(crowded, None).contains("occupy a core"));
+        assert_eq!(warned(crowded, Some(true)), "");
+        assert!(warned(&[(0, &[0..=7]), (0, &[3..=3])], None).contains("one thread"));
+        assert_eq!(warned(&[(0, &[]), (0, &[])], None), "");
+    }
+
+    #[test]
+    fn cores_are_formatted_as_by_linux() {
+        assert_eq!(listed(&[0..=3, 8..=8]), "0-3,8");
+    }
+}

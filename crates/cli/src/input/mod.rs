@@ -1,0 +1,376 @@
+//! Input file of an attention: its tensors, the lengths that they determine, and one rank's rows.
+
+mod check;
+
+use std::{
+    cell::RefCell,
+    path::{Path, PathBuf},
+};
+
+use annulus::Tensors as Borrowed;
+use annulus_core::{
+    Batch, DType, DenseMask, Dims, Element, Error, Result, Runs, SinkShape, memory,
+};
+use ndarray::{Array, Array2, Array3, Array4, ArrayView3, IntoDimension};
+
+use crate::{
+    failure::of_file,
+    file::{Kind, Tensors},
+};
+
+/// Names of input tensors.
+const INPUT_NAMES: [&str; 14] = [
+    "query",
+    "key",
+    "value",
+    "dout",
+    "dlse",
+    "bias",
+    "attention_mask",
+    "q_segment_ids",
+    "kv_segment_ids",
+    "cum_seqlens_q",
+    "cum_seqlens_k",
+    "softmax_aux",
+    "q_positions",
+    "kv_positions",
+];
+/// Names of output tensors, which the file of a case has too.
+const OUTPUT_NAMES: [&str; 9] =
+    ["out", "lse", "max", "sum", "dq", "dk", "dv", "dbias", "dsoftmax_aux"];
+
+/// Open input file with consistent tensors.
+#[derive(Debug)]
+pub(crate) struct Input {
+    path: PathBuf,
+    tensors: Tensors,
+    /// Lengths of the whole problem.
+    pub(crate) dims: Dims,
+    /// Element type of query.
+    pub(crate) dtype: DType,
+    /// Shape of the bias `[b|1, h|1, q|1, k|1]`, if there is one.
+    pub(crate) bias: Option<[usize; 4]>,
+}
+
+/// Form of the file's sink logits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum SinksForm {
+    /// Shared by all heads: `[sinks]`.
+    Shared,
+    /// One set per query head: `[heads, sinks]`, or `[heads]` for one sink per head.
+    PerHead,
+}
+
+/// One rank's rows of the input tensors.
+#[derive(Debug)]
+pub(crate) struct Share<T: Element> {
+    q: Array4<T>,
+    k: Array4<T>,
+    v: Array4<T>,
+    bias: Option<Array4<T::Accumulator>>,
+    sinks: Option<Array2<T::Accumulator>>,
+}
+
+impl<T: Element> Share<T> {
+    /// Borrows the tensors for a plan.
+    pub(crate) fn tensors(&self) -> Borrowed<'_, T> {
+        Borrowed {
+            q: self.q.view(),
+            k: self.k.view(),
+            v: self.v.view(),
+            bias: self.bias.as_ref().map(|bias| bias.view()),
+            softmax_aux: self.sinks.as_ref().map(|sinks| sinks.view()),
+        }
+    }
+}
+
+/// One rank's rows of the output gradients.
+#[derive(Debug)]
+pub(crate) struct OutputGradients<T: Element> {
+    /// ∂L/∂out.
+    pub(crate) dout: Array4<T>,
+    dlse: Option<Array3<T::Accumulator>>,
+}
+
+impl<T: Element> OutputGradients<T> {
+    /// Borrows ∂L/∂lse, if the file has it.
+    pub(crate) fn dlse_view(&self) -> Option<ArrayView3<'_, T::Accumulator>> {
+        self.dlse.as_ref().map(|dlse| dlse.view())
+    }
+}
+
+/// (length, tensor) pairs: the tensor that determines each length.
+const LENGTHS: [(&str, &str); 7] = [
+    ("batch", "query"),
+    ("q_len", "query"),
+    ("kv_len", "key"),
+    ("q_heads", "query"),
+    ("kv_heads", "key"),
+    ("head_dim", "query"),
+    ("value_dim", "value"),
+];
+
+/// Adds the file to an error about a tensor, or about a length that a tensor determines.
+fn name_file(path: &Path, error: Error) -> Error {
+    let Error::InvalidArgument { argument, got, want } = &error else { return error };
+    if let Some((length, tensor)) = LENGTHS.iter().find(|(length, _)| length == argument) {
+        return of_file(path, &format!("{tensor}: {length}"), got, want);
+    }
+    if INPUT_NAMES.contains(&argument.as_str()) {
+        of_file(path, argument, got, want)
+    } else {
+        error
+    }
+}
+
+impl Input {
+    /// Opens a file and checks that its tensors are complete and consistent. Reads only the header.
+    ///
+    /// # Errors
+    /// As [`Tensors::open`]; [`Error::InvalidArgument`] naming the tensor.
+    pub(crate) fn open(path: &Path) -> Result<Self> {
+        Self::of_tensors(path).map_err(|error| name_file(path, error))
+    }
+
+    fn of_tensors(path: &Path) -> Result<Self> {
+        let tensors = Tensors::open(path)?;
+        tensors.check_dtypes(&INPUT_NAMES)?;
+        let shape4 = |name| {
+            tensors
+                .need(name, 4)
+                .map(|entry| [entry.shape[0], entry.shape[1], entry.shape[2], entry.shape[3]])
+        };
+        let ([batch, q_len, q_heads, head_dim], [_, kv_len, kv_heads, _], [.., value_dim]) =
+            (shape4("query")?, shape4("key")?, shape4("value")?);
+        let dims = Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim };
+        let bias = tensors.get("bias").map(|_| shape4("bias")).transpose()?;
+        let dtype = match tensors.need("query", 4)?.kind {
+            Kind::Float(dtype) => dtype,
+            other => return Err(Error::invalid("query", other.name(), "a float dtype")),
+        };
+        let input = Self { path: path.to_owned(), tensors, dims, dtype, bias };
+        input.check_shapes()?;
+        input.check_kinds()?;
+        dims.validate()?;
+        Ok(input)
+    }
+
+    /// Lists tensors with unknown names, which are most likely misspelled.
+    pub(crate) fn unknown_names(&self) -> Vec<&str> {
+        self.tensors
+            .names()
+            .filter(|name| !INPUT_NAMES.contains(name) && !OUTPUT_NAMES.contains(name))
+            .collect()
+    }
+
+    /// Path of the file.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Adds this file to an error about a tensor, or about a length that a tensor determines.
+    pub(crate) fn named(&self, error: Error) -> Error {
+        name_file(&self.path, error)
+    }
+
+    /// True if the file has this tensor.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.tensors.get(name).is_some()
+    }
+
+    /// Tensors of the file.
+    pub(crate) const fn tensors(&self) -> &Tensors {
+        &self.tensors
+    }
+
+    /// Returns the shape of the sink logits in the given form; `None` if the file has none. Without
+    /// a form `[heads, sinks]` is per head, and `[n]` is an error because it is ambiguous.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] naming `softmax_aux`.
+    pub(crate) fn sinks(&self, form: Option<SinksForm>) -> Result<Option<SinkShape>> {
+        let heads = self.dims.q_heads;
+        let Some(entry) = self.tensors.get("softmax_aux") else {
+            return match form {
+                None => Ok(None),
+                Some(_) => Err(Error::invalid(
+                    "softmax_aux",
+                    "no such tensor in the input",
+                    "one, or no --sinks",
+                )),
+            };
+        };
+        let shape = &entry.shape[..];
+        let wrong =
+            |want: String| Err(Error::invalid("softmax_aux", format!("shape {shape:?}"), want));
+        let (per_head, count) = match (form, shape) {
+            (Some(SinksForm::Shared), &[count] | &[1, count]) => (false, count),
+            (Some(SinksForm::Shared), _) => return wrong("[sinks] for --sinks shared".into()),
+            (Some(SinksForm::PerHead), &[lines]) if lines == heads => (true, 1),
+            (None | Some(SinksForm::PerHead), &[lines, count]) if lines == heads => (true, count),
+            (Some(SinksForm::PerHead), _) => {
+                return wrong(format!("[{heads}, sinks] or [{heads}] for --sinks per-head"));
+            }
+            (None, [_]) => {
+                return wrong(
+                    "--sinks shared or --sinks per-head, because the shape is ambiguous".into(),
+                );
+            }
+            (None, _) => return wrong(format!("[{heads}, sinks], or --sinks shared and [sinks]")),
+        };
+        Ok(Some(SinkShape { per_head, count }))
+    }
+
+    /// Reads one rank's rows of the float tensors, rounded once to `T`.
+    ///
+    /// # Errors
+    /// [`Error::Io`], [`Error::OutOfMemory`].
+    pub(crate) fn share<T: Element>(
+        &self,
+        sinks: Option<SinkShape>,
+        q_rows: &Runs,
+        kv_rows: &Runs,
+    ) -> Result<Share<T>> {
+        let whole = |len: usize| Runs::counting(0, len as u64);
+        let bias = self.bias.map(|shape| {
+            let rows = if shape[2] == 1 { &whole(1) } else { q_rows };
+            self.array::<T::Accumulator, _>(
+                "bias",
+                2,
+                rows,
+                [shape[0], shape[1], annulus_core::index(rows.len()), shape[3]],
+            )
+        });
+        let sinks = sinks.map(|shape| {
+            let lines = if shape.per_head { self.dims.q_heads } else { 1 };
+            let first = self.tensors.get("softmax_aux").map_or(0, |entry| entry.shape[0]);
+            self.array::<T::Accumulator, _>("softmax_aux", 0, &whole(first), [lines, shape.count])
+        });
+        let Dims { batch, q_heads, kv_heads, head_dim, value_dim, .. } = self.dims;
+        let q_len = annulus_core::index(q_rows.len());
+        let kv_len = annulus_core::index(kv_rows.len());
+        Ok(Share {
+            q: self.array("query", 1, q_rows, [batch, q_len, q_heads, head_dim])?,
+            k: self.array("key", 1, kv_rows, [batch, kv_len, kv_heads, head_dim])?,
+            v: self.array("value", 1, kv_rows, [batch, kv_len, kv_heads, value_dim])?,
+            bias: bias.transpose()?,
+            sinks: sinks.transpose()?,
+        })
+    }
+
+    /// Reads one rank's rows of the dense mask, ids and positions.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] naming the tensor, [`Error::Io`], [`Error::OutOfMemory`].
+    pub(crate) fn batch(&self, q_rows: &Runs, kv_rows: &Runs) -> Result<Batch> {
+        Ok(Batch {
+            attention_mask: self.attention_mask(q_rows)?,
+            ..self.coordinates_of(q_rows, kv_rows)?
+        })
+    }
+
+    fn coordinates_of(&self, q_rows: &Runs, kv_rows: &Runs) -> Result<Batch> {
+        let sequences = |name: &str| {
+            let entry = self.tensors.get(name);
+            entry
+                .map(|entry| {
+                    self.tensors.integers(name, 0, &Runs::counting(0, entry.shape[0] as u64))
+                })
+                .transpose()
+        };
+        Ok(Batch {
+            q_segment_ids: self.ids("q_segment_ids", q_rows)?,
+            kv_segment_ids: self.ids("kv_segment_ids", kv_rows)?,
+            q_positions: self.positions("q_positions", q_rows)?,
+            kv_positions: self.positions("kv_positions", kv_rows)?,
+            attention_mask: None,
+            cum_seqlens_q: sequences("cum_seqlens_q")?,
+            cum_seqlens_k: sequences("cum_seqlens_k")?,
+        })
+    }
+
+    /// Reads ids, positions and packed lengths of all rows, without the dense mask: O(sequence
+    /// length).
+    ///
+    /// # Errors
+    /// As [`Input::batch`]; [`Error::InvalidArgument`] if they are inconsistent.
+    pub(crate) fn coordinates(&self) -> Result<Batch> {
+        let all = |len: usize| Runs::counting(0, len as u64);
+        let batch = self.coordinates_of(&all(self.dims.q_len), &all(self.dims.kv_len))?;
+        batch.validate(&self.dims, self.dims.q_len, self.dims.kv_len)?;
+        Ok(batch)
+    }
+
+    /// Reads one rank's rows of ∂L/∂out and, if the file has it, ∂L/∂lse.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if there is no `dout`; [`Error::Io`]; [`Error::OutOfMemory`].
+    pub(crate) fn output_gradients<T: Element>(&self, q_rows: &Runs) -> Result<OutputGradients<T>> {
+        self.tensors.need("dout", 4)?;
+        let Dims { batch, q_heads, value_dim, .. } = self.dims;
+        let q_len = annulus_core::index(q_rows.len());
+        let dout = self.array("dout", 1, q_rows, [batch, q_len, q_heads, value_dim])?;
+        let dlse = self
+            .has("dlse")
+            .then(|| self.array("dlse", 2, q_rows, [batch, q_heads, q_len]))
+            .transpose()?;
+        Ok(OutputGradients { dout, dlse })
+    }
+
+    fn array<T: Element, D: IntoDimension>(
+        &self,
+        name: &str,
+        axis: usize,
+        rows: &Runs,
+        shape: D,
+    ) -> Result<Array<T, D::Dim>> {
+        let values = self.tensors.floats::<T>(name, axis, rows)?;
+        Array::from_shape_vec(shape, values)
+            .map_err(|error| Error::invalid(name, error, "a dense tensor"))
+    }
+
+    fn ids(&self, name: &str, rows: &Runs) -> Result<Option<Array2<i32>>> {
+        self.has(name)
+            .then(|| self.lines(name, rows, self.tensors.narrow_integers(name, 1, rows)?))
+            .transpose()
+    }
+
+    fn positions(&self, name: &str, rows: &Runs) -> Result<Option<Array2<i64>>> {
+        self.has(name)
+            .then(|| self.lines(name, rows, self.tensors.integers(name, 1, rows)?))
+            .transpose()
+    }
+
+    fn lines<T>(&self, name: &str, rows: &Runs, values: Vec<T>) -> Result<Array2<T>> {
+        let shape = (self.dims.batch, annulus_core::index(rows.len()));
+        Array2::from_shape_vec(shape, values)
+            .map_err(|error| Error::invalid(name, error, "a dense tensor"))
+    }
+
+    /// Reads the dense mask of these query rows line by line and keeps it as bits.
+    fn attention_mask(&self, q_rows: &Runs) -> Result<Option<DenseMask>> {
+        const NAME: &str = "attention_mask";
+        let Some(entry) = self.tensors.get(NAME) else { return Ok(None) };
+        let [batch, heads, q_len, kv_len] = [0, 1, 2, 3].map(|axis| entry.shape[axis]);
+        let rows = memory::collect(
+            NAME,
+            annulus_core::index(q_rows.len()),
+            q_rows.iter().map(i64::cast_unsigned),
+        )?;
+        let element = entry.kind.bytes();
+        let line = RefCell::new((None, memory::zeroed::<u8>(NAME, kv_len * element)?));
+        let failed = RefCell::new(None);
+        let mask = DenseMask::try_from_fn([batch, heads, rows.len(), kv_len], |[b, h, q, k]| {
+            let (held, bytes) = &mut *line.borrow_mut();
+            let wanted = ((b * heads + h) * q_len) as u64 + rows[q];
+            if *held != Some(wanted) {
+                *held = Some(wanted);
+                if let Err(error) = self.tensors.line(NAME, wanted * kv_len as u64, bytes) {
+                    failed.borrow_mut().get_or_insert(error);
+                }
+            }
+            bytes[k * element..][..element].iter().any(|&byte| byte != 0)
+        })?;
+        failed.into_inner().map_or(Ok(Some(mask)), Err)
+    }
+}

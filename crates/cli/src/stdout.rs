@@ -1,0 +1,25 @@
+//! Standard output: lines that are written as a whole, or end the command.
+
+use std::io::Write;
+
+use crate::{interrupt, message, report::complain};
+
+/// Prints a line. If that fails, the command ends and removes its unfinished files: silently if the
+/// reader closed the pipe, else (a full disk) with an error.
+pub(crate) fn print_line(text: std::fmt::Arguments<'_>) {
+    let mut out = std::io::stdout().lock();
+    let written =
+        message::write_visible(&mut out, format_args!("{text}\n")).and_then(|()| out.flush());
+    if let Err(error) = written {
+        if error.kind() != std::io::ErrorKind::BrokenPipe {
+            complain!("cannot write to standard output: {error}");
+        }
+        interrupt::exit(1);
+    }
+}
+
+/// As `println!`, but never panics.
+macro_rules! say {
+    ($($text:tt)*) => { $crate::stdout::print_line(format_args!($($text)*)) };
+}
+pub(crate) use say;

@@ -1,0 +1,324 @@
+//! Agreement: a collective call succeeds on all ranks or fails on all ranks.
+//!
+//! Before a call every rank packs its arguments into a [`Descriptor`], or the error for which it
+//! refuses them. After one all-gather all ranks hold the same bytes and derive the same verdict
+//! from them, in this order:
+//!
+//! | contents of the gathered bytes | error |
+//! |---|---|
+//! | different versions of annulus or of its wire format | [`Error::RankMismatch`], the same on all ranks |
+//! | a rank refused its arguments | its own error there, [`Error::Refused`] with the lowest such rank elsewhere |
+//! | different fields | [`Error::RankMismatch`] with the first such field and the lowest rank that differs from rank 0 |
+//! | malformed bytes | [`Error::Comm`] |
+//!
+//! After a call [`close`] gathers the status of every rank. The transport detects a rank that dies
+//! or stays silent meanwhile: see [`threads`](crate::threads).
+
+mod descriptor;
+
+use std::time::Duration;
+
+use annulus_core::{Error, Result, Space, Transport};
+
+pub use self::descriptor::Descriptor;
+use self::descriptor::{Contribution, EncodedFields, cut, decode, encode, take};
+
+/// Version of everything that ranks send to each other: descriptors, records, tags, rounds.
+pub const WIRE_VERSION: u64 = 2;
+
+/// Longest wait in one poll of the transport. Results do not depend on it: deadlines are checked
+/// between polls.
+const PATIENCE: Duration = Duration::from_millis(20);
+
+/// Gathers the bytes of every rank on every rank. Returns them in the order of ranks.
+///
+/// # Ordering
+/// Collective: every rank of the ring passes the same `round`, which is new. Blocks until all have.
+/// # Errors
+/// Those of the transport, which also bounds the wait.
+pub fn all_gather<S: Space>(
+    transport: &mut dyn Transport<S>,
+    round: u64,
+    bytes: &[u8],
+) -> Result<Vec<Vec<u8>>> {
+    transport.start_all_gather(round, bytes)?;
+    loop {
+        if let Some(parts) = transport.try_all_gather(round)? {
+            return Ok(parts);
+        }
+        transport.progress(PATIENCE)?;
+    }
+}
+
+/// Waits until every rank has called this.
+///
+/// # Ordering
+/// As [`all_gather`].
+/// # Errors
+/// As [`all_gather`].
+pub fn barrier<S: Space>(transport: &mut dyn Transport<S>, round: u64) -> Result<()> {
+    all_gather(transport, round, &[]).map(drop)
+}
+
+/// Checks that the arguments of all ranks are equal and that none refuses them. Returns the largest
+/// value of each [`Descriptor::largest`] field, in order.
+///
+/// # Ordering
+/// As [`all_gather`].
+/// # Errors
+/// See the [module](self). A rank that refused returns its own error, except that a difference of
+/// versions comes first.
+///
+/// # Examples
+/// ```
+/// use annulus_comm::{Descriptor, agree, threads};
+/// let ranks = threads::ring(2).into_iter().enumerate().map(|(rank, mut endpoint)| {
+///     std::thread::spawn(move || {
+///         let mine = Descriptor::new().field("q_len", 128);
+///         let mine = mine.field_as("causal", rank as u64, rank == 1);
+///         agree(&mut endpoint, 0, Ok(mine)).map_err(|error| error.to_string())
+///     })
+/// });
+/// for rank in ranks.collect::<Vec<_>>() {
+///     let error = rank.join().unwrap().unwrap_err();
+///     assert_eq!(error, "causal differs between ranks: rank 1 has true, rank 0 has false");
+/// }
+/// ```
+pub fn agree<S: Space>(
+    transport: &mut dyn Transport<S>,
+    round: u64,
+    local: Result<Descriptor>,
+) -> Result<Vec<u64>> {
+    let rank = transport.rank();
+    let gathered = match (all_gather(transport, round, &contribution(&local)), &local) {
+        (Ok(gathered), _) => gathered,
+        (Err(_), Err(own)) => return Err(own.clone()),
+        (Err(lost), Ok(_)) => return Err(lost),
+    };
+    verdict(rank, &local, &gathered)
+}
+
+/// Ends a collective call: succeeds on all ranks if it succeeded on all of them.
+///
+/// # Ordering
+/// As [`all_gather`].
+/// # Errors
+/// This rank's own, if it has one. Otherwise, with the lowest rank that failed: [`Error::Aborted`]
+/// if its plan is dead, else [`Error::Refused`].
+pub fn close<S: Space>(
+    transport: &mut dyn Transport<S>,
+    round: u64,
+    local: Result<()>,
+) -> Result<()> {
+    let status = match &local {
+        Ok(()) => Vec::new(),
+        Err(error) => [&[u8::from(error.is_fatal())], cut(&error.to_string()).as_bytes()].concat(),
+    };
+    let gathered = all_gather(transport, round, &status);
+    local?;
+    let gathered = gathered.map_err(mid_call)?;
+    match gathered.into_iter().enumerate().find(|(_, status)| !status.is_empty()) {
+        None => Ok(()),
+        Some((rank, status)) => {
+            let what = String::from_utf8_lossy(&status[1..]).into_owned();
+            Err(if status[0] == 0 {
+                Error::Refused { rank, what }
+            } else {
+                Error::Aborted { rank, what }
+            })
+        }
+    }
+}
+
+/// Makes an error fatal that occurs within a collective call.
+///
+/// This rank cannot finish the call, for which the others wait, so the plan is dead whatever the
+/// kind of the error.
+pub(crate) fn mid_call(error: Error) -> Error {
+    if error.is_fatal() {
+        return error;
+    }
+    Error::Device { what: format!("a collective call could not go on: {error}") }
+}
+
+/// Returns the version of this build, as a number of the same order.
+fn version() -> u64 {
+    let part = |text: &str| text.parse::<u64>().unwrap_or(0);
+    let major = part(env!("CARGO_PKG_VERSION_MAJOR"));
+    let minor = part(env!("CARGO_PKG_VERSION_MINOR"));
+    let patch = part(env!("CARGO_PKG_VERSION_PATCH"));
+    major << 40 | minor << 20 | patch
+}
+
+/// Encodes the contribution of a rank: `[wire version][version]`, in all versions for ever, and in
+/// this one what [`encode`] writes.
+fn contribution(local: &Result<Descriptor>) -> Vec<u8> {
+    let mut bytes = [WIRE_VERSION.to_le_bytes(), version().to_le_bytes()].concat();
+    encode(local, &mut bytes);
+    bytes
+}
+
+fn malformed(peer: usize) -> Error {
+    let what = "its part of the agreement is malformed".to_owned();
+    Error::Comm { peer, step: 0, what }
+}
+
+/// Derives the verdict on the gathered contributions: the same on every rank, except that a rank
+/// that refused keeps its own error.
+fn verdict(rank: usize, local: &Result<Descriptor>, gathered: &[Vec<u8>]) -> Result<Vec<u64>> {
+    let mut bodies: Vec<&[u8]> = gathered.iter().map(Vec::as_slice).collect();
+    compare_versions(&mut bodies)?;
+    let mut contributions = Vec::with_capacity(bodies.len());
+    for (peer, body) in bodies.into_iter().enumerate() {
+        contributions.push(decode(body).ok_or_else(|| malformed(peer))?);
+    }
+    let mine = local.as_ref().map_err(Error::clone)?;
+    let mut arguments = Vec::with_capacity(contributions.len());
+    for (rank, contribution) in contributions.into_iter().enumerate() {
+        match contribution {
+            Contribution::Refusal(what) => return Err(Error::Refused { rank, what }),
+            Contribution::Arguments(fields) => arguments.push(fields),
+        }
+    }
+    let Some(&rank0) = arguments.first() else { return Err(malformed(rank)) };
+    let differs = |fields: &EncodedFields<'_>| fields.names != rank0.names;
+    if let Some(rank) = arguments.iter().position(differs) {
+        return Err(Error::RankMismatch {
+            field: "set of fields".to_owned(),
+            rank,
+            got: format!("{:016x}", arguments[rank].names),
+            rank0: format!("{:016x}", rank0.names),
+        });
+    }
+    compare_fields(mine, &arguments)
+}
+
+/// Removes the versions from the front of all contributions and compares them.
+fn compare_versions(bodies: &mut [&[u8]]) -> Result<()> {
+    let wire_text = |version: u64| version.to_string();
+    let version_text = |version: u64| {
+        format!("{}.{}.{}", version >> 40, version >> 20 & 0xf_ffff, version & 0xf_ffff)
+    };
+    let texts: [(&str, &dyn Fn(u64) -> String); 2] =
+        [("wire version", &wire_text), ("annulus version", &version_text)];
+    for (field, text) in texts {
+        let mut values = Vec::with_capacity(bodies.len());
+        for (peer, body) in bodies.iter_mut().enumerate() {
+            values.push(u64::from_le_bytes(take(body).ok_or_else(|| malformed(peer))?));
+        }
+        if let Some(rank) = values.iter().position(|&value| value != values[0]) {
+            return Err(Error::RankMismatch {
+                field: field.to_owned(),
+                rank,
+                got: text(values[rank]),
+                rank0: text(values[0]),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Compares the fields of all ranks, whose names are equal. Returns the largest value of each
+/// [`Descriptor::largest`] field.
+fn compare_fields(mine: &Descriptor, arguments: &[EncodedFields<'_>]) -> Result<Vec<u64>> {
+    let mut largest = Vec::new();
+    for (index, field) in mine.fields.iter().enumerate() {
+        let get = |rank: usize| {
+            arguments[rank].get(mine.fields.len(), index).ok_or_else(|| malformed(rank))
+        };
+        let (value0, text0) = get(0)?;
+        let mut maximum = value0;
+        for rank in 0..arguments.len() {
+            let (value, got) = get(rank)?;
+            maximum = maximum.max(value);
+            if value != value0 && !field.largest {
+                return Err(Error::RankMismatch {
+                    field: field.name.to_owned(),
+                    rank,
+                    got,
+                    rank0: text0,
+                });
+            }
+        }
+        if field.largest {
+            largest.push(maximum);
+        }
+    }
+    Ok(largest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn descriptor() -> Descriptor {
+        (0..60).fold(Descriptor::new(), |descriptor, index| match index % 6 {
+            0 => descriptor.field_as("dtype", index, "bf16"),
+            1 => descriptor.field_as("window", index, "(128, 0)"),
+            _ => descriptor.field("q_len", index << 40),
+        })
+    }
+
+    #[test]
+    fn sixty_fields_fit_into_a_kibibyte() {
+        assert!(contribution(&Ok(descriptor())).len() <= 1024);
+    }
+
+    #[test]
+    fn versions_come_before_everything_else_even_on_a_rank_that_refuses() {
+        let refusal = Err(Error::invalid("scale", "NaN", "a finite number"));
+        let mut parts = vec![
+            contribution(&Ok(descriptor())),
+            contribution(&refusal),
+            contribution(&Ok(descriptor())),
+        ];
+        parts[2][8..16].copy_from_slice(&(7u64 << 40 | 8 << 20 | 9).to_le_bytes());
+        let rank0 = env!("CARGO_PKG_VERSION").to_owned();
+        let versions = Error::RankMismatch {
+            field: "annulus version".to_owned(),
+            rank: 2,
+            got: "7.8.9".to_owned(),
+            rank0,
+        };
+        assert_eq!(verdict(1, &refusal, &parts), Err(versions));
+        // behind its number, another wire format may have any content
+        parts[1] = 9u64.to_le_bytes().to_vec();
+        let format = Error::RankMismatch {
+            field: "wire version".to_owned(),
+            rank: 1,
+            got: "9".to_owned(),
+            rank0: WIRE_VERSION.to_string(),
+        };
+        assert_eq!(verdict(1, &refusal, &parts), Err(format));
+    }
+
+    #[test]
+    fn of_fields_that_may_differ_the_largest_is_returned() {
+        let of = |tile: u64| Ok(descriptor().largest("kv_tile", tile).largest("other", 9 - tile));
+        let parts: Vec<_> = [3, 8, 5].map(|tile| contribution(&of(tile))).into();
+        for rank in 0..3 {
+            assert_eq!(verdict(rank, &of([3, 8, 5][rank]), &parts), Ok(vec![8, 6]));
+        }
+        assert_eq!(verdict(0, &Ok(descriptor()), &[contribution(&Ok(descriptor()))]), Ok(vec![]));
+    }
+
+    #[test]
+    fn malformed_contributions_are_errors() {
+        let whole = contribution(&Ok(descriptor()));
+        for length in 0..whole.len() {
+            let result = verdict(0, &Ok(descriptor()), &[whole.clone(), whole[..length].to_vec()]);
+            // a cut between two texts loses only texts
+            let only_texts = length >= 25 + 60 * 8;
+            assert!(
+                only_texts || matches!(result, Err(Error::Comm { peer: 1, .. })),
+                "{length}: {result:?}"
+            );
+        }
+        let mut odd = whole.clone();
+        odd[16] = 2;
+        assert!(matches!(
+            verdict(0, &Ok(descriptor()), &[odd, whole]),
+            Err(Error::Comm { peer: 0, .. })
+        ));
+    }
+}

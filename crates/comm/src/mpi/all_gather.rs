@@ -1,0 +1,196 @@
+//! All-gathers in ⌈log₂ ranks⌉ rounds of one message per rank, instead of a message to every rank.
+//!
+//! ```text
+//! for reach = 1, 2, 4, … < ranks:                                              (ranks mod `ranks`)
+//!   once rank r has the parts of r, r + 1, …, r + reach − 1:
+//!     send the first min(reach, ranks − reach) of them to rank r − reach
+//! ```
+//! So every part reaches every other rank exactly once. No rank waits in a round: it forwards parts
+//! as they arrive. A late rank therefore delays only those that need its part, and the wait for a
+//! lost rank ends at the deadline, like that for any other message.
+//!
+//! # Source
+//! Bruck et al. 1997, Efficient algorithms for all-to-all communications in multiport
+//! message-passing systems: the concatenation.
+
+use annulus_core::Result;
+
+use super::{Mpi, frame::Frame, messages::MessageKind};
+
+/// Size in bytes at which a frame of parts is complete: large enough to amortise its latency, small
+/// enough that the copies of parts in flight take little memory.
+const FRAME_BYTES: usize = 1 << 20;
+
+/// State of one all-gather on this rank.
+#[derive(Debug)]
+pub(super) struct AllGather {
+    /// Parts that have arrived, by rank.
+    parts: Vec<Option<Vec<u8>>>,
+    /// Number of ranks whose part has not arrived.
+    missing: usize,
+    /// Number of frames from this rank that are still being sent.
+    pub(super) unsent: usize,
+    /// Number of all-gathers that this rank had started before this one; `None` until it starts it.
+    pub(super) number: Option<u64>,
+    /// Distance to the receiver of the next message.
+    reach: usize,
+}
+
+/// The next message of a rank in an all-gather.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct GatherMessage {
+    receiver: usize,
+    /// Ranks whose parts it contains.
+    ranks: Vec<usize>,
+}
+
+impl AllGather {
+    pub(super) fn new(ranks: usize) -> Self {
+        Self { parts: vec![None; ranks], missing: ranks, unsent: 0, number: None, reach: 1 }
+    }
+
+    /// Stores the part of `rank`. Returns false if there is no such rank or its part is present.
+    pub(super) fn put(&mut self, rank: usize, part: Vec<u8>) -> bool {
+        let Some(empty) = self.parts.get_mut(rank).filter(|part| part.is_none()) else {
+            return false;
+        };
+        *empty = Some(part);
+        self.missing -= 1;
+        true
+    }
+
+    /// Returns true if the part of `rank` is present.
+    pub(super) fn has(&self, rank: usize) -> bool {
+        self.parts.get(rank).is_some_and(Option::is_some)
+    }
+
+    /// Returns all parts that are present, in the order of ranks.
+    pub(super) fn into_parts(self) -> Vec<Vec<u8>> {
+        self.parts.into_iter().flatten().collect()
+    }
+
+    /// Returns true if this rank has started it and all parts are present.
+    pub(super) const fn is_complete(&self) -> bool {
+        self.number.is_some() && self.missing == 0
+    }
+
+    /// Returns true if this rank has started it and a part is missing.
+    pub(super) const fn is_incomplete(&self) -> bool {
+        self.number.is_some() && self.missing > 0
+    }
+
+    /// Returns true if this rank has started it and has messages left to send.
+    pub(super) fn has_messages_left(&self) -> bool {
+        self.number.is_some() && self.reach < self.parts.len()
+    }
+
+    /// Returns the next message of `rank`, once all of its parts are present.
+    pub(super) fn next(&mut self, rank: usize) -> Option<GatherMessage> {
+        let ranks = self.parts.len();
+        let reach = self.reach;
+        let first = |count: usize| (0..count).map(|distance| (rank + distance) % ranks);
+        if reach >= ranks || first(reach).any(|rank| self.parts[rank].is_none()) {
+            return None;
+        }
+        self.reach *= 2;
+        Some(GatherMessage {
+            receiver: (rank + ranks - reach) % ranks,
+            ranks: first(reach.min(ranks - reach)).collect(),
+        })
+    }
+}
+
+impl Mpi {
+    /// Sends all messages of all-gather `round` whose parts are present.
+    pub(super) fn forward_parts(&mut self, round: u64) -> Result<()> {
+        let rank = self.rank;
+        while let Some(GatherMessage { receiver, ranks }) = self.all_gather(round).next(rank) {
+            // a rank that has left needs no parts any more
+            if self.peers.has_left(receiver) {
+                continue;
+            }
+            let mut ranks = ranks.into_iter().peekable();
+            while ranks.peek().is_some() {
+                let mut parts = Vec::new();
+                let mut bytes = 0;
+                while let Some(rank) = ranks.next_if(|_| bytes < FRAME_BYTES) {
+                    let part = self.all_gather(round).parts[rank].clone().unwrap_or_default();
+                    bytes += part.len();
+                    parts.push((rank as u64, part));
+                }
+                self.all_gather(round).unsent += 1;
+                let frame = Frame::GatherParts { round, parts }.encode()?;
+                let kind = MessageKind::GatherParts { peer: receiver, round };
+                self.send_frame(receiver, &frame, kind)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the state of all-gather `round`, created by its first use.
+    pub(super) fn all_gather(&mut self, round: u64) -> &mut AllGather {
+        let ranks = self.ranks;
+        self.all_gathers.entry(round).or_insert_with(|| AllGather::new(ranks))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn every_part_reaches_every_rank_once(
+            ranks in 1usize..70,
+            order in prop::collection::vec(any::<prop::sample::Index>(), 1..50),
+        ) {
+            let mut gathers: Vec<AllGather> = (0..ranks).map(|_| AllGather::new(ranks)).collect();
+            let mut in_flight = Vec::new();
+            for (rank, gather) in gathers.iter_mut().enumerate() {
+                prop_assert!(gather.put(rank, vec![rank as u8]));
+                gather.number = Some(0);
+                while let Some(message) = gather.next(rank) {
+                    in_flight.push(message);
+                }
+            }
+            // messages arrive in any order
+            let mut arrived = 0;
+            while !in_flight.is_empty() {
+                let index = order[arrived % order.len()].index(in_flight.len());
+                let GatherMessage { receiver, ranks: parts } = in_flight.swap_remove(index);
+                arrived += 1;
+                let gather = &mut gathers[receiver];
+                for from in parts {
+                    prop_assert!(gather.put(from, vec![from as u8]));
+                    prop_assert!(!gather.put(from, Vec::new()));
+                }
+                let missing = gather.parts.iter().filter(|part| part.is_none()).count();
+                prop_assert_eq!(gather.missing, missing);
+                while let Some(message) = gather.next(receiver) {
+                    in_flight.push(message);
+                }
+            }
+            prop_assert!(gathers.iter().all(|gather| gather.is_complete() && !gather.has_messages_left()));
+            prop_assert!(!gathers[0].put(ranks, Vec::new()));
+            prop_assert_eq!(arrived, ranks * ranks.next_power_of_two().ilog2() as usize);
+        }
+    }
+
+    #[test]
+    fn a_rank_that_has_not_started_sends_nothing() {
+        let message =
+            |receiver, ranks: &[usize]| Some(GatherMessage { receiver, ranks: ranks.to_vec() });
+        let mut gather = AllGather::new(4);
+        assert!(gather.put(2, Vec::new()));
+        assert_eq!(gather.next(1), None);
+        assert!(!gather.has_messages_left() && !gather.is_complete() && !gather.is_incomplete());
+        assert!(gather.put(1, Vec::new()));
+        gather.number = Some(3);
+        assert!(gather.has_messages_left());
+        let next = [gather.next(1), gather.next(1), gather.next(1)];
+        assert_eq!(next, [message(0, &[1]), message(3, &[1, 2]), None]);
+        assert!(!gather.has_messages_left() && !gather.is_complete() && gather.is_incomplete());
+    }
+}

@@ -1,0 +1,299 @@
+//! Communicators: duplicated, split and freed. Relies on the rules of [`super::ffi`].
+#![expect(unsafe_code, reason = "calls of the C interface of MPI")]
+
+use std::{
+    ffi::{c_int, c_void},
+    ptr,
+    thread::{self, ThreadId},
+    time::{Duration, Instant},
+};
+
+use annulus_core::{Error, Result};
+use mpi::ffi;
+
+use super::{
+    ffi::{PeerStep, check, check_alive, count, thread_level},
+    thread_level::ThreadLevel,
+};
+use crate::observed::ObservedClock;
+
+/// Longest interval between two polls of a collective operation that counts in full: a process with
+/// a shorter one was busy, one with a longer one suspended.
+const LONGEST_POLL: Duration = Duration::from_millis(250);
+
+/// A communicator to duplicate.
+#[derive(Clone, Copy)]
+pub(super) struct ParentCommunicator {
+    raw: ffi::MPI_Comm,
+    /// True if it was created here, so that no other code starts collective operations on it.
+    private: bool,
+}
+
+impl ParentCommunicator {
+    /// All ranks of the job.
+    pub(super) fn world() -> Self {
+        // SAFETY: a constant of the linked MPI
+        Self { raw: unsafe { ffi::RSMPI_COMM_WORLD }, private: false }
+    }
+
+    /// Wraps a handle of C.
+    ///
+    /// # Safety
+    /// The handle is null or that of a communicator which lives until it has been duplicated.
+    pub(super) const unsafe fn from_raw(raw: ffi::MPI_Comm) -> Self {
+        Self { raw, private: false }
+    }
+
+    /// Wraps a handle of Fortran.
+    ///
+    /// # Safety
+    /// As [`ParentCommunicator::from_raw`]. MPI must be alive.
+    pub(super) unsafe fn from_fortran(handle: ffi::RSMPI_Fint) -> Self {
+        // SAFETY: the caller promises that the handle is valid and that MPI is alive
+        Self { raw: unsafe { ffi::RSMPI_Comm_f2c(handle) }, private: false }
+    }
+}
+
+/// A communicator created here, with errors returned.
+pub(super) struct Communicator {
+    raw: ffi::MPI_Comm,
+    rank: usize,
+    ranks: usize,
+    last_tag: u64,
+    /// The only thread that may use it, where MPI does not grant `MPI_THREAD_MULTIPLE`.
+    owner: Option<ThreadId>,
+}
+
+// SAFETY: a handle is a number or a pointer to memory of MPI's, which belongs to no thread. The
+// thread that calls MPI with it is checked at every call by `enter` (rule 2), not by the type.
+unsafe impl Send for Communicator {}
+
+impl Communicator {
+    /// Duplicates `parent` within `patience`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a null or an inter-communicator or an MPI that is not alive,
+    /// [`Error::Unsupported`] on a thread that may not call MPI, [`Error::Comm`] if MPI fails or
+    /// not all ranks of `parent` come in time.
+    pub(super) fn duplicate(parent: ParentCommunicator, patience: Duration) -> Result<Self> {
+        check_alive()?;
+        let owner = owner_thread()?;
+        // SAFETY: a constant of the linked MPI
+        if parent.raw == unsafe { ffi::RSMPI_COMM_NULL } {
+            return Err(Error::invalid("communicator", "MPI_COMM_NULL", "a communicator"));
+        }
+        let mut inter = 0;
+        let mut rank = 0;
+        let mut ranks = 0;
+        // SAFETY: rules 1 and 2 were just checked; the creator of `parent` promised that the handle
+        // is valid; the numbers live through the calls
+        unsafe {
+            check(ffi::MPI_Comm_test_inter(parent.raw, &raw mut inter), PeerStep::of(0))?;
+            check(ffi::MPI_Comm_rank(parent.raw, &raw mut rank), PeerStep::of(0))?;
+            check(ffi::MPI_Comm_size(parent.raw, &raw mut ranks), PeerStep::of(0))?;
+        }
+        if inter != 0 {
+            return Err(Error::invalid(
+                "communicator",
+                "an inter-communicator",
+                "an intra-communicator",
+            ));
+        }
+        let rank = count(rank);
+        let raw = idup(parent, rank, patience)?;
+        return_errors(raw, rank)?;
+        Ok(Self { raw, rank, ranks: count(ranks), last_tag: last_tag(raw), owner })
+    }
+
+    pub(super) const fn rank(&self) -> usize {
+        self.rank
+    }
+
+    pub(super) const fn ranks(&self) -> usize {
+        self.ranks
+    }
+
+    /// Returns the highest tag that this MPI can send.
+    pub(super) const fn last_tag(&self) -> u64 {
+        self.last_tag
+    }
+
+    /// Returns true if any thread may use it.
+    pub(super) const fn any_thread(&self) -> bool {
+        self.owner.is_none()
+    }
+
+    /// Returns the handle. Before calling MPI with it, call [`Communicator::enter`].
+    pub(super) const fn raw(&self) -> ffi::MPI_Comm {
+        self.raw
+    }
+
+    /// Checks that this thread may call MPI now (rules 1 and 2).
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] before `MPI_Init` or after `MPI_Finalize`, [`Error::Unsupported`]
+    /// on another thread than the communicator's.
+    pub(super) fn enter(&self) -> Result<()> {
+        check_alive()?;
+        if self.owner.is_some_and(|owner| owner != thread::current().id()) {
+            return Err(wrong_thread());
+        }
+        Ok(())
+    }
+
+    /// Creates a communicator of its first `count` ranks; `None` on the other ranks.
+    ///
+    /// Collective, by a function of MPI that cannot be cancelled: call it right after all ranks
+    /// have taken part in another collective operation.
+    ///
+    /// # Errors
+    /// As [`Communicator::enter`]; [`Error::Comm`] if MPI fails.
+    pub(super) fn first_ranks(&self, count: usize) -> Result<Option<Self>> {
+        self.enter()?;
+        // SAFETY: constants of the linked MPI
+        let (null, undefined) = unsafe { (ffi::RSMPI_COMM_NULL, ffi::RSMPI_UNDEFINED) };
+        let mut raw = null;
+        let color = if self.rank < count { 0 } else { undefined };
+        let key = c_int::try_from(self.rank).unwrap_or(c_int::MAX);
+        // SAFETY: rules 1 and 2 were just checked; the handle is alive (rule 3), and the new one
+        // lives through the call
+        let code = unsafe { ffi::MPI_Comm_split(self.raw, color, key, &raw mut raw) };
+        check(code, PeerStep::of(self.rank))?;
+        if self.rank >= count {
+            return Ok(None);
+        }
+        return_errors(raw, self.rank)?;
+        Ok(Some(Self {
+            raw,
+            rank: self.rank,
+            ranks: count.min(self.ranks),
+            last_tag: self.last_tag,
+            owner: self.owner,
+        }))
+    }
+
+    /// Returns this communicator as one to duplicate.
+    pub(super) const fn as_parent(&self) -> ParentCommunicator {
+        ParentCommunicator { raw: self.raw, private: true }
+    }
+
+    /// Frees it. Nothing may be in flight on it, on this or any other rank.
+    pub(super) fn free(mut self) {
+        if self.enter().is_ok() {
+            // SAFETY: rules 1, 2 and 3; `self` is consumed, so the handle is never used again
+            unsafe { ffi::MPI_Comm_free(&raw mut self.raw) };
+        }
+    }
+}
+
+/// Sets the error handler of a new communicator, so that its errors are returned. The caller has
+/// checked rules 1 and 2.
+fn return_errors(raw: ffi::MPI_Comm, rank: usize) -> Result<()> {
+    // SAFETY: rules 1 and 2; MPI has just returned `raw` to the caller alone (rule 3)
+    let code = unsafe { ffi::MPI_Comm_set_errhandler(raw, ffi::RSMPI_ERRORS_RETURN) };
+    check(code, PeerStep::of(rank))
+}
+
+/// Checks rule 2 and returns the thread that a new communicator is bound to, if MPI requires one.
+fn owner_thread() -> Result<Option<ThreadId>> {
+    let level = thread_level()?;
+    let mut main = 0;
+    // SAFETY: MPI is alive (`thread_level` has checked); any thread may inquire; the number lives
+    // through the call
+    check(unsafe { ffi::MPI_Is_thread_main(&raw mut main) }, PeerStep::of(0))?;
+    match (level == ThreadLevel::Multiple, main != 0) {
+        (true, _) => Ok(None),
+        (false, true) => Ok(Some(thread::current().id())),
+        (false, false) => Err(wrong_thread()),
+    }
+}
+
+fn wrong_thread() -> Error {
+    Error::unsupported(
+        "MPI on a thread other than its main thread",
+        "an MPI without MPI_THREAD_MULTIPLE",
+    )
+}
+
+/// Calls `MPI_Comm_idup`, so that the wait for a rank that never comes ends after `patience`.
+fn idup(parent: ParentCommunicator, rank: usize, patience: Duration) -> Result<ffi::MPI_Comm> {
+    // SAFETY: constants of the linked MPI
+    let (null, mut request) = unsafe { (ffi::RSMPI_COMM_NULL, ffi::RSMPI_REQUEST_NULL) };
+    // on the heap, and leaked if it fails: MPI may write there whenever the last rank comes
+    let duplicate = Box::leak(Box::new(null));
+    // SAFETY: `Communicator::duplicate` checked rules 1 and 2 and the handle; `duplicate` lives
+    // until the request is complete, or for ever
+    let code = unsafe { ffi::MPI_Comm_idup(parent.raw, &raw mut *duplicate, &raw mut request) };
+    check(code, PeerStep::of(rank))?;
+    let late = |error| match error {
+        // MPI would match the host's next collective operation with the one that is pending
+        Error::Comm { peer, step, what } if !parent.private => Error::Comm {
+            peer,
+            step,
+            what: format!("{what}; begin no collective operation on it any more"),
+        },
+        error => error,
+    };
+    complete(&mut request, rank, patience, "the communicator could not be duplicated")
+        .map_err(late)?;
+    let raw = *duplicate;
+    // SAFETY: `duplicate` came out of `Box::leak`, and the operation that wrote to it is complete
+    drop(unsafe { Box::from_raw(duplicate) });
+    Ok(raw)
+}
+
+/// Waits for a collective operation that this rank has started, for at most `patience` of observed
+/// time. The caller has entered its communicator.
+pub(super) fn complete(
+    request: &mut ffi::MPI_Request,
+    rank: usize,
+    patience: Duration,
+    failure: &str,
+) -> Result<()> {
+    let started = Instant::now();
+    let mut observed = ObservedClock::new(started, LONGEST_POLL, patience);
+    loop {
+        let mut done = 0;
+        // SAFETY: rules 1 and 2 (the caller has entered); the request is the caller's and active,
+        // or null once done
+        let code =
+            unsafe { ffi::MPI_Test(&raw mut *request, &raw mut done, ffi::RSMPI_STATUS_IGNORE) };
+        check(code, PeerStep::of(rank))?;
+        if done != 0 {
+            return Ok(());
+        }
+        let now = Instant::now();
+        observed.poll(now);
+        if observed.elapsed(started, now) >= patience {
+            return Err(Error::Comm {
+                peer: rank,
+                step: 0,
+                what: format!("{failure} within {patience:?}: not all of its ranks came"),
+            });
+        }
+        thread::sleep(Duration::from_micros(100));
+    }
+}
+
+/// Returns the value of `MPI_TAG_UB`, or 32767, the least that MPI guarantees.
+///
+/// It is an attribute of the world (MPI 3.1, 8.1.2). Open MPI has it there and on duplicates of the
+/// world, but on no communicator that was split.
+fn last_tag(raw: ffi::MPI_Comm) -> u64 {
+    let attribute = |communicator: ffi::MPI_Comm| {
+        let mut value = ptr::null_mut::<c_int>();
+        let mut found = 0;
+        let key = ffi::MPI_TAG_UB as c_int;
+        // SAFETY: called by `duplicate` under rules 1 and 2 with the world, which lives as long as
+        // MPI, or with a communicator created here; MPI stores a pointer to a C int of its own in
+        // `value`, which is read at once
+        unsafe {
+            let value_at = (&raw mut value).cast::<c_void>();
+            ffi::MPI_Comm_get_attr(communicator, key, value_at, &raw mut found);
+            if found == 0 || value.is_null() { None } else { u64::try_from(*value).ok() }
+        }
+    };
+    // SAFETY: a constant of the linked MPI
+    let world = unsafe { ffi::RSMPI_COMM_WORLD };
+    attribute(world).or_else(|| attribute(raw)).unwrap_or(32_767)
+}

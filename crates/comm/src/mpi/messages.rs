@@ -1,0 +1,92 @@
+//! Messages of an endpoint: kinds of messages in flight, posted receives, and announcements.
+
+use annulus_core::{Channel, MessageHeader};
+
+use super::message_buffer::MessageBuffer;
+
+/// Kind of a message in flight.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum MessageKind {
+    /// Bytes of a block to `peer`.
+    DataSend { peer: usize, step: usize },
+    /// Bytes of a block from `peer`.
+    DataReceive { peer: usize, channel: Channel, tag: u64 },
+    /// Frame number `number` from `peer`.
+    FrameReceive { peer: usize, number: u64 },
+    /// A frame to `peer` whose completion nothing depends on.
+    FrameSend { peer: usize },
+    /// A heartbeat to `peer`.
+    Heartbeat { peer: usize },
+    /// Parts of all-gather `round` to `peer`.
+    GatherParts { peer: usize, round: u64 },
+}
+
+impl MessageKind {
+    /// Returns the other end.
+    pub(super) const fn peer(&self) -> usize {
+        match self {
+            Self::DataSend { peer, .. }
+            | Self::DataReceive { peer, .. }
+            | Self::FrameReceive { peer, .. }
+            | Self::FrameSend { peer }
+            | Self::Heartbeat { peer }
+            | Self::GatherParts { peer, .. } => *peer,
+        }
+    }
+
+    /// Returns true for bytes of a block, false for a control message.
+    pub(super) const fn is_data(&self) -> bool {
+        matches!(self, Self::DataSend { .. } | Self::DataReceive { .. })
+    }
+}
+
+/// A receive that was posted and not yet taken.
+pub(super) struct PostedReceive {
+    pub(super) hop: MessageHeader,
+    /// The buffer that was posted; `None` while MPI writes to it.
+    pub(super) buffer: Option<MessageBuffer>,
+    pub(super) stage: ReceiveStage,
+}
+
+/// Progress of a receive.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum ReceiveStage {
+    /// Its announcement has not arrived.
+    Posted,
+    /// MPI receives into the posted buffer.
+    Direct,
+    /// MPI receives into a staging buffer.
+    Staged,
+    /// The posted buffer holds the bytes.
+    Arrived,
+}
+
+impl PostedReceive {
+    pub(super) fn is_for(&self, peer: usize, channel: Channel, tag: u64) -> bool {
+        (self.hop.peer, self.hop.channel, self.hop.tag) == (peer, channel, tag)
+    }
+}
+
+/// The announcement of a message whose receive is not posted yet, or follows an earlier one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Announcement {
+    pub(super) peer: usize,
+    pub(super) channel: Channel,
+    pub(super) tag: u64,
+    pub(super) step: usize,
+    /// Bytes of the message.
+    pub(super) bytes: u64,
+    /// Bytes of each of its pieces but the last.
+    pub(super) piece: u64,
+}
+
+impl Announcement {
+    pub(super) fn is_for(&self, receive: &PostedReceive) -> bool {
+        receive.is_for(self.peer, self.channel, self.tag)
+    }
+
+    /// Returns true if both announce the same message.
+    pub(super) fn is_same(&self, other: &Self) -> bool {
+        (self.peer, self.channel, self.tag) == (other.peer, other.channel, other.tag)
+    }
+}

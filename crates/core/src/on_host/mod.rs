@@ -1,0 +1,102 @@
+//! Host tensors in front of a device backend.
+//!
+//! ```text
+//! host tensors ──upload──▶ q, k, v, …    pass on the device    out, … ──download──▶ host tensors
+//!                                        blocks: device buffers, for any transport of the space
+//! ```
+//! Inputs are uploaded when a pass starts and outputs are downloaded when it finishes. Between them
+//! nothing is copied: queries, accumulators, gradients and blocks stay on the device.
+
+mod passes;
+mod slots;
+mod space;
+
+pub use passes::{OnHostBackward, OnHostForward};
+pub use space::HostViews;
+
+use crate::{
+    Backend, BackwardInputs, BackwardMode, Capabilities, DeviceSpace, Inputs, Passes, RankShard,
+    Result, Space, Spec, Workspace,
+};
+use passes::OutputSlots;
+use slots::Tensors;
+
+/// A device backend for tensors in host memory.
+#[derive(Debug, Clone)]
+pub struct OnHost<B: Backend<Space: DeviceSpace>> {
+    inner: B,
+    context: <B::Space as DeviceSpace>::Context,
+}
+
+impl<B: Backend<Space: DeviceSpace>> OnHost<B> {
+    /// Wraps a backend; `context` is the device and queue that it works on.
+    pub const fn new(inner: B, context: <B::Space as DeviceSpace>::Context) -> Self {
+        Self { inner, context }
+    }
+
+    /// Returns the device backend.
+    pub const fn inner(&self) -> &B {
+        &self.inner
+    }
+}
+
+impl<B: Backend<Space: DeviceSpace>> Backend for OnHost<B> {
+    type Space = HostViews<B::Space>;
+    type Workspace = OnHostWorkspace<B::Workspace, B::Space>;
+
+    fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
+        self.inner.capabilities(spec)
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<<B::Space as Space>::Buffer> {
+        self.inner.allocate(bytes)
+    }
+
+    fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<Self::Workspace> {
+        let inner = self.inner.workspace(shard, passes)?;
+        Ok(OnHostWorkspace { inner, tensors: Tensors::new(self.context.clone()) })
+    }
+}
+
+/// Workspace of [`OnHost`]: the workspace of the device backend, and the tensors of a pass on the
+/// device. They are allocated by the first pass and reused by later ones.
+pub struct OnHostWorkspace<W, D: DeviceSpace> {
+    inner: W,
+    tensors: Tensors<D>,
+}
+
+impl<W: Workspace<Space = D>, D: DeviceSpace> Workspace for OnHostWorkspace<W, D> {
+    type Space = HostViews<D>;
+    type Forward<'p> = OnHostForward<'p, W::Forward<'p>, D>;
+    type Backward<'p> = OnHostBackward<'p, W::Backward<'p>, D>;
+
+    fn update(&mut self, shard: &RankShard) -> Result<()> {
+        self.inner.update(shard)
+    }
+
+    fn forward<'p>(&'p mut self, inputs: Inputs<'p, HostViews<D>>) -> Result<Self::Forward<'p>> {
+        let Tensors { context, inputs: slots, out, lse, max, sum, ties, .. } = &mut self.tensors;
+        let inputs = slots.upload(context, &inputs)?;
+        let outputs = OutputSlots { out, lse, max, sum, ties };
+        Ok(OnHostForward { pass: self.inner.forward(inputs)?, context, outputs })
+    }
+
+    fn backward<'p>(
+        &'p mut self,
+        inputs: BackwardInputs<'p, HostViews<D>>,
+        mode: BackwardMode,
+    ) -> Result<Self::Backward<'p>> {
+        let Tensors { context, inputs: slots, out, lse, max, ties, dout, dlse, gradients, .. } =
+            &mut self.tensors;
+        let inputs = BackwardInputs {
+            forward: slots.upload(context, &inputs.forward)?,
+            out: out.upload(context, inputs.out)?,
+            lse: lse.upload(context, inputs.lse)?,
+            max: max.upload_optional(context, inputs.max)?,
+            ties: ties.upload_optional(context, inputs.ties)?,
+            dout: dout.upload(context, inputs.dout)?,
+            dlse: dlse.upload_optional(context, inputs.dlse)?,
+        };
+        Ok(OnHostBackward { pass: self.inner.backward(inputs, mode)?, context, gradients })
+    }
+}

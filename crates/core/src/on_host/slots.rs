@@ -1,0 +1,113 @@
+//! Tensors of a pass on the device, which [`crate::OnHostWorkspace`] keeps from pass to pass.
+
+use super::HostViews;
+use crate::{DType, DeviceSpace, HostView, Inputs, Result};
+
+/// A tensor on the device, allocated when it is first used and again when its shape changes.
+pub(super) struct Slot<D: DeviceSpace>(Option<D::Tensor>);
+
+impl<D: DeviceSpace> Slot<D> {
+    /// Returns a tensor of this type and shape; its contents are unspecified.
+    pub(super) fn reserve(
+        &mut self,
+        context: &D::Context,
+        dtype: DType,
+        shape: [usize; 4],
+    ) -> Result<&mut D::Tensor> {
+        let tensor = match self.0.take() {
+            Some(tensor) if D::describe(&D::view(&tensor)) == (dtype, shape) => tensor,
+            _ => D::tensor(context, dtype, shape)?,
+        };
+        Ok(self.0.insert(tensor))
+    }
+
+    /// Uploads a tensor and returns its view.
+    pub(super) fn upload<'a>(
+        &'a mut self,
+        context: &D::Context,
+        from: HostView<'_>,
+    ) -> Result<D::View<'a>> {
+        let tensor = self.reserve(context, from.dtype(), from.shape())?;
+        D::upload(context, from, tensor)?;
+        Ok(D::view(tensor))
+    }
+
+    pub(super) fn upload_optional<'a>(
+        &'a mut self,
+        context: &D::Context,
+        from: Option<HostView<'_>>,
+    ) -> Result<Option<D::View<'a>>> {
+        from.map(|from| self.upload(context, from)).transpose()
+    }
+}
+
+/// The tensors of a pass. Outputs of the forward pass are inputs of the backward pass and share
+/// their slots.
+pub(super) struct Tensors<D: DeviceSpace> {
+    pub(super) context: D::Context,
+    pub(super) inputs: InputSlots<D>,
+    pub(super) out: Slot<D>,
+    pub(super) lse: Slot<D>,
+    pub(super) max: Slot<D>,
+    pub(super) sum: Slot<D>,
+    pub(super) ties: Slot<D>,
+    pub(super) dout: Slot<D>,
+    pub(super) dlse: Slot<D>,
+    pub(super) gradients: GradientSlots<D>,
+}
+
+pub(super) struct InputSlots<D: DeviceSpace> {
+    pub(super) q: Slot<D>,
+    pub(super) k: Slot<D>,
+    pub(super) v: Slot<D>,
+    pub(super) bias: Slot<D>,
+    pub(super) sinks: Slot<D>,
+}
+
+pub(super) struct GradientSlots<D: DeviceSpace> {
+    pub(super) dq: Slot<D>,
+    pub(super) dk: Slot<D>,
+    pub(super) dv: Slot<D>,
+    pub(super) dbias: Slot<D>,
+    pub(super) dsinks: Slot<D>,
+}
+
+impl<D: DeviceSpace> Tensors<D> {
+    pub(super) fn new(context: D::Context) -> Self {
+        let slot = || Slot(None);
+        Self {
+            context,
+            inputs: InputSlots { q: slot(), k: slot(), v: slot(), bias: slot(), sinks: slot() },
+            out: slot(),
+            lse: slot(),
+            max: slot(),
+            sum: slot(),
+            ties: slot(),
+            dout: slot(),
+            dlse: slot(),
+            gradients: GradientSlots {
+                dq: slot(),
+                dk: slot(),
+                dv: slot(),
+                dbias: slot(),
+                dsinks: slot(),
+            },
+        }
+    }
+}
+
+impl<D: DeviceSpace> InputSlots<D> {
+    pub(super) fn upload<'a>(
+        &'a mut self,
+        context: &D::Context,
+        inputs: &Inputs<'_, HostViews<D>>,
+    ) -> Result<Inputs<'a, D>> {
+        Ok(Inputs {
+            q: self.q.upload(context, inputs.q)?,
+            k: self.k.upload(context, inputs.k)?,
+            v: self.v.upload(context, inputs.v)?,
+            bias: self.bias.upload_optional(context, inputs.bias)?,
+            sinks: self.sinks.upload_optional(context, inputs.sinks)?,
+        })
+    }
+}

@@ -1,0 +1,153 @@
+//! State of the emulated devices and the current context of each thread.
+
+use std::{
+    cell::Cell,
+    collections::HashMap,
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+    },
+};
+
+use cudarc::driver::sys::{CUresult, CUstream};
+
+use super::{
+    memory::Memory,
+    work::{Queue, Step, Work},
+};
+
+/// Number of devices. Each has its own memory and its own failure, so that tests are independent.
+pub const DEVICES: usize = 4096;
+
+/// State of one device.
+#[derive(Default)]
+pub(super) struct Context {
+    pub(super) memory: Mutex<Memory>,
+    pub(super) queues: Mutex<Vec<Weak<Queue>>>,
+    failed: AtomicBool,
+    pub(super) mistake: AtomicU32,
+    /// Thread blocks launched so far, by kernel.
+    pub(super) blocks: Mutex<HashMap<String, u64>>,
+}
+
+impl Context {
+    /// Marks the device as failed and drops all queued work, because the memory it would access may
+    /// be freed from now on.
+    pub(super) fn fail(&self) {
+        self.failed.store(true, Ordering::Relaxed);
+        self.queues().iter().for_each(|queue| queue.discard());
+    }
+
+    /// Returns the queues of all live streams.
+    pub(super) fn queues(&self) -> Vec<Arc<Queue>> {
+        lock(&self.queues).iter().filter_map(Weak::upgrade).collect()
+    }
+}
+
+/// Object behind a stream's handle.
+pub(super) struct EmulatedStream {
+    pub(super) context: &'static Context,
+    pub(super) queue: Arc<Queue>,
+}
+
+thread_local! {
+    /// Context of the calls of a thread, as set by `cuCtxSetCurrent`.
+    pub(super) static CURRENT: Cell<Option<&'static Context>> = const { Cell::new(None) };
+}
+
+/// Seed of the order in which the threads of a block run.
+pub(super) static SEED: AtomicU64 = AtomicU64::new(1);
+
+fn contexts() -> &'static [OnceLock<&'static Context>] {
+    static CONTEXTS: OnceLock<Vec<OnceLock<&'static Context>>> = OnceLock::new();
+    CONTEXTS.get_or_init(|| (0..DEVICES).map(|_| OnceLock::new()).collect())
+}
+
+/// Returns the context of a device, which is created on its first use.
+pub(super) fn context_of(ordinal: usize) -> Option<&'static Context> {
+    // leaked: a device exists until the process ends, like a GPU
+    Some(*contexts().get(ordinal)?.get_or_init(|| Box::leak(Box::default())))
+}
+
+/// Sets the seed of the order in which threads run.
+pub fn set_seed(seed: u64) {
+    SEED.store(seed, Ordering::Relaxed);
+}
+
+/// Plants a mistake in the kernels of device `ordinal`, by its number in the kernel's `Mistake`; 0
+/// removes it.
+pub fn plant(ordinal: usize, mistake: u32) {
+    if let Some(context) = context_of(ordinal) {
+        context.mistake.store(mistake, Ordering::Relaxed);
+    }
+}
+
+/// Returns the number of thread blocks of a kernel that were launched on device `ordinal`.
+pub fn blocks(ordinal: usize, kernel: &str) -> u64 {
+    context_of(ordinal).map_or(0, |context| lock(&context.blocks).get(kernel).copied().unwrap_or(0))
+}
+
+/// Returns the number of live allocations of device `ordinal`.
+pub fn allocations(ordinal: usize) -> usize {
+    context_of(ordinal).map_or(0, |context| lock(&context.memory).len())
+}
+
+/// Returns the peak of allocated bytes of device `ordinal`, pinned host memory included.
+pub fn most_bytes(ordinal: usize) -> usize {
+    context_of(ordinal).map_or(0, |context| lock(&context.memory).most_bytes())
+}
+
+/// Calls with the current context, unless it has failed.
+pub(super) fn with_context(call: impl FnOnce(&'static Context) -> CUresult) -> CUresult {
+    match CURRENT.get() {
+        None => CUresult::CUDA_ERROR_INVALID_CONTEXT,
+        Some(context) if context.failed.load(Ordering::Relaxed) => {
+            CUresult::CUDA_ERROR_LAUNCH_FAILED
+        }
+        Some(context) => call(context),
+    }
+}
+
+/// Queues work on a stream; `work` returns true on success.
+pub(super) fn push(stream: CUstream, work: impl FnOnce() -> bool + Send + 'static) -> CUresult {
+    // SAFETY: a valid handle.
+    let stream = unsafe { &*stream.cast::<EmulatedStream>() };
+    stream.queue.push(Work::Run(Box::new(work)));
+    CUresult::CUDA_SUCCESS
+}
+
+/// Runs all work of a stream.
+pub(super) fn drain(context: &Context, stream: CUstream) -> CUresult {
+    // SAFETY: a valid handle.
+    let stream = unsafe { &*stream.cast::<EmulatedStream>() };
+    if stream.queue.drain() == Step::Failed {
+        context.fail();
+        return CUresult::CUDA_ERROR_LAUNCH_FAILED;
+    }
+    CUresult::CUDA_SUCCESS
+}
+
+/// Queues an operation that is attempted until it completes.
+///
+/// # Safety
+/// `stream` is a valid handle.
+#[cfg(all(feature = "nccl", target_os = "linux"))]
+pub(super) unsafe fn push_until(
+    stream: CUstream,
+    attempt: impl FnMut() -> Option<bool> + Send + 'static,
+) {
+    // SAFETY: as required of the caller.
+    let stream = unsafe { &*stream.cast::<EmulatedStream>() };
+    stream.queue.push(Work::Attempt(Box::new(attempt)));
+}
+
+/// True if the bytes are memory of this thread's current device.
+#[cfg(all(feature = "nccl", target_os = "linux"))]
+pub(super) fn is_device_memory(address: u64, bytes: usize) -> bool {
+    CURRENT.get().is_some_and(|context| lock(&context.memory).holds(address, bytes))
+}
+
+/// Locks, also after a panic of another thread, whose test has failed already.
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,238 @@
+//! The command `install`.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+type Result<T, E = String> = std::result::Result<T, E>;
+
+/// Version of the package, which is that of the library.
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+/// The number in the SONAME: ANNULUS_ABI_VERSION of `crates/capi`.
+const ABI_VERSION: &str = "0";
+
+/// What the command line says.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Options {
+    prefix: PathBuf,
+    features: Vec<String>,
+    profile: String,
+    is_offline: bool,
+}
+
+impl Options {
+    pub(crate) fn parse(arguments: &[String]) -> Result<Self> {
+        let mut options = Self {
+            prefix: PathBuf::new(),
+            features: Vec::new(),
+            profile: "release".to_owned(),
+            is_offline: false,
+        };
+        let mut rest = arguments.iter();
+        while let Some(argument) = rest.next() {
+            let mut value = || rest.next().ok_or(format!("{argument}: got nothing, want a value"));
+            match argument.as_str() {
+                "--prefix" => options.prefix = PathBuf::from(value()?),
+                "--features" => {
+                    let names = value()?.split(',').filter(|name| !name.is_empty());
+                    options.features.extend(names.map(str::to_owned));
+                }
+                "--profile" => options.profile = value()?.clone(),
+                "--offline" => options.is_offline = true,
+                other => return Err(format!("got {other}, want an option of install")),
+            }
+        }
+        if options.prefix.as_os_str().is_empty() {
+            return Err("--prefix: got nothing, want a folder".to_owned());
+        }
+        if let Some(unknown) = options.features.iter().find(|name| *name != "mpi") {
+            return Err(format!("--features: got {unknown}, want mpi"));
+        }
+        Ok(options)
+    }
+
+    fn has_mpi(&self) -> bool {
+        self.features.iter().any(|name| name == "mpi")
+    }
+
+    /// Builds and installs.
+    pub(crate) fn run(&self) -> Result<()> {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+        let capi = root.join("crates/capi");
+        let built = self.build(&root)?;
+        fs::create_dir_all(&self.prefix).map_err(|error| told(&self.prefix, error))?;
+        // the files below name the prefix
+        let prefix = fs::canonicalize(&self.prefix).map_err(|error| told(&self.prefix, error))?;
+
+        let versioned = format!("libannulus.so.{VERSION}");
+        let soname = format!("libannulus.so.{ABI_VERSION}");
+        copy(&built.shared, &prefix.join("lib").join(&versioned))?;
+        link(&versioned, &prefix.join("lib").join(&soname))?;
+        link(&soname, &prefix.join("lib/libannulus.so"))?;
+        copy(&built.fixed, &prefix.join("lib/libannulus.a"))?;
+
+        let fill = |template: &str| {
+            template
+                .replace("@PREFIX@", &prefix.display().to_string())
+                .replace("@VERSION@", VERSION)
+                .replace("@ABI_VERSION@", ABI_VERSION)
+                .replace("@FEATURES@", &self.features.join(" "))
+                .replace("@HAS_MPI@", if self.has_mpi() { "TRUE" } else { "FALSE" })
+                .replace("@STATIC_LIBS@", &built.static_libs)
+        };
+        let mut filled = vec![
+            ("annulus.pc.in", "lib/pkgconfig/annulus.pc"),
+            ("annulus-config.cmake.in", "lib/cmake/annulus/annulus-config.cmake"),
+            ("annulus-config-version.cmake.in", "lib/cmake/annulus/annulus-config-version.cmake"),
+        ];
+        if self.has_mpi() {
+            filled.push(("annulus-mpi.pc.in", "lib/pkgconfig/annulus-mpi.pc"));
+        }
+        for (template, name) in filled {
+            let template = capi.join("install").join(template);
+            let text = fs::read_to_string(&template).map_err(|error| told(&template, error))?;
+            write(&prefix.join(name), &fill(&text))?;
+        }
+
+        for (from, into) in [
+            (capi.join("include/annulus.h"), "include"),
+            (capi.join("include/annulus.hpp"), "include"),
+            (capi.join("fortran/annulus.f90"), "share/annulus"),
+            (root.join("docs/embedding.md"), "share/doc/annulus"),
+            (root.join("docs/semantics.md"), "share/doc/annulus"),
+            (root.join("LICENSE-MIT"), "share/doc/annulus"),
+            (root.join("LICENSE-APACHE"), "share/doc/annulus"),
+        ] {
+            copy_into(&from, &prefix.join(into))?;
+        }
+        let examples = capi.join("examples");
+        let entries = fs::read_dir(&examples).map_err(|error| told(&examples, error))?;
+        for entry in entries {
+            let file = entry.map_err(|error| told(&examples, error))?.path();
+            copy_into(&file, &prefix.join("share/annulus/examples"))?;
+        }
+        println!("annulus {VERSION} is installed in {}", prefix.display());
+        Ok(())
+    }
+
+    /// Builds the libraries with cargo.
+    fn build(&self, root: &Path) -> Result<Built> {
+        let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
+        cargo.current_dir(root).args(["rustc", "--package", "annulus-capi", "--lib"]);
+        cargo.args(["--profile", &self.profile, "--features", &self.features.join(",")]);
+        // stdout: which files cargo has built; stderr: what a program links with the static library
+        cargo.args(["--message-format", "json-render-diagnostics"]);
+        if self.is_offline {
+            cargo.arg("--offline");
+        }
+        cargo.args(["--", "--print", "native-static-libs"]);
+        cargo.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let output = cargo.output().map_err(|error| format!("cargo: {error}"))?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        if !output.status.success() {
+            return Err(format!("cargo ended with {}:\n{said}", output.status));
+        }
+        let messages = String::from_utf8_lossy(&output.stdout);
+        let artifact = |name: &str| {
+            let ends = format!("/{name}");
+            let found = messages.split('"').find(|text| text.ends_with(&ends)).map(PathBuf::from);
+            found.ok_or_else(|| format!("cargo has built no {name}"))
+        };
+        let libs = said.lines().find_map(|line| line.split_once("native-static-libs: "));
+        let libs = libs.map(|(_, libs)| libs.trim().to_owned());
+        Ok(Built {
+            shared: artifact("libannulus_capi.so")?,
+            fixed: artifact("libannulus_capi.a")?,
+            static_libs: libs.ok_or("cargo did not say what the static library needs")?,
+        })
+    }
+}
+
+/// What cargo has built.
+struct Built {
+    shared: PathBuf,
+    fixed: PathBuf,
+    /// Options of the linker that a program needs with the static library.
+    static_libs: String,
+}
+
+fn told(path: &Path, error: std::io::Error) -> String {
+    format!("{}: {error}", path.display())
+}
+
+fn make_folder_of(file: &Path) -> Result<()> {
+    let folder = file.parent().unwrap_or(Path::new("."));
+    fs::create_dir_all(folder).map_err(|error| told(folder, error))
+}
+
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    make_folder_of(to)?;
+    // a library that a program has loaded is replaced, never overwritten
+    if to.symlink_metadata().is_ok() {
+        fs::remove_file(to).map_err(|error| told(to, error))?;
+    }
+    fs::copy(from, to).map(drop).map_err(|error| told(from, error))
+}
+
+fn copy_into(from: &Path, folder: &Path) -> Result<()> {
+    let name = from.file_name().ok_or_else(|| format!("{}: no file", from.display()))?;
+    copy(from, &folder.join(name))
+}
+
+fn link(target: &str, at: &Path) -> Result<()> {
+    if at.symlink_metadata().is_ok() {
+        fs::remove_file(at).map_err(|error| told(at, error))?;
+    }
+    std::os::unix::fs::symlink(target, at).map_err(|error| told(at, error))
+}
+
+fn write(file: &Path, text: &str) -> Result<()> {
+    make_folder_of(file)?;
+    fs::write(file, text).map_err(|error| told(file, error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parsed(line: &str) -> Result<Options> {
+        let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+        Options::parse(&words)
+    }
+
+    #[test]
+    fn options_are_read_and_unknown_ones_refused() {
+        let options = parsed("--prefix /opt/a --features mpi --profile dev --offline").unwrap();
+        assert_eq!(
+            options,
+            Options {
+                prefix: "/opt/a".into(),
+                features: vec!["mpi".to_owned()],
+                profile: "dev".to_owned(),
+                is_offline: true,
+            }
+        );
+        assert!(options.has_mpi());
+        assert!(!parsed("--prefix a").unwrap().has_mpi());
+        for (line, says) in [
+            ("", "--prefix: got nothing"),
+            ("--prefix", "--prefix: got nothing"),
+            ("--prefix a --features cuda", "--features: got cuda"),
+            ("--prefix a b", "got b"),
+        ] {
+            let told = parsed(line).unwrap_err();
+            assert!(told.starts_with(says), "{line}: {told}");
+        }
+    }
+
+    #[test]
+    fn the_soname_is_that_of_the_library() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../capi");
+        let build = fs::read_to_string(root.join("build.rs")).unwrap();
+        assert!(build.contains(&format!("-soname,libannulus.so.{ABI_VERSION}")));
+        let header = fs::read_to_string(root.join("include/annulus.h")).unwrap();
+        assert!(header.contains(&format!("#define ANNULUS_ABI_VERSION {ABI_VERSION}\n")));
+    }
+}

@@ -1,0 +1,46 @@
+//! `cargo xtask install`: builds libannulus and puts it, with all that a program of C, C++ or Fortran
+//! needs, below a prefix.
+
+mod install;
+
+use std::process::ExitCode;
+
+const USAGE: &str = "\
+Usage: cargo xtask install --prefix DIR [--features LIST] [--profile NAME] [--offline]
+
+Builds libannulus and installs it below DIR:
+
+  lib/libannulus.so, .so.0, .so.0.1.0   the shared library, with its SONAME
+  lib/libannulus.a                      the static library
+  include/annulus.h, annulus.hpp        for C and C++17
+  lib/pkgconfig/annulus.pc              and annulus-mpi.pc with the feature mpi
+  lib/cmake/annulus/                    find_package(annulus): target annulus::annulus
+  share/annulus/annulus.f90             source of the Fortran module
+  share/annulus/examples/               one program for each language
+  share/doc/annulus/                    documentation and licences
+
+  --features LIST  features of annulus-capi, separated by commas: mpi (built with $MPICC)
+  --profile NAME   profile of cargo (default: release)
+  --offline        passed to cargo
+";
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let result = match arguments.first().map(String::as_str) {
+        Some("install") => {
+            install::Options::parse(&arguments[1..]).and_then(|options| options.run())
+        }
+        Some("help" | "--help" | "-h") => {
+            print!("{USAGE}");
+            return ExitCode::SUCCESS;
+        }
+        other => Err(format!("got {}, want install\n\n{USAGE}", other.unwrap_or("nothing"))),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("xtask: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
