@@ -77,6 +77,13 @@ impl<'py> Array<'py> {
             return refuse(format!("elements {}", self.typestr), format!("elements {}", want[0]));
         }
         let size = size_of::<T>();
+        // an array of stride 0 may have more elements than memory has bytes
+        let bytes = self.shape.iter().filter(|&&len| len > 0).try_fold(size, |product, &len| {
+            product.checked_mul(len).filter(|&bytes| bytes <= isize::MAX.cast_unsigned())
+        });
+        if bytes.is_none() {
+            return refuse(format!("shape {:?}", self.shape), "fewer than 2^63 bytes".to_owned());
+        }
         let whole = self.strides.iter().all(|&stride| stride % size.cast_signed() == 0);
         if self.strides.len() != self.shape.len() || !whole {
             return refuse(format!("strides {:?}", self.strides), format!("multiples of {size}"));
@@ -122,8 +129,8 @@ impl<'py> Array<'py> {
         // SAFETY:
         // - the array interface names memory of `shape` and `strides` at `address`, which lives as
         //   long as `object`, to which `self` holds a reference for the life of the view;
-        // - `check` has compared element size, alignment and divisibility of the strides, and every
-        //   bit pattern is a `T`;
+        // - `check` has compared element size, alignment, divisibility of the strides and the number
+        //   of elements, and every bit pattern is a `T`;
         // - `ascending` has made the strides non-negative and moved the address to match;
         // - nobody writes it: no output of the call overlaps it (`Outputs::check`), and a Python
         //   thread that writes an array during a call races, as with NumPy's own functions.
