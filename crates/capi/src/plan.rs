@@ -39,12 +39,15 @@ pub(crate) enum Planned {
     Rank(Box<Plan<Cpu>>),
 }
 
-/// What is behind the handle of a plan: the plan, or the thread that runs a pass of it.
+/// The plan after a pass, and the result of the pass.
+type PassEnd = (Planned, Result<()>);
+
+/// State behind the handle of a plan: the plan, or the thread that runs a pass of it.
 pub(crate) struct PlanState {
     /// The plan, unless a pass is under way.
     planned: Option<Planned>,
     /// The pass under way. The thread returns the plan.
-    pass: Option<JoinHandle<Result<(Planned, Result<()>)>>>,
+    pass: Option<JoinHandle<Result<PassEnd>>>,
     /// True if passes may run on another thread than this one.
     any_thread: bool,
 }
