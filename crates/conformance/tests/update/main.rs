@@ -298,7 +298,7 @@ fn a_mask_that_panics_in_an_update_ends_the_plan_on_all_ranks() {
     let arm = |_| mask.0.store(true, Ordering::Relaxed);
     let errors = doomed(&attention, |_| Cpu::new(1), |_| None, arm);
     assert!(
-        matches!(&errors[1][0], Error::Device { what } if what.contains("thirteen")),
+        matches!(&errors[1][0], Error::Internal { what } if what.contains("thirteen")),
         "{errors:?}"
     );
     assert!(errors.iter().flatten().all(Error::is_fatal), "{errors:?}");
