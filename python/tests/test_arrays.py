@@ -117,6 +117,22 @@ def test_memory_of_a_device_is_refused_by_name() -> None:
         annulus.flash_attention(q, OnDevice(k), v)
 
 
+def test_more_elements_than_bytes_of_memory_are_refused() -> None:
+    # NumPy makes no such array, but the extension module does not rely on it
+    class Vast:
+        one = np.ones(1, np.uint8)
+        __array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (2**31, 2**31, 2, 1),
+            "strides": (0, 0, 0, 0),
+            "data": (one.ctypes.data, True),
+        }
+
+    with pytest.raises(annulus.InvalidArgument, match="mask: got shape .* fewer than 2.63 bytes"):
+        annulus._annulus.Mask.dense(Vast())
+
+
 def planned(**options: Any) -> annulus.Plan:
     return annulus.Attention(causal=True).plan(
         batch=1, q_len=33, kv_len=40, q_heads=4, kv_heads=2, head_dim=16, value_dim=8, **options
