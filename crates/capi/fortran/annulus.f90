@@ -112,6 +112,7 @@ module annulus
     integer(c_int32_t) :: route = 0
     real(c_double) :: deadline_seconds = 0.0_c_double
     integer(c_int64_t) :: threads = 0
+    integer(c_int64_t) :: kv_block_size = 0
   end type annulus_options
 
   ! A tensor of C; annulus_tensor_of makes one of an array.

@@ -427,6 +427,11 @@ typedef struct annulus_options {
    * Threads that each rank computes with. Default: 0, which is 1.
    */
   int64_t threads;
+  /**
+   * Hint: rows at multiples of which a block of keys and values is split into messages. Ranks may
+   * differ: all use the largest. Default: 0, the KV tile of the backend.
+   */
+  int64_t kv_block_size;
 } annulus_options;
 
 /**

@@ -142,6 +142,9 @@ pub struct annulus_options {
     pub deadline_seconds: f64,
     /// Threads that each rank computes with. Default: 0, which is 1.
     pub threads: i64,
+    /// Hint: rows at multiples of which a block of keys and values is split into messages. Ranks may
+    /// differ: all use the largest. Default: 0, the KV tile of the backend.
+    pub kv_block_size: i64,
 }
 
 // SAFETY: repr(C), begins with its size, and all fields are numbers, which may be 0
@@ -341,6 +344,7 @@ fn scores(attention: Attention, options: &annulus_options) -> Result<Attention> 
 }
 
 fn ring(attention: Attention, options: &annulus_options) -> Result<Attention> {
+    let kv_block_size = length("kv_block_size", options.kv_block_size)? as u64;
     let modes = [BackwardMode::OnePass, BackwardMode::TwoPass];
     let layout = match options.layout {
         ANNULUS_LAYOUT_AUTO | ANNULUS_LAYOUT_CUSTOM => None,
@@ -359,6 +363,7 @@ fn ring(attention: Attention, options: &annulus_options) -> Result<Attention> {
         .forward_only(flag("forward_only", options.forward_only)?)
         .local_gradients(flag("local_gradients", options.local_gradients)?)
         .layout(layout)
+        .kv_block_size((kv_block_size > 0).then_some(kv_block_size))
         .route(one_of("route", options.route, &routes)?)
         .deadline(deadline))
 }

@@ -549,6 +549,15 @@ fn rings() -> Vec<Case> {
             },
             new().backward_mode(BackwardMode::TwoPass),
         ),
+        Case {
+            // blocks that are long enough to be split
+            dims: Dims { q_len: 180, kv_len: 180, ..DIMS },
+            ..Case::new(
+                "kv_block_size",
+                |o| o.kv_block_size = 64,
+                Attention::new().kv_block_size(64),
+            )
+        },
         Case::new(
             "precision",
             |o| {
