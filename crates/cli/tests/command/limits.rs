@@ -103,8 +103,9 @@ fn attend_without_memory_ends_in_one_line() {
 #[test]
 fn ids_in_no_order_without_memory_end_in_one_line() {
     let folder = Folder::new("limits_ids");
-    // a run of ids per row: the most that planning allocates
-    let len = 1 << 17;
+    // A run of ids per row is the most that planning allocates. Rows are few, because ids in no
+    // order leave no tile out.
+    let len = 1 << 14;
     let numbers = |scale: i64| (0..len as i64).map(move |row| row * row % 1009 * scale);
     let ids: Vec<u8> = numbers(1).flat_map(|id| (id as i32).to_le_bytes()).collect();
     let positions: Vec<u8> = numbers(3).flat_map(i64::to_le_bytes).collect();
@@ -121,7 +122,7 @@ fn ids_in_no_order_without_memory_end_in_one_line() {
         .map(|(name, dtype, shape, bytes)| (name, TensorView::new(dtype, shape, bytes).unwrap()));
     safetensors::serialize_to_file(tensors, None, &folder.path("in.st")).unwrap();
     let mut failed = 0;
-    for limit in limits(&folder, 8 << 10, 16) {
+    for limit in limits(&folder, 2 << 10, 16) {
         let said = limited(
             &folder,
             limit,
