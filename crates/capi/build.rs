@@ -1,4 +1,4 @@
-//! Gives the shared library its SONAME, which is what a program that links it asks the loader for.
+//! Gives the shared library its SONAME, the name under which the loader of a linked program searches for it.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

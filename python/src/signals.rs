@@ -28,7 +28,7 @@ use pyo3::prelude::*;
 /// costs nothing that can be measured.
 const EVERY: Duration = Duration::from_millis(50);
 
-/// What a call and its transports know of signals.
+/// State of signals, shared by a call and its transports.
 #[derive(Debug, Default)]
 pub(crate) struct Signals {
     interrupted: AtomicBool,

@@ -76,7 +76,7 @@
 #define ANNULUS_TIMEOUT 42
 
 /**
- * A rank is gone. The plan is dead.
+ * The connection to a rank is lost. The plan is dead.
  */
 #define ANNULUS_PEER_LOST 43
 
@@ -224,7 +224,8 @@
 #define ANNULUS_LAYOUT_STRIPED 3
 
 /**
- * The layout of annulus_attention_set_custom_layout.
+ * The layout of
+ * annulus_attention_set_custom_layout.
  */
 #define ANNULUS_LAYOUT_CUSTOM 4
 
@@ -274,8 +275,8 @@ typedef struct annulus_attention annulus_attention;
 typedef struct annulus_plan annulus_plan;
 
 /**
- * The definition of one attention. annulus_options_init sets the defaults; the caller then sets
- * the seven lengths and what differs.
+ * The definition of one attention. annulus_options_init sets the defaults; the caller then
+ * sets the seven lengths and what differs.
  *
  * A pair of query and key is visible if every condition that is given holds; i' and j' are their
  * positions. docs/semantics.md defines every parameter. Flags are 0 or 1.
@@ -406,8 +407,8 @@ typedef struct annulus_options {
    */
   int32_t forward_only;
   /**
-   * Flag: dsoftmax_aux, and dbias broadcast over queries, are each rank's own part instead of the
-   * sum over ranks. Default: 0.
+   * Flag: dsoftmax_aux, and dbias broadcast over queries, are each rank's own part instead of
+   * the sum over ranks. Default: 0.
    */
   int32_t local_gradients;
   /**
@@ -419,8 +420,8 @@ typedef struct annulus_options {
    */
   int32_t route;
   /**
-   * Longest silence of the ring before a call fails, in seconds, at least 1. Default: 0, which is
-   * 120 s.
+   * Longest silence of the ring before a call fails, in seconds, at least 1. Default: 0, which
+   * is 120 s.
    */
   double deadline_seconds;
   /**
@@ -428,8 +429,8 @@ typedef struct annulus_options {
    */
   int64_t threads;
   /**
-   * Hint: rows at multiples of which a block of keys and values is split into messages. Ranks may
-   * differ: all use the largest. Default: 0, the KV tile of the backend.
+   * Hint: rows at multiples of which a block of keys and values is split into messages. Ranks
+   * may differ: all use the largest. Default: 0, the KV tile of the backend.
    */
   int64_t kv_block_size;
 } annulus_options;
@@ -489,11 +490,11 @@ typedef void (*annulus_silence_function)(void *context,
 /**
  * The host's functions that carry messages between ranks.
  *
- * Every function returns 0, or another number if it failed, which ends the plan and is named in its
- * error. Messages from one rank to another with the same tag are received in the order in which
- * they were sent; a message has the length of its receive. None of the functions waits. They are
- * called on the thread that calls annulus, within that call, or on that of a pass that was started;
- * never two at once for one plan. They do not unwind and call no function of annulus.
+ * Every function returns 0, or another number if it failed, which ends the plan and is named in
+ * its error. Messages from one rank to another with the same tag are received in the order in
+ * which they were sent; a message has the length of its receive. None of the functions waits. They
+ * are called on the thread that calls annulus, within that call, or on that of a pass that was
+ * started; never two at once for one plan. They do not unwind and call no function of annulus.
  *
  * The messages of one plan meet no others: another plan, or the host's own traffic, has another
  * context with another communicator or other tags.
@@ -811,9 +812,10 @@ int annulus_attention_create(const struct annulus_options *options,
 /**
  * Adds a mask of the host's, as one more condition.
  *
- * `name` tells masks apart: ranks compare it, so two functions that differ, and two contexts that
- * differ, have two names. `flags` is a sum of ANNULUS_MASK_PER_HEAD and ANNULUS_MASK_PER_BATCH;
- * without them the function is called once for all heads and batch rows. `context` is passed back.
+ * `name` identifies the mask: ranks compare it, so two functions that differ, and two contexts
+ * that differ, have two names. `flags` is a sum of ANNULUS_MASK_PER_HEAD and
+ * ANNULUS_MASK_PER_BATCH; without them the function is called once for all heads and batch rows.
+ * `context` is passed back.
  *
  * The function and its context must live until this attention and all plans that were made of it
  * are destroyed. See annulus_mask_function for what it may do.
@@ -831,8 +833,8 @@ int annulus_attention_add_mask(struct annulus_attention *attention,
                                void *context);
 
 /**
- * Sets a bias that the host computes from each pair, in place of an earlier one. It is added to the
- * bias tensor, if there is one, and has no gradient.
+ * Sets a bias that the host computes from each pair, in place of an earlier one. It is added to
+ * the bias tensor, if there is one, and has no gradient.
  *
  * Name, context and function: as of annulus_attention_add_mask.
  *
@@ -848,7 +850,8 @@ int annulus_attention_set_bias_function(struct annulus_attention *attention,
                                         void *context);
 
 /**
- * Sets the bias -slope * |i' - j'| of ALiBi (Press et al. 2022), in place of another bias function.
+ * Sets the bias -slope * |i' - j'| of ALiBi (Press et al. 2022), in place of another bias
+ * function.
  *
  * `slopes` has `count` numbers, one per query head.
  *
@@ -865,8 +868,8 @@ int annulus_attention_set_alibi(struct annulus_attention *attention,
 /**
  * Sets which rows each rank holds, for the layout ANNULUS_LAYOUT_CUSTOM.
  *
- * `q_rows` has the global query rows of rank 0 in its local order, then those of rank 1, and so on;
- * `q_counts[r]` is the number of rows of rank r. `kv_counts` and `kv_rows` are alike for keys.
+ * `q_rows` has the global query rows of rank 0 in its local order, then those of rank 1, and so
+ * on; `q_counts[r]` is the number of rows of rank r. `kv_counts` and `kv_rows` are alike for keys.
  * Every row is on one rank. A plan of another number of ranks is refused.
  *
  * Errors
@@ -884,7 +887,7 @@ int annulus_attention_set_custom_layout(struct annulus_attention *attention,
                                         const int64_t *kv_rows);
 
 /**
- * Sets the function that is told of a rank that has been silent for a quarter of the deadline.
+ * Sets the function that is called when a rank has been silent for a quarter of the deadline.
  * NULL is refused: by default there is none.
  *
  * Function and context must live until this attention and all plans that were made of it are
@@ -932,10 +935,10 @@ int annulus_plan_create_threads(const struct annulus_attention *attention,
  *
  * Collective over the communicator. It is duplicated and neither changed nor freed; its error
  * handler stays. Ranks wait for each other up to the deadline; if one does not arrive, the
- * duplication stays pending on the communicator, on which no further collective may begin. MPI must
- * be initialised, with MPI_THREAD_FUNNELED at least; below MPI_THREAD_MULTIPLE the plan is made and
- * used on MPI's main thread. A handle that is not alive is refused locally, without the other
- * ranks. `*plan` is NULL if the call fails.
+ * duplication stays pending on the communicator, on which no further collective may begin. MPI
+ * must be initialised, with MPI_THREAD_FUNNELED at least; below MPI_THREAD_MULTIPLE the plan is
+ * made and used on MPI's main thread. A handle that is not alive is refused locally, without the
+ * other ranks. `*plan` is NULL if the call fails.
  *
  * Errors
  * ANNULUS_UNSUPPORTED in a library without the feature mpi (annulus_features).
@@ -954,8 +957,8 @@ int annulus_plan_create_mpi_f(const struct annulus_attention *attention,
 /**
  * As annulus_plan_create_mpi_f, of a communicator as C has it.
  *
- * Only in a library with the feature mpi. The header declares it where ANNULUS_WITH_MPI is defined, and
- * then includes mpi.h.
+ * Only in a library with the feature mpi. The header declares it where ANNULUS_WITH_MPI is
+ * defined, and then includes mpi.h.
  *
  * Errors
  * As annulus_plan_create_mpi_f.
@@ -1053,7 +1056,8 @@ int annulus_plan_workspace_bytes(const struct annulus_plan *plan, uint64_t *byte
  * is written. In an in-process ring these are all rows, because its tensors are whole.
  *
  * Errors
- * ANNULUS_INVALID_ARGUMENT, also if there is too little room: then `*count` is written, and no row.
+ * ANNULUS_INVALID_ARGUMENT, also if there is too little room: then `*count` is written, and no
+ * row.
  *
  * Safety
  * `rows` points to `capacity` writable numbers, `count` to one.
@@ -1078,15 +1082,16 @@ int annulus_plan_kv_rows(const struct annulus_plan *plan,
                          int64_t *count);
 
 /**
- * Adapts the plan to a new batch, which stays in force until the next call: segment ids, positions,
- * packed lengths, dense mask. NULL removes them all. The tensors are copied.
+ * Adapts the plan to a new batch, which stays in force until the next call: segment ids,
+ * positions, packed lengths, dense mask. NULL removes them all. The tensors are copied.
  *
  * Collective over the ranks. Layout and route stay; the schedule is derived anew.
  *
  * Errors
  * ANNULUS_INVALID_ARGUMENT, with the name of the tensor, ANNULUS_UNSUPPORTED and
- * ANNULUS_OUT_OF_MEMORY here, ANNULUS_REFUSED elsewhere; ANNULUS_RANK_MISMATCH: the old batch stays
- * in force on all ranks. As annulus_forward if communication fails.
+ * ANNULUS_OUT_OF_MEMORY here, ANNULUS_REFUSED elsewhere; ANNULUS_RANK_MISMATCH: the old batch
+ * stays in force on all ranks. As annulus_forward if communication
+ * fails.
  *
  * Safety
  * `batch` is NULL or points to an initialised batch, whose tensors nobody writes to meanwhile.
@@ -1112,17 +1117,17 @@ int annulus_plan_destroy(struct annulus_plan *plan);
  * Collective over the ranks. Outputs share no element with another tensor of the call.
  *
  * Errors
- * ANNULUS_INVALID_ARGUMENT here and ANNULUS_REFUSED elsewhere if a tensor does not fit the plan, and
- * ANNULUS_RANK_MISMATCH: nothing was written, the plan lives. ANNULUS_COMM, ANNULUS_TIMEOUT,
- * ANNULUS_PEER_LOST, ANNULUS_ABORTED, ANNULUS_DEVICE and ANNULUS_INTERNAL end the plan: later calls
- * return ANNULUS_POISONED. A handle that is not alive is refused locally, without the other ranks.
+ * ANNULUS_INVALID_ARGUMENT here and ANNULUS_REFUSED elsewhere if a tensor does not fit the plan,
+ * and ANNULUS_RANK_MISMATCH: nothing was written, the plan lives. ANNULUS_COMM, ANNULUS_TIMEOUT,
+ * ANNULUS_PEER_LOST, ANNULUS_ABORTED, ANNULUS_DEVICE and ANNULUS_INTERNAL end the plan: later
+ * calls return ANNULUS_POISONED. A handle that is not alive is refused locally, without the other
+ * ranks.
  *
  * Safety
  * `args` points to initialised arguments, which point to tensors whose elements are allocated and
  * which nobody else writes to during the call; outputs are not read either.
  */
-int annulus_forward(struct annulus_plan *plan,
-                    const struct annulus_forward_args *args);
+int annulus_forward(struct annulus_plan *plan, const struct annulus_forward_args *args);
 
 /**
  * Computes the gradients, in place, from the inputs and outputs of the forward pass.
@@ -1142,24 +1147,23 @@ int annulus_backward(struct annulus_plan *plan, const struct annulus_backward_ar
 /**
  * Starts annulus_forward on a thread of its own, so that the program can do something else.
  *
- * annulus_plan_test or annulus_plan_wait ends the pass and returns its status, also that of
- * tensors that do not fit. Until then no other call uses the plan. `args` and its tensor structs are
- * copied; the elements are not.
+ * annulus_plan_test or annulus_plan_wait ends the pass and returns its status, also that
+ * of tensors that do not fit. Until then no other call uses the plan. `args` and its tensor
+ * structs are copied; the elements are not.
  *
  * Collective over the ranks, which may start or call the pass. Over MPI it needs
  * MPI_THREAD_MULTIPLE. Over callbacks, the host's functions are called on the thread of the pass.
  *
  * Errors
- * ANNULUS_INVALID_ARGUMENT for a plan that is not alive or has a pass under way, ANNULUS_UNSUPPORTED
- * below MPI_THREAD_MULTIPLE, ANNULUS_DEVICE if no thread starts: the pass is not started, and the
- * other ranks are not told.
+ * ANNULUS_INVALID_ARGUMENT for a plan that is not alive or has a pass under way,
+ * ANNULUS_UNSUPPORTED below MPI_THREAD_MULTIPLE, ANNULUS_DEVICE if no thread starts: the pass is
+ * not started, and the other ranks get no message.
  *
  * Safety
- * As annulus_forward; the elements live, and nobody else writes inputs or touches outputs, until
- * the pass has ended.
+ * As annulus_forward; the elements live, and nobody else writes inputs or touches outputs,
+ * until the pass has ended.
  */
-int annulus_forward_start(struct annulus_plan *plan,
-                          const struct annulus_forward_args *args);
+int annulus_forward_start(struct annulus_plan *plan, const struct annulus_forward_args *args);
 
 /**
  * Starts annulus_backward on a thread of its own. Rules: as of annulus_forward_start.

@@ -40,7 +40,8 @@ pub(crate) unsafe fn list<'a, T>(name: &str, first: *const T, count: i64) -> Res
     if bytes.is_none_or(|bytes| first.addr().get().checked_add(bytes).is_none()) {
         return Err(Error::invalid(name, format!("{count} elements"), "a list that fits memory"));
     }
-    // SAFETY: not NULL, aligned, the length fits the address space, and the caller promises the rest
+    // SAFETY: not NULL, aligned, the length fits the address space, and the caller promises the
+    // rest
     Ok(unsafe { slice::from_raw_parts(first.as_ptr(), count) })
 }
 
@@ -92,9 +93,10 @@ pub unsafe extern "C" fn annulus_attention_create(
 
 /// Adds a mask of the host's, as one more condition.
 ///
-/// `name` tells masks apart: ranks compare it, so two functions that differ, and two contexts that
-/// differ, have two names. `flags` is a sum of ANNULUS_MASK_PER_HEAD and ANNULUS_MASK_PER_BATCH;
-/// without them the function is called once for all heads and batch rows. `context` is passed back.
+/// `name` identifies the mask: ranks compare it, so two functions that differ, and two contexts
+/// that differ, have two names. `flags` is a sum of ANNULUS_MASK_PER_HEAD and
+/// ANNULUS_MASK_PER_BATCH; without them the function is called once for all heads and batch rows.
+/// `context` is passed back.
 ///
 /// The function and its context must live until this attention and all plans that were made of it
 /// are destroyed. See [`annulus_mask_function`] for what it may do.
@@ -129,8 +131,8 @@ pub unsafe extern "C" fn annulus_attention_add_mask(
     })
 }
 
-/// Sets a bias that the host computes from each pair, in place of an earlier one. It is added to the
-/// bias tensor, if there is one, and has no gradient.
+/// Sets a bias that the host computes from each pair, in place of an earlier one. It is added to
+/// the bias tensor, if there is one, and has no gradient.
 ///
 /// Name, context and function: as of [`annulus_attention_add_mask`].
 ///
@@ -160,7 +162,8 @@ pub unsafe extern "C" fn annulus_attention_set_bias_function(
     })
 }
 
-/// Sets the bias -slope * |i' - j'| of ALiBi (Press et al. 2022), in place of another bias function.
+/// Sets the bias -slope * |i' - j'| of ALiBi (Press et al. 2022), in place of another bias
+/// function.
 ///
 /// `slopes` has `count` numbers, one per query head.
 ///
@@ -193,8 +196,8 @@ pub unsafe extern "C" fn annulus_attention_set_alibi(
 
 /// Sets which rows each rank holds, for the layout ANNULUS_LAYOUT_CUSTOM.
 ///
-/// `q_rows` has the global query rows of rank 0 in its local order, then those of rank 1, and so on;
-/// `q_counts[r]` is the number of rows of rank r. `kv_counts` and `kv_rows` are alike for keys.
+/// `q_rows` has the global query rows of rank 0 in its local order, then those of rank 1, and so
+/// on; `q_counts[r]` is the number of rows of rank r. `kv_counts` and `kv_rows` are alike for keys.
 /// Every row is on one rank. A plan of another number of ranks is refused.
 ///
 /// # Errors
@@ -256,7 +259,7 @@ unsafe fn shards(side: &str, counts: &[i64], rows: *const i64) -> Result<Vec<Run
     Ok(shards)
 }
 
-/// Sets the function that is told of a rank that has been silent for a quarter of the deadline.
+/// Sets the function that is called when a rank has been silent for a quarter of the deadline.
 /// NULL is refused: by default there is none.
 ///
 /// Function and context must live until this attention and all plans that were made of it are

@@ -1,9 +1,9 @@
 //! Handles: numbers in a table of what is alive.
 //!
-//! A handle of C is a pointer that cannot be checked. So a handle here is no pointer: it is a number
-//! that is never used twice, in the form of an address that no object can have. It is looked up in a
-//! table and never dereferenced. A handle that is foreign, destroyed or of another kind is therefore
-//! an error and not undefined behaviour.
+//! A handle of C is a pointer that cannot be checked. So a handle here is no pointer: it is a
+//! number that is never used twice, in the form of an address that no object can have. It is looked
+//! up in a table and never dereferenced. A handle that is foreign, destroyed or of another kind is
+//! therefore an error and not undefined behaviour.
 
 use std::{
     collections::BTreeMap,
@@ -26,8 +26,8 @@ pub(crate) struct Handles<T> {
 /// Shared by all kinds, so that a handle of one kind is none of another.
 static NEXT: AtomicUsize = AtomicUsize::new(1);
 
-/// An address between the lower and the upper half of the address space of x86-64 and AArch64, where
-/// no object lies.
+/// An address between the lower and the upper half of the address space of x86-64 and AArch64,
+/// where no object lies.
 const BASE: usize = 0x00A5_0000_0000_0000;
 
 impl<T> Handles<T> {

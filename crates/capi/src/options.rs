@@ -46,7 +46,8 @@ pub const ANNULUS_LAYOUT_CONTIGUOUS: i32 = 1;
 pub const ANNULUS_LAYOUT_ZIGZAG: i32 = 2;
 /// Rank r holds rows r, r + ranks, r + 2 * ranks and so on.
 pub const ANNULUS_LAYOUT_STRIPED: i32 = 3;
-/// The layout of [`annulus_attention_set_custom_layout`](crate::annulus_attention_set_custom_layout).
+/// The layout of
+/// [`annulus_attention_set_custom_layout`](crate::annulus_attention_set_custom_layout).
 pub const ANNULUS_LAYOUT_CUSTOM: i32 = 4;
 
 /// The mask chooses the route.
@@ -58,8 +59,8 @@ pub const ANNULUS_ROUTE_RELAY_DOWN: i32 = 2;
 /// Blocks travel from their owner to each rank that needs them.
 pub const ANNULUS_ROUTE_DIRECT: i32 = 3;
 
-/// The definition of one attention. [`annulus_options_init`] sets the defaults; the caller then sets
-/// the seven lengths and what differs.
+/// The definition of one attention. [`annulus_options_init`] sets the defaults; the caller then
+/// sets the seven lengths and what differs.
 ///
 /// A pair of query and key is visible if every condition that is given holds; i' and j' are their
 /// positions. docs/semantics.md defines every parameter. Flags are 0 or 1.
@@ -130,20 +131,20 @@ pub struct annulus_options {
     pub backward_mode: i32,
     /// Flag: no backward pass follows, which needs less memory. Default: 0.
     pub forward_only: i32,
-    /// Flag: dsoftmax_aux, and dbias broadcast over queries, are each rank's own part instead of the
-    /// sum over ranks. Default: 0.
+    /// Flag: dsoftmax_aux, and dbias broadcast over queries, are each rank's own part instead of
+    /// the sum over ranks. Default: 0.
     pub local_gradients: i32,
     /// ANNULUS_LAYOUT_AUTO (default), CONTIGUOUS, ZIGZAG, STRIPED or CUSTOM.
     pub layout: i32,
     /// ANNULUS_ROUTE_AUTO (default), RELAY_UP, RELAY_DOWN or DIRECT.
     pub route: i32,
-    /// Longest silence of the ring before a call fails, in seconds, at least 1. Default: 0, which is
-    /// 120 s.
+    /// Longest silence of the ring before a call fails, in seconds, at least 1. Default: 0, which
+    /// is 120 s.
     pub deadline_seconds: f64,
     /// Threads that each rank computes with. Default: 0, which is 1.
     pub threads: i64,
-    /// Hint: rows at multiples of which a block of keys and values is split into messages. Ranks may
-    /// differ: all use the largest. Default: 0, the KV tile of the backend.
+    /// Hint: rows at multiples of which a block of keys and values is split into messages. Ranks
+    /// may differ: all use the largest. Default: 0, the KV tile of the backend.
     pub kv_block_size: i64,
 }
 
@@ -233,7 +234,7 @@ fn one_of<T: Copy>(name: &str, value: i32, all: &[T]) -> Result<T> {
     })
 }
 
-/// What a plan is made of, besides its transport.
+/// Inputs of a plan, except its transport.
 #[derive(Debug, Clone)]
 pub(crate) struct Description {
     pub(crate) attention: Attention,
@@ -243,7 +244,7 @@ pub(crate) struct Description {
     pub(crate) custom_layout: CustomLayoutState,
 }
 
-/// Whether there must be a custom layout, and is.
+/// State of the rows of a custom layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum CustomLayoutState {
     /// Another layout was chosen.

@@ -111,10 +111,11 @@ const _: () = assert!(size_of::<annulus_backward_args>() >= annulus_backward_arg
 /// Collective over the ranks. Outputs share no element with another tensor of the call.
 ///
 /// # Errors
-/// ANNULUS_INVALID_ARGUMENT here and ANNULUS_REFUSED elsewhere if a tensor does not fit the plan, and
-/// ANNULUS_RANK_MISMATCH: nothing was written, the plan lives. ANNULUS_COMM, ANNULUS_TIMEOUT,
-/// ANNULUS_PEER_LOST, ANNULUS_ABORTED, ANNULUS_DEVICE and ANNULUS_INTERNAL end the plan: later calls
-/// return ANNULUS_POISONED. A handle that is not alive is refused locally, without the other ranks.
+/// ANNULUS_INVALID_ARGUMENT here and ANNULUS_REFUSED elsewhere if a tensor does not fit the plan,
+/// and ANNULUS_RANK_MISMATCH: nothing was written, the plan lives. ANNULUS_COMM, ANNULUS_TIMEOUT,
+/// ANNULUS_PEER_LOST, ANNULUS_ABORTED, ANNULUS_DEVICE and ANNULUS_INTERNAL end the plan: later
+/// calls return ANNULUS_POISONED. A handle that is not alive is refused locally, without the other
+/// ranks.
 ///
 /// # Safety
 /// `args` points to initialised arguments, which point to tensors whose elements are allocated and
@@ -305,7 +306,7 @@ unsafe fn backward_tensors<'a, T: Element>(
 }
 
 impl Planned {
-    /// Runs a forward pass. Where its tensors were refused, the other ranks are told.
+    /// Runs a forward pass. If its tensors were refused, the other ranks get the refusal.
     fn forward<T: Element>(&mut self, viewed: Result<ForwardTensors<'_, T>>) -> Result<()> {
         match (self, viewed) {
             (Self::Ring(ring), viewed) => {
@@ -320,7 +321,7 @@ impl Planned {
         }
     }
 
-    /// Runs a backward pass. Where its tensors were refused, the other ranks are told.
+    /// Runs a backward pass. If its tensors were refused, the other ranks get the refusal.
     fn backward<T: Element>(&mut self, viewed: Result<BackwardTensors<'_, T>>) -> Result<()> {
         match (self, viewed) {
             (Self::Ring(ring), viewed) => {
@@ -358,21 +359,21 @@ unsafe fn later_backward<T: Element>(args: *const annulus_backward_args) -> Pass
 
 /// Starts [`annulus_forward`] on a thread of its own, so that the program can do something else.
 ///
-/// [`annulus_plan_test`] or [`annulus_plan_wait`] ends the pass and returns its status, also that of
-/// tensors that do not fit. Until then no other call uses the plan. `args` and its tensor structs are
-/// copied; the elements are not.
+/// [`annulus_plan_test`] or [`annulus_plan_wait`] ends the pass and returns its status, also that
+/// of tensors that do not fit. Until then no other call uses the plan. `args` and its tensor
+/// structs are copied; the elements are not.
 ///
 /// Collective over the ranks, which may start or call the pass. Over MPI it needs
 /// MPI_THREAD_MULTIPLE. Over callbacks, the host's functions are called on the thread of the pass.
 ///
 /// # Errors
-/// ANNULUS_INVALID_ARGUMENT for a plan that is not alive or has a pass under way, ANNULUS_UNSUPPORTED
-/// below MPI_THREAD_MULTIPLE, ANNULUS_DEVICE if no thread starts: the pass is not started, and the
-/// other ranks are not told.
+/// ANNULUS_INVALID_ARGUMENT for a plan that is not alive or has a pass under way,
+/// ANNULUS_UNSUPPORTED below MPI_THREAD_MULTIPLE, ANNULUS_DEVICE if no thread starts: the pass is
+/// not started, and the other ranks get no message.
 ///
 /// # Safety
-/// As [`annulus_forward`]; the elements live, and nobody else writes inputs or touches outputs, until
-/// the pass has ended.
+/// As [`annulus_forward`]; the elements live, and nobody else writes inputs or touches outputs,
+/// until the pass has ended.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn annulus_forward_start(
     plan: *mut annulus_plan,

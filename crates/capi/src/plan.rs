@@ -31,7 +31,7 @@ pub struct annulus_plan {
 
 pub(crate) static PLANS: Handles<PlanState> = Handles::new("plan");
 
-/// What is behind the handle of a plan.
+/// Plan of either kind of ring.
 pub(crate) enum Planned {
     /// All ranks, as threads of this process, over whole tensors.
     Ring(LocalRing),
@@ -224,10 +224,10 @@ pub unsafe extern "C" fn annulus_plan_create_threads(
 ///
 /// Collective over the communicator. It is duplicated and neither changed nor freed; its error
 /// handler stays. Ranks wait for each other up to the deadline; if one does not arrive, the
-/// duplication stays pending on the communicator, on which no further collective may begin. MPI must
-/// be initialised, with MPI_THREAD_FUNNELED at least; below MPI_THREAD_MULTIPLE the plan is made and
-/// used on MPI's main thread. A handle that is not alive is refused locally, without the other
-/// ranks. `*plan` is NULL if the call fails.
+/// duplication stays pending on the communicator, on which no further collective may begin. MPI
+/// must be initialised, with MPI_THREAD_FUNNELED at least; below MPI_THREAD_MULTIPLE the plan is
+/// made and used on MPI's main thread. A handle that is not alive is refused locally, without the
+/// other ranks. `*plan` is NULL if the call fails.
 ///
 /// # Errors
 /// ANNULUS_UNSUPPORTED in a library without the feature mpi (annulus_features).
@@ -266,8 +266,8 @@ pub unsafe extern "C" fn annulus_plan_create_mpi_f(
 
 /// As [`annulus_plan_create_mpi_f`], of a communicator as C has it.
 ///
-/// Only in a library with the feature mpi. The header declares it where ANNULUS_WITH_MPI is defined, and
-/// then includes mpi.h.
+/// Only in a library with the feature mpi. The header declares it where ANNULUS_WITH_MPI is
+/// defined, and then includes mpi.h.
 ///
 /// # Errors
 /// As [`annulus_plan_create_mpi_f`].
@@ -450,7 +450,8 @@ pub unsafe extern "C" fn annulus_plan_workspace_bytes(
 /// is written. In an in-process ring these are all rows, because its tensors are whole.
 ///
 /// # Errors
-/// ANNULUS_INVALID_ARGUMENT, also if there is too little room: then `*count` is written, and no row.
+/// ANNULUS_INVALID_ARGUMENT, also if there is too little room: then `*count` is written, and no
+/// row.
 ///
 /// # Safety
 /// `rows` points to `capacity` writable numbers, `count` to one.
@@ -523,15 +524,16 @@ unsafe fn write_rows(
     })
 }
 
-/// Adapts the plan to a new batch, which stays in force until the next call: segment ids, positions,
-/// packed lengths, dense mask. NULL removes them all. The tensors are copied.
+/// Adapts the plan to a new batch, which stays in force until the next call: segment ids,
+/// positions, packed lengths, dense mask. NULL removes them all. The tensors are copied.
 ///
 /// Collective over the ranks. Layout and route stay; the schedule is derived anew.
 ///
 /// # Errors
 /// ANNULUS_INVALID_ARGUMENT, with the name of the tensor, ANNULUS_UNSUPPORTED and
-/// ANNULUS_OUT_OF_MEMORY here, ANNULUS_REFUSED elsewhere; ANNULUS_RANK_MISMATCH: the old batch stays
-/// in force on all ranks. As [`annulus_forward`](crate::annulus_forward) if communication fails.
+/// ANNULUS_OUT_OF_MEMORY here, ANNULUS_REFUSED elsewhere; ANNULUS_RANK_MISMATCH: the old batch
+/// stays in force on all ranks. As [`annulus_forward`](crate::annulus_forward) if communication
+/// fails.
 ///
 /// # Safety
 /// `batch` is NULL or points to an initialised batch, whose tensors nobody writes to meanwhile.

@@ -30,7 +30,7 @@ pub const ANNULUS_DEVICE: i32 = 40;
 pub const ANNULUS_COMM: i32 = 41;
 /// A rank was silent, or the whole ring made no progress, for the deadline. The plan is dead.
 pub const ANNULUS_TIMEOUT: i32 = 42;
-/// A rank is gone. The plan is dead.
+/// The connection to a rank is lost. The plan is dead.
 pub const ANNULUS_PEER_LOST: i32 = 43;
 /// Another rank failed and ended the call. The plan is dead.
 pub const ANNULUS_ABORTED: i32 = 44;
@@ -94,7 +94,7 @@ const fn text(status: i32) -> &'static CStr {
         ANNULUS_DEVICE => c"device failed",
         ANNULUS_COMM => c"communication failed",
         ANNULUS_TIMEOUT => c"a rank did not deliver within the deadline",
-        ANNULUS_PEER_LOST => c"a rank is gone",
+        ANNULUS_PEER_LOST => c"the connection to a rank is lost",
         ANNULUS_ABORTED => c"another rank aborted the call",
         ANNULUS_POISONED => c"the plan is poisoned by an earlier failure",
         ANNULUS_INTERNAL => c"internal error",

@@ -1,9 +1,9 @@
 //! Structs that may grow: they begin with their size, and fields are only ever appended.
 //!
-//! A program that was compiled with an older header passes a shorter struct: the fields that it does
-//! not know are 0, which means "none" or "the default" for every appended field. A program with a
-//! newer header passes a longer one: what this library does not know must be 0, else the call is
-//! refused, because an argument is never ignored.
+//! A program that was compiled with an older header passes a shorter struct: the fields that it
+//! does not know are 0, which means "none" or "the default" for every appended field. A program
+//! with a newer header passes a longer one: what this library does not know must be 0, else the
+//! call is refused, because an argument is never ignored.
 
 use std::{
     mem,

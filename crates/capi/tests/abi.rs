@@ -1,5 +1,5 @@
-//! The binary interface is the committed one: exported symbols, SONAME, layouts of structs, values of
-//! constants. After a change that keeps [`annulus_capi::ANNULUS_ABI_VERSION`]'s promise:
+//! The binary interface is the committed one: exported symbols, SONAME, layouts of structs, values
+//! of constants. After a change that keeps [`annulus_capi::ANNULUS_ABI_VERSION`]'s promise:
 //!
 //! ```text
 //! ANNULUS_UPDATE=1 cargo test -p annulus-capi --test abi

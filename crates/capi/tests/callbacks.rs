@@ -1,5 +1,5 @@
-//! A ring over functions of the host: the bits of an in-process ring, and what a host that fails, or
-//! a rank that leaves, does to the others. The host here carries messages between threads.
+//! A ring over functions of the host: the bits of an in-process ring, and what a host that fails,
+//! or a rank that leaves, does to the others. The host here carries messages between threads.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::{
@@ -25,7 +25,7 @@ const DIMS: Dims =
 /// Sender, receiver and tag.
 type Key = (i64, i64, i32);
 
-/// What the hosts of all ranks share.
+/// State shared by the hosts of all ranks.
 #[derive(Default)]
 struct Wire {
     /// All messages that were sent, in their order: message n is matched with receive n.
@@ -421,7 +421,8 @@ fn plans_that_differ_are_a_mismatch() {
 
 #[test]
 fn a_host_that_fails_ends_the_plan_on_all_ranks() {
-    // rank 1 cannot tell the others, which find out by its silence; as many messages as planning needs, and a few more
+    // rank 1 cannot tell the others, which find out by its silence; as many messages as planning
+    // needs, and a few more
     for sends in [0, 1, 5, 9, 14, 20] {
         let left = |rank| if rank == 1 { sends } else { usize::MAX };
         let (statuses, wire) = on_all(3, left, |host| {
@@ -491,7 +492,7 @@ fn local_gradients_are_the_parts_of_the_sum() {
     assert!(parts.iter().all(|&part| part != sums[0]), "{parts:?} {sums:?}");
 }
 
-/// Ranks that were told to be silent, by the function of [`annulus_attention_on_silence`].
+/// Ranks reported as silent by the function of [`annulus_attention_on_silence`].
 unsafe extern "C" fn count_silence(context: *mut c_void, peer: i64, step: i64, waited: f64) {
     assert!(peer == 1 && step >= 0 && (0.4..10.0).contains(&waited), "{peer} {step} {waited}");
     // SAFETY: the context is a counter that outlives the plan

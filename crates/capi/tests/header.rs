@@ -9,7 +9,7 @@ use std::{fs, path::Path};
 
 use cbindgen::{Builder, Config, DocumentationStyle, EnumConfig, Language, Style};
 
-/// Sources in the order in which a reader of the header wants them.
+/// Sources in the order of the header.
 const SOURCES: [&str; 8] = [
     "status.rs",
     "tensor.rs",

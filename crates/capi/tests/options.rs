@@ -270,7 +270,7 @@ struct Case {
     name: &'static str,
     dims: Dims,
     options: fn(&mut annulus_options),
-    /// What is added to the handle.
+    /// Adds the option to the handle.
     add: fn(*mut annulus_attention),
     attention: Attention,
     bias: Option<[usize; 4]>,

@@ -1,5 +1,5 @@
-//! The C interface adds no allocation to a warm pass of the facade. The test is alone in its program,
-//! because it counts the allocations of the whole process.
+//! The C interface adds no allocation to a warm pass of the facade. The test is alone in its
+//! program, because it counts the allocations of the whole process.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::{

@@ -13,7 +13,7 @@ const VERSION: &str = env!("CARGO_PKG_VERSION");
 /// The number in the SONAME: ANNULUS_ABI_VERSION of `crates/capi`.
 const ABI_VERSION: &str = "0";
 
-/// What the command line says.
+/// Options of the command line.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Options {
     prefix: PathBuf,
@@ -150,7 +150,7 @@ impl Options {
     }
 }
 
-/// What cargo has built.
+/// Libraries that cargo has built.
 struct Built {
     shared: PathBuf,
     fixed: PathBuf,

@@ -1,5 +1,5 @@
-//! `cargo xtask install`: builds libannulus and puts it, with all that a program of C, C++ or Fortran
-//! needs, below a prefix.
+//! `cargo xtask install`: builds libannulus and puts it, with all that a program of C, C++ or
+//! Fortran needs, below a prefix.
 
 mod install;
 

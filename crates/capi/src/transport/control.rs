@@ -102,7 +102,7 @@ impl Control for HostTransport {
         let abort = Frame::Abort { rank, what };
         for peer in self.others() {
             if !self.peers[peer].has_left() {
-                // a rank that is not told finds out by the silence
+                // a rank that gets no message detects the silence at its deadline
                 drop(self.say(peer, &abort, Label::Said));
             }
         }

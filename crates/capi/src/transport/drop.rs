@@ -1,4 +1,4 @@
-//! How an endpoint is dropped: see "Life and death" of the [module](super).
+//! Drop of an endpoint: it sends goodbyes to the other ranks and waits for a bounded time.
 
 use std::{
     thread,

@@ -13,7 +13,7 @@ pub(super) const HEADER: u64 = 24;
 /// Marks a header, so that a message of somebody else's is noticed: "annulu" and the kind.
 const MARK: u64 = 0x616e_6e75_6c75_0000;
 
-/// What is sent of an error's text at most.
+/// Maximum bytes of an error's text in a message.
 const LONGEST_TEXT: usize = 2000;
 
 /// Tag of the bytes of hops in a channel.

@@ -6,13 +6,13 @@
 //! tag 2+c bytes of hops of channel c, in the order of their tags
 //! ```
 //!
-//! Messages of one sender and one tag are matched in order. That is enough for the bytes of hops: in
-//! each channel both ends post the same hops in ascending order of their tags, with equal lengths. A
-//! hop whose bytes are one range of its buffer is sent from there and received there; another is
-//! packed and unpacked. A hop without bytes is no message.
+//! Messages of one sender and one tag are matched in order. That is enough for the bytes of hops:
+//! in each channel both ends post the same hops in ascending order of their tags, with equal
+//! lengths. A hop whose bytes are one range of its buffer is sent from there and received there;
+//! another is packed and unpacked. A hop without bytes is no message.
 //!
-//! Small messages (all-gathers, heartbeats, aborts, goodbyes) are headers with a body. An all-gather
-//! is one message from each rank to each other rank.
+//! Small messages (all-gathers, heartbeats, aborts, goodbyes) are headers with a body. An
+//! all-gather is one message from each rank to each other rank.
 //!
 //! # Life and death
 //! Dropping an endpoint says goodbye to all ranks. If nothing has failed it waits for theirs, for a
@@ -51,11 +51,11 @@ pub const ANNULUS_TRANSPORT_TAGS: i32 = 5;
 
 /// The host's functions that carry messages between ranks.
 ///
-/// Every function returns 0, or another number if it failed, which ends the plan and is named in its
-/// error. Messages from one rank to another with the same tag are received in the order in which
-/// they were sent; a message has the length of its receive. None of the functions waits. They are
-/// called on the thread that calls annulus, within that call, or on that of a pass that was started;
-/// never two at once for one plan. They do not unwind and call no function of annulus.
+/// Every function returns 0, or another number if it failed, which ends the plan and is named in
+/// its error. Messages from one rank to another with the same tag are received in the order in
+/// which they were sent; a message has the length of its receive. None of the functions waits. They
+/// are called on the thread that calls annulus, within that call, or on that of a pass that was
+/// started; never two at once for one plan. They do not unwind and call no function of annulus.
 ///
 /// The messages of one plan meet no others: another plan, or the host's own traffic, has another
 /// context with another communicator or other tags.
@@ -143,7 +143,8 @@ impl HostTransport {
     /// Makes the endpoint, and posts the receive of the first header of every peer.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] naming the field; [`Error::Comm`] if a function of the host fails.
+    /// [`Error::InvalidArgument`] naming the field; [`Error::Comm`] if a function of the host
+    /// fails.
     pub(crate) fn new(calls: annulus_transport) -> Result<Self> {
         let ranks = usize::try_from(calls.ranks).ok().filter(|&ranks| ranks > 0);
         let Some(ranks) = ranks else {
@@ -194,8 +195,8 @@ impl HostTransport {
         }
     }
 
-    /// Checks a hop that is to be posted: a rank of this ring, ranges within its buffer, a tag above
-    /// the last one of its channel.
+    /// Checks a hop that is to be posted: a rank of this ring, ranges within its buffer, a tag
+    /// above the last one of its channel.
     fn check_hop(&mut self, is_send: bool, hop: &MessageHeader, size: u64) -> Result<()> {
         if hop.peer >= self.peers.len() || hop.peer == self.rank {
             return Err(Error::invalid("hop.peer", hop.peer, "another rank of this ring"));

@@ -61,7 +61,7 @@ pub(super) struct Peer {
     goodbye: Option<Grace>,
 }
 
-/// How long this rank has looked for messages of a rank that left. Time without polls does not
+/// Time in which this rank has polled for messages of a rank that left. Time without polls does not
 /// count, because a suspended process finds everything late.
 struct Grace {
     last_poll: Instant,

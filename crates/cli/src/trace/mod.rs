@@ -69,7 +69,7 @@ pub(crate) fn run(command: &TraceCommand) -> Outcome {
     Ok(())
 }
 
-/// Identity of one run, by which its trace files are told from those that an earlier run left in
+/// Identity of one run, which distinguishes its trace files from those that an earlier run left in
 /// the folder.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct RunId {

@@ -49,7 +49,7 @@
 //! ([`Placement`](annulus_core::Placement)).
 //!
 //! # Threads
-//! Where MPI grants `MPI_THREAD_MULTIPLE`, any thread may use an endpoint. Below, only MPI's main
+//! If MPI grants `MPI_THREAD_MULTIPLE`, any thread may use an endpoint. Below, only MPI's main
 //! thread can create and use one, and others get [`Error::Unsupported`]. So a host program needs to
 //! request no more than `MPI_THREAD_FUNNELED`.
 //!

@@ -55,8 +55,8 @@ impl<S: Space, P: BackwardPass<S>> OnePass<'_, S, P> {
         Ok(Some((sum, ready)))
     }
 
-    /// Waits for the messages of a step: stores the next block, adds the partial sum that arrived to
-    /// `dkv`, and reduces final gradients into the local dK/dV.
+    /// Waits for the messages of a step: stores the next block, adds the partial sum that arrived
+    /// to `dkv`, and reduces final gradients into the local dK/dV.
     pub(super) fn receive(
         &mut self,
         step: &RankStep,

@@ -4,7 +4,8 @@ use std::{marker::PhantomData, ops::Range};
 
 use crate::{Arrived, DType, HostBuffer, HostView, HostViewMut, Result, Space, StagedSpace};
 
-/// The space of [`crate::OnHost`]: tensors in host memory, blocks and events of the device space `D`.
+/// The space of [`crate::OnHost`]: tensors in host memory, blocks and events of the device space
+/// `D`.
 #[derive(Debug, Clone, Copy)]
 pub struct HostViews<D>(PhantomData<fn() -> D>);
 

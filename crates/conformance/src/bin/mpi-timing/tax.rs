@@ -61,8 +61,8 @@ pub(crate) fn measure(problem: &Problem) -> Result<()> {
     Ok(())
 }
 
-/// Prints the line of a measurement. `times` are seconds of the ring, seconds alone and their ratio,
-/// then the same of CPU seconds.
+/// Prints the line of a measurement. `times` are seconds of the ring, seconds alone and their
+/// ratio, then the same of CPU seconds.
 fn print(problem: &Problem, ranks: usize, times: &[Vec<f64>; 6]) {
     let [
         (of_ring, ring_spread),
