@@ -19,9 +19,7 @@ use std::{
 };
 
 use annulus::{Error, Result};
-use annulus_core::{
-    Arrived, Control, Host, Incoming, MessageHeader, Outgoing, Placement, Transport,
-};
+use annulus_core::{Arrived, Control, Host, Incoming, MessageHeader, Outgoing, Transport};
 use pyo3::prelude::*;
 
 /// Time between two checks for signals. A person does not notice it, and taking the GIL as rarely
@@ -145,44 +143,9 @@ impl<T> Interruptible<T> {
 }
 
 impl<T: Transport<Host>> Control for Interruptible<T> {
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-
-    fn ranks(&self) -> usize {
-        self.inner.ranks()
-    }
-
-    fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
-        self.inner.start_all_gather(round, bytes)
-    }
-
-    fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
-        self.inner.try_all_gather(round)
-    }
-
-    fn stragglers(&self, round: u64) -> Vec<usize> {
-        self.inner.stragglers(round)
-    }
-
-    fn abort(&mut self, error: &Error) {
-        self.inner.abort(error);
-    }
-
-    fn heartbeat(&mut self, working: bool) {
-        self.inner.heartbeat(working);
-    }
-
-    fn placement(&self) -> Option<&Placement> {
-        self.inner.placement()
-    }
-
-    fn last_heard(&self, peer: usize) -> Instant {
-        self.inner.last_heard(peer)
-    }
-
-    fn last_work(&self) -> Instant {
-        self.inner.last_work()
+    annulus::comm::forward_control! {
+        rank ranks start_all_gather try_all_gather stragglers abort heartbeat placement last_heard
+        last_work
     }
 }
 
@@ -204,8 +167,8 @@ impl<T: Transport<Host>> Transport<Host> for Interruptible<T> {
         self.inner.progress(patience)
     }
 
-    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<Host>>> {
-        self.inner.take(hop)
+    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
+        self.inner.take(header)
     }
 
     fn pending(&self) -> bool {

@@ -46,52 +46,52 @@ impl<T: Transport<Host>> Checksum<T> {
 
     /// Copies the payload to a staging buffer and appends its checksum.
     fn stage(&mut self, send: &Outgoing<'_, Host>) -> Result<(MessageHeader, HostBuffer)> {
-        ranges::check(&send.hop, self.inner.ranks(), Host::size(send.buffer))?;
-        let bytes = send.hop.bytes();
+        ranges::check(&send.header, self.inner.ranks(), Host::size(send.buffer))?;
+        let bytes = send.header.bytes();
         let mut staged = self.staging.take(bytes + CHECKSUM_BYTES)?;
-        let message = staged.bytes_mut().ok_or_else(|| in_use(&send.hop))?;
-        ranges::copy(send.buffer.bytes(), &send.hop.ranges, message, &ranges::front(bytes));
+        let message = staged.bytes_mut().ok_or_else(|| in_use(&send.header))?;
+        ranges::copy(send.buffer.bytes(), &send.header.ranges, message, &ranges::front(bytes));
         let (payload, checksum) = message.split_at_mut(index(bytes));
-        let digest = digest(self.inner.rank(), send.hop.peer, &send.hop, payload);
+        let digest = digest(self.inner.rank(), send.header.peer, &send.header, payload);
         checksum[..index(CHECKSUM_BYTES)].copy_from_slice(&digest.to_le_bytes());
-        Ok((with_checksum(&send.hop), staged))
+        Ok((with_checksum(&send.header), staged))
     }
 
     /// Verifies a message and copies its payload to the posted buffer.
     fn verify(
         &mut self,
-        StagedReceive { hop, mut buffer, .. }: StagedReceive<Host>,
+        StagedReceive { header, mut buffer, .. }: StagedReceive<Host>,
         staged: HostBuffer,
     ) -> Result<HostBuffer> {
-        let (payload, checksum) = staged.bytes().split_at(index(hop.bytes()));
-        let digest = digest(hop.peer, self.inner.rank(), &hop, payload);
+        let (payload, checksum) = staged.bytes().split_at(index(header.bytes()));
+        let digest = digest(header.peer, self.inner.rank(), &header, payload);
         if !checksum.starts_with(&digest.to_le_bytes()) {
             let what = format!(
                 "checksum mismatch in message {:?} {} of {} bytes",
-                hop.channel,
-                hop.tag,
+                header.channel,
+                header.tag,
                 payload.len()
             );
-            return Err(Error::Comm { peer: hop.peer, step: hop.step, what });
+            return Err(Error::Comm { peer: header.peer, step: header.step, what });
         }
-        let bytes = buffer.bytes_mut().ok_or_else(|| in_use(&hop))?;
-        ranges::copy(payload, &ranges::front(hop.bytes()), bytes, &hop.ranges);
+        let bytes = buffer.bytes_mut().ok_or_else(|| in_use(&header))?;
+        ranges::copy(payload, &ranges::front(header.bytes()), bytes, &header.ranges);
         self.staging.give(staged);
         Ok(buffer)
     }
 }
 
-fn in_use(hop: &MessageHeader) -> Error {
+fn in_use(header: &MessageHeader) -> Error {
     Error::Comm {
-        peer: hop.peer,
-        step: hop.step,
-        what: format!("a buffer of message {:?} {} is in use", hop.channel, hop.tag),
+        peer: header.peer,
+        step: header.step,
+        what: format!("a buffer of message {:?} {} is in use", header.channel, header.tag),
     }
 }
 
-/// Returns the message that carries `hop` and its checksum.
-fn with_checksum(hop: &MessageHeader) -> MessageHeader {
-    MessageHeader { ranges: ranges::front(hop.bytes() + CHECKSUM_BYTES), ..hop.clone() }
+/// Returns the message that carries `header` and its checksum.
+fn with_checksum(header: &MessageHeader) -> MessageHeader {
+    MessageHeader { ranges: ranges::front(header.bytes() + CHECKSUM_BYTES), ..header.clone() }
 }
 
 /// Computes the checksum: h ← rotate((h ⊕ word) · odd) over the words of the header (sender,
@@ -99,20 +99,20 @@ fn with_checksum(hop: &MessageHeader) -> MessageHeader {
 ///
 /// The multiplier is 2⁶⁴ divided by the golden ratio, rounded to odd; the rotation carries its high
 /// bits, which depend on all bits of the word, into the low ones.
-fn digest(from: usize, to: usize, hop: &MessageHeader, payload: &[u8]) -> u64 {
+fn digest(from: usize, to: usize, header: &MessageHeader, payload: &[u8]) -> u64 {
     let mix = |digest: u64, word: u64| {
         (digest ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)
     };
-    let channel = match hop.channel {
+    let channel = match header.channel {
         Channel::Kv => 1,
         Channel::PartialGrad => 2,
         Channel::FinalGrad => 3,
     };
-    let header = [from as u64, to as u64, channel, hop.tag, payload.len() as u64]
+    let start = [from as u64, to as u64, channel, header.tag, payload.len() as u64]
         .into_iter()
         .fold(0x0123_4567_89ab_cdef, mix);
     let (words, rest) = payload.as_chunks::<8>();
-    let body = words.iter().fold(header, |digest, word| mix(digest, u64::from_le_bytes(*word)));
+    let body = words.iter().fold(start, |digest, word| mix(digest, u64::from_le_bytes(*word)));
     let mut last = [0; 8];
     last[..rest.len()].copy_from_slice(rest);
     mix(body, u64::from_le_bytes(last))
@@ -134,27 +134,27 @@ impl<T: Transport<Host>> Transport<Host> for Checksum<T> {
         }
         let mut staged_receives = Vec::with_capacity(receives.len());
         for incoming in receives.iter() {
-            ranges::check(&incoming.hop, self.inner.ranks(), Host::size(&incoming.buffer))?;
-            let hop = with_checksum(&incoming.hop);
+            ranges::check(&incoming.header, self.inner.ranks(), Host::size(&incoming.buffer))?;
+            let header = with_checksum(&incoming.header);
             staged_receives.push(Incoming {
-                buffer: self.staging.take(incoming.hop.bytes() + CHECKSUM_BYTES)?,
-                hop,
+                buffer: self.staging.take(incoming.header.bytes() + CHECKSUM_BYTES)?,
+                header,
             });
         }
         let staged_hops: Vec<MessageHeader> =
-            staged_receives.iter().map(|incoming| incoming.hop.clone()).collect();
+            staged_receives.iter().map(|incoming| incoming.header.clone()).collect();
         let outgoing: Vec<_> = staged_sends
             .iter()
-            .map(|(hop, buffer)| Outgoing { hop: hop.clone(), buffer, ready: &() })
+            .map(|(header, buffer)| Outgoing { header: header.clone(), buffer, ready: &() })
             .collect();
         self.inner.post(&outgoing, &mut staged_receives)?;
-        for (hop, buffer) in staged_sends {
-            self.bytes_sent += hop.bytes() - CHECKSUM_BYTES;
+        for (header, buffer) in staged_sends {
+            self.bytes_sent += header.bytes() - CHECKSUM_BYTES;
             self.staging.lend(buffer);
         }
         let posted = receives.drain(..).zip(staged_hops);
-        self.receives.extend(posted.map(|(Incoming { hop, buffer }, staged)| StagedReceive {
-            hop,
+        self.receives.extend(posted.map(|(Incoming { header, buffer }, staged)| StagedReceive {
+            header,
             buffer,
             staged,
         }));
@@ -168,13 +168,13 @@ impl<T: Transport<Host>> Transport<Host> for Checksum<T> {
         }
     }
 
-    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<Host>>> {
+    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
-        let is_same = |receive: &StagedReceive<Host>| is_same_message(&receive.hop, hop);
+        let is_same = |receive: &StagedReceive<Host>| is_same_message(&receive.header, header);
         let Some(position) = self.receives.iter().position(is_same) else {
-            return self.inner.take(hop);
+            return self.inner.take(header);
         };
         let Some(arrived) = self.inner.take(&self.receives[position].staged)? else {
             return Ok(None);
@@ -215,22 +215,27 @@ mod tests {
 
     #[test]
     fn any_flipped_bit_and_any_other_header_changes_the_checksum() {
-        let hop =
+        let header =
             MessageHeader { peer: 1, channel: Channel::Kv, tag: 9, step: 0, ranges: Arc::from([]) };
         let mut payload: Vec<u8> = (0..37).collect();
-        let correct = digest(0, 1, &hop, &payload);
+        let correct = digest(0, 1, &header, &payload);
         for bit in 0..8 * payload.len() {
             payload[bit / 8] ^= 1 << (bit % 8);
-            assert_ne!(digest(0, 1, &hop, &payload), correct);
+            assert_ne!(digest(0, 1, &header, &payload), correct);
             payload[bit / 8] ^= 1 << (bit % 8);
         }
-        assert_ne!(digest(1, 0, &hop, &payload), correct);
-        assert_ne!(digest(0, 1, &MessageHeader { tag: 10, ..hop.clone() }, &payload), correct);
+        assert_ne!(digest(1, 0, &header, &payload), correct);
+        assert_ne!(digest(0, 1, &MessageHeader { tag: 10, ..header.clone() }, &payload), correct);
         assert_ne!(
-            digest(0, 1, &MessageHeader { channel: Channel::FinalGrad, ..hop.clone() }, &payload),
+            digest(
+                0,
+                1,
+                &MessageHeader { channel: Channel::FinalGrad, ..header.clone() },
+                &payload
+            ),
             correct
         );
         payload.push(0);
-        assert_ne!(digest(0, 1, &hop, &payload), correct, "a longer payload of zeros");
+        assert_ne!(digest(0, 1, &header, &payload), correct, "a longer payload of zeros");
     }
 }

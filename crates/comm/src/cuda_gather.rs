@@ -34,27 +34,27 @@ impl DeviceStaging {
     }
 }
 
-/// Copies the ranges of `hop` in `buffer` to the front of `staged`.
+/// Copies the ranges of `header` in `buffer` to the front of `staged`.
 pub(crate) fn gather(
     stream: &Stream,
-    hop: &MessageHeader,
+    header: &MessageHeader,
     buffer: &CudaBuffer,
     staged: &CudaBuffer,
 ) -> Result<()> {
-    for_each_range(hop, buffer, staged, |range, at, bytes| {
+    for_each_range(header, buffer, staged, |range, at, bytes| {
         // SAFETY: see `for_each_range`; both buffers are kept until the work is done.
         unsafe { stream.copy_on_device(at, range, bytes) }
     })
 }
 
-/// Copies the front of `staged` to the ranges of `hop` in `buffer`.
+/// Copies the front of `staged` to the ranges of `header` in `buffer`.
 pub(crate) fn scatter(
     stream: &Stream,
-    hop: &MessageHeader,
+    header: &MessageHeader,
     buffer: &CudaBuffer,
     staged: &CudaBuffer,
 ) -> Result<()> {
-    for_each_range(hop, buffer, staged, |range, at, bytes| {
+    for_each_range(header, buffer, staged, |range, at, bytes| {
         // SAFETY: see `for_each_range`; both buffers are kept until the work is done.
         unsafe { stream.copy_on_device(range, at, bytes) }
     })
@@ -66,13 +66,13 @@ pub(crate) fn scatter(
 /// The ranges lie within `buffer`, as was checked when they were posted, and their sum within
 /// `staged`.
 fn for_each_range(
-    hop: &MessageHeader,
+    header: &MessageHeader,
     buffer: &CudaBuffer,
     staged: &CudaBuffer,
     mut copy: impl FnMut(u64, u64, usize) -> Result<()>,
 ) -> Result<()> {
     let mut at = staged.address();
-    for range in hop.ranges.iter() {
+    for range in header.ranges.iter() {
         let bytes = range.end - range.start;
         copy(buffer.address() + range.start, at, index(bytes))?;
         at += bytes;

@@ -147,11 +147,11 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
     /// Takes all receives that have arrived from the inner transport.
     fn collect_arrived(&mut self) -> Result<()> {
         let mut position = 0;
-        while let Some((hop, _)) = self.receives.get(position) {
-            match self.inner.take(hop)? {
+        while let Some((header, _)) = self.receives.get(position) {
+            match self.inner.take(header)? {
                 Some(arrived) => {
-                    let (hop, _) = self.receives.swap_remove(position);
-                    self.arrived.push((hop, arrived));
+                    let (header, _) = self.receives.swap_remove(position);
+                    self.arrived.push((header, arrived));
                 }
                 None => position += 1,
             }
@@ -164,9 +164,9 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
 
     /// Returns all waits of this rank.
     fn waits(&self) -> Vec<Wait> {
-        let receives = self.receives.iter().map(|(hop, since)| Wait {
-            peer: hop.peer,
-            step: hop.step,
+        let receives = self.receives.iter().map(|(header, since)| Wait {
+            peer: header.peer,
+            step: header.step,
             since: *since,
         });
         let mut waits: Vec<Wait> = receives.chain(self.sends.values().copied()).collect();
@@ -256,18 +256,18 @@ impl<T: Transport<S>, S: Space> Transport<S> for Deadline<T, S> {
     }
 
     fn post(&mut self, sends: &[Outgoing<'_, S>], receives: &mut Vec<Incoming<S>>) -> Result<()> {
-        let hops: Vec<MessageHeader> =
-            receives.iter().map(|incoming| incoming.hop.clone()).collect();
+        let headers: Vec<MessageHeader> =
+            receives.iter().map(|incoming| incoming.header.clone()).collect();
         self.inner.post(sends, receives)?;
         let now = Instant::now();
-        for hop in hops {
-            self.step = hop.step;
-            self.receives.push((hop, now));
+        for header in headers {
+            self.step = header.step;
+            self.receives.push((header, now));
         }
-        for Outgoing { hop, .. } in sends {
-            self.step = hop.step;
-            let wait = Wait { peer: hop.peer, step: hop.step, since: now };
-            self.sends.entry(hop.peer).or_insert(wait);
+        for Outgoing { header, .. } in sends {
+            self.step = header.step;
+            let wait = Wait { peer: header.peer, step: header.step, since: now };
+            self.sends.entry(header.peer).or_insert(wait);
         }
         Ok(())
     }
@@ -282,15 +282,15 @@ impl<T: Transport<S>, S: Space> Transport<S> for Deadline<T, S> {
         self.check_clocks()
     }
 
-    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<S>>> {
+    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<S>>> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
-        let same = |other: &MessageHeader| is_same_message(other, hop);
+        let same = |other: &MessageHeader| is_same_message(other, header);
         if let Some(position) = self.arrived.iter().position(|(other, _)| same(other)) {
             return Ok(Some(self.arrived.swap_remove(position).1));
         }
-        let taken = self.inner.take(hop)?;
+        let taken = self.inner.take(header)?;
         if taken.is_some() {
             self.receives.retain(|(other, _)| !same(other));
         }

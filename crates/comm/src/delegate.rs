@@ -2,8 +2,26 @@
 
 /// Expands, inside `impl Control for Wrapper<T>`, to the named methods of
 /// [`Control`](annulus_core::Control), each of which calls that of `self.inner`.
+///
+/// # Examples
+/// ```
+/// use annulus_core::Control;
+///
+/// struct Named<T> {
+///     inner: T,
+///     name: String,
+/// }
+///
+/// impl<T: Control> Control for Named<T> {
+///     annulus_comm::forward_control! {
+///         rank ranks start_all_gather try_all_gather stragglers abort heartbeat placement
+///         last_heard last_work
+///     }
+/// }
+/// ```
+#[macro_export]
 macro_rules! forward_control {
-    ($($method:ident)*) => { $( $crate::delegate::forward_control!(@ $method); )* };
+    ($($method:ident)*) => { $( $crate::forward_control!(@ $method); )* };
     (@ rank) => {
         fn rank(&self) -> usize {
             self.inner.rank()
@@ -15,12 +33,12 @@ macro_rules! forward_control {
         }
     };
     (@ start_all_gather) => {
-        fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> annulus_core::Result<()> {
+        fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> $crate::core::Result<()> {
             self.inner.start_all_gather(round, bytes)
         }
     };
     (@ try_all_gather) => {
-        fn try_all_gather(&mut self, round: u64) -> annulus_core::Result<Option<Vec<Vec<u8>>>> {
+        fn try_all_gather(&mut self, round: u64) -> $crate::core::Result<Option<Vec<Vec<u8>>>> {
             self.inner.try_all_gather(round)
         }
     };
@@ -30,7 +48,7 @@ macro_rules! forward_control {
         }
     };
     (@ abort) => {
-        fn abort(&mut self, error: &annulus_core::Error) {
+        fn abort(&mut self, error: &$crate::core::Error) {
             self.inner.abort(error);
         }
     };
@@ -40,7 +58,7 @@ macro_rules! forward_control {
         }
     };
     (@ placement) => {
-        fn placement(&self) -> Option<&annulus_core::Placement> {
+        fn placement(&self) -> Option<&$crate::core::Placement> {
             self.inner.placement()
         }
     };

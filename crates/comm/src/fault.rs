@@ -92,7 +92,7 @@ pub struct Fault<T> {
 
 #[derive(Debug)]
 struct Sending {
-    hop: MessageHeader,
+    header: MessageHeader,
     buffer: HostBuffer,
 }
 
@@ -150,8 +150,8 @@ impl<T: Transport<Host>> Fault<T> {
     fn inject(&mut self, send: &Outgoing<'_, Host>, now: &mut Vec<Sending>) -> Result<()> {
         let number = self.sends;
         self.sends += 1;
-        self.bytes_sent += send.hop.bytes();
-        let mut sending = Sending { hop: send.hop.clone(), buffer: send.buffer.clone() };
+        self.bytes_sent += send.header.bytes();
+        let mut sending = Sending { header: send.header.clone(), buffer: send.buffer.clone() };
         let mut copies = 1;
         let mut delay = Duration::ZERO;
         for injection in self.injections.clone() {
@@ -165,14 +165,14 @@ impl<T: Transport<Host>> Fault<T> {
                     );
                 }
                 Injection::Truncate { send } if send == number => {
-                    sending.hop.ranges = first_half(&sending.hop)
+                    sending.header.ranges = first_half(&sending.header)
                 }
                 Injection::Corrupt { send } if send == number => self.corrupt(&mut sending)?,
                 _ => {}
             }
         }
         for _ in 0..copies {
-            let copy = Sending { hop: sending.hop.clone(), buffer: sending.buffer.clone() };
+            let copy = Sending { header: sending.header.clone(), buffer: sending.buffer.clone() };
             if delay.is_zero() {
                 now.push(copy)
             } else {
@@ -184,15 +184,15 @@ impl<T: Transport<Host>> Fault<T> {
 
     /// Replaces the bytes of a message by a copy with one flipped bit.
     fn corrupt(&mut self, sending: &mut Sending) -> Result<()> {
-        let bytes = sending.hop.bytes();
+        let bytes = sending.header.bytes();
         let whole = ranges::front(bytes);
         let mut corrupted = HostBuffer::zeroed(bytes)?;
         if let (Some(to), true) = (corrupted.bytes_mut(), bytes > 0) {
-            ranges::copy(sending.buffer.bytes(), &sending.hop.ranges, to, &whole);
+            ranges::copy(sending.buffer.bytes(), &sending.header.ranges, to, &whole);
             let bit = self.random.below(8 * bytes);
             to[index(bit / 8)] ^= 1 << (bit % 8);
         }
-        sending.hop.ranges = whole;
+        sending.header.ranges = whole;
         sending.buffer = corrupted;
         Ok(())
     }
@@ -200,21 +200,25 @@ impl<T: Transport<Host>> Fault<T> {
     fn post_now(&mut self, sendings: &[Sending], receives: &mut Vec<Incoming<Host>>) -> Result<()> {
         let outgoing: Vec<_> = sendings
             .iter()
-            .map(|Sending { hop, buffer }| Outgoing { hop: hop.clone(), buffer, ready: &() })
+            .map(|Sending { header, buffer }| Outgoing {
+                header: header.clone(),
+                buffer,
+                ready: &(),
+            })
             .collect();
         self.inner.post(&outgoing, receives)
     }
 }
 
 /// Returns the ranges of the first half of a message's bytes.
-fn first_half(hop: &MessageHeader) -> Arc<[std::ops::Range<u64>]> {
-    let mut left = hop.bytes() / 2;
+fn first_half(header: &MessageHeader) -> Arc<[std::ops::Range<u64>]> {
+    let mut left = header.bytes() / 2;
     let cut = |range: &std::ops::Range<u64>| {
         let bytes = left.min(range.end - range.start);
         left -= bytes;
         range.start..range.start + bytes
     };
-    hop.ranges.iter().map(cut).collect()
+    header.ranges.iter().map(cut).collect()
 }
 
 impl<T: Transport<Host>> Transport<Host> for Fault<T> {
@@ -228,10 +232,13 @@ impl<T: Transport<Host>> Transport<Host> for Fault<T> {
         receives: &mut Vec<Incoming<Host>>,
     ) -> Result<()> {
         self.check_alive()?;
-        let hops = || {
-            sends.iter().map(|send| &send.hop).chain(receives.iter().map(|incoming| &incoming.hop))
+        let headers = || {
+            sends
+                .iter()
+                .map(|send| &send.header)
+                .chain(receives.iter().map(|incoming| &incoming.header))
         };
-        let latest = hops().map(|hop| hop.step).max();
+        let latest = headers().map(|header| header.step).max();
         for injection in &self.injections {
             if let (Injection::Die { step }, Some(latest)) = (injection, latest)
                 && latest >= *step
@@ -240,7 +247,7 @@ impl<T: Transport<Host>> Transport<Host> for Fault<T> {
             }
         }
         for send in sends {
-            ranges::check(&send.hop, self.inner.ranks(), Host::size(send.buffer))?;
+            ranges::check(&send.header, self.inner.ranks(), Host::size(send.buffer))?;
         }
         let mut now = Vec::with_capacity(sends.len());
         for send in sends {
@@ -264,9 +271,9 @@ impl<T: Transport<Host>> Transport<Host> for Fault<T> {
         self.inner.progress(next.map_or(patience, |next| next.min(patience)))
     }
 
-    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<Host>>> {
+    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
         self.check_alive()?;
-        self.inner.take(hop)
+        self.inner.take(header)
     }
 
     fn pending(&self) -> bool {

@@ -46,3 +46,7 @@ pub use fault::{Fault, Injection};
 pub use staged::Staged;
 pub use threads::Threads;
 pub use trace::{Trace, TraceLog};
+
+/// The crate whose types [`forward_control`] names.
+#[doc(hidden)]
+pub use annulus_core as core;

@@ -42,13 +42,13 @@ pub(crate) fn front(bytes: u64) -> Arc<[Range<u64>]> {
 
 /// Checks that a message can be posted: its peer is a rank of this ring, and its ranges lie in a
 /// buffer of `size` bytes.
-pub(crate) fn check(hop: &MessageHeader, ranks: usize, size: u64) -> Result<()> {
-    if hop.peer >= ranks {
-        return Err(Error::invalid("hop.peer", hop.peer, format!("a rank below {ranks}")));
+pub(crate) fn check(header: &MessageHeader, ranks: usize, size: u64) -> Result<()> {
+    if header.peer >= ranks {
+        return Err(Error::invalid("header.peer", header.peer, format!("a rank below {ranks}")));
     }
-    match hop.ranges.iter().find(|range| range.start > range.end || range.end > size) {
+    match header.ranges.iter().find(|range| range.start > range.end || range.end > size) {
         Some(range) => Err(Error::invalid(
-            "hop.ranges",
+            "header.ranges",
             format!("{range:?}"),
             format!("ascending ranges within {size} bytes"),
         )),

@@ -75,9 +75,11 @@ impl<T: Transport<Host>, D: StagedSpace> Staged<T, D> {
         while let Some((_, download)) = self.downloads.get_mut(position) {
             match D::downloaded(&mut self.copier, download)? {
                 Some(buffer) => {
-                    let (hop, _) = self.downloads.remove(position);
-                    self.inner
-                        .post(&[Outgoing { hop, buffer: &buffer, ready: &() }], &mut Vec::new())?;
+                    let (header, _) = self.downloads.remove(position);
+                    self.inner.post(
+                        &[Outgoing { header, buffer: &buffer, ready: &() }],
+                        &mut Vec::new(),
+                    )?;
                     self.staging.lend(buffer);
                     moved = true;
                 }
@@ -95,9 +97,9 @@ impl<T: Transport<Host>, D: StagedSpace> Staged<T, D> {
         while let Some(receive) = self.receives.get(position) {
             match self.inner.take(&receive.staged)? {
                 Some(Arrived { buffer: staged, .. }) => {
-                    let StagedReceive { hop, buffer, .. } = self.receives.swap_remove(position);
-                    let upload = D::upload(&mut self.copier, staged, buffer, &hop.ranges)?;
-                    self.uploads.push((hop, upload));
+                    let StagedReceive { header, buffer, .. } = self.receives.swap_remove(position);
+                    let upload = D::upload(&mut self.copier, staged, buffer, &header.ranges)?;
+                    self.uploads.push((header, upload));
                     moved = true;
                 }
                 None => position += 1,
@@ -113,9 +115,9 @@ impl<T: Transport<Host>, D: StagedSpace> Staged<T, D> {
         while let Some((_, upload)) = self.uploads.get_mut(position) {
             match D::uploaded(&mut self.copier, upload)? {
                 Some((staged, arrived)) => {
-                    let (hop, _) = self.uploads.swap_remove(position);
+                    let (header, _) = self.uploads.swap_remove(position);
                     self.staging.give(staged);
-                    self.arrived.push((hop, arrived));
+                    self.arrived.push((header, arrived));
                     moved = true;
                 }
                 None => position += 1,
@@ -137,37 +139,38 @@ impl<T: Transport<Host>, D: StagedSpace> Staged<T, D> {
         receives: &mut Vec<Incoming<D>>,
     ) -> Result<()> {
         for send in sends {
-            ranges::check(&send.hop, self.inner.ranks(), D::size(send.buffer))?;
+            ranges::check(&send.header, self.inner.ranks(), D::size(send.buffer))?;
         }
         let mut staged = Vec::with_capacity(receives.len());
         for incoming in receives.iter() {
-            ranges::check(&incoming.hop, self.inner.ranks(), D::size(&incoming.buffer))?;
+            ranges::check(&incoming.header, self.inner.ranks(), D::size(&incoming.buffer))?;
             staged.push(Incoming {
-                hop: in_front(&incoming.hop),
-                buffer: self.staging.take(incoming.hop.bytes())?,
+                header: in_front(&incoming.header),
+                buffer: self.staging.take(incoming.header.bytes())?,
             });
         }
-        let hops: Vec<MessageHeader> = staged.iter().map(|incoming| incoming.hop.clone()).collect();
+        let headers: Vec<MessageHeader> =
+            staged.iter().map(|incoming| incoming.header.clone()).collect();
         self.inner.post(&[], &mut staged)?;
-        let posted = receives.drain(..).zip(hops);
-        self.receives.extend(posted.map(|(Incoming { hop, buffer }, staged)| StagedReceive {
-            hop,
+        let posted = receives.drain(..).zip(headers);
+        self.receives.extend(posted.map(|(Incoming { header, buffer }, staged)| StagedReceive {
+            header,
             buffer,
             staged,
         }));
-        for Outgoing { hop, buffer, ready } in sends {
-            self.bytes_sent += hop.bytes();
-            let into = self.staging.take(hop.bytes())?;
-            let download = D::download(&mut self.copier, buffer, ready, &hop.ranges, into)?;
-            self.downloads.push((in_front(hop), download));
+        for Outgoing { header, buffer, ready } in sends {
+            self.bytes_sent += header.bytes();
+            let into = self.staging.take(header.bytes())?;
+            let download = D::download(&mut self.copier, buffer, ready, &header.ranges, into)?;
+            self.downloads.push((in_front(header), download));
         }
         Ok(())
     }
 }
 
-/// Returns the message `hop` at the front of a staging buffer.
-fn in_front(hop: &MessageHeader) -> MessageHeader {
-    MessageHeader { ranges: ranges::front(hop.bytes()), ..hop.clone() }
+/// Returns the message `header` at the front of a staging buffer.
+fn in_front(header: &MessageHeader) -> MessageHeader {
+    MessageHeader { ranges: ranges::front(header.bytes()), ..header.clone() }
 }
 
 impl<T: Transport<Host>, D: StagedSpace> Transport<D> for Staged<T, D> {
@@ -196,19 +199,19 @@ impl<T: Transport<Host>, D: StagedSpace> Transport<D> for Staged<T, D> {
         self.remember(pumped).map(drop)
     }
 
-    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<D>>> {
+    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<D>>> {
         self.check_alive()?;
-        let same = |other: &MessageHeader| is_same_message(other, hop);
+        let same = |other: &MessageHeader| is_same_message(other, header);
         if let Some(position) = self.arrived.iter().position(|(other, _)| same(other)) {
             return Ok(Some(self.arrived.swap_remove(position).1));
         }
-        if self.receives.iter().any(|receive| same(&receive.hop))
+        if self.receives.iter().any(|receive| same(&receive.header))
             || self.uploads.iter().any(|(other, _)| same(other))
         {
             return Ok(None);
         }
-        let got = format!("{:?} {} from rank {}", hop.channel, hop.tag, hop.peer);
-        Err(Error::invalid("hop", got, "a receive that was posted and not yet taken"))
+        let got = format!("{:?} {} from rank {}", header.channel, header.tag, header.peer);
+        Err(Error::invalid("header", got, "a receive that was posted and not yet taken"))
     }
 
     fn pending(&self) -> bool {

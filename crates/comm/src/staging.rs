@@ -5,7 +5,7 @@ use annulus_core::{Host, HostBuffer, MessageHeader, Result, Space};
 /// A receive into a buffer of the space `S` by way of a staging buffer.
 pub(crate) struct StagedReceive<S: Space> {
     /// The message as the caller posted it.
-    pub(crate) hop: MessageHeader,
+    pub(crate) header: MessageHeader,
     /// The buffer that the caller posted.
     pub(crate) buffer: S::Buffer,
     /// The message as the inner transport receives it, at the front of the staging buffer.

@@ -257,17 +257,17 @@ impl<S: Space, T: Transport<S>> Transport<S> for Trace<T> {
 
     fn post(&mut self, sends: &[Outgoing<'_, S>], receives: &mut Vec<Incoming<S>>) -> Result<()> {
         let begin = Instant::now();
-        let hops: Vec<MessageHeader> =
-            receives.iter().map(|incoming| incoming.hop.clone()).collect();
+        let headers: Vec<MessageHeader> =
+            receives.iter().map(|incoming| incoming.header.clone()).collect();
         self.inner.post(sends, receives)?;
-        self.step = hops
+        self.step = headers
             .iter()
-            .chain(sends.iter().map(|send| &send.hop))
-            .map(|hop| hop.step)
+            .chain(sends.iter().map(|send| &send.header))
+            .map(|header| header.step)
             .max()
             .unwrap_or(self.step);
-        self.receives.extend(hops.into_iter().map(|hop| (hop, begin)));
-        lock(&self.sends).extend(sends.iter().map(|send| (send.hop.clone(), begin)));
+        self.receives.extend(headers.into_iter().map(|header| (header, begin)));
+        lock(&self.sends).extend(sends.iter().map(|send| (send.header.clone(), begin)));
         Ok(())
     }
 
@@ -281,15 +281,15 @@ impl<S: Space, T: Transport<S>> Transport<S> for Trace<T> {
         progressed
     }
 
-    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<S>>> {
-        let taken = self.inner.take(hop)?;
-        let posted = self.receives.iter().position(|(posted, _)| posted == hop);
+    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<S>>> {
+        let taken = self.inner.take(header)?;
+        let posted = self.receives.iter().position(|(posted, _)| posted == header);
         if let (Some(_), Some(posted)) = (&taken, posted) {
-            let (hop, begin) = self.receives.swap_remove(posted);
+            let (header, begin) = self.receives.swap_remove(posted);
             self.log.push(
-                EventKind::Receive { peer: hop.peer, channel: hop.channel },
-                hop.step,
-                hop.bytes(),
+                EventKind::Receive { peer: header.peer, channel: header.channel },
+                header.step,
+                header.bytes(),
                 begin,
             );
         }
@@ -299,11 +299,11 @@ impl<S: Space, T: Transport<S>> Transport<S> for Trace<T> {
     fn pending(&self) -> bool {
         let pending = self.inner.pending();
         if !pending {
-            for (hop, begin) in lock(&self.sends).drain(..) {
+            for (header, begin) in lock(&self.sends).drain(..) {
                 self.log.push(
-                    EventKind::Send { peer: hop.peer, channel: hop.channel },
-                    hop.step,
-                    hop.bytes(),
+                    EventKind::Send { peer: header.peer, channel: header.channel },
+                    header.step,
+                    header.bytes(),
                     begin,
                 );
             }

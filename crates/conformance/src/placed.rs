@@ -47,10 +47,11 @@ impl<S: Space, T: Transport<S>> Transport<S> for Placed<T> {
     fn post(&mut self, sends: &[Outgoing<'_, S>], receives: &mut Vec<Incoming<S>>) -> Result<()> {
         let rank = self.inner.rank();
         let nodes = self.placement.nodes();
-        let crosses = |hop: &&MessageHeader| {
-            hop.channel == Channel::Kv && nodes.get(hop.peer) != nodes.get(rank)
+        let crosses = |header: &&MessageHeader| {
+            header.channel == Channel::Kv && nodes.get(header.peer) != nodes.get(rank)
         };
-        let pairs = sends.iter().map(|send| &send.hop).filter(crosses).map(|hop| (rank, hop.peer));
+        let pairs =
+            sends.iter().map(|send| &send.header).filter(crosses).map(|header| (rank, header.peer));
         self.crossings.0.lock().unwrap_or_else(PoisonError::into_inner).extend(pairs);
         self.inner.post(sends, receives)
     }
@@ -59,8 +60,8 @@ impl<S: Space, T: Transport<S>> Transport<S> for Placed<T> {
         self.inner.progress(patience)
     }
 
-    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<S>>> {
-        self.inner.take(hop)
+    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<S>>> {
+        self.inner.take(header)
     }
 
     fn pending(&self) -> bool {

@@ -46,7 +46,7 @@ impl MessageHeader {
 /// A send. The transport co-owns the buffer until the bytes are sent.
 pub struct Outgoing<'a, S: Space> {
     /// Receiver and byte ranges.
-    pub hop: MessageHeader,
+    pub header: MessageHeader,
     /// Buffer that holds the bytes.
     pub buffer: &'a S::Buffer,
     /// Event after which the buffer may be read.
@@ -56,7 +56,7 @@ pub struct Outgoing<'a, S: Space> {
 /// A receive. The transport owns the buffer until [`Transport::take`] returns it.
 pub struct Incoming<S: Space> {
     /// Sender and byte ranges.
-    pub hop: MessageHeader,
+    pub header: MessageHeader,
     /// Buffer to be filled, without other owners.
     pub buffer: S::Buffer,
 }

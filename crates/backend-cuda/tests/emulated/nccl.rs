@@ -146,7 +146,7 @@ fn a_received_part_can_be_taken_while_the_next_is_pending() {
         let table = if rank == 1 { losing_the_third() } else { nccl_symbols() };
         let mut nccl: Box<dyn Transport<CudaSpace>> =
             Box::new(Nccl::with_symbols(inner, &device, Ok(table), DEADLINE)?);
-        let hop = |tag| MessageHeader {
+        let header = |tag| MessageHeader {
             peer: 1 - rank,
             channel: Channel::Kv,
             tag,
@@ -157,21 +157,23 @@ fn a_received_part_can_be_taken_while_the_next_is_pending() {
         if rank == 1 {
             let buffer = CudaBuffer::new(&device, 8)?;
             let ready = stream.record()?;
-            let parts = tags.map(|tag| Outgoing { hop: hop(tag), buffer: &buffer, ready: &ready });
+            let parts =
+                tags.map(|tag| Outgoing { header: header(tag), buffer: &buffer, ready: &ready });
             nccl.post(&parts, &mut Vec::new())?;
             while !finished.load(Ordering::Acquire) {
                 nccl.progress(Duration::from_millis(1))?;
             }
             return Ok(Vec::new());
         }
-        let incoming = |tag| Ok(Incoming { hop: hop(tag), buffer: CudaBuffer::new(&device, 8)? });
+        let incoming =
+            |tag| Ok(Incoming { header: header(tag), buffer: CudaBuffer::new(&device, 8)? });
         nccl.post(&[], &mut tags.map(incoming).into_iter().collect::<Result<_>>()?)?;
         let mut received = vec![false; 3];
         let began = Instant::now();
         while !(received[0] && received[1]) && began.elapsed() < Duration::from_secs(20) {
             nccl.progress(Duration::from_millis(1))?;
             for (received, tag) in received.iter_mut().zip(tags).filter(|(done, _)| !**done) {
-                *received = nccl.take(&hop(tag))?.is_some();
+                *received = nccl.take(&header(tag))?.is_some();
             }
         }
         finished.store(true, Ordering::Release);
@@ -292,16 +294,16 @@ fn swap(table: NcclSymbols, deadline: Duration) -> (Vec<Result<Vec<u8>>>, Durati
         let ready = stream.record()?;
         // the two sides split the message differently
         let pieces = if rank == 0 { vec![0..2, 10..16] } else { std::iter::once(4..12).collect() };
-        let hop = |ranges: &[std::ops::Range<u64>]| MessageHeader {
+        let header = |ranges: &[std::ops::Range<u64>]| MessageHeader {
             peer: 1 - rank,
             channel: Channel::Kv,
             tag: 7,
             step: 3,
             ranges: ranges.into(),
         };
-        let receive = hop(std::slice::from_ref(&(0..8)));
-        let send = Outgoing { hop: hop(&pieces), buffer: &from, ready: &ready };
-        transport.post(&[send], &mut vec![Incoming { hop: receive.clone(), buffer: to }])?;
+        let receive = header(std::slice::from_ref(&(0..8)));
+        let send = Outgoing { header: header(&pieces), buffer: &from, ready: &ready };
+        transport.post(&[send], &mut vec![Incoming { header: receive.clone(), buffer: to }])?;
         let arrived = loop {
             if let Some(arrived) = transport.take(&receive)? {
                 break arrived;

@@ -3,13 +3,13 @@
 //! ```text
 //! tag 0   header: kind, number, bytes of the body       one receive per peer is always posted
 //! tag 1   body of the header before it
-//! tag 2+c bytes of hops of channel c, in the order of their tags
+//! tag 2+c bytes of messages of channel c, in the order of their tags
 //! ```
 //!
-//! Messages of one sender and one tag are matched in order. That is enough for the bytes of hops:
-//! in each channel both ends post the same hops in ascending order of their tags, with equal
-//! lengths. A hop whose bytes are one range of its buffer is sent from there and received there;
-//! another is packed and unpacked. A hop without bytes is no message.
+//! Messages of one sender and one tag are matched in order. That is enough for the bytes of messages:
+//! in each channel both ends post the same messages in ascending order of their tags, with equal
+//! lengths. A message whose bytes are one range of its buffer is sent from there and received there;
+//! another is packed and unpacked. A message without bytes is not sent.
 //!
 //! Small messages (all-gathers, heartbeats, aborts, goodbyes) are headers with a body. An
 //! all-gather is one message from each rank to each other rank.
@@ -123,10 +123,10 @@ pub(crate) struct HostTransport {
     receives: Vec<Receive>,
     /// Last tag that was posted, by direction (true: a send), peer and channel.
     last_tags: HashMap<(bool, usize, Channel), u64>,
-    /// Bytes between a hop of several ranges and its message, reused.
+    /// Staging bytes of messages of several ranges, reused.
     staging: Vec<HostBuffer>,
     gathers: BTreeMap<u64, Gather>,
-    /// Sends of hops that are in flight.
+    /// Sends of tensor data in flight.
     unsent: usize,
     /// Step that was posted last.
     step: usize,
@@ -195,61 +195,68 @@ impl HostTransport {
         }
     }
 
-    /// Checks a hop that is to be posted: a rank of this ring, ranges within its buffer, a tag
+    /// Checks a message that is to be posted: a rank of this ring, ranges within its buffer, a tag
     /// above the last one of its channel.
-    fn check_hop(&mut self, is_send: bool, hop: &MessageHeader, size: u64) -> Result<()> {
-        if hop.peer >= self.peers.len() || hop.peer == self.rank {
-            return Err(Error::invalid("hop.peer", hop.peer, "another rank of this ring"));
+    fn check_header(&mut self, is_send: bool, header: &MessageHeader, size: u64) -> Result<()> {
+        if header.peer >= self.peers.len() || header.peer == self.rank {
+            return Err(Error::invalid("header.peer", header.peer, "another rank of this ring"));
         }
-        if hop.ranges.iter().any(|range| range.start > range.end || range.end > size) {
+        if header.ranges.iter().any(|range| range.start > range.end || range.end > size) {
             let want = format!("ranges within {size} bytes");
-            return Err(Error::invalid("hop.ranges", format!("{:?}", hop.ranges), want));
+            return Err(Error::invalid("header.ranges", format!("{:?}", header.ranges), want));
         }
-        let key = (is_send, hop.peer, hop.channel);
-        if self.last_tags.get(&key).is_some_and(|&last| hop.tag <= last) {
-            let (peer, step) = (hop.peer, hop.step);
-            let what = format!("{:?} {} posted after a tag as high", hop.channel, hop.tag);
+        let key = (is_send, header.peer, header.channel);
+        if self.last_tags.get(&key).is_some_and(|&last| header.tag <= last) {
+            let (peer, step) = (header.peer, header.step);
+            let what = format!("{:?} {} posted after a tag as high", header.channel, header.tag);
             return Err(Error::Comm { peer, step, what });
         }
-        self.last_tags.insert(key, hop.tag);
-        self.step = hop.step;
+        self.last_tags.insert(key, header.tag);
+        self.step = header.step;
         Ok(())
     }
 
     fn post_receive(&mut self, incoming: Incoming<Host>) -> Result<()> {
-        let Incoming { hop, buffer } = incoming;
-        self.check_hop(false, &hop, Host::size(&buffer))?;
-        let (bytes, tag) = (hop.bytes(), frame::hop_tag(hop.channel));
-        let label = Label::Received { peer: hop.peer, channel: hop.channel, tag: hop.tag };
-        let (peer, step) = (hop.peer, hop.step);
+        let Incoming { header, buffer } = incoming;
+        self.check_header(false, &header, Host::size(&buffer))?;
+        let (bytes, tag) = (header.bytes(), frame::hop_tag(header.channel));
+        let label = Label::Received { peer: header.peer, channel: header.channel, tag: header.tag };
+        let (peer, step) = (header.peer, header.step);
         if bytes == 0 {
-            self.receives.push(Receive { hop, buffer: Some(buffer), arrived: true });
+            self.receives.push(Receive { header, buffer: Some(buffer), arrived: true });
             return Ok(());
         }
-        let (kept, into, range) = match contiguous(&hop.ranges) {
+        let (kept, into, range) = match contiguous(&header.ranges) {
             Some(range) => (None, buffer, range),
             None => (Some(buffer), self.take_staging(bytes)?, 0..bytes),
         };
-        self.receives.push(Receive { hop, buffer: kept, arrived: false });
+        self.receives.push(Receive { header, buffer: kept, arrived: false });
         self.requests.receive(peer, tag, step, into, range, label)
     }
 
     fn post_send(&mut self, outgoing: &Outgoing<'_, Host>) -> Result<()> {
-        let Outgoing { hop, buffer, .. } = outgoing;
-        self.check_hop(true, hop, Host::size(buffer))?;
-        let bytes = hop.bytes();
+        let Outgoing { header, buffer, .. } = outgoing;
+        self.check_header(true, header, Host::size(buffer))?;
+        let bytes = header.bytes();
         self.bytes_sent += bytes;
         if bytes == 0 {
             return Ok(());
         }
-        let (from, range, is_staged) = match contiguous(&hop.ranges) {
+        let (from, range, is_staged) = match contiguous(&header.ranges) {
             Some(range) => ((*buffer).clone(), range, false),
-            None => (self.pack(buffer, &hop.ranges, bytes)?, 0..bytes, true),
+            None => (self.pack(buffer, &header.ranges, bytes)?, 0..bytes, true),
         };
         self.unsent += 1;
-        self.peers[hop.peer].unsent += 1;
-        let label = Label::Sent { peer: hop.peer, is_staged };
-        self.requests.send(hop.peer, frame::hop_tag(hop.channel), hop.step, from, range, label)
+        self.peers[header.peer].unsent += 1;
+        let label = Label::Sent { peer: header.peer, is_staged };
+        self.requests.send(
+            header.peer,
+            frame::hop_tag(header.channel),
+            header.step,
+            from,
+            range,
+            label,
+        )
     }
 
     /// A buffer of at least `bytes` bytes that nobody else owns.
@@ -259,7 +266,7 @@ impl HostTransport {
             .map_or_else(|| HostBuffer::zeroed(bytes), |index| Ok(self.staging.swap_remove(index)))
     }
 
-    /// The bytes of a hop of several ranges, in one.
+    /// The bytes of a message of several ranges, packed.
     fn pack(&mut self, from: &HostBuffer, ranges: &[Range<u64>], all: u64) -> Result<HostBuffer> {
         let mut packed = self.take_staging(all)?;
         let mut rest = packed.bytes_mut().unwrap_or_default();
@@ -306,10 +313,10 @@ impl Transport<Host> for HostTransport {
         self.alive()?;
         self.idle_since = Instant::now();
         // within a group the order means nothing; on the wire it is that of the tags
-        let key = |hop: &MessageHeader| (hop.peer, hop.channel, hop.tag);
-        receives.sort_by_key(|incoming| key(&incoming.hop));
+        let key = |header: &MessageHeader| (header.peer, header.channel, header.tag);
+        receives.sort_by_key(|incoming| key(&incoming.header));
         let mut order: Vec<&Outgoing<'_, Host>> = sends.iter().collect();
-        order.sort_by_key(|outgoing| key(&outgoing.hop));
+        order.sort_by_key(|outgoing| key(&outgoing.header));
         let posted = receives
             .drain(..)
             .try_for_each(|incoming| self.post_receive(incoming))
@@ -321,12 +328,16 @@ impl Transport<Host> for HostTransport {
         self.wait(patience)
     }
 
-    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<Host>>> {
+    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
         self.alive()?;
-        let is_it = |receive: &Receive| receive.is_for(hop.peer, hop.channel, hop.tag);
+        let is_it = |receive: &Receive| receive.is_for(header.peer, header.channel, header.tag);
         let Some(place) = self.receives.iter().position(is_it) else {
-            let got = format!("{:?} {} from rank {}", hop.channel, hop.tag, hop.peer);
-            return Err(Error::invalid("hop", got, "a receive that was posted and not yet taken"));
+            let got = format!("{:?} {} from rank {}", header.channel, header.tag, header.peer);
+            return Err(Error::invalid(
+                "header",
+                got,
+                "a receive that was posted and not yet taken",
+            ));
         };
         if !self.receives[place].arrived {
             return Ok(None);

@@ -16,9 +16,9 @@ use super::{
 /// The message that a request belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Label {
-    /// Bytes of a hop to `peer`.
+    /// Tensor data to `peer`.
     Sent { peer: usize, is_staged: bool },
-    /// Bytes of a hop from `peer`.
+    /// Tensor data from `peer`.
     Received { peer: usize, channel: Channel, tag: u64 },
     /// The next header from `peer`.
     Header { peer: usize },
@@ -34,7 +34,7 @@ pub(super) enum Label {
 
 /// A posted receive.
 pub(super) struct Receive {
-    pub(super) hop: MessageHeader,
+    pub(super) header: MessageHeader,
     /// The buffer that was posted, unless the host has it.
     pub(super) buffer: Option<HostBuffer>,
     pub(super) arrived: bool,
@@ -42,7 +42,7 @@ pub(super) struct Receive {
 
 impl Receive {
     pub(super) fn is_for(&self, peer: usize, channel: Channel, tag: u64) -> bool {
-        (self.hop.peer, self.hop.channel, self.hop.tag) == (peer, channel, tag)
+        (self.header.peer, self.header.channel, self.header.tag) == (peer, channel, tag)
     }
 }
 
@@ -55,7 +55,7 @@ pub(super) struct Peer {
     header: Option<HostBuffer>,
     /// True while a heartbeat to it is in flight.
     pub(super) beating: bool,
-    /// Sends of hops to it that are in flight.
+    /// Sends of tensor data to it in flight.
     pub(super) unsent: usize,
     /// Polls since it said goodbye.
     goodbye: Option<Grace>,
@@ -172,7 +172,7 @@ impl HostTransport {
         Ok(())
     }
 
-    /// Gives the bytes of a hop to its receive.
+    /// Gives the bytes of a message to its receive.
     fn receive(&mut self, peer: usize, channel: Channel, tag: u64, came: HostBuffer) -> Result<()> {
         let is_it = |receive: &&mut Receive| receive.is_for(peer, channel, tag);
         let Some(receive) = self.receives.iter_mut().find(is_it) else {
@@ -187,7 +187,7 @@ impl HostTransport {
                     return Err(Error::internal("the buffer of a receive is in use"));
                 };
                 let mut first = 0;
-                for range in receive.hop.ranges.iter() {
+                for range in receive.header.ranges.iter() {
                     let (start, end) = (index(range.start), index(range.end));
                     into[start..end].copy_from_slice(&came.bytes()[first..][..end - start]);
                     first += end - start;
@@ -246,8 +246,8 @@ impl HostTransport {
         grace.observed += now.saturating_duration_since(grace.last_poll).min(LONGEST_GAP);
         grace.last_poll = now;
         let is_overdue = grace.observed >= GRACE;
-        let is_missed = |receive: &&Receive| receive.hop.peer == peer && !receive.arrived;
-        let receive = self.receives.iter().find(is_missed).map(|receive| receive.hop.step);
+        let is_missed = |receive: &&Receive| receive.header.peer == peer && !receive.arrived;
+        let receive = self.receives.iter().find(is_missed).map(|receive| receive.header.step);
         let send = (self.peers[peer].unsent > 0).then_some(self.step);
         // its part would have come before its goodbye
         let gather = self.gathers.values().any(|gather| gather.lacks(self.rank, peer));

@@ -92,13 +92,13 @@ impl<T> Watched<T> {
         Self { inner, progress, phase: 0, counted: BTreeSet::new() }
     }
 
-    fn count(&mut self, hop: &MessageHeader) {
+    fn count(&mut self, header: &MessageHeader) {
         let phase = self.progress.phase.load(Ordering::Relaxed);
         if phase != self.phase {
             self.phase = phase;
             self.counted.clear();
         }
-        if self.counted.insert((hop.peer, hop.channel, hop.step)) {
+        if self.counted.insert((header.peer, header.channel, header.step)) {
             self.progress.bar.inc(1);
         }
     }
@@ -117,10 +117,10 @@ impl<S: Space, T: Transport<S>> Transport<S> for Watched<T> {
         self.inner.progress(patience)
     }
 
-    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<S>>> {
-        let taken = self.inner.take(hop)?;
+    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<S>>> {
+        let taken = self.inner.take(header)?;
         if taken.is_some() {
-            self.count(hop);
+            self.count(header);
         }
         Ok(taken)
     }

@@ -52,7 +52,7 @@ pub struct DeviceMpi {
 
 /// A send that starts once `ready` has passed.
 struct WaitingSend {
-    hop: MessageHeader,
+    header: MessageHeader,
     buffer: CudaBuffer,
     ready: Event,
 }
@@ -66,7 +66,7 @@ struct WaitingReceive {
 /// A receive into CUDA memory.
 struct DeviceReceive {
     /// The message as the caller posted it.
-    hop: MessageHeader,
+    header: MessageHeader,
     /// The message as MPI receives it: one range.
     contiguous: MessageHeader,
     /// The caller's buffer, if the message arrives in a staging buffer.
@@ -112,44 +112,45 @@ impl DeviceMpi {
         sends: &[Outgoing<'_, S>],
         receives: &mut Vec<Incoming<S>>,
     ) -> Result<()> {
-        let outgoing = sends.iter().map(|send| (&send.hop, send.buffer));
-        for (hop, buffer) in
-            outgoing.chain(receives.iter().map(|receive| (&receive.hop, &receive.buffer)))
+        let outgoing = sends.iter().map(|send| (&send.header, send.buffer));
+        for (header, buffer) in
+            outgoing.chain(receives.iter().map(|receive| (&receive.header, &receive.buffer)))
         {
-            ranges::check(hop, self.inner.ranks(), buffer.len())?;
+            ranges::check(header, self.inner.ranks(), buffer.len())?;
         }
-        receives
-            .sort_by_key(|incoming| (incoming.hop.peer, incoming.hop.channel, incoming.hop.tag));
-        for Incoming { hop, buffer } in receives.drain(..) {
+        receives.sort_by_key(|incoming| {
+            (incoming.header.peer, incoming.header.channel, incoming.header.tag)
+        });
+        for Incoming { header, buffer } in receives.drain(..) {
             // work that was enqueued on the buffer earlier comes first
             buffer.wait_on(&self.stream)?;
-            let range = contiguous(&hop.ranges);
+            let range = contiguous(&header.ranges);
             let is_contiguous = range.is_some();
-            let contiguous = with_range(&hop, range.unwrap_or(0..hop.bytes()));
+            let contiguous = with_range(&header, range.unwrap_or(0..header.bytes()));
             let (into, scatter_into) = if is_contiguous {
                 (buffer, None)
             } else {
-                (self.staging.take(hop.bytes(), &self.stream)?, Some(buffer))
+                (self.staging.take(header.bytes(), &self.stream)?, Some(buffer))
             };
             let free = self.stream.record()?;
-            let receive = DeviceReceive { hop, contiguous, scatter_into, free };
+            let receive = DeviceReceive { header, contiguous, scatter_into, free };
             self.waiting.push_back(WaitingReceive { receive, into });
         }
-        for Outgoing { hop, buffer, ready } in sends {
-            self.bytes_sent += hop.bytes();
-            if let Some(range) = contiguous(&hop.ranges) {
-                let hop = with_range(hop, range);
+        for Outgoing { header, buffer, ready } in sends {
+            self.bytes_sent += header.bytes();
+            if let Some(range) = contiguous(&header.ranges) {
+                let header = with_range(header, range);
                 let buffer = (*buffer).clone();
-                self.sends.push(WaitingSend { hop, buffer, ready: (*ready).clone() });
+                self.sends.push(WaitingSend { header, buffer, ready: (*ready).clone() });
                 continue;
             }
-            let staged = self.staging.take(hop.bytes(), &self.stream)?;
+            let staged = self.staging.take(header.bytes(), &self.stream)?;
             self.stream.wait_for(ready)?;
-            cuda_gather::gather(&self.stream, hop, buffer, &staged)?;
+            cuda_gather::gather(&self.stream, header, buffer, &staged)?;
             self.staging.give(staged.clone());
             let ready = self.stream.record()?;
-            let hop = with_range(hop, 0..hop.bytes());
-            self.sends.push(WaitingSend { hop, buffer: staged, ready });
+            let header = with_range(header, 0..header.bytes());
+            self.sends.push(WaitingSend { header, buffer: staged, ready });
         }
         Ok(())
     }
@@ -161,8 +162,8 @@ impl DeviceMpi {
         let mut index = 0;
         while let Some(send) = self.sends.get(index) {
             if send.ready.passed()? {
-                let WaitingSend { hop, buffer, .. } = self.sends.remove(index);
-                self.inner.send_device(&hop, buffer)?;
+                let WaitingSend { header, buffer, .. } = self.sends.remove(index);
+                self.inner.send_device(&header, buffer)?;
             } else {
                 index += 1;
             }
@@ -183,18 +184,18 @@ impl DeviceMpi {
                 index += 1;
                 continue;
             };
-            let DeviceReceive { hop, scatter_into, free, .. } = self.receives.swap_remove(index);
+            let DeviceReceive { header, scatter_into, free, .. } = self.receives.swap_remove(index);
             match scatter_into {
                 // MPI has written the bytes: no work of the device is left to wait for
-                None => self.arrived.push((hop, buffer, free)),
+                None => self.arrived.push((header, buffer, free)),
                 Some(into) => {
-                    cuda_gather::scatter(&self.stream, &hop, &into, &buffer)?;
+                    cuda_gather::scatter(&self.stream, &header, &into, &buffer)?;
                     let ready = self.stream.record()?;
                     into.touched_before(&ready);
                     buffer.touched_before(&ready);
                     // the next receive into it waits for the scatter
                     self.staging.give(buffer);
-                    self.arrived.push((hop, into, ready));
+                    self.arrived.push((header, into, ready));
                 }
             }
         }
@@ -202,34 +203,34 @@ impl DeviceMpi {
     }
 }
 
-/// Returns the message `hop` with the one byte range `range`.
-fn with_range(hop: &MessageHeader, range: Range<u64>) -> MessageHeader {
-    MessageHeader { ranges: std::iter::once(range).collect(), ..hop.clone() }
+/// Returns the message `header` with the one byte range `range`.
+fn with_range(header: &MessageHeader, range: Range<u64>) -> MessageHeader {
+    MessageHeader { ranges: std::iter::once(range).collect(), ..header.clone() }
 }
 
 impl Mpi {
     /// Sends a message of one range from device memory that the device has written.
-    fn send_device(&mut self, hop: &MessageHeader, buffer: CudaBuffer) -> Result<()> {
+    fn send_device(&mut self, header: &MessageHeader, buffer: CudaBuffer) -> Result<()> {
         self.check_alive()?;
         self.enter()?;
-        let range = contiguous(&hop.ranges).unwrap_or(0..0);
-        self.start_contiguous_send(hop, MessageBuffer::Device(buffer), range)
+        let range = contiguous(&header.ranges).unwrap_or(0..0);
+        self.start_contiguous_send(header, MessageBuffer::Device(buffer), range)
             .inspect_err(|error| self.fail(error))
     }
 
     /// Receives a message of one range into device memory that the device does not use.
-    fn receive_device(&mut self, hop: MessageHeader, buffer: CudaBuffer) -> Result<()> {
+    fn receive_device(&mut self, header: MessageHeader, buffer: CudaBuffer) -> Result<()> {
         self.check_alive()?;
         self.enter()?;
         let request =
-            ReceiveRequest { hop: &hop, size: buffer.len(), is_shared: buffer.is_shared() };
+            ReceiveRequest { header: &header, size: buffer.len(), is_shared: buffer.is_shared() };
         self.check_receives(std::iter::once(request))?;
-        self.start(&[], vec![(hop, MessageBuffer::Device(buffer))])
+        self.start(&[], vec![(header, MessageBuffer::Device(buffer))])
             .inspect_err(|error| self.fail(error))
     }
 
-    fn take_device(&mut self, hop: &MessageHeader) -> Result<Option<CudaBuffer>> {
-        Ok(match self.take_buffer(hop)? {
+    fn take_device(&mut self, header: &MessageHeader) -> Result<Option<CudaBuffer>> {
+        Ok(match self.take_buffer(header)? {
             Some(MessageBuffer::Device(buffer)) => Some(buffer),
             _ => None,
         })
@@ -261,19 +262,19 @@ impl<S: Space<Buffer = CudaBuffer, Event = Event>> Transport<S> for DeviceMpi {
         self.remember(moved)
     }
 
-    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<S>>> {
+    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<S>>> {
         self.check_alive()?;
-        let same = |other: &MessageHeader| is_same_message(other, hop);
+        let same = |other: &MessageHeader| is_same_message(other, header);
         if let Some(index) = self.arrived.iter().position(|(other, ..)| same(other)) {
             let (_, buffer, ready) = self.arrived.swap_remove(index);
             return Ok(Some(Arrived { buffer, ready }));
         }
         let posted = self.waiting.iter().map(|waiting| &waiting.receive).chain(&self.receives);
-        if posted.map(|receive| &receive.hop).any(same) {
+        if posted.map(|receive| &receive.header).any(same) {
             return Ok(None);
         }
-        let got = format!("{:?} {} from rank {}", hop.channel, hop.tag, hop.peer);
-        Err(Error::invalid("hop", got, "a receive that was posted and not yet taken"))
+        let got = format!("{:?} {} from rank {}", header.channel, header.tag, header.peer);
+        Err(Error::invalid("header", got, "a receive that was posted and not yet taken"))
     }
 
     fn pending(&self) -> bool {

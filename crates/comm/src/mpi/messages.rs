@@ -42,7 +42,7 @@ impl MessageKind {
 
 /// A receive that was posted and not yet taken.
 pub(super) struct PostedReceive {
-    pub(super) hop: MessageHeader,
+    pub(super) header: MessageHeader,
     /// The buffer that was posted; `None` while MPI writes to it.
     pub(super) buffer: Option<MessageBuffer>,
     pub(super) stage: ReceiveStage,
@@ -63,7 +63,7 @@ pub(super) enum ReceiveStage {
 
 impl PostedReceive {
     pub(super) fn is_for(&self, peer: usize, channel: Channel, tag: u64) -> bool {
-        (self.hop.peer, self.hop.channel, self.hop.tag) == (peer, channel, tag)
+        (self.header.peer, self.header.channel, self.header.tag) == (peer, channel, tag)
     }
 }
 

@@ -138,8 +138,8 @@ impl Transport<Host> for Progress {
         self.cell.lock().progress(patience)
     }
 
-    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<Host>>> {
-        self.cell.lock().take(hop)
+    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
+        self.cell.lock().take(header)
     }
 
     fn pending(&self) -> bool {

@@ -181,9 +181,9 @@ impl Mpi {
                 (&mut receive.buffer, arrived)
             {
                 if let Some(into) = into.bytes_mut() {
-                    let from = 0..receive.hop.bytes();
+                    let from = 0..receive.header.bytes();
                     let from = std::slice::from_ref(&from);
-                    ranges::copy(staged.bytes(), from, into, &receive.hop.ranges);
+                    ranges::copy(staged.bytes(), from, into, &receive.header.ranges);
                 }
                 self.staging.give(staged);
             }
@@ -267,8 +267,8 @@ impl Mpi {
                 self.early.push(announcement);
                 return Ok(());
             }
-            let MessageHeader { step, .. } = self.receives[index].hop;
-            let want = self.receives[index].hop.bytes();
+            let MessageHeader { step, .. } = self.receives[index].header;
+            let want = self.receives[index].header.bytes();
             if bytes != want {
                 let what =
                     format!("message {channel:?} {tag} truncated: got {bytes} bytes, want {want}");
@@ -294,11 +294,12 @@ impl Mpi {
     /// the bandwidth, and all parts of a block would arrive at the end.
     fn follows_another(&self, announcement: &Announcement) -> bool {
         let Announcement { peer, channel, tag, .. } = *announcement;
-        let is_before =
-            |hop: &MessageHeader| (hop.peer, hop.channel) == (peer, channel) && hop.tag < tag;
+        let is_before = |header: &MessageHeader| {
+            (header.peer, header.channel) == (peer, channel) && header.tag < tag
+        };
         self.receives
             .iter()
-            .any(|receive| is_before(&receive.hop) && receive.stage != ReceiveStage::Arrived)
+            .any(|receive| is_before(&receive.header) && receive.stage != ReceiveStage::Arrived)
     }
 
     /// Matches early announcements with receives that were posted since, or that no longer follow
@@ -321,13 +322,13 @@ impl Mpi {
         let overdue = self.peers.is_overdue(departure);
         let is_missing = |receive: &&PostedReceive| match receive.stage {
             ReceiveStage::Posted => {
-                receive.hop.peer == peer
+                receive.header.peer == peer
                     && (overdue || !self.early.iter().any(|early| early.is_for(receive)))
             }
-            ReceiveStage::Direct | ReceiveStage::Staged => receive.hop.peer == peer && overdue,
+            ReceiveStage::Direct | ReceiveStage::Staged => receive.header.peer == peer && overdue,
             ReceiveStage::Arrived => false,
         };
-        let receive = self.receives.iter().find(is_missing).map(|receive| receive.hop.step);
+        let receive = self.receives.iter().find(is_missing).map(|receive| receive.header.step);
         let send = || self.peers[peer].oldest_send().filter(|_| overdue);
         // a rank that started an all-gather may leave while other ranks still forward its part
         let started = Some(departure.started);

@@ -27,9 +27,9 @@ impl Mpi {
         if self.settings.synchronous { Mode::Synchronous } else { Mode::Standard }
     }
 
-    const fn address(data: &Communicator, hop: &MessageHeader, piece: u64) -> Address {
-        let tag = hop.tag % window(data) * CHANNELS + frame::number(hop.channel);
-        Address { peer: hop.peer, tag, step: hop.step, piece }
+    const fn address(data: &Communicator, header: &MessageHeader, piece: u64) -> Address {
+        let tag = header.tag % window(data) * CHANNELS + frame::number(header.channel);
+        Address { peer: header.peer, tag, step: header.step, piece }
     }
 
     /// Checks the receives of a group, sorted by peer, channel and tag.
@@ -39,14 +39,14 @@ impl Mpi {
     ) -> Result<()> {
         let mut previous = None;
         for receive in receives {
-            let key = (receive.hop.peer, receive.hop.channel);
+            let key = (receive.header.peer, receive.header.channel);
             let last = previous
                 .filter(|&(of, _)| of == key)
                 .map(|(_, tag)| tag)
                 .or_else(|| self.last_tags.get(&key).copied());
             let checked = receive.check(self.ranks, last);
             checked.inspect_err(|error| self.fail(error))?;
-            previous = Some((key, receive.hop.tag));
+            previous = Some((key, receive.header.tag));
         }
         Ok(())
     }
@@ -54,10 +54,10 @@ impl Mpi {
     /// Starts the receive at `index`, whose message was announced with the right length and is sent
     /// in pieces of `piece` bytes.
     pub(super) fn begin_receive(&mut self, index: usize, piece: u64) -> Result<()> {
-        let hop = self.receives[index].hop.clone();
-        let address = Self::address(self.enter()?.0, &hop, piece);
-        let bytes = hop.bytes();
-        let (into, stage, range) = match contiguous(&hop.ranges) {
+        let header = self.receives[index].header.clone();
+        let address = Self::address(self.enter()?.0, &header, piece);
+        let bytes = header.bytes();
+        let (into, stage, range) = match contiguous(&header.ranges) {
             Some(range) => (self.receives[index].buffer.take(), ReceiveStage::Direct, range),
             None => {
                 let staged = MessageBuffer::Host(self.staging.take(bytes)?);
@@ -65,45 +65,49 @@ impl Mpi {
             }
         };
         self.receives[index].stage = stage;
-        let kind = MessageKind::DataReceive { peer: hop.peer, channel: hop.channel, tag: hop.tag };
+        let kind = MessageKind::DataReceive {
+            peer: header.peer,
+            channel: header.channel,
+            tag: header.tag,
+        };
         if let (Some(data), Some(into)) = (&self.data, into) {
             self.requests.receive(data, address, into, range, kind)?;
         }
         Ok(())
     }
 
-    fn start_send(&mut self, Outgoing { hop, buffer, .. }: &Outgoing<'_, Host>) -> Result<()> {
-        let (from, range) = match contiguous(&hop.ranges) {
+    fn start_send(&mut self, Outgoing { header, buffer, .. }: &Outgoing<'_, Host>) -> Result<()> {
+        let (from, range) = match contiguous(&header.ranges) {
             Some(range) => ((*buffer).clone(), range),
-            None => (self.pack(buffer, &hop.ranges, hop.bytes())?, 0..hop.bytes()),
+            None => (self.pack(buffer, &header.ranges, header.bytes())?, 0..header.bytes()),
         };
-        self.start_contiguous_send(hop, MessageBuffer::Host(from), range)
+        self.start_contiguous_send(header, MessageBuffer::Host(from), range)
     }
 
-    /// Announces and sends the message `hop`, whose bytes are `range` of `from`.
+    /// Announces and sends the message `header`, whose bytes are `range` of `from`.
     pub(super) fn start_contiguous_send(
         &mut self,
-        hop: &MessageHeader,
+        header: &MessageHeader,
         from: MessageBuffer,
         range: Range<u64>,
     ) -> Result<()> {
         let piece = self.settings.piece_bytes;
         let announcement = Frame::Announce {
-            channel: hop.channel,
-            tag: hop.tag,
-            step: hop.step as u64,
-            bytes: hop.bytes(),
+            channel: header.channel,
+            tag: header.tag,
+            step: header.step as u64,
+            bytes: header.bytes(),
             piece,
         };
-        let kind = MessageKind::FrameSend { peer: hop.peer };
-        self.send_frame(hop.peer, &announcement.encode()?, kind)?;
+        let kind = MessageKind::FrameSend { peer: header.peer };
+        self.send_frame(header.peer, &announcement.encode()?, kind)?;
         let mode = self.mode();
         let (data, _) = self.enter()?;
-        let address = Self::address(data, hop, piece);
-        self.step = hop.step;
-        self.bytes_sent += hop.bytes();
-        self.peers.begin_send(hop.peer, hop.step);
-        let kind = MessageKind::DataSend { peer: hop.peer, step: hop.step };
+        let address = Self::address(data, header, piece);
+        self.step = header.step;
+        self.bytes_sent += header.bytes();
+        self.peers.begin_send(header.peer, header.step);
+        let kind = MessageKind::DataSend { peer: header.peer, step: header.step };
         if let Some(data) = &self.data {
             self.requests.send(data, mode, address, from, range, kind)?;
         }
@@ -121,13 +125,19 @@ impl Mpi {
     }
 
     /// Takes the buffer of a posted receive, if it has arrived.
-    pub(super) fn take_buffer(&mut self, hop: &MessageHeader) -> Result<Option<MessageBuffer>> {
+    pub(super) fn take_buffer(&mut self, header: &MessageHeader) -> Result<Option<MessageBuffer>> {
         self.check_alive()?;
-        let Some(index) =
-            self.receives.iter().position(|receive| receive.is_for(hop.peer, hop.channel, hop.tag))
+        let Some(index) = self
+            .receives
+            .iter()
+            .position(|receive| receive.is_for(header.peer, header.channel, header.tag))
         else {
-            let got = format!("{:?} {} from rank {}", hop.channel, hop.tag, hop.peer);
-            return Err(Error::invalid("hop", got, "a receive that was posted and not yet taken"));
+            let got = format!("{:?} {} from rank {}", header.channel, header.tag, header.peer);
+            return Err(Error::invalid(
+                "header",
+                got,
+                "a receive that was posted and not yet taken",
+            ));
         };
         if self.receives[index].stage != ReceiveStage::Arrived {
             return Ok(None);
@@ -141,11 +151,11 @@ impl Mpi {
         sends: &[Outgoing<'_, Host>],
         receives: Vec<(MessageHeader, MessageBuffer)>,
     ) -> Result<()> {
-        for (hop, buffer) in receives {
-            self.step = hop.step;
-            self.last_tags.insert((hop.peer, hop.channel), hop.tag);
+        for (header, buffer) in receives {
+            self.step = header.step;
+            self.last_tags.insert((header.peer, header.channel), header.tag);
             let buffer = Some(buffer);
-            self.receives.push(PostedReceive { hop, buffer, stage: ReceiveStage::Posted });
+            self.receives.push(PostedReceive { header, buffer, stage: ReceiveStage::Posted });
         }
         self.match_early()?;
         sends.iter().try_for_each(|send| self.start_send(send))
@@ -154,7 +164,7 @@ impl Mpi {
 
 /// A receive that is to be posted.
 pub(super) struct ReceiveRequest<'a> {
-    pub(super) hop: &'a MessageHeader,
+    pub(super) header: &'a MessageHeader,
     /// Bytes of its buffer.
     pub(super) size: u64,
     /// True if its buffer has another owner.
@@ -164,8 +174,8 @@ pub(super) struct ReceiveRequest<'a> {
 impl ReceiveRequest<'_> {
     /// Checks this receive; `last` is the tag of the previous one from its peer on its channel.
     fn check(&self, ranks: usize, last: Option<u64>) -> Result<()> {
-        let &MessageHeader { peer, step, channel, tag, .. } = self.hop;
-        ranges::check(self.hop, ranks, self.size)?;
+        let &MessageHeader { peer, step, channel, tag, .. } = self.header;
+        ranges::check(self.header, ranks, self.size)?;
         if last.is_some_and(|last| tag <= last) {
             return Err(Error::Comm {
                 peer,
@@ -208,19 +218,20 @@ impl Transport<Host> for Mpi {
         self.check_alive()?;
         self.enter()?;
         for send in sends {
-            ranges::check(&send.hop, self.ranks, Host::size(send.buffer))?;
+            ranges::check(&send.header, self.ranks, Host::size(send.buffer))?;
         }
         // the caller may list the receives of a group in any order
-        receives
-            .sort_by_key(|incoming| (incoming.hop.peer, incoming.hop.channel, incoming.hop.tag));
-        self.check_receives(receives.iter().map(|Incoming { hop, buffer }| ReceiveRequest {
-            hop,
+        receives.sort_by_key(|incoming| {
+            (incoming.header.peer, incoming.header.channel, incoming.header.tag)
+        });
+        self.check_receives(receives.iter().map(|Incoming { header, buffer }| ReceiveRequest {
+            header,
             size: Host::size(buffer),
             is_shared: buffer.is_shared(),
         }))?;
         let receives = receives
             .drain(..)
-            .map(|Incoming { hop, buffer }| (hop, MessageBuffer::Host(buffer)))
+            .map(|Incoming { header, buffer }| (header, MessageBuffer::Host(buffer)))
             .collect();
         self.idle_since = Instant::now();
         self.start(sends, receives).inspect_err(|error| self.fail(error))
@@ -230,8 +241,8 @@ impl Transport<Host> for Mpi {
         self.wait(patience)
     }
 
-    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<Host>>> {
-        let taken = self.take_buffer(hop)?;
+    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
+        let taken = self.take_buffer(header)?;
         Ok(taken.and_then(MessageBuffer::into_host).map(|buffer| Arrived { buffer, ready: () }))
     }
 

@@ -13,7 +13,7 @@ use crate::cuda_gather::{self, DeviceStaging};
 
 /// A message and the caller's buffer of it.
 struct Side {
-    hop: MessageHeader,
+    header: MessageHeader,
     buffer: CudaBuffer,
 }
 
@@ -45,13 +45,13 @@ pub(super) struct GroupInFlight {
 type Arrivals = Vec<(MessageHeader, Arrived<CudaSpace>)>;
 
 /// Returns the sort key of a message. Both ends of a pair derive the same order from it.
-fn order(hop: &MessageHeader) -> (usize, annulus_core::Channel, u64) {
-    (hop.peer, hop.channel, hop.tag)
+fn order(header: &MessageHeader) -> (usize, annulus_core::Channel, u64) {
+    (header.peer, header.channel, header.tag)
 }
 
 /// Returns the offset of a message of one byte range in its buffer; `None` of several.
-fn contiguous_start(hop: &MessageHeader) -> Option<u64> {
-    match &*hop.ranges {
+fn contiguous_start(header: &MessageHeader) -> Option<u64> {
+    match &*header.ranges {
         [only] => Some(only.start),
         _ => None,
     }
@@ -67,17 +67,17 @@ pub(super) fn groups<S: Space<Buffer = CudaBuffer, Event = Event>>(
     receives: &mut Vec<Incoming<S>>,
 ) -> impl Iterator<Item = Group> {
     let mut groups: BTreeMap<u64, Group> = BTreeMap::new();
-    for Outgoing { hop, buffer, ready } in sends {
-        let group = groups.entry(hop.tag).or_default();
-        let side = Side { hop: hop.clone(), buffer: (*buffer).clone() };
+    for Outgoing { header, buffer, ready } in sends {
+        let group = groups.entry(header.tag).or_default();
+        let side = Side { header: header.clone(), buffer: (*buffer).clone() };
         group.sends.push(ReadySend { side, ready: (*ready).clone() });
     }
-    for Incoming { hop, buffer } in receives.drain(..) {
-        groups.entry(hop.tag).or_default().receives.push(Side { hop, buffer });
+    for Incoming { header, buffer } in receives.drain(..) {
+        groups.entry(header.tag).or_default().receives.push(Side { header, buffer });
     }
     groups.into_values().map(|mut group| {
-        group.sends.sort_by_key(|send| order(&send.side.hop));
-        group.receives.sort_by_key(|receive| order(&receive.hop));
+        group.sends.sort_by_key(|send| order(&send.side.header));
+        group.receives.sort_by_key(|receive| order(&receive.header));
         group
     })
 }
@@ -86,11 +86,11 @@ impl Group {
     /// Peer and step of the first message.
     pub(super) fn first(&self) -> Option<(usize, usize)> {
         let sends = self.sends.iter().map(|send| &send.side);
-        self.receives.iter().chain(sends).map(|side| (side.hop.peer, side.hop.step)).next()
+        self.receives.iter().chain(sends).map(|side| (side.header.peer, side.header.step)).next()
     }
 
     pub(super) fn receives(&self) -> impl Iterator<Item = &MessageHeader> {
-        self.receives.iter().map(|receive| &receive.hop)
+        self.receives.iter().map(|receive| &receive.header)
     }
 
     pub(super) fn sends(&self) -> bool {
@@ -107,33 +107,33 @@ impl Group {
         let (peer, step) = self.first().unwrap_or_default();
         let mut used = Vec::new();
         let mut outgoing = Vec::with_capacity(self.sends.len());
-        for ReadySend { side: Side { hop, buffer }, ready } in &self.sends {
+        for ReadySend { side: Side { header, buffer }, ready } in &self.sends {
             stream.wait_for(ready)?;
-            let address = match contiguous_start(hop) {
+            let address = match contiguous_start(header) {
                 Some(start) => buffer.address() + start,
                 None => {
-                    let staged = staging.take(hop.bytes(), stream)?;
-                    cuda_gather::gather(stream, hop, buffer, &staged)?;
+                    let staged = staging.take(header.bytes(), stream)?;
+                    cuda_gather::gather(stream, header, buffer, &staged)?;
                     let address = staged.address();
                     used.push(staged);
                     address
                 }
             };
-            outgoing.push(Transfer { address, bytes: hop.bytes(), peer: hop.peer });
+            outgoing.push(Transfer { address, bytes: header.bytes(), peer: header.peer });
         }
         let mut incoming = Vec::with_capacity(self.receives.len());
         let mut staged_receives = Vec::with_capacity(self.receives.len());
-        for Side { hop, buffer } in &self.receives {
+        for Side { header, buffer } in &self.receives {
             // after work that was enqueued on it earlier
             buffer.wait_on(stream)?;
-            let (address, staged) = match contiguous_start(hop) {
+            let (address, staged) = match contiguous_start(header) {
                 Some(start) => (buffer.address() + start, None),
                 None => {
-                    let staged = staging.take(hop.bytes(), stream)?;
+                    let staged = staging.take(header.bytes(), stream)?;
                     (staged.address(), Some(staged))
                 }
             };
-            incoming.push(Transfer { address, bytes: hop.bytes(), peer: hop.peer });
+            incoming.push(Transfer { address, bytes: header.bytes(), peer: header.peer });
             staged_receives.push(staged);
         }
         // both sides of an empty message leave it out
@@ -155,11 +155,15 @@ impl Group {
 
 impl GroupInFlight {
     pub(super) fn first(&self) -> Option<(usize, usize)> {
-        self.receives.iter().chain(&self.sends).map(|side| (side.hop.peer, side.hop.step)).next()
+        self.receives
+            .iter()
+            .chain(&self.sends)
+            .map(|side| (side.header.peer, side.header.step))
+            .next()
     }
 
     pub(super) fn receives(&self) -> impl Iterator<Item = &MessageHeader> {
-        self.receives.iter().map(|receive| &receive.hop)
+        self.receives.iter().map(|receive| &receive.header)
     }
 
     pub(super) fn sends(&self) -> bool {
@@ -168,9 +172,9 @@ impl GroupInFlight {
 
     /// Records the event of a group that NCCL has accepted: later work in the stream runs after it.
     pub(super) fn mark(&mut self, stream: &Stream, staging: &mut DeviceStaging) -> Result<()> {
-        for (Side { hop, buffer }, staged) in self.receives.iter().zip(&mut self.staged) {
+        for (Side { header, buffer }, staged) in self.receives.iter().zip(&mut self.staged) {
             if let Some(staged) = staged.take() {
-                cuda_gather::scatter(stream, hop, buffer, &staged)?;
+                cuda_gather::scatter(stream, header, buffer, &staged)?;
                 staging.give(staged);
             }
         }
@@ -191,7 +195,7 @@ impl GroupInFlight {
             return Ok(None);
         }
         let ready = done.clone();
-        let arrive = |Side { hop, buffer }| (hop, Arrived { buffer, ready: ready.clone() });
+        let arrive = |Side { header, buffer }| (header, Arrived { buffer, ready: ready.clone() });
         Ok(Some(self.receives.drain(..).map(arrive).collect()))
     }
 }

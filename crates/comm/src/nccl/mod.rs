@@ -303,17 +303,17 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
 
     fn post(&mut self, sends: &[Outgoing<'_, S>], receives: &mut Vec<Incoming<S>>) -> Result<()> {
         self.check_alive()?;
-        let hops = sends
+        let headers = sends
             .iter()
-            .map(|send| (&send.hop, send.buffer))
-            .chain(receives.iter().map(|receive| (&receive.hop, &receive.buffer)));
-        for (hop, buffer) in hops {
-            ranges::check(hop, self.inner.ranks(), buffer.len())?;
-            if hop.peer == self.inner.rank() {
-                return Err(Error::invalid("hop.peer", hop.peer, "another rank"));
+            .map(|send| (&send.header, send.buffer))
+            .chain(receives.iter().map(|receive| (&receive.header, &receive.buffer)));
+        for (header, buffer) in headers {
+            ranges::check(header, self.inner.ranks(), buffer.len())?;
+            if header.peer == self.inner.rank() {
+                return Err(Error::invalid("header.peer", header.peer, "another rank"));
             }
         }
-        self.bytes_sent += sends.iter().map(|send| send.hop.bytes()).sum::<u64>();
+        self.bytes_sent += sends.iter().map(|send| send.header.bytes()).sum::<u64>();
         self.posted.extend(group::groups(sends, receives));
         let pumped = self.pump();
         self.remember(pumped)
@@ -330,9 +330,9 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
         self.remember(pumped)
     }
 
-    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<S>>> {
+    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<S>>> {
         self.check_alive()?;
-        let same = |other: &MessageHeader| is_same_message(other, hop);
+        let same = |other: &MessageHeader| is_same_message(other, header);
         if let Some(index) = self.arrived.iter().position(|(other, _)| same(other)) {
             let (_, Arrived { buffer, ready }) = self.arrived.swap_remove(index);
             return Ok(Some(Arrived { buffer, ready }));
@@ -344,8 +344,8 @@ impl<T: Transport<Host>, S: Space<Buffer = CudaBuffer, Event = Event>> Transport
         {
             return Ok(None);
         }
-        let got = format!("{:?} {} from rank {}", hop.channel, hop.tag, hop.peer);
-        Err(Error::invalid("hop", got, "a receive that was posted and not yet taken"))
+        let got = format!("{:?} {} from rank {}", header.channel, header.tag, header.peer);
+        Err(Error::invalid("header", got, "a receive that was posted and not yet taken"))
     }
 
     fn pending(&self) -> bool {

@@ -54,23 +54,25 @@ impl<'a, S: Space> InFlight<'a, S> {
         if transfers.sends.is_empty() && transfers.receives.is_empty() {
             return Ok(());
         }
-        let tagged =
-            |hop: &MessageHeader| MessageHeader { tag: hop.tag + self.first_tag, ..hop.clone() };
-        for hop in &transfers.receives {
-            let buffer = take_buffer(hop)?;
-            let hop = tagged(hop);
-            self.expected.push(hop.clone());
-            self.incoming.push(Incoming { hop, buffer });
+        let tagged = |header: &MessageHeader| MessageHeader {
+            tag: header.tag + self.first_tag,
+            ..header.clone()
+        };
+        for header in &transfers.receives {
+            let buffer = take_buffer(header)?;
+            let header = tagged(header);
+            self.expected.push(header.clone());
+            self.incoming.push(Incoming { header, buffer });
         }
         let mut sends = Vec::with_capacity(transfers.sends.len());
-        for hop in &transfers.sends {
+        for header in &transfers.sends {
             let Some((buffer, ready)) = source else {
                 return Err(Error::internal(format!(
                     "nothing to send to rank {} in step {}",
-                    hop.peer, hop.step
+                    header.peer, header.step
                 )));
             };
-            sends.push(Outgoing { hop: tagged(hop), buffer, ready });
+            sends.push(Outgoing { header: tagged(header), buffer, ready });
         }
         self.transport.post(&sends, &mut self.incoming)
     }
@@ -104,14 +106,14 @@ impl<'a, S: Space> InFlight<'a, S> {
         span!("wait");
         self.check()?;
         self.transport.control().heartbeat(true);
-        let Some(hop) = self.expected.first() else {
+        let Some(header) = self.expected.first() else {
             return Err(Error::internal("the schedule waits for a message that was not posted"));
         };
         let start = Instant::now();
         let mut patience = Duration::ZERO;
         let arrived = loop {
             self.transport.progress(patience)?;
-            if let Some(arrived) = self.transport.take(hop)? {
+            if let Some(arrived) = self.transport.take(header)? {
                 break arrived;
             }
             patience = PATIENCE;
@@ -132,10 +134,10 @@ impl<'a, S: Space> InFlight<'a, S> {
         let mut patience = Duration::ZERO;
         loop {
             self.transport.progress(patience)?;
-            for (hop, slot) in
+            for (header, slot) in
                 self.expected.iter().zip(&mut arrived).filter(|(_, slot)| slot.is_none())
             {
-                *slot = self.transport.take(hop)?;
+                *slot = self.transport.take(header)?;
             }
             if arrived.iter().all(Option::is_some) && !self.transport.pending() {
                 break;

@@ -97,14 +97,14 @@ pub struct Threads {
 }
 
 struct PostedReceive {
-    hop: MessageHeader,
+    header: MessageHeader,
     buffer: HostBuffer,
     arrived: bool,
 }
 
 impl PostedReceive {
     fn is_for(&self, peer: usize, channel: Channel, tag: u64) -> bool {
-        (self.hop.peer, self.hop.channel, self.hop.tag) == (peer, channel, tag)
+        (self.header.peer, self.header.channel, self.header.tag) == (peer, channel, tag)
     }
 }
 
@@ -153,42 +153,43 @@ impl Transport<Host> for Threads {
             return Err(error.clone());
         }
         for send in sends {
-            ranges::check(&send.hop, self.mailboxes.ranks(), Host::size(send.buffer))?;
+            ranges::check(&send.header, self.mailboxes.ranks(), Host::size(send.buffer))?;
         }
         // the caller may list the receives of a group in any order
-        receives
-            .sort_by_key(|incoming| (incoming.hop.peer, incoming.hop.channel, incoming.hop.tag));
+        receives.sort_by_key(|incoming| {
+            (incoming.header.peer, incoming.header.channel, incoming.header.tag)
+        });
         let mut previous = None;
         for incoming in receives.iter() {
-            let key = (incoming.hop.peer, incoming.hop.channel);
+            let key = (incoming.header.peer, incoming.header.channel);
             let last = previous
                 .filter(|&(of, _)| of == key)
                 .map(|(_, tag)| tag)
                 .or_else(|| self.last_tags.get(&key).copied());
             let checked = self.check_receive(incoming, last);
             checked.inspect_err(|error| self.fail(error))?;
-            previous = Some((key, incoming.hop.tag));
+            previous = Some((key, incoming.header.tag));
         }
-        for Incoming { hop, buffer } in receives.drain(..) {
-            self.step = hop.step;
-            self.last_tags.insert((hop.peer, hop.channel), hop.tag);
-            self.receives.push(PostedReceive { hop, buffer, arrived: false });
+        for Incoming { header, buffer } in receives.drain(..) {
+            self.step = header.step;
+            self.last_tags.insert((header.peer, header.channel), header.tag);
+            self.receives.push(PostedReceive { header, buffer, arrived: false });
         }
-        for Outgoing { hop, buffer, .. } in sends {
-            self.step = hop.step;
-            self.bytes_sent += hop.bytes();
-            self.sends[hop.peer].posted += 1;
-            self.sends[hop.peer].steps.push_back(hop.step);
-            let MessageHeader { channel, tag, step, .. } = *hop;
+        for Outgoing { header, buffer, .. } in sends {
+            self.step = header.step;
+            self.bytes_sent += header.bytes();
+            self.sends[header.peer].posted += 1;
+            self.sends[header.peer].steps.push_back(header.step);
+            let MessageHeader { channel, tag, step, .. } = *header;
             let data = Data {
                 from: self.rank,
                 channel,
                 tag,
                 step,
-                ranges: Arc::clone(&hop.ranges),
+                ranges: Arc::clone(&header.ranges),
                 buffer: (*buffer).clone(),
             };
-            self.dispatch(hop.peer, Envelope::Data(data));
+            self.dispatch(header.peer, Envelope::Data(data));
         }
         Ok(())
     }
@@ -212,15 +213,21 @@ impl Transport<Host> for Threads {
         self.pump().map(drop)
     }
 
-    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<Host>>> {
+    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
-        let Some(index) =
-            self.receives.iter().position(|receive| receive.is_for(hop.peer, hop.channel, hop.tag))
+        let Some(index) = self
+            .receives
+            .iter()
+            .position(|receive| receive.is_for(header.peer, header.channel, header.tag))
         else {
-            let got = format!("{:?} {} from rank {}", hop.channel, hop.tag, hop.peer);
-            return Err(Error::invalid("hop", got, "a receive that was posted and not yet taken"));
+            let got = format!("{:?} {} from rank {}", header.channel, header.tag, header.peer);
+            return Err(Error::invalid(
+                "header",
+                got,
+                "a receive that was posted and not yet taken",
+            ));
         };
         if !self.receives[index].arrived {
             return Ok(None);

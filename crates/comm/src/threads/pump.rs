@@ -150,14 +150,14 @@ impl Threads {
     /// Copies a message to the buffer of receive number `receive`, and releases the sender's
     /// buffer.
     fn deliver(&mut self, receive: usize, data: Data) -> Result<()> {
-        let PostedReceive { hop, buffer, arrived } = &mut self.receives[receive];
-        let MessageHeader { peer, step, .. } = *hop;
+        let PostedReceive { header, buffer, arrived } = &mut self.receives[receive];
+        let MessageHeader { peer, step, .. } = *header;
         let got = data.bytes();
-        let want = hop.bytes();
+        let want = header.bytes();
         if got != want {
             let what = format!(
                 "message {:?} {} truncated: got {got} bytes, want {want}",
-                hop.channel, hop.tag
+                header.channel, header.tag
             );
             return Err(Error::Comm { peer, step, what });
         }
@@ -168,7 +168,7 @@ impl Threads {
                 what: "the buffer of a posted receive is in use".to_owned(),
             });
         };
-        ranges::copy(data.buffer.bytes(), &data.ranges, bytes, &hop.ranges);
+        ranges::copy(data.buffer.bytes(), &data.ranges, bytes, &header.ranges);
         *arrived = true;
         drop(data);
         self.mailboxes.count_consumed(peer, self.rank);
@@ -196,8 +196,8 @@ impl Threads {
             return None;
         }
         let receive =
-            self.receives.iter().find(|receive| receive.hop.peer == peer && !receive.arrived);
-        let receive = receive.map(|receive| receive.hop.step);
+            self.receives.iter().find(|receive| receive.header.peer == peer && !receive.arrived);
+        let receive = receive.map(|receive| receive.header.step);
         let send = || self.sends[peer].steps.front().copied();
         let misses = |all_gather: &AllGather| {
             all_gather.parts[self.rank].is_some() && all_gather.parts[peer].is_none()
@@ -215,8 +215,8 @@ impl Threads {
     /// Checks a receive before it is posted; `last` is the tag of the previous one from its peer on
     /// its channel.
     pub(super) fn check_receive(&self, incoming: &Incoming<Host>, last: Option<u64>) -> Result<()> {
-        let MessageHeader { peer, step, channel, tag, .. } = incoming.hop;
-        ranges::check(&incoming.hop, self.mailboxes.ranks(), Host::size(&incoming.buffer))?;
+        let MessageHeader { peer, step, channel, tag, .. } = incoming.header;
+        ranges::check(&incoming.header, self.mailboxes.ranks(), Host::size(&incoming.buffer))?;
         if last.is_some_and(|last| tag <= last) {
             return Err(Error::Comm {
                 peer,

@@ -69,7 +69,12 @@ pub(crate) fn watched(body: impl FnOnce() + Send + 'static) {
     handle.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
 }
 
-pub(crate) fn hop(peer: usize, channel: Channel, tag: u64, ranges: &[Range<u64>]) -> MessageHeader {
+pub(crate) fn header(
+    peer: usize,
+    channel: Channel,
+    tag: u64,
+    ranges: &[Range<u64>],
+) -> MessageHeader {
     MessageHeader { peer, channel, tag, step: usize::try_from(tag).unwrap(), ranges: ranges.into() }
 }
 
@@ -81,28 +86,30 @@ pub(crate) fn buffer(bytes: &[u8]) -> HostBuffer {
 
 pub(crate) fn send(
     transport: &mut dyn Transport<Host>,
-    hop: MessageHeader,
+    header: MessageHeader,
     buffer: &HostBuffer,
 ) -> Result<()> {
-    transport.post(&[Outgoing { hop, buffer, ready: &() }], &mut Vec::new())
+    transport.post(&[Outgoing { header, buffer, ready: &() }], &mut Vec::new())
 }
 
 pub(crate) fn receive(
     transport: &mut dyn Transport<Host>,
-    hop: &MessageHeader,
+    header: &MessageHeader,
     bytes: u64,
 ) -> Result<()> {
-    transport
-        .post(&[], &mut vec![Incoming { hop: hop.clone(), buffer: HostBuffer::zeroed(bytes)? }])
+    transport.post(
+        &[],
+        &mut vec![Incoming { header: header.clone(), buffer: HostBuffer::zeroed(bytes)? }],
+    )
 }
 
 /// Progresses until the posted receive has arrived.
 pub(crate) fn wait_for(
     transport: &mut dyn Transport<Host>,
-    hop: &MessageHeader,
+    header: &MessageHeader,
 ) -> Result<HostBuffer> {
     loop {
-        if let Some(arrived) = transport.take(hop)? {
+        if let Some(arrived) = transport.take(header)? {
             return Ok(arrived.buffer);
         }
         transport.progress(Duration::from_millis(20))?;

@@ -31,7 +31,7 @@ fn a_deadline_below_a_second_is_refused() {
 fn wait_while(busy: Duration, tick: fn(&mut Deadline<Threads>)) -> Vec<Result<()>> {
     on_ring(3, bounded, move |mut endpoint| {
         let rank = endpoint.rank();
-        let message = |peer| hop(peer, Channel::Kv, 4, &[0..8]);
+        let message = |peer| header(peer, Channel::Kv, 4, &[0..8]);
         if rank == 0 {
             receive(&mut endpoint, &message(1), 8)?;
             wait_for(&mut endpoint, &message(1))?;
@@ -100,7 +100,7 @@ fn idle_time_before_a_call_does_not_count() {
 /// with it, and starts again `later` than rank 0, or only after that one has failed.
 fn stop_together(later: Option<Duration>) -> Vec<(Result<()>, Duration)> {
     on_ring(2, bounded, move |mut endpoint| {
-        let message = |peer| hop(peer, Channel::Kv, 4, &[0..8]);
+        let message = |peer| header(peer, Channel::Kv, 4, &[0..8]);
         let begin = |endpoint: &mut Deadline<Threads>| {
             if endpoint.rank() == 0 {
                 receive(endpoint, &message(1), 8)?;
@@ -142,7 +142,7 @@ fn a_rank_that_stays_silent_after_such_a_time_is_detected() {
 #[test]
 fn a_rank_that_polls_rarely_still_detects_a_silent_one() {
     let results = on_ring(2, bounded, |mut endpoint| {
-        let message = hop(1, Channel::Kv, 4, &[0..8]);
+        let message = header(1, Channel::Kv, 4, &[0..8]);
         if endpoint.rank() == 1 {
             thread::sleep(DEADLINE * 8);
             return (Ok(()), 0);

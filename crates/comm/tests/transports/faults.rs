@@ -39,18 +39,18 @@ fn try_relay(transport: &mut dyn Transport<Host>) -> Result<()> {
     let (next, previous) = ((rank + 1) % ranks, (rank + ranks - 1) % ranks);
     let mut block = buffer(&[u8::try_from(rank).unwrap(); 100]);
     for step in 0..ranks - 1 {
-        let hop = |peer| annulus_core::MessageHeader {
+        let header = |peer| annulus_core::MessageHeader {
             step,
-            ..hop(peer, Channel::Kv, step as u64, &[0..40, 60..100])
+            ..header(peer, Channel::Kv, step as u64, &[0..40, 60..100])
         };
-        let incoming = Incoming { hop: hop(previous), buffer: HostBuffer::zeroed(100)? };
+        let incoming = Incoming { header: header(previous), buffer: HostBuffer::zeroed(100)? };
         transport.post(
-            &[Outgoing { hop: hop(next), buffer: &block, ready: &() }],
+            &[Outgoing { header: header(next), buffer: &block, ready: &() }],
             &mut vec![incoming],
         )?;
         transport.heartbeat(true);
         transport.progress(Duration::ZERO)?;
-        block = wait_for(transport, &hop(previous))?;
+        block = wait_for(transport, &header(previous))?;
         assert_eq!(usize::from(block.bytes()[99]), (rank + ranks - step - 1) % ranks);
         drain(transport)?;
     }
@@ -234,11 +234,11 @@ fn without_a_checksum_corruption_is_undetected() {
         |endpoint| Fault::new(endpoint, 1, [Injection::Corrupt { send: 0 }]),
         |mut endpoint| {
             let peer = 1 - endpoint.rank();
-            let whole = hop(peer, Channel::FinalGrad, 1, &[0..64]);
+            let whole = header(peer, Channel::FinalGrad, 1, &[0..64]);
             let block = buffer(&[0; 64]);
             endpoint
                 .post(
-                    &[Outgoing { hop: whole.clone(), buffer: &block, ready: &() }],
+                    &[Outgoing { header: whole.clone(), buffer: &block, ready: &() }],
                     &mut Vec::new(),
                 )
                 .unwrap();

@@ -94,7 +94,7 @@ fn verify(message: &Message, buffer: &HostBuffer) {
 /// posted before, after or with its sends, and in which order they are posted and taken.
 pub(crate) fn play(transport: &mut dyn Transport<Host>, groups: &[Vec<Message>], order: u64) {
     let rank = transport.control().rank();
-    let hop = |message: &Message, peer, side: usize| MessageHeader {
+    let header = |message: &Message, peer, side: usize| MessageHeader {
         peer,
         channel: message.channel,
         tag: message.tag,
@@ -119,15 +119,15 @@ pub(crate) fn play(transport: &mut dyn Transport<Host>, groups: &[Vec<Message>],
         let sends: Vec<_> = outgoing
             .iter()
             .map(|(message, buffer)| Outgoing {
-                hop: hop(message, message.to, 0),
+                header: header(message, message.to, 0),
                 buffer,
                 ready: &(),
             })
             .collect();
         let receive = |message: &&Message| {
-            let hop = hop(message, message.from, 1);
-            let size = hop.ranges.last().map_or(0, |range| range.end);
-            Incoming { hop, buffer: HostBuffer::zeroed(size).unwrap() }
+            let header = header(message, message.from, 1);
+            let size = header.ranges.last().map_or(0, |range| range.end);
+            Incoming { header, buffer: HostBuffer::zeroed(size).unwrap() }
         };
         let mut receives: Vec<_> = incoming.iter().map(receive).collect();
         match shuffle >> 2 & 3 {
@@ -139,7 +139,7 @@ pub(crate) fn play(transport: &mut dyn Transport<Host>, groups: &[Vec<Message>],
             _ => {
                 transport.post(&[], &mut receives).unwrap();
                 sends.iter().for_each(|send| {
-                    let send = Outgoing { hop: send.hop.clone(), ..*send };
+                    let send = Outgoing { header: send.header.clone(), ..*send };
                     transport.post(&[send], &mut Vec::new()).unwrap();
                 });
             }
@@ -149,7 +149,7 @@ pub(crate) fn play(transport: &mut dyn Transport<Host>, groups: &[Vec<Message>],
             incoming.reverse();
         }
         for message in incoming {
-            verify(message, &wait_for(transport, &hop(message, message.from, 1)).unwrap());
+            verify(message, &wait_for(transport, &header(message, message.from, 1)).unwrap());
         }
         if shuffle & 32 == 32 {
             drain(transport).unwrap();

@@ -131,9 +131,9 @@ fn staged(endpoint: Threads, polls: u32) -> Staged<Threads, Mock> {
     Staged::new(endpoint, Queue { polls, ..Queue::default() })
 }
 
-fn wait(transport: &mut dyn Transport<Mock>, hop: &MessageHeader) -> Result<Arrived<Mock>> {
+fn wait(transport: &mut dyn Transport<Mock>, header: &MessageHeader) -> Result<Arrived<Mock>> {
     loop {
-        match transport.take(hop)? {
+        match transport.take(header)? {
             Some(arrived) => return Ok(arrived),
             None => transport.progress(Duration::from_millis(20))?,
         }
@@ -155,12 +155,12 @@ fn blocks_circulate_through_device_memory() {
             let mut block = MockBuffer::new(vec![u8::try_from(rank).unwrap(); 30]);
             for step in 0..ranks - 1 {
                 let tag = step as u64;
-                let to = hop(next, Channel::Kv, tag, &[0..10, 20..30]);
-                let from = hop(previous, Channel::Kv, tag, &[5..25]);
+                let to = header(next, Channel::Kv, tag, &[0..10, 20..30]);
+                let from = header(previous, Channel::Kv, tag, &[5..25]);
                 let mut receives =
-                    vec![Incoming { hop: from.clone(), buffer: MockBuffer::new(vec![0; 30]) }];
+                    vec![Incoming { header: from.clone(), buffer: MockBuffer::new(vec![0; 30]) }];
                 endpoint
-                    .post(&[Outgoing { hop: to, buffer: &block, ready: &77 }], &mut receives)
+                    .post(&[Outgoing { header: to, buffer: &block, ready: &77 }], &mut receives)
                     .unwrap();
                 assert!(endpoint.pending());
                 let arrived = wait(&mut endpoint, &from).unwrap();
@@ -188,7 +188,11 @@ fn no_call_blocks_on_a_copy_that_never_ends() {
         let mut a = staged(a, u32::MAX);
         let block = MockBuffer::new(vec![1; 8]);
         a.post(
-            &[Outgoing { hop: hop(1, Channel::FinalGrad, 1, &[0..8]), buffer: &block, ready: &77 }],
+            &[Outgoing {
+                header: header(1, Channel::FinalGrad, 1, &[0..8]),
+                buffer: &block,
+                ready: &77,
+            }],
             &mut Vec::new(),
         )
         .unwrap();
@@ -207,7 +211,7 @@ fn the_error_of_a_broken_device_is_permanent() {
             Staged::new(a, Queue { polls: 3, enqueued: 0, broken: true });
         let block = MockBuffer::new(vec![1; 8]);
         let outgoing = |peer| Outgoing {
-            hop: hop(peer, Channel::FinalGrad, 1, &[0..8]),
+            header: header(peer, Channel::FinalGrad, 1, &[0..8]),
             buffer: &block,
             ready: &77,
         };
@@ -219,6 +223,6 @@ fn the_error_of_a_broken_device_is_permanent() {
         let error = Transport::<Mock>::progress(&mut a, Duration::ZERO).unwrap_err();
         assert_eq!(error, Error::Device { what: "the queue broke".into() });
         assert_eq!(a.post(&[], &mut Vec::new()).unwrap_err(), error);
-        assert_eq!(a.take(&hop(1, Channel::FinalGrad, 1, &[])).unwrap_err(), error);
+        assert_eq!(a.take(&header(1, Channel::FinalGrad, 1, &[])).unwrap_err(), error);
     });
 }

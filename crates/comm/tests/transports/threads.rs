@@ -20,19 +20,19 @@ fn a_send_completes_once_received_and_frees_its_buffer() {
     watched(|| {
         let (mut a, mut b) = pair();
         let mut block = buffer(&[1, 2, 3, 4, 5]);
-        send(&mut a, hop(1, Kv, 1, &[3..5, 0..1]), &block).unwrap();
+        send(&mut a, header(1, Kv, 1, &[3..5, 0..1]), &block).unwrap();
         assert!(a.pending() && block.bytes_mut().is_none());
-        let hop = hop(0, Kv, 1, &[1..4]);
+        let header = header(0, Kv, 1, &[1..4]);
         b.progress(Duration::ZERO).unwrap();
         assert!(a.pending(), "its receive is not posted yet");
-        receive(&mut b, &hop, 4).unwrap();
-        assert!(b.take(&hop).unwrap().is_none());
+        receive(&mut b, &header, 4).unwrap();
+        assert!(b.take(&header).unwrap().is_none());
         b.progress(Duration::ZERO).unwrap();
         assert!(!a.pending() && block.bytes_mut().is_some());
-        assert_eq!(b.take(&hop).unwrap().unwrap().buffer.bytes(), [0, 4, 5, 1]);
+        assert_eq!(b.take(&header).unwrap().unwrap().buffer.bytes(), [0, 4, 5, 1]);
         assert_eq!((a.bytes_sent(), b.bytes_sent()), (3, 0));
         assert_eq!(
-            b.take(&hop).unwrap_err().code(),
+            b.take(&header).unwrap_err().code(),
             Error::invalid("", "", "").code(),
             "a receive is taken once"
         );
@@ -47,12 +47,12 @@ fn a_message_and_a_receipt_end_a_wait() {
         let started = Instant::now();
         let sender = thread::spawn(move || {
             thread::sleep(Duration::from_millis(30));
-            send(&mut a, hop(1, Kv, 1, &[0..4]), &buffer(&[1, 2, 3, 4])).unwrap();
+            send(&mut a, header(1, Kv, 1, &[0..4]), &buffer(&[1, 2, 3, 4])).unwrap();
             while a.pending() {
                 a.progress(patience).unwrap();
             }
         });
-        let wanted = hop(0, Kv, 1, &[0..4]);
+        let wanted = header(0, Kv, 1, &[0..4]);
         b.progress(patience).unwrap();
         thread::sleep(Duration::from_millis(30));
         receive(&mut b, &wanted, 4).unwrap();
@@ -69,8 +69,8 @@ fn a_message_and_a_receipt_end_a_wait() {
 fn a_message_of_another_length_is_an_error() {
     watched(|| {
         let (mut a, mut b) = pair();
-        send(&mut a, hop(1, PartialGrad, 7, &[0..3]), &buffer(&[0; 3])).unwrap();
-        receive(&mut b, &hop(0, PartialGrad, 7, &[0..4]), 4).unwrap();
+        send(&mut a, header(1, PartialGrad, 7, &[0..3]), &buffer(&[0; 3])).unwrap();
+        receive(&mut b, &header(0, PartialGrad, 7, &[0..4]), 4).unwrap();
         let error = b.progress(Duration::ZERO).unwrap_err();
         assert_eq!(
             error,
@@ -91,10 +91,10 @@ fn a_duplicate_message_is_an_error() {
         for taken in [false, true] {
             let (mut a, mut b) = pair();
             for _ in 0..2 {
-                send(&mut a, hop(1, FinalGrad, 3, &[0..1]), &buffer(&[9])).unwrap();
+                send(&mut a, header(1, FinalGrad, 3, &[0..1]), &buffer(&[9])).unwrap();
             }
             if taken {
-                receive(&mut b, &hop(0, FinalGrad, 3, &[0..1]), 1).unwrap();
+                receive(&mut b, &header(0, FinalGrad, 3, &[0..1]), 1).unwrap();
             }
             let error = b.progress(Duration::ZERO).unwrap_err();
             assert_eq!(
@@ -114,12 +114,12 @@ fn invalid_messages_are_refused_without_effect() {
             Error::InvalidArgument { argument, .. } => argument,
             other => panic!("{other}"),
         };
-        assert_eq!(refusal(send(&mut a, hop(2, Kv, 1, &[0..8]), &block)), "hop.peer");
-        assert_eq!(refusal(send(&mut a, hop(1, Kv, 1, &[0..9]), &block)), "hop.ranges");
+        assert_eq!(refusal(send(&mut a, header(2, Kv, 1, &[0..8]), &block)), "header.peer");
+        assert_eq!(refusal(send(&mut a, header(1, Kv, 1, &[0..9]), &block)), "header.ranges");
         let backwards = std::ops::Range { start: 3, end: 2 };
-        assert_eq!(refusal(send(&mut a, hop(1, Kv, 1, &[backwards]), &block)), "hop.ranges");
-        assert_eq!(refusal(receive(&mut a, &hop(1, Kv, 1, &[7..9]), 8)), "hop.ranges");
-        assert_eq!(refusal(a.take(&hop(1, Kv, 1, &[])).map(drop)), "hop");
+        assert_eq!(refusal(send(&mut a, header(1, Kv, 1, &[backwards]), &block)), "header.ranges");
+        assert_eq!(refusal(receive(&mut a, &header(1, Kv, 1, &[7..9]), 8)), "header.ranges");
+        assert_eq!(refusal(a.take(&header(1, Kv, 1, &[])).map(drop)), "header");
         assert_eq!(refusal(a.try_all_gather(1).map(drop)), "round");
         assert!(!a.pending());
         assert_eq!(a.bytes_sent(), 0);
@@ -132,7 +132,7 @@ fn tags_of_receives_grow_and_a_group_may_be_posted_in_any_order() {
     watched(|| {
         let (mut a, _b) = pair();
         let incoming = |tag| Incoming::<Host> {
-            hop: hop(1, Kv, tag, &[]),
+            header: header(1, Kv, tag, &[]),
             buffer: HostBuffer::zeroed(0).unwrap(),
         };
         a.post(&[], &mut vec![incoming(5), incoming(3)]).unwrap();
@@ -153,7 +153,8 @@ fn a_receive_needs_a_buffer_of_its_own() {
     watched(|| {
         let (mut a, _b) = pair();
         let buffer = HostBuffer::zeroed(4).unwrap();
-        let mut receives = vec![Incoming { hop: hop(1, Kv, 1, &[0..4]), buffer: buffer.clone() }];
+        let mut receives =
+            vec![Incoming { header: header(1, Kv, 1, &[0..4]), buffer: buffer.clone() }];
         assert!(matches!(a.post(&[], &mut receives), Err(Error::Comm { peer: 1, .. })));
         drop(buffer);
     });
@@ -163,7 +164,7 @@ fn a_receive_needs_a_buffer_of_its_own() {
 fn a_peer_that_left_is_lost_only_for_ranks_that_wait_for_it() {
     watched(|| {
         let (mut a, mut b) = pair();
-        send(&mut a, hop(1, Kv, 1, &[0..1]), &buffer(&[7])).unwrap();
+        send(&mut a, header(1, Kv, 1, &[0..1]), &buffer(&[7])).unwrap();
         a.start_all_gather(1, &[1]).unwrap();
         b.start_all_gather(1, &[2]).unwrap();
         b.progress(Duration::ZERO).unwrap();
@@ -171,12 +172,12 @@ fn a_peer_that_left_is_lost_only_for_ranks_that_wait_for_it() {
         assert_eq!(a.try_all_gather(1).unwrap().unwrap(), [[1], [2]]);
         drop(a);
         // a message that it sent before it left still arrives
-        let wanted = hop(0, Kv, 1, &[0..1]);
+        let wanted = header(0, Kv, 1, &[0..1]);
         receive(&mut b, &wanted, 1).unwrap();
         assert_eq!(wait_for(&mut b, &wanted).unwrap().bytes(), [7]);
         assert_eq!(b.try_all_gather(1).unwrap().unwrap(), [[1], [2]]);
         b.progress(Duration::from_millis(1)).unwrap();
-        receive(&mut b, &hop(0, Kv, 2, &[0..1]), 1).unwrap();
+        receive(&mut b, &header(0, Kv, 2, &[0..1]), 1).unwrap();
         assert_eq!(
             b.progress(Duration::from_secs(9)).unwrap_err(),
             Error::PeerLost { peer: 0, step: 2 }
@@ -188,7 +189,7 @@ fn a_peer_that_left_is_lost_only_for_ranks_that_wait_for_it() {
 fn a_lost_receiver_or_all_gather_member_is_an_error() {
     watched(|| {
         let (mut a, b) = pair();
-        send(&mut a, hop(1, Kv, 6, &[0..1]), &buffer(&[7])).unwrap();
+        send(&mut a, header(1, Kv, 6, &[0..1]), &buffer(&[7])).unwrap();
         let loss = thread::spawn(move || wait_for_error(&mut a));
         thread::sleep(Duration::from_millis(10));
         drop(b);

@@ -49,7 +49,7 @@ pub struct DeviceTransport {
 }
 
 struct PostedReceive {
-    hop: MessageHeader,
+    header: MessageHeader,
     buffer: DeviceBuffer,
     arrived: Option<DeviceEvent>,
 }
@@ -74,17 +74,17 @@ impl DeviceTransport {
         let rank = self.rank();
         let mut moved = false;
         for receive in self.receives.iter_mut().filter(|receive| receive.arrived.is_none()) {
-            let address = (receive.hop.peer, rank, receive.hop.channel, receive.hop.tag);
+            let address = (receive.header.peer, rank, receive.header.channel, receive.header.tag);
             let Some(send) = lock(&self.posted).remove(&address) else { continue };
             if !send.ready.poll()? {
                 lock(&self.posted).insert(address, send);
                 continue;
             }
             let bytes = send.buffer.device().read(&send.buffer, &send.ranges)?;
-            let MessageHeader { peer, step, ranges, .. } = &receive.hop;
-            if bytes.len() as u64 != receive.hop.bytes() {
+            let MessageHeader { peer, step, ranges, .. } = &receive.header;
+            if bytes.len() as u64 != receive.header.bytes() {
                 let what =
-                    format!("message of {} bytes, want {}", bytes.len(), receive.hop.bytes());
+                    format!("message of {} bytes, want {}", bytes.len(), receive.header.bytes());
                 return Err(Error::Comm { peer: *peer, step: *step, what });
             }
             let slot = receive.buffer.slot();
@@ -115,34 +115,34 @@ impl Transport<MockSpace> for DeviceTransport {
         sends: &[Outgoing<'_, MockSpace>],
         receives: &mut Vec<Incoming<MockSpace>>,
     ) -> Result<()> {
-        for Incoming { hop, buffer } in receives.drain(..) {
+        for Incoming { header, buffer } in receives.drain(..) {
             if buffer.is_shared() {
                 return Err(Error::Comm {
-                    peer: hop.peer,
-                    step: hop.step,
+                    peer: header.peer,
+                    step: header.step,
                     what: "the buffer of a receive is in use".into(),
                 });
             }
-            self.receives.push(PostedReceive { hop, buffer, arrived: None });
+            self.receives.push(PostedReceive { header, buffer, arrived: None });
         }
-        for Outgoing { hop, buffer, ready } in sends {
+        for Outgoing { header, buffer, ready } in sends {
             let taken = Arc::new(AtomicBool::new(false));
             let send = PostedSend {
                 buffer: (*buffer).clone(),
-                ranges: Arc::clone(&hop.ranges),
+                ranges: Arc::clone(&header.ranges),
                 ready: (*ready).clone(),
                 taken: Arc::clone(&taken),
             };
-            let address = (self.rank(), hop.peer, hop.channel, hop.tag);
+            let address = (self.rank(), header.peer, header.channel, header.tag);
             if lock(&self.posted).insert(address, send).is_some() {
                 return Err(Error::Comm {
-                    peer: hop.peer,
-                    step: hop.step,
-                    what: format!("tag {} was used twice", hop.tag),
+                    peer: header.peer,
+                    step: header.step,
+                    what: format!("tag {} was used twice", header.tag),
                 });
             }
             self.sends.push(taken);
-            self.bytes_sent += hop.bytes();
+            self.bytes_sent += header.bytes();
         }
         Ok(())
     }
@@ -155,10 +155,14 @@ impl Transport<MockSpace> for DeviceTransport {
         self.pump().map(drop)
     }
 
-    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<MockSpace>>> {
-        let posted = self.receives.iter().position(|receive| receive.hop == *hop);
+    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<MockSpace>>> {
+        let posted = self.receives.iter().position(|receive| receive.header == *header);
         let missing = || {
-            Error::invalid("hop", format!("{hop:?}"), "a receive that was posted and not yet taken")
+            Error::invalid(
+                "header",
+                format!("{header:?}"),
+                "a receive that was posted and not yet taken",
+            )
         };
         let found = posted.ok_or_else(missing)?;
         if self.receives[found].arrived.is_none() {

@@ -3,13 +3,13 @@
 use std::{
     collections::VecDeque,
     sync::{Arc, Mutex, PoisonError},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use annulus_core::{
     Arrived, Backend, BackwardInputs, BackwardMode, Capabilities, Control, Error, Host, HostBuffer,
-    Incoming, Inputs, MessageHeader, Outgoing, Passes, Placement, RankShard, Result, Spec,
-    Transport, Workspace,
+    Incoming, Inputs, MessageHeader, Outgoing, Passes, RankShard, Result, Spec, Transport,
+    Workspace,
 };
 use annulus_cpu::Cpu;
 
@@ -131,8 +131,8 @@ impl<T: Transport<Host>> Transport<Host> for Choking<T> {
         self.inner.progress(patience)
     }
 
-    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<Host>>> {
-        self.inner.take(hop)
+    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
+        self.inner.take(header)
     }
 
     fn pending(&self) -> bool {
@@ -145,14 +145,6 @@ impl<T: Transport<Host>> Transport<Host> for Choking<T> {
 }
 
 impl<T: Control> Control for Choking<T> {
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-
-    fn ranks(&self) -> usize {
-        self.inner.ranks()
-    }
-
     fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
         if self.round == Some(round) {
             return Err(Error::unsupported("a gather of so many bytes", "this transport"));
@@ -160,31 +152,8 @@ impl<T: Control> Control for Choking<T> {
         self.inner.start_all_gather(round, bytes)
     }
 
-    fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
-        self.inner.try_all_gather(round)
-    }
-
-    fn stragglers(&self, round: u64) -> Vec<usize> {
-        self.inner.stragglers(round)
-    }
-
-    fn abort(&mut self, error: &Error) {
-        self.inner.abort(error);
-    }
-
-    fn heartbeat(&mut self, working: bool) {
-        self.inner.heartbeat(working);
-    }
-
-    fn placement(&self) -> Option<&Placement> {
-        self.inner.placement()
-    }
-
-    fn last_heard(&self, peer: usize) -> Instant {
-        self.inner.last_heard(peer)
-    }
-
-    fn last_work(&self) -> Instant {
-        self.inner.last_work()
+    annulus_comm::forward_control! {
+        rank ranks try_all_gather stragglers abort heartbeat placement last_heard
+        last_work
     }
 }

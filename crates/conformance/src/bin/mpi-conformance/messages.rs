@@ -117,7 +117,7 @@ fn bytes(message: &Message, side: usize) -> Result<HostBuffer> {
     Ok(buffer)
 }
 
-fn hop(message: &Message, peer: usize, side: usize) -> MessageHeader {
+fn header(message: &Message, peer: usize, side: usize) -> MessageHeader {
     MessageHeader {
         peer,
         channel: message.channel,
@@ -147,15 +147,15 @@ fn patterns(transport: &mut Mpi, seeds: Range<u64>) -> Result<()> {
             .iter()
             .zip(&buffers)
             .map(|(message, buffer)| Outgoing {
-                hop: hop(message, message.to, 0),
+                header: header(message, message.to, 0),
                 buffer,
                 ready: &(),
             })
             .collect();
         let receive = |message: &&Message| {
-            let hop = hop(message, message.from, 1);
-            let buffer = HostBuffer::zeroed(hop.ranges.last().map_or(0, |range| range.end))?;
-            Ok(Incoming { hop, buffer })
+            let header = header(message, message.from, 1);
+            let buffer = HostBuffer::zeroed(header.ranges.last().map_or(0, |range| range.end))?;
+            Ok(Incoming { header, buffer })
         };
         let mut receives = incoming.iter().map(receive).collect::<Result<Vec<_>>>()?;
         if own.once_in(2) {
@@ -170,9 +170,9 @@ fn patterns(transport: &mut Mpi, seeds: Range<u64>) -> Result<()> {
             }
             transport.post(&[], &mut receives)?;
         }
-        payload += sends.iter().map(|send| send.hop.bytes()).sum::<u64>();
+        payload += sends.iter().map(|send| send.header.bytes()).sum::<u64>();
         for message in incoming {
-            let buffer = wait_for(transport, &hop(message, message.from, 1))?;
+            let buffer = wait_for(transport, &header(message, message.from, 1))?;
             if buffer.bytes() != bytes(message, 1)?.bytes() {
                 return Err(failure(format!(
                     "seed {seed}: a message from {} to {rank} arrived with wrong bytes",
@@ -198,14 +198,14 @@ fn failure(what: String) -> Error {
     Error::Device { what }
 }
 
-fn wait_for(transport: &mut Mpi, hop: &MessageHeader) -> Result<HostBuffer> {
+fn wait_for(transport: &mut Mpi, header: &MessageHeader) -> Result<HostBuffer> {
     let started = Instant::now();
     loop {
-        if let Some(arrived) = transport.take(hop)? {
+        if let Some(arrived) = transport.take(header)? {
             return Ok(arrived.buffer);
         }
         if started.elapsed() > LIMIT {
-            return Err(failure(format!("{hop:?} did not arrive")));
+            return Err(failure(format!("{header:?} did not arrive")));
         }
         transport.progress(GLANCE)?;
     }
@@ -278,15 +278,15 @@ fn block(peer: usize, tag: u64, bytes: u64) -> MessageHeader {
     }
 }
 
-fn send(transport: &mut Mpi, hop: MessageHeader) -> Result<()> {
-    let buffer = HostBuffer::zeroed(hop.bytes())?;
-    transport.post(&[Outgoing { hop, buffer: &buffer, ready: &() }], &mut Vec::new())
+fn send(transport: &mut Mpi, header: MessageHeader) -> Result<()> {
+    let buffer = HostBuffer::zeroed(header.bytes())?;
+    transport.post(&[Outgoing { header, buffer: &buffer, ready: &() }], &mut Vec::new())
 }
 
-fn receive(transport: &mut Mpi, hop: &MessageHeader) -> Result<()> {
+fn receive(transport: &mut Mpi, header: &MessageHeader) -> Result<()> {
     transport.post(
         &[],
-        &mut vec![Incoming { hop: hop.clone(), buffer: HostBuffer::zeroed(hop.bytes())? }],
+        &mut vec![Incoming { header: header.clone(), buffer: HostBuffer::zeroed(header.bytes())? }],
     )
 }
 
@@ -407,9 +407,10 @@ fn bad_arguments(mut transport: Mpi, rank: usize) -> Result<Verdict> {
     let outside = MessageHeader { ranges: std::iter::once(0..101).collect(), ..block(rank, 1, 0) };
     let buffer = HostBuffer::zeroed(100)?;
     let mut refused = vec![
-        transport.post(&[Outgoing { hop: outside, buffer: &buffer, ready: &() }], &mut Vec::new()),
+        transport
+            .post(&[Outgoing { header: outside, buffer: &buffer, ready: &() }], &mut Vec::new()),
         transport.post(
-            &[Outgoing { hop: block(ranks, 1, 1), buffer: &buffer, ready: &() }],
+            &[Outgoing { header: block(ranks, 1, 1), buffer: &buffer, ready: &() }],
             &mut Vec::new(),
         ),
         transport.take(&block(rank, 1, 1)).map(drop),

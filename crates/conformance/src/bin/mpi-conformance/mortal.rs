@@ -3,11 +3,11 @@
 
 use std::{
     sync::atomic::{AtomicU64, Ordering},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use annulus_core::{
-    Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Placement, Result, Transport,
+    Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Result, Transport,
 };
 
 /// Groups posted since the last endpoint was created or [`forget_posts`] was called.
@@ -63,8 +63,8 @@ impl<T: Transport<Host>> Transport<Host> for Mortal<T> {
         self.inner.progress(patience)
     }
 
-    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<Host>>> {
-        self.inner.take(hop)
+    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
+        self.inner.take(header)
     }
 
     fn pending(&self) -> bool {
@@ -77,43 +77,8 @@ impl<T: Transport<Host>> Transport<Host> for Mortal<T> {
 }
 
 impl<T: Control> Control for Mortal<T> {
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-
-    fn ranks(&self) -> usize {
-        self.inner.ranks()
-    }
-
-    fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
-        self.inner.start_all_gather(round, bytes)
-    }
-
-    fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
-        self.inner.try_all_gather(round)
-    }
-
-    fn stragglers(&self, round: u64) -> Vec<usize> {
-        self.inner.stragglers(round)
-    }
-
-    fn abort(&mut self, error: &Error) {
-        self.inner.abort(error);
-    }
-
-    fn heartbeat(&mut self, working: bool) {
-        self.inner.heartbeat(working);
-    }
-
-    fn placement(&self) -> Option<&Placement> {
-        self.inner.placement()
-    }
-
-    fn last_heard(&self, peer: usize) -> Instant {
-        self.inner.last_heard(peer)
-    }
-
-    fn last_work(&self) -> Instant {
-        self.inner.last_work()
+    annulus_comm::forward_control! {
+        rank ranks start_all_gather try_all_gather stragglers abort heartbeat placement last_heard
+        last_work
     }
 }

@@ -222,8 +222,8 @@ impl<T: Transport<Host>> Transport<Host> for NoMessages<T> {
         self.inner.progress(if self.arrived.is_empty() { patience } else { Duration::ZERO })
     }
 
-    fn take(&mut self, hop: &MessageHeader) -> Result<Option<Arrived<Host>>> {
-        let found = self.arrived.iter().position(|incoming| incoming.hop == *hop);
+    fn take(&mut self, header: &MessageHeader) -> Result<Option<Arrived<Host>>> {
+        let found = self.arrived.iter().position(|incoming| incoming.header == *header);
         Ok(found.map(|found| Arrived { buffer: self.arrived.swap_remove(found).buffer, ready: () }))
     }
 
