@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use annulus_comm::{Checksum, Deadline, Fault, Staged, Threads, threads};
 use annulus_core::{BackwardMode, Result};
-use annulus_cpu::Cpu;
+use annulus_cpu::{Cpu, Isa};
 
 use crate::{
     Answer, Case, HostMemory, RankSetup, RingSubject, Setting, Subject,
@@ -57,6 +57,18 @@ pub fn cpu() -> impl Subject {
         let setup = |transport| {
             let transport = Box::new(Deadline::new(transport, DEADLINE)?);
             Ok(RankSetup { memory: HostMemory, backend: Cpu::new(1)?, transport })
+        };
+        threads::ring(ranks).into_iter().map(setup).collect()
+    })
+}
+
+/// The CPU with a fixed instruction set over a ring of threads.
+pub fn cpu_with_isa(isa: Isa) -> impl Subject {
+    let name = format!("{isa} over threads");
+    RingSubject::new(name, move |ranks| -> Result<Vec<RankSetup<HostMemory, Cpu>>> {
+        let setup = |transport| {
+            let transport = Box::new(Deadline::new(transport, DEADLINE)?);
+            Ok(RankSetup { memory: HostMemory, backend: Cpu::new(1)?.with_isa(isa)?, transport })
         };
         threads::ring(ranks).into_iter().map(setup).collect()
     })

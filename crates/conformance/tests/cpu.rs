@@ -1,13 +1,15 @@
 //! The CPU backend over threads. In full: mask family × ranks × layout at tiny sizes (dims, element
 //! types and other features at random, see `suite/matrix.rs`), the awkward sizes, every numeric
-//! rule, every relation. Sampled: random configurations.
+//! rule, every relation. Sampled: random configurations, and all instruction sets of the machine.
 
 use std::time::Duration;
 
 use annulus_conformance::{
-    subjects::{Mixed, cpu, cpu_delayed},
+    Setting, Subject,
+    subjects::{Mixed, cpu, cpu_delayed, cpu_with_isa},
     suite::{self, Poison, Scale},
 };
+use annulus_cpu::Isa;
 use proptest::prelude::*;
 
 #[test]
@@ -28,6 +30,20 @@ fn awkward_sizes_hold_on_the_cpu() {
 #[test]
 fn the_numeric_rules_hold_on_the_cpu() {
     suite::numeric_rules(&cpu()).unwrap();
+}
+
+/// Strips have other widths in each instruction set, and so have partial strips.
+#[test]
+fn every_instruction_set_of_this_machine_holds() {
+    let isas = Isa::ALL.into_iter().filter(|isa| isa.is_available());
+    for isa in isas.filter(|&isa| isa != Isa::Avx512Bf16) {
+        let subject = cpu_with_isa(isa);
+        for &dtype in subject.dtypes() {
+            suite::numeric_rules_on(&subject, dtype, &Setting::ALONE).unwrap();
+        }
+        suite::matrix(&subject, Scale::OneIn(23)).unwrap();
+        suite::random_cases(&subject, 0..60).unwrap();
+    }
 }
 
 #[test]

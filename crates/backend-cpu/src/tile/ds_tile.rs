@@ -64,9 +64,10 @@ impl<A: Real> DsTile<A> {
         tile: &[A],
     ) {
         let rows = tile_mask.rows().clone();
+        let strip = !0 >> (TILE - coord.width);
         for (index, into) in self.lane_words[rows.clone()].iter_mut().enumerate() {
-            *into |=
-                tile_mask.words().map_or(!0 >> (TILE - coord.width), |words| words[index]) << lane;
+            // bits of lanes that the strip lacks are unspecified
+            *into |= tile_mask.words().map_or(strip, |words| words[index] & strip) << lane;
         }
         let from = &tile[coord.span(&rows)];
         let into = &mut self.elements[rows.start * self.stride..rows.end * self.stride];
