@@ -22,10 +22,10 @@ use crate::simd::{
     vector::{Array, Bf16Pairs, Vector},
 };
 
-#[cfg(target_arch = "x86_64")]
-use crate::simd::avx512;
 #[cfg(target_arch = "aarch64")]
 use crate::simd::neon;
+#[cfg(target_arch = "x86_64")]
+use crate::simd::{avx2::Ymms, avx512};
 
 /// Proof that this machine has an instruction set.
 #[derive(Debug, Clone, Copy)]
@@ -61,7 +61,7 @@ pub(crate) trait PairKernel {
 }
 
 /// Maximum rows of a register tile. Every instruction set's rows (2, 4 or 8) divide it, so that
-/// padding to it suits all of them.
+/// padding to it suits all of them; those of AVX2 (6) leave 2 or 4 rows over.
 pub(crate) const MAX_REGISTER_ROWS: usize = 8;
 
 impl IsaToken {
@@ -77,8 +77,9 @@ impl IsaToken {
     /// Returns the maximum width of a register tile in vectors.
     ///
     /// 4 × 4 or 8 × 2 accumulators of 512 bits take 16 of AVX-512's 32 registers. Elsewhere a
-    /// 64-byte vector takes two registers (AVX2) or four (NEON), so that 4 × 1 vectors take 8 of 16
-    /// or 16 of 32.
+    /// 64-byte vector takes two registers (AVX2) or four (NEON), so that 6 × 1 vectors take 12 of 16
+    /// and 4 × 1 vectors 16 of 32. AVX2 needs more than 8 chains to hide the latency of its two
+    /// multiply-adds a cycle (4 cycles).
     pub(crate) const fn max_vectors(self) -> usize {
         match self.isa {
             Isa::Avx512 | Isa::Avx512Bf16 => 4,
@@ -97,7 +98,7 @@ impl IsaToken {
             Isa::Portable => kernel.run::<false, 2, 1, WIDTH>(),
             #[cfg(target_arch = "x86_64")]
             // SAFETY: `self.isa` is `Avx2`, and a token exists only for an instruction set that
-            // `Isa::is_available` found on this machine: here AVX2 and FMA, which are all the
+            // `Isa::is_available` found on this machine: here AVX2, FMA and F16C, which are all the
             // features that `avx2` enables.
             Isa::Avx2 => unsafe { avx2::<K, WIDTH>(kernel) },
             #[cfg(target_arch = "x86_64")]
@@ -143,6 +144,9 @@ impl IsaToken {
                     _ => avx512_f32::<K, 4, 4>(kernel),
                 }
             },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as in `run`.
+            Isa::Avx2 => unsafe { avx2_f32(kernel) },
             #[cfg(target_arch = "aarch64")]
             // SAFETY: as in `run`.
             Isa::Neon => unsafe { neon_f32(kernel) },
@@ -251,9 +255,15 @@ fn neon_f32<K: Kernel<f32>>(kernel: K) -> K::Output {
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
+#[target_feature(enable = "avx2,fma,f16c")]
 fn avx2<K: ArrayKernel, const WIDTH: usize>(kernel: K) -> K::Output {
     kernel.run::<true, 4, 1, WIDTH>()
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn avx2_f32<K: Kernel<f32>>(kernel: K) -> K::Output {
+    kernel.run::<Ymms, 6, 1>()
 }
 
 #[cfg(target_arch = "x86_64")]

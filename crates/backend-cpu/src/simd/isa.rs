@@ -9,7 +9,7 @@ pub enum Isa {
     Portable,
     /// NEON of 64-bit ARM: 128-bit vectors, 32 registers.
     Neon,
-    /// AVX2 with fused multiply-add: 256-bit vectors, 16 registers.
+    /// AVX2 with FMA and F16C: 256-bit vectors, 16 registers.
     Avx2,
     /// AVX-512 F, VL, BW, DQ: 512-bit vectors, 32 registers.
     Avx512,
@@ -47,7 +47,11 @@ impl Isa {
         let has = match self {
             Self::Portable => true,
             Self::Neon => false,
-            Self::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
+            Self::Avx2 => {
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("f16c")
+            }
             Self::Avx512 => {
                 is_x86_feature_detected!("avx512f")
                     && is_x86_feature_detected!("avx512vl")

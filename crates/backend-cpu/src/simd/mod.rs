@@ -10,6 +10,8 @@ pub(crate) mod lanes;
 pub(crate) mod vector;
 
 #[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
 mod avx512;
 #[cfg(target_arch = "aarch64")]
 mod neon;

@@ -14,7 +14,7 @@ use annulus_core::Result;
 
 use crate::{
     simd::{
-        dispatch::{ArrayKernel, IsaToken, Kernel, Real},
+        dispatch::{ArrayKernel, IsaToken, Kernel, MAX_REGISTER_ROWS, Real},
         lanes::{strip, strip_mut, unrolled},
         vector::Vector,
     },
@@ -22,6 +22,7 @@ use crate::{
         aligned::Aligned,
         bf16_pairs::{MaskedPairRow, as_pairs, as_pairs_mut, narrow_rows},
         coord::TileCoord,
+        gemm::each_register_tile,
         geometry::Geometry,
         pack::Panel,
         tile_mask::{TILE, TileMask},
@@ -161,34 +162,43 @@ impl<A: Real> Kernel<A> for DqProducts<'_, A> {
     type Output = ();
 
     #[inline(always)]
-    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(mut self) {
         if !self.panel.finite() {
             return self.run_masked::<V, VECTORS>();
         }
-        let Self { tile, first_row, panel, keys, into, width, column } = self;
-        let b = panel.reduction_rows(&keys);
-        for (block, c) in into.chunks_exact_mut(ROWS * width).enumerate() {
-            let a = &tile.elements[(first_row + block * ROWS) * tile.stride..];
-            let a: [&[A]; ROWS] = std::array::from_fn(|r| &a[r * tile.stride..][..tile.stride]);
-            let mut sums = [[V::splat(A::ZERO); VECTORS]; ROWS];
-            for (k, b) in b.chunks_exact(panel.reduction_stride()).enumerate().take(tile.stride) {
-                let Some(b) = V::row::<VECTORS>(&b[column..]) else { break };
-                unrolled!(
-                    r < ROWS,
-                    v < VECTORS,
-                    sums[r][v] = V::splat(a[r][k]).product(V::load(&b[v]), sums[r][v])
-                );
-            }
-            unrolled!(r < ROWS, {
-                if let Some(c) = V::row_mut::<VECTORS>(&mut c[r * width + column..]) {
-                    unrolled!(v < VECTORS, V::load(&c[v]).plus(sums[r][v]).store(&mut c[v]));
-                }
-            });
-        }
+        let rows = self.into.len() / self.width;
+        each_register_tile!(ROWS, rows, first => self.register_tile::<V, VECTORS>(first));
     }
 }
 
 impl<A: Real> DqProducts<'_, A> {
+    /// Computes the rows of C from `first` on.
+    #[inline(always)]
+    fn register_tile<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(
+        &mut self,
+        first: usize,
+    ) {
+        let Self { tile, panel, width, column, .. } = *self;
+        let b = panel.reduction_rows(&self.keys);
+        let c = &mut self.into[first * width..];
+        let a = &tile.elements[(self.first_row + first) * tile.stride..];
+        let a: [&[A]; ROWS] = std::array::from_fn(|r| &a[r * tile.stride..][..tile.stride]);
+        let mut sums = [[V::splat(A::ZERO); VECTORS]; ROWS];
+        for (k, b) in b.chunks_exact(panel.reduction_stride()).enumerate().take(tile.stride) {
+            let Some(b) = V::row::<VECTORS>(&b[column..]) else { break };
+            unrolled!(
+                r < ROWS,
+                v < VECTORS,
+                sums[r][v] = V::splat(a[r][k]).product(V::load(&b[v]), sums[r][v])
+            );
+        }
+        unrolled!(r < ROWS, {
+            if let Some(c) = V::row_mut::<VECTORS>(&mut c[r * width + column..]) {
+                unrolled!(v < VECTORS, V::load(&c[v]).plus(sums[r][v]).store(&mut c[v]));
+            }
+        });
+    }
+
     /// Computes the product over bf16 pairs with masked keys skipped, for panels that are not
     /// finite.
     fn run_masked_pairs(self, token: IsaToken, vectors: usize) {

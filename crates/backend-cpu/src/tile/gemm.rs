@@ -36,6 +36,30 @@ use crate::{
     },
 };
 
+/// Runs a body for each register tile of `$rows` rows, with the number of rows as its second type
+/// argument: tiles of `$most` rows, then one of 4 and one of 2 where `$most` leaves rows over.
+macro_rules! each_register_tile {
+    ($most:ident, $rows:expr, $first:ident =>
+        $on:ident.$tile:ident::<$vector:ty, $vectors:ident>($($argument:expr),*)) => {{
+        let rows = $rows;
+        let mut $first = 0;
+        while $first + $most <= rows {
+            $on.$tile::<$vector, $most, $vectors>($($argument),*);
+            $first += $most;
+        }
+        if !MAX_REGISTER_ROWS.is_multiple_of($most) {
+            if $first + 4 <= rows {
+                $on.$tile::<$vector, 4, $vectors>($($argument),*);
+                $first += 4;
+            }
+            if $first + 2 <= rows {
+                $on.$tile::<$vector, 2, $vectors>($($argument),*);
+            }
+        }
+    }};
+}
+pub(crate) use each_register_tile;
+
 /// Work after each register tile of a product: short, and without a result that the next tile waits
 /// for.
 pub(crate) trait Epilogue {
@@ -180,32 +204,46 @@ impl<A: Real, B: Epilogue> Kernel<A> for GemmNn<'_, A, B> {
     type Output = ();
 
     #[inline(always)]
-    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
-        let b = V::strip::<VECTORS>(self.b);
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(mut self) {
         let mut top = [V::splat(-A::INFINITY); VECTORS];
         // loop 1: register tiles of C
-        for (block, c) in V::strip_mut::<VECTORS>(self.c).chunks_exact_mut(ROWS).enumerate() {
-            let a = &self.a[block * ROWS * self.stride..];
-            let a: [&[A]; ROWS] = std::array::from_fn(|r| &a[r * self.stride..][..b.len()]);
-            let mut sums = [[V::splat(A::ZERO); VECTORS]; ROWS];
-            // loop 2: k, one chain of multiply-adds per element of the register tile
-            for (k, b) in b.iter().enumerate() {
-                unrolled!(
-                    r < ROWS,
-                    v < VECTORS,
-                    sums[r][v] = V::splat(a[r][k]).product(V::load(&b[v]), sums[r][v])
-                );
-            }
-            // the maximum is taken from registers, so that the softmax need not read the tile twice
-            unrolled!(r < ROWS, v < VECTORS, {
-                top[v] = sums[r][v].if_larger(top[v]);
-                sums[r][v].store(&mut c[r][v]);
-            });
-            self.epilogue.after_register_tile();
-        }
+        let rows = self.c.len() / (VECTORS * V::WIDTH);
+        each_register_tile!(ROWS, rows, first => self.register_tile::<V, VECTORS>(first, &mut top));
         if let Some(tile_max) = self.tile_max.and_then(V::row_mut::<VECTORS>) {
             unrolled!(v < VECTORS, top[v].store(&mut tile_max[v]));
         }
+    }
+}
+
+impl<A: Real, B: Epilogue> GemmNn<'_, A, B> {
+    /// Computes the rows of C from `first` on, and updates the maximum of each column.
+    #[inline(always)]
+    fn register_tile<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(
+        &mut self,
+        first: usize,
+        top: &mut [V; VECTORS],
+    ) {
+        let b = V::strip::<VECTORS>(self.b);
+        let Some(c) = V::strip_mut::<VECTORS>(self.c)[first..].first_chunk_mut::<ROWS>() else {
+            return;
+        };
+        let a = &self.a[first * self.stride..];
+        let a: [&[A]; ROWS] = std::array::from_fn(|r| &a[r * self.stride..][..b.len()]);
+        let mut sums = [[V::splat(A::ZERO); VECTORS]; ROWS];
+        // loop 2: k, one chain of multiply-adds per element of the register tile
+        for (k, b) in b.iter().enumerate() {
+            unrolled!(
+                r < ROWS,
+                v < VECTORS,
+                sums[r][v] = V::splat(a[r][k]).product(V::load(&b[v]), sums[r][v])
+            );
+        }
+        // the maximum is taken from registers, so that the softmax need not read the tile twice
+        unrolled!(r < ROWS, v < VECTORS, {
+            top[v] = sums[r][v].if_larger(top[v]);
+            sums[r][v].store(&mut c[r][v]);
+        });
+        self.epilogue.after_register_tile();
     }
 }
 
@@ -264,39 +302,52 @@ impl<A: Real, B: Epilogue> Kernel<A> for GemmTn<'_, A, B> {
     type Output = ();
 
     #[inline(always)]
-    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(self) {
+    fn run<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(mut self) {
+        // loop 1: register tiles of C
+        let rows = self.c.len() / (VECTORS * V::WIDTH);
+        each_register_tile!(ROWS, rows, first => self.register_tile::<V, VECTORS>(first));
+    }
+}
+
+impl<A: Real, B: Epilogue> GemmTn<'_, A, B> {
+    /// Computes the rows of C from `first` on.
+    #[inline(always)]
+    fn register_tile<V: Vector<A>, const ROWS: usize, const VECTORS: usize>(
+        &mut self,
+        first: usize,
+    ) {
         let b = V::strip::<VECTORS>(self.b);
         let rescale = self.rescale.and_then(V::row::<VECTORS>);
-        // loop 1: register tiles of C
-        for (block, c) in V::strip_mut::<VECTORS>(self.c).chunks_exact_mut(ROWS).enumerate() {
-            let a = &self.a[block * ROWS..];
-            let mut sums = [[V::splat(A::ZERO); VECTORS]; ROWS];
-            // loop 2: k, one chain of multiply-adds per element of the register tile
-            for (k, b) in b.iter().enumerate() {
-                let Some(a) = a[k * self.stride..].first_chunk::<ROWS>() else { break };
-                unrolled!(
-                    r < ROWS,
-                    v < VECTORS,
-                    sums[r][v] = V::splat(a[r]).product(V::load(&b[v]), sums[r][v])
-                );
-            }
-            if let Some(rescale) = rescale {
-                unrolled!(
-                    r < ROWS,
-                    v < VECTORS,
-                    V::load(&rescale[v])
-                        .multiply_add(V::load(&c[r][v]), sums[r][v])
-                        .store(&mut c[r][v])
-                );
-            } else {
-                unrolled!(
-                    r < ROWS,
-                    v < VECTORS,
-                    V::load(&c[r][v]).plus(sums[r][v]).store(&mut c[r][v])
-                );
-            }
-            self.epilogue.after_register_tile();
+        let Some(c) = V::strip_mut::<VECTORS>(self.c)[first..].first_chunk_mut::<ROWS>() else {
+            return;
+        };
+        let a = &self.a[first..];
+        let mut sums = [[V::splat(A::ZERO); VECTORS]; ROWS];
+        // loop 2: k, one chain of multiply-adds per element of the register tile
+        for (k, b) in b.iter().enumerate() {
+            let Some(a) = a[k * self.stride..].first_chunk::<ROWS>() else { break };
+            unrolled!(
+                r < ROWS,
+                v < VECTORS,
+                sums[r][v] = V::splat(a[r]).product(V::load(&b[v]), sums[r][v])
+            );
         }
+        if let Some(rescale) = rescale {
+            unrolled!(
+                r < ROWS,
+                v < VECTORS,
+                V::load(&rescale[v])
+                    .multiply_add(V::load(&c[r][v]), sums[r][v])
+                    .store(&mut c[r][v])
+            );
+        } else {
+            unrolled!(
+                r < ROWS,
+                v < VECTORS,
+                V::load(&c[r][v]).plus(sums[r][v]).store(&mut c[r][v])
+            );
+        }
+        self.epilogue.after_register_tile();
     }
 }
 
