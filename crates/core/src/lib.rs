@@ -73,7 +73,7 @@ pub use fingerprint::Fingerprint;
 pub use key_intervals::KeyIntervals;
 pub use layout::{CustomLayout, Layout, Side};
 pub use mask::Mask;
-pub use needs::Needs;
+pub use needs::{Needs, NeedsIndex};
 pub use on_host::{HostViews, OnHost, OnHostBackward, OnHostForward, OnHostWorkspace};
 pub use partial::Partial;
 pub use pass::{BackwardInputs, Block, Gradients, Inputs, Outputs, RankShard};
@@ -83,8 +83,8 @@ pub use row_set::RowSet;
 pub use rows::Rows;
 pub use run::{Run, Runs};
 pub use schedule::{
-    Choice, Group, Message, Order, Placement, Route, Schedule, Step, Traffic, Transfer, Violation,
-    Work,
+    Choice, Group, Message, Order, Placement, RankSchedule, RingTraffic, Route, Schedule, Step,
+    Traffic, Transfer, Violation, Work, WorkMatrix,
 };
 pub use shard::Shard;
 pub use space::{Host, HostBuffer, HostTensors, HostView, HostViewMut, Space};

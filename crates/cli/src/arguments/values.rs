@@ -6,9 +6,9 @@ use annulus::comm::deadline;
 use annulus_core::{DType, Dims, Layout, Precision};
 use clap::ValueEnum;
 
-/// The most ranks of `plan`: a schedule has a step for every pair of ranks, so a million here.
-const MOST_PLANNED_RANKS: usize = 1024;
-/// The most ranks in one process. Each has its own schedule of O(ranks²), so memory is O(ranks³).
+/// The most ranks of `plan`, which takes O(ranks) time and memory: a second for these.
+const MOST_PLANNED_RANKS: usize = 1 << 16;
+/// The most ranks in one process, each a thread with buffers of its own.
 const MOST_RANKS: usize = 128;
 /// The most threads of one rank. [`super::ring::threads_per_rank`] bounds it further by the cores.
 const MOST_THREADS: usize = 1024;
@@ -259,7 +259,7 @@ mod tests {
             count("0").is_err()
                 && count("-1").is_err()
                 && ranks("129").is_err()
-                && planned_ranks("1025").is_err()
+                && planned_ranks("65537").is_err()
         );
         assert_eq!(ranks("7"), Ok(7));
     }

@@ -118,14 +118,11 @@ pub(super) fn write<T: Element, B: Backend<Space: HostTensors>, G: Sync>(
 
 /// Number of blocks that these ranks receive in a forward and in a backward pass.
 pub(crate) fn blocks<'a, B: Backend<Space: HostTensors> + 'a>(
-    plans: impl Iterator<Item = &'a Plan<B>> + Clone,
+    plans: impl Iterator<Item = &'a Plan<B>>,
 ) -> [usize; 2] {
-    let Some(schedule) = plans.clone().next().map(|plan| plan.ring().schedule()) else {
-        return [0, 0];
-    };
-    let steps = || plans.clone().filter_map(|plan| schedule.steps.get(ring_index(plan))).flatten();
-    let before: usize = steps().map(|step| step.before.receives.len()).sum();
-    [before, before + steps().map(|step| step.after.receives.len()).sum::<usize>()]
+    plans
+        .map(|plan| plan.ring().blocks_received())
+        .fold([0, 0], |sum, blocks| [sum[0] + blocks[0], sum[1] + blocks[1]])
 }
 
 /// Ring index of a plan's rank, by which schedules and work are indexed.

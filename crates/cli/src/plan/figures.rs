@@ -1,14 +1,22 @@
 //! Figures of a ring, which are printed, written as JSON or drawn.
 
+use std::{cmp::Reverse, collections::BTreeSet, sync::Arc};
+
 use annulus_core::{
-    Choice, Error, Layout, Needs, Result, RingShards, Route, Schedule, Spec, Traffic, Work,
+    Choice, Error, Layout, Message, NeedsIndex, RankSchedule, Result, RingShards, RingTraffic,
+    Route, Schedule, Shard, Spec, Traffic, Work, WorkMatrix,
 };
 use serde::Serialize;
 
+use super::program::Program;
 use crate::report::{bytes, counted, grouped};
 
 /// The most ranks for which every step of every rank is written and drawn, up to 5 MB of each.
 pub(super) const MOST_DETAILED_RANKS: usize = 128;
+
+/// The most ranks for which steps are written and drawn. They take O(ranks²) time and memory, all
+/// other figures O(ranks).
+pub(super) const MOST_STEPPED_RANKS: usize = 256;
 
 /// The most queries of a plan. The visible pairs are counted query by query, which takes about a
 /// minute for 10⁹ queries in an optimised build, and some seconds for these.
@@ -46,9 +54,17 @@ pub(super) struct Figures {
     pub(super) forward: Bytes,
     /// Bytes of the backward pass: KV blocks again, and their gradients.
     pub(super) backward: Bytes,
-    /// Figures of each rank.
+    /// Figures of each rank; for more than [`MOST_STEPPED_RANKS`] ranks only of the first with the
+    /// least and with the most of each figure, and of the rank of `program`.
     pub(super) per_rank: Vec<RankFigures>,
-    /// Steps; a document of many ranks has [`StepSums`] instead.
+    /// Program of the rank that was asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) program: Option<Program>,
+    /// Figures of at most [`MOST_STEPPED_RANKS`] ranks at equal distances, to be drawn.
+    #[serde(skip)]
+    pub(super) drawn_ranks: Vec<RankFigures>,
+    /// Steps, for at most [`MOST_STEPPED_RANKS`] ranks; a document of more than
+    /// [`MOST_DETAILED_RANKS`] has [`StepSums`] instead.
     #[serde(skip)]
     pub(super) steps: Vec<StepFigures>,
     /// The route of `direction`.
@@ -69,7 +85,7 @@ pub(super) struct Bytes {
 }
 
 /// Figures of one rank.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Clone, Serialize)]
 pub(super) struct RankFigures {
     /// The rank.
     pub(super) rank: usize,
@@ -116,7 +132,7 @@ struct StepSums {
 struct Document<'a> {
     #[serde(flatten)]
     figures: &'a Figures,
-    /// Note that the steps are sums.
+    /// Note that the steps are sums, or that there are none.
     #[serde(skip_serializing_if = "Option::is_none")]
     note: Option<String>,
     steps: Steps<'a>,
@@ -147,7 +163,7 @@ pub(super) struct StepOfRank {
     pub(super) sends: Vec<Send>,
 }
 
-/// Message with one block of a forward pass.
+/// Message with a block or with gradients.
 #[derive(Debug, Serialize)]
 pub(super) struct Send {
     /// Receiving rank.
@@ -160,66 +176,79 @@ pub(super) struct Send {
     pub(super) bytes: u128,
 }
 
+impl Send {
+    pub(super) fn new(message: &Message, row_bytes: u64) -> Self {
+        let rows = message.rows.count();
+        Self {
+            to: message.peer,
+            owner: message.owner,
+            rows,
+            bytes: u128::from(rows) * u128::from(row_bytes),
+        }
+    }
+}
+
 impl Figures {
-    /// Plans the ring of `spec`. `None` as `layout` chooses one from the mask.
+    /// Plans the ring of `spec`. `None` as `layout` chooses one from the mask. With `rank`, the
+    /// figures contain that rank's program.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for more queries than [`MOST_QUERIES`].
+    /// [`Error::InvalidArgument`] for more queries than [`MOST_QUERIES`], or for a rank outside the
+    /// ring.
     pub(super) fn new(
         spec: &Spec,
         ranks: usize,
         layout: Option<&Layout>,
+        rank: Option<usize>,
         mask: String,
     ) -> Result<Self> {
         check_queries(spec)?;
-        let Choice { layout, route, .. } = Choice::auto(spec, ranks, layout, None);
+        if let Some(rank) = rank.filter(|&rank| rank >= ranks) {
+            return Err(Error::invalid("rank", rank, format!("a rank of 0 to {}", ranks - 1)));
+        }
+        let tick = &mut || ();
+        let Choice { layout, route, .. } = Choice::auto(spec, ranks, layout, None, tick);
         let shards = RingShards::plain(&spec.dims, spec.alignment, &layout, ranks);
         let heads = spec.dims.q_heads;
         let batch = spec.dims.batch;
-        let needs = Needs::of_queries(spec.mask.as_ref(), heads, batch, &shards);
-        let schedule = Schedule::build(&needs, route, true);
-        let schedule_checked = ranks <= MOST_DETAILED_RANKS;
-        if schedule_checked {
-            schedule.check(&needs, true).map_err(Error::internal)?;
-        }
+        let needs = NeedsIndex::of_queries(spec.mask.as_ref(), heads, batch, &shards, tick);
+        let traffic = RingTraffic::of(&needs, route, tick);
         let work = Work::of(spec.mask.as_ref(), heads, batch, &shards);
         let block = spec.kv_row_layout();
         let gradient = spec.gradient_row_layout();
         let forward = |traffic: Traffic| traffic.block_rows * u128::from(block.bytes());
         let backward = |traffic: Traffic| traffic.bytes(&block, &gradient);
-        let mean = work.total() as f64 / ranks as f64;
-        let per_rank = (0..ranks).map(|rank| RankFigures {
-            rank,
-            q_rows: shards.q[rank].rows.len(),
-            kv_rows: shards.kv[rank].rows.len(),
-            pairs: work.of_rank(rank),
-            work_over_mean: if mean > 0.0 { work.of_rank(rank) as f64 / mean } else { 0.0 },
-            bytes_sent: forward(schedule.sent_by(rank)),
-            backward_bytes_sent: backward(schedule.sent_by(rank)),
+        let all = rank_figures(&shards, &work, |rank| {
+            traffic.of_rank.get(rank).map_or([0, 0], |&sent| [forward(sent), backward(sent)])
         });
-        let full = Traffic::full_ring(&needs.held, true);
-        let pass =
-            |of: &dyn Fn(Traffic) -> u128| Bytes { sent: of(schedule.sent()), full_ring: of(full) };
+        let program = rank.map(|rank| {
+            let schedule = RankSchedule::derive(&needs, route, true, rank, tick);
+            Program::new(rank, &schedule, &block, &gradient)
+        });
+        let full = Traffic::full_ring(needs.held(), true);
+        let total = traffic.total();
+        let pass = |of: &dyn Fn(Traffic) -> u128| Bytes { sent: of(total), full_ring: of(full) };
         let forward_bytes = pass(&forward);
+        let few = ranks <= MOST_STEPPED_RANKS;
         Ok(Self {
             ranks,
             layout: layout.name(),
             direction: route.name(),
-            hops: schedule.hops(),
+            hops: traffic.hops,
             bytes_sent_total: forward_bytes.sent,
             bytes_full_ring_total: forward_bytes.full_ring,
             work_max_over_mean: work.max_over_mean(),
-            schedule_checked,
+            schedule_checked: ranks <= MOST_DETAILED_RANKS,
             mask,
             q_len: spec.dims.q_len,
             kv_len: spec.dims.kv_len,
             pairs_total: work.total(),
             forward: forward_bytes,
             backward: pass(&backward),
-            per_rank: per_rank.collect(),
-            steps: (0..ranks)
-                .map(|step| StepFigures::new(step, &schedule, &work, block.bytes()))
-                .collect(),
+            drawn_ranks: all.iter().step_by(ranks.div_ceil(MOST_STEPPED_RANKS)).cloned().collect(),
+            per_rank: if few { all } else { extremes(&all, rank) },
+            program,
+            steps: if few { steps(spec, &needs, route, &shards)? } else { Vec::new() },
             route,
             shards,
         })
@@ -227,6 +256,10 @@ impl Figures {
 
     /// Number of steps up to the last in which a rank computes or forwards a block; at least 1.
     pub(super) fn busy_steps(&self) -> usize {
+        if self.steps.is_empty() {
+            // a relay is busy up to its last hop
+            return if self.route.is_relay() { self.hops + 1 } else { self.ranks };
+        }
         let busy = |step: &StepFigures| {
             step.ranks.iter().any(|of| of.pairs > 0 || (step.step > 0 && of.rows > 0))
         };
@@ -241,7 +274,14 @@ impl Figures {
     /// Formats the figures as JSON.
     pub(super) fn json(&self) -> String {
         let detailed = self.is_detailed();
-        let note = format!("steps are summed over ranks: more than {MOST_DETAILED_RANKS} ranks");
+        let note = if self.ranks <= MOST_STEPPED_RANKS {
+            format!("steps are summed over ranks: more than {MOST_DETAILED_RANKS} ranks")
+        } else {
+            format!(
+                "no steps, and only the ranks with the least and the most of each figure: more \
+                 than {MOST_STEPPED_RANKS} ranks. --rank adds the program of one rank"
+            )
+        };
         let steps = if detailed {
             Steps::Detailed(&self.steps)
         } else {
@@ -274,6 +314,59 @@ impl Figures {
             hops => format!("{} hops; {route}", grouped(hops as u64)),
         }
     }
+}
+
+/// Returns the figures of every rank. `sent(rank)` are the bytes of its forward and backward pass.
+fn rank_figures(
+    shards: &RingShards,
+    work: &Work,
+    sent: impl Fn(usize) -> [u128; 2],
+) -> Vec<RankFigures> {
+    let mean = work.total() as f64 / shards.q.len() as f64;
+    let of_rank = |(rank, (q, kv)): (usize, (&Arc<Shard>, &Arc<Shard>))| {
+        let [bytes_sent, backward_bytes_sent] = sent(rank);
+        let pairs = work.of_rank(rank);
+        RankFigures {
+            rank,
+            q_rows: q.rows.len(),
+            kv_rows: kv.rows.len(),
+            pairs,
+            work_over_mean: if mean > 0.0 { pairs as f64 / mean } else { 0.0 },
+            bytes_sent,
+            backward_bytes_sent,
+        }
+    };
+    shards.q.iter().zip(&shards.kv).enumerate().map(of_rank).collect()
+}
+
+/// Selects the first ranks with the least and the most pairs and bytes, and `rank`.
+fn extremes(all: &[RankFigures], rank: Option<usize>) -> Vec<RankFigures> {
+    let keys: [fn(&RankFigures) -> u128; 3] =
+        [|rank| rank.pairs, |rank| rank.bytes_sent, |rank| rank.backward_bytes_sent];
+    let mut shown: BTreeSet<usize> = rank.into_iter().collect();
+    for key in keys {
+        shown.extend(all.iter().min_by_key(|of| key(of)).map(|of| of.rank));
+        shown.extend(all.iter().min_by_key(|of| Reverse(key(of))).map(|of| of.rank));
+    }
+    shown.into_iter().filter_map(|rank| all.get(rank).cloned()).collect()
+}
+
+/// Returns the steps of all ranks, and checks the schedule of at most [`MOST_DETAILED_RANKS`].
+fn steps(
+    spec: &Spec,
+    needs: &NeedsIndex<'_>,
+    route: Route,
+    shards: &RingShards,
+) -> Result<Vec<StepFigures>> {
+    let needs = needs.to_needs();
+    let schedule = Schedule::build(&needs, route, true);
+    if needs.held.len() <= MOST_DETAILED_RANKS {
+        schedule.check(&needs, true).map_err(Error::internal)?;
+    }
+    let work = WorkMatrix::of(spec.mask.as_ref(), spec.dims.q_heads, spec.dims.batch, shards);
+    let bytes = spec.kv_row_layout().bytes();
+    let steps = 0..needs.held.len();
+    Ok(steps.map(|step| StepFigures::new(step, &schedule, &work, bytes)).collect())
 }
 
 /// Checks that the pairs of every query can be counted in some seconds.
@@ -321,15 +414,10 @@ impl StepSums {
 }
 
 impl StepFigures {
-    fn new(step: usize, schedule: &Schedule, work: &Work, row_bytes: u64) -> Self {
+    fn new(step: usize, schedule: &Schedule, work: &WorkMatrix, row_bytes: u64) -> Self {
         let of_rank = |(rank, steps): (usize, &Vec<annulus_core::Step>)| {
             let of_step = steps.get(step)?;
-            let sends = of_step.before.sends.iter().map(|message| Send {
-                to: message.peer,
-                owner: message.owner,
-                rows: message.rows.count(),
-                bytes: u128::from(message.rows.count()) * u128::from(row_bytes),
-            });
+            let sends = of_step.before.sends.iter().map(|message| Send::new(message, row_bytes));
             let pairs = work.of_step(schedule.route, rank, step);
             Some(StepOfRank {
                 rank,

@@ -2,6 +2,7 @@
 
 mod figures;
 mod picture;
+mod program;
 
 use std::path::{Path, PathBuf};
 
@@ -25,7 +26,8 @@ use figures::Figures;
 const EXAMPLES: &str = "Examples:
   annulus plan --causal --q-len 65536 --ranks 8
   annulus plan --causal --window 4095,0 --q-len 1000000 --ranks 16 --svg ring.svg --json ring.json
-  annulus plan --causal --q-len 131072 --ranks 64 --heads 32 --kv-heads 8 --dtype bf16 --json -";
+  annulus plan --causal --q-len 131072 --ranks 64 --heads 32 --kv-heads 8 --dtype bf16 --json -
+  annulus plan --causal --q-len 67108864 --ranks 65536 --rank 17";
 
 /// Shows the work of each rank in each step and predicts the bytes sent, without running the ring
 #[derive(Debug, Args)]
@@ -37,9 +39,12 @@ pub(crate) struct PlanFlags {
     /// Keys. Default: as many as queries
     #[arg(long, value_name = "N", value_parser = whole)]
     kv_len: Option<usize>,
-    /// Ranks of the ring, 1 to 1024
+    /// Ranks of the ring, 1 to 65536
     #[arg(long, value_name = "P", value_parser = planned_ranks)]
     ranks: usize,
+    /// Also show the program of this rank: its ring steps and the messages that it sends
+    #[arg(long, value_name = "R", value_parser = whole)]
+    rank: Option<usize>,
     /// Assignment of rows to ranks; auto chooses it from the mask
     #[arg(long, value_enum, default_value = "auto")]
     layout: LayoutName,
@@ -63,11 +68,12 @@ pub(crate) struct PlanFlags {
     dtype: DTypeName,
     /// Draw tile map, work of each rank and step timeline as SVG. FILE may be a pipe, a device or
     /// /dev/stdout. For more than 128 ranks the map is a sample, and the timeline shows groups of
-    /// ranks
+    /// ranks; for more than 256 ranks there is no timeline
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
     /// Write the figures as JSON; `-`, /dev/stdout or no FILE for standard output, which replaces
-    /// the table. For more than 128 ranks the steps are sums over ranks
+    /// the table. For more than 128 ranks the steps are sums over ranks; for more than 256 ranks
+    /// there are no steps, and only the ranks with the least and the most work and bytes
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
     json: Option<PathBuf>,
     #[command(flatten)]
@@ -79,10 +85,10 @@ pub(crate) fn run(flags: &PlanFlags) -> Outcome {
     flags.mask.check()?;
     let dims = flags.dims();
     let spec = flags.spec(dims).map_err(|error| names::of_flags(error, &dims, &[]))?;
+    let layout = flags.layout.layout();
     let figures =
-        Figures::new(&spec, flags.ranks, flags.layout.layout().as_ref(), flags.mask.describe());
-    let figures = figures.map_err(|error| names::of_flags(error, &dims, &[]))?;
-    let json = figures.json();
+        Figures::new(&spec, flags.ranks, layout.as_ref(), flags.rank, flags.mask.describe());
+    let figures = figures.map_err(|error| names::of_flags(error, &dims, &[("rank", "--rank")]))?;
     let printed = flags.json.as_deref() == Some(Path::new("-"));
     // a document on standard output replaces the table
     let to_standard_output = printed
@@ -91,13 +97,13 @@ pub(crate) fn run(flags: &PlanFlags) -> Outcome {
             .flatten()
             .any(|path| file::is_standard_output(path));
     if let Some(path) = flags.json.as_deref().filter(|_| !printed) {
-        file::write_text(path, &json)?;
+        file::write_text(path, &figures.json())?;
     }
     if let Some(path) = &flags.svg {
         file::write_text(path, &picture::draw(&spec, &figures))?;
     }
     if printed {
-        say!("{}", json.trim_end());
+        say!("{}", figures.json().trim_end());
     } else if !to_standard_output {
         print(&figures);
     }
@@ -140,6 +146,9 @@ fn print(figures: &Figures) {
         );
     }
     say!("");
+    if figures.per_rank.len() < figures.ranks {
+        say!("ranks with the least and the most of each figure");
+    }
     say!(
         "{:>5} {:>13} {:>13} {:>16} {:>7} {:>12} {:>12}",
         "rank",
@@ -161,5 +170,8 @@ fn print(figures: &Figures) {
             bytes(rank.bytes_sent),
             bytes(rank.backward_bytes_sent)
         );
+    }
+    if let Some(program) = &figures.program {
+        program.print();
     }
 }

@@ -277,7 +277,7 @@ fn flags_have_equal_names_in_all_subcommands_and_aliases_work() {
     );
     for (help, words) in [
         ("attend", &["1 to 128"][..]),
-        ("plan", &["1 to 1024", "--value-dim"]),
+        ("plan", &["1 to 65536", "--value-dim"]),
         ("bench", &["1 to 128"]),
         ("make", &["0 to 1"]),
     ] {

@@ -121,6 +121,47 @@ fn plans_of_many_ranks_have_sums_of_steps() {
 }
 
 #[test]
+fn the_program_of_a_rank_sends_the_bytes_of_the_rank() {
+    let folder = Folder::new("plan_rank");
+    for ranks in [100, 3000] {
+        let plan = plan(&folder, &format!("--causal --q-len 50000 --ranks {ranks} --rank 17"));
+        let steps = plan["program"]["steps"].as_array().unwrap();
+        assert_eq!(steps.len(), ranks);
+        let sum = |of: &str| -> u64 {
+            let sends = steps.iter().flat_map(|step| step[of].as_array().unwrap());
+            sends.map(|send| send["bytes"].as_u64().unwrap()).sum()
+        };
+        let per_rank = plan["per_rank"].as_array().unwrap();
+        let rank = per_rank.iter().find(|of| of["rank"] == 17).unwrap();
+        assert_eq!(rank["bytes_sent"].as_u64(), Some(sum("sends")));
+        assert_eq!(
+            rank["backward_bytes_sent"].as_u64(),
+            Some(sum("sends") + sum("sends_gradients"))
+        );
+    }
+    let many = folder.succeed("plan --causal --q-len 50000 --ranks 3000 --rank 17").out;
+    assert!(many.contains("program of rank 17") && many.contains("more steps"), "{many}");
+    assert!(many.lines().count() < 80, "{many}");
+    folder.run("plan --q-len 8 --ranks 2 --rank 2").failed(2, &["--rank: got 2"]);
+}
+
+#[test]
+fn plans_of_more_than_256_ranks_are_summaries() {
+    let folder = Folder::new("plan_summary");
+    folder.succeed("plan --causal --q-len 40000 --ranks 2000 --svg many.svg --json many.json");
+    let svg = std::fs::read_to_string(folder.path("many.svg")).unwrap();
+    assert!(svg.len() < 1_000_000 && svg.contains("not drawn for more than 256 ranks"));
+    assert!(svg.contains("1 of 8 ranks") && !svg.contains("NaN"));
+    let json = std::fs::read_to_string(folder.path("many.json")).unwrap();
+    let many: Value = serde_json::from_str(&json).unwrap();
+    assert!(json.len() < 10_000 && many["note"].as_str().unwrap().contains("more than 256 ranks"));
+    assert_eq!(many["steps"].as_array().map(Vec::len), Some(0));
+    // causal zigzag downwards: three quarters of the full ring
+    assert_eq!(share(&many), 0.75);
+    assert_eq!(many["pairs_total"], 8 * 40_000 * 40_001_u64 / 2);
+}
+
+#[test]
 fn figures_are_formatted_alike() {
     let folder = Folder::new("plan_style");
     let result = folder.succeed("plan --q-len 1 --ranks 1").out;

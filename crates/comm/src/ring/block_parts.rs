@@ -15,8 +15,6 @@
 
 use std::ops::Range;
 
-use annulus_core::{Route, Schedule};
-
 /// Maximum number of parts of a block: the last one is then an eighth of it. A further part would
 /// hide little more, and would cost one more message.
 pub(super) const MAX_PARTS: usize = 4;
@@ -60,14 +58,6 @@ impl SplitSize {
     }
 }
 
-/// Returns the step in which the rank attends to the last block that it receives, if it does not
-/// forward that block.
-pub(super) fn last_block(schedule: &Schedule, ring_index: usize) -> Option<usize> {
-    let steps = &schedule.steps[ring_index];
-    let last = steps.iter().rposition(|step| !step.rows.is_empty()).filter(|&step| step > 0);
-    last.filter(|&step| schedule.route == Route::Direct || steps[step].before.sends.is_empty())
-}
-
 /// Splits a block of `rows` rows into parts; one part if it is too short for more.
 pub(super) fn parts(rows: u64, split: SplitSize) -> Vec<Range<u64>> {
     let tile = split.of(rows);
@@ -103,7 +93,7 @@ pub(super) fn slice(ranges: &[Range<u64>], part: &Range<u64>) -> Vec<Range<u64>>
 #[cfg(test)]
 mod tests {
     use annulus_core::{
-        Alignment, Dims, Layout, Needs, Order, RingShards,
+        Alignment, Dims, Layout, NeedsIndex, Order, RankSchedule, RingShards, Route,
         mask::{Causal, Everything, Mask},
     };
 
@@ -140,13 +130,14 @@ mod tests {
                     &layout,
                     ranks,
                 );
-                let schedule =
-                    Schedule::build(&Needs::of_queries(mask, 2, 1, &coordinates), route, false);
+                let needs = NeedsIndex::of_queries(mask, 2, 1, &coordinates, &mut || ());
                 let (mut sent, mut received) = (Vec::new(), Vec::new());
                 let order = Order::ascending(ranks);
                 for ring_index in 0..ranks {
                     let sizes = RecordSizes { block: 8, gradient: 8, split: tiles_of(64) };
-                    let program = RankProgram::new(&schedule, &order, ring_index, 0, sizes);
+                    let schedule =
+                        RankSchedule::derive(&needs, route, false, ring_index, &mut || ());
+                    let program = RankProgram::new(&schedule, &order, 0, sizes);
                     for (number, step) in program.steps.iter().enumerate() {
                         let transfers = &step.kv_in_parts;
                         received.extend(transfers.receives.iter().map(|message| {

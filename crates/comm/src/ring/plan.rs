@@ -4,15 +4,20 @@
 use std::sync::Arc;
 
 use annulus_core::{
-    BackwardMode, DenseMask, Error, Layout, Needs, Order, RankShard, Result, RingShards, Route,
-    RowSet, Rows, Schedule, Shard, Space, Spec,
+    Backend, BackwardMode, DenseMask, Error, Layout, NeedsIndex, Order, RankSchedule, RankShard,
+    Result, RingShards, Route, RowSet, Rows, Schedule, Shard, Space, Spec,
 };
 
 use super::{
+    Ring,
     block_parts::SplitSize,
     program::{RankProgram, RankStep, RecordSizes},
     tail_overlap,
 };
+
+/// Maximum number of ranks of which debug builds check the schedule of all ranks, in O(ranks³)
+/// time.
+const MOST_CHECKED_RANKS: usize = 64;
 
 /// Settings of a ring, equal on all ranks.
 pub(super) struct Agreed {
@@ -47,7 +52,8 @@ pub(super) struct RingPlan {
 }
 
 impl RingPlan {
-    /// Derives the plan of the rank at `ring_index`.
+    /// Derives the plan of the rank at `ring_index`. Calls `tick` after every few microseconds of
+    /// work, or after the caller's mask has been evaluated some times.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
@@ -55,6 +61,7 @@ impl RingPlan {
         agreed: &Agreed,
         ring_index: usize,
         shards: RingShards,
+        tick: &mut dyn FnMut(),
     ) -> Result<Self> {
         let Agreed { spec, order, split, backward, .. } = agreed;
         let rows = |shard: &Shard| {
@@ -63,18 +70,16 @@ impl RingPlan {
         };
         let queries = rows(&shards.q[ring_index])?;
         let keys = rows(&shards.kv[ring_index])?;
-        // The steps of all ranks are derived and those of the others dropped: kept, they would take
-        // O(ranks³) memory in a process that runs all ranks.
-        let schedule = kv_schedule(agreed, &shards);
-        // in debug builds only, because it takes O(ranks³) time and no input can violate it
-        if cfg!(debug_assertions) {
-            let needs = kv_needs(spec, &shards);
-            let gradients = gradients_travel(agreed);
-            schedule.check(&needs, gradients).map_err(Error::internal)?;
+        let needs = kv_needs(spec, &shards, tick);
+        let gradients = gradients_travel(agreed);
+        let schedule = RankSchedule::derive(&needs, agreed.route, gradients, ring_index, tick);
+        // in debug builds only, because no input can violate it
+        if cfg!(debug_assertions) && needs.ranks() <= MOST_CHECKED_RANKS {
+            check_schedule(&needs, gradients, ring_index, &schedule)?;
         }
         let head_rows = if S::HAS_PARTS {
             let shard = (&*queries, &*keys);
-            tail_overlap::head_rows(spec, &schedule, ring_index, shard, split.of_tiles())
+            tail_overlap::head_rows(spec, &schedule, shard, split.of_tiles())
         } else {
             keys.len() as u64
         };
@@ -83,9 +88,10 @@ impl RingPlan {
             gradient: spec.gradient_row_layout().bytes(),
             split: *split,
         };
-        let program = RankProgram::new(&schedule, order, ring_index, head_rows, sizes);
+        let program = RankProgram::new(&schedule, order, head_rows, sizes);
+        drop(needs);
         let query_steps = if *backward && spec.backward == BackwardMode::TwoPass {
-            query_steps(agreed, ring_index, &shards)
+            query_steps(agreed, ring_index, &shards, tick)
         } else {
             Vec::new()
         };
@@ -153,29 +159,67 @@ impl RingPlan {
     }
 }
 
-/// Derives the schedule of keys and values: of forward, of a one-pass backward with gradients, and
-/// of the first pass of a two-pass backward.
+impl<B: Backend> Ring<B> {
+    /// Returns the numbers of blocks that this rank receives in a forward and in a backward pass. A
+    /// block that arrives in parts counts once.
+    pub fn blocks_received(&self) -> [usize; 2] {
+        let steps = &self.plan.program.steps;
+        let blocks: usize = steps.iter().map(|step| step.kv.receives.len()).sum();
+        let gradients: usize = steps.iter().map(|step| step.gradients.receives.len()).sum();
+        [blocks, blocks + gradients]
+    }
+}
+
+/// Derives the schedule of keys and values of all ranks: of forward, of a one-pass backward with
+/// gradients, and of the first pass of a two-pass backward.
 pub(super) fn kv_schedule(agreed: &Agreed, shards: &RingShards) -> Schedule {
-    Schedule::build(&kv_needs(&agreed.spec, shards), agreed.route, gradients_travel(agreed))
+    let needs = kv_needs(&agreed.spec, shards, &mut || ()).to_needs();
+    Schedule::build(&needs, agreed.route, gradients_travel(agreed))
 }
 
 /// Derives the steps in which queries circulate, the second pass of a two-pass backward.
-fn query_steps(agreed: &Agreed, ring_index: usize, shards: &RingShards) -> Vec<RankStep> {
+fn query_steps(
+    agreed: &Agreed,
+    ring_index: usize,
+    shards: &RingShards,
+    tick: &mut dyn FnMut(),
+) -> Vec<RankStep> {
     let Agreed { spec, route, order, split, .. } = agreed;
-    let needs = Needs::of_keys(spec.mask.as_ref(), spec.dims.q_heads, spec.dims.batch, shards);
-    let schedule = Schedule::build(&needs, reverse(*route), false);
+    let mask = spec.mask.as_ref();
+    let needs = NeedsIndex::of_keys(mask, spec.dims.q_heads, spec.dims.batch, shards, tick);
+    // a query shard is sent in the opposite direction of the keys, because its users are the owners
+    // of the keys that it attends to
+    let schedule = RankSchedule::derive(&needs, route.opposite(), false, ring_index, tick);
     let sizes = RecordSizes {
         block: spec.query_row_layout().bytes(),
         gradient: 0,
         split: split.of_tiles(),
     };
     let all = shards.q[ring_index].rows.len();
-    RankProgram::new(&schedule, order, ring_index, all, sizes).steps
+    RankProgram::new(&schedule, order, all, sizes).steps
 }
 
-/// Returns the keys that each rank's queries attend to.
-fn kv_needs(spec: &Spec, shards: &RingShards) -> Needs {
-    Needs::of_queries(spec.mask.as_ref(), spec.dims.q_heads, spec.dims.batch, shards)
+/// Derives the keys that each rank's queries attend to.
+fn kv_needs<'a>(spec: &'a Spec, shards: &RingShards, tick: &mut dyn FnMut()) -> NeedsIndex<'a> {
+    let mask = spec.mask.as_ref();
+    NeedsIndex::of_queries(mask, spec.dims.q_heads, spec.dims.batch, shards, tick)
+}
+
+/// Checks the schedule of all ranks, and that `derived` is that of the rank at `ring_index`.
+fn check_schedule(
+    needs: &NeedsIndex<'_>,
+    gradients: bool,
+    ring_index: usize,
+    derived: &RankSchedule,
+) -> Result<()> {
+    let needs = needs.to_needs();
+    let schedule = Schedule::build(&needs, derived.route, gradients);
+    schedule.check(&needs, gradients).map_err(Error::internal)?;
+    if schedule.of_rank(ring_index) == *derived {
+        Ok(())
+    } else {
+        Err(Error::internal(format!("the steps of ring index {ring_index} are not the schedule's")))
+    }
 }
 
 /// Returns true if partial gradients are sent: in a one-pass backward.
@@ -209,14 +253,4 @@ pub(super) fn decode_shards(messages: &[Vec<u8>], order: &Order) -> Result<RingS
         }
     }
     Ok(RingShards { q: order.by_ring_index(gathered.q), kv: order.by_ring_index(gathered.kv) })
-}
-
-/// Returns the route of queries for a route of keys: a query shard is sent in the opposite
-/// direction, because its users are the owners of the keys that it attends to.
-const fn reverse(route: Route) -> Route {
-    match route {
-        Route::RelayUp => Route::RelayDown,
-        Route::RelayDown => Route::RelayUp,
-        Route::Direct => Route::Direct,
-    }
 }

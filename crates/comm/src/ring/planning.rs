@@ -1,9 +1,12 @@
 //! Planning: agreement on what is computed, then everything that a plan keeps.
 
-use std::sync::Arc;
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use annulus_core::{
-    Backend, Choice, Error, Passes, RankShard, Result, RingShards, Spec, Transport,
+    Backend, Choice, Error, Passes, RankShard, Result, RingShards, Space, Spec, Transport,
 };
 
 use super::{
@@ -14,6 +17,38 @@ use super::{
     plan::{Agreed, RingPlan},
 };
 use crate::agreement;
+
+/// Minimum time between two heartbeats of a rank that plans. Planning ticks after some
+/// microseconds, far more often than deadlines require.
+const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(1);
+
+/// Heartbeats of a rank that plans: the others wait for it meanwhile, and their deadline measures
+/// silence.
+pub(super) struct PlanningTicks<'a, S: Space> {
+    transport: &'a mut dyn Transport<S>,
+    last: Instant,
+    failure: Option<Error>,
+}
+
+impl<'a, S: Space> PlanningTicks<'a, S> {
+    pub(super) fn new(transport: &'a mut dyn Transport<S>) -> Self {
+        Self { transport, last: Instant::now(), failure: None }
+    }
+
+    /// Sends a heartbeat and moves messages, if the last time is long enough ago.
+    pub(super) fn tick(&mut self) {
+        if self.failure.is_none() && self.last.elapsed() >= HEARTBEAT_INTERVAL {
+            self.last = Instant::now();
+            self.transport.control().heartbeat(true);
+            self.failure = self.transport.progress(Duration::ZERO).err();
+        }
+    }
+
+    /// Returns the result of planning, or the error of the transport if a tick met one.
+    pub(super) fn finish<T>(self, planned: Result<T>) -> Result<T> {
+        self.failure.map_or(planned, Err)
+    }
+}
 
 /// The parts of a [`super::Ring`] that all ranks have agreed upon.
 pub(super) struct Planned<B: Backend> {
@@ -52,8 +87,10 @@ impl<B: Backend> Planned<B> {
         let largest = agreement::agree(transport, 0, described)?;
         let (spec, capabilities) = checked?;
 
+        let mut ticks = PlanningTicks::new(&mut *transport);
+        let mut tick = || ticks.tick();
         let Choice { layout, route, order } =
-            Choice::auto(&spec, ranks, options.layout.as_ref(), placement.as_ref());
+            Choice::auto(&spec, ranks, options.layout.as_ref(), placement.as_ref(), &mut tick);
         let agreed = Agreed {
             spec: Arc::new(spec),
             layout,
@@ -66,16 +103,24 @@ impl<B: Backend> Planned<B> {
             },
             backward: options.backward,
         };
-        let planned = Self::locally(backend, agreed, rank, ranks);
+        let planned = Self::locally(backend, agreed, rank, ranks, &mut tick);
+        let planned = ticks.finish(planned);
         agreement::close(transport, 1, planned.as_ref().map_err(Error::clone).map(|_| ()))?;
         planned
     }
 
     /// Does the part of planning that needs no other rank.
-    fn locally(backend: &B, agreed: Agreed, rank: usize, ranks: usize) -> Result<Self> {
+    fn locally(
+        backend: &B,
+        agreed: Agreed,
+        rank: usize,
+        ranks: usize,
+        tick: &mut dyn FnMut(),
+    ) -> Result<Self> {
         let spec = &agreed.spec;
         let shards = RingShards::plain(&spec.dims, spec.alignment, &agreed.layout, ranks);
-        let plan = RingPlan::derive::<B::Space>(&agreed, agreed.order.ring_index(rank), shards)?;
+        let ring_index = agreed.order.ring_index(rank);
+        let plan = RingPlan::derive::<B::Space>(&agreed, ring_index, shards, tick)?;
         let shard = plan.rank_shard(None);
         let passes = if agreed.backward { Passes::Both } else { Passes::Forward };
         let workspace = backend.workspace(&shard, passes)?;

@@ -3,7 +3,7 @@
 
 use std::{ops::Range, sync::Arc};
 
-use annulus_core::{Channel, Group, Message, MessageHeader, Order, Route, RowSet, Schedule};
+use annulus_core::{Channel, Group, Message, MessageHeader, Order, RankSchedule, Route, RowSet};
 
 use super::{
     block_parts::{self, SplitSize},
@@ -77,20 +77,18 @@ pub(crate) struct RecordSizes {
 }
 
 impl RankProgram {
-    /// Derives the program of the rank at `ring_index`. Messages name ranks; all else counts ring
+    /// Derives the program of a rank from its schedule. Messages name ranks; all else counts ring
     /// indices.
     pub(crate) fn new(
-        schedule: &Schedule,
+        schedule: &RankSchedule,
         order: &Order,
-        ring_index: usize,
         head_rows: u64,
         sizes: RecordSizes,
     ) -> Self {
-        let steps = &schedule.steps[ring_index];
-        let active = last_step(schedule, ring_index).map_or(1, |last| last + 1);
-        let steps = &steps[..active];
+        let active = schedule.last_step().map_or(1, |last| last + 1);
+        let steps = &schedule.steps[..active];
         let local = &steps[0].rows;
-        let last_block = block_parts::last_block(schedule, ring_index);
+        let last_block = schedule.last_block();
         let mut unwritten: RowSet = std::iter::once(head_rows..local.count()).collect();
         let mut program = Vec::with_capacity(steps.len());
         for (number, step) in steps.iter().enumerate() {
@@ -102,10 +100,10 @@ impl RankProgram {
                 rows: step.rows.clone(),
                 kv: addressing.transfers(&step.before, source),
                 kv_in_parts: addressing.transfers_in_parts(
-                    schedule,
-                    ring_index,
+                    &step.before,
                     source,
-                    sizes.split,
+                    [schedule.sends_last_block[number], last_block == Some(number + 1)]
+                        .map(|is_last| is_last.then_some(sizes.split)),
                 ),
                 parts: if last_block == Some(number) {
                     row_parts(&step.rows, sizes.split)
@@ -131,14 +129,6 @@ impl RankProgram {
     pub(crate) fn gradient_bytes_sent(&self) -> u64 {
         self.steps.iter().map(|step| step.gradients.bytes_sent()).sum()
     }
-}
-
-/// Returns the last step in which this rank computes, sends or receives.
-pub(super) fn last_step(schedule: &Schedule, ring_index: usize) -> Option<usize> {
-    let idle = |group: &Group| group.sends.is_empty() && group.receives.is_empty();
-    schedule.steps[ring_index]
-        .iter()
-        .rposition(|step| !(step.rows.is_empty() && idle(&step.before) && idle(&step.after)))
 }
 
 fn partial_sums(group: &Group) -> impl Iterator<Item = &Message> {
@@ -196,32 +186,31 @@ impl Addressing<'_> {
         }
     }
 
-    /// Returns the transfers before a step. A block that is the last of its receiver is in parts.
+    /// Returns the transfers `group` before a step. What is sent, and what is received, is in parts
+    /// if it has a split size: if it is the last block of its receiver.
     fn transfers_in_parts(
         &self,
-        schedule: &Schedule,
-        ring_index: usize,
+        group: &Group,
         source: &RowSet,
-        split: SplitSize,
+        [sent, received]: [Option<SplitSize>; 2],
     ) -> Transfers {
-        let group = &schedule.steps[ring_index][self.step].before;
-        let parts = |receiver: usize, message: &Message| {
-            if block_parts::last_block(schedule, receiver) == Some(self.step + 1) {
-                block_parts::parts(message.rows.count(), split)
-            } else {
-                std::iter::once(0..message.rows.count()).collect()
-            }
+        let parts = |message: &Message, split: Option<SplitSize>| {
+            let rows = message.rows.count();
+            split.map_or_else(
+                || std::iter::once(0..rows).collect(),
+                |split| block_parts::parts(rows, split),
+            )
         };
         let mut transfers = Transfers::default();
         for message in &group.sends {
             let records = source.record_ranges(&message.rows);
-            for (number, part) in parts(message.peer, message).iter().enumerate() {
+            for (number, part) in parts(message, sent).iter().enumerate() {
                 let records = block_parts::slice(&records, part);
                 transfers.sends.push(self.message(message, number, &records));
             }
         }
         for message in &group.receives {
-            for (number, part) in parts(ring_index, message).iter().enumerate() {
+            for (number, part) in parts(message, received).iter().enumerate() {
                 let records = 0..part.end - part.start;
                 let records = std::slice::from_ref(&records);
                 transfers.receives.push(self.message(message, number, records));

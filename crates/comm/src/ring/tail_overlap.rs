@@ -9,9 +9,9 @@
 //! Without the tail no rank would compute while the last gradients are transferred. Each rank
 //! splits its own rows when a plan is created; no message depends on it.
 
-use annulus_core::{Group, Message, Rows, Schedule, Spec, mask::Query};
+use annulus_core::{Group, Message, RankSchedule, Rows, Spec, mask::Query};
 
-use super::{block_parts::SplitSize, program::last_step};
+use super::block_parts::SplitSize;
 
 /// Number of queries and of keys that are sampled to estimate work: head and tail are rounded to
 /// tiles, so an error of some percent is of no consequence.
@@ -23,15 +23,14 @@ const SAMPLES: usize = 64;
 /// Head and tail get work in proportion to the bytes of the transfers that they overlap.
 pub(super) fn head_rows(
     spec: &Spec,
-    schedule: &Schedule,
-    ring_index: usize,
+    schedule: &RankSchedule,
     shard: (&Rows, &Rows),
     split: SplitSize,
 ) -> u64 {
     let (queries, keys) = shard;
     let all = keys.len() as u64;
-    let steps = &schedule.steps[ring_index];
-    let Some(last) = last_step(schedule, ring_index) else { return all };
+    let steps = &schedule.steps;
+    let Some(last) = schedule.last_step() else { return all };
     let rows =
         |messages: &[Message]| messages.iter().map(|message| message.rows.count()).sum::<u64>();
     let bytes = |group: &Group, record: u64| rows(&group.sends).max(rows(&group.receives)) * record;
@@ -105,7 +104,7 @@ mod tests {
                 split: SplitSize { kv_tile: 64, kv_block: 0 },
                 backward: true,
             };
-            let plan = RingPlan::derive::<Host>(&agreed, rank, coordinates).unwrap();
+            let plan = RingPlan::derive::<Host>(&agreed, rank, coordinates, &mut || ()).unwrap();
             (plan.program.head_rows, plan.keys.len() as u64)
         };
         // as many bytes of gradients as of keys and values; all queries attend to every key

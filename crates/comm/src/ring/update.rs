@@ -21,7 +21,8 @@ use super::{
     Ring,
     buffers::Buffers,
     check, describe,
-    plan::{self, RingPlan},
+    plan::{self, Agreed, RingPlan},
+    planning::PlanningTicks,
 };
 use crate::agreement::{self, all_gather};
 
@@ -66,7 +67,10 @@ impl<B: Backend> Ring<B> {
         // from here to the closing status no rank may return: the others would wait for it
         let gathered = all_gather(self.transport.as_mut(), round, &message);
         let gathered = gathered.map_err(agreement::mid_call)?;
-        let staged = self.stage(batch, &gathered);
+        let mut ticks = PlanningTicks::new(self.transport.as_mut());
+        let mut tick = || ticks.tick();
+        let plan = derive::<B::Space>(&self.agreed, self.ring_index, &gathered, &mut tick);
+        let staged = ticks.finish(plan).and_then(|plan| self.stage(batch, plan));
         // the workspace comes last, because it is the only part that is changed in place
         let touched = staged.is_ok();
         let staged = staged.and_then(|staged| {
@@ -89,12 +93,9 @@ impl<B: Backend> Ring<B> {
         }
     }
 
-    /// Creates everything that a new batch needs, and changes nothing of the batch in force.
-    fn stage(&self, batch: &Batch, gathered: &[Vec<u8>]) -> Result<StagedBatch<B::Space>> {
-        let bytes = gathered.iter().map(|shards| shards.len() as u64).sum::<u64>();
-        memory::check_available("the rows of all ranks", bytes.saturating_mul(BYTES_PER_ENCODED))?;
-        let shards = plan::decode_shards(gathered, &self.agreed.order)?;
-        let plan = RingPlan::derive::<B::Space>(&self.agreed, self.ring_index, shards)?;
+    /// Creates everything that a new batch needs besides its plan, and changes nothing of the batch
+    /// in force.
+    fn stage(&self, batch: &Batch, plan: RingPlan) -> Result<StagedBatch<B::Space>> {
         let mask = batch.attention_mask.as_ref().map(DenseMask::try_clone).transpose()?;
         let shard = plan.rank_shard(mask.map(Arc::new));
         let buffers = if self.buffers.fit(&self.agreed, &plan) {
@@ -133,4 +134,17 @@ impl<B: Backend> Ring<B> {
         };
         restored.map_err(lost)
     }
+}
+
+/// Derives the plan of the rank at `ring_index` from the encoded shards of all ranks.
+fn derive<S: Space>(
+    agreed: &Agreed,
+    ring_index: usize,
+    gathered: &[Vec<u8>],
+    tick: &mut dyn FnMut(),
+) -> Result<RingPlan> {
+    let bytes = gathered.iter().map(|shards| shards.len() as u64).sum::<u64>();
+    memory::check_available("the rows of all ranks", bytes.saturating_mul(BYTES_PER_ENCODED))?;
+    let shards = plan::decode_shards(gathered, &agreed.order)?;
+    RingPlan::derive::<S>(agreed, ring_index, shards, tick)
 }

@@ -335,3 +335,47 @@ fn a_mask_that_panics_during_planning_is_an_error_on_all_ranks() {
         assert!(matches!(&errors[rank], Error::Aborted { rank: 1, .. }), "{errors:?}");
     }
 }
+
+/// A causal mask that is slow on rank 1 for the queries of rank 0. Backends evaluate masks for
+/// their own queries only, so it is slow in planning alone.
+#[derive(Debug)]
+struct SlowToPlan;
+
+impl Mask for SlowToPlan {
+    fn fingerprint(&self, into: Fingerprint) -> Fingerprint {
+        into.text("slow to plan")
+    }
+
+    fn visible(&self, query: &Query, key: &Key) -> bool {
+        key.position <= query.position
+    }
+
+    fn intervals(&self, query: &Query) -> Option<KeyIntervals> {
+        if query.row < 400 && thread::current().name() == Some("rank 1") {
+            thread::sleep(Duration::from_millis(5));
+        }
+        Some(KeyIntervals::one(i64::MIN, query.position + 1))
+    }
+}
+
+#[test]
+fn a_rank_that_plans_for_several_deadlines_is_alive() {
+    let dims = Dims { q_len: 1200, kv_len: 1200, batch: 1, ..DIMS };
+    let deadline = Duration::from_secs(1);
+    let attention = Attention::new()
+        .mask(Arc::new(SlowToPlan))
+        .layout(Layout::Contiguous)
+        .route(Route::RelayUp)
+        .deadline(deadline);
+    let slow = each_rank(ring(RANKS), |rank, transport| {
+        let started = Instant::now();
+        let mut plan = Plan::new(&attention, dims, Cpu::new(1)?, transport)?;
+        let planned = started.elapsed();
+        let segments = Some(Array2::from_elem((1, 400), 1));
+        plan.update(&Batch { q_segment_ids: segments, ..Batch::default() })?;
+        Ok((rank == 1).then(|| [planned, started.elapsed() - planned]))
+    });
+    let [planned, updated] = slow.expect("no rank times out")[1].expect("the times of rank 1");
+    // the others have waited for longer than the deadline, twice
+    assert!(planned > 3 * deadline && updated > deadline, "{planned:?} {updated:?}");
+}

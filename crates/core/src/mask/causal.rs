@@ -1,6 +1,6 @@
 //! Causal mask: j' ≤ i' + offset.
 
-use super::{Key, Mask, Query, clip};
+use super::{Band, Key, Mask, Query, clip};
 use crate::{Fingerprint, KeyIntervals};
 
 /// Causal mask: a query attends to the keys at j' ≤ i' + offset.
@@ -23,5 +23,9 @@ impl Mask for Causal {
     fn intervals(&self, query: &Query) -> Option<KeyIntervals> {
         let last = i128::from(query.position) + i128::from(self.offset);
         Some(KeyIntervals::one(i64::MIN, clip(last + 1)))
+    }
+
+    fn band(&self, _: usize, _: usize) -> Option<Band> {
+        Some(Band::everything().ending(i128::from(self.offset) + 1))
     }
 }

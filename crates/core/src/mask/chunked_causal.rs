@@ -1,6 +1,6 @@
 //! Chunked causal mask: ⌊i'/size⌋ = ⌊j'/size⌋ and j' ≤ i'.
 
-use super::{Key, Mask, Query, clip};
+use super::{Band, Key, Mask, Query, clip};
 use crate::{Dims, Error, Fingerprint, KeyIntervals, Result};
 
 /// Causal mask within chunks of `size` positions: ⌊i'/size⌋ = ⌊j'/size⌋ and j' ≤ i'. The division
@@ -33,6 +33,10 @@ impl Mask for ChunkedCausal {
     fn intervals(&self, query: &Query) -> Option<KeyIntervals> {
         let first = self.chunk(query.position) * i128::from(self.size.max(1));
         Some(KeyIntervals::one(clip(first), query.position.saturating_add(1)))
+    }
+
+    fn band(&self, _: usize, _: usize) -> Option<Band> {
+        Some(Band::everything().in_chunks(self.size).ending(1))
     }
 
     fn validate(&self, _: &Dims) -> Result<()> {

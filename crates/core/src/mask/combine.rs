@@ -2,7 +2,7 @@
 
 use std::{any::Any, sync::Arc};
 
-use super::{Everything, Key, Mask, Query, SharedMask};
+use super::{Band, Everything, Key, Mask, Query, SharedMask};
 use crate::{Dims, Fingerprint, KeyIntervals, Result};
 
 /// Conjunction: a pair is visible if it is visible under every mask. Of no masks: every pair.
@@ -85,6 +85,11 @@ impl Mask for And {
         let parts = self.0.iter().map(|mask| mask.bound(query));
         // each bound alone is a bound of the conjunction too, if both need too many intervals
         parts.fold(KeyIntervals::everything(), |all, part| all.and(&part).unwrap_or(all))
+    }
+
+    fn band(&self, batch: usize, head: usize) -> Option<Band> {
+        let mut bands = self.0.iter().map(|mask| mask.band(batch, head));
+        bands.try_fold(Band::everything(), |all, band| all.and(band?))
     }
 
     fn per_head(&self) -> bool {

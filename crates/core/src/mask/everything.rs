@@ -1,6 +1,6 @@
 //! The mask of full attention.
 
-use super::{Key, Mask, Query};
+use super::{Band, Key, Mask, Query};
 use crate::{Fingerprint, KeyIntervals};
 
 /// Full attention: every query attends to every key.
@@ -18,5 +18,9 @@ impl Mask for Everything {
 
     fn intervals(&self, _: &Query) -> Option<KeyIntervals> {
         Some(KeyIntervals::everything())
+    }
+
+    fn band(&self, _: usize, _: usize) -> Option<Band> {
+        Some(Band::everything())
     }
 }

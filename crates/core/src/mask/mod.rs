@@ -10,6 +10,7 @@ use std::{any::Any, sync::Arc};
 
 use crate::{Dims, Fingerprint, KeyIntervals, Result};
 
+mod band;
 mod causal;
 mod chunked_causal;
 mod combine;
@@ -22,6 +23,7 @@ mod prefix;
 pub(crate) mod tests;
 mod window;
 
+pub use band::Band;
 pub use causal::Causal;
 pub use chunked_causal::ChunkedCausal;
 pub use combine::{And, Or, and, or};
@@ -95,6 +97,13 @@ pub trait Mask: Any + std::fmt::Debug + Send + Sync {
     /// is not `None`. Tiles outside are skipped, so a tight bound saves time.
     fn bound(&self, query: &Query) -> KeyIntervals {
         self.intervals(query).unwrap_or_else(KeyIntervals::everything)
+    }
+
+    /// Lowers the mask for all queries of one batch row and head at once; `None` if it is no
+    /// [`Band`]. [`Mask::intervals`] of every query must be the interval of the band. With a band,
+    /// planning takes time per run of positions instead of time per query.
+    fn band(&self, _batch: usize, _head: usize) -> Option<Band> {
+        None
     }
 
     /// Returns true if the result depends on the query's head.

@@ -1,6 +1,6 @@
 //! A mask for each query head.
 
-use super::{Key, Mask, Query, SharedMask};
+use super::{Band, Key, Mask, Query, SharedMask};
 use crate::{Dims, Error, Fingerprint, KeyIntervals, Result};
 
 /// A list of masks, one per query head: head h uses mask h.
@@ -23,6 +23,10 @@ impl Mask for PerHead {
 
     fn bound(&self, query: &Query) -> KeyIntervals {
         self.0.get(query.head).map_or(KeyIntervals::nothing(), |mask| mask.bound(query))
+    }
+
+    fn band(&self, batch: usize, head: usize) -> Option<Band> {
+        self.0.get(head)?.band(batch, head)
     }
 
     fn per_head(&self) -> bool {

@@ -1,6 +1,6 @@
 //! Prefix mask: j' < len or j' ≤ i'.
 
-use super::{Key, Mask, Query, clip};
+use super::{Band, Key, Mask, Query, clip};
 use crate::{Fingerprint, KeyIntervals};
 
 /// Mask of a prefix language model: the first `len` positions are visible to every query, later
@@ -29,5 +29,9 @@ impl Mask for Prefix {
             i64::MIN,
             clip(self.len.into()).max(query.position.saturating_add(1)),
         ))
+    }
+
+    fn band(&self, _: usize, _: usize) -> Option<Band> {
+        Some(Band::everything().with_prefix(self.len))
     }
 }

@@ -1,6 +1,6 @@
 //! Sliding-window mask: i' + offset − left ≤ j' ≤ i' + offset + right, or j' < first_visible.
 
-use super::{Key, Mask, Query, clip};
+use super::{Band, Key, Mask, Query, clip};
 use crate::{Fingerprint, KeyIntervals};
 
 /// Sliding window, both ends included: i' + offset − left ≤ j' ≤ i' + offset + right. A side that
@@ -63,5 +63,16 @@ impl Mask for Window {
         } else {
             window.or(&KeyIntervals::one(i64::MIN, self.exempt_before()))
         }
+    }
+
+    fn band(&self, _: usize, _: usize) -> Option<Band> {
+        // with exempt keys, a query has two intervals
+        if self.first_visible > 0 {
+            return None;
+        }
+        let offset = i128::from(self.offset);
+        let band = Band::everything();
+        let band = self.left.map_or(band, |left| band.starting(offset - i128::from(left)));
+        Some(self.right.map_or(band, |right| band.ending(offset + i128::from(right) + 1)))
     }
 }

@@ -1,21 +1,23 @@
-//! Index of all ranks' keys by segment and position, which counts the keys in intervals.
+//! Index of all ranks' keys by segment and position, which counts the keys in intervals: those of
+//! each rank, or of all.
 
 use std::ops::Range;
 
-use super::{SegmentNumbers, attended::ascending, count_below};
-use crate::{KeyIntervals, RingShards, Run, Runs};
+use super::{SegmentNumbers, StridedRows, ascending, count_below};
+use crate::{RingShards, Run, Runs};
 
 /// The keys of one batch row.
 pub(crate) struct KeyIndex {
     /// `entries[first[s]..first[s + 1]]` belong to segment s: one for each rank with keys of the
-    /// segment, in rank order.
+    /// segment, in rank order; or one for all ranks.
     first: Vec<usize>,
     entries: Vec<Entry>,
     runs: Vec<SortedRun>,
 }
 
-/// Keys of one segment and one rank.
+/// Keys of one segment and one rank, or of one segment.
 struct Entry {
+    /// The rank; 0 in an index of all ranks together.
     rank: usize,
     /// Indices of [`KeyIndex::runs`], ascending by position.
     runs: Range<usize>,
@@ -36,19 +38,56 @@ struct SortedRun {
 }
 
 impl KeyIndex {
-    /// Sorts the keys of batch row `batch`, and adds their segment ids to `segments`.
-    pub(crate) fn new(shards: &RingShards, batch: usize, segments: &mut SegmentNumbers) -> Self {
+    /// Sorts the keys of batch row `batch` by rank, and adds their segment ids to `segments`.
+    pub(crate) fn by_rank(
+        shards: &RingShards,
+        batch: usize,
+        segments: &mut SegmentNumbers,
+    ) -> Self {
+        Self::new(shards, batch, segments, |rank| rank)
+    }
+
+    /// Sorts the keys of batch row `batch` of all ranks together, and adds their segment ids to
+    /// `segments`.
+    pub(crate) fn of_all_ranks(
+        shards: &RingShards,
+        batch: usize,
+        segments: &mut SegmentNumbers,
+    ) -> Self {
+        Self::new(shards, batch, segments, |_| 0)
+    }
+
+    fn new(
+        shards: &RingShards,
+        batch: usize,
+        segments: &mut SegmentNumbers,
+        group: impl Fn(usize) -> usize,
+    ) -> Self {
         let mut keys: Vec<KeyRun> = Vec::new();
         for (rank, shard) in shards.kv.iter().enumerate() {
             keys.extend(segments.key_rows(shard, batch).iter().map(|rows| KeyRun {
                 segment: rows.segment,
-                rank,
+                rank: group(rank),
                 positions: ascending(&rows.positions),
             }));
         }
+        Self::sort(keys, segments.len())
+    }
+
+    /// Sorts the keys `owners[rank]` of all ranks together.
+    pub(crate) fn of_owners(owners: &[Vec<StridedRows>], segments: usize) -> Self {
+        let key_run = |rows: &StridedRows| KeyRun {
+            segment: rows.segment,
+            rank: 0,
+            positions: ascending(&rows.positions),
+        };
+        Self::sort(owners.iter().flatten().map(key_run).collect(), segments)
+    }
+
+    fn sort(mut keys: Vec<KeyRun>, segments: usize) -> Self {
         keys.sort_unstable_by_key(|keys| (keys.segment, keys.rank, keys.positions.start));
         let mut index =
-            Self { first: vec![0; segments.len() + 1], entries: Vec::new(), runs: Vec::new() };
+            Self { first: vec![0; segments + 1], entries: Vec::new(), runs: Vec::new() };
         for of_entry in keys.chunk_by(|a, b| (a.segment, a.rank) == (b.segment, b.rank)) {
             index.first[of_entry[0].segment + 1] += 1;
             index.push_entry(of_entry);
@@ -61,22 +100,35 @@ impl KeyIndex {
     /// Appends the entry of `keys`, which belong to one segment and one rank.
     fn push_entry(&mut self, keys: &[KeyRun]) {
         let begin = self.runs.len();
+        let runs: Vec<Run> = keys.iter().map(|keys| keys.positions).collect();
         let mut count = 0;
-        let mut push = |run: Run| {
+        for run in merged(&runs) {
             self.runs.push(SortedRun { run, before: count });
             count += run.count;
-        };
-        let runs = keys.iter().map(|keys| keys.positions);
-        if runs.clone().is_sorted_by(|a, b| a.at(a.count - 1) <= b.start) {
-            runs.for_each(&mut push);
-        } else {
-            // interleaved runs: sort the positions themselves
-            let mut positions: Vec<i64> =
-                runs.flat_map(|run| (0..run.count).map(move |index| run.at(index))).collect();
-            positions.sort_unstable();
-            positions.into_iter().collect::<Runs>().runs().iter().for_each(|&run| push(run));
         }
         self.entries.push(Entry { rank: keys[0].rank, runs: begin..self.runs.len() });
+    }
+
+    /// Returns the number of keys of `segment` whose positions are in `intervals`.
+    pub(crate) fn count(&self, segment: usize, intervals: &[Range<i64>]) -> u64 {
+        let mut all = 0;
+        self.count_by_rank(segment, intervals, |_, count| all += count);
+        all
+    }
+
+    /// Returns the positions of the keys of `segment` if they are consecutive; an empty range if
+    /// there are none.
+    pub(crate) fn consecutive(&self, segment: usize) -> Option<Range<i64>> {
+        match &self.entries[self.first[segment]..self.first[segment + 1]] {
+            [] => Some(0..0),
+            [entry] => match &self.runs[entry.runs.clone()] {
+                [SortedRun { run, .. }] if run.step == 1 || run.count == 1 => {
+                    Some(run.start..run.at(run.count - 1) + 1)
+                }
+                _ => None,
+            },
+            _ => None,
+        }
     }
 
     /// Calls `found(rank, count)` for every rank with keys of `segment`, with the number of these
@@ -84,14 +136,14 @@ impl KeyIndex {
     pub(crate) fn count_by_rank(
         &self,
         segment: usize,
-        intervals: &KeyIntervals,
+        intervals: &[Range<i64>],
         mut found: impl FnMut(usize, u64),
     ) {
         for entry in &self.entries[self.first[segment]..self.first[segment + 1]] {
             let within = |range: &Range<i64>| {
                 self.count_below(entry, range.end) - self.count_below(entry, range.start)
             };
-            found(entry.rank, intervals.ranges().iter().map(within).sum());
+            found(entry.rank, intervals.iter().map(within).sum());
         }
     }
 
@@ -103,4 +155,47 @@ impl KeyIndex {
             after => runs[after - 1].before + count_below(&runs[after - 1].run, bound),
         }
     }
+}
+
+/// Returns runs with the positions of ascending runs, which are sorted by their starts; ascending,
+/// with consecutive positions in one run.
+fn merged(runs: &[Run]) -> Vec<Run> {
+    if let Some(run) = interleaved(runs) {
+        return vec![run];
+    }
+    if runs.is_sorted_by(|a, b| a.at(a.count - 1) <= b.start) {
+        let mut merged: Vec<Run> = Vec::new();
+        for run in runs {
+            match merged.last_mut() {
+                Some(last)
+                    if last.step == 1 && run.step == 1 && last.at(last.count) == run.start =>
+                {
+                    last.count += run.count;
+                }
+                _ => merged.push(*run),
+            }
+        }
+        return merged;
+    }
+    // interleaved otherwise than by the striped layout: sort the positions themselves
+    let mut positions: Vec<i64> =
+        runs.iter().flat_map(|run| (0..run.count).map(|index| run.at(index))).collect();
+    positions.sort_unstable();
+    positions.into_iter().collect::<Runs>().runs().to_vec()
+}
+
+/// Returns the consecutive positions that the runs of a striped layout have together: n runs of
+/// step n, of which run i starts at the i-th position and has every n-th of the positions.
+fn interleaved(runs: &[Run]) -> Option<Run> {
+    let start = runs.first()?.start;
+    let count: u64 = runs.iter().map(|run| run.count).sum();
+    let stripes = runs.len() as u64;
+    let is_stripe = |(index, run): (u64, &Run)| {
+        let step = run.step.cast_unsigned();
+        run.start == start.wrapping_add(index.cast_signed())
+            && (step == stripes || run.count == 1)
+            && run.count == (count - index).div_ceil(stripes)
+    };
+    let all = count >= stripes && (0..).zip(runs).all(is_stripe);
+    all.then_some(Run { start, step: 1, count })
 }

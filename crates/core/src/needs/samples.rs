@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use crate::{
     Alignment, CustomLayout, Dims, Fingerprint, KeyIntervals, Layout, Mask, RingShards, Runs,
     Shard, Side,
-    mask::{Key, Query},
+    mask::{Band, ChunkedCausal, Key, Query},
 };
 
 /// One small mask of each kind.
@@ -75,6 +75,20 @@ impl Mask for Sample {
         self.intervals(query).unwrap_or_else(|| {
             if matches!(self, Self::Parity) { near() } else { KeyIntervals::everything() }
         })
+    }
+
+    fn band(&self, _: usize, head: usize) -> Option<Band> {
+        let everything = Band::everything();
+        match *self {
+            Self::Full => Some(everything),
+            Self::Causal => Some(everything.ending(1)),
+            Self::Window(left, right) => {
+                Some(everything.starting((-left).into()).ending((right + 1).into()))
+            }
+            Self::Chunked(size) => ChunkedCausal { size: size as u64 }.band(0, head),
+            Self::PerHead => Some(everything.starting(-3 * head as i128).ending(1)),
+            _ => None,
+        }
     }
 
     fn per_head(&self) -> bool {

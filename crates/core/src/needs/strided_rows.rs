@@ -3,7 +3,7 @@
 
 use std::{collections::HashMap, ops::Range};
 
-use crate::{Mask, RingShards, Run, Runs, Shard};
+use crate::{Mask, RingShards, Run, Runs, Shard, mask::Query};
 
 /// Consecutive local rows of one segment whose row numbers and positions are arithmetic runs.
 #[derive(Debug, Clone, Copy)]
@@ -18,6 +18,28 @@ pub(crate) struct StridedRows {
     pub(crate) positions: Run,
     /// Segment number ([`SegmentNumbers`]): queries attend only to keys of the same segment.
     pub(crate) segment: usize,
+}
+
+impl StridedRows {
+    /// Returns the query at `index` of these rows.
+    pub(crate) const fn query(&self, batch: usize, head: usize, index: u64) -> Query {
+        Query {
+            batch,
+            head,
+            row: self.rows.at(index).cast_unsigned(),
+            position: self.positions.at(index),
+        }
+    }
+
+    /// Returns the local rows at `indices` in ascending order of positions.
+    pub(crate) const fn local(&self, indices: Range<u64>) -> Range<u64> {
+        if self.positions.step < 0 {
+            let end = self.first + self.count;
+            end - indices.end..end - indices.start
+        } else {
+            self.first + indices.start..self.first + indices.end
+        }
+    }
 }
 
 /// Heads and batch rows for which the mask must be evaluated. If heads (or batch rows) do not
@@ -51,6 +73,12 @@ impl DistinctMasks {
 
     pub(crate) const fn batches(&self) -> Range<usize> {
         0..self.batch
+    }
+
+    /// Returns the batch rows one by one if they differ in their keys; otherwise all at once.
+    pub(crate) fn parts(&self, keys_differ: bool) -> impl Iterator<Item = Range<usize>> {
+        let size = if keys_differ { 1 } else { self.batch.max(1) };
+        self.batches().step_by(size).map(move |batch| batch..batch + size)
     }
 }
 

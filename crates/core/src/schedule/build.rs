@@ -88,7 +88,7 @@ impl Step {
 
 /// Path of one owner's rows over all ranks. Entry t of each list belongs to the rank that computes
 /// on them in step t.
-pub(super) struct BlockPath<'a> {
+struct BlockPath<'a> {
     owner: usize,
     users: Vec<usize>,
     needed: Vec<&'a RowSet>,
@@ -96,7 +96,7 @@ pub(super) struct BlockPath<'a> {
 }
 
 impl<'a> BlockPath<'a> {
-    pub(super) fn new(needs: &'a Needs, route: Route, owner: usize) -> Self {
+    fn new(needs: &'a Needs, route: Route, owner: usize) -> Self {
         let ranks = needs.held.len();
         let users: Vec<usize> = (0..ranks).map(|t| route.user(owner, t, ranks)).collect();
         let needed: Vec<&RowSet> = users.iter().map(|&user| needs.of(user, owner)).collect();
@@ -111,10 +111,5 @@ impl<'a> BlockPath<'a> {
 
     fn ranks(&self) -> usize {
         self.users.len()
-    }
-
-    /// Returns the number of block rows that all messages of this path carry.
-    pub(super) fn block_rows(&self) -> u128 {
-        self.present.iter().skip(1).map(|rows| u128::from(rows.count())).sum()
     }
 }

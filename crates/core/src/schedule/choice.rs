@@ -2,7 +2,7 @@
 //! bytes, then the fewest hops between nodes.
 
 use super::{Order, Placement, Route, Work};
-use crate::{Layout, Needs, RingShards, Spec};
+use crate::{Layout, NeedsIndex, RingShards, Spec};
 
 /// Layout, route and ring order of a plan.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -20,8 +20,9 @@ impl Choice {
     /// for fewer bytes, a pass may take up to a quarter more compute time.
     pub const IMBALANCE: f64 = 1.25;
 
-    /// Most queries (× heads and batch rows with masks of their own) for which the needs are
-    /// computed. Longer sequences are sampled at equal distances.
+    /// Most queries (× heads and batch rows with masks of their own) for which a mask without a
+    /// [`Band`](crate::mask::Band) is evaluated for the needs. Longer sequences are sampled at
+    /// equal distances.
     const SAMPLES_OF_NEEDS: usize = 1 << 16;
     /// As [`Choice::SAMPLES_OF_NEEDS`] for the work: fewer, because the number of visible keys
     /// changes less from one query to the next than the sets of needed rows.
@@ -40,63 +41,83 @@ impl Choice {
     /// With a `placement`, and without a fixed layout, the ranks of one node become neighbours
     /// ([`Placement::order`]). A fixed layout keeps ascending ranks, because its caller has
     /// distributed the rows by rank.
+    ///
+    /// `tick` is called after every few rows of a long computation, so that a rank that plans can
+    /// send heartbeats.
     pub fn auto(
         spec: &Spec,
         ranks: usize,
         layout: Option<&Layout>,
         placement: Option<&Placement>,
+        tick: &mut dyn FnMut(),
     ) -> Self {
         let placed =
             placement.filter(|placement| layout.is_none() && placement.nodes().len() == ranks);
         let order = placed.map_or_else(|| Order::ascending(ranks), Placement::order);
-        let mask = &*spec.mask;
-        let heads = spec.dims.q_heads;
-        let batch = spec.dims.batch;
-        let distinct_masks =
-            if mask.per_head() { heads } else { 1 } * if mask.per_batch() { batch } else { 1 };
-        let queries = spec.dims.q_len.saturating_mul(distinct_masks);
-        let stride = |samples| queries.div_ceil(samples).max(1);
-        let shard = |layout: Layout| {
-            (RingShards::plain(&spec.dims, spec.alignment, &layout, ranks), layout)
+        let candidates = match layout {
+            Some(layout) => vec![with_shards(spec, ranks, layout.clone())],
+            None => balanced_layouts(spec, ranks, tick),
         };
-        let candidates: Vec<(RingShards, Layout)> = match layout {
-            Some(layout) => vec![shard(layout.clone())],
-            None => {
-                let all = [Layout::Contiguous, Layout::Zigzag, Layout::Striped].map(shard);
-                let imbalances = all.each_ref().map(|(shards, _)| {
-                    Work::of_sampled_queries(
-                        mask,
-                        heads,
-                        batch,
-                        shards,
-                        stride(Self::SAMPLES_OF_WORK),
-                    )
-                    .max_over_mean()
-                });
-                let bound = Self::IMBALANCE * imbalances.into_iter().fold(f64::INFINITY, f64::min);
-                all.into_iter()
-                    .zip(imbalances)
-                    .filter(|&(_, imbalance)| imbalance <= bound)
-                    .map(|(candidate, _)| candidate)
-                    .collect()
-            }
-        };
-        let routed = candidates.into_iter().map(|(shards, layout)| {
-            let needs = Needs::of_sampled_queries(
-                mask,
-                heads,
-                batch,
+        let mut best: Option<(u128, Route, Layout)> = None;
+        for (layout, shards) in candidates {
+            let needs = NeedsIndex::of_sampled_queries(
+                &*spec.mask,
+                spec.dims.q_heads,
+                spec.dims.batch,
                 &shards,
-                stride(Self::SAMPLES_OF_NEEDS),
+                stride(spec, Self::SAMPLES_OF_NEEDS),
+                tick,
             );
-            let (route, rows) = Route::cheapest(&needs);
-            (rows, Self { layout, route, order: order.clone() })
-        });
-        // `min_by_key` returns the first of equals, and layouts are in the order of their ties
-        let best = routed.min_by_key(|(rows, choice)| (*rows, choice.route));
-        best.map_or(
-            Self { layout: Layout::Contiguous, route: Route::RelayUp, order },
-            |(_, choice)| choice,
-        )
+            let limit = best.as_ref().map_or(u128::MAX, |(rows, ..)| *rows);
+            if let Some((route, rows)) = Route::cheapest(&needs, limit, tick)
+                // layouts are in the order of their ties
+                && best.as_ref().is_none_or(|best| (rows, route) < (best.0, best.1))
+            {
+                best = Some((rows, route, layout));
+            }
+        }
+        let (_, route, layout) = best.unwrap_or((0, Route::RelayUp, Layout::Contiguous));
+        Self { layout, route, order }
     }
+}
+
+/// Returns the layouts of which no rank has much more work than the mean, and their shards.
+fn balanced_layouts(
+    spec: &Spec,
+    ranks: usize,
+    tick: &mut dyn FnMut(),
+) -> Vec<(Layout, RingShards)> {
+    let mut imbalance = |shards: &RingShards| {
+        Work::of_sampled_queries(
+            &*spec.mask,
+            spec.dims.q_heads,
+            spec.dims.batch,
+            shards,
+            stride(spec, Choice::SAMPLES_OF_WORK),
+            tick,
+        )
+        .max_over_mean()
+    };
+    let layouts = [Layout::Contiguous, Layout::Zigzag, Layout::Striped];
+    let all = layouts.map(|layout| with_shards(spec, ranks, layout));
+    let imbalances = all.each_ref().map(|(_, shards)| imbalance(shards));
+    let bound = Choice::IMBALANCE * imbalances.into_iter().fold(f64::INFINITY, f64::min);
+    let candidates = all.into_iter().zip(imbalances);
+    candidates
+        .filter(|&(_, imbalance)| imbalance <= bound)
+        .map(|(candidate, _)| candidate)
+        .collect()
+}
+
+fn with_shards(spec: &Spec, ranks: usize, layout: Layout) -> (Layout, RingShards) {
+    let shards = RingShards::plain(&spec.dims, spec.alignment, &layout, ranks);
+    (layout, shards)
+}
+
+/// Returns the distance of queries of which at most `samples` are evaluated.
+fn stride(spec: &Spec, samples: usize) -> usize {
+    let mask = &*spec.mask;
+    let distinct_masks = if mask.per_head() { spec.dims.q_heads } else { 1 }
+        * if mask.per_batch() { spec.dims.batch } else { 1 };
+    spec.dims.q_len.saturating_mul(distinct_masks).div_ceil(samples).max(1)
 }

@@ -41,6 +41,10 @@
 //! A rank's contribution to its own rows is never sent. A row that no other rank needs is not sent,
 //! and there are no messages without rows.
 //!
+//! [`Schedule`] has the steps of all ranks, for figures of few ranks and for the checker. A rank of
+//! a ring derives only its own steps ([`RankSchedule`]), and sums over ranks are computed without
+//! messages ([`RingTraffic`], [`Work`]): in O(ranks + runs) instead of O(ranks²) time and memory.
+//!
 //! A rank of a schedule is a ring index; an [`Order`] maps ring indices to ranks.
 //!
 //! # Source
@@ -51,7 +55,10 @@
 mod build;
 mod check;
 mod choice;
+mod painted;
 mod placement;
+mod rank_schedule;
+mod ring_traffic;
 mod route;
 #[cfg(test)]
 mod tests;
@@ -61,10 +68,12 @@ mod work;
 
 pub use choice::Choice;
 pub use placement::{Order, Placement};
+pub use rank_schedule::RankSchedule;
+pub use ring_traffic::RingTraffic;
 pub use route::Route;
 pub use traffic::Traffic;
 pub use violation::{Transfer, Violation};
-pub use work::Work;
+pub use work::{Work, WorkMatrix};
 
 use crate::{Channel, RowSet};
 

@@ -1,8 +1,8 @@
 //! Rows and bytes that a schedule sends, computed from the schedule alone. The bytes that a
 //! transport measures must be equal to them.
 
-use super::{Route, Schedule, build::BlockPath};
-use crate::{Channel, Needs, RowLayout};
+use super::Schedule;
+use crate::{Channel, RowLayout};
 
 /// Rows sent; a row counts once for every message that carries it. The counts have 128 bits,
 /// because 2⁵⁹ rows exceed 2⁶⁴ on a ring of 64 ranks.
@@ -106,22 +106,5 @@ impl Schedule {
                     .any(|steps| steps.get(t).is_some_and(|step| !step.before.sends.is_empty()))
             })
             .count()
-    }
-}
-
-impl Route {
-    /// Returns the route on which all ranks together send the fewest block rows, and their number.
-    /// Of equal routes it is the first of [`Route::ALL`].
-    pub fn cheapest(needs: &Needs) -> (Self, u128) {
-        let rows = |route| {
-            (0..needs.held.len())
-                .map(|owner| BlockPath::new(needs, route, owner).block_rows())
-                .sum()
-        };
-        let [first, others @ ..] = Self::ALL;
-        others.into_iter().fold((first, rows(first)), |least, route| {
-            let candidate = (route, rows(route));
-            if candidate.1 < least.1 { candidate } else { least }
-        })
     }
 }

@@ -3,54 +3,62 @@
 use super::Route;
 use crate::{
     Mask, RingShards,
-    needs::{DistinctMasks, KeyIndex, SegmentNumbers},
+    needs::{DistinctMasks, KeyIndex, SegmentNumbers, StridedRows, ascending},
 };
 
-/// Numbers of visible (query, key) pairs, summed over batch rows and heads, for each pair of ranks.
+/// Number of evaluations of a mask after which `tick` is called, as for the needs.
+const EVALUATIONS_PER_TICK: u64 = 64;
+
+/// Numbers of visible (query, key) pairs of each rank's queries, summed over batch rows and heads.
+///
+/// No sum overflows: [`Dims::validate`] keeps batch · heads · length below 2⁵⁹ on each side, so all
+/// pairs are fewer than 2¹¹⁸.
+///
+/// [`Dims::validate`]: crate::Dims::validate
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Work {
-    /// `pairs[user][owner]`: queries of `user`, keys of `owner`. No sum overflows:
-    /// [`Dims::validate`] keeps batch · heads · length below 2⁵⁹ on each side, so all pairs are
-    /// fewer than 2¹¹⁸.
-    ///
-    /// [`Dims::validate`]: crate::Dims::validate
-    pub pairs: Vec<Vec<u128>>,
+    pairs: Vec<u128>,
 }
 
 impl Work {
     /// Counts the pairs: exactly for masks that lower to [`crate::KeyIntervals`], otherwise all
-    /// pairs within [`Mask::bound`]. The time is almost linear in the rows.
+    /// pairs within [`Mask::bound`]. The time is linear in the runs for masks with a
+    /// [`Band`](crate::mask::Band) over consecutive keys, and almost linear in the rows for others.
     pub fn of(mask: &dyn Mask, heads: usize, batch: usize, shards: &RingShards) -> Self {
-        Self::of_sampled_queries(mask, heads, batch, shards, 1)
+        Self::of_sampled_queries(mask, heads, batch, shards, 1, &mut || ())
     }
 
-    /// As [`Work::of`], but evaluates the mask only for every `stride`-th query of a run, which
-    /// represents the queries up to the next.
+    /// As [`Work::of`], but where pairs are counted query by query, only for every `stride`-th
+    /// query of a run, which represents the queries up to the next. Calls `tick` after each rank,
+    /// and within a rank after every few queries.
     pub(super) fn of_sampled_queries(
         mask: &dyn Mask,
         heads: usize,
         batch: usize,
         shards: &RingShards,
         stride: usize,
+        tick: &mut dyn FnMut(),
     ) -> Self {
         let distinct = DistinctMasks::new(mask, heads, batch, shards);
-        let mut pairs = vec![vec![0u128; shards.kv.len()]; shards.q.len()];
+        let mut pairs = vec![0u128; shards.q.len()];
         for batch in distinct.batches() {
             let mut segments = SegmentNumbers::new(shards);
-            let keys = KeyIndex::new(shards, batch, &mut segments);
+            let keys = KeyIndex::of_all_ranks(shards, batch, &mut segments);
             for (shard, pairs) in shards.q.iter().zip(&mut pairs) {
                 for rows in segments.query_rows(shard, batch) {
                     for head in distinct.heads() {
-                        for index in (0..rows.count).step_by(stride) {
-                            let queries = u128::from((rows.count - index).min(stride as u64))
-                                * u128::from(distinct.repeats());
-                            let intervals = mask.bound(&rows.query(batch, head, index));
-                            keys.count_by_rank(rows.segment, &intervals, |owner, keys| {
-                                pairs[owner] += u128::from(keys) * queries;
-                            });
-                        }
+                        let counted = closed_form(mask, batch, head, &keys, &rows);
+                        let counted = counted.unwrap_or_else(|| {
+                            let each = |queries, index| {
+                                let bound = mask.bound(&rows.query(batch, head, index));
+                                u128::from(keys.count(rows.segment, bound.ranges())) * queries
+                            };
+                            sum_of_queries(rows.count, stride, each, tick)
+                        });
+                        *pairs += counted * u128::from(distinct.repeats());
                     }
                 }
+                tick();
             }
         }
         Self { pairs }
@@ -58,7 +66,82 @@ impl Work {
 
     /// Returns the pairs of one rank's queries; 0 if it is outside the ring.
     pub fn of_rank(&self, rank: usize) -> u128 {
-        self.pairs.get(rank).map_or(0, |owners| owners.iter().sum())
+        self.pairs.get(rank).copied().unwrap_or(0)
+    }
+
+    /// Returns the pairs of all ranks.
+    pub fn total(&self) -> u128 {
+        self.pairs.iter().sum()
+    }
+
+    /// Returns the most pairs of any rank, divided by the mean over all ranks: 1 if the work is
+    /// balanced perfectly, or if there are no pairs.
+    pub fn max_over_mean(&self) -> f64 {
+        let most = self.pairs.iter().copied().max().unwrap_or(0);
+        if most == 0 { 1.0 } else { most as f64 * self.pairs.len() as f64 / self.total() as f64 }
+    }
+}
+
+/// Counts the pairs of `rows` without a loop over queries, if mask and keys permit it.
+fn closed_form(
+    mask: &dyn Mask,
+    batch: usize,
+    head: usize,
+    keys: &KeyIndex,
+    rows: &StridedRows,
+) -> Option<u128> {
+    let keys = keys.consecutive(rows.segment)?;
+    mask.band(batch, head)?.count_pairs(&ascending(&rows.positions), &keys)
+}
+
+/// Sums `pairs(queries, index)` over every `stride`-th of `count` queries, which represents
+/// `queries` of them.
+fn sum_of_queries(
+    count: u64,
+    stride: usize,
+    mut pairs: impl FnMut(u128, u64) -> u128,
+    tick: &mut dyn FnMut(),
+) -> u128 {
+    let mut sum = 0;
+    for (evaluated, index) in (0..count).step_by(stride).enumerate() {
+        sum += pairs(u128::from((count - index).min(stride as u64)), index);
+        if (evaluated as u64 + 1).is_multiple_of(EVALUATIONS_PER_TICK) {
+            tick();
+        }
+    }
+    sum
+}
+
+/// Numbers of visible (query, key) pairs of each pair of ranks, for figures of few ranks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WorkMatrix {
+    /// `pairs[user][owner]`: queries of `user`, keys of `owner`.
+    pub pairs: Vec<Vec<u128>>,
+}
+
+impl WorkMatrix {
+    /// Counts the pairs as [`Work::of`], in O(rows · ranks) time.
+    pub fn of(mask: &dyn Mask, heads: usize, batch: usize, shards: &RingShards) -> Self {
+        let distinct = DistinctMasks::new(mask, heads, batch, shards);
+        let repeats = u128::from(distinct.repeats());
+        let mut pairs = vec![vec![0u128; shards.kv.len()]; shards.q.len()];
+        for batch in distinct.batches() {
+            let mut segments = SegmentNumbers::new(shards);
+            let keys = KeyIndex::by_rank(shards, batch, &mut segments);
+            for (shard, pairs) in shards.q.iter().zip(&mut pairs) {
+                for rows in segments.query_rows(shard, batch) {
+                    for head in distinct.heads() {
+                        for index in 0..rows.count {
+                            let bound = mask.bound(&rows.query(batch, head, index));
+                            keys.count_by_rank(rows.segment, bound.ranges(), |owner, keys| {
+                                pairs[owner] += u128::from(keys) * repeats;
+                            });
+                        }
+                    }
+                }
+            }
+        }
+        Self { pairs }
     }
 
     /// Returns the pairs that `rank` computes in step `step`; 0 if there is no such rank or step.
@@ -69,17 +152,5 @@ impl Work {
         } else {
             0
         }
-    }
-
-    /// Returns the pairs of all ranks.
-    pub fn total(&self) -> u128 {
-        self.pairs.iter().flatten().sum()
-    }
-
-    /// Returns the most pairs of any rank, divided by the mean over all ranks: 1 if the work is
-    /// balanced perfectly, or if there are no pairs.
-    pub fn max_over_mean(&self) -> f64 {
-        let most = (0..self.pairs.len()).map(|rank| self.of_rank(rank)).max().unwrap_or(0);
-        if most == 0 { 1.0 } else { most as f64 * self.pairs.len() as f64 / self.total() as f64 }
     }
 }

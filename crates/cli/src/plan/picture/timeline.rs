@@ -7,7 +7,9 @@ use super::{
     svg::{Anchor, Area, Svg, at},
 };
 use crate::{
-    plan::figures::{Figures, MOST_DETAILED_RANKS, Send, StepFigures, StepOfRank},
+    plan::figures::{
+        Figures, MOST_DETAILED_RANKS, MOST_STEPPED_RANKS, Send, StepFigures, StepOfRank,
+    },
     report::{bytes, counted},
 };
 
@@ -30,6 +32,9 @@ const fn ranks_per_line(ranks: usize) -> usize {
 
 /// Height of the whole timeline.
 pub(super) fn height(ranks: usize) -> f64 {
+    if ranks > MOST_STEPPED_RANKS {
+        return 40.0;
+    }
     let lines = ranks.div_ceil(ranks_per_line(ranks));
     70.0 + line_height(lines) * lines as f64
 }
@@ -37,6 +42,10 @@ pub(super) fn height(ranks: usize) -> f64 {
 /// Draws the timeline.
 pub(super) fn draw(svg: &mut Svg, area: Area, figures: &Figures) {
     svg.heading(at(area.x, area.y + 14.0), 15.0, "Step by step");
+    if figures.ranks > MOST_STEPPED_RANKS {
+        let note = format!("not drawn for more than {MOST_STEPPED_RANKS} ranks");
+        return svg.text(at(area.x, area.y + 33.0), 12.0, Anchor::Start, "#555", &note);
+    }
     let steps = &figures.steps[..figures.busy_steps()];
     let per_line = ranks_per_line(figures.ranks);
     let per_column = if per_line == 1 { 1 } else { steps.len().div_ceil(GROUPS).max(1) };

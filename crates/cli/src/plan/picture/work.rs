@@ -13,16 +13,23 @@ const READABLE: f64 = 15.0;
 pub(super) fn draw(svg: &mut Svg, area: Area, figures: &Figures) {
     svg.heading(at(area.x, area.y + 14.0), 15.0, "Work of each rank");
     let most = figures.work_max_over_mean;
-    let subtitle = format!("visible pairs / mean; maximum {most:.3}; bytes sent in a forward pass");
+    let bars = &figures.drawn_ranks;
+    let sampled = if bars.len() < figures.ranks {
+        format!("; 1 of {} ranks", figures.ranks.div_ceil(bars.len().max(1)))
+    } else {
+        String::new()
+    };
+    let subtitle =
+        format!("visible pairs / mean; maximum {most:.3}; bytes sent in a forward pass{sampled}");
     svg.text(at(area.x, area.y + 33.0), 12.0, Anchor::Start, "#555", &subtitle);
     let names = 46.0;
     let figures_width = 160.0;
     let top = area.y + 44.0;
-    let height = ((area.y + area.height - top) / figures.ranks as f64).min(26.0);
+    let height = ((area.y + area.height - top) / bars.len() as f64).min(26.0);
     let width = area.width - names - figures_width;
     let every = (READABLE / height).ceil().max(1.0) as usize;
-    for rank in &figures.per_rank {
-        let y = top + rank.rank as f64 * height;
+    for (line, rank) in bars.iter().enumerate() {
+        let y = top + line as f64 * height;
         let length = if most > 0.0 { width * rank.work_over_mean / most } else { 0.0 };
         let gap = if height >= 8.0 { 2.0 } else { 0.4 };
         svg.rect(
@@ -32,7 +39,7 @@ pub(super) fn draw(svg: &mut Svg, area: Area, figures: &Figures) {
         );
         let bar = Area { x: area.x + names, y: y + gap / 2.0, width: length, height: height - gap };
         svg.rect(bar, &colour::of_rank(rank.rank, figures.ranks), 1.0);
-        if rank.rank.is_multiple_of(every) {
+        if line.is_multiple_of(every) {
             let baseline = y + height / 2.0 + 4.0;
             svg.text(
                 at(area.x + names - 6.0, baseline),
@@ -54,6 +61,6 @@ pub(super) fn draw(svg: &mut Svg, area: Area, figures: &Figures) {
     // the mean: the end of all bars if the work were balanced
     if most > 0.0 {
         let x = area.x + names + width / most;
-        svg.line(at(x, top), at(x, top + figures.ranks as f64 * height), "#111");
+        svg.line(at(x, top), at(x, top + bars.len() as f64 * height), "#111");
     }
 }

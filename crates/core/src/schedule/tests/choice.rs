@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::{LAYOUTS, masks, samples};
 use crate::{
     Alignment, Choice, CustomLayout, DType, Dims, Layout, Mask, Needs, Order, Placement,
-    RingShards, Route, Schedule, Side, Spec, Work, mask,
+    RingShards, Route, Schedule, Side, Spec, Work, WorkMatrix, mask,
 };
 
 proptest! {
@@ -16,16 +16,18 @@ proptest! {
         let ranks = problem.shards.q.len();
         let mut pairs = vec![vec![0u128; ranks]; ranks];
         problem.pairs(|query_rank, _, key_rank, _| pairs[query_rank][key_rank] += 1);
-        let work = Work::of(&problem.mask, problem.heads, problem.batch, &problem.shards);
-        prop_assert_eq!(&work.pairs, &pairs);
+        let samples::Problem { mask, heads, batch, shards } = &problem;
+        let work = Work::of(mask, *heads, *batch, shards);
+        let matrix = WorkMatrix::of(mask, *heads, *batch, shards);
+        prop_assert_eq!(&matrix.pairs, &pairs);
         prop_assert_eq!(work.total(), pairs.iter().flatten().sum::<u128>());
         for route in Route::ALL {
             let schedule = Schedule::build(&Needs::everything(vec![1; ranks]), route, false);
             for (rank, steps) in schedule.steps.iter().enumerate() {
-                let of_steps = (0..ranks).map(|t| work.of_step(route, rank, t)).sum::<u128>();
+                let of_steps = (0..ranks).map(|t| matrix.of_step(route, rank, t)).sum::<u128>();
                 prop_assert_eq!(work.of_rank(rank), of_steps);
                 for (t, step) in steps.iter().enumerate() {
-                    prop_assert_eq!(work.of_step(route, rank, t), pairs[rank][step.owner]);
+                    prop_assert_eq!(matrix.of_step(route, rank, t), pairs[rank][step.owner]);
                 }
             }
         }
@@ -36,6 +38,10 @@ fn work(mask: &dyn Mask, len: usize, layout: &Layout, ranks: usize) -> Work {
     Work::of(mask, 3, 2, &samples::plain(len, layout, ranks))
 }
 
+fn work_matrix(mask: &dyn Mask, len: usize, layout: &Layout, ranks: usize) -> WorkMatrix {
+    WorkMatrix::of(mask, 3, 2, &samples::plain(len, layout, ranks))
+}
+
 #[test]
 fn zigzag_balances_causal_work_in_every_step() {
     let causal = mask::Causal::default();
@@ -44,9 +50,10 @@ fn zigzag_balances_causal_work_in_every_step() {
     let zigzag = work(&causal, len, &Layout::Zigzag, ranks);
     assert_eq!(zigzag.total(), 3 * 2 * (len * (len + 1) / 2) as u128);
     assert_eq!(zigzag.max_over_mean(), 1.0);
+    let matrix = work_matrix(&causal, len, &Layout::Zigzag, ranks);
     for t in 1..ranks {
-        let first = zigzag.of_step(Route::RelayDown, 0, t);
-        assert!((0..ranks).all(|rank| zigzag.of_step(Route::RelayDown, rank, t) == first));
+        let first = matrix.of_step(Route::RelayDown, 0, t);
+        assert!((0..ranks).all(|rank| matrix.of_step(Route::RelayDown, rank, t) == first));
     }
     let contiguous = work(&causal, len, &Layout::Contiguous, ranks).max_over_mean();
     assert!((contiguous - 15.0 / 8.0).abs() < 0.01, "{contiguous}");
@@ -56,14 +63,9 @@ fn zigzag_balances_causal_work_in_every_step() {
 fn no_work_is_balanced_and_ranks_outside_the_ring_have_none() {
     let nothing = work(&mask::Everything, 0, &Layout::Striped, 3);
     assert_eq!((nothing.total(), nothing.max_over_mean()), (0, 1.0));
-    assert_eq!(
-        (
-            nothing.of_rank(3),
-            nothing.of_step(Route::Direct, 0, 3),
-            nothing.of_step(Route::Direct, 3, 0)
-        ),
-        (0, 0, 0)
-    );
+    assert_eq!(nothing.of_rank(3), 0);
+    let matrix = work_matrix(&mask::Everything, 9, &Layout::Striped, 3);
+    assert_eq!((matrix.of_step(Route::Direct, 0, 3), matrix.of_step(Route::Direct, 3, 0)), (0, 0));
 }
 
 fn spec(mask: Arc<dyn Mask>, len: usize) -> Spec {
@@ -71,7 +73,8 @@ fn spec(mask: Arc<dyn Mask>, len: usize) -> Spec {
 }
 
 fn auto(mask: Arc<dyn Mask>, len: usize, ranks: usize) -> (&'static str, Route) {
-    let Choice { layout, route, .. } = Choice::auto(&spec(mask, len), ranks, None, None);
+    let Choice { layout, route, .. } =
+        Choice::auto(&spec(mask, len), ranks, None, None, &mut || ());
     (layout.name(), route)
 }
 
@@ -108,7 +111,7 @@ fn a_mask_without_intervals_is_counted_by_its_bound() {
 fn a_fixed_layout_chooses_only_the_route() {
     let causal: Arc<dyn Mask> = Arc::new(mask::Causal::default());
     let route = |layout: &Layout| {
-        let choice = Choice::auto(&spec(causal.clone(), 256), 8, Some(layout), None);
+        let choice = Choice::auto(&spec(causal.clone(), 256), 8, Some(layout), None, &mut || ());
         assert_eq!(&choice.layout, layout);
         choice.route
     };
@@ -152,7 +155,7 @@ fn the_choice_follows_its_rule() {
                     balanced().find(|candidate| candidate.1 == route && candidate.2 == fewest)
                 })
                 .unwrap();
-            let choice = Choice::auto(&spec, ranks, None, None);
+            let choice = Choice::auto(&spec, ranks, None, None, &mut || ());
             assert_eq!(
                 (choice.layout, choice.route),
                 (best.0.clone(), best.1),
@@ -178,16 +181,19 @@ fn sampling_a_long_sequence_gives_the_same_choice() {
 fn a_placement_changes_only_the_ring_order() {
     let spec = spec(Arc::new(mask::Causal::default()), 256);
     let round_robin = Placement::new(vec![0, 1, 2, 0, 1, 2]);
-    let plain = Choice::auto(&spec, 6, None, None);
-    let placed = Choice::auto(&spec, 6, None, Some(&round_robin));
+    let plain = Choice::auto(&spec, 6, None, None, &mut || ());
+    let placed = Choice::auto(&spec, 6, None, Some(&round_robin), &mut || ());
     assert_eq!(placed, Choice { order: round_robin.order(), ..plain.clone() });
     assert_eq!((round_robin.crossings(&plain.order), round_robin.crossings(&placed.order)), (6, 3));
     // a fixed layout, or a placement of another number of ranks, keeps ascending ranks
     assert_eq!(
-        Choice::auto(&spec, 6, Some(&plain.layout), Some(&round_robin)).order,
+        Choice::auto(&spec, 6, Some(&plain.layout), Some(&round_robin), &mut || ()).order,
         Order::ascending(6)
     );
-    assert_eq!(Choice::auto(&spec, 4, None, Some(&round_robin)).order, Order::ascending(4));
+    assert_eq!(
+        Choice::auto(&spec, 4, None, Some(&round_robin), &mut || ()).order,
+        Order::ascending(4)
+    );
 }
 
 #[test]

@@ -5,6 +5,7 @@ mod bytes;
 mod choice;
 mod mutations;
 mod proof;
+mod streaming;
 
 use std::sync::Arc;
 

@@ -1,0 +1,96 @@
+//! Program of one rank: its ring steps, with the messages that it sends in them.
+
+use annulus_core::{Message, RankSchedule, RowLayout};
+use serde::Serialize;
+
+use super::figures::Send;
+use crate::{
+    report::{bytes, grouped},
+    stdout::say,
+};
+
+/// Number of steps that are printed from the beginning and from the end of a long program.
+const PRINTED_STEPS: usize = 24;
+
+/// Program of one rank in a forward and a backward pass.
+#[derive(Debug, Serialize)]
+pub(super) struct Program {
+    /// The rank.
+    rank: usize,
+    /// Steps up to the last one with any work.
+    steps: Vec<ProgramStep>,
+}
+
+/// One step of the program.
+#[derive(Debug, Serialize)]
+struct ProgramStep {
+    /// Number of the step.
+    step: usize,
+    /// Owner of the block that the rank's queries attend to.
+    owner: usize,
+    /// Number of the owner's rows in the block.
+    rows: u64,
+    /// Blocks that the rank sends during the step.
+    sends: Vec<Send>,
+    /// Gradients that the rank sends after the step, in a backward pass.
+    sends_gradients: Vec<Send>,
+}
+
+impl Program {
+    pub(super) fn new(
+        rank: usize,
+        schedule: &RankSchedule,
+        block: &RowLayout,
+        gradient: &RowLayout,
+    ) -> Self {
+        let sends = |messages: &[Message], row: &RowLayout| {
+            messages.iter().map(|message| Send::new(message, row.bytes())).collect()
+        };
+        let active = schedule.last_step().map_or(1, |last| last + 1);
+        let steps = schedule.steps.iter().take(active).enumerate();
+        let steps = steps.map(|(number, step)| ProgramStep {
+            step: number,
+            owner: step.owner,
+            rows: step.rows.count(),
+            sends: sends(&step.before.sends, block),
+            sends_gradients: sends(&step.after.sends, gradient),
+        });
+        Self { rank, steps: steps.collect() }
+    }
+
+    /// Prints the program as a table.
+    pub(super) fn print(&self) {
+        say!("");
+        say!("program of rank {}", self.rank);
+        say!(
+            "{:>5} {:>8} {:>13} {:>26} {:>26}",
+            "step",
+            "block of",
+            "rows",
+            "sends",
+            "sends gradients"
+        );
+        let omitted = self.steps.len().saturating_sub(2 * PRINTED_STEPS);
+        for (index, step) in self.steps.iter().enumerate() {
+            if omitted > 0 && index == PRINTED_STEPS {
+                say!("      … {} more steps, which --json has", grouped(omitted as u64));
+            }
+            if omitted == 0 || index < PRINTED_STEPS || index >= PRINTED_STEPS + omitted {
+                say!(
+                    "{:>5} {:>8} {:>13} {:>26} {:>26}",
+                    step.step,
+                    step.owner,
+                    grouped(step.rows),
+                    in_words(&step.sends),
+                    in_words(&step.sends_gradients)
+                );
+            }
+        }
+    }
+}
+
+/// Describes messages by receiver and bytes.
+fn in_words(sends: &[Send]) -> String {
+    let send = |send: &Send| format!("{} to {}", bytes(send.bytes), send.to);
+    sends.iter().map(send).collect::<Vec<_>>().join(", ")
+}

@@ -1,0 +1,269 @@
+//! The steps of one rank, derived without those of the others.
+//!
+//! The sets of `mod.rs` are unions over users that are neighbours on the ring. For the owner o of
+//! step t on rank r, with n the next rank on the relay, p the previous one, and need(u) the rows of
+//! o that user u needs:
+//!
+//! ```text
+//! present(t + 1) = need(n) ∪ … ∪ need(last user)                         r sends
+//! present(t)     = need(r) ∪ present(t + 1)                               r receives
+//! started(t)     = need(first user) ∪ … ∪ need(p)
+//! partial(t − 1) = started(t) ∩ present(t)                                r receives
+//! partial(t)     = (started(t) ∪ need(r)) ∩ present(t + 1)                r sends
+//! ```
+//! The first user of o is the rank after o, the last user the rank before it. From one step to the
+//! next, o moves by one rank, so both unions gain one user: they are kept as positions
+//! (`UserUnion` in `needs/needs_index.rs`) and intersected with the rows of o. All steps take
+//! O(ranks + runs of all shards) time, but for a logarithm.
+
+use super::{Group, Message, Route, Schedule, Step};
+use crate::{Channel, NeedsIndex, RowSet};
+
+/// The steps of one rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RankSchedule {
+    /// Path of blocks from their owner to the ranks that need them.
+    pub route: Route,
+    /// Steps of the rank, as many as there are ranks.
+    pub steps: Vec<Step>,
+    /// `sends_last_block[t]`: the block sent in step t is the last one that its receiver gets, and
+    /// the receiver does not forward it.
+    pub sends_last_block: Vec<bool>,
+}
+
+impl RankSchedule {
+    /// Derives the steps of `rank`, equal to those of [`Schedule::build`]; with `gradients` also
+    /// the transfers of the dK/dV accumulators. Calls `tick` after each owner.
+    ///
+    /// A rank outside the ring has no steps.
+    pub fn derive(
+        needs: &NeedsIndex<'_>,
+        route: Route,
+        gradients: bool,
+        rank: usize,
+        tick: &mut dyn FnMut(),
+    ) -> Self {
+        let ranks = needs.ranks();
+        if rank >= ranks {
+            return Self { route, steps: Vec::new(), sends_last_block: Vec::new() };
+        }
+        let step = |step| Step {
+            owner: route.owner(rank, step, ranks),
+            rows: if step == 0 { RowSet::all(needs.held()[rank]) } else { RowSet::new() },
+            before: Group::default(),
+            after: Group::default(),
+        };
+        let steps = (0..ranks).map(step).collect();
+        let mut builder = Builder { needs, route, rank, ranks, steps, tick };
+        if route.is_relay() {
+            builder.relay_blocks();
+        } else {
+            builder.direct_blocks();
+        }
+        if gradients {
+            builder.gradients();
+        }
+        let sends_last_block = builder.sends_last_block();
+        Self { route, steps: builder.steps, sends_last_block }
+    }
+
+    /// Returns the step in which the rank attends to the last block that it receives, if it does
+    /// not forward that block.
+    pub fn last_block(&self) -> Option<usize> {
+        last_block(self.route, &self.steps)
+    }
+
+    /// Returns the last step in which the rank computes, sends or receives.
+    pub fn last_step(&self) -> Option<usize> {
+        let idle = |group: &Group| group.sends.is_empty() && group.receives.is_empty();
+        self.steps
+            .iter()
+            .rposition(|step| !(step.rows.is_empty() && idle(&step.before) && idle(&step.after)))
+    }
+}
+
+impl Schedule {
+    /// Returns the steps of one rank; none if it is outside the ring.
+    pub fn of_rank(&self, rank: usize) -> RankSchedule {
+        let steps = |rank: usize| self.steps.get(rank).map(Vec::as_slice).unwrap_or_default();
+        let is_last = |(number, step): (usize, &Step)| {
+            let mut receivers = step.before.sends.iter().map(|message| message.peer);
+            receivers.any(|peer| last_block(self.route, steps(peer)) == Some(number + 1))
+        };
+        RankSchedule {
+            route: self.route,
+            steps: steps(rank).to_vec(),
+            sends_last_block: steps(rank).iter().enumerate().map(is_last).collect(),
+        }
+    }
+}
+
+/// As [`RankSchedule::last_block`].
+fn last_block(route: Route, steps: &[Step]) -> Option<usize> {
+    let last = steps.iter().rposition(|step| !step.rows.is_empty()).filter(|&step| step > 0);
+    last.filter(|&step| !route.is_relay() || steps[step].before.sends.is_empty())
+}
+
+/// Steps of one rank while they are derived.
+struct Builder<'a> {
+    needs: &'a NeedsIndex<'a>,
+    route: Route,
+    rank: usize,
+    ranks: usize,
+    steps: Vec<Step>,
+    tick: &'a mut dyn FnMut(),
+}
+
+impl Builder<'_> {
+    fn owner(&self, step: usize) -> usize {
+        self.route.owner(self.rank, step, self.ranks)
+    }
+
+    /// Returns the rank that computes on this rank's rows in step `step`.
+    fn user(&self, step: usize) -> usize {
+        self.route.user(self.rank, step, self.ranks)
+    }
+
+    /// Returns the next rank on a relay.
+    fn next(&self, rank: usize) -> usize {
+        self.route.user(rank, 1, self.ranks)
+    }
+
+    /// Returns the previous rank on a relay.
+    fn previous(&self, rank: usize) -> usize {
+        self.route.owner(rank, 1, self.ranks)
+    }
+
+    /// Derives the blocks of a relay, from the last step to the first.
+    fn relay_blocks(&mut self) {
+        let next = self.next(self.rank);
+        let previous = self.previous(self.rank);
+        let mut later_users = self.needs.no_users();
+        for step in (0..self.ranks).rev() {
+            let owner = self.owner(step);
+            if step + 1 < self.ranks {
+                self.needs.add_user(&mut later_users, self.previous(owner));
+            }
+            let sent = self.needs.rows_of_union(&later_users, owner);
+            if step > 0 {
+                let rows = self.needs.rows(self.rank, owner).union(&sent);
+                let receives = &mut self.steps[step - 1].before.receives;
+                push(receives, previous, Channel::Kv, owner, rows.clone());
+                self.steps[step].rows = rows;
+            }
+            push(&mut self.steps[step].before.sends, next, Channel::Kv, owner, sent);
+            (self.tick)();
+        }
+    }
+
+    /// Derives the blocks of the direct route.
+    fn direct_blocks(&mut self) {
+        for step in 1..self.ranks {
+            let owner = self.owner(step);
+            let user = self.user(step);
+            let rows = self.needs.rows(self.rank, owner);
+            let before = &mut self.steps[step - 1].before;
+            push(&mut before.receives, owner, Channel::Kv, owner, rows.clone());
+            let sent = self.needs.rows(user, self.rank);
+            push(&mut before.sends, user, Channel::Kv, self.rank, sent);
+            self.steps[step].rows = rows;
+            (self.tick)();
+        }
+    }
+
+    /// Derives the gradients from the blocks.
+    fn gradients(&mut self) {
+        self.sent_gradients();
+        self.received_final_gradients();
+        // as the builder of all ranks: messages of lower owners come first
+        for step in &mut self.steps {
+            step.after.receives.sort_by_key(|message| message.owner);
+        }
+    }
+
+    /// Derives the partial gradients, and the final gradients that this rank sends.
+    fn sent_gradients(&mut self) {
+        let next = self.next(self.rank);
+        let previous = self.previous(self.rank);
+        let mut earlier_users = self.needs.no_users();
+        for step in 1..self.ranks {
+            let owner = self.owner(step);
+            let needed = self.needs.rows(self.rank, owner);
+            let mut later = RowSet::new();
+            if self.route.is_relay() {
+                if step > 1 {
+                    self.needs.add_user(&mut earlier_users, self.next(owner));
+                }
+                let started = self.needs.rows_of_union(&earlier_users, owner);
+                let received = started.intersection(&self.steps[step].rows);
+                let receives = &mut self.steps[step - 1].after.receives;
+                push(receives, previous, Channel::PartialGrad, owner, received);
+                if let Some(sent) = self.steps[step].before.sends.first() {
+                    later.clone_from(&sent.rows);
+                }
+                let partial = started.union(&needed).intersection(&later);
+                let sends = &mut self.steps[step].after.sends;
+                push(sends, next, Channel::PartialGrad, owner, partial);
+            }
+            let last = needed.difference(&later);
+            push(&mut self.steps[step].after.sends, owner, Channel::FinalGrad, owner, last);
+            (self.tick)();
+        }
+    }
+
+    /// Derives the final gradients of this rank's rows.
+    fn received_final_gradients(&mut self) {
+        let mut later_users = self.needs.no_users();
+        for step in (1..self.ranks).rev() {
+            let user = self.user(step);
+            let mut rows = self.needs.rows(user, self.rank);
+            if self.route.is_relay() {
+                if !rows.is_empty() {
+                    rows = rows.difference(&self.needs.rows_of_union(&later_users, self.rank));
+                }
+                self.needs.add_user(&mut later_users, user);
+            }
+            let receives = &mut self.steps[step].after.receives;
+            push(receives, user, Channel::FinalGrad, self.rank, rows);
+            (self.tick)();
+        }
+    }
+
+    /// Returns, for every step, true if its block is the last of its receiver and is not forwarded.
+    fn sends_last_block(&mut self) -> Vec<bool> {
+        let mut is_last = vec![false; self.ranks];
+        let sends = |step: &Step| !step.before.sends.is_empty();
+        if !self.route.is_relay() {
+            for step in (0..self.ranks).filter(|&step| sends(&self.steps[step])) {
+                is_last[step] = self.is_last_of_user(step + 1);
+                (self.tick)();
+            }
+        } else if let Some(step) = self.steps.iter().rposition(sends) {
+            // all blocks of the next rank come from this one
+            let owner = self.owner(step);
+            let mut users = self.needs.no_users();
+            for later in step + 2..self.ranks {
+                self.needs.add_user(&mut users, self.route.user(owner, later, self.ranks));
+            }
+            is_last[step] = self.needs.rows_of_union(&users, owner).is_empty();
+        }
+        is_last
+    }
+
+    /// Returns true if the user of this rank's rows in step `step` needs no rows of the owners of
+    /// its later steps, on the direct route.
+    fn is_last_of_user(&self, step: usize) -> bool {
+        let user = self.user(step);
+        let mut later = (step + 1..self.ranks).rev();
+        later.all(|later| {
+            self.needs.rows(user, self.route.owner(user, later, self.ranks)).is_empty()
+        })
+    }
+}
+
+/// Appends a message, unless it has no rows.
+fn push(messages: &mut Vec<Message>, peer: usize, channel: Channel, owner: usize, rows: RowSet) {
+    if !rows.is_empty() {
+        messages.push(Message { peer, channel, owner, rows });
+    }
+}

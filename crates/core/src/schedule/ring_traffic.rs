@@ -1,0 +1,247 @@
+//! Rows that every rank sends, computed without the messages of all ranks.
+//!
+//! ```text
+//! relay    a row with its first user in step f and its last user in step l is sent
+//!          in steps 0 … l − 1     as a part of a block
+//!          in steps f … l − 1     as a part of a partial gradient
+//!          in step  l             as a part of a final gradient, by the last user
+//! direct   a row is sent by its owner to each user, and its gradient back
+//! ```
+//! f is ranks − l' with the last user's step l' on the relay in the opposite direction. Steps are
+//! added to all ranks that they concern with a difference array, so the time is linear in the runs
+//! of all shards, but for a logarithm.
+
+use super::{Route, Schedule, Traffic, painted::for_each_last_user};
+use crate::{
+    NeedsIndex, Run,
+    needs::{BatchNeeds, KeyIndex, ascending, count_below},
+};
+
+/// Rows that every rank sends in a forward and in a one-pass backward.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RingTraffic {
+    /// Rows sent by the rank of each ring index.
+    pub of_rank: Vec<Traffic>,
+    /// Number of steps in which some rank sends a block, at most ranks − 1.
+    pub hops: usize,
+}
+
+impl RingTraffic {
+    /// Computes the traffic of [`Schedule::build`] with gradients. Calls `tick` after each owner.
+    pub fn of(needs: &NeedsIndex<'_>, route: Route, tick: &mut dyn FnMut()) -> Self {
+        match needs.only_part() {
+            Some(part) if route.is_relay() => Self::relay(part, route, tick),
+            Some(part) => Self::direct(part, tick),
+            None => {
+                let schedule = Schedule::build(&needs.to_needs(), route, true);
+                let of_rank = (0..needs.ranks()).map(|rank| schedule.sent_by(rank)).collect();
+                Self { of_rank, hops: schedule.hops() }
+            }
+        }
+    }
+
+    /// Returns the rows that all ranks send.
+    pub fn total(&self) -> Traffic {
+        self.of_rank.iter().copied().sum()
+    }
+
+    fn relay(part: &BatchNeeds, route: Route, tick: &mut dyn FnMut()) -> Self {
+        let ranks = part.users.len();
+        let mut blocks = Differences::new(route, ranks);
+        let mut partial = Differences::new(route, ranks);
+        let mut last = Differences::new(route, ranks);
+        let mut hops = 0;
+        for_each_last_user(part, route, tick, |users| {
+            blocks.add(users.owner, 0, users.step, users.rows.into());
+            partial.add(users.owner, 0, users.step, users.rows.into());
+            last.add(users.owner, users.step, users.step + 1, users.rows.into());
+            hops = hops.max(users.step);
+            true
+        });
+        for_each_last_user(part, route.opposite(), tick, |users| {
+            let first = ranks - users.step;
+            partial.add(users.owner, 0, first, -i128::from(users.rows));
+            true
+        });
+        let [blocks, partial, last] = [blocks, partial, last].map(Differences::sums);
+        let of_rank = (0..ranks).map(|rank| Traffic {
+            block_rows: blocks[rank],
+            partial_gradient_rows: partial[rank],
+            final_gradient_rows: last[rank],
+        });
+        Self { of_rank: of_rank.collect(), hops }
+    }
+
+    fn direct(part: &BatchNeeds, tick: &mut dyn FnMut()) -> Self {
+        let ranks = part.users.len();
+        let owners = OwnerRuns::new(part);
+        let mut of_rank = vec![Traffic::default(); ranks];
+        let mut is_hop = vec![false; ranks];
+        for user in 0..ranks {
+            owners.for_each_of_user(part, user, |owner, rows| {
+                of_rank[owner].block_rows += u128::from(rows);
+                of_rank[user].final_gradient_rows += u128::from(rows);
+                is_hop[Route::Direct.step(user, owner, ranks)] = true;
+            });
+            tick();
+        }
+        Self { of_rank, hops: is_hop.into_iter().filter(|&hop| hop).count() }
+    }
+}
+
+/// Runs of keys of all owners, sorted by segment and start.
+struct OwnerRuns {
+    runs: Vec<OwnerRun>,
+    /// True if the runs are sorted by segment and end too, as in every layout but custom ones.
+    sorted_by_end: bool,
+}
+
+struct OwnerRun {
+    segment: usize,
+    positions: Run,
+    owner: usize,
+}
+
+impl OwnerRun {
+    const fn end(&self) -> (usize, i64) {
+        (self.segment, self.positions.at(self.positions.count - 1))
+    }
+}
+
+impl OwnerRuns {
+    fn new(part: &BatchNeeds) -> Self {
+        let mut runs = Vec::new();
+        for (owner, rows) in part.owners.iter().enumerate() {
+            runs.extend(rows.iter().map(|rows| OwnerRun {
+                segment: rows.segment,
+                positions: ascending(&rows.positions),
+                owner,
+            }));
+        }
+        runs.sort_unstable_by_key(|run| (run.segment, run.positions.start, run.owner));
+        Self { sorted_by_end: runs.is_sorted_by_key(OwnerRun::end), runs }
+    }
+
+    /// Calls `found` with owners of rows that `user` needs, except itself, and numbers of rows. An
+    /// owner may be found several times.
+    fn for_each_of_user(&self, part: &BatchNeeds, user: usize, mut found: impl FnMut(usize, u64)) {
+        for (segment, range) in &part.users[user] {
+            let first = if self.sorted_by_end {
+                self.runs.partition_point(|run| run.end() < (*segment, range.start))
+            } else {
+                self.runs.partition_point(|run| run.segment < *segment)
+            };
+            let near = self.runs[first..].iter();
+            for run in
+                near.take_while(|run| run.segment == *segment && run.positions.start < range.end)
+            {
+                let rows = count_below(&run.positions, range.end)
+                    - count_below(&run.positions, range.start);
+                if rows > 0 && run.owner != user {
+                    found(run.owner, rows);
+                }
+            }
+        }
+    }
+}
+
+/// A number for each rank, to which numbers are added for ranges of ranks.
+struct Differences {
+    route: Route,
+    /// By number in the direction of the relay: the sum of this and all before is the number.
+    changes: Vec<i128>,
+}
+
+impl Differences {
+    fn new(route: Route, ranks: usize) -> Self {
+        Self { route, changes: vec![0; ranks + 1] }
+    }
+
+    /// Adds `rows` for the ranks that compute on a block of `owner` in the steps `first..end`, of
+    /// which there are at most as many as ranks.
+    fn add(&mut self, owner: usize, first: usize, end: usize, rows: i128) {
+        let ranks = self.changes.len() - 1;
+        let owner = if self.route == Route::RelayDown { ranks - 1 - owner } else { owner };
+        let begin = (owner + first) % ranks;
+        let end = begin + (end - first);
+        self.changes[begin] += rows;
+        self.changes[end.min(ranks)] -= rows;
+        if end > ranks {
+            // the ranks after the last are the first again
+            self.changes[0] += rows;
+            self.changes[end - ranks] -= rows;
+        }
+    }
+
+    /// Returns the numbers by ring index.
+    fn sums(self) -> Vec<u128> {
+        let mut sum = 0;
+        let mut sums: Vec<u128> = self.changes[..self.changes.len() - 1]
+            .iter()
+            .map(|change| {
+                sum += change;
+                u128::try_from(sum).unwrap_or(0)
+            })
+            .collect();
+        if self.route == Route::RelayDown {
+            sums.reverse();
+        }
+        sums
+    }
+}
+
+impl Route {
+    /// Returns the relay in the other direction, or the direct route.
+    pub const fn opposite(self) -> Self {
+        match self {
+            Self::RelayUp => Self::RelayDown,
+            Self::RelayDown => Self::RelayUp,
+            Self::Direct => Self::Direct,
+        }
+    }
+
+    /// Returns the route on which all ranks together send the fewest block rows, and their number;
+    /// `None` if all routes send more than `limit`. Of equal routes it is the first of
+    /// [`Route::ALL`].
+    pub(super) fn cheapest(
+        needs: &NeedsIndex<'_>,
+        limit: u128,
+        tick: &mut dyn FnMut(),
+    ) -> Option<(Self, u128)> {
+        let mut best: Option<(Self, u128)> = None;
+        for route in Self::ALL {
+            let limit = best.map_or(limit, |(_, rows)| rows);
+            let rows = block_rows(needs, route, limit, tick);
+            if rows <= limit && best.is_none_or(|(_, least)| rows < least) {
+                best = Some((route, rows));
+            }
+        }
+        best
+    }
+}
+
+/// Returns the block rows that all ranks send; some number above `limit` if they are more.
+fn block_rows(needs: &NeedsIndex<'_>, route: Route, limit: u128, tick: &mut dyn FnMut()) -> u128 {
+    let mut rows = 0;
+    match needs.only_part() {
+        Some(part) if route.is_relay() => for_each_last_user(part, route, tick, |users| {
+            rows += users.step as u128 * u128::from(users.rows);
+            rows <= limit
+        }),
+        Some(part) => {
+            let keys = KeyIndex::of_owners(&part.owners, part.segments);
+            for (user, intervals) in part.users.iter().enumerate() {
+                if rows > limit {
+                    break;
+                }
+                let all = intervals.iter().map(|(segment, range)| {
+                    u128::from(keys.count(*segment, std::slice::from_ref(range)))
+                });
+                rows += all.sum::<u128>() - u128::from(needs.rows(user, user).count());
+                tick();
+            }
+        }
+        None => rows = RingTraffic::of(needs, route, tick).total().block_rows,
+    }
+    rows
+}
