@@ -281,7 +281,7 @@ impl Plan {
         let mut guard = self.lock(py)?;
         let engine = opened(guard.as_mut())?;
         let reports = self.run(py, || match engine {
-            Engine::Local(ring) => ring.forward_into(&tensors, views),
+            Engine::Local(ring) => ring.forward_into(&tensors, views).map(<[_]>::to_vec),
             #[cfg(feature = "mpi")]
             Engine::Rank(plan) => plan.forward_into(&tensors, views).map(|report| vec![report]),
         })?;
@@ -330,7 +330,9 @@ impl Plan {
         let mut guard = self.lock(py)?;
         let engine = opened(guard.as_mut())?;
         let reports = self.run(py, || match engine {
-            Engine::Local(ring) => ring.backward_into(&tensors, &forward, dout, dlse, views),
+            Engine::Local(ring) => {
+                ring.backward_into(&tensors, &forward, dout, dlse, views).map(<[_]>::to_vec)
+            }
             #[cfg(feature = "mpi")]
             Engine::Rank(plan) => {
                 plan.backward_into(&tensors, &forward, dout, dlse, views).map(|report| vec![report])

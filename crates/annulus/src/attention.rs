@@ -2,14 +2,17 @@
 
 use std::{sync::Arc, time::Duration};
 
-use annulus_comm::{Deadline, Silence, deadline, ring::RingOptions};
+use annulus_comm::{
+    Deadline, Silence, deadline,
+    ring::{RingOptions, StepEvent, StepHook},
+};
 use annulus_core::{
     Alignment, BackwardMode, BiasFunction, BiasOrder, DType, Dims, Dropout, Error, Layout, Mask,
     Precision, Result, Route, SinkShape, Space, Spec, Transport,
     mask::{Causal, ChunkedCausal, Prefix, Window, and},
 };
 
-use crate::LocalRing;
+use crate::{LocalRing, hook::Hook};
 
 /// Builds the definition of one attention: full attention, then one parameter per method.
 ///
@@ -64,18 +67,9 @@ pub struct Attention {
     route: Option<Route>,
     kv_block_size: Option<u64>,
     deadline: Option<Duration>,
-    silence_hook: Option<SilenceHook>,
+    silence_hook: Option<Hook<Silence>>,
+    step_hook: Option<Hook<StepEvent>>,
     threads: Option<usize>,
-}
-
-/// The caller's hook for a peer that has been silent for a quarter of the deadline.
-#[derive(Clone)]
-struct SilenceHook(Arc<dyn Fn(Silence) + Send + Sync>);
-
-impl std::fmt::Debug for SilenceHook {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("SilenceHook")
-    }
 }
 
 impl Attention {
@@ -328,7 +322,40 @@ impl Attention {
     /// It is called once per silence, on the thread that waits. Default: no hook.
     #[must_use]
     pub fn on_silence(mut self, hook: impl Fn(Silence) + Send + Sync + 'static) -> Self {
-        self.silence_hook = Some(SilenceHook(Arc::new(hook)));
+        self.silence_hook = Some(Hook(Arc::new(hook)));
+        self
+    }
+
+    /// Calls `hook` with every activity of a pass: tiles of a block, messages, waits
+    /// ([`StepEvent`]).
+    ///
+    /// It is called on the thread of the rank, by several ranks of a [`LocalRing`] at once, between
+    /// tiles and messages, so a slow hook delays the ring. A hook that panics ends the plan.
+    /// Default: no hook, and then no clock is read.
+    ///
+    /// # Examples
+    /// ```
+    /// use annulus::{Activity, Attention, Dims, Tensors};
+    /// use ndarray::Array4;
+    /// use std::sync::{Arc, atomic::{AtomicU64, Ordering}};
+    ///
+    /// let sent = Arc::new(AtomicU64::new(0));
+    /// let sum = Arc::clone(&sent);
+    /// let attention = Attention::new().on_step(move |event| {
+    ///     if event.activity == Activity::Send {
+    ///         sum.fetch_add(event.bytes, Ordering::Relaxed);
+    ///     }
+    /// });
+    /// let x = Array4::<f32>::ones((1, 8, 2, 4));
+    /// let mut ring = attention.local_ring(Dims::new(1, 8, 2, 4), 2)?;
+    /// let forward = ring.forward(&Tensors::new(x.view(), x.view(), x.view()))?;
+    /// let predicted = forward.reports.iter().map(|report| report.bytes_predicted).sum();
+    /// assert_eq!(sent.load(Ordering::Relaxed), predicted);
+    /// # Ok::<(), annulus::Error>(())
+    /// ```
+    #[must_use]
+    pub fn on_step(mut self, hook: impl Fn(StepEvent) + Send + Sync + 'static) -> Self {
+        self.step_hook = Some(Hook(Arc::new(hook)));
         self
     }
 
@@ -419,9 +446,14 @@ impl Attention {
     ) -> Result<Deadline<T, S>> {
         let bounded = Deadline::new(transport, self.effective_deadline())?;
         Ok(match self.silence_hook.clone() {
-            Some(SilenceHook(hook)) => bounded.with_warning(move |silence| hook(silence)),
+            Some(Hook(hook)) => bounded.with_warning(move |silence| hook(silence)),
             None => bounded,
         })
+    }
+
+    /// Returns the hook for the activities of a pass.
+    pub(crate) fn step_hook(&self) -> Option<StepHook> {
+        self.step_hook.clone().map(|Hook(hook)| hook)
     }
 
     /// Returns the threads of each rank, if they were set.

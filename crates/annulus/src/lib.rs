@@ -30,13 +30,14 @@
 mod attention;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub mod devices;
+mod hook;
 mod local_ring;
 mod one_call;
 mod plan;
 mod rank_tensors;
 mod tensors;
 
-pub use annulus_comm::ring::{Report, Ring, RingOptions};
+pub use annulus_comm::ring::{Activity, PassKind, Report, Ring, RingOptions, StepEvent};
 pub use annulus_comm::{self as comm};
 pub use annulus_core::{
     Alibi, Alignment, BackwardMode, Batch, BiasFunction, BiasOrder, CustomLayout, DType, DenseMask,

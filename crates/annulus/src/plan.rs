@@ -81,12 +81,15 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
         transport: T,
     ) -> Result<Self> {
         let transport = attention.bounded(transport)?;
-        let ring = Ring::new(
+        let mut ring = Ring::new(
             backend,
             Box::new(transport),
             attention.check_threads().and_then(|()| attention.spec(dims)),
             attention.ring_options(),
         )?;
+        if let Some(hook) = attention.step_hook() {
+            ring.on_step(hook);
+        }
         Ok(Self { ring })
     }
 

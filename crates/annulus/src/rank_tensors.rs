@@ -168,16 +168,33 @@ pub(crate) fn contiguous<B: Backend<Space: HostTensors>>(
     let mut blocks = Vec::with_capacity(ranks.len());
     for plan in ranks {
         let rows = rows(plan);
-        match rows.runs() {
-            [] => {}
-            [run] if run.start == next && (run.step == 1 || run.count == 1) => {}
-            _ => return None,
+        if !counts_from(next, rows) {
+            return None;
         }
         let first = next;
         next += rows.len().cast_signed();
         blocks.push(index(first.cast_unsigned())..index(next.cast_unsigned()));
     }
     Some(blocks)
+}
+
+/// Returns the rank of a ring of one rank, if its tensors are the whole tensors.
+pub(crate) fn only_rank<B: Backend<Space: HostTensors>>(
+    ranks: &mut [Plan<B>],
+) -> Option<&mut Plan<B>> {
+    match ranks {
+        [plan] if counts_from(0, plan.q_rows()) && counts_from(0, plan.kv_rows()) => Some(plan),
+        _ => None,
+    }
+}
+
+/// Returns true if the rows are `first`, `first` + 1, …
+fn counts_from(first: i64, rows: &Runs) -> bool {
+    match rows.runs() {
+        [] => true,
+        [run] => run.start == first && (run.step == 1 || run.count == 1),
+        _ => false,
+    }
 }
 
 /// Splits a tensor into adjacent blocks of rows.

@@ -15,14 +15,17 @@ module annulus
   private
 
   public :: annulus_options, annulus_tensor, annulus_batch, annulus_pair, annulus_transport
+  public :: annulus_step_event
   public :: annulus_forward_args, annulus_backward_args
   public :: annulus_options_default, annulus_message, annulus_error_text, annulus_version_text
   public :: annulus_attention_create, annulus_attention_destroy, annulus_attention_add_mask
   public :: annulus_attention_set_bias_function, annulus_attention_set_alibi
   public :: annulus_attention_set_custom_layout, annulus_attention_on_silence
+  public :: annulus_attention_on_step
   public :: annulus_plan_create_threads, annulus_plan_create_mpi, annulus_plan_create_callbacks
   public :: annulus_plan_destroy, annulus_plan_rank, annulus_plan_ranks, annulus_plan_layout
-  public :: annulus_plan_route, annulus_plan_workspace_bytes, annulus_plan_q_rows
+  public :: annulus_plan_route, annulus_plan_workspace_bytes, annulus_plan_predicted_bytes
+  public :: annulus_plan_q_rows
   public :: annulus_plan_kv_rows, annulus_plan_update, annulus_tensor_of
   public :: annulus_forward, annulus_backward, annulus_forward_c, annulus_backward_c
   public :: annulus_forward_start, annulus_backward_start, annulus_plan_test, annulus_plan_wait
@@ -73,6 +76,11 @@ module annulus
   integer(c_int32_t), parameter, public :: ANNULUS_ROUTE_DIRECT = 3
   integer(c_int32_t), parameter, public :: ANNULUS_MASK_PER_HEAD = 1
   integer(c_int32_t), parameter, public :: ANNULUS_MASK_PER_BATCH = 2
+  integer(c_int32_t), parameter, public :: ANNULUS_PASS_FORWARD = 0
+  integer(c_int32_t), parameter, public :: ANNULUS_PASS_BACKWARD = 1
+  integer(c_int32_t), parameter, public :: ANNULUS_ACTIVITY_COMPUTE = 0
+  integer(c_int32_t), parameter, public :: ANNULUS_ACTIVITY_SEND = 1
+  integer(c_int32_t), parameter, public :: ANNULUS_ACTIVITY_WAIT = 2
   integer(c_int32_t), parameter, public :: ANNULUS_TRANSPORT_TAGS = 5
 
   ! The definition of an attention. annulus_options_default sets the defaults.
@@ -144,6 +152,19 @@ module annulus
     integer(c_int64_t) :: q_position = 0
     integer(c_int64_t) :: kv_position = 0
   end type annulus_pair
+
+  ! One activity of one rank in a pass, as a callback gets it.
+  type, bind(c) :: annulus_step_event
+    integer(c_int64_t) :: struct_size = 0
+    integer(c_int64_t) :: rank = 0
+    integer(c_int32_t) :: pass = 0
+    integer(c_int32_t) :: activity = 0
+    integer(c_int64_t) :: step = 0
+    integer(c_int64_t) :: bytes = 0
+    real(c_double) :: flops = 0.0_c_double
+    real(c_double) :: begin_seconds = 0.0_c_double
+    real(c_double) :: end_seconds = 0.0_c_double
+  end type annulus_step_event
 
   ! The host's functions that carry messages.
   type, bind(c) :: annulus_transport
@@ -286,6 +307,16 @@ module annulus
       integer(c_int) :: status
     end function annulus_attention_on_silence
 
+    ! Sets the function that is called with every activity of a pass: c_funloc of a subroutine with
+    ! bind(c) of (context, event), both type(c_ptr), value.
+    function annulus_attention_on_step(attention, step, context) bind(c) result(status)
+      import :: c_funptr, c_int, c_ptr
+      type(c_ptr), value :: attention
+      type(c_funptr), value :: step
+      type(c_ptr), value :: context
+      integer(c_int) :: status
+    end function annulus_attention_on_step
+
     ! Plans a ring of threads in this process, over whole arrays.
     function annulus_plan_create_threads(attention, ranks, plan) bind(c) result(status)
       import :: c_int, c_int64_t, c_ptr
@@ -351,13 +382,22 @@ module annulus
       integer(c_int) :: status
     end function annulus_plan_route
 
-    ! Bytes of the plan's message buffers.
+    ! Bytes of the plan's buffers and scratch memory.
     function annulus_plan_workspace_bytes(plan, bytes) bind(c) result(status)
       import :: c_int, c_int64_t, c_ptr
       type(c_ptr), value :: plan
       integer(c_int64_t), intent(out) :: bytes
       integer(c_int) :: status
     end function annulus_plan_workspace_bytes
+
+    ! Bytes of the messages that a pass sends: ANNULUS_PASS_FORWARD or ANNULUS_PASS_BACKWARD.
+    function annulus_plan_predicted_bytes(plan, pass, bytes) bind(c) result(status)
+      import :: c_int, c_int32_t, c_int64_t, c_ptr
+      type(c_ptr), value :: plan
+      integer(c_int32_t), value :: pass
+      integer(c_int64_t), intent(out) :: bytes
+      integer(c_int) :: status
+    end function annulus_plan_predicted_bytes
 
     function c_q_rows(plan, rows, capacity, count) &
         bind(c, name="annulus_plan_q_rows") result(status)
@@ -398,8 +438,9 @@ module annulus
       type(annulus_backward_args), intent(in) :: args
       integer(c_int) :: status
     end function annulus_backward_c
-    ! Starts a pass on a thread of its own; annulus_plan_test or annulus_plan_wait ends it. The arrays
-    ! have ASYNCHRONOUS and TARGET, and stay as they are until then.
+
+    ! Starts a pass on a thread of its own; annulus_plan_test or annulus_plan_wait ends it. The
+    ! arrays have ASYNCHRONOUS and TARGET, and stay as they are until then.
     function annulus_forward_start(plan, args) bind(c) result(status)
       import :: annulus_forward_args, c_int, c_ptr
       type(c_ptr), value :: plan
@@ -540,250 +581,234 @@ contains
   ! Returns the global query rows of this rank, which count from 0, in the order of its arrays.
   function annulus_plan_q_rows(plan, rows) result(status)
     type(c_ptr), intent(in) :: plan
-    integer(c_int64_t), allocatable, target, intent(out) :: rows(:)
+    integer(c_int64_t), allocatable, intent(out) :: rows(:)
     integer(c_int) :: status
-    integer(c_int64_t) :: count, room
-    status = c_q_rows(plan, c_null_ptr, 0_c_int64_t, count)
-    if (status /= ANNULUS_SUCCESS) return
-    ! one more, so that there is a first element to point to
-    room = count + 1
-    allocate (rows(room))
-    status = c_q_rows(plan, c_loc(rows), room, count)
-    rows = rows(:count)
+    status = rows_by(c_q_rows, plan, rows)
   end function annulus_plan_q_rows
 
   ! Returns the global key rows of this rank, which count from 0, in the order of its arrays.
   function annulus_plan_kv_rows(plan, rows) result(status)
     type(c_ptr), intent(in) :: plan
+    integer(c_int64_t), allocatable, intent(out) :: rows(:)
+    integer(c_int) :: status
+    status = rows_by(c_kv_rows, plan, rows)
+  end function annulus_plan_kv_rows
+
+  function rows_by(function_of_c, plan, rows) result(status)
+    procedure(c_q_rows) :: function_of_c
+    type(c_ptr), intent(in) :: plan
     integer(c_int64_t), allocatable, target, intent(out) :: rows(:)
     integer(c_int) :: status
     integer(c_int64_t) :: count, room
-    status = c_kv_rows(plan, c_null_ptr, 0_c_int64_t, count)
+    status = function_of_c(plan, c_null_ptr, 0_c_int64_t, count)
     if (status /= ANNULUS_SUCCESS) return
     ! one more, so that there is a first element to point to
     room = count + 1
     allocate (rows(room))
-    status = c_kv_rows(plan, c_loc(rows), room, count)
+    status = function_of_c(plan, c_loc(rows), room, count)
     rows = rows(:count)
-  end function annulus_plan_kv_rows
+  end function rows_by
 
-  ! Bytes from one address to another.
-  function distance(from, to) result(bytes)
-    type(c_ptr), intent(in) :: from, to
-    integer(c_int64_t) :: bytes
-    bytes = int(transfer(to, 0_c_intptr_t) - transfer(from, 0_c_intptr_t), c_int64_t)
-  end function distance
+  ! The tensor of an array of these lengths. addresses are those of its first element, and for each
+  ! axis of the second element along it, or of the first again if there is no second. An empty array
+  ! has none.
+  function described(dtype, element_bytes, lengths, addresses) result(tensor)
+    integer(c_int32_t), intent(in) :: dtype
+    integer, intent(in) :: element_bytes
+    integer(c_int64_t), intent(in) :: lengths(:)
+    type(c_ptr), intent(in) :: addresses(:)
+    type(annulus_tensor) :: tensor
+    integer(c_intptr_t) :: first
+    integer :: axis, rank
+    rank = size(lengths)
+    tensor%dtype = dtype
+    tensor%dims = 1
+    tensor%dims(:rank) = lengths(rank:1:-1)
+    if (size(addresses) == 0) return
+    tensor%data = addresses(1)
+    first = transfer(addresses(1), first)
+    do axis = 1, rank
+      tensor%strides(rank + 1 - axis) = &
+        int(transfer(addresses(axis + 1), first) - first, c_int64_t) / element_bytes
+    end do
+  end function described
 
   function tensor2_r32(array) result(tensor)
     real(c_float), intent(in), target :: array(:,:)
     type(annulus_tensor) :: tensor
-    integer(c_int64_t) :: length(2), stride(2)
-    length = shape(array, kind=c_int64_t)
-    stride = 0
-    if (all(length > 0)) then
-      tensor%data = c_loc(array(1, 1))
-      if (length(1) > 1) stride(1) = distance(tensor%data, c_loc(array(2, 1))) / 4
-      if (length(2) > 1) stride(2) = distance(tensor%data, c_loc(array(1, 2))) / 4
+    integer(c_int64_t) :: lengths(2), next(2)
+    lengths = shape(array, kind=c_int64_t)
+    if (any(lengths == 0)) then
+      tensor = described(ANNULUS_F32, 4, lengths, [c_ptr ::])
+      return
     end if
-    tensor%dtype = ANNULUS_F32
-    tensor%dims = 1
-    tensor%dims(:2) = length(2:1:-1)
-    tensor%strides(:2) = stride(2:1:-1)
+    next = min(lengths, 2_c_int64_t)
+    tensor = described(ANNULUS_F32, 4, lengths, &
+                       [c_loc(array(1, 1)), c_loc(array(next(1), 1)), c_loc(array(1, next(2)))])
   end function tensor2_r32
 
   function tensor3_r32(array) result(tensor)
     real(c_float), intent(in), target :: array(:,:,:)
     type(annulus_tensor) :: tensor
-    integer(c_int64_t) :: length(3), stride(3)
-    length = shape(array, kind=c_int64_t)
-    stride = 0
-    if (all(length > 0)) then
-      tensor%data = c_loc(array(1, 1, 1))
-      if (length(1) > 1) stride(1) = distance(tensor%data, c_loc(array(2, 1, 1))) / 4
-      if (length(2) > 1) stride(2) = distance(tensor%data, c_loc(array(1, 2, 1))) / 4
-      if (length(3) > 1) stride(3) = distance(tensor%data, c_loc(array(1, 1, 2))) / 4
+    integer(c_int64_t) :: lengths(3), next(3)
+    lengths = shape(array, kind=c_int64_t)
+    if (any(lengths == 0)) then
+      tensor = described(ANNULUS_F32, 4, lengths, [c_ptr ::])
+      return
     end if
-    tensor%dtype = ANNULUS_F32
-    tensor%dims = 1
-    tensor%dims(:3) = length(3:1:-1)
-    tensor%strides(:3) = stride(3:1:-1)
+    next = min(lengths, 2_c_int64_t)
+    tensor = described(ANNULUS_F32, 4, lengths, &
+                       [c_loc(array(1, 1, 1)), c_loc(array(next(1), 1, 1)), &
+                        c_loc(array(1, next(2), 1)), c_loc(array(1, 1, next(3)))])
   end function tensor3_r32
 
   function tensor4_r32(array) result(tensor)
     real(c_float), intent(in), target :: array(:,:,:,:)
     type(annulus_tensor) :: tensor
-    integer(c_int64_t) :: length(4), stride(4)
-    length = shape(array, kind=c_int64_t)
-    stride = 0
-    if (all(length > 0)) then
-      tensor%data = c_loc(array(1, 1, 1, 1))
-      if (length(1) > 1) stride(1) = distance(tensor%data, c_loc(array(2, 1, 1, 1))) / 4
-      if (length(2) > 1) stride(2) = distance(tensor%data, c_loc(array(1, 2, 1, 1))) / 4
-      if (length(3) > 1) stride(3) = distance(tensor%data, c_loc(array(1, 1, 2, 1))) / 4
-      if (length(4) > 1) stride(4) = distance(tensor%data, c_loc(array(1, 1, 1, 2))) / 4
+    integer(c_int64_t) :: lengths(4), next(4)
+    lengths = shape(array, kind=c_int64_t)
+    if (any(lengths == 0)) then
+      tensor = described(ANNULUS_F32, 4, lengths, [c_ptr ::])
+      return
     end if
-    tensor%dtype = ANNULUS_F32
-    tensor%dims = 1
-    tensor%dims(:4) = length(4:1:-1)
-    tensor%strides(:4) = stride(4:1:-1)
+    next = min(lengths, 2_c_int64_t)
+    tensor = described(ANNULUS_F32, 4, lengths, &
+                       [c_loc(array(1, 1, 1, 1)), c_loc(array(next(1), 1, 1, 1)), &
+                        c_loc(array(1, next(2), 1, 1)), c_loc(array(1, 1, next(3), 1)), &
+                        c_loc(array(1, 1, 1, next(4)))])
   end function tensor4_r32
 
   function tensor2_r64(array) result(tensor)
     real(c_double), intent(in), target :: array(:,:)
     type(annulus_tensor) :: tensor
-    integer(c_int64_t) :: length(2), stride(2)
-    length = shape(array, kind=c_int64_t)
-    stride = 0
-    if (all(length > 0)) then
-      tensor%data = c_loc(array(1, 1))
-      if (length(1) > 1) stride(1) = distance(tensor%data, c_loc(array(2, 1))) / 8
-      if (length(2) > 1) stride(2) = distance(tensor%data, c_loc(array(1, 2))) / 8
+    integer(c_int64_t) :: lengths(2), next(2)
+    lengths = shape(array, kind=c_int64_t)
+    if (any(lengths == 0)) then
+      tensor = described(ANNULUS_F64, 8, lengths, [c_ptr ::])
+      return
     end if
-    tensor%dtype = ANNULUS_F64
-    tensor%dims = 1
-    tensor%dims(:2) = length(2:1:-1)
-    tensor%strides(:2) = stride(2:1:-1)
+    next = min(lengths, 2_c_int64_t)
+    tensor = described(ANNULUS_F64, 8, lengths, &
+                       [c_loc(array(1, 1)), c_loc(array(next(1), 1)), c_loc(array(1, next(2)))])
   end function tensor2_r64
 
   function tensor3_r64(array) result(tensor)
     real(c_double), intent(in), target :: array(:,:,:)
     type(annulus_tensor) :: tensor
-    integer(c_int64_t) :: length(3), stride(3)
-    length = shape(array, kind=c_int64_t)
-    stride = 0
-    if (all(length > 0)) then
-      tensor%data = c_loc(array(1, 1, 1))
-      if (length(1) > 1) stride(1) = distance(tensor%data, c_loc(array(2, 1, 1))) / 8
-      if (length(2) > 1) stride(2) = distance(tensor%data, c_loc(array(1, 2, 1))) / 8
-      if (length(3) > 1) stride(3) = distance(tensor%data, c_loc(array(1, 1, 2))) / 8
+    integer(c_int64_t) :: lengths(3), next(3)
+    lengths = shape(array, kind=c_int64_t)
+    if (any(lengths == 0)) then
+      tensor = described(ANNULUS_F64, 8, lengths, [c_ptr ::])
+      return
     end if
-    tensor%dtype = ANNULUS_F64
-    tensor%dims = 1
-    tensor%dims(:3) = length(3:1:-1)
-    tensor%strides(:3) = stride(3:1:-1)
+    next = min(lengths, 2_c_int64_t)
+    tensor = described(ANNULUS_F64, 8, lengths, &
+                       [c_loc(array(1, 1, 1)), c_loc(array(next(1), 1, 1)), &
+                        c_loc(array(1, next(2), 1)), c_loc(array(1, 1, next(3)))])
   end function tensor3_r64
 
   function tensor4_r64(array) result(tensor)
     real(c_double), intent(in), target :: array(:,:,:,:)
     type(annulus_tensor) :: tensor
-    integer(c_int64_t) :: length(4), stride(4)
-    length = shape(array, kind=c_int64_t)
-    stride = 0
-    if (all(length > 0)) then
-      tensor%data = c_loc(array(1, 1, 1, 1))
-      if (length(1) > 1) stride(1) = distance(tensor%data, c_loc(array(2, 1, 1, 1))) / 8
-      if (length(2) > 1) stride(2) = distance(tensor%data, c_loc(array(1, 2, 1, 1))) / 8
-      if (length(3) > 1) stride(3) = distance(tensor%data, c_loc(array(1, 1, 2, 1))) / 8
-      if (length(4) > 1) stride(4) = distance(tensor%data, c_loc(array(1, 1, 1, 2))) / 8
+    integer(c_int64_t) :: lengths(4), next(4)
+    lengths = shape(array, kind=c_int64_t)
+    if (any(lengths == 0)) then
+      tensor = described(ANNULUS_F64, 8, lengths, [c_ptr ::])
+      return
     end if
-    tensor%dtype = ANNULUS_F64
-    tensor%dims = 1
-    tensor%dims(:4) = length(4:1:-1)
-    tensor%strides(:4) = stride(4:1:-1)
+    next = min(lengths, 2_c_int64_t)
+    tensor = described(ANNULUS_F64, 8, lengths, &
+                       [c_loc(array(1, 1, 1, 1)), c_loc(array(next(1), 1, 1, 1)), &
+                        c_loc(array(1, next(2), 1, 1)), c_loc(array(1, 1, next(3), 1)), &
+                        c_loc(array(1, 1, 1, next(4)))])
   end function tensor4_r64
 
   function tensor1_i32(array) result(tensor)
     integer(c_int32_t), intent(in), target :: array(:)
     type(annulus_tensor) :: tensor
-    integer(c_int64_t) :: length(1), stride(1)
-    length = shape(array, kind=c_int64_t)
-    stride = 0
-    if (all(length > 0)) then
-      tensor%data = c_loc(array(1))
-      if (length(1) > 1) stride(1) = distance(tensor%data, c_loc(array(2))) / 4
+    integer(c_int64_t) :: lengths(1), next(1)
+    lengths = shape(array, kind=c_int64_t)
+    if (any(lengths == 0)) then
+      tensor = described(ANNULUS_I32, 4, lengths, [c_ptr ::])
+      return
     end if
-    tensor%dtype = ANNULUS_I32
-    tensor%dims = 1
-    tensor%dims(:1) = length(1:1:-1)
-    tensor%strides(:1) = stride(1:1:-1)
+    next = min(lengths, 2_c_int64_t)
+    tensor = described(ANNULUS_I32, 4, lengths, &
+                       [c_loc(array(1)), c_loc(array(next(1)))])
   end function tensor1_i32
 
   function tensor2_i32(array) result(tensor)
     integer(c_int32_t), intent(in), target :: array(:,:)
     type(annulus_tensor) :: tensor
-    integer(c_int64_t) :: length(2), stride(2)
-    length = shape(array, kind=c_int64_t)
-    stride = 0
-    if (all(length > 0)) then
-      tensor%data = c_loc(array(1, 1))
-      if (length(1) > 1) stride(1) = distance(tensor%data, c_loc(array(2, 1))) / 4
-      if (length(2) > 1) stride(2) = distance(tensor%data, c_loc(array(1, 2))) / 4
+    integer(c_int64_t) :: lengths(2), next(2)
+    lengths = shape(array, kind=c_int64_t)
+    if (any(lengths == 0)) then
+      tensor = described(ANNULUS_I32, 4, lengths, [c_ptr ::])
+      return
     end if
-    tensor%dtype = ANNULUS_I32
-    tensor%dims = 1
-    tensor%dims(:2) = length(2:1:-1)
-    tensor%strides(:2) = stride(2:1:-1)
+    next = min(lengths, 2_c_int64_t)
+    tensor = described(ANNULUS_I32, 4, lengths, &
+                       [c_loc(array(1, 1)), c_loc(array(next(1), 1)), c_loc(array(1, next(2)))])
   end function tensor2_i32
 
   function tensor4_i32(array) result(tensor)
     integer(c_int32_t), intent(in), target :: array(:,:,:,:)
     type(annulus_tensor) :: tensor
-    integer(c_int64_t) :: length(4), stride(4)
-    length = shape(array, kind=c_int64_t)
-    stride = 0
-    if (all(length > 0)) then
-      tensor%data = c_loc(array(1, 1, 1, 1))
-      if (length(1) > 1) stride(1) = distance(tensor%data, c_loc(array(2, 1, 1, 1))) / 4
-      if (length(2) > 1) stride(2) = distance(tensor%data, c_loc(array(1, 2, 1, 1))) / 4
-      if (length(3) > 1) stride(3) = distance(tensor%data, c_loc(array(1, 1, 2, 1))) / 4
-      if (length(4) > 1) stride(4) = distance(tensor%data, c_loc(array(1, 1, 1, 2))) / 4
+    integer(c_int64_t) :: lengths(4), next(4)
+    lengths = shape(array, kind=c_int64_t)
+    if (any(lengths == 0)) then
+      tensor = described(ANNULUS_I32, 4, lengths, [c_ptr ::])
+      return
     end if
-    tensor%dtype = ANNULUS_I32
-    tensor%dims = 1
-    tensor%dims(:4) = length(4:1:-1)
-    tensor%strides(:4) = stride(4:1:-1)
+    next = min(lengths, 2_c_int64_t)
+    tensor = described(ANNULUS_I32, 4, lengths, &
+                       [c_loc(array(1, 1, 1, 1)), c_loc(array(next(1), 1, 1, 1)), &
+                        c_loc(array(1, next(2), 1, 1)), c_loc(array(1, 1, next(3), 1)), &
+                        c_loc(array(1, 1, 1, next(4)))])
   end function tensor4_i32
 
   function tensor1_i64(array) result(tensor)
     integer(c_int64_t), intent(in), target :: array(:)
     type(annulus_tensor) :: tensor
-    integer(c_int64_t) :: length(1), stride(1)
-    length = shape(array, kind=c_int64_t)
-    stride = 0
-    if (all(length > 0)) then
-      tensor%data = c_loc(array(1))
-      if (length(1) > 1) stride(1) = distance(tensor%data, c_loc(array(2))) / 8
+    integer(c_int64_t) :: lengths(1), next(1)
+    lengths = shape(array, kind=c_int64_t)
+    if (any(lengths == 0)) then
+      tensor = described(ANNULUS_I64, 8, lengths, [c_ptr ::])
+      return
     end if
-    tensor%dtype = ANNULUS_I64
-    tensor%dims = 1
-    tensor%dims(:1) = length(1:1:-1)
-    tensor%strides(:1) = stride(1:1:-1)
+    next = min(lengths, 2_c_int64_t)
+    tensor = described(ANNULUS_I64, 8, lengths, &
+                       [c_loc(array(1)), c_loc(array(next(1)))])
   end function tensor1_i64
 
   function tensor2_i64(array) result(tensor)
     integer(c_int64_t), intent(in), target :: array(:,:)
     type(annulus_tensor) :: tensor
-    integer(c_int64_t) :: length(2), stride(2)
-    length = shape(array, kind=c_int64_t)
-    stride = 0
-    if (all(length > 0)) then
-      tensor%data = c_loc(array(1, 1))
-      if (length(1) > 1) stride(1) = distance(tensor%data, c_loc(array(2, 1))) / 8
-      if (length(2) > 1) stride(2) = distance(tensor%data, c_loc(array(1, 2))) / 8
+    integer(c_int64_t) :: lengths(2), next(2)
+    lengths = shape(array, kind=c_int64_t)
+    if (any(lengths == 0)) then
+      tensor = described(ANNULUS_I64, 8, lengths, [c_ptr ::])
+      return
     end if
-    tensor%dtype = ANNULUS_I64
-    tensor%dims = 1
-    tensor%dims(:2) = length(2:1:-1)
-    tensor%strides(:2) = stride(2:1:-1)
+    next = min(lengths, 2_c_int64_t)
+    tensor = described(ANNULUS_I64, 8, lengths, &
+                       [c_loc(array(1, 1)), c_loc(array(next(1), 1)), c_loc(array(1, next(2)))])
   end function tensor2_i64
 
   function tensor4_bool(array) result(tensor)
     logical(c_bool), intent(in), target :: array(:,:,:,:)
     type(annulus_tensor) :: tensor
-    integer(c_int64_t) :: length(4), stride(4)
-    length = shape(array, kind=c_int64_t)
-    stride = 0
-    if (all(length > 0)) then
-      tensor%data = c_loc(array(1, 1, 1, 1))
-      if (length(1) > 1) stride(1) = distance(tensor%data, c_loc(array(2, 1, 1, 1))) / 1
-      if (length(2) > 1) stride(2) = distance(tensor%data, c_loc(array(1, 2, 1, 1))) / 1
-      if (length(3) > 1) stride(3) = distance(tensor%data, c_loc(array(1, 1, 2, 1))) / 1
-      if (length(4) > 1) stride(4) = distance(tensor%data, c_loc(array(1, 1, 1, 2))) / 1
+    integer(c_int64_t) :: lengths(4), next(4)
+    lengths = shape(array, kind=c_int64_t)
+    if (any(lengths == 0)) then
+      tensor = described(ANNULUS_BOOL, 1, lengths, [c_ptr ::])
+      return
     end if
-    tensor%dtype = ANNULUS_BOOL
-    tensor%dims = 1
-    tensor%dims(:4) = length(4:1:-1)
-    tensor%strides(:4) = stride(4:1:-1)
+    next = min(lengths, 2_c_int64_t)
+    tensor = described(ANNULUS_BOOL, 1, lengths, &
+                       [c_loc(array(1, 1, 1, 1)), c_loc(array(next(1), 1, 1, 1)), &
+                        c_loc(array(1, next(2), 1, 1)), c_loc(array(1, 1, next(3), 1)), &
+                        c_loc(array(1, 1, 1, next(4)))])
   end function tensor4_bool
 
   ! Adapts the plan to a batch, which stays in force; without arguments it removes the last one.
@@ -830,6 +855,56 @@ contains
     status = c_update(plan, c_loc(batch))
   end function annulus_plan_update
 
+  ! The forward pass over the tensors q, k, v, out, lse, bias, softmax_aux, max, sum and ties, of
+  ! which the last five need not be given.
+  function forward_of(plan, tensors, given) result(status)
+    type(c_ptr), intent(in) :: plan
+    type(annulus_tensor), intent(in), target :: tensors(10)
+    logical, intent(in) :: given(6:10)
+    integer(c_int) :: status
+    type(annulus_forward_args) :: args
+    args%struct_size = int(c_sizeof(args), c_int64_t)
+    args%q = c_loc(tensors(1))
+    args%k = c_loc(tensors(2))
+    args%v = c_loc(tensors(3))
+    args%out = c_loc(tensors(4))
+    args%lse = c_loc(tensors(5))
+    if (given(6)) args%bias = c_loc(tensors(6))
+    if (given(7)) args%softmax_aux = c_loc(tensors(7))
+    if (given(8)) args%max = c_loc(tensors(8))
+    if (given(9)) args%sum = c_loc(tensors(9))
+    if (given(10)) args%ties = c_loc(tensors(10))
+    status = annulus_forward_c(plan, args)
+  end function forward_of
+
+  ! The backward pass over the tensors q, k, v, out, lse, dout, dq, dk, dv, dlse, bias, softmax_aux,
+  ! max, ties, dbias and dsoftmax_aux, of which the last seven need not be given.
+  function backward_of(plan, tensors, given) result(status)
+    type(c_ptr), intent(in) :: plan
+    type(annulus_tensor), intent(in), target :: tensors(16)
+    logical, intent(in) :: given(10:16)
+    integer(c_int) :: status
+    type(annulus_backward_args) :: args
+    args%struct_size = int(c_sizeof(args), c_int64_t)
+    args%q = c_loc(tensors(1))
+    args%k = c_loc(tensors(2))
+    args%v = c_loc(tensors(3))
+    args%out = c_loc(tensors(4))
+    args%lse = c_loc(tensors(5))
+    args%dout = c_loc(tensors(6))
+    args%dq = c_loc(tensors(7))
+    args%dk = c_loc(tensors(8))
+    args%dv = c_loc(tensors(9))
+    if (given(10)) args%dlse = c_loc(tensors(10))
+    if (given(11)) args%bias = c_loc(tensors(11))
+    if (given(12)) args%softmax_aux = c_loc(tensors(12))
+    if (given(13)) args%max = c_loc(tensors(13))
+    if (given(14)) args%ties = c_loc(tensors(14))
+    if (given(15)) args%dbias = c_loc(tensors(15))
+    if (given(16)) args%dsoftmax_aux = c_loc(tensors(16))
+    status = annulus_backward_c(plan, args)
+  end function backward_of
+
   function forward_r32(plan, q, k, v, out, lse, bias, softmax_aux, max, sum, ties) result(status)
     type(c_ptr), intent(in) :: plan
     real(c_float), intent(in), target :: q(:, :, :, :), k(:, :, :, :), v(:, :, :, :)
@@ -837,40 +912,19 @@ contains
     real(c_float), intent(in), target, optional :: bias(:, :, :, :), softmax_aux(:, :)
     real(c_float), intent(inout), target, optional :: max(:, :, :), sum(:, :, :), ties(:, :, :)
     integer(c_int) :: status
-    type(annulus_tensor), target :: tensors(10)
-    type(annulus_forward_args) :: args
-    args%struct_size = int(c_sizeof(args), c_int64_t)
+    type(annulus_tensor) :: tensors(10)
     tensors(1) = annulus_tensor_of(q)
-    args%q = c_loc(tensors(1))
     tensors(2) = annulus_tensor_of(k)
-    args%k = c_loc(tensors(2))
     tensors(3) = annulus_tensor_of(v)
-    args%v = c_loc(tensors(3))
     tensors(4) = annulus_tensor_of(out)
-    args%out = c_loc(tensors(4))
     tensors(5) = annulus_tensor_of(lse)
-    args%lse = c_loc(tensors(5))
-    if (present(bias)) then
-      tensors(6) = annulus_tensor_of(bias)
-      args%bias = c_loc(tensors(6))
-    end if
-    if (present(softmax_aux)) then
-      tensors(7) = annulus_tensor_of(softmax_aux)
-      args%softmax_aux = c_loc(tensors(7))
-    end if
-    if (present(max)) then
-      tensors(8) = annulus_tensor_of(max)
-      args%max = c_loc(tensors(8))
-    end if
-    if (present(sum)) then
-      tensors(9) = annulus_tensor_of(sum)
-      args%sum = c_loc(tensors(9))
-    end if
-    if (present(ties)) then
-      tensors(10) = annulus_tensor_of(ties)
-      args%ties = c_loc(tensors(10))
-    end if
-    status = annulus_forward_c(plan, args)
+    if (present(bias)) tensors(6) = annulus_tensor_of(bias)
+    if (present(softmax_aux)) tensors(7) = annulus_tensor_of(softmax_aux)
+    if (present(max)) tensors(8) = annulus_tensor_of(max)
+    if (present(sum)) tensors(9) = annulus_tensor_of(sum)
+    if (present(ties)) tensors(10) = annulus_tensor_of(ties)
+    status = forward_of(plan, tensors, [present(bias), present(softmax_aux), present(max), &
+                                        present(sum), present(ties)])
   end function forward_r32
 
   function backward_r32(plan, q, k, v, out, lse, dout, dq, dk, dv, dlse, bias, softmax_aux, max, &
@@ -879,60 +933,30 @@ contains
     real(c_float), intent(in), target :: q(:, :, :, :), k(:, :, :, :), v(:, :, :, :)
     real(c_float), intent(in), target :: out(:, :, :, :), lse(:, :, :), dout(:, :, :, :)
     real(c_float), intent(inout), target :: dq(:, :, :, :), dk(:, :, :, :), dv(:, :, :, :)
-    real(c_float), intent(in), target, optional :: bias(:, :, :, :), softmax_aux(:, :)
-    real(c_float), intent(in), target, optional :: dlse(:, :, :), max(:, :, :), ties(:, :, :)
+    real(c_float), intent(in), target, optional :: dlse(:, :, :), bias(:, :, :, :)
+    real(c_float), intent(in), target, optional :: softmax_aux(:, :), max(:, :, :), ties(:, :, :)
     real(c_float), intent(inout), target, optional :: dbias(:, :, :, :), dsoftmax_aux(:, :)
     integer(c_int) :: status
-    type(annulus_tensor), target :: tensors(16)
-    type(annulus_backward_args) :: args
-    args%struct_size = int(c_sizeof(args), c_int64_t)
+    type(annulus_tensor) :: tensors(16)
     tensors(1) = annulus_tensor_of(q)
-    args%q = c_loc(tensors(1))
     tensors(2) = annulus_tensor_of(k)
-    args%k = c_loc(tensors(2))
     tensors(3) = annulus_tensor_of(v)
-    args%v = c_loc(tensors(3))
     tensors(4) = annulus_tensor_of(out)
-    args%out = c_loc(tensors(4))
     tensors(5) = annulus_tensor_of(lse)
-    args%lse = c_loc(tensors(5))
     tensors(6) = annulus_tensor_of(dout)
-    args%dout = c_loc(tensors(6))
     tensors(7) = annulus_tensor_of(dq)
-    args%dq = c_loc(tensors(7))
     tensors(8) = annulus_tensor_of(dk)
-    args%dk = c_loc(tensors(8))
     tensors(9) = annulus_tensor_of(dv)
-    args%dv = c_loc(tensors(9))
-    if (present(dlse)) then
-      tensors(10) = annulus_tensor_of(dlse)
-      args%dlse = c_loc(tensors(10))
-    end if
-    if (present(bias)) then
-      tensors(11) = annulus_tensor_of(bias)
-      args%bias = c_loc(tensors(11))
-    end if
-    if (present(softmax_aux)) then
-      tensors(12) = annulus_tensor_of(softmax_aux)
-      args%softmax_aux = c_loc(tensors(12))
-    end if
-    if (present(max)) then
-      tensors(13) = annulus_tensor_of(max)
-      args%max = c_loc(tensors(13))
-    end if
-    if (present(ties)) then
-      tensors(14) = annulus_tensor_of(ties)
-      args%ties = c_loc(tensors(14))
-    end if
-    if (present(dbias)) then
-      tensors(15) = annulus_tensor_of(dbias)
-      args%dbias = c_loc(tensors(15))
-    end if
-    if (present(dsoftmax_aux)) then
-      tensors(16) = annulus_tensor_of(dsoftmax_aux)
-      args%dsoftmax_aux = c_loc(tensors(16))
-    end if
-    status = annulus_backward_c(plan, args)
+    if (present(dlse)) tensors(10) = annulus_tensor_of(dlse)
+    if (present(bias)) tensors(11) = annulus_tensor_of(bias)
+    if (present(softmax_aux)) tensors(12) = annulus_tensor_of(softmax_aux)
+    if (present(max)) tensors(13) = annulus_tensor_of(max)
+    if (present(ties)) tensors(14) = annulus_tensor_of(ties)
+    if (present(dbias)) tensors(15) = annulus_tensor_of(dbias)
+    if (present(dsoftmax_aux)) tensors(16) = annulus_tensor_of(dsoftmax_aux)
+    status = backward_of(plan, tensors, [present(dlse), present(bias), present(softmax_aux), &
+                                         present(max), present(ties), present(dbias), &
+                                         present(dsoftmax_aux)])
   end function backward_r32
 
   function forward_r64(plan, q, k, v, out, lse, bias, softmax_aux, max, sum, ties) result(status)
@@ -942,40 +966,19 @@ contains
     real(c_double), intent(in), target, optional :: bias(:, :, :, :), softmax_aux(:, :)
     real(c_double), intent(inout), target, optional :: max(:, :, :), sum(:, :, :), ties(:, :, :)
     integer(c_int) :: status
-    type(annulus_tensor), target :: tensors(10)
-    type(annulus_forward_args) :: args
-    args%struct_size = int(c_sizeof(args), c_int64_t)
+    type(annulus_tensor) :: tensors(10)
     tensors(1) = annulus_tensor_of(q)
-    args%q = c_loc(tensors(1))
     tensors(2) = annulus_tensor_of(k)
-    args%k = c_loc(tensors(2))
     tensors(3) = annulus_tensor_of(v)
-    args%v = c_loc(tensors(3))
     tensors(4) = annulus_tensor_of(out)
-    args%out = c_loc(tensors(4))
     tensors(5) = annulus_tensor_of(lse)
-    args%lse = c_loc(tensors(5))
-    if (present(bias)) then
-      tensors(6) = annulus_tensor_of(bias)
-      args%bias = c_loc(tensors(6))
-    end if
-    if (present(softmax_aux)) then
-      tensors(7) = annulus_tensor_of(softmax_aux)
-      args%softmax_aux = c_loc(tensors(7))
-    end if
-    if (present(max)) then
-      tensors(8) = annulus_tensor_of(max)
-      args%max = c_loc(tensors(8))
-    end if
-    if (present(sum)) then
-      tensors(9) = annulus_tensor_of(sum)
-      args%sum = c_loc(tensors(9))
-    end if
-    if (present(ties)) then
-      tensors(10) = annulus_tensor_of(ties)
-      args%ties = c_loc(tensors(10))
-    end if
-    status = annulus_forward_c(plan, args)
+    if (present(bias)) tensors(6) = annulus_tensor_of(bias)
+    if (present(softmax_aux)) tensors(7) = annulus_tensor_of(softmax_aux)
+    if (present(max)) tensors(8) = annulus_tensor_of(max)
+    if (present(sum)) tensors(9) = annulus_tensor_of(sum)
+    if (present(ties)) tensors(10) = annulus_tensor_of(ties)
+    status = forward_of(plan, tensors, [present(bias), present(softmax_aux), present(max), &
+                                        present(sum), present(ties)])
   end function forward_r64
 
   function backward_r64(plan, q, k, v, out, lse, dout, dq, dk, dv, dlse, bias, softmax_aux, max, &
@@ -984,60 +987,30 @@ contains
     real(c_double), intent(in), target :: q(:, :, :, :), k(:, :, :, :), v(:, :, :, :)
     real(c_double), intent(in), target :: out(:, :, :, :), lse(:, :, :), dout(:, :, :, :)
     real(c_double), intent(inout), target :: dq(:, :, :, :), dk(:, :, :, :), dv(:, :, :, :)
-    real(c_double), intent(in), target, optional :: bias(:, :, :, :), softmax_aux(:, :)
-    real(c_double), intent(in), target, optional :: dlse(:, :, :), max(:, :, :), ties(:, :, :)
+    real(c_double), intent(in), target, optional :: dlse(:, :, :), bias(:, :, :, :)
+    real(c_double), intent(in), target, optional :: softmax_aux(:, :), max(:, :, :), ties(:, :, :)
     real(c_double), intent(inout), target, optional :: dbias(:, :, :, :), dsoftmax_aux(:, :)
     integer(c_int) :: status
-    type(annulus_tensor), target :: tensors(16)
-    type(annulus_backward_args) :: args
-    args%struct_size = int(c_sizeof(args), c_int64_t)
+    type(annulus_tensor) :: tensors(16)
     tensors(1) = annulus_tensor_of(q)
-    args%q = c_loc(tensors(1))
     tensors(2) = annulus_tensor_of(k)
-    args%k = c_loc(tensors(2))
     tensors(3) = annulus_tensor_of(v)
-    args%v = c_loc(tensors(3))
     tensors(4) = annulus_tensor_of(out)
-    args%out = c_loc(tensors(4))
     tensors(5) = annulus_tensor_of(lse)
-    args%lse = c_loc(tensors(5))
     tensors(6) = annulus_tensor_of(dout)
-    args%dout = c_loc(tensors(6))
     tensors(7) = annulus_tensor_of(dq)
-    args%dq = c_loc(tensors(7))
     tensors(8) = annulus_tensor_of(dk)
-    args%dk = c_loc(tensors(8))
     tensors(9) = annulus_tensor_of(dv)
-    args%dv = c_loc(tensors(9))
-    if (present(dlse)) then
-      tensors(10) = annulus_tensor_of(dlse)
-      args%dlse = c_loc(tensors(10))
-    end if
-    if (present(bias)) then
-      tensors(11) = annulus_tensor_of(bias)
-      args%bias = c_loc(tensors(11))
-    end if
-    if (present(softmax_aux)) then
-      tensors(12) = annulus_tensor_of(softmax_aux)
-      args%softmax_aux = c_loc(tensors(12))
-    end if
-    if (present(max)) then
-      tensors(13) = annulus_tensor_of(max)
-      args%max = c_loc(tensors(13))
-    end if
-    if (present(ties)) then
-      tensors(14) = annulus_tensor_of(ties)
-      args%ties = c_loc(tensors(14))
-    end if
-    if (present(dbias)) then
-      tensors(15) = annulus_tensor_of(dbias)
-      args%dbias = c_loc(tensors(15))
-    end if
-    if (present(dsoftmax_aux)) then
-      tensors(16) = annulus_tensor_of(dsoftmax_aux)
-      args%dsoftmax_aux = c_loc(tensors(16))
-    end if
-    status = annulus_backward_c(plan, args)
+    if (present(dlse)) tensors(10) = annulus_tensor_of(dlse)
+    if (present(bias)) tensors(11) = annulus_tensor_of(bias)
+    if (present(softmax_aux)) tensors(12) = annulus_tensor_of(softmax_aux)
+    if (present(max)) tensors(13) = annulus_tensor_of(max)
+    if (present(ties)) tensors(14) = annulus_tensor_of(ties)
+    if (present(dbias)) tensors(15) = annulus_tensor_of(dbias)
+    if (present(dsoftmax_aux)) tensors(16) = annulus_tensor_of(dsoftmax_aux)
+    status = backward_of(plan, tensors, [present(dlse), present(bias), present(softmax_aux), &
+                                         present(max), present(ties), present(dbias), &
+                                         present(dsoftmax_aux)])
   end function backward_r64
 
 end module annulus

@@ -250,6 +250,31 @@
 #define ANNULUS_ROUTE_DIRECT 3
 
 /**
+ * The forward pass.
+ */
+#define ANNULUS_PASS_FORWARD 0
+
+/**
+ * The backward pass.
+ */
+#define ANNULUS_PASS_BACKWARD 1
+
+/**
+ * Tiles of one block of keys and values (in a two-pass backward also of queries), or of a part.
+ */
+#define ANNULUS_ACTIVITY_COMPUTE 0
+
+/**
+ * Messages that were posted together, from their post until the rank found them sent.
+ */
+#define ANNULUS_ACTIVITY_SEND 1
+
+/**
+ * Exposed communication: the rank waited for messages.
+ */
+#define ANNULUS_ACTIVITY_WAIT 2
+
+/**
  * The mask depends on the query head.
  */
 #define ANNULUS_MASK_PER_HEAD 1
@@ -486,6 +511,58 @@ typedef void (*annulus_silence_function)(void *context,
                                          int64_t peer,
                                          int64_t step,
                                          double waited_seconds);
+
+/**
+ * One activity of one rank in a pass. Times are seconds since the pass began on this rank.
+ */
+typedef struct annulus_step_event {
+  /**
+   * sizeof(annulus_step_event) in the library.
+   */
+  uint64_t struct_size;
+  /**
+   * The rank.
+   */
+  int64_t rank;
+  /**
+   * An ANNULUS_PASS constant.
+   */
+  int32_t pass;
+  /**
+   * An ANNULUS_ACTIVITY constant.
+   */
+  int32_t activity;
+  /**
+   * Ring step. A two-pass backward counts from 0 twice.
+   */
+  int64_t step;
+  /**
+   * Payload bytes of ANNULUS_ACTIVITY_SEND, otherwise 0. Their sum over a pass is that of
+   * annulus_plan_predicted_bytes.
+   */
+  uint64_t bytes;
+  /**
+   * Floating-point operations of ANNULUS_ACTIVITY_COMPUTE, otherwise 0: two for each
+   * multiply-add of the matrix products, for visible pairs only. Pairs that only a dense mask or
+   * a mask of the host's hides are counted.
+   */
+  double flops;
+  /**
+   * Start.
+   */
+  double begin_seconds;
+  /**
+   * End.
+   */
+  double end_seconds;
+} annulus_step_event;
+
+/**
+ * Is called with every activity of a pass, on the thread of the rank, which in an in-process ring
+ * of several ranks is not the caller's: by several threads at once. It does not unwind and calls
+ * no function of annulus. `event` is valid during the call.
+ */
+typedef void (*annulus_step_function)(void *context, const struct annulus_step_event *event);
 
 /**
  * The host's functions that carry messages between ranks.
@@ -904,6 +981,23 @@ int annulus_attention_on_silence(struct annulus_attention *attention,
                                  void *context);
 
 /**
+ * Sets the function that is called with every activity of a pass, in place of an earlier one. NULL
+ * is refused: by default there is none, and then no clock is read.
+ *
+ * Function and context must live until this attention and all plans that were made of it are
+ * destroyed. See annulus_step_function for what the function may do.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT.
+ *
+ * Safety
+ * The function is as said.
+ */
+int annulus_attention_on_step(struct annulus_attention *attention,
+                              annulus_step_function step,
+                              void *context);
+
+/**
  * Destroys the handle of a description. Local. Plans that were made of it live on.
  *
  * Errors
@@ -1034,11 +1128,13 @@ int annulus_plan_layout(const struct annulus_plan *plan, int32_t *layout);
 int annulus_plan_route(const struct annulus_plan *plan, int32_t *route);
 
 /**
- * Writes the bytes of the plan's message buffers to `*bytes`: blocks of keys, values and queries,
- * and their gradients in flight, of all ranks in this process. Local.
+ * Writes the bytes of memory that the plan keeps to `*bytes`, of all ranks in this process. Local.
  *
- * This is the memory that the ring adds to attention on one rank. Not in it: the accumulators and
- * the scratch memory of the CPU kernels, and the schedule.
+ * Counted are the message buffers of the ring (blocks of keys, values and queries, and their
+ * gradients in flight) and the memory of the CPU kernels: accumulators, row statistics, and the
+ * scratch memory of each thread. The first pass of each kind adds lists of visible keys; later
+ * passes add nothing. Not counted: row numbers and positions, the schedule, stacks of threads, and
+ * rows that an in-process ring copies during a pass.
  *
  * Errors
  * ANNULUS_INVALID_ARGUMENT.
@@ -1047,6 +1143,21 @@ int annulus_plan_route(const struct annulus_plan *plan, int32_t *route);
  * `bytes` points to a writable number.
  */
 int annulus_plan_workspace_bytes(const struct annulus_plan *plan, uint64_t *bytes);
+
+/**
+ * Writes the payload bytes that a pass sends by the schedule to `*bytes`: those of this rank, or
+ * of all ranks of an in-process ring. `pass` is an ANNULUS_PASS constant. Local.
+ *
+ * 0 for the backward pass with options.forward_only. The agreement before a pass and sums of
+ * gradients over ranks are not counted.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT.
+ *
+ * Safety
+ * `bytes` points to a writable number.
+ */
+int annulus_plan_predicted_bytes(const struct annulus_plan *plan, int32_t pass, uint64_t *bytes);
 
 /**
  * Writes the global query rows of this rank, in the order of its tensors, to `rows`, and their

@@ -182,6 +182,8 @@ struct backward_tensors {
 /* A mask and a bias of the host's. They must not throw: a program in which one does is terminated. */
 using mask_function = std::function<bool(const annulus_pair &)>;
 using bias_function = std::function<double(const annulus_pair &)>;
+/* Called with every activity of a pass, by several threads at once. It must not throw either. */
+using step_function = std::function<void(const annulus_step_event &)>;
 
 /* The description of an attention. */
 class attention {
@@ -201,6 +203,12 @@ class attention {
   void set_bias_function(const std::string &name, bias_function bias) {
     auto kept = std::make_shared<bias_function>(std::move(bias));
     detail::check(annulus_attention_set_bias_function(get(), name.c_str(), call_bias, kept.get()));
+    functions_.push_back(std::move(kept));
+  }
+  /* Sets the function that is called with every activity of a pass. */
+  void on_step(step_function step) {
+    auto kept = std::make_shared<step_function>(std::move(step));
+    detail::check(annulus_attention_on_step(get(), call_step, kept.get()));
     functions_.push_back(std::move(kept));
   }
   void set_alibi(const std::vector<double> &slopes) {
@@ -237,6 +245,9 @@ class attention {
   static double call_bias(void *context, const annulus_pair *pair) noexcept {
     return (*static_cast<bias_function *>(context))(*pair);
   }
+  static void call_step(void *context, const annulus_step_event *event) noexcept {
+    (*static_cast<step_function *>(context))(*event);
+  }
   struct destroy {
     void operator()(annulus_attention *handle) const noexcept {
       annulus_attention_destroy(handle);
@@ -271,6 +282,12 @@ class plan {
   std::int32_t route() const { return number<std::int32_t>(annulus_plan_route); }
   std::uint64_t workspace_bytes() const {
     return number<std::uint64_t>(annulus_plan_workspace_bytes);
+  }
+  /* Bytes of the messages of a pass: ANNULUS_PASS_FORWARD or ANNULUS_PASS_BACKWARD. */
+  std::uint64_t predicted_bytes(std::int32_t pass) const {
+    return number<std::uint64_t>([pass](const annulus_plan *plan, std::uint64_t *bytes) {
+      return annulus_plan_predicted_bytes(plan, pass, bytes);
+    });
   }
   /* Global rows of this rank, in the order of its tensors. */
   std::vector<std::int64_t> q_rows() const { return rows(annulus_plan_q_rows); }
@@ -330,9 +347,10 @@ class plan {
     made.functions_ = of.functions_;
     return made;
   }
-  template <class T>
-  static annulus_forward_args arguments(const forward_tensors<T> &of) {
-    annulus_forward_args all{};
+  /* The tensors of both passes. */
+  template <class Args, class Tensors>
+  static Args common(const Tensors &of) {
+    Args all{};
     all.struct_size = sizeof all;
     all.q = of.q.get();
     all.k = of.k.get();
@@ -342,23 +360,18 @@ class plan {
     all.out = of.out.get();
     all.lse = of.lse.get();
     all.max = detail::get(of.max);
-    all.sum = detail::get(of.sum);
     all.ties = detail::get(of.ties);
     return all;
   }
   template <class T>
+  static annulus_forward_args arguments(const forward_tensors<T> &of) {
+    auto all = common<annulus_forward_args>(of);
+    all.sum = detail::get(of.sum);
+    return all;
+  }
+  template <class T>
   static annulus_backward_args arguments(const backward_tensors<T> &of) {
-    annulus_backward_args all{};
-    all.struct_size = sizeof all;
-    all.q = of.q.get();
-    all.k = of.k.get();
-    all.v = of.v.get();
-    all.bias = detail::get(of.bias);
-    all.softmax_aux = detail::get(of.softmax_aux);
-    all.out = of.out.get();
-    all.lse = of.lse.get();
-    all.max = detail::get(of.max);
-    all.ties = detail::get(of.ties);
+    auto all = common<annulus_backward_args>(of);
     all.dout = of.dout.get();
     all.dlse = detail::get(of.dlse);
     all.dq = of.dq.get();

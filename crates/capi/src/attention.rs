@@ -6,12 +6,13 @@ use std::{
     sync::Arc,
 };
 
-use annulus::{Alibi, CustomLayout, Error, Layout, Result, Runs};
+use annulus::{Alibi, CustomLayout, Error, Layout, Result, Runs, StepEvent};
 
 use crate::{
     callbacks::{
         ANNULUS_MASK_PER_BATCH, ANNULUS_MASK_PER_HEAD, Context, HostBias, HostMask,
-        annulus_bias_function, annulus_mask_function, annulus_silence_function, name,
+        annulus_bias_function, annulus_mask_function, annulus_silence_function, annulus_step_event,
+        annulus_step_function, name,
     },
     handle::Handles,
     options::{CustomLayoutState, Description, annulus_options, length},
@@ -288,6 +289,41 @@ pub unsafe extern "C" fn annulus_attention_on_silence(
                 unsafe { silence(context.pointer(), peer, step, said.waited.as_secs_f64()) };
             };
             description.attention = description.attention.clone().on_silence(hook);
+            Ok(())
+        })
+    })
+}
+
+/// Sets the function that is called with every activity of a pass, in place of an earlier one. NULL
+/// is refused: by default there is none, and then no clock is read.
+///
+/// Function and context must live until this attention and all plans that were made of it are
+/// destroyed. See [`annulus_step_function`] for what the function may do.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT.
+///
+/// # Safety
+/// The function is as said.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_attention_on_step(
+    attention: *mut annulus_attention,
+    step: annulus_step_function,
+    context: *mut c_void,
+) -> c_int {
+    guard(|| {
+        ATTENTIONS.with(attention, |description| {
+            let Some(step) = step else {
+                return Err(Error::invalid("step", "NULL", "a function"));
+            };
+            let context = Context::new(context);
+            let hook = move |event: StepEvent| {
+                let event = annulus_step_event::of(&event);
+                // SAFETY: the host promised a function that may be called with its context from any
+                // thread as long as a plan has it; the event lives through the call
+                unsafe { step(context.pointer(), &raw const event) };
+            };
+            description.attention = description.attention.clone().on_step(hook);
             Ok(())
         })
     })

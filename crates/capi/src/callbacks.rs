@@ -3,7 +3,7 @@
 use std::ffi::{CStr, c_char, c_void};
 
 use annulus::{
-    BiasFunction, Error, Fingerprint, KeyIntervals, Mask, Result,
+    Activity, BiasFunction, Error, Fingerprint, KeyIntervals, Mask, PassKind, Result, StepEvent,
     mask::{Key, Query},
 };
 
@@ -42,6 +42,74 @@ pub type annulus_bias_function =
 /// `waited_seconds`, a quarter of the deadline, in ring step `step`: once per silence.
 pub type annulus_silence_function =
     Option<unsafe extern "C" fn(context: *mut c_void, peer: i64, step: i64, waited_seconds: f64)>;
+
+/// The forward pass.
+pub const ANNULUS_PASS_FORWARD: i32 = 0;
+/// The backward pass.
+pub const ANNULUS_PASS_BACKWARD: i32 = 1;
+
+/// Tiles of one block of keys and values (in a two-pass backward also of queries), or of a part.
+pub const ANNULUS_ACTIVITY_COMPUTE: i32 = 0;
+/// Messages that were posted together, from their post until the rank found them sent.
+pub const ANNULUS_ACTIVITY_SEND: i32 = 1;
+/// Exposed communication: the rank waited for messages.
+pub const ANNULUS_ACTIVITY_WAIT: i32 = 2;
+
+/// One activity of one rank in a pass. Times are seconds since the pass began on this rank.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct annulus_step_event {
+    /// sizeof(annulus_step_event) in the library.
+    pub struct_size: u64,
+    /// The rank.
+    pub rank: i64,
+    /// An ANNULUS_PASS constant.
+    pub pass: i32,
+    /// An ANNULUS_ACTIVITY constant.
+    pub activity: i32,
+    /// Ring step. A two-pass backward counts from 0 twice.
+    pub step: i64,
+    /// Payload bytes of ANNULUS_ACTIVITY_SEND, otherwise 0. Their sum over a pass is that of
+    /// annulus_plan_predicted_bytes.
+    pub bytes: u64,
+    /// Floating-point operations of ANNULUS_ACTIVITY_COMPUTE, otherwise 0: two for each
+    /// multiply-add of the matrix products, for visible pairs only. Pairs that only a dense mask or
+    /// a mask of the host's hides are counted.
+    pub flops: f64,
+    /// Start.
+    pub begin_seconds: f64,
+    /// End.
+    pub end_seconds: f64,
+}
+
+/// Is called with every activity of a pass, on the thread of the rank, which in an in-process ring
+/// of several ranks is not the caller's: by several threads at once. It does not unwind and calls
+/// no function of annulus. `event` is valid during the call.
+pub type annulus_step_function =
+    Option<unsafe extern "C" fn(context: *mut c_void, event: *const annulus_step_event)>;
+
+impl annulus_step_event {
+    pub(crate) fn of(event: &StepEvent) -> Self {
+        Self {
+            struct_size: size_of::<Self>() as u64,
+            rank: event.rank as i64,
+            pass: match event.pass {
+                PassKind::Forward => ANNULUS_PASS_FORWARD,
+                PassKind::Backward => ANNULUS_PASS_BACKWARD,
+            },
+            activity: match event.activity {
+                Activity::Compute => ANNULUS_ACTIVITY_COMPUTE,
+                Activity::Send => ANNULUS_ACTIVITY_SEND,
+                Activity::Wait => ANNULUS_ACTIVITY_WAIT,
+            },
+            step: event.step as i64,
+            bytes: event.bytes,
+            flops: event.flops,
+            begin_seconds: event.begin.as_secs_f64(),
+            end_seconds: event.end.as_secs_f64(),
+        }
+    }
+}
 
 /// The mask depends on the query head.
 pub const ANNULUS_MASK_PER_HEAD: u32 = 1;

@@ -105,6 +105,22 @@ unsafe impl Versioned for annulus_backward_args {
 // fields are appended, never removed
 const _: () = assert!(size_of::<annulus_backward_args>() >= annulus_backward_args::FIRST_BYTES);
 
+/// Evaluates `$call` with `$element` bound to the element type of a plan.
+macro_rules! by_dtype {
+    ($planned:expr, $element:ident => $call:expr) => {
+        match $planned.spec().dtype {
+            DType::F32 => by_dtype!(@ $element, f32, $call),
+            DType::F64 => by_dtype!(@ $element, f64, $call),
+            DType::F16 => by_dtype!(@ $element, f16, $call),
+            DType::Bf16 => by_dtype!(@ $element, bf16, $call),
+        }
+    };
+    (@ $element:ident, $type:ty, $call:expr) => {{
+        type $element = $type;
+        $call
+    }};
+}
+
 /// Computes out and lse, in place. Reads and writes the caller's tensors and copies none of them,
 /// except the rows of an in-process ring whose ranks hold several ranges of rows (zigzag).
 ///
@@ -129,12 +145,7 @@ pub unsafe extern "C" fn annulus_forward(
         // SAFETY: as the caller promises, for all four
         PLANS.with(plan, |state| unsafe {
             let planned = state.planned()?;
-            match planned.spec().dtype {
-                DType::F32 => planned.forward(forward_tensors::<f32>(args)),
-                DType::F64 => planned.forward(forward_tensors::<f64>(args)),
-                DType::F16 => planned.forward(forward_tensors::<f16>(args)),
-                DType::Bf16 => planned.forward(forward_tensors::<bf16>(args)),
-            }
+            by_dtype!(planned, T => planned.forward(forward_tensors::<T>(args)))
         })
     })
 }
@@ -159,12 +170,7 @@ pub unsafe extern "C" fn annulus_backward(
         // SAFETY: as the caller promises, for all four
         PLANS.with(plan, |state| unsafe {
             let planned = state.planned()?;
-            match planned.spec().dtype {
-                DType::F32 => planned.backward(backward_tensors::<f32>(args)),
-                DType::F64 => planned.backward(backward_tensors::<f64>(args)),
-                DType::F16 => planned.backward(backward_tensors::<f16>(args)),
-                DType::Bf16 => planned.backward(backward_tensors::<bf16>(args)),
-            }
+            by_dtype!(planned, T => planned.backward(backward_tensors::<T>(args)))
         })
     })
 }
@@ -306,55 +312,25 @@ unsafe fn backward_tensors<'a, T: Element>(
 }
 
 impl Planned {
-    /// Runs a forward pass. If its tensors were refused, the other ranks get the refusal.
     fn forward<T: Element>(&mut self, viewed: Result<ForwardTensors<'_, T>>) -> Result<()> {
-        match (self, viewed) {
-            (Self::Ring(ring), viewed) => {
-                let (tensors, outputs) = viewed?;
-                ring.forward_into(&tensors, outputs).map(drop)
-            }
-            (Self::Rank(plan), Ok((tensors, outputs))) => {
-                plan.forward_into(&tensors, outputs).map(drop)
-            }
-            // the other ranks make the same call: they must not wait for this one
-            (Self::Rank(plan), Err(error)) => Err(plan.ring_mut().refuse(error)),
+        let (tensors, outputs) = self.admit(viewed)?;
+        match self {
+            Self::Ring(ring) => ring.forward_into(&tensors, outputs).map(drop),
+            Self::Rank(plan) => plan.forward_into(&tensors, outputs).map(drop),
         }
     }
 
-    /// Runs a backward pass. If its tensors were refused, the other ranks get the refusal.
     fn backward<T: Element>(&mut self, viewed: Result<BackwardTensors<'_, T>>) -> Result<()> {
-        match (self, viewed) {
-            (Self::Ring(ring), viewed) => {
-                let BackwardTensors { tensors, forward, dout, dlse, gradients } = viewed?;
+        let BackwardTensors { tensors, forward, dout, dlse, gradients } = self.admit(viewed)?;
+        match self {
+            Self::Ring(ring) => {
                 ring.backward_into(&tensors, &forward, dout, dlse, gradients).map(drop)
             }
-            (Self::Rank(plan), Ok(viewed)) => {
-                let BackwardTensors { tensors, forward, dout, dlse, gradients } = viewed;
+            Self::Rank(plan) => {
                 plan.backward_into(&tensors, &forward, dout, dlse, gradients).map(drop)
             }
-            (Self::Rank(plan), Err(error)) => Err(plan.ring_mut().refuse(error)),
         }
     }
-}
-
-/// A forward pass that runs later, over tensors that are checked now.
-///
-/// # Safety
-/// As [`annulus_forward_start`].
-unsafe fn later_forward<T: Element>(args: *const annulus_forward_args) -> Pass {
-    // SAFETY: the caller promises that the tensors live until the pass has ended
-    let viewed = unsafe { forward_tensors::<'static, T>(args) };
-    Box::new(move |planned| planned.forward(viewed))
-}
-
-/// A backward pass that runs later, over tensors that are checked now.
-///
-/// # Safety
-/// As [`annulus_backward_start`].
-unsafe fn later_backward<T: Element>(args: *const annulus_backward_args) -> Pass {
-    // SAFETY: the caller promises that the tensors live until the pass has ended
-    let viewed = unsafe { backward_tensors::<'static, T>(args) };
-    Box::new(move |planned| planned.backward(viewed))
 }
 
 /// Starts [`annulus_forward`] on a thread of its own, so that the program can do something else.
@@ -382,12 +358,11 @@ pub unsafe extern "C" fn annulus_forward_start(
     guard(|| {
         // SAFETY: as the caller promises, for all four
         PLANS.with(plan, |state| unsafe {
-            let pass = match state.planned()?.spec().dtype {
-                DType::F32 => later_forward::<f32>(args),
-                DType::F64 => later_forward::<f64>(args),
-                DType::F16 => later_forward::<f16>(args),
-                DType::Bf16 => later_forward::<bf16>(args),
-            };
+            let pass: Pass = by_dtype!(state.planned()?, T => {
+                // checked now; the elements live until the pass has ended
+                let viewed = forward_tensors::<'static, T>(args);
+                Box::new(move |planned: &mut Planned| planned.forward(viewed))
+            });
             state.start(pass)
         })
     })
@@ -408,12 +383,11 @@ pub unsafe extern "C" fn annulus_backward_start(
     guard(|| {
         // SAFETY: as the caller promises, for all four
         PLANS.with(plan, |state| unsafe {
-            let pass = match state.planned()?.spec().dtype {
-                DType::F32 => later_backward::<f32>(args),
-                DType::F64 => later_backward::<f64>(args),
-                DType::F16 => later_backward::<f16>(args),
-                DType::Bf16 => later_backward::<bf16>(args),
-            };
+            let pass: Pass = by_dtype!(state.planned()?, T => {
+                // checked now; the elements live until the pass has ended
+                let viewed = backward_tensors::<'static, T>(args);
+                Box::new(move |planned: &mut Planned| planned.backward(viewed))
+            });
             state.start(pass)
         })
     })

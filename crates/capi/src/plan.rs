@@ -7,12 +7,15 @@ use std::{
     thread::{self, JoinHandle},
 };
 
-use annulus::{Batch, Cpu, Error, Layout, LocalRing, Plan, Result, Route, Runs, Spec};
+use annulus::{
+    Batch, Cpu, Error, Layout, LocalRing, PassKind, Plan, Result, Ring, Route, Runs, Spec,
+};
 use annulus_core::{Host, Transport};
 
 use crate::{
     attention::{ATTENTIONS, annulus_attention, create},
     batch::annulus_batch,
+    callbacks::{ANNULUS_PASS_BACKWARD, ANNULUS_PASS_FORWARD},
     handle::Handles,
     options::{
         ANNULUS_LAYOUT_CONTIGUOUS, ANNULUS_LAYOUT_CUSTOM, ANNULUS_LAYOUT_STRIPED,
@@ -142,26 +145,35 @@ impl Planned {
         self.ring().spec()
     }
 
-    fn ring(&self) -> &annulus::Ring<Cpu> {
+    fn ring(&self) -> &Ring<Cpu> {
         match self {
             Self::Ring(ring) => ring.ring(),
             Self::Rank(plan) => plan.ring(),
         }
     }
 
-    fn buffer_bytes(&self) -> u64 {
+    /// Returns the sum of a number over the ranks of this process.
+    fn sum_over_rings(&self, of: impl Fn(&Ring<Cpu>) -> u64) -> u64 {
         match self {
-            Self::Ring(ring) => ring.rings().map(annulus::Ring::buffer_bytes).sum(),
-            Self::Rank(plan) => plan.ring().buffer_bytes(),
+            Self::Ring(ring) => ring.rings().map(of).sum(),
+            Self::Rank(plan) => of(plan.ring()),
         }
     }
 
+    /// Returns the arguments of a collective call. If they were refused, so is the call on the
+    /// other ranks, which make it and must not wait for this one.
+    pub(crate) fn admit<T>(&mut self, arguments: Result<T>) -> Result<T> {
+        arguments.map_err(|error| match self {
+            Self::Ring(_) => error,
+            Self::Rank(plan) => plan.ring_mut().refuse(error),
+        })
+    }
+
     fn update(&mut self, batch: Result<Batch>) -> Result<()> {
-        match (self, batch) {
-            (Self::Ring(ring), batch) => ring.update(&batch?),
-            (Self::Rank(plan), Ok(batch)) => plan.update(&batch),
-            // the other ranks make the same call: they must not wait for this one
-            (Self::Rank(plan), Err(error)) => Err(plan.ring_mut().refuse(error)),
+        let batch = self.admit(batch)?;
+        match self {
+            Self::Ring(ring) => ring.update(&batch),
+            Self::Rank(plan) => plan.update(&batch),
         }
     }
 }
@@ -423,11 +435,13 @@ pub unsafe extern "C" fn annulus_plan_route(plan: *const annulus_plan, route: *m
     unsafe { answer(plan, "route", route, of) }
 }
 
-/// Writes the bytes of the plan's message buffers to `*bytes`: blocks of keys, values and queries,
-/// and their gradients in flight, of all ranks in this process. Local.
+/// Writes the bytes of memory that the plan keeps to `*bytes`, of all ranks in this process. Local.
 ///
-/// This is the memory that the ring adds to attention on one rank. Not in it: the accumulators and
-/// the scratch memory of the CPU kernels, and the schedule.
+/// Counted are the message buffers of the ring (blocks of keys, values and queries, and their
+/// gradients in flight) and the memory of the CPU kernels: accumulators, row statistics, and the
+/// scratch memory of each thread. The first pass of each kind adds lists of visible keys; later
+/// passes add nothing. Not counted: row numbers and positions, the schedule, stacks of threads, and
+/// rows that an in-process ring copies during a pass.
 ///
 /// # Errors
 /// ANNULUS_INVALID_ARGUMENT.
@@ -439,8 +453,38 @@ pub unsafe extern "C" fn annulus_plan_workspace_bytes(
     plan: *const annulus_plan,
     bytes: *mut u64,
 ) -> c_int {
+    let of = |ring: &Ring<Cpu>| ring.buffer_bytes() + ring.workspace().bytes();
     // SAFETY: as the caller promises
-    unsafe { answer(plan, "bytes", bytes, |planned| Ok(planned.buffer_bytes())) }
+    unsafe { answer(plan, "bytes", bytes, |planned| Ok(planned.sum_over_rings(of))) }
+}
+
+/// Writes the payload bytes that a pass sends by the schedule to `*bytes`: those of this rank, or
+/// of all ranks of an in-process ring. `pass` is an ANNULUS_PASS constant. Local.
+///
+/// 0 for the backward pass with options.forward_only. The agreement before a pass and sums of
+/// gradients over ranks are not counted.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT.
+///
+/// # Safety
+/// `bytes` points to a writable number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_plan_predicted_bytes(
+    plan: *const annulus_plan,
+    pass: i32,
+    bytes: *mut u64,
+) -> c_int {
+    let of = |planned: &Planned| {
+        let pass = match pass {
+            ANNULUS_PASS_FORWARD => PassKind::Forward,
+            ANNULUS_PASS_BACKWARD => PassKind::Backward,
+            other => return Err(Error::invalid("pass", other, "an ANNULUS_PASS constant")),
+        };
+        Ok(planned.sum_over_rings(|ring| ring.bytes_predicted(pass)))
+    };
+    // SAFETY: as the caller promises
+    unsafe { answer(plan, "bytes", bytes, of) }
 }
 
 /// Writes the global query rows of this rank, in the order of its tensors, to `rows`, and their

@@ -55,6 +55,12 @@ fn a_causal_ring_gives_the_bits_of_rust() {
 }
 
 #[test]
+fn events_of_steps_add_up_to_the_prediction() {
+    let workspace = Workspace::new("steps");
+    run(&mut workspace.command(&workspace.compile(&source("steps.c"))));
+}
+
+#[test]
 fn arguments_without_meaning_give_a_status_and_a_message() {
     let workspace = Workspace::new("bad");
     run(&mut workspace.command(&workspace.compile(&source("bad.c"))));

@@ -136,6 +136,7 @@ fn the_fortran_module_has_the_constants_and_fields_of_the_header() {
         "annulus_tensor",
         "annulus_batch",
         "annulus_pair",
+        "annulus_step_event",
         "annulus_transport",
         "annulus_forward_args",
         "annulus_backward_args",

@@ -156,6 +156,11 @@ impl Default for QueryTile {
 }
 
 impl QueryTile {
+    /// Returns the heap bytes.
+    pub const fn bytes(&self) -> usize {
+        self.queries.capacity() * size_of::<QueryIntervals>()
+    }
+
     /// Returns the local query rows.
     pub const fn rows(&self) -> &Range<usize> {
         &self.rows

@@ -19,6 +19,11 @@ pub struct TileBoundsTable {
 }
 
 impl TileBoundsTable {
+    /// Returns the heap bytes.
+    pub const fn bytes(&self) -> usize {
+        self.bounds.capacity() * size_of::<TileBounds>()
+    }
+
     /// Computes the bounds of tiles of `height` queries. Reuses its memory.
     ///
     /// # Errors

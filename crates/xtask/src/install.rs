@@ -6,7 +6,7 @@ use std::{
     process::{Command, Stdio},
 };
 
-type Result<T, E = String> = std::result::Result<T, E>;
+use crate::common::{Result, root, told};
 
 /// Version of the package, which is that of the library.
 const VERSION: &str = env!("CARGO_PKG_VERSION");
@@ -59,7 +59,7 @@ impl Options {
 
     /// Builds and installs.
     pub(crate) fn run(&self) -> Result<()> {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+        let root = root();
         let capi = root.join("crates/capi");
         let built = self.build(&root)?;
         fs::create_dir_all(&self.prefix).map_err(|error| told(&self.prefix, error))?;
@@ -156,10 +156,6 @@ struct Built {
     fixed: PathBuf,
     /// Options of the linker that a program needs with the static library.
     static_libs: String,
-}
-
-fn told(path: &Path, error: std::io::Error) -> String {
-    format!("{}: {error}", path.display())
 }
 
 fn make_folder_of(file: &Path) -> Result<()> {

@@ -1,12 +1,16 @@
-//! `cargo xtask install`: builds libannulus and puts it, with all that a program of C, C++ or
-//! Fortran needs, below a prefix.
+//! `cargo xtask install` builds libannulus and puts it, with all that a program of C, C++ or
+//! Fortran needs, below a prefix. `cargo xtask dist` packs the sources with all crates that they
+//! need.
 
+mod common;
+mod dist;
 mod install;
 
 use std::process::ExitCode;
 
 const USAGE: &str = "\
 Usage: cargo xtask install --prefix DIR [--features LIST] [--profile NAME] [--offline]
+       cargo xtask dist [--out DIR]
 
 Builds libannulus and installs it below DIR:
 
@@ -22,6 +26,10 @@ Builds libannulus and installs it below DIR:
   --features LIST  features of annulus-capi, separated by commas: mpi (built with $MPICC)
   --profile NAME   profile of cargo (default: release)
   --offline        passed to cargo
+
+dist writes annulus-VERSION.tar.gz to DIR (default: the current folder): the files of the commit
+HEAD, the sources of all crates in Cargo.lock, and a configuration of cargo that uses them, so that
+the archive builds without a network.
 ";
 
 fn main() -> ExitCode {
@@ -30,11 +38,14 @@ fn main() -> ExitCode {
         Some("install") => {
             install::Options::parse(&arguments[1..]).and_then(|options| options.run())
         }
+        Some("dist") => dist::Options::parse(&arguments[1..]).and_then(|options| options.run()),
         Some("help" | "--help" | "-h") => {
             print!("{USAGE}");
             return ExitCode::SUCCESS;
         }
-        other => Err(format!("got {}, want install\n\n{USAGE}", other.unwrap_or("nothing"))),
+        other => {
+            Err(format!("got {}, want install or dist\n\n{USAGE}", other.unwrap_or("nothing")))
+        }
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -4,7 +4,7 @@ use std::ops::{Deref, DerefMut};
 
 use annulus_core::{Result, memory};
 
-use crate::simd::dispatch::Real;
+use crate::{simd::dispatch::Real, workspace::bytes::list_bytes};
 
 /// Zeroed elements, the first at an address that is a multiple of 64 bytes.
 #[derive(Debug, Default)]
@@ -21,6 +21,11 @@ impl<A: Real> Aligned<A> {
         // the offset stays valid: the Vec is never resized, so its memory does not move
         let first = elements.as_ptr().align_offset(64).min(spare);
         Ok(Self { elements, first, len })
+    }
+
+    /// Returns the heap bytes.
+    pub(crate) const fn bytes(&self) -> usize {
+        list_bytes(&self.elements)
     }
 }
 

@@ -49,6 +49,11 @@ impl<A: Real> DsTile<A> {
         })
     }
 
+    /// Returns the heap bytes.
+    pub(crate) const fn bytes(&self) -> usize {
+        self.elements.bytes()
+    }
+
     /// Resets the tile to no visible pair.
     pub(crate) fn clear(&mut self) {
         self.elements.fill(A::ZERO);

@@ -92,6 +92,11 @@ impl<A: Real> Panel<A> {
         })
     }
 
+    /// Returns the heap bytes.
+    pub(crate) const fn bytes(&self) -> usize {
+        self.elements.bytes() + self.interleaved.bytes()
+    }
+
     pub(crate) const fn stride(&self) -> usize {
         self.stride
     }

@@ -14,6 +14,8 @@ use std::ops::Range;
 
 use annulus_core::{QueryTile, TileBits, TileClass, Visibility};
 
+use crate::workspace::bytes::list_bytes;
+
 /// Rows of a tile, and its maximum number of lanes: the bits of a mask word.
 pub(crate) const TILE: usize = 64;
 
@@ -153,6 +155,11 @@ impl TileMaskCache {
     /// Creates an empty cache with its memory allocated.
     pub(crate) fn new() -> Self {
         Self { entries: Vec::with_capacity(Self::CAPACITY), next: 0 }
+    }
+
+    /// Returns the heap bytes.
+    pub(crate) const fn bytes(&self) -> usize {
+        list_bytes(&self.entries)
     }
 
     /// Empties the cache.

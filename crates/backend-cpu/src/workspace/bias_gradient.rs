@@ -18,7 +18,7 @@ use crate::{
     simd::dispatch::Real,
     threads::lock::{get_mut, lock},
     tile::{bias::bias_column, coord::TileCoord, tile_mask::TILE},
-    workspace::query_block::QueryBlock,
+    workspace::{bytes::list_bytes, query_block::QueryBlock},
 };
 
 /// Returns the owner of the dbias elements of a block of queries. Without a bias or a backward
@@ -95,6 +95,12 @@ pub(crate) struct BiasGradient<A> {
 }
 
 impl<A: Real> BiasGradient<A> {
+    /// Returns the heap bytes.
+    pub(crate) fn bytes(&self) -> usize {
+        let sums = |partial: &Mutex<BiasPartial<A>>| list_bytes(&lock(partial).sums);
+        list_bytes(&self.partials) + self.partials.iter().map(sums).sum::<usize>()
+    }
+
     /// Allocates the sums for blocks of `q_rows` queries sorted by owner; `None` without a bias.
     pub(crate) fn new(
         spec: &Spec,

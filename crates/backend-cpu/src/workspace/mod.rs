@@ -1,6 +1,7 @@
 //! Memory that is kept across calls: state of a plan, scratch of a thread, blocks in wire order.
 
 pub(crate) mod bias_gradient;
+pub(crate) mod bytes;
 pub(crate) mod decode;
 pub(crate) mod query_block;
 pub(crate) mod query_tiles;

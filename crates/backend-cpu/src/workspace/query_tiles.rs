@@ -3,7 +3,10 @@
 use annulus_core::{QueryTile, Result, Spec, TileBoundsTable, Visibility, memory};
 
 use crate::{
-    simd::dispatch::Real, threads::team::Team, tile::tile_mask::TILE, workspace::scratch::Scratch,
+    simd::dispatch::Real,
+    threads::team::Team,
+    tile::tile_mask::TILE,
+    workspace::{bytes::list_bytes, scratch::Scratch},
 };
 
 /// Visibility of every tile of queries, computed once per block for all tasks.
@@ -50,6 +53,12 @@ impl QueryTileCache {
             visibility.query_tile(batch, head, rows, tile);
         });
         Ok(())
+    }
+
+    /// Returns the heap bytes.
+    pub(crate) fn bytes(&self) -> usize {
+        let tiles = self.tiles.iter().map(QueryTile::bytes).sum::<usize>();
+        self.hulls.bytes() + list_bytes(&self.tiles) + tiles
     }
 
     /// Returns the visibility of the tile of queries that starts at `first`.

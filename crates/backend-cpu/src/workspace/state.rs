@@ -48,6 +48,17 @@ pub struct Workspace {
 }
 
 impl Workspace {
+    /// Returns the bytes of this workspace: accumulators, row statistics, and the scratch of every
+    /// thread. The first pass of each kind adds lists of visible keys to it; later passes add
+    /// nothing.
+    pub fn bytes(&self) -> u64 {
+        let bytes = match &self.state {
+            TypedState::F32(state) => state.bytes(),
+            TypedState::F64(state) => state.bytes(),
+        };
+        bytes as u64
+    }
+
     /// Returns the instruction set of the kernels that work in this workspace.
     pub const fn isa(&self) -> Isa {
         match &self.state {

@@ -118,6 +118,7 @@ static void handles_are_checked(void) {
   REFUSED(annulus_attention_add_mask(attention, "x", 0, NULL, NULL), "visible");
   REFUSED(annulus_attention_set_bias_function(attention, "x", NULL, NULL), "bias");
   REFUSED(annulus_attention_on_silence(attention, NULL, NULL), "silence");
+  REFUSED(annulus_attention_on_step(attention, NULL, NULL), "step");
   double slopes[3] = {1, 2, 3};
   REFUSED(annulus_attention_set_alibi(attention, slopes, 3), "slopes");
   REFUSED(annulus_attention_set_alibi(attention, NULL, 4), "slopes: got NULL");

@@ -1,6 +1,7 @@
 // threads RANKS FILE: the case of tests/c/case.h by annulus.hpp; and its exceptions and functions.
 #include <annulus.hpp>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -115,6 +116,7 @@ int main(int count, char **arguments) {
   refused([&] { plan.wait(); }, "plan: got one without a pass");
 
   // a mask, a layout and a bias of the host's; the plan outlives the attention that has them
+  std::atomic<std::uint64_t> sent{0};
   auto masked = [&] {
     auto all = options();
     all.causal = 0;
@@ -128,11 +130,14 @@ int main(int count, char **arguments) {
     std::vector<std::vector<std::int64_t>> rows(2);
     for (std::int64_t row = 0; row < len; row++) rows[row % 2].push_back(row);
     description.set_custom_layout(rows, rows);
+    description.on_step([&sent](const annulus_step_event &event) { sent += event.bytes; });
     return annulus::plan::over_threads(description, 2);
   }();
   check(masked.layout() == ANNULUS_LAYOUT_CUSTOM && masked.ranks() == 2, "layout");
   std::vector<float> by_mask(out.size()), by_window(out.size());
   masked.forward<float>({q_view, k_view, v_view, view<float>(by_mask.data(), of_out), lse_view});
+  check(sent > 0 && sent == masked.predicted_bytes(ANNULUS_PASS_FORWARD), "bytes of events");
+  refused([&] { masked.predicted_bytes(2); }, "pass: got 2");
   auto all = options();
   all.window_left = 3;
   all.layout = ANNULUS_LAYOUT_STRIPED;

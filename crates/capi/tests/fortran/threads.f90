@@ -25,6 +25,16 @@ contains
     bias = 0
     if (c_associated(context) .or. .not. c_associated(pair)) bias = 1000
   end function no_bias
+
+  ! Adds the bytes of an event to those of its rank.
+  subroutine add_bytes(context, event) bind(c)
+    type(c_ptr), value :: context, event
+    type(annulus_step_event), pointer :: of
+    integer(c_int64_t), pointer :: sent(:)
+    call c_f_pointer(event, of)
+    call c_f_pointer(context, sent, [of%rank + 1])
+    sent(of%rank + 1) = sent(of%rank + 1) + of%bytes
+  end subroutine add_bytes
 end module functions_of_host
 
 program threads
@@ -33,6 +43,7 @@ program threads
   implicit none
   character(len=1000) :: ranks_text, path
   integer(c_int64_t) :: ranks, count, i
+  integer(c_int64_t), target :: sent(8)
   integer(c_int32_t) :: layout, done
   type(annulus_tensor), target :: tensors(5)
   type(annulus_forward_args) :: arguments
@@ -121,10 +132,14 @@ program threads
   options%window_left = 3
   options%window_right = 0
   call ok(annulus_attention_create(options, attention))
+  call ok(annulus_attention_on_step(attention, c_funloc(add_bytes), c_loc(sent)))
   call ok(annulus_plan_create_threads(attention, ranks, windowed))
   call ok(annulus_attention_destroy(attention))
   call ok(annulus_forward(masked, q, k, v, by_mask, lse))
+  sent = 0
   call ok(annulus_forward(windowed, q, k, v, by_window, lse))
+  call ok(annulus_plan_predicted_bytes(windowed, ANNULUS_PASS_FORWARD, count))
+  call check(sum(sent) == count, 'bytes of events')
   call check(maxval(abs(by_mask - by_window)) < 1e-5, 'a mask of the host is a window')
   call check(any(by_mask /= out), 'which has an effect')
   call ok(annulus_plan_destroy(masked))

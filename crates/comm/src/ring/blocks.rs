@@ -83,16 +83,23 @@ pub(super) fn circulate<S: Space>(
 ) -> Result<()> {
     for (number, step) in steps.iter().enumerate() {
         span!("step", step = number, owner = step.owner);
+        in_flight.start_step(number);
         blocks.post_next(&step.kv_in_parts, in_flight)?;
+        let block_rows = step.rows.count();
         if let Some((buffer, ready)) = blocks.current() {
             shards[step.owner].expand(&step.rows, rows)?;
-            attend(number, &Block { buffer, ready, rows }, &mut || in_flight.tick())?;
+            let block = Block { buffer, ready, rows };
+            in_flight.compute(step.owner, [block_rows; 2], |in_flight| {
+                attend(number, &block, &mut || in_flight.tick())
+            })?;
         }
         for part in &step.parts {
             let arrived = in_flight.wait_next()?;
             shards[step.owner].expand(part, rows)?;
             let block = Block { buffer: &arrived.buffer, ready: &arrived.ready, rows };
-            attend(number, &block, &mut || in_flight.tick())?;
+            in_flight.compute(step.owner, [part.count(), block_rows], |in_flight| {
+                attend(number, &block, &mut || in_flight.tick())
+            })?;
             blocks.stock.push(arrived.buffer);
         }
         if steps.get(number + 1).is_some_and(|next| !next.parts.is_empty()) {

@@ -22,6 +22,8 @@ pub(super) struct Buffers<S: Space> {
     pub(super) final_gradients: Vec<S::Buffer>,
     /// dK and dV of the local keys.
     pub(super) local_dkv: Option<S::Buffer>,
+    /// Bytes of the local KV block. The number of local rows never changes.
+    pub(super) local_kv_bytes: u64,
     /// Row numbers, positions and segment ids of the current block, overwritten in every step.
     pub(super) rows: Rows,
 }
@@ -114,13 +116,14 @@ impl<S: Space> Buffers<S> {
             gradients: many(sizes.gradients)?,
             final_gradients: many(sizes.final_gradients)?,
             local_dkv: sizes.local_dkv.map(|bytes| backend.allocate(bytes)).transpose()?,
+            local_kv_bytes: plan.local_kv_bytes(),
             rows: Rows::default(),
         })
     }
 
     /// Returns the bytes of all buffers, between passes.
     pub(super) fn bytes(&self) -> u64 {
-        let Self { blocks, queries, gradients, final_gradients, local_dkv, rows: _ } = self;
+        let Self { blocks, queries, gradients, final_gradients, local_dkv, .. } = self;
         let lists = [blocks, queries, gradients, final_gradients];
         lists.into_iter().flatten().chain(local_dkv).map(S::size).sum()
     }

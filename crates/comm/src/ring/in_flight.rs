@@ -9,7 +9,7 @@ use annulus_core::{Arrived, Error, Incoming, MessageHeader, Outgoing, Result, Sp
 
 use crate::span::span;
 
-use super::{Report, program::Transfers};
+use super::{program::Transfers, step_events::Observer};
 
 /// Minimum time between two polls of the transport by a kernel's tick. Kernels tick after every
 /// tile, which may take only some microseconds, in which a poll has little to move.
@@ -27,11 +27,20 @@ pub(crate) struct InFlight<'a, S: Space> {
     failure: Option<Error>,
     /// Exposed communication so far.
     waited: Duration,
+    /// Ring step, for events.
+    step: usize,
+    /// Step, bytes and time of the posts of messages that are being sent, for events.
+    posts: Vec<(usize, u64, Instant)>,
+    observer: Observer<'a>,
 }
 
 impl<'a, S: Space> InFlight<'a, S> {
     /// Starts with nothing in flight. Tags of the pass start at `first_tag`.
-    pub(crate) fn new(transport: &'a mut dyn Transport<S>, first_tag: u64) -> Self {
+    pub(crate) fn new(
+        transport: &'a mut dyn Transport<S>,
+        first_tag: u64,
+        observer: Observer<'a>,
+    ) -> Self {
         Self {
             transport,
             first_tag,
@@ -40,7 +49,28 @@ impl<'a, S: Space> InFlight<'a, S> {
             last_tick: Instant::now(),
             failure: None,
             waited: Duration::ZERO,
+            step: 0,
+            posts: Vec::new(),
+            observer,
         }
+    }
+
+    /// Starts a ring step.
+    pub(crate) fn start_step(&mut self, step: usize) {
+        self.step = step;
+    }
+
+    /// Runs the tiles of a block of `owner`, or of a part of it: `rows` of its `block_rows` rows.
+    pub(crate) fn compute<T>(
+        &mut self,
+        owner: usize,
+        rows: [u64; 2],
+        tiles: impl FnOnce(&mut Self) -> Result<T>,
+    ) -> Result<T> {
+        let began = self.observer.now();
+        let result = tiles(self)?;
+        self.observer.computed(self.step, owner, rows, began);
+        Ok(result)
     }
 
     /// Posts one group: every send from `source` (required if there are sends), every receive into
@@ -73,6 +103,9 @@ impl<'a, S: Space> InFlight<'a, S> {
                 )));
             };
             sends.push(Outgoing { header: tagged(header), buffer, ready });
+        }
+        if let Some(now) = self.observer.now().filter(|_| !sends.is_empty()) {
+            self.posts.push((self.step, transfers.bytes_sent(), now));
         }
         self.transport.post(&sends, &mut self.incoming)
     }
@@ -119,6 +152,7 @@ impl<'a, S: Space> InFlight<'a, S> {
             patience = PATIENCE;
         };
         self.waited += start.elapsed();
+        self.observer.waited(self.step, start);
         self.expected.remove(0);
         Ok(arrived)
     }
@@ -130,6 +164,7 @@ impl<'a, S: Space> InFlight<'a, S> {
         self.check()?;
         self.transport.control().heartbeat(true);
         let start = Instant::now();
+        let awaits_any = !self.expected.is_empty() || self.transport.pending();
         let mut arrived: Vec<Option<Arrived<S>>> = self.expected.iter().map(|_| None).collect();
         let mut patience = Duration::ZERO;
         loop {
@@ -145,12 +180,17 @@ impl<'a, S: Space> InFlight<'a, S> {
             patience = PATIENCE;
         }
         self.waited += start.elapsed();
+        if awaits_any {
+            self.observer.waited(self.step, start);
+        }
+        for (step, bytes, posted) in self.posts.drain(..) {
+            self.observer.sent(step, bytes, posted);
+        }
         Ok(self.expected.drain(..).zip(arrived.into_iter().flatten()).collect())
     }
 
-    /// Reports the pass so far; `bytes_predicted` is what the schedule sends.
-    pub(crate) fn report(&self, bytes_predicted: u64) -> Report {
-        let waiting_seconds = self.waited.as_secs_f64();
-        Report { waiting_seconds, bytes_predicted, ..Report::default() }
+    /// Returns the exposed communication so far.
+    pub(crate) const fn waited(&self) -> Duration {
+        self.waited
     }
 }

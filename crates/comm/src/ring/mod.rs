@@ -10,6 +10,7 @@
 //! | `block_parts.rs`, `tail_overlap.rs` | overlap of the last block, and of the last gradients |
 //! | `home_reduce.rs` | reduction of final gradients into the local dK/dV |
 //! | `reduce.rs` | sums of dsinks and dbias over ranks |
+//! | `step_events.rs` | events for a caller that shows progress |
 //! | `check.rs`, `describe.rs` | arguments, before anything is sent |
 //! | `display.rs` | the plan as text |
 //!
@@ -30,12 +31,13 @@ mod planning;
 mod program;
 mod reduce;
 mod ring_loop;
+mod step_events;
 mod tail_overlap;
 mod update;
 
 use std::{
     panic::{self, AssertUnwindSafe},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use annulus_core::{
@@ -47,6 +49,8 @@ use crate::{agreement, span::span};
 use buffers::Buffers;
 use plan::{Agreed, RingPlan};
 use planning::Planned;
+use step_events::StepWatch;
+pub use step_events::{Activity, PassKind, StepEvent, StepHook};
 
 /// Times and bytes of one pass on one rank.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -60,17 +64,6 @@ pub struct Report {
     pub bytes_sent: u64,
     /// Payload bytes that this rank sends by the schedule.
     pub bytes_predicted: u64,
-}
-
-impl Report {
-    /// Adds a later part of the same pass.
-    fn followed_by(self, next: Self) -> Self {
-        Self {
-            waiting_seconds: self.waiting_seconds + next.waiting_seconds,
-            bytes_predicted: self.bytes_predicted + next.bytes_predicted,
-            ..self
-        }
-    }
 }
 
 /// One rank of a ring: a plan that is created once and used for many forward and backward passes.
@@ -95,6 +88,7 @@ pub struct Ring<B: Backend> {
     poisoned: Option<String>,
     /// True if a backward pass sums dsinks and a shared dbias over ranks.
     reduces: bool,
+    watch: StepWatch,
 }
 
 /// Options of a [`Ring`] besides the spec.
@@ -155,6 +149,7 @@ impl<B: Backend> Ring<B> {
             next_round: 2,
             poisoned: None,
             reduces,
+            watch: StepWatch::default(),
         })
     }
 
@@ -170,6 +165,7 @@ impl<B: Backend> Ring<B> {
     /// As [`Ring::forward`] if communication fails, or if the old batch cannot be restored.
     pub fn update(&mut self, batch: &Batch) -> Result<()> {
         self.alive()?;
+        self.watch.batch_changed();
         let result = caught(|| self.try_update(batch));
         if let Err(error) = &result
             && error.is_fatal()
@@ -196,7 +192,7 @@ impl<B: Backend> Ring<B> {
     ) -> Result<Report> {
         let shapes = check::Shapes::of(&self.shard);
         let checked = shapes.inputs(inputs).and_then(|()| shapes.outputs(outputs));
-        self.call("forward", checked, |ring, first_tag| {
+        self.call(PassKind::Forward, checked, |ring, first_tag| {
             ring.forward_loop(inputs, outputs, first_tag)
         })
     }
@@ -229,11 +225,17 @@ impl<B: Backend> Ring<B> {
                 "a plan made with backward",
             ))
         };
-        self.call("backward", checked, |ring, first_tag| {
-            let report = ring.backward_loop(inputs, gradients, first_tag)?;
+        self.call(PassKind::Backward, checked, |ring, first_tag| {
+            let waited = ring.backward_loop(inputs, gradients, first_tag)?;
             ring.reduce_gradients(gradients)?;
-            Ok(report)
+            Ok(waited)
         })
+    }
+
+    /// Calls `hook` with every activity of this rank in the passes to come. A hook that panics ends
+    /// the plan. Default: no hook.
+    pub fn on_step(&mut self, hook: StepHook) {
+        self.watch.set(hook);
     }
 
     /// Refuses the call that the other ranks make, on a rank that cannot make it, for example
@@ -293,9 +295,14 @@ impl<B: Backend> Ring<B> {
     }
 
     /// Returns the bytes of this rank's message buffers: blocks of keys, values and queries, and
-    /// their gradients in flight. The backend's own memory is not in it.
+    /// their gradients in flight. The backend's own memory is not in it: see [`Ring::workspace`].
     pub fn buffer_bytes(&self) -> u64 {
         self.buffers.bytes()
+    }
+
+    /// Returns the memory that the backend keeps between passes.
+    pub const fn workspace(&self) -> &B::Workspace {
+        &self.workspace
     }
 
     /// Derives the schedule of keys and values, by ring index. A plan keeps only its own rank's
@@ -315,19 +322,15 @@ impl<B: Backend> Ring<B> {
     /// succeed, or none does.
     fn call(
         &mut self,
-        name: &str,
+        kind: PassKind,
         checked: Result<()>,
-        pass: impl FnOnce(&mut Self, u64) -> Result<Report>,
+        pass: impl FnOnce(&mut Self, u64) -> Result<Duration>,
     ) -> Result<Report> {
         self.alive()?;
+        let name = kind.name();
         span!("pass", name, rank = self.rank);
         let start = Instant::now();
-        let round = self.round();
-        let agreed = agreement::agree(
-            self.transport.as_mut(),
-            round,
-            checked.map(|()| describe::call(name)),
-        );
+        let agreed = self.agree_on_call(name, checked);
         self.remember(agreed)?;
         // the wait for an all-gather is exposed communication
         let mut gathering = start.elapsed();
@@ -342,16 +345,35 @@ impl<B: Backend> Ring<B> {
             self.transport.control().abort(error);
         }
         let closing = Instant::now();
-        let round = self.round();
-        let result = result.and_then(|report| {
-            agreement::close(self.transport.as_mut(), round, Ok(())).map(|()| report)
-        });
-        let mut report = self.remember(result)?;
+        let result = result.and_then(|waited| self.close_call().map(|()| waited));
+        let waited = self.remember(result)?;
         gathering += closing.elapsed();
-        report.waiting_seconds += gathering.as_secs_f64();
-        report.seconds = start.elapsed().as_secs_f64();
-        report.bytes_sent = self.transport.bytes_sent() - sent_before;
-        Ok(report)
+        Ok(Report {
+            seconds: start.elapsed().as_secs_f64(),
+            waiting_seconds: (waited + gathering).as_secs_f64(),
+            bytes_sent: self.transport.bytes_sent() - sent_before,
+            bytes_predicted: self.bytes_predicted(kind),
+        })
+    }
+
+    /// Agrees with all ranks that they make call `name` with valid arguments. A ring of one rank
+    /// allocates nothing here: it polls its transport, whose endpoint may be dead.
+    fn agree_on_call(&mut self, name: &str, checked: Result<()>) -> Result<()> {
+        if self.ranks == 1 {
+            return checked.and_then(|()| self.transport.progress(Duration::ZERO));
+        }
+        let round = self.round();
+        let local = checked.map(|()| describe::call(name));
+        agreement::agree(self.transport.as_mut(), round, local).map(drop)
+    }
+
+    /// Agrees with all ranks that the pass has succeeded.
+    fn close_call(&mut self) -> Result<()> {
+        if self.ranks == 1 {
+            return Ok(());
+        }
+        let round = self.round();
+        agreement::close(self.transport.as_mut(), round, Ok(()))
     }
 
     /// Returns the number of the next all-gather.

@@ -35,10 +35,22 @@ impl<S: Space, P: BackwardPass<S>> OnePass<'_, S, P> {
         step: &RankStep,
         (buffer, ready): (&S::Buffer, &S::Event),
     ) -> Result<Option<Ready<S>>> {
-        let head = RowSet::all(self.plan.program.head_rows);
-        self.plan.shards.kv[step.owner].expand(&head, self.rows)?;
+        let head_rows = self.plan.program.head_rows;
+        let set;
+        let head = match step.rows.ranges() {
+            // all local rows, as on a ring of one rank: a set that need not be allocated
+            [all] if *all == (0..head_rows) => &step.rows,
+            _ => {
+                set = RowSet::all(head_rows);
+                &set
+            }
+        };
+        self.plan.shards.kv[step.owner].expand(head, self.rows)?;
         let block = Block { buffer, ready, rows: self.rows };
-        self.pass.attend_kv(&block, Some(self.local_dkv), &mut || self.in_flight.tick())?;
+        let Self { pass, local_dkv, in_flight, .. } = self;
+        in_flight.compute(step.owner, [head.count(), step.rows.count()], |in_flight| {
+            pass.attend_kv(&block, Some(&mut **local_dkv), &mut || in_flight.tick())
+        })?;
         Ok(None)
     }
 
@@ -51,7 +63,10 @@ impl<S: Space, P: BackwardPass<S>> OnePass<'_, S, P> {
         self.plan.shards.kv[step.owner].expand(&step.rows, self.rows)?;
         let block = Block { buffer, ready, rows: self.rows };
         let mut sum = self.sums.take(self.plan.gradient_bytes(step.rows.count()))?;
-        let ready = self.pass.attend_kv(&block, Some(&mut sum), &mut || self.in_flight.tick())?;
+        let Self { pass, in_flight, .. } = self;
+        let ready = in_flight.compute(step.owner, [step.rows.count(); 2], |in_flight| {
+            pass.attend_kv(&block, Some(&mut sum), &mut || in_flight.tick())
+        })?;
         Ok(Some((sum, ready)))
     }
 
@@ -115,7 +130,11 @@ impl<S: Space, P: BackwardPass<S>> OnePass<'_, S, P> {
         plan.shards.kv[ring_index].expand(&plan.tail_set(), self.rows)?;
         let block = Block { buffer: &part, ready: &ready, rows: self.rows };
         let mut sum = self.sums.take(plan.gradient_bytes(plan.tail_rows()))?;
-        let ready = self.pass.attend_kv(&block, Some(&mut sum), &mut || self.in_flight.tick())?;
+        let Self { pass, in_flight, .. } = self;
+        let rows = [plan.tail_rows(), plan.keys.len() as u64];
+        let ready = in_flight.compute(ring_index, rows, |in_flight| {
+            pass.attend_kv(&block, Some(&mut sum), &mut || in_flight.tick())
+        })?;
         drop(part);
         stock.push(kv);
         Ok(Some(Arrived { buffer: sum, ready }))

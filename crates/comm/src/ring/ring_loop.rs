@@ -24,6 +24,8 @@
 //! zhuzilin/ring-flash-attention (`ring_flash_attn_forward`, `ring_flash_attn_backward`) is the
 //! one-pass case of relay up without a mask-aware schedule.
 
+use std::time::{Duration, Instant};
+
 use annulus_core::{
     Backend, BackwardInputs, BackwardMode, BackwardPass, Error, ForwardPass, Gradients, Inputs,
     Outputs, Readers, Result, Space, Workspace,
@@ -32,61 +34,64 @@ use annulus_core::{
 use crate::span::span;
 
 use super::{
-    Report, Ring, block_parts,
+    Ring, block_parts,
     blocks::{Blocks, circulate},
     buffers::{GradientBuffers, take_buffer},
     home_reduce::HomeReduce,
     in_flight::InFlight,
     one_pass::OnePass,
+    plan::RingPlan,
     program,
+    step_events::{Circulation, PassKind},
 };
 
 impl<B: Backend> Ring<B> {
-    /// Runs the forward pass.
+    /// Runs the forward pass. Returns the exposed communication.
     pub(super) fn forward_loop(
         &mut self,
         inputs: &Inputs<'_, B::Space>,
         outputs: &mut Outputs<'_, B::Space>,
         first_tag: u64,
-    ) -> Result<Report> {
+    ) -> Result<Duration> {
         let readers = self.kv_readers();
-        let Self { agreed, workspace, transport, plan, buffers, .. } = self;
-        let mut in_flight = InFlight::new(transport.as_mut(), first_tag);
+        let Self { agreed, workspace, transport, plan, buffers, watch, ring_index, .. } = self;
+        let start = Instant::now();
+        let observer = watch.observer(Circulation::Forward, start, agreed, plan, *ring_index);
+        let mut in_flight = InFlight::new(transport.as_mut(), first_tag, observer);
         let mut pass = workspace.forward(inputs.reborrow())?;
 
-        let mut kv = take_buffer::<B::Space>(&mut buffers.blocks, plan.local_kv_bytes())?;
+        let mut kv = take_buffer::<B::Space>(&mut buffers.blocks, buffers.local_kv_bytes)?;
         let ready = pass.local_kv(&mut kv, readers)?;
         let blocks = Blocks::new(kv, ready, agreed.route, &mut buffers.blocks);
-        let steps = &plan.program.steps;
-        let shards = &plan.shards.kv;
+        let (steps, shards) = (&plan.program.steps, &plan.shards.kv);
         circulate(steps, shards, blocks, &mut in_flight, &mut buffers.rows, |_, kv, tick| {
             pass.attend(kv, tick)
         })?;
 
         pass.finish(outputs)?;
-        Ok(in_flight.report(program::kv_bytes_sent(steps)))
+        Ok(in_flight.waited())
     }
 
     /// Runs the backward pass of this plan's mode. A ring of one rank always takes one pass.
+    /// Returns the exposed communication.
     pub(super) fn backward_loop(
         &mut self,
         inputs: &BackwardInputs<'_, B::Space>,
         gradients: &mut Gradients<'_, B::Space>,
         first_tag: u64,
-    ) -> Result<Report> {
+    ) -> Result<Duration> {
         let mut local_dkv = self
             .buffers
             .local_dkv
             .take()
             .ok_or_else(|| Error::internal("the plan has no gradient buffer"))?;
-        let two_passes = self.agreed.spec.backward == BackwardMode::TwoPass && self.ranks > 1;
-        let report = if two_passes {
+        let waited = if self.has_two_passes() {
             self.backward_two_pass(inputs, &mut local_dkv, gradients, first_tag)?
         } else {
             self.backward_one_pass(inputs, &mut local_dkv, gradients, first_tag)?
         };
         self.buffers.local_dkv = Some(local_dkv);
-        Ok(report)
+        Ok(waited)
     }
 
     fn backward_one_pass(
@@ -95,18 +100,20 @@ impl<B: Backend> Ring<B> {
         local_dkv: &mut <B::Space as Space>::Buffer,
         gradients: &mut Gradients<'_, B::Space>,
         first_tag: u64,
-    ) -> Result<Report> {
+    ) -> Result<Duration> {
         let readers = self.kv_readers();
-        let Self { agreed, workspace, transport, plan, buffers, ring_index, .. } = self;
+        let Self { agreed, workspace, transport, plan, buffers, watch, ring_index, .. } = self;
+        let start = Instant::now();
+        let observer = watch.observer(Circulation::OnePass, start, agreed, plan, *ring_index);
         let mut pass = workspace.backward(inputs.reborrow(), BackwardMode::OnePass)?;
 
-        let mut kv = take_buffer::<B::Space>(&mut buffers.blocks, plan.local_kv_bytes())?;
+        let mut kv = take_buffer::<B::Space>(&mut buffers.blocks, buffers.local_kv_bytes)?;
         let ready = pass.local_kv(&mut kv, readers)?;
         let mut blocks = Blocks::new(kv, ready, agreed.route, &mut buffers.blocks);
         let mut one_pass = OnePass {
             pass,
             plan,
-            in_flight: InFlight::new(transport.as_mut(), first_tag),
+            in_flight: InFlight::new(transport.as_mut(), first_tag, observer),
             sums: GradientBuffers::new(&mut buffers.gradients, &mut buffers.final_gradients),
             local_dkv,
             rows: &mut buffers.rows,
@@ -115,6 +122,7 @@ impl<B: Backend> Ring<B> {
         let mut posted_reduces: &[HomeReduce] = &[];
         for (number, step) in plan.program.steps.iter().enumerate() {
             span!("step", step = number, owner = step.owner);
+            one_pass.in_flight.start_step(number);
             blocks.post_next(&step.kv, &mut one_pass.in_flight)?;
             let mut dkv = match blocks.current() {
                 Some(block) if number == 0 => one_pass.attend_head(step, block)?,
@@ -133,9 +141,7 @@ impl<B: Backend> Ring<B> {
 
         let OnePass { pass, in_flight, local_dkv, .. } = one_pass;
         pass.finish(local_dkv, gradients)?;
-        let steps = &plan.program.steps;
-        let bytes = program::kv_bytes_sent(steps) + plan.program.gradient_bytes_sent();
-        Ok(in_flight.report(bytes))
+        Ok(in_flight.waited())
     }
 
     fn backward_two_pass(
@@ -144,13 +150,16 @@ impl<B: Backend> Ring<B> {
         local_dkv: &mut <B::Space as Space>::Buffer,
         gradients: &mut Gradients<'_, B::Space>,
         first_tag: u64,
-    ) -> Result<Report> {
-        let Self { agreed, workspace, transport, plan, buffers, ranks, .. } = self;
+    ) -> Result<Duration> {
+        let Self { agreed, workspace, transport, plan, buffers, watch, ring_index, ranks, .. } =
+            self;
+        let start = Instant::now();
+        let observer = watch.observer(Circulation::TwoPassKv, start, agreed, plan, *ring_index);
         let rows = &mut buffers.rows;
         let mut pass = workspace.backward(inputs.reborrow(), BackwardMode::TwoPass)?;
 
-        let mut in_flight = InFlight::new(transport.as_mut(), first_tag);
-        let mut kv = take_buffer::<B::Space>(&mut buffers.blocks, plan.local_kv_bytes())?;
+        let mut in_flight = InFlight::new(transport.as_mut(), first_tag, observer);
+        let mut kv = take_buffer::<B::Space>(&mut buffers.blocks, buffers.local_kv_bytes)?;
         let ready = pass.local_kv(&mut kv, Readers::Ring)?;
         let blocks = Blocks::new(kv, ready, agreed.route, &mut buffers.blocks);
         let steps = &plan.program.steps;
@@ -160,10 +169,12 @@ impl<B: Backend> Ring<B> {
             let dkv = (step == 0).then_some(&mut *local_dkv);
             pass.attend_kv(kv, dkv, tick).map(drop)
         })?;
-        let first = in_flight.report(program::kv_bytes_sent(steps));
+        let waited = in_flight.waited();
 
         let second_tag = first_tag + block_parts::tags(*ranks);
-        let mut in_flight = InFlight::new(transport.as_mut(), second_tag);
+        let circulation = Circulation::TwoPassQueries;
+        let observer = watch.observer(circulation, start, agreed, plan, *ring_index);
+        let mut in_flight = InFlight::new(transport.as_mut(), second_tag, observer);
         let mut q = take_buffer::<B::Space>(&mut buffers.queries, plan.local_query_bytes())?;
         let ready = pass.local_queries(&mut q)?;
         let blocks = Blocks::new(q, ready, agreed.route, &mut buffers.queries);
@@ -173,10 +184,27 @@ impl<B: Backend> Ring<B> {
             0 => Ok(()),
             _ => pass.attend_queries(q, local_dkv, tick),
         })?;
-        let second = in_flight.report(program::kv_bytes_sent(steps));
 
         pass.finish(local_dkv, gradients)?;
-        Ok(first.followed_by(second))
+        Ok(waited + in_flight.waited())
+    }
+
+    /// Returns the payload bytes that this rank sends in a pass by the schedule; 0 for the backward
+    /// pass of a plan that is forward only.
+    pub fn bytes_predicted(&self, pass: PassKind) -> u64 {
+        let RingPlan { program, query_steps, .. } = &self.plan;
+        let kv = program::kv_bytes_sent(&program.steps);
+        match pass {
+            PassKind::Forward => kv,
+            PassKind::Backward if !self.agreed.backward => 0,
+            PassKind::Backward if self.has_two_passes() => kv + program::kv_bytes_sent(query_steps),
+            PassKind::Backward => kv + program.gradient_bytes_sent(),
+        }
+    }
+
+    /// Returns true if a backward pass sends queries around the ring after keys and values.
+    fn has_two_passes(&self) -> bool {
+        self.agreed.spec.backward == BackwardMode::TwoPass && self.ranks > 1
     }
 
     /// Returns the readers of the local block. On a ring of one rank only the backend reads it,

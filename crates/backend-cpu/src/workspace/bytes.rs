@@ -1,0 +1,84 @@
+//! Bytes that a workspace holds.
+//!
+//! Counted is all heap memory whose size depends on lengths, heads or dims: accumulators, row
+//! statistics, scratch of each thread, sums of dbias, lists of visible keys. The lists grow in the
+//! first pass of each kind. Not counted: fixed sizes, the stacks of threads, and the coordinates
+//! that the workspace shares with the ring.
+
+use crate::{
+    simd::dispatch::Real,
+    workspace::{
+        decode::{Decode, DecodeScratch},
+        query_block::QueryBlock,
+        scratch::{Scratch, Tiles},
+        state::State,
+        statistics::{RowStatistics, TileStatistics},
+    },
+};
+
+/// Returns the heap bytes of a list.
+pub(crate) const fn list_bytes<T>(list: &Vec<T>) -> usize {
+    list.capacity() * size_of::<T>()
+}
+
+impl<A: Real> State<A> {
+    /// Returns the bytes of this state.
+    pub(crate) fn bytes(&self) -> usize {
+        let lists = list_bytes(&self.blocks)
+            + list_bytes(&self.shared_dq)
+            + list_bytes(&self.block_index)
+            + list_bytes(&self.scratch);
+        lists
+            + self.blocks.iter().map(QueryBlock::bytes).sum::<usize>()
+            + self.scratch.iter().map(Scratch::bytes).sum::<usize>()
+            + self.statistics.bytes()
+            + self.bias_gradient.as_ref().map_or(0, |gradient| gradient.bytes())
+            + self.query_tiles.bytes()
+            + self.decode.as_ref().map_or(0, Decode::bytes)
+    }
+}
+
+impl<A: Real> QueryBlock<A> {
+    fn bytes(&self) -> usize {
+        let Self { sums, max, sum, ties, .. } = self;
+        [sums, max, sum, ties].map(|list| list.bytes()).iter().sum()
+    }
+}
+
+impl<A: Real> RowStatistics<A> {
+    fn bytes(&self) -> usize {
+        let Self { lse, max, delta, share, .. } = self;
+        [lse, max, delta, share].map(list_bytes).iter().sum()
+    }
+}
+
+impl<A: Real> Decode<A> {
+    fn bytes(&self) -> usize {
+        let partials = self.partials.iter();
+        let of_partials: usize = partials
+            .map(|partial| partial.max.bytes() + partial.sum.bytes() + partial.out.bytes())
+            .sum();
+        list_bytes(&self.partials) + of_partials
+    }
+}
+
+impl<A: Real> Scratch<A> {
+    fn bytes(&self) -> usize {
+        let Tiles { s, dp, soft_cap_slope, extra } = &self.tiles;
+        let TileStatistics { lse, max, delta, share } = &self.statistics;
+        let DecodeScratch { q, tile, products, rescale } = &self.decode;
+        let lanes = [&self.lanes_head, &self.lanes_value, &self.tile_max, &self.rescale];
+        let sums = [&self.sums_head, &self.sums_value, &self.sums_bias];
+        let arrays = [s, dp, soft_cap_slope, extra, lse, max, delta, share].into_iter();
+        let arrays = arrays.chain([q, tile, products, rescale]).chain(lanes).chain(sums);
+        let panels = [&self.rows_head, &self.rows_value, &self.rows_key];
+        let tiles = self.strip_tiles.iter().chain([&self.task_tile]);
+        arrays.map(|array| array.bytes()).sum::<usize>()
+            + panels.map(|panel| panel.bytes()).iter().sum::<usize>()
+            + self.ds_tile.bytes()
+            + list_bytes(&self.filled)
+            + list_bytes(&self.strip_tiles)
+            + tiles.map(|tile| tile.bytes()).sum::<usize>()
+            + self.mask_cache.bytes()
+    }
+}
