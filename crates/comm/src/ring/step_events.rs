@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_core::{Dims, RingShards, Spec, Work};
+use annulus_core::{Dims, RingShards, Spec, WorkMatrix};
 
 use super::plan::{Agreed, RingPlan};
 
@@ -62,7 +62,7 @@ pub struct StepEvent {
     /// [`Report::bytes_predicted`](super::Report::bytes_predicted).
     pub bytes: u64,
     /// Floating-point operations of [`Activity::Compute`], otherwise 0: two for each multiply-add
-    /// of the matrix products, for visible pairs only. Pairs are counted as [`Work`] counts them,
+    /// of the matrix products, for visible pairs only. Pairs are counted as [`WorkMatrix`] counts them,
     /// and divided among the parts of a block in proportion to their rows.
     pub flops: f64,
     /// Start, as time since the start of the pass on this rank.
@@ -95,7 +95,7 @@ impl VisiblePairs {
         let mine = |shards: &[_]| vec![Arc::clone(&shards[ring_index])];
         let count = |shards: RingShards| {
             let Dims { batch, q_heads, .. } = spec.dims;
-            let pairs = Work::of(spec.mask.as_ref(), q_heads, batch, &shards).pairs;
+            let pairs = WorkMatrix::of(spec.mask.as_ref(), q_heads, batch, &shards).pairs;
             pairs.into_iter().flatten().map(|pairs| pairs as f64).collect()
         };
         Self {
