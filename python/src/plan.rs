@@ -456,7 +456,7 @@ fn machine_threads(ranks: usize) -> usize {
 fn node_ranks(endpoint: &annulus::comm::mpi::Mpi) -> usize {
     use annulus_core::Control;
 
-    let places = endpoint.nodes().places();
-    let own = places.get(endpoint.rank()).map(|place| place.node);
-    places.iter().filter(|place| Some(place.node) == own).count()
+    let locations = endpoint.nodes().locations();
+    let own = locations.get(endpoint.rank()).map(|location| location.node);
+    locations.iter().filter(|location| Some(location.node) == own).count()
 }
