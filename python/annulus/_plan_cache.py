@@ -23,8 +23,8 @@ from ._errors import Error
 from ._plan import Plan, batch_arrays, gathered
 
 CAPACITY = 8
-"""Plans that are kept of this process, and of each communicator. A plan has buffers of the size of
-its tensors; models have a few kinds of layers, and forward and backward share one plan.
+"""Plans that are kept of this process, and of each communicator. Each keeps its buffers. A model
+has a few kinds of layers, of which forward and backward share one plan.
 """
 
 Arrays = dict[str, np.ndarray[Any, Any]]

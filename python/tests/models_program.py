@@ -266,7 +266,9 @@ def transformers_models() -> None:
             own = shard(layout)
             for other in ("sdpa", "eager"):
                 model.set_attn_implementation(other)
-                fails(annulus.Unsupported, "attention", partial(sharded, model, words, own))
+                fails(
+                    annulus.Unsupported, "attn_implementation", partial(sharded, model, words, own)
+                )
             model.set_attn_implementation("annulus")
             logits = sharded(model, words, own)
             got = [whole(logits, own.q_rows), *gradients(logits.square().sum(), model)]
