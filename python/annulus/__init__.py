@@ -13,9 +13,11 @@ or the buffer protocol. ``Attention`` and ``Plan`` serve repeated and backward p
 
 from . import biases, masks
 from ._annulus import HAS_MPI
+from ._attention import Attention, Shard
 from ._calls import flash_attention, ring_attention
 from ._errors import Error, InvalidArgument, OutOfMemory, Unsupported
-from ._plan import Attention, Forward, Gradients, Plan, Report
+from ._plan import Plan
+from ._results import Forward, Gradients, Report
 
 __version__ = "0.1.0"
 
@@ -29,6 +31,7 @@ __all__ = [
     "OutOfMemory",
     "Plan",
     "Report",
+    "Shard",
     "Unsupported",
     "biases",
     "flash_attention",

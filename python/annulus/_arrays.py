@@ -62,13 +62,17 @@ def tensor(name: str, value: Any, *, writable: bool = False) -> Tensor:
 
 
 def described(name: str, value: Any) -> tuple[tuple[int, ...], str]:
-    """Returns the shape of an array of floats, and the name of its element type; also of a traced
-    JAX array.
+    """Returns the shape of an array of floats, and the name of its element type. Reads no element,
+    so that the array may be one that JAX or torch traces.
     """
-    if library(value) == "jax":
-        if value.dtype.name not in FLOATS:
-            raise invalid(name, f"elements {value.dtype.name}", f"one of {', '.join(FLOATS)}")
-        return tuple(value.shape), value.dtype.name
+    found_library = library(value)
+    if found_library != "numpy":
+        if found_library == "torch":
+            check_memory(name, value)
+        dtype = str(value.dtype).removeprefix("torch.")
+        if dtype not in FLOATS:
+            raise invalid(name, f"elements {dtype}", f"one of {', '.join(FLOATS)}")
+        return tuple(value.shape), dtype
     found = tensor(name, value)
     return found.array.shape, found.dtype
 
@@ -182,12 +186,17 @@ def _as_numpy(name: str, value: Any) -> tuple[np.ndarray[Any, Any], str]:
     return array, array.dtype.name
 
 
+def check_memory(name: str, value: Any) -> None:
+    """Checks that a torch tensor is dense and in host memory."""
+    if value.device.type != "cpu" or str(value.layout) != "torch.strided":
+        place = f"{value.device} ({value.layout})"
+        raise unsupported(name, f"a torch tensor on {place}; want a dense one on cpu")
+
+
 def _of_torch(name: str, value: Any) -> tuple[np.ndarray[Any, Any], str]:
     import torch
 
-    if value.device.type != "cpu" or value.layout != torch.strided:
-        place = f"{value.device} ({value.layout})"
-        raise unsupported(name, f"a torch tensor on {place}; want a dense one on cpu")
+    check_memory(name, value)
     value = value.detach()
     if value.dtype == torch.bfloat16:
         return value.view(torch.int16).numpy().view(np.uint16), "bfloat16"

@@ -3,76 +3,53 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any
 
 from . import _arrays, _check
 from ._annulus import BiasFunction, Mask
+from ._attention import Attention, Rows
 from ._errors import invalid, unsupported
-from ._plan import Attention, Forward, Plan, Rows, agreed, check_communicator
+from ._plan import Plan, agreed, check_communicator, gathered
+from ._results import Forward
+
+Arguments = dict[str, Any]
+"""Arguments of ``flash_attention`` or ``ring_attention``, by name."""
+
+Tensors = tuple[Any, Any, Any, Any, Any]
+"""query, key, value, bias or None, softmax_aux or None."""
+
+TENSORS = ("query", "key", "value", "bias", "softmax_aux")
+BATCH = (
+    "q_segment_ids",
+    "kv_segment_ids",
+    "q_positions",
+    "kv_positions",
+    "attention_mask",
+    "cum_seqlens_q",
+    "cum_seqlens_k",
+)
+FOREIGN = {
+    "axis_name": "the ring is given by ranks= or comm=",
+    "query_chunk_size": "kernels choose their tile sizes",
+    "key_chunk_size": "kernels choose their tile sizes; the size of messages is kv_block_size",
+    "causal_block_size": "kernels choose their tile sizes",
+    "fwd_params": "kernels choose their tile sizes",
+    "bwd_params": "kernels choose their tile sizes",
+    "policy": "a backward pass keeps query, key, value, out and lse",
+    "prevent_cse": "nothing is recomputed by the compiler",
+}
+"""Parameters of other libraries that have no meaning here, and why."""
 
 
-@dataclass(frozen=True, eq=False)
-class Call:
-    """What a call computes, without its tensors."""
+@dataclass(frozen=True)
+class RankRows:
+    """Rows that one rank passes: queries, keys, and query rows of the bias if there is one."""
 
-    attention: Attention
-    ranks: int | None = None
-    comm: Any = None
-    layout: str | tuple[Rows, Rows] | None = None
-    route: str | None = None
-    threads: int | None = None
-    deadline: float | None = None
-    fused_backward: bool | None = None
-
-    def plan(
-        self, query: Any, key: Any, value: Any, bias: Any, softmax_aux: Any, *, forward_only: bool
-    ) -> Plan:
-        """Plans for tensors; with a communicator, collectively."""
-        shapes = agreed(self.comm, lambda: Shapes.of(query, key, value, bias, softmax_aux))
-        batch, q_len, q_heads, head_dim = shapes.query
-        _, kv_len, kv_heads, value_dim = shapes.value
-        bias_shape, layout = shapes.bias, self.layout
-        if self.comm is not None:
-            # the caller has dealt the rows already
-            layout = "contiguous" if layout is None else layout
-            bias_rows = bias_shape[2] if bias_shape is not None and len(bias_shape) == 4 else None
-            told = self.comm.allgather((q_len, kv_len, bias_rows))
-            q_lens = [q for q, _, _ in told]
-            q_len, kv_len = sum(q_lens), sum(kv for _, kv, _ in told)
-            if bias_shape is not None and bias_rows is not None:
-                bias_shape[2] = _global_rows(q_lens, [rows for _, _, rows in told])
-        return Plan(
-            self.attention,
-            batch=batch,
-            q_len=q_len,
-            kv_len=kv_len,
-            q_heads=q_heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            dtype=shapes.dtype,
-            bias_shape=bias_shape,
-            softmax_aux_shape=shapes.softmax_aux,
-            ranks=self.ranks,
-            comm=self.comm,
-            layout=layout,
-            route=self.route,
-            threads=self.threads,
-            deadline=self.deadline,
-            backward_mode="two_pass" if self.fused_backward is False else "one_pass",
-            forward_only=forward_only,
-        )
-
-
-def _global_rows(q_lens: list[int], bias_rows: list[int | None]) -> int:
-    """Returns the query rows of the whole bias, from the rows that every rank passes of it."""
-    if any(rows != 1 for rows in bias_rows):
-        return sum(q_lens)
-    if max(q_lens) == 1 < sum(q_lens):
-        got = "one row on every rank, of one query each"
-        raise invalid("bias", got, "a Plan, whose bias_shape says if it is broadcast")
-    return 1
+    q: int
+    kv: int
+    bias: int | None
 
 
 @dataclass(frozen=True)
@@ -81,9 +58,15 @@ class Shapes:
 
     query: tuple[int, ...]
     value: tuple[int, ...]
-    bias: list[int] | None
+    bias: tuple[int, ...] | None
     softmax_aux: tuple[int, ...] | None
     dtype: str
+
+    @property
+    def rows(self) -> RankRows:
+        """Rows of these tensors."""
+        bias = self.bias if self.bias is not None and len(self.bias) == 4 else None
+        return RankRows(self.query[1], self.value[1], None if bias is None else bias[2])
 
     @staticmethod
     def of(query: Any, key: Any, value: Any, bias: Any, softmax_aux: Any) -> Shapes:
@@ -107,10 +90,86 @@ class Shapes:
         return Shapes(
             query=shapes["query"],
             value=shapes["value"],
-            bias=None if bias is None else list(_arrays.described("bias", bias)[0]),
+            bias=None if bias is None else _arrays.described("bias", bias)[0],
             softmax_aux=sinks,
             dtype=dtype,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """The options of a call: all but its tensors."""
+
+    attention: Attention
+    ranks: int | None = None
+    comm: Any = None
+    layout: str | tuple[Rows, Rows] | None = None
+    route: str | None = None
+    kv_block_size: int | None = None
+    threads: int | None = None
+    deadline: float | None = None
+    fused_backward: bool | None = None
+
+    @staticmethod
+    def of(given: Arguments, query_dtype: Callable[[], str]) -> Call:
+        """Reads the options among the arguments of a one-call function."""
+        for name, why in FOREIGN.items():
+            if given.get(name) is not None:
+                raise unsupported(name, why)
+        logits_dtype, in_f32 = given["logits_dtype"], given.get("float32_logits")
+        if in_f32 is not None:
+            if logits_dtype is not None:
+                raise invalid("float32_logits", in_f32, "None, since logits_dtype is given")
+            in_f32 = _check.boolean("float32_logits", in_f32)
+            logits_dtype = "float32" if in_f32 else query_dtype()
+        named = {**given, "mask": given["mask_builder"], "logits_dtype": logits_dtype}
+        attention = Attention(**{field.name: named[field.name] for field in fields(Attention)})
+        options = {field.name for field in fields(Call)} - {"attention"}
+        return Call(attention, **{name: given[name] for name in options & given.keys()})
+
+    def plan(self, shapes: Shapes, told: list[RankRows], *, forward_only: bool) -> Plan:
+        """Plans for the tensors of all ranks; with a communicator, collectively."""
+        batch, _, q_heads, head_dim = shapes.query
+        _, _, kv_heads, value_dim = shapes.value
+        bias_shape, layout = shapes.bias, self.layout
+        if self.comm is not None:
+            # the caller has distributed the rows already
+            layout = "contiguous" if layout is None else layout
+            if bias_shape is not None and len(bias_shape) == 4:
+                bias_shape = (*bias_shape[:2], _global_bias_rows(told), bias_shape[3])
+        return Plan(
+            self.attention,
+            batch=batch,
+            q_len=sum(rows.q for rows in told),
+            kv_len=sum(rows.kv for rows in told),
+            q_heads=q_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            dtype=shapes.dtype,
+            bias_shape=bias_shape,
+            softmax_aux_shape=shapes.softmax_aux,
+            ranks=self.ranks,
+            comm=self.comm,
+            layout=layout,
+            route=self.route,
+            kv_block_size=self.kv_block_size,
+            threads=self.threads,
+            deadline=self.deadline,
+            backward_mode="two_pass" if self.fused_backward is False else "one_pass",
+            forward_only=forward_only,
+        )
+
+
+def _global_bias_rows(told: list[RankRows]) -> int:
+    """Returns the query rows of the whole bias, from the rows that every rank passes of it."""
+    q_lens = [rows.q for rows in told]
+    if any(rows.bias != 1 for rows in told):
+        return sum(q_lens)
+    if max(q_lens) == 1 < sum(q_lens):
+        got = "one row on every rank, of one query each"
+        raise invalid("bias", got, "a Plan, whose bias_shape says if it is broadcast")
+    return 1
 
 
 def flash_attention(
@@ -153,10 +212,12 @@ def flash_attention(
 
     Arrays of NumPy, torch (CPU), JAX (CPU) and anything with DLPack or the buffer protocol, in
     float64, float32, bfloat16 or float16, with any strides, are read in place; outputs are arrays
-    of query's library. Torch tensors that require gradients, and traced JAX arrays, go through
-    ``annulus.torch`` and ``annulus.jax``, so that the call has a gradient.
+    of query's library. Torch tensors and traced JAX arrays go through ``annulus.torch`` and
+    ``annulus.jax``, so that the call has a gradient.
 
-    Every call plans anew; programs with many passes keep a ``Plan``.
+    Parameters that are not listed are those of ``Attention``, which defines them; mask_builder is
+    its mask. Calls of torch reuse plans. Others plan anew: programs with many passes keep a
+    ``Plan``.
 
     Args:
         query: ``[batch, q_len, q_heads, head_dim]``.
@@ -165,29 +226,12 @@ def flash_attention(
         attention_mask: ``[batch or 1, q_heads or 1, q_len, kv_len]``, bools or integers: visible
             only if not zero. Floats are refused.
         bias: ``[batch or 1, q_heads or 1, q_len or 1, kv_len or 1]``, floats; −∞ masks its pair.
-        softmax_scale: Factor of ⟨q, k⟩, any finite number. Default: 1/√head_dim.
-        dropout_prob: Probability with which an attention probability is dropped, below 1.
-        causal: Visible only if j' ≤ i'.
-        dropout_seed: Seed of dropout, an unsigned 64-bit number. Default: 0.
-        cum_seqlens_q, cum_seqlens_k: ``[sequences + 1]``, ascending from 0: packed sequences, in
-            which positions restart at 0. One given serves for both.
-        sliding_window: (left, right), both ends included; None opens a side. One integer stands
-            for both sides.
-        logits_soft_cap: cap · tanh(x / cap), with cap above 0.
         softmax_aux: Learnable sinks, ``[sinks]`` shared by all heads or ``[q_heads, sinks]``.
-        normalize_output: False leaves out the division by the sum.
-        precision: ``highest``, ``high`` or ``default``: rounding that is permitted. Default: none.
-        logits_dtype: ⟨q, k⟩ is rounded to it before scale, bias and cap. Default: none.
         q_segment_ids, kv_segment_ids: ``[batch, len]``, integers: visible only if equal and not
             negative. One given serves for both.
         q_positions, kv_positions: ``[batch, len]``, explicit positions.
-        attention_sink_size: Number of first keys that are exempt from the sliding window.
-        chunk_size: Chunked causal attention: ⌊i'/size⌋ = ⌊j'/size⌋ and j' ≤ i'.
-        prefix_len: Prefix-LM: j' < prefix_len or j' ≤ i'.
-        mask_builder: One more condition, of ``annulus.masks``.
-        bias_function: A bias of ``annulus.biases``, which has no gradient.
-        bias_order: ``after_soft_cap`` or ``before_soft_cap``: the order of bias and soft cap.
-        alignment: ``top_left``: query i has position i. ``bottom_right``: i + kv_len − q_len.
+        cum_seqlens_q, cum_seqlens_k: ``[sequences + 1]``, ascending from 0: packed sequences, in
+            which positions restart at 0. One given serves for both.
         threads: Threads that compute. Default: the cores of the machine.
         fwd_params, bwd_params: Tile sizes of other libraries; refused, since kernels choose theirs.
         return_lse: Returns (out, lse), with lse ``[batch, q_heads, q_len]``.
@@ -203,39 +247,7 @@ def flash_attention(
         MemoryError: Memory could not be had.
         annulus.Error: Anything else. All of these are ``annulus.Error``.
     """
-    _refuse(fwd_params=fwd_params, bwd_params=bwd_params)
-    call = Call(
-        Attention(
-            causal=causal,
-            sliding_window=sliding_window,
-            attention_sink_size=attention_sink_size,
-            chunk_size=chunk_size,
-            prefix_len=prefix_len,
-            mask=mask_builder,
-            alignment=alignment,
-            softmax_scale=softmax_scale,
-            logits_soft_cap=logits_soft_cap,
-            bias_function=bias_function,
-            bias_order=bias_order,
-            normalize_output=normalize_output,
-            dropout_prob=dropout_prob,
-            dropout_seed=dropout_seed,
-            logits_dtype=logits_dtype,
-            precision=precision,
-        ),
-        threads=threads,
-    )
-    batch = {
-        "q_segment_ids": q_segment_ids,
-        "kv_segment_ids": kv_segment_ids,
-        "q_positions": q_positions,
-        "kv_positions": kv_positions,
-        "attention_mask": attention_mask,
-        "cum_seqlens_q": cum_seqlens_q,
-        "cum_seqlens_k": cum_seqlens_k,
-    }
-    tensors = (query, key, value, bias, softmax_aux)
-    return attend(call, tensors, batch, return_lse=return_lse, return_max_sum=return_max_sum)
+    return attend(locals())
 
 
 def ring_attention(
@@ -276,6 +288,7 @@ def ring_attention(
     float32_logits: bool | None = None,
     fused_backward: bool | None = None,
     route: str | None = None,
+    kv_block_size: int | None = None,
     threads: int | None = None,
     deadline: float | None = None,
     axis_name: None = None,
@@ -293,8 +306,8 @@ def ring_attention(
     have, up to the order of rounding.
 
     With ``comm`` every rank passes its own rows and calls with the same parameters; the arrays of
-    all ranks are one sequence, dealt by ``layout``. bias has this rank's queries × all keys, as has
-    attention_mask; cum_seqlens are whole. A ring over many calls keeps a ``Plan``.
+    all ranks are one sequence, distributed by ``layout``. bias has this rank's queries × all keys,
+    as has attention_mask; cum_seqlens are whole. A ring over many calls keeps a ``Plan``.
 
     Args:
         query: ``[batch, q_len, q_heads, head_dim]``; with comm, q_len counts this rank's rows.
@@ -310,6 +323,8 @@ def ring_attention(
             values and their gradients travel), False for two. Default: one pass. Refused for other
             arrays, whose call has no backward pass.
         route: ``relay_up``, ``relay_down`` or ``direct``. Default: chosen by the mask.
+        kv_block_size: Hint: a KV block is split into messages at multiples of this many rows, see
+            ``Plan``.
         threads: Threads of each rank. Default: the cores, divided by the ranks on the machine.
         deadline: Seconds of silence of the ring after which a call fails. Default: 120.
         axis_name, query_chunk_size, key_chunk_size, causal_block_size, fwd_params, bwd_params,
@@ -321,96 +336,33 @@ def ring_attention(
     Raises:
         annulus.Error: As ``flash_attention``.
     """
+    return attend(locals())
+
+
+def attend(given: Arguments) -> Any:
+    """Computes a call, with a gradient where the arrays are of a library that has some."""
+    tensors: Tensors = tuple(given[name] for name in TENSORS)
+    if _arrays.library(given["query"]) == "torch" or _requires_grad(*tensors):
+        from .torch import attend as attend_with_torch
+
+        return attend_with_torch(given)
+    comm = given.get("comm")
     if comm is not None:
         check_communicator(comm)
+    batch = {name: given[name] for name in BATCH}
 
     def build() -> Call:
-        _refuse(
-            axis_name=axis_name,
-            query_chunk_size=query_chunk_size,
-            key_chunk_size=key_chunk_size,
-            causal_block_size=causal_block_size,
-            fwd_params=fwd_params,
-            bwd_params=bwd_params,
-            policy=policy,
-            prevent_cse=prevent_cse,
-        )
-        rounded_to = logits_dtype
-        if float32_logits is not None:
-            if logits_dtype is not None:
-                raise invalid("float32_logits", float32_logits, "None, since logits_dtype is given")
-            _, of_query = _arrays.described("query", query)
-            in_f32 = _check.boolean("float32_logits", float32_logits)
-            rounded_to = "float32" if in_f32 else of_query
-        return Call(
-            Attention(
-                causal=causal,
-                sliding_window=sliding_window,
-                attention_sink_size=attention_sink_size,
-                chunk_size=chunk_size,
-                prefix_len=prefix_len,
-                mask=mask_builder,
-                alignment=alignment,
-                softmax_scale=softmax_scale,
-                logits_soft_cap=logits_soft_cap,
-                bias_function=bias_function,
-                bias_order=bias_order,
-                normalize_output=normalize_output,
-                dropout_prob=dropout_prob,
-                dropout_seed=dropout_seed,
-                logits_dtype=rounded_to,
-                precision=precision,
-            ),
-            ranks=ranks,
-            comm=comm,
-            layout=layout,
-            route=route,
-            threads=threads,
-            deadline=deadline,
-            fused_backward=fused_backward,
-        )
+        check_returns(given)
+        return Call.of(given, lambda: _arrays.described("query", given["query"])[1])
 
     call = agreed(comm, build)
-    batch = {
-        "q_segment_ids": q_segment_ids,
-        "kv_segment_ids": kv_segment_ids,
-        "q_positions": q_positions,
-        "kv_positions": kv_positions,
-        "attention_mask": attention_mask,
-        "cum_seqlens_q": cum_seqlens_q,
-        "cum_seqlens_k": cum_seqlens_k,
-    }
-    tensors = (query, key, value, bias, softmax_aux)
-    return attend(call, tensors, batch, return_lse=return_lse, return_max_sum=return_max_sum)
-
-
-Tensors = tuple[Any, Any, Any, Any, Any]
-"""query, key, value, bias or None, softmax_aux or None."""
-
-
-def attend(
-    call: Call,
-    tensors: Tensors,
-    batch: dict[str, Any],
-    *,
-    return_lse: bool,
-    return_max_sum: bool,
-) -> Any:
-    """Computes a call, with a gradient where the arrays are of a library that has some."""
-    if return_max_sum and call.attention.normalize_output:
-        raise invalid("return_max_sum", True, "False, since normalize_output is true")
+    results: tuple[Any, ...]
     if _is_traced(*tensors, *batch.values()):
-        if return_max_sum:
+        if given["return_max_sum"]:
             raise unsupported("return_max_sum", "max and sum have no gradient in JAX")
         from .jax import attend as attend_traced
 
         results = attend_traced(call, tensors, batch)
-    elif _requires_grad(*tensors):
-        if return_max_sum:
-            raise unsupported("return_max_sum", "max and sum have no gradient in torch")
-        from .torch import attend as attend_with_gradient
-
-        results = attend_with_gradient(call, tensors, batch)
     else:
         if call.fused_backward is not None and _arrays.library(tensors[0]) == "numpy":
             want = "None: a call on these arrays has no backward pass, see Plan"
@@ -418,17 +370,36 @@ def attend(
         with plan_of(call, tensors, batch, forward_only=True) as plan:
             forward = pass_forward(plan, tensors)
         results = (forward.out, forward.lse, forward.max, forward.sum)
-    chosen = [results[0]]
-    if _check.boolean("return_lse", return_lse):
-        chosen.append(results[1])
-    if _check.boolean("return_max_sum", return_max_sum):
-        chosen += results[2:4]
-    return chosen[0] if len(chosen) == 1 else tuple(chosen)
+    return chosen(given, results)
+
+
+def check_returns(given: Arguments) -> None:
+    """Checks ``return_lse`` and ``return_max_sum``."""
+    _check.boolean("return_lse", given["return_lse"])
+    if _check.boolean("return_max_sum", given["return_max_sum"]) and given["normalize_output"]:
+        raise invalid("return_max_sum", True, "False, since normalize_output is true")
+
+
+def chosen(given: Arguments, results: tuple[Any, ...]) -> Any:
+    """Returns out, or a tuple of it and what else was asked for of lse, max and sum."""
+    wanted: tuple[Any, ...] = (results[0],)
+    if given["return_lse"]:
+        wanted += (results[1],)
+    if given["return_max_sum"]:
+        wanted += results[2:4]
+    return wanted[0] if len(wanted) == 1 else wanted
 
 
 def plan_of(call: Call, tensors: Tensors, batch: dict[str, Any], *, forward_only: bool) -> Plan:
     """Plans a call and adapts the plan to its batch."""
-    plan = call.plan(*tensors, forward_only=forward_only)
+    shapes: list[Shapes] = []
+
+    def rows() -> RankRows:
+        shapes.append(Shapes.of(*tensors))
+        return shapes[0].rows
+
+    told = gathered(call.comm, rows)
+    plan = call.plan(shapes[0], told, forward_only=forward_only)
     if any(value is not None for value in batch.values()):
         plan.update(**batch)
     return plan
@@ -450,15 +421,3 @@ def _requires_grad(*values: Any) -> bool:
     if torch is None or not torch.is_grad_enabled():
         return False
     return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
-
-
-def _refuse(**given: Any) -> None:
-    """Refuses parameters of other libraries that mean nothing here."""
-    why = {
-        "axis_name": "the ring is given by ranks= or comm=",
-        "policy": "a backward pass keeps query, key, value, out and lse",
-        "prevent_cse": "nothing is recomputed by the compiler",
-    }
-    for name, value in given.items():
-        if value is not None:
-            raise unsupported(name, why.get(name, "kernels choose their tile sizes"))

@@ -1,4 +1,4 @@
-"""The definition of an attention, plans of it, and the results of a pass."""
+"""Plans of an attention."""
 
 from __future__ import annotations
 
@@ -9,164 +9,14 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from . import _annulus, _arrays, _check
-from ._annulus import BiasFunction, Mask
 from ._arrays import Tensor, accumulator, empty, given_back, tensor
+from ._attention import Attention, Numbers, Rows, config, lengths, spelled_runs
 from ._errors import argument_got_want, invalid, refused, unsupported
+from ._results import Forward, Gradients, Report
 
 T = TypeVar("T")
-Rows = Sequence[Sequence[int]]
-ALIGNMENTS = ("top_left", "bottom_right")
-BIAS_ORDERS = ("after_soft_cap", "before_soft_cap")
-PRECISIONS = ("highest", "high", "default")
-LAYOUTS = ("contiguous", "zigzag", "striped")
-ROUTES = ("relay_up", "relay_down", "direct")
-BACKWARD_MODES = ("one_pass", "two_pass")
-Numbers = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attention:
-    """The definition of one attention, without its tensors: full attention, then one parameter a
-    field. i' and j' are the positions of a query and a key.
-
-    Attributes:
-        causal: Visible only if j' ≤ i'.
-        sliding_window: (left, right): visible only if i' − left ≤ j' ≤ i' + right. None opens a
-            side; one integer stands for both sides.
-        attention_sink_size: Number of first keys that are exempt from the sliding window.
-        chunk_size: Chunked causal attention: visible only if ⌊i'/size⌋ = ⌊j'/size⌋ and j' ≤ i'.
-        prefix_len: Prefix-LM: visible only if j' < prefix_len or j' ≤ i'.
-        mask: One more condition, of ``annulus.masks``.
-        alignment: ``top_left``: query i has position i. ``bottom_right``: i + kv_len − q_len.
-        softmax_scale: Factor of ⟨q, k⟩. Default: 1/√head_dim.
-        logits_soft_cap: cap · tanh(x / cap), with cap above 0.
-        bias_function: A bias of ``annulus.biases``.
-        bias_order: ``after_soft_cap`` or ``before_soft_cap``: the order of bias and soft cap.
-        normalize_output: False leaves out the division by the sum, and returns max and sum too.
-        dropout_prob: Probability with which an attention probability is dropped, below 1.
-        dropout_seed: Seed of dropout, an unsigned 64-bit number. Default: 0.
-        logits_dtype: ⟨q, k⟩ is rounded to it before scale, bias and cap. Default: none.
-        precision: ``highest``, ``high`` or ``default``: rounding of products that is permitted.
-            Default: ``highest``, which permits none.
-    """
-
-    causal: bool = False
-    sliding_window: int | tuple[int | None, int | None] | None = None
-    attention_sink_size: int = 0
-    chunk_size: int | None = None
-    prefix_len: int | None = None
-    mask: Mask | None = None
-    alignment: str = "top_left"
-    softmax_scale: float | None = None
-    logits_soft_cap: float | None = None
-    bias_function: BiasFunction | None = None
-    bias_order: str = "after_soft_cap"
-    normalize_output: bool = True
-    dropout_prob: float = 0.0
-    dropout_seed: int | None = None
-    logits_dtype: Any = None
-    precision: Any = None
-
-    def __post_init__(self) -> None:
-        self._config()
-
-    def plan(self, **arguments: Any) -> Plan:
-        """Plans this attention: ``Plan(self, **arguments)``."""
-        return Plan(self, **arguments)
-
-    def _config(self) -> dict[str, Any]:
-        """Returns the checked parameters, as the extension module reads them."""
-        left, right = _check.window(self.sliding_window)
-        for name, value, kind in (
-            ("mask", self.mask, Mask),
-            ("bias_function", self.bias_function, BiasFunction),
-        ):
-            if value is not None and not isinstance(value, kind):
-                raise invalid(name, repr(value), f"one of annulus.{name.split('_')[0]} objects")
-        logits = self.logits_dtype
-        # names of NumPy, members of jax.lax.Precision
-        precision = getattr(self.precision, "name", self.precision)
-        precision = "highest" if precision is None else str(precision).lower()
-        return {
-            "causal": _check.boolean("causal", self.causal),
-            "window_left": left,
-            "window_right": right,
-            "attention_sink_size": _check.integer("attention_sink_size", self.attention_sink_size),
-            "chunk_size": _check.integer_or_none("chunk_size", self.chunk_size, least=1),
-            "prefix_len": _check.integer_or_none("prefix_len", self.prefix_len),
-            "mask": self.mask,
-            "alignment": _check.choice("alignment", self.alignment, ALIGNMENTS),
-            "softmax_scale": _check.number_or_none("softmax_scale", self.softmax_scale),
-            "logits_soft_cap": _check.number_or_none("logits_soft_cap", self.logits_soft_cap),
-            "bias_function": self.bias_function,
-            "bias_order": _check.choice("bias_order", self.bias_order, BIAS_ORDERS),
-            "normalize_output": _check.boolean("normalize_output", self.normalize_output),
-            "dropout_prob": _check.number("dropout_prob", self.dropout_prob),
-            "dropout_seed": _check.integer_or_none("dropout_seed", self.dropout_seed) or 0,
-            "logits_dtype": None if logits is None else _arrays.dtype_name("logits_dtype", logits),
-            "precision": _check.choice("precision", precision, PRECISIONS),
-        }
-
-
-@dataclass(frozen=True)
-class Report:
-    """Times and bytes of one pass on one rank.
-
-    Attributes:
-        seconds: Wall-clock time of the pass.
-        waiting_seconds: Time in which the rank waited for others.
-        bytes_sent: Payload bytes that the rank sent.
-        bytes_predicted: Payload bytes that it sends by the schedule.
-    """
-
-    seconds: float
-    waiting_seconds: float
-    bytes_sent: int
-    bytes_predicted: int
-
-
-@dataclass(frozen=True)
-class Forward:
-    """Outputs of a forward pass, which are inputs of the backward pass.
-
-    Attributes:
-        out: ``[batch, q_len, q_heads, value_dim]``, in the inputs' element type.
-        lse: ``[batch, q_heads, q_len]``, natural logarithm, float32 (float64 for float64 inputs).
-            −∞ for a query without a visible key and without sinks.
-        max: Maximum of the scores and sinks, shape of lse. Only of an unnormalised output.
-        sum: Σ e^(s − max), shape of lse. Only of an unnormalised output.
-        ties: Number of keys and sinks that share the maximum. Only of an unnormalised output.
-        reports: Times and bytes of the ranks of this process.
-    """
-
-    out: Any
-    lse: Any
-    max: Any = None
-    sum: Any = None
-    ties: Any = None
-    reports: tuple[Report, ...] = ()
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """Outputs of a backward pass, each with the shape and element type of its input.
-
-    Attributes:
-        dq, dk, dv: Of query, key and value.
-        dbias: Of the bias, or None.
-        dsoftmax_aux: Of the sinks, or None.
-        reports: Times and bytes of the ranks of this process.
-    """
-
-    dq: Any
-    dk: Any
-    dv: Any
-    dbias: Any = None
-    dsoftmax_aux: Any = None
-    reports: tuple[Report, ...] = ()
 
 
 class Plan:
@@ -196,6 +46,10 @@ class Plan:
         layout: ``contiguous``, ``zigzag``, ``striped``, or the rows of every rank as (query rows,
             key rows), two lists of lists. Default: chosen by the mask.
         route: ``relay_up``, ``relay_down`` or ``direct``. Default: chosen by the mask.
+        kv_block_size: Hint: a KV block is split into messages at multiples of this many rows, so
+            that computing on one part overlaps receiving the next. Larger parts are fewer and
+            longer messages; results change by rounding at most, and not with one rank. Ranks may
+            differ: all use the largest. Default: 64, to multiples of which it is rounded up.
         threads: Threads of each rank. Default: the cores, divided by the ranks on the machine.
         deadline: Seconds of silence after which a call fails. Default: 120; at least 1.
         backward_mode: ``one_pass`` or ``two_pass``.
@@ -222,6 +76,7 @@ class Plan:
         comm: Any = None,
         layout: str | tuple[Rows, Rows] | None = None,
         route: str | None = None,
+        kv_block_size: int | None = None,
         threads: int | None = None,
         deadline: float | None = None,
         backward_mode: str = "one_pass",
@@ -233,41 +88,42 @@ class Plan:
                 raise invalid("attention", repr(attention), "an annulus.Attention")
             if ranks is not None and comm is not None:
                 raise invalid("ranks", ranks, "None, since comm has its own ranks")
-            lengths = {
-                "batch": batch,
-                "q_len": q_len,
-                "kv_len": q_len if kv_len is None else kv_len,
-                "q_heads": q_heads,
-                "kv_heads": q_heads if kv_heads is None else kv_heads,
-                "head_dim": head_dim,
-                "value_dim": head_dim if value_dim is None else value_dim,
-            }
-            self._lengths = {name: _check.integer(name, value) for name, value in lengths.items()}
+            self._lengths = lengths(
+                batch=batch,
+                q_len=q_len,
+                kv_len=kv_len,
+                q_heads=q_heads,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                value_dim=value_dim,
+            )
             self._dtype = _arrays.dtype_name("dtype", dtype)
             self._normalized = attention.normalize_output
-            config = {
-                **attention._config(),
-                "dtype": self._dtype,
-                "bias": _bias_shape(bias_shape),
-                "softmax_aux": _sinks(softmax_aux_shape, self._lengths["q_heads"]),
-                "layout": _layout(layout),
-                "route": None if route is None else _check.choice("route", route, ROUTES),
-                "deadline": _check.number_or_none("deadline", deadline),
-                "backward_mode": _check.choice("backward_mode", backward_mode, BACKWARD_MODES),
-                "forward_only": _check.boolean("forward_only", forward_only),
-                "local_gradients": _check.boolean("local_gradients", local_gradients),
-            }
-            return config, _check.integer_or_none("threads", threads, least=1)
+            checked = config(
+                attention,
+                self._lengths,
+                dtype=self._dtype,
+                bias_shape=bias_shape,
+                softmax_aux_shape=softmax_aux_shape,
+                layout=layout,
+                route=route,
+                kv_block_size=kv_block_size,
+                deadline=deadline,
+                backward_mode=backward_mode,
+                forward_only=forward_only,
+                local_gradients=local_gradients,
+            )
+            return checked, _check.integer_or_none("threads", threads, least=1)
 
         handle = None if comm is None else _fortran_handle(comm)
-        config, own_threads = agreed(comm, prepare)
+        checked, own_threads = agreed(comm, prepare)
         if handle is None:
             count = 1 if ranks is None else _check.integer("ranks", ranks, least=1)
-            self._plan = _annulus.Plan.local(config, self._lengths, count, own_threads)
+            self._plan = _annulus.Plan.local(checked, self._lengths, count, own_threads)
         else:
-            self._plan = _annulus.Plan.over_mpi(config, self._lengths, handle, own_threads)
-        self._q_rows = _spelled(self._plan.q_rows())
-        self._kv_rows = _spelled(self._plan.kv_rows())
+            self._plan = _annulus.Plan.over_mpi(checked, self._lengths, handle, own_threads)
+        self._q_rows = spelled_runs(self._plan.q_rows())
+        self._kv_rows = spelled_runs(self._plan.kv_rows())
 
     @property
     def q_rows(self) -> Numbers:
@@ -508,24 +364,34 @@ def batch_arrays(given: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
     return arrays
 
 
-def agreed(comm: Any, work: Callable[[], T]) -> T:
-    """Returns the result of ``work``, or raises on all ranks if it fails on one.
+def gathered(comm: Any, work: Callable[[], T]) -> list[T]:
+    """Returns the results of ``work`` of all ranks, or raises on all if it fails on one.
 
-    Collective over ``comm``, unless that is None.
+    Collective over ``comm``. Without one, this process is the only rank.
     """
     if comm is None:
-        return work()
+        return [work()]
+    result, failure = None, None
     try:
-        result, failure = work(), None
+        result = work()
     except Exception as error:
         failure = error
-    told = comm.allgather(None if failure is None else str(failure))
+    told = comm.allgather((None if failure is None else str(failure), result))
     if failure is not None:
         raise failure
-    for rank, what in enumerate(told):
+    for rank, (what, _) in enumerate(told):
         if what is not None:
             raise refused(rank, what)
-    return result
+    return [given for _, given in told]
+
+
+def agreed(comm: Any, work: Callable[[], T]) -> T:
+    """Returns the result of ``work``, which stays on this rank, or raises on all ranks if it fails
+    on one. Collective over ``comm``, unless that is None.
+    """
+    results: list[T] = []
+    gathered(comm, lambda: results.append(work()))
+    return results[0]
 
 
 def _output(name: str, given: Any, shape: tuple[int, ...], dtype: str) -> np.ndarray[Any, Any]:
@@ -537,38 +403,6 @@ def _output(name: str, given: Any, shape: tuple[int, ...], dtype: str) -> np.nda
     if found.dtype != dtype or found.array.shape != shape:
         raise invalid(name, f"{found.dtype} {found.array.shape}", f"{dtype} {shape}")
     return found.array
-
-
-def _bias_shape(shape: Sequence[int] | None) -> list[int] | None:
-    if shape is None:
-        return None
-    if len(shape) != 4:
-        want = "4: [batch or 1, q_heads or 1, q_len or 1, kv_len or 1]"
-        raise invalid("bias", f"{len(shape)} axes", want)
-    return [_check.integer("bias", length) for length in shape]
-
-
-def _sinks(shape: Sequence[int] | None, q_heads: int) -> tuple[bool, int] | None:
-    if shape is None:
-        return None
-    if len(shape) not in (1, 2):
-        want = "[sinks] shared by all heads, or [q_heads, sinks]"
-        raise invalid("softmax_aux", f"{len(shape)} axes", want)
-    if len(shape) == 2 and shape[0] != q_heads:
-        raise invalid("softmax_aux", f"{shape[0]} rows", f"{q_heads}, one for each query head")
-    return len(shape) == 2, _check.integer("softmax_aux", shape[-1])
-
-
-def _layout(layout: Any) -> Any:
-    if layout is None or isinstance(layout, str):
-        return None if layout is None else _check.choice("layout", layout, LAYOUTS)
-    want = "a name, or (query rows, key rows) of every rank"
-    if not isinstance(layout, (tuple, list)) or len(layout) != 2:
-        raise invalid("layout", repr(layout), want)
-    return tuple(
-        [[_check.integer("layout", row, least=None) for row in rows] for rows in side]
-        for side in layout
-    )
 
 
 def check_communicator(comm: Any) -> None:
@@ -588,11 +422,6 @@ def _fortran_handle(comm: Any) -> int:
     if own.strip("\0\n ") != other.strip("\0\n "):
         raise unsupported("comm", f"mpi4py uses {other!r}, and annulus was built with {own!r}")
     return int(comm.py2f())
-
-
-def _spelled(runs: list[tuple[int, int, int]]) -> Numbers:
-    parts = [start + step * np.arange(count, dtype=np.int64) for start, step, count in runs]
-    return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
 def _reports(reports: list[tuple[float, float, int, int]]) -> tuple[Report, ...]:

@@ -17,7 +17,7 @@ import numpy as np
 from . import _arrays, _calls
 from ._calls import Call, Shapes, Tensors
 from ._errors import unsupported
-from ._plan import Forward
+from ._results import Forward
 
 __all__ = ["flash_attention", "ring_attention"]
 

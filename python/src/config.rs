@@ -1,5 +1,5 @@
-//! The parameters of an attention, a plan and a batch, as `annulus/_plan.py` passes them: checked
-//! and complete, so that an error here is a defect of the package.
+//! The parameters of an attention, a plan and a batch, as `annulus/_attention.py` passes them:
+//! checked and complete, so that an error here is a defect of the package.
 
 use std::{sync::Arc, time::Duration};
 
@@ -46,6 +46,7 @@ pub(crate) struct Config<'py> {
     local_gradients: bool,
     layout: Option<LayoutConfig>,
     route: Option<String>,
+    kv_block_size: Option<u64>,
     deadline: Option<f64>,
 }
 
@@ -80,6 +81,7 @@ impl Config<'_> {
             .local_gradients(self.local_gradients)
             .layout(self.layout(py)?)
             .route(self.route(py)?)
+            .kv_block_size(self.kv_block_size)
             .deadline(self.deadline(py)?);
         if let Some(name) = &self.logits_dtype {
             attention = attention.logits_dtype(dtype(py, "logits_dtype", name)?);

@@ -3,7 +3,7 @@
 //! | file | content |
 //! |---|---|
 //! | `array.rs` | views of arrays, and the checks that make them sound |
-//! | `config.rs` | the parameters of an attention and of a plan, as `annulus/_plan.py` passes them |
+//! | `config.rs` | the parameters of an attention and of a plan, from `annulus/_attention.py` |
 //! | `errors.rs` | annulus errors as Python exceptions |
 //! | `masks.rs` | masks and bias functions |
 //! | `plan.rs` | the class `Plan` |
@@ -28,7 +28,7 @@ mod _annulus {
     #[pymodule_export]
     use super::masks::{BiasFunction, Mask};
     #[pymodule_export]
-    use super::plan::Plan;
+    use super::plan::{Plan, shard};
 
     /// True if the module was built with the feature `mpi`.
     #[pymodule_export]

@@ -33,6 +33,12 @@ impl Callback {
         self.raised.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
+    /// Returns a text that identifies the functions as long as they live.
+    fn key(&self) -> String {
+        let intervals = self.intervals.as_ref().map(|function| function.as_ptr());
+        format!("{:?} {intervals:?}", self.function.as_ptr())
+    }
+
     /// Calls Python. An exception is kept and unwinds to the ring, which ends the pass.
     fn call<T>(&self, call: impl FnOnce(Python<'_>) -> PyResult<T>) -> T {
         Python::attach(call).unwrap_or_else(|error| {
@@ -90,7 +96,7 @@ impl annulus::BiasFunction for BiasOfPositions {
 }
 
 /// A mask over positions. `a & b` and `a | b` combine masks.
-#[pyclass(frozen, module = "annulus._annulus")]
+#[pyclass(frozen, weakref, module = "annulus._annulus")]
 pub(crate) struct Mask {
     mask: SharedMask,
     callbacks: Vec<Arc<Callback>>,
@@ -177,6 +183,18 @@ impl Mask {
     fn __repr__(&self) -> String {
         format!("{:?}", self.mask)
     }
+
+    /// Text that is equal for masks of the same pairs, and of the same functions while they live.
+    #[getter]
+    fn key(&self) -> String {
+        key(self.mask.fingerprint(Fingerprint::new()), &self.callbacks)
+    }
+}
+
+/// Joins a digest, in which a function of Python's is a name, and the identity of the functions.
+fn key(digest: Fingerprint, callbacks: &[Arc<Callback>]) -> String {
+    let functions: Vec<String> = callbacks.iter().map(|callback| callback.key()).collect();
+    format!("{:016x} {}", digest.finish(), functions.join(" "))
 }
 
 fn operand<'py>(other: &Bound<'py, PyAny>) -> PyResult<PyRef<'py, Mask>> {
@@ -184,7 +202,7 @@ fn operand<'py>(other: &Bound<'py, PyAny>) -> PyResult<PyRef<'py, Mask>> {
 }
 
 /// A bias that is computed from positions.
-#[pyclass(frozen, module = "annulus._annulus")]
+#[pyclass(frozen, weakref, module = "annulus._annulus")]
 pub(crate) struct BiasFunction {
     function: Arc<dyn annulus::BiasFunction>,
     callbacks: Vec<Arc<Callback>>,
@@ -226,6 +244,12 @@ impl BiasFunction {
 
     fn __repr__(&self) -> String {
         format!("{:?}", self.function)
+    }
+
+    /// Text that is equal for the same biases, and of the same function while it lives.
+    #[getter]
+    fn key(&self) -> String {
+        key(self.function.fingerprint(Fingerprint::new()), &self.callbacks)
     }
 }
 

@@ -15,7 +15,7 @@ use annulus::{
     half::{bf16, f16},
     ndarray::{ArrayView4, Dimension, Ix2, Ix3, Ix4},
 };
-use annulus_core::Side;
+use annulus_core::{Choice, Side};
 use pyo3::{exceptions::PyRuntimeError, prelude::*, types::PyDict};
 
 use crate::{
@@ -32,6 +32,9 @@ enum Engine {
     #[cfg(feature = "mpi")]
     Rank(Box<annulus::Plan<Cpu>>),
 }
+
+/// Start, step and count of every run of rows.
+type PyRuns = Vec<(i64, i64, u64)>;
 
 /// Seconds, waiting seconds, bytes sent and bytes predicted of one rank.
 type PyReport = (f64, f64, u64, u64);
@@ -163,12 +166,12 @@ impl Plan {
     }
 
     /// Global query rows of this process.
-    fn q_rows(&self, py: Python<'_>) -> PyResult<Vec<(i64, i64, u64)>> {
+    fn q_rows(&self, py: Python<'_>) -> PyResult<PyRuns> {
         self.rows(py, Side::Q)
     }
 
     /// Global key rows of this process.
-    fn kv_rows(&self, py: Python<'_>) -> PyResult<Vec<(i64, i64, u64)>> {
+    fn kv_rows(&self, py: Python<'_>) -> PyResult<PyRuns> {
         self.rows(py, Side::Kv)
     }
 
@@ -244,7 +247,7 @@ impl Plan {
     }
 
     /// Rows as runs of start, step and count: all rows of a ring in this process.
-    fn rows(&self, py: Python<'_>, side: Side) -> PyResult<Vec<(i64, i64, u64)>> {
+    fn rows(&self, py: Python<'_>, side: Side) -> PyResult<PyRuns> {
         let guard = self.lock(py)?;
         let rows = match opened(guard.as_ref())? {
             Engine::Local(ring) => {
@@ -256,7 +259,7 @@ impl Plan {
             #[cfg(feature = "mpi")]
             Engine::Rank(plan) => plan.kv_rows().clone(),
         };
-        Ok(rows.runs().iter().map(|run| (run.start, run.step, run.count)).collect())
+        Ok(spelled_runs(&rows))
     }
 
     fn forward_of<T>(&self, py: Python<'_>, arrays: &Bound<'_, PyDict>) -> PyResult<Vec<PyReport>>
@@ -443,6 +446,35 @@ fn opened<T>(engine: Option<T>) -> PyResult<T> {
     engine.ok_or_else(|| PyRuntimeError::new_err("the plan is closed"))
 }
 
+/// Returns the given layout, or the one that the mask chooses for `ranks` ranks, and the query and
+/// key rows of `rank` in it. Plans nothing.
+#[pyfunction]
+pub(crate) fn shard(
+    py: Python<'_>,
+    config: Config<'_>,
+    lengths: Lengths,
+    ranks: usize,
+    rank: usize,
+) -> PyResult<(&'static str, PyRuns, PyRuns)> {
+    let (attention, _) = config.attention(py)?;
+    let dims = Dims::from(lengths);
+    let shard = py.detach(|| {
+        let spec = attention.spec(dims)?;
+        let layout = match attention.ring_options().layout {
+            Some(layout) => layout,
+            None => Choice::auto(&spec, ranks, None, None).layout,
+        };
+        layout.validate(dims.q_len, dims.kv_len, ranks)?;
+        let rows = |side, len| spelled_runs(&layout.shard(side, len, rank, ranks));
+        Ok((layout.name(), rows(Side::Q, dims.q_len), rows(Side::Kv, dims.kv_len)))
+    });
+    shard.map_err(|error| raise(py, &error))
+}
+
+fn spelled_runs(rows: &Runs) -> PyRuns {
+    rows.runs().iter().map(|run| (run.start, run.step, run.count)).collect()
+}
+
 fn spelled(report: &Report) -> PyReport {
     (report.seconds, report.waiting_seconds, report.bytes_sent, report.bytes_predicted)
 }
@@ -458,7 +490,7 @@ fn machine_threads(ranks: usize) -> usize {
 fn node_ranks(endpoint: &annulus::comm::mpi::Mpi) -> usize {
     use annulus_core::Control;
 
-    let places = endpoint.nodes().places();
-    let own = places.get(endpoint.rank()).map(|place| place.node);
-    places.iter().filter(|place| Some(place.node) == own).count()
+    let locations = endpoint.nodes().locations();
+    let own = locations.get(endpoint.rank()).map(|location| location.node);
+    locations.iter().filter(|location| Some(location.node) == own).count()
 }

@@ -199,6 +199,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("ring", {"layout": "diagonal"}, "layout"),
     ("ring", {"layout": ([[0]], [[0]]), "ranks": 1}, "layout"),
     ("ring", {"route": "left"}, "route"),
+    ("ring", {"kv_block_size": 0}, "kv_block_size"),
     ("ring", {"deadline": 0.1}, "deadline"),
     ("ring", {"comm": "world"}, "comm"),
     ("ring", {"fused_backward": True}, "fused_backward"),

@@ -1,0 +1,286 @@
+"""The definition of an attention, and the rows of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import _annulus, _arrays, _check
+from ._annulus import BiasFunction, Mask
+from ._errors import invalid
+
+if TYPE_CHECKING:
+    from ._plan import Plan
+
+Rows = Sequence[Sequence[int]]
+Numbers = npt.NDArray[np.int64]
+ALIGNMENTS = ("top_left", "bottom_right")
+BIAS_ORDERS = ("after_soft_cap", "before_soft_cap")
+PRECISIONS = ("highest", "high", "default")
+LAYOUTS = ("contiguous", "zigzag", "striped")
+ROUTES = ("relay_up", "relay_down", "direct")
+BACKWARD_MODES = ("one_pass", "two_pass")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """The definition of one attention, without its tensors: full attention, then one parameter a
+    field. i' and j' are the positions of a query and a key.
+
+    Attributes:
+        causal: Visible only if j' ≤ i'.
+        sliding_window: (left, right): visible only if i' − left ≤ j' ≤ i' + right. None opens a
+            side; one integer stands for both sides.
+        attention_sink_size: Number of first keys that are exempt from the sliding window.
+        chunk_size: Chunked causal attention: visible only if ⌊i'/size⌋ = ⌊j'/size⌋ and j' ≤ i'.
+        prefix_len: Prefix-LM: visible only if j' < prefix_len or j' ≤ i'.
+        mask: One more condition, of ``annulus.masks``.
+        alignment: ``top_left``: query i has position i. ``bottom_right``: i + kv_len − q_len.
+        softmax_scale: Factor of ⟨q, k⟩. Default: 1/√head_dim.
+        logits_soft_cap: cap · tanh(x / cap), with cap above 0.
+        bias_function: A bias of ``annulus.biases``.
+        bias_order: ``after_soft_cap`` or ``before_soft_cap``: the order of bias and soft cap.
+        normalize_output: False leaves out the division by the sum, and returns max and sum too.
+        dropout_prob: Probability with which an attention probability is dropped, below 1.
+        dropout_seed: Seed of dropout, an unsigned 64-bit number. Default: 0.
+        logits_dtype: ⟨q, k⟩ is rounded to it before scale, bias and cap. Default: none.
+        precision: ``highest``, ``high`` or ``default``: rounding of products that is permitted.
+            Default: ``highest``, which permits none.
+    """
+
+    causal: bool = False
+    sliding_window: int | tuple[int | None, int | None] | None = None
+    attention_sink_size: int = 0
+    chunk_size: int | None = None
+    prefix_len: int | None = None
+    mask: Mask | None = None
+    alignment: str = "top_left"
+    softmax_scale: float | None = None
+    logits_soft_cap: float | None = None
+    bias_function: BiasFunction | None = None
+    bias_order: str = "after_soft_cap"
+    normalize_output: bool = True
+    dropout_prob: float = 0.0
+    dropout_seed: int | None = None
+    logits_dtype: Any = None
+    precision: Any = None
+
+    def __post_init__(self) -> None:
+        self._config()
+
+    def plan(self, **arguments: Any) -> Plan:
+        """Plans this attention: ``Plan(self, **arguments)``."""
+        # that module imports this one
+        from ._plan import Plan
+
+        return Plan(self, **arguments)
+
+    def shard(
+        self,
+        q_len: int,
+        *,
+        ranks: int | None = None,
+        rank: int | None = None,
+        comm: Any = None,
+        kv_len: int | None = None,
+        batch: int = 1,
+        q_heads: int = 1,
+        layout: str | tuple[Rows, Rows] | None = None,
+    ) -> Shard:
+        """Returns the rows of one rank, before there are tensors or a plan. Local: no rank waits.
+
+        The layout of the result is given to ``ring_attention`` or ``Plan``, which then use the same
+        rows.
+
+        Args:
+            q_len, kv_len: Rows of the whole sequence. Default of kv_len: q_len.
+            ranks, rank: Number of ranks, and the one whose rows are returned.
+            comm: An mpi4py communicator, in place of ranks and rank.
+            batch, q_heads: Lengths that a mask of each batch row or head is made for.
+            layout: ``contiguous``, ``zigzag``, ``striped``, or the rows of every rank as (query
+                rows, key rows). Default: chosen by the mask.
+        """
+        if comm is not None:
+            for name, value in (("ranks", ranks), ("rank", rank)):
+                if value is not None:
+                    raise invalid(name, value, "None, since comm has its own")
+            ranks, rank = comm.size, comm.rank
+        ranks = _check.integer("ranks", ranks, least=1)
+        rank = _check.integer("rank", rank)
+        if rank >= ranks:
+            raise invalid("rank", rank, f"a rank below {ranks}")
+        rows = lengths(
+            batch=batch,
+            q_len=q_len,
+            kv_len=kv_len,
+            q_heads=q_heads,
+            kv_heads=None,
+            head_dim=1,
+            value_dim=None,
+        )
+        name, q_runs, kv_runs = _annulus.shard(config(self, rows, layout=layout), rows, ranks, rank)
+        q_rows, kv_rows = spelled_runs(q_runs), spelled_runs(kv_runs)
+        shift = rows["kv_len"] - rows["q_len"] if self.alignment == "bottom_right" else 0
+        return Shard(
+            layout=name if layout is None or isinstance(layout, str) else layout,
+            rank=rank,
+            ranks=ranks,
+            q_len=rows["q_len"],
+            kv_len=rows["kv_len"],
+            q_rows=q_rows,
+            kv_rows=kv_rows,
+            q_positions=q_rows + shift,
+            kv_positions=kv_rows,
+        )
+
+    def _config(self) -> dict[str, Any]:
+        """Returns the checked parameters, as the extension module reads them."""
+        left, right = _check.window(self.sliding_window)
+        for name, value, kind in (
+            ("mask", self.mask, Mask),
+            ("bias_function", self.bias_function, BiasFunction),
+        ):
+            if value is not None and not isinstance(value, kind):
+                raise invalid(name, repr(value), f"one of annulus.{name.split('_')[0]} objects")
+        logits = self.logits_dtype
+        # names of NumPy, members of jax.lax.Precision
+        precision = getattr(self.precision, "name", self.precision)
+        precision = "highest" if precision is None else str(precision).lower()
+        return {
+            "causal": _check.boolean("causal", self.causal),
+            "window_left": left,
+            "window_right": right,
+            "attention_sink_size": _check.integer("attention_sink_size", self.attention_sink_size),
+            "chunk_size": _check.integer_or_none("chunk_size", self.chunk_size, least=1),
+            "prefix_len": _check.integer_or_none("prefix_len", self.prefix_len),
+            "mask": self.mask,
+            "alignment": _check.choice("alignment", self.alignment, ALIGNMENTS),
+            "softmax_scale": _check.number_or_none("softmax_scale", self.softmax_scale),
+            "logits_soft_cap": _check.number_or_none("logits_soft_cap", self.logits_soft_cap),
+            "bias_function": self.bias_function,
+            "bias_order": _check.choice("bias_order", self.bias_order, BIAS_ORDERS),
+            "normalize_output": _check.boolean("normalize_output", self.normalize_output),
+            "dropout_prob": _check.number("dropout_prob", self.dropout_prob),
+            "dropout_seed": _check.integer_or_none("dropout_seed", self.dropout_seed) or 0,
+            "logits_dtype": None if logits is None else _arrays.dtype_name("logits_dtype", logits),
+            "precision": _check.choice("precision", precision, PRECISIONS),
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """Rows of one rank, as ``Attention.shard`` returns them.
+
+    Attributes:
+        layout: Layout that assigns these rows, for ``layout=`` of ``ring_attention`` and ``Plan``.
+        rank, ranks: The rank, and the number of ranks.
+        q_len, kv_len: Rows of the whole sequence.
+        q_rows, kv_rows: Row numbers in the whole sequence, in the order of the rank's tensors.
+        q_positions, kv_positions: Positions of these rows, for rotary embeddings: what masks
+            compare, unless ``cum_seqlens`` or explicit positions say otherwise.
+    """
+
+    layout: str | tuple[Rows, Rows]
+    rank: int
+    ranks: int
+    q_len: int
+    kv_len: int
+    q_rows: Numbers
+    kv_rows: Numbers
+    q_positions: Numbers
+    kv_positions: Numbers
+
+
+def lengths(
+    *,
+    batch: int,
+    q_len: int,
+    q_heads: int,
+    head_dim: int,
+    kv_len: int | None,
+    kv_heads: int | None,
+    value_dim: int | None,
+) -> dict[str, int]:
+    """Returns the checked lengths of the whole tensors, as the extension module reads them."""
+    given = {
+        "batch": batch,
+        "q_len": q_len,
+        "kv_len": q_len if kv_len is None else kv_len,
+        "q_heads": q_heads,
+        "kv_heads": q_heads if kv_heads is None else kv_heads,
+        "head_dim": head_dim,
+        "value_dim": head_dim if value_dim is None else value_dim,
+    }
+    return {name: _check.integer(name, value) for name, value in given.items()}
+
+
+def config(
+    attention: Attention,
+    lengths: dict[str, int],
+    *,
+    dtype: str = "float32",
+    bias_shape: Sequence[int] | None = None,
+    softmax_aux_shape: Sequence[int] | None = None,
+    layout: str | tuple[Rows, Rows] | None = None,
+    route: str | None = None,
+    kv_block_size: int | None = None,
+    deadline: float | None = None,
+    backward_mode: str = "one_pass",
+    forward_only: bool = False,
+    local_gradients: bool = False,
+) -> dict[str, Any]:
+    """Returns the checked parameters of a plan, as the extension module reads them."""
+    return {
+        **attention._config(),
+        "dtype": dtype,
+        "bias": _bias_shape(bias_shape),
+        "softmax_aux": _sinks(softmax_aux_shape, lengths["q_heads"]),
+        "layout": checked_layout(layout),
+        "route": None if route is None else _check.choice("route", route, ROUTES),
+        "kv_block_size": _check.integer_or_none("kv_block_size", kv_block_size, least=1),
+        "deadline": _check.number_or_none("deadline", deadline),
+        "backward_mode": _check.choice("backward_mode", backward_mode, BACKWARD_MODES),
+        "forward_only": _check.boolean("forward_only", forward_only),
+        "local_gradients": _check.boolean("local_gradients", local_gradients),
+    }
+
+
+def spelled_runs(runs: list[tuple[int, int, int]]) -> Numbers:
+    parts = [start + step * np.arange(count, dtype=np.int64) for start, step, count in runs]
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def _bias_shape(shape: Sequence[int] | None) -> list[int] | None:
+    if shape is None:
+        return None
+    if len(shape) != 4:
+        want = "4: [batch or 1, q_heads or 1, q_len or 1, kv_len or 1]"
+        raise invalid("bias", f"{len(shape)} axes", want)
+    return [_check.integer("bias", length) for length in shape]
+
+
+def _sinks(shape: Sequence[int] | None, q_heads: int) -> tuple[bool, int] | None:
+    if shape is None:
+        return None
+    if len(shape) not in (1, 2):
+        want = "[sinks] shared by all heads, or [q_heads, sinks]"
+        raise invalid("softmax_aux", f"{len(shape)} axes", want)
+    if len(shape) == 2 and shape[0] != q_heads:
+        raise invalid("softmax_aux", f"{shape[0]} rows", f"{q_heads}, one for each query head")
+    return len(shape) == 2, _check.integer("softmax_aux", shape[-1])
+
+
+def checked_layout(layout: Any) -> Any:
+    if layout is None or isinstance(layout, str):
+        return None if layout is None else _check.choice("layout", layout, LAYOUTS)
+    want = "a name, or (query rows, key rows) of every rank"
+    if not isinstance(layout, (tuple, list)) or len(layout) != 2:
+        raise invalid("layout", repr(layout), want)
+    return tuple(
+        [[_check.integer("layout", row, least=None) for row in rows] for rows in side]
+        for side in layout
+    )

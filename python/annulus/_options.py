@@ -1,0 +1,83 @@
+"""The options of a call as text, for operators whose arguments have simple types only.
+
+Masks, bias functions and communicators are objects. The text has their keys, and a table of weak
+references finds them again, so that it keeps nothing alive: the caller does, or a cached plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import weakref
+from typing import Any
+
+from . import _check
+from ._attention import ROUTES, Attention, checked_layout
+from ._calls import Call
+from ._errors import invalid
+
+_objects: dict[str, list[weakref.ref[Any]]] = {}
+"""Living objects of each key. Any of them serves for all."""
+
+
+def spelled(call: Call) -> str:
+    """Returns the checked options of a call as text. Equal texts are the same options.
+
+    The seed of dropout is left out: it may change in every call, and is an argument of its own.
+    """
+    checked = call.attention._config()
+    left, right = checked.pop("window_left"), checked.pop("window_right")
+    attention = {**checked, "sliding_window": (left, right)}
+    del attention["dropout_seed"]
+    for name in ("mask", "bias_function"):
+        given = attention[name]
+        if given is not None:
+            attention[name] = _key(f"{name} {given.key}", given)
+    route, one_pass = call.route, call.fused_backward
+    options = {
+        "ranks": _check.integer_or_none("ranks", call.ranks, least=1),
+        "comm": None if call.comm is None else _key(f"comm {id(call.comm)}", call.comm),
+        "layout": checked_layout(call.layout),
+        "route": None if route is None else _check.choice("route", route, ROUTES),
+        "kv_block_size": _check.integer_or_none("kv_block_size", call.kv_block_size, least=1),
+        "threads": _check.integer_or_none("threads", call.threads, least=1),
+        "deadline": _check.number_or_none("deadline", call.deadline),
+        "fused_backward": None if one_pass is None else _check.boolean("fused_backward", one_pass),
+    }
+    assert options.keys() | {"attention"} == {field.name for field in dataclasses.fields(Call)}
+    return json.dumps({"attention": attention, **options})
+
+
+def read(text: str, dropout_seed: int | None) -> Call:
+    """Returns the call of a text."""
+    options = json.loads(text)
+    attention = options.pop("attention")
+    for name in ("mask", "bias_function"):
+        attention[name] = _found(name, attention[name])
+    options["comm"] = _found("comm", options["comm"])
+    return Call(Attention(**attention, dropout_seed=dropout_seed), **options)
+
+
+def _key(key: str, value: Any) -> str:
+    living = _objects.setdefault(key, [])
+    if all(reference() is not value for reference in living):
+        living.append(weakref.ref(value, lambda reference: _forget(key, reference)))
+    return key
+
+
+def _forget(key: str, reference: weakref.ref[Any]) -> None:
+    living = _objects[key]
+    living.remove(reference)
+    if not living:
+        del _objects[key]
+
+
+def _found(name: str, key: str | None) -> Any:
+    if key is None:
+        return None
+    for reference in _objects.get(key, []):
+        value = reference()
+        if value is not None:
+            return value
+    want = "one that lives until the backward pass"
+    raise invalid(name, "an object that was freed since the call", want)

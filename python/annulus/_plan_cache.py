@@ -1,0 +1,202 @@
+"""Plans that calls of torch reuse: those of the forward pass in the backward pass, of one layer in
+the next, of one step in the next.
+
+A plan is taken out of the cache while a pass runs, so that two threads never share one. Over a
+communicator all ranks agree, in one all-gather before each pass, on the plan that they reuse;
+without agreement they plan anew, together.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ._calls import Call, RankRows, Shapes, Tensors
+from ._errors import Error
+from ._plan import Plan, batch_arrays, gathered
+
+CAPACITY = 8
+"""Plans that are kept of this process, and of each communicator. Each keeps its buffers. A model
+has a few kinds of layers, of which forward and backward share one plan.
+"""
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+@dataclass
+class Cached:
+    """A plan, and what has to be known of it to reuse it.
+
+    Attributes:
+        serial: Number of the plan among those of its cache, equal on all ranks.
+        objects: Masks and functions whose identity is a part of the key: they live as long.
+        batch: Batch that the plan was last adapted to.
+    """
+
+    plan: Plan
+    serial: int
+    objects: tuple[Any, ...]
+    batch: Arrays = field(default_factory=dict)
+
+
+class PlanCache:
+    """Idle plans, the least recently used one first."""
+
+    def __init__(self) -> None:
+        self._idle: OrderedDict[Hashable, Cached] = OrderedDict()
+        self._lock = threading.Lock()
+        self._made = 0
+
+    def take(self, key: Hashable) -> Cached | None:
+        """Removes a plan and returns it."""
+        with self._lock:
+            return self._idle.pop(key, None)
+
+    def give(self, key: Hashable, cached: Cached) -> None:
+        """Adds an idle plan, and closes the least recently used one if there are too many."""
+        with self._lock:
+            closing = [self._idle.pop(key, None)]
+            self._idle[key] = cached
+            if len(self._idle) > CAPACITY:
+                closing.append(self._idle.popitem(last=False)[1])
+        for old in closing:
+            if old is not None:
+                old.plan.close()
+
+    def next_serial(self) -> int:
+        """Returns the number of a new plan."""
+        with self._lock:
+            self._made += 1
+            return self._made
+
+    def clear(self) -> None:
+        """Closes all idle plans."""
+        with self._lock:
+            closing = list(self._idle.values())
+            self._idle.clear()
+        for old in closing:
+            old.plan.close()
+
+    def __len__(self) -> int:
+        return len(self._idle)
+
+
+_local = PlanCache()
+_of_communicators: dict[int, PlanCache] = {}
+
+
+def cache_of(comm: Any) -> PlanCache:
+    """Returns the cache of a communicator, which ends with it, or that of this process."""
+    if comm is None:
+        return _local
+    name = id(comm)
+    if name not in _of_communicators:
+        cache = _of_communicators[name] = PlanCache()
+        weakref.finalize(comm, _drop, name, cache)
+    return _of_communicators[name]
+
+
+def _drop(name: int, cache: PlanCache) -> None:
+    if _of_communicators.get(name) is cache:
+        del _of_communicators[name]
+    cache.clear()
+
+
+def clear() -> None:
+    """Closes all idle plans."""
+    for cache in (_local, *_of_communicators.values()):
+        cache.clear()
+
+
+@dataclass(frozen=True)
+class _RankState:
+    """What a rank tells the others before a pass."""
+
+    rows: RankRows
+    serial: int | None
+    """Number of the cached plan that fits its arguments."""
+    is_adapted: bool
+    """True if that plan is adapted to its batch already."""
+    has_batch: bool
+
+
+@contextmanager
+def plan_for(
+    options: Hashable, call: Call, tensors: Tensors, batch: dict[str, Any], *, forward_only: bool
+) -> Iterator[Plan]:
+    """Lends a plan that is adapted to a batch; with a communicator, collectively.
+
+    Args:
+        options: Key of the options of the call, for which equal keys are the same options.
+        call, tensors, batch, forward_only: As for ``plan_of``.
+    """
+    cache = cache_of(call.comm)
+    key, cached, arrays = _take(cache, options, call, tensors, batch, forward_only)
+    try:
+        if arrays is not None:
+            cached.plan.update(**arrays)
+            cached.batch = {name: array.copy() for name, array in arrays.items()}
+        yield cached.plan
+    except BaseException as error:
+        # an interrupt ends the plan too
+        if isinstance(error, Error) and not error.is_fatal:
+            cache.give(key, cached)
+        else:
+            cached.plan.close()
+        raise
+    cache.give(key, cached)
+
+
+def _take(
+    cache: PlanCache,
+    options: Hashable,
+    call: Call,
+    tensors: Tensors,
+    batch: dict[str, Any],
+    forward_only: bool,
+) -> tuple[Hashable, Cached, Arrays | None]:
+    """Returns key and plan of a call, and the batch that the plan is yet to be adapted to."""
+    prepared: list[tuple[Shapes, Arrays]] = []
+    found: list[Cached] = []
+
+    def key() -> Hashable:
+        return options, prepared[0][0], forward_only
+
+    def prepare() -> _RankState:
+        prepared.append((Shapes.of(*tensors), batch_arrays(batch)))
+        shapes, arrays = prepared[0]
+        cached = cache.take(key())
+        if cached is None:
+            return _RankState(shapes.rows, None, False, bool(arrays))
+        found.append(cached)
+        return _RankState(shapes.rows, cached.serial, _same(cached.batch, arrays), bool(arrays))
+
+    try:
+        told = gathered(call.comm, prepare)
+    except BaseException:
+        for cached in found:
+            cache.give(key(), cached)
+        raise
+    shapes, arrays = prepared[0]
+    if found and all(state.serial == found[0].serial for state in told):
+        adapted = all(state.is_adapted for state in told)
+        return key(), found[0], None if adapted else arrays
+    for cached in found:
+        cache.give(key(), cached)
+    plan = call.plan(shapes, [state.rows for state in told], forward_only=forward_only)
+    objects = (call.attention.mask, call.attention.bias_function)
+    made = Cached(plan, cache.next_serial(), objects)
+    return key(), made, arrays if any(state.has_batch for state in told) else None
+
+
+def _same(one: Arrays, other: Arrays) -> bool:
+    return one.keys() == other.keys() and all(
+        np.array_equal(array, other[name]) for name, array in one.items()
+    )

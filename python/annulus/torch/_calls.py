@@ -1,0 +1,152 @@
+"""``flash_attention`` and ``ring_attention`` of torch tensors, in a form that ``torch.compile`` can
+trace.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from .. import _calls, _check, _options, _plan_cache
+from .._arrays import check_memory
+from .._calls import BATCH, TENSORS, Arguments, Call
+from .._errors import invalid, unsupported
+from .._plan import agreed, check_communicator
+from . import _ops
+
+_FLASH = inspect.signature(_calls.flash_attention).parameters
+_RING = inspect.signature(_calls.ring_attention).parameters
+_DEFAULTS = {
+    function: {name: parameter.default for name, parameter in parameters.items()}
+    for function, parameters in (("flash_attention", _FLASH), ("ring_attention", _RING))
+}
+_POSITIONAL = {
+    function: tuple(
+        name
+        for name, parameter in parameters.items()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    )
+    for function, parameters in (("flash_attention", _FLASH), ("ring_attention", _RING))
+}
+
+
+def flash_attention(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+    """Computes ``annulus.flash_attention``, which defines the parameters, on torch tensors.
+
+    Args:
+        query: ``[batch, q_len, q_heads, head_dim]``.
+        key: ``[batch, kv_len, kv_heads, head_dim]``.
+        value: ``[batch, kv_len, kv_heads, value_dim]``.
+        dropout_seed: As there, or a tensor of one integer.
+
+    Returns:
+        out, ``[batch, q_len, q_heads, value_dim]``, or a tuple, as ``annulus.flash_attention``.
+    """
+    return attend(_bound("flash_attention", (query, key, value, *args), options))
+
+
+def ring_attention(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+    """Computes ``annulus.ring_attention``, which defines the parameters, on torch tensors.
+
+    With ``comm`` every rank runs its backward pass too, in the same order.
+
+    Args:
+        query: ``[batch, q_len, q_heads, head_dim]``; with comm, q_len counts this rank's rows.
+        key: ``[batch, kv_len, kv_heads, head_dim]``.
+        value: ``[batch, kv_len, kv_heads, value_dim]``.
+        dropout_seed: As there, or a tensor of one integer.
+
+    Returns:
+        out, ``[batch, q_len, q_heads, value_dim]``, or a tuple, as ``annulus.ring_attention``.
+    """
+    return attend(_bound("ring_attention", (query, key, value, *args), options))
+
+
+def clear_plans() -> None:
+    """Frees the plans that calls of torch keep for later calls.
+
+    With plans over a communicator it waits at most a second for the other ranks.
+    """
+    _plan_cache.clear()
+
+
+def attend(given: Arguments) -> Any:
+    """Computes a call from all arguments of ``flash_attention`` or ``ring_attention``."""
+    if given.get("comm") is not None:
+        return _attend_over_ranks(given)
+    return _run(given, _prepare(given))
+
+
+@torch.compiler.disable
+def _attend_over_ranks(given: Arguments) -> Any:
+    # a compiler may change the order of calls, and not on all ranks alike
+    check_communicator(given["comm"])
+    return _run(given, agreed(given["comm"], lambda: _prepare(given)))
+
+
+def _prepare(given: Arguments) -> tuple[Any, ...]:
+    """Returns the inputs of the operator, all but ``forward_only``."""
+    tensors = [_tensor(name, given[name]) for name in TENSORS]
+    batch = [None if given[name] is None else torch.as_tensor(given[name]) for name in BATCH]
+    seed = _seed(given["dropout_seed"])
+    names = [name for name in given if name not in TENSORS + BATCH and name != "dropout_seed"]
+    text = _spelled(given["query"].dtype, **{name: given[name] for name in names})
+    # a seed without dropout is no reason for another plan
+    return *tensors, *batch, seed if given["dropout_prob"] else None, text
+
+
+def _run(given: Arguments, inputs: tuple[Any, ...]) -> Any:
+    tensors = inputs[: len(TENSORS)]
+    has_gradient = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in tensors
+    )
+    if has_gradient and given["return_max_sum"]:
+        raise unsupported("return_max_sum", "max and sum have no gradient in torch")
+    results = _ops.attend(*inputs, not has_gradient)
+    return _calls.chosen(given, results)
+
+
+def _bound(function: str, args: tuple[Any, ...], options: Arguments) -> Arguments:
+    """Returns all arguments of a function by name, as Python binds them."""
+    names = _POSITIONAL[function]
+    if len(args) > len(names):
+        message = f"{function}() takes {len(names)} positional arguments, got {len(args)}"
+        raise TypeError(message)
+    given = dict(zip(names[: len(args)], args, strict=True))
+    for name in options:
+        if name not in _DEFAULTS[function]:
+            raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")
+        if name in given:
+            raise TypeError(f"{function}() got multiple values for argument '{name}'")
+    return {**_DEFAULTS[function], **given, **options}
+
+
+def _tensor(name: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        check_memory(name, value)
+        return value
+    if name in ("query", "key", "value"):
+        raise invalid(name, f"a {type(value).__name__}", "a torch tensor")
+    return None if value is None else torch.as_tensor(value)
+
+
+def _seed(given: Any) -> Any:
+    """Returns the seed of dropout as a tensor of int64, which has the bits of the seed."""
+    if given is None or isinstance(given, torch.Tensor):
+        return given
+    # an integer that the compiler traces is not checked further: it is one of 64 bits
+    if isinstance(given, bool) or not isinstance(given, int):
+        given = _check.integer("dropout_seed", given)
+    if not 0 <= given <= _check.LARGEST:
+        raise invalid("dropout_seed", given, "an integer of 64 bits, at least 0")
+    return torch.full((), given - 2**64 if given >= 2**63 else given, dtype=torch.int64)
+
+
+@torch.compiler.assume_constant_result
+def _spelled(query_dtype: Any, **options: Any) -> str:
+    """Checks the options of a call and returns them as text. A compiler calls it as it traces."""
+    _calls.check_returns(options)
+    dtype = str(query_dtype).removeprefix("torch.")
+    return _options.spelled(Call.of({**options, "dropout_seed": None}, lambda: dtype))

@@ -1,0 +1,109 @@
+"""The rows of ranks before there is a plan, and the size of messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import random
+
+import annulus
+
+CUSTOM = ([[4, 0, 2], [1, 3, 5, 6]], [[0, 1, 2, 3], [6, 5, 4]])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", None])
+@pytest.mark.parametrize("lengths", [(0, 4), (2, 7), (64, 64), (113, 203)])
+def test_ranks_share_all_rows(ranks: int, layout: str | None, lengths: tuple[int, int]) -> None:
+    q_len, kv_len = lengths
+    attention = annulus.Attention(causal=True, alignment="bottom_right")
+    shards = [
+        attention.shard(q_len, kv_len=kv_len, ranks=ranks, rank=rank, layout=layout)
+        for rank in range(ranks)
+    ]
+    for name, length in (("q_rows", q_len), ("kv_rows", kv_len)):
+        rows = np.concatenate([getattr(shard, name) for shard in shards])
+        assert (np.sort(rows) == np.arange(length)).all()
+    for rank, shard in enumerate(shards):
+        assert (shard.rank, shard.ranks, shard.q_len, shard.kv_len) == (rank, ranks, *lengths)
+        assert shard.layout == (layout or shards[0].layout)
+        assert (shard.q_positions == shard.q_rows + kv_len - q_len).all()
+        assert (shard.kv_positions == shard.kv_rows).all()
+
+
+def test_rows_of_each_layout() -> None:
+    def rows(layout: Any, ranks: int, length: int) -> list[list[int]]:
+        attention = annulus.Attention()
+        shards = (attention.shard(length, ranks=ranks, rank=i, layout=layout) for i in range(ranks))
+        return [shard.q_rows.tolist() for shard in shards]
+
+    assert rows("contiguous", 2, 7) == [[0, 1, 2], [3, 4, 5, 6]]
+    assert rows("zigzag", 2, 8) == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert rows("striped", 2, 7) == [[0, 2, 4, 6], [1, 3, 5]]
+    assert rows(CUSTOM, 2, 7) == CUSTOM[0]
+
+
+def test_the_default_layout_depends_on_the_mask() -> None:
+    def layout(**mask: Any) -> Any:
+        return annulus.Attention(**mask).shard(4096, ranks=4, rank=0).layout
+
+    assert layout() == "contiguous" != layout(causal=True)
+    plan = annulus.Attention(causal=True).plan(
+        batch=1, q_len=4096, q_heads=1, head_dim=4, ranks=4, threads=1
+    )
+    assert layout(causal=True) == plan.layout
+
+
+def test_a_custom_layout_is_given_back() -> None:
+    shard = annulus.Attention().shard(7, ranks=2, rank=1, layout=CUSTOM)
+    assert shard.layout == CUSTOM and shard.kv_rows.tolist() == [6, 5, 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [
+        ({"ranks": 0, "rank": 0}, "ranks"),
+        ({"ranks": 2, "rank": 2}, "rank"),
+        ({"ranks": 2}, "rank"),
+        ({"rank": 0}, "ranks"),
+        ({"ranks": 2, "rank": 0, "layout": "odd"}, "layout"),
+        ({"ranks": 3, "rank": 0, "layout": CUSTOM}, "layout"),
+        ({"ranks": 2, "rank": 0, "kv_len": -1}, "kv_len"),
+    ],
+)
+def test_wrong_arguments_are_named(options: dict[str, Any], argument: str) -> None:
+    with pytest.raises(annulus.InvalidArgument) as caught:
+        annulus.Attention().shard(7, **options)
+    assert caught.value.argument == argument
+
+
+def test_the_size_of_messages_changes_their_number_only() -> None:
+    x = random(1, 700, 2, 8, dtype="f8")
+    reports, outs = [], []
+    for rows in (None, 64, 10**6):
+        with annulus.Attention(causal=True).plan(
+            batch=1,
+            q_len=700,
+            q_heads=2,
+            head_dim=8,
+            dtype="float64",
+            ranks=2,
+            threads=1,
+            kv_block_size=rows,
+            layout="contiguous",
+        ) as plan:
+            forward = plan.forward(x, x, x)
+        outs.append(forward.out)
+        reports.append([report.bytes_sent for report in forward.reports])
+    assert (outs[0] == outs[1]).all()
+    assert abs(outs[0] - outs[2]).max() < 1e-14
+    assert reports[0] == reports[1] == reports[2]
+    ring = annulus.ring_attention(x, x, x, causal=True, ranks=2, threads=1, kv_block_size=10**6)
+    assert abs(ring - outs[0]).max() < 1e-14
+    for wrong in (0, 1.5, "64", -1):
+        with pytest.raises(annulus.InvalidArgument, match="kv_block_size"):
+            annulus.ring_attention(x, x, x, ranks=2, kv_block_size=wrong)
+    with pytest.raises(annulus.Unsupported, match="key_chunk_size.*kv_block_size"):
+        annulus.ring_attention(x, x, x, ranks=2, key_chunk_size=64)

@@ -1,0 +1,244 @@
+"""scaled_dot_product_attention against that of torch, and the interface of transformers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from helpers import random
+from test_mpi import launch, needs_mpi
+
+import annulus
+
+torch = pytest.importorskip("torch")
+
+import annulus.torch  # noqa: E402  (imports torch)
+
+F = torch.nn.functional
+L, S = 9, 13
+
+
+def tensor(*shape: int, seed: int) -> Any:
+    return torch.tensor(random(*shape, seed=seed, dtype="f8"), requires_grad=True)
+
+
+def qkv(q_heads: int = 4, kv_heads: int = 4) -> tuple[Any, Any, Any]:
+    return (
+        tensor(2, q_heads, L, 8, seed=1),
+        tensor(2, kv_heads, S, 8, seed=2),
+        tensor(2, kv_heads, S, 5, seed=3),
+    )
+
+
+MASK = torch.tensor(random(2, 1, L, S, seed=7)) > 0
+MASK[..., 0] = True
+CASES: dict[str, Any] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.7},
+    "pairs": {"attn_mask": MASK[0, 0]},
+    "padding": {"attn_mask": MASK[:, :, :1]},
+    "batch": {"attn_mask": MASK},
+    "row of scores": {"attn_mask": tensor(S, seed=5)},
+    "bias": {"attn_mask": tensor(2, 4, L, S, seed=6)},
+    "shared bias": {"attn_mask": tensor(1, 4, 1, S, seed=6), "scale": 0.2},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_results_and_gradients_are_those_of_torch(name: str, kv_heads: int) -> None:
+    inputs, options = qkv(kv_heads=kv_heads), {**CASES[name], "enable_gqa": kv_heads == 2}
+    given = [*inputs]
+    mask = options.get("attn_mask")
+    if mask is not None and mask.requires_grad:
+        given.append(mask)
+    results = []
+    for function in (annulus.torch.scaled_dot_product_attention, F.scaled_dot_product_attention):
+        out = function(*inputs, **options)
+        weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+        results.append([out, *torch.autograd.grad((out * weights).sum(), given)])
+    assert len(results[0]) == 1 + len(given)
+    for got, want in zip(*results, strict=True):
+        assert got.shape == want.shape and torch.allclose(got, want, atol=1e-12)
+
+
+def test_dropout_follows_the_generator_of_torch() -> None:
+    inputs = qkv()
+
+    def run(seed: int, p: float = 0.5) -> Any:
+        torch.manual_seed(seed)
+        return annulus.torch.scaled_dot_product_attention(*inputs, dropout_p=p)
+
+    assert torch.equal(run(1), run(1)) and not torch.allclose(run(1), run(2))
+    torch.manual_seed(1)
+    one, two = (
+        annulus.torch.scaled_dot_product_attention(*inputs, dropout_p=0.5) for _ in range(2)
+    )
+    assert torch.equal(one, run(1)) and not torch.allclose(one, two)
+    mean = sum(run(seed) for seed in range(300)) / 300
+    assert abs(mean - run(0, 0.0)).mean() < 0.05
+
+
+def test_it_compiles_without_a_graph_break() -> None:
+    q, k, v = qkv()
+
+    def model(q: Any) -> Any:
+        return annulus.torch.scaled_dot_product_attention(q * 2, k, v, MASK, dropout_p=0.5)
+
+    torch.manual_seed(3)
+    want = model(q)
+    torch.manual_seed(3)
+    assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(q), want)
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [
+        ({"attn_mask": MASK, "is_causal": True}, "is_causal"),
+        ({"is_causal": 1}, "is_causal"),
+        ({"dropout_p": 1.0}, "dropout_p"),
+        ({"scale": float("inf")}, "softmax_scale"),
+        ({"attn_mask": MASK.int()}, "attn_mask"),
+        ({"attn_mask": MASK[..., :-1]}, "attn_mask"),
+        ({"attn_mask": MASK[None]}, "attn_mask"),
+    ],
+)
+def test_wrong_arguments_are_named(options: dict[str, Any], argument: str) -> None:
+    with pytest.raises(annulus.InvalidArgument) as caught:
+        annulus.torch.scaled_dot_product_attention(*qkv(), **options)
+    assert caught.value.argument == argument
+
+
+def test_wrong_shapes_are_named() -> None:
+    q, k, v = qkv(kv_heads=2)
+    with pytest.raises(annulus.InvalidArgument, match="enable_gqa"):
+        annulus.torch.scaled_dot_product_attention(q, k, v)
+    with pytest.raises(annulus.Unsupported, match="key.*3 axes"):
+        annulus.torch.scaled_dot_product_attention(q, k[0], v)
+
+
+MODULE = SimpleNamespace(is_causal=True)
+
+
+def test_a_layer_of_transformers() -> None:
+    q, k, v = (tensor(2, heads, L, 8, seed=heads) for heads in (4, 2, 1))
+    v = k * 2
+    sinks = tensor(4, seed=4)
+    padding = torch.ones(2, L, dtype=torch.int64)
+    padding[1, :3] = 0
+    out, weights = annulus.torch.attention_forward(
+        MODULE,
+        q,
+        k,
+        v,
+        padding,
+        scaling=0.3,
+        sliding_window=4,
+        softcap=2.0,
+        s_aux=sinks,
+        use_cache=False,
+        output_attentions=False,
+    )
+    want = annulus.torch.flash_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        q_segment_ids=padding - 1,
+        softmax_scale=0.3,
+        causal=True,
+        sliding_window=(3, 0),
+        logits_soft_cap=2.0,
+        softmax_aux=sinks[:, None],
+    )
+    assert weights is None and torch.equal(out, want)
+    # a cache: the queries are the last tokens
+    last, _ = annulus.torch.attention_forward(MODULE, q[:, :, -2:], k, v, None, is_causal=True)
+    full, _ = annulus.torch.attention_forward(MODULE, q, k, v, None)
+    assert torch.allclose(last, full[:, -2:], atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [
+        ({"output_attentions": True}, "output_attentions"),
+        ({"head_mask": torch.ones(1)}, "head_mask"),
+        ({"attention_mask": torch.zeros(2, 1, L, L)}, "attention_mask"),
+        ({"is_causal": False, "sliding_window": 3}, "sliding_window"),
+        ({"position_ids": torch.arange(L)[None] % 5}, "position_ids"),
+        ({"dropout": 1.5}, "dropout"),
+        ({"attention_mask": annulus.torch.MaskPattern(True, 3), "sliding_window": 4}, "sliding"),
+        ({"attention_mask": annulus.torch.MaskPattern(True), "is_causal": False}, "is_causal"),
+    ],
+)
+def test_arguments_of_a_layer_are_never_ignored(options: dict[str, Any], argument: str) -> None:
+    q = tensor(2, 4, L, 8, seed=1)
+    with pytest.raises(annulus.Error, match=argument):
+        annulus.torch.attention_forward(MODULE, q, q, q, **options)
+    chunked = SimpleNamespace(
+        layer_idx=1, config=SimpleNamespace(layer_types=["full_attention", "chunked_attention"])
+    )
+    with pytest.raises(annulus.Unsupported, match="chunked"):
+        annulus.torch.attention_forward(chunked, q, q, q)
+
+
+@pytest.mark.parametrize("kind", ["LlamaConfig", "MistralConfig", "Gemma2Config", "GptOssConfig"])
+def test_models_of_transformers(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    annulus.torch.register()
+    model = tiny(transformers, kind)
+    ids = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(0))
+    padding = torch.ones_like(ids)
+    padding[1, 33:] = 0
+    packed = torch.cat([torch.arange(15), torch.arange(25)])[None]
+    for options in ({}, {"attention_mask": padding}, {"position_ids": packed}):
+        results = []
+        for name in ("eager", "annulus"):
+            model.set_attn_implementation(name)
+            logits = model(ids, use_cache=False, **options).logits
+            kept = logits[padding.bool()] if "attention_mask" in options else logits
+            gradient = torch.autograd.grad(
+                kept.square().mean(), model.get_input_embeddings().weight
+            )
+            results.append((kept, *gradient))
+        for got, want in zip(*results, strict=True):
+            assert torch.allclose(got, want, atol=1e-5), (options.keys(), abs(got - want).max())
+
+
+def tiny(transformers: Any, kind: str) -> Any:
+    """A model of two layers, of which one has a sliding window if the kind has one."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {}
+    if kind != "LlamaConfig":
+        options["sliding_window"] = 8
+    if kind == "GptOssConfig":
+        options |= {"num_local_experts": 2, "num_experts_per_tok": 1}
+    config = getattr(transformers, kind)(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        attention_dropout=0.0,
+        pad_token_id=0,
+        **options,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+@needs_mpi
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_models_over_ranks(ranks: int) -> None:
+    assert f"passed on {ranks} ranks" in launch(ranks, "models_program.py")
+
+
+@needs_mpi
+def test_the_example_gives_the_same_on_every_number_of_ranks() -> None:
+    said = [launch(ranks, "../examples/torch_training_step.py") for ranks in (1, 2)]
+    losses = [[float(line.split()[-1]) for line in text.splitlines()] for text in said]
+    assert len(losses[0]) == len(losses[1]) == 5 and losses[0][-1] < losses[0][0]
+    assert all(abs(a - b) < 1e-4 for a, b in zip(*losses, strict=True)), said
