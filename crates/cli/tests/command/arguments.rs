@@ -53,7 +53,7 @@ fn bad_arguments_are_code_2_and_one_line() {
         ("check . --ranks 1,0", "--ranks"),
         ("plan --causal --ranks 4", "--q-len"),
         ("plan --q-len 8", "--ranks"),
-        ("plan --q-len 8 --ranks 2000", "--ranks"),
+        ("plan --q-len 8 --ranks 65537", "--ranks"),
         ("plan --q-len 8 --ranks 2 --heads 0", "--heads: got 0"),
         (
             "plan --q-len 8 --ranks 2 --heads 3 --kv-heads 2",

@@ -14,8 +14,10 @@ use std::ops::Range;
 use super::clip;
 use crate::Run;
 
-/// Lowering of a mask for all queries at once: the terms of lo(i) and hi(i) in the
-/// [module](self). Conjunctions of bands are bands.
+/// Lowering of a mask for all queries at once. Conjunctions of bands are bands.
+///
+/// The query at position i attends to the keys from max(i + first, start of its chunk) up to
+/// min(i + end, max(prefix, i + 1)), exclusive. A term that the mask does not have is left out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Band {
     first: Option<i128>,
