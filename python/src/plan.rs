@@ -462,7 +462,7 @@ pub(crate) fn shard(
         let spec = attention.spec(dims)?;
         let layout = match attention.ring_options().layout {
             Some(layout) => layout,
-            None => Choice::auto(&spec, ranks, None, None).layout,
+            None => Choice::auto(&spec, ranks, None, None, &mut || ()).layout,
         };
         layout.validate(dims.q_len, dims.kv_len, ranks)?;
         let rows = |side, len| spelled_runs(&layout.shard(side, len, rank, ranks));
