@@ -4,7 +4,12 @@ use std::ops::{Deref, DerefMut};
 
 use annulus_core::{Result, memory};
 
-use crate::{simd::dispatch::Real, workspace::bytes::list_bytes};
+use crate::simd::dispatch::Real;
+
+/// Returns the heap bytes of a list.
+pub(crate) const fn list_bytes<T>(list: &Vec<T>) -> usize {
+    list.capacity() * size_of::<T>()
+}
 
 /// Zeroed elements, the first at an address that is a multiple of 64 bytes.
 #[derive(Debug, Default)]

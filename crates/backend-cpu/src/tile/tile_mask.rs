@@ -14,7 +14,7 @@ use std::ops::Range;
 
 use annulus_core::{QueryTile, TileBits, TileClass, Visibility};
 
-use crate::workspace::bytes::list_bytes;
+use crate::tile::aligned::list_bytes;
 
 /// Rows of a tile, and its maximum number of lanes: the bits of a mask word.
 pub(crate) const TILE: usize = 64;

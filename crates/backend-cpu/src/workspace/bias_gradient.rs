@@ -17,8 +17,8 @@ use ndarray::{ArrayViewMut4, s};
 use crate::{
     simd::dispatch::Real,
     threads::lock::{get_mut, lock},
-    tile::{bias::bias_column, coord::TileCoord, tile_mask::TILE},
-    workspace::{bytes::list_bytes, query_block::QueryBlock},
+    tile::{aligned::list_bytes, bias::bias_column, coord::TileCoord, tile_mask::TILE},
+    workspace::query_block::QueryBlock,
 };
 
 /// Returns the owner of the dbias elements of a block of queries. Without a bias or a backward

@@ -7,6 +7,7 @@
 
 use crate::{
     simd::dispatch::Real,
+    tile::aligned::list_bytes,
     workspace::{
         decode::{Decode, DecodeScratch},
         query_block::QueryBlock,
@@ -15,11 +16,6 @@ use crate::{
         statistics::{RowStatistics, TileStatistics},
     },
 };
-
-/// Returns the heap bytes of a list.
-pub(crate) const fn list_bytes<T>(list: &Vec<T>) -> usize {
-    list.capacity() * size_of::<T>()
-}
 
 impl<A: Real> State<A> {
     /// Returns the bytes of this state.

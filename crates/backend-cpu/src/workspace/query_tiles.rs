@@ -5,8 +5,8 @@ use annulus_core::{QueryTile, Result, Spec, TileBoundsTable, Visibility, memory}
 use crate::{
     simd::dispatch::Real,
     threads::team::Team,
-    tile::tile_mask::TILE,
-    workspace::{bytes::list_bytes, scratch::Scratch},
+    tile::{aligned::list_bytes, tile_mask::TILE},
+    workspace::scratch::Scratch,
 };
 
 /// Visibility of every tile of queries, computed once per block for all tasks.

@@ -3,12 +3,12 @@
 use std::{cmp::Reverse, collections::BTreeSet, sync::Arc};
 
 use annulus_core::{
-    Choice, Error, Layout, Message, NeedsIndex, RankSchedule, Result, RingShards, RingTraffic,
-    Route, Schedule, Shard, Spec, Traffic, Work, WorkMatrix,
+    Choice, Error, Layout, NeedsIndex, RankSchedule, Result, RingShards, RingTraffic, Route,
+    Schedule, Shard, Spec, Traffic, Work, WorkMatrix,
 };
 use serde::Serialize;
 
-use super::program::Program;
+use super::program::{Program, Send};
 use crate::report::{bytes, counted, grouped};
 
 /// The most ranks for which every step of every rank is written and drawn, up to 5 MB of each.
@@ -161,31 +161,6 @@ pub(super) struct StepOfRank {
     pub(super) pairs: u128,
     /// Blocks that it sends during the step.
     pub(super) sends: Vec<Send>,
-}
-
-/// Message with a block or with gradients.
-#[derive(Debug, Serialize)]
-pub(super) struct Send {
-    /// Receiving rank.
-    pub(super) to: usize,
-    /// Owner of the rows.
-    pub(super) owner: usize,
-    /// Number of rows.
-    pub(super) rows: u64,
-    /// Payload bytes.
-    pub(super) bytes: u128,
-}
-
-impl Send {
-    pub(super) fn new(message: &Message, row_bytes: u64) -> Self {
-        let rows = message.rows.count();
-        Self {
-            to: message.peer,
-            owner: message.owner,
-            rows,
-            bytes: u128::from(rows) * u128::from(row_bytes),
-        }
-    }
 }
 
 impl Figures {

@@ -3,7 +3,6 @@
 use annulus_core::{Message, RankSchedule, RowLayout};
 use serde::Serialize;
 
-use super::figures::Send;
 use crate::{
     report::{bytes, grouped},
     stdout::say,
@@ -34,6 +33,31 @@ struct ProgramStep {
     sends: Vec<Send>,
     /// Gradients that the rank sends after the step, in a backward pass.
     sends_gradients: Vec<Send>,
+}
+
+/// Message with a block or with gradients.
+#[derive(Debug, Serialize)]
+pub(super) struct Send {
+    /// Receiving rank.
+    pub(super) to: usize,
+    /// Owner of the rows.
+    pub(super) owner: usize,
+    /// Number of rows.
+    pub(super) rows: u64,
+    /// Payload bytes.
+    pub(super) bytes: u128,
+}
+
+impl Send {
+    pub(super) fn new(message: &Message, row_bytes: u64) -> Self {
+        let rows = message.rows.count();
+        Self {
+            to: message.peer,
+            owner: message.owner,
+            rows,
+            bytes: u128::from(rows) * u128::from(row_bytes),
+        }
+    }
 }
 
 impl Program {
