@@ -7,8 +7,9 @@ use super::{
     svg::{Anchor, Area, Svg, at},
 };
 use crate::{
-    plan::figures::{
-        Figures, MOST_DETAILED_RANKS, MOST_STEPPED_RANKS, Send, StepFigures, StepOfRank,
+    plan::{
+        figures::{Figures, MOST_DETAILED_RANKS, MOST_STEPPED_RANKS, StepFigures, StepOfRank},
+        program::Send,
     },
     report::{bytes, counted},
 };
