@@ -200,7 +200,9 @@ def refusals() -> None:
 
 def plans() -> None:
     """Ranks agree on the plan that they reuse, and on the batch that it is adapted to."""
-    own = torch.randn(1, 10 + RANK, 2, 8)
+    # contiguous rows, as a call with comm expects them; ranks have unequal numbers
+    total = 10 * RANKS + 1
+    own = torch.randn(1, total * (RANK + 1) // RANKS - total * RANK // RANKS, 2, 8)
     cache = _plan_cache.cache_of(WORLD)
     annulus.torch.clear_plans()
 
