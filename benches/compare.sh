@@ -44,9 +44,9 @@ mkdir -p "$out"
 : > "$out/lines.jsonl"
 
 cargo build --release -q -p annulus-cli
-cargo build --release -q -p annulus-cpu --example limits
+cargo build --release -q -p annulus-bench --features cpu --bin cpu-limits
 for ((round = 1; round <= rounds; round++)); do
-  taskset -c "$core" target/release/examples/limits | tee -a "$out/lines.jsonl" > "$out/last"
+  taskset -c "$core" target/release/cpu-limits | tee -a "$out/lines.jsonl" > "$out/last"
   for peer in ${peers[@]+"${peers[@]}"}; do
     taskset -c "$core" bash -c "$peer" | tee -a "$out/lines.jsonl" > "$out/last"
   done

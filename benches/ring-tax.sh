@@ -15,7 +15,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 mpi=${ANNULUS_BENCH_MPI:-openmpi}
 ranks=${ANNULUS_BENCH_RANKS:-2}
-MPICC=mpicc.$mpi CARGO_TARGET_DIR=target/$mpi cargo build -q --release -p annulus-conformance \
+MPICC=mpicc.$mpi CARGO_TARGET_DIR=target/$mpi cargo build -q --release -p annulus-bench \
   --features mpi --bin mpi-timing
 program=target/$mpi/release/mpi-timing
 case $mpi in

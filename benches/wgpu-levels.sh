@@ -13,6 +13,6 @@
 #                         none)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-cargo build -q --release -p annulus-conformance --features wgpu --bin wgpu-levels
+cargo build -q --release -p annulus-bench --features wgpu --bin wgpu-levels
 export XDG_RUNTIME_DIR=${XDG_RUNTIME_DIR:-/tmp}
 timeout -k 5 7200 ${ANNULUS_BENCH_RUNNER:-} target/release/wgpu-levels "$@"

@@ -2,8 +2,8 @@
 //!
 //! The kernels are CUDA C++ in `kernels/`. NVRTC compiles a variant for the GPU when it is first
 //! needed; the image is cached on disk. Kernels use CUDA through one header, `primitives.cuh`,
-//! which has a host twin: the emulator runs the same files with one fiber per thread
-//! ([`annulus_device_cuda`], feature `emulator`), and with them all of this crate.
+//! which has a host twin: the emulator (`annulus-cuda-emulator`) runs the same files
+//! with one fiber per thread, and with them all of this crate.
 //!
 //! | role | file |
 //! |---|---|

@@ -26,29 +26,38 @@ pub struct RowField {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RowLayout {
     batch: usize,
-    fields: Vec<RowField>,
+    // the first `len` are in use: an array, because passes make layouts and must not allocate
+    fields: [RowField; Self::MAX_FIELDS],
+    len: usize,
 }
 
 impl RowLayout {
-    /// Creates the layout of records with `fields` for `batch` batch rows.
-    pub fn new(batch: usize, fields: Vec<RowField>) -> Self {
-        Self { batch, fields }
+    /// Largest number of fields of a record.
+    pub const MAX_FIELDS: usize = 3;
+
+    /// Creates the layout of records with `fields` for `batch` batch rows. More than
+    /// [`Self::MAX_FIELDS`] do not compile.
+    pub fn new<const N: usize>(batch: usize, fields: [RowField; N]) -> Self {
+        const { assert!(N <= Self::MAX_FIELDS) };
+        let unused = RowField { heads: 0, dim: 0, dtype: DType::F32 };
+        let fields = std::array::from_fn(|index| fields.get(index).copied().unwrap_or(unused));
+        Self { batch, fields, len: N }
     }
 
     /// Returns the number of bytes of one record.
     pub fn bytes(&self) -> u64 {
-        self.fields.iter().map(|field| self.field_bytes(field)).sum()
+        self.fields().iter().map(|field| self.field_bytes(field)).sum()
     }
 
     /// Returns the fields in order.
     pub fn fields(&self) -> &[RowField] {
-        &self.fields
+        &self.fields[..self.len]
     }
 
     /// Returns the byte offset in a record of element `[batch, head, 0]` of field `field`.
     pub fn offset(&self, field: usize, batch: usize, head: usize) -> u64 {
-        let before: u64 = self.fields[..field].iter().map(|field| self.field_bytes(field)).sum();
-        let RowField { heads, dim, dtype } = self.fields[field];
+        let before: u64 = self.fields()[..field].iter().map(|field| self.field_bytes(field)).sum();
+        let RowField { heads, dim, dtype } = self.fields()[field];
         before + ((batch as u64 * heads as u64 + head as u64) * dim as u64) * dtype.bytes() as u64
     }
 
@@ -64,7 +73,7 @@ mod tests {
     #[test]
     fn fields_are_stored_one_after_another() {
         let field = |heads, dim, dtype| RowField { heads, dim, dtype };
-        let record = RowLayout::new(2, vec![field(3, 5, DType::Bf16), field(3, 7, DType::F32)]);
+        let record = RowLayout::new(2, [field(3, 5, DType::Bf16), field(3, 7, DType::F32)]);
         assert_eq!(record.bytes(), 2 * 3 * 5 * 2 + 2 * 3 * 7 * 4);
         assert_eq!(record.offset(0, 1, 2), (3 + 2) * 5 * 2);
         assert_eq!(record.offset(1, 1, 2), 60 + (3 + 2) * 7 * 4);

@@ -203,7 +203,7 @@ impl Spec {
         let field = |dim, dtype| RowField { heads: q_heads, dim, dtype };
         RowLayout::new(
             batch,
-            vec![
+            [
                 field(head_dim, self.dtype),
                 field(value_dim, self.dtype),
                 field(Self::ROW_STATISTICS, self.dtype.accumulator()),
@@ -237,10 +237,7 @@ impl Spec {
         let Dims { batch, kv_heads: heads, head_dim, value_dim, .. } = self.dims;
         RowLayout::new(
             batch,
-            vec![
-                RowField { heads, dim: head_dim, dtype },
-                RowField { heads, dim: value_dim, dtype },
-            ],
+            [RowField { heads, dim: head_dim, dtype }, RowField { heads, dim: value_dim, dtype }],
         )
     }
 }

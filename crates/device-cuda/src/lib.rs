@@ -3,8 +3,8 @@
 //!
 //! CUDA libraries are loaded at run time, never linked: the crate builds without a toolkit, and a
 //! machine without a driver gets one clear error. Every call goes through a table of functions
-//! ([`Symbols`], [`CompilerSymbols`]), so the same code runs on a GPU, on the host emulator
-//! (feature `emulator`), and on tables whose functions fail.
+//! ([`Symbols`], [`CompilerSymbols`]), so the same code runs on a GPU, on the tables of
+//! `annulus-cuda-emulator`, and on tables whose functions fail.
 //!
 //! | type | file |
 //! |---|---|
@@ -21,8 +21,6 @@ mod buffer;
 mod cache;
 mod compiler;
 mod device;
-#[cfg(feature = "emulator")]
-pub mod emulator;
 mod library;
 mod module;
 #[cfg(feature = "nccl")]

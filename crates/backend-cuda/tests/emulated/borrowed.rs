@@ -16,9 +16,9 @@ use annulus_cuda::{
     device::{
         Device, Stream, Symbols,
         cudarc::driver::sys::{CUcontext, CUdevice, CUfunction, CUresult, CUstream},
-        emulator,
     },
 };
+use annulus_cuda_emulator as emulator;
 
 use crate::{
     common::staged,

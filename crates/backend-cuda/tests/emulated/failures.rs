@@ -19,9 +19,9 @@ use annulus_cuda::{
             driver::sys::{CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUresult},
             nvrtc::sys::nvrtcResult,
         },
-        emulator,
     },
 };
+use annulus_cuda_emulator as emulator;
 
 use ndarray::Array4;
 

@@ -21,10 +21,10 @@ use annulus_cuda::{
     Cuda,
     device::{
         CudaBuffer, CudaSpace, Device, Stream,
-        emulator::{self, nccl_symbols},
         nccl::{NcclSymbols, RawCommunicator, Status, UniqueId},
     },
 };
+use annulus_cuda_emulator::{self as emulator, nccl_symbols};
 
 use ndarray::Array4;
 

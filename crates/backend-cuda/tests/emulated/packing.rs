@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 
 use annulus_conformance::{Answer, Case, Draw, Judge, Masks, Setting, Subject};
 use annulus_core::{Alibi, Alignment, Batch, DType, DenseMask, Dims, Dropout, SinkShape, Spec};
-use annulus_cuda::device::emulator;
+use annulus_cuda_emulator as emulator;
 use ndarray::{Array2, Array4, Axis};
 
 use crate::{

@@ -5,8 +5,9 @@ use annulus_comm::{Deadline, Staged, threads};
 use annulus_core::{BackwardInputs, DType, Error, Gradients, Inputs, Outputs, Result};
 use annulus_cuda::{
     Cuda,
-    device::{CudaCopier, CudaSpace, CudaTensor, CudaView, CudaViewMut, emulator},
+    device::{CudaCopier, CudaSpace, CudaTensor, CudaView, CudaViewMut},
 };
+use annulus_cuda_emulator as emulator;
 use half::bf16;
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 

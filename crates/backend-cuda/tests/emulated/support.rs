@@ -10,8 +10,9 @@ use annulus_conformance::Subject;
 use annulus_core::Result;
 use annulus_cuda::{
     Cuda, Level,
-    device::{Cache, Compiler, Device, Stream, emulator},
+    device::{Cache, Compiler, Device, Stream},
 };
+use annulus_cuda_emulator as emulator;
 
 use crate::common::{hosted, staged};
 

@@ -7,8 +7,9 @@ use annulus_conformance::{
 use annulus_core::{Backend, DType, Dims, Error, Layout, Spec};
 use annulus_cuda::{
     Cuda, Level,
-    device::{Stream, TensorMap, emulator},
+    device::{Stream, TensorMap},
 };
+use annulus_cuda_emulator as emulator;
 
 use crate::{
     common::{multiples::OnMultiplesOfEight, wide},

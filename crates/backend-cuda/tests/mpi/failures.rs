@@ -17,9 +17,9 @@ use annulus::{
 use annulus_core::Control;
 use annulus_cuda::device::{
     Device,
-    emulator::{self, nccl_symbols},
     nccl::{Config, NcclSymbols, RawCommunicator, Status, UniqueId},
 };
+use annulus_cuda_emulator::{self as emulator, nccl_symbols};
 
 use crate::rings;
 

@@ -15,9 +15,10 @@ use annulus_cuda::{
     Cuda,
     device::{
         Cache, Compiler, CudaCopier, CudaSpace, Device, Stream, Symbols,
-        cudarc::driver::sys::CUresult, emulator, nccl::NcclSymbols,
+        cudarc::driver::sys::CUresult, nccl::NcclSymbols,
     },
 };
+use annulus_cuda_emulator as emulator;
 use ndarray::{Array4, Axis};
 
 /// Transport of the blocks.

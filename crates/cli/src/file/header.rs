@@ -1,5 +1,9 @@
 //! Header of a safetensors file: the tensors and the ranges of their bytes, checked before any data
 //! is read.
+//!
+//! Not read by the crate `safetensors`: its errors name neither tensor nor field, it takes the last
+//! of two tensors of one name, and one tensor of a dtype that it does not know makes the whole file
+//! unreadable.
 
 use std::{collections::BTreeMap, fs::File, os::unix::fs::FileExt, path::Path};
 

@@ -8,7 +8,9 @@ use std::{
     },
 };
 
-use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule, CUresult, CUstream};
+use annulus_device_cuda::cudarc::driver::sys::{
+    CUfunction, CUfunction_attribute, CUmodule, CUresult, CUstream,
+};
 use libloading::Library;
 
 use super::{

@@ -18,11 +18,13 @@ use std::{
     },
 };
 
-use cudarc::driver::sys::CUstream;
+use annulus_device_cuda::cudarc::driver::sys::CUstream;
 
 use self::links::{Links, State, Token};
 use super::context::{is_device_memory, lock, push_until};
-use crate::nccl::{Config, IN_PROGRESS, NcclSymbols, RawCommunicator, SUCCESS, Status, UniqueId};
+use annulus_device_cuda::nccl::{
+    Config, IN_PROGRESS, NcclSymbols, RawCommunicator, SUCCESS, Status, UniqueId,
+};
 
 const SYSTEM_ERROR: Status = 2;
 const INVALID_ARGUMENT: Status = 4;

@@ -7,9 +7,9 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-use cudarc::nvrtc::sys::{nvrtcProgram, nvrtcResult};
+use annulus_device_cuda::cudarc::nvrtc::sys::{nvrtcProgram, nvrtcResult};
 
-use crate::CompilerSymbols;
+use annulus_device_cuda::CompilerSymbols;
 
 /// Precedes the library's length and bytes in an image.
 const MAGIC: &[u8; 8] = b"emulated";

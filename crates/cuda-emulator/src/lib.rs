@@ -9,7 +9,7 @@
 //!   is freed.
 //! * **Kernels** (`modules.rs`): one fiber per thread, see `primitives_host.h` of the kernels. A
 //!   block that deadlocks fails the launch.
-//! * **NCCL** (`nccl`, with that feature, on Linux): sends and receives between threads or
+//! * **NCCL** (`nccl`, on Linux): sends and receives between threads or
 //!   processes of one machine; a message moves when both streams have reached it.
 //! * **Compute capability 9.0** (`maps.rs`, the `hopper_` tables): tensor maps in the emulator's
 //!   own layout, decoded by `warpgroup_host.h` of the kernels, where TMA, wgmma and mbarriers
@@ -25,12 +25,12 @@ mod functions;
 mod maps;
 mod memory;
 mod modules;
-#[cfg(all(feature = "nccl", target_os = "linux"))]
+#[cfg(target_os = "linux")]
 mod nccl;
 mod work;
 
 pub use compiler::{compiler_symbols, hopper_compiler_symbols};
 pub use context::{DEVICES, allocations, blocks, most_bytes, plant, set_seed};
 pub use functions::{hopper_symbols, symbols};
-#[cfg(all(feature = "nccl", target_os = "linux"))]
+#[cfg(target_os = "linux")]
 pub use nccl::nccl_symbols;

@@ -7,8 +7,8 @@
 //! Tensors stay on the device. A pass is one call of a ring of one rank; the host clock runs around
 //! as many passes as fill the time, with the device idle before and after. FLOPs are useful ones:
 //! forward 4·batch·heads·len²·dim, half of it for a causal mask; backward 2.5 times as many.
-//! `scripts/gpu-check` runs it beside peers. With the feature `emulator`, `device=emulated` checks
-//! on any machine that it runs; its times mean nothing.
+//! `scripts/gpu-check` runs it beside peers. `device=emulated` checks on any machine that it runs;
+//! its times mean nothing.
 
 use std::{
     process::ExitCode,
@@ -76,9 +76,9 @@ impl Settings {
     }
 
     fn open(&self) -> Result<Cuda> {
-        #[cfg(feature = "emulator")]
         if self.device == "emulated" {
-            use annulus_cuda::device::emulator;
+            use annulus_cuda_emulator as emulator;
+
             return Cuda::with_symbols(
                 Ok(emulator::symbols()),
                 || Ok(emulator::compiler_symbols()),

@@ -2,7 +2,7 @@
 //! tokens in packed documents.
 //!
 //! ```text
-//! cargo run --release -p annulus --example replan
+//! cargo run --release -p annulus-bench --features plan --bin replan
 //! ```
 //!
 //! Prints one JSON line per document length: seconds of the update (median of 9), seconds of the

@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-use cudarc::driver::sys::{
+use annulus_device_cuda::cudarc::driver::sys::{
     CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUresult, CUstream,
 };
 
@@ -17,7 +17,7 @@ use super::{
     modules::{function_attribute, launch, module_function, module_load, module_unload},
     work::{Mark, Queue, Step, Work},
 };
-use crate::Symbols;
+use annulus_device_cuda::Symbols;
 
 /// Object behind an event's handle; without a mark until it is recorded.
 #[derive(Default)]

@@ -9,7 +9,7 @@ use std::{
     },
 };
 
-use cudarc::driver::sys::{CUresult, CUstream};
+use annulus_device_cuda::cudarc::driver::sys::{CUresult, CUstream};
 
 use super::{
     memory::Memory,
@@ -131,7 +131,7 @@ pub(super) fn drain(context: &Context, stream: CUstream) -> CUresult {
 ///
 /// # Safety
 /// `stream` is a valid handle.
-#[cfg(all(feature = "nccl", target_os = "linux"))]
+#[cfg(target_os = "linux")]
 pub(super) unsafe fn push_until(
     stream: CUstream,
     attempt: impl FnMut() -> Option<bool> + Send + 'static,
@@ -142,7 +142,7 @@ pub(super) unsafe fn push_until(
 }
 
 /// True if the bytes are memory of this thread's current device.
-#[cfg(all(feature = "nccl", target_os = "linux"))]
+#[cfg(target_os = "linux")]
 pub(super) fn is_device_memory(address: u64, bytes: usize) -> bool {
     CURRENT.get().is_some_and(|context| lock(&context.memory).holds(address, bytes))
 }

@@ -2,7 +2,7 @@
 
 use std::ffi::{c_uint, c_void};
 
-use cudarc::driver::sys::{
+use annulus_device_cuda::cudarc::driver::sys::{
     CUresult, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave,
     CUtensorMapL2promotion, CUtensorMapSwizzle,
 };

@@ -2,8 +2,8 @@
 //! line.
 //!
 //! ```sh
-//! cargo run --release -p annulus-cpu --example backward -- threads=2 heads=1 n=2048 \
-//!     mask=causal bias=1111
+//! cargo run --release -p annulus-bench --features cpu --bin cpu-backward -- threads=2 heads=1 \
+//!     n=2048 mask=causal bias=1111
 //! ```
 //! `bias` lists batch rows, heads, queries and keys: `x` if the bias has the axis, `1` if it is
 //! broadcast along it. `benches/pairs.py` alternates two builds of this program. Times are the
