@@ -93,7 +93,7 @@ impl IsaToken {
         vectors: usize,
         kernel: K,
     ) -> K::Output {
-        debug_assert!((1..=self.max_vectors()).contains(&vectors));
+        assert!((1..=self.max_vectors()).contains(&vectors));
         match self.isa {
             Isa::Portable => kernel.run::<false, 2, 1, WIDTH>(),
             #[cfg(target_arch = "x86_64")]
@@ -132,7 +132,7 @@ impl IsaToken {
 
     /// Runs `kernel` on a strip of `vectors` vectors of f32.
     pub(crate) fn run_f32<K: Kernel<f32>>(self, vectors: usize, kernel: K) -> K::Output {
-        debug_assert!((1..=self.max_vectors()).contains(&vectors));
+        assert!((1..=self.max_vectors()).contains(&vectors));
         match self.isa {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as in `run`.
@@ -157,7 +157,7 @@ impl IsaToken {
     /// Runs a product kernel on a strip of `vectors` vectors of bf16 pairs, on [`Isa::Avx512Bf16`]
     /// only. A product step then adds two products.
     pub(crate) fn run_bf16_products<K: Kernel<f32>>(self, vectors: usize, kernel: K) -> K::Output {
-        debug_assert!(self.isa == Isa::Avx512Bf16);
+        assert!(self.isa == Isa::Avx512Bf16);
         match self.isa {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: `self.isa` is `Avx512Bf16`, and a token exists only for an instruction set
@@ -177,7 +177,7 @@ impl IsaToken {
 
     /// Runs a kernel that creates or masks bf16 pairs.
     pub(crate) fn run_pair_kernel<K: PairKernel>(self, vectors: usize, kernel: K) {
-        debug_assert!((1..=self.max_vectors()).contains(&vectors));
+        assert!((1..=self.max_vectors()).contains(&vectors));
         match self.isa {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as in `run_bf16_products`.
