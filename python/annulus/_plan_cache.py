@@ -1,5 +1,5 @@
-"""Plans that calls of torch reuse: those of the forward pass in the backward pass, of one layer in
-the next, of one step in the next.
+"""Plans that calls of torch and compiled programs of JAX reuse: those of the forward pass in the
+backward pass, of one layer in the next, of one step in the next.
 
 A plan is taken out of the cache while a pass runs, so that two threads never share one. Over a
 communicator all ranks agree, in one all-gather before each pass, on the plan that they reuse;

@@ -1,25 +1,46 @@
 """Attention with gradients for JAX, also under ``jax.jit``.
 
-``annulus.flash_attention`` and ``annulus.ring_attention`` route traced arrays here. The pass runs
-on the host as a pure callback (``jax.pure_callback``), and its gradient is a custom VJP. A jitted
-call gives the bits of an eager one.
+``annulus.flash_attention`` and ``annulus.ring_attention`` route traced arrays here. A pass is a call
+that XLA's CPU runtime makes (``jax.ffi``): it reads operands and writes results in XLA's buffers.
+Its gradient is a custom VJP, whose backward pass has the plan of the forward pass. A jitted call
+gives the bits of an eager one.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import json
+import secrets
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _arrays, _calls
-from ._calls import Call, Shapes, Tensors
+from . import _annulus, _arrays, _calls, _options, _plan_cache
+from ._calls import BATCH, TENSORS, Call, Shapes, Tensors
 from ._errors import unsupported
+from ._plan_cache import plan_for
 from ._results import Forward
 
-__all__ = ["flash_attention", "ring_attention"]
+__all__ = ["clear_plans", "flash_attention", "ring_attention"]
+
+_TARGET = "annulus_attend"
+
+_PROCESS = secrets.token_hex(8)
+"""A part of each call's text. A cache of compiled programs outlives the process, and masks and bias
+functions do not: another process must not find a program by the text of this one.
+"""
+
+_kept: dict[str, Call] = {}
+"""The calls of compiled programs, by the text of their options: the text names masks and bias
+functions, and a program may run as long as the process.
+"""
+
+jax.ffi.register_ffi_target(
+    _TARGET, jax.ffi.pycapsule(ctypes.c_void_p(_annulus.xla_handler())), platform="cpu"
+)
 
 
 def flash_attention(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
@@ -52,6 +73,11 @@ def ring_attention(query: Any, key: Any, value: Any, *args: Any, **options: Any)
     return _calls.ring_attention(*tensors, *args, **options)
 
 
+def clear_plans() -> None:
+    """Frees the plans that compiled programs keep for later calls."""
+    _plan_cache.clear()
+
+
 def attend(call: Call, tensors: Tensors, batch: dict[str, Any]) -> tuple[Any, ...]:
     """Computes a call on traced arrays: out and lse."""
     if call.comm is not None:
@@ -59,70 +85,113 @@ def attend(call: Call, tensors: Tensors, batch: dict[str, Any]) -> tuple[Any, ..
     arrays = tuple(None if array is None else jnp.asarray(array) for array in tensors)
     # shapes and types are refused here, where the error reaches the caller as it is
     Shapes.of(*arrays)
-    given = {name: array for name, array in batch.items() if array is not None}
+    given = {name: jnp.asarray(array) for name, array in batch.items() if array is not None}
     results: tuple[Any, ...] = _attend(call, arrays, given)
     return results
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(call: Call, tensors: Tensors, batch: dict[str, Any]) -> Any:
-    return _forward(call, tensors, batch)[:2]
+    return _forward(call, tensors, batch, forward_only=True)[:2]
 
 
-def _forward(call: Call, tensors: Tensors, batch: dict[str, Any]) -> Any:
+def _forward(call: Call, tensors: Tensors, batch: dict[str, Any], *, forward_only: bool) -> Any:
     """Returns out and lse, and of an unnormalised output max, sum and ties."""
     query, value = tensors[0], tensors[2]
-    length, (rows, q_len, q_heads, _) = value.shape[3], query.shape
-    acc = _arrays.accumulator(query.dtype.name)
-    statistics = jax.ShapeDtypeStruct((rows, q_heads, q_len), acc)
+    rows, q_len, q_heads, _ = query.shape
+    statistics = jax.ShapeDtypeStruct(
+        (rows, q_heads, q_len), _arrays.accumulator(query.dtype.name)
+    )
     count = 1 if call.attention.normalize_output else 4
-    out = jax.ShapeDtypeStruct((rows, q_len, q_heads, length), query.dtype)
-
-    def host(tensors: Tensors, batch: dict[str, Any]) -> Any:
-        tensors, batch = _on_host(tensors), _on_host(batch)
-        with _calls.plan_of(call, tensors, batch, forward_only=True) as plan:
-            forward = _calls.pass_forward(plan, tensors)
-        all = (forward.out, forward.lse, forward.max, forward.sum, forward.ties)
-        return all[: 1 + count]
-
-    wanted = (out, *[statistics] * count)
-    return jax.pure_callback(host, wanted, tensors, batch, vmap_method="sequential")
+    out = jax.ShapeDtypeStruct((rows, q_len, q_heads, value.shape[3]), query.dtype)
+    given = {**_named(tensors), **batch}
+    return _run(call, given, [out, *[statistics] * count], forward_only=forward_only)
 
 
 def _attend_forward(call: Call, tensors: Tensors, batch: dict[str, Any]) -> Any:
-    forward = _forward(call, tensors, batch)
-    return forward[:2], (tensors, batch, forward)
+    forward = _forward(call, tensors, batch, forward_only=False)
+    return tuple(forward[:2]), (tensors, batch, forward)
 
 
 def _attend_backward(call: Call, saved: Any, cotangents: Any) -> Any:
     tensors, batch, forward = saved
-    given = tuple(array for array in tensors if array is not None)
-
-    def host(tensors: Tensors, batch: dict[str, Any], forward: Any, cotangents: Any) -> Any:
-        tensors, batch = _on_host(tensors), _on_host(batch)
-        query, key, value, bias, softmax_aux = tensors
-        dout, dlse = _on_host(cotangents)
-        result = Forward(*_on_host(forward))
-        with _calls.plan_of(call, tensors, batch, forward_only=False) as plan:
-            gradients = plan.backward(
-                query, key, value, result, dout, dlse, bias=bias, softmax_aux=softmax_aux
-            )
-        all = (gradients.dq, gradients.dk, gradients.dv, gradients.dbias, gradients.dsoftmax_aux)
-        return tuple(gradient for gradient in all if gradient is not None)
-
-    wanted = tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in given)
-    results = iter(
-        jax.pure_callback(
-            host, wanted, tensors, batch, forward, cotangents, vmap_method="sequential"
-        )
-    )
+    named = _named(tensors)
+    wanted = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in named.values()]
+    results = dict(zip(("out", "lse", "max", "sum", "ties"), forward, strict=False))
+    given = {**named, **batch, **results, **dict(zip(("dout", "dlse"), cotangents, strict=True))}
+    gradients = dict(zip(named, _run(call, given, wanted, forward_only=False), strict=True))
     # a batch has no gradient
-    return tuple(None if array is None else next(results) for array in tensors), None
+    return tuple(gradients.get(name) for name in TENSORS), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _on_host(arrays: Any) -> Any:
-    """Returns a tree of arrays as NumPy arrays."""
-    return jax.tree.map(np.asarray, arrays)
+def _named(tensors: Tensors) -> dict[str, Any]:
+    """Returns the tensors that are given, by name."""
+    named = zip(TENSORS, tensors, strict=True)
+    return {name: array for name, array in named if array is not None}
+
+
+def _run(call: Call, given: dict[str, Any], wanted: list[Any], *, forward_only: bool) -> Any:
+    """Lets the compiled program compute a pass on arrays: backward if ``dout`` is among them."""
+    options = _options.spelled(call)
+    _kept.setdefault(options, call)
+    text = json.dumps(
+        {
+            "process": _PROCESS,
+            "options": options,
+            "dropout_seed": call.attention.dropout_seed,
+            "forward_only": forward_only,
+            "given": list(given),
+        }
+    )
+    compute = jax.ffi.ffi_call(_TARGET, wanted, vmap_method="sequential")
+    return compute(*given.values(), call=text)
+
+
+def _execute(text: str, operands: list[Any], results: list[Any]) -> None:
+    """Computes a pass in the buffers of a running program. The extension module calls it."""
+    asked = json.loads(text)
+    if asked["process"] != _PROCESS:
+        raise unsupported("call", "this program was compiled in another process")
+    given = dict(zip(asked["given"], map(_viewed, operands), strict=True))
+    written = [_viewed(result) for result in results]
+    options, seed = asked["options"], asked["dropout_seed"]
+    call = _options.read(options, seed)
+    tensors: Any = tuple(given.get(name) for name in TENSORS)
+    query, key, value, bias, softmax_aux = tensors
+    batch = {name: given.get(name) for name in BATCH}
+    forward_only = asked["forward_only"]
+    with plan_for((options, seed), call, tensors, batch, forward_only=forward_only) as plan:
+        if "dout" not in given:
+            out, lse, *statistics = written
+            done = plan.forward(
+                query, key, value, bias=bias, softmax_aux=softmax_aux, out=out, lse=lse
+            )
+            computed = [done.max, done.sum, done.ties][: len(statistics)]
+        else:
+            names = ("out", "lse", "max", "sum", "ties")
+            forward = Forward(**{name: given.get(name) for name in names})
+            gradients = plan.backward(
+                query,
+                key,
+                value,
+                forward,
+                given["dout"],
+                given["dlse"],
+                bias=bias,
+                softmax_aux=softmax_aux,
+            )
+            statistics = written
+            of_inputs = (gradients.dq, gradients.dk, gradients.dv, gradients.dbias)
+            all = (*of_inputs, gradients.dsoftmax_aux)
+            computed = [gradient for gradient in all if gradient is not None]
+    for array, result in zip(statistics, computed, strict=True):
+        array[...] = result
+
+
+def _viewed(buffer: Any) -> np.ndarray[Any, Any]:
+    """Returns the array in a buffer of XLA's."""
+    array = np.asarray(buffer)
+    return array.view(np.dtype(jnp.bfloat16)) if buffer.is_bfloat16 else array

@@ -8,6 +8,7 @@
 //! | `masks.rs` | masks and bias functions |
 //! | `plan.rs` | the class `Plan` |
 //! | `signals.rs` | Ctrl-C during a pass |
+//! | `xla.rs` | the function that compiled JAX programs call |
 //!
 //! The module is private. The package in `annulus/` checks and names arguments, allocates outputs
 //! and converts arrays; this module checks again whatever memory safety depends on.
@@ -18,6 +19,7 @@ mod errors;
 mod masks;
 mod plan;
 mod signals;
+mod xla;
 
 /// Plans over arrays that Python owns.
 #[pyo3::pymodule]
@@ -29,6 +31,8 @@ mod _annulus {
     use super::masks::{BiasFunction, Mask};
     #[pymodule_export]
     use super::plan::{Plan, shard};
+    #[pymodule_export]
+    use super::xla::{XlaBuffer, xla_handler};
 
     /// True if the module was built with the feature `mpi`.
     #[pymodule_export]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import json
 from typing import Any
 
 import numpy as np
@@ -98,3 +100,25 @@ def test_arguments_are_refused_while_tracing() -> None:
         )(q)
     with pytest.raises(annulus.InvalidArgument, match="query: got elements int32"):
         annulus.flash_attention(q.astype("int32"), k, v)
+
+
+def test_a_compiled_program_keeps_its_mask() -> None:
+    q, k, v = arrays(12)
+    mask = annulus.masks.function("even keys", lambda query, key: key % 2 == 0 and key <= query)
+    attend = jax.jit(lambda q, mask=mask: annulus.flash_attention(q, k, v, mask_builder=mask))
+    first = attend(q)
+    del mask
+    gc.collect()
+    assert (attend(q) == first).all()
+
+
+def test_a_refused_pass_reaches_the_caller() -> None:
+    q, k, v = arrays(8)
+    attend = jax.jit(lambda ids: annulus.flash_attention(q, k, v, q_segment_ids=ids))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT: q_segment_ids: got"):
+        attend(jnp.zeros((2, 9), jnp.int32)).block_until_ready()
+
+
+def test_a_program_of_another_process_is_refused() -> None:
+    with pytest.raises(annulus.Unsupported, match="compiled in another process"):
+        annulus.jax._execute(json.dumps({"process": "another"}), [], [])
