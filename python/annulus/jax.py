@@ -1,9 +1,9 @@
 """Attention with gradients for JAX, also under ``jax.jit``.
 
-``annulus.flash_attention`` and ``annulus.ring_attention`` route traced arrays here. A pass is a call
-that XLA's CPU runtime makes (``jax.ffi``): it reads operands and writes results in XLA's buffers.
-Its gradient is a custom VJP, whose backward pass has the plan of the forward pass. A jitted call
-gives the bits of an eager one.
+``annulus.flash_attention`` and ``annulus.ring_attention`` route traced arrays here. XLA's CPU
+runtime calls a pass (``jax.ffi``), which reads operands and writes results in XLA's buffers. Its
+gradient is a custom VJP, whose backward pass has the plan of the forward pass. A jitted call gives
+the bits of an eager one.
 """
 
 from __future__ import annotations
@@ -99,9 +99,7 @@ def _forward(call: Call, tensors: Tensors, batch: dict[str, Any], *, forward_onl
     """Returns out and lse, and of an unnormalised output max, sum and ties."""
     query, value = tensors[0], tensors[2]
     rows, q_len, q_heads, _ = query.shape
-    statistics = jax.ShapeDtypeStruct(
-        (rows, q_heads, q_len), _arrays.accumulator(query.dtype.name)
-    )
+    statistics = jax.ShapeDtypeStruct((rows, q_heads, q_len), _arrays.accumulator(query.dtype.name))
     count = 1 if call.attention.normalize_output else 4
     out = jax.ShapeDtypeStruct((rows, q_len, q_heads, value.shape[3]), query.dtype)
     given = {**_named(tensors), **batch}
@@ -171,8 +169,7 @@ def _execute(text: str, operands: list[Any], results: list[Any]) -> None:
             )
             computed = [done.max, done.sum, done.ties][: len(statistics)]
         else:
-            names = ("out", "lse", "max", "sum", "ties")
-            forward = Forward(**{name: given.get(name) for name in names})
+            forward = Forward(*map(given.get, ("out", "lse", "max", "sum", "ties")))
             gradients = plan.backward(
                 query,
                 key,
