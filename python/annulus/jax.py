@@ -21,10 +21,13 @@ import numpy as np
 from . import _annulus, _arrays, _calls, _options, _plan_cache
 from ._calls import BATCH, TENSORS, Call, Shapes, Tensors
 from ._errors import unsupported
+from ._plan import Plan
 from ._plan_cache import plan_for
 from ._results import Forward
 
 __all__ = ["clear_plans", "flash_attention", "ring_attention"]
+
+Array = np.ndarray[Any, Any]
 
 _TARGET = "annulus_attend"
 
@@ -158,37 +161,55 @@ def _execute(text: str, operands: list[Any], results: list[Any]) -> None:
     options, seed = asked["options"], asked["dropout_seed"]
     call = _options.read(options, seed)
     tensors: Any = tuple(given.get(name) for name in TENSORS)
-    query, key, value, bias, softmax_aux = tensors
     batch = {name: given.get(name) for name in BATCH}
     forward_only = asked["forward_only"]
     with plan_for((options, seed), call, tensors, batch, forward_only=forward_only) as plan:
-        if "dout" not in given:
-            out, lse, *statistics = written
-            done = plan.forward(
-                query, key, value, bias=bias, softmax_aux=softmax_aux, out=out, lse=lse
-            )
-            computed = [done.max, done.sum, done.ties][: len(statistics)]
+        if "dout" in given:
+            _write_gradients(plan, tensors, given, written)
         else:
-            forward = Forward(*map(given.get, ("out", "lse", "max", "sum", "ties")))
-            gradients = plan.backward(
-                query,
-                key,
-                value,
-                forward,
-                given["dout"],
-                given["dlse"],
-                bias=bias,
-                softmax_aux=softmax_aux,
-            )
-            statistics = written
-            of_inputs = (gradients.dq, gradients.dk, gradients.dv, gradients.dbias)
-            all = (*of_inputs, gradients.dsoftmax_aux)
-            computed = [gradient for gradient in all if gradient is not None]
-    for array, result in zip(statistics, computed, strict=True):
-        array[...] = result
+            _write_outputs(plan, tensors, written)
 
 
-def _viewed(buffer: Any) -> np.ndarray[Any, Any]:
+def _write_outputs(plan: Plan, tensors: Tensors, written: list[Array]) -> None:
+    """Writes out, lse and, of an unnormalised output, max, sum and ties."""
+    query, key, value, bias, softmax_aux = tensors
+    out, lse, *statistics = written
+    done = plan.forward(query, key, value, bias=bias, softmax_aux=softmax_aux, out=out, lse=lse)
+    # a normalised output has none of them
+    for array, computed in zip(statistics, (done.max, done.sum, done.ties), strict=False):
+        array[...] = computed
+
+
+def _write_gradients(
+    plan: Plan, tensors: Tensors, given: dict[str, Array], written: list[Array]
+) -> None:
+    """Writes the gradients of the tensors that are given, in their order."""
+    query, key, value, bias, softmax_aux = tensors
+    forward = Forward(
+        given["out"],
+        given["lse"],
+        max=given.get("max"),
+        sum=given.get("sum"),
+        ties=given.get("ties"),
+    )
+    gradients = plan.backward(
+        query,
+        key,
+        value,
+        forward,
+        given["dout"],
+        given["dlse"],
+        bias=bias,
+        softmax_aux=softmax_aux,
+    )
+    of_inputs = (gradients.dq, gradients.dk, gradients.dv)
+    all = (*of_inputs, gradients.dbias, gradients.dsoftmax_aux)
+    computed = [gradient for gradient in all if gradient is not None]
+    for array, gradient in zip(written, computed, strict=True):
+        array[...] = gradient
+
+
+def _viewed(buffer: Any) -> Array:
     """Returns the array in a buffer of XLA's."""
     array = np.asarray(buffer)
     return array.view(np.dtype(jnp.bfloat16)) if buffer.is_bfloat16 else array
