@@ -7,8 +7,8 @@ use annulus_comm::{
     ring::{RingOptions, StepEvent, StepHook},
 };
 use annulus_core::{
-    Alignment, BackwardMode, BiasFunction, BiasOrder, DType, Dims, Dropout, Error, Layout, Mask,
-    Precision, Result, Route, SinkShape, Space, Spec, Transport,
+    Alignment, BackwardMode, Batch, BiasFunction, BiasOrder, DType, Dims, Dropout, Error, Layout,
+    Mask, Precision, Result, Route, SinkShape, Space, Spec, Transport,
     mask::{Causal, ChunkedCausal, Prefix, Window, and},
 };
 
@@ -288,6 +288,29 @@ impl Attention {
     pub fn layout(mut self, layout: impl Into<Option<Layout>>) -> Self {
         self.layout = layout.into();
         self
+    }
+
+    /// Returns a layout of `ranks` ranks with equal rows and balanced work for the documents of a
+    /// batch, before there are tensors ([`Layout::balanced`]).
+    ///
+    /// ```
+    /// use annulus::{Attention, Batch, Dims};
+    ///
+    /// # fn main() -> annulus::Result<()> {
+    /// let attention = Attention::new().causal(true);
+    /// let dims = Dims::new(1, 4096, 8, 64);
+    /// let documents = Batch { cum_seqlens_q: Some(vec![0, 3000, 3500, 4096]), ..Batch::default() };
+    /// let layout = attention.balanced_layout(dims, &documents, 4)?;
+    /// let mut ring = attention.layout(layout).local_ring(dims, 4)?;
+    /// ring.update(&documents)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Layout::balanced`], and [`Error::InvalidArgument`] of the options.
+    pub fn balanced_layout(&self, dims: Dims, batch: &Batch, ranks: usize) -> Result<Layout> {
+        Layout::balanced(&self.spec(dims)?, batch, ranks)
     }
 
     /// Route of the blocks. Default: chosen by the mask.

@@ -52,6 +52,7 @@
 //! et al. 2023, Striped Attention. Sending only needed rows, and gradients directly to the owner,
 //! is annulus' own.
 
+mod balanced;
 mod build;
 mod check;
 mod choice;

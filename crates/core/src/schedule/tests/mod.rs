@@ -1,6 +1,7 @@
 //! The checker is applied to all schedules, and is itself tested with mutated schedules. Bytes are
 //! compared with an enumeration of rows.
 
+mod balanced;
 mod bytes;
 mod choice;
 mod mutations;
