@@ -15,6 +15,15 @@
 //! [`Error::Aborted`] there. Both are returned by [`Transport::progress`], within half a second
 //! after the deadline if it is called that often.
 //!
+//! A transport whose heartbeats go to some ranks only ([`Control::watched`]) changes who judges
+//! whom: a rank that waits, or computes with heartbeats, judges all ranks that it watches and no
+//! others. So the silence of a rank is found at the deadline by those that watch it, whomever they
+//! wait for themselves, and their abort reaches the rest. These give them time for that: with live
+//! watched ranks only, the last condition of the table takes a quarter of a second longer. Work
+//! that a rank learns of is passed on in a heartbeat at once if it is younger by more than a
+//! sixteenth of the deadline than what the rank passed on last, so that all ranks know of recent
+//! work although no rank hears from all.
+//!
 //! Only time in which this rank polled counts: a process that was suspended, or stopped by a
 //! debugger, does not hold that time against its peers. A gap between two polls counts for a
 //! sixteenth of the deadline at most (a quarter of the least one).
@@ -74,6 +83,10 @@ pub struct Deadline<T, S: Space = Host> {
     last_check: Instant,
     last_heartbeat: Instant,
     last_working_heartbeat: Option<Instant>,
+    /// Last work that was known when the last heartbeat was sent.
+    passed_on: Instant,
+    /// First heartbeat as a working rank since the last all-gather began.
+    working_since: Option<Instant>,
     warning: Option<Warning>,
     warned: Vec<bool>,
     failed: Option<Error>,
@@ -90,6 +103,10 @@ const HEARTBEATS: u32 = 8;
 
 /// Longest single wait of the inner transport, which bounds how late a timeout is detected.
 const LONGEST_POLL: Duration = Duration::from_millis(250);
+
+/// Time after the deadline in which other ranks may report the silence of ranks that this one does
+/// not watch, before it reports a lost message: several checks and the way of an abort.
+const WATCHERS_MARGIN: Duration = Duration::from_millis(250);
 
 impl<T: Transport<S>, S: Space> Deadline<T, S> {
     /// Bounds every wait of `inner`.
@@ -121,6 +138,8 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
             last_check: now,
             last_heartbeat: now,
             last_working_heartbeat: None,
+            passed_on: now,
+            working_since: None,
             warning: None,
             warned,
             failed: None,
@@ -142,6 +161,22 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
 
     fn heartbeat_interval(&self) -> Duration {
         self.deadline / HEARTBEATS
+    }
+
+    fn send_heartbeat(&mut self, now: Instant, working: bool) {
+        self.inner.heartbeat(working);
+        self.last_heartbeat = now;
+        self.passed_on = self.inner.last_work();
+    }
+
+    /// Sends a heartbeat if this rank has learned of work that is much younger than what it passed
+    /// on last.
+    fn pass_on_work(&mut self) {
+        let threshold = self.deadline / (2 * HEARTBEATS);
+        let younger = self.inner.last_work().saturating_duration_since(self.passed_on);
+        if self.inner.watched().is_some() && younger > threshold {
+            self.send_heartbeat(Instant::now(), false);
+        }
     }
 
     /// Takes all receives that have arrived from the inner transport.
@@ -194,47 +229,91 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
     fn check_clocks(&mut self) -> Result<()> {
         let now = Instant::now();
         self.observed.poll(now);
-        let waits_for_nothing =
-            self.receives.is_empty() && self.sends.is_empty() && self.all_gathers.is_empty();
         let interval = (self.deadline / 64).min(LONGEST_POLL / 4);
-        if waits_for_nothing || now.saturating_duration_since(self.last_check) < interval {
+        if self.is_idle() || now.saturating_duration_since(self.last_check) < interval {
             return Ok(());
         }
         self.last_check = now;
         let rank = self.inner.rank();
-        let waits = self.waits();
-        let silence = |&Wait { peer, step, since }: &Wait| Silence {
-            peer,
-            step,
-            waited: self.silence(now, peer, since),
-        };
-        let silences: Vec<_> = waits.iter().filter(|wait| wait.peer != rank).map(silence).collect();
-        self.warn(&silences);
-        let began = waits.iter().map(|wait| wait.since).min().unwrap_or(now);
-        let Some(error) = self.overdue(now, &silences, began) else { return Ok(()) };
+        let mut waits = self.waits();
+        waits.retain(|wait| wait.peer != rank);
+        let began = waits.iter().map(|wait| wait.since).chain(self.working_since).min();
+        let Some(began) = began else { return Ok(()) };
+        let judged = self.silences(now, &self.judged(&waits, began));
+        self.warn(&judged);
+        let awaited = self.silences(now, &waits);
+        let error = self.silent_for_long(&judged).or_else(|| self.idle(now, &awaited, began));
+        let Some(error) = error else { return Ok(()) };
         self.inner.abort(&error);
         self.failed = Some(error.clone());
         Err(error)
     }
 
-    /// Returns the timeout if one of the two clocks has reached the deadline. The waits began at
-    /// `began`.
-    fn overdue(&self, now: Instant, silences: &[Silence], began: Instant) -> Option<Error> {
-        // the lowest rank of equals, so that a stuck ring reports the same on all ranks
-        let worst = silences
-            .iter()
-            .min_by_key(|silence| (std::cmp::Reverse(silence.waited), silence.peer))?;
-        let timeout = |peer, waited| Some(Error::Timeout { peer, step: worst.step, waited });
-        if worst.waited >= self.deadline {
-            return timeout(worst.peer, worst.waited);
-        }
-        let idle = self.observed.elapsed(self.inner.last_work().max(began), now);
-        if idle < self.deadline {
+    /// Returns true if this rank judges no other one: it neither waits nor, if it watches certain
+    /// ranks, computes.
+    fn is_idle(&self) -> bool {
+        self.receives.is_empty()
+            && self.sends.is_empty()
+            && self.all_gathers.is_empty()
+            && (self.working_since.is_none() || self.inner.watched().is_none())
+    }
+
+    /// Returns the waits for ranks whose silence this rank judges: all of its waits, or if it
+    /// watches certain ranks, one for each of those.
+    fn judged(&self, waits: &[Wait], began: Instant) -> Vec<Wait> {
+        let Some(watched) = self.inner.watched() else { return waits.to_vec() };
+        let wait = |&peer: &usize| {
+            let awaited = waits.iter().filter(|wait| wait.peer == peer);
+            let awaited = awaited.min_by_key(|wait| wait.since).copied();
+            awaited.unwrap_or(Wait { peer, step: self.step, since: began })
+        };
+        watched.iter().map(wait).collect()
+    }
+
+    fn silences(&self, now: Instant, waits: &[Wait]) -> Vec<Silence> {
+        let silence = |&Wait { peer, step, since }: &Wait| Silence {
+            peer,
+            step,
+            waited: self.silence(now, peer, since),
+        };
+        waits.iter().map(silence).collect()
+    }
+
+    /// Returns the timeout if a rank was silent for the deadline.
+    fn silent_for_long(&self, judged: &[Silence]) -> Option<Error> {
+        let &Silence { peer, step, waited } = worst(judged)?;
+        (waited >= self.deadline).then_some(Error::Timeout { peer, step, waited })
+    }
+
+    /// Returns the timeout if no rank has worked for the deadline. The waits began at `began`.
+    fn idle(&self, now: Instant, awaited: &[Silence], began: Instant) -> Option<Error> {
+        let &Silence { peer, step, .. } = worst(awaited)?;
+        let waited = self.observed.elapsed(self.inner.last_work().max(began), now);
+        if waited < self.deadline {
             return None;
         }
-        let others = (0..self.inner.ranks()).filter(|&peer| peer != self.inner.rank());
-        let (silent, peer) = others.map(|peer| (self.silence(now, peer, began), peer)).max()?;
-        timeout(if silent >= self.deadline / 2 { peer } else { worst.peer }, idle)
+        let silent_for_half = |peer: usize| {
+            let silent = self.silence(now, peer, began);
+            (silent >= self.deadline / 2).then_some((silent, peer))
+        };
+        let ranks = self.inner.ranks();
+        let (silent, watches_all) = match self.inner.watched() {
+            Some(watched) => (
+                watched.iter().copied().filter_map(silent_for_half).max(),
+                watched.len() + 1 >= ranks,
+            ),
+            None => {
+                let others = (0..ranks).filter(|&peer| peer != self.inner.rank());
+                (others.filter_map(silent_for_half).max(), true)
+            }
+        };
+        match silent {
+            Some((_, peer)) => Some(Error::Timeout { peer, step, waited }),
+            None if watches_all || waited >= self.deadline + WATCHERS_MARGIN => {
+                Some(Error::Timeout { peer, step, waited })
+            }
+            None => None,
+        }
     }
 
     /// Calls the warning for every peer whose silence has reached a quarter of the deadline.
@@ -248,6 +327,12 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
             self.warned[silence.peer] = late;
         }
     }
+}
+
+/// Returns the longest silence; of equals that of the lowest rank, so that a stuck ring reports the
+/// same on all ranks.
+fn worst(silences: &[Silence]) -> Option<&Silence> {
+    silences.iter().min_by_key(|silence| (std::cmp::Reverse(silence.waited), silence.peer))
 }
 
 impl<T: Transport<S>, S: Space> Transport<S> for Deadline<T, S> {
@@ -279,6 +364,7 @@ impl<T: Transport<S>, S: Space> Transport<S> for Deadline<T, S> {
         self.heartbeat(false);
         self.inner.progress(patience.min(self.heartbeat_interval()).min(LONGEST_POLL))?;
         self.collect_arrived()?;
+        self.pass_on_work();
         self.check_clocks()
     }
 
@@ -310,6 +396,7 @@ impl<T: Transport<S>, S: Space> Control for Deadline<T, S> {
     forward_control! { rank ranks placement stragglers abort last_heard last_work }
 
     fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+        self.working_since = None;
         self.inner.start_all_gather(round, bytes)?;
         self.all_gathers.insert(round, Instant::now());
         Ok(())
@@ -330,13 +417,14 @@ impl<T: Transport<S>, S: Space> Control for Deadline<T, S> {
         let now = Instant::now();
         let interval = self.heartbeat_interval();
         let due = |last: Instant| now.saturating_duration_since(last) >= interval;
+        if working {
+            self.working_since.get_or_insert(now);
+        }
         if working && self.last_working_heartbeat.is_none_or(due) {
             self.last_working_heartbeat = Some(now);
-            self.last_heartbeat = now;
-            self.inner.heartbeat(true);
+            self.send_heartbeat(now, true);
         } else if due(self.last_heartbeat) {
-            self.last_heartbeat = now;
-            self.inner.heartbeat(false);
+            self.send_heartbeat(now, false);
         }
     }
 }

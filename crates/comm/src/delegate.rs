@@ -1,7 +1,8 @@
 //! Delegation of methods that a wrapper leaves to its inner transport.
 
 /// Expands, inside `impl Control for Wrapper<T>`, to the named methods of
-/// [`Control`](annulus_core::Control), each of which calls that of `self.inner`.
+/// [`Control`](annulus_core::Control), each of which calls that of `self.inner`. `last_heard`
+/// stands for `watched`, too, because the two belong together.
 ///
 /// # Examples
 /// ```
@@ -65,6 +66,10 @@ macro_rules! forward_control {
     (@ last_heard) => {
         fn last_heard(&self, peer: usize) -> std::time::Instant {
             self.inner.last_heard(peer)
+        }
+
+        fn watched(&self) -> Option<&[usize]> {
+            self.inner.watched()
         }
     };
     (@ last_work) => {

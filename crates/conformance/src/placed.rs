@@ -110,6 +110,10 @@ impl<T: Control> Control for Placed<T> {
         self.inner.last_heard(peer)
     }
 
+    fn watched(&self) -> Option<&[usize]> {
+        self.inner.watched()
+    }
+
     fn last_work(&self) -> Instant {
         self.inner.last_work()
     }

@@ -151,6 +151,13 @@ pub trait Control: Send {
     /// Returns the time at which the last heartbeat or data of `peer` arrived.
     fn last_heard(&self, peer: usize) -> Instant;
 
+    /// Returns the ranks whose heartbeats this rank receives, ascending and without itself; `None`
+    /// if it receives those of all ranks. A rank reports the silence of the ranks that it watches,
+    /// whether it waits for them or not; every rank is watched by some others.
+    fn watched(&self) -> Option<&[usize]> {
+        None
+    }
+
     /// Returns the last time at which any rank is known to have worked. If all ranks send
     /// heartbeats but none works, the ring is deadlocked.
     fn last_work(&self) -> Instant;
@@ -183,6 +190,9 @@ impl<T: Control + ?Sized> Control for Box<T> {
     }
     fn last_heard(&self, peer: usize) -> Instant {
         (**self).last_heard(peer)
+    }
+    fn watched(&self) -> Option<&[usize]> {
+        (**self).watched()
     }
     fn last_work(&self) -> Instant {
         (**self).last_work()

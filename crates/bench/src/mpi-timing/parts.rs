@@ -273,6 +273,10 @@ impl<T: Control> Control for NoMessages<T> {
         self.inner.last_heard(peer)
     }
 
+    fn watched(&self) -> Option<&[usize]> {
+        self.inner.watched()
+    }
+
     fn last_work(&self) -> Instant {
         self.inner.last_work()
     }

@@ -1,4 +1,5 @@
-//! Control messages over MPI: all-gathers, heartbeats, aborts.
+//! Control messages over MPI: all-gathers, heartbeats, aborts. `circulant.rs` describes the paths
+//! of those that concern all ranks.
 
 use std::time::{Duration, Instant};
 
@@ -8,6 +9,7 @@ use super::{
     Mpi,
     all_gather::AllGather,
     frame::Frame,
+    known_work::RankWork,
     message_buffer::MessageBuffer,
     messages::MessageKind,
     requests::{Address, LONGEST_PIECE, Mode},
@@ -25,10 +27,49 @@ impl Mpi {
         frame: &HostBuffer,
         kind: MessageKind,
     ) -> Result<()> {
-        // no receive is required for a heartbeat: its receiver may have stopped polling
-        let is_optional = matches!(kind, MessageKind::Heartbeat { .. });
-        let mode = if is_optional { Mode::Standard } else { self.mode() };
-        self.send_frame_as(mode, peer, frame, kind)
+        self.send_frame_as(self.mode(), peer, frame, kind)
+    }
+
+    /// Sends a frame to some peers, in the standard mode: none of them needs to receive it. A peer
+    /// that does not get it fails at its deadline.
+    pub(super) fn send_to_each(
+        &mut self,
+        peers: impl IntoIterator<Item = usize>,
+        frame: &Frame,
+    ) -> Result<()> {
+        let frame = frame.encode()?;
+        peers.into_iter().try_for_each(|peer| {
+            let kind = MessageKind::FrameSend { peer };
+            self.send_frame_as(Mode::Standard, peer, &frame, kind)
+        })
+    }
+
+    /// Sends the first abort that this rank sends or receives to its neighbours.
+    pub(super) fn flood_abort(&mut self, error: &Error) {
+        if std::mem::replace(&mut self.abort_sent, true) || self.enter().is_err() {
+            return;
+        }
+        // another rank's abort is forwarded with its rank, so that all ranks name one origin
+        let (rank, what) = match error {
+            Error::Aborted { rank, what } => (*rank as u64, what.clone()),
+            error => (self.rank as u64, error.to_string()),
+        };
+        for peer in self.peers.staying().to_vec() {
+            // a rank that does not get it fails at its deadline
+            drop(self.send_to_each([peer], &Frame::Abort { rank, what: what.clone() }));
+        }
+    }
+
+    /// Sends a heartbeat to the neighbours that answer.
+    fn send_heartbeats(&mut self, now: Instant) -> Result<()> {
+        let RankWork { rank, count, at } = self.work.youngest();
+        let age = now.saturating_duration_since(at).as_nanos();
+        let age = u64::try_from(age).unwrap_or(u64::MAX);
+        let frame = Frame::Heartbeat { rank: rank as u64, count, age };
+        let staying = self.peers.staying().to_vec();
+        let peers = staying.into_iter().filter(|&peer| self.peers[peer].count_heartbeat());
+        let peers: Vec<usize> = peers.collect();
+        self.send_to_each(peers, &frame)
     }
 
     /// Sends a frame in the given mode: the standard one for a frame that may never be received.
@@ -103,6 +144,7 @@ impl Control for Mpi {
         if all_gather.unsent > 0 || !all_gather.is_complete() {
             return Ok(None);
         }
+        self.is_working = false;
         Ok(self.all_gathers.remove(&round).map(AllGather::into_parts))
     }
 
@@ -114,26 +156,13 @@ impl Control for Mpi {
 
     fn abort(&mut self, error: &Error) {
         self.failed.get_or_insert_with(|| error.clone());
-        if std::mem::replace(&mut self.abort_sent, true) || self.enter().is_err() {
-            return;
-        }
-        // another rank's abort is forwarded with its rank, so that all ranks name one origin even
-        // if some of its own frames were lost
-        let (rank, what) = match error {
-            Error::Aborted { rank, what } => (*rank as u64, what.clone()),
-            error => (self.rank as u64, error.to_string()),
-        };
-        let Ok(frame) = (Frame::Abort { rank, what }).encode() else { return };
-        for peer in self.peers.staying(self.rank) {
-            let kind = MessageKind::FrameSend { peer };
-            // a rank that does not get it fails at its deadline
-            drop(self.send_frame_as(Mode::Standard, peer, &frame, kind));
-        }
+        self.flood_abort(error);
     }
 
     fn heartbeat(&mut self, working: bool) {
         if working {
-            self.count_work();
+            self.is_working = true;
+            self.work.work(Instant::now());
         }
         let now = Instant::now();
         let is_early = self
@@ -143,17 +172,7 @@ impl Control for Mpi {
             return;
         }
         self.last_heartbeat = Some(now);
-        let frame = Frame::Heartbeat { work_count: self.work_count }.encode();
-        let sent = frame.and_then(|frame| {
-            for peer in self.peers.staying(self.rank) {
-                // one in flight per peer, so that one which does not poll costs no memory
-                if !std::mem::replace(&mut self.peers[peer].heartbeat_in_flight, true) {
-                    self.send_frame(peer, &frame, MessageKind::Heartbeat { peer })?;
-                }
-            }
-            Ok(())
-        });
-        if let Err(error) = sent {
+        if let Err(error) = self.send_heartbeats(now) {
             self.fail(&error);
         }
     }
@@ -166,7 +185,11 @@ impl Control for Mpi {
         if peer == self.rank { Instant::now() } else { self.peers.last_heard(peer) }
     }
 
+    fn watched(&self) -> Option<&[usize]> {
+        Some(self.peers.staying())
+    }
+
     fn last_work(&self) -> Instant {
-        self.last_work
+        self.work.youngest().at
     }
 }

@@ -1,11 +1,14 @@
 //! Dropping an endpoint: see "Lifetime" in the documentation of [`super`].
 
 use std::{
+    collections::BTreeSet,
     thread,
     time::{Duration, Instant},
 };
 
-use super::{Mpi, ffi::PeerStep, frame::Frame, messages::MessageKind, requests::Mode};
+use annulus_core::Result;
+
+use super::{Mpi, circulant::BarrierMessage, ffi::PeerStep, frame::Frame, messages::MessageKind};
 
 /// Time for which a rank that failed stays to send its last frames: enough for short messages, and
 /// short beside the least deadline of 1 s.
@@ -19,15 +22,23 @@ impl Drop for Mpi {
         let is_healthy = self.failed.is_none() && self.receives.is_empty() && !thread::panicking();
         let unfinished = self.all_gathers.iter().filter(|(_, gather)| gather.has_messages_left());
         let unfinished = unfinished.map(|(&round, _)| round).collect();
-        let Ok(frame) = (Frame::Leave { started: self.started, unfinished }).encode() else {
-            return;
+        let frame = Frame::Leave {
+            rank: self.rank as u64,
+            started: self.started,
+            has_failed: !is_healthy,
+            unfinished,
         };
-        // also to ranks that have left: they may be waiting for it in their drop
-        let rank = self.rank;
-        for peer in (0..self.ranks).filter(|&peer| peer != rank) {
-            let kind = MessageKind::FrameSend { peer };
+        // also to neighbours that have left: they may be waiting for it in their drop
+        let mut peers: BTreeSet<usize> = self.peers.neighbours().iter().copied().collect();
+        if !is_healthy {
+            // these wait for this rank
+            peers.extend(self.receives.iter().map(|receive| receive.header.peer));
+            peers.extend(self.peers.receivers());
+            peers.remove(&self.rank);
+        }
+        for peer in peers {
             // a rank that does not get it fails at its deadline
-            drop(self.send_frame_as(Mode::Standard, peer, &frame, kind));
+            drop(self.send_to_each([peer], &frame));
         }
         if !is_healthy {
             self.flush();
@@ -43,17 +54,36 @@ impl Mpi {
     /// communicators be freed.
     fn wait_for_all_to_leave(&mut self) -> bool {
         let started = Instant::now();
+        let messages = self.barrier.enter();
+        if self.send_barrier(messages).is_err() {
+            return false;
+        }
         loop {
-            let is_done = self.peers.all_have_left(self.rank)
+            // the last frames of neighbours are the only ones that may arrive after the barrier
+            let is_done = self.barrier.is_complete()
+                && self.peers.staying().is_empty()
                 && self.requests.is_empty()
                 && self.early.is_empty();
-            if is_done || started.elapsed() >= self.settings.drop_patience {
-                return is_done;
+            if is_done {
+                return true;
+            }
+            // a rank that has failed does not enter the barrier
+            if self.peers.has_failed_neighbour() || started.elapsed() >= self.settings.drop_patience
+            {
+                return false;
             }
             if self.wait(Duration::from_millis(10)).is_err() {
                 return false;
             }
         }
+    }
+
+    /// Sends messages of the barrier.
+    pub(super) fn send_barrier(&mut self, messages: Vec<BarrierMessage>) -> Result<()> {
+        for BarrierMessage { receiver, round } in messages {
+            self.send_to_each([receiver], &Frame::Barrier { round: u64::from(round) })?;
+        }
+        Ok(())
     }
 
     /// Advances MPI until this rank's frames have left.

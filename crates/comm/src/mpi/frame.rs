@@ -5,17 +5,21 @@ use annulus_core::{Channel, Error, HostBuffer, Result};
 /// A control message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Frame {
-    /// The sender lives. `work_count` grows whenever it has done work.
-    Heartbeat { work_count: u64 },
+    /// The sender lives. The youngest work that it knows of is number `count` of `rank`, and
+    /// `age` nanoseconds old.
+    Heartbeat { rank: u64, count: u64, age: u64 },
     /// The sender starts sending a message of `bytes` bytes in pieces of `piece` bytes.
     Announce { channel: Channel, tag: u64, step: u64, bytes: u64, piece: u64 },
     /// Parts of all-gather `round`, each with its rank.
     GatherParts { round: u64, parts: Vec<(u64, Vec<u8>)> },
     /// `rank` failed first, with the error text `what`.
     Abort { rank: u64, what: String },
-    /// The sender's last frame. It has started `started` all-gathers, and of the rounds
-    /// `unfinished` has not sent all that other ranks need.
-    Leave { started: u64, unfinished: Vec<u64> },
+    /// `rank`, which is the sender unless the frame was forwarded, has left. It has started
+    /// `started` all-gathers, and of the rounds `unfinished` has not sent all that other ranks
+    /// need. It takes part in the barrier that frees the communicators unless it `has_failed`.
+    Leave { rank: u64, started: u64, has_failed: bool, unfinished: Vec<u64> },
+    /// Message of `round` of that barrier.
+    Barrier { round: u64 },
 }
 
 /// Longest error text in a frame, in bytes: long enough for the messages of this library, and below
@@ -27,7 +31,7 @@ impl Frame {
     pub(super) fn encode(&self) -> Result<HostBuffer> {
         let listed: Vec<u8>;
         let (kind, numbers, rest): (u8, &[u64], &[u8]) = match self {
-            Self::Heartbeat { work_count } => (0, &[*work_count], &[]),
+            Self::Heartbeat { rank, count, age } => (0, &[*rank, *count, *age], &[]),
             Self::Announce { channel, tag, step, bytes, piece } => {
                 (1, &[number(*channel), *tag, *step, *bytes, *piece], &[])
             }
@@ -49,10 +53,11 @@ impl Frame {
                     .unwrap_or(0);
                 (3, &[*rank], &what.as_bytes()[..end])
             }
-            Self::Leave { started, unfinished } => {
+            Self::Leave { rank, started, has_failed, unfinished } => {
                 listed = unfinished.iter().flat_map(|round| round.to_le_bytes()).collect();
-                (4, &[*started], &listed)
+                (4, &[*rank, *started, u64::from(*has_failed)], &listed)
             }
+            Self::Barrier { round } => (5, &[*round], &[]),
         };
         let numbers = numbers.iter().flat_map(|number| number.to_le_bytes());
         let head: Vec<u8> = std::iter::once(kind).chain(numbers).collect();
@@ -84,7 +89,7 @@ fn read(bytes: &[u8]) -> Option<Frame> {
         Some(u64::from_le_bytes(*number))
     };
     let frame = match kind {
-        0 => Frame::Heartbeat { work_count: next()? },
+        0 => Frame::Heartbeat { rank: next()?, count: next()?, age: next()? },
         1 => Frame::Announce {
             channel: channel(next()?)?,
             tag: next()?,
@@ -97,7 +102,13 @@ fn read(bytes: &[u8]) -> Option<Frame> {
             rank: next()?,
             what: String::from_utf8_lossy(std::mem::take(&mut rest)).into_owned(),
         },
-        4 => Frame::Leave { started: next()?, unfinished: numbers(std::mem::take(&mut rest))? },
+        4 => Frame::Leave {
+            rank: next()?,
+            started: next()?,
+            has_failed: flag(next()?)?,
+            unfinished: numbers(std::mem::take(&mut rest))?,
+        },
+        5 => Frame::Barrier { round: next()? },
         _ => return None,
     };
     rest.is_empty().then_some(frame)
@@ -114,6 +125,14 @@ fn parts(mut bytes: &[u8]) -> Option<Vec<(u64, Vec<u8>)>> {
         bytes = rest;
     }
     bytes.is_empty().then_some(parts)
+}
+
+const fn flag(number: u64) -> Option<bool> {
+    match number {
+        0 => Some(false),
+        1 => Some(true),
+        _ => None,
+    }
 }
 
 fn numbers(bytes: &[u8]) -> Option<Vec<u64>> {
@@ -151,7 +170,7 @@ mod tests {
         let announce =
             |channel| Frame::Announce { channel, tag: u64::MAX, step: 3, bytes: 1 << 40, piece: 7 };
         let frames = [
-            Frame::Heartbeat { work_count: 7 },
+            Frame::Heartbeat { rank: 3, count: 7, age: u64::MAX },
             announce(Channel::Kv),
             announce(Channel::PartialGrad),
             announce(Channel::FinalGrad),
@@ -160,7 +179,8 @@ mod tests {
                 parts: vec![(4, vec![1, 2, 3]), (5, vec![]), (0, vec![7; 20])],
             },
             Frame::Abort { rank: 2, what: "é".into() },
-            Frame::Leave { started: 3, unfinished: vec![1, u64::MAX] },
+            Frame::Leave { rank: 2, started: 3, has_failed: true, unfinished: vec![1, u64::MAX] },
+            Frame::Barrier { round: 12 },
         ];
         for frame in frames {
             let buffer = frame.encode().unwrap();
@@ -172,13 +192,15 @@ mod tests {
                 ));
             }
         }
-        assert!(Frame::decode(&[0, 0, 0, 0, 0, 0, 0, 0, 0, 1], 1).is_err());
-        assert!(Frame::decode(&[5], 1).is_err());
+        assert!(Frame::decode(&[[0].as_slice(), &[0; 25]].concat(), 1).is_err());
+        assert!(Frame::decode(&[6], 1).is_err());
         // a part that is shorter than its length, a list that ends within a number
         let parts = Frame::GatherParts { round: 9, parts: vec![(4, vec![1, 2, 3])] };
         let whole = parts.encode().unwrap();
         assert!(Frame::decode(&whole.bytes()[..whole.bytes().len() - 1], 1).is_err());
-        assert!(Frame::decode(&[[4].as_slice(), &[0; 12]].concat(), 1).is_err());
+        assert!(Frame::decode(&[[4].as_slice(), &[0; 28]].concat(), 1).is_err());
+        // neither true nor false
+        assert!(Frame::decode(&[[4].as_slice(), &[2; 24]].concat(), 1).is_err());
     }
 
     #[test]

@@ -15,8 +15,6 @@ pub(super) enum MessageKind {
     FrameReceive { peer: usize, number: u64 },
     /// A frame to `peer` whose completion nothing depends on.
     FrameSend { peer: usize },
-    /// A heartbeat to `peer`.
-    Heartbeat { peer: usize },
     /// Parts of all-gather `round` to `peer`.
     GatherParts { peer: usize, round: u64 },
 }
@@ -29,7 +27,6 @@ impl MessageKind {
             | Self::DataReceive { peer, .. }
             | Self::FrameReceive { peer, .. }
             | Self::FrameSend { peer }
-            | Self::Heartbeat { peer }
             | Self::GatherParts { peer, .. } => *peer,
         }
     }

@@ -30,10 +30,18 @@
 //! host must start no further collective operation on it, because MPI would match the two.
 //!
 //! MPI is never initialised or finalised here; a program without a host does that with [`Launch`].
-//! Dropping an endpoint sends a last frame to all ranks. If nothing is in flight it waits for
-//! theirs, for at most [`Settings::drop_patience`], and frees its two communicators. Otherwise, and
-//! after any failure, it leaks them and every buffer that MPI might still read or write. Dropping
-//! one after `MPI_Finalize` only leaks.
+//! Dropping an endpoint sends a last frame to its neighbours (below). If nothing is in flight it
+//! waits in a barrier for all ranks to drop theirs, for at most [`Settings::drop_patience`], and
+//! frees its two communicators. Otherwise, and after any failure, it leaks them and every buffer
+//! that MPI might still read or write. Dropping one after `MPI_Finalize` only leaks.
+//!
+//! # Neighbours
+//! Control messages that concern all ranks move between rank r and the ranks r ± 2^k, at most
+//! 2·⌈log₂ ranks⌉ neighbours (`circulant.rs`): heartbeats, aborts, last frames, the barrier of the
+//! drop, all-gathers. So a rank sends to those and to the ranks with which it exchanges blocks; only
+//! the collectives of MPI that make an endpoint may connect it with others. A rank that waits for
+//! one which is not its neighbour does not judge its silence; that rank's neighbours do, and their
+//! abort reaches all.
 //!
 //! # Device memory
 //! `DeviceMpi` (feature `cuda`) sends CUDA memory directly, over an MPI that accepts it: one that
@@ -71,6 +79,7 @@
 //! with a [`Deadline`](crate::Deadline).
 
 mod all_gather;
+mod circulant;
 mod communicator;
 mod control;
 #[cfg(feature = "cuda")]
@@ -80,6 +89,7 @@ mod ffi;
 mod first_ranks;
 mod frame;
 mod gpu_awareness;
+mod known_work;
 mod launch;
 mod message_buffer;
 mod messages;
@@ -103,9 +113,11 @@ use annulus_core::{Channel, Error, Result};
 pub use self::device::DeviceMpi;
 use self::{
     all_gather::AllGather,
+    circulant::Barrier,
     communicator::{Communicator, ParentCommunicator},
     ffi::Lifetime,
     frame::CHANNELS,
+    known_work::KnownWork,
     messages::{Announcement, MessageKind, PostedReceive},
     peers::Peers,
     requests::{LONGEST_PIECE, Requests},
@@ -176,9 +188,11 @@ pub struct Mpi {
     /// Step of the last post.
     step: usize,
     bytes_sent: u64,
-    /// Number of times that this rank has done work.
-    work_count: u64,
-    last_work: Instant,
+    work: KnownWork,
+    /// True from a heartbeat of a working rank to the end of the next all-gather.
+    is_working: bool,
+    /// Barrier of the drop.
+    barrier: Barrier,
     last_heartbeat: Option<Instant>,
     /// Time since which no message has moved.
     idle_since: Instant,
@@ -287,14 +301,15 @@ impl Mpi {
             receives: Vec::new(),
             early: Vec::new(),
             last_tags: HashMap::new(),
-            peers: Peers::new(ranks, now),
+            peers: Peers::new(rank, ranks, now),
             nodes: NodeMap::new(Vec::new()),
             all_gathers: BTreeMap::new(),
             started: 0,
             step: 0,
             bytes_sent: 0,
-            work_count: 0,
-            last_work: now,
+            work: KnownWork::new(rank, now),
+            is_working: false,
+            barrier: Barrier::new(rank, ranks),
             last_heartbeat: None,
             idle_since: now,
             abort_sent: false,

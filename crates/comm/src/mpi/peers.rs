@@ -8,26 +8,31 @@ use std::{
 
 use annulus_core::HostBuffer;
 
+use super::circulant;
 use crate::observed::ObservedClock;
 
 /// Time in which messages from or to a rank that has left must complete. Its own sends started
 /// before its last frame, so this only covers the time by which frames overtake blocks.
 const GRACE: Duration = Duration::from_millis(250);
 
+/// Most heartbeats to a rank from which nothing has arrived since the first of them. A short
+/// message is complete for its sender before it is received, so a rank that does not poll (it is
+/// stopped, or the host computes between two calls) would otherwise collect heartbeats without a
+/// limit. A rank that polls answers within one heartbeat interval, in which it is sent three.
+const MOST_UNANSWERED: u32 = 8;
+
 /// State of one rank.
 pub(super) struct Peer {
     /// Time at which a block or a frame last arrived from it.
     pub(super) last_heard: Instant,
-    /// Work count of its last heartbeat.
-    pub(super) work_count: u64,
     /// Frames from it that MPI has matched.
     pub(super) matched: u64,
     /// Frames from it that were processed.
     pub(super) processed: u64,
     /// Frames that completed before an earlier, longer one, by number.
     pub(super) out_of_order: BTreeMap<u64, HostBuffer>,
-    /// True while a heartbeat to it is in flight.
-    pub(super) heartbeat_in_flight: bool,
+    /// Heartbeats sent to it since something last arrived from it.
+    unanswered: u32,
     /// Steps of the sends to it that are in flight.
     sends: VecDeque<usize>,
     departure: Option<Departure>,
@@ -37,6 +42,11 @@ pub(super) struct Peer {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Departure {
     pub(super) at: Instant,
+    /// True if another rank forwarded the frame: other frames of the rank that has left may arrive
+    /// after it.
+    pub(super) is_forwarded: bool,
+    /// True if the rank does not take part in the barrier that frees the communicators.
+    pub(super) has_failed: bool,
     /// Number of all-gathers that it had started.
     pub(super) started: u64,
     /// Rounds of which it had not sent all that other ranks need.
@@ -47,11 +57,10 @@ impl Peer {
     fn new(now: Instant) -> Self {
         Self {
             last_heard: now,
-            work_count: 0,
             matched: 0,
             processed: 0,
             out_of_order: BTreeMap::new(),
-            heartbeat_in_flight: false,
+            unanswered: 0,
             sends: VecDeque::new(),
             departure: None,
         }
@@ -60,6 +69,19 @@ impl Peer {
     /// Returns the last frame of a rank that has left.
     pub(super) const fn departure(&self) -> Option<&Departure> {
         self.departure.as_ref()
+    }
+
+    /// Records that a block or a frame of it has arrived.
+    pub(super) fn hear(&mut self) {
+        self.last_heard = Instant::now();
+        self.unanswered = 0;
+    }
+
+    /// Counts a heartbeat to it. Returns false if it has left too many unanswered.
+    pub(super) fn count_heartbeat(&mut self) -> bool {
+        let allowed = self.unanswered < MOST_UNANSWERED;
+        self.unanswered += u32::from(allowed);
+        allowed
     }
 
     /// Returns the step of the oldest send to it that is in flight.
@@ -71,8 +93,16 @@ impl Peer {
 /// State of all ranks of a ring.
 pub(super) struct Peers {
     all: Vec<Peer>,
-    /// Ranks that have left.
+    /// Neighbours of this rank (`circulant.rs`), ascending.
+    neighbours: Vec<usize>,
+    /// Neighbours that have not left, ascending.
+    staying: Vec<usize>,
+    /// Ranks of which this rank knows that they have left.
     left: BTreeSet<usize>,
+    /// Those whose last frame was not forwarded, in the order in which the frames arrived.
+    unforwarded: Vec<usize>,
+    /// Number of neighbours that left after a failure.
+    failed: usize,
     /// Number of sends in flight, to any rank.
     unsent: usize,
     /// Clock of [`GRACE`]; it runs once a rank has left.
@@ -80,10 +110,18 @@ pub(super) struct Peers {
 }
 
 impl Peers {
-    pub(super) fn new(ranks: usize, now: Instant) -> Self {
-        let all = (0..ranks).map(|_| Peer::new(now)).collect();
-        let grace = ObservedClock::new(now, GRACE / 4, GRACE);
-        Self { all, left: BTreeSet::new(), unsent: 0, grace }
+    pub(super) fn new(rank: usize, ranks: usize, now: Instant) -> Self {
+        let neighbours = circulant::neighbours(rank, ranks);
+        Self {
+            all: (0..ranks).map(|_| Peer::new(now)).collect(),
+            staying: neighbours.clone(),
+            neighbours,
+            left: BTreeSet::new(),
+            unforwarded: Vec::new(),
+            failed: 0,
+            unsent: 0,
+            grace: ObservedClock::new(now, GRACE / 4, GRACE),
+        }
     }
 
     /// Returns the time at which a message last arrived from `peer`; now, if there is no such rank.
@@ -111,10 +149,26 @@ impl Peers {
         self.unsent > 0
     }
 
-    /// Records that `peer` has left.
+    /// Returns the ranks to which a send is in flight, ascending.
+    pub(super) fn receivers(&self) -> impl Iterator<Item = usize> {
+        (0..self.all.len()).filter(|&peer| !self.all[peer].sends.is_empty())
+    }
+
+    /// Records that `peer` has left. Its own frame replaces a forwarded one.
     pub(super) fn leave(&mut self, peer: usize, departure: Departure) {
+        let known = self.all[peer].departure.as_ref();
+        if known.is_some_and(|known| departure.is_forwarded || !known.is_forwarded) {
+            return;
+        }
+        if known.is_none() {
+            self.unforwarded.push(peer);
+            self.left.insert(peer);
+            if let Ok(index) = self.staying.binary_search(&peer) {
+                self.staying.remove(index);
+                self.failed += usize::from(departure.has_failed);
+            }
+        }
         self.all[peer].departure = Some(departure);
-        self.left.insert(peer);
     }
 
     pub(super) fn has_left(&self, peer: usize) -> bool {
@@ -134,14 +188,37 @@ impl Peers {
         self.grace.elapsed(departure.at, Instant::now()) >= GRACE
     }
 
-    /// Returns all ranks but `rank` that have not left, ascending.
-    pub(super) fn staying(&self, rank: usize) -> Vec<usize> {
-        (0..self.all.len()).filter(|&peer| peer != rank && !self.has_left(peer)).collect()
+    /// Returns the neighbours of this rank, ascending.
+    pub(super) fn neighbours(&self) -> &[usize] {
+        &self.neighbours
     }
 
-    /// Returns true if all ranks but `rank` have left.
-    pub(super) fn all_have_left(&self, rank: usize) -> bool {
-        self.left.iter().filter(|&&peer| peer != rank).count() + 1 >= self.all.len()
+    /// Returns the neighbours that have not left, ascending.
+    pub(super) fn staying(&self) -> &[usize] {
+        &self.staying
+    }
+
+    /// Returns true if a neighbour left after a failure.
+    pub(super) const fn has_failed_neighbour(&self) -> bool {
+        self.failed > 0
+    }
+
+    /// Returns true if the last frame of any rank was not forwarded.
+    pub(super) const fn has_unforwarded(&self) -> bool {
+        !self.unforwarded.is_empty()
+    }
+
+    /// Takes the ranks that have left, whose last frame was not forwarded, and that `concerns`
+    /// selects.
+    pub(super) fn take_unforwarded(
+        &mut self,
+        mut concerns: impl FnMut(&Departure) -> bool,
+    ) -> Vec<usize> {
+        let all = &self.all;
+        let departure = |peer: usize| all[peer].departure.as_ref();
+        self.unforwarded
+            .extract_if(.., |peer| departure(*peer).is_some_and(&mut concerns))
+            .collect()
     }
 
     /// Returns true if the counters equal the results of sweeps over all ranks.
@@ -150,7 +227,9 @@ impl Peers {
         let ranks = 0..self.all.len();
         let left: BTreeSet<usize> = ranks.filter(|&peer| self.has_left(peer)).collect();
         let unsent: usize = self.all.iter().map(|peer| peer.sends.len()).sum();
-        left == self.left && unsent == self.unsent
+        let neighbours = self.neighbours.iter().copied();
+        let staying: Vec<usize> = neighbours.filter(|&peer| !self.has_left(peer)).collect();
+        left == self.left && unsent == self.unsent && staying == self.staying
     }
 }
 
@@ -175,7 +254,13 @@ mod tests {
     use super::*;
 
     fn departure() -> Departure {
-        Departure { at: Instant::now(), started: 3, unfinished: vec![1] }
+        Departure {
+            at: Instant::now(),
+            is_forwarded: false,
+            has_failed: false,
+            started: 3,
+            unfinished: vec![1],
+        }
     }
 
     proptest! {
@@ -187,7 +272,7 @@ mod tests {
                 0..200,
             ),
         ) {
-            let mut peers = Peers::new(ranks, Instant::now());
+            let mut peers = Peers::new(0, ranks, Instant::now());
             for (event, peer, step) in events {
                 let peer = peer.index(ranks);
                 match event {
@@ -199,10 +284,42 @@ mod tests {
                 prop_assert!(peers.agrees_with_a_sweep());
                 let sending = (0..ranks).any(|peer| peers[peer].oldest_send().is_some());
                 prop_assert_eq!(peers.has_unsent(), sending);
-                prop_assert_eq!(peers.all_have_left(0), peers.staying(0).is_empty());
+                prop_assert_eq!(
+                    peers.receivers().collect::<Vec<_>>(),
+                    (0..ranks).filter(|&peer| peers[peer].oldest_send().is_some()).collect::<Vec<_>>()
+                );
                 let gone: Vec<usize> = (0..ranks).filter(|&peer| peers.has_left(peer)).collect();
                 prop_assert_eq!(peers.poll_left(), gone);
             }
         }
+    }
+
+    #[test]
+    fn a_last_frame_is_taken_once_and_a_forwarded_one_is_replaced() {
+        let mut peers = Peers::new(0, 9, Instant::now());
+        assert_eq!(peers.staying(), [1, 2, 4, 5, 7, 8]);
+        peers.leave(3, Departure { is_forwarded: true, ..departure() });
+        peers.leave(1, Departure { has_failed: true, ..departure() });
+        assert!(peers.has_failed_neighbour());
+        assert_eq!(peers.staying(), [2, 4, 5, 7, 8]);
+        let is_forwarded = |peers: &Peers| peers[3].departure().unwrap().is_forwarded;
+        assert!(is_forwarded(&peers));
+        peers.leave(3, departure());
+        peers.leave(3, Departure { is_forwarded: true, ..departure() });
+        assert!(!is_forwarded(&peers));
+        // in the order in which they left
+        assert_eq!(peers.take_unforwarded(|departure| departure.started > 3), [0; 0]);
+        assert_eq!(peers.take_unforwarded(|_| true), [3, 1]);
+        assert_eq!(peers.take_unforwarded(|_| true), [0; 0]);
+    }
+
+    #[test]
+    fn heartbeats_to_a_rank_that_does_not_answer_are_bounded() {
+        let mut peer = Peer::new(Instant::now());
+        let sent = |peer: &mut Peer| (0..100).filter(|_| peer.count_heartbeat()).count();
+        assert_eq!(sent(&mut peer), MOST_UNANSWERED as usize);
+        assert_eq!(sent(&mut peer), 0);
+        peer.hear();
+        assert_eq!(sent(&mut peer), MOST_UNANSWERED as usize);
     }
 }

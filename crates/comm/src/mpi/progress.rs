@@ -45,6 +45,8 @@ pub struct Progress {
     cell: Arc<EndpointCell>,
     /// The endpoint's placement, which never changes: a copy that can be borrowed without the lock.
     placement: Option<Placement>,
+    /// The endpoint's neighbours, likewise.
+    neighbours: Vec<usize>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -96,6 +98,7 @@ impl Progress {
             return Err(Error::invalid("interval", format!("{interval:?}"), "more than zero"));
         }
         let placement = endpoint.placement().cloned();
+        let neighbours = endpoint.watched().unwrap_or_default().to_vec();
         let cell =
             Arc::new(EndpointCell { endpoint: Mutex::new(endpoint), stop: AtomicBool::new(false) });
         let polled = Arc::clone(&cell);
@@ -105,7 +108,7 @@ impl Progress {
         let thread = thread.map_err(|error| Error::Device {
             what: format!("the progress thread could not be started: {error}"),
         })?;
-        Ok(Self { cell, placement, thread: Some(thread) })
+        Ok(Self { cell, placement, neighbours, thread: Some(thread) })
     }
 }
 
@@ -186,6 +189,10 @@ impl Control for Progress {
 
     fn last_heard(&self, peer: usize) -> Instant {
         self.cell.lock().last_heard(peer)
+    }
+
+    fn watched(&self) -> Option<&[usize]> {
+        Some(&self.neighbours)
     }
 
     fn last_work(&self) -> Instant {

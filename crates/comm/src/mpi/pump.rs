@@ -64,10 +64,13 @@ impl Mpi {
         Ok(moved)
     }
 
-    /// Records the error that ends this endpoint, if it is fatal.
+    /// Records the error that ends this endpoint, if it is fatal, and forwards an abort.
     pub(super) fn fail(&mut self, error: &Error) {
-        if error.is_fatal() {
-            self.failed.get_or_insert_with(|| error.clone());
+        if error.is_fatal() && self.failed.is_none() {
+            self.failed = Some(error.clone());
+            if matches!(error, Error::Aborted { .. }) {
+                self.flood_abort(error);
+            }
         }
     }
 
@@ -88,6 +91,7 @@ impl Mpi {
                 break;
             }
         }
+        self.forward_departures()?;
         let left = self.peers.poll_left();
         let missing = left.iter().find_map(|&peer| self.missing_from(peer));
         // after those: a rank that left within an all-gather may have done so because it lost
@@ -149,7 +153,6 @@ impl Mpi {
                 return self.process_frames(peer);
             }
             MessageKind::FrameReceive { .. } | MessageKind::FrameSend { .. } => {}
-            MessageKind::Heartbeat { .. } => self.peers[peer].heartbeat_in_flight = false,
             MessageKind::GatherParts { round, .. } => {
                 if let Some(all_gather) = self.all_gathers.get_mut(&round) {
                     all_gather.unsent -= 1;
@@ -191,15 +194,9 @@ impl Mpi {
             receive.buffer = Some(arrived);
         }
         receive.stage = ReceiveStage::Arrived;
-        self.peers[peer].last_heard = Instant::now();
-        self.count_work();
+        self.peers[peer].hear();
+        self.work.work(Instant::now());
         self.match_early()
-    }
-
-    /// Counts work that this rank has done.
-    pub(super) fn count_work(&mut self) {
-        self.work_count += 1;
-        self.last_work = Instant::now();
     }
 
     /// Processes the frames of `peer` that have arrived, in the order in which it sent them.
@@ -209,7 +206,7 @@ impl Mpi {
             self.peers[peer].out_of_order.remove(&next)
         } {
             self.peers[peer].processed += 1;
-            self.peers[peer].last_heard = Instant::now();
+            self.peers[peer].hear();
             self.process_frame(peer, Frame::decode(buffer.bytes(), peer)?)?;
         }
         Ok(())
@@ -217,11 +214,9 @@ impl Mpi {
 
     fn process_frame(&mut self, peer: usize, frame: Frame) -> Result<()> {
         match frame {
-            Frame::Heartbeat { work_count } => {
-                if work_count > self.peers[peer].work_count {
-                    self.peers[peer].work_count = work_count;
-                    self.last_work = Instant::now();
-                }
+            Frame::Heartbeat { rank, count, age } => {
+                let rank = self.check_rank(peer, rank)?;
+                self.work.learn(rank, count, Duration::from_nanos(age), Instant::now());
             }
             Frame::Announce { channel, tag, step, bytes, piece } => {
                 let step = usize::try_from(step).unwrap_or(usize::MAX);
@@ -246,9 +241,66 @@ impl Mpi {
                 let rank = usize::try_from(rank).unwrap_or(usize::MAX);
                 return Err(Error::Aborted { rank, what });
             }
-            Frame::Leave { started, unfinished } => {
-                self.peers.leave(peer, Departure { at: Instant::now(), started, unfinished });
+            Frame::Leave { rank, started, has_failed, unfinished } => {
+                let rank = self.check_rank(peer, rank)?;
+                let at = Instant::now();
+                let is_forwarded = rank != peer;
+                let departure = Departure { at, is_forwarded, has_failed, started, unfinished };
+                // a rank that drops its endpoint knows that itself
+                if rank != self.rank {
+                    self.peers.leave(rank, departure);
+                }
             }
+            Frame::Barrier { round } => {
+                let Some(messages) = self.barrier.receive(round) else {
+                    let what = format!("a second message of round {round} of a barrier");
+                    return Err(Error::Comm { peer, step: self.step, what });
+                };
+                self.send_barrier(messages)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the rank that a frame of `peer` names.
+    fn check_rank(&self, peer: usize, rank: u64) -> Result<usize> {
+        let known = usize::try_from(rank).ok().filter(|&rank| rank < self.ranks);
+        known.ok_or_else(|| Error::Comm {
+            peer,
+            step: self.step,
+            what: format!("a control message about rank {rank} of {}", self.ranks),
+        })
+    }
+
+    /// Forwards the last frames of ranks that have left to the neighbours, if this rank is in a
+    /// call that such a rank can no longer finish: other ranks may wait for it that are not its
+    /// neighbours. In a job that ends in order nothing is forwarded.
+    fn forward_departures(&mut self) -> Result<()> {
+        // a frame that is sent after the last one could arrive after its receiver has freed the
+        // communicator
+        if !self.peers.has_unforwarded() || self.barrier.has_entered() {
+            return Ok(());
+        }
+        let is_busy = self.is_working
+            || self.peers.has_unsent()
+            || self.receives.iter().any(|receive| receive.stage != ReceiveStage::Arrived);
+        let all_gathers = &self.all_gathers;
+        let needs = |departure: &Departure| {
+            let is_missing = |(round, gather): (&u64, &AllGather)| {
+                gather.is_incomplete()
+                    && (gather.number >= Some(departure.started)
+                        || departure.unfinished.contains(round))
+            };
+            is_busy || all_gathers.iter().any(is_missing)
+        };
+        for rank in self.peers.take_unforwarded(needs) {
+            let Some(Departure { started, has_failed, unfinished, .. }) =
+                self.peers[rank].departure().cloned()
+            else {
+                continue;
+            };
+            let frame = Frame::Leave { rank: rank as u64, started, has_failed, unfinished };
+            self.send_to_each(self.peers.staying().to_vec(), &frame)?;
         }
         Ok(())
     }
@@ -318,11 +370,14 @@ impl Mpi {
     /// complete.
     fn missing_from(&self, peer: usize) -> Option<PeerStep> {
         let departure = self.peers[peer].departure()?;
-        // all its frames have been processed by now, but its blocks may take a little longer
+        // its own last frame comes after all its other frames, but its blocks may take a little
+        // longer
         let overdue = self.peers.is_overdue(departure);
+        let is_final = overdue || !departure.is_forwarded;
         let is_missing = |receive: &&PostedReceive| match receive.stage {
             ReceiveStage::Posted => {
                 receive.header.peer == peer
+                    && is_final
                     && (overdue || !self.early.iter().any(|early| early.is_for(receive)))
             }
             ReceiveStage::Direct | ReceiveStage::Staged => receive.header.peer == peer && overdue,
@@ -366,7 +421,13 @@ mod tests {
     }
 
     fn departure() -> Departure {
-        Departure { at: Instant::now(), started: 9, unfinished: Vec::new() }
+        Departure {
+            at: Instant::now(),
+            is_forwarded: false,
+            has_failed: false,
+            started: 9,
+            unfinished: Vec::new(),
+        }
     }
 
     /// Rank 0 of three, with one frame of all-gather 7 in flight to rank 1.

@@ -8,6 +8,7 @@ mod agreement;
 mod common;
 mod deadline;
 mod faults;
+mod neighbours;
 mod patterns;
 mod staged;
 mod threads;

@@ -214,6 +214,10 @@ impl Control for DeviceTransport {
         self.control.last_heard(peer)
     }
 
+    fn watched(&self) -> Option<&[usize]> {
+        self.control.watched()
+    }
+
     fn last_work(&self) -> Instant {
         self.control.last_work()
     }

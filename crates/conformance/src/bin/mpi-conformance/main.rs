@@ -12,13 +12,15 @@
 //! | `host-split` | a communicator from a split has the world's highest tag, and a ring over it works |
 //! | `host-late` | the last rank comes too late: an error on all ranks, and other communicators still work |
 //! | `lost PASS MOMENT` | rank 1 is killed: every other rank names it by deadline + 1 s (the launcher must keep them running) |
-//! | `slow` | the last rank is silent for half of the deadline: one warning names it, and nothing fails |
+//! | `control` | a rank that is late, aborts or leaves: every other rank gets the same error, neighbour or not |
+//! | `slow` | the last rank is silent for half of the deadline: the ranks that watch it warn once, and nothing fails |
 //! | `panic` | the last rank panics: the job ends with a status other than 0 |
 //!
 //! `--synchronous` makes every send an `MPI_Issend`; `--piece-bytes N` splits messages into pieces.
 
 mod bytes;
 mod cases;
+mod control;
 mod failures;
 mod harness;
 mod host;
@@ -35,7 +37,7 @@ use annulus_comm::mpi::{Launch, Settings};
 use self::harness::{Harness, Verdict};
 
 const USAGE: &str = "want messages, cases SEEDS, pairs, bytes, mismatch, host, host-split, \
-    host-late, lost PASS MOMENT, slow or panic";
+    host-late, control, lost PASS MOMENT, slow or panic";
 
 fn main() -> ExitCode {
     let mut words: Vec<String> = std::env::args().skip(1).collect();
@@ -83,6 +85,7 @@ fn run(words: &[String], settings: &Settings) -> Verdict {
         ),
         ["pairs"] => cases::pairs(&mut harness, settings),
         ["bytes"] => bytes::all(&mut harness, settings),
+        ["control"] => control::all(&mut harness, settings),
         ["slow"] => failures::slow(&mut harness, settings),
         ["mismatch"] => mismatch::all(&mut harness, settings),
         ["lost", pass, moment] => return failures::lost(launch, harness, settings, pass, moment),

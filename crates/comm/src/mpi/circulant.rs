@@ -1,0 +1,278 @@
+//! The graph over which control messages move: rank r and the ranks r ± 2^k (modulo the number of
+//! ranks) are neighbours, a circulant graph of at most 2·⌈log₂ ranks⌉ neighbours per rank.
+//!
+//! | message | path |
+//! |---|---|
+//! | heartbeat | to all neighbours; the youngest work in it travels on from neighbour to neighbour |
+//! | abort | flooding: every rank forwards the first one that it receives to its neighbours |
+//! | last frame of a rank that leaves | to its neighbours; flooded by ranks that wait for others |
+//! | barrier before the communicators are freed | dissemination: in round k to rank r + 2^k |
+//!
+//! Every rank is watched by its neighbours. Let S be the silent ranks, not all: some neighbour of S
+//! is alive, because the graph is connected, and reports one of them. An abort reaches all living
+//! ranks, or all of those that are still connected with its origin; the others have silent
+//! neighbours themselves. An all-gather (`all_gather.rs`) uses the same edges, so a rank sends to
+//! O(log ranks) others besides those with which it exchanges blocks.
+//!
+//! # Source
+//! Dissemination barrier: Hensgen, Finkel, Manber 1988, Two algorithms for barrier synchronization.
+
+/// Returns the distances 1, 2, 4, … < `ranks`.
+fn distances(ranks: usize) -> impl Iterator<Item = usize> {
+    std::iter::successors(Some(1usize), |distance| distance.checked_mul(2))
+        .take_while(move |&distance| distance < ranks)
+}
+
+/// Returns the neighbours of `rank`, ascending.
+pub(super) fn neighbours(rank: usize, ranks: usize) -> Vec<usize> {
+    let both = |distance| [(rank + distance) % ranks, (rank + ranks - distance) % ranks];
+    let mut neighbours: Vec<usize> = distances(ranks).flat_map(both).collect();
+    neighbours.sort_unstable();
+    neighbours.dedup();
+    neighbours
+}
+
+/// A message of a barrier.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct BarrierMessage {
+    pub(super) receiver: usize,
+    pub(super) round: u32,
+}
+
+/// One rank of a dissemination barrier: it is complete once every rank has entered it.
+#[derive(Debug)]
+pub(super) struct Barrier {
+    rank: usize,
+    ranks: usize,
+    entered: bool,
+    /// Rounds whose message this rank has sent.
+    sent: u32,
+    /// Bit k is set if the message of round k has arrived.
+    arrived: u64,
+}
+
+impl Barrier {
+    pub(super) const fn new(rank: usize, ranks: usize) -> Self {
+        Self { rank, ranks, entered: false, sent: 0, arrived: 0 }
+    }
+
+    /// Enters the barrier. Returns the messages to send.
+    pub(super) fn enter(&mut self) -> Vec<BarrierMessage> {
+        self.entered = true;
+        self.advance()
+    }
+
+    /// Processes the message of `round`. Returns the messages to send, or `None` if there is no
+    /// such round or its message has arrived before.
+    pub(super) fn receive(&mut self, round: u64) -> Option<Vec<BarrierMessage>> {
+        let round = u32::try_from(round).ok().filter(|&round| round < self.rounds())?;
+        if self.has_arrived(round) {
+            return None;
+        }
+        self.arrived |= 1 << round;
+        Some(self.advance())
+    }
+
+    /// Returns true once this rank has entered.
+    pub(super) const fn has_entered(&self) -> bool {
+        self.entered
+    }
+
+    /// Returns true once every rank has entered.
+    pub(super) fn is_complete(&self) -> bool {
+        self.entered && (0..self.rounds()).all(|round| self.has_arrived(round))
+    }
+
+    fn rounds(&self) -> u32 {
+        self.ranks.next_power_of_two().trailing_zeros()
+    }
+
+    const fn has_arrived(&self, round: u32) -> bool {
+        self.arrived >> round & 1 == 1
+    }
+
+    /// Returns the messages that may be sent now: that of round k once those of all earlier rounds
+    /// have arrived.
+    fn advance(&mut self) -> Vec<BarrierMessage> {
+        let mut messages = Vec::new();
+        while self.entered
+            && self.sent < self.rounds()
+            && self.sent.checked_sub(1).is_none_or(|before| self.has_arrived(before))
+        {
+            let receiver = (self.rank + (1 << self.sent)) % self.ranks;
+            messages.push(BarrierMessage { receiver, round: self.sent });
+            self.sent += 1;
+        }
+        messages
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Silent ranks and the graph; floods an abort as the endpoints do.
+    struct Ring {
+        neighbours: Vec<Vec<usize>>,
+        silent: Vec<bool>,
+    }
+
+    impl Ring {
+        fn new(ranks: usize, silent: impl Fn(usize) -> bool) -> Self {
+            Self {
+                neighbours: (0..ranks).map(|rank| neighbours(rank, ranks)).collect(),
+                silent: (0..ranks).map(silent).collect(),
+            }
+        }
+
+        /// Returns the silent neighbours of a living rank, which it reports at the deadline.
+        fn reported_by(&self, rank: usize) -> impl Iterator<Item = usize> {
+            let is_silent = |&&peer: &&usize| self.silent[peer];
+            self.neighbours[rank].iter().filter(is_silent).copied()
+        }
+
+        fn living(&self) -> impl Iterator<Item = usize> {
+            (0..self.silent.len()).filter(|&rank| !self.silent[rank])
+        }
+
+        /// Floods an abort from `origins`; messages of a round arrive in an order drawn from
+        /// `seed`. Returns the number of messages that each rank sent and the last round in which a
+        /// rank received its first abort.
+        fn flood(&self, origins: &[usize], mut seed: u64) -> (Vec<usize>, usize) {
+            let mut failed = vec![false; self.silent.len()];
+            let mut sent = vec![0; self.silent.len()];
+            let mut in_flight = Vec::new();
+            let mut rounds = 0;
+            let mut fail = |rank: usize, in_flight: &mut Vec<usize>| {
+                if self.silent[rank] || std::mem::replace(&mut failed[rank], true) {
+                    return false;
+                }
+                sent[rank] += self.neighbours[rank].len();
+                in_flight.extend(&self.neighbours[rank]);
+                true
+            };
+            for &origin in origins {
+                fail(origin, &mut in_flight);
+            }
+            for round in 1.. {
+                let mut arriving = std::mem::take(&mut in_flight);
+                if arriving.is_empty() {
+                    break;
+                }
+                while !arriving.is_empty() {
+                    seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                    let next = (seed >> 33) as usize % arriving.len();
+                    if fail(arriving.swap_remove(next), &mut in_flight) {
+                        rounds = round;
+                    }
+                }
+            }
+            assert!(self.living().all(|rank| failed[rank]), "a living rank received no abort");
+            (sent, rounds)
+        }
+    }
+
+    #[test]
+    fn a_rank_has_two_neighbours_per_power_of_two() {
+        assert_eq!(neighbours(0, 1), [0; 0]);
+        assert_eq!(neighbours(1, 2), [0]);
+        assert_eq!(neighbours(1, 3), [0, 2]);
+        assert_eq!(neighbours(0, 6), [1, 2, 4, 5]);
+        assert_eq!(neighbours(7, 8), [0, 1, 3, 5, 6]);
+        for ranks in 1..70usize {
+            let limit = 2 * ranks.next_power_of_two().ilog2() as usize;
+            for rank in 0..ranks {
+                let mine = neighbours(rank, ranks);
+                assert!(mine.len() <= limit && !mine.contains(&rank), "{rank} of {ranks}");
+                assert!(mine.iter().all(|&peer| neighbours(peer, ranks).contains(&rank)));
+            }
+        }
+    }
+
+    /// All sets of silent ranks on rings of up to 10 ranks: each living rank ends, by a silent
+    /// neighbour of its own or by the abort of a rank that has one.
+    #[test]
+    fn no_living_rank_of_a_small_ring_waits_for_ever() {
+        for ranks in 1..=10usize {
+            for set in 1..(1usize << ranks) - 1 {
+                let ring = Ring::new(ranks, |rank| set >> rank & 1 == 1);
+                let reporters: Vec<usize> =
+                    ring.living().filter(|&rank| ring.reported_by(rank).next().is_some()).collect();
+                assert!(!reporters.is_empty(), "{set:b} of {ranks}");
+                // asserts that the abort of some reporter reaches every living rank
+                ring.flood(&reporters, set as u64);
+            }
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(16))]
+
+        #[test]
+        fn thousands_of_ranks_hear_of_a_silent_one_within_14_rounds(
+            silent in prop::collection::btree_set(0usize..8192, 1..=12),
+            clustered in any::<bool>(),
+            origin in any::<prop::sample::Index>(),
+            seed in any::<u64>(),
+        ) {
+            const RANKS: usize = 8192;
+            // of one cluster, the ranks are neighbours of each other and of rank 0
+            let silent: BTreeSet<usize> = if clustered {
+                neighbours(0, RANKS).into_iter().take(silent.len()).collect()
+            } else {
+                silent
+            };
+            let ring = Ring::new(RANKS, |rank| silent.contains(&rank));
+            let reported: BTreeSet<usize> =
+                ring.living().flat_map(|rank| ring.reported_by(rank)).collect();
+            prop_assert_eq!(&reported, &silent);
+            let reporters: Vec<usize> =
+                ring.living().filter(|&rank| ring.reported_by(rank).next().is_some()).collect();
+            let origin = reporters[origin.index(reporters.len())];
+            let (sent, rounds) = ring.flood(&[origin], seed);
+            prop_assert!(rounds <= 14, "{rounds} rounds");
+            prop_assert!(sent.iter().all(|&sent| sent <= 26));
+        }
+
+        #[test]
+        fn a_barrier_is_complete_once_all_have_entered(
+            ranks in 1usize..70,
+            order in prop::collection::vec(any::<prop::sample::Index>(), 1..50),
+        ) {
+            let mut barriers: Vec<Barrier> =
+                (0..ranks).map(|rank| Barrier::new(rank, ranks)).collect();
+            let mut outside: Vec<usize> = (0..ranks).collect();
+            let mut in_flight = Vec::new();
+            let mut sent = 0;
+            for turn in 0.. {
+                let pick = order[turn % order.len()].index(outside.len() + in_flight.len() + 1);
+                if outside.is_empty() && in_flight.is_empty() {
+                    break;
+                }
+                prop_assert!(outside.is_empty() || !barriers.iter().any(Barrier::is_complete));
+                // ranks enter and messages arrive in any order
+                let messages = if (pick < outside.len() || in_flight.is_empty()) && !outside.is_empty()
+                {
+                    let rank = outside.swap_remove(pick % outside.len());
+                    barriers[rank].enter()
+                } else {
+                    let BarrierMessage { receiver, round } =
+                        in_flight.swap_remove(pick % in_flight.len());
+                    let messages = barriers[receiver].receive(u64::from(round));
+                    prop_assert_eq!(barriers[receiver].receive(u64::from(round)), None);
+                    prop_assert!(messages.is_some());
+                    messages.unwrap_or_default()
+                };
+                sent += messages.len();
+                in_flight.extend(messages);
+            }
+            prop_assert!(barriers.iter().all(Barrier::is_complete));
+            prop_assert_eq!(sent, ranks * ranks.next_power_of_two().ilog2() as usize);
+            prop_assert_eq!(barriers[0].receive(64), None);
+        }
+    }
+}
