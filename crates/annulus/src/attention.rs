@@ -7,8 +7,8 @@ use annulus_comm::{
     ring::{RingOptions, StepEvent, StepHook},
 };
 use annulus_core::{
-    Alignment, BackwardMode, Batch, BiasFunction, BiasOrder, DType, Dims, Dropout, Error, Layout,
-    Mask, Precision, Result, Route, SinkShape, Space, Spec, Transport,
+    Alignment, BackwardMode, Batch, BiasFunction, BiasOrder, DType, Dims, Dropout, Error,
+    LEAF_ROWS, Layout, Mask, Precision, Result, Route, SinkShape, Space, Spec, Transport,
     mask::{Causal, ChunkedCausal, Prefix, Window, and},
 };
 
@@ -62,6 +62,7 @@ pub struct Attention {
     precision: Precision,
     backward: BackwardMode,
     forward_only: bool,
+    reproducible: bool,
     local_gradients: bool,
     layout: Option<Layout>,
     route: Option<Route>,
@@ -274,6 +275,42 @@ impl Attention {
         self
     }
 
+    /// Computes results whose bits depend on the inputs, the parameters and the arithmetic of the
+    /// machine ([`crate::Plan::numerics`]) only: not on the number of ranks, layout, route,
+    /// transport or threads. Default: false, which is faster by a few percent.
+    ///
+    /// Layouts then divide the sequence at multiples of [`annulus_core::LEAF_ROWS`] rows, and a
+    /// custom layout must. Ranks with different arithmetic are refused, as are other backends than
+    /// the CPU's, and a backward pass with a bias tensor or with sinks. The backward pass takes two
+    /// passes around the ring, whatever [`Attention::backward_mode`] is.
+    /// `docs/semantics.md` in the repository defines the order of the sums.
+    ///
+    /// # Examples
+    /// ```
+    /// use annulus::{Attention, Dims, Tensors};
+    /// use ndarray::Array4;
+    ///
+    /// let dims = Dims::new(1, 600, 2, 16);
+    /// let x = Array4::<f32>::from_shape_fn((1, 600, 2, 16), |(_, i, h, c)| {
+    ///     ((i * 7 + h * 3 + c) % 11) as f32 * 0.1
+    /// });
+    /// let attention = Attention::new().causal(true).reproducible(true);
+    /// let tensors = Tensors::new(x.view(), x.view(), x.view());
+    /// let gradients = |ranks| {
+    ///     let mut ring = attention.local_ring(dims, ranks)?;
+    ///     let forward = ring.forward(&tensors)?;
+    ///     let gradients = ring.backward(&tensors, &forward, x.view(), None)?;
+    ///     Ok::<_, annulus::Error>((forward.out, gradients.dq, gradients.dk, gradients.dv))
+    /// };
+    /// assert_eq!(gradients(1)?, gradients(3)?);
+    /// # Ok::<(), annulus::Error>(())
+    /// ```
+    #[must_use]
+    pub const fn reproducible(mut self, reproducible: bool) -> Self {
+        self.reproducible = reproducible;
+        self
+    }
+
     /// Returns dsinks, and dbias broadcast over queries, as each rank's own part. Default: false,
     /// their sum over all ranks.
     #[must_use]
@@ -415,6 +452,7 @@ impl Attention {
             logits_dtype: self.logits_dtype.unwrap_or(dtype.accumulator()),
             precision: self.precision,
             backward: self.backward,
+            leaf_rows: self.reproducible.then_some(LEAF_ROWS),
             ..Spec::new(dims, dtype)
         };
         let spec = Spec { scale: self.softmax_scale.unwrap_or(spec.scale), ..spec };

@@ -283,6 +283,11 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
         self.ring.kv_rows()
     }
 
+    /// Returns the fingerprint of this rank's arithmetic ([`Attention::reproducible`]).
+    pub fn numerics(&self) -> &str {
+        self.ring.numerics()
+    }
+
     /// Returns the ring engine, which has the spec, layout, route and schedule.
     pub const fn ring(&self) -> &Ring<B> {
         &self.ring

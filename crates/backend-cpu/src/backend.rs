@@ -7,6 +7,7 @@ use annulus_core::{
 };
 
 use crate::{
+    numerics,
     simd::{dispatch::IsaToken, isa::Isa},
     threads::team::Team,
     tile::tile_mask::TILE,
@@ -87,7 +88,9 @@ impl Cpu {
         if let Some(forced) = self.forced.map_or_else(Isa::forced, |isa| Ok(Some(isa)))? {
             return Ok(forced);
         }
-        let may_round_probs = spec.dtype == DType::Bf16 && spec.precision == Precision::Default;
+        let may_round_probs = spec.dtype == DType::Bf16
+            && spec.precision == Precision::Default
+            && spec.leaf_rows.is_none();
         Ok(if may_round_probs && Isa::bf16_pairs_are_fast() {
             Isa::Avx512Bf16
         } else {
@@ -101,19 +104,23 @@ impl Backend for Cpu {
     type Workspace = Workspace;
 
     /// Accepts every valid spec. Products of f32 inputs are computed in f32 at every
-    /// [`Spec::precision`]. P and dS are rounded to bf16 for bf16 inputs on [`Isa::Avx512Bf16`].
+    /// [`Spec::precision`]. P and dS are rounded to bf16 for bf16 inputs on [`Isa::Avx512Bf16`],
+    /// but not in the reproducible order.
     ///
     /// # Errors
     /// As [`Spec::validate`] and [`Isa::chosen`].
     fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
         let isa = self.isa()?;
         spec.validate()?;
-        let rounds = spec.dtype == DType::Bf16 && self.isa_for(spec)? == Isa::Avx512Bf16;
+        let rounds = spec.dtype == DType::Bf16
+            && spec.leaf_rows.is_none()
+            && self.isa_for(spec)? == Isa::Avx512Bf16;
         Ok(Capabilities {
             name: "cpu",
-            numerics_id: format!("cpu {isa:?}"),
+            numerics_id: numerics::id(isa),
             probs_dtype: rounds.then_some(DType::Bf16),
             kv_tile: TILE as u64,
+            reproducible: true,
         })
     }
 

@@ -5,6 +5,7 @@
 //! | folder | role |
 //! |---|---|
 //! | `backend.rs`, `pass.rs` | the seam: [`annulus_core::Backend`] and its passes |
+//! | `numerics.rs` | fingerprint of the arithmetic |
 //! | `backward/` | prologue, dq pass, dkv pass, fused pass, epilogue |
 //! | `decode/` | split-KV decode of few queries |
 //! | `forward/` | forward pass tile by tile, epilogue |
@@ -26,6 +27,7 @@ mod backend;
 mod backward;
 mod decode;
 mod forward;
+mod numerics;
 mod pass;
 mod simd;
 mod threads;
@@ -33,6 +35,7 @@ mod tile;
 mod workspace;
 
 pub use backend::Cpu;
+pub use numerics::id as numerics_id;
 pub use pass::{Backward, Forward};
 pub use simd::isa::Isa;
 pub use workspace::state::Workspace;

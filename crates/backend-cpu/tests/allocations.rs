@@ -87,6 +87,7 @@ impl Tensors {
                 attention_mask: None,
                 most_block_rows: len as u64,
                 most_query_rows: len as u64,
+                leaves: None,
             },
         }
     }

@@ -199,6 +199,7 @@ impl Backend for Cuda {
             numerics_id: format!("cuda, NVRTC {version:?}, level {level}"),
             probs_dtype: None,
             kv_tile: Variant::kv_tile(variants),
+            reproducible: false,
         })
     }
 

@@ -66,6 +66,7 @@ impl Backend for Wgpu {
             numerics_id: format!("wgpu {} {}", self.gpu.name(), self.gpu.level().name()),
             probs_dtype: matrices(&self.gpu, spec).map(|_| DType::F16),
             kv_tile: TILE as u64,
+            reproducible: false,
         })
     }
 

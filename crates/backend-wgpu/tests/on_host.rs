@@ -94,6 +94,7 @@ impl Problem {
             attention_mask: None,
             most_block_rows: DIMS.kv_len as u64,
             most_query_rows: DIMS.q_len as u64,
+            leaves: None,
         }
     }
 

@@ -94,6 +94,7 @@ fn time<E: Element<Accumulator = f32>>(spec: &Spec, threads: usize, rounds: usiz
         attention_mask: None,
         most_block_rows: most,
         most_query_rows: most,
+        leaves: None,
     };
     let cpu = Cpu::new(threads)?;
     let mut workspace = cpu.workspace(&shard, Passes::Both)?;

@@ -404,7 +404,7 @@ pub unsafe extern "C" fn annulus_plan_ranks(plan: *const annulus_plan, ranks: *m
 /// `layout` points to a writable number.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn annulus_plan_layout(plan: *const annulus_plan, layout: *mut i32) -> c_int {
-    let of = |planned: &Planned| match planned.ring().layout() {
+    let of = |planned: &Planned| match planned.ring().layout().without_leaves() {
         Layout::Contiguous => Ok(ANNULUS_LAYOUT_CONTIGUOUS),
         Layout::Zigzag => Ok(ANNULUS_LAYOUT_ZIGZAG),
         Layout::Striped => Ok(ANNULUS_LAYOUT_STRIPED),

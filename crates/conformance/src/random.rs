@@ -15,8 +15,22 @@ impl Case {
     /// Returns the case number `seed`. Two thirds of the cases have each feature with probability
     /// 1/3 (rare ones 1/6), the others with 1/8 (1/16), so that most features are absent.
     pub fn random(seed: u64) -> Self {
+        Self::random_of(seed, random_dims)
+    }
+
+    /// Returns the case number `seed` with sequences of up to 400 rows: several KV tiles.
+    pub fn random_long(seed: u64) -> Self {
+        Self::random_of(seed, |draw| {
+            let lengths = [1, 64, 65, 130, 191, 257, 320, 400];
+            let q_len = draw.pick(&lengths);
+            let kv_len = if draw.once_in(2) { q_len } else { draw.pick(&lengths) };
+            Dims { q_len, kv_len, ..random_dims(draw) }
+        })
+    }
+
+    fn random_of(seed: u64, dims: impl FnOnce(&mut Draw) -> Dims) -> Self {
         let draw = &mut Draw::new(seed);
-        let dims = random_dims(draw);
+        let dims = dims(draw);
         let every = if draw.once_in(3) { 8 } else { 3 };
         let mut case = Self::new(
             format!("random {seed}"),

@@ -32,9 +32,9 @@ pub type Tick<'a> = &'a mut dyn FnMut() -> ControlFlow<()>;
 pub struct Capabilities {
     /// Name of the backend in errors and on the command line.
     pub name: &'static str,
-    /// Identifies the arithmetic that determines the scores bit for bit. Ranks compare it only if
-    /// one must reproduce another's row maximum exactly: in the two-pass backward of an output that
-    /// is not normalised.
+    /// Identifies the arithmetic that determines the results bit for bit. Ranks compare it only if
+    /// their bits must be equal: in the reproducible order, and in the two-pass backward of an
+    /// output that is not normalised, where one rank reproduces another's row maximum exactly.
     pub numerics_id: String,
     /// Type to which P and dS are rounded before their products, if it is narrower than the
     /// accumulator's and depends on the machine. Must be equal on all ranks.
@@ -42,6 +42,9 @@ pub struct Capabilities {
     /// Rows of a KV tile. Blocks are divided at multiples of the largest tile of all ranks, so that
     /// no kernel computes a tile in two parts.
     pub kv_tile: u64,
+    /// True if the backend folds and merges leaves in the reproducible order
+    /// ([`RankShard::leaves`]), in a forward and in a two-pass backward pass.
+    pub reproducible: bool,
 }
 
 /// Passes that a [`Workspace`] is allocated for.
@@ -199,7 +202,9 @@ pub trait BackwardPass<S: Space> {
     ) -> Result<S::Event>;
 
     /// **Adds** the contribution of a query block to the local dK and dV in `dkv`, records of
-    /// [`Spec::gradient_row_layout`] of all local keys, for a two-pass backward.
+    /// [`Spec::gradient_row_layout`] of all local keys, for a two-pass backward. In the
+    /// reproducible order, where `dkv` is the same buffer in all calls of a pass, it holds the root
+    /// of the tree after the last call, and is unspecified before.
     ///
     /// # Errors
     /// [`crate::Error::Device`].

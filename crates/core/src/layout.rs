@@ -17,6 +17,17 @@ pub enum Layout {
     Striped,
     /// Assigns rows by a list of the caller.
     Custom(Arc<CustomLayout>),
+    /// Assigns whole leaves ([`Layout::at_leaves`]).
+    Leaves(LeafLayout),
+}
+
+/// Assignment of whole leaves: leaf i holds the rows i·L to (i + 1)·L − 1, the last one fewer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LeafLayout {
+    /// Assignment of leaves to ranks, as of rows: contiguous, zigzag or striped.
+    of: Arc<Layout>,
+    /// Rows of a leaf, L.
+    rows: u64,
 }
 
 /// Rows of every rank, in local order, on both sides.
@@ -39,12 +50,36 @@ pub enum Side {
 
 impl Layout {
     /// Returns the name on the command line.
-    pub const fn name(&self) -> &'static str {
+    pub fn name(&self) -> &'static str {
         match self {
             Self::Contiguous => "contiguous",
             Self::Zigzag => "zigzag",
             Self::Striped => "striped",
             Self::Custom(_) => "custom",
+            Self::Leaves(leaves) => match *leaves.of {
+                Self::Zigzag => "zigzag",
+                Self::Striped => "striped",
+                _ => "contiguous",
+            },
+        }
+    }
+
+    /// Returns this layout with its cuts at multiples of `rows` rows: leaves are assigned as this
+    /// layout assigns rows. A custom layout is unchanged: [`Layout::validate_leaves`] checks it.
+    #[must_use]
+    pub fn at_leaves(&self, rows: u64) -> Self {
+        match self {
+            Self::Custom(_) => self.clone(),
+            Self::Leaves(leaves) => Self::Leaves(LeafLayout { of: leaves.of.clone(), rows }),
+            _ => Self::Leaves(LeafLayout { of: Arc::new(self.clone()), rows }),
+        }
+    }
+
+    /// Returns the layout whose cuts [`Layout::at_leaves`] has moved, or this one.
+    pub fn without_leaves(&self) -> &Self {
+        match self {
+            Self::Leaves(leaves) => &leaves.of,
+            _ => self,
         }
     }
 
@@ -84,6 +119,7 @@ impl Layout {
                 };
                 return shards.get(rank).cloned().unwrap_or_default();
             }
+            Self::Leaves(leaves) => return leaves.shard(side, len, rank, ranks),
         }
         runs
     }
@@ -110,6 +146,66 @@ impl Layout {
             check_partition(name, shards, len)?;
         }
         Ok(())
+    }
+}
+
+impl Layout {
+    /// Checks that every shard of a custom layout consists of whole leaves of `rows` rows, each in
+    /// ascending order; the last leaf of the sequence, which may be shorter, ends its shard.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] naming `layout`.
+    pub fn validate_leaves(&self, q_len: usize, kv_len: usize, rows: u64) -> Result<()> {
+        let Self::Custom(custom) = self else { return Ok(()) };
+        for (name, shards, len) in [("q", &custom.q, q_len), ("kv", &custom.kv, kv_len)] {
+            for shard in shards {
+                let mut first = 0;
+                for (index, row) in (0..).zip(shard.iter()) {
+                    let row = row.unsigned_abs();
+                    if index % rows == 0 {
+                        first = row;
+                    }
+                    let leaf_len = rows.min((len as u64).saturating_sub(first));
+                    let is_end = index % rows + 1 == rows || index + 1 == shard.len();
+                    if first % rows != 0
+                        || row != first + index % rows
+                        || is_end && index % rows + 1 != leaf_len
+                    {
+                        return Err(Error::invalid(
+                            "layout",
+                            format!("{name} row {row} at index {index} of its shard"),
+                            format!(
+                                "whole leaves of {rows} rows, in ascending order, because the \
+                                 attention is reproducible"
+                            ),
+                        ));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl LeafLayout {
+    fn shard(&self, side: Side, len: usize, rank: usize, ranks: usize) -> Runs {
+        let end = len as u64;
+        let leaves = self.of.shard(side, crate::index(end.div_ceil(self.rows)), rank, ranks);
+        let mut runs = Runs::new();
+        let mut rows = |first: u64, leaves: u64| {
+            let start = (first * self.rows).min(end);
+            let count = (first + leaves).saturating_mul(self.rows).min(end) - start;
+            runs.push_run(Run { start: start.cast_signed(), step: 1, count });
+        };
+        for run in leaves.runs() {
+            let first = run.start.unsigned_abs();
+            if run.step == 1 || run.count == 1 {
+                rows(first, run.count);
+            } else {
+                (0..run.count).for_each(|index| rows(run.at(index).unsigned_abs(), 1));
+            }
+        }
+        runs
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::{DenseMask, Rows, Space, Spec};
+use crate::{DenseMask, RankLeaves, Rows, Space, Spec};
 
 /// One rank's part of the attention, fixed when a plan is made or updated.
 #[derive(Debug, Clone)]
@@ -19,6 +19,11 @@ pub struct RankShard {
     pub most_block_rows: u64,
     /// Maximum rows of a query block, this rank's own included (two-pass backward).
     pub most_query_rows: u64,
+    /// Leaves in the order of their arrival, of a spec with [`Spec::leaf_rows`]. Blocks then arrive
+    /// in this order, and each contains leaves in ascending local order; a leaf may lack rows that
+    /// are masked for all local queries, and may be divided between blocks that follow each other,
+    /// at a multiple of [`crate::Capabilities::kv_tile`] of its row numbers.
+    pub leaves: Option<Arc<RankLeaves>>,
 }
 
 /// Inputs of a forward pass. q_len and kv_len of q, k and v count the rows of this rank.

@@ -121,6 +121,9 @@ pub struct Spec {
     pub precision: Precision,
     /// Number of passes around the ring in the backward pass.
     pub backward: BackwardMode,
+    /// Rows of a leaf of the reproducible order, with which the bits of the results depend neither
+    /// on the number of ranks nor on the layout. `None`: the order of arrival.
+    pub leaf_rows: Option<u64>,
 }
 
 impl Spec {
@@ -142,6 +145,7 @@ impl Spec {
             logits_dtype: dtype.accumulator(),
             precision: Precision::default(),
             backward: BackwardMode::default(),
+            leaf_rows: None,
         }
     }
 
@@ -181,6 +185,9 @@ impl Spec {
             self.dropout.filter(|dropout| !(0.0..1.0).contains(&dropout.probability))
         {
             return Err(Error::invalid("dropout_prob", dropout.probability, "0 ≤ p < 1"));
+        }
+        if self.leaf_rows == Some(0) {
+            return Err(Error::invalid("leaf_rows", 0, "at least 1"));
         }
         Ok(())
     }

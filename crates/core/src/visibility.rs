@@ -163,6 +163,11 @@ impl Visibility<'_> {
         })
     }
 
+    /// Returns false if no query of `tile` attends to a key of `keys`, by the bounds of both.
+    pub fn may_attend(&self, tile: &QueryTile, keys: &Range<usize>) -> bool {
+        !keys.is_empty() && tile.bounds.may_attend_to(&self.keys.row_bounds(tile.batch).of(keys))
+    }
+
     /// Lowers the mask for query `q`. Returns key positions, and true if they are only a bound
     /// ([`Mask::bound`]).
     pub(crate) fn intervals(&self, batch: usize, head: usize, q: usize) -> (KeyIntervals, bool) {

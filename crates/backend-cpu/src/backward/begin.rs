@@ -30,8 +30,13 @@ pub(crate) fn begin<E: Input<Accumulator: Summed>>(
         BackwardMode::TwoPass => DqLayout::Strips,
     };
     state.in_place = false;
+    state.arrivals.begin();
+    state.gradient_leaves.next = 0;
     let State { shard, geometry, blocks, scratch, statistics, bias_gradient, .. } = state;
-    team.run(scratch, blocks.iter_mut(), None, |_, block, _| block.sums.fill(Acc::<E>::ZERO));
+    team.run(scratch, blocks.iter_mut(), None, |_, block, _| {
+        block.sums.fill(Acc::<E>::ZERO);
+        block.leaves.begin();
+    });
     bias_gradient.iter_mut().for_each(|gradient| gradient.clear());
     let rows = StatisticsInputs::<E> {
         token: geometry.token,

@@ -2,7 +2,8 @@
 //! from received queries.
 
 use annulus_core::{
-    BackwardInputs, Block, Error, Host, HostBuffer, Inputs, RankShard, Result, Tick, Visibility,
+    BackwardInputs, Block, Error, Host, HostBuffer, Inputs, RankLeaves, RankShard, Result, Rows,
+    Tick, Visibility,
 };
 
 use crate::{
@@ -12,13 +13,16 @@ use crate::{
         kv_split::KvSplit,
     },
     forward::query_pass::keys_and_values,
+    simd::{dispatch::Real, float::Float},
     threads::team::Team,
     tile::{
         input::{Acc, Input, Source, array, elements_mut},
         scores::Scores,
     },
     workspace::{
+        leaves::{GradientLeaves, query_leaves, unify},
         records::{QueryRecord, bytes_mut},
+        scratch::Scratch,
         state::{State, Summed},
     },
 };
@@ -88,6 +92,7 @@ fn attend_block<E: Input<Accumulator: Summed>>(
         dout: Source::tensor(array("dout", inputs.dout)?),
         statistics: QueryStatisticsSource::Local(statistics),
         gradient_row_layout,
+        queries: 0..queries.len(),
         add: false,
     };
     if fused {
@@ -117,7 +122,7 @@ pub(crate) fn backward_dkv_from_queries<E: Input<Accumulator: Summed>>(
     final_grad: &mut HostBuffer,
     tick: Tick<'_>,
 ) -> Result<()> {
-    let State { shard, geometry, k_rows, scratch, query_tiles, .. } = state;
+    let State { shard, geometry, k_rows, scratch, query_tiles, gradient_leaves, .. } = state;
     let spec = &*shard.spec;
     let queries_are_local = block.rows.rows() == shard.queries.rows();
     reject_missing_rows(shard, queries_are_local)?;
@@ -130,9 +135,8 @@ pub(crate) fn backward_dkv_from_queries<E: Input<Accumulator: Summed>>(
     let visibility = Visibility { mask: &*spec.mask, attention_mask, queries, keys };
     let bias = inputs.bias.map(|bias| array("bias", bias)).transpose()?;
     let gradient_row_layout = spec.gradient_row_layout();
-    let sums = elements_mut::<Acc<E>>(bytes_mut(final_grad)?, keys.len(), &gradient_row_layout)?;
     query_tiles.refill(team, scratch, &visibility, spec)?;
-    let pass = DkvPass {
+    let mut pass = DkvPass {
         geometry,
         k_rows: *k_rows,
         visibility,
@@ -144,10 +148,74 @@ pub(crate) fn backward_dkv_from_queries<E: Input<Accumulator: Summed>>(
         dout: source(1)?,
         statistics: QueryStatisticsSource::Received { bytes, record: QueryRecord::of(spec) },
         gradient_row_layout,
+        queries: 0..queries.len(),
         add: true,
     };
+    if let Some(plan) = &shard.leaves {
+        let call = LeafCall { plan, leaves: gradient_leaves, rows: queries };
+        return add_query_leaves(&mut pass, (team, scratch), call, final_grad, tick);
+    }
+    let layout = pass.gradient_row_layout.clone();
+    let sums = elements_mut::<Acc<E>>(bytes_mut(final_grad)?, keys.len(), &layout)?;
     pass.run(team, scratch, sums, tick);
     Ok(())
+}
+
+/// Leaves of a block of queries, and the state of the tree over them.
+struct LeafCall<'a> {
+    plan: &'a RankLeaves,
+    leaves: &'a mut GradientLeaves,
+    rows: &'a Rows,
+}
+
+/// Computes dk and dv of each leaf of the block into `current`, and merges it with those that wait
+/// for it. After the last leaf of the pass `current` is the root.
+fn add_query_leaves<E: Input<Accumulator: Summed>>(
+    pass: &mut DkvPass<'_, E>,
+    (team, scratch): (&Team, &mut [Scratch<Acc<E>>]),
+    call: LeafCall<'_>,
+    current: &mut HostBuffer,
+    tick: Tick<'_>,
+) -> Result<()> {
+    let LeafCall { plan, leaves, rows } = call;
+    let layout = pass.gradient_row_layout.clone();
+    let keys = pass.visibility.keys.len();
+    pass.add = false;
+    let steps = plan.queries.steps();
+    if steps.is_empty() {
+        elements_mut::<Acc<E>>(bytes_mut(current)?, keys, &layout)?.fill(Acc::<E>::ZERO);
+    }
+    for (leaf, queries) in query_leaves(rows, plan.rows)? {
+        let number = leaves.next;
+        let Some(step) = steps.get(number).filter(|step| step.leaf == leaf) else {
+            return Err(Error::internal(format!("leaf {leaf} of queries arrives out of order")));
+        };
+        leaves.next += 1;
+        pass.queries = queries;
+        let sums = elements_mut::<Acc<E>>(bytes_mut(current)?, keys, &layout)?;
+        pass.run(team, scratch, sums, &mut *tick);
+        for merge in plan.queries.merges(number) {
+            let stored = bytes_mut(&mut leaves.slots[merge.slot])?;
+            let stored = elements_mut::<Acc<E>>(stored, keys, &layout)?;
+            add(team, scratch, sums, stored);
+        }
+        match step.store {
+            Some(slot) => std::mem::swap(current, &mut leaves.slots[slot]),
+            None => unify(sums),
+        }
+    }
+    Ok(())
+}
+
+/// Elements that a thread adds at a time: 256 KiB of f32, of each operand.
+const ADDED: usize = 1 << 16;
+
+/// Adds `stored` to `sums`.
+fn add<A: Real>(team: &Team, scratch: &mut [Scratch<A>], sums: &mut [A], stored: &[A]) {
+    let chunks = sums.chunks_mut(ADDED).zip(stored.chunks(ADDED));
+    team.run(scratch, chunks, None, |_, (sums, stored), _| {
+        sums.iter_mut().zip(stored).for_each(|(sum, &stored)| *sum += stored);
+    });
 }
 
 /// Rejects passes over received queries that need rows of a dense mask or of a full bias: a rank

@@ -79,6 +79,8 @@ pub(crate) struct DkvPass<'a, E: Input> {
     pub(super) dout: Source<'a, E>,
     pub(super) statistics: QueryStatisticsSource<'a, Acc<E>>,
     pub(super) gradient_row_layout: RowLayout,
+    /// Queries whose terms are summed, in whole tiles: all, or those of a leaf.
+    pub(super) queries: Range<usize>,
     /// True if results are added to the records, false if they overwrite them.
     pub(super) add: bool,
 }
@@ -132,6 +134,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
                 .hulls
                 .query_tiles(task.batch, heads.start, self.visibility.keys, task.keys.clone())
                 .rev()
+                .filter(|queries| self.queries.contains(&queries.start))
             {
                 let step = (round + 1) * tiles - 1 - queries.start / TILE;
                 if ticker.should_stop()

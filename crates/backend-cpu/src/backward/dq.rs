@@ -14,7 +14,7 @@
 
 use std::ops::Range;
 
-use annulus_core::{BackwardInputs, BiasOrder, Block, Host, Result, Tick};
+use annulus_core::{BackwardInputs, BiasOrder, Block, Host, RankLeaves, Result, Tick};
 
 use crate::{
     backward::ds::{Operands, apply_soft_cap_slope, score_gradients},
@@ -32,6 +32,7 @@ use crate::{
     },
     workspace::{
         bias_gradient::BiasPartial,
+        leaves::Arrivals,
         query_block::{QueryBlock, QueryTask},
         scratch::Scratch,
         state::{State, Summed},
@@ -48,10 +49,19 @@ pub(crate) fn backward_dq<E: Input<Accumulator: Summed>>(
     tick: Tick<'_>,
 ) -> Result<()> {
     let task_rows = state.arrange_backward();
-    let State { shard, geometry, blocks, scratch, statistics, bias_gradient, in_place, .. } = state;
+    let State { shard, geometry, blocks, scratch, statistics, bias_gradient, .. } = state;
+    let State { in_place, arrivals, .. } = state;
     let pass = QueryPass::<E>::new(geometry, task_rows, shard, &inputs.forward, block, *in_place)?;
     let pass = DqPass { pass, dout: Source::tensor(array("dout", inputs.dout)?), statistics };
     QueryPass::<E>::invalidate_query_tiles(scratch);
+    if let Some(plan) = &shard.leaves {
+        arrivals.refill(&plan.keys, plan.rows, block.rows)?;
+        let tasks = blocks.chunk_by_mut(QueryTask::same_task(task_rows)).filter_map(QueryTask::new);
+        team.run(scratch, tasks, Some(tick), |scratch, mut task, ticker| {
+            pass.accumulate_leaves(scratch, &mut task, (plan, arrivals), ticker);
+        });
+        return Ok(());
+    }
     // one thread works all tasks of an owner, because they add to the same part of dbias
     let mut partials = bias_gradient.as_mut().map(|gradient| gradient.partials());
     let same_task = QueryTask::same_task(task_rows);
@@ -96,6 +106,37 @@ impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
                 self.accumulate_kv_tile(scratch, task, bias_partial.as_deref_mut(), &heads, &keys);
             }
             scratch.task_tile = whole;
+        }
+    }
+
+    /// Adds the contributions of all leaves of the block to one task, in the reproducible order: see
+    /// `forward/leaves.rs`.
+    fn accumulate_leaves(
+        &self,
+        scratch: &mut Scratch<Acc<E>>,
+        task: &mut QueryTask<'_, Acc<E>>,
+        (plan, arrivals): (&RankLeaves, &Arrivals),
+        ticker: &mut Ticker<'_>,
+    ) {
+        scratch.filled.fill(false);
+        for leaf in arrivals.leaves() {
+            if let Some(step) = leaf.closes {
+                task.blocks().iter_mut().for_each(|block| block.close_dq_leaf(&plan.keys, step));
+            }
+            for heads in self.pass.heads_with_one_mask(task.kv_head) {
+                self.pass.update_query_tiles(scratch, task.batch, heads.start, &task.rows);
+                let whole = std::mem::take(&mut scratch.task_tile);
+                for keys in arrivals.tiles(leaf) {
+                    if ticker.should_stop() {
+                        break;
+                    }
+                    if self.pass.visibility.may_attend(&whole, keys) {
+                        task.blocks().iter_mut().for_each(QueryBlock::fill_dq_leaf);
+                        self.accumulate_kv_tile(scratch, task, None, &heads, keys);
+                    }
+                }
+                scratch.task_tile = whole;
+            }
         }
     }
 

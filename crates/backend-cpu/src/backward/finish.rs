@@ -37,6 +37,7 @@ pub(crate) fn finish<E: Input<Accumulator: Summed>>(
     let mut dq = array_mut::<E>("dq", &mut gradients.dq)?;
     let (mut dk, mut dv) =
         (array_mut::<E>("dk", &mut gradients.dk)?, array_mut::<E>("dv", &mut gradients.dv)?);
+    finish_dq_leaves(team, state);
     let mut scratch = std::mem::take(&mut state.scratch);
     write_dq(team, state, &mut scratch, &mut dq);
     let record = state.shard.spec.gradient_row_layout();
@@ -69,6 +70,19 @@ pub(crate) fn finish<E: Input<Accumulator: Summed>>(
         );
     }
     Ok(())
+}
+
+/// Closes the last leaf of keys, so that the root of the tree is dq of every query. Does nothing if
+/// the order is not reproducible.
+fn finish_dq_leaves<A: Real>(team: &Team, state: &mut State<A>) {
+    let State { shard, blocks, scratch, arrivals, .. } = state;
+    let Some(plan) = &shard.leaves else { return };
+    team.run(scratch, blocks.iter_mut(), None, |_, block, _| {
+        if let Some(step) = arrivals.open() {
+            block.close_dq_leaf(&plan.keys, step);
+        }
+        block.finish_dq_leaves();
+    });
 }
 
 /// Writes factor·sums, rounded to the inputs' type.

@@ -1,4 +1,5 @@
-//! Forward call of the backend: split-KV decode where the workspace has memory for it, else tiles.
+//! Forward call of the backend: leaf by leaf in the reproducible order; otherwise split-KV decode
+//! where the workspace has memory for it, else tiles.
 
 use annulus_core::{Block, Host, Inputs, Result, Tick};
 
@@ -18,9 +19,14 @@ pub(crate) fn attend<E: Input<Accumulator: Summed>>(
     tick: Tick<'_>,
 ) -> Result<()> {
     let task_rows = state.arrange_forward();
-    let State { shard, geometry, blocks, scratch, decode, in_place, .. } = state;
+    let State { shard, geometry, blocks, scratch, decode, in_place, arrivals, .. } = state;
     let pass = QueryPass::<E>::new(geometry, task_rows, shard, inputs, block, *in_place)?;
     QueryPass::<E>::invalidate_query_tiles(scratch);
+    if let Some(leaves) = &shard.leaves {
+        arrivals.refill(&leaves.keys, leaves.rows, block.rows)?;
+        pass.attend_leaves(team, scratch, blocks, (task_rows, leaves, arrivals), tick);
+        return Ok(());
+    }
     if let Some(decode) = decode
         && decode.attend(&pass, team, scratch, blocks, &mut *tick)
     {

@@ -10,6 +10,7 @@ use annulus_core::{Element, Host, Inputs, Outputs, Result, Spec};
 use ndarray::{ArrayView4, ArrayViewMut4, Axis, s};
 
 use crate::{
+    forward::leaves::finish_leaves,
     simd::{dispatch::Real, float::Float},
     threads::team::Team,
     tile::{
@@ -31,6 +32,7 @@ pub(crate) fn finish<E: Input<Accumulator: Summed>>(
     inputs: &Inputs<'_, Host>,
     outputs: &mut Outputs<'_, Host>,
 ) -> Result<()> {
+    finish_leaves(team, state);
     let sinks = inputs.sinks.map(|sinks| array::<Acc<E>>("softmax_aux", sinks)).transpose()?;
     let mut out = array_mut::<E>("out", &mut outputs.out)?;
     let mut lse = array_mut("lse", &mut outputs.lse)?;

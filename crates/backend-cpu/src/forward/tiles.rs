@@ -46,10 +46,12 @@ use crate::{
 /// added, while the strip is in the cache.
 pub(crate) fn begin<A: Real>(team: &Team, state: &mut State<A>) {
     state.in_place = false;
+    state.arrivals.begin();
     team.run(&mut state.scratch, state.blocks.iter_mut(), None, |_, block, _| {
         block.max.fill(-A::INFINITY);
         block.sum.fill(A::ZERO);
         block.ties.fill(A::ZERO);
+        block.leaves.begin();
     });
 }
 
@@ -92,7 +94,7 @@ impl<E: Input<Accumulator: Summed>> QueryPass<'_, E> {
     }
 
     /// Attends to one tile of keys with all strips and the given heads of a task.
-    fn attend_kv_tile(
+    pub(super) fn attend_kv_tile(
         &self,
         scratch: &mut Scratch<Acc<E>>,
         task: &mut QueryTask<'_, Acc<E>>,

@@ -9,6 +9,7 @@ pub(crate) mod ds_tile;
 pub(crate) mod gemm;
 pub(crate) mod geometry;
 pub(crate) mod input;
+pub(crate) mod merge_partials;
 pub(crate) mod pack;
 pub(crate) mod prefetch;
 pub(crate) mod score_gradient;

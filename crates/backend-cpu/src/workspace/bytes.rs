@@ -31,13 +31,15 @@ impl<A: Real> State<A> {
             + self.bias_gradient.as_ref().map_or(0, |gradient| gradient.bytes())
             + self.query_tiles.bytes()
             + self.decode.as_ref().map_or(0, Decode::bytes)
+            + self.arrivals.bytes()
+            + self.gradient_leaves.bytes()
     }
 }
 
 impl<A: Real> QueryBlock<A> {
     fn bytes(&self) -> usize {
-        let Self { sums, max, sum, ties, .. } = self;
-        [sums, max, sum, ties].map(|list| list.bytes()).iter().sum()
+        let Self { sums, max, sum, ties, leaves, .. } = self;
+        [sums, max, sum, ties].map(|list| list.bytes()).iter().sum::<usize>() + leaves.bytes()
     }
 }
 

@@ -2,7 +2,17 @@
 
 use std::ops::Range;
 
-use crate::tile::aligned::Aligned;
+use annulus_core::{LeafMerge, LeafMerges};
+
+use crate::{
+    simd::dispatch::Real,
+    tile::{
+        aligned::Aligned,
+        geometry::Geometry,
+        merge_partials::{MergeSoftmax, StripPartial},
+    },
+    workspace::leaves::{BlockLeaves, unify},
+};
 
 /// Accumulators and softmax statistics of one KV head's query heads, for a range of rows of one
 /// batch row.
@@ -27,6 +37,8 @@ pub(crate) struct QueryBlock<A> {
     /// Number of scores equal to the running maximum, shaped as `max`. Empty if the output is
     /// normalised.
     pub(crate) ties: Aligned<A>,
+    /// Partial results of leaves, in the reproducible order.
+    pub(crate) leaves: BlockLeaves<A>,
 }
 
 impl<A> QueryBlock<A> {
@@ -34,6 +46,118 @@ impl<A> QueryBlock<A> {
     /// `ties`.
     pub(crate) const fn lane(&self, head: usize, first_row: usize) -> usize {
         head * self.lanes + first_row
+    }
+}
+
+impl<A: Real> QueryBlock<A> {
+    /// Resets the statistics before the first visible tile of a leaf. Sums are zeroed with the
+    /// first tile of each strip.
+    pub(crate) fn fill_leaf(&mut self) {
+        if !std::mem::replace(&mut self.leaves.filled, true) {
+            self.max.fill(-A::INFINITY);
+            self.sum.fill(A::ZERO);
+            self.ties.fill(A::ZERO);
+        }
+    }
+
+    /// Zeroes dq before the first visible tile of a leaf.
+    pub(crate) fn fill_dq_leaf(&mut self) {
+        if !std::mem::replace(&mut self.leaves.filled, true) {
+            self.sums.fill(A::ZERO);
+        }
+    }
+
+    /// Merges the current partial result, that of the complete leaf of step number `step`, with
+    /// those that wait for it, and stores the result unless it is the root. `merge` merges a slot
+    /// into the current partial result.
+    fn close_leaf(
+        &mut self,
+        merges: &LeafMerges,
+        step: usize,
+        merge: impl Fn(&mut Self, &LeafMerge),
+    ) {
+        for at in merges.merges(step) {
+            match (self.leaves.filled, self.leaves.slots[at.slot].filled) {
+                (_, false) => {}
+                (false, true) => self.exchange(at.slot),
+                (true, true) => merge(self, at),
+            }
+            self.leaves.slots[at.slot].filled = false;
+        }
+        if let Some(slot) = merges.steps().get(step).and_then(|step| step.store) {
+            self.exchange(slot);
+            self.leaves.filled = false;
+        }
+    }
+
+    /// Closes a leaf of a forward pass.
+    pub(crate) fn close_forward_leaf(
+        &mut self,
+        geometry: &Geometry,
+        merges: &LeafMerges,
+        step: usize,
+    ) {
+        self.close_leaf(merges, step, |block, at| {
+            block.merge(geometry, at.slot, at.slot_is_left);
+        });
+    }
+
+    /// Closes a leaf of the dq pass, whose merge is a sum.
+    pub(crate) fn close_dq_leaf(&mut self, merges: &LeafMerges, step: usize) {
+        self.close_leaf(merges, step, |block, at| {
+            let stored = &block.leaves.slots[at.slot].sums;
+            block.sums.iter_mut().zip(&stored[..]).for_each(|(sum, &stored)| *sum += stored);
+        });
+    }
+
+    /// Makes the root the current partial result of every row, also of those without a visible key.
+    pub(crate) fn finish_forward_leaves(&mut self) {
+        self.fill_leaf();
+        unify(&mut self.sums);
+    }
+
+    /// As [`QueryBlock::finish_forward_leaves`], of dq.
+    pub(crate) fn finish_dq_leaves(&mut self) {
+        self.fill_dq_leaf();
+        unify(&mut self.sums);
+    }
+
+    fn exchange(&mut self, slot: usize) {
+        let Self { sums, max, sum, ties, leaves, .. } = self;
+        let slot = &mut leaves.slots[slot];
+        std::mem::swap(sums, &mut slot.sums);
+        std::mem::swap(max, &mut slot.max);
+        std::mem::swap(sum, &mut slot.sum);
+        std::mem::swap(ties, &mut slot.ties);
+        std::mem::swap(&mut leaves.filled, &mut slot.filled);
+    }
+
+    /// Merges slot `slot` into the current partial result, strip by strip.
+    fn merge(&mut self, geometry: &Geometry, slot: usize, slot_is_left: bool) {
+        let value_rows = geometry.value_rows();
+        for head in 0..geometry.dims.group() {
+            for strip in geometry.strips(self.rows.len()) {
+                let first = self.lane(head, strip.rows.start);
+                let lanes = first..first + strip.width;
+                let rows = lanes.start * value_rows..lanes.end * value_rows;
+                let ties = if self.ties.is_empty() { 0..0 } else { lanes.clone() };
+                let slot = &self.leaves.slots[slot];
+                let other = StripPartial {
+                    max: &slot.max[lanes.clone()],
+                    sum: &slot.sum[lanes.clone()],
+                    ties: &slot.ties[ties.clone()],
+                    acc: &slot.sums[rows.clone()],
+                };
+                let into = StripPartial {
+                    max: &mut self.max[lanes.clone()],
+                    sum: &mut self.sum[lanes],
+                    ties: &mut self.ties[ties],
+                    acc: &mut self.sums[rows],
+                };
+                let kernel = MergeSoftmax { into, other, other_is_left: slot_is_left };
+                A::run_kernel(geometry.token, strip.vectors, kernel);
+            }
+        }
     }
 }
 
@@ -66,6 +190,11 @@ impl<'a, A> QueryTask<'a, A> {
             rows: first.rows.start..last.rows.end,
             blocks,
         })
+    }
+
+    /// Returns the blocks of the task.
+    pub(crate) const fn blocks(&mut self) -> &mut [QueryBlock<A>] {
+        self.blocks
     }
 
     /// Returns the block that holds row `row` of the task, and the row's index in that block.

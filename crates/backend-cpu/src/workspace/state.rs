@@ -7,7 +7,10 @@
 //!   max(value_dim, head_dim) long, because dq accumulates in the same memory;
 //! * for a backward pass, 2 more numbers per query and head (4 if the output is not normalised),
 //!   about 100 bytes per query for its visibility and, with a bias, one number per element of
-//!   dbias.
+//!   dbias;
+//! * in the reproducible order, value_dim + 2 numbers per query and head (3 if the output is not
+//!   normalised) for each slot of the plan's merges ([`annulus_core::LeafMerges`]), and in a
+//!   backward pass dk and dv of all local keys for each slot of its merges over queries.
 //!
 //! Q, K and V are never copied whole. The size depends neither on the thread count nor on the mask:
 //! a new batch only changes the order of the query blocks and how many of them form a task.
@@ -31,6 +34,7 @@ use crate::{
     workspace::{
         bias_gradient::{BiasGradient, owner},
         decode::{self, Decode},
+        leaves::{Arrivals, BlockLeaves, GradientLeaves},
         query_block::QueryBlock,
         query_tiles::QueryTileCache,
         scratch::Scratch,
@@ -163,6 +167,10 @@ pub(crate) struct State<A> {
     pub(crate) decode: Option<Decode<A>>,
     /// True if the pass reads K and V of its local block from the caller's tensors.
     pub(crate) in_place: bool,
+    /// Leaves of the block that is attended to, in the reproducible order.
+    pub(crate) arrivals: Arrivals,
+    /// Partial dK and dV, in the reproducible order.
+    pub(crate) gradient_leaves: GradientLeaves,
 }
 
 /// True if the mask is narrow (sliding window, short documents), judged by the tile of
@@ -186,6 +194,11 @@ fn is_narrow(shard: &RankShard, tile: &mut QueryTile) -> bool {
     visibility.query_tile(0, 0, first..queries.min(first + NARROW_TASK_ROWS), tile);
     let visible_keys: usize = visibility.key_tiles(tile, TILE).map(|keys| keys.len()).sum();
     visible_keys <= 2 * NARROW_TASK_ROWS && 2 * visible_keys <= keys
+}
+
+/// Returns the slots of partial results that the shard's leaves need, of queries and of keys.
+fn leaf_slots(shard: &RankShard) -> [usize; 2] {
+    shard.leaves.as_ref().map_or([0; 2], |leaves| [leaves.keys.slots(), leaves.queries.slots()])
 }
 
 /// Sorts in place, without allocating.
@@ -237,6 +250,7 @@ impl<A: Real> State<A> {
         };
         let batches = if shard.queries.is_empty() { 0 } else { dims.batch };
         let all_blocks = batches * dims.kv_heads * shard.queries.len().div_ceil(q_rows);
+        let [slots, gradient_slots] = leaf_slots(shard);
         let mut blocks = memory::list("the workspace", all_blocks)?;
         // in the order of their owners, in which `BiasGradient::new` creates its partial sums
         for batch in 0..batches {
@@ -250,6 +264,11 @@ impl<A: Real> State<A> {
                     let sums = Aligned::zeroed(all * acc_rows)?;
                     let max = Aligned::zeroed(all)?;
                     let sum = Aligned::zeroed(all)?;
+                    let leaves = BlockLeaves::new(slots, || {
+                        let ties = Aligned::zeroed(ties.len())?;
+                        let sums = Aligned::zeroed(sums.len())?;
+                        Ok([sums, Aligned::zeroed(all)?, Aligned::zeroed(all)?, ties])
+                    })?;
                     blocks.push(QueryBlock {
                         batch,
                         kv_head,
@@ -260,6 +279,7 @@ impl<A: Real> State<A> {
                         max,
                         sum,
                         ties,
+                        leaves,
                     });
                 }
             }
@@ -294,6 +314,8 @@ impl<A: Real> State<A> {
         let shard = shard.clone();
         let query_tiles = QueryTileCache::default();
         let dq_layout = DqLayout::Rows;
+        let gradient_bytes = shard.keys.len() as u64 * shard.spec.gradient_row_layout().bytes();
+        let gradient_leaves = GradientLeaves::new(gradient_slots, gradient_bytes)?;
         let in_place = false;
         let mut state = Self {
             shard,
@@ -315,6 +337,8 @@ impl<A: Real> State<A> {
             query_tiles,
             decode,
             in_place,
+            arrivals: Arrivals::default(),
+            gradient_leaves,
         };
         state.index_blocks();
         state.update_narrow();
@@ -371,7 +395,11 @@ impl<A: Real> State<A> {
     pub(crate) fn update(&mut self, shard: &RankShard) -> bool {
         let fits = self.shard.queries.len() == shard.queries.len()
             && self.shard.keys.len() == shard.keys.len()
-            && self.shard.most_block_rows == shard.most_block_rows;
+            && self.shard.most_block_rows == shard.most_block_rows
+            && leaf_slots(&self.shard)
+                .iter()
+                .zip(leaf_slots(shard))
+                .all(|(&have, want)| have >= want);
         if fits {
             self.shard = shard.clone();
             self.update_narrow();

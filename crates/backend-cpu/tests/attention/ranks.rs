@@ -128,6 +128,7 @@ impl<E: Element> Rank<E> {
             attention_mask: batch.attention_mask.clone().map(Arc::new),
             most_block_rows: most(Side::Kv, dims.kv_len),
             most_query_rows: most(Side::Q, dims.q_len),
+            leaves: None,
         };
         let lines = |wanted: bool| {
             wanted.then(|| {

@@ -148,6 +148,11 @@ struct RingFlags {
     /// Assignment of rows to ranks; auto chooses it from the mask
     #[arg(long, value_enum, default_value = "auto")]
     layout: LayoutName,
+    /// The same bits for any number of ranks, layout, transport and threads, on machines whose
+    /// `annulus doctor` shows the same numerics. Only --backend cpu; --backward refuses a bias and
+    /// sinks
+    #[arg(long)]
+    reproducible: bool,
     /// Deadline: fail after S seconds without a message or heartbeat of a peer
     #[arg(long, value_name = "S", default_value = "120", value_parser = silence,
         allow_hyphen_values = true)]
@@ -295,5 +300,6 @@ impl AttendFlags {
             .dropout(dropout.0, dropout.1)
             .unnormalized(scores.unnormalized)
             .forward_only(!self.backward)
+            .reproducible(self.ring.reproducible)
     }
 }

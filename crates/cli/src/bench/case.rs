@@ -175,7 +175,8 @@ impl<'a> Case<'a> {
             align: self.flags.align,
             ..MaskFlags::default()
         };
-        flags.apply(Attention::new()).dtype(self.dtype).precision(self.flags.precision.into())
+        let attention = flags.apply(Attention::new()).reproducible(self.flags.reproducible);
+        attention.dtype(self.dtype).precision(self.flags.precision.into())
     }
 
     /// Counts the visible pairs, all heads and batch rows; n²/2 for plain causal, as the benchmarks

@@ -91,6 +91,9 @@ pub(crate) struct BenchFlags {
     /// Keys, instead of --ns
     #[arg(long, value_name = "N", value_parser = count, conflicts_with = "ns")]
     kv_len: Option<usize>,
+    /// Compute in the reproducible order
+    #[arg(long)]
+    reproducible: bool,
     /// Alignment of query positions to key positions for different lengths
     #[arg(long, value_enum, default_value = "top-left")]
     align: AlignmentName,

@@ -6,6 +6,7 @@ use annulus::{Attention, Backward, Forward, LocalRing};
 use annulus_core::{
     Backend, Batch, Dims, Element, Error, HostTensors, Layout, Result, Runs, SinkShape,
 };
+use ndarray::{Array, Dimension};
 
 use super::{
     compare::{Expected, largest_error},
@@ -29,6 +30,10 @@ pub(super) struct Ring {
     pub(super) ranks: usize,
     /// Layout; `None` chooses one from the mask.
     pub(super) layout: Option<Layout>,
+    /// Threads of each rank.
+    pub(super) threads: usize,
+    /// True to compute in the reproducible order, and to compare the bits with the first ring's.
+    pub(super) reproducible: bool,
 }
 
 /// Result of one case on one ring.
@@ -38,6 +43,8 @@ pub(super) enum Verdict {
     Passed,
     /// Some arrays exceed their tolerance.
     Wrong(Vec<WrongArray>),
+    /// Some bits differ from those of the first ring.
+    Different(Difference),
     /// The computation failed.
     Failed(Error),
 }
@@ -51,6 +58,19 @@ pub(super) struct WrongArray {
     pub(super) error: f64,
     /// The largest error that passes.
     pub(super) tolerance: f64,
+}
+
+/// First element whose bits differ from those of the first ring.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Difference {
+    /// Name of the array.
+    pub(super) name: &'static str,
+    /// Index of the element.
+    pub(super) index: Vec<usize>,
+    /// The element.
+    pub(super) got: f64,
+    /// The element of the first ring.
+    pub(super) first: f64,
 }
 
 /// Case with all its arrays in memory.
@@ -72,10 +92,11 @@ pub(super) fn run<T: Element>(
     backend: &BackendChoice,
 ) -> Vec<Verdict> {
     match Loaded::<T>::new(folder, case) {
-        Ok(loaded) => rings
-            .iter()
-            .map(|ring| loaded.judge(case, ring, backend).unwrap_or_else(Verdict::Failed))
-            .collect(),
+        Ok(loaded) => {
+            let mut first = None;
+            let mut judge = |ring| loaded.judge(case, ring, backend, &mut first);
+            rings.iter().map(|ring| judge(ring).unwrap_or_else(Verdict::Failed)).collect()
+        }
         Err(error) => rings.iter().map(|_| Verdict::Failed(error.clone())).collect(),
     }
 }
@@ -157,12 +178,68 @@ impl<T: Element> Loaded<T> {
         tolerances::<T>(case)?.iter().map(load).collect()
     }
 
-    fn judge(&self, case: &Case, ring: &Ring, backend: &BackendChoice) -> Result<Verdict> {
-        with_backend!(backend, 1, make => {
+    /// Computes the case on a ring. `first` is the result of the first reproducible ring.
+    fn judge(
+        &self,
+        case: &Case,
+        ring: &Ring,
+        backend: &BackendChoice,
+        first: &mut Option<Results<T>>,
+    ) -> Result<Verdict> {
+        with_backend!(backend, ring.threads, make => {
             let make = |_, endpoint| make(Endpoint::Thread(Box::new(endpoint)));
             let attention = self.attention.clone().layout(ring.layout.clone());
-            self.judge_ring(LocalRing::with_transports(&attention, case.dims(), ring.ranks, make)?)
+            let attention = attention
+                .reproducible(ring.reproducible)
+                .forward_only(ring.reproducible && !self.has_reproducible_gradients());
+            let plan = LocalRing::with_transports(&attention, case.dims(), ring.ranks, make)?;
+            if ring.reproducible { self.judge_bits(plan, first) } else { self.judge_ring(plan) }
         })
+    }
+
+    /// True if the backward pass is supported in the reproducible order, on any number of ranks.
+    fn has_reproducible_gradients(&self) -> bool {
+        let tensors = self.share.tensors();
+        tensors.bias.is_none()
+            && tensors.softmax_aux.is_none()
+            && self.batch.attention_mask.is_none()
+    }
+
+    /// Compares the results with the expected ones, and their bits with those of the first ring.
+    fn judge_bits<B: Backend<Space: HostTensors>>(
+        &self,
+        mut ring: LocalRing<B>,
+        first: &mut Option<Results<T>>,
+    ) -> Result<Verdict> {
+        if self.batch != Batch::default() {
+            ring.update(&self.batch).map_err(|error| self.input.named(error))?;
+        }
+        let tensors = self.share.tensors();
+        let forward = ring.forward(&tensors)?;
+        let backward = if self.has_reproducible_gradients() {
+            let OutputGradients { dout, .. } = &self.gradients;
+            let dlse = self.gradients.dlse_view();
+            Some(ring.backward(&tensors, &forward, dout.view(), dlse)?)
+        } else {
+            None
+        };
+        let mut wrong = Vec::new();
+        for (name, (tolerance, want)) in &self.expected {
+            let error = match &backward {
+                Some(backward) => Some(error_of(name, want, &forward, backward)?),
+                None => forward_error(name, want, &forward)?,
+            };
+            wrong.extend(error.and_then(|error| exceeding(name, error, *tolerance)));
+        }
+        if !wrong.is_empty() {
+            return Ok(Verdict::Wrong(wrong));
+        }
+        let results = Results { forward, backward };
+        let Some(first) = first else {
+            *first = Some(results);
+            return Ok(Verdict::Passed);
+        };
+        Ok(results.first_difference(first).map_or(Verdict::Passed, Verdict::Different))
     }
 
     fn judge_ring<B: Backend<Space: HostTensors>>(
@@ -206,12 +283,11 @@ pub(super) fn error_of<T: Element>(
     forward: &Forward<T>,
     backward: &Backward<T>,
 ) -> Result<f64> {
-    let missing = || Error::invalid(name, "nothing", "an array that this attention computes");
+    let missing = || missing(name);
+    if let Some(error) = forward_error(name, want, forward)? {
+        return Ok(error);
+    }
     Ok(match name {
-        "out" => largest_error(&forward.out, want),
-        "lse" => largest_error(&forward.lse, want),
-        "max" => largest_error(forward.max.as_ref().ok_or_else(missing)?, want),
-        "sum" => largest_error(forward.sum.as_ref().ok_or_else(missing)?, want),
         "dq" => largest_error(&backward.dq, want),
         "dk" => largest_error(&backward.dk, want),
         "dv" => largest_error(&backward.dv, want),
@@ -219,4 +295,91 @@ pub(super) fn error_of<T: Element>(
         "dsoftmax_aux" => largest_error(backward.dsoftmax_aux.as_ref().ok_or_else(missing)?, want),
         _ => return Err(Error::unsupported(format!("expected array {name}"), "this version")),
     })
+}
+
+/// Returns the largest error of one array of a forward pass; `None` for other arrays.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] if this attention has no such array.
+fn forward_error<T: Element>(
+    name: &str,
+    want: &Expected,
+    forward: &Forward<T>,
+) -> Result<Option<f64>> {
+    let missing = || missing(name);
+    Ok(Some(match name {
+        "out" => largest_error(&forward.out, want),
+        "lse" => largest_error(&forward.lse, want),
+        "max" => largest_error(forward.max.as_ref().ok_or_else(missing)?, want),
+        "sum" => largest_error(forward.sum.as_ref().ok_or_else(missing)?, want),
+        _ => return Ok(None),
+    }))
+}
+
+fn missing(name: &str) -> Error {
+    Error::invalid(name, "nothing", "an array that this attention computes")
+}
+
+/// Results of a reproducible ring.
+struct Results<T: Element> {
+    forward: Forward<T>,
+    backward: Option<Backward<T>>,
+}
+
+impl<T: Element> Results<T> {
+    /// Returns the first element of which the bits differ from those of `first`.
+    fn first_difference(&self, first: &Self) -> Option<Difference> {
+        let (got, want) = (&self.forward, &first.forward);
+        let statistics = [("max", &got.max, &want.max), ("sum", &got.sum, &want.sum)];
+        let mut statistics = statistics.into_iter().filter_map(|(name, got, first)| {
+            different_element(name, got.as_ref()?, first.as_ref()?)
+        });
+        different_element("out", &got.out, &want.out)
+            .or_else(|| different_element("lse", &got.lse, &want.lse))
+            .or_else(|| statistics.next())
+            .or_else(|| {
+                let (got, want) = (self.backward.as_ref()?, first.backward.as_ref()?);
+                different_element("dq", &got.dq, &want.dq)
+                    .or_else(|| different_element("dk", &got.dk, &want.dk))
+                    .or_else(|| different_element("dv", &got.dv, &want.dv))
+            })
+    }
+}
+
+fn different_element<T: Element, D: Dimension>(
+    name: &'static str,
+    got: &Array<T, D>,
+    first: &Array<T, D>,
+) -> Option<Difference> {
+    // widening is exact, and keeps the sign of zero and the bits of a NaN apart
+    let (got, first) = (got.view().into_dyn(), first.view().into_dyn());
+    got.indexed_iter().zip(first).find_map(|((index, got), first)| {
+        let got = got.to_f64();
+        let first = first.to_f64();
+        let index = || index.as_array_view().to_vec();
+        (got.to_bits() != first.to_bits()).then(|| Difference { name, index: index(), got, first })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ndarray::arr2;
+
+    #[test]
+    fn the_first_element_with_other_bits_is_found() {
+        let first = arr2(&[[1.0f32, 0.0], [f32::NAN, 2.0]]);
+        assert_eq!(different_element("out", &first, &first), None);
+        for (index, number) in [([0, 1], -0.0), ([1, 1], 2.0 + f32::EPSILON * 2.0)] {
+            let mut other = first.clone();
+            other[index] = number;
+            let want = Difference {
+                name: "out",
+                index: index.to_vec(),
+                got: number.into(),
+                first: first[index].into(),
+            };
+            assert_eq!(different_element("out", &other, &first), Some(want));
+        }
+    }
 }

@@ -19,7 +19,7 @@ use clap::{Args, ValueEnum};
 use crate::{
     arguments::{
         ring::{BackendName, TransportName, cores},
-        values::{LayoutName, ranks, whole},
+        values::{LayoutName, ranks, threads, whole},
     },
     backend::BackendChoice,
     failure::{self, Failure, Outcome},
@@ -28,13 +28,14 @@ use crate::{
     report::complain,
     stdout::say,
 };
-use case::{Ring, Verdict, WrongArray};
+use case::{Difference, Ring, Verdict, WrongArray};
 use index::{Case, Index};
 
 const EXAMPLES: &str = "Examples:
   annulus check cases/
   annulus check cases/ --case 'sinks*' --ranks 4 --layout zigzag --dtype f64
   annulus check cases/ --ranks 1,2,3,4,7,33 --layout auto,contiguous,zigzag,striped
+  annulus check cases/ --reproducible --ranks 1,2,3,5,7,8,16 --threads 1,2
   mpirun -n 4 annulus check cases/ --ranks 1,2,3,4
 
 Under a launcher (mpirun, mpiexec, srun) the first N processes form a ring of N ranks; the others
@@ -73,6 +74,14 @@ pub(crate) struct CheckFlags {
     /// Only cases whose id matches this pattern of * and ?
     #[arg(long, value_name = "GLOB", default_value = "*")]
     case: String,
+    /// Compute in the reproducible order, and compare the bits of every ring with those of the
+    /// first one. Cases with a bias, sinks or a dense mask without gradients. Not over MPI
+    #[arg(long)]
+    reproducible: bool,
+    /// Threads per rank with --reproducible, each 1 to 1024. Default: 1,2
+    #[arg(long, value_name = "N,N,...", value_delimiter = ',', value_parser = threads,
+        requires = "reproducible")]
+    threads: Vec<usize>,
     /// Count unsupported cases separately instead of as failed
     #[arg(long)]
     skip_unsupported: bool,
@@ -128,11 +137,15 @@ pub(crate) fn run(flags: &CheckFlags) -> Outcome {
 }
 
 fn check(flags: &CheckFlags, job: &mut Job, backend: &BackendChoice) -> Outcome {
-    let sizes = job.agree(flags.sizes(job))?;
+    let sizes = job.agree(flags.sizes(job).and_then(|sizes| {
+        flags.check_bits(job)?;
+        Ok(sizes)
+    }))?;
     let index = job.agree(Index::read(&flags.folder).map_err(Failure::from))?;
     let rings: Vec<(Ring, String)> = sizes
         .iter()
-        .flat_map(|&ranks| flags.layout.iter().map(move |&layout| ring(ranks, layout)))
+        .flat_map(|&ranks| flags.layout.iter().map(move |&layout| (ranks, layout)))
+        .flat_map(|(ranks, layout)| flags.rings(ranks, layout))
         .collect();
     let units = units(&index, flags);
     if units.is_empty() {
@@ -171,6 +184,34 @@ impl CheckFlags {
         vec![("DIR", &self.folder)]
     }
 
+    /// Refuses to compare bits over MPI, where no process has the outputs of all ranks.
+    fn check_bits(&self, job: &Job) -> Outcome {
+        if self.reproducible && job.is_mpi() {
+            let by =
+                "check over MPI; the output files of `annulus attend --reproducible` are equal";
+            return Err(Error::unsupported("--reproducible", by).into());
+        }
+        Ok(())
+    }
+
+    /// Returns the rings of this size and layout, with their names: one, or with `--reproducible`
+    /// one for each number of threads.
+    fn rings(&self, ranks: usize, layout: LayoutName) -> Vec<(Ring, String)> {
+        let name =
+            layout.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
+        let name = format!("ranks={ranks} layout={name}");
+        let layout = layout.layout();
+        if !self.reproducible {
+            return vec![(Ring { ranks, layout, threads: 1, reproducible: false }, name)];
+        }
+        let threads = if self.threads.is_empty() { &[1, 2] } else { &self.threads[..] };
+        let ring = |&threads: &usize| {
+            let ring = Ring { ranks, layout: layout.clone(), threads, reproducible: true };
+            (ring, format!("{name} threads={threads}"))
+        };
+        threads.iter().map(ring).collect()
+    }
+
     /// Returns the ring sizes: as requested, or the defaults for the kind of ranks.
     ///
     /// # Errors
@@ -190,12 +231,6 @@ impl CheckFlags {
             None => Ok(self.ranks.clone()),
         }
     }
-}
-
-fn ring(ranks: usize, layout: LayoutName) -> (Ring, String) {
-    let name =
-        layout.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
-    (Ring { ranks, layout: layout.layout() }, format!("ranks={ranks} layout={name}"))
 }
 
 /// Returns every matching case in every element type. A malformed case becomes a unit that fails.
@@ -299,6 +334,10 @@ impl Count {
                 if !printed {
                     self.fail(format!("{name}: {}", failure::text(error)));
                 }
+            }
+            Verdict::Different(Difference { name: array, index, got, first }) => {
+                self.failed += 1;
+                self.fail(format!("{name}: {array}{index:?} is {got}, on the first ring {first}"));
             }
             Verdict::Wrong(arrays) => {
                 self.failed += 1;

@@ -159,6 +159,8 @@ impl RankVerdict {
                     })
                     .collect(),
             ),
+            // `check` refuses to compare bits over MPI
+            Verdict::Different(_) => Self::Failed("bits differ".into(), false),
             Verdict::Failed(Error::Unsupported { what, by }) => {
                 Self::Unsupported(what.clone(), by.clone())
             }

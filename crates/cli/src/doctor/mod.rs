@@ -146,6 +146,9 @@ fn of_build(isa: Option<Isa>) -> Findings {
         "tiles for",
         &format!("{chosen} (available: {}; {} forces one)", available.join(" "), Isa::VARIABLE),
     );
+    if let Some(isa) = isa {
+        line("numerics", &annulus_cpu::numerics_id(isa));
+    }
     line("threads", &format!("{} run in parallel on this machine", cores()));
     findings
 }

@@ -8,7 +8,10 @@ use annulus_core::{
 };
 use serde::Serialize;
 
-use super::program::{Program, Send};
+use super::{
+    leaves::LeafFigures,
+    program::{Program, Send},
+};
 use crate::report::{bytes, counted, grouped};
 
 /// The most ranks for which every step of every rank is written and drawn, up to 5 MB of each.
@@ -40,6 +43,9 @@ pub(super) struct Figures {
     bytes_full_ring_total: u128,
     /// Work of the busiest rank divided by the mean.
     pub(super) work_max_over_mean: f64,
+    /// Partial results of leaves, of a reproducible order.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) leaves: Option<LeafFigures>,
     /// True if [`Schedule::check`] has proven the messages right: up to [`MOST_DETAILED_RANKS`].
     pub(super) schedule_checked: bool,
     /// The mask in words.
@@ -182,7 +188,9 @@ impl Figures {
             return Err(Error::invalid("rank", rank, format!("a rank of 0 to {}", ranks - 1)));
         }
         let tick = &mut || ();
-        let Choice { layout, route, .. } = Choice::auto(spec, ranks, layout, None, tick);
+        let fixed = layout.cloned();
+        let fixed = spec.leaf_rows.map_or(fixed.clone(), |rows| fixed.map(|of| of.at_leaves(rows)));
+        let Choice { layout, route, .. } = Choice::auto(spec, ranks, fixed.as_ref(), None, tick);
         let shards = RingShards::plain(&spec.dims, spec.alignment, &layout, ranks);
         let heads = spec.dims.q_heads;
         let batch = spec.dims.batch;
@@ -200,6 +208,7 @@ impl Figures {
             let schedule = RankSchedule::derive(&needs, route, true, rank, tick);
             Program::new(rank, &schedule, &block, &gradient)
         });
+        let leaves = LeafFigures::new(spec, &needs, route, &shards)?;
         let full = Traffic::full_ring(needs.held(), true);
         let total = traffic.total();
         let pass = |of: &dyn Fn(Traffic) -> u128| Bytes { sent: of(total), full_ring: of(full) };
@@ -213,6 +222,7 @@ impl Figures {
             bytes_sent_total: forward_bytes.sent,
             bytes_full_ring_total: forward_bytes.full_ring,
             work_max_over_mean: work.max_over_mean(),
+            leaves,
             schedule_checked: ranks <= MOST_DETAILED_RANKS,
             mask,
             q_len: spec.dims.q_len,

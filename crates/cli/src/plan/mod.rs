@@ -1,6 +1,7 @@
 //! `annulus plan`: the schedule of a ring as figures and as a picture, without running it.
 
 mod figures;
+mod leaves;
 mod picture;
 mod program;
 
@@ -48,6 +49,10 @@ pub(crate) struct PlanFlags {
     /// Assignment of rows to ranks; auto chooses it from the mask
     #[arg(long, value_enum, default_value = "auto")]
     layout: LayoutName,
+    /// Plan the reproducible order: layouts divide the rows at leaves, and the memory of partial
+    /// results that wait to be merged is shown
+    #[arg(long)]
+    reproducible: bool,
     /// Batch rows
     #[arg(long, value_name = "N", default_value = "1", value_parser = from_one)]
     batch: usize,
@@ -124,7 +129,8 @@ impl PlanFlags {
     }
 
     fn spec(&self, dims: Dims) -> annulus_core::Result<Spec> {
-        self.mask.apply(Attention::new()).dtype(self.dtype.into()).spec(dims)
+        let attention = self.mask.apply(Attention::new()).reproducible(self.reproducible);
+        attention.dtype(self.dtype.into()).spec(dims)
     }
 
     /// Paths that flags name.
@@ -139,6 +145,9 @@ fn print(figures: &Figures) {
     say!("{}", figures.hops_in_words());
     say!("forward   {}", figures.forward.in_words());
     say!("backward  {}", figures.backward.in_words());
+    if let Some(leaves) = &figures.leaves {
+        say!("leaves    {}", leaves.in_words());
+    }
     say!("work      the busiest rank has {:.3} times the mean", figures.work_max_over_mean);
     if figures.schedule_checked {
         say!(

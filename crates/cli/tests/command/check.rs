@@ -184,3 +184,12 @@ fn folders_without_an_index_are_refused() {
     write(&folder, &[]);
     ends(&folder.run("check ."), 1, "0 passed, 0 failed");
 }
+
+#[test]
+fn reproducible_rings_have_the_same_bits() {
+    let folder = Folder::new("check_reproducible");
+    write(&folder, &[case("one")]);
+    let result = folder.succeed("check . --reproducible --ranks 1,2,3 --dtype f32");
+    // 3 sizes, 3 layouts, 1 and 2 threads
+    assert!(result.out.contains("18 passed, 0 failed"), "{}", result.out);
+}

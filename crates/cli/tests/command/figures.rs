@@ -292,3 +292,18 @@ fn equal_arguments_of_make_give_equal_files() {
         .collect();
     assert_eq!(ends, [0, 20, 50]);
 }
+
+#[test]
+fn a_reproducible_plan_has_the_memory_of_partial_results() {
+    let folder = Folder::new("plan_reproducible");
+    let flags = "--causal --q-len 8192 --ranks 8 --layout contiguous --heads 2 --head-dim 16";
+    assert_eq!(plan(&folder, flags)["leaves"], Value::Null);
+    let leaves = &plan(&folder, &format!("{flags} --reproducible"))["leaves"];
+    assert_eq!((leaves["rows"].as_u64(), leaves["ranks_planned"].as_u64()), (Some(256), Some(8)));
+    // 1,024 queries and 2 heads of 16 accumulators, maximum and sum
+    let results = leaves["most_partial_results"].as_u64().unwrap();
+    assert!((2..8).contains(&results), "{results}");
+    assert_eq!(leaves["most_bytes"].as_u64(), Some(results * 1024 * 2 * 18 * 4));
+    let text = folder.succeed(&format!("plan {flags} --reproducible")).out;
+    assert!(text.contains(&format!("at most {results} partial results")), "{text}");
+}

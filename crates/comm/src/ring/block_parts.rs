@@ -15,6 +15,8 @@
 
 use std::ops::Range;
 
+use annulus_core::RowSet;
+
 /// Maximum number of parts of a block: the last one is then an eighth of it. A further part would
 /// hide little more, and would cost one more message.
 pub(super) const MAX_PARTS: usize = 4;
@@ -36,6 +38,9 @@ pub(crate) struct SplitSize {
     pub(crate) kv_tile: u64,
     /// Largest [`super::RingOptions::kv_block_size`], 0 if no rank has one.
     pub(crate) kv_block: u64,
+    /// True if no KV tile of row numbers may be divided, as in the reproducible order. A block may
+    /// lack masked rows, so that its tiles have different numbers of rows.
+    pub(crate) whole_tiles: bool,
 }
 
 impl SplitSize {
@@ -74,6 +79,38 @@ pub(super) fn parts(rows: u64, split: SplitSize) -> Vec<Range<u64>> {
     parts
 }
 
+/// Splits a block of these local rows into parts of its records.
+///
+/// With [`SplitSize::whole_tiles`] each cut is moved back to a row that is a multiple of the KV
+/// tile. Shards then consist of whole tiles, so that local rows and row numbers have the same ones.
+pub(super) fn parts_of(rows: &RowSet, split: SplitSize) -> Vec<Range<u64>> {
+    let mut parts = parts(rows.count(), split);
+    if !split.whole_tiles {
+        return parts;
+    }
+    let mut start = 0;
+    for part in &mut parts {
+        part.start = start;
+        part.end = tile_start(rows, part.end, split.kv_tile).max(start);
+        start = part.end;
+    }
+    parts.retain(|part| !part.is_empty());
+    parts
+}
+
+/// Returns the number of rows before the KV tile that holds row number `record` of a block; all
+/// rows if there is no such row.
+fn tile_start(rows: &RowSet, record: u64, kv_tile: u64) -> u64 {
+    let mut before = 0;
+    let row = rows.ranges().iter().find_map(|range| {
+        let row = range.start + (record - before);
+        before += range.end - range.start;
+        (row < range.end).then_some(row)
+    });
+    let first = row.map_or(u64::MAX, |row| row / kv_tile * kv_tile);
+    rows.ranges().iter().map(|range| range.end.min(first).saturating_sub(range.start)).sum()
+}
+
 /// Selects the elements `part` of the concatenation of `ranges`.
 pub(super) fn slice(ranges: &[Range<u64>], part: &Range<u64>) -> Vec<Range<u64>> {
     let mut before = 0;
@@ -101,12 +138,12 @@ mod tests {
     use crate::ring::program::{RankProgram, RecordSizes};
 
     fn tiles_of(kv_tile: u64) -> SplitSize {
-        SplitSize { kv_tile, kv_block: 0 }
+        SplitSize { kv_tile, kv_block: 0, whole_tiles: false }
     }
 
     #[test]
     fn a_block_size_replaces_the_default_and_keeps_tiles_whole() {
-        let of = |kv_block| SplitSize { kv_tile: 64, kv_block };
+        let of = |kv_block| SplitSize { kv_tile: 64, kv_block, whole_tiles: false };
         assert_eq!(parts(1024, of(64)), parts(1024, tiles_of(64)));
         assert_eq!(parts(1024, of(200)), [0..512, 512..768, 768..1024]);
         assert_eq!(parts(1024, of(500)), [0..512, 512..1024]);
@@ -194,6 +231,32 @@ mod tests {
             );
             // the first part is at least a quarter of the block
             assert!(rows < 16 || parts[0].end * 4 >= rows, "{rows}");
+        }
+    }
+
+    #[test]
+    fn cuts_are_moved_to_whole_tiles() {
+        let split = SplitSize { kv_tile: 64, kv_block: 0, whole_tiles: true };
+        let cut = |ranges: &[Range<u64>]| {
+            let rows: RowSet = ranges.iter().cloned().collect();
+            let parts = parts_of(&rows, split);
+            assert!(parts.windows(2).all(|two| two[0].end == two[1].start));
+            assert_eq!((parts[0].start, parts[parts.len() - 1].end), (0, rows.count()));
+            let all: Vec<u64> = rows.iter().collect();
+            let cuts: Vec<usize> = parts[1..].iter().map(|part| part.start as usize).collect();
+            for &cut in &cuts {
+                assert_ne!(all[cut - 1] / 64, all[cut] / 64, "{ranges:?} {parts:?}");
+            }
+            cuts
+        };
+        assert_eq!(cut(&[0..1024]), [512, 768, 896]);
+        assert_eq!(cut(&[30..1054]), [482, 738, 866]);
+        // two ranges of one tile, tiles of few rows, and a block of one tile
+        assert_eq!(cut(&[0..500, 505..1029]), [507, 763, 891]);
+        assert_eq!(cut(&[0..3, 64..67, 128..131, 192..195, 256..259]), [6]);
+        assert!(cut(&[3..60]).is_empty());
+        for first in 0..130 {
+            cut(&[first..first + 300, first + 310..first + 333, 700..900]);
         }
     }
 

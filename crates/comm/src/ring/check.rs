@@ -1,8 +1,8 @@
 //! Checks of a call's tensors against the plan, before anything moves.
 
 use annulus_core::{
-    BackwardInputs, BackwardMode, Batch, DType, Error, Gradients, Inputs, Outputs, RankShard,
-    Result, Space, Spec,
+    BackwardInputs, BackwardMode, Batch, Capabilities, DType, Error, Gradients, Inputs, Outputs,
+    RankShard, Result, Space, Spec,
 };
 
 use super::{RingOptions, reduce};
@@ -123,6 +123,37 @@ pub(super) fn two_pass_mask(spec: &Spec, batch: &Batch, ranks: usize) -> Result<
     if spec.backward == BackwardMode::TwoPass && ranks > 1 && batch.attention_mask.is_some() {
         return Err(Error::unsupported(
             "attention_mask in a two-pass backward over several ranks",
+            "the ring",
+        ));
+    }
+    Ok(())
+}
+
+/// Refuses a reproducible attention that the backend, or this version, does not compute.
+pub(super) fn reproducible(
+    spec: &Spec,
+    options: &RingOptions,
+    capabilities: &Capabilities,
+) -> Result<()> {
+    let Some(rows) = spec.leaf_rows else { return Ok(()) };
+    let Capabilities { name, kv_tile, .. } = capabilities;
+    if !capabilities.reproducible {
+        return Err(Error::unsupported("reproducible", format!("the {name} backend")));
+    }
+    if rows % (*kv_tile).max(1) != 0 {
+        return Err(Error::unsupported(
+            format!("leaves of {rows} rows"),
+            format!("the {name} backend, whose KV tile has {kv_tile} rows"),
+        ));
+    }
+    let refused = match spec {
+        Spec { bias: Some(_), .. } => "with a bias tensor",
+        Spec { sinks: Some(_), .. } => "with sinks",
+        _ => return Ok(()),
+    };
+    if options.backward {
+        return Err(Error::unsupported(
+            format!("a reproducible backward pass {refused} (set forward_only)"),
             "the ring",
         ));
     }

@@ -57,8 +57,10 @@ pub(super) fn plan(
     let d = debug(d, "backward_mode", &spec.backward);
     let d = debug(d, "layout", &options.layout);
     let d = debug(d, "route", &options.route);
-    // only there must one rank reproduce another's row maximum bit for bit
-    let exact = options.backward && spec.backward == BackwardMode::TwoPass && !spec.normalize;
+    let d = debug(d, "reproducible leaf rows", &spec.leaf_rows);
+    // only there must one rank reproduce bits of another: all results, or the row maximum
+    let exact = spec.leaf_rows.is_some()
+        || options.backward && spec.backward == BackwardMode::TwoPass && !spec.normalize;
     let d = text(d, "backend", if exact { &capabilities.numerics_id } else { "any" });
     let d = debug(d, "probabilities rounded to", &capabilities.probs_dtype);
     let d = debug(d, "placement", &placement.map(Placement::nodes));

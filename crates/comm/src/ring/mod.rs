@@ -300,6 +300,18 @@ impl<B: Backend> Ring<B> {
         self.buffers.bytes()
     }
 
+    /// Returns the bytes of the partial results of leaves that wait to be merged; 0 unless the
+    /// order is reproducible. The backend may round dims and rows up.
+    pub fn leaf_bytes(&self) -> u64 {
+        self.plan.leaf_bytes()
+    }
+
+    /// Returns the fingerprint of this rank's arithmetic. Reproducible results have the same bits
+    /// on all machines with the same one; ranks with different ones are refused then.
+    pub fn numerics(&self) -> &str {
+        &self.agreed.numerics
+    }
+
     /// Returns the memory that the backend keeps between passes.
     pub const fn workspace(&self) -> &B::Workspace {
         &self.workspace

@@ -4,8 +4,9 @@
 use std::sync::Arc;
 
 use annulus_core::{
-    Backend, BackwardMode, DenseMask, Error, Layout, NeedsIndex, Order, RankSchedule, RankShard,
-    Result, RingShards, Route, RowSet, Rows, Schedule, Shard, Space, Spec,
+    Backend, BackwardMode, DenseMask, Error, Layout, LeafMerges, NeedsIndex, Order, RankLeaves,
+    RankSchedule, RankShard, Result, RingShards, Route, RowSet, Rows, Schedule, Shard, Space, Spec,
+    leaves_of,
 };
 
 use super::{
@@ -30,6 +31,8 @@ pub(super) struct Agreed {
     pub(super) split: SplitSize,
     /// True if the plan serves backward passes.
     pub(super) backward: bool,
+    /// Fingerprint of this rank's arithmetic. Equal on all ranks only if the order is reproducible.
+    pub(super) numerics: String,
 }
 
 /// The plan of a batch.
@@ -48,6 +51,8 @@ pub(super) struct RingPlan {
     pub(super) most_received: u64,
     /// Maximum rows of a query block that this rank receives.
     pub(super) most_queries_received: u64,
+    /// Leaves in the order of their arrival, if the order is reproducible.
+    leaves: Option<Arc<RankLeaves>>,
     spec: Arc<Spec>,
 }
 
@@ -98,7 +103,15 @@ impl RingPlan {
         let most = |steps: &[RankStep]| {
             steps.iter().skip(1).map(|step| step.rows.count()).max().unwrap_or(0)
         };
+        let leaves = spec.leaf_rows.map(|rows| {
+            Ok(RankLeaves {
+                rows,
+                keys: leaf_merges(rows, &program.steps, &shards.kv)?,
+                queries: leaf_merges(rows, &query_steps, &shards.q)?,
+            })
+        });
         Ok(Self {
+            leaves: leaves.transpose()?.map(Arc::new),
             most_received: most(&program.steps),
             most_queries_received: most(&query_steps),
             shards,
@@ -107,6 +120,14 @@ impl RingPlan {
             queries,
             keys,
             spec: Arc::clone(spec),
+        })
+    }
+
+    /// Returns the bytes of the partial results of leaves that wait to be merged.
+    pub(super) fn leaf_bytes(&self) -> u64 {
+        self.leaves.as_ref().map_or(0, |leaves| {
+            leaves.bytes(&self.spec, self.queries.len() as u64)
+                + leaves.gradient_bytes(&self.spec, self.keys.len() as u64)
         })
     }
 
@@ -119,6 +140,7 @@ impl RingPlan {
             attention_mask,
             most_block_rows: self.most_received.max(self.keys.len() as u64),
             most_query_rows: self.most_queries_received.max(self.queries.len() as u64),
+            leaves: self.leaves.clone(),
         }
     }
 
@@ -187,6 +209,11 @@ fn query_steps(
     let Agreed { spec, route, order, split, .. } = agreed;
     let mask = spec.mask.as_ref();
     let needs = NeedsIndex::of_keys(mask, spec.dims.q_heads, spec.dims.batch, shards, tick);
+    // the rows of a tile of queries are the terms of one sum, in which a masked row has its place
+    let (needs, split) = match spec.leaf_rows {
+        Some(rows) => (needs.in_tiles(split.kv_tile), SplitSize { kv_tile: rows, ..*split }),
+        None => (needs, *split),
+    };
     // a query shard is sent in the opposite direction of the keys, because its users are the owners
     // of the keys that it attends to
     let schedule = RankSchedule::derive(&needs, route.opposite(), false, ring_index, tick);
@@ -203,6 +230,16 @@ fn query_steps(
 fn kv_needs<'a>(spec: &'a Spec, shards: &RingShards, tick: &mut dyn FnMut()) -> NeedsIndex<'a> {
     let mask = spec.mask.as_ref();
     NeedsIndex::of_queries(mask, spec.dims.q_heads, spec.dims.batch, shards, tick)
+}
+
+/// Derives the merges of the leaves of `leaf_rows` rows that arrive in these steps.
+fn leaf_merges(leaf_rows: u64, steps: &[RankStep], shards: &[Arc<Shard>]) -> Result<LeafMerges> {
+    let mut arrivals = Vec::new();
+    for step in steps {
+        let rows = &shards[step.owner].rows;
+        leaves_of(rows, &step.rows, leaf_rows, |leaf| arrivals.push(leaf));
+    }
+    LeafMerges::of_arrivals(arrivals)
 }
 
 /// Checks the schedule of all ranks, and that `derived` is that of the rank at `ring_index`.

@@ -6,7 +6,8 @@ use std::{
 };
 
 use annulus_core::{
-    Backend, Choice, Error, Passes, RankShard, Result, RingShards, Space, Spec, Transport,
+    Backend, BackwardMode, Choice, Error, Passes, RankShard, Result, RingShards, Space, Spec,
+    Transport,
 };
 
 use super::{
@@ -72,10 +73,18 @@ impl<B: Backend> Planned<B> {
         let checked = spec.and_then(|spec| {
             spec.validate()?;
             let capabilities = backend.capabilities(&spec)?;
+            check::reproducible(&spec, options, &capabilities)?;
+            // no accumulator is sent in the reproducible order: terms are summed by their owner
+            let two_pass = spec.leaf_rows.is_some() && options.backward;
+            let backward = if two_pass { BackwardMode::TwoPass } else { spec.backward };
+            let spec = Spec { backward, ..spec };
             check::two_pass(&spec, ranks)?;
             check::reduction::<B::Space>(&spec, options, ranks)?;
             if let Some(layout) = &options.layout {
                 layout.validate(spec.dims.q_len, spec.dims.kv_len, ranks)?;
+                if let Some(rows) = spec.leaf_rows {
+                    layout.validate_leaves(spec.dims.q_len, spec.dims.kv_len, rows)?;
+                }
             }
             Ok((spec, capabilities))
         });
@@ -89,8 +98,11 @@ impl<B: Backend> Planned<B> {
 
         let mut ticks = PlanningTicks::new(&mut *transport);
         let mut tick = || ticks.tick();
+        let fixed = options.layout.clone();
+        let fixed = spec.leaf_rows.map_or(fixed.clone(), |rows| fixed.map(|of| of.at_leaves(rows)));
         let Choice { layout, route, order } =
-            Choice::auto(&spec, ranks, options.layout.as_ref(), placement.as_ref(), &mut tick);
+            Choice::auto(&spec, ranks, fixed.as_ref(), placement.as_ref(), &mut tick);
+        let whole_tiles = spec.leaf_rows.is_some();
         let agreed = Agreed {
             spec: Arc::new(spec),
             layout,
@@ -100,8 +112,10 @@ impl<B: Backend> Planned<B> {
             split: SplitSize {
                 kv_tile: largest.first().copied().unwrap_or(capabilities.kv_tile).max(1),
                 kv_block: largest.get(1).copied().unwrap_or_default(),
+                whole_tiles,
             },
             backward: options.backward,
+            numerics: capabilities.numerics_id,
         };
         let planned = Self::locally(backend, agreed, rank, ranks, &mut tick);
         let planned = ticks.finish(planned);

@@ -141,7 +141,7 @@ fn final_gradients(group: &Group) -> impl Iterator<Item = &Message> {
 
 /// Returns the rows of each part of a block; none if it is not split.
 fn row_parts(rows: &RowSet, split: SplitSize) -> Vec<RowSet> {
-    let parts = block_parts::parts(rows.count(), split);
+    let parts = block_parts::parts_of(rows, split);
     if parts.len() == 1 {
         return Vec::new();
     }
@@ -195,10 +195,9 @@ impl Addressing<'_> {
         [sent, received]: [Option<SplitSize>; 2],
     ) -> Transfers {
         let parts = |message: &Message, split: Option<SplitSize>| {
-            let rows = message.rows.count();
             split.map_or_else(
-                || std::iter::once(0..rows).collect(),
-                |split| block_parts::parts(rows, split),
+                || std::iter::once(0..message.rows.count()).collect(),
+                |split| block_parts::parts_of(&message.rows, split),
             )
         };
         let mut transfers = Transfers::default();

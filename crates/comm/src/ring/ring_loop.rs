@@ -72,7 +72,8 @@ impl<B: Backend> Ring<B> {
         Ok(in_flight.waited())
     }
 
-    /// Runs the backward pass of this plan's mode. A ring of one rank always takes one pass.
+    /// Runs the backward pass of this plan's mode. A ring of one rank takes one pass, except in the
+    /// reproducible order.
     /// Returns the exposed communication.
     pub(super) fn backward_loop(
         &mut self,
@@ -156,6 +157,7 @@ impl<B: Backend> Ring<B> {
         let start = Instant::now();
         let observer = watch.observer(Circulation::TwoPassKv, start, agreed, plan, *ring_index);
         let rows = &mut buffers.rows;
+        let reproducible = agreed.spec.leaf_rows.is_some();
         let mut pass = workspace.backward(inputs.reborrow(), BackwardMode::TwoPass)?;
 
         let mut in_flight = InFlight::new(transport.as_mut(), first_tag, observer);
@@ -165,8 +167,9 @@ impl<B: Backend> Ring<B> {
         let steps = &plan.program.steps;
         let shards = &plan.shards.kv;
         circulate(steps, shards, blocks, &mut in_flight, rows, |step, kv, tick| {
-            // the local queries add to the local dK and dV here, so the second pass skips them
-            let dkv = (step == 0).then_some(&mut *local_dkv);
+            // the local queries add to the local dK and dV here, so the second pass skips them; in
+            // the reproducible order they are leaves like those of other ranks
+            let dkv = (step == 0 && !reproducible).then_some(&mut *local_dkv);
             pass.attend_kv(kv, dkv, tick).map(drop)
         })?;
         let waited = in_flight.waited();
@@ -181,7 +184,7 @@ impl<B: Backend> Ring<B> {
         let steps = &plan.query_steps;
         let shards = &plan.shards.q;
         circulate(steps, shards, blocks, &mut in_flight, rows, |step, q, tick| match step {
-            0 => Ok(()),
+            0 if !reproducible => Ok(()),
             _ => pass.attend_queries(q, local_dkv, tick),
         })?;
 
@@ -202,9 +205,11 @@ impl<B: Backend> Ring<B> {
         }
     }
 
-    /// Returns true if a backward pass sends queries around the ring after keys and values.
+    /// Returns true if a backward pass sends queries around the ring after keys and values. The
+    /// reproducible order takes two passes on one rank, too.
     fn has_two_passes(&self) -> bool {
-        self.agreed.spec.backward == BackwardMode::TwoPass && self.ranks > 1
+        let spec = &self.agreed.spec;
+        spec.backward == BackwardMode::TwoPass && (self.ranks > 1 || spec.leaf_rows.is_some())
     }
 
     /// Returns the readers of the local block. On a ring of one rank only the backend reads it,

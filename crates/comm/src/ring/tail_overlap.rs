@@ -101,7 +101,7 @@ mod tests {
                 layout: layout.clone(),
                 route,
                 order: Order::ascending(2),
-                split: SplitSize { kv_tile: 64, kv_block: 0 },
+                split: SplitSize { kv_tile: 64, kv_block: 0, whole_tiles: false },
                 backward: true,
             };
             let plan = RingPlan::derive::<Host>(&agreed, rank, coordinates, &mut || ()).unwrap();

@@ -111,6 +111,7 @@ impl Backend for MockBackend {
             probs_dtype: None,
             // other than that of any other backend: a mixed ring must agree on the largest
             kv_tile: 16,
+            reproducible: false,
         })
     }
 

@@ -6,6 +6,7 @@ mod metamorphic;
 mod nonfinite;
 mod numeric;
 mod pairwise;
+mod reproducible;
 
 pub use determinism::{same_bits_over_repeats, same_bits_under_delay};
 pub use matrix::{Scale, matrix, random_cases, sizes};
@@ -13,6 +14,7 @@ pub use metamorphic::metamorphic;
 pub use nonfinite::{Poison, infinite_scores, infinite_scores_on, nonfinite, nonfinite_on};
 pub use numeric::{numeric_rules, numeric_rules_on};
 pub use pairwise::{Configuration, pairwise, pairwise_cases};
+pub use reproducible::{reproducible_accuracy, reproducible_bits};
 
 use annulus_core::Layout;
 

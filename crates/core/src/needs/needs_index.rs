@@ -35,6 +35,8 @@ pub struct NeedsIndex<'a> {
     held: Vec<u64>,
     /// Parts by batch row; one part if rows and positions are the same in all batch rows.
     parts: Vec<BatchNeeds>,
+    /// Rows that are needed together; see [`NeedsIndex::in_tiles`].
+    tile: u64,
 }
 
 /// Needs in one batch row, or in all.
@@ -98,7 +100,7 @@ impl<'a> NeedsIndex<'a> {
             parts.push(BatchNeeds { batch: batches.start, segments, users, owners });
         }
         let held = shards.kv.iter().map(|shard| shard.rows.len()).collect();
-        Self { mask, distinct, of_queries: true, held, parts }
+        Self { mask, distinct, of_queries: true, held, parts, tile: 1 }
     }
 
     /// Computes the **query** rows that may attend to some of each rank's keys, as
@@ -127,7 +129,25 @@ impl<'a> NeedsIndex<'a> {
             parts.push(BatchNeeds { batch, segments: segments.len(), users, owners });
         }
         let held = shards.q.iter().map(|shard| shard.rows.len()).collect();
-        Self { mask, distinct, of_queries: false, held, parts }
+        Self { mask, distinct, of_queries: false, held, parts, tile: 1 }
+    }
+
+    /// Extends the needs of queries to whole tiles of `rows` local rows.
+    #[must_use]
+    pub fn in_tiles(self, rows: u64) -> Self {
+        Self { tile: rows.max(1), ..self }
+    }
+
+    /// Extends rows of `owner` to whole tiles.
+    fn whole_tiles(&self, rows: RowSet, owner: usize) -> RowSet {
+        if self.tile == 1 {
+            return rows;
+        }
+        let held = self.held.get(owner).copied().unwrap_or_default();
+        let whole = |range: &Range<u64>| {
+            range.start / self.tile * self.tile..range.end.next_multiple_of(self.tile).min(held)
+        };
+        rows.ranges().iter().map(whole).collect()
     }
 
     /// Returns the number of ranks.
@@ -147,7 +167,8 @@ impl<'a> NeedsIndex<'a> {
                 self.select(part, owners, &users[..], found);
             }
         };
-        collect_rows(|found| self.parts.iter().for_each(|part| rows(part, found)))
+        let rows = collect_rows(|found| self.parts.iter().for_each(|part| rows(part, found)));
+        self.whole_tiles(rows, owner)
     }
 
     /// Returns the needs as sets of rows: O(ranks²) of them.
@@ -176,11 +197,12 @@ impl<'a> NeedsIndex<'a> {
 
     /// Returns the rows of `owner` that any user of `union` needs.
     pub(crate) fn rows_of_union(&self, union: &UserUnion, owner: usize) -> RowSet {
-        collect_rows(|found| {
+        let rows = collect_rows(|found| {
             for (set, part) in union.0.iter().zip(&self.parts) {
                 self.select(part, &part.owners[owner], set, found);
             }
-        })
+        });
+        self.whole_tiles(rows, owner)
     }
 
     /// Calls `found` with ranges of the local rows of an owner that users with positions `set`

@@ -35,6 +35,8 @@ impl Choice {
     /// fewest block bytes is chosen. Ties are broken in the order relay up, relay down, direct;
     /// then contiguous, zigzag, striped.
     ///
+    /// Layouts are cut at leaves if the spec has [`Spec::leaf_rows`].
+    ///
     /// The choice depends on the spec alone and so is equal on all ranks. It does not depend on a
     /// batch: segment ids never change the layout.
     ///
@@ -98,7 +100,8 @@ fn balanced_layouts(
         )
         .max_over_mean()
     };
-    let layouts = [Layout::Contiguous, Layout::Zigzag, Layout::Striped];
+    let layouts = [Layout::Contiguous, Layout::Zigzag, Layout::Striped]
+        .map(|layout| spec.leaf_rows.map_or(layout.clone(), |rows| layout.at_leaves(rows)));
     let all = layouts.map(|layout| with_shards(spec, ranks, layout));
     let imbalances = all.each_ref().map(|(_, shards)| imbalance(shards));
     let bound = Choice::IMBALANCE * imbalances.into_iter().fold(f64::INFINITY, f64::min);

@@ -1,0 +1,248 @@
+//! Partial results of leaves, in the reproducible order ([`annulus_core::LeafMerges`]).
+//!
+//! The accumulators and statistics of a query block are the partial result of the current leaf.
+//! Results that wait for a sibling lie in slots, and are exchanged with the current one without a
+//! copy. A block without a visible key in a leaf is neither reset nor merged.
+
+use std::ops::Range;
+
+use annulus_core::{Error, HostBuffer, LeafMerges, Result, Rows, memory};
+
+use crate::{
+    simd::dispatch::Real,
+    tile::{
+        aligned::{Aligned, list_bytes},
+        tile_mask::TILE,
+    },
+};
+
+/// Partial result of one query block.
+#[derive(Debug)]
+pub(crate) struct Slot<A> {
+    pub(crate) sums: Aligned<A>,
+    pub(crate) max: Aligned<A>,
+    pub(crate) sum: Aligned<A>,
+    pub(crate) ties: Aligned<A>,
+    /// False if no key was visible to the block; the lists are then unspecified.
+    pub(crate) filled: bool,
+}
+
+/// Partial results of one query block.
+#[derive(Debug)]
+pub(crate) struct BlockLeaves<A> {
+    pub(crate) slots: Vec<Slot<A>>,
+    /// [`Slot::filled`] of the current partial result.
+    pub(crate) filled: bool,
+}
+
+impl<A: Real> BlockLeaves<A> {
+    /// Allocates `slots` slots, each of the lists that `lists` returns: sums, max, sum and ties.
+    pub(crate) fn new(slots: usize, lists: impl Fn() -> Result<[Aligned<A>; 4]>) -> Result<Self> {
+        let mut all = memory::list("the partial results of leaves", slots)?;
+        for _ in 0..slots {
+            let [sums, max, sum, ties] = lists()?;
+            all.push(Slot { sums, max, sum, ties, filled: false });
+        }
+        Ok(Self { slots: all, filled: false })
+    }
+
+    /// Starts a pass.
+    pub(crate) const fn begin(&mut self) {
+        self.filled = false;
+    }
+
+    /// Returns the heap bytes.
+    pub(crate) fn bytes(&self) -> usize {
+        let of_slot = |slot: &Slot<A>| {
+            [&slot.sums, &slot.max, &slot.sum, &slot.ties]
+                .map(|list| list.bytes())
+                .iter()
+                .sum::<usize>()
+        };
+        list_bytes(&self.slots) + self.slots.iter().map(of_slot).sum::<usize>()
+    }
+}
+
+/// Leaf, or piece of a leaf, of a block of keys.
+#[derive(Debug)]
+pub(crate) struct LeafKeys {
+    /// Number of the step whose leaf is complete when this one starts.
+    pub(crate) closes: Option<usize>,
+    /// Keys of the block.
+    pub(crate) keys: Range<usize>,
+    /// KV tiles, as a range of [`Arrivals::tiles`].
+    tiles: Range<usize>,
+}
+
+/// Leaves of one block of keys, and the leaf that the pass has reached.
+#[derive(Debug, Default)]
+pub(crate) struct Arrivals {
+    /// Number of the step whose leaf is current.
+    open: Option<usize>,
+    leaves: Vec<LeafKeys>,
+    /// Keys of the block with row numbers i·64 to (i + 1)·64 − 1, for each such i.
+    tiles: Vec<Range<usize>>,
+}
+
+impl Arrivals {
+    /// Starts a pass.
+    pub(crate) const fn begin(&mut self) {
+        self.open = None;
+    }
+
+    /// Returns the number of the step whose leaf is current.
+    pub(crate) const fn open(&self) -> Option<usize> {
+        self.open
+    }
+
+    /// Returns the leaves of the block.
+    pub(crate) fn leaves(&self) -> &[LeafKeys] {
+        &self.leaves
+    }
+
+    /// Returns the KV tiles of a leaf.
+    pub(crate) fn tiles(&self, leaf: &LeafKeys) -> &[Range<usize>] {
+        &self.tiles[leaf.tiles.clone()]
+    }
+
+    /// Divides the next block of keys into leaves, and these into KV tiles, by row numbers. A block
+    /// may lack masked rows, so that a tile of the block is not always a whole one.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] for a leaf that the plan does not expect here.
+    pub(crate) fn refill(
+        &mut self,
+        merges: &LeafMerges,
+        leaf_rows: u64,
+        rows: &Rows,
+    ) -> Result<()> {
+        const WHAT: &str = "the leaves of a block";
+        self.leaves.clear();
+        self.tiles.clear();
+        let tile_of = |&row: &u64| row / TILE as u64;
+        let mut first = 0;
+        for tile in rows.rows().chunk_by(|a, b| tile_of(a) == tile_of(b)) {
+            let keys = first..first + tile.len();
+            first = keys.end;
+            memory::reserve(WHAT, &mut self.tiles, 1)?;
+            self.tiles.push(keys.clone());
+            let leaf = tile[0] / leaf_rows;
+            let is = |step: usize| merges.steps().get(step).is_some_and(|at| at.leaf == leaf);
+            if self.open.is_some_and(is)
+                && let Some(last) = self.leaves.last_mut()
+            {
+                last.keys.end = keys.end;
+                last.tiles.end += 1;
+                continue;
+            }
+            // a block may go on with the leaf of the block before it
+            let goes_on = self.open.is_some_and(is);
+            let step = self.open.map_or(0, |open| open + usize::from(!goes_on));
+            if !is(step) {
+                return Err(Error::internal(format!("leaf {leaf} arrives out of order")));
+            }
+            let closes = self.open.filter(|_| !goes_on);
+            self.open = Some(step);
+            memory::reserve(WHAT, &mut self.leaves, 1)?;
+            self.leaves.push(LeafKeys {
+                closes,
+                keys,
+                tiles: self.tiles.len() - 1..self.tiles.len(),
+            });
+        }
+        Ok(())
+    }
+
+    /// Returns the heap bytes.
+    pub(crate) const fn bytes(&self) -> usize {
+        list_bytes(&self.leaves) + list_bytes(&self.tiles)
+    }
+}
+
+/// Gives zeros the positive sign and all NaN the same bits. Terms of masked pairs, which a tile
+/// may lack, can change the sign of a zero, and kernels differ in the NaN that they propagate.
+pub(crate) fn unify<A: Real>(sums: &mut [A]) {
+    let nan = A::from_f64(f64::NAN);
+    for sum in sums {
+        *sum = if sum.to_f64().is_nan() { nan } else { *sum + A::ZERO };
+    }
+}
+
+/// Partial dK and dV of all local keys, which wait to be merged.
+#[derive(Debug, Default)]
+pub(crate) struct GradientLeaves {
+    /// Records as in the buffer of the local dK and dV.
+    pub(crate) slots: Vec<HostBuffer>,
+    /// Number of the step that arrives next.
+    pub(crate) next: usize,
+}
+
+impl GradientLeaves {
+    /// Allocates `slots` buffers of `bytes` bytes.
+    pub(crate) fn new(slots: usize, bytes: u64) -> Result<Self> {
+        let slots = (0..slots).map(|_| HostBuffer::zeroed(bytes)).collect::<Result<_>>()?;
+        Ok(Self { slots, next: 0 })
+    }
+
+    /// Returns the heap bytes.
+    pub(crate) fn bytes(&self) -> usize {
+        self.slots.iter().map(|slot| slot.bytes().len()).sum()
+    }
+}
+
+/// Returns the leaves of a block of queries: number and range. Every tile of 64 row numbers is
+/// whole, except the last of the sequence, so that the tiles of the kernels are the same ones.
+///
+/// # Errors
+/// [`Error::Internal`] if a tile is not whole.
+pub(crate) fn query_leaves(
+    rows: &Rows,
+    leaf_rows: u64,
+) -> Result<impl Iterator<Item = (u64, Range<usize>)>> {
+    let numbers = rows.rows();
+    let is_tile =
+        |tile: &[u64]| tile[0] % TILE as u64 == 0 && tile[tile.len() - 1] - tile[0] < TILE as u64;
+    if !numbers.chunks(TILE).all(is_tile) {
+        return Err(Error::internal("a block of queries without whole tiles"));
+    }
+    let mut first = 0;
+    Ok(numbers.chunk_by(move |a, b| a / leaf_rows == b / leaf_rows).map(move |leaf| {
+        first += leaf.len();
+        (leaf[0] / leaf_rows, first - leaf.len()..first)
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rows(numbers: impl IntoIterator<Item = u64>) -> Rows {
+        let mut rows = Rows::default();
+        rows.refill(|list, positions, _| {
+            list.extend(numbers);
+            positions.extend(list.iter().map(|row| row.cast_signed()));
+        })
+        .unwrap();
+        rows
+    }
+
+    #[test]
+    fn blocks_are_divided_by_row_numbers() {
+        let merges = LeafMerges::of_arrivals([1, 2, 0]).unwrap();
+        let mut arrivals = Arrivals::default();
+        let mut divide = |numbers: Vec<u64>| {
+            arrivals.refill(&merges, 128, &rows(numbers))?;
+            let leaf = |leaf: &LeafKeys| (leaf.closes, arrivals.tiles(leaf).to_vec());
+            Ok::<_, Error>(arrivals.leaves().iter().map(leaf).collect::<Vec<_>>())
+        };
+        // a leaf that lacks its first rows, and the first half of the next
+        let block = divide((150..256).chain(256..320).collect()).unwrap();
+        assert_eq!(block, [(None, vec![0..42, 42..106]), (Some(0), vec![106..170])]);
+        // its second half, and a leaf with one row
+        let block = divide((320..384).chain([5]).collect()).unwrap();
+        assert_eq!(block, [(None, vec![0..64]), (Some(1), vec![64..65])]);
+        assert!(divide(vec![]).unwrap().is_empty());
+        let error = divide(vec![130]).unwrap_err();
+        assert!(error.to_string().contains("leaf 1 arrives out of order"), "{error}");
+    }
+}

@@ -1,0 +1,117 @@
+//! The reproducible order: one set of bits over ranks, layouts, routes, threads and orders of
+//! arrival.
+
+use std::{ops::Range, sync::Arc};
+
+use annulus_core::{Batch, CustomLayout, DType, Dims, Layout, Route, Run, Runs, Spec, index};
+
+use super::{LAYOUTS, Verdict, ensure, judge, run};
+use crate::{Answer, Case, Draw, Masks, Setting, Subject};
+
+/// Rows of a leaf: those of the CPU's KV tile, so that short sequences have several leaves.
+const LEAF_ROWS: u64 = 64;
+
+const DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::Bf16, DType::F16];
+
+const RANKS: [usize; 7] = [1, 2, 3, 5, 7, 8, 16];
+
+/// Computes random cases on all subjects, ring sizes and layouts, with routes in turn: the answers
+/// to a case have the same bits.
+///
+/// # Errors
+/// The array that differed.
+pub fn reproducible_bits(subjects: &[&dyn Subject], seeds: Range<u64>) -> Verdict {
+    for seed in seeds {
+        let dtype = DTYPES[index(seed % 4)];
+        let mut case = Case::random_long(seed).in_dtype(dtype);
+        case.spec.leaf_rows = Some(LEAF_ROWS);
+        let mut first: Option<Answer> = None;
+        for (number, setting) in settings(&case, seed).into_iter().enumerate() {
+            let subject = subjects[number % subjects.len()];
+            let answer = run(subject, &case, &setting)?;
+            match &first {
+                None => first = Some(answer),
+                Some(first) => answer.same_bits(first).map_err(|wrong| {
+                    format!("{}: {} on {setting}: {wrong}", subject.name(), case.name)
+                })?,
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Returns settings of all ring sizes with each layout, and one whose ranks own random leaves.
+fn settings(case: &Case, seed: u64) -> Vec<Setting> {
+    let routes = [None, Some(Route::RelayUp), Some(Route::RelayDown), Some(Route::Direct)];
+    let mut settings = Vec::new();
+    for ranks in RANKS {
+        let random = random_leaves(case, ranks, &mut Draw::new(seed + ranks as u64));
+        for layout in LAYOUTS.into_iter().chain([random]) {
+            let route = routes[(settings.len() + ranks) % routes.len()];
+            settings.push(Setting { ranks, layout: Some(layout), route });
+        }
+    }
+    settings
+}
+
+/// Assigns leaves to ranks at random, in random order; the last, which may be short, ends its
+/// shard. Segment ids of one side only require the same rows on both.
+fn random_leaves(case: &Case, ranks: usize, draw: &mut Draw) -> Layout {
+    let Batch { q_segment_ids, kv_segment_ids, .. } = &case.batch;
+    let alike = q_segment_ids.is_some() != kv_segment_ids.is_some();
+    let mut deal = |len: usize| {
+        let mut leaves: Vec<u64> = (0..(len as u64).div_ceil(LEAF_ROWS)).collect();
+        let shuffled = leaves.len().saturating_sub(1);
+        for index in (1..shuffled).rev() {
+            leaves.swap(index, draw.below(index + 1));
+        }
+        let mut shards = vec![Runs::new(); ranks];
+        for leaf in leaves {
+            let start = leaf * LEAF_ROWS;
+            let count = LEAF_ROWS.min(len as u64 - start);
+            let run = Run { start: start.cast_signed(), step: 1, count };
+            shards[draw.below(ranks)].push_run(run);
+        }
+        shards
+    };
+    let q = deal(case.spec.dims.q_len);
+    let kv = if alike { q.clone() } else { deal(case.spec.dims.kv_len) };
+    Layout::Custom(Arc::new(CustomLayout { q, kv }))
+}
+
+/// Compares the mean square error of out and lse in the reproducible order with that in the free
+/// order, on cases of 1,024 rows, and checks the bounds of [`crate::Judge`].
+///
+/// # Errors
+/// The array whose error is larger.
+pub fn reproducible_accuracy(subject: &dyn Subject) -> Verdict {
+    let mut squares = [[0.0; 2]; 2];
+    for seed in 0..4 {
+        let draw = &mut Draw::new(seed);
+        let dims = Dims::new(1, 1024, 1, 16);
+        let masks = Masks { causal: seed % 2 == 0, ..Masks::default() };
+        let spec = Spec::new(dims, DType::F64);
+        let case = Case::new("accuracy", spec, masks, draw).in_dtype(DType::F32);
+        let judge = judge(&case)?;
+        let truth = case.truth().map_err(|error| error.to_string())?.forward;
+        for (order, leaf_rows) in [None, Some(LEAF_ROWS)].into_iter().enumerate() {
+            let mut case = case.clone();
+            case.spec.leaf_rows = leaf_rows;
+            let answer = run(subject, &case, &Setting::new(4, Layout::Contiguous))?;
+            judge.check(&answer)?;
+            let square = |got: &f64, want: &f64| (got - want).powi(2);
+            squares[order][0] +=
+                answer.out.iter().zip(&truth.out).map(|(got, want)| square(got, want)).sum::<f64>();
+            squares[order][1] +=
+                answer.lse.iter().zip(&truth.lse).map(|(got, want)| square(got, want)).sum::<f64>();
+        }
+    }
+    for (name, array) in [("out", 0), ("lse", 1)] {
+        let [free, leaves] = [squares[0][array], squares[1][array]];
+        // 5 % are within the scatter of roundings
+        ensure(leaves <= 1.05 * free, || {
+            format!("{name}: mean square error {leaves:e} in the reproducible order, {free:e} free")
+        })?;
+    }
+    Ok(())
+}

@@ -1,0 +1,124 @@
+//! The reproducible order on the CPU, and its refusals.
+
+use std::time::Duration;
+
+use annulus::{Attention, Cpu, Dims, Error, Layout, Plan, comm::threads};
+use annulus_conformance::{
+    Case, Setting, Subject,
+    subjects::{cpu, cpu_delayed, mock},
+    suite,
+};
+use annulus_core::{
+    Backend, Capabilities, CustomLayout, DType, Host, HostBuffer, Passes, RankShard, Result, Runs,
+    SinkShape, Spec,
+};
+
+#[test]
+fn bits_depend_on_neither_ranks_nor_layout_nor_threads() {
+    let delayed = cpu_delayed(Duration::from_micros(200));
+    suite::reproducible_bits(&[&cpu(), &delayed], 0..24).unwrap();
+}
+
+#[test]
+fn the_error_is_not_larger_than_in_the_free_order() {
+    suite::reproducible_accuracy(&cpu()).unwrap();
+}
+
+#[test]
+fn bits_of_the_free_order_depend_on_the_ranks() {
+    // otherwise equal bits would prove nothing about the reproducible order
+    let case = Case::random_long(5).in_dtype(DType::F32);
+    let out = |ranks| {
+        let setting = Setting::new(ranks, Layout::Contiguous);
+        cpu().run(&case, &setting, 1).unwrap().remove(0).out
+    };
+    assert!(case.spec.dims.kv_len > 64);
+    assert_ne!(out(1), out(3));
+}
+
+fn attention() -> Attention {
+    Attention::new().reproducible(true).forward_only(true)
+}
+
+const DIMS: Dims = Dims::new(1, 600, 2, 16);
+
+#[test]
+fn what_is_not_reproducible_is_refused() {
+    let both = Attention::new().reproducible(true);
+    for (attention, with) in [
+        (both.clone().bias([1, 1, 1, 600]), "with a bias tensor"),
+        (both.softmax_aux(SinkShape::shared(1)), "with sinks"),
+    ] {
+        let error = attention.local_ring(DIMS, 2).unwrap_err();
+        assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+        assert!(error.to_string().contains(with), "{error}");
+        attention.forward_only(true).local_ring(DIMS, 2).unwrap();
+    }
+    let runs =
+        |ranges: &[std::ops::Range<i64>]| -> Runs { ranges.iter().cloned().flatten().collect() };
+    let custom = |cut: i64| {
+        let shards = || vec![runs(&[0..cut]), runs(&[cut..600])];
+        Layout::Custom(std::sync::Arc::new(CustomLayout { q: shards(), kv: shards() }))
+    };
+    attention().layout(custom(256)).local_ring(DIMS, 2).unwrap();
+    for cut in [255, 300] {
+        let error = attention().layout(custom(cut)).local_ring(DIMS, 2).unwrap_err();
+        assert!(error.to_string().contains("whole leaves of 256 rows"), "{error}");
+    }
+}
+
+/// The CPU backend with another fingerprint.
+struct Other(Cpu);
+
+impl Backend for Other {
+    type Space = Host;
+    type Workspace = <Cpu as Backend>::Workspace;
+
+    fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
+        Ok(Capabilities { numerics_id: "other".into(), ..self.0.capabilities(spec)? })
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<HostBuffer> {
+        self.0.allocate(bytes)
+    }
+
+    fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<Self::Workspace> {
+        self.0.workspace(shard, passes)
+    }
+}
+
+#[test]
+fn ranks_with_other_arithmetic_are_refused() {
+    let numerics = |reproducible: bool, other: usize| {
+        let attention = attention().reproducible(reproducible);
+        threads::each_rank(threads::ring(2), |rank, transport| {
+            if rank == other {
+                let plan = Plan::new(&attention, DIMS, Other(Cpu::new(1)?), transport)?;
+                Ok(plan.numerics().to_owned())
+            } else {
+                let plan = Plan::new(&attention, DIMS, Cpu::new(1)?, transport)?;
+                Ok(plan.numerics().to_owned())
+            }
+        })
+    };
+    let error = numerics(true, 1).unwrap_err();
+    assert!(matches!(error, Error::RankMismatch { .. }), "{error}");
+    let alike = numerics(true, 2).unwrap();
+    assert!(alike[0] == alike[1] && alike[0].starts_with("cpu "), "{alike:?}");
+    assert_eq!(numerics(false, 1).unwrap()[1], "other");
+}
+
+#[test]
+fn a_backend_without_leaves_refuses() {
+    let refused = suite::reproducible_bits(&[&mock()], 1..2).unwrap_err();
+    assert!(refused.contains("reproducible"), "{refused}");
+}
+
+#[test]
+fn layouts_are_cut_at_leaves() {
+    for layout in [None, Some(Layout::Contiguous), Some(Layout::Zigzag), Some(Layout::Striped)] {
+        let ring = attention().causal(true).layout(layout.clone()).local_ring(DIMS, 2).unwrap();
+        let name = ring.ring().layout().name();
+        assert!(layout.is_none_or(|layout| layout.name() == name), "{name}");
+    }
+}

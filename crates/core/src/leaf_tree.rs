@@ -1,0 +1,208 @@
+//! The reproducible order: leaves of key rows, and the binary tree that merges their partial
+//! results.
+//!
+//! Rows are divided into leaves by row number: leaf i holds the rows i·L to (i + 1)·L − 1. A leaf
+//! is folded from an empty partial result, in ascending order of its rows. Node (level, i) of the
+//! tree covers the leaves i·2^level to (i + 1)·2^level − 1, and merges node (level − 1, 2·i), the
+//! left operand, with node (level − 1, 2·i + 1), the right one. An empty operand returns the other
+//! unchanged. The grouping of the terms therefore depends neither on the order in which leaves
+//! arrive at a rank nor on leaves that do not arrive because they are masked.
+//!
+//! [`LeafMerges`] is the part of the tree that one rank executes, as data: after each leaf that
+//! arrives, the merges that have become possible. It is derived when a plan is made, so the memory
+//! of the partial results that wait for a sibling is known before a pass runs.
+//!
+//! ```text
+//! arrivals 2 3 0 1     leaf 2: store in slot 0
+//!                      leaf 3: merge slot 0 (left) with it; store in slot 0     (level 1, 1)
+//!                      leaf 0: store in slot 1
+//!                      leaf 1: merge slot 1 (left); merge slot 0 (right)        the root
+//! ```
+
+use std::{collections::HashMap, ops::Range};
+
+use crate::{Dims, Error, Result, RowSet, Runs, Spec, memory};
+
+/// Rows of a leaf of [`Spec::leaf_rows`] in the public interface.
+///
+/// A multiple of the KV tile of every backend (64 on the CPU, at most 128 on a GPU). Larger leaves
+/// need fewer merges; smaller ones divide a sequence more evenly between ranks.
+pub const LEAF_ROWS: u64 = 256;
+
+/// Merge of the current partial result with a stored one. The slot is free afterwards.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LeafMerge {
+    /// Slot of the stored partial result.
+    pub slot: usize,
+    /// True if the stored partial result is the left operand.
+    pub slot_is_left: bool,
+}
+
+/// A leaf that arrives, and what follows when it is complete.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LeafStep {
+    /// Number of the leaf.
+    pub leaf: u64,
+    /// Its merges, as a range of the list of all merges.
+    merges: Range<usize>,
+    /// Slot that receives the result, unless it is the root.
+    pub store: Option<usize>,
+}
+
+/// Merges of one rank, in the order in which leaves arrive.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct LeafMerges {
+    steps: Vec<LeafStep>,
+    merges: Vec<LeafMerge>,
+    slots: usize,
+}
+
+impl LeafMerges {
+    /// Derives the merges for leaves that arrive in this order. Each leaf arrives once, but may be
+    /// repeated by the arrival right after it, if it arrives in pieces.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`]; [`Error::Internal`] for a leaf that arrives again later.
+    pub fn of_arrivals(arrivals: impl IntoIterator<Item = u64>) -> Result<Self> {
+        const WHAT: &str = "the leaves of a plan";
+        let mut order: Vec<u64> = Vec::new();
+        for leaf in arrivals {
+            if order.last() != Some(&leaf) {
+                memory::reserve(WHAT, &mut order, 1)?;
+                order.push(leaf);
+            }
+        }
+        let mut present: Vec<u64> = memory::list(WHAT, order.len())?;
+        present.extend(&order);
+        present.sort_unstable();
+        if let Some(twice) = present.windows(2).find(|two| two[0] == two[1]) {
+            return Err(Error::internal(format!("leaf {} arrives twice", twice[0])));
+        }
+        let mut builder = Builder { present, ..Builder::default() };
+        let mut merges = Self::default();
+        memory::reserve(WHAT, &mut merges.steps, order.len())?;
+        for leaf in order {
+            let step = builder.arrive(leaf, &mut merges.merges);
+            merges.steps.push(step);
+        }
+        merges.slots = builder.slots;
+        Ok(merges)
+    }
+
+    /// Returns the leaves in the order of their arrival.
+    pub fn steps(&self) -> &[LeafStep] {
+        &self.steps
+    }
+
+    /// Returns the merges of the leaf number `step`, in order.
+    pub fn merges(&self, step: usize) -> &[LeafMerge] {
+        self.steps.get(step).map_or(&[], |step| &self.merges[step.merges.clone()])
+    }
+
+    /// Returns the number of slots: the most partial results that wait for a sibling at one time.
+    pub const fn slots(&self) -> usize {
+        self.slots
+    }
+}
+
+/// State of the derivation.
+#[derive(Default)]
+struct Builder {
+    /// Leaves that arrive, ascending.
+    present: Vec<u64>,
+    /// Slot of each complete node whose sibling is not complete.
+    stored: HashMap<(u32, u64), usize>,
+    free: Vec<usize>,
+    slots: usize,
+}
+
+impl Builder {
+    fn arrive(&mut self, leaf: u64, merges: &mut Vec<LeafMerge>) -> LeafStep {
+        let first = merges.len();
+        let height = self.present.last().map_or(0, |last| u64::BITS - last.leading_zeros());
+        let mut level = 0;
+        let mut store = None;
+        while level < height {
+            let node = leaf >> level;
+            let sibling = node ^ 1;
+            if let Some(slot) = self.stored.remove(&(level, sibling)) {
+                merges.push(LeafMerge { slot, slot_is_left: sibling < node });
+                self.free.push(slot);
+            } else if self.arrives(level, sibling) {
+                store = Some(self.take_slot());
+                break;
+            }
+            level += 1;
+        }
+        if let Some(slot) = store {
+            self.stored.insert((level, leaf >> level), slot);
+        }
+        LeafStep { leaf, merges: first..merges.len(), store }
+    }
+
+    /// Returns true if a leaf of the node arrives, earlier or later.
+    fn arrives(&self, level: u32, node: u64) -> bool {
+        let first = self.present.partition_point(|&leaf| leaf >> level < node);
+        self.present.get(first).is_some_and(|&leaf| leaf >> level == node)
+    }
+
+    fn take_slot(&mut self) -> usize {
+        self.free.pop().unwrap_or_else(|| {
+            self.slots += 1;
+            self.slots - 1
+        })
+    }
+}
+
+/// Leaves that arrive at one rank, for its backend.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RankLeaves {
+    /// Rows of a leaf.
+    pub rows: u64,
+    /// Merges of this rank's queries, over leaves of keys.
+    pub keys: LeafMerges,
+    /// Merges of this rank's keys in a backward pass, over leaves of queries. Each arrives in one
+    /// block, of which every KV tile of row numbers is whole.
+    pub queries: LeafMerges,
+}
+
+impl RankLeaves {
+    /// Returns the number of slots and the bytes of the partial results in them, for `queries`
+    /// local queries: value_dim accumulators, maximum and sum, and for an output that is not
+    /// normalised the ties. A backend may round dims and rows up.
+    pub fn bytes(&self, spec: &Spec, queries: u64) -> u64 {
+        let Dims { batch, q_heads, value_dim, .. } = spec.dims;
+        let numbers = value_dim + 2 + usize::from(!spec.normalize);
+        (self.keys.slots() * batch * q_heads * numbers * spec.dtype.accumulator().bytes()) as u64
+            * queries
+    }
+
+    /// As [`RankLeaves::bytes`], of dK and dV of `keys` local keys.
+    pub fn gradient_bytes(&self, spec: &Spec, keys: u64) -> u64 {
+        self.queries.slots() as u64 * keys * spec.gradient_row_layout().bytes()
+    }
+}
+
+/// Calls `found` with the leaf of each group of local rows in `set`, in local order. `rows` are
+/// the rows of a shard that consists of whole leaves.
+pub fn leaves_of(rows: &Runs, set: &RowSet, leaf_rows: u64, mut found: impl FnMut(u64)) {
+    let mut runs = rows.runs().iter();
+    let mut run = runs.next();
+    // local index of the first row of `run`
+    let mut before = 0;
+    for range in set.ranges() {
+        for local in range.start / leaf_rows..range.end.div_ceil(leaf_rows) {
+            let first = local * leaf_rows;
+            while let Some(current) = run.filter(|run| first >= before + run.count) {
+                before += current.count;
+                run = runs.next();
+            }
+            if let Some(run) = run {
+                found(run.at(first - before).unsigned_abs() / leaf_rows);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
