@@ -79,8 +79,7 @@ pub(crate) struct CheckFlags {
     #[arg(long)]
     reproducible: bool,
     /// Threads per rank with --reproducible, each 1 to 1024. Default: 1,2
-    #[arg(long, value_name = "N,N,...", value_delimiter = ',', value_parser = threads,
-        requires = "reproducible")]
+    #[arg(long, value_name = "N,N,...", value_delimiter = ',', value_parser = threads)]
     threads: Vec<usize>,
     /// Count unsupported cases separately instead of as failed
     #[arg(long)]
@@ -184,8 +183,14 @@ impl CheckFlags {
         vec![("DIR", &self.folder)]
     }
 
-    /// Refuses to compare bits over MPI, where no process has the outputs of all ranks.
+    /// Refuses `--threads` without `--reproducible`, and to compare bits over MPI, where no process
+    /// has the outputs of all ranks.
     fn check_bits(&self, job: &Job) -> Outcome {
+        if let Some(threads) = self.threads.first()
+            && !self.reproducible
+        {
+            return Err(Failure::usage("--threads", threads, "none without --reproducible"));
+        }
         if self.reproducible && job.is_mpi() {
             let by =
                 "check over MPI; the output files of `annulus attend --reproducible` are equal";

@@ -189,6 +189,8 @@ fn folders_without_an_index_are_refused() {
 fn reproducible_rings_have_the_same_bits() {
     let folder = Folder::new("check_reproducible");
     write(&folder, &[case("one")]);
+    tensors().write(&folder.path("one.safetensors"));
+    folder.run("check . --threads 2").failed(2, &["--threads", "--reproducible"]);
     let result = folder.succeed("check . --reproducible --ranks 1,2,3 --dtype f32");
     // 3 sizes, 3 layouts, 1 and 2 threads
     assert!(result.out.contains("18 passed, 0 failed"), "{}", result.out);
