@@ -54,10 +54,8 @@ fn what_is_not_reproducible_is_refused() {
         assert!(error.to_string().contains(with), "{error}");
         attention.forward_only(true).local_ring(DIMS, 2).unwrap();
     }
-    let runs =
-        |ranges: &[std::ops::Range<i64>]| -> Runs { ranges.iter().cloned().flatten().collect() };
     let custom = |cut: i64| {
-        let shards = || vec![runs(&[0..cut]), runs(&[cut..600])];
+        let shards = || -> Vec<Runs> { vec![(0..cut).collect(), (cut..600).collect()] };
         Layout::Custom(std::sync::Arc::new(CustomLayout { q: shards(), kv: shards() }))
     };
     attention().layout(custom(256)).local_ring(DIMS, 2).unwrap();

@@ -200,8 +200,9 @@ pub(crate) fn query_leaves(
     leaf_rows: u64,
 ) -> Result<impl Iterator<Item = (u64, Range<usize>)>> {
     let numbers = rows.rows();
-    let is_tile =
-        |tile: &[u64]| tile[0] % TILE as u64 == 0 && tile[tile.len() - 1] - tile[0] < TILE as u64;
+    let is_tile = |tile: &[u64]| {
+        tile[0].is_multiple_of(TILE as u64) && tile[tile.len() - 1] - tile[0] < TILE as u64
+    };
     if !numbers.chunks(TILE).all(is_tile) {
         return Err(Error::internal("a block of queries without whole tiles"));
     }
@@ -232,15 +233,17 @@ mod tests {
         let mut arrivals = Arrivals::default();
         let mut divide = |numbers: Vec<u64>| {
             arrivals.refill(&merges, 128, &rows(numbers))?;
-            let leaf = |leaf: &LeafKeys| (leaf.closes, arrivals.tiles(leaf).to_vec());
+            let ends = |tile: &Range<usize>| [tile.start, tile.end];
+            let tiles = |leaf: &LeafKeys| arrivals.tiles(leaf).iter().map(ends).collect::<Vec<_>>();
+            let leaf = |leaf: &LeafKeys| (leaf.closes, tiles(leaf));
             Ok::<_, Error>(arrivals.leaves().iter().map(leaf).collect::<Vec<_>>())
         };
         // a leaf that lacks its first rows, and the first half of the next
         let block = divide((150..256).chain(256..320).collect()).unwrap();
-        assert_eq!(block, [(None, vec![0..42, 42..106]), (Some(0), vec![106..170])]);
+        assert_eq!(block, [(None, vec![[0, 42], [42, 106]]), (Some(0), vec![[106, 170]])]);
         // its second half, and a leaf with one row
         let block = divide((320..384).chain([5]).collect()).unwrap();
-        assert_eq!(block, [(None, vec![0..64]), (Some(1), vec![64..65])]);
+        assert_eq!(block, [(None, vec![[0, 64]]), (Some(1), vec![[64, 65]])]);
         assert!(divide(vec![]).unwrap().is_empty());
         let error = divide(vec![130]).unwrap_err();
         assert!(error.to_string().contains("leaf 1 arrives out of order"), "{error}");
