@@ -277,7 +277,7 @@ impl Attention {
 
     /// Computes results whose bits depend on the inputs, the parameters and the arithmetic of the
     /// machine ([`crate::Plan::numerics`]) only: not on the number of ranks, layout, route,
-    /// transport or threads. Default: false, which is faster by a few percent.
+    /// transport or threads. Default: false, which is faster, above all in the backward pass.
     ///
     /// Layouts then divide the sequence at multiples of [`annulus_core::LEAF_ROWS`] rows, and a
     /// custom layout must. Ranks with different arithmetic are refused, as are other backends than
