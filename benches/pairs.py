@@ -9,8 +9,8 @@ e.g.   benches/pairs.py /tmp/old /tmp/new 9 "threads=2 heads=1" "heads=8 bias=xx
 
 OLD and NEW are builds of `cpu-backward` (crates/bench), or of `annulus bench`. They may be
 commands with arguments ("/tmp/new threads=1"), which come before those of CASE. Prints the median
-over all pairs of new / old: of `cpu-backward` CPU time and elapsed time, forward and backward; of each
-line of a bench CPU time. A ratio below 1 means that NEW is faster.
+over all pairs of new / old: of `cpu-backward` CPU time and elapsed time, forward and backward; of
+each line of a bench CPU time. A ratio below 1 means that NEW is faster.
 """
 
 import json

@@ -115,7 +115,7 @@ mod c_api {
         pub(super) values: *const *const c_void,
     }
 
-    /// What XLA passes to a handler.
+    /// Arguments of a call of a handler.
     #[repr(C)]
     pub(super) struct CallFrame {
         pub(super) struct_size: usize,

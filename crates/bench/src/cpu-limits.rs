@@ -1,9 +1,9 @@
 //! Measures the limits of one core: multiply-adds in registers, and reads from memory beyond the
 //! caches. One JSON line each.
 //!
-//! `cargo run --release -p annulus-bench --features cpu --bin cpu-limits`. Pin it to the core of a benchmark and run
-//! it beside the benchmark, because clock rates change over time. The clock is the thread's CPU
-//! time; the best of many short rounds counts.
+//! `cargo run --release -p annulus-bench --features cpu --bin cpu-limits`. Pin it to the core of a
+//! benchmark and run it beside the benchmark, because clock rates change over time. The clock is
+//! the thread's CPU time; the best of many short rounds counts.
 
 use std::hint::black_box;
 

@@ -255,8 +255,8 @@ mod tests {
                 }
                 prop_assert!(outside.is_empty() || !barriers.iter().any(Barrier::is_complete));
                 // ranks enter and messages arrive in any order
-                let messages = if (pick < outside.len() || in_flight.is_empty()) && !outside.is_empty()
-                {
+                let enters = pick < outside.len() || in_flight.is_empty();
+                let messages = if enters && !outside.is_empty() {
                     let rank = outside.swap_remove(pick % outside.len());
                     barriers[rank].enter()
                 } else {

@@ -12,8 +12,8 @@
 //! | `host-split` | a communicator from a split has the world's highest tag, and a ring over it works |
 //! | `host-late` | the last rank comes too late: an error on all ranks, and other communicators still work |
 //! | `lost PASS MOMENT` | rank 1 is killed: every other rank names it by deadline + 1 s (the launcher must keep them running) |
-//! | `control` | a rank that is late, aborts or leaves: every other rank gets the same error, neighbour or not |
-//! | `slow` | the last rank is silent for half of the deadline: the ranks that watch it warn once, and nothing fails |
+//! | `control` | a rank is late, aborts or leaves: all others get the same error |
+//! | `slow` | half of the deadline is silence of one rank: its watchers warn once, nothing fails |
 //! | `panic` | the last rank panics: the job ends with a status other than 0 |
 //!
 //! `--synchronous` makes every send an `MPI_Issend`; `--piece-bytes N` splits messages into pieces.
