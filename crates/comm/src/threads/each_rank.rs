@@ -34,56 +34,57 @@ pub fn each_rank<I: Send, T: Send>(
     items: impl IntoIterator<Item = I>,
     work: impl Fn(usize, I) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
-    let items: Vec<I> = items.into_iter().collect();
-    let work = &work;
-    let panicked = |()| Err(Error::internal("the thread of a rank panicked"));
-    if items.len() == 1 {
-        let run = |(rank, item)| {
-            panic::catch_unwind(AssertUnwindSafe(|| work(rank, item)))
-                .unwrap_or_else(|_| panicked(()))
-        };
-        return items.into_iter().enumerate().map(run).collect();
+    // The threads are started and joined by code that is compiled once, not for every type of item
+    // and result: callers instantiate this function for each backend and element type.
+    let slots: Vec<_> = items.into_iter().map(|item| Mutex::new((Some(item), None::<T>))).collect();
+    each_thread(slots.len(), &|rank| {
+        let slot = &slots[rank];
+        let item = slot.lock().unwrap_or_else(PoisonError::into_inner).0.take();
+        let value = work(rank, item.ok_or_else(|| Error::internal("a rank began twice"))?)?;
+        slot.lock().unwrap_or_else(PoisonError::into_inner).1 = Some(value);
+        Ok(())
+    })?;
+    let values = slots.into_iter().map(|slot| {
+        let (_, value) = slot.into_inner().unwrap_or_else(PoisonError::into_inner);
+        value.ok_or_else(|| Error::internal("a rank ended without a result"))
+    });
+    values.collect()
+}
+
+/// Runs `work(rank)` for `0..ranks` as [`each_rank`] describes.
+fn each_thread(ranks: usize, work: &(dyn Fn(usize) -> Result<()> + Sync)) -> Result<()> {
+    let panicked = || Err(Error::internal("the thread of a rank panicked"));
+    if ranks == 1 {
+        return panic::catch_unwind(AssertUnwindSafe(|| work(0))).unwrap_or_else(|_| panicked());
     }
     let gate = Gate::default();
-    let results: Vec<Result<T>> = thread::scope(|scope| {
-        let start = |(rank, item)| {
+    let results: Vec<Result<()>> = thread::scope(|scope| {
+        let start = |rank| {
             // a thread that starts with the last free memory would end the process with its first
             // small allocation, so the size of a stack is tried first
             std::hint::black_box(memory::list::<u8>("the thread of a rank", STACK)?);
             let gate = &gate;
             let thread = thread::Builder::new()
                 .name(format!("rank {rank}"))
-                .spawn_scoped(scope, move || gate.is_opened().then(|| work(rank, item)));
+                .spawn_scoped(scope, move || gate.is_opened().then(|| work(rank)));
             thread.map_err(|error| Error::Device {
                 what: format!("the thread of rank {rank} did not start: {error}"),
             })
         };
         // collected, so that all threads start before the first is joined
-        let threads: Vec<_> = items.into_iter().enumerate().map(start).collect();
+        let threads: Vec<_> = (0..ranks).map(start).collect();
         // A rank whose thread did not start sends nothing, and the others would wait for it until
         // their deadline. So no rank begins before all threads have started.
         gate.decide(threads.iter().all(Result::is_ok));
-        type Thread<'a, T> = thread::ScopedJoinHandle<'a, Option<Result<T>>>;
-        let wait = |thread: Result<Thread<'_, T>>| {
-            let result = thread.map(|thread| thread.join().unwrap_or_else(|_| Some(panicked(()))));
+        let wait = |thread: Result<thread::ScopedJoinHandle<'_, Option<Result<()>>>>| {
+            let result = thread.map(|thread| thread.join().unwrap_or_else(|_| Some(panicked())));
             result.transpose()
         };
         threads.into_iter().filter_map(wait).map(Result::flatten).collect()
     });
-    let mut values = Vec::with_capacity(results.len());
-    let mut failed: Option<Error> = None;
-    for result in results {
-        match result {
-            Ok(value) => values.push(value),
-            Err(error)
-                if failed.as_ref().is_none_or(|first| is_echo(first) && !is_echo(&error)) =>
-            {
-                failed = Some(error)
-            }
-            Err(_) => {}
-        }
-    }
-    failed.map_or(Ok(values), Err)
+    // the first that a rank detected itself, or else the first
+    let failed = results.into_iter().filter_map(Result::err).min_by_key(is_echo);
+    failed.map_or(Ok(()), Err)
 }
 
 /// Holds threads back until it is decided whether they run.
