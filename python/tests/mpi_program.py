@@ -128,7 +128,8 @@ def refusals() -> None:
 
     fails(3, 3, "differs between ranks", lambda: planned(causal=RANK == 1))
     fails(1, 4, "layout", lambda: planned(layout="odd" if RANK == 1 else None))
-    fails(1, 4, "deadline", lambda: planned(deadline=0.5 if RANK == 1 else None))
+    for name in ("deadline", "arrival_deadline"):
+        fails(1, 4, name, lambda name=name: planned(**{name: 0.5 if RANK == 1 else None}))
     with planned() as ring:
         rows = ring.q_rows
         q = x[:, rows]

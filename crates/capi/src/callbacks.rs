@@ -39,7 +39,8 @@ pub type annulus_bias_function =
     Option<unsafe extern "C" fn(context: *mut c_void, pair: *const annulus_pair) -> f64>;
 
 /// Is called, on a thread that waits within a call of annulus, when rank `peer` has been silent for
-/// `waited_seconds`, a quarter of the deadline, in ring step `step`: once per silence.
+/// `waited_seconds`, a quarter of the deadline, in ring step `step`: once per silence. At the entry
+/// of a collective call, in every quarter of the deadline, with a rank that has not made the call.
 pub type annulus_silence_function =
     Option<unsafe extern "C" fn(context: *mut c_void, peer: i64, step: i64, waited_seconds: f64)>;
 

@@ -138,14 +138,18 @@ pub struct annulus_options {
     pub layout: i32,
     /// ANNULUS_ROUTE_AUTO (default), RELAY_UP, RELAY_DOWN or DIRECT.
     pub route: i32,
-    /// Longest silence of the ring before a call fails, in seconds, at least 1. Default: 0, which
-    /// is 120 s.
+    /// Longest silence of a rank within a call before the call fails, in seconds, at least 1.
+    /// Default: 0, which is 120 s. ANNULUS_DEADLINE in the environment replaces it.
     pub deadline_seconds: f64,
     /// Threads that each rank computes with. Default: 0, which is 1.
     pub threads: i64,
     /// Hint: rows at multiples of which a block of keys and values is split into messages. Ranks
     /// may differ: all use the largest. Default: 0, the KV tile of the backend.
     pub kv_block_size: i64,
+    /// Longest wait at the entry of a collective call (a plan, an update, a pass) for ranks that
+    /// have not made it, in seconds, at least 1. Then the call returns ANNULUS_ARRIVAL_TIMEOUT; a
+    /// pass or an update is to be made again with the same arguments. Default: 0, no limit.
+    pub arrival_deadline_seconds: f64,
 }
 
 // SAFETY: repr(C), begins with its size, and all fields are numbers, which may be 0
@@ -355,10 +359,7 @@ fn ring(attention: Attention, options: &annulus_options) -> Result<Attention> {
         other => return Err(Error::invalid("layout", other, "a constant ANNULUS_LAYOUT_*")),
     };
     let routes = [None, Some(Route::RelayUp), Some(Route::RelayDown), Some(Route::Direct)];
-    let seconds = options.deadline_seconds;
-    let deadline = (seconds != 0.0).then(|| Duration::try_from_secs_f64(seconds)).transpose();
-    let deadline =
-        deadline.map_err(|_| Error::invalid("deadline_seconds", seconds, "at least 1, or 0"))?;
+    let arrival_deadline = seconds("arrival_deadline_seconds", options.arrival_deadline_seconds)?;
     Ok(attention
         .backward_mode(one_of("backward_mode", options.backward_mode, &modes)?)
         .forward_only(flag("forward_only", options.forward_only)?)
@@ -366,5 +367,12 @@ fn ring(attention: Attention, options: &annulus_options) -> Result<Attention> {
         .layout(layout)
         .kv_block_size((kv_block_size > 0).then_some(kv_block_size))
         .route(one_of("route", options.route, &routes)?)
-        .deadline(deadline))
+        .deadline(seconds("deadline_seconds", options.deadline_seconds)?)
+        .arrival_deadline(arrival_deadline))
+}
+
+/// Reads a time; 0 is none.
+fn seconds(name: &str, seconds: f64) -> Result<Option<Duration>> {
+    let time = (seconds != 0.0).then(|| Duration::try_from_secs_f64(seconds)).transpose();
+    time.map_err(|_| Error::invalid(name, seconds, "at least 1, or 0"))
 }

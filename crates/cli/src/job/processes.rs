@@ -17,6 +17,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use annulus::environment;
 use annulus_comm::{
     Deadline, Descriptor, agreement,
     mpi::{FirstRanks, Launch, Mpi, NodeMap, RankLocation, Settings},
@@ -66,8 +67,11 @@ impl World {
         let nodes = endpoint.nodes().clone();
         let rank = endpoint.rank();
         let ranks = endpoint.ranks();
-        let endpoint =
-            Deadline::new(endpoint, deadline)?.with_warning(warn_of_silence(rank, ranks));
+        let endpoint = match environment::deadline()? {
+            Some(Duration::ZERO) => Deadline::new(endpoint, deadline)?.endless(),
+            variable => Deadline::new(endpoint, variable.unwrap_or(deadline))?,
+        };
+        let endpoint = endpoint.with_warning(warn_of_silence(rank, ranks));
         let launched = launcher::launched_rank();
         let other = launched.filter(|launched| launched.ranks.is_some_and(|count| count != ranks));
         if let Some(LaunchedRank { launcher, ranks: Some(count), .. }) = other {
@@ -276,7 +280,11 @@ impl World {
 fn is_loss_of_rank_0(failure: &Failure) -> bool {
     matches!(
         failure,
-        Failure::Library(Error::Timeout { peer: 0, .. } | Error::PeerLost { peer: 0, .. })
+        Failure::Library(
+            Error::Timeout { peer: 0, .. }
+                | Error::PeerLost { peer: 0, .. }
+                | Error::ArrivalTimeout { peer: 0, .. }
+        )
     )
 }
 
@@ -284,7 +292,7 @@ fn is_loss_of_rank_0(failure: &Failure) -> bool {
 struct Status {
     /// The exit code.
     code: u8,
-    /// True if the error ended the ring.
+    /// True if the error ended the ring, or if a rank did not come.
     fatal: bool,
     /// True if the error only repeats that of another rank.
     echo: bool,
@@ -296,7 +304,7 @@ impl Status {
     fn of(failure: &Failure) -> Self {
         let (fatal, echo) = match failure {
             Failure::Library(error) => (
-                error.is_fatal(),
+                error.is_fatal() || matches!(error, Error::ArrivalTimeout { .. }),
                 matches!(
                     error,
                     Error::Refused { .. } | Error::Aborted { .. } | Error::PeerLost { .. }
