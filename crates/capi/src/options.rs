@@ -7,6 +7,8 @@ use annulus::{
     SinkShape,
 };
 
+#[cfg(feature = "mpi")]
+use crate::callbacks::SilenceHook;
 use crate::{
     status::guard,
     tensor::{ANNULUS_F32, dtype},
@@ -150,6 +152,10 @@ pub struct annulus_options {
     /// have not made it, in seconds, at least 1. Then the call returns ANNULUS_ARRIVAL_TIMEOUT; a
     /// pass or an update is to be made again with the same arguments. Default: 0, no limit.
     pub arrival_deadline_seconds: f64,
+    /// Flag: the communicator of a plan over MPI is a duplicate that the host has made for it. The
+    /// plan takes it over: the host neither uses nor frees it afterwards, also if the call fails,
+    /// and nothing is called on any other communicator. Default: 0, the plan makes a duplicate.
+    pub adopt_communicator: i64,
 }
 
 // SAFETY: repr(C), begins with its size, and all fields are numbers, which may be 0
@@ -241,11 +247,24 @@ fn one_of<T: Copy>(name: &str, value: i32, all: &[T]) -> Result<T> {
 /// Inputs of a plan, except its transport.
 #[derive(Debug, Clone)]
 pub(crate) struct Description {
+    #[cfg(feature = "mpi")]
+    pub(crate) mpi: MpiOptions,
     pub(crate) attention: Attention,
     pub(crate) dims: Dims,
     pub(crate) threads: usize,
     /// Layout, until a custom one is given.
     pub(crate) custom_layout: CustomLayoutState,
+}
+
+/// Options of a plan over MPI.
+#[cfg(feature = "mpi")]
+#[derive(Debug, Clone)]
+pub(crate) struct MpiOptions {
+    /// True to take over the communicator.
+    pub(crate) adopts: bool,
+    pub(crate) arrival_deadline: Option<Duration>,
+    /// Function that is called while ranks are late.
+    pub(crate) silence: Option<SilenceHook>,
 }
 
 /// State of the rows of a custom layout.
@@ -280,7 +299,17 @@ impl Description {
             CustomLayoutState::None
         };
         let threads = length("threads", options.threads)?.max(1);
-        Ok(Self { attention, dims, threads, custom_layout })
+        let adopts = adopts(options)?;
+        #[cfg(not(feature = "mpi"))]
+        let _: bool = adopts;
+        Ok(Self {
+            #[cfg(feature = "mpi")]
+            mpi: MpiOptions { adopts, arrival_deadline: arrival_deadline(options)?, silence: None },
+            attention,
+            dims,
+            threads,
+            custom_layout,
+        })
     }
 }
 
@@ -359,7 +388,6 @@ fn ring(attention: Attention, options: &annulus_options) -> Result<Attention> {
         other => return Err(Error::invalid("layout", other, "a constant ANNULUS_LAYOUT_*")),
     };
     let routes = [None, Some(Route::RelayUp), Some(Route::RelayDown), Some(Route::Direct)];
-    let arrival_deadline = seconds("arrival_deadline_seconds", options.arrival_deadline_seconds)?;
     Ok(attention
         .backward_mode(one_of("backward_mode", options.backward_mode, &modes)?)
         .forward_only(flag("forward_only", options.forward_only)?)
@@ -368,7 +396,19 @@ fn ring(attention: Attention, options: &annulus_options) -> Result<Attention> {
         .kv_block_size((kv_block_size > 0).then_some(kv_block_size))
         .route(one_of("route", options.route, &routes)?)
         .deadline(seconds("deadline_seconds", options.deadline_seconds)?)
-        .arrival_deadline(arrival_deadline))
+        .arrival_deadline(arrival_deadline(options)?))
+}
+
+fn arrival_deadline(options: &annulus_options) -> Result<Option<Duration>> {
+    seconds("arrival_deadline_seconds", options.arrival_deadline_seconds)
+}
+
+fn adopts(options: &annulus_options) -> Result<bool> {
+    match options.adopt_communicator {
+        0 => Ok(false),
+        1 => Ok(true),
+        other => Err(Error::invalid("adopt_communicator", other, "0 or 1")),
+    }
 }
 
 /// Reads a time; 0 is none.

@@ -84,10 +84,11 @@ static void options_are_checked(void) {
   BAD_OPTION(kv_block_size, -1, "kv_block_size");
   BAD_OPTION(arrival_deadline_seconds, 0.5, "arrival_deadline");
   BAD_OPTION(arrival_deadline_seconds, -1, "arrival_deadline_seconds");
+  BAD_OPTION(adopt_communicator, 2, "adopt_communicator");
 
   /* a struct of an older header, without the last field: what lies behind it is not read */
-  options.struct_size = sizeof options - sizeof options.arrival_deadline_seconds;
-  options.arrival_deadline_seconds = -1;
+  options.struct_size = sizeof options - sizeof options.adopt_communicator;
+  options.adopt_communicator = -1;
   OK(annulus_attention_create(&options, &attention));
   OK(annulus_attention_destroy(attention));
   options = case_options();

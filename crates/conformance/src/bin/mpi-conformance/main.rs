@@ -10,7 +10,7 @@
 //! | `mismatch` | a field that differs on one rank is the same error on all, in under a second, before any data moves |
 //! | `host` | a host program's own `MPI_Init_thread(FUNNELED)` and sub-communicators, two rings at once, one dropped after `MPI_Finalize` |
 //! | `host-split` | a communicator from a split has the world's highest tag, and a ring over it works |
-//! | `host-late` | the last rank comes too late: an error on all ranks, and other communicators still work |
+//! | `host-late` | the last rank comes late: the others wait and the host's communicator works; with a limit, an error on all ranks; a limit on an adopted communicator leaves the host's intact |
 //! | `lost PASS MOMENT` | rank 1 is killed, or stopped for ever: every other rank names it by deadline + 1 s (the launcher must keep them running) |
 //! | `control` | a rank is late, aborts or leaves: all others get the same error |
 //! | `away` | a rank is busy between two calls for two deadlines: nothing fails, and at an arrival deadline the call is made again |
