@@ -7,6 +7,7 @@ of the ranks, calls that are refused on one rank, and the ring in one call.
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,27 @@ def refusals() -> None:
     fails(1, 4, "query", lambda: annulus.ring_attention(wrong, q, q, comm=WORLD))
 
 
+def late() -> None:
+    """The last rank makes a call late: the others make theirs again."""
+    x = random(1, 30, 2, 8)
+    attention = annulus.Attention(causal=True)
+    lengths: dict[str, Any] = {"batch": 1, "q_len": 30, "q_heads": 2, "head_dim": 8, "threads": 1}
+    with attention.plan(**lengths, comm=WORLD, arrival_deadline=1) as ring:
+        q = x[:, ring.q_rows]
+        first = ring.forward(q, q, q).out
+        if RANK == RANKS - 1:
+            time.sleep(1.5)
+        timeouts = 0
+        while True:
+            try:
+                again = ring.forward(q, q, q).out
+                break
+            except annulus.ArrivalTimeout as error:
+                assert error.code == 22 and not error.is_fatal, error
+                timeouts += 1
+        assert (again == first).all() and timeouts == int(RANK < RANKS - 1), timeouts
+
+
 def one_call(length: int) -> None:
     """Rows that are dealt contiguously, with a bias of own queries × all keys."""
     x, bias = random(2, length, 4, 8), random(1, 1, length, length, seed=1)
@@ -184,6 +206,7 @@ def main() -> None:
     one_call(RANKS + 1)
     if RANKS > 1:
         refusals()
+        late()
     WORLD.Barrier()
     if RANK == 0:
         print(f"passed on {RANKS} ranks: {len(cases)} golden cases", flush=True)

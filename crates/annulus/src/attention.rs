@@ -380,7 +380,7 @@ impl Attention {
 
     /// Longest wait at the entry of a collective call (a plan, an update, a pass) for ranks that
     /// have not made it, at least 1 s. Default: no limit, because a rank whose program is busy
-    /// elsewhere has not failed.
+    /// elsewhere has not failed; in a [`LocalRing`], whose ranks begin together, the deadline.
     ///
     /// A pass or an update that ends at this deadline returns [`Error::ArrivalTimeout`]. It has
     /// changed nothing, and this rank makes the same call again. Ranks that enter meanwhile count
@@ -517,6 +517,11 @@ impl Attention {
     /// Also 120 s where the given one is below 1 s, which [`Attention::spec`] refuses.
     pub fn effective_deadline(&self) -> Duration {
         self.deadline.filter(|&deadline| deadline >= deadline::LEAST).unwrap_or(deadline::DEFAULT)
+    }
+
+    /// Returns the arrival deadline, or this default.
+    pub(crate) fn arrival_deadline_or(&self, default: Duration) -> Duration {
+        self.arrival_deadline.unwrap_or(default)
     }
 
     /// Bounds every wait of `transport` by the deadlines in force, with the hook for silent peers.

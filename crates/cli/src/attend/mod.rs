@@ -154,7 +154,7 @@ struct RingFlags {
     #[arg(long)]
     reproducible: bool,
     /// Deadline: fail after S seconds without a message or heartbeat of a peer, or if a rank begins
-    /// a pass S seconds after another. ANNULUS_DEADLINE replaces it; 0 there is none
+    /// a pass S seconds after another. ANNULUS_DEADLINE in the environment replaces it
     #[arg(long, value_name = "S", default_value = "120", value_parser = silence,
         allow_hyphen_values = true)]
     deadline: Duration,

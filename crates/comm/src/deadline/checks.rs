@@ -73,8 +73,8 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
         Err(error)
     }
 
-    /// Returns the ranks that have not entered the calls which this one has entered, and the timeout
-    /// if that wait has reached its deadline.
+    /// Returns the ranks that have not entered the calls which this one has entered, and the
+    /// timeout if that wait has reached its deadline.
     fn judge_arrivals(&mut self, now: Instant) -> (BTreeSet<usize>, Option<Error>) {
         let mut late = BTreeSet::new();
         let mut timeout = None;

@@ -200,14 +200,8 @@ impl Communicator {
         if self.rank >= count {
             return Ok(None);
         }
-        return_errors(raw, self.rank)?;
-        Ok(Some(Self {
-            raw,
-            rank: self.rank,
-            ranks: count.min(self.ranks),
-            last_tag: self.last_tag,
-            owner: self.owner,
-        }))
+        let ranks = count.min(self.ranks);
+        Self { raw, ranks, ..*self }.prepare(c"annulus ranks").map(Some)
     }
 
     /// Returns this communicator as one to duplicate.

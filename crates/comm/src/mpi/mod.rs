@@ -26,8 +26,8 @@
 //!
 //! # Lifetime
 //! The caller's communicator is duplicated once, and neither used afterwards nor freed. By default
-//! that waits for all of its ranks, as the host's own collective operations do. If the caller sets a
-//! limit ([`Patience::at_most`]) and it runs out, that duplication stays pending: the host must
+//! that waits for all of its ranks, as the host's own collective operations do. If the caller sets
+//! a limit ([`Patience::at_most`]) and it runs out, that duplication stays pending: the host must
 //! start no further collective operation on the communicator, because MPI would match the two.
 //!
 //! [`Mpi::adopt`] takes over a communicator that the host has made for the endpoint, so that no
@@ -40,9 +40,9 @@
 //! that MPI might still read or write. Dropping one after `MPI_Finalize` only leaks.
 //!
 //! Below `MPI_THREAD_MULTIPLE`, an endpoint that is dropped on another thread than its own waits,
-//! and is dropped when its thread makes the next endpoint or finalises MPI (`parked.rs`). Until then
-//! the other ranks do not learn of it. MPI's communicators have names: "annulus data" and "annulus
-//! control".
+//! and is dropped when its thread makes the next endpoint or finalises MPI (`parked.rs`). Until
+//! then the other ranks do not learn of it. MPI's communicators have names: "annulus data" and
+//! "annulus control".
 //!
 //! # Neighbours
 //! Control messages that concern all ranks move between rank r and the ranks r ± 2^k, at most

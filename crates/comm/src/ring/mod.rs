@@ -191,9 +191,9 @@ impl<B: Backend> Ring<B> {
     /// Collective.
     /// # Errors
     /// [`Error::InvalidArgument`] here and [`Error::Refused`] elsewhere, [`Error::RankMismatch`]:
-    /// nothing was written, and the plan can still be used. [`Error::ArrivalTimeout`]: likewise; the
-    /// caller makes the same call again, before the ranks that have entered it judge this one to be
-    /// silent (see [`Deadline`](crate::Deadline)). [`Error::Comm`], [`Error::Timeout`],
+    /// nothing was written, and the plan can still be used. [`Error::ArrivalTimeout`]: likewise;
+    /// the caller makes the same call again, before the ranks that have entered it judge this one
+    /// to be silent (see [`Deadline`](crate::Deadline)). [`Error::Comm`], [`Error::Timeout`],
     /// [`Error::PeerLost`], [`Error::Aborted`], [`Error::Device`]: the plan is dead.
     pub fn forward(
         &mut self,

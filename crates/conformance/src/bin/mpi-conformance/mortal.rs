@@ -25,8 +25,8 @@ pub(crate) fn forget_posts() {
     POSTS.store(0, Ordering::Relaxed);
 }
 
-/// Time after which a process that stops for ever is killed, so that its job ends: several deadlines
-/// of the ranks that wait for it.
+/// Time after which a process that stops for ever is killed, so that its job ends: several
+/// deadlines of the ranks that wait for it.
 const FOR_EVER: Duration = Duration::from_secs(5);
 
 /// Moment at which a process ends or stops.
