@@ -31,7 +31,7 @@ pub(super) enum Lifetime {
     Finalized,
 }
 
-/// No attribute is attached: MPI has to be asked.
+/// No attribute is attached: the state must be queried.
 const UNWATCHED: u8 = 0;
 /// The attribute is attached, and MPI is alive.
 const ALIVE: u8 = 1;

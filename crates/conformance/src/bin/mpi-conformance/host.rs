@@ -37,7 +37,7 @@ pub(crate) fn host(settings: &Settings) -> Verdict {
         .ok()
         .map(|()| Mpi::world(settings.clone()).map_err(|error| error.to_string()))
         .transpose()?;
-    // MPI_Finalize drops one whose thread does not come by again
+    // MPI_Finalize drops an endpoint that waits for its thread
     let parked = Mpi::world(settings.clone()).map_err(|error| error.to_string())?;
     thread::spawn(move || drop(parked)).join().map_err(|_| "a thread panicked")?;
     let launch = Launch::begin().map_err(|error| error.to_string())?;
