@@ -15,7 +15,7 @@ from . import biases, masks
 from ._annulus import HAS_MPI
 from ._attention import Attention, Shard
 from ._calls import flash_attention, ring_attention
-from ._errors import Error, InvalidArgument, OutOfMemory, Unsupported
+from ._errors import ArrivalTimeout, Error, InvalidArgument, OutOfMemory, Unsupported
 from ._plan import Plan
 from ._results import Forward, Gradients, Report
 
@@ -23,6 +23,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "HAS_MPI",
+    "ArrivalTimeout",
     "Attention",
     "Error",
     "Forward",

@@ -6,8 +6,8 @@ from __future__ import annotations
 class Error(Exception):
     """An error of annulus.
 
-    Codes 1 to 19 are the caller's fault and leave a plan usable, 20 to 39 are resources, and from
-    40 on the plan is dead.
+    Codes 1 to 19 are the caller's fault and leave a plan usable, 20 to 39 are missing resources or
+    ranks, and from 40 on the plan is dead.
 
     Attributes:
         code: Stable integer of this kind of error.
@@ -38,10 +38,18 @@ class OutOfMemory(Error, MemoryError):
     """Memory could not be had."""
 
 
+class ArrivalTimeout(Error, TimeoutError):
+    """A rank has not made the call within the arrival deadline.
+
+    Nothing was done: the plan is usable, and this rank makes the same call again.
+    """
+
+
 INVALID_ARGUMENT = 1
 UNSUPPORTED = 2
 REFUSED = 4
 OUT_OF_MEMORY = 20
+ARRIVAL_TIMEOUT = 22
 
 
 def from_code(code: int, message: str, argument: str | None) -> Error:
@@ -50,6 +58,7 @@ def from_code(code: int, message: str, argument: str | None) -> Error:
         INVALID_ARGUMENT: InvalidArgument,
         UNSUPPORTED: Unsupported,
         OUT_OF_MEMORY: OutOfMemory,
+        ARRIVAL_TIMEOUT: ArrivalTimeout,
     }
     return classes.get(code, Error)(message, code, argument)
 

@@ -51,7 +51,11 @@ class Plan:
             longer messages; results change by rounding at most, and not with one rank. Ranks may
             differ: all use the largest. Default: 64, to multiples of which it is rounded up.
         threads: Threads of each rank. Default: the cores, divided by the ranks on the machine.
-        deadline: Seconds of silence after which a call fails. Default: 120; at least 1.
+        deadline: Seconds of silence of a rank within a call after which the call fails. Default:
+            120; at least 1. ``ANNULUS_DEADLINE`` in the environment replaces it.
+        arrival_deadline: Seconds that a call waits for ranks which have not made it; at least 1.
+            Default: no limit. Then an update or a pass raises ``ArrivalTimeout`` and has changed
+            nothing; make the same call again within the ``deadline`` of the other ranks.
         backward_mode: ``one_pass`` or ``two_pass``.
         forward_only: Plans no backward pass, which needs less memory.
         local_gradients: Returns dsoftmax_aux, and dbias broadcast over queries, as this rank's own
@@ -79,6 +83,7 @@ class Plan:
         kv_block_size: int | None = None,
         threads: int | None = None,
         deadline: float | None = None,
+        arrival_deadline: float | None = None,
         backward_mode: str = "one_pass",
         forward_only: bool = False,
         local_gradients: bool = False,
@@ -109,6 +114,7 @@ class Plan:
                 route=route,
                 kv_block_size=kv_block_size,
                 deadline=deadline,
+                arrival_deadline=arrival_deadline,
                 backward_mode=backward_mode,
                 forward_only=forward_only,
                 local_gradients=local_gradients,

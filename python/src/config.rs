@@ -48,6 +48,7 @@ pub(crate) struct Config<'py> {
     route: Option<String>,
     kv_block_size: Option<u64>,
     deadline: Option<f64>,
+    arrival_deadline: Option<f64>,
 }
 
 /// A layout by name, or the rows of every rank: queries, then keys.
@@ -82,7 +83,8 @@ impl Config<'_> {
             .layout(self.layout(py)?)
             .route(self.route(py)?)
             .kv_block_size(self.kv_block_size)
-            .deadline(self.deadline(py)?);
+            .deadline(seconds(py, "deadline", self.deadline)?)
+            .arrival_deadline(seconds(py, "arrival_deadline", self.arrival_deadline)?);
         if let Some(name) = &self.logits_dtype {
             attention = attention.logits_dtype(dtype(py, "logits_dtype", name)?);
         }
@@ -165,14 +167,14 @@ impl Config<'_> {
             Some(other) => Err(invalid(py, "route", other, "relay_up, relay_down or direct")),
         }
     }
+}
 
-    fn deadline(&self, py: Python<'_>) -> PyResult<Option<Duration>> {
-        let Some(seconds) = self.deadline else { return Ok(None) };
-        match Duration::try_from_secs_f64(seconds) {
-            Ok(deadline) => Ok(Some(deadline)),
-            Err(_) => Err(invalid(py, "deadline", seconds, "a number of seconds, at least 1")),
-        }
-    }
+/// Reads a time in seconds.
+fn seconds(py: Python<'_>, argument: &str, given: Option<f64>) -> PyResult<Option<Duration>> {
+    let time = given.map(Duration::try_from_secs_f64).transpose();
+    time.map_err(|_| {
+        invalid(py, argument, given.unwrap_or_default(), "a number of seconds, at least 1")
+    })
 }
 
 /// Lengths of the whole tensors.

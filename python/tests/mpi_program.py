@@ -7,6 +7,7 @@ of the ranks, calls that are refused on one rank, and the ring in one call.
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -128,7 +129,8 @@ def refusals() -> None:
 
     fails(3, 3, "differs between ranks", lambda: planned(causal=RANK == 1))
     fails(1, 4, "layout", lambda: planned(layout="odd" if RANK == 1 else None))
-    fails(1, 4, "deadline", lambda: planned(deadline=0.5 if RANK == 1 else None))
+    for name in ("deadline", "arrival_deadline"):
+        fails(1, 4, name, lambda name=name: planned(**{name: 0.5 if RANK == 1 else None}))
     with planned() as ring:
         rows = ring.q_rows
         q = x[:, rows]
@@ -148,6 +150,27 @@ def refusals() -> None:
     fails(1, 4, "causal", lambda: annulus.ring_attention(q, q, q, causal=wrong, comm=WORLD))
     wrong = q[0] if RANK == 1 else q
     fails(1, 4, "query", lambda: annulus.ring_attention(wrong, q, q, comm=WORLD))
+
+
+def late() -> None:
+    """The last rank makes a call late: the others make theirs again."""
+    x = random(1, 30, 2, 8)
+    attention = annulus.Attention(causal=True)
+    lengths: dict[str, Any] = {"batch": 1, "q_len": 30, "q_heads": 2, "head_dim": 8, "threads": 1}
+    with attention.plan(**lengths, comm=WORLD, arrival_deadline=1) as ring:
+        q = x[:, ring.q_rows]
+        first = ring.forward(q, q, q).out
+        if RANK == RANKS - 1:
+            time.sleep(1.5)
+        timeouts = 0
+        while True:
+            try:
+                again = ring.forward(q, q, q).out
+                break
+            except annulus.ArrivalTimeout as error:
+                assert error.code == 22 and not error.is_fatal, error
+                timeouts += 1
+        assert (again == first).all() and timeouts == int(RANK < RANKS - 1), timeouts
 
 
 def one_call(length: int) -> None:
@@ -183,6 +206,7 @@ def main() -> None:
     one_call(RANKS + 1)
     if RANKS > 1:
         refusals()
+        late()
     WORLD.Barrier()
     if RANK == 0:
         print(f"passed on {RANKS} ranks: {len(cases)} golden cases", flush=True)

@@ -68,6 +68,7 @@ pub struct Attention {
     route: Option<Route>,
     kv_block_size: Option<u64>,
     deadline: Option<Duration>,
+    arrival_deadline: Option<Duration>,
     silence_hook: Option<Hook<Silence>>,
     step_hook: Option<Hook<StepEvent>>,
     threads: Option<usize>,
@@ -369,17 +370,34 @@ impl Attention {
         self
     }
 
-    /// Longest silence of the ring before a call fails, at least 1 s. Default: 120 s.
+    /// Longest silence of a rank within a call before the call fails, at least 1 s. Default: 120 s.
+    /// [`environment::DEADLINE`](crate::environment::DEADLINE) replaces it.
     #[must_use]
     pub fn deadline(mut self, deadline: impl Into<Option<Duration>>) -> Self {
         self.deadline = deadline.into();
         self
     }
 
-    /// Calls `hook`, on a rank that waits, when a peer has been silent for a quarter of the
-    /// deadline.
+    /// Longest wait at the entry of a collective call (a plan, an update, a pass) for ranks that
+    /// have not made it, at least 1 s. Default: no limit, because a rank whose program is busy
+    /// elsewhere has not failed; in a [`LocalRing`], whose ranks begin together, the deadline.
     ///
-    /// It is called once per silence, on the thread that waits. Default: no hook.
+    /// A pass or an update that ends at this deadline returns [`Error::ArrivalTimeout`]. It has
+    /// changed nothing, and this rank makes the same call again. Ranks that enter meanwhile count
+    /// this one as entered, so it has until their [`Attention::deadline`] to do so. A plan that
+    /// ends at it is not made; the other ranks get [`Error::PeerLost`].
+    #[must_use]
+    pub fn arrival_deadline(mut self, deadline: impl Into<Option<Duration>>) -> Self {
+        self.arrival_deadline = deadline.into();
+        self
+    }
+
+    /// Calls `hook`, on a rank that waits, when a peer has been silent for a quarter of the
+    /// deadline: once per silence. At the entry of a call it is called in every quarter of the
+    /// deadline, with the lowest rank that has not made the call. Over MPI a rank reports only the
+    /// ranks that it watches, so of many ranks some report a late one and others none.
+    ///
+    /// It is called on the thread that waits. Default: no hook.
     #[must_use]
     pub fn on_silence(mut self, hook: impl Fn(Silence) + Send + Sync + 'static) -> Self {
         self.silence_hook = Some(Hook(Arc::new(hook)));
@@ -460,12 +478,12 @@ impl Attention {
         if self.kv_block_size == Some(0) {
             return Err(Error::invalid("kv_block_size", 0, "at least 1"));
         }
-        if let Some(deadline) = self.deadline.filter(|&deadline| deadline < deadline::LEAST) {
-            return Err(Error::invalid(
-                "deadline",
-                format!("{deadline:?}"),
-                format!("at least {:?}", deadline::LEAST),
-            ));
+        let deadlines = [("deadline", self.deadline), ("arrival_deadline", self.arrival_deadline)];
+        for (name, deadline) in deadlines {
+            if let Some(deadline) = deadline.filter(|&deadline| deadline < deadline::LEAST) {
+                let want = format!("at least {:?}", deadline::LEAST);
+                return Err(Error::invalid(name, format!("{deadline:?}"), want));
+            }
         }
         Ok(spec)
     }
@@ -490,6 +508,7 @@ impl Attention {
             backward: !self.forward_only,
             local_gradients: self.local_gradients,
             kv_block_size: self.kv_block_size,
+            deadline_variable: None,
         }
     }
 
@@ -500,12 +519,26 @@ impl Attention {
         self.deadline.filter(|&deadline| deadline >= deadline::LEAST).unwrap_or(deadline::DEFAULT)
     }
 
-    /// Bounds every wait of `transport` by the deadline in force, with the hook for silent peers.
+    /// Returns the arrival deadline, or this default.
+    pub(crate) fn arrival_deadline_or(&self, default: Duration) -> Duration {
+        self.arrival_deadline.unwrap_or(default)
+    }
+
+    /// Bounds every wait of `transport` by the deadlines in force, with the hook for silent peers.
+    /// `variable` is the deadline that the environment sets.
     pub(crate) fn bounded<T: Transport<S>, S: Space>(
         &self,
         transport: T,
+        variable: Option<Duration>,
     ) -> Result<Deadline<T, S>> {
-        let bounded = Deadline::new(transport, self.effective_deadline())?;
+        let bounded = match variable {
+            Some(Duration::ZERO) => Deadline::new(transport, self.effective_deadline())?.endless(),
+            variable => {
+                let deadline = variable.unwrap_or_else(|| self.effective_deadline());
+                let arrival = self.arrival_deadline.map(|own| variable.unwrap_or(own));
+                Deadline::new(transport, deadline)?.with_arrival_deadline(arrival)
+            }
+        };
         Ok(match self.silence_hook.clone() {
             Some(Hook(hook)) => bounded.with_warning(move |silence| hook(silence)),
             None => bounded,

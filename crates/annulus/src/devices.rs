@@ -42,7 +42,8 @@ pub fn cuda_rank<T: Transport<Host> + 'static>(
 /// own.
 ///
 /// # Ordering
-/// Collective over the ranks of `transport`, for at most `deadline`.
+/// Collective over the ranks of `transport`, for at most `deadline`, as a rule
+/// [`annulus_comm::nccl::STARTUP_DEADLINE`].
 ///
 /// # Errors
 /// As [`annulus_comm::nccl::Nccl::open`].

@@ -21,7 +21,8 @@
 //!
 //! # Errors
 //! Every fallible function returns [`Error`]. Codes 1 to 19 are the caller's fault and leave the
-//! plan usable, 20 to 39 are resources, and from 40 on the plan is dead ([`Error::is_fatal`]).
+//! plan usable, 20 to 39 are missing resources or ranks, and from 40 on the plan is dead
+//! ([`Error::is_fatal`]).
 //!
 //! # Source
 //! Liu et al. 2023, Ring Attention with Blockwise Transformers; Dao et al. 2022, FlashAttention.
@@ -30,6 +31,7 @@
 mod attention;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub mod devices;
+pub mod environment;
 mod hook;
 mod local_ring;
 mod one_call;

@@ -99,9 +99,12 @@ impl<B: Backend<Space: HostTensors>> LocalRing<B> {
                 "false: a ring in one process returns whole gradients",
             ));
         }
+        // the threads of a call begin together, so a rank that does not enter has failed
+        let deadline = attention.arrival_deadline_or(attention.effective_deadline());
+        let attention = attention.clone().arrival_deadline(deadline);
         let plan = |rank, endpoint| {
             let (backend, transport) = make(rank, endpoint)?;
-            Plan::new(attention, dims, backend, transport)
+            Plan::new(&attention, dims, backend, transport)
         };
         Ok(Self { dims, ranks: each_rank(threads::ring(ranks), plan)?, reports: Vec::new() })
     }

@@ -1,13 +1,16 @@
 //! One rank of a ring, with typed tensors in host memory.
 
-use annulus_comm::ring::{Report, Ring};
+use annulus_comm::ring::{Report, Ring, RingOptions};
 use annulus_core::{
     Backend, BackwardInputs, Batch, Dims, Element, Gradients, HostTensors, HostView, HostViewMut,
     Inputs, Outputs, Result, Runs, Spec, Transport, index, memory,
 };
 use ndarray::{ArrayView2, ArrayView3, ArrayView4, ArrayViewMut3, Axis};
 
-use crate::{Attention, Backward, BackwardViewMut, Forward, ForwardView, ForwardViewMut, Tensors};
+use crate::{
+    Attention, Backward, BackwardViewMut, Forward, ForwardView, ForwardViewMut, Tensors,
+    environment,
+};
 
 /// Plan of one rank of a ring, made once and used for many passes.
 ///
@@ -67,8 +70,10 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] and [`Error::Unsupported`] here, then [`Error::Refused`]
-    /// elsewhere; [`Error::RankMismatch`] on all ranks; [`Error::OutOfMemory`].
+    /// elsewhere; [`Error::RankMismatch`] on all ranks; [`Error::OutOfMemory`];
+    /// [`Error::ArrivalTimeout`].
     ///
+    /// [`Error::ArrivalTimeout`]: crate::Error::ArrivalTimeout
     /// [`Error::InvalidArgument`]: crate::Error::InvalidArgument
     /// [`Error::OutOfMemory`]: crate::Error::OutOfMemory
     /// [`Error::RankMismatch`]: crate::Error::RankMismatch
@@ -80,13 +85,14 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
         backend: B,
         transport: T,
     ) -> Result<Self> {
-        let transport = attention.bounded(transport)?;
-        let mut ring = Ring::new(
-            backend,
-            Box::new(transport),
-            attention.check_threads().and_then(|()| attention.spec(dims)),
-            attention.ring_options(),
-        )?;
+        // a value that cannot be read enters the agreement, so that no rank waits for this one
+        let variable = environment::deadline();
+        let deadline_variable = variable.clone().unwrap_or_default();
+        let transport = attention.bounded(transport, deadline_variable)?;
+        let spec = variable.and_then(|_| attention.check_threads());
+        let spec = spec.and_then(|()| attention.spec(dims));
+        let options = RingOptions { deadline_variable, ..attention.ring_options() };
+        let mut ring = Ring::new(backend, Box::new(transport), spec, options)?;
         if let Some(hook) = attention.step_hook() {
             ring.on_step(hook);
         }
@@ -127,7 +133,9 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] here and [`Error::Refused`] elsewhere if a tensor does not fit
-    /// the plan, and [`Error::RankMismatch`]: nothing was done on any rank. [`Error::Comm`],
+    /// the plan, and [`Error::RankMismatch`]: nothing was done on any rank.
+    /// [`Error::ArrivalTimeout`]: nothing was done, make the same call again
+    /// ([`Attention::arrival_deadline`]). [`Error::Comm`],
     /// [`Error::Timeout`], [`Error::PeerLost`], [`Error::Aborted`], [`Error::Device`] and
     /// [`Error::Internal`] end the plan; later calls return [`Error::Poisoned`].
     ///
@@ -135,6 +143,7 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
     /// Liu et al. 2023, Ring Attention with Blockwise Transformers, section 3.
     ///
     /// [`Error::Aborted`]: crate::Error::Aborted
+    /// [`Error::ArrivalTimeout`]: crate::Error::ArrivalTimeout
     /// [`Error::Comm`]: crate::Error::Comm
     /// [`Error::Device`]: crate::Error::Device
     /// [`Error::Internal`]: crate::Error::Internal

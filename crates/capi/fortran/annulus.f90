@@ -37,6 +37,7 @@ module annulus
   integer(c_int32_t), parameter, public :: ANNULUS_REFUSED = 4
   integer(c_int32_t), parameter, public :: ANNULUS_OUT_OF_MEMORY = 20
   integer(c_int32_t), parameter, public :: ANNULUS_IO = 21
+  integer(c_int32_t), parameter, public :: ANNULUS_ARRIVAL_TIMEOUT = 22
   integer(c_int32_t), parameter, public :: ANNULUS_DEVICE = 40
   integer(c_int32_t), parameter, public :: ANNULUS_COMM = 41
   integer(c_int32_t), parameter, public :: ANNULUS_TIMEOUT = 42
@@ -121,6 +122,8 @@ module annulus
     real(c_double) :: deadline_seconds = 0.0_c_double
     integer(c_int64_t) :: threads = 0
     integer(c_int64_t) :: kv_block_size = 0
+    real(c_double) :: arrival_deadline_seconds = 0.0_c_double
+    integer(c_int64_t) :: adopt_communicator = 0
   end type annulus_options
 
   ! A tensor of C; annulus_tensor_of makes one of an array.

@@ -61,6 +61,12 @@
 #define ANNULUS_IO 21
 
 /**
+ * A rank has not made a collective call within the arrival deadline. Nothing was done; the plan
+ * lives, and this rank makes the same call again.
+ */
+#define ANNULUS_ARRIVAL_TIMEOUT 22
+
+/**
  * A device or a thread failed. The plan is dead.
  */
 #define ANNULUS_DEVICE 40
@@ -71,7 +77,8 @@
 #define ANNULUS_COMM 41
 
 /**
- * A rank was silent, or the whole ring made no progress, for the deadline. The plan is dead.
+ * Within a call a rank was silent, or the whole ring made no progress, for the deadline. The plan
+ * is dead.
  */
 #define ANNULUS_TIMEOUT 42
 
@@ -445,8 +452,8 @@ typedef struct annulus_options {
    */
   int32_t route;
   /**
-   * Longest silence of the ring before a call fails, in seconds, at least 1. Default: 0, which
-   * is 120 s.
+   * Longest silence of a rank within a call before the call fails, in seconds, at least 1.
+   * Default: 0, which is 120 s. ANNULUS_DEADLINE in the environment replaces it.
    */
   double deadline_seconds;
   /**
@@ -458,6 +465,18 @@ typedef struct annulus_options {
    * may differ: all use the largest. Default: 0, the KV tile of the backend.
    */
   int64_t kv_block_size;
+  /**
+   * Longest wait at the entry of a collective call (a plan, an update, a pass) for ranks that
+   * have not made it, in seconds, at least 1. Then the call returns ANNULUS_ARRIVAL_TIMEOUT; a
+   * pass or an update is to be made again with the same arguments. Default: 0, no limit.
+   */
+  double arrival_deadline_seconds;
+  /**
+   * Flag: the communicator of a plan over MPI is a duplicate that the host has made for it. The
+   * plan takes it over: the host neither uses nor frees it afterwards, also if the call fails,
+   * and nothing is called on any other communicator. Default: 0, the plan makes a duplicate.
+   */
+  int64_t adopt_communicator;
 } annulus_options;
 
 /**
@@ -505,7 +524,10 @@ typedef double (*annulus_bias_function)(void *context, const struct annulus_pair
 
 /**
  * Is called, on a thread that waits within a call of annulus, when rank `peer` has been silent for
- * `waited_seconds`, a quarter of the deadline, in ring step `step`: once per silence.
+ * `waited_seconds`, a quarter of the deadline, in ring step `step`: once per silence. At the entry
+ * of a collective call, in every quarter of the deadline, with a rank that has not made the call.
+ * While a plan over MPI waits for ranks that have not begun to make it, every 30 s with -1 as
+ * `peer`.
  */
 typedef void (*annulus_silence_function)(void *context,
                                          int64_t peer,
@@ -1028,8 +1050,9 @@ int annulus_plan_create_threads(const struct annulus_attention *attention,
  * MPI_Comm_c2f have it.
  *
  * Collective over the communicator. It is duplicated and neither changed nor freed; its error
- * handler stays. Ranks wait for each other up to the deadline; if one does not arrive, the
- * duplication stays pending on the communicator, on which no further collective may begin. MPI
+ * handler stays. Ranks wait for each other without a limit, as in any collective operation of MPI.
+ * With options.adopt_communicator the plan takes the communicator over instead, and ranks wait up
+ * to options.arrival_deadline_seconds, if that is set; then the call returns ANNULUS_COMM. MPI
  * must be initialised, with MPI_THREAD_FUNNELED at least; below MPI_THREAD_MULTIPLE the plan is
  * made and used on MPI's main thread. A handle that is not alive is refused locally, without the
  * other ranks. `*plan` is NULL if the call fails.
@@ -1040,8 +1063,8 @@ int annulus_plan_create_threads(const struct annulus_attention *attention,
  * inter-communicator. ANNULUS_REFUSED, ANNULUS_RANK_MISMATCH, ANNULUS_OUT_OF_MEMORY, ANNULUS_COMM.
  *
  * Safety
- * The handle is that of MPI_COMM_NULL or of a communicator that lives. `plan` points to a writable
- * pointer.
+ * The handle is that of MPI_COMM_NULL or of a communicator that lives; with
+ * options.adopt_communicator no other code uses or frees it. `plan` points to a writable pointer.
  */
 int annulus_plan_create_mpi_f(const struct annulus_attention *attention,
                               int32_t communicator,
@@ -1229,7 +1252,9 @@ int annulus_plan_destroy(struct annulus_plan *plan);
  *
  * Errors
  * ANNULUS_INVALID_ARGUMENT here and ANNULUS_REFUSED elsewhere if a tensor does not fit the plan,
- * and ANNULUS_RANK_MISMATCH: nothing was written, the plan lives. ANNULUS_COMM, ANNULUS_TIMEOUT,
+ * and ANNULUS_RANK_MISMATCH: nothing was written, the plan lives. ANNULUS_ARRIVAL_TIMEOUT:
+ * likewise, and the call is to be made again with the same arguments, before the other ranks judge
+ * this one to be silent (options.deadline_seconds). ANNULUS_COMM, ANNULUS_TIMEOUT,
  * ANNULUS_PEER_LOST, ANNULUS_ABORTED, ANNULUS_DEVICE and ANNULUS_INTERNAL end the plan: later
  * calls return ANNULUS_POISONED. A handle that is not alive is refused locally, without the other
  * ranks.

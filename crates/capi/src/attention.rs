@@ -10,7 +10,7 @@ use annulus::{Alibi, CustomLayout, Error, Layout, Result, Runs, StepEvent};
 
 use crate::{
     callbacks::{
-        ANNULUS_MASK_PER_BATCH, ANNULUS_MASK_PER_HEAD, Context, HostBias, HostMask,
+        ANNULUS_MASK_PER_BATCH, ANNULUS_MASK_PER_HEAD, Context, HostBias, HostMask, SilenceHook,
         annulus_bias_function, annulus_mask_function, annulus_silence_function, annulus_step_event,
         annulus_step_function, name,
     },
@@ -282,13 +282,15 @@ pub unsafe extern "C" fn annulus_attention_on_silence(
             let Some(silence) = silence else {
                 return Err(Error::invalid("silence", "NULL", "a function"));
             };
-            let context = Context::new(context);
-            let hook = move |said: annulus::comm::Silence| {
-                let (peer, step) = (said.peer as i64, said.step as i64);
-                // SAFETY: the host promised a function that may be called with its context
-                unsafe { silence(context.pointer(), peer, step, said.waited.as_secs_f64()) };
+            let hook = SilenceHook { function: silence, context: Context::new(context) };
+            let call = move |silence: annulus::comm::Silence| {
+                hook.call(Some(silence.peer), silence.step, silence.waited);
             };
-            description.attention = description.attention.clone().on_silence(hook);
+            description.attention = description.attention.clone().on_silence(call);
+            #[cfg(feature = "mpi")]
+            {
+                description.mpi.silence = Some(hook);
+            }
             Ok(())
         })
     })

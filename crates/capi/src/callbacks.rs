@@ -1,6 +1,9 @@
 //! Masks and bias functions that the host computes.
 
-use std::ffi::{CStr, c_char, c_void};
+use std::{
+    ffi::{CStr, c_char, c_void},
+    time::Duration,
+};
 
 use annulus::{
     Activity, BiasFunction, Error, Fingerprint, KeyIntervals, Mask, PassKind, Result, StepEvent,
@@ -39,7 +42,10 @@ pub type annulus_bias_function =
     Option<unsafe extern "C" fn(context: *mut c_void, pair: *const annulus_pair) -> f64>;
 
 /// Is called, on a thread that waits within a call of annulus, when rank `peer` has been silent for
-/// `waited_seconds`, a quarter of the deadline, in ring step `step`: once per silence.
+/// `waited_seconds`, a quarter of the deadline, in ring step `step`: once per silence. At the entry
+/// of a collective call, in every quarter of the deadline, with a rank that has not made the call.
+/// While a plan over MPI waits for ranks that have not begun to make it, every 30 s with -1 as
+/// `peer`.
 pub type annulus_silence_function =
     Option<unsafe extern "C" fn(context: *mut c_void, peer: i64, step: i64, waited_seconds: f64)>;
 
@@ -134,6 +140,25 @@ impl Context {
     /// The pointer. A method, so that a closure captures the whole context, which is Send.
     pub(crate) const fn pointer(self) -> *mut c_void {
         self.0
+    }
+}
+
+/// A silence function of the host's, with its context.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SilenceHook {
+    pub(crate) function: unsafe extern "C" fn(*mut c_void, i64, i64, f64),
+    pub(crate) context: Context,
+}
+
+impl SilenceHook {
+    /// Calls it; `None` stands for unknown ranks.
+    pub(crate) fn call(self, peer: Option<usize>, step: usize, waited: Duration) {
+        let peer = peer.map_or(-1, |peer| peer as i64);
+        // SAFETY: the host promised a function that may be called with its context
+        // (`annulus_attention_on_silence`)
+        unsafe {
+            (self.function)(self.context.pointer(), peer, step as i64, waited.as_secs_f64());
+        }
     }
 }
 

@@ -7,6 +7,8 @@ use annulus::{
     SinkShape,
 };
 
+#[cfg(feature = "mpi")]
+use crate::callbacks::SilenceHook;
 use crate::{
     status::guard,
     tensor::{ANNULUS_F32, dtype},
@@ -138,14 +140,22 @@ pub struct annulus_options {
     pub layout: i32,
     /// ANNULUS_ROUTE_AUTO (default), RELAY_UP, RELAY_DOWN or DIRECT.
     pub route: i32,
-    /// Longest silence of the ring before a call fails, in seconds, at least 1. Default: 0, which
-    /// is 120 s.
+    /// Longest silence of a rank within a call before the call fails, in seconds, at least 1.
+    /// Default: 0, which is 120 s. ANNULUS_DEADLINE in the environment replaces it.
     pub deadline_seconds: f64,
     /// Threads that each rank computes with. Default: 0, which is 1.
     pub threads: i64,
     /// Hint: rows at multiples of which a block of keys and values is split into messages. Ranks
     /// may differ: all use the largest. Default: 0, the KV tile of the backend.
     pub kv_block_size: i64,
+    /// Longest wait at the entry of a collective call (a plan, an update, a pass) for ranks that
+    /// have not made it, in seconds, at least 1. Then the call returns ANNULUS_ARRIVAL_TIMEOUT; a
+    /// pass or an update is to be made again with the same arguments. Default: 0, no limit.
+    pub arrival_deadline_seconds: f64,
+    /// Flag: the communicator of a plan over MPI is a duplicate that the host has made for it. The
+    /// plan takes it over: the host neither uses nor frees it afterwards, also if the call fails,
+    /// and nothing is called on any other communicator. Default: 0, the plan makes a duplicate.
+    pub adopt_communicator: i64,
 }
 
 // SAFETY: repr(C), begins with its size, and all fields are numbers, which may be 0
@@ -237,11 +247,24 @@ fn one_of<T: Copy>(name: &str, value: i32, all: &[T]) -> Result<T> {
 /// Inputs of a plan, except its transport.
 #[derive(Debug, Clone)]
 pub(crate) struct Description {
+    #[cfg(feature = "mpi")]
+    pub(crate) mpi: MpiOptions,
     pub(crate) attention: Attention,
     pub(crate) dims: Dims,
     pub(crate) threads: usize,
     /// Layout, until a custom one is given.
     pub(crate) custom_layout: CustomLayoutState,
+}
+
+/// Options of a plan over MPI.
+#[cfg(feature = "mpi")]
+#[derive(Debug, Clone)]
+pub(crate) struct MpiOptions {
+    /// True to take over the communicator.
+    pub(crate) adopts: bool,
+    pub(crate) arrival_deadline: Option<Duration>,
+    /// Function that is called while ranks are late.
+    pub(crate) silence: Option<SilenceHook>,
 }
 
 /// State of the rows of a custom layout.
@@ -276,7 +299,17 @@ impl Description {
             CustomLayoutState::None
         };
         let threads = length("threads", options.threads)?.max(1);
-        Ok(Self { attention, dims, threads, custom_layout })
+        let adopts = adopts(options)?;
+        #[cfg(not(feature = "mpi"))]
+        let _: bool = adopts;
+        Ok(Self {
+            #[cfg(feature = "mpi")]
+            mpi: MpiOptions { adopts, arrival_deadline: arrival_deadline(options)?, silence: None },
+            attention,
+            dims,
+            threads,
+            custom_layout,
+        })
     }
 }
 
@@ -355,10 +388,6 @@ fn ring(attention: Attention, options: &annulus_options) -> Result<Attention> {
         other => return Err(Error::invalid("layout", other, "a constant ANNULUS_LAYOUT_*")),
     };
     let routes = [None, Some(Route::RelayUp), Some(Route::RelayDown), Some(Route::Direct)];
-    let seconds = options.deadline_seconds;
-    let deadline = (seconds != 0.0).then(|| Duration::try_from_secs_f64(seconds)).transpose();
-    let deadline =
-        deadline.map_err(|_| Error::invalid("deadline_seconds", seconds, "at least 1, or 0"))?;
     Ok(attention
         .backward_mode(one_of("backward_mode", options.backward_mode, &modes)?)
         .forward_only(flag("forward_only", options.forward_only)?)
@@ -366,5 +395,24 @@ fn ring(attention: Attention, options: &annulus_options) -> Result<Attention> {
         .layout(layout)
         .kv_block_size((kv_block_size > 0).then_some(kv_block_size))
         .route(one_of("route", options.route, &routes)?)
-        .deadline(deadline))
+        .deadline(seconds("deadline_seconds", options.deadline_seconds)?)
+        .arrival_deadline(arrival_deadline(options)?))
+}
+
+fn arrival_deadline(options: &annulus_options) -> Result<Option<Duration>> {
+    seconds("arrival_deadline_seconds", options.arrival_deadline_seconds)
+}
+
+fn adopts(options: &annulus_options) -> Result<bool> {
+    match options.adopt_communicator {
+        0 => Ok(false),
+        1 => Ok(true),
+        other => Err(Error::invalid("adopt_communicator", other, "0 or 1")),
+    }
+}
+
+/// Reads a time; 0 is none.
+fn seconds(name: &str, seconds: f64) -> Result<Option<Duration>> {
+    let time = (seconds != 0.0).then(|| Duration::try_from_secs_f64(seconds)).transpose();
+    time.map_err(|_| Error::invalid(name, seconds, "at least 1, or 0"))
 }

@@ -128,7 +128,9 @@ macro_rules! by_dtype {
 ///
 /// # Errors
 /// ANNULUS_INVALID_ARGUMENT here and ANNULUS_REFUSED elsewhere if a tensor does not fit the plan,
-/// and ANNULUS_RANK_MISMATCH: nothing was written, the plan lives. ANNULUS_COMM, ANNULUS_TIMEOUT,
+/// and ANNULUS_RANK_MISMATCH: nothing was written, the plan lives. ANNULUS_ARRIVAL_TIMEOUT:
+/// likewise, and the call is to be made again with the same arguments, before the other ranks judge
+/// this one to be silent (options.deadline_seconds). ANNULUS_COMM, ANNULUS_TIMEOUT,
 /// ANNULUS_PEER_LOST, ANNULUS_ABORTED, ANNULUS_DEVICE and ANNULUS_INTERNAL end the plan: later
 /// calls return ANNULUS_POISONED. A handle that is not alive is refused locally, without the other
 /// ranks.

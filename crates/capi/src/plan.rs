@@ -7,11 +7,15 @@ use std::{
     thread::{self, JoinHandle},
 };
 
+#[cfg(feature = "mpi")]
+use annulus::comm::mpi::{self, Mpi, Patience};
 use annulus::{
     Batch, Cpu, Error, Layout, LocalRing, PassKind, Plan, Result, Ring, Route, Runs, Spec,
 };
 use annulus_core::{Host, Transport};
 
+#[cfg(feature = "mpi")]
+use crate::options::MpiOptions;
 use crate::{
     attention::{ATTENTIONS, annulus_attention, create},
     batch::annulus_batch,
@@ -235,8 +239,9 @@ pub unsafe extern "C" fn annulus_plan_create_threads(
 /// MPI_Comm_c2f have it.
 ///
 /// Collective over the communicator. It is duplicated and neither changed nor freed; its error
-/// handler stays. Ranks wait for each other up to the deadline; if one does not arrive, the
-/// duplication stays pending on the communicator, on which no further collective may begin. MPI
+/// handler stays. Ranks wait for each other without a limit, as in any collective operation of MPI.
+/// With options.adopt_communicator the plan takes the communicator over instead, and ranks wait up
+/// to options.arrival_deadline_seconds, if that is set; then the call returns ANNULUS_COMM. MPI
 /// must be initialised, with MPI_THREAD_FUNNELED at least; below MPI_THREAD_MULTIPLE the plan is
 /// made and used on MPI's main thread. A handle that is not alive is refused locally, without the
 /// other ranks. `*plan` is NULL if the call fails.
@@ -247,8 +252,8 @@ pub unsafe extern "C" fn annulus_plan_create_threads(
 /// inter-communicator. ANNULUS_REFUSED, ANNULUS_RANK_MISMATCH, ANNULUS_OUT_OF_MEMORY, ANNULUS_COMM.
 ///
 /// # Safety
-/// The handle is that of MPI_COMM_NULL or of a communicator that lives. `plan` points to a writable
-/// pointer.
+/// The handle is that of MPI_COMM_NULL or of a communicator that lives; with
+/// options.adopt_communicator no other code uses or frees it. `plan` points to a writable pointer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn annulus_plan_create_mpi_f(
     attention: *const annulus_attention,
@@ -261,7 +266,13 @@ pub unsafe extern "C" fn annulus_plan_create_mpi_f(
             let description = description(attention)?;
             let settings = settings(&description);
             // SAFETY: as the caller promises
-            let ring = unsafe { annulus::comm::mpi::Mpi::over_fortran(communicator, settings) }?;
+            let ring = unsafe {
+                if description.mpi.adopts {
+                    Mpi::adopt_fortran(communicator, settings)
+                } else {
+                    Mpi::over_fortran(communicator, settings)
+                }
+            }?;
             let any_thread = ring.any_thread();
             over(&description, ring, any_thread)
         };
@@ -298,8 +309,13 @@ pub unsafe extern "C" fn annulus_plan_create_mpi(
             let description = description(attention)?;
             let settings = settings(&description);
             // SAFETY: as the caller promises
-            let ring =
-                unsafe { annulus::comm::mpi::Mpi::over_communicator(communicator, settings) }?;
+            let ring = unsafe {
+                if description.mpi.adopts {
+                    Mpi::adopt(communicator, settings)
+                } else {
+                    Mpi::over_communicator(communicator, settings)
+                }
+            }?;
             let any_thread = ring.any_thread();
             over(&description, ring, any_thread)
         };
@@ -310,14 +326,20 @@ pub unsafe extern "C" fn annulus_plan_create_mpi(
 
 /// A communicator, as mpi.h defines it.
 #[cfg(feature = "mpi")]
-pub type MPI_Comm = annulus::comm::mpi::Communication;
+pub type MPI_Comm = mpi::Communication;
 
+/// Settings of an endpoint. Only on a communicator that is the plan's own the wait may end: on the
+/// host's, a collective operation that was abandoned would be matched with the host's next one.
 #[cfg(feature = "mpi")]
-fn settings(description: &Description) -> annulus::comm::mpi::Settings {
-    annulus::comm::mpi::Settings {
-        patience: description.attention.effective_deadline(),
-        ..Default::default()
-    }
+fn settings(description: &Description) -> mpi::Settings {
+    let MpiOptions { adopts, arrival_deadline, silence } = &description.mpi;
+    let limit = arrival_deadline.filter(|_| *adopts);
+    let patience = limit.map_or_else(Patience::unlimited, Patience::at_most);
+    let patience = match *silence {
+        Some(hook) => patience.with_warning(move |waited| hook.call(None, 0, waited)),
+        None => patience,
+    };
+    mpi::Settings { patience, ..Default::default() }
 }
 
 /// Plans this rank of a ring whose messages the host carries.

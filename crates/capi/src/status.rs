@@ -24,11 +24,15 @@ pub const ANNULUS_REFUSED: i32 = 4;
 pub const ANNULUS_OUT_OF_MEMORY: i32 = 20;
 /// A file could not be read or written.
 pub const ANNULUS_IO: i32 = 21;
+/// A rank has not made a collective call within the arrival deadline. Nothing was done; the plan
+/// lives, and this rank makes the same call again.
+pub const ANNULUS_ARRIVAL_TIMEOUT: i32 = 22;
 /// A device or a thread failed. The plan is dead.
 pub const ANNULUS_DEVICE: i32 = 40;
 /// A transfer failed. The plan is dead.
 pub const ANNULUS_COMM: i32 = 41;
-/// A rank was silent, or the whole ring made no progress, for the deadline. The plan is dead.
+/// Within a call a rank was silent, or the whole ring made no progress, for the deadline. The plan
+/// is dead.
 pub const ANNULUS_TIMEOUT: i32 = 42;
 /// The connection to a rank is lost. The plan is dead.
 pub const ANNULUS_PEER_LOST: i32 = 43;
@@ -91,6 +95,7 @@ const fn text(status: i32) -> &'static CStr {
         ANNULUS_REFUSED => c"another rank refused the call",
         ANNULUS_OUT_OF_MEMORY => c"out of memory",
         ANNULUS_IO => c"input or output failed",
+        ANNULUS_ARRIVAL_TIMEOUT => c"a rank has not made the call within the arrival deadline",
         ANNULUS_DEVICE => c"device failed",
         ANNULUS_COMM => c"communication failed",
         ANNULUS_TIMEOUT => c"a rank did not deliver within the deadline",
@@ -131,6 +136,8 @@ pub extern "C" fn annulus_features() -> *const c_char {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     fn last() -> String {
@@ -155,6 +162,7 @@ mod tests {
             (Error::invalid("", "", ""), ANNULUS_INVALID_ARGUMENT),
             (Error::unsupported("", ""), ANNULUS_UNSUPPORTED),
             (Error::out_of_memory("", 1), ANNULUS_OUT_OF_MEMORY),
+            (Error::ArrivalTimeout { peer: 0, waited: Duration::ZERO }, ANNULUS_ARRIVAL_TIMEOUT),
             (Error::Device { what: String::new() }, ANNULUS_DEVICE),
             (Error::Comm { peer: 0, step: 0, what: String::new() }, ANNULUS_COMM),
             (Error::PeerLost { peer: 0, step: 0 }, ANNULUS_PEER_LOST),

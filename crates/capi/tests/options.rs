@@ -540,11 +540,12 @@ fn rings() -> Vec<Case> {
             )
         },
         Case::new(
-            "two passes, a deadline, two threads",
+            "two passes, deadlines, two threads",
             |o| {
                 o.causal = 1;
                 o.backward_mode = ANNULUS_BACKWARD_TWO_PASS;
                 o.deadline_seconds = 30.0;
+                o.arrival_deadline_seconds = 60.0;
                 o.threads = 2;
             },
             new().backward_mode(BackwardMode::TwoPass),

@@ -175,7 +175,9 @@ fn advice(error: &Error) -> &'static str {
         Error::Unsupported { .. } => "`annulus doctor` lists the features of this build",
         Error::RankMismatch { .. } => "give every rank the same arguments",
         Error::OutOfMemory { .. } => "use more ranks, shorter sequences or a smaller --dtype",
-        Error::Timeout { .. } => "check that rank, or raise --deadline",
+        Error::Timeout { .. } | Error::ArrivalTimeout { .. } => {
+            "check that rank, or raise --deadline"
+        }
         Error::PeerLost { .. } | Error::Aborted { .. } => "see the message of that rank",
         _ => "",
     }

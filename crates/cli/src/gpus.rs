@@ -7,6 +7,8 @@ use std::{
 };
 
 #[cfg(feature = "nccl")]
+use annulus::comm::nccl::STARTUP_DEADLINE;
+#[cfg(feature = "nccl")]
 use annulus::cuda::device::nccl::NcclSymbols;
 #[cfg(feature = "mpi")]
 use annulus::devices::cuda_rank_over_mpi;
@@ -39,7 +41,7 @@ pub(crate) struct Gpus {
     link: Link,
     /// Description of the transport in use, set when the first rank is created.
     link_in_use: OnceLock<&'static str>,
-    /// Deadline of the rendezvous of NCCL's ranks.
+    /// Deadline of silence. NCCL's start has a longer one.
     #[cfg(feature = "nccl")]
     deadline: Duration,
 }
@@ -117,7 +119,8 @@ impl Gpus {
         let (description, rank) = match (self.link, endpoint) {
             #[cfg(feature = "nccl")]
             (Link::Nccl, endpoint) => {
-                ("over nccl", cuda_rank_over_nccl(cuda, endpoint.of_host(), self.deadline)?)
+                let deadline = self.deadline.max(STARTUP_DEADLINE);
+                ("over nccl", cuda_rank_over_nccl(cuda, endpoint.of_host(), deadline)?)
             }
             #[cfg(feature = "mpi")]
             (Link::Host, Endpoint::Process(endpoint)) => {

@@ -2,7 +2,8 @@
 
 /// Expands, inside `impl Control for Wrapper<T>`, to the named methods of
 /// [`Control`](annulus_core::Control), each of which calls that of `self.inner`. `last_heard`
-/// stands for `watched`, too, because the two belong together.
+/// stands for `watched`, too, because the two belong together, and `start_all_gather` for
+/// `start_entry`.
 ///
 /// # Examples
 /// ```
@@ -36,6 +37,10 @@ macro_rules! forward_control {
     (@ start_all_gather) => {
         fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> $crate::core::Result<()> {
             self.inner.start_all_gather(round, bytes)
+        }
+
+        fn start_entry(&mut self, round: u64, bytes: &[u8]) -> $crate::core::Result<()> {
+            self.inner.start_entry(round, bytes)
         }
     };
     (@ try_all_gather) => {

@@ -7,7 +7,7 @@
 //! | CUDA memory from device to device, with the feature `nccl`: `nccl` | `nccl/` |
 //! | agreement on arguments and status: [`agree`], [`close`], [`all_gather`] | `agreement/` |
 //! | the engine of one rank of a ring: [`ring`] | `ring/` |
-//! | wrapper: bounds every wait, [`Deadline`] | `deadline.rs` |
+//! | wrapper: bounds every wait, [`Deadline`] | `deadline/` |
 //! | wrapper: detects corruption, [`Checksum`] | `checksum.rs` |
 //! | wrapper: records times, [`Trace`] | `trace.rs` |
 //! | wrapper: device memory over a host transport, [`Staged`] | `staged.rs` |

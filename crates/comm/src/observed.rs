@@ -35,6 +35,11 @@ impl ObservedClock {
         Self { last_poll: now, longest, horizon, gaps: VecDeque::new() }
     }
 
+    /// Keeps times exact up to `horizon` at least.
+    pub(crate) fn extend_horizon(&mut self, horizon: Duration) {
+        self.horizon = self.horizon.max(horizon);
+    }
+
     /// Records that this rank polls, at `now`.
     pub(crate) fn poll(&mut self, now: Instant) {
         let resumed = now.checked_sub(self.longest).unwrap_or(now);

@@ -92,6 +92,7 @@ pub(crate) fn run_rank<M: TensorMemory, B: Backend<Space = M::Space>>(
         // a ring cannot reduce gradients in device memory: `compute` sums them over ranks
         local_gradients: true,
         kv_block_size: None,
+        deadline_variable: None,
     };
     // the public interface has leaves of one size, too long for the tests
     let spec = case.attention().spec(case.spec.dims);

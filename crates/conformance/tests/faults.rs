@@ -1,6 +1,6 @@
 //! The ring under faults of messages: every rank returns a documented error by deadline + 1 s that
-//! names the fault, and its plan is dead afterwards. Delays cause no failure. `annulus-comm` tests
-//! the transports' own faults.
+//! names the fault, and its plan is dead afterwards. Delays of messages, and ranks that make a call
+//! much later than others, cause no failure. `annulus-comm` tests the transports' own faults.
 
 use std::{
     thread,
@@ -8,7 +8,7 @@ use std::{
 };
 
 use annulus::{
-    Attention, Cpu, Dims, Error, Layout, Plan, Result, Tensors,
+    Attention, Batch, Cpu, Dims, Error, Layout, Plan, Result, Ring, RingOptions, Tensors,
     comm::{Checksum, Fault, Injection, threads},
 };
 use ndarray::Array4;
@@ -162,4 +162,128 @@ fn messages_that_arrive_late_cause_no_failure() {
         assert_none_fails(Injection::Delay { send, by: Duration::from_millis(300) })
     });
     assert_none_fails(Injection::DelayAll { most: Duration::from_millis(20) });
+}
+
+/// Plans on each of two ranks and runs `body`.
+fn on_two<T: Send>(
+    attention: &Attention,
+    body: impl Fn(usize, Plan<Cpu>) -> Result<T> + Sync,
+) -> Vec<Result<T>> {
+    let attention = attention.clone().deadline(DEADLINE).layout(Layout::Contiguous);
+    let rank = |(rank, endpoint)| body(rank, Plan::new(&attention, DIMS, Cpu::new(1)?, endpoint)?);
+    thread::scope(|scope| {
+        let ranks: Vec<_> = threads::ring(2)
+            .into_iter()
+            .enumerate()
+            .map(|endpoint| scope.spawn(|| rank(endpoint)))
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().expect("no rank panics")).collect()
+    })
+}
+
+/// Runs a forward pass of this rank's rows.
+fn forward(plan: &mut Plan<Cpu>) -> Result<Array4<f32>> {
+    let rows = plan.q_rows().iter().collect::<Vec<_>>();
+    let tensor = |heads| {
+        Array4::from_shape_fn((1, rows.len(), heads, 4), |(_, row, head, dim)| {
+            ((rows[row] * 7) as usize + head * 3 + dim) as f32 * 0.1 - 1.0
+        })
+    };
+    let q = tensor(2);
+    let kv = tensor(1);
+    plan.forward(&Tensors::new(q.view(), kv.view(), kv.view())).map(|forward| forward.out)
+}
+
+#[test]
+fn a_rank_that_is_busy_between_two_calls_for_two_deadlines_fails_nothing() {
+    let results = on_two(&Attention::new(), |rank, mut plan| {
+        let first = forward(&mut plan)?;
+        if rank == 1 {
+            thread::sleep(DEADLINE * 2);
+        }
+        let second = forward(&mut plan)?;
+        if rank == 0 {
+            thread::sleep(DEADLINE * 2);
+        }
+        plan.update(&Batch::default())?;
+        Ok(first == second && first == forward(&mut plan)?)
+    });
+    assert_eq!(results, [Ok(true), Ok(true)]);
+}
+
+#[test]
+fn a_call_that_ended_at_its_arrival_deadline_is_made_again() {
+    let results = on_two(&Attention::new().arrival_deadline(DEADLINE), |rank, mut plan| {
+        let first = forward(&mut plan)?;
+        if rank == 1 {
+            thread::sleep(DEADLINE * 3 / 2);
+            return Ok(forward(&mut plan)? == first && forward(&mut plan)? == first);
+        }
+        let late = forward(&mut plan).map(drop);
+        assert!(matches!(late, Err(Error::ArrivalTimeout { peer: 1, .. })), "{late:?}");
+        // the other rank gets this one's entry into the pass
+        let other = plan.update(&Batch::default());
+        assert!(matches!(other, Err(Error::InvalidArgument { .. })), "{other:?}");
+        Ok(forward(&mut plan)? == first && forward(&mut plan)? == first)
+    });
+    assert_eq!(results, [Ok(true), Ok(true)]);
+}
+
+/// A refusal whose entry ended at the arrival deadline reaches the other rank, and the call after
+/// it is the next one of both.
+#[test]
+fn a_refusal_that_ended_at_its_arrival_deadline_ends_one_call() {
+    let results = on_two(&Attention::new().arrival_deadline(DEADLINE), |rank, mut plan| {
+        let first = forward(&mut plan)?;
+        if rank == 1 {
+            thread::sleep(DEADLINE * 3 / 2);
+            let refused = forward(&mut plan).map(drop);
+            assert!(matches!(refused, Err(Error::Refused { rank: 0, .. })), "{refused:?}");
+        } else {
+            let wrong = Array4::<f32>::zeros((1, 1, 1, 1));
+            let tensors = Tensors::new(wrong.view(), wrong.view(), wrong.view());
+            let own = plan.forward(&tensors).map(drop);
+            assert!(matches!(own, Err(Error::InvalidArgument { .. })), "{own:?}");
+        }
+        Ok(forward(&mut plan)? == first)
+    });
+    assert_eq!(results, [Ok(true), Ok(true)]);
+}
+
+#[test]
+fn a_plan_that_ended_at_its_arrival_deadline_is_lost_to_the_late_rank() {
+    let attention = Attention::new().arrival_deadline(DEADLINE);
+    let ranks = threads::ring(2).into_iter().enumerate();
+    let results: Vec<_> = thread::scope(|scope| {
+        let plan = |(rank, endpoint)| {
+            if rank == 1 {
+                thread::sleep(DEADLINE * 3 / 2);
+            }
+            Plan::new(&attention, DIMS, Cpu::new(1)?, endpoint).map(drop)
+        };
+        let ranks: Vec<_> = ranks.map(|endpoint| scope.spawn(move || plan(endpoint))).collect();
+        ranks.into_iter().map(|rank| rank.join().expect("no rank panics")).collect()
+    });
+    assert!(matches!(results[0], Err(Error::ArrivalTimeout { peer: 1, .. })), "{results:?}");
+    assert!(matches!(results[1], Err(Error::PeerLost { peer: 0, .. })), "{results:?}");
+}
+
+#[test]
+fn ranks_with_different_deadlines_of_the_environment_are_refused() {
+    let ranks = threads::ring(2).into_iter().zip([None, Some(Duration::ZERO)]);
+    let results: Vec<_> = thread::scope(|scope| {
+        let plan = |(endpoint, deadline_variable)| {
+            let attention = Attention::new();
+            let options = RingOptions { deadline_variable, ..attention.ring_options() };
+            let cpu = Cpu::new(1)?;
+            Ring::new(cpu, Box::new(endpoint), attention.spec(DIMS), options).map(drop)
+        };
+        let ranks: Vec<_> = ranks.map(|rank| scope.spawn(move || plan(rank))).collect();
+        ranks.into_iter().map(|rank| rank.join().expect("no rank panics")).collect()
+    });
+    for result in results {
+        let error: Error = result.expect_err("a mismatch");
+        let want = "ANNULUS_DEADLINE differs between ranks: rank 1 has Some(0.0), rank 0 has None";
+        assert_eq!(error.to_string(), want);
+    }
 }

@@ -71,6 +71,19 @@ pub enum Error {
         /// Message of the operating system.
         what: String,
     },
+    /// A rank did not enter a collective call within the arrival deadline. Nothing was done: the
+    /// plan is usable, and this rank makes the same call again.
+    #[error(
+        "rank {peer}: its entry into the call has not arrived within the arrival deadline \
+         (waited {:.1} s)",
+        waited.as_secs_f64()
+    )]
+    ArrivalTimeout {
+        /// Rank whose entry is missing; of several, one that is silent.
+        peer: usize,
+        /// Time waited.
+        waited: Duration,
+    },
     /// The device failed. The plan is unusable.
     #[error("device failed: {what}")]
     Device {
@@ -94,8 +107,8 @@ pub enum Error {
         /// Cause of the failure.
         what: String,
     },
-    /// A peer sent nothing, or no rank of the ring made progress, within the deadline. The plan is
-    /// unusable.
+    /// Within a call a peer sent nothing, or no rank of the ring made progress, for the deadline.
+    /// The plan is unusable.
     #[error(
         "rank {peer} did not deliver in step {step} within the deadline (waited {:.1} s)",
         waited.as_secs_f64()
@@ -159,7 +172,7 @@ impl Error {
     }
 
     /// Returns the stable code of this kind of error: 1–19 for invalid calls, 20–39 for missing
-    /// resources, 40–59 for failures after which the plan is unusable.
+    /// resources or ranks, 40–59 for failures after which the plan is unusable.
     pub const fn code(&self) -> i32 {
         match self {
             Self::InvalidArgument { .. } => 1,
@@ -168,6 +181,7 @@ impl Error {
             Self::Refused { .. } => 4,
             Self::OutOfMemory { .. } => 20,
             Self::Io { .. } => 21,
+            Self::ArrivalTimeout { .. } => 22,
             Self::Device { .. } => 40,
             Self::Comm { .. } => 41,
             Self::Timeout { .. } => 42,

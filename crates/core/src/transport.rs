@@ -123,6 +123,15 @@ pub trait Control: Send {
     /// [`Error::Comm`], [`Error::PeerLost`].
     fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()>;
 
+    /// Starts all-gather `round` as the entry of a collective call, which some ranks may make much
+    /// later than others. Default: [`Control::start_all_gather`].
+    ///
+    /// # Errors
+    /// As [`Control::start_all_gather`].
+    fn start_entry(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+        self.start_all_gather(round, bytes)
+    }
+
     /// Returns the bytes of every rank, by rank, once all-gather `round` is complete; `None` before
     /// that. Does not block; [`Transport::progress`] advances it.
     ///
@@ -172,6 +181,9 @@ impl<T: Control + ?Sized> Control for Box<T> {
     }
     fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
         (**self).start_all_gather(round, bytes)
+    }
+    fn start_entry(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+        (**self).start_entry(round, bytes)
     }
     fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
         (**self).try_all_gather(round)

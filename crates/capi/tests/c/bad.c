@@ -82,10 +82,13 @@ static void options_are_checked(void) {
   BAD_OPTION(deadline_seconds, INFINITY, "deadline_seconds");
   BAD_OPTION(threads, -1, "threads");
   BAD_OPTION(kv_block_size, -1, "kv_block_size");
+  BAD_OPTION(arrival_deadline_seconds, 0.5, "arrival_deadline");
+  BAD_OPTION(arrival_deadline_seconds, -1, "arrival_deadline_seconds");
+  BAD_OPTION(adopt_communicator, 2, "adopt_communicator");
 
   /* a struct of an older header, without the last field: what lies behind it is not read */
-  options.struct_size = sizeof options - sizeof options.kv_block_size;
-  options.kv_block_size = -1;
+  options.struct_size = sizeof options - sizeof options.adopt_communicator;
+  options.adopt_communicator = -1;
   OK(annulus_attention_create(&options, &attention));
   OK(annulus_attention_destroy(attention));
   options = case_options();

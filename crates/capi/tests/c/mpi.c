@@ -88,7 +88,13 @@ int main(int count, char **arguments) {
 
   CHECK(annulus_plan_create_mpi(attention, MPI_COMM_NULL, &plan) == ANNULUS_INVALID_ARGUMENT);
   OK(annulus_plan_create_mpi(attention, half, &plan));
-  OK(annulus_plan_create_mpi_f(attention, MPI_Comm_c2f(backwards), &reversed));
+  /* `backwards` was made for this plan, which frees it */
+  annulus_options adopting = case_options();
+  adopting.adopt_communicator = 1;
+  annulus_attention *adopter = NULL;
+  OK(annulus_attention_create(&adopting, &adopter));
+  OK(annulus_plan_create_mpi_f(adopter, MPI_Comm_c2f(backwards), &reversed));
+  OK(annulus_attention_destroy(adopter));
   carrier host = {MPI_COMM_NULL, 0};
   MPI_Comm_dup(half, &host.comm);
   annulus_transport transport = {sizeof transport, &host,      rank,       ranks,
@@ -158,7 +164,6 @@ int main(int count, char **arguments) {
   OK(annulus_plan_destroy(carried));
   OK(annulus_plan_destroy(reversed));
   MPI_Comm_free(&host.comm);
-  MPI_Comm_free(&backwards);
   MPI_Comm_free(&half);
   MPI_Finalize();
 

@@ -153,7 +153,8 @@ struct RingFlags {
     /// sinks
     #[arg(long)]
     reproducible: bool,
-    /// Deadline: fail after S seconds without a message or heartbeat of a peer
+    /// Deadline: fail after S seconds without a message or heartbeat of a peer, or if a rank begins
+    /// a pass S seconds after another. ANNULUS_DEADLINE in the environment replaces it
     #[arg(long, value_name = "S", default_value = "120", value_parser = silence,
         allow_hyphen_values = true)]
     deadline: Duration,
@@ -283,13 +284,14 @@ impl AttendFlags {
     /// Returns the definition of the attention that the flags and the input's tensors describe.
     fn attention(&self, input: &Input, dtype: DType, sinks: Option<SinkShape>) -> Attention {
         let scores = &self.scores;
-        let attention =
-            self.mask.apply(Attention::new()).dtype(dtype).deadline(self.ring.deadline).bias_order(
-                match scores.bias_order {
-                    Some(BiasOrderName::Before) => BiasOrder::BeforeSoftCap,
-                    Some(BiasOrderName::After) | None => BiasOrder::AfterSoftCap,
-                },
-            );
+        let bias_order = match scores.bias_order {
+            Some(BiasOrderName::Before) => BiasOrder::BeforeSoftCap,
+            Some(BiasOrderName::After) | None => BiasOrder::AfterSoftCap,
+        };
+        // all ranks read their parts of one file before a call, so a late one is lost
+        let deadline = self.ring.deadline;
+        let attention = self.mask.apply(Attention::new()).dtype(dtype).bias_order(bias_order);
+        let attention = attention.deadline(deadline).arrival_deadline(deadline);
         let dropout = scores.dropout.zip(scores.seed).unwrap_or_default();
         attention
             .precision(scores.precision.into())

@@ -18,7 +18,7 @@ use crate::{
     },
     backend::{BackendChoice, with_backend},
     failure::Outcome,
-    job::{Endpoint, Job, RankBackend},
+    job::{DEFAULT_DEADLINE, Endpoint, Job, RankBackend},
     memory, pairs,
     random::Stream,
     stdout::say,
@@ -175,7 +175,8 @@ impl<'a> Case<'a> {
             align: self.flags.align,
             ..MaskFlags::default()
         };
-        let attention = flags.apply(Attention::new()).reproducible(self.flags.reproducible);
+        let attention = flags.apply(Attention::new().arrival_deadline(DEFAULT_DEADLINE));
+        let attention = attention.reproducible(self.flags.reproducible);
         attention.dtype(self.dtype).precision(self.flags.precision.into())
     }
 

@@ -123,8 +123,12 @@ impl Opened {
             ));
         }
         let sinks = input.sinks(case.sinks_form()).map_err(|error| input.named(error))?;
-        let attention =
-            case.attention(T::DTYPE)?.deadline(DEADLINE).bias(input.bias).softmax_aux(sinks);
+        let attention = case
+            .attention(T::DTYPE)?
+            .deadline(DEADLINE)
+            .arrival_deadline(DEADLINE)
+            .bias(input.bias)
+            .softmax_aux(sinks);
         Ok(Self { input, sinks, attention })
     }
 }

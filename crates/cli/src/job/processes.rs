@@ -17,9 +17,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use annulus::environment;
 use annulus_comm::{
     Deadline, Descriptor, agreement,
-    mpi::{FirstRanks, Launch, Mpi, NodeMap, RankLocation, Settings},
+    mpi::{FirstRanks, Launch, Mpi, NodeMap, Patience, RankLocation, Settings},
 };
 use annulus_core::{Control, Error, Host, Result, Transport};
 
@@ -45,7 +46,7 @@ const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(2);
 pub(crate) struct World {
     endpoint: Deadline<Mpi, Host>,
     nodes: NodeMap,
-    deadline: Duration,
+    settings: Settings,
     /// Number of the last collective on `endpoint`.
     round: u64,
     // dropped last: MPI must outlive the endpoint
@@ -62,12 +63,21 @@ impl World {
     /// than the launcher started.
     pub(super) fn init(deadline: Duration) -> Result<Self> {
         let launch = Launch::begin()?;
-        let endpoint = Mpi::world(Settings { patience: deadline, ..Settings::default() })?;
+        let variable = environment::deadline()?;
+        let patience = match variable {
+            Some(Duration::ZERO) => Patience::unlimited(),
+            variable => Patience::at_most(variable.unwrap_or(deadline)),
+        };
+        let settings = Settings { patience, ..Settings::default() };
+        let endpoint = Mpi::world(settings.clone())?;
         let nodes = endpoint.nodes().clone();
         let rank = endpoint.rank();
         let ranks = endpoint.ranks();
-        let endpoint =
-            Deadline::new(endpoint, deadline)?.with_warning(warn_of_silence(rank, ranks));
+        let endpoint = match variable {
+            Some(Duration::ZERO) => Deadline::new(endpoint, deadline)?.endless(),
+            variable => Deadline::new(endpoint, variable.unwrap_or(deadline))?,
+        };
+        let endpoint = endpoint.with_warning(warn_of_silence(rank, ranks));
         let launched = launcher::launched_rank();
         let other = launched.filter(|launched| launched.ranks.is_some_and(|count| count != ranks));
         if let Some(LaunchedRank { launcher, ranks: Some(count), .. }) = other {
@@ -80,7 +90,7 @@ impl World {
                 format!("the launcher of the MPI that this command was built with: {library}"),
             ));
         }
-        Ok(Self { endpoint, nodes, deadline, round: 0, launch })
+        Ok(Self { endpoint, nodes, settings, round: 0, launch })
     }
 
     /// Rank of this process.
@@ -133,12 +143,12 @@ impl World {
     /// # Errors
     /// As [`FirstRanks::of_world`].
     pub(crate) fn first_ranks(&self, count: usize) -> Result<Option<FirstRanks>> {
-        FirstRanks::of_world(count, self.deadline)
+        FirstRanks::of_world(count, self.settings.patience.clone())
     }
 
     /// Settings of this job's endpoints.
     pub(crate) fn settings(&self) -> Settings {
-        Settings { patience: self.deadline, ..Settings::default() }
+        self.settings.clone()
     }
 
     pub(super) fn all_gather(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
@@ -276,7 +286,11 @@ impl World {
 fn is_loss_of_rank_0(failure: &Failure) -> bool {
     matches!(
         failure,
-        Failure::Library(Error::Timeout { peer: 0, .. } | Error::PeerLost { peer: 0, .. })
+        Failure::Library(
+            Error::Timeout { peer: 0, .. }
+                | Error::PeerLost { peer: 0, .. }
+                | Error::ArrivalTimeout { peer: 0, .. }
+        )
     )
 }
 
@@ -284,7 +298,7 @@ fn is_loss_of_rank_0(failure: &Failure) -> bool {
 struct Status {
     /// The exit code.
     code: u8,
-    /// True if the error ended the ring.
+    /// True if the error ended the ring, or if a rank did not come.
     fatal: bool,
     /// True if the error only repeats that of another rank.
     echo: bool,
@@ -296,7 +310,7 @@ impl Status {
     fn of(failure: &Failure) -> Self {
         let (fatal, echo) = match failure {
             Failure::Library(error) => (
-                error.is_fatal(),
+                error.is_fatal() || matches!(error, Error::ArrivalTimeout { .. }),
                 matches!(
                     error,
                     Error::Refused { .. } | Error::Aborted { .. } | Error::PeerLost { .. }

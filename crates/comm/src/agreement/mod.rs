@@ -42,6 +42,14 @@ pub fn all_gather<S: Space>(
     bytes: &[u8],
 ) -> Result<Vec<Vec<u8>>> {
     transport.start_all_gather(round, bytes)?;
+    finish_all_gather(transport, round)
+}
+
+/// Waits for an all-gather that this rank has started.
+pub(crate) fn finish_all_gather<S: Space>(
+    transport: &mut dyn Transport<S>,
+    round: u64,
+) -> Result<Vec<Vec<u8>>> {
     loop {
         if let Some(parts) = transport.try_all_gather(round)? {
             return Ok(parts);
@@ -89,13 +97,37 @@ pub fn agree<S: Space>(
     round: u64,
     local: Result<Descriptor>,
 ) -> Result<Vec<u64>> {
-    let rank = transport.rank();
-    let gathered = match (all_gather(transport, round, &contribution(&local)), &local) {
-        (Ok(gathered), _) => gathered,
-        (Err(_), Err(own)) => return Err(own.clone()),
-        (Err(lost), Ok(_)) => return Err(lost),
-    };
-    verdict(rank, &local, &gathered)
+    let gathered = all_gather(transport, round, &contribution(&local));
+    conclude(transport.rank(), &local, gathered)
+}
+
+/// As [`agree`], at the entry of a collective call, which other ranks may make much later.
+///
+/// # Errors
+/// As [`agree`]; [`Error::ArrivalTimeout`], after which this rank's contribution cannot be changed
+/// and the all-gather can only be finished.
+pub(crate) fn enter<S: Space>(
+    transport: &mut dyn Transport<S>,
+    round: u64,
+    local: &Result<Descriptor>,
+) -> Result<Vec<u64>> {
+    let started = transport.start_entry(round, &contribution(local));
+    let gathered = started.and_then(|()| finish_all_gather(transport, round));
+    conclude(transport.rank(), local, gathered)
+}
+
+/// Derives the result of an agreement from what was gathered. A rank that refused keeps its own
+/// error if the all-gather failed.
+pub(crate) fn conclude(
+    rank: usize,
+    local: &Result<Descriptor>,
+    gathered: Result<Vec<Vec<u8>>>,
+) -> Result<Vec<u64>> {
+    match (gathered, local) {
+        (Ok(gathered), _) => verdict(rank, local, &gathered),
+        (Err(_), Err(own)) => Err(own.clone()),
+        (Err(lost), Ok(_)) => Err(lost),
+    }
 }
 
 /// Ends a collective call: succeeds on all ranks if it succeeded on all of them.
@@ -152,7 +184,7 @@ fn version() -> u64 {
 
 /// Encodes the contribution of a rank: `[wire version][version]`, in all versions for ever, and in
 /// this one what [`encode`] writes.
-fn contribution(local: &Result<Descriptor>) -> Vec<u8> {
+pub(crate) fn contribution(local: &Result<Descriptor>) -> Vec<u8> {
     let mut bytes = [WIRE_VERSION.to_le_bytes(), version().to_le_bytes()].concat();
     encode(local, &mut bytes);
     bytes

@@ -1,8 +1,8 @@
-//! Communicators: duplicated, split and freed. Relies on the rules of [`super::ffi`].
+//! Communicators: duplicated, adopted, split and freed. Relies on the rules of [`super::ffi`].
 #![expect(unsafe_code, reason = "calls of the C interface of MPI")]
 
 use std::{
-    ffi::{c_int, c_void},
+    ffi::{CStr, c_int, c_void},
     ptr,
     thread::{self, ThreadId},
     time::{Duration, Instant},
@@ -12,7 +12,10 @@ use annulus_core::{Error, Result};
 use mpi::ffi;
 
 use super::{
-    ffi::{PeerStep, check, check_alive, count, thread_level},
+    Patience,
+    ffi::{PeerStep, check, count, thread_level},
+    lifetime::{check_alive, watch},
+    parked,
     thread_level::ThreadLevel,
 };
 use crate::observed::ObservedClock;
@@ -21,7 +24,7 @@ use crate::observed::ObservedClock;
 /// a shorter one was busy, one with a longer one suspended.
 const LONGEST_POLL: Duration = Duration::from_millis(250);
 
-/// A communicator to duplicate.
+/// A communicator to duplicate or to adopt.
 #[derive(Clone, Copy)]
 pub(super) struct ParentCommunicator {
     raw: ffi::MPI_Comm,
@@ -69,15 +72,36 @@ pub(super) struct Communicator {
 unsafe impl Send for Communicator {}
 
 impl Communicator {
-    /// Duplicates `parent` within `patience`.
+    /// Duplicates `parent` within `patience`, under a name that debuggers and profilers show.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a null or an inter-communicator or an MPI that is not alive,
     /// [`Error::Unsupported`] on a thread that may not call MPI, [`Error::Comm`] if MPI fails or
     /// not all ranks of `parent` come in time.
-    pub(super) fn duplicate(parent: ParentCommunicator, patience: Duration) -> Result<Self> {
+    pub(super) fn duplicate(
+        parent: ParentCommunicator,
+        name: &CStr,
+        patience: &Patience,
+    ) -> Result<Self> {
+        let Self { rank, ranks, owner, .. } = Self::inspect(parent)?;
+        let raw = idup(parent, rank, patience)?;
+        Self { raw, rank, ranks, last_tag: 0, owner }.prepare(name)
+    }
+
+    /// Takes over a communicator that no other code uses. Local.
+    ///
+    /// # Errors
+    /// As [`Communicator::duplicate`].
+    pub(super) fn adopt(communicator: ParentCommunicator, name: &CStr) -> Result<Self> {
+        Self::inspect(communicator)?.prepare(name)
+    }
+
+    /// Checks that `parent` can carry messages and that this thread may use it.
+    fn inspect(parent: ParentCommunicator) -> Result<Self> {
         check_alive()?;
         let owner = owner_thread()?;
+        watch()?;
+        parked::drop_all();
         // SAFETY: a constant of the linked MPI
         if parent.raw == unsafe { ffi::RSMPI_COMM_NULL } {
             return Err(Error::invalid("communicator", "MPI_COMM_NULL", "a communicator"));
@@ -99,10 +123,19 @@ impl Communicator {
                 "an intra-communicator",
             ));
         }
-        let rank = count(rank);
-        let raw = idup(parent, rank, patience)?;
-        return_errors(raw, rank)?;
-        Ok(Self { raw, rank, ranks: count(ranks), last_tag: last_tag(raw), owner })
+        let (rank, ranks) = (count(rank), count(ranks));
+        Ok(Self { raw: parent.raw, rank, ranks, last_tag: 0, owner })
+    }
+
+    /// Names a communicator, and has MPI return its errors.
+    fn prepare(self, name: &CStr) -> Result<Self> {
+        return_errors(self.raw, self.rank)?;
+        // SAFETY: rules 1 and 2 (`inspect` has checked them); the handle is alive and in use here
+        // alone; the name ends with a zero, and MPI copies it
+        let code = unsafe { ffi::MPI_Comm_set_name(self.raw, name.as_ptr()) };
+        check(code, PeerStep::of(self.rank))?;
+        let last_tag = last_tag(self.raw);
+        Ok(Self { last_tag, ..self })
     }
 
     pub(super) const fn rank(&self) -> usize {
@@ -135,10 +168,15 @@ impl Communicator {
     /// on another thread than the communicator's.
     pub(super) fn enter(&self) -> Result<()> {
         check_alive()?;
-        if self.owner.is_some_and(|owner| owner != thread::current().id()) {
+        if self.is_on_another_thread() {
             return Err(wrong_thread());
         }
         Ok(())
+    }
+
+    /// Returns true on a thread that may not use it.
+    pub(super) fn is_on_another_thread(&self) -> bool {
+        self.owner.is_some_and(|owner| owner != thread::current().id())
     }
 
     /// Creates a communicator of its first `count` ranks; `None` on the other ranks.
@@ -162,14 +200,8 @@ impl Communicator {
         if self.rank >= count {
             return Ok(None);
         }
-        return_errors(raw, self.rank)?;
-        Ok(Some(Self {
-            raw,
-            rank: self.rank,
-            ranks: count.min(self.ranks),
-            last_tag: self.last_tag,
-            owner: self.owner,
-        }))
+        let ranks = count.min(self.ranks);
+        Self { raw, ranks, ..*self }.prepare(c"annulus ranks").map(Some)
     }
 
     /// Returns this communicator as one to duplicate.
@@ -215,8 +247,8 @@ fn wrong_thread() -> Error {
     )
 }
 
-/// Calls `MPI_Comm_idup`, so that the wait for a rank that never comes ends after `patience`.
-fn idup(parent: ParentCommunicator, rank: usize, patience: Duration) -> Result<ffi::MPI_Comm> {
+/// Calls `MPI_Comm_idup`, so that the wait for a rank that does not come can warn and end.
+fn idup(parent: ParentCommunicator, rank: usize, patience: &Patience) -> Result<ffi::MPI_Comm> {
     // SAFETY: constants of the linked MPI
     let (null, mut request) = unsafe { (ffi::RSMPI_COMM_NULL, ffi::RSMPI_REQUEST_NULL) };
     // on the heap, and leaked if it fails: MPI may write there whenever the last rank comes
@@ -242,16 +274,18 @@ fn idup(parent: ParentCommunicator, rank: usize, patience: Duration) -> Result<f
     Ok(raw)
 }
 
-/// Waits for a collective operation that this rank has started, for at most `patience` of observed
-/// time. The caller has entered its communicator.
+/// Waits for a collective operation that this rank has started, as long as `patience` allows in
+/// observed time. The caller has entered its communicator.
 pub(super) fn complete(
     request: &mut ffi::MPI_Request,
     rank: usize,
-    patience: Duration,
+    patience: &Patience,
     failure: &str,
 ) -> Result<()> {
     let started = Instant::now();
-    let mut observed = ObservedClock::new(started, LONGEST_POLL, patience);
+    let limit = patience.limit;
+    let mut observed = ObservedClock::new(started, LONGEST_POLL, limit.unwrap_or_default());
+    let mut warned = started;
     loop {
         let mut done = 0;
         // SAFETY: rules 1 and 2 (the caller has entered); the request is the caller's and active,
@@ -264,12 +298,18 @@ pub(super) fn complete(
         }
         let now = Instant::now();
         observed.poll(now);
-        if observed.elapsed(started, now) >= patience {
+        if let Some(limit) = limit
+            && observed.elapsed(started, now) >= limit
+        {
             return Err(Error::Comm {
                 peer: rank,
                 step: 0,
-                what: format!("{failure} within {patience:?}: not all of its ranks came"),
+                what: format!("{failure} within {limit:?}: not all of its ranks came"),
             });
+        }
+        if now - warned >= patience.warning_interval {
+            warned = now;
+            patience.warn(now - started);
         }
         thread::sleep(Duration::from_micros(100));
     }

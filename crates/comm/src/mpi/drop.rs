@@ -8,7 +8,10 @@ use std::{
 
 use annulus_core::Result;
 
-use super::{Mpi, circulant::BarrierMessage, ffi::PeerStep, frame::Frame, messages::MessageKind};
+use super::{
+    Mpi, circulant::BarrierMessage, communicator::Communicator, ffi::PeerStep, frame::Frame,
+    lifetime::check_alive, messages::MessageKind, parked,
+};
 
 /// Time for which a rank that failed stays to send its last frames: enough for short messages, and
 /// short beside the least deadline of 1 s.
@@ -16,6 +19,11 @@ const LAST_FRAMES: Duration = Duration::from_millis(100);
 
 impl Drop for Mpi {
     fn drop(&mut self) {
+        if self.is_on_another_thread() {
+            let detached = Self::detached(self.rank, self.ranks);
+            parked::park(std::mem::replace(self, detached));
+            return;
+        }
         if self.enter().is_err() {
             return;
         }
@@ -44,12 +52,18 @@ impl Drop for Mpi {
             self.flush();
         } else if self.wait_for_all_to_leave() {
             let communicators = [self.data.take(), self.control.take()];
-            communicators.into_iter().flatten().for_each(super::Communicator::free);
+            communicators.into_iter().flatten().for_each(Communicator::free);
         }
     }
 }
 
 impl Mpi {
+    /// Returns true on a thread that may not use this endpoint, while MPI is alive.
+    pub(super) fn is_on_another_thread(&self) -> bool {
+        let data = self.data.as_ref();
+        data.is_some_and(Communicator::is_on_another_thread) && check_alive().is_ok()
+    }
+
     /// Waits until every rank has left and nothing is in flight. Only if it returns true may the
     /// communicators be freed.
     fn wait_for_all_to_leave(&mut self) -> bool {

@@ -1,7 +1,7 @@
 //! Calls of MPI that concern the library: return codes, initialisation, thread level.
 //!
-//! Rules, on which every `SAFETY` comment here, in [`super::communicator`], [`super::topology`] and
-//! [`super::requests`] relies:
+//! Rules, on which every `SAFETY` comment here, in [`super::lifetime`], [`super::communicator`],
+//! [`super::topology`] and [`super::requests`] relies:
 //!
 //! 1. **Alive.** MPI is called only between `MPI_Init` and `MPI_Finalize` ([`check_alive`]). The
 //!    exceptions are the inquiries that MPI allows at any time. A host program that finalises MPI
@@ -9,8 +9,9 @@
 //! 2. **Thread.** Below `MPI_THREAD_MULTIPLE` a communicator is created on MPI's main thread only,
 //!    and used and freed on that thread only (`Communicator::enter`). So no two calls from here are
 //!    ever concurrent, and `MPI_THREAD_FUNNELED` suffices.
-//! 3. **Handles.** A `Communicator` holds a handle that MPI returned to it alone. It is freed at
-//!    most once, by `Communicator::free`, which consumes it. Dropping one frees nothing.
+//! 3. **Handles.** A `Communicator` holds a handle that MPI returned to it alone, or that the host
+//!    has given to it (`Communicator::adopt`). It is freed at most once, by `Communicator::free`,
+//!    which consumes it. Dropping one frees nothing.
 #![expect(unsafe_code, reason = "calls of the C interface of MPI")]
 
 use std::{
@@ -21,7 +22,10 @@ use std::{
 use annulus_core::{Error, Result};
 use mpi::ffi;
 
-use super::thread_level::ThreadLevel;
+use super::{
+    lifetime::{Lifetime, check_alive, lifetime},
+    thread_level::ThreadLevel,
+};
 
 /// Peer and ring step that an error is reported with.
 #[derive(Debug, Clone, Copy)]
@@ -107,40 +111,6 @@ pub(super) fn is_error_in_status(code: c_int) -> bool {
 /// Converts a return code to the error that a caller gets.
 pub(super) fn check(code: c_int, at: PeerStep) -> Result<()> {
     MpiError::check(code).map_err(|error| error.into_error(at))
-}
-
-/// State of MPI in this process.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Lifetime {
-    NotInitialized,
-    Alive,
-    Finalized,
-}
-
-/// Returns the state of MPI in this process.
-pub(super) fn lifetime() -> Lifetime {
-    let mut initialized = 0;
-    let mut finalized = 0;
-    // SAFETY: both may be called at any time, from any thread; the numbers live through the calls
-    unsafe {
-        ffi::MPI_Initialized(&raw mut initialized);
-        ffi::MPI_Finalized(&raw mut finalized);
-    }
-    match (initialized != 0, finalized != 0) {
-        (_, true) => Lifetime::Finalized,
-        (true, false) => Lifetime::Alive,
-        (false, false) => Lifetime::NotInitialized,
-    }
-}
-
-/// Checks rule 1.
-pub(super) fn check_alive() -> Result<()> {
-    let got = match lifetime() {
-        Lifetime::Alive => return Ok(()),
-        Lifetime::Finalized => "MPI after MPI_Finalize",
-        Lifetime::NotInitialized => "MPI before MPI_Init",
-    };
-    Err(Error::invalid("MPI", got, "MPI between MPI_Init and MPI_Finalize"))
 }
 
 /// Initialises MPI with the highest thread level that it grants.

@@ -1,11 +1,9 @@
 //! Rings of the first ranks of a job.
 
-use std::time::Duration;
-
 use annulus_core::{Error, Result};
 
 use super::{
-    Mpi, NodeMap, Settings,
+    Mpi, NodeMap, Patience, Settings,
     communicator::{Communicator, ParentCommunicator},
 };
 
@@ -27,10 +25,11 @@ impl FirstRanks {
     /// [`Error::InvalidArgument`] if the job has fewer ranks or MPI is not alive,
     /// [`Error::Unsupported`] on a thread that may not call MPI, [`Error::Comm`] if MPI fails or
     /// not all ranks come within `patience`.
-    pub fn of_world(count: usize, patience: Duration) -> Result<Option<Self>> {
-        // the wait for a duplicate is bounded, that for a split is not: once the duplicate exists
-        // all ranks have come, so the split follows at once
-        let world = Communicator::duplicate(ParentCommunicator::world(), patience)?;
+    pub fn of_world(count: usize, patience: Patience) -> Result<Option<Self>> {
+        // the wait for a duplicate warns and may end, that for a split does not: once the duplicate
+        // exists all ranks have come, so the split follows at once
+        let world =
+            Communicator::duplicate(ParentCommunicator::world(), c"annulus job", &patience)?;
         if !(1..=world.ranks()).contains(&count) {
             return Err(Error::invalid(
                 "ranks",

@@ -3,8 +3,9 @@
 use annulus_core::Result;
 
 use super::{
-    ffi::{self, Lifetime},
+    ffi,
     gpu_awareness::GpuAwareness,
+    lifetime::{Lifetime, lifetime},
     thread_level::ThreadLevel,
 };
 
@@ -27,7 +28,7 @@ impl Launch {
     /// [`annulus_core::Error::InvalidArgument`] if MPI was finalised already,
     /// [`annulus_core::Error::Comm`] if it fails.
     pub fn begin() -> Result<Self> {
-        if ffi::lifetime() == Lifetime::Alive {
+        if lifetime() == Lifetime::Alive {
             return Ok(Self { began: false });
         }
         ffi::initialize()?;

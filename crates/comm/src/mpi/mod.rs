@@ -1,7 +1,7 @@
 //! Ranks as processes: messages over MPI, in host memory.
 //!
 //! ```text
-//! caller's communicator ──idup──▶ data ──idup──▶ control
+//! caller's communicator ──idup, or adopted──▶ data ──idup──▶ control
 //!
 //! data      bytes of blocks; MPI tag = (tag mod window)·3 + channel; pieces of at most 1 GiB
 //! control   frames of any length, in order per peer, matched by MPI_Improbe
@@ -25,15 +25,24 @@
 //!   schedule that finishes with the latter needs no buffering.
 //!
 //! # Lifetime
-//! The caller's communicator is duplicated once, and neither used afterwards nor freed. If some of
-//! its ranks do not come within [`Settings::patience`], that duplication stays pending on it: the
-//! host must start no further collective operation on it, because MPI would match the two.
+//! The caller's communicator is duplicated once, and neither used afterwards nor freed. By default
+//! that waits for all of its ranks, as the host's own collective operations do. If the caller sets
+//! a limit ([`Patience::at_most`]) and it runs out, that duplication stays pending: the host must
+//! start no further collective operation on the communicator, because MPI would match the two.
+//!
+//! [`Mpi::adopt`] takes over a communicator that the host has made for the endpoint, so that no
+//! operation of this library ever concerns a communicator of the host's.
 //!
 //! MPI is never initialised or finalised here; a program without a host does that with [`Launch`].
 //! Dropping an endpoint sends a last frame to its neighbours (below). If nothing is in flight it
 //! waits in a barrier for all ranks to drop theirs, for at most [`Settings::drop_patience`], and
 //! frees its two communicators. Otherwise, and after any failure, it leaks them and every buffer
 //! that MPI might still read or write. Dropping one after `MPI_Finalize` only leaks.
+//!
+//! Below `MPI_THREAD_MULTIPLE`, an endpoint that is dropped on another thread than its own waits,
+//! and is dropped when its thread makes the next endpoint or finalises MPI (`parked.rs`). Until
+//! then the other ranks do not learn of it. MPI's communicators have names: "annulus data" and
+//! "annulus control".
 //!
 //! # Neighbours
 //! Control messages that concern all ranks move between rank r and the ranks r ± 2^k, at most
@@ -91,9 +100,12 @@ mod frame;
 mod gpu_awareness;
 mod known_work;
 mod launch;
+mod lifetime;
 mod message_buffer;
 mod messages;
 mod nodes;
+mod parked;
+mod patience;
 mod peers;
 mod progress;
 mod pump;
@@ -104,6 +116,7 @@ mod transfers;
 
 use std::{
     collections::{BTreeMap, HashMap},
+    ffi::CStr,
     time::{Duration, Instant},
 };
 
@@ -115,9 +128,9 @@ use self::{
     all_gather::AllGather,
     circulant::Barrier,
     communicator::{Communicator, ParentCommunicator},
-    ffi::Lifetime,
     frame::CHANNELS,
     known_work::KnownWork,
+    lifetime::check_alive,
     messages::{Announcement, MessageKind, PostedReceive},
     peers::Peers,
     requests::{LONGEST_PIECE, Requests},
@@ -127,6 +140,7 @@ pub use self::{
     gpu_awareness::GpuAwareness,
     launch::Launch,
     nodes::{NodeMap, RankLocation},
+    patience::Patience,
     progress::Progress,
     thread_level::ThreadLevel,
 };
@@ -138,12 +152,15 @@ pub type Communication = ::mpi::ffi::MPI_Comm;
 /// Communicator handle of Fortran, and of every binding that converts to it.
 pub type FortranHandle = ::mpi::ffi::RSMPI_Fint;
 
+/// Names of the communicators of an endpoint.
+const DATA: &CStr = c"annulus data";
+const CONTROL: &CStr = c"annulus control";
+
 /// Settings of an endpoint.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct Settings {
-    /// Time to wait for the other ranks when the endpoint is created. If it runs out, the caller's
-    /// communicator cannot be used for collective operations any more. Default: 120 s.
-    pub patience: Duration,
+    /// Time to wait for the other ranks when the endpoint is created. Default: no limit.
+    pub patience: Patience,
     /// Time to wait for the other ranks when the endpoint is dropped. Default: 1 s.
     pub drop_patience: Duration,
     /// True if a send completes only once its receive has started. Default: false.
@@ -155,11 +172,21 @@ pub struct Settings {
 impl Default for Settings {
     fn default() -> Self {
         Self {
-            patience: Duration::from_secs(120),
+            patience: Patience::unlimited(),
             drop_patience: Duration::from_secs(1),
             synchronous: false,
             piece_bytes: LONGEST_PIECE,
         }
+    }
+}
+
+impl Settings {
+    fn check(&self) -> Result<()> {
+        if (1..=LONGEST_PIECE).contains(&self.piece_bytes) {
+            return Ok(());
+        }
+        let want = format!("1 to {LONGEST_PIECE}");
+        Err(Error::invalid("piece_bytes", self.piece_bytes, want))
     }
 }
 
@@ -208,7 +235,7 @@ impl Mpi {
     /// # Errors
     /// [`Error::InvalidArgument`] if MPI is not alive or a setting is out of range;
     /// [`Error::Unsupported`] on a thread that may not call MPI, or for more ranks than MPI has
-    /// tags for; [`Error::Comm`] if MPI fails or not all ranks come within [`Settings::patience`].
+    /// tags for; [`Error::Comm`] if MPI fails or [`Settings::patience`] runs out.
     pub fn world(settings: Settings) -> Result<Self> {
         Self::over(ParentCommunicator::world(), settings)
     }
@@ -242,15 +269,48 @@ impl Mpi {
     /// As [`Mpi::over_communicator`].
     #[expect(unsafe_code, reason = "no handle can be checked")]
     pub unsafe fn over_fortran(handle: FortranHandle, settings: Settings) -> Result<Self> {
-        if ffi::lifetime() != Lifetime::Alive {
-            return Err(Error::invalid(
-                "MPI",
-                "MPI before MPI_Init or after MPI_Finalize",
-                "MPI between the two",
-            ));
-        }
+        check_alive()?;
         // SAFETY: as the caller promises, and MPI is alive
         Self::over(unsafe { ParentCommunicator::from_fortran(handle) }, settings)
+    }
+
+    /// Creates the endpoint of a ring of the ranks of a communicator that the host has made for it,
+    /// as by `MPI_Comm_dup`. It takes the communicator over: the host neither uses nor frees it
+    /// afterwards, also if this fails. No operation concerns any other communicator.
+    ///
+    /// # Ordering
+    /// As [`Mpi::world`], on that communicator.
+    /// # Errors
+    /// As [`Mpi::over_communicator`].
+    /// # Safety
+    /// As [`Mpi::over_communicator`], and no other code uses or frees the communicator.
+    #[expect(unsafe_code, reason = "no handle can be checked")]
+    pub unsafe fn adopt(communicator: Communication, settings: Settings) -> Result<Self> {
+        // SAFETY: as the caller promises
+        Self::adopted(unsafe { ParentCommunicator::from_raw(communicator) }, settings)
+    }
+
+    /// As [`Mpi::adopt`], of a communicator of a Fortran or Python program.
+    ///
+    /// # Ordering
+    /// As [`Mpi::adopt`].
+    /// # Errors
+    /// As [`Mpi::adopt`].
+    /// # Safety
+    /// As [`Mpi::adopt`].
+    #[expect(unsafe_code, reason = "no handle can be checked")]
+    pub unsafe fn adopt_fortran(handle: FortranHandle, settings: Settings) -> Result<Self> {
+        check_alive()?;
+        // SAFETY: as the caller promises, and MPI is alive
+        Self::adopted(unsafe { ParentCommunicator::from_fortran(handle) }, settings)
+    }
+
+    fn adopted(communicator: ParentCommunicator, settings: Settings) -> Result<Self> {
+        settings.check()?;
+        let data = Communicator::adopt(communicator, DATA)?;
+        let mut endpoint = Self::with_data(data, settings)?;
+        endpoint.nodes = endpoint.map_nodes()?;
+        Ok(endpoint)
     }
 
     fn over(parent: ParentCommunicator, settings: Settings) -> Result<Self> {
@@ -261,16 +321,15 @@ impl Mpi {
 
     /// As [`Mpi::over`], without the map of nodes.
     fn over_unmapped(parent: ParentCommunicator, settings: Settings) -> Result<Self> {
-        if !(1..=LONGEST_PIECE).contains(&settings.piece_bytes) {
-            return Err(Error::invalid(
-                "piece_bytes",
-                settings.piece_bytes,
-                format!("1 to {LONGEST_PIECE}"),
-            ));
-        }
-        let data = Communicator::duplicate(parent, settings.patience)?;
+        settings.check()?;
+        let data = Communicator::duplicate(parent, DATA, &settings.patience)?;
+        Self::with_data(data, settings)
+    }
+
+    /// Creates the endpoint of a communicator that is its own, without the map of nodes.
+    fn with_data(data: Communicator, settings: Settings) -> Result<Self> {
         // a duplicate of `data`, so that at most one operation is ever pending on the caller's
-        let control = Communicator::duplicate(data.as_parent(), settings.patience)?;
+        let control = Communicator::duplicate(data.as_parent(), CONTROL, &settings.patience)?;
         let rank = data.rank();
         let ranks = data.ranks();
         // tags in flight span two passes, each of up to two circulations; twice that to be safe

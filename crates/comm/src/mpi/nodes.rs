@@ -79,14 +79,17 @@ impl NodeMap {
 }
 
 impl Mpi {
-    /// Gathers the map. The wait for the split of nodes is not bounded, but every rank has come:
-    /// all have just duplicated a communicator.
+    /// Gathers the map. The split of nodes has no limit, so all ranks must have come: all have just
+    /// duplicated a communicator, but if their patience is limited, some may have given up.
     pub(super) fn map_nodes(&self) -> Result<NodeMap> {
         let (_, communicator) = self.enter()?;
+        if self.settings.patience.limit.is_some() {
+            topology::barrier(communicator, &self.settings.patience)?;
+        }
         let first = topology::first_rank_on_node(communicator)?;
         let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
         let mine = encode(first, allowed_cores(&status), &topology::processor_name()?);
-        let all = topology::all_gather(communicator, mine, self.settings.patience)?;
+        let all = topology::all_gather(communicator, mine, &self.settings.patience)?;
         let decode = |(peer, record): (usize, &[u8; RECORD])| {
             let malformed = || Error::Comm {
                 peer,

@@ -2,15 +2,13 @@
 //! [`super::ffi`].
 #![expect(unsafe_code, reason = "calls of the C interface of MPI")]
 
-use std::{
-    ffi::{c_char, c_int},
-    time::Duration,
-};
+use std::ffi::{c_char, c_int};
 
 use annulus_core::Result;
 use mpi::ffi;
 
 use super::{
+    Patience,
     communicator::{Communicator, complete},
     ffi::{PeerStep, check, count},
 };
@@ -76,6 +74,20 @@ pub(super) fn first_rank_on_node(communicator: &Communicator) -> Result<usize> {
     Ok(count(first))
 }
 
+/// Waits for all ranks, as long as `patience` allows.
+///
+/// Collective over the ranks of `communicator`, which the caller has entered.
+pub(super) fn barrier(communicator: &Communicator, patience: &Patience) -> Result<()> {
+    let rank = communicator.rank();
+    // SAFETY: a constant of the linked MPI
+    let mut request = unsafe { ffi::RSMPI_REQUEST_NULL };
+    // SAFETY: rules 1 and 2 (the caller has entered); the communicator is alive, and the request
+    // lives through the call
+    let code = unsafe { ffi::MPI_Ibarrier(communicator.raw(), &raw mut request) };
+    check(code, PeerStep::of(rank))?;
+    complete(&mut request, rank, patience, "the ranks did not all begin to make the ring")
+}
+
 /// Gathers the records of all ranks, which have one length, on all ranks.
 ///
 /// Collective over the ranks of `communicator`, which the caller has entered; waits for at most
@@ -84,7 +96,7 @@ pub(super) fn first_rank_on_node(communicator: &Communicator) -> Result<usize> {
 pub(super) fn all_gather<const LENGTH: usize>(
     communicator: &Communicator,
     mine: [u8; LENGTH],
-    patience: Duration,
+    patience: &Patience,
 ) -> Result<Vec<[u8; LENGTH]>> {
     let rank = communicator.rank();
     let length = c_int::try_from(LENGTH).unwrap_or(c_int::MAX);

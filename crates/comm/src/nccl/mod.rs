@@ -51,6 +51,9 @@ use crate::{
     cuda_gather::DeviceStaging, delegate::forward_control, ranges, staging::is_same_message,
 };
 
+/// Time for NCCL's start, beside the deadline of silence: NCCL reports no progress meanwhile, and
+/// on thousands of GPUs takes minutes. It is the default timeout of PyTorch's groups of NCCL.
+pub const STARTUP_DEADLINE: Duration = Duration::from_secs(600);
 /// Interval between polls of groups in flight: small beside the transfer of a block.
 const POLL: Duration = Duration::from_micros(100);
 /// Longest wait in one poll of the host transport while the communicator is created, after which
@@ -80,7 +83,8 @@ impl<T: Transport<Host>> Nccl<T> {
     /// NCCL.
     ///
     /// # Ordering
-    /// Collective over the ranks of `inner`; waits for all of them, no longer than `deadline`.
+    /// Collective over the ranks of `inner`; waits for all of them, no longer than `deadline`
+    /// ([`STARTUP_DEADLINE`], unless there is a reason).
     /// # Errors
     /// See the [module](self).
     pub fn open(inner: T, device: &Device, deadline: Duration) -> Result<Self> {

@@ -63,6 +63,8 @@ pub(super) fn plan(
         || options.backward && spec.backward == BackwardMode::TwoPass && !spec.normalize;
     let d = text(d, "backend", if exact { &capabilities.numerics_id } else { "any" });
     let d = debug(d, "probabilities rounded to", &capabilities.probs_dtype);
+    let variable = options.deadline_variable.map(|deadline| deadline.as_secs_f64());
+    let d = debug(d, "ANNULUS_DEADLINE", &variable);
     let d = debug(d, "placement", &placement.map(Placement::nodes));
     d.field("backward", u64::from(options.backward))
         .field("local_gradients", u64::from(options.local_gradients))

@@ -9,6 +9,7 @@
 //! | `plan.rs`, `program.rs`, `planning.rs`, `update.rs` | from rows to the messages of one rank |
 //! | `block_parts.rs`, `tail_overlap.rs` | overlap of the last block, and of the last gradients |
 //! | `home_reduce.rs` | reduction of final gradients into the local dK/dV |
+//! | `entry.rs` | entry of a call, with the wait for late ranks |
 //! | `reduce.rs` | sums of dsinks and dbias over ranks |
 //! | `step_events.rs` | events for a caller that shows progress |
 //! | `check.rs`, `describe.rs` | arguments, before anything is sent |
@@ -23,6 +24,7 @@ mod buffers;
 mod check;
 mod describe;
 mod display;
+mod entry;
 mod home_reduce;
 mod in_flight;
 mod one_pass;
@@ -47,6 +49,7 @@ use annulus_core::{
 
 use crate::{agreement, span::span};
 use buffers::Buffers;
+use entry::PendingEntry;
 use plan::{Agreed, RingPlan};
 use planning::Planned;
 use step_events::StepWatch;
@@ -86,6 +89,8 @@ pub struct Ring<B: Backend> {
     next_round: u64,
     /// Error that ended the plan.
     poisoned: Option<String>,
+    /// Entry that ended at the arrival deadline.
+    pending_entry: Option<PendingEntry>,
     /// True if a backward pass sums dsinks and a shared dbias over ranks.
     reduces: bool,
     watch: StepWatch,
@@ -107,6 +112,8 @@ pub struct RingOptions {
     /// receiving the next. It is rounded up to the KV tile of the backends, which is the default.
     /// All ranks use the largest of theirs. Results change by rounding at most.
     pub kv_block_size: Option<u64>,
+    /// Deadline that the environment sets, 0 for none; equal on all ranks.
+    pub deadline_variable: Option<Duration>,
 }
 
 impl<B: Backend> Ring<B> {
@@ -148,6 +155,7 @@ impl<B: Backend> Ring<B> {
             next_tag: 1,
             next_round: 2,
             poisoned: None,
+            pending_entry: None,
             reduces,
             watch: StepWatch::default(),
         })
@@ -183,7 +191,9 @@ impl<B: Backend> Ring<B> {
     /// Collective.
     /// # Errors
     /// [`Error::InvalidArgument`] here and [`Error::Refused`] elsewhere, [`Error::RankMismatch`]:
-    /// nothing was written, and the plan can still be used. [`Error::Comm`], [`Error::Timeout`],
+    /// nothing was written, and the plan can still be used. [`Error::ArrivalTimeout`]: likewise;
+    /// the caller makes the same call again, before the ranks that have entered it judge this one
+    /// to be silent (see [`Deadline`](crate::Deadline)). [`Error::Comm`], [`Error::Timeout`],
     /// [`Error::PeerLost`], [`Error::Aborted`], [`Error::Device`]: the plan is dead.
     pub fn forward(
         &mut self,
@@ -248,8 +258,7 @@ impl<B: Backend> Ring<B> {
         if let Err(poisoned) = self.alive() {
             return poisoned;
         }
-        let round = self.round();
-        let agreed = agreement::agree(self.transport.as_mut(), round, Err(why.clone()));
+        let agreed = self.enter(&Err(why.clone()));
         self.remember(agreed).err().unwrap_or(why)
     }
 
@@ -374,9 +383,7 @@ impl<B: Backend> Ring<B> {
         if self.ranks == 1 {
             return checked.and_then(|()| self.transport.progress(Duration::ZERO));
         }
-        let round = self.round();
-        let local = checked.map(|()| describe::call(name));
-        agreement::agree(self.transport.as_mut(), round, local).map(drop)
+        self.enter(&checked.map(|()| describe::call(name))).map(drop)
     }
 
     /// Agrees with all ranks that the pass has succeeded.

@@ -93,7 +93,7 @@ impl<B: Backend> Planned<B> {
             describe::plan(spec, options, capabilities, placement.as_ref())
         };
         let described = checked.as_ref().map(describe).map_err(Error::clone);
-        let largest = agreement::agree(transport, 0, described)?;
+        let largest = agreement::enter(transport, 0, &described)?;
         let (spec, capabilities) = checked?;
 
         let mut ticks = PlanningTicks::new(&mut *transport);

@@ -53,8 +53,7 @@ impl<B: Backend> Ring<B> {
             memory::check_available("segment ids and positions", batch.planning_bytes())
         });
         let described = checked.map(|()| describe::batch(batch));
-        let round = self.round();
-        agreement::agree(self.transport.as_mut(), round, described)?;
+        self.enter(&described)?;
 
         let agreed = &self.agreed;
         let shard = |side| {

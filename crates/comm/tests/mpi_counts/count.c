@@ -6,13 +6,20 @@
  * In MPI_Finalize every rank prints one line to standard error:
  *
  *   counts rank R seconds S peers N heartbeat N/M announce N/M gather N/M abort N/M leave N/M
- *     barrier N/M
+ *     barrier N/M inquiries N
  *
  * S is the time since MPI was initialised; peers counts the ranks to which it has sent anything;
  * N/M are messages of a kind of control frame and the ranks to which they went. Control frames have
- * MPI tag 0, which no block has, and begin with their kind (crates/comm/src/mpi/frame.rs). */
+ * MPI tag 0, which no block has, and begin with their kind (crates/comm/src/mpi/frame.rs).
+ * Inquiries are calls of MPI_Initialized and MPI_Finalized.
+ *
+ * After MPI_Finalize follows another line, of the communicators that were given a name which begins
+ * with "annulus":
+ *
+ *   communicators rank R named N freed N */
 #include <mpi.h>
 #include <stdio.h>
+#include <string.h>
 
 #define KINDS 6
 #define RANKS 65536
@@ -24,6 +31,7 @@ static double began;
 static char sent[RANKS];
 static char sent_kind[KINDS][RANKS];
 static long messages[KINDS];
+static long inquiries, named, freed;
 
 /* Peers are ranks of the communicator of a send. All communicators of the tests have the ranks of
  * the world, in its order. */
@@ -59,6 +67,31 @@ int MPI_Issend(const void *bytes, int length, MPI_Datatype type, int peer, int t
   return PMPI_Issend(bytes, length, type, peer, tag, comm, request);
 }
 
+int MPI_Initialized(int *flag) {
+  inquiries++;
+  return PMPI_Initialized(flag);
+}
+
+int MPI_Finalized(int *flag) {
+  inquiries++;
+  return PMPI_Finalized(flag);
+}
+
+static int is_ours(const char *name) { return strncmp(name, "annulus", 7) == 0; }
+
+int MPI_Comm_set_name(MPI_Comm comm, const char *name) {
+  named += is_ours(name);
+  return PMPI_Comm_set_name(comm, name);
+}
+
+int MPI_Comm_free(MPI_Comm *comm) {
+  char name[MPI_MAX_OBJECT_NAME] = "";
+  int length;
+  PMPI_Comm_get_name(*comm, name, &length);
+  freed += is_ours(name);
+  return PMPI_Comm_free(comm);
+}
+
 static void begin(void) {
   PMPI_Comm_rank(MPI_COMM_WORLD, &rank);
   began = PMPI_Wtime();
@@ -83,6 +116,9 @@ int MPI_Finalize(void) {
   for (int kind = 0; kind < KINDS; kind++)
     end += snprintf(line + end, sizeof line - end, " %s %ld/%d", names[kind], messages[kind],
                     distinct(sent_kind[kind]));
-  fprintf(stderr, "%s\n", line);
-  return PMPI_Finalize();
+  fprintf(stderr, "%s inquiries %ld\n", line, inquiries);
+  /* endpoints that were dropped on another thread are freed within it */
+  int code = PMPI_Finalize();
+  fprintf(stderr, "communicators rank %d named %ld freed %ld\n", rank, named, freed);
+  return code;
 }

@@ -6,8 +6,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use annulus_comm::{Deadline, Threads, all_gather, barrier, threads};
-use annulus_core::{Channel, Control, Error, Result, Transport};
+use annulus_comm::{Deadline, Silence, Threads, all_gather, barrier, threads};
+use annulus_core::{Channel, Control, Error, Host, Result, Transport};
 
 use crate::common::*;
 
@@ -188,4 +188,101 @@ fn one_warning_follows_a_quarter_of_the_deadline() {
         assert_eq!(warnings.len(), 1, "{warnings:?}");
         assert!(warnings[0].peer == 1 && warnings[0].waited >= DEADLINE / 4);
     });
+}
+
+/// Enters a call, and continues the wait up to `attempts` times if it ends at the arrival deadline.
+fn enter<T: Transport<Host>>(endpoint: &mut T, attempts: usize) -> Vec<Result<()>> {
+    let wait = |endpoint: &mut T| loop {
+        if endpoint.try_all_gather(1)?.is_some() {
+            return Ok(());
+        }
+        endpoint.progress(Duration::from_millis(20))?;
+    };
+    let mut results = Vec::new();
+    if let Err(error) = endpoint.start_entry(1, &[]) {
+        return vec![Err(error)];
+    }
+    while results.len() < attempts && !matches!(results.last(), Some(Ok(()))) {
+        results.push(wait(endpoint));
+    }
+    results
+}
+
+#[test]
+fn a_rank_that_enters_a_call_late_is_warned_of_and_fails_nothing() {
+    let warnings = Arc::new(Mutex::new(Vec::new()));
+    let recorded = Arc::clone(&warnings);
+    let wrap = move |endpoint: Threads| {
+        let rank = endpoint.rank();
+        let recorded = Arc::clone(&recorded);
+        let warn = move |silence: Silence| recorded.lock().unwrap().push((rank, silence.peer));
+        bounded(endpoint).with_warning(warn)
+    };
+    let results = on_ring(3, wrap, |mut endpoint| {
+        if endpoint.rank() == 2 {
+            thread::sleep(DEADLINE * 2);
+        }
+        let entered = enter(&mut endpoint, 1);
+        (entered, barrier(&mut endpoint, 2))
+    });
+    assert!(results.iter().all(|result| *result == (vec![Ok(())], Ok(()))), "{results:?}");
+    let warnings = warnings.lock().unwrap();
+    // two ranks, in each quarter of the deadline
+    assert!((8..=16).contains(&warnings.len()), "{warnings:?}");
+    assert!(warnings.iter().all(|&(rank, peer)| rank != 2 && peer == 2), "{warnings:?}");
+}
+
+#[test]
+fn an_entry_that_ended_at_its_deadline_is_continued() {
+    let wrap = |endpoint| bounded(endpoint).with_arrival_deadline(Some(DEADLINE));
+    let results = on_ring(2, wrap, |mut endpoint| {
+        if endpoint.rank() == 1 {
+            thread::sleep(DEADLINE * 5 / 2);
+        }
+        let entered = enter(&mut endpoint, 10);
+        (entered, barrier(&mut endpoint, 2))
+    });
+    let (entered, then) = &results[0];
+    let late = |result: &Result<()>| matches!(result, Err(Error::ArrivalTimeout { peer: 1, .. }));
+    assert!(late(&entered[0]) && late(&entered[1]) && entered[2..] == [Ok(())], "{results:?}");
+    assert_eq!(*then, Ok(()));
+    assert_eq!(results[1], (vec![Ok(())], Ok(())));
+}
+
+/// Rank 1 enters and is silent, rank 2 is late.
+#[test]
+fn a_rank_that_has_entered_is_judged_by_its_silence() {
+    let results = on_ring(3, bounded, |mut endpoint| {
+        let started = Instant::now();
+        let result = match endpoint.rank() {
+            0 => enter(&mut endpoint, 1).remove(0),
+            rank => {
+                let entered = if rank == 1 { endpoint.start_entry(1, &[]) } else { Ok(()) };
+                thread::sleep(DEADLINE * 3);
+                entered
+            }
+        };
+        (result, started.elapsed())
+    });
+    let (error, after) = &results[0];
+    assert!(matches!(error, Err(Error::Timeout { peer: 1, .. })), "{results:?}");
+    assert!(*after >= DEADLINE && *after <= DEADLINE * 3 / 2, "{results:?}");
+}
+
+#[test]
+fn without_an_end_silence_is_warned_of_and_fails_nothing() {
+    let warnings = Arc::new(Mutex::new(0));
+    let count = Arc::clone(&warnings);
+    let wrap = move |endpoint: Threads| {
+        let count = Arc::clone(&count);
+        bounded(endpoint).with_warning(move |_| *count.lock().unwrap() += 1).endless()
+    };
+    let results = on_ring(2, wrap, |mut endpoint| {
+        if endpoint.rank() == 1 {
+            thread::sleep(DEADLINE * 2);
+        }
+        barrier(&mut endpoint, 1)
+    });
+    assert_eq!(results, [Ok(()), Ok(())]);
+    assert_eq!(*warnings.lock().unwrap(), 1);
 }

@@ -144,3 +144,33 @@ fn a_lost_message_of_a_rank_that_is_no_neighbour_is_detected() {
     assert!(matches!(error, Ok(Error::Timeout { peer: 3, .. })), "{results:?}");
     assert!(*after >= DEADLINE && *after <= DEADLINE * 3 / 2, "{results:?}");
 }
+
+/// Rank 3 is late, rank 5 enters and is silent: its neighbours, which wait with it, report it.
+#[test]
+fn neighbours_report_a_silent_rank_that_has_entered_a_call_and_no_late_one() {
+    let results = on_ring(RANKS, bounded, |mut endpoint| {
+        let started = Instant::now();
+        let rank = endpoint.rank();
+        if rank == 3 {
+            thread::sleep(DEADLINE * 2);
+        }
+        let mut wait = || -> Result<()> {
+            endpoint.start_entry(1, &[])?;
+            if rank == 5 {
+                thread::sleep(DEADLINE * 2);
+            }
+            while endpoint.try_all_gather(1)?.is_none() {
+                endpoint.progress(Duration::from_millis(20))?;
+            }
+            Ok(())
+        };
+        (wait(), started.elapsed())
+    });
+    for neighbour in [0, 4] {
+        let (error, after) = &results[neighbour];
+        let names_it = matches!(error, Err(Error::Timeout { peer: 5, .. }))
+            || matches!(error, Err(Error::Aborted { what, .. }) if what.contains("rank 5 did"));
+        assert!(names_it, "{results:?}");
+        assert!(*after >= DEADLINE && *after <= DEADLINE * 3 / 2, "{results:?}");
+    }
+}

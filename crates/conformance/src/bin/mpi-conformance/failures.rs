@@ -1,4 +1,4 @@
-//! Failures of ranks, not of messages: slow, panicking and killed ranks.
+//! Failures of ranks, not of messages: slow, panicking, killed and stopped ranks.
 
 use std::{
     sync::{Arc, Mutex, PoisonError},
@@ -15,7 +15,7 @@ use ndarray::Array4;
 
 use crate::{
     harness::{Harness, Verdict, ensure},
-    mortal::{self, Mortal},
+    mortal::{self, End, Moment, Mortal},
 };
 
 const DIMS: Dims =
@@ -71,8 +71,12 @@ pub(crate) fn panic(harness: &mut Harness, settings: &Settings) -> Verdict {
     harness.share(Ok(()))
 }
 
-/// Rank 1 is killed before its first, a middle or its last transfer of a pass; every other rank
-/// reports the loss and exits without `MPI_Finalize`.
+/// Round of the agreement on the first call of a plan.
+const FIRST_ENTRY: u64 = 2;
+
+/// Rank 1 is killed before its first, a middle or its last transfer of a pass, or stopped for ever,
+/// there or after it has entered a pass for which the last rank is late; every other rank reports
+/// the loss and exits without `MPI_Finalize`.
 pub(crate) fn lost(
     launch: Launch,
     mut harness: Harness,
@@ -86,17 +90,27 @@ pub(crate) fn lost(
         .map_err(|error| error.to_string());
     harness.share(counts.as_ref().map(drop).map_err(Clone::clone))?;
     let [forward, both] = counts?;
-    let kill_at = match (pass, moment) {
-        ("forward", "first") => 0,
-        ("forward", "middle") => forward / 2,
-        ("forward", "last") => forward - 1,
-        ("backward", "first") => forward,
-        ("backward", "middle") => forward.midpoint(both),
-        ("backward", "last") => both - 1,
-        _ => return Err("want forward|backward first|middle|last".to_owned()),
+    let at_post = |post, end| (Moment::Post(post), end);
+    let end = match (pass, moment) {
+        ("forward", "first") => at_post(0, End::Killed),
+        ("forward", "middle") => at_post(forward / 2, End::Killed),
+        ("forward", "last") => at_post(forward - 1, End::Killed),
+        ("forward", "stopped") => at_post(forward / 2, End::Stopped),
+        ("backward", "first") => at_post(forward, End::Killed),
+        ("backward", "middle") => at_post(forward.midpoint(both), End::Killed),
+        ("backward", "last") => at_post(both - 1, End::Killed),
+        ("entry", "stopped") => (Moment::Entry(FIRST_ENTRY), End::Stopped),
+        _ => {
+            let want = "forward|backward first|middle|last, forward stopped or entry stopped";
+            return Err(format!("want {want}"));
+        }
     };
-    let kill_at = (harness.rank() == 1).then_some(kill_at);
-    let mut plan = plan(settings, kill_at, DEADLINE).map_err(|error| error.to_string())?;
+    let is_late = pass == "entry" && harness.rank() == harness.ranks() - 1;
+    let end = (harness.rank() == 1).then_some(end);
+    let mut plan = plan(settings, end, DEADLINE).map_err(|error| error.to_string())?;
+    if is_late {
+        std::thread::sleep(DEADLINE * 2);
+    }
     let started = Instant::now();
     let result = passes(&mut plan).map(drop);
     let took = started.elapsed();
@@ -118,8 +132,8 @@ pub(crate) fn lost(
     std::process::exit(i32::from(!right))
 }
 
-fn plan(settings: &Settings, kill_at: Option<u64>, deadline: Duration) -> Result<Plan<Cpu>> {
-    let transport = Mortal::new(Mpi::world(settings.clone())?, kill_at);
+fn plan(settings: &Settings, end: Option<(Moment, End)>, deadline: Duration) -> Result<Plan<Cpu>> {
+    let transport = Mortal::new(Mpi::world(settings.clone())?, end);
     Plan::new(
         &Attention::new().deadline(deadline).layout(Layout::Contiguous),
         DIMS,

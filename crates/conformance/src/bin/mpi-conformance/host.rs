@@ -1,7 +1,7 @@
 //! A host program that initialises MPI itself, with `MPI_THREAD_FUNNELED`, and passes its own
 //! communicators to rings.
 
-use std::time::Duration;
+use std::{mem::ManuallyDrop, thread, time::Duration};
 
 use annulus::{Attention, Cpu, Dims, Layout, Plan, Tensors};
 use annulus_comm::{
@@ -37,6 +37,9 @@ pub(crate) fn host(settings: &Settings) -> Verdict {
         .ok()
         .map(|()| Mpi::world(settings.clone()).map_err(|error| error.to_string()))
         .transpose()?;
+    // MPI_Finalize drops an endpoint that waits for its thread
+    let parked = Mpi::world(settings.clone()).map_err(|error| error.to_string())?;
+    thread::spawn(move || drop(parked)).join().map_err(|_| "a thread panicked")?;
     let launch = Launch::begin().map_err(|error| error.to_string())?;
     let borrowed = !launch.began();
     drop(launch);
@@ -78,13 +81,22 @@ fn rings(settings: &Settings, world: &impl Communicator, level: Threading) -> Ve
     })?;
     ensure(whole.rank() == world.rank() as usize, || "not MPI's rank number".to_owned())?;
     // another thread may use the endpoint only with MPI_THREAD_MULTIPLE
-    let elsewhere =
-        std::thread::scope(|scope| scope.spawn(|| parted.progress(Duration::ZERO)).join());
+    let elsewhere = thread::scope(|scope| scope.spawn(|| parted.progress(Duration::ZERO)).join());
     let elsewhere = elsewhere.map_err(|_| "a thread panicked")?;
     let allowed = level == Threading::Multiple;
     ensure(elsewhere.is_ok() == allowed, || {
         format!("on another thread, {level:?}: {elsewhere:?}")
     })?;
+    // an endpoint that is dropped elsewhere waits until its thread makes the next one:
+    // `scripts/scale-check` counts the communicators that are freed
+    let dropped = Mpi::world(settings.clone()).map_err(text)?;
+    thread::spawn(move || drop(dropped)).join().map_err(|_| "a thread panicked")?;
+    // one that the host has made for the ring, and which is freed with it
+    let given = ManuallyDrop::new(world.duplicate());
+    // SAFETY: live, of the MPI that this program is linked with, and used by no other code
+    let mut adopted = unsafe { Mpi::adopt(given.as_raw(), settings.clone()) }.map_err(text)?;
+    barrier::<Host>(&mut adopted, 1).map_err(text)?;
+    drop(adopted);
     // the host may free its communicator: an endpoint uses a duplicate
     drop(part);
     // a round number that no plan uses

@@ -10,14 +10,17 @@
 //! | `mismatch` | a field that differs on one rank is the same error on all, in under a second, before any data moves |
 //! | `host` | a host program's own `MPI_Init_thread(FUNNELED)` and sub-communicators, two rings at once, one dropped after `MPI_Finalize` |
 //! | `host-split` | a communicator from a split has the world's highest tag, and a ring over it works |
-//! | `host-late` | the last rank comes too late: an error on all ranks, and other communicators still work |
-//! | `lost PASS MOMENT` | rank 1 is killed: every other rank names it by deadline + 1 s (the launcher must keep them running) |
+//! | `host-late` | the last rank comes late: the others wait and the host's communicator works; with a limit, an error on all ranks; a limit on an adopted communicator leaves the host's intact |
+//! | `lost PASS MOMENT` | rank 1 is killed, or stopped for ever: every other rank names it by deadline + 1 s (the launcher must keep them running) |
 //! | `control` | a rank is late, aborts or leaves: all others get the same error |
+//! | `away` | a rank is busy between two calls for two deadlines: nothing fails, and at an arrival deadline the call is made again |
+//! | `suspended` | all ranks are stopped within a pass for longer than the deadline: the same bits |
 //! | `slow` | half of the deadline is silence of one rank: its watchers warn once, nothing fails |
 //! | `panic` | the last rank panics: the job ends with a status other than 0 |
 //!
 //! `--synchronous` makes every send an `MPI_Issend`; `--piece-bytes N` splits messages into pieces.
 
+mod away;
 mod bytes;
 mod cases;
 mod control;
@@ -37,7 +40,7 @@ use annulus_comm::mpi::{Launch, Settings};
 use self::harness::{Harness, Verdict};
 
 const USAGE: &str = "want messages, cases SEEDS, pairs, bytes, mismatch, host, host-split, \
-    host-late, control, lost PASS MOMENT, slow or panic";
+    host-late, control, away, suspended, lost PASS MOMENT, slow or panic";
 
 fn main() -> ExitCode {
     let mut words: Vec<String> = std::env::args().skip(1).collect();
@@ -86,6 +89,8 @@ fn run(words: &[String], settings: &Settings) -> Verdict {
         ["pairs"] => cases::pairs(&mut harness, settings),
         ["bytes"] => bytes::all(&mut harness, settings),
         ["control"] => control::all(&mut harness, settings),
+        ["away"] => away::away(&mut harness, settings),
+        ["suspended"] => away::suspended(&mut harness, settings),
         ["slow"] => failures::slow(&mut harness, settings),
         ["mismatch"] => mismatch::all(&mut harness, settings),
         ["lost", pass, moment] => return failures::lost(launch, harness, settings, pass, moment),

@@ -1,7 +1,8 @@
-//! An endpoint that counts the groups of transfers that it posts, and can kill its process at one
-//! of them.
+//! An endpoint that counts the groups of transfers that it posts, and can kill or stop its process
+//! at one of them.
 
 use std::{
+    process::Command,
     sync::atomic::{AtomicU64, Ordering},
     time::Duration,
 };
@@ -9,6 +10,7 @@ use std::{
 use annulus_core::{
     Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Result, Transport,
 };
+use rustix::process::{Signal, getpid, kill_process};
 
 /// Groups posted since the last endpoint was created or [`forget_posts`] was called.
 static POSTS: AtomicU64 = AtomicU64::new(0);
@@ -23,17 +25,68 @@ pub(crate) fn forget_posts() {
     POSTS.store(0, Ordering::Relaxed);
 }
 
-/// Forwards to `inner`. Before it posts group `kill_at`, counted from 0, it kills its process with
-/// SIGKILL.
+/// Time after which a process that stops for ever is killed, so that its job ends: several
+/// deadlines of the ranks that wait for it.
+const FOR_EVER: Duration = Duration::from_secs(5);
+
+/// Moment at which a process ends or stops.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Moment {
+    /// Before it posts this group, counted from 0.
+    Post(u64),
+    /// After it has entered the call whose agreement is this round.
+    Entry(u64),
+}
+
+/// End of a process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum End {
+    /// By SIGKILL.
+    Killed,
+    /// By SIGSTOP, without a SIGCONT.
+    Stopped,
+    /// None: it is stopped for this time.
+    Suspended(Duration),
+}
+
+impl End {
+    /// Kills or stops this process. Returns once it was continued.
+    fn bring(self) -> Result<()> {
+        let failed = |what: &dyn std::fmt::Debug| Error::Device {
+            what: format!("this process could not be {self:?}: {what:?}"),
+        };
+        let (signal, later) = match self {
+            Self::Killed => (Signal::KILL, None),
+            Self::Stopped => (Signal::STOP, Some(("KILL", FOR_EVER))),
+            Self::Suspended(time) => (Signal::STOP, Some(("CONT", time))),
+        };
+        if let Some((name, after)) = later {
+            // a process of its own, because this one is stopped
+            let script =
+                format!("sleep {}; kill -{name} {}", after.as_secs_f64(), std::process::id());
+            Command::new("sh").args(["-c", &script]).spawn().map_err(|error| failed(&error))?;
+        }
+        kill_process(getpid(), signal).map_err(|error| failed(&error))
+    }
+}
+
+/// Forwards to `inner`, and ends or stops its process at a moment.
 pub(crate) struct Mortal<T> {
     inner: T,
-    kill_at: Option<u64>,
+    end: Option<(Moment, End)>,
 }
 
 impl<T> Mortal<T> {
-    pub(crate) fn new(inner: T, kill_at: Option<u64>) -> Self {
+    pub(crate) fn new(inner: T, end: Option<(Moment, End)>) -> Self {
         forget_posts();
-        Self { inner, kill_at }
+        Self { inner, end }
+    }
+
+    fn reach(&self, moment: Moment) -> Result<()> {
+        match self.end {
+            Some((at, end)) if at == moment => end.bring(),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -47,15 +100,7 @@ impl<T: Transport<Host>> Transport<Host> for Mortal<T> {
         sends: &[Outgoing<'_, Host>],
         receives: &mut Vec<Incoming<Host>>,
     ) -> Result<()> {
-        if Some(POSTS.fetch_add(1, Ordering::Relaxed)) == self.kill_at {
-            let killed = rustix::process::kill_process(
-                rustix::process::getpid(),
-                rustix::process::Signal::KILL,
-            );
-            return Err(Error::Device {
-                what: format!("this process could not be killed: {killed:?}"),
-            });
-        }
+        self.reach(Moment::Post(POSTS.fetch_add(1, Ordering::Relaxed)))?;
         self.inner.post(sends, receives)
     }
 
@@ -78,7 +123,15 @@ impl<T: Transport<Host>> Transport<Host> for Mortal<T> {
 
 impl<T: Control> Control for Mortal<T> {
     annulus_comm::forward_control! {
-        rank ranks start_all_gather try_all_gather stragglers abort heartbeat placement last_heard
-        last_work
+        rank ranks try_all_gather stragglers abort heartbeat placement last_heard last_work
+    }
+
+    fn start_all_gather(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+        self.inner.start_all_gather(round, bytes)
+    }
+
+    fn start_entry(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+        self.inner.start_entry(round, bytes)?;
+        self.reach(Moment::Entry(round))
     }
 }

@@ -24,6 +24,13 @@
 //! sixteenth of the deadline than what the rank passed on last, so that all ranks know of recent
 //! work although no rank hears from all.
 //!
+//! The wait for ranks that have not entered a collective call ([`Control::start_entry`]) is no wait
+//! for a silent rank: their programs may be busy elsewhere. It has a deadline of its own
+//! ([`Deadline::with_arrival_deadline`]), by default none. In each quarter of the deadline the
+//! warning is called with the lowest of those ranks that this one watches. At the arrival deadline
+//! [`Transport::progress`] returns [`Error::ArrivalTimeout`], on this rank only and without an
+//! abort: the caller can continue with the same wait. Ranks that have entered are judged as above.
+//!
 //! Only time in which this rank polled counts: a process that was suspended, or stopped by a
 //! debugger, does not hold that time against its peers. A gap between two polls counts for a
 //! sixteenth of the deadline at most (a quarter of the least one).
@@ -31,6 +38,9 @@
 //! Waits send heartbeats themselves, at least every eighth of the deadline. A rank that computes
 //! must call [`Control::heartbeat`] with `working` between tiles; more than one call in each eighth
 //! of the deadline costs a reading of the clock and sends nothing.
+
+mod arrivals;
+mod checks;
 
 use std::{
     collections::BTreeMap,
@@ -41,6 +51,7 @@ use annulus_core::{
     Arrived, Control, Error, Host, Incoming, MessageHeader, Outgoing, Result, Space, Transport,
 };
 
+use self::arrivals::Arrivals;
 use crate::{delegate::forward_control, observed::ObservedClock, staging::is_same_message};
 
 /// A peer that this rank waits for and that is silent.
@@ -75,8 +86,10 @@ pub struct Deadline<T, S: Space = Host> {
     arrived: Vec<(MessageHeader, Arrived<S>)>,
     /// Wait for the sends to each peer: that for the first one since none was in flight.
     sends: BTreeMap<usize, Wait>,
-    /// Start of each all-gather that was not yet collected, by round.
+    /// Start of each all-gather that was not yet collected, by round; of an entry, the time at
+    /// which the last rank had entered.
     all_gathers: BTreeMap<u64, Instant>,
+    arrivals: Arrivals,
     /// Step of the last post, which the error of an all-gather names.
     step: usize,
     observed: ObservedClock,
@@ -89,6 +102,8 @@ pub struct Deadline<T, S: Space = Host> {
     working_since: Option<Instant>,
     warning: Option<Warning>,
     warned: Vec<bool>,
+    /// True if no wait ends.
+    is_endless: bool,
     failed: Option<Error>,
 }
 
@@ -103,10 +118,6 @@ const HEARTBEATS: u32 = 8;
 
 /// Longest single wait of the inner transport, which bounds how late a timeout is detected.
 const LONGEST_POLL: Duration = Duration::from_millis(250);
-
-/// Time after the deadline in which other ranks may report the silence of ranks that this one does
-/// not watch, before it reports a lost message: several checks and the way of an abort.
-const WATCHERS_MARGIN: Duration = Duration::from_millis(250);
 
 impl<T: Transport<S>, S: Space> Deadline<T, S> {
     /// Bounds every wait of `inner`.
@@ -133,6 +144,7 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
             arrived: Vec::new(),
             sends: BTreeMap::new(),
             all_gathers: BTreeMap::new(),
+            arrivals: Arrivals::new(deadline / 4),
             step: 0,
             observed: ObservedClock::new(now, regular_gap.max(deadline / 16), deadline),
             last_check: now,
@@ -142,6 +154,7 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
             working_since: None,
             warning: None,
             warned,
+            is_endless: false,
             failed: None,
         })
     }
@@ -152,6 +165,21 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
     pub fn with_warning(mut self, warning: impl FnMut(Silence) + Send + 'static) -> Self {
         self.warning = Some(Box::new(warning));
         self
+    }
+
+    /// Bounds the wait for ranks that have not entered a collective call. Default: no bound.
+    #[must_use]
+    pub fn with_arrival_deadline(mut self, deadline: Option<Duration>) -> Self {
+        self.arrivals.set_deadline(deadline);
+        self.observed.extend_horizon(deadline.unwrap_or_default());
+        self
+    }
+
+    /// Ends no wait. Heartbeats and warnings remain as with the deadline.
+    #[must_use]
+    pub fn endless(mut self) -> Self {
+        self.is_endless = true;
+        self.with_arrival_deadline(None)
     }
 
     /// Returns the deadline.
@@ -196,143 +224,6 @@ impl<T: Transport<S>, S: Space> Deadline<T, S> {
         }
         Ok(())
     }
-
-    /// Returns all waits of this rank.
-    fn waits(&self) -> Vec<Wait> {
-        let receives = self.receives.iter().map(|(header, since)| Wait {
-            peer: header.peer,
-            step: header.step,
-            since: *since,
-        });
-        let mut waits: Vec<Wait> = receives.chain(self.sends.values().copied()).collect();
-        for (&round, &since) in &self.all_gathers {
-            let mut stragglers = self.inner.stragglers(round);
-            if stragglers.is_empty() {
-                // all have started it and it is not complete: some rank does not receive its
-                // messages
-                stragglers = (0..self.inner.ranks()).collect();
-            }
-            let step = self.step;
-            waits.extend(stragglers.into_iter().map(|peer| Wait { peer, step, since }));
-        }
-        waits
-    }
-
-    /// Returns the observed time without a message from `peer`, counted from `since` at the
-    /// earliest.
-    fn silence(&self, now: Instant, peer: usize, since: Instant) -> Duration {
-        self.observed.elapsed(self.inner.last_heard(peer).max(since), now)
-    }
-
-    /// Returns the timeout once a clock has reached the deadline. Does nothing if the last check
-    /// was a short time ago, because it takes O(ranks) time.
-    fn check_clocks(&mut self) -> Result<()> {
-        let now = Instant::now();
-        self.observed.poll(now);
-        let interval = (self.deadline / 64).min(LONGEST_POLL / 4);
-        if self.is_idle() || now.saturating_duration_since(self.last_check) < interval {
-            return Ok(());
-        }
-        self.last_check = now;
-        let rank = self.inner.rank();
-        let mut waits = self.waits();
-        waits.retain(|wait| wait.peer != rank);
-        let began = waits.iter().map(|wait| wait.since).chain(self.working_since).min();
-        let Some(began) = began else { return Ok(()) };
-        let judged = self.silences(now, &self.judged(&waits, began));
-        self.warn(&judged);
-        let awaited = self.silences(now, &waits);
-        let error = self.silent_for_long(&judged).or_else(|| self.idle(now, &awaited, began));
-        let Some(error) = error else { return Ok(()) };
-        self.inner.abort(&error);
-        self.failed = Some(error.clone());
-        Err(error)
-    }
-
-    /// Returns true if this rank judges no other one: it neither waits nor, if it watches certain
-    /// ranks, computes.
-    fn is_idle(&self) -> bool {
-        self.receives.is_empty()
-            && self.sends.is_empty()
-            && self.all_gathers.is_empty()
-            && (self.working_since.is_none() || self.inner.watched().is_none())
-    }
-
-    /// Returns the waits for ranks whose silence this rank judges: all of its waits, or if it
-    /// watches certain ranks, one for each of those.
-    fn judged(&self, waits: &[Wait], began: Instant) -> Vec<Wait> {
-        let Some(watched) = self.inner.watched() else { return waits.to_vec() };
-        let wait = |&peer: &usize| {
-            let awaited = waits.iter().filter(|wait| wait.peer == peer);
-            let awaited = awaited.min_by_key(|wait| wait.since).copied();
-            awaited.unwrap_or(Wait { peer, step: self.step, since: began })
-        };
-        watched.iter().map(wait).collect()
-    }
-
-    fn silences(&self, now: Instant, waits: &[Wait]) -> Vec<Silence> {
-        let silence = |&Wait { peer, step, since }: &Wait| Silence {
-            peer,
-            step,
-            waited: self.silence(now, peer, since),
-        };
-        waits.iter().map(silence).collect()
-    }
-
-    /// Returns the timeout if a rank was silent for the deadline.
-    fn silent_for_long(&self, judged: &[Silence]) -> Option<Error> {
-        let &Silence { peer, step, waited } = worst(judged)?;
-        (waited >= self.deadline).then_some(Error::Timeout { peer, step, waited })
-    }
-
-    /// Returns the timeout if no rank has worked for the deadline. The waits began at `began`.
-    fn idle(&self, now: Instant, awaited: &[Silence], began: Instant) -> Option<Error> {
-        let &Silence { peer, step, .. } = worst(awaited)?;
-        let waited = self.observed.elapsed(self.inner.last_work().max(began), now);
-        if waited < self.deadline {
-            return None;
-        }
-        let silent_for_half = |peer: usize| {
-            let silent = self.silence(now, peer, began);
-            (silent >= self.deadline / 2).then_some((silent, peer))
-        };
-        let ranks = self.inner.ranks();
-        let (silent, watches_all) = match self.inner.watched() {
-            Some(watched) => (
-                watched.iter().copied().filter_map(silent_for_half).max(),
-                watched.len() + 1 >= ranks,
-            ),
-            None => {
-                let others = (0..ranks).filter(|&peer| peer != self.inner.rank());
-                (others.filter_map(silent_for_half).max(), true)
-            }
-        };
-        match silent {
-            Some((_, peer)) => Some(Error::Timeout { peer, step, waited }),
-            None if watches_all || waited >= self.deadline + WATCHERS_MARGIN => {
-                Some(Error::Timeout { peer, step, waited })
-            }
-            None => None,
-        }
-    }
-
-    /// Calls the warning for every peer whose silence has reached a quarter of the deadline.
-    fn warn(&mut self, silences: &[Silence]) {
-        let Some(warning) = &mut self.warning else { return };
-        for &silence in silences {
-            let late = silence.waited >= self.deadline / 4;
-            if late && !self.warned[silence.peer] {
-                warning(silence);
-            }
-            self.warned[silence.peer] = late;
-        }
-    }
-}
-
-/// Returns the longest silence; of equals that of the lowest rank, so that a stuck ring reports the
-/// same on all ranks.
-fn worst(silences: &[Silence]) -> Option<&Silence> {
-    silences.iter().min_by_key(|silence| (std::cmp::Reverse(silence.waited), silence.peer))
 }
 
 impl<T: Transport<S>, S: Space> Transport<S> for Deadline<T, S> {
@@ -402,6 +293,13 @@ impl<T: Transport<S>, S: Space> Control for Deadline<T, S> {
         Ok(())
     }
 
+    fn start_entry(&mut self, round: u64, bytes: &[u8]) -> Result<()> {
+        self.working_since = None;
+        self.inner.start_entry(round, bytes)?;
+        self.arrivals.enter(round, Instant::now());
+        Ok(())
+    }
+
     fn try_all_gather(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
@@ -409,6 +307,7 @@ impl<T: Transport<S>, S: Space> Control for Deadline<T, S> {
         let collected = self.inner.try_all_gather(round)?;
         if collected.is_some() {
             self.all_gathers.remove(&round);
+            self.arrivals.complete(round);
         }
         Ok(collected)
     }

@@ -1,0 +1,128 @@
+//! State of MPI in this process. Relies on the rules of [`super::ffi`].
+//!
+//! `MPI_Initialized` and `MPI_Finalized` would be called before every other call, which shows up in
+//! every profile of MPI. Instead an attribute with a delete callback is attached to
+//! `MPI_COMM_SELF`: `MPI_Finalize` deletes it before anything else (MPI 3.1, 8.7.1). The callback
+//! drops the endpoints that wait for their thread, while MPI is still alive.
+#![expect(unsafe_code, reason = "calls of the C interface of MPI")]
+
+use std::{
+    ffi::{c_int, c_void},
+    ptr,
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicU8, Ordering},
+    },
+};
+
+use annulus_core::{Error, Result};
+use mpi::ffi;
+
+use super::{
+    ffi::{PeerStep, check},
+    parked,
+};
+
+/// State of MPI in this process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Lifetime {
+    NotInitialized,
+    Alive,
+    Finalized,
+}
+
+/// No attribute is attached: the state must be queried.
+const UNWATCHED: u8 = 0;
+/// The attribute is attached, and MPI is alive.
+const ALIVE: u8 = 1;
+/// The attribute was deleted.
+const FINALIZED: u8 = 2;
+
+static STATE: AtomicU8 = AtomicU8::new(UNWATCHED);
+
+/// Serialises [`watch`].
+static WATCHING: Mutex<()> = Mutex::new(());
+
+/// Returns the state of MPI in this process.
+pub(super) fn lifetime() -> Lifetime {
+    match STATE.load(Ordering::Acquire) {
+        ALIVE => return Lifetime::Alive,
+        FINALIZED => return Lifetime::Finalized,
+        _ => {}
+    }
+    let mut initialized = 0;
+    let mut finalized = 0;
+    // SAFETY: both may be called at any time, from any thread; the numbers live through the calls
+    unsafe {
+        ffi::MPI_Initialized(&raw mut initialized);
+        ffi::MPI_Finalized(&raw mut finalized);
+    }
+    match (initialized != 0, finalized != 0) {
+        (_, true) => Lifetime::Finalized,
+        (true, false) => Lifetime::Alive,
+        (false, false) => Lifetime::NotInitialized,
+    }
+}
+
+/// Checks rule 1.
+pub(super) fn check_alive() -> Result<()> {
+    let got = match lifetime() {
+        Lifetime::Alive => return Ok(()),
+        Lifetime::Finalized => "MPI after MPI_Finalize",
+        Lifetime::NotInitialized => "MPI before MPI_Init",
+    };
+    Err(Error::invalid("MPI", got, "MPI between MPI_Init and MPI_Finalize"))
+}
+
+/// Attaches the attribute, once. The caller has checked rules 1 and 2.
+pub(super) fn watch() -> Result<()> {
+    let _one = WATCHING.lock().unwrap_or_else(PoisonError::into_inner);
+    if STATE.load(Ordering::Acquire) != UNWATCHED {
+        return Ok(());
+    }
+    let mut key = 0;
+    // SAFETY: rules 1 and 2 (the caller has checked them); the functions live as long as the
+    // program and have the types that MPI calls; the number lives through the calls; freeing the
+    // key only forbids further uses of it
+    let codes = unsafe {
+        [
+            ffi::MPI_Comm_create_keyval(
+                Some(is_not_copied),
+                Some(is_deleted),
+                &raw mut key,
+                ptr::null_mut(),
+            ),
+            ffi::MPI_Comm_set_attr(ffi::RSMPI_COMM_SELF, key, ptr::null_mut()),
+            ffi::MPI_Comm_free_keyval(&raw mut key),
+        ]
+    };
+    codes.into_iter().try_for_each(|code| check(code, PeerStep::of(0)))?;
+    STATE.store(ALIVE, Ordering::Release);
+    Ok(())
+}
+
+/// Called by MPI when `MPI_COMM_SELF` is duplicated.
+unsafe extern "C" fn is_not_copied(
+    _: ffi::MPI_Comm,
+    _: c_int,
+    _: *mut c_void,
+    _: *mut c_void,
+    _: *mut c_void,
+    copies: *mut c_int,
+) -> c_int {
+    // SAFETY: MPI passes a pointer to a flag
+    unsafe { copies.write(0) };
+    ffi::MPI_SUCCESS as c_int
+}
+
+/// Called by `MPI_Finalize`, on its thread, before anything else.
+unsafe extern "C" fn is_deleted(
+    _: ffi::MPI_Comm,
+    _: c_int,
+    _: *mut c_void,
+    _: *mut c_void,
+) -> c_int {
+    parked::drop_all();
+    STATE.store(FINALIZED, Ordering::Release);
+    ffi::MPI_SUCCESS as c_int
+}
