@@ -458,6 +458,16 @@ typedef struct annulus_options {
    * may differ: all use the largest. Default: 0, the KV tile of the backend.
    */
   int64_t kv_block_size;
+  /**
+   * Flag: results have the same bits for any number of ranks, layout, transport and threads, on
+   * machines of the same arithmetic ("numerics" of the command `annulus doctor`). A backward pass
+   * takes two passes around the ring. Default: 0.
+   */
+  int32_t reproducible;
+  /**
+   * Must be 0.
+   */
+  int32_t reserved;
 } annulus_options;
 
 /**

@@ -146,6 +146,12 @@ pub struct annulus_options {
     /// Hint: rows at multiples of which a block of keys and values is split into messages. Ranks
     /// may differ: all use the largest. Default: 0, the KV tile of the backend.
     pub kv_block_size: i64,
+    /// Flag: results have the same bits for any number of ranks, layout, transport and threads, on
+    /// machines of the same arithmetic ("numerics" of the command `annulus doctor`). A backward pass
+    /// takes two passes around the ring. Default: 0.
+    pub reproducible: i32,
+    /// Must be 0.
+    pub reserved: i32,
 }
 
 // SAFETY: repr(C), begins with its size, and all fields are numbers, which may be 0
@@ -345,6 +351,9 @@ fn scores(attention: Attention, options: &annulus_options) -> Result<Attention> 
 }
 
 fn ring(attention: Attention, options: &annulus_options) -> Result<Attention> {
+    if options.reserved != 0 {
+        return Err(Error::invalid("reserved", options.reserved, "0"));
+    }
     let kv_block_size = length("kv_block_size", options.kv_block_size)? as u64;
     let modes = [BackwardMode::OnePass, BackwardMode::TwoPass];
     let layout = match options.layout {
@@ -363,6 +372,7 @@ fn ring(attention: Attention, options: &annulus_options) -> Result<Attention> {
         .backward_mode(one_of("backward_mode", options.backward_mode, &modes)?)
         .forward_only(flag("forward_only", options.forward_only)?)
         .local_gradients(flag("local_gradients", options.local_gradients)?)
+        .reproducible(flag("reproducible", options.reproducible)?)
         .layout(layout)
         .kv_block_size((kv_block_size > 0).then_some(kv_block_size))
         .route(one_of("route", options.route, &routes)?)

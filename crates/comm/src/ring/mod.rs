@@ -9,7 +9,7 @@
 //! | `plan.rs`, `program.rs`, `planning.rs`, `update.rs` | from rows to the messages of one rank |
 //! | `block_parts.rs`, `tail_overlap.rs` | overlap of the last block, and of the last gradients |
 //! | `home_reduce.rs` | reduction of final gradients into the local dK/dV |
-//! | `reduce.rs` | sums of dsinks and dbias over ranks |
+//! | `reduce.rs`, `leaf_reduce.rs` | sums of dsinks and dbias over ranks, or over leaves |
 //! | `step_events.rs` | events for a caller that shows progress |
 //! | `check.rs`, `describe.rs` | arguments, before anything is sent |
 //! | `display.rs` | the plan as text |
@@ -25,6 +25,7 @@ mod describe;
 mod display;
 mod home_reduce;
 mod in_flight;
+mod leaf_reduce;
 mod one_pass;
 mod plan;
 mod planning;
@@ -303,7 +304,7 @@ impl<B: Backend> Ring<B> {
     /// Returns the bytes of the partial results of leaves that wait to be merged; 0 unless the
     /// order is reproducible. The backend may round dims and rows up.
     pub fn leaf_bytes(&self) -> u64 {
-        self.plan.leaf_bytes()
+        self.plan.leaf_bytes(self.agreed.backward)
     }
 
     /// Returns the fingerprint of this rank's arithmetic. Reproducible results have the same bits
