@@ -41,6 +41,7 @@ pub(crate) struct Config<'py> {
     dropout_seed: u64,
     logits_dtype: Option<String>,
     precision: String,
+    reproducible: bool,
     backward_mode: String,
     forward_only: bool,
     local_gradients: bool,
@@ -77,6 +78,7 @@ impl Config<'_> {
             .unnormalized(!self.normalize_output)
             .dropout(self.dropout_prob, self.dropout_seed)
             .precision(self.precision(py)?)
+            .reproducible(self.reproducible)
             .backward_mode(self.backward_mode(py)?)
             .forward_only(self.forward_only)
             .local_gradients(self.local_gradients)

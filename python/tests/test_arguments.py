@@ -180,6 +180,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("flash", {"softmax_aux": np.zeros(0, "f4")}, "softmax_aux"),
     ("flash", {"softmax_aux": np.zeros((1, 4, 1), "f4")}, "softmax_aux"),
     ("flash", {"precision": "fastest"}, "precision"),
+    ("flash", {"reproducible": "yes"}, "reproducible"),
     ("flash", {"logits_dtype": "int8"}, "logits_dtype"),
     ("flash", {"q_segment_ids": np.zeros((1, N + 1), int)}, "q_segment_ids"),
     ("flash", {"q_segment_ids": np.zeros(N, int)}, "q_segment_ids"),

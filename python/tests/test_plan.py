@@ -35,6 +35,21 @@ def test_a_plan_serves_many_passes() -> None:
         assert (gradients.dk == again.dk).all() and gradients.dbias is None
 
 
+def test_reproducible_bits_do_not_depend_on_the_ranks() -> None:
+    q, k, v = (random(1, 600, 2, 16, seed=seed) for seed in (1, 2, 3))
+    lengths = {"batch": 1, "q_len": 600, "q_heads": 2, "head_dim": 16}
+    attention = annulus.Attention(causal=True, reproducible=True)
+    results = []
+    for ranks in (1, 3):
+        with attention.plan(**lengths, ranks=ranks) as plan:
+            forward = plan.forward(q, k, v)
+            gradients = plan.backward(q, k, v, forward, np.ones_like(forward.out))
+        results.append((forward.out, forward.lse, gradients.dq, gradients.dk, gradients.dv))
+    assert all((one == three).all() for one, three in zip(*results, strict=True))
+    out = annulus.ring_attention(q, k, v, causal=True, reproducible=True, ranks=2)
+    assert (out == results[0][0]).all()
+
+
 def test_batches_change_and_go_away() -> None:
     ids = (np.arange(N) // 20)[None]
     with annulus.Attention().plan(**LENGTHS, ranks=3) as plan:

@@ -2,7 +2,7 @@
 
 use annulus_core::{
     BackwardInputs, BackwardMode, BackwardPass, Block, DType, Error, ForwardPass, Gradients, Host,
-    HostBuffer, Inputs, Outputs, RangePairs, RankShard, Readers, Reduction, Result, Tick,
+    HostBuffer, Inputs, LeafSums, Outputs, RangePairs, RankShard, Readers, Reduction, Result, Tick,
 };
 use half::{bf16, f16};
 
@@ -195,6 +195,13 @@ impl BackwardPass<Host> for Backward<'_> {
     ) -> Result<()> {
         by_sums!(self.workspace, |team, state| {
             records::reduce_gradients(team, state, into, from, pairs, reduction)
+        })
+    }
+
+    fn leaf_sums(&mut self, dkv: &HostBuffer, sums: &mut LeafSums) -> Result<()> {
+        let inputs = &self.inputs.forward;
+        by_dtype!(self.workspace, |_team, state: State<E>| {
+            backward::leaf_sums::leaf_sums::<E>(state, inputs, dkv, sums)
         })
     }
 

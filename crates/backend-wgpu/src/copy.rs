@@ -27,7 +27,7 @@ impl Layout {
 
     /// Layout of field `field` of records, in units of `bytes` bytes.
     pub(crate) fn records(record: &annulus_core::RowLayout, field: usize, bytes: u64) -> Self {
-        let annulus_core::RowField { heads, dim, dtype } = record.fields()[field];
+        let annulus_core::RowField { heads, dim, dtype, .. } = record.fields()[field];
         let scale = dtype.bytes() as u64 / bytes;
         Self {
             base: record.offset(field, 0, 0) / bytes,

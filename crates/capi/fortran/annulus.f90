@@ -123,7 +123,8 @@ module annulus
     integer(c_int64_t) :: threads = 0
     integer(c_int64_t) :: kv_block_size = 0
     real(c_double) :: arrival_deadline_seconds = 0.0_c_double
-    integer(c_int64_t) :: adopt_communicator = 0
+    integer(c_int32_t) :: adopt_communicator = 0
+    integer(c_int32_t) :: reproducible = 0
   end type annulus_options
 
   ! A tensor of C; annulus_tensor_of makes one of an array.

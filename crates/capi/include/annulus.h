@@ -476,7 +476,12 @@ typedef struct annulus_options {
    * plan takes it over: the host neither uses nor frees it afterwards, also if the call fails,
    * and nothing is called on any other communicator. Default: 0, the plan makes a duplicate.
    */
-  int64_t adopt_communicator;
+  int32_t adopt_communicator;
+   * Flag: results have the same bits for any number of ranks, layout, transport and threads, on
+   * machines of the same arithmetic ("numerics" of the command `annulus doctor`). A backward pass
+   * takes two passes around the ring. Default: 0.
+   */
+  int32_t reproducible;
 } annulus_options;
 
 /**

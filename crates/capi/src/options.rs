@@ -155,7 +155,11 @@ pub struct annulus_options {
     /// Flag: the communicator of a plan over MPI is a duplicate that the host has made for it. The
     /// plan takes it over: the host neither uses nor frees it afterwards, also if the call fails,
     /// and nothing is called on any other communicator. Default: 0, the plan makes a duplicate.
-    pub adopt_communicator: i64,
+    pub adopt_communicator: i32,
+    /// Flag: results have the same bits for any number of ranks, layout, transport and threads, on
+    /// machines of the same arithmetic ("numerics" of the command `annulus doctor`). A backward pass
+    /// takes two passes around the ring. Default: 0.
+    pub reproducible: i32,
 }
 
 // SAFETY: repr(C), begins with its size, and all fields are numbers, which may be 0
@@ -392,6 +396,7 @@ fn ring(attention: Attention, options: &annulus_options) -> Result<Attention> {
         .backward_mode(one_of("backward_mode", options.backward_mode, &modes)?)
         .forward_only(flag("forward_only", options.forward_only)?)
         .local_gradients(flag("local_gradients", options.local_gradients)?)
+        .reproducible(flag("reproducible", options.reproducible)?)
         .layout(layout)
         .kv_block_size((kv_block_size > 0).then_some(kv_block_size))
         .route(one_of("route", options.route, &routes)?)
@@ -404,11 +409,7 @@ fn arrival_deadline(options: &annulus_options) -> Result<Option<Duration>> {
 }
 
 fn adopts(options: &annulus_options) -> Result<bool> {
-    match options.adopt_communicator {
-        0 => Ok(false),
-        1 => Ok(true),
-        other => Err(Error::invalid("adopt_communicator", other, "0 or 1")),
-    }
+    flag("adopt_communicator", options.adopt_communicator)
 }
 
 /// Reads a time; 0 is none.

@@ -551,6 +551,11 @@ fn rings() -> Vec<Case> {
             new().backward_mode(BackwardMode::TwoPass),
         ),
         Case {
+            // three leaves
+            dims: Dims { q_len: 600, kv_len: 600, ..DIMS },
+            ..Case::new("reproducible", |o| o.reproducible = 1, Attention::new().reproducible(true))
+        },
+        Case {
             // blocks that are long enough to be split
             dims: Dims { q_len: 180, kv_len: 180, ..DIMS },
             ..Case::new(

@@ -88,9 +88,10 @@ pub(crate) fn run_rank<M: TensorMemory, B: Backend<Space = M::Space>>(
     let options = RingOptions {
         layout: setting.layout.clone(),
         route: setting.route,
-        backward: has_backward(case),
-        // a ring cannot reduce gradients in device memory: `compute` sums them over ranks
-        local_gradients: true,
+        backward: true,
+        // a ring cannot reduce gradients in device memory: `compute` sums them over ranks, except
+        // in the reproducible order, which has an order of its own for them
+        local_gradients: case.spec.leaf_rows.is_none(),
         kv_block_size: None,
         deadline_variable: None,
     };
@@ -113,14 +114,6 @@ pub(crate) fn run_rank<M: TensorMemory, B: Backend<Space = M::Space>>(
         answers.push(RankAnswer { q_rows: q_rows.clone(), kv_rows: kv_rows.clone(), answer });
     }
     Ok(answers)
-}
-
-/// True if the backward pass of a case is computed. Otherwise its gradients are 0: in the
-/// reproducible order with a bias tensor, sinks or a dense mask.
-const fn has_backward(case: &Case) -> bool {
-    let Case { bias, sinks, batch, .. } = case;
-    case.spec.leaf_rows.is_none()
-        || bias.is_none() && sinks.is_none() && batch.attention_mask.is_none()
 }
 
 /// The tensors of one rank, uploaded to its memory.
@@ -173,11 +166,7 @@ impl<M: TensorMemory> RankTensors<M> {
     ) -> Result<Answer> {
         let sums = case.spec.dtype.accumulator();
         let made = self.forward(memory, ring, case)?;
-        let [dq, dk, dv, dbias, dsinks] = if has_backward(case) {
-            self.backward(memory, ring, case, &made)?
-        } else {
-            self.zero_gradients(memory, ring, case)?
-        };
+        let [dq, dk, dv, dbias, dsinks] = self.backward(memory, ring, case, &made)?;
         let download =
             |tensor: Option<M::Tensor>| tensor.map(|tensor| memory.download(&tensor)).transpose();
         let whole = |tensor: Option<M::Tensor>| download(tensor).map(Option::unwrap_or_default);
@@ -185,13 +174,13 @@ impl<M: TensorMemory> RankTensors<M> {
             Ok(download(tensor)?.map(|tensor| tensor.index_axis_move(Axis(3), 0)))
         };
         let mut dbias = download(dbias)?;
-        if let Some(dbias) =
-            dbias.as_mut().filter(|_| case.spec.bias.is_some_and(|shape| shape[2] == 1))
-        {
+        let is_local = case.spec.leaf_rows.is_none();
+        let is_shared = is_local && case.spec.bias.is_some_and(|shape| shape[2] == 1);
+        if let Some(dbias) = dbias.as_mut().filter(|_| is_shared) {
             sum_over_ranks(ring, sums, dbias)?;
         }
         let mut dsinks = rows(dsinks)?.map(|dsinks| dsinks.index_axis_move(Axis(2), 0));
-        if let Some(dsinks) = &mut dsinks {
+        if let Some(dsinks) = dsinks.as_mut().filter(|_| is_local) {
             sum_over_ranks(ring, sums, dsinks)?;
         }
         let ForwardTensors { out, lse, max, sum, ties } = made;
@@ -251,25 +240,6 @@ impl<M: TensorMemory> RankTensors<M> {
         check_bytes("forward", ring.forward(&self.inputs(memory), &mut outputs)?)?;
         drop(outputs);
         Ok(made)
-    }
-
-    /// Returns dq, dk and dv of 0, and no other gradient.
-    fn zero_gradients<B: Backend<Space = M::Space>>(
-        &self,
-        memory: &M,
-        ring: &Ring<B>,
-        case: &Case,
-    ) -> Result<[Option<M::Tensor>; 5]> {
-        let Dims { batch, q_heads, kv_heads, head_dim, value_dim, .. } = case.spec.dims;
-        let kv_rows = index(ring.kv_rows().len());
-        let zeros = |shape| memory.upload(Array4::zeros(shape).view(), case.spec.dtype).map(Some);
-        Ok([
-            zeros((batch, self.q_rows, q_heads, head_dim))?,
-            zeros((batch, kv_rows, kv_heads, head_dim))?,
-            zeros((batch, kv_rows, kv_heads, value_dim))?,
-            None,
-            None,
-        ])
     }
 
     /// Returns dq, dk, dv, dbias, dsinks.

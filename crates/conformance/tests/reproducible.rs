@@ -10,13 +10,18 @@ use annulus_conformance::{
 };
 use annulus_core::{
     Backend, Capabilities, CustomLayout, DType, Host, HostBuffer, Passes, RankShard, Result, Runs,
-    SinkShape, Spec,
+    Spec,
 };
 
 #[test]
 fn bits_depend_on_neither_ranks_nor_layout_nor_threads() {
     let delayed = cpu_delayed(Duration::from_micros(200));
     suite::reproducible_bits(&[&cpu(), &delayed], 0..24).unwrap();
+}
+
+#[test]
+fn gradients_of_bias_and_sinks_have_the_same_bits() {
+    suite::reproducible_gradients(&[&cpu(), &cpu_delayed(Duration::from_micros(200))]).unwrap();
 }
 
 #[test]
@@ -44,16 +49,6 @@ const DIMS: Dims = Dims::new(1, 600, 2, 16);
 
 #[test]
 fn what_is_not_reproducible_is_refused() {
-    let both = Attention::new().reproducible(true);
-    for (attention, with) in [
-        (both.clone().bias([1, 1, 1, 600]), "with a bias tensor"),
-        (both.softmax_aux(SinkShape::shared(1)), "with sinks"),
-    ] {
-        let error = attention.local_ring(DIMS, 2).unwrap_err();
-        assert!(matches!(error, Error::Unsupported { .. }), "{error}");
-        assert!(error.to_string().contains(with), "{error}");
-        attention.forward_only(true).local_ring(DIMS, 2).unwrap();
-    }
     let custom = |cut: i64| {
         let shards = || -> Vec<Runs> { vec![(0..cut).collect(), (cut..600).collect()] };
         Layout::Custom(std::sync::Arc::new(CustomLayout { q: shards(), kv: shards() }))
@@ -118,5 +113,24 @@ fn layouts_are_cut_at_leaves() {
         let ring = attention().causal(true).layout(layout.clone()).local_ring(DIMS, 2).unwrap();
         let name = ring.ring().layout().name();
         assert!(layout.is_none_or(|layout| layout.name() == name), "{name}");
+    }
+}
+
+#[test]
+fn partial_results_take_the_memory_that_was_predicted() {
+    let dims = Dims::new(1, 2048, 2, 64);
+    for (ranks, layout) in [(1, Layout::Contiguous), (3, Layout::Zigzag), (4, Layout::Striped)] {
+        let attention = Attention::new().causal(true).reproducible(true).layout(layout);
+        for forward_only in [false, true] {
+            let attention = attention.clone().forward_only(forward_only);
+            for ring in attention.local_ring(dims, ranks).unwrap().rings() {
+                let predicted = ring.leaf_bytes();
+                let allocated = ring.workspace().leaf_bytes();
+                // the lists of partial results themselves are not in the prediction
+                assert!(predicted > 0, "{ranks} ranks");
+                let most = predicted + predicted / 50;
+                assert!((predicted..=most).contains(&allocated), "{allocated} of {predicted}");
+            }
+        }
     }
 }

@@ -18,8 +18,8 @@
 use std::{ops::ControlFlow, ops::Range};
 
 use crate::{
-    BackwardInputs, BackwardMode, Block, DType, Gradients, Inputs, Outputs, RankShard, Result,
-    Space, Spec,
+    BackwardInputs, BackwardMode, Block, DType, Gradients, Inputs, LeafSums, Outputs, RankShard,
+    Result, Space, Spec,
 };
 
 /// Called between tiles on the thread that called the backend, so that a transport without a
@@ -228,8 +228,23 @@ pub trait BackwardPass<S: Space> {
         reduction: Reduction,
     ) -> Result<S::Event>;
 
+    /// Writes the terms of the sums over leaves of all ranks, in the reproducible order: dsinks, and
+    /// dbias of a bias with one row and one column. `dkv` is as in [`BackwardPass::finish`], before
+    /// which this is called once, after the last block. Lists that there are no terms for are left
+    /// empty.
+    ///
+    /// The default serves backends without leaves ([`Capabilities::reproducible`]).
+    ///
+    /// # Errors
+    /// [`crate::Error::Internal`] by default; [`crate::Error::Device`].
+    fn leaf_sums(&mut self, dkv: &S::Buffer, sums: &mut LeafSums) -> Result<()> {
+        let _ = (dkv, sums);
+        Err(crate::Error::internal("sums over leaves of a backend without leaves"))
+    }
+
     /// Writes the gradients: dk and dv from `dkv` (records of [`Spec::gradient_row_layout`] of all
-    /// local keys), dq, and this rank's parts of dbias and dsinks.
+    /// local keys), dq, and this rank's parts of dbias and dsinks. In the reproducible order the
+    /// ring writes what [`BackwardPass::leaf_sums`] returned the terms of.
     ///
     /// # Errors
     /// [`crate::Error::Device`].

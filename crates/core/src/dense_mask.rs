@@ -20,7 +20,7 @@ macro_rules! mask_elements {
 mask_elements!(bool i8 i16 i32 i64 u8 u16 u32 u64);
 
 /// A dense mask `[b|1, heads|1, q rows, kv rows]`, one bit per pair, indexed by row number.
-#[derive(Clone, PartialEq, Eq)]
+#[derive(Clone, Default, PartialEq, Eq)]
 pub struct DenseMask {
     shape: [usize; 4],
     /// Number of 64-bit words per query row.
@@ -92,6 +92,11 @@ impl DenseMask {
         Ok(Self { shape: self.shape, words: self.words, bits })
     }
 
+    /// Returns the heap bytes.
+    pub const fn bytes(&self) -> usize {
+        self.bits.capacity() * size_of::<u64>()
+    }
+
     /// Returns `[b|1, heads|1, q rows, kv rows]`.
     pub const fn shape(&self) -> [usize; 4] {
         self.shape
@@ -113,6 +118,35 @@ impl DenseMask {
     /// and `head` are broadcast.
     pub fn visible(&self, batch: usize, head: usize, q: usize, k: usize) -> bool {
         self.line(batch, head, q).get(k / 64).is_some_and(|word| word >> (k % 64) & 1 != 0)
+    }
+
+    /// Replaces the mask by one of `shape`, whose rows `line(batch, head, query)` are the bytes of
+    /// their words, as of [`DenseMask::line`], in the order of the machine. Reuses the memory. A
+    /// row that is too short is filled with masked pairs.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn refill<'a>(
+        &mut self,
+        shape: [usize; 4],
+        line: impl Fn(usize, usize, usize) -> &'a [u8],
+    ) -> Result<()> {
+        let words = shape[3].div_ceil(64);
+        let all = Self::all_words(shape, words);
+        self.bits.clear();
+        memory::reserve(WHAT, &mut self.bits, all)?;
+        self.shape = shape;
+        self.words = words;
+        let [batches, heads, queries, _] = shape;
+        let rows = (0..batches).flat_map(|b| (0..heads).map(move |h| (b, h)));
+        for (b, h) in rows {
+            for q in 0..queries {
+                let bytes = line(b, h, q).as_chunks::<8>().0.iter();
+                let line = bytes.map(|&word| u64::from_ne_bytes(word));
+                self.bits.extend(line.chain(std::iter::repeat(0)).take(words));
+            }
+        }
+        Ok(())
     }
 
     /// Checks that the shape is `[b|1, q_heads|1, q_rows, kv_len]`. Errors name `argument`.
@@ -194,6 +228,10 @@ mod tests {
             prop_assert_eq!(&mask, &DenseMask::from_integers(booleans.view()));
             let part = mask.select_queries(&selected).unwrap();
             prop_assert_eq!(&mask.try_clone().unwrap(), &mask);
+            let mut refilled = DenseMask::from_fn([2, 1, 3, 70], |_| true);
+            let bytes = |b, h, q| bytemuck::cast_slice(mask.line(b, h, q));
+            refilled.refill(mask.shape(), bytes).unwrap();
+            prop_assert_eq!(&refilled, &mask);
             for b in 0..2 {
                 for h in 0..2 {
                     for k in 0..150 {

@@ -164,15 +164,19 @@ pub struct RankLeaves {
     /// Merges of this rank's keys in a backward pass, over leaves of queries. Each arrives in one
     /// block, of which every KV tile of row numbers is whole.
     pub queries: LeafMerges,
+    /// True if queries are sent to other ranks in a backward pass.
+    pub sends_queries: bool,
 }
 
 impl RankLeaves {
     /// Returns the number of slots and the bytes of the partial results in them, for `queries`
     /// local queries: value_dim accumulators, maximum and sum, and for an output that is not
-    /// normalised the ties. A backend may round dims and rows up.
-    pub fn bytes(&self, spec: &Spec, queries: u64) -> u64 {
-        let Dims { batch, q_heads, value_dim, .. } = spec.dims;
-        let numbers = value_dim + 2 + usize::from(!spec.normalize);
+    /// normalised the ties. With a backward pass dq uses the same memory, and the larger dim
+    /// counts. A backend may round dims and rows up.
+    pub fn bytes(&self, spec: &Spec, queries: u64, backward: bool) -> u64 {
+        let Dims { batch, q_heads, head_dim, value_dim, .. } = spec.dims;
+        let dim = if backward { head_dim.max(value_dim) } else { value_dim };
+        let numbers = dim + 2 + usize::from(!spec.normalize);
         (self.keys.slots() * batch * q_heads * numbers * spec.dtype.accumulator().bytes()) as u64
             * queries
     }

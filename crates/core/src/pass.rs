@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::{DenseMask, RankLeaves, Rows, Space, Spec};
+use crate::{DenseMask, RankLeaves, RowLayout, Rows, Space, Spec};
 
 /// One rank's part of the attention, fixed when a plan is made or updated.
 #[derive(Debug, Clone)]
@@ -24,6 +24,18 @@ pub struct RankShard {
     /// are masked for all local queries, and may be divided between blocks that follow each other,
     /// at a multiple of [`crate::Capabilities::kv_tile`] of its row numbers.
     pub leaves: Option<Arc<RankLeaves>>,
+}
+
+impl RankShard {
+    /// Returns the wire format of one query row in the two-pass backward. In the reproducible order
+    /// a query that is sent to other ranks has its rows of a bias and of a dense mask with it.
+    pub fn query_row_layout(&self) -> RowLayout {
+        if self.leaves.as_ref().is_some_and(|leaves| leaves.sends_queries) {
+            self.spec.whole_query_row_layout(self.attention_mask.as_ref().map(|mask| mask.shape()))
+        } else {
+            self.spec.query_row_layout()
+        }
+    }
 }
 
 /// Inputs of a forward pass. q_len and kv_len of q, k and v count the rows of this rank.

@@ -198,24 +198,56 @@ impl Spec {
     }
 
     /// Returns the wire format of the gradients of one key row: dk and dv in the accumulator's
-    /// type.
+    /// type. In the reproducible order, where gradients are not sent, dbias of a bias that is
+    /// broadcast over queries follows: see [`Spec::bias_heads_per_kv_head`].
     pub fn gradient_row_layout(&self) -> RowLayout {
-        self.key_and_value_layout(self.dtype.accumulator())
+        let dtype = self.dtype.accumulator();
+        let Dims { batch, kv_heads: heads, head_dim, value_dim, .. } = self.dims;
+        match (self.leaf_rows, self.bias) {
+            (Some(_), Some([_, _, 1, _])) => {
+                let dims = [head_dim, value_dim, self.bias_heads_per_kv_head()];
+                RowLayout::new(dims.map(|dim| RowField { batch, heads, dim, dtype }))
+            }
+            _ => self.key_and_value_layout(dtype),
+        }
+    }
+
+    /// Returns the number of bias gradients per KV head of a query or a key: one for each query
+    /// head of the group, or one if the heads share the bias.
+    pub fn bias_heads_per_kv_head(&self) -> usize {
+        match self.bias {
+            Some([_, 1, _, _]) => 1,
+            _ => self.dims.group(),
+        }
     }
 
     /// Returns the wire format of one query row in the two-pass backward: q and dout in the inputs'
     /// type, and [`Spec::ROW_STATISTICS`] numbers per head in the accumulator's type.
     pub fn query_row_layout(&self) -> RowLayout {
         let Dims { batch, q_heads, head_dim, value_dim, .. } = self.dims;
-        let field = |dim, dtype| RowField { heads: q_heads, dim, dtype };
-        RowLayout::new(
+        let field = |dim, dtype| RowField { batch, heads: q_heads, dim, dtype };
+        RowLayout::new([
+            field(head_dim, self.dtype),
+            field(value_dim, self.dtype),
+            field(Self::ROW_STATISTICS, self.dtype.accumulator()),
+        ])
+    }
+
+    /// Returns the wire format of one query row with its row of a bias that has a query axis, and
+    /// of a dense mask of shape `attention_mask`, 64 keys in 8 bytes. Ranks send it in the
+    /// reproducible order: see [`crate::RankShard::query_row_layout`].
+    pub fn whole_query_row_layout(&self, attention_mask: Option<[usize; 4]>) -> RowLayout {
+        let field = |[batch, heads, _, keys]: [usize; 4], dtype| RowField {
             batch,
-            [
-                field(head_dim, self.dtype),
-                field(value_dim, self.dtype),
-                field(Self::ROW_STATISTICS, self.dtype.accumulator()),
-            ],
-        )
+            heads,
+            dim: keys,
+            dtype,
+        };
+        let bias = self.bias.filter(|shape| shape[2] != 1).unwrap_or_default();
+        let mask = attention_mask.unwrap_or_default();
+        let words = [mask[0], mask[1], mask[2], mask[3].div_ceil(64)];
+        let bias = field(bias, self.dtype.accumulator());
+        self.query_row_layout().with_extra([bias, field(words, DType::F64)])
     }
 
     /// Number of row statistics of one query row and head in the backward pass:
@@ -242,9 +274,6 @@ impl Spec {
     /// Returns the layout of one vector per KV head of the keys' dim, then of the values' dim.
     fn key_and_value_layout(&self, dtype: DType) -> RowLayout {
         let Dims { batch, kv_heads: heads, head_dim, value_dim, .. } = self.dims;
-        RowLayout::new(
-            batch,
-            [RowField { heads, dim: head_dim, dtype }, RowField { heads, dim: value_dim, dtype }],
-        )
+        RowLayout::new([head_dim, value_dim].map(|dim| RowField { batch, heads, dim, dtype }))
     }
 }

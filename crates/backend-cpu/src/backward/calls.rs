@@ -2,8 +2,8 @@
 //! from received queries.
 
 use annulus_core::{
-    BackwardInputs, Block, Error, Host, HostBuffer, Inputs, RankLeaves, RankShard, Result, Rows,
-    Tick, Visibility,
+    BackwardInputs, Block, Error, Host, HostBuffer, Inputs, RankShard, Result, Tick, Visibility,
+    memory,
 };
 
 use crate::{
@@ -13,16 +13,15 @@ use crate::{
         kv_split::KvSplit,
     },
     forward::query_pass::keys_and_values,
-    simd::{dispatch::Real, float::Float},
+    simd::float::Float,
     threads::team::Team,
     tile::{
         input::{Acc, Input, Source, array, elements_mut},
         scores::Scores,
     },
     workspace::{
-        leaves::{GradientLeaves, query_leaves, unify},
+        leaves::query_leaves,
         records::{QueryRecord, bytes_mut},
-        scratch::Scratch,
         state::{State, Summed},
     },
 };
@@ -92,8 +91,8 @@ fn attend_block<E: Input<Accumulator: Summed>>(
         dout: Source::tensor(array("dout", inputs.dout)?),
         statistics: QueryStatisticsSource::Local(statistics),
         gradient_row_layout,
-        queries: 0..queries.len(),
         add: false,
+        bias_in_records: None,
     };
     if fused {
         let split = KvSplit::new(spec, geometry, team.threads(), keys.len());
@@ -122,21 +121,29 @@ pub(crate) fn backward_dkv_from_queries<E: Input<Accumulator: Summed>>(
     final_grad: &mut HostBuffer,
     tick: Tick<'_>,
 ) -> Result<()> {
-    let State { shard, geometry, k_rows, scratch, query_tiles, gradient_leaves, .. } = state;
+    let State { shard, geometry, k_rows, scratch, query_tiles, .. } = state;
+    let State { key_leaves, bias_gradient, received_mask, .. } = state;
     let spec = &*shard.spec;
-    let queries_are_local = block.rows.rows() == shard.queries.rows();
-    reject_missing_rows(shard, queries_are_local)?;
-    let record = spec.query_row_layout();
+    let record = QueryRecord::of(shard);
     let bytes = block.buffer.bytes();
-    let source = |field| Source::<E>::records(bytes, block.rows.len(), &record, field);
-    let attention_mask = shard.attention_mask.as_deref();
     let queries = block.rows;
     let keys = &*shard.keys;
+    let source = |field| Source::<E>::records(bytes, queries.len(), &record.layout, field);
+    let bias_was_sent = record.bias::<Acc<E>>(bytes, queries.len())?;
+    let mask_was_sent = record.mask(bytes, queries.len(), spec.dims.kv_len, received_mask)?;
+    if queries.rows() != shard.queries.rows() {
+        reject_missing_rows(shard, bias_was_sent.is_some(), mask_was_sent)?;
+    }
+    let attention_mask =
+        if mask_was_sent { Some(&*received_mask) } else { shard.attention_mask.as_deref() };
     let visibility = Visibility { mask: &*spec.mask, attention_mask, queries, keys };
-    let bias = inputs.bias.map(|bias| array("bias", bias)).transpose()?;
+    let bias = match bias_was_sent {
+        Some(bias) => Some(bias),
+        None => inputs.bias.map(|bias| array("bias", bias)).transpose()?,
+    };
     let gradient_row_layout = spec.gradient_row_layout();
     query_tiles.refill(team, scratch, &visibility, spec)?;
-    let mut pass = DkvPass {
+    let pass = DkvPass {
         geometry,
         k_rows: *k_rows,
         visibility,
@@ -146,90 +153,43 @@ pub(crate) fn backward_dkv_from_queries<E: Input<Accumulator: Summed>>(
         v: Source::tensor(array("v", inputs.v)?),
         q: source(0)?,
         dout: source(1)?,
-        statistics: QueryStatisticsSource::Received { bytes, record: QueryRecord::of(spec) },
+        statistics: QueryStatisticsSource::Received { bytes, record: &record },
         gradient_row_layout,
-        queries: 0..queries.len(),
-        add: true,
+        add: shard.leaves.is_none(),
+        bias_in_records: bias_gradient.as_ref().filter(|gradient| gradient.in_records()),
     };
-    if let Some(plan) = &shard.leaves {
-        let call = LeafCall { plan, leaves: gradient_leaves, rows: queries };
-        return add_query_leaves(&mut pass, (team, scratch), call, final_grad, tick);
-    }
     let layout = pass.gradient_row_layout.clone();
     let sums = elements_mut::<Acc<E>>(bytes_mut(final_grad)?, keys.len(), &layout)?;
-    pass.run(team, scratch, sums, tick);
-    Ok(())
-}
-
-/// Leaves of a block of queries, and the state of the tree over them.
-struct LeafCall<'a> {
-    plan: &'a RankLeaves,
-    leaves: &'a mut GradientLeaves,
-    rows: &'a Rows,
-}
-
-/// Computes dk and dv of each leaf of the block into `current`, and merges it with those that wait
-/// for it. After the last leaf of the pass `current` is the root.
-fn add_query_leaves<E: Input<Accumulator: Summed>>(
-    pass: &mut DkvPass<'_, E>,
-    (team, scratch): (&Team, &mut [Scratch<Acc<E>>]),
-    call: LeafCall<'_>,
-    current: &mut HostBuffer,
-    tick: Tick<'_>,
-) -> Result<()> {
-    let LeafCall { plan, leaves, rows } = call;
-    let layout = pass.gradient_row_layout.clone();
-    let keys = pass.visibility.keys.len();
-    pass.add = false;
-    let steps = plan.queries.steps();
-    if steps.is_empty() {
-        elements_mut::<Acc<E>>(bytes_mut(current)?, keys, &layout)?.fill(Acc::<E>::ZERO);
-    }
-    for (leaf, queries) in query_leaves(rows, plan.rows)? {
-        let number = leaves.next;
-        let Some(step) = steps.get(number).filter(|step| step.leaf == leaf) else {
-            return Err(Error::internal(format!("leaf {leaf} of queries arrives out of order")));
-        };
-        leaves.next += 1;
-        pass.queries = queries;
-        let sums = elements_mut::<Acc<E>>(bytes_mut(current)?, keys, &layout)?;
-        pass.run(team, scratch, sums, &mut *tick);
-        for merge in plan.queries.merges(number) {
-            let stored = bytes_mut(&mut leaves.slots[merge.slot])?;
-            let stored = elements_mut::<Acc<E>>(stored, keys, &layout)?;
-            add(team, scratch, sums, stored);
-        }
-        match step.store {
-            Some(slot) => std::mem::swap(current, &mut leaves.slots[slot]),
-            None => unify(sums),
-        }
-    }
-    Ok(())
-}
-
-/// Elements that a thread adds at a time: 256 KiB of f32, of each operand.
-const ADDED: usize = 1 << 16;
-
-/// Adds `stored` to `sums`.
-fn add<A: Real>(team: &Team, scratch: &mut [Scratch<A>], sums: &mut [A], stored: &[A]) {
-    let chunks = sums.chunks_mut(ADDED).zip(stored.chunks(ADDED));
-    team.run(scratch, chunks, None, |_, (sums, stored), _| {
-        sums.iter_mut().zip(stored).for_each(|(sum, &stored)| *sum += stored);
-    });
-}
-
-/// Rejects passes over received queries that need rows of a dense mask or of a full bias: a rank
-/// holds these for its own queries only.
-fn reject_missing_rows(shard: &RankShard, queries_are_local: bool) -> Result<()> {
-    let by = "the two-pass backward of the cpu backend, for queries of other ranks";
-    if queries_are_local {
+    let Some(plan) = &shard.leaves else {
+        pass.run(team, scratch, sums, tick);
         return Ok(());
+    };
+    if plan.queries.steps().is_empty() {
+        sums.fill(Acc::<E>::ZERO);
     }
-    if shard.attention_mask.is_some() {
+    key_leaves.steps.clear();
+    for (leaf, queries) in query_leaves(queries, plan.rows)? {
+        let number = key_leaves.next;
+        if plan.queries.steps().get(number).is_none_or(|step| step.leaf != leaf) {
+            return Err(Error::internal(format!("leaf {leaf} of queries arrives out of order")));
+        }
+        key_leaves.next += 1;
+        memory::reserve("the leaves of a block", &mut key_leaves.steps, 1)?;
+        key_leaves.steps.push((number, queries));
+    }
+    pass.run_leaves(team, scratch, (&plan.queries, key_leaves), sums, tick);
+    Ok(())
+}
+
+/// Rejects passes over queries of other ranks that need rows of a dense mask or of a bias which
+/// were not sent: a rank holds these for its own queries only.
+fn reject_missing_rows(shard: &RankShard, has_bias: bool, has_mask: bool) -> Result<()> {
+    let by = "the two-pass backward of the cpu backend, for queries of other ranks";
+    if shard.attention_mask.is_some() && !has_mask {
         return Err(Error::unsupported("attention_mask", by));
     }
     match shard.spec.bias {
-        Some([_, _, queries, _]) if queries != 1 => {
+        Some([_, _, queries, _]) if queries != 1 && !has_bias => {
             Err(Error::unsupported("a bias that differs between queries", by))
         }
         _ => Ok(()),

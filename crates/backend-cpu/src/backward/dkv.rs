@@ -13,12 +13,9 @@
 //! # Source
 //! Dao et al. 2022, algorithm 4.
 
-use std::{
-    ops::Range,
-    sync::{Mutex, PoisonError},
-};
+use std::{ops::Range, sync::Mutex};
 
-use annulus_core::{BiasOrder, Element, RowLayout, Tick, Visibility};
+use annulus_core::{BiasOrder, Element, LeafMerges, RowLayout, Tick, Visibility};
 
 use crate::{
     backward::{
@@ -26,7 +23,10 @@ use crate::{
         reduction::{KeyTask, TaskReduction},
     },
     simd::{dispatch::Real, float::Float},
-    threads::team::{Team, Ticker},
+    threads::{
+        lock::lock,
+        team::{Team, Ticker},
+    },
     tile::{
         bf16_pairs::interleave_rows,
         coord::TileCoord,
@@ -39,6 +39,9 @@ use crate::{
         tile_mask::{LaneAxis, TILE},
     },
     workspace::{
+        bias_gradient::BiasGradient,
+        key_leaves::KeyLeaves,
+        leaves::unify,
         query_tiles::QueryTileCache,
         records::QueryRecord,
         scratch::Scratch,
@@ -50,7 +53,7 @@ use crate::{
 /// Source of row statistics: this rank's, or received records.
 pub(super) enum QueryStatisticsSource<'a, A> {
     Local(&'a RowStatistics<A>),
-    Received { bytes: &'a [u8], record: QueryRecord },
+    Received { bytes: &'a [u8], record: &'a QueryRecord },
 }
 
 impl<A: Real> QueryStatisticsSource<'_, A> {
@@ -79,10 +82,10 @@ pub(crate) struct DkvPass<'a, E: Input> {
     pub(super) dout: Source<'a, E>,
     pub(super) statistics: QueryStatisticsSource<'a, Acc<E>>,
     pub(super) gradient_row_layout: RowLayout,
-    /// Queries whose terms are summed, in whole tiles: all, or those of a leaf.
-    pub(super) queries: Range<usize>,
     /// True if results are added to the records, false if they overwrite them.
     pub(super) add: bool,
+    /// Present if dbias, summed over queries, is a field of the records.
+    pub(super) bias_in_records: Option<&'a BiasGradient<Acc<E>>>,
 }
 
 impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
@@ -94,39 +97,92 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
         sums: &mut [Acc<E>],
         tick: Tick<'_>,
     ) {
+        // tasks write disjoint elements of the same records, under a lock held once per task
+        let sums = Mutex::new(sums);
+        team.run(scratch, self.tasks(), Some(tick), |scratch, task, ticker| {
+            Self::begin(scratch);
+            self.accumulate(scratch, &task, &(0..self.visibility.queries.len()), None, ticker);
+            self.write(scratch, &task, self.scale(), &mut lock(&sums));
+        });
+    }
+
+    /// Iterates over the tasks. Early keys come first: they are the long tasks under a causal mask.
+    fn tasks(&self) -> impl Iterator<Item = KeyTask> + Send + use<E> {
         let batch = self.geometry.dims.batch;
         let kv_heads = self.geometry.dims.kv_heads;
         let len = self.visibility.keys.len();
-        // early keys first: they are the long tasks under a causal mask
-        let tasks = (0..len).step_by(self.k_rows).flat_map(move |first| {
-            let keys = first..len.min(first + self.k_rows);
+        let k_rows = self.k_rows;
+        (0..len).step_by(k_rows).flat_map(move |first| {
+            let keys = first..len.min(first + k_rows);
             (0..batch * kv_heads).map(move |plane| KeyTask {
                 batch: plane / kv_heads,
                 kv_head: plane % kv_heads,
                 keys: keys.clone(),
             })
-        });
-        // tasks write disjoint elements of the same records, under a lock held once per task
-        let sums = Mutex::new(sums);
-        team.run(scratch, tasks, Some(tick), |scratch, task, ticker| {
-            self.accumulate(scratch, &task, None, ticker);
-            self.write(scratch, &task, &mut sums.lock().unwrap_or_else(PoisonError::into_inner));
+        })
+    }
+
+    /// As [`DkvPass::run`] in the reproducible order: computes the leaves of the block, each from
+    /// sums of 0, and merges them. After the last leaf of the pass the roots are in the records.
+    pub(super) fn run_leaves(
+        &self,
+        team: &Team,
+        scratch: &mut [Scratch<Acc<E>>],
+        (merges, leaves): (&LeafMerges, &mut KeyLeaves<Acc<E>>),
+        records: &mut [Acc<E>],
+        tick: Tick<'_>,
+    ) {
+        let records = Mutex::new(records);
+        let KeyLeaves { tasks, steps, .. } = leaves;
+        let tasks = self.tasks().zip(tasks);
+        team.run(scratch, tasks, Some(tick), |scratch, (task, leaves), ticker| {
+            Self::begin(scratch);
+            let mut is_clear = true;
+            for (step, queries) in &*steps {
+                if !std::mem::replace(&mut is_clear, true) {
+                    Self::clear(scratch);
+                }
+                let filled = self.accumulate(scratch, &task, queries, None, ticker);
+                if ticker.should_stop() {
+                    return;
+                }
+                let Scratch { sums_head, sums_value, sums_bias, .. } = scratch;
+                let sums = [&mut sums_head[..], &mut sums_value[..], &mut sums_bias[..]];
+                is_clear = !filled && merges.merges(*step).is_empty();
+                if leaves.close_leaf(merges, *step, filled, sums) {
+                    // before zeros get their sign: a rank without queries writes 0
+                    sums_head.iter_mut().for_each(|sum| *sum = self.scale() * *sum);
+                    [sums_head, sums_value, sums_bias].into_iter().for_each(|sums| unify(sums));
+                    self.write(scratch, &task, Acc::<E>::ONE, &mut lock(&records));
+                }
+            }
         });
     }
 
-    /// Accumulates dk and dv of a task's keys in strips and, with `reduction`, adds to dq and
-    /// dbias.
+    /// Starts a task.
+    pub(super) fn begin(scratch: &mut Scratch<Acc<E>>) {
+        scratch.filled.fill(false);
+        Self::clear(scratch);
+    }
+
+    /// Zeroes the sums of a task.
+    fn clear(scratch: &mut Scratch<Acc<E>>) {
+        scratch.sums_head.fill(Acc::<E>::ZERO);
+        scratch.sums_value.fill(Acc::<E>::ZERO);
+        scratch.sums_bias.fill(Acc::<E>::ZERO);
+    }
+
+    /// Accumulates dk and dv of a task's keys over the queries `rows`, whole tiles, in strips and,
+    /// with `reduction`, adds to dq and dbias. Returns true if some query attends to a key.
     pub(crate) fn accumulate(
         &self,
         scratch: &mut Scratch<Acc<E>>,
         task: &KeyTask,
+        rows: &Range<usize>,
         reduction: Option<&TaskReduction<'_, Acc<E>>>,
         ticker: &mut Ticker<'_>,
-    ) {
-        scratch.filled.fill(false);
-        scratch.sums_head.fill(Acc::<E>::ZERO);
-        scratch.sums_value.fill(Acc::<E>::ZERO);
-        scratch.sums_bias.fill(Acc::<E>::ZERO);
+    ) -> bool {
+        let mut filled = false;
         let tiles = self.visibility.queries.len().div_ceil(TILE);
         for (round, heads) in self.heads_with_one_mask(task.kv_head).enumerate() {
             for queries in self
@@ -134,13 +190,13 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
                 .hulls
                 .query_tiles(task.batch, heads.start, self.visibility.keys, task.keys.clone())
                 .rev()
-                .filter(|queries| self.queries.contains(&queries.start))
+                .filter(|queries| rows.contains(&queries.start))
             {
                 let step = (round + 1) * tiles - 1 - queries.start / TILE;
                 if ticker.should_stop()
                     || reduction.is_some_and(|reduction| !reduction.wait_for_step(step, ticker))
                 {
-                    return;
+                    return filled;
                 }
                 let lines = 2 * TILE + self.geometry.head_rows() + self.geometry.value_rows();
                 scratch.prefetcher.spread(self.geometry.strips(task.keys.len()).len(), lines);
@@ -150,7 +206,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
                     scratch.prefetcher.rows =
                         if head + 1 < heads.end { queries.clone() } else { next };
                     let prefetch_head = if head + 1 < heads.end { head + 1 } else { heads.start };
-                    self.accumulate_queries(
+                    filled |= self.accumulate_queries(
                         scratch,
                         task,
                         (head, prefetch_head),
@@ -160,6 +216,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
                 }
             }
         }
+        filled
     }
 
     /// Iterates over the query heads of a group: all at once if they have the same mask, else one
@@ -171,7 +228,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
     }
 
     /// Processes one tile of queries of one head for all strips of keys. `prefetch_head` is the
-    /// head of the queries that are prefetched meanwhile.
+    /// head of the queries that are prefetched meanwhile. Returns true unless every strip is empty.
     fn accumulate_queries(
         &self,
         scratch: &mut Scratch<Acc<E>>,
@@ -179,7 +236,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
         (head, prefetch_head): (usize, usize),
         queries: &Range<usize>,
         reduction: Option<&TaskReduction<'_, Acc<E>>>,
-    ) {
+    ) -> bool {
         let token = self.geometry.token;
         let tile = self.query_tiles.tile(task.batch, head, queries.start);
         let mut filled = false;
@@ -219,26 +276,23 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
             if reduction.is_some() && open_tile.replace(tile_start).is_none() {
                 scratch.ds_tile.clear();
             }
-            self.accumulate_tile(
-                scratch,
-                task,
-                (&coord, prefetch_head),
-                reduction.map(|reduction| (reduction, strip.rows.start)),
-            );
+            let first_key = strip.rows.start;
+            self.accumulate_tile(scratch, task, (&coord, prefetch_head), reduction, first_key);
         }
         if let (Some(reduction), Some(before)) = (reduction, open_tile) {
             reduction.accumulate_dq(scratch, head, task, before, queries);
         }
+        filled
     }
 
-    /// Processes one tile. With a reduction, the second element is the tile's first key, as an
-    /// index into the task.
+    /// Processes one tile. `first_key` is its first key, as an index into the task.
     fn accumulate_tile(
         &self,
         scratch: &mut Scratch<Acc<E>>,
         task: &KeyTask,
         (coord, prefetch_head): (&TileCoord, usize),
-        reduction: Option<(&TaskReduction<'_, Acc<E>>, usize)>,
+        reduction: Option<&TaskReduction<'_, Acc<E>>>,
+        first_key: usize,
     ) {
         let geometry = self.geometry;
         let head_dim = geometry.packed_rows(geometry.dims.head_dim);
@@ -288,17 +342,16 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
         if bias_before_cap {
             apply_soft_cap_slope(&self.scores, coord, &span, tiles);
         }
-        if let Some((reduction, key)) = reduction
-            && let Some(bias) = reduction.to.bias
-        {
+        if let Some(bias) = reduction.map_or(self.bias_in_records, |reduction| reduction.to.bias) {
             let key_rows = &self.visibility.keys.rows()[coord.keys.clone()];
-            bias.add(coord, task.kv_head, tile_mask.rows(), &tiles.s, key_rows, (sums_bias, key));
+            let lanes = (&mut sums_bias[..], first_key);
+            bias.add(coord, task.kv_head, tile_mask.rows(), &tiles.s, key_rows, lanes);
         }
         if !bias_before_cap {
             apply_soft_cap_slope(&self.scores, coord, &span, tiles);
         }
-        if let Some((_, key)) = reduction {
-            ds_tile.insert_strip(geometry.token, coord, tile_mask, key % TILE, &tiles.s);
+        if reduction.is_some() {
+            ds_tile.insert_strip(geometry.token, coord, tile_mask, first_key % TILE, &tiles.s);
         }
         if geometry.bf16_pairs {
             interleave_rows(geometry.token, coord.vectors, tile_mask.rows(), &mut tiles.dp);
@@ -326,14 +379,36 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
         );
     }
 
-    /// Writes a task's dk and dv into the gradient records.
-    pub(crate) fn write(&self, scratch: &Scratch<Acc<E>>, task: &KeyTask, records: &mut [Acc<E>]) {
+    /// Returns the factor of dk.
+    pub(crate) fn scale(&self) -> Acc<E> {
+        Acc::<E>::from_f64(self.scores.spec.scale)
+    }
+
+    /// Writes a task's dk, multiplied by `scale`, dv, and dbias if it is a field, into the gradient
+    /// records.
+    pub(crate) fn write(
+        &self,
+        scratch: &Scratch<Acc<E>>,
+        task: &KeyTask,
+        scale: Acc<E>,
+        records: &mut [Acc<E>],
+    ) {
         let spec = self.scores.spec;
         let record = &self.gradient_row_layout;
         let size = size_of::<Acc<E>>() as u64;
         let at = |bytes: u64| annulus_core::index(bytes / size);
         let len = at(record.bytes());
-        let scale = Acc::<E>::from_f64(spec.scale);
+        if self.bias_in_records.is_some() {
+            let first = at(record.offset(2, task.batch, task.kv_head));
+            let heads = record.fields()[2].dim;
+            for (index, sums) in
+                scratch.sums_bias.chunks_exact(scratch.sums_bias.len() / heads).enumerate()
+            {
+                for (key, &sum) in task.keys.clone().zip(sums) {
+                    records[key * len + first + index] = sum;
+                }
+            }
+        }
         let fields = [
             (0, spec.dims.head_dim, self.geometry.head_rows(), &scratch.sums_head, scale),
             (

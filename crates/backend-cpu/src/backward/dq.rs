@@ -52,18 +52,16 @@ pub(crate) fn backward_dq<E: Input<Accumulator: Summed>>(
     let State { shard, geometry, blocks, scratch, statistics, bias_gradient, .. } = state;
     let State { in_place, arrivals, .. } = state;
     let pass = QueryPass::<E>::new(geometry, task_rows, shard, &inputs.forward, block, *in_place)?;
-    let pass = DqPass { pass, dout: Source::tensor(array("dout", inputs.dout)?), statistics };
+    let dout = Source::tensor(array("dout", inputs.dout)?);
+    let bias_in_blocks = bias_gradient.as_ref().is_some_and(|gradient| gradient.in_blocks());
+    let pass = DqPass { pass, dout, statistics, bias_in_blocks };
     QueryPass::<E>::invalidate_query_tiles(scratch);
-    if let Some(plan) = &shard.leaves {
+    let plan = shard.leaves.as_deref();
+    if let Some(plan) = plan {
         arrivals.refill(&plan.keys, plan.rows, block.rows)?;
-        let tasks = blocks.chunk_by_mut(QueryTask::same_task(task_rows)).filter_map(QueryTask::new);
-        team.run(scratch, tasks, Some(tick), |scratch, mut task, ticker| {
-            pass.accumulate_leaves(scratch, &mut task, (plan, arrivals), ticker);
-        });
-        return Ok(());
     }
     // one thread works all tasks of an owner, because they add to the same part of dbias
-    let mut partials = bias_gradient.as_mut().map(|gradient| gradient.partials());
+    let mut partials = bias_gradient.as_mut().and_then(|gradient| gradient.partials());
     let same_task = QueryTask::same_task(task_rows);
     let owned = partials.is_some();
     let same_owner = |a: &QueryBlock<_>, b: &QueryBlock<_>| {
@@ -74,7 +72,14 @@ pub(crate) fn backward_dq<E: Input<Accumulator: Summed>>(
         .map(|blocks| (blocks, partials.as_mut().and_then(Iterator::next)));
     team.run(scratch, tasks, Some(tick), |scratch, (blocks, mut bias_partial), ticker| {
         for mut task in blocks.chunk_by_mut(&same_task).filter_map(QueryTask::new) {
-            pass.accumulate(scratch, &mut task, bias_partial.as_deref_mut(), ticker);
+            let bias_partial = bias_partial.as_deref_mut();
+            match plan {
+                Some(plan) => {
+                    let leaves = (plan, &*arrivals);
+                    pass.accumulate_leaves(scratch, &mut task, leaves, bias_partial, ticker);
+                }
+                None => pass.accumulate(scratch, &mut task, bias_partial, ticker),
+            }
         }
     });
     Ok(())
@@ -84,6 +89,8 @@ struct DqPass<'a, E: Input> {
     pass: QueryPass<'a, E>,
     dout: Source<'a, E>,
     statistics: &'a RowStatistics<Acc<E>>,
+    /// [`crate::workspace::bias_gradient::BiasGradient::in_blocks`].
+    bias_in_blocks: bool,
 }
 
 impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
@@ -116,6 +123,7 @@ impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
         scratch: &mut Scratch<Acc<E>>,
         task: &mut QueryTask<'_, Acc<E>>,
         (plan, arrivals): (&RankLeaves, &Arrivals),
+        mut bias_partial: Option<&mut BiasPartial<Acc<E>>>,
         ticker: &mut Ticker<'_>,
     ) {
         scratch.filled.fill(false);
@@ -132,7 +140,8 @@ impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
                     }
                     if self.pass.visibility.may_attend(&whole, keys) {
                         task.blocks().iter_mut().for_each(QueryBlock::fill_dq_leaf);
-                        self.accumulate_kv_tile(scratch, task, None, &heads, keys);
+                        let bias_partial = bias_partial.as_deref_mut();
+                        self.accumulate_kv_tile(scratch, task, bias_partial, &heads, keys);
                     }
                 }
                 scratch.task_tile = whole;
@@ -252,6 +261,9 @@ impl<E: Input<Accumulator: Summed>> DqPass<'_, E> {
         }
         if let Some(bias_partial) = bias_partial {
             bias_partial.add(coord, tile_mask.rows(), &tiles.s, scores.keys.rows());
+        }
+        if self.bias_in_blocks {
+            block.add_over_keys(coord, first, geometry.dims.group(), &tiles.s[span.clone()]);
         }
         if !bias_before_cap {
             apply_soft_cap_slope(scores, coord, &span, tiles);

@@ -1,14 +1,17 @@
 //! Epilogue of the backward pass: writes the gradients, each rounded once.
 //!
 //! ```text
-//! dq = scale·Σ dS·K      dk, dv from their records      dbias from its partial sums
+//! dq = scale·Σ dS·K      dk, dv from their records      dbias from its sums (`leaf_sums.rs`)
 //! da_t = −Σ_i e^{a_t − lse_i}·delta_i − [a_t = max_i]·share_i        for each sink a_t
 //! ```
+
+use std::ops::Range;
 
 use annulus_core::{Element, Gradients, Host, HostBuffer, Inputs, Result};
 use ndarray::{ArrayView1, ArrayView4, ArrayViewMut1, ArrayViewMut4, Axis};
 
 use crate::{
+    backward::leaf_sums::write_dbias,
     forward::finish::sink_line,
     simd::{
         dispatch::{ArrayKernel, IsaToken, Real},
@@ -20,6 +23,7 @@ use crate::{
         tile_mask::TILE,
     },
     workspace::{
+        bias_gradient::BiasPartial,
         scratch::Scratch,
         state::{DqLayout, State, Summed},
         statistics::RowStatistics,
@@ -37,7 +41,8 @@ pub(crate) fn finish<E: Input<Accumulator: Summed>>(
     let mut dq = array_mut::<E>("dq", &mut gradients.dq)?;
     let (mut dk, mut dv) =
         (array_mut::<E>("dk", &mut gradients.dk)?, array_mut::<E>("dv", &mut gradients.dv)?);
-    finish_dq_leaves(team, state);
+    finish_leaves(team, state);
+    let reproducible = state.shard.leaves.is_some();
     let mut scratch = std::mem::take(&mut state.scratch);
     write_dq(team, state, &mut scratch, &mut dq);
     let record = state.shard.spec.gradient_row_layout();
@@ -59,24 +64,30 @@ pub(crate) fn finish<E: Input<Accumulator: Summed>>(
     }
     state.scratch = scratch;
     if let (Some(gradient), Some(dbias)) = (&state.bias_gradient, gradients.dbias.as_mut()) {
-        gradient.write(array_mut("dbias", dbias)?);
+        write_dbias(state, gradient, final_grad, array_mut("dbias", dbias)?)?;
     }
-    if let (Some(sinks), Some(dsinks)) = (inputs.sinks, gradients.dsinks.as_mut()) {
-        write_dsinks(
-            &state.statistics,
-            state.shard.spec.dims.q_heads,
-            array("softmax_aux", sinks)?,
-            array_mut("dsinks", dsinks)?,
-        );
+    // the ring sums those of leaves
+    if let (Some(sinks), Some(dsinks), false) =
+        (inputs.sinks, gradients.dsinks.as_mut(), reproducible)
+    {
+        let State { shard, statistics, .. } = state;
+        let sinks = array("softmax_aux", sinks)?;
+        let rows = 0..statistics.rows;
+        let sums = sink_gradients(statistics, shard.spec.dims.q_heads, sinks, rows);
+        let mut dsinks = array_mut::<Acc<E>>("dsinks", dsinks)?;
+        dsinks.iter_mut().zip(sums).for_each(|(into, sum)| *into = Acc::<E>::from_f64(sum));
     }
     Ok(())
 }
 
-/// Closes the last leaf of keys, so that the root of the tree is dq of every query. Does nothing if
-/// the order is not reproducible.
-fn finish_dq_leaves<A: Real>(team: &Team, state: &mut State<A>) {
-    let State { shard, blocks, scratch, arrivals, .. } = state;
+/// Closes the last leaf of keys, so that the root of the tree is dq of every query, and gives zeros
+/// and NaN of dbias the same bits. Does nothing if the order is not reproducible.
+fn finish_leaves<A: Real>(team: &Team, state: &mut State<A>) {
+    let State { shard, blocks, scratch, arrivals, bias_gradient, .. } = state;
     let Some(plan) = &shard.leaves else { return };
+    if let Some(partials) = bias_gradient.as_mut().and_then(|gradient| gradient.partials()) {
+        partials.for_each(BiasPartial::unify);
+    }
     team.run(scratch, blocks.iter_mut(), None, |_, block, _| {
         if let Some(step) = arrivals.open() {
             block.close_dq_leaf(&plan.keys, step);
@@ -168,34 +179,34 @@ fn write_dq<E: Input<Accumulator: Summed>>(
     });
 }
 
-/// Computes the local rows' contribution to the gradients of the sinks, summed in f64.
-fn write_dsinks<A: Real>(
+/// Computes the contribution of the local rows `rows` to the gradients of the sinks
+/// `[q_heads|1, sinks, 1, 1]`, in f64: batch rows and heads ascend, then rows.
+pub(super) fn sink_gradients<A: Real>(
     statistics: &RowStatistics<A>,
     heads: usize,
     sinks: ArrayView4<'_, A>,
-    mut into: ArrayViewMut4<'_, A>,
-) {
-    let lines = sinks.dim().0;
-    let count = sinks.dim().1;
-    let all = statistics.lse.len().checked_div(statistics.rows).unwrap_or(0);
-    for line in 0..lines {
-        for sink in 0..count {
+    rows: Range<usize>,
+) -> impl Iterator<Item = f64> {
+    let (lines, count, ..) = sinks.dim();
+    let planes = statistics.lse.len().checked_div(statistics.rows).unwrap_or(0);
+    (0..lines).flat_map(move |line| (0..count).map(move |sink| (line, sink))).map(
+        move |(line, sink)| {
             let mut sum = 0.0;
-            for plane in (0..all).filter(|plane| lines == 1 || plane % heads == line) {
+            for plane in (0..planes).filter(|plane| lines == 1 || plane % heads == line) {
                 let score =
                     sink_line(Some(sinks), plane % heads).nth(sink).unwrap_or(f64::NEG_INFINITY);
                 // a sink of −∞ has no weight
                 if score == f64::NEG_INFINITY {
                     continue;
                 }
-                for row in 0..statistics.rows {
+                for row in rows.clone() {
                     let [lse, max, delta, share] = statistics.of(plane, row).map(Element::to_f64);
                     let max_term =
                         if !statistics.max.is_empty() && score == max { share } else { 0.0 };
                     sum -= (score - lse).exp() * delta + max_term;
                 }
             }
-            into[[line, sink, 0, 0]] = A::from_f64(sum);
-        }
-    }
+            sum
+        },
+    )
 }

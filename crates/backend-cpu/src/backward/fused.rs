@@ -84,13 +84,15 @@ pub(super) fn run_fused<E: Input<Accumulator: Summed>>(
         for first in keys.clone().step_by(pass.k_rows) {
             let task = KeyTask { batch, kv_head, keys: first..keys.end.min(first + pass.k_rows) };
             scratch.rows_key.fill(pass.geometry.token, &pass.k, batch, kv_head, task.keys.clone());
-            pass.accumulate(scratch, &task, Some(&reduction), ticker);
+            DkvPass::<E>::begin(scratch);
+            let queries = 0..pass.visibility.queries.len();
+            pass.accumulate(scratch, &task, &queries, Some(&reduction), ticker);
             if ticker.should_stop()
                 || !reduction.finish(scratch, &task, pass.visibility.keys, ticker)
             {
                 return;
             }
-            pass.write(scratch, &task, &mut lock(&records));
+            pass.write(scratch, &task, pass.scale(), &mut lock(&records));
         }
     });
     blocks

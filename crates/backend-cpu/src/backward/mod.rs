@@ -8,4 +8,5 @@ pub(crate) mod ds;
 pub(crate) mod finish;
 pub(crate) mod fused;
 pub(crate) mod kv_split;
+pub(crate) mod leaf_sums;
 pub(crate) mod reduction;

@@ -7,6 +7,10 @@
 //!               and adds the sums when it ends.
 //! two passes:   tasks over queries that share an element (an axis has length 1) have one owner and
 //!               run one after another on one thread: planes, then queries ascend.
+//! leaves:       a bias with an element for each pair as in two passes. Other sums are parts of the
+//!               partial results of leaves, one for each plane and head with an element of its own:
+//!               over queries in the records of dk and dv, over keys beside dq. They are added over
+//!               planes and heads at the end, both ascending.
 //! ```
 
 use std::{ops::Range, sync::Mutex};
@@ -18,7 +22,7 @@ use crate::{
     simd::dispatch::Real,
     threads::lock::{get_mut, lock},
     tile::{aligned::list_bytes, bias::bias_column, coord::TileCoord, tile_mask::TILE},
-    workspace::query_block::QueryBlock,
+    workspace::{leaves::unify, query_block::QueryBlock},
 };
 
 /// Returns the owner of the dbias elements of a block of queries. Without a bias or a backward
@@ -90,6 +94,8 @@ pub(crate) struct BiasGradient<A> {
     heads: usize,
     /// True if the bias is broadcast along keys.
     over_keys: bool,
+    /// True if sums over an axis are parts of the partial results of leaves.
+    in_leaves: bool,
     /// One per owner, in owner order.
     partials: Vec<Mutex<BiasPartial<A>>>,
 }
@@ -109,8 +115,10 @@ impl<A: Real> BiasGradient<A> {
     ) -> Result<Option<Self>> {
         let Some(shape @ [batches, heads, queries, keys]) = spec.bias else { return Ok(None) };
         let group = spec.dims.group();
+        let in_leaves = spec.leaf_rows.is_some();
+        let owned = if in_leaves && (queries == 1 || keys == 1) { &[] } else { blocks };
         let mut partials = Vec::new();
-        for tasks in blocks.chunk_by(|a, b| a.owner == b.owner) {
+        for tasks in owned.chunk_by(|a, b| a.owner == b.owner) {
             let first = &tasks[0];
             let own_heads =
                 if heads == 1 { 0..1 } else { first.kv_head * group..(first.kv_head + 1) * group };
@@ -131,6 +139,7 @@ impl<A: Real> BiasGradient<A> {
             q_rows,
             heads: own_heads(spec, heads),
             over_keys: keys == 1,
+            in_leaves,
             partials,
         }))
     }
@@ -154,14 +163,38 @@ impl<A: Real> BiasGradient<A> {
         self.over_keys
     }
 
+    /// True if the sums over queries are parts of the records of dk and dv.
+    pub(crate) const fn in_records(&self) -> bool {
+        self.in_leaves && self.over_queries()
+    }
+
+    /// True if the sums over keys are beside dq in the query blocks.
+    pub(crate) const fn in_blocks(&self) -> bool {
+        self.in_leaves && self.over_keys && !self.over_queries()
+    }
+
+    /// Returns the element of dbias, as batch row and head, to which the sum number `index` of a
+    /// KV head contributes.
+    pub(crate) const fn element(
+        &self,
+        batch: usize,
+        kv_head: usize,
+        index: usize,
+    ) -> (usize, usize) {
+        let batch = if self.owners.batches == 1 { 0 } else { batch };
+        let head = if self.owners.kv_heads == 1 && self.heads == 1 { 0 } else { kv_head };
+        (batch, head * self.heads + index)
+    }
+
     /// Zeroes all sums.
     pub(crate) fn clear(&mut self) {
         self.partials.iter_mut().for_each(|partial| get_mut(partial).sums.fill(A::ZERO));
     }
 
-    /// Iterates over the sums of each owner, in owner order.
-    pub(crate) fn partials(&mut self) -> impl Iterator<Item = &mut BiasPartial<A>> {
-        self.partials.iter_mut().map(get_mut)
+    /// Iterates over the sums of each owner, in owner order. `None` if blocks have no owner.
+    pub(crate) fn partials(&mut self) -> Option<impl Iterator<Item = &mut BiasPartial<A>>> {
+        let owned = !(self.in_leaves && (self.over_queries() || self.over_keys));
+        owned.then(|| self.partials.iter_mut().map(get_mut))
     }
 
     /// Writes dbias. Owners cover every element, except that there are none without local queries;
@@ -267,6 +300,11 @@ fn total<A: Real>(line: &[A]) -> A {
 }
 
 impl<A: Real> BiasPartial<A> {
+    /// As [`unify`] of the sums.
+    pub(crate) fn unify(&mut self) {
+        unify(&mut self.sums);
+    }
+
     /// Returns the sums of one query, or the shared ones if the axis is broadcast.
     fn row_sums(&mut self, head: usize, query: usize) -> &mut [A] {
         let head = if self.heads.contains(&head) { head - self.heads.start } else { 0 };

@@ -1,9 +1,9 @@
 //! Bytes that a workspace holds.
 //!
 //! Counted is all heap memory whose size depends on lengths, heads or dims: accumulators, row
-//! statistics, scratch of each thread, sums of dbias, lists of visible keys. The lists grow in the
-//! first pass of each kind. Not counted: fixed sizes, the stacks of threads, and the coordinates
-//! that the workspace shares with the ring.
+//! statistics, scratch of each thread, sums of dbias, lists of visible keys, a dense mask that was
+//! received. The last two grow in the first pass of each kind. Not counted: fixed sizes, the stacks
+//! of threads, and the coordinates that the workspace shares with the ring.
 
 use crate::{
     simd::dispatch::Real,
@@ -32,7 +32,16 @@ impl<A: Real> State<A> {
             + self.query_tiles.bytes()
             + self.decode.as_ref().map_or(0, Decode::bytes)
             + self.arrivals.bytes()
-            + self.gradient_leaves.bytes()
+            + self.key_leaves.bytes()
+            + self.received_mask.bytes()
+    }
+}
+
+impl<A: Real> State<A> {
+    /// Returns the bytes of partial results of leaves.
+    pub(crate) fn leaf_bytes(&self) -> usize {
+        let of_queries = self.blocks.iter().map(|block| block.leaves.bytes()).sum::<usize>();
+        of_queries + self.key_leaves.bytes()
     }
 }
 

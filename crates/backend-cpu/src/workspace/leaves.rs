@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use annulus_core::{Error, HostBuffer, LeafMerges, Result, Rows, memory};
+use annulus_core::{Error, LeafMerges, Result, Rows, memory};
 
 use crate::{
     simd::dispatch::Real,
@@ -165,28 +165,6 @@ pub(crate) fn unify<A: Real>(sums: &mut [A]) {
     let nan = A::from_f64(f64::NAN);
     for sum in sums {
         *sum = if sum.to_f64().is_nan() { nan } else { *sum + A::ZERO };
-    }
-}
-
-/// Partial dK and dV of all local keys, which wait to be merged.
-#[derive(Debug, Default)]
-pub(crate) struct GradientLeaves {
-    /// Records as in the buffer of the local dK and dV.
-    pub(crate) slots: Vec<HostBuffer>,
-    /// Number of the step that arrives next.
-    pub(crate) next: usize,
-}
-
-impl GradientLeaves {
-    /// Allocates `slots` buffers of `bytes` bytes.
-    pub(crate) fn new(slots: usize, bytes: u64) -> Result<Self> {
-        let slots = (0..slots).map(|_| HostBuffer::zeroed(bytes)).collect::<Result<_>>()?;
-        Ok(Self { slots, next: 0 })
-    }
-
-    /// Returns the heap bytes.
-    pub(crate) fn bytes(&self) -> usize {
-        self.slots.iter().map(|slot| slot.bytes().len()).sum()
     }
 }
 

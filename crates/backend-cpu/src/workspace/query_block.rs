@@ -8,6 +8,7 @@ use crate::{
     simd::dispatch::Real,
     tile::{
         aligned::Aligned,
+        coord::TileCoord,
         geometry::Geometry,
         merge_partials::{MergeSoftmax, StripPartial},
     },
@@ -32,7 +33,7 @@ pub(crate) struct QueryBlock<A> {
     pub(crate) sums: Aligned<A>,
     /// Running maximum m, `[heads of the group][lanes]`.
     pub(crate) max: Aligned<A>,
-    /// Running sum ℓ, shaped as `max`.
+    /// Running sum ℓ, shaped as `max`. Backward in the reproducible order: dbias summed over keys.
     pub(crate) sum: Aligned<A>,
     /// Number of scores equal to the running maximum, shaped as `max`. Empty if the output is
     /// normalised.
@@ -60,10 +61,27 @@ impl<A: Real> QueryBlock<A> {
         }
     }
 
-    /// Zeroes dq before the first visible tile of a leaf.
+    /// Zeroes dq, and dbias summed over keys, before the first visible tile of a leaf.
     pub(crate) fn fill_dq_leaf(&mut self) {
         if !std::mem::replace(&mut self.leaves.filled, true) {
             self.sums.fill(A::ZERO);
+            self.sum.fill(A::ZERO);
+        }
+    }
+
+    /// Adds the rows of a dS tile with queries in lanes, ascending, to dbias summed over keys.
+    /// `first_row` is the strip's first row in the block.
+    pub(crate) fn add_over_keys(
+        &mut self,
+        coord: &TileCoord,
+        first_row: usize,
+        group: usize,
+        rows: &[A],
+    ) {
+        let first = self.lane(coord.head % group, first_row);
+        let sums = &mut self.sum[first..first + coord.width];
+        for row in rows.chunks_exact(coord.width) {
+            sums.iter_mut().zip(row).for_each(|(sum, &ds)| *sum += ds);
         }
     }
 
@@ -105,8 +123,10 @@ impl<A: Real> QueryBlock<A> {
     /// Closes a leaf of the dq pass, whose merge is a sum.
     pub(crate) fn close_dq_leaf(&mut self, merges: &LeafMerges, step: usize) {
         self.close_leaf(merges, step, |block, at| {
-            let stored = &block.leaves.slots[at.slot].sums;
-            block.sums.iter_mut().zip(&stored[..]).for_each(|(sum, &stored)| *sum += stored);
+            let stored = &block.leaves.slots[at.slot];
+            for (sums, stored) in [(&mut block.sums, &stored.sums), (&mut block.sum, &stored.sum)] {
+                sums.iter_mut().zip(&stored[..]).for_each(|(sum, &stored)| *sum += stored);
+            }
         });
     }
 
@@ -120,6 +140,7 @@ impl<A: Real> QueryBlock<A> {
     pub(crate) fn finish_dq_leaves(&mut self) {
         self.fill_dq_leaf();
         unify(&mut self.sums);
+        unify(&mut self.sum);
     }
 
     fn exchange(&mut self, slot: usize) {

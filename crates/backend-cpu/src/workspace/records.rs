@@ -3,9 +3,10 @@
 use std::ops::Range;
 
 use annulus_core::{
-    BackwardInputs, Error, Host, HostBuffer, Inputs, RangePairs, Reduction, Result, Spec,
+    BackwardInputs, DenseMask, Element, Error, Host, HostBuffer, Inputs, RangePairs, RankShard,
+    Reduction, Result, RowField, RowLayout, Spec,
 };
-use ndarray::{ArrayView4, s};
+use ndarray::{ArrayView4, ShapeBuilder, s};
 
 use crate::{
     simd::dispatch::Real,
@@ -57,7 +58,7 @@ fn records_mut(buffer: &mut HostBuffer, len: usize) -> Result<&mut [u8]> {
 }
 
 /// Writes row `row` of every batch row and head.
-fn write_row<E: Input>(tensor: ArrayView4<'_, E>, row: usize, into: &mut [u8]) {
+fn write_row<E: Element>(tensor: ArrayView4<'_, E>, row: usize, into: &mut [u8]) {
     let (batch, _, heads, dim) = tensor.dim();
     let vectors = (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h)));
     for ((b, h), into) in vectors.zip(into.chunks_exact_mut(dim * size_of::<E>())) {
@@ -72,7 +73,8 @@ fn write_row<E: Input>(tensor: ArrayView4<'_, E>, row: usize, into: &mut [u8]) {
     }
 }
 
-/// Writes q, dout and row statistics as records of [`Spec::query_row_layout`].
+/// Writes q, dout and row statistics, and rows of the bias and the dense mask that are sent with
+/// them, as records of [`RankShard::query_row_layout`].
 pub(crate) fn pack_queries<E: Input<Accumulator: Summed>>(
     team: &Team,
     state: &mut State<Acc<E>>,
@@ -82,13 +84,25 @@ pub(crate) fn pack_queries<E: Input<Accumulator: Summed>>(
     let State { shard, statistics, scratch, .. } = state;
     let q = array::<E>("q", inputs.forward.q)?;
     let dout = array::<E>("dout", inputs.dout)?;
-    let QueryRecord { len, dout_at, statistics_at } = QueryRecord::of(&shard.spec);
+    let QueryRecord { len, dout_at, statistics_at, layout } = &QueryRecord::of(shard);
+    let (&len, &dout_at, &statistics_at) = (len, dout_at, statistics_at);
+    let extra = QueryExtra::of(layout);
+    let bias = inputs.forward.bias.filter(|_| extra.bias.is_some());
+    let bias = bias.map(|bias| array::<Acc<E>>("bias", bias)).transpose()?;
+    let mask = shard.attention_mask.as_deref().filter(|_| extra.mask.is_some());
     let lines = shard.spec.dims.batch * shard.spec.dims.q_heads;
     let chunks = records_mut(into, len * shard.queries.len())?.chunks_mut(TILE * len).enumerate();
     let statistics = &*statistics;
     team.run(scratch, chunks, None, |_, (index, chunk), _| {
         for (row, record) in chunk.chunks_exact_mut(len).enumerate() {
             let row = index * TILE + row;
+            if let (Some(bias), Some(at)) = (bias, &extra.bias) {
+                let bias = bias.permuted_axes([0, 2, 1, 3]);
+                write_row(bias, row, &mut record[at.clone()]);
+            }
+            if let (Some(mask), Some(at)) = (mask, &extra.mask) {
+                write_mask_row(mask, row, &mut record[at.clone()]);
+            }
             let (vectors, numbers) = record.split_at_mut(statistics_at);
             let (q_bytes, dout_bytes) = vectors.split_at_mut(dout_at);
             write_row(q, row, q_bytes);
@@ -103,18 +117,92 @@ pub(crate) fn pack_queries<E: Input<Accumulator: Summed>>(
     Ok(())
 }
 
-/// Byte offsets within a record of [`Spec::query_row_layout`].
+/// Writes the words of one query row of every batch row and head of a dense mask.
+fn write_mask_row(mask: &DenseMask, row: usize, into: &mut [u8]) {
+    let [batches, heads, _, keys] = mask.shape();
+    let lines = (0..batches).flat_map(|b| (0..heads).map(move |h| mask.line(b, h, row)));
+    for (line, into) in lines.zip(into.chunks_exact_mut(8 * keys.div_ceil(64).max(1))) {
+        into.copy_from_slice(bytemuck::cast_slice(line));
+    }
+}
+
+/// Bytes of the extra fields within a record, those that have elements.
+pub(crate) struct QueryExtra {
+    pub(crate) bias: Option<Range<usize>>,
+    pub(crate) mask: Option<Range<usize>>,
+}
+
+impl QueryExtra {
+    pub(crate) fn of(record: &RowLayout) -> Self {
+        let bytes = |field: usize| {
+            let RowField { batch, heads, dim, dtype } = *record.fields().get(field)?;
+            let first = annulus_core::index(record.offset(field, 0, 0));
+            let len = batch * heads * dim * dtype.bytes();
+            (len > 0).then(|| first..first + len)
+        };
+        Self { bias: bytes(3), mask: bytes(4) }
+    }
+}
+
+/// Byte offsets within a record of [`RankShard::query_row_layout`].
 pub(crate) struct QueryRecord {
     pub(crate) len: usize,
     pub(crate) dout_at: usize,
     pub(crate) statistics_at: usize,
+    pub(crate) layout: RowLayout,
 }
 
 impl QueryRecord {
-    pub(crate) fn of(spec: &Spec) -> Self {
-        let record = spec.query_row_layout();
-        let at = |field| annulus_core::index(record.offset(field, 0, 0));
-        Self { len: annulus_core::index(record.bytes()), dout_at: at(1), statistics_at: at(2) }
+    pub(crate) fn of(shard: &RankShard) -> Self {
+        let layout = shard.query_row_layout();
+        let at = |field| annulus_core::index(layout.offset(field, 0, 0));
+        let len = annulus_core::index(layout.bytes());
+        Self { len, dout_at: at(1), statistics_at: at(2), layout }
+    }
+
+    /// Returns the rows of the bias that were sent with `rows` queries, as `[b|1, heads|1, rows,
+    /// keys|1]`. `None` if there are none.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] for a buffer that is too short.
+    pub(crate) fn bias<'a, A: Real>(
+        &self,
+        bytes: &'a [u8],
+        rows: usize,
+    ) -> Result<Option<ArrayView4<'a, A>>> {
+        let Some(at) = QueryExtra::of(&self.layout).bias else { return Ok(None) };
+        let RowField { batch, heads, dim, .. } = self.layout.fields()[3];
+        let elements = elements::<A>(bytes, rows, &self.layout)?;
+        let elements = elements.get(at.start / size_of::<A>()..).unwrap_or_default();
+        let shape = (batch, heads, rows, dim);
+        let strides = (heads * dim, dim, self.len / size_of::<A>(), 1);
+        let view = match rows {
+            // no stride fits an empty block
+            0 => ArrayView4::from_shape(shape, &[]),
+            _ => ArrayView4::from_shape(shape.strides(strides), elements),
+        };
+        view.map(Some).map_err(Error::internal)
+    }
+
+    /// Reads the rows of the dense mask that were sent with `rows` queries into `mask`. Returns
+    /// false if there are none.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub(crate) fn mask(
+        &self,
+        bytes: &[u8],
+        rows: usize,
+        kv_len: usize,
+        mask: &mut DenseMask,
+    ) -> Result<bool> {
+        let Some(at) = QueryExtra::of(&self.layout).mask else { return Ok(false) };
+        let RowField { batch, heads, dim, .. } = self.layout.fields()[4];
+        mask.refill([batch, heads, rows, kv_len], |b, h, row| {
+            let first = row * self.len + at.start + 8 * dim * (b * heads + h);
+            bytes.get(first..first + 8 * dim).unwrap_or_default()
+        })?;
+        Ok(true)
     }
 
     /// Returns the statistics of one row and `line` (batch row · q_heads + head). They need not be

@@ -112,7 +112,8 @@ impl<A: Real> Scratch<A> {
             sums_value: Aligned::zeroed(k_lanes * geometry.value_rows())?,
             sums_bias: Aligned::zeroed(gradient(BiasGradient::<A>::lanes(
                 spec,
-                geometry.key_block(),
+                // in the reproducible order, the tasks are those of dk and dv
+                if spec.leaf_rows.is_some() { k_lanes } else { geometry.key_block() },
             )))?,
             tiles: Tiles {
                 s: tile(true)?,

@@ -17,7 +17,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use annulus_core::{DType, Error, QueryTile, RankShard, Result, Visibility, memory};
+use annulus_core::{DType, DenseMask, Error, QueryTile, RankShard, Result, Visibility, memory};
 
 use crate::{
     simd::{
@@ -34,7 +34,8 @@ use crate::{
     workspace::{
         bias_gradient::{BiasGradient, owner},
         decode::{self, Decode},
-        leaves::{Arrivals, BlockLeaves, GradientLeaves},
+        key_leaves::KeyLeaves,
+        leaves::{Arrivals, BlockLeaves},
         query_block::QueryBlock,
         query_tiles::QueryTileCache,
         scratch::Scratch,
@@ -59,6 +60,16 @@ impl Workspace {
         let bytes = match &self.state {
             TypedState::F32(state) => state.bytes(),
             TypedState::F64(state) => state.bytes(),
+        };
+        bytes as u64
+    }
+
+    /// Returns the bytes of partial results of leaves that wait to be merged, in the reproducible
+    /// order: those of a plan's prediction, with dims and rows rounded up, and their lists.
+    pub fn leaf_bytes(&self) -> u64 {
+        let bytes = match &self.state {
+            TypedState::F32(state) => state.leaf_bytes(),
+            TypedState::F64(state) => state.leaf_bytes(),
         };
         bytes as u64
     }
@@ -170,7 +181,9 @@ pub(crate) struct State<A> {
     /// Leaves of the block that is attended to, in the reproducible order.
     pub(crate) arrivals: Arrivals,
     /// Partial dK and dV, in the reproducible order.
-    pub(crate) gradient_leaves: GradientLeaves,
+    pub(crate) key_leaves: KeyLeaves<A>,
+    /// Dense mask of the queries that were received last.
+    pub(crate) received_mask: DenseMask,
 }
 
 /// True if the mask is narrow (sliding window, short documents), judged by the tile of
@@ -240,9 +253,15 @@ impl<A: Real> State<A> {
         // the mask may change with the batch: wide tasks consist of whole narrow ones, so that one
         // allocation serves both
         let q_rows = block_rows(NARROW_TASK_ROWS);
-        let wide_rows = block_rows(WIDE_TASK_ROWS) / q_rows * q_rows;
+        // the partial results of a leaf are merged every few tiles: those of a task, and the gradients
+        // of its keys, have to fit a near cache
+        let [wide, most_k_rows] = match spec.leaf_rows {
+            Some(_) => [WIDE_TASK_ROWS / 2, geometry.key_block()],
+            None => [WIDE_TASK_ROWS; 2],
+        };
+        let wide_rows = block_rows(wide) / q_rows * q_rows;
         let most_keys = annulus_core::index(shard.most_block_rows).max(shard.keys.len());
-        let k_rows = geometry.block_rows(most_keys, 1, threads, WIDE_TASK_ROWS);
+        let k_rows = geometry.block_rows(most_keys, 1, threads, most_k_rows);
         let acc_rows = if backward {
             padded(dims.head_dim.max(dims.value_dim)).max(geometry.padded_head_dim())
         } else {
@@ -250,7 +269,7 @@ impl<A: Real> State<A> {
         };
         let batches = if shard.queries.is_empty() { 0 } else { dims.batch };
         let all_blocks = batches * dims.kv_heads * shard.queries.len().div_ceil(q_rows);
-        let [slots, gradient_slots] = leaf_slots(shard);
+        let [slots, _] = leaf_slots(shard);
         let mut blocks = memory::list("the workspace", all_blocks)?;
         // in the order of their owners, in which `BiasGradient::new` creates its partial sums
         for batch in 0..batches {
@@ -303,7 +322,7 @@ impl<A: Real> State<A> {
         } else {
             None
         };
-        let scratch = (0..threads)
+        let scratch: Vec<Scratch<A>> = (0..threads)
             .map(|_| Scratch::new(spec, &geometry, wide_rows, k_rows, backward, decode_queries))
             .collect::<Result<_>>()?;
         let mut shared_dq = memory::list("the workspace", if backward { blocks.len() } else { 0 })?;
@@ -314,8 +333,13 @@ impl<A: Real> State<A> {
         let shard = shard.clone();
         let query_tiles = QueryTileCache::default();
         let dq_layout = DqLayout::Rows;
-        let gradient_bytes = shard.keys.len() as u64 * shard.spec.gradient_row_layout().bytes();
-        let gradient_leaves = GradientLeaves::new(gradient_slots, gradient_bytes)?;
+        let key_leaves = match &shard.leaves {
+            Some(leaves) if backward => {
+                let bias_lanes = scratch.first().map_or(0, |scratch| scratch.sums_bias.len());
+                KeyLeaves::new(spec, &geometry, leaves, shard.keys.len(), k_rows, bias_lanes)?
+            }
+            _ => KeyLeaves::none(),
+        };
         let in_place = false;
         let mut state = Self {
             shard,
@@ -338,7 +362,8 @@ impl<A: Real> State<A> {
             decode,
             in_place,
             arrivals: Arrivals::default(),
-            gradient_leaves,
+            key_leaves,
+            received_mask: DenseMask::default(),
         };
         state.index_blocks();
         state.update_narrow();
@@ -366,7 +391,8 @@ impl<A: Real> State<A> {
         } else {
             BlockOrder::Heads
         });
-        self.wide_rows
+        // q and dO are packed beside dq, which is merged as often
+        if self.shard.leaves.is_some() { self.q_rows } else { self.wide_rows }
     }
 
     fn arrange(&mut self, block_order: BlockOrder) {

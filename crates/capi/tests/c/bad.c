@@ -1,5 +1,6 @@
 /* Arguments without meaning: each gives a status and a message that names it, and changes nothing. */
 #include <math.h>
+#include <stddef.h>
 
 #include "case.h"
 
@@ -85,10 +86,11 @@ static void options_are_checked(void) {
   BAD_OPTION(arrival_deadline_seconds, 0.5, "arrival_deadline");
   BAD_OPTION(arrival_deadline_seconds, -1, "arrival_deadline_seconds");
   BAD_OPTION(adopt_communicator, 2, "adopt_communicator");
+  BAD_OPTION(reproducible, 2, "reproducible");
 
-  /* a struct of an older header, without the last field: what lies behind it is not read */
-  options.struct_size = sizeof options - sizeof options.adopt_communicator;
-  options.adopt_communicator = -1;
+  /* a struct of an older header, without the last fields: what lies behind it is not read */
+  options.struct_size = offsetof(annulus_options, kv_block_size);
+  options.kv_block_size = -1;
   OK(annulus_attention_create(&options, &attention));
   OK(annulus_attention_destroy(attention));
   options = case_options();

@@ -58,6 +58,7 @@ program threads
   real(c_float), target :: by_window(value_dim, q_heads, length, batch)
   real(c_float), allocatable, target, asynchronous :: q(:, :, :, :), k(:, :, :, :), v(:, :, :, :)
   real(c_float), allocatable, target :: wide(:, :, :, :)
+  real(c_float), allocatable, target :: outs(:, :, :, :, :), lses(:, :, :)
   real(c_double), allocatable :: q64(:, :, :, :), k64(:, :, :, :), v64(:, :, :, :)
   real(c_double), allocatable :: out64(:, :, :, :), lse64(:, :, :)
   integer(c_int32_t), target :: ids(length, batch)
@@ -167,4 +168,22 @@ program threads
   call check(maxval(abs(out64 - out)) < 1e-5 .and. any(out64 /= out), 'double precision')
   call ok(annulus_plan_destroy(plan))
   call ok(annulus_attention_destroy(attention))
+
+  ! the reproducible order: the same bits on one rank and on three
+  options%q_len = 700
+  options%kv_len = 700
+  options%layout = ANNULUS_LAYOUT_AUTO
+  options%reproducible = 1
+  q = numbers(1, [(i, i=0, 699)], q_heads, head_dim)
+  k = numbers(2, [(i, i=0, 699)], kv_heads, head_dim)
+  v = numbers(3, [(i, i=0, 699)], kv_heads, value_dim)
+  allocate (outs(value_dim, q_heads, 700, batch, 2), lses(700, q_heads, batch))
+  do i = 1, 2
+    call ok(annulus_attention_create(options, attention))
+    call ok(annulus_plan_create_threads(attention, 2*i - 1, plan))
+    call ok(annulus_forward(plan, q, k, v, outs(:, :, :, :, i), lses))
+    call ok(annulus_plan_destroy(plan))
+    call ok(annulus_attention_destroy(attention))
+  end do
+  call check(all(outs(:, :, :, :, 1) == outs(:, :, :, :, 2)), 'bits that do not depend on the ranks')
 end program threads

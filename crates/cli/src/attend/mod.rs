@@ -149,8 +149,7 @@ struct RingFlags {
     #[arg(long, value_enum, default_value = "auto")]
     layout: LayoutName,
     /// The same bits for any number of ranks, layout, transport and threads, on machines whose
-    /// `annulus doctor` shows the same numerics. Only --backend cpu; --backward refuses a bias and
-    /// sinks
+    /// `annulus doctor` shows the same numerics. Only --backend cpu
     #[arg(long)]
     reproducible: bool,
     /// Deadline: fail after S seconds without a message or heartbeat of a peer, or if a rank begins

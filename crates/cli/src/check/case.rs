@@ -193,62 +193,18 @@ impl<T: Element> Loaded<T> {
         with_backend!(backend, ring.threads, make => {
             let make = |_, endpoint| make(Endpoint::Thread(Box::new(endpoint)));
             let attention = self.attention.clone().layout(ring.layout.clone());
-            let attention = attention
-                .reproducible(ring.reproducible)
-                .forward_only(ring.reproducible && !self.has_reproducible_gradients());
+            let attention = attention.reproducible(ring.reproducible);
             let plan = LocalRing::with_transports(&attention, case.dims(), ring.ranks, make)?;
-            if ring.reproducible { self.judge_bits(plan, first) } else { self.judge_ring(plan) }
+            self.judge_ring(plan, ring.reproducible.then_some(first))
         })
     }
 
-    /// True if the backward pass is supported in the reproducible order, on any number of ranks.
-    fn has_reproducible_gradients(&self) -> bool {
-        let tensors = self.share.tensors();
-        tensors.bias.is_none()
-            && tensors.softmax_aux.is_none()
-            && self.batch.attention_mask.is_none()
-    }
-
-    /// Compares the results with the expected ones, and their bits with those of the first ring.
-    fn judge_bits<B: Backend<Space: HostTensors>>(
-        &self,
-        mut ring: LocalRing<B>,
-        first: &mut Option<Results<T>>,
-    ) -> Result<Verdict> {
-        if self.batch != Batch::default() {
-            ring.update(&self.batch).map_err(|error| self.input.named(error))?;
-        }
-        let tensors = self.share.tensors();
-        let forward = ring.forward(&tensors)?;
-        let backward = if self.has_reproducible_gradients() {
-            let OutputGradients { dout, .. } = &self.gradients;
-            let dlse = self.gradients.dlse_view();
-            Some(ring.backward(&tensors, &forward, dout.view(), dlse)?)
-        } else {
-            None
-        };
-        let mut wrong = Vec::new();
-        for (name, (tolerance, want)) in &self.expected {
-            let error = match &backward {
-                Some(backward) => Some(error_of(name, want, &forward, backward)?),
-                None => forward_error(name, want, &forward)?,
-            };
-            wrong.extend(error.and_then(|error| exceeding(name, error, *tolerance)));
-        }
-        if !wrong.is_empty() {
-            return Ok(Verdict::Wrong(wrong));
-        }
-        let results = Results { forward, backward };
-        let Some(first) = first else {
-            *first = Some(results);
-            return Ok(Verdict::Passed);
-        };
-        Ok(results.first_difference(first).map_or(Verdict::Passed, Verdict::Different))
-    }
-
+    /// Compares the results with the expected ones and, with `first`, their bits with those of the
+    /// first ring.
     fn judge_ring<B: Backend<Space: HostTensors>>(
         &self,
         mut ring: LocalRing<B>,
+        first: Option<&mut Option<Results<T>>>,
     ) -> Result<Verdict> {
         if self.batch != Batch::default() {
             ring.update(&self.batch).map_err(|error| self.input.named(error))?;
@@ -266,7 +222,16 @@ impl<T: Element> Loaded<T> {
             let error = error_of(name, want, &forward, &backward)?;
             wrong.extend(exceeding(name, error, *tolerance));
         }
-        Ok(if wrong.is_empty() { Verdict::Passed } else { Verdict::Wrong(wrong) })
+        if !wrong.is_empty() {
+            return Ok(Verdict::Wrong(wrong));
+        }
+        let Some(first) = first else { return Ok(Verdict::Passed) };
+        let results = Results { forward, backward };
+        let Some(first) = first else {
+            *first = Some(results);
+            return Ok(Verdict::Passed);
+        };
+        Ok(results.first_difference(first).map_or(Verdict::Passed, Verdict::Different))
     }
 }
 
@@ -288,10 +253,11 @@ pub(super) fn error_of<T: Element>(
     backward: &Backward<T>,
 ) -> Result<f64> {
     let missing = || missing(name);
-    if let Some(error) = forward_error(name, want, forward)? {
-        return Ok(error);
-    }
     Ok(match name {
+        "out" => largest_error(&forward.out, want),
+        "lse" => largest_error(&forward.lse, want),
+        "max" => largest_error(forward.max.as_ref().ok_or_else(missing)?, want),
+        "sum" => largest_error(forward.sum.as_ref().ok_or_else(missing)?, want),
         "dq" => largest_error(&backward.dq, want),
         "dk" => largest_error(&backward.dk, want),
         "dv" => largest_error(&backward.dv, want),
@@ -301,25 +267,6 @@ pub(super) fn error_of<T: Element>(
     })
 }
 
-/// Returns the largest error of one array of a forward pass; `None` for other arrays.
-///
-/// # Errors
-/// [`Error::InvalidArgument`] if this attention has no such array.
-fn forward_error<T: Element>(
-    name: &str,
-    want: &Expected,
-    forward: &Forward<T>,
-) -> Result<Option<f64>> {
-    let missing = || missing(name);
-    Ok(Some(match name {
-        "out" => largest_error(&forward.out, want),
-        "lse" => largest_error(&forward.lse, want),
-        "max" => largest_error(forward.max.as_ref().ok_or_else(missing)?, want),
-        "sum" => largest_error(forward.sum.as_ref().ok_or_else(missing)?, want),
-        _ => return Ok(None),
-    }))
-}
-
 fn missing(name: &str) -> Error {
     Error::invalid(name, "nothing", "an array that this attention computes")
 }
@@ -327,7 +274,7 @@ fn missing(name: &str) -> Error {
 /// Results of a reproducible ring.
 struct Results<T: Element> {
     forward: Forward<T>,
-    backward: Option<Backward<T>>,
+    backward: Backward<T>,
 }
 
 impl<T: Element> Results<T> {
@@ -341,12 +288,17 @@ impl<T: Element> Results<T> {
         different_element("out", &got.out, &want.out)
             .or_else(|| different_element("lse", &got.lse, &want.lse))
             .or_else(|| statistics.next())
-            .or_else(|| {
-                let (got, want) = (self.backward.as_ref()?, first.backward.as_ref()?);
-                different_element("dq", &got.dq, &want.dq)
-                    .or_else(|| different_element("dk", &got.dk, &want.dk))
-                    .or_else(|| different_element("dv", &got.dv, &want.dv))
-            })
+            .or_else(|| self.first_difference_backward(&first.backward))
+    }
+
+    fn first_difference_backward(&self, want: &Backward<T>) -> Option<Difference> {
+        let got = &self.backward;
+        let sinks = (got.dsoftmax_aux.as_ref(), want.dsoftmax_aux.as_ref());
+        different_element("dq", &got.dq, &want.dq)
+            .or_else(|| different_element("dk", &got.dk, &want.dk))
+            .or_else(|| different_element("dv", &got.dv, &want.dv))
+            .or_else(|| different_element("dbias", got.dbias.as_ref()?, want.dbias.as_ref()?))
+            .or_else(|| different_element("dsoftmax_aux", sinks.0?, sinks.1?))
     }
 }
 

@@ -75,7 +75,7 @@ pub(crate) struct CheckFlags {
     #[arg(long, value_name = "GLOB", default_value = "*")]
     case: String,
     /// Compute in the reproducible order, and compare the bits of every ring with those of the
-    /// first one. Cases with a bias, sinks or a dense mask without gradients. Not over MPI
+    /// first one. Not over MPI
     #[arg(long)]
     reproducible: bool,
     /// Threads per rank with --reproducible, each 1 to 1024. Default: 1,2

@@ -9,7 +9,7 @@ use annulus_core::{
 use serde::Serialize;
 
 use super::{
-    leaves::LeafFigures,
+    leaves::{LeafFigures, QueryPass},
     program::{Program, Send},
 };
 use crate::report::{bytes, counted, grouped};
@@ -58,7 +58,8 @@ pub(super) struct Figures {
     pub(super) pairs_total: u128,
     /// Bytes of the forward pass.
     pub(super) forward: Bytes,
-    /// Bytes of the backward pass: KV blocks again, and their gradients.
+    /// Bytes of the backward pass: KV blocks again, and their gradients or, in the reproducible
+    /// order, queries.
     pub(super) backward: Bytes,
     /// Figures of each rank; for more than [`MOST_STEPPED_RANKS`] ranks only of the first with the
     /// least and with the most of each figure, and of the rank of `program`.
@@ -201,18 +202,35 @@ impl Figures {
         let gradient = spec.gradient_row_layout();
         let forward = |traffic: Traffic| traffic.block_rows * u128::from(block.bytes());
         let backward = |traffic: Traffic| traffic.bytes(&block, &gradient);
+        let query_pass = QueryPass::new(spec, route, &shards)?;
+        let query_pass = query_pass.as_ref();
         let all = rank_figures(&shards, &work, |rank| {
-            traffic.of_rank.get(rank).map_or([0, 0], |&sent| [forward(sent), backward(sent)])
+            let sent = traffic.of_rank.get(rank).copied().unwrap_or_default();
+            let backward = match query_pass {
+                Some(queries) => forward(sent) + queries.bytes_of_rank(rank),
+                None => backward(sent),
+            };
+            [forward(sent), backward]
         });
         let program = rank.map(|rank| {
-            let schedule = RankSchedule::derive(&needs, route, true, rank, tick);
-            Program::new(rank, &schedule, &block, &gradient)
+            let schedule = RankSchedule::derive(&needs, route, query_pass.is_none(), rank, tick);
+            let queries = query_pass.map(|pass| (pass.schedule(rank), pass.row_bytes()));
+            Program::new(rank, &schedule, queries, &block, &gradient)
         });
-        let leaves = LeafFigures::new(spec, &needs, route, &shards)?;
+        let leaves = query_pass
+            .map(|queries| LeafFigures::new(spec, &needs, route, &shards, queries))
+            .transpose()?;
         let full = Traffic::full_ring(needs.held(), true);
         let total = traffic.total();
         let pass = |of: &dyn Fn(Traffic) -> u128| Bytes { sent: of(total), full_ring: of(full) };
         let forward_bytes = pass(&forward);
+        let backward = match query_pass.map(QueryPass::bytes_of_all) {
+            Some([sent, full_ring]) => Bytes {
+                sent: forward_bytes.sent + sent,
+                full_ring: forward_bytes.full_ring + full_ring,
+            },
+            None => pass(&backward),
+        };
         let few = ranks <= MOST_STEPPED_RANKS;
         Ok(Self {
             ranks,
@@ -229,7 +247,7 @@ impl Figures {
             kv_len: spec.dims.kv_len,
             pairs_total: work.total(),
             forward: forward_bytes,
-            backward: pass(&backward),
+            backward,
             drawn_ranks: all.iter().step_by(ranks.div_ceil(MOST_STEPPED_RANKS)).cloned().collect(),
             per_rank: if few { all } else { extremes(&all, rank) },
             program,

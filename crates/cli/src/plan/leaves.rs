@@ -1,7 +1,9 @@
-//! Partial results of leaves that wait to be merged, in the reproducible order.
+//! The reproducible order: its backward pass, in which queries are sent, and the partial results of
+//! leaves that wait to be merged.
 
 use annulus_core::{
-    LeafMerges, NeedsIndex, RankLeaves, RankSchedule, Result, RingShards, Route, Spec, leaves_of,
+    Backend, LeafMerges, NeedsIndex, RankLeaves, RankSchedule, Result, RingShards, RingTraffic,
+    Route, Spec, Traffic, leaves_of,
 };
 use serde::Serialize;
 
@@ -10,21 +12,80 @@ use crate::report::{bytes, counted};
 /// The most ranks of which every one is planned; of more, as many at equal distances.
 const MOST_RANKS: usize = 64;
 
-/// Memory of the partial results of a forward pass.
+/// Memory of partial results.
 #[derive(Debug, Serialize)]
 pub(super) struct LeafFigures {
     /// Rows of a leaf.
     rows: u64,
     /// The most partial results of a query that wait at one time, of any rank.
     most_partial_results: usize,
-    /// Their bytes, on the rank with the most.
+    /// Their bytes in a plan that is forward only, on the rank with the most.
     most_bytes: u64,
+    /// The most partial results of dK and dV that wait at one time, of any rank.
+    most_partial_gradients: usize,
+    /// Bytes of both kinds in a plan with a backward pass, on the rank with the most.
+    most_bytes_with_backward: u64,
     /// Number of ranks that were planned.
     ranks_planned: usize,
 }
 
+/// Second pass of a backward pass in the reproducible order, in which queries are sent.
+pub(super) struct QueryPass<'a> {
+    needs: NeedsIndex<'a>,
+    route: Route,
+    traffic: RingTraffic,
+    row_bytes: u64,
+}
+
+impl<'a> QueryPass<'a> {
+    /// Plans the pass; `None` if the order is not reproducible.
+    ///
+    /// # Errors
+    /// As [`annulus_cpu::Cpu::capabilities`], whose KV tile the queries of a message are rounded
+    /// to.
+    pub(super) fn new(spec: &'a Spec, route: Route, shards: &RingShards) -> Result<Option<Self>> {
+        if spec.leaf_rows.is_none() {
+            return Ok(None);
+        }
+        let tile = annulus_cpu::Cpu::new(1)?.capabilities(spec)?.kv_tile;
+        let tick = &mut || ();
+        let mask = spec.mask.as_ref();
+        let needs = NeedsIndex::of_keys(mask, spec.dims.q_heads, spec.dims.batch, shards, tick);
+        let needs = needs.in_tiles(tile);
+        let route = route.opposite();
+        let traffic = RingTraffic::of(&needs, route, tick);
+        let row_bytes = spec.query_row_layout().bytes();
+        Ok(Some(Self { needs, route, traffic, row_bytes }))
+    }
+
+    /// Returns the steps of one rank.
+    pub(super) fn schedule(&self, rank: usize) -> RankSchedule {
+        RankSchedule::derive(&self.needs, self.route, false, rank, &mut || ())
+    }
+
+    /// Returns the bytes that a rank sends.
+    pub(super) fn bytes_of_rank(&self, rank: usize) -> u128 {
+        self.traffic.of_rank.get(rank).map_or(0, |&sent| self.bytes(sent))
+    }
+
+    /// Returns the bytes that all ranks send, and those if every row went to every rank.
+    pub(super) fn bytes_of_all(&self) -> [u128; 2] {
+        let full = Traffic::full_ring(self.needs.held(), false);
+        [self.traffic.total(), full].map(|traffic| self.bytes(traffic))
+    }
+
+    const fn bytes(&self, traffic: Traffic) -> u128 {
+        traffic.block_rows * self.row_bytes as u128
+    }
+
+    /// Returns the bytes of a query row.
+    pub(super) const fn row_bytes(&self) -> u64 {
+        self.row_bytes
+    }
+}
+
 impl LeafFigures {
-    /// Plans the merges of the ranks; `None` if the order is not reproducible.
+    /// Plans the merges of the ranks.
     ///
     /// # Errors
     /// [`annulus_core::Error::OutOfMemory`].
@@ -33,33 +94,62 @@ impl LeafFigures {
         needs: &NeedsIndex<'_>,
         route: Route,
         shards: &RingShards,
-    ) -> Result<Option<Self>> {
-        let Some(rows) = spec.leaf_rows else { return Ok(None) };
-        let mut most = Self { rows, most_partial_results: 0, most_bytes: 0, ranks_planned: 0 };
+        query_pass: &QueryPass<'_>,
+    ) -> Result<Self> {
+        let rows = spec.leaf_rows.unwrap_or(1);
+        let mut most = Self {
+            rows,
+            most_partial_results: 0,
+            most_bytes: 0,
+            most_partial_gradients: 0,
+            most_bytes_with_backward: 0,
+            ranks_planned: 0,
+        };
         let ranks = shards.q.len();
         for rank in (0..ranks).step_by(ranks.div_ceil(MOST_RANKS)) {
-            let schedule = RankSchedule::derive(needs, route, false, rank, &mut || ());
-            let mut arrivals = Vec::new();
-            for step in &schedule.steps {
-                let keys = &shards.kv[step.owner].rows;
-                leaves_of(keys, &step.rows, rows, |leaf| arrivals.push(leaf));
-            }
-            let keys = LeafMerges::of_arrivals(arrivals)?;
-            let leaves = RankLeaves { rows, keys, queries: LeafMerges::default() };
+            let merges = |schedule: &RankSchedule,
+                          shards: &[std::sync::Arc<annulus_core::Shard>]| {
+                let mut arrivals = Vec::new();
+                for step in &schedule.steps {
+                    let rows_of = &shards[step.owner].rows;
+                    leaves_of(rows_of, &step.rows, rows, |leaf| arrivals.push(leaf));
+                }
+                LeafMerges::of_arrivals(arrivals)
+            };
+            let keys = RankSchedule::derive(needs, route, false, rank, &mut || ());
+            let leaves = RankLeaves {
+                rows,
+                keys: merges(&keys, &shards.kv)?,
+                queries: merges(&query_pass.schedule(rank), &shards.q)?,
+                sends_queries: ranks > 1,
+            };
+            let [queries, keys] = [&shards.q, &shards.kv].map(|shards| shards[rank].rows.len());
+            let with_backward =
+                leaves.bytes(spec, queries, true) + leaves.gradient_bytes(spec, keys);
             most.ranks_planned += 1;
             most.most_partial_results = most.most_partial_results.max(leaves.keys.slots());
-            most.most_bytes = most.most_bytes.max(leaves.bytes(spec, shards.q[rank].rows.len()));
+            most.most_bytes = most.most_bytes.max(leaves.bytes(spec, queries, false));
+            most.most_partial_gradients = most.most_partial_gradients.max(leaves.queries.slots());
+            most.most_bytes_with_backward = most.most_bytes_with_backward.max(with_backward);
         }
-        Ok(Some(most))
+        Ok(most)
     }
 
-    /// Describes the figures in one line.
-    pub(super) fn in_words(&self) -> String {
-        let Self { rows, most_partial_results, most_bytes, .. } = self;
-        let results = counted(*most_partial_results as u64, "partial result", "partial results");
-        format!(
-            "of {rows} rows; at most {results} of a query at a time, {} on a rank",
-            bytes(u128::from(*most_bytes))
-        )
+    /// Describes the figures in one line for a plan that is forward only, and one for a plan with a
+    /// backward pass.
+    pub(super) fn in_words(&self) -> [String; 2] {
+        let results = |count: usize| counted(count as u64, "partial result", "partial results");
+        let forward = format!(
+            "of {} rows; at most {} of a query at a time, {} on a rank",
+            self.rows,
+            results(self.most_partial_results),
+            bytes(self.most_bytes)
+        );
+        let backward = format!(
+            "with a backward pass also at most {} of dK and dV, together {} on a rank",
+            results(self.most_partial_gradients),
+            bytes(self.most_bytes_with_backward)
+        );
+        [forward, backward]
     }
 }

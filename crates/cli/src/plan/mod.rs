@@ -49,8 +49,8 @@ pub(crate) struct PlanFlags {
     /// Assignment of rows to ranks; auto chooses it from the mask
     #[arg(long, value_enum, default_value = "auto")]
     layout: LayoutName,
-    /// Plan the reproducible order: layouts divide the rows at leaves, and the memory of partial
-    /// results that wait to be merged is shown
+    /// Plan the reproducible order: layouts divide the rows at leaves, queries are sent in a backward
+    /// pass, and the memory of partial results that wait to be merged is shown
     #[arg(long)]
     reproducible: bool,
     /// Batch rows
@@ -146,7 +146,9 @@ fn print(figures: &Figures) {
     say!("forward   {}", figures.forward.in_words());
     say!("backward  {}", figures.backward.in_words());
     if let Some(leaves) = &figures.leaves {
-        say!("leaves    {}", leaves.in_words());
+        let [forward, backward] = leaves.in_words();
+        say!("leaves    {forward}");
+        say!("          {backward}");
     }
     say!("work      the busiest rank has {:.3} times the mean", figures.work_max_over_mean);
     if figures.schedule_checked {

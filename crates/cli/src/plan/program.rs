@@ -18,6 +18,10 @@ pub(super) struct Program {
     rank: usize,
     /// Steps up to the last one with any work.
     steps: Vec<ProgramStep>,
+    /// Steps of the second pass of a backward pass in the reproducible order, in which queries are
+    /// sent.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    query_steps: Vec<ProgramStep>,
 }
 
 /// One step of the program.
@@ -64,51 +68,71 @@ impl Program {
     pub(super) fn new(
         rank: usize,
         schedule: &RankSchedule,
+        queries: Option<(RankSchedule, u64)>,
         block: &RowLayout,
         gradient: &RowLayout,
     ) -> Self {
-        let sends = |messages: &[Message], row: &RowLayout| {
-            messages.iter().map(|message| Send::new(message, row.bytes())).collect()
-        };
-        let active = schedule.last_step().map_or(1, |last| last + 1);
-        let steps = schedule.steps.iter().take(active).enumerate();
-        let steps = steps.map(|(number, step)| ProgramStep {
-            step: number,
-            owner: step.owner,
-            rows: step.rows.count(),
-            sends: sends(&step.before.sends, block),
-            sends_gradients: sends(&step.after.sends, gradient),
-        });
-        Self { rank, steps: steps.collect() }
+        let query_steps = queries.map(|(schedule, bytes)| steps(&schedule, bytes, 0));
+        Self {
+            rank,
+            steps: steps(schedule, block.bytes(), gradient.bytes()),
+            query_steps: query_steps.unwrap_or_default(),
+        }
     }
 
-    /// Prints the program as a table.
+    /// Prints the program as one table, or as one for each pass of blocks around the ring.
     pub(super) fn print(&self) {
-        say!("");
-        say!("program of rank {}", self.rank);
-        say!(
-            "{:>5} {:>8} {:>13} {:>26} {:>26}",
-            "step",
-            "block of",
-            "rows",
-            "sends",
-            "sends gradients"
-        );
-        let omitted = self.steps.len().saturating_sub(2 * PRINTED_STEPS);
-        for (index, step) in self.steps.iter().enumerate() {
-            if omitted > 0 && index == PRINTED_STEPS {
-                say!("      … {} more steps, which --json has", grouped(omitted as u64));
-            }
-            if omitted == 0 || index < PRINTED_STEPS || index >= PRINTED_STEPS + omitted {
-                say!(
-                    "{:>5} {:>8} {:>13} {:>26} {:>26}",
-                    step.step,
-                    step.owner,
-                    grouped(step.rows),
-                    in_words(&step.sends),
-                    in_words(&step.sends_gradients)
-                );
-            }
+        let Self { rank, steps, query_steps } = self;
+        print_steps(&format!("program of rank {rank}"), steps);
+        if !query_steps.is_empty() {
+            print_steps(&format!("queries of a backward pass, rank {rank}"), query_steps);
+        }
+    }
+}
+
+/// Returns the steps up to the last one with any work, for records of these sizes.
+fn steps(schedule: &RankSchedule, block_bytes: u64, gradient_bytes: u64) -> Vec<ProgramStep> {
+    let sends = |messages: &[Message], bytes: u64| {
+        messages.iter().map(|message| Send::new(message, bytes)).collect()
+    };
+    let active = schedule.last_step().map_or(1, |last| last + 1);
+    let steps = schedule.steps.iter().take(active).enumerate();
+    let steps = steps.map(|(number, step)| ProgramStep {
+        step: number,
+        owner: step.owner,
+        rows: step.rows.count(),
+        sends: sends(&step.before.sends, block_bytes),
+        sends_gradients: sends(&step.after.sends, gradient_bytes),
+    });
+    steps.collect()
+}
+
+/// Prints steps as a table.
+fn print_steps(title: &str, steps: &[ProgramStep]) {
+    say!("");
+    say!("{title}");
+    say!(
+        "{:>5} {:>8} {:>13} {:>26} {:>26}",
+        "step",
+        "block of",
+        "rows",
+        "sends",
+        "sends gradients"
+    );
+    let omitted = steps.len().saturating_sub(2 * PRINTED_STEPS);
+    for (index, step) in steps.iter().enumerate() {
+        if omitted > 0 && index == PRINTED_STEPS {
+            say!("      … {} more steps, which --json has", grouped(omitted as u64));
+        }
+        if omitted == 0 || index < PRINTED_STEPS || index >= PRINTED_STEPS + omitted {
+            say!(
+                "{:>5} {:>8} {:>13} {:>26} {:>26}",
+                step.step,
+                step.owner,
+                grouped(step.rows),
+                in_words(&step.sends),
+                in_words(&step.sends_gradients)
+            );
         }
     }
 }

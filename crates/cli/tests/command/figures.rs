@@ -1,5 +1,6 @@
 //! Figures of `plan`, `bench` and `make`.
 
+use annulus::{Attention, Dims, Layout, PassKind};
 use serde_json::Value;
 
 use crate::{files::Tensors, support::Folder};
@@ -298,12 +299,30 @@ fn a_reproducible_plan_has_the_memory_of_partial_results() {
     let folder = Folder::new("plan_reproducible");
     let flags = "--causal --q-len 8192 --ranks 8 --layout contiguous --heads 2 --head-dim 16";
     assert_eq!(plan(&folder, flags)["leaves"], Value::Null);
-    let leaves = &plan(&folder, &format!("{flags} --reproducible"))["leaves"];
+    let planned = plan(&folder, &format!("{flags} --reproducible --rank 3"));
+    let leaves = &planned["leaves"];
     assert_eq!((leaves["rows"].as_u64(), leaves["ranks_planned"].as_u64()), (Some(256), Some(8)));
     // 1,024 queries and 2 heads of 16 accumulators, maximum and sum
     let results = leaves["most_partial_results"].as_u64().unwrap();
     assert!((2..8).contains(&results), "{results}");
     assert_eq!(leaves["most_bytes"].as_u64(), Some(results * 1024 * 2 * 18 * 4));
-    let text = folder.succeed(&format!("plan {flags} --reproducible")).out;
+    let text = folder.succeed(&format!("plan {flags} --reproducible --rank 3")).out;
     assert!(text.contains(&format!("at most {results} partial results")), "{text}");
+    assert!(text.contains("queries of a backward pass, rank 3"), "{text}");
+
+    // what the ring itself predicts, and allocates
+    let attention = Attention::new().causal(true).reproducible(true).layout(Layout::Contiguous);
+    let ring = attention.local_ring(Dims::new(1, 8192, 2, 16), 8).unwrap();
+    let most = ring.rings().map(|ring| ring.leaf_bytes()).max();
+    assert_eq!(leaves["most_bytes_with_backward"].as_u64(), most);
+    for (pass, name) in [(PassKind::Forward, "forward"), (PassKind::Backward, "backward")] {
+        let sent: u64 = ring.rings().map(|ring| ring.bytes_predicted(pass)).sum();
+        assert_eq!(planned[name]["sent"].as_u64(), Some(sent), "{name}");
+    }
+    let steps = planned["program"]["query_steps"].as_array().unwrap();
+    let sends = steps.iter().flat_map(|step| step["sends"].as_array().unwrap());
+    let sent: u64 = sends.map(|send| send["bytes"].as_u64().unwrap()).sum();
+    let [forward, backward] = [PassKind::Forward, PassKind::Backward]
+        .map(|pass| ring.rings().nth(3).unwrap().bytes_predicted(pass));
+    assert_eq!(sent, backward - forward);
 }

@@ -1,7 +1,7 @@
 //! The plan's memory for blocks and gradients in flight.
 
 use annulus_core::{
-    Backend, BackwardMode, Channel, Error, MessageHeader, Result, Route, Rows, Space,
+    Backend, BackwardMode, Channel, Error, LeafSums, MessageHeader, Result, Route, Rows, Space,
 };
 
 use super::{
@@ -26,6 +26,8 @@ pub(super) struct Buffers<S: Space> {
     pub(super) local_kv_bytes: u64,
     /// Row numbers, positions and segment ids of the current block, overwritten in every step.
     pub(super) rows: Rows,
+    /// Terms of sums over leaves of the last backward pass, in the reproducible order.
+    pub(super) leaf_sums: LeafSums,
 }
 
 /// Bytes of each buffer.
@@ -67,7 +69,7 @@ impl Sizes {
                     plan.queries.len(),
                     plan.most_queries_received,
                     later_parts(&plan.query_steps),
-                    spec.query_row_layout().bytes(),
+                    plan.query_row.bytes(),
                 )
             } else {
                 Vec::new()
@@ -118,6 +120,7 @@ impl<S: Space> Buffers<S> {
             local_dkv: sizes.local_dkv.map(|bytes| backend.allocate(bytes)).transpose()?,
             local_kv_bytes: plan.local_kv_bytes(),
             rows: Rows::default(),
+            leaf_sums: LeafSums::default(),
         })
     }
 

@@ -104,12 +104,9 @@ fn describe((dtype, shape): Described) -> String {
 }
 
 /// Refuses what a two-pass backward does not support over several ranks: the bias and mask rows of
-/// a query do not travel with it.
+/// a query are not sent with it, except in the reproducible order.
 pub(super) fn two_pass(spec: &Spec, ranks: usize) -> Result<()> {
-    if spec.backward == BackwardMode::TwoPass
-        && ranks > 1
-        && spec.bias.is_some_and(|shape| shape[2] != 1)
-    {
+    if sends_bare_queries(spec, ranks) && spec.bias.is_some_and(|shape| shape[2] != 1) {
         return Err(Error::unsupported(
             "a bias tensor with a query axis in a two-pass backward over several ranks",
             "the ring",
@@ -118,9 +115,14 @@ pub(super) fn two_pass(spec: &Spec, ranks: usize) -> Result<()> {
     Ok(())
 }
 
+/// True if queries are sent without their bias and mask rows.
+fn sends_bare_queries(spec: &Spec, ranks: usize) -> bool {
+    spec.backward == BackwardMode::TwoPass && ranks > 1 && spec.leaf_rows.is_none()
+}
+
 /// As [`two_pass`], of a batch.
 pub(super) fn two_pass_mask(spec: &Spec, batch: &Batch, ranks: usize) -> Result<()> {
-    if spec.backward == BackwardMode::TwoPass && ranks > 1 && batch.attention_mask.is_some() {
+    if sends_bare_queries(spec, ranks) && batch.attention_mask.is_some() {
         return Err(Error::unsupported(
             "attention_mask in a two-pass backward over several ranks",
             "the ring",
@@ -129,12 +131,8 @@ pub(super) fn two_pass_mask(spec: &Spec, batch: &Batch, ranks: usize) -> Result<
     Ok(())
 }
 
-/// Refuses a reproducible attention that the backend, or this version, does not compute.
-pub(super) fn reproducible(
-    spec: &Spec,
-    options: &RingOptions,
-    capabilities: &Capabilities,
-) -> Result<()> {
+/// Refuses a reproducible attention that the backend does not compute.
+pub(super) fn reproducible(spec: &Spec, capabilities: &Capabilities) -> Result<()> {
     let Some(rows) = spec.leaf_rows else { return Ok(()) };
     let Capabilities { name, kv_tile, .. } = capabilities;
     if !capabilities.reproducible {
@@ -144,17 +142,6 @@ pub(super) fn reproducible(
         return Err(Error::unsupported(
             format!("leaves of {rows} rows"),
             format!("the {name} backend, whose KV tile has {kv_tile} rows"),
-        ));
-    }
-    let refused = match spec {
-        Spec { bias: Some(_), .. } => "with a bias tensor",
-        Spec { sinks: Some(_), .. } => "with sinks",
-        _ => return Ok(()),
-    };
-    if options.backward {
-        return Err(Error::unsupported(
-            format!("a reproducible backward pass {refused} (set forward_only)"),
-            "the ring",
         ));
     }
     Ok(())

@@ -10,7 +10,7 @@
 //! | `block_parts.rs`, `tail_overlap.rs` | overlap of the last block, and of the last gradients |
 //! | `home_reduce.rs` | reduction of final gradients into the local dK/dV |
 //! | `entry.rs` | entry of a call, with the wait for late ranks |
-//! | `reduce.rs` | sums of dsinks and dbias over ranks |
+//! | `reduce.rs`, `leaf_reduce.rs` | sums of dsinks and dbias over ranks, or over leaves |
 //! | `step_events.rs` | events for a caller that shows progress |
 //! | `check.rs`, `describe.rs` | arguments, before anything is sent |
 //! | `display.rs` | the plan as text |
@@ -27,6 +27,7 @@ mod display;
 mod entry;
 mod home_reduce;
 mod in_flight;
+mod leaf_reduce;
 mod one_pass;
 mod plan;
 mod planning;
@@ -312,7 +313,7 @@ impl<B: Backend> Ring<B> {
     /// Returns the bytes of the partial results of leaves that wait to be merged; 0 unless the
     /// order is reproducible. The backend may round dims and rows up.
     pub fn leaf_bytes(&self) -> u64 {
-        self.plan.leaf_bytes()
+        self.plan.leaf_bytes(self.agreed.backward)
     }
 
     /// Returns the fingerprint of this rank's arithmetic. Reproducible results have the same bits

@@ -5,13 +5,14 @@ use std::sync::Arc;
 
 use annulus_core::{
     Backend, BackwardMode, DenseMask, Error, Layout, LeafMerges, NeedsIndex, Order, RankLeaves,
-    RankSchedule, RankShard, Result, RingShards, Route, RowSet, Rows, Schedule, Shard, Space, Spec,
-    leaves_of,
+    RankSchedule, RankShard, Result, RingShards, Route, RowLayout, RowSet, Rows, Schedule, Shard,
+    Space, Spec, leaves_of,
 };
 
 use super::{
     Ring,
     block_parts::SplitSize,
+    leaf_reduce::LeafOwners,
     program::{RankProgram, RankStep, RecordSizes},
     tail_overlap,
 };
@@ -43,6 +44,8 @@ pub(super) struct RingPlan {
     pub(super) program: RankProgram,
     /// Steps of the queries: the second pass of a two-pass backward.
     pub(super) query_steps: Vec<RankStep>,
+    /// Wire format of a query row.
+    pub(super) query_row: RowLayout,
     /// Query rows of this rank.
     pub(super) queries: Arc<Rows>,
     /// Key rows of this rank.
@@ -53,11 +56,16 @@ pub(super) struct RingPlan {
     pub(super) most_queries_received: u64,
     /// Leaves in the order of their arrival, if the order is reproducible.
     leaves: Option<Arc<RankLeaves>>,
+    /// Owners of the leaves of queries, if dsinks is summed over them.
+    pub(super) q_leaves: Option<Arc<LeafOwners>>,
+    /// Owners of the leaves of keys, if dbias is summed over them.
+    pub(super) kv_leaves: Option<Arc<LeafOwners>>,
     spec: Arc<Spec>,
 }
 
 impl RingPlan {
-    /// Derives the plan of the rank at `ring_index`. Calls `tick` after every few microseconds of
+    /// Derives the plan of the rank at `ring_index` for a batch whose dense mask has the shape
+    /// `attention_mask`. Calls `tick` after every few microseconds of
     /// work, or after the caller's mask has been evaluated some times.
     ///
     /// # Errors
@@ -66,9 +74,16 @@ impl RingPlan {
         agreed: &Agreed,
         ring_index: usize,
         shards: RingShards,
+        attention_mask: Option<[usize; 4]>,
         tick: &mut dyn FnMut(),
     ) -> Result<Self> {
         let Agreed { spec, order, split, backward, .. } = agreed;
+        let sends_queries = shards.q.len() > 1;
+        let query_row = if spec.leaf_rows.is_some() && sends_queries {
+            spec.whole_query_row_layout(attention_mask)
+        } else {
+            spec.query_row_layout()
+        };
         let rows = |shard: &Shard| {
             let mut rows = Rows::default();
             shard.expand(&RowSet::all(shard.rows.len()), &mut rows).map(|()| Arc::new(rows))
@@ -96,7 +111,7 @@ impl RingPlan {
         let program = RankProgram::new(&schedule, order, head_rows, sizes);
         drop(needs);
         let query_steps = if *backward && spec.backward == BackwardMode::TwoPass {
-            query_steps(agreed, ring_index, &shards, tick)
+            query_steps(agreed, ring_index, &shards, &query_row, tick)
         } else {
             Vec::new()
         };
@@ -108,15 +123,24 @@ impl RingPlan {
                 rows,
                 keys: leaf_merges(rows, &program.steps, &shards.kv)?,
                 queries: leaf_merges(rows, &query_steps, &shards.q)?,
+                sends_queries,
             })
         });
+        let owners = |is_needed: bool, shards: &[Arc<Shard>]| {
+            let leaf_rows = spec.leaf_rows.filter(|_| *backward && is_needed);
+            let owners = leaf_rows.map(|rows| LeafOwners::new(rows, shards, ring_index));
+            Ok::<_, Error>(owners.transpose()?.map(Arc::new))
+        };
         Ok(Self {
+            q_leaves: owners(spec.sinks.is_some(), &shards.q)?,
+            kv_leaves: owners(matches!(spec.bias, Some([_, _, 1, 1])), &shards.kv)?,
             leaves: leaves.transpose()?.map(Arc::new),
             most_received: most(&program.steps),
             most_queries_received: most(&query_steps),
             shards,
             program,
             query_steps,
+            query_row,
             queries,
             keys,
             spec: Arc::clone(spec),
@@ -124,9 +148,9 @@ impl RingPlan {
     }
 
     /// Returns the bytes of the partial results of leaves that wait to be merged.
-    pub(super) fn leaf_bytes(&self) -> u64 {
+    pub(super) fn leaf_bytes(&self, backward: bool) -> u64 {
         self.leaves.as_ref().map_or(0, |leaves| {
-            leaves.bytes(&self.spec, self.queries.len() as u64)
+            leaves.bytes(&self.spec, self.queries.len() as u64, backward)
                 + leaves.gradient_bytes(&self.spec, self.keys.len() as u64)
         })
     }
@@ -156,7 +180,7 @@ impl RingPlan {
 
     /// Returns the bytes of the local query block.
     pub(super) fn local_query_bytes(&self) -> u64 {
-        self.queries.len() as u64 * self.spec.query_row_layout().bytes()
+        self.queries.len() as u64 * self.query_row.bytes()
     }
 
     /// Returns the bytes of `rows` gradient records.
@@ -204,6 +228,7 @@ fn query_steps(
     agreed: &Agreed,
     ring_index: usize,
     shards: &RingShards,
+    query_row: &RowLayout,
     tick: &mut dyn FnMut(),
 ) -> Vec<RankStep> {
     let Agreed { spec, route, order, split, .. } = agreed;
@@ -217,11 +242,7 @@ fn query_steps(
     // a query shard is sent in the opposite direction of the keys, because its users are the owners
     // of the keys that it attends to
     let schedule = RankSchedule::derive(&needs, route.opposite(), false, ring_index, tick);
-    let sizes = RecordSizes {
-        block: spec.query_row_layout().bytes(),
-        gradient: 0,
-        split: split.of_tiles(),
-    };
+    let sizes = RecordSizes { block: query_row.bytes(), gradient: 0, split: split.of_tiles() };
     let all = shards.q[ring_index].rows.len();
     RankProgram::new(&schedule, order, all, sizes).steps
 }

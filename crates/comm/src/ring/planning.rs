@@ -73,7 +73,7 @@ impl<B: Backend> Planned<B> {
         let checked = spec.and_then(|spec| {
             spec.validate()?;
             let capabilities = backend.capabilities(&spec)?;
-            check::reproducible(&spec, options, &capabilities)?;
+            check::reproducible(&spec, &capabilities)?;
             // no accumulator is sent in the reproducible order: terms are summed by their owner
             let two_pass = spec.leaf_rows.is_some() && options.backward;
             let backward = if two_pass { BackwardMode::TwoPass } else { spec.backward };
@@ -134,7 +134,7 @@ impl<B: Backend> Planned<B> {
         let spec = &agreed.spec;
         let shards = RingShards::plain(&spec.dims, spec.alignment, &agreed.layout, ranks);
         let ring_index = agreed.order.ring_index(rank);
-        let plan = RingPlan::derive::<B::Space>(&agreed, ring_index, shards, tick)?;
+        let plan = RingPlan::derive::<B::Space>(&agreed, ring_index, shards, None, tick)?;
         let shard = plan.rank_shard(None);
         let passes = if agreed.backward { Passes::Both } else { Passes::Forward };
         let workspace = backend.workspace(&shard, passes)?;

@@ -1,14 +1,17 @@
 //! All-reduce of gradients of which every rank computes a summand: dsinks, and dbias of a bias that
-//! is broadcast over queries.
+//! is broadcast over queries. In the reproducible order, each column of the latter is a sum on the
+//! rank that owns the key, and 0 on the others, so that its sum over ranks is exact.
+
+use std::sync::Arc;
 
 use annulus_core::{Backend, Error, Gradients, Result, Space, Spec};
 
-use super::{Ring, RingOptions};
+use super::{Ring, RingOptions, leaf_reduce::LeafOwners};
 use crate::agreement::all_gather;
 
 /// Numbers per all-gather: an all-reduce of a gradient of any size then takes 64 KiB per rank, 8
 /// MiB on 128 ranks.
-const CHUNK: usize = 1 << 13;
+pub(super) const CHUNK: usize = 1 << 13;
 
 /// Returns true if every rank computes a summand of dbias, like of dsinks.
 pub(super) fn bias_is_shared(spec: &Spec) -> bool {
@@ -27,17 +30,32 @@ impl<B: Backend> Ring<B> {
         &mut self,
         gradients: &mut Gradients<'_, B::Space>,
     ) -> Result<()> {
-        if !self.reduces {
-            return Ok(());
-        }
         if let Some(dsinks) = &mut gradients.dsinks {
-            self.reduce_view(dsinks)?;
+            let terms = std::mem::take(&mut self.buffers.leaf_sums.sinks);
+            self.reduce_gradient(self.plan.q_leaves.clone(), &terms, dsinks)?;
+            self.buffers.leaf_sums.sinks = terms;
         }
         if let Some(dbias) = gradients.dbias.as_mut().filter(|_| bias_is_shared(&self.agreed.spec))
         {
-            self.reduce_view(dbias)?;
+            let terms = std::mem::take(&mut self.buffers.leaf_sums.bias);
+            self.reduce_gradient(self.plan.kv_leaves.clone(), &terms, dbias)?;
+            self.buffers.leaf_sums.bias = terms;
         }
         Ok(())
+    }
+
+    /// Sums a gradient over the leaves of `owners`, or without these over ranks.
+    fn reduce_gradient(
+        &mut self,
+        owners: Option<Arc<LeafOwners>>,
+        terms: &[f64],
+        view: &mut <B::Space as Space>::ViewMut<'_>,
+    ) -> Result<()> {
+        match owners {
+            Some(owners) => self.reduce_leaves(&owners, terms, view),
+            None if self.reduces => self.reduce_view(view),
+            None => Ok(()),
+        }
     }
 
     fn reduce_view(&mut self, view: &mut <B::Space as Space>::ViewMut<'_>) -> Result<()> {

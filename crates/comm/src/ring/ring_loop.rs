@@ -188,6 +188,9 @@ impl<B: Backend> Ring<B> {
             _ => pass.attend_queries(q, local_dkv, tick),
         })?;
 
+        if plan.q_leaves.is_some() || plan.kv_leaves.is_some() {
+            pass.leaf_sums(local_dkv, &mut buffers.leaf_sums)?;
+        }
         pass.finish(local_dkv, gradients)?;
         Ok(waited + in_flight.waited())
     }

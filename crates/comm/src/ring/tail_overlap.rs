@@ -105,7 +105,8 @@ mod tests {
                 backward: true,
                 numerics: String::new(),
             };
-            let plan = RingPlan::derive::<Host>(&agreed, rank, coordinates, &mut || ()).unwrap();
+            let plan = RingPlan::derive::<Host>(&agreed, rank, coordinates, None, &mut || ());
+            let plan = plan.unwrap();
             (plan.program.head_rows, plan.keys.len() as u64)
         };
         // as many bytes of gradients as of keys and values; all queries attend to every key

@@ -68,7 +68,8 @@ impl<B: Backend> Ring<B> {
         let gathered = gathered.map_err(agreement::mid_call)?;
         let mut ticks = PlanningTicks::new(self.transport.as_mut());
         let mut tick = || ticks.tick();
-        let plan = derive::<B::Space>(&self.agreed, self.ring_index, &gathered, &mut tick);
+        let mask = batch.attention_mask.as_ref().map(DenseMask::shape);
+        let plan = derive::<B::Space>(&self.agreed, self.ring_index, &gathered, mask, &mut tick);
         let staged = ticks.finish(plan).and_then(|plan| self.stage(batch, plan));
         // the workspace comes last, because it is the only part that is changed in place
         let touched = staged.is_ok();
@@ -140,10 +141,11 @@ fn derive<S: Space>(
     agreed: &Agreed,
     ring_index: usize,
     gathered: &[Vec<u8>],
+    attention_mask: Option<[usize; 4]>,
     tick: &mut dyn FnMut(),
 ) -> Result<RingPlan> {
     let bytes = gathered.iter().map(|shards| shards.len() as u64).sum::<u64>();
     memory::check_available("the rows of all ranks", bytes.saturating_mul(BYTES_PER_ENCODED))?;
     let shards = plan::decode_shards(gathered, &agreed.order)?;
-    RingPlan::derive::<S>(agreed, ring_index, shards, tick)
+    RingPlan::derive::<S>(agreed, ring_index, shards, attention_mask, tick)
 }

@@ -3,7 +3,9 @@
 
 use std::{ops::Range, sync::Arc};
 
-use annulus_core::{Batch, CustomLayout, DType, Dims, Layout, Route, Run, Runs, Spec, index};
+use annulus_core::{
+    Batch, CustomLayout, DType, DenseMask, Dims, Layout, Route, Run, Runs, SinkShape, Spec, index,
+};
 
 use super::{LAYOUTS, Verdict, ensure, judge, run};
 use crate::{Answer, Case, Draw, Masks, Setting, Subject};
@@ -34,6 +36,60 @@ pub fn reproducible_bits(subjects: &[&dyn Subject], seeds: Range<u64>) -> Verdic
                 Some(first) => answer.same_bits(first).map_err(|wrong| {
                     format!("{}: {} on {setting}: {wrong}", subject.name(), case.name)
                 })?,
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Computes a case with sinks for each shape of a bias, some with a dense mask or unnormalised, on
+/// rings of several sizes and layouts: all gradients have the same bits, and are those of the
+/// oracle.
+///
+/// # Errors
+/// The array that differed.
+pub fn reproducible_gradients(subjects: &[&dyn Subject]) -> Verdict {
+    for number in 0..16u64 {
+        let draw = &mut Draw::new(number);
+        let dims = Dims { kv_len: 140, kv_heads: 1, ..Dims::new(2, 100, 2, 4) };
+        let full = [dims.batch, dims.q_heads, dims.q_len, dims.kv_len];
+        let is_one = |axis: usize| number >> axis & 1 != 0;
+        let bias = std::array::from_fn(|axis| if is_one(axis) { 1 } else { full[axis] });
+        let spec = Spec {
+            bias: Some(bias),
+            sinks: Some(SinkShape { per_head: is_one(0), count: 2 }),
+            normalize: !is_one(1),
+            ..Spec::new(dims, DType::F64)
+        };
+        let masks = Masks { causal: is_one(2), ..Masks::default() };
+        let mut case = Case::new(format!("bias {bias:?}"), spec, masks, draw);
+        case.draw_tensors(draw);
+        if number % 3 == 0 {
+            let shape = [1 + index(number / 3 % 2), 1 + index(number % 2), dims.q_len, dims.kv_len];
+            let mask = DenseMask::from_fn(shape, |[b, h, i, j]| (b + h + 3 * i + j) % 5 != 0);
+            case.batch.attention_mask = Some(mask);
+        }
+        let (dtype, within) = [(DType::F64, 1e-11), (DType::F32, 1e-3)][index(number % 2)];
+        let mut case = case.in_dtype(dtype);
+        case.spec.leaf_rows = Some(LEAF_ROWS);
+        let truth = case.truth().map_err(|error| error.to_string())?;
+        let truth = Answer::of(truth, case.spec.normalize);
+        let mut first: Option<Answer> = None;
+        for (at, ranks) in [1, 2, 3, 5].into_iter().enumerate() {
+            let random = random_leaves(&case, ranks, &mut Draw::new(number + ranks as u64));
+            for layout in [LAYOUTS[at % LAYOUTS.len()].clone(), random] {
+                let setting = Setting { ranks, layout: Some(layout), route: None };
+                let subject = subjects[at % subjects.len()];
+                let answer = run(subject, &case, &setting)?;
+                answer
+                    .compare(&truth, |_| within)
+                    .map_err(|wrong| format!("{}: {wrong}", case.name))?;
+                match &first {
+                    None => first = Some(answer),
+                    Some(first) => answer
+                        .same_bits(first)
+                        .map_err(|wrong| format!("{} on {setting}: {wrong}", case.name))?,
+                }
             }
         }
     }

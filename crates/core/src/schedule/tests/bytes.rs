@@ -162,7 +162,7 @@ fn bytes_are_rows_times_row_bytes() {
     let traffic = Traffic { block_rows: 7, partial_gradient_rows: 2, final_gradient_rows: 1 };
     // batch 2 × heads 2 × (5 + 3) elements per row, 2 bytes each in a block, 4 in a gradient
     assert_eq!(traffic.bytes(&spec.kv_row_layout(), &spec.gradient_row_layout()), 7 * 64 + 3 * 128);
-    let empty = RowLayout::new(1, []);
+    let empty = RowLayout::new([]);
     assert_eq!(traffic.bytes(&empty, &empty), 0);
 }
 

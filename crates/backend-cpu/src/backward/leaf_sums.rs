@@ -1,0 +1,147 @@
+//! dbias and dsinks in the reproducible order, from the roots and the leaves of the merge tree.
+//!
+//! ```text
+//! bias rows × keys       sums of the owner, one term for each plane and head
+//! bias rows × 1          root over leaves of keys, then planes and heads ascend
+//! bias 1 × keys          root over leaves of queries, then planes and heads ascend
+//! bias 1 × 1             the same of each key; keys of a leaf ascend, in f64; leaves: the ring
+//! sinks                  rows of a leaf ascend, in f64; leaves: the ring
+//! ```
+
+use std::ops::Range;
+
+use annulus_core::{Element, Host, HostBuffer, Inputs, LeafSums, Result, Rows, Spec, memory};
+use ndarray::ArrayViewMut4;
+
+use crate::{
+    backward::finish::sink_gradients,
+    simd::dispatch::Real,
+    tile::input::{Acc, Input, Source, array},
+    workspace::{
+        bias_gradient::BiasGradient,
+        state::{State, Summed},
+    },
+};
+
+/// Calls `found` with the rows of each leaf, in local order.
+fn each_leaf(
+    rows: &Rows,
+    leaf_rows: u64,
+    mut found: impl FnMut(Range<usize>) -> Result<()>,
+) -> Result<()> {
+    let mut first = 0;
+    for leaf in rows.rows().chunk_by(|a, b| a / leaf_rows == b / leaf_rows) {
+        found(first..first + leaf.len())?;
+        first += leaf.len();
+    }
+    Ok(())
+}
+
+/// Computes the terms of dsinks, and of dbias with one row and one column, of each leaf.
+pub(crate) fn leaf_sums<E: Input<Accumulator: Summed>>(
+    state: &State<Acc<E>>,
+    inputs: &Inputs<'_, Host>,
+    final_grad: &HostBuffer,
+    into: &mut LeafSums,
+) -> Result<()> {
+    const WHAT: &str = "the sums of leaves";
+    let State { shard, statistics, bias_gradient, .. } = state;
+    let spec = &*shard.spec;
+    let LeafSums { sinks: of_sinks, bias: of_bias } = into;
+    of_sinks.clear();
+    of_bias.clear();
+    let Some(leaf_rows) = spec.leaf_rows else { return Ok(()) };
+    if let Some(sinks) = inputs.sinks {
+        let sinks = array::<Acc<E>>("softmax_aux", sinks)?;
+        each_leaf(&shard.queries, leaf_rows, |rows| {
+            memory::reserve(WHAT, of_sinks, sinks.len())?;
+            let sums = sink_gradients(statistics, spec.dims.q_heads, sinks, rows);
+            of_sinks.extend(sums);
+            Ok(())
+        })?;
+    }
+    if let (Some(gradient), Some([batches, heads, 1, 1])) = (bias_gradient, spec.bias) {
+        let of_key = RecordSums::<Acc<E>>::new(state, gradient, final_grad)?;
+        each_leaf(&shard.keys, leaf_rows, |rows| {
+            memory::reserve(WHAT, of_bias, batches * heads)?;
+            let first = of_bias.len();
+            of_bias.resize(first + batches * heads, 0.0);
+            let sums = &mut of_bias[first..];
+            of_key.each(rows, |_, (batch, head), sum| sums[batch * heads + head] += sum.to_f64());
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+/// dbias of each local key, plane and head, from the records of dk and dv.
+struct RecordSums<'a, A> {
+    source: Source<'a, A>,
+    gradient: &'a BiasGradient<A>,
+    /// Numbers of batch rows, KV heads and sums per KV head.
+    shape: [usize; 3],
+}
+
+impl<'a, A: Real> RecordSums<'a, A> {
+    fn new(
+        state: &State<A>,
+        gradient: &'a BiasGradient<A>,
+        final_grad: &'a HostBuffer,
+    ) -> Result<Self> {
+        let spec = &state.shard.spec;
+        let record = spec.gradient_row_layout();
+        let keys = state.shard.keys.len();
+        let source = Source::records(final_grad.bytes(), keys, &record, 2)?;
+        let shape = [spec.dims.batch, spec.dims.kv_heads, spec.bias_heads_per_kv_head()];
+        Ok(Self { source, gradient, shape })
+    }
+
+    /// Calls `found` with the local key, the element of dbias and the sum: planes and heads ascend,
+    /// then keys.
+    fn each(&self, keys: Range<usize>, mut found: impl FnMut(usize, (usize, usize), A)) {
+        let [batches, kv_heads, sums] = self.shape;
+        for (batch, kv_head) in (0..batches).flat_map(|b| (0..kv_heads).map(move |h| (b, h))) {
+            for index in 0..sums {
+                let element = self.gradient.element(batch, kv_head, index);
+                for key in keys.clone() {
+                    found(key, element, self.source.vector(batch, key, kv_head)[index]);
+                }
+            }
+        }
+    }
+}
+
+/// Writes this rank's part of dbias: of a bias that is broadcast over queries the columns of local
+/// keys, and 0 in the others. The ring writes a bias with one row and one column.
+pub(super) fn write_dbias<A: Real>(
+    state: &State<A>,
+    gradient: &BiasGradient<A>,
+    final_grad: &HostBuffer,
+    mut into: ArrayViewMut4<'_, A>,
+) -> Result<()> {
+    if gradient.in_blocks() {
+        into.fill(A::ZERO);
+        let Spec { dims, .. } = &*state.shard.spec;
+        let sums = state.shard.spec.bias_heads_per_kv_head();
+        let blocks = 0..state.shard.queries.len().div_ceil(state.q_rows);
+        for block in blocks.flat_map(|index| state.blocks_of_rows(index)) {
+            for head in 0..dims.group() {
+                let (batch, into_head) = gradient.element(block.batch, block.kv_head, head % sums);
+                let of_rows = &block.sum[block.lane(head, 0)..];
+                for (row, &sum) in block.rows.clone().zip(of_rows) {
+                    into[[batch, into_head, row, 0]] += sum;
+                }
+            }
+        }
+    } else if !gradient.in_records() {
+        gradient.write(into);
+    } else if !gradient.over_keys() {
+        into.fill(A::ZERO);
+        let rows = state.shard.keys.rows();
+        let sums = RecordSums::new(state, gradient, final_grad)?;
+        sums.each(0..rows.len(), |key, (batch, head), sum| {
+            into[[batch, head, 0, annulus_core::index(rows[key])]] += sum;
+        });
+    }
+    Ok(())
+}
