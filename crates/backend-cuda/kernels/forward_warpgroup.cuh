@@ -224,18 +224,12 @@ DEVICE bool tile_non_finite(const u16* values, const ConsumerLane& at) {
 }
 
 // O += P·V on scalar units, skipping masked pairs, for V tiles with non-finite elements: with wgmma
-// a masked pair would contribute 0 · NaN. Sets P to zero and returns a V operand of zeros for the
-// wgmma that the main loop issues anyway.
-DEVICE ValueOperand pv_nonfinite_fixup(float (&o)[O_PARTS][O_COLUMNS / 2],
-                                       u32 (&probs)[KV_ROWS / 16][4],
-                                       const VisiblePairs& visible_pairs, float* scratch,
-                                       const u16* values, const ConsumerLane& at) {
+// a masked pair would contribute 0 · NaN. Sets P to zero; the main loop then issues its wgmma with
+// zero_values instead of V.
+DEVICE void pv_nonfinite_fixup(float (&o)[O_PARTS][O_COLUMNS / 2], u32 (&probs)[KV_ROWS / 16][4],
+                               const VisiblePairs& visible_pairs, float* scratch,
+                               const u16* values, const ConsumerLane& at) {
     u16* shared_p = reinterpret_cast<u16*>(scratch);
-    u16* zeros = shared_p + Q_ROWS * KV_ROWS;
-    u32 zero_words[4] = {0, 0, 0, 0};
-    for (u32 index = at.thread; index < 16 * ANNULUS_DIM / 8; index += WARPGROUP)
-        store_for_async_proxy(zeros + 8 * index, zero_words);
-    fence_proxy_async();
     UNROLL for (u32 y = 0; y < KV_ROWS / 16; ++y)
         UNROLL for (u32 index = 0; index < 4; ++index) {
             u32 e = 8 * y + 2 * index;
@@ -244,7 +238,8 @@ DEVICE ValueOperand pv_nonfinite_fixup(float (&o)[O_PARTS][O_COLUMNS / 2],
                 mark_masked(probs[y][index], visible_pairs.get(e), visible_pairs.get(e + 1));
             probs[y][index] = 0;
         }
-    named_barrier(WARPGROUP_BARRIER(at.group), WARPGROUP);
+    // a row of P is written and read by the same warp
+    warp_barrier();
     for (u32 key = 0; key < KV_ROWS; ++key)
         UNROLL for (u32 r = 0; r < 2; ++r) {
             u16 prob = shared_p[(at.row + 8 * r) * KV_ROWS + key];
@@ -260,7 +255,6 @@ DEVICE ValueOperand pv_nonfinite_fixup(float (&o)[O_PARTS][O_COLUMNS / 2],
         }
     // the warp has read P: its part of scratch may be overwritten
     warp_barrier();
-    return {mn_major_descriptor(zeros, 16 * PANEL_DIMS), 16 * PANEL_DIMS, 0};
 }
 
 // Returns the V tile of a stage as right operand.
@@ -322,9 +316,10 @@ DEVICE void attend_rows(SharedStorage& memory, const Attention& a, u32 b, u32 h,
         ValueOperand v_operand = v_operand_of(memory, v_state);
         if (!coord.is_full) {
             mbarrier_wait(memory.v_full + v_state.stage, v_state.parity);
-            if (tile_non_finite(memory.v[v_state.stage], at))
-                v_operand = pv_nonfinite_fixup(o, probs, visible_pairs, scratch,
-                                               memory.v[v_state.stage], at);
+            if (tile_non_finite(memory.v[v_state.stage], at)) {
+                pv_nonfinite_fixup(o, probs, visible_pairs, scratch, memory.v[v_state.stage], at);
+                v_operand = zero_values(memory);
+            }
         }
         coord = warpgroup_tile(a, b, h, tile, at.group, tiles.entry(a));
         mbarrier_wait(memory.k_full + k_state.stage, k_state.parity);
@@ -357,12 +352,17 @@ DEVICE void attend_rows(SharedStorage& memory, const Attention& a, u32 b, u32 h,
 
     mbarrier_wait(memory.v_full + v_state.stage, v_state.parity);
     ValueOperand v_operand = v_operand_of(memory, v_state);
-    if (!coord.is_full && tile_non_finite(memory.v[v_state.stage], at))
-        v_operand =
-            pv_nonfinite_fixup(o, probs, visible_pairs, scratch, memory.v[v_state.stage], at);
+    if (!coord.is_full && tile_non_finite(memory.v[v_state.stage], at)) {
+        pv_nonfinite_fixup(o, probs, visible_pairs, scratch, memory.v[v_state.stage], at);
+        v_operand = zero_values(memory);
+    }
     wgmma_fence();
+        if (planted(P_IN_FLIGHT)) narrow_p(probs, scores);
     issue_pv(o, probs, v_operand);
     wgmma_wait<0>();
+        // P·V has read P until here. Pinning S as well ties narrow_p, which reads it, to the wait.
+        if (!planted(NO_OPERAND_FENCE)) fence_operand(probs);
+        fence_operand(scores);
     UNROLL for (u32 part = 0; part < O_PARTS; ++part) fence_operand(o[part]);
 
     UNROLL for (u32 r = 0; r < 2; ++r) {
@@ -413,6 +413,7 @@ KERNEL(forward_warpgroup, WarpgroupAttention) {
             }
         }
     } else {
+    if (thread_index() < WARPGROUP) clear_zeros(memory);
         setmaxnreg_inc<240>();
         // the first turn belongs to the first consumer
         if (thread_index() >= 2 * WARPGROUP && !tiles.is_last(all))

@@ -178,14 +178,15 @@ impl Variant {
     }
 
     /// Bytes of dynamic shared memory per launch. Warpgroups: `SharedStorage` of
-    /// `kernels/warpgroup.cuh` (q; K and V, two stages each; a float of scratch per score; 8
-    /// mbarriers).
+    /// `kernels/warpgroup.cuh` (q; K and V, two stages each; a float of scratch per score; a zero
+    /// operand of 16 × 64; 8 mbarriers).
     pub const fn dynamic_shared_bytes(self) -> u32 {
         let ([queries, keys], dim) = (self.tile(), self.dim);
         match self.family {
             Family::General => 0,
             Family::Warpgroup => {
-                (queries * dim * 2 + 4 * keys * dim * 2 + queries * keys * 4 + 8 * 8) as u32
+                let tiles = queries * dim * 2 + 4 * keys * dim * 2 + queries * keys * 4;
+                (tiles + 16 * 64 * 2 + 8 * 8) as u32
             }
         }
     }
