@@ -30,6 +30,11 @@
 // Elements of S of one thread: 64 × KV_ROWS over 128 threads.
 #define S_REGISTERS (KV_ROWS / 2)
 #define LOG2_E 1.44269504088896341f
+// Largest |m|·log₂e for which e^{s − m} is computed as 2^{unit·x − m·log₂e}, one multiply-add and
+// one ex2. `unit` and m·log₂e are rounded separately, which changes the exponent by up to
+// 3·2⁻²⁴·|m|·log₂e: for this bound a probability by 2⁻¹³, less than its rounding to f16. For
+// |m| = 10⁹ it would be a factor of 2¹⁷².
+#define FUSED_LIMIT 1024.0f
 
 // Position of a thread in its warpgroup's accumulators: element e of S is
 // row + 8·(e / 2 mod 2), 8·(e / 4) + column + e mod 2.
@@ -185,14 +190,24 @@ DEVICE void online_softmax(float (&scores)[S_REGISTERS], VisiblePairs& visible_p
         float before = softmax.max[r], new_max = max_number(before, natural * tile_max);
         // every score so far is −∞: a base of 0 gives probabilities 0 instead of NaN
         float base = new_max == -infinity() ? 0.0f : new_max * LOG2_E;
-        softmax.rescale[r] = new_max == before ? 1.0f : exp2_approx(before * LOG2_E - base);
+        softmax.rescale[r] = new_max == before ? 1.0f : exp2_approx((before - new_max) * LOG2_E);
         float sum = 0;
-        UNROLL for (u32 n_tile = 0; n_tile < KV_ROWS / 8; ++n_tile)
-            UNROLL for (u32 c = 0; c < 2; ++c) {
-                float& score = scores[4 * n_tile + 2 * r + c];
-                score = exp2_approx(multiply_add(score, unit, -base));
-                sum += score;
-            }
+        if (base <= FUSED_LIMIT && base >= -FUSED_LIMIT) {
+            UNROLL for (u32 n_tile = 0; n_tile < KV_ROWS / 8; ++n_tile)
+                UNROLL for (u32 c = 0; c < 2; ++c) {
+                    float& score = scores[4 * n_tile + 2 * r + c];
+                    score = exp2_approx(multiply_add(score, unit, -base));
+                    sum += score;
+                }
+        } else {
+            // one product for the maximum and the scores: the difference is 0 at the maximum
+            UNROLL for (u32 n_tile = 0; n_tile < KV_ROWS / 8; ++n_tile)
+                UNROLL for (u32 c = 0; c < 2; ++c) {
+                    float& score = scores[4 * n_tile + 2 * r + c];
+                    score = exp2_approx((natural * score - new_max) * LOG2_E);
+                    sum += score;
+                }
+        }
         softmax.max[r] = new_max;
         softmax.sum[r] = softmax.sum[r] * softmax.rescale[r] + sum;
     }
@@ -341,8 +356,12 @@ DEVICE void attend_rows(SharedStorage& memory, const Attention& a, u32 b, u32 h,
         k_state.advance();
         online_softmax(scores, visible_pairs, softmax, scratch, coord, at, a);
         if (planted(RESCALED_IN_FLIGHT)) rescale_o(o, softmax);
+        if (planted(P_IN_FLIGHT)) narrow_p(probs, scores);
         wgmma_wait<0>();
         UNROLL for (u32 part = 0; part < O_PARTS; ++part) fence_operand(o[part]);
+        // P·V has read P until here. Pinning S as well ties narrow_p, which reads it, to the wait.
+        if (!planted(NO_OPERAND_FENCE)) fence_operand(probs);
+        fence_operand(scores);
         if (!planted(EARLY_RELEASE) && at.lane == 0)
             mbarrier_arrive(memory.v_empty + v_state.stage);
         v_state.advance();
@@ -357,12 +376,8 @@ DEVICE void attend_rows(SharedStorage& memory, const Attention& a, u32 b, u32 h,
         v_operand = zero_values(memory);
     }
     wgmma_fence();
-        if (planted(P_IN_FLIGHT)) narrow_p(probs, scores);
     issue_pv(o, probs, v_operand);
     wgmma_wait<0>();
-        // P·V has read P until here. Pinning S as well ties narrow_p, which reads it, to the wait.
-        if (!planted(NO_OPERAND_FENCE)) fence_operand(probs);
-        fence_operand(scores);
     UNROLL for (u32 part = 0; part < O_PARTS; ++part) fence_operand(o[part]);
 
     UNROLL for (u32 r = 0; r < 2; ++r) {
@@ -398,6 +413,7 @@ KERNEL(forward_warpgroup, WarpgroupAttention) {
 
     // consumers release a stage once per warp
     if (thread_index() == 0) init_pipeline(memory, CONSUMERS * WARPGROUP / 32);
+    if (thread_index() < WARPGROUP) clear_zeros(memory);
     barrier();
     if (thread_index() < WARPGROUP) {
         setmaxnreg_dec<24>();
@@ -413,7 +429,6 @@ KERNEL(forward_warpgroup, WarpgroupAttention) {
             }
         }
     } else {
-    if (thread_index() < WARPGROUP) clear_zeros(memory);
         setmaxnreg_inc<240>();
         // the first turn belongs to the first consumer
         if (thread_index() >= 2 * WARPGROUP && !tiles.is_last(all))
