@@ -80,6 +80,9 @@ struct WarpgroupAttention {
     TensorMap k_map, v_map;
     Attention attention;
 };
+static_assert(alignof(TensorMap) == 128 && sizeof(TensorMap) == 128, "CUtensorMap");
+static_assert(sizeof(Attention) == 544 && sizeof(WarpgroupAttention) == 896,
+              "as in src/arguments.rs");
 
 // Dynamic shared memory of a block. `Variant::dynamic_shared_bytes` (src/kernels.rs) has its size.
 struct SharedStorage {
@@ -87,15 +90,12 @@ struct SharedStorage {
     u16 k[STAGES][KV_TILE], v[STAGES][KV_TILE];
     // For rare paths of each consumer: one float per score, or P.
     float scratch[CONSUMERS][Q_ROWS * KV_ROWS];
-    Mbarrier k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
-};
-
     // V operand of zeros (zero_values), written once: a consumer's scratch is written again while
     // wgmma still reads its operands.
     u16 zeros[16 * PANEL_DIMS];
-// Position in the pipeline (CUTLASS: PipelineState): the stage, and the parity of the full
-// mbarrier's phase that a consumer waits for. A producer waits for the opposite parity of the empty
-// mbarrier.
+    Mbarrier k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+};
+
 // The most that a block of compute capability 9.0 can have. Operands of wgmma begin at a multiple
 // of the swizzle's period, for which the sizes of the arrays before them suffice.
 static_assert(sizeof(SharedStorage) <= 227 * 1024, "shared memory of a block");
@@ -103,6 +103,9 @@ static_assert(Q_TILE * 2 % SWIZZLE_ATOM_BYTES == 0 && KV_TILE * 2 % SWIZZLE_ATOM
                   Q_ROWS * KV_ROWS * 4 % SWIZZLE_ATOM_BYTES == 0,
               "operands of wgmma are aligned to the period of the swizzle");
 
+// Position in the pipeline (CUTLASS: PipelineState): the stage, and the parity of the full
+// mbarrier's phase that a consumer waits for. A producer waits for the opposite parity of the empty
+// mbarrier.
 struct PipelineState {
     u32 stage, parity;
 
@@ -146,9 +149,6 @@ DEVICE void init_pipeline(SharedStorage& memory, u32 consumer_warps) {
     fence_mbarrier_init();
 }
 
-// Producer: waits until the stage is empty, then issues the TMA loads of one tile, a box per panel.
-DEVICE void tma_load(u16* to, const TensorMap& map, Mbarrier* full, Mbarrier* empty,
-                     const PipelineState& state, u32 row, u32 head, u32 batch) {
 // Clears the zero operand, for wgmma after the next barrier. The first warpgroup calls it.
 DEVICE void clear_zeros(SharedStorage& memory) {
     static_assert(sizeof memory.zeros == WARPGROUP * 16, "16 bytes per thread");
@@ -157,6 +157,9 @@ DEVICE void clear_zeros(SharedStorage& memory) {
     fence_proxy_async();
 }
 
+// Producer: waits until the stage is empty, then issues the TMA loads of one tile, a box per panel.
+DEVICE void tma_load(u16* to, const TensorMap& map, Mbarrier* full, Mbarrier* empty,
+                     const PipelineState& state, u32 row, u32 head, u32 batch) {
     mbarrier_wait(empty + state.stage, planted(WRONG_PHASE) ? state.parity : state.parity ^ 1);
     mbarrier_arrive_expect_tx(full + state.stage, planted(TOO_FEW_BYTES) ? KV_TILE : KV_TILE * 2);
     for (u32 panel = 0; panel < PANELS; ++panel)
@@ -225,14 +228,14 @@ struct ValueOperand {
     u32 panel, step;
 };
 
-// Issues O += P·V as one wgmma group.
-DEVICE void issue_pv(float (&o)[O_PARTS][O_COLUMNS / 2], const u32 (&probs)[KV_ROWS / 16][4],
-                     const ValueOperand& right) {
 // Sixteen rows of zeros, whatever the step and the panel: both distances are 0.
 DEVICE ValueOperand zero_values(const SharedStorage& memory) {
     return {mn_major_descriptor(memory.zeros, 0), 0, 0};
 }
 
+// Issues O += P·V as one wgmma group.
+DEVICE void issue_pv(float (&o)[O_PARTS][O_COLUMNS / 2], const u32 (&probs)[KV_ROWS / 16][4],
+                     const ValueOperand& right) {
     UNROLL for (u32 y = 0; y < KV_ROWS / 16; ++y)
         UNROLL for (u32 part = 0; part < O_PARTS; ++part)
             wgmma_rs(o[part], probs[y],

@@ -330,8 +330,8 @@ DEVICE void tma_load_box(u16* to, const TensorMap& map, Mbarrier* mbarrier, u32 
     emulated::TmaCopy copy = {reinterpret_cast<u8*>(to), {}, {x, row, head, batch}, mbarrier};
     std::memcpy(&copy.map, &map, sizeof copy.map);
     emulated::mbarrier_state(mbarrier);
-    // the argument structure of the kernel is aligned to 64 bytes, as the device requires of a map
-    if (copy.map.magic != emulated::MAP_MAGIC || reinterpret_cast<u64>(&map) % 64 != 0)
+    // the argument structure of the kernel is aligned to 128 bytes, as that of a map
+    if (copy.map.magic != emulated::MAP_MAGIC || reinterpret_cast<u64>(&map) % 128 != 0)
         emulated::fault("TMA: invalid tensor map");
     u32 bytes = 2;
     for (u32 length : copy.map.box) bytes *= length;

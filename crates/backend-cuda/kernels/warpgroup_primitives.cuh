@@ -15,8 +15,8 @@
 
 #define WARPGROUP 128
 
-// CUtensorMap: opaque, encoded by the driver.
-struct alignas(64) TensorMap {
+// CUtensorMap: opaque, encoded by the driver. Aligned as in cuda.h of CUDA 13.
+struct alignas(128) TensorMap {
     u64 words[16];
 };
 

@@ -9,7 +9,7 @@ use std::{
 use annulus_core::{Error, Result};
 use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute, CUresult};
 
-use crate::{Symbols, library::missing};
+use crate::{Symbols, context::ContextState, library::missing, tensor_map::EncodeTensorMap};
 
 /// Compute capability, such as 8.0 or 9.0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -145,7 +145,16 @@ impl Device {
 
     /// Returns the first failure, if any.
     pub fn failure(&self) -> Option<Error> {
-        self.lock_failure().clone()
+        self.0.lock_failure().clone()
+    }
+
+    /// True if the driver has `cuTensorMapEncodeTiled`, which TMA needs: CUDA 12 and newer.
+    pub fn has_tensor_maps(&self) -> bool {
+        self.tensor_map_encoder().is_some()
+    }
+
+    pub(crate) fn tensor_map_encoder(&self) -> Option<EncodeTensorMap> {
+        self.0.symbols.tensor_map
     }
 
     /// Makes the context current on this thread, for libraries that use the current context.
