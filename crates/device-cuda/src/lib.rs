@@ -9,7 +9,7 @@
 //! | type | file |
 //! |---|---|
 //! | function tables (feature `nccl`: NCCL's), loading | `symbols.rs`, `nccl.rs`, `library.rs` |
-//! | [`Device`]: a context and its first failure | `device.rs` |
+//! | [`Device`]: a context and its first failure; what devices of a context share | `device.rs`, `context.rs` |
 //! | [`Stream`], [`Event`] | `stream.rs` |
 //! | [`CudaBuffer`], pinned host memory | `buffer.rs`, `pinned.rs` |
 //! | [`CudaSpace`], [`CudaTensor`] and its views | `space.rs`, `tensor.rs` |
@@ -20,6 +20,7 @@
 mod buffer;
 mod cache;
 mod compiler;
+mod context;
 mod device;
 mod library;
 mod module;
