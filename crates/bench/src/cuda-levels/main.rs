@@ -1,223 +1,259 @@
-//! Speed of the CUDA backend on one GPU, forward and backward, at its level. Prints JSON lines.
+//! Speed and correctness of the CUDA backend on one GPU, forward and backward. Prints JSON lines.
 //!
 //! ```text
-//! cuda-levels [device=0] [batch=4] [heads=16] [dims=64,128] [lens=8192,16384]
-//!             [dtypes=bf16,f16,f32] [seconds=1]
+//! cuda-levels [device=0] [levels=matrix] [dtypes=bf16,f16,f32] [dims=64,128] [lens=8192,16384]
+//!             [heads=16] [batch=4] [rounds=10] [causal=0,1]
+//! cuda-levels verify=1 [device=0] [levels=matrix] [dtypes=bf16,f16] [dims=64,128,256] [lens=4099]
+//!             [heads=8] [masks=full,causal,window,gqa,cross]
+//! cuda-levels compile=9.0 [cubins=FOLDER]
 //! ```
-//! Tensors stay on the device. A pass is one call of a ring of one rank; the host clock runs around
-//! as many passes as fill the time, with the device idle before and after. FLOPs are useful ones:
-//! forward 4·batch·heads·len²·dim, half of it for a causal mask; backward 2.5 times as many.
-//! `scripts/gpu-check` runs it beside peers. `device=emulated` checks on any machine that it runs;
-//! its times mean nothing.
+//! Inputs are normally distributed, and tensors stay on the device.
+//!
+//! * **Times.** A pass is one call of a ring of one rank, by the host's clock, with the device idle
+//!   before and after: `pass_ms`. `kernel_ms` is the time of each kernel by the device's clock, in
+//!   further passes. Both are medians of `rounds` (at least 10); the levels alternate. FLOPs are
+//!   useful ones: forward 4·batch·heads·len²·dim, half of it for a causal mask; backward 2.5 times
+//!   as many.
+//! * **verify** compares each level with level 0 in f32 from the same inputs rounded to 16 bits:
+//!   the relative error of out, dq, dk and dv stays below 5·10⁻³ (bf16) or 10⁻³ (f16), that of lse
+//!   below 10⁻⁴, that of the worst row below 8 times as much, and a second pass has the same bits.
+//!   The exit status is 1 if one is not.
+//! * **compile** compiles every kernel for a compute capability into the kernel cache
+//!   (`ANNULUS_KERNEL_CACHE`), without a GPU; the cubins of bf16 and 128 dims also into a folder,
+//!   for a disassembler.
+//!
+//! `scripts/gpu-lease` runs it beside peers. `device=emulated` checks on any machine that it runs;
+//! its times mean nothing. There, `mistake=N` plants mistake N of `kernels/warpgroup.cuh`.
 
-use std::{
-    process::ExitCode,
-    time::{Duration, Instant},
-};
+mod kernel_clock;
+mod pass;
+mod verify;
 
-use annulus::{Attention, DType, Dims, Error, Result, Ring};
-use annulus_comm::{Staged, threads};
-use annulus_core::{BackwardInputs, Element, Gradients, Inputs, Outputs};
+use std::{collections::BTreeMap, process::ExitCode};
+
+use annulus::{Attention, DType, Dims, Error, Result};
 use annulus_cuda::{
-    Cuda,
-    device::{CudaCopier, CudaSpace, CudaTensor, Stream},
+    Cuda, Level, Variant,
+    device::{Architecture, Cache, Compiler, CompilerSymbols, Symbols},
 };
+use annulus_cuda_emulator as emulator;
+use serde_json::json;
 
-/// Parameters of a measurement.
-struct Settings {
-    device: String,
-    batch: usize,
-    heads: usize,
-    dims: Vec<usize>,
-    lens: Vec<usize>,
-    dtypes: Vec<DType>,
-    seconds: f64,
-}
+use pass::{Numbers, Passes};
+
+/// Parameters by name, with defaults for what is not given.
+struct Settings(BTreeMap<String, String>);
 
 impl Settings {
+    const NAMES: [&str; 14] = [
+        "device", "levels", "dtypes", "dims", "lens", "heads", "batch", "rounds", "causal",
+        "masks", "verify", "compile", "cubins", "mistake",
+    ];
+
     fn parse(words: impl Iterator<Item = String>) -> Result<Self> {
-        let mut all = Self {
-            device: "0".into(),
-            batch: 4,
-            heads: 16,
-            dims: vec![64, 128],
-            lens: vec![8192, 16384],
-            dtypes: vec![DType::Bf16, DType::F16, DType::F32],
-            seconds: 1.0,
-        };
+        let mut all = BTreeMap::new();
         for word in words {
-            let want =
-                "device=, batch=, heads=, dims=, lens=, dtypes= or seconds=, and what it takes";
-            let wrong = || Error::invalid("argument", &word, want);
-            let (name, value) = word.split_once('=').ok_or_else(wrong)?;
-            let numbers = || {
-                value
-                    .split(',')
-                    .map(|number| number.parse().map_err(|_| wrong()))
-                    .collect::<Result<Vec<usize>>>()
-            };
-            let number = || value.parse::<usize>().map_err(|_| wrong());
-            let dtype = |name: &str| {
-                let all = [DType::F64, DType::F32, DType::Bf16, DType::F16];
-                all.into_iter().find(|dtype| dtype.name() == name).ok_or_else(wrong)
-            };
-            match name {
-                "device" => all.device = value.to_owned(),
-                "batch" => all.batch = number()?,
-                "heads" => all.heads = number()?,
-                "dims" => all.dims = numbers()?,
-                "lens" => all.lens = numbers()?,
-                "dtypes" => all.dtypes = value.split(',').map(dtype).collect::<Result<_>>()?,
-                "seconds" => all.seconds = value.parse().map_err(|_| wrong())?,
-                _ => return Err(wrong()),
+            let (name, value) = word.split_once('=').unwrap_or((&word, ""));
+            if !Self::NAMES.contains(&name) || value.is_empty() {
+                let want = format!("one of {}, = and a value", Self::NAMES.join(", "));
+                return Err(Error::invalid("argument", &word, want));
             }
+            all.insert(name.to_owned(), value.to_owned());
         }
-        Ok(all)
+        Ok(Self(all))
     }
 
-    fn open(&self) -> Result<Cuda> {
-        if self.device == "emulated" {
-            use annulus_cuda_emulator as emulator;
+    fn get(&self, name: &str) -> Option<&str> {
+        self.0.get(name).map(String::as_str)
+    }
 
-            return Cuda::with_symbols(
-                Ok(emulator::symbols()),
-                || Ok(emulator::compiler_symbols()),
-                0,
+    /// Parses a list.
+    fn list<T>(
+        &self,
+        name: &str,
+        otherwise: &str,
+        parse: impl Fn(&str) -> Option<T>,
+    ) -> Result<Vec<T>> {
+        let text = self.get(name).unwrap_or(otherwise);
+        let wrong = || Error::invalid(name, text, format!("a list such as {otherwise}"));
+        text.split(',').map(|word| parse(word).ok_or_else(wrong)).collect()
+    }
+
+    fn number(&self, name: &str, otherwise: usize) -> Result<usize> {
+        let Some(text) = self.get(name) else { return Ok(otherwise) };
+        text.parse().map_err(|_| Error::invalid(name, text, "a number"))
+    }
+
+    fn dtypes(&self, otherwise: &str) -> Result<Vec<DType>> {
+        let all = [DType::F64, DType::F32, DType::Bf16, DType::F16];
+        self.list("dtypes", otherwise, |word| all.into_iter().find(|dtype| dtype.name() == word))
+    }
+
+    fn numbers(&self, name: &str, otherwise: &str) -> Result<Vec<usize>> {
+        self.list(name, otherwise, |word| word.parse().ok())
+    }
+
+    /// Opens the device at each level, with one stream for each.
+    fn open(&self) -> Result<Vec<Cuda>> {
+        let named = |word: &str| Level::ALL.into_iter().find(|level| level.name() == word);
+        let levels = self.list("levels", Level::DEFAULT.name(), named)?;
+        let device = self.get("device").unwrap_or("0");
+        let open = |&level: &Level| -> Result<Cuda> {
+            if device == "emulated" {
+                let mistake = self.number("mistake", 0)?;
+                emulator::plant(0, u32::try_from(mistake).unwrap_or(u32::MAX));
+                let driver = kernel_clock::watched(emulator::hopper_symbols());
+                let nvrtc = || Ok(emulator::hopper_compiler_symbols());
+                let cuda = Cuda::with_symbols(Ok(driver), nvrtc, Cache::of_user(), 0)?;
+                return cuda.with_min_warpgroup_rows(0).at_level(level);
+            }
+            let number =
+                device.parse().map_err(|_| Error::invalid("device", device, "a GPU's number"))?;
+            let driver = Symbols::system().map(kernel_clock::watched);
+            let cuda =
+                Cuda::with_symbols(driver, CompilerSymbols::system, Cache::of_user(), number)?;
+            cuda.at_level(level)
+        };
+        levels.iter().map(open).collect()
+    }
+}
+
+fn median(mut numbers: Vec<f64>) -> f64 {
+    numbers.sort_by(f64::total_cmp);
+    let middle = numbers.len() / 2;
+    numbers.get(middle).copied().unwrap_or(f64::NAN)
+}
+
+/// One attention to be timed.
+#[derive(Clone, Copy)]
+struct Problem {
+    dtype: DType,
+    dims: Dims,
+    is_causal: bool,
+    rounds: usize,
+}
+
+/// Times forward and backward at all levels, and prints a line for each.
+fn measure(levels: &[Cuda], problem: Problem) -> Result<()> {
+    let Problem { dtype, dims, is_causal, rounds } = problem;
+    let attention = Attention::new().causal(is_causal);
+    let numbers = Numbers::draw(dims, dtype);
+    let open = |cuda: &Cuda| Passes::new(cuda, &attention, dtype, dims, &numbers);
+    let mut all = levels.iter().map(open).collect::<Result<Vec<_>>>()?;
+    let pairs = (dims.batch * dims.q_heads) as f64
+        * (dims.q_len as f64).powi(2)
+        * if is_causal { 0.5 } else { 1.0 };
+    for (what, is_forward, products) in [("fwd", true, 2.0), ("bwd", false, 5.0)] {
+        let mut times = vec![Vec::new(); all.len()];
+        let mut kernels: Vec<BTreeMap<String, Vec<f64>>> = vec![BTreeMap::new(); all.len()];
+        for passes in &mut all {
+            passes.timed(is_forward)?;
+        }
+        for _ in 0..rounds {
+            for (passes, times) in all.iter_mut().zip(&mut times) {
+                times.push(passes.timed(is_forward)?);
+            }
+        }
+        for _ in 0..rounds {
+            for (passes, kernels) in all.iter_mut().zip(&mut kernels) {
+                let (passed, spent) = kernel_clock::times(|| passes.timed(is_forward));
+                passed?;
+                spent.into_iter().for_each(|(name, ms)| kernels.entry(name).or_default().push(ms));
+            }
+        }
+        for ((cuda, times), kernels) in levels.iter().zip(times).zip(kernels) {
+            let seconds = median(times);
+            let kernel_ms: BTreeMap<_, _> =
+                kernels.into_iter().map(|(name, ms)| (name, median(ms))).collect();
+            let flops = products * 2.0 * pairs * dims.head_dim as f64;
+            println!(
+                "{}",
+                json!({
+                    "peer": "annulus-cuda", "gpu": cuda.to_string(), "level": cuda.level().name(),
+                    "what": what, "dtype": dtype.name(), "batch": dims.batch,
+                    "heads": dims.q_heads, "head_dim": dims.head_dim, "n": dims.q_len,
+                    "causal": is_causal, "rounds": rounds, "pass_ms": seconds * 1e3,
+                    "kernel_ms": kernel_ms, "tflops": flops / seconds / 1e12,
+                })
             );
         }
-        Cuda::open(
-            self.device
-                .parse()
-                .map_err(|_| Error::invalid("device", &self.device, "the number of a GPU"))?,
-        )
-    }
-}
-
-/// Longest wait for the device.
-const DEADLINE: Duration = Duration::from_secs(120);
-
-/// Creates a tensor of pseudo-random numbers in −1 … 1.
-fn tensor(stream: &Stream, dtype: DType, shape: [usize; 4], salt: u64) -> Result<CudaTensor> {
-    let count: usize = shape.iter().product();
-    let mut bytes = Vec::with_capacity(count * dtype.bytes());
-    let mut state = salt;
-    for _ in 0..count {
-        state =
-            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        let number = (state >> 40) as f64 / f64::from(1 << 23) - 1.0;
-        match dtype {
-            DType::F64 => bytes.extend(number.to_le_bytes()),
-            DType::F32 => bytes.extend((number as f32).to_le_bytes()),
-            DType::Bf16 => bytes.extend(<half::bf16 as Element>::from_f64(number).to_le_bytes()),
-            DType::F16 => bytes.extend(<half::f16 as Element>::from_f64(number).to_le_bytes()),
-        }
-    }
-    CudaTensor::upload(stream, &bytes, dtype, shape)
-}
-
-/// Returns the mean time of `pass`, repeated for about `seconds`, after one warm-up pass.
-fn time(stream: &Stream, seconds: f64, mut pass: impl FnMut() -> Result<()>) -> Result<f64> {
-    let mut passes = |count: u32| -> Result<f64> {
-        let start = Instant::now();
-        (0..count).try_for_each(|_| pass())?;
-        stream.synchronize(DEADLINE)?;
-        Ok(start.elapsed().as_secs_f64())
-    };
-    passes(1)?;
-    let once = passes(1)?.max(1e-6);
-    let count = (seconds / once).clamp(1.0, 1000.0) as u32;
-    Ok(passes(count)? / f64::from(count))
-}
-
-/// Times forward and backward, and prints a line for each.
-fn measure(
-    cuda: &Cuda,
-    settings: &Settings,
-    dtype: DType,
-    len: usize,
-    dim: usize,
-    causal: bool,
-) -> Result<()> {
-    let Settings { batch, heads, seconds, .. } = *settings;
-    let stream = cuda.stream();
-    let sums = dtype.accumulator();
-    let attention = Attention::new().causal(causal).dtype(dtype);
-    let transport =
-        Staged::<_, CudaSpace>::new(threads::ring(1).remove(0), CudaCopier::new(stream.device())?);
-    let spec = attention.spec(Dims::new(batch, len, heads, dim));
-    let mut ring = Ring::new(cuda.clone(), Box::new(transport), spec, attention.ring_options())?;
-    let shape = [batch, len, heads, dim];
-    let statistics = [batch, heads, len, 1];
-    let [q, k, v, dout] = [1, 2, 3, 4].map(|salt| tensor(stream, dtype, shape, salt));
-    let q = q?;
-    let k = k?;
-    let v = v?;
-    let dout = dout?;
-    let [mut out, mut dq, mut dk, mut dv] = {
-        let made = || CudaTensor::uninitialized(stream, dtype, shape);
-        [made()?, made()?, made()?, made()?]
-    };
-    let mut lse = CudaTensor::uninitialized(stream, sums, statistics)?;
-    let inputs =
-        Inputs::<CudaSpace> { q: q.view(), k: k.view(), v: v.view(), bias: None, sinks: None };
-    let forward = time(stream, seconds, || {
-        let mut outputs =
-            Outputs { out: out.view_mut(), lse: lse.view_mut(), max: None, sum: None, ties: None };
-        ring.forward(&inputs, &mut outputs).map(drop)
-    })?;
-    let inputs = BackwardInputs::<CudaSpace> {
-        forward: inputs,
-        out: out.view(),
-        lse: lse.view(),
-        max: None,
-        ties: None,
-        dout: dout.view(),
-        dlse: None,
-    };
-    let backward = time(stream, seconds, || {
-        let mut gradients = Gradients {
-            dq: dq.view_mut(),
-            dk: dk.view_mut(),
-            dv: dv.view_mut(),
-            dbias: None,
-            dsinks: None,
-        };
-        ring.backward(&inputs, &mut gradients).map(drop)
-    })?;
-    let level = cuda.level().name();
-    let pairs = (batch * heads) as f64 * (len as f64).powi(2) * if causal { 0.5 } else { 1.0 };
-    for (what, seconds, products) in [("fwd", forward, 2.0), ("bwd", backward, 5.0)] {
-        let flops = products * 2.0 * pairs * dim as f64;
-        println!(
-            "{{\"peer\":\"annulus-cuda\",\"gpu\":\"{cuda}\",\"level\":\"{level}\",\"what\":\"{what}\",\
-             \"dtype\":\"{}\",\"batch\":{batch},\"heads\":{heads},\"head_dim\":{dim},\
-             \"n\":{len},\"causal\":{causal},\"ms\":{:.4},\"tflops\":{:.2}}}",
-            dtype.name(),
-            seconds * 1e3,
-            flops / seconds / 1e12,
-        );
     }
     Ok(())
 }
 
-fn run() -> Result<()> {
+/// Compiles all kernels for a compute capability such as 9.0 into the user's cache.
+fn compile(capability: &str, cubins: Option<&str>) -> Result<()> {
+    let wrong = || Error::invalid("compile", capability, "a compute capability such as 9.0");
+    let (major, minor) = capability.split_once('.').ok_or_else(wrong)?;
+    let number = |text: &str| text.parse::<i32>().map_err(|_| wrong());
+    let architecture = Architecture { major: number(major)?, minor: number(minor)? };
+    let folder = || Error::invalid(Cache::VARIABLE, "no folder", "a folder for the images");
+    let cache = Cache::of_user().ok_or_else(folder)?;
+    let compiler = Compiler::new(Some(cache))?;
+    let (kind, target) = compiler.target(architecture)?;
+    for variant in Variant::all_on(architecture) {
+        let image = annulus_cuda::compile(&compiler, variant, &[], kind, &target)?;
+        let name = variant.to_string();
+        let bytes = image.bytes.len();
+        println!(
+            "{}",
+            json!({"what": "compile", "target": target, "variant": name, "bytes": bytes})
+        );
+        if let Some(folder) = cubins.filter(|_| name.starts_with("bf16 128")) {
+            let path = format!("{folder}/{}.cubin", name.replace(' ', "-"));
+            std::fs::write(&path, &image.bytes)
+                .map_err(|error| Error::Io { path, what: error.to_string() })?;
+        }
+    }
+    Ok(())
+}
+
+/// Returns false if a comparison failed.
+fn run() -> Result<bool> {
     let settings = Settings::parse(std::env::args().skip(1))?;
-    let cuda = settings.open()?;
-    for &dtype in &settings.dtypes {
-        for (&len, &dim) in
-            settings.lens.iter().flat_map(|len| settings.dims.iter().map(move |dim| (len, dim)))
-        {
-            for causal in [false, true] {
-                measure(&cuda, &settings, dtype, len, dim, causal)?;
+    if let Some(capability) = settings.get("compile") {
+        return compile(capability, settings.get("cubins")).map(|()| true);
+    }
+    let levels = settings.open()?;
+    if settings.number("verify", 0)? != 0 {
+        let masks = settings.list("masks", "", |word| Some(word.to_owned()))?;
+        let masks: Vec<String> = masks.into_iter().filter(|name| !name.is_empty()).collect();
+        let mut all_right = true;
+        for dtype in settings.dtypes("bf16,f16")? {
+            for dim in settings.numbers("dims", "64,128,256")? {
+                for len in settings.numbers("lens", "4099")? {
+                    for cuda in &levels {
+                        let heads = settings.number("heads", 8)?;
+                        all_right &= verify::verify(cuda, dtype, len, heads, dim, &masks)?;
+                    }
+                }
+            }
+        }
+        return Ok(all_right);
+    }
+    let heads = settings.number("heads", 16)?;
+    let batch = settings.number("batch", 4)?;
+    let rounds = settings.number("rounds", 10)?;
+    for dtype in settings.dtypes("bf16,f16,f32")? {
+        for len in settings.numbers("lens", "8192,16384")? {
+            for dim in settings.numbers("dims", "64,128")? {
+                for causal in settings.numbers("causal", "0,1")? {
+                    let dims = Dims::new(batch, len, heads, dim);
+                    measure(&levels, Problem { dtype, dims, is_causal: causal != 0, rounds })?;
+                }
             }
         }
     }
-    Ok(())
+    Ok(true)
 }
 
 fn main() -> ExitCode {
     match run() {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => {
+            eprintln!("cuda-levels: a result differs from level 0");
+            ExitCode::FAILURE
+        }
         Err(error) => {
             eprintln!("cuda-levels: {error}");
             ExitCode::FAILURE
