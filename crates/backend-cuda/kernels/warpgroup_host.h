@@ -9,8 +9,8 @@
 //
 // Descriptors are decoded bit by bit and shared memory is read through the swizzle, so a wrong
 // descriptor gives wrong numbers. A violation fails the launch: an mbarrier used before
-// mbarrier_init or fence_mbarrier_init, an arrival too many, wgmma without wgmma_fence, registers of
-// a wgmma used again without fence_operand, an operand overwritten in flight, an address out of
+// mbarrier_init or fence_mbarrier_init, an arrival too many, wgmma without wgmma_fence, registers
+// of a wgmma used again without fence_operand, an operand overwritten in flight, an address out of
 // bounds or misaligned, more registers than there are, an arrival left at a named barrier at the
 // end of the block.
 #pragma once
@@ -165,8 +165,8 @@ bool finish_async_units(Block& block) {
         whole = whole && *at == char(0xff);
     if (!whole)
         trace(
-            "an asynchronous operation was not waited for, accumulators were not pinned, or a write "
-            "past the end of shared memory");
+            "an asynchronous operation was not waited for, accumulators were not pinned, or a "
+            "write past the end of shared memory");
     return whole;
 }
 

@@ -128,8 +128,8 @@ impl Compiler {
         older.map(|supported| (ImageKind::Ptx, format!("compute_{supported}"))).ok_or_else(unknown)
     }
 
-    /// Compiles for a [target](Compiler::target), or returns the cached image. Threads that need the
-    /// same image wait for one compilation, so that no rank is late because the others compile, too.
+    /// Compiles for a [target](Compiler::target), or returns the cached image. Threads that need
+    /// the same image wait for one compilation, so that no rank is late because others compile too.
     ///
     /// # Errors
     /// [`Error::Device`] with the compiler's log; [`Error::Unsupported`] without a compiler and an

@@ -9,7 +9,8 @@
 //! | type | file |
 //! |---|---|
 //! | function tables (feature `nccl`: NCCL's), loading | `symbols.rs`, `nccl.rs`, `library.rs` |
-//! | [`Device`]: a context and its first failure; what devices of a context share | `device.rs`, `context.rs` |
+//! | [`Device`]: a context and its first failure | `device.rs` |
+//! | what the devices of a context share; deferred frees | `context.rs` |
 //! | [`Stream`], [`Event`] | `stream.rs` |
 //! | [`CudaBuffer`], pinned host memory | `buffer.rs`, `pinned.rs` |
 //! | [`CudaSpace`], [`CudaTensor`] and its views | `space.rs`, `tensor.rs` |

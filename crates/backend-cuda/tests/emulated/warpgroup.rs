@@ -129,8 +129,8 @@ fn bits_repeat_on_warpgroups() {
 }
 
 /// Scores of up to 2·10¹¹, where an ulp of the score exceeds the range of 2ˣ: a key has the weight
-/// 1 / n if it is one of n largest, else 0. The largest are in the first tile, the last, both, or in
-/// different blocks.
+/// 1 / n if it is one of n largest, else 0. The largest are in the first tile, the last, all, or
+/// in different blocks.
 #[test]
 fn huge_scores_have_the_weights_of_the_definition() {
     let dims = Dims { q_len: 5, kv_len: 300, ..Dims::new(1, 5, 1, 16) };
