@@ -30,6 +30,11 @@
 // Elements of S of one thread: 64 × KV_ROWS over 128 threads.
 #define S_REGISTERS (KV_ROWS / 2)
 #define LOG2_E 1.44269504088896341f
+// Largest |m|·log₂e for which e^{s − m} is computed as 2^{unit·x − m·log₂e}, one multiply-add and
+// one ex2. `unit` and m·log₂e are rounded separately, which changes the exponent by up to
+// 3·2⁻²⁴·|m|·log₂e: for this bound a probability by 2⁻¹³, less than its rounding to f16. For
+// |m| = 10⁹ it would be a factor of 2¹⁷².
+#define FUSED_LIMIT 1024.0f
 
 // Position of a thread in its warpgroup's accumulators: element e of S is
 // row + 8·(e / 2 mod 2), 8·(e / 4) + column + e mod 2.
@@ -185,14 +190,24 @@ DEVICE void online_softmax(float (&scores)[S_REGISTERS], VisiblePairs& visible_p
         float before = softmax.max[r], new_max = max_number(before, natural * tile_max);
         // every score so far is −∞: a base of 0 gives probabilities 0 instead of NaN
         float base = new_max == -infinity() ? 0.0f : new_max * LOG2_E;
-        softmax.rescale[r] = new_max == before ? 1.0f : exp2_approx(before * LOG2_E - base);
+        softmax.rescale[r] = new_max == before ? 1.0f : exp2_approx((before - new_max) * LOG2_E);
         float sum = 0;
-        UNROLL for (u32 n_tile = 0; n_tile < KV_ROWS / 8; ++n_tile)
-            UNROLL for (u32 c = 0; c < 2; ++c) {
-                float& score = scores[4 * n_tile + 2 * r + c];
-                score = exp2_approx(multiply_add(score, unit, -base));
-                sum += score;
-            }
+        if (base <= FUSED_LIMIT && base >= -FUSED_LIMIT) {
+            UNROLL for (u32 n_tile = 0; n_tile < KV_ROWS / 8; ++n_tile)
+                UNROLL for (u32 c = 0; c < 2; ++c) {
+                    float& score = scores[4 * n_tile + 2 * r + c];
+                    score = exp2_approx(multiply_add(score, unit, -base));
+                    sum += score;
+                }
+        } else {
+            // one product for the maximum and the scores: the difference is 0 at the maximum
+            UNROLL for (u32 n_tile = 0; n_tile < KV_ROWS / 8; ++n_tile)
+                UNROLL for (u32 c = 0; c < 2; ++c) {
+                    float& score = scores[4 * n_tile + 2 * r + c];
+                    score = exp2_approx((natural * score - new_max) * LOG2_E);
+                    sum += score;
+                }
+        }
         softmax.max[r] = new_max;
         softmax.sum[r] = softmax.sum[r] * softmax.rescale[r] + sum;
     }
@@ -224,18 +239,12 @@ DEVICE bool tile_non_finite(const u16* values, const ConsumerLane& at) {
 }
 
 // O += P·V on scalar units, skipping masked pairs, for V tiles with non-finite elements: with wgmma
-// a masked pair would contribute 0 · NaN. Sets P to zero and returns a V operand of zeros for the
-// wgmma that the main loop issues anyway.
-DEVICE ValueOperand pv_nonfinite_fixup(float (&o)[O_PARTS][O_COLUMNS / 2],
-                                       u32 (&probs)[KV_ROWS / 16][4],
-                                       const VisiblePairs& visible_pairs, float* scratch,
-                                       const u16* values, const ConsumerLane& at) {
+// a masked pair would contribute 0 · NaN. Sets P to zero; the main loop then issues its wgmma with
+// zero_values instead of V.
+DEVICE void pv_nonfinite_fixup(float (&o)[O_PARTS][O_COLUMNS / 2], u32 (&probs)[KV_ROWS / 16][4],
+                               const VisiblePairs& visible_pairs, float* scratch,
+                               const u16* values, const ConsumerLane& at) {
     u16* shared_p = reinterpret_cast<u16*>(scratch);
-    u16* zeros = shared_p + Q_ROWS * KV_ROWS;
-    u32 zero_words[4] = {0, 0, 0, 0};
-    for (u32 index = at.thread; index < 16 * ANNULUS_DIM / 8; index += WARPGROUP)
-        store_for_async_proxy(zeros + 8 * index, zero_words);
-    fence_proxy_async();
     UNROLL for (u32 y = 0; y < KV_ROWS / 16; ++y)
         UNROLL for (u32 index = 0; index < 4; ++index) {
             u32 e = 8 * y + 2 * index;
@@ -244,7 +253,8 @@ DEVICE ValueOperand pv_nonfinite_fixup(float (&o)[O_PARTS][O_COLUMNS / 2],
                 mark_masked(probs[y][index], visible_pairs.get(e), visible_pairs.get(e + 1));
             probs[y][index] = 0;
         }
-    named_barrier(WARPGROUP_BARRIER(at.group), WARPGROUP);
+    // a row of P is written and read by the same warp
+    warp_barrier();
     for (u32 key = 0; key < KV_ROWS; ++key)
         UNROLL for (u32 r = 0; r < 2; ++r) {
             u16 prob = shared_p[(at.row + 8 * r) * KV_ROWS + key];
@@ -260,7 +270,6 @@ DEVICE ValueOperand pv_nonfinite_fixup(float (&o)[O_PARTS][O_COLUMNS / 2],
         }
     // the warp has read P: its part of scratch may be overwritten
     warp_barrier();
-    return {mn_major_descriptor(zeros, 16 * PANEL_DIMS), 16 * PANEL_DIMS, 0};
 }
 
 // Returns the V tile of a stage as right operand.
@@ -322,9 +331,10 @@ DEVICE void attend_rows(SharedStorage& memory, const Attention& a, u32 b, u32 h,
         ValueOperand v_operand = v_operand_of(memory, v_state);
         if (!coord.is_full) {
             mbarrier_wait(memory.v_full + v_state.stage, v_state.parity);
-            if (tile_non_finite(memory.v[v_state.stage], at))
-                v_operand = pv_nonfinite_fixup(o, probs, visible_pairs, scratch,
-                                               memory.v[v_state.stage], at);
+            if (tile_non_finite(memory.v[v_state.stage], at)) {
+                pv_nonfinite_fixup(o, probs, visible_pairs, scratch, memory.v[v_state.stage], at);
+                v_operand = zero_values(memory);
+            }
         }
         coord = warpgroup_tile(a, b, h, tile, at.group, tiles.entry(a));
         mbarrier_wait(memory.k_full + k_state.stage, k_state.parity);
@@ -346,8 +356,12 @@ DEVICE void attend_rows(SharedStorage& memory, const Attention& a, u32 b, u32 h,
         k_state.advance();
         online_softmax(scores, visible_pairs, softmax, scratch, coord, at, a);
         if (planted(RESCALED_IN_FLIGHT)) rescale_o(o, softmax);
+        if (planted(P_IN_FLIGHT)) narrow_p(probs, scores);
         wgmma_wait<0>();
         UNROLL for (u32 part = 0; part < O_PARTS; ++part) fence_operand(o[part]);
+        // P·V has read P until here. Pinning S as well ties narrow_p, which reads it, to the wait.
+        if (!planted(NO_OPERAND_FENCE)) fence_operand(probs);
+        fence_operand(scores);
         if (!planted(EARLY_RELEASE) && at.lane == 0)
             mbarrier_arrive(memory.v_empty + v_state.stage);
         v_state.advance();
@@ -357,9 +371,10 @@ DEVICE void attend_rows(SharedStorage& memory, const Attention& a, u32 b, u32 h,
 
     mbarrier_wait(memory.v_full + v_state.stage, v_state.parity);
     ValueOperand v_operand = v_operand_of(memory, v_state);
-    if (!coord.is_full && tile_non_finite(memory.v[v_state.stage], at))
-        v_operand =
-            pv_nonfinite_fixup(o, probs, visible_pairs, scratch, memory.v[v_state.stage], at);
+    if (!coord.is_full && tile_non_finite(memory.v[v_state.stage], at)) {
+        pv_nonfinite_fixup(o, probs, visible_pairs, scratch, memory.v[v_state.stage], at);
+        v_operand = zero_values(memory);
+    }
     wgmma_fence();
     issue_pv(o, probs, v_operand);
     wgmma_wait<0>();
@@ -398,6 +413,7 @@ KERNEL(forward_warpgroup, WarpgroupAttention) {
 
     // consumers release a stage once per warp
     if (thread_index() == 0) init_pipeline(memory, CONSUMERS * WARPGROUP / 32);
+    if (thread_index() < WARPGROUP) clear_zeros(memory);
     barrier();
     if (thread_index() < WARPGROUP) {
         setmaxnreg_dec<24>();

@@ -15,6 +15,7 @@
 //   q         2 consumers × 64 rows × dims × 2            16 K /  32 K /  64 K
 //   k, v      2 × 2 stages × KV_ROWS × dims × 2           64 K / 128 K / 128 K
 //   scratch   2 consumers × 64 rows × KV_ROWS × 4         64 K /  64 K /  32 K
+//   zeros     16 rows × 64 dims × 2                       2 K
 //   mbarriers 8 × 8                                       64
 //
 // Named barriers: 0 whole block, 1 and 2 SCHEDULER_BARRIER, 3 and 4 WARPGROUP_BARRIER.
@@ -70,6 +71,8 @@ enum Mistake {
     WRONG_PANEL,          // the descriptor has a wrong distance between panels
     MASK_OFF_BY_ONE,
     NO_SCHEDULER_ARRIVE,  // a consumer does not pass the turn to the other
+    P_IN_FLIGHT,          // P is overwritten while P·V reads it
+    NO_OPERAND_FENCE,     // P is written without pinning its registers after the wait
 };
 
 // Argument of the warpgroup kernels: mirrored in src/arguments.rs.
@@ -77,15 +80,28 @@ struct WarpgroupAttention {
     TensorMap k_map, v_map;
     Attention attention;
 };
+static_assert(alignof(TensorMap) == 128 && sizeof(TensorMap) == 128, "CUtensorMap");
+static_assert(sizeof(Attention) == 544 && sizeof(WarpgroupAttention) == 896,
+              "as in src/arguments.rs");
 
 // Dynamic shared memory of a block. `Variant::dynamic_shared_bytes` (src/kernels.rs) has its size.
 struct SharedStorage {
     u16 q[CONSUMERS][Q_TILE];
     u16 k[STAGES][KV_TILE], v[STAGES][KV_TILE];
-    // For rare paths of each consumer: one float per score, or P and a zero operand.
+    // For rare paths of each consumer: one float per score, or P.
     float scratch[CONSUMERS][Q_ROWS * KV_ROWS];
+    // V operand of zeros (zero_values), written once: a consumer's scratch is written again while
+    // wgmma still reads its operands.
+    u16 zeros[16 * PANEL_DIMS];
     Mbarrier k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
 };
+
+// The most that a block of compute capability 9.0 can have. Operands of wgmma begin at a multiple
+// of the swizzle's period, for which the sizes of the arrays before them suffice.
+static_assert(sizeof(SharedStorage) <= 227 * 1024, "shared memory of a block");
+static_assert(Q_TILE * 2 % SWIZZLE_ATOM_BYTES == 0 && KV_TILE * 2 % SWIZZLE_ATOM_BYTES == 0 &&
+                  Q_ROWS * KV_ROWS * 4 % SWIZZLE_ATOM_BYTES == 0,
+              "operands of wgmma are aligned to the period of the swizzle");
 
 // Position in the pipeline (CUTLASS: PipelineState): the stage, and the parity of the full
 // mbarrier's phase that a consumer waits for. A producer waits for the opposite parity of the empty
@@ -131,6 +147,14 @@ DEVICE void init_pipeline(SharedStorage& memory, u32 consumer_warps) {
         mbarrier_init(memory.v_empty + stage, consumer_warps);
     }
     fence_mbarrier_init();
+}
+
+// Clears the zero operand, for wgmma after the next barrier. The first warpgroup calls it.
+DEVICE void clear_zeros(SharedStorage& memory) {
+    static_assert(sizeof memory.zeros == WARPGROUP * 16, "16 bytes per thread");
+    u32 words[4] = {0, 0, 0, 0};
+    store_for_async_proxy(memory.zeros + 8 * thread_index(), words);
+    fence_proxy_async();
 }
 
 // Producer: waits until the stage is empty, then issues the TMA loads of one tile, a box per panel.
@@ -203,6 +227,11 @@ struct ValueOperand {
     u64 descriptor;
     u32 panel, step;
 };
+
+// Sixteen rows of zeros, whatever the step and the panel: both distances are 0.
+DEVICE ValueOperand zero_values(const SharedStorage& memory) {
+    return {mn_major_descriptor(memory.zeros, 0), 0, 0};
+}
 
 // Issues O += P·V as one wgmma group.
 DEVICE void issue_pv(float (&o)[O_PARTS][O_COLUMNS / 2], const u32 (&probs)[KV_ROWS / 16][4],

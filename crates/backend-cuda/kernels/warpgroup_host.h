@@ -3,15 +3,16 @@
 //
 //   TMA loads      complete when no fiber can run: first those whose mbarrier a thread waits for,
 //                  in an order drawn from the seed
-//   wgmma          computed when its group is waited for, from the A registers and the shared
-//                  memory of that moment; until then writes to the accumulators are lost
+//   wgmma          computed when its group is waited for; until then writes to the accumulators
+//                  are lost, and its operands, in A registers or shared memory, may not change
 //   async stores   (store_for_async_proxy) take effect at the thread's fence_proxy_async
 //
 // Descriptors are decoded bit by bit and shared memory is read through the swizzle, so a wrong
 // descriptor gives wrong numbers. A violation fails the launch: an mbarrier used before
-// mbarrier_init or fence_mbarrier_init, an arrival too many, wgmma without wgmma_fence, an address
-// out of bounds or misaligned, more registers than there are, an arrival left at a named barrier at
-// the end of the block.
+// mbarrier_init or fence_mbarrier_init, an arrival too many, wgmma without wgmma_fence, registers
+// of a wgmma used again without fence_operand, an operand overwritten in flight, an address out of
+// bounds or misaligned, more registers than there are, an arrival left at a named barrier at the
+// end of the block.
 #pragma once
 
 #include <algorithm>
@@ -54,6 +55,12 @@ struct Store {
     u32 words[4];
 };
 
+// Elements of the operands of a product, as read_operands orders them.
+struct Operands {
+    u16 left[16 * 16];
+    u16 right[16 * 128];
+};
+
 // A wgmma of one warp.
 struct Product {
     std::array<float*, WARP> acc;
@@ -61,6 +68,7 @@ struct Product {
     u64 left_descriptor, right;
     u32 columns, group, lanes;
     bool add, is_f16;
+    std::unique_ptr<Operands> operands;  // as they were when it was issued
 };
 
 // Accumulators with pending products: their values so far, and the number of products to come.
@@ -70,8 +78,16 @@ struct PendingAcc {
     u32 products;
 };
 
+// Registers of a completed product: accumulators, or an A operand.
+struct RegisterOperand {
+    const void* at;
+    bool is_acc;
+};
+
 struct Lane {
     std::vector<PendingAcc> pending;
+    // registers that fence_operand has not pinned since the wait
+    std::vector<RegisterOperand> unpinned;
     std::vector<Store> stores;
     u32 issued, groups, registers;
     bool wgmma_fenced;
@@ -122,6 +138,7 @@ void init_async_units(Block& block) {
     all.copies.clear();
     for (Lane& lane : all.lanes) {
         lane.pending.clear();
+        lane.unpinned.clear();
         lane.stores.clear();
         lane.issued = lane.groups = 0;
         lane.registers = REGISTERS;
@@ -138,15 +155,18 @@ bool finish_async_units(Block& block) {
     AsyncUnits& all = *block.async_units;
     // a load or a store that was not waited for, or a write past the end
     bool whole = all.copies.empty();
-    for (const Lane& lane : all.lanes) whole = whole && lane.pending.empty() && lane.stores.empty();
+    for (const Lane& lane : all.lanes) {
+        whole = whole && lane.pending.empty() && lane.stores.empty();
+        for (const RegisterOperand& one : lane.unpinned) whole = whole && !one.is_acc;
+    }
     for (const NamedBarrier& barrier : all.named) whole = whole && barrier.arrived == 0;
     for (const char* at = all.base + block.dynamic_shared_bytes;
          at < all.memory.data() + all.memory.size(); ++at)
         whole = whole && *at == char(0xff);
     if (!whole)
         trace(
-            "an asynchronous operation was not waited for, or a write past the end of shared "
-            "memory");
+            "an asynchronous operation was not waited for, accumulators were not pinned, or a "
+            "write past the end of shared memory");
     return whole;
 }
 
@@ -310,8 +330,8 @@ DEVICE void tma_load_box(u16* to, const TensorMap& map, Mbarrier* mbarrier, u32 
     emulated::TmaCopy copy = {reinterpret_cast<u8*>(to), {}, {x, row, head, batch}, mbarrier};
     std::memcpy(&copy.map, &map, sizeof copy.map);
     emulated::mbarrier_state(mbarrier);
-    // the argument structure of the kernel is aligned to 64 bytes, as the device requires of a map
-    if (copy.map.magic != emulated::MAP_MAGIC || reinterpret_cast<u64>(&map) % 64 != 0)
+    // the argument structure of the kernel is aligned to 128 bytes, as that of a map
+    if (copy.map.magic != emulated::MAP_MAGIC || reinterpret_cast<u64>(&map) % 128 != 0)
         emulated::fault("TMA: invalid tensor map");
     u32 bytes = 2;
     for (u32 length : copy.map.box) bytes *= length;
@@ -360,7 +380,13 @@ DEVICE void wgmma_wait() {
     emulated::own_lane().wgmma_fenced = false;
 }
 template <u32 count>
-DEVICE void fence_operand(float (&)[count]) {}
+DEVICE void fence_operand(float (&acc)[count]) {
+    emulated::pin(acc);
+}
+template <u32 count>
+DEVICE void fence_operand(u32 (&fragments)[count][4]) {
+    for (const u32(&fragment)[4] : fragments) emulated::pin(fragment);
+}
 
 template <u32 count>
 DEVICE void wgmma_ss_bf16(float (&acc)[count], u64 left, u64 right, bool add) {

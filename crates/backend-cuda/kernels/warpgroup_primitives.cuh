@@ -15,8 +15,8 @@
 
 #define WARPGROUP 128
 
-// CUtensorMap: opaque, encoded by the driver.
-struct alignas(64) TensorMap {
+// CUtensorMap: opaque, encoded by the driver. Aligned as in cuda.h of CUDA 13.
+struct alignas(128) TensorMap {
     u64 words[16];
 };
 
@@ -137,12 +137,19 @@ template <u32 open>
 DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(open) : "memory");
 }
-// Compiler barrier on accumulators (CUTLASS: warpgroup_fence_operand): keeps reads and writes of
-// these registers on their side of a wgmma_wait.
+// Compiler barrier on accumulators or A fragments (CUTLASS: warpgroup_fence_operand): keeps reads
+// and writes of these registers on their side of a wgmma_wait. After the wait for a group, all of
+// its register operands that are used again pass through it.
 template <u32 count>
 DEVICE void fence_operand(float (&acc)[count]) {
     UNROLL for (u32 index = 0; index < count; ++index)
         asm volatile("" : "+f"(acc[index]) : : "memory");
+}
+template <u32 count>
+DEVICE void fence_operand(u32 (&fragments)[count][4]) {
+    UNROLL for (u32 y = 0; y < count; ++y)
+        UNROLL for (u32 index = 0; index < 4; ++index)
+            asm volatile("" : "+r"(fragments[y][index]) : : "memory");
 }
 
 // wgmma: acc (64 × columns, f32) (+)= left (64 × 16) · right (16 × columns), 16-bit elements, by

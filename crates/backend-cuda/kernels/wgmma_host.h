@@ -1,5 +1,6 @@
-// Host twin of wgmma (part of warpgroup_host.h). Every lane issues its part of a product; it is
-// computed when its group is waited for, from the contents of registers and shared memory then.
+// Host twin of wgmma (part of warpgroup_host.h). Every lane issues its part of a product, which is
+// computed when its group is waited for. Hardware may read the operands at any time in between, so
+// they are read at both ends, and a launch in which they differ fails.
 #pragma once
 
 DEVICE float from_bf16(u16 x);
@@ -10,20 +11,39 @@ namespace {
 
 inline u32 field(u64 descriptor, u32 from) { return u32(descriptor >> from & 0x3fff) << 4; }
 
-// Reads an element of an operand in shared memory through its descriptor: `y` counts rows of 128
-// bytes, `x` elements along them, `leading` bytes to the next 64 elements.
-inline u16 element_of(Block& block, u64 descriptor, u32 y, u32 x) {
+// Reads eight elements (16 bytes, which the swizzle keeps together) of an operand in shared memory
+// through its descriptor: `y` counts rows of 128 bytes, `x` elements along them, `leading` bytes to
+// the next 64 elements.
+inline void read_eight(Block& block, u64 descriptor, u32 y, u32 x, u16* to) {
     u32 at = field(descriptor, 0) + y / 8 * field(descriptor, 32) + y % 8 * 128 +
              x / 64 * field(descriptor, 16) + x % 64 * 2;
     bool supported = (descriptor >> 49 & 7) == 0 && descriptor >> 62 == SWIZZLE_128;
-    if (!supported || at + 2 > block.dynamic_shared_bytes) {
+    if (!supported || at + 16 > block.dynamic_shared_bytes) {
         trace("wgmma: unsupported descriptor, or operand beyond shared memory");
         block.fault = true;
-        return 0;
+        return;
     }
-    u16 element;
-    std::memcpy(&element, block.async_units->base + swizzled_128(at), 2);
-    return element;
+    std::memcpy(to, block.async_units->base + swizzled_128(at), 16);
+}
+
+// Reads the operands of a product as they are now. Left: 16 rows of 16 dims, or the A fragments of
+// all lanes. Right: 16 summed rows of `columns` elements (left in registers), or `columns` rows of
+// 16 (both in shared memory, K-major).
+inline void read_operands(Block& block, u32 warp, const Product& product, Operands& to) {
+    if (product.left[0] == nullptr) {
+        for (u32 row = 0; row < 16; ++row)
+            for (u32 x = 0; x < 16; x += 8)
+                read_eight(block, product.left_descriptor, warp % 4 * 16 + row, x,
+                           to.left + 16 * row + x);
+        for (u32 column = 0; column < product.columns; ++column)
+            for (u32 x = 0; x < 16; x += 8)
+                read_eight(block, product.right, column, x, to.right + 16 * column + x);
+        return;
+    }
+    for (u32 lane = 0; lane < WARP; ++lane) std::memcpy(to.left + 8 * lane, product.left[lane], 16);
+    for (u32 k = 0; k < 16; ++k)
+        for (u32 column = 0; column < product.columns; column += 8)
+            read_eight(block, product.right, k, column, to.right + product.columns * k + column);
 }
 
 inline PendingAcc& pending_of(Lane& lane, const float* acc) {
@@ -44,22 +64,26 @@ __attribute__((optimize("O3"))) inline void multiply_accumulate(float (&acc)[16]
 inline void complete_product(Block& block, u32 warp, const Product& product) {
     auto widened = [&](u16 x) { return product.is_f16 ? from_f16(x) : from_bf16(x); };
     static thread_local float left[16][16], right[16][128], acc[16][128];
-    bool from_registers = product.left[0] != nullptr;
+    const bool from_registers = product.left[0] != nullptr;
+    const Operands& issued = *product.operands;
+    Operands now = {};
+    read_operands(block, warp, product, now);
+    if (std::memcmp(&now, &issued, sizeof now) != 0) {
+        trace("wgmma: an operand was overwritten before its group was waited for");
+        block.fault = true;
+        return;
+    }
     for (u32 k = 0; k < 16; ++k) {
-        for (u32 column = 0; column < product.columns; ++column) {
-            // SS: both operands are K-major, rows of the summed index
-            u16 element = from_registers ? element_of(block, product.right, k, column)
-                                         : element_of(block, product.right, column, k);
-            right[k][column] = widened(element);
-        }
-        for (u32 row = 0; row < 16; ++row) {
-            // A fragment: register row / 8 + 2·(column / 8), half column mod 2
-            u16 element = from_registers
-                              ? u16(product.left[row % 8 * 4 + k % 8 / 2][row / 8 + 2 * (k / 8)] >>
-                                    (16 * (k % 2)))
-                              : element_of(block, product.left_descriptor, warp % 4 * 16 + row, k);
-            left[row][k] = widened(element);
-        }
+        for (u32 column = 0; column < product.columns; ++column)
+            right[k][column] = widened(
+                issued.right[from_registers ? product.columns * k + column : 16 * column + k]);
+        for (u32 row = 0; row < 16; ++row)
+            // A fragment: lane 4·(row mod 8) + k mod 8 / 2, register row / 8 + 2·(k / 8), half k
+            // mod 2
+            left[row][k] = widened(
+                issued.left[from_registers ? 8 * (row % 8 * 4 + k % 8 / 2) +
+                                                 2 * (row / 8 + 2 * (k / 8)) + k % 2
+                                           : 16 * row + k]);
     }
     auto each = [&](auto what) {
         for (u32 of = 0; of < WARP; ++of) {
@@ -77,8 +101,26 @@ inline void complete_product(Block& block, u32 warp, const Product& product) {
         PendingAcc& one = pending_of(lane, product.acc[of]);
         if (--one.products > 0) continue;
         std::copy(one.values.begin(), one.values.end(), one.at);
+        lane.unpinned.push_back({one.at, true});
         lane.pending.erase(lane.pending.begin() + (&one - lane.pending.data()));
     }
+    for (u32 of = 0; of < WARP && from_registers; ++of)
+        block.async_units->lanes[warp * WARP + of].unpinned.push_back({product.left[of], false});
+}
+
+// fence_operand: the registers at `at` were pinned after the wait for their group.
+inline void pin(const void* at) {
+    std::vector<RegisterOperand>& all = own_lane().unpinned;
+    all.erase(std::remove_if(all.begin(), all.end(),
+                             [&](const RegisterOperand& one) { return one.at == at; }),
+              all.end());
+}
+
+// Fails the launch if the registers at `at` belonged to an earlier product and were not pinned
+// after the wait for it: the compiler may then move accesses to them before the wait.
+inline void check_pinned(const Lane& lane, const void* at) {
+    for (const RegisterOperand& one : lane.unpinned)
+        if (one.at == at) fault("wgmma: registers without fence_operand after the wait");
 }
 
 // wgmma.wait_group for the whole warp: computes the products of all groups, except the last `open`.
@@ -96,6 +138,7 @@ inline void complete_products(const LaneWords* lane_words) {
         }
         if (block.fault) return;
         complete_product(block, warp, product);
+        if (block.fault) return;
         ++count;
     }
     products.erase(products.begin(), products.begin() + count);
@@ -108,6 +151,8 @@ inline void issue_product(float* acc, u32 count, const u32* left, u64 left_descr
     Lane& lane = own_lane();
     u32 warp = block.thread / WARP;
     if (!lane.wgmma_fenced) fault("wgmma without wgmma.fence");
+    check_pinned(lane, acc);
+    if (left) check_pinned(lane, left);
     auto pending_acc = std::find_if(lane.pending.begin(), lane.pending.end(),
                                     [&](const PendingAcc& one) { return one.at == acc; });
     if (pending_acc == lane.pending.end()) {
@@ -126,7 +171,8 @@ inline void issue_product(float* acc, u32 count, const u32* left, u64 left_descr
         product.group = lane.groups;
         product.add = add;
         product.is_f16 = is_f16;
-        products.push_back(product);
+        product.operands = std::make_unique<Operands>();
+        products.push_back(std::move(product));
     }
     Product& product = products[index];
     // descriptors, shapes and groups are uniform over the warp
@@ -135,7 +181,8 @@ inline void issue_product(float* acc, u32 count, const u32* left, u64 left_descr
         fault("wgmma: operands differ between lanes");
     product.acc[block.thread % WARP] = acc;
     product.left[block.thread % WARP] = left;
-    ++product.lanes;
+    // wgmma is issued by the whole warp at once: when its last lane arrives
+    if (++product.lanes == WARP) read_operands(block, warp, product, *product.operands);
 }
 
 }  // namespace

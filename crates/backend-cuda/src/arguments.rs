@@ -89,6 +89,9 @@ pub(crate) struct WarpgroupAttention {
     pub(crate) attention: Attention,
 }
 
+// as asserted in `kernels/warpgroup.cuh`
+const _: () = assert!(size_of::<Attention>() == 544 && size_of::<WarpgroupAttention>() == 896);
+
 /// Arguments of the kernels that process one query row without its keys.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]

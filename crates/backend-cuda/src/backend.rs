@@ -34,6 +34,7 @@ pub struct Cuda {
     /// Compiler options appended to those of the variant.
     options: Vec<String>,
     level: Level,
+    min_warpgroup_rows: usize,
     cache: Arc<Mutex<KernelCache>>,
 }
 
@@ -45,6 +46,10 @@ struct KernelCache {
 }
 
 impl Cuda {
+    /// Fewest rows (queries × query heads of a KV head) of a rank for which the forward pass at
+    /// [`Level::Warpgroup`] runs on warpgroups: one tile.
+    pub const MIN_WARPGROUP_ROWS: usize = 128;
+
     /// Opens GPU `ordinal` with a stream of its own, at the level in [`Level::VARIABLE`].
     ///
     /// # Errors
@@ -52,22 +57,32 @@ impl Cuda {
     /// the compiler or its support for the GPU, or a requirement of the level;
     /// [`Error::InvalidArgument`] as [`Level::forced`].
     pub fn open(ordinal: usize) -> Result<Self> {
-        let made = Self::with_symbols(Symbols::system(), CompilerSymbols::system, ordinal)?;
+        let made = Self::with_symbols(
+            Symbols::system(),
+            CompilerSymbols::system,
+            Cache::of_user(),
+            ordinal,
+        )?;
         Level::forced()?.map_or(Ok(made.clone()), |level| made.at_level(level))
     }
 
-    /// As [`Cuda::open`] at [`Level::DEFAULT`], with the given function tables. `compiler` is
-    /// called only if there is a GPU to compile for.
+    /// As [`Cuda::open`] at [`Level::DEFAULT`], with these functions and this cache. `compiler` is
+    /// called only if there is a GPU to compile for. Without a compiler, the images that one has
+    /// left in the cache are used; a plan that needs another one is an error.
     ///
     /// # Errors
     /// As [`Cuda::open`].
     pub fn with_symbols(
         driver: Result<Symbols>,
         compiler: impl FnOnce() -> Result<CompilerSymbols>,
+        cache: Option<Cache>,
         ordinal: usize,
     ) -> Result<Self> {
         let device = Device::with_symbols(driver?, ordinal)?;
-        let compiler = Compiler::with_symbols(compiler()?, Cache::of_user())?;
+        let compiler = match compiler() {
+            Ok(symbols) => Compiler::with_symbols(symbols, cache)?,
+            Err(missing) => cache.and_then(Compiler::of_cache).ok_or(missing)?,
+        };
         compiler.target(device.architecture())?;
         Ok(Self::on(Stream::new(&device)?, compiler, Vec::new()))
     }
@@ -75,7 +90,14 @@ impl Cuda {
     /// Uses this stream and compiler, at [`Level::DEFAULT`]; `options` are appended to the
     /// compiler's.
     pub fn on(stream: Stream, compiler: Compiler, options: Vec<String>) -> Self {
-        Self { stream, compiler, options, level: Level::DEFAULT, cache: Arc::default() }
+        Self {
+            stream,
+            compiler,
+            options,
+            level: Level::DEFAULT,
+            min_warpgroup_rows: Self::MIN_WARPGROUP_ROWS,
+            cache: Arc::default(),
+        }
     }
 
     /// Changes the level.
@@ -85,6 +107,10 @@ impl Cuda {
     pub fn at_level(self, level: Level) -> Result<Self> {
         let device = self.stream.device();
         let architecture = device.architecture();
+        if level >= Level::Warpgroup && !device.has_tensor_maps() {
+            let what = format!("cuda level {}", level.name());
+            return Err(Error::unsupported(what, "a driver without cuTensorMapEncodeTiled"));
+        }
         if !level.runs_on(architecture, &self.compiler)? {
             let what = format!("cuda level {}", level.name());
             return Err(Error::unsupported(
@@ -95,12 +121,20 @@ impl Cuda {
         Ok(Self { level, cache: Arc::default(), ..self })
     }
 
+    /// Replaces [`Cuda::MIN_WARPGROUP_ROWS`]. With 0, warpgroups serve any number of queries, also
+    /// where level matrix would pack query heads: for tests, and to measure where they are faster.
+    #[must_use]
+    pub fn with_min_warpgroup_rows(self, rows: usize) -> Self {
+        Self { min_warpgroup_rows: rows, cache: Arc::default(), ..self }
+    }
+
     /// Level of the kernels.
     pub const fn level(&self) -> Level {
         self.level
     }
 
-    /// Returns the variant whose forward kernel serves this spec.
+    /// Returns the variant whose forward kernel serves this spec, if there are enough queries
+    /// ([`Cuda::MIN_WARPGROUP_ROWS`]).
     ///
     /// # Errors
     /// [`Error::Unsupported`] if none does.
@@ -137,7 +171,8 @@ impl Cuda {
         let on_warpgroups = (forward != variant)
             .then(|| {
                 get_or_make(&mut cache.on_warpgroups, forward, || {
-                    WarpgroupKernels::new(device, compiler, forward, options)
+                    let rows = self.min_warpgroup_rows;
+                    WarpgroupKernels::new(device, compiler, forward, rows, options)
                 })
             })
             .transpose()?;
@@ -169,6 +204,9 @@ impl std::fmt::Display for Cuda {
             device.name(),
             device.architecture()
         )?;
+        if self.compiler.is_cache_only() {
+            write!(f, " (cached images only)")?;
+        }
         if self.level == Level::DEFAULT {
             Ok(())
         } else {

@@ -49,8 +49,12 @@ impl ForwardPass<CudaSpace> for CudaForward<'_> {
             return Ok(());
         }
         let Self { context, state, inputs } = self;
-        let [rows, keys] = context.kernels.forward_variant().tile();
-        let packing = packing(context, kv.rows, rows);
+        let warpgroup = context.kernels.warpgroup_for(context.spec(), context.queries());
+        let on_warpgroups = warpgroup.is_some();
+        let [rows, keys] =
+            warpgroup.map_or(context.kernels.variant, |warpgroup| warpgroup.variant).tile();
+        let packing =
+            if on_warpgroups { GqaPacking::none(rows) } else { packing(context, kv.rows, rows) };
         let block_mask = context.mask_of_keys(kv.rows, [packing.queries(), keys])?;
         if block_mask.is_empty() {
             return Ok(());
@@ -75,7 +79,7 @@ impl ForwardPass<CudaSpace> for CudaForward<'_> {
             spec.dims.batch as u64,
         ];
         let kernels = &context.kernels;
-        if let Some(warpgroup) = &kernels.warpgroup {
+        if let Some(warpgroup) = kernels.warpgroup.as_ref().filter(|_| on_warpgroups) {
             forward_warpgroup::launch(&context.stream, warpgroup, &arguments, spec, grid)?;
         } else {
             let matrix = kernels.matrix_for(spec);
@@ -103,8 +107,7 @@ fn packing(context: &PassContext, keys: &Rows, rows: usize) -> GqaPacking {
         queries: &shard.queries,
         keys,
     };
-    let on_mma_sync = kernels.warpgroup.is_none() && kernels.matrix_for(&shard.spec).is_some();
-    if on_mma_sync && !visibility.per_head() {
+    if kernels.matrix_for(&shard.spec).is_some() && !visibility.per_head() {
         GqaPacking::of(shard.queries.len(), dims.q_heads / dims.kv_heads, rows)
     } else {
         GqaPacking::none(rows)

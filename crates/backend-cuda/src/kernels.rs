@@ -5,7 +5,7 @@ use annulus_device_cuda::{
     Architecture, Compiler, Device, Image, ImageKind, Kernel, Module, Program,
 };
 
-use crate::Level;
+use crate::{Level, gqa_packing::GqaPacking};
 
 /// File name and text.
 type Header = (&'static str, &'static str);
@@ -178,14 +178,15 @@ impl Variant {
     }
 
     /// Bytes of dynamic shared memory per launch. Warpgroups: `SharedStorage` of
-    /// `kernels/warpgroup.cuh` (q; K and V, two stages each; a float of scratch per score; 8
-    /// mbarriers).
+    /// `kernels/warpgroup.cuh` (q; K and V, two stages each; a float of scratch per score; a zero
+    /// operand of 16 × 64; 8 mbarriers).
     pub const fn dynamic_shared_bytes(self) -> u32 {
         let ([queries, keys], dim) = (self.tile(), self.dim);
         match self.family {
             Family::General => 0,
             Family::Warpgroup => {
-                (queries * dim * 2 + 4 * keys * dim * 2 + queries * keys * 4 + 8 * 8) as u32
+                let tiles = queries * dim * 2 + 4 * keys * dim * 2 + queries * keys * 4;
+                (tiles + 16 * 64 * 2 + 8 * 8) as u32
             }
         }
     }
@@ -306,6 +307,8 @@ pub(crate) struct MatrixKernels {
 pub(crate) struct WarpgroupKernels {
     pub(crate) variant: Variant,
     pub(crate) forward: Kernel,
+    /// Fewest rows for which they are used: see [`crate::Cuda::MIN_WARPGROUP_ROWS`].
+    pub(crate) min_rows: usize,
 }
 
 impl WarpgroupKernels {
@@ -317,11 +320,22 @@ impl WarpgroupKernels {
         device: &Device,
         compiler: &Compiler,
         variant: Variant,
+        min_rows: usize,
         more: &[String],
     ) -> Result<Self> {
         let module = load(device, compiler, variant, more)?;
         let [forward] = WARPGROUP_KERNELS.map(|name| module.kernel(name));
-        Ok(Self { variant, forward: forward?.with_shared(variant.dynamic_shared_bytes())? })
+        let forward = forward?.with_shared(variant.dynamic_shared_bytes())?;
+        Ok(Self { variant, forward, min_rows })
+    }
+
+    /// True if they serve `queries` queries of groups of `group` query heads faster than level
+    /// matrix: their tiles of 128 rows hold one head each, so few queries leave most rows empty,
+    /// where level matrix packs several heads into a tile (estimated; not measured on a GPU).
+    fn are_filled_by(&self, queries: usize, group: usize, matrix_rows: usize) -> bool {
+        self.min_rows == 0
+            || (queries * group >= self.min_rows
+                && GqaPacking::of(queries, group, matrix_rows).heads() == 1)
     }
 }
 
@@ -343,9 +357,11 @@ impl MatrixKernels {
 }
 
 impl Kernels {
-    /// Variant of the kernels of the forward pass.
-    pub(crate) fn forward_variant(&self) -> Variant {
-        self.warpgroup.as_ref().map_or(self.variant, |warpgroup| warpgroup.variant)
+    /// Returns the warpgroup kernels if they serve a forward pass over `queries` queries.
+    pub(crate) fn warpgroup_for(&self, spec: &Spec, queries: usize) -> Option<&WarpgroupKernels> {
+        let group = spec.dims.q_heads / spec.dims.kv_heads;
+        let [rows, _] = self.variant.tile();
+        self.warpgroup.as_ref().filter(|kernels| kernels.are_filled_by(queries, group, rows))
     }
 
     /// Returns the tensor-core kernels if they serve this spec.

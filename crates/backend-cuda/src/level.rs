@@ -13,7 +13,8 @@ pub enum Level {
     /// Tensor cores by `mma.sync`, forward and backward: any supported GPU.
     Matrix,
     /// Also the forward pass on warpgroups (`wgmma`, TMA): compute capability 9.0 only. Specs that
-    /// [`crate::Variant::on_warpgroups`] cannot serve are computed as at [`Level::Matrix`]. Used
+    /// [`crate::Variant::on_warpgroups`] cannot serve, and passes of few queries
+    /// ([`crate::Cuda::MIN_WARPGROUP_ROWS`]), are computed as at [`Level::Matrix`]. Used
     /// only on request: it has not run on a GPU.
     Warpgroup,
 }

@@ -1,15 +1,21 @@
 //! Emulated NVRTC: g++ compiles a shared library, which stands for a cubin.
 
 use std::{
+    collections::HashMap,
     ffi::{CStr, c_char, c_int},
     path::PathBuf,
     process::Command,
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        Arc, Mutex, OnceLock,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use annulus_device_cuda::cudarc::nvrtc::sys::{nvrtcProgram, nvrtcResult};
 
 use annulus_device_cuda::CompilerSymbols;
+
+use super::context::lock;
 
 /// Precedes the library's length and bytes in an image.
 const MAGIC: &[u8; 8] = b"emulated";
@@ -131,7 +137,7 @@ unsafe extern "C" fn compile(
             (0..count.unsigned_abs() as usize).map(option).collect::<Vec<_>>(),
         )
     };
-    match program.compile_uncached(&options) {
+    match program.compile(&options) {
         Ok(library) => {
             program.image =
                 [MAGIC.as_slice(), &(library.len() as u64).to_le_bytes(), &library].concat();
@@ -145,6 +151,23 @@ unsafe extern "C" fn compile(
 }
 
 impl EmulatedProgram {
+    /// Compiles the library, once per process: its contents do not depend on the architecture.
+    fn compile(&self, options: &[String]) -> Result<Vec<u8>, Vec<u8>> {
+        type Libraries = HashMap<Vec<String>, Arc<Mutex<Option<Vec<u8>>>>>;
+        static LIBRARIES: OnceLock<Mutex<Libraries>> = OnceLock::new();
+        let defines = options.iter().filter(|option| option.starts_with("-D")).cloned();
+        let texts = self.headers.iter().flat_map(|(name, text)| [name.clone(), text.clone()]);
+        let key = [self.name.clone(), self.source.clone()].into_iter().chain(texts).chain(defines);
+        let library = Arc::clone(
+            lock(LIBRARIES.get_or_init(Mutex::default)).entry(key.collect()).or_default(),
+        );
+        let mut library = lock(&library);
+        if let Some(library) = &*library {
+            return Ok(library.clone());
+        }
+        Ok(library.insert(self.compile_uncached(options)?).clone())
+    }
+
     /// Compiles the library; an error is g++'s output.
     fn compile_uncached(&self, options: &[String]) -> Result<Vec<u8>, Vec<u8>> {
         static COUNT: AtomicU64 = AtomicU64::new(0);

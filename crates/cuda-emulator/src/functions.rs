@@ -57,7 +57,8 @@ pub fn symbols() -> Symbols {
         module_function,
         launch,
         function_attribute,
-        tensor_map,
+        tensor_map: Some(tensor_map),
+        event_elapsed: Some(event_elapsed),
     }
 }
 
@@ -340,6 +341,23 @@ unsafe extern "C" fn event_record(event: CUevent, stream: CUstream) -> CUresult 
         let mark = Mark::of(&stream.queue);
         stream.queue.push(Work::Record(Arc::clone(&mark)));
         *lock(&event.mark) = Some(mark);
+        CUresult::CUDA_SUCCESS
+    })
+}
+
+/// Time between two events on the host.
+unsafe extern "C" fn event_elapsed(ms: *mut f32, from: CUevent, to: CUevent) -> CUresult {
+    with_context(|_| {
+        let time = |event: CUevent| {
+            // SAFETY: a valid handle.
+            let event = unsafe { &*event.cast::<EmulatedEvent>() };
+            lock(&event.mark).as_ref().and_then(|mark| mark.time())
+        };
+        let (Some(from), Some(to)) = (time(from), time(to)) else {
+            return CUresult::CUDA_ERROR_NOT_READY;
+        };
+        // SAFETY: the caller passes a valid pointer.
+        unsafe { *ms = to.duration_since(from).as_secs_f32() * 1e3 };
         CUresult::CUDA_SUCCESS
     })
 }

@@ -36,6 +36,10 @@ pub(super) unsafe extern "C" fn tensor_map(
     if !supported {
         return CUresult::CUDA_ERROR_NOT_SUPPORTED;
     }
+    // alignas(128) in cuda.h of CUDA 13
+    if !(map as usize).is_multiple_of(128) {
+        return CUresult::CUDA_ERROR_INVALID_VALUE;
+    }
     // SAFETY: the caller passes a number for each of the four axes, and strides for all but the
     // first.
     let (lengths, strides, box_lengths, box_strides) = unsafe {

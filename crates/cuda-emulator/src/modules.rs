@@ -44,9 +44,9 @@ struct EmulatedFunction {
     max_shared: AtomicU32,
 }
 
-/// 64 bytes of a kernel's arguments, aligned to 64, as a structure with tensor maps requires.
-#[repr(align(64))]
-struct ArgumentChunk([u8; 64]);
+/// 128 bytes of a kernel's arguments, aligned to 128, as a structure with tensor maps requires.
+#[repr(align(128))]
+struct ArgumentChunk([u8; 128]);
 
 pub(super) unsafe extern "C" fn module_load(
     module: *mut CUmodule,
@@ -169,9 +169,9 @@ pub(super) unsafe extern "C" fn launch(
             std::slice::from_raw_parts((*parameters).cast::<u8>(), function.argument_bytes)
         };
         let chunks: Vec<ArgumentChunk> = arguments
-            .chunks(64)
+            .chunks(128)
             .map(|chunk| {
-                let mut aligned = ArgumentChunk([0; 64]);
+                let mut aligned = ArgumentChunk([0; 128]);
                 aligned.0[..chunk.len()].copy_from_slice(chunk);
                 aligned
             })

@@ -3,9 +3,10 @@
 use std::{
     collections::VecDeque,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
         atomic::{AtomicBool, Ordering},
     },
+    time::Instant,
 };
 
 /// An item of work. Closures return true on success.
@@ -24,6 +25,8 @@ pub(super) enum Work {
 #[derive(Default)]
 pub(super) struct Mark {
     passed: AtomicBool,
+    /// Time at which it passed.
+    time: OnceLock<Instant>,
     /// Stream in which it was recorded.
     queue: Weak<Queue>,
 }
@@ -45,7 +48,13 @@ pub(super) enum Step {
 
 impl Mark {
     pub(super) fn of(queue: &Arc<Queue>) -> Arc<Self> {
-        Arc::new(Self { passed: AtomicBool::new(false), queue: Arc::downgrade(queue) })
+        let queue = Arc::downgrade(queue);
+        Arc::new(Self { passed: AtomicBool::new(false), time: OnceLock::new(), queue })
+    }
+
+    /// Time at which it passed.
+    pub(super) fn time(&self) -> Option<Instant> {
+        self.time.get().copied()
     }
 
     pub(super) fn passed(&self) -> bool {
@@ -88,6 +97,7 @@ impl Queue {
                 }
             },
             Some(Work::Record(mark)) => {
+                mark.time.get_or_init(Instant::now);
                 mark.passed.store(true, Ordering::Release);
                 Step::Done
             }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use annulus_core::{Error, Result};
 use cudarc::driver::sys::{CUdeviceptr, CUresult};
 
-use crate::{Device, Event, Stream, device::driver_error};
+use crate::{Device, Event, Stream, context::Retired, device::driver_error};
 
 /// Device memory, reference counted: a clone shares the same bytes.
 ///
@@ -39,10 +39,15 @@ impl CudaBuffer {
         // the driver rejects an allocation of 0 bytes
         let bytes = usize::try_from(len.max(1)).map_err(|_| out_of_memory())?;
         let mut address: CUdeviceptr = 0;
-        let allocated = device.call_unchecked(|symbols| {
+        let mut allocate = || {
             // SAFETY: `address` is a local of the right type.
-            unsafe { (symbols.allocate)(&raw mut address, bytes) }
-        });
+            device.call_unchecked(|symbols| unsafe { (symbols.allocate)(&raw mut address, bytes) })
+        };
+        let mut allocated = allocate();
+        // memory that was dropped may wait for the work that uses it
+        if allocated == CUresult::CUDA_ERROR_OUT_OF_MEMORY && device.0.drain() {
+            allocated = allocate();
+        }
         match allocated {
             CUresult::CUDA_SUCCESS => Ok(Self(Arc::new(Allocation {
                 device: device.clone(),
@@ -96,8 +101,9 @@ impl CudaBuffer {
 }
 
 impl Drop for Allocation {
+    /// Frees the memory once no work may use it.
     fn drop(&mut self) {
-        // SAFETY: allocated by `new`, freed once. The driver waits for work queued before.
-        self.device.call_unchecked(|symbols| unsafe { (symbols.free)(self.address) });
+        // allocated by `new`, freed once
+        self.device.0.retire(Retired::Memory(self.address));
     }
 }

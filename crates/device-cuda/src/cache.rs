@@ -6,7 +6,7 @@
 
 use std::{
     fs,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::atomic::{AtomicU64, Ordering},
 };
 
@@ -21,6 +21,8 @@ pub struct Cache {
 }
 
 const MAGIC: &[u8; 8] = b"annulus1";
+/// Begins the name of the file that records a compiler.
+const COMPILER: &str = "nvrtc-";
 
 impl Cache {
     /// Environment variable that sets the folder; "none" disables the cache.
@@ -70,24 +72,51 @@ impl Cache {
 
     /// Writes an image, if the folder is writable.
     pub fn put(&self, key: &str, image: &Image) {
-        static COUNT: AtomicU64 = AtomicU64::new(0);
         let mut body = (image.log.len() as u64).to_le_bytes().to_vec();
         body.extend_from_slice(image.log.as_bytes());
         body.extend_from_slice(&image.bytes);
         let sum = digest(Fingerprint::new(), &body).finish().to_le_bytes();
-        let whole = [MAGIC.as_slice(), &sum, &body].concat();
+        self.write(&self.file(key), &[MAGIC.as_slice(), &sum, &body].concat());
+    }
+
+    /// Writes a file at once, if the folder is writable.
+    fn write(&self, file: &Path, bytes: &[u8]) {
+        static COUNT: AtomicU64 = AtomicU64::new(0);
         let own = self.folder.join(format!(
-            "{key}.{}.{}",
+            "{}.{}.tmp",
             std::process::id(),
             COUNT.fetch_add(1, Ordering::Relaxed)
         ));
         let written = fs::create_dir_all(&self.folder)
-            .and_then(|()| fs::write(&own, whole))
-            .and_then(|()| fs::rename(&own, self.file(key)));
+            .and_then(|()| fs::write(&own, bytes))
+            .and_then(|()| fs::rename(&own, file));
         if written.is_err() {
             // remove a partial file; a failed write is not the caller's error
             fs::remove_file(&own).unwrap_or_default();
         }
+    }
+
+    /// Records a compiler, unless it is there: its version in the file's name, the architectures
+    /// that it supports in the file.
+    pub(crate) fn put_compiler(&self, (major, minor): (i32, i32), architectures: &[i32]) {
+        let file = self.folder.join(format!("{COMPILER}{major}.{minor}"));
+        if !file.exists() {
+            let numbers: Vec<String> = architectures.iter().map(i32::to_string).collect();
+            self.write(&file, numbers.join(" ").as_bytes());
+        }
+    }
+
+    /// Returns version and architectures of the newest compiler that was recorded.
+    pub(crate) fn newest_compiler(&self) -> Option<((i32, i32), Vec<i32>)> {
+        let compiler = |entry: fs::DirEntry| {
+            let name = entry.file_name().into_string().ok()?;
+            let (major, minor) = name.strip_prefix(COMPILER)?.split_once('.')?;
+            let version = (major.parse().ok()?, minor.parse().ok()?);
+            let text = fs::read_to_string(entry.path()).ok()?;
+            let numbers: Result<Vec<i32>, _> = text.split(' ').map(str::parse).collect();
+            Some((version, numbers.ok()?))
+        };
+        fs::read_dir(&self.folder).ok()?.filter_map(|entry| compiler(entry.ok()?)).max()
     }
 
     fn file(&self, key: &str) -> PathBuf {

@@ -1,11 +1,15 @@
 //! NVRTC: source to image, cached on disk.
 
-use std::ffi::{CString, c_char, c_int};
+use std::{
+    collections::BTreeMap,
+    ffi::{CString, c_char, c_int},
+    sync::{Arc, Mutex, PoisonError},
+};
 
 use annulus_core::{Error, Result};
 use cudarc::nvrtc::sys::{nvrtcProgram, nvrtcResult};
 
-use crate::{Architecture, Cache, CompilerSymbols};
+use crate::{Architecture, Cache, CompilerSymbols, library::missing};
 
 /// Source of a compilation: one file and its headers, by name and text.
 #[derive(Debug, Clone, Copy)]
@@ -38,10 +42,11 @@ pub struct Image {
     pub log: String,
 }
 
-/// NVRTC with a disk cache.
+/// NVRTC with a disk cache; or the cache alone, with the images that NVRTC has left there.
 #[derive(Debug, Clone)]
 pub struct Compiler {
-    symbols: CompilerSymbols,
+    /// `None`: only images in the cache.
+    symbols: Option<CompilerSymbols>,
     version: (i32, i32),
     /// Supported architectures, sorted.
     architectures: Vec<i32>,
@@ -77,7 +82,19 @@ impl Compiler {
             (symbols.architectures)(architectures.as_mut_ptr())
         })?;
         architectures.sort_unstable();
-        Ok(Self { symbols, version: (major, minor), architectures, cache })
+        Ok(Self { symbols: Some(symbols), version: (major, minor), architectures, cache })
+    }
+
+    /// Uses images of the cache only, as the newest compiler that has used it compiled them; `None`
+    /// if none has.
+    pub fn of_cache(cache: Cache) -> Option<Self> {
+        let (version, architectures) = cache.newest_compiler()?;
+        Some(Self { symbols: None, version, architectures, cache: Some(cache) })
+    }
+
+    /// True if there is no compiler: see [`Compiler::of_cache`].
+    pub const fn is_cache_only(&self) -> bool {
+        self.symbols.is_none()
     }
 
     /// Returns the version, major and minor.
@@ -111,10 +128,12 @@ impl Compiler {
         older.map(|supported| (ImageKind::Ptx, format!("compute_{supported}"))).ok_or_else(unknown)
     }
 
-    /// Compiles for a [target](Compiler::target), or returns the cached image.
+    /// Compiles for a [target](Compiler::target), or returns the cached image. Threads that need
+    /// the same image wait for one compilation, so that no rank is late because others compile too.
     ///
     /// # Errors
-    /// [`Error::Device`] with the compiler's log.
+    /// [`Error::Device`] with the compiler's log; [`Error::Unsupported`] without a compiler and an
+    /// image in the cache.
     pub fn compile(
         &self,
         program: &Program<'_>,
@@ -128,7 +147,6 @@ impl Compiler {
             "--ptxas-options=-v".into(),
         ];
         all.extend_from_slice(options);
-        let Some(cache) = &self.cache else { return self.compile_uncached(program, &all, kind) };
         let version = format!("{:?} {kind:?}", self.version);
         let texts = program.headers.iter().flat_map(|(name, text)| [*name, *text]);
         let key = Cache::key(
@@ -137,12 +155,35 @@ impl Compiler {
                 .chain(texts)
                 .chain(all.iter().map(String::as_str)),
         );
-        if let Some(image) = cache.get(&key, kind) {
-            return Ok(image);
+        let in_memory = self.in_memory(&key);
+        let mut in_memory = in_memory.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(image) = &*in_memory {
+            return Ok(image.clone());
         }
-        let image = self.compile_uncached(program, &all, kind)?;
-        cache.put(&key, &image);
-        Ok(image)
+        let cached = self.cache.as_ref().and_then(|cache| cache.get(&key, kind));
+        let image = match cached {
+            Some(image) => image,
+            None => {
+                let image = self.compile_uncached(program, &all, kind)?;
+                if let Some(cache) = &self.cache {
+                    cache.put(&key, &image);
+                    cache.put_compiler(self.version, &self.architectures);
+                }
+                image
+            }
+        };
+        Ok(in_memory.insert(image).clone())
+    }
+
+    /// Returns the place of an image in the memory of this process. It is locked while the image is
+    /// compiled.
+    fn in_memory(&self, key: &str) -> Arc<Mutex<Option<Image>>> {
+        type Images = BTreeMap<(usize, String), Arc<Mutex<Option<Image>>>>;
+        static IMAGES: Mutex<Images> = Mutex::new(BTreeMap::new());
+        // different compilers may report the same version
+        let compiler = self.symbols.map_or(0, |symbols| symbols.compile as usize);
+        let mut images = IMAGES.lock().unwrap_or_else(PoisonError::into_inner);
+        Arc::clone(images.entry((compiler, key.to_owned())).or_default())
     }
 
     fn compile_uncached(
@@ -151,6 +192,14 @@ impl Compiler {
         options: &[String],
         kind: ImageKind,
     ) -> Result<Image> {
+        let absent = || {
+            missing(
+                &format!("{} {}", program.name, options.join(" ")),
+                "no run-time compiler (libnvrtc.so was not found), and the kernel cache has no \
+                 such image",
+            )
+        };
+        let symbols = self.symbols.as_ref().ok_or_else(absent)?;
         let text = |text: &str| {
             CString::new(text)
                 .map_err(|_| Error::invalid("program", program.name, "text without a NUL"))
@@ -164,7 +213,6 @@ impl Compiler {
         let options = options.iter().map(|option| text(option)).collect::<Result<Vec<_>>>()?;
         let [names, texts, options] = [&names, &texts, &options]
             .map(|list| list.iter().map(|text| text.as_ptr()).collect::<Vec<_>>());
-        let symbols = &self.symbols;
         let count = |list: &[*const c_char]| c_int::try_from(list.len()).unwrap_or(0);
         let mut handle: nvrtcProgram = std::ptr::null_mut();
         // SAFETY: all texts end in 0 and outlive the call; the lists have the given lengths.

@@ -9,7 +9,7 @@ use std::{
 use annulus_core::{Error, Result};
 use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute, CUresult};
 
-use crate::{Symbols, library::missing};
+use crate::{Symbols, context::ContextState, library::missing, tensor_map::EncodeTensorMap};
 
 /// Compute capability, such as 8.0 or 9.0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -43,9 +43,9 @@ impl fmt::Display for Architecture {
 /// The first failure is kept and returned by every later call, because the errors that CUDA reports
 /// after a failure rarely name the cause.
 #[derive(Clone)]
-pub struct Device(Arc<Parts>);
+pub struct Device(pub(crate) Arc<Parts>);
 
-struct Parts {
+pub(crate) struct Parts {
     symbols: Symbols,
     context: CUcontext,
     /// Device whose primary context was retained; `None` for a borrowed context.
@@ -53,6 +53,7 @@ struct Parts {
     name: String,
     architecture: Architecture,
     failure: Mutex<Option<Error>>,
+    pub(crate) state: Arc<ContextState>,
 }
 
 // SAFETY: a context is a handle that any thread may make current; every call does so first.
@@ -96,6 +97,7 @@ impl Device {
             name,
             architecture,
             failure: Mutex::new(None),
+            state: ContextState::of(context),
         })))
     }
 
@@ -116,6 +118,7 @@ impl Device {
             name,
             architecture,
             failure: Mutex::new(None),
+            state: ContextState::of(context),
         })))
     }
 
@@ -145,7 +148,16 @@ impl Device {
 
     /// Returns the first failure, if any.
     pub fn failure(&self) -> Option<Error> {
-        self.lock_failure().clone()
+        self.0.lock_failure().clone()
+    }
+
+    /// True if the driver has `cuTensorMapEncodeTiled`, which TMA needs: CUDA 12 and newer.
+    pub fn has_tensor_maps(&self) -> bool {
+        self.tensor_map_encoder().is_some()
+    }
+
+    pub(crate) fn tensor_map_encoder(&self) -> Option<EncodeTensorMap> {
+        self.0.symbols.tensor_map
     }
 
     /// Makes the context current on this thread, for libraries that use the current context.
@@ -183,20 +195,12 @@ impl Device {
 
     /// Calls the driver with the context current, even after a failure; records nothing.
     pub(crate) fn call_unchecked(&self, call: impl FnOnce(&Symbols) -> CUresult) -> CUresult {
-        // SAFETY: the context is alive as long as this device.
-        match unsafe { (self.0.symbols.context_set)(self.0.context) } {
-            CUresult::CUDA_SUCCESS => call(&self.0.symbols),
-            error => error,
-        }
+        self.0.call_unchecked(call)
     }
 
     /// Records a failure, unless there is an earlier one; returns the first.
     pub(crate) fn fail(&self, error: Error) -> Error {
-        self.lock_failure().get_or_insert(error).clone()
-    }
-
-    fn lock_failure(&self) -> MutexGuard<'_, Option<Error>> {
-        self.0.failure.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock_failure().get_or_insert(error).clone()
     }
 }
 
@@ -213,9 +217,25 @@ impl fmt::Debug for Device {
     }
 }
 
+impl Parts {
+    /// Calls the driver with the context current.
+    pub(crate) fn call_unchecked(&self, call: impl FnOnce(&Symbols) -> CUresult) -> CUresult {
+        // SAFETY: the context is alive as long as this.
+        match unsafe { (self.symbols.context_set)(self.context) } {
+            CUresult::CUDA_SUCCESS => call(&self.symbols),
+            error => error,
+        }
+    }
+
+    pub(crate) fn lock_failure(&self) -> MutexGuard<'_, Option<Error>> {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 impl Drop for Parts {
+    /// Keeps the context if work on it does not end: the driver would wait for that work.
     fn drop(&mut self) {
-        if let Some(device) = self.retained {
+        if let Some(device) = self.retained.filter(|_| self.drain()) {
             // SAFETY: retained once by `with_symbols`; everything created from it holds a reference
             // to this.
             unsafe { (self.symbols.context_release)(device) };

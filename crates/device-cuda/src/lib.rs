@@ -10,6 +10,7 @@
 //! |---|---|
 //! | function tables (feature `nccl`: NCCL's), loading | `symbols.rs`, `nccl.rs`, `library.rs` |
 //! | [`Device`]: a context and its first failure | `device.rs` |
+//! | what the devices of a context share; deferred frees | `context.rs` |
 //! | [`Stream`], [`Event`] | `stream.rs` |
 //! | [`CudaBuffer`], pinned host memory | `buffer.rs`, `pinned.rs` |
 //! | [`CudaSpace`], [`CudaTensor`] and its views | `space.rs`, `tensor.rs` |
@@ -20,6 +21,7 @@
 mod buffer;
 mod cache;
 mod compiler;
+mod context;
 mod device;
 mod library;
 mod module;

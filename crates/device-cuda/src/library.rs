@@ -41,7 +41,9 @@ pub(crate) unsafe fn function<F: Copy>(
 macro_rules! table {
     ($(#[$doc:meta])* $name:ident of $what:literal {
         $($field:ident = $symbol:ident($($argument:ty),*) -> $result:ty;)*
-    }) => {
+    } $(optional {
+        $($extra:ident = $extra_symbol:ident($($extra_argument:ty),*) -> $extra_result:ty;)*
+    })?) => {
         $(#[$doc])*
         #[derive(Debug, Clone, Copy)]
         pub struct $name {
@@ -49,13 +51,18 @@ macro_rules! table {
                 #[doc = concat!("`", stringify!($symbol), "`.")]
                 pub $field: unsafe extern "C" fn($($argument),*) -> $result,
             )*
+            $($(
+                #[doc = concat!("`", stringify!($extra_symbol), "`, if the library has it.")]
+                pub $extra: Option<unsafe extern "C" fn($($extra_argument),*) -> $extra_result>,
+            )*)?
         }
 
         impl $name {
             /// Looks up every function.
             ///
             /// # Errors
-            /// [`annulus_core::Error::Unsupported`] naming the first missing function.
+            /// [`annulus_core::Error::Unsupported`] naming the first missing function that is not
+            /// optional.
             ///
             /// # Safety
             /// The library is the one that the table describes, so that every function has its
@@ -67,7 +74,10 @@ macro_rules! table {
 
                 // SAFETY: as required of the caller.
                 unsafe {
-                    Ok(Self { $($field: function(library, $what, stringify!($symbol))?,)* })
+                    Ok(Self {
+                        $($field: function(library, $what, stringify!($symbol))?,)*
+                        $($($extra: function(library, $what, stringify!($extra_symbol)).ok(),)*)?
+                    })
                 }
             }
         }

@@ -6,16 +6,16 @@ use std::{
     sync::Arc,
 };
 
-use annulus_core::{Error, Result};
+use annulus_core::{Error, Fingerprint, Result};
 use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule, CUresult};
 
-use crate::{Device, Image, ImageKind, Stream, device::driver_error};
+use crate::{Device, Image, ImageKind, Stream, context::Retired, device::driver_error};
 
 /// A loaded image. A clone refers to the same module.
 #[derive(Clone)]
-pub struct Module(Arc<ModuleParts>);
+pub struct Module(pub(crate) Arc<ModuleParts>);
 
-struct ModuleParts {
+pub(crate) struct ModuleParts {
     device: Device,
     handle: CUmodule,
 }
@@ -41,7 +41,7 @@ unsafe impl Send for Kernel {}
 unsafe impl Sync for Kernel {}
 
 impl Module {
-    /// Loads an image on a device.
+    /// Loads an image on a device. Devices of one context share the module.
     ///
     /// # Errors
     /// [`Error::Device`] if the driver rejects it.
@@ -49,6 +49,11 @@ impl Module {
         if let Some(failure) = device.failure() {
             return Err(failure);
         }
+        let digest = |seed| Fingerprint::new().number(seed).bytes(&image.bytes).finish();
+        device.0.state.module([digest(0), digest(1)], || Self::load_again(device, image))
+    }
+
+    fn load_again(device: &Device, image: &Image) -> Result<Self> {
         // the driver reads PTX up to a 0; an ELF image contains its length
         let mut bytes = image.bytes.clone();
         if image.kind == ImageKind::Ptx {
@@ -136,7 +141,7 @@ impl Kernel {
         };
         let [x, y, z] = [along(0, (1 << 31) - 1)?, along(1, 65535)?, along(2, 65535)?];
         let mut parameters = [std::ptr::from_ref(arguments).cast_mut().cast::<c_void>()];
-        self.module.0.device.call(self.name, |symbols| {
+        stream.device().call(self.name, |symbols| {
             // SAFETY: one parameter, which the driver copies before it returns; the rest as
             // required of the caller.
             unsafe {
@@ -161,10 +166,10 @@ impl Kernel {
 }
 
 impl Drop for ModuleParts {
+    /// Unloads the module once none of its kernels may run.
     fn drop(&mut self) {
-        // SAFETY: loaded by `load`, unloaded once, after its kernels. The driver waits for queued
-        // work.
-        self.device.call_unchecked(|symbols| unsafe { (symbols.module_unload)(self.handle) });
+        // loaded by `load_again`, unloaded once
+        self.device.0.retire(Retired::Module(self.handle));
     }
 }
 

@@ -3,7 +3,7 @@
 use annulus_core::{Error, Result};
 use cudarc::driver::sys::CUresult;
 
-use crate::{Device, device::driver_error};
+use crate::{Device, context::Retired, device::driver_error};
 
 /// Page-locked host memory.
 #[derive(Debug)]
@@ -59,9 +59,9 @@ impl PinnedBuffer {
 }
 
 impl Drop for PinnedBuffer {
+    /// Frees the memory once no work may use it.
     fn drop(&mut self) {
-        // SAFETY: allocated by `zeroed`, freed once; the caller of an asynchronous copy keeps the
-        // buffer until the copy is done.
-        self.device.call_unchecked(|symbols| unsafe { (symbols.free_host)(self.start.cast()) });
+        // allocated by `zeroed`, freed once
+        self.device.0.retire(Retired::Pinned(self.start.cast()));
     }
 }

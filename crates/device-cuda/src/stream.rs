@@ -9,15 +9,15 @@ use std::{
 use annulus_core::{Error, Result};
 use cudarc::driver::sys::{CUdeviceptr, CUevent, CUstream};
 
-use crate::Device;
+use crate::{Device, context::Retired};
 
 /// A CUDA stream. A clone refers to the same stream.
 #[derive(Clone)]
 pub struct Stream(Arc<StreamParts>);
 
-struct StreamParts {
+pub(crate) struct StreamParts {
     device: Device,
-    handle: CUstream,
+    pub(crate) handle: CUstream,
     owned: bool,
 }
 
@@ -43,9 +43,9 @@ unsafe impl Sync for EventParts {}
 /// CU_STREAM_NON_BLOCKING: no implicit ordering with the default stream.
 const NON_BLOCKING: u32 = 1;
 /// CU_EVENT_DISABLE_TIMING: cheaper events.
-const NO_TIMING: u32 = 2;
+pub(crate) const NO_TIMING: u32 = 2;
 /// Interval between queries of an event: a trade-off between latency and load on the host.
-const POLL: Duration = Duration::from_micros(50);
+pub(crate) const POLL: Duration = Duration::from_micros(50);
 
 impl Stream {
     /// Creates a stream.
@@ -58,7 +58,7 @@ impl Stream {
         device.call("cuStreamCreate", |symbols| unsafe {
             (symbols.stream_create)(&raw mut handle, NON_BLOCKING)
         })?;
-        Ok(Self(Arc::new(StreamParts { device: device.clone(), handle, owned: true })))
+        Ok(Self::of(StreamParts { device: device.clone(), handle, owned: true }))
     }
 
     /// Borrows a caller's stream, which is never destroyed.
@@ -66,7 +66,13 @@ impl Stream {
     /// # Safety
     /// `handle` is a stream of the device's context and outlives everything created from this.
     pub unsafe fn borrowed(device: &Device, handle: CUstream) -> Self {
-        Self(Arc::new(StreamParts { device: device.clone(), handle, owned: false }))
+        Self::of(StreamParts { device: device.clone(), handle, owned: false })
+    }
+
+    fn of(parts: StreamParts) -> Self {
+        let parts = Arc::new(parts);
+        parts.device.0.state.add_stream(&parts);
+        Self(parts)
     }
 
     /// Device of the stream.
@@ -124,6 +130,7 @@ impl Stream {
                     self.0.device.name(),
                     deadline.as_secs_f64()
                 );
+                self.0.device.suspect_hang();
                 return Err(self.0.device.fail(Error::Device { what }));
             }
             std::thread::sleep(POLL);
@@ -283,8 +290,8 @@ impl Event {
 impl Drop for StreamParts {
     fn drop(&mut self) {
         if self.owned {
-            // SAFETY: created by `new`, destroyed once; its queued work still completes.
-            self.device.call_unchecked(|symbols| unsafe { (symbols.stream_destroy)(self.handle) });
+            // created by `new`, destroyed once
+            self.device.0.retire(Retired::Stream(self.handle));
         }
     }
 }

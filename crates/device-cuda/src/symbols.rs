@@ -57,6 +57,8 @@ table! {
         function_attribute = cuFuncSetAttribute(
             CUfunction, CUfunction_attribute, c_int
         ) -> CUresult;
+    } optional {
+        event_elapsed = cuEventElapsedTime(*mut f32, CUevent, CUevent) -> CUresult;
         tensor_map = cuTensorMapEncodeTiled(
             *mut CUtensorMap, CUtensorMapDataType, c_uint, *mut c_void, *const u64, *const u64,
             *const c_uint, *const c_uint, CUtensorMapInterleave, CUtensorMapSwizzle,

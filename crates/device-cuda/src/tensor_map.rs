@@ -1,19 +1,41 @@
 //! CUtensorMap: layout of a tensor in global memory, for TMA (compute capability 9.0).
 
+use std::ffi::{c_uint, c_void};
+
 use annulus_core::{Error, Result};
 use cudarc::driver::sys::{
     CUdeviceptr, CUresult, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill,
     CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapSwizzle,
 };
 
-use crate::{Device, device::driver_error};
+use crate::{Device, device::driver_error, library::missing};
+
+/// Type of `cuTensorMapEncodeTiled`.
+pub(crate) type EncodeTensorMap = unsafe extern "C" fn(
+    *mut CUtensorMap,
+    CUtensorMapDataType,
+    c_uint,
+    *mut c_void,
+    *const u64,
+    *const u64,
+    *const c_uint,
+    *const c_uint,
+    CUtensorMapInterleave,
+    CUtensorMapSwizzle,
+    CUtensorMapL2promotion,
+    CUtensorMapFloatOOBfill,
+) -> CUresult;
 
 /// Tensor map of 16-bit elements `[batch, head, row, dim]` with boxes of 64 dims × `rows` rows of
 /// one head: rows of 128 bytes in shared memory with the 128-byte swizzle. Part of a kernel's
 /// arguments.
-#[repr(C, align(64))]
+///
+/// Aligned to 128 bytes, as `CUtensorMap` in `cuda.h` of CUDA 13 (64 before).
+#[repr(C, align(128))]
 #[derive(Debug, Clone, Copy)]
 pub struct TensorMap([u64; 16]);
+
+const _: () = assert!(align_of::<TensorMap>() == 128 && size_of::<TensorMap>() == 128);
 
 impl TensorMap {
     /// Dims per box: 128 bytes, the width of the swizzle.
@@ -26,7 +48,8 @@ impl TensorMap {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a layout that TMA does not support: an address or a stride
-    /// that is not a multiple of 16 bytes, or more than 256 rows.
+    /// that is not a multiple of 16 bytes, or more than 256 rows; [`Error::Unsupported`] unless
+    /// [`Device::has_tensor_maps`].
     pub fn new(
         device: &Device,
         address: CUdeviceptr,
@@ -56,11 +79,14 @@ impl TensorMap {
         }
         let box_lengths = [Self::DIMS, rows, 1, 1];
         let box_strides = [1; 4];
-        let mut map = CUtensorMap { opaque: [0; 16] };
-        // SAFETY: `map` is a local, aligned as its type; every list has the length for four axes.
-        let made = device.call_unchecked(|symbols| unsafe {
-            (symbols.tensor_map)(
-                &raw mut map,
+        let mut map = Self([0; 16]);
+        let absent = || missing("TMA", "the driver has no cuTensorMapEncodeTiled");
+        let encode = device.tensor_map_encoder().ok_or_else(absent)?;
+        // SAFETY: `map` is a local of the size and the alignment of CUtensorMap; every list has the
+        // length for four axes.
+        let made = device.call_unchecked(|_| unsafe {
+            encode(
+                (&raw mut map).cast::<CUtensorMap>(),
                 CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT16,
                 4,
                 address as *mut _,
@@ -75,7 +101,7 @@ impl TensorMap {
             )
         });
         match made {
-            CUresult::CUDA_SUCCESS => Ok(Self(map.opaque)),
+            CUresult::CUDA_SUCCESS => Ok(map),
             error => Err(driver_error("cuTensorMapEncodeTiled", error)),
         }
     }

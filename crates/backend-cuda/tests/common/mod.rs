@@ -119,6 +119,14 @@ pub(crate) fn hosted(name: &str, make: impl Fn() -> Result<Cuda>) -> impl Subjec
     })
 }
 
+/// True for the errors with which NCCL refuses several ranks on one GPU: of the call that creates a
+/// communicator, or, as it is non-blocking, of its state later; and on the other ranks an abort.
+pub(crate) fn refuses_a_shared_gpu(error: &Error) -> bool {
+    let text = error.to_string();
+    matches!(error, Error::Comm { .. } | Error::Aborted { .. })
+        && (text.contains("ncclCommInitRank") || text.contains("NCCL: "))
+}
+
 /// Checks a case whose head and value dims fill a variant of `dim`, over more than one tile.
 /// `ragged` leaves a few dims free, so that rows begin at any even address.
 pub(crate) fn wide(

@@ -1,9 +1,9 @@
 //! Failures outside the kernels: each gives a one-line error that names it, without a panic.
 
 use std::{
-    ffi::{c_int, c_uint},
+    ffi::{c_int, c_uint, c_void},
     sync::atomic::{AtomicUsize, Ordering},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use annulus_conformance::{Case, Setting, Subject};
@@ -11,12 +11,12 @@ use annulus_core::{
     Backend, DType, DeviceSpace, Dims, Error, HostView, HostViewMut, PositionBias, Spec,
 };
 use annulus_cuda::{
-    Cuda, Variant,
+    Cuda, Level, Variant,
     device::{
         Architecture, Compiler, CompilerSymbols, CudaBuffer, CudaSpace, CudaTensor, Device,
-        ImageKind, Program, Stream, Symbols,
+        ImageKind, Module, PinnedBuffer, Program, Stream, Symbols, TensorMap,
         cudarc::{
-            driver::sys::{CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUresult},
+            driver::sys::{CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUmodule, CUresult},
             nvrtc::sys::nvrtcResult,
         },
     },
@@ -97,7 +97,7 @@ unsafe extern "C" fn newer_only(list: *mut c_int) -> nvrtcResult {
 
 /// Error text of opening a backend with this driver and compiler.
 fn refusal(driver: Result<Symbols, Error>, compiler: Result<CompilerSymbols, Error>) -> String {
-    let Err(error) = Cuda::with_symbols(driver, || compiler, next_device()) else {
+    let Err(error) = Cuda::with_symbols(driver, || compiler, None, next_device()) else {
         return "nothing".into();
     };
     assert!(matches!(error, Error::Unsupported { .. }) && !error.is_fatal(), "{error}");
@@ -185,6 +185,70 @@ fn work_that_never_ends_fails_at_the_deadline() {
     let stream = Stream::new(&device).unwrap();
     let error = stream.synchronize(Duration::from_millis(20)).unwrap_err();
     assert!(error.to_string().contains("did not end within"), "{error}");
+}
+
+static FREED: AtomicUsize = AtomicUsize::new(0);
+
+unsafe extern "C" fn counted_free(_: CUdeviceptr) -> CUresult {
+    FREED.fetch_add(1, Ordering::Relaxed);
+    CUresult::CUDA_SUCCESS
+}
+
+unsafe extern "C" fn counted_free_host(_: *mut c_void) -> CUresult {
+    FREED.fetch_add(1, Ordering::Relaxed);
+    CUresult::CUDA_SUCCESS
+}
+
+unsafe extern "C" fn counted_unload(_: CUmodule) -> CUresult {
+    FREED.fetch_add(1, Ordering::Relaxed);
+    CUresult::CUDA_SUCCESS
+}
+
+unsafe extern "C" fn counted_release(_: CUdevice) -> CUresult {
+    FREED.fetch_add(1, Ordering::Relaxed);
+    CUresult::CUDA_SUCCESS
+}
+
+/// The driver waits for a kernel before it frees memory, unloads a module or releases the context:
+/// for ever, if the kernel hangs.
+#[test]
+fn what_hanging_work_may_use_is_leaked() {
+    let device = device(|symbols| {
+        symbols.event_query = never_ready;
+        symbols.free = counted_free;
+        symbols.free_host = counted_free_host;
+        symbols.module_unload = counted_unload;
+        symbols.context_release = counted_release;
+    })
+    .unwrap();
+    let stream = Stream::new(&device).unwrap();
+    let buffer = CudaBuffer::new(&device, 8).unwrap();
+    let pinned = PinnedBuffer::zeroed(&device, 8).unwrap();
+    let (source, headers) = ("#include \"primitives.cuh\"\n", [("primitives.cuh", "")]);
+    let program = Program { name: "empty.cu", source, headers: &headers };
+    let image = compiler().unwrap().compile(&program, &[], ImageKind::Cubin, "sm_80").unwrap();
+    let module = Module::load(&device, &image).unwrap();
+    let began = Instant::now();
+    stream.synchronize(Duration::from_millis(20)).unwrap_err();
+    drop((buffer, pinned, module, stream, device));
+    assert_eq!(FREED.load(Ordering::Relaxed), 0);
+    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+}
+
+#[test]
+fn without_a_function_for_tensor_maps_only_warpgroups_are_refused() {
+    let mut symbols = emulator::hopper_symbols();
+    symbols.tensor_map = None;
+    let nvrtc = || Ok(emulator::hopper_compiler_symbols());
+    let cuda = Cuda::with_symbols(Ok(symbols), nvrtc, None, next_device()).unwrap();
+    assert_eq!(cuda.level(), Level::Matrix);
+    let map = TensorMap::new(cuda.stream().device(), 4096, [24, 100, 2, 1], [96, 48, 9600], 128);
+    assert!(matches!(map, Err(Error::Unsupported { .. })), "{map:?}");
+    let error = cuda.at_level(Level::Warpgroup).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "cuda level warpgroup is not supported by a driver without cuTensorMapEncodeTiled"
+    );
 }
 
 #[test]

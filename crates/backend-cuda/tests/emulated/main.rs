@@ -3,6 +3,7 @@
 mod borrowed;
 #[path = "../common/mod.rs"]
 mod common;
+mod compilation;
 mod conformance;
 mod failures;
 mod nccl;

@@ -29,7 +29,7 @@ use annulus_cuda_emulator::{self as emulator, nccl_symbols};
 use ndarray::Array4;
 
 use crate::{
-    common::{CudaMemory, DEADLINE},
+    common::{CudaMemory, DEADLINE, refuses_a_shared_gpu},
     support::{emulated, next_device},
 };
 
@@ -250,6 +250,27 @@ fn a_communicator_that_cannot_be_created_is_an_error_on_all_ranks() {
     );
     assert!(first.starts_with("rank 1 aborted: ") && first.contains(&second), "{first}");
     assert!(took < DEADLINE, "{took:?}");
+}
+
+/// "Duplicate GPU detected" is not an error of the call, but of the communicator's state after it.
+#[test]
+fn a_refusal_of_ranks_that_share_a_gpu_is_recognized() {
+    unsafe extern "C" fn invalid_usage(_: RawCommunicator, status: *mut Status) -> Status {
+        // SAFETY: a valid pointer, by the NCCL function's contract.
+        unsafe { *status = 5 };
+        0
+    }
+    let refused = || Ok(with(|symbols| symbols.async_error = invalid_usage));
+    let (errors, _) = meet([refused(), refused()], DEADLINE);
+    for error in errors {
+        let error = error.unwrap();
+        assert!(
+            refuses_a_shared_gpu(&error) && error.to_string().contains("invalid usage"),
+            "{error}"
+        );
+    }
+    let other = Error::Comm { peer: 1, step: 0, what: "ncclSend: unhandled system error".into() };
+    assert!(!refuses_a_shared_gpu(&other));
 }
 
 #[test]

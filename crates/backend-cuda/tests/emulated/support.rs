@@ -60,11 +60,17 @@ pub(crate) fn plain() -> impl Subject {
 /// A backend at the warpgroup level on an emulated device of compute capability 9.0, with a planted
 /// mistake (0: none).
 pub(crate) fn hopper(mistake: u32) -> Result<Cuda> {
-    let ordinal = next_device();
+    // the cases have few queries
+    hopper_on(next_device(), mistake, 0)
+}
+
+/// As [`hopper`] on device `ordinal`, with the fewest rows for which warpgroups are used.
+pub(crate) fn hopper_on(ordinal: usize, mistake: u32, rows: usize) -> Result<Cuda> {
     emulator::plant(ordinal, mistake);
     let device = Device::with_symbols(emulator::hopper_symbols(), ordinal)?;
     let compiler = Compiler::with_symbols(emulator::hopper_compiler_symbols(), Some(cache()))?;
-    Cuda::on(Stream::new(&device)?, compiler, Vec::new()).at_level(Level::Warpgroup)
+    let cuda = Cuda::on(Stream::new(&device)?, compiler, Vec::new()).with_min_warpgroup_rows(rows);
+    cuda.at_level(Level::Warpgroup)
 }
 
 /// As [`plain`] on warpgroups, with a planted mistake (0: none).

@@ -105,6 +105,8 @@ impl Machine {
             self.folder
                 .command(arguments)
                 .env("LD_LIBRARY_PATH", self.folder.path("."))
+                // without the images of a compiler that ran here
+                .env("ANNULUS_KERNEL_CACHE", "none")
                 .output()
                 .unwrap(),
         )
@@ -130,6 +132,12 @@ fn each_missing_component_is_named() {
     Machine::new("cuda_old_driver")
         .with("libcuda.so.1", &without_launch, &DRIVER)
         .lacks(&this_machine("its library has no cuLaunchKernel"));
+    // only warpgroups need tensor maps
+    let without_maps: Vec<String> =
+        names(TABLES, "cu").into_iter().filter(|name| name != "cuTensorMapEncodeTiled").collect();
+    let machine = Machine::new("cuda_11").with("libcuda.so.1", &without_maps, &DRIVER);
+    let doctor = machine.with_compiler(&[]).run("doctor").out;
+    assert!(doctor.contains("X, compute capability 9.0, NVRTC 13.0"), "{doctor}");
     Machine::new("cuda_no_gpu")
         .with_driver(&[("cuInit", "int cuInit() { return 100; }")])
         .lacks(&this_machine("no GPU"));

@@ -310,6 +310,8 @@ impl Communicator {
         let returned =
             within(GIVE_UP, &self.device, move || unsafe { (symbols.abort)(handle.raw()) });
         returned.map(drop).ok_or_else(|| {
+            // its kernels may wait for other ranks for ever
+            self.device.suspect_hang();
             format!("ncclCommAbort did not return within {:.1} s", GIVE_UP.as_secs_f64())
         })
     }
@@ -323,7 +325,11 @@ impl Communicator {
             let symbols = self.symbols;
             let handle = self.handle;
             // SAFETY: alive, and not touched after this.
-            within(GIVE_UP, &self.device, move || unsafe { (symbols.destroy)(handle.raw()) });
+            let destroyed =
+                within(GIVE_UP, &self.device, move || unsafe { (symbols.destroy)(handle.raw()) });
+            if destroyed.is_none() {
+                self.device.suspect_hang();
+            }
         }
     }
 }

@@ -5,8 +5,9 @@ use annulus_core::{DType, Dims, Layout, SinkShape, Spec};
 use super::{Verdict, ensure};
 use crate::{Answer, Case, Draw, Masks, Setting, Subject};
 
-/// A case with every sum over ranks: GQA, sinks, a bias that is broadcast over queries.
-fn summed_everywhere() -> Case {
+/// A case with every sum over ranks: GQA, sinks, a bias that is broadcast over queries; in f32, or
+/// else in the first type that the subject supports.
+fn summed_everywhere(subject: &dyn Subject) -> Case {
     let draw = &mut Draw::new(7);
     let dims = Dims {
         batch: 2,
@@ -23,7 +24,8 @@ fn summed_everywhere() -> Case {
     let mut case =
         Case::new("summed everywhere", spec, Masks { causal: true, ..Masks::default() }, draw);
     case.dlse = Some(draw.tensor((2, 4, 29)));
-    case.in_dtype(DType::F32)
+    let first = subject.dtypes().iter().find(|&&dtype| dtype == DType::F32);
+    case.in_dtype(*first.or(subject.dtypes().first()).unwrap_or(&DType::F32))
 }
 
 fn same_bits(
@@ -45,7 +47,7 @@ fn same_bits(
 /// # Errors
 /// The array that differed.
 pub fn same_bits_over_repeats(subject: &dyn Subject, times: usize) -> Verdict {
-    let case = summed_everywhere();
+    let case = summed_everywhere(subject);
     for setting in [
         Setting::new(4, Layout::Zigzag),
         Setting::new(3, Layout::Contiguous),
@@ -68,7 +70,7 @@ pub fn same_bits_over_repeats(subject: &dyn Subject, times: usize) -> Verdict {
 /// # Errors
 /// The array that differed.
 pub fn same_bits_under_delay(prompt: &dyn Subject, delayed: &dyn Subject, times: usize) -> Verdict {
-    let case = summed_everywhere();
+    let case = summed_everywhere(prompt);
     for setting in [Setting::new(4, Layout::Zigzag), Setting::new(3, Layout::Striped)] {
         let text = |error: annulus_core::Error| format!("{} on {setting}: {error}", delayed.name());
         let want = prompt.run(&case, &setting, 1).map_err(text)?;

@@ -1,0 +1,262 @@
+//! Speed and correctness of the CUDA backend on one GPU, forward and backward. Prints JSON lines.
+//!
+//! ```text
+//! cuda-levels [device=0] [levels=matrix] [dtypes=bf16,f16,f32] [dims=64,128] [lens=8192,16384]
+//!             [heads=16] [batch=4] [rounds=10] [causal=0,1]
+//! cuda-levels verify=1 [device=0] [levels=matrix] [dtypes=bf16,f16] [dims=64,128,256] [lens=4099]
+//!             [heads=8] [masks=full,causal,window,gqa,cross]
+//! cuda-levels compile=9.0 [cubins=FOLDER]
+//! ```
+//! Inputs are normally distributed, and tensors stay on the device.
+//!
+//! * **Times.** A pass is one call of a ring of one rank, by the host's clock, with the device idle
+//!   before and after: `pass_ms`. `kernel_ms` is the time of each kernel by the device's clock, in
+//!   further passes. Both are medians of `rounds` (at least 10); the levels alternate. FLOPs are
+//!   useful ones: forward 4·batch·heads·len²·dim, half of it for a causal mask; backward 2.5 times
+//!   as many.
+//! * **verify** compares each level with level 0 in f32 from the same inputs rounded to 16 bits:
+//!   the relative error of out, dq, dk and dv stays below 5·10⁻³ (bf16) or 10⁻³ (f16), that of lse
+//!   below 10⁻⁴, that of the worst row below 8 times as much, and a second pass has the same bits.
+//!   The exit status is 1 if one is not.
+//! * **compile** compiles every kernel for a compute capability into the kernel cache
+//!   (`ANNULUS_KERNEL_CACHE`), without a GPU; the cubins of bf16 and 128 dims also into a folder,
+//!   for a disassembler.
+//!
+//! `scripts/gpu-lease` runs it beside peers. `device=emulated` checks on any machine that it runs;
+//! its times mean nothing. There, `mistake=N` plants mistake N of `kernels/warpgroup.cuh`.
+
+mod kernel_clock;
+mod pass;
+mod verify;
+
+use std::{collections::BTreeMap, process::ExitCode};
+
+use annulus::{Attention, DType, Dims, Error, Result};
+use annulus_cuda::{
+    Cuda, Level, Variant,
+    device::{Architecture, Cache, Compiler, CompilerSymbols, Symbols},
+};
+use annulus_cuda_emulator as emulator;
+use serde_json::json;
+
+use pass::{Numbers, Passes};
+
+/// Parameters by name, with defaults for what is not given.
+struct Settings(BTreeMap<String, String>);
+
+impl Settings {
+    const NAMES: [&str; 14] = [
+        "device", "levels", "dtypes", "dims", "lens", "heads", "batch", "rounds", "causal",
+        "masks", "verify", "compile", "cubins", "mistake",
+    ];
+
+    fn parse(words: impl Iterator<Item = String>) -> Result<Self> {
+        let mut all = BTreeMap::new();
+        for word in words {
+            let (name, value) = word.split_once('=').unwrap_or((&word, ""));
+            if !Self::NAMES.contains(&name) || value.is_empty() {
+                let want = format!("one of {}, = and a value", Self::NAMES.join(", "));
+                return Err(Error::invalid("argument", &word, want));
+            }
+            all.insert(name.to_owned(), value.to_owned());
+        }
+        Ok(Self(all))
+    }
+
+    fn get(&self, name: &str) -> Option<&str> {
+        self.0.get(name).map(String::as_str)
+    }
+
+    /// Parses a list.
+    fn list<T>(
+        &self,
+        name: &str,
+        otherwise: &str,
+        parse: impl Fn(&str) -> Option<T>,
+    ) -> Result<Vec<T>> {
+        let text = self.get(name).unwrap_or(otherwise);
+        let wrong = || Error::invalid(name, text, format!("a list such as {otherwise}"));
+        text.split(',').map(|word| parse(word).ok_or_else(wrong)).collect()
+    }
+
+    fn number(&self, name: &str, otherwise: usize) -> Result<usize> {
+        let Some(text) = self.get(name) else { return Ok(otherwise) };
+        text.parse().map_err(|_| Error::invalid(name, text, "a number"))
+    }
+
+    fn dtypes(&self, otherwise: &str) -> Result<Vec<DType>> {
+        let all = [DType::F64, DType::F32, DType::Bf16, DType::F16];
+        self.list("dtypes", otherwise, |word| all.into_iter().find(|dtype| dtype.name() == word))
+    }
+
+    fn numbers(&self, name: &str, otherwise: &str) -> Result<Vec<usize>> {
+        self.list(name, otherwise, |word| word.parse().ok())
+    }
+
+    /// Opens the device at each level, with one stream for each.
+    fn open(&self) -> Result<Vec<Cuda>> {
+        let named = |word: &str| Level::ALL.into_iter().find(|level| level.name() == word);
+        let levels = self.list("levels", Level::DEFAULT.name(), named)?;
+        let device = self.get("device").unwrap_or("0");
+        let open = |&level: &Level| -> Result<Cuda> {
+            if device == "emulated" {
+                let mistake = self.number("mistake", 0)?;
+                emulator::plant(0, u32::try_from(mistake).unwrap_or(u32::MAX));
+                let driver = kernel_clock::watched(emulator::hopper_symbols());
+                let nvrtc = || Ok(emulator::hopper_compiler_symbols());
+                let cuda = Cuda::with_symbols(Ok(driver), nvrtc, Cache::of_user(), 0)?;
+                return cuda.with_min_warpgroup_rows(0).at_level(level);
+            }
+            let number =
+                device.parse().map_err(|_| Error::invalid("device", device, "a GPU's number"))?;
+            let driver = Symbols::system().map(kernel_clock::watched);
+            let cuda =
+                Cuda::with_symbols(driver, CompilerSymbols::system, Cache::of_user(), number)?;
+            cuda.at_level(level)
+        };
+        levels.iter().map(open).collect()
+    }
+}
+
+fn median(mut numbers: Vec<f64>) -> f64 {
+    numbers.sort_by(f64::total_cmp);
+    let middle = numbers.len() / 2;
+    numbers.get(middle).copied().unwrap_or(f64::NAN)
+}
+
+/// One attention to be timed.
+#[derive(Clone, Copy)]
+struct Problem {
+    dtype: DType,
+    dims: Dims,
+    is_causal: bool,
+    rounds: usize,
+}
+
+/// Times forward and backward at all levels, and prints a line for each.
+fn measure(levels: &[Cuda], problem: Problem) -> Result<()> {
+    let Problem { dtype, dims, is_causal, rounds } = problem;
+    let attention = Attention::new().causal(is_causal);
+    let numbers = Numbers::draw(dims, dtype);
+    let open = |cuda: &Cuda| Passes::new(cuda, &attention, dtype, dims, &numbers);
+    let mut all = levels.iter().map(open).collect::<Result<Vec<_>>>()?;
+    let pairs = (dims.batch * dims.q_heads) as f64
+        * (dims.q_len as f64).powi(2)
+        * if is_causal { 0.5 } else { 1.0 };
+    for (what, is_forward, products) in [("fwd", true, 2.0), ("bwd", false, 5.0)] {
+        let mut times = vec![Vec::new(); all.len()];
+        let mut kernels: Vec<BTreeMap<String, Vec<f64>>> = vec![BTreeMap::new(); all.len()];
+        for passes in &mut all {
+            passes.timed(is_forward)?;
+        }
+        for _ in 0..rounds {
+            for (passes, times) in all.iter_mut().zip(&mut times) {
+                times.push(passes.timed(is_forward)?);
+            }
+        }
+        for _ in 0..rounds {
+            for (passes, kernels) in all.iter_mut().zip(&mut kernels) {
+                let (passed, spent) = kernel_clock::times(|| passes.timed(is_forward));
+                passed?;
+                spent.into_iter().for_each(|(name, ms)| kernels.entry(name).or_default().push(ms));
+            }
+        }
+        for ((cuda, times), kernels) in levels.iter().zip(times).zip(kernels) {
+            let seconds = median(times);
+            let kernel_ms: BTreeMap<_, _> =
+                kernels.into_iter().map(|(name, ms)| (name, median(ms))).collect();
+            let flops = products * 2.0 * pairs * dims.head_dim as f64;
+            println!(
+                "{}",
+                json!({
+                    "peer": "annulus-cuda", "gpu": cuda.to_string(), "level": cuda.level().name(),
+                    "what": what, "dtype": dtype.name(), "batch": dims.batch,
+                    "heads": dims.q_heads, "head_dim": dims.head_dim, "n": dims.q_len,
+                    "causal": is_causal, "rounds": rounds, "pass_ms": seconds * 1e3,
+                    "kernel_ms": kernel_ms, "tflops": flops / seconds / 1e12,
+                })
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Compiles all kernels for a compute capability such as 9.0 into the user's cache.
+fn compile(capability: &str, cubins: Option<&str>) -> Result<()> {
+    let wrong = || Error::invalid("compile", capability, "a compute capability such as 9.0");
+    let (major, minor) = capability.split_once('.').ok_or_else(wrong)?;
+    let number = |text: &str| text.parse::<i32>().map_err(|_| wrong());
+    let architecture = Architecture { major: number(major)?, minor: number(minor)? };
+    let folder = || Error::invalid(Cache::VARIABLE, "no folder", "a folder for the images");
+    let cache = Cache::of_user().ok_or_else(folder)?;
+    let compiler = Compiler::new(Some(cache))?;
+    let (kind, target) = compiler.target(architecture)?;
+    for variant in Variant::all_on(architecture) {
+        let image = annulus_cuda::compile(&compiler, variant, &[], kind, &target)?;
+        let name = variant.to_string();
+        let bytes = image.bytes.len();
+        println!(
+            "{}",
+            json!({"what": "compile", "target": target, "variant": name, "bytes": bytes})
+        );
+        if let Some(folder) = cubins.filter(|_| name.starts_with("bf16 128")) {
+            let path = format!("{folder}/{}.cubin", name.replace(' ', "-"));
+            std::fs::write(&path, &image.bytes)
+                .map_err(|error| Error::Io { path, what: error.to_string() })?;
+        }
+    }
+    Ok(())
+}
+
+/// Returns false if a comparison failed.
+fn run() -> Result<bool> {
+    let settings = Settings::parse(std::env::args().skip(1))?;
+    if let Some(capability) = settings.get("compile") {
+        return compile(capability, settings.get("cubins")).map(|()| true);
+    }
+    let levels = settings.open()?;
+    if settings.number("verify", 0)? != 0 {
+        let masks = settings.list("masks", "", |word| Some(word.to_owned()))?;
+        let masks: Vec<String> = masks.into_iter().filter(|name| !name.is_empty()).collect();
+        let mut all_right = true;
+        for dtype in settings.dtypes("bf16,f16")? {
+            for dim in settings.numbers("dims", "64,128,256")? {
+                for len in settings.numbers("lens", "4099")? {
+                    for cuda in &levels {
+                        let heads = settings.number("heads", 8)?;
+                        all_right &= verify::verify(cuda, dtype, len, heads, dim, &masks)?;
+                    }
+                }
+            }
+        }
+        return Ok(all_right);
+    }
+    let heads = settings.number("heads", 16)?;
+    let batch = settings.number("batch", 4)?;
+    let rounds = settings.number("rounds", 10)?;
+    for dtype in settings.dtypes("bf16,f16,f32")? {
+        for len in settings.numbers("lens", "8192,16384")? {
+            for dim in settings.numbers("dims", "64,128")? {
+                for causal in settings.numbers("causal", "0,1")? {
+                    let dims = Dims::new(batch, len, heads, dim);
+                    measure(&levels, Problem { dtype, dims, is_causal: causal != 0, rounds })?;
+                }
+            }
+        }
+    }
+    Ok(true)
+}
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => {
+            eprintln!("cuda-levels: a result differs from level 0");
+            ExitCode::FAILURE
+        }
+        Err(error) => {
+            eprintln!("cuda-levels: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,175 @@
+//! One attention on one device: its ring of one rank and its tensors.
+
+use std::time::{Duration, Instant};
+
+use annulus::{Attention, DType, Dims, Result, Ring};
+use annulus_comm::{Staged, threads};
+use annulus_core::{BackwardInputs, Element, Gradients, Inputs, Outputs};
+use annulus_cuda::{
+    Cuda,
+    device::{CudaCopier, CudaSpace, CudaTensor, Stream},
+};
+use half::{bf16, f16};
+
+/// Longest wait for the device.
+const DEADLINE: Duration = Duration::from_secs(120);
+
+/// Numbers with a standard normal distribution, rounded to `dtype`.
+pub(crate) fn normal_numbers(count: usize, dtype: DType, salt: u64) -> Vec<f32> {
+    let mut state = salt;
+    let mut uniform = || {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        ((state >> 40) as f64 + 0.5) / f64::from(1 << 24)
+    };
+    // Box and Muller 1958
+    let normal = |_| {
+        let (radius, angle) = (uniform(), uniform());
+        (-2.0 * radius.ln()).sqrt() * (std::f64::consts::TAU * angle).cos()
+    };
+    (0..count).map(normal).map(|number| dtype.round(number) as f32).collect()
+}
+
+fn bytes_of(numbers: &[f32], dtype: DType) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(numbers.len() * dtype.bytes());
+    for &number in numbers {
+        let number = f64::from(number);
+        match dtype {
+            DType::F64 => bytes.extend(number.to_le_bytes()),
+            DType::F32 => bytes.extend((number as f32).to_le_bytes()),
+            DType::Bf16 => bytes.extend(<bf16 as Element>::from_f64(number).to_le_bytes()),
+            DType::F16 => bytes.extend(<f16 as Element>::from_f64(number).to_le_bytes()),
+        }
+    }
+    bytes
+}
+
+/// Inputs q, k, v and dout, in the order `[batch, row, head, dim]`.
+pub(crate) struct Numbers(pub(crate) [Vec<f32>; 4]);
+
+impl Numbers {
+    /// Draws the inputs of an attention, rounded to `dtype`.
+    pub(crate) fn draw(dims: Dims, dtype: DType) -> Self {
+        let shapes = shapes(dims);
+        Self(
+            [0, 1, 2, 3].map(|index| {
+                normal_numbers(shapes[index].iter().product(), dtype, index as u64 + 1)
+            }),
+        )
+    }
+}
+
+/// Shapes of q, k, v and dout.
+const fn shapes(dims: Dims) -> [[usize; 4]; 4] {
+    let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = dims;
+    [
+        [batch, q_len, q_heads, head_dim],
+        [batch, kv_len, kv_heads, head_dim],
+        [batch, kv_len, kv_heads, value_dim],
+        [batch, q_len, q_heads, value_dim],
+    ]
+}
+
+/// Ring and tensors of one attention.
+pub(crate) struct Passes {
+    ring: Ring<Cuda>,
+    stream: Stream,
+    inputs: [CudaTensor; 4],
+    out: CudaTensor,
+    lse: CudaTensor,
+    gradients: [CudaTensor; 3],
+}
+
+impl Passes {
+    pub(crate) fn new(
+        cuda: &Cuda,
+        attention: &Attention,
+        dtype: DType,
+        dims: Dims,
+        numbers: &Numbers,
+    ) -> Result<Self> {
+        let stream = cuda.stream().clone();
+        let attention = attention.clone().dtype(dtype);
+        let copier = CudaCopier::new(stream.device())?;
+        let transport = Staged::<_, CudaSpace>::new(threads::ring(1).remove(0), copier);
+        let spec = attention.spec(dims);
+        let ring = Ring::new(cuda.clone(), Box::new(transport), spec, attention.ring_options())?;
+        let shapes = shapes(dims);
+        let upload = |index: usize| {
+            let bytes = bytes_of(&numbers.0[index], dtype);
+            CudaTensor::upload(&stream, &bytes, dtype, shapes[index])
+        };
+        let made = |shape| CudaTensor::uninitialized(&stream, dtype, shape);
+        let sums = dtype.accumulator();
+        let rows = [dims.batch, dims.q_heads, dims.q_len, 1];
+        Ok(Self {
+            inputs: [upload(0)?, upload(1)?, upload(2)?, upload(3)?],
+            out: made(shapes[3])?,
+            lse: CudaTensor::uninitialized(&stream, sums, rows)?,
+            gradients: [made(shapes[0])?, made(shapes[1])?, made(shapes[2])?],
+            ring,
+            stream,
+        })
+    }
+
+    pub(crate) fn forward(&mut self) -> Result<()> {
+        let [q, k, v, _] = &self.inputs;
+        let inputs = Inputs { q: q.view(), k: k.view(), v: v.view(), bias: None, sinks: None };
+        let (out, lse) = (self.out.view_mut(), self.lse.view_mut());
+        let mut outputs = Outputs { out, lse, max: None, sum: None, ties: None };
+        self.ring.forward(&inputs, &mut outputs).map(drop)
+    }
+
+    /// Computes gradients, after a forward pass.
+    pub(crate) fn backward(&mut self) -> Result<()> {
+        let [q, k, v, dout] = &self.inputs;
+        let forward = Inputs { q: q.view(), k: k.view(), v: v.view(), bias: None, sinks: None };
+        let inputs = BackwardInputs {
+            forward,
+            out: self.out.view(),
+            lse: self.lse.view(),
+            max: None,
+            ties: None,
+            dout: dout.view(),
+            dlse: None,
+        };
+        let [dq, dk, dv] = &mut self.gradients;
+        let (dq, dk, dv) = (dq.view_mut(), dk.view_mut(), dv.view_mut());
+        let mut gradients = Gradients { dq, dk, dv, dbias: None, dsinks: None };
+        self.ring.backward(&inputs, &mut gradients).map(drop)
+    }
+
+    /// Runs one pass and waits for it. Returns its time by the host's clock.
+    pub(crate) fn timed(&mut self, is_forward: bool) -> Result<f64> {
+        self.stream.synchronize(DEADLINE)?;
+        let start = Instant::now();
+        if is_forward {
+            self.forward()?
+        } else {
+            self.backward()?
+        };
+        self.stream.synchronize(DEADLINE)?;
+        Ok(start.elapsed().as_secs_f64())
+    }
+
+    /// Downloads out, lse, dq, dk and dv.
+    pub(crate) fn results(&self) -> Result<[Vec<f64>; 5]> {
+        let [dq, dk, dv] = &self.gradients;
+        let mut all = [const { Vec::new() }; 5];
+        for (numbers, tensor) in all.iter_mut().zip([&self.out, &self.lse, dq, dk, dv]) {
+            *numbers = numbers_of(&tensor.download()?, tensor.view().dtype());
+        }
+        Ok(all)
+    }
+}
+
+fn numbers_of(bytes: &[u8], dtype: DType) -> Vec<f64> {
+    let number = |bytes: &[u8]| match (dtype, bytes) {
+        (DType::F64, &[a, b, c, d, e, f, g, h]) => f64::from_le_bytes([a, b, c, d, e, f, g, h]),
+        (DType::F32, &[a, b, c, d]) => f64::from(f32::from_le_bytes([a, b, c, d])),
+        (DType::Bf16, &[a, b]) => bf16::from_le_bytes([a, b]).to_f64(),
+        (DType::F16, &[a, b]) => f16::from_le_bytes([a, b]).to_f64(),
+        _ => f64::NAN,
+    };
+    bytes.chunks_exact(dtype.bytes()).map(number).collect()
+}
