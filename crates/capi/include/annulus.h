@@ -477,6 +477,7 @@ typedef struct annulus_options {
    * and nothing is called on any other communicator. Default: 0, the plan makes a duplicate.
    */
   int32_t adopt_communicator;
+  /**
    * Flag: results have the same bits for any number of ranks, layout, transport and threads, on
    * machines of the same arithmetic ("numerics" of the command `annulus doctor`). A backward pass
    * takes two passes around the ring. Default: 0.
