@@ -34,10 +34,12 @@ fn case() -> Case {
         .in_dtype(DType::F32)
 }
 
-fn check(subject: &dyn Subject, ranks: usize) {
+fn check(subject: &dyn Subject, ranks: usize) -> Result<(), String> {
     let case = case();
-    let answers = subject.run(&case, &Setting::new(ranks, Layout::Contiguous), 1).unwrap();
-    Judge::new(&case).unwrap().check(&answers[0]).unwrap();
+    let text = |error: Error| error.to_string();
+    let setting = Setting::new(ranks, Layout::Contiguous);
+    let answers = subject.run(&case, &setting, 1).map_err(text)?;
+    Judge::new(&case).map_err(text)?.check(&answers[0])
 }
 
 /// A new folder for a cache, removed on drop.
@@ -88,10 +90,10 @@ fn ranks_of_a_process_share_a_compilation_and_those_of_a_context_a_module() {
         let compiler = Compiler::with_symbols(nvrtc, None)?;
         Ok(Cuda::on(Stream::new(&device)?, compiler, Vec::new()))
     });
-    check(&subject, 3);
+    check(&subject, 3).unwrap();
     assert_eq!((COMPILED.load(Ordering::Relaxed), LOADED.load(Ordering::Relaxed)), (1, 1));
     // the module was unloaded with its last rank, and the image is still in memory
-    check(&subject, 2);
+    check(&subject, 2).unwrap();
     assert_eq!((COMPILED.load(Ordering::Relaxed), LOADED.load(Ordering::Relaxed)), (1, 2));
 }
 
@@ -107,7 +109,7 @@ fn without_a_compiler_cached_images_are_used() {
     // the images of f32 and 32 dims are in the test's cache, or are compiled
     let full = Compiler::with_symbols(emulator::compiler_symbols(), Some(cache())).unwrap();
     let found = full.clone();
-    check(&staged("with a compiler", Duration::ZERO, move || open(found.clone())), 1);
+    check(&staged("with a compiler", Duration::ZERO, move || open(found.clone())), 1).unwrap();
     let alone = Compiler::of_cache(cache()).unwrap();
     assert!(alone.is_cache_only() && !full.is_cache_only());
     let architecture = Architecture { major: 8, minor: 0 };
@@ -116,7 +118,7 @@ fn without_a_compiler_cached_images_are_used() {
     let text = open(alone.clone()).unwrap().to_string();
     assert!(text.ends_with("NVRTC 0.0 (cached images only)"), "{text}");
     let used = alone.clone();
-    check(&staged("without a compiler", Duration::ZERO, move || open(used.clone())), 2);
+    check(&staged("without a compiler", Duration::ZERO, move || open(used.clone())), 2).unwrap();
     // another variant is not in the cache: an error when the plan is made
     let subject = staged("without a compiler", Duration::ZERO, move || open(alone.clone()));
     let wide = case().in_dtype(DType::F64);

@@ -161,7 +161,7 @@ fn huge_scores_have_the_weights_of_the_definition() {
 
 /// Blocks that `forward_warpgroup` and `forward_matrix` launch for `queries` queries of `heads`
 /// heads.
-fn blocks(queries: usize, heads: usize) -> [u64; 2] {
+fn blocks(queries: usize, heads: usize) -> Result<[u64; 2], String> {
     let ordinal = next_device();
     let subject = staged("one emulated gpu", Duration::ZERO, move || {
         hopper_on(ordinal, 0, Cuda::MIN_WARPGROUP_ROWS)
@@ -169,18 +169,19 @@ fn blocks(queries: usize, heads: usize) -> [u64; 2] {
     let dims = Dims { q_len: queries, kv_len: 20, kv_heads: 1, ..Dims::new(1, 20, heads, 8) };
     let spec = Spec::new(dims, DType::F64);
     let case = Case::new("few", spec, Masks::default(), &mut Draw::new(6)).in_dtype(DType::Bf16);
-    let answers = subject.run(&case, &Setting::ALONE, 1).unwrap();
-    Judge::new(&case).unwrap().check(&answers[0]).unwrap();
-    ["forward_warpgroup", "forward_matrix"].map(|kernel| emulator::blocks(ordinal, kernel))
+    let text = |error: Error| error.to_string();
+    let answers = subject.run(&case, &Setting::ALONE, 1).map_err(text)?;
+    Judge::new(&case).map_err(text)?.check(&answers[0])?;
+    Ok(["forward_warpgroup", "forward_matrix"].map(|kernel| emulator::blocks(ordinal, kernel)))
 }
 
 #[test]
 fn few_queries_run_on_mma_sync() {
     // less than a tile; a tile; so few that level matrix packs heads; groups that fill their tiles
-    assert_eq!(blocks(127, 1), [0, 2]);
-    assert_eq!(blocks(128, 1), [1, 0]);
-    assert_eq!(blocks(16, 8), [0, 2]);
-    assert_eq!(blocks(64, 2), [2, 0]);
+    assert_eq!(blocks(127, 1), Ok([0, 2]));
+    assert_eq!(blocks(128, 1), Ok([1, 0]));
+    assert_eq!(blocks(16, 8), Ok([0, 2]));
+    assert_eq!(blocks(64, 2), Ok([2, 0]));
 }
 
 /// Non-finite values in late partial tiles, in reused stages, affect only the queries that attend
@@ -198,7 +199,8 @@ fn masked_non_finite_values_change_nothing_in_a_later_tile() {
         value_dim: 16,
     };
     let masks = Masks { window: Some([None, Some(300)]), ..Masks::default() };
-    let changes: [(&str, fn(&mut Spec)); 4] = [
+    type Change = fn(&mut Spec);
+    let changes: [(&str, Change); 4] = [
         ("plain", |_| ()),
         ("soft cap", |spec| spec.soft_cap = Some(3.0)),
         ("dropout", |spec| spec.dropout = Some(Dropout { probability: 0.3, seed: 5 })),
