@@ -6,8 +6,8 @@ usage: benches/reproducible.py ANNULUS PAIRS CASE...
 e.g.   benches/reproducible.py target/release/annulus 5 "--threads 1 --ns 4096 --ds 64,128" \\
            "--ranks 4 --threads 1 --ns 4096 --ds 64,128"
 
-CASE are arguments of `annulus bench`. Prints the median, the least and the most of the ratios of all
-pairs.
+CASE are arguments of `annulus bench`. Prints the median, the least and the most of the ratios of
+all pairs.
 """
 
 import json

@@ -479,8 +479,8 @@ typedef struct annulus_options {
   int32_t adopt_communicator;
   /**
    * Flag: results have the same bits for any number of ranks, layout, transport and threads, on
-   * machines of the same arithmetic ("numerics" of the command `annulus doctor`). A backward pass
-   * takes two passes around the ring. Default: 0.
+   * machines of the same arithmetic ("numerics" of the command `annulus doctor`). A backward
+   * pass takes two passes around the ring. Default: 0.
    */
   int32_t reproducible;
 } annulus_options;

@@ -157,8 +157,8 @@ pub struct annulus_options {
     /// and nothing is called on any other communicator. Default: 0, the plan makes a duplicate.
     pub adopt_communicator: i32,
     /// Flag: results have the same bits for any number of ranks, layout, transport and threads, on
-    /// machines of the same arithmetic ("numerics" of the command `annulus doctor`). A backward pass
-    /// takes two passes around the ring. Default: 0.
+    /// machines of the same arithmetic ("numerics" of the command `annulus doctor`). A backward
+    /// pass takes two passes around the ring. Default: 0.
     pub reproducible: i32,
 }
 

@@ -422,8 +422,8 @@ fn plans_that_differ_are_a_mismatch() {
 
 #[test]
 fn a_host_that_fails_ends_the_plan_on_all_ranks() {
-    // rank 1 cannot tell the others, which find out by its silence, or by its absence from a call; as
-    // many messages as planning needs, and a few more
+    // rank 1 cannot tell the others, which find out by its silence, or by its absence from a call;
+    // as many messages as planning needs, and a few more
     for sends in [0, 1, 5, 9, 14, 20] {
         let left = |rank| if rank == 1 { sends } else { usize::MAX };
         let (statuses, wire) = on_all(3, left, |host| {

@@ -228,10 +228,10 @@ pub trait BackwardPass<S: Space> {
         reduction: Reduction,
     ) -> Result<S::Event>;
 
-    /// Writes the terms of the sums over leaves of all ranks, in the reproducible order: dsinks, and
-    /// dbias of a bias with one row and one column. `dkv` is as in [`BackwardPass::finish`], before
-    /// which this is called once, after the last block. Lists that there are no terms for are left
-    /// empty.
+    /// Writes the terms of the sums over leaves of all ranks, in the reproducible order: dsinks,
+    /// and dbias of a bias with one row and one column. `dkv` is as in [`BackwardPass::finish`],
+    /// before which this is called once, after the last block. Lists that there are no terms for
+    /// are left empty.
     ///
     /// The default serves backends without leaves ([`Capabilities::reproducible`]).
     ///

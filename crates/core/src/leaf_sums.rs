@@ -1,5 +1,5 @@
-//! Sums over all leaves of a sequence, in the reproducible order: dsinks over leaves of queries, and
-//! dbias that is broadcast over both sequences over leaves of keys.
+//! Sums over all leaves of a sequence, in the reproducible order: dsinks over leaves of queries,
+//! and dbias that is broadcast over both sequences over leaves of keys.
 //!
 //! Every rank has the terms of its own leaves. It merges them into nodes of the tree
 //! (`leaf_tree.rs`) whose leaves are all its own, sends the sums of these nodes to all ranks, and

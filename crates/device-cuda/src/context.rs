@@ -1,4 +1,4 @@
-//! What all [`Device`]s of one context share: streams that may have work, and loaded modules.
+//! State that all [`Device`]s of one context share: streams that may have work, and loaded modules.
 
 use std::{
     collections::BTreeMap,
@@ -37,8 +37,8 @@ pub(crate) struct ContextState {
     modules: Mutex<BTreeMap<ImageKey, Weak<ModuleParts>>>,
 }
 
-/// What its last owner has dropped. It is freed once the work of the context has ended, because the
-/// driver would wait for that work: for ever, if it hangs.
+/// Resource that its last owner has dropped. It is freed once the work of the context has ended,
+/// because the driver would wait for that work: for ever, if it hangs.
 pub(crate) enum Retired {
     Memory(CUdeviceptr),
     Pinned(*mut c_void),

@@ -1,4 +1,5 @@
-//! Partial dK and dV of leaves of queries, and dbias summed over queries, in the reproducible order.
+//! Partial dK and dV of leaves of queries, and dbias summed over queries, in the reproducible
+//! order.
 //!
 //! Each task over keys has partial results of its own, in the layout of its sums in scratch. A task
 //! computes all leaves of a block one after another, so that its packed keys and partial results

@@ -253,8 +253,8 @@ impl<A: Real> State<A> {
         // the mask may change with the batch: wide tasks consist of whole narrow ones, so that one
         // allocation serves both
         let q_rows = block_rows(NARROW_TASK_ROWS);
-        // the partial results of a leaf are merged every few tiles: those of a task, and the gradients
-        // of its keys, have to fit a near cache
+        // the partial results of a leaf are merged every few tiles: those of a task, and the
+        // gradients of its keys, have to fit a near cache
         let [wide, most_k_rows] = match spec.leaf_rows {
             Some(_) => [WIDE_TASK_ROWS / 2, geometry.key_block()],
             None => [WIDE_TASK_ROWS; 2],

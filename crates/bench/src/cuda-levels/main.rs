@@ -99,8 +99,11 @@ impl Settings {
         let levels = self.list("levels", Level::DEFAULT.name(), named)?;
         let device = self.get("device").unwrap_or("0");
         let open = |&level: &Level| -> Result<Cuda> {
+            let mistake = self.number("mistake", 0)?;
+            if device != "emulated" && mistake != 0 {
+                return Err(Error::invalid("mistake", mistake, "0 unless device=emulated"));
+            }
             if device == "emulated" {
-                let mistake = self.number("mistake", 0)?;
                 emulator::plant(0, u32::try_from(mistake).unwrap_or(u32::MAX));
                 let driver = kernel_clock::watched(emulator::hopper_symbols());
                 let nvrtc = || Ok(emulator::hopper_compiler_symbols());
@@ -216,8 +219,8 @@ fn run() -> Result<bool> {
     }
     let levels = settings.open()?;
     if settings.number("verify", 0)? != 0 {
-        let masks = settings.list("masks", "", |word| Some(word.to_owned()))?;
-        let masks: Vec<String> = masks.into_iter().filter(|name| !name.is_empty()).collect();
+        let named = |word: &str| verify::SHAPES.into_iter().find(|&name| name == word);
+        let masks = settings.list("masks", &verify::SHAPES.join(","), named)?;
         let mut all_right = true;
         for dtype in settings.dtypes("bf16,f16")? {
             for dim in settings.numbers("dims", "64,128,256")? {

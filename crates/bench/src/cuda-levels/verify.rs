@@ -10,6 +10,9 @@ use crate::pass::{Numbers, Passes};
 /// Results that are compared.
 const NAMES: [&str; 5] = ["out", "lse", "dq", "dk", "dv"];
 
+/// Names of all shapes.
+pub(crate) const SHAPES: [&str; 5] = ["full", "causal", "window", "gqa", "cross"];
+
 /// One attention.
 struct Shape {
     name: &'static str,
@@ -25,12 +28,13 @@ fn shapes(len: usize, heads: usize, dim: usize) -> [Shape; 5] {
     let causal = Attention::new().causal(true);
     let window = Attention::new().sliding_window(len as u64 / 4, Some(len as u64 / 16));
     let cross = Attention::new().causal(true).align(Alignment::BottomRight);
+    let [full_name, causal_name, window_name, grouped, crossed] = SHAPES;
     [
-        Shape { name: "full", attention: full, dims: square },
-        Shape { name: "causal", attention: causal.clone(), dims: square },
-        Shape { name: "window", attention: window, dims: square },
-        Shape { name: "gqa", attention: causal, dims: Dims { q_heads: heads, ..square } },
-        Shape { name: "cross", attention: cross, dims: Dims { q_len: len / 3 + 7, ..square } },
+        Shape { name: full_name, attention: full, dims: square },
+        Shape { name: causal_name, attention: causal.clone(), dims: square },
+        Shape { name: window_name, attention: window, dims: square },
+        Shape { name: grouped, attention: causal, dims: Dims { q_heads: heads, ..square } },
+        Shape { name: crossed, attention: cross, dims: Dims { q_len: len / 3 + 7, ..square } },
     ]
 }
 
@@ -65,15 +69,15 @@ fn compute(passes: &mut Passes) -> Result<([Vec<f64>; 5], bool)> {
     Ok((first, same))
 }
 
-/// Verifies all shapes of one element type, length and dim. Prints a line for each; false if one
-/// is wrong.
+/// Verifies the shapes named in `only` of one element type, length and dim. Prints a line for each;
+/// false if one is wrong.
 pub(crate) fn verify(
     cuda: &Cuda,
     dtype: DType,
     len: usize,
     heads: usize,
     dim: usize,
-    only: &[String],
+    only: &[&str],
 ) -> Result<bool> {
     let bound = match dtype {
         DType::Bf16 => 5e-3,
@@ -82,7 +86,7 @@ pub(crate) fn verify(
     };
     let plain = cuda.clone().at_level(Level::Plain)?;
     let mut all_right = true;
-    let chosen = |shape: &Shape| only.is_empty() || only.iter().any(|name| name == shape.name);
+    let chosen = |shape: &Shape| only.contains(&shape.name);
     for Shape { name, attention, dims } in shapes(len, heads, dim).into_iter().filter(chosen) {
         let numbers = Numbers::draw(dims, dtype);
         let mut passes = Passes::new(cuda, &attention, dtype, dims, &numbers)?;

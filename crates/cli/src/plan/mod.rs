@@ -49,8 +49,8 @@ pub(crate) struct PlanFlags {
     /// Assignment of rows to ranks; auto chooses it from the mask
     #[arg(long, value_enum, default_value = "auto")]
     layout: LayoutName,
-    /// Plan the reproducible order: layouts divide the rows at leaves, queries are sent in a backward
-    /// pass, and the memory of partial results that wait to be merged is shown
+    /// Plan the reproducible order: layouts divide the rows at leaves, queries are sent in a
+    /// backward pass, and the memory of partial results that wait to be merged is shown
     #[arg(long)]
     reproducible: bool,
     /// Batch rows
