@@ -1,6 +1,6 @@
 //! One attention with all its tensors in f64, and the oracle's results for it.
 
-use std::sync::Arc;
+use std::{borrow::Cow, sync::Arc};
 
 use annulus::Attention;
 use annulus_core::{
@@ -151,6 +151,16 @@ impl Case {
             dlse: self.dlse.as_ref().map(|dlse| moved(dlse, draw)),
         };
         Self { name: self.name.clone(), ..near.in_dtype(self.spec.dtype) }
+    }
+
+    /// Returns the case with q, k, v and dout in the order of their axes.
+    pub(crate) fn in_standard_layout(&self) -> Cow<'_, Self> {
+        let tensors = [&self.q, &self.k, &self.v, &self.dout];
+        if tensors.into_iter().all(|tensor| tensor.is_standard_layout()) {
+            return Cow::Borrowed(self);
+        }
+        let [q, k, v, dout] = tensors.map(|tensor| tensor.as_standard_layout().into_owned());
+        Cow::Owned(Self { q, k, v, dout, ..self.clone() })
     }
 
     /// Returns the case in the form that the oracle takes.

@@ -12,8 +12,10 @@
 //! # Source
 //! FlashAttention's tests: an implementation's error may be at most twice that of this computation.
 
+use std::ops::Range;
+
 use annulus_core::{BiasOrder, DType, Dims, DropoutMask, Result, Spec, oracle::PairVisibility};
-use ndarray::{Array2, Array3, Array4, ArrayView1, s};
+use ndarray::{Array2, Array3, Array4};
 
 use crate::{Answer, Case};
 
@@ -33,6 +35,8 @@ struct Pair {
 /// # Errors
 /// [`annulus_core::Error::InvalidArgument`] if the parts of the case do not fit each other.
 pub fn plain(case: &Case) -> Result<Answer> {
+    // rows are read as slices
+    let case = &case.in_standard_layout();
     let spec = &case.spec;
     let problem = case.problem();
     let visibility = problem.visibility()?;
@@ -114,11 +118,10 @@ impl Row<'_> {
         let kv_head = self.spec.dims.kv_head(h);
         let weights: Vec<f64> =
             pairs.iter().map(|(_, pair)| dtype.round(pair.keep * p(pair.s))).collect();
+        let values: Vec<&[f64]> =
+            pairs.iter().map(|&(j, _)| vector(&self.case.v, [b, j, kv_head])).collect();
         for x in 0..self.spec.dims.value_dim {
-            let products = pairs
-                .iter()
-                .zip(&weights)
-                .map(|(&(j, _), &weight)| (weight, self.case.v[[b, j, kv_head, x]]));
+            let products = weights.iter().zip(&values).map(|(&weight, v)| (weight, v[x]));
             answer.out[[b, i, h, x]] = dtype.round(dot(sums, products));
         }
         self.add_gradients(&pairs, &weights, softmax, answer);
@@ -161,27 +164,19 @@ impl Row<'_> {
         let dtype = self.spec.dtype;
         let sums = self.spec.dtype.accumulator();
         let kv_head = self.spec.dims.kv_head(h);
-        let dout = self.case.dout.slice(s![b, i, h, ..]);
-        let out = answer.out.slice(s![b, i, h, ..]).to_owned();
-        let dout_out = dtype.round(dot_of(sums, dout, out.view()));
+        let q = vector(&self.case.q, [b, i, h]);
+        let dout = vector(&self.case.dout, [b, i, h]);
+        let dout_out = dtype.round(dot_of(sums, dout, vector(&answer.out, [b, i, h])));
         let mut dq = vec![0.0; self.spec.dims.head_dim];
         for (&(j, pair), &weight) in pairs.iter().zip(weights) {
-            let dp = dtype.round(
-                pair.keep
-                    * dtype.round(dot_of(sums, dout, self.case.v.slice(s![b, j, kv_head, ..]))),
-            );
+            let v = vector(&self.case.v, [b, j, kv_head]);
+            let dp = dtype.round(pair.keep * dtype.round(dot_of(sums, dout, v)));
             let ds = self.ds(softmax, dout_out, pair.s, dp);
             let dx = dtype.round(ds * pair.slope);
             let scaled = dtype.round(self.spec.scale * dx);
-            for (x, dq) in dq.iter_mut().enumerate() {
-                *dq = sums.round(*dq + sums.round(scaled * self.case.k[[b, j, kv_head, x]]));
-                let dk = &mut answer.dk[[b, j, kv_head, x]];
-                *dk = sums.round(*dk + sums.round(scaled * self.case.q[[b, i, h, x]]));
-            }
-            for (x, &dout) in dout.iter().enumerate() {
-                let dv = &mut answer.dv[[b, j, kv_head, x]];
-                *dv = sums.round(*dv + sums.round(weight * dout));
-            }
+            add_scaled(sums, &mut dq, scaled, vector(&self.case.k, [b, j, kv_head]));
+            add_scaled(sums, vector_mut(&mut answer.dk, [b, j, kv_head]), scaled, q);
+            add_scaled(sums, vector_mut(&mut answer.dv, [b, j, kv_head]), weight, dout);
             if let Some(dbias) = &mut answer.dbias {
                 let index = broadcast(dbias.dim().into(), [b, h, i, j]);
                 dbias[index] = sums.round(
@@ -225,8 +220,8 @@ impl Row<'_> {
         let spec = self.spec;
         let dtype = self.spec.dtype;
         let bias = self.bias(j)?;
-        let q = self.case.q.slice(s![b, i, h, ..]);
-        let k = self.case.k.slice(s![b, j, spec.dims.kv_head(h), ..]);
+        let q = vector(&self.case.q, [b, i, h]);
+        let k = vector(&self.case.k, [b, j, spec.dims.kv_head(h)]);
         let product = dtype.round(spec.logits_dtype.round(dot_of(dtype.accumulator(), q, k)));
         let x = dtype.round(spec.scale * product);
         let (before, after) =
@@ -268,7 +263,31 @@ impl Row<'_> {
     }
 }
 
-fn dot_of(sums: DType, a: ArrayView1<'_, f64>, b: ArrayView1<'_, f64>) -> f64 {
+/// Returns the last axis of a tensor at three indices.
+fn vector(tensor: &Array4<f64>, at: [usize; 3]) -> &[f64] {
+    &tensor.as_slice().unwrap_or_default()[range(tensor, at)]
+}
+
+/// As [`vector`], mutable.
+fn vector_mut(tensor: &mut Array4<f64>, at: [usize; 3]) -> &mut [f64] {
+    let range = range(tensor, at);
+    &mut tensor.as_slice_mut().unwrap_or_default()[range]
+}
+
+fn range(tensor: &Array4<f64>, [b, row, head]: [usize; 3]) -> Range<usize> {
+    let (_, rows, heads, length) = tensor.dim();
+    let start = ((b * rows + row) * heads + head) * length;
+    start..start + length
+}
+
+/// Computes `sum += factor·terms`, each product and sum rounded.
+fn add_scaled(sums: DType, sum: &mut [f64], factor: f64, terms: &[f64]) {
+    for (sum, &term) in sum.iter_mut().zip(terms) {
+        *sum = sums.round(*sum + sums.round(factor * term));
+    }
+}
+
+fn dot_of(sums: DType, a: &[f64], b: &[f64]) -> f64 {
     dot(sums, a.iter().copied().zip(b.iter().copied()))
 }
 

@@ -113,7 +113,7 @@ pub(super) enum Contribution<'a> {
 }
 
 /// Fields of an encoded descriptor.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct EncodedFields<'a> {
     /// Digest of the names.
     pub(super) names: u64,
@@ -133,21 +133,42 @@ pub(super) fn decode(mut bytes: &[u8]) -> Option<Contribution<'_>> {
 }
 
 impl EncodedFields<'_> {
-    /// Returns value and text of field `index` of `fields`; `None` if it is malformed.
-    pub(super) fn get(&self, fields: usize, index: usize) -> Option<(u64, String)> {
-        let value = u64::from_le_bytes(take(&mut self.values_and_texts.get(8 * index..)?)?);
+    /// Returns the value of field `index`; `None` if it is malformed.
+    pub(super) fn value(&self, index: usize) -> Option<u64> {
+        Some(u64::from_le_bytes(take(&mut self.values_and_texts.get(8 * index..)?)?))
+    }
+
+    /// Returns field `index` of `fields` as an error shows it; `None` if it is malformed.
+    pub(super) fn text(&self, fields: usize, index: usize) -> Option<String> {
         let mut texts = self.values_and_texts.get(8 * fields..)?;
         while !texts.is_empty() {
-            let field = u16::from_le_bytes(take(&mut texts)?);
-            let length = u16::from_le_bytes(take(&mut texts)?);
-            let (text, others) = texts.split_at_checked(length.into())?;
-            if usize::from(field) == index {
-                return Some((value, String::from_utf8_lossy(text).into_owned()));
+            let (field, text) = take_text(&mut texts)?;
+            if field == index {
+                return Some(String::from_utf8_lossy(text).into_owned());
             }
-            texts = others;
         }
-        Some((value, value.to_string()))
+        self.value(index).map(|value| value.to_string())
     }
+
+    /// True if these are `fields` values and well-formed texts.
+    pub(super) fn are_well_formed(&self, fields: usize) -> bool {
+        let Some(mut texts) = self.values_and_texts.get(8 * fields..) else { return false };
+        while !texts.is_empty() {
+            if take_text(&mut texts).is_none() {
+                return false;
+            }
+        }
+        true
+    }
+}
+
+/// Takes a text and the index of its field from the front.
+fn take_text<'a>(bytes: &mut &'a [u8]) -> Option<(usize, &'a [u8])> {
+    let field = u16::from_le_bytes(take(bytes)?);
+    let length = u16::from_le_bytes(take(bytes)?);
+    let (text, others) = bytes.split_at_checked(length.into())?;
+    *bytes = others;
+    Some((field.into(), text))
 }
 
 /// Takes `N` bytes from the front.

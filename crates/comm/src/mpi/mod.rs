@@ -48,9 +48,8 @@
 //! Control messages that concern all ranks move between rank r and the ranks r ± 2^k, at most
 //! 2·⌈log₂ ranks⌉ neighbours (`circulant.rs`): heartbeats, aborts, last frames, the barrier of the
 //! drop, all-gathers. So a rank sends to those and to the ranks with which it exchanges blocks; only
-//! the collectives of MPI that make an endpoint may connect it with others. A rank that waits for
-//! one which is not its neighbour does not judge its silence; that rank's neighbours do, and their
-//! abort reaches all.
+//! `MPI_Comm_idup` may connect it with others. A rank that waits for one which is not its neighbour
+//! does not judge its silence; that rank's neighbours do, and their abort reaches all.
 //!
 //! # Device memory
 //! `DeviceMpi` (feature `cuda`) sends CUDA memory directly, over an MPI that accepts it: one that
@@ -59,9 +58,7 @@
 //! both kinds can share a ring.
 //!
 //! # Nodes
-//! When an endpoint is created, its ranks find out which of them share a node ([`Mpi::nodes`]) by
-//! `MPI_Comm_split_type`. This is the only collective that cannot be polled: every rank has just
-//! joined the duplication, and only a rank that dies in between would be waited for in vain. An
+//! When an endpoint is created, its ranks tell each other where they run ([`Mpi::nodes`]). An
 //! automatic ring order places the ranks of a node next to each other
 //! ([`Placement`](annulus_core::Placement)).
 //!

@@ -35,7 +35,8 @@ impl RankLocation {
 
 /// Locations of all ranks; equal on all ranks.
 ///
-/// Two ranks are on one node if MPI reports that they can share memory (`MPI_Comm_split_type`).
+/// Two ranks are on one node if their systems have the same host name and boot ID, or on systems
+/// other than Linux, if MPI names the same processor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NodeMap {
     locations: Vec<RankLocation>,
@@ -60,12 +61,12 @@ impl NodeMap {
 
     /// Builds the map from the records of all ranks.
     pub(super) fn new(records: Vec<Record>) -> Self {
-        let mut nodes_by_first_rank: HashMap<usize, usize> = HashMap::new();
+        let mut numbers: HashMap<String, usize> = HashMap::new();
         let mut ranks_of_nodes: Vec<usize> = Vec::new();
         let mut locations: Vec<RankLocation> = Vec::with_capacity(records.len());
-        for Record { first_rank_on_node, host, cores } in records {
+        for Record { node, host, cores } in records {
             let next_node = ranks_of_nodes.len();
-            let node = *nodes_by_first_rank.entry(first_rank_on_node).or_insert(next_node);
+            let node = *numbers.entry(node).or_insert(next_node);
             if node == next_node {
                 ranks_of_nodes.push(0);
             }
@@ -79,16 +80,15 @@ impl NodeMap {
 }
 
 impl Mpi {
-    /// Gathers the map. The split of nodes has no limit, so all ranks must have come: all have just
-    /// duplicated a communicator, but if their patience is limited, some may have given up.
+    /// Gathers the map.
+    ///
+    /// `MPI_Comm_split_type` would find nodes as well, but it blocks: a rank that does not come is
+    /// waited for without a limit, and MPICH keeps a core busy meanwhile.
     pub(super) fn map_nodes(&self) -> Result<NodeMap> {
         let (_, communicator) = self.enter()?;
-        if self.settings.patience.limit.is_some() {
-            topology::barrier(communicator, &self.settings.patience)?;
-        }
-        let first = topology::first_rank_on_node(communicator)?;
+        let host = topology::processor_name()?;
         let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-        let mine = encode(first, allowed_cores(&status), &topology::processor_name()?);
+        let mine = encode(&node_id(&host), allowed_cores(&status), &host);
         let all = topology::all_gather(communicator, mine, &self.settings.patience)?;
         let decode = |(peer, record): (usize, &[u8; RECORD])| {
             let malformed = || Error::Comm {
@@ -105,13 +105,26 @@ impl Mpi {
 /// Location of a rank as it reports it.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Record {
-    first_rank_on_node: usize,
+    /// Equal for the ranks of a node, and for no others.
+    node: String,
     host: String,
     cores: Vec<RangeInclusive<usize>>,
 }
 
-/// Encodes a record as three lines, padded with zeros: first rank of the node, cores, host.
-fn encode(first_rank_on_node: usize, cores: &str, host: &str) -> [u8; RECORD] {
+/// Returns an identifier of the node of this process, whose processor MPI calls `processor`.
+///
+/// Neither name suffices: nodes may all be called localhost, and virtual machines that resume from
+/// one snapshot have one boot ID. Containers with host names of their own count as nodes.
+fn node_id(processor: &str) -> String {
+    let read = |name| std::fs::read_to_string(format!("/proc/sys/kernel/{name}"));
+    match (read("random/boot_id"), read("hostname")) {
+        (Ok(boot), Ok(host)) => format!("{} {}", boot.trim(), host.trim()),
+        _ => processor.to_owned(),
+    }
+}
+
+/// Encodes a record as three lines, padded with zeros: node, cores, host.
+fn encode(node: &str, cores: &str, host: &str) -> [u8; RECORD] {
     // a list is cut between two runs
     let end = if cores.len() <= LONGEST_LIST {
         cores.len()
@@ -119,7 +132,7 @@ fn encode(first_rank_on_node: usize, cores: &str, host: &str) -> [u8; RECORD] {
         cores[..LONGEST_LIST].rfind(',').unwrap_or(0)
     };
     let mut record = [0; RECORD];
-    let text = format!("{first_rank_on_node}\n{}\n{host}", &cores[..end]);
+    let text = format!("{node}\n{}\n{host}", &cores[..end]);
     record.iter_mut().zip(text.bytes()).for_each(|(into, byte)| *into = byte);
     record
 }
@@ -133,9 +146,9 @@ fn allowed_cores(status: &str) -> &str {
 /// Decodes a record; `None` if it is malformed.
 fn decode(record: &str) -> Option<Record> {
     let mut lines = record.trim_end_matches('\0').splitn(3, '\n');
-    let first_rank_on_node = lines.next()?.parse().ok()?;
+    let node = lines.next()?.to_owned();
     let cores = runs(lines.next()?);
-    Some(Record { first_rank_on_node, host: lines.next()?.to_owned(), cores })
+    Some(Record { node, host: lines.next()?.to_owned(), cores })
 }
 
 /// Parses a list of cores. Returns no run if it is malformed: cores are only displayed, so this is
@@ -156,7 +169,7 @@ mod tests {
 
     #[test]
     fn nodes_count_in_the_order_of_their_first_ranks() {
-        let record = |first: i32| decode(&format!("{first}\n0-3,8\nhost {first}")).unwrap();
+        let record = |node: i32| decode(&format!("{node}\n0-3,8\nhost {node}")).unwrap();
         let map = NodeMap::new([0, 1, 0, 4, 1, 0].map(record).into());
         assert_eq!(map.placement().nodes(), [0, 1, 0, 2, 1, 0]);
         assert_eq!(map.nodes(), 3);
@@ -173,7 +186,7 @@ mod tests {
     fn thousands_of_ranks_are_mapped_in_linear_time() {
         let started = std::time::Instant::now();
         let record = |rank: usize| Record {
-            first_rank_on_node: rank % 30_000,
+            node: (rank % 30_000).to_string(),
             host: String::new(),
             cores: Vec::new(),
         };
@@ -189,10 +202,10 @@ mod tests {
             assert_eq!(runs(malformed), []);
         }
         assert_eq!(allowed_cores("Name:\tx\nCpus_allowed_list:\t0-1\nMems:\t0"), "0-1");
-        assert_eq!(decode("x\n0\nhost"), None);
         assert_eq!(decode("1\n0"), None);
-        let round_trip = |cores: &str| decode(&String::from_utf8_lossy(&encode(7, cores, "host")));
-        let record = Record { first_rank_on_node: 7, host: "host".to_owned(), cores: vec![0..=3] };
+        let round_trip =
+            |cores: &str| decode(&String::from_utf8_lossy(&encode("id", cores, "host")));
+        let record = Record { node: "id".to_owned(), host: "host".to_owned(), cores: vec![0..=3] };
         assert_eq!(round_trip("0-3"), Some(record));
         // of a list that is too long, the first cores are kept
         let even: Vec<String> = (0..400).map(|core| (2 * core).to_string()).collect();

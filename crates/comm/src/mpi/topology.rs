@@ -1,8 +1,11 @@
-//! Calls of MPI that find the processor and the node of every rank. Relies on the rules of
+//! Calls of MPI that gather the processor and the node of every rank. Relies on the rules of
 //! [`super::ffi`].
 #![expect(unsafe_code, reason = "calls of the C interface of MPI")]
 
-use std::ffi::{c_char, c_int};
+use std::{
+    ffi::{c_char, c_int},
+    ptr,
+};
 
 use annulus_core::Result;
 use mpi::ffi;
@@ -12,6 +15,9 @@ use super::{
     communicator::{Communicator, complete},
     ffi::{PeerStep, check, count},
 };
+
+/// Tag of the records. Frames, which a rank may send while others still gather, have another.
+const TAG: c_int = 1;
 
 /// Returns MPI's name of the processor of this process. The caller has entered a communicator.
 pub(super) fn processor_name() -> Result<String> {
@@ -28,101 +34,64 @@ pub(super) fn processor_name() -> Result<String> {
     Ok(String::from_utf8_lossy(&text).trim_end_matches('\0').to_owned())
 }
 
-/// Returns the lowest rank of `communicator` that shares memory with this one.
+/// Gathers the records of all ranks, which have one length, on all ranks, by the algorithm of
+/// [`super::all_gather`] with blocking rounds.
 ///
-/// Collective over its ranks; the caller has entered it.
-pub(super) fn first_rank_on_node(communicator: &Communicator) -> Result<usize> {
-    let at = PeerStep::of(communicator.rank());
-    let key = c_int::try_from(communicator.rank()).unwrap_or(c_int::MAX);
-    // SAFETY: constants of the linked MPI
-    let (mut node, null_group) = unsafe { (ffi::RSMPI_COMM_NULL, ffi::RSMPI_GROUP_NULL) };
-    // SAFETY: rules 1 and 2 (the caller has entered); the communicator is alive, and `node` lives
-    // through the call; a null info is allowed
-    let split = unsafe {
-        ffi::MPI_Comm_split_type(
-            communicator.raw(),
-            ffi::RSMPI_COMM_TYPE_SHARED,
-            key,
-            ffi::RSMPI_INFO_NULL,
-            &raw mut node,
-        )
-    };
-    check(split, at)?;
-    let mut node_group = null_group;
-    let mut all_group = null_group;
-    let lowest = 0;
-    let mut first = 0;
-    // SAFETY: rules 1 and 2; `node` was created above, and the groups before they are used; all are
-    // freed here, once, and used by no other code; the numbers live through the calls
-    let codes = unsafe {
-        [
-            ffi::MPI_Comm_group(node, &raw mut node_group),
-            ffi::MPI_Comm_group(communicator.raw(), &raw mut all_group),
-            ffi::MPI_Group_translate_ranks(
-                node_group,
-                1,
-                &raw const lowest,
-                all_group,
-                &raw mut first,
-            ),
-            ffi::MPI_Group_free(&raw mut node_group),
-            ffi::MPI_Group_free(&raw mut all_group),
-            ffi::MPI_Comm_free(&raw mut node),
-        ]
-    };
-    codes.into_iter().try_for_each(|code| check(code, at))?;
-    Ok(count(first))
-}
-
-/// Waits for all ranks, as long as `patience` allows.
-///
-/// Collective over the ranks of `communicator`, which the caller has entered.
-pub(super) fn barrier(communicator: &Communicator, patience: &Patience) -> Result<()> {
-    let rank = communicator.rank();
-    // SAFETY: a constant of the linked MPI
-    let mut request = unsafe { ffi::RSMPI_REQUEST_NULL };
-    // SAFETY: rules 1 and 2 (the caller has entered); the communicator is alive, and the request
-    // lives through the call
-    let code = unsafe { ffi::MPI_Ibarrier(communicator.raw(), &raw mut request) };
-    check(code, PeerStep::of(rank))?;
-    complete(&mut request, rank, patience, "the ranks did not all begin to make the ring")
-}
-
-/// Gathers the records of all ranks, which have one length, on all ranks.
+/// Frames cannot carry them, because processing frames may abort an endpoint that is not created
+/// yet. `MPI_Iallgather` would connect every pair of ranks in some MPIs (Open MPI's is linear), which
+/// costs a descriptor for each.
 ///
 /// Collective over the ranks of `communicator`, which the caller has entered; waits for at most
-/// `patience`. Only here does a collective of MPI move data: frames cannot, because processing them
-/// may abort an endpoint that is not created yet.
+/// `patience` in each round.
 pub(super) fn all_gather<const LENGTH: usize>(
     communicator: &Communicator,
     mine: [u8; LENGTH],
     patience: &Patience,
 ) -> Result<Vec<[u8; LENGTH]>> {
-    let rank = communicator.rank();
-    let length = c_int::try_from(LENGTH).unwrap_or(c_int::MAX);
-    // on the heap, and leaked if it fails: MPI may read and write whenever the last rank comes
-    let mine = Box::into_raw(Box::new(mine));
-    let all = Box::into_raw(vec![[0u8; LENGTH]; communicator.ranks()].into_boxed_slice());
-    // SAFETY: a constant of the linked MPI
-    let mut request = unsafe { ffi::RSMPI_REQUEST_NULL };
-    // SAFETY: rules 1 and 2 (the caller has entered); `mine` has `length` bytes and `all` as many
-    // for each rank, and both live until the request is complete, or for ever
-    let code = unsafe {
-        let byte = ffi::RSMPI_UINT8_T;
-        ffi::MPI_Iallgather(
-            mine.cast(),
-            length,
-            byte,
-            all.cast(),
-            length,
-            byte,
-            communicator.raw(),
-            &raw mut request,
-        )
-    };
-    check(code, PeerStep::of(rank))?;
-    complete(&mut request, rank, patience, "the ranks did not all report where they run")?;
-    // SAFETY: both came out of `Box::into_raw`, and the operation that used them is complete
-    let (_, all) = unsafe { (Box::from_raw(mine), Box::from_raw(all)) };
-    Ok(all.into_vec())
+    let (rank, ranks) = (communicator.rank(), communicator.ranks());
+    // records of `rank`, `rank + 1`, …; on the heap, and leaked if a round fails: MPI may read and
+    // write it whenever the last rank comes
+    let mut records = vec![[0u8; LENGTH]; ranks];
+    records[0] = mine;
+    let records: *mut [u8; LENGTH] = Box::leak(records.into_boxed_slice()).as_mut_ptr();
+    let failure = "the ranks did not all report where they run";
+    let bytes = |records: usize| c_int::try_from(records * LENGTH).unwrap_or(c_int::MAX);
+    let mut reach = 1;
+    while reach < ranks {
+        let count = reach.min(ranks - reach);
+        let source = (rank + reach) % ranks;
+        let target = (rank + ranks - reach) % ranks;
+        // SAFETY: constants of the linked MPI
+        let (mut receive, mut send) = unsafe { (ffi::RSMPI_REQUEST_NULL, ffi::RSMPI_REQUEST_NULL) };
+        // SAFETY: rules 1 and 2 (the caller has entered); `count` records from number `reach` on
+        // are within the allocation, which lives until both requests are complete, or for ever
+        let started = unsafe {
+            let into = records.add(reach).cast();
+            let (byte, raw) = (ffi::RSMPI_UINT8_T, communicator.raw());
+            let peer = rank_number(source);
+            ffi::MPI_Irecv(into, bytes(count), byte, peer, TAG, raw, &raw mut receive)
+        };
+        check(started, PeerStep::of(source))?;
+        // SAFETY: as above; the first `count` records are complete, and the receive writes behind
+        // them
+        let started = unsafe {
+            let (byte, raw) = (ffi::RSMPI_UINT8_T, communicator.raw());
+            let peer = rank_number(target);
+            ffi::MPI_Isend(records.cast(), bytes(count), byte, peer, TAG, raw, &raw mut send)
+        };
+        check(started, PeerStep::of(target))?;
+        complete(&mut receive, rank, patience, failure)?;
+        complete(&mut send, rank, patience, failure)?;
+        reach *= 2;
+    }
+    // SAFETY: the allocation of `ranks` records that was leaked above; all operations that used it
+    // are complete
+    let mut records = unsafe { Box::from_raw(ptr::slice_from_raw_parts_mut(records, ranks)) };
+    records.rotate_right(rank);
+    Ok(records.into_vec())
+}
+
+/// Converts a rank to the type of MPI.
+fn rank_number(rank: usize) -> c_int {
+    c_int::try_from(rank).unwrap_or(c_int::MAX)
 }

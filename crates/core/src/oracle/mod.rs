@@ -188,10 +188,22 @@ const fn presence(given: bool) -> &'static str {
 
 /// Returns a view of the last axis at three indices.
 fn vector(tensor: &ArrayRef4<f64>, [b, row, head]: [usize; 3]) -> ArrayView1<'_, f64> {
+    // taking axes away one by one would cost more than the sums over short vectors
+    if let Some(elements) = tensor.as_slice() {
+        let (_, rows, heads, length) = tensor.dim();
+        let start = ((b * rows + row) * heads + head) * length;
+        return ArrayView1::from(&elements[start..start + length]);
+    }
     tensor.index_axis(Axis(0), b).index_axis_move(Axis(0), row).index_axis_move(Axis(0), head)
 }
 
 /// As [`vector`], mutable.
 fn vector_mut(tensor: &mut ArrayRef4<f64>, [b, row, head]: [usize; 3]) -> ArrayViewMut1<'_, f64> {
+    if tensor.is_standard_layout() {
+        let (_, rows, heads, length) = tensor.dim();
+        let start = ((b * rows + row) * heads + head) * length;
+        let elements = tensor.as_slice_mut().unwrap_or_default();
+        return ArrayViewMut1::from(&mut elements[start..start + length]);
+    }
     tensor.index_axis_mut(Axis(0), b).index_axis_move(Axis(0), row).index_axis_move(Axis(0), head)
 }

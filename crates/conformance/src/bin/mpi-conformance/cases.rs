@@ -9,7 +9,7 @@ use annulus_comm::{
 };
 use annulus_conformance::{
     Answer, Case, Crossings, Draw, HostMemory, Judge, Placed, RankSetup, RingSubject, Setting,
-    Subject, golden, subjects, suite,
+    Subject, subjects, suite,
 };
 use annulus_core::{CustomLayout, DType, Host, Layout, Placement, Result, Route, Runs, Transport};
 use annulus_cpu::Cpu;
@@ -59,7 +59,8 @@ pub(crate) fn pairs(harness: &mut Harness, settings: &Settings) -> Verdict {
     Ok(())
 }
 
-pub(crate) fn all(harness: &mut Harness, settings: &Settings, seeds: u64) -> Verdict {
+/// Runs random cases.
+pub(crate) fn random(harness: &mut Harness, settings: &Settings, seeds: u64) -> Verdict {
     let subject = subject(settings, None);
     let ranks = harness.ranks();
     for seed in 0..seeds {
@@ -85,28 +86,6 @@ pub(crate) fn all(harness: &mut Harness, settings: &Settings, seeds: u64) -> Ver
         });
         harness.share(
             verdict.map_err(|wrong| format!("seed {seed}: {} on {setting}: {wrong}", case.name)),
-        )?;
-    }
-    golden_cases(harness, &subject)
-}
-
-fn golden_cases(harness: &mut Harness, subject: &dyn Subject) -> Verdict {
-    let Some(folder) = golden::folder().map_err(|error| error.to_string())? else { return Ok(()) };
-    for (number, golden) in
-        golden::read(&folder).map_err(|error| error.to_string())?.into_iter().enumerate()
-    {
-        let (dtype, tolerance) = if number.is_multiple_of(2) {
-            (DType::F32, &golden.tolerance_f32)
-        } else {
-            (DType::F64, &golden.tolerance_f64)
-        };
-        let case = golden.case.in_dtype(dtype);
-        let setting = Setting::new(harness.ranks(), suite::LAYOUTS[number % 3].clone());
-        let verdict = examine(harness, subject, &case, &setting, |answer| {
-            golden::check(answer, &golden.expected, tolerance)
-        });
-        harness.share(
-            verdict.map_err(|wrong| format!("golden {} on {setting}: {wrong}", case.name)),
         )?;
     }
     Ok(())
