@@ -180,14 +180,7 @@ fn cheapest<B: Backend>(
     let kv_tile = capabilities.kv_tile.max(1);
     let placement = transport.placement();
     let tick = &mut || ();
-    let all = StrategyTraffic::of_all(
-        spec,
-        ranks,
-        options.backward,
-        fixed,
-        placement,
-        kv_tile,
-        tick,
-    );
+    let all =
+        StrategyTraffic::of_all(spec, ranks, options.backward, fixed, placement, kv_tile, tick);
     StrategyTraffic::cheapest(&all).ok().map_or(1, |best| best.grid.members())
 }

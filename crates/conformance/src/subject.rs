@@ -22,8 +22,7 @@ pub struct Setting {
 
 impl Setting {
     /// One rank.
-    pub const ALONE: Self =
-        Self { ranks: 1, layout: None, route: None, strategy: Strategy::Ring };
+    pub const ALONE: Self = Self { ranks: 1, layout: None, route: None, strategy: Strategy::Ring };
 
     /// `ranks` ranks with this layout.
     pub const fn new(ranks: usize, layout: Layout) -> Self {

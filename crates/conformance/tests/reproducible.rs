@@ -9,8 +9,8 @@ use annulus_conformance::{
     suite,
 };
 use annulus_core::{
-    Alibi, Backend, Capabilities, CustomLayout, DType, Dropout, Host, HostBuffer, LEAF_ROWS, Passes,
-    RankShard, Result, Runs, SinkShape, Spec, Strategy,
+    Alibi, Backend, Capabilities, CustomLayout, DType, Dropout, Host, HostBuffer, LEAF_ROWS,
+    Passes, RankShard, Result, Runs, SinkShape, Spec, Strategy,
 };
 
 #[test]

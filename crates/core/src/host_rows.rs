@@ -73,12 +73,7 @@ impl<'a> HostView<'a> {
     ///
     /// # Errors
     /// [`Error::Internal`] if `into` is too short.
-    pub fn pack(
-        &self,
-        rows: &[RowSegment],
-        heads: Range<usize>,
-        into: &mut [u8],
-    ) -> Result<usize> {
+    pub fn pack(&self, rows: &[RowSegment], heads: Range<usize>, into: &mut [u8]) -> Result<usize> {
         with_array!(Self, self, array => pack(array, rows, heads, into))
     }
 
@@ -200,7 +195,8 @@ fn pack<T: Element>(
     let mut rest = into;
     let mut copy = |block: ArrayView3<'_, T>| -> Result<()> {
         let bytes = block.len() * size_of::<T>();
-        let (now, later) = std::mem::take(&mut rest).split_at_mut_checked(bytes).ok_or_else(too_short)?;
+        let (now, later) =
+            std::mem::take(&mut rest).split_at_mut_checked(bytes).ok_or_else(too_short)?;
         rest = later;
         if let Some(elements) = block.as_slice() {
             now.copy_from_slice(bytemuck::cast_slice(elements));

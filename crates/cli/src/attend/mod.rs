@@ -22,8 +22,8 @@ use crate::{
         mask::MaskFlags,
         ring::{BackendName, TransportName},
         values::{
-            DTypeName, LayoutName, PrecisionName, finite, positive, probability, ranks, silence, strategy,
-            threads, whole, whole_u64,
+            DTypeName, LayoutName, PrecisionName, finite, positive, probability, ranks, silence,
+            strategy, threads, whole, whole_u64,
         },
     },
     backend::BackendChoice,

@@ -272,8 +272,8 @@ impl AttendRun<'_> {
     ) -> Summary {
         // 2 flops for each element of q·k and of p·v; pairs include all heads and batch rows
         let per_pair = 2.0 * (self.input.dims.head_dim + self.input.dims.value_dim) as f64;
-        let (layout, route) = plan
-            .map_or(("no", "no"), |plan| (plan.layout().name(), plan.route().name()));
+        let (layout, route) =
+            plan.map_or(("no", "no"), |plan| (plan.layout().name(), plan.route().name()));
         Summary {
             ranks: count,
             threads: self.threads,

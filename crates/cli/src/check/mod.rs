@@ -220,7 +220,8 @@ impl CheckFlags {
         }
         let threads = if self.threads.is_empty() { &[1, 2] } else { &self.threads[..] };
         let ring = |&threads: &usize| {
-            let ring = Ring { ranks, layout: layout.clone(), strategy, threads, reproducible: true };
+            let ring =
+                Ring { ranks, layout: layout.clone(), strategy, threads, reproducible: true };
             (ring, format!("{name} threads={threads}"))
         };
         threads.iter().map(ring).collect()

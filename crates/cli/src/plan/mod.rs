@@ -16,9 +16,7 @@ use crate::{
     arguments::{
         mask::MaskFlags,
         names,
-        values::{
-            DTypeName, LayoutName, count as from_one, dim, planned_ranks, strategy, whole,
-        },
+        values::{DTypeName, LayoutName, count as from_one, dim, planned_ranks, strategy, whole},
     },
     failure::Outcome,
     file,
@@ -100,9 +98,8 @@ pub(crate) fn run(flags: &PlanFlags) -> Outcome {
     let dims = flags.dims();
     let spec = flags.spec(dims).map_err(|error| names::of_flags(error, &dims, &[]))?;
     let layout = flags.layout.layout();
-    let named = |error| {
-        names::of_flags(error, &dims, &[("rank", "--rank"), ("strategy", "--strategy")])
-    };
+    let named =
+        |error| names::of_flags(error, &dims, &[("rank", "--rank"), ("strategy", "--strategy")]);
     figures::check_queries(&spec).map_err(named)?;
     let strategies = Strategies::new(&spec, flags.ranks, layout.as_ref(), flags.strategy);
     let strategies = strategies.map_err(named)?;

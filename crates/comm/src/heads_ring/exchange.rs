@@ -137,13 +137,11 @@ impl<S: Space> Exchange<S> {
 
     /// Returns the bytes of a member's rows of the heads of one member.
     fn bytes_of(&self, member: usize, fields: &[HeadField]) -> u64 {
-        let of_field = |field: &HeadField| {
-            field.bytes(&self.grid, self.rows[member][side_index(field.side)])
-        };
+        let of_field =
+            |field: &HeadField| field.bytes(&self.grid, self.rows[member][side_index(field.side)]);
         fields.iter().map(of_field).sum()
     }
 }
-
 
 impl Messages<'_> {
     /// Exchanges all messages: `pack(member, bytes)` writes the message to a member,

@@ -3,7 +3,9 @@
 //! A message has, of each array that is given, the own rows; of a dense mask with heads, those of
 //! the receiver's heads.
 
-use annulus_core::{Batch, DenseMask, HeadAxis, HeadGrid, Result, RowSegment, Side, Space, index, memory};
+use annulus_core::{
+    Batch, DenseMask, HeadAxis, HeadGrid, Result, RowSegment, Side, Space, index, memory,
+};
 use ndarray::Array2;
 
 use super::exchange::{Exchange, side_index};
@@ -52,7 +54,8 @@ impl GroupBatch {
     /// Returns the bytes of a member's rows.
     pub(super) fn bytes<S: Space>(own: &Batch, exchange: &Exchange<S>, member: usize) -> u64 {
         let rows = |side| exchange.rows[member][side_index(side)];
-        let numbers = |batch_rows: usize, size: usize, side| rows(side) * (batch_rows * size) as u64;
+        let numbers =
+            |batch_rows: usize, size: usize, side| rows(side) * (batch_rows * size) as u64;
         let ids = |own: &Option<Array2<i32>>, side| {
             own.as_ref().map_or(0, |ids| numbers(ids.nrows(), size_of::<i32>(), side))
         };

@@ -147,10 +147,9 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let forward = ExchangeFields::of_forward(&spec);
         let backward = ExchangeFields::of_backward(&spec);
         let fields = [Some(&forward), options.backward.then_some(&backward)];
-        let allocated = Exchange::new(&backend, &spec, grid, &layout, ring_index, fields)
-            .and_then(|exchange| {
-                Ok((ShardTensors::new(&spec, &exchange, options.backward)?, exchange))
-            });
+        let allocated = Exchange::new(&backend, &spec, grid, &layout, ring_index, fields).and_then(
+            |exchange| Ok((ShardTensors::new(&spec, &exchange, options.backward)?, exchange)),
+        );
         let allocated = ticks.finish(allocated);
         agreement::close(transport, 1, allocated.as_ref().map_err(Error::clone).map(|_| ()))?;
         let (tensors, exchange) = allocated?;

@@ -51,11 +51,8 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let fields = self.forward.clone();
         let given = forward_views(&self.spec, inputs);
         let first_tag = self.take_tags();
-        let mut waited = self.receive_inputs(
-            (PassKind::Forward, first_tag, start),
-            &fields.inputs,
-            &given,
-        )?;
+        let mut waited =
+            self.receive_inputs((PassKind::Forward, first_tag, start), &fields.inputs, &given)?;
 
         let q_heads = self.grid.q_heads(self.grid.member(self.ring_index));
         let callers = inputs.reborrow();
@@ -94,7 +91,8 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         targets.extend(statistics.map(|of| Target::new(of.reborrow().swap_rows_and_heads())));
         let results = self.tensors.forward_outputs();
         let step = self.grid.groups();
-        let observer = Observer::of_messages(self.hook.as_ref(), self.rank, PassKind::Forward, start);
+        let observer =
+            Observer::of_messages(self.hook.as_ref(), self.rank, PassKind::Forward, start);
         let own = Own {
             exchange: &mut self.exchange,
             in_flight: InFlight::new(&mut self.transport, first_tag, observer),
@@ -121,11 +119,8 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let statistics = [inputs.max, inputs.ties].into_iter().flatten();
         given.extend(statistics.map(|of| Some(rows(of))));
         let first_tag = self.take_tags();
-        let mut waited = self.receive_inputs(
-            (PassKind::Backward, first_tag, start),
-            &fields.inputs,
-            &given,
-        )?;
+        let mut waited =
+            self.receive_inputs((PassKind::Backward, first_tag, start), &fields.inputs, &given)?;
         self.ring_began.store(nanoseconds(start), Ordering::Relaxed);
         waited += self.ring_backward(&inputs.forward, gradients)?;
 

@@ -104,9 +104,8 @@ impl ShardTensors {
             shape.map(of).transpose()
         };
         let statistic = || query(1, sums_dtype);
-        let unnormalized = || {
-            Ok(Unnormalized { max: statistic()?, sum: statistic()?, ties: statistic()? })
-        };
+        let unnormalized =
+            || Ok(Unnormalized { max: statistic()?, sum: statistic()?, ties: statistic()? });
         let own_keys = |dim| {
             let field =
                 HeadField { side: Side::Kv, heads: HeadAxis::Kv, batch, dim, dtype: sums_dtype };

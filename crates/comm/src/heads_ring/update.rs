@@ -55,7 +55,8 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         self.entries.enter(&mut self.transport, &described)?;
         let (group, sizes, buffers) = prepared?;
 
-        let batch = self.exchange_batch(own, group, &sizes, buffers).map_err(agreement::mid_call)?;
+        let batch =
+            self.exchange_batch(own, group, &sizes, buffers).map_err(agreement::mid_call)?;
         let checked = self.ring.check_batch(&batch);
         let round = self.entries.round();
         agreement::close(&mut self.transport, round, checked)?;

@@ -3,7 +3,9 @@
 
 use std::fmt::{Debug, Display, Write};
 
-use annulus_core::{BackwardMode, Batch, Capabilities, DenseMask, Fingerprint, Placement, Spec, Strategy};
+use annulus_core::{
+    BackwardMode, Batch, Capabilities, DenseMask, Fingerprint, Placement, Spec, Strategy,
+};
 
 use super::RingOptions;
 use crate::agreement::Descriptor;

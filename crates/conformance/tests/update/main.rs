@@ -164,7 +164,9 @@ fn it_does_so_with_heads_divided_in_groups() {
         let attention = Attention::new().dtype(DType::F64).causal(true);
         let attention = attention.strategy(Strategy::HeadsRing { heads });
         let backward = BackwardMode::OnePass;
-        for acts in [&[Act::Refuse][..], &[Act::ApplyThenRefuse], &[Act::ApplyThenRefuse, Act::Refuse]] {
+        for acts in
+            [&[Act::Refuse][..], &[Act::ApplyThenRefuse], &[Act::ApplyThenRefuse, Act::Refuse]]
+        {
             refuse_on(&attention, backward, [4, rank], acts);
         }
     }

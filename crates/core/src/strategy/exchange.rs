@@ -105,7 +105,8 @@ impl ExchangeFields {
     pub fn most_bytes(&self, grid: &HeadGrid, rows: &[[u64; 2]]) -> u64 {
         let most = |side: usize| rows.iter().map(|of| of[side]).max().unwrap_or(0);
         let bytes = |fields: &[HeadField]| {
-            let of = |field: &HeadField| field.bytes(grid, most(usize::from(field.side == Side::Kv)));
+            let of =
+                |field: &HeadField| field.bytes(grid, most(usize::from(field.side == Side::Kv)));
             fields.iter().map(of).sum::<u64>()
         };
         bytes(&self.inputs).max(bytes(&self.outputs))

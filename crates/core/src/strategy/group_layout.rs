@@ -78,7 +78,8 @@ impl GroupLayout {
 
 /// Returns the layout of the groups.
 fn of_groups(dims: &Dims, grid: &HeadGrid, of_ranks: &Layout) -> Layout {
-    if grid.members() == 1 || matches!(of_ranks.without_leaves(), Layout::Contiguous | Layout::Zigzag)
+    if grid.members() == 1
+        || matches!(of_ranks.without_leaves(), Layout::Contiguous | Layout::Zigzag)
     {
         // chunks start at ⌊len·i/chunks⌋, so those of a group are one chunk of fewer
         return of_ranks.clone();

@@ -14,7 +14,12 @@ const EXCHANGE_BUFFERS: u64 = 4;
 
 /// Returns an upper bound of the bytes that a rank keeps between passes, besides the memory of its
 /// backend. Exact for the exchange; blocks of a ring count as the largest shard.
-pub(super) fn most_bytes(spec: &Spec, grid: &HeadGrid, layout: &GroupLayout, backward: bool) -> u64 {
+pub(super) fn most_bytes(
+    spec: &Spec,
+    grid: &HeadGrid,
+    layout: &GroupLayout,
+    backward: bool,
+) -> u64 {
     let Dims { q_len, kv_len, .. } = spec.dims;
     let groups = grid.groups();
     let most = |side, len| {

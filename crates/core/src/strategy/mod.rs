@@ -88,7 +88,8 @@ impl FromStr for Strategy {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let heads = |text: &str| text.strip_prefix("heads:")?.parse().ok().filter(|&heads| heads > 0);
+        let heads =
+            |text: &str| text.strip_prefix("heads:")?.parse().ok().filter(|&heads| heads > 0);
         match text {
             "ring" => Ok(Self::Ring),
             "auto" => Ok(Self::Auto),

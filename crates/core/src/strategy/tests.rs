@@ -60,15 +60,13 @@ fn segments_are_the_rows_of_the_ranks() {
     let custom = |len| Layout::Custom(Arc::new(CustomLayout { q: custom(len), kv: custom(len) }));
     for len in [0, 1, 5, 53, 600] {
         let leaves = [Layout::Striped, Layout::Zigzag].map(|layout| layout.at_leaves(16));
-        let layouts =
-            [Layout::Contiguous, Layout::Zigzag, Layout::Striped, custom(len as i64)];
+        let layouts = [Layout::Contiguous, Layout::Zigzag, Layout::Striped, custom(len as i64)];
         for layout in layouts.into_iter().chain(leaves) {
             for members in [2, 3, 6] {
                 let dims = dims(6, 6, len);
                 let spec = Spec::new(dims, DType::F32);
                 let grid = HeadGrid::new(&dims, 6, members).unwrap();
-                let groups =
-                    GroupLayout::choose(&spec, &grid, Some(&layout), None, &mut || ());
+                let groups = GroupLayout::choose(&spec, &grid, Some(&layout), None, &mut || ());
                 groups.of_groups.validate(len, len, grid.groups()).unwrap();
                 groups.of_groups.validate_leaves(len, len, 1).unwrap();
                 check_segments(&groups, &grid, len, &layout);
@@ -88,7 +86,11 @@ fn check_segments(groups: &GroupLayout, grid: &HeadGrid, len: usize, layout: &La
             .flat_map(|segment| &of_group[segment.first..segment.first + segment.count])
             .copied()
             .collect();
-        assert_eq!(of_rank, rows(groups.of_ranks.shard(Side::Kv, len, ring_index, 6)), "{layout:?}");
+        assert_eq!(
+            of_rank,
+            rows(groups.of_ranks.shard(Side::Kv, len, ring_index, 6)),
+            "{layout:?}"
+        );
     }
 }
 
@@ -107,12 +109,14 @@ fn leaves_of_a_group_are_whole() {
 /// h × a × b, of which a ring over groups has b = 1.
 #[test]
 fn bytes_are_those_of_the_published_formula() {
-    for (q_heads, kv_heads, ranks) in [(32, 32, 8), (32, 32, 64), (64, 8, 8), (64, 8, 64), (8, 1, 8)]
+    for (q_heads, kv_heads, ranks) in
+        [(32, 32, 8), (32, 32, 64), (64, 8, 8), (64, 8, 64), (8, 1, 8)]
     {
         let len = 64 * ranks;
         let spec = Spec::new(dims(q_heads, kv_heads, len), DType::Bf16);
         let lse_bytes = 4;
-        for traffic in StrategyTraffic::of_all(&spec, ranks, false, (None, None), None, 1, &mut || ())
+        for traffic in
+            StrategyTraffic::of_all(&spec, ranks, false, (None, None), None, 1, &mut || ())
         {
             let members = traffic.grid.members();
             let p = ranks as f64;
@@ -124,8 +128,8 @@ fn bytes_are_those_of_the_published_formula() {
             // replicated head has 1/P as well
             let received = 2.0 * q * (h / p - 1.0 / p) + 2.0 * kv * (1.0 - 1.0 / p);
             let rows = len as f64;
-            let want = rows * 64.0 * received * 2.0
-                + rows * q * (h / p - 1.0 / p) * f64::from(lse_bytes);
+            let want =
+                rows * 64.0 * received * 2.0 + rows * q * (h / p - 1.0 / p) * f64::from(lse_bytes);
             assert_eq!(traffic.forward.len(), ranks);
             for &sent in &traffic.forward {
                 assert_eq!(sent, want as u128, "{q_heads}:{kv_heads} {ranks} {members}");

@@ -1,8 +1,6 @@
 //! Bytes that every rank sends under a strategy, and the choice of the fewest.
 
-use super::{
-    ExchangeFields, GroupLayout, HeadGrid, Strategy, exchange::backward_mode, memory,
-};
+use super::{ExchangeFields, GroupLayout, HeadGrid, Strategy, exchange::backward_mode, memory};
 use crate::{
     BackwardMode, Choice, Layout, NeedsIndex, Placement, Result, RingShards, RingTraffic, Route,
     Side, Spec,
