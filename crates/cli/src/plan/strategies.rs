@@ -22,7 +22,7 @@ pub(super) struct StrategyFigures {
     /// Those of the rank that sends the most.
     backward_bytes_max_rank: u128,
     /// Upper bound of the bytes of message buffers and of exchanged tensors on a rank.
-    pub(super) memory_max_rank: u64,
+    pub(super) memory_max_rank: u128,
 }
 
 /// Traffic of the strategies, and the one that is planned.

@@ -54,6 +54,11 @@ pub(super) struct Messages<'a> {
     pub(super) step: usize,
 }
 
+/// Returns a number of bytes to allocate; one that no machine has if it exceeds 64 bits.
+pub(super) fn count_bytes(bytes: u128) -> u64 {
+    u64::try_from(bytes).unwrap_or(u64::MAX)
+}
+
 /// Returns the number of a side.
 pub(super) fn side_index(side: Side) -> usize {
     usize::from(side == Side::Kv)
@@ -94,7 +99,9 @@ impl<S: Space> Exchange<S> {
             ranks: of_members().map(|index| layout.order.rank(index)).collect(),
             rows,
             segments,
-            buffers: MessageBuffers::new(most.unwrap_or(0), |bytes| backend.allocate(bytes))?,
+            buffers: MessageBuffers::new(count_bytes(most.unwrap_or(0)), |bytes| {
+                backend.allocate(bytes)
+            })?,
         })
     }
 
@@ -105,7 +112,7 @@ impl<S: Space> Exchange<S> {
 
     /// Returns the payload bytes that this member sends before and after a pass.
     pub(super) fn bytes_sent(&self, fields: &ExchangeFields) -> u64 {
-        fields.bytes_sent(&self.grid, self.member, &self.rows)
+        count_bytes(fields.bytes_sent(&self.grid, self.member, &self.rows))
     }
 
     /// Returns the rows of the group on a side.
@@ -139,7 +146,7 @@ impl<S: Space> Exchange<S> {
     fn bytes_of(&self, member: usize, fields: &[HeadField]) -> u64 {
         let of_field =
             |field: &HeadField| field.bytes(&self.grid, self.rows[member][side_index(field.side)]);
-        fields.iter().map(of_field).sum()
+        count_bytes(fields.iter().map(of_field).sum())
     }
 }
 

@@ -12,7 +12,7 @@ use annulus_core::{
 
 use super::{
     HeadsRing,
-    exchange::{Exchange, Messages, side_index},
+    exchange::{Exchange, Messages, count_bytes, side_index},
     shard_tensors::ShardTensor,
 };
 use crate::ring::{PassKind, in_flight::InFlight, step_events::Observer};
@@ -242,7 +242,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
                         let all = [RowSegment { first: 0, count: view.shape()[1] }];
                         view.pack(&all, field.heads.range(grid, to), into)?
                     }
-                    None => fill_zero(into, field.bytes(grid, own))?,
+                    None => fill_zero(into, count_bytes(field.bytes(grid, own)))?,
                 };
                 into = into.get_mut(packed..).unwrap_or_default();
             }

@@ -5,7 +5,7 @@ use annulus_core::{
     index,
 };
 
-use super::exchange::Exchange;
+use super::exchange::{Exchange, count_bytes};
 
 /// A dense tensor `[batch, rows, heads, elements]`.
 pub(super) struct ShardTensor {
@@ -16,8 +16,9 @@ pub(super) struct ShardTensor {
 
 impl ShardTensor {
     fn new(field: &HeadField, rows: u64, heads: usize) -> Result<Self> {
-        let elements = rows * (field.batch * heads * field.dim) as u64;
-        let buffer = HostBuffer::zeroed(elements * field.dtype.bytes() as u64)?;
+        let row = [field.batch, heads, field.dim, field.dtype.bytes()];
+        let bytes = row.into_iter().fold(rows.into(), |bytes, len| bytes * len as u128);
+        let buffer = HostBuffer::zeroed(count_bytes(bytes))?;
         let shape = [field.batch, index(rows), heads, field.dim];
         Ok(Self { buffer, dtype: field.dtype, shape })
     }

@@ -58,9 +58,9 @@ impl HeadAxis {
 
 impl HeadField {
     /// Returns the bytes of `rows` rows of the heads of one member.
-    pub fn bytes(&self, grid: &HeadGrid, rows: u64) -> u64 {
-        let row = self.batch * self.heads.count(grid) * self.dim * self.dtype.bytes();
-        rows * row as u64
+    pub fn bytes(&self, grid: &HeadGrid, rows: u64) -> u128 {
+        let row = [self.batch, self.heads.count(grid), self.dim, self.dtype.bytes()];
+        row.into_iter().fold(rows.into(), |bytes, len| bytes * len as u128)
     }
 }
 
@@ -89,25 +89,25 @@ impl ExchangeFields {
 
     /// Returns the bytes that a member sends: before the pass as many to each other member, after
     /// it to each the rows of that member. `rows` are the query and the key rows of every member.
-    pub fn bytes_sent(&self, grid: &HeadGrid, member: usize, rows: &[[u64; 2]]) -> u64 {
+    pub fn bytes_sent(&self, grid: &HeadGrid, member: usize, rows: &[[u64; 2]]) -> u128 {
         let bytes = |fields: &[HeadField], of: &[u64; 2]| {
             let of_side = |side| of[usize::from(side == Side::Kv)];
-            fields.iter().map(|field| field.bytes(grid, of_side(field.side))).sum::<u64>()
+            fields.iter().map(|field| field.bytes(grid, of_side(field.side))).sum::<u128>()
         };
         let others = || rows.iter().enumerate().filter(|&(other, _)| other != member);
         let own = rows.get(member).copied().unwrap_or_default();
-        let inputs = bytes(&self.inputs, &own) * others().count() as u64;
-        let outputs: u64 = others().map(|(_, of)| bytes(&self.outputs, of)).sum();
+        let inputs = bytes(&self.inputs, &own) * others().count() as u128;
+        let outputs: u128 = others().map(|(_, of)| bytes(&self.outputs, of)).sum();
         inputs + outputs
     }
 
     /// Returns the bytes of the largest message between members with these rows.
-    pub fn most_bytes(&self, grid: &HeadGrid, rows: &[[u64; 2]]) -> u64 {
+    pub fn most_bytes(&self, grid: &HeadGrid, rows: &[[u64; 2]]) -> u128 {
         let most = |side: usize| rows.iter().map(|of| of[side]).max().unwrap_or(0);
         let bytes = |fields: &[HeadField]| {
             let of =
                 |field: &HeadField| field.bytes(grid, most(usize::from(field.side == Side::Kv)));
-            fields.iter().map(of).sum::<u64>()
+            fields.iter().map(of).sum::<u128>()
         };
         bytes(&self.inputs).max(bytes(&self.outputs))
     }
@@ -115,7 +115,7 @@ impl ExchangeFields {
 
 impl ExchangeFields {
     /// Returns the bytes of the tensors of the own heads, of `rows` query and key rows.
-    pub(super) fn tensor_bytes(&self, grid: &HeadGrid, rows: [u64; 2]) -> u64 {
+    pub(super) fn tensor_bytes(&self, grid: &HeadGrid, rows: [u64; 2]) -> u128 {
         let of = |field: &HeadField| field.bytes(grid, rows[usize::from(field.side == Side::Kv)]);
         self.inputs.iter().chain(&self.outputs).map(of).sum()
     }

@@ -21,7 +21,7 @@ pub struct StrategyTraffic {
     pub backward: Vec<u128>,
     /// Upper bound of the bytes that a rank keeps between passes, besides the memory of its
     /// backend: message buffers and the tensors of its heads.
-    pub memory_max_rank: u64,
+    pub memory_max_rank: u128,
 }
 
 impl StrategyTraffic {
@@ -115,7 +115,7 @@ impl StrategyTraffic {
             let rows: Vec<[u64; 2]> = (0..grid.members()).map(rows).collect();
             for member in 0..grid.members() {
                 let [forward, of_backward] =
-                    fields.each_ref().map(|fields| fields.bytes_sent(grid, member, &rows).into());
+                    fields.each_ref().map(|fields| fields.bytes_sent(grid, member, &rows));
                 self.forward.push(forward);
                 self.backward.push(if backward { of_backward } else { 0 });
             }
