@@ -39,8 +39,8 @@ use std::{
 
 use annulus_core::{
     Backend, BackwardInputs, Batch, Capabilities, Error, ExchangeFields, Gradients, GroupLayout,
-    HeadGrid, HostTensors, Inputs, Layout, Outputs, Result, Route, Runs, Side, Space, Spec,
-    Strategy, Transport,
+    HeadGrid, HostTensors, Inputs, Layout, Outputs, Placement, Result, Route, Runs, Side, Space,
+    Spec, Strategy, Transport,
 };
 
 use self::{exchange::Exchange, shard_tensors::ShardTensors, subset::Subset};
@@ -139,20 +139,12 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         let (spec, grid, _) = checked?;
 
         let mut ticks = PlanningTicks::new(&mut *transport);
-        let first = spec.of_heads(&grid, 0);
-        let fixed = options.layout.as_ref();
-        let tick = &mut || ticks.tick();
-        let layout = GroupLayout::choose(&first, &grid, fixed, placement.as_ref(), tick);
-        let ring_index = layout.order.ring_index(rank);
-        let forward = ExchangeFields::of_forward(&spec);
-        let backward = ExchangeFields::of_backward(&spec);
-        let fields = [Some(&forward), options.backward.then_some(&backward)];
-        let allocated = Exchange::new(&backend, &spec, grid, &layout, ring_index, fields).and_then(
-            |exchange| Ok((ShardTensors::new(&spec, &exchange, options.backward)?, exchange)),
-        );
-        let allocated = ticks.finish(allocated);
-        agreement::close(transport, 1, allocated.as_ref().map_err(Error::clone).map(|_| ()))?;
-        let (tensors, exchange) = allocated?;
+        let placed = placement.as_ref();
+        let prepared =
+            Prepared::new(&backend, &spec, grid, &options, rank, placed, &mut || ticks.tick());
+        let prepared = ticks.finish(prepared);
+        agreement::close(transport, 1, prepared.as_ref().map_err(Error::clone).map(|_| ()))?;
+        let Prepared { layout, ring_index, forward, backward, exchange, tensors } = prepared?;
 
         let member = grid.member(ring_index);
         let rank_of = |group| layout.order.rank(grid.ring_index(group, member));
@@ -392,6 +384,39 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             self.poisoned = Some(error.to_string());
         }
         result
+    }
+}
+
+/// What a rank prepares without the others.
+struct Prepared<S: Space> {
+    layout: GroupLayout,
+    ring_index: usize,
+    forward: ExchangeFields,
+    backward: ExchangeFields,
+    exchange: Exchange<S>,
+    tensors: ShardTensors,
+}
+
+impl<S: Space> Prepared<S> {
+    /// Chooses the layout and allocates the tensors and messages of this rank.
+    fn new<B: Backend<Space = S>>(
+        backend: &B,
+        spec: &Spec,
+        grid: HeadGrid,
+        options: &RingOptions,
+        rank: usize,
+        placement: Option<&Placement>,
+        tick: &mut dyn FnMut(),
+    ) -> Result<Self> {
+        let first = spec.of_heads(&grid, 0);
+        let layout = GroupLayout::choose(&first, &grid, options.layout.as_ref(), placement, tick);
+        let ring_index = layout.order.ring_index(rank);
+        let forward = ExchangeFields::of_forward(spec);
+        let backward = ExchangeFields::of_backward(spec);
+        let passes = [Some(&forward), options.backward.then_some(&backward)];
+        let exchange = Exchange::new(backend, spec, grid, &layout, ring_index, passes)?;
+        let tensors = ShardTensors::new(spec, &exchange, options.backward)?;
+        Ok(Self { layout, ring_index, forward, backward, exchange, tensors })
     }
 }
 

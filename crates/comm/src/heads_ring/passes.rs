@@ -1,6 +1,7 @@
 //! Forward and backward: exchange, ring over groups, exchange.
 
 use std::{
+    ops::Range,
     sync::atomic::Ordering,
     time::{Duration, Instant},
 };
@@ -25,12 +26,12 @@ const BIAS_HEADS: usize = 1;
 /// Axis of the heads of sinks.
 const SINK_HEADS: usize = 0;
 
-/// Exchanges with the caller's tensors of one pass.
-struct Own<'a, 'b, S: annulus_core::Space> {
-    exchange: &'a mut Exchange<S>,
-    in_flight: InFlight<'b, S>,
-    tag: u64,
-    step: usize,
+/// One pass.
+#[derive(Clone, Copy)]
+struct Pass {
+    kind: PassKind,
+    first_tag: u64,
+    start: Instant,
 }
 
 /// The caller's tensor of a result, and what is done with the parts of members.
@@ -48,13 +49,64 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         outputs: &mut Outputs<'_, B::Space>,
         start: Instant,
     ) -> Result<Duration> {
-        let fields = self.forward.clone();
+        let pass = self.new_pass(PassKind::Forward, start);
         let given = forward_views(&self.spec, inputs);
-        let first_tag = self.take_tags();
-        let mut waited =
-            self.receive_inputs((PassKind::Forward, first_tag, start), &fields.inputs, &given)?;
+        let mut waited = self.receive_inputs(pass, &given)?;
+        waited += self.ring_forward(inputs, start)?;
+        let Outputs { out, lse, max, sum, ties } = outputs;
+        let statistics = [max, sum, ties].into_iter().flatten();
+        let statistics = std::iter::once(lse).chain(statistics);
+        let mut targets = vec![Target::new(out.reborrow())];
+        targets.extend(statistics.map(|of| Target::new(of.reborrow().swap_rows_and_heads())));
+        waited += self.send_outputs(pass, &mut targets)?;
+        Ok(waited)
+    }
 
-        let q_heads = self.grid.q_heads(self.grid.member(self.ring_index));
+    /// Runs the backward pass. Returns the exposed communication.
+    pub(super) fn backward_pass(
+        &mut self,
+        inputs: &BackwardInputs<'_, B::Space>,
+        gradients: &mut Gradients<'_, B::Space>,
+        start: Instant,
+    ) -> Result<Duration> {
+        let pass = self.new_pass(PassKind::Backward, start);
+        let rows = HostView::swap_rows_and_heads;
+        let mut given = forward_views(&self.spec, &inputs.forward);
+        // zeros are sent in place of no dlse, so that sizes do not depend on arguments
+        given.extend([Some(inputs.out), Some(rows(inputs.lse))]);
+        given.extend([Some(inputs.dout), inputs.dlse.map(rows)]);
+        let statistics = [inputs.max, inputs.ties].into_iter().flatten();
+        given.extend(statistics.map(|of| Some(rows(of))));
+        let mut waited = self.receive_inputs(pass, &given)?;
+        waited += self.ring_backward(&inputs.forward, gradients, start)?;
+        let of_backward = self.tensors.backward.as_mut().ok_or_else(no_gradients)?;
+        let mut sums = of_backward.sums.take();
+        let Gradients { dq, dk, dv, dbias, .. } = gradients;
+        let mut targets = vec![Target::new(dq.reborrow())];
+        match &mut sums {
+            Some([dk, dv]) => {
+                targets.extend([Target::sum(dk.view_mut()?), Target::sum(dv.view_mut()?)]);
+            }
+            None => targets.extend([dk.reborrow(), dv.reborrow()].map(Target::new)),
+        }
+        if let (Some(dbias), Some(field)) = (dbias, self.backward.outputs.get(3)) {
+            let view = dbias.reborrow().swap_rows_and_heads();
+            let is_shared = field.heads == HeadAxis::Shared;
+            targets.push(if is_shared { Target::sum(view) } else { Target::new(view) });
+        }
+        waited += self.send_outputs(pass, &mut targets)?;
+        drop(targets);
+        if let Some([sum_dk, sum_dv]) = &sums {
+            dk.round_from(&sum_dk.view()?);
+            dv.round_from(&sum_dv.view()?);
+        }
+        self.tensors.backward.as_mut().ok_or_else(no_gradients)?.sums = sums;
+        Ok(waited)
+    }
+
+    /// Runs the forward pass of the ring of this rank's heads.
+    fn ring_forward(&mut self, inputs: &Inputs<'_, B::Space>, start: Instant) -> Result<Duration> {
+        let q_heads = self.grid.q_heads(self.exchange.member);
         let callers = inputs.reborrow();
         let tensors = &mut self.tensors;
         let of_heads = Inputs::<B::Space> {
@@ -67,8 +119,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
             },
             sinks: callers.sinks.map(|sinks| own_heads(sinks, SINK_HEADS, &q_heads)),
         };
-        let statistics = tensors.unnormalized.as_mut();
-        let [max, sum, ties] = match statistics {
+        let [max, sum, ties] = match tensors.unnormalized.as_mut() {
             Some(of) => [&mut of.max, &mut of.sum, &mut of.ties].map(Some),
             None => [None, None, None],
         };
@@ -82,83 +133,7 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         };
         self.ring_began.store(nanoseconds(start), Ordering::Relaxed);
         let report = self.ring.forward(&of_heads, &mut results)?;
-        waited += Duration::from_secs_f64(report.waiting_seconds);
-
-        let Outputs { out, lse, max, sum, ties } = outputs;
-        let statistics = [max, sum, ties].into_iter().flatten();
-        let mut targets = vec![Target::new(out.reborrow())];
-        targets.push(Target::new(lse.reborrow().swap_rows_and_heads()));
-        targets.extend(statistics.map(|of| Target::new(of.reborrow().swap_rows_and_heads())));
-        let results = self.tensors.forward_outputs();
-        let step = self.grid.groups();
-        let observer =
-            Observer::of_messages(self.hook.as_ref(), self.rank, PassKind::Forward, start);
-        let own = Own {
-            exchange: &mut self.exchange,
-            in_flight: InFlight::new(&mut self.transport, first_tag, observer),
-            tag: 1,
-            step,
-        };
-        waited += own.send_outputs(&fields.outputs, &results, &mut targets)?;
-        Ok(waited)
-    }
-
-    /// Runs the backward pass. Returns the exposed communication.
-    pub(super) fn backward_pass(
-        &mut self,
-        inputs: &BackwardInputs<'_, B::Space>,
-        gradients: &mut Gradients<'_, B::Space>,
-        start: Instant,
-    ) -> Result<Duration> {
-        let fields = self.backward.clone();
-        let rows = HostView::swap_rows_and_heads;
-        let mut given = forward_views(&self.spec, &inputs.forward);
-        // zeros are sent in place of no dlse, so that sizes do not depend on arguments
-        given.extend([Some(inputs.out), Some(rows(inputs.lse))]);
-        given.extend([Some(inputs.dout), inputs.dlse.map(rows)]);
-        let statistics = [inputs.max, inputs.ties].into_iter().flatten();
-        given.extend(statistics.map(|of| Some(rows(of))));
-        let first_tag = self.take_tags();
-        let mut waited =
-            self.receive_inputs((PassKind::Backward, first_tag, start), &fields.inputs, &given)?;
-        self.ring_began.store(nanoseconds(start), Ordering::Relaxed);
-        waited += self.ring_backward(&inputs.forward, gradients)?;
-
-        let tensors = &mut self.tensors;
-        let of_backward = tensors.backward.as_mut().ok_or_else(no_gradients)?;
-        let mut sums = of_backward.sums.take();
-        let Gradients { dq, dk, dv, dbias, .. } = gradients;
-        let mut targets = vec![Target::new(dq.reborrow())];
-        match &mut sums {
-            Some([dk, dv]) => {
-                targets.push(Target::sum(dk.view_mut()?));
-                targets.push(Target::sum(dv.view_mut()?));
-            }
-            None => targets.extend([dk.reborrow(), dv.reborrow()].map(Target::new)),
-        }
-        if let (Some(dbias), Some(field)) = (dbias, fields.outputs.get(3)) {
-            let view = dbias.reborrow().swap_rows_and_heads();
-            let is_shared = field.heads == HeadAxis::Shared;
-            targets.push(if is_shared { Target::sum(view) } else { Target::new(view) });
-        }
-        let results = of_backward.outputs();
-        let step = self.grid.groups();
-        let observer =
-            Observer::of_messages(self.hook.as_ref(), self.rank, PassKind::Backward, start);
-        let own = Own {
-            exchange: &mut self.exchange,
-            in_flight: InFlight::new(&mut self.transport, first_tag, observer),
-            tag: 1,
-            step,
-        };
-        waited += own.send_outputs(&fields.outputs, &results, &mut targets)?;
-        drop(targets);
-        if let Some([sum_dk, sum_dv]) = &sums {
-            dk.round_from(&sum_dk.view()?);
-            dv.round_from(&sum_dv.view()?);
-        }
-        of_backward.sums = sums;
-        Ok(waited)
+        Ok(Duration::from_secs_f64(report.waiting_seconds))
     }
 
     /// Runs the backward pass of the ring of this rank's heads.
@@ -166,8 +141,9 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         &mut self,
         forward: &Inputs<'_, B::Space>,
         gradients: &mut Gradients<'_, B::Space>,
+        start: Instant,
     ) -> Result<Duration> {
-        let q_heads = self.grid.q_heads(self.grid.member(self.ring_index));
+        let q_heads = self.grid.q_heads(self.exchange.member);
         let tensors = &mut self.tensors;
         let of_backward = tensors.backward.as_mut().ok_or_else(no_gradients)?;
         let statistics = tensors.unnormalized.as_ref();
@@ -210,39 +186,37 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
                 own_heads_mut(dsinks.reborrow(), SINK_HEADS, &q_heads)
             }),
         };
+        self.ring_began.store(nanoseconds(start), Ordering::Relaxed);
         let report = self.ring.backward(&of_heads, &mut results)?;
         Ok(Duration::from_secs_f64(report.waiting_seconds))
     }
 
     /// Exchanges the caller's tensors, `given` as `[batch, rows, heads, elements]`, for those of
     /// the own heads. `None` is a tensor of zeros.
-    fn receive_inputs(
-        &mut self,
-        (pass, first_tag, start): (PassKind, u64, Instant),
-        fields: &[HeadField],
-        given: &[Option<HostView<'_>>],
-    ) -> Result<Duration> {
-        let mut tensors = match pass {
-            PassKind::Forward => self.tensors.forward_inputs(),
-            PassKind::Backward => self.tensors.backward_inputs(),
+    fn receive_inputs(&mut self, pass: Pass, given: &[Option<HostView<'_>>]) -> Result<Duration> {
+        let (fields, mut tensors) = match pass.kind {
+            PassKind::Forward => (&self.forward.inputs, self.tensors.forward_inputs()),
+            PassKind::Backward => (&self.backward.inputs, self.tensors.backward_inputs()),
         };
         if given.len() != fields.len() || tensors.len() != fields.len() {
             return Err(Error::internal("other tensors than those that are exchanged"));
         }
-        let observer = Observer::of_messages(self.hook.as_ref(), self.rank, pass, start);
-        let mut in_flight = InFlight::new(&mut self.transport, first_tag, observer);
+        let observer = Observer::of_messages(self.hook.as_ref(), self.rank, pass.kind, pass.start);
+        let mut in_flight = InFlight::new(&mut self.transport, pass.first_tag, observer);
         let bytes = self.exchange.input_bytes(fields);
         let Exchange { grid, member, ranks, rows, segments, buffers } = &mut self.exchange;
         let messages = Messages { ranks, member: *member, bytes, tag: 0, step: 0 };
+        let own = rows[*member];
         let pack = |to: usize, mut into: &mut [u8]| {
             for (field, view) in fields.iter().zip(given) {
-                let own = rows[*member][side_index(field.side)];
                 let packed = match view {
                     Some(view) => {
-                        let all = [RowSegment { first: 0, count: view.shape()[1] }];
-                        view.pack(&all, field.heads.range(grid, to), into)?
+                        view.pack(&all(view.shape()), field.heads.range(grid, to), into)?
                     }
-                    None => fill_zero(into, count_bytes(field.bytes(grid, own)))?,
+                    None => {
+                        let bytes = field.bytes(grid, own[side_index(field.side)]);
+                        fill_zero(into, count_bytes(bytes))?
+                    }
                 };
                 into = into.get_mut(packed..).unwrap_or_default();
             }
@@ -261,29 +235,26 @@ impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
         Ok(in_flight.waited())
     }
 
-    /// Returns the first of the tags of a pass.
-    const fn take_tags(&mut self) -> u64 {
-        self.next_tag += TAGS;
-        self.next_tag - TAGS
-    }
-}
-
-impl<S: annulus_core::Space> Own<'_, '_, S> {
     /// Exchanges the results of the own heads for the caller's rows of all heads.
-    fn send_outputs(
-        mut self,
-        fields: &[HeadField],
-        results: &[&ShardTensor],
-        targets: &mut [Target<'_>],
-    ) -> Result<Duration> {
+    fn send_outputs(&mut self, pass: Pass, targets: &mut [Target<'_>]) -> Result<Duration> {
+        let (fields, results) = match pass.kind {
+            PassKind::Forward => (&self.forward.outputs, self.tensors.forward_outputs()),
+            PassKind::Backward => {
+                let of_backward = self.tensors.backward.as_ref().ok_or_else(no_gradients)?;
+                (&self.backward.outputs, of_backward.outputs())
+            }
+        };
         if results.len() != fields.len() || targets.len() != fields.len() {
             return Err(Error::internal("other results than those that are exchanged"));
         }
+        let observer = Observer::of_messages(self.hook.as_ref(), self.rank, pass.kind, pass.start);
+        let mut in_flight = InFlight::new(&mut self.transport, pass.first_tag, observer);
         let bytes = self.exchange.output_bytes(fields);
-        let Exchange { grid, member, ranks, segments, buffers, .. } = self.exchange;
-        let messages = Messages { ranks, member: *member, bytes, tag: self.tag, step: self.step };
+        let Exchange { grid, member, ranks, segments, buffers, .. } = &mut self.exchange;
+        // the step after the last one of the ring
+        let messages = Messages { ranks, member: *member, bytes, tag: 1, step: grid.groups() };
         let pack = |to: usize, mut into: &mut [u8]| {
-            for (field, tensor) in fields.iter().zip(results) {
+            for (field, tensor) in fields.iter().zip(&results) {
                 let rows = &segments[to][side_index(field.side)];
                 let heads = 0..field.heads.count(grid);
                 let packed = tensor.view()?.pack(rows, heads, into)?;
@@ -298,8 +269,15 @@ impl<S: annulus_core::Space> Own<'_, '_, S> {
             }
             Ok(())
         };
-        messages.exchange(buffers, &mut self.in_flight, pack, unpack)?;
-        Ok(self.in_flight.waited())
+        messages.exchange(buffers, &mut in_flight, pack, unpack)?;
+        Ok(in_flight.waited())
+    }
+
+    /// Starts a pass, whose messages have new tags.
+    const fn new_pass(&mut self, kind: PassKind, start: Instant) -> Pass {
+        let first_tag = self.next_tag;
+        self.next_tag += TAGS;
+        Pass { kind, first_tag, start }
     }
 }
 
@@ -316,17 +294,11 @@ impl<'a> Target<'a> {
         Self { view, adds: true }
     }
 
-    fn put(
-        &mut self,
-        field: &HeadField,
-        heads: std::ops::Range<usize>,
-        bytes: &[u8],
-    ) -> Result<usize> {
+    fn put(&mut self, field: &HeadField, heads: Range<usize>, bytes: &[u8]) -> Result<usize> {
         if self.adds {
             return self.view.add(field.dtype, heads, bytes);
         }
-        let rows = [RowSegment { first: 0, count: self.view.shape()[1] }];
-        self.view.unpack(&rows, heads, bytes)
+        self.view.unpack(&all(self.view.shape()), heads, bytes)
     }
 }
 
@@ -342,17 +314,18 @@ fn forward_views<'a, S: HostTensors>(
 }
 
 /// Returns the own heads of a tensor; all of it if heads share it.
-fn own_heads<'a>(view: HostView<'a>, axis: usize, heads: &std::ops::Range<usize>) -> HostView<'a> {
+fn own_heads<'a>(view: HostView<'a>, axis: usize, heads: &Range<usize>) -> HostView<'a> {
     if view.shape()[axis] == 1 { view } else { view.slice(axis, heads.clone()) }
 }
 
 /// As [`own_heads`], for writing.
-fn own_heads_mut<'a>(
-    view: HostViewMut<'a>,
-    axis: usize,
-    heads: &std::ops::Range<usize>,
-) -> HostViewMut<'a> {
+fn own_heads_mut<'a>(view: HostViewMut<'a>, axis: usize, heads: &Range<usize>) -> HostViewMut<'a> {
     if view.shape()[axis] == 1 { view } else { view.slice(axis, heads.clone()) }
+}
+
+/// Returns all rows of a tensor `[batch, rows, heads, elements]`.
+const fn all(shape: [usize; 4]) -> [RowSegment; 1] {
+    [RowSegment { first: 0, count: shape[1] }]
 }
 
 /// Writes `count` zeros.
