@@ -53,7 +53,8 @@ pub(crate) struct PlanFlags {
     layout: LayoutName,
     /// Division of the attention among ranks: ring; heads:H, an all-to-all over heads in groups of H
     /// ranks and a ring over the groups; or auto, the one that sends the fewest bytes. Steps and
-    /// picture of heads:H are those of the ring over groups that has the first heads
+    /// picture of heads:H are those of the ring over groups that has the first heads. All strategies
+    /// are compared; for more than 256 ranks only with heads:H or auto
     #[arg(long, value_name = "NAME", default_value = "ring", value_parser = strategy)]
     strategy: Strategy,
     /// Plan the reproducible order: layouts divide the rows at leaves, queries are sent in a backward
