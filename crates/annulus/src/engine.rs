@@ -6,7 +6,7 @@ use annulus_comm::{
 };
 use annulus_core::{
     Backend, BackwardInputs, Batch, Error, Gradients, HostTensors, Inputs, Layout, Outputs, Result,
-    Route, Runs, Space, Spec, Strategy, StrategyTraffic, Transport, Work,
+    Route, Runs, Space, Spec, Strategy, StrategyTraffic, TrafficOptions, Transport, Work,
 };
 
 /// One rank of a plan under its strategy.
@@ -176,11 +176,13 @@ fn cheapest<B: Backend>(
         layout.validate(q_len, kv_len, ranks).is_ok() && leaves.is_none_or(|fits| fits.is_ok())
     });
     let (true, Ok(capabilities)) = (layout_fits, backend.capabilities(spec)) else { return 1 };
-    let fixed = (layout, options.route);
-    let kv_tile = capabilities.kv_tile.max(1);
-    let placement = transport.placement();
-    let tick = &mut || ();
-    let all =
-        StrategyTraffic::of_all(spec, ranks, options.backward, fixed, placement, kv_tile, tick);
+    let traffic = TrafficOptions {
+        backward: options.backward,
+        layout,
+        route: options.route,
+        placement: transport.placement(),
+        kv_tile: capabilities.kv_tile.max(1),
+    };
+    let all = StrategyTraffic::of_all(spec, ranks, &traffic, &mut || ());
     StrategyTraffic::cheapest(&all).ok().map_or(1, |best| best.grid.members())
 }

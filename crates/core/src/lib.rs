@@ -98,7 +98,7 @@ pub use space::{Host, HostBuffer, HostTensors, HostView, HostViewMut, Space};
 pub use spec::{Alignment, BackwardMode, BiasOrder, Dropout, Precision, SinkShape, Spec};
 pub use strategy::{
     ExchangeFields, GroupLayout, HeadAxis, HeadField, HeadGrid, HeadShard, RowSegment, Strategy,
-    StrategyTraffic,
+    StrategyTraffic, TrafficOptions,
 };
 pub use tile::{QueryTile, TileBits, TileClass};
 pub use tile_bounds_table::TileBoundsTable;

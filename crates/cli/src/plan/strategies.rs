@@ -1,6 +1,8 @@
 //! Figures of every strategy that ranks and heads admit.
 
-use annulus_core::{Backend, HeadGrid, Layout, Result, Spec, Strategy, StrategyTraffic};
+use annulus_core::{
+    Backend, HeadGrid, Layout, Result, Spec, Strategy, StrategyTraffic, TrafficOptions,
+};
 use serde::Serialize;
 
 use super::figures::MOST_STEPPED_RANKS;
@@ -53,8 +55,9 @@ impl Strategies {
             return Ok(Self { all: Vec::new(), chosen: 0 });
         }
         let kv_tile = annulus_cpu::Cpu::new(1)?.capabilities(spec)?.kv_tile;
-        let fixed = (layout, None);
-        let all = StrategyTraffic::of_all(spec, ranks, true, fixed, None, kv_tile, &mut || ());
+        let options =
+            TrafficOptions { backward: true, layout, route: None, placement: None, kv_tile };
+        let all = StrategyTraffic::of_all(spec, ranks, &options, &mut || ());
         let wanted = match strategy.heads() {
             Some(heads) => Strategy::of_heads(heads),
             None => StrategyTraffic::cheapest(&all)?.strategy,

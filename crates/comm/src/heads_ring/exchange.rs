@@ -11,7 +11,7 @@
 //! ```
 //! All messages are of sizes that are known when the plan is made.
 
-use std::{ops::Range, sync::Arc};
+use std::ops::Range;
 
 use annulus_core::{
     Backend, Channel, Error, ExchangeFields, GroupLayout, HeadField, HeadGrid, MessageHeader,
@@ -213,7 +213,7 @@ impl Messages<'_> {
             channel: Channel::Kv,
             tag: self.tag,
             step: self.step,
-            ranges: Arc::from([0..bytes]),
+            ranges: std::iter::once(0..bytes).collect(),
         };
         let message = |member, bytes| (bytes > 0).then(|| header(member, bytes));
         Transfers {

@@ -24,19 +24,31 @@ pub struct StrategyTraffic {
     pub memory_max_rank: u128,
 }
 
-impl StrategyTraffic {
-    /// Computes the traffic of `grid`. `None` as `layout` or `route` chooses one; `kv_tile` is the
-    /// KV tile of the backends, to multiples of which the query rows of a reproducible backward
+/// Options of a plan that determine its traffic.
+#[derive(Debug, Clone, Copy)]
+pub struct TrafficOptions<'a> {
+    /// True to plan a backward pass too.
+    pub backward: bool,
+    /// The layout of the ranks, or `None` to choose one.
+    pub layout: Option<&'a Layout>,
+    /// The route, or `None` to choose one.
+    pub route: Option<Route>,
+    /// Nodes of the ranks, if they are known.
+    pub placement: Option<&'a Placement>,
+    /// The KV tile of the backends, to multiples of which the query rows of a reproducible backward
     /// pass are sent.
+    pub kv_tile: u64,
+}
+
+impl StrategyTraffic {
+    /// Computes the traffic of `grid`. Calls `tick` between steps of a long computation.
     pub fn of(
         spec: &Spec,
         grid: HeadGrid,
-        backward: bool,
-        (layout, route): (Option<&Layout>, Option<Route>),
-        placement: Option<&Placement>,
-        kv_tile: u64,
+        options: &TrafficOptions<'_>,
         tick: &mut dyn FnMut(),
     ) -> Self {
+        let TrafficOptions { backward, layout, placement, .. } = *options;
         let first = spec.of_heads(&grid, 0);
         let layout = GroupLayout::choose(&first, &grid, layout, placement, tick);
         let mut traffic = Self {
@@ -53,7 +65,7 @@ impl StrategyTraffic {
         let distinct = if spec.mask.per_head() { grid.members() } else { 1 };
         for member in 0..distinct {
             let spec = spec.of_heads(&grid, member);
-            rings.push(traffic.ring_bytes(&spec, backward, route, kv_tile, tick));
+            rings.push(traffic.ring_bytes(&spec, options, tick));
         }
         for ring_index in 0..traffic.forward.len() {
             let [forward, backward] = &rings[grid.member(ring_index).min(distinct - 1)];
@@ -67,15 +79,12 @@ impl StrategyTraffic {
     pub fn of_all(
         spec: &Spec,
         ranks: usize,
-        backward: bool,
-        fixed: (Option<&Layout>, Option<Route>),
-        placement: Option<&Placement>,
-        kv_tile: u64,
+        options: &TrafficOptions<'_>,
         tick: &mut dyn FnMut(),
     ) -> Vec<Self> {
-        HeadGrid::candidates(spec, ranks, backward)
+        HeadGrid::candidates(spec, ranks, options.backward)
             .into_iter()
-            .map(|grid| Self::of(spec, grid, backward, fixed, placement, kv_tile, tick))
+            .map(|grid| Self::of(spec, grid, options, tick))
             .collect()
     }
 
@@ -126,11 +135,10 @@ impl StrategyTraffic {
     fn ring_bytes(
         &self,
         spec: &Spec,
-        backward: bool,
-        route: Option<Route>,
-        kv_tile: u64,
+        options: &TrafficOptions<'_>,
         tick: &mut dyn FnMut(),
     ) -> [Vec<u128>; 2] {
+        let TrafficOptions { backward, route, kv_tile, .. } = *options;
         let groups = self.grid.groups();
         let layout = &self.layout.of_groups;
         let route =
