@@ -159,7 +159,7 @@ impl Plan {
                 Engine::Local(_) => drop(why),
                 // the caller raises what it has refused
                 #[cfg(feature = "mpi")]
-                Engine::Rank(plan) => drop(plan.ring_mut().refuse(why)),
+                Engine::Rank(plan) => drop(plan.refuse(why)),
             }
             Ok(())
         })

@@ -8,7 +8,7 @@ use annulus_comm::{
 };
 use annulus_core::{
     Alignment, BackwardMode, Batch, BiasFunction, BiasOrder, DType, Dims, Dropout, Error,
-    LEAF_ROWS, Layout, Mask, Precision, Result, Route, SinkShape, Space, Spec, Transport,
+    LEAF_ROWS, Layout, Mask, Precision, Result, Route, SinkShape, Space, Spec, Strategy, Transport,
     mask::{Causal, ChunkedCausal, Prefix, Window, and},
 };
 
@@ -66,6 +66,7 @@ pub struct Attention {
     local_gradients: bool,
     layout: Option<Layout>,
     route: Option<Route>,
+    strategy: Strategy,
     kv_block_size: Option<u64>,
     deadline: Option<Duration>,
     arrival_deadline: Option<Duration>,
@@ -358,6 +359,36 @@ impl Attention {
         self
     }
 
+    /// Division of the attention among ranks. Default: [`Strategy::Ring`].
+    ///
+    /// [`Strategy::HeadsRing`] divides the heads among groups of ranks, which sends fewer bytes
+    /// than a ring if there are many KV heads: a quarter with 32 query and KV heads on 8 ranks.
+    /// Results differ from those of the ring by rounding at most. It needs memory for the tensors
+    /// of a rank once more, and blocks in host memory. `docs/semantics.md` in the repository lists
+    /// what it does not support.
+    ///
+    /// # Examples
+    /// Groups of two ranks, each of which has half of the heads, and a ring over two groups.
+    /// ```
+    /// use annulus::{Attention, Dims, Strategy, Tensors};
+    /// use ndarray::Array4;
+    ///
+    /// let x = Array4::<f32>::ones((1, 64, 4, 8));
+    /// let attention = Attention::new().causal(true).strategy(Strategy::HeadsRing { heads: 2 });
+    /// let mut ring = attention.local_ring(Dims::new(1, 64, 4, 8), 4)?;
+    /// let forward = ring.forward(&Tensors::new(x.view(), x.view(), x.view()))?;
+    /// assert!(forward.reports.iter().all(|report| report.bytes_sent == report.bytes_predicted));
+    /// # Ok::<(), annulus::Error>(())
+    /// ```
+    ///
+    /// # Source
+    /// Jacobs et al. 2023, DeepSpeed Ulysses; Fang, Zhao 2024, USP.
+    #[must_use]
+    pub const fn strategy(mut self, strategy: Strategy) -> Self {
+        self.strategy = strategy;
+        self
+    }
+
     /// Hint: rows at multiples of which a KV block is split into messages, so that computing on one
     /// part overlaps receiving the next. Default: the KV tile of the backend (64 on the CPU), to
     /// multiples of which it is rounded up.
@@ -543,6 +574,11 @@ impl Attention {
             Some(Hook(hook)) => bounded.with_warning(move |silence| hook(silence)),
             None => bounded,
         })
+    }
+
+    /// Returns the strategy.
+    pub(crate) const fn chosen_strategy(&self) -> Strategy {
+        self.strategy
     }
 
     /// Returns the hook for the activities of a pass.

@@ -31,6 +31,7 @@
 mod attention;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub mod devices;
+mod engine;
 pub mod environment;
 mod hook;
 mod local_ring;
@@ -44,7 +45,7 @@ pub use annulus_comm::{self as comm};
 pub use annulus_core::{
     Alibi, Alignment, BackwardMode, Batch, BiasFunction, BiasOrder, CustomLayout, DType, DenseMask,
     Dims, Dropout, Element, Error, Fingerprint, KeyIntervals, Layout, Mask, Precision, Result,
-    Route, Run, Runs, SinkShape, Spec, mask,
+    Route, Run, Runs, SinkShape, Spec, Strategy, StrategyTraffic, TrafficOptions, mask,
 };
 pub use annulus_cpu::Cpu;
 #[cfg(feature = "cuda")]

@@ -154,7 +154,7 @@ impl<B: Backend<Space: HostTensors>> LocalRing<B> {
             let of_rank = || batch.select(&rows(plan.q_rows())?, &rows(plan.kv_rows())?);
             match of_rank() {
                 Ok(batch) => plan.update(&batch),
-                Err(error) => Err(plan.ring_mut().refuse(error)),
+                Err(error) => Err(plan.refuse(error)),
             }
         })
         .map(|_| ())
@@ -176,7 +176,7 @@ impl<B: Backend<Space: HostTensors>> LocalRing<B> {
     /// Liu et al. 2023, Ring Attention with Blockwise Transformers, section 3.
     pub fn forward<T: Element>(&mut self, tensors: &Tensors<'_, T>) -> Result<Forward<T>> {
         self.check(tensors)?;
-        let mut forward = zero_outputs(self.ring().spec(), self.dims.q_len)?;
+        let mut forward = zero_outputs(self.plan().spec(), self.dims.q_len)?;
         forward.reports = self.forward_into(tensors, forward.view_mut())?.to_vec();
         Ok(forward)
     }
@@ -209,7 +209,7 @@ impl<B: Backend<Space: HostTensors>> LocalRing<B> {
             let reports = self.forward_parts(tensors, outputs.split(&blocks))?;
             return Ok(self.keep_reports(reports));
         }
-        let zeros = |plan: &Plan<B>| zero_outputs(plan.ring().spec(), index(plan.q_rows().len()));
+        let zeros = |plan: &Plan<B>| zero_outputs(plan.spec(), index(plan.q_rows().len()));
         let mut parts = self.ranks.iter().map(zeros).collect::<Result<Vec<Forward<T>>>>()?;
         let views = parts.iter_mut().map(Forward::view_mut).collect();
         let reports = self.forward_parts(tensors, views)?;
@@ -239,7 +239,7 @@ impl<B: Backend<Space: HostTensors>> LocalRing<B> {
         each_rank(self.ranks.iter_mut().zip(parts), |_, (plan, outputs)| {
             match RankTensors::of(tensors, plan.q_rows(), plan.kv_rows()) {
                 Ok(rank) => plan.forward_into(&rank.tensors(), outputs),
-                Err(error) => Err(plan.ring_mut().refuse(error)),
+                Err(error) => Err(plan.refuse(error)),
             }
         })
     }
@@ -384,7 +384,7 @@ impl<B: Backend<Space: HostTensors>> LocalRing<B> {
                     rank.dlse.as_ref().map(|dlse| dlse.view()),
                     gradients,
                 ),
-                Err(error) => Err(plan.ring_mut().refuse(error)),
+                Err(error) => Err(plan.refuse(error)),
             }
         })
     }
@@ -431,7 +431,17 @@ impl<B: Backend<Space: HostTensors>> LocalRing<B> {
         self.backward(tensors, &forward, dout, dlse)
     }
 
-    /// Returns the ring engine of rank 0, which has the spec, layout, route and schedule.
+    /// Returns the plan of rank 0, which has the spec, strategy, layout and route.
+    pub fn plan(&self) -> &Plan<B> {
+        &self.ranks[0]
+    }
+
+    /// Returns the plans of all ranks, in their order.
+    pub fn plans(&self) -> impl Iterator<Item = &Plan<B>> {
+        self.ranks.iter()
+    }
+
+    /// Returns the ring engine of rank 0, which has the schedule ([`Plan::ring`]).
     pub fn ring(&self) -> &Ring<B> {
         self.ranks[0].ring()
     }
@@ -446,7 +456,7 @@ impl<B: Backend<Space: HostTensors>> LocalRing<B> {
         same_shape("q", tensors.q.shape(), &[batch, q_len, q_heads, head_dim])?;
         same_shape("k", tensors.k.shape(), &[batch, kv_len, kv_heads, head_dim])?;
         same_shape("v", tensors.v.shape(), &[batch, kv_len, kv_heads, value_dim])?;
-        match (&tensors.bias, self.ring().spec().bias) {
+        match (&tensors.bias, self.plan().spec().bias) {
             (Some(bias), Some(shape)) => same_shape("bias", bias.shape(), &shape),
             // it has no known shape, so its rows cannot be dealt to the ranks
             (Some(bias), None) => Err(undeclared("bias", bias.shape())),
@@ -496,9 +506,9 @@ impl<B: Backend<Space: HostTensors>> LocalRing<B> {
 }
 
 impl<B: Backend<Space: HostTensors>> std::fmt::Display for LocalRing<B> {
-    /// Writes what [`Ring`] writes: mask, ranks, layout, route, hops and bytes.
+    /// Writes mask, ranks, strategy, layout, route and bytes of rank 0.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        std::fmt::Display::fmt(self.ring(), f)
+        std::fmt::Display::fmt(self.plan(), f)
     }
 }
 

@@ -1,15 +1,16 @@
 //! One rank of a ring, with typed tensors in host memory.
 
-use annulus_comm::ring::{Report, Ring, RingOptions};
+use annulus_comm::ring::{PassKind, Report, Ring, RingOptions};
 use annulus_core::{
-    Backend, BackwardInputs, Batch, Dims, Element, Gradients, HostTensors, HostView, HostViewMut,
-    Inputs, Outputs, Result, Runs, Spec, Transport, index, memory,
+    Backend, BackwardInputs, Batch, Dims, Element, Error, Gradients, HostTensors, HostView,
+    HostViewMut, Inputs, Layout, Outputs, Result, Route, Runs, Spec, Strategy, Transport, Work,
+    index, memory,
 };
 use ndarray::{ArrayView2, ArrayView3, ArrayView4, ArrayViewMut3, Axis};
 
 use crate::{
     Attention, Backward, BackwardViewMut, Forward, ForwardView, ForwardViewMut, Tensors,
-    environment,
+    engine::Engine, environment,
 };
 
 /// Plan of one rank of a ring, made once and used for many passes.
@@ -54,7 +55,7 @@ use crate::{
 /// ```
 #[derive(Debug)]
 pub struct Plan<B: Backend<Space: HostTensors>> {
-    ring: Ring<B>,
+    engine: Engine<B>,
 }
 
 impl<B: Backend<Space: HostTensors>> Plan<B> {
@@ -92,11 +93,12 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
         let spec = variable.and_then(|_| attention.check_threads());
         let spec = spec.and_then(|()| attention.spec(dims));
         let options = RingOptions { deadline_variable, ..attention.ring_options() };
-        let mut ring = Ring::new(backend, Box::new(transport), spec, options)?;
+        let strategy = attention.chosen_strategy();
+        let mut engine = Engine::new(backend, Box::new(transport), spec, options, strategy)?;
         if let Some(hook) = attention.step_hook() {
-            ring.on_step(hook);
+            engine.on_step(hook);
         }
-        Ok(Self { ring })
+        Ok(Self { engine })
     }
 
     /// Adapts the plan to a new batch: segment ids, positions, dense mask, packed lengths.
@@ -120,7 +122,7 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
     /// [`Error::Refused`]: crate::Error::Refused
     /// [`Error::Unsupported`]: crate::Error::Unsupported
     pub fn update(&mut self, batch: &Batch) -> Result<()> {
-        self.ring.update(batch)
+        self.engine.update(batch)
     }
 
     /// Computes out and lse of this rank's queries over the keys of all ranks.
@@ -154,7 +156,7 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
     /// [`Error::Refused`]: crate::Error::Refused
     /// [`Error::Timeout`]: crate::Error::Timeout
     pub fn forward<T: Element>(&mut self, tensors: &Tensors<'_, T>) -> Result<Forward<T>> {
-        let mut forward = self.zero_outputs().map_err(|error| self.ring.refuse(error))?;
+        let mut forward = self.zero_outputs().map_err(|error| self.engine.refuse(error))?;
         let report = self.forward_into(tensors, forward.view_mut())?;
         forward.reports.push(report);
         Ok(forward)
@@ -184,7 +186,7 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
             sum: sum.map(rows_mut::<T>),
             ties: ties.map(rows_mut::<T>),
         };
-        self.ring.forward(&inputs(tensors), &mut outputs)
+        self.engine.forward(&inputs(tensors), &mut outputs)
     }
 
     /// Computes this rank's gradients from the result of [`Plan::forward`], ∂L/∂out and ∂L/∂lse.
@@ -212,7 +214,7 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
         dout: ArrayView4<'_, T>,
         dlse: Option<ArrayView3<'_, T::Accumulator>>,
     ) -> Result<Backward<T>> {
-        let mut gradients = zero_gradients(tensors).map_err(|error| self.ring.refuse(error))?;
+        let mut gradients = zero_gradients(tensors).map_err(|error| self.engine.refuse(error))?;
         let report =
             self.backward_into(tensors, &forward.view(), dout, dlse, gradients.view_mut())?;
         gradients.reports.push(report);
@@ -257,7 +259,7 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
                 T::Accumulator::view_mut(dsinks.insert_axis(Axis(2)).insert_axis(Axis(3)))
             }),
         };
-        self.ring.backward(&inputs, &mut gradients)
+        self.engine.backward(&inputs, &mut gradients)
     }
 
     /// Computes the gradients as [`Plan::backward`] does, after computing out and lse again.
@@ -284,39 +286,96 @@ impl<B: Backend<Space: HostTensors>> Plan<B> {
 
     /// Returns the global query rows of this rank, in the order of its tensors.
     pub fn q_rows(&self) -> &Runs {
-        self.ring.q_rows()
+        self.engine.q_rows()
     }
 
     /// Returns the global key rows of this rank, in the order of its tensors.
     pub fn kv_rows(&self) -> &Runs {
-        self.ring.kv_rows()
+        self.engine.kv_rows()
     }
 
     /// Returns the fingerprint of this rank's arithmetic ([`Attention::reproducible`]).
     pub fn numerics(&self) -> &str {
-        self.ring.numerics()
+        self.engine.ring().numerics()
     }
 
-    /// Returns the ring engine, which has the spec, layout, route and schedule.
+    /// Refuses the call that the other ranks make, on a rank that cannot make it, as
+    /// [`Ring::refuse`].
+    ///
+    /// # Ordering
+    /// Collective, in place of the call.
+    pub fn refuse(&mut self, why: Error) -> Error {
+        self.engine.refuse(why)
+    }
+
+    /// Returns this rank.
+    pub const fn rank(&self) -> usize {
+        self.engine.rank()
+    }
+
+    /// Returns the number of ranks.
+    pub const fn ranks(&self) -> usize {
+        self.engine.ranks()
+    }
+
+    /// Returns the definition of the attention.
+    pub fn spec(&self) -> &Spec {
+        self.engine.spec()
+    }
+
+    /// Returns the strategy in force, never [`Strategy::Auto`].
+    pub const fn strategy(&self) -> Strategy {
+        self.engine.strategy()
+    }
+
+    /// Returns the layout of the rows, by ring index ([`Plan::ring_index`]).
+    pub const fn layout(&self) -> &Layout {
+        self.engine.layout()
+    }
+
+    /// Returns the index of this rank in the layout.
+    pub fn ring_index(&self) -> usize {
+        self.engine.ring_index()
+    }
+
+    /// Returns the route of the blocks.
+    pub const fn route(&self) -> Route {
+        self.engine.route()
+    }
+
+    /// Returns the payload bytes that this rank sends in a pass.
+    pub fn bytes_predicted(&self, pass: PassKind) -> u64 {
+        self.engine.bytes_predicted(pass)
+    }
+
+    /// Returns the bytes of this rank's message buffers; with [`Strategy::HeadsRing`] also those of
+    /// the tensors of its heads.
+    pub fn buffer_bytes(&self) -> u64 {
+        self.engine.buffer_bytes()
+    }
+
+    /// Returns the visible (query, key) pairs that the ranks of this rank's ring compute, of the
+    /// heads that they have, and the index of this rank among them.
+    pub fn work(&self) -> (Work, usize) {
+        self.engine.work()
+    }
+
+    /// Returns the ring engine, which has the schedule. With [`Strategy::HeadsRing`] it is the ring
+    /// of this rank's heads: its spec has these heads, and its ranks are the groups.
     pub const fn ring(&self) -> &Ring<B> {
-        &self.ring
-    }
-
-    /// Returns the ring engine for passes over untyped views.
-    pub const fn ring_mut(&mut self) -> &mut Ring<B> {
-        &mut self.ring
+        self.engine.ring()
     }
 
     /// Returns zeros for this rank's rows of every output of a forward pass.
     fn zero_outputs<T: Element>(&self) -> Result<Forward<T>> {
-        zero_outputs(self.ring.spec(), index(self.q_rows().len()))
+        zero_outputs(self.spec(), index(self.q_rows().len()))
     }
 }
 
 impl<B: Backend<Space: HostTensors>> std::fmt::Display for Plan<B> {
-    /// Writes what [`Ring`] writes: mask, ranks, layout, route, hops and bytes.
+    /// Writes mask, ranks, strategy, layout, route and bytes.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        std::fmt::Display::fmt(&self.ring, f)
+        std::fmt::Display::fmt(&self.engine, f)
     }
 }
 

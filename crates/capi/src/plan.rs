@@ -169,7 +169,7 @@ impl Planned {
     pub(crate) fn admit<T>(&mut self, arguments: Result<T>) -> Result<T> {
         arguments.map_err(|error| match self {
             Self::Ring(_) => error,
-            Self::Rank(plan) => plan.ring_mut().refuse(error),
+            Self::Rank(plan) => plan.refuse(error),
         })
     }
 

@@ -7,6 +7,7 @@
 //! | CUDA memory from device to device, with the feature `nccl`: `nccl` | `nccl/` |
 //! | agreement on arguments and status: [`agree`], [`close`], [`all_gather`] | `agreement/` |
 //! | the engine of one rank of a ring: [`ring`] | `ring/` |
+//! | all-to-all over heads, and a ring over groups: [`heads_ring`] | `heads_ring/` |
 //! | wrapper: bounds every wait, [`Deadline`] | `deadline/` |
 //! | wrapper: detects corruption, [`Checksum`] | `checksum.rs` |
 //! | wrapper: records times, [`Trace`] | `trace.rs` |
@@ -25,6 +26,7 @@ mod cuda_gather;
 pub mod deadline;
 mod delegate;
 pub mod fault;
+pub mod heads_ring;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 #[cfg(feature = "nccl")]

@@ -28,6 +28,15 @@ impl Case {
         })
     }
 
+    /// Returns the case number `seed` with more heads, which strategies can divide.
+    pub fn random_heads(seed: u64) -> Self {
+        Self::random_of(seed, |draw| {
+            let heads = [(8, 8), (8, 4), (8, 2), (8, 1), (4, 4), (4, 1), (6, 6), (6, 3), (6, 2)];
+            let (q_heads, kv_heads) = draw.pick(&heads);
+            Dims { q_heads, kv_heads, ..random_dims(draw) }
+        })
+    }
+
     fn random_of(seed: u64, dims: impl FnOnce(&mut Draw) -> Dims) -> Self {
         let draw = &mut Draw::new(seed);
         let dims = dims(draw);

@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 use annulus::{Ring, RingOptions, comm::threads::each_rank};
 use annulus_core::{
     Backend, BackwardInputs, Batch, DType, Dims, Error, Gradients, Inputs, Outputs, Result, Runs,
-    Spec, Transport, index,
+    Spec, Strategy, Transport, index,
 };
 use ndarray::{Array3, Array4, ArrayView4, Axis, Dimension, RemoveAxis};
 
@@ -52,6 +52,9 @@ where
     }
 
     fn run(&self, case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>> {
+        if setting.strategy != Strategy::Ring {
+            return Err(Error::unsupported(setting.strategy.to_string(), "a ring made by hand"));
+        }
         let setups = (self.make)(setting.ranks)?;
         let rank =
             |setup| -> RankJob<'_> { Box::new(move || run_rank(case, setting, setup, times)) };

@@ -1,7 +1,7 @@
 //! Subjects of the suite: anything that can compute a case over a ring.
 
 use annulus::{Attention, Backward, Forward, LocalRing, Tensors};
-use annulus_core::{Batch, DType, Element, Layout, Result, Route};
+use annulus_core::{Batch, DType, Element, Error, LEAF_ROWS, Layout, Result, Route, Strategy};
 use half::{bf16, f16};
 use ndarray::{Array, Dimension};
 
@@ -16,22 +16,24 @@ pub struct Setting {
     pub layout: Option<Layout>,
     /// `None`: chosen from the mask by the library.
     pub route: Option<Route>,
+    /// Division of the attention among the ranks.
+    pub strategy: Strategy,
 }
 
 impl Setting {
     /// One rank.
-    pub const ALONE: Self = Self { ranks: 1, layout: None, route: None };
+    pub const ALONE: Self = Self { ranks: 1, layout: None, route: None, strategy: Strategy::Ring };
 
     /// `ranks` ranks with this layout.
     pub const fn new(ranks: usize, layout: Layout) -> Self {
-        Self { ranks, layout: Some(layout), route: None }
+        Self { ranks, layout: Some(layout), ..Self::ALONE }
     }
 }
 
 impl std::fmt::Display for Setting {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let layout = self.layout.as_ref().map_or("auto", Layout::name);
-        write!(f, "{} ranks, {layout}, {:?}", self.ranks, self.route)
+        write!(f, "{} ranks, {layout}, {:?}, {}", self.ranks, self.route, self.strategy)
     }
 }
 
@@ -73,11 +75,15 @@ impl Subject for Facade {
 
 /// The options of a case and setting, as a user sets them.
 pub(crate) fn options(case: &Case, setting: &Setting) -> Attention {
-    let attention = case.attention().threads(1);
+    let attention = case.attention().threads(1).strategy(setting.strategy);
+    let attention = attention.reproducible(case.spec.leaf_rows.is_some());
     setting.route.map_or(attention.clone(), |route| attention.route(route))
 }
 
 fn run_plan<T: Element>(case: &Case, setting: &Setting, times: usize) -> Result<Vec<Answer>> {
+    if let Some(rows) = case.spec.leaf_rows.filter(|&rows| rows != LEAF_ROWS) {
+        return Err(Error::unsupported(format!("leaves of {rows} rows"), "the facade"));
+    }
     let mut plan = options(case, setting)
         .layout(setting.layout.clone())
         .local_ring(case.spec.dims, setting.ranks)?;
@@ -102,6 +108,11 @@ fn run_plan<T: Element>(case: &Case, setting: &Setting, times: usize) -> Result<
         let forward = plan.forward(&tensors)?;
         let backward =
             plan.backward(&tensors, &forward, dout.view(), dlse.as_ref().map(|dlse| dlse.view()))?;
+        let reports = || forward.reports.iter().chain(&backward.reports);
+        if let Some(wrong) = reports().find(|of| of.bytes_sent != of.bytes_predicted) {
+            let what = format!("{} bytes were sent of {}", wrong.bytes_sent, wrong.bytes_predicted);
+            return Err(Error::Device { what });
+        }
         Ok(answer(&forward, &backward))
     };
     (0..times).map(|_| once(&mut plan)).collect()

@@ -15,6 +15,29 @@ fn a_sample_of_everything_holds_through_the_facade() {
 }
 
 #[test]
+fn random_cases_hold_under_every_strategy() {
+    suite::strategies(&Facade, 0..120).unwrap();
+}
+
+#[test]
+fn a_sample_of_golden_cases_holds_under_every_strategy() {
+    let Some(folder) = golden::folder().unwrap() else { return };
+    for (number, golden) in golden::read(&folder).unwrap().into_iter().enumerate() {
+        let case = golden.case.in_dtype(DType::F32);
+        let ranks = [2, 4, 8][number % 3];
+        for setting in suite::strategy_settings(&case, ranks, number) {
+            let answers = Facade
+                .run(&case, &setting, 2)
+                .unwrap_or_else(|error| panic!("{} on {setting}: {error}", case.name));
+            for answer in &answers {
+                golden::check(answer, &golden.expected, &golden.tolerance_f32)
+                    .unwrap_or_else(|wrong| panic!("{} on {setting}: {wrong}", case.name));
+            }
+        }
+    }
+}
+
+#[test]
 fn a_visible_nan_does_not_depend_on_the_ranks_through_the_facade() {
     let settings = [1, 2, 3, 4, 7].map(|ranks| Setting::new(ranks, Layout::Contiguous));
     suite::nonfinite_on(&Facade, Poison::NanAndInfinities, DType::F32, &settings).unwrap();

@@ -8,7 +8,7 @@ use std::{
 };
 
 use annulus::{
-    Attention, Batch, Cpu, Dims, Error, Layout, Plan, Result, Ring, RingOptions, Tensors,
+    Attention, Batch, Cpu, Dims, Error, Layout, Plan, Result, Ring, RingOptions, Strategy, Tensors,
     comm::{Checksum, Fault, Injection, threads},
 };
 use ndarray::Array4;
@@ -28,10 +28,16 @@ struct Fate {
 
 /// Runs forward and backward of full attention, three hops each way; rank 1 has the fault.
 fn run(injection: Injection) -> Vec<Fate> {
+    run_with(Strategy::Ring, injection)
+}
+
+/// As [`run`], under a strategy.
+fn run_with(strategy: Strategy, injection: Injection) -> Vec<Fate> {
     let rank = |(rank, endpoint)| {
         let injections = if rank == 1 { vec![injection] } else { Vec::new() };
         let transport = Checksum::new(Fault::new(endpoint, 5, injections));
         let attention = Attention::new().deadline(DEADLINE).layout(Layout::Contiguous);
+        let attention = attention.strategy(strategy);
         let plan = Plan::new(&attention, DIMS, Cpu::new(1)?, transport);
         let start = Instant::now();
         Ok::<_, Error>(match plan {
@@ -70,7 +76,15 @@ fn passes(plan: &mut Plan<Cpu>) -> Result<()> {
 /// Requires that every rank failed in time with a fatal error and stays dead, and that at least one
 /// rank's own error is `root`.
 fn assert_all_fail(injection: Injection, root: fn(usize, &Error) -> bool) {
-    let fates = run(injection);
+    assert_fates(injection, &run(injection), root);
+}
+
+/// As [`assert_all_fail`], with heads divided among pairs of ranks.
+fn assert_all_fail_in_groups(injection: Injection, root: fn(usize, &Error) -> bool) {
+    assert_fates(injection, &run_with(IN_PAIRS, injection), root);
+}
+
+fn assert_fates(injection: Injection, fates: &[Fate], root: fn(usize, &Error) -> bool) {
     let mut found = false;
     for (rank, fate) in fates.iter().enumerate() {
         let error = fate
@@ -98,6 +112,12 @@ fn assert_none_fails(injection: Injection) {
         assert!(fate.error.is_none(), "{injection:?}: rank {rank}: {:?}", fate.error);
     }
 }
+
+/// Pairs of ranks divide the heads, and form a ring of two pairs.
+const IN_PAIRS: Strategy = Strategy::HeadsRing { heads: 2 };
+
+/// Sends before, in and after the ring of a forward pass, and the first of the backward pass.
+const SENDS_IN_PAIRS: [u64; 4] = [0, 1, 2, 3];
 
 /// The first and the last send of a forward pass, and two of the backward pass, by number.
 const SENDS: [u64; 4] = [0, 2, 4, 6];
@@ -157,6 +177,29 @@ fn a_rank_that_dies_is_lost_to_the_others() {
 }
 
 #[test]
+fn faults_of_an_exchange_of_heads_fail_all_ranks() {
+    at_once(SENDS_IN_PAIRS, |send| {
+        assert_all_fail_in_groups(Injection::Drop { send }, |_, error| {
+            matches!(error, Error::Timeout { .. })
+        });
+    });
+    for send in SENDS_IN_PAIRS {
+        assert_all_fail_in_groups(
+            Injection::Corrupt { send },
+            |_, error| matches!(error, Error::Comm { peer: 1, what, .. } if what.contains("checksum")),
+        );
+    }
+    at_once(0..3, |step| {
+        assert_all_fail_in_groups(Injection::Die { step }, |rank, error| {
+            rank != 1 && matches!(error, Error::Timeout { .. } | Error::PeerLost { .. })
+        });
+    });
+    for fate in run_with(IN_PAIRS, Injection::DelayAll { most: Duration::from_millis(20) }) {
+        assert!(fate.error.is_none(), "{fate:?}");
+    }
+}
+
+#[test]
 fn messages_that_arrive_late_cause_no_failure() {
     at_once(SENDS, |send| {
         assert_none_fails(Injection::Delay { send, by: Duration::from_millis(300) })
@@ -213,7 +256,12 @@ fn a_rank_that_is_busy_between_two_calls_for_two_deadlines_fails_nothing() {
 
 #[test]
 fn a_call_that_ended_at_its_arrival_deadline_is_made_again() {
-    let results = on_two(&Attention::new().arrival_deadline(DEADLINE), |rank, mut plan| {
+    at_once([Strategy::Ring, IN_PAIRS], again_after_arrival_deadline);
+}
+
+fn again_after_arrival_deadline(strategy: Strategy) {
+    let attention = Attention::new().arrival_deadline(DEADLINE).strategy(strategy);
+    let results = on_two(&attention, |rank, mut plan| {
         let first = forward(&mut plan)?;
         if rank == 1 {
             thread::sleep(DEADLINE * 3 / 2);

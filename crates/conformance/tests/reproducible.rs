@@ -1,16 +1,16 @@
 //! The reproducible order on the CPU, and its refusals.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use annulus::{Attention, Cpu, Dims, Error, Layout, Plan, comm::threads};
 use annulus_conformance::{
-    Case, Setting, Subject,
+    Case, Draw, Facade, Masks, Setting, Subject,
     subjects::{cpu, cpu_delayed, mock},
     suite,
 };
 use annulus_core::{
-    Backend, Capabilities, CustomLayout, DType, Host, HostBuffer, Passes, RankShard, Result, Runs,
-    Spec,
+    Alibi, Backend, Capabilities, CustomLayout, DType, Dropout, Host, HostBuffer, LEAF_ROWS,
+    Passes, RankShard, Result, Runs, SinkShape, Spec, Strategy,
 };
 
 #[test]
@@ -99,6 +99,44 @@ fn ranks_with_other_arithmetic_are_refused() {
     let alike = numerics(true, 2).unwrap();
     assert!(alike[0] == alike[1] && alike[0].starts_with("cpu "), "{alike:?}");
     assert_eq!(numerics(false, 1).unwrap()[1], "other");
+}
+
+#[test]
+fn bits_do_not_depend_on_the_strategy() {
+    let dims = Dims { q_heads: 4, ..Dims::new(1, 1100, 4, 8).kv_heads(2) };
+    let mut spec = Spec::new(dims, DType::F32);
+    spec.bias = Some([1, 4, 1, 1100]);
+    spec.sinks = Some(SinkShape::per_head(2));
+    spec.dropout = Some(Dropout { probability: 0.2, seed: 9 });
+    spec.bias_function = Some(Arc::new(Alibi::published(4)));
+    spec.leaf_rows = Some(LEAF_ROWS);
+    let draw = &mut Draw::new(17);
+    let masks = Masks { causal: true, ..Masks::default() };
+    let mut case = Case::new("strategies", spec, masks, draw);
+    case.draw_tensors(draw);
+    let case = case.in_dtype(DType::F32);
+    let run = |setting: &Setting| Facade.run(&case, setting, 1).unwrap().remove(0);
+    let ring = run(&Setting::new(3, Layout::Striped));
+    for (ranks, layout) in [(2, None), (4, Some(Layout::Striped)), (4, Some(Layout::Zigzag))] {
+        let strategy = Strategy::HeadsRing { heads: 2 };
+        let setting = Setting { ranks, layout, strategy, ..Setting::ALONE };
+        run(&setting).same_bits(&ring).unwrap_or_else(|wrong| panic!("{setting}: {wrong}"));
+    }
+}
+
+#[test]
+fn sums_over_heads_are_refused() {
+    let dims = Dims { q_heads: 4, ..Dims::new(1, 600, 4, 8).kv_heads(2) };
+    let heads = |heads| Attention::new().reproducible(true).strategy(Strategy::HeadsRing { heads });
+    let refused = |attention: Attention| {
+        let error = attention.local_ring(dims, 4).unwrap_err();
+        assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+    };
+    refused(heads(4));
+    refused(heads(2).softmax_aux(SinkShape::shared(1)));
+    refused(heads(2).bias([1, 1, 1, 600]));
+    heads(4).forward_only(true).local_ring(dims, 4).unwrap();
+    heads(2).local_ring(dims, 4).unwrap();
 }
 
 #[test]

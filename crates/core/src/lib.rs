@@ -11,6 +11,7 @@
 //! | visible pairs of query and key | [`Mask`], [`KeyIntervals`], [`Batch`], [`Visibility`], [`BlockSparseMask`] | `mask/`, `key_intervals.rs`, `batch.rs`, `visibility.rs`, `block_sparse_mask.rs` |
 //! | rows of a rank | [`Layout`], [`Rows`], [`Shard`] | `layout.rs`, `rows.rs`, `shard/` |
 //! | merge of partial results | [`Partial`] | `partial.rs` |
+//! | division among ranks | [`Strategy`], [`HeadGrid`], [`StrategyTraffic`] | `strategy/` |
 //! | messages of the ring | [`Needs`], [`Schedule`], [`RowLayout`] | `needs/`, `schedule/`, `row_layout.rs` |
 //! | the two seams, over one memory [`Space`] | [`Backend`], [`Transport`] | `backend.rs`, `pass.rs`, `transport.rs`, `space.rs` |
 //! | allocation of lists that grow with the sequence | [`memory`] | `memory.rs` |
@@ -31,6 +32,7 @@ mod dropout;
 mod dtype;
 mod error;
 mod fingerprint;
+mod host_rows;
 mod key_intervals;
 mod layout;
 mod leaf_sums;
@@ -52,6 +54,7 @@ mod schedule;
 mod shard;
 mod space;
 mod spec;
+mod strategy;
 mod tile;
 mod tile_bounds_table;
 mod tile_tree;
@@ -93,6 +96,10 @@ pub use schedule::{
 pub use shard::Shard;
 pub use space::{Host, HostBuffer, HostTensors, HostView, HostViewMut, Space};
 pub use spec::{Alignment, BackwardMode, BiasOrder, Dropout, Precision, SinkShape, Spec};
+pub use strategy::{
+    ExchangeFields, GroupLayout, HeadAxis, HeadField, HeadGrid, HeadShard, RowSegment, Strategy,
+    StrategyTraffic, TrafficOptions,
+};
 pub use tile::{QueryTile, TileBits, TileClass};
 pub use tile_bounds_table::TileBoundsTable;
 pub use transport::{Arrived, Channel, Control, Incoming, MessageHeader, Outgoing, Transport};

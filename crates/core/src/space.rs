@@ -37,6 +37,26 @@ pub trait Space: Sized + 'static {
     /// True if [`Space::host_view_mut`] returns a view.
     const HOST_TENSORS: bool = false;
 
+    /// True if the host can read and write buffers: [`Space::host_bytes`],
+    /// [`Space::host_bytes_mut`] and [`Space::host_event`] return them.
+    const HOST_BUFFERS: bool = false;
+
+    /// Returns the bytes of a buffer in host memory.
+    fn host_bytes(_buffer: &Self::Buffer) -> Option<&[u8]> {
+        None
+    }
+
+    /// Returns the bytes of a buffer in host memory for writing; `None` also while it has another
+    /// owner.
+    fn host_bytes_mut(_buffer: &mut Self::Buffer) -> Option<&mut [u8]> {
+        None
+    }
+
+    /// Returns the event after the host has written a buffer.
+    fn host_event() -> Option<Self::Event> {
+        None
+    }
+
     /// Borrows the same tensor for a shorter time.
     fn reborrow<'short>(view: &'short Self::View<'_>) -> Self::View<'short>;
 
@@ -64,6 +84,19 @@ impl Space for Host {
 
     const HAS_PARTS: bool = true;
     const HOST_TENSORS: bool = true;
+    const HOST_BUFFERS: bool = true;
+
+    fn host_bytes(buffer: &HostBuffer) -> Option<&[u8]> {
+        Some(buffer.bytes())
+    }
+
+    fn host_bytes_mut(buffer: &mut HostBuffer) -> Option<&mut [u8]> {
+        buffer.bytes_mut()
+    }
+
+    fn host_event() -> Option<()> {
+        Some(())
+    }
 
     fn size(buffer: &HostBuffer) -> u64 {
         buffer.bytes().len() as u64

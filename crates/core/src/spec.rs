@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use crate::{Batch, BiasFunction, DType, Dims, Error, Mask, Result, RowField, RowLayout};
+use crate::{
+    Batch, BiasFunction, DType, Dims, Error, HeadShard, Mask, Result, RowField, RowLayout,
+};
 
 /// Position i' of query row i, if q_len and kv_len differ and the batch has no explicit positions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -124,6 +126,9 @@ pub struct Spec {
     /// Rows of a leaf of the reproducible order, with which the bits of the results depend neither
     /// on the number of ranks nor on the layout. `None`: the order of arrival.
     pub leaf_rows: Option<u64>,
+    /// The query heads as a part of a whole attention's, whose numbers masks, bias functions and
+    /// dropout use. `None`: they are all heads.
+    pub head_shard: Option<HeadShard>,
 }
 
 impl Spec {
@@ -146,6 +151,7 @@ impl Spec {
             precision: Precision::default(),
             backward: BackwardMode::default(),
             leaf_rows: None,
+            head_shard: None,
         }
     }
 

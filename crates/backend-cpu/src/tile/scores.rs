@@ -123,7 +123,8 @@ impl<A: Real> Scores<'_, A> {
     pub(crate) fn fill_keep(&self, coord: &TileCoord, rows: &Range<usize>, keep: &mut [A]) -> bool {
         let Some(mask) = self.spec.dropout.map(DropoutMask::new) else { return false };
         let mut words = [0; TILE];
-        let plane = (coord.batch, coord.head, self.spec.dims.q_heads);
+        let (head, q_heads) = self.spec.whole_head(coord.head);
+        let plane = (coord.batch, head, q_heads);
         let (queries, keys) =
             (&self.queries.rows()[coord.queries.clone()], &self.keys.rows()[coord.keys.clone()]);
         keep_bits(self.token, &mask, plane, queries, keys, &mut words);

@@ -3,7 +3,7 @@
 use std::{str::FromStr, time::Duration};
 
 use annulus::comm::deadline;
-use annulus_core::{DType, Dims, Layout, Precision};
+use annulus_core::{DType, Dims, Layout, Precision, Strategy};
 use clap::ValueEnum;
 
 /// The most ranks of `plan`, which takes O(ranks) time and memory: a second for these.
@@ -112,6 +112,11 @@ impl LayoutName {
             Self::Striped => Some(Layout::Striped),
         }
     }
+}
+
+/// Parses a strategy.
+pub(crate) fn strategy(text: &str) -> Result<Strategy, String> {
+    text.parse().map_err(|_| "want ring, heads:H with H from 1, or auto".into())
 }
 
 /// Parses a finite number.

@@ -13,7 +13,7 @@ use std::{
 };
 
 use annulus::{Attention, BiasOrder};
-use annulus_core::{DType, SinkShape};
+use annulus_core::{DType, SinkShape, Strategy};
 use clap::{Args, ValueEnum};
 use half::{bf16, f16};
 
@@ -23,7 +23,7 @@ use crate::{
         ring::{BackendName, TransportName},
         values::{
             DTypeName, LayoutName, PrecisionName, finite, positive, probability, ranks, silence,
-            threads, whole, whole_u64,
+            strategy, threads, whole, whole_u64,
         },
     },
     backend::BackendChoice,
@@ -148,6 +148,10 @@ struct RingFlags {
     /// Assignment of rows to ranks; auto chooses it from the mask
     #[arg(long, value_enum, default_value = "auto")]
     layout: LayoutName,
+    /// Division of the attention among ranks: ring; heads:H, an all-to-all over heads in groups of H
+    /// ranks and a ring over the groups; or auto, the one that sends the fewest bytes
+    #[arg(long, value_name = "NAME", default_value = "ring", value_parser = strategy)]
+    strategy: Strategy,
     /// The same bits for any number of ranks, layout, transport and threads, on machines whose
     /// `annulus doctor` shows the same numerics. Only --backend cpu
     #[arg(long)]
@@ -215,7 +219,7 @@ impl AttendFlags {
             input.sinks(self.scores.sinks).map_err(|error| Failure::from(input.named(error)));
         let sinks = job.agree(sinks)?;
         let run = AttendRun {
-            attention: self.attention(&input, dtype, sinks),
+            attention: self.attention(&input, dtype, sinks).strategy(self.ring.strategy),
             sinks,
             backend,
             threads,

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use annulus::{Backward, Forward, Plan, Report, comm::trace::TraceLog};
-use annulus_core::{Backend, Batch, Element, HostTensors, Result};
+use annulus_core::{Backend, Batch, Element, HostTensors, Result, Strategy};
 
 use super::{output::Given, summary::RankFigures};
 use crate::{
@@ -69,10 +69,17 @@ impl<T: Element, B: Backend<Space: HostTensors>> Rank<T, B> {
 
 /// Counts the visible pairs of each rank, for inputs without a dense mask.
 pub(super) fn count_pairs<T: Element, B: Backend<Space: HostTensors>>(ranks: &mut [Rank<T, B>]) {
-    // one computation for all ranks: each plan has the positions and ids of all rows
-    let work = ranks.first().map(|rank| rank.plan.ring().work());
+    // in a ring one computation serves all ranks: each plan has the positions and ids of all rows
+    let is_ring = ranks.first().is_some_and(|rank| rank.plan.strategy() == Strategy::Ring);
+    let work = ranks.first().filter(|_| is_ring).map(|rank| rank.plan.work().0);
     for rank in ranks {
-        rank.pairs = work.as_ref().map_or(0.0, |work| work.of_rank(ring_index(&rank.plan)) as f64);
+        rank.pairs = match &work {
+            Some(work) => work.of_rank(rank.plan.ring_index()) as f64,
+            None => {
+                let (work, index) = rank.plan.work();
+                work.of_rank(index) as f64
+            }
+        };
     }
 }
 
@@ -123,10 +130,4 @@ pub(crate) fn blocks<'a, B: Backend<Space: HostTensors> + 'a>(
     plans
         .map(|plan| plan.ring().blocks_received())
         .fold([0, 0], |sum, blocks| [sum[0] + blocks[0], sum[1] + blocks[1]])
-}
-
-/// Ring index of a plan's rank, by which schedules and work are indexed.
-pub(super) fn ring_index<B: Backend<Space: HostTensors>>(plan: &Plan<B>) -> usize {
-    let ring = plan.ring();
-    ring.order().ring_index(ring.rank())
 }

@@ -250,9 +250,9 @@ impl AttendRun<'_> {
             let queries = Shard::local(
                 &spec.dims,
                 spec.alignment,
-                plan.ring().layout(),
+                plan.layout(),
                 Side::Q,
-                ranks::ring_index(&plan),
+                plan.ring_index(),
                 ranks,
                 &batch,
             );
@@ -272,12 +272,13 @@ impl AttendRun<'_> {
     ) -> Summary {
         // 2 flops for each element of q·k and of p·v; pairs include all heads and batch rows
         let per_pair = 2.0 * (self.input.dims.head_dim + self.input.dims.value_dim) as f64;
-        let (layout, route) = plan
-            .map_or(("no", "no"), |plan| (plan.ring().layout().name(), plan.ring().route().name()));
+        let (layout, route) =
+            plan.map_or(("no", "no"), |plan| (plan.layout().name(), plan.route().name()));
         Summary {
             ranks: count,
             threads: self.threads,
             backend: self.backend.description(),
+            strategy: plan.map(|plan| plan.strategy().to_string()).unwrap_or_default(),
             layout,
             route,
             dtype,

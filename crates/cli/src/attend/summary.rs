@@ -41,6 +41,8 @@ pub(crate) struct Summary {
     pub(super) threads: usize,
     /// Backend and transport of its blocks.
     pub(super) backend: String,
+    /// Name of the strategy.
+    pub(super) strategy: String,
     /// Name of the layout.
     pub(super) layout: &'static str,
     /// Name of the route.
@@ -189,7 +191,7 @@ impl Pass {
 impl Summary {
     /// Prints the summary as text.
     pub(crate) fn print(&self) {
-        let Self { backend, layout, route, dtype, .. } = self;
+        let Self { backend, strategy, layout, route, dtype, .. } = self;
         let ranks = counted(self.ranks as u64, "rank", "ranks");
         let threads = counted(self.threads as u64, "thread", "threads");
         let pairs = format!(
@@ -197,7 +199,11 @@ impl Summary {
             count(self.pairs),
             if self.pairs == 1.0 { "" } else { "s" }
         );
-        say!("{ranks} of {threads}, {backend}, {layout} layout, {route} route, {dtype}, {pairs}");
+        let strategy = if strategy == "ring" { String::new() } else { format!("{strategy}, ") };
+        say!(
+            "{ranks} of {threads}, {backend}, {strategy}{layout} layout, {route} route, {dtype}, \
+             {pairs}"
+        );
         self.passes.iter().for_each(Pass::print);
         let memory =
             self.peak.map(|peak| format!(", peak memory {}", bytes(peak))).unwrap_or_default();
@@ -215,6 +221,7 @@ impl Summary {
             "ranks": self.ranks,
             "threads": self.threads,
             "backend": self.backend,
+            "strategy": self.strategy,
             "layout": self.layout,
             "route": self.route,
             "dtype": self.dtype,

@@ -4,7 +4,8 @@ use std::{collections::BTreeMap, path::Path, time::Duration};
 
 use annulus::{Attention, Backward, Forward, LocalRing};
 use annulus_core::{
-    Backend, Batch, Dims, Element, Error, HostTensors, Layout, Result, Runs, SinkShape,
+    Backend, Batch, Dims, Element, Error, HeadGrid, HostTensors, Layout, Result, Runs, SinkShape,
+    Strategy,
 };
 use ndarray::{Array, Dimension};
 
@@ -30,10 +31,25 @@ pub(super) struct Ring {
     pub(super) ranks: usize,
     /// Layout; `None` chooses one from the mask.
     pub(super) layout: Option<Layout>,
+    /// Division of the attention among the ranks.
+    pub(super) strategy: Strategy,
     /// Threads of each rank.
     pub(super) threads: usize,
     /// True to compute in the reproducible order, and to compare the bits with the first ring's.
     pub(super) reproducible: bool,
+}
+
+impl Ring {
+    /// Checks that the strategy can divide the heads of a case.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`], so that a folder of cases with different heads can be checked.
+    pub(super) fn check_heads(&self, dims: &Dims) -> Result<()> {
+        let Some(heads) = self.strategy.heads() else { return Ok(()) };
+        HeadGrid::new(dims, self.ranks, heads).map(drop).map_err(|error| {
+            Error::unsupported(format!("strategy {}", self.strategy), error.to_string())
+        })
+    }
 }
 
 /// Result of one case on one ring.
@@ -193,7 +209,8 @@ impl<T: Element> Loaded<T> {
         with_backend!(backend, ring.threads, make => {
             let make = |_, endpoint| make(Endpoint::Thread(Box::new(endpoint)));
             let attention = self.attention.clone().layout(ring.layout.clone());
-            let attention = attention.reproducible(ring.reproducible);
+            ring.check_heads(&case.dims())?;
+            let attention = attention.reproducible(ring.reproducible).strategy(ring.strategy);
             let plan = LocalRing::with_transports(&attention, case.dims(), ring.ranks, make)?;
             self.judge_ring(plan, ring.reproducible.then_some(first))
         })

@@ -13,13 +13,13 @@ use std::{
 };
 
 use annulus_comm::threads::each_rank;
-use annulus_core::{Error, Result};
+use annulus_core::{Error, Result, Strategy};
 use clap::{Args, ValueEnum};
 
 use crate::{
     arguments::{
         ring::{BackendName, TransportName, cores},
-        values::{LayoutName, ranks, threads, whole},
+        values::{LayoutName, ranks, strategy, threads, whole},
     },
     backend::BackendChoice,
     failure::{self, Failure, Outcome},
@@ -68,6 +68,11 @@ pub(crate) struct CheckFlags {
     /// Layouts
     #[arg(long, value_enum, default_value = "contiguous,zigzag,striped", value_delimiter = ',')]
     layout: Vec<LayoutName>,
+    /// Strategies: ring; heads:H, groups of H ranks among which heads are divided; auto, the one that
+    /// sends the fewest bytes. A case whose ranks or heads H does not divide is unsupported
+    #[arg(long, value_name = "NAME,...", default_value = "ring", value_delimiter = ',',
+        value_parser = strategy)]
+    strategy: Vec<Strategy>,
     /// Element types to compute in
     #[arg(long, value_enum, default_value = "f32,f64", value_delimiter = ',')]
     dtype: Vec<CheckedDType>,
@@ -144,7 +149,8 @@ fn check(flags: &CheckFlags, job: &mut Job, backend: &BackendChoice) -> Outcome 
     let rings: Vec<(Ring, String)> = sizes
         .iter()
         .flat_map(|&ranks| flags.layout.iter().map(move |&layout| (ranks, layout)))
-        .flat_map(|(ranks, layout)| flags.rings(ranks, layout))
+        .flat_map(|(ranks, layout)| flags.strategy.iter().map(move |&of| (ranks, layout, of)))
+        .flat_map(|(ranks, layout, strategy)| flags.rings(ranks, layout, strategy))
         .collect();
     let units = units(&index, flags);
     if units.is_empty() {
@@ -201,17 +207,21 @@ impl CheckFlags {
 
     /// Returns the rings of this size and layout, with their names: one, or with `--reproducible`
     /// one for each number of threads.
-    fn rings(&self, ranks: usize, layout: LayoutName) -> Vec<(Ring, String)> {
+    fn rings(&self, ranks: usize, layout: LayoutName, strategy: Strategy) -> Vec<(Ring, String)> {
         let name =
             layout.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
-        let name = format!("ranks={ranks} layout={name}");
+        let mut name = format!("ranks={ranks} layout={name}");
+        if strategy != Strategy::Ring {
+            name = format!("{name} strategy={strategy}");
+        }
         let layout = layout.layout();
         if !self.reproducible {
-            return vec![(Ring { ranks, layout, threads: 1, reproducible: false }, name)];
+            return vec![(Ring { ranks, layout, strategy, threads: 1, reproducible: false }, name)];
         }
         let threads = if self.threads.is_empty() { &[1, 2] } else { &self.threads[..] };
         let ring = |&threads: &usize| {
-            let ring = Ring { ranks, layout: layout.clone(), threads, reproducible: true };
+            let ring =
+                Ring { ranks, layout: layout.clone(), strategy, threads, reproducible: true };
             (ring, format!("{name} threads={threads}"))
         };
         threads.iter().map(ring).collect()

@@ -115,9 +115,10 @@ fn try_judge<T: Element, B: Backend<Space: HostTensors>>(
     // waiting
     let endpoint = Endpoint::Process(Box::new(group.ring(settings.clone())?));
     let Opened { input, sinks, attention } = opened?;
+    ring.check_heads(&input.dims)?;
     let (backend, transport) = make(endpoint)?;
-    let mut plan =
-        Plan::new(&attention.clone().layout(ring.layout.clone()), input.dims, backend, transport)?;
+    let attention = attention.clone().layout(ring.layout.clone()).strategy(ring.strategy);
+    let mut plan = Plan::new(&attention, input.dims, backend, transport)?;
     let q_rows = plan.q_rows().clone();
     let kv_rows = plan.kv_rows().clone();
     let named = |error| input.named(error);

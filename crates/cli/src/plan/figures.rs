@@ -4,13 +4,14 @@ use std::{cmp::Reverse, collections::BTreeSet, sync::Arc};
 
 use annulus_core::{
     Choice, Error, Layout, NeedsIndex, RankSchedule, Result, RingShards, RingTraffic, Route,
-    Schedule, Shard, Spec, Traffic, Work, WorkMatrix,
+    RowLayout, Schedule, Shard, Side, Spec, Strategy, StrategyTraffic, Traffic, Work, WorkMatrix,
 };
 use serde::Serialize;
 
 use super::{
     leaves::{LeafFigures, QueryPass},
     program::{Program, Send},
+    strategies::{Strategies, StrategyFigures},
 };
 use crate::report::{bytes, counted, grouped};
 
@@ -30,6 +31,13 @@ const MOST_QUERIES: u64 = 1 << 28;
 pub(super) struct Figures {
     /// Number of ranks.
     pub(super) ranks: usize,
+    /// Name of the strategy.
+    pub(super) strategy: String,
+    /// Every strategy that ranks and heads admit, the ring first; none for a ring of more than
+    /// [`MOST_STEPPED_RANKS`] ranks.
+    pub(super) strategies: Vec<StrategyFigures>,
+    /// Number of ranks of a ring: of `steps`, `hops` and `direction`.
+    pub(super) ring_ranks: usize,
     /// Name of the layout.
     pub(super) layout: &'static str,
     /// Name of the route: `relay-up` (r to r + 1), `relay-down` (r to r − 1) or `direct` (owner to
@@ -77,7 +85,7 @@ pub(super) struct Figures {
     /// The route of `direction`.
     #[serde(skip)]
     pub(super) route: Route,
-    /// Shards of every rank.
+    /// Shards of every rank of a ring.
     #[serde(skip)]
     pub(super) shards: RingShards,
 }
@@ -171,6 +179,74 @@ pub(super) struct StepOfRank {
 }
 
 impl Figures {
+    /// Plans the ring that has the first heads under the chosen one of `strategies`. `None` as
+    /// `layout` chooses one from the mask.
+    ///
+    /// # Errors
+    /// As [`Figures::new`].
+    pub(super) fn of_first_heads(
+        spec: &Spec,
+        ranks: usize,
+        layout: Option<&Layout>,
+        rank: Option<usize>,
+        mask: String,
+        strategies: &Strategies,
+    ) -> Result<Self> {
+        check_rank(rank, ranks)?;
+        match strategies.chosen().filter(|of| of.grid.members() > 1) {
+            Some(StrategyTraffic { grid, layout, .. }) => {
+                let layout = Some(&layout.of_groups);
+                let group = rank.map(|rank| grid.group(rank));
+                Self::new(&spec.of_heads(grid, 0), grid.groups(), layout, group, mask)
+            }
+            None => Self::new(spec, ranks, layout, rank, mask),
+        }
+    }
+
+    /// Replaces the figures of one ring by those of all ranks under the chosen one of `strategies`.
+    /// Steps stay those of the ring.
+    pub(super) fn of_all_heads(
+        self,
+        spec: &Spec,
+        rank: Option<usize>,
+        strategies: &Strategies,
+    ) -> Self {
+        let all = strategies.figures();
+        let Some(traffic) = strategies.chosen().filter(|of| of.grid.members() > 1) else {
+            return Self { strategies: all, ..self };
+        };
+        let (per_rank, pairs_total) = rank_figures_of(spec, traffic, &self.shards);
+        let ranks = per_rank.len();
+        let most = per_rank.iter().map(|of| of.work_over_mean).fold(0.0, f64::max);
+        let full_ring = |rows: usize, row: &RowLayout| {
+            (ranks as u128 - 1) * rows as u128 * u128::from(row.bytes())
+        };
+        let block = full_ring(spec.dims.kv_len, &spec.kv_row_layout());
+        let backward = match spec.leaf_rows {
+            Some(_) => full_ring(spec.dims.q_len, &spec.query_row_layout()),
+            None => full_ring(spec.dims.kv_len, &spec.gradient_row_layout()),
+        };
+        let sent = |bytes: &[u128]| bytes.iter().sum();
+        Self {
+            ranks,
+            strategy: traffic.strategy.to_string(),
+            strategies: all,
+            layout: traffic.layout.of_ranks.name(),
+            bytes_sent_total: sent(&traffic.forward),
+            bytes_full_ring_total: block,
+            work_max_over_mean: most,
+            pairs_total,
+            forward: Bytes { sent: sent(&traffic.forward), full_ring: block },
+            backward: Bytes { sent: sent(&traffic.backward), full_ring: block + backward },
+            per_rank: if ranks <= MOST_STEPPED_RANKS {
+                per_rank
+            } else {
+                extremes(&per_rank, rank)
+            },
+            ..self
+        }
+    }
+
     /// Plans the ring of `spec`. `None` as `layout` chooses one from the mask. With `rank`, the
     /// figures contain that rank's program.
     ///
@@ -185,9 +261,7 @@ impl Figures {
         mask: String,
     ) -> Result<Self> {
         check_queries(spec)?;
-        if let Some(rank) = rank.filter(|&rank| rank >= ranks) {
-            return Err(Error::invalid("rank", rank, format!("a rank of 0 to {}", ranks - 1)));
-        }
+        check_rank(rank, ranks)?;
         let tick = &mut || ();
         let fixed = layout.cloned();
         let fixed = spec.leaf_rows.map_or(fixed.clone(), |rows| fixed.map(|of| of.at_leaves(rows)));
@@ -234,6 +308,9 @@ impl Figures {
         let few = ranks <= MOST_STEPPED_RANKS;
         Ok(Self {
             ranks,
+            strategy: Strategy::Ring.to_string(),
+            strategies: Vec::new(),
+            ring_ranks: ranks,
             layout: layout.name(),
             direction: route.name(),
             hops: traffic.hops,
@@ -255,6 +332,17 @@ impl Figures {
             route,
             shards,
         })
+    }
+
+    /// Describes the strategy in one line.
+    pub(super) fn strategy_in_words(&self) -> String {
+        let Self { strategy, ranks, ring_ranks, .. } = self;
+        if ranks == ring_ranks {
+            return strategy.clone();
+        }
+        let members = ranks / ring_ranks;
+        let groups = counted(*ring_ranks as u64, "group", "groups");
+        format!("{strategy}: heads are divided among {members} ranks; a ring over {groups}")
     }
 
     /// Number of steps up to the last in which a rank computes or forwards a block; at least 1.
@@ -342,6 +430,38 @@ fn rank_figures(
     shards.q.iter().zip(&shards.kv).enumerate().map(of_rank).collect()
 }
 
+/// Returns the figures of every rank under a strategy that divides heads, and the pairs of all.
+/// `groups` are the shards of the groups.
+fn rank_figures_of(
+    spec: &Spec,
+    traffic: &StrategyTraffic,
+    groups: &RingShards,
+) -> (Vec<RankFigures>, u128) {
+    let StrategyTraffic { grid, layout, forward, backward, .. } = traffic;
+    let work_of = |member: usize| {
+        let spec = spec.of_heads(grid, member);
+        Work::of(spec.mask.as_ref(), spec.dims.q_heads, spec.dims.batch, groups)
+    };
+    let work: Vec<Work> = (0..grid.members()).map(work_of).collect();
+    let total: u128 = work.iter().map(Work::total).sum();
+    let ranks = forward.len();
+    let mean = total as f64 / ranks as f64;
+    let of_rank = |rank: usize| {
+        let rows = |side, len| layout.of_ranks.shard(side, len, rank, ranks).len();
+        let pairs = work[grid.member(rank)].of_rank(grid.group(rank));
+        RankFigures {
+            rank,
+            q_rows: rows(Side::Q, spec.dims.q_len),
+            kv_rows: rows(Side::Kv, spec.dims.kv_len),
+            pairs,
+            work_over_mean: if mean > 0.0 { pairs as f64 / mean } else { 0.0 },
+            bytes_sent: forward[rank],
+            backward_bytes_sent: backward[rank],
+        }
+    };
+    ((0..ranks).map(of_rank).collect(), total)
+}
+
 /// Selects the first ranks with the least and the most pairs and bytes, and `rank`.
 fn extremes(all: &[RankFigures], rank: Option<usize>) -> Vec<RankFigures> {
     let keys: [fn(&RankFigures) -> u128; 3] =
@@ -372,11 +492,19 @@ fn steps(
     Ok(steps.map(|step| StepFigures::new(step, &schedule, &work, bytes)).collect())
 }
 
+/// Checks that there is a rank of this number.
+fn check_rank(rank: Option<usize>, ranks: usize) -> Result<()> {
+    match rank.filter(|&rank| rank >= ranks) {
+        Some(rank) => Err(Error::invalid("rank", rank, format!("a rank of 0 to {}", ranks - 1))),
+        None => Ok(()),
+    }
+}
+
 /// Checks that the pairs of every query can be counted in some seconds.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] for more queries than [`MOST_QUERIES`].
-fn check_queries(spec: &Spec) -> Result<()> {
+pub(super) fn check_queries(spec: &Spec) -> Result<()> {
     // equal heads are counted once
     let heads = if spec.mask.per_head() { spec.dims.q_heads as u64 } else { 1 };
     if spec.dims.q_len as u64 * heads <= MOST_QUERIES {

@@ -4,18 +4,19 @@ mod figures;
 mod leaves;
 mod picture;
 mod program;
+mod strategies;
 
 use std::path::{Path, PathBuf};
 
 use annulus::Attention;
-use annulus_core::{Dims, Spec};
+use annulus_core::{Dims, Spec, Strategy};
 use clap::Args;
 
 use crate::{
     arguments::{
         mask::MaskFlags,
         names,
-        values::{DTypeName, LayoutName, count as from_one, dim, planned_ranks, whole},
+        values::{DTypeName, LayoutName, count as from_one, dim, planned_ranks, strategy, whole},
     },
     failure::Outcome,
     file,
@@ -23,6 +24,7 @@ use crate::{
     stdout::say,
 };
 use figures::Figures;
+use strategies::Strategies;
 
 const EXAMPLES: &str = "Examples:
   annulus plan --causal --q-len 65536 --ranks 8
@@ -49,6 +51,12 @@ pub(crate) struct PlanFlags {
     /// Assignment of rows to ranks; auto chooses it from the mask
     #[arg(long, value_enum, default_value = "auto")]
     layout: LayoutName,
+    /// Division of the attention among ranks: ring; heads:H, an all-to-all over heads in groups of
+    /// H ranks and a ring over the groups; or auto, the one that sends the fewest bytes. Steps and
+    /// picture of heads:H are those of the ring over groups that has the first heads. All
+    /// strategies are compared; for more than 256 ranks only with heads:H or auto
+    #[arg(long, value_name = "NAME", default_value = "ring", value_parser = strategy)]
+    strategy: Strategy,
     /// Plan the reproducible order: layouts divide the rows at leaves, queries are sent in a
     /// backward pass, and the memory of partial results that wait to be merged is shown
     #[arg(long)]
@@ -91,9 +99,26 @@ pub(crate) fn run(flags: &PlanFlags) -> Outcome {
     let dims = flags.dims();
     let spec = flags.spec(dims).map_err(|error| names::of_flags(error, &dims, &[]))?;
     let layout = flags.layout.layout();
-    let figures =
-        Figures::new(&spec, flags.ranks, layout.as_ref(), flags.rank, flags.mask.describe());
-    let figures = figures.map_err(|error| names::of_flags(error, &dims, &[("rank", "--rank")]))?;
+    let named =
+        |error| names::of_flags(error, &dims, &[("rank", "--rank"), ("strategy", "--strategy")]);
+    figures::check_queries(&spec).map_err(named)?;
+    let strategies = Strategies::new(&spec, flags.ranks, layout.as_ref(), flags.strategy);
+    let strategies = strategies.map_err(named)?;
+    let ring = Figures::of_first_heads(
+        &spec,
+        flags.ranks,
+        layout.as_ref(),
+        flags.rank,
+        flags.mask.describe(),
+        &strategies,
+    );
+    let ring = ring.map_err(named)?;
+    let picture = flags.svg.as_ref().map(|path| {
+        let grid = strategies.chosen().map(|of| of.grid);
+        let of_ring = grid.map_or_else(|| spec.clone(), |grid| spec.of_heads(&grid, 0));
+        (path, picture::draw(&of_ring, &ring))
+    });
+    let figures = ring.of_all_heads(&spec, flags.rank, &strategies);
     let printed = flags.json.as_deref() == Some(Path::new("-"));
     // a document on standard output replaces the table
     let to_standard_output = printed
@@ -104,8 +129,8 @@ pub(crate) fn run(flags: &PlanFlags) -> Outcome {
     if let Some(path) = flags.json.as_deref().filter(|_| !printed) {
         file::write_text(path, &figures.json())?;
     }
-    if let Some(path) = &flags.svg {
-        file::write_text(path, &picture::draw(&spec, &figures))?;
+    if let Some((path, picture)) = picture {
+        file::write_text(path, &picture)?;
     }
     if printed {
         say!("{}", figures.json().trim_end());
@@ -143,6 +168,7 @@ impl PlanFlags {
 fn print(figures: &Figures) {
     say!("{}", figures.title());
     say!("{}", figures.hops_in_words());
+    say!("strategy  {}", figures.strategy_in_words());
     say!("forward   {}", figures.forward.in_words());
     say!("backward  {}", figures.backward.in_words());
     if let Some(leaves) = &figures.leaves {
@@ -181,6 +207,10 @@ fn print(figures: &Figures) {
             bytes(rank.bytes_sent),
             bytes(rank.backward_bytes_sent)
         );
+    }
+    if figures.strategies.len() > 1 {
+        say!("");
+        figures.strategies.iter().for_each(|strategy| say!("{}", strategy.in_words()));
     }
     if let Some(program) = &figures.program {
         program.print();

@@ -101,6 +101,10 @@ fn correct_cases_pass_on_every_ring() {
         "2 passed, 0 failed",
     );
     ends(&folder.run("check . --case three"), 1, "0 passed, 0 failed");
+    // 3 rank counts, 3 strategies, 2 types; 3 ranks have no groups of 2
+    let strategies = "check . --case one --ranks 2,3,4 --layout contiguous \
+                      --strategy ring,heads:2,auto --skip-unsupported";
+    ends(&folder.succeed(strategies), 0, "16 passed, 0 failed");
 }
 
 #[test]

@@ -326,3 +326,64 @@ fn a_reproducible_plan_has_the_memory_of_partial_results() {
         .map(|pass| ring.rings().nth(3).unwrap().bytes_predicted(pass));
     assert_eq!(sent, backward - forward);
 }
+
+#[test]
+fn strategies_are_compared_by_bytes() {
+    let folder = Folder::new("plan_strategies");
+    let flags = "--q-len 4096 --ranks 8 --heads 32 --head-dim 64 --dtype bf16";
+    let auto = plan(&folder, &format!("{flags} --strategy auto"));
+    assert_eq!(auto["strategy"], "heads:8");
+    let strategies = auto["strategies"].as_array().unwrap();
+    let names: Vec<&str> = strategies.iter().map(|of| of["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["ring", "heads:2", "heads:4", "heads:8"]);
+    assert_eq!(strategies[2]["grid"], serde_json::json!([4, 2, 1]));
+    // to each of 7 ranks 512 rows of 4 heads of q, k, v and out, and lse
+    assert_eq!(strategies[3]["bytes_max_rank"], 7 * 512 * 4 * (4 * 64 * 2 + 4));
+    for (name, chosen) in names.iter().zip(strategies) {
+        let planned = plan(&folder, &format!("{flags} --strategy {name}"));
+        assert_eq!(planned["strategy"], **name);
+        assert_eq!(planned["bytes_sent_total"], chosen["bytes_sent_total"]);
+        assert_eq!(planned["strategies"], auto["strategies"]);
+        let ranks = planned["per_rank"].as_array().unwrap();
+        let sum = |of: &str| ranks.iter().map(|rank| rank[of].as_u64().unwrap()).sum::<u64>();
+        assert_eq!(sum("bytes_sent"), chosen["bytes_sent_total"].as_u64().unwrap());
+        assert_eq!(sum("pairs"), 32 * 4096 * 4096);
+        assert_eq!((sum("q_rows"), ranks.len()), (4096, 8));
+    }
+    // what the plans themselves predict, and allocate
+    let dims = Dims { q_heads: 4, ..Dims::new(1, 1000, 4, 16).kv_heads(2) };
+    let flags = "--causal --q-len 1000 --ranks 8 --heads 4 --kv-heads 2 --head-dim 16";
+    let planned = plan(&folder, &format!("{flags} --strategy ring"));
+    for of in planned["strategies"].as_array().unwrap() {
+        let strategy = of["name"].as_str().unwrap().parse().unwrap();
+        let ring = Attention::new().causal(true).strategy(strategy).local_ring(dims, 8).unwrap();
+        let passes = [PassKind::Forward, PassKind::Backward];
+        let sent = |pass| ring.plans().map(|plan| plan.bytes_predicted(pass)).sum::<u64>();
+        assert_eq!(of["bytes_sent_total"], sent(passes[0]), "{strategy}");
+        assert_eq!(of["backward_bytes_sent_total"], sent(passes[1]), "{strategy}");
+        let memory = ring.plans().map(|plan| plan.buffer_bytes()).max().unwrap();
+        let bound = of["memory_max_rank"].as_u64().unwrap();
+        assert!(memory <= bound && bound < 3 * memory, "{strategy}: {memory} of {bound}");
+    }
+    let text = folder.succeed(&format!("plan {flags} --strategy heads:2 --svg a.svg --rank 5")).out;
+    assert!(text.contains("heads are divided among 2 ranks; a ring over 4 groups"), "{text}");
+    let wrong = folder.run(&format!("plan {flags} --strategy heads:3"));
+    assert!(wrong.code != 0 && wrong.err.contains("--strategy"), "{}", wrong.err);
+}
+
+#[test]
+fn attend_divides_heads() {
+    let folder = Folder::new("attend_strategy");
+    folder.succeed("make --output in.safetensors --backward --q-len 90 --heads 4 --kv-heads 2");
+    let run = |strategy: &str| -> Value {
+        let result = folder.succeed(&format!(
+            "attend --input in.safetensors --output {strategy}.safetensors --ranks 4 --causal \
+             --backward --threads 1 --json --strategy {strategy}"
+        ));
+        serde_json::from_str(&result.out).unwrap()
+    };
+    let [ring, heads, auto] = ["ring", "heads:2", "auto"].map(run);
+    assert_eq!((&ring["strategy"], &heads["strategy"]), (&"ring".into(), &"heads:2".into()));
+    assert_ne!(auto["strategy"], "auto");
+    assert_eq!(ring["visible_pairs"], heads["visible_pairs"]);
+}

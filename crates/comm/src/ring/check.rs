@@ -11,7 +11,7 @@ use super::{RingOptions, reduce};
 type Described = (DType, [usize; 4]);
 
 /// Shapes of this rank's tensors.
-pub(super) struct Shapes {
+pub(crate) struct Shapes {
     q: Described,
     k: Described,
     v: Described,
@@ -23,11 +23,13 @@ pub(super) struct Shapes {
 }
 
 impl Shapes {
-    pub(super) fn of(shard: &RankShard) -> Self {
-        let spec = &shard.spec;
+    pub(crate) fn of(shard: &RankShard) -> Self {
+        Self::new(&shard.spec, shard.queries.len(), shard.keys.len())
+    }
+
+    /// Returns the shapes of the tensors of a rank with these rows.
+    pub(crate) fn new(spec: &Spec, q_rows: usize, kv_rows: usize) -> Self {
         let dims = &spec.dims;
-        let q_rows = shard.queries.len();
-        let kv_rows = shard.keys.len();
         let dtype = spec.dtype;
         let sums = spec.dtype.accumulator();
         Self {
@@ -44,7 +46,7 @@ impl Shapes {
         }
     }
 
-    pub(super) fn inputs<S: Space>(&self, inputs: &Inputs<'_, S>) -> Result<()> {
+    pub(crate) fn inputs<S: Space>(&self, inputs: &Inputs<'_, S>) -> Result<()> {
         check_tensor("q", S::describe(&inputs.q), self.q)?;
         check_tensor("k", S::describe(&inputs.k), self.k)?;
         check_tensor("v", S::describe(&inputs.v), self.v)?;
@@ -52,7 +54,7 @@ impl Shapes {
         check_optional("softmax_aux", inputs.sinks.as_ref().map(S::describe), self.sinks)
     }
 
-    pub(super) fn outputs<S: Space>(&self, outputs: &Outputs<'_, S>) -> Result<()> {
+    pub(crate) fn outputs<S: Space>(&self, outputs: &Outputs<'_, S>) -> Result<()> {
         let statistics = (!self.normalize).then_some(self.lse);
         check_tensor("out", S::describe_mut(&outputs.out), self.out)?;
         check_tensor("lse", S::describe_mut(&outputs.lse), self.lse)?;
@@ -61,7 +63,7 @@ impl Shapes {
         check_optional("ties", outputs.ties.as_ref().map(S::describe_mut), statistics)
     }
 
-    pub(super) fn backward_inputs<S: Space>(&self, inputs: &BackwardInputs<'_, S>) -> Result<()> {
+    pub(crate) fn backward_inputs<S: Space>(&self, inputs: &BackwardInputs<'_, S>) -> Result<()> {
         self.inputs(&inputs.forward)?;
         let statistics = (!self.normalize).then_some(self.lse);
         check_tensor("out", S::describe(&inputs.out), self.out)?;
@@ -75,13 +77,18 @@ impl Shapes {
             .map_or(Ok(()), |dlse| check_tensor("dlse", S::describe(dlse), self.lse))
     }
 
-    pub(super) fn gradients<S: Space>(&self, gradients: &Gradients<'_, S>) -> Result<()> {
+    pub(crate) fn gradients<S: Space>(&self, gradients: &Gradients<'_, S>) -> Result<()> {
         check_tensor("dq", S::describe_mut(&gradients.dq), self.q)?;
         check_tensor("dk", S::describe_mut(&gradients.dk), self.k)?;
         check_tensor("dv", S::describe_mut(&gradients.dv), self.v)?;
         check_optional("dbias", gradients.dbias.as_ref().map(S::describe_mut), self.bias)?;
         check_optional("dsoftmax_aux", gradients.dsinks.as_ref().map(S::describe_mut), self.sinks)
     }
+}
+
+/// Returns the error of a backward pass of a plan without one.
+pub(crate) fn forward_only() -> Error {
+    Error::invalid("backward", "a plan made for forward only", "a plan made with backward")
 }
 
 /// Checks dtype and shape of a tensor.
@@ -105,7 +112,7 @@ fn describe((dtype, shape): Described) -> String {
 
 /// Refuses what a two-pass backward does not support over several ranks: the bias and mask rows of
 /// a query are not sent with it, except in the reproducible order.
-pub(super) fn two_pass(spec: &Spec, ranks: usize) -> Result<()> {
+pub(crate) fn two_pass(spec: &Spec, ranks: usize) -> Result<()> {
     if sends_bare_queries(spec, ranks) && spec.bias.is_some_and(|shape| shape[2] != 1) {
         return Err(Error::unsupported(
             "a bias tensor with a query axis in a two-pass backward over several ranks",
@@ -121,7 +128,7 @@ fn sends_bare_queries(spec: &Spec, ranks: usize) -> bool {
 }
 
 /// As [`two_pass`], of a batch.
-pub(super) fn two_pass_mask(spec: &Spec, batch: &Batch, ranks: usize) -> Result<()> {
+pub(crate) fn two_pass_mask(spec: &Spec, batch: &Batch, ranks: usize) -> Result<()> {
     if sends_bare_queries(spec, ranks) && batch.attention_mask.is_some() {
         return Err(Error::unsupported(
             "attention_mask in a two-pass backward over several ranks",
@@ -132,7 +139,7 @@ pub(super) fn two_pass_mask(spec: &Spec, batch: &Batch, ranks: usize) -> Result<
 }
 
 /// Refuses a reproducible attention that the backend does not compute.
-pub(super) fn reproducible(spec: &Spec, capabilities: &Capabilities) -> Result<()> {
+pub(crate) fn reproducible(spec: &Spec, capabilities: &Capabilities) -> Result<()> {
     let Some(rows) = spec.leaf_rows else { return Ok(()) };
     let Capabilities { name, kv_tile, .. } = capabilities;
     if !capabilities.reproducible {
@@ -148,7 +155,7 @@ pub(super) fn reproducible(spec: &Spec, capabilities: &Capabilities) -> Result<(
 }
 
 /// Refuses a ring that would have to sum gradients in device memory over ranks.
-pub(super) fn reduction<S: Space>(spec: &Spec, options: &RingOptions, ranks: usize) -> Result<()> {
+pub(crate) fn reduction<S: Space>(spec: &Spec, options: &RingOptions, ranks: usize) -> Result<()> {
     if !S::HOST_TENSORS && reduce::is_needed(spec, options, ranks) {
         return Err(Error::unsupported(
             "the sum over ranks of dsinks, or of dbias broadcast over queries, in device memory \

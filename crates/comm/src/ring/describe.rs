@@ -3,7 +3,9 @@
 
 use std::fmt::{Debug, Display, Write};
 
-use annulus_core::{BackwardMode, Batch, Capabilities, DenseMask, Fingerprint, Placement, Spec};
+use annulus_core::{
+    BackwardMode, Batch, Capabilities, DenseMask, Fingerprint, Placement, Spec, Strategy,
+};
 
 use super::RingOptions;
 use crate::agreement::Descriptor;
@@ -12,9 +14,10 @@ use crate::agreement::Descriptor;
 const SHOWN: usize = 60;
 
 /// Describes a plan. The capabilities are the backend's, the placement is the transport's.
-pub(super) fn plan(
+pub(crate) fn plan(
     spec: &Spec,
     options: &RingOptions,
+    strategy: Strategy,
     capabilities: &Capabilities,
     placement: Option<&Placement>,
 ) -> Descriptor {
@@ -55,6 +58,7 @@ pub(super) fn plan(
     let d = text(d, "logits_dtype", spec.logits_dtype);
     let d = debug(d, "precision", &spec.precision);
     let d = debug(d, "backward_mode", &spec.backward);
+    let d = text(d, "strategy", strategy);
     let d = debug(d, "layout", &options.layout);
     let d = debug(d, "route", &options.route);
     let d = debug(d, "reproducible leaf rows", &spec.leaf_rows);
@@ -73,7 +77,7 @@ pub(super) fn plan(
 }
 
 /// Describes a batch, but for the rows, which differ by rank.
-pub(super) fn batch(batch: &Batch) -> Descriptor {
+pub(crate) fn batch(batch: &Batch) -> Descriptor {
     let d = Descriptor::new()
         .field("q_segment_ids given", u64::from(batch.q_segment_ids.is_some()))
         .field("kv_segment_ids given", u64::from(batch.kv_segment_ids.is_some()))
@@ -86,7 +90,7 @@ pub(super) fn batch(batch: &Batch) -> Descriptor {
 }
 
 /// Describes a call of a pass.
-pub(super) fn call(name: &str) -> Descriptor {
+pub(crate) fn call(name: &str) -> Descriptor {
     text(Descriptor::new(), "call", name)
 }
 

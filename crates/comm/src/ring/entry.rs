@@ -9,13 +9,18 @@
 //! | of a call | is the same call again |
 //! | of a call that this rank refused | finishes that entry, then enters itself |
 
-use annulus_core::{Backend, Error, Result};
+use annulus_core::{Error, Result, Space, Transport};
 
-use super::Ring;
 use crate::agreement::{self, Descriptor};
 
+/// Numbers of the all-gathers of a plan, and its entry that ended at the arrival deadline.
+pub(crate) struct Entries {
+    next_round: u64,
+    pending: Option<PendingEntry>,
+}
+
 /// An entry that ended at the arrival deadline.
-pub(super) struct PendingEntry {
+struct PendingEntry {
     round: u64,
     /// Contribution of this rank.
     contribution: Vec<u8>,
@@ -23,18 +28,33 @@ pub(super) struct PendingEntry {
     is_refusal: bool,
 }
 
-impl<B: Backend> Ring<B> {
+impl Entries {
+    /// Starts with all-gather `next_round`.
+    pub(crate) const fn new(next_round: u64) -> Self {
+        Self { next_round, pending: None }
+    }
+
+    /// Returns the number of the next all-gather.
+    pub(crate) const fn round(&mut self) -> u64 {
+        self.next_round += 1;
+        self.next_round - 1
+    }
+
     /// Agrees with all ranks on a call, which this rank makes with `local` or refuses. Returns the
     /// largest value of each [`Descriptor::largest`] field.
-    pub(super) fn enter(&mut self, local: &Result<Descriptor>) -> Result<Vec<u64>> {
+    pub(crate) fn enter<S: Space>(
+        &mut self,
+        transport: &mut dyn Transport<S>,
+        local: &Result<Descriptor>,
+    ) -> Result<Vec<u64>> {
         let contribution = agreement::contribution(local);
-        if let Some(refusal) = self.pending_entry.take_if(|entry| entry.is_refusal) {
-            self.finish_entry(refusal)?;
+        if let Some(refusal) = self.pending.take_if(|entry| entry.is_refusal) {
+            self.finish(transport, refusal)?;
         }
-        let entry = match self.pending_entry.take() {
+        let entry = match self.pending.take() {
             Some(pending) if pending.contribution == contribution => pending,
             Some(pending) => {
-                self.pending_entry = Some(pending);
+                self.pending = Some(pending);
                 let want = "the one that ended at the arrival deadline, again";
                 return Err(local
                     .as_ref()
@@ -44,19 +64,24 @@ impl<B: Backend> Ring<B> {
             }
             None => {
                 let round = self.round();
-                self.transport.start_entry(round, &contribution)?;
+                transport.start_entry(round, &contribution)?;
                 PendingEntry { round, contribution, is_refusal: local.is_err() }
             }
         };
-        let gathered = self.finish_entry(entry);
-        agreement::conclude(self.rank, local, gathered)
+        let rank = transport.rank();
+        let gathered = self.finish(transport, entry);
+        agreement::conclude(rank, local, gathered)
     }
 
     /// Finishes the all-gather of an entry, or keeps it if it ends at the arrival deadline.
-    fn finish_entry(&mut self, entry: PendingEntry) -> Result<Vec<Vec<u8>>> {
-        let gathered = agreement::finish_all_gather(self.transport.as_mut(), entry.round);
+    fn finish<S: Space>(
+        &mut self,
+        transport: &mut dyn Transport<S>,
+        entry: PendingEntry,
+    ) -> Result<Vec<Vec<u8>>> {
+        let gathered = agreement::finish_all_gather(transport, entry.round);
         if matches!(gathered, Err(Error::ArrivalTimeout { .. })) {
-            self.pending_entry = Some(entry);
+            self.pending = Some(entry);
         }
         gathered
     }

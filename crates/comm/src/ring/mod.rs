@@ -21,20 +21,20 @@
 pub(crate) mod block_parts;
 mod blocks;
 mod buffers;
-mod check;
-mod describe;
+pub(crate) mod check;
+pub(crate) mod describe;
 mod display;
-mod entry;
+pub(crate) mod entry;
 mod home_reduce;
-mod in_flight;
+pub(crate) mod in_flight;
 mod leaf_reduce;
 mod one_pass;
 mod plan;
-mod planning;
-mod program;
-mod reduce;
+pub(crate) mod planning;
+pub(crate) mod program;
+pub(crate) mod reduce;
 mod ring_loop;
-mod step_events;
+pub(crate) mod step_events;
 mod tail_overlap;
 mod update;
 
@@ -45,12 +45,12 @@ use std::{
 
 use annulus_core::{
     Backend, BackwardInputs, Batch, Error, Gradients, Inputs, Layout, Order, Outputs, RankShard,
-    Result, Route, Runs, Schedule, Spec, Transport, Work,
+    Result, Route, Runs, Schedule, Space, Spec, Transport, Work,
 };
 
 use crate::{agreement, span::span};
 use buffers::Buffers;
-use entry::PendingEntry;
+use entry::Entries;
 use plan::{Agreed, RingPlan};
 use planning::Planned;
 use step_events::StepWatch;
@@ -87,11 +87,9 @@ pub struct Ring<B: Backend> {
     workspace: B::Workspace,
     buffers: Buffers<B::Space>,
     next_tag: u64,
-    next_round: u64,
     /// Error that ended the plan.
     poisoned: Option<String>,
-    /// Entry that ended at the arrival deadline.
-    pending_entry: Option<PendingEntry>,
+    entries: Entries,
     /// True if a backward pass sums dsinks and a shared dbias over ranks.
     reduces: bool,
     watch: StepWatch,
@@ -154,9 +152,8 @@ impl<B: Backend> Ring<B> {
             workspace,
             buffers,
             next_tag: 1,
-            next_round: 2,
             poisoned: None,
-            pending_entry: None,
+            entries: Entries::new(2),
             reduces,
             watch: StepWatch::default(),
         })
@@ -173,9 +170,15 @@ impl<B: Backend> Ring<B> {
     /// [`Error::RankMismatch`]: the old batch stays in force on all ranks.
     /// As [`Ring::forward`] if communication fails, or if the old batch cannot be restored.
     pub fn update(&mut self, batch: &Batch) -> Result<()> {
+        let checked = self.check_batch(batch);
+        self.update_checked(batch, checked)
+    }
+
+    /// Updates the plan as [`Ring::update`] does, with a batch that was checked.
+    pub(crate) fn update_checked(&mut self, batch: &Batch, checked: Result<()>) -> Result<()> {
         self.alive()?;
         self.watch.batch_changed();
-        let result = caught(|| self.try_update(batch));
+        let result = caught(|| self.try_update(batch, checked));
         if let Err(error) = &result
             && error.is_fatal()
         {
@@ -230,11 +233,7 @@ impl<B: Backend> Ring<B> {
         let checked = if self.agreed.backward {
             shapes.backward_inputs(inputs).and_then(|()| shapes.gradients(gradients))
         } else {
-            Err(Error::invalid(
-                "backward",
-                "a plan made for forward only",
-                "a plan made with backward",
-            ))
+            Err(check::forward_only())
         };
         self.call(PassKind::Backward, checked, |ring, first_tag| {
             let waited = ring.backward_loop(inputs, gradients, first_tag)?;
@@ -259,7 +258,7 @@ impl<B: Backend> Ring<B> {
         if let Err(poisoned) = self.alive() {
             return poisoned;
         }
-        let agreed = self.enter(&Err(why.clone()));
+        let agreed = self.entries.enter(self.transport.as_mut(), &Err(why.clone()));
         self.remember(agreed).err().unwrap_or(why)
     }
 
@@ -320,6 +319,11 @@ impl<B: Backend> Ring<B> {
     /// on all machines with the same one; ranks with different ones are refused then.
     pub fn numerics(&self) -> &str {
         &self.agreed.numerics
+    }
+
+    /// Allocates a buffer in the memory of the backend.
+    pub(crate) fn allocate(&self, bytes: u64) -> Result<<B::Space as Space>::Buffer> {
+        self.backend.allocate(bytes)
     }
 
     /// Returns the memory that the backend keeps between passes.
@@ -384,7 +388,8 @@ impl<B: Backend> Ring<B> {
         if self.ranks == 1 {
             return checked.and_then(|()| self.transport.progress(Duration::ZERO));
         }
-        self.enter(&checked.map(|()| describe::call(name))).map(drop)
+        let described = checked.map(|()| describe::call(name));
+        self.entries.enter(self.transport.as_mut(), &described).map(drop)
     }
 
     /// Agrees with all ranks that the pass has succeeded.
@@ -392,14 +397,8 @@ impl<B: Backend> Ring<B> {
         if self.ranks == 1 {
             return Ok(());
         }
-        let round = self.round();
+        let round = self.entries.round();
         agreement::close(self.transport.as_mut(), round, Ok(()))
-    }
-
-    /// Returns the number of the next all-gather.
-    fn round(&mut self) -> u64 {
-        self.next_round += 1;
-        self.next_round - 1
     }
 
     /// Returns an error if the plan is dead.
@@ -420,7 +419,7 @@ impl<B: Backend> Ring<B> {
 
 /// Runs `work` and turns a panic in it (a caller's mask or bias function may panic) into an error,
 /// so that the other ranks do not wait for this one.
-fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+pub(crate) fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
         let message = panic
             .downcast_ref::<&str>()

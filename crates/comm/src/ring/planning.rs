@@ -6,8 +6,8 @@ use std::{
 };
 
 use annulus_core::{
-    Backend, BackwardMode, Choice, Error, Passes, RankShard, Result, RingShards, Space, Spec,
-    Transport,
+    Backend, BackwardMode, Capabilities, Choice, Error, Passes, RankShard, Result, RingShards,
+    Space, Spec, Strategy, Transport,
 };
 
 use super::{
@@ -25,19 +25,19 @@ const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Heartbeats of a rank that plans: the others wait for it meanwhile, and their deadline measures
 /// silence.
-pub(super) struct PlanningTicks<'a, S: Space> {
+pub(crate) struct PlanningTicks<'a, S: Space> {
     transport: &'a mut dyn Transport<S>,
     last: Instant,
     failure: Option<Error>,
 }
 
 impl<'a, S: Space> PlanningTicks<'a, S> {
-    pub(super) fn new(transport: &'a mut dyn Transport<S>) -> Self {
+    pub(crate) fn new(transport: &'a mut dyn Transport<S>) -> Self {
         Self { transport, last: Instant::now(), failure: None }
     }
 
     /// Sends a heartbeat and moves messages, if the last time is long enough ago.
-    pub(super) fn tick(&mut self) {
+    pub(crate) fn tick(&mut self) {
         if self.failure.is_none() && self.last.elapsed() >= HEARTBEAT_INTERVAL {
             self.last = Instant::now();
             self.transport.control().heartbeat(true);
@@ -46,9 +46,35 @@ impl<'a, S: Space> PlanningTicks<'a, S> {
     }
 
     /// Returns the result of planning, or the error of the transport if a tick met one.
-    pub(super) fn finish<T>(self, planned: Result<T>) -> Result<T> {
+    pub(crate) fn finish<T>(self, planned: Result<T>) -> Result<T> {
         self.failure.map_or(planned, Err)
     }
+}
+
+/// Checks a plan of `ranks` ranks. Returns the spec with the form of the backward pass that it will
+/// have, and the properties of the backend.
+pub(crate) fn check_plan<B: Backend>(
+    backend: &B,
+    spec: Spec,
+    options: &RingOptions,
+    ranks: usize,
+) -> Result<(Spec, Capabilities)> {
+    spec.validate()?;
+    let capabilities = backend.capabilities(&spec)?;
+    check::reproducible(&spec, &capabilities)?;
+    // no accumulator is sent in the reproducible order: terms are summed by their owner
+    let two_pass = spec.leaf_rows.is_some() && options.backward;
+    let backward = if two_pass { BackwardMode::TwoPass } else { spec.backward };
+    let spec = Spec { backward, ..spec };
+    check::two_pass(&spec, ranks)?;
+    check::reduction::<B::Space>(&spec, options, ranks)?;
+    if let Some(layout) = &options.layout {
+        layout.validate(spec.dims.q_len, spec.dims.kv_len, ranks)?;
+        if let Some(rows) = spec.leaf_rows {
+            layout.validate_leaves(spec.dims.q_len, spec.dims.kv_len, rows)?;
+        }
+    }
+    Ok((spec, capabilities))
 }
 
 /// The parts of a [`super::Ring`] that all ranks have agreed upon.
@@ -70,27 +96,10 @@ impl<B: Backend> Planned<B> {
     ) -> Result<Self> {
         let rank = transport.control().rank();
         let ranks = transport.control().ranks();
-        let checked = spec.and_then(|spec| {
-            spec.validate()?;
-            let capabilities = backend.capabilities(&spec)?;
-            check::reproducible(&spec, &capabilities)?;
-            // no accumulator is sent in the reproducible order: terms are summed by their owner
-            let two_pass = spec.leaf_rows.is_some() && options.backward;
-            let backward = if two_pass { BackwardMode::TwoPass } else { spec.backward };
-            let spec = Spec { backward, ..spec };
-            check::two_pass(&spec, ranks)?;
-            check::reduction::<B::Space>(&spec, options, ranks)?;
-            if let Some(layout) = &options.layout {
-                layout.validate(spec.dims.q_len, spec.dims.kv_len, ranks)?;
-                if let Some(rows) = spec.leaf_rows {
-                    layout.validate_leaves(spec.dims.q_len, spec.dims.kv_len, rows)?;
-                }
-            }
-            Ok((spec, capabilities))
-        });
+        let checked = spec.and_then(|spec| check_plan(backend, spec, options, ranks));
         let placement = transport.control().placement().cloned();
         let describe = |(spec, capabilities): &(Spec, _)| {
-            describe::plan(spec, options, capabilities, placement.as_ref())
+            describe::plan(spec, options, Strategy::Ring, capabilities, placement.as_ref())
         };
         let described = checked.as_ref().map(describe).map_err(Error::clone);
         let largest = agreement::enter(transport, 0, &described)?;

@@ -11,10 +11,10 @@ use crate::agreement::all_gather;
 
 /// Numbers per all-gather: an all-reduce of a gradient of any size then takes 64 KiB per rank, 8
 /// MiB on 128 ranks.
-pub(super) const CHUNK: usize = 1 << 13;
+pub(crate) const CHUNK: usize = 1 << 13;
 
 /// Returns true if every rank computes a summand of dbias, like of dsinks.
-pub(super) fn bias_is_shared(spec: &Spec) -> bool {
+pub(crate) fn bias_is_shared(spec: &Spec) -> bool {
     spec.bias.is_some_and(|[_, _, q_len, _]| q_len == 1)
 }
 
@@ -82,7 +82,7 @@ impl<B: Backend> Ring<B> {
         if self.ranks == 1 {
             return Ok(());
         }
-        let round = self.round();
+        let round = self.entries.round();
         let bytes: Vec<u8> = part.iter().flat_map(|number| number.to_le_bytes()).collect();
         let all = all_gather(self.transport.as_mut(), round, &bytes)?;
         part.fill(0.0);

@@ -180,7 +180,7 @@ fn block_flops(
 }
 
 /// Makes the events of one circulation.
-pub(super) struct Observer<'a> {
+pub(crate) struct Observer<'a> {
     hook: Option<&'a StepHook>,
     rank: usize,
     pass: PassKind,
@@ -189,7 +189,17 @@ pub(super) struct Observer<'a> {
     flops: Vec<f64>,
 }
 
-impl Observer<'_> {
+impl<'a> Observer<'a> {
+    /// Makes the events of messages of a pass that began at `start`, outside of a ring.
+    pub(crate) const fn of_messages(
+        hook: Option<&'a StepHook>,
+        rank: usize,
+        pass: PassKind,
+        start: Instant,
+    ) -> Self {
+        Self { hook, rank, pass, start, flops: Vec::new() }
+    }
+
     /// Returns the time, if there is a function to which events are passed.
     pub(super) fn now(&self) -> Option<Instant> {
         self.hook.map(|_| Instant::now())

@@ -39,22 +39,21 @@ struct StagedBatch<S: Space> {
 }
 
 impl<B: Backend> Ring<B> {
-    /// Adapts the plan to `batch`; an error that is not fatal leaves the old batch in force.
-    pub(super) fn try_update(&mut self, batch: &Batch) -> Result<()> {
-        let agreed = &self.agreed;
-        let spec = &agreed.spec;
-        let layout = &agreed.layout;
-        let dims = spec.dims;
-        let q_rows = self.shard.queries.len();
-        let kv_rows = self.shard.keys.len();
-        let checked = spec.validate_batch(batch, q_rows, kv_rows).and_then(|()| {
-            batch.validate_layout(&dims, layout, self.ring_index, self.ranks)?;
-            check::two_pass_mask(spec, batch, self.ranks)?;
-            memory::check_available("segment ids and positions", batch.planning_bytes())
-        });
-        let described = checked.map(|()| describe::batch(batch));
-        self.enter(&described)?;
+    /// Checks this rank's part of a batch.
+    pub(crate) fn check_batch(&self, batch: &Batch) -> Result<()> {
+        let Agreed { spec, layout, .. } = &self.agreed;
+        spec.validate_batch(batch, self.shard.queries.len(), self.shard.keys.len())?;
+        batch.validate_layout(&spec.dims, layout, self.ring_index, self.ranks)?;
+        check::two_pass_mask(spec, batch, self.ranks)?;
+        memory::check_available("segment ids and positions", batch.planning_bytes())
+    }
 
+    /// Adapts the plan to `batch`; an error that is not fatal leaves the old batch in force.
+    pub(super) fn try_update(&mut self, batch: &Batch, checked: Result<()>) -> Result<()> {
+        let described = checked.map(|()| describe::batch(batch));
+        self.entries.enter(self.transport.as_mut(), &described)?;
+
+        let dims = self.agreed.spec.dims;
         let agreed = &self.agreed;
         let shard = |side| {
             let alignment = agreed.spec.alignment;
@@ -62,7 +61,7 @@ impl<B: Backend> Ring<B> {
             Shard::local(&dims, alignment, layout, side, self.ring_index, self.ranks, batch)
         };
         let message = plan::encode_shards([Side::Q, Side::Kv].map(shard));
-        let round = self.round();
+        let round = self.entries.round();
         // from here to the closing status no rank may return: the others would wait for it
         let gathered = all_gather(self.transport.as_mut(), round, &message);
         let gathered = gathered.map_err(agreement::mid_call)?;
@@ -78,7 +77,7 @@ impl<B: Backend> Ring<B> {
             Ok(staged)
         });
         let status = staged.as_ref().map_err(Error::clone).map(|_| ());
-        let round = self.round();
+        let round = self.entries.round();
         match (agreement::close(self.transport.as_mut(), round, status), staged) {
             (Ok(()), Ok(staged)) => {
                 self.commit(staged);

@@ -109,7 +109,12 @@ pub fn random_cases(subject: &dyn Subject, seeds: impl Iterator<Item = u64>) -> 
         let layout = layout.filter(|layout| !(lone_ids && matches!(layout, Layout::Custom(_))));
         let route =
             draw.pick(&[None, Some(Route::RelayUp), Some(Route::RelayDown), Some(Route::Direct)]);
-        examine(subject, &judge(&case)?, &case, &Setting { ranks, layout, route })?;
+        examine(
+            subject,
+            &judge(&case)?,
+            &case,
+            &Setting { ranks, layout, route, ..Setting::ALONE },
+        )?;
     }
     Ok(())
 }

@@ -7,6 +7,7 @@ mod nonfinite;
 mod numeric;
 mod pairwise;
 mod reproducible;
+mod strategies;
 
 pub use determinism::{same_bits_over_repeats, same_bits_under_delay};
 pub use matrix::{Scale, matrix, random_cases, sizes};
@@ -15,6 +16,7 @@ pub use nonfinite::{Poison, infinite_scores, infinite_scores_on, nonfinite, nonf
 pub use numeric::{numeric_rules, numeric_rules_on};
 pub use pairwise::{Configuration, pairwise, pairwise_cases};
 pub use reproducible::{reproducible_accuracy, reproducible_bits, reproducible_gradients};
+pub use strategies::{strategies, strategy_settings};
 
 use annulus_core::Layout;
 

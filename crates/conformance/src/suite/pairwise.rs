@@ -158,6 +158,7 @@ impl Configuration {
             ranks,
             layout,
             route: [None, Some(Route::RelayUp), Some(Route::RelayDown), Some(Route::Direct)][route],
+            ..Setting::ALONE
         }
     }
 }

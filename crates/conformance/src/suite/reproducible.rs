@@ -78,7 +78,7 @@ pub fn reproducible_gradients(subjects: &[&dyn Subject]) -> Verdict {
         for (at, ranks) in [1, 2, 3, 5].into_iter().enumerate() {
             let random = random_leaves(&case, ranks, &mut Draw::new(number + ranks as u64));
             for layout in [LAYOUTS[at % LAYOUTS.len()].clone(), random] {
-                let setting = Setting { ranks, layout: Some(layout), route: None };
+                let setting = Setting::new(ranks, layout);
                 let subject = subjects[at % subjects.len()];
                 let answer = run(subject, &case, &setting)?;
                 answer
@@ -104,7 +104,7 @@ fn settings(case: &Case, seed: u64) -> Vec<Setting> {
         let random = random_leaves(case, ranks, &mut Draw::new(seed + ranks as u64));
         for layout in LAYOUTS.into_iter().chain([random]) {
             let route = routes[(settings.len() + ranks) % routes.len()];
-            settings.push(Setting { ranks, layout: Some(layout), route });
+            settings.push(Setting { route, ..Setting::new(ranks, layout) });
         }
     }
     settings

@@ -21,7 +21,7 @@ use annulus::{
 use annulus_conformance::{Answer, Case, Draw, Judge, Masks, answer, narrow};
 use annulus_core::{
     Backend, BackwardMode, Batch, DType, Dims, Error, Fingerprint, Host, KeyIntervals, Layout,
-    Mask, Route, Spec,
+    Mask, Route, Spec, Strategy,
     mask::{Key, Query},
 };
 use annulus_cpu::Cpu;
@@ -66,14 +66,14 @@ fn case(batch: &Batch, backward: BackwardMode) -> Case {
     case
 }
 
-fn scripts() -> Vec<Script> {
-    (0..RANKS).map(|_| Script::default()).collect()
+fn scripts(ranks: usize) -> Vec<Script> {
+    (0..ranks).map(|_| Script::default()).collect()
 }
 
 fn plan_of(attention: &Attention, scripts: &[Script]) -> LocalRing<Refusing> {
     let make = |rank: usize| Ok(Refusing { cpu: Cpu::new(1)?, script: scripts[rank].clone() });
-    LocalRing::with_backends(&attention.clone().layout(Layout::Contiguous), DIMS, RANKS, make)
-        .expect("a plan")
+    let attention = attention.clone().layout(Layout::Contiguous);
+    LocalRing::with_backends(&attention, DIMS, scripts.len(), make).expect("a plan")
 }
 
 /// Runs forward and backward of a case.
@@ -88,9 +88,19 @@ fn compute(plan: &mut LocalRing<Refusing>, case: &Case) -> Result<Answer> {
 /// Refuses on `rank` the update from each batch to each other one, with these acts, and compares
 /// every answer with the oracle.
 fn refuse_everywhere(attention: &Attention, backward: BackwardMode, rank: usize, acts: &[Act]) {
+    refuse_on(attention, backward, [RANKS, rank], acts);
+}
+
+/// As [`refuse_everywhere`], on a rank of `ranks`.
+fn refuse_on(
+    attention: &Attention,
+    backward: BackwardMode,
+    [ranks, rank]: [usize; 2],
+    acts: &[Act],
+) {
     let cases = batches().map(|batch| case(&batch, backward));
     let judges = cases.each_ref().map(|case| Judge::new(case).expect("a valid case"));
-    let scripts = scripts();
+    let scripts = scripts(ranks);
     let mut plan = plan_of(attention, &scripts);
     for old in 0..cases.len() {
         for new in (0..cases.len()).filter(|&new| new != old) {
@@ -145,6 +155,21 @@ fn it_does_so_on_the_direct_route_and_in_a_two_pass_backward() {
         1,
         &[Act::ApplyThenRefuse],
     );
+}
+
+/// A rank of another inner ring than the one that refuses has been updated, and goes back.
+#[test]
+fn it_does_so_with_heads_divided_in_groups() {
+    for (heads, rank) in [(2, 0), (2, 3), (4, 1)] {
+        let attention = Attention::new().dtype(DType::F64).causal(true);
+        let attention = attention.strategy(Strategy::HeadsRing { heads });
+        let backward = BackwardMode::OnePass;
+        for acts in
+            [&[Act::Refuse][..], &[Act::ApplyThenRefuse], &[Act::ApplyThenRefuse, Act::Refuse]]
+        {
+            refuse_on(&attention, backward, [4, rank], acts);
+        }
+    }
 }
 
 /// Returns the state of one rank's plan as text: rows, layout, schedule, work.
@@ -236,7 +261,7 @@ fn doomed<B: Backend<Space = Host>>(
 
 #[test]
 fn an_old_batch_that_cannot_be_restored_ends_the_plan_on_all_ranks() {
-    let scripts = scripts();
+    let scripts = scripts(RANKS);
     let make = |rank: usize| Ok(Refusing { cpu: Cpu::new(1)?, script: scripts[rank].clone() });
     let script = |rank: usize| match rank {
         // the new batch is applied; the update back to the old one fails, and so does a new
@@ -260,7 +285,7 @@ fn an_old_batch_that_cannot_be_restored_ends_the_plan_on_all_ranks() {
 
 #[test]
 fn a_device_that_fails_in_an_update_ends_the_plan_on_all_ranks() {
-    let scripts = scripts();
+    let scripts = scripts(RANKS);
     let make = |rank: usize| Ok(Refusing { cpu: Cpu::new(1)?, script: scripts[rank].clone() });
     let errors = doomed(
         &Attention::new(),

@@ -80,7 +80,7 @@ pub(crate) fn random(harness: &mut Harness, settings: &Settings, seeds: u64) -> 
         };
         let route =
             draw.pick(&[None, Some(Route::RelayUp), Some(Route::RelayDown), Some(Route::Direct)]);
-        let setting = Setting { ranks, layout, route };
+        let setting = Setting { ranks, layout, route, ..Setting::ALONE };
         let verdict = examine(harness, &subject, &case, &setting, |answer| {
             Judge::new(&case).map_err(|error| error.to_string())?.check(answer)
         });

@@ -1,0 +1,232 @@
+//! Messages within a group: an all-to-all in members − 1 rounds, each with one message to one
+//! member and one from another.
+//!
+//! ```text
+//! pack and unpack the own part
+//! for distance in 1..members:
+//!     post the message to member + distance, and the receive from member − distance
+//!     unpack the message of the last round; pack that of the next
+//!     wait for both messages
+//! unpack the last message
+//! ```
+//! All messages are of sizes that are known when the plan is made.
+
+use std::ops::Range;
+
+use annulus_core::{
+    Backend, Channel, Error, ExchangeFields, GroupLayout, HeadField, HeadGrid, MessageHeader,
+    Result, RowSegment, Side, Space, Spec,
+};
+
+use crate::ring::{in_flight::InFlight, program::Transfers};
+
+/// Buffers of each kind: one in flight, one that is packed or unpacked meanwhile.
+const BUFFERS: usize = 2;
+
+/// Members of a group, their rows, and buffers for their messages.
+pub(super) struct Exchange<S: Space> {
+    pub(super) grid: HeadGrid,
+    pub(super) member: usize,
+    /// Rank of each member.
+    pub(super) ranks: Vec<usize>,
+    /// Rows of each member on both sides.
+    pub(super) rows: Vec<[u64; 2]>,
+    /// Rows of each member as segments of the group's rows, on both sides.
+    pub(super) segments: Vec<[Vec<RowSegment>; 2]>,
+    pub(super) buffers: MessageBuffers<S>,
+}
+
+/// Buffers of messages that are sent and received.
+pub(super) struct MessageBuffers<S: Space> {
+    sends: Vec<S::Buffer>,
+    receives: Vec<S::Buffer>,
+}
+
+/// Messages between this member and the others.
+pub(super) struct Messages<'a> {
+    /// Rank of each member.
+    pub(super) ranks: &'a [usize],
+    pub(super) member: usize,
+    /// Bytes sent to and received from each member.
+    pub(super) bytes: Vec<[u64; 2]>,
+    /// Tag relative to the first of the pass.
+    pub(super) tag: u64,
+    pub(super) step: usize,
+}
+
+/// Returns a number of bytes to allocate; one that no machine has if it exceeds 64 bits.
+pub(super) fn count_bytes(bytes: u128) -> u64 {
+    u64::try_from(bytes).unwrap_or(u64::MAX)
+}
+
+/// Returns the number of a side.
+pub(super) fn side_index(side: Side) -> usize {
+    usize::from(side == Side::Kv)
+}
+
+impl<S: Space> MessageBuffers<S> {
+    /// Allocates buffers of `bytes` bytes each.
+    pub(super) fn new(bytes: u64, allocate: impl Fn(u64) -> Result<S::Buffer>) -> Result<Self> {
+        let stock = || (0..BUFFERS).map(|_| allocate(bytes)).collect::<Result<Vec<_>>>();
+        Ok(Self { sends: stock()?, receives: stock()? })
+    }
+}
+
+impl<S: Space> Exchange<S> {
+    /// Derives the messages of the rank at `ring_index` and allocates buffers for those of
+    /// `passes`.
+    pub(super) fn new<B: Backend<Space = S>>(
+        backend: &B,
+        spec: &Spec,
+        grid: HeadGrid,
+        layout: &GroupLayout,
+        ring_index: usize,
+        passes: [Option<&ExchangeFields>; 2],
+    ) -> Result<Self> {
+        let group = grid.group(ring_index);
+        let of_members = || (0..grid.members()).map(|member| grid.ring_index(group, member));
+        let lens = [(Side::Q, spec.dims.q_len), (Side::Kv, spec.dims.kv_len)];
+        let segments: Vec<[Vec<RowSegment>; 2]> = of_members()
+            .map(|index| lens.map(|(side, len)| layout.segments(&grid, side, len, index)))
+            .collect();
+        let count = |rows: &Vec<RowSegment>| rows.iter().map(|of| of.count as u64).sum();
+        let rows: Vec<[u64; 2]> =
+            segments.iter().map(|sides| sides.each_ref().map(count)).collect();
+        let most = passes.into_iter().flatten().map(|fields| fields.most_bytes(&grid, &rows)).max();
+        Ok(Self {
+            grid,
+            member: grid.member(ring_index),
+            ranks: of_members().map(|index| layout.order.rank(index)).collect(),
+            rows,
+            segments,
+            buffers: MessageBuffers::new(count_bytes(most.unwrap_or(0)), |bytes| {
+                backend.allocate(bytes)
+            })?,
+        })
+    }
+
+    /// Returns the bytes of the message buffers, between passes.
+    pub(super) fn buffer_bytes(&self) -> u64 {
+        self.buffers.sends.iter().chain(&self.buffers.receives).map(S::size).sum()
+    }
+
+    /// Returns the payload bytes that this member sends before and after a pass.
+    pub(super) fn bytes_sent(&self, fields: &ExchangeFields) -> u64 {
+        count_bytes(fields.bytes_sent(&self.grid, self.member, &self.rows))
+    }
+
+    /// Returns the rows of the group on a side.
+    pub(super) fn group_rows(&self, side: Side) -> u64 {
+        self.rows.iter().map(|rows| rows[side_index(side)]).sum()
+    }
+
+    /// Returns this member's rows of a side, as rows of its own tensors.
+    pub(super) fn own_rows(&self, side: Side) -> [RowSegment; 1] {
+        let count = annulus_core::index(self.rows[self.member][side_index(side)]);
+        [RowSegment { first: 0, count }]
+    }
+
+    /// Returns the rows of a member on a side, as rows of the tensors of the group.
+    pub(super) fn rows_of(&self, member: usize, side: Side) -> &[RowSegment] {
+        &self.segments[member][side_index(side)]
+    }
+
+    /// Returns the bytes sent to and received from each member before a pass.
+    pub(super) fn input_bytes(&self, fields: &[HeadField]) -> Vec<[u64; 2]> {
+        let own = self.bytes_of(self.member, fields);
+        (0..self.rows.len()).map(|member| [own, self.bytes_of(member, fields)]).collect()
+    }
+
+    /// Returns the bytes sent to and received from each member after a pass.
+    pub(super) fn output_bytes(&self, fields: &[HeadField]) -> Vec<[u64; 2]> {
+        self.input_bytes(fields).into_iter().map(|[own, others]| [others, own]).collect()
+    }
+
+    /// Returns the bytes of a member's rows of the heads of one member.
+    fn bytes_of(&self, member: usize, fields: &[HeadField]) -> u64 {
+        let of_field =
+            |field: &HeadField| field.bytes(&self.grid, self.rows[member][side_index(field.side)]);
+        count_bytes(fields.iter().map(of_field).sum())
+    }
+}
+
+impl Messages<'_> {
+    /// Exchanges all messages: `pack(member, bytes)` writes the message to a member,
+    /// `unpack(member, bytes)` reads the message of a member, the own one first, then those of
+    /// member − 1, member − 2, ….
+    pub(super) fn exchange<S: Space>(
+        &self,
+        buffers: &mut MessageBuffers<S>,
+        in_flight: &mut InFlight<'_, S>,
+        mut pack: impl FnMut(usize, &mut [u8]) -> Result<()>,
+        mut unpack: impl FnMut(usize, &[u8]) -> Result<()>,
+    ) -> Result<()> {
+        let members = self.ranks.len();
+        let none = || Error::internal("all buffers of the exchange are in flight");
+        let MessageBuffers { sends, receives } = buffers;
+        let mut packed = |sends: &mut Vec<S::Buffer>, to: usize| -> Result<S::Buffer> {
+            let mut buffer = sends.pop().ok_or_else(none)?;
+            let bytes = S::host_bytes_mut(&mut buffer).and_then(|all| all.get_mut(self.sent(to)));
+            pack(to, bytes.ok_or_else(none)?)?;
+            Ok(buffer)
+        };
+        let mut unpacked = |buffer: &S::Buffer, from: usize, range: Range<usize>| -> Result<()> {
+            unpack(from, S::host_bytes(buffer).and_then(|all| all.get(range)).ok_or_else(none)?)
+        };
+        let own = packed(sends, self.member)?;
+        unpacked(&own, self.member, self.sent(self.member))?;
+        sends.push(own);
+        in_flight.start_step(self.step);
+        let mut next = None;
+        let mut arrived: Option<(usize, S::Buffer)> = None;
+        for distance in 1..members {
+            let to = (self.member + distance) % members;
+            let from = (self.member + members - distance) % members;
+            let buffer = match next.take() {
+                Some(buffer) => buffer,
+                None => packed(sends, to)?,
+            };
+            let source = (buffer, S::host_event().ok_or_else(none)?);
+            let transfers = self.transfers(to, from);
+            in_flight.post(&transfers, Some(&source), |_| receives.pop().ok_or_else(none))?;
+            if let Some((from, buffer)) = arrived.take() {
+                unpacked(&buffer, from, self.received(from))?;
+                receives.push(buffer);
+            }
+            if distance + 1 < members {
+                next = Some(packed(sends, (to + 1) % members)?);
+            }
+            let mut messages = in_flight.wait_all()?;
+            arrived = messages.pop().map(|(_, message)| (from, message.buffer));
+            sends.push(source.0);
+        }
+        if let Some((from, buffer)) = arrived.take() {
+            unpacked(&buffer, from, self.received(from))?;
+            receives.push(buffer);
+        }
+        Ok(())
+    }
+
+    fn transfers(&self, to: usize, from: usize) -> Transfers {
+        let header = |member: usize, bytes: u64| MessageHeader {
+            peer: self.ranks[member],
+            channel: Channel::Kv,
+            tag: self.tag,
+            step: self.step,
+            ranges: std::iter::once(0..bytes).collect(),
+        };
+        let message = |member, bytes| (bytes > 0).then(|| header(member, bytes));
+        Transfers {
+            sends: message(to, self.bytes[to][0]).into_iter().collect(),
+            receives: message(from, self.bytes[from][1]).into_iter().collect(),
+        }
+    }
+
+    fn sent(&self, to: usize) -> Range<usize> {
+        0..annulus_core::index(self.bytes[to][0])
+    }
+
+    fn received(&self, from: usize) -> Range<usize> {
+        0..annulus_core::index(self.bytes[from][1])
+    }
+}

@@ -1,0 +1,447 @@
+//! One rank of heads × ring: an all-to-all over heads in groups of ranks, and a ring over groups.
+//!
+//! ```text
+//! exchange   own rows of all heads        -> own heads of all rows of the group     q, k, v
+//! ring       over the ranks with the same heads of all groups
+//! exchange   own heads of all rows        -> own rows of all heads                  out, lse
+//! ```
+//! A backward pass sends out, lse, dout and dlse with the inputs, and returns dq, dk and dv.
+//!
+//! | file | content |
+//! |---|---|
+//! | `subset.rs` | the transport of one inner ring: some ranks of a transport, renumbered |
+//! | `exchange.rs` | the messages within a group |
+//! | `shard_tensors.rs` | tensors of the own heads |
+//! | `passes.rs` | forward and backward |
+//! | `member_gradients.rs` | dsinks, and dbias without a query axis, of all heads |
+//! | `update.rs`, `group_batch.rs` | a new batch |
+//!
+//! The ring is a [`Ring`] like any other. All agreements are between all ranks; those of the inner
+//! rings come after them and so cannot differ from ring to ring. All-gathers of an inner ring are
+//! all-gathers of all ranks, which every inner ring makes in the same order.
+
+mod display;
+mod exchange;
+mod group_batch;
+mod member_gradients;
+mod passes;
+mod shard_tensors;
+mod subset;
+mod update;
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use annulus_core::{
+    Backend, BackwardInputs, Batch, Capabilities, Error, ExchangeFields, Gradients, GroupLayout,
+    HeadGrid, HostTensors, Inputs, Layout, Outputs, Placement, Result, Route, Runs, Side, Space,
+    Spec, Strategy, Transport,
+};
+
+use self::{exchange::Exchange, shard_tensors::ShardTensors, subset::Subset};
+use crate::{
+    agreement,
+    ring::{
+        PassKind, Report, Ring, RingOptions, StepEvent, StepHook, caught,
+        check::{self, Shapes},
+        describe,
+        entry::Entries,
+        planning::{PlanningTicks, check_plan},
+    },
+    span::span,
+};
+
+/// All-gathers of a plan before its first call: entry, allocation, status.
+const PLAN_ROUNDS: u64 = 3;
+
+/// One rank of heads × ring: a plan that is created once and used for many passes. Its calls are
+/// those of [`Ring`].
+pub struct HeadsRing<B: Backend> {
+    /// The ring of this rank's heads, over groups.
+    ring: Ring<B>,
+    transport: Subset<B::Space>,
+    spec: Spec,
+    options: RingOptions,
+    grid: HeadGrid,
+    layout: GroupLayout,
+    rank: usize,
+    ranks: usize,
+    ring_index: usize,
+    q_rows: Runs,
+    kv_rows: Runs,
+    exchange: Exchange<B::Space>,
+    tensors: ShardTensors,
+    forward: ExchangeFields,
+    backward: ExchangeFields,
+    entries: Entries,
+    next_tag: u64,
+    /// The batch in force, with the rows of the group.
+    batch: Batch,
+    hook: Option<StepHook>,
+    /// Nanoseconds from the start of the pass to that of its ring, for events.
+    ring_began: Arc<AtomicU64>,
+    /// Error that ended the plan.
+    poisoned: Option<String>,
+}
+
+impl<B: Backend<Space: HostTensors>> HeadsRing<B> {
+    /// Creates a plan with groups of `heads` ranks, after an agreement of all ranks. An error in
+    /// `spec` enters the agreement too.
+    ///
+    /// With a fixed layout the rows of a rank are those of the layout, as in a ring. Otherwise they
+    /// are those of the layout that a ring over the groups would have, and the ranks of a group
+    /// are on one node if possible.
+    ///
+    /// # Ordering
+    /// Collective over the transport's ranks.
+    ///
+    /// # Errors
+    /// As [`Ring::new`]; [`Error::InvalidArgument`] also if `heads` does not fit the ranks and
+    /// heads ([`HeadGrid::new`]), and [`Error::Unsupported`] of blocks in device memory and in the
+    /// cases of [`HeadGrid::check`].
+    pub fn new(
+        backend: B,
+        transport: Box<dyn Transport<B::Space>>,
+        spec: Result<Spec>,
+        options: RingOptions,
+        heads: usize,
+    ) -> Result<Self> {
+        let mut transport = Subset::whole(transport);
+        let result = caught(|| Self::plan(backend, &mut transport, spec, options, heads));
+        result.inspect_err(|error| {
+            if error.is_fatal() {
+                transport.control().abort(error);
+            }
+        })
+    }
+
+    fn plan(
+        backend: B,
+        transport: &mut Subset<B::Space>,
+        spec: Result<Spec>,
+        options: RingOptions,
+        heads: usize,
+    ) -> Result<Self> {
+        let rank = transport.control().rank();
+        let ranks = transport.control().ranks();
+        let checked = spec.and_then(|spec| check(&backend, spec, &options, ranks, heads));
+        let placement = transport.control().placement().cloned();
+        let described = checked.as_ref().map_err(Error::clone).map(|(spec, _, capabilities)| {
+            let strategy = Strategy::HeadsRing { heads };
+            describe::plan(spec, &options, strategy, capabilities, placement.as_ref())
+        });
+        agreement::enter(transport, 0, &described)?;
+        let (spec, grid, _) = checked?;
+
+        let mut ticks = PlanningTicks::new(&mut *transport);
+        let placed = placement.as_ref();
+        let prepared =
+            Prepared::new(&backend, &spec, grid, &options, rank, placed, &mut || ticks.tick());
+        let prepared = ticks.finish(prepared);
+        agreement::close(transport, 1, prepared.as_ref().map_err(Error::clone).map(|_| ()))?;
+        let Prepared { layout, ring_index, forward, backward, exchange, tensors } = prepared?;
+
+        let member = grid.member(ring_index);
+        let rank_of = |group| layout.order.rank(grid.ring_index(group, member));
+        let ring_ranks: Vec<usize> = (0..grid.groups()).map(rank_of).collect();
+        let of_ring = transport.subset(ring_ranks, grid.group(ring_index));
+        let inner = RingOptions { layout: Some(layout.of_groups.clone()), ..options.clone() };
+        let of_heads = spec.of_heads(&grid, member);
+        // all arguments are agreed upon, so that all inner rings make the same all-gathers
+        let ring = Ring::new(backend, Box::new(of_ring), Ok(of_heads), inner);
+        let status = ring.as_ref().map_err(Error::clone).map(|_| ());
+        agreement::close(transport, 2, status)?;
+        let rows = |side, len| layout.of_ranks.shard(side, len, ring_index, ranks);
+        Ok(Self {
+            ring: ring?,
+            transport: transport.handle(),
+            q_rows: rows(Side::Q, spec.dims.q_len),
+            kv_rows: rows(Side::Kv, spec.dims.kv_len),
+            spec,
+            options,
+            grid,
+            layout,
+            rank,
+            ranks,
+            ring_index,
+            exchange,
+            tensors,
+            forward,
+            backward,
+            entries: Entries::new(PLAN_ROUNDS),
+            next_tag: 1,
+            batch: Batch::default(),
+            hook: None,
+            ring_began: Arc::default(),
+            poisoned: None,
+        })
+    }
+
+    /// Computes out and lse of this rank's queries over all keys, as [`Ring::forward`].
+    ///
+    /// # Shapes
+    /// [`Inputs`] and [`Outputs`], with this rank's rows of all heads.
+    ///
+    /// # Ordering
+    /// Collective.
+    ///
+    /// # Errors
+    /// As [`Ring::forward`].
+    pub fn forward(
+        &mut self,
+        inputs: &Inputs<'_, B::Space>,
+        outputs: &mut Outputs<'_, B::Space>,
+    ) -> Result<Report> {
+        let shapes = self.shapes();
+        let checked = shapes.inputs(inputs).and_then(|()| shapes.outputs(outputs));
+        self.call(PassKind::Forward, checked, |plan, start| {
+            plan.forward_pass(inputs, outputs, start)
+        })
+    }
+
+    /// Computes the gradients of this rank's rows, as [`Ring::backward`].
+    ///
+    /// # Shapes
+    /// [`BackwardInputs`] and [`Gradients`], with this rank's rows of all heads.
+    ///
+    /// # Ordering
+    /// Collective.
+    ///
+    /// # Errors
+    /// As [`Ring::backward`].
+    pub fn backward(
+        &mut self,
+        inputs: &BackwardInputs<'_, B::Space>,
+        gradients: &mut Gradients<'_, B::Space>,
+    ) -> Result<Report> {
+        let shapes = self.shapes();
+        let checked = if self.options.backward {
+            shapes.backward_inputs(inputs).and_then(|()| shapes.gradients(gradients))
+        } else {
+            Err(check::forward_only())
+        };
+        self.call(PassKind::Backward, checked, |plan, start| {
+            let waited = plan.backward_pass(inputs, gradients, start)?;
+            plan.gather_gradients(gradients)?;
+            Ok(waited)
+        })
+    }
+
+    /// Refuses the call that the other ranks make, as [`Ring::refuse`].
+    ///
+    /// # Ordering
+    /// Collective, in place of [`HeadsRing::forward`] or [`HeadsRing::backward`].
+    pub fn refuse(&mut self, why: Error) -> Error {
+        if let Err(poisoned) = self.alive() {
+            return poisoned;
+        }
+        let agreed = self.entries.enter(&mut self.transport, &Err(why.clone()));
+        self.remember(agreed).err().unwrap_or(why)
+    }
+
+    /// Calls `hook` with every activity of this rank in the passes to come, as [`Ring::on_step`].
+    /// Messages of the exchange before the ring belong to step 0, those after it to the step after
+    /// the ring's last.
+    pub fn on_step(&mut self, hook: StepHook) {
+        let rank = self.rank;
+        let began = Arc::clone(&self.ring_began);
+        let of_caller = Arc::clone(&hook);
+        self.ring.on_step(Arc::new(move |event: StepEvent| {
+            let before = Duration::from_nanos(began.load(Ordering::Relaxed));
+            let begin = event.begin + before;
+            let end = event.end + before;
+            of_caller(StepEvent { rank, begin, end, ..event });
+        }));
+        self.hook = Some(hook);
+    }
+
+    /// Returns this rank.
+    pub const fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// Returns the number of ranks.
+    pub const fn ranks(&self) -> usize {
+        self.ranks
+    }
+
+    /// Returns the spec of all heads.
+    pub const fn spec(&self) -> &Spec {
+        &self.spec
+    }
+
+    /// Returns the strategy.
+    pub const fn strategy(&self) -> Strategy {
+        Strategy::of_heads(self.grid.members())
+    }
+
+    /// Returns the grid of groups and their members.
+    pub const fn grid(&self) -> &HeadGrid {
+        &self.grid
+    }
+
+    /// Returns the layout of the ranks.
+    pub const fn layout(&self) -> &Layout {
+        &self.layout.of_ranks
+    }
+
+    /// Returns the route of the blocks between groups.
+    pub const fn route(&self) -> Route {
+        self.ring.route()
+    }
+
+    /// Returns the index of this rank in the layout: group · members + member.
+    pub const fn ring_index(&self) -> usize {
+        self.ring_index
+    }
+
+    /// Returns the ring of this rank's heads, whose ranks are groups.
+    pub const fn ring(&self) -> &Ring<B> {
+        &self.ring
+    }
+
+    /// Returns the global query rows of this rank, in the order of its tensors.
+    pub const fn q_rows(&self) -> &Runs {
+        &self.q_rows
+    }
+
+    /// Returns the global key rows of this rank, in the order of its tensors.
+    pub const fn kv_rows(&self) -> &Runs {
+        &self.kv_rows
+    }
+
+    /// Returns the bytes of this rank's message buffers and of the tensors of its heads.
+    pub fn buffer_bytes(&self) -> u64 {
+        self.ring.buffer_bytes() + self.exchange.buffer_bytes() + self.tensors.bytes()
+    }
+
+    /// Returns the payload bytes that this rank sends in a pass.
+    pub fn bytes_predicted(&self, pass: PassKind) -> u64 {
+        let fields = match pass {
+            PassKind::Forward => &self.forward,
+            PassKind::Backward if !self.options.backward => return 0,
+            PassKind::Backward => &self.backward,
+        };
+        self.exchange.bytes_sent(fields) + self.ring.bytes_predicted(pass)
+    }
+
+    fn shapes(&self) -> Shapes {
+        let index = annulus_core::index;
+        Shapes::new(&self.spec, index(self.q_rows.len()), index(self.kv_rows.len()))
+    }
+
+    /// Runs one pass, as the ring does: all ranks make the same call with valid arguments, or none
+    /// starts; all succeed, or none does.
+    fn call(
+        &mut self,
+        kind: PassKind,
+        checked: Result<()>,
+        pass: impl FnOnce(&mut Self, Instant) -> Result<Duration>,
+    ) -> Result<Report> {
+        self.alive()?;
+        let name = kind.name();
+        span!("pass", name, rank = self.rank);
+        let start = Instant::now();
+        let described = checked.map(|()| describe::call(name));
+        let agreed = self.entries.enter(&mut self.transport, &described);
+        self.remember(agreed)?;
+        let mut gathering = start.elapsed();
+        let sent_before = self.transport.bytes_sent();
+        let result = caught(|| pass(self, start));
+        if let Err(error) = &result {
+            // the exchange has not returned its buffers, so any error ends the plan
+            self.poisoned = Some(error.to_string());
+            self.transport.control().abort(error);
+        }
+        let closing = Instant::now();
+        let result = result.and_then(|waited| {
+            let round = self.entries.round();
+            agreement::close(&mut self.transport, round, Ok(())).map(|()| waited)
+        });
+        let waited = self.remember(result)?;
+        gathering += closing.elapsed();
+        Ok(Report {
+            seconds: start.elapsed().as_secs_f64(),
+            waiting_seconds: (waited + gathering).as_secs_f64(),
+            bytes_sent: self.transport.bytes_sent() - sent_before,
+            bytes_predicted: self.bytes_predicted(kind),
+        })
+    }
+
+    fn alive(&self) -> Result<()> {
+        self.poisoned.as_ref().map_or(Ok(()), |first| Err(Error::Poisoned { first: first.clone() }))
+    }
+
+    fn remember<T>(&mut self, result: Result<T>) -> Result<T> {
+        if let Err(error) = &result
+            && error.is_fatal()
+        {
+            self.poisoned = Some(error.to_string());
+        }
+        result
+    }
+}
+
+/// What a rank prepares without the others.
+struct Prepared<S: Space> {
+    layout: GroupLayout,
+    ring_index: usize,
+    forward: ExchangeFields,
+    backward: ExchangeFields,
+    exchange: Exchange<S>,
+    tensors: ShardTensors,
+}
+
+impl<S: Space> Prepared<S> {
+    /// Chooses the layout and allocates the tensors and messages of this rank.
+    fn new<B: Backend<Space = S>>(
+        backend: &B,
+        spec: &Spec,
+        grid: HeadGrid,
+        options: &RingOptions,
+        rank: usize,
+        placement: Option<&Placement>,
+        tick: &mut dyn FnMut(),
+    ) -> Result<Self> {
+        let first = spec.of_heads(&grid, 0);
+        let layout = GroupLayout::choose(&first, &grid, options.layout.as_ref(), placement, tick);
+        let ring_index = layout.order.ring_index(rank);
+        let forward = ExchangeFields::of_forward(spec);
+        let backward = ExchangeFields::of_backward(spec);
+        let passes = [Some(&forward), options.backward.then_some(&backward)];
+        let exchange = Exchange::new(backend, spec, grid, &layout, ring_index, passes)?;
+        let tensors = ShardTensors::new(spec, &exchange, options.backward)?;
+        Ok(Self { layout, ring_index, forward, backward, exchange, tensors })
+    }
+}
+
+/// Checks a plan before any rank waits for another.
+fn check<B: Backend>(
+    backend: &B,
+    spec: Spec,
+    options: &RingOptions,
+    ranks: usize,
+    heads: usize,
+) -> Result<(Spec, HeadGrid, Capabilities)> {
+    spec.validate()?;
+    let grid = HeadGrid::new(&spec.dims, ranks, heads)?;
+    grid.check(&spec, options.backward)?;
+    if !B::Space::HOST_BUFFERS {
+        let what = format!("strategy heads:{heads} with blocks in device memory");
+        return Err(Error::unsupported(what, "the exchange of heads"));
+    }
+    if let Some(layout) = &options.layout {
+        layout.validate(spec.dims.q_len, spec.dims.kv_len, ranks)?;
+        if let Some(rows) = spec.leaf_rows {
+            layout.validate_leaves(spec.dims.q_len, spec.dims.kv_len, rows)?;
+        }
+    }
+    let inner = RingOptions { layout: None, ..options.clone() };
+    let (_, capabilities) = check_plan(backend, spec.of_heads(&grid, 0), &inner, grid.groups())?;
+    Ok((spec, grid, capabilities))
+}

@@ -1,0 +1,180 @@
+//! Tensors of the heads of one member: all rows of its group, allocated with the plan.
+
+use annulus_core::{
+    DType, Dims, HeadAxis, HeadField, HostBuffer, HostView, HostViewMut, Result, Side, Space, Spec,
+    index,
+};
+
+use super::exchange::{Exchange, count_bytes};
+
+/// A dense tensor `[batch, rows, heads, elements]`.
+pub(super) struct ShardTensor {
+    buffer: HostBuffer,
+    dtype: DType,
+    shape: [usize; 4],
+}
+
+impl ShardTensor {
+    fn new(field: &HeadField, rows: u64, heads: usize) -> Result<Self> {
+        let row = [field.batch, heads, field.dim, field.dtype.bytes()];
+        let bytes = row.into_iter().fold(rows.into(), |bytes, len| bytes * len as u128);
+        let buffer = HostBuffer::zeroed(count_bytes(bytes))?;
+        let shape = [field.batch, index(rows), heads, field.dim];
+        Ok(Self { buffer, dtype: field.dtype, shape })
+    }
+
+    pub(super) fn view(&self) -> Result<HostView<'_>> {
+        HostView::of_bytes(self.buffer.bytes(), self.dtype, self.shape)
+    }
+
+    pub(super) fn view_mut(&mut self) -> Result<HostViewMut<'_>> {
+        let bytes = self.buffer.bytes_mut().unwrap_or_default();
+        HostViewMut::of_bytes(bytes, self.dtype, self.shape)
+    }
+
+    /// Returns the tensor as `[batch, heads, rows, elements]`, as a pass takes statistics and bias.
+    pub(super) fn heads_first(&self) -> Result<HostView<'_>> {
+        self.view().map(HostView::swap_rows_and_heads)
+    }
+
+    /// As [`ShardTensor::heads_first`], for writing.
+    pub(super) fn heads_first_mut(&mut self) -> Result<HostViewMut<'_>> {
+        self.view_mut().map(HostViewMut::swap_rows_and_heads)
+    }
+
+    fn bytes(&self) -> u64 {
+        annulus_core::Host::size(&self.buffer)
+    }
+}
+
+/// The tensors of a pass over the heads of one member.
+pub(super) struct ShardTensors {
+    pub(super) q: ShardTensor,
+    pub(super) k: ShardTensor,
+    pub(super) v: ShardTensor,
+    /// A bias with a query axis.
+    pub(super) bias: Option<ShardTensor>,
+    pub(super) out: ShardTensor,
+    pub(super) lse: ShardTensor,
+    /// Of an output that is not normalised.
+    pub(super) unnormalized: Option<Unnormalized>,
+    pub(super) backward: Option<BackwardTensors>,
+}
+
+/// Statistics of an output that is not normalised.
+pub(super) struct Unnormalized {
+    pub(super) max: ShardTensor,
+    pub(super) sum: ShardTensor,
+    pub(super) ties: ShardTensor,
+}
+
+/// The further tensors of a backward pass.
+pub(super) struct BackwardTensors {
+    pub(super) dout: ShardTensor,
+    pub(super) dlse: ShardTensor,
+    pub(super) dq: ShardTensor,
+    pub(super) dk: ShardTensor,
+    pub(super) dv: ShardTensor,
+    pub(super) dbias: Option<ShardTensor>,
+    /// dK and dV of the own rows and all heads, if several members have parts of them.
+    pub(super) sums: Option<[ShardTensor; 2]>,
+}
+
+impl ShardTensors {
+    /// Allocates the tensors of `spec`, that of all heads.
+    pub(super) fn new<S: Space>(
+        spec: &Spec,
+        exchange: &Exchange<S>,
+        backward: bool,
+    ) -> Result<Self> {
+        let Dims { batch, head_dim, value_dim, kv_heads, .. } = spec.dims;
+        let sums_dtype = spec.dtype.accumulator();
+        let tensor = |side, heads: HeadAxis, dim, dtype, batch| {
+            let field = HeadField { side, heads, batch, dim, dtype };
+            let heads = heads.count(&exchange.grid);
+            ShardTensor::new(&field, exchange.group_rows(side), heads)
+        };
+        let query = |dim, dtype| tensor(Side::Q, HeadAxis::Query, dim, dtype, batch);
+        let kv = |dim| tensor(Side::Kv, HeadAxis::Kv, dim, spec.dtype, batch);
+        let bias = || {
+            let shape = spec.bias.filter(|shape| shape[2] != 1);
+            let of = |[batch, heads, _, keys]: [usize; 4]| {
+                let heads = if heads == 1 { HeadAxis::Shared } else { HeadAxis::Query };
+                tensor(Side::Q, heads, keys, sums_dtype, batch)
+            };
+            shape.map(of).transpose()
+        };
+        let statistic = || query(1, sums_dtype);
+        let unnormalized =
+            || Ok(Unnormalized { max: statistic()?, sum: statistic()?, ties: statistic()? });
+        let own_keys = |dim| {
+            let field =
+                HeadField { side: Side::Kv, heads: HeadAxis::Kv, batch, dim, dtype: sums_dtype };
+            let [rows] = exchange.own_rows(Side::Kv);
+            ShardTensor::new(&field, rows.count as u64, kv_heads)
+        };
+        let has_replicas = exchange.grid.replicas() > 1;
+        let gradients = || {
+            Ok(BackwardTensors {
+                dout: query(value_dim, spec.dtype)?,
+                dlse: statistic()?,
+                dq: query(head_dim, spec.dtype)?,
+                dk: kv(head_dim)?,
+                dv: kv(value_dim)?,
+                dbias: bias()?,
+                sums: has_replicas
+                    .then(|| Ok([own_keys(head_dim)?, own_keys(value_dim)?]))
+                    .transpose()?,
+            })
+        };
+        Ok(Self {
+            q: query(head_dim, spec.dtype)?,
+            k: kv(head_dim)?,
+            v: kv(value_dim)?,
+            bias: bias()?,
+            out: query(value_dim, spec.dtype)?,
+            lse: statistic()?,
+            unnormalized: (!spec.normalize).then(unnormalized).transpose()?,
+            backward: backward.then(gradients).transpose()?,
+        })
+    }
+
+    /// Returns the bytes of all tensors.
+    pub(super) fn bytes(&self) -> u64 {
+        let Self { q, k, v, bias, out, lse, unnormalized, backward } = self;
+        let statistics = unnormalized.iter().flat_map(|of| [&of.max, &of.sum, &of.ties]);
+        let gradients = backward.iter().flat_map(|of| {
+            let BackwardTensors { dout, dlse, dq, dk, dv, dbias, sums } = of;
+            [dout, dlse, dq, dk, dv].into_iter().chain(dbias).chain(sums.iter().flatten())
+        });
+        let forward = [q, k, v, out, lse].into_iter().chain(bias);
+        forward.chain(statistics).chain(gradients).map(ShardTensor::bytes).sum()
+    }
+
+    /// Returns the tensors that a forward pass receives, in the order of its fields.
+    pub(super) fn forward_inputs(&mut self) -> Vec<&mut ShardTensor> {
+        [&mut self.q, &mut self.k, &mut self.v].into_iter().chain(&mut self.bias).collect()
+    }
+
+    /// Returns the tensors that a forward pass sends, in the order of its fields.
+    pub(super) fn forward_outputs(&self) -> Vec<&ShardTensor> {
+        let statistics = self.unnormalized.iter().flat_map(|of| [&of.max, &of.sum, &of.ties]);
+        [&self.out, &self.lse].into_iter().chain(statistics).collect()
+    }
+
+    /// Returns the tensors that a backward pass receives, in the order of its fields.
+    pub(super) fn backward_inputs(&mut self) -> Vec<&mut ShardTensor> {
+        let Self { q, k, v, bias, out, lse, unnormalized, backward } = self;
+        let gradients = backward.iter_mut().flat_map(|of| [&mut of.dout, &mut of.dlse]);
+        let statistics = unnormalized.iter_mut().flat_map(|of| [&mut of.max, &mut of.ties]);
+        let forward = [q, k, v].into_iter().chain(bias).chain([out, lse]);
+        forward.chain(gradients).chain(statistics).collect()
+    }
+}
+
+impl BackwardTensors {
+    /// Returns the tensors that a backward pass sends, in the order of its fields.
+    pub(super) fn outputs(&self) -> Vec<&ShardTensor> {
+        [&self.dq, &self.dk, &self.dv].into_iter().chain(&self.dbias).collect()
+    }
+}

@@ -1,0 +1,210 @@
+//! Grids, rows of groups, and bytes against the published formula.
+
+use std::sync::Arc;
+
+use super::*;
+use crate::{Choice, CustomLayout, DType, Dims, Layout, Runs, Side, Spec, mask};
+
+/// A forward pass with the layout and the route that are chosen.
+const FORWARD: TrafficOptions<'static> =
+    TrafficOptions { backward: false, layout: None, route: None, placement: None, kv_tile: 1 };
+
+fn dims(q_heads: usize, kv_heads: usize, len: usize) -> Dims {
+    Dims { q_heads, ..Dims::new(1, len, q_heads, 64).kv_heads(kv_heads) }
+}
+
+#[test]
+fn names_are_read_back() {
+    for strategy in [Strategy::Ring, Strategy::HeadsRing { heads: 12 }, Strategy::Auto] {
+        assert_eq!(strategy.to_string().parse(), Ok(strategy));
+    }
+    for wrong in ["", "rings", "heads", "heads:", "heads:0", "heads:-1", "heads:x"] {
+        let error = wrong.parse::<Strategy>().unwrap_err().to_string();
+        assert!(error.starts_with(&format!("strategy: got {wrong}, want ring")), "{error}");
+    }
+}
+
+#[test]
+fn members_divide_ranks_and_heads() {
+    let error = |q_heads, kv_heads, ranks, members| {
+        HeadGrid::new(&dims(q_heads, kv_heads, 8), ranks, members).unwrap_err().to_string()
+    };
+    assert!(error(8, 8, 8, 0).contains("divides the 8 ranks"));
+    assert!(error(8, 8, 6, 4).contains("divides the 6 ranks"));
+    assert!(error(6, 6, 8, 4).contains("divides the 6 query heads"));
+    assert!(error(12, 6, 8, 4).contains("divides the KV heads, or is a multiple of them (6)"));
+    for (q_heads, kv_heads, members) in [(8, 8, 4), (8, 2, 4), (12, 3, 6), (6, 6, 3), (8, 1, 8)] {
+        let dims = dims(q_heads, kv_heads, 8);
+        let grid = HeadGrid::new(&dims, 2 * members, members).unwrap();
+        assert_eq!(grid.replicas(), (members / kv_heads).max(1));
+        let mut next = 0;
+        for member in 0..members {
+            let heads = grid.q_heads(member);
+            assert_eq!(heads.start, next);
+            next = heads.end;
+            let kv = grid.kv_heads(member);
+            let shard = Dims { q_heads: heads.len(), kv_heads: kv.len(), ..dims };
+            shard.validate().unwrap();
+            for (local, head) in heads.enumerate() {
+                assert_eq!(kv.start + shard.kv_head(local), dims.kv_head(head));
+            }
+        }
+        assert_eq!(next, q_heads);
+    }
+}
+
+#[test]
+fn segments_are_the_rows_of_the_ranks() {
+    let custom = |len: i64| -> Vec<Runs> {
+        // chunks of uneven lengths, dealt out of order
+        let chunk = |i: i64| (len * i / 9..len * (i + 1) / 9).collect::<Vec<_>>();
+        let deal = [vec![8, 0], vec![3, 1], vec![5], vec![2, 7], vec![4], vec![6]];
+        deal.iter().map(|chunks| chunks.iter().flat_map(|&i| chunk(i)).collect()).collect()
+    };
+    let custom = |len| Layout::Custom(Arc::new(CustomLayout { q: custom(len), kv: custom(len) }));
+    for len in [0, 1, 5, 53, 600] {
+        let leaves = [Layout::Striped, Layout::Zigzag].map(|layout| layout.at_leaves(16));
+        let layouts = [Layout::Contiguous, Layout::Zigzag, Layout::Striped, custom(len as i64)];
+        for layout in layouts.into_iter().chain(leaves) {
+            for members in [2, 3, 6] {
+                let dims = dims(6, 6, len);
+                let spec = Spec::new(dims, DType::F32);
+                let grid = HeadGrid::new(&dims, 6, members).unwrap();
+                let groups = GroupLayout::choose(&spec, &grid, Some(&layout), None, &mut || ());
+                groups.of_groups.validate(len, len, grid.groups()).unwrap();
+                groups.of_groups.validate_leaves(len, len, 1).unwrap();
+                check_segments(&groups, &grid, len, &layout);
+            }
+        }
+    }
+}
+
+fn check_segments(groups: &GroupLayout, grid: &HeadGrid, len: usize, layout: &Layout) {
+    let rows = |runs: Runs| runs.iter().collect::<Vec<i64>>();
+    for ring_index in 0..6 {
+        let of_group =
+            rows(groups.of_groups.shard(Side::Kv, len, grid.group(ring_index), grid.groups()));
+        let segments = groups.segments(grid, Side::Kv, len, ring_index);
+        let of_rank: Vec<i64> = segments
+            .iter()
+            .flat_map(|segment| &of_group[segment.first..segment.first + segment.count])
+            .copied()
+            .collect();
+        assert_eq!(
+            of_rank,
+            rows(groups.of_ranks.shard(Side::Kv, len, ring_index, 6)),
+            "{layout:?}"
+        );
+    }
+}
+
+#[test]
+fn leaves_of_a_group_are_whole() {
+    let dims = dims(6, 6, 16 * 13 + 5);
+    let spec = Spec { leaf_rows: Some(16), ..Spec::new(dims, DType::F32) };
+    for layout in [Layout::Contiguous, Layout::Zigzag, Layout::Striped] {
+        let grid = HeadGrid::new(&dims, 6, 3).unwrap();
+        let groups = GroupLayout::choose(&spec, &grid, Some(&layout), None, &mut || ());
+        groups.of_groups.validate_leaves(dims.q_len, dims.kv_len, 16).unwrap();
+    }
+}
+
+/// Bytes without lse, against the elements that a rank receives: heads × query tiles × key tiles
+/// h × a × b, of which a ring over groups has b = 1.
+#[test]
+fn bytes_are_those_of_the_published_formula() {
+    for (q_heads, kv_heads, ranks) in
+        [(32, 32, 8), (32, 32, 64), (64, 8, 8), (64, 8, 64), (8, 1, 8)]
+    {
+        let len = 64 * ranks;
+        let spec = Spec::new(dims(q_heads, kv_heads, len), DType::Bf16);
+        let lse_bytes = 4;
+        for traffic in StrategyTraffic::of_all(&spec, ranks, &FORWARD, &mut || ()) {
+            let members = traffic.grid.members();
+            let p = ranks as f64;
+            let h = members as f64;
+            // a KV head cannot be divided
+            let kv = (kv_heads as f64 / h).max(1.0);
+            let q = q_heads as f64 / h;
+            // (1/b − 1/P) of K and V with b = 1: all keys but the own ones, of which a rank with a
+            // replicated head has 1/P as well
+            let received = 2.0 * q * (h / p - 1.0 / p) + 2.0 * kv * (1.0 - 1.0 / p);
+            let rows = len as f64;
+            let want =
+                rows * 64.0 * received * 2.0 + rows * q * (h / p - 1.0 / p) * f64::from(lse_bytes);
+            assert_eq!(traffic.forward.len(), ranks);
+            for &sent in &traffic.forward {
+                assert_eq!(sent, want as u128, "{q_heads}:{kv_heads} {ranks} {members}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_fewest_bytes_are_chosen() {
+    let cheapest = |q_heads, kv_heads, ranks| {
+        let spec = Spec::new(dims(q_heads, kv_heads, 64 * ranks), DType::Bf16);
+        let all = StrategyTraffic::of_all(&spec, ranks, &FORWARD, &mut || ());
+        let ring = all[0].total() as f64;
+        let best = StrategyTraffic::cheapest(&all).unwrap();
+        (best.strategy, 1.0 - best.total() as f64 / ring)
+    };
+    let (strategy, saved) = cheapest(32, 32, 8);
+    assert_eq!(strategy, Strategy::HeadsRing { heads: 8 });
+    // 75 %, less the bytes of lse
+    assert!((0.74..0.75).contains(&saved), "{saved}");
+    assert_eq!(cheapest(64, 8, 8).0, Strategy::Ring);
+    let (strategy, saved) = cheapest(64, 8, 64);
+    assert_eq!(strategy, Strategy::HeadsRing { heads: 8 });
+    assert!((0.76..0.765).contains(&saved), "{saved}");
+}
+
+#[test]
+fn sums_over_heads_are_refused_in_the_reproducible_order() {
+    let spec = Spec { leaf_rows: Some(256), ..Spec::new(dims(8, 2, 512), DType::F32) };
+    let sizes = |spec: &Spec, backward| -> Vec<usize> {
+        HeadGrid::candidates(spec, 8, backward).iter().map(HeadGrid::members).collect()
+    };
+    assert_eq!(sizes(&spec, false), [1, 2, 4, 8]);
+    assert_eq!(sizes(&spec, true), [1, 2]);
+    let shared = Spec { sinks: Some(crate::SinkShape::shared(1)), ..spec.clone() };
+    assert_eq!(sizes(&shared, true), [1]);
+    let per_head = Spec { sinks: Some(crate::SinkShape::per_head(1)), ..spec.clone() };
+    assert_eq!(sizes(&per_head, true), [1, 2]);
+    let bias = |heads| Spec { bias: Some([1, heads, 1, 512]), ..spec.clone() };
+    assert_eq!(sizes(&bias(1), true), [1]);
+    assert_eq!(sizes(&bias(8), true), [1, 2]);
+    let error = HeadGrid::new(&spec.dims, 8, 4).unwrap().check(&spec, true).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "a reproducible backward pass with fewer KV heads than ranks of a group is not supported \
+         by heads in groups of 4 ranks"
+    );
+}
+
+#[test]
+fn heads_keep_their_numbers() {
+    let masks = (0..4).map(|h| Arc::new(mask::Causal { offset: h }) as mask::SharedMask).collect();
+    let spec = Spec {
+        mask: Arc::new(mask::PerHead(masks)),
+        bias_function: Some(Arc::new(crate::Alibi { slopes: vec![1.0, 2.0, 3.0] })),
+        ..Spec::new(dims(4, 4, 16), DType::F32)
+    };
+    let grid = HeadGrid::new(&spec.dims, 4, 2).unwrap();
+    let shard = spec.of_heads(&grid, 1);
+    shard.validate().unwrap();
+    assert_eq!(shard.whole_head(1), (3, 4));
+    assert_eq!(spec.whole_head(1), (1, 4));
+    let query = |head| mask::Query { batch: 0, head, row: 5, position: 5 };
+    let key = |position| mask::Key { row: 0, position };
+    assert!(shard.mask.visible(&query(1), &key(8)) && !shard.mask.visible(&query(0), &key(8)));
+    assert_eq!(shard.mask.band(0, 1), spec.mask.band(0, 3));
+    assert_eq!(shard.mask.intervals(&query(0)), spec.mask.intervals(&query(2)));
+    let bias = shard.bias_function.as_ref().unwrap();
+    assert_eq!(bias.distance_slopes(), Some(&[3.0][..]));
+    assert_eq!([0, 1].map(|head| bias.bias(&query(head), &key(7))), [-6.0, 0.0]);
+    // a fixed ring has the route that is chosen for it
+    let groups = GroupLayout::choose(&shard, &grid, None, None, &mut || ());
+    let again = Choice::auto(&shard, 2, Some(&groups.of_groups), None, &mut || ());
+    assert_eq!(again.layout, groups.of_groups);
+}

@@ -1,0 +1,174 @@
+//! Bytes that every rank sends under a strategy, and the choice of the fewest.
+
+use super::{ExchangeFields, GroupLayout, HeadGrid, Strategy, exchange::backward_mode, memory};
+use crate::{
+    BackwardMode, Choice, Layout, NeedsIndex, Placement, Result, RingShards, RingTraffic, Route,
+    Side, Spec,
+};
+
+/// Bytes that every rank sends under a strategy.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StrategyTraffic {
+    /// The strategy, not [`Strategy::Auto`].
+    pub strategy: Strategy,
+    /// The grid of the strategy.
+    pub grid: HeadGrid,
+    /// Rows of ranks and groups.
+    pub layout: GroupLayout,
+    /// Payload bytes of a forward pass, by ring index.
+    pub forward: Vec<u128>,
+    /// Payload bytes of a backward pass, by ring index; 0 if there is none.
+    pub backward: Vec<u128>,
+    /// Upper bound of the bytes that a rank keeps between passes, besides the memory of its
+    /// backend: message buffers and the tensors of its heads.
+    pub memory_max_rank: u128,
+}
+
+/// Options of a plan that determine its traffic.
+#[derive(Debug, Clone, Copy)]
+pub struct TrafficOptions<'a> {
+    /// True to plan a backward pass too.
+    pub backward: bool,
+    /// The layout of the ranks, or `None` to choose one.
+    pub layout: Option<&'a Layout>,
+    /// The route, or `None` to choose one.
+    pub route: Option<Route>,
+    /// Nodes of the ranks, if they are known.
+    pub placement: Option<&'a Placement>,
+    /// The KV tile of the backends, to multiples of which the query rows of a reproducible backward
+    /// pass are sent.
+    pub kv_tile: u64,
+}
+
+impl StrategyTraffic {
+    /// Computes the traffic of `grid`. Calls `tick` between steps of a long computation.
+    pub fn of(
+        spec: &Spec,
+        grid: HeadGrid,
+        options: &TrafficOptions<'_>,
+        tick: &mut dyn FnMut(),
+    ) -> Self {
+        let TrafficOptions { backward, layout, placement, .. } = *options;
+        let first = spec.of_heads(&grid, 0);
+        let layout = GroupLayout::choose(&first, &grid, layout, placement, tick);
+        let mut traffic = Self {
+            strategy: Strategy::of_heads(grid.members()),
+            grid,
+            forward: Vec::new(),
+            backward: Vec::new(),
+            memory_max_rank: memory::most_bytes(spec, &grid, &layout, backward),
+            layout,
+        };
+        traffic.add_exchange(spec, backward);
+        let mut rings: Vec<[Vec<u128>; 2]> = Vec::new();
+        // heads with the same mask have the same rings
+        let distinct = if spec.mask.per_head() { grid.members() } else { 1 };
+        for member in 0..distinct {
+            let spec = spec.of_heads(&grid, member);
+            rings.push(traffic.ring_bytes(&spec, options, tick));
+        }
+        for ring_index in 0..traffic.forward.len() {
+            let [forward, backward] = &rings[grid.member(ring_index).min(distinct - 1)];
+            traffic.forward[ring_index] += forward[grid.group(ring_index)];
+            traffic.backward[ring_index] += backward[grid.group(ring_index)];
+        }
+        traffic
+    }
+
+    /// Returns the traffic of every grid over which `spec` can be divided, the ring first.
+    pub fn of_all(
+        spec: &Spec,
+        ranks: usize,
+        options: &TrafficOptions<'_>,
+        tick: &mut dyn FnMut(),
+    ) -> Vec<Self> {
+        HeadGrid::candidates(spec, ranks, options.backward)
+            .into_iter()
+            .map(|grid| Self::of(spec, grid, options, tick))
+            .collect()
+    }
+
+    /// Returns the strategy that sends the fewest bytes in all passes, of ties the first.
+    ///
+    /// # Errors
+    /// [`crate::Error::InvalidArgument`] if there is none: the number of ranks is 0.
+    pub fn cheapest(all: &[Self]) -> Result<&Self> {
+        all.iter()
+            .min_by_key(|traffic| traffic.total())
+            .ok_or_else(|| crate::Error::invalid("ranks", 0, "at least 1"))
+    }
+
+    /// Returns the bytes that all ranks send in all passes.
+    pub fn total(&self) -> u128 {
+        self.forward.iter().chain(&self.backward).sum()
+    }
+
+    /// Returns the bytes of the rank that sends the most in all passes.
+    pub fn most(&self) -> u128 {
+        let ranks = self.forward.iter().zip(&self.backward);
+        ranks.map(|(forward, backward)| forward + backward).max().unwrap_or(0)
+    }
+
+    fn add_exchange(&mut self, spec: &Spec, backward: bool) {
+        let grid = &self.grid;
+        let ranks = grid.groups() * grid.members();
+        let fields = [ExchangeFields::of_forward(spec), ExchangeFields::of_backward(spec)];
+        for group in 0..grid.groups() {
+            let rows = |member| {
+                let of = |side, len| {
+                    let ring_index = grid.ring_index(group, member);
+                    self.layout.of_ranks.shard(side, len, ring_index, ranks).len()
+                };
+                [of(Side::Q, spec.dims.q_len), of(Side::Kv, spec.dims.kv_len)]
+            };
+            let rows: Vec<[u64; 2]> = (0..grid.members()).map(rows).collect();
+            for member in 0..grid.members() {
+                let [forward, of_backward] =
+                    fields.each_ref().map(|fields| fields.bytes_sent(grid, member, &rows));
+                self.forward.push(forward);
+                self.backward.push(if backward { of_backward } else { 0 });
+            }
+        }
+    }
+
+    /// Returns the bytes that each group sends in the ring of one member, forward and backward.
+    fn ring_bytes(
+        &self,
+        spec: &Spec,
+        options: &TrafficOptions<'_>,
+        tick: &mut dyn FnMut(),
+    ) -> [Vec<u128>; 2] {
+        let TrafficOptions { backward, route, kv_tile, .. } = *options;
+        let groups = self.grid.groups();
+        let layout = &self.layout.of_groups;
+        let route =
+            route.unwrap_or_else(|| Choice::auto(spec, groups, Some(layout), None, tick).route);
+        let shards = RingShards::plain(&spec.dims, spec.alignment, layout, groups);
+        let mask = spec.mask.as_ref();
+        let heads = spec.dims.q_heads;
+        let batch = spec.dims.batch;
+        let needs = NeedsIndex::of_queries(mask, heads, batch, &shards, tick);
+        let traffic = RingTraffic::of(&needs, route, tick).of_rank;
+        let block = spec.kv_row_layout();
+        let kv = |rows: u128| rows * u128::from(block.bytes());
+        let forward = traffic.iter().map(|sent| kv(sent.block_rows)).collect();
+        let backward = if !backward {
+            vec![0; groups]
+        } else if backward_mode(spec) == BackwardMode::OnePass {
+            let gradient = spec.gradient_row_layout();
+            traffic.iter().map(|sent| sent.bytes(&block, &gradient)).collect()
+        } else {
+            let needs = NeedsIndex::of_keys(mask, heads, batch, &shards, tick);
+            let (needs, row) = match spec.leaf_rows {
+                Some(_) => (needs.in_tiles(kv_tile), spec.whole_query_row_layout(None)),
+                None => (needs, spec.query_row_layout()),
+            };
+            let queries = RingTraffic::of(&needs, route.opposite(), tick).of_rank;
+            let of_queries = |rows: u128| rows * u128::from(row.bytes());
+            let sent = traffic.iter().zip(&queries);
+            sent.map(|(keys, queries)| kv(keys.block_rows) + of_queries(queries.block_rows))
+                .collect()
+        };
+        [forward, backward]
+    }
+}
