@@ -3,9 +3,7 @@
 use std::{collections::BTreeMap, path::Path, time::Duration};
 
 use annulus::{Attention, Backward, Forward, LocalRing};
-use annulus_core::{
-    Backend, Batch, Dims, Element, Error, HostTensors, Layout, Result, Runs, SinkShape,
-};
+use annulus_core::{Backend, Batch, Dims, Element, Error, HostTensors, Result, Runs, SinkShape};
 use ndarray::{Array, Dimension};
 
 use super::{
@@ -13,6 +11,7 @@ use super::{
     index::Case,
 };
 use crate::{
+    arguments::values::LayoutName,
     backend::{BackendChoice, with_backend},
     failure::of_file,
     input::{Input, OutputGradients, Share},
@@ -24,12 +23,12 @@ use crate::{
 pub(super) const DEADLINE: Duration = Duration::from_secs(120);
 
 /// Ring to compute on.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Copy)]
 pub(super) struct Ring {
     /// Number of ranks.
     pub(super) ranks: usize,
-    /// Layout; `None` chooses one from the mask.
-    pub(super) layout: Option<Layout>,
+    /// Layout.
+    pub(super) layout: LayoutName,
     /// Threads of each rank.
     pub(super) threads: usize,
     /// True to compute in the reproducible order, and to compare the bits with the first ring's.
@@ -192,8 +191,10 @@ impl<T: Element> Loaded<T> {
     ) -> Result<Verdict> {
         with_backend!(backend, ring.threads, make => {
             let make = |_, endpoint| make(Endpoint::Thread(Box::new(endpoint)));
-            let attention = self.attention.clone().layout(ring.layout.clone());
-            let attention = attention.reproducible(ring.reproducible);
+            let attention = self.attention.clone().reproducible(ring.reproducible);
+            let batch = || Ok(self.batch.clone());
+            let attention = ring.layout.apply(attention, case.dims(), ring.ranks, batch);
+            let attention = attention.map_err(|error| self.input.named(error))?;
             let plan = LocalRing::with_transports(&attention, case.dims(), ring.ranks, make)?;
             self.judge_ring(plan, ring.reproducible.then_some(first))
         })

@@ -205,13 +205,12 @@ impl CheckFlags {
         let name =
             layout.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
         let name = format!("ranks={ranks} layout={name}");
-        let layout = layout.layout();
         if !self.reproducible {
             return vec![(Ring { ranks, layout, threads: 1, reproducible: false }, name)];
         }
         let threads = if self.threads.is_empty() { &[1, 2] } else { &self.threads[..] };
         let ring = |&threads: &usize| {
-            let ring = Ring { ranks, layout: layout.clone(), threads, reproducible: true };
+            let ring = Ring { ranks, layout, threads, reproducible: true };
             (ring, format!("{name} threads={threads}"))
         };
         threads.iter().map(ring).collect()

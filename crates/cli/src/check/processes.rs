@@ -116,8 +116,9 @@ fn try_judge<T: Element, B: Backend<Space: HostTensors>>(
     let endpoint = Endpoint::Process(Box::new(group.ring(settings.clone())?));
     let Opened { input, sinks, attention } = opened?;
     let (backend, transport) = make(endpoint)?;
-    let mut plan =
-        Plan::new(&attention.clone().layout(ring.layout.clone()), input.dims, backend, transport)?;
+    let attention = ring.layout.apply(attention, input.dims, ring.ranks, || input.coordinates());
+    let attention = attention.map_err(|error| input.named(error))?;
+    let mut plan = Plan::new(&attention, input.dims, backend, transport)?;
     let q_rows = plan.q_rows().clone();
     let kv_rows = plan.kv_rows().clone();
     let named = |error| input.named(error);

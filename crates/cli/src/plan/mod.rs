@@ -8,11 +8,12 @@ mod program;
 use std::path::{Path, PathBuf};
 
 use annulus::Attention;
-use annulus_core::{Dims, Spec};
+use annulus_core::{Batch, Dims, Spec};
 use clap::Args;
 
 use crate::{
     arguments::{
+        documents,
         mask::MaskFlags,
         names,
         values::{DTypeName, LayoutName, count as from_one, dim, planned_ranks, whole},
@@ -28,15 +29,16 @@ const EXAMPLES: &str = "Examples:
   annulus plan --causal --q-len 65536 --ranks 8
   annulus plan --causal --window 4095,0 --q-len 1000000 --ranks 16 --svg ring.svg --json ring.json
   annulus plan --causal --q-len 131072 --ranks 64 --heads 32 --kv-heads 8 --dtype bf16 --json -
-  annulus plan --causal --q-len 67108864 --ranks 65536 --rank 17";
+  annulus plan --causal --q-len 67108864 --ranks 65536 --rank 17
+  annulus plan --causal --documents 512,2048,1000,4632 --ranks 4 --layout balanced";
 
 /// Shows the work of each rank in each step and predicts the bytes sent, without running the ring
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct PlanFlags {
-    /// Queries
-    #[arg(long, value_name = "N", value_parser = whole)]
-    q_len: usize,
+    /// Queries. Default: the rows of --documents
+    #[arg(long, value_name = "N", value_parser = whole, required_unless_present = "documents")]
+    q_len: Option<usize>,
     /// Keys. Default: as many as queries
     #[arg(long, value_name = "N", value_parser = whole)]
     kv_len: Option<usize>,
@@ -46,7 +48,8 @@ pub(crate) struct PlanFlags {
     /// Also show the program of this rank: its ring steps and the messages that it sends
     #[arg(long, value_name = "R", value_parser = whole)]
     rank: Option<usize>,
-    /// Assignment of rows to ranks; auto chooses it from the mask
+    /// Assignment of rows to ranks; auto chooses it from the mask, balanced from the mask and
+    /// --documents
     #[arg(long, value_enum, default_value = "auto")]
     layout: LayoutName,
     /// Plan the reproducible order: layouts divide the rows at leaves, queries are sent in a backward
@@ -88,12 +91,18 @@ pub(crate) struct PlanFlags {
 /// Runs `annulus plan`.
 pub(crate) fn run(flags: &PlanFlags) -> Outcome {
     flags.mask.check()?;
-    let dims = flags.dims();
-    let spec = flags.spec(dims).map_err(|error| names::of_flags(error, &dims, &[]))?;
-    let layout = flags.layout.layout();
-    let figures =
-        Figures::new(&spec, flags.ranks, layout.as_ref(), flags.rank, flags.mask.describe());
-    let figures = figures.map_err(|error| names::of_flags(error, &dims, &[("rank", "--rank")]))?;
+    let dims = flags.dims()?;
+    let named = |error| names::of_flags(error, &dims, flags.names());
+    let spec = flags.spec(dims).map_err(named)?;
+    documents::check(&flags.mask.documents, &dims)?;
+    let planned = Planned {
+        ranks: flags.ranks,
+        layout: flags.layout,
+        batch: documents::batch(&flags.mask.documents),
+        mask: flags.mask.describe(),
+        rank: flags.rank,
+    };
+    let figures = Figures::new(&spec, planned).map_err(named)?;
     let printed = flags.json.as_deref() == Some(Path::new("-"));
     // a document on standard output replaces the table
     let to_standard_output = printed
@@ -115,16 +124,41 @@ pub(crate) fn run(flags: &PlanFlags) -> Outcome {
     Ok(())
 }
 
+/// Ring whose figures are computed.
+struct Planned {
+    ranks: usize,
+    layout: LayoutName,
+    /// Packed documents, or the default batch.
+    batch: Batch,
+    /// The mask in words.
+    mask: String,
+    /// Rank whose program is shown.
+    rank: Option<usize>,
+}
+
 impl PlanFlags {
-    fn dims(&self) -> Dims {
-        Dims {
+    fn dims(&self) -> Outcome<Dims> {
+        let q_len = match self.q_len {
+            Some(len) => len,
+            None => documents::rows(&self.mask.documents)?,
+        };
+        Ok(Dims {
             batch: self.batch,
-            q_len: self.q_len,
-            kv_len: self.kv_len.unwrap_or(self.q_len),
+            q_len,
+            kv_len: self.kv_len.unwrap_or(q_len),
             q_heads: self.heads,
             kv_heads: self.kv_heads.unwrap_or(self.heads),
             head_dim: self.head_dim,
             value_dim: self.value_dim.unwrap_or(self.head_dim),
+        })
+    }
+
+    /// Flags of arguments that other subcommands set by another flag.
+    const fn names(&self) -> names::Others {
+        if self.q_len.is_some() {
+            &[("rank", "--rank")]
+        } else {
+            &[("rank", "--rank"), ("q_len", documents::FLAG), ("kv_len", documents::FLAG)]
         }
     }
 
@@ -151,6 +185,7 @@ fn print(figures: &Figures) {
         say!("          {backward}");
     }
     say!("work      the busiest rank has {:.3} times the mean", figures.work_max_over_mean);
+    say!("rows      {}", figures.rows_in_words());
     if figures.schedule_checked {
         say!(
             "checked   each row arrives once where it is needed; each gradient reaches its owner once"
