@@ -266,7 +266,7 @@ fn compute(
     job: &mut Job,
     backend: &BackendChoice,
 ) -> Outcome<Vec<Vec<Verdict>>> {
-    let rings: Vec<Ring> = rings.iter().map(|(ring, _)| ring.clone()).collect();
+    let rings: Vec<Ring> = rings.iter().map(|(ring, _)| *ring).collect();
     #[cfg(feature = "mpi")]
     if job.is_mpi() {
         return processes::compute(folder, units, &rings, job, backend);

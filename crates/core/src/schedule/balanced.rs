@@ -7,6 +7,7 @@
 //!         the chunk with the most pairs to the rank with the fewest so far
 //!     exchange chunks of the ranks with the most and the fewest pairs while that helps
 //!     stop if no rank has more than 1.02 times the mean, of pairs and of rows
+//! exchange chunks that bring documents together (SegmentExchange)
 //! ```
 //! Every rank gets m chunks, so that numbers of rows differ by at most one per chunk. Few long
 //! chunks are tried first: they keep documents together, so that fewer rows are sent. With a causal
@@ -17,14 +18,17 @@
 
 use std::{cmp::Reverse, sync::Arc};
 
-use super::{Choice, Order, Route, Work};
+use super::{Choice, Order, Route, Work, segment_exchange::SegmentExchange};
 use crate::{
-    Batch, CustomLayout, Error, Layout, NeedsIndex, Result, RingShards, Run, Runs, Side, Spec,
-    index, memory,
+    Batch, CustomLayout, Error, Layout, NeedsIndex, Result, RingShards, Run, Runs, Shard, Side,
+    Spec, index, memory,
 };
 
 /// Imbalance, of pairs and of rows, at which no shorter chunks are tried.
 const BALANCED: f64 = 1.02;
+/// Imbalance up to which chunks are exchanged to send fewer rows: half of the tolerance, because the
+/// time of a pass is that of the busiest rank.
+const EXCHANGED: f64 = 1.01;
 /// Fewest rows of a chunk: the KV tile of the CPU kernels, of which a shorter chunk fills a part.
 const LEAST_ROWS: usize = 64;
 
@@ -72,25 +76,25 @@ impl Layout {
         spec.validate_batch(batch, q_len, kv_len)?;
         let mut q = memory::list("the rows of all ranks", ranks)?;
         let whole = RingShards::of_batch(&spec.dims, spec.alignment, &Self::Contiguous, 1, batch)?;
-        let mut best: Option<(f64, Vec<Vec<usize>>, Vec<u64>)> = None;
+        let mut best: Option<Dealt> = None;
         let mut per_rank = 1;
         loop {
             let cuts = Cuts::new(spec, ranks, per_rank);
             let edges = cuts.edges()?;
             let work = work_of_chunks(spec, &whole, &edges);
-            let rows: Vec<u128> = edges.windows(2).map(|edge| (edge[1] - edge[0]).into()).collect();
-            let dealt = deal(&work, ranks);
-            let worst = imbalance(&work, &dealt).max(imbalance(&rows, &dealt));
-            if best.as_ref().is_none_or(|(least, ..)| worst < *least) {
-                best = Some((worst, dealt, edges));
+            let dealt = Dealt::new(work, edges, ranks);
+            let worst = dealt.worst;
+            if best.as_ref().is_none_or(|best| worst < best.worst) {
+                best = Some(dealt);
             }
             if worst <= BALANCED || cuts.are_shortest() {
                 break;
             }
             per_rank *= 2;
         }
-        let Some((_, dealt, edges)) = best else { return Ok(Self::Contiguous) };
-        q.extend(dealt.iter().map(|chunks| rows_of(chunks, &edges)));
+        let Some(mut best) = best else { return Ok(Self::Contiguous) };
+        best.join_segments(&whole);
+        q.extend(best.ranks.iter().map(|chunks| rows_of(chunks, &best.edges)));
         let kv = if q_len == kv_len {
             q.clone()
         } else {
@@ -145,6 +149,46 @@ impl Cuts {
         };
         let count = self.chunks.saturating_add(1);
         memory::collect("the edges of chunks", count, (0..=self.chunks).map(edge))
+    }
+}
+
+/// Chunks that are dealt to ranks.
+struct Dealt {
+    /// The larger imbalance of pairs and of rows.
+    worst: f64,
+    /// Chunks of each rank.
+    ranks: Vec<Vec<usize>>,
+    /// Visible pairs of each chunk.
+    work: Vec<u128>,
+    /// Rows of each chunk.
+    rows: Vec<u128>,
+    /// First row of each chunk, and the end of the last.
+    edges: Vec<u64>,
+}
+
+impl Dealt {
+    fn new(work: Vec<u128>, edges: Vec<u64>, ranks: usize) -> Self {
+        let rows: Vec<u128> = edges.windows(2).map(|edge| (edge[1] - edge[0]).into()).collect();
+        let ranks = deal(&work, ranks);
+        let worst = imbalance(&work, &ranks).max(imbalance(&rows, &ranks));
+        Self { worst, ranks, work, rows, edges }
+    }
+
+    /// Exchanges chunks so that fewer rows are sent, and the imbalance stays below [`EXCHANGED`] or
+    /// does not grow. `whole` has all rows on one rank.
+    fn join_segments(&mut self, whole: &RingShards) {
+        let most = |of: &[u128]| {
+            let bound = EXCHANGED.max(imbalance(of, &self.ranks));
+            // rounded up, so that the rank with the most is not excluded
+            (bound * of.iter().sum::<u128>() as f64 / self.ranks.len() as f64).ceil() as u128
+        };
+        let (most_work, most_rows) = (most(&self.work), most(&self.rows));
+        let chunks: Vec<Shard> =
+            whole.q.iter().flat_map(|queries| queries.divide(&self.edges)).collect();
+        let exchange = SegmentExchange::new(&chunks, &self.work, &self.rows, &self.ranks);
+        if let Some(mut exchange) = exchange {
+            exchange.run(&mut self.ranks, most_work, most_rows);
+        }
     }
 }
 
