@@ -26,8 +26,8 @@ use crate::{
 
 /// Imbalance, of pairs and of rows, at which no shorter chunks are tried.
 const BALANCED: f64 = 1.02;
-/// Imbalance up to which chunks are exchanged to send fewer rows: half of the tolerance, because the
-/// time of a pass is that of the busiest rank.
+/// Imbalance up to which chunks are exchanged to send fewer rows: half of the tolerance, because
+/// the time of a pass is that of the busiest rank.
 const EXCHANGED: f64 = 1.01;
 /// Fewest rows of a chunk: the KV tile of the CPU kernels, of which a shorter chunk fills a part.
 const LEAST_ROWS: usize = 64;
