@@ -6,8 +6,13 @@ HAS_MPI: bool
 def mpi_library() -> str: ...
 def xla_handler() -> int: ...
 def shard(
-    config: dict[str, Any], lengths: dict[str, int], ranks: int, rank: int
-) -> tuple[str, list[tuple[int, int, int]], list[tuple[int, int, int]]]: ...
+    config: dict[str, Any],
+    lengths: dict[str, int],
+    ranks: int,
+    rank: int,
+    batch: dict[str, Any],
+    balanced: bool,
+) -> dict[str, Any]: ...
 
 class Mask:
     @staticmethod

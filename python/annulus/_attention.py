@@ -16,12 +16,14 @@ from ._errors import invalid
 if TYPE_CHECKING:
     from ._plan import Plan
 
-Rows = Sequence[Sequence[int]]
+Rows = Sequence[Sequence[int | tuple[int, int, int]]]
+"""Rows of every rank: row numbers, or runs of them as (first, step, count)."""
 Numbers = npt.NDArray[np.int64]
 ALIGNMENTS = ("top_left", "bottom_right")
 BIAS_ORDERS = ("after_soft_cap", "before_soft_cap")
 PRECISIONS = ("highest", "high", "default")
 LAYOUTS = ("contiguous", "zigzag", "striped")
+PLACES = ("q_rows", "kv_rows", "q_positions", "kv_positions")
 ROUTES = ("relay_up", "relay_down", "direct")
 BACKWARD_MODES = ("one_pass", "two_pass")
 
@@ -94,6 +96,10 @@ class Attention:
         batch: int = 1,
         q_heads: int = 1,
         layout: str | tuple[Rows, Rows] | None = None,
+        cum_seqlens_q: Any = None,
+        cum_seqlens_k: Any = None,
+        q_segment_ids: Any = None,
+        kv_segment_ids: Any = None,
     ) -> Shard:
         """Returns the rows of one rank, before there are tensors or a plan. Local: no rank waits.
 
@@ -106,7 +112,12 @@ class Attention:
             comm: An mpi4py communicator, in place of ranks and rank.
             batch, q_heads: Lengths that a mask of each batch row or head is made for.
             layout: ``contiguous``, ``zigzag``, ``striped``, or the rows of every rank as (query
-                rows, key rows). Default: chosen by the mask.
+                rows, key rows). ``balanced``: equal rows and work on every rank, for the documents
+                of the batch; all ranks pass the same ones. Default: chosen by the mask.
+            cum_seqlens_q, cum_seqlens_k: ``[sequences + 1]``: packed documents, in which positions
+                restart.
+            q_segment_ids, kv_segment_ids: ``[batch, q_len]`` and ``[batch, kv_len]`` of the whole
+                sequence, for ``balanced``.
         """
         if comm is not None:
             for name, value in (("ranks", ranks), ("rank", rank)):
@@ -126,19 +137,29 @@ class Attention:
             head_dim=1,
             value_dim=None,
         )
-        name, q_runs, kv_runs = _annulus.shard(config(self, rows, layout=layout), rows, ranks, rank)
-        q_rows, kv_rows = spelled_runs(q_runs), spelled_runs(kv_runs)
-        shift = rows["kv_len"] - rows["q_len"] if self.alignment == "bottom_right" else 0
+        documents = {
+            name: _arrays.integers(name, value, dtype, axes)
+            for name, value, dtype, axes in (
+                ("cum_seqlens_q", cum_seqlens_q, "int64", 1),
+                ("cum_seqlens_k", cum_seqlens_k, "int64", 1),
+                ("q_segment_ids", q_segment_ids, "int32", 2),
+                ("kv_segment_ids", kv_segment_ids, "int32", 2),
+            )
+            if value is not None
+        }
+        balanced = isinstance(layout, str) and layout == "balanced"
+        checked = config(self, rows, layout=None if balanced else layout)
+        found = _annulus.shard(checked, rows, ranks, rank, documents, balanced)
+        if layout is None or isinstance(layout, str):
+            layout = found["rows"] if balanced else found["layout"]
         return Shard(
-            layout=name if layout is None or isinstance(layout, str) else layout,
+            layout=layout,
             rank=rank,
             ranks=ranks,
             q_len=rows["q_len"],
             kv_len=rows["kv_len"],
-            q_rows=q_rows,
-            kv_rows=kv_rows,
-            q_positions=q_rows + shift,
-            kv_positions=kv_rows,
+            route=found["route"],
+            **{name: spelled_runs(found[name]) for name in PLACES},
         )
 
     def _config(self) -> dict[str, Any]:
@@ -186,7 +207,9 @@ class Shard:
         q_len, kv_len: Rows of the whole sequence.
         q_rows, kv_rows: Row numbers in the whole sequence, in the order of the rank's tensors.
         q_positions, kv_positions: Positions of these rows, for rotary embeddings: what masks
-            compare, unless ``cum_seqlens`` or explicit positions say otherwise.
+            compare, unless explicit positions say otherwise. In a packed document they start at 0.
+        route: Route on which rows are sent only to ranks that need them, for ``route=`` of
+            ``ring_attention`` and ``Plan``. None, except for ``balanced``.
     """
 
     layout: str | tuple[Rows, Rows]
@@ -198,6 +221,7 @@ class Shard:
     kv_rows: Numbers
     q_positions: Numbers
     kv_positions: Numbers
+    route: str | None = None
 
 
 def lengths(
@@ -287,7 +311,13 @@ def checked_layout(layout: Any) -> Any:
     want = "a name, or (query rows, key rows) of every rank"
     if not isinstance(layout, (tuple, list)) or len(layout) != 2:
         raise invalid("layout", repr(layout), want)
-    return tuple(
-        [[_check.integer("layout", row, least=None) for row in rows] for rows in side]
-        for side in layout
-    )
+    return tuple([[_checked_row(row) for row in rows] for rows in side] for side in layout)
+
+
+def _checked_row(row: Any) -> int | tuple[int, ...]:
+    """Returns a row number, or a run of them as (first, step, count)."""
+    if isinstance(row, (tuple, list)) and len(row) == 3:
+        first, step, count = row
+        numbers = [_check.integer("layout", number, least=None) for number in (first, step)]
+        return (*numbers, _check.integer("layout", count))
+    return _check.integer("layout", row, least=None)

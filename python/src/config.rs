@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 
 use annulus::{
     Alignment, Attention, BackwardMode, Batch, BiasOrder, CustomLayout, DType, Dims, Layout,
-    Precision, Route, SinkShape,
+    Precision, Route, Run, Runs, SinkShape,
     ndarray::{Array2, Ix1, Ix2},
 };
 use pyo3::{prelude::*, types::PyDict};
@@ -52,11 +52,13 @@ pub(crate) struct Config<'py> {
     arrival_deadline: Option<f64>,
 }
 
-/// A layout by name, or the rows of every rank: queries, then keys.
+/// A layout by name, or the rows of every rank: queries, then keys. Runs of rows are (first, step,
+/// count).
 #[derive(FromPyObject)]
 enum LayoutConfig {
     Named(String),
     Custom(Vec<Vec<i64>>, Vec<Vec<i64>>),
+    Runs(Vec<Vec<(i64, i64, u64)>>, Vec<Vec<(i64, i64, u64)>>),
 }
 
 impl Config<'_> {
@@ -147,6 +149,20 @@ impl Config<'_> {
             Some(LayoutConfig::Custom(q, kv)) => {
                 let runs = |ranks: &[Vec<i64>]| {
                     ranks.iter().map(|rows| rows.iter().copied().collect()).collect()
+                };
+                let custom = CustomLayout { q: runs(q), kv: runs(kv) };
+                return Ok(Some(Layout::Custom(Arc::new(custom))));
+            }
+            Some(LayoutConfig::Runs(q, kv)) => {
+                let runs = |ranks: &[Vec<(i64, i64, u64)>]| {
+                    let of_rank = |runs: &Vec<(i64, i64, u64)>| {
+                        let mut rows = Runs::new();
+                        for &(start, step, count) in runs {
+                            rows.push_run(Run { start, step, count });
+                        }
+                        rows
+                    };
+                    ranks.iter().map(of_rank).collect()
                 };
                 let custom = CustomLayout { q: runs(q), kv: runs(kv) };
                 return Ok(Some(Layout::Custom(Arc::new(custom))));

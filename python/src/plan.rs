@@ -15,7 +15,7 @@ use annulus::{
     half::{bf16, f16},
     ndarray::{ArrayView4, Dimension, Ix2, Ix3, Ix4},
 };
-use annulus_core::{Choice, Side};
+use annulus_core::{Choice, Shard, Side};
 use pyo3::{exceptions::PyRuntimeError, prelude::*, types::PyDict};
 
 use crate::{
@@ -446,29 +446,60 @@ fn opened<T>(engine: Option<T>) -> PyResult<T> {
     engine.ok_or_else(|| PyRuntimeError::new_err("the plan is closed"))
 }
 
-/// Returns the given layout, or the one that the mask chooses for `ranks` ranks, and the query and
-/// key rows of `rank` in it. Plans nothing.
+/// Returns the given layout, the one that the mask chooses for `ranks` ranks, or the balanced one of
+/// a batch; and the rows of `rank` in it with their positions. Plans nothing.
 #[pyfunction]
-pub(crate) fn shard(
-    py: Python<'_>,
+pub(crate) fn shard<'py>(
+    py: Python<'py>,
     config: Config<'_>,
     lengths: Lengths,
     ranks: usize,
     rank: usize,
-) -> PyResult<(&'static str, PyRuns, PyRuns)> {
+    documents: &Bound<'py, PyDict>,
+    balanced: bool,
+) -> PyResult<Bound<'py, PyDict>> {
     let (attention, _) = config.attention(py)?;
     let dims = Dims::from(lengths);
-    let shard = py.detach(|| {
+    let batch = batch(py, documents)?;
+    let placed = py.detach(|| {
         let spec = attention.spec(dims)?;
-        let layout = match attention.ring_options().layout {
-            Some(layout) => layout,
-            None => Choice::auto(&spec, ranks, None, None, &mut || ()).layout,
+        batch.validate(&dims, dims.q_len, dims.kv_len)?;
+        let (layout, route) = match attention.ring_options().layout {
+            _ if balanced => {
+                let Choice { layout, route, .. } = Choice::balanced(&spec, &batch, ranks)?;
+                (layout, Some(route))
+            }
+            Some(layout) => (layout, None),
+            None => (Choice::auto(&spec, ranks, None, None, &mut || ()).layout, None),
         };
         layout.validate(dims.q_len, dims.kv_len, ranks)?;
-        let rows = |side, len| spelled_runs(&layout.shard(side, len, rank, ranks));
-        Ok((layout.name(), rows(Side::Q, dims.q_len), rows(Side::Kv, dims.kv_len)))
+        // positions restart in packed documents, and do not depend on segment ids
+        let packed = Batch {
+            cum_seqlens_q: batch.cum_seqlens_q,
+            cum_seqlens_k: batch.cum_seqlens_k,
+            ..Batch::default()
+        };
+        let local = |side| {
+            Shard::local(&dims, spec.alignment, &layout, side, rank, ranks, &packed)
+        };
+        Ok::<_, annulus::Error>((local(Side::Q), local(Side::Kv), layout, route))
     });
-    shard.map_err(|error| raise(py, &error))
+    let (q, kv, layout, route) = placed.map_err(|error| raise(py, &error))?;
+    let found = PyDict::new(py);
+    found.set_item("layout", layout.name())?;
+    found.set_item("route", route.map(|route| route.name().replace('-', "_")))?;
+    let all = |side, len| -> Vec<PyRuns> {
+        (0..ranks).map(|rank| spelled_runs(&layout.shard(side, len, rank, ranks))).collect()
+    };
+    if balanced {
+        found.set_item("rows", (all(Side::Q, dims.q_len), all(Side::Kv, dims.kv_len)))?;
+    }
+    for (name, shard) in [("q", &q), ("kv", &kv)] {
+        found.set_item(format!("{name}_rows"), spelled_runs(&shard.rows))?;
+        let positions = shard.positions.first().map(spelled_runs).unwrap_or_default();
+        found.set_item(format!("{name}_positions"), positions)?;
+    }
+    Ok(found)
 }
 
 fn spelled_runs(rows: &Runs) -> PyRuns {

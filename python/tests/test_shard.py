@@ -61,9 +61,39 @@ def test_a_custom_layout_is_given_back() -> None:
     assert shard.layout == CUSTOM and shard.kv_rows.tolist() == [6, 5, 4]
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_documents_are_balanced_before_there_are_tensors(ranks: int) -> None:
+    starts = np.cumsum([0, 900, 20, 130, 1, 549])
+    attention = annulus.Attention(causal=True)
+    shards = [
+        attention.shard(1600, ranks=ranks, rank=rank, layout="balanced", cum_seqlens_q=starts)
+        for rank in range(ranks)
+    ]
+    rows = np.concatenate([shard.q_rows for shard in shards])
+    assert (np.sort(rows) == np.arange(1600)).all()
+    for shard in shards:
+        assert abs(len(shard.q_rows) - 1600 / ranks) <= 16 and shard.route is not None
+        start = starts[np.searchsorted(starts, shard.q_rows, side="right") - 1]
+        assert (shard.q_positions == shard.q_rows - start).all()
+        assert shard.layout == shards[0].layout
+    x = random(1, 1600, 2, 8, dtype="f8")
+    options = {"cum_seqlens_q": starts, "causal": True, "threads": 1}
+    first = shards[0]
+    got = annulus.ring_attention(
+        x, x, x, ranks=ranks, layout=first.layout, route=first.route, **options
+    )
+    assert abs(got - annulus.flash_attention(x, x, x, **options)).max() < 1e-13
+    # the ids of the same documents give the same rows, but positions of the whole sequence
+    ids = np.repeat(np.arange(5), np.diff(starts))[None]
+    by_ids = attention.shard(1600, ranks=ranks, rank=0, layout="balanced", q_segment_ids=ids)
+    assert (by_ids.q_rows == first.q_rows).all() and (by_ids.q_positions == first.q_rows).all()
+
+
 @pytest.mark.parametrize(
     ("options", "argument"),
     [
+        ({"ranks": 2, "rank": 0, "cum_seqlens_q": [0, 9]}, "cum_seqlens_q"),
+        ({"ranks": 2, "rank": 0, "cum_seqlens_q": [0, 5, 3]}, "cum_seqlens_q"),
         ({"ranks": 0, "rank": 0}, "ranks"),
         ({"ranks": 2, "rank": 2}, "rank"),
         ({"ranks": 2}, "rank"),

@@ -7,8 +7,8 @@ use annulus_comm::{
     ring::{RingOptions, StepEvent, StepHook},
 };
 use annulus_core::{
-    Alignment, BackwardMode, Batch, BiasFunction, BiasOrder, DType, Dims, Dropout, Error,
-    LEAF_ROWS, Layout, Mask, Precision, Result, Route, SinkShape, Space, Spec, Strategy, Transport,
+    Alignment, BackwardMode, BiasFunction, BiasOrder, DType, Dims, Dropout, Error, LEAF_ROWS,
+    Layout, Mask, Precision, Result, Route, SinkShape, Space, Spec, Strategy, Transport,
     mask::{Causal, ChunkedCausal, Prefix, Window, and},
 };
 
@@ -67,6 +67,8 @@ pub struct Attention {
     layout: Option<Layout>,
     route: Option<Route>,
     strategy: Strategy,
+    /// Route that [`Attention::balanced`] has chosen.
+    balanced_route: Option<Route>,
     kv_block_size: Option<u64>,
     deadline: Option<Duration>,
     arrival_deadline: Option<Duration>,
@@ -326,30 +328,13 @@ impl Attention {
     #[must_use]
     pub fn layout(mut self, layout: impl Into<Option<Layout>>) -> Self {
         self.layout = layout.into();
+        self.balanced_route = None;
         self
     }
 
-    /// Returns a layout of `ranks` ranks with equal rows and balanced work for the documents of a
-    /// batch, before there are tensors ([`Layout::balanced`]).
-    ///
-    /// ```
-    /// use annulus::{Attention, Batch, Dims};
-    ///
-    /// # fn main() -> annulus::Result<()> {
-    /// let attention = Attention::new().causal(true);
-    /// let dims = Dims::new(1, 4096, 8, 64);
-    /// let documents = Batch { cum_seqlens_q: Some(vec![0, 3000, 3500, 4096]), ..Batch::default() };
-    /// let layout = attention.balanced_layout(dims, &documents, 4)?;
-    /// let mut ring = attention.layout(layout).local_ring(dims, 4)?;
-    /// ring.update(&documents)?;
-    /// # Ok(())
-    /// # }
-    /// ```
-    ///
-    /// # Errors
-    /// As [`Layout::balanced`], and [`Error::InvalidArgument`] of the options.
-    pub fn balanced_layout(&self, dims: Dims, batch: &Batch, ranks: usize) -> Result<Layout> {
-        Layout::balanced(&self.spec(dims)?, batch, ranks)
+    /// Sets the layout for a batch, and the route unless the caller sets one.
+    pub(crate) fn with_balanced(self, layout: Layout, route: Route) -> Self {
+        Self { layout: Some(layout), balanced_route: Some(route), ..self }
     }
 
     /// Route of the blocks. Default: chosen by the mask.
@@ -535,7 +520,7 @@ impl Attention {
     pub fn ring_options(&self) -> RingOptions {
         RingOptions {
             layout: self.layout.clone(),
-            route: self.route,
+            route: self.route.or(self.balanced_route),
             backward: !self.forward_only,
             local_gradients: self.local_gradients,
             kv_block_size: self.kv_block_size,

@@ -37,6 +37,7 @@ mod hook;
 mod local_ring;
 mod one_call;
 mod plan;
+mod rank_rows;
 mod rank_tensors;
 mod tensors;
 
@@ -56,6 +57,7 @@ pub use attention::Attention;
 pub use local_ring::LocalRing;
 pub use one_call::{Options, flash_attention, ring_attention};
 pub use plan::Plan;
+pub use rank_rows::RankRows;
 pub use tensors::{Backward, BackwardViewMut, Forward, ForwardView, ForwardViewMut, Tensors};
 /// Crates whose types are in this interface.
 pub use {half, ndarray};

@@ -20,7 +20,8 @@ module annulus
   public :: annulus_options_default, annulus_message, annulus_error_text, annulus_version_text
   public :: annulus_attention_create, annulus_attention_destroy, annulus_attention_add_mask
   public :: annulus_attention_set_bias_function, annulus_attention_set_alibi
-  public :: annulus_attention_set_custom_layout, annulus_attention_on_silence
+  public :: annulus_attention_set_custom_layout, annulus_attention_set_balanced_layout
+  public :: annulus_attention_q_rows, annulus_attention_kv_rows, annulus_attention_on_silence
   public :: annulus_attention_on_step
   public :: annulus_plan_create_threads, annulus_plan_create_mpi, annulus_plan_create_callbacks
   public :: annulus_plan_destroy, annulus_plan_rank, annulus_plan_ranks, annulus_plan_layout
@@ -71,6 +72,7 @@ module annulus
   integer(c_int32_t), parameter, public :: ANNULUS_LAYOUT_ZIGZAG = 2
   integer(c_int32_t), parameter, public :: ANNULUS_LAYOUT_STRIPED = 3
   integer(c_int32_t), parameter, public :: ANNULUS_LAYOUT_CUSTOM = 4
+  integer(c_int32_t), parameter, public :: ANNULUS_LAYOUT_BALANCED = 5
   integer(c_int32_t), parameter, public :: ANNULUS_ROUTE_AUTO = 0
   integer(c_int32_t), parameter, public :: ANNULUS_ROUTE_RELAY_UP = 1
   integer(c_int32_t), parameter, public :: ANNULUS_ROUTE_RELAY_DOWN = 2
@@ -421,6 +423,32 @@ module annulus
       integer(c_int) :: status
     end function c_kv_rows
 
+    function c_rank_q_rows(attention, ranks, rank, rows, capacity, count) &
+        bind(c, name="annulus_attention_q_rows") result(status)
+      import :: c_int, c_int64_t, c_ptr
+      type(c_ptr), value :: attention, rows
+      integer(c_int64_t), value :: ranks, rank, capacity
+      integer(c_int64_t), intent(out) :: count
+      integer(c_int) :: status
+    end function c_rank_q_rows
+
+    function c_rank_kv_rows(attention, ranks, rank, rows, capacity, count) &
+        bind(c, name="annulus_attention_kv_rows") result(status)
+      import :: c_int, c_int64_t, c_ptr
+      type(c_ptr), value :: attention, rows
+      integer(c_int64_t), value :: ranks, rank, capacity
+      integer(c_int64_t), intent(out) :: count
+      integer(c_int) :: status
+    end function c_rank_kv_rows
+
+    function c_set_balanced_layout(attention, ranks, batch) &
+        bind(c, name="annulus_attention_set_balanced_layout") result(status)
+      import :: c_int, c_int64_t, c_ptr
+      type(c_ptr), value :: attention, batch
+      integer(c_int64_t), value :: ranks
+      integer(c_int) :: status
+    end function c_set_balanced_layout
+
     function c_update(plan, batch) bind(c, name="annulus_plan_update") result(status)
       import :: c_int, c_ptr
       type(c_ptr), value :: plan, batch
@@ -612,6 +640,81 @@ contains
     status = function_of_c(plan, c_loc(rows), room, count)
     rows = rows(:count)
   end function rows_by
+
+  ! Returns the global query rows of one rank of a ring, which count from 0 as the rank does, before
+  ! there is a plan.
+  function annulus_attention_q_rows(attention, ranks, rank, rows) result(status)
+    type(c_ptr), intent(in) :: attention
+    integer(c_int64_t), intent(in) :: ranks, rank
+    integer(c_int64_t), allocatable, intent(out) :: rows(:)
+    integer(c_int) :: status
+    status = rank_rows_by(c_rank_q_rows, attention, ranks, rank, rows)
+  end function annulus_attention_q_rows
+
+  ! Returns the global key rows of one rank of a ring, before there is a plan.
+  function annulus_attention_kv_rows(attention, ranks, rank, rows) result(status)
+    type(c_ptr), intent(in) :: attention
+    integer(c_int64_t), intent(in) :: ranks, rank
+    integer(c_int64_t), allocatable, intent(out) :: rows(:)
+    integer(c_int) :: status
+    status = rank_rows_by(c_rank_kv_rows, attention, ranks, rank, rows)
+  end function annulus_attention_kv_rows
+
+  function rank_rows_by(function_of_c, attention, ranks, rank, rows) result(status)
+    procedure(c_rank_q_rows) :: function_of_c
+    type(c_ptr), intent(in) :: attention
+    integer(c_int64_t), intent(in) :: ranks, rank
+    integer(c_int64_t), allocatable, target, intent(out) :: rows(:)
+    integer(c_int) :: status
+    integer(c_int64_t) :: count, room
+    status = function_of_c(attention, ranks, rank, c_null_ptr, 0_c_int64_t, count)
+    if (status /= ANNULUS_SUCCESS) return
+    ! one more, so that there is a first element to point to
+    room = count + 1
+    allocate (rows(room))
+    status = function_of_c(attention, ranks, rank, c_loc(rows), room, count)
+    rows = rows(:count)
+  end function rank_rows_by
+
+  ! Sets rows of equal numbers and work for the documents of a batch of all rows, for
+  ! ANNULUS_LAYOUT_BALANCED. The arguments are those of annulus_plan_update, of all rows.
+  function annulus_attention_set_balanced_layout(attention, ranks, q_segment_ids, kv_segment_ids, &
+      q_positions, kv_positions, cum_seqlens_q, cum_seqlens_k) result(status)
+    type(c_ptr), intent(in) :: attention
+    integer(c_int64_t), intent(in) :: ranks
+    integer(c_int32_t), intent(in), target, optional :: q_segment_ids(:, :), kv_segment_ids(:, :)
+    integer(c_int64_t), intent(in), target, optional :: q_positions(:, :), kv_positions(:, :)
+    integer(c_int64_t), intent(in), target, optional :: cum_seqlens_q(:), cum_seqlens_k(:)
+    integer(c_int) :: status
+    type(annulus_tensor), target :: tensors(6)
+    type(annulus_batch), target :: batch
+    batch%struct_size = int(c_sizeof(batch), c_int64_t)
+    if (present(q_segment_ids)) then
+      tensors(1) = annulus_tensor_of(q_segment_ids)
+      batch%q_segment_ids = c_loc(tensors(1))
+    end if
+    if (present(kv_segment_ids)) then
+      tensors(2) = annulus_tensor_of(kv_segment_ids)
+      batch%kv_segment_ids = c_loc(tensors(2))
+    end if
+    if (present(q_positions)) then
+      tensors(3) = annulus_tensor_of(q_positions)
+      batch%q_positions = c_loc(tensors(3))
+    end if
+    if (present(kv_positions)) then
+      tensors(4) = annulus_tensor_of(kv_positions)
+      batch%kv_positions = c_loc(tensors(4))
+    end if
+    if (present(cum_seqlens_q)) then
+      tensors(5) = annulus_tensor_of(cum_seqlens_q)
+      batch%cum_seqlens_q = c_loc(tensors(5))
+    end if
+    if (present(cum_seqlens_k)) then
+      tensors(6) = annulus_tensor_of(cum_seqlens_k)
+      batch%cum_seqlens_k = c_loc(tensors(6))
+    end if
+    status = c_set_balanced_layout(attention, ranks, c_loc(batch))
+  end function annulus_attention_set_balanced_layout
 
   ! The tensor of an array of these lengths. addresses are those of its first element, and for each
   ! axis of the second element along it, or of the first again if there is no second. An empty array

@@ -237,6 +237,12 @@
 #define ANNULUS_LAYOUT_CUSTOM 4
 
 /**
+ * Equal rows and balanced work on every rank, for the documents of
+ * annulus_attention_set_balanced_layout.
+ */
+#define ANNULUS_LAYOUT_BALANCED 5
+
+/**
  * The mask chooses the route.
  */
 #define ANNULUS_ROUTE_AUTO 0
@@ -444,7 +450,7 @@ typedef struct annulus_options {
    */
   int32_t local_gradients;
   /**
-   * ANNULUS_LAYOUT_AUTO (default), CONTIGUOUS, ZIGZAG, STRIPED or CUSTOM.
+   * ANNULUS_LAYOUT_AUTO (default), CONTIGUOUS, ZIGZAG, STRIPED, CUSTOM or BALANCED.
    */
   int32_t layout;
   /**
@@ -527,6 +533,80 @@ typedef int32_t (*annulus_mask_function)(void *context, const struct annulus_pai
  * Returns the bias of the pair; -INFINITY masks it. Rules: as annulus_mask_function.
  */
 typedef double (*annulus_bias_function)(void *context, const struct annulus_pair *pair);
+
+/**
+ * A tensor of the caller's, read or written in place.
+ *
+ * The element with the indices i is at `data + sum(i[a] * strides[a])`, in elements. Axes beyond
+ * those of a tensor have length 1: lse is `[batch, heads, seq, 1]`, segment ids
+ * `[batch, rows, 1, 1]`. The stride of an axis of length 1 is not read.
+ *
+ * Strides are 0 or more. A stride of 0 repeats an input; an output has no two indices for one
+ * element. `data` is a multiple of the size of an element; it may be NULL if a length is 0.
+ */
+typedef struct annulus_tensor {
+  /**
+   * First element.
+   */
+  void *data;
+  /**
+   * Element type, `ANNULUS_F32` to `ANNULUS_BOOL`.
+   */
+  int32_t dtype;
+  /**
+   * Lengths of the axes.
+   */
+  int64_t dims[4];
+  /**
+   * Distance of neighbours along each axis, in elements.
+   */
+  int64_t strides[4];
+} annulus_tensor;
+
+/**
+ * The part of a batch that decides which pairs are visible. NULL: no such condition.
+ *
+ * Over MPI or callbacks, `rows` are the rows of the calling rank in its local order; in an
+ * in-process ring they are all rows.
+ */
+typedef struct annulus_batch {
+  /**
+   * sizeof(annulus_batch).
+   */
+  uint64_t struct_size;
+  /**
+   * `[batch, q rows, 1, 1]`, ANNULUS_I32. A pair is visible only if both ids are equal and not
+   * negative. Ids of one side serve for both if the lengths agree.
+   */
+  const struct annulus_tensor *q_segment_ids;
+  /**
+   * `[batch, kv rows, 1, 1]`, ANNULUS_I32.
+   */
+  const struct annulus_tensor *kv_segment_ids;
+  /**
+   * Positions i', `[batch, q rows, 1, 1]`, ANNULUS_I64. Default: row numbers.
+   */
+  const struct annulus_tensor *q_positions;
+  /**
+   * Positions j', `[batch, kv rows, 1, 1]`, ANNULUS_I64. Default: row numbers.
+   */
+  const struct annulus_tensor *kv_positions;
+  /**
+   * `[batch or 1, q_heads or 1, q rows, all keys]`, an integer type or ANNULUS_BOOL. A pair is
+   * visible only if its element is not 0.
+   */
+  const struct annulus_tensor *attention_mask;
+  /**
+   * `[sequences + 1, 1, 1, 1]`, ANNULUS_I32 or ANNULUS_I64: first rows of packed sequences and
+   * the end of the last, ascending from 0, whole on every rank. Lengths of one side serve for
+   * both if q_len = kv_len.
+   */
+  const struct annulus_tensor *cum_seqlens_q;
+  /**
+   * `[sequences + 1, 1, 1, 1]`, ANNULUS_I32 or ANNULUS_I64.
+   */
+  const struct annulus_tensor *cum_seqlens_k;
+} annulus_batch;
 
 /**
  * Is called, on a thread that waits within a call of annulus, when rank `peer` has been silent for
@@ -648,80 +728,6 @@ typedef struct annulus_transport {
    */
   int (*cancel)(void *context, void *request);
 } annulus_transport;
-
-/**
- * A tensor of the caller's, read or written in place.
- *
- * The element with the indices i is at `data + sum(i[a] * strides[a])`, in elements. Axes beyond
- * those of a tensor have length 1: lse is `[batch, heads, seq, 1]`, segment ids
- * `[batch, rows, 1, 1]`. The stride of an axis of length 1 is not read.
- *
- * Strides are 0 or more. A stride of 0 repeats an input; an output has no two indices for one
- * element. `data` is a multiple of the size of an element; it may be NULL if a length is 0.
- */
-typedef struct annulus_tensor {
-  /**
-   * First element.
-   */
-  void *data;
-  /**
-   * Element type, `ANNULUS_F32` to `ANNULUS_BOOL`.
-   */
-  int32_t dtype;
-  /**
-   * Lengths of the axes.
-   */
-  int64_t dims[4];
-  /**
-   * Distance of neighbours along each axis, in elements.
-   */
-  int64_t strides[4];
-} annulus_tensor;
-
-/**
- * The part of a batch that decides which pairs are visible. NULL: no such condition.
- *
- * Over MPI or callbacks, `rows` are the rows of the calling rank in its local order; in an
- * in-process ring they are all rows.
- */
-typedef struct annulus_batch {
-  /**
-   * sizeof(annulus_batch).
-   */
-  uint64_t struct_size;
-  /**
-   * `[batch, q rows, 1, 1]`, ANNULUS_I32. A pair is visible only if both ids are equal and not
-   * negative. Ids of one side serve for both if the lengths agree.
-   */
-  const struct annulus_tensor *q_segment_ids;
-  /**
-   * `[batch, kv rows, 1, 1]`, ANNULUS_I32.
-   */
-  const struct annulus_tensor *kv_segment_ids;
-  /**
-   * Positions i', `[batch, q rows, 1, 1]`, ANNULUS_I64. Default: row numbers.
-   */
-  const struct annulus_tensor *q_positions;
-  /**
-   * Positions j', `[batch, kv rows, 1, 1]`, ANNULUS_I64. Default: row numbers.
-   */
-  const struct annulus_tensor *kv_positions;
-  /**
-   * `[batch or 1, q_heads or 1, q rows, all keys]`, an integer type or ANNULUS_BOOL. A pair is
-   * visible only if its element is not 0.
-   */
-  const struct annulus_tensor *attention_mask;
-  /**
-   * `[sequences + 1, 1, 1, 1]`, ANNULUS_I32 or ANNULUS_I64: first rows of packed sequences and
-   * the end of the last, ascending from 0, whole on every rank. Lengths of one side serve for
-   * both if q_len = kv_len.
-   */
-  const struct annulus_tensor *cum_seqlens_q;
-  /**
-   * `[sequences + 1, 1, 1, 1]`, ANNULUS_I32 or ANNULUS_I64.
-   */
-  const struct annulus_tensor *cum_seqlens_k;
-} annulus_batch;
 
 /**
  * The tensors of a forward pass. q_len and kv_len are those of the whole sequence in an in-process
@@ -990,6 +996,68 @@ int annulus_attention_set_custom_layout(struct annulus_attention *attention,
                                         const int64_t *q_rows,
                                         const int64_t *kv_counts,
                                         const int64_t *kv_rows);
+
+/**
+ * Gives every rank equal rows and balanced work for the documents of `batch`, for the layout
+ * ANNULUS_LAYOUT_BALANCED on `ranks` ranks. With ANNULUS_ROUTE_AUTO it also chooses the route on
+ * which rows are sent only to ranks that need them.
+ *
+ * Local; every rank makes the same call. It uses the masks that were added before. `batch` has all
+ * rows, on every rank: segment ids, positions or packed lengths; a dense mask is not used. NULL is
+ * a batch without documents. Nothing of it is kept: the plan is given its own rows of the batch by
+ * annulus_plan_update. Other batches are computed correctly, less
+ * balanced. A plan of another number of ranks is refused.
+ *
+ * annulus_attention_q_rows then returns the rows of a rank.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT, with the name of the tensor, or of `layout` if the options have
+ * another one; ANNULUS_OUT_OF_MEMORY.
+ *
+ * Safety
+ * `batch` is NULL or points to an initialised batch, whose tensors nobody writes to meanwhile.
+ */
+int annulus_attention_set_balanced_layout(struct annulus_attention *attention,
+                                          int64_t ranks,
+                                          const struct annulus_batch *batch);
+
+/**
+ * Writes the global query rows of `rank` of `ranks` to `rows`, in the order of its tensors, and
+ * their number to `*count`, before there is a plan. Local.
+ *
+ * `rows` has room for `capacity` numbers. With NULL as `rows` and 0 as `capacity` only the number
+ * is written. A plan of `ranks` ranks has these rows, over MPI or callbacks.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT: `layout` if it is ANNULUS_LAYOUT_AUTO, which a plan chooses together
+ * with the order of its ranks, or one of another number of ranks; also if there is too little
+ * room: then `*count` is written, and no row.
+ *
+ * Safety
+ * `rows` points to `capacity` writable numbers, `count` to one.
+ */
+int annulus_attention_q_rows(const struct annulus_attention *attention,
+                             int64_t ranks,
+                             int64_t rank,
+                             int64_t *rows,
+                             int64_t capacity,
+                             int64_t *count);
+
+/**
+ * As annulus_attention_q_rows, of keys.
+ *
+ * Errors
+ * As annulus_attention_q_rows.
+ *
+ * Safety
+ * As annulus_attention_q_rows.
+ */
+int annulus_attention_kv_rows(const struct annulus_attention *attention,
+                              int64_t ranks,
+                              int64_t rank,
+                              int64_t *rows,
+                              int64_t capacity,
+                              int64_t *count);
 
 /**
  * Sets the function that is called when a rank has been silent for a quarter of the deadline.

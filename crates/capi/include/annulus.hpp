@@ -156,6 +156,32 @@ struct batch {
   std::optional<view<const std::int64_t>> cum_seqlens_q, cum_seqlens_k;
 };
 
+namespace detail {
+/* The views of a batch, which it outlives. */
+template <class M>
+annulus_batch get(const batch<M> &of) noexcept {
+  annulus_batch all{};
+  all.struct_size = sizeof all;
+  all.q_segment_ids = get(of.q_segment_ids);
+  all.kv_segment_ids = get(of.kv_segment_ids);
+  all.q_positions = get(of.q_positions);
+  all.kv_positions = get(of.kv_positions);
+  all.attention_mask = get(of.attention_mask);
+  all.cum_seqlens_q = get(of.cum_seqlens_q);
+  all.cum_seqlens_k = get(of.cum_seqlens_k);
+  return all;
+}
+/* The row numbers that read(rows, capacity, count) writes. */
+template <class Read>
+std::vector<std::int64_t> rows(Read read) {
+  std::int64_t count = 0;
+  check(read(nullptr, 0, &count));
+  std::vector<std::int64_t> all(static_cast<std::size_t>(count));
+  if (count > 0) check(read(all.data(), count, &count));
+  return all;
+}
+}  // namespace detail
+
 /* The tensors of a forward pass: {q, k, v, out, lse}, then those that the options ask for. */
 template <class T>
 struct forward_tensors {
@@ -225,6 +251,24 @@ class attention {
     detail::check(annulus_attention_set_custom_layout(get(), static_cast<std::int64_t>(q.size()),
                                                       q_counts.data(), q_rows.data(),
                                                       kv_counts.data(), kv_rows.data()));
+  }
+  /* Sets rows of equal numbers and work for the documents of a batch of all rows, for
+   * ANNULUS_LAYOUT_BALANCED. */
+  template <class M>
+  void set_balanced_layout(std::int64_t ranks, const batch<M> &documents) {
+    const annulus_batch all = detail::get(documents);
+    detail::check(annulus_attention_set_balanced_layout(get(), ranks, &all));
+  }
+  /* Global rows of one rank of a ring, in the order of its tensors, before there is a plan. */
+  std::vector<std::int64_t> q_rows(std::int64_t ranks, std::int64_t rank) const {
+    return detail::rows([&](std::int64_t *rows, std::int64_t capacity, std::int64_t *count) {
+      return annulus_attention_q_rows(get(), ranks, rank, rows, capacity, count);
+    });
+  }
+  std::vector<std::int64_t> kv_rows(std::int64_t ranks, std::int64_t rank) const {
+    return detail::rows([&](std::int64_t *rows, std::int64_t capacity, std::int64_t *count) {
+      return annulus_attention_kv_rows(get(), ranks, rank, rows, capacity, count);
+    });
   }
   annulus_attention *get() const noexcept { return handle_.get(); }
 
@@ -296,15 +340,7 @@ class plan {
   /* Adapts the plan to a batch. Collective. */
   template <class M>
   void update(const batch<M> &to) {
-    annulus_batch all{};
-    all.struct_size = sizeof all;
-    all.q_segment_ids = detail::get(to.q_segment_ids);
-    all.kv_segment_ids = detail::get(to.kv_segment_ids);
-    all.q_positions = detail::get(to.q_positions);
-    all.kv_positions = detail::get(to.kv_positions);
-    all.attention_mask = detail::get(to.attention_mask);
-    all.cum_seqlens_q = detail::get(to.cum_seqlens_q);
-    all.cum_seqlens_k = detail::get(to.cum_seqlens_k);
+    const annulus_batch all = detail::get(to);
     detail::check(annulus_plan_update(get(), &all));
   }
   /* Computes out and lse. Collective. */
@@ -389,11 +425,9 @@ class plan {
   }
   template <class Read>
   std::vector<std::int64_t> rows(Read read) const {
-    std::int64_t count = 0;
-    detail::check(read(get(), nullptr, 0, &count));
-    std::vector<std::int64_t> all(static_cast<std::size_t>(count));
-    if (count > 0) detail::check(read(get(), all.data(), count, &count));
-    return all;
+    return detail::rows([&](std::int64_t *rows, std::int64_t capacity, std::int64_t *count) {
+      return read(get(), rows, capacity, count);
+    });
   }
   struct destroy {
     void operator()(annulus_plan *handle) const noexcept { annulus_plan_destroy(handle); }

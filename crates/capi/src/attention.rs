@@ -6,16 +6,17 @@ use std::{
     sync::Arc,
 };
 
-use annulus::{Alibi, CustomLayout, Error, Layout, Result, Runs, StepEvent};
+use annulus::{Alibi, Batch, CustomLayout, Error, Layout, Result, Runs, StepEvent};
 
 use crate::{
+    batch::annulus_batch,
     callbacks::{
         ANNULUS_MASK_PER_BATCH, ANNULUS_MASK_PER_HEAD, Context, HostBias, HostMask, SilenceHook,
         annulus_bias_function, annulus_mask_function, annulus_silence_function, annulus_step_event,
         annulus_step_function, name,
     },
     handle::Handles,
-    options::{CustomLayoutState, Description, annulus_options, length},
+    options::{Description, ListedKind, annulus_options, length},
     status::guard,
     versioned::{self, check_pointer},
 };
@@ -218,24 +219,148 @@ pub unsafe extern "C" fn annulus_attention_set_custom_layout(
 ) -> c_int {
     guard(|| {
         ATTENTIONS.with(attention, |description| {
-            if description.custom_layout == CustomLayoutState::None {
-                let want = "options.layout = ANNULUS_LAYOUT_CUSTOM";
-                return Err(Error::invalid("layout", "another layout", want));
-            }
-            // SAFETY: as the caller promises
-            let (q, kv) = unsafe {
-                let q_counts = list("q_counts", q_counts, ranks)?;
-                let kv_counts = list("kv_counts", kv_counts, ranks)?;
-                (shards("q", q_counts, q_rows)?, shards("kv", kv_counts, kv_rows)?)
-            };
-            let layout = Layout::Custom(Arc::new(CustomLayout { q, kv }));
-            let dims = &description.dims;
-            layout.validate(dims.q_len, dims.kv_len, length("ranks", ranks)?)?;
-            description.attention = description.attention.clone().layout(layout);
-            description.custom_layout = CustomLayoutState::Given;
-            Ok(())
+            description.list(ListedKind::Custom, |attention, dims| {
+                // SAFETY: as the caller promises
+                let (q, kv) = unsafe {
+                    let q_counts = list("q_counts", q_counts, ranks)?;
+                    let kv_counts = list("kv_counts", kv_counts, ranks)?;
+                    (shards("q", q_counts, q_rows)?, shards("kv", kv_counts, kv_rows)?)
+                };
+                let layout = Layout::Custom(Arc::new(CustomLayout { q, kv }));
+                layout.validate(dims.q_len, dims.kv_len, length("ranks", ranks)?)?;
+                Ok(attention.layout(layout))
+            })
         })
     })
+}
+
+/// Gives every rank equal rows and balanced work for the documents of `batch`, for the layout
+/// ANNULUS_LAYOUT_BALANCED on `ranks` ranks. With ANNULUS_ROUTE_AUTO it also chooses the route on
+/// which rows are sent only to ranks that need them.
+///
+/// Local; every rank makes the same call. It uses the masks that were added before. `batch` has all
+/// rows, on every rank: segment ids, positions or packed lengths; a dense mask is not used. NULL is
+/// a batch without documents. Nothing of it is kept: the plan is given its own rows of the batch by
+/// [`annulus_plan_update`](crate::annulus_plan_update). Other batches are computed correctly, less
+/// balanced. A plan of another number of ranks is refused.
+///
+/// [`annulus_attention_q_rows`] then returns the rows of a rank.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT, with the name of the tensor, or of `layout` if the options have
+/// another one; ANNULUS_OUT_OF_MEMORY.
+///
+/// # Safety
+/// `batch` is NULL or points to an initialised batch, whose tensors nobody writes to meanwhile.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_attention_set_balanced_layout(
+    attention: *mut annulus_attention,
+    ranks: i64,
+    batch: *const annulus_batch,
+) -> c_int {
+    guard(|| {
+        ATTENTIONS.with(attention, |description| {
+            description.list(ListedKind::Balanced, |attention, dims| {
+                let ranks = length("ranks", ranks)?;
+                let batch = if batch.is_null() {
+                    Batch::default()
+                } else {
+                    // SAFETY: as the caller promises
+                    unsafe { versioned::read(batch).and_then(|batch| batch.copy()) }?
+                };
+                attention.balanced(dims, &batch, ranks)
+            })
+        })
+    })
+}
+
+/// Writes the global query rows of `rank` of `ranks` to `rows`, in the order of its tensors, and
+/// their number to `*count`, before there is a plan. Local.
+///
+/// `rows` has room for `capacity` numbers. With NULL as `rows` and 0 as `capacity` only the number
+/// is written. A plan of `ranks` ranks has these rows, over MPI or callbacks.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT: `layout` if it is ANNULUS_LAYOUT_AUTO, which a plan chooses together
+/// with the order of its ranks, or one of another number of ranks; also if there is too little
+/// room: then `*count` is written, and no row.
+///
+/// # Safety
+/// `rows` points to `capacity` writable numbers, `count` to one.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_attention_q_rows(
+    attention: *const annulus_attention,
+    ranks: i64,
+    rank: i64,
+    rows: *mut i64,
+    capacity: i64,
+    count: *mut i64,
+) -> c_int {
+    let of = || Ok(rows_of_rank(attention, ranks, rank)?.q);
+    // SAFETY: as the caller promises
+    guard(|| unsafe { write_rows([rows, count], capacity, of) })
+}
+
+/// As [`annulus_attention_q_rows`], of keys.
+///
+/// # Errors
+/// As [`annulus_attention_q_rows`].
+///
+/// # Safety
+/// As [`annulus_attention_q_rows`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_attention_kv_rows(
+    attention: *const annulus_attention,
+    ranks: i64,
+    rank: i64,
+    rows: *mut i64,
+    capacity: i64,
+    count: *mut i64,
+) -> c_int {
+    let of = || Ok(rows_of_rank(attention, ranks, rank)?.kv);
+    // SAFETY: as the caller promises
+    guard(|| unsafe { write_rows([rows, count], capacity, of) })
+}
+
+fn rows_of_rank(
+    attention: *const annulus_attention,
+    ranks: i64,
+    rank: i64,
+) -> Result<annulus::RankRows> {
+    ATTENTIONS.with(attention, |description| {
+        description.check_listed()?;
+        let (ranks, rank) = (length("ranks", ranks)?, length("rank", rank)?);
+        description.attention.rank_rows(description.dims, ranks, rank)
+    })
+}
+
+/// Writes the row numbers of `of` to `rows` and their number to `count`.
+///
+/// # Safety
+/// `rows` points to `capacity` writable numbers or is NULL, `count` to one or is NULL.
+pub(crate) unsafe fn write_rows(
+    [rows, count]: [*mut i64; 2],
+    capacity: i64,
+    of: impl FnOnce() -> Result<Runs>,
+) -> Result<()> {
+    let count = check_pointer("count", count.cast_const())?;
+    let room = length("capacity", capacity)?;
+    let all = of()?;
+    // SAFETY: not NULL, aligned, writable as the caller promises
+    unsafe { count.write(all.len().cast_signed()) };
+    if rows.is_null() && room == 0 {
+        return Ok(());
+    }
+    let rows = check_pointer("rows", rows.cast_const())?;
+    if (room as u64) < all.len() {
+        return Err(Error::invalid("capacity", capacity, format!("at least {}", all.len())));
+    }
+    let wanted = annulus_core::index(all.len());
+    // SAFETY: not NULL, aligned, and the caller promises `capacity` writable numbers, of which
+    // there are enough; the run list is not among them
+    let rows = unsafe { slice::from_raw_parts_mut(rows.as_ptr(), wanted) };
+    rows.iter_mut().zip(all.iter()).for_each(|(row, number)| *row = number);
+    Ok(())
 }
 
 /// The rows of every rank.

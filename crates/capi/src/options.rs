@@ -51,6 +51,9 @@ pub const ANNULUS_LAYOUT_STRIPED: i32 = 3;
 /// The layout of
 /// [`annulus_attention_set_custom_layout`](crate::annulus_attention_set_custom_layout).
 pub const ANNULUS_LAYOUT_CUSTOM: i32 = 4;
+/// Equal rows and balanced work on every rank, for the documents of
+/// [`annulus_attention_set_balanced_layout`](crate::annulus_attention_set_balanced_layout).
+pub const ANNULUS_LAYOUT_BALANCED: i32 = 5;
 
 /// The mask chooses the route.
 pub const ANNULUS_ROUTE_AUTO: i32 = 0;
@@ -136,7 +139,7 @@ pub struct annulus_options {
     /// Flag: dsoftmax_aux, and dbias broadcast over queries, are each rank's own part instead of
     /// the sum over ranks. Default: 0.
     pub local_gradients: i32,
-    /// ANNULUS_LAYOUT_AUTO (default), CONTIGUOUS, ZIGZAG, STRIPED or CUSTOM.
+    /// ANNULUS_LAYOUT_AUTO (default), CONTIGUOUS, ZIGZAG, STRIPED, CUSTOM or BALANCED.
     pub layout: i32,
     /// ANNULUS_ROUTE_AUTO (default), RELAY_UP, RELAY_DOWN or DIRECT.
     pub route: i32,
@@ -256,8 +259,8 @@ pub(crate) struct Description {
     pub(crate) attention: Attention,
     pub(crate) dims: Dims,
     pub(crate) threads: usize,
-    /// Layout, until a custom one is given.
-    pub(crate) custom_layout: CustomLayoutState,
+    /// Layout whose rows are listed, if one is chosen.
+    pub(crate) listed_layout: Option<ListedLayout>,
 }
 
 /// Options of a plan over MPI.
@@ -271,15 +274,31 @@ pub(crate) struct MpiOptions {
     pub(crate) silence: Option<SilenceHook>,
 }
 
-/// State of the rows of a custom layout.
+/// A layout that options choose, and another call gives the rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum CustomLayoutState {
-    /// Another layout was chosen.
-    None,
-    /// It was chosen and not given yet.
-    Missing,
-    /// It was given.
-    Given,
+pub(crate) struct ListedLayout {
+    pub(crate) kind: ListedKind,
+    /// True after that call.
+    pub(crate) given: bool,
+}
+
+/// Layouts whose rows are listed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ListedKind {
+    /// ANNULUS_LAYOUT_CUSTOM.
+    Custom,
+    /// ANNULUS_LAYOUT_BALANCED.
+    Balanced,
+}
+
+impl ListedKind {
+    /// Constant and function, for messages.
+    const fn names(self) -> [&'static str; 2] {
+        match self {
+            Self::Custom => ["ANNULUS_LAYOUT_CUSTOM", "annulus_attention_set_custom_layout"],
+            Self::Balanced => ["ANNULUS_LAYOUT_BALANCED", "annulus_attention_set_balanced_layout"],
+        }
+    }
 }
 
 impl Description {
@@ -297,11 +316,12 @@ impl Description {
         let attention = scores(attention, options)?;
         let attention = ring(attention, options)?;
         attention.spec(dims)?;
-        let custom_layout = if options.layout == ANNULUS_LAYOUT_CUSTOM {
-            CustomLayoutState::Missing
-        } else {
-            CustomLayoutState::None
+        let kind = match options.layout {
+            ANNULUS_LAYOUT_CUSTOM => Some(ListedKind::Custom),
+            ANNULUS_LAYOUT_BALANCED => Some(ListedKind::Balanced),
+            _ => None,
         };
+        let listed_layout = kind.map(|kind| ListedLayout { kind, given: false });
         let threads = length("threads", options.threads)?.max(1);
         let adopts = adopts(options)?;
         #[cfg(not(feature = "mpi"))]
@@ -312,8 +332,42 @@ impl Description {
             attention,
             dims,
             threads,
-            custom_layout,
+            listed_layout,
         })
+    }
+
+    /// Sets the rows of the listed layout: `place` returns the attention that has them.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] naming `layout` if the options chose another one; those of
+    /// `place`.
+    pub(crate) fn list(
+        &mut self,
+        kind: ListedKind,
+        place: impl FnOnce(Attention, Dims) -> Result<Attention>,
+    ) -> Result<()> {
+        let Some(listed) = self.listed_layout.as_mut().filter(|listed| listed.kind == kind) else {
+            let want = format!("options.layout = {}", kind.names()[0]);
+            return Err(Error::invalid("layout", "another layout", want));
+        };
+        self.attention = place(self.attention.clone(), self.dims)?;
+        listed.given = true;
+        Ok(())
+    }
+
+    /// Checks that the rows of a listed layout were given.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] naming `layout` and the call that gives them.
+    pub(crate) fn check_listed(&self) -> Result<()> {
+        match self.listed_layout {
+            Some(ListedLayout { kind, given: false }) => {
+                let [constant, function] = kind.names();
+                let got = format!("{constant} without its rows");
+                Err(Error::invalid("layout", got, format!("{function} before")))
+            }
+            _ => Ok(()),
+        }
     }
 }
 
@@ -385,7 +439,7 @@ fn ring(attention: Attention, options: &annulus_options) -> Result<Attention> {
     let kv_block_size = length("kv_block_size", options.kv_block_size)? as u64;
     let modes = [BackwardMode::OnePass, BackwardMode::TwoPass];
     let layout = match options.layout {
-        ANNULUS_LAYOUT_AUTO | ANNULUS_LAYOUT_CUSTOM => None,
+        ANNULUS_LAYOUT_AUTO | ANNULUS_LAYOUT_CUSTOM | ANNULUS_LAYOUT_BALANCED => None,
         ANNULUS_LAYOUT_CONTIGUOUS => Some(Layout::Contiguous),
         ANNULUS_LAYOUT_ZIGZAG => Some(Layout::Zigzag),
         ANNULUS_LAYOUT_STRIPED => Some(Layout::Striped),

@@ -2,7 +2,6 @@
 
 use std::{
     ffi::c_int,
-    slice,
     sync::mpsc,
     thread::{self, JoinHandle},
 };
@@ -17,14 +16,14 @@ use annulus_core::{Host, Transport};
 #[cfg(feature = "mpi")]
 use crate::options::MpiOptions;
 use crate::{
-    attention::{ATTENTIONS, annulus_attention, create},
+    attention::{ATTENTIONS, annulus_attention, create, write_rows},
     batch::annulus_batch,
     callbacks::{ANNULUS_PASS_BACKWARD, ANNULUS_PASS_FORWARD},
     handle::Handles,
     options::{
-        ANNULUS_LAYOUT_CONTIGUOUS, ANNULUS_LAYOUT_CUSTOM, ANNULUS_LAYOUT_STRIPED,
-        ANNULUS_LAYOUT_ZIGZAG, ANNULUS_ROUTE_DIRECT, ANNULUS_ROUTE_RELAY_DOWN,
-        ANNULUS_ROUTE_RELAY_UP, CustomLayoutState, Description, length,
+        ANNULUS_LAYOUT_BALANCED, ANNULUS_LAYOUT_CONTIGUOUS, ANNULUS_LAYOUT_CUSTOM,
+        ANNULUS_LAYOUT_STRIPED, ANNULUS_LAYOUT_ZIGZAG, ANNULUS_ROUTE_DIRECT,
+        ANNULUS_ROUTE_RELAY_DOWN, ANNULUS_ROUTE_RELAY_UP, Description, length,
     },
     status::guard,
     transport::{HostTransport, annulus_transport},
@@ -185,13 +184,7 @@ impl Planned {
 /// Copies the description behind a handle, for a plan.
 fn description(attention: *const annulus_attention) -> Result<Description> {
     let description = ATTENTIONS.with(attention, |description| Ok(description.clone()))?;
-    if description.custom_layout == CustomLayoutState::Missing {
-        return Err(Error::invalid(
-            "layout",
-            "ANNULUS_LAYOUT_CUSTOM without a layout",
-            "annulus_attention_set_custom_layout before the plan",
-        ));
-    }
+    description.check_listed()?;
     Ok(description)
 }
 
@@ -431,6 +424,7 @@ pub unsafe extern "C" fn annulus_plan_layout(plan: *const annulus_plan, layout: 
         Layout::Zigzag => Ok(ANNULUS_LAYOUT_ZIGZAG),
         Layout::Striped => Ok(ANNULUS_LAYOUT_STRIPED),
         Layout::Custom(_) => Ok(ANNULUS_LAYOUT_CUSTOM),
+        Layout::Balanced(_) => Ok(ANNULUS_LAYOUT_BALANCED),
         other => Err(Error::internal(format!("the layout {} has no number", other.name()))),
     };
     // SAFETY: as the caller promises
@@ -532,8 +526,9 @@ pub unsafe extern "C" fn annulus_plan_q_rows(
         Planned::Ring(ring) => Runs::counting(0, ring.ring().spec().dims.q_len as u64),
         Planned::Rank(plan) => plan.q_rows().clone(),
     };
+    let of = || PLANS.with(plan, |state| Ok(of(state.planned()?)));
     // SAFETY: as the caller promises
-    unsafe { write_rows(plan, [rows, count], capacity, of) }
+    guard(|| unsafe { write_rows([rows, count], capacity, of) })
 }
 
 /// As [`annulus_plan_q_rows`], of keys.
@@ -554,40 +549,9 @@ pub unsafe extern "C" fn annulus_plan_kv_rows(
         Planned::Ring(ring) => Runs::counting(0, ring.ring().spec().dims.kv_len as u64),
         Planned::Rank(plan) => plan.kv_rows().clone(),
     };
+    let of = || PLANS.with(plan, |state| Ok(of(state.planned()?)));
     // SAFETY: as the caller promises
-    unsafe { write_rows(plan, [rows, count], capacity, of) }
-}
-
-/// Writes row numbers to `rows` and their number to `count`.
-///
-/// # Safety
-/// `rows` points to `capacity` writable numbers or is NULL, `count` to one or is NULL.
-unsafe fn write_rows(
-    plan: *const annulus_plan,
-    [rows, count]: [*mut i64; 2],
-    capacity: i64,
-    of: impl FnOnce(&Planned) -> Runs,
-) -> c_int {
-    guard(|| {
-        let count = check_pointer("count", count.cast_const())?;
-        let room = length("capacity", capacity)?;
-        let all = PLANS.with(plan, |state| Ok(of(state.planned()?)))?;
-        // SAFETY: not NULL, aligned, writable as the caller promises
-        unsafe { count.write(all.len().cast_signed()) };
-        if rows.is_null() && room == 0 {
-            return Ok(());
-        }
-        let rows = check_pointer("rows", rows.cast_const())?;
-        if (room as u64) < all.len() {
-            return Err(Error::invalid("capacity", capacity, format!("at least {}", all.len())));
-        }
-        let wanted = annulus_core::index(all.len());
-        // SAFETY: not NULL, aligned, and the caller promises `capacity` writable numbers, of which
-        // there are enough; the run list is not among them
-        let rows = unsafe { slice::from_raw_parts_mut(rows.as_ptr(), wanted) };
-        rows.iter_mut().zip(all.iter()).for_each(|(row, number)| *row = number);
-        Ok(())
-    })
+    guard(|| unsafe { write_rows([rows, count], capacity, of) })
 }
 
 /// Adapts the plan to a new batch, which stays in force until the next call: segment ids,

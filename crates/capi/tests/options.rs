@@ -539,6 +539,42 @@ fn rings() -> Vec<Case> {
                     .route(Route::Direct),
             )
         },
+        Case {
+            batch: documents(),
+            // SAFETY: the list lives through the calls, and rows have room for all
+            add: |attention| unsafe {
+                let starts = Array::from_vec(documents().cum_seqlens_q.unwrap_or_default());
+                let packed = described(&starts, ANNULUS_I64);
+                let batch = annulus_batch {
+                    struct_size: size_of::<annulus_batch>() as u64,
+                    q_segment_ids: ptr::null(),
+                    kv_segment_ids: ptr::null(),
+                    q_positions: ptr::null(),
+                    kv_positions: ptr::null(),
+                    attention_mask: ptr::null(),
+                    cum_seqlens_q: &raw const packed,
+                    cum_seqlens_k: ptr::null(),
+                };
+                ok(annulus_attention_set_balanced_layout(attention, 3, &raw const batch));
+                let expected = Attention::new().causal(true);
+                let expected = expected.balanced(DIMS, &documents(), 3).unwrap();
+                for rank in 0..3 {
+                    let (mut rows, mut count) = ([-1; 23], 0);
+                    let first = rows.as_mut_ptr();
+                    ok(annulus_attention_q_rows(attention, 3, rank, first, 23, &raw mut count));
+                    let want = expected.rank_rows(DIMS, 3, rank as usize).unwrap().q;
+                    assert_eq!(rows[..count as usize], want.iter().collect::<Vec<_>>());
+                }
+            },
+            ..Case::new(
+                "balanced layout",
+                |o| {
+                    o.causal = 1;
+                    o.layout = ANNULUS_LAYOUT_BALANCED;
+                },
+                new().balanced(DIMS, &documents(), RANKS).unwrap(),
+            )
+        },
         Case::new(
             "two passes, deadlines, two threads",
             |o| {
@@ -574,6 +610,10 @@ fn rings() -> Vec<Case> {
         )
         .same(),
     ]
+}
+
+fn documents() -> Batch {
+    Batch { cum_seqlens_q: Some(vec![0, 5, 17, 23]), ..Batch::default() }
 }
 
 fn batches() -> Vec<Case> {

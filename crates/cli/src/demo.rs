@@ -13,9 +13,9 @@ use ndarray::{Array, Array4};
 
 use crate::{
     arguments::{
-        names,
+        documents, names,
         ring::{BackendName, TransportName, threads_per_rank},
-        values::{count, ranks},
+        values::{LayoutName, count, ranks},
     },
     attend::AttendRun,
     backend::BackendChoice,
@@ -33,7 +33,8 @@ use crate::{
 
 const EXAMPLES: &str = "Examples:
   annulus demo
-  annulus demo --len 4096 --ranks 7 --dir here/";
+  annulus demo --len 4096 --ranks 7 --dir here/
+  annulus demo --documents 512,2048,1000,4632";
 
 /// Number of rows that are checked against the oracle, which takes O(sequence length) for each.
 const SAMPLES: usize = 128;
@@ -48,6 +49,10 @@ pub(crate) struct DemoFlags {
     /// Tokens
     #[arg(long, value_name = "N", default_value = "16384", value_parser = count)]
     len: usize,
+    /// Packed documents of these lengths instead of --len, on a layout that balances their work
+    #[arg(long, value_name = "LEN,LEN,...", value_delimiter = ',', value_parser = count,
+        conflicts_with = "len")]
+    documents: Vec<usize>,
     /// Ranks of the ring, 1 to 128
     #[arg(long, value_name = "N", default_value = "4", value_parser = ranks)]
     ranks: usize,
@@ -60,12 +65,24 @@ pub(crate) struct DemoFlags {
     force: bool,
 }
 
-/// Flag that sets both sequence lengths.
-const LENGTH: names::Others = &[("q_len", "--len"), ("kv_len", "--len")];
 /// Files of the demo.
 const FILES: [&str; 2] = ["input.safetensors", "output.safetensors"];
 
 impl DemoFlags {
+    /// Returns the tokens.
+    fn tokens(&self) -> Outcome<usize> {
+        if self.documents.is_empty() { Ok(self.len) } else { documents::rows(&self.documents) }
+    }
+
+    /// Flag that sets both sequence lengths.
+    const fn length(&self) -> names::Others {
+        if self.documents.is_empty() {
+            &[("q_len", "--len"), ("kv_len", "--len")]
+        } else {
+            &[("q_len", documents::FLAG), ("kv_len", documents::FLAG)]
+        }
+    }
+
     /// Refuses a folder that has a file of the demo, unless `--force` is given.
     fn check(&self) -> Outcome {
         let folder = self.dir.as_ref().filter(|_| !self.force);
@@ -95,8 +112,9 @@ impl DemoFlags {
 pub(crate) fn run(flags: &DemoFlags) -> Outcome {
     let backend =
         BackendChoice::open(BackendName::Cpu, None, TransportName::Threads, DEFAULT_DEADLINE)?;
-    let dims = Dims { kv_heads: 2, ..Dims::new(1, flags.len, 8, 64) };
-    let named = |error| names::of_size(names::of_flags(error, &dims, LENGTH), &dims, LENGTH);
+    let (tokens, length) = (flags.tokens()?, flags.length());
+    let dims = Dims { kv_heads: 2, ..Dims::new(1, tokens, 8, 64) };
+    let named = |error| names::of_size(names::of_flags(error, &dims, length), &dims, length);
     dims.validate().map_err(named)?;
     flags.check()?;
     // the oracle needs all rows of queries, keys and values in f64
@@ -109,12 +127,17 @@ pub(crate) fn run(flags: &DemoFlags) -> Outcome {
         Some(folder) => Scratch::kept(folder)?,
         None => Scratch::temporary("annulus-demo")?,
     };
-    let recipe = Recipe::new(dims, DType::F32, 0);
+    let documents = flags.documents.clone();
+    let recipe = Recipe { documents, ..Recipe::new(dims, DType::F32, 0) };
     let [input, output] = FILES.map(|name| scratch.path().join(name));
     // out has the size of query, and the input is larger than query: twice the input is enough
     must_fit_on_disk(&input, bytes(&recipe).saturating_mul(2)).map_err(named)?;
     let made = make(&recipe, &input)?;
-    let tokens = counted(flags.len as u64, "token", "tokens");
+    let mut tokens = counted(tokens as u64, "token", "tokens");
+    if !flags.documents.is_empty() {
+        let documents = counted(flags.documents.len() as u64, "document", "documents");
+        tokens = format!("{tokens} in {documents}");
+    }
     say!(
         "wrote {} ({}): {tokens}, 8 query heads, 2 KV heads, head dim 64, f32",
         message::path(&input),
@@ -123,12 +146,13 @@ pub(crate) fn run(flags: &DemoFlags) -> Outcome {
 
     let attention = Attention::new().causal(true).forward_only(true);
     let source = Input::open(&input)?;
+    let layout = if flags.documents.is_empty() { LayoutName::Auto } else { LayoutName::Balanced };
+    let batch = source.coordinates()?;
     let run = AttendRun {
-        attention: attention.clone(),
+        attention: layout.apply(attention.clone(), dims, flags.ranks, || Ok(batch.clone()))?,
         sinks: None,
         backend,
         threads: threads_per_rank(None, flags.ranks)?,
-        layout: None,
         backward: false,
         output: &output,
         trace: None,
@@ -141,7 +165,7 @@ pub(crate) fn run(flags: &DemoFlags) -> Outcome {
         say!("FAIL: the bytes sent differ from the prediction");
         return Err(Failure::Reported);
     }
-    verify(&source, &output, &attention)?;
+    verify(&source, &output, &attention, &batch)?;
     if flags.dir.is_none() {
         say!("removing both files; --dir keeps them");
     }
@@ -149,7 +173,7 @@ pub(crate) fn run(flags: &DemoFlags) -> Outcome {
 }
 
 /// Compares a sample of output rows with the oracle.
-fn verify(input: &Input, output: &Path, attention: &Attention) -> Outcome {
+fn verify(input: &Input, output: &Path, attention: &Attention, batch: &Batch) -> Outcome {
     let dims = input.dims;
     let all = Runs::counting(0, dims.q_len as u64);
     let load = |name: &str, heads, dim| -> annulus_core::Result<Array4<f64>> {
@@ -161,10 +185,9 @@ fn verify(input: &Input, output: &Path, attention: &Attention) -> Outcome {
     let k = load("key", dims.kv_heads, dims.head_dim)?;
     let v = load("value", dims.kv_heads, dims.value_dim)?;
     let spec = attention.spec(dims)?;
-    let batch = Batch::default();
     let problem = Problem {
         spec: &spec,
-        batch: &batch,
+        batch,
         q: q.view(),
         k: k.view(),
         v: v.view(),

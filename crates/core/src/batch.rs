@@ -194,6 +194,18 @@ impl Batch {
     /// # Errors
     /// [`Error::OutOfMemory`].
     pub fn select(&self, q_rows: &[u64], kv_rows: &[u64]) -> Result<Self> {
+        Ok(Self {
+            attention_mask: self
+                .attention_mask
+                .as_ref()
+                .map(|mask| mask.select_queries(q_rows))
+                .transpose()?,
+            ..self.select_coordinates(q_rows, kv_rows)?
+        })
+    }
+
+    /// As [`Batch::select`], without the dense mask.
+    pub(crate) fn select_coordinates(&self, q_rows: &[u64], kv_rows: &[u64]) -> Result<Self> {
         fn select_rows<T: Copy + bytemuck::Zeroable>(
             name: &str,
             array: &Option<Array2<T>>,
@@ -216,11 +228,7 @@ impl Batch {
             kv_segment_ids: select_rows("kv_segment_ids", &self.kv_segment_ids, kv_rows)?,
             q_positions: select_rows("q_positions", &self.q_positions, q_rows)?,
             kv_positions: select_rows("kv_positions", &self.kv_positions, kv_rows)?,
-            attention_mask: self
-                .attention_mask
-                .as_ref()
-                .map(|mask| mask.select_queries(q_rows))
-                .transpose()?,
+            attention_mask: None,
             cum_seqlens_q: lens("cum_seqlens_q", &self.cum_seqlens_q)?,
             cum_seqlens_k: lens("cum_seqlens_k", &self.cum_seqlens_k)?,
         })

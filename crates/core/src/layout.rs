@@ -17,6 +17,8 @@ pub enum Layout {
     Striped,
     /// Assigns rows by a list of the caller.
     Custom(Arc<CustomLayout>),
+    /// Assigns rows by the list of [`Layout::balanced`], for one batch of documents.
+    Balanced(Arc<CustomLayout>),
     /// Assigns whole leaves ([`Layout::at_leaves`]).
     Leaves(LeafLayout),
 }
@@ -56,6 +58,7 @@ impl Layout {
             Self::Zigzag => "zigzag",
             Self::Striped => "striped",
             Self::Custom(_) => "custom",
+            Self::Balanced(_) => "balanced",
             Self::Leaves(leaves) => match *leaves.of {
                 Self::Zigzag => "zigzag",
                 Self::Striped => "striped",
@@ -64,12 +67,21 @@ impl Layout {
         }
     }
 
+    /// Returns the list of rows of a custom or balanced layout.
+    fn listed(&self) -> Option<&CustomLayout> {
+        match self {
+            Self::Custom(listed) | Self::Balanced(listed) => Some(listed),
+            _ => None,
+        }
+    }
+
     /// Returns this layout with its cuts at multiples of `rows` rows: leaves are assigned as this
-    /// layout assigns rows. A custom layout is unchanged: [`Layout::validate_leaves`] checks it.
+    /// layout assigns rows. A custom or balanced layout is unchanged:
+    /// [`Layout::validate_leaves`] checks it.
     #[must_use]
     pub fn at_leaves(&self, rows: u64) -> Self {
         match self {
-            Self::Custom(_) => self.clone(),
+            Self::Custom(_) | Self::Balanced(_) => self.clone(),
             Self::Leaves(leaves) => Self::Leaves(LeafLayout { of: leaves.of.clone(), rows }),
             _ => Self::Leaves(LeafLayout { of: Arc::new(self.clone()), rows }),
         }
@@ -112,10 +124,10 @@ impl Layout {
                 let count = (len as u64).saturating_sub(rank as u64).div_ceil(ranks as u64);
                 runs.push_run(Run { start: rank as i64, step: ranks as i64, count });
             }
-            Self::Custom(custom) => {
+            Self::Custom(listed) | Self::Balanced(listed) => {
                 let shards = match side {
-                    Side::Q => &custom.q,
-                    Side::Kv => &custom.kv,
+                    Side::Q => &listed.q,
+                    Side::Kv => &listed.kv,
                 };
                 return shards.get(rank).cloned().unwrap_or_default();
             }
@@ -124,18 +136,18 @@ impl Layout {
         runs
     }
 
-    /// Checks that there are ranks and that a custom layout assigns every row to exactly one of
-    /// them.
+    /// Checks that there are ranks and that a custom or balanced layout assigns every row to exactly
+    /// one of them.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] naming `ranks` or `layout`; [`Error::OutOfMemory`] of the bitmap
-    /// of a custom layout's rows.
+    /// of the listed rows.
     pub fn validate(&self, q_len: usize, kv_len: usize, ranks: usize) -> Result<()> {
         if ranks == 0 {
             return Err(Error::invalid("ranks", 0, "at least 1"));
         }
-        let Self::Custom(custom) = self else { return Ok(()) };
-        for (name, shards, len) in [("q", &custom.q, q_len), ("kv", &custom.kv, kv_len)] {
+        let Some(listed) = self.listed() else { return Ok(()) };
+        for (name, shards, len) in [("q", &listed.q, q_len), ("kv", &listed.kv, kv_len)] {
             if shards.len() != ranks {
                 return Err(Error::invalid(
                     "layout",
@@ -150,14 +162,14 @@ impl Layout {
 }
 
 impl Layout {
-    /// Checks that every shard of a custom layout consists of whole leaves of `rows` rows, each in
-    /// ascending order; the last leaf of the sequence, which may be shorter, ends its shard.
+    /// Checks that every shard of a custom or balanced layout consists of whole leaves of `rows`
+    /// rows, each in ascending order; the last leaf of the sequence, which may be shorter, ends its shard.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] naming `layout`.
     pub fn validate_leaves(&self, q_len: usize, kv_len: usize, rows: u64) -> Result<()> {
-        let Self::Custom(custom) = self else { return Ok(()) };
-        for (name, shards, len) in [("q", &custom.q, q_len), ("kv", &custom.kv, kv_len)] {
+        let Some(listed) = self.listed() else { return Ok(()) };
+        for (name, shards, len) in [("q", &listed.q, q_len), ("kv", &listed.kv, kv_len)] {
             for shard in shards {
                 let mut first = 0;
                 for (index, row) in (0..).zip(shard.iter()) {

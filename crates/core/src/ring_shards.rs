@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::{Alignment, Batch, Dims, Layout, Shard, Side};
+use crate::{Alignment, Batch, Dims, Layout, Result, Shard, Side, index, memory};
 
 /// Shards of all ranks on both sides. The lists are indexed by ring index.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -32,5 +32,53 @@ impl RingShards {
                 .collect()
         };
         Self { q: shards(Side::Q), kv: shards(Side::Kv) }
+    }
+
+    /// Computes the shards of a whole batch, whose rows are those of all ranks. The dense mask is
+    /// not part of a shard.
+    ///
+    /// Dims, layout and batch must have been validated.
+    ///
+    /// # Errors
+    /// [`crate::Error::InvalidArgument`] of [`Batch::validate_layout`];
+    /// [`crate::Error::OutOfMemory`].
+    pub fn of_batch(
+        dims: &Dims,
+        alignment: Alignment,
+        layout: &Layout,
+        ranks: usize,
+        batch: &Batch,
+    ) -> Result<Self> {
+        let mut shards = Self {
+            q: memory::list("the shards of all ranks", ranks)?,
+            kv: memory::list("the shards of all ranks", ranks)?,
+        };
+        // packed lengths are whole on every rank
+        let differs = batch.q_segment_ids.is_some()
+            || batch.kv_segment_ids.is_some()
+            || batch.q_positions.is_some()
+            || batch.kv_positions.is_some();
+        for rank in 0..ranks {
+            batch.validate_layout(dims, layout, rank, ranks)?;
+            let rows = |side, len| {
+                let rows = layout.shard(side, len, rank, ranks);
+                memory::collect(
+                    "row numbers",
+                    index(rows.len()),
+                    rows.iter().map(i64::cast_unsigned),
+                )
+            };
+            let selected = if differs {
+                let q_rows = rows(Side::Q, dims.q_len)?;
+                Some(batch.select_coordinates(&q_rows, &rows(Side::Kv, dims.kv_len)?)?)
+            } else {
+                None
+            };
+            let own = selected.as_ref().unwrap_or(batch);
+            let local = |side| Shard::local(dims, alignment, layout, side, rank, ranks, own);
+            shards.q.push(Arc::new(local(Side::Q)));
+            shards.kv.push(Arc::new(local(Side::Kv)));
+        }
+        Ok(shards)
     }
 }

@@ -83,7 +83,8 @@ def context_parallel(
         comm: An mpi4py communicator of ``shard.ranks`` ranks.
         segment_ids: ``[batch, rows]`` of this rank's rows, integers: packed documents. A token
             attends to tokens of equal ids only, and to none if its id is negative.
-        route, kv_block_size, threads, deadline, fused_backward: As for ``ring_attention``.
+        route, kv_block_size, threads, deadline, fused_backward: As for ``ring_attention``. Default
+            of route: that of the shard.
     """
     check_communicator(comm)
     if (shard.rank, shard.ranks) != (comm.rank, comm.size):
@@ -94,7 +95,7 @@ def context_parallel(
     options = {
         "comm": comm,
         "layout": shard.layout,
-        "route": route,
+        "route": shard.route if route is None else route,
         "kv_block_size": kv_block_size,
         "threads": threads,
         "deadline": deadline,

@@ -76,7 +76,7 @@ static void options_are_checked(void) {
   BAD_OPTION(backward_mode, 2, "backward_mode");
   BAD_OPTION(forward_only, 3, "forward_only");
   BAD_OPTION(local_gradients, -3, "local_gradients");
-  BAD_OPTION(layout, 5, "layout");
+  BAD_OPTION(layout, 6, "layout");
   BAD_OPTION(route, -1, "route");
   BAD_OPTION(deadline_seconds, 0.5, "deadline");
   BAD_OPTION(deadline_seconds, -1, "deadline_seconds");
@@ -130,6 +130,9 @@ static void handles_are_checked(void) {
   REFUSED(annulus_attention_set_alibi(attention, slopes, INT64_MAX), "slopes");
   REFUSED(annulus_attention_set_custom_layout(attention, 1, &count, &count, &count, &count),
           "layout");
+  REFUSED(annulus_attention_set_balanced_layout(attention, 2, NULL), "layout");
+  REFUSED(annulus_attention_q_rows(attention, 2, 0, NULL, 0, &count), "layout: got none");
+  CHECK(count == 7);
 
   REFUSED(annulus_plan_create_threads(NULL, 1, &plan), "attention: got NULL");
   CHECK(plan == NULL);
@@ -196,6 +199,46 @@ static void layouts_are_checked(void) {
   OK(LAYOUT(counts, rows));
   REFUSED(annulus_plan_create_threads(attention, 3, &plan), "layout");
   OK(annulus_plan_create_threads(attention, 2, &plan));
+  OK(annulus_plan_destroy(plan));
+  OK(annulus_attention_destroy(attention));
+}
+
+static void balanced_layouts_are_checked(void) {
+  annulus_options options = case_options();
+  options.layout = ANNULUS_LAYOUT_BALANCED;
+  annulus_attention *attention = NULL;
+  annulus_plan *plan = NULL;
+  int64_t count = 0, rows[LEN], starts[] = {0, 20, 10, LEN};
+  OK(annulus_attention_create(&options, &attention));
+  REFUSED(annulus_plan_create_threads(attention, 2, &plan), "layout");
+  REFUSED(annulus_attention_kv_rows(attention, 2, 0, NULL, 0, &count), "layout");
+  REFUSED(annulus_attention_set_custom_layout(attention, 1, &count, &count, &count, &count),
+          "layout");
+  REFUSED(annulus_attention_set_balanced_layout(attention, 0, NULL), "ranks");
+  REFUSED(annulus_attention_set_balanced_layout(attention, -2, NULL), "ranks");
+  annulus_tensor packed = {starts, ANNULUS_I64, {4, 1, 1, 1}, {1, 0, 0, 0}};
+  annulus_batch batch = {.struct_size = 8, .cum_seqlens_q = &packed};
+  REFUSED(annulus_attention_set_balanced_layout(attention, 2, &batch), "batch.struct_size");
+  batch.struct_size = sizeof batch;
+  REFUSED(annulus_attention_set_balanced_layout(attention, 2, &batch), "cum_seqlens_q");
+  starts[2] = 30;
+  OK(annulus_attention_set_balanced_layout(attention, 2, &batch));
+  REFUSED(annulus_attention_q_rows(attention, 2, 2, NULL, 0, &count), "rank");
+  REFUSED(annulus_attention_q_rows(attention, 2, -1, NULL, 0, &count), "rank");
+  REFUSED(annulus_attention_q_rows(attention, 3, 0, NULL, 0, &count), "layout");
+  REFUSED(annulus_attention_q_rows(attention, 2, 0, NULL, 0, NULL), "count");
+  REFUSED(annulus_attention_q_rows(attention, 2, 0, rows, 1, &count), "capacity");
+  int64_t all = 0;
+  for (int64_t rank = 0; rank < 2; rank++) {
+    OK(annulus_attention_q_rows(attention, 2, rank, rows, LEN, &count));
+    all += count;
+  }
+  CHECK(all == LEN);
+  REFUSED(annulus_plan_create_threads(attention, 3, &plan), "layout");
+  OK(annulus_plan_create_threads(attention, 2, &plan));
+  int32_t layout = 0;
+  OK(annulus_plan_layout(plan, &layout));
+  CHECK(layout == ANNULUS_LAYOUT_BALANCED);
   OK(annulus_plan_destroy(plan));
   OK(annulus_attention_destroy(attention));
 }
@@ -355,6 +398,7 @@ int main(void) {
   options_are_checked();
   handles_are_checked();
   layouts_are_checked();
+  balanced_layouts_are_checked();
   tensors_are_checked(1);
   tensors_are_checked(3);
   forward_only_plans_have_no_backward();

@@ -168,6 +168,23 @@ int main(int count, char **arguments) {
     furthest = std::max(furthest, std::abs(double(by_mask[i]) - double(by_window[i])));
   check(furthest < 1e-5 && by_mask != out, "a mask of the host's is a window");
 
+  // the rows of a rank before there is a plan, for documents of 20 and 17 rows
+  auto packed = options();
+  packed.layout = ANNULUS_LAYOUT_BALANCED;
+  annulus::attention balanced(packed);
+  const std::vector<std::int64_t> starts{0, 20, len};
+  annulus::batch<> documents;
+  documents.cum_seqlens_q = view<const std::int64_t>(starts.data(), {3});
+  balanced.set_balanced_layout(2, documents);
+  const auto rows_0 = balanced.q_rows(2, 0), rows_1 = balanced.kv_rows(2, 1);
+  check(rows_0.size() + rows_1.size() == len && rows_0 != rows_1, "rows of ranks");
+  auto over_documents = annulus::plan::over_threads(balanced, 2);
+  over_documents.update(documents);
+  over_documents.forward<float>({q_view, k_view, v_view, out_view, lse_view});
+  check(over_documents.layout() == ANNULUS_LAYOUT_BALANCED, "balanced");
+  // the first row of a document attends to itself alone
+  check(out[20 * q_heads * value_dim] == v[20 * kv_heads * value_dim], "documents");
+
   check(reproducible(1) == reproducible(3), "bits that do not depend on the ranks");
 
   // a batch: every row is a sequence of its own, so out is v

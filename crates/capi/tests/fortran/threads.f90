@@ -62,6 +62,8 @@ program threads
   real(c_double), allocatable :: q64(:, :, :, :), k64(:, :, :, :), v64(:, :, :, :)
   real(c_double), allocatable :: out64(:, :, :, :), lse64(:, :, :)
   integer(c_int32_t), target :: ids(length, batch)
+  integer(c_int64_t), allocatable :: rows(:), other_rows(:)
+  integer(c_int64_t), target :: starts(3)
 
   call get_command_argument(1, ranks_text)
   call get_command_argument(2, path)
@@ -166,6 +168,24 @@ program threads
   call ok(annulus_plan_create_threads(attention, ranks, plan))
   call ok(annulus_forward(plan, q, k, v, out, lse))
   call check(maxval(abs(out64 - out)) < 1e-5 .and. any(out64 /= out), 'double precision')
+  call ok(annulus_plan_destroy(plan))
+  call ok(annulus_attention_destroy(attention))
+
+  ! the rows of the ranks before there is a plan, for two documents
+  options%layout = ANNULUS_LAYOUT_BALANCED
+  starts = [0_c_int64_t, 20_c_int64_t, int(length, c_int64_t)]
+  call ok(annulus_attention_create(options, attention))
+  call ok(annulus_attention_set_balanced_layout(attention, 2_c_int64_t, cum_seqlens_q=starts))
+  call ok(annulus_attention_q_rows(attention, 2_c_int64_t, 0_c_int64_t, rows))
+  call ok(annulus_attention_kv_rows(attention, 2_c_int64_t, 1_c_int64_t, other_rows))
+  call check(size(rows) + size(other_rows) == length, 'rows of the ranks')
+  call check(all([(any(rows == i) .neqv. any(other_rows == i), i=0, length - 1)]), 'each row')
+  call check(annulus_attention_q_rows(attention, 2_c_int64_t, 2_c_int64_t, rows) &
+             == ANNULUS_INVALID_ARGUMENT, 'no such rank')
+  call ok(annulus_plan_create_threads(attention, 2_c_int64_t, plan))
+  call ok(annulus_plan_update(plan, cum_seqlens_q=starts))
+  call ok(annulus_forward(plan, q, k, v, out, lse))
+  call check(all(out(:, 1, 21, :) == v(:, 1, 21, :)), 'the first row of a document')
   call ok(annulus_plan_destroy(plan))
   call ok(annulus_attention_destroy(attention))
 

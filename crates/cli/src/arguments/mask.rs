@@ -3,8 +3,11 @@
 use annulus::{Alignment, Attention};
 use clap::{Args, ValueEnum};
 
-use super::values::{Window, count_u64, whole_u64};
-use crate::failure::{Failure, Outcome};
+use super::values::{Window, count, count_u64, whole_u64};
+use crate::{
+    failure::{Failure, Outcome},
+    report::counted,
+};
 
 /// Mask flags. A pair is visible if every condition holds.
 #[derive(Debug, Clone, Default, Args)]
@@ -26,6 +29,10 @@ pub(crate) struct MaskFlags {
     /// Prefix-LM: visible if j < N or j <= i
     #[arg(long, value_name = "N", conflicts_with = "causal", value_parser = whole_u64)]
     pub(crate) prefix: Option<u64>,
+    /// Packed documents of these lengths, which fill the sequence: visible only within a document,
+    /// whose positions start at 0
+    #[arg(long, value_name = "LEN,LEN,...", value_delimiter = ',', value_parser = count)]
+    pub(crate) documents: Vec<usize>,
     /// Alignment of query positions to key positions for different lengths
     #[arg(long, value_enum, default_value = "top-left")]
     pub(crate) align: AlignmentName,
@@ -92,6 +99,9 @@ impl MaskFlags {
         }
         if words.is_empty() {
             words.push("full".to_owned());
+        }
+        if !self.documents.is_empty() {
+            words.push(counted(self.documents.len() as u64, "document", "documents"));
         }
         if self.align == AlignmentName::BottomRight {
             words.push("bottom-right".to_owned());

@@ -2,8 +2,10 @@
 
 use std::{str::FromStr, time::Duration};
 
-use annulus::comm::deadline;
-use annulus_core::{DType, Dims, Layout, Precision, Strategy};
+use annulus::{Attention, comm::deadline};
+use annulus_core::{
+    Batch, Choice, DType, Dims, Layout, Precision, Result as LibraryResult, Spec, Strategy,
+};
 use clap::ValueEnum;
 
 /// The most ranks of `plan`, which takes O(ranks) time and memory: a second for these.
@@ -100,17 +102,51 @@ pub(crate) enum LayoutName {
     Zigzag,
     /// Rank r owns rows r, r + ranks, …
     Striped,
+    /// Equal rows and work on every rank, for the documents of the batch.
+    Balanced,
 }
 
 impl LayoutName {
-    /// Returns the layout; `None` chooses one from the mask.
+    /// Returns the layout that does not depend on a batch; `None` chooses one.
     pub(crate) const fn layout(self) -> Option<Layout> {
         match self {
-            Self::Auto => None,
+            Self::Auto | Self::Balanced => None,
             Self::Contiguous => Some(Layout::Contiguous),
             Self::Zigzag => Some(Layout::Zigzag),
             Self::Striped => Some(Layout::Striped),
         }
+    }
+
+    /// Sets the layout of an attention on `ranks` ranks, and with `balanced` its route. `batch` is
+    /// called for the balanced layout only; it returns the batch of all rows.
+    ///
+    /// # Errors
+    /// As [`Attention::balanced`], and those of `batch`.
+    pub(crate) fn apply(
+        self,
+        attention: Attention,
+        dims: Dims,
+        ranks: usize,
+        batch: impl FnOnce() -> LibraryResult<Batch>,
+    ) -> LibraryResult<Attention> {
+        match self {
+            Self::Balanced => attention.balanced(dims, &batch()?, ranks),
+            _ => Ok(attention.layout(self.layout())),
+        }
+    }
+
+    /// Returns layout and route of a plan of `spec`, as [`LayoutName::apply`] sets them or the
+    /// plan chooses them.
+    ///
+    /// # Errors
+    /// As [`Choice::balanced`].
+    pub(crate) fn choice(self, spec: &Spec, ranks: usize, batch: &Batch) -> LibraryResult<Choice> {
+        if self == Self::Balanced {
+            return Choice::balanced(spec, batch, ranks);
+        }
+        let fixed = self.layout();
+        let fixed = spec.leaf_rows.map_or(fixed.clone(), |rows| fixed.map(|of| of.at_leaves(rows)));
+        Ok(Choice::auto(spec, ranks, fixed.as_ref(), None, &mut || ()))
     }
 }
 

@@ -52,6 +52,8 @@ Examples:
   annulus attend --input in.safetensors --output grads.safetensors --sinks per-head --backward
   annulus attend --input in.safetensors --output out.safetensors --scale -0.5 --trace traces/
   mpirun -n 4 annulus attend --input in.safetensors --output out.safetensors --causal
+  annulus attend --input packed.safetensors --output out.safetensors --causal --ranks 4 \
+    --documents 512,2048,1536 --layout balanced
 
 Under a launcher (mpirun, mpiexec, srun) every process is a rank. It reads its rows of the input
 and writes its rows of the output, which must be on a file system shared by all processes.";
@@ -145,7 +147,8 @@ struct RingFlags {
     /// divided by the ranks
     #[arg(long, value_name = "N", value_parser = threads)]
     threads: Option<usize>,
-    /// Assignment of rows to ranks; auto chooses it from the mask
+    /// Assignment of rows to ranks; auto chooses it from the mask, balanced also from --documents,
+    /// segment ids, positions and packed lengths of the input
     #[arg(long, value_enum, default_value = "auto")]
     layout: LayoutName,
     /// Division of the attention among ranks: ring; heads:H, an all-to-all over heads in groups of H
@@ -209,21 +212,27 @@ impl AttendFlags {
     }
 
     fn attend(&self, job: &mut Job, backend: BackendChoice) -> Outcome {
-        let RingFlags { ranks, threads, layout, trace, .. } = &self.ring;
+        let RingFlags { ranks, threads, trace, .. } = &self.ring;
         job.set_ranks(*ranks, 1)?;
         let threads = job.threads(*threads)?;
-        let input = job.agree(Input::open(&self.input).map_err(Failure::from))?;
+        let input = Input::open(&self.input).map_err(Failure::from);
+        let input = job.agree(input.and_then(|input| input.packed(&self.mask.documents)))?;
         let dtype = self.dtype.map_or(input.dtype, DType::from);
         job.agree(self.needed_tensors(&input))?;
         let sinks =
             input.sinks(self.scores.sinks).map_err(|error| Failure::from(input.named(error)));
         let sinks = job.agree(sinks)?;
+        let attention = self.attention(&input, dtype, sinks);
+        let attention = self.ring.layout.apply(attention, input.dims, job.ranks(), || {
+            // the whole batch is read for the balanced layout only
+            input.coordinates()
+        });
+        let attention = job.agree(attention.map_err(|error| input.named(error).into()))?;
         let run = AttendRun {
-            attention: self.attention(&input, dtype, sinks).strategy(self.ring.strategy),
+            attention: attention.strategy(self.ring.strategy),
             sinks,
             backend,
             threads,
-            layout: layout.layout(),
             backward: self.backward,
             output: &self.output,
             trace: trace.as_deref(),

@@ -10,7 +10,7 @@ use annulus::{
     comm::{Descriptor, trace::Trace},
 };
 use annulus_core::{
-    Backend, Control, Element, HostTensors, Layout, Result, Rows, Shard, Side, SinkShape, Spec,
+    Backend, Control, Element, HostTensors, Result, Rows, Shard, Side, SinkShape, Spec,
 };
 
 use super::{
@@ -34,7 +34,7 @@ use crate::{
 /// Arguments of one attention over files.
 #[derive(Debug)]
 pub(crate) struct AttendRun<'a> {
-    /// Definition of the attention.
+    /// Definition of the attention, with its layout.
     pub(crate) attention: Attention,
     /// Shape of its sink logits.
     pub(crate) sinks: Option<SinkShape>,
@@ -42,8 +42,6 @@ pub(crate) struct AttendRun<'a> {
     pub(crate) backend: BackendChoice,
     /// Threads per rank.
     pub(crate) threads: usize,
-    /// Layout; `None` chooses one from the mask.
-    pub(crate) layout: Option<Layout>,
     /// True to compute gradients.
     pub(crate) backward: bool,
     /// File to write.
@@ -219,7 +217,6 @@ impl AttendRun<'_> {
         let attention = self
             .attention
             .clone()
-            .layout(self.layout.clone())
             .on_silence(report::warn_of_silence(transport.rank(), transport.ranks()));
         let transport = Watched::new(transport, progress.clone());
         let plan = Plan::new(&attention, self.input.dims, backend, transport)?;

@@ -13,6 +13,7 @@ use super::{
 };
 use crate::{
     arguments::{
+        documents,
         mask::{AlignmentName, MaskFlags},
         names,
     },
@@ -74,22 +75,7 @@ impl<'a> Case<'a> {
             head_dim,
             value_dim: head_dim,
         };
-        let starts = std::iter::once(0).chain(flags.documents.iter().scan(0i64, |end, &len| {
-            *end += len as i64;
-            Some(*end)
-        }));
-        let cum_seqlens = (!flags.documents.is_empty()).then(|| starts.collect::<Vec<_>>());
-        Self {
-            flags,
-            dims,
-            dtype,
-            causal,
-            batch: Batch {
-                cum_seqlens_q: cum_seqlens.clone(),
-                cum_seqlens_k: cum_seqlens,
-                ..Batch::default()
-            },
-        }
+        Self { flags, dims, dtype, causal, batch: documents::batch(&flags.documents) }
     }
 
     /// Measures the case on a ring of the job's ranks and prints a line for each of `passes`.
@@ -132,22 +118,15 @@ impl<'a> Case<'a> {
             memory::Tensors::of(&self.dims, self.dtype, passes.contains(&Passes::ForwardBackward));
         job.agree(held.shared_by(processes).must_fit().map_err(named))?;
         let pairs = job.agree(self.pairs().map_err(named))?;
+        let batch = || Ok(self.batch.clone());
+        let placed = self.flags.layout.apply(self.attention(), self.dims, job.ranks(), batch);
+        let placed = job.agree(placed.map_err(named))?;
         for &passes in passes {
-            let attention = if passes == Passes::Forward {
-                self.attention().forward_only(true)
-            } else {
-                self.attention()
-            };
-            let chosen = self.flags.layout.layout();
+            let attention = placed.clone().forward_only(passes == Passes::Forward);
             let endpoints = job.endpoints()?;
             let mut ranks = job.run_phase(endpoints, |_, endpoint| {
                 let (backend, transport) = make(endpoint)?;
-                let mut plan = Plan::new(
-                    &attention.clone().layout(chosen.clone()),
-                    self.dims,
-                    backend,
-                    transport,
-                )?;
+                let mut plan = Plan::new(&attention, self.dims, backend, transport)?;
                 if self.batch != Batch::default() {
                     plan.update(&self.batch)?;
                 }

@@ -10,13 +10,14 @@ use half::{bf16, f16};
 
 use crate::{
     arguments::{
+        documents,
         mask::AlignmentName,
         names::Others,
         ring::{BackendName, TransportName},
         values::{DTypeName, LayoutName, PrecisionName, Window, count, dim, ranks, threads, whole},
     },
     backend::BackendChoice,
-    failure::{Failure, Outcome},
+    failure::Outcome,
     job::{DEFAULT_DEADLINE, Job},
 };
 use case::Case;
@@ -35,6 +36,7 @@ Examples:
   annulus bench
   annulus bench --what fwd --dtype f32,bf16 --ns 1024,2048,4096 --ds 64,128 --causal true
   annulus bench --documents 512,512,512,512 --causal true
+  annulus bench --documents 512,6000,1680 --causal true --ranks 4 --layout balanced
   annulus bench --q-len 1 --kv-len 65536 --align bottom-right --threads 1
   annulus bench --ns 8192 --causal true --window 1023,0 --ranks 4
   mpirun -n 4 annulus bench --ns 8192 --causal true --threads 2
@@ -113,7 +115,8 @@ pub(crate) struct BenchFlags {
     /// Ranks of the ring, 1 to 128. Default: 1. Under MPI always the number of processes
     #[arg(long, value_name = "N", value_parser = ranks)]
     ranks: Option<usize>,
-    /// Assignment of rows to ranks; auto chooses it from the mask
+    /// Assignment of rows to ranks; auto chooses it from the mask, balanced from the mask and
+    /// --documents
     #[arg(long, value_enum, default_value = "auto")]
     layout: LayoutName,
 }
@@ -199,18 +202,10 @@ impl BenchFlags {
     /// Returns the lengths to measure.
     ///
     /// # Errors
-    /// [`Failure::Usage`] if documents are longer than 2⁶³ together.
+    /// Those of [`documents::rows`].
     fn lengths(&self) -> Outcome<Vec<Lengths>> {
         if !self.documents.is_empty() {
-            let total = self.documents.iter().try_fold(0usize, |sum, &len| sum.checked_add(len));
-            let total = total.filter(|&total| i64::try_from(total).is_ok());
-            let total = total.ok_or_else(|| {
-                Failure::usage(
-                    "--documents",
-                    "lengths of 2^63 or more together",
-                    "shorter documents",
-                )
-            })?;
+            let total = documents::rows(&self.documents)?;
             return Ok(vec![Lengths { q_len: total, kv_len: total }]);
         }
         Ok(match (self.q_len, self.kv_len) {

@@ -4,8 +4,7 @@ use std::{collections::BTreeMap, path::Path, time::Duration};
 
 use annulus::{Attention, Backward, Forward, LocalRing};
 use annulus_core::{
-    Backend, Batch, Dims, Element, Error, HeadGrid, HostTensors, Layout, Result, Runs, SinkShape,
-    Strategy,
+    Backend, Batch, Dims, Element, Error, HeadGrid, HostTensors, Result, Runs, SinkShape, Strategy,
 };
 use ndarray::{Array, Dimension};
 
@@ -14,6 +13,7 @@ use super::{
     index::Case,
 };
 use crate::{
+    arguments::values::LayoutName,
     backend::{BackendChoice, with_backend},
     failure::of_file,
     input::{Input, OutputGradients, Share},
@@ -25,12 +25,12 @@ use crate::{
 pub(super) const DEADLINE: Duration = Duration::from_secs(120);
 
 /// Ring to compute on.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Copy)]
 pub(super) struct Ring {
     /// Number of ranks.
     pub(super) ranks: usize,
-    /// Layout; `None` chooses one from the mask.
-    pub(super) layout: Option<Layout>,
+    /// Layout.
+    pub(super) layout: LayoutName,
     /// Division of the attention among the ranks.
     pub(super) strategy: Strategy,
     /// Threads of each rank.
@@ -208,9 +208,12 @@ impl<T: Element> Loaded<T> {
     ) -> Result<Verdict> {
         with_backend!(backend, ring.threads, make => {
             let make = |_, endpoint| make(Endpoint::Thread(Box::new(endpoint)));
-            let attention = self.attention.clone().layout(ring.layout.clone());
+            let attention = self.attention.clone().reproducible(ring.reproducible);
+            let attention = attention.strategy(ring.strategy);
             ring.check_heads(&case.dims())?;
-            let attention = attention.reproducible(ring.reproducible).strategy(ring.strategy);
+            let batch = || Ok(self.batch.clone());
+            let attention = ring.layout.apply(attention, case.dims(), ring.ranks, batch);
+            let attention = attention.map_err(|error| self.input.named(error))?;
             let plan = LocalRing::with_transports(&attention, case.dims(), ring.ranks, make)?;
             self.judge_ring(plan, ring.reproducible.then_some(first))
         })

@@ -214,14 +214,12 @@ impl CheckFlags {
         if strategy != Strategy::Ring {
             name = format!("{name} strategy={strategy}");
         }
-        let layout = layout.layout();
         if !self.reproducible {
             return vec![(Ring { ranks, layout, strategy, threads: 1, reproducible: false }, name)];
         }
         let threads = if self.threads.is_empty() { &[1, 2] } else { &self.threads[..] };
         let ring = |&threads: &usize| {
-            let ring =
-                Ring { ranks, layout: layout.clone(), strategy, threads, reproducible: true };
+            let ring = Ring { ranks, layout, strategy, threads, reproducible: true };
             (ring, format!("{name} threads={threads}"))
         };
         threads.iter().map(ring).collect()
@@ -277,7 +275,7 @@ fn compute(
     job: &mut Job,
     backend: &BackendChoice,
 ) -> Outcome<Vec<Vec<Verdict>>> {
-    let rings: Vec<Ring> = rings.iter().map(|(ring, _)| ring.clone()).collect();
+    let rings: Vec<Ring> = rings.iter().map(|(ring, _)| *ring).collect();
     #[cfg(feature = "mpi")]
     if job.is_mpi() {
         return processes::compute(folder, units, &rings, job, backend);

@@ -117,7 +117,9 @@ fn try_judge<T: Element, B: Backend<Space: HostTensors>>(
     let Opened { input, sinks, attention } = opened?;
     ring.check_heads(&input.dims)?;
     let (backend, transport) = make(endpoint)?;
-    let attention = attention.clone().layout(ring.layout.clone()).strategy(ring.strategy);
+    let attention = attention.strategy(ring.strategy);
+    let attention = ring.layout.apply(attention, input.dims, ring.ranks, || input.coordinates());
+    let attention = attention.map_err(|error| input.named(error))?;
     let mut plan = Plan::new(&attention, input.dims, backend, transport)?;
     let q_rows = plan.q_rows().clone();
     let kv_rows = plan.kv_rows().clone();

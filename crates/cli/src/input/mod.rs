@@ -14,7 +14,8 @@ use annulus_core::{
 use ndarray::{Array, Array2, Array3, Array4, ArrayView3, IntoDimension};
 
 use crate::{
-    failure::of_file,
+    arguments::documents,
+    failure::{Outcome, of_file},
     file::{Kind, Tensors},
 };
 
@@ -50,6 +51,8 @@ pub(crate) struct Input {
     pub(crate) dtype: DType,
     /// Shape of the bias `[b|1, h|1, q|1, k|1]`, if there is one.
     pub(crate) bias: Option<[usize; 4]>,
+    /// Packed lengths of the command line, instead of `cum_seqlens_q` and `cum_seqlens_k`.
+    documents: Option<Vec<i64>>,
 }
 
 /// Form of the file's sink logits.
@@ -148,11 +151,28 @@ impl Input {
             Kind::Float(dtype) => dtype,
             other => return Err(Error::invalid("query", other.name(), "a float dtype")),
         };
-        let input = Self { path: path.to_owned(), tensors, dims, dtype, bias };
+        let input = Self { path: path.to_owned(), tensors, dims, dtype, bias, documents: None };
         input.check_shapes()?;
         input.check_kinds()?;
         dims.validate()?;
         Ok(input)
+    }
+
+    /// Adds the packed documents of the command line.
+    ///
+    /// # Errors
+    /// [`Failure::Usage`] if they do not fill both sequences; an invalid argument if the file has
+    /// packed lengths of its own.
+    pub(crate) fn packed(self, lengths: &[usize]) -> Outcome<Self> {
+        documents::check(lengths, &self.dims)?;
+        let own = ["cum_seqlens_q", "cum_seqlens_k"].into_iter().find(|name| self.has(name));
+        match own {
+            Some(name) if !lengths.is_empty() => {
+                let got = format!("it, with {}", documents::FLAG);
+                Err(of_file(&self.path, name, got, "packed lengths from one of them").into())
+            }
+            _ => Ok(Self { documents: documents::batch(lengths).cum_seqlens_q, ..self }),
+        }
     }
 
     /// Lists tensors with unknown names, which are most likely misspelled.
@@ -271,6 +291,9 @@ impl Input {
 
     fn coordinates_of(&self, q_rows: &Runs, kv_rows: &Runs) -> Result<Batch> {
         let sequences = |name: &str| {
+            if self.documents.is_some() {
+                return Ok(self.documents.clone());
+            }
             let entry = self.tensors.get(name);
             entry
                 .map(|entry| {

@@ -3,12 +3,13 @@
 use std::{cmp::Reverse, collections::BTreeSet, sync::Arc};
 
 use annulus_core::{
-    Choice, Error, Layout, NeedsIndex, RankSchedule, Result, RingShards, RingTraffic, Route,
-    RowLayout, Schedule, Shard, Side, Spec, Strategy, StrategyTraffic, Traffic, Work, WorkMatrix,
+    Error, NeedsIndex, RankSchedule, Result, RingShards, RingTraffic, Route, RowLayout, Schedule,
+    Shard, Side, Spec, Strategy, StrategyTraffic, Traffic, Work, WorkMatrix,
 };
 use serde::Serialize;
 
 use super::{
+    Planned,
     leaves::{LeafFigures, QueryPass},
     program::{Program, Send},
     strategies::{Strategies, StrategyFigures},
@@ -51,6 +52,13 @@ pub(super) struct Figures {
     bytes_full_ring_total: u128,
     /// Work of the busiest rank divided by the mean.
     pub(super) work_max_over_mean: f64,
+    /// Rows of the longest shard divided by the mean, of queries or keys.
+    rows_max_over_mean: f64,
+    /// Rows sent in a forward pass, divided by the rows that ranks need of each other.
+    redundancy: f64,
+    /// Number of packed documents.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    documents: Option<usize>,
     /// Partial results of leaves, of a reproducible order.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) leaves: Option<LeafFigures>,
@@ -88,6 +96,9 @@ pub(super) struct Figures {
     /// Shards of every rank of a ring.
     #[serde(skip)]
     pub(super) shards: RingShards,
+    /// First row of each packed document, and the end of the last.
+    #[serde(skip)]
+    pub(super) starts: Option<Vec<i64>>,
 }
 
 /// Bytes of one pass.
@@ -179,30 +190,6 @@ pub(super) struct StepOfRank {
 }
 
 impl Figures {
-    /// Plans the ring that has the first heads under the chosen one of `strategies`. `None` as
-    /// `layout` chooses one from the mask.
-    ///
-    /// # Errors
-    /// As [`Figures::new`].
-    pub(super) fn of_first_heads(
-        spec: &Spec,
-        ranks: usize,
-        layout: Option<&Layout>,
-        rank: Option<usize>,
-        mask: String,
-        strategies: &Strategies,
-    ) -> Result<Self> {
-        check_rank(rank, ranks)?;
-        match strategies.chosen().filter(|of| of.grid.members() > 1) {
-            Some(StrategyTraffic { grid, layout, .. }) => {
-                let layout = Some(&layout.of_groups);
-                let group = rank.map(|rank| grid.group(rank));
-                Self::new(&spec.of_heads(grid, 0), grid.groups(), layout, group, mask)
-            }
-            None => Self::new(spec, ranks, layout, rank, mask),
-        }
-    }
-
     /// Replaces the figures of one ring by those of all ranks under the chosen one of `strategies`.
     /// Steps stay those of the ring.
     pub(super) fn of_all_heads(
@@ -212,7 +199,7 @@ impl Figures {
         strategies: &Strategies,
     ) -> Self {
         let all = strategies.figures();
-        let Some(traffic) = strategies.chosen().filter(|of| of.grid.members() > 1) else {
+        let Some(traffic) = strategies.heads() else {
             return Self { strategies: all, ..self };
         };
         let (per_rank, pairs_total) = rank_figures_of(spec, traffic, &self.shards);
@@ -247,26 +234,17 @@ impl Figures {
         }
     }
 
-    /// Plans the ring of `spec`. `None` as `layout` chooses one from the mask. With `rank`, the
-    /// figures contain that rank's program.
+    /// Plans the ring of `spec`. With a rank, the figures contain that rank's program.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for more queries than [`MOST_QUERIES`], or for a rank outside the
     /// ring.
-    pub(super) fn new(
-        spec: &Spec,
-        ranks: usize,
-        layout: Option<&Layout>,
-        rank: Option<usize>,
-        mask: String,
-    ) -> Result<Self> {
+    pub(super) fn new(spec: &Spec, planned: Planned) -> Result<Self> {
+        let Planned { ranks, layout, route, batch: documents, mask, rank } = planned;
         check_queries(spec)?;
         check_rank(rank, ranks)?;
         let tick = &mut || ();
-        let fixed = layout.cloned();
-        let fixed = spec.leaf_rows.map_or(fixed.clone(), |rows| fixed.map(|of| of.at_leaves(rows)));
-        let Choice { layout, route, .. } = Choice::auto(spec, ranks, fixed.as_ref(), None, tick);
-        let shards = RingShards::plain(&spec.dims, spec.alignment, &layout, ranks);
+        let shards = RingShards::of_batch(&spec.dims, spec.alignment, &layout, ranks, &documents)?;
         let heads = spec.dims.q_heads;
         let batch = spec.dims.batch;
         let needs = NeedsIndex::of_queries(spec.mask.as_ref(), heads, batch, &shards, tick);
@@ -317,6 +295,9 @@ impl Figures {
             bytes_sent_total: forward_bytes.sent,
             bytes_full_ring_total: forward_bytes.full_ring,
             work_max_over_mean: work.max_over_mean(),
+            rows_max_over_mean: rows_max_over_mean(&shards),
+            redundancy: redundancy(total.block_rows, &needs),
+            documents: documents.cum_seqlens_q.as_ref().map(|starts| starts.len() - 1),
             leaves,
             schedule_checked: ranks <= MOST_DETAILED_RANKS,
             mask,
@@ -331,6 +312,7 @@ impl Figures {
             steps: if few { steps(spec, &needs, route, &shards)? } else { Vec::new() },
             route,
             shards,
+            starts: documents.cum_seqlens_q,
         })
     }
 
@@ -392,6 +374,15 @@ impl Figures {
         format!("{mask} · {queries} × {keys} · {ranks} · {layout} layout")
     }
 
+    /// Describes the balance of rows, and the rows sent, in one line.
+    pub(super) fn rows_in_words(&self) -> String {
+        let Self { rows_max_over_mean, redundancy, .. } = self;
+        format!(
+            "the longest shard has {rows_max_over_mean:.3} times the mean; {redundancy:.3} rows \
+             sent for each row that a rank needs"
+        )
+    }
+
     /// Describes the route in one line.
     pub(super) fn hops_in_words(&self) -> String {
         let route = match self.route {
@@ -405,6 +396,24 @@ impl Figures {
             hops => format!("{} hops; {route}", grouped(hops as u64)),
         }
     }
+}
+
+/// Returns the rows of the longest shard divided by the mean, of queries or keys; 1 if there are
+/// none.
+fn rows_max_over_mean(shards: &RingShards) -> f64 {
+    let of_side = |side: &[Arc<Shard>]| {
+        let rows = || side.iter().map(|shard| shard.rows.len());
+        let total: u64 = rows().sum();
+        let most = rows().max().unwrap_or_default();
+        if total == 0 { 1.0 } else { most as f64 * side.len() as f64 / total as f64 }
+    };
+    of_side(&shards.q).max(of_side(&shards.kv))
+}
+
+/// Returns the rows sent divided by the rows that ranks need of each other; 1 if they need none.
+fn redundancy(sent: u128, needs: &NeedsIndex<'_>) -> f64 {
+    let read = RingTraffic::rows_read(needs, &mut || ());
+    if read == 0 { 1.0 } else { sent as f64 / read as f64 }
 }
 
 /// Returns the figures of every rank. `sent(rank)` are the bytes of its forward and backward pass.
@@ -493,7 +502,7 @@ fn steps(
 }
 
 /// Checks that there is a rank of this number.
-fn check_rank(rank: Option<usize>, ranks: usize) -> Result<()> {
+pub(super) fn check_rank(rank: Option<usize>, ranks: usize) -> Result<()> {
     match rank.filter(|&rank| rank >= ranks) {
         Some(rank) => Err(Error::invalid("rank", rank, format!("a rank of 0 to {}", ranks - 1))),
         None => Ok(()),

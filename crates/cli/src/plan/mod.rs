@@ -9,16 +9,17 @@ mod strategies;
 use std::path::{Path, PathBuf};
 
 use annulus::Attention;
-use annulus_core::{Dims, Spec, Strategy};
+use annulus_core::{Batch, Choice, Dims, Layout, Route, Spec, Strategy, StrategyTraffic};
 use clap::Args;
 
 use crate::{
     arguments::{
+        documents,
         mask::MaskFlags,
         names,
         values::{DTypeName, LayoutName, count as from_one, dim, planned_ranks, strategy, whole},
     },
-    failure::Outcome,
+    failure::{Failure, Outcome},
     file,
     report::{bytes, count, grouped},
     stdout::say,
@@ -30,15 +31,16 @@ const EXAMPLES: &str = "Examples:
   annulus plan --causal --q-len 65536 --ranks 8
   annulus plan --causal --window 4095,0 --q-len 1000000 --ranks 16 --svg ring.svg --json ring.json
   annulus plan --causal --q-len 131072 --ranks 64 --heads 32 --kv-heads 8 --dtype bf16 --json -
-  annulus plan --causal --q-len 67108864 --ranks 65536 --rank 17";
+  annulus plan --causal --q-len 67108864 --ranks 65536 --rank 17
+  annulus plan --causal --documents 512,2048,1000,4632 --ranks 4 --layout balanced";
 
 /// Shows the work of each rank in each step and predicts the bytes sent, without running the ring
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct PlanFlags {
-    /// Queries
-    #[arg(long, value_name = "N", value_parser = whole)]
-    q_len: usize,
+    /// Queries. Default: the rows of --documents
+    #[arg(long, value_name = "N", value_parser = whole, required_unless_present = "documents")]
+    q_len: Option<usize>,
     /// Keys. Default: as many as queries
     #[arg(long, value_name = "N", value_parser = whole)]
     kv_len: Option<usize>,
@@ -48,7 +50,8 @@ pub(crate) struct PlanFlags {
     /// Also show the program of this rank: its ring steps and the messages that it sends
     #[arg(long, value_name = "R", value_parser = whole)]
     rank: Option<usize>,
-    /// Assignment of rows to ranks; auto chooses it from the mask
+    /// Assignment of rows to ranks; auto chooses it from the mask, balanced from the mask and
+    /// --documents
     #[arg(long, value_enum, default_value = "auto")]
     layout: LayoutName,
     /// Division of the attention among ranks: ring; heads:H, an all-to-all over heads in groups of
@@ -96,28 +99,15 @@ pub(crate) struct PlanFlags {
 /// Runs `annulus plan`.
 pub(crate) fn run(flags: &PlanFlags) -> Outcome {
     flags.mask.check()?;
-    let dims = flags.dims();
-    let spec = flags.spec(dims).map_err(|error| names::of_flags(error, &dims, &[]))?;
-    let layout = flags.layout.layout();
-    let named =
-        |error| names::of_flags(error, &dims, &[("rank", "--rank"), ("strategy", "--strategy")]);
+    let dims = flags.dims()?;
+    let named = |error| names::of_flags(error, &dims, flags.names());
+    let spec = flags.spec(dims).map_err(named)?;
+    documents::check(&flags.mask.documents, &dims)?;
     figures::check_queries(&spec).map_err(named)?;
-    let strategies = Strategies::new(&spec, flags.ranks, layout.as_ref(), flags.strategy);
-    let strategies = strategies.map_err(named)?;
-    let ring = Figures::of_first_heads(
-        &spec,
-        flags.ranks,
-        layout.as_ref(),
-        flags.rank,
-        flags.mask.describe(),
-        &strategies,
-    );
-    let ring = ring.map_err(named)?;
-    let picture = flags.svg.as_ref().map(|path| {
-        let grid = strategies.chosen().map(|of| of.grid);
-        let of_ring = grid.map_or_else(|| spec.clone(), |grid| spec.of_heads(&grid, 0));
-        (path, picture::draw(&of_ring, &ring))
-    });
+    let strategies = flags.strategies(&spec)?.map_err(named)?;
+    let (of_ring, planned) = flags.ring(&spec, &strategies).map_err(named)?;
+    let ring = Figures::new(&of_ring, planned).map_err(named)?;
+    let picture = flags.svg.as_ref().map(|path| (path, picture::draw(&of_ring, &ring)));
     let figures = ring.of_all_heads(&spec, flags.rank, &strategies);
     let printed = flags.json.as_deref() == Some(Path::new("-"));
     // a document on standard output replaces the table
@@ -140,22 +130,85 @@ pub(crate) fn run(flags: &PlanFlags) -> Outcome {
     Ok(())
 }
 
+/// Ring whose figures are computed.
+struct Planned {
+    ranks: usize,
+    layout: Layout,
+    route: Route,
+    /// Packed documents, or the default batch.
+    batch: Batch,
+    /// The mask in words.
+    mask: String,
+    /// Rank whose program is shown.
+    rank: Option<usize>,
+}
+
 impl PlanFlags {
-    fn dims(&self) -> Dims {
-        Dims {
+    fn dims(&self) -> Outcome<Dims> {
+        let q_len = match self.q_len {
+            Some(len) => len,
+            None => documents::rows(&self.mask.documents)?,
+        };
+        Ok(Dims {
             batch: self.batch,
-            q_len: self.q_len,
-            kv_len: self.kv_len.unwrap_or(self.q_len),
+            q_len,
+            kv_len: self.kv_len.unwrap_or(q_len),
             q_heads: self.heads,
             kv_heads: self.kv_heads.unwrap_or(self.heads),
             head_dim: self.head_dim,
             value_dim: self.value_dim.unwrap_or(self.head_dim),
+        })
+    }
+
+    /// Flags of arguments that other subcommands set by another flag.
+    const fn names(&self) -> names::Others {
+        if self.q_len.is_some() {
+            &[("rank", "--rank"), ("strategy", "--strategy")]
+        } else {
+            &[
+                ("rank", "--rank"),
+                ("strategy", "--strategy"),
+                ("q_len", documents::FLAG),
+                ("kv_len", documents::FLAG),
+            ]
         }
     }
 
     fn spec(&self, dims: Dims) -> annulus_core::Result<Spec> {
         let attention = self.mask.apply(Attention::new()).reproducible(self.reproducible);
         attention.dtype(self.dtype.into()).spec(dims)
+    }
+
+    /// Compares the strategies. The balanced layout and packed documents are planned for a ring
+    /// only.
+    fn strategies(&self, spec: &Spec) -> Outcome<annulus_core::Result<Strategies>> {
+        if self.layout != LayoutName::Balanced && self.mask.documents.is_empty() {
+            let layout = self.layout.layout();
+            return Ok(Strategies::new(spec, self.ranks, layout.as_ref(), self.strategy));
+        }
+        if self.strategy != Strategy::Ring {
+            let want = "ring with --documents or --layout balanced";
+            return Err(Failure::usage("--strategy", self.strategy, want));
+        }
+        Ok(Ok(Strategies::default()))
+    }
+
+    /// Returns the ring whose steps are shown: with `heads:H` that of the first heads.
+    fn ring(&self, spec: &Spec, strategies: &Strategies) -> annulus_core::Result<(Spec, Planned)> {
+        let batch = documents::batch(&self.mask.documents);
+        let mask = self.mask.describe();
+        let Some(StrategyTraffic { grid, layout, .. }) = strategies.heads() else {
+            let Choice { layout, route, .. } = self.layout.choice(spec, self.ranks, &batch)?;
+            let (ranks, rank) = (self.ranks, self.rank);
+            return Ok((spec.clone(), Planned { ranks, layout, route, batch, mask, rank }));
+        };
+        figures::check_rank(self.rank, self.ranks)?;
+        let of_heads = spec.of_heads(grid, 0);
+        let ranks = grid.groups();
+        let fixed = Some(&layout.of_groups);
+        let Choice { layout, route, .. } = Choice::auto(&of_heads, ranks, fixed, None, &mut || ());
+        let rank = self.rank.map(|rank| grid.group(rank));
+        Ok((of_heads, Planned { ranks, layout, route, batch, mask, rank }))
     }
 
     /// Paths that flags name.
@@ -177,6 +230,7 @@ fn print(figures: &Figures) {
         say!("          {backward}");
     }
     say!("work      the busiest rank has {:.3} times the mean", figures.work_max_over_mean);
+    say!("rows      {}", figures.rows_in_words());
     if figures.schedule_checked {
         say!(
             "checked   each row arrives once where it is needed; each gradient reaches its owner once"

@@ -29,6 +29,7 @@ pub(super) struct StrategyFigures {
 }
 
 /// Traffic of the strategies, and the one that is planned.
+#[derive(Default)]
 pub(super) struct Strategies {
     all: Vec<StrategyTraffic>,
     /// Index of the one that is planned.
@@ -66,9 +67,9 @@ impl Strategies {
         Ok(Self { all, chosen })
     }
 
-    /// Returns the traffic of the strategy that is planned.
-    pub(super) fn chosen(&self) -> Option<&StrategyTraffic> {
-        self.all.get(self.chosen)
+    /// Returns the traffic of the strategy that is planned; `None` if it is the ring.
+    pub(super) fn heads(&self) -> Option<&StrategyTraffic> {
+        self.all.get(self.chosen).filter(|of| of.grid.members() > 1)
     }
 
     /// Returns the figures of all strategies that were planned.

@@ -226,7 +226,7 @@ fn paths() -> Vec<Vec<u8>> {
 }
 
 /// Contradicting and incomplete command lines, with a text that the failure must contain.
-const CONTRADICTIONS: [(&str, &str); 44] = [
+const CONTRADICTIONS: [(&str, &str); 47] = [
     ("attend", "--input"),
     ("attend --input in.safetensors", "--output"),
     ("attend --output out.safetensors", "--input"),
@@ -261,6 +261,9 @@ const CONTRADICTIONS: [(&str, &str); 44] = [
     ("plan --q-len 8 --ranks 2 --causal --prefix 2", "--prefix"),
     ("plan --q-len 8 --ranks 2 --first-visible 2", "--first-visible"),
     ("plan --q-len 8 --ranks 2 --batch 9223372036854775808", "--batch"),
+    ("plan --q-len 8 --documents 4,5 --ranks 2", "--documents"),
+    ("attend --input in.safetensors --output out.safetensors --documents 1000000", "--documents"),
+    ("demo --len 8 --documents 8", "--documents"),
     ("bench --ns 8 --q-len 8", "--q-len"),
     ("bench --documents 8 --ns 8", "--documents"),
     ("bench --documents 8 --kv-len 8", "--documents"),
@@ -327,6 +330,10 @@ impl Subcommand {
             ("attend", "--bias-order") => arguments.extend(["--soft-cap".into(), "1".into()]),
             ("attend" | "plan", "--first-visible") => {
                 arguments.extend(["--window".into(), "1".into()])
+            }
+            ("demo", "--documents") => {
+                let len = arguments.iter().position(|argument| argument == "--len").unwrap();
+                arguments.drain(len..len + 2);
             }
             ("make", "--sinks-count") => arguments.extend(["--sinks".into(), "shared".into()]),
             ("bench", "--q-len" | "--kv-len" | "--documents") => {

@@ -6,21 +6,49 @@
 //!     deal the chunks, most pairs first, in rounds of one chunk per rank:
 //!         the chunk with the most pairs to the rank with the fewest so far
 //!     exchange chunks of the ranks with the most and the fewest pairs while that helps
-//!     stop if the most pairs of a rank are at most 1.02 times the mean
+//!     stop if no rank has more than 1.02 times the mean, of pairs and of rows
+//! exchange chunks that bring documents together (SegmentExchange)
 //! ```
 //! Every rank gets m chunks, so that numbers of rows differ by at most one per chunk. Few long
 //! chunks are tried first: they keep documents together, so that fewer rows are sent. With a causal
 //! mask and no documents, the second round gives the zigzag layout.
+//!
+//! In the reproducible order chunks are whole leaves, of which the last round may lack some: then
+//! numbers of rows differ by up to one chunk.
 
 use std::{cmp::Reverse, sync::Arc};
 
-use super::Work;
-use crate::{Batch, CustomLayout, Error, Layout, Result, RingShards, Runs, Shard, Side, Spec};
+use super::{Choice, Order, Route, Work, segment_exchange::SegmentExchange};
+use crate::{
+    Batch, CustomLayout, Error, Layout, NeedsIndex, Result, RingShards, Run, Runs, Shard, Side,
+    Spec, index, memory,
+};
 
-/// Imbalance ([`Work::max_over_mean`]) at which no shorter chunks are tried.
+/// Imbalance, of pairs and of rows, at which no shorter chunks are tried.
 const BALANCED: f64 = 1.02;
+/// Imbalance up to which chunks are exchanged to send fewer rows: half of the tolerance, because
+/// the time of a pass is that of the busiest rank.
+const EXCHANGED: f64 = 1.01;
 /// Fewest rows of a chunk: the KV tile of the CPU kernels, of which a shorter chunk fills a part.
 const LEAST_ROWS: usize = 64;
+
+impl Choice {
+    /// Chooses the layout of [`Layout::balanced`], and the route that sends the fewest rows of this
+    /// batch. With that route every row sent is a row needed by its receiver. The ring order is
+    /// that of the ranks, because the caller distributes the rows by rank.
+    ///
+    /// # Errors
+    /// As [`Layout::balanced`].
+    pub fn balanced(spec: &Spec, batch: &Batch, ranks: usize) -> Result<Self> {
+        let layout = Layout::balanced(spec, batch, ranks)?;
+        let shards = RingShards::of_batch(&spec.dims, spec.alignment, &layout, ranks, batch)?;
+        let tick = &mut || ();
+        let (heads, batch_rows) = (spec.dims.q_heads, spec.dims.batch);
+        let needs = NeedsIndex::of_queries(&*spec.mask, heads, batch_rows, &shards, tick);
+        let route = Route::cheapest(&needs, u128::MAX, tick).map_or(Route::Direct, |best| best.0);
+        Ok(Self { layout, route, order: Order::ascending(ranks) })
+    }
+}
 
 impl Layout {
     /// Returns a layout that gives every rank the same number of rows, and the same number of
@@ -29,8 +57,11 @@ impl Layout {
     /// tiles. The same arguments give the same layout on every rank.
     ///
     /// Rows are assigned by their queries' pairs. A rank has the keys of its queries' rows if there
-    /// are as many keys as queries; otherwise keys are divided into one chunk per rank. A row is
-    /// sent only to the ranks that need it, with every layout.
+    /// are as many keys as queries; otherwise keys are divided into one chunk per rank. Of fewer
+    /// rows than ranks some ranks have none. With [`Spec::leaf_rows`] a rank has whole leaves, so
+    /// that the balance depends on the number of leaves.
+    ///
+    /// [`Choice::balanced`] also returns the route that sends a row only to ranks that need it.
     ///
     /// Takes O(rows) time for each number of chunks tried, and for masks without a
     /// [`Band`](crate::mask::Band) as many evaluations of the mask.
@@ -43,69 +74,146 @@ impl Layout {
         }
         let (q_len, kv_len) = (spec.dims.q_len, spec.dims.kv_len);
         spec.validate_batch(batch, q_len, kv_len)?;
-        let batch = &Batch {
-            q_segment_ids: batch.q_segment_ids.clone(),
-            kv_segment_ids: batch.kv_segment_ids.clone(),
-            q_positions: batch.q_positions.clone(),
-            kv_positions: batch.kv_positions.clone(),
-            attention_mask: None,
-            cum_seqlens_q: batch.cum_seqlens_q.clone(),
-            cum_seqlens_k: batch.cum_seqlens_k.clone(),
-        };
-        let mut best: Option<(f64, Vec<Vec<usize>>, usize)> = None;
-        let mut chunks = ranks;
+        let mut q = memory::list("the rows of all ranks", ranks)?;
+        let whole = RingShards::of_batch(&spec.dims, spec.alignment, &Self::Contiguous, 1, batch)?;
+        let mut best: Option<Dealt> = None;
+        let mut per_rank = 1;
         loop {
-            let work = work_of_chunks(spec, batch, chunks)?;
-            let dealt = deal(&work, ranks);
-            let imbalance = imbalance(&work, &dealt);
-            if best.as_ref().is_none_or(|(least, ..)| imbalance < *least) {
-                best = Some((imbalance, dealt, chunks));
+            let cuts = Cuts::new(spec, ranks, per_rank);
+            let edges = cuts.edges()?;
+            let work = work_of_chunks(spec, &whole, &edges);
+            let dealt = Dealt::new(work, edges, ranks);
+            let worst = dealt.worst;
+            if best.as_ref().is_none_or(|best| worst < best.worst) {
+                best = Some(dealt);
             }
-            let shorter = chunks.saturating_mul(2);
-            if imbalance <= BALANCED || q_len / shorter < LEAST_ROWS {
+            if worst <= BALANCED || cuts.are_shortest() {
                 break;
             }
-            chunks = shorter;
+            per_rank *= 2;
         }
-        let Some((_, dealt, chunks)) = best else { return Ok(Self::Contiguous) };
-        let rows_of = |shard: &Vec<usize>| -> Runs {
-            let mut rows = Runs::new();
-            for &chunk in shard {
-                let runs = Self::Contiguous.shard(Side::Q, q_len, chunk, chunks);
-                runs.runs().iter().for_each(|&run| rows.push_run(run));
-            }
-            rows
-        };
-        let q: Vec<Runs> = dealt.iter().map(rows_of).collect();
+        let Some(mut best) = best else { return Ok(Self::Contiguous) };
+        best.join_segments(&whole);
+        q.extend(best.ranks.iter().map(|chunks| rows_of(chunks, &best.edges)));
         let kv = if q_len == kv_len {
             q.clone()
         } else {
-            (0..ranks).map(|rank| Self::Contiguous.shard(Side::Kv, kv_len, rank, ranks)).collect()
+            let plain =
+                spec.leaf_rows.map_or(Self::Contiguous, |rows| Self::Contiguous.at_leaves(rows));
+            (0..ranks).map(|rank| plain.shard(Side::Kv, kv_len, rank, ranks)).collect()
         };
-        Ok(Self::Custom(Arc::new(CustomLayout { q, kv })))
+        Ok(Self::Balanced(Arc::new(CustomLayout { q, kv })))
     }
 }
 
-/// Returns the visible pairs of each of `chunks` chunks of queries.
-fn work_of_chunks(spec: &Spec, batch: &Batch, chunks: usize) -> Result<Vec<u128>> {
-    let (dims, layout) = (&spec.dims, &Layout::Contiguous);
-    let mut shards = RingShards { q: Vec::with_capacity(chunks), kv: Vec::with_capacity(chunks) };
-    for chunk in 0..chunks {
-        batch.validate_layout(dims, layout, chunk, chunks)?;
-        let rows = |side, len| -> Vec<u64> {
-            layout.shard(side, len, chunk, chunks).iter().map(i64::cast_unsigned).collect()
-        };
-        let own = batch.select(&rows(Side::Q, dims.q_len), &rows(Side::Kv, dims.kv_len))?;
-        let shard =
-            |side| Arc::new(Shard::local(dims, spec.alignment, layout, side, chunk, chunks, &own));
-        shards.q.push(shard(Side::Q));
-        shards.kv.push(shard(Side::Kv));
-    }
-    let work = Work::of(&*spec.mask, dims.q_heads, dims.batch, &shards);
-    Ok((0..chunks).map(|chunk| work.of_rank(chunk)).collect())
+/// Division of the queries into chunks of equal length.
+struct Cuts {
+    rows: usize,
+    chunks: usize,
+    /// Rows of a chunk in the reproducible order, a multiple of those of a leaf.
+    of_leaves: Option<u64>,
+    are_shortest: bool,
 }
 
-/// Assigns the chunks to `ranks` ranks, as many to each. Returns the chunks of each rank, ascending.
+impl Cuts {
+    /// Divides the queries of `spec` into `per_rank` chunks per rank, or fewer in the reproducible
+    /// order.
+    fn new(spec: &Spec, ranks: usize, per_rank: usize) -> Self {
+        let rows = spec.dims.q_len;
+        let chunks = ranks.saturating_mul(per_rank);
+        let Some(leaf) = spec.leaf_rows else {
+            let are_shortest = rows / chunks.saturating_mul(2) < LEAST_ROWS;
+            return Self { rows, chunks, of_leaves: None, are_shortest };
+        };
+        let leaves = rows.div_ceil(index(leaf));
+        let of_chunk = leaves.div_ceil(chunks).max(1);
+        Self {
+            rows,
+            chunks: leaves.div_ceil(of_chunk).max(1),
+            of_leaves: Some((of_chunk as u64).saturating_mul(leaf)),
+            are_shortest: of_chunk == 1,
+        }
+    }
+
+    /// Returns true if no shorter chunks are allowed.
+    const fn are_shortest(&self) -> bool {
+        self.are_shortest
+    }
+
+    /// Returns the first row of each chunk, and the end of the last.
+    fn edges(&self) -> Result<Vec<u64>> {
+        let edge = |chunk: usize| match self.of_leaves {
+            Some(rows) => (chunk as u64).saturating_mul(rows).min(self.rows as u64),
+            // chunk lengths differ by at most one row
+            None => (self.rows as u128 * chunk as u128 / self.chunks as u128) as u64,
+        };
+        let count = self.chunks.saturating_add(1);
+        memory::collect("the edges of chunks", count, (0..=self.chunks).map(edge))
+    }
+}
+
+/// Chunks that are dealt to ranks.
+struct Dealt {
+    /// The larger imbalance of pairs and of rows.
+    worst: f64,
+    /// Chunks of each rank.
+    ranks: Vec<Vec<usize>>,
+    /// Visible pairs of each chunk.
+    work: Vec<u128>,
+    /// Rows of each chunk.
+    rows: Vec<u128>,
+    /// First row of each chunk, and the end of the last.
+    edges: Vec<u64>,
+}
+
+impl Dealt {
+    fn new(work: Vec<u128>, edges: Vec<u64>, ranks: usize) -> Self {
+        let rows: Vec<u128> = edges.windows(2).map(|edge| (edge[1] - edge[0]).into()).collect();
+        let ranks = deal(&work, ranks);
+        let worst = imbalance(&work, &ranks).max(imbalance(&rows, &ranks));
+        Self { worst, ranks, work, rows, edges }
+    }
+
+    /// Exchanges chunks so that fewer rows are sent, and the imbalance stays below [`EXCHANGED`] or
+    /// does not grow. `whole` has all rows on one rank.
+    fn join_segments(&mut self, whole: &RingShards) {
+        let most = |of: &[u128]| {
+            let bound = EXCHANGED.max(imbalance(of, &self.ranks));
+            // rounded up, so that the rank with the most is not excluded
+            (bound * of.iter().sum::<u128>() as f64 / self.ranks.len() as f64).ceil() as u128
+        };
+        let (most_work, most_rows) = (most(&self.work), most(&self.rows));
+        let chunks: Vec<Shard> =
+            whole.q.iter().flat_map(|queries| queries.divide(&self.edges)).collect();
+        let exchange = SegmentExchange::new(&chunks, &self.work, &self.rows, &self.ranks);
+        if let Some(mut exchange) = exchange {
+            exchange.run(&mut self.ranks, most_work, most_rows);
+        }
+    }
+}
+
+/// Returns the rows of some chunks, ascending. Adjacent chunks are one run.
+fn rows_of(chunks: &[usize], edges: &[u64]) -> Runs {
+    let mut rows = Runs::new();
+    for adjacent in chunks.chunk_by(|a, b| a + 1 == *b) {
+        if let (Some(first), Some(last)) = (adjacent.first(), adjacent.last()) {
+            let (start, end) = (edges[*first], edges[last + 1]);
+            rows.push_run(Run { start: start.cast_signed(), step: 1, count: end - start });
+        }
+    }
+    rows
+}
+
+/// Returns the visible pairs of the queries of each chunk. `whole` has all rows on one rank.
+fn work_of_chunks(spec: &Spec, whole: &RingShards, edges: &[u64]) -> Vec<u128> {
+    let chunks = whole.q.iter().flat_map(|queries| queries.divide(edges)).map(Arc::new);
+    let shards = RingShards { q: chunks.collect(), kv: whole.kv.clone() };
+    let work = Work::of(&*spec.mask, spec.dims.q_heads, spec.dims.batch, &shards);
+    (0..shards.q.len()).map(|chunk| work.of_rank(chunk)).collect()
+}
+
+/// Assigns the chunks to `ranks` ranks, as many to each up to one. Returns the chunks of each rank,
+/// ascending.
 fn deal(work: &[u128], ranks: usize) -> Vec<Vec<usize>> {
     let mut order: Vec<usize> = (0..work.len()).collect();
     order.sort_by_key(|&chunk| (Reverse(work[chunk]), chunk));
@@ -158,7 +266,7 @@ fn exchange(work: &[u128], shards: &mut [Vec<usize>], sums: &mut [u128]) -> bool
     true
 }
 
-/// Returns the most pairs of a rank divided by the mean; 1 if there are none.
+/// Returns the most work of a rank divided by the mean; 1 if there is none.
 fn imbalance(work: &[u128], shards: &[Vec<usize>]) -> f64 {
     let sum = |shard: &Vec<usize>| shard.iter().map(|&chunk| work[chunk]).sum::<u128>();
     let (most, total) = (shards.iter().map(sum).max().unwrap_or(0), work.iter().sum::<u128>());

@@ -61,6 +61,7 @@ mod placement;
 mod rank_schedule;
 mod ring_traffic;
 mod route;
+mod segment_exchange;
 #[cfg(test)]
 mod tests;
 mod traffic;

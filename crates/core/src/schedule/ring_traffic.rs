@@ -45,6 +45,12 @@ impl RingTraffic {
         self.of_rank.iter().copied().sum()
     }
 
+    /// Returns the rows that ranks need of other ranks, each counted once for every rank that needs
+    /// it. These are the block rows of [`Route::Direct`], and the fewest of any route.
+    pub fn rows_read(needs: &NeedsIndex<'_>, tick: &mut dyn FnMut()) -> u128 {
+        block_rows(needs, Route::Direct, u128::MAX, tick)
+    }
+
     fn relay(part: &BatchNeeds, route: Route, tick: &mut dyn FnMut()) -> Self {
         let ranks = part.users.len();
         let mut blocks = Differences::new(route, ranks);

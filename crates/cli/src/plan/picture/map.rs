@@ -82,12 +82,13 @@ fn draw_tiles(
     let height = plot.height / queries.cells.len() as f64;
     let width = plot.width / keys.cells.len() as f64;
     let steps = figures.busy_steps();
-    let offset = figures.shards.q.iter().find_map(|shard| {
+    // packed documents are of as many queries as keys, which no alignment shifts
+    let offset = figures.shards.q.iter().filter(|_| figures.starts.is_none()).find_map(|shard| {
         Some(shard.positions.first()?.iter().next()? - shard.rows.iter().next()?)
     });
+    let positions = Positions { starts: figures.starts.as_deref(), offset: offset.unwrap_or(0) };
     for (line, cell) in queries.cells.iter().enumerate() {
-        let visible =
-            |key: &Cell| visible_share(spec.mask.as_ref(), cell, key, offset.unwrap_or(0));
+        let visible = |key: &Cell| visible_share(spec.mask.as_ref(), cell, key, &positions);
         let mut tiles = keys
             .cells
             .iter()
@@ -124,20 +125,47 @@ fn quantised(share: f64) -> u8 {
     if share > 0.0 { ((share * f64::from(SHADES)).round() as u8).clamp(1, SHADES) } else { 0 }
 }
 
-/// Estimates the visible share of a tile from a few of its query rows. `offset` is the position of
-/// query row 0.
-fn visible_share(mask: &dyn Mask, queries: &Cell, keys: &Cell, offset: i64) -> f64 {
+/// Positions of rows.
+struct Positions<'a> {
+    /// First row of each packed document, and the end of the last.
+    starts: Option<&'a [i64]>,
+    /// Position of query row 0, without documents.
+    offset: i64,
+}
+
+impl Positions<'_> {
+    /// Returns the key rows that a query row may attend to by its document. The first has position
+    /// 0.
+    fn document(&self, row: i64) -> Range<i64> {
+        let Some(starts) = self.starts else { return 0..i64::MAX };
+        let after = starts.partition_point(|&start| start <= row);
+        match (starts.get(after.wrapping_sub(1)), starts.get(after)) {
+            (Some(&start), Some(&end)) => start..end,
+            _ => 0..0,
+        }
+    }
+}
+
+/// Estimates the visible share of a tile from a few of its query rows.
+fn visible_share(mask: &dyn Mask, queries: &Cell, keys: &Cell, positions: &Positions<'_>) -> f64 {
     let of_query = |&row: &i64| {
-        let query = Query { batch: 0, head: 0, row: row.cast_unsigned(), position: row + offset };
+        let document = positions.document(row);
+        let position = row - document.start + positions.offset;
+        let query = Query { batch: 0, head: 0, row: row.cast_unsigned(), position };
         if let Some(intervals) = mask.intervals(&query) {
+            let of_keys = keys.rows.start.max(document.start)..keys.rows.end.min(document.end);
             let visible = |range: &Range<i64>| {
-                (range.end.min(keys.rows.end) - range.start.max(keys.rows.start)).max(0)
+                let row = |position: i64| position.saturating_add(document.start);
+                (row(range.end).min(of_keys.end) - row(range.start).max(of_keys.start)).max(0)
             };
             return intervals.ranges().iter().map(visible).sum::<i64>() as f64
                 / (keys.rows.end - keys.rows.start) as f64;
         }
-        let visible =
-            |&&row: &&i64| mask.visible(&query, &Key { row: row.cast_unsigned(), position: row });
+        let visible = |&&row: &&i64| {
+            let position = row - document.start;
+            document.contains(&row)
+                && mask.visible(&query, &Key { row: row.cast_unsigned(), position })
+        };
         keys.samples.iter().filter(visible).count() as f64 / keys.samples.len() as f64
     };
     queries.samples.iter().map(of_query).sum::<f64>() / queries.samples.len() as f64

@@ -4,7 +4,10 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 
-use crate::{Batch, DType, Dims, Error, Layout, Mask, RingShards, Shard, Side, Spec, Work, mask};
+use crate::{
+    Alignment, Batch, Choice, DType, Dims, Error, Layout, Mask, NeedsIndex, RingShards,
+    RingTraffic, Shard, Side, Spec, Work, mask,
+};
 
 fn spec(len: usize, mask: Arc<dyn Mask>) -> Spec {
     Spec { mask, ..Spec::new(Dims::new(1, len, 1, 1), DType::F32) }
@@ -19,21 +22,33 @@ fn packed(lens: &[i64]) -> Batch {
     Batch { cum_seqlens_q: Some(ends.collect()), ..Batch::default() }
 }
 
+fn shards(spec: &Spec, batch: &Batch, layout: &Layout, ranks: usize) -> RingShards {
+    RingShards::of_batch(&spec.dims, spec.alignment, layout, ranks, batch).unwrap()
+}
+
 /// Work of each rank, counted from the rows of the layout.
 fn work(spec: &Spec, batch: &Batch, layout: &Layout, ranks: usize) -> Work {
-    let shards = |side| {
-        let of_rank = |rank| {
-            let rows = |side, len| -> Vec<u64> {
-                layout.shard(side, len, rank, ranks).iter().map(i64::cast_unsigned).collect()
-            };
-            let q_rows = rows(Side::Q, spec.dims.q_len);
-            let own = batch.select(&q_rows, &rows(Side::Kv, spec.dims.kv_len)).unwrap();
-            Arc::new(Shard::local(&spec.dims, spec.alignment, layout, side, rank, ranks, &own))
-        };
-        (0..ranks).map(of_rank).collect()
-    };
-    let shards = RingShards { q: shards(Side::Q), kv: shards(Side::Kv) };
+    let shards = shards(spec, batch, layout, ranks);
     Work::of(&*spec.mask, spec.dims.q_heads, spec.dims.batch, &shards)
+}
+
+/// Returns the rows that the ranks of a layout need of each other under a causal mask, from the
+/// definition: of each document the rows up to the rank's last one.
+fn rows_read(lens: &[i64], layout: &Layout, ranks: usize) -> u128 {
+    let len = lens.iter().sum::<i64>() as usize;
+    let mut read = 0;
+    for rank in 0..ranks {
+        let mut own = vec![false; len];
+        layout.shard(Side::Q, len, rank, ranks).iter().for_each(|row| own[row as usize] = true);
+        let mut start = 0;
+        for &count in lens {
+            let document = &own[start..start + count as usize];
+            let needed = document.iter().rposition(|&own| own).map_or(0, |last| last + 1);
+            read += document[..needed].iter().filter(|&&own| !own).count() as u128;
+            start += count as usize;
+        }
+    }
+    read
 }
 
 /// Returns most over mean of rows.
@@ -80,8 +95,15 @@ fn documents_of_any_distribution_are_balanced_within_two_percent() {
         for ranks in [8, 16, 64] {
             for (mask, masked) in [("causal", &causal), ("window", &window)] {
                 let (spec, batch) = (spec(LEN, Arc::clone(masked)), packed(lens));
-                let layout = Layout::balanced(&spec, &batch, ranks).unwrap();
+                let Choice { layout, route, .. } = Choice::balanced(&spec, &batch, ranks).unwrap();
                 layout.validate(LEN, LEN, ranks).unwrap();
+                let shards = shards(&spec, &batch, &layout, ranks);
+                let needs = NeedsIndex::of_queries(&**masked, 1, 1, &shards, &mut || ());
+                let sent = RingTraffic::of(&needs, route, &mut || ()).total().block_rows;
+                assert_eq!(sent, RingTraffic::rows_read(&needs, &mut || ()), "{name}, {mask}");
+                if mask == "causal" {
+                    assert_eq!(sent, rows_read(lens, &layout, ranks), "{name}, {ranks} ranks");
+                }
                 let imbalance = work(&spec, &batch, &layout, ranks).max_over_mean();
                 let rows = rows_max_over_mean(&layout, LEN, ranks);
                 assert!(imbalance <= 1.02, "{name}, {mask}, {ranks} ranks: work {imbalance}");
@@ -114,6 +136,54 @@ fn short_documents_stay_on_one_rank() {
     for rank in 0..8 {
         let rows: Vec<i64> = layout.shard(Side::Kv, 8192, rank, 8).iter().collect();
         assert_eq!(rows, (1024 * rank as i64..1024 * (rank as i64 + 1)).collect::<Vec<_>>());
+    }
+}
+
+#[test]
+fn the_reproducible_order_is_cut_at_leaves() {
+    const LEAF: u64 = 64;
+    let lens = documents(40_000, |uniform| 50.0 + 4000.0 * uniform().powi(3));
+    for (ranks, bound) in [(1, 1.0), (3, 1.02), (8, 1.02), (64, 2.0), (700, 700.0)] {
+        let spec = spec(40_000, Arc::new(mask::Causal::default()));
+        let spec = Spec { leaf_rows: Some(LEAF), ..spec };
+        let layout = Layout::balanced(&spec, &packed(&lens), ranks).unwrap();
+        layout.validate(40_000, 40_000, ranks).unwrap();
+        layout.validate_leaves(40_000, 40_000, LEAF).unwrap();
+        assert_eq!(layout.at_leaves(LEAF), layout);
+        let work = work(&spec, &packed(&lens), &layout, ranks).max_over_mean();
+        let rows = rows_max_over_mean(&layout, 40_000, ranks);
+        assert!(work <= bound && rows <= bound, "{ranks} ranks: work {work}, rows {rows}");
+    }
+}
+
+#[test]
+fn shards_of_a_batch_are_those_of_its_ranks() {
+    let dims = Dims { batch: 2, ..Dims::new(2, 90, 1, 1) };
+    let ids = ndarray::Array2::from_shape_fn((2, 90), |(b, row)| (row as i32 + 7 * b as i32) / 20);
+    let positions = ndarray::Array2::from_shape_fn((2, 90), |(_, row)| (row as i64 * 7) % 30);
+    let batches = [
+        Batch::default(),
+        packed(&[10, 0, 40, 20]),
+        Batch { q_segment_ids: Some(ids.clone()), ..packed(&[30, 60]) },
+        Batch { kv_segment_ids: Some(ids), q_positions: Some(positions), ..Batch::default() },
+    ];
+    let spec = spec(90, Arc::new(mask::Causal::default()));
+    let spec = Spec { dims, ..spec };
+    for batch in &batches {
+        let balanced = Layout::balanced(&spec, batch, 4).unwrap();
+        for layout in [Layout::Contiguous, Layout::Zigzag, Layout::Striped, balanced] {
+            let shards = shards(&spec, batch, &layout, 4);
+            for rank in 0..4 {
+                let rows: Vec<u64> =
+                    layout.shard(Side::Q, 90, rank, 4).iter().map(i64::cast_unsigned).collect();
+                let own = batch.select(&rows, &rows).unwrap();
+                for (side, of_side) in [(Side::Q, &shards.q), (Side::Kv, &shards.kv)] {
+                    let local =
+                        Shard::local(&dims, Alignment::TopLeft, &layout, side, rank, 4, &own);
+                    assert_eq!(*of_side[rank], local, "{layout:?}, rank {rank}, {side:?}");
+                }
+            }
+        }
     }
 }
 
