@@ -4,15 +4,35 @@ use annulus_core::{Error, Result, Spec};
 
 use crate::{
     block_mask::{Owner, WorkChunk, max_words_per_tile},
-    device::Gpu,
     kernels::{TILE, TileVariant},
     launch::ElementRange,
     operands::{Operand, Operands, RowsOf, TileKernel},
+    parts::flops_per_tile_pair,
 };
 
 /// Upper bound of the words of lists per chunk, 16 MiB: tile masks take O(sequence length²) bits,
 /// which must not be allocated at once.
 const MAX_LIST_WORDS: u64 = 4 << 20;
+
+/// Upper bound of the work of a workgroup in FLOPs, because a part has at least one: 0.5 s at 2
+/// GFLOP/s, a workgroup's share of a slow integrated GPU. A constant, because it determines the
+/// order of sums.
+pub(crate) const MAX_WORKGROUP_WORK: u64 = 1 << 30;
+
+/// Limits of a device that chunks obey.
+#[derive(Debug, Clone)]
+pub(crate) struct ChunkLimits {
+    /// Name of the device.
+    pub(crate) device: String,
+    /// Upper bound of a binding in bytes.
+    pub(crate) binding_bytes: u64,
+    /// Alignment of binding offsets in bytes.
+    pub(crate) alignment: u64,
+    /// Upper bound of loop iterations per kernel, if any.
+    pub(crate) loop_steps: Option<u64>,
+    /// Upper bound of the work of a part in FLOPs, if it is less than the default.
+    pub(crate) part_work: Option<u64>,
+}
 
 /// Problem size, and whether masks differ between batch rows and heads.
 #[derive(Debug, Clone, Copy)]
@@ -53,7 +73,7 @@ impl Operands<'_> {
     /// [`Error::Unsupported`] if not even one tile fits.
     pub(crate) fn cut(
         &self,
-        gpu: &Gpu,
+        limits: &ChunkLimits,
         spec: &Spec,
         kind: TileKernel,
         size: ProblemSize,
@@ -70,8 +90,8 @@ impl Operands<'_> {
             groups.iter().all(|(operands, _)| {
                 let bytes = operands.first().map_or(0, |operand| operand.bytes);
                 let (first, end) = element_span(operands, &whole(counts), spec);
-                ElementRange::bound_bytes(end - first, bytes, gpu.alignment())
-                    <= gpu.max_binding_bytes()
+                ElementRange::bound_bytes(end - first, bytes, limits.alignment)
+                    <= limits.binding_bytes
             })
         };
         let words = |[batches, heads, queries, keys]: [usize; 4]| {
@@ -79,12 +99,15 @@ impl Operands<'_> {
             let tiles = planes * queries.div_ceil(TILE) * keys.div_ceil(TILE);
             tiles as u64 * max_words_per_tile(spec) as u64 + 2 * (queries + keys) as u64
         };
+        // a tile pair is the least that a workgroup can be given
+        let most_work = limits.part_work.unwrap_or(MAX_WORKGROUP_WORK).min(MAX_WORKGROUP_WORK);
+        let most_pairs = (most_work / flops_per_tile_pair(kind, spec)).max(1);
         let walk_fits = |counts: [usize; 4]| {
-            gpu.max_loop_steps().is_none_or(|most| {
-                tiles_per_workgroup(kind, spec, counts) as u64 * loop_steps_per_tile(spec) <= most
-            })
+            let pairs = tiles_per_workgroup(kind, spec, counts) as u64;
+            let steps = pairs * loop_steps_per_tile(spec);
+            pairs <= most_pairs && limits.loop_steps.is_none_or(|most| steps <= most)
         };
-        let most_words = MAX_LIST_WORDS.min((gpu.max_binding_bytes().saturating_sub(1024)) / 4);
+        let most_words = MAX_LIST_WORDS.min((limits.binding_bytes.saturating_sub(1024)) / 4);
         let lists_fit = |counts: [usize; 4]| words(counts) <= most_words;
         let mut step = [batch, heads, queries, keys].map(|count| count.max(1));
         while !(bindings_fit(step) && lists_fit(step) && walk_fits(step)) {
@@ -94,9 +117,9 @@ impl Operands<'_> {
                 return Err(Error::unsupported(
                     format!(
                         "a tile of {TILE} rows of these tensors in a binding of {} bytes",
-                        gpu.max_binding_bytes()
+                        limits.binding_bytes
                     ),
-                    gpu.name(),
+                    limits.device.as_str(),
                 ));
             }
         }

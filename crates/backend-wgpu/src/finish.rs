@@ -79,7 +79,7 @@ pub(crate) fn write_outputs(
         }),
     };
     copy.launch(gpu, &mut commands)?;
-    commands.submit()
+    commands.submit().map(drop)
 }
 
 /// Rounds and writes the gradients.
@@ -147,7 +147,7 @@ pub(crate) fn write_gradients(
     if let (Some(sinks), Some(dsinks)) = (inputs.forward.sinks, &into.dsinks) {
         write_dsinks(&mut commands, spec, queries, statistics, sinks, dsinks)?;
     }
-    commands.submit()
+    commands.submit().map(drop)
 }
 
 /// Writes dbias; sums over the rows of a bias that has neither a query nor a key axis.

@@ -15,7 +15,8 @@
 //! | copies from and to the host: [`annulus_core::StagedSpace`] | `staged.rs`, `staging.rs` |
 //! | idle staging buffers | `pools.rs` |
 //! | adapters, device, pipelines | `adapter.rs`, `device.rs`, `pipelines.rs` |
-//! | command batches | `launch.rs` |
+//! | command batches; their order, waits and proof of completion | `launch.rs`, `submissions.rs` |
+//! | work per submission | `parts.rs`, `pacing.rs` |
 //! | errors, timing | `errors.rs`, `stopwatch.rs` |
 //! | levels, default level, check of cooperative matrices | `level.rs`, `choice.rs`, `probe.rs` |
 //! | kernels in WGSL | `kernels/` |
@@ -53,6 +54,8 @@ mod launch;
 mod level;
 mod memory;
 mod operands;
+mod pacing;
+mod parts;
 mod pass_context;
 mod pipelines;
 mod pools;
@@ -61,6 +64,7 @@ mod records;
 mod staged;
 mod staging;
 mod stopwatch;
+mod submissions;
 mod tiles;
 mod workspace;
 

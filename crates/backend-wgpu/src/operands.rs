@@ -1,6 +1,8 @@
 //! The tile kernels and their operands, in the layouts that passes have: dense tensors, dense f32
 //! buffers, wire records, biases.
 
+use annulus_core::Dims;
+
 use crate::{
     Level,
     block_mask::Owner,
@@ -88,6 +90,21 @@ impl TileKernel {
                 Variant::BackwardBias(TileVariant { matrices: None, ..alike }, axes)
             }
         }
+    }
+}
+
+/// Returns the lengths of the vectors that a kernel multiplies, one per product of a tile pair.
+pub(crate) fn dims_of_products(kind: TileKernel, dims: &Dims) -> Vec<usize> {
+    let Dims { head_dim, value_dim, .. } = *dims;
+    match kind {
+        // S, O
+        TileKernel::Forward => vec![head_dim, value_dim],
+        // S, dP, dQ
+        TileKernel::Queries => vec![head_dim, value_dim, head_dim],
+        // S, dP, dV, dK
+        TileKernel::Keys { .. } => vec![head_dim, value_dim, value_dim, head_dim],
+        // S, dP
+        TileKernel::Bias(_) => vec![head_dim, value_dim],
     }
 }
 

@@ -41,8 +41,11 @@ impl Gpu {
             |_| PARAMS,
         )?;
         commands.submit()?;
-        let mut products =
-            self.read(&result, bytes, |bytes| Ok(bytemuck::pod_collect_to_vec::<u8, f32>(bytes)))?;
+        let mut products = Vec::with_capacity(PROBE_RESULTS);
+        self.read(&result, bytes, |bytes| {
+            products.extend(bytemuck::pod_collect_to_vec::<u8, f32>(bytes));
+            Ok(())
+        })?;
         spoil(&mut products);
         judge(&products, matrices, self.name())
     }

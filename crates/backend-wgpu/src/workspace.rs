@@ -156,12 +156,17 @@ fn check_fits(gpu: &Gpu, spec: &Spec, storage: Storage, passes: Passes) -> Resul
     };
     let size =
         ProblemSize { queries: dims.q_len, keys: dims.kv_len, per_batch: false, per_head: false };
-    operands.cut(gpu, spec, TileKernel::Forward, size)?;
+    operands.cut(gpu.chunk_limits(), spec, TileKernel::Forward, size)?;
     if passes == Passes::Both {
-        operands.cut(gpu, spec, TileKernel::Queries, size)?;
+        operands.cut(gpu.chunk_limits(), spec, TileKernel::Queries, size)?;
         let operands =
             Operands { acc: keys(&gradient, 0, 4), dv: keys(&gradient, 1, 4), ..operands };
-        operands.cut(gpu, spec, TileKernel::Keys { from_records: false, add: false }, size)?;
+        operands.cut(
+            gpu.chunk_limits(),
+            spec,
+            TileKernel::Keys { from_records: false, add: false },
+            size,
+        )?;
     }
     Ok(())
 }

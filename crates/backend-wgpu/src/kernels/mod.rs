@@ -9,6 +9,7 @@
 //! | row prologue, epilogue | 64 rows | `row_statistics.wgsl`, `finish_rows.wgsl` |
 //! | sums over rows | one sum | `sinks.wgsl`, `bias_rows.wgsl` |
 //! | copies | 64 elements | `copy.wgsl` |
+//! | counter | number of batches that ran | `count.wgsl` |
 //! | probe | one product of matrices | `matrix_probe.wgsl` |
 //!
 //! A template has lines `#if FLAG`, `#if !FLAG`, `#else`, `#end`, and names in double braces for
@@ -24,7 +25,7 @@ mod vectors;
 
 use annulus_core::DType;
 
-use params::{CopyParams, RowParams};
+use params::{CopyParams, CountParams, RowParams};
 use template::Template;
 
 use crate::{Level, level::Matrices};
@@ -147,6 +148,7 @@ pub(crate) enum Variant {
     RowStatistics(Storage),
     Sinks,
     BiasRows,
+    Count,
     MatrixProbe(Matrices),
 }
 
@@ -183,6 +185,7 @@ impl Variant {
             Self::RowStatistics(_) => "row_statistics",
             Self::Sinks => "sinks",
             Self::BiasRows => "bias_rows",
+            Self::Count => "count",
             Self::MatrixProbe(_) => "matrix_probe",
         }
     }
@@ -226,6 +229,11 @@ impl Variant {
             Self::Sinks => {
                 of_rows(&Template::default(), include_str!("sinks.wgsl"), &[Read, Read, Write])
             }
+            Self::Count => Source {
+                wgsl: [CountParams::WGSL, include_str!("count.wgsl")].concat(),
+                bindings: vec![Write],
+                params: size_of::<CountParams>(),
+            },
             Self::MatrixProbe(matrices) => matrices::probe(matrices),
             Self::BiasRows => {
                 of_rows(&Template::default(), include_str!("bias_rows.wgsl"), &[Read, Write])
