@@ -111,12 +111,7 @@ impl BlockMask {
         self.plane_head = if heads == 1 { 0 } else { owned as u32 };
         self.plane_batch = if batches == 1 { 0 } else { (heads * owned) as u32 };
         self.is_empty = lists.runs().is_empty();
-        let pairs = |ends: &[u32]| {
-            let runs = &lists.runs()[ends[0] as usize..ends[1] as usize];
-            runs.iter().map(|run| run.count).sum::<u32>()
-        };
-        self.pairs.clear();
-        self.pairs.extend(lists.starts().windows(2).map(pairs));
+        count_pairs(&mut self.pairs, lists);
 
         let words = &mut self.words;
         words.clear();
@@ -140,6 +135,16 @@ impl BlockMask {
         }
         Ok(())
     }
+}
+
+/// Counts the visible tiles of each list.
+fn count_pairs(pairs: &mut Vec<u32>, lists: &CsrTiles) {
+    let count = |ends: &[u32]| {
+        let runs = &lists.runs()[ends[0] as usize..ends[1] as usize];
+        runs.iter().map(|run| run.count).sum::<u32>()
+    };
+    pairs.clear();
+    pairs.extend(lists.starts().windows(2).map(count));
 }
 
 /// Appends the bias function's values for every listed tile, in the order of the tile masks.

@@ -41,6 +41,8 @@ pub(crate) struct ProblemSize {
     pub(crate) keys: usize,
     pub(crate) per_batch: bool,
     pub(crate) per_head: bool,
+    /// Queries per buffer of the accumulator: chunks begin at multiples of it.
+    pub(crate) queries_each: usize,
 }
 
 /// Number of tiles that one workgroup iterates over.
@@ -78,7 +80,7 @@ impl Operands<'_> {
         kind: TileKernel,
         size: ProblemSize,
     ) -> Result<Vec<WorkChunk>> {
-        let ProblemSize { queries, keys, per_batch, per_head } = size;
+        let ProblemSize { queries, keys, per_batch, per_head, queries_each } = size;
         let batch = spec.dims.batch;
         let heads = spec.dims.q_heads;
         let groups = self.groups(kind);
@@ -109,7 +111,7 @@ impl Operands<'_> {
         };
         let most_words = MAX_LIST_WORDS.min((limits.binding_bytes.saturating_sub(1024)) / 4);
         let lists_fit = |counts: [usize; 4]| words(counts) <= most_words;
-        let mut step = [batch, heads, queries, keys].map(|count| count.max(1));
+        let mut step = [batch, heads, queries.min(queries_each), keys].map(|count| count.max(1));
         while !(bindings_fit(step) && lists_fit(step) && walk_fits(step)) {
             let before = step;
             step = halved(step, kind, walk_fits(step), lists_fit(step));
@@ -123,7 +125,7 @@ impl Operands<'_> {
                 ));
             }
         }
-        Ok(chunks_of([batch, heads, queries, keys], step))
+        Ok(chunks_of([batch, heads, queries, keys], step, queries_each))
     }
 }
 
@@ -158,16 +160,26 @@ fn halved(mut step: [usize; 4], kind: TileKernel, walk_fits: bool, lists_fit: bo
     step
 }
 
-/// Splits [batches, heads, queries, keys] into chunks of at most `step` each, queries innermost.
-fn chunks_of([batch, heads, queries, keys]: [usize; 4], step: [usize; 4]) -> Vec<WorkChunk> {
+/// Splits [batches, heads, queries, keys] into chunks of at most `step` each, queries innermost. No
+/// chunk has queries on both sides of a multiple of `queries_each`.
+fn chunks_of(
+    [batch, heads, queries, keys]: [usize; 4],
+    step: [usize; 4],
+    queries_each: usize,
+) -> Vec<WorkChunk> {
     let ranges = |count: usize, step: usize| {
         (0..count).step_by(step).map(move |first| (first, step.min(count - first)))
+    };
+    let of_queries = || {
+        ranges(queries, queries_each).flat_map(move |(begin, count)| {
+            ranges(count, step[2]).map(move |(first, count)| (begin + first, count))
+        })
     };
     let mut chunks = Vec::new();
     for batches in ranges(batch, step[0]) {
         for heads in ranges(heads, step[1]) {
             for keys in ranges(keys, step[3]) {
-                chunks.extend(ranges(queries, step[2]).map(|queries| WorkChunk {
+                chunks.extend(of_queries().map(|queries| WorkChunk {
                     batches,
                     heads,
                     queries,
@@ -208,6 +220,6 @@ pub(crate) const fn first_element(operand: &Operand<'_>, chunk: &WorkChunk) -> u
     let layout = operand.layout;
     layout.base
         + chunk.batches.0 as u64 * layout.batch
-        + rows as u64 * layout.row
+        + (rows - operand.first_row) as u64 * layout.row
         + heads as u64 * layout.head
 }

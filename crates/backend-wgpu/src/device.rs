@@ -7,7 +7,7 @@
 use std::{
     collections::HashMap,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
     time::Duration,
 };
 
@@ -16,7 +16,7 @@ use wgpu::{BufferUsages, Features, PollType};
 
 use crate::{
     Level,
-    adapter::{adapters, matrices},
+    adapter::{NO_ADAPTER, adapters, matrices, subgroup_sizes},
     choice::{AdapterKind, PROOFS, choose},
     chunks::ChunkLimits,
     errors::{device_error, with_error_scopes},
@@ -51,9 +51,31 @@ pub struct Options {
     pub most_buffer_bytes: Option<u64>,
     /// Upper bound of workgroups per grid dimension. Default: the adapter's limit.
     pub most_groups_a_line: Option<u32>,
+    /// Checks indices in shaders, at the cost of a fifth of their instructions. Always done on
+    /// Metal, where the device does not bound accesses to buffers, and in kernels with a score
+    /// epilogue.
+    pub check_bounds: bool,
     /// Upper bound of the work of a submission of a tile kernel in FLOPs, if it has more than one
     /// pair of tiles. Default: 0.1 s by measured throughput.
     pub most_part_flops: Option<u64>,
+}
+
+impl Options {
+    /// Reduces limits to the upper bounds.
+    fn limit(&self, mut limits: wgpu::Limits) -> wgpu::Limits {
+        if let Some(most) = self.most_binding_bytes {
+            limits.max_storage_buffer_binding_size =
+                limits.max_storage_buffer_binding_size.min(most);
+        }
+        if let Some(most) = self.most_buffer_bytes {
+            limits.max_buffer_size = limits.max_buffer_size.min(most);
+        }
+        if let Some(most) = self.most_groups_a_line {
+            limits.max_compute_workgroups_per_dimension =
+                limits.max_compute_workgroups_per_dimension.min(most);
+        }
+        limits
+    }
 }
 
 /// A device and its queue. A clone refers to the same device.
@@ -71,6 +93,10 @@ struct Parts {
     pipelines: Mutex<HashMap<Variant, PipelineSlot>>,
     staging: StagingPools,
     submissions: Arc<Submissions>,
+    /// True if shaders check indices.
+    checks_bounds: bool,
+    /// True if the device's conversion from f16 keeps subnormal numbers; set at first use.
+    unpacks: OnceLock<bool>,
     lost: LostReason,
     /// Bound to bindings that a plan does not use.
     nothing: wgpu::Buffer,
@@ -84,6 +110,8 @@ struct Shared {
     submissions: Arc<Submissions>,
     /// See [`Options::most_part_flops`].
     part_work: Option<u64>,
+    /// See [`Options::check_bounds`].
+    checks_bounds: bool,
 }
 
 /// Reason why the device is lost, once one is reported.
@@ -108,16 +136,16 @@ impl Gpu {
     /// Opens an adapter with its full limits.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if there is no such adapter, it cannot run the level, or its matrix
-    /// products are wrong; [`Error::InvalidArgument`] as [`Level::forced`]; [`Error::Device`] if it
-    /// does not open.
+    /// [`Error::Unsupported`] if there is no such adapter, it cannot run the level, or its shuffles
+    /// or matrix products are wrong; [`Error::InvalidArgument`] as [`Level::forced`];
+    /// [`Error::Device`] if it does not open.
     pub fn open(options: &Options) -> Result<Self> {
         let level = options.level.map_or_else(Level::forced, |level| Ok(Some(level)))?;
         let found = adapters();
         let count = found.len();
         let Some(adapter) = found.into_iter().nth(options.number) else {
             let have = if count == 0 {
-                "no Vulkan, Metal or DX12 driver was found".to_owned()
+                NO_ADAPTER.to_owned()
             } else {
                 format!("there are {count}, counted from 0")
             };
@@ -135,22 +163,10 @@ impl Gpu {
             // memory within bounds, by whole subgroups.
             experimental_features = unsafe { wgpu::ExperimentalFeatures::enabled() };
         }
-        let mut limits = adapter.limits();
-        if let Some(most) = options.most_binding_bytes {
-            limits.max_storage_buffer_binding_size =
-                limits.max_storage_buffer_binding_size.min(most);
-        }
-        if let Some(most) = options.most_buffer_bytes {
-            limits.max_buffer_size = limits.max_buffer_size.min(most);
-        }
-        if let Some(most) = options.most_groups_a_line {
-            limits.max_compute_workgroups_per_dimension =
-                limits.max_compute_workgroups_per_dimension.min(most);
-        }
         let descriptor = wgpu::DeviceDescriptor {
             label: Some("annulus"),
             required_features: adapter.features() & wanted,
-            required_limits: limits,
+            required_limits: options.limit(adapter.limits()),
             experimental_features,
             ..Default::default()
         };
@@ -168,9 +184,10 @@ impl Gpu {
         }));
         let part_work = options.most_part_flops;
         let submissions = Arc::new(Submissions::new(&device, part_work)?);
-        let shared = Shared { device, queue, lost, submissions, part_work };
+        let checks_bounds = options.check_bounds;
+        let shared = Shared { device, queue, lost, submissions, part_work, checks_bounds };
         let gpu = Self::assemble(shared, level, matrices(&adapter))?;
-        gpu.matrices().map_or(Ok(()), |matrices| gpu.probe(matrices))?;
+        gpu.probe()?;
         Ok(gpu)
     }
 
@@ -179,16 +196,18 @@ impl Gpu {
     /// # Errors
     /// As [`Gpu::open`].
     pub fn at(&self, level: Level) -> Result<Self> {
-        let Parts { device, queue, lost, submissions, matrices, chunk_limits, .. } = &*self.0;
+        let Parts { device, queue, lost, submissions, matrices, .. } = &*self.0;
+        let Parts { chunk_limits, checks_bounds, .. } = &*self.0;
         let shared = Shared {
             device: device.clone(),
             queue: queue.clone(),
             lost: lost.clone(),
             submissions: Arc::clone(submissions),
             part_work: chunk_limits.part_work,
+            checks_bounds: *checks_bounds,
         };
         let gpu = Self::assemble(shared, Some(level), *matrices)?;
-        gpu.matrices().map_or(Ok(()), |matrices| gpu.probe(matrices))?;
+        gpu.probe()?;
         Ok(gpu)
     }
 
@@ -202,17 +221,21 @@ impl Gpu {
     pub fn adopt(device: wgpu::Device, queue: wgpu::Queue, level: Option<Level>) -> Result<Self> {
         let submissions = Arc::new(Submissions::new(&device, None)?);
         let lost = LostReason::default();
-        let shared = Shared { device, queue, lost, submissions, part_work: None };
-        Self::assemble(shared, level, None)
+        let shared =
+            Shared { device, queue, lost, submissions, part_work: None, checks_bounds: false };
+        let gpu = Self::assemble(shared, level, None)?;
+        gpu.probe()?;
+        Ok(gpu)
     }
 
     fn assemble(shared: Shared, level: Option<Level>, matrices: Option<Matrices>) -> Result<Self> {
-        let Shared { device, queue, lost, submissions, part_work } = shared;
+        let Shared { device, queue, lost, submissions, part_work, checks_bounds } = shared;
         let info = device.adapter_info();
         let limits = device.limits();
-        let available = Level::of_device(device.features(), info.subgroup_min_size, matrices);
+        let (least, _) = subgroup_sizes(&info);
+        let available = Level::of_device(device.features(), least, matrices);
         let proven = || {
-            choose(PROOFS, AdapterKind::of(&info), &available)
+            choose(PROOFS, &AdapterKind::of(&info), &available)
                 .map_or(Level::Plain, |proof| proof.level)
         };
         let level = level.unwrap_or_else(proven);
@@ -257,6 +280,8 @@ impl Gpu {
             pipelines: Mutex::default(),
             staging: StagingPools::default(),
             submissions,
+            checks_bounds: checks_bounds || info.backend == wgpu::Backend::Metal,
+            unpacks: OnceLock::new(),
             lost,
             nothing,
             device,
@@ -309,12 +334,27 @@ impl Gpu {
         &self.0.staging
     }
 
+    /// True if the device's conversion from f16 keeps subnormal numbers. The first call measures
+    /// it.
+    pub(crate) fn unpacks(&self) -> Result<bool> {
+        if let Some(&unpacks) = self.0.unpacks.get() {
+            return Ok(unpacks);
+        }
+        let unpacks = self.probe_unpacking()?;
+        Ok(*self.0.unpacks.get_or_init(|| unpacks))
+    }
+
     pub(crate) fn submissions(&self) -> &Submissions {
         &self.0.submissions
     }
 
     pub(crate) fn nothing(&self) -> &wgpu::Buffer {
         &self.0.nothing
+    }
+
+    /// Upper bound of a buffer in bytes, in whole words.
+    pub(crate) fn max_buffer_bytes(&self) -> u64 {
+        self.0.device.limits().max_buffer_size / 4 * 4
     }
 
     /// Upper bound of a binding in bytes.
@@ -337,8 +377,13 @@ impl Gpu {
 
     /// Returns a size for a buffer of at least `bytes` bytes that other uses will fit, too.
     pub(crate) fn rounded_size(&self, bytes: u64) -> u64 {
-        let most = self.0.device.limits().max_buffer_size / 4 * 4;
+        let most = self.max_buffer_bytes();
         bytes.next_power_of_two().max(4096).min(most).max(bytes.next_multiple_of(4))
+    }
+
+    /// Returns the reason if the device is lost.
+    pub(crate) fn check_lost(&self) -> Result<()> {
+        self.0.lost.check()
     }
 
     /// Marks the device as lost, unless it already is; returns the error.
@@ -418,7 +463,9 @@ impl Gpu {
             return Ok(Arc::clone(pipeline));
         }
         let source = variant.source();
-        let compiled = Arc::new(self.guard(|device, _| compile(device, variant.name(), source))?);
+        let checked = self.0.checks_bounds || variant.is_general();
+        let compiled =
+            Arc::new(self.guard(|device, _| compile(device, variant.name(), source, checked))?);
         *slot = Some(Arc::clone(&compiled));
         Ok(compiled)
     }

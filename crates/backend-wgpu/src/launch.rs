@@ -8,7 +8,7 @@ use wgpu::{BufferUsages, ComputePassTimestampWrites};
 
 use crate::{
     device::Gpu,
-    kernels::{Variant, params::CountParams},
+    kernels::{Variant, params::StepParams},
     pipelines::Pipeline,
     staging::UploadBuffer,
     submissions::Receipt,
@@ -190,7 +190,7 @@ impl<'a> Commands<'a> {
         timestamp_writes: Option<ComputePassTimestampWrites<'_>>,
     ) -> Result<Receipt> {
         let counter = BoundResource::whole(&self.gpu.submissions().counter);
-        self.launch(Variant::Count, 1, vec![counter], |_| CountParams { step: 1 })?;
+        self.launch(Variant::Count, 1, vec![counter], |_| StepParams { step: 1 })?;
         let Self { gpu, arena, clears, mut uploads, launches } = self;
         let size = arena.bytes.len() as u64;
         let buffer = of_size(gpu, &mut arena.buffer, "parameters", size)?;

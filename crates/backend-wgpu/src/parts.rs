@@ -153,7 +153,13 @@ mod tests {
             let dims = Dims { kv_heads, ..Dims::new(1, len, heads, dim) };
             let mut spec = Spec::new(dims, DType::F32);
             spec.bias = Some([1, 1, 1, len]);
-            let size = ProblemSize { queries: len, keys: len, per_batch: false, per_head: false };
+            let size = ProblemSize {
+                queries: len,
+                keys: len,
+                per_batch: false,
+                per_head: false,
+                queries_each: 31_968,
+            };
             for kind in KERNELS {
                 let chunks = Operands::default().cut(&limits, &spec, kind, size).unwrap();
                 let flops = flops_per_tile_pair(kind, &spec);

@@ -308,3 +308,56 @@ impl Gpu {
 pub(crate) fn pooled(gpu: &Gpu) -> (usize, usize) {
     (lock(&gpu.staging().uploads).len(), lock(&gpu.staging().downloads).len())
 }
+
+#[cfg(test)]
+mod tests {
+    use ndarray::Array4;
+
+    use super::*;
+    use crate::{Options, Tensor, submissions::tests::gpu};
+
+    #[test]
+    fn a_tensor_near_the_limit_of_a_buffer_is_copied() {
+        // the next power of two exceeds the limit, as 2 GiB do with wgpu's cap of 2 GiB − 1
+        let Some(gpu) = gpu(&Options { most_buffer_bytes: Some(100_000), ..Options::default() })
+        else {
+            return;
+        };
+        let from = Array4::from_shape_fn((1, 30, 40, 20), |(_, a, b, c)| (a + 7 * b + c) as f32);
+        let tensor = Tensor::upload(&gpu, from.view()).unwrap();
+        assert_eq!(tensor.download::<f32>().unwrap(), from);
+    }
+
+    #[test]
+    fn a_tensor_larger_than_a_staging_buffer_is_copied_in_pieces() {
+        let Some(gpu) = gpu(&Options::default()) else { return };
+        let each = index(PIECE_BYTES / 2);
+        let mut from = Array4::<half::f16>::zeros((1, 1, 2, each + 5));
+        // around the ends of the pieces, and at the end of the tensor
+        let marked: Vec<usize> = [0, each, 2 * each, 2 * each + 10]
+            .into_iter()
+            .flat_map(|at| at.saturating_sub(2)..(at + 2).min(2 * each + 10))
+            .collect();
+        let elements = from.as_slice_mut().unwrap();
+        marked.iter().for_each(|&at| elements[at] = half::f16::from_f32(1.0 + at as f32 / 7e7));
+        let tensor = Tensor::upload(&gpu, from.view()).unwrap();
+        let before = gpu.transfers();
+        let into = tensor.download::<half::f16>().unwrap();
+        let bytes = (2 * from.len() as u64).next_multiple_of(4);
+        assert_eq!(gpu.transfers().to_host - before.to_host, bytes);
+        assert_eq!(before.to_device, bytes);
+        let bits = |of: &Array4<half::f16>| -> u64 {
+            bytemuck::cast_slice::<_, u64>(&of.as_slice().unwrap()[..2 * each])
+                .iter()
+                .fold(0, |all, bits| all.rotate_left(1) ^ bits)
+        };
+        assert_eq!(bits(&into), bits(&from));
+        for at in marked {
+            assert_eq!(into.as_slice().unwrap()[at], from.as_slice().unwrap()[at], "{at}");
+        }
+        // idle staging memory is bounded
+        gpu.synchronize().unwrap();
+        let (uploads, downloads) = pooled(&gpu);
+        assert!(uploads <= 3 && downloads <= 3, "{uploads} {downloads}");
+    }
+}

@@ -185,7 +185,7 @@ impl Gpu {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use annulus_core::{
         Backend, Block, DType, Dims, Error, ForwardPass, Inputs, Outputs, Passes, RankShard,
         Readers, Rows, Spec, Workspace,
@@ -195,7 +195,7 @@ mod tests {
     use crate::{Options, Tensor, Wgpu, pacing::MAX_QUEUED, pools::MAX_IDLE, staging::pooled};
 
     /// A device of its own, or `None` if there is none.
-    fn gpu(options: &Options) -> Option<Gpu> {
+    pub(crate) fn gpu(options: &Options) -> Option<Gpu> {
         if Gpu::list().is_empty() {
             let required = std::env::var("ANNULUS_REQUIRE")
                 .is_ok_and(|words| words.split(',').any(|word| word == "wgpu"));

@@ -14,6 +14,7 @@ use crate::{
     launch::{Arena, BoundResource, Commands, ElementRange},
     operands::{Bases, Operand, Operands, TileKernel},
     parts::{Workgroups, flops_per_tile_pair},
+    row_buffers::RowBuffers,
 };
 
 /// One pass of a tile kernel over all visible pairs.
@@ -24,6 +25,8 @@ pub(crate) struct TilePass<'a> {
     pub(crate) kind: TileKernel,
     pub(crate) visibility: Visibility<'a>,
     pub(crate) operands: Operands<'a>,
+    /// Accumulator of queries, instead of the operand.
+    pub(crate) acc: Option<&'a RowBuffers>,
 }
 
 impl TilePass<'_> {
@@ -41,9 +44,11 @@ impl TilePass<'_> {
             keys: self.visibility.keys.len(),
             per_batch: self.visibility.per_batch() || function,
             per_head: self.visibility.per_head() || function,
+            queries_each: self.acc.map_or(usize::MAX, RowBuffers::rows_each),
         };
         let keys = size.keys;
-        let chunks = self.operands.cut(self.gpu.chunk_limits(), self.spec, self.kind, size)?;
+        let operands = self.operands_at(0);
+        let chunks = operands.cut(self.gpu.chunk_limits(), self.spec, self.kind, size)?;
         // dK and dV of keys that no query attends to are written, too
         let writes_anyway = matches!(self.kind, TileKernel::Keys { add: false, .. });
         if chunks.is_empty() && writes_anyway && keys > 0 {
@@ -67,6 +72,12 @@ impl TilePass<'_> {
             }
         }
         Ok(ControlFlow::Continue(()))
+    }
+
+    /// Returns the operands of a chunk whose queries begin at row `query`.
+    fn operands_at(&self, query: usize) -> Operands<'_> {
+        let acc = self.acc.map_or(self.operands.acc, |acc| acc.operand(query));
+        Operands { acc, ..self.operands.clone() }
     }
 
     /// True if the chunk is the first to write its KV heads.
@@ -131,7 +142,7 @@ impl TilePass<'_> {
     ) -> Result<(Vec<BoundResource>, Bases)> {
         let mut bases = Bases::default();
         let mut bindings = vec![commands.lists(&block_mask.words)?];
-        for (operands, offsets) in self.operands.groups(self.kind) {
+        for (operands, offsets) in self.operands_at(chunk.queries.0).groups(self.kind) {
             let Some((first, buffer)) =
                 operands.first().and_then(|first| first.buffer.map(|buffer| (first, buffer)))
             else {
@@ -188,7 +199,7 @@ impl TilePass<'_> {
         let layout = |operand: &Option<Operand<'_>>| {
             operand.map_or_else(Layout::default, |operand| operand.layout)
         };
-        let operands = &self.operands;
+        let operands = self.operands_at(chunk.queries.0);
         let [q, k, v, dout, statistics, acc, dv, bias, dbias] = [
             &operands.q,
             &operands.k,

@@ -172,9 +172,9 @@ params! {
 }
 
 params! {
-    /// Parameters of the counting kernel.
-    CountParams {
-        /// Batches to count.
+    /// Parameters of the counting kernel and of the probe of subgroups.
+    StepParams {
+        /// Batches to count; factor of the shuffled numbers.
         step: u32,
     }
 }
