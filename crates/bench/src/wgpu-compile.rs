@@ -7,7 +7,7 @@
 //! ```
 //! wgpu itself submits work when it opens a device, so this uses wgpu-hal.
 
-use std::{borrow::Cow, process::ExitCode};
+use std::{borrow::Cow, mem::ManuallyDrop, process::ExitCode};
 
 use annulus::DType;
 use annulus_core::{Error, Result};
@@ -116,6 +116,8 @@ fn run() -> Result<()> {
     let wanted =
         |dtype: &DType| words.is_empty() || words.iter().any(|word| *word == dtype.to_string());
     let (name, opened) = open()?;
+    // never dropped: wgpu-hal panics if a layout is left, and the process ends
+    let opened = ManuallyDrop::new(opened);
     // to the same stream as the driver's statistics, so that they are in order
     eprintln!("ADAPTER {name}");
     for dtype in [DType::F32, DType::F16, DType::Bf16].into_iter().filter(wanted) {
