@@ -1,10 +1,19 @@
 //! Adapters of this machine and their capabilities.
 
+use wgpu::AdapterInfo;
+
 use crate::{
     Gpu, Level,
     choice::{AdapterKind, PROOFS, choose},
     level::Matrices,
 };
+
+/// Reason why [`Gpu::list`] is empty.
+pub const NO_ADAPTER: &str = "no Vulkan, Metal or DX12 driver found (wgpu lists no adapter without \
+     a graphics queue, such as AMD Instinct, and DX12 needs dxcompiler.dll)";
+
+/// Subgroup size of all Apple GPUs. wgpu reports 4 to 64 for any Metal device.
+const APPLE_SUBGROUP: u32 = 32;
 
 /// An adapter of this machine, as returned by [`Gpu::list`].
 #[derive(Debug, Clone)]
@@ -32,21 +41,39 @@ pub struct Adapter {
 fn instance() -> wgpu::Instance {
     let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();
     descriptor.backends = wgpu::Backends::VULKAN | wgpu::Backends::METAL | wgpu::Backends::DX12;
+    // without dxcompiler.dll there is no DX12: the older compiler, FXC, knows no subgroups, takes
+    // minutes for unrolled loops, and rejects barriers in loops whose bounds come from a buffer
+    descriptor.backend_options.dx12.shader_compiler = wgpu::Dx12Compiler::default_dynamic_dxc();
     wgpu::Instance::new(descriptor)
 }
 
+/// Lists the adapters of this machine: of a GPU that Vulkan and DX12 offer, Vulkan's.
 pub(crate) fn adapters() -> Vec<wgpu::Adapter> {
-    pollster::block_on(instance().enumerate_adapters(wgpu::Backends::all()))
+    let all = pollster::block_on(instance().enumerate_adapters(wgpu::Backends::all()));
+    let infos: Vec<_> = all.iter().map(wgpu::Adapter::get_info).collect();
+    let wanted = |(adapter, info)| (!is_second(info, &infos)).then_some(adapter);
+    all.into_iter().zip(&infos).filter_map(wanted).collect()
+}
+
+/// True for a DX12 adapter of a GPU that Vulkan offers, too.
+fn is_second(info: &AdapterInfo, all: &[AdapterInfo]) -> bool {
+    let same = |other: &AdapterInfo| (other.vendor, other.device) == (info.vendor, info.device);
+    info.backend == wgpu::Backend::Dx12
+        && all.iter().any(|other| other.backend == wgpu::Backend::Vulkan && same(other))
+}
+
+/// Returns the smallest and the largest subgroup size of an adapter.
+pub(crate) fn subgroup_sizes(info: &AdapterInfo) -> (u32, u32) {
+    if info.backend == wgpu::Backend::Metal && info.name.starts_with("Apple") {
+        return (APPLE_SUBGROUP, APPLE_SUBGROUP);
+    }
+    (info.subgroup_min_size, info.subgroup_max_size)
 }
 
 /// Returns the cooperative matrices that the kernels can use on an adapter.
 pub(crate) fn matrices(adapter: &wgpu::Adapter) -> Option<Matrices> {
-    let info = adapter.get_info();
-    Matrices::of_device(
-        &adapter.cooperative_matrix_properties(),
-        info.subgroup_min_size,
-        info.subgroup_max_size,
-    )
+    let (least, most) = subgroup_sizes(&adapter.get_info());
+    Matrices::of_device(&adapter.cooperative_matrix_properties(), least, most)
 }
 
 impl Gpu {
@@ -54,21 +81,59 @@ impl Gpu {
     pub fn list() -> Vec<Adapter> {
         let describe = |(number, adapter): (usize, wgpu::Adapter)| {
             let info = adapter.get_info();
-            let levels =
-                Level::of_device(adapter.features(), info.subgroup_min_size, matrices(&adapter));
-            let proof = choose(PROOFS, AdapterKind::of(&info), &levels);
+            let subgroups = subgroup_sizes(&info);
+            let levels = Level::of_device(adapter.features(), subgroups.0, matrices(&adapter));
+            let proof = choose(PROOFS, &AdapterKind::of(&info), &levels);
             Adapter {
                 number,
                 name: info.name,
                 driver: format!("{} {}", info.driver, info.driver_info),
                 api: info.backend.to_string(),
                 software: info.device_type == wgpu::DeviceType::Cpu,
-                subgroups: (info.subgroup_min_size, info.subgroup_max_size),
+                subgroups,
                 levels,
                 chosen: proof.map_or(Level::Plain, |proof| proof.level),
                 record: proof.map(|proof| proof.record),
             }
         };
         adapters().into_iter().enumerate().map(describe).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use wgpu::{Backend, DeviceType};
+
+    use super::*;
+
+    fn info(backend: Backend, name: &str, device: u32) -> AdapterInfo {
+        AdapterInfo {
+            name: name.to_owned(),
+            vendor: 0x1002,
+            device,
+            ..AdapterInfo::new(DeviceType::DiscreteGpu, backend)
+        }
+    }
+
+    #[test]
+    fn a_gpu_is_listed_once() {
+        let all = [
+            info(Backend::Vulkan, "a", 1),
+            info(Backend::Vulkan, "a", 1),
+            info(Backend::Dx12, "a", 1),
+            info(Backend::Dx12, "b", 2),
+        ];
+        // two equal cards are two adapters
+        assert_eq!(all.each_ref().map(|info| is_second(info, &all)), [false, false, true, false]);
+    }
+
+    #[test]
+    fn apple_gpus_have_subgroups_of_32() {
+        let reported =
+            |info: AdapterInfo| AdapterInfo { subgroup_min_size: 4, subgroup_max_size: 64, ..info };
+        let sizes = |backend, name| subgroup_sizes(&reported(info(backend, name, 0)));
+        assert_eq!(sizes(Backend::Metal, "Apple M3 Max"), (32, 32));
+        assert_eq!(sizes(Backend::Metal, "AMD Radeon Pro 5500M"), (4, 64));
+        assert_eq!(sizes(Backend::Vulkan, "Apple M1 (G13G B1)"), (4, 64));
     }
 }

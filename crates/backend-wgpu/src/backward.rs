@@ -94,7 +94,7 @@ impl<'p> WgpuBackward<'p> {
         let storage = tile.storage;
         let bytes = storage.bytes();
         let mut commands = Commands::new(gpu, arena);
-        commands.clear(&dq.buffer);
+        dq.clear(&mut commands);
         bias.iter().for_each(|bias| commands.clear(&bias.buffer));
         let layout = Layout::dense(rows, dims.q_heads, dims.value_dim);
         let element_range = |window: &Window| {

@@ -53,6 +53,7 @@ pub(crate) fn backward_dkv(
         kind: TileKernel::Keys { from_records: false, add: false },
         visibility,
         operands,
+        acc: None,
     }
     .run(arena, block_mask, tick)
     .map(drop)
@@ -101,6 +102,7 @@ pub(crate) fn backward_dkv_from_queries(
         kind: TileKernel::Keys { from_records: true, add: true },
         visibility,
         operands,
+        acc: None,
     }
     .run(arena, block_mask, tick)
     .map(drop)

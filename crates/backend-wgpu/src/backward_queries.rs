@@ -33,7 +33,7 @@ pub(crate) fn backward_dq(
         v: of_block(1),
         dout: Some(tensor(inputs.dout, RowsOf::Queries)),
         statistics: Some(floats(&statistics.buffer, rows, heads, 4)),
-        acc: Some(floats(&dq.buffer, rows, heads, spec.dims.head_dim)),
+        acc: None,
         bias: spec
             .bias
             .zip(inputs.forward.bias)
@@ -50,10 +50,18 @@ pub(crate) fn backward_dq(
         queries: &shard.queries,
         keys: kv.rows,
     };
-    let pass = TilePass { gpu, spec, tile: *tile, kind: TileKernel::Queries, visibility, operands };
+    let pass = TilePass {
+        gpu,
+        spec,
+        tile: *tile,
+        kind: TileKernel::Queries,
+        visibility,
+        operands,
+        acc: Some(dq),
+    };
     let flow = pass.run(arena, block_mask, &mut *tick)?;
     match spec.bias.filter(|_| flow.is_continue()) {
-        Some(shape) => TilePass { kind: TileKernel::Bias(bias_axes(shape)), ..pass }
+        Some(shape) => TilePass { kind: TileKernel::Bias(bias_axes(shape)), acc: None, ..pass }
             .run(arena, block_mask, tick),
         None => Ok(flow),
     }

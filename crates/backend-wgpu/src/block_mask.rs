@@ -47,6 +47,8 @@ pub(crate) struct BlockMask {
     pub(crate) plane_batch: u32,
     pub(crate) plane_head: u32,
     pub(crate) is_empty: bool,
+    /// Visible tiles of each list.
+    pairs: Vec<u32>,
     block_sparse: BlockSparseMask,
     by_keys: CsrTiles,
 }
@@ -64,6 +66,12 @@ fn planes(spec: &Spec, visibility: &Visibility<'_>, chunk: &WorkChunk) -> (usize
 }
 
 impl BlockMask {
+    /// Returns the number of visible tiles of the other side, of a tile of the owning side.
+    pub(crate) fn pairs(&self, batch: usize, head: usize, tile: usize) -> u64 {
+        let list = batch * self.plane_batch as usize + head * self.plane_head as usize + tile;
+        self.pairs.get(list).map_or(0, |&pairs| u64::from(pairs))
+    }
+
     /// Rebuilds the mask for a chunk.
     ///
     /// # Errors
@@ -103,6 +111,7 @@ impl BlockMask {
         self.plane_head = if heads == 1 { 0 } else { owned as u32 };
         self.plane_batch = if batches == 1 { 0 } else { (heads * owned) as u32 };
         self.is_empty = lists.runs().is_empty();
+        count_pairs(&mut self.pairs, lists);
 
         let words = &mut self.words;
         words.clear();
@@ -126,6 +135,16 @@ impl BlockMask {
         }
         Ok(())
     }
+}
+
+/// Counts the visible tiles of each list.
+fn count_pairs(pairs: &mut Vec<u32>, lists: &CsrTiles) {
+    let count = |ends: &[u32]| {
+        let runs = &lists.runs()[ends[0] as usize..ends[1] as usize];
+        runs.iter().map(|run| run.count).sum::<u32>()
+    };
+    pairs.clear();
+    pairs.extend(lists.starts().windows(2).map(count));
 }
 
 /// Appends the bias function's values for every listed tile, in the order of the tile masks.

@@ -5,32 +5,46 @@
 //! output in `benches/record/`. Every `speedup` over the level below must exceed 1, for every pass
 //! whose kernels differ.
 
-use wgpu::{AdapterInfo, Backend, DeviceType};
+use wgpu::{AdapterInfo, Backend};
 
 use crate::Level;
 
-/// Class of adapters to which a measurement applies.
+/// Adapters to which a measurement applies: those of one GPU model with one driver, because shader
+/// compilers and architectures differ within a vendor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct AdapterKind {
+pub(crate) struct AdapterKind<'a> {
     /// Vulkan, Metal or DX12: each has its own shader translation.
     pub(crate) api: Backend,
-    /// Vendor number of the API, mostly the PCI vendor.
+    /// Numbers of vendor and device, mostly of PCI; 0 on Metal.
     pub(crate) vendor: u32,
-    /// Integrated, discrete or software.
-    pub(crate) device_type: DeviceType,
+    pub(crate) device: u32,
+    /// Name of the device.
+    pub(crate) name: &'a str,
+    /// Name of the driver, without its version.
+    pub(crate) driver: &'a str,
 }
 
-impl AdapterKind {
-    pub(crate) const fn of(info: &AdapterInfo) -> Self {
-        Self { api: info.backend, vendor: info.vendor, device_type: info.device_type }
+impl<'a> AdapterKind<'a> {
+    pub(crate) const fn of(info: &'a AdapterInfo) -> Self {
+        let AdapterInfo { backend, vendor, device, name, driver, .. } = info;
+        Self {
+            api: *backend,
+            vendor: *vendor,
+            device: *device,
+            name: name.as_str(),
+            driver: driver.as_str(),
+        }
     }
 }
+
+/// Vendor number of NVIDIA.
+const NVIDIA: u32 = 0x10de;
 
 /// A level shown to be faster by a record.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Proof {
     /// Adapters that were measured.
-    pub(crate) adapters: AdapterKind,
+    pub(crate) adapters: AdapterKind<'static>,
     /// Level that was faster than every level below.
     pub(crate) level: Level,
     /// Record file.
@@ -44,14 +58,21 @@ pub(crate) const PROOFS: &[Proof] = &[];
 
 /// Returns the proof of the highest available level for this kind of adapter; without one, the
 /// default is [`Level::Plain`].
+///
+/// [`Level::Matrix`] is not chosen on NVIDIA's Vulkan, whatever a record shows. naga declares
+/// Vulkan's memory model for kernels with cooperative matrices, but emits none of the availability
+/// operations that it requires (wgpu issue 8805). Mesa's drivers do not need them.
 pub(crate) fn choose<'a>(
     proofs: &'a [Proof],
-    kind: AdapterKind,
+    kind: &AdapterKind<'_>,
     available: &[Level],
 ) -> Option<&'a Proof> {
+    let races =
+        |level| level == Level::Matrix && kind.api == Backend::Vulkan && kind.vendor == NVIDIA;
     proofs
         .iter()
-        .filter(|proof| proof.adapters == kind && available.contains(&proof.level))
+        .filter(|proof| proof.adapters == *kind)
+        .filter(|proof| available.contains(&proof.level) && !races(proof.level))
         .max_by_key(|proof| proof.level)
 }
 
@@ -59,27 +80,35 @@ pub(crate) fn choose<'a>(
 mod tests {
     use super::*;
 
-    const HERE: AdapterKind =
-        AdapterKind { api: Backend::Vulkan, vendor: 0x1002, device_type: DeviceType::DiscreteGpu };
+    const HERE: AdapterKind<'_> = AdapterKind {
+        api: Backend::Vulkan,
+        vendor: 0x1002,
+        device: 0x744c,
+        name: "AMD Radeon RX 7900 XTX (RADV NAVI31)",
+        driver: "radv",
+    };
 
-    fn proof(adapters: AdapterKind, level: Level) -> Proof {
+    fn proof(adapters: AdapterKind<'static>, level: Level) -> Proof {
         Proof { adapters, level, record: "" }
     }
 
     fn chosen(proofs: &[Proof], available: &[Level]) -> Option<Level> {
-        choose(proofs, HERE, available).map(|proof| proof.level)
+        choose(proofs, &HERE, available).map(|proof| proof.level)
     }
 
     #[test]
     fn levels_without_a_record_are_not_chosen() {
         // a vendor number that does not exist
-        assert!(choose(PROOFS, AdapterKind { vendor: 0xdead_beef, ..HERE }, &Level::ALL).is_none());
+        assert!(
+            choose(PROOFS, &AdapterKind { vendor: 0xdead_beef, ..HERE }, &Level::ALL).is_none()
+        );
         assert_eq!(chosen(&[], &Level::ALL), None);
         for elsewhere in [
             AdapterKind { api: Backend::Dx12, ..HERE },
             AdapterKind { vendor: 0x10de, ..HERE },
-            AdapterKind { device_type: DeviceType::IntegratedGpu, ..HERE },
-            AdapterKind { device_type: DeviceType::Cpu, ..HERE },
+            AdapterKind { device: 0x73bf, ..HERE },
+            AdapterKind { name: "AMD Radeon RX 7900 XT (RADV NAVI31)", ..HERE },
+            AdapterKind { driver: "AMD proprietary driver", ..HERE },
         ] {
             assert_eq!(chosen(&[proof(elsewhere, Level::Matrix)], &Level::ALL), None);
         }
@@ -93,6 +122,18 @@ mod tests {
         assert_eq!(chosen(&proofs, &[Level::Plain]), None);
         // a proof of `matrix` is none of `subgroup` alone
         assert_eq!(chosen(&proofs[..1], &[Level::Plain, Level::Subgroup]), None);
+    }
+
+    #[test]
+    fn matrices_that_race_are_not_chosen() {
+        let chosen_by = |kind: AdapterKind<'static>| {
+            let proofs = [proof(kind, Level::Matrix), proof(kind, Level::Subgroup)];
+            choose(&proofs, &kind, &Level::ALL).map(|proof| proof.level)
+        };
+        assert_eq!(chosen_by(AdapterKind { vendor: NVIDIA, ..HERE }), Some(Level::Subgroup));
+        let dx12 = AdapterKind { vendor: NVIDIA, api: Backend::Dx12, ..HERE };
+        assert_eq!(chosen_by(dx12), Some(Level::Matrix));
+        assert_eq!(chosen_by(HERE), Some(Level::Matrix));
     }
 
     /// True if the record exists and contains the level and its speedup.

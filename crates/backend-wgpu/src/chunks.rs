@@ -4,15 +4,35 @@ use annulus_core::{Error, Result, Spec};
 
 use crate::{
     block_mask::{Owner, WorkChunk, max_words_per_tile},
-    device::Gpu,
     kernels::{TILE, TileVariant},
     launch::ElementRange,
     operands::{Operand, Operands, RowsOf, TileKernel},
+    parts::flops_per_tile_pair,
 };
 
 /// Upper bound of the words of lists per chunk, 16 MiB: tile masks take O(sequence length²) bits,
 /// which must not be allocated at once.
 const MAX_LIST_WORDS: u64 = 4 << 20;
+
+/// Upper bound of the work of a workgroup in FLOPs, because a part has at least one: 0.5 s at 2
+/// GFLOP/s, a workgroup's share of a slow integrated GPU. A constant, because it determines the
+/// order of sums.
+pub(crate) const MAX_WORKGROUP_WORK: u64 = 1 << 30;
+
+/// Limits of a device that chunks obey.
+#[derive(Debug, Clone)]
+pub(crate) struct ChunkLimits {
+    /// Name of the device.
+    pub(crate) device: String,
+    /// Upper bound of a binding in bytes.
+    pub(crate) binding_bytes: u64,
+    /// Alignment of binding offsets in bytes.
+    pub(crate) alignment: u64,
+    /// Upper bound of loop iterations per kernel, if any.
+    pub(crate) loop_steps: Option<u64>,
+    /// Upper bound of the work of a part in FLOPs, if it is less than the default.
+    pub(crate) part_work: Option<u64>,
+}
 
 /// Problem size, and whether masks differ between batch rows and heads.
 #[derive(Debug, Clone, Copy)]
@@ -21,6 +41,8 @@ pub(crate) struct ProblemSize {
     pub(crate) keys: usize,
     pub(crate) per_batch: bool,
     pub(crate) per_head: bool,
+    /// Queries per buffer of the accumulator: chunks begin at multiples of it.
+    pub(crate) queries_each: usize,
 }
 
 /// Number of tiles that one workgroup iterates over.
@@ -53,12 +75,12 @@ impl Operands<'_> {
     /// [`Error::Unsupported`] if not even one tile fits.
     pub(crate) fn cut(
         &self,
-        gpu: &Gpu,
+        limits: &ChunkLimits,
         spec: &Spec,
         kind: TileKernel,
         size: ProblemSize,
     ) -> Result<Vec<WorkChunk>> {
-        let ProblemSize { queries, keys, per_batch, per_head } = size;
+        let ProblemSize { queries, keys, per_batch, per_head, queries_each } = size;
         let batch = spec.dims.batch;
         let heads = spec.dims.q_heads;
         let groups = self.groups(kind);
@@ -70,8 +92,8 @@ impl Operands<'_> {
             groups.iter().all(|(operands, _)| {
                 let bytes = operands.first().map_or(0, |operand| operand.bytes);
                 let (first, end) = element_span(operands, &whole(counts), spec);
-                ElementRange::bound_bytes(end - first, bytes, gpu.alignment())
-                    <= gpu.max_binding_bytes()
+                ElementRange::bound_bytes(end - first, bytes, limits.alignment)
+                    <= limits.binding_bytes
             })
         };
         let words = |[batches, heads, queries, keys]: [usize; 4]| {
@@ -79,14 +101,17 @@ impl Operands<'_> {
             let tiles = planes * queries.div_ceil(TILE) * keys.div_ceil(TILE);
             tiles as u64 * max_words_per_tile(spec) as u64 + 2 * (queries + keys) as u64
         };
+        // a tile pair is the least that a workgroup can be given
+        let most_work = limits.part_work.unwrap_or(MAX_WORKGROUP_WORK).min(MAX_WORKGROUP_WORK);
+        let most_pairs = (most_work / flops_per_tile_pair(kind, spec)).max(1);
         let walk_fits = |counts: [usize; 4]| {
-            gpu.max_loop_steps().is_none_or(|most| {
-                tiles_per_workgroup(kind, spec, counts) as u64 * loop_steps_per_tile(spec) <= most
-            })
+            let pairs = tiles_per_workgroup(kind, spec, counts) as u64;
+            let steps = pairs * loop_steps_per_tile(spec);
+            pairs <= most_pairs && limits.loop_steps.is_none_or(|most| steps <= most)
         };
-        let most_words = MAX_LIST_WORDS.min((gpu.max_binding_bytes().saturating_sub(1024)) / 4);
+        let most_words = MAX_LIST_WORDS.min((limits.binding_bytes.saturating_sub(1024)) / 4);
         let lists_fit = |counts: [usize; 4]| words(counts) <= most_words;
-        let mut step = [batch, heads, queries, keys].map(|count| count.max(1));
+        let mut step = [batch, heads, queries.min(queries_each), keys].map(|count| count.max(1));
         while !(bindings_fit(step) && lists_fit(step) && walk_fits(step)) {
             let before = step;
             step = halved(step, kind, walk_fits(step), lists_fit(step));
@@ -94,13 +119,13 @@ impl Operands<'_> {
                 return Err(Error::unsupported(
                     format!(
                         "a tile of {TILE} rows of these tensors in a binding of {} bytes",
-                        gpu.max_binding_bytes()
+                        limits.binding_bytes
                     ),
-                    gpu.name(),
+                    limits.device.as_str(),
                 ));
             }
         }
-        Ok(chunks_of([batch, heads, queries, keys], step))
+        Ok(chunks_of([batch, heads, queries, keys], step, queries_each))
     }
 }
 
@@ -135,16 +160,26 @@ fn halved(mut step: [usize; 4], kind: TileKernel, walk_fits: bool, lists_fit: bo
     step
 }
 
-/// Splits [batches, heads, queries, keys] into chunks of at most `step` each, queries innermost.
-fn chunks_of([batch, heads, queries, keys]: [usize; 4], step: [usize; 4]) -> Vec<WorkChunk> {
+/// Splits [batches, heads, queries, keys] into chunks of at most `step` each, queries innermost. No
+/// chunk has queries on both sides of a multiple of `queries_each`.
+fn chunks_of(
+    [batch, heads, queries, keys]: [usize; 4],
+    step: [usize; 4],
+    queries_each: usize,
+) -> Vec<WorkChunk> {
     let ranges = |count: usize, step: usize| {
         (0..count).step_by(step).map(move |first| (first, step.min(count - first)))
+    };
+    let of_queries = || {
+        ranges(queries, queries_each).flat_map(move |(begin, count)| {
+            ranges(count, step[2]).map(move |(first, count)| (begin + first, count))
+        })
     };
     let mut chunks = Vec::new();
     for batches in ranges(batch, step[0]) {
         for heads in ranges(heads, step[1]) {
             for keys in ranges(keys, step[3]) {
-                chunks.extend(ranges(queries, step[2]).map(|queries| WorkChunk {
+                chunks.extend(of_queries().map(|queries| WorkChunk {
                     batches,
                     heads,
                     queries,
@@ -185,6 +220,6 @@ pub(crate) const fn first_element(operand: &Operand<'_>, chunk: &WorkChunk) -> u
     let layout = operand.layout;
     layout.base
         + chunk.batches.0 as u64 * layout.batch
-        + rows as u64 * layout.row
+        + (rows - operand.first_row) as u64 * layout.row
         + heads as u64 * layout.head
 }

@@ -231,7 +231,7 @@ pub(crate) fn copy_raw(
     for &linear in lines {
         launch_linear(gpu, &mut commands, from, into, linear, 2, CopyMode::Raw { half: true })?;
     }
-    commands.submit()
+    commands.submit().map(drop)
 }
 
 /// Copy mode from f32 to the target's type.

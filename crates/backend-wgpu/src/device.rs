@@ -1,13 +1,13 @@
 //! A device and its queue: opening, pipelines, buffers, polling, errors.
 //!
 //! Every wgpu call that can fail runs in [`Gpu::guard`]: error scopes catch validation, memory and
-//! driver errors, and the device-lost callback catches the rest. No wait is longer than
-//! [`PATIENCE`].
+//! driver errors, and the device-lost callback catches the rest. A wait ends if nothing completes
+//! for [`PATIENCE`].
 
 use std::{
     collections::HashMap,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
     time::Duration,
 };
 
@@ -16,17 +16,19 @@ use wgpu::{BufferUsages, Features, PollType};
 
 use crate::{
     Level,
-    adapter::{adapters, matrices},
+    adapter::{NO_ADAPTER, adapters, matrices, subgroup_sizes},
     choice::{AdapterKind, PROOFS, choose},
+    chunks::ChunkLimits,
     errors::{device_error, with_error_scopes},
     kernels::Variant,
     level::Matrices,
     pipelines::{Pipeline, compile},
     pools::StagingPools,
+    submissions::Submissions,
 };
 
-/// Longest wait for the device: far longer than any submission, so that it expires only if the
-/// device hangs.
+/// Longest time for which a wait continues although no submission completes: far longer than any
+/// submission, so that it expires only if the device hangs.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Longest wait after an error for queued work, to find out if the device is lost.
@@ -49,6 +51,31 @@ pub struct Options {
     pub most_buffer_bytes: Option<u64>,
     /// Upper bound of workgroups per grid dimension. Default: the adapter's limit.
     pub most_groups_a_line: Option<u32>,
+    /// Checks indices in shaders, at the cost of a fifth of their instructions. Always done on
+    /// Metal, where the device does not bound accesses to buffers, and in kernels with a score
+    /// epilogue.
+    pub check_bounds: bool,
+    /// Upper bound of the work of a submission of a tile kernel in FLOPs, if it has more than one
+    /// pair of tiles. Default: 0.1 s by measured throughput.
+    pub most_part_flops: Option<u64>,
+}
+
+impl Options {
+    /// Reduces limits to the upper bounds.
+    fn limit(&self, mut limits: wgpu::Limits) -> wgpu::Limits {
+        if let Some(most) = self.most_binding_bytes {
+            limits.max_storage_buffer_binding_size =
+                limits.max_storage_buffer_binding_size.min(most);
+        }
+        if let Some(most) = self.most_buffer_bytes {
+            limits.max_buffer_size = limits.max_buffer_size.min(most);
+        }
+        if let Some(most) = self.most_groups_a_line {
+            limits.max_compute_workgroups_per_dimension =
+                limits.max_compute_workgroups_per_dimension.min(most);
+        }
+        limits
+    }
 }
 
 /// A device and its queue. A clone refers to the same device.
@@ -62,14 +89,29 @@ struct Parts {
     level: Level,
     /// Cooperative matrices of the device, even if the level does not use them.
     matrices: Option<Matrices>,
-    max_binding_bytes: u64,
-    max_loop_steps: Option<u64>,
-    alignment: u64,
+    chunk_limits: ChunkLimits,
     pipelines: Mutex<HashMap<Variant, PipelineSlot>>,
     staging: StagingPools,
+    submissions: Arc<Submissions>,
+    /// True if shaders check indices.
+    checks_bounds: bool,
+    /// True if the device's conversion from f16 keeps subnormal numbers; set at first use.
+    unpacks: OnceLock<bool>,
     lost: LostReason,
     /// Bound to bindings that a plan does not use.
     nothing: wgpu::Buffer,
+}
+
+/// Device, queue and state that handles at all levels share.
+struct Shared {
+    device: wgpu::Device,
+    queue: wgpu::Queue,
+    lost: LostReason,
+    submissions: Arc<Submissions>,
+    /// See [`Options::most_part_flops`].
+    part_work: Option<u64>,
+    /// See [`Options::check_bounds`].
+    checks_bounds: bool,
 }
 
 /// Reason why the device is lost, once one is reported.
@@ -94,16 +136,16 @@ impl Gpu {
     /// Opens an adapter with its full limits.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if there is no such adapter, it cannot run the level, or its matrix
-    /// products are wrong; [`Error::InvalidArgument`] as [`Level::forced`]; [`Error::Device`] if it
-    /// does not open.
+    /// [`Error::Unsupported`] if there is no such adapter, it cannot run the level, or its shuffles
+    /// or matrix products are wrong; [`Error::InvalidArgument`] as [`Level::forced`];
+    /// [`Error::Device`] if it does not open.
     pub fn open(options: &Options) -> Result<Self> {
         let level = options.level.map_or_else(Level::forced, |level| Ok(Some(level)))?;
         let found = adapters();
         let count = found.len();
         let Some(adapter) = found.into_iter().nth(options.number) else {
             let have = if count == 0 {
-                "no Vulkan, Metal or DX12 driver was found".to_owned()
+                NO_ADAPTER.to_owned()
             } else {
                 format!("there are {count}, counted from 0")
             };
@@ -121,22 +163,10 @@ impl Gpu {
             // memory within bounds, by whole subgroups.
             experimental_features = unsafe { wgpu::ExperimentalFeatures::enabled() };
         }
-        let mut limits = adapter.limits();
-        if let Some(most) = options.most_binding_bytes {
-            limits.max_storage_buffer_binding_size =
-                limits.max_storage_buffer_binding_size.min(most);
-        }
-        if let Some(most) = options.most_buffer_bytes {
-            limits.max_buffer_size = limits.max_buffer_size.min(most);
-        }
-        if let Some(most) = options.most_groups_a_line {
-            limits.max_compute_workgroups_per_dimension =
-                limits.max_compute_workgroups_per_dimension.min(most);
-        }
         let descriptor = wgpu::DeviceDescriptor {
             label: Some("annulus"),
             required_features: adapter.features() & wanted,
-            required_limits: limits,
+            required_limits: options.limit(adapter.limits()),
             experimental_features,
             ..Default::default()
         };
@@ -152,8 +182,12 @@ impl Gpu {
                 format!("an uncaptured error, caused by no call of this backend: {error}")
             })
         }));
-        let gpu = Self::assemble(device, queue, lost, level, matrices(&adapter))?;
-        gpu.matrices().map_or(Ok(()), |matrices| gpu.probe(matrices))?;
+        let part_work = options.most_part_flops;
+        let submissions = Arc::new(Submissions::new(&device, part_work)?);
+        let checks_bounds = options.check_bounds;
+        let shared = Shared { device, queue, lost, submissions, part_work, checks_bounds };
+        let gpu = Self::assemble(shared, level, matrices(&adapter))?;
+        gpu.probe()?;
         Ok(gpu)
     }
 
@@ -162,10 +196,18 @@ impl Gpu {
     /// # Errors
     /// As [`Gpu::open`].
     pub fn at(&self, level: Level) -> Result<Self> {
-        let Parts { device, queue, lost, matrices, .. } = &*self.0;
-        let gpu =
-            Self::assemble(device.clone(), queue.clone(), lost.clone(), Some(level), *matrices)?;
-        gpu.matrices().map_or(Ok(()), |matrices| gpu.probe(matrices))?;
+        let Parts { device, queue, lost, submissions, matrices, .. } = &*self.0;
+        let Parts { chunk_limits, checks_bounds, .. } = &*self.0;
+        let shared = Shared {
+            device: device.clone(),
+            queue: queue.clone(),
+            lost: lost.clone(),
+            submissions: Arc::clone(submissions),
+            part_work: chunk_limits.part_work,
+            checks_bounds: *checks_bounds,
+        };
+        let gpu = Self::assemble(shared, Some(level), *matrices)?;
+        gpu.probe()?;
         Ok(gpu)
     }
 
@@ -177,21 +219,23 @@ impl Gpu {
     /// [`Error::Unsupported`] if it lacks a feature of the level or of every level;
     /// [`Error::Device`].
     pub fn adopt(device: wgpu::Device, queue: wgpu::Queue, level: Option<Level>) -> Result<Self> {
-        Self::assemble(device, queue, LostReason::default(), level, None)
+        let submissions = Arc::new(Submissions::new(&device, None)?);
+        let lost = LostReason::default();
+        let shared =
+            Shared { device, queue, lost, submissions, part_work: None, checks_bounds: false };
+        let gpu = Self::assemble(shared, level, None)?;
+        gpu.probe()?;
+        Ok(gpu)
     }
 
-    fn assemble(
-        device: wgpu::Device,
-        queue: wgpu::Queue,
-        lost: LostReason,
-        level: Option<Level>,
-        matrices: Option<Matrices>,
-    ) -> Result<Self> {
+    fn assemble(shared: Shared, level: Option<Level>, matrices: Option<Matrices>) -> Result<Self> {
+        let Shared { device, queue, lost, submissions, part_work, checks_bounds } = shared;
         let info = device.adapter_info();
         let limits = device.limits();
-        let available = Level::of_device(device.features(), info.subgroup_min_size, matrices);
+        let (least, _) = subgroup_sizes(&info);
+        let available = Level::of_device(device.features(), least, matrices);
         let proven = || {
-            choose(PROOFS, AdapterKind::of(&info), &available)
+            choose(PROOFS, &AdapterKind::of(&info), &available)
                 .map_or(Level::Plain, |proof| proof.level)
         };
         let level = level.unwrap_or_else(proven);
@@ -216,21 +260,28 @@ impl Gpu {
             name: format!("{} ({} {})", info.name, info.driver, info.driver_info),
             level,
             matrices,
-            max_loop_steps: (info.device_type == wgpu::DeviceType::Cpu)
-                .then_some(MAX_SOFTWARE_LOOP_STEPS),
-            // offsets within a binding are u32 counts of 2-byte elements
-            max_binding_bytes: limits
-                .max_storage_buffer_binding_size
-                .min(limits.max_buffer_size)
-                .min(1 << 32),
-            alignment: u64::from(
-                limits
-                    .min_storage_buffer_offset_alignment
-                    .max(limits.min_uniform_buffer_offset_alignment),
-            )
-            .max(4),
+            chunk_limits: ChunkLimits {
+                device: info.name,
+                // offsets within a binding are u32 counts of 2-byte elements
+                binding_bytes: limits
+                    .max_storage_buffer_binding_size
+                    .min(limits.max_buffer_size)
+                    .min(1 << 32),
+                alignment: u64::from(
+                    limits
+                        .min_storage_buffer_offset_alignment
+                        .max(limits.min_uniform_buffer_offset_alignment),
+                )
+                .max(4),
+                loop_steps: (info.device_type == wgpu::DeviceType::Cpu)
+                    .then_some(MAX_SOFTWARE_LOOP_STEPS),
+                part_work,
+            },
             pipelines: Mutex::default(),
             staging: StagingPools::default(),
+            submissions,
+            checks_bounds: checks_bounds || info.backend == wgpu::Backend::Metal,
+            unpacks: OnceLock::new(),
             lost,
             nothing,
             device,
@@ -258,14 +309,6 @@ impl Gpu {
         &self.0.queue
     }
 
-    /// Waits until all queued work is done.
-    ///
-    /// # Errors
-    /// [`Error::Device`] if the device fails or does not finish within [`PATIENCE`].
-    pub fn synchronize(&self) -> Result<()> {
-        self.poll(PollType::Wait { submission_index: None, timeout: Some(PATIENCE) })
-    }
-
     /// Cooperative matrices that the level uses for f16 products.
     pub(crate) fn matrices(&self) -> Option<Matrices> {
         self.0.matrices.filter(|_| self.0.level == Level::Matrix)
@@ -273,7 +316,12 @@ impl Gpu {
 
     /// Upper bound of loop iterations per kernel, if any.
     pub(crate) fn max_loop_steps(&self) -> Option<u64> {
-        self.0.max_loop_steps
+        self.0.chunk_limits.loop_steps
+    }
+
+    /// Limits of the chunks of tile kernels.
+    pub(crate) fn chunk_limits(&self) -> &ChunkLimits {
+        &self.0.chunk_limits
     }
 
     /// True if buffers of one serve the other: the same device, at any level. wgpu cannot
@@ -286,18 +334,37 @@ impl Gpu {
         &self.0.staging
     }
 
+    /// True if the device's conversion from f16 keeps subnormal numbers. The first call measures
+    /// it.
+    pub(crate) fn unpacks(&self) -> Result<bool> {
+        if let Some(&unpacks) = self.0.unpacks.get() {
+            return Ok(unpacks);
+        }
+        let unpacks = self.probe_unpacking()?;
+        Ok(*self.0.unpacks.get_or_init(|| unpacks))
+    }
+
+    pub(crate) fn submissions(&self) -> &Submissions {
+        &self.0.submissions
+    }
+
     pub(crate) fn nothing(&self) -> &wgpu::Buffer {
         &self.0.nothing
     }
 
+    /// Upper bound of a buffer in bytes, in whole words.
+    pub(crate) fn max_buffer_bytes(&self) -> u64 {
+        self.0.device.limits().max_buffer_size / 4 * 4
+    }
+
     /// Upper bound of a binding in bytes.
     pub(crate) fn max_binding_bytes(&self) -> u64 {
-        self.0.max_binding_bytes
+        self.0.chunk_limits.binding_bytes
     }
 
     /// Alignment of binding offsets.
     pub(crate) fn alignment(&self) -> u64 {
-        self.0.alignment
+        self.0.chunk_limits.alignment
     }
 
     /// Arranges workgroups in a 2-D grid within the device's limits; `None` if there are too many.
@@ -308,23 +375,33 @@ impl Gpu {
         (height <= most).then_some((width, height))
     }
 
-    /// Processes completed work without waiting.
-    pub(crate) fn poll_once(&self) -> Result<()> {
-        self.poll(PollType::Poll)
+    /// Returns a size for a buffer of at least `bytes` bytes that other uses will fit, too.
+    pub(crate) fn rounded_size(&self, bytes: u64) -> u64 {
+        let most = self.max_buffer_bytes();
+        bytes.next_power_of_two().max(4096).min(most).max(bytes.next_multiple_of(4))
     }
 
-    fn poll(&self, how: PollType) -> Result<()> {
+    /// Returns the reason if the device is lost.
+    pub(crate) fn check_lost(&self) -> Result<()> {
+        self.0.lost.check()
+    }
+
+    /// Marks the device as lost, unless it already is; returns the error.
+    pub(crate) fn mark_lost<T>(&self, what: String) -> Result<T> {
+        self.0.lost.set_once(|| what.clone());
+        Err(device_error(what))
+    }
+
+    pub(crate) fn poll(&self, how: PollType) -> Result<()> {
         self.0.lost.check()?;
         // wgpu panics if the device is lost during a poll
         let polled = catch_unwind(AssertUnwindSafe(|| self.0.device.poll(how)));
         self.0.lost.check()?;
         match polled {
             Ok(Ok(_)) => Ok(()),
-            Ok(Err(wgpu::PollError::Timeout)) => Err(device_error(format!(
-                "{} did not answer for {} s",
-                self.name(),
-                PATIENCE.as_secs()
-            ))),
+            Ok(Err(wgpu::PollError::Timeout)) => {
+                Err(device_error(format!("{} did not answer", self.name())))
+            }
             Ok(Err(error)) => Err(device_error(error)),
             Err(_) => Err(device_error(format!("{} failed while it was polled", self.name()))),
         }
@@ -386,7 +463,9 @@ impl Gpu {
             return Ok(Arc::clone(pipeline));
         }
         let source = variant.source();
-        let compiled = Arc::new(self.guard(|device, _| compile(device, variant.name(), source))?);
+        let checked = self.0.checks_bounds || variant.is_general();
+        let compiled =
+            Arc::new(self.guard(|device, _| compile(device, variant.name(), source, checked))?);
         *slot = Some(Arc::clone(&compiled));
         Ok(compiled)
     }

@@ -12,6 +12,7 @@ use crate::{
     pass_context::{
         BackwardContext, BackwardState, ForwardContext, ForwardState, RankKernels, bias_axes,
     },
+    row_buffers::RowTarget,
 };
 
 /// Writes out and statistics.
@@ -63,23 +64,19 @@ pub(crate) fn write_outputs(
         },
     )?;
     let vectors = Layout::dense(rows, dims.q_heads, dims.value_dim);
-    let copy = Copy {
-        from: Side { buffer: &acc.buffer, layout: vectors, bytes: 4 },
+    let target = RowTarget {
         into: Side { buffer: &outputs.out.buffer, layout: vectors, bytes: tile.storage.bytes() },
-        batches: dims.batch as u64,
-        rows: rows as u64,
-        heads: dims.q_heads as u64,
-        dim: dims.value_dim as u64,
-        mode: rounding(tile.storage, true),
-        factor: 1.0,
         factors: Some(Side {
             buffer: &softmax_statistics.buffer,
             layout: Layout::dense(rows, dims.q_heads, 4),
             bytes: 4,
         }),
+        batches: dims.batch as u64,
+        mode: rounding(tile.storage, true),
+        factor: 1.0,
     };
-    copy.launch(gpu, &mut commands)?;
-    commands.submit()
+    acc.copy_to(gpu, &mut commands, &target)?;
+    commands.submit().map(drop)
 }
 
 /// Rounds and writes the gradients.
@@ -108,18 +105,14 @@ pub(crate) fn write_gradients(
     let keys = shard.keys.len();
     let mut commands = Commands::new(gpu, arena);
     let vectors = Layout::dense(queries, dims.q_heads, dims.head_dim);
-    let copy = Copy {
-        from: Side { buffer: &dq.buffer, layout: vectors, bytes: 4 },
+    let target = RowTarget {
         into: Side { buffer: &into.dq.buffer, layout: vectors, bytes },
+        factors: None,
         batches: dims.batch as u64,
-        rows: queries as u64,
-        heads: dims.q_heads as u64,
-        dim: dims.head_dim as u64,
         mode: rounding(tile.storage, false),
         factor: spec.scale as f32,
-        factors: None,
     };
-    copy.launch(gpu, &mut commands)?;
+    dq.copy_to(gpu, &mut commands, &target)?;
     let record = spec.gradient_row_layout();
     for (field, tensor, dim) in [(0, &into.dk, dims.head_dim), (1, &into.dv, dims.value_dim)] {
         let copy = Copy {
@@ -133,11 +126,13 @@ pub(crate) fn write_gradients(
                 layout: Layout::dense(keys, dims.kv_heads, dim),
                 bytes,
             },
+            batches: dims.batch as u64,
             rows: keys as u64,
             heads: dims.kv_heads as u64,
             dim: dim as u64,
+            mode: rounding(tile.storage, false),
             factor: 1.0,
-            ..copy
+            factors: None,
         };
         copy.launch(gpu, &mut commands)?;
     }
@@ -147,7 +142,7 @@ pub(crate) fn write_gradients(
     if let (Some(sinks), Some(dsinks)) = (inputs.forward.sinks, &into.dsinks) {
         write_dsinks(&mut commands, spec, queries, statistics, sinks, dsinks)?;
     }
-    commands.submit()
+    commands.submit().map(drop)
 }
 
 /// Writes dbias; sums over the rows of a bias that has neither a query nor a key axis.

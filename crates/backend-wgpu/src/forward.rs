@@ -64,13 +64,13 @@ impl ForwardPass<WgpuSpace> for WgpuForward<'_> {
                 k: of_block(0),
                 v: of_block(1),
                 statistics: Some(floats(&softmax_statistics.buffer, rows, spec.dims.q_heads, 4)),
-                acc: Some(floats(&acc.buffer, rows, spec.dims.q_heads, spec.dims.value_dim)),
                 bias: spec
                     .bias
                     .zip(inputs.bias)
                     .map(|(shape, tensor)| bias(Some(&tensor.buffer), shape, rows)),
                 ..Operands::default()
             },
+            acc: Some(acc),
         };
         pass.run(arena, block_mask, tick).map(drop)
     }

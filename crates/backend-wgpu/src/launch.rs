@@ -1,26 +1,46 @@
 //! Command batches: kernels with their uniform parameters and lists, submitted to the queue
-//! together.
+//! together, and counted on the device when they have run.
 
 use std::sync::Arc;
 
 use annulus_core::{Error, Result};
-use wgpu::BufferUsages;
+use wgpu::{BufferUsages, ComputePassTimestampWrites};
 
-use crate::{device::Gpu, kernels::Variant, pipelines::Pipeline};
+use crate::{
+    device::Gpu,
+    kernels::{Variant, params::StepParams},
+    pipelines::Pipeline,
+    staging::UploadBuffer,
+    submissions::Receipt,
+};
 
-/// Memory for uniform parameters and lists, on host and device. Reused by every batch, which is
-/// safe because the queue runs them in order.
+/// Memory for uniform parameters, on host and device, and for lists on the device. Reused by every
+/// batch, which is safe because the queue runs them in order.
 #[derive(Debug, Default)]
 pub(crate) struct Arena {
     bytes: Vec<u8>,
     buffer: Option<wgpu::Buffer>,
+    lists: Option<wgpu::Buffer>,
+}
+
+/// Returns the buffer in `slot` if it holds `bytes`, else a new one.
+fn of_size(
+    gpu: &Gpu,
+    slot: &mut Option<wgpu::Buffer>,
+    label: &str,
+    bytes: u64,
+) -> Result<wgpu::Buffer> {
+    if let Some(buffer) = slot.as_ref().filter(|buffer| buffer.size() >= bytes) {
+        return Ok(buffer.clone());
+    }
+    let usage = BufferUsages::STORAGE | BufferUsages::UNIFORM | BufferUsages::COPY_DST;
+    let buffer = gpu.create_buffer(label, gpu.rounded_size(bytes), usage)?;
+    Ok(slot.insert(buffer).clone())
 }
 
 /// Resource of a binding.
 #[derive(Debug, Clone)]
 pub(crate) enum BoundResource {
-    /// Part of the arena.
-    Arena { offset: u64, size: u64 },
     /// Part of a buffer.
     Buffer { buffer: wgpu::Buffer, offset: u64, size: u64 },
     /// Unused by this plan: the placeholder buffer.
@@ -78,6 +98,8 @@ pub(crate) struct Commands<'a> {
     gpu: &'a Gpu,
     arena: &'a mut Arena,
     clears: Vec<wgpu::Buffer>,
+    /// Filled staging buffers, their targets and sizes.
+    uploads: Vec<(UploadBuffer, wgpu::Buffer, u64)>,
     launches: Vec<Launch>,
 }
 
@@ -85,13 +107,17 @@ impl<'a> Commands<'a> {
     /// Starts an empty batch.
     pub(crate) fn new(gpu: &'a Gpu, arena: &'a mut Arena) -> Self {
         arena.bytes.clear();
-        Self { gpu, arena, clears: Vec::new(), launches: Vec::new() }
+        Self { gpu, arena, clears: Vec::new(), uploads: Vec::new(), launches: Vec::new() }
     }
 
-    /// Appends words that kernels read.
-    pub(crate) fn data(&mut self, words: &[u32]) -> BoundResource {
-        let offset = self.append(bytemuck::cast_slice(words));
-        BoundResource::Arena { offset, size: (words.len() as u64 * 4).max(4) }
+    /// Uploads words that kernels of this batch and of later ones read, until the arena's next
+    /// lists.
+    pub(crate) fn lists(&mut self, words: &[u32]) -> Result<BoundResource> {
+        let size = (words.len() as u64 * 4).max(4);
+        let buffer = of_size(self.gpu, &mut self.arena.lists, "lists", size)?;
+        let filled = self.gpu.fill(bytemuck::cast_slice(words))?;
+        self.uploads.push((filled, buffer.clone(), size));
+        Ok(BoundResource::Buffer { buffer, offset: 0, size })
     }
 
     /// Zeros a buffer before the first kernel of the batch runs.
@@ -145,40 +171,43 @@ impl<'a> Commands<'a> {
         offset as u64
     }
 
-    /// Submits the batch.
-    pub(crate) fn submit(self) -> Result<()> {
-        let Self { gpu, arena, clears, launches } = self;
-        if launches.is_empty() && clears.is_empty() {
-            return Ok(());
+    /// Submits the batch, whose last kernel counts it. Returns its place in the queue; `None` if it
+    /// is empty.
+    pub(crate) fn submit(self) -> Result<Option<Receipt>> {
+        if self.launches.is_empty() && self.clears.is_empty() {
+            return Ok(None);
         }
+        self.submit_with(None).map(Some)
+    }
+
+    /// As [`Commands::submit`], with timestamps and also if it is empty.
+    pub(crate) fn submit_timed(self, writes: ComputePassTimestampWrites<'_>) -> Result<Receipt> {
+        self.submit_with(Some(writes))
+    }
+
+    fn submit_with(
+        mut self,
+        timestamp_writes: Option<ComputePassTimestampWrites<'_>>,
+    ) -> Result<Receipt> {
+        let counter = BoundResource::whole(&self.gpu.submissions().counter);
+        self.launch(Variant::Count, 1, vec![counter], |_| StepParams { step: 1 })?;
+        let Self { gpu, arena, clears, mut uploads, launches } = self;
         let size = arena.bytes.len() as u64;
-        let buffer = match &arena.buffer {
-            Some(buffer) if buffer.size() >= size => buffer.clone(),
-            _ => {
-                let usage = BufferUsages::STORAGE | BufferUsages::UNIFORM | BufferUsages::COPY_DST;
-                let buffer = gpu.create_buffer(
-                    "params and lists",
-                    size.next_power_of_two().max(4096),
-                    usage,
-                )?;
-                arena.buffer = Some(buffer.clone());
-                buffer
-            }
-        };
-        let filled = gpu.fill(&arena.bytes)?;
-        gpu.guard(|device, queue| {
+        let buffer = of_size(gpu, &mut arena.buffer, "parameters", size)?;
+        uploads.push((gpu.fill(&arena.bytes)?, buffer.clone(), size));
+        let receipt = gpu.submit(true, |device| {
             let groups: Vec<_> =
                 launches.iter().map(|launch| bind_group(gpu, device, &buffer, launch)).collect();
             let mut encoder = device
                 .create_command_encoder(&wgpu::CommandEncoderDescriptor { label: Some("annulus") });
-            if size > 0 {
-                encoder.copy_buffer_to_buffer(&filled.0, 0, &buffer, 0, size);
+            for (from, into, size) in &uploads {
+                encoder.copy_buffer_to_buffer(&from.0, 0, into, 0, *size);
             }
             clears.iter().for_each(|buffer| encoder.clear_buffer(buffer, 0, None));
             {
                 let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor {
                     label: Some("annulus"),
-                    timestamp_writes: None,
+                    timestamp_writes,
                 });
                 for (launch, group) in launches.iter().zip(&groups) {
                     pass.set_pipeline(&launch.pipeline.pipeline);
@@ -186,9 +215,10 @@ impl<'a> Commands<'a> {
                     pass.dispatch_workgroups(launch.grid.0, launch.grid.1, 1);
                 }
             }
-            queue.submit([encoder.finish()]);
+            encoder
         })?;
-        filled.return_to_pool(gpu)
+        uploads.into_iter().try_for_each(|(filled, ..)| filled.return_to_pool(gpu))?;
+        Ok(receipt)
     }
 }
 
@@ -207,14 +237,11 @@ fn bind_group(
     };
     let params = part(arena, launch.params, launch.pipeline.params as u64);
     let bound = |bound: &'_ BoundResource| match bound {
-        BoundResource::Arena { offset, size } => (None, *offset, *size),
-        BoundResource::Buffer { buffer, offset, size } => (Some(buffer.clone()), *offset, *size),
-        BoundResource::Unused => (Some(gpu.nothing().clone()), 0, gpu.nothing().size()),
+        BoundResource::Buffer { buffer, offset, size } => (buffer.clone(), *offset, *size),
+        BoundResource::Unused => (gpu.nothing().clone(), 0, gpu.nothing().size()),
     };
     let resources: Vec<_> = launch.bindings.iter().map(bound).collect();
-    let storage = resources
-        .iter()
-        .map(|(buffer, offset, size)| part(buffer.as_ref().unwrap_or(arena), *offset, *size));
+    let storage = resources.iter().map(|(buffer, offset, size)| part(buffer, *offset, *size));
     let entries: Vec<_> = (0..)
         .zip(std::iter::once(params).chain(storage))
         .map(|(binding, resource)| wgpu::BindGroupEntry { binding, resource })

@@ -12,12 +12,16 @@
 //! | tile kernels: launch, chunks, block-sparse mask | `tiles.rs`, `chunks.rs`, `block_mask.rs` |
 //! | operands, wire records, strided copies | `operands.rs`, `records.rs`, `copy.rs` |
 //! | device memory: [`annulus_core::DeviceSpace`] | `memory.rs` |
+//! | accumulators in several buffers | `row_buffers.rs` |
 //! | copies from and to the host: [`annulus_core::StagedSpace`] | `staged.rs`, `staging.rs` |
 //! | idle staging buffers | `pools.rs` |
 //! | adapters, device, pipelines | `adapter.rs`, `device.rs`, `pipelines.rs` |
 //! | command batches | `launch.rs` |
+//! | their order, waits for them, proof that they ran | `submissions.rs` |
+//! | work per submission | `parts.rs`, `pacing.rs` |
 //! | errors, timing | `errors.rs`, `stopwatch.rs` |
-//! | levels, default level, check of cooperative matrices | `level.rs`, `choice.rs`, `probe.rs` |
+//! | levels, default level | `level.rs`, `choice.rs` |
+//! | checks of subgroups, matrices and conversions | `probe.rs` |
 //! | kernels in WGSL | `kernels/` |
 //!
 //! # Design
@@ -53,22 +57,27 @@ mod launch;
 mod level;
 mod memory;
 mod operands;
+mod pacing;
+mod parts;
 mod pass_context;
 mod pipelines;
 mod pools;
 mod probe;
 mod records;
+mod row_buffers;
 mod staged;
 mod staging;
 mod stopwatch;
+mod submissions;
 mod tiles;
 mod workspace;
 
-pub use adapter::Adapter;
+pub use adapter::{Adapter, NO_ADAPTER};
 pub use backend::Wgpu;
 pub use backward::WgpuBackward;
 pub use device::{Gpu, Options, PATIENCE};
 pub use forward::WgpuForward;
+pub use kernels::offline::KernelText;
 pub use level::Level;
 pub use memory::{GpuBuffer, Queued, Tensor, WgpuSpace};
 pub use staged::{Copier, Download, Upload};

@@ -209,23 +209,33 @@ impl Tensor {
         if T::DTYPE != self.dtype {
             return Err(Error::invalid("dtype", T::DTYPE, self.dtype));
         }
-        let elements = self.gpu.read(&self.buffer, self.bytes(), |bytes| {
-            Ok(bytemuck::pod_collect_to_vec::<u8, T>(bytes))
+        let mut elements = Vec::with_capacity(self.shape.iter().product());
+        self.gpu.read(&self.buffer, self.bytes(), |bytes| {
+            let begin = elements.len();
+            elements.resize(begin + bytes.len() / size_of::<T>(), T::zeroed());
+            bytemuck::cast_slice_mut(&mut elements[begin..]).copy_from_slice(bytes);
+            Ok(())
         })?;
         Array4::from_shape_vec(self.shape, elements).map_err(Error::internal)
     }
 
     /// Downloads the tensor into a host tensor of the same type and shape.
     fn read_into<T: Element>(&self, into: &mut ArrayViewMut4<'_, T>) -> Result<()> {
+        if let Some(elements) = into.as_slice_mut() {
+            let mut rest: &mut [u8] = bytemuck::cast_slice_mut(elements);
+            return self.gpu.read(&self.buffer, self.bytes(), |bytes| {
+                let (part, after) = std::mem::take(&mut rest)
+                    .split_at_mut_checked(bytes.len())
+                    .ok_or_else(|| Error::internal("a download is longer than its tensor"))?;
+                part.copy_from_slice(bytes);
+                rest = after;
+                Ok(())
+            });
+        }
+        let mut elements = into.iter_mut();
         self.gpu.read(&self.buffer, self.bytes(), |bytes| {
-            match into.as_slice_mut() {
-                Some(elements) => bytemuck::cast_slice_mut(elements).copy_from_slice(bytes),
-                None => {
-                    let elements = bytes.chunks_exact(size_of::<T>());
-                    for (into, bytes) in into.iter_mut().zip(elements) {
-                        *into = bytemuck::pod_read_unaligned(bytes);
-                    }
-                }
+            for (bytes, into) in bytes.chunks_exact(size_of::<T>()).zip(&mut elements) {
+                *into = bytemuck::pod_read_unaligned(bytes);
             }
             Ok(())
         })

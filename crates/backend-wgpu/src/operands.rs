@@ -1,6 +1,8 @@
 //! The tile kernels and their operands, in the layouts that passes have: dense tensors, dense f32
 //! buffers, wire records, biases.
 
+use annulus_core::Dims;
+
 use crate::{
     Level,
     block_mask::Owner,
@@ -20,6 +22,8 @@ pub(crate) struct Operand<'a> {
     /// Bytes per element.
     pub(crate) bytes: u64,
     pub(crate) rows: RowsOf,
+    /// Row at which the buffer begins.
+    pub(crate) first_row: usize,
 }
 
 /// Rows and heads of an operand.
@@ -91,6 +95,21 @@ impl TileKernel {
     }
 }
 
+/// Returns the lengths of the vectors that a kernel multiplies, one per product of a tile pair.
+pub(crate) fn dims_of_products(kind: TileKernel, dims: &Dims) -> Vec<usize> {
+    let Dims { head_dim, value_dim, .. } = *dims;
+    match kind {
+        // S, O
+        TileKernel::Forward => vec![head_dim, value_dim],
+        // S, dP, dQ
+        TileKernel::Queries => vec![head_dim, value_dim, head_dim],
+        // S, dP, dV, dK
+        TileKernel::Keys { .. } => vec![head_dim, value_dim, value_dim, head_dim],
+        // S, dP
+        TileKernel::Bias(_) => vec![head_dim, value_dim],
+    }
+}
+
 /// Offsets of operands within their bindings.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Bases {
@@ -157,7 +176,8 @@ impl<'a> Operands<'a> {
 pub(crate) fn tensor(tensor: &Tensor, rows: RowsOf) -> Operand<'_> {
     let [_, len, heads, dim] = tensor.shape;
     let layout = Layout::dense(len, heads, dim);
-    Operand { buffer: Some(&tensor.buffer), layout, dim, bytes: tensor.dtype.bytes() as u64, rows }
+    let bytes = tensor.dtype.bytes() as u64;
+    Operand { buffer: Some(&tensor.buffer), layout, dim, bytes, rows, first_row: 0 }
 }
 
 /// Operand for a dense f32 buffer `[b, rows, heads, dim]` of queries.
@@ -173,6 +193,7 @@ pub(crate) const fn floats(
         dim,
         bytes: 4,
         rows: RowsOf::Queries,
+        first_row: 0,
     }
 }
 
@@ -186,7 +207,8 @@ pub(crate) fn records<'a>(
 ) -> Operand<'a> {
     let annulus_core::RowField { dim, dtype, .. } = record.fields()[field];
     let scale = annulus_core::index(dtype.bytes() as u64 / bytes);
-    Operand { buffer, layout: Layout::records(record, field, bytes), dim: dim * scale, bytes, rows }
+    let layout = Layout::records(record, field, bytes);
+    Operand { buffer, layout, dim: dim * scale, bytes, rows, first_row: 0 }
 }
 
 /// Operand for a bias `[b|1, heads|1, rows|1, keys|1]`, one vector per query row.
@@ -200,7 +222,7 @@ pub(crate) fn bias(buffer: Option<&wgpu::Buffer>, shape: [usize; 4], rows: usize
         row: distance(queries, keys as u64),
         head: distance(heads, rows * keys as u64),
     };
-    Operand { buffer, layout, dim: keys, bytes: 4, rows: RowsOf::Queries }
+    Operand { buffer, layout, dim: keys, bytes: 4, rows: RowsOf::Queries, first_row: 0 }
 }
 
 /// Operand for dbias: shaped as the bias, but with one number per row if it has no key axis.

@@ -8,6 +8,7 @@ use crate::{
     kernels::{BiasAxes, TileVariant},
     launch::Arena,
     memory::{GpuBuffer, WgpuSpace},
+    row_buffers::RowBuffers,
 };
 
 /// Device, shard and kernel variant of one rank, and memory for the parameters of launches: common
@@ -25,7 +26,7 @@ pub(crate) struct RankKernels {
 #[derive(Debug)]
 pub(crate) struct ForwardState {
     /// Accumulator of O, `[b, rows, q_heads, value_dim]`.
-    pub(crate) acc: GpuBuffer,
+    pub(crate) acc: RowBuffers,
     /// (m, ℓ, ties, any key attended to), `[b, rows, q_heads, 4]`.
     pub(crate) softmax_statistics: GpuBuffer,
 }
@@ -34,7 +35,7 @@ pub(crate) struct ForwardState {
 #[derive(Debug)]
 pub(crate) struct BackwardState {
     /// dQ / scale, `[b, rows, q_heads, head_dim]`.
-    pub(crate) dq: GpuBuffer,
+    pub(crate) dq: RowBuffers,
     /// (lse, max, Δ, share), `[b, rows, q_heads, 4]`.
     pub(crate) statistics: GpuBuffer,
     /// dbias: shaped as the bias, or one number per query row if the bias has no key axis.

@@ -11,7 +11,17 @@ pub(crate) struct Pipeline {
 }
 
 /// Compiles a kernel. Binding 0 is its parameters; the source's bindings follow.
-pub(crate) fn compile(device: &wgpu::Device, name: &str, source: Source) -> Pipeline {
+///
+/// # Bounds
+/// With `checked`, indices are clamped by the shader. Otherwise indices of buffers are bounded by
+/// the device, as Vulkan's robust buffer access and DX12 do, and those of workgroup memory are not:
+/// they are computed from the invocation's index, and from loop counters with constant bounds.
+pub(crate) fn compile(
+    device: &wgpu::Device,
+    name: &str,
+    source: Source,
+    checked: bool,
+) -> Pipeline {
     let Source { wgsl, bindings, params } = source;
     let uniform = wgpu::BindGroupLayoutEntry {
         binding: 0,
@@ -43,17 +53,7 @@ pub(crate) fn compile(device: &wgpu::Device, name: &str, source: Source) -> Pipe
         bind_group_layouts: &[Some(&layout)],
         immediate_size: 0,
     });
-    let text = wgpu::ShaderModuleDescriptor {
-        label: Some(name),
-        source: wgpu::ShaderSource::Wgsl(wgsl.into()),
-    };
-    let checks = wgpu::ShaderRuntimeChecks {
-        force_loop_bounding: false,
-        ..wgpu::ShaderRuntimeChecks::checked()
-    };
-    // SAFETY: only the check for endless loops is disabled. The sources are ours, and every
-    // loop counts an unsigned variable up to a bound that is fixed before the loop.
-    let module = unsafe { device.create_shader_module_trusted(text, checks) };
+    let module = compile_module(device, name, wgsl, checked);
     let pipeline = device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
         label: Some(name),
         layout: Some(&whole),
@@ -67,4 +67,28 @@ pub(crate) fn compile(device: &wgpu::Device, name: &str, source: Source) -> Pipe
         cache: None,
     });
     Pipeline { pipeline, layout, params }
+}
+
+/// Compiles the text of a kernel; for `checked` see [`compile`].
+fn compile_module(
+    device: &wgpu::Device,
+    name: &str,
+    wgsl: String,
+    checked: bool,
+) -> wgpu::ShaderModule {
+    let text = wgpu::ShaderModuleDescriptor {
+        label: Some(name),
+        source: wgpu::ShaderSource::Wgsl(wgsl.into()),
+    };
+    let checks = wgpu::ShaderRuntimeChecks {
+        bounds_checks: checked,
+        int_div_checks: checked,
+        force_loop_bounding: false,
+        ..wgpu::ShaderRuntimeChecks::checked()
+    };
+    // SAFETY: the sources are ours. Every loop counts an unsigned variable up to a bound that is
+    // fixed before the loop. Indices are within their arrays, and buffers are bounded by the device
+    // if they are not checked. Divisors are numbers of tiles, heads, rows or elements, not 0 in any
+    // launch.
+    unsafe { device.create_shader_module_trusted(text, checks) }
 }

@@ -2,6 +2,9 @@
 
 use std::sync::{Arc, Mutex, atomic::AtomicU64};
 
+/// Upper bound of the buffers of a pool: a few plans at a time, each with a few in the queue.
+pub(crate) const MAX_IDLE: usize = 8;
+
 /// Pools of one device, and the bytes that went through them.
 #[derive(Debug, Default)]
 pub(crate) struct StagingPools {
@@ -9,6 +12,8 @@ pub(crate) struct StagingPools {
     pub(crate) uploads: Arc<Mutex<Vec<wgpu::Buffer>>>,
     /// Unmapped.
     pub(crate) downloads: Mutex<Vec<wgpu::Buffer>>,
+    /// Bytes of upload buffers that queued work has not read.
+    pub(crate) uploading: Arc<AtomicU64>,
     pub(crate) bytes_to_device: AtomicU64,
     pub(crate) bytes_to_host: AtomicU64,
 }
@@ -18,4 +23,16 @@ pub(crate) fn take_fitting(pool: &mut Vec<wgpu::Buffer>, bytes: u64) -> Option<w
     let fitting = pool.iter().enumerate().filter(|(_, buffer)| buffer.size() >= bytes);
     let index = fitting.min_by_key(|(_, buffer)| buffer.size()).map(|(index, _)| index)?;
     Some(pool.swap_remove(index))
+}
+
+/// Returns a buffer to its pool. Drops the smallest one if there are too many, because large ones
+/// take longest to create.
+pub(crate) fn keep(pool: &mut Vec<wgpu::Buffer>, buffer: wgpu::Buffer) {
+    pool.push(buffer);
+    if pool.len() > MAX_IDLE {
+        let sizes = pool.iter().map(wgpu::Buffer::size).enumerate();
+        if let Some((smallest, _)) = sizes.min_by_key(|&(_, size)| size) {
+            pool.swap_remove(smallest);
+        }
+    }
 }

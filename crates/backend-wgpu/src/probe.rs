@@ -1,15 +1,19 @@
-//! Checks cooperative matrices on a known product before a device is used at
-//! [`crate::Level::Matrix`]: neither wgpu's translation nor the drivers are proven on all hardware,
-//! and no device with 16 × 16 matrices was at hand. Kernel: `matrix_probe.wgsl`.
+//! Checks what a level requires on the device before it is used at that level.
+//!
+//! * Above [`crate::Level::Plain`]: subgroups of at least 8 invocations in linear order. wgpu
+//!   reports no size on Metal. Kernel: `subgroup_probe.wgsl`.
+//! * At [`crate::Level::Matrix`]: a known product of cooperative matrices. Neither wgpu's
+//!   translation nor the drivers are proven on all hardware, and no device with 16 × 16 matrices
+//!   was at hand. Kernel: `matrix_probe.wgsl`.
 
 use annulus_core::{Error, Result};
 
 use crate::{
-    Gpu,
+    Gpu, Level,
     kernels::{
         Variant,
         matrices::{PROBE_RESULTS, probe_result},
-        params::ProbeParams,
+        params::{ProbeParams, StepParams},
     },
     launch::{Arena, BoundResource, Commands},
     level::Matrices,
@@ -19,16 +23,60 @@ use crate::{
 /// Steps for which every error of order or transposition changes the result.
 const PARAMS: ProbeParams = ProbeParams { left_step: 7, right_step: 5 };
 
+/// Factor of the shuffled numbers.
+const STEP: u32 = 3;
+
+/// Distance of the f16 numbers whose conversion is measured: 64 of them, most of them subnormal
+/// (below 1024).
+const UNPACK_STEP: u32 = 17;
+
+/// Numbers that the probe of subgroups writes: size and three shuffles for each of 64 invocations.
+const SUBGROUP_RESULTS: usize = 4 * 64;
+
 impl Gpu {
-    /// Computes the products on the device in every way in which the kernels do.
+    /// Checks what the level requires.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if a product is wrong.
-    pub(crate) fn probe(&self, matrices: Matrices) -> Result<()> {
-        self.probe_as(matrices, |_| {})
+    /// [`Error::Unsupported`] if subgroups are too small, or a shuffle or a product is wrong.
+    pub(crate) fn probe(&self) -> Result<()> {
+        if self.level() > Level::Plain {
+            judge_subgroups(&self.shuffled()?, self.name())?;
+        }
+        self.matrices().map_or(Ok(()), |matrices| self.probe_as(matrices, |_| {}))
     }
 
-    /// As [`Gpu::probe`]; `spoil` changes the computed products, for tests.
+    /// Shuffles numbers on the device.
+    fn shuffled(&self) -> Result<Vec<u32>> {
+        self.results(Variant::SubgroupProbe, SUBGROUP_RESULTS, STEP)
+    }
+
+    /// True if the device's conversion from f16 keeps subnormal numbers.
+    pub(crate) fn probe_unpacking(&self) -> Result<bool> {
+        match self.results(Variant::UnpackProbe, 64, UNPACK_STEP) {
+            Ok(results) => Ok(keeps_subnormals(&results)),
+            // a device without the conversion rejects the kernel
+            Err(error) => self.check_lost().map_or(Err(error), |()| Ok(false)),
+        }
+    }
+
+    /// Runs one workgroup of a probe that writes `count` numbers.
+    fn results(&self, variant: Variant, count: usize, step: u32) -> Result<Vec<u32>> {
+        let mut arena = Arena::default();
+        let bytes = 4 * count as u64;
+        let result = self.create_buffer("probe", bytes, USAGE)?;
+        let mut commands = Commands::new(self, &mut arena);
+        let bindings = vec![BoundResource::whole(&result)];
+        commands.launch(variant, 1, bindings, |_| StepParams { step })?;
+        commands.submit()?;
+        let mut all = Vec::with_capacity(count);
+        self.read(&result, bytes, |bytes| {
+            all.extend(bytemuck::pod_collect_to_vec::<u8, u32>(bytes));
+            Ok(())
+        })?;
+        Ok(all)
+    }
+
+    /// Computes the products in every way in which the kernels do; `spoil` changes them, for tests.
     fn probe_as(&self, matrices: Matrices, spoil: impl FnOnce(&mut [f32])) -> Result<()> {
         let mut arena = Arena::default();
         let bytes = 4 * PROBE_RESULTS as u64;
@@ -41,11 +89,37 @@ impl Gpu {
             |_| PARAMS,
         )?;
         commands.submit()?;
-        let mut products =
-            self.read(&result, bytes, |bytes| Ok(bytemuck::pod_collect_to_vec::<u8, f32>(bytes)))?;
+        let mut products = Vec::with_capacity(PROBE_RESULTS);
+        self.read(&result, bytes, |bytes| {
+            products.extend(bytemuck::pod_collect_to_vec::<u8, f32>(bytes));
+            Ok(())
+        })?;
         spoil(&mut products);
         judge(&products, matrices, self.name())
     }
+}
+
+/// True if the results of the probe are the numbers as f16 represents them.
+fn keeps_subnormals(results: &[u32]) -> bool {
+    let exact = |(number, &bits): (u32, &u32)| {
+        u16::try_from(UNPACK_STEP * number)
+            .is_ok_and(|half| half::f16::from_bits(half).to_f32().to_bits() == bits)
+    };
+    results.len() == 64 && (0..).zip(results).all(exact)
+}
+
+/// Refuses a device unless its subgroups have at least 8 invocations, and shuffles exchange the
+/// numbers of invocations whose indices differ in one bit.
+fn judge_subgroups(results: &[u32], device: &str) -> Result<()> {
+    let least = results.iter().step_by(4).min().copied().unwrap_or(0);
+    let exchanged = (0..).zip(results.chunks(4)).all(|(lane, found)| {
+        found.iter().skip(1).eq(&[1, 2, 4].map(|distance| STEP * (lane ^ distance)))
+    });
+    if least >= 8 && exchanged {
+        return Ok(());
+    }
+    let why = if least < 8 { format!("subgroups of {least}") } else { "wrong shuffles".to_owned() };
+    Err(Error::unsupported(format!("wgpu level subgroup ({why})"), device))
 }
 
 /// Refuses a device unless all products are right.
@@ -63,7 +137,7 @@ fn judge(products: &[f32], matrices: Matrices, device: &str) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Level, Options};
+    use crate::Options;
 
     fn refuses(products: &[f32]) -> bool {
         [Matrices::Eight, Matrices::Sixteen].into_iter().all(|matrices| {
@@ -89,6 +163,46 @@ mod tests {
             (0..most).map(|k| left[32 * row + k] * right[32 * k + column]).sum::<f32>()
         };
         (0..1024).map(|at| 1.0 + sum(at / 32, at % 32)).collect()
+    }
+
+    #[test]
+    fn the_probe_refuses_small_subgroups_and_wrong_shuffles() {
+        let results = |size: u32| -> Vec<u32> {
+            (0..64).flat_map(|n| [size, STEP * (n ^ 1), STEP * (n ^ 2), STEP * (n ^ 4)]).collect()
+        };
+        let refused = |results: &[u32], why: &str| {
+            let refusal = judge_subgroups(results, "a device");
+            matches!(&refusal, Err(Error::Unsupported { what, .. }) if what.contains(why))
+        };
+        for size in [8, 16, 32, 64] {
+            assert_eq!(judge_subgroups(&results(size), "a device"), Ok(()));
+            for at in [0, 1, 2, 3, 97, 254, 255] {
+                let mut wrong = results(size);
+                wrong[at] = 4;
+                let why = if at % 4 == 0 { "subgroups of 4" } else { "wrong shuffles" };
+                assert!(refused(&wrong, why), "{at}");
+            }
+        }
+        assert!(refused(&[], "subgroups of 0"));
+        // the device's own
+        let Some(adapter) = Gpu::list().into_iter().next() else { return };
+        if adapter.levels.contains(&Level::Subgroup) {
+            let gpu = Gpu::open(&Options { level: Some(Level::Subgroup), ..Options::default() });
+            assert_eq!(judge_subgroups(&gpu.unwrap().shuffled().unwrap(), "a device"), Ok(()));
+        }
+    }
+
+    #[test]
+    fn a_conversion_that_drops_subnormal_numbers_is_not_used() {
+        let widened = |n: u32| f32::from(half::f16::from_bits((UNPACK_STEP * n) as u16));
+        let mut results: Vec<u32> = (0..64).map(|n| widened(n).to_bits()).collect();
+        assert!(keeps_subnormals(&results));
+        // 60 · 17 is the largest subnormal one
+        results[60] = 0;
+        assert!(!keeps_subnormals(&results));
+        assert!(!keeps_subnormals(&results[..60]));
+        assert!(widened(60) < half::f16::MIN_POSITIVE.to_f32());
+        assert!(widened(61) > half::f16::MIN_POSITIVE.to_f32());
     }
 
     #[test]
@@ -152,7 +266,7 @@ mod tests {
         }
         let gpu = Gpu::open(&options).unwrap();
         let matrices = gpu.matrices().unwrap();
-        assert_eq!(gpu.probe(matrices), Ok(()));
+        assert_eq!(gpu.probe(), Ok(()));
         let refusal = gpu.probe_as(matrices, |products| products[5] = 0.0);
         assert!(matches!(
             refusal,

@@ -34,7 +34,7 @@ impl Copier {
             return Ok(buffer.clone());
         }
         let buffer =
-            self.gpu.create_buffer("unaligned upload", bytes.next_power_of_two(), USAGE)?;
+            self.gpu.create_buffer("unaligned upload", self.gpu.rounded_size(bytes), USAGE)?;
         Ok(self.unaligned.insert(buffer).clone())
     }
 }

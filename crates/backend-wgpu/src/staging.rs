@@ -2,26 +2,32 @@
 //!
 //! An upload buffer waits in the pool mapped. It is filled, unmapped, read by queued work, and
 //! mapped again, which completes after that work. A download buffer is written by queued work,
-//! mapped, read, and returned to the pool unmapped.
+//! mapped, read, and returned to the pool unmapped. Tensors pass through in pieces of
+//! [`PIECE_BYTES`].
 
 use std::{
-    ops::Range,
+    ops::{ControlFlow, Range},
     sync::{Arc, Mutex, atomic::Ordering},
-    thread,
-    time::{Duration, Instant},
 };
 
 use annulus_core::{Error, Result, index};
 use wgpu::{BufferUsages, MapMode};
 
 use crate::{
-    device::{Gpu, PATIENCE, lock},
-    errors::device_error,
-    pools::{StagingPools, take_fitting},
+    device::{Gpu, lock},
+    pools::{StagingPools, keep, take_fitting},
+    submissions::Receipt,
 };
 
-/// Interval between polls of a copy: a trade-off between latency and load on the host.
-const POLL: Duration = Duration::from_micros(50);
+/// Bytes of a staging buffer for tensors: large beside the cost of a submission (64 MiB take 4 ms
+/// over PCIe 3), small beside the memory of a host.
+pub(crate) const PIECE_BYTES: u64 = 64 << 20;
+
+/// Uploads that may be in the queue, in bytes.
+const MAX_UPLOADING: u64 = 4 * PIECE_BYTES;
+
+/// Bytes of a download that contain the counter of batches.
+const COUNTER_BYTES: u64 = 4;
 
 /// Bytes copied between host and device, as returned by [`Gpu::transfers`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -33,18 +39,22 @@ pub struct Transfers {
 }
 
 /// A filled upload buffer.
+#[derive(Debug)]
 pub(crate) struct UploadBuffer(pub(crate) wgpu::Buffer);
 
 impl UploadBuffer {
     /// Returns the buffer to the pool once queued work has read it.
     pub(crate) fn return_to_pool(self, gpu: &Gpu) -> Result<()> {
         let pool = Arc::clone(&gpu.staging().uploads);
+        let uploading = Arc::clone(&gpu.staging().uploading);
         let buffer = self.0.clone();
+        uploading.fetch_add(buffer.size(), Ordering::Relaxed);
         gpu.guard(|_, _| {
             self.0.map_async(MapMode::Write, .., move |mapped| {
+                uploading.fetch_sub(buffer.size(), Ordering::Relaxed);
                 // mapping fails only if the device is lost
                 if mapped.is_ok() {
-                    lock(&pool).push(buffer);
+                    keep(&mut lock(&pool), buffer);
                 }
             });
         })
@@ -55,6 +65,9 @@ impl UploadBuffer {
 #[derive(Debug)]
 pub(crate) struct PendingRead {
     buffer: wgpu::Buffer,
+    /// Bytes before the counter.
+    bytes: u64,
+    receipt: Receipt,
     mapped: Arc<Mutex<Option<Result<(), String>>>>,
 }
 
@@ -69,36 +82,44 @@ impl Gpu {
         }
     }
 
-    /// Fills an upload buffer.
-    pub(crate) fn fill(&self, bytes: &[u8]) -> Result<UploadBuffer> {
-        let size = (bytes.len() as u64).max(4).next_multiple_of(4);
-        let free = take_fitting(&mut lock(&self.staging().uploads), size);
-        let buffer = match free {
-            Some(buffer) => buffer,
-            None => {
-                let descriptor = wgpu::BufferDescriptor {
-                    label: Some("upload"),
-                    size: size.next_power_of_two().max(4096),
-                    usage: BufferUsages::MAP_WRITE | BufferUsages::COPY_SRC,
-                    mapped_at_creation: true,
-                };
-                self.guard(|device, _| device.create_buffer(&descriptor)).map_err(|error| {
-                    match error {
-                        Error::OutOfMemory { .. } => {
-                            Error::out_of_memory("an upload to the device", size)
-                        }
-                        other => other,
-                    }
-                })?
-            }
+    /// Returns an upload buffer of at least `bytes` bytes from the pool, or a new one.
+    fn upload_buffer(&self, bytes: u64) -> Result<wgpu::Buffer> {
+        if let Some(buffer) = take_fitting(&mut lock(&self.staging().uploads), bytes) {
+            return Ok(buffer);
+        }
+        let descriptor = wgpu::BufferDescriptor {
+            label: Some("upload"),
+            size: self.rounded_size(bytes),
+            usage: BufferUsages::MAP_WRITE | BufferUsages::COPY_SRC,
+            mapped_at_creation: true,
         };
+        self.guard(|device, _| device.create_buffer(&descriptor)).map_err(|error| match error {
+            Error::OutOfMemory { .. } => Error::out_of_memory("an upload to the device", bytes),
+            other => other,
+        })
+    }
+
+    /// Fills an upload buffer with pieces of memory, in order.
+    fn fill_all(&self, pieces: &[&[u8]]) -> Result<UploadBuffer> {
+        let total: usize = pieces.iter().map(|piece| piece.len()).sum();
+        let size = (total as u64).max(4).next_multiple_of(4);
+        let buffer = self.upload_buffer(size)?;
         {
             let mut view =
                 buffer.slice(..size).get_mapped_range_mut().map_err(|error| self.explain(error))?;
-            view.slice(..bytes.len()).copy_from_slice(bytes);
+            let mut at = 0;
+            for piece in pieces {
+                view.slice(at..at + piece.len()).copy_from_slice(piece);
+                at += piece.len();
+            }
         }
         self.guard(|_, _| buffer.unmap())?;
         Ok(UploadBuffer(buffer))
+    }
+
+    /// Fills an upload buffer.
+    pub(crate) fn fill(&self, bytes: &[u8]) -> Result<UploadBuffer> {
+        self.fill_all(&[bytes])
     }
 
     /// Starts copying byte ranges (multiples of 4) of `from`, concatenated, to the host.
@@ -107,20 +128,18 @@ impl Gpu {
         from: &wgpu::Buffer,
         ranges: &[Range<u64>],
     ) -> Result<PendingRead> {
-        let total: u64 = ranges.iter().map(|range| range.end - range.start).sum();
-        let size = total.max(4);
+        let bytes: u64 = ranges.iter().map(|range| range.end - range.start).sum();
+        let size = bytes + COUNTER_BYTES;
         let free = take_fitting(&mut lock(&self.staging().downloads), size);
         let buffer = match free {
             Some(buffer) => buffer,
             None => self.create_buffer(
                 "download",
-                size.next_power_of_two().max(4096),
+                self.rounded_size(size),
                 BufferUsages::MAP_READ | BufferUsages::COPY_DST,
             )?,
         };
-        let mapped = Arc::new(Mutex::new(None));
-        let result_slot = Arc::clone(&mapped);
-        self.guard(|device, queue| {
+        let receipt = self.submit(false, |device| {
             let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor {
                 label: Some("download"),
             });
@@ -130,16 +149,23 @@ impl Gpu {
                 encoder.copy_buffer_to_buffer(from, range.start, &buffer, at, bytes);
                 at += bytes;
             }
-            queue.submit([encoder.finish()]);
+            let counter = &self.submissions().counter;
+            encoder.copy_buffer_to_buffer(counter, 0, &buffer, at, COUNTER_BYTES);
+            encoder
+        })?;
+        let mapped = Arc::new(Mutex::new(None));
+        let result_slot = Arc::clone(&mapped);
+        self.guard(|_, _| {
             buffer.map_async(MapMode::Read, .., move |result| {
                 *lock(&result_slot) = Some(result.map_err(|error| error.to_string()))
             });
         })?;
-        self.staging().bytes_to_host.fetch_add(total, Ordering::Relaxed);
-        Ok(PendingRead { buffer, mapped })
+        self.staging().bytes_to_host.fetch_add(bytes, Ordering::Relaxed);
+        Ok(PendingRead { buffer, bytes, receipt, mapped })
     }
 
-    /// Calls `read` with the bytes if the copy is complete. Never waits.
+    /// Calls `read` with the bytes if the copy is complete and all kernels before it ran. Never
+    /// waits.
     pub(crate) fn try_read<T>(
         &self,
         copy: &PendingRead,
@@ -154,63 +180,125 @@ impl Gpu {
         let result = {
             let view =
                 copy.buffer.slice(..).get_mapped_range().map_err(|error| self.explain(error))?;
-            read(&view)
+            let too_short = || Error::internal("a download is too short");
+            let (bytes, counter) =
+                view.split_at_checked(index(copy.bytes)).ok_or_else(too_short)?;
+            let counter = counter.first_chunk().ok_or_else(too_short)?;
+            self.check_counter(u32::from_ne_bytes(*counter), copy.receipt)?;
+            read(bytes)
         };
         self.guard(|_, _| copy.buffer.unmap())?;
-        lock(&self.staging().downloads).push(copy.buffer.clone());
+        keep(&mut lock(&self.staging().downloads), copy.buffer.clone());
         result.map(Some)
     }
 
-    /// Downloads bytes of a buffer, waits for them, and calls `read` with them, once.
-    pub(crate) fn read<T>(
+    /// Waits for a copy and calls `read` with its bytes.
+    fn finish_read<T>(
+        &self,
+        copy: &PendingRead,
+        read: impl FnOnce(&[u8]) -> Result<T>,
+    ) -> Result<T> {
+        let is_mapped = || lock(&copy.mapped).is_some();
+        let _continues = self.wait_until(is_mapped, &mut || ControlFlow::Continue(()))?;
+        self.try_read(copy, read)?.ok_or_else(|| Error::internal("a download was read twice"))
+    }
+
+    /// Waits until all queued work is done, and checks that it ran.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the device fails, skipped work without an error, or completes nothing
+    /// for [`crate::PATIENCE`].
+    pub fn synchronize(&self) -> Result<()> {
+        let copy = self.start_read(self.nothing(), &[])?;
+        self.finish_read(&copy, |_| Ok(()))
+    }
+
+    /// Downloads the first `bytes` bytes of a buffer. Calls `read` with each piece of them, in
+    /// order; a piece is a multiple of 8 bytes long, but for the last one.
+    pub(crate) fn read(
         &self,
         from: &wgpu::Buffer,
         bytes: u64,
-        mut read: impl FnMut(&[u8]) -> Result<T>,
-    ) -> Result<T> {
-        let copy = self.start_read(from, std::slice::from_ref(&(0..bytes.next_multiple_of(4))))?;
-        self.synchronize()?;
-        // the work is done, but another thread's poll may run the mapping callback
-        let start = Instant::now();
+        mut read: impl FnMut(&[u8]) -> Result<()>,
+    ) -> Result<()> {
+        let piece = |start: u64| start..(start + PIECE_BYTES).min(bytes);
+        let start_read = |part: &Range<u64>| {
+            let words = part.start..part.end.next_multiple_of(4);
+            self.start_read(from, std::slice::from_ref(&words))
+        };
+        let mut part = piece(0);
+        let mut copy = start_read(&part)?;
         loop {
-            let done = self.try_read(&copy, |view| {
-                let whole = view.get(..index(bytes));
+            // the next piece is copied while this one is read
+            let next = piece(part.end);
+            let following = if next.is_empty() { None } else { Some(start_read(&next)?) };
+            self.finish_read(&copy, |view| {
+                let whole = view.get(..index(part.end - part.start));
                 read(whole.ok_or_else(|| Error::internal("a download is too short"))?)
             })?;
-            if let Some(done) = done {
-                return Ok(done);
-            }
-            if start.elapsed() > PATIENCE {
-                return Err(device_error("a download did not complete"));
-            }
-            thread::sleep(POLL);
+            let Some(following) = following else { return Ok(()) };
+            (part, copy) = (next, following);
         }
     }
 
-    /// Starts uploading: pairs of (bytes, offset in `into`), all multiples of 4.
+    /// Starts uploading: pairs of (range of `bytes`, offset in `into`), whole words; a range may
+    /// exceed `bytes` by up to 3.
     pub(crate) fn write(
         &self,
         into: &wgpu::Buffer,
         bytes: &[u8],
         copies: &[(Range<u64>, u64)],
     ) -> Result<()> {
-        let filled = self.fill(bytes)?;
-        self.guard(|device, queue| {
+        let mut pieces: Vec<(Range<u64>, u64)> = Vec::new();
+        let mut total = 0;
+        for (part, at) in copies {
+            let mut start = part.start;
+            while start < part.end {
+                let end = part.end.min(start + (PIECE_BYTES - total));
+                pieces.push((start..end, at + (start - part.start)));
+                total += end - start;
+                start = end;
+                if total == PIECE_BYTES {
+                    self.write_piece(into, bytes, &pieces)?;
+                    pieces.clear();
+                    total = 0;
+                }
+            }
+        }
+        if pieces.is_empty() { Ok(()) } else { self.write_piece(into, bytes, &pieces) }
+    }
+
+    /// As [`Gpu::write`], through one staging buffer. Waits while too many are in the queue.
+    fn write_piece(
+        &self,
+        into: &wgpu::Buffer,
+        bytes: &[u8],
+        copies: &[(Range<u64>, u64)],
+    ) -> Result<()> {
+        let uploading = || self.staging().uploading.load(Ordering::Relaxed);
+        let _continues =
+            self.wait_until(|| uploading() < MAX_UPLOADING, &mut || ControlFlow::Continue(()))?;
+        let piece = |part: &Range<u64>| {
+            let end = part.end.min(bytes.len() as u64);
+            bytes.get(index(part.start)..index(end)).ok_or_else(|| {
+                Error::internal(format!("an upload of {part:?} of {} bytes", bytes.len()))
+            })
+        };
+        let pieces: Vec<&[u8]> =
+            copies.iter().map(|(part, _)| piece(part)).collect::<Result<_>>()?;
+        let filled = self.fill_all(&pieces)?;
+        let mut from = 0;
+        self.submit(false, |device| {
             let mut encoder = device
                 .create_command_encoder(&wgpu::CommandEncoderDescriptor { label: Some("upload") });
             for (part, at) in copies {
-                encoder.copy_buffer_to_buffer(
-                    &filled.0,
-                    part.start,
-                    into,
-                    *at,
-                    part.end - part.start,
-                );
+                let length = part.end - part.start;
+                encoder.copy_buffer_to_buffer(&filled.0, from, into, *at, length);
+                from += length;
             }
-            queue.submit([encoder.finish()]);
+            encoder
         })?;
-        let total: u64 = copies.iter().map(|(part, _)| part.end - part.start).sum();
-        self.staging().bytes_to_device.fetch_add(total, Ordering::Relaxed);
+        self.staging().bytes_to_device.fetch_add(from, Ordering::Relaxed);
         filled.return_to_pool(self)
     }
 }
@@ -219,4 +307,57 @@ impl Gpu {
 #[cfg(test)]
 pub(crate) fn pooled(gpu: &Gpu) -> (usize, usize) {
     (lock(&gpu.staging().uploads).len(), lock(&gpu.staging().downloads).len())
+}
+
+#[cfg(test)]
+mod tests {
+    use ndarray::Array4;
+
+    use super::*;
+    use crate::{Options, Tensor, submissions::tests::gpu};
+
+    #[test]
+    fn a_tensor_near_the_limit_of_a_buffer_is_copied() {
+        // the next power of two exceeds the limit, as 2 GiB do with wgpu's cap of 2 GiB − 1
+        let Some(gpu) = gpu(&Options { most_buffer_bytes: Some(100_000), ..Options::default() })
+        else {
+            return;
+        };
+        let from = Array4::from_shape_fn((1, 30, 40, 20), |(_, a, b, c)| (a + 7 * b + c) as f32);
+        let tensor = Tensor::upload(&gpu, from.view()).unwrap();
+        assert_eq!(tensor.download::<f32>().unwrap(), from);
+    }
+
+    #[test]
+    fn a_tensor_larger_than_a_staging_buffer_is_copied_in_pieces() {
+        let Some(gpu) = gpu(&Options::default()) else { return };
+        let each = index(PIECE_BYTES / 2);
+        let mut from = Array4::<half::f16>::zeros((1, 1, 2, each + 5));
+        // around the ends of the pieces, and at the end of the tensor
+        let marked: Vec<usize> = [0, each, 2 * each, 2 * each + 10]
+            .into_iter()
+            .flat_map(|at| at.saturating_sub(2)..(at + 2).min(2 * each + 10))
+            .collect();
+        let elements = from.as_slice_mut().unwrap();
+        marked.iter().for_each(|&at| elements[at] = half::f16::from_f32(1.0 + at as f32 / 7e7));
+        let tensor = Tensor::upload(&gpu, from.view()).unwrap();
+        let before = gpu.transfers();
+        let into = tensor.download::<half::f16>().unwrap();
+        let bytes = (2 * from.len() as u64).next_multiple_of(4);
+        assert_eq!(gpu.transfers().to_host - before.to_host, bytes);
+        assert_eq!(before.to_device, bytes);
+        let bits = |of: &Array4<half::f16>| -> u64 {
+            bytemuck::cast_slice::<_, u64>(&of.as_slice().unwrap()[..2 * each])
+                .iter()
+                .fold(0, |all, bits| all.rotate_left(1) ^ bits)
+        };
+        assert_eq!(bits(&into), bits(&from));
+        for at in marked {
+            assert_eq!(into.as_slice().unwrap()[at], from.as_slice().unwrap()[at], "{at}");
+        }
+        // idle staging memory is bounded
+        gpu.synchronize().unwrap();
+        let (uploads, downloads) = pooled(&gpu);
+        assert!(uploads <= 3 && downloads <= 3, "{uploads} {downloads}");
+    }
 }

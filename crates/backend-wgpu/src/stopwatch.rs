@@ -5,7 +5,10 @@ use std::time::Duration;
 use annulus_core::Result;
 use wgpu::{BufferUsages, ComputePassTimestampWrites, Features, QuerySet};
 
-use crate::device::Gpu;
+use crate::{
+    device::Gpu,
+    launch::{Arena, Commands},
+};
 
 /// A running measurement of device time.
 #[derive(Debug)]
@@ -18,6 +21,14 @@ impl Stopwatch {
     /// True if the device supports timestamps.
     pub fn is_there(gpu: &Gpu) -> bool {
         gpu.device().features().contains(Features::TIMESTAMP_QUERY)
+    }
+
+    /// True if the device has timestamps and writes them.
+    ///
+    /// # Errors
+    /// [`annulus_core::Error::Device`].
+    pub fn runs(gpu: &Gpu) -> Result<bool> {
+        Ok(Self::start(gpu)?.map_or(Ok(None), Self::stop)?.is_some())
     }
 
     /// Starts after all work queued so far; `None` if the device has no timestamps.
@@ -39,51 +50,66 @@ impl Stopwatch {
         Ok(Some(watch))
     }
 
-    /// Waits for all work queued since the start, and returns the device time it took.
+    /// Waits for all work queued since the start, and returns the device time it took; `None` if
+    /// the driver wrote no timestamps (Metal writes 0 for some passes).
     ///
     /// # Errors
     /// [`annulus_core::Error::Device`].
-    pub fn stop(self) -> Result<Duration> {
+    pub fn stop(self) -> Result<Option<Duration>> {
         self.mark(1)?;
+        // some drivers write a timestamp after the commands that resolve it, if both are queued
+        self.gpu.synchronize()?;
         let resolved = self.gpu.create_buffer(
             "timestamps",
             16,
             BufferUsages::QUERY_RESOLVE | BufferUsages::COPY_SRC,
         )?;
-        self.gpu.guard(|device, queue| {
+        self.gpu.submit(false, |device| {
             let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor {
                 label: Some("stopwatch"),
             });
             encoder.resolve_query_set(&self.queries, 0..2, &resolved, 0);
-            queue.submit([encoder.finish()]);
+            encoder
         })?;
-        let ticks = self
-            .gpu
-            .read(&resolved, 16, |bytes| Ok(bytemuck::pod_collect_to_vec::<u8, u64>(bytes)))?;
-        let passed =
-            ticks.last().zip(ticks.first()).map_or(0, |(last, first)| last.saturating_sub(*first));
-        Ok(Duration::from_nanos(
-            (passed as f64 * f64::from(self.gpu.queue().get_timestamp_period())) as u64,
-        ))
+        let mut ticks = Vec::new();
+        self.gpu.read(&resolved, 16, |bytes| {
+            ticks.extend(bytemuck::pod_collect_to_vec::<u8, u64>(bytes));
+            Ok(())
+        })?;
+        Ok(passed(&ticks, self.gpu.queue().get_timestamp_period()))
     }
 
-    /// Writes a timestamp with an empty pass, which every device with timestamps supports.
+    /// Writes a timestamp in a pass with a kernel, because drivers write none in an empty pass.
     fn mark(&self, number: u32) -> Result<()> {
-        self.gpu.guard(|device, queue| {
-            let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor {
-                label: Some("stopwatch"),
-            });
-            let (beginning, end) = if number == 0 { (None, Some(0)) } else { (Some(number), None) };
-            let writes = ComputePassTimestampWrites {
-                query_set: &self.queries,
-                beginning_of_pass_write_index: beginning,
-                end_of_pass_write_index: end,
-            };
-            drop(encoder.begin_compute_pass(&wgpu::ComputePassDescriptor {
-                label: Some("stopwatch"),
-                timestamp_writes: Some(writes),
-            }));
-            queue.submit([encoder.finish()]);
-        })
+        let (beginning, end) = if number == 0 { (None, Some(0)) } else { (Some(number), None) };
+        let writes = ComputePassTimestampWrites {
+            query_set: &self.queries,
+            beginning_of_pass_write_index: beginning,
+            end_of_pass_write_index: end,
+        };
+        Commands::new(&self.gpu, &mut Arena::default()).submit_timed(writes).map(drop)
+    }
+}
+
+/// Returns the time between two timestamps in units of `period` ns; `None` if they are not of a
+/// clock that runs.
+fn passed(ticks: &[u64], period: f32) -> Option<Duration> {
+    let &[first, last] = ticks else { return None };
+    (first != 0 && last >= first && period > 0.0)
+        .then(|| Duration::from_nanos(((last - first) as f64 * f64::from(period)) as u64))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_clock_that_does_not_run_measures_nothing() {
+        assert_eq!(passed(&[1000, 3000], 0.5), Some(Duration::from_micros(1)));
+        for ticks in [[0, 0], [0, 3000], [3000, 0], [3000, 2999]] {
+            assert_eq!(passed(&ticks, 1.0), None, "{ticks:?}");
+        }
+        assert_eq!(passed(&[1, 2], 0.0), None);
+        assert_eq!(passed(&[], 1.0), None);
     }
 }

@@ -1,4 +1,5 @@
-//! Launches of the tile kernels, chunk by chunk (`chunks.rs`), each with its block-sparse mask.
+//! Launches of the tile kernels, chunk by chunk (`chunks.rs`), each with its block-sparse mask, and
+//! of each chunk part by part (`parts.rs`).
 
 use std::ops::ControlFlow;
 
@@ -12,6 +13,8 @@ use crate::{
     kernels::{TILE, TileVariant, params::TileParams},
     launch::{Arena, BoundResource, Commands, ElementRange},
     operands::{Bases, Operand, Operands, TileKernel},
+    parts::{Workgroups, flops_per_tile_pair},
+    row_buffers::RowBuffers,
 };
 
 /// One pass of a tile kernel over all visible pairs.
@@ -22,10 +25,13 @@ pub(crate) struct TilePass<'a> {
     pub(crate) kind: TileKernel,
     pub(crate) visibility: Visibility<'a>,
     pub(crate) operands: Operands<'a>,
+    /// Accumulator of queries, instead of the operand.
+    pub(crate) acc: Option<&'a RowBuffers>,
 }
 
 impl TilePass<'_> {
-    /// Queues the kernel for all visible tiles. Returns `Break` if the tick did.
+    /// Queues the kernel for all visible tiles, in parts of bounded work, of which few are in the
+    /// queue at once. Returns `Break` if the tick did.
     pub(crate) fn run(
         &self,
         arena: &mut Arena,
@@ -38,9 +44,11 @@ impl TilePass<'_> {
             keys: self.visibility.keys.len(),
             per_batch: self.visibility.per_batch() || function,
             per_head: self.visibility.per_head() || function,
+            queries_each: self.acc.map_or(usize::MAX, RowBuffers::rows_each),
         };
         let keys = size.keys;
-        let chunks = self.operands.cut(self.gpu, self.spec, self.kind, size)?;
+        let operands = self.operands_at(0);
+        let chunks = operands.cut(self.gpu.chunk_limits(), self.spec, self.kind, size)?;
         // dK and dV of keys that no query attends to are written, too
         let writes_anyway = matches!(self.kind, TileKernel::Keys { add: false, .. });
         if chunks.is_empty() && writes_anyway && keys > 0 {
@@ -59,11 +67,17 @@ impl TilePass<'_> {
                 TileKernel::Keys { add, .. } => add || !self.begins_key_heads(&chunk),
                 _ => false,
             };
-            let mut commands = Commands::new(self.gpu, arena);
-            self.launch(&mut commands, block_mask, &chunk, add)?;
-            commands.submit()?;
+            if self.launch(arena, block_mask, &chunk, add, &mut *tick)?.is_break() {
+                return Ok(ControlFlow::Break(()));
+            }
         }
         Ok(ControlFlow::Continue(()))
+    }
+
+    /// Returns the operands of a chunk whose queries begin at row `query`.
+    fn operands_at(&self, query: usize) -> Operands<'_> {
+        let acc = self.acc.map_or(self.operands.acc, |acc| acc.operand(query));
+        Operands { acc, ..self.operands.clone() }
     }
 
     /// True if the chunk is the first to write its KV heads.
@@ -79,19 +93,56 @@ impl TilePass<'_> {
             .and_then(|acc| acc.buffer)
             .into_iter()
             .for_each(|buffer| commands.clear(buffer));
-        commands.submit()
+        commands.submit().map(drop)
     }
 
+    /// Queues a chunk, part by part. Returns `Break` if the tick did.
     fn launch(
+        &self,
+        arena: &mut Arena,
+        block_mask: &BlockMask,
+        chunk: &WorkChunk,
+        add: bool,
+        tick: Tick<'_>,
+    ) -> Result<ControlFlow<()>> {
+        let workgroups = self.workgroups(chunk);
+        let variant = self.kind.variant(self.tile);
+        let mut bound = None;
+        let mut first = 0;
+        while first < workgroups.count() {
+            if tick().is_break() || self.gpu.wait_for_room(&mut *tick)?.is_break() {
+                return Ok(ControlFlow::Break(()));
+            }
+            let mut commands = Commands::new(self.gpu, arena);
+            // all parts read the lists that the first one uploads
+            let (bindings, bases) = match &bound {
+                Some(bound) => bound,
+                None => bound.insert(self.bind(&mut commands, block_mask, chunk)?),
+            };
+            let budget = self.gpu.part_budget(variant);
+            let (end, work) = workgroups.part(block_mask, first, budget);
+            let shape = GridShape { workgroups, first: first as u32, end: end as u32, add };
+            commands.launch(variant, (end - first) as u64, bindings.clone(), |grid_width| {
+                self.params(block_mask, chunk, bases, &shape, grid_width)
+            })?;
+            if let Some(receipt) = commands.submit()? {
+                self.gpu.add_part(receipt, variant, work);
+            }
+            first = end;
+        }
+        Ok(ControlFlow::Continue(()))
+    }
+
+    /// Returns the bindings of a chunk, and the offsets of its operands in them.
+    fn bind(
         &self,
         commands: &mut Commands<'_>,
         block_mask: &BlockMask,
         chunk: &WorkChunk,
-        add: bool,
-    ) -> Result<()> {
+    ) -> Result<(Vec<BoundResource>, Bases)> {
         let mut bases = Bases::default();
-        let mut bindings = vec![commands.data(&block_mask.words)];
-        for (operands, offsets) in self.operands.groups(self.kind) {
+        let mut bindings = vec![commands.lists(&block_mask.words)?];
+        for (operands, offsets) in self.operands_at(chunk.queries.0).groups(self.kind) {
             let Some((first, buffer)) =
                 operands.first().and_then(|first| first.buffer.map(|buffer| (first, buffer)))
             else {
@@ -107,40 +158,32 @@ impl TilePass<'_> {
                 *offset(&mut bases) = base + (first_element(operand, chunk) - start) as u32;
             }
         }
+        Ok((bindings, bases))
+    }
+
+    /// Returns the workgroups of a chunk.
+    fn workgroups(&self, chunk: &WorkChunk) -> Workgroups {
         let owned = match self.kind.owner() {
             Owner::Queries => chunk.queries.1,
             Owner::Keys => chunk.keys.1,
         };
-        let tiles = owned.div_ceil(TILE) as u64;
-        let dims = &self.spec.dims;
-        let group = dims.group();
-        let kv_heads = (
-            chunk.heads.0 / group,
-            (chunk.heads.0 + chunk.heads.1).div_ceil(group) - chunk.heads.0 / group,
-        );
-        let one_for_all = |axis: usize, count: usize| {
-            if self.spec.bias.is_some_and(|shape| shape[axis] == 1) { 1 } else { count as u64 }
+        let (batches, heads) = (chunk.batches.1, chunk.heads.1);
+        let shared = |axis: usize| self.spec.bias.is_some_and(|shape| shape[axis] == 1);
+        let (heads_each, batches_each) = match self.kind {
+            TileKernel::Forward | TileKernel::Queries => (1, 1),
+            TileKernel::Keys { .. } => (heads.min(self.spec.dims.group()), 1),
+            TileKernel::Bias(_) => {
+                (if shared(1) { heads } else { 1 }, if shared(0) { batches } else { 1 })
+            }
         };
-        let (bias_batches, bias_heads) =
-            (one_for_all(0, chunk.batches.1), one_for_all(1, chunk.heads.1));
-        let groups = tiles
-            * match self.kind {
-                TileKernel::Forward | TileKernel::Queries => {
-                    (chunk.batches.1 * chunk.heads.1) as u64
-                }
-                TileKernel::Keys { .. } => (chunk.batches.1 * kv_heads.1) as u64,
-                TileKernel::Bias(_) => bias_batches * bias_heads,
-            };
-        let shape = GridShape {
-            tiles: tiles as u32,
-            groups: groups as u32,
-            kv_heads,
-            bias_heads: bias_heads as u32,
-            add,
-        };
-        commands.launch(self.kind.variant(self.tile), groups, bindings, |grid_width| {
-            self.params(block_mask, chunk, &bases, &shape, grid_width)
-        })
+        Workgroups {
+            tiles: owned.div_ceil(TILE),
+            heads: heads / heads_each,
+            batches: batches / batches_each,
+            heads_each,
+            batches_each,
+            flops: flops_per_tile_pair(self.kind, self.spec),
+        }
     }
 
     fn params(
@@ -156,7 +199,7 @@ impl TilePass<'_> {
         let layout = |operand: &Option<Operand<'_>>| {
             operand.map_or_else(Layout::default, |operand| operand.layout)
         };
-        let operands = &self.operands;
+        let operands = self.operands_at(chunk.queries.0);
         let [q, k, v, dout, statistics, acc, dv, bias, dbias] = [
             &operands.q,
             &operands.k,
@@ -175,16 +218,17 @@ impl TilePass<'_> {
             batches: chunk.batches.1 as u32,
             head_first: chunk.heads.0 as u32,
             heads: chunk.heads.1 as u32,
-            kv_head_first: shape.kv_heads.0 as u32,
-            kv_heads: shape.kv_heads.1 as u32,
+            kv_head_first: (chunk.heads.0 / dims.group()) as u32,
+            kv_heads: chunk.heads.1.div_ceil(dims.group()) as u32,
             group_heads: dims.group() as u32,
             q_heads: dims.q_heads as u32,
             queries: chunk.queries.1 as u32,
             keys: chunk.keys.1 as u32,
             head_dim: dims.head_dim as u32,
             value_dim: dims.value_dim as u32,
-            tiles: shape.tiles,
-            groups: shape.groups,
+            tiles: shape.workgroups.tiles as u32,
+            first_group: shape.first,
+            end_group: shape.end,
             grid_width,
             lists: 0,
             runs: block_mask.runs,
@@ -226,7 +270,7 @@ impl TilePass<'_> {
             bias_batch: bias.batch as u32,
             bias_head: bias.head as u32,
             bias_keys: spec.bias.map_or(1, |shape| shape[3]) as u32,
-            bias_heads: shape.bias_heads,
+            bias_heads: shape.workgroups.heads as u32,
             dbias_base: bases.dbias,
             dbias_row: dbias.row as u32,
             dbias_batch: dbias.batch as u32,
@@ -250,11 +294,10 @@ impl TilePass<'_> {
     }
 }
 
-/// Distribution of the workgroups of one launch.
+/// Workgroups of one launch, and its mode.
 struct GridShape {
-    tiles: u32,
-    groups: u32,
-    kv_heads: (usize, usize),
-    bias_heads: u32,
+    workgroups: Workgroups,
+    first: u32,
+    end: u32,
     add: bool,
 }

@@ -18,6 +18,7 @@ use crate::{
     memory::{GpuBuffer, WgpuSpace},
     operands::{Operand, Operands, RowsOf, TileKernel, bias, records},
     pass_context::{BackwardState, ForwardState, RankKernels},
+    row_buffers::RowBuffers,
 };
 
 /// Workspace on the device: softmax statistics, accumulators, gradients in f32, and scratch for
@@ -35,20 +36,7 @@ impl WgpuWorkspace {
         let spec = &shard.spec;
         let dims = &spec.dims;
         let storage = Storage::of(spec.dtype).ok_or_else(|| Error::unsupported("f64", "wgpu"))?;
-        let general = spec.bias.is_some()
-            || spec.bias_function.is_some()
-            || spec.soft_cap.is_some()
-            || spec.dropout.is_some()
-            || !spec.normalize
-            || spec.logits_dtype.bytes() < 4;
-        let tile = TileVariant {
-            storage,
-            head_groups: TileVariant::groups(dims.head_dim),
-            value_groups: TileVariant::groups(dims.value_dim),
-            general,
-            level: gpu.level().min(Level::Subgroup),
-            matrices: matrices(gpu, spec),
-        };
+        let tile = tile_variant(gpu, spec, storage)?;
         let vectors = (dims.batch * shard.queries.len() * dims.q_heads) as u64;
         // row kernels bind these whole, and the sink kernel's 64 invocations iterate over all rows
         if vectors * 16 > gpu.max_binding_bytes()
@@ -61,13 +49,16 @@ impl WgpuWorkspace {
         }
         check_fits(gpu, spec, storage, passes)?;
         let floats = |label, count: u64| GpuBuffer::new(gpu, label, count * 4);
+        let of_queries = |label, dim| {
+            RowBuffers::new(gpu, label, [dims.batch, shard.queries.len(), dims.q_heads, dim])
+        };
         let backward = if passes == Passes::Both {
             let bias = spec.bias.map(|[batches, heads, queries, keys]| {
                 let rows = if keys == 1 || queries != 1 { shard.queries.len() } else { 1 };
                 floats("dbias", (batches * heads * rows * keys) as u64)
             });
             Some(BackwardState {
-                dq: floats("dq", vectors * dims.head_dim as u64)?,
+                dq: of_queries("dq", dims.head_dim)?,
                 statistics: floats("row statistics", vectors * 4)?,
                 bias: bias.transpose()?,
             })
@@ -83,7 +74,7 @@ impl WgpuWorkspace {
                 block_mask: BlockMask::default(),
             },
             forward: ForwardState {
-                acc: floats("acc", vectors * dims.value_dim as u64)?,
+                acc: of_queries("acc", dims.value_dim)?,
                 softmax_statistics: floats("running softmax", vectors * 4)?,
             },
             backward,
@@ -125,6 +116,25 @@ impl Workspace for WgpuWorkspace {
     }
 }
 
+/// Selects the kernels of a spec.
+fn tile_variant(gpu: &Gpu, spec: &Spec, storage: Storage) -> Result<TileVariant> {
+    let general = spec.bias.is_some()
+        || spec.bias_function.is_some()
+        || spec.soft_cap.is_some()
+        || spec.dropout.is_some()
+        || !spec.normalize
+        || spec.logits_dtype.bytes() < 4;
+    Ok(TileVariant {
+        storage,
+        unpacks: storage == Storage::F16 && gpu.unpacks()?,
+        head_groups: TileVariant::groups(spec.dims.head_dim),
+        value_groups: TileVariant::groups(spec.dims.value_dim),
+        general,
+        level: gpu.level().min(Level::Subgroup),
+        matrices: matrices(gpu, spec),
+    })
+}
+
 /// Returns the cooperative matrices for products of this spec, if any.
 pub(crate) fn matrices(gpu: &Gpu, spec: &Spec) -> Option<Matrices> {
     // the gradient of an unnormalized output needs the row maximum bit for bit, so all of its
@@ -137,7 +147,7 @@ fn check_fits(gpu: &Gpu, spec: &Spec, storage: Storage, passes: Passes) -> Resul
     let dims = &spec.dims;
     let queries = |dim, bytes| {
         let layout = Layout::dense(dims.q_len, dims.q_heads, dim);
-        Some(Operand { buffer: None, layout, dim, bytes, rows: RowsOf::Queries })
+        Some(Operand { buffer: None, layout, dim, bytes, rows: RowsOf::Queries, first_row: 0 })
     };
     let record = spec.kv_row_layout();
     let gradient = spec.gradient_row_layout();
@@ -154,14 +164,24 @@ fn check_fits(gpu: &Gpu, spec: &Spec, storage: Storage, passes: Passes) -> Resul
         bias: spec.bias.map(|shape| bias(None, shape, dims.q_len)),
         dbias: None,
     };
-    let size =
-        ProblemSize { queries: dims.q_len, keys: dims.kv_len, per_batch: false, per_head: false };
-    operands.cut(gpu, spec, TileKernel::Forward, size)?;
+    let size = ProblemSize {
+        queries: dims.q_len,
+        keys: dims.kv_len,
+        per_batch: false,
+        per_head: false,
+        queries_each: usize::MAX,
+    };
+    operands.cut(gpu.chunk_limits(), spec, TileKernel::Forward, size)?;
     if passes == Passes::Both {
-        operands.cut(gpu, spec, TileKernel::Queries, size)?;
+        operands.cut(gpu.chunk_limits(), spec, TileKernel::Queries, size)?;
         let operands =
             Operands { acc: keys(&gradient, 0, 4), dv: keys(&gradient, 1, 4), ..operands };
-        operands.cut(gpu, spec, TileKernel::Keys { from_records: false, add: false }, size)?;
+        operands.cut(
+            gpu.chunk_limits(),
+            spec,
+            TileKernel::Keys { from_records: false, add: false },
+            size,
+        )?;
     }
     Ok(())
 }

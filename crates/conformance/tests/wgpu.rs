@@ -271,10 +271,11 @@ fn a_stopwatch_measures_time_if_the_device_has_timestamps() {
     let watch = Stopwatch::start(&gpu).expect("a stopwatch");
     assert_eq!(watch.is_some(), gpu.device().features().contains(Features::TIMESTAMP_QUERY));
     assert_eq!(watch.is_some(), Stopwatch::is_there(&gpu));
+    assert_eq!(Ok(watch.is_some()), Stopwatch::runs(&gpu));
     let Some(watch) = watch else { return };
     let before = std::time::Instant::now();
     suite::random_cases(&WgpuRing::new(gpu).only(F32), 0..1).unwrap();
-    let passed = watch.stop().expect("its time");
+    let passed = watch.stop().expect("its time").expect("a clock that runs");
     // more than zero, and at most the host's time plus its waits before and after
     assert!(
         passed > Duration::ZERO && passed < before.elapsed() + Duration::from_secs(60),

@@ -9,8 +9,8 @@ fn main(
     @builtin(num_subgroups) subgroups: u32,
 #end
 ) {
-    let group = workgroup.x + workgroup.y * params.grid_width;
-    if (group >= params.groups) {
+    let group = params.first_group + workgroup.x + workgroup.y * params.grid_width;
+    if (group >= params.end_group) {
         return;
     }
     let tile_index = group % params.tiles;

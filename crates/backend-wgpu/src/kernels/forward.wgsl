@@ -7,50 +7,41 @@
 // A row of statistics is (m, ℓ, ties, any key attended to); m and acc are undefined before the
 // first.
 
-#if !SUBGROUP
-var<workgroup> columns: array<f32, 256>;
-#end
-
-// Row maximum over the eight invocations that hold row `row`.
-fn largest(row: u32, tx: u32, own: vec4<f32>) -> vec4<f32> {
+// Row maxima over the eight invocations `ty`, which hold four rows each. Without subgroups they go
+// through `tile`, which is idle between the products.
+fn largest(ty: u32, tx: u32, own: vec4<f32>) -> vec4<f32> {
 #if SUBGROUP
     var all = own;
     all = max(all, subgroupShuffleXor(all, 1u));
     all = max(all, subgroupShuffleXor(all, 2u));
     return max(all, subgroupShuffleXor(all, 4u));
 #else
-    for (var r = 0u; r < 4u; r++) {
-        columns[8u * (row + r) + tx] = own[r];
-    }
+    workgroupBarrier();
+    tile[8u * ty + tx] = own;
     workgroupBarrier();
     var all = own;
-    for (var r = 0u; r < 4u; r++) {
-        for (var n = 0u; n < 8u; n++) {
-            all[r] = max(all[r], columns[8u * (row + r) + n]);
-        }
+    for (var n = 0u; n < 8u; n++) {
+        all = max(all, tile[8u * ty + n]);
     }
     workgroupBarrier();
     return all;
 #end
 }
 
-// Row sum over the same invocations, in a fixed order.
-fn total(row: u32, tx: u32, own: vec4<f32>) -> vec4<f32> {
+// Row sums over the same invocations, in a fixed order.
+fn total(ty: u32, tx: u32, own: vec4<f32>) -> vec4<f32> {
 #if SUBGROUP
     var all = own;
     all = all + subgroupShuffleXor(all, 1u);
     all = all + subgroupShuffleXor(all, 2u);
     return all + subgroupShuffleXor(all, 4u);
 #else
-    for (var r = 0u; r < 4u; r++) {
-        columns[8u * (row + r) + tx] = own[r];
-    }
+    workgroupBarrier();
+    tile[8u * ty + tx] = own;
     workgroupBarrier();
     var all = vec4<f32>(0.0);
-    for (var r = 0u; r < 4u; r++) {
-        for (var n = 0u; n < 8u; n++) {
-            all[r] = all[r] + columns[8u * (row + r) + n];
-        }
+    for (var n = 0u; n < 8u; n++) {
+        all = all + tile[8u * ty + n];
     }
     workgroupBarrier();
     return all;
@@ -66,8 +57,8 @@ fn main(
     @builtin(num_subgroups) subgroups: u32,
 #end
 ) {
-    let group = workgroup.x + workgroup.y * params.grid_width;
-    if (group >= params.groups) {
+    let group = params.first_group + workgroup.x + workgroup.y * params.grid_width;
+    if (group >= params.end_group) {
         return;
     }
     let tile_index = group % params.tiles;
@@ -138,7 +129,7 @@ fn main(
             for (var r = 0u; r < 4u; r++) {
                 words[r] = atomicLoad(&visible_bits[4u * ty + r]);
             }
-            tile_max = largest(4u * ty, tx, tile_max);
+            tile_max = largest(ty, tx, tile_max);
             let tile_visible = words != vec4<u32>(0u);
             let new_max = select(tile_max, select(row_max, max(row_max, tile_max), tile_visible), any_visible);
             let factor = select(vec4<f32>(0.0), vec4<f32>(
@@ -156,8 +147,8 @@ fn main(
         }
     }
 
-    sum = total(4u * ty, tx, sum);
-    ties = total(4u * ty, tx, ties);
+    sum = total(ty, tx, sum);
+    ties = total(ty, tx, ties);
     for (var r = 0u; r < 4u; r++) {
         if (row + r < params.queries && any_visible[r]) {
             if (tx == 0u) {

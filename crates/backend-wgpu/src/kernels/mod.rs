@@ -9,13 +9,16 @@
 //! | row prologue, epilogue | 64 rows | `row_statistics.wgsl`, `finish_rows.wgsl` |
 //! | sums over rows | one sum | `sinks.wgsl`, `bias_rows.wgsl` |
 //! | copies | 64 elements | `copy.wgsl` |
-//! | probe | one product of matrices | `matrix_probe.wgsl` |
+//! | counter | number of batches that ran | `count.wgsl` |
+//! | probes | shuffles; f16 to f32 | `subgroup_probe.wgsl`, `unpack_probe.wgsl` |
+//! | | one product of matrices | `matrix_probe.wgsl` |
 //!
 //! A template has lines `#if FLAG`, `#if !FLAG`, `#else`, `#end`, and names in double braces for
 //! generated text. Properties that cost registers are decided here (dims, element type, score
 //! epilogue). The others are uniform parameters, so that few pipelines are compiled.
 
 pub(crate) mod matrices;
+pub(crate) mod offline;
 pub(crate) mod params;
 mod products;
 mod template;
@@ -24,7 +27,7 @@ mod vectors;
 
 use annulus_core::DType;
 
-use params::{CopyParams, RowParams};
+use params::{CopyParams, RowParams, StepParams};
 use template::Template;
 
 use crate::{Level, level::Matrices};
@@ -62,12 +65,14 @@ impl Storage {
         }
     }
 
-    /// Expression for element `at` of `words`.
-    fn load(self, words: &str) -> String {
-        let half = format!("(({words}[at >> 1u] >> (16u * (at & 1u))) & 0xffffu)");
+    /// Expression for element `at` of `words`. `unpacks`: f16 by the device's own conversion.
+    fn load(self, words: &str, unpacks: bool) -> String {
+        let half = format!("({words}[at >> 1u] >> (16u * (at & 1u)))");
         match self {
             Self::F32 => format!("bitcast<f32>({words}[at])"),
-            Self::F16 => format!("from_f16({half})"),
+            Self::F16 if unpacks => format!("unpack2x16float({half}).x"),
+            Self::F16 => format!("from_f16({half} & 0xffffu)"),
+            // the shift discards the upper half
             Self::Bf16 => format!("from_bf16({half})"),
         }
     }
@@ -113,6 +118,8 @@ pub(crate) enum CopyMode {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct TileVariant {
     pub(crate) storage: Storage,
+    /// True if f16 elements are widened by the device's own conversion.
+    pub(crate) unpacks: bool,
     /// Groups of 32 elements of head and value dim, rounded up to powers of 2.
     pub(crate) head_groups: usize,
     pub(crate) value_groups: usize,
@@ -147,6 +154,9 @@ pub(crate) enum Variant {
     RowStatistics(Storage),
     Sinks,
     BiasRows,
+    Count,
+    SubgroupProbe,
+    UnpackProbe,
     MatrixProbe(Matrices),
 }
 
@@ -183,7 +193,23 @@ impl Variant {
             Self::RowStatistics(_) => "row_statistics",
             Self::Sinks => "sinks",
             Self::BiasRows => "bias_rows",
+            Self::Count => "count",
+            Self::SubgroupProbe => "subgroup_probe",
+            Self::UnpackProbe => "unpack_probe",
             Self::MatrixProbe(_) => "matrix_probe",
+        }
+    }
+
+    /// True for a tile kernel with a score epilogue. Its indices are checked, because otherwise
+    /// drivers unroll its loops over a register tile, which doubles the time of compilation and
+    /// spills registers (RADV, gfx1100).
+    pub(crate) const fn is_general(self) -> bool {
+        match self {
+            Self::Forward(variant)
+            | Self::BackwardQueries(variant)
+            | Self::BackwardKeys(variant, _)
+            | Self::BackwardBias(variant, _) => variant.general,
+            _ => false,
         }
     }
 
@@ -194,6 +220,11 @@ impl Variant {
             wgsl: format!("{}{ARITHMETIC}{}", RowParams::WGSL, text.expand(wgsl)),
             bindings: bindings.to_vec(),
             params: size_of::<RowParams>(),
+        };
+        let of_step = |wgsl: &str| Source {
+            wgsl: [StepParams::WGSL, wgsl].concat(),
+            bindings: vec![Write],
+            params: size_of::<StepParams>(),
         };
         match self {
             Self::Forward(variant) => tile_kernels::forward(variant),
@@ -215,8 +246,8 @@ impl Variant {
             }
             Self::RowStatistics(storage) => {
                 let mut text = Template::default();
-                text.name("LOAD_OUT", storage.load("out_words"))
-                    .name("LOAD_DOUT", storage.load("dout_words"));
+                text.name("LOAD_OUT", storage.load("out_words", false))
+                    .name("LOAD_DOUT", storage.load("dout_words", false));
                 of_rows(
                     &text,
                     include_str!("row_statistics.wgsl"),
@@ -226,6 +257,9 @@ impl Variant {
             Self::Sinks => {
                 of_rows(&Template::default(), include_str!("sinks.wgsl"), &[Read, Read, Write])
             }
+            Self::Count => of_step(include_str!("count.wgsl")),
+            Self::SubgroupProbe => of_step(include_str!("subgroup_probe.wgsl")),
+            Self::UnpackProbe => of_step(include_str!("unpack_probe.wgsl")),
             Self::MatrixProbe(matrices) => matrices::probe(matrices),
             Self::BiasRows => {
                 of_rows(&Template::default(), include_str!("bias_rows.wgsl"), &[Read, Write])

@@ -40,9 +40,10 @@ params! {
         keys: u32,
         head_dim: u32,
         value_dim: u32,
-        /// Tiles per head of the owning side; workgroups; workgroups per grid row.
+        /// Tiles per head of the owning side; workgroups of this launch; workgroups per grid row.
         tiles: u32,
-        groups: u32,
+        first_group: u32,
+        end_group: u32,
         grid_width: u32,
         /// Offsets in the block mask.
         lists: u32,
@@ -167,5 +168,13 @@ params! {
         /// Steps between elements of the left and the right operand.
         left_step: u32,
         right_step: u32,
+    }
+}
+
+params! {
+    /// Parameters of the counting kernel and of the probe of subgroups.
+    StepParams {
+        /// Batches to count; factor of the shuffled numbers.
+        step: u32,
     }
 }

@@ -8,6 +8,11 @@ use super::{
 };
 use crate::level::Matrices;
 
+/// Distance of rows of `left` and `right` in workgroup memory, in vectors of 4: one more than the 8
+/// of a row, because a multiple of 8 would put the elements that 32 invocations store at once into
+/// one of 32 banks.
+pub(super) const ROW_STEP: usize = 9;
+
 /// Generates `s0` … `s3` (for prefix s): products of four rows of `left` with four rows of `right`.
 /// Each is one chain of multiply-adds in element order, or a product of cooperative matrices.
 pub(super) fn product(
@@ -21,16 +26,22 @@ pub(super) fn product(
     if let Some(on) = on {
         return matrices::product(on, prefix, left, left_first, right, right_first);
     }
-    let rows = |side: &str, of: &Vectors, first: &str| {
-        format!(
-            "{side}[8u * at + rows] = {}_rows(batch, {}, {first} + 4u * rows, c + at);",
-            of.name,
-            of.head()
-        )
-    };
+    // all loads before the first store, so that they are in flight together
+    let (mut loads, mut stores) = (String::new(), String::new());
+    for (side, of, first) in [("left", left, left_first), ("right", right, right_first)] {
+        for n in 0..4 {
+            let _infallible = writeln!(
+                loads,
+                "let {side}_{n} = {}_rows(batch, {}, {first} + 4u * rows + {}u, c + at);",
+                of.name,
+                of.head(),
+                8 * n
+            );
+            let _infallible =
+                writeln!(stores, "{side}[{ROW_STEP}u * at + rows + {}u] = {side}_{n};", 2 * n);
+        }
+    }
     let dim = left.dim;
-    let (load_left, load_right) =
-        (rows("left", left, left_first), rows("right", right, right_first));
     let mut text = String::new();
     for r in 0..4 {
         let _infallible = writeln!(text, "var {prefix}{r} = vec4<f32>(0.0);");
@@ -39,30 +50,61 @@ pub(super) fn product(
         text,
         "for (var c = 0u; c < params.{dim}; c = c + 32u) {{
     workgroupBarrier();
-    for (var n = 0u; n < 4u; n++) {{
+    {{
         let at = lane & 31u;
-        let rows = (lane >> 5u) + 2u * n;
-        {load_left}
-        {load_right}
-    }}
+        let rows = lane >> 5u;
+{loads}{stores}    }}
     workgroupBarrier();
     let most = min(32u, params.{dim} - c);
-    for (var at = 0u; at < most; at++) {{
-        let a = left[8u * at + ty];
-        let b = right[8u * at + tx];
+    for (var eighth = 0u; eighth < most; eighth = eighth + 8u) {{
+    for (var n = 0u; n < 8u; n++) {{
+        let at = eighth + n;
+        let a = left[{ROW_STEP}u * at + ty];
+        let b = right[{ROW_STEP}u * at + tx];
 "
     );
     for (r, element) in ["x", "y", "z", "w"].iter().enumerate() {
         let _infallible =
             writeln!(text, "        {prefix}{r} = fma(vec4<f32>(a.{element}), b, {prefix}{r});");
     }
-    text.push_str("    }\n}\n");
+    text.push_str("    }\n    }\n}\n");
     text
 }
 
 /// Expression for four elements of vector `j` in workgroup memory.
-fn right(variant: TileVariant) -> &'static str {
-    if matrices::of(variant).is_some() { "right_of(j, 4u * tx)" } else { "right[8u * j + tx]" }
+fn right(variant: TileVariant) -> String {
+    if matrices::of(variant).is_some() {
+        "right_of(j, 4u * tx)".to_owned()
+    } else {
+        format!("right[{ROW_STEP}u * j + tx]")
+    }
+}
+
+/// Generates the loads of 32 elements of 32 vectors from element `first` on, and their stores to
+/// workgroup memory.
+fn stage(variant: TileVariant, of: &Vectors, first: usize) -> String {
+    let (mut loads, mut stores) = (String::new(), String::new());
+    for n in 0..4 {
+        let vector = 8 * n;
+        let _infallible = writeln!(
+            loads,
+            "let four_{n} =
+    {}_columns(batch, {}, column + j + {vector}u, {first}u + 4u * tx);",
+            of.name,
+            of.head()
+        );
+        let _infallible = if matrices::of(variant).is_some() {
+            writeln!(
+                stores,
+                "for (var c = 0u; c < 4u; c++) {{
+    right_half[32u * (j + {vector}u) + 4u * tx + c] = f16(four_{n}[c]);
+}}"
+            )
+        } else {
+            writeln!(stores, "right[{ROW_STEP}u * (j + {vector}u) + tx] = four_{n};")
+        };
+    }
+    loads + &stores
 }
 
 /// Generates accumulators `PREFIX{group}_{row}` += P·`of`, on cooperative matrices if the variant
@@ -89,8 +131,6 @@ pub(super) fn accumulate(
     of: &Vectors,
     words: Words,
 ) -> String {
-    let name = of.name;
-    let head = of.head();
     let dim = of.dim;
     let general = variant.general;
     let mut text = String::new();
@@ -99,11 +139,9 @@ pub(super) fn accumulate(
             text,
             "if ({first}u < params.{dim}) {{
     workgroupBarrier();
-    for (var n = 0u; n < 4u; n++) {{
-        let j = (lane >> 3u) + 8u * n;
-        let four = {name}_columns(batch, {head}, column + j, {first}u + 4u * tx);
-        {store}
-    }}
+    {{
+        let j = lane >> 3u;
+{stage}    }}
     workgroupBarrier();
     {mask_index}
         for (var j = 0u; j < 32u; j++) {{
@@ -111,14 +149,8 @@ pub(super) fn accumulate(
             let b = {right};
 ",
             first = 32 * group,
+            stage = stage(variant, of, 32 * group),
             right = right(variant),
-            store = if matrices::of(variant).is_some() {
-                "for (var c = 0u; c < 4u; c++) {
-            right_half[32u * j + 4u * tx + c] = f16(four[c]);
-        }"
-            } else {
-                "right[8u * j + tx] = four;"
-            },
             // general variants use one loop for full and partial tiles: less to compile
             mask_index = if general { "{" } else { "if (is_partial) {" }
         );
@@ -147,9 +179,9 @@ pub(super) fn accumulate(
             "        }
     } else {
         for (var j = 0u; j < 32u; j++) {
-            let a = tile[8u * j + ty];
 ",
         );
+        let _infallible = writeln!(text, "            let a = tile[8u * j + ty];");
         let _infallible = writeln!(text, "            let b = {};", right(variant));
         for r in 0..4 {
             let _infallible = write!(text, "            {}", line(r, "b"));

@@ -36,7 +36,11 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     let vector = batch * params.out_batch + row * params.out_row + head * params.value_dim;
     let own = lse[line];
     statistics[to] = own;
-    statistics[to + 1u] = select(0u, max_in[line], params.normalize == 0u);
+    var largest = 0u;
+    if (params.normalize == 0u) {
+        largest = max_in[line];
+    }
+    statistics[to + 1u] = largest;
     // a row without a visible key has no gradient, for any dout and dlse
     if (own == NEGATIVE_INFINITY) {
         statistics[to + 2u] = 0u;

@@ -8,7 +8,13 @@ use super::*;
 
 /// Lists every kernel that a plan can use.
 fn all_variants() -> Vec<Variant> {
-    let mut all = vec![Variant::Sinks, Variant::BiasRows];
+    let mut all = vec![
+        Variant::Sinks,
+        Variant::BiasRows,
+        Variant::Count,
+        Variant::SubgroupProbe,
+        Variant::UnpackProbe,
+    ];
     all.extend([Matrices::Eight, Matrices::Sixteen].map(Variant::MatrixProbe));
     all.extend([true, false].map(|normalize| Variant::FinishRows { normalize }));
     all.extend(
@@ -31,6 +37,8 @@ fn all_variants() -> Vec<Variant> {
                 {
                     let variant = TileVariant {
                         storage,
+                        // each conversion in half of the kernels
+                        unpacks: storage == Storage::F16 && general == (head_groups > 2),
                         head_groups,
                         value_groups,
                         general,
@@ -79,7 +87,8 @@ fn translate(
         .into_iter()
         .collect::<Result<Vec<_>, _>>()
         .map_err(|error| format!("HLSL: {error}"))?;
-    assert!(names == ["main"] && text.contains("numthreads(64, 1, 1)"), "{names:?}");
+    let threads = ["numthreads(64, 1, 1)", "numthreads(1, 1, 1)"];
+    assert!(names == ["main"] && threads.iter().any(|of| text.contains(of)), "{names:?}");
     Ok(())
 }
 
@@ -95,7 +104,9 @@ fn every_variant_is_valid_and_can_be_translated() {
         }
         let module = wgsl::parse_str(&wgsl)
             .unwrap_or_else(|error| panic!("{variant:?}: {}", error.emit_to_string(&wgsl)));
-        let mut capabilities = Capabilities::SUBGROUP | Capabilities::SUBGROUP_BARRIER;
+        let mut capabilities = Capabilities::SUBGROUP
+            | Capabilities::SUBGROUP_BARRIER
+            | Capabilities::SHADER_FLOAT16_IN_FLOAT32;
         let matrices = wgsl.starts_with("enable");
         if matrices {
             capabilities |= Capabilities::SHADER_FLOAT16 | Capabilities::COOPERATIVE_MATRIX;

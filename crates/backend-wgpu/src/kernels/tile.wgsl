@@ -10,8 +10,8 @@
 @group(0) @binding(1) var<storage, read> block_mask: array<u32>;
 
 #if !MATRIX
-var<workgroup> left: array<vec4<f32>, 256>;
-var<workgroup> right: array<vec4<f32>, 256>;
+var<workgroup> left: array<vec4<f32>, {{PADDED_VECTORS}}>;
+var<workgroup> right: array<vec4<f32>, {{PADDED_VECTORS}}>;
 #end
 var<workgroup> tile: array<vec4<f32>, 256>;
 var<workgroup> visible_bits: array<atomic<u32>, 32>;
@@ -75,8 +75,9 @@ fn keep_factors(batch: u32, head: u32, q: u32, k: u32) -> vec4<f32> {
     if (params.threshold == 0u) {
         return vec4<f32>(1.0);
     }
-    let i_low = block_mask[params.query_rows + 2u * q];
-    let i_high = block_mask[params.query_rows + 2u * q + 1u];
+    let query = min(q, params.queries - 1u);
+    let i_low = block_mask[params.query_rows + 2u * query];
+    let i_high = block_mask[params.query_rows + 2u * query + 1u];
     let plane = (params.batch_first + batch) * params.q_heads + params.head_first + head;
     var all = vec4<f32>(0.0);
     var block = vec2<u32>(0u);

@@ -6,8 +6,8 @@ use super::{
     ARITHMETIC, Access, BiasAxes, GRADIENT, Source, Storage, TILE_TEXT, TileVariant, matrices,
     params::TileParams,
     products::{
-        acc_functions, accumulate, accumulate_weights, each, each_pair, each_row, product,
-        score_gradients, statistics, store_tile, store_weights,
+        ROW_STEP, acc_functions, accumulate, accumulate_weights, each, each_pair, each_row,
+        product, score_gradients, statistics, store_tile, store_weights,
     },
     template::Template,
     vectors::{DOUT, K, Q, V, Vectors, Words},
@@ -43,6 +43,7 @@ fn assemble(
         .flag("GENERAL", variant.general)
         .flag("SUBGROUP", variant.level != Level::Plain)
         .flag("MATRIX", on.is_some());
+    template.name("PADDED_VECTORS", format!("{}", 32 * ROW_STEP));
     template.name("COUNT_MATRICES", on.map_or_else(String::new, matrices::count));
     let mut declared = on.map_or_else(String::new, |_| matrices::declarations());
     for (number, Binding { name, kind, access }) in bindings.iter().enumerate() {
@@ -72,8 +73,12 @@ fn assemble(
     Source { wgsl, bindings, params: size_of::<TileParams>() }
 }
 
-fn functions(storage: Storage, vectors: &[(&Vectors, &str)]) -> String {
-    vectors.iter().map(|(vectors, words)| vectors.functions(storage, words)).collect()
+fn functions(variant: TileVariant, vectors: &[(&Vectors, &str)]) -> String {
+    let TileVariant { storage, unpacks, .. } = variant;
+    vectors
+        .iter()
+        .map(|(vectors, words)| vectors.functions(&storage.load(words, unpacks)))
+        .collect()
 }
 
 /// Generates the forward kernel.
@@ -146,7 +151,7 @@ if (any_visible[{r}]) {
     };
     text.name("PROBS", weight + &keep + &store_weights(on, "s"));
     text.name("ACCUMULATE", accumulate_weights(variant, "o", groups, &V, Words::OfRows));
-    let functions = functions(variant.storage, &[(&Q, "q_words"), (&K, "block"), (&V, "block")])
+    let functions = functions(variant, &[(&Q, "q_words"), (&K, "block"), (&V, "block")])
         + &acc_functions("acc_words");
     let bindings = [
         read("q_words"),
@@ -194,10 +199,9 @@ if (row + {r}u < params.queries) {
         ) + &store_tile("s"),
     );
     text.name("ACCUMULATE", accumulate(variant, "o", groups, &K, Words::OfRows));
-    let functions = functions(
-        variant.storage,
-        &[(&Q, "q_words"), (&K, "block"), (&V, "block"), (&DOUT, "dout_words")],
-    ) + &acc_functions("acc_words");
+    let functions =
+        functions(variant, &[(&Q, "q_words"), (&K, "block"), (&V, "block"), (&DOUT, "dout_words")])
+            + &acc_functions("acc_words");
     let bindings = [
         read("q_words"),
         read("block"),
@@ -253,7 +257,7 @@ d{r}[{c}] = select(0.0, grad.p_dropped, visible);";
         accumulate(variant, "dk", variant.head_groups, &Q, Words::OfColumns),
     );
     let functions = functions(
-        variant.storage,
+        variant,
         &[(&Q, "q_words"), (&K, "k_words"), (&V, "v_words"), (&DOUT, "dout_words")],
     ) + &acc_functions("acc_words");
     let bindings = [
@@ -308,10 +312,8 @@ pub(super) fn backward_bias(variant: TileVariant, axes: BiasAxes) -> Source {
         BiasAxes::Queries | BiasAxes::Keys => "all[{r}] = all[{r}] + select(0.0, part, visible);",
     };
     text.name("DX", score_gradients(variant.general, rows_are_keys, &format!("{ds}{then}")));
-    let functions = functions(
-        variant.storage,
-        &[(&Q, "q_words"), (&K, "block"), (&V, "block"), (&DOUT, "dout_words")],
-    );
+    let functions =
+        functions(variant, &[(&Q, "q_words"), (&K, "block"), (&V, "block"), (&DOUT, "dout_words")]);
     let bindings = [
         read("q_words"),
         read("block"),

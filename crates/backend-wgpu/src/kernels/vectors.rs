@@ -2,8 +2,6 @@
 
 use std::fmt::Write;
 
-use super::Storage;
-
 /// A tensor of vectors: name in the text, number of rows, length of vectors.
 pub(super) struct Vectors {
     pub(super) name: &'static str,
@@ -24,37 +22,45 @@ impl Vectors {
 
     /// Generates `NAME_rows` (one element of four rows) and `NAME_columns` (four elements of one
     /// row); 0 beyond the chunk and the vector.
-    pub(super) fn functions(&self, storage: Storage, words: &str) -> String {
+    ///
+    /// Without branches: the indices are clamped, and what lies beyond is replaced after the loads.
+    /// A branch around each load would make the invocation wait for it before the next one.
+    pub(super) fn functions(&self, load: &str) -> String {
         let Self { name, rows, dim } = self;
-        let load = storage.load(words);
-        let mut text = format!("fn {name}_at(at: u32) -> f32 {{\n    return {load};\n}}\n");
-        let start = format!(
-            "params.{name}_base + batch * params.{name}_batch + head * params.{name}_head
-            + row * params.{name}_row + c"
+        let head = self.head();
+        let mut text = format!(
+            "fn {name}_at(at: u32) -> f32 {{
+    return {load};
+}}
+fn {name}_start(batch: u32, {head}: u32) -> u32 {{
+    return params.{name}_base + batch * params.{name}_batch + {head} * params.{name}_head;
+}}
+"
         );
-        for (kind, counted, most, step) in [
-            ("rows", "row", *rows, format!("params.{name}_row")),
-            ("columns", "c", *dim, "1u".to_owned()),
-        ] {
-            let (other, other_most) = if kind == "rows" { ("c", *dim) } else { ("row", *rows) };
+        for (kind, counted, fixed) in [("rows", "row", "c"), ("columns", "c", "row")] {
+            let [most, fixed_most] = if kind == "rows" { [rows, dim] } else { [dim, rows] };
+            let (step, fixed_step) = if kind == "rows" {
+                (format!(" * params.{name}_row"), String::new())
+            } else {
+                (String::new(), format!(" * params.{name}_row"))
+            };
+            let loads: Vec<String> = (0..4)
+                .map(|n| format!("{name}_at(start + min({counted} + {n}u, last){step})"))
+                .collect();
             let _infallible = write!(
                 text,
-                "fn {name}_{kind}(batch: u32, head: u32, row: u32, c: u32) -> vec4<f32> {{
-    var four = vec4<f32>(0.0);
-    if ({other} < params.{other_most}) {{
-        let start = {start};
-"
+                "fn {name}_{kind}(batch: u32, {head}: u32, row: u32, c: u32) -> vec4<f32> {{
+    let start = {name}_start(batch, {head}) + min({fixed}, params.{fixed_most} - 1u){fixed_step};
+    let last = params.{most} - 1u;
+    let four = vec4<f32>(
+        {loads}
+    );
+    let inside = vec4<u32>({counted}) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(params.{most});
+    return select(vec4<f32>(0.0), four, inside & vec4<bool>({fixed} < params.{fixed_most}));
+}}
+",
+                loads = loads.join(",\n        ")
             );
-            for n in 0..4 {
-                let _infallible = write!(
-                    text,
-                    "        if ({counted} + {n}u < params.{most}) {{
-            four[{n}] = {name}_at(start + {n}u * {step});
-        }}
-"
-                );
-            }
-            text.push_str("    }\n    return four;\n}\n");
         }
         text
     }

@@ -9,7 +9,7 @@ use rustix::time::{ClockId, clock_gettime};
 /// Mean times of one repetition.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Took {
-    /// Device time by its timestamps, or time by the host's clock if it has none.
+    /// Device time by its timestamps, or time by the host's clock if it writes none.
     pub(crate) seconds: f64,
     /// CPU time of all threads of this process, in seconds; on a software adapter also of the
     /// threads that compute.
@@ -49,8 +49,8 @@ pub(crate) fn time(gpu: &Gpu, times: u32, mut work: impl FnMut() -> Result<()>) 
     gpu.synchronize()?;
     let host = start.elapsed();
     let cpu = cpu_seconds() - before;
-    let (all, clock) =
-        watch.map_or(Ok((host, "host")), |watch| watch.stop().map(|device| (device, "device")))?;
+    let device = watch.map_or(Ok(None), Stopwatch::stop)?;
+    let (all, clock) = device.map_or((host, "host"), |device| (device, "device"));
     let each = |all: f64| all / f64::from(times);
     Ok(Took { seconds: each(all.as_secs_f64()), cpu: each(cpu), clock })
 }

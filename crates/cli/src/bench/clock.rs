@@ -3,6 +3,8 @@
 
 use std::time::{Duration, Instant};
 
+#[cfg(feature = "wgpu")]
+use annulus_core::Error;
 use annulus_core::Result;
 use rustix::time::{ClockId, clock_gettime};
 
@@ -27,7 +29,8 @@ pub(super) enum Clock {
 }
 
 impl Clock {
-    /// Chooses the device's clock if the devices of all processes have one, else the host's.
+    /// Chooses the device's clock if the devices of all processes have one that runs, else the
+    /// host's.
     ///
     /// # Ordering
     /// Collective over the processes.
@@ -36,7 +39,7 @@ impl Clock {
     pub(super) fn of(backend: &BackendChoice, job: &mut Job) -> Outcome<Self> {
         let own = match backend {
             #[cfg(feature = "wgpu")]
-            BackendChoice::Wgpu(gpu) if annulus_wgpu::Stopwatch::is_there(gpu) => {
+            BackendChoice::Wgpu(gpu) if annulus_wgpu::Stopwatch::runs(gpu).unwrap_or(false) => {
                 Self::Device(gpu.clone())
             }
             _ => Self::Host,
@@ -61,7 +64,9 @@ impl Clock {
             && let Some(watch) = annulus_wgpu::Stopwatch::start(gpu)?
         {
             work()?;
-            return watch.stop();
+            let stopped =
+                || Error::Device { what: format!("the clock of {} has stopped", gpu.name()) };
+            return watch.stop()?.ok_or_else(stopped);
         }
         let begin = Instant::now();
         work()?;

@@ -183,7 +183,7 @@ fn of_nccl() -> String {
 fn of_adapters() -> Vec<String> {
     let adapters = annulus_wgpu::Gpu::list();
     if adapters.is_empty() {
-        return vec!["no adapter: no Vulkan, Metal or DX12 driver found".to_owned()];
+        return vec![format!("no adapter: {}", annulus_wgpu::NO_ADAPTER)];
     }
     let forced = annulus_wgpu::Level::forced();
     let words = |adapter: annulus_wgpu::Adapter| {

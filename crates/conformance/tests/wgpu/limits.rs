@@ -47,6 +47,57 @@ fn tensors_larger_than_a_binding_are_processed_in_parts() {
 }
 
 #[test]
+fn accumulators_larger_than_a_buffer_are_divided() {
+    // in f32 the accumulators of O and dQ have 256 000 bytes, in f16 the queries half of that
+    let Some(small) = open(&Options { most_buffer_bytes: Some(150_000), ..Options::default() })
+    else {
+        return;
+    };
+    let dims = Dims { kv_heads: 1, ..Dims::new(2, 200, 4, 40) };
+    let case = Case::new(
+        "divided",
+        Spec::new(dims, DType::F64),
+        Masks { causal: true, ..Masks::default() },
+        &mut Draw::new(8),
+    );
+    let case = case.in_dtype(DType::F16);
+    let answer = WgpuRing::new(small).run(&case, &Setting::ALONE, 1).unwrap().remove(0);
+    Judge::new(&case).unwrap().check(&answer).unwrap();
+}
+
+#[test]
+fn submissions_of_bounded_work_give_the_same_bits() {
+    let Some(whole) = gpu() else { return };
+    // above the work of every workgroup, below that of every launch
+    let flops = Some(12_000_000);
+    let Some(slow) = open(&Options { most_part_flops: flops, ..Options::default() }) else {
+        return;
+    };
+    let case = long_case().in_dtype(DType::F32);
+    let [want, got] = [whole, slow]
+        .map(|gpu| WgpuRing::new(gpu).run(&case, &Setting::ALONE, 1).unwrap().remove(0));
+    Judge::new(&case).unwrap().check(&got).unwrap();
+    assert_eq!(want, got);
+}
+
+#[test]
+fn shaders_with_and_without_checks_of_indices_give_the_same_bits() {
+    let Some(unchecked) = gpu() else { return };
+    let Some(checked) = open(&Options { check_bounds: true, ..Options::default() }) else { return };
+    // no dim, length or number of tiles is a multiple of a tile's
+    let dims = Dims { q_len: 41, value_dim: 35, ..Dims::new(1, 70, 3, 9) };
+    let masks = Masks { causal: true, ..Masks::default() };
+    let case = Case::new("checked", Spec::new(dims, DType::F64), masks, &mut Draw::new(9));
+    for dtype in [DType::F32, DType::F16] {
+        let case = case.in_dtype(dtype);
+        let [want, got] = [checked.clone(), unchecked.clone()]
+            .map(|gpu| WgpuRing::new(gpu).run(&case, &Setting::ALONE, 1).unwrap().remove(0));
+        Judge::new(&case).unwrap().check(&got).unwrap();
+        assert_eq!(want, got, "{dtype}");
+    }
+}
+
+#[test]
 fn workgroups_beyond_one_axis_of_the_grid_use_a_second_axis() {
     // the default limit is 65 535; the query tiles are 64 workgroups, and no kernel has more than
     // 20 × 20

@@ -1,0 +1,140 @@
+//! Compiles the tile kernels of the wgpu backend with the first Vulkan driver, without a device
+//! that runs: it makes pipelines and submits nothing. `scripts/wgpu-compile` runs it on Mesa's RADV
+//! for a GPU that is not there, and tabulates the statistics that RADV prints.
+//!
+//! ```text
+//! wgpu-compile [f32|f16|bf16]...     default: all
+//! ```
+//! wgpu itself submits work when it opens a device, so this uses wgpu-hal.
+
+use std::{borrow::Cow, mem::ManuallyDrop, process::ExitCode};
+
+use annulus::DType;
+use annulus_core::{Error, Result};
+use annulus_wgpu::{
+    KernelText,
+    wgpu::{
+        self, Features,
+        hal::{
+            self, Adapter as _, Device as _, Instance as _,
+            vulkan::{Api, Device},
+        },
+        naga::{
+            front::wgsl,
+            valid::{Capabilities, ValidationFlags, Validator},
+        },
+    },
+};
+
+/// Dims of heads and values.
+const DIMS: [usize; 2] = [64, 128];
+
+fn failed(what: impl std::fmt::Display) -> Error {
+    Error::Device { what: what.to_string() }
+}
+
+/// Opens the first adapter; returns its name, too.
+fn open() -> Result<(String, hal::OpenDevice<Api>)> {
+    let descriptor = hal::InstanceDescriptor {
+        name: "annulus",
+        flags: wgpu::InstanceFlags::empty(),
+        memory_budget_thresholds: wgpu::MemoryBudgetThresholds::default(),
+        backend_options: wgpu::BackendOptions::default(),
+        telemetry: None,
+        display: None,
+    };
+    // SAFETY: the Vulkan loader and its drivers are trusted.
+    let instance = unsafe { hal::vulkan::Instance::init(&descriptor) }.map_err(failed)?;
+    // SAFETY: the instance was made by this API.
+    let adapters = unsafe { instance.enumerate_adapters(None) };
+    let adapter = adapters.first().ok_or_else(|| failed("no Vulkan driver"))?;
+    let features = adapter.features & (Features::SUBGROUP | Features::SHADER_F16);
+    let hints = wgpu::MemoryHints::default();
+    // SAFETY: features and limits are those of the adapter.
+    let opened = unsafe { adapter.adapter.open(features, &adapter.capabilities.limits, &hints) };
+    Ok((adapter.info.name.clone(), opened.map_err(failed)?))
+}
+
+/// Makes the pipeline of a kernel.
+fn compile(device: &Device, kernel: &KernelText) -> Result<()> {
+    let module = wgsl::parse_str(&kernel.wgsl).map_err(failed)?;
+    let info = Validator::new(ValidationFlags::all(), Capabilities::all())
+        .validate(&module)
+        .map_err(failed)?;
+    let uniform = std::iter::once(wgpu::BufferBindingType::Uniform);
+    let storage =
+        kernel.read_only.iter().map(|&read_only| wgpu::BufferBindingType::Storage { read_only });
+    let entries: Vec<_> = (0..)
+        .zip(uniform.chain(storage))
+        .map(|(binding, ty)| wgpu::BindGroupLayoutEntry {
+            binding,
+            visibility: wgpu::ShaderStages::COMPUTE,
+            ty: wgpu::BindingType::Buffer { ty, has_dynamic_offset: false, min_binding_size: None },
+            count: None,
+        })
+        .collect();
+    let layout = hal::BindGroupLayoutDescriptor {
+        label: None,
+        flags: hal::BindGroupLayoutFlags::empty(),
+        entries: &entries,
+    };
+    let runtime_checks = wgpu::ShaderRuntimeChecks {
+        bounds_checks: kernel.checked,
+        int_div_checks: kernel.checked,
+        force_loop_bounding: false,
+        ..wgpu::ShaderRuntimeChecks::checked()
+    };
+    let text = hal::NagaShader { module: Cow::Owned(module), info, debug_source: None };
+    // SAFETY: the module is valid, the layout is that of its bindings, and nothing is executed.
+    unsafe {
+        let layout = device.create_bind_group_layout(&layout).map_err(failed)?;
+        let whole = hal::PipelineLayoutDescriptor {
+            label: None,
+            flags: hal::PipelineLayoutFlags::empty(),
+            bind_group_layouts: &[Some(&layout)],
+            immediate_size: 0,
+        };
+        let whole = device.create_pipeline_layout(&whole).map_err(failed)?;
+        let shader = hal::ShaderModuleDescriptor { label: None, runtime_checks };
+        let module =
+            device.create_shader_module(&shader, hal::ShaderInput::Naga(text)).map_err(failed)?;
+        let stage = hal::ProgrammableStage {
+            module: &module,
+            entry_point: "main",
+            constants: &Default::default(),
+            zero_initialize_workgroup_memory: false,
+        };
+        let pipeline =
+            hal::ComputePipelineDescriptor { label: None, layout: &whole, stage, cache: None };
+        device.create_compute_pipeline(&pipeline).map_err(failed)?;
+    }
+    Ok(())
+}
+
+fn run() -> Result<()> {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let wanted =
+        |dtype: &DType| words.is_empty() || words.iter().any(|word| *word == dtype.to_string());
+    let (name, opened) = open()?;
+    // never dropped: wgpu-hal panics if a layout is left, and the process ends
+    let opened = ManuallyDrop::new(opened);
+    // to the same stream as the driver's statistics, so that they are in order
+    eprintln!("ADAPTER {name}");
+    for dtype in [DType::F32, DType::F16, DType::Bf16].into_iter().filter(wanted) {
+        for kernel in DIMS.iter().flat_map(|&dim| KernelText::of_passes(dtype, dim)) {
+            eprintln!("KERNEL {}", kernel.name);
+            compile(&opened.device, &kernel)?;
+        }
+    }
+    Ok(())
+}
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("wgpu-compile: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
