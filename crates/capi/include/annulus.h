@@ -268,8 +268,8 @@
 #define ANNULUS_STRATEGY_RING 0
 
 /**
- * Groups of options.strategy_heads ranks divide the heads; keys and values of these heads circulate
- * over the groups.
+ * Groups of options.strategy_heads ranks divide the heads; keys and values of these heads
+ * circulate over the groups.
  */
 #define ANNULUS_STRATEGY_HEADS_RING 1
 
@@ -511,9 +511,9 @@ typedef struct annulus_options {
    */
   int32_t strategy;
   /**
-   * Ranks of a group of ANNULUS_STRATEGY_HEADS_RING, at least 1: a divisor of the number of ranks
-   * and of q_heads, and a divisor or a multiple of kv_heads. With other strategies it must be 0.
-   * Default: 0.
+   * Ranks of a group of ANNULUS_STRATEGY_HEADS_RING, at least 1: a divisor of the number of
+   * ranks and of q_heads, and a divisor or a multiple of kv_heads. With other strategies it must
+   * be 0. Default: 0.
    */
   int32_t strategy_heads;
 } annulus_options;

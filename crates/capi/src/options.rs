@@ -66,8 +66,8 @@ pub const ANNULUS_ROUTE_DIRECT: i32 = 3;
 
 /// Every rank has all heads of its queries; keys and values circulate over all ranks.
 pub const ANNULUS_STRATEGY_RING: i32 = 0;
-/// Groups of options.strategy_heads ranks divide the heads; keys and values of these heads circulate
-/// over the groups.
+/// Groups of options.strategy_heads ranks divide the heads; keys and values of these heads
+/// circulate over the groups.
 pub const ANNULUS_STRATEGY_HEADS_RING: i32 = 1;
 /// The strategy that sends the fewest bytes in a forward and a backward pass.
 pub const ANNULUS_STRATEGY_AUTO: i32 = 2;
@@ -174,9 +174,9 @@ pub struct annulus_options {
     /// ANNULUS_STRATEGY_RING (default), HEADS_RING or AUTO: the division of the attention among
     /// ranks. Results differ by rounding at most.
     pub strategy: i32,
-    /// Ranks of a group of ANNULUS_STRATEGY_HEADS_RING, at least 1: a divisor of the number of ranks
-    /// and of q_heads, and a divisor or a multiple of kv_heads. With other strategies it must be 0.
-    /// Default: 0.
+    /// Ranks of a group of ANNULUS_STRATEGY_HEADS_RING, at least 1: a divisor of the number of
+    /// ranks and of q_heads, and a divisor or a multiple of kv_heads. With other strategies it must
+    /// be 0. Default: 0.
     pub strategy_heads: i32,
 }
 
