@@ -13,7 +13,7 @@ use annulus::{
     Alibi, Attention, BackwardMode, Batch, Cache, CacheShape, Cpu, DType, Dims, Element, Error,
     Layout, Result, Route, SinkShape, Strategy,
     comm::{
-        Trace,
+        Checksum, Fault, Injection, Trace,
         threads::{Threads, each_rank, ring},
         trace::{Event, EventKind},
     },
@@ -507,5 +507,36 @@ fn a_rank_that_is_missing_ends_the_call_within_the_deadline() {
     for (error, next) in fates.unwrap().into_iter().flatten() {
         let lost = matches!(&error, Error::PeerLost { .. } | Error::Aborted { .. });
         assert!(lost && matches!(next, Error::Poisoned { .. }), "{error:?}, {next:?}");
+    }
+}
+
+#[test]
+fn faults_of_messages_end_the_cache_on_every_rank() {
+    let all = Sequence::<f32>::new(DIMS, None);
+    let deadline = Duration::from_secs(1);
+    for injection in [
+        Injection::Drop { send: 1 },
+        Injection::Truncate { send: 0 },
+        Injection::Corrupt { send: 1 },
+        Injection::Die { step: 0 },
+    ] {
+        let work = |rank, transport| {
+            let faults = if rank == 1 { vec![injection] } else { Vec::new() };
+            let transport = Checksum::new(Fault::new(transport, 3, faults));
+            let attention = Attention::new().causal(true).deadline(deadline);
+            let mut cache = Cache::new(&attention, SHAPE, Cpu::new(1)?, transport)?;
+            let start = Instant::now();
+            let error = all.step(&mut cache, 0..9).unwrap_err();
+            let after = start.elapsed();
+            let next = cache.attend(all.q.slice(s![.., ..1, .., ..]), None).unwrap_err();
+            let append = cache.append(all.k.view(), all.v.view()).unwrap_err();
+            Ok((error, after, [next, append]))
+        };
+        for (error, after, later) in each_rank(ring(3), work).unwrap() {
+            assert!(error.is_fatal(), "{injection:?}: {error:?}");
+            assert!(after < deadline + Duration::from_secs(1), "{injection:?}: {after:?}");
+            let dead = later.iter().all(|error| matches!(error, Error::Poisoned { .. }));
+            assert!(dead, "{injection:?}: {later:?}");
+        }
     }
 }
