@@ -479,9 +479,7 @@ pub(crate) fn shard<'py>(
             cum_seqlens_k: batch.cum_seqlens_k,
             ..Batch::default()
         };
-        let local = |side| {
-            Shard::local(&dims, spec.alignment, &layout, side, rank, ranks, &packed)
-        };
+        let local = |side| Shard::local(&dims, spec.alignment, &layout, side, rank, ranks, &packed);
         Ok::<_, annulus::Error>((local(Side::Q), local(Side::Kv), layout, route))
     });
     let (q, kv, layout, route) = placed.map_err(|error| raise(py, &error))?;
