@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ PRECISIONS = ("highest", "high", "default")
 LAYOUTS = ("contiguous", "zigzag", "striped")
 PLACES = ("q_rows", "kv_rows", "q_positions", "kv_positions")
 ROUTES = ("relay_up", "relay_down", "direct")
+STRATEGIES = re.compile("ring|auto|heads:[1-9][0-9]{0,8}")
 BACKWARD_MODES = ("one_pass", "two_pass")
 
 
@@ -256,6 +258,7 @@ def config(
     softmax_aux_shape: Sequence[int] | None = None,
     layout: str | tuple[Rows, Rows] | None = None,
     route: str | None = None,
+    strategy: str = "ring",
     kv_block_size: int | None = None,
     deadline: float | None = None,
     arrival_deadline: float | None = None,
@@ -271,6 +274,7 @@ def config(
         "softmax_aux": _sinks(softmax_aux_shape, lengths["q_heads"]),
         "layout": checked_layout(layout),
         "route": None if route is None else _check.choice("route", route, ROUTES),
+        "strategy": checked_strategy(strategy),
         "kv_block_size": _check.integer_or_none("kv_block_size", kv_block_size, least=1),
         "deadline": _check.number_or_none("deadline", deadline),
         "arrival_deadline": _check.number_or_none("arrival_deadline", arrival_deadline),
@@ -303,6 +307,12 @@ def _sinks(shape: Sequence[int] | None, q_heads: int) -> tuple[bool, int] | None
     if len(shape) == 2 and shape[0] != q_heads:
         raise invalid("softmax_aux", f"{shape[0]} rows", f"{q_heads}, one for each query head")
     return len(shape) == 2, _check.integer("softmax_aux", shape[-1])
+
+
+def checked_strategy(strategy: Any) -> str:
+    if not isinstance(strategy, str) or not STRATEGIES.fullmatch(strategy):
+        raise invalid("strategy", repr(strategy), "ring, heads:H with H from 1, or auto")
+    return strategy
 
 
 def checked_layout(layout: Any) -> Any:

@@ -105,6 +105,7 @@ class Call:
     comm: Any = None
     layout: str | tuple[Rows, Rows] | None = None
     route: str | None = None
+    strategy: str = "ring"
     kv_block_size: int | None = None
     threads: int | None = None
     deadline: float | None = None
@@ -153,6 +154,7 @@ class Call:
             comm=self.comm,
             layout=layout,
             route=self.route,
+            strategy=self.strategy,
             kv_block_size=self.kv_block_size,
             threads=self.threads,
             deadline=self.deadline,
@@ -290,6 +292,7 @@ def ring_attention(
     reproducible: bool = False,
     fused_backward: bool | None = None,
     route: str | None = None,
+    strategy: str = "ring",
     kv_block_size: int | None = None,
     threads: int | None = None,
     deadline: float | None = None,
@@ -325,6 +328,8 @@ def ring_attention(
             values and their gradients travel), False for two. Default: one pass. Refused for other
             arrays, whose call has no backward pass.
         route: ``relay_up``, ``relay_down`` or ``direct``. Default: chosen by the mask.
+        strategy: ``ring``, ``heads:H`` or ``auto``: the division of the attention among ranks, see
+            ``Plan``.
         kv_block_size: Hint: a KV block is split into messages at multiples of this many rows, see
             ``Plan``.
         threads: Threads of each rank. Default: the cores, divided by the ranks on the machine.

@@ -12,7 +12,7 @@ import weakref
 from typing import Any
 
 from . import _check
-from ._attention import ROUTES, Attention, checked_layout
+from ._attention import ROUTES, Attention, checked_layout, checked_strategy
 from ._calls import Call
 from ._errors import invalid
 
@@ -39,6 +39,7 @@ def spelled(call: Call) -> str:
         "comm": None if call.comm is None else _key(f"comm {id(call.comm)}", call.comm),
         "layout": checked_layout(call.layout),
         "route": None if route is None else _check.choice("route", route, ROUTES),
+        "strategy": checked_strategy(call.strategy),
         "kv_block_size": _check.integer_or_none("kv_block_size", call.kv_block_size, least=1),
         "threads": _check.integer_or_none("threads", call.threads, least=1),
         "deadline": _check.number_or_none("deadline", call.deadline),

@@ -46,6 +46,10 @@ class Plan:
         layout: ``contiguous``, ``zigzag``, ``striped``, or the rows of every rank as (query rows,
             key rows), two lists of lists. Default: chosen by the mask.
         route: ``relay_up``, ``relay_down`` or ``direct``. Default: chosen by the mask.
+        strategy: Division of the attention among ranks. ``ring``: KV shards circulate.
+            ``heads:H``: groups of H ranks divide the heads, over the groups there is a ring; H
+            divides ranks and q_heads, and is a divisor or a multiple of kv_heads. ``auto``: the
+            one that sends the fewest bytes. Results differ by rounding at most. Default: ``ring``.
         kv_block_size: Hint: a KV block is split into messages at multiples of this many rows, so
             that computing on one part overlaps receiving the next. Larger parts are fewer and
             longer messages; results change by rounding at most, and not with one rank. Ranks may
@@ -80,6 +84,7 @@ class Plan:
         comm: Any = None,
         layout: str | tuple[Rows, Rows] | None = None,
         route: str | None = None,
+        strategy: str = "ring",
         kv_block_size: int | None = None,
         threads: int | None = None,
         deadline: float | None = None,
@@ -112,6 +117,7 @@ class Plan:
                 softmax_aux_shape=softmax_aux_shape,
                 layout=layout,
                 route=route,
+                strategy=strategy,
                 kv_block_size=kv_block_size,
                 deadline=deadline,
                 arrival_deadline=arrival_deadline,
@@ -155,8 +161,13 @@ class Plan:
 
     @property
     def layout(self) -> str:
-        """Layout in force: ``contiguous``, ``zigzag``, ``striped`` or ``custom``."""
+        """Layout in force: ``contiguous``, ``zigzag``, ``striped``, ``balanced`` or ``custom``."""
         return self._plan.ring()[2]
+
+    @property
+    def strategy(self) -> str:
+        """Strategy in force: ``ring``, or ``heads:H`` with groups of H ranks."""
+        return self._plan.ring()[3]
 
     @property
     def dtype(self) -> str:

@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 
 use annulus::{
     Alignment, Attention, BackwardMode, Batch, BiasOrder, CustomLayout, DType, Dims, Layout,
-    Precision, Route, Run, Runs, SinkShape,
+    Precision, Route, Run, Runs, SinkShape, Strategy,
     ndarray::{Array2, Ix1, Ix2},
 };
 use pyo3::{prelude::*, types::PyDict};
@@ -47,6 +47,8 @@ pub(crate) struct Config<'py> {
     local_gradients: bool,
     layout: Option<LayoutConfig>,
     route: Option<String>,
+    /// Name, as `--strategy` of the command takes it.
+    strategy: String,
     kv_block_size: Option<u64>,
     deadline: Option<f64>,
     arrival_deadline: Option<f64>,
@@ -86,6 +88,7 @@ impl Config<'_> {
             .local_gradients(self.local_gradients)
             .layout(self.layout(py)?)
             .route(self.route(py)?)
+            .strategy(self.strategy(py)?)
             .kv_block_size(self.kv_block_size)
             .deadline(seconds(py, "deadline", self.deadline)?)
             .arrival_deadline(seconds(py, "arrival_deadline", self.arrival_deadline)?);
@@ -174,6 +177,12 @@ impl Config<'_> {
             "striped" => Ok(Some(Layout::Striped)),
             other => Err(invalid(py, "layout", other, "contiguous, zigzag, striped or rows")),
         }
+    }
+
+    fn strategy(&self, py: Python<'_>) -> PyResult<Strategy> {
+        self.strategy.parse().map_err(|_| {
+            invalid(py, "strategy", &self.strategy, "ring, heads:H with H from 1, or auto")
+        })
     }
 
     fn route(&self, py: Python<'_>) -> PyResult<Option<Route>> {

@@ -175,15 +175,15 @@ impl Plan {
         self.rows(py, Side::Kv)
     }
 
-    /// Rank, number of ranks, layout, route.
+    /// Rank, number of ranks, layout, strategy.
     fn ring(&self, py: Python<'_>) -> PyResult<(usize, usize, &'static str, String)> {
         let guard = self.lock(py)?;
-        let ring = match opened(guard.as_ref())? {
-            Engine::Local(ring) => ring.ring(),
+        let plan = match opened(guard.as_ref())? {
+            Engine::Local(ring) => ring.plan(),
             #[cfg(feature = "mpi")]
-            Engine::Rank(plan) => plan.ring(),
+            Engine::Rank(plan) => plan,
         };
-        Ok((ring.rank(), ring.ranks(), ring.layout().name(), format!("{:?}", ring.route())))
+        Ok((plan.rank(), plan.ranks(), plan.layout().name(), plan.strategy().to_string()))
     }
 
     /// Mask, ranks, layout, route, hops and bytes.
@@ -251,7 +251,7 @@ impl Plan {
         let guard = self.lock(py)?;
         let rows = match opened(guard.as_ref())? {
             Engine::Local(ring) => {
-                let Dims { q_len, kv_len, .. } = ring.ring().spec().dims;
+                let Dims { q_len, kv_len, .. } = ring.plan().spec().dims;
                 Runs::counting(0, if side == Side::Q { q_len } else { kv_len } as u64)
             }
             #[cfg(feature = "mpi")]
@@ -479,9 +479,7 @@ pub(crate) fn shard<'py>(
             cum_seqlens_k: batch.cum_seqlens_k,
             ..Batch::default()
         };
-        let local = |side| {
-            Shard::local(&dims, spec.alignment, &layout, side, rank, ranks, &packed)
-        };
+        let local = |side| Shard::local(&dims, spec.alignment, &layout, side, rank, ranks, &packed);
         Ok::<_, annulus::Error>((local(Side::Q), local(Side::Kv), layout, route))
     });
     let (q, kv, layout, route) = placed.map_err(|error| raise(py, &error))?;

@@ -200,6 +200,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("ring", {"layout": "diagonal"}, "layout"),
     ("ring", {"layout": ([[0]], [[0]]), "ranks": 1}, "layout"),
     ("ring", {"route": "left"}, "route"),
+    ("ring", {"strategy": "heads"}, "strategy"),
+    ("ring", {"strategy": "heads:0"}, "strategy"),
+    ("ring", {"strategy": 2}, "strategy"),
+    # one rank has no groups of two
+    ("ring", {"strategy": "heads:2"}, "strategy"),
     ("ring", {"kv_block_size": 0}, "kv_block_size"),
     ("ring", {"deadline": 0.1}, "deadline"),
     ("ring", {"comm": "world"}, "comm"),

@@ -50,6 +50,29 @@ def test_reproducible_bits_do_not_depend_on_the_ranks() -> None:
     assert (out == results[0][0]).all()
 
 
+def test_strategies_give_the_same_attention() -> None:
+    lengths = {**LENGTHS, "dtype": "float64"}
+    q, k, v = (x.astype("f8") for x in (Q, K, V))
+    attention = annulus.Attention(causal=True)
+    with attention.plan(**lengths, ranks=4) as plan:
+        assert plan.strategy == "ring"
+        ring = plan.forward(q, k, v)
+        gradients = plan.backward(q, k, v, ring, ring.out)
+    for strategy in ("heads:2", "heads:4", "auto"):
+        with attention.plan(**lengths, ranks=4, strategy=strategy) as plan:
+            assert strategy in (plan.strategy, "auto")
+            assert (plan.rank, plan.ranks, len(plan.q_rows)) == (0, 4, N)
+            forward = plan.forward(q, k, v)
+            others = plan.backward(q, k, v, forward, ring.out)
+        assert all(report.bytes_sent == report.bytes_predicted for report in forward.reports)
+        assert abs(forward.out - ring.out).max() < 1e-14
+        assert abs(others.dk - gradients.dk).max() < 1e-13
+    out = annulus.ring_attention(q, k, v, causal=True, ranks=4, strategy="heads:4")
+    assert abs(out - ring.out).max() < 1e-14
+    with pytest.raises(annulus.InvalidArgument, match="strategy"):
+        attention.plan(**lengths, ranks=3, strategy="heads:2")
+
+
 def test_batches_change_and_go_away() -> None:
     ids = (np.arange(N) // 20)[None]
     with annulus.Attention().plan(**LENGTHS, ranks=3) as plan:

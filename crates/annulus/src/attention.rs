@@ -561,6 +561,23 @@ impl Attention {
         })
     }
 
+    /// Refuses parameters that a KV cache does not have.
+    pub(crate) fn check_cache(&self) -> Result<()> {
+        self.check_threads()?;
+        let refusals = [
+            (self.layout.is_some(), "a layout"),
+            (self.route.is_some(), "a route"),
+            (self.strategy != Strategy::Ring, "a strategy"),
+            (self.kv_block_size.is_some(), "kv_block_size"),
+            (self.step_hook.is_some(), "a hook of ring steps"),
+            (self.backward != BackwardMode::OnePass || self.local_gradients, "a backward pass"),
+        ];
+        match refusals.into_iter().find(|(given, _)| *given) {
+            Some((_, what)) => Err(Error::unsupported(what, "the KV cache")),
+            None => Ok(()),
+        }
+    }
+
     /// Returns the strategy.
     pub(crate) const fn chosen_strategy(&self) -> Strategy {
         self.strategy

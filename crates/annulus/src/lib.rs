@@ -29,6 +29,7 @@
 #![forbid(unsafe_code)]
 
 mod attention;
+mod cache;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub mod devices;
 mod engine;
@@ -54,6 +55,7 @@ pub use annulus_cuda as cuda;
 #[cfg(feature = "wgpu")]
 pub use annulus_wgpu as wgpu;
 pub use attention::Attention;
+pub use cache::{Cache, CacheShape};
 pub use local_ring::LocalRing;
 pub use one_call::{Options, flash_attention, ring_attention};
 pub use plan::Plan;

@@ -25,7 +25,8 @@ module annulus
   public :: annulus_attention_on_step
   public :: annulus_plan_create_threads, annulus_plan_create_mpi, annulus_plan_create_callbacks
   public :: annulus_plan_destroy, annulus_plan_rank, annulus_plan_ranks, annulus_plan_layout
-  public :: annulus_plan_route, annulus_plan_workspace_bytes, annulus_plan_predicted_bytes
+  public :: annulus_plan_route, annulus_plan_strategy, annulus_plan_workspace_bytes
+  public :: annulus_plan_predicted_bytes
   public :: annulus_plan_q_rows
   public :: annulus_plan_kv_rows, annulus_plan_update, annulus_tensor_of
   public :: annulus_forward, annulus_backward, annulus_forward_c, annulus_backward_c
@@ -77,6 +78,9 @@ module annulus
   integer(c_int32_t), parameter, public :: ANNULUS_ROUTE_RELAY_UP = 1
   integer(c_int32_t), parameter, public :: ANNULUS_ROUTE_RELAY_DOWN = 2
   integer(c_int32_t), parameter, public :: ANNULUS_ROUTE_DIRECT = 3
+  integer(c_int32_t), parameter, public :: ANNULUS_STRATEGY_RING = 0
+  integer(c_int32_t), parameter, public :: ANNULUS_STRATEGY_HEADS_RING = 1
+  integer(c_int32_t), parameter, public :: ANNULUS_STRATEGY_AUTO = 2
   integer(c_int32_t), parameter, public :: ANNULUS_MASK_PER_HEAD = 1
   integer(c_int32_t), parameter, public :: ANNULUS_MASK_PER_BATCH = 2
   integer(c_int32_t), parameter, public :: ANNULUS_PASS_FORWARD = 0
@@ -127,6 +131,8 @@ module annulus
     real(c_double) :: arrival_deadline_seconds = 0.0_c_double
     integer(c_int32_t) :: adopt_communicator = 0
     integer(c_int32_t) :: reproducible = 0
+    integer(c_int32_t) :: strategy = 0
+    integer(c_int32_t) :: strategy_heads = 0
   end type annulus_options
 
   ! A tensor of C; annulus_tensor_of makes one of an array.
@@ -387,6 +393,14 @@ module annulus
       integer(c_int32_t), intent(out) :: route
       integer(c_int) :: status
     end function annulus_plan_route
+
+    ! The strategy in force, and the ranks of a group (1 for the ring).
+    function annulus_plan_strategy(plan, strategy, heads) bind(c) result(status)
+      import :: c_int, c_int32_t, c_ptr
+      type(c_ptr), value :: plan
+      integer(c_int32_t), intent(out) :: strategy, heads
+      integer(c_int) :: status
+    end function annulus_plan_strategy
 
     ! Bytes of the plan's buffers and scratch memory.
     function annulus_plan_workspace_bytes(plan, bytes) bind(c) result(status)

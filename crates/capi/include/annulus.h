@@ -263,6 +263,22 @@
 #define ANNULUS_ROUTE_DIRECT 3
 
 /**
+ * Every rank has all heads of its queries; keys and values circulate over all ranks.
+ */
+#define ANNULUS_STRATEGY_RING 0
+
+/**
+ * Groups of options.strategy_heads ranks divide the heads; keys and values of these heads
+ * circulate over the groups.
+ */
+#define ANNULUS_STRATEGY_HEADS_RING 1
+
+/**
+ * The strategy that sends the fewest bytes in a forward and a backward pass.
+ */
+#define ANNULUS_STRATEGY_AUTO 2
+
+/**
  * The forward pass.
  */
 #define ANNULUS_PASS_FORWARD 0
@@ -489,6 +505,17 @@ typedef struct annulus_options {
    * pass takes two passes around the ring. Default: 0.
    */
   int32_t reproducible;
+  /**
+   * ANNULUS_STRATEGY_RING (default), HEADS_RING or AUTO: the division of the attention among
+   * ranks. Results differ by rounding at most.
+   */
+  int32_t strategy;
+  /**
+   * Ranks of a group of ANNULUS_STRATEGY_HEADS_RING, at least 1: a divisor of the number of
+   * ranks and of q_heads, and a divisor or a multiple of kv_heads. With other strategies it must
+   * be 0. Default: 0.
+   */
+  int32_t strategy_heads;
 } annulus_options;
 
 /**
@@ -1225,11 +1252,24 @@ int annulus_plan_layout(const struct annulus_plan *plan, int32_t *layout);
 int annulus_plan_route(const struct annulus_plan *plan, int32_t *route);
 
 /**
+ * Writes the strategy in force to `*strategy`, a constant ANNULUS_STRATEGY_* other than AUTO, and
+ * the ranks of a group, 1 for the ring, to `*heads`. Local.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT.
+ *
+ * Safety
+ * `strategy` and `heads` point to writable numbers.
+ */
+int annulus_plan_strategy(const struct annulus_plan *plan, int32_t *strategy, int32_t *heads);
+
+/**
  * Writes the bytes of memory that the plan keeps to `*bytes`, of all ranks in this process. Local.
  *
  * Counted are the message buffers of the ring (blocks of keys, values and queries, and their
  * gradients in flight) and the memory of the CPU kernels: accumulators, row statistics, and the
- * scratch memory of each thread. The first pass of each kind adds lists of visible keys; later
+ * scratch memory of each thread; where ranks divide the heads, also the tensors of a rank's heads.
+ * The first pass of each kind adds lists of visible keys; later
  * passes add nothing. Not counted: row numbers and positions, the schedule, stacks of threads, and
  * rows that an in-process ring copies during a pass.
  *

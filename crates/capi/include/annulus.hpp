@@ -324,6 +324,12 @@ class plan {
   std::int64_t ranks() const { return number<std::int64_t>(annulus_plan_ranks); }
   std::int32_t layout() const { return number<std::int32_t>(annulus_plan_layout); }
   std::int32_t route() const { return number<std::int32_t>(annulus_plan_route); }
+  /* The strategy in force: ANNULUS_STRATEGY_*, and the ranks of a group. */
+  std::pair<std::int32_t, std::int32_t> strategy() const {
+    std::pair<std::int32_t, std::int32_t> in_force;
+    detail::check(annulus_plan_strategy(get(), &in_force.first, &in_force.second));
+    return in_force;
+  }
   std::uint64_t workspace_bytes() const {
     return number<std::uint64_t>(annulus_plan_workspace_bytes);
   }

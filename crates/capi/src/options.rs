@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use annulus::{
     Alignment, Attention, BackwardMode, BiasOrder, Dims, Error, Layout, Precision, Result, Route,
-    SinkShape,
+    SinkShape, Strategy,
 };
 
 #[cfg(feature = "mpi")]
@@ -63,6 +63,14 @@ pub const ANNULUS_ROUTE_RELAY_UP: i32 = 1;
 pub const ANNULUS_ROUTE_RELAY_DOWN: i32 = 2;
 /// Blocks travel from their owner to each rank that needs them.
 pub const ANNULUS_ROUTE_DIRECT: i32 = 3;
+
+/// Every rank has all heads of its queries; keys and values circulate over all ranks.
+pub const ANNULUS_STRATEGY_RING: i32 = 0;
+/// Groups of options.strategy_heads ranks divide the heads; keys and values of these heads
+/// circulate over the groups.
+pub const ANNULUS_STRATEGY_HEADS_RING: i32 = 1;
+/// The strategy that sends the fewest bytes in a forward and a backward pass.
+pub const ANNULUS_STRATEGY_AUTO: i32 = 2;
 
 /// The definition of one attention. [`annulus_options_init`] sets the defaults; the caller then
 /// sets the seven lengths and what differs.
@@ -163,6 +171,13 @@ pub struct annulus_options {
     /// machines of the same arithmetic ("numerics" of the command `annulus doctor`). A backward
     /// pass takes two passes around the ring. Default: 0.
     pub reproducible: i32,
+    /// ANNULUS_STRATEGY_RING (default), HEADS_RING or AUTO: the division of the attention among
+    /// ranks. Results differ by rounding at most.
+    pub strategy: i32,
+    /// Ranks of a group of ANNULUS_STRATEGY_HEADS_RING, at least 1: a divisor of the number of
+    /// ranks and of q_heads, and a divisor or a multiple of kv_heads. With other strategies it must
+    /// be 0. Default: 0.
+    pub strategy_heads: i32,
 }
 
 // SAFETY: repr(C), begins with its size, and all fields are numbers, which may be 0
@@ -452,10 +467,27 @@ fn ring(attention: Attention, options: &annulus_options) -> Result<Attention> {
         .local_gradients(flag("local_gradients", options.local_gradients)?)
         .reproducible(flag("reproducible", options.reproducible)?)
         .layout(layout)
+        .strategy(strategy(options)?)
         .kv_block_size((kv_block_size > 0).then_some(kv_block_size))
         .route(one_of("route", options.route, &routes)?)
         .deadline(seconds("deadline_seconds", options.deadline_seconds)?)
         .arrival_deadline(arrival_deadline(options)?))
+}
+
+fn strategy(options: &annulus_options) -> Result<Strategy> {
+    let heads = options.strategy_heads;
+    let ring = Strategy::HeadsRing { heads: length("strategy_heads", heads.into())? };
+    let strategies = [Strategy::Ring, ring, Strategy::Auto];
+    let strategy = one_of("strategy", options.strategy, &strategies)?;
+    let divides_heads = options.strategy == ANNULUS_STRATEGY_HEADS_RING;
+    match (divides_heads, heads > 0) {
+        (true, false) => Err(Error::invalid("strategy_heads", heads, "at least 1")),
+        (false, true) => {
+            let want = "0, or options.strategy = ANNULUS_STRATEGY_HEADS_RING";
+            Err(Error::invalid("strategy_heads", heads, want))
+        }
+        _ => Ok(strategy),
+    }
 }
 
 fn arrival_deadline(options: &annulus_options) -> Result<Option<Duration>> {

@@ -9,7 +9,7 @@ use std::{
 #[cfg(feature = "mpi")]
 use annulus::comm::mpi::{self, Mpi, Patience};
 use annulus::{
-    Batch, Cpu, Error, Layout, LocalRing, PassKind, Plan, Result, Ring, Route, Runs, Spec,
+    Batch, Cpu, Error, Layout, LocalRing, PassKind, Plan, Result, Route, Runs, Spec, Strategy,
 };
 use annulus_core::{Host, Transport};
 
@@ -23,7 +23,8 @@ use crate::{
     options::{
         ANNULUS_LAYOUT_BALANCED, ANNULUS_LAYOUT_CONTIGUOUS, ANNULUS_LAYOUT_CUSTOM,
         ANNULUS_LAYOUT_STRIPED, ANNULUS_LAYOUT_ZIGZAG, ANNULUS_ROUTE_DIRECT,
-        ANNULUS_ROUTE_RELAY_DOWN, ANNULUS_ROUTE_RELAY_UP, Description, length,
+        ANNULUS_ROUTE_RELAY_DOWN, ANNULUS_ROUTE_RELAY_UP, ANNULUS_STRATEGY_HEADS_RING,
+        ANNULUS_STRATEGY_RING, Description, length,
     },
     status::guard,
     transport::{HostTransport, annulus_transport},
@@ -145,21 +146,21 @@ impl Drop for PlanState {
 impl Planned {
     /// The definition that the ranks agreed on.
     pub(crate) fn spec(&self) -> &Spec {
-        self.ring().spec()
+        self.plan().spec()
     }
 
-    fn ring(&self) -> &Ring<Cpu> {
+    fn plan(&self) -> &Plan<Cpu> {
         match self {
-            Self::Ring(ring) => ring.ring(),
-            Self::Rank(plan) => plan.ring(),
+            Self::Ring(ring) => ring.plan(),
+            Self::Rank(plan) => plan,
         }
     }
 
     /// Returns the sum of a number over the ranks of this process.
-    fn sum_over_rings(&self, of: impl Fn(&Ring<Cpu>) -> u64) -> u64 {
+    fn sum_over_ranks(&self, of: impl Fn(&Plan<Cpu>) -> u64) -> u64 {
         match self {
-            Self::Ring(ring) => ring.rings().map(of).sum(),
-            Self::Rank(plan) => of(plan.ring()),
+            Self::Ring(ring) => ring.plans().map(of).sum(),
+            Self::Rank(plan) => of(plan),
         }
     }
 
@@ -394,7 +395,7 @@ unsafe fn answer<T>(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn annulus_plan_rank(plan: *const annulus_plan, rank: *mut i64) -> c_int {
     // SAFETY: as the caller promises
-    unsafe { answer(plan, "rank", rank, |planned| Ok(planned.ring().rank() as i64)) }
+    unsafe { answer(plan, "rank", rank, |planned| Ok(planned.plan().rank() as i64)) }
 }
 
 /// Writes the number of ranks to `*ranks`. Local.
@@ -407,7 +408,7 @@ pub unsafe extern "C" fn annulus_plan_rank(plan: *const annulus_plan, rank: *mut
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn annulus_plan_ranks(plan: *const annulus_plan, ranks: *mut i64) -> c_int {
     // SAFETY: as the caller promises
-    unsafe { answer(plan, "ranks", ranks, |planned| Ok(planned.ring().ranks() as i64)) }
+    unsafe { answer(plan, "ranks", ranks, |planned| Ok(planned.plan().ranks() as i64)) }
 }
 
 /// Writes the layout in force to `*layout`, a constant ANNULUS_LAYOUT_* other than AUTO. Local.
@@ -419,7 +420,7 @@ pub unsafe extern "C" fn annulus_plan_ranks(plan: *const annulus_plan, ranks: *m
 /// `layout` points to a writable number.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn annulus_plan_layout(plan: *const annulus_plan, layout: *mut i32) -> c_int {
-    let of = |planned: &Planned| match planned.ring().layout().without_leaves() {
+    let of = |planned: &Planned| match planned.plan().layout().without_leaves() {
         Layout::Contiguous => Ok(ANNULUS_LAYOUT_CONTIGUOUS),
         Layout::Zigzag => Ok(ANNULUS_LAYOUT_ZIGZAG),
         Layout::Striped => Ok(ANNULUS_LAYOUT_STRIPED),
@@ -441,7 +442,7 @@ pub unsafe extern "C" fn annulus_plan_layout(plan: *const annulus_plan, layout: 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn annulus_plan_route(plan: *const annulus_plan, route: *mut i32) -> c_int {
     let of = |planned: &Planned| {
-        Ok(match planned.ring().route() {
+        Ok(match planned.plan().route() {
             Route::RelayUp => ANNULUS_ROUTE_RELAY_UP,
             Route::RelayDown => ANNULUS_ROUTE_RELAY_DOWN,
             Route::Direct => ANNULUS_ROUTE_DIRECT,
@@ -451,11 +452,49 @@ pub unsafe extern "C" fn annulus_plan_route(plan: *const annulus_plan, route: *m
     unsafe { answer(plan, "route", route, of) }
 }
 
+/// Writes the strategy in force to `*strategy`, a constant ANNULUS_STRATEGY_* other than AUTO, and
+/// the ranks of a group, 1 for the ring, to `*heads`. Local.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT.
+///
+/// # Safety
+/// `strategy` and `heads` point to writable numbers.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_plan_strategy(
+    plan: *const annulus_plan,
+    strategy: *mut i32,
+    heads: *mut i32,
+) -> c_int {
+    guard(|| {
+        let [strategy, heads] = [("strategy", strategy), ("heads", heads)]
+            .map(|(name, out)| check_pointer(name, out.cast_const()));
+        let (strategy, heads) = (strategy?, heads?);
+        let in_force =
+            PLANS.with(plan, |state| state.planned().map(|planned| planned.plan().strategy()))?;
+        let members = in_force.heads().and_then(|members| i32::try_from(members).ok());
+        let (constant, members) = match (in_force, members) {
+            (Strategy::Ring, _) => (ANNULUS_STRATEGY_RING, 1),
+            (Strategy::HeadsRing { .. }, Some(members)) => (ANNULUS_STRATEGY_HEADS_RING, members),
+            (other, _) => {
+                return Err(Error::internal(format!("the strategy {other} has no number")));
+            }
+        };
+        // SAFETY: not NULL, aligned, writable as the caller promises
+        unsafe {
+            strategy.write(constant);
+            heads.write(members);
+        }
+        Ok(())
+    })
+}
+
 /// Writes the bytes of memory that the plan keeps to `*bytes`, of all ranks in this process. Local.
 ///
 /// Counted are the message buffers of the ring (blocks of keys, values and queries, and their
 /// gradients in flight) and the memory of the CPU kernels: accumulators, row statistics, and the
-/// scratch memory of each thread. The first pass of each kind adds lists of visible keys; later
+/// scratch memory of each thread; where ranks divide the heads, also the tensors of a rank's heads.
+/// The first pass of each kind adds lists of visible keys; later
 /// passes add nothing. Not counted: row numbers and positions, the schedule, stacks of threads, and
 /// rows that an in-process ring copies during a pass.
 ///
@@ -469,9 +508,9 @@ pub unsafe extern "C" fn annulus_plan_workspace_bytes(
     plan: *const annulus_plan,
     bytes: *mut u64,
 ) -> c_int {
-    let of = |ring: &Ring<Cpu>| ring.buffer_bytes() + ring.workspace().bytes();
+    let of = |plan: &Plan<Cpu>| plan.buffer_bytes() + plan.ring().workspace().bytes();
     // SAFETY: as the caller promises
-    unsafe { answer(plan, "bytes", bytes, |planned| Ok(planned.sum_over_rings(of))) }
+    unsafe { answer(plan, "bytes", bytes, |planned| Ok(planned.sum_over_ranks(of))) }
 }
 
 /// Writes the payload bytes that a pass sends by the schedule to `*bytes`: those of this rank, or
@@ -497,7 +536,7 @@ pub unsafe extern "C" fn annulus_plan_predicted_bytes(
             ANNULUS_PASS_BACKWARD => PassKind::Backward,
             other => return Err(Error::invalid("pass", other, "an ANNULUS_PASS constant")),
         };
-        Ok(planned.sum_over_rings(|ring| ring.bytes_predicted(pass)))
+        Ok(planned.sum_over_ranks(|plan| plan.bytes_predicted(pass)))
     };
     // SAFETY: as the caller promises
     unsafe { answer(plan, "bytes", bytes, of) }
@@ -523,7 +562,7 @@ pub unsafe extern "C" fn annulus_plan_q_rows(
     count: *mut i64,
 ) -> c_int {
     let of = |planned: &Planned| match planned {
-        Planned::Ring(ring) => Runs::counting(0, ring.ring().spec().dims.q_len as u64),
+        Planned::Ring(ring) => Runs::counting(0, ring.plan().spec().dims.q_len as u64),
         Planned::Rank(plan) => plan.q_rows().clone(),
     };
     let of = || PLANS.with(plan, |state| Ok(of(state.planned()?)));
@@ -546,7 +585,7 @@ pub unsafe extern "C" fn annulus_plan_kv_rows(
     count: *mut i64,
 ) -> c_int {
     let of = |planned: &Planned| match planned {
-        Planned::Ring(ring) => Runs::counting(0, ring.ring().spec().dims.kv_len as u64),
+        Planned::Ring(ring) => Runs::counting(0, ring.plan().spec().dims.kv_len as u64),
         Planned::Rank(plan) => plan.kv_rows().clone(),
     };
     let of = || PLANS.with(plan, |state| Ok(of(state.planned()?)));

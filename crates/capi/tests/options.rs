@@ -10,7 +10,7 @@ use std::{
 
 use annulus::{
     Alibi, Alignment, Attention, BackwardMode, Batch, BiasOrder, CustomLayout, DType, DenseMask,
-    Dims, Element, Layout, Precision, Route, Runs, SinkShape, Tensors,
+    Dims, Element, Layout, Precision, Route, Runs, SinkShape, Strategy, Tensors,
     half::{bf16, f16},
     mask::Predicate,
 };
@@ -19,6 +19,8 @@ use ndarray::{Array, Array2, Array3, Array4, Dimension, array};
 
 const DIMS: Dims =
     Dims { batch: 2, q_len: 23, kv_len: 23, q_heads: 4, kv_heads: 2, head_dim: 8, value_dim: 6 };
+/// Heads that groups of three ranks divide.
+const HEADS_DIMS: Dims = Dims { q_heads: 6, kv_heads: 3, ..DIMS };
 const RANKS: usize = 3;
 
 fn last_error() -> String {
@@ -587,6 +589,17 @@ fn rings() -> Vec<Case> {
             new().backward_mode(BackwardMode::TwoPass),
         ),
         Case {
+            dims: HEADS_DIMS,
+            ..Case::new(
+                "strategy",
+                |o| {
+                    o.strategy = ANNULUS_STRATEGY_HEADS_RING;
+                    o.strategy_heads = 3;
+                },
+                Attention::new().strategy(Strategy::HeadsRing { heads: 3 }),
+            )
+        },
+        Case {
             // three leaves
             dims: Dims { q_len: 600, kv_len: 600, ..DIMS },
             ..Case::new("reproducible", |o| o.reproducible = 1, Attention::new().reproducible(true))
@@ -778,5 +791,49 @@ fn a_plan_tells_what_it_chose() {
     // more than the keys and values of all ranks, and than their gradients in f32
     assert!(bytes >= 2 * 2 * 23 * 2 * (8 + 6) * 4, "{bytes}");
     ok(annulus_plan_destroy(plan));
+    ok(annulus_attention_destroy(attention));
+}
+
+#[test]
+fn a_plan_tells_its_strategy() {
+    let chosen = |options: annulus_options| {
+        let (mut attention, mut plan) = (ptr::null_mut(), ptr::null_mut());
+        let (mut strategy, mut heads, mut ranks, mut count) = (7, 7, 7, 7);
+        // SAFETY: all pointers are to locals
+        unsafe {
+            ok(annulus_attention_create(&raw const options, &raw mut attention));
+            ok(annulus_plan_create_threads(attention, RANKS as i64, &raw mut plan));
+            let status = annulus_plan_strategy(plan, &raw mut strategy, ptr::null_mut());
+            assert_eq!((status, strategy), (ANNULUS_INVALID_ARGUMENT, 7));
+            ok(annulus_plan_strategy(plan, &raw mut strategy, &raw mut heads));
+            ok(annulus_plan_ranks(plan, &raw mut ranks));
+            ok(annulus_plan_q_rows(plan, ptr::null_mut(), 0, &raw mut count));
+        }
+        ok(annulus_plan_destroy(plan));
+        ok(annulus_attention_destroy(attention));
+        assert_eq!((ranks, count), (3, 23));
+        (strategy, heads)
+    };
+    let options = options(HEADS_DIMS);
+    assert_eq!(chosen(options), (ANNULUS_STRATEGY_RING, 1));
+    let auto = annulus_options { strategy: ANNULUS_STRATEGY_AUTO, ..options };
+    let fewest = Attention::new().strategy(Strategy::Auto).local_ring(HEADS_DIMS, RANKS).unwrap();
+    let fewest = fewest.plan().strategy();
+    let constant = i32::from(fewest != Strategy::Ring);
+    assert_eq!(chosen(auto), (constant, fewest.heads().unwrap() as i32));
+    let strategy = ANNULUS_STRATEGY_HEADS_RING;
+    let by_heads = annulus_options { strategy, strategy_heads: 3, ..options };
+    assert_eq!(chosen(by_heads), (ANNULUS_STRATEGY_HEADS_RING, 3));
+
+    // a group that does not fit ranks or heads is refused when the plan is made
+    let options = annulus_options { strategy_heads: 2, ..by_heads };
+    let (mut attention, mut plan) = (ptr::null_mut(), ptr::null_mut());
+    // SAFETY: all pointers are to locals
+    unsafe {
+        ok(annulus_attention_create(&raw const options, &raw mut attention));
+        let status = annulus_plan_create_threads(attention, RANKS as i64, &raw mut plan);
+        assert_eq!(status, ANNULUS_INVALID_ARGUMENT);
+    }
+    assert!(last_error().starts_with("strategy: got"), "{}", last_error());
     ok(annulus_attention_destroy(attention));
 }

@@ -27,6 +27,7 @@ pub mod deadline;
 mod delegate;
 pub mod fault;
 pub mod heads_ring;
+pub mod kv_cache;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 #[cfg(feature = "nccl")]

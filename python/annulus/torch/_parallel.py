@@ -61,6 +61,7 @@ def context_parallel(
     *,
     segment_ids: Any = None,
     route: str | None = None,
+    strategy: str = "ring",
     kv_block_size: int | None = None,
     threads: int | None = None,
     deadline: float | None = None,
@@ -83,8 +84,8 @@ def context_parallel(
         comm: An mpi4py communicator of ``shard.ranks`` ranks.
         segment_ids: ``[batch, rows]`` of this rank's rows, integers: packed documents. A token
             attends to tokens of equal ids only, and to none if its id is negative.
-        route, kv_block_size, threads, deadline, fused_backward: As for ``ring_attention``. Default
-            of route: that of the shard.
+        route, strategy, kv_block_size, threads, deadline, fused_backward: As for
+            ``ring_attention``. Default of route: that of the shard.
     """
     check_communicator(comm)
     if (shard.rank, shard.ranks) != (comm.rank, comm.size):
@@ -96,6 +97,7 @@ def context_parallel(
         "comm": comm,
         "layout": shard.layout,
         "route": shard.route if route is None else route,
+        "strategy": strategy,
         "kv_block_size": kv_block_size,
         "threads": threads,
         "deadline": deadline,

@@ -87,6 +87,10 @@ static void options_are_checked(void) {
   BAD_OPTION(arrival_deadline_seconds, -1, "arrival_deadline_seconds");
   BAD_OPTION(adopt_communicator, 2, "adopt_communicator");
   BAD_OPTION(reproducible, 2, "reproducible");
+  BAD_OPTION(strategy, 3, "strategy");
+  BAD_OPTION(strategy, ANNULUS_STRATEGY_HEADS_RING, "strategy_heads");
+  BAD_OPTION(strategy_heads, -1, "strategy_heads");
+  BAD_OPTION(strategy_heads, 2, "strategy_heads");
 
   /* a struct of an older header, without the last fields: what lies behind it is not read */
   options.struct_size = offsetof(annulus_options, kv_block_size);

@@ -2,6 +2,7 @@
 #include <annulus.hpp>
 
 #include <atomic>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -186,6 +187,21 @@ int main(int count, char **arguments) {
   check(out[20 * q_heads * value_dim] == v[20 * kv_heads * value_dim], "documents");
 
   check(reproducible(1) == reproducible(3), "bits that do not depend on the ranks");
+
+  // all-to-all over heads: other sums, the same result
+  auto by_heads = options();
+  by_heads.strategy = ANNULUS_STRATEGY_HEADS_RING;
+  by_heads.strategy_heads = 2;
+  auto two = annulus::plan::over_threads(annulus::attention(by_heads), 2);
+  check(two.strategy() == std::make_pair(ANNULUS_STRATEGY_HEADS_RING, 2) && two.ranks() == 2,
+        "strategy");
+  const auto by_ring = [&] {
+    plan.forward<float>({q_view, k_view, v_view, out_view, lse_view});
+    return out;
+  }();
+  two.forward<float>({q_view, k_view, v_view, out_view, lse_view});
+  for (std::size_t i = 0; i < out.size(); i++)
+    check(std::abs(out[i] - by_ring[i]) < 1e-5f, "all-to-all over heads");
 
   // a batch: every row is a sequence of its own, so out is v
   std::vector<std::int32_t> ids(batch * len);

@@ -44,7 +44,7 @@ program threads
   character(len=1000) :: ranks_text, path
   integer(c_int64_t) :: ranks, count, i
   integer(c_int64_t), target :: sent(8)
-  integer(c_int32_t) :: layout, done
+  integer(c_int32_t) :: layout, done, strategy, heads
   type(annulus_tensor), target :: tensors(5)
   type(annulus_forward_args) :: arguments
   type(annulus_options) :: options
@@ -147,6 +147,22 @@ program threads
   call check(any(by_mask /= out), 'which has an effect')
   call ok(annulus_plan_destroy(masked))
   call ok(annulus_plan_destroy(windowed))
+
+  ! all-to-all over heads: other sums, the same result
+  if (ranks > 1 .and. mod(int(q_heads, c_int64_t), ranks) == 0) then
+    options = options_of_case()
+    options%strategy = ANNULUS_STRATEGY_HEADS_RING
+    options%strategy_heads = int(ranks, c_int32_t)
+    call ok(annulus_attention_create(options, attention))
+    call ok(annulus_plan_create_threads(attention, ranks, plan))
+    call ok(annulus_plan_strategy(plan, strategy, heads))
+    call check(strategy == ANNULUS_STRATEGY_HEADS_RING .and. heads == ranks, 'strategy')
+    out = -7
+    call ok(annulus_forward(plan, q, k, v, out, lse))
+    call check(maxval(abs(out - wide(:, 2::2, :, :))) < 1e-5, 'all-to-all over heads')
+    call ok(annulus_plan_destroy(plan))
+    call ok(annulus_attention_destroy(attention))
+  end if
 
   ! double precision
   options = options_of_case()

@@ -48,10 +48,38 @@ impl Shapes {
 
     pub(crate) fn inputs<S: Space>(&self, inputs: &Inputs<'_, S>) -> Result<()> {
         check_tensor("q", S::describe(&inputs.q), self.q)?;
-        check_tensor("k", S::describe(&inputs.k), self.k)?;
-        check_tensor("v", S::describe(&inputs.v), self.v)?;
+        self.keys_values::<S>(&inputs.k, &inputs.v)?;
         check_optional("bias", inputs.bias.as_ref().map(S::describe), self.bias)?;
-        check_optional("softmax_aux", inputs.sinks.as_ref().map(S::describe), self.sinks)
+        self.sinks::<S>(inputs.sinks.as_ref())
+    }
+
+    pub(crate) fn keys_values<S: Space>(&self, k: &S::View<'_>, v: &S::View<'_>) -> Result<()> {
+        check_tensor("k", S::describe(k), self.k)?;
+        check_tensor("v", S::describe(v), self.v)
+    }
+
+    fn sinks<S: Space>(&self, sinks: Option<&S::View<'_>>) -> Result<()> {
+        check_optional("softmax_aux", sinks.map(S::describe), self.sinks)
+    }
+
+    /// Checks the queries and sinks of a KV cache.
+    pub(crate) fn queries<S: Space>(
+        &self,
+        q: &S::View<'_>,
+        sinks: Option<&S::View<'_>>,
+    ) -> Result<()> {
+        check_tensor("q", S::describe(q), self.q)?;
+        self.sinks::<S>(sinks)
+    }
+
+    /// Checks the results of a KV cache.
+    pub(crate) fn results<S: Space>(
+        &self,
+        out: &S::ViewMut<'_>,
+        lse: &S::ViewMut<'_>,
+    ) -> Result<()> {
+        check_tensor("out", S::describe_mut(out), self.out)?;
+        check_tensor("lse", S::describe_mut(lse), self.lse)
     }
 
     pub(crate) fn outputs<S: Space>(&self, outputs: &Outputs<'_, S>) -> Result<()> {

@@ -6,7 +6,7 @@
 //! | `messages` | the transport's contract: any pattern arrives intact; every misuse is its typed error; all-gathers, aborts, dropped endpoints |
 //! | `cases SEEDS` | random cases over the ring: the oracle's numbers, the bits of the ring of threads, the predicted bytes (golden cases: `annulus check`) |
 //! | `pairs` | a covering array of all choices: as `cases`, every other time with an invented placement on two nodes |
-//! | `bytes` | the transport's count = the schedule's prediction = a count of every visible pair, and the published fractions |
+//! | `bytes` | the transport's count = the schedule's prediction = a count of every visible pair, and the published fractions; a KV cache: the oracle's numbers, and constant bytes per token |
 //! | `mismatch` | a field that differs on one rank is the same error on all, in under a second, before any data moves |
 //! | `host` | a host program's own `MPI_Init_thread(FUNNELED)` and sub-communicators, two rings at once, one dropped after `MPI_Finalize` |
 //! | `host-split` | a communicator from a split has the world's highest tag, and a ring over it works |
@@ -24,6 +24,7 @@ mod away;
 mod bytes;
 mod cases;
 mod control;
+mod decode;
 mod failures;
 mod harness;
 mod host;
@@ -87,7 +88,9 @@ fn run(words: &[String], settings: &Settings) -> Verdict {
             seeds.parse().map_err(|error| format!("{seeds}: {error}"))?,
         ),
         ["pairs"] => cases::pairs(&mut harness, settings),
-        ["bytes"] => bytes::all(&mut harness, settings),
+        ["bytes"] => {
+            bytes::all(&mut harness, settings).and_then(|()| decode::tokens(&mut harness, settings))
+        }
         ["control"] => control::all(&mut harness, settings),
         ["away"] => away::away(&mut harness, settings),
         ["suspended"] => away::suspended(&mut harness, settings),

@@ -1,0 +1,180 @@
+//! Messages of the reduction: the normalised output and lse of some queries over the keys of one
+//! rank, and their merge.
+//!
+//! ```text
+//! message   lse [b, q_heads, queries], accumulator's type · out [b, queries, q_heads, dv]
+//! m   = max over ranks of lse, and of the sinks a
+//! ℓ   = Σ e^(lse − m) + Σ e^(a − m)
+//! out = Σ e^(lse − m)·out / ℓ        lse = m + ln ℓ
+//! ```
+//! Sums are in f64 and in the order of ranks, so that all ranks have the same bits.
+//!
+//! # Source
+//! Milakov, Gimelshein 2018, Online normalizer calculation for softmax, §3; the reduction of
+//! split-KV decoding in FlashDecoding (Dao et al. 2023), over ranks.
+
+use annulus_core::{DType, Dims, Error, HostView, HostViewMut, Result, index, memory};
+
+/// Shape of the messages of some queries.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct PartialShape {
+    pub(super) dims: Dims,
+    pub(super) dtype: DType,
+    /// Queries of the message.
+    pub(super) queries: usize,
+}
+
+/// Output and lse of some queries.
+pub(super) struct Results<'a> {
+    pub(super) out: HostViewMut<'a>,
+    pub(super) lse: HostViewMut<'a>,
+}
+
+/// A message, widened.
+struct Part {
+    lse: Vec<f64>,
+    out: Vec<f64>,
+}
+
+impl PartialShape {
+    /// Returns the bytes of a message.
+    pub(super) fn bytes(&self) -> u64 {
+        (self.queries as u64).saturating_mul(Self::query_bytes(&self.dims, self.dtype))
+    }
+
+    /// Returns the bytes of one query, of all batch rows and heads.
+    pub(super) fn query_bytes(dims: &Dims, dtype: DType) -> u64 {
+        let rows = dims.batch as u64 * dims.q_heads as u64;
+        rows * (dims.value_dim as u64 * dtype.bytes() as u64 + dtype.accumulator().bytes() as u64)
+    }
+
+    /// Returns the tensors of a message for writing.
+    pub(super) fn results<'a>(&self, message: &'a mut [u8]) -> Result<Results<'a>> {
+        let bytes = message.get_mut(..index(self.bytes())).ok_or_else(too_short)?;
+        let (lse, out) = bytes.split_at_mut_checked(self.lse_bytes()).ok_or_else(too_short)?;
+        Ok(Results {
+            out: HostViewMut::of_bytes(out, self.dtype, self.out_shape())?,
+            lse: HostViewMut::of_bytes(lse, self.dtype.accumulator(), self.lse_shape())?,
+        })
+    }
+
+    /// Merges the messages of all ranks, in their order, and the sinks `[q_heads|1, count, 1, 1]`.
+    pub(super) fn merge(
+        &self,
+        messages: &[&[u8]],
+        sinks: Option<&HostView<'_>>,
+        results: Results<'_>,
+    ) -> Result<()> {
+        let sinks_shape = sinks.map(HostView::shape);
+        let mut parts = Vec::with_capacity(messages.len());
+        for message in messages {
+            let bytes = message.get(..index(self.bytes())).ok_or_else(too_short)?;
+            let (lse, out) = bytes.split_at_checked(self.lse_bytes()).ok_or_else(too_short)?;
+            let sums = self.dtype.accumulator();
+            let lse = HostView::of_bytes(lse, sums, self.lse_shape())?.widened()?;
+            let out = HostView::of_bytes(out, self.dtype, self.out_shape())?.widened()?;
+            parts.push(Part { lse, out });
+        }
+        let sinks = sinks.map(HostView::widened).transpose()?.unwrap_or_default();
+        let Dims { batch, q_heads, value_dim, .. } = self.dims;
+        // sinks of one head, or of all
+        let per_head = sinks_shape.is_some_and(|[rows, ..]| rows > 1);
+        let count = if per_head { sinks.len() / q_heads } else { sinks.len() };
+        let mut out = memory::filled("the results", index(self.results_len()), 0.0)?;
+        let mut lse = memory::filled("lse", batch * q_heads * self.queries, 0.0)?;
+        for (plane, row) in (0..batch * q_heads)
+            .flat_map(|plane| (0..self.queries).map(move |query| (plane, query)))
+            .map(|(plane, query)| (plane, plane * self.queries + query))
+        {
+            let head = plane % q_heads;
+            let first_sink = if per_head { head * count } else { 0 };
+            let sinks = &sinks[first_sink..first_sink + count];
+            let scores = parts.iter().map(|part| part.lse[row]).chain(sinks.iter().copied());
+            let softmax = MergedSoftmax::of(scores);
+            let query = row % self.queries;
+            let first = ((plane / q_heads * self.queries + query) * q_heads + head) * value_dim;
+            let elements = first..first + value_dim;
+            let acc = &mut out[elements.clone()];
+            for part in &parts {
+                let Some(weight) = softmax.weight(part.lse[row]) else { continue };
+                let part = &part.out[elements.clone()];
+                acc.iter_mut().zip(part).for_each(|(acc, x)| *acc += weight * x);
+            }
+            acc.iter_mut().for_each(|acc| *acc /= softmax.normalizer());
+            lse[row] = softmax.lse();
+        }
+        let Results { out: mut all, lse: mut statistics } = results;
+        all.write(&out);
+        statistics.write(&lse);
+        Ok(())
+    }
+
+    fn lse_bytes(&self) -> usize {
+        self.lse_shape().iter().product::<usize>() * self.dtype.accumulator().bytes()
+    }
+
+    fn results_len(&self) -> u64 {
+        self.out_shape().iter().map(|&length| length as u64).product()
+    }
+
+    const fn lse_shape(&self) -> [usize; 4] {
+        [self.dims.batch, self.dims.q_heads, self.queries, 1]
+    }
+
+    const fn out_shape(&self) -> [usize; 4] {
+        [self.dims.batch, self.queries, self.dims.q_heads, self.dims.value_dim]
+    }
+}
+
+/// Softmax statistics of one row over the lse of the ranks and the sinks.
+struct MergedSoftmax {
+    max: f64,
+    sum: f64,
+}
+
+impl MergedSoftmax {
+    fn of(scores: impl Iterator<Item = f64> + Clone) -> Self {
+        // `f64::max` ignores NaN, which the sum keeps
+        let max = scores.clone().fold(f64::NEG_INFINITY, f64::max);
+        let of_max = Self { max, sum: 0.0 };
+        let sum = scores.map(|score| of_max.weight(score).unwrap_or(0.0)).sum();
+        Self { max, sum }
+    }
+
+    /// Returns the factor of a rank's output; `None` if the rank has no visible key.
+    fn weight(&self, score: f64) -> Option<f64> {
+        (score != f64::NEG_INFINITY).then(|| (score - self.max).exp())
+    }
+
+    /// Returns the divisor of the accumulator; 1 without visible keys and sinks.
+    fn normalizer(&self) -> f64 {
+        if self.sum == 0.0 { 1.0 } else { self.sum }
+    }
+
+    fn lse(&self) -> f64 {
+        self.max + self.sum.ln()
+    }
+}
+
+fn too_short() -> Error {
+    Error::internal("a message that is shorter than its partial results")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn empty_rows_nan_and_infinity() {
+        let of = |scores: &[f64]| MergedSoftmax::of(scores.iter().copied());
+        let empty = of(&[f64::NEG_INFINITY; 3]);
+        assert_eq!((empty.lse(), empty.normalizer()), (f64::NEG_INFINITY, 1.0));
+        assert_eq!(empty.weight(f64::NEG_INFINITY), None);
+        assert_eq!(of(&[f64::NEG_INFINITY, 2.5]).lse(), 2.5);
+        for broken in [f64::NAN, f64::INFINITY] {
+            let softmax = of(&[1.0, broken, f64::NEG_INFINITY]);
+            assert!(softmax.lse().is_nan() && softmax.normalizer().is_nan());
+        }
+        assert!((of(&[1.0, 1.0]).lse() - (1.0 + 2f64.ln())).abs() < 1e-15);
+    }
+}

@@ -1,0 +1,148 @@
+//! Memory of the cached rows of one rank: a list of segments of equal size, in wire order.
+//!
+//! A segment is a block that kernels attend to in place. It is allocated whole and never moved, so
+//! that an append costs the copy of its rows only.
+
+use std::ops::Range;
+
+use annulus_core::{
+    Backend, Block, Error, HostTensors, HostView, Result, RowLayout, RowSegment, RowSet, Rows,
+    Shard, Space, index, memory,
+};
+
+use super::pages::Pages;
+
+/// Rows of a segment, rounded up to whole pages. Row numbers of the last segment are listed anew
+/// for every call, which takes some microseconds; a kernel attends to 4,096 rows as fast as to
+/// more (64 KV tiles).
+const SEGMENT_ROWS: u64 = 4096;
+
+/// Cached rows of one rank.
+pub(super) struct Segments<S: Space> {
+    pages: Pages,
+    /// Format of a row: k, then v.
+    row_layout: RowLayout,
+    /// Rows of a segment.
+    rows: u64,
+    list: Vec<Segment<S>>,
+}
+
+struct Segment<S: Space> {
+    buffer: S::Buffer,
+    /// Row numbers and positions of the rows that are in use.
+    rows: Rows,
+}
+
+/// Keys and values of some rows.
+pub(super) struct KeysValues<'a> {
+    /// `[b, rows, kv_heads, d]`.
+    pub(super) k: HostView<'a>,
+    /// `[b, rows, kv_heads, dv]`.
+    pub(super) v: HostView<'a>,
+}
+
+impl<S: HostTensors> Segments<S> {
+    /// Starts without rows and without memory.
+    pub(super) fn new(pages: Pages, row_layout: RowLayout) -> Self {
+        let rows = SEGMENT_ROWS.next_multiple_of(pages.rows);
+        Self { pages, row_layout, rows, list: Vec::new() }
+    }
+
+    /// Returns the rows of a segment.
+    pub(super) const fn segment_rows(&self) -> u64 {
+        self.rows
+    }
+
+    /// Returns the bytes of all segments.
+    pub(super) fn bytes(&self) -> u64 {
+        self.list.iter().map(|segment| S::size(&segment.buffer)).sum()
+    }
+
+    /// Allocates segments for `local_len` rows.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`]; the cached rows stay.
+    pub(super) fn reserve<B: Backend<Space = S>>(
+        &mut self,
+        backend: &B,
+        local_len: u64,
+    ) -> Result<()> {
+        let segments = index(local_len.div_ceil(self.rows));
+        let missing = segments.saturating_sub(self.list.len());
+        memory::reserve("the KV cache", &mut self.list, missing)?;
+        for number in self.list.len()..segments {
+            let bytes = self.rows.checked_mul(self.row_layout.bytes());
+            let buffer = backend.allocate(bytes.unwrap_or(u64::MAX))?;
+            // lists as long as they will ever be
+            let mut rows = Rows::default();
+            let first = number as u64 * self.rows;
+            self.expand(first..first + self.rows, &mut rows)?;
+            self.list.push(Segment { buffer, rows });
+        }
+        Ok(())
+    }
+
+    /// Writes rows of `tensors` to the local rows `local`, for which memory is reserved. `sources`
+    /// are the rows of the tensors.
+    pub(super) fn write(
+        &mut self,
+        local: Range<u64>,
+        tensors: &KeysValues<'_>,
+        sources: impl Iterator<Item = usize>,
+    ) -> Result<()> {
+        let none = || Error::internal("a row of the KV cache without memory");
+        let record = index(self.row_layout.bytes());
+        let segment_rows = index(self.rows);
+        let heads = 0..tensors.k.shape()[2];
+        let mut sources = sources;
+        let mut next = index(local.start);
+        let end = index(local.end);
+        while next < end {
+            let segment = self.list.get_mut(next / segment_rows).ok_or_else(none)?;
+            let first = next % segment_rows;
+            let count = (segment_rows - first).min(end - next);
+            let bytes = S::host_bytes_mut(&mut segment.buffer)
+                .and_then(|bytes| bytes.get_mut(first * record..(first + count) * record))
+                .ok_or_else(none)?;
+            for (record, source) in bytes.chunks_exact_mut(record).zip(&mut sources) {
+                let row = [RowSegment { first: source, count: 1 }];
+                let k_bytes = tensors.k.pack(&row, heads.clone(), record)?;
+                let record = record.get_mut(k_bytes..).ok_or_else(none)?;
+                tensors.v.pack(&row, heads.clone(), record)?;
+            }
+            next += count;
+        }
+        Ok(())
+    }
+
+    /// Lists row numbers and positions of the first `local_len` rows.
+    pub(super) fn list_rows(&mut self, local_len: u64) -> Result<()> {
+        for number in 0..self.list.len() {
+            let first = number as u64 * self.rows;
+            let used = first..first.max(local_len.min(first + self.rows));
+            if self.list[number].rows.len() as u64 != used.end - used.start {
+                let mut rows = std::mem::take(&mut self.list[number].rows);
+                let listed = self.expand(used, &mut rows);
+                self.list[number].rows = rows;
+                listed?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the blocks that have rows.
+    pub(super) fn blocks<'a>(
+        &'a self,
+        ready: &'a S::Event,
+    ) -> impl Iterator<Item = Block<'a, S>> + 'a {
+        let used = self.list.iter().filter(|segment| !segment.rows.is_empty());
+        used.map(move |segment| Block { buffer: &segment.buffer, ready, rows: &segment.rows })
+    }
+
+    fn expand(&self, local: Range<u64>, rows: &mut Rows) -> Result<()> {
+        let numbers = self.pages.row_numbers(local);
+        let all = RowSet::all(numbers.len());
+        let shard = Shard { positions: vec![numbers.clone()], rows: numbers, segments: Vec::new() };
+        shard.expand(&all, rows)
+    }
+}

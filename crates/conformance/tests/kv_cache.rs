@@ -1,0 +1,542 @@
+//! The sharded KV cache: prefill and appended tokens against the oracle, bytes of a token, balance,
+//! arguments, missing ranks.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::{
+    ops::Range,
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use annulus::{
+    Alibi, Attention, BackwardMode, Batch, Cache, CacheShape, Cpu, DType, Dims, Element, Error,
+    Layout, Result, Route, SinkShape, Strategy,
+    comm::{
+        Checksum, Fault, Injection, Trace,
+        threads::{Threads, each_rank, ring},
+        trace::{Event, EventKind},
+    },
+    mask::Predicate,
+};
+use annulus_core::oracle::{self, Problem};
+use half::bf16;
+use ndarray::{Array2, Array4, s};
+use proptest::prelude::*;
+
+const SHAPE: CacheShape = CacheShape::new(2, 4, 8).kv_heads(2).value_dim(6).page_rows(5);
+const DIMS: Dims =
+    Dims { batch: 2, q_len: 61, kv_len: 61, q_heads: 4, kv_heads: 2, head_dim: 8, value_dim: 6 };
+
+/// Numbers that look random and are the same everywhere.
+fn numbers<T: Element>(seed: u64, shape: [usize; 4]) -> Array4<T> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    Array4::from_shape_simple_fn(shape, || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        T::from_f64((state >> 11) as f64 / (1u64 << 52) as f64 - 1.0)
+    })
+}
+
+/// Tensors of the whole sequence.
+struct Sequence<T: Element> {
+    q: Array4<T>,
+    k: Array4<T>,
+    v: Array4<T>,
+    sinks: Option<Array2<T::Accumulator>>,
+}
+
+impl<T: Element> Sequence<T> {
+    fn new(dims: Dims, sinks: Option<SinkShape>) -> Self {
+        let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = dims;
+        let sinks = sinks.map(|sinks| {
+            let heads = if sinks.per_head { q_heads } else { 1 };
+            let sinks = numbers::<T::Accumulator>(4, [heads, sinks.count, 1, 1]);
+            sinks.slice_move(s![.., .., 0, 0])
+        });
+        Self {
+            q: numbers(1, [batch, q_len, q_heads, head_dim]),
+            k: numbers(2, [batch, kv_len, kv_heads, head_dim]),
+            v: numbers(3, [batch, kv_len, kv_heads, value_dim]),
+            sinks,
+        }
+    }
+
+    /// Appends rows and attends with their queries.
+    fn step(&self, cache: &mut Cache<Cpu>, rows: Range<usize>) -> Result<annulus::Forward<T>> {
+        let rows = s![.., rows, .., ..];
+        cache.append(self.k.slice(rows), self.v.slice(rows))?;
+        cache.attend(self.q.slice(rows), self.sinks.as_ref().map(|sinks| sinks.view()))
+    }
+}
+
+/// Worst absolute difference, with equal elements (also −∞) at 0.
+fn worst<'a>(pairs: impl Iterator<Item = (f64, f64)> + 'a) -> f64 {
+    pairs.map(|(got, want)| if got == want { 0.0 } else { (got - want).abs() }).fold(0.0, f64::max)
+}
+
+/// Computes the whole sequence in steps of `ends` on `ranks` ranks, and compares every row with the
+/// oracle's one-shot attention. Returns the worst difference of out and lse.
+fn compare<T: Element>(attention: &Attention, ranks: usize, ends: &[usize]) -> f64 {
+    let attention = attention.clone().dtype(T::DTYPE);
+    let spec = attention.spec(DIMS).unwrap();
+    let all = Sequence::<T>::new(DIMS, spec.sinks);
+    let widened = |x: &Array4<T>| x.mapv(Element::to_f64);
+    let [q, k, v] = [&all.q, &all.k, &all.v].map(widened);
+    let sinks = all.sinks.as_ref().map(|sinks| sinks.mapv(Element::to_f64));
+    let want = oracle::forward(&Problem {
+        spec: &spec,
+        batch: &Batch::default(),
+        q: q.view(),
+        k: k.view(),
+        v: v.view(),
+        bias: None,
+        sinks: sinks.as_ref().map(|sinks| sinks.view()),
+    })
+    .unwrap();
+    let of_ranks = each_rank(ring(ranks), |_, transport| {
+        let mut cache = Cache::new(&attention, SHAPE, Cpu::new(1)?, transport)?;
+        let mut first = 0;
+        ends.iter()
+            .map(|&end| {
+                let forward = all.step(&mut cache, first..end)?;
+                let report = forward.reports[0];
+                assert_eq!(report.bytes_sent, report.bytes_predicted);
+                assert_eq!(report.bytes_sent, cache.bytes_predicted(end - first));
+                first = end;
+                Ok((end, forward))
+            })
+            .collect::<Result<Vec<_>>>()
+    })
+    .unwrap();
+    let mut difference: f64 = 0.0;
+    let mut first = 0;
+    for (step, (end, forward)) in of_ranks[0].iter().enumerate() {
+        // all ranks have the same bits
+        for rank in &of_ranks {
+            assert_eq!((&rank[step].1.out, &rank[step].1.lse), (&forward.out, &forward.lse));
+        }
+        let out = want.out.slice(s![.., first..*end, .., ..]);
+        let lse = want.lse.slice(s![.., .., first..*end]);
+        let pairs = forward.out.iter().map(|x| x.to_f64()).zip(out.iter().copied());
+        let statistics = forward.lse.iter().map(|x| x.to_f64()).zip(lse.iter().copied());
+        difference = difference.max(worst(pairs)).max(worst(statistics));
+        first = *end;
+    }
+    assert_eq!(first, DIMS.q_len);
+    difference
+}
+
+/// A prefill in two chunks, tokens, a chunk of several tokens, a token.
+const STEPS: [usize; 8] = [17, 40, 41, 42, 43, 44, 60, 61];
+
+#[test]
+fn prefill_and_tokens_are_one_attention() {
+    let even = Predicate::of_positions("even keys", |_, key| key % 2 == 0);
+    let causal = || Attention::new().causal(true);
+    let cases = [
+        ("causal", causal()),
+        ("window", causal().sliding_window(7, 0)),
+        ("window, first keys", causal().sliding_window(9, 0).attention_sink_size(3)),
+        ("chunks", Attention::new().chunk_size(16)),
+        // of keys that are cached before the first query attends
+        ("prefix", causal().prefix_len(17)),
+        ("soft cap, scale", causal().logits_soft_cap(0.7).softmax_scale(-0.9)),
+        ("ALiBi", causal().bias_function(Arc::new(Alibi::published(4)))),
+        ("sinks of heads", causal().softmax_aux(SinkShape::per_head(2))),
+        ("sinks", causal().sliding_window(2, 0).softmax_aux(SinkShape::shared(3))),
+        // the first query has no visible key but itself, and odd ones among few keys have none
+        ("no visible keys", causal().mask(Arc::new(even)).sliding_window(0, 0)),
+        ("dropout", causal().dropout(0.3, 11)),
+    ];
+    for (name, attention) in cases {
+        for ranks in [1, 2, 3, 4, 8] {
+            let difference = compare::<f64>(&attention, ranks, &STEPS);
+            assert!(difference < 1e-13, "{name} on {ranks} ranks: {difference}");
+        }
+    }
+}
+
+#[test]
+fn other_types_and_threads_are_within_rounding() {
+    let attention = Attention::new().causal(true);
+    for ranks in [1, 3] {
+        assert!(compare::<f32>(&attention, ranks, &STEPS) < 2e-6);
+        assert!(compare::<bf16>(&attention, ranks, &STEPS) < 2e-2);
+    }
+}
+
+#[test]
+fn results_do_not_depend_on_the_steps_but_for_rounding() {
+    let attention = Attention::new().causal(true);
+    let tokens: Vec<usize> = (1..=61).collect();
+    for ranks in [1, 3, 8] {
+        assert!(compare::<f64>(&attention, ranks, &tokens) < 1e-13);
+        assert!(compare::<f64>(&attention, ranks, &[61]) < 1e-13);
+    }
+}
+
+#[test]
+fn masked_rows_of_the_future_are_only_those_of_the_mask() {
+    // full attention of a token over all rows so far, later ones are not cached yet
+    let attention = Attention::new().dtype(DType::F64);
+    let causal = attention.clone().causal(true);
+    let all = Sequence::<f64>::new(DIMS, None);
+    let token = |attention: &Attention| {
+        let of_ranks = each_rank(ring(3), |_, transport| {
+            let mut cache = Cache::new(attention, SHAPE, Cpu::new(1)?, transport)?;
+            all.step(&mut cache, 0..60)?;
+            Ok(all.step(&mut cache, 60..61)?.out)
+        });
+        of_ranks.unwrap().remove(0)
+    };
+    assert_eq!(token(&attention), token(&causal));
+}
+
+#[test]
+fn sharded_prefill_and_truncation_give_the_same_cache() {
+    let attention = Attention::new().dtype(DType::F64).causal(true);
+    let all = Sequence::<f64>::new(DIMS, None);
+    let other = numbers::<f64>(9, [2, 7, 2, 8]);
+    let of_ranks = each_rank(ring(3), |_, transport| {
+        let mut cache = Cache::new(&attention, SHAPE, Cpu::new(1)?, transport)?;
+        // rows that a rank does not have are never passed
+        let mut first = 0;
+        for count in [33, 0, 20] {
+            let own: Vec<usize> =
+                cache.own_rows(count)?.iter().map(|row| first + row as usize).collect();
+            let k = all.k.select(ndarray::Axis(1), &own);
+            let v = all.v.select(ndarray::Axis(1), &own);
+            cache.append_own(count, k.view(), v.view())?;
+            first += count;
+        }
+        let before = cache.buffer_bytes();
+        // a speculation that is refused
+        cache.append(other.view(), other.slice(s![.., .., .., ..6]))?;
+        assert_eq!(cache.len(), 60);
+        cache.truncate(53)?;
+        let too_many = cache.truncate(54).unwrap_err();
+        assert_eq!(too_many, Error::invalid("len", 54, "at most the 53 cached rows"));
+        let forward = all.step(&mut cache, 53..61)?;
+        // one segment, and messages
+        assert!(cache.buffer_bytes() >= before && before > 0);
+        Ok((forward.out, cache.local_len()))
+    })
+    .unwrap();
+    assert_eq!(of_ranks.iter().map(|(_, rows)| rows).sum::<u64>(), 61);
+    let whole = each_rank(ring(3), |_, transport| {
+        let mut cache = Cache::new(&attention, SHAPE, Cpu::new(1)?, transport)?;
+        all.step(&mut cache, 0..53)?;
+        Ok(all.step(&mut cache, 53..61)?.out)
+    });
+    assert_eq!(of_ranks[0].0, whole.unwrap()[0]);
+}
+
+#[test]
+fn bytes_of_a_token_are_the_same_after_a_thousand_and_a_million_rows() {
+    const RANKS: usize = 8;
+    let attention = Attention::new().causal(true);
+    let shape = CacheShape::new(1, 2, 1).kv_heads(1);
+    let row = Array4::<f32>::ones((1, 1, 2, 1));
+    let chunk = numbers::<f32>(1, [1, 1000, 1, 1]);
+    let of_ranks = each_rank(ring(RANKS), |_, transport| {
+        let transport = Trace::new(transport, Instant::now());
+        let log = transport.log();
+        let mut cache = Cache::new(&attention, shape, Cpu::new(1)?, transport)?;
+        let mut bytes = Vec::new();
+        for rows in [1_000, 30_000, 1_000_000] {
+            while cache.len() < rows {
+                cache.append(chunk.view(), chunk.view())?;
+            }
+            log.clear();
+            let forward = cache.attend(row.view(), None)?;
+            // the values are below 1, and so is their mean
+            assert!(forward.out.iter().all(|out| out.abs() < 1.0));
+            assert!((forward.lse[[0, 0, 0]] - (rows as f32).ln()).abs() < 1.0);
+            let received = |event: &Event| {
+                matches!(event.kind, EventKind::Receive { .. }).then_some(event.bytes)
+            };
+            let received: Vec<u64> = log.events().iter().filter_map(received).collect();
+            bytes.push((forward.reports[0].bytes_sent, received));
+        }
+        let most = cache.len() / RANKS as u64 + cache.page_rows();
+        assert!((most - 2 * cache.page_rows()..=most).contains(&cache.local_len()));
+        Ok(bytes)
+    })
+    .unwrap();
+    // out and lse of 2 heads to each of 7 ranks
+    let token = 7 * 2 * (4 + 4);
+    for (sent, received) in of_ranks.concat() {
+        assert_eq!((sent, received), (token, vec![token / 7; 7]));
+    }
+}
+
+#[test]
+fn long_prefills_are_computed_in_rounds() {
+    // 40 bytes of a query and head: a message of 1 MiB has 819 queries of 32 heads
+    let attention = Attention::new().causal(true).sliding_window(3, 0);
+    let shape = CacheShape::new(1, 32, 1).kv_heads(1).value_dim(9);
+    let dims = Dims::new(1, 2000, 32, 1).kv_heads(1).value_dim(9);
+    let all = Sequence::<f32>::new(dims, None);
+    let of_ranks = each_rank(ring(2), |_, transport| {
+        let mut cache = Cache::new(&attention, shape, Cpu::new(1)?, transport)?;
+        all.step(&mut cache, 0..2000)
+    })
+    .unwrap();
+    let mut whole = attention.local_ring(dims, 1).unwrap();
+    let tensors = annulus::Tensors::new(all.q.view(), all.k.view(), all.v.view());
+    let whole = whole.forward(&tensors).unwrap();
+    for forward in of_ranks {
+        let pairs = forward.out.iter().map(|&x| x.into()).zip(whole.out.iter().map(|&x| x.into()));
+        assert!(worst(pairs) < 2e-6);
+        assert_eq!(forward.reports[0].bytes_sent, 2000 * 32 * 40);
+        assert_eq!(forward.reports[0].bytes_sent, forward.reports[0].bytes_predicted);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+    #[test]
+    fn ranks_differ_by_a_page_after_any_appends(
+        ranks in 1usize..6,
+        page_rows in 1u64..40,
+        appends in proptest::collection::vec((0usize..90, any::<bool>()), 1..8),
+    ) {
+        let x = numbers::<f32>(1, [1, 90, 1, 2]);
+        let shape = CacheShape::new(1, 1, 2).page_rows(page_rows);
+        let of_ranks = each_rank(ring(ranks), |_, transport| {
+            let attention = Attention::new().causal(true);
+            let mut cache = Cache::new(&attention, shape, Cpu::new(1)?, transport)?;
+            let mut local = Vec::new();
+            for &(count, sharded) in &appends {
+                let rows = if sharded {
+                    cache.own_rows(count)?.iter().map(|row| row as usize).collect()
+                } else {
+                    Vec::from_iter(0..count)
+                };
+                let rows = x.select(ndarray::Axis(1), &rows);
+                if sharded {
+                    cache.append_own(count, rows.view(), rows.view())?;
+                } else {
+                    cache.append(rows.view(), rows.view())?;
+                }
+                local.push(cache.local_len());
+            }
+            Ok(local)
+        }).unwrap();
+        let mut len = 0;
+        for (step, (count, _)) in appends.iter().enumerate() {
+            len += *count as u64;
+            let local: Vec<u64> = of_ranks.iter().map(|local| local[step]).collect();
+            prop_assert_eq!(local.iter().sum::<u64>(), len);
+            prop_assert!(local.iter().max().unwrap() - local.iter().min().unwrap() <= page_rows);
+        }
+    }
+}
+
+fn on_two_ranks<T: Send>(
+    attention: &Attention,
+    shape: CacheShape,
+    work: impl Fn(usize, Result<Cache<Cpu>>) -> T + Sync,
+) -> Vec<T> {
+    let attention =
+        |rank| if rank == 0 { Attention::new().causal(true) } else { attention.clone() };
+    each_rank(ring(2), |rank, transport: Threads| {
+        let own = if rank == 0 { SHAPE } else { shape };
+        Ok(work(rank, Cache::new(&attention(rank), own, Cpu::new(1)?, transport)))
+    })
+    .unwrap()
+}
+
+#[test]
+fn what_a_cache_does_not_have_is_refused_when_it_is_made() {
+    let new = || Attention::new().causal(true);
+    let unsupported = [
+        ("a bias tensor", new().bias([1, 1, 1, 1])),
+        ("unnormalised output", new().unnormalized(true)),
+        ("the reproducible order", new().reproducible(true)),
+        ("a layout", new().layout(Layout::Zigzag)),
+        ("a route", new().route(Route::Direct)),
+        ("a strategy", new().strategy(Strategy::Auto)),
+        ("kv_block_size", new().kv_block_size(64)),
+        ("a hook of ring steps", new().on_step(|_| ())),
+        ("a backward pass", new().local_gradients(true)),
+        ("a backward pass", new().backward_mode(BackwardMode::TwoPass)),
+    ];
+    for (what, attention) in unsupported {
+        let errors = on_two_ranks(&attention, SHAPE, |_, cache| cache.map(drop).unwrap_err());
+        assert_eq!(errors[1], Error::unsupported(what, "the KV cache"));
+        assert!(matches!(errors[0], Error::Refused { rank: 1, .. }), "{what}: {:?}", errors[0]);
+    }
+    let invalid = [
+        ("threads", new().threads(2), SHAPE),
+        ("page_rows", new(), SHAPE.page_rows(0)),
+        ("page_rows", new(), SHAPE.page_rows(u64::MAX)),
+        ("kv_heads", new(), CacheShape::new(1, 4, 8).kv_heads(0)),
+        ("q_heads", new(), CacheShape::new(1, 4, 8).kv_heads(3)),
+        ("value_dim", new(), SHAPE.value_dim(513)),
+        ("softmax_scale", new().softmax_scale(f64::NAN), SHAPE),
+    ];
+    for (name, attention, shape) in invalid {
+        let errors = on_two_ranks(&attention, shape, |_, cache| cache.map(drop).unwrap_err());
+        let named =
+            matches!(&errors[1], Error::InvalidArgument { argument, .. } if argument == name);
+        assert!(named, "{name}: {:?}", errors[1]);
+    }
+    for (field, attention, shape) in [
+        ("page_rows", new(), SHAPE.page_rows(6)),
+        ("head_dim", new(), CacheShape::new(2, 4, 4).kv_heads(2).value_dim(6)),
+        ("mask", Attention::new(), SHAPE),
+    ] {
+        for error in on_two_ranks(&attention, shape, |_, cache| cache.map(drop).unwrap_err()) {
+            let named = matches!(&error, Error::RankMismatch { field: of, .. } if of == field);
+            assert!(named, "{field}: {error:?}");
+        }
+    }
+}
+
+#[test]
+fn bad_tensors_change_nothing_on_any_rank() {
+    let causal = Attention::new().causal(true);
+    let all = Sequence::<f32>::new(DIMS, None);
+    on_two_ranks(&causal, SHAPE, |rank, cache| {
+        let mut cache = cache.unwrap();
+        all.step(&mut cache, 0..10).unwrap();
+        let named = |error: Error, name: &str| {
+            let text = error.to_string();
+            assert!(text.starts_with(&format!("{name}: got")), "{name}: {text}");
+        };
+        let (k, v) = (all.k.slice(s![.., ..3, .., ..]), all.v.slice(s![.., ..3, .., ..]));
+        named(cache.append(v, v).unwrap_err(), "k");
+        named(cache.append(k, k).unwrap_err(), "v");
+        named(cache.append(k, all.v.slice(s![.., ..2, .., ..])).unwrap_err(), "v");
+        named(
+            cache.append(all.k.mapv(f64::from).view(), all.v.mapv(f64::from).view()).unwrap_err(),
+            "k",
+        );
+        named(cache.append_own(3, all.k.view(), v).unwrap_err(), "k");
+        assert_eq!(cache.len(), 10);
+        // rank 1 refuses, rank 0 is refused
+        let attend = |cache: &mut Cache<Cpu>, q: &Array4<f32>, name: &str| {
+            let error = cache.attend(q.view(), None).unwrap_err();
+            if rank == 1 {
+                named(error, name);
+            } else {
+                assert!(matches!(error, Error::Refused { rank: 1, .. }), "{error:?}");
+            }
+        };
+        let good = all.q.slice(s![.., ..1, .., ..]).to_owned();
+        let wide = if rank == 1 { all.k.clone() } else { good.clone() };
+        attend(&mut cache, &wide, "q");
+        let many = if rank == 1 { all.q.clone() } else { good.clone() };
+        attend(&mut cache, &many, "q");
+        // different calls are named on both ranks
+        let count = 1 + rank;
+        let error = cache.attend(all.q.slice(s![.., ..count, .., ..]), None).unwrap_err();
+        assert!(matches!(&error, Error::RankMismatch { field, .. } if field == "queries"));
+        if rank == 1 {
+            cache.append(k, v).unwrap();
+        }
+        let error = cache.attend(good.view(), None).unwrap_err();
+        assert!(matches!(&error, Error::RankMismatch { field, .. } if field == "cached rows"));
+        if rank == 1 {
+            cache.truncate(10).unwrap();
+        }
+        let sinks = Array2::zeros((1, 2));
+        let refused = cache.attend(good.view(), (rank == 1).then(|| sinks.view())).unwrap_err();
+        if rank == 1 {
+            named(refused, "softmax_aux");
+        }
+        // no queries are no error
+        assert_eq!(cache.attend(all.q.slice(s![.., ..0, .., ..]), None).unwrap().out.len(), 0);
+        all.step(&mut cache, 10..11).unwrap()
+    })
+    .into_iter()
+    .reduce(|a, b| {
+        assert_eq!(a.out, b.out);
+        b
+    });
+}
+
+#[test]
+fn a_rank_that_is_missing_ends_the_call_within_the_deadline() {
+    let deadline = Duration::from_secs(1);
+    let all = Sequence::<f32>::new(DIMS, None);
+    // rank 1 makes the cache and then neither calls nor ends
+    let fates = thread::scope(|scope| {
+        let ranks: Vec<_> = ring(3)
+            .into_iter()
+            .enumerate()
+            .map(|(rank, transport)| {
+                let all = &all;
+                scope.spawn(move || {
+                    let attention = Attention::new().causal(true).deadline(deadline);
+                    let attention = attention.arrival_deadline(deadline);
+                    let cpu = Cpu::new(1).unwrap();
+                    let mut cache = Cache::new(&attention, SHAPE, cpu, transport).unwrap();
+                    if rank == 1 {
+                        thread::sleep(3 * deadline);
+                        return None;
+                    }
+                    let start = Instant::now();
+                    let error = all.step(&mut cache, 0..9).unwrap_err();
+                    Some((error, start.elapsed()))
+                })
+            })
+            .collect();
+        ranks.into_iter().filter_map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
+    });
+    assert_eq!(fates.len(), 2);
+    for (error, after) in fates {
+        let typed = matches!(&error, Error::ArrivalTimeout { .. } | Error::Timeout { .. });
+        assert!(typed, "{error:?}");
+        assert!(after < deadline + Duration::from_secs(1), "{after:?}");
+    }
+    // a rank that ends is a lost peer, and the cache is dead
+    let fates = each_rank(ring(3), |rank, transport| {
+        let attention = Attention::new().causal(true).deadline(deadline);
+        let mut cache = Cache::new(&attention, SHAPE, Cpu::new(1)?, transport)?;
+        if rank == 1 {
+            return Ok(None);
+        }
+        let error = all.step(&mut cache, 0..9).unwrap_err();
+        let next = cache.attend(all.q.slice(s![.., ..1, .., ..]), None).unwrap_err();
+        Ok(Some((error, next)))
+    });
+    for (error, next) in fates.unwrap().into_iter().flatten() {
+        let lost = matches!(&error, Error::PeerLost { .. } | Error::Aborted { .. });
+        assert!(lost && matches!(next, Error::Poisoned { .. }), "{error:?}, {next:?}");
+    }
+}
+
+#[test]
+fn faults_of_messages_end_the_cache_on_every_rank() {
+    let all = Sequence::<f32>::new(DIMS, None);
+    let deadline = Duration::from_secs(1);
+    for injection in [
+        Injection::Drop { send: 1 },
+        Injection::Truncate { send: 0 },
+        Injection::Corrupt { send: 1 },
+        Injection::Die { step: 0 },
+    ] {
+        let work = |rank, transport| {
+            let faults = if rank == 1 { vec![injection] } else { Vec::new() };
+            let transport = Checksum::new(Fault::new(transport, 3, faults));
+            let attention = Attention::new().causal(true).deadline(deadline);
+            let mut cache = Cache::new(&attention, SHAPE, Cpu::new(1)?, transport)?;
+            let start = Instant::now();
+            let error = all.step(&mut cache, 0..9).unwrap_err();
+            let after = start.elapsed();
+            let next = cache.attend(all.q.slice(s![.., ..1, .., ..]), None).unwrap_err();
+            let append = cache.append(all.k.view(), all.v.view()).unwrap_err();
+            Ok((error, after, [next, append]))
+        };
+        for (error, after, later) in each_rank(ring(3), work).unwrap() {
+            assert!(error.is_fatal(), "{injection:?}: {error:?}");
+            assert!(after < deadline + Duration::from_secs(1), "{injection:?}: {after:?}");
+            let dead = later.iter().all(|error| matches!(error, Error::Poisoned { .. }));
+            assert!(dead, "{injection:?}: {later:?}");
+        }
+    }
+}
