@@ -24,19 +24,47 @@ const RANKS: [usize; 7] = [1, 2, 3, 5, 7, 8, 16];
 /// The array that differed.
 pub fn reproducible_bits(subjects: &[&dyn Subject], seeds: Range<u64>) -> Verdict {
     for seed in seeds {
-        let dtype = DTYPES[index(seed % 4)];
-        let mut case = Case::random_long(seed).in_dtype(dtype);
-        case.spec.leaf_rows = Some(LEAF_ROWS);
-        let mut first: Option<Answer> = None;
-        for (number, setting) in settings(&case, seed).into_iter().enumerate() {
-            let subject = subjects[number % subjects.len()];
-            let answer = run(subject, &case, &setting)?;
-            match &first {
-                None => first = Some(answer),
-                Some(first) => answer.same_bits(first).map_err(|wrong| {
-                    format!("{}: {} on {setting}: {wrong}", subject.name(), case.name)
-                })?,
-            }
+        let case = random_case(seed);
+        one_set_of_bits(subjects, &case, settings(&case, seed))?;
+    }
+    Ok(())
+}
+
+/// As [`reproducible_bits`], of one random case on one rank, on `ranks` ranks with each layout, and
+/// on `ranks` ranks that own random leaves.
+///
+/// # Errors
+/// The array that differed.
+pub fn reproducible_ranks(subjects: &[&dyn Subject], seed: u64, ranks: usize) -> Verdict {
+    let case = random_case(seed);
+    let random = random_leaves(&case, ranks, &mut Draw::new(seed));
+    let layouts = LAYOUTS.into_iter().chain([random]);
+    let settings = layouts.map(|layout| Setting::new(ranks, layout));
+    one_set_of_bits(subjects, &case, [Setting::ALONE].into_iter().chain(settings))
+}
+
+/// Returns a random case with short leaves, of an element type that follows from the seed.
+fn random_case(seed: u64) -> Case {
+    let mut case = Case::random_long(seed).in_dtype(DTYPES[index(seed % 4)]);
+    case.spec.leaf_rows = Some(LEAF_ROWS);
+    case
+}
+
+/// Computes a case with each setting, on the subjects in turn: the answers have the same bits.
+fn one_set_of_bits(
+    subjects: &[&dyn Subject],
+    case: &Case,
+    settings: impl IntoIterator<Item = Setting>,
+) -> Verdict {
+    let mut first: Option<Answer> = None;
+    for (number, setting) in settings.into_iter().enumerate() {
+        let subject = subjects[number % subjects.len()];
+        let answer = run(subject, case, &setting)?;
+        match &first {
+            None => first = Some(answer),
+            Some(first) => answer.same_bits(first).map_err(|wrong| {
+                format!("{}: {} on {setting}: {wrong}", subject.name(), case.name)
+            })?,
         }
     }
     Ok(())
