@@ -6,6 +6,7 @@ use std::{ops::Range, sync::Arc};
 use annulus_core::{
     Batch, CustomLayout, DType, DenseMask, Dims, Layout, Route, Run, Runs, SinkShape, Spec, index,
 };
+use ndarray::{Array, Dimension};
 
 use super::{LAYOUTS, Verdict, ensure, judge, run};
 use crate::{Answer, Case, Draw, Masks, Setting, Subject};
@@ -163,13 +164,13 @@ fn random_leaves(case: &Case, ranks: usize, draw: &mut Draw) -> Layout {
     Layout::Custom(Arc::new(CustomLayout { q, kv }))
 }
 
-/// Compares the mean square error of out and lse in the reproducible order with that in the free
-/// order, on cases of 1,024 rows, and checks the bounds of [`crate::Judge`].
+/// Compares the mean square errors of out, lse, dq, dk and dv in the reproducible order with those
+/// in the free order, on cases of 1,024 rows, and checks the bounds of [`crate::Judge`].
 ///
 /// # Errors
 /// The array whose error is larger.
 pub fn reproducible_accuracy(subject: &dyn Subject) -> Verdict {
-    let mut squares = [[0.0; 2]; 2];
+    let mut squares = [[0.0; 5]; 2];
     for seed in 0..4 {
         let draw = &mut Draw::new(seed);
         let dims = Dims::new(1, 1024, 1, 16);
@@ -177,25 +178,31 @@ pub fn reproducible_accuracy(subject: &dyn Subject) -> Verdict {
         let spec = Spec::new(dims, DType::F64);
         let case = Case::new("accuracy", spec, masks, draw).in_dtype(DType::F32);
         let judge = judge(&case)?;
-        let truth = case.truth().map_err(|error| error.to_string())?.forward;
-        for (order, leaf_rows) in [None, Some(LEAF_ROWS)].into_iter().enumerate() {
+        let truth = case.truth().map_err(|error| error.to_string())?;
+        let truth = Answer::of(truth, case.spec.normalize);
+        for (leaf_rows, squares) in [None, Some(LEAF_ROWS)].into_iter().zip(&mut squares) {
             let mut case = case.clone();
             case.spec.leaf_rows = leaf_rows;
             let answer = run(subject, &case, &Setting::new(4, Layout::Contiguous))?;
             judge.check(&answer)?;
-            let square = |got: &f64, want: &f64| (got - want).powi(2);
-            squares[order][0] +=
-                answer.out.iter().zip(&truth.out).map(|(got, want)| square(got, want)).sum::<f64>();
-            squares[order][1] +=
-                answer.lse.iter().zip(&truth.lse).map(|(got, want)| square(got, want)).sum::<f64>();
+            squares[0] += square_error(&answer.out, &truth.out);
+            squares[1] += square_error(&answer.lse, &truth.lse);
+            squares[2] += square_error(&answer.dq, &truth.dq);
+            squares[3] += square_error(&answer.dk, &truth.dk);
+            squares[4] += square_error(&answer.dv, &truth.dv);
         }
     }
-    for (name, array) in [("out", 0), ("lse", 1)] {
-        let [free, leaves] = [squares[0][array], squares[1][array]];
+    let [free, leaves] = squares;
+    for ((name, free), leaves) in ["out", "lse", "dq", "dk", "dv"].iter().zip(free).zip(leaves) {
         // 5 % are within the scatter of roundings
         ensure(leaves <= 1.05 * free, || {
             format!("{name}: mean square error {leaves:e} in the reproducible order, {free:e} free")
         })?;
     }
     Ok(())
+}
+
+/// Returns the sum of the squares of the differences.
+fn square_error<D: Dimension>(got: &Array<f64, D>, want: &Array<f64, D>) -> f64 {
+    got.iter().zip(want).map(|(got, want)| (got - want).powi(2)).sum()
 }
