@@ -170,6 +170,14 @@ class Plan:
         return self._plan.ring()[3]
 
     @property
+    def numerics(self) -> str:
+        """Fingerprint of the arithmetic.
+
+        With ``reproducible``, machines with the same fingerprint give the same bits.
+        """
+        return self._plan.numerics()
+
+    @property
     def dtype(self) -> str:
         """Element type of query, key, value, out and their gradients."""
         return self._dtype

@@ -186,6 +186,17 @@ impl Plan {
         Ok((plan.rank(), plan.ranks(), plan.layout().name(), plan.strategy().to_string()))
     }
 
+    /// Fingerprint of the arithmetic.
+    fn numerics(&self, py: Python<'_>) -> PyResult<String> {
+        let guard = self.lock(py)?;
+        let ring = match opened(guard.as_ref())? {
+            Engine::Local(ring) => ring.ring(),
+            #[cfg(feature = "mpi")]
+            Engine::Rank(plan) => plan.ring(),
+        };
+        Ok(ring.numerics().to_owned())
+    }
+
     /// Mask, ranks, layout, route, hops and bytes.
     fn describe(&self, py: Python<'_>) -> PyResult<String> {
         let guard = self.lock(py)?;

@@ -42,6 +42,7 @@ def test_reproducible_bits_do_not_depend_on_the_ranks() -> None:
     results = []
     for ranks in (1, 3):
         with attention.plan(**lengths, ranks=ranks) as plan:
+            assert plan.numerics.startswith("cpu ")
             forward = plan.forward(q, k, v)
             gradients = plan.backward(q, k, v, forward, np.ones_like(forward.out))
         results.append((forward.out, forward.lse, gradients.dq, gradients.dk, gradients.dv))

@@ -26,8 +26,7 @@ module annulus
   public :: annulus_plan_create_threads, annulus_plan_create_mpi, annulus_plan_create_callbacks
   public :: annulus_plan_destroy, annulus_plan_rank, annulus_plan_ranks, annulus_plan_layout
   public :: annulus_plan_route, annulus_plan_strategy, annulus_plan_workspace_bytes
-  public :: annulus_plan_predicted_bytes
-  public :: annulus_plan_q_rows
+  public :: annulus_plan_predicted_bytes, annulus_plan_numerics, annulus_plan_q_rows
   public :: annulus_plan_kv_rows, annulus_plan_update, annulus_tensor_of
   public :: annulus_forward, annulus_backward, annulus_forward_c, annulus_backward_c
   public :: annulus_forward_start, annulus_backward_start, annulus_plan_test, annulus_plan_wait
@@ -419,6 +418,15 @@ module annulus
       integer(c_int) :: status
     end function annulus_plan_predicted_bytes
 
+    function c_numerics(plan, text, capacity, length) &
+        bind(c, name="annulus_plan_numerics") result(status)
+      import :: c_int, c_int64_t, c_ptr
+      type(c_ptr), value :: plan, text
+      integer(c_int64_t), value :: capacity
+      integer(c_int64_t), intent(out) :: length
+      integer(c_int) :: status
+    end function c_numerics
+
     function c_q_rows(plan, rows, capacity, count) &
         bind(c, name="annulus_plan_q_rows") result(status)
       import :: c_int, c_int64_t, c_ptr
@@ -623,6 +631,27 @@ contains
     integer(c_int) :: status
     status = c_set_alibi(attention, slopes, size(slopes, kind=c_int64_t))
   end function annulus_attention_set_alibi
+
+  ! Returns the fingerprint of the arithmetic: equal bits of reproducible plans need equal ones.
+  ! Empty if the call fails.
+  function annulus_plan_numerics(plan, text) result(status)
+    type(c_ptr), intent(in) :: plan
+    character(len=:), allocatable, intent(out) :: text
+    integer(c_int) :: status
+    character(kind=c_char), allocatable, target :: letters(:)
+    integer(c_int64_t) :: length, i
+    allocate (character(len=0) :: text)
+    status = c_numerics(plan, c_null_ptr, 0_c_int64_t, length)
+    if (status /= ANNULUS_SUCCESS) return
+    allocate (letters(length + 1))
+    status = c_numerics(plan, c_loc(letters), length + 1, length)
+    if (status /= ANNULUS_SUCCESS) return
+    deallocate (text)
+    allocate (character(len=length) :: text)
+    do i = 1, length
+      text(i:i) = letters(i)
+    end do
+  end function annulus_plan_numerics
 
   ! Returns the global query rows of this rank, which count from 0, in the order of its arrays.
   function annulus_plan_q_rows(plan, rows) result(status)

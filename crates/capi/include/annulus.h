@@ -1264,6 +1264,26 @@ int annulus_plan_route(const struct annulus_plan *plan, int32_t *route);
 int annulus_plan_strategy(const struct annulus_plan *plan, int32_t *strategy, int32_t *heads);
 
 /**
+ * Writes the fingerprint of the arithmetic to `text`, with a zero byte at its end, and its length
+ * without that byte to `*length`. Local.
+ *
+ * With options.reproducible, machines with the same fingerprint give the same bits. It is one line
+ * of ASCII, the one that the command `annulus doctor` prints as "numerics". `text` has room for
+ * `capacity` bytes. With NULL as `text` and 0 as `capacity` only the length is written.
+ *
+ * Errors
+ * ANNULUS_INVALID_ARGUMENT, also if there is too little room: then `*length` is written, and no
+ * text.
+ *
+ * Safety
+ * `text` points to `capacity` writable bytes, `length` to one writable number.
+ */
+int annulus_plan_numerics(const struct annulus_plan *plan,
+                          char *text,
+                          int64_t capacity,
+                          int64_t *length);
+
+/**
  * Writes the bytes of memory that the plan keeps to `*bytes`, of all ranks in this process. Local.
  *
  * Counted are the message buffers of the ring (blocks of keys, values and queries, and their

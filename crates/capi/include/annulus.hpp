@@ -330,6 +330,15 @@ class plan {
     detail::check(annulus_plan_strategy(get(), &in_force.first, &in_force.second));
     return in_force;
   }
+  /* Fingerprint of the arithmetic: equal bits of reproducible plans need equal ones. */
+  std::string numerics() const {
+    std::int64_t length = 0;
+    detail::check(annulus_plan_numerics(get(), nullptr, 0, &length));
+    std::string text(static_cast<std::size_t>(length) + 1, '\0');
+    detail::check(annulus_plan_numerics(get(), &text[0], length + 1, &length));
+    text.pop_back();
+    return text;
+  }
   std::uint64_t workspace_bytes() const {
     return number<std::uint64_t>(annulus_plan_workspace_bytes);
   }

@@ -1,7 +1,8 @@
 //! The handle of a plan: creation over each kind of ring, queries, update, destruction.
 
 use std::{
-    ffi::c_int,
+    ffi::{c_char, c_int},
+    slice,
     sync::mpsc,
     thread::{self, JoinHandle},
 };
@@ -21,7 +22,7 @@ use crate::{
     callbacks::{ANNULUS_PASS_BACKWARD, ANNULUS_PASS_FORWARD},
     handle::Handles,
     options::{
-        ANNULUS_LAYOUT_BALANCED, ANNULUS_LAYOUT_CONTIGUOUS, ANNULUS_LAYOUT_CUSTOM,
+        self, ANNULUS_LAYOUT_BALANCED, ANNULUS_LAYOUT_CONTIGUOUS, ANNULUS_LAYOUT_CUSTOM,
         ANNULUS_LAYOUT_STRIPED, ANNULUS_LAYOUT_ZIGZAG, ANNULUS_ROUTE_DIRECT,
         ANNULUS_ROUTE_RELAY_DOWN, ANNULUS_ROUTE_RELAY_UP, ANNULUS_STRATEGY_HEADS_RING,
         ANNULUS_STRATEGY_RING, Description, length,
@@ -485,6 +486,49 @@ pub unsafe extern "C" fn annulus_plan_strategy(
             strategy.write(constant);
             heads.write(members);
         }
+        Ok(())
+    })
+}
+
+/// Writes the fingerprint of the arithmetic to `text`, with a zero byte at its end, and its length
+/// without that byte to `*length`. Local.
+///
+/// With options.reproducible, machines with the same fingerprint give the same bits. It is one line
+/// of ASCII, the one that the command `annulus doctor` prints as "numerics". `text` has room for
+/// `capacity` bytes. With NULL as `text` and 0 as `capacity` only the length is written.
+///
+/// # Errors
+/// ANNULUS_INVALID_ARGUMENT, also if there is too little room: then `*length` is written, and no
+/// text.
+///
+/// # Safety
+/// `text` points to `capacity` writable bytes, `length` to one writable number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn annulus_plan_numerics(
+    plan: *const annulus_plan,
+    text: *mut c_char,
+    capacity: i64,
+    length: *mut i64,
+) -> c_int {
+    guard(|| {
+        let length = check_pointer("length", length.cast_const())?;
+        let room = options::length("capacity", capacity)?;
+        let numerics = |state: &mut PlanState| Ok(state.planned()?.plan().numerics().to_owned());
+        let numerics = PLANS.with(plan, numerics)?;
+        // SAFETY: not NULL, aligned, writable as the caller promises
+        unsafe { length.write(numerics.len() as i64) };
+        if text.is_null() && room == 0 {
+            return Ok(());
+        }
+        let text = check_pointer("text", text.cast_const())?;
+        if room <= numerics.len() {
+            let want = format!("at least {}", numerics.len() + 1);
+            return Err(Error::invalid("capacity", capacity, want));
+        }
+        // SAFETY: not NULL, and the caller promises `capacity` writable bytes, of which there are
+        // enough; the fingerprint is not among them
+        let text = unsafe { slice::from_raw_parts_mut(text.as_ptr().cast(), numerics.len() + 1) };
+        text.iter_mut().zip(numerics.bytes().chain([0])).for_each(|(into, byte)| *into = byte);
         Ok(())
     })
 }

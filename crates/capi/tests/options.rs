@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::{
-    ffi::{CStr, c_void},
+    ffi::{CStr, CString, c_void},
     ptr,
     sync::Arc,
 };
@@ -766,10 +766,19 @@ fn a_plan_tells_what_it_chose() {
     let (mut rank, mut ranks, mut count) = (7, 7, 7);
     let (mut layout, mut route, mut bytes) = (7, 7, 7);
     let mut rows = [7; 23];
+    let numerics = CString::new(facade.plan().numerics()).unwrap();
+    let mut text = vec![7; numerics.count_bytes() + 1];
     // SAFETY: all pointers are to locals
     unsafe {
         ok(annulus_attention_create(&raw const options, &raw mut attention));
         ok(annulus_plan_create_threads(attention, RANKS as i64, &raw mut plan));
+        ok(annulus_plan_numerics(plan, ptr::null_mut(), 0, &raw mut count));
+        assert_eq!(count, numerics.count_bytes() as i64);
+        // the zero byte at the end needs room as well
+        let status = annulus_plan_numerics(plan, text.as_mut_ptr(), count, &raw mut count);
+        assert_eq!((status, text[0]), (ANNULUS_INVALID_ARGUMENT, 7));
+        ok(annulus_plan_numerics(plan, text.as_mut_ptr(), count + 1, &raw mut count));
+        assert_eq!(CStr::from_ptr(text.as_ptr()), &*numerics);
         ok(annulus_plan_rank(plan, &raw mut rank));
         ok(annulus_plan_ranks(plan, &raw mut ranks));
         ok(annulus_plan_layout(plan, &raw mut layout));

@@ -4,19 +4,113 @@ use std::{sync::Arc, time::Duration};
 
 use annulus::{Attention, Cpu, Dims, Error, Layout, Plan, comm::threads};
 use annulus_conformance::{
-    Case, Draw, Facade, Masks, Setting, Subject,
+    Case, Draw, Facade, HostMemory, Masks, RankSetup, RingSubject, Setting, Subject,
     subjects::{cpu, cpu_delayed, mock},
     suite,
 };
 use annulus_core::{
     Alibi, Backend, Capabilities, CustomLayout, DType, Dropout, Host, HostBuffer, LEAF_ROWS,
-    Passes, RankShard, Result, Runs, SinkShape, Spec, Strategy,
+    LeafMerges, Passes, RankLeaves, RankShard, Result, Runs, SinkShape, Spec, Strategy,
 };
+use proptest::prelude::*;
 
 #[test]
 fn bits_depend_on_neither_ranks_nor_layout_nor_threads() {
     let delayed = cpu_delayed(Duration::from_micros(200));
     suite::reproducible_bits(&[&cpu(), &delayed], 0..24).unwrap();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: 24,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
+
+    #[test]
+    fn bits_of_any_random_case_do_not_depend_on_the_ranks(
+        seed in any::<u64>(),
+        ranks in 1..=16usize,
+    ) {
+        let delayed = cpu_delayed(Duration::from_micros(200));
+        let verdict = suite::reproducible_ranks(&[&cpu(), &delayed], seed, ranks);
+        prop_assert_eq!(verdict, Ok(()));
+    }
+}
+
+/// Mistake of a [`Planted`] backend.
+#[derive(Debug, Clone, Copy)]
+enum Mistake {
+    /// None, so that the test fails if the backend itself changes bits.
+    None,
+    /// The tree is over the order in which leaves arrive.
+    ArrivalOrder,
+    /// On rank 0 every leaf takes the place of the next one in the tree.
+    LeavesShifted,
+}
+
+/// The CPU backend with a mistake in its merges.
+struct Planted {
+    cpu: Cpu,
+    mistake: Mistake,
+    rank: usize,
+}
+
+impl Planted {
+    fn plant(&self, merges: &LeafMerges) -> Result<LeafMerges> {
+        let arrivals = || merges.steps().iter().map(|step| step.leaf);
+        let wrong = match self.mistake {
+            Mistake::ArrivalOrder => LeafMerges::of_arrivals(0..merges.steps().len() as u64)?,
+            Mistake::LeavesShifted if self.rank == 0 => {
+                LeafMerges::of_arrivals(arrivals().map(|leaf| leaf + 1))?
+            }
+            _ => return Ok(merges.clone()),
+        };
+        Ok(wrong.with_leaves(arrivals()))
+    }
+}
+
+impl Backend for Planted {
+    type Space = Host;
+    type Workspace = <Cpu as Backend>::Workspace;
+
+    fn capabilities(&self, spec: &Spec) -> Result<Capabilities> {
+        self.cpu.capabilities(spec)
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<HostBuffer> {
+        self.cpu.allocate(bytes)
+    }
+
+    fn workspace(&self, shard: &RankShard, passes: Passes) -> Result<Self::Workspace> {
+        let mut shard = shard.clone();
+        if let Some(leaves) = &shard.leaves {
+            let mut wrong = RankLeaves::clone(leaves);
+            wrong.keys = self.plant(&leaves.keys)?;
+            wrong.queries = self.plant(&leaves.queries)?;
+            shard.leaves = Some(Arc::new(wrong));
+        }
+        self.cpu.workspace(&shard, passes)
+    }
+}
+
+#[test]
+fn mistakes_in_the_merges_are_found() {
+    let verdict = |mistake| {
+        let planted = RingSubject::new(format!("{mistake:?}"), move |ranks| {
+            let setup = |(rank, transport)| {
+                let backend = Planted { cpu: Cpu::new(1)?, mistake, rank };
+                Ok(RankSetup { memory: HostMemory, backend, transport: Box::new(transport) })
+            };
+            threads::ring(ranks).into_iter().enumerate().map(setup).collect()
+        });
+        suite::reproducible_bits(&[&planted], 0..12)
+    };
+    assert_eq!(verdict(Mistake::None), Ok(()));
+    for mistake in [Mistake::ArrivalOrder, Mistake::LeavesShifted] {
+        let wrong = verdict(mistake).unwrap_err();
+        assert!(wrong.starts_with(&format!("{mistake:?}: random ")), "{wrong}");
+    }
 }
 
 #[test]

@@ -89,6 +89,14 @@ impl LeafMerges {
         Ok(merges)
     }
 
+    /// Returns the same merges for leaves of other numbers, in the order of their arrival: a wrong
+    /// tree, from which a test learns that wrong merges are found.
+    #[doc(hidden)]
+    pub fn with_leaves(mut self, leaves: impl IntoIterator<Item = u64>) -> Self {
+        self.steps.iter_mut().zip(leaves).for_each(|(step, leaf)| step.leaf = leaf);
+        self
+    }
+
     /// Returns the leaves in the order of their arrival.
     pub fn steps(&self) -> &[LeafStep] {
         &self.steps

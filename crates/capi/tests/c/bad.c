@@ -243,6 +243,15 @@ static void balanced_layouts_are_checked(void) {
   int32_t layout = 0;
   OK(annulus_plan_layout(plan, &layout));
   CHECK(layout == ANNULUS_LAYOUT_BALANCED);
+  char text[256];
+  int64_t length = 0;
+  OK(annulus_plan_numerics(plan, text, sizeof text, &length));
+  CHECK(length > 4 && strncmp(text, "cpu ", 4) == 0 && strlen(text) == (size_t)length);
+  OK(annulus_plan_numerics(plan, NULL, 0, &length));
+  REFUSED(annulus_plan_numerics(plan, text, length, &length), "capacity");
+  REFUSED(annulus_plan_numerics(plan, NULL, 1, &length), "text");
+  REFUSED(annulus_plan_numerics(plan, text, -1, &length), "capacity");
+  REFUSED(annulus_plan_numerics(plan, text, sizeof text, NULL), "length");
   OK(annulus_plan_destroy(plan));
   OK(annulus_attention_destroy(attention));
 }

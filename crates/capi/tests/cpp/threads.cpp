@@ -86,6 +86,7 @@ int main(int count, char **arguments) {
   annulus::plan plan = std::move(made);
   check(plan.q_rows().size() == len && plan.kv_rows()[1] == 1 && plan.rank() == 0, "rows");
   check(plan.workspace_bytes() > 0, "bytes");
+  check(plan.numerics().rfind("cpu ", 0) == 0, "numerics");
 
   auto q = numbers(1, q_heads, head_dim), k = numbers(2, kv_heads, head_dim);
   auto v = numbers(3, kv_heads, value_dim), dout = numbers(4, q_heads, value_dim);

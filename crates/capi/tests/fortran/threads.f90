@@ -42,6 +42,7 @@ program threads
   use functions_of_host
   implicit none
   character(len=1000) :: ranks_text, path
+  character(len=:), allocatable :: numerics
   integer(c_int64_t) :: ranks, count, i
   integer(c_int64_t), target :: sent(8)
   integer(c_int32_t) :: layout, done, strategy, heads
@@ -172,6 +173,10 @@ program threads
   call ok(annulus_plan_create_threads(attention, ranks, plan))
   call ok(annulus_plan_layout(plan, layout))
   call check(layout == ANNULUS_LAYOUT_CONTIGUOUS, 'layout')
+  call ok(annulus_plan_numerics(plan, numerics))
+  call check(index(numerics, 'cpu ') == 1 .and. len(numerics) > 4, 'numerics')
+  call check(annulus_plan_numerics(c_null_ptr, numerics) == ANNULUS_INVALID_ARGUMENT, 'no plan')
+  call check(len(numerics) == 0, 'no numerics')
   q64 = real(q, c_double)
   k64 = real(k, c_double)
   v64 = real(v, c_double)

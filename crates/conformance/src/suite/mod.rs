@@ -15,7 +15,9 @@ pub use metamorphic::metamorphic;
 pub use nonfinite::{Poison, infinite_scores, infinite_scores_on, nonfinite, nonfinite_on};
 pub use numeric::{numeric_rules, numeric_rules_on};
 pub use pairwise::{Configuration, pairwise, pairwise_cases};
-pub use reproducible::{reproducible_accuracy, reproducible_bits, reproducible_gradients};
+pub use reproducible::{
+    reproducible_accuracy, reproducible_bits, reproducible_gradients, reproducible_ranks,
+};
 pub use strategies::{strategies, strategy_settings};
 
 use annulus_core::Layout;

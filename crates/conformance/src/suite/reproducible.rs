@@ -6,6 +6,7 @@ use std::{ops::Range, sync::Arc};
 use annulus_core::{
     Batch, CustomLayout, DType, DenseMask, Dims, Layout, Route, Run, Runs, SinkShape, Spec, index,
 };
+use ndarray::{Array, Dimension};
 
 use super::{LAYOUTS, Verdict, ensure, judge, run};
 use crate::{Answer, Case, Draw, Masks, Setting, Subject};
@@ -24,19 +25,47 @@ const RANKS: [usize; 7] = [1, 2, 3, 5, 7, 8, 16];
 /// The array that differed.
 pub fn reproducible_bits(subjects: &[&dyn Subject], seeds: Range<u64>) -> Verdict {
     for seed in seeds {
-        let dtype = DTYPES[index(seed % 4)];
-        let mut case = Case::random_long(seed).in_dtype(dtype);
-        case.spec.leaf_rows = Some(LEAF_ROWS);
-        let mut first: Option<Answer> = None;
-        for (number, setting) in settings(&case, seed).into_iter().enumerate() {
-            let subject = subjects[number % subjects.len()];
-            let answer = run(subject, &case, &setting)?;
-            match &first {
-                None => first = Some(answer),
-                Some(first) => answer.same_bits(first).map_err(|wrong| {
-                    format!("{}: {} on {setting}: {wrong}", subject.name(), case.name)
-                })?,
-            }
+        let case = random_case(seed);
+        one_set_of_bits(subjects, &case, settings(&case, seed))?;
+    }
+    Ok(())
+}
+
+/// As [`reproducible_bits`], of one random case on one rank, on `ranks` ranks with each layout, and
+/// on `ranks` ranks that own random leaves.
+///
+/// # Errors
+/// The array that differed.
+pub fn reproducible_ranks(subjects: &[&dyn Subject], seed: u64, ranks: usize) -> Verdict {
+    let case = random_case(seed);
+    let random = random_leaves(&case, ranks, &mut Draw::new(seed));
+    let layouts = LAYOUTS.into_iter().chain([random]);
+    let settings = layouts.map(|layout| Setting::new(ranks, layout));
+    one_set_of_bits(subjects, &case, [Setting::ALONE].into_iter().chain(settings))
+}
+
+/// Returns a random case with short leaves, of an element type that follows from the seed.
+fn random_case(seed: u64) -> Case {
+    let mut case = Case::random_long(seed).in_dtype(DTYPES[index(seed % 4)]);
+    case.spec.leaf_rows = Some(LEAF_ROWS);
+    case
+}
+
+/// Computes a case with each setting, on the subjects in turn: the answers have the same bits.
+fn one_set_of_bits(
+    subjects: &[&dyn Subject],
+    case: &Case,
+    settings: impl IntoIterator<Item = Setting>,
+) -> Verdict {
+    let mut first: Option<Answer> = None;
+    for (number, setting) in settings.into_iter().enumerate() {
+        let subject = subjects[number % subjects.len()];
+        let answer = run(subject, case, &setting)?;
+        match &first {
+            None => first = Some(answer),
+            Some(first) => answer.same_bits(first).map_err(|wrong| {
+                format!("{}: {} on {setting}: {wrong}", subject.name(), case.name)
+            })?,
         }
     }
     Ok(())
@@ -135,13 +164,13 @@ fn random_leaves(case: &Case, ranks: usize, draw: &mut Draw) -> Layout {
     Layout::Custom(Arc::new(CustomLayout { q, kv }))
 }
 
-/// Compares the mean square error of out and lse in the reproducible order with that in the free
-/// order, on cases of 1,024 rows, and checks the bounds of [`crate::Judge`].
+/// Compares the mean square errors of out, lse, dq, dk and dv in the reproducible order with those
+/// in the free order, on cases of 1,024 rows, and checks the bounds of [`crate::Judge`].
 ///
 /// # Errors
 /// The array whose error is larger.
 pub fn reproducible_accuracy(subject: &dyn Subject) -> Verdict {
-    let mut squares = [[0.0; 2]; 2];
+    let mut squares = [[0.0; 5]; 2];
     for seed in 0..4 {
         let draw = &mut Draw::new(seed);
         let dims = Dims::new(1, 1024, 1, 16);
@@ -149,25 +178,31 @@ pub fn reproducible_accuracy(subject: &dyn Subject) -> Verdict {
         let spec = Spec::new(dims, DType::F64);
         let case = Case::new("accuracy", spec, masks, draw).in_dtype(DType::F32);
         let judge = judge(&case)?;
-        let truth = case.truth().map_err(|error| error.to_string())?.forward;
-        for (order, leaf_rows) in [None, Some(LEAF_ROWS)].into_iter().enumerate() {
+        let truth = case.truth().map_err(|error| error.to_string())?;
+        let truth = Answer::of(truth, case.spec.normalize);
+        for (leaf_rows, squares) in [None, Some(LEAF_ROWS)].into_iter().zip(&mut squares) {
             let mut case = case.clone();
             case.spec.leaf_rows = leaf_rows;
             let answer = run(subject, &case, &Setting::new(4, Layout::Contiguous))?;
             judge.check(&answer)?;
-            let square = |got: &f64, want: &f64| (got - want).powi(2);
-            squares[order][0] +=
-                answer.out.iter().zip(&truth.out).map(|(got, want)| square(got, want)).sum::<f64>();
-            squares[order][1] +=
-                answer.lse.iter().zip(&truth.lse).map(|(got, want)| square(got, want)).sum::<f64>();
+            squares[0] += square_error(&answer.out, &truth.out);
+            squares[1] += square_error(&answer.lse, &truth.lse);
+            squares[2] += square_error(&answer.dq, &truth.dq);
+            squares[3] += square_error(&answer.dk, &truth.dk);
+            squares[4] += square_error(&answer.dv, &truth.dv);
         }
     }
-    for (name, array) in [("out", 0), ("lse", 1)] {
-        let [free, leaves] = [squares[0][array], squares[1][array]];
+    let [free, leaves] = squares;
+    for ((name, free), leaves) in ["out", "lse", "dq", "dk", "dv"].iter().zip(free).zip(leaves) {
         // 5 % are within the scatter of roundings
         ensure(leaves <= 1.05 * free, || {
             format!("{name}: mean square error {leaves:e} in the reproducible order, {free:e} free")
         })?;
     }
     Ok(())
+}
+
+/// Returns the sum of the squares of the differences.
+fn square_error<D: Dimension>(got: &Array<f64, D>, want: &Array<f64, D>) -> f64 {
+    got.iter().zip(want).map(|(got, want)| (got - want).powi(2)).sum()
 }
