@@ -11,7 +11,7 @@
 
 use std::time::Instant;
 
-use annulus::{Attention, Batch, Dims, Result};
+use annulus::{Attention, Batch, Dims, Error, Result};
 use annulus_core::{Choice, NeedsIndex, RingShards, RingTraffic, Side, Work};
 use rustix::time::{ClockId, clock_gettime};
 
@@ -22,8 +22,11 @@ const DIM: usize = 128;
 const FLOPS: f64 = 2.0 * 7.0;
 
 fn main() -> Result<()> {
-    let given = std::env::args().find_map(|given| given.strip_prefix("gflops=")?.parse().ok());
-    let gflops: f64 = given.unwrap_or(45.0);
+    let mut gflops: f64 = 45.0;
+    for given in std::env::args().skip(1) {
+        let rate = given.strip_prefix("gflops=").and_then(|rate| rate.parse().ok());
+        gflops = rate.ok_or_else(|| Error::invalid("argument", given, "gflops=NUMBER"))?;
+    }
     for (name, lens) in distributions(ROWS) {
         for ranks in [8, 16, 64] {
             solver(name, &lens, ranks, gflops * 1e9)?;

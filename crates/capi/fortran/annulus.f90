@@ -639,12 +639,14 @@ contains
     character(len=:), allocatable, intent(out) :: text
     integer(c_int) :: status
     character(kind=c_char), allocatable, target :: letters(:)
-    integer(c_int64_t) :: length, i
+    integer(c_int64_t) :: capacity, length, i
     allocate (character(len=0) :: text)
     status = c_numerics(plan, c_null_ptr, 0_c_int64_t, length)
     if (status /= ANNULUS_SUCCESS) return
-    allocate (letters(length + 1))
-    status = c_numerics(plan, c_loc(letters), length + 1, length)
+    capacity = length + 1
+    allocate (letters(capacity))
+    ! not length + 1: the call may overwrite length before the sum is computed
+    status = c_numerics(plan, c_loc(letters), capacity, length)
     if (status /= ANNULUS_SUCCESS) return
     deallocate (text)
     allocate (character(len=length) :: text)

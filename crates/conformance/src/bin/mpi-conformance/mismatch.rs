@@ -1,5 +1,6 @@
 //! Arguments that differ between ranks: the same error on all, in under a second, before any data
-//! moves. Every field that ranks compare is tested.
+//! moves. Every field that the ranks of a plan compare is tested, but for the environment's
+//! `ANNULUS_DEADLINE` (`tests/faults.rs`).
 
 use std::{
     collections::BTreeSet,
@@ -9,7 +10,7 @@ use std::{
 
 use annulus::{
     Alibi, Alignment, Attention, BackwardMode, Batch, BiasOrder, Cpu, DType, DenseMask, Dims,
-    Layout, Plan, Precision, Route, SinkShape, Tensors,
+    Layout, Plan, Precision, Route, SinkShape, Strategy, Tensors,
 };
 use annulus_comm::{
     Descriptor, WIRE_VERSION, agree,
@@ -101,6 +102,12 @@ fn plans() -> Vec<(&'static str, Arguments, Arguments)> {
         odd("backward_mode", |a| a.backward_mode(BackwardMode::TwoPass)),
         ("layout", plain(), Arguments { layout: Some(Layout::Zigzag), ..plain() }),
         odd("route", |a| a.route(Route::Direct)),
+        odd("strategy", |a| a.strategy(Strategy::HeadsRing { heads: 2 })),
+        both(
+            "reproducible leaf rows",
+            |a| a.backward_mode(BackwardMode::TwoPass),
+            |a| a.backward_mode(BackwardMode::TwoPass).reproducible(true),
+        ),
         ("placement", plain(), Arguments { together: false, ..plain() }),
         odd("backward", |a| a.forward_only(true)),
         odd("local_gradients", |a| a.local_gradients(true)),
@@ -171,7 +178,7 @@ pub(crate) fn all(harness: &mut Harness, settings: &Settings) -> Verdict {
     named.extend(one_plan(harness, settings)?);
     named.extend(versions(harness, settings)?);
     harness
-        .share(ensure(named.len() >= 40, || format!("only {} fields: {named:?}", named.len())))?;
+        .share(ensure(named.len() >= 42, || format!("only {} fields: {named:?}", named.len())))?;
     many_fields(harness, settings, last)
 }
 
