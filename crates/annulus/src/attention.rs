@@ -285,9 +285,8 @@ impl Attention {
     ///
     /// Layouts then divide the sequence at multiples of [`annulus_core::LEAF_ROWS`] rows, and a
     /// custom layout must. Ranks with different arithmetic are refused, as are other backends than
-    /// the CPU's. The backward pass takes two passes around the ring, whatever
-    /// [`Attention::backward_mode`] is.
-    /// `docs/semantics.md` in the repository defines the order of the sums.
+    /// the CPU's. Over several ranks the backward pass takes two passes around the ring, whatever
+    /// [`Attention::backward_mode`] is. `docs/semantics.md` in the repository defines the order of the sums.
     ///
     /// # Examples
     /// ```

@@ -161,14 +161,7 @@ impl BackwardPass<Host> for Backward<'_> {
                 Err(Error::internal("dQ without dK and dV in a one-pass backward"))
             }
             (BackwardMode::TwoPass, dkv) => by_dtype!(self.workspace, |team, state: State<E>| {
-                backward::dq::backward_dq::<E>(team, state, inputs, kv, &mut *tick)?;
-                match dkv {
-                    // no kernel follows one that was stopped
-                    Some(dkv) if tick().is_continue() => {
-                        backward::calls::backward_dkv::<E>(team, state, inputs, kv, dkv, tick)
-                    }
-                    _ => Ok(()),
-                }
+                backward::calls::backward_separate::<E>(team, state, inputs, kv, dkv, tick)
             }),
         }
     }

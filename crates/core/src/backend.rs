@@ -43,7 +43,8 @@ pub struct Capabilities {
     /// no kernel computes a tile in two parts.
     pub kv_tile: u64,
     /// True if the backend folds and merges leaves in the reproducible order
-    /// ([`RankShard::leaves`]), in a forward and in a two-pass backward pass.
+    /// ([`RankShard::leaves`]), in a forward pass, in a backward pass in two passes over several
+    /// ranks, and in one pass on one rank.
     pub reproducible: bool,
 }
 

@@ -2,32 +2,35 @@
 //! from received queries.
 
 use annulus_core::{
-    BackwardInputs, Block, Error, Host, HostBuffer, Inputs, RankShard, Result, Tick, Visibility,
-    memory,
+    BackwardInputs, Block, Error, Host, HostBuffer, Inputs, RankLeaves, RankShard, Result, Rows,
+    Tick, Visibility,
 };
 
 use crate::{
     backward::{
         dkv::{DkvPass, QueryStatisticsSource},
+        dq::backward_dq,
         fused::{FusedMemory, run_fused},
+        fused_leaves::{LeafMemory, fuses_leaves, run_fused_leaves},
         kv_split::KvSplit,
     },
     forward::query_pass::keys_and_values,
-    simd::float::Float,
+    simd::dispatch::Real,
     threads::team::Team,
     tile::{
         input::{Acc, Input, Source, array, elements_mut},
         scores::Scores,
     },
     workspace::{
-        leaves::query_leaves,
+        bias_gradient::BiasGradient,
+        key_leaves::KeyLeaves,
         records::{QueryRecord, bytes_mut},
-        state::{State, Summed},
+        state::{DqLayout, State, Summed},
     },
 };
 
 /// Computes the contribution of this rank's queries to dk and dv of a block, into `partial_grad`.
-pub(crate) fn backward_dkv<E: Input<Accumulator: Summed>>(
+fn backward_dkv<E: Input<Accumulator: Summed>>(
     team: &Team,
     state: &mut State<Acc<E>>,
     inputs: &BackwardInputs<'_, Host>,
@@ -35,18 +38,27 @@ pub(crate) fn backward_dkv<E: Input<Accumulator: Summed>>(
     partial_grad: &mut HostBuffer,
     tick: Tick<'_>,
 ) -> Result<()> {
-    attend_block::<E>(team, state, inputs, block, partial_grad, false, tick)
+    attend_block::<E>(team, state, inputs, block, partial_grad, Wanted::Dkv, tick)
 }
 
-/// Computes the contribution of this rank's queries to dk and dv of a block and, if `fused`, adds
-/// that of the block to dq and dbias.
+/// Gradients that one call computes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Wanted {
+    /// dk and dv.
+    Dkv,
+    /// dq, dk, dv and dbias.
+    All,
+}
+
+/// Computes the contribution of this rank's queries to dk and dv of a block and, with
+/// [`Wanted::All`], adds that of the block to dq and dbias.
 fn attend_block<E: Input<Accumulator: Summed>>(
     team: &Team,
     state: &mut State<Acc<E>>,
     inputs: &BackwardInputs<'_, Host>,
     block: &Block<'_, Host>,
     partial_grad: &mut HostBuffer,
-    fused: bool,
+    wanted: Wanted,
     tick: Tick<'_>,
 ) -> Result<()> {
     let State {
@@ -65,9 +77,13 @@ fn attend_block<E: Input<Accumulator: Summed>>(
         in_place,
         ..
     } = state;
+    let State { arrivals, key_leaves, .. } = state;
     let tile_aligned = geometry.with_tile_aligned_strips();
-    let (geometry, k_rows) =
-        if fused { (&tile_aligned, tile_aligned.key_block()) } else { (&*geometry, *k_rows) };
+    let plan = shard.leaves.as_deref();
+    let (geometry, k_rows) = match (plan, wanted) {
+        (None, Wanted::All) => (&tile_aligned, tile_aligned.key_block()),
+        _ => (&*geometry, *k_rows),
+    };
     let spec = &*shard.spec;
     let (k, v): (Source<'_, E>, Source<'_, E>) =
         keys_and_values(shard, &inputs.forward, block, *in_place)?;
@@ -79,6 +95,7 @@ fn attend_block<E: Input<Accumulator: Summed>>(
     let gradient_row_layout = spec.gradient_row_layout();
     let sums = elements_mut::<Acc<E>>(bytes_mut(partial_grad)?, keys.len(), &gradient_row_layout)?;
     query_tiles.refill(team, scratch, &visibility, spec)?;
+    let in_records = |gradient: &&BiasGradient<_>| plan.is_some() && gradient.in_records();
     let pass = DkvPass {
         geometry,
         k_rows,
@@ -92,24 +109,49 @@ fn attend_block<E: Input<Accumulator: Summed>>(
         statistics: QueryStatisticsSource::Local(statistics),
         gradient_row_layout,
         add: false,
-        bias_in_records: None,
+        bias_in_records: bias_gradient.as_ref().filter(in_records),
     };
-    if fused {
-        let split = KvSplit::new(spec, geometry, team.threads(), keys.len());
-        let memory = FusedMemory {
-            blocks,
-            shared_dq,
-            block_index,
-            q_rows: *q_rows,
-            bias: bias_gradient.as_ref(),
-            ordered,
-            split,
-        };
-        run_fused(&pass, team, scratch, sums, memory, tick);
-    } else {
-        pass.run(team, scratch, sums, tick);
+    if let Some(plan) = plan {
+        arrive(plan, key_leaves, queries, sums)?;
+    }
+    match (plan, wanted) {
+        (None, Wanted::Dkv) => pass.run(team, scratch, sums, tick),
+        (None, Wanted::All) => {
+            let split = KvSplit::new(spec, geometry, team.threads(), keys.len());
+            let memory = FusedMemory {
+                blocks,
+                shared_dq,
+                block_index,
+                q_rows: *q_rows,
+                bias: bias_gradient.as_ref(),
+                ordered,
+                split,
+            };
+            run_fused(&pass, team, scratch, sums, memory, tick);
+        }
+        (Some(plan), Wanted::Dkv) => {
+            pass.run_leaves(team, scratch, (&plan.queries, key_leaves), sums, tick);
+        }
+        (Some(plan), Wanted::All) => {
+            arrivals.refill(&plan.keys, plan.rows, keys)?;
+            let memory = LeafMemory { blocks, block_index, q_rows: *q_rows, arrivals, key_leaves };
+            run_fused_leaves(&pass, plan, (team, scratch), sums, memory, tick);
+        }
     }
     Ok(())
+}
+
+/// Divides a block of queries into leaves. Without any leaf, dk and dv are 0.
+fn arrive<A: Real>(
+    plan: &RankLeaves,
+    key_leaves: &mut KeyLeaves<A>,
+    queries: &Rows,
+    sums: &mut [A],
+) -> Result<()> {
+    if plan.queries.steps().is_empty() {
+        sums.fill(A::ZERO);
+    }
+    key_leaves.arrive(plan, queries)
 }
 
 /// Adds the contribution of received queries to dk and dv of this rank's keys in `final_grad`.
@@ -164,19 +206,7 @@ pub(crate) fn backward_dkv_from_queries<E: Input<Accumulator: Summed>>(
         pass.run(team, scratch, sums, tick);
         return Ok(());
     };
-    if plan.queries.steps().is_empty() {
-        sums.fill(Acc::<E>::ZERO);
-    }
-    key_leaves.steps.clear();
-    for (leaf, queries) in query_leaves(queries, plan.rows)? {
-        let number = key_leaves.next;
-        if plan.queries.steps().get(number).is_none_or(|step| step.leaf != leaf) {
-            return Err(Error::internal(format!("leaf {leaf} of queries arrives out of order")));
-        }
-        key_leaves.next += 1;
-        memory::reserve("the leaves of a block", &mut key_leaves.steps, 1)?;
-        key_leaves.steps.push((number, queries));
-    }
+    arrive(plan, key_leaves, queries, sums)?;
     pass.run_leaves(team, scratch, (&plan.queries, key_leaves), sums, tick);
     Ok(())
 }
@@ -206,5 +236,31 @@ pub(crate) fn backward_fused<E: Input<Accumulator: Summed>>(
     partial_grad: &mut HostBuffer,
     tick: Tick<'_>,
 ) -> Result<()> {
-    attend_block::<E>(team, state, inputs, block, partial_grad, true, tick)
+    if state.shard.leaves.is_none() || fuses_leaves(state, team.threads(), block.rows) {
+        // the blocks of a plane lie together
+        state.arrange_backward();
+        return attend_block::<E>(team, state, inputs, block, partial_grad, Wanted::All, tick);
+    }
+    state.dq_layout = DqLayout::Strips;
+    backward_separate::<E>(team, state, inputs, block, Some(partial_grad), tick)
+}
+
+/// As [`backward_fused`], with one pass for dq and dbias, and another for dk and dv if they are
+/// wanted.
+pub(crate) fn backward_separate<E: Input<Accumulator: Summed>>(
+    team: &Team,
+    state: &mut State<Acc<E>>,
+    inputs: &BackwardInputs<'_, Host>,
+    block: &Block<'_, Host>,
+    partial_grad: Option<&mut HostBuffer>,
+    tick: Tick<'_>,
+) -> Result<()> {
+    backward_dq::<E>(team, state, inputs, block, &mut *tick)?;
+    match partial_grad {
+        // no kernel follows one that was stopped
+        Some(partial_grad) if tick().is_continue() => {
+            backward_dkv::<E>(team, state, inputs, block, partial_grad, tick)
+        }
+        _ => Ok(()),
+    }
 }

@@ -20,7 +20,7 @@ use annulus_core::{BiasOrder, Element, LeafMerges, RowLayout, Tick, Visibility};
 use crate::{
     backward::{
         ds::{Operands, apply_soft_cap_slope, score_gradients},
-        reduction::{KeyTask, TaskReduction},
+        reduction::{DqSums, KeyTask},
     },
     simd::{dispatch::Real, float::Float},
     threads::{
@@ -40,7 +40,7 @@ use crate::{
     },
     workspace::{
         bias_gradient::BiasGradient,
-        key_leaves::KeyLeaves,
+        key_leaves::{KeyLeaves, TaskLeaves},
         leaves::unify,
         query_tiles::QueryTileCache,
         records::QueryRecord,
@@ -67,6 +67,14 @@ impl<A: Real> QueryStatisticsSource<'_, A> {
             }
         }
     }
+}
+
+/// Leaves of queries of one block.
+#[derive(Clone, Copy)]
+pub(super) struct ArrivingQueries<'a> {
+    pub(super) merges: &'a LeafMerges,
+    /// See [`KeyLeaves::steps`].
+    pub(super) steps: &'a [(usize, Range<usize>)],
 }
 
 /// Inputs that all tasks of a pass over keys read.
@@ -134,29 +142,62 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
     ) {
         let records = Mutex::new(records);
         let KeyLeaves { tasks, steps, .. } = leaves;
-        let tasks = self.tasks().zip(tasks);
+        let arriving = ArrivingQueries { merges, steps };
+        let tasks = self.tasks_by_plane().zip(tasks);
         team.run(scratch, tasks, Some(tick), |scratch, (task, leaves), ticker| {
-            Self::begin(scratch);
-            let mut is_clear = true;
-            for (step, queries) in &*steps {
-                if !std::mem::replace(&mut is_clear, true) {
-                    Self::clear(scratch);
-                }
-                let filled = self.accumulate(scratch, &task, queries, None, ticker);
-                if ticker.should_stop() {
-                    return;
-                }
-                let Scratch { sums_head, sums_value, sums_bias, .. } = scratch;
-                let sums = [&mut sums_head[..], &mut sums_value[..], &mut sums_bias[..]];
-                is_clear = !filled && merges.merges(*step).is_empty();
-                if leaves.close_leaf(merges, *step, filled, sums) {
-                    // before zeros get their sign: a rank without queries writes 0
-                    sums_head.iter_mut().for_each(|sum| *sum = self.scale() * *sum);
-                    [sums_head, sums_value, sums_bias].into_iter().for_each(|sums| unify(sums));
-                    self.write(scratch, &task, Acc::<E>::ONE, &mut lock(&records));
-                }
-            }
+            self.accumulate_leaves(scratch, &task, (arriving, leaves), None, &records, ticker);
         });
+    }
+
+    /// Iterates over the tasks in the order of [`KeyLeaves::tasks`].
+    fn tasks_by_plane(&self) -> impl Iterator<Item = KeyTask> + Send + use<E> {
+        let batch = self.geometry.dims.batch;
+        let kv_heads = self.geometry.dims.kv_heads;
+        let len = self.visibility.keys.len();
+        let k_rows = self.k_rows;
+        (0..batch * kv_heads).flat_map(move |plane| {
+            (0..len).step_by(k_rows).map(move |first| KeyTask {
+                batch: plane / kv_heads,
+                kv_head: plane % kv_heads,
+                keys: first..len.min(first + k_rows),
+            })
+        })
+    }
+
+    /// Computes the leaves of queries of one task, each from sums of 0, merges them, and writes the
+    /// roots after the last leaf of the pass. With `dq`, adds to dq. Returns false on a stop.
+    pub(super) fn accumulate_leaves(
+        &self,
+        scratch: &mut Scratch<Acc<E>>,
+        task: &KeyTask,
+        (arriving, leaves): (ArrivingQueries<'_>, &mut TaskLeaves<Acc<E>>),
+        mut dq: Option<&mut dyn DqSums<Acc<E>>>,
+        records: &Mutex<&mut [Acc<E>]>,
+        ticker: &mut Ticker<'_>,
+    ) -> bool {
+        let ArrivingQueries { merges, steps } = arriving;
+        Self::begin(scratch);
+        let mut is_clear = true;
+        for (step, queries) in steps {
+            if !std::mem::replace(&mut is_clear, true) {
+                Self::clear(scratch);
+            }
+            let dq = dq.as_mut().map(|dq| &mut **dq as _);
+            let filled = self.accumulate(scratch, task, queries, dq, ticker);
+            if ticker.should_stop() {
+                return false;
+            }
+            let Scratch { sums_head, sums_value, sums_bias, .. } = scratch;
+            let sums = [&mut sums_head[..], &mut sums_value[..], &mut sums_bias[..]];
+            is_clear = !filled && merges.merges(*step).is_empty();
+            if leaves.close_leaf(merges, *step, filled, sums) {
+                // before zeros get their sign: a rank without queries writes 0
+                sums_head.iter_mut().for_each(|sum| *sum = self.scale() * *sum);
+                [sums_head, sums_value, sums_bias].into_iter().for_each(|sums| unify(sums));
+                self.write(scratch, task, Acc::<E>::ONE, &mut lock(records));
+            }
+        }
+        true
     }
 
     /// Starts a task.
@@ -173,13 +214,13 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
     }
 
     /// Accumulates dk and dv of a task's keys over the queries `rows`, whole tiles, in strips and,
-    /// with `reduction`, adds to dq and dbias. Returns true if some query attends to a key.
+    /// with `dq`, adds to dq and dbias. Returns true if some query attends to a key.
     pub(crate) fn accumulate(
         &self,
         scratch: &mut Scratch<Acc<E>>,
         task: &KeyTask,
         rows: &Range<usize>,
-        reduction: Option<&TaskReduction<'_, Acc<E>>>,
+        mut dq: Option<&mut dyn DqSums<Acc<E>>>,
         ticker: &mut Ticker<'_>,
     ) -> bool {
         let mut filled = false;
@@ -194,7 +235,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
             {
                 let step = (round + 1) * tiles - 1 - queries.start / TILE;
                 if ticker.should_stop()
-                    || reduction.is_some_and(|reduction| !reduction.wait_for_step(step, ticker))
+                    || dq.as_mut().is_some_and(|dq| !dq.wait_for_step(step, ticker))
                 {
                     return filled;
                 }
@@ -211,7 +252,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
                         task,
                         (head, prefetch_head),
                         &queries,
-                        reduction,
+                        dq.as_mut().map(|dq| &mut **dq as _),
                     );
                 }
             }
@@ -235,7 +276,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
         task: &KeyTask,
         (head, prefetch_head): (usize, usize),
         queries: &Range<usize>,
-        reduction: Option<&TaskReduction<'_, Acc<E>>>,
+        mut dq: Option<&mut dyn DqSums<Acc<E>>>,
     ) -> bool {
         let token = self.geometry.token;
         let tile = self.query_tiles.tile(task.batch, head, queries.start);
@@ -244,10 +285,10 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
         let mut open_tile = None;
         for (index, strip) in self.geometry.strips(task.keys.len()).enumerate() {
             let tile_start = strip.rows.start / TILE * TILE;
-            if let (Some(reduction), Some(before)) =
-                (reduction, open_tile.take_if(|before| *before != tile_start))
+            if let (Some(dq), Some(before)) =
+                (&mut dq, open_tile.take_if(|before| *before != tile_start))
             {
-                reduction.accumulate_dq(scratch, head, task, before, queries);
+                dq.accumulate_dq(scratch, head, task, before, queries);
             }
             let keys = task.keys.start + strip.rows.start..task.keys.start + strip.rows.end;
             let Scratch { tile_mask, bits, .. } = scratch;
@@ -273,14 +314,15 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
                 vectors,
                 width,
             };
-            if reduction.is_some() && open_tile.replace(tile_start).is_none() {
+            if dq.is_some() && open_tile.replace(tile_start).is_none() {
                 scratch.ds_tile.clear();
             }
             let first_key = strip.rows.start;
-            self.accumulate_tile(scratch, task, (&coord, prefetch_head), reduction, first_key);
+            let dq = dq.as_deref();
+            self.accumulate_tile(scratch, task, (&coord, prefetch_head), dq, first_key);
         }
-        if let (Some(reduction), Some(before)) = (reduction, open_tile) {
-            reduction.accumulate_dq(scratch, head, task, before, queries);
+        if let (Some(dq), Some(before)) = (dq, open_tile) {
+            dq.accumulate_dq(scratch, head, task, before, queries);
         }
         filled
     }
@@ -291,7 +333,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
         scratch: &mut Scratch<Acc<E>>,
         task: &KeyTask,
         (coord, prefetch_head): (&TileCoord, usize),
-        reduction: Option<&TaskReduction<'_, Acc<E>>>,
+        dq: Option<&dyn DqSums<Acc<E>>>,
         first_key: usize,
     ) {
         let geometry = self.geometry;
@@ -342,7 +384,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
         if bias_before_cap {
             apply_soft_cap_slope(&self.scores, coord, &span, tiles);
         }
-        if let Some(bias) = reduction.map_or(self.bias_in_records, |reduction| reduction.to.bias) {
+        if let Some(bias) = dq.map_or(self.bias_in_records, |dq| dq.bias()) {
             let key_rows = &self.visibility.keys.rows()[coord.keys.clone()];
             let lanes = (&mut sums_bias[..], first_key);
             bias.add(coord, task.kv_head, tile_mask.rows(), &tiles.s, key_rows, lanes);
@@ -350,7 +392,7 @@ impl<E: Input<Accumulator: Summed>> DkvPass<'_, E> {
         if !bias_before_cap {
             apply_soft_cap_slope(&self.scores, coord, &span, tiles);
         }
-        if reduction.is_some() {
+        if dq.is_some() {
             ds_tile.insert_strip(geometry.token, coord, tile_mask, first_key % TILE, &tiles.s);
         }
         if geometry.bf16_pairs {

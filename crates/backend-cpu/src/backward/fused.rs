@@ -78,7 +78,7 @@ pub(super) fn run_fused<E: Input<Accumulator: Summed>>(
     // tasks write disjoint elements of the same records, under a lock held once per key block
     let records = Mutex::new(records);
     team.run(scratch, tasks, Some(tick), |scratch, (task, plane, keys), ticker| {
-        let reduction = TaskReduction { to, slot: ordered.slot(task, chain(plane)), plane };
+        let mut reduction = TaskReduction { to, slot: ordered.slot(task, chain(plane)), plane };
         let batch = plane / to.batch_and_kv_heads.1;
         let kv_head = plane % to.batch_and_kv_heads.1;
         for first in keys.clone().step_by(pass.k_rows) {
@@ -86,7 +86,7 @@ pub(super) fn run_fused<E: Input<Accumulator: Summed>>(
             scratch.rows_key.fill(pass.geometry.token, &pass.k, batch, kv_head, task.keys.clone());
             DkvPass::<E>::begin(scratch);
             let queries = 0..pass.visibility.queries.len();
-            pass.accumulate(scratch, &task, &queries, Some(&reduction), ticker);
+            pass.accumulate(scratch, &task, &queries, Some(&mut reduction), ticker);
             if ticker.should_stop()
                 || !reduction.finish(scratch, &task, pass.visibility.keys, ticker)
             {

@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-use annulus_core::{LeafMerges, RankLeaves, Result, Spec, memory};
+use annulus_core::{Error, LeafMerges, RankLeaves, Result, Rows, Spec, memory};
 
 use crate::{
     simd::dispatch::Real,
@@ -15,6 +15,7 @@ use crate::{
         aligned::{Aligned, list_bytes},
         geometry::Geometry,
     },
+    workspace::leaves::query_leaves,
 };
 
 const WHAT: &str = "the partial gradients of leaves";
@@ -75,7 +76,8 @@ impl<A: Real> TaskLeaves<A> {
 /// Partial results of all tasks.
 #[derive(Debug)]
 pub(crate) struct KeyLeaves<A> {
-    /// One per task, in the order of the tasks.
+    /// One per task: keys of the first (batch row, KV head) plane in ascending order, then those of
+    /// the next plane.
     pub(crate) tasks: Vec<TaskLeaves<A>>,
     /// Number of the step that arrives next.
     pub(crate) next: usize,
@@ -100,9 +102,9 @@ impl<A: Real> KeyLeaves<A> {
     ) -> Result<Self> {
         let planes = spec.dims.batch * spec.dims.kv_heads;
         let mut tasks = memory::list(WHAT, keys.div_ceil(k_rows) * planes)?;
-        for first in (0..keys).step_by(k_rows) {
-            let lanes = geometry.lanes(k_rows.min(keys - first));
-            for _ in 0..planes {
+        for _ in 0..planes {
+            for first in (0..keys).step_by(k_rows) {
+                let lanes = geometry.lanes(k_rows.min(keys - first));
                 let mut slots = memory::list(WHAT, leaves.queries.slots())?;
                 for _ in 0..leaves.queries.slots() {
                     let sums = [
@@ -116,6 +118,27 @@ impl<A: Real> KeyLeaves<A> {
             }
         }
         Ok(Self { tasks, next: 0, steps: Vec::new() })
+    }
+
+    /// Divides the next block of queries into leaves.
+    ///
+    /// # Errors
+    /// [`annulus_core::Error::Internal`] for a leaf that the plan does not expect here, and of
+    /// [`query_leaves`].
+    pub(crate) fn arrive(&mut self, plan: &RankLeaves, queries: &Rows) -> Result<()> {
+        self.steps.clear();
+        for (leaf, queries) in query_leaves(queries, plan.rows)? {
+            let number = self.next;
+            if plan.queries.steps().get(number).is_none_or(|step| step.leaf != leaf) {
+                return Err(Error::internal(format!(
+                    "leaf {leaf} of queries arrives out of order"
+                )));
+            }
+            self.next += 1;
+            memory::reserve("the leaves of a block", &mut self.steps, 1)?;
+            self.steps.push((number, queries));
+        }
+        Ok(())
     }
 
     /// Returns the heap bytes.

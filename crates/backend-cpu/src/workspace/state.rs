@@ -254,9 +254,13 @@ impl<A: Real> State<A> {
         // allocation serves both
         let q_rows = block_rows(NARROW_TASK_ROWS);
         // the partial results of a leaf are merged every few tiles: those of a task, and the
-        // gradients of its keys, have to fit a near cache
+        // gradients of its keys, have to fit a near cache. For the fused pass, a task is part of a
+        // leaf, whose rows are a power of two
         let [wide, most_k_rows] = match spec.leaf_rows {
-            Some(_) => [WIDE_TASK_ROWS / 2, geometry.key_block()],
+            Some(rows) => {
+                let key_block = 1 << geometry.key_block().ilog2();
+                [WIDE_TASK_ROWS / 2, annulus_core::index(rows).min(key_block)]
+            }
             None => [WIDE_TASK_ROWS; 2],
         };
         let wide_rows = block_rows(wide) / q_rows * q_rows;

@@ -64,7 +64,7 @@ impl Sizes {
                 later_parts(&plan.program.steps),
                 spec.kv_row_layout().bytes(),
             ),
-            queries: if two_pass && (communicates || spec.leaf_rows.is_some()) {
+            queries: if two_pass && communicates {
                 stock(
                     plan.queries.len(),
                     plan.most_queries_received,

@@ -178,6 +178,11 @@ impl RingPlan {
         self.kv_bytes(self.keys.len() as u64)
     }
 
+    /// Returns true if ranks sum dsinks, or dbias with one row and one column, leaf by leaf.
+    pub(super) const fn has_leaf_sums(&self) -> bool {
+        self.q_leaves.is_some() || self.kv_leaves.is_some()
+    }
+
     /// Returns the bytes of the local query block.
     pub(super) fn local_query_bytes(&self) -> u64 {
         self.queries.len() as u64 * self.query_row.bytes()

@@ -72,9 +72,8 @@ impl<B: Backend> Ring<B> {
         Ok(in_flight.waited())
     }
 
-    /// Runs the backward pass of this plan's mode. A ring of one rank takes one pass, except in the
-    /// reproducible order.
-    /// Returns the exposed communication.
+    /// Runs the backward pass of this plan's mode. A ring of one rank always takes one pass. Returns
+    /// the exposed communication.
     pub(super) fn backward_loop(
         &mut self,
         inputs: &BackwardInputs<'_, B::Space>,
@@ -140,7 +139,10 @@ impl<B: Backend> Ring<B> {
         let tail = one_pass.attend_tail(*ring_index, &mut buffers.blocks)?;
         one_pass.receive_last(posted_reduces, tail)?;
 
-        let OnePass { pass, in_flight, local_dkv, .. } = one_pass;
+        let OnePass { mut pass, in_flight, local_dkv, .. } = one_pass;
+        if plan.has_leaf_sums() {
+            pass.leaf_sums(local_dkv, &mut buffers.leaf_sums)?;
+        }
         pass.finish(local_dkv, gradients)?;
         Ok(in_flight.waited())
     }
@@ -188,7 +190,7 @@ impl<B: Backend> Ring<B> {
             _ => pass.attend_queries(q, local_dkv, tick),
         })?;
 
-        if plan.q_leaves.is_some() || plan.kv_leaves.is_some() {
+        if plan.has_leaf_sums() {
             pass.leaf_sums(local_dkv, &mut buffers.leaf_sums)?;
         }
         pass.finish(local_dkv, gradients)?;
@@ -208,11 +210,9 @@ impl<B: Backend> Ring<B> {
         }
     }
 
-    /// Returns true if a backward pass sends queries around the ring after keys and values. The
-    /// reproducible order takes two passes on one rank, too.
+    /// Returns true if a backward pass sends queries around the ring after keys and values.
     fn has_two_passes(&self) -> bool {
-        let spec = &self.agreed.spec;
-        spec.backward == BackwardMode::TwoPass && (self.ranks > 1 || spec.leaf_rows.is_some())
+        self.agreed.spec.backward == BackwardMode::TwoPass && self.ranks > 1
     }
 
     /// Returns the readers of the local block. On a ring of one rank only the backend reads it,

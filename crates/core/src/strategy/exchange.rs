@@ -154,8 +154,8 @@ impl Fields<'_> {
     }
 }
 
-/// Returns the form of the backward pass: two passes in the reproducible order, whatever the spec
-/// says, because no accumulator is sent.
+/// Returns the form of the backward pass over several ranks: two passes in the reproducible order,
+/// whatever the spec says, because no accumulator is sent.
 pub(super) fn backward_mode(spec: &Spec) -> BackwardMode {
     if spec.leaf_rows.is_some() { BackwardMode::TwoPass } else { spec.backward }
 }

@@ -65,15 +65,15 @@ fn ring_bytes(spec: &Spec, groups: usize, [q, kv]: [u64; 2], backward: bool) -> 
     let gradient = bytes(kv, spec.gradient_row_layout());
     let is_two_pass = backward_mode(spec) == BackwardMode::TwoPass;
     let query_row = match spec.leaf_rows {
-        Some(_) if groups > 1 => spec.whole_query_row_layout(None),
-        _ => spec.query_row_layout(),
+        Some(_) => spec.whole_query_row_layout(None),
+        None => spec.query_row_layout(),
     };
     let blocks = if groups > 1 { RING_BLOCKS } else { 1 };
     let of_backward = match (backward, is_two_pass) {
         (false, _) => 0,
-        (true, true) => gradient + blocks * bytes(q, query_row),
+        (true, true) if groups > 1 => gradient + blocks * bytes(q, query_row),
         (true, false) if groups > 1 => RING_GRADIENTS * gradient,
-        (true, false) => gradient,
+        (true, _) => gradient,
     };
     blocks * block + of_backward
 }
