@@ -41,7 +41,12 @@ impl<'a> HostView<'a> {
     /// [`Error::Internal`] if their number or alignment is not that of the tensor.
     pub fn of_bytes(bytes: &'a [u8], dtype: DType, shape: [usize; 4]) -> Result<Self> {
         fn view<T: Element>(bytes: &[u8], shape: [usize; 4]) -> Result<HostView<'_>> {
-            let elements = bytemuck::try_cast_slice(bytes).map_err(Error::internal)?;
+            // bytes that do not exist need no alignment
+            let elements = if bytes.is_empty() {
+                &[]
+            } else {
+                bytemuck::try_cast_slice(bytes).map_err(Error::internal)?
+            };
             ArrayView4::from_shape(shape, elements).map(T::view).map_err(Error::internal)
         }
         match dtype {
@@ -96,7 +101,11 @@ impl<'a> HostViewMut<'a> {
     /// As [`HostView::of_bytes`].
     pub fn of_bytes(bytes: &'a mut [u8], dtype: DType, shape: [usize; 4]) -> Result<Self> {
         fn view<T: Element>(bytes: &mut [u8], shape: [usize; 4]) -> Result<HostViewMut<'_>> {
-            let elements = bytemuck::try_cast_slice_mut(bytes).map_err(Error::internal)?;
+            let elements = if bytes.is_empty() {
+                &mut []
+            } else {
+                bytemuck::try_cast_slice_mut(bytes).map_err(Error::internal)?
+            };
             ArrayViewMut4::from_shape(shape, elements).map(T::view_mut).map_err(Error::internal)
         }
         match dtype {
@@ -274,4 +283,22 @@ fn add<T: Element, F: Element>(
         *into = T::from_f64(into.to_f64() + term.to_f64());
     });
     Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_need_the_number_and_the_alignment_of_the_elements() {
+        let mut bytes = [0; 17];
+        let aligned = bytes.as_ptr().align_offset(size_of::<f64>());
+        let of = |bytes, rows| HostView::of_bytes(bytes, DType::F64, [1, rows, 1, 1]).is_ok();
+        assert!(of(&bytes[aligned..aligned + 8], 1));
+        assert!(!of(&bytes[aligned + 1..aligned + 9], 1));
+        assert!(!of(&bytes[aligned..aligned + 8], 2));
+        assert!(of(&bytes[aligned + 1..aligned + 1], 0));
+        let empty = &mut bytes[aligned + 1..aligned + 1];
+        assert!(HostViewMut::of_bytes(empty, DType::F64, [1, 0, 1, 1]).is_ok());
+    }
 }

@@ -24,9 +24,9 @@ use std::{
 };
 
 use annulus_core::{
-    Backend, Capabilities, Channel, Dims, Error, ForwardPass, HostBuffer, HostTensors, HostView,
-    HostViewMut, Inputs, MessageHeader, Outputs, Passes, RankShard, Result, Rows, Runs, Space,
-    Spec, Strategy, Transport, Workspace,
+    Backend, Capabilities, Channel, Dims, Error, ForwardPass, HostTensors, HostView, HostViewMut,
+    Inputs, MessageHeader, Outputs, Passes, RankShard, Result, Rows, Runs, Space, Spec, Strategy,
+    Transport, Workspace,
 };
 
 use self::{
@@ -474,10 +474,8 @@ impl<B: Backend<Space: HostTensors>> KvCache<B> {
         let message = B::Space::host_bytes_mut(&mut own).ok_or_else(none)?;
         let Results { out, lse } = shape.results(message)?;
         // the rank's rows are blocks: none is in the tensors of the call
-        let no_rows = HostBuffer::zeroed(0)?;
         let Dims { batch, kv_heads, head_dim, value_dim, .. } = spec.dims;
-        let empty =
-            |dim| HostView::of_bytes(no_rows.bytes(), spec.dtype, [batch, 0, kv_heads, dim]);
+        let empty = |dim| HostView::of_bytes(&[], spec.dtype, [batch, 0, kv_heads, dim]);
         let [k, v] = [empty(head_dim)?, empty(value_dim)?];
         let [q, k, v] = [q.reborrow(), k.reborrow(), v.reborrow()];
         let mut pass = workspace.forward(Inputs { q, k, v, bias: None, sinks: None })?;
