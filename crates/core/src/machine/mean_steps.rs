@@ -53,6 +53,6 @@ pub(super) fn of_heads_ring(
     let two_passes = spec.leaf_rows.is_some() || spec.backward == BackwardMode::TwoPass;
     let mode = if two_passes { BackwardMode::TwoPass } else { BackwardMode::OnePass };
     let of_backward =
-        backward.then(|| steps(seconds.backward_pass(mode), &traffic.backward)).unwrap_or_default();
+        if backward { steps(seconds.backward_pass(mode), &traffic.backward) } else { Vec::new() };
     [steps(seconds.forward_pass(), &traffic.forward), of_backward]
 }

@@ -21,6 +21,7 @@
 mod mean_steps;
 mod network;
 mod prediction;
+mod ring_steps;
 mod steps;
 #[cfg(test)]
 mod tests;

@@ -289,7 +289,8 @@ fn wrong_fields_are_named() {
             assert_eq!(error, want);
         }
     }
-    let others: [(&str, fn(&mut Machine)); 7] = [
+    type Ruin = fn(&mut Machine);
+    let others: [(&str, Ruin); 7] = [
         ("ranks_per_node: got 0, want at least 1", |m| m.ranks_per_node = 0),
         ("memory: got 0, want at least 1", |m| m.memory = 0),
         ("rates: got none, want at least one", |m| m.rates.clear()),
