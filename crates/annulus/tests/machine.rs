@@ -52,7 +52,7 @@ fn plan(machine_of: impl Fn(usize) -> Option<Machine> + Sync) -> Vec<Result<Stra
         let attention = auto().machine(machine_of(rank));
         Ok(Plan::new(&attention, DIMS, Cpu::new(1)?, transport).map(|plan| plan.strategy()))
     };
-    each_rank(ring(RANKS), rank).unwrap()
+    each_rank(ring(RANKS), rank).expect("no rank fails outside of its plan")
 }
 
 #[test]
