@@ -108,11 +108,12 @@ impl Command {
             Self::Attend(flags) => flags.paths(),
             Self::Check(flags) => flags.paths(),
             Self::Plan(flags) => flags.paths(),
+            Self::Bench(flags) => flags.paths(),
             Self::Make(flags) => flags.paths(),
             Self::Measure(flags) => flags.paths(),
             Self::Demo(flags) => flags.paths(),
             Self::Trace(command) => command.paths(),
-            Self::Bench(_) | Self::Doctor(_) | Self::Completions(_) => Vec::new(),
+            Self::Doctor(_) | Self::Completions(_) => Vec::new(),
         }
     }
 }

@@ -176,6 +176,28 @@ fn seconds_are_those_of_the_model() {
 }
 
 #[test]
+fn attend_and_bench_choose_by_the_machine() {
+    let folder = Folder::new("attend_machine");
+    let shape = "--heads 64 --kv-heads 8";
+    folder.succeed(&format!("make --output in.st --q-len 256 {shape} --head-dim 8"));
+    let attend = "attend --input in.st --output out.st --ranks 8 --causal --json --strategy auto";
+    let bench =
+        format!("bench --what fwd --ns 256 --ds 8 {shape} --causal true --ranks 8 --strategy auto");
+    let flags = "--machine machine.json";
+    for (between, flops, want) in [(1e6, 1e13, "heads:4"), (1e10, 1e9, "ring")] {
+        write(&folder, &machine(between, flops));
+        for line in [format!("{attend} {flags}"), format!("{bench} --machine machine.json")] {
+            let printed: Value = serde_json::from_str(&folder.succeed(&line).out).unwrap();
+            assert_eq!(printed["strategy"], want, "{line}");
+        }
+    }
+    std::fs::write(folder.path("machine.json"), "{}").unwrap();
+    for line in [format!("{attend} {flags}"), format!("{bench} --machine machine.json")] {
+        folder.run(&line).failed(1, &["--machine machine.json", "missing field"]);
+    }
+}
+
+#[test]
 fn measure_writes_a_machine_that_plan_reads() {
     let folder = Folder::new("measure");
     let flags = "measure --ranks 2 --threads 1 --dtype f32,bf16 --ds 4,8";
