@@ -130,7 +130,7 @@ impl Arrival {
 }
 
 /// Executes the steps of one pass and adds its bytes.
-fn execute(
+pub(super) fn execute(
     network: &Network<'_>,
     steps: &[TimedStep],
     ranks: usize,
