@@ -278,7 +278,8 @@ fn print(figures: &Figures) {
             bytes(rank.backward_bytes_sent)
         );
     }
-    if figures.strategies.len() > 1 {
+    let is_predicted = figures.strategies.iter().any(|of| of.time_predicted.is_some());
+    if figures.strategies.len() > 1 || is_predicted {
         say!("");
         say!("strategies; * is the one above");
         let chosen = &figures.strategy;

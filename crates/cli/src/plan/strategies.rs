@@ -29,7 +29,7 @@ pub(super) struct StrategyFigures {
     pub(super) memory_max_rank: u128,
     /// Predicted seconds of a forward and a backward pass; null without a machine, as are the
     /// fields below.
-    time_predicted: Option<f64>,
+    pub(super) time_predicted: Option<f64>,
     /// Predicted seconds of them in which a rank waits for messages.
     exposed_predicted: Option<f64>,
     /// Payload bytes of both passes between ranks of a node.

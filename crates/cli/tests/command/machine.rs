@@ -162,6 +162,8 @@ fn seconds_are_those_of_the_model() {
     let planned = plan(&folder, "--q-len 1024 --ranks 2 --heads 1 --machine machine.json");
     let seconds = planned["strategies"][0]["time_predicted"].as_f64().unwrap();
     assert!((seconds - (4.225 + 10.7)).abs() < 1e-9, "{seconds}");
+    let text = folder.succeed("plan --q-len 1024 --ranks 2 --heads 1 --machine machine.json").out;
+    assert!(text.contains("* ring ") && text.contains("predicted 14.925 s"), "{text}");
     // a ring of many ranks is predicted, too
     let planned = plan(&folder, "--q-len 4096 --ranks 512 --heads 1 --machine machine.json");
     let seconds = planned["strategies"][0]["time_predicted"].as_f64().unwrap();
