@@ -44,7 +44,7 @@ pub(super) struct StrategyFigures {
 #[derive(Default)]
 pub(super) struct Strategies {
     all: Vec<StrategyTraffic>,
-    /// Of each strategy, on a machine.
+    /// Predictions of the strategies in the same order; empty without a machine.
     predictions: Vec<Prediction>,
     /// Index of the one that is planned.
     chosen: usize,
