@@ -8,7 +8,7 @@ use annulus_comm::{
 };
 use annulus_core::{
     Alignment, BackwardMode, BiasFunction, BiasOrder, DType, Dims, Dropout, Error, LEAF_ROWS,
-    Layout, Mask, Precision, Result, Route, SinkShape, Space, Spec, Strategy, Transport,
+    Layout, Machine, Mask, Precision, Result, Route, SinkShape, Space, Spec, Strategy, Transport,
     mask::{Causal, ChunkedCausal, Prefix, Window, and},
 };
 
@@ -67,6 +67,7 @@ pub struct Attention {
     layout: Option<Layout>,
     route: Option<Route>,
     strategy: Strategy,
+    machine: Option<Arc<Machine>>,
     /// Route that [`Attention::balanced`] has chosen.
     balanced_route: Option<Route>,
     kv_block_size: Option<u64>,
@@ -373,6 +374,38 @@ impl Attention {
         self
     }
 
+    /// Machine on which [`Strategy::Auto`] takes the strategy of the least predicted time whose
+    /// buffers fit the memory of a rank. Default: none, and the strategy that sends the fewest
+    /// bytes. `annulus measure` writes the figures of a machine to a file.
+    ///
+    /// All ranks have the same machine. Other strategies do not depend on it.
+    ///
+    /// # Examples
+    /// Four ranks on two nodes with a slow network. A block of keys and values crosses the network
+    /// three times in a ring, and once in a ring over groups.
+    /// ```
+    /// use annulus::{Attention, ComputeRate, DType, Dims, Link, Machine, Strategy};
+    ///
+    /// let link = |bandwidth| Some(Link { latency: 1e-6, bandwidth, is_full_duplex: true });
+    /// let machine = Machine {
+    ///     ranks_per_node: 2,
+    ///     inside_node: link(1e11),
+    ///     between_nodes: link(1e7),
+    ///     node_bandwidth: Some(2e7),
+    ///     rates: vec![ComputeRate { dtype: DType::F32, head_dim: 8, forward: 1e13, backward: 1e13 }],
+    ///     memory: 1 << 30,
+    /// };
+    /// let attention = Attention::new().strategy(Strategy::Auto).machine(machine);
+    /// let ring = attention.local_ring(Dims::new(1, 64, 4, 8), 4)?;
+    /// assert_eq!(ring.plan().strategy(), Strategy::HeadsRing { heads: 2 });
+    /// # Ok::<(), annulus::Error>(())
+    /// ```
+    #[must_use]
+    pub fn machine(mut self, machine: impl Into<Option<Machine>>) -> Self {
+        self.machine = machine.into().map(Arc::new);
+        self
+    }
+
     /// Hint: rows at multiples of which a KV block is split into messages, so that computing on one
     /// part overlaps receiving the next. Default: the KV tile of the backend (64 on the CPU), to
     /// multiples of which it is rounded up.
@@ -493,6 +526,9 @@ impl Attention {
         if self.kv_block_size == Some(0) {
             return Err(Error::invalid("kv_block_size", 0, "at least 1"));
         }
+        if let Some(machine) = &self.machine {
+            machine.check().map_err(of_machine)?;
+        }
         let deadlines = [("deadline", self.deadline), ("arrival_deadline", self.arrival_deadline)];
         for (name, deadline) in deadlines {
             if let Some(deadline) = deadline.filter(|&deadline| deadline < deadline::LEAST) {
@@ -524,6 +560,7 @@ impl Attention {
             local_gradients: self.local_gradients,
             kv_block_size: self.kv_block_size,
             deadline_variable: None,
+            machine: self.machine.clone(),
         }
     }
 
@@ -567,6 +604,7 @@ impl Attention {
             (self.layout.is_some(), "a layout"),
             (self.route.is_some(), "a route"),
             (self.strategy != Strategy::Ring, "a strategy"),
+            (self.machine.is_some(), "a machine"),
             (self.kv_block_size.is_some(), "kv_block_size"),
             (self.step_hook.is_some(), "a hook of ring steps"),
             (self.backward != BackwardMode::OnePass || self.local_gradients, "a backward pass"),
@@ -628,5 +666,15 @@ impl Attention {
             all.push(Arc::new(ChunkedCausal { size }));
         }
         Ok(all.into_iter().reduce(and).unwrap_or_else(|| Arc::new(annulus_core::mask::Everything)))
+    }
+}
+
+/// Names the machine in an error of one of its fields.
+fn of_machine(error: Error) -> Error {
+    match error {
+        Error::InvalidArgument { argument, got, want } => {
+            Error::InvalidArgument { argument: format!("machine.{argument}"), got, want }
+        }
+        other => other,
     }
 }

@@ -41,9 +41,14 @@ impl<B: Backend<Space: HostTensors>> Engine<B> {
         options: RingOptions,
         strategy: Strategy,
     ) -> Result<Self> {
-        let heads = match strategy.heads() {
-            Some(heads) => heads,
-            None => cheapest(&backend, transport.as_ref(), &spec, &options),
+        let chosen = match strategy.heads() {
+            Some(heads) => Ok(heads),
+            None => choose(&backend, transport.as_ref(), &spec, &options),
+        };
+        // an error enters the agreement of the ring
+        let (heads, spec) = match (chosen, spec) {
+            (Err(error), Ok(_)) => (1, Err(error)),
+            (chosen, spec) => (chosen.unwrap_or(1), spec),
         };
         Ok(if heads == 1 {
             Self::Ring(Box::new(Ring::new(backend, transport, spec, options)?))
@@ -155,19 +160,23 @@ impl<B: Backend<Space: HostTensors>> std::fmt::Display for Engine<B> {
     }
 }
 
-/// Returns the ranks of a group of the strategy that sends the fewest bytes: 1, the ring, if an
-/// argument is wrong, which the ring then reports. It depends on nothing that ranks do not agree
-/// upon: the strategy itself is a field of the agreement.
-fn cheapest<B: Backend>(
+/// Returns the ranks of a group of the strategy with the least predicted time on a machine, or that
+/// sends the fewest bytes: 1, the ring, if an argument is wrong, which the ring then reports. It
+/// depends on nothing that ranks do not agree upon: the strategy itself is a field of the
+/// agreement.
+///
+/// # Errors
+/// As [`annulus_core::Machine::choose`].
+fn choose<B: Backend>(
     backend: &B,
     transport: &dyn Transport<B::Space>,
     spec: &Result<Spec>,
     options: &RingOptions,
-) -> usize {
+) -> Result<usize> {
     let ranks = transport.ranks();
-    let Ok(spec) = spec else { return 1 };
+    let Ok(spec) = spec else { return Ok(1) };
     if !B::Space::HOST_BUFFERS || ranks == 1 {
-        return 1;
+        return Ok(1);
     }
     let (q_len, kv_len) = (spec.dims.q_len, spec.dims.kv_len);
     let layout = options.layout.as_ref();
@@ -175,7 +184,9 @@ fn cheapest<B: Backend>(
         let leaves = spec.leaf_rows.map(|rows| layout.validate_leaves(q_len, kv_len, rows));
         layout.validate(q_len, kv_len, ranks).is_ok() && leaves.is_none_or(|fits| fits.is_ok())
     });
-    let (true, Ok(capabilities)) = (layout_fits, backend.capabilities(spec)) else { return 1 };
+    let (true, Ok(capabilities)) = (layout_fits, backend.capabilities(spec)) else {
+        return Ok(1);
+    };
     let traffic = TrafficOptions {
         backward: options.backward,
         layout,
@@ -184,5 +195,9 @@ fn cheapest<B: Backend>(
         kv_tile: capabilities.kv_tile.max(1),
     };
     let all = StrategyTraffic::of_all(spec, ranks, &traffic, &mut || ());
-    StrategyTraffic::cheapest(&all).ok().map_or(1, |best| best.grid.members())
+    if let Some(machine) = &options.machine {
+        let (chosen, _) = machine.choose(&all, spec, &traffic, &mut || ())?;
+        return Ok(all.get(chosen).map_or(1, |best| best.grid.members()));
+    }
+    Ok(StrategyTraffic::cheapest(&all).ok().map_or(1, |best| best.grid.members()))
 }

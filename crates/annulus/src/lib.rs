@@ -45,9 +45,10 @@ mod tensors;
 pub use annulus_comm::ring::{Activity, PassKind, Report, Ring, RingOptions, StepEvent};
 pub use annulus_comm::{self as comm};
 pub use annulus_core::{
-    Alibi, Alignment, BackwardMode, Batch, BiasFunction, BiasOrder, CustomLayout, DType, DenseMask,
-    Dims, Dropout, Element, Error, Fingerprint, KeyIntervals, Layout, Mask, Precision, Result,
-    Route, Run, Runs, SinkShape, Spec, Strategy, StrategyTraffic, TrafficOptions, mask,
+    Alibi, Alignment, BackwardMode, Batch, BiasFunction, BiasOrder, ComputeRate, CustomLayout,
+    DType, DenseMask, Dims, Dropout, Element, Error, Fingerprint, KeyIntervals, Layout, Link,
+    LinkBytes, Machine, Mask, PassTime, Precision, Prediction, Result, Route, Run, Runs, SinkShape,
+    Spec, Strategy, StrategyTraffic, TrafficOptions, mask,
 };
 pub use annulus_cpu::Cpu;
 #[cfg(feature = "cuda")]

@@ -26,7 +26,9 @@ mod input;
 mod interrupt;
 mod job;
 mod launcher;
+mod machine;
 mod make;
+mod measure;
 mod memory;
 mod message;
 mod pairs;
@@ -72,6 +74,7 @@ enum Command {
     Check(check::CheckFlags),
     Plan(plan::PlanFlags),
     Bench(bench::BenchFlags),
+    Measure(measure::MeasureFlags),
     Make(make::MakeFlags),
     Demo(demo::DemoFlags),
     Doctor(doctor::DoctorFlags),
@@ -105,10 +108,12 @@ impl Command {
             Self::Attend(flags) => flags.paths(),
             Self::Check(flags) => flags.paths(),
             Self::Plan(flags) => flags.paths(),
+            Self::Bench(flags) => flags.paths(),
             Self::Make(flags) => flags.paths(),
+            Self::Measure(flags) => flags.paths(),
             Self::Demo(flags) => flags.paths(),
             Self::Trace(command) => command.paths(),
-            Self::Bench(_) | Self::Doctor(_) | Self::Completions(_) => Vec::new(),
+            Self::Doctor(_) | Self::Completions(_) => Vec::new(),
         }
     }
 }
@@ -118,6 +123,7 @@ fn run(command: &Command) -> Outcome {
         Command::Attend(flags) => attend::run(flags),
         Command::Check(flags) => check::run(flags),
         Command::Bench(flags) => bench::run(flags),
+        Command::Measure(flags) => measure::run(flags),
         Command::Doctor(flags) => doctor::run(flags),
         Command::Plan(flags) => require_single("plan").and_then(|()| plan::run(flags)),
         Command::Demo(flags) => require_single("demo").and_then(|()| demo::run(flags)),

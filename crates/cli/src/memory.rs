@@ -89,7 +89,7 @@ impl Tensors {
 
 /// Upper bound of the memory available to this process, in bytes: memory and swap of the machine,
 /// within the limits of the control group and of the address space. `None` if all are unknown.
-fn most_bytes() -> Option<u64> {
+pub(crate) fn most_bytes() -> Option<u64> {
     let of_file = |path: &str| std::fs::read_to_string(path).ok();
     let meminfo = of_file("/proc/meminfo").unwrap_or_default();
     let swap = kibibytes(&meminfo, "SwapTotal:").unwrap_or_default();

@@ -97,6 +97,7 @@ pub(crate) fn run_rank<M: TensorMemory, B: Backend<Space = M::Space>>(
         local_gradients: case.spec.leaf_rows.is_none(),
         kv_block_size: None,
         deadline_variable: None,
+        machine: None,
     };
     // the public interface has leaves of one size, too long for the tests
     let spec = case.attention().spec(case.spec.dims);

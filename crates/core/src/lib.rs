@@ -12,6 +12,7 @@
 //! | rows of a rank | [`Layout`], [`Rows`], [`Shard`] | `layout.rs`, `rows.rs`, `shard/` |
 //! | merge of partial results | [`Partial`] | `partial.rs` |
 //! | division among ranks | [`Strategy`], [`HeadGrid`], [`StrategyTraffic`] | `strategy/` |
+//! | predicted time on a machine | [`Machine`], [`Prediction`] | `machine/` |
 //! | messages of the ring | [`Needs`], [`Schedule`], [`RowLayout`] | `needs/`, `schedule/`, `row_layout.rs` |
 //! | the two seams, over one memory [`Space`] | [`Backend`], [`Transport`] | `backend.rs`, `pass.rs`, `transport.rs`, `space.rs` |
 //! | allocation of lists that grow with the sequence | [`memory`] | `memory.rs` |
@@ -37,6 +38,7 @@ mod key_intervals;
 mod layout;
 mod leaf_sums;
 mod leaf_tree;
+mod machine;
 pub mod mask;
 pub mod memory;
 mod needs;
@@ -79,6 +81,7 @@ pub use key_intervals::KeyIntervals;
 pub use layout::{CustomLayout, Layout, LeafLayout, Side};
 pub use leaf_sums::{AbsentLeaves, LeafNode, LeafSums, complete_nodes, merge_nodes};
 pub use leaf_tree::{LEAF_ROWS, LeafMerge, LeafMerges, LeafStep, RankLeaves, leaves_of};
+pub use machine::{ComputeRate, Link, LinkBytes, Machine, PassTime, Prediction};
 pub use mask::Mask;
 pub use needs::{Needs, NeedsIndex};
 pub use on_host::{HostViews, OnHost, OnHostBackward, OnHostForward, OnHostWorkspace};

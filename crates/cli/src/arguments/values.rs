@@ -7,6 +7,7 @@ use annulus_core::{
     Batch, Choice, DType, Dims, Layout, Precision, Result as LibraryResult, Spec, Strategy,
 };
 use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
 
 /// The most ranks of `plan`, which takes O(ranks) time and memory: a second for these.
 const MOST_PLANNED_RANKS: usize = 1 << 16;
@@ -68,7 +69,8 @@ impl From<PrecisionName> for Precision {
 }
 
 /// Names of element types.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub(crate) enum DTypeName {
     /// 64-bit IEEE, accumulated in f64.
     F64,

@@ -30,6 +30,7 @@ use crate::{
     failure::{Failure, Outcome, of_file},
     input::{Input, SinksForm},
     job::Job,
+    machine,
     stdout::say,
 };
 pub(crate) use run::AttendRun;
@@ -152,9 +153,13 @@ struct RingFlags {
     #[arg(long, value_enum, default_value = "auto")]
     layout: LayoutName,
     /// Division of the attention among ranks: ring; heads:H, an all-to-all over heads in groups of H
-    /// ranks and a ring over the groups; or auto, the one that sends the fewest bytes
+    /// ranks and a ring over the groups; or auto, the one with the least predicted time on --machine
+    /// or, without one, that sends the fewest bytes
     #[arg(long, value_name = "NAME", default_value = "ring", value_parser = strategy)]
     strategy: Strategy,
+    /// Machine file, which `annulus measure` writes, by which --strategy auto chooses
+    #[arg(long, value_name = "FILE")]
+    machine: Option<PathBuf>,
     /// The same bits for any number of ranks, layout, transport and threads, on machines whose
     /// `annulus doctor` shows the same numerics. Only --backend cpu
     #[arg(long)]
@@ -215,6 +220,8 @@ impl AttendFlags {
         let RingFlags { ranks, threads, trace, .. } = &self.ring;
         job.set_ranks(*ranks, 1)?;
         let threads = job.threads(*threads)?;
+        let machine = self.ring.machine.as_deref().map(machine::read).transpose();
+        let machine = job.agree(machine.map_err(Failure::from))?;
         let input = Input::open(&self.input).map_err(Failure::from);
         let input = job.agree(input.and_then(|input| input.packed(&self.mask.documents)))?;
         let dtype = self.dtype.map_or(input.dtype, DType::from);
@@ -229,7 +236,7 @@ impl AttendFlags {
         });
         let attention = job.agree(attention.map_err(|error| input.named(error).into()))?;
         let run = AttendRun {
-            attention: attention.strategy(self.ring.strategy),
+            attention: attention.strategy(self.ring.strategy).machine(machine),
             sinks,
             backend,
             threads,
@@ -270,9 +277,11 @@ impl AttendFlags {
     /// Paths that flags name.
     pub(crate) fn paths(&self) -> Vec<(&'static str, &Path)> {
         let trace = self.ring.trace.iter().map(|folder| ("--trace", folder.as_path()));
+        let machine = self.ring.machine.iter().map(|file| ("--machine", file.as_path()));
         [("--input", self.input.as_path()), ("--output", self.output.as_path())]
             .into_iter()
             .chain(trace)
+            .chain(machine)
             .collect()
     }
 }

@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use annulus::{Attention, Forward, Plan, Tensors};
-use annulus_core::{Backend, Batch, DType, Dims, Element, HostTensors, Result, Runs, index};
+use annulus_core::{
+    Backend, Batch, DType, Dims, Element, HostTensors, Machine, Result, Runs, index,
+};
 use ndarray::Array4;
 use serde_json::{Map, Value, json};
 
@@ -32,6 +34,8 @@ pub(super) struct Case<'a> {
     dims: Dims,
     dtype: DType,
     causal: bool,
+    /// Machine by which a strategy is chosen.
+    machine: Option<&'a Machine>,
     /// Packed documents as cumulative lengths.
     batch: Batch,
 }
@@ -53,6 +57,8 @@ struct Measured<'a> {
     clock: &'a Clock,
     ranks: usize,
     layout: &'static str,
+    /// Strategy in force.
+    strategy: String,
     /// Visible pairs, all heads and batch rows.
     pairs: f64,
 }
@@ -75,7 +81,13 @@ impl<'a> Case<'a> {
             head_dim,
             value_dim: head_dim,
         };
-        Self { flags, dims, dtype, causal, batch: documents::batch(&flags.documents) }
+        let batch = documents::batch(&flags.documents);
+        Self { flags, dims, dtype, causal, machine: None, batch }
+    }
+
+    /// Sets the machine.
+    pub(super) fn on(self, machine: Option<&'a Machine>) -> Self {
+        Self { machine, ..self }
     }
 
     /// Measures the case on a ring of the job's ranks and prints a line for each of `passes`.
@@ -138,9 +150,10 @@ impl<'a> Case<'a> {
                 ranks => job.run_phase(ranks, |_, rank| rank.round(passes, clock)),
             })?;
             let layout = ranks.first().map_or("", |rank| rank.plan.ring().layout().name());
-            if job.is_leader() {
+            if let Some(rank) = ranks.first().filter(|_| job.is_leader()) {
+                let strategy = rank.plan.strategy().to_string();
                 let ranks = job.ranks();
-                let measured = Measured { least, backend, clock, ranks, layout, pairs };
+                let measured = Measured { least, backend, clock, ranks, layout, strategy, pairs };
                 say!("{}", self.line(passes, &measured));
             }
         }
@@ -156,6 +169,7 @@ impl<'a> Case<'a> {
         };
         let attention = flags.apply(Attention::new().arrival_deadline(DEFAULT_DEADLINE));
         let attention = attention.reproducible(self.flags.reproducible);
+        let attention = attention.strategy(self.flags.strategy).machine(self.machine.cloned());
         attention.dtype(self.dtype).precision(self.flags.precision.into())
     }
 
@@ -174,7 +188,7 @@ impl<'a> Case<'a> {
     /// Formats the JSON line.
     fn line(&self, passes: Passes, measured: &Measured<'_>) -> String {
         let BenchFlags { threads, window, documents, .. } = self.flags;
-        let Measured { least, backend, clock, ranks, layout, pairs } = measured;
+        let Measured { least, backend, clock, ranks, layout, strategy, pairs } = measured;
         let Dims { batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_dim } = self.dims;
         // the backward pass has 5 matrix products, the forward pass 2
         let (name, factor) = match passes {
@@ -218,6 +232,7 @@ impl<'a> Case<'a> {
         put("pairs", json!(pairs));
         put("backend", json!(backend));
         put("clock", json!(clock.name()));
+        put("strategy", json!(strategy));
         Value::Object(line).to_string()
     }
 }

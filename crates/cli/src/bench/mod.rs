@@ -3,8 +3,10 @@
 mod case;
 mod clock;
 
+use std::path::{Path, PathBuf};
+
 use annulus_comm::Descriptor;
-use annulus_core::{DType, Fingerprint};
+use annulus_core::{DType, Fingerprint, Machine, Strategy};
 use clap::{Args, ValueEnum};
 use half::{bf16, f16};
 
@@ -14,17 +16,21 @@ use crate::{
         mask::AlignmentName,
         names::Others,
         ring::{BackendName, TransportName},
-        values::{DTypeName, LayoutName, PrecisionName, Window, count, dim, ranks, threads, whole},
+        values::{
+            DTypeName, LayoutName, PrecisionName, Window, count, dim, ranks, strategy, threads,
+            whole,
+        },
     },
     backend::BackendChoice,
-    failure::Outcome,
+    failure::{Failure, Outcome},
     job::{DEFAULT_DEADLINE, Job},
+    machine,
 };
 use case::Case;
 
 const EXAMPLES: &str = "\
 Fields of a line: peer what dtype threads batch heads head_dim n causal ms gflops gflops_cpu
-kv_heads q_len kv_len ranks layout window documents align precision pairs backend clock.
+kv_heads q_len kv_len ranks layout window documents align precision pairs backend clock strategy.
 
   ms          the least time of 2 to 8 rounds, by the clock that `clock` names: `device` for
               timestamps in the queue of a GPU that has them, `host` for the wall clock
@@ -119,6 +125,14 @@ pub(crate) struct BenchFlags {
     /// --documents
     #[arg(long, value_enum, default_value = "auto")]
     layout: LayoutName,
+    /// Division of the attention among ranks: ring; heads:H, an all-to-all over heads in groups of H
+    /// ranks and a ring over the groups; or auto, the one with the least predicted time on --machine
+    /// or, without one, that sends the fewest bytes
+    #[arg(long, value_name = "NAME", default_value = "ring", value_parser = strategy)]
+    strategy: Strategy,
+    /// Machine file, which `annulus measure` writes, by which --strategy auto chooses
+    #[arg(long, value_name = "FILE")]
+    machine: Option<PathBuf>,
 }
 
 /// Passes of one round.
@@ -151,6 +165,9 @@ pub(crate) fn run(flags: &BenchFlags) -> Outcome {
 fn bench(flags: &BenchFlags, job: &mut Job, backend: &BackendChoice) -> Outcome {
     job.set_ranks(flags.ranks, 1)?;
     job.threads(Some(flags.threads))?;
+    let machine = flags.machine.as_deref().map(machine::read).transpose();
+    let machine: Option<Machine> = job.agree(machine.map_err(Failure::from))?;
+    let machine = machine.as_ref();
     // the processes of a ring must measure the same cases
     let all = format!("{flags:?}");
     job.require_same(Descriptor::new().field_as(
@@ -162,7 +179,8 @@ fn bench(flags: &BenchFlags, job: &mut Job, backend: &BackendChoice) -> Outcome 
         for &head_dim in &flags.ds {
             for lengths in job.agree(flags.lengths())? {
                 for &causal in &flags.causal {
-                    let case = Case::new(flags, dtype.into(), head_dim, lengths, causal);
+                    let case =
+                        Case::new(flags, dtype.into(), head_dim, lengths, causal).on(machine);
                     match DType::from(dtype) {
                         DType::F64 => case.run::<f64>(job, &flags.what, backend),
                         DType::F32 => case.run::<f32>(job, &flags.what, backend),
@@ -177,6 +195,11 @@ fn bench(flags: &BenchFlags, job: &mut Job, backend: &BackendChoice) -> Outcome 
 }
 
 impl BenchFlags {
+    /// Paths that flags name.
+    pub(crate) fn paths(&self) -> Vec<(&'static str, &Path)> {
+        self.machine.iter().map(|path| ("--machine", path.as_path())).collect()
+    }
+
     /// Flags of arguments that other subcommands set by another flag.
     pub(super) fn names(&self) -> Others {
         if self.q_len.is_none() && self.kv_len.is_some() {

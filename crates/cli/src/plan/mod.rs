@@ -9,7 +9,7 @@ mod strategies;
 use std::path::{Path, PathBuf};
 
 use annulus::Attention;
-use annulus_core::{Batch, Choice, Dims, Layout, Route, Spec, Strategy, StrategyTraffic};
+use annulus_core::{Batch, Choice, Dims, Layout, Machine, Route, Spec, Strategy, StrategyTraffic};
 use clap::Args;
 
 use crate::{
@@ -20,7 +20,7 @@ use crate::{
         values::{DTypeName, LayoutName, count as from_one, dim, planned_ranks, strategy, whole},
     },
     failure::{Failure, Outcome},
-    file,
+    file, machine, message,
     report::{bytes, count, grouped},
     stdout::say,
 };
@@ -32,6 +32,7 @@ const EXAMPLES: &str = "Examples:
   annulus plan --causal --window 4095,0 --q-len 1000000 --ranks 16 --svg ring.svg --json ring.json
   annulus plan --causal --q-len 131072 --ranks 64 --heads 32 --kv-heads 8 --dtype bf16 --json -
   annulus plan --causal --q-len 67108864 --ranks 65536 --rank 17
+  annulus plan --causal --q-len 131072 --ranks 64 --heads 32 --machine machine.json --strategy auto
   annulus plan --causal --documents 512,2048,1000,4632 --ranks 4 --layout balanced";
 
 /// Shows the work of each rank in each step and predicts the bytes sent, without running the ring
@@ -55,11 +56,15 @@ pub(crate) struct PlanFlags {
     #[arg(long, value_enum, default_value = "auto")]
     layout: LayoutName,
     /// Division of the attention among ranks: ring; heads:H, an all-to-all over heads in groups of
-    /// H ranks and a ring over the groups; or auto, the one that sends the fewest bytes. Steps and
-    /// picture of heads:H are those of the ring over groups that has the first heads. All
+    /// H ranks and a ring over the groups; or auto, the one with the least predicted time on
+    /// --machine or, without one, that sends the fewest bytes. Steps and picture of heads:H are those of the ring over groups that has the first heads. All
     /// strategies are compared; for more than 256 ranks only with heads:H or auto
     #[arg(long, value_name = "NAME", default_value = "ring", value_parser = strategy)]
     strategy: Strategy,
+    /// Predict the time of every strategy on the machine of this file, which `annulus measure`
+    /// writes: links, compute rates and memory
+    #[arg(long, value_name = "FILE")]
+    machine: Option<PathBuf>,
     /// Plan the reproducible order: layouts divide the rows at leaves, queries are sent in a
     /// backward pass, and the memory of partial results that wait to be merged is shown
     #[arg(long)]
@@ -104,7 +109,8 @@ pub(crate) fn run(flags: &PlanFlags) -> Outcome {
     let spec = flags.spec(dims).map_err(named)?;
     documents::check(&flags.mask.documents, &dims)?;
     figures::check_queries(&spec).map_err(named)?;
-    let strategies = flags.strategies(&spec)?.map_err(named)?;
+    let machine = flags.machine.as_deref().map(machine::read).transpose()?;
+    let strategies = flags.strategies(&spec, machine.as_ref())?.map_err(named)?;
     let (of_ring, planned) = flags.ring(&spec, &strategies).map_err(named)?;
     let ring = Figures::new(&of_ring, planned).map_err(named)?;
     let picture = flags.svg.as_ref().map(|path| (path, picture::draw(&of_ring, &ring)));
@@ -163,11 +169,12 @@ impl PlanFlags {
     /// Flags of arguments that other subcommands set by another flag.
     const fn names(&self) -> names::Others {
         if self.q_len.is_some() {
-            &[("rank", "--rank"), ("strategy", "--strategy")]
+            &[("rank", "--rank"), ("strategy", "--strategy"), ("machine", "--machine")]
         } else {
             &[
                 ("rank", "--rank"),
                 ("strategy", "--strategy"),
+                ("machine", "--machine"),
                 ("q_len", documents::FLAG),
                 ("kv_len", documents::FLAG),
             ]
@@ -181,10 +188,19 @@ impl PlanFlags {
 
     /// Compares the strategies. The balanced layout and packed documents are planned for a ring
     /// only.
-    fn strategies(&self, spec: &Spec) -> Outcome<annulus_core::Result<Strategies>> {
+    fn strategies(
+        &self,
+        spec: &Spec,
+        machine: Option<&Machine>,
+    ) -> Outcome<annulus_core::Result<Strategies>> {
         if self.layout != LayoutName::Balanced && self.mask.documents.is_empty() {
             let layout = self.layout.layout();
-            return Ok(Strategies::new(spec, self.ranks, layout.as_ref(), self.strategy));
+            let layout = layout.as_ref();
+            return Ok(Strategies::new(spec, self.ranks, layout, self.strategy, machine));
+        }
+        if let Some(machine) = &self.machine {
+            let want = "no machine with --documents or --layout balanced";
+            return Err(Failure::usage("--machine", message::path(machine), want));
         }
         if self.strategy != Strategy::Ring {
             let want = "ring with --documents or --layout balanced";
@@ -213,7 +229,7 @@ impl PlanFlags {
 
     /// Paths that flags name.
     pub(crate) fn paths(&self) -> Vec<(&'static str, &Path)> {
-        let named = [("--svg", &self.svg), ("--json", &self.json)];
+        let named = [("--svg", &self.svg), ("--json", &self.json), ("--machine", &self.machine)];
         named.into_iter().filter_map(|(flag, path)| Some((flag, path.as_deref()?))).collect()
     }
 }
@@ -262,9 +278,12 @@ fn print(figures: &Figures) {
             bytes(rank.backward_bytes_sent)
         );
     }
-    if figures.strategies.len() > 1 {
+    let is_predicted = figures.strategies.iter().any(|of| of.time_predicted.is_some());
+    if figures.strategies.len() > 1 || is_predicted {
         say!("");
-        figures.strategies.iter().for_each(|strategy| say!("{}", strategy.in_words()));
+        say!("strategies; * is the one above");
+        let chosen = &figures.strategy;
+        figures.strategies.iter().for_each(|strategy| say!("{}", strategy.in_words(chosen)));
     }
     if let Some(program) = &figures.program {
         program.print();

@@ -1,7 +1,8 @@
 //! Figures of every strategy that ranks and heads admit.
 
 use annulus_core::{
-    Backend, HeadGrid, Layout, Result, Spec, Strategy, StrategyTraffic, TrafficOptions,
+    Backend, HeadGrid, Layout, Machine, Prediction, Result, Spec, Strategy, StrategyTraffic,
+    TrafficOptions,
 };
 use serde::Serialize;
 
@@ -26,12 +27,25 @@ pub(super) struct StrategyFigures {
     backward_bytes_max_rank: u128,
     /// Upper bound of the bytes of message buffers and of exchanged tensors on a rank.
     pub(super) memory_max_rank: u128,
+    /// Predicted seconds of a forward and a backward pass; null without a machine, as are the
+    /// fields below.
+    pub(super) time_predicted: Option<f64>,
+    /// Predicted seconds of them in which a rank waits for messages.
+    exposed_predicted: Option<f64>,
+    /// Payload bytes of both passes between ranks of a node.
+    bytes_inside_node: Option<u128>,
+    /// Payload bytes of both passes between nodes.
+    bytes_between_nodes: Option<u128>,
+    /// True if `memory_max_rank` fits the memory of a rank.
+    fits_memory: Option<bool>,
 }
 
 /// Traffic of the strategies, and the one that is planned.
 #[derive(Default)]
 pub(super) struct Strategies {
     all: Vec<StrategyTraffic>,
+    /// Predictions of the strategies in the same order; empty without a machine.
+    predictions: Vec<Prediction>,
     /// Index of the one that is planned.
     chosen: usize,
 }
@@ -42,29 +56,39 @@ impl Strategies {
     ///
     /// # Errors
     /// [`annulus_core::Error::InvalidArgument`] naming `strategy` if it does not fit ranks and
-    /// heads, [`annulus_core::Error::Unsupported`] of the reproducible order.
+    /// heads, or `machine` as [`Machine::choose`]; [`annulus_core::Error::Unsupported`] of the
+    /// reproducible order.
     pub(super) fn new(
         spec: &Spec,
         ranks: usize,
         layout: Option<&Layout>,
         strategy: Strategy,
+        machine: Option<&Machine>,
     ) -> Result<Self> {
         if let Some(heads) = strategy.heads() {
             HeadGrid::new(&spec.dims, ranks, heads)?.check(spec, true)?;
         }
-        if strategy == Strategy::Ring && ranks > MOST_STEPPED_RANKS {
-            return Ok(Self { all: Vec::new(), chosen: 0 });
+        if strategy == Strategy::Ring && ranks > MOST_STEPPED_RANKS && machine.is_none() {
+            return Ok(Self::default());
         }
         let kv_tile = annulus_cpu::Cpu::new(1)?.capabilities(spec)?.kv_tile;
         let options =
             TrafficOptions { backward: true, layout, route: None, placement: None, kv_tile };
         let all = StrategyTraffic::of_all(spec, ranks, &options, &mut || ());
-        let wanted = match strategy.heads() {
-            Some(heads) => Strategy::of_heads(heads),
-            None => StrategyTraffic::cheapest(&all)?.strategy,
+        let (fastest, predictions) = match machine {
+            Some(machine) => {
+                let (fastest, all) = machine.choose(&all, spec, &options, &mut || ())?;
+                (Some(fastest), all)
+            }
+            None => (None, Vec::new()),
         };
-        let chosen = all.iter().position(|of| of.strategy == wanted).unwrap_or(0);
-        Ok(Self { all, chosen })
+        let position = |wanted| all.iter().position(|of| of.strategy == wanted).unwrap_or(0);
+        let chosen = match (strategy.heads(), fastest) {
+            (Some(heads), _) => position(Strategy::of_heads(heads)),
+            (None, Some(fastest)) => fastest,
+            (None, None) => position(StrategyTraffic::cheapest(&all)?.strategy),
+        };
+        Ok(Self { all, predictions, chosen })
     }
 
     /// Returns the traffic of the strategy that is planned; `None` if it is the ring.
@@ -74,12 +98,13 @@ impl Strategies {
 
     /// Returns the figures of all strategies that were planned.
     pub(super) fn figures(&self) -> Vec<StrategyFigures> {
-        self.all.iter().map(StrategyFigures::of).collect()
+        let of = |(index, traffic)| StrategyFigures::of(traffic, self.predictions.get(index));
+        self.all.iter().enumerate().map(of).collect()
     }
 }
 
 impl StrategyFigures {
-    fn of(traffic: &StrategyTraffic) -> Self {
+    fn of(traffic: &StrategyTraffic, predicted: Option<&Prediction>) -> Self {
         let most = |bytes: &[u128]| bytes.iter().copied().max().unwrap_or(0);
         Self {
             name: traffic.strategy.to_string(),
@@ -89,17 +114,51 @@ impl StrategyFigures {
             backward_bytes_sent_total: traffic.backward.iter().sum(),
             backward_bytes_max_rank: most(&traffic.backward),
             memory_max_rank: traffic.memory_max_rank,
+            time_predicted: predicted.map(Prediction::seconds),
+            exposed_predicted: predicted.map(Prediction::exposed),
+            bytes_inside_node: predicted.map(|of| of.bytes.inside_node as u128),
+            bytes_between_nodes: predicted.map(|of| of.bytes.between_nodes as u128),
+            fits_memory: predicted.map(|of| of.fits),
         }
     }
 
-    /// Describes the strategy in one line.
-    pub(super) fn in_words(&self) -> String {
-        format!(
-            "{:<10} {} sent forward, {} backward, at most {} of buffers on a rank",
+    /// Describes the strategy in one line; that of `chosen` is marked.
+    pub(super) fn in_words(&self, chosen: &str) -> String {
+        let mark = if self.name == chosen { "*" } else { " " };
+        let sent = format!(
+            "{mark} {:<10} {} sent forward, {} backward, at most {} of buffers on a rank",
             self.name,
             bytes(self.bytes_sent_total),
             bytes(self.backward_bytes_sent_total),
             bytes(self.memory_max_rank)
+        );
+        let (Some(time), Some(exposed), Some(inside), Some(between)) = (
+            self.time_predicted,
+            self.exposed_predicted,
+            self.bytes_inside_node,
+            self.bytes_between_nodes,
+        ) else {
+            return sent;
+        };
+        let fits = match self.fits_memory {
+            Some(false) => ", more than its memory",
+            _ => "",
+        };
+        format!(
+            "{sent}{fits}; predicted {}, of which {} exposed; {} inside nodes, {} between them",
+            seconds(time),
+            seconds(exposed),
+            bytes(inside),
+            bytes(between)
         )
+    }
+}
+
+/// Formats seconds with three digits after the unit's point.
+fn seconds(seconds: f64) -> String {
+    match seconds {
+        of if of >= 1.0 => format!("{of:.3} s"),
+        of if of >= 1e-3 => format!("{:.3} ms", of * 1e3),
+        of => format!("{:.3} µs", of * 1e6),
     }
 }

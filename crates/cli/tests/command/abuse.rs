@@ -84,6 +84,7 @@ fn base(subcommand: &str) -> Vec<(&'static str, &'static str)> {
             ("--heads", "1"),
             ("--causal", "true"),
         ],
+        "measure" => vec![("--ds", "4"), ("--ranks", "1"), ("--threads", "1")],
         "make" => vec![
             ("--output", "made.safetensors"),
             ("--q-len", "8"),
@@ -435,6 +436,7 @@ fn cases(folder: &Folder) -> Vec<Case> {
             "check",
             "plan",
             "bench",
+            "measure",
             "make",
             "demo",
             "doctor",

@@ -153,6 +153,7 @@ fn every_help_has_examples() {
         "check",
         "plan",
         "bench",
+        "measure",
         "make",
         "demo",
         "doctor",

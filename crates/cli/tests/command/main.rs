@@ -14,6 +14,7 @@ mod files;
 mod interrupt;
 mod launcher;
 mod limits;
+mod machine;
 mod malformed;
 mod messages;
 mod odd_files;

@@ -4,7 +4,7 @@
 use std::fmt::{Debug, Display, Write};
 
 use annulus_core::{
-    BackwardMode, Batch, Capabilities, DenseMask, Fingerprint, Placement, Spec, Strategy,
+    BackwardMode, Batch, Capabilities, DenseMask, Fingerprint, Machine, Placement, Spec, Strategy,
 };
 
 use super::RingOptions;
@@ -58,6 +58,10 @@ pub(crate) fn plan(
     let d = text(d, "logits_dtype", spec.logits_dtype);
     let d = debug(d, "precision", &spec.precision);
     let d = debug(d, "backward_mode", &spec.backward);
+    // before the strategy, which is chosen by it
+    let machine = options.machine.as_deref().map(Machine::fingerprint);
+    let shown = machine.map_or("none".to_owned(), |digest| format!("fingerprint {digest:016x}"));
+    let d = text(d, "machine", shown);
     let d = text(d, "strategy", strategy);
     let d = debug(d, "layout", &options.layout);
     let d = debug(d, "route", &options.route);

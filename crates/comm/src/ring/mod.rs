@@ -40,12 +40,13 @@ mod update;
 
 use std::{
     panic::{self, AssertUnwindSafe},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
 use annulus_core::{
-    Backend, BackwardInputs, Batch, Error, Gradients, Inputs, Layout, Order, Outputs, RankShard,
-    Result, Route, Runs, Schedule, Space, Spec, Transport, Work,
+    Backend, BackwardInputs, Batch, Error, Gradients, Inputs, Layout, Machine, Order, Outputs,
+    RankShard, Result, Route, Runs, Schedule, Space, Spec, Transport, Work,
 };
 
 use crate::{agreement, span::span};
@@ -113,6 +114,8 @@ pub struct RingOptions {
     pub kv_block_size: Option<u64>,
     /// Deadline that the environment sets, 0 for none; equal on all ranks.
     pub deadline_variable: Option<Duration>,
+    /// Machine by which the strategy was chosen, of which ranks compare the fingerprints.
+    pub machine: Option<Arc<Machine>>,
 }
 
 impl<B: Backend> Ring<B> {

@@ -26,7 +26,7 @@ impl Choice {
     const SAMPLES_OF_NEEDS: usize = 1 << 16;
     /// As [`Choice::SAMPLES_OF_NEEDS`] for the work: fewer, because the number of visible keys
     /// changes less from one query to the next than the sets of needed rows.
-    const SAMPLES_OF_WORK: usize = 1 << 14;
+    pub(super) const SAMPLES_OF_WORK: usize = 1 << 14;
 
     /// Chooses layout and route, or only the route of a fixed `layout`.
     ///
@@ -118,7 +118,7 @@ fn with_shards(spec: &Spec, ranks: usize, layout: Layout) -> (Layout, RingShards
 }
 
 /// Returns the distance of queries of which at most `samples` are evaluated.
-fn stride(spec: &Spec, samples: usize) -> usize {
+pub(super) fn stride(spec: &Spec, samples: usize) -> usize {
     let mask = &*spec.mask;
     let distinct_masks = if mask.per_head() { spec.dims.q_heads } else { 1 }
         * if mask.per_batch() { spec.dims.batch } else { 1 };

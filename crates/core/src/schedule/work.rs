@@ -1,8 +1,8 @@
 //! Visible pairs of each rank, and the load balance of a layout.
 
-use super::Route;
+use super::{Choice, Route, choice};
 use crate::{
-    Mask, RingShards,
+    Dims, Mask, RingShards, Spec,
     needs::{DistinctMasks, KeyIndex, SegmentNumbers, StridedRows, ascending},
 };
 
@@ -122,6 +122,25 @@ pub struct WorkMatrix {
 impl WorkMatrix {
     /// Counts the pairs as [`Work::of`], in O(rows · ranks) time.
     pub fn of(mask: &dyn Mask, heads: usize, batch: usize, shards: &RingShards) -> Self {
+        Self::of_sampled_queries(mask, heads, batch, shards, 1, &mut || ())
+    }
+
+    /// As [`WorkMatrix::of`], but estimated: from at most [`Choice::SAMPLES_OF_WORK`] queries at
+    /// equal distances, each of which represents the queries up to the next.
+    pub(crate) fn estimate(spec: &Spec, shards: &RingShards, tick: &mut dyn FnMut()) -> Self {
+        let stride = choice::stride(spec, Choice::SAMPLES_OF_WORK);
+        let Dims { q_heads, batch, .. } = spec.dims;
+        Self::of_sampled_queries(spec.mask.as_ref(), q_heads, batch, shards, stride, tick)
+    }
+
+    fn of_sampled_queries(
+        mask: &dyn Mask,
+        heads: usize,
+        batch: usize,
+        shards: &RingShards,
+        stride: usize,
+        tick: &mut dyn FnMut(),
+    ) -> Self {
         let distinct = DistinctMasks::new(mask, heads, batch, shards);
         let repeats = u128::from(distinct.repeats());
         let mut pairs = vec![vec![0u128; shards.kv.len()]; shards.q.len()];
@@ -131,14 +150,16 @@ impl WorkMatrix {
             for (shard, pairs) in shards.q.iter().zip(&mut pairs) {
                 for rows in segments.query_rows(shard, batch) {
                     for head in distinct.heads() {
-                        for index in 0..rows.count {
+                        for index in (0..rows.count).step_by(stride) {
+                            let queries = u128::from((rows.count - index).min(stride as u64));
                             let bound = mask.bound(&rows.query(batch, head, index));
                             keys.count_by_rank(rows.segment, bound.ranges(), |owner, keys| {
-                                pairs[owner] += u128::from(keys) * repeats;
+                                pairs[owner] += u128::from(keys) * queries * repeats;
                             });
                         }
                     }
                 }
+                tick();
             }
         }
         Self { pairs }

@@ -52,8 +52,11 @@ pub enum Strategy {
         /// query heads, and a divisor or a multiple of the KV heads.
         heads: usize,
     },
-    /// The strategy of the two above that sends the fewest bytes in a forward and, if the plan has
-    /// one, a backward pass. Ties are broken in favour of smaller groups.
+    /// The strategy of the two above with the least predicted time on a machine
+    /// ([`Machine::choose`]) or, without one, that sends the fewest bytes; in a forward and, if the
+    /// plan has one, a backward pass. Ties are broken in favour of smaller groups.
+    ///
+    /// [`Machine::choose`]: crate::Machine::choose
     Auto,
 }
 

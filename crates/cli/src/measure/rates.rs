@@ -1,0 +1,112 @@
+//! Compute rates: passes of one rank without messages, while all ranks compute.
+
+use std::time::{Duration, Instant};
+
+use annulus::{Attention, Plan, Tensors};
+use annulus_comm::threads::ring;
+use annulus_core::{Backend, ComputeRate, Dims, Element, Error, HostTensors, Result};
+use ndarray::Array4;
+
+use super::median;
+use crate::{
+    backend::{BackendChoice, with_backend},
+    failure::Outcome,
+    job::{Endpoint, Job, RankBackend},
+    random::Stream,
+};
+
+/// Query and KV heads.
+const HEADS: usize = 4;
+/// Queries and keys: the least is doubled until a forward pass takes [`LEAST_TIME`].
+const LEAST_LEN: usize = 512;
+const MOST_LEN: usize = 8192;
+/// Time of a forward pass beside which its prologue and epilogue are short.
+const LEAST_TIME: Duration = Duration::from_millis(20);
+/// Time after which no further round starts.
+const BUDGET: Duration = Duration::from_millis(500);
+const LEAST_ROUNDS: usize = 3;
+const MOST_ROUNDS: usize = 15;
+
+/// Measures the rates of an element type at a head dim: full attention, all heads alike.
+///
+/// # Ordering
+/// Collective over the processes.
+/// # Errors
+/// Those of the ranks.
+pub(super) fn measure<T: Element>(
+    job: &mut Job,
+    backend: &BackendChoice,
+    threads: usize,
+    head_dim: usize,
+) -> Outcome<ComputeRate> {
+    with_backend!(backend, threads, make => measure_on::<T, _>(job, head_dim, make))
+}
+
+fn measure_on<T: Element, B: Backend<Space: HostTensors>>(
+    job: &mut Job,
+    head_dim: usize,
+    make: impl Fn(Endpoint) -> Result<RankBackend<B>> + Sync,
+) -> Outcome<ComputeRate> {
+    let own_ranks = if job.is_mpi() { 1 } else { job.ranks() };
+    let own = job.run_local_phase(0..own_ranks, |_, _| {
+        let alone = || {
+            let endpoint = ring(1).pop().ok_or_else(|| Error::internal("a ring has no rank"))?;
+            make(Endpoint::Thread(Box::new(endpoint)))
+        };
+        rates_of_rank::<T, B>(head_dim, alone)
+    })?;
+    let own = [0, 1].map(|pass| median(own.iter().map(|rates| rates[pass]).collect()));
+    let all = job.all_gather_numbers(&own)?;
+    let [forward, backward] =
+        [0, 1].map(|pass| median(all.iter().map(|rates| rates[pass]).collect()));
+    Ok(ComputeRate { dtype: T::DTYPE, head_dim, forward, backward })
+}
+
+/// Returns the FLOP/s of a forward and of a backward pass.
+fn rates_of_rank<T: Element, B: Backend<Space: HostTensors>>(
+    head_dim: usize,
+    make: impl Fn() -> Result<RankBackend<B>>,
+) -> Result<[f64; 2]> {
+    let mut len = LEAST_LEN;
+    loop {
+        let (backend, transport) = make()?;
+        let dims = Dims::new(1, len, HEADS, head_dim);
+        let mut plan = Plan::new(&Attention::new().dtype(T::DTYPE), dims, backend, transport)?;
+        let stream = Stream::new(0, "measure");
+        let x = Array4::from_shape_fn((1, len, HEADS, head_dim), |(_, row, head, column)| {
+            T::from_f64(stream.normal(((row * HEADS + head) * head_dim + column) as u64))
+        });
+        round(&mut plan, &x)?;
+        let [forward, _] = round(&mut plan, &x)?;
+        if forward < LEAST_TIME && len < MOST_LEN {
+            len *= 2;
+            continue;
+        }
+        let begin = Instant::now();
+        let mut rounds = Vec::new();
+        while rounds.len() < LEAST_ROUNDS
+            || (begin.elapsed() < BUDGET && rounds.len() < MOST_ROUNDS)
+        {
+            rounds.push(round(&mut plan, &x)?);
+        }
+        // 2 products of a forward pass, 5 of a backward pass
+        let product = 2.0 * (len * len * HEADS * head_dim) as f64;
+        let seconds =
+            |pass: usize| median(rounds.iter().map(|times| times[pass].as_secs_f64()).collect());
+        return Ok([2.0 * product / seconds(0), 5.0 * product / seconds(1)]);
+    }
+}
+
+/// Returns the times of a forward and a backward pass.
+fn round<T: Element, B: Backend<Space: HostTensors>>(
+    plan: &mut Plan<B>,
+    x: &Array4<T>,
+) -> Result<[Duration; 2]> {
+    let tensors = Tensors::new(x.view(), x.view(), x.view());
+    let begin = Instant::now();
+    let forward = plan.forward::<T>(&tensors)?;
+    let forward_time = begin.elapsed();
+    let begin = Instant::now();
+    plan.backward(&tensors, &forward, x.view(), None)?;
+    Ok([forward_time, begin.elapsed()])
+}

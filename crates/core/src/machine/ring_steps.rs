@@ -1,0 +1,286 @@
+//! The steps of rings over groups: blocks that circulate, and gradients that follow them.
+
+use super::{
+    network::Transfer,
+    steps::{BACKWARD_PRODUCTS, KV_PASS_PRODUCTS, PairSeconds, QUERY_PASS_PRODUCTS, TimedStep},
+};
+use crate::{
+    BackwardMode, Choice, Group, Message, NeedsIndex, RingShards, RowLayout, Schedule, Spec,
+    StrategyTraffic, TrafficOptions, WorkMatrix,
+};
+
+/// The rings over groups, one for each member.
+pub(super) struct RingSteps<'a> {
+    traffic: &'a StrategyTraffic,
+    seconds: PairSeconds,
+    backward: bool,
+    reproducible: bool,
+    mode: BackwardMode,
+    /// By member; one if all have the same.
+    members: Vec<MemberRing>,
+    kv_row: RowLayout,
+    gradient_row: RowLayout,
+    query_row: RowLayout,
+}
+
+/// Tiles of the local block in a one-pass backward that overlap the last gradients.
+#[derive(Clone, Copy)]
+struct Tail {
+    /// Share of the work on the local block.
+    share: f64,
+    /// Step in which they are computed.
+    step: usize,
+}
+
+/// The ring of the heads of one member.
+struct MemberRing {
+    schedule: Schedule,
+    work: WorkMatrix,
+    /// Messages and work of blocks of queries, of a backward pass in two passes.
+    queries: Option<(Schedule, WorkMatrix)>,
+}
+
+impl<'a> RingSteps<'a> {
+    /// Derives the messages and the work of every ring.
+    pub(super) fn new(
+        traffic: &'a StrategyTraffic,
+        spec: &Spec,
+        options: &TrafficOptions<'_>,
+        seconds: PairSeconds,
+        tick: &mut dyn FnMut(),
+    ) -> Self {
+        let grid = &traffic.grid;
+        let reproducible = spec.leaf_rows.is_some();
+        let mode = if reproducible { BackwardMode::TwoPass } else { spec.backward };
+        let two_passes = options.backward && mode == BackwardMode::TwoPass;
+        let distinct = if spec.mask.per_head() { grid.members() } else { 1 };
+        let ring = |member| {
+            let spec = spec.of_heads(grid, member);
+            MemberRing::new(traffic, &spec, options, two_passes, tick)
+        };
+        let of_member = spec.of_heads(grid, 0);
+        let query_row = if reproducible {
+            of_member.whole_query_row_layout(None)
+        } else {
+            of_member.query_row_layout()
+        };
+        Self {
+            traffic,
+            seconds,
+            backward: options.backward,
+            reproducible,
+            mode,
+            members: (0..distinct).map(ring).collect(),
+            kv_row: of_member.kv_row_layout(),
+            gradient_row: of_member.gradient_row_layout(),
+            query_row,
+        }
+    }
+
+    fn ranks(&self) -> usize {
+        self.traffic.grid.groups() * self.traffic.grid.members()
+    }
+
+    /// Returns the ring of the heads of the rank at `ring_index`, and its group.
+    fn ring(&self, ring_index: usize) -> (&MemberRing, usize) {
+        let grid = &self.traffic.grid;
+        let member = grid.member(ring_index).min(self.members.len() - 1);
+        (&self.members[member], grid.group(ring_index))
+    }
+
+    /// Returns a step with the seconds of `compute(ring_index)`.
+    fn step(&self, compute: impl Fn(usize) -> f64) -> TimedStep {
+        let ranks = self.ranks();
+        TimedStep { compute: (0..ranks).map(compute).collect(), ..TimedStep::idle(ranks) }
+    }
+
+    /// Adds the messages of blocks that are posted in a step.
+    fn add_blocks(
+        &self,
+        into: &mut TimedStep,
+        step: usize,
+        row: &RowLayout,
+        schedule: impl Fn(&MemberRing) -> Option<&Schedule>,
+    ) {
+        self.add_messages(into, row, |ring, group| {
+            Some(&schedule(ring)?.steps.get(group)?.get(step)?.before)
+        });
+    }
+
+    fn add_messages(
+        &self,
+        into: &mut TimedStep,
+        row: &RowLayout,
+        group_of: impl Fn(&MemberRing, usize) -> Option<&Group>,
+    ) {
+        let grid = &self.traffic.grid;
+        for from in 0..self.ranks() {
+            let (ring, group) = self.ring(from);
+            for message in group_of(ring, group).iter().flat_map(|messages| &messages.sends) {
+                let to = grid.ring_index(message.peer, grid.member(from));
+                let bytes = u128::from(message.rows.count()) * u128::from(row.bytes());
+                into.transfers.push(Transfer { from, to, bytes: bytes as f64 });
+            }
+        }
+    }
+
+    /// Returns the steps of a forward pass.
+    pub(super) fn forward(&self) -> Vec<TimedStep> {
+        self.circulation(
+            &self.kv_row,
+            |ring| Some(&ring.schedule),
+            |ring, group, step| ring.pairs(group, step) * self.seconds.forward_pass(),
+        )
+    }
+
+    /// Returns the steps of a backward pass; none without one.
+    pub(super) fn backward(&self) -> Vec<TimedStep> {
+        let groups = self.traffic.grid.groups();
+        if !self.backward {
+            return Vec::new();
+        }
+        if self.mode == BackwardMode::OnePass || (groups == 1 && !self.reproducible) {
+            return self.one_pass();
+        }
+        let seconds = self.seconds.backward;
+        let mut steps = self.circulation(
+            &self.kv_row,
+            |ring| Some(&ring.schedule),
+            |ring, group, step| {
+                // the local queries add to the local dK and dV in the first pass
+                let local = step == 0 && !self.reproducible;
+                let products = if local { BACKWARD_PRODUCTS } else { KV_PASS_PRODUCTS };
+                ring.pairs(group, step) * products * seconds
+            },
+        );
+        let of_queries = |ring: &MemberRing, group, step| {
+            let local = step == 0 && !self.reproducible;
+            let products = if local { 0.0 } else { QUERY_PASS_PRODUCTS };
+            ring.query_pairs(group, step) * products * seconds
+        };
+        steps.extend(self.circulation(&self.query_row, MemberRing::query_schedule, of_queries));
+        steps
+    }
+
+    /// Returns the steps of blocks that circulate: the last block of a rank arrives in parts.
+    fn circulation(
+        &self,
+        row: &RowLayout,
+        schedule: impl Fn(&MemberRing) -> Option<&Schedule>,
+        compute: impl Fn(&MemberRing, usize, usize) -> f64,
+    ) -> Vec<TimedStep> {
+        let last_block = |ring_index| {
+            let (ring, group) = self.ring(ring_index);
+            schedule(ring).and_then(|schedule| schedule.of_rank(group).last_block())
+        };
+        let last_blocks: Vec<Option<usize>> = (0..self.ranks()).map(last_block).collect();
+        let step = |step| {
+            let mut timed = self.step(|ring_index| {
+                let (ring, group) = self.ring(ring_index);
+                compute(ring, group, step)
+            });
+            self.add_blocks(&mut timed, step, row, &schedule);
+            timed.in_parts = last_blocks.iter().map(|&last| last == Some(step + 1)).collect();
+            timed
+        };
+        (0..self.traffic.grid.groups()).map(step).collect()
+    }
+
+    /// Returns the steps of a backward pass in one pass: gradients follow their blocks one step
+    /// behind, and tiles of a tail of the local block overlap the last of them.
+    fn one_pass(&self) -> Vec<TimedStep> {
+        let groups = self.traffic.grid.groups();
+        let pair = self.seconds.backward_pass(BackwardMode::OnePass);
+        let tails: Vec<Tail> = (0..self.ranks()).map(|ring_index| self.tail(ring_index)).collect();
+        let step = |step: usize| {
+            let mut timed = self.step(|ring_index| {
+                let (ring, group) = self.ring(ring_index);
+                let Tail { share, step: after } = tails[ring_index];
+                let local = ring.pairs(group, 0);
+                let tail = if step == after { share * local } else { 0.0 };
+                let pairs = if step == 0 { (1.0 - share) * local } else { ring.pairs(group, step) };
+                (pairs + tail) * pair
+            });
+            self.add_blocks(&mut timed, step, &self.kv_row, |ring| Some(&ring.schedule));
+            if let Some(before) = step.checked_sub(1) {
+                self.add_messages(&mut timed, &self.gradient_row, |ring, group| {
+                    Some(&ring.schedule.steps.get(group)?.get(before)?.after)
+                });
+            }
+            timed
+        };
+        (0..=groups).map(step).collect()
+    }
+
+    /// Returns the tail of the local block. Head and tail have work in proportion to the bytes that
+    /// they overlap.
+    fn tail(&self, ring_index: usize) -> Tail {
+        let (ring, group) = self.ring(ring_index);
+        let schedule = ring.schedule.of_rank(group);
+        let Some(last) = schedule.last_step() else { return Tail { share: 0.0, step: 0 } };
+        let bytes = |messages: &Group, row: &RowLayout| {
+            let of = |messages: &[Message]| {
+                messages.iter().map(|message| message.rows.count()).sum::<u64>()
+            };
+            of(&messages.sends).max(of(&messages.receives)) as f64 * row.bytes() as f64
+        };
+        let first = bytes(&schedule.steps[0].before, &self.kv_row);
+        let after = bytes(&schedule.steps[last].after, &self.gradient_row);
+        let share = if after > 0.0 { after / (first + after) } else { 0.0 };
+        Tail { share, step: last + 1 }
+    }
+}
+
+impl MemberRing {
+    fn new(
+        traffic: &StrategyTraffic,
+        spec: &Spec,
+        options: &TrafficOptions<'_>,
+        two_passes: bool,
+        tick: &mut dyn FnMut(),
+    ) -> Self {
+        let groups = traffic.grid.groups();
+        let layout = &traffic.layout.of_groups;
+        let auto =
+            |tick: &mut dyn FnMut()| Choice::auto(spec, groups, Some(layout), None, tick).route;
+        let route = options.route.unwrap_or_else(|| auto(tick));
+        let shards = RingShards::plain(&spec.dims, spec.alignment, layout, groups);
+        let work = WorkMatrix::estimate(spec, &shards, tick);
+        let (heads, batch) = (spec.dims.q_heads, spec.dims.batch);
+        let mask = spec.mask.as_ref();
+        let needs = NeedsIndex::of_queries(mask, heads, batch, &shards, tick);
+        let schedule = Schedule::build(&needs.to_needs(), route, options.backward && !two_passes);
+        let queries = two_passes.then(|| {
+            let needs = NeedsIndex::of_keys(mask, heads, batch, &shards, tick);
+            let needs =
+                if spec.leaf_rows.is_some() { needs.in_tiles(options.kv_tile) } else { needs };
+            let schedule = Schedule::build(&needs.to_needs(), route.opposite(), false);
+            (schedule, work.transposed())
+        });
+        Self { schedule, work, queries }
+    }
+
+    fn query_schedule(&self) -> Option<&Schedule> {
+        self.queries.as_ref().map(|(schedule, _)| schedule)
+    }
+
+    fn pairs(&self, group: usize, step: usize) -> f64 {
+        self.work.of_step(self.schedule.route, group, step) as f64
+    }
+
+    /// Returns the pairs of the local keys and the queries of the owner of a step.
+    fn query_pairs(&self, group: usize, step: usize) -> f64 {
+        let of = |(schedule, work): &(Schedule, WorkMatrix)| {
+            work.of_step(schedule.route, group, step) as f64
+        };
+        self.queries.as_ref().map_or(0.0, of)
+    }
+}
+
+impl WorkMatrix {
+    /// Returns `pairs[owner][user]`, for blocks of queries that circulate.
+    fn transposed(&self) -> Self {
+        let column = |owner: usize| self.pairs.iter().map(|row| row[owner]).collect();
+        Self { pairs: (0..self.pairs.len()).map(column).collect() }
+    }
+}

@@ -1,0 +1,156 @@
+//! The steps of a pass with the seconds of their tiles and the bytes of their messages.
+//!
+//! A further strategy adds an arm to [`of_passes`], which returns its steps.
+
+use super::{Machine, mean_steps, network::Transfer, ring_steps::RingSteps};
+use crate::{
+    BackwardMode, ComputeRate, Error, ExchangeFields, HeadField, Result, Side, Spec, Strategy,
+    StrategyTraffic, TrafficOptions,
+};
+
+/// The most ranks of a ring whose steps are executed one by one, which takes O(ranks²) time and
+/// memory: 65,536 steps. Larger rings have one mean step.
+const MOST_STEPPED_RANKS: usize = 256;
+
+/// One step of all ranks, by ring index.
+#[derive(Debug, Clone, Default)]
+pub(super) struct TimedStep {
+    /// Seconds of the tiles of each rank.
+    pub(super) compute: Vec<f64>,
+    /// Messages that move while the tiles are computed.
+    pub(super) transfers: Vec<Transfer>,
+    /// True for a rank whose message of this step arrives in parts, under the tiles of the next.
+    pub(super) in_parts: Vec<bool>,
+    /// Number of times that the step is executed: 1, but for a mean step.
+    pub(super) repeats: usize,
+}
+
+/// Matrix products of a pass over the tiles of a pair of ranks.
+const FORWARD_PRODUCTS: f64 = 2.0;
+/// S, dP, dQ, dK, dV.
+pub(super) const BACKWARD_PRODUCTS: f64 = 5.0;
+/// S, dP, dQ, of a backward pass over blocks of keys and values.
+pub(super) const KV_PASS_PRODUCTS: f64 = 3.0;
+/// S, dP, dK, dV, of a backward pass over blocks of queries.
+pub(super) const QUERY_PASS_PRODUCTS: f64 = 4.0;
+
+impl TimedStep {
+    /// Creates a step without tiles and messages.
+    pub(super) fn idle(ranks: usize) -> Self {
+        Self {
+            compute: vec![0.0; ranks],
+            transfers: Vec::new(),
+            in_parts: vec![false; ranks],
+            repeats: 1,
+        }
+    }
+}
+
+/// Seconds of one visible pair, for each product of its tiles.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct PairSeconds {
+    forward: f64,
+    pub(super) backward: f64,
+}
+
+impl PairSeconds {
+    /// A product has 2 · dim FLOPs for each pair; dims of keys and values count half each.
+    fn new(spec: &Spec, rate: &ComputeRate) -> Self {
+        let flops = (spec.dims.head_dim + spec.dims.value_dim) as f64;
+        Self { forward: flops / rate.forward, backward: flops / rate.backward }
+    }
+
+    pub(super) const fn forward_pass(&self) -> f64 {
+        FORWARD_PRODUCTS * self.forward
+    }
+
+    pub(super) fn backward_pass(&self, mode: BackwardMode) -> f64 {
+        self.backward
+            * match mode {
+                BackwardMode::OnePass => BACKWARD_PRODUCTS,
+                BackwardMode::TwoPass => KV_PASS_PRODUCTS + QUERY_PASS_PRODUCTS,
+            }
+    }
+}
+
+/// Returns the steps of the forward and of the backward pass; the latter has none without one.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] naming `machine` if it has no rate of the element type, or `strategy`
+/// for [`Strategy::Auto`], which has no steps.
+pub(super) fn of_passes(
+    traffic: &StrategyTraffic,
+    spec: &Spec,
+    options: &TrafficOptions<'_>,
+    machine: &Machine,
+    tick: &mut dyn FnMut(),
+) -> Result<[Vec<TimedStep>; 2]> {
+    let rate = machine.rate(spec.dtype, spec.dims.head_dim)?;
+    let seconds = PairSeconds::new(spec, &rate);
+    match traffic.strategy {
+        Strategy::Ring | Strategy::HeadsRing { .. } => {
+            Ok(of_heads_ring(traffic, spec, options, seconds, tick))
+        }
+        Strategy::Auto => {
+            Err(Error::invalid("strategy", Strategy::Auto, "one that was chosen, not auto"))
+        }
+    }
+}
+
+/// Returns the steps of heads × ring: exchange, ring over groups, exchange.
+fn of_heads_ring(
+    traffic: &StrategyTraffic,
+    spec: &Spec,
+    options: &TrafficOptions<'_>,
+    seconds: PairSeconds,
+    tick: &mut dyn FnMut(),
+) -> [Vec<TimedStep>; 2] {
+    if traffic.grid.groups() > MOST_STEPPED_RANKS {
+        return mean_steps::of_heads_ring(traffic, spec, options.backward, seconds);
+    }
+    let ring = RingSteps::new(traffic, spec, options, seconds, tick);
+    let fields = [ExchangeFields::of_forward(spec), ExchangeFields::of_backward(spec)];
+    let [forward, backward] = [ring.forward(), ring.backward()];
+    let [of_forward, of_backward] = fields.map(|fields| exchange(traffic, spec, &fields));
+    let around = |[before, after]: [Vec<TimedStep>; 2], ring: Vec<TimedStep>| {
+        before.into_iter().chain(ring).chain(after).collect()
+    };
+    let forward = around(of_forward, forward);
+    [forward, if options.backward { around(of_backward, backward) } else { Vec::new() }]
+}
+
+/// Returns the rounds of the exchange before a pass, and those after it.
+fn exchange(
+    traffic: &StrategyTraffic,
+    spec: &Spec,
+    fields: &ExchangeFields,
+) -> [Vec<TimedStep>; 2] {
+    let StrategyTraffic { grid, layout, .. } = traffic;
+    let (members, ranks) = (grid.members(), grid.groups() * grid.members());
+    let bytes = |fields: &[HeadField], ring_index: usize| -> f64 {
+        let of = |field: &HeadField| {
+            let len = if field.side == Side::Q { spec.dims.q_len } else { spec.dims.kv_len };
+            let rows = layout.of_ranks.shard(field.side, len, ring_index, ranks).len();
+            field.bytes(grid, rows) as f64
+        };
+        fields.iter().map(of).sum()
+    };
+    let of_ranks = |fields: &[HeadField]| -> Vec<f64> {
+        (0..ranks).map(|ring_index| bytes(fields, ring_index)).collect()
+    };
+    let [inputs, outputs] = [of_ranks(&fields.inputs), of_ranks(&fields.outputs)];
+    let rounds = |bytes_of: &dyn Fn(usize, usize) -> f64| -> Vec<TimedStep> {
+        let round = |distance: usize| {
+            let transfer = |from: usize| {
+                let to =
+                    grid.ring_index(grid.group(from), (grid.member(from) + distance) % members);
+                Transfer { from, to, bytes: bytes_of(from, to) }
+            };
+            let all = (0..ranks).map(transfer).filter(|transfer| transfer.bytes > 0.0);
+            TimedStep { transfers: all.collect(), ..TimedStep::idle(ranks) }
+        };
+        (1..members).map(round).collect()
+    };
+    // own rows of another member's heads, then another member's rows of the own heads
+    [rounds(&|from, _| inputs[from]), rounds(&|_, to| outputs[to])]
+}
